@@ -1,0 +1,1 @@
+"""The Gaussian kernel attention operator."""

@@ -1,0 +1,139 @@
+"""The operator's one door: validate, choose the implementation, call it. Layout everywhere: (B, T, H, D).
+
+Legend: B batch, T tokens (Tq queries, Tk keys), H heads, D head_dim.
+"""
+
+from typing import Literal
+
+import torch
+
+from gka.attention import validation
+from gka.attention.impl import flex, reference, sdpa
+from gka.attention.masking import Mask
+
+Impl = Literal["auto", "reference", "sdpa", "flex"]
+# A fused implementation is a module with `gaussian`, `dot_product` and, if it cannot serve everything, `unavailable`.
+FUSED = {"sdpa": sdpa, "flex": flex}
+EPS = 1e-6
+
+
+def gaussian_attention(
+    x: torch.Tensor,
+    log_sigma: torch.Tensor,
+    *,
+    keys: torch.Tensor | None = None,
+    values: torch.Tensor | None = None,
+    causal: bool = False,
+    window: int | None = None,
+    constant_norm: bool = False,
+    eps: float = EPS,
+    return_weights: bool = False,
+    impl: Impl = "auto",
+):
+    """Gaussian kernel attention: y_i = sum_j W_ij v_j, W = row-normalised exp(-|x_i - k_j|^2 / (2 sigma_h^2)) (paper eq. 2-5).
+
+    Args:
+      x: features, (B, Tq, H, D), float64, float32, bfloat16 or float16. They are queries and, by default, keys and values too.
+      log_sigma: log-bandwidth per head, (H,), float32. |log_sigma| is clamped to 20.
+      keys: (B, Tk, H, D); None means x. With foreign keys no affinity need be near 1 and the row sum may underflow, so the rows are
+        normalised as a softmax and `eps` is not used. The last query is aligned with the last key (one decode query sees all of a cache).
+      values: (B, Tk, H, D); None means the keys.
+      causal: query i sees keys j <= i.
+      window: query i sees i - window <= j <= i (with causal; window + 1 keys), |i - j| <= window without. None: no limit.
+        The paper's W counts the token itself: window = W - 1.
+      constant_norm: a promise that all keys of a head have the same norm, for example after a per-head RMS norm. |k_j|^2 then
+        cancels and the fused paths become plain attention. Not checked; the reference does not use it.
+      eps: added to the row sum (paper eq. 3) by implementations that know it: the reference. The fused paths drop it; as K_ii = 1 that
+        changes a result by less than a relative `eps`.
+      return_weights: also return W, (B, H, Tq, Tk). Only the reference builds W; "auto" then means it.
+      impl: "reference" (the literal equations), "sdpa" (any device), "flex" (CUDA; forward only on CPU), or "auto", see `select_impl`.
+
+    Returns: y, (B, Tq, H, D) in x.dtype; with return_weights, (y, W).
+
+    Raises: TypeError for a wrong type or dtype; ValueError for a wrong rank, shape, device, value, or an implementation that cannot
+    serve the request. Both name the argument.
+    """
+    validation.check_features("x", x)
+    validation.check_log_sigma(log_sigma, x)
+    validation.check_eps(eps)
+    foreign_keys = keys is not None
+    keys = x if keys is None else keys
+    values = keys if values is None else values
+    mask = _check(x, keys, values, causal, window)
+    name = select_impl(x, keys=keys, values=values, causal=causal, window=window, constant_norm=constant_norm,
+                       return_weights=return_weights, impl=impl)  # fmt: skip
+
+    x, keys, values = _to_autocast_dtype(x, keys, values)
+    with torch.autocast(x.device.type, enabled=False):
+        if name == "reference":
+            y, weights = reference.gaussian(x, keys, values, log_sigma, mask, None if foreign_keys else eps)
+            return (y, weights) if return_weights else y
+        keys, values = _drop_hidden(mask, x.shape[1], keys, values)
+        return FUSED[name].gaussian(x, keys, values, log_sigma, mask.simplify(x.shape[1], keys.shape[1]), constant_norm)
+
+
+def dot_product_attention(q, k, v, *, causal: bool = False, window: int | None = None, scale: float | None = None, impl: Impl = "auto"):
+    """softmax(scale * q.k) v with the same layout, masks and implementations: the baseline every comparison uses.
+
+    q: (B, Tq, H, D); k, v: (B, Tk, H, D), one dtype and device. scale: None means 1 / sqrt(D). Returns (B, Tq, H, D).
+    Raises as `gaussian_attention`; impl="reference" is not offered.
+    """
+    validation.check_features("q", q)
+    mask = _check(q, k, v, causal, window, names=("k", "v"))
+    if impl == "reference":
+        raise ValueError('impl="reference" is the Gaussian kernel\'s definition; dot_product_attention takes "auto", "sdpa" or "flex"')
+    name = select_impl(q, keys=k, values=v, causal=causal, window=window, constant_norm=True, impl=impl)
+    k, v = _drop_hidden(mask, q.shape[1], k, v)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return FUSED[name].dot_product(q, k, v, mask.simplify(q.shape[1], k.shape[1]), scale)
+
+
+def select_impl(x, *, keys=None, values=None, causal=False, window=None, constant_norm=False, return_weights=False, impl: Impl = "auto") -> str:
+    """The name of the implementation that `gaussian_attention` runs for these arguments; never "auto".
+
+    auto: "reference" if W is wanted; on CUDA "flex" where SDPA would need a dense mask or extra channels; else "sdpa".
+    Raises ValueError if `impl` is unknown or cannot serve the request.
+    """
+    if impl not in ("auto", "reference", *FUSED):
+        raise ValueError(f"impl must be one of auto, reference, {', '.join(FUSED)}, got {impl!r}")
+    if return_weights:
+        if impl not in ("auto", "reference"):
+            raise ValueError(f'return_weights needs impl="reference" (or "auto"): impl={impl!r} never builds W')
+        return "reference"
+    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, keys, values))
+    obstacle = flex.unavailable(x, needs_grad)
+    if impl == "flex" and obstacle:
+        raise ValueError(f'impl="flex" is unavailable: {obstacle}; use impl="sdpa"')
+    if impl != "auto":
+        return impl
+    windowed = Mask(causal, window).simplify(x.shape[1], x.shape[1] if keys is None else keys.shape[1]).window is not None
+    return "flex" if x.is_cuda and not obstacle and (windowed or not constant_norm) else "sdpa"
+
+
+def _check(x, keys, values, causal, window, names=("keys", "values")) -> Mask:
+    validation.check_mask(causal, window)
+    if keys is not x:
+        validation.check_features(names[0], keys, like=x)
+    if values is not keys:
+        validation.check_features(names[1], values, like=x)
+    validation.check_lengths(x.shape[1], keys.shape[1], values.shape[1], causal or window is not None)
+    return Mask(causal, window)
+
+
+def _drop_hidden(mask: Mask, num_queries: int, keys, values):
+    """Cut off the keys that no query can see (decoding with a window); keeps `values is keys`."""
+    first = mask.first_visible_key(num_queries, keys.shape[1])
+    if first == 0:
+        return keys, values
+    trimmed = keys[:, first:]
+    return trimmed, trimmed if values is keys else values[:, first:]
+
+
+def _to_autocast_dtype(x, keys, values):
+    """Under autocast take its dtype once, here, so that norms are taken of the rounded features and stay float32."""
+    if not torch.is_autocast_enabled(x.device.type) or x.dtype == torch.float64:
+        return x, keys, values
+    dtype = torch.get_autocast_dtype(x.device.type)
+    cast_x = x.to(dtype)
+    cast_keys = cast_x if keys is x else keys.to(dtype)
+    return cast_x, cast_keys, cast_keys if values is keys else values.to(dtype)

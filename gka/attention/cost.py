@@ -1,0 +1,51 @@
+"""Parameters, FLOPs and bytes of one attention sublayer from its shapes alone, for softmax, VLT and GKA.
+
+Conventions (the paper's tables 1, 2 and 4): FLOPs are 2 x multiply-accumulates of the matrix products, forward pass; exponentials,
+sums, norms and biases are not counted. Score and mixing products are charged for every key in reach, without halving for causality.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["softmax", "vlt", "gka"]
+INPUT_PROJECTIONS = {"softmax": 3, "vlt": 2, "gka": 0}  # W_Q W_K W_V; W_Q W_K; none
+# (B, T, C) tensors the fused operator reads and writes: q k v -> y; q k x -> y; x -> y.
+OPERATOR_TENSORS = {"softmax": 4, "vlt": 4, "gka": 2}
+CACHED_TENSORS = {"softmax": 2, "vlt": 2, "gka": 1}  # keys and values; for GKA they are the same
+
+
+@dataclass(frozen=True)
+class AttentionCost:
+    """Costs of one attention sublayer, W_O included."""
+
+    parameters: int  # weights, biases and bandwidths
+    bandwidths: int  # the sigma scalars among them
+    flops: int  # forward pass, whole batch
+    operator_bytes: int  # memory traffic of a fused operator's forward pass, projections left out
+    matrix_bytes: int  # what an unfused implementation allocates for W alone
+    cache_bytes: int  # decode cache for `tokens` tokens, whole batch
+
+
+def attention_cost(kind: Kind, dim: int, num_heads: int, tokens: int, *, batch: int = 1, window: int | None = None,
+                   bias: bool = True, itemsize: int = 2) -> AttentionCost:  # fmt: skip
+    """Cost of attention of `kind` over (batch, tokens, dim).
+
+    window: keys in reach of a query, None for all tokens. itemsize: bytes per element (2 for bf16).
+    VLT has no value bias. Raises ValueError for an unknown kind or a num_heads that does not divide dim.
+    """
+    if kind not in INPUT_PROJECTIONS:
+        raise ValueError(f"kind must be one of {', '.join(INPUT_PROJECTIONS)}, got {kind!r}")
+    if num_heads < 1 or dim % num_heads:
+        raise ValueError(f"num_heads must divide dim, got dim={dim} and num_heads={num_heads}")
+    linears = INPUT_PROJECTIONS[kind] + 1
+    keys = tokens if window is None else min(window, tokens)
+    bandwidths = num_heads if kind == "gka" else 0
+    tensor_bytes = batch * tokens * dim * itemsize
+    return AttentionCost(
+        parameters=linears * (dim * dim + (dim if bias else 0)) + bandwidths,
+        bandwidths=bandwidths,
+        flops=batch * tokens * (2 * linears * dim * dim + 4 * keys * dim),
+        operator_bytes=OPERATOR_TENSORS[kind] * tensor_bytes,
+        matrix_bytes=batch * num_heads * tokens * tokens * itemsize,
+        cache_bytes=CACHED_TENSORS[kind] * tensor_bytes,
+    )

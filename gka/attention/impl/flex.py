@@ -1,0 +1,75 @@
+"""The same shifted softmax as a FlexAttention score function and block mask: windows skip whole tiles, float32 bias, scale after the dot.
+
+Made for CUDA. On CPU torch offers FlexAttention's forward only, which is enough to test the score function. `eps` is not applied.
+"""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from gka.attention.bandwidth import inverse_variance
+from gka.attention.masking import Mask
+
+TILE = 128
+MIN_HEAD_DIM = 16
+
+
+def unavailable(x, needs_grad: bool) -> str | None:
+    """Why FlexAttention cannot serve these features, or None if it can."""
+    if x.shape[-1] < MIN_HEAD_DIM:
+        return f"FlexAttention needs head_dim >= {MIN_HEAD_DIM}, got {x.shape[-1]}"
+    if x.dtype == torch.float64:
+        return "FlexAttention does not take float64"
+    if not x.is_cuda and needs_grad:
+        return "FlexAttention has no backward pass outside CUDA"
+    return None
+
+
+@functools.lru_cache(maxsize=64)
+def _block_mask(mask: Mask, num_queries: int, num_keys: int, device):
+    offset = num_keys - num_queries
+
+    def mask_mod(b, h, i, j):
+        return mask.visible(i + offset, j) & (j < num_keys)
+
+    return create_block_mask(mask_mod, None, None, _round_up(num_queries), _round_up(num_keys), device=device)
+
+
+def _round_up(length: int) -> int:
+    return -(-length // TILE) * TILE
+
+
+def _attend(q, k, v, mask: Mask, scale: float, score_mod=None):
+    num_queries, num_keys = q.shape[1], k.shape[1]
+    block_mask = _block_mask(mask, num_queries, num_keys, q.device)
+    # Whole tiles: FlexAttention's gradients are NaN for ragged lengths with a score_mod (pytorch#153799).
+    q, k, v = (F.pad(t, (0, 0, 0, 0, 0, _round_up(t.shape[1]) - t.shape[1])).transpose(1, 2) for t in (q, k, v))
+    attend = flex_attention if torch.compiler.is_compiling() or not q.is_cuda else _compiled()
+    return attend(q, k, v, score_mod=score_mod, block_mask=block_mask, scale=scale).transpose(1, 2)[:, :num_queries]
+
+
+@functools.cache
+def _compiled():
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def dot_product(q, k, v, mask: Mask, scale: float):
+    """softmax(scale * q.k + mask) v in the (B, T, H, D) layout."""
+    return _attend(q, k, v, mask, scale)
+
+
+def gaussian(x, keys, values, log_sigma, mask: Mask, constant_norm: bool):
+    """Arguments and layout as in `reference.gaussian`. 1 / sigma^2 is applied to the float32 dot product, so nothing is rounded to x.dtype."""
+    inverse = inverse_variance(log_sigma)
+    bias = None
+    if not constant_norm:
+        bias = -0.5 * keys.float().square().sum(-1).transpose(1, 2) * inverse[:, None]  # (B, H, Tk)
+        bias = F.pad(bias, (0, _round_up(keys.shape[1]) - keys.shape[1]))
+
+    def score_mod(score, b, h, i, j):
+        score = score * inverse[h]
+        return score if bias is None else score + bias[b, h, j]
+
+    return _attend(x, keys, values, mask, scale=1.0, score_mod=score_mod)

@@ -1,0 +1,28 @@
+"""The paper's equations 2-5, literally: build K, mask it, normalise its rows, mix. O(Tq * Tk) memory; the oracle of every test."""
+
+import torch
+
+from gka.attention.bandwidth import inverse_variance
+from gka.attention.masking import Mask
+
+
+def gaussian(x, keys, values, log_sigma, mask: Mask, eps: float | None):
+    """Gaussian kernel attention from the definition. Legend: B batch, T tokens, H heads, D head_dim.
+
+    x: (B, Tq, H, D). keys, values: (B, Tk, H, D). log_sigma: (H,). Half precision is computed in float32.
+    eps: added to the row sum (eq. 3), or None to normalise as a softmax, which survives rows whose affinities all underflow.
+    Returns (y: (B, Tq, H, D) in x.dtype, W: (B, H, Tq, Tk) in the computing dtype).
+    """
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    q, k, v = (t.to(dtype).transpose(1, 2) for t in (x, keys, values))  # (B, H, T, D)
+    # Differences, not |a|^2 + |b|^2 - 2ab: no cancellation, and K_ii is exactly 1.
+    distance = torch.cdist(q, k, compute_mode="donot_use_mm_for_euclid_dist")
+    exponent = -0.5 * distance.square() * inverse_variance(log_sigma).to(dtype)[:, None, None]
+    visible = mask.dense(x.shape[1], keys.shape[1], x.device)
+    if eps is None:
+        weights = exponent.masked_fill(~visible, float("-inf")).softmax(dim=-1)
+    else:
+        affinity = exponent.exp() * visible
+        weights = affinity / (affinity.sum(dim=-1, keepdim=True) + eps)
+    y = weights @ v
+    return y.transpose(1, 2).to(x.dtype), weights

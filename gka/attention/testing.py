@@ -1,0 +1,109 @@
+"""What tests and benchmarks share: seeded features, the float64 oracle with all gradients, plain PyTorch, and the error budget.
+
+The budget of a fast path is derived, never tuned: twice the error that plain PyTorch makes in the same dtype on the same inputs, plus a
+rounding floor of one unit in the last place of the exponent, eps * (1 + max|x|^2 / sigma^2); both against float64 of the same rounded inputs.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from gka.attention.api import EPS
+from gka.attention.bandwidth import inverse_variance
+from gka.attention.impl import reference
+from gka.attention.masking import Mask
+
+KINDS = ("normal", "unit_norm", "clusters", "x10", "x50", "+50")
+
+
+def make_features(kind: str, shape: tuple[int, int, int, int], dtype=torch.float32, seed: int = 0) -> torch.Tensor:
+    """(B, T, H, D) features: LayerNorm-like, RMS-normalised per head, 8 tight clusters, or with one outlier channel (scaled or offset)."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator, dtype=torch.float64)
+    if kind == "unit_norm":
+        x = x / x.square().mean(-1, keepdim=True).sqrt()
+    elif kind == "clusters":
+        centres = torch.randn(8, shape[-1], generator=generator, dtype=torch.float64)
+        x = centres[torch.randint(8, shape[:3], generator=generator)] + 0.05 * x
+    elif kind in ("x10", "x50"):
+        x[..., 1 % shape[-1]] *= float(kind[1:])
+    elif kind == "+50":
+        x[..., 1 % shape[-1]] += 50.0
+    elif kind != "normal":
+        raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
+    return x.to(dtype)
+
+
+@dataclass
+class Result:
+    """An output and its gradients with respect to x, values (None when they are the features) and log_sigma."""
+
+    y: torch.Tensor
+    dx: torch.Tensor
+    dvalues: torch.Tensor | None
+    dlog_sigma: torch.Tensor
+
+    def named(self):
+        return [(name, t) for name, t in vars(self).items() if t is not None]
+
+
+def run(function, x, log_sigma, values, grad_y) -> Result:
+    """Call function(x, log_sigma, values) on fresh leaves and back-propagate grad_y."""
+    x, log_sigma = x.detach().clone().requires_grad_(), log_sigma.detach().clone().requires_grad_()
+    values = None if values is None else values.detach().clone().requires_grad_()
+    y = function(x, log_sigma, values)
+    y.backward(grad_y.to(y.dtype))
+    return Result(y.detach(), x.grad, None if values is None else values.grad, log_sigma.grad)
+
+
+def oracle(x, log_sigma, values, grad_y, mask: Mask = Mask(), eps: float = EPS) -> Result:  # noqa: B008 (Mask is frozen)
+    """The definition in float64, on the inputs as rounded to their dtype."""
+
+    def definition(x, log_sigma, values):
+        return reference.gaussian(x, x, x if values is None else values, log_sigma, mask, eps)[0]
+
+    values = None if values is None else values.double()
+    return run(definition, x.double(), log_sigma.double(), values, grad_y.double())
+
+
+def plain(x, log_sigma, values, grad_y, mask: Mask = Mask(), eps: float = EPS) -> Result:  # noqa: B008
+    """What one would write in PyTorch from the paper, in x.dtype: |a|^2 + |b|^2 - 2ab, exp, mask, divide (section 3.2)."""
+
+    def eager(x, log_sigma, values):
+        q = x.transpose(1, 2)
+        v = q if values is None else values.transpose(1, 2)
+        norm = q.square().sum(-1, keepdim=True)
+        distance2 = norm + norm.mT - 2 * q @ q.mT
+        affinity = torch.exp(-0.5 * distance2 * inverse_variance(log_sigma).to(x.dtype)[:, None, None])
+        affinity = affinity * mask.dense(x.shape[1], x.shape[1], x.device)
+        weights = affinity / (affinity.sum(-1, keepdim=True) + eps)
+        return (weights @ v).transpose(1, 2)
+
+    return run(eager, x, log_sigma, values, grad_y)
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Relative Frobenius error against the float64 oracle."""
+    return ((got.double() - want).norm() / want.norm()).item()
+
+
+def exponent_ulp(x, log_sigma) -> float:
+    """The rounding floor: eps of the dtype times (1 + the largest |x|^2 / sigma^2)."""
+    largest = (x.double().square().sum(-1) * inverse_variance(log_sigma.double())).max().item()
+    return torch.finfo(x.dtype).eps * (1 + largest)
+
+
+def log_sigma_condition(x, log_sigma, values, grad_y, mask: Mask = Mask()) -> float:  # noqa: B008
+    """How much dlog_sigma = -2 sum dS S cancels: sum |dS S| over |sum dS S|, in norm over heads. Its floor grows by this factor."""
+    x, grad_y = x.double(), grad_y.double()
+    values = x if values is None else values.double()
+    y, weights = reference.gaussian(x, x, values, log_sigma.double(), mask, EPS)
+    q, g, v = (t.transpose(1, 2) for t in (x, grad_y, values))
+    scores = -0.5 * torch.cdist(q, q).square() * inverse_variance(log_sigma.double())[:, None, None]
+    terms = weights * (g @ v.mT - (g * y.transpose(1, 2)).sum(-1, keepdim=True)) * scores
+    return (terms.abs().sum((0, 2, 3)).norm() / terms.sum((0, 2, 3)).norm()).item()
+
+
+def budget(plain_result: Result, want: Result, name: str, floor: float, factor: float = 2.0) -> float:
+    """Largest allowed relative error of the named output or gradient."""
+    return factor * error(getattr(plain_result, name), getattr(want, name)) + floor

@@ -1,0 +1,73 @@
+"""Checks at the operator's door: a wrong argument is named, with what was expected, before anything is computed."""
+
+import math
+
+import torch
+
+FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_features(name: str, t, like: torch.Tensor | None = None) -> None:
+    """`t` must be a floating (B, T, H, D) tensor, T >= 1; matching `like` in everything but T if given.
+
+    Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, shape or device.
+    """
+    if not isinstance(t, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor of shape (B, T, H, D), got {type(t).__name__}")
+    if t.dtype not in FLOATING:
+        raise TypeError(f"{name} must be a floating tensor (float64, float32, bfloat16 or float16), got {t.dtype}")
+    if t.dim() != 4:
+        raise ValueError(f"{name} must have shape (B, T, H, D), got {t.dim()} dimensions: {tuple(t.shape)}")
+    if 0 in t.shape:
+        raise ValueError(f"{name} must not be empty, got shape {tuple(t.shape)}")
+    if like is None:
+        return
+    if t.dtype != like.dtype:
+        raise TypeError(f"{name} must have the dtype of the queries, {like.dtype}, got {t.dtype}")
+    if t.device != like.device:
+        raise ValueError(f"{name} must be on the device of the queries, {like.device}, got {t.device}")
+    if (t.shape[0], *t.shape[2:]) != (like.shape[0], *like.shape[2:]):
+        raise ValueError(f"{name} must have shape (B, T, H, D) = ({like.shape[0]}, *, {like.shape[2]}, {like.shape[3]}), got {tuple(t.shape)}")
+
+
+def check_lengths(num_queries: int, num_keys: int, num_values: int, masked: bool) -> None:
+    """Keys and values pair up; a mask aligns the last query with the last key, so it needs at least as many keys as queries."""
+    if num_values != num_keys:
+        raise ValueError(f"values must have as many tokens as keys, {num_keys}, got {num_values}")
+    if masked and num_keys < num_queries:
+        raise ValueError(f"keys must have at least as many tokens as the queries, {num_queries}, when causal or window is used, got {num_keys}")
+
+
+def check_mask(causal, window) -> None:
+    """causal is a bool; window is None or an int >= 0."""
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal must be a bool, got {type(causal).__name__}")
+    if window is None:
+        return
+    if isinstance(window, bool) or not isinstance(window, int):
+        raise TypeError(f"window must be an int or None, got {type(window).__name__}")
+    if window < 0:
+        raise ValueError(f"window must be >= 0 (tokens before the query that stay visible) or None, got {window}")
+
+
+def check_log_sigma(log_sigma, x: torch.Tensor) -> None:
+    """One finite float32 value per head (float64 also accepted beside float64 features), on the features' device."""
+    if not isinstance(log_sigma, torch.Tensor):
+        raise TypeError(f"log_sigma must be a torch.Tensor of shape (H,), got {type(log_sigma).__name__}")
+    if log_sigma.dtype != torch.float32 and not (log_sigma.dtype == x.dtype == torch.float64):
+        raise TypeError(f"log_sigma must be float32 whatever the features are, got {log_sigma.dtype}")
+    if tuple(log_sigma.shape) != (x.shape[2],):
+        raise ValueError(f"log_sigma must have shape (H,) = ({x.shape[2]},), got {tuple(log_sigma.shape)}")
+    if log_sigma.device != x.device:
+        raise ValueError(f"log_sigma must be on the device of the features, {x.device}, got {log_sigma.device}")
+    # On an accelerator this check would stall every call; the trainers stop on a non-finite loss instead.
+    if not torch.compiler.is_compiling() and log_sigma.device.type == "cpu" and not torch.isfinite(log_sigma.detach()).all():
+        raise ValueError(f"log_sigma must be finite, got {log_sigma.detach().tolist()}")
+
+
+def check_eps(eps) -> None:
+    """eps is a finite number >= 0."""
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)):
+        raise TypeError(f"eps must be a number, got {type(eps).__name__}")
+    if not (math.isfinite(eps) and eps >= 0):
+        raise ValueError(f"eps must be finite and >= 0, got {eps}")

@@ -1,0 +1,77 @@
+"""The layer as a user plugs it in, and the cost model against the paper's tables and the built layer."""
+
+import pytest
+import torch
+from torch import nn
+
+from gka import GaussianKernelAttention, attention_cost, gaussian_attention
+
+DEIT = {"Ti": (192, 3), "S": (384, 6), "B": (768, 12)}
+
+
+@pytest.mark.parametrize("head_norm", [False, True])
+def test_layer_is_split_operator_project(head_norm):
+    layer = GaussianKernelAttention(48, 3, head_norm=head_norm, causal=True, window=4)
+    x = torch.randn(2, 11, 48)
+    heads = x.view(2, 11, 3, 16)
+    heads = nn.functional.rms_norm(heads, (16,)) if head_norm else heads
+    want = layer.proj(gaussian_attention(heads, layer.log_sigma, causal=True, window=4, impl="reference").reshape(2, 11, 48))
+    torch.testing.assert_close(layer(x), want, rtol=1e-4, atol=1e-5)
+
+
+def test_layer_learns_its_bandwidth():
+    """A target made with another sigma is fitted by gradient descent on log_sigma alone."""
+    torch.manual_seed(1)
+    x = torch.randn(8, 20, 32)
+    teacher, student = GaussianKernelAttention(32, 2, sigma_squared=3.0), GaussianKernelAttention(32, 2, sigma_squared=12.0)
+    student.proj.load_state_dict(teacher.proj.state_dict())
+    optimizer = torch.optim.Adam([student.log_sigma], lr=0.05)
+    target = teacher(x).detach()
+    for _ in range(150):
+        optimizer.zero_grad()
+        (student(x) - target).square().mean().backward()
+        optimizer.step()
+    torch.testing.assert_close(student.log_sigma, teacher.log_sigma, rtol=0, atol=0.02)
+
+
+def test_layer_survives_the_meta_device():
+    with torch.device("meta"):
+        layer = GaussianKernelAttention(32, 2, sigma_squared=5.0)
+    layer = layer.to_empty(device="cpu")
+    layer.reset_parameters()
+    torch.testing.assert_close(layer.log_sigma.exp().square(), torch.full((2,), 5.0))
+    assert torch.isfinite(layer(torch.randn(1, 3, 32))).all()
+
+
+@pytest.mark.parametrize(
+    "kind,attention_millions",  # paper, tables 1 and 2: parameters of the attention modules, all 12 blocks
+    [("softmax", {"Ti": 1.78, "S": 7.10, "B": 28.35}), ("gka", {"Ti": 0.44, "S": 1.77, "B": 7.09})],
+)
+def test_attention_parameters_of_the_paper(kind, attention_millions):
+    for size, (dim, heads) in DEIT.items():
+        total = 12 * attention_cost(kind, dim, heads, 197).parameters
+        assert round(total / 1e6, 2) == attention_millions[size]
+
+
+def test_sigma_parameters_and_flops_of_the_paper():
+    for size, sigmas in {"Ti": 36, "S": 72, "B": 144}.items():
+        assert 12 * attention_cost("gka", *DEIT[size], 197).bandwidths == sigmas
+    # Table 1: patch embedding, MLP and head are common, so the FLOP columns differ by the attention sublayers alone.
+    for size, (deit, gka) in {"Ti": (2.5074, 1.9845), "S": (9.1978, 7.1062)}.items():
+        dim, heads = DEIT[size]
+        saved = 12 * (attention_cost("softmax", dim, heads, 197).flops - attention_cost("gka", dim, heads, 197).flops)
+        assert round(saved / 1e9, 3) == pytest.approx(deit - gka, abs=2e-3)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_cost_counts_the_built_layer(bias):
+    layer = GaussianKernelAttention(64, 4, bias=bias)
+    assert attention_cost("gka", 64, 4, 10, bias=bias).parameters == sum(p.numel() for p in layer.parameters())
+
+
+def test_bytes():
+    softmax, gka = (attention_cost(kind, 128, 4, 100, batch=2) for kind in ("softmax", "gka"))
+    assert gka.cache_bytes * 2 == softmax.cache_bytes == 2 * 2 * 100 * 128 * 2
+    assert gka.operator_bytes * 2 == softmax.operator_bytes
+    assert gka.matrix_bytes == 2 * 4 * 100 * 100 * 2
+    assert attention_cost("gka", 128, 4, 100, window=10).flops == 100 * (2 * 128 * 128 + 4 * 10 * 128)
