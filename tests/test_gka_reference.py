@@ -12,7 +12,7 @@ MASKS = [(False, None), (True, None), (True, 2), (False, 2), (True, 0), (True, 9
 
 
 def by_hand(x, keys, values, log_sigma, causal, window, eps):
-    """Equations 2, 3 and 5, one scalar at a time: no tensor operation shared with the code under test."""
+    """Equations 3, 4 and 7, one scalar at a time: no tensor operation shared with the code under test."""
     batch, num_queries, heads, dim = x.shape
     num_keys = keys.shape[1]
     y = torch.zeros(x.shape, dtype=torch.float64)

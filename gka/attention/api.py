@@ -3,16 +3,13 @@
 Legend: B batch, T tokens (Tq queries, Tk keys), H heads, D head_dim.
 """
 
-from typing import Literal
-
 import torch
 
 from gka.attention import validation
 from gka.attention.impl import flex, reference, sdpa
 from gka.attention.masking import Mask
 
-Impl = Literal["auto", "reference", "sdpa", "flex"]
-# A fused implementation is a module with `gaussian`, `dot_product` and, if it cannot serve everything, `unavailable`.
+# A fused implementation is a module with `gaussian`, `dot_product` and `unavailable` (why it cannot serve a request, or None).
 FUSED = {"sdpa": sdpa, "flex": flex}
 EPS = 1e-6
 
@@ -28,9 +25,9 @@ def gaussian_attention(
     constant_norm: bool = False,
     eps: float = EPS,
     return_weights: bool = False,
-    impl: Impl = "auto",
+    impl: str = "auto",
 ):
-    """Gaussian kernel attention: y_i = sum_j W_ij v_j, W = row-normalised exp(-|x_i - k_j|^2 / (2 sigma_h^2)) (paper eq. 2-5).
+    """Gaussian kernel attention: y_i = sum_j W_ij v_j, W = row-normalised exp(-|x_i - k_j|^2 / (2 sigma_h^2)) (paper eq. 3, 4 and 7).
 
     Args:
       x: features, (B, Tq, H, D), float64, float32, bfloat16 or float16. They are queries and, by default, keys and values too.
@@ -43,8 +40,8 @@ def gaussian_attention(
         The paper's W counts the token itself: window = W - 1.
       constant_norm: a promise that all keys of a head have the same norm, for example after a per-head RMS norm. |k_j|^2 then
         cancels and the fused paths become plain attention. Not checked; the reference does not use it.
-      eps: added to the row sum (paper eq. 3) by implementations that know it: the reference. The fused paths drop it; as K_ii = 1 that
-        changes a result by less than a relative `eps`.
+      eps: added to the row sum (paper eq. 4) by implementations that know it: the reference. The fused paths drop it; as K_ii = 1 that
+        changes y by less than a relative `eps`.
       return_weights: also return W, (B, H, Tq, Tk). Only the reference builds W; "auto" then means it.
       impl: "reference" (the literal equations), "sdpa" (any device), "flex" (CUDA; forward only on CPU), or "auto", see `select_impl`.
 
@@ -72,7 +69,7 @@ def gaussian_attention(
         return FUSED[name].gaussian(x, keys, values, log_sigma, mask.simplify(x.shape[1], keys.shape[1]), constant_norm)
 
 
-def dot_product_attention(q, k, v, *, causal: bool = False, window: int | None = None, scale: float | None = None, impl: Impl = "auto"):
+def dot_product_attention(q, k, v, *, causal: bool = False, window: int | None = None, scale: float | None = None, impl: str = "auto"):
     """softmax(scale * q.k) v with the same layout, masks and implementations: the baseline every comparison uses.
 
     q: (B, Tq, H, D); k, v: (B, Tk, H, D), one dtype and device. scale: None means 1 / sqrt(D). Returns (B, Tq, H, D).
@@ -88,7 +85,7 @@ def dot_product_attention(q, k, v, *, causal: bool = False, window: int | None =
     return FUSED[name].dot_product(q, k, v, mask.simplify(q.shape[1], k.shape[1]), scale)
 
 
-def select_impl(x, *, keys=None, values=None, causal=False, window=None, constant_norm=False, return_weights=False, impl: Impl = "auto") -> str:
+def select_impl(x, *, keys=None, values=None, causal=False, window=None, constant_norm=False, return_weights=False, impl: str = "auto") -> str:
     """The name of the implementation that `gaussian_attention` runs for these arguments; never "auto".
 
     auto: "reference" if W is wanted; on CUDA "flex" where SDPA would need a dense mask or extra channels; else "sdpa".
@@ -101,13 +98,15 @@ def select_impl(x, *, keys=None, values=None, causal=False, window=None, constan
             raise ValueError(f'return_weights needs impl="reference" (or "auto"): impl={impl!r} never builds W')
         return "reference"
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, keys, values))
-    obstacle = flex.unavailable(x, needs_grad)
-    if impl == "flex" and obstacle:
-        raise ValueError(f'impl="flex" is unavailable: {obstacle}; use impl="sdpa"')
+    if impl == "reference":
+        return impl
     if impl != "auto":
+        if obstacle := FUSED[impl].unavailable(x, needs_grad):
+            raise ValueError(f'impl="{impl}" is unavailable: {obstacle}; use impl="auto"')
         return impl
     windowed = Mask(causal, window).simplify(x.shape[1], x.shape[1] if keys is None else keys.shape[1]).window is not None
-    return "flex" if x.is_cuda and not obstacle and (windowed or not constant_norm) else "sdpa"
+    wants_flex = x.is_cuda and (windowed or not constant_norm)
+    return "flex" if wants_flex and not flex.unavailable(x, needs_grad) else "sdpa"
 
 
 def _check(x, keys, values, causal, window, names=("keys", "values")) -> Mask:

@@ -1,4 +1,4 @@
-"""The per-head bandwidth sigma_h = exp(log_sigma_h) (paper eq. 2): parametrisation, initial value and bounds.
+"""The per-head bandwidth sigma_h = exp(log_sigma_h) (paper eq. 3): parametrisation, initial value and bounds.
 
 `log_sigma` is float32 whatever the features are, one value per head, and never weight-decayed.
 """

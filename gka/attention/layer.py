@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from gka.attention.api import Impl, gaussian_attention
+from gka.attention.api import gaussian_attention
 from gka.attention.bandwidth import initial_log_sigma
 
 
@@ -17,12 +17,12 @@ class GaussianKernelAttention(nn.Module):
       causal, window, impl: as in `gaussian_attention`.
       head_norm: RMS-normalise every head first. Norms are then constant and the kernel needs no |x|^2 term (as nanochat's QK norm).
 
-    Input and output: (B, T, dim), any floating dtype. Expects normalised tokens (paper eq. 2: after the block's LayerNorm).
+    Input and output: (B, T, dim), any floating dtype. Expects normalised tokens (the paper's: after the block's LayerNorm).
     Keep `log_sigma` out of weight decay; it is 1-D, as the usual rule for biases and norms expects.
     """
 
     def __init__(self, dim: int, num_heads: int, *, bias: bool = True, sigma_squared: float | None = None, causal: bool = False,
-                 window: int | None = None, head_norm: bool = False, impl: Impl = "auto"):  # fmt: skip
+                 window: int | None = None, head_norm: bool = False, impl: str = "auto"):  # fmt: skip
         super().__init__()
         if num_heads < 1 or dim % num_heads:
             raise ValueError(f"num_heads must divide dim, got dim={dim} and num_heads={num_heads}")

@@ -1,4 +1,4 @@
-"""The paper's equations 2-5, literally: build K, mask it, normalise its rows, mix. O(Tq * Tk) memory; the oracle of every test."""
+"""The paper's equations 3, 4 and 7, literally: build K, mask it, normalise its rows, mix. O(Tq * Tk) memory; the oracle of every test."""
 
 import torch
 
@@ -10,7 +10,7 @@ def gaussian(x, keys, values, log_sigma, mask: Mask, eps: float | None):
     """Gaussian kernel attention from the definition. Legend: B batch, T tokens, H heads, D head_dim.
 
     x: (B, Tq, H, D). keys, values: (B, Tk, H, D). log_sigma: (H,). Half precision is computed in float32.
-    eps: added to the row sum (eq. 3), or None to normalise as a softmax, which survives rows whose affinities all underflow.
+    eps: added to the row sum (eq. 4), or None to normalise as a softmax, which survives rows whose affinities all underflow.
     Returns (y: (B, Tq, H, D) in x.dtype, W: (B, H, Tq, Tk) in the computing dtype).
     """
     dtype = torch.promote_types(x.dtype, torch.float32)

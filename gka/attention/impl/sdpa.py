@@ -2,7 +2,7 @@
 
 |x_i|^2 cancels in the row normalisation, so W = softmax_j(x_i.x_j / sigma^2 - |x_j|^2 / (2 sigma^2))   (gka/README.md).
 Heads of constant norm need no second term: plain attention with q = x / sigma^2. Otherwise the term rides in extra channels that
-are 1 in q. `eps` is not applied: since K_ii = 1 it changes a result by at most a relative 1e-6.
+are 1 in q. `eps` is not applied: since K_ii = 1 it changes y by at most a relative 1e-6.
 """
 
 import torch
@@ -10,8 +10,6 @@ import torch.nn.functional as F
 
 from gka.attention.bandwidth import inverse_variance
 from gka.attention.masking import Mask
-
-HALF = (torch.bfloat16, torch.float16)
 
 
 def dot_product(q, k, v, mask: Mask, scale: float):
@@ -23,38 +21,46 @@ def dot_product(q, k, v, mask: Mask, scale: float):
     return F.scaled_dot_product_attention(q, k, v, attn_mask, is_causal=plain_causal, scale=scale).transpose(1, 2)
 
 
+def unavailable(x, needs_grad: bool) -> str | None:
+    """SDPA serves every request on every device."""
+    return None
+
+
 def gaussian(x, keys, values, log_sigma, mask: Mask, constant_norm: bool):
-    """Arguments and layout as in `reference.gaussian`. Rounds x / sigma^2 to x.dtype; half precision carries |x_j|^2 in three channels."""
+    """Arguments and layout as in `reference.gaussian`.
+
+    x / sigma^2 is rounded to x.dtype. Without constant norms, bfloat16 carries |k_j|^2 in three channels and float16, whose range is too
+    small for it, is computed in float32.
+    """
     compute = torch.promote_types(x.dtype, torch.float32)
     inverse = inverse_variance(log_sigma).to(compute)[:, None]  # (H, 1)
     if constant_norm:
         return dot_product((x * inverse).to(x.dtype), keys, values, mask, scale=1.0)
+    if x.dtype == torch.float16:
+        return gaussian(x.float(), keys.float(), values.float(), log_sigma, mask, constant_norm).to(x.dtype)
 
-    offset = None
-    if x.dtype not in HALF:
-        # Distances do not see a common shift; removing it avoids cancellation. A causal row may only depend on what it sees,
-        # or rounding would leak the future: the first key is the past of everyone. Detached: its gradient is exactly zero.
-        offset = (keys[:, :1] if mask.causal else keys.mean(dim=1, keepdim=True)).detach()
-        own_values = values is keys
+    own_values, offset = values is keys, None
+    if not mask.causal and x.dtype != torch.bfloat16:
+        # Distances do not see a common shift; removing it avoids cancellation. Not when causal: rounding would leak the future.
+        # Detached, because the gradient through it is exactly zero.
+        offset = keys.mean(dim=1, keepdim=True).detach()
         shifted = keys - offset
         x, keys, values = shifted if x is keys else x - offset, shifted, shifted if own_values else values
-        offset = offset if own_values else None
 
     bias = -0.5 * keys.to(compute).square().sum(-1, keepdim=True) * inverse  # (B, Tk, H, 1)
-    channels = _split(bias, x.dtype) if x.dtype in HALF else [bias]
+    channels = _split(bias) if x.dtype == torch.bfloat16 else [bias]
     padding = -(x.shape[-1] + len(channels)) % 8 if x.is_cuda else 0  # fused CUDA kernels want multiples of 8
     ones = x.new_ones(()).expand(*x.shape[:-1], len(channels))
     q = F.pad(torch.cat([(x * inverse).to(x.dtype), ones], dim=-1), (0, padding))
     k = F.pad(torch.cat([keys, *channels], dim=-1), (0, padding))
     v = F.pad(values, (0, q.shape[-1] - values.shape[-1]))  # equal head sizes, or torch falls back to N x N
     y = dot_product(q, k, v, mask, scale=1.0)[..., : values.shape[-1]]
-    return y if offset is None else y + offset
+    return y + offset if own_values and offset is not None else y
 
 
-def _split(bias, dtype):
-    """A float32 tensor as three half-precision summands (24 bits); the gradient flows through the first alone, once."""
-    bias = bias.clamp(min=torch.finfo(dtype).min)
-    high = bias.to(dtype)
-    middle = (bias - high).to(dtype)
-    low = (bias - high - middle).to(dtype)
+def _split(bias):
+    """A float32 tensor as three bfloat16 summands (24 bits); the gradient flows through the first alone, once."""
+    high = bias.bfloat16()
+    middle = (bias - high).bfloat16()
+    low = (bias - high - middle).bfloat16()
     return [high, middle, low]

@@ -1,0 +1,1 @@
+"""What both trainers share: processes and devices, checkpoints, files, progress, command lines."""

@@ -1,0 +1,27 @@
+"""Command lines: a dataclass becomes flags; a mistake becomes one line and exit code 2."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+class UserError(Exception):
+    """Something the user can mend; the message says what to do. Entry points print it without a traceback and exit with 2."""
+
+
+def run(main: Callable[[Any], None], config_class: type, argv: list[str] | None = None) -> None:
+    """Parse `argv` (default: the process's) into `config_class` and call `main` with it.
+
+    The docstring of `config_class` is the help text, its field docstrings the flags' help. `UserError` and Ctrl-C exit with 2 and 130.
+    """
+    import tyro
+
+    config = tyro.cli(config_class, args=argv, description=config_class.__doc__, config=(tyro.conf.FlagConversionOff,))
+    try:
+        main(config)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)

@@ -1,0 +1,88 @@
+"""Processes and devices: one call sets up torchrun's rank (or a single process), the device, the seeds and the process group."""
+
+import os
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from gka.runtime.cli import UserError
+
+DEVICE_TYPES = ("auto", "cuda", "cpu")
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Where this process runs. `world_size` 1 means no process group."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def print(self, *args) -> None:
+        """Print on rank 0."""
+        if self.is_main:
+            print(*args, flush=True)
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum of `tensor` over ranks, in place."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def any(self, flag: bool) -> bool:
+        """True on every rank if `flag` is true on any."""
+        return self.sum(torch.tensor(int(flag), device=self.device)).item() > 0
+
+    def barrier(self) -> None:
+        if self.world_size > 1:
+            dist.barrier()
+
+    def synchronize(self) -> None:
+        """Wait for the device, so that a clock read afterwards means something."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def share(self, count: int) -> range:
+        """This rank's part of `count` items, as even as possible: 512 over 7 ranks is 74, 73, 73, ..."""
+        return range(self.rank * count // self.world_size, (self.rank + 1) * count // self.world_size)
+
+
+def setup(device_type: str = "auto", seed: int = 42) -> Runtime:
+    """Read RANK, LOCAL_RANK and WORLD_SIZE (torchrun), pick the device, seed every generator, join the process group.
+
+    device_type "auto" takes CUDA if there is one. Raises UserError for an unknown or absent device.
+    """
+    if device_type not in DEVICE_TYPES:
+        raise UserError(f"--device-type must be one of {', '.join(DEVICE_TYPES)}, got {device_type!r}")
+    if device_type == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device-type cuda: no CUDA device is visible; use --device-type cpu")
+    rank, world_size, local_rank = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    if device_type != "cpu" and torch.cuda.is_available():
+        if local_rank >= torch.cuda.device_count():
+            raise UserError(
+                f"this is process {local_rank + 1} on this machine but it has {torch.cuda.device_count()} GPUs; lower NGPU (torchrun --nproc-per-node)"
+            )
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")
+    else:
+        device = torch.device("cpu")
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    if world_size > 1 and not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", device_id=device if device.type == "cuda" else None)
+    return Runtime(rank, world_size, device)
+
+
+def shutdown() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,93 @@
+"""What a run tells the world, on rank 0: a live progress line, JSON lines on disk, and optionally Weights & Biases."""
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from gka.runtime.cli import UserError
+from gka.runtime.files import atomic
+
+console = Console(stderr=False, soft_wrap=True)
+
+
+def progress_bar(**kwargs) -> Progress:
+    """A rich progress bar: description, count, elapsed and remaining time, and a free `status` field. Silent when not on a terminal."""
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[status]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+        **kwargs,
+    )
+
+
+class RunLog:
+    """`log(event, step, **values)`: one JSON line, the wandb run if there is one, and a printed line when asked for.
+
+    path: the .jsonl file, appended to. resume_step: lines of later steps (which will run again) are dropped first, so the file reads as one run.
+    wandb_mode: "disabled", "offline" or "online"; wandb is imported only for the latter two, and no account is needed for "offline".
+    """
+
+    def __init__(self, path: Path, *, resume_step: int = 0, wandb_mode: str = "disabled", name: str = "run", config: dict[str, Any] | None = None,
+                 enabled: bool = True):  # fmt: skip
+        self.enabled, self.wandb = enabled, None
+        if not enabled:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [line for line in read_lines(path) if line.get("step", 0) < resume_step or (resume_step and line["event"] == "start")]
+        with atomic(path) as temporary:
+            temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        self.file = open(path, "a", buffering=1)  # noqa: SIM115 (lives as long as the run)
+        if wandb_mode != "disabled":
+            self.wandb = _start_wandb(wandb_mode, name, config or {}, path.parent)
+
+    def log(self, event: str, step: int, show: str | None = None, **values) -> None:
+        """Record `values` at `step`; `show` is the human-readable line."""
+        if not self.enabled:
+            return
+        finite = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in values.items()}
+        self.file.write(json.dumps({"event": event, "step": step, "time": round(time.time(), 3), **finite}) + "\n")
+        if self.wandb is not None:
+            self.wandb.log({f"{event}/{k}": v for k, v in finite.items() if isinstance(v, (int, float))}, step=step)
+        if show:
+            console.print(show, highlight=False, markup=False)
+
+    def close(self) -> None:
+        if not self.enabled:
+            return
+        self.file.close()
+        if self.wandb is not None:
+            self.wandb.finish()
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The records of a JSON-lines file; a last line cut short by a kill is left out."""
+    if not Path(path).exists():
+        return []
+    records = []
+    for line in Path(path).read_text().splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return records
+
+
+def _start_wandb(mode: str, name: str, config: dict[str, Any], folder: Path):
+    try:
+        import wandb
+    except ImportError:
+        raise UserError("--wandb needs the wandb package: pip install wandb, or leave --wandb disabled") from None
+    return wandb.init(project=os.environ.get("WANDB_PROJECT", "gka"), name=name, mode=mode, config=config, dir=str(folder))

@@ -1,0 +1,61 @@
+"""Numbers live in files: every finished run appends one JSON line that says what was run, where, and what came out."""
+
+import datetime
+import json
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def describe_hardware(device: torch.device) -> str:
+    """The accelerator's or the processor's name with how much of it there is."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        model = names[0] if names else model
+    return f"{model}, {torch.get_num_threads()} threads"
+
+
+def git_commit() -> str:
+    """The short commit of the code, with + if the tree was changed; "unknown" outside a checkout."""
+    root = Path(__file__).resolve().parents[2]
+    try:
+        commit = subprocess.run(["git", "-C", str(root), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        dirty = subprocess.run(["git", "-C", str(root), "diff", "--quiet", "HEAD", "--", "*.py"], capture_output=True).returncode
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return commit + ("+" if dirty else "")
+
+
+def append_result(
+    path: Path, kind: str, config: dict[str, Any], metrics: dict[str, Any], device: torch.device, world_size: int = 1
+) -> dict[str, Any]:
+    """Append a record to the JSON-lines file `path` and return it."""
+    record = {
+        "kind": kind,
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M"),
+        "commit": git_commit(),
+        "command": " ".join(["python -m", _module_name(), *sys.argv[1:]]),
+        "hardware": describe_hardware(device),
+        "processes": world_size,
+        "torch": torch.__version__,
+        "config": config,
+        "metrics": metrics,
+    }
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a") as file:
+        file.write(json.dumps(record, default=str) + "\n")
+    return record
+
+
+def _module_name() -> str:
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return spec.name if spec else Path(sys.argv[0]).name

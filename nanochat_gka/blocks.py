@@ -1,0 +1,74 @@
+"""Parts of a block: norm, linear maps, rotary embedding, MLP. Legend: B batch, T tokens, H heads, D head_dim, C width."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+ROTARY_BASE = 10000.0
+ROTARY_OVERALLOCATION = 10  # positions beyond sequence_len that evaluation may use, as in nanochat
+
+
+def norm(x: torch.Tensor) -> torch.Tensor:
+    """RMS norm over the last axis, without weights, in x.dtype."""
+    return F.rms_norm(x, (x.shape[-1],))
+
+
+class Linear(nn.Linear):
+    """A bias-free linear map whose float32 weight is cast to the activations' dtype: bf16 compute without relying on autocast."""
+
+    def __init__(self, in_features: int, out_features: int):
+        super().__init__(in_features, out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+def fill_uniform(weight: torch.Tensor, width: int) -> None:
+    """Uniform with standard deviation 1 / sqrt(width)."""
+    bound = math.sqrt(3.0 / width)
+    nn.init.uniform_(weight, -bound, bound)
+
+
+class Rotary(nn.Module):
+    """Rotary position embedding on the two halves of a head, turning by -theta (nanochat's direction, opposite to Llama's).
+
+    The tables are bfloat16 on every device, as upstream's; they are buffers outside the state dict.
+    """
+
+    def __init__(self, head_dim: int, sequence_len: int):
+        super().__init__()
+        self.head_dim, self.length = head_dim, sequence_len * ROTARY_OVERALLOCATION
+        for name in ("cos", "sin"):
+            self.register_buffer(name, torch.empty(1, self.length, 1, head_dim // 2, dtype=torch.bfloat16), persistent=False)
+
+    def init_weights(self) -> None:
+        device = self.cos.device
+        channel = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device)
+        frequencies = 1.0 / (ROTARY_BASE ** (channel / self.head_dim))
+        angles = torch.outer(torch.arange(self.length, dtype=torch.float32, device=device), frequencies)[None, :, None, :]
+        self.cos.copy_(angles.cos())
+        self.sin.copy_(angles.sin())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Rotate (B, T, H, D) features at positions 0..T-1."""
+        first, second = x.chunk(2, dim=-1)
+        cos, sin = self.cos[:, : x.shape[1]], self.sin[:, : x.shape[1]]
+        return torch.cat([first * cos + second * sin, second * cos - first * sin], dim=-1).to(x.dtype)
+
+
+class MLP(nn.Module):
+    """C -> 4C -> C with relu^2."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.c_fc = Linear(width, 4 * width)
+        self.c_proj = Linear(4 * width, width)
+
+    def init_weights(self) -> None:
+        fill_uniform(self.c_fc.weight, self.c_fc.in_features)
+        nn.init.zeros_(self.c_proj.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c_proj(F.relu(self.c_fc(x)).square())

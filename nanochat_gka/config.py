@@ -1,0 +1,107 @@
+"""The model's shape, and the one dial: depth -> width, heads, windows, attention of every layer."""
+
+from dataclasses import dataclass
+
+ATTENTION_LETTERS = {"A": "softmax", "G": "gka", "V": "vlt"}
+OFFSET_LETTERS = {"N": "none", "P": "predecessor", "S": "successor"}
+GKA_VALUES = ("normalised", "rotated", "raw")
+VALUE_EMBEDS = ("auto", "all", "none")
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """Shape of a model. The first seven fields are nanochat's; the defaults of the others leave its baseline unchanged.
+
+    attention: softmax, gka or vlt, or one letter per layer (A softmax, G gka, V vlt), tiled over the layers: GGGA.
+    value_embeds: which layers may have nanochat's gated value embeddings (every second layer, the last one always):
+      auto = the softmax ones among them, all, none.
+    head_offsets: for gka layers, one letter per head, tiled: N pairs key j with value j, P (predecessor) key j with value j - 1,
+      S (successor) key j - 1 with value j. Empty is the paper's form, all N.
+    gka_values: what gka heads mix: the normalised features (normalised), the same after rotation (rotated, the paper's literal reading),
+      or the block input as it is (raw).
+    sigma_squared: starting sigma^2 of gka heads; 0 = head_dim without head offsets, head_dim / 4 with them.
+    Raises ValueError naming the field.
+    """
+
+    sequence_len: int = 2048
+    vocab_size: int = 32768
+    n_layer: int = 12
+    n_head: int = 6
+    n_kv_head: int = 6
+    n_embd: int = 768
+    window_pattern: str = "SSSL"
+    attention: str = "softmax"
+    value_embeds: str = "auto"
+    head_offsets: str = ""
+    gka_values: str = "normalised"
+    sigma_squared: float = 0.0
+
+    def __post_init__(self):
+        for name in ("sequence_len", "vocab_size", "n_layer", "n_head", "n_embd"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.n_kv_head != self.n_head:
+            raise ValueError(f"n_kv_head must equal n_head (nanochat trains no other), got {self.n_kv_head} and {self.n_head}")
+        if self.n_embd % self.n_head or self.head_dim % 2:
+            raise ValueError(f"n_embd / n_head must be an even whole number (rotary pairs), got {self.n_embd} / {self.n_head}")
+        if self.n_embd < 32:
+            raise ValueError(f"n_embd must be at least 32 (the value gate reads 32 channels), got {self.n_embd}")
+        _check_letters("window_pattern", self.window_pattern, "SL")
+        if self.attention not in ATTENTION_LETTERS.values():
+            _check_letters("attention", self.attention, ATTENTION_LETTERS, hint="softmax, gka, vlt or a pattern like GGGA")
+        if self.head_offsets:
+            _check_letters("head_offsets", self.head_offsets, OFFSET_LETTERS)
+        for name, choices in (("gka_values", GKA_VALUES), ("value_embeds", VALUE_EMBEDS)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+        if self.sigma_squared < 0:
+            raise ValueError(f"sigma_squared must be positive, or 0 for the default, got {self.sigma_squared}")
+
+    @classmethod
+    def from_depth(cls, depth: int, *, aspect_ratio: int = 64, head_dim: int = 128, **fields) -> "GPTConfig":
+        """nanochat's dial: width = depth * aspect_ratio rounded up to whole heads of head_dim channels."""
+        if min(depth, aspect_ratio, head_dim) < 1:
+            raise ValueError(f"depth, aspect_ratio and head_dim must be at least 1, got {depth}, {aspect_ratio}, {head_dim}")
+        heads = -(-depth * aspect_ratio // head_dim)
+        return cls(n_layer=depth, n_head=heads, n_kv_head=heads, n_embd=heads * head_dim, **fields)
+
+    @property
+    def head_dim(self) -> int:
+        return self.n_embd // self.n_head
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding tables and the head: the vocabulary rounded up to a multiple of 64."""
+        return -(-self.vocab_size // 64) * 64
+
+    @property
+    def initial_sigma_squared(self) -> float:
+        return self.sigma_squared or (self.head_dim / 4 if self.head_offsets else float(self.head_dim))
+
+    def layer_attention(self, layer: int) -> str:
+        """softmax, gka or vlt."""
+        if self.attention in ATTENTION_LETTERS.values():
+            return self.attention
+        return ATTENTION_LETTERS[_tiled(self.attention, layer)]
+
+    def window(self, layer: int) -> int:
+        """Tokens before the query that stay visible: T for L, T // 2 for S. The last layer is always L."""
+        long = layer == self.n_layer - 1 or _tiled(self.window_pattern, layer) == "L"
+        return self.sequence_len if long else self.sequence_len // 2
+
+    def has_value_embedding(self, layer: int) -> bool:
+        every_second = layer % 2 == (self.n_layer - 1) % 2
+        return every_second and (self.value_embeds == "all" or (self.value_embeds == "auto" and self.layer_attention(layer) == "softmax"))
+
+    def head_offset(self, head: int) -> str:
+        """none, predecessor or successor."""
+        return OFFSET_LETTERS[_tiled(self.head_offsets, head)] if self.head_offsets else "none"
+
+
+def _tiled(pattern: str, index: int) -> str:
+    return pattern[index % len(pattern)].upper()
+
+
+def _check_letters(name: str, pattern: str, letters, hint: str = "") -> None:
+    if not pattern or any(letter.upper() not in letters for letter in pattern):
+        raise ValueError(f"{name} must be {hint or 'made of the letters ' + ', '.join(letters)}, got {pattern!r}")

@@ -1,0 +1,247 @@
+"""Documents -> packed rows of T + 1 token ids on disk: in parallel, resumable, checksummed.
+
+    python -m nanochat_gka.pack --corpus out/corpus/fineweb --tokenizer out/tokenizer --out out/packed
+
+The work is cut into units of a few parquet row groups. Each unit is packed on its own (so the result does not depend on the number of
+workers) into `<split>_<unit>.bin`, uint16 rows back to back, with its statistics and sha256 beside it. A killed run continues with the
+units that are missing. The manifest is written last; the folder then holds everything a training run needs, tokenizer included.
+"""
+
+import os
+import threading
+import time
+from bisect import bisect_right, insort
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+
+from gka.runtime.cli import UserError, run
+from gka.runtime.files import atomic, locked, read_json, remove_stale_temporaries, sha256, write_json
+from gka.runtime.progress import progress_bar
+from nanochat_gka.corpus import SPLITS, ParquetCorpus, open_parquet, read_documents
+from nanochat_gka.tokenizer import Tokenizer
+
+FORMAT = 1
+ROW_GROUPS_PER_UNIT = 8
+BUFFER_DOCUMENTS = 1000
+REFILL_DOCUMENTS = 128
+MANIFEST = "manifest.json"
+
+
+def best_fit_rows(
+    documents: Iterable[np.ndarray], capacity: int, buffer_size: int = BUFFER_DOCUMENTS, refill: int = REFILL_DOCUMENTS
+) -> Iterator[np.ndarray]:
+    """nanochat's packing: rows of exactly `capacity` ids, each opened by a document's first id.
+
+    The buffer is kept at >= buffer_size documents, in slices of `refill`. The longest one that fits whole goes next; if none fits, the
+    shortest is cut to fill the row and its rest is dropped. The first comes first among equals. A last, unfilled row is dropped.
+    """
+    source = iter(documents)
+    lengths: list[tuple[int, int]] = []  # (length, arrival), sorted
+    waiting: dict[int, np.ndarray] = {}
+    arrived, exhausted = 0, False
+    row, used = np.empty(capacity, dtype=np.uint16), 0
+    while True:
+        while len(lengths) < buffer_size and not exhausted:
+            for _ in range(refill):
+                document = next(source, None)
+                if document is None:
+                    exhausted = True
+                    break
+                waiting[arrived] = document
+                insort(lengths, (len(document), arrived))
+                arrived += 1
+        if not lengths:
+            return
+        remaining = capacity - used
+        position = bisect_right(lengths, (remaining, arrived)) - 1
+        if position >= 0:  # the longest that fits; step back to the first of its length
+            position = bisect_right(lengths, (lengths[position][0], -1))
+        else:
+            position = 0
+        length, index = lengths.pop(position)
+        taken = min(length, remaining)
+        row[used : used + taken] = waiting.pop(index)[:taken]
+        used += taken
+        if used == capacity:
+            yield row
+            row, used = np.empty(capacity, dtype=np.uint16), 0
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A share of the work: row groups [first, last) of one file."""
+
+    name: str
+    split: str
+    file: str
+    first: int
+    last: int
+
+
+def plan_units(corpus: ParquetCorpus) -> list[Unit]:
+    """The corpus cut into units, training files first."""
+    units = []
+    for split in SPLITS:
+        number = 0
+        for path in corpus.files(split):
+            groups = open_parquet(path).num_row_groups
+            for first in range(0, groups, ROW_GROUPS_PER_UNIT):
+                units.append(Unit(f"{split}_{number:06d}", split, path.name, first, min(first + ROW_GROUPS_PER_UNIT, groups)))
+                number += 1
+    return units
+
+
+def pack_unit(unit: Unit, corpus: Path, tokenizer: Tokenizer, sequence_len: int, out: Path) -> dict:
+    """Pack one unit to disk and return its record: rows, sha256, and what went in."""
+    started = time.perf_counter()
+    stats = {"documents": 0, "bytes": 0, "tokens": 0, "rows": 0}
+    file = open_parquet(corpus / unit.file)
+
+    def documents():
+        for group in range(unit.first, unit.last):
+            for text in read_documents(file, group):
+                ids = tokenizer.encode_document(text)
+                stats["documents"] += 1
+                stats["bytes"] += len(text.encode())
+                stats["tokens"] += len(ids)
+                yield ids
+
+    path = out / f"{unit.name}.bin"
+    with atomic(path) as temporary:
+        with open(temporary, "wb") as stream:
+            for row in best_fit_rows(documents(), sequence_len + 1):
+                stream.write(row.astype("<u2").tobytes())
+                stats["rows"] += 1
+        digest = sha256(temporary)
+    record = {**asdict(unit), **stats, "sha256": digest, "seconds": round(time.perf_counter() - started, 3)}
+    write_json(out / f"{unit.name}.json", record)
+    return record
+
+
+_worker: dict = {}
+
+
+def _start_worker(tokenizer_folder: Path) -> None:
+    """Load the tokenizer once per process, and die with the parent: a kill -9 must not leave writers behind."""
+    _worker["tokenizer"] = Tokenizer.load(tokenizer_folder)
+    parent = os.getppid()
+
+    def watch():
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _work(unit: Unit, corpus: Path, sequence_len: int, out: Path) -> dict:
+    return pack_unit(unit, corpus, _worker["tokenizer"], sequence_len, out)
+
+
+@dataclass
+class PackConfig:
+    """Tokenise a corpus and pack it into training rows. Continues where it stopped; does nothing if everything is there."""
+
+    corpus: Path = Path("out/corpus/builtin")
+    """folder of parquet files"""
+    tokenizer: Path = Path("out/tokenizer")
+    """folder of tokenizer.json"""
+    out: Path = Path("out/packed")
+    """folder for the packed rows"""
+    sequence_len: int = 2048
+    """context length T; rows hold T + 1 ids"""
+    workers: int = 0
+    """processes; 0 = one per core"""
+
+
+def main(config: PackConfig) -> None:
+    if config.sequence_len < 1:
+        raise UserError(f"--sequence-len must be at least 1, got {config.sequence_len}")
+    corpus, tokenizer = ParquetCorpus(config.corpus), Tokenizer.load(config.tokenizer)
+    identity = {
+        "format": FORMAT,
+        "sequence_len": config.sequence_len,
+        "vocab_size": tokenizer.vocab_size,
+        "tokenizer_sha256": tokenizer.sha256,
+        "source": [[path.name, path.stat().st_size] for path in corpus.paths()],
+    }
+    with locked(config.out, "packing"):
+        remove_stale_temporaries(config.out)
+        _check_identity(config.out, identity)
+        if (config.out / MANIFEST).exists():
+            print(f"{config.out}: reusing the tokenised data that is there ({_summary(read_json(config.out / MANIFEST, 'manifest'))})")
+            return
+        tokenizer.save(config.out)
+        write_json(config.out / "plan.json", identity)
+        records, seconds = _pack_all(config, plan_units(corpus))
+        manifest = {**identity, "shards": records}
+        if not all(any(r["rows"] for r in records if r["split"] == split) for split in SPLITS):
+            raise UserError(f"the corpus is too small for rows of {config.sequence_len} tokens: {_summary(manifest)}; lower --sequence-len")
+        write_json(config.out / MANIFEST, manifest)
+        new_bytes = sum(r["bytes"] for r in records if r["new"])
+        busy = sum(r["seconds"] for r in records if r["new"]) or 1.0
+        print(f"{config.out}: {_summary(manifest)}; {new_bytes / 1e6 / busy:.1f} MB/s of text per worker, {seconds:.1f} s")
+
+
+def _pack_all(config: PackConfig, units: list[Unit]) -> tuple[list[dict], float]:
+    """Pack what is missing. Returns the records in order and the wall-clock seconds."""
+    done = {unit.name: record for unit in units if (record := _finished(config.out, unit))}
+    todo = [unit for unit in units if unit.name not in done]
+    if done:
+        print(f"{config.out}: continuing, {len(done)} of {len(units)} units are there")
+    workers = max(1, min(config.workers or os.cpu_count() or 1, len(todo)))
+    started = time.perf_counter()
+    with (
+        ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (config.out,)) as pool,
+        progress_bar() as bar,
+    ):
+        task = bar.add_task("packing", total=len(units), completed=len(done), status="")
+        futures = [pool.submit(_work, unit, config.corpus, config.sequence_len, config.out) for unit in todo]
+        total = 0
+        try:
+            for future in as_completed(futures):
+                record = future.result()
+                done[record["name"]] = {**record, "new": True}
+                total += record["bytes"]
+                bar.update(task, advance=1, status=f"{total / 1e6 / (time.perf_counter() - started):.1f} MB/s")
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return [{"new": False, **done[unit.name]} for unit in units], time.perf_counter() - started
+
+
+def _finished(out: Path, unit: Unit) -> dict | None:
+    """The record of a unit that is on disk, whole; None if it has to be packed."""
+    record_path, rows_path = out / f"{unit.name}.json", out / f"{unit.name}.bin"
+    if not (record_path.exists() and rows_path.exists()):
+        return None
+    record = read_json(record_path, "unit record")
+    same = all(record[key] == value for key, value in asdict(unit).items())
+    return record if same and sha256(rows_path) == record["sha256"] else None
+
+
+def _check_identity(out: Path, identity: dict) -> None:
+    """Refuse to mix rows of another tokenizer, length or corpus into a folder."""
+    if not (out / "plan.json").exists():
+        return
+    there = read_json(out / "plan.json", "packing plan")
+    for key, words in (("tokenizer_sha256", "another tokenizer"), ("sequence_len", f"sequence length {there.get('sequence_len')}"), ("source", "other corpus files"), ("format", "another format")):  # fmt: skip
+        if there.get(key) != identity[key]:
+            raise UserError(f"{out} was packed with {words}; choose another --out or delete it")
+
+
+def _summary(manifest: dict) -> str:
+    rows = {split: sum(r["rows"] for r in manifest["shards"] if r["split"] == split) for split in SPLITS}
+    tokens = sum(r["tokens"] for r in manifest["shards"])
+    kept = sum(rows.values()) * (manifest["sequence_len"] + 1)
+    lost = 1 - kept / max(1, tokens)
+    return f"{rows['train']:,} training and {rows['val']:,} validation rows of {manifest['sequence_len']} tokens, {lost:.0%} of {tokens:,} tokens cropped"
+
+
+if __name__ == "__main__":
+    run(main, PackConfig)
