@@ -1,6 +1,8 @@
 """Command lines: a dataclass becomes flags; a mistake becomes one line and exit code 2."""
 
+import os
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,10 +18,14 @@ def run(main: Callable[[Any], None], config_class: type, argv: list[str] | None 
     """
     import tyro
 
-    config = tyro.cli(config_class, args=argv, description=config_class.__doc__, config=(tyro.conf.FlagConversionOff,))
+    program = sys.modules["__main__"].__spec__
+    prog = f"python -m {program.name}" if program else None
+    config = tyro.cli(config_class, args=argv, prog=prog, description=config_class.__doc__)
     try:
         main(config)
     except UserError as error:
+        if os.environ.get("RANK", "0") != "0":
+            time.sleep(3)  # rank 0 has the same to say and ends everyone; this rank speaks only if it is alone
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:

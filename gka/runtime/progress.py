@@ -46,7 +46,8 @@ class RunLog:
         if not enabled:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in read_lines(path) if line.get("step", 0) < resume_step or (resume_step and line["event"] == "start")]
+        # A checkpoint is written after its step's lines; at step 0 everything runs again.
+        kept = [line for line in read_lines(path) if resume_step and line["step"] <= resume_step]
         with atomic(path) as temporary:
             temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
         self.file = open(path, "a", buffering=1)  # noqa: SIM115 (lives as long as the run)

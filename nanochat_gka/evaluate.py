@@ -1,0 +1,101 @@
+"""Evaluate a trained model: bits per byte on both splits, and samples of text.
+
+python -m nanochat_gka.evaluate --run out/runs/d20-gka --data out/packed
+python -m nanochat_gka.evaluate --run out/runs/d20-gka --eval sample --prompt "The for statement" --temperature 0.8
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from gka.runtime.cli import UserError, run
+from gka.runtime.distributed import Runtime, setup, shutdown
+from gka.runtime.progress import console
+from gka.runtime.results import append_result
+from nanochat_gka.engine import generate
+from nanochat_gka.eval_bpb import bits_per_byte
+from nanochat_gka.loader import PackedData
+from nanochat_gka.model_io import find_checkpoint, load_model
+
+SPLITS = ("train", "val")
+
+
+@dataclass
+class EvaluateConfig:
+    """Bits per byte and samples of a trained model."""
+
+    run: Path = Path("out/runs/d20-gka")
+    """run folder, or one checkpoint folder in it"""
+    step: int = -1
+    """checkpoint to take; -1 = the newest"""
+    eval: list[Literal["bpb", "sample"]] = field(default_factory=lambda: ["bpb", "sample"])
+    """what to do"""
+    data: Path = Path("out/packed")
+    """packed rows, for bpb"""
+    split_tokens: int = 20_971_520
+    """tokens of each split; -1 = all"""
+    device_batch_size: int = 32
+    """rows per process"""
+    prompt: list[str] = field(default_factory=lambda: ["The "])
+    """prompts to continue"""
+    num_samples: int = 1
+    """continuations of each prompt"""
+    max_tokens: int = 64
+    """length of a continuation"""
+    temperature: float = 0.8
+    """0 = greedy"""
+    top_k: int = 50
+    """sample among the k most likely tokens; 0 = all"""
+    seed: int = 42
+    """of the samples"""
+    device_type: Literal["auto", "cuda", "cpu"] = "auto"
+    """auto takes CUDA if there is one"""
+    results: Path = Path("out/results.jsonl")
+    """file to append the numbers to"""
+
+
+def evaluate(config: EvaluateConfig, runtime: Runtime) -> dict:
+    """Run what was asked for and return it: bpb by split, and samples by prompt."""
+    found = find_checkpoint(config.run, config.step)
+    model, tokenizer = load_model(found, runtime.device)
+    runtime.print(f"{found.path}: {model.config.attention}, depth {model.config.n_layer}, step {found.step}")
+    metrics: dict = {"step": found.step}
+    if "bpb" in config.eval:
+        data = PackedData(config.data, verify=runtime.is_main)
+        if data.tokenizer.sha256 != tokenizer.sha256:
+            raise UserError(f"{config.data} was packed with another tokenizer than {config.run} was trained with")
+        for split in SPLITS:
+            metrics[f"{split}_bpb"] = bits_per_byte(
+                model, data.split(split), tokenizer.token_bytes(), runtime, config.device_batch_size, config.split_tokens
+            )
+            runtime.print(f"{split} bpb: {metrics[f'{split}_bpb']:.6f}")
+        metrics["gap"] = metrics["val_bpb"] - metrics["train_bpb"]
+    if "sample" in config.eval and runtime.is_main:
+        metrics["samples"] = {}
+        for prompt in config.prompt:
+            try:
+                texts = generate(model, tokenizer, prompt, max_tokens=config.max_tokens, num_samples=config.num_samples, temperature=config.temperature,
+                                 top_k=config.top_k, seed=config.seed)  # fmt: skip
+            except ValueError as error:
+                raise UserError(str(error)) from None
+            metrics["samples"][prompt] = texts
+            for text in texts:
+                console.rule(repr(prompt), align="left")
+                console.print(prompt + text, highlight=False, markup=False)
+    return metrics
+
+
+def main(config: EvaluateConfig) -> None:
+    runtime = setup(config.device_type, config.seed)
+    try:
+        metrics = evaluate(config, runtime)
+        if runtime.is_main:
+            append_result(
+                config.results, "evaluate", {"run": config.run.name, "split_tokens": config.split_tokens}, metrics, runtime.device, runtime.world_size
+            )
+    finally:
+        shutdown()
+
+
+if __name__ == "__main__":
+    run(main, EvaluateConfig)

@@ -1,0 +1,186 @@
+"""Training with real processes: nothing is lost, nothing depends on the number of ranks, mistakes are one line."""
+
+import json
+import random
+import re
+import shutil
+import signal
+import time
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file
+
+MODULE = "nanochat_gka.train"
+STEPS = 60
+
+
+def flags(packed, out, *more):
+    return ["--data", packed / "packed", "--out", out, "--results", out / "results.jsonl", *tiny.TRAIN_FLAGS, "--attention", "GA",
+            "--num-iterations", STEPS, "--save-every", 4, "--log-every", 1, "--model-tag", "run", *more]  # fmt: skip
+
+
+def final(out, step=STEPS):
+    folder = out / "run" / "checkpoints" / f"step_{step:08d}"
+    return [(folder / f"{name}.safetensors").read_bytes() for name in ("model", "optimizer")]
+
+
+def log_steps(out):
+    path = out / "run" / "log.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [record["step"] for line in lines if line.endswith("}") and (record := json.loads(line))["event"] == "train"]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(packed, tmp_path_factory):
+    out = tmp_path_factory.mktemp("uninterrupted")
+    done = tiny.call(MODULE, *flags(packed, out))
+    assert "finished, validation bpb" in done.stdout
+    return out
+
+
+def test_finished_run_learned_and_says_what_it_did(packed, uninterrupted):
+    log = [json.loads(line) for line in (uninterrupted / "run" / "log.jsonl").read_text().splitlines()]
+    losses = [record["loss"] for record in log if record["event"] == "train"]
+    assert losses[-1] < losses[0] - 0.5
+    evaluations = [record for record in log if record["event"] == "eval"]
+    assert evaluations[-1]["val_bpb"] < evaluations[0]["val_bpb"]
+    assert evaluations[-1]["sigma"]["layer_0"] != evaluations[0]["sigma"]["layer_0"]
+    result = json.loads((uninterrupted / "results.jsonl").read_text())
+    assert result["metrics"]["train_tokens"] == STEPS * 8 * tiny.SEQUENCE_LEN
+    assert result["metrics"]["train_flops"] == result["metrics"]["train_tokens"] * result["metrics"]["flops_per_token"]
+    again = tiny.call(MODULE, *flags(packed, uninterrupted))
+    assert "already trained" in again.stdout
+
+
+def test_kill_9_at_random_steps_and_resume_is_bit_identical(packed, uninterrupted, tmp_path):
+    rng = random.Random(7)
+    for kill_at in sorted(rng.sample(range(5, STEPS - 5), 2)):
+        process = tiny.start(MODULE, *flags(packed, tmp_path))
+        while process.poll() is None and (log_steps(tmp_path) or [0])[-1] < kill_at:
+            time.sleep(0.002)
+        process.kill()
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL
+    done = tiny.call(MODULE, *flags(packed, tmp_path))
+    assert "resuming at step" in done.stdout
+    assert final(tmp_path) == final(uninterrupted)
+    assert log_steps(tmp_path) == list(range(1, STEPS + 1))
+
+
+def test_sigterm_saves_the_step_it_is_at(packed, uninterrupted, tmp_path):
+    process = tiny.start(MODULE, *flags(packed, tmp_path, "--save-every", "-1"))
+    while process.poll() is None and len(log_steps(tmp_path)) < 5:
+        time.sleep(0.002)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and "saved; run the same command again to continue" in output, output
+    tiny.call(MODULE, *flags(packed, tmp_path))
+    assert final(tmp_path) == final(uninterrupted)
+
+
+def test_a_corrupted_newest_checkpoint_falls_back(packed, uninterrupted, tmp_path):
+    tiny.call(MODULE, *flags(packed, tmp_path, "--stop-after", 20))
+    newest = tmp_path / "run" / "checkpoints" / "step_00000020"
+    data = bytearray((newest / "model.safetensors").read_bytes())
+    data[len(data) // 2] ^= 1
+    (newest / "model.safetensors").write_bytes(data)
+    done = tiny.call(MODULE, *flags(packed, tmp_path))
+    assert "model.safetensors does not have its recorded checksum" in done.stdout and "resuming at step 16" in done.stdout
+    assert final(tmp_path) == final(uninterrupted)
+
+
+def test_any_number_of_ranks_takes_the_same_step(packed, tmp_path):
+    """8 rows over 1, 2, 3 ranks in micro-batches of at most 3, and compiled over 2; from a trained state, so that every gradient is alive.
+
+    Momentum and first moments after the step are the gradient plus what all runs share.
+    """
+    tiny.call(MODULE, *flags(packed, tmp_path / "start", "--stop-after", 6, "--scalar-lr", 0))
+    before = load_file(tmp_path / "start" / "run" / "checkpoints" / "step_00000006" / "optimizer.safetensors")
+    states = {}
+    for ranks, compile in ((1, "off"), (2, "off"), (3, "off"), (2, "on")):
+        out = tmp_path / f"{ranks}-{compile}"
+        shutil.copytree(tmp_path / "start", out)
+        tiny.call(MODULE, *flags(packed, out, "--stop-after", 7, "--scalar-lr", 0, "--compile", compile), ranks=ranks)
+        states[ranks, compile] = load_file(out / "run" / "checkpoints" / "step_00000007" / "optimizer.safetensors")
+    gradients = [name for name in before if name.endswith((".momentum_buffer", ".exp_avg")) and "second" not in name]
+    assert len(gradients) == 16
+    for name in gradients:
+        one = states[1, "off"][name]
+        change = one - before[name]
+        assert change.norm() > 0, name
+        for how, state in states.items():
+            difference = (state[name] - one).norm() / change.norm()
+            assert difference < 1e-5, f"{name}: {difference:.1e} with {how}"
+
+
+def test_seven_ranks_train_two_steps(packed, tmp_path):
+    """The paper's machine, on gloo: 8 rows over 7 ranks is 2, 1, 1, 1, 1, 1, 1."""
+    done = tiny.call(MODULE, *flags(packed, tmp_path, "--num-iterations", 2), ranks=7)
+    assert "finished" in done.stdout
+
+
+def test_another_rank_count_may_continue_a_run(packed, tmp_path):
+    tiny.call(MODULE, *flags(packed, tmp_path, "--stop-after", 3), ranks=2)
+    done = tiny.call(MODULE, *flags(packed, tmp_path, "--stop-after", 5))
+    assert "resuming at step 3" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "more,message",
+    [
+        (["--matrix-lr", "0.5"], r"--matrix-lr is 0.5 but the run in .* has 0.02"),
+        (["--attention", "softmax"], "--attention is softmax"),
+        (["--max-seq-len", "64"], "--max-seq-len 64 but .* holds rows of 32 tokens"),
+        (["--total-batch-size", "100"], "--total-batch-size must be a multiple of the context length 32, got 100"),
+        (["--attention", "linear"], "attention must be softmax, gka, vlt or a pattern like GGGA, got 'linear'"),
+        (["--device-batch-size", "0"], "--device-batch-size must be at least 1"),
+        (["--model-tag", "a/b"], "--model-tag must be a plain folder name"),
+        (["--device-type", "cuda"], "no CUDA device is visible; use --device-type cpu"),
+        (["--head-offsets", "XY"], "head_offsets must be made of the letters N, P, S"),
+        (["--num-iterations", "-1", "--target-param-data-ratio", "-1", "--model-tag", "x"], "set one of num_iterations, target_flops"),
+    ],
+)
+def test_bad_flags_are_one_line(packed, uninterrupted, more, message, capsys):
+    if "cuda" in more and torch.cuda.is_available():
+        pytest.skip("a CUDA device is visible")
+    from gka.runtime.cli import run
+    from nanochat_gka.train import TrainConfig, main
+
+    with pytest.raises(SystemExit) as exit_info:
+        run(main, TrainConfig, [str(flag) for flag in flags(packed, uninterrupted, *more)])
+    assert exit_info.value.code == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_errors_of_a_real_process(packed, tmp_path):
+    done = tiny.call(MODULE, *flags(packed, tmp_path, "--data", tmp_path / "nowhere"), check=False)
+    tiny.assert_one_line_error(done, "no packed data in .*nowhere.*run make tokenize")
+
+
+def test_a_second_trainer_is_kept_out(packed, tmp_path):
+    process = tiny.start(MODULE, *flags(packed, tmp_path, "--num-iterations", 100000))
+    while process.poll() is None and not log_steps(tmp_path):
+        time.sleep(0.01)
+    done = tiny.call(MODULE, *flags(packed, tmp_path, "--num-iterations", 100000), check=False)
+    process.kill()
+    process.communicate()
+    tiny.assert_one_line_error(done, "another process is training in")
+
+
+def test_a_loss_that_is_not_finite_stops_and_names_the_last_good_checkpoint(packed, tmp_path):
+    tiny.call(MODULE, *flags(packed, tmp_path, "--stop-after", 4, "--embedding-lr", "1e38"), check=False)
+    done = tiny.call(MODULE, *flags(packed, tmp_path, "--embedding-lr", "1e38"), check=False)
+    tiny.assert_one_line_error(done, r"the loss is (nan|inf) at step \d+; the weights were not touched. Last good checkpoint: ")
+
+
+def test_wandb_is_optional(packed, tmp_path):
+    try:
+        import wandb  # noqa: F401
+    except ImportError:
+        done = tiny.call(MODULE, *flags(packed, tmp_path, "--wandb", "offline"), check=False)
+        tiny.assert_one_line_error(done, "pip install wandb, or leave --wandb disabled")
+    else:
+        tiny.call(MODULE, *flags(packed, tmp_path, "--wandb", "offline", "--num-iterations", 2))
+        assert list((tmp_path / "run" / "wandb").glob("offline-run-*"))

@@ -1,0 +1,55 @@
+"""A corpus, a tokenizer and packed rows small enough to train on in a second, and helpers to run the real commands."""
+
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+SEQUENCE_LEN = 32
+WORDS = ["the", "a", "kernel", "token", "row", "mixes", "every", "head", "learns", "one", "bandwidth", "and", "nothing", "else", "so", "that", "past", "values", "come", "back", "with", "weights", "of", "its", "own"]
+TRAIN_FLAGS = ["--depth", "2", "--aspect-ratio", "16", "--head-dim", "16", "--window-pattern", "SL", "--total-batch-size", str(8 * SEQUENCE_LEN),
+               "--device-batch-size", "3", "--eval-every", "-1", "--eval-tokens", "256", "--sample-every", "-1", "--device-type", "cpu"]  # fmt: skip
+
+
+def documents(count: int, seed: int) -> list[str]:
+    rng = random.Random(seed)
+    return [" ".join(rng.choices(WORDS, k=rng.randint(3, 40))) + "." for _ in range(count)]
+
+
+def write_corpus(folder: Path, files: int = 2, docs: int = 400, row_group: int = 50) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for index in range(files):
+        pq.write_table(pa.table({"text": documents(docs, index)}), folder / f"shard_{index:05d}.parquet", row_group_size=row_group)
+    return folder
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def command(module: str, *flags, ranks: int = 1) -> list[str]:
+    start = [sys.executable] if ranks == 1 else [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return [*start, "-m", module, *map(str, flags)]
+
+
+def call(module: str, *flags, ranks: int = 1, check: bool = True) -> subprocess.CompletedProcess:
+    """Run a real command to its end."""
+    done = subprocess.run(command(module, *flags, ranks=ranks), capture_output=True, text=True, env=environment(), timeout=300)
+    assert not check or done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done
+
+
+def start(module: str, *flags, ranks: int = 1) -> subprocess.Popen:
+    return subprocess.Popen(command(module, *flags, ranks=ranks), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment())
+
+
+def assert_one_line_error(done: subprocess.CompletedProcess, pattern: str) -> None:
+    """Exit code 2, one line on stderr, no traceback."""
+    assert done.returncode == 2, done.stdout + done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    assert len(lines) == 1 and lines[0].startswith("error: ") and re.search(pattern, lines[0]), done.stderr
