@@ -166,10 +166,13 @@ def test_autocast_takes_its_dtype_and_keeps_the_float32_norms():
     assert testing.error(got, want) <= 2 * torch.finfo(torch.bfloat16).eps
 
 
-def test_compiles_without_graph_breaks():
+@pytest.mark.parametrize("impl", ["sdpa", "flex"])
+@pytest.mark.parametrize("constant_norm", [False, True])
+def test_compiles_without_graph_breaks(constant_norm, impl):
     x, log_sigma = testing.make_features("normal", (1, 24, 2, 16)), torch.zeros(2)
-    for constant_norm in (False, True):
-        compiled = torch.compile(
-            lambda x, s, c=constant_norm: gaussian_attention(x, s, causal=True, window=7, constant_norm=c), fullgraph=True, backend="aot_eager"
-        )
-        torch.testing.assert_close(compiled(x, log_sigma), gaussian_attention(x, log_sigma, causal=True, window=7, constant_norm=constant_norm))
+
+    def function(x, log_sigma):
+        return gaussian_attention(x, log_sigma, causal=True, window=7, constant_norm=constant_norm, impl=impl)
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, log_sigma), function(x, log_sigma))

@@ -1,6 +1,6 @@
 """Parameters, FLOPs and bytes of one attention sublayer from its shapes alone, for softmax, VLT and GKA.
 
-Conventions (the paper's tables 1, 2 and 4): FLOPs are 2 x multiply-accumulates of the matrix products, forward pass; exponentials,
+Conventions (the paper's tables of parameters and FLOPs): FLOPs are 2 x multiply-accumulates of the matrix products, forward pass; exponentials,
 sums, norms and biases are not counted. Score and mixing products are charged for every key in reach, without halving for causality.
 """
 

@@ -1,4 +1,4 @@
-"""The same shifted softmax as a FlexAttention score function and block mask: windows skip whole tiles, float32 bias, scale after the dot.
+"""The same shifted softmax as a FlexAttention score function and block mask: windows skip whole tiles, the |k_j|^2 term stays float32.
 
 Made for CUDA. On CPU torch offers FlexAttention's forward only, which is enough to test the score function. `eps` is not applied.
 """
@@ -61,15 +61,16 @@ def dot_product(q, k, v, mask: Mask, scale: float):
 
 
 def gaussian(x, keys, values, log_sigma, mask: Mask, constant_norm: bool):
-    """Arguments and layout as in `reference.gaussian`. 1 / sigma^2 is applied to the float32 dot product, so nothing is rounded to x.dtype."""
+    """Arguments and layout as in `reference.gaussian`. x / sigma^2 is rounded to x.dtype: scaling the scores instead would make the
+    gradient of log_sigma one atomic addition per score."""
     inverse = inverse_variance(log_sigma)
-    bias = None
-    if not constant_norm:
-        bias = -0.5 * keys.float().square().sum(-1).transpose(1, 2) * inverse[:, None]  # (B, H, Tk)
-        bias = F.pad(bias, (0, _round_up(keys.shape[1]) - keys.shape[1]))
+    queries = (x * inverse[:, None]).to(x.dtype)
+    if constant_norm:
+        return _attend(queries, keys, values, mask, scale=1.0)
+    bias = -0.5 * keys.float().square().sum(-1).transpose(1, 2) * inverse[:, None]  # (B, H, Tk)
+    bias = F.pad(bias, (0, _round_up(keys.shape[1]) - keys.shape[1]))
 
-    def score_mod(score, b, h, i, j):
-        score = score * inverse[h]
-        return score if bias is None else score + bias[b, h, j]
+    def add_bias(score, b, h, i, j):
+        return score + bias[b, h, j]
 
-    return _attend(x, keys, values, mask, scale=1.0, score_mod=score_mod)
+    return _attend(queries, keys, values, mask, scale=1.0, score_mod=add_bias)

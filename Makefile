@@ -1,0 +1,104 @@
+# Gaussian Kernel Attention: every command of the README. `make help` lists them, `make -n TARGET` shows what one would run.
+
+PYTHON     ?= python3
+VENV       := .venv
+PY         := $(VENV)/bin/python
+READY      := $(VENV)/.installed
+
+BASE       ?= out
+CORPUS     ?= fineweb
+SHARDS     ?= 170
+VOCAB      ?= 32768
+SEQ        ?= 2048
+DEPTH      ?= 20
+GPUS       := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+NGPU       ?= $(GPUS)
+ARGS       ?=
+WANDB_MODE ?= disabled
+RUN        ?= $(BASE)/runs/d$(DEPTH)-gka
+
+# CORPUS is fineweb, builtin, or a folder of parquet files with a text column.
+PREPARED   := $(filter fineweb builtin,$(CORPUS))
+CORPUS_DIR := $(if $(PREPARED),$(BASE)/corpus/$(CORPUS),$(CORPUS))
+DATASET    := $(notdir $(patsubst %/,%,$(CORPUS)))
+DOCUMENTS  := $(if $(PREPARED),$(CORPUS_DIR)/.complete$(if $(filter fineweb,$(CORPUS)),-$(SHARDS)),$(CORPUS_DIR))
+TOKENIZER  := $(BASE)/tokenizer/$(DATASET)-$(VOCAB)
+PACKED     := $(BASE)/packed/$(DATASET)-$(VOCAB)-$(SEQ)
+
+ON_CPU     := $(filter %cpu,$(ARGS))
+RANKS      := $(if $(filter-out 0 1,$(NGPU)),$(NGPU))
+LAUNCH     := $(if $(RANKS),$(VENV)/bin/torchrun --standalone --nproc-per-node $(RANKS) -m,$(PY) -m)
+TRAIN       = $(LAUNCH) nanochat_gka.train --data $(PACKED) --out $(BASE)/runs --results $(BASE)/results.jsonl --depth $(DEPTH) --wandb $(WANDB_MODE)
+
+.PHONY: help setup demo test test-gpu lint data tokenizer tokenize pretrain-d20 pretrain-d20-base eval-bpb check-gpu clean
+.DEFAULT_GOAL := help
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo
+	@echo "  NGPU=$(NGPU) processes, DEPTH=$(DEPTH), CORPUS=$(CORPUS) (fineweb, builtin or a folder), SHARDS=$(SHARDS), BASE=$(BASE) (outputs),"
+	@echo "  ARGS='flags for the command', WANDB_MODE=$(WANDB_MODE) (offline, online)"
+
+setup: $(READY)  ## create .venv and install everything (the other targets do it once by themselves)
+
+$(READY): requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "error: Python 3.10 or newer is needed; set PYTHON=python3.x")'
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@touch $@
+
+demo: $(READY)  ## train softmax, GKA and GKA with head offsets side by side on real text, a few minutes on a CPU
+	$(PY) -m runs.demo --out $(BASE)/demo $(ARGS)
+
+test: $(READY)  ## run the tests (no GPU, no network)
+	$(PY) -m pytest $(ARGS)
+
+test-gpu: $(READY)  ## run the tests that need a CUDA device
+	$(PY) -m pytest -m gpu $(ARGS)
+
+lint: $(READY)  ## ruff: errors and formatting
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+data: $(DOCUMENTS)  ## fetch or write the corpus: FineWeb-Edu shards, or CORPUS=builtin
+
+$(BASE)/corpus/fineweb/.complete-$(SHARDS): | $(READY)
+	$(PY) -m nanochat_gka.corpus --source fineweb --out $(BASE)/corpus/fineweb --num-shards $(SHARDS)
+	@touch $@
+
+ifeq ($(PREPARED),)
+$(CORPUS_DIR):
+	@echo 'error: CORPUS=$(CORPUS) is neither fineweb nor builtin nor a folder' >&2; exit 2
+endif
+
+$(BASE)/corpus/builtin/.complete: | $(READY)
+	$(PY) -m nanochat_gka.corpus --source builtin --out $(BASE)/corpus/builtin
+	@touch $@
+
+tokenizer: $(TOKENIZER)/tokenizer.json  ## train the BPE tokenizer (VOCAB tokens)
+
+$(TOKENIZER)/tokenizer.json: | $(READY) $(DOCUMENTS)
+	$(PY) -m nanochat_gka.tokenizer --corpus $(CORPUS_DIR) --vocab-size $(VOCAB) --out $(TOKENIZER)
+
+tokenize: $(PACKED)/manifest.json  ## tokenise and pack the corpus into rows of SEQ tokens, in parallel
+
+$(PACKED)/manifest.json: | $(TOKENIZER)/tokenizer.json
+	$(PY) -m nanochat_gka.pack --corpus $(CORPUS_DIR) --tokenizer $(TOKENIZER) --sequence-len $(SEQ) --out $(PACKED)
+
+pretrain-d20: check-gpu $(PACKED)/manifest.json  ## the paper's GKA run: depth 20, 2.8e9 tokens (DEPTH=... for other sizes)
+	$(TRAIN) --attention gka --target-param-data-ratio 8.25 $(ARGS)
+
+pretrain-d20-base: check-gpu $(PACKED)/manifest.json  ## the paper's softmax baseline: depth 20, 4.6e9 tokens
+	$(TRAIN) --attention softmax --target-param-data-ratio 10.5 $(ARGS)
+
+eval-bpb: $(PACKED)/manifest.json  ## bits per byte and samples of a run (RUN=folder)
+	$(LAUNCH) nanochat_gka.evaluate --run $(RUN) --data $(PACKED) --results $(BASE)/results.jsonl $(ARGS)
+
+check-gpu:
+	@$(if $(ON_CPU)$(filter-out 0,$(GPUS)),true,echo 'error: no GPU is visible, and a depth-$(DEPTH) run would take years without one.' \
+	  'Run "make demo", or try the same chain small:' \
+	  'make pretrain-d20 DEPTH=4 CORPUS=builtin VOCAB=4096 SEQ=256 ARGS="--device-type cpu"' >&2; exit 2)
+
+clean:  ## delete the environment, keep the outputs
+	rm -rf $(VENV) *.egg-info .pytest_cache .ruff_cache .hypothesis

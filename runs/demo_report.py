@@ -1,0 +1,103 @@
+"""What the demo shows: the paper's tables in miniature, samples of text, learned bandwidths, and two pictures."""
+
+import json
+from pathlib import Path
+
+from rich.table import Table
+
+from gka.runtime.progress import console, read_lines
+
+PAPER = json.loads((Path(__file__).parent / "paper.json").read_text())["depth_20"]
+COLUMNS = {
+    "parameters": ("parameters", "{:,}"),
+    "flops_per_token": ("FLOPs/token", "{:.3e}"),
+    "train_tokens": ("tokens", "{:.3e}"),
+    "train_flops": ("total FLOPs", "{:.3e}"),
+    "train_bpb": ("train BPB", "{:.4f}"),
+    "val_bpb": ("val BPB", "{:.4f}"),
+    "gap": ("val - train", "{:.4f}"),
+    "tokens_per_second": ("tokens/s", "{:,.0f}"),
+}
+
+
+def show(rows: dict[str, dict], samples: dict[str, dict[str, str]]) -> None:
+    """Print the table, the samples and the bandwidths. rows: label -> the `finish` record of its log; the first is the baseline."""
+    table = Table(title="\nOurs, measured here: equal tokens for the three")
+    table.add_column("model")
+    for heading, _ in COLUMNS.values():
+        table.add_column(heading, justify="right")
+    baseline = next(iter(rows.values()))
+    for label, row in rows.items():
+        table.add_row(label, *(form.format(row[key]) for key, (_, form) in COLUMNS.items()))
+    for label, row in list(rows.items())[1:]:
+        table.add_row(f"  {label} / softmax", *(f"{row[key] / baseline[key]:.2f}x" if key != "gap" else "" for key in COLUMNS), style="dim")
+    console.print(table)
+
+    console.print(paper_table())
+
+    for label, texts in samples.items():
+        console.rule(f"text by {label}", align="left")
+        for prompt, text in texts.items():
+            console.print(f"{(prompt + text)!r}", highlight=False, markup=False)
+    for label, row in rows.items():
+        if row["sigma"]:
+            console.rule(f"learned sigma per head, {label}", align="left")
+            for layer, sigma in row["sigma"].items():
+                console.print(f"  {layer}: " + "  ".join(f"{value:.2f}" for value in sigma), highlight=False)
+
+
+def paper_table() -> Table:
+    """The paper's depth-20 figures as it prints them, and their ratios."""
+    base, gka = PAPER["nanochat_base"], PAPER["GKA"]
+    table = Table(title="\nThe paper's depth 20 on FineWeb-Edu, as printed there (GKA was trained on fewer tokens)")
+    table.add_column("model")
+    for key in gka:
+        table.add_column(COLUMNS[key][0], justify="right")
+    for label, row in PAPER.items():
+        table.add_row(label, *row.values())
+    sizes = ("parameters", "flops_per_token", "train_tokens", "train_flops", "train_bpb", "val_bpb")
+    ratios = [f"{float(gka[key].rstrip('M')) / float(base[key].rstrip('M')):.2f}x" if key in sizes else "" for key in gka]
+    table.add_row("  GKA / nanochat_base", *ratios, style="dim")
+    return table
+
+
+def plot(rows: dict[str, dict], out: Path) -> list[Path]:
+    """Loss curves, and bandwidths as the paper draws them (heat map and lines over depth). Returns the files."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (losses, bpbs) = plt.subplots(1, 2, figsize=(11, 4))
+    for label, row in rows.items():
+        log = read_lines(row["log"])
+        tokens_per_step = row["train_tokens"] / row["step"]
+        train = [(r["step"] * tokens_per_step, r["smooth_loss"]) for r in log if r["event"] == "train"]
+        evaluations = [(r["step"] * tokens_per_step, r["val_bpb"]) for r in log if r["event"] == "eval"]
+        losses.plot(*zip(*train), label=label)
+        bpbs.plot(*zip(*evaluations), marker="o", label=label)
+    for axes, what in ((losses, "training loss (nats per token)"), (bpbs, "validation bits per byte")):
+        axes.set(xlabel="training tokens", ylabel=what)
+        axes.grid(alpha=0.3)
+        axes.legend()
+    paths = [out / "loss_curves.png"]
+    figure.tight_layout()
+    figure.savefig(paths[0], dpi=120)
+
+    with_sigma = {label: [row["sigma"][layer] for layer in row["sigma"]] for label, row in rows.items() if row["sigma"]}
+    if with_sigma:
+        figure, axes = plt.subplots(2, len(with_sigma), figsize=(5 * len(with_sigma), 7), squeeze=False)
+        for column, (label, sigma) in enumerate(with_sigma.items()):
+            heads = list(zip(*sigma))  # H x L
+            picture = axes[0][column].imshow(heads, cmap="YlOrRd", aspect="auto")
+            figure.colorbar(picture, ax=axes[0][column], label="sigma")
+            axes[0][column].set(title=label, xlabel="layer", ylabel="head", xticks=range(len(sigma)), yticks=range(len(heads)))
+            for head, values in enumerate(heads):
+                axes[1][column].plot(values, marker="o", label=f"head {head}")
+            axes[1][column].set(xlabel="layer", ylabel="sigma", xticks=range(len(sigma)))
+            axes[1][column].grid(alpha=0.3)
+            axes[1][column].legend()
+        paths.append(out / "bandwidths.png")
+        figure.tight_layout()
+        figure.savefig(paths[1], dpi=120)
+    return paths
