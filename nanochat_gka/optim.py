@@ -79,8 +79,8 @@ def parameter_groups(model: GPT, config: OptimConfig, lr_scale: float = 1.0, wei
 
 def adamw_update(parameter, gradient, exp_avg, exp_avg_sq, step, lr, beta1, beta2) -> None:
     """One AdamW step without weight decay, in place; the hyperparameters are 0-d tensors."""
-    exp_avg.lerp_(gradient, 1 - beta1)
-    exp_avg_sq.lerp_(gradient.square(), 1 - beta2)
+    exp_avg.lerp_(gradient, (1 - beta1).to(exp_avg.dtype))
+    exp_avg_sq.lerp_(gradient.square(), (1 - beta2).to(exp_avg.dtype))
     root = (exp_avg_sq / (1 - beta2**step)).sqrt() + ADAM_EPS
     parameter.sub_(exp_avg / root * (lr / (1 - beta1**step)))
 
@@ -119,16 +119,20 @@ class MuonAdamW:
         gathers = []
         for group, (gradients, works) in zip(self.groups, reductions):
             _wait(works)
-            lr = torch.tensor(group.initial_lr * lr_multiplier)
+            lr = self._scalar(group.initial_lr * lr_multiplier)
             if group.kind == "muon":
                 gathers.append((group, *self._update_muon(group, gradients, lr, momentum, weight_decay_multiplier)))
             else:
-                beta1, beta2, step = (torch.tensor(float(value)) for value in (*group.betas, self.steps))
+                beta1, beta2, step = (self._scalar(value) for value in (*group.betas, self.steps))
                 for name, parameter, gradient in zip(group.names, group.parameters, gradients):
                     self._adamw(parameter, gradient, group.state[f"{name}.exp_avg"], group.state[f"{name}.exp_avg_sq"], step, lr, beta1, beta2)
         for group, stacked, works in gathers:
             _wait(works)
             torch._foreach_copy_(group.parameters, list(stacked[: len(group.parameters)].unbind()))
+
+    def _scalar(self, value: float) -> torch.Tensor:
+        """A hyperparameter as a 0-d tensor on the device: a number would be compiled in."""
+        return torch.tensor(float(value), device=self.runtime.device)
 
     def _share(self, group: Group) -> int:
         """Matrices of a Muon group per rank; the last ranks may hold padding."""
@@ -153,8 +157,8 @@ class MuonAdamW:
         owned = max(0, min(share, len(group.parameters) - rank * share))
         if owned:
             state = (group.state[name][:owned] for name in ("momentum_buffer", "second_momentum_buffer"))
-            weight_decay = torch.tensor(group.weight_decay * weight_decay_multiplier)
-            self._muon(mine[:owned], gradients[:owned], *state, torch.tensor(momentum), lr, weight_decay, torch.tensor(group.betas[1]))
+            momentum, weight_decay, beta2 = (self._scalar(v) for v in (momentum, group.weight_decay * weight_decay_multiplier, group.betas[1]))
+            self._muon(mine[:owned], gradients[:owned], *state, momentum, lr, weight_decay, beta2)
         if self.runtime.world_size == 1:
             return mine, []
         return stacked, [dist.all_gather_into_tensor(stacked, mine, async_op=True)]

@@ -13,6 +13,7 @@ import time
 from bisect import bisect_right, insort
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -209,6 +210,8 @@ def _pack_all(config: PackConfig, units: list[Unit]) -> tuple[list[dict], float]
                 done[record["name"]] = {**record, "new": True}
                 total += record["bytes"]
                 bar.update(task, advance=1, status=f"{total / 1e6 / (time.perf_counter() - started):.1f} MB/s")
+        except BrokenProcessPool:
+            raise UserError("a worker process was killed (out of memory?); run the same command again, perhaps with fewer --workers") from None
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise

@@ -37,17 +37,28 @@ WARMUP_STEPS_NOT_TIMED = 3
 
 
 class Stop:
-    """Set by SIGTERM or SIGINT; the loop finishes its step, saves and leaves. A second signal ends the process at once."""
+    """Set by SIGTERM or SIGINT; the loop finishes its step, saves and leaves. A Ctrl-C some seconds later ends the process at once.
+
+    Not sooner: torchrun passes a signal on to processes that had it from the terminal already.
+    """
+
+    PATIENCE = 3.0  # seconds
 
     def __init__(self):
-        self.requested = False
+        self.since: float | None = None
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._request)
 
+    @property
+    def requested(self) -> bool:
+        return self.since is not None
+
     def _request(self, number, frame):
-        if self.requested:
+        now = time.monotonic()
+        if self.since is None:
+            self.since = now
+        elif number == signal.SIGINT and now - self.since > self.PATIENCE:
             raise KeyboardInterrupt
-        self.requested = True
 
 
 def accumulate_gradients(model, stream: Stream, step: int, rows: int, batch_size: int, runtime: Runtime) -> torch.Tensor:
@@ -68,6 +79,7 @@ class Trainer:
 
     def __init__(self, config: TrainConfig, runtime: Runtime):
         self.config, self.runtime, self.folder = config, runtime, config.out / config.tag
+        self.stop = Stop()
         # Data
         self.data = PackedData(config.data, verify=config.verify_data and runtime.is_main)
         sequence_len = self.data.sequence_len
@@ -196,7 +208,6 @@ class Trainer:
 
     def train(self, log: RunLog) -> bool:
         """Train to the horizon. Returns False if a signal (or --stop-after) ended it early; the state is saved either way."""
-        self.stop = Stop()
         config, steps = self.config, self.horizon.steps
         with progress_bar() as bar:
             task = bar.add_task(config.tag, total=steps, completed=self.state["step"], status="")

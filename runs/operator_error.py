@@ -4,26 +4,22 @@
 
 For each kind of features and dtype: y, dx and dlog_sigma, relative Frobenius norm, the worse of full and causal, on inputs as rounded to
 the dtype. Routes that apply eps are compared with the oracle at that eps, routes that drop it with the oracle at eps = 0.
-Rewrites runs/results/operator_error.jsonl (one run, one line per kind, dtype and route) and prints it as markdown. Takes seconds.
+Rewrites runs/results/operator_error.jsonl (one run, one line per kind, dtype and route) and prints it as markdown; `python -m runs.tables`
+puts it into the page. Takes seconds.
 """
 
-import datetime
-import json
 import math
-import platform
-import subprocess
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from gka import gaussian_attention
 from gka.attention import testing
 from gka.attention.api import EPS
 from gka.attention.masking import Mask
+from gka.runtime.progress import read_lines
+from gka.runtime.results import append_result
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "runs/results/operator_error.jsonl"
@@ -83,53 +79,25 @@ def rows():
                 yield {"kind": kind, "dtype": str(dtype).removeprefix("torch."), "route": route, **worst}
 
 
-def provenance() -> dict:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    return {
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        "commit": commit or None,
-        "command": "python -m runs.operator_error",
-        "torch": torch.__version__,
-        "hardware": cpu_name(),
-        "threads": torch.get_num_threads(),
-        "shape": SHAPE,
-        "sigma_squared": SIGMA_SQUARED,
-    }
-
-
-def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
-
-
-def table(measured: list[dict]) -> Table:
-    """Markdown, so that the README's table is this one."""
-    out = Table(box=box.MARKDOWN)
-    for title in ("features", "max x²/σ²", "cond", "route", *(f"{dtype} {name}" for dtype in ("fp32", "bf16") for name in ("y", "dx", "dlogσ"))):
-        out.add_column(title, no_wrap=True, justify="left" if title in ("features", "route") else "right")
-    paired = {}
+def markdown(measured: list[dict]) -> str:
+    """The table of gka/README.md: a line per kind and route, float32 beside bfloat16."""
+    titles = ["features", "max x²/σ²", "cond", "route", *(f"{dtype} {name}" for dtype in ("fp32", "bf16") for name in ("y", "dx", "dlogσ"))]
+    lines = [f"| {' | '.join(titles)} |", "|---|---:|---:|---|" + "---:|" * 6]
+    paired: dict[tuple[str, str], list[dict]] = {}
     for row in measured:
         paired.setdefault((row["kind"], row["route"]), []).append(row)
     for (kind, route), (single, half) in paired.items():
-        cells = (f"{row[name]:.0e}" for row in (single, half) for name in NAMES)
-        out.add_row(kind, f"{single['max_norm2_over_sigma2']:.0f}", f"{single['log_sigma_condition']:.0f}", route, *cells)
-    return out
+        errors = " | ".join(f"{row[name]:.0e}" for row in (single, half) for name in NAMES)
+        lines.append(f"| {kind} | {single['max_norm2_over_sigma2']:.0f} | {single['log_sigma_condition']:.0f} | {route} | {errors} |")
+    return "\n".join(lines)
 
 
-def main():
+def main() -> None:
     torch.set_num_threads(1)  # the order of a parallel reduction would show in the last digit
-    common = provenance()
-    measured = list(rows())
-    RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    RESULTS.write_text("".join(json.dumps({**common, **row}, allow_nan=False) + "\n" for row in measured))
-    console = Console(width=150)
-    console.print(
-        f"torch {common['torch']}, {common['hardware']}, commit {common['commit']}; written to {RESULTS.relative_to(ROOT)}", highlight=False
-    )
-    console.print(table(measured))
+    RESULTS.unlink(missing_ok=True)
+    for row in rows():
+        append_result(RESULTS, "operator_error", {"shape": SHAPE, "sigma_squared": SIGMA_SQUARED}, row, torch.device("cpu"))
+    print(markdown([record["metrics"] for record in read_lines(RESULTS)]))
 
 
 if __name__ == "__main__":

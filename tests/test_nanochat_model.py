@@ -234,3 +234,27 @@ def test_initial_loss_is_that_of_a_uniform_guess():
     model: GPT = build(dataclasses.replace(SHAPE, vocab_size=1000), "cpu")
     ids = torch.randint(1000, (4, 16))
     assert model(ids, ids).item() == pytest.approx(6.907, abs=0.01)
+
+
+def test_bfloat16_tables_carry_the_computation_in_bfloat16_and_train():
+    """What a GPU run does: embeddings in bf16, float32 matrices cast on use, float32 logits and bandwidths."""
+    from gka.runtime.distributed import Runtime
+    from nanochat_gka.optim import MuonAdamW
+
+    model = awake(dataclasses.replace(SHAPE, attention="GA", head_offsets="PS"))
+    ids = torch.randint(70, (2, 17))
+    exact = model(ids[:, :-1], ids[:, 1:]).item()
+    model.embeddings_to(torch.bfloat16)
+    optimizer = MuonAdamW(parameter_groups(model, OptimConfig(scalar_lr=0.0)), Runtime(0, 1, torch.device("cpu")))
+    losses = []
+    for _ in range(8):
+        optimizer.zero_grad()
+        loss = model(ids[:, :-1], ids[:, 1:])
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step(lr_multiplier=0.2)
+    assert model(ids).dtype == torch.float32
+    assert losses[0] == pytest.approx(exact, rel=0.02) and losses[0] != exact
+    assert losses[-1] < losses[0] - 0.5
+    dtypes = {name: p.dtype for name, p in model.named_parameters()}
+    assert {name for name, dtype in dtypes.items() if dtype == torch.bfloat16} == {n for n in dtypes if "wte" in n or "value_embeds" in n}

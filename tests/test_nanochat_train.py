@@ -80,6 +80,16 @@ def test_sigterm_saves_the_step_it_is_at(packed, uninterrupted, tmp_path):
     assert final(tmp_path) == final(uninterrupted)
 
 
+def test_sigterm_to_torchrun_saves_on_every_rank(packed, uninterrupted, tmp_path):
+    process = tiny.start(MODULE, *flags(packed, tmp_path, "--save-every", "-1", "--num-iterations", 100000), ranks=2)
+    while process.poll() is None and len(log_steps(tmp_path)) < 5:
+        time.sleep(0.002)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert "saved; run the same command again to continue" in output, output
+    assert len(list((tmp_path / "run" / "checkpoints").glob("step_*"))) == 1
+
+
 def test_a_corrupted_newest_checkpoint_falls_back(packed, uninterrupted, tmp_path):
     tiny.call(MODULE, *flags(packed, tmp_path, "--stop-after", 20))
     newest = tmp_path / "run" / "checkpoints" / "step_00000020"

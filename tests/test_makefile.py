@@ -1,0 +1,107 @@
+"""The Makefile as a user meets it: what it would run, and what it says when it cannot."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Run make in a bare copy of the tree: no environment, no outputs."""
+    for name in ("Makefile", "requirements.txt", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+
+    def run(*words):
+        return subprocess.run(["make", *words], cwd=tmp_path, capture_output=True, text=True)
+
+    return run
+
+
+def test_dry_run_of_pretraining_shows_the_whole_chain(make):
+    lines = make("-n", "pretrain-d20", "NGPU=7").stdout
+    order = ["venv .venv", "pip install", "nanochat_gka.corpus --source fineweb", "nanochat_gka.tokenizer", "nanochat_gka.pack",
+             "torchrun --standalone --nproc-per-node 7 -m nanochat_gka.train"]  # fmt: skip
+    positions = [lines.index(step) for step in order]
+    assert positions == sorted(positions)
+    assert "--depth 20" in lines and "--attention gka --target-param-data-ratio 8.25" in lines and "--sequence-len 2048" in lines
+    baseline = make("-n", "pretrain-d20-base", "DEPTH=12", "WANDB_MODE=offline", "ARGS=--device-batch-size 8").stdout.splitlines()[-1]
+    assert (
+        "--depth 12" in baseline
+        and "--attention softmax --target-param-data-ratio 10.5 --device-batch-size 8" in baseline
+        and "--wandb offline" in baseline
+    )
+
+
+def test_a_finished_step_is_not_run_again(make, tmp_path):
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / ".installed").touch()
+    (tmp_path / "out/packed/fineweb-32768-2048").mkdir(parents=True)
+    (tmp_path / "out/tokenizer/fineweb-32768").mkdir(parents=True)
+    (tmp_path / "out/corpus/fineweb").mkdir(parents=True)
+    for made in ("corpus/fineweb/.complete-170", "tokenizer/fineweb-32768/tokenizer.json", "packed/fineweb-32768-2048/manifest.json"):
+        (tmp_path / "out" / made).touch()
+    lines = make("-n", "pretrain-d20").stdout
+    assert "nanochat_gka.train" in lines
+    assert not any(step in lines for step in ("pip", "nanochat_gka.corpus", "nanochat_gka.tokenizer", "nanochat_gka.pack"))
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine may have a GPU")
+def test_without_a_gpu_pretraining_says_what_to_run_instead(make):
+    for target in ("pretrain-d20", "pretrain-d20-base"):
+        done = make(target)
+        assert done.returncode == 2
+        assert "no GPU is visible" in done.stderr and 'Run "make demo"' in done.stderr
+    # The alternative it names must get past that check: here it fails later, at the missing Python.
+    done = make("pretrain-d20", "ARGS=--device-type cpu", "PYTHON=python-is-missing")
+    assert "no GPU is visible" not in done.stderr and "python-is-missing" in done.stderr
+
+
+def test_a_corpus_that_is_not_there_is_one_line(make, tmp_path):
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / ".installed").touch()
+    done = make("tokenizer", "CORPUS=no/such/folder")
+    assert "error: CORPUS=no/such/folder is neither fineweb nor builtin nor a folder" in done.stderr
+
+
+def test_help_lists_every_public_target(make):
+    declared = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
+    listed = re.findall(r"^  make ([a-z0-9-]+)", make("help").stdout, re.MULTILINE)
+    assert set(declared) - {"check-gpu"} == set(listed)
+
+
+def test_readme_names_real_targets():
+    text, makefile = (ROOT / "README.md").read_text(), (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"(?:`|^)make ([a-z][a-z0-9-]+)", text, re.MULTILINE))
+    assert {"demo", "test", "pretrain-d20", "eval-bpb"} <= targets
+    for target in targets:
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_readme_tree_is_the_tree():
+    """Every file it names exists, and every module of the packages is named."""
+    tree = (ROOT / "README.md").read_text().split("## What is where")[1].split("```")[1]
+    named, folder = set(), ""
+    for line in tree.strip().splitlines():
+        names = re.split(r"\s{2,}", line.strip())[0]
+        if not line.startswith(" "):
+            folder = names if names.endswith("/") else ""
+        named |= {f"{folder}{name}" if name != folder else name for name in names.split(", ")}
+    for name in named:
+        assert (ROOT / name).exists(), name
+    for package in ("gka", "nanochat_gka", "runs"):
+        for path in (ROOT / package).rglob("*.py"):
+            relative = path.relative_to(ROOT).as_posix()
+            assert relative in named or path.name == "__init__.py" or relative.startswith("gka/attention/impl/"), relative
+
+
+def test_measured_tables_are_what_the_result_files_say():
+    done = subprocess.run([sys.executable, "-m", "runs.tables", "--check"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
