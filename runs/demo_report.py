@@ -22,17 +22,20 @@ COLUMNS = {
 
 def show(rows: dict[str, dict], samples: dict[str, dict[str, str]]) -> None:
     """Print the table, the samples and the bandwidths. rows: label -> the `finish` record of its log; the first is the baseline."""
-    table = Table(title="\nOurs, measured here: equal tokens for the three")
-    table.add_column("model")
-    for heading, _ in COLUMNS.values():
-        table.add_column(heading, justify="right")
-    baseline = next(iter(rows.values()))
-    for label, row in rows.items():
-        table.add_row(label, *(form.format(row[key]) for key, (_, form) in COLUMNS.items()))
-    for label, row in list(rows.items())[1:]:
-        table.add_row(f"  {label} / softmax", *(f"{row[key] / baseline[key]:.2f}x" if key != "gap" else "" for key in COLUMNS), style="dim")
+    baseline, *others = rows
+    table = Table(title="\nMeasured here, equal tokens for all")
+    table.add_column("")
+    table.add_column(baseline, justify="right")
+    for label in others:
+        table.add_column(label, justify="right")
+        table.add_column("ratio", justify="right", style="dim")
+    for key, (heading, form) in COLUMNS.items():
+        cells = [form.format(rows[baseline][key])]
+        for label in others:
+            ratio = "" if key == "gap" else f"{rows[label][key] / rows[baseline][key]:.2f}x"
+            cells += [form.format(rows[label][key]), ratio]
+        table.add_row(heading, *cells)
     console.print(table)
-
     console.print(paper_table())
 
     for label, texts in samples.items():
@@ -48,16 +51,13 @@ def show(rows: dict[str, dict], samples: dict[str, dict[str, str]]) -> None:
 
 def paper_table() -> Table:
     """The paper's depth-20 figures as it prints them, and their ratios."""
-    base, gka = PAPER["nanochat_base"], PAPER["GKA"]
-    table = Table(title="\nThe paper's depth 20 on FineWeb-Edu, as printed there (GKA was trained on fewer tokens)")
-    table.add_column("model")
-    for key in gka:
-        table.add_column(COLUMNS[key][0], justify="right")
-    for label, row in PAPER.items():
-        table.add_row(label, *row.values())
-    sizes = ("parameters", "flops_per_token", "train_tokens", "train_flops", "train_bpb", "val_bpb")
-    ratios = [f"{float(gka[key].rstrip('M')) / float(base[key].rstrip('M')):.2f}x" if key in sizes else "" for key in gka]
-    table.add_row("  GKA / nanochat_base", *ratios, style="dim")
+    (base_label, base), (gka_label, gka) = PAPER.items()
+    table = Table(title="\nThe paper's depth 20, as printed there (GKA had fewer tokens)")
+    for heading in ("", base_label, gka_label, "ratio"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for key in base:
+        ratio = "" if key == "gap" else f"{float(gka[key].rstrip('M')) / float(base[key].rstrip('M')):.2f}x"
+        table.add_row(COLUMNS[key][0], base[key], gka[key], ratio)
     return table
 
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gka.runtime.cli import UserError
-from nanochat_gka.tokenizer import SPECIAL_TOKENS, SPLIT_PATTERN, Tokenizer, training_documents
-from nanochat_gka.tokenizer import main as train_tokenizer
+from nanochat_gka.corpus import ParquetCorpus
+from nanochat_gka.tokenizer import SPECIAL_TOKENS, SPLIT_PATTERN, Tokenizer, TokenizerConfig, main, training_documents
 
 NAMES = "bos user_start user_end assistant_start assistant_end python_start python_end output_start output_end"
 TEXT = [*tiny.documents(300, 5), "in 1234567 and 1234567, 2024 is 2024: 2024 " * 40, "naïve café, 東京 🦜🦜 don't we'll\r\n\tx = [1]\n\n" * 40]
@@ -33,7 +33,7 @@ STRINGS = [
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return Tokenizer.train(TEXT, 500)
+    return Tokenizer.train(TEXT, 400)
 
 
 @pytest.mark.parametrize("text", STRINGS)
@@ -57,14 +57,14 @@ def test_special_strings_are_ordinary_text(tokenizer):
 
 
 def test_special_tokens_follow_the_merges_in_nanochats_order(tokenizer):
-    assert tokenizer.vocab_size == 500 and tokenizer.bos_id == 491
-    assert [tokenizer.decode([i]) for i in range(491, 500)] == [f"<|{name}|>" for name in NAMES.split()]
+    assert tokenizer.vocab_size == 400 and tokenizer.bos_id == 391
+    assert [tokenizer.decode([i]) for i in range(391, 400)] == [f"<|{name}|>" for name in NAMES.split()]
 
 
 def test_ids_are_those_of_the_trainer(tokenizer):
     """rustbpe encodes with its own merges: tiktoken must read the same table out of them."""
     trainer = rustbpe.Tokenizer()
-    trainer.train_from_iterator(iter(TEXT), 491, pattern=SPLIT_PATTERN)
+    trainer.train_from_iterator(iter(TEXT), 391, pattern=SPLIT_PATTERN)
     for text in [*TEXT, *STRINGS]:
         assert tokenizer.encode(text) == trainer.encode(text)
 
@@ -81,7 +81,7 @@ def test_saved_and_loaded_it_is_the_same(tokenizer, tmp_path):
     assert all(loaded.encode(text) == tokenizer.encode(text) for text in [*TEXT, *STRINGS])
     (tmp_path / "tokenizer.json").write_text(json.dumps(json.loads((tmp_path / "tokenizer.json").read_text()), indent=3))
     assert Tokenizer.load(tmp_path).sha256 == tokenizer.sha256
-    assert Tokenizer.train(TEXT, 499).sha256 != tokenizer.sha256
+    assert Tokenizer.train(TEXT, 399).sha256 != tokenizer.sha256
 
 
 def test_token_bytes(tokenizer):
@@ -130,8 +130,6 @@ def test_a_broken_file_is_one_clear_error(tokenizer, tmp_path):
 
 
 def test_training_text_is_capped_by_document_and_in_all(packed):
-    from nanochat_gka.corpus import ParquetCorpus
-
     corpus = ParquetCorpus(packed / "corpus")
     assert list(training_documents(corpus, 10_000, 10**9)) == tiny.documents(400, 0)
     cut = list(training_documents(corpus, 50, 1000))
@@ -140,9 +138,7 @@ def test_training_text_is_capped_by_document_and_in_all(packed):
 
 
 def test_the_command_keeps_a_tokenizer_that_is_there(packed, capsys):
-    from nanochat_gka.tokenizer import TokenizerConfig
-
     before = (packed / "tokenizer" / "tokenizer.json").stat().st_mtime_ns
-    train_tokenizer(TokenizerConfig(corpus=packed / "corpus", out=packed / "tokenizer", vocab_size=300))
+    main(TokenizerConfig(corpus=packed / "corpus", out=packed / "tokenizer", vocab_size=300))
     assert "already there, vocabulary 300" in capsys.readouterr().out
     assert (packed / "tokenizer" / "tokenizer.json").stat().st_mtime_ns == before

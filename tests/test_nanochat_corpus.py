@@ -1,0 +1,199 @@
+"""Corpora: the built-in one repeats nothing, a download survives every trouble, and a folder of the user's own serves or one line says why not."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import tiny
+from hub import Hub, environment
+
+from gka.runtime.cli import UserError
+from nanochat_gka import corpus, pack
+
+
+def start_fineweb(port: int, out: Path) -> subprocess.Popen:
+    command = tiny.command("nanochat_gka.corpus", "--source", "fineweb", "--num-shards", 2, "--out", out)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(port))
+
+
+def finish(process: subprocess.Popen) -> subprocess.CompletedProcess:
+    output, errors = process.communicate(timeout=120)
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def unreachable(tmp_path_factory):
+    """The hub's client tries for 23 seconds to reach a port nobody listens on: begun now, looked at in the last test of this file."""
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        unreachable = start_fineweb(nobody.getsockname()[1], tmp_path_factory.mktemp("unreachable"))
+        yield unreachable
+        unreachable.kill()
+        unreachable.communicate()
+
+
+@pytest.fixture
+def hub(tmp_path):
+    tiny.write_corpus(tmp_path / "served", docs=400)
+    hub = Hub({path.name: path.read_bytes() for path in (tmp_path / "served").iterdir()})
+    yield hub
+    hub.close()
+
+
+def downloaded(out: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in out.glob("*.parquet")}
+
+
+def test_kill_9_in_a_download_and_the_same_command_fetches_the_rest(hub, tmp_path, capsys):
+    """The connection drops inside the first shard, which is taken up again (the client keeps chunks of 10 MB); inside the second the process dies."""
+    out, served = tmp_path / "out", tmp_path / "served" / "shard_00000.parquet"
+    noise = [os.urandom(24_000_000 // 400) for _ in range(400)]
+    pq.write_table(pa.table({"text": tiny.documents(400, 0), "noise": noise}), served)
+    hub.files[served.name] = served.read_bytes()
+    hub.trouble = {"shard_00000.parquet": ["drop"], "shard_00001.parquet": ["stall"]}
+    process = start_fineweb(hub.port, out)
+    assert hub.stalling.wait(60)
+    with pytest.raises(UserError, match="another process is writing"):
+        corpus.main(corpus.CorpusConfig("fineweb", out, 2))
+    process.kill()
+    assert finish(process).returncode == -signal.SIGKILL
+    (first, resumed, second) = hub.gets
+    assert first == (served.name, 0) and second == ("shard_00001.parquet", 0)
+    assert resumed[0] == served.name and 0 < resumed[1] <= len(hub.files[served.name]) // 2
+    assert downloaded(out) == {served.name: hub.files[served.name]}
+
+    hub.gets.clear()
+    done = finish(start_fineweb(hub.port, out))
+    assert done.returncode == 0 and "2 shards (1 fetched now)" in done.stdout, done.stdout + done.stderr
+    assert {name for name, _ in hub.gets} == {"shard_00001.parquet"}
+    assert downloaded(out) == hub.files
+
+    hub.gets.clear()
+    corpus.main(corpus.CorpusConfig("fineweb", out, 2))
+    assert "2 shards (0 fetched now)" in capsys.readouterr().out
+    assert not hub.gets and downloaded(out) == hub.files
+    assert len(list(corpus.ParquetCorpus(out).documents("train"))) == 400
+
+
+def test_a_hub_that_gives_up_midway_is_one_line_and_the_same_command_finishes(hub, tmp_path):
+    out = tmp_path / "out"
+    hub.trouble = {"shard_00001.parquet": ["drop", "unavailable"]}
+    done = finish(start_fineweb(hub.port, out))
+    tiny.assert_one_line_error(done, r"could not download shard_00001.parquet .*503.* run the same command again \(it continues where it stopped\)")
+    assert downloaded(out) == {"shard_00000.parquet": hub.files["shard_00000.parquet"]}
+    done = finish(start_fineweb(hub.port, out))
+    assert done.returncode == 0 and "2 shards (1 fetched now)" in done.stdout, done.stdout + done.stderr
+    assert downloaded(out) == hub.files
+    assert sum(name == "shard_00000.parquet" for name, _ in hub.gets) == 1
+
+
+@pytest.mark.parametrize("count", [1, 1824])
+def test_impossible_numbers_of_shards(tmp_path, count):
+    with pytest.raises(UserError, match=f"--num-shards must be between 2 and 1823 .* got {count}"):
+        corpus.main(corpus.CorpusConfig("fineweb", tmp_path, count))
+
+
+def test_the_builtin_corpus_is_the_same_every_time_and_holds_nothing_twice(tmp_path, capsys):
+    """Written here, and at the same time by a process with another hash seed."""
+    command = tiny.command("nanochat_gka.corpus", "--source", "builtin", "--out", tmp_path / "there")
+    process = subprocess.Popen(command, env={**tiny.environment(), "PYTHONHASHSEED": "7"})
+    corpus.main(corpus.CorpusConfig("builtin", tmp_path / "builtin"))
+    here = corpus.ParquetCorpus(tmp_path / "builtin")
+    splits = {split: list(here.documents(split)) for split in corpus.SPLITS}
+    assert process.wait(timeout=120) == 0
+    there = corpus.ParquetCorpus(tmp_path / "there")
+    assert splits == {split: list(there.documents(split)) for split in corpus.SPLITS}
+
+    assert set(splits["train"]).isdisjoint(splits["val"])
+    paragraphs = [" ".join(paragraph.split()) for documents in splits.values() for text in documents for paragraph in text.split("\n\n")]
+    assert len(set(paragraphs)) == len(paragraphs)
+    sizes = {split: sum(len(text.encode()) for text in documents) for split, documents in splits.items()}
+    assert sum(sizes.values()) > 1_000_000 and 0.02 < sizes["val"] / sizes["train"] < 0.2
+
+    written = {path: path.stat().st_mtime_ns for path in here.paths()}
+    capsys.readouterr()
+    corpus.main(corpus.CorpusConfig("builtin", tmp_path / "builtin"))
+    assert "already there" in capsys.readouterr().out
+    assert written == {path: path.stat().st_mtime_ns for path in here.paths()}
+
+
+def config(packed: Path, root: Path) -> pack.PackConfig:
+    return pack.PackConfig(corpus=root / "corpus", tokenizer=packed / "tokenizer", out=root / "packed", sequence_len=tiny.SEQUENCE_LEN, workers=1)
+
+
+def missing_folder(folder):
+    shutil.rmtree(folder)
+
+
+def one_file(folder):
+    (folder / "shard_00001.parquet").unlink()
+
+
+def not_parquet(folder):
+    (folder / "shard_00001.parquet").write_text("once upon a time")
+
+
+def truncated(folder):
+    path = folder / "shard_00001.parquet"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def zeros_inside(folder):
+    path = folder / "shard_00001.parquet"
+    data = bytearray(path.read_bytes())
+    data[1000:2000] = bytes(1000)
+    path.write_bytes(data)
+
+
+def wrong_column(folder):
+    pq.write_table(pa.table({"content": ["a b"], "id": [1]}), folder / "shard_00001.parquet")
+
+
+def integers(folder):
+    pq.write_table(pa.table({"text": [1, 2, 3]}), folder / "shard_00001.parquet")
+
+
+CANNOT_SERVE = {
+    missing_folder: r"corpus folder not found: .*corpus",
+    one_file: r"needs at least two .parquet files .* found 1",
+    not_parquet: r"shard_00001.parquet is not a readable parquet file",
+    truncated: r"shard_00001.parquet is not a readable parquet file",
+    zeros_inside: r"a parquet file is damaged in row group 0 .*; fetch it again",
+    wrong_column: r"shard_00001.parquet needs a string column named text, it has: content, id",
+    integers: r"shard_00001.parquet needs a string column named text",
+}
+
+
+@pytest.mark.parametrize("damage", CANNOT_SERVE, ids=lambda damage: damage.__name__)
+def test_a_corpus_that_cannot_serve(packed, tmp_path, damage):
+    shutil.copytree(packed / "corpus", tmp_path / "corpus")
+    damage(tmp_path / "corpus")
+    with pytest.raises(UserError, match=CANNOT_SERVE[damage]) as raised:
+        pack.main(config(packed, tmp_path))
+    assert "\n" not in str(raised.value)
+
+
+def test_null_and_empty_documents_are_skipped(packed, tmp_path):
+    texts = pq.read_table(packed / "corpus" / "shard_00000.parquet").column("text").to_pylist()
+    (tmp_path / "corpus").mkdir()
+    with_holes = [item for text in texts for item in (None, text, "")]
+    for index in range(2):
+        table = pa.table({"id": range(len(with_holes)), "text": pa.array(with_holes, pa.large_string())})
+        pq.write_table(table, tmp_path / "corpus" / f"shard_{index}.parquet", row_group_size=150)
+    pack.main(config(packed, tmp_path))
+    shards = {shard["split"]: shard for shard in json.loads((tmp_path / "packed" / "manifest.json").read_text())["shards"]}
+    assert shards["train"]["documents"] == len(texts)
+    name = "train_000000.bin"
+    assert (tmp_path / "packed" / name).read_bytes() == (packed / "packed" / name).read_bytes()
+
+
+def test_an_unreachable_hub_says_what_to_do(unreachable):
+    done = finish(unreachable)
+    tiny.assert_one_line_error(done, r"could not download shard_00000.parquet .*Check the network and run the same command again.* CORPUS=builtin")
