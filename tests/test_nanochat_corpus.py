@@ -51,8 +51,9 @@ def downloaded(out: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in out.glob("*.parquet")}
 
 
-def test_kill_9_in_a_download_and_the_same_command_fetches_the_rest(hub, tmp_path, capsys):
-    """The connection drops inside the first shard, which is taken up again (the client keeps chunks of 10 MB); inside the second the process dies."""
+def test_a_download_that_is_killed_and_refused_ends_whole_by_the_same_command(hub, tmp_path, capsys):
+    """The connection drops inside the first shard, which is taken up again (the client keeps chunks of 10 MB); inside the second the process
+    dies; the next one loses the connection and is refused; the third finds everything well."""
     out, served = tmp_path / "out", tmp_path / "served" / "shard_00000.parquet"
     noise = [os.urandom(24_000_000 // 400) for _ in range(400)]
     pq.write_table(pa.table({"text": tiny.documents(400, 0), "noise": noise}), served)
@@ -70,6 +71,11 @@ def test_kill_9_in_a_download_and_the_same_command_fetches_the_rest(hub, tmp_pat
     assert downloaded(out) == {served.name: hub.files[served.name]}
 
     hub.gets.clear()
+    hub.trouble = {"shard_00001.parquet": ["drop", "unavailable"]}
+    done = finish(start_fineweb(hub.port, out))
+    tiny.assert_one_line_error(done, r"could not download shard_00001.parquet .*503.* run the same command again \(it continues where it stopped\)")
+    assert downloaded(out) == {served.name: hub.files[served.name]}
+
     done = finish(start_fineweb(hub.port, out))
     assert done.returncode == 0 and "2 shards (1 fetched now)" in done.stdout, done.stdout + done.stderr
     assert {name for name, _ in hub.gets} == {"shard_00001.parquet"}
@@ -80,18 +86,6 @@ def test_kill_9_in_a_download_and_the_same_command_fetches_the_rest(hub, tmp_pat
     assert "2 shards (0 fetched now)" in capsys.readouterr().out
     assert not hub.gets and downloaded(out) == hub.files
     assert len(list(corpus.ParquetCorpus(out).documents("train"))) == 400
-
-
-def test_a_hub_that_gives_up_midway_is_one_line_and_the_same_command_finishes(hub, tmp_path):
-    out = tmp_path / "out"
-    hub.trouble = {"shard_00001.parquet": ["drop", "unavailable"]}
-    done = finish(start_fineweb(hub.port, out))
-    tiny.assert_one_line_error(done, r"could not download shard_00001.parquet .*503.* run the same command again \(it continues where it stopped\)")
-    assert downloaded(out) == {"shard_00000.parquet": hub.files["shard_00000.parquet"]}
-    done = finish(start_fineweb(hub.port, out))
-    assert done.returncode == 0 and "2 shards (1 fetched now)" in done.stdout, done.stdout + done.stderr
-    assert downloaded(out) == hub.files
-    assert sum(name == "shard_00000.parquet" for name, _ in hub.gets) == 1
 
 
 @pytest.mark.parametrize("count", [1, 1824])
