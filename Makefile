@@ -20,7 +20,8 @@ RUN        ?= $(BASE)/runs/d$(DEPTH)-gka
 # CORPUS is fineweb, builtin, or a folder of parquet files with a text column.
 PREPARED   := $(filter fineweb builtin,$(CORPUS))
 CORPUS_DIR := $(if $(PREPARED),$(BASE)/corpus/$(CORPUS),$(CORPUS))
-DATASET    := $(notdir $(patsubst %/,%,$(CORPUS)))
+# A name of its own for every corpus: fineweb-170, builtin, text-1234567890 (checksum of the folder's path).
+DATASET    := $(if $(PREPARED),$(CORPUS)$(if $(filter fineweb,$(CORPUS)),-$(SHARDS)),$(notdir $(patsubst %/,%,$(CORPUS)))-$(firstword $(shell echo $(abspath $(CORPUS)) | cksum)))
 DOCUMENTS  := $(if $(PREPARED),$(CORPUS_DIR)/.complete$(if $(filter fineweb,$(CORPUS)),-$(SHARDS)),$(CORPUS_DIR))
 TOKENIZER  := $(BASE)/tokenizer/$(DATASET)-$(VOCAB)
 PACKED     := $(BASE)/packed/$(DATASET)-$(VOCAB)-$(SEQ)
@@ -28,6 +29,8 @@ PACKED     := $(BASE)/packed/$(DATASET)-$(VOCAB)-$(SEQ)
 ON_CPU     := $(filter %cpu,$(ARGS))
 RANKS      := $(if $(filter-out 0 1,$(NGPU)),$(NGPU))
 LAUNCH     := $(if $(RANKS),$(VENV)/bin/torchrun --standalone --nproc-per-node $(RANKS) -m,$(PY) -m)
+# ARGS goes to the target that was named, not to what it needs first.
+args_of     = $(if $(filter $(1),$(MAKECMDGOALS)),$(ARGS))
 TRAIN       = $(LAUNCH) nanochat_gka.train --data $(PACKED) --out $(BASE)/runs --results $(BASE)/results.jsonl --depth $(DEPTH) --wandb $(WANDB_MODE)
 
 .PHONY: help setup demo test test-gpu lint data tokenizer tokenize pretrain-d20 pretrain-d20-base eval-bpb check-gpu clean
@@ -36,8 +39,9 @@ TRAIN       = $(LAUNCH) nanochat_gka.train --data $(PACKED) --out $(BASE)/runs -
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
-	@echo "  NGPU=$(NGPU) processes, DEPTH=$(DEPTH), CORPUS=$(CORPUS) (fineweb, builtin or a folder), SHARDS=$(SHARDS), BASE=$(BASE) (outputs),"
-	@echo "  ARGS='flags for the command', WANDB_MODE=$(WANDB_MODE) (offline, online)"
+	@echo "  NGPU=$(NGPU) processes, DEPTH=$(DEPTH) layers (the demo has 4), CORPUS=$(CORPUS) (fineweb, builtin or a folder of parquet files),"
+	@echo "  SHARDS=$(SHARDS), VOCAB=$(VOCAB), SEQ=$(SEQ), BASE=$(BASE) (outputs), WANDB_MODE=$(WANDB_MODE) (offline, online),"
+	@echo "  ARGS='flags for the command of the target', RUN=$(RUN) (what eval-bpb evaluates)"
 
 setup: $(READY)  ## create .venv and install everything (the other targets do it once by themselves)
 
@@ -49,7 +53,7 @@ $(READY): requirements.txt pyproject.toml
 	@touch $@
 
 demo: $(READY)  ## train softmax, GKA and GKA with head offsets side by side on real text, a few minutes on a CPU
-	$(PY) -m runs.demo --out $(BASE)/demo $(ARGS)
+	$(PY) -m runs.demo --out $(BASE)/demo $(if $(RANKS),--ranks $(RANKS)) $(if $(filter file,$(origin DEPTH)),,--depth $(DEPTH)) --wandb $(WANDB_MODE) $(ARGS)
 
 test: $(READY)  ## run the tests (no GPU, no network)
 	$(PY) -m pytest $(ARGS)
@@ -64,7 +68,7 @@ lint: $(READY)  ## ruff: errors and formatting
 data: $(DOCUMENTS)  ## fetch or write the corpus: FineWeb-Edu shards, or CORPUS=builtin
 
 $(BASE)/corpus/fineweb/.complete-$(SHARDS): | $(READY)
-	$(PY) -m nanochat_gka.corpus --source fineweb --out $(BASE)/corpus/fineweb --num-shards $(SHARDS)
+	$(PY) -m nanochat_gka.corpus --source fineweb --out $(BASE)/corpus/fineweb --num-shards $(SHARDS) $(call args_of,data)
 	@touch $@
 
 ifeq ($(PREPARED),)
@@ -73,18 +77,18 @@ $(CORPUS_DIR):
 endif
 
 $(BASE)/corpus/builtin/.complete: | $(READY)
-	$(PY) -m nanochat_gka.corpus --source builtin --out $(BASE)/corpus/builtin
+	$(PY) -m nanochat_gka.corpus --source builtin --out $(BASE)/corpus/builtin $(call args_of,data)
 	@touch $@
 
 tokenizer: $(TOKENIZER)/tokenizer.json  ## train the BPE tokenizer (VOCAB tokens)
 
 $(TOKENIZER)/tokenizer.json: | $(READY) $(DOCUMENTS)
-	$(PY) -m nanochat_gka.tokenizer --corpus $(CORPUS_DIR) --vocab-size $(VOCAB) --out $(TOKENIZER)
+	$(PY) -m nanochat_gka.tokenizer --corpus $(CORPUS_DIR) --vocab-size $(VOCAB) --out $(TOKENIZER) $(call args_of,tokenizer)
 
 tokenize: $(PACKED)/manifest.json  ## tokenise and pack the corpus into rows of SEQ tokens, in parallel
 
 $(PACKED)/manifest.json: | $(TOKENIZER)/tokenizer.json
-	$(PY) -m nanochat_gka.pack --corpus $(CORPUS_DIR) --tokenizer $(TOKENIZER) --sequence-len $(SEQ) --out $(PACKED)
+	$(PY) -m nanochat_gka.pack --corpus $(CORPUS_DIR) --tokenizer $(TOKENIZER) --sequence-len $(SEQ) --out $(PACKED) $(call args_of,tokenize)
 
 pretrain-d20: check-gpu $(PACKED)/manifest.json  ## the paper's GKA run: depth 20, 2.8e9 tokens (DEPTH=... for other sizes)
 	$(TRAIN) --attention gka --target-param-data-ratio 8.25 $(ARGS)
@@ -98,7 +102,7 @@ eval-bpb: $(PACKED)/manifest.json  ## bits per byte and samples of a run (RUN=fo
 check-gpu:
 	@$(if $(ON_CPU)$(filter-out 0,$(GPUS)),true,echo 'error: no GPU is visible, and a depth-$(DEPTH) run would take years without one.' \
 	  'Run "make demo", or try the same chain small:' \
-	  'make pretrain-d20 DEPTH=4 CORPUS=builtin VOCAB=4096 SEQ=256 ARGS="--device-type cpu"' >&2; exit 2)
+	  'make pretrain-d20 DEPTH=4 CORPUS=builtin VOCAB=4096 SEQ=256 ARGS="--device-type cpu --num-iterations 100 --total-batch-size 8192"' >&2; exit 2)
 
 clean:  ## delete the environment, keep the outputs
 	rm -rf $(VENV) *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -3,17 +3,24 @@
     python -m nanochat_gka.accounting --depth 20 --attention gka --target-param-data-ratio 8.25
 
 FLOPs per token follow nanochat: 6 per matrix parameter (forward and backward) plus 12 * C * window per layer for scores and mixing,
-full windows, no causal halving. Embedding look-ups and scalars are free.
+full windows, no causal halving. Embedding look-ups and scalars are free. The horizon follows nanochat too: a d12 model of the same
+settings is the reference with 2^19 tokens per step; the batch grows with tokens^0.383.
 """
 
 import json
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from gka.runtime.cli import UserError, run
-from nanochat_gka.config import GPTConfig
+from nanochat_gka.config import GPTConfig, ModelFlags
 from nanochat_gka.gpt import GPT
+
+REFERENCE_DEPTH = 12
+REFERENCE_BATCH = 2**19
+BATCH_EXPONENT = 0.383
 
 
 def parameter_counts(model: GPT) -> dict[str, int]:
@@ -53,28 +60,57 @@ def meta_model(config: GPTConfig) -> GPT:
         return GPT(config)
 
 
+@dataclass(frozen=True)
+class Horizon:
+    """total_batch_size: tokens per step. lr_scale multiplies every learning rate, weight_decay_scale Muon's weight decay."""
+
+    total_batch_size: int
+    steps: int
+    lr_scale: float
+    weight_decay_scale: float
+
+    @property
+    def tokens(self) -> int:
+        return self.total_batch_size * self.steps
+
+
+def plan(model: GPT, shape: Callable[[int], GPTConfig], *, ratio: float = 10.5, total_batch_size: int = -1, num_iterations: int = -1,
+         target_flops: float = -1.0) -> Horizon:  # fmt: skip
+    """The horizon of `model`; `shape(depth)` gives the configuration at another depth with the same settings.
+
+    The first of num_iterations, target_flops and ratio that is set (> 0) decides the number of steps. Raises UserError if none is,
+    or if the horizon is shorter than one step.
+    """
+    for name, value in (("target_flops", target_flops), ("target_param_data_ratio", ratio)):
+        if not math.isfinite(value):
+            raise UserError(f"{name} must be finite, got {value}")
+    parameters, reference = scaling_parameters(model), scaling_parameters(meta_model(shape(REFERENCE_DEPTH)))
+    # The ratio cancels below, as upstream's does; it need only be positive.
+    tokens, reference_tokens = (int(max(ratio, 0.0) * n) or n for n in (parameters, reference))
+    if total_batch_size <= 0:
+        total_batch_size = 2 ** round(math.log2(REFERENCE_BATCH * (tokens / reference_tokens) ** BATCH_EXPONENT))
+    if num_iterations > 0:
+        steps = num_iterations
+    elif target_flops > 0:
+        steps = round(target_flops / (flops_per_token(model) * total_batch_size))
+    elif ratio > 0:
+        steps = tokens // total_batch_size
+    else:
+        raise UserError("set one of num_iterations, target_flops and target_param_data_ratio to a positive value")
+    if steps < 1:
+        raise UserError(f"the horizon is shorter than one step of {total_batch_size} tokens; lower total_batch_size or raise the horizon")
+    batch_ratio = total_batch_size / REFERENCE_BATCH
+    return Horizon(total_batch_size, steps, math.sqrt(batch_ratio), math.sqrt(batch_ratio) * reference_tokens / tokens)
+
+
 @dataclass
-class AccountingConfig:
+class AccountingConfig(ModelFlags):
     """Size and compute of a model, without building it in memory."""
 
-    depth: int = 20
-    """number of layers; width, heads and horizon follow"""
-    attention: str = "softmax"
-    """softmax, gka, vlt, or a pattern of A (softmax), G, V tiled over the layers"""
-    aspect_ratio: int = 64
-    """width per layer"""
-    head_dim: int = 128
-    """channels per head"""
     max_seq_len: int = 2048
     """context length T"""
     vocab_size: int = 32768
     """tokens in the vocabulary"""
-    window_pattern: str = "SSSL"
-    """L full context, S half of it, tiled over the layers; the last layer is always L"""
-    value_embeds: str = "auto"
-    """auto (softmax layers), all or none"""
-    head_offsets: str = ""
-    """gka heads: letters N, P (predecessor), S (successor), tiled over the heads"""
     target_param_data_ratio: float = 10.5
     """training tokens per scaling parameter"""
     total_batch_size: int = -1
@@ -85,13 +121,9 @@ class AccountingConfig:
 
 def account(config: AccountingConfig) -> dict:
     """Everything the command prints, as numbers."""
-    from nanochat_gka.schedule import plan  # schedule counts with this module
 
     def shape(depth: int) -> GPTConfig:
-        return GPTConfig.from_depth(
-            depth, aspect_ratio=config.aspect_ratio, head_dim=config.head_dim, sequence_len=config.max_seq_len, vocab_size=config.vocab_size,
-            window_pattern=config.window_pattern, attention=config.attention, value_embeds=config.value_embeds, head_offsets=config.head_offsets,
-        )  # fmt: skip
+        return config.shape(depth, config.max_seq_len, config.vocab_size)
 
     model = meta_model(shape(config.depth))
     horizon = plan(model, shape, ratio=config.target_param_data_ratio, total_batch_size=config.total_batch_size)
@@ -113,10 +145,7 @@ def account(config: AccountingConfig) -> dict:
 
 
 def main(config: AccountingConfig) -> None:
-    try:
-        numbers = account(config)
-    except ValueError as error:
-        raise UserError(str(error)) from None
+    numbers = account(config)
     if config.json:
         print(json.dumps(numbers, indent=1))
         return

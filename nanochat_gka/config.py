@@ -1,6 +1,10 @@
 """The model's shape, and the one dial: depth -> width, heads, windows, attention of every layer."""
 
+import math
 from dataclasses import dataclass
+from typing import Literal
+
+from gka.runtime.cli import UserError
 
 ATTENTION_LETTERS = {"A": "softmax", "G": "gka", "V": "vlt"}
 OFFSET_LETTERS = {"N": "none", "P": "predecessor", "S": "successor"}
@@ -54,8 +58,12 @@ class GPTConfig:
         for name, choices in (("gka_values", GKA_VALUES), ("value_embeds", VALUE_EMBEDS)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
-        if self.sigma_squared < 0:
-            raise ValueError(f"sigma_squared must be positive, or 0 for the default, got {self.sigma_squared}")
+        if not (math.isfinite(self.sigma_squared) and self.sigma_squared >= 0):
+            raise ValueError(f"sigma_squared must be positive and finite, or 0 for the default, got {self.sigma_squared}")
+        if not any(self.layer_attention(layer) == "gka" for layer in range(self.n_layer)):
+            for name, default in (("head_offsets", ""), ("gka_values", GKA_VALUES[0]), ("sigma_squared", 0.0)):
+                if getattr(self, name) != default:
+                    raise ValueError(f"{name} is for gka layers, and attention={self.attention} has none in {self.n_layer} layers")
 
     @classmethod
     def from_depth(cls, depth: int, *, aspect_ratio: int = 64, head_dim: int = 128, **fields) -> "GPTConfig":
@@ -105,3 +113,38 @@ def _tiled(pattern: str, index: int) -> str:
 def _check_letters(name: str, pattern: str, letters, hint: str = "") -> None:
     if not pattern or any(letter.upper() not in letters for letter in pattern):
         raise ValueError(f"{name} must be {hint or 'made of the letters ' + ', '.join(letters)}, got {pattern!r}")
+
+
+@dataclass
+class ModelFlags:
+    """The flags that shape a model; every command that builds one inherits them."""
+
+    depth: int = 20
+    """number of layers; width, heads, horizon and rates follow from it"""
+    aspect_ratio: int = 64
+    """width per layer"""
+    head_dim: int = 128
+    """channels per head"""
+    window_pattern: str = "SSSL"
+    """L full context, S half of it, tiled over the layers; the last layer is always L"""
+    attention: str = "softmax"
+    """softmax, gka, vlt, or a pattern of A (softmax), G (gka), V (vlt) tiled over the layers, such as GGGA"""
+    value_embeds: Literal["auto", "all", "none"] = "auto"
+    """gated value embeddings: auto = nanochat's layers where attention is softmax"""
+    head_offsets: str = ""
+    """gka heads: letters tiled over the heads, N key j with value j, P with value j-1, S key j-1 with value j; empty = the paper's form"""
+    gka_values: Literal["normalised", "rotated", "raw"] = "normalised"
+    """what gka heads mix; rotated is the paper's literal reading"""
+    sigma_squared: float = 0.0
+    """starting sigma^2 of gka heads; 0 = head_dim, or head_dim / 4 with head offsets"""
+
+    def shape(self, depth: int, sequence_len: int, vocab_size: int) -> GPTConfig:
+        """The model's shape at `depth` with these settings. Raises UserError naming the setting."""
+        try:
+            return GPTConfig.from_depth(
+                depth, aspect_ratio=self.aspect_ratio, head_dim=self.head_dim, sequence_len=sequence_len, vocab_size=vocab_size,
+                window_pattern=self.window_pattern, attention=self.attention, value_embeds=self.value_embeds,
+                head_offsets=self.head_offsets, gka_values=self.gka_values, sigma_squared=self.sigma_squared,
+            )  # fmt: skip
+        except ValueError as error:
+            raise UserError(str(error)) from None

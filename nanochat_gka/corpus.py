@@ -1,7 +1,7 @@
 """Where documents come from. Everything downstream reads one form: a folder of parquet files with a `text` column.
 
-    python -m nanochat_gka.corpus --source builtin  --out out/corpus/builtin     # CPython's own documentation, no network
-    python -m nanochat_gka.corpus --source fineweb  --out out/corpus/fineweb --num-shards 170
+    python -m nanochat_gka.corpus --source builtin                     # CPython's own documentation, no network; into out/corpus/builtin
+    python -m nanochat_gka.corpus --source fineweb --num-shards 170    # FineWeb-Edu from the Hugging Face hub; into out/corpus/fineweb
 
 Your own text: put parquet files with a string column `text` in a folder and pass the folder wherever `--corpus` is asked for.
 Files are taken in name order; the last one is the validation split and the others are training, as in nanochat.
@@ -9,6 +9,9 @@ Files are taken in name order; the last one is the validation split and the othe
 
 import ast
 import hashlib
+import os
+import re
+import shutil
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from gka.runtime.cli import UserError, run
-from gka.runtime.files import atomic, locked, remove_stale_temporaries
+from gka.runtime.files import atomic, locked, read_json, remove_stale_temporaries, sha256, write_json
 from gka.runtime.progress import progress_bar
 
 SPLITS = ("train", "val")
@@ -55,9 +58,7 @@ class ParquetCorpus:
     def documents(self, split: str) -> Iterator[str]:
         """The split's documents in order; empty ones are left out."""
         for path in self.files(split):
-            file = open_parquet(path)
-            for group in range(file.num_row_groups):
-                yield from read_documents(file, group)
+            yield from read_documents(path)
 
 
 def open_parquet(path: Path) -> pq.ParquetFile:
@@ -66,19 +67,28 @@ def open_parquet(path: Path) -> pq.ParquetFile:
         file = pq.ParquetFile(path)
         column = file.schema_arrow.field("text") if "text" in file.schema_arrow.names else None
     except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{path} is not a readable parquet file ({str(error).splitlines()[0]})") from None
-    if column is None or not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
-        raise UserError(f"{path} needs a string column named text, it has: {', '.join(map(str, file.schema_arrow.names))}")
+        raise UserError(f"{path} is not a readable parquet file ({_reason(error)})") from None
+    if column is None:
+        raise UserError(f"{path} needs a string column named text, it has: {', '.join(file.schema_arrow.names)}")
+    if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
+        raise UserError(f"{path} needs a string column named text, its text is of type {column.type}")
     return file
 
 
-def read_documents(file: pq.ParquetFile, group: int) -> list[str]:
-    """Documents of one row group."""
-    try:
-        column = file.read_row_group(group, columns=["text"]).column("text")
-        return [text for text in column.to_pylist() if text]
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise UserError(f"a parquet file is damaged in row group {group} ({str(error).splitlines()[0]}); fetch it again") from None
+def read_documents(path: Path, groups: range | None = None) -> Iterator[str]:
+    """Documents of a file's row groups (default: all); empty ones are left out. Raises UserError naming the file if it is damaged."""
+    file = open_parquet(path)
+    for group in groups or range(file.num_row_groups):
+        try:
+            texts = file.read_row_group(group, columns=["text"]).column("text").to_pylist()
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{path} is damaged in row group {group} ({_reason(error)}); delete it and fetch it again") from None
+        yield from filter(None, texts)
+
+
+def _reason(error: Exception) -> str:
+    """The first line of what an error says, without its full stop."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(". ")
 
 
 def builtin_texts() -> list[str]:
@@ -141,29 +151,53 @@ def write_builtin(folder: Path) -> None:
 
 
 def download_fineweb(folder: Path, num_shards: int) -> None:
-    """Fetch FineWeb-Edu in nanochat's shards: resumable, checksummed by the hub's client, existing files are skipped."""
+    """Fetch FineWeb-Edu in nanochat's shards: each appears when its sha256 is the hub's, existing ones are skipped."""
     if not 2 <= num_shards <= FINEWEB_SHARDS:
         raise UserError(f"--num-shards must be between 2 and {FINEWEB_SHARDS} (the last one is the validation split), got {num_shards}")
     names = [f"shard_{index:05d}.parquet" for index in range(num_shards)]
     missing = [name for name in names if not (folder / name).exists()]
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils import disable_progress_bars, logging
 
     disable_progress_bars()  # ours counts shards
+    logging.set_verbosity_error()  # of its retries
     with progress_bar() as bar:
         task = bar.add_task("FineWeb-Edu shards", total=num_shards, completed=num_shards - len(missing), status="")
         for name in missing:
             bar.update(task, status=name)
             try:
-                hf_hub_download(FINEWEB_REPO, name, repo_type="dataset", local_dir=folder)
+                _fetch(name, folder)
             except Exception as error:  # the client raises its own and its transport's kinds: all mean "not fetched"
-                reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
                 raise UserError(
-                    f"could not download {name} of {FINEWEB_REPO}: {reason}. Check the network and run the same command again (it continues where it "
-                    f"stopped), or use your own text: CORPUS=DIR with parquet files, or CORPUS=builtin"
+                    f"could not download {name} of {FINEWEB_REPO}: {_reason(error)}. Check the network and run the same command again (it continues "
+                    f"where it stopped), or use your own text: CORPUS=DIR with parquet files, or CORPUS=builtin"
                 ) from None
             bar.advance(task)
     print(f"{folder}: {num_shards} shards ({len(missing)} fetched now)")
+
+
+def _fetch(name: str, folder: Path) -> None:
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+
+    incoming = folder / ".incoming"
+    shutil.rmtree(incoming, ignore_errors=True)  # of a killed process
+    try:
+        hf_hub_download(FINEWEB_REPO, name, repo_type="dataset", local_dir=incoming)
+        etag = get_hf_file_metadata(hf_hub_url(FINEWEB_REPO, name, repo_type="dataset")).etag or ""
+        if re.fullmatch("[0-9a-f]{64}", etag) and sha256(incoming / name) != etag:
+            raise OSError("it arrived damaged, its sha256 is not the hub's")
+        with atomic(folder / name) as temporary:
+            os.replace(incoming / name, temporary)
+    finally:
+        shutil.rmtree(incoming, ignore_errors=True)
+
+
+def claim(folder: Path, source: str) -> None:
+    """Note in `folder` that it is prepared from `source`. Raises UserError if it holds other text."""
+    marker = folder / "source.json"
+    there = read_json(marker, "note of the corpus's source")["source"] if marker.exists() else "another source"
+    if there != source and any(folder.glob("*.parquet")):
+        raise UserError(f"{folder} holds parquet files of {there}; choose another --out for {source}")
+    write_json(marker, {"source": source})
 
 
 @dataclass
@@ -172,21 +206,23 @@ class CorpusConfig:
 
     source: Literal["builtin", "fineweb"] = "builtin"
     """what to prepare"""
-    out: Path = Path("out/corpus/builtin")
-    """folder for the parquet files"""
+    out: Path | None = None
+    """folder for the parquet files; None = out/corpus/SOURCE"""
     num_shards: int = 170
     """fineweb: how many shards of about 100 MB (d20 trains on some 160; the last is the validation split)"""
 
 
 def main(config: CorpusConfig) -> None:
-    with locked(config.out, "writing"):
-        remove_stale_temporaries(config.out)
+    out = config.out or Path("out/corpus") / config.source
+    with locked(out, "writing"):
+        remove_stale_temporaries(out)
+        claim(out, config.source)
         if config.source == "fineweb":
-            download_fineweb(config.out, config.num_shards)
-        elif len(list(config.out.glob("*.parquet"))) == len(SPLITS):
-            print(f"{config.out}: already there")
+            download_fineweb(out, config.num_shards)
+        elif len(list(out.glob("*.parquet"))) == len(SPLITS):
+            print(f"{out}: already there")
         else:
-            write_builtin(config.out)
+            write_builtin(out)
 
 
 if __name__ == "__main__":

@@ -11,11 +11,14 @@ def generate(model: GPT, tokenizer: Tokenizer, prompt: str, *, max_tokens: int =
              top_k: int = 0, seed: int = 42) -> list[str]:  # fmt: skip
     """`num_samples` continuations of `prompt` (without it), at most max_tokens each; a document's end stops a sample.
 
-    temperature 0 is greedy; top_k > 0 samples among the k most likely tokens. Raises ValueError for a negative temperature or top_k.
+    temperature 0 is greedy; top_k > 0 samples among the k most likely tokens. Raises ValueError for a negative temperature or top_k
+    and for a prompt longer than the model takes.
     """
     if temperature < 0 or top_k < 0:
         raise ValueError(f"temperature and top_k must be >= 0, got {temperature} and {top_k}")
     start = [tokenizer.bos_id, *tokenizer.encode(prompt)]
+    if len(start) > model.rotary.length:
+        raise ValueError(f"the prompt has {len(start)} tokens, the model takes at most {model.rotary.length}")
     ids = torch.tensor([start] * num_samples, device=model.device)
     generator = torch.Generator(device=model.device).manual_seed(seed)
     ended = torch.zeros(num_samples, dtype=torch.bool, device=model.device)

@@ -18,7 +18,7 @@ def nats_and_bytes(model: GPT, batch: Batch, token_bytes: torch.Tensor) -> torch
     ids, targets = batch
     losses = model(ids, targets, reduction="none")
     lengths = token_bytes[targets.flatten().clamp(min=0)] * (targets.flatten() >= 0)
-    return torch.stack([losses.double()[lengths > 0].sum(), lengths.sum().double()])
+    return torch.stack([(losses.double() * (lengths > 0)).sum(), lengths.sum().double()])
 
 
 def bits_per_byte(model: GPT, rows: Rows, token_bytes: torch.Tensor, runtime: Runtime, batch_size: int, max_tokens: int = -1) -> float:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from gka.runtime.cli import UserError, run
-from gka.runtime.distributed import Runtime, setup, shutdown
+from gka.runtime.distributed import Runtime, running
 from gka.runtime.progress import console
 from gka.runtime.results import append_result
 from nanochat_gka.engine import generate
@@ -54,6 +54,15 @@ class EvaluateConfig:
     """file to append the numbers to"""
 
 
+def check(config: EvaluateConfig) -> None:
+    """Raises UserError for values that make no sense."""
+    for key in ("device_batch_size", "num_samples", "max_tokens"):
+        if getattr(config, key) < 1:
+            raise UserError(f"--{key.replace('_', '-')} must be at least 1, got {getattr(config, key)}")
+    if config.split_tokens == 0 or config.split_tokens < -1:
+        raise UserError(f"--split-tokens must be positive, or -1 for all, got {config.split_tokens}")
+
+
 def evaluate(config: EvaluateConfig, runtime: Runtime) -> dict:
     """Run what was asked for and return it: bpb by split, and samples by prompt."""
     found = find_checkpoint(config.run, config.step)
@@ -61,7 +70,7 @@ def evaluate(config: EvaluateConfig, runtime: Runtime) -> dict:
     runtime.print(f"{found.path}: {model.config.attention}, depth {model.config.n_layer}, step {found.step}")
     metrics: dict = {"step": found.step}
     if "bpb" in config.eval:
-        data = PackedData(config.data, verify=runtime.is_main)
+        data = runtime.agree(lambda: PackedData(config.data, verify=runtime.is_main))
         if data.tokenizer.sha256 != tokenizer.sha256:
             raise UserError(f"{config.data} was packed with another tokenizer than {config.run} was trained with")
         for split in SPLITS:
@@ -86,15 +95,13 @@ def evaluate(config: EvaluateConfig, runtime: Runtime) -> dict:
 
 
 def main(config: EvaluateConfig) -> None:
-    runtime = setup(config.device_type, config.seed)
-    try:
+    check(config)
+    with running(config.device_type, config.seed) as runtime:
         metrics = evaluate(config, runtime)
         if runtime.is_main:
             append_result(
                 config.results, "evaluate", {"run": config.run.name, "split_tokens": config.split_tokens}, metrics, runtime.device, runtime.world_size
             )
-    finally:
-        shutdown()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """Peak bf16 rates of known GPUs, for the model FLOPs utilisation."""
 
+import re
+
 import torch
 
-# Dense bf16 TFLOP/s with float32 accumulation, from the vendor's data sheets. First match by name wins.
+# Dense bf16 TFLOP/s with float32 accumulation, from the vendor's data sheets, by word of the name; the more specific first.
 PEAK_TFLOPS = (
     ("H200", 989), ("H100 NVL", 835), ("H100 PCIE", 756), ("H100", 989), ("H800", 989), ("B200", 2250), ("A100", 312), ("A800", 312),
     ("L40S", 362), ("L4", 121), ("RTX 5090", 209.5), ("RTX 4090", 165.2), ("RTX 3090", 71),
@@ -14,4 +16,4 @@ def peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device).upper()
-    return next((tflops * 1e12 for known, tflops in PEAK_TFLOPS if known in name), None)
+    return next((tflops * 1e12 for known, tflops in PEAK_TFLOPS if re.search(rf"\b{known}\b", name)), None)

@@ -12,7 +12,8 @@ import torch
 
 from gka.runtime.cli import UserError
 from gka.runtime.files import read_json, sha256
-from nanochat_gka.pack import FORMAT, MANIFEST
+from nanochat_gka.corpus import SPLITS
+from nanochat_gka.pack import FORMAT, MANIFEST, shard_path, wrong_size
 from nanochat_gka.tokenizer import Tokenizer
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # ids and targets, both (rows, T) int64
@@ -25,48 +26,48 @@ class PackedData:
         self.folder = Path(folder)
         if not (self.folder / MANIFEST).exists():
             raise UserError(f"no packed data in {self.folder} (no {MANIFEST}); run make tokenize, or python -m nanochat_gka.pack --out {self.folder}")
-        self.manifest = read_json(self.folder / MANIFEST, "manifest")
+        advice = f"delete {self.folder / MANIFEST} and pack again (make tokenize), which keeps what is intact"
+        try:
+            self.manifest = read_json(self.folder / MANIFEST, "manifest")
+        except UserError as error:
+            raise UserError(f"{error}; {advice}") from None
         if self.manifest.get("format") != FORMAT:
-            raise UserError(f"{self.folder} has format {self.manifest.get('format')}, this version reads {FORMAT}; pack again")
-        self.tokenizer = Tokenizer.load(self.folder)
-        if self.tokenizer.sha256 != self.manifest["tokenizer_sha256"]:
-            raise UserError(f"{self.folder} was packed with another tokenizer than the one in it; pack again")
+            raise UserError(f"{self.folder} has format {self.manifest.get('format')}, this version reads {FORMAT}; delete the folder and pack again")
         self.sequence_len: int = self.manifest["sequence_len"]
-        self._check_sizes()
-        if verify:
-            self._check_content()
+        damage = self._damage(verify)
+        if damage:
+            raise UserError(f"{damage}; {advice}")
+        self._rows = {split: self._open(split) for split in SPLITS}
 
-    def _check_sizes(self) -> None:
-        for shard in self.manifest["shards"]:
-            path, expected = self._path(shard), shard["rows"] * (self.sequence_len + 1) * 2
-            if not path.is_file():
-                raise UserError(f"shard {path} is missing; pack again (the intact shards are kept)")
-            if path.stat().st_size != expected:
-                raise UserError(
-                    f"shard {path} is truncated: {path.stat().st_size} bytes instead of {expected}; delete {MANIFEST} beside it and pack again"
-                )
+    def _damage(self, verify: bool) -> str | None:
+        try:
+            self.tokenizer = Tokenizer.load(self.folder)
+        except UserError as error:
+            return str(error)
+        if self.tokenizer.sha256 != self.manifest["tokenizer_sha256"]:
+            return f"{self.folder} was packed with another tokenizer than the one in it"
+        damage, shards = wrong_size(self.folder, self.manifest), self.manifest["shards"]
+        if damage is None and verify:
+            with ThreadPoolExecutor() as pool:
+                for shard, digest in zip(shards, pool.map(lambda shard: sha256(shard_path(self.folder, shard)), shards)):
+                    if digest != shard["sha256"]:
+                        return f"shard {shard_path(self.folder, shard)} is corrupt (wrong checksum)"
+        return damage
 
-    def _check_content(self) -> None:
-        with ThreadPoolExecutor() as pool:
-            shards = self.manifest["shards"]
-            for shard, digest in zip(shards, pool.map(lambda shard: sha256(self._path(shard)), shards)):
-                if digest != shard["sha256"]:
-                    raise UserError(f"shard {self._path(shard)} is corrupt (wrong checksum); delete {MANIFEST} beside it and pack again")
-
-    def _path(self, shard: dict) -> Path:
-        return self.folder / f"{shard['name']}.bin"
+    def _open(self, split: str) -> "Rows":
+        shards = [shard for shard in self.manifest["shards"] if shard["split"] == split and shard["rows"]]
+        return Rows([(shard_path(self.folder, shard), shard["rows"]) for shard in shards], self.sequence_len)
 
     def split(self, name: str) -> "Rows":
         """Rows of "train" or "val"."""
-        shards = [shard for shard in self.manifest["shards"] if shard["split"] == name and shard["rows"]]
-        return Rows([(self._path(shard), shard["rows"]) for shard in shards], self.sequence_len)
+        return self._rows[name]
 
 
 class Rows:
-    """Random access to the rows of a split, memory-mapped."""
+    """Random access to the rows of a split. No file stays open: a large corpus has more shards than a process may hold."""
 
     def __init__(self, shards: list[tuple[Path, int]], sequence_len: int):
-        self.maps = [np.memmap(path, dtype="<u2", mode="r", shape=(rows, sequence_len + 1)) for path, rows in shards]
+        self.paths = [path for path, _ in shards]
         self.ends = np.cumsum([rows for _, rows in shards])
         self.sequence_len = sequence_len
 
@@ -75,11 +76,12 @@ class Rows:
 
     def batch(self, indices) -> Batch:
         """The rows at `indices` (each < len) as ids and targets."""
-        rows = np.empty((len(indices), self.sequence_len + 1), dtype=np.int64)
+        width = self.sequence_len + 1
+        rows = np.empty((len(indices), width), dtype=np.int64)
         for slot, index in zip(rows, indices):
             shard = int(np.searchsorted(self.ends, index, side="right"))
             start = int(self.ends[shard - 1]) if shard else 0
-            slot[:] = self.maps[shard][index - start]
+            slot[:] = np.fromfile(self.paths[shard], dtype="<u2", count=width, offset=(index - start) * width * 2)
         rows = torch.from_numpy(rows)
         return rows[:, :-1], rows[:, 1:]
 

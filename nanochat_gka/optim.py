@@ -15,6 +15,10 @@ from gka.runtime.distributed import Runtime
 from nanochat_gka.gpt import GPT
 from nanochat_gka.muon import muon_update, second_moment_shape
 
+# Newer torch renames the two collectives and warns about the old names.
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 MUON_BETA2 = 0.95
 ADAM_EPS = 1e-10
 X0_BETAS = (0.96, 0.95)
@@ -22,18 +26,26 @@ LAMBDA_LR_FACTOR = 0.01  # resid_lambdas learn a hundred times slower than x0_la
 REFERENCE_WIDTH = 768
 
 
-@dataclass(frozen=True)
+@dataclass
 class OptimConfig:
-    """Base rates at the reference batch of 2^19 tokens (nanochat's defaults); sigma_lr is ours."""
+    """The optimiser's flags: base rates at the reference batch of 2^19 tokens (nanochat's defaults; sigma_lr is ours)."""
 
-    unembedding_lr: float = 0.004
     embedding_lr: float = 0.3
+    """base learning rate of the embeddings (AdamW)"""
+    unembedding_lr: float = 0.004
+    """base learning rate of the output head (AdamW)"""
     matrix_lr: float = 0.02
+    """base learning rate of the blocks' matrices (Muon)"""
     scalar_lr: float = 0.5
+    """base learning rate of the residual scalars (AdamW)"""
     sigma_lr: float = 0.005
+    """base learning rate of log sigma (AdamW)"""
     weight_decay: float = 0.2
+    """Muon's weight decay before scaling; falls to zero over the run"""
     adam_beta1: float = 0.8
+    """AdamW"""
     adam_beta2: float = 0.95
+    """AdamW"""
 
 
 @dataclass
@@ -145,7 +157,7 @@ class MuonAdamW:
             if self.runtime.world_size == 1:
                 return stacked, []
             mine = torch.empty_like(stacked[: self._share(group)])
-            return mine, [dist.reduce_scatter_tensor(mine, stacked, async_op=True)]
+            return mine, [reduce_scatter(mine, stacked, async_op=True)]
         if self.runtime.world_size == 1:
             return gradients, []
         return gradients, [dist.all_reduce(gradient, async_op=True) for gradient in gradients]
@@ -153,15 +165,15 @@ class MuonAdamW:
     def _update_muon(self, group: Group, gradients, lr, momentum, weight_decay_multiplier):
         share, rank = self._share(group), self.runtime.rank
         stacked = self._stack(group, group.parameters)
-        mine = stacked[rank * share : (rank + 1) * share].clone()
+        mine = stacked[rank * share : (rank + 1) * share]
         owned = max(0, min(share, len(group.parameters) - rank * share))
         if owned:
             state = (group.state[name][:owned] for name in ("momentum_buffer", "second_momentum_buffer"))
             momentum, weight_decay, beta2 = (self._scalar(v) for v in (momentum, group.weight_decay * weight_decay_multiplier, group.betas[1]))
             self._muon(mine[:owned], gradients[:owned], *state, momentum, lr, weight_decay, beta2)
         if self.runtime.world_size == 1:
-            return mine, []
-        return stacked, [dist.all_gather_into_tensor(stacked, mine, async_op=True)]
+            return stacked, []
+        return stacked, [all_gather(stacked, mine.clone(), async_op=True)]
 
     def _stack(self, group: Group, tensors: Iterable[torch.Tensor]) -> torch.Tensor:
         """(share * ranks, r, c), zero-padded."""
@@ -180,7 +192,7 @@ class MuonAdamW:
                 whole = mine
                 if self.runtime.world_size > 1:
                     whole = mine.new_empty(self._share(group) * self.runtime.world_size, *mine.shape[1:])
-                    dist.all_gather_into_tensor(whole, mine)
+                    all_gather(whole, mine)
                 state |= {f"{name}.{key}": whole[k] for k, name in enumerate(group.names)}
         return state
 

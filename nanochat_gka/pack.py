@@ -8,6 +8,7 @@ units that are missing. The manifest is written last; the folder then holds ever
 """
 
 import os
+import signal
 import threading
 import time
 from bisect import bisect_right, insort
@@ -15,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,7 @@ ROW_GROUPS_PER_UNIT = 8
 BUFFER_DOCUMENTS = 1000
 REFILL_DOCUMENTS = 128
 MANIFEST = "manifest.json"
+PLAN = "plan.json"
 
 
 def best_fit_rows(
@@ -101,16 +103,14 @@ def pack_unit(unit: Unit, corpus: Path, tokenizer: Tokenizer, sequence_len: int,
     """Pack one unit to disk and return its record: rows, sha256, and what went in."""
     started = time.perf_counter()
     stats = {"documents": 0, "bytes": 0, "tokens": 0, "rows": 0}
-    file = open_parquet(corpus / unit.file)
 
     def documents():
-        for group in range(unit.first, unit.last):
-            for text in read_documents(file, group):
-                ids = tokenizer.encode_document(text)
-                stats["documents"] += 1
-                stats["bytes"] += len(text.encode())
-                stats["tokens"] += len(ids)
-                yield ids
+        for text in read_documents(corpus / unit.file, range(unit.first, unit.last)):
+            ids = tokenizer.encode_document(text)
+            stats["documents"] += 1
+            stats["bytes"] += len(text.encode())
+            stats["tokens"] += len(ids)
+            yield ids
 
     path = out / f"{unit.name}.bin"
     with atomic(path) as temporary:
@@ -127,10 +127,8 @@ def pack_unit(unit: Unit, corpus: Path, tokenizer: Tokenizer, sequence_len: int,
 _worker: dict = {}
 
 
-def _start_worker(tokenizer_folder: Path) -> None:
+def _start_worker(tokenizer_folder: Path, parent: int) -> None:
     """Load the tokenizer once per process, and die with the parent: a kill -9 must not leave writers behind."""
-    _worker["tokenizer"] = Tokenizer.load(tokenizer_folder)
-    parent = os.getppid()
 
     def watch():
         while os.getppid() == parent:
@@ -138,6 +136,7 @@ def _start_worker(tokenizer_folder: Path) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+    _worker["tokenizer"] = Tokenizer.load(tokenizer_folder)
 
 
 def _work(unit: Unit, corpus: Path, sequence_len: int, out: Path) -> dict:
@@ -174,14 +173,17 @@ def main(config: PackConfig) -> None:
     with locked(config.out, "packing"):
         remove_stale_temporaries(config.out)
         _check_identity(config.out, identity)
-        if (config.out / MANIFEST).exists():
-            print(f"{config.out}: reusing the tokenised data that is there ({_summary(read_json(config.out / MANIFEST, 'manifest'))})")
-            return
         tokenizer.save(config.out)
-        write_json(config.out / "plan.json", identity)
+        if manifest := _reusable(config.out):
+            print(f"{config.out}: reusing the tokenised data that is there ({_summary(manifest)})")
+            return
+        (config.out / MANIFEST).unlink(missing_ok=True)
+        write_json(config.out / PLAN, identity)
         records, seconds = _pack_all(config, plan_units(corpus))
         manifest = {**identity, "shards": records}
         if not all(any(r["rows"] for r in records if r["split"] == split) for split in SPLITS):
+            for name in (*(f"{r['name']}.{end}" for r in records for end in ("bin", "json")), PLAN):  # the plan last: it guards the others
+                (config.out / name).unlink()
             raise UserError(f"the corpus is too small for rows of {config.sequence_len} tokens: {_summary(manifest)}; lower --sequence-len")
         write_json(config.out / MANIFEST, manifest)
         new_bytes = sum(r["bytes"] for r in records if r["new"])
@@ -198,13 +200,15 @@ def _pack_all(config: PackConfig, units: list[Unit]) -> tuple[list[dict], float]
     workers = max(1, min(config.workers or os.cpu_count() or 1, len(todo)))
     started = time.perf_counter()
     with (
-        ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (config.out,)) as pool,
+        ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (config.out, os.getpid())) as pool,
         progress_bar() as bar,
     ):
         task = bar.add_task("packing", total=len(units), completed=len(done), status="")
-        futures = [pool.submit(_work, unit, config.corpus, config.sequence_len, config.out) for unit in todo]
         total = 0
         try:
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # workers inherit this: a Ctrl-C is for their parent, which ends them
+            futures = [pool.submit(_work, unit, config.corpus, config.sequence_len, config.out) for unit in todo]
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             for future in as_completed(futures):
                 record = future.result()
                 done[record["name"]] = {**record, "new": True}
@@ -213,7 +217,8 @@ def _pack_all(config: PackConfig, units: list[Unit]) -> tuple[list[dict], float]
         except BrokenProcessPool:
             raise UserError("a worker process was killed (out of memory?); run the same command again, perhaps with fewer --workers") from None
         except BaseException:
-            pool.shutdown(cancel_futures=True)
+            for worker in active_children():
+                worker.kill()
             raise
     return [{"new": False, **done[unit.name]} for unit in units], time.perf_counter() - started
 
@@ -223,16 +228,43 @@ def _finished(out: Path, unit: Unit) -> dict | None:
     record_path, rows_path = out / f"{unit.name}.json", out / f"{unit.name}.bin"
     if not (record_path.exists() and rows_path.exists()):
         return None
-    record = read_json(record_path, "unit record")
-    same = all(record[key] == value for key, value in asdict(unit).items())
-    return record if same and sha256(rows_path) == record["sha256"] else None
+    try:
+        record = read_json(record_path, "unit record")
+    except UserError:
+        return None
+    return record if asdict(unit).items() <= record.items() and sha256(rows_path) == record["sha256"] else None
+
+
+def _reusable(out: Path) -> dict | None:
+    """The manifest of a folder where nothing is missing or truncated (content is the loader's to check); None if there is work to do."""
+    try:
+        manifest = read_json(out / MANIFEST, "manifest")
+    except UserError:
+        return None
+    return manifest if wrong_size(out, manifest) is None else None
+
+
+def wrong_size(folder: Path, manifest: dict) -> str | None:
+    """Which shard is missing or truncated; None if there is none."""
+    for shard in manifest["shards"]:
+        path, expected = shard_path(folder, shard), shard["rows"] * (manifest["sequence_len"] + 1) * 2
+        if not path.is_file():
+            return f"shard {path} is missing"
+        if path.stat().st_size != expected:
+            return f"shard {path} is truncated: {path.stat().st_size} bytes instead of {expected}"
+    return None
+
+
+def shard_path(folder: Path, shard: dict) -> Path:
+    """The rows of one of the manifest's shards."""
+    return folder / f"{shard['name']}.bin"
 
 
 def _check_identity(out: Path, identity: dict) -> None:
     """Refuse to mix rows of another tokenizer, length or corpus into a folder."""
-    if not (out / "plan.json").exists():
+    if not (out / PLAN).exists():
         return
-    there = read_json(out / "plan.json", "packing plan")
+    there = read_json(out / PLAN, "packing plan")
     for key, words in (("tokenizer_sha256", "another tokenizer"), ("sequence_len", f"sequence length {there.get('sequence_len')}"), ("source", "other corpus files"), ("format", "another format")):  # fmt: skip
         if there.get(key) != identity[key]:
             raise UserError(f"{out} was packed with {words}; choose another --out or delete it")

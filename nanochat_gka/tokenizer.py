@@ -30,6 +30,7 @@ SPECIAL_TOKENS = tuple(
 )
 MAX_VOCAB = 2**16  # ids are stored as uint16
 FILE_NAME = "tokenizer.json"
+RECIPE = "train.json"
 
 
 class Tokenizer:
@@ -121,7 +122,7 @@ class TokenizerConfig:
     corpus: Path = Path("out/corpus/builtin")
     """folder of parquet files"""
     out: Path = Path("out/tokenizer")
-    """folder for tokenizer.json"""
+    """folder for tokenizer.json (and train.json: what it was trained on)"""
     vocab_size: int = 32768
     """tokens, the 9 special ones included"""
     max_chars: int = 2_000_000_000
@@ -131,16 +132,36 @@ class TokenizerConfig:
 
 
 def main(config: TokenizerConfig) -> None:
+    corpus = ParquetCorpus(config.corpus)
+    recipe = {
+        "vocab_size": config.vocab_size,
+        "doc_cap": config.doc_cap,
+        "max_chars": config.max_chars,
+        "corpus": [[path.name, path.stat().st_size] for path in corpus.files("train")],
+    }
     with locked(config.out, "training a tokenizer in"):
         if (config.out / FILE_NAME).exists():
+            _check_recipe(config.out, recipe)
             print(f"{config.out}: already there, vocabulary {Tokenizer.load(config.out).vocab_size}")
             return
-        corpus = ParquetCorpus(config.corpus)
+        write_json(config.out / RECIPE, recipe)
         tokenizer = Tokenizer.train(training_documents(corpus, config.doc_cap, config.max_chars), config.vocab_size)
         tokenizer.save(config.out)
         sample = next(corpus.documents("val"), "")
         ratio = len(sample.encode()) / max(1, len(tokenizer.encode(sample)))
         print(f"{config.out}: vocabulary {tokenizer.vocab_size}, {ratio:.2f} bytes per token on a validation document")
+
+
+def _check_recipe(out: Path, recipe: dict) -> None:
+    """Refuse to pass off a tokenizer that was made otherwise."""
+    try:
+        there = read_json(out / RECIPE, "recipe")
+    except UserError:
+        raise UserError(f"{out} holds a tokenizer and nothing that says what it was trained on; choose another --out or delete it") from None
+    for key, value in recipe.items():
+        if there.get(key) != value:
+            words = "other corpus files" if key == "corpus" else f"--{key.replace('_', '-')} {there.get(key)}"
+            raise UserError(f"{out} holds a tokenizer trained with {words}; choose another --out or delete it")
 
 
 if __name__ == "__main__":

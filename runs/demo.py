@@ -6,22 +6,24 @@ It runs the commands a full run would (corpus, tokenizer, pack, train, evaluate)
 Everything is reused the second time; an interrupted demo continues where it stopped.
 """
 
-import argparse
 import json
-import os
+import shlex
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
+from gka.runtime import cli
+from gka.runtime.cli import UserError
 from gka.runtime.progress import console, read_lines
 from runs import demo_report
 
 VOCAB, SEQUENCE_LEN = 2048, 256
-TOKENS_PER_STEP = 2048
 # nanochat's rule would shrink the rates 16-fold at this batch; these undo it, times the 2 at which the softmax baseline is best (runs/LOG.md).
 TRAIN_FLAGS = {
-    "depth": 4, "aspect-ratio": 32, "head-dim": 32, "total-batch-size": TOKENS_PER_STEP, "device-batch-size": 8,
+    "aspect-ratio": 32, "head-dim": 32, "total-batch-size": 2048, "device-batch-size": 8,
     "matrix-lr": 0.64, "embedding-lr": 9.6, "unembedding-lr": 0.128, "scalar-lr": 16.0, "sigma-lr": 0.08,
     "eval-every": 200, "eval-tokens": 51200, "sample-every": -1, "save-every": 100, "log-every": 20, "device-type": "cpu",
 }  # fmt: skip
@@ -33,11 +35,35 @@ VARIANTS = {
 PROMPTS = ["The ", "Return the ", "If the "]
 
 
-def run(module: str, *flags) -> None:
-    """Run one of the project's commands, showing it; leave with its exit code if it fails."""
+@dataclass
+class DemoConfig:
+    """Train softmax, GKA and GKA with head offsets on real text, and print the paper's tables in miniature."""
+
+    out: Path = Path("out/demo")
+    """folder for everything the demo makes; delete it to start over"""
+    steps: int = 400
+    """training steps of 2,048 tokens for each model"""
+    depth: int = 4
+    """layers; the width follows"""
+    ranks: int = 1
+    """processes"""
+    wandb: Literal["disabled", "offline", "online"] = "disabled"
+    """Weights & Biases"""
+    results: Path | None = None
+    """also write the three results to this file (the README's table comes from runs/results/demo.jsonl)"""
+
+
+def run(module: str, *flags, ranks: int = 1) -> None:
+    """Run one of the project's commands, showing it; leave with its exit code if it fails. Ctrl-C lets it save first."""
     words = [module, *map(str, flags)]
-    console.print(f"\n$ python -m {' '.join(words)}", style="bold", highlight=False, markup=False)
-    code = subprocess.run([sys.executable, "-m", *words]).returncode
+    launcher = ["-m"] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
+    console.print(f"\n$ {shlex.join(['python', *launcher, *words])}", style="bold", highlight=False, markup=False)
+    process = subprocess.Popen([sys.executable, *launcher, *words])
+    try:
+        code = process.wait()
+    except KeyboardInterrupt:
+        process.wait()
+        raise
     if code:
         sys.exit(code)
 
@@ -50,13 +76,13 @@ def prepare(out: Path) -> Path:
     return out / "packed"
 
 
-def train(out: Path, packed: Path, name: str, steps: int) -> Path:
-    """Train one variant, then sample from it; returns its run folder."""
-    tag = f"{name}-{steps}"
+def train(config: DemoConfig, packed: Path, name: str) -> Path:
+    """Train one variant; returns its run folder."""
+    tag = f"d{config.depth}-{name}-{config.steps}"
     flags = [word for key, value in TRAIN_FLAGS.items() for word in (f"--{key}", value)]
-    run("nanochat_gka.train", "--data", packed, "--out", out / "runs", "--results", out / "train.jsonl", "--model-tag", tag, "--num-iterations", steps,
-        *VARIANTS[name][1], *flags)  # fmt: skip
-    return out / "runs" / tag
+    run("nanochat_gka.train", "--data", packed, "--out", config.out / "runs", "--results", config.out / "train.jsonl", "--model-tag", tag,
+        "--depth", config.depth, "--num-iterations", config.steps, *VARIANTS[name][1], *flags, "--wandb", config.wandb, ranks=config.ranks)  # fmt: skip
+    return config.out / "runs" / tag
 
 
 def sample(out: Path, run_folder: Path) -> dict[str, str]:
@@ -68,38 +94,32 @@ def sample(out: Path, run_folder: Path) -> dict[str, str]:
     return {prompt: texts[0] for prompt, texts in read_lines(results)[-1]["metrics"]["samples"].items()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder for everything the demo makes; delete it to start over")
-    parser.add_argument("--steps", type=int, default=400, help=f"training steps of {TOKENS_PER_STEP} tokens for each model")
-    parser.add_argument(
-        "--results", type=Path, help="also append the three results to this file (the README's table comes from runs/results/demo.jsonl)"
-    )
-    config = parser.parse_args()
-    if config.steps < 1:
-        parser.error(f"--steps must be at least 1, got {config.steps}")
-    os.environ.setdefault("PYTHONUNBUFFERED", "1")
-
+def main(config: DemoConfig) -> None:
+    for key in ("steps", "depth", "ranks"):
+        if getattr(config, key) < 1:
+            raise UserError(f"--{key} must be at least 1, got {getattr(config, key)}")
     started = time.perf_counter()
     packed = prepare(config.out)
     rows, samples = {}, {}
     for name, (label, _) in VARIANTS.items():
-        folder = train(config.out, packed, name, config.steps)
-        finish = next(record for record in reversed(read_lines(folder / "log.jsonl")) if record["event"] == "finish")
-        rows[label] = {**finish, "log": folder / "log.jsonl"}
+        folder = train(config, packed, name)
+        finish = [record for record in read_lines(folder / "log.jsonl") if record["event"] == "finish"]
+        if not finish:  # Ctrl-C reached the trainer alone: it has saved and left
+            raise KeyboardInterrupt
+        rows[label] = {**finish[-1], "log": folder / "log.jsonl"}
         samples[label] = sample(config.out, folder)
     demo_report.show(rows, samples)
     pictures = demo_report.plot(rows, config.out)
     if config.results:
         trained = {record["config"]["model_tag"]: record for record in read_lines(config.out / "train.jsonl")}
         config.results.parent.mkdir(parents=True, exist_ok=True)
-        with open(config.results, "a") as file:
+        with open(config.results, "w") as file:
             for name, (label, _) in VARIANTS.items():
-                file.write(json.dumps({**trained[f"{name}-{config.steps}"], "label": label}) + "\n")
+                file.write(json.dumps({**trained[f"d{config.depth}-{name}-{config.steps}"], "label": label}) + "\n")
     console.print(
         f"\nPictures: {', '.join(map(str, pictures))}. Logs and checkpoints: {config.out / 'runs'}. {time.perf_counter() - started:.0f} s in all."
     )
 
 
 if __name__ == "__main__":
-    main()
+    cli.run(main, DemoConfig)

@@ -32,7 +32,8 @@ def show(rows: dict[str, dict], samples: dict[str, dict[str, str]]) -> None:
     for key, (heading, form) in COLUMNS.items():
         cells = [form.format(rows[baseline][key])]
         for label in others:
-            ratio = "" if key == "gap" else f"{rows[label][key] / rows[baseline][key]:.2f}x"
+            base = rows[baseline][key]  # 0 tokens/s: too few steps to time
+            ratio = "" if key == "gap" or not base else f"{rows[label][key] / base:.2f}x"
             cells += [form.format(rows[label][key]), ratio]
         table.add_row(heading, *cells)
     console.print(table)

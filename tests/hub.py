@@ -61,13 +61,13 @@ class HubHandler(BaseHTTPRequestHandler):
         self.server.gets.append((name, start))
         trouble = self.server.trouble.get(name) or [None]
         kind = trouble.pop(0)
-        if kind == "unavailable":
-            return self.send(503, 0)
         if start:
             self.send(206, len(content) - start, Content_Range=f"bytes {start}-{len(content) - 1}/{len(content)}")
         else:
             self.send(200, len(content))
-        if kind is None:
+        if kind == "corrupt":
+            content = content[:-1] + bytes([content[-1] ^ 1])
+        if kind in (None, "corrupt"):
             return self.wfile.write(content[start:])
         self.wfile.write(content[start : start + (len(content) - start) // 2])
         self.wfile.flush()
@@ -78,6 +78,6 @@ class HubHandler(BaseHTTPRequestHandler):
 
 
 def environment(port: int) -> dict[str, str]:
-    """The hub's client talks to this port; its own warnings about retries are left out."""
-    return {**tiny.environment(), "HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_HUB_VERBOSITY": "error",
+    """The hub's client talks to this port."""
+    return {**tiny.environment(), "HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1",
             "HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}  # fmt: skip

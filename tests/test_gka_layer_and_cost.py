@@ -34,6 +34,31 @@ def test_layer_learns_its_bandwidth():
     torch.testing.assert_close(student.log_sigma, teacher.log_sigma, rtol=0, atol=0.02)
 
 
+@pytest.mark.parametrize("dtype,tolerance", [(torch.bfloat16, 0.04), (torch.float16, 0.005)])
+def test_layer_in_another_dtype(dtype, tolerance):
+    layer, x = GaussianKernelAttention(32, 2), torch.randn(2, 9, 32)
+    want = layer(x)
+    y = layer.to(dtype)(x.to(dtype))
+    assert y.dtype == dtype
+    torch.testing.assert_close(y.float(), want, rtol=tolerance, atol=tolerance)
+    y.sum().backward()
+    assert layer.log_sigma.grad.dtype == dtype
+
+
+def test_layer_in_float64_keeps_its_digits():
+    layer, x = GaussianKernelAttention(32, 2).double(), torch.randn(2, 9, 32, dtype=torch.float64)
+    want = layer.proj(gaussian_attention(x.view(2, 9, 2, 16), layer.log_sigma, eps=0.0, impl="reference").flatten(-2))
+    torch.testing.assert_close(layer(x), want, rtol=1e-12, atol=1e-12)
+
+
+def test_layer_under_autocast():
+    layer, x = GaussianKernelAttention(32, 2), torch.randn(2, 9, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y.float(), layer(x), rtol=0.04, atol=0.04)
+
+
 def test_layer_survives_the_meta_device():
     with torch.device("meta"):
         layer = GaussianKernelAttention(32, 2, sigma_squared=5.0)

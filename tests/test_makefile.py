@@ -43,14 +43,23 @@ def test_dry_run_of_pretraining_shows_the_whole_chain(make):
 def test_a_finished_step_is_not_run_again(make, tmp_path):
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv" / ".installed").touch()
-    (tmp_path / "out/packed/fineweb-32768-2048").mkdir(parents=True)
-    (tmp_path / "out/tokenizer/fineweb-32768").mkdir(parents=True)
+    (tmp_path / "out/packed/fineweb-170-32768-2048").mkdir(parents=True)
+    (tmp_path / "out/tokenizer/fineweb-170-32768").mkdir(parents=True)
     (tmp_path / "out/corpus/fineweb").mkdir(parents=True)
-    for made in ("corpus/fineweb/.complete-170", "tokenizer/fineweb-32768/tokenizer.json", "packed/fineweb-32768-2048/manifest.json"):
+    for made in ("corpus/fineweb/.complete-170", "tokenizer/fineweb-170-32768/tokenizer.json", "packed/fineweb-170-32768-2048/manifest.json"):
         (tmp_path / "out" / made).touch()
     lines = make("-n", "pretrain-d20").stdout
     assert "nanochat_gka.train" in lines
     assert not any(step in lines for step in ("pip", "nanochat_gka.corpus", "nanochat_gka.tokenizer", "nanochat_gka.pack"))
+
+
+def test_every_corpus_has_its_own_names_and_args_go_to_the_named_target(make, tmp_path):
+    for folder in ("a/text", "b/text"):
+        (tmp_path / folder).mkdir(parents=True)
+    lines = {what: make("-n", "tokenize", what, "ARGS=--workers 2").stdout for what in ("CORPUS=a/text", "CORPUS=b/text", "SHARDS=8", "SHARDS=9")}
+    packed = {what: re.search(r"nanochat_gka.pack .* --out (\S+) --workers 2", text)[1] for what, text in lines.items()}
+    assert len(set(packed.values())) == 4
+    assert all("--workers" not in line for text in lines.values() for line in text.splitlines() if "nanochat_gka.tokenizer" in line)
 
 
 @pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine may have a GPU")

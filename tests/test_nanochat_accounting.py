@@ -6,10 +6,10 @@ import pytest
 import tiny
 import torch
 
-from nanochat_gka.accounting import AccountingConfig, account, flops_per_token, meta_model, parameter_counts, scaling_parameters
+from gka.runtime.cli import UserError
+from nanochat_gka.accounting import AccountingConfig, account, flops_per_token, meta_model, parameter_counts, plan, scaling_parameters
 from nanochat_gka.config import GPTConfig
 from nanochat_gka.gpt import build
-from nanochat_gka.schedule import plan
 
 
 def test_the_command_prints_the_papers_gka_row():
@@ -65,9 +65,9 @@ def test_steps_come_from_the_first_setting():
     assert plan(model, shape, num_iterations=7, target_flops=1e18).steps == 7
     by_flops = plan(model, shape, target_flops=1e16, total_batch_size=2**16)
     assert by_flops.steps == round(1e16 / (flops_per_token(model) * 2**16))
-    with pytest.raises(ValueError, match="set one of"):
+    with pytest.raises(UserError, match="set one of"):
         plan(model, shape, ratio=-1)
-    with pytest.raises(ValueError, match="shorter than one step"):
+    with pytest.raises(UserError, match="shorter than one step"):
         plan(model, shape, ratio=1e-6, total_batch_size=2**20)
 
 

@@ -51,9 +51,9 @@ def downloaded(out: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in out.glob("*.parquet")}
 
 
-def test_a_download_that_is_killed_and_refused_ends_whole_by_the_same_command(hub, tmp_path, capsys):
+def test_a_download_that_is_killed_and_corrupted_ends_whole_by_the_same_command(hub, tmp_path, capsys):
     """The connection drops inside the first shard, which is taken up again (the client keeps chunks of 10 MB); inside the second the process
-    dies; the next one loses the connection and is refused; the third finds everything well."""
+    dies; the next one loses the connection and then gets a wrong byte; the third finds everything well."""
     out, served = tmp_path / "out", tmp_path / "served" / "shard_00000.parquet"
     noise = [os.urandom(24_000_000 // 400) for _ in range(400)]
     pq.write_table(pa.table({"text": tiny.documents(400, 0), "noise": noise}), served)
@@ -71,10 +71,11 @@ def test_a_download_that_is_killed_and_refused_ends_whole_by_the_same_command(hu
     assert downloaded(out) == {served.name: hub.files[served.name]}
 
     hub.gets.clear()
-    hub.trouble = {"shard_00001.parquet": ["drop", "unavailable"]}
+    hub.trouble = {"shard_00001.parquet": ["drop", "corrupt"]}
     done = finish(start_fineweb(hub.port, out))
-    tiny.assert_one_line_error(done, r"could not download shard_00001.parquet .*503.* run the same command again \(it continues where it stopped\)")
-    assert downloaded(out) == {served.name: hub.files[served.name]}
+    wanted = r"could not download shard_00001.parquet .*its sha256 is not the hub's\. .* run the same command again \(it continues where it stopped\)"
+    tiny.assert_one_line_error(done, wanted)
+    assert sorted(path.name for path in out.iterdir()) == [".lock", "shard_00000.parquet", "source.json"]
 
     done = finish(start_fineweb(hub.port, out))
     assert done.returncode == 0 and "2 shards (1 fetched now)" in done.stdout, done.stdout + done.stderr
@@ -116,6 +117,27 @@ def test_the_builtin_corpus_is_the_same_every_time_and_holds_nothing_twice(tmp_p
     corpus.main(corpus.CorpusConfig("builtin", tmp_path / "builtin"))
     assert "already there" in capsys.readouterr().out
     assert written == {path: path.stat().st_mtime_ns for path in here.paths()}
+    with pytest.raises(UserError, match="builtin holds parquet files of builtin; choose another --out for fineweb"):
+        corpus.main(corpus.CorpusConfig("fineweb", tmp_path / "builtin"))
+    assert written == {path: path.stat().st_mtime_ns for path in here.paths()}
+
+
+@pytest.mark.parametrize("source", ["builtin", "fineweb"])
+def test_a_folder_of_the_users_own_text_is_not_written_into(tmp_path, source):
+    """One file: neither source may take it for an unfinished folder of its own."""
+    tiny.write_corpus(tmp_path / "own", files=1)
+    with pytest.raises(UserError, match=f"own holds parquet files of another source; choose another --out for {source}"):
+        corpus.main(corpus.CorpusConfig(source, tmp_path / "own"))
+    assert [path.name for path in (tmp_path / "own").glob("[!.]*")] == ["shard_00000.parquet"]
+
+
+def test_every_source_has_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(corpus, "builtin_texts", lambda: tiny.documents(100, 0))
+    monkeypatch.setattr(corpus, "download_fineweb", lambda folder, num_shards: tiny.write_corpus(folder, num_shards, 10))
+    for source in ("builtin", "fineweb"):
+        corpus.main(corpus.CorpusConfig(source, num_shards=2))
+        assert len(corpus.ParquetCorpus(Path("out/corpus") / source).paths()) == 2
 
 
 def config(packed: Path, root: Path) -> pack.PackConfig:
@@ -159,9 +181,9 @@ CANNOT_SERVE = {
     one_file: r"needs at least two .parquet files .* found 1",
     not_parquet: r"shard_00001.parquet is not a readable parquet file",
     truncated: r"shard_00001.parquet is not a readable parquet file",
-    zeros_inside: r"a parquet file is damaged in row group 0 .*; fetch it again",
+    zeros_inside: r"shard_00001.parquet is damaged in row group 0 \(.*\); delete it and fetch it again",
     wrong_column: r"shard_00001.parquet needs a string column named text, it has: content, id",
-    integers: r"shard_00001.parquet needs a string column named text",
+    integers: r"shard_00001.parquet needs a string column named text, its text is of type int64",
 }
 
 
@@ -190,4 +212,6 @@ def test_null_and_empty_documents_are_skipped(packed, tmp_path):
 
 def test_an_unreachable_hub_says_what_to_do(unreachable):
     done = finish(unreachable)
-    tiny.assert_one_line_error(done, r"could not download shard_00000.parquet .*Check the network and run the same command again.* CORPUS=builtin")
+    tiny.assert_one_line_error(
+        done, r"could not download shard_00000.parquet .*[^.]\. Check the network and run the same command again.* CORPUS=builtin"
+    )

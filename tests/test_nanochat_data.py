@@ -1,5 +1,7 @@
 """Packed rows to batches: nothing is read that is not what was written, every row once an epoch; and bits per byte on top."""
 
+import os
+import resource
 import shutil
 from collections import Counter
 from dataclasses import dataclass, field
@@ -18,7 +20,7 @@ from nanochat_gka import pack
 from nanochat_gka.config import GPTConfig
 from nanochat_gka.eval_bpb import bits_per_byte, nats_and_bytes
 from nanochat_gka.gpt import build
-from nanochat_gka.loader import PackedData, Stream, micro_batches
+from nanochat_gka.loader import PackedData, Rows, Stream, micro_batches
 from nanochat_gka.tokenizer import Tokenizer
 
 CPU = torch.device("cpu")
@@ -93,13 +95,13 @@ def no_tokenizer(folder):
 
 DAMAGE = {
     no_manifest: r"no packed data in .* \(no manifest.json\); run make tokenize",
-    broken_manifest: r"manifest is not valid JSON: .*manifest.json",
-    another_format: r"has format 99, this version reads 1; pack again",
-    missing_shard: r"shard .*val_000000.bin is missing; pack again",
-    truncated_shard: r"shard .*train_000000.bin is truncated: \d+ bytes instead of \d+; delete manifest.json beside it and pack again",
-    flipped_byte: r"shard .*val_000000.bin is corrupt \(wrong checksum\); delete manifest.json beside it and pack again",
-    swapped_tokenizer: r"was packed with another tokenizer than the one in it; pack again",
-    no_tokenizer: r"tokenizer not found: .*tokenizer.json",
+    broken_manifest: r"manifest is not valid JSON: .*manifest.json .*; delete .*manifest.json and pack again",
+    another_format: r"has format 99, this version reads 1; delete the folder and pack again",
+    missing_shard: r"shard .*val_000000.bin is missing; delete .*manifest.json and pack again \(make tokenize\)",
+    truncated_shard: r"shard .*train_000000.bin is truncated: \d+ bytes instead of \d+; delete .*manifest.json and pack again",
+    flipped_byte: r"shard .*val_000000.bin is corrupt \(wrong checksum\); delete .*manifest.json and pack again",
+    swapped_tokenizer: r"was packed with another tokenizer than the one in it; delete .*manifest.json and pack again",
+    no_tokenizer: r"tokenizer not found: .*tokenizer.json; delete .*manifest.json and pack again",
 }
 
 
@@ -112,16 +114,33 @@ def test_damaged_data_is_one_clear_error(packed, tmp_path, damage):
     assert "\n" not in str(raised.value)
 
 
-def test_the_advice_mends_damaged_shards(packed, tmp_path):
+def test_the_advice_mends_damaged_data(packed, tmp_path):
     out = tmp_path / "packed"
     shutil.copytree(packed / "packed", out)
     truncated_shard(out)
     flipped_byte(out)
+    swapped_tokenizer(out)
     (out / "manifest.json").unlink()
     pack.main(pack.PackConfig(corpus=packed / "corpus", tokenizer=packed / "tokenizer", out=out, sequence_len=tiny.SEQUENCE_LEN, workers=1))
     for name in ("train_000000.bin", "val_000000.bin"):
         assert (out / name).read_bytes() == (packed / "packed" / name).read_bytes()
     PackedData(out)
+
+
+def test_more_shards_than_a_process_may_hold_open(tmp_path):
+    content = np.arange(200 * 3 * 5, dtype="<u2").reshape(200, 3, 5)
+    for number, rows in enumerate(content):
+        rows.tofile(tmp_path / f"{number}.bin")
+    held = os.open(os.devnull, os.O_RDONLY)
+    os.close(held)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (held + 50, before[1]))
+    try:
+        rows = Rows([(tmp_path / f"{number}.bin", 3) for number in range(200)], 4)
+        ids, targets = rows.batch(range(len(rows)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert torch.cat([ids, targets[:, -1:]], dim=1).tolist() == content.reshape(600, 5).tolist()
 
 
 def test_ids_and_targets_are_the_row_and_the_row_shifted_by_one(data):

@@ -1,6 +1,7 @@
 """The tokenizer: text comes back, ids are rustbpe's own, special strings are text, and the file is the identity."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -142,3 +143,24 @@ def test_the_command_keeps_a_tokenizer_that_is_there(packed, capsys):
     main(TokenizerConfig(corpus=packed / "corpus", out=packed / "tokenizer", vocab_size=300))
     assert "already there, vocabulary 300" in capsys.readouterr().out
     assert (packed / "tokenizer" / "tokenizer.json").stat().st_mtime_ns == before
+
+
+def test_a_tokenizer_made_otherwise_is_not_passed_off(packed, tmp_path):
+    shutil.copytree(packed / "tokenizer", tmp_path / "tokenizer")
+    before = (tmp_path / "tokenizer" / "tokenizer.json").read_bytes()
+    tiny.write_corpus(tmp_path / "corpus", docs=401)
+    there = {"corpus": packed / "corpus", "out": tmp_path / "tokenizer", "vocab_size": 300}
+    main(TokenizerConfig(**there))
+    others = {
+        "--vocab-size 300": {"vocab_size": 301},
+        "--doc-cap 10000": {"doc_cap": 9},
+        "--max-chars 2000000000": {"max_chars": 9},
+        "other corpus files": {"corpus": tmp_path / "corpus"},
+    }
+    for words, change in others.items():
+        with pytest.raises(UserError, match=f"holds a tokenizer trained with {words}; choose another --out or delete it"):
+            main(TokenizerConfig(**{**there, **change}))
+    (tmp_path / "tokenizer" / "train.json").unlink()
+    with pytest.raises(UserError, match="holds a tokenizer and nothing that says what it was trained on; choose another"):
+        main(TokenizerConfig(**there))
+    assert (tmp_path / "tokenizer" / "tokenizer.json").read_bytes() == before

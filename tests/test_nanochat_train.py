@@ -12,6 +12,15 @@ import tiny
 import torch
 from safetensors.torch import load_file
 
+from gka.runtime.cli import run
+from gka.runtime.distributed import Runtime
+from nanochat_gka.accounting import scaling_parameters
+from nanochat_gka.config import GPTConfig
+from nanochat_gka.gpt import build
+from nanochat_gka.loader import PackedData, Stream
+from nanochat_gka.optim import MuonAdamW, OptimConfig, parameter_groups
+from nanochat_gka.train import TrainConfig, main
+
 MODULE = "nanochat_gka.train"
 STEPS = 60
 
@@ -69,13 +78,84 @@ def test_kill_9_at_random_steps_and_resume_is_bit_identical(packed, uninterrupte
     assert log_steps(tmp_path) == list(range(1, STEPS + 1))
 
 
+def test_kill_9_of_two_ranks_and_resume_is_bit_identical(packed, tmp_path):
+    common = ["--num-iterations", 24, "--save-every", 3]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    tiny.call(MODULE, *flags(packed, whole, *common), ranks=2)
+    process = tiny.start(MODULE, *flags(packed, killed, *common), ranks=2)
+    while process.poll() is None and len(log_steps(killed)) < 10:
+        time.sleep(0.002)
+    tiny.kill_tree(process)
+    assert (log_steps(killed) or [0])[-1] < 24
+    tiny.call(MODULE, *flags(packed, killed, *common), ranks=2)
+    assert final(killed, 24) == final(whole, 24)
+
+
+def test_a_kill_between_the_last_checkpoint_and_the_result_loses_nothing(packed, uninterrupted, tmp_path):
+    """As if killed before the final evaluation: its line, the finish line and the result are missing."""
+    shutil.copytree(uninterrupted / "run", tmp_path / "run")
+    log = tmp_path / "run" / "log.jsonl"
+    lines = log.read_text().splitlines()
+    cut = [line for line in lines if json.loads(line)["event"] != "finish" and not ('"eval"' in line and json.loads(line)["step"] == STEPS)]
+    assert len(cut) == len(lines) - 2
+    log.write_text("\n".join(cut) + "\n")
+    done = tiny.call(MODULE, *flags(packed, tmp_path))
+    assert "finished, validation bpb" in done.stdout
+    results = [json.loads((out / "results.jsonl").read_text())["metrics"] for out in (tmp_path, uninterrupted)]
+    assert results[0] == results[1]
+
+
+def test_the_trainer_follows_the_schedule(packed, tmp_path):
+    """The run, step by step with the pieces that have golden numbers of their own: bit-identical weights.
+
+    Base rates that matter, warm-up, warm-down to a fraction, and decay; one micro-batch per step so that no sum is reordered.
+    """
+    steps, more = (
+        8,
+        ["--warmup-ratio", 0.25, "--warmdown-ratio", 0.5, "--final-lr-frac", 0.1, "--device-batch-size", 8, "--matrix-lr", 0.5, "--weight-decay", 2],
+    )
+    tiny.call(MODULE, *flags(packed, tmp_path, "--num-iterations", steps, *more))
+    torch.set_num_threads(1)
+    torch.manual_seed(42)
+    data = PackedData(packed / "packed")
+    fields = dict(
+        aspect_ratio=16, head_dim=16, window_pattern="SL", attention="GA", sequence_len=tiny.SEQUENCE_LEN, vocab_size=data.tokenizer.vocab_size
+    )
+    model, reference = (build(GPTConfig.from_depth(depth, **fields), "cpu") for depth in (2, 12))
+    batch_ratio = 8 * tiny.SEQUENCE_LEN / 2**19
+    decay_scale = batch_ratio**0.5 * scaling_parameters(reference) / scaling_parameters(model)
+    groups = parameter_groups(model, OptimConfig(matrix_lr=0.5, weight_decay=2.0), batch_ratio**0.5, decay_scale)
+    optimizer = MuonAdamW(groups, Runtime(0, 1, torch.device("cpu")))
+    stream = Stream(data.split("train"), 42)
+    for step in range(steps):
+        optimizer.zero_grad()
+        ids, targets = stream.batch(range(8 * step, 8 * step + 8))
+        (model(ids, targets, reduction="sum") / ids.numel()).backward()
+        optimizer.step([0.5, 1, 1, 1, 1, 0.775, 0.55, 0.325][step], 0.85 + 0.1 * step / 300, 1 - step / steps)
+    got = load_file(tmp_path / "run" / "checkpoints" / f"step_{steps:08d}" / "model.safetensors")
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(got[name], tensor, rtol=1e-6, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", ["softmax", "gka", "GGGA"])
+def test_training_on_cuda_compiled_in_bfloat16(packed, tmp_path, attention):
+    more = ["--device-type", "cuda", "--num-iterations", 40, "--attention", attention, "--head-dim", 32, "--aspect-ratio", 64]
+    done = tiny.call(MODULE, *flags(packed, tmp_path, *more))
+    assert "finished" in done.stdout
+    losses = [
+        record["loss"] for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines() if (record := json.loads(line))["event"] == "train"
+    ]
+    assert losses[-1] < losses[0] - 0.2
+
+
 def test_sigterm_saves_the_step_it_is_at(packed, uninterrupted, tmp_path):
     process = tiny.start(MODULE, *flags(packed, tmp_path, "--save-every", "-1"))
     while process.poll() is None and len(log_steps(tmp_path)) < 5:
         time.sleep(0.002)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
-    assert process.returncode == 0 and "saved; run the same command again to continue" in output, output
+    assert process.returncode == 0 and "saved; continue with: " in output, output
     tiny.call(MODULE, *flags(packed, tmp_path))
     assert final(tmp_path) == final(uninterrupted)
 
@@ -86,7 +166,7 @@ def test_sigterm_to_torchrun_saves_on_every_rank(packed, uninterrupted, tmp_path
         time.sleep(0.002)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
-    assert "saved; run the same command again to continue" in output, output
+    assert "saved; continue with: " in output, output
     assert len(list((tmp_path / "run" / "checkpoints").glob("step_*"))) == 1
 
 
@@ -126,7 +206,7 @@ def test_any_number_of_ranks_takes_the_same_step(packed, tmp_path):
 
 
 def test_seven_ranks_train_two_steps(packed, tmp_path):
-    """The paper's machine, on gloo: 8 rows over 7 ranks is 2, 1, 1, 1, 1, 1, 1."""
+    """The paper's machine, on gloo: 8 rows over 7 ranks."""
     done = tiny.call(MODULE, *flags(packed, tmp_path, "--num-iterations", 2), ranks=7)
     assert "finished" in done.stdout
 
@@ -148,6 +228,10 @@ def test_another_rank_count_may_continue_a_run(packed, tmp_path):
         (["--device-batch-size", "0"], "--device-batch-size must be at least 1"),
         (["--model-tag", "a/b"], "--model-tag must be a plain folder name"),
         (["--device-type", "cuda"], "no CUDA device is visible; use --device-type cpu"),
+        (["--seed", "-1"], "--seed must not be negative"),
+        (["--sigma-squared", "nan"], "sigma_squared must be positive and finite"),
+        (["--target-flops", "inf", "--num-iterations", "-1"], "target_flops must be finite"),
+        (["--attention", "softmax", "--head-offsets", "PS"], "head_offsets is for gka layers, and attention=softmax has none"),
         (["--head-offsets", "XY"], "head_offsets must be made of the letters N, P, S"),
         (["--num-iterations", "-1", "--target-param-data-ratio", "-1", "--model-tag", "x"], "set one of num_iterations, target_flops"),
     ],
@@ -155,9 +239,6 @@ def test_another_rank_count_may_continue_a_run(packed, tmp_path):
 def test_bad_flags_are_one_line(packed, uninterrupted, more, message, capsys):
     if "cuda" in more and torch.cuda.is_available():
         pytest.skip("a CUDA device is visible")
-    from gka.runtime.cli import run
-    from nanochat_gka.train import TrainConfig, main
-
     with pytest.raises(SystemExit) as exit_info:
         run(main, TrainConfig, [str(flag) for flag in flags(packed, uninterrupted, *more)])
     assert exit_info.value.code == 2
@@ -167,6 +248,32 @@ def test_bad_flags_are_one_line(packed, uninterrupted, more, message, capsys):
 def test_errors_of_a_real_process(packed, tmp_path):
     done = tiny.call(MODULE, *flags(packed, tmp_path, "--data", tmp_path / "nowhere"), check=False)
     tiny.assert_one_line_error(done, "no packed data in .*nowhere.*run make tokenize")
+
+
+def test_a_run_does_not_continue_on_rows_of_another_length(packed, tmp_path):
+    from nanochat_gka import pack
+
+    pack.main(pack.PackConfig(corpus=packed / "corpus", tokenizer=packed / "tokenizer", out=tmp_path / "longer", sequence_len=64, workers=1))
+    tiny.call(MODULE, *flags(packed, tmp_path, "--stop-after", 2))
+    done = tiny.call(MODULE, *flags(packed, tmp_path, "--data", tmp_path / "longer"), check=False)
+    tiny.assert_one_line_error(done, "was packed with another context length than the run in")
+
+
+def test_an_error_on_rank_0_alone_ends_all_ranks_at_once(packed, tmp_path):
+    """Checksums are verified by rank 0; the others must not wait for it in a collective, nor speak."""
+    shutil.copytree(packed / "packed", tmp_path / "packed")
+    shard = next((tmp_path / "packed").glob("train_*.bin"))
+    shard.write_bytes(bytes([shard.read_bytes()[0] ^ 1]) + shard.read_bytes()[1:])
+    done = tiny.call(MODULE, *flags(packed, tmp_path, "--data", tmp_path / "packed"), ranks=2, check=False)
+    assert done.returncode != 0
+    assert len(re.findall(r"error: shard .* is corrupt", done.stderr)) == 1
+    assert "RuntimeError" not in done.stderr
+
+
+def test_a_file_where_a_folder_is_expected_is_one_line(packed, tmp_path):
+    (tmp_path / "file").touch()
+    done = tiny.call(MODULE, *flags(packed, tmp_path, "--out", tmp_path / "file"), check=False)
+    tiny.assert_one_line_error(done, "file")
 
 
 def test_a_second_trainer_is_kept_out(packed, tmp_path):

@@ -139,7 +139,6 @@ def test_lines_are_on_disk_as_soon_as_they_are_logged(tmp_path, capsys):
     log.close()
 
 
-@pytest.mark.xfail(strict=True, reason="only values at the top are looked at; train logs sigma as {layer: [..]}")
 def test_nan_inside_a_value_is_null_too(tmp_path):
     log = RunLog(tmp_path / "log.jsonl")
     log.log("eval", 1, sigma={"layer_0": [1.0, float("nan")]})

@@ -149,15 +149,23 @@ def test_the_same_step_may_be_saved_again_after_a_fall_back(tmp_path):
     missing_file(save(tmp_path, 2))
     save(tmp_path, 2)
     assert checkpoint.load_newest(tmp_path, warn=pytest.fail).step == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000001", "step_00000002"]
 
 
-@pytest.mark.xfail(strict=True, raises=UserError, reason="a damaged newer checkpoint takes the place of the one just written")
+def test_a_step_that_is_there_and_intact_stays_as_it_is(tmp_path):
+    path = save(tmp_path, 1)
+    before = {file: file.stat().st_ino for file in path.iterdir()}
+    assert checkpoint.save(tmp_path, 1, {}, {}) == path
+    assert before == {file: file.stat().st_ino for file in path.iterdir()}
+
+
 def test_saving_after_a_fall_back_never_deletes_the_only_intact_one(tmp_path):
     save(tmp_path, 16)
     flipped_byte(save(tmp_path, 20))
     assert checkpoint.load_newest(tmp_path, warn=len).step == 16
     save(tmp_path, 18, keep=1)
-    assert checkpoint.load_newest(tmp_path, warn=len).step == 18
+    assert checkpoint.load_newest(tmp_path, warn=pytest.fail).step == 18
+    assert steps(tmp_path) == [18]
 
 
 def test_what_a_killed_save_leaves_is_ignored_and_cleaned(tmp_path):

@@ -62,9 +62,12 @@ def test_a_bug_keeps_its_traceback():
 
 
 def field_docs(config_class) -> dict[str, str]:
-    """The strings under the fields, from the source."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(config_class))).body[0].body
-    return {a.target.id: b.value.value for a, b in itertools.pairwise(body) if isinstance(a, ast.AnnAssign) and isinstance(b, ast.Expr)}
+    """The strings under the fields, from the source, inherited ones included."""
+    docs = {}
+    for base in [base for base in reversed(config_class.__mro__) if base is not object]:
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
+        docs |= {a.target.id: b.value.value for a, b in itertools.pairwise(body) if isinstance(a, ast.AnnAssign) and isinstance(b, ast.Expr)}
+    return docs
 
 
 @pytest.mark.parametrize("module,name", CONFIGS.items(), ids=CONFIGS.values())

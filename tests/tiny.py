@@ -3,6 +3,7 @@
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -72,6 +73,14 @@ def call(module: str, *flags, ranks: int = 1, check: bool = True) -> subprocess.
 
 def start(module: str, *flags, ranks: int = 1) -> subprocess.Popen:
     return subprocess.Popen(command(module, *flags, ranks=ranks), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment())
+
+
+def kill_tree(process: subprocess.Popen) -> None:
+    """kill -9 torchrun and its workers (which it puts in sessions of their own), as a machine that goes down would."""
+    workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    for pid in (process.pid, *map(int, workers)):
+        os.kill(pid, signal.SIGKILL)
+    process.communicate()
 
 
 def assert_one_line_error(done: subprocess.CompletedProcess, pattern: str) -> None:

@@ -34,7 +34,7 @@ def gaussian_attention(
       log_sigma: log-bandwidth per head, (H,), float32. |log_sigma| is clamped to 20.
       keys: (B, Tk, H, D); None means x. With foreign keys no affinity need be near 1 and the row sum may underflow, so the rows are
         normalised as a softmax and `eps` is not used. The last query is aligned with the last key (one decode query sees all of a cache).
-      values: (B, Tk, H, D); None means the keys.
+      values: (B, Tk, H, D); None means the keys. x, keys and values share dtype and device; under autocast dtypes may differ and its own is taken.
       causal: query i sees keys j <= i.
       window: query i sees i - window <= j <= i (with causal; window + 1 keys), |i - j| <= window without. None: no limit.
         The paper's W counts the token itself: window = W - 1.
@@ -56,11 +56,11 @@ def gaussian_attention(
     foreign_keys = keys is not None
     keys = x if keys is None else keys
     values = keys if values is None else values
+    x, keys, values = _to_autocast_dtype(x, keys, values)
     mask = _check(x, keys, values, causal, window)
-    name = select_impl(x, keys=keys, values=values, causal=causal, window=window, constant_norm=constant_norm,
+    name = select_impl(x, log_sigma=log_sigma, keys=keys, values=values, causal=causal, window=window, constant_norm=constant_norm,
                        return_weights=return_weights, impl=impl)  # fmt: skip
 
-    x, keys, values = _to_autocast_dtype(x, keys, values)
     with torch.autocast(x.device.type, enabled=False):
         if name == "reference":
             y, weights = reference.gaussian(x, keys, values, log_sigma, mask, None if foreign_keys else eps)
@@ -72,10 +72,12 @@ def gaussian_attention(
 def dot_product_attention(q, k, v, *, causal: bool = False, window: int | None = None, scale: float | None = None, impl: str = "auto"):
     """softmax(scale * q.k) v with the same layout, masks and implementations: the baseline every comparison uses.
 
-    q: (B, Tq, H, D); k, v: (B, Tk, H, D), one dtype and device. scale: None means 1 / sqrt(D). Returns (B, Tq, H, D).
+    q: (B, Tq, H, D); k, v: (B, Tk, H, D), one device and, unless autocast is on, one dtype. scale: None means 1 / sqrt(D).
+    Returns (B, Tq, H, D).
     Raises as `gaussian_attention`; impl="reference" is not offered.
     """
     validation.check_features("q", q)
+    q, k, v = _to_autocast_dtype(q, k, v)
     mask = _check(q, k, v, causal, window, names=("k", "v"))
     if impl == "reference":
         raise ValueError('impl="reference" is the Gaussian kernel\'s definition; dot_product_attention takes "auto", "sdpa" or "flex"')
@@ -85,19 +87,19 @@ def dot_product_attention(q, k, v, *, causal: bool = False, window: int | None =
     return FUSED[name].dot_product(q, k, v, mask.simplify(q.shape[1], k.shape[1]), scale)
 
 
-def select_impl(x, *, keys=None, values=None, causal=False, window=None, constant_norm=False, return_weights=False, impl: str = "auto") -> str:
+def select_impl(x, *, log_sigma=None, keys=None, values=None, causal=False, window=None, constant_norm=False, return_weights=False,
+                impl: str = "auto") -> str:  # fmt: skip
     """The name of the implementation that `gaussian_attention` runs for these arguments; never "auto".
 
     auto: "reference" if W is wanted; on CUDA "flex" where SDPA would need a dense mask or extra channels; else "sdpa".
     Raises ValueError if `impl` is unknown or cannot serve the request.
     """
-    if impl not in ("auto", "reference", *FUSED):
-        raise ValueError(f"impl must be one of auto, reference, {', '.join(FUSED)}, got {impl!r}")
+    check_impl(impl)
     if return_weights:
         if impl not in ("auto", "reference"):
             raise ValueError(f'return_weights needs impl="reference" (or "auto"): impl={impl!r} never builds W')
         return "reference"
-    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, keys, values))
+    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, log_sigma, keys, values))
     if impl == "reference":
         return impl
     if impl != "auto":
@@ -107,6 +109,12 @@ def select_impl(x, *, keys=None, values=None, causal=False, window=None, constan
     windowed = Mask(causal, window).simplify(x.shape[1], x.shape[1] if keys is None else keys.shape[1]).window is not None
     wants_flex = x.is_cuda and (windowed or not constant_norm)
     return "flex" if wants_flex and not flex.unavailable(x, needs_grad) else "sdpa"
+
+
+def check_impl(impl) -> None:
+    """impl is "auto", "reference" or a name in FUSED; ValueError otherwise."""
+    if impl not in ("auto", "reference", *FUSED):
+        raise ValueError(f"impl must be one of auto, reference, {', '.join(FUSED)}, got {impl!r}")
 
 
 def _check(x, keys, values, causal, window, names=("keys", "values")) -> Mask:
@@ -129,10 +137,17 @@ def _drop_hidden(mask: Mask, num_queries: int, keys, values):
 
 
 def _to_autocast_dtype(x, keys, values):
-    """Under autocast take its dtype once, here, so that norms are taken of the rounded features and stay float32."""
-    if not torch.is_autocast_enabled(x.device.type) or x.dtype == torch.float64:
+    """Under autocast take its dtype once, here, so that norms are taken of the rounded features and stay float32.
+
+    Comes before the checks, as mixed dtypes are welcome then; what cannot be cast is left for them. Arguments that are one tensor stay one.
+    """
+    if not torch.amp.is_autocast_available(x.device.type) or not torch.is_autocast_enabled(x.device.type) or x.dtype == torch.float64:
         return x, keys, values
     dtype = torch.get_autocast_dtype(x.device.type)
-    cast_x = x.to(dtype)
-    cast_keys = cast_x if keys is x else keys.to(dtype)
-    return cast_x, cast_keys, cast_keys if values is keys else values.to(dtype)
+
+    def cast(t):
+        return t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() else t
+
+    cast_x = cast(x)
+    cast_keys = cast_x if keys is x else cast(keys)
+    return cast_x, cast_keys, cast_keys if values is keys else cast(values)

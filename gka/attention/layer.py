@@ -3,7 +3,8 @@
 import torch
 from torch import nn
 
-from gka.attention.api import gaussian_attention
+from gka.attention import validation
+from gka.attention.api import check_impl, gaussian_attention
 from gka.attention.bandwidth import initial_log_sigma
 
 
@@ -17,8 +18,9 @@ class GaussianKernelAttention(nn.Module):
       causal, window, impl: as in `gaussian_attention`.
       head_norm: RMS-normalise every head first. Norms are then constant and the kernel needs no |x|^2 term (as nanochat's QK norm).
 
-    Input and output: (B, T, dim), any floating dtype. Expects normalised tokens (the paper's: after the block's LayerNorm).
-    Keep `log_sigma` out of weight decay; it is 1-D, as the usual rule for biases and norms expects.
+    Input and output: (B, T, dim) in the weights' dtype, or autocast is on; ValueError for another shape. Expects normalised tokens (the
+    paper's: after the block's LayerNorm). `.bfloat16()` and `.half()` work, but `log_sigma` is best kept float32: rounded, it learns in steps
+    of 2^-8 or coarser. Keep it out of weight decay; it is 1-D, as the usual rule for biases and norms expects.
     """
 
     def __init__(self, dim: int, num_heads: int, *, bias: bool = True, sigma_squared: float | None = None, causal: bool = False,
@@ -26,7 +28,9 @@ class GaussianKernelAttention(nn.Module):
         super().__init__()
         if num_heads < 1 or dim % num_heads:
             raise ValueError(f"num_heads must divide dim, got dim={dim} and num_heads={num_heads}")
-        self.num_heads, self.head_dim = num_heads, dim // num_heads
+        validation.check_mask(causal, window)
+        check_impl(impl)
+        self.dim, self.num_heads, self.head_dim = dim, num_heads, dim // num_heads
         self.sigma_squared = self.head_dim**0.5 if sigma_squared is None else sigma_squared
         self.causal, self.window, self.head_norm, self.impl = causal, window, head_norm, impl
         self.log_sigma = nn.Parameter(initial_log_sigma(num_heads, self.sigma_squared))
@@ -39,10 +43,13 @@ class GaussianKernelAttention(nn.Module):
         self.proj.reset_parameters()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dim() != 3 or x.shape[-1] != self.dim:
+            raise ValueError(f"x must have shape (B, T, dim) with dim={self.dim}, got {tuple(x.shape)}")
         heads = x.unflatten(-1, (self.num_heads, self.head_dim))  # (B, T, H, D)
         if self.head_norm:
             heads = nn.functional.rms_norm(heads, (self.head_dim,))
-        y = gaussian_attention(heads, self.log_sigma, causal=self.causal, window=self.window, constant_norm=self.head_norm, impl=self.impl)
+        log_sigma = self.log_sigma.to(torch.promote_types(self.log_sigma.dtype, torch.float32))
+        y = gaussian_attention(heads, log_sigma, causal=self.causal, window=self.window, constant_norm=self.head_norm, impl=self.impl)
         return self.proj(y.flatten(-2))
 
     def extra_repr(self) -> str:

@@ -9,6 +9,7 @@ A checkpoint is a folder `step_00001234` with
 import os
 import re
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,15 +38,17 @@ class Checkpoint:
 
 
 def save(folder: Path, step: int, tensors: dict[str, Tensors], state: dict[str, Any], files: dict[str, Path] | None = None, keep: int = 2) -> Path:
-    """Write checkpoint `step` into `folder` and delete all but the newest `keep`. `files` are copied in under the given names.
+    """Write checkpoint `step` into `folder` and keep the newest `keep` up to it. `files` are copied in under the given names.
 
-    The final name appears only when everything is on disk; a kill at any moment leaves the previous checkpoints untouched.
+    The final name appears only when everything is on disk; a kill at any moment leaves the previous checkpoints untouched. A step that is
+    there already stays as it is if it is intact. Later steps go: a run that saves an earlier one has fallen back past them.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    for leftover in folder.glob(".tmp-step_*"):
-        shutil.rmtree(leftover)
-    final, temporary = folder / f"step_{step:08d}", folder / f".tmp-step_{step:08d}"
+    final, temporary, replaced = (folder / f"{prefix}step_{step:08d}" for prefix in ("", ".tmp-", ".tmp-replaced-"))
+    if final.exists() and find_damage(final) is None:
+        return final
+    _delete(folder.glob(".tmp-*step_*"))
     temporary.mkdir()
     for name, group in tensors.items():
         save_file({key: value.detach().contiguous().cpu() for key, value in group.items()}, temporary / f"{name}.safetensors")
@@ -56,12 +59,12 @@ def save(folder: Path, step: int, tensors: dict[str, Tensors], state: dict[str, 
     for path in written:
         fsync(path)
     write_json(temporary / "manifest.json", {path.name: sha256(path) for path in written})
-    if final.exists():  # the same step again, after a fall-back past it
-        shutil.rmtree(final)
+    if final.exists():  # damaged
+        os.replace(final, replaced)
     os.replace(temporary, final)
     fsync(folder)
-    for path in _newest_first(folder)[keep:]:
-        shutil.rmtree(path)
+    kept = [path for path in _newest_first(folder) if path <= final][: max(1, keep)]
+    _delete([*folder.glob(".tmp-*step_*"), *(path for path in _newest_first(folder) if path not in kept)])
     return final
 
 
@@ -107,6 +110,11 @@ def find_damage(path: Path) -> str | None:
         if sha256(file) != digest:
             return f"{name} does not have its recorded checksum"
     return None
+
+
+def _delete(folders: Iterable[Path]) -> None:
+    for path in folders:
+        shutil.rmtree(path)
 
 
 def _newest_first(folder: Path) -> list[Path]:

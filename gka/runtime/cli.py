@@ -1,6 +1,7 @@
 """Command lines: a dataclass becomes flags; a mistake becomes one line and exit code 2."""
 
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -14,7 +15,7 @@ class UserError(Exception):
 def run(main: Callable[[Any], None], config_class: type, argv: list[str] | None = None) -> None:
     """Parse `argv` (default: the process's) into `config_class` and call `main` with it.
 
-    The docstring of `config_class` is the help text, its field docstrings the flags' help. `UserError` and Ctrl-C exit with 2 and 130.
+    The docstring of `config_class` is the help text, its field docstrings the flags' help. `UserError`, a file that cannot be used and Ctrl-C exit with 2, 2 and 130.
     """
     import tyro
 
@@ -24,10 +25,26 @@ def run(main: Callable[[Any], None], config_class: type, argv: list[str] | None 
     try:
         main(config)
     except UserError as error:
-        if os.environ.get("RANK", "0") != "0":
-            time.sleep(3)  # rank 0 has the same to say and ends everyone; this rank speaks only if it is alone
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        _leave(str(error))
+    except OSError as error:
+        if error.filename is None:  # not about a path the user gave
+            raise
+        _leave(f"{error.filename}: {error.strerror}")
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
+
+
+def _leave(message: str) -> None:
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(3)  # rank 0 has the same to say and ends everyone; this rank speaks only if it is alone
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def command_line() -> str:
+    """The command this process was started with, as one would type it."""
+    program = sys.modules["__main__"].__spec__
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    launcher = "python" if ranks == 1 else f"torchrun --standalone --nproc-per-node {ranks}"
+    return shlex.join([*launcher.split(), *(["-m", program.name] if program else sys.argv[:1]), *sys.argv[1:]])

@@ -1,8 +1,14 @@
-"""Processes and devices: one call sets up torchrun's rank (or a single process), the device, the seeds and the process group."""
+"""Processes, devices and signals: one call sets up torchrun's rank (or a single process), the device, the seeds and the process group."""
 
 import os
 import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -11,6 +17,7 @@ import torch.distributed as dist
 from gka.runtime.cli import UserError
 
 DEVICE_TYPES = ("auto", "cuda", "cpu")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,29 @@ class Runtime:
         """True on every rank if `flag` is true on any."""
         return self.sum(torch.tensor(int(flag), device=self.device)).item() > 0
 
+    def broadcast(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Give every rank the values of rank 0, in place."""
+        if self.world_size > 1:
+            for parameter in parameters:
+                dist.broadcast(parameter.detach(), src=0)
+
+    def agree(self, prepare: Callable[[], T]) -> T:
+        """Run `prepare` on every rank. If it raises UserError on any, all leave: that rank with its message, the others quietly with exit code 2.
+
+        Without this, ranks that saw nothing wrong would wait for the failed one in their next collective.
+        """
+        result = error = None
+        try:
+            result = prepare()
+        except UserError as caught:
+            error = caught
+        failed = self.any(error is not None)
+        if error is not None:
+            raise error
+        if failed:
+            sys.exit(2)
+        return result
+
     def barrier(self) -> None:
         if self.world_size > 1:
             dist.barrier()
@@ -50,17 +80,44 @@ class Runtime:
             torch.cuda.synchronize()
 
     def share(self, count: int) -> range:
-        """This rank's part of `count` items, as even as possible: 512 over 7 ranks is 74, 73, 73, ..."""
+        """This rank's part of `count` items, as even as possible: 512 over 7 ranks is six times 73, then 74."""
         return range(self.rank * count // self.world_size, (self.rank + 1) * count // self.world_size)
+
+
+class Stop:
+    """Set by SIGTERM or SIGINT from now on; a training loop finishes its step, saves and leaves. A Ctrl-C some seconds later ends the process at once.
+
+    Not sooner: torchrun passes a signal on to processes that had it from the terminal already.
+    """
+
+    PATIENCE = 3.0  # seconds
+
+    def __init__(self):
+        self.since: float | None = None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._request)
+
+    @property
+    def requested(self) -> bool:
+        return self.since is not None
+
+    def _request(self, number, frame):
+        now = time.monotonic()
+        if self.since is None:
+            self.since = now
+        elif number == signal.SIGINT and now - self.since > self.PATIENCE:
+            raise KeyboardInterrupt
 
 
 def setup(device_type: str = "auto", seed: int = 42) -> Runtime:
     """Read RANK, LOCAL_RANK and WORLD_SIZE (torchrun), pick the device, seed every generator, join the process group.
 
-    device_type "auto" takes CUDA if there is one. Raises UserError for an unknown or absent device.
+    device_type "auto" takes CUDA if there is one. Raises UserError for an unknown or absent device or a negative seed.
     """
     if device_type not in DEVICE_TYPES:
         raise UserError(f"--device-type must be one of {', '.join(DEVICE_TYPES)}, got {device_type!r}")
+    if seed < 0:
+        raise UserError(f"--seed must not be negative, got {seed}")
     if device_type == "cuda" and not torch.cuda.is_available():
         raise UserError("--device-type cuda: no CUDA device is visible; use --device-type cpu")
     rank, world_size, local_rank = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
@@ -82,7 +139,16 @@ def setup(device_type: str = "auto", seed: int = 42) -> Runtime:
     return Runtime(rank, world_size, device)
 
 
-def shutdown() -> None:
-    """Leave the process group, if there is one."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+@contextmanager
+def running(device_type: str = "auto", seed: int = 42):
+    """`setup`, and at the end leave the process group. Raises as `setup`.
+
+    When all went well the ranks wait for one another first: gloo aborts a process whose peers are gone before it has finished with them.
+    """
+    runtime = setup(device_type, seed)
+    try:
+        yield runtime
+        runtime.barrier()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

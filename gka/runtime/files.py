@@ -13,8 +13,11 @@ from gka.runtime.cli import UserError
 
 def sha256(path: Path) -> str:
     """Hex digest of a file's content."""
+    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while chunk := file.read(2**20):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def fsync(path: Path) -> None:

@@ -42,7 +42,7 @@ class RunLog:
 
     def __init__(self, path: Path, *, resume_step: int = 0, wandb_mode: str = "disabled", name: str = "run", config: dict[str, Any] | None = None,
                  enabled: bool = True):  # fmt: skip
-        self.enabled, self.wandb = enabled, None
+        self.enabled, self.wandb, self.path = enabled, None, path
         if not enabled:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -58,19 +58,46 @@ class RunLog:
         """Record `values` at `step`; `show` is the human-readable line."""
         if not self.enabled:
             return
-        finite = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in values.items()}
-        self.file.write(json.dumps({"event": event, "step": step, "time": round(time.time(), 3), **finite}) + "\n")
+        self.file.write(json.dumps({"event": event, "step": step, "time": round(time.time(), 3), **finite(values)}) + "\n")
         if self.wandb is not None:
-            self.wandb.log({f"{event}/{k}": v for k, v in finite.items() if isinstance(v, (int, float))}, step=step)
+            self.wandb.log({f"{event}/{name}": value for name, value in _scalars(values)}, step=step)
         if show:
             console.print(show, highlight=False, markup=False)
 
+    def records(self, event: str) -> list[dict[str, Any]]:
+        """Every record of `event` so far, those of the processes this one continues included."""
+        return [line for line in read_lines(self.path) if line["event"] == event]
+
+    def has(self, event: str, step: int) -> bool:
+        return any(record["step"] == step for record in self.records(event))
+
     def close(self) -> None:
+        """Flush everything; closing twice is fine."""
         if not self.enabled:
             return
         self.file.close()
         if self.wandb is not None:
             self.wandb.finish()
+
+
+def finite(value: Any) -> Any:
+    """`value` with every float that JSON cannot hold (NaN, infinity) replaced by None, at any depth."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _scalars(values: dict[str, Any]):
+    """(name, number) pairs for a chart: nested dicts are spelled out, lists become their mean, minimum and maximum."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from ((f"{name}/{inner}", number) for inner, number in _scalars(value))
+        elif isinstance(value, list) and value and all(isinstance(item, (int, float)) for item in value):
+            yield from ((f"{name}/mean", sum(value) / len(value)), (f"{name}/min", min(value)), (f"{name}/max", max(value)))
+        elif isinstance(value, (int, float)):
+            yield name, value
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

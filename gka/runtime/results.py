@@ -4,11 +4,13 @@ import datetime
 import json
 import platform
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from gka.runtime.cli import command_line
+from gka.runtime.progress import finite
 
 
 def describe_hardware(device: torch.device) -> str:
@@ -42,7 +44,7 @@ def append_result(
         "kind": kind,
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M"),
         "commit": git_commit(),
-        "command": " ".join(["python -m", _module_name(), *sys.argv[1:]]),
+        "command": command_line(),
         "hardware": describe_hardware(device),
         "processes": world_size,
         "torch": torch.__version__,
@@ -52,10 +54,5 @@ def append_result(
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a") as file:
-        file.write(json.dumps(record, default=str) + "\n")
+        file.write(json.dumps(finite(record), default=str) + "\n")
     return record
-
-
-def _module_name() -> str:
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return spec.name if spec else Path(sys.argv[0]).name

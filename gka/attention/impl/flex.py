@@ -29,12 +29,17 @@ def unavailable(x, needs_grad: bool) -> str | None:
 
 @functools.lru_cache(maxsize=64)
 def _block_mask(mask: Mask, num_queries: int, num_keys: int, device):
-    offset = num_keys - num_queries
+    """The mask over whole tiles, padded keys hidden, for any caller: never an inference tensor, which training could not save."""
+    with torch.inference_mode(False), torch.no_grad():
+        offset, end = num_keys - num_queries, num_keys
+        if not torch.compiler.is_compiling():
+            # As tensors they leave `_compiled` one program for all lengths that fill the same tiles; a caller's own graph knows its lengths.
+            offset, end = (torch.tensor(n, device=device) for n in (offset, end))
 
-    def mask_mod(b, h, i, j):
-        return mask.visible(i + offset, j) & (j < num_keys)
+        def mask_mod(b, h, i, j):
+            return mask.visible(i + offset, j) & (j < end)
 
-    return create_block_mask(mask_mod, None, None, _round_up(num_queries), _round_up(num_keys), device=device)
+        return create_block_mask(mask_mod, None, None, _round_up(num_queries), _round_up(num_keys), device=device)
 
 
 def _round_up(length: int) -> int:
