@@ -72,13 +72,13 @@ def plot(rows: dict[str, dict], out: Path) -> list[Path]:
     figure, (losses, bpbs) = plt.subplots(1, 2, figsize=(11, 4))
     for label, row in rows.items():
         log = read_lines(row["log"])
-        tokens_per_step = row["train_tokens"] / row["step"]
-        train = [(r["step"] * tokens_per_step, r["smooth_loss"]) for r in log if r["event"] == "train"]
-        evaluations = [(r["step"] * tokens_per_step, r["val_bpb"]) for r in log if r["event"] == "eval"]
+        millions = row["train_tokens"] / row["step"] / 1e6  # tokens per step
+        train = [(r["step"] * millions, r["smooth_loss"]) for r in log if r["event"] == "train"]
+        evaluations = [(r["step"] * millions, r["val_bpb"]) for r in log if r["event"] == "eval"]
         losses.plot(*zip(*train), label=label)
         bpbs.plot(*zip(*evaluations), marker="o", label=label)
     for axes, what in ((losses, "training loss (nats per token)"), (bpbs, "validation bits per byte")):
-        axes.set(xlabel="training tokens", ylabel=what)
+        axes.set(xlabel="training tokens (millions)", ylabel=what)
         axes.grid(alpha=0.3)
         axes.legend()
     paths = [out / "loss_curves.png"]
