@@ -3,6 +3,8 @@
 Legend: B batch, T tokens, H heads, D head_dim, C = H * D.
 """
 
+from abc import ABC, abstractmethod
+
 import torch
 from torch import nn
 
@@ -13,7 +15,7 @@ from nanochat_gka.config import GPTConfig
 GATE_CHANNELS = 32
 
 
-class Attention(nn.Module):
+class Attention(nn.Module, ABC):
     """What all kinds share: bias-free projections named in PROJECTIONS (nanochat's names), W_O and the value gate."""
 
     PROJECTIONS: tuple[str, ...] = ()
@@ -37,9 +39,9 @@ class Attention(nn.Module):
         """x: the normalised block input, (B, T, C). value_embedding: (B, T, C) or None. Returns (B, T, C)."""
         return self.c_proj(self.mix(x, value_embedding, rotary).flatten(2))
 
+    @abstractmethod
     def mix(self, x: torch.Tensor, value_embedding: torch.Tensor | None, rotary: Rotary) -> torch.Tensor:
         """The heads' outputs, (B, T, H, D)."""
-        raise NotImplementedError
 
     def heads(self, x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(-1, (self.config.n_head, self.config.head_dim))

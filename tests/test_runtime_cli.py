@@ -53,6 +53,15 @@ def test_interrupted_is_130(capsys):
     assert capsys.readouterr().err == "interrupted\n"
 
 
+def test_a_full_disk_is_one_line(capsys):
+    def fill(config):
+        with open("/dev/full", "w") as file:  # Linux's own full disk
+            file.write("x")
+
+    assert call(fill) == 2
+    assert capsys.readouterr().err == "error: the disk is full; free some space and run the same command again\n"
+
+
 def test_a_bug_keeps_its_traceback():
     def crash(config):
         raise ZeroDivisionError

@@ -1,5 +1,6 @@
 """Command lines: a dataclass becomes flags; a mistake becomes one line and exit code 2."""
 
+import errno
 import os
 import shlex
 import sys
@@ -27,6 +28,8 @@ def run(main: Callable[[Any], None], config_class: type, argv: list[str] | None 
     except UserError as error:
         _leave(str(error))
     except OSError as error:
+        if error.errno == errno.ENOSPC:
+            _leave("the disk is full; free some space and run the same command again")
         if error.filename is None:  # not about a path the user gave
             raise
         _leave(f"{error.filename}: {error.strerror}")
