@@ -7,7 +7,6 @@ A step is a fixed set of rows of the global stream, dealt to the ranks as evenly
 count and gradients are summed, so any number of ranks computes the same step up to rounding.
 """
 
-import contextlib
 import math
 import time
 from dataclasses import asdict
@@ -16,10 +15,10 @@ import torch
 
 from gka.runtime import checkpoint
 from gka.runtime.cli import UserError, command_line, run
-from gka.runtime.distributed import Runtime, Stop, running
-from gka.runtime.files import locked
+from gka.runtime.distributed import Runtime, Stop
 from gka.runtime.progress import RunLog, progress_bar
 from gka.runtime.results import append_result
+from gka.runtime.training import launch
 from nanochat_gka.accounting import Horizon, flops_per_token, parameter_counts, plan
 from nanochat_gka.engine import generate
 from nanochat_gka.eval_bpb import bits_per_byte
@@ -53,7 +52,7 @@ class Trainer:
     """Everything a run holds while it trains. `state` is what a checkpoint needs beside tensors."""
 
     def __init__(self, config: TrainConfig, runtime: Runtime):
-        self.config, self.runtime, self.folder = config, runtime, config.out / config.tag
+        self.config, self.runtime, self.folder = config, runtime, config.folder
         # Data
         self.data = PackedData(config.data, verify=config.verify_data and runtime.is_main)
         sequence_len = self.data.sequence_len
@@ -238,27 +237,7 @@ class Trainer:
 
 
 def main(config: TrainConfig) -> None:
-    config.check()
-    with running(config.device_type, config.seed) as runtime, contextlib.ExitStack() as held:
-
-        def prepare() -> tuple[Trainer, RunLog]:
-            if runtime.is_main:
-                held.enter_context(locked(config.out / config.tag, "training in"))
-            trainer = Trainer(config, runtime)
-            trainer.resume()
-            log = RunLog(trainer.folder / "log.jsonl", resume_step=trainer.state["step"], wandb_mode=config.wandb, name=config.tag, config=asdict(config),
-                         enabled=runtime.is_main)  # fmt: skip
-            held.callback(log.close)
-            return trainer, log
-
-        trainer, log = runtime.agree(prepare)
-        runtime.broadcast(trainer.model.parameters())
-        try:
-            run_to_the_end(trainer, log)
-        except torch.OutOfMemoryError:
-            raise UserError(
-                f"out of GPU memory; lower --device-batch-size (now {config.device_batch_size}): it changes the speed, not the result"
-            ) from None
+    launch(config, Trainer, run_to_the_end)
 
 
 def run_to_the_end(trainer: Trainer, log: RunLog) -> None:

@@ -1,21 +1,20 @@
 """The flags of `train`: one field each, nanochat's names and defaults where it has them."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from gka.runtime.cli import UserError
+from gka.runtime.training import RunConfig
 from nanochat_gka.config import ModelFlags
 from nanochat_gka.optim import OptimConfig
 
-# What may differ when a run is resumed: it changes speed, reports and where things are, not what is computed.
-OPERATIONAL = {"data", "out", "device_type", "device_batch_size", "compile", "eval_every", "eval_tokens", "sample_every", "save_every", "keep",
-               "log_every", "wandb", "results", "verify_data", "stop_after", "model_tag"}  # fmt: skip
-
-
 @dataclass
-class TrainConfig(OptimConfig, ModelFlags):
+class TrainConfig(OptimConfig, ModelFlags, RunConfig):
     """Pretrain a GPT with softmax, VLT or Gaussian kernel attention. The same command continues a run that was stopped."""
+
+    OPERATIONAL: ClassVar = {"data", "out", "device_type", "device_batch_size", "compile", "eval_every", "eval_tokens", "sample_every", "save_every", "keep",
+                             "log_every", "wandb", "results", "verify_data", "stop_after", "model_tag"}  # fmt: skip
 
     # Where
     data: Path = Path("out/packed")
@@ -80,30 +79,11 @@ class TrainConfig(OptimConfig, ModelFlags):
     def tag(self) -> str:
         return self.model_tag or "-".join(part for part in (f"d{self.depth}", self.attention, self.head_offsets) if part)
 
-    def identity(self) -> dict:
-        """The settings that decide what is computed; a resumed run must agree with all of them."""
-        return {
-            key: str(value) if isinstance(value, Path) else value for key, value in asdict(self).items() if key not in OPERATIONAL | {"model_tag"}
-        }
-
-    def check_resumes(self, saved: dict) -> None:
-        """Raises UserError naming the first flag that differs from the run being resumed."""
-        for key, value in self.identity().items():
-            if saved.get(key) != value:
-                flag = "--" + key.replace("_", "-")
-                raise UserError(f"{flag} is {value} but the run in {self.out / self.tag} has {saved.get(key)}; use its value, or another --model-tag")
-
     def check(self) -> None:
-        """Raises UserError for values that make no sense."""
-        for key in ("device_batch_size", "keep", "log_every", "eval_tokens"):
-            if getattr(self, key) < 1:
-                raise UserError(f"--{key.replace('_', '-')} must be at least 1, got {getattr(self, key)}")
-        for key in ("eval_every", "sample_every", "save_every", "stop_after"):
-            if getattr(self, key) == 0 or getattr(self, key) < -1:
-                raise UserError(f"--{key.replace('_', '-')} must be positive, or -1 for off, got {getattr(self, key)}")
+        super().check()
+        self.require_positive("device_batch_size", "keep", "log_every", "eval_tokens")
+        self.require_positive("eval_every", "sample_every", "save_every", "stop_after", or_off=True)
         if self.seed < 0:
             raise UserError(f"--seed must not be negative, got {self.seed}")
         if not (0 <= self.warmup_ratio <= 1 and 0 <= self.warmdown_ratio <= 1):
             raise UserError(f"--warmup-ratio and --warmdown-ratio must be between 0 and 1, got {self.warmup_ratio} and {self.warmdown_ratio}")
-        if "/" in self.model_tag or self.model_tag.startswith("."):
-            raise UserError(f"--model-tag must be a plain folder name, got {self.model_tag!r}")

@@ -3,6 +3,8 @@
 Legend: B batch, T tokens (Tq queries, Tk keys), H heads, D head_dim.
 """
 
+import contextlib
+
 import torch
 
 from gka.attention import validation
@@ -61,7 +63,7 @@ def gaussian_attention(
     name = select_impl(x, log_sigma=log_sigma, keys=keys, values=values, causal=causal, window=window, constant_norm=constant_norm,
                        return_weights=return_weights, impl=impl)  # fmt: skip
 
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x.device.type):
         if name == "reference":
             y, weights = reference.gaussian(x, keys, values, log_sigma, mask, None if foreign_keys else eps)
             return (y, weights) if return_weights else y
@@ -109,6 +111,11 @@ def select_impl(x, *, log_sigma=None, keys=None, values=None, causal=False, wind
     windowed = Mask(causal, window).simplify(x.shape[1], x.shape[1] if keys is None else keys.shape[1]).window is not None
     wants_flex = x.is_cuda and (windowed or not constant_norm)
     return "flex" if wants_flex and not flex.unavailable(x, needs_grad) else "sdpa"
+
+
+def without_autocast(device_type: str):
+    """A context in which operations keep their arguments' dtype; also for devices that have no autocast, such as meta."""
+    return torch.autocast(device_type, enabled=False) if torch.amp.is_autocast_available(device_type) else contextlib.nullcontext()
 
 
 def check_impl(impl) -> None:

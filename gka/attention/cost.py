@@ -27,11 +27,11 @@ class AttentionCost:
 
 
 def attention_cost(kind: Kind, dim: int, num_heads: int, tokens: int, *, batch: int = 1, window: int | None = None,
-                   bias: bool = True, itemsize: int = 2) -> AttentionCost:  # fmt: skip
+                   bias: bool = True, value_bias: bool = False, itemsize: int = 2) -> AttentionCost:  # fmt: skip
     """Cost of attention of `kind` over (batch, tokens, dim).
 
     window: keys in reach of a query, None for all tokens. itemsize: bytes per element (2 for bf16).
-    VLT has no value bias. Raises ValueError for an unknown kind or a num_heads that does not divide dim.
+    value_bias: VLT keeps the bias of the W_V it lost (it needs `bias` too). Raises ValueError for an unknown kind or a num_heads that does not divide dim.
     """
     if kind not in INPUT_PROJECTIONS:
         raise ValueError(f"kind must be one of {', '.join(INPUT_PROJECTIONS)}, got {kind!r}")
@@ -42,7 +42,7 @@ def attention_cost(kind: Kind, dim: int, num_heads: int, tokens: int, *, batch: 
     bandwidths = num_heads if kind == "gka" else 0
     tensor_bytes = batch * tokens * dim * itemsize
     return AttentionCost(
-        parameters=linears * (dim * dim + (dim if bias else 0)) + bandwidths,
+        parameters=linears * (dim * dim + (dim if bias else 0)) + (dim if kind == "vlt" and bias and value_bias else 0) + bandwidths,
         bandwidths=bandwidths,
         flops=batch * tokens * (2 * linears * dim * dim + 4 * keys * dim),
         operator_bytes=OPERATOR_TENSORS[kind] * tensor_bytes,

@@ -1,0 +1,128 @@
+"""Top-1 and top-5 accuracy of a trained run, or of any timm model, on any of the data sources.
+
+python -m deit_gka.evaluate --run out/runs/deit_tiny_gka_patch16_224 --data /imagenet
+python -m deit_gka.evaluate --model deit_tiny_patch16_224 --checkpoint deit_tiny_patch16_224-a1311bcf.pth --crop-pct 0.875 --data /imagenet
+"""
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from timm.data import resolve_data_config
+from torch import nn
+
+from deit_gka.accounting import cost_of
+from deit_gka.engine import evaluate
+from deit_gka.loader import default_workers, eval_transform, evaluation_batches
+from deit_gka.model_io import WEIGHTS, build, find_checkpoint, load_file, load_run, parse_kwargs
+from deit_gka.sources import open_source
+from gka.runtime.cli import UserError, run
+from gka.runtime.distributed import Runtime, running
+from gka.runtime.progress import progress_bar
+from gka.runtime.results import append_result
+
+
+@dataclass
+class EvaluateConfig:
+    """Top-1 and top-5 accuracy of a run (--run) or of a timm model (--model with --checkpoint or --pretrained)."""
+
+    run: Path | None = None
+    """run folder, or one checkpoint folder in it"""
+    weights: list[Literal["ema", "model"]] = field(default_factory=lambda: list(WEIGHTS))
+    """of the run: the average, the raw weights, or both"""
+    best: bool = False
+    """of the run: the checkpoint with the best accuracy instead of the newest"""
+    model: str = ""
+    """timm name, when there is no --run"""
+    model_kwargs: tuple[str, ...] = ()
+    """arguments for timm, e.g. img_size=64"""
+    checkpoint: Path | None = None
+    """weights for --model: .safetensors or .pth (DeiT's own too)"""
+    pretrained: bool = False
+    """timm's weights for --model"""
+    data: str = "digits"
+    """a folder with train/ and val/ (class folders, or webdataset tars), hf:NAME_OR_PATH, hf-stream:NAME_OR_PATH, wds:FOLDER or digits"""
+    split: Literal["val", "train"] = "val"
+    """which images"""
+    crop_pct: float = -1.0
+    """part of the resized image that is looked at; -1 = the run's, or timm's for --model (DeiT's own figures: 0.875)"""
+    device_batch_size: int = 256
+    """images per process at once"""
+    num_workers: int = -1
+    """processes that load images; -1 = this process's share of the cores"""
+    amp: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """autocast type; auto = bfloat16 on CUDA, float32 on CPU"""
+    device_type: Literal["auto", "cuda", "cpu"] = "auto"
+    """auto takes CUDA if there is one"""
+    results: Path = Path("out/results.jsonl")
+    """file to append the numbers to"""
+
+
+def check(config: EvaluateConfig) -> None:
+    """Raises UserError for values that make no sense."""
+    if (config.run is None) == (not config.model):
+        raise UserError("give either --run (a trained run) or --model (a timm name)")
+    if config.model and config.checkpoint is None and not config.pretrained:
+        raise UserError("--model needs weights: --checkpoint FILE, or --pretrained for timm's")
+    if config.crop_pct != -1 and not 0 < config.crop_pct <= 1:
+        raise UserError(f"--crop-pct must be above 0 and at most 1, or -1, got {config.crop_pct}")
+    if config.device_batch_size < 1 or config.num_workers < -1:
+        raise UserError("--device-batch-size must be at least 1 and --num-workers at least -1")
+
+
+def candidates(config: EvaluateConfig, classes: list[str], device) -> dict[str, tuple[nn.Module, dict[str, Any]]]:
+    """name -> (model, transform settings) of everything to evaluate. Raises UserError if the classes do not match."""
+    if config.run is not None:
+        found = find_checkpoint(config.run, config.best)
+        if found.state["classes"] != classes:
+            raise UserError(f"{config.run} was trained on other classes ({len(found.state['classes'])}) than {config.data} has ({len(classes)})")
+        recipe = found.state["train_config"]
+        settings = {"input_size": recipe["input_size"], "crop_pct": recipe["crop_pct"]}
+        available = [weights for weights in config.weights if (found.path / f"{weights}.safetensors").exists()] or config.weights
+        return {weights: (load_run(found, weights, device), settings) for weights in available}
+    model = build(config.model, pretrained=config.pretrained, **parse_kwargs(config.model_kwargs))
+    if config.checkpoint is not None:
+        load_file(config.checkpoint, model)
+    if model.num_classes != len(classes):
+        raise UserError(f"{config.model} tells {model.num_classes} classes apart but {config.data} has {len(classes)}")
+    timms = resolve_data_config(model=model)
+    settings = {"input_size": timms["input_size"][-1], **{key: timms[key] for key in ("crop_pct", "mean", "std")}}
+    return {config.model: (model.to(device).eval(), settings)}
+
+
+def measure(config: EvaluateConfig, runtime: Runtime) -> dict[str, dict]:
+    """Accuracy of every candidate, by name."""
+    source = runtime.agree(lambda: open_source(config.data, config.split))
+    models = runtime.agree(lambda: candidates(config, source.classes, runtime.device))
+    num_workers = default_workers() if config.num_workers < 0 else config.num_workers
+    metrics = {}
+    for name, (model, settings) in models.items():
+        if config.crop_pct != -1:
+            settings = {**settings, "crop_pct": config.crop_pct}
+        loader = evaluation_batches(source, eval_transform(**settings), runtime, config.device_batch_size, num_workers)
+        started = time.perf_counter()
+        with progress_bar() as bar:
+            task = bar.add_task(f"evaluating {name}", total=-(-len(source) // runtime.world_size), status="")
+            values = evaluate(model, loader, runtime, config.amp, lambda images, bar=bar, task=task: bar.advance(task, images))
+        speed, cost = values["images"] / (time.perf_counter() - started), cost_of(model)
+        metrics[name] = {**values, "images_per_second": speed, "parameters": sum(p.numel() for p in model.parameters()),
+                         "flops": cost.flops if cost else None, "crop_pct": settings["crop_pct"]}  # fmt: skip
+        skipped = f" ({values['broken']} broken images left out)" if values["broken"] else ""
+        runtime.print(
+            f"{name}: top-1 {values['top1']:.3f} top-5 {values['top5']:.3f} loss {values['loss']:.4f} on {values['images']:,} images{skipped}, {speed:,.0f} img/s"
+        )
+    return metrics
+
+
+def main(config: EvaluateConfig) -> None:
+    check(config)
+    with running(config.device_type) as runtime:
+        metrics = measure(config, runtime)
+        if runtime.is_main:
+            what = {"run": config.run.name if config.run else None, "model": config.model or None, "data": config.data, "split": config.split}
+            append_result(config.results, "evaluate_deit", what, metrics, runtime.device, runtime.world_size)
+
+
+if __name__ == "__main__":
+    run(main, EvaluateConfig)

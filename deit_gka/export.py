@@ -1,0 +1,43 @@
+"""A trained run as model.safetensors and config.json for timm.
+
+    python -m deit_gka.export --run out/runs/deit_tiny_gka_patch16_224 --out gka-ti
+
+then, anywhere:
+
+    import timm, deit_gka
+    model = timm.create_model("local-dir:gka-ti", pretrained=True)
+    model = timm.create_model("deit_tiny_gka_patch16_224", checkpoint_path="gka-ti/model.safetensors")
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from deit_gka.model_io import export, find_checkpoint
+from gka.runtime.cli import run
+
+
+@dataclass
+class ExportConfig:
+    """Write a run's weights as one safetensors file with timm's configuration beside it."""
+
+    run: Path
+    """run folder, or one checkpoint folder in it"""
+    out: Path
+    """folder to write to"""
+    weights: Literal["ema", "model"] = "ema"
+    """the average or the raw weights"""
+    best: bool = False
+    """the checkpoint with the best accuracy instead of the newest"""
+
+
+def main(config: ExportConfig) -> None:
+    found = find_checkpoint(config.run, config.best)
+    file = export(found, config.weights, config.out)
+    about = found.state["model"]
+    print(f'{file}: {config.weights} weights at epoch {found.state["epoch"]:g}; timm.create_model("local-dir:{config.out}", pretrained=True) loads it'
+          f' (after import deit_gka), or create_model("{about["name"]}", checkpoint_path="{file}", num_classes={about["num_classes"]}, ...)')  # fmt: skip
+
+
+if __name__ == "__main__":
+    run(main, ExportConfig)

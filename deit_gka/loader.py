@@ -1,0 +1,265 @@
+"""From images to batches: which image goes where, augmentation, worker processes. Unusual in it:
+
+- An update is a fixed set of images whatever the number of processes. They are dealt out in pairs, because Mixup and CutMix mix pairs.
+- Every image has its own random seed, from (run seed, epoch, place in the epoch). So neither the number of processes nor of workers, nor
+  where a run was interrupted, changes what is drawn.
+- A broken image never stops training: a neighbour in the batch takes its place, and it is counted and reported.
+"""
+
+import hashlib
+import os
+import queue
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from timm.data import create_transform
+from timm.data.distributed_sampler import RepeatAugSampler
+from torch.utils.data import DataLoader
+
+from deit_gka.recipe import Recipe
+from deit_gka.sources import BrokenImage, Record, Source, Stream, decode
+from gka.runtime.cli import UserError
+from gka.runtime.distributed import Runtime
+
+MAX_WORKERS = 16
+READ_AHEAD = 256  # records of a stream
+
+
+def seed_of(*what) -> int:
+    """A 63-bit seed that depends on everything given."""
+    return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=8).digest(), "big") >> 1
+
+
+def seed_everything(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+# Which images
+
+
+class Piece(NamedTuple):
+    """What one process runs at once: places in the global batch, ordered so that flipping a part pairs it up; and those parts."""
+
+    places: list[int]
+    parts: list[tuple[int, int]]  # (group, length): the images that share a Mixup draw
+
+
+def deal(batch_size: int, group_size: int, pairs: range, device_batch_size: int) -> list[Piece]:
+    """The pieces of one update for the process that has `pairs` of the global batch, each of at most `device_batch_size` images.
+
+    Group g of G is every G-th image from g on, as with G GPUs in DeiT: copies made by repeated augmentation come to lie in different groups.
+    Within a group of n, image k is mixed with image n-1-k.
+    """
+    groups = batch_size // group_size if batch_size % group_size == 0 else 1
+    half = batch_size // groups // 2
+    count = -(-len(pairs) // max(1, device_batch_size // 2))
+    pieces = []
+    for piece in range(count):
+        mine = pairs[piece * len(pairs) // count : (piece + 1) * len(pairs) // count]
+        places, parts = [], []
+        for group in range(mine[0] // half, mine[-1] // half + 1):
+            inside = [pair - group * half for pair in mine if pair // half == group]
+            order = inside + [2 * half - 1 - k for k in reversed(inside)]
+            places += [group + groups * k for k in order]
+            parts.append((group, len(order)))
+        pieces.append(Piece(places, parts))
+    return pieces
+
+
+class Key(NamedTuple):
+    """What a worker needs to make one training image."""
+
+    item: int | Record  # index into a Source, or a record of a Stream
+    seed: int
+
+
+class Order:
+    """The batches of keys of one process, from any update on. An epoch is len(source) // batch_size updates."""
+
+    def __init__(self, source: Source | Stream, recipe: Recipe, runtime: Runtime, device_batch_size: int):
+        pairs = runtime.share(recipe.batch_size // 2)
+        if not pairs:
+            raise UserError(f"--batch-size {recipe.batch_size} has too few pairs of images for {runtime.world_size} processes; raise it")
+        if len(source) < recipe.batch_size:
+            raise UserError(f"{source.name} has {len(source):,} training images, fewer than one batch; lower --batch-size (now {recipe.batch_size})")
+        if isinstance(source, Stream) and recipe.repeated_aug > 1:
+            raise UserError("repeated augmentation needs random access and a stream has none; pass --repeated-aug 1, or use a local copy")
+        self.source, self.recipe, self.runtime = source, recipe, runtime
+        self.pieces = deal(recipe.batch_size, recipe.group_size, pairs, device_batch_size)
+        self.steps_per_epoch = len(source) // recipe.batch_size
+
+    def batches(self, start: int, stop: int) -> Iterator[list[Key]]:
+        """Keys of every piece of the updates start .. stop-1."""
+        step = start
+        while step < stop:
+            epoch, first = divmod(step, self.steps_per_epoch)
+            last = min(self.steps_per_epoch, first + stop - step)
+            yield from self._stream(epoch, first, last) if isinstance(self.source, Stream) else self._random_access(epoch, first, last)
+            step += last - first
+
+    def _key(self, item, epoch: int, place: int) -> Key:
+        return Key(item, seed_of(self.recipe.seed, "image", epoch, place))
+
+    def _random_access(self, epoch: int, first: int, last: int) -> Iterator[list[Key]]:
+        sampler = RepeatAugSampler(self.source, num_replicas=1, rank=0, num_repeats=self.recipe.repeated_aug, selected_round=0)
+        sampler.set_epoch(seed_of(self.recipe.seed, "order", epoch))
+        indices = list(sampler)
+        for step in range(first, last):
+            begin = step * self.recipe.batch_size
+            for piece in self.pieces:
+                yield [self._key(indices[begin + place], epoch, begin + place) for place in piece.places]
+
+    def _stream(self, epoch: int, first: int, last: int) -> Iterator[list[Key]]:
+        size = sum(len(piece.places) for piece in self.pieces)
+        records = read_ahead(self._endless(epoch), READ_AHEAD)
+        for _ in range(first * size):  # read again, but not decoded
+            next(records)
+        for step in range(first, last):
+            for piece in self.pieces:
+                yield [self._key(next(records), epoch, step * self.recipe.batch_size + place) for place in piece.places]
+
+    def _endless(self, epoch: int) -> Iterator[Record]:
+        """This process's records; should its part of the shards be short, it starts on them again."""
+        passes = 0
+        while True:
+            yield from self.source.records(seed_of("pass", epoch, passes) % 2**31, self.runtime.rank, self.runtime.world_size, self.recipe.seed)
+            passes += 1
+
+
+def read_ahead(iterator: Iterator, count: int) -> Iterator:
+    """The same items, read by a thread that stays up to `count` ahead."""
+    items: queue.Queue = queue.Queue(count)
+    done, left = object(), threading.Event()
+
+    def put(item) -> bool:
+        while not left.is_set():
+            try:
+                items.put(item, timeout=0.2)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    def read():
+        try:
+            for item in iterator:
+                if not put((item, None)):
+                    return
+            put((done, None))
+        except BaseException as error:
+            put((done, error))
+
+    threading.Thread(target=read, daemon=True).start()
+    try:
+        while True:
+            item, error = items.get()
+            if error is not None:
+                raise error
+            if item is done:
+                return
+            yield item
+    finally:
+        left.set()
+
+
+# Batches
+
+
+class Batch(NamedTuple):
+    """Images (n, 3, S, S) float32, normalised; labels (n,) int64; the broken files among them with the reason; seconds a worker spent."""
+
+    images: torch.Tensor
+    labels: torch.Tensor
+    broken: list[tuple[str, str]]
+    seconds: float
+
+
+class Images:
+    """Makes batches from keys; lives in the workers. In training a broken image is replaced by a neighbour, in evaluation it is left out."""
+
+    def __init__(self, source: Source | Stream, transform, training: bool):
+        self.source, self.transform, self.training = source, transform, training
+
+    def __getitems__(self, keys: list[Key]) -> Batch:
+        started = time.perf_counter()
+        made, broken = [], []
+        for key in keys:
+            name = f"{self.source.name}, image {key.item}" if isinstance(key.item, int) else key.item[2]
+            try:
+                data, label, name = self.source.read(key.item) if isinstance(key.item, int) else key.item
+                image = decode(data)
+            except (BrokenImage, OSError) as error:
+                broken.append((name, str(error)))
+                made.append(None)
+                continue
+            if self.training:
+                seed_everything(key.seed)
+            made.append((self.transform(image), label))
+        intact = [place for place, image in enumerate(made) if image is not None]
+        if self.training and intact:
+            made = [image or made[next((other for other in intact if other > place), intact[0])] for place, image in enumerate(made)]
+        made = [image for image in made if image is not None]
+        images = torch.stack([image for image, _ in made]) if made else torch.empty(0, 3, 1, 1)
+        labels = torch.tensor([label for _, label in made], dtype=torch.long)
+        return Batch(images, labels, broken, time.perf_counter() - started)
+
+
+def train_transform(recipe: Recipe):
+    """Crop, flip, RandAugment, normalise, erase (timm's, in DeiT's order)."""
+    return create_transform(recipe.input_size, is_training=True, scale=recipe.scale, ratio=recipe.ratio, hflip=recipe.hflip,
+                            auto_augment=recipe.aa or None, color_jitter=None, interpolation="bicubic", re_prob=recipe.reprob, re_mode="pixel",
+                            re_count=1)  # fmt: skip
+
+
+def eval_transform(input_size: int, crop_pct: float, **normalisation):
+    """Resize, crop the centre, normalise. normalisation: mean and std if not ImageNet's."""
+    return create_transform(input_size, is_training=False, interpolation="bicubic", crop_pct=crop_pct, **normalisation)
+
+
+def batches(images: Images, keys: Iterable[list[Key]], num_workers: int, device: torch.device) -> DataLoader:
+    """Run `images` over `keys` in worker processes (0: in this one); batches come in order."""
+    workers = dict(num_workers=num_workers, prefetch_factor=3, worker_init_fn=_start_worker) if num_workers else {}
+    return DataLoader(images, batch_sampler=keys, collate_fn=_whole, pin_memory=device.type == "cuda", **workers)
+
+
+def evaluation_batches(source: Source | Stream, transform, runtime: Runtime, batch_size: int, num_workers: int) -> DataLoader:
+    """This process's part of the images, in order: every image is in exactly one process's part, once."""
+    if isinstance(source, Stream):
+        items: Iterable = source.records(0, runtime.rank, runtime.world_size)
+    else:
+        items = range(runtime.rank, len(source), runtime.world_size)
+    return batches(Images(source, transform, training=False), _groups_of(items, batch_size), num_workers, runtime.device)
+
+
+def _groups_of(items: Iterable, size: int) -> Iterator[list[Key]]:
+    group = []
+    for item in items:
+        group.append(Key(item, 0))
+        if len(group) == size:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+def default_workers() -> int:
+    """Worker processes for this process: its share of the machine's cores, at most 16."""
+    return max(1, min(MAX_WORKERS, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+
+
+def _whole(batch: Batch) -> Batch:
+    return batch
+
+
+def _start_worker(number: int) -> None:
+    # Ctrl-C reaches the whole process group: the trainer decides. SIGTERM must end a worker, whatever the trainer does with it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -1,0 +1,96 @@
+"""Models: built by timm's name, written into and read from checkpoints, exported for timm."""
+
+import difflib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from torch import nn
+
+import deit_gka.models  # noqa: F401 (registers)
+from deit_gka.recipe import Recipe
+from gka.runtime import checkpoint
+from gka.runtime.checkpoint import Checkpoint
+from gka.runtime.cli import UserError
+
+WEIGHTS = ("ema", "model")
+
+
+def parse_kwargs(words: Iterable[str]) -> dict[str, Any]:
+    """["depth=4", "sigma_squared=1.0", "attn_layer=gka"] as a dictionary: JSON values where they are JSON, else text. UserError for others."""
+    kwargs = {}
+    for word in words:
+        key, separator, value = word.partition("=")
+        if not separator or not key.isidentifier():
+            raise UserError(f"--model-kwargs takes name=value, got {word!r}")
+        try:
+            kwargs[key] = json.loads(value)
+        except json.JSONDecodeError:
+            kwargs[key] = value
+    return kwargs
+
+
+def build(name: str, num_classes: int | None = None, input_size: int | None = None, pretrained: bool = False, **kwargs) -> nn.Module:
+    """timm.create_model with mistakes as one line. None leaves timm's own number of classes or image size. Raises UserError."""
+    if not timm.is_model(name):
+        near = difflib.get_close_matches(name, timm.list_models(), n=3)
+        raise UserError(f"timm has no model {name!r}" + (f"; did you mean {' or '.join(near)}?" if near else ""))
+    config = timm.get_pretrained_cfg(name)
+    if input_size is not None and config is not None and config.fixed_input_size and config.input_size[-1] != input_size:
+        kwargs.setdefault("img_size", input_size)
+    if num_classes is not None:
+        kwargs["num_classes"] = num_classes
+    try:
+        return timm.create_model(name, pretrained=pretrained, **kwargs)
+    except (TypeError, ValueError, AssertionError, RuntimeError) as error:
+        raise UserError(f"timm cannot build {name}: {str(error).splitlines()[0] if str(error) else error!r}") from None
+
+
+def describe(name: str, num_classes: int, recipe: Recipe, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What a checkpoint needs to say about its model, so that `load_run` builds it again."""
+    return {"name": name, "num_classes": num_classes, "input_size": recipe.input_size, "kwargs": kwargs}
+
+
+def find_checkpoint(path: Path, best: bool = False) -> Checkpoint:
+    """A checkpoint folder itself, or the newest intact one of a run folder (best: the one with the best accuracy). UserError if there is none."""
+    path = Path(path)
+    if (path / "manifest.json").exists():
+        return checkpoint.load(path)
+    found = checkpoint.load_newest(path / ("best" if best else "checkpoints"))
+    if found is None:
+        raise UserError(f"no checkpoint in {path}; train one first (make demo, make train-deit-ti)")
+    return found
+
+
+def load_run(found: Checkpoint, weights: str, device: torch.device | str) -> nn.Module:
+    """The model of one of our checkpoints; weights: "ema" or "model" (the raw ones). Raises UserError if they are not in it."""
+    if not (found.path / f"{weights}.safetensors").exists():
+        raise UserError(f"{found.path} has no {weights} weights; choose --weights {' or '.join(w for w in WEIGHTS if w != weights)}")
+    about = found.state["model"]
+    model = build(about["name"], about["num_classes"], about["input_size"], **about["kwargs"])
+    model.load_state_dict(found.tensors(weights))
+    return model.to(device).eval()
+
+
+def load_file(path: Path, model: nn.Module) -> nn.Module:
+    """Weights from a file into `model`: .safetensors, or .pth such as DeiT's own, read without unpickling. Raises UserError if they do not fit."""
+    try:
+        timm.models.load_checkpoint(model, str(path), use_ema=True, weights_only=True)
+    except FileNotFoundError:
+        raise UserError(f"weights not found: {path}") from None
+    except Exception as error:  # torch and safetensors raise many kinds for files that are not theirs
+        raise UserError(f"{path} does not hold weights of this model: {' '.join(str(error).split())[:200]}") from None
+    return model.eval()
+
+
+def export(found: Checkpoint, weights: str, folder: Path) -> Path:
+    """Write model.safetensors and config.json for timm: create_model(NAME, checkpoint_path=FILE), or create_model("local-dir:FOLDER", pretrained=True)."""
+    model = load_run(found, weights, "cpu")
+    recipe, classes = found.state["train_config"], found.state["classes"]
+    data_config = {"crop_pct": recipe["crop_pct"], "interpolation": "bicubic", "input_size": (3, recipe["input_size"], recipe["input_size"])}
+    model_config = {"label_names": classes} if len(classes) == model.num_classes else {}
+    timm.models.save_for_hf(model, str(folder), model_config=model_config, safe_serialization=True, data_config=data_config)
+    return Path(folder) / "model.safetensors"

@@ -1,0 +1,48 @@
+"""AdamW with the paper's decay exclusions, the cosine schedule, and the weight average: all timm's; and their state as named tensors."""
+
+import torch
+from timm.optim import create_optimizer_v2
+from timm.scheduler import CosineLRScheduler
+from timm.utils import ModelEmaV3
+from torch import nn
+
+from deit_gka.recipe import Recipe
+
+Tensors = dict[str, torch.Tensor]
+
+
+def make_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
+    """AdamW; 1-D parameters (biases, norms, log_sigma), positions and the CLS token are not decayed (timm's rule)."""
+    fused = {"fused": True} if next(model.parameters()).is_cuda else {}
+    return create_optimizer_v2(model, "adamw", lr=recipe.scaled_lr, weight_decay=recipe.weight_decay, betas=recipe.opt_betas, **fused)
+
+
+def make_schedule(optimizer: torch.optim.Optimizer, recipe: Recipe, steps_per_epoch: int) -> CosineLRScheduler:
+    """Linear warm-up, then cosine whose clock started with the warm-up; `step_update(n)` sets the rate of update n and remembers nothing."""
+    warmup = round(recipe.warmup_epochs * steps_per_epoch)
+    return CosineLRScheduler(optimizer, t_initial=recipe.epochs * steps_per_epoch, lr_min=recipe.min_lr, warmup_t=warmup,
+                             warmup_lr_init=recipe.warmup_lr, t_in_epochs=False)  # fmt: skip
+
+
+def make_average(model: nn.Module, recipe: Recipe) -> ModelEmaV3 | None:
+    """The exponential moving average of the weights. With warm-up its decay is that of a plain mean until it reaches the recipe's."""
+    if not recipe.model_ema_decay:
+        return None
+    return ModelEmaV3(model, decay=recipe.model_ema_decay, use_warmup=recipe.model_ema_warmup, warmup_power=1.0)
+
+
+def state_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> Tensors:
+    """The optimiser's state as {"exp_avg/blocks.0...": tensor}."""
+    return {f"{key}/{name}": value for name, parameter in model.named_parameters() for key, value in optimizer.state[parameter].items()}
+
+
+def load_state_tensors(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Tensors) -> None:
+    """Undo `state_tensors`."""
+    states: dict[str, Tensors] = {}
+    for key, value in tensors.items():
+        kind, name = key.split("/", 1)
+        states.setdefault(name, {})[kind] = value
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    ordered = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+    state = {number: states[name] for number, name in enumerate(ordered) if name in states}
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

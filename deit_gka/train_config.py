@@ -1,0 +1,71 @@
+"""The flags of `train`: the recipe, and where and how to run it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from deit_gka.recipe import Recipe
+from gka.runtime.cli import UserError
+from gka.runtime.training import RunConfig
+
+
+@dataclass(frozen=True)
+class TrainConfig(Recipe, RunConfig):
+    """Train a vision transformer with softmax, VLT or Gaussian kernel attention. The same command continues a run that was stopped."""
+
+    OPERATIONAL: ClassVar = {"data", "out", "model_tag", "device_type", "device_batch_size", "num_workers", "compile", "grad_checkpointing",
+                             "save_every", "keep", "log_every", "eval_every", "stop_after", "wandb", "results"}  # fmt: skip
+
+    # What and where
+    model: str = "deit_tiny_gka_patch16_224"
+    """any timm name: deit_{tiny,small,base}_{gka,vlt}_patch16_224, deit_tiny_patch16_224 (softmax), ..."""
+    model_kwargs: tuple[str, ...] = ()
+    """arguments for timm, e.g. sigma_squared=1.0 depth=4"""
+    data: str = "digits"
+    """a folder with train/ and val/ (class folders, or webdataset tars), hf:NAME_OR_PATH, hf-stream:NAME_OR_PATH, wds:FOLDER or digits"""
+    out: Path = Path("out/runs")
+    """folder for runs; this one goes to OUT/TAG"""
+    model_tag: str = ""
+    """name of the run; empty = the model's"""
+    device_type: Literal["auto", "cuda", "cpu"] = "auto"
+    """auto takes CUDA if there is one"""
+
+    # Speed; the result does not depend on these
+    device_batch_size: int = 256
+    """images per process at once; lower it if memory runs out"""
+    num_workers: int = -1
+    """processes that load images, for each training process; -1 = its share of the cores"""
+    compile: Literal["auto", "off", "default", "max-autotune"] = "auto"
+    """torch.compile; auto = max-autotune on CUDA (paper), off on CPU"""
+    grad_checkpointing: bool = False
+    """recompute activations in backward: less memory, slower"""
+
+    # Reports
+    eval_every: int = 1
+    """epochs between evaluations; -1 = at the end only"""
+    save_every: int = 500
+    """updates between checkpoints, beside those after every epoch; -1 = those only"""
+    keep: int = 2
+    """checkpoints to keep, beside the best"""
+    log_every: int = 50
+    """updates between printed lines"""
+    stop_after: int = -1
+    """stop, saved, after this update; the schedule stays (for trying things out)"""
+    wandb: Literal["disabled", "offline", "online"] = "disabled"
+    """Weights & Biases; offline needs no account (WANDB_MODE sets the Makefile's default)"""
+    results: Path = Path("out/results.jsonl")
+    """file to append the finished run's numbers to"""
+
+    @property
+    def tag(self) -> str:
+        return self.model_tag or self.model
+
+    def check(self) -> None:
+        Recipe.check(self)
+        RunConfig.check(self)
+        self.require_positive("keep", "log_every")
+        self.require_positive("eval_every", "save_every", "stop_after", or_off=True)
+        if self.device_batch_size < 2:
+            raise UserError(f"--device-batch-size must be at least 2: images are mixed in pairs; got {self.device_batch_size}")
+        if self.num_workers < -1:
+            raise UserError(f"--num-workers must be 0 or more, or -1 for automatic, got {self.num_workers}")

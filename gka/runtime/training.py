@@ -1,0 +1,99 @@
+"""What a run of either trainer shares: which settings make it the same run, and how it starts and ends."""
+
+import contextlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+from gka.runtime.cli import UserError
+from gka.runtime.distributed import Runtime, running
+from gka.runtime.files import locked
+from gka.runtime.progress import RunLog
+
+
+class RunConfig:
+    """Mixed into a trainer's dataclass of flags. A run lives in `out`/`tag`; continuing it takes the same settings."""
+
+    # What may differ when a run is resumed: it changes speed, reports and where things are, not what is computed.
+    OPERATIONAL: ClassVar[set[str]] = set()
+
+    out: Path
+    model_tag: str
+    device_type: str
+    device_batch_size: int
+    seed: int
+    wandb: str
+
+    @property
+    def tag(self) -> str:
+        """Name of the run's folder."""
+        return self.model_tag
+
+    @property
+    def folder(self) -> Path:
+        return self.out / self.tag
+
+    def identity(self) -> dict[str, Any]:
+        """The settings that decide what is computed, as JSON holds them; a resumed run must agree with all of them."""
+        settings = {key: value for key, value in asdict(self).items() if key not in self.OPERATIONAL}
+        return json.loads(json.dumps(settings, default=str))
+
+    def check_resumes(self, saved: dict[str, Any]) -> None:
+        """Raises UserError naming the first flag that differs from the run being resumed."""
+        for key, value in self.identity().items():
+            if saved.get(key) != value:
+                flag = "--" + key.replace("_", "-")
+                raise UserError(f"{flag} is {value} but the run in {self.folder} has {saved.get(key)}; use its value, or another --model-tag")
+
+    def check(self) -> None:
+        """Raises UserError for values that make no sense. A trainer's own checks call this first."""
+        if "/" in self.model_tag or self.model_tag.startswith("."):
+            raise UserError(f"--model-tag must be a plain folder name, got {self.model_tag!r}")
+
+    def require_positive(self, *keys: str, or_off: bool = False) -> None:
+        """Raises UserError unless these are at least 1, or (or_off) -1."""
+        for key in keys:
+            value, flag = getattr(self, key), f"--{key.replace('_', '-')}"
+            if value < 1 and not (or_off and value == -1):
+                raise UserError(f"{flag} must be positive, or -1 for off, got {value}" if or_off else f"{flag} must be at least 1, got {value}")
+
+
+class Trainer(Protocol):
+    """What `launch` needs of a trainer. `state["step"]` counts the updates done; `model` holds the weights all processes must share."""
+
+    state: dict[str, Any]
+    model: torch.nn.Module
+
+    def resume(self) -> None: ...
+
+
+def launch(config: RunConfig, make_trainer: Callable[[Any, Runtime], Trainer], train: Callable[[Any, RunLog], None]) -> None:
+    """Join the processes, take the run's folder, build and resume the trainer, open its log, and `train(trainer, log)`.
+
+    Raises UserError, on every process, for anything the user can mend; running out of GPU memory is one of these.
+    """
+    config.check()
+    with running(config.device_type, config.seed) as runtime, contextlib.ExitStack() as held:
+
+        def prepare() -> tuple[Trainer, RunLog]:
+            if runtime.is_main:
+                held.enter_context(locked(config.folder, "training in"))
+            trainer = make_trainer(config, runtime)
+            trainer.resume()
+            log = RunLog(config.folder / "log.jsonl", resume_step=trainer.state["step"], wandb_mode=config.wandb, name=config.tag,
+                         config=config.identity(), enabled=runtime.is_main)  # fmt: skip
+            held.callback(log.close)
+            return trainer, log
+
+        trainer, log = runtime.agree(prepare)
+        runtime.broadcast(trainer.model.parameters())
+        try:
+            train(trainer, log)
+        except torch.OutOfMemoryError:
+            raise UserError(
+                f"out of GPU memory; lower --device-batch-size (now {config.device_batch_size}): it changes the speed, not the result"
+            ) from None
