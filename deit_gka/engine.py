@@ -72,7 +72,7 @@ def accumulate_gradients(model, pieces: list[Piece], next_batch: Callable[[], Ba
             raise UserError(f"none of the {len(batch.broken)} images of a batch can be read, the first is {name}: {reason}; is the disk still there?")
         images, labels = (tensor.to(runtime.device, non_blocking=True) for tensor in (batch.images, batch.labels))
         images, targets = mixer(images, labels, piece.parts, step)
-        torch.manual_seed(seed_of(recipe.seed, "model", step, number, runtime.rank))
+        seed_device(seed_of(recipe.seed, "model", step, number, runtime.rank), runtime.device)
         waits = getattr(model, "no_sync", None) if number < len(pieces) - 1 else None
         with waits() if waits else contextlib.nullcontext():
             with autocast(runtime.device, recipe.amp):
@@ -81,6 +81,12 @@ def accumulate_gradients(model, pieces: list[Piece], next_batch: Callable[[], Ba
             scale(loss * runtime.world_size).backward()
         update.loss += loss.detach()
     return update
+
+
+def seed_device(seed: int, device: torch.device) -> None:
+    """Seed what stochastic depth draws from."""
+    generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
+    generator.manual_seed(seed)
 
 
 @torch.inference_mode()

@@ -37,9 +37,10 @@ def seed_of(*what) -> int:
 
 
 def seed_everything(seed: int) -> None:
+    """Python's, numpy's and torch's CPU generators (torch.manual_seed would queue a call, stack trace included, for a CUDA never started)."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
 
 
 # Which images

@@ -1,4 +1,4 @@
-"""The main experiment in miniature, on real text, without GPU or network: softmax, GKA as the paper has it, and GKA with head offsets.
+"""The paper's experiments in miniature, on real data, without GPU or network: language models on text, vision transformers on digits.
 
     make demo            (python -m runs.demo)
 
@@ -7,18 +7,16 @@ Everything is reused the second time; an interrupted demo continues where it sto
 """
 
 import json
-import shlex
-import subprocess
-import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from gka.runtime import cli
 from gka.runtime.cli import UserError
 from gka.runtime.progress import console, read_lines
-from runs import demo_report
+from runs import demo_report, demo_vision
+from runs.commands import run
 
 VOCAB, SEQUENCE_LEN = 2048, 256
 # nanochat's rule would shrink the rates 16-fold at this batch; these undo it, times the 2 at which the softmax baseline is best (runs/LOG.md).
@@ -37,35 +35,24 @@ PROMPTS = ["The ", "Return the ", "If the "]
 
 @dataclass
 class DemoConfig:
-    """Train softmax, GKA and GKA with head offsets on real text, and print the paper's tables in miniature."""
+    """Train softmax, GKA and GKA with head offsets on real text, and softmax, VLT and GKA on digits; print the paper's tables in miniature."""
 
     out: Path = Path("out/demo")
     """folder for everything the demo makes; delete it to start over"""
     steps: int = 400
-    """training steps of 2,048 tokens for each model"""
+    """training steps of 2,048 tokens for each language model"""
     depth: int = 4
-    """layers; the width follows"""
+    """layers of the language models; the width follows"""
     ranks: int = 1
-    """processes"""
+    """processes for each language model"""
+    epochs: int = 50
+    """epochs for each vision model"""
+    parts: list[Literal["language", "vision"]] = field(default_factory=lambda: ["language", "vision"])
+    """what to train"""
     wandb: Literal["disabled", "offline", "online"] = "disabled"
     """Weights & Biases"""
     results: Path | None = None
-    """also write the three results to this file (the README's table comes from runs/results/demo.jsonl)"""
-
-
-def run(module: str, *flags, ranks: int = 1) -> None:
-    """Run one of the project's commands, showing it; leave with its exit code if it fails. Ctrl-C lets it save first."""
-    words = [module, *map(str, flags)]
-    launcher = ["-m"] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
-    console.print(f"\n$ {shlex.join(['python', *launcher, *words])}", style="bold", highlight=False, markup=False)
-    process = subprocess.Popen([sys.executable, *launcher, *words])
-    try:
-        code = process.wait()
-    except KeyboardInterrupt:
-        process.wait()
-        raise
-    if code:
-        sys.exit(code)
+    """also write the results to this folder: demo.jsonl and demo_vision.jsonl (the README's tables come from runs/results)"""
 
 
 def prepare(out: Path) -> Path:
@@ -94,11 +81,8 @@ def sample(out: Path, run_folder: Path) -> dict[str, str]:
     return {prompt: texts[0] for prompt, texts in read_lines(results)[-1]["metrics"]["samples"].items()}
 
 
-def main(config: DemoConfig) -> None:
-    for key in ("steps", "depth", "ranks"):
-        if getattr(config, key) < 1:
-            raise UserError(f"--{key} must be at least 1, got {getattr(config, key)}")
-    started = time.perf_counter()
+def language(config: DemoConfig) -> list[Path]:
+    """The language models; returns the pictures."""
     packed = prepare(config.out)
     rows, samples = {}, {}
     for name, (label, _) in VARIANTS.items():
@@ -109,13 +93,30 @@ def main(config: DemoConfig) -> None:
         rows[label] = {**finish[-1], "log": folder / "log.jsonl"}
         samples[label] = sample(config.out, folder)
     demo_report.show(rows, samples)
-    pictures = demo_report.plot(rows, config.out)
     if config.results:
         trained = {record["config"]["model_tag"]: record for record in read_lines(config.out / "train.jsonl")}
-        config.results.parent.mkdir(parents=True, exist_ok=True)
-        with open(config.results, "w") as file:
+        config.results.mkdir(parents=True, exist_ok=True)
+        with open(config.results / "demo.jsonl", "w") as file:
             for name, (label, _) in VARIANTS.items():
                 file.write(json.dumps({**trained[f"d{config.depth}-{name}-{config.steps}"], "label": label}) + "\n")
+    return demo_report.plot(rows, config.out)
+
+
+def vision(config: DemoConfig) -> list[Path]:
+    """The vision models; returns the pictures."""
+    rows = demo_vision.train(config.out, config.epochs, config.wandb)
+    demo_vision.show(rows)
+    if config.results:
+        demo_vision.write_results(rows, config.out / "train_deit.jsonl", config.results / "demo_vision.jsonl")
+    return demo_vision.draw(rows, config.out)
+
+
+def main(config: DemoConfig) -> None:
+    for key in ("steps", "depth", "ranks", "epochs"):
+        if getattr(config, key) < 1:
+            raise UserError(f"--{key} must be at least 1, got {getattr(config, key)}")
+    started = time.perf_counter()
+    pictures = [picture for part in dict.fromkeys(config.parts) for picture in {"language": language, "vision": vision}[part](config)]
     console.print(
         f"\nPictures: {', '.join(map(str, pictures))}. Logs and checkpoints: {config.out / 'runs'}. {time.perf_counter() - started:.0f} s in all."
     )

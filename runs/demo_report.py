@@ -85,20 +85,31 @@ def plot(rows: dict[str, dict], out: Path) -> list[Path]:
     figure.tight_layout()
     figure.savefig(paths[0], dpi=120)
 
-    with_sigma = {label: [row["sigma"][layer] for layer in row["sigma"]] for label, row in rows.items() if row["sigma"]}
+    with_sigma = {label: list(row["sigma"].values()) for label, row in rows.items() if row["sigma"]}
     if with_sigma:
-        figure, axes = plt.subplots(2, len(with_sigma), figsize=(5 * len(with_sigma), 7), squeeze=False)
-        for column, (label, sigma) in enumerate(with_sigma.items()):
-            heads = list(zip(*sigma))  # H x L
-            picture = axes[0][column].imshow(heads, cmap="YlOrRd", aspect="auto")
-            figure.colorbar(picture, ax=axes[0][column], label="sigma")
-            axes[0][column].set(title=label, xlabel="layer", ylabel="head", xticks=range(len(sigma)), yticks=range(len(heads)))
-            for head, values in enumerate(heads):
-                axes[1][column].plot(values, marker="o", label=f"head {head}")
-            axes[1][column].set(xlabel="layer", ylabel="sigma", xticks=range(len(sigma)))
-            axes[1][column].grid(alpha=0.3)
-            axes[1][column].legend()
-        paths.append(out / "bandwidths.png")
-        figure.tight_layout()
-        figure.savefig(paths[1], dpi=120)
+        paths.append(plot_bandwidths(with_sigma, out / "bandwidths.png"))
     return paths
+
+
+def plot_bandwidths(sigmas: dict[str, list[list[float]]], path: Path) -> Path:
+    """Bandwidths as the paper draws them: heat map and lines over depth. sigmas: label -> for every layer, its heads' sigma."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(2, len(sigmas), figsize=(5 * len(sigmas), 7), squeeze=False)
+    for column, (label, sigma) in enumerate(sigmas.items()):
+        heads = list(zip(*sigma))  # H x L
+        picture = axes[0][column].imshow(heads, cmap="YlOrRd", aspect="auto")
+        figure.colorbar(picture, ax=axes[0][column], label="sigma")
+        axes[0][column].set(title=label, xlabel="layer", ylabel="head", xticks=range(len(sigma)), yticks=range(len(heads)))
+        for head, values in enumerate(heads):
+            axes[1][column].plot(values, marker="o", label=f"head {head}")
+        axes[1][column].set(xlabel="layer", ylabel="sigma", xticks=range(len(sigma)))
+        axes[1][column].grid(alpha=0.3)
+        axes[1][column].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return path
