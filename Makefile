@@ -16,6 +16,8 @@ NGPU       ?= $(GPUS)
 ARGS       ?=
 WANDB_MODE ?= disabled
 RUN        ?= $(BASE)/runs/d$(DEPTH)-gka
+DATA       ?=
+MODEL      ?=
 
 # CORPUS is fineweb, builtin, or a folder of parquet files with a text column.
 PREPARED   := $(filter fineweb builtin,$(CORPUS))
@@ -33,7 +35,18 @@ LAUNCH     := $(if $(RANKS),$(VENV)/bin/torchrun --standalone --nproc-per-node $
 args_of     = $(if $(filter $(1),$(MAKECMDGOALS)),$(ARGS))
 TRAIN       = $(LAUNCH) nanochat_gka.train --data $(PACKED) --out $(BASE)/runs --results $(BASE)/results.jsonl --depth $(DEPTH) --wandb $(WANDB_MODE)
 
-.PHONY: help setup demo test test-gpu lint data tokenizer tokenize pretrain-d20 pretrain-d20-base eval-bpb check-gpu clean
+# train-deit-SIZE-KIND: ti, s or b; gka, vlt or base (softmax). MODEL= takes the place of the name they make.
+SIZE_ti    := tiny
+SIZE_s     := small
+SIZE_b     := base
+SIZE_OF     = $(SIZE_$(word 1,$(subst -, ,$*)))
+KIND        = $(word 2,$(subst -, ,$*))
+DEIT        = deit_$(SIZE_OF)$(if $(filter base,$(KIND)),,_$(KIND))_patch16_224
+DEIT_RUN    = $(if $(filter file default undefined,$(origin RUN)),$(BASE)/runs/$(or $(MODEL),deit_tiny_gka_patch16_224),$(RUN))
+TRAIN_DEIT  = $(LAUNCH) deit_gka.train --data '$(DATA)' --out $(BASE)/runs --results $(BASE)/results.jsonl --wandb $(WANDB_MODE)
+
+.PHONY: help setup demo test test-gpu lint data tokenizer tokenize pretrain-d20 pretrain-d20-base eval-bpb \
+        train-deit-ti train-deit-s train-deit-b ablate-projections eval-deit check-gpu check-images check-data clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -41,7 +54,8 @@ help:  ## list the targets
 	@echo
 	@echo "  NGPU=$(NGPU) processes, DEPTH=$(DEPTH) layers (the demo has 4), CORPUS=$(CORPUS) (fineweb, builtin or a folder of parquet files),"
 	@echo "  SHARDS=$(SHARDS), VOCAB=$(VOCAB), SEQ=$(SEQ), BASE=$(BASE) (outputs), WANDB_MODE=$(WANDB_MODE) (offline, online),"
-	@echo "  ARGS='flags for the command of the target', RUN=$(RUN) (what eval-bpb evaluates)"
+	@echo "  ARGS='flags for the command of the target', RUN=$(RUN) (what eval-bpb evaluates; eval-deit takes MODEL's run by default),"
+	@echo "  DATA=folder of images with train/ and val/ (or hf:NAME, hf-stream:NAME, wds:FOLDER, digits), MODEL=any timm name"
 
 setup: $(READY)  ## create .venv and install everything (the other targets do it once by themselves)
 
@@ -52,7 +66,7 @@ $(READY): requirements.txt pyproject.toml
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	@touch $@
 
-demo: $(READY)  ## train softmax, GKA and GKA with head offsets side by side on real text, a few minutes on a CPU
+demo: $(READY)  ## train language models on real text and vision transformers on digits, GKA beside softmax, minutes on a CPU
 	$(PY) -m runs.demo --out $(BASE)/demo $(if $(RANKS),--ranks $(RANKS)) $(if $(filter file,$(origin DEPTH)),,--depth $(DEPTH)) --wandb $(WANDB_MODE) $(ARGS)
 
 test: $(READY)  ## run the tests (no GPU, no network)
@@ -99,8 +113,38 @@ pretrain-d20-base: check-gpu $(PACKED)/manifest.json  ## the paper's softmax bas
 eval-bpb: $(PACKED)/manifest.json  ## bits per byte and samples of a run (RUN=folder)
 	$(LAUNCH) nanochat_gka.evaluate --run $(RUN) --data $(PACKED) --results $(BASE)/results.jsonl $(ARGS)
 
+train-deit-ti: train-deit-ti-gka  ## the paper's GKA-Ti, 300 epochs on DATA (train-deit-ti-base is softmax, train-deit-ti-vlt VLT)
+
+train-deit-s: train-deit-s-gka  ## GKA-S (-base, -vlt)
+
+train-deit-b: train-deit-b-gka  ## GKA-B (-base, -vlt)
+
+train-deit-%: check-images | $(READY)
+	$(if $(and $(SIZE_OF),$(filter gka vlt base,$(KIND))),,@echo 'error: there is train-deit-{ti,s,b}-{gka,vlt,base}, not $@' >&2; exit 2)
+	$(TRAIN_DEIT) --model $(or $(MODEL),$(DEIT)) $(ARGS)
+
+ablate-projections: check-images | $(READY)  ## the paper's ablation: softmax, VLT and GKA at size Ti on DATA, and its table
+	$(TRAIN_DEIT) --model deit_tiny_patch16_224 $(ARGS)
+	$(TRAIN_DEIT) --model deit_tiny_vlt_patch16_224 $(ARGS)
+	$(TRAIN_DEIT) --model deit_tiny_gka_patch16_224 $(ARGS)
+	$(PY) -m runs.ablation --runs $(BASE)/runs
+
+eval-deit: check-data | $(READY)  ## top-1 and top-5 of a vision run (MODEL=name or RUN=folder) on DATA
+	$(LAUNCH) deit_gka.evaluate --run $(DEIT_RUN) --data '$(DATA)' --results $(BASE)/results.jsonl $(ARGS)
+
+SMALL_RUN  := --device-type cpu --input-size 64 --epochs 2 --warmup-epochs 1 --batch-size 64
+GIVE_DATA  := Give DATA=folder with train/ and val/ (ImageNet as class folders, or webdataset tars) or DATA=hf:ILSVRC/imagenet-1k (after "hf auth login")
+HAS_DEVICE := $(ON_CPU)$(filter-out 0,$(GPUS))
+
+check-images:
+	$(if $(DATA),,@echo 'error: no images$(if $(HAS_DEVICE),, and no GPU). $(GIVE_DATA), or run "make demo", which needs neither' >&2; exit 2)
+	$(if $(HAS_DEVICE),,@echo 'error: no GPU is visible, and 300 epochs would take years without one. Run "make demo", or try the command small: BASE=out/small ARGS="$(SMALL_RUN)"' >&2; exit 2)
+
+check-data:
+	$(if $(DATA),,@echo 'error: no images. $(GIVE_DATA)' >&2; exit 2)
+
 check-gpu:
-	@$(if $(ON_CPU)$(filter-out 0,$(GPUS)),true,echo 'error: no GPU is visible, and a depth-$(DEPTH) run would take years without one.' \
+	$(if $(HAS_DEVICE),,@echo 'error: no GPU is visible, and a depth-$(DEPTH) run would take years without one.' \
 	  'Run "make demo", or try the same chain small:' \
 	  'make pretrain-d20 DEPTH=4 CORPUS=builtin VOCAB=4096 SEQ=256 ARGS="--device-type cpu --num-iterations 100 --total-batch-size 8192"' >&2; exit 2)
 

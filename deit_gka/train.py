@@ -310,7 +310,14 @@ def run_to_the_end(trainer: Trainer, log: RunLog) -> None:
         runtime.print(f"stopped at update {trainer.state['step']} of {trainer.steps}, saved; continue with: {command_line()}")
     elif runtime.is_main:
         summary = trainer.summary(log)
-        append_result(config.results, "train_deit", {**config.identity(), "model_tag": config.tag}, summary, runtime.device, runtime.world_size)
+        append_result(
+            config.results,
+            "train_deit",
+            {**config.identity(), "model_tag": config.tag, "data": config.data},
+            summary,
+            runtime.device,
+            runtime.world_size,
+        )
         log.log("finish", trainer.steps, **summary)
         ema = f", EMA {summary['ema_top1']:.2f}" if "ema_top1" in summary else ""
         print(f"{trainer.folder}: finished, top-1 {summary['top1']:.2f}{ema}, {summary['images_per_second']:,.0f} img/s")

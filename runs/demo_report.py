@@ -7,7 +7,8 @@ from rich.table import Table
 
 from gka.runtime.progress import console, read_lines
 
-PAPER = json.loads((Path(__file__).parent / "paper.json").read_text())["depth_20"]
+_PRINTED = json.loads((Path(__file__).parent / "paper.json").read_text())
+PAPER, PAPER_VISION = _PRINTED["depth_20"], _PRINTED["vision"]
 COLUMNS = {
     "parameters": ("parameters", "{:,}"),
     "flops_per_token": ("FLOPs/token", "{:.3e}"),

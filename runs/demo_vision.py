@@ -23,6 +23,7 @@ SEEDS = (0, 1)
 EXPECTED_TOP1 = 95.0
 MODELS = {"softmax": "deit_tiny_patch16_224", "VLT": "deit_tiny_vlt_patch16_224", "GKA": "deit_tiny_gka_patch16_224"}
 SIZE, BATCH = 16, 32
+HEADINGS = ("parameters", "FLOPs/image", "top-1 %", "EMA top-1 %", "train img/s")
 # Tiny models on tiny images need none of the recipe's augmentation; the rate is 1e-3 at this batch (runs/LOG.md).
 FLAGS = [
     "--model-kwargs", "patch_size=4", "embed_dim=64", "depth=4", "num_heads=4", "--data", "digits", "--input-size", SIZE, "--batch-size", BATCH,
@@ -63,8 +64,9 @@ def _finished(folder: Path) -> dict | None:
 def show(rows: dict[str, list[dict]]) -> None:
     """Print the table: the mean over seeds, and half their range."""
     table = Table(title=f"\nMicro-ViTs on held-out handwritten digits, {len(SEEDS)} seeds: mean ± half the range")
-    for heading in ("", "parameters", "FLOPs/image", "top-1 %", "EMA top-1 %", "train img/s"):
-        table.add_column(heading, justify="right" if heading else "left")
+    table.add_column("")
+    for heading in HEADINGS:
+        table.add_column(heading, justify="right", no_wrap=True)
     for label, records in rows.items():
         table.add_row(label, *cells(records))
     console.print(table)
@@ -79,7 +81,7 @@ def cells(records: list[dict]) -> list[str]:
 
     def spread(key: str, form: str) -> str:
         values = [record[key] for record in records]
-        return f"{statistics.fmean(values):{form}} ± {(max(values) - min(values)) / 2:{form}}"
+        return f"{statistics.fmean(values):{form}} ±{(max(values) - min(values)) / 2:{form}}"
 
     first = records[0]
     return [

@@ -9,12 +9,17 @@ import re
 import sys
 from pathlib import Path
 
+from deit_gka import models
+from deit_gka.accounting import vit_cost
 from gka.runtime.progress import read_lines
-from runs import operator_error
-from runs.demo_report import COLUMNS, PAPER
+from runs import demo_vision, operator_error
+from runs.demo_report import COLUMNS, PAPER, PAPER_VISION
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO_RESULTS = ROOT / "runs" / "results" / "demo.jsonl"
+VISION_RESULTS = ROOT / "runs" / "results" / "demo_vision.jsonl"
+SIZES = {"Ti": "tiny", "S": "small", "B": "base"}
+KINDS = {"DeiT": "softmax", "VLT": "vlt", "GKA": "gka"}
 
 
 def demo_table() -> str:
@@ -25,10 +30,34 @@ def demo_table() -> str:
         lines.append(f"| **{label}** | {' | '.join(form.format(record['metrics'][key]) for key, (_, form) in COLUMNS.items())} |")
     for label, row in PAPER.items():
         lines.append(f"| *paper, depth 20: {label}* | {' | '.join(f'*{row[key]}*' if key in row else '' for key in COLUMNS)} |")
-    last = next(reversed(records.values()))
-    lines.append(
-        f"\nMeasured {last['date'][:10]} at commit {last['commit']} on {last['hardware']}, torch {last['torch']} (`runs/results/demo.jsonl`)."
-    )
+    return "\n".join([*lines, measured(next(reversed(records.values())), "demo.jsonl")])
+
+
+def measured(record: dict, file: str) -> str:
+    """Where a table's numbers come from."""
+    return f"\nMeasured {record['date'][:10]} at commit {record['commit']} on {record['hardware']}, torch {record['torch']} (`runs/results/{file}`)."
+
+
+def vision_table() -> str:
+    """The demo's micro-ViTs on digits: mean over seeds and half their range."""
+    records: dict[str, list[dict]] = {}
+    for record in read_lines(VISION_RESULTS):
+        records.setdefault(record["label"], []).append(record)
+    lines = [f"| | {' | '.join(demo_vision.HEADINGS)} |", "|---|" + "---:|" * len(demo_vision.HEADINGS)]
+    lines += [f"| **{label}** | {' | '.join(demo_vision.cells([run['metrics'] for run in runs]))} |" for label, runs in records.items()]
+    return "\n".join([*lines, measured(next(reversed(records.values()))[-1], "demo_vision.jsonl")])
+
+
+def sizes_table() -> str:
+    """Parameters and FLOPs of the paper's vision models, counted here, beside the paper's accuracies."""
+    lines = ["| | command | parameters | attention | sigma | GFLOPs | weights, MiB | *paper: EMA top-1* |", "|---|---|" + "---:|" * 6]
+    for label, figures in PAPER_VISION.items():
+        kind, size = label.split("-")
+        shape = models.SIZES[SIZES[size]]
+        cost = vit_cost(KINDS[kind], shape["embed_dim"], shape["depth"], shape["num_heads"])
+        suffix = {"DeiT": "-base", "VLT": "-vlt", "GKA": ""}[kind]
+        lines.append(f"| {label} | `make train-deit-{size.lower()}{suffix}` | {cost.parameters:,} | {cost.attention:,} | {cost.bandwidths or ''} | "
+                     f"{cost.flops / 1e9:.2f} | {cost.raw_mib:.1f} | *{figures['top1']}* |")  # fmt: skip
     return "\n".join(lines)
 
 
@@ -37,7 +66,7 @@ def errors_table() -> str:
     return operator_error.markdown([record["metrics"] for record in read_lines(operator_error.RESULTS)])
 
 
-PAGES = {"README.md": {"demo": demo_table}, "gka/README.md": {"errors": errors_table}}
+PAGES = {"README.md": {"demo": demo_table, "vision": vision_table, "sizes": sizes_table}, "gka/README.md": {"errors": errors_table}}
 
 
 def render(page: str, text: str) -> str:

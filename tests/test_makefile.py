@@ -20,7 +20,7 @@ def make(tmp_path):
     for name in ("Makefile", "requirements.txt", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
 
-    ours = {"NGPU", "DEPTH", "CORPUS", "SHARDS", "VOCAB", "SEQ", "ARGS", "BASE", "RUN", "PYTHON", "WANDB_MODE"}
+    ours = {"NGPU", "DEPTH", "CORPUS", "SHARDS", "VOCAB", "SEQ", "ARGS", "BASE", "RUN", "PYTHON", "WANDB_MODE", "DATA", "MODEL"}
     # These tests run under `make test`: its settings and its talk of entering folders are not theirs.
     environment = {key: value for key, value in os.environ.items() if not key.startswith("MAKE") and key not in ours and key != "MFLAGS"}
 
@@ -78,6 +78,46 @@ def test_without_a_gpu_pretraining_says_what_to_run_instead(make):
     assert "no GPU is visible" not in done.stderr and "python-is-missing" in done.stderr
 
 
+@pytest.mark.parametrize(
+    "target, model",
+    [
+        ("train-deit-ti", "deit_tiny_gka"),
+        ("train-deit-s-vlt", "deit_small_vlt"),
+        ("train-deit-b-base", "deit_base"),
+        ("train-deit-b", "deit_base_gka"),
+    ],
+)
+def test_vision_targets_train_the_model_they_name(make, target, model):
+    last = make("-n", target, "DATA=/some/images", "NGPU=7", "ARGS=--epochs 2 --device-type cpu").stdout.splitlines()[-1]
+    assert last.startswith(".venv/bin/torchrun --standalone --nproc-per-node 7 -m deit_gka.train --data '/some/images'")
+    assert f"--model {model}_patch16_224 --epochs 2" in last
+    assert "--model resnet18 " in make("-n", target, "DATA=x", "MODEL=resnet18", "ARGS=--device-type cpu").stdout
+
+
+def test_the_ablation_trains_three_models_and_prints_the_table(make):
+    lines = make("-n", "ablate-projections", "DATA=digits", "ARGS=--device-type cpu").stdout.splitlines()[-4:]
+    assert [re.search(r"--model (\S+)", line)[1] for line in lines[:3]] == [f"deit_tiny{kind}_patch16_224" for kind in ("", "_vlt", "_gka")]
+    assert lines[3].endswith("runs.ablation --runs out/runs")
+
+
+def test_evaluation_takes_the_named_run_or_the_models(make):
+    for words, run in (((), "out/runs/deit_tiny_gka_patch16_224"), (("MODEL=deit_base_patch16_224",), "out/runs/deit_base_patch16_224"),
+                       (("RUN=elsewhere",), "elsewhere")):  # fmt: skip
+        assert f"deit_gka.evaluate --run {run} --data 'digits'" in make("-n", "eval-deit", "DATA=digits", *words).stdout
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine may have a GPU")
+def test_vision_without_images_or_gpu_says_what_is_missing(make):
+    done = make("train-deit-ti")
+    assert done.returncode == 2 and "no images and no GPU" in done.stderr and 'run "make demo"' in done.stderr
+    done = make("ablate-projections", "DATA=/some/images")
+    assert done.returncode == 2 and "no GPU is visible" in done.stderr and "--device-type cpu" in done.stderr
+    done = make("eval-deit")
+    assert done.returncode == 2 and "no images" in done.stderr and "GPU" not in done.stderr
+    done = make("train-deit-ti-softmax", "DATA=digits", "ARGS=--device-type cpu", "PYTHON=true")
+    assert done.returncode == 2
+
+
 def test_a_corpus_that_is_not_there_is_one_line(make, tmp_path):
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv" / ".installed").touch()
@@ -86,9 +126,9 @@ def test_a_corpus_that_is_not_there_is_one_line(make, tmp_path):
 
 
 def test_help_lists_every_public_target(make):
-    declared = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
+    declared = re.search(r"^\.PHONY: ((?:.*\\\n)*.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].replace("\\", "").split()
     listed = re.findall(r"^  make ([a-z0-9-]+)", make("help").stdout, re.MULTILINE)
-    assert set(declared) - {"check-gpu"} == set(listed)
+    assert {name for name in declared if not name.startswith("check-")} == set(listed)
 
 
 def test_readme_names_real_targets():
@@ -96,7 +136,7 @@ def test_readme_names_real_targets():
     targets = set(re.findall(r"(?:`|^)make ([a-z][a-z0-9-]+)", text, re.MULTILINE))
     assert {"demo", "test", "pretrain-d20", "eval-bpb"} <= targets
     for target in targets:
-        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE) or re.fullmatch("train-deit-(ti|s|b)-(gka|vlt|base)", target), target
 
 
 def test_readme_tree_is_the_tree():
@@ -110,10 +150,10 @@ def test_readme_tree_is_the_tree():
         named |= {f"{folder}{name}" if name != folder else name for name in names.split(", ")}
     for name in named:
         assert (ROOT / name).exists(), name
-    for package in ("gka", "nanochat_gka", "runs"):
+    for package in ("gka", "nanochat_gka", "deit_gka", "runs"):
         for path in (ROOT / package).rglob("*.py"):
             relative = path.relative_to(ROOT).as_posix()
-            assert relative in named or path.name == "__init__.py" or relative.startswith("gka/attention/impl/"), relative
+            assert relative in named or path.name == "__init__.py" or relative.startswith(("gka/attention/impl/", "deit_gka/sources/")), relative
 
 
 def test_measured_tables_are_what_the_result_files_say():

@@ -1,0 +1,53 @@
+"""The paper's ablation of projection matrices beside the runs of `make ablate-projections`.
+
+python -m runs.ablation --runs out/runs
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.table import Table
+
+from gka.runtime.cli import UserError, run
+from gka.runtime.progress import console, read_lines
+
+PAPER = json.loads((Path(__file__).parent / "paper.json").read_text())["ablation"]
+MODELS = {
+    "softmax": ("W_Q W_K W_V W_O", "deit_tiny_patch16_224"),
+    "VLT": ("W_Q W_K W_O", "deit_tiny_vlt_patch16_224"),
+    "GKA": ("W_O", "deit_tiny_gka_patch16_224"),
+}
+
+
+@dataclass
+class AblationConfig:
+    """Print softmax, VLT and GKA side by side, from their finished runs, beside the paper's figures."""
+
+    runs: Path = Path("out/runs")
+    """folder that holds the three runs, named after their models"""
+
+
+def finished(folder: Path) -> dict:
+    """The numbers of a finished run. Raises UserError if there are none."""
+    records = [record for record in read_lines(folder / "log.jsonl") if record["event"] == "finish"]
+    if not records:
+        raise UserError(f"{folder} holds no finished run; make ablate-projections DATA=... trains the three")
+    return records[-1]
+
+
+def main(config: AblationConfig) -> None:
+    rows = {label: finished(config.runs / model) for label, (_, model) in MODELS.items()}
+    table = Table(title="\nAblation of projections at size Ti (the paper's figures: EMA top-1 on ImageNet after 300 epochs)")
+    for heading in ("", "projections", "params (M)", "GFLOPs", "top-1", "EMA top-1", "paper: params", "GFLOPs", "top-1"):
+        table.add_column(heading, justify="left" if heading in ("", "projections") else "right")
+    for label, row in rows.items():
+        ema = f"{row['ema_top1']:.2f}" if "ema_top1" in row else "-"
+        table.add_row(
+            label, MODELS[label][0], f"{row['parameters'] / 1e6:.2f}", f"{row['flops'] / 1e9:.2f}", f"{row['top1']:.2f}", ema, *PAPER[label].values()
+        )
+    console.print(table)
+
+
+if __name__ == "__main__":
+    run(main, AblationConfig)
