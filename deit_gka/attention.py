@@ -46,7 +46,7 @@ class GKA(TimmAttention, GaussianKernelAttention):
     """
 
     sigma_squared_start: float | None = None  # None: sqrt(D)
-    operator: str = "auto"  # the `impl` of gaussian_attention
+    operator: str = "sdpa"  # the `impl` of gaussian_attention: no mask to skip tiles by, and it traces, exports and runs everywhere
 
     def __init__(self, dim: int, num_heads: int = 8, qkv_bias: bool = False, qk_norm: bool = False, scale_norm: bool = False,
                  proj_bias: bool = True, attn_drop: float = 0.0, proj_drop: float = 0.0, norm_layer=None, device=None, dtype=None, **later):  # fmt: skip

@@ -1,7 +1,7 @@
 """One update and one evaluation: mix, forward, loss, backward; top-1 and top-5."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -55,21 +55,21 @@ class Update:
     loading: float = 0.0  # seconds workers spent making the images
 
 
-def accumulate_gradients(model, pieces: list[Piece], next_batch: Callable[[], Batch], mixer: Mixer, step: int, runtime: Runtime,
+def accumulate_gradients(model, pieces: list[Piece], next_batch: Callable[[int], Batch], mixer: Mixer, step: int, runtime: Runtime,
                          scale: Callable[[torch.Tensor], torch.Tensor] = lambda loss: loss) -> Update:  # fmt: skip
     """Run this process's pieces of update `step` forward and backward; the last backward averages over processes if `model` is a DDP.
 
-    Stochastic depth is seeded by update, piece and process, so that a resumed run draws the same. Raises UserError if no image can be read.
+    next_batch: called with a piece's number of images. Stochastic depth is seeded by update, piece and process, so that a resumed run draws the same. Raises UserError if no image can be read.
     """
     recipe, update = mixer.recipe, Update(torch.zeros((), device=runtime.device))
     criterion = SoftTargetCrossEntropy()
     for number, piece in enumerate(pieces):
-        batch = next_batch()
+        batch = next_batch(len(piece.places))
         update.broken += batch.broken
         update.loading += batch.seconds
         if not len(batch.images):
             name, reason = batch.broken[0]
-            raise UserError(f"none of the {len(batch.broken)} images of a batch can be read, the first is {name}: {reason}; is the disk still there?")
+            raise UserError(f"none of {len(batch.broken)} images in a row can be read, the first is {name}: {reason}; is the disk still there?")
         images, labels = (tensor.to(runtime.device, non_blocking=True) for tensor in (batch.images, batch.labels))
         images, targets = mixer(images, labels, piece.parts, step)
         seed_device(seed_of(recipe.seed, "model", step, number, runtime.rank), runtime.device)
@@ -90,27 +90,30 @@ def seed_device(seed: int, device: torch.device) -> None:
 
 
 @torch.inference_mode()
-def evaluate(model, loader, runtime: Runtime, amp: str = "auto", advance: Callable[[int], None] = lambda images: None) -> dict[str, float]:
-    """Top-1 and top-5 accuracy (percent) and cross entropy over the images of all processes, each counted once; broken ones are left out.
+def evaluate(models: dict[str, torch.nn.Module], loader: Iterable[Batch], runtime: Runtime, amp: str = "auto",
+             advance: Callable[[Batch], None] = lambda batch: None) -> dict[str, dict[str, float]]:  # fmt: skip
+    """Top-1 and top-5 accuracy (percent) and cross entropy of every model over the images of all processes, each counted once, in one pass.
 
-    model: in evaluation mode afterwards. Returns top1, top5, loss, images, broken. Raises UserError if there was no image to judge.
+    models: left in evaluation mode. Returns, by name, top1, top5, loss, images, broken (left out). Raises UserError if there was no image to judge.
     """
-    model.eval()
-    sums = torch.zeros(5, dtype=torch.float64, device=runtime.device)  # right at 1, right at 5, loss, images, broken
+    sums = torch.zeros(len(models), 5, dtype=torch.float64, device=runtime.device)  # right at 1, right at 5, loss, images, broken
     for batch in loader:
-        sums[4] += len(batch.broken)
+        sums[:, 4] += len(batch.broken)
         if len(batch.images):
             images, labels = (tensor.to(runtime.device, non_blocking=True) for tensor in (batch.images, batch.labels))
-            with autocast(runtime.device, amp):
-                logits = model(images)
-            best = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
-            loss = F.cross_entropy(logits.float(), labels, reduction="sum")
-            sums[:4] += torch.stack([best[:, 0].sum(), best.sum(), loss, torch.tensor(len(labels), device=loss.device)]).double()
-        advance(len(batch.labels))
-    top1, top5, loss, images, broken = runtime.sum(sums).tolist()
-    if not images:
-        raise UserError("there is no readable image to evaluate on")
-    return {"top1": 100 * top1 / images, "top5": 100 * top5 / images, "loss": loss / images, "images": int(images), "broken": int(broken)}
+            for place, model in enumerate(models.values()):
+                with autocast(runtime.device, amp):
+                    logits = model.eval()(images)
+                best = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
+                loss = F.cross_entropy(logits.float(), labels, reduction="sum")
+                sums[place, :4] += torch.stack([best[:, 0].sum(), best.sum(), loss, torch.tensor(len(labels), device=loss.device)]).double()
+        advance(batch)
+    results = {}
+    for name, (top1, top5, loss, count, broken) in zip(models, runtime.sum(sums).tolist()):
+        if not count:
+            raise UserError("there is no readable image to evaluate on")
+        results[name] = {"top1": 100 * top1 / count, "top5": 100 * top5 / count, "loss": loss / count, "images": int(count), "broken": int(broken)}
+    return results
 
 
 def bandwidths(model) -> Iterator[tuple[int, list[float]]]:

@@ -4,19 +4,21 @@ python -m deit_gka.evaluate --run out/runs/deit_tiny_gka_patch16_224 --data /ima
 python -m deit_gka.evaluate --model deit_tiny_patch16_224 --checkpoint deit_tiny_patch16_224-a1311bcf.pth --crop-pct 0.875 --data /imagenet
 """
 
+import json
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from timm.data import resolve_data_config
+from timm.data import resolve_input_data_config
 from torch import nn
 
 from deit_gka.accounting import cost_of
 from deit_gka.engine import evaluate
 from deit_gka.loader import default_workers, eval_transform, evaluation_batches
 from deit_gka.model_io import WEIGHTS, build, find_checkpoint, load_file, load_run, parse_kwargs
-from deit_gka.sources import open_source
+from deit_gka.sources import FORMS, open_source
 from gka.runtime.cli import UserError, run
 from gka.runtime.distributed import Runtime, running
 from gka.runtime.progress import progress_bar
@@ -41,7 +43,7 @@ class EvaluateConfig:
     """weights for --model: .safetensors or .pth (DeiT's own too)"""
     pretrained: bool = False
     """timm's weights for --model"""
-    data: str = "digits"
+    data: str = ""
     """a folder with train/ and val/ (class folders, or webdataset tars), hf:NAME_OR_PATH, hf-stream:NAME_OR_PATH, wds:FOLDER or digits"""
     split: Literal["val", "train"] = "val"
     """which images"""
@@ -61,6 +63,8 @@ class EvaluateConfig:
 
 def check(config: EvaluateConfig) -> None:
     """Raises UserError for values that make no sense."""
+    if not config.data:
+        raise UserError(f"--data is missing; it is {FORMS}")
     if (config.run is None) == (not config.model):
         raise UserError("give either --run (a trained run) or --model (a timm name)")
     if config.model and config.checkpoint is None and not config.pretrained:
@@ -75,8 +79,7 @@ def candidates(config: EvaluateConfig, classes: list[str], device) -> dict[str, 
     """name -> (model, transform settings) of everything to evaluate. Raises UserError if the classes do not match."""
     if config.run is not None:
         found = find_checkpoint(config.run, config.best)
-        if found.state["classes"] != classes:
-            raise UserError(f"{config.run} was trained on other classes ({len(found.state['classes'])}) than {config.data} has ({len(classes)})")
+        check_same_classes(found.state["classes"], classes, config)
         recipe = found.state["train_config"]
         settings = {"input_size": recipe["input_size"], "crop_pct": recipe["crop_pct"]}
         available = [weights for weights in config.weights if (found.path / f"{weights}.safetensors").exists()] or config.weights
@@ -86,9 +89,23 @@ def candidates(config: EvaluateConfig, classes: list[str], device) -> dict[str, 
         load_file(config.checkpoint, model)
     if model.num_classes != len(classes):
         raise UserError(f"{config.model} tells {model.num_classes} classes apart but {config.data} has {len(classes)}")
-    timms = resolve_data_config(model=model)
+    timms = resolve_input_data_config(model=model)
     settings = {"input_size": timms["input_size"][-1], **{key: timms[key] for key in ("crop_pct", "mean", "std")}}
     return {config.model: (model.to(device).eval(), settings)}
+
+
+def check_same_classes(trained: list[str], there: list[str], config: EvaluateConfig) -> None:
+    """UserError if the data's classes cannot be the run's; a warning if only their number says they are (folder names against numbers or words)."""
+    if len(trained) != len(there):
+        raise UserError(f"{config.run} was trained on {len(trained)} classes but {config.data} has {len(there)}")
+    if trained != there and set(trained) & set(there):
+        number = next(number for number, (ours, theirs) in enumerate(zip(trained, there)) if ours != theirs)
+        raise UserError(f"class {number} is '{trained[number]}' for {config.run} but '{there[number]}' in {config.data}; the two must agree")
+    if trained != there:
+        print(
+            f"warning: {config.data} calls its classes otherwise ('{there[0]}' for '{trained[0]}'); taken to be the same in the same order",
+            file=sys.stderr,
+        )
 
 
 def measure(config: EvaluateConfig, runtime: Runtime) -> dict[str, dict]:
@@ -97,21 +114,32 @@ def measure(config: EvaluateConfig, runtime: Runtime) -> dict[str, dict]:
     models = runtime.agree(lambda: candidates(config, source.classes, runtime.device))
     num_workers = default_workers() if config.num_workers < 0 else config.num_workers
     metrics = {}
-    for name, (model, settings) in models.items():
-        if config.crop_pct != -1:
-            settings = {**settings, "crop_pct": config.crop_pct}
-        loader = evaluation_batches(source, eval_transform(**settings), runtime, config.device_batch_size, num_workers)
+    for settings in {json.dumps(settings): settings for _, settings in models.values()}.values():  # the raw weights and the average in one pass
+        together = {name: model for name, (model, theirs) in models.items() if theirs == settings}
+        used = {**settings, **({"crop_pct": config.crop_pct} if config.crop_pct != -1 else {})}
+        loader = evaluation_batches(source, eval_transform(**used), runtime, config.device_batch_size, num_workers)
+        broken: list[tuple[str, str]] = []
         started = time.perf_counter()
         with progress_bar() as bar:
-            task = bar.add_task(f"evaluating {name}", total=-(-len(source) // runtime.world_size), status="")
-            values = evaluate(model, loader, runtime, config.amp, lambda images, bar=bar, task=task: bar.advance(task, images))
-        speed, cost = values["images"] / (time.perf_counter() - started), cost_of(model)
-        metrics[name] = {**values, "images_per_second": speed, "parameters": sum(p.numel() for p in model.parameters()),
-                         "flops": cost.flops if cost else None, "crop_pct": settings["crop_pct"]}  # fmt: skip
-        skipped = f" ({values['broken']} broken images left out)" if values["broken"] else ""
-        runtime.print(
-            f"{name}: top-1 {values['top1']:.3f} top-5 {values['top5']:.3f} loss {values['loss']:.4f} on {values['images']:,} images{skipped}, {speed:,.0f} img/s"
-        )
+            task = bar.add_task(f"evaluating {' and '.join(together)}", total=-(-len(source) // runtime.world_size), status="")
+
+            def advance(batch, bar=bar, task=task, broken=broken):
+                bar.advance(task, len(batch.labels))
+                broken += batch.broken
+
+            results = evaluate(together, loader, runtime, config.amp, advance)
+        seconds = time.perf_counter() - started
+        for name, reason in broken:
+            print(f"warning: {name} cannot be read ({reason}); left out", file=sys.stderr)
+        for name, values in results.items():
+            speed, cost = values["images"] / seconds, cost_of(together[name])
+            metrics[name] = {**values, "images_per_second": speed, "parameters": sum(p.numel() for p in together[name].parameters()),
+                             "flops": cost.flops if cost else None, "crop_pct": used["crop_pct"]}  # fmt: skip
+            skipped = f" ({values['broken']} broken images left out)" if values["broken"] else ""
+            runtime.print(
+                f"{name}: top-1 {values['top1']:.3f} top-5 {values['top5']:.3f} loss {values['loss']:.4f} on {values['images']:,} images{skipped}"
+            )
+        runtime.print(f"{seconds:.0f} s, {speed:,.0f} img/s")
     return metrics
 
 

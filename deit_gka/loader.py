@@ -28,6 +28,7 @@ from gka.runtime.cli import UserError
 from gka.runtime.distributed import Runtime
 
 MAX_WORKERS = 16
+UNIT = 64  # images a worker makes at once: at 224 pixels 39 MB of shared memory, of which a worker holds three
 READ_AHEAD = 256  # records of a stream
 
 
@@ -75,6 +76,12 @@ def deal(batch_size: int, group_size: int, pairs: range, device_batch_size: int)
     return pieces
 
 
+def split_evenly(places: list[int], most: int) -> list[list[int]]:
+    """`places` in parts of at most `most`, as equal as possible."""
+    count = -(-len(places) // most)
+    return [places[part * len(places) // count : (part + 1) * len(places) // count] for part in range(count)]
+
+
 class Key(NamedTuple):
     """What a worker needs to make one training image."""
 
@@ -83,7 +90,7 @@ class Key(NamedTuple):
 
 
 class Order:
-    """The batches of keys of one process, from any update on. An epoch is len(source) // batch_size updates."""
+    """The keys of one process's images, unit by unit, from any update on. An epoch is len(source) // batch_size updates."""
 
     def __init__(self, source: Source | Stream, recipe: Recipe, runtime: Runtime, device_batch_size: int):
         pairs = runtime.share(recipe.batch_size // 2)
@@ -95,10 +102,11 @@ class Order:
             raise UserError("repeated augmentation needs random access and a stream has none; pass --repeated-aug 1, or use a local copy")
         self.source, self.recipe, self.runtime = source, recipe, runtime
         self.pieces = deal(recipe.batch_size, recipe.group_size, pairs, device_batch_size)
+        self.units = [unit for piece in self.pieces for unit in split_evenly(piece.places, UNIT)]
         self.steps_per_epoch = len(source) // recipe.batch_size
 
     def batches(self, start: int, stop: int) -> Iterator[list[Key]]:
-        """Keys of every piece of the updates start .. stop-1."""
+        """Keys of every unit of every piece of the updates start .. stop-1; `assemble` makes pieces of them again."""
         step = start
         while step < stop:
             epoch, first = divmod(step, self.steps_per_epoch)
@@ -115,17 +123,19 @@ class Order:
         indices = list(sampler)
         for step in range(first, last):
             begin = step * self.recipe.batch_size
-            for piece in self.pieces:
-                yield [self._key(indices[begin + place], epoch, begin + place) for place in piece.places]
+            for unit in self.units:
+                yield [self._key(indices[begin + place], epoch, begin + place) for place in unit]
 
     def _stream(self, epoch: int, first: int, last: int) -> Iterator[list[Key]]:
-        size = sum(len(piece.places) for piece in self.pieces)
+        skipped = first * sum(map(len, self.units))
+        if skipped:
+            self.runtime.print(f"reading {skipped:,} images of this epoch again, to go on where it stopped")
         records = read_ahead(self._endless(epoch), READ_AHEAD)
-        for _ in range(first * size):  # read again, but not decoded
+        for _ in range(skipped):
             next(records)
         for step in range(first, last):
-            for piece in self.pieces:
-                yield [self._key(next(records), epoch, step * self.recipe.batch_size + place) for place in piece.places]
+            for unit in self.units:
+                yield [self._key(next(records), epoch, step * self.recipe.batch_size + place) for place in unit]
 
     def _endless(self, epoch: int) -> Iterator[Record]:
         """This process's records; should its part of the shards be short, it starts on them again."""
@@ -213,6 +223,18 @@ class Images:
         return Batch(images, labels, broken, time.perf_counter() - started)
 
 
+def assemble(loaded: Iterator[Batch], size: int) -> Batch:
+    """The next `size` images of the loader as one batch; an empty batch if one of its units has no readable image."""
+    parts: list[Batch] = []
+    while sum(len(part.images) for part in parts) < size:
+        parts.append(next(loaded))
+        if not len(parts[-1].images):
+            return parts[-1]
+    images, labels, broken, seconds = zip(*parts)
+    together = (torch.cat(images), torch.cat(labels)) if len(parts) > 1 else (images[0], labels[0])
+    return Batch(*together, [name for part in broken for name in part], sum(seconds))
+
+
 def train_transform(recipe: Recipe):
     """Crop, flip, RandAugment, normalise, erase (timm's, in DeiT's order)."""
     return create_transform(recipe.input_size, is_training=True, scale=recipe.scale, ratio=recipe.ratio, hflip=recipe.hflip,
@@ -220,14 +242,14 @@ def train_transform(recipe: Recipe):
                             re_count=1)  # fmt: skip
 
 
-def eval_transform(input_size: int, crop_pct: float, **normalisation):
-    """Resize, crop the centre, normalise. normalisation: mean and std if not ImageNet's."""
-    return create_transform(input_size, is_training=False, interpolation="bicubic", crop_pct=crop_pct, **normalisation)
+def eval_transform(input_size: int | tuple[int, int], crop_pct: float, interpolation: str = "bicubic", **others):
+    """Resize, crop the centre, normalise. others: crop_mode, mean and std, if not timm's and ImageNet's."""
+    return create_transform(input_size, is_training=False, interpolation=interpolation, crop_pct=crop_pct, **others)
 
 
 def batches(images: Images, keys: Iterable[list[Key]], num_workers: int, device: torch.device) -> DataLoader:
     """Run `images` over `keys` in worker processes (0: in this one); batches come in order."""
-    workers = dict(num_workers=num_workers, prefetch_factor=3, worker_init_fn=_start_worker) if num_workers else {}
+    workers = dict(num_workers=num_workers, prefetch_factor=2, worker_init_fn=_start_worker) if num_workers else {}
     return DataLoader(images, batch_sampler=keys, collate_fn=_whole, pin_memory=device.type == "cuda", **workers)
 
 
@@ -237,7 +259,7 @@ def evaluation_batches(source: Source | Stream, transform, runtime: Runtime, bat
         items: Iterable = source.records(0, runtime.rank, runtime.world_size)
     else:
         items = range(runtime.rank, len(source), runtime.world_size)
-    return batches(Images(source, transform, training=False), _groups_of(items, batch_size), num_workers, runtime.device)
+    return batches(Images(source, transform, training=False), _groups_of(items, min(batch_size, UNIT)), num_workers, runtime.device)
 
 
 def _groups_of(items: Iterable, size: int) -> Iterator[list[Key]]:
@@ -261,6 +283,7 @@ def _whole(batch: Batch) -> Batch:
 
 
 def _start_worker(number: int) -> None:
-    # Ctrl-C reaches the whole process group: the trainer decides. SIGTERM must end a worker, whatever the trainer does with it.
+    # Signals reach the whole process group, and the trainer still wants batches to finish its update and save. It ends its workers
+    # without signals; one that outlives it notices by itself, and one that was told to stop does so after a minute at the latest.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(60))

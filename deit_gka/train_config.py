@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from deit_gka.recipe import Recipe
+from deit_gka.sources import FORMS
 from gka.runtime.cli import UserError
 from gka.runtime.training import RunConfig
 
@@ -21,7 +22,7 @@ class TrainConfig(Recipe, RunConfig):
     """any timm name: deit_{tiny,small,base}_{gka,vlt}_patch16_224, deit_tiny_patch16_224 (softmax), ..."""
     model_kwargs: tuple[str, ...] = ()
     """arguments for timm, e.g. sigma_squared=1.0 depth=4"""
-    data: str = "digits"
+    data: str = ""
     """a folder with train/ and val/ (class folders, or webdataset tars), hf:NAME_OR_PATH, hf-stream:NAME_OR_PATH, wds:FOLDER or digits"""
     out: Path = Path("out/runs")
     """folder for runs; this one goes to OUT/TAG"""
@@ -30,7 +31,7 @@ class TrainConfig(Recipe, RunConfig):
     device_type: Literal["auto", "cuda", "cpu"] = "auto"
     """auto takes CUDA if there is one"""
 
-    # Speed; the result does not depend on these
+    # Speed; an update trains on the same images whatever these are (stochastic depth draws by process and micro-batch)
     device_batch_size: int = 256
     """images per process at once; lower it if memory runs out"""
     num_workers: int = -1
@@ -61,6 +62,8 @@ class TrainConfig(Recipe, RunConfig):
         return self.model_tag or self.model
 
     def check(self) -> None:
+        if not self.data:
+            raise UserError(f"--data is missing; it is {FORMS}")
         Recipe.check(self)
         RunConfig.check(self)
         self.require_positive("keep", "log_every")

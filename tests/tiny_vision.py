@@ -3,6 +3,7 @@
 `call` and `start` run a command as tiny.py's do, each in a process of its own, but forked from a server that has the libraries imported.
 """
 
+import atexit
 import contextlib
 import io
 import multiprocessing
@@ -63,9 +64,13 @@ def write_pictures(folder: Path, train: int = 26, val: int = 9, classes: int = 3
 def _run(module: str, argv: list[str], environment: dict[str, str], output: str, errors: str) -> None:
     for path, descriptor in ((output, 1), (errors, 2)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    multiprocessing.set_start_method("fork", force=True)  # as in a process that was not started by a server
     os.environ.update(environment)
     sys.argv = [module, *argv]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    finally:
+        atexit._run_exitfuncs()  # which multiprocessing leaves out
 
 
 def _server():

@@ -19,7 +19,7 @@ from deit_gka.sources.hub import Hub, Stream
 from deit_gka.sources.tars import Tars, shards_of
 from gka.runtime.cli import UserError
 
-__all__ = ["BrokenImage", "Record", "Source", "Stream", "check_classes", "decode", "open_source"]
+__all__ = ["FORMS", "BrokenImage", "Record", "Source", "Stream", "check_classes", "decode", "open_source"]
 FORMS = "a folder with train/<class>/ and val/<class>/, wds:FOLDER, hf:NAME, hf-stream:NAME or digits"
 IMAGENET = {"train": 1_281_167, "val": 50_000}
 

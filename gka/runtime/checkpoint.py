@@ -6,6 +6,7 @@ A checkpoint is a folder `step_00001234` with
     manifest.json        sha256 of every other file; written last
 """
 
+import errno
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from gka.runtime.cli import UserError
@@ -51,7 +53,7 @@ def save(folder: Path, step: int, tensors: dict[str, Tensors], state: dict[str, 
     _delete(folder.glob(".tmp-*step_*"))
     temporary.mkdir()
     for name, group in tensors.items():
-        save_file({key: value.detach().contiguous().cpu() for key, value in group.items()}, temporary / f"{name}.safetensors")
+        _write(group, temporary / f"{name}.safetensors")
     for name, source in (files or {}).items():
         shutil.copyfile(source, temporary / name)
     write_json(temporary / "state.json", state)
@@ -66,6 +68,15 @@ def save(folder: Path, step: int, tensors: dict[str, Tensors], state: dict[str, 
     kept = [path for path in _newest_first(folder) if path <= final][: max(1, keep)]
     _delete([*folder.glob(".tmp-*step_*"), *(path for path in _newest_first(folder) if path not in kept)])
     return final
+
+
+def _write(tensors: Tensors, path: Path) -> None:
+    try:
+        save_file({key: value.detach().contiguous().cpu() for key, value in tensors.items()}, path)
+    except SafetensorError as error:
+        if f"os error {errno.ENOSPC}" in str(error):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from None
+        raise
 
 
 def load_newest(folder: Path, warn=print) -> Checkpoint | None:

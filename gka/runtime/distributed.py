@@ -1,5 +1,6 @@
 """Processes, devices and signals: one call sets up torchrun's rank (or a single process), the device, the seeds and the process group."""
 
+import datetime
 import os
 import random
 import signal
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from gka.runtime.cli import UserError
 
 DEVICE_TYPES = ("auto", "cuda", "cpu")
+PATIENCE = datetime.timedelta(hours=1)  # one process may compile, or read ahead in a stream, much longer than another
 T = TypeVar("T")
 
 
@@ -135,7 +137,7 @@ def setup(device_type: str = "auto", seed: int = 42) -> Runtime:
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     if world_size > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", device_id=device if device.type == "cuda" else None)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=PATIENCE, device_id=device if device.type == "cuda" else None)
     return Runtime(rank, world_size, device)
 
 
@@ -144,11 +146,10 @@ def running(device_type: str = "auto", seed: int = 42):
     """`setup`, and at the end leave the process group. Raises as `setup`.
 
     When all went well the ranks wait for one another first: gloo aborts a process whose peers are gone before it has finished with them.
+    When not, the group is left as it is: taking it down waits for peers that may be waiting for this process, and its message would come after that.
     """
     runtime = setup(device_type, seed)
-    try:
-        yield runtime
-        runtime.barrier()
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    yield runtime
+    runtime.barrier()
+    if dist.is_initialized():
+        dist.destroy_process_group()

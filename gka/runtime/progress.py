@@ -17,7 +17,7 @@ console = Console(stderr=False, soft_wrap=True)
 
 
 def progress_bar(**kwargs) -> Progress:
-    """A rich progress bar: description, count, elapsed and remaining time, and a free `status` field. Silent when not on a terminal."""
+    """A rich progress bar: description, count, elapsed and remaining time, and a free `status` field. Silent when not on a terminal, and on ranks but 0."""
     return Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -28,7 +28,7 @@ def progress_bar(**kwargs) -> Progress:
         TextColumn("left"),
         TimeRemainingColumn(),
         console=console,
-        disable=not console.is_terminal,
+        disable=not console.is_terminal or os.environ.get("RANK", "0") != "0",
         **kwargs,
     )
 

@@ -95,5 +95,5 @@ def launch(config: RunConfig, make_trainer: Callable[[Any, Runtime], Trainer], t
             train(trainer, log)
         except torch.OutOfMemoryError:
             raise UserError(
-                f"out of GPU memory; lower --device-batch-size (now {config.device_batch_size}): it changes the speed, not the result"
+                f"out of GPU memory; lower --device-batch-size (now {config.device_batch_size}): it changes the speed, not what a step trains on"
             ) from None

@@ -1,0 +1,31 @@
+"""How fast a run trains, and whether it waits for images."""
+
+from dataclasses import dataclass
+
+UPDATES_NOT_TIMED = 3  # compilation, and the workers' start
+
+
+@dataclass
+class Meter:
+    """Sums over updates. `seconds` of training alone; `waiting` the part of them in which the slowest process had no batch; `loading` worker seconds."""
+
+    images: int = 0
+    seconds: float = 0.0
+    waiting: float = 0.0
+    loading: float = 0.0
+
+    def add(self, images: int, seconds: float, waiting: float, loading: float) -> None:
+        self.images += images
+        self.seconds += seconds
+        self.waiting += min(waiting, seconds)
+        self.loading += loading
+
+    def rates(self, workers: int) -> dict[str, float]:
+        """Images per second over all processes: of training, of the model alone, of `workers` loading workers; and the part of the time spent waiting."""
+        computing = self.seconds - self.waiting
+        return {
+            "images_per_second": self.images / self.seconds if self.seconds else 0.0,
+            "model_images_per_second": self.images / computing if computing > 0 else 0.0,
+            "loader_images_per_second": workers * self.images / self.loading if self.loading else 0.0,
+            "waiting": self.waiting / self.seconds if self.seconds else 0.0,
+        }
