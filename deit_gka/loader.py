@@ -236,10 +236,13 @@ def assemble(loaded: Iterator[Batch], size: int) -> Batch:
 
 
 def train_transform(recipe: Recipe):
-    """Crop, flip, RandAugment, normalise, erase (timm's, in DeiT's order)."""
-    return create_transform(recipe.input_size, is_training=True, scale=recipe.scale, ratio=recipe.ratio, hflip=recipe.hflip,
-                            auto_augment=recipe.aa or None, color_jitter=None, interpolation="bicubic", re_prob=recipe.reprob, re_mode="pixel",
-                            re_count=1)  # fmt: skip
+    """Crop, flip, RandAugment, normalise, erase (timm's, in DeiT's order). Raises UserError for a RandAugment timm does not know."""
+    try:
+        return create_transform(recipe.input_size, is_training=True, scale=recipe.scale, ratio=recipe.ratio, hflip=recipe.hflip,
+                                auto_augment=recipe.aa or None, color_jitter=None, interpolation="bicubic", re_prob=recipe.reprob, re_mode="pixel",
+                                re_count=1)  # fmt: skip
+    except (AssertionError, ValueError, KeyError, IndexError) as error:
+        raise UserError(f"--aa {recipe.aa!r} is not an augmentation of timm's, such as rand-m9-mstd0.5-inc1: {error}") from None
 
 
 def eval_transform(input_size: int | tuple[int, int], crop_pct: float, interpolation: str = "bicubic", **others):
@@ -249,7 +252,8 @@ def eval_transform(input_size: int | tuple[int, int], crop_pct: float, interpola
 
 def batches(images: Images, keys: Iterable[list[Key]], num_workers: int, device: torch.device) -> DataLoader:
     """Run `images` over `keys` in worker processes (0: in this one); batches come in order."""
-    workers = dict(num_workers=num_workers, prefetch_factor=2, worker_init_fn=_start_worker) if num_workers else {}
+    # Forked, also where Python's default is another: each would import torch again.
+    workers = dict(num_workers=num_workers, prefetch_factor=2, worker_init_fn=_start_worker, multiprocessing_context="fork") if num_workers else {}
     return DataLoader(images, batch_sampler=keys, collate_fn=_whole, pin_memory=device.type == "cuda", **workers)
 
 

@@ -36,6 +36,7 @@ class Trainer:
         for warning in check_classes(self.train_set, self.val_set):
             runtime.print(f"warning: {warning}")
         self.num_workers = default_workers() if config.num_workers < 0 else config.num_workers
+        self.images = Images(self.train_set, train_transform(config), training=True)
         self.order = Order(self.train_set, config, runtime, config.device_batch_size)
         self.steps_per_epoch = self.order.steps_per_epoch
         self.steps = config.epochs * self.steps_per_epoch
@@ -116,12 +117,12 @@ class Trainer:
         self.network = self.model if mode == "off" else torch.compile(self.model, mode=mode, dynamic=False)
         if self.runtime.world_size > 1:
             ids = [device.index] if device.type == "cuda" else None
-            self.network = DistributedDataParallel(self.network, device_ids=ids, broadcast_buffers=False, gradient_as_bucket_view=True)
+            self.network = DistributedDataParallel(self.network, device_ids=ids, gradient_as_bucket_view=True)
         if len(self.order.pieces) > 1:  # gradients that outlive a backward must not lie in memory that CUDA graphs use again
             for parameter in self.model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
         keys = self.order.batches(self.state["step"], self.steps)
-        self.loaded = iter(batches(Images(self.train_set, train_transform(config), training=True), keys, self.num_workers, device))
+        self.loaded = iter(batches(self.images, keys, self.num_workers, device))
 
     def next_batch(self, size: int) -> Batch:
         started = time.perf_counter()
@@ -166,7 +167,7 @@ class Trainer:
         about = f", sigma between {min(sigma):.3g} and {max(sigma):.3g}" if sigma else ""
         return (
             f"the loss is {loss} and the gradient's norm {norm} at update {self.state['step']} (learning rate {self.optimizer.param_groups[0]['lr']:.3g}{about}); "
-            f"the weights were not touched. Last good checkpoint: {paths[-1] if paths else 'none was saved yet'}. Start a new --model-tag with a lower --lr"
+            f"the weights were not touched. Last checkpoint: {paths[-1] if paths else 'none was saved yet'}. Start a new --model-tag with a lower --lr"
         )
 
     def report_broken(self, broken: list[tuple[str, str]], consequence: str) -> None:

@@ -9,6 +9,7 @@ from gka.runtime.training import RunConfig
 from nanochat_gka.config import ModelFlags
 from nanochat_gka.optim import OptimConfig
 
+
 @dataclass
 class TrainConfig(OptimConfig, ModelFlags, RunConfig):
     """Pretrain a GPT with softmax, VLT or Gaussian kernel attention. The same command continues a run that was stopped."""

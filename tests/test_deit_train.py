@@ -410,8 +410,8 @@ def test_a_disk_that_is_gone_is_one_line(pictures, tmp_path):
 def test_a_loss_that_is_not_finite_stops_and_names_the_last_checkpoint(pictures, tmp_path):
     done = train(pictures, tmp_path, "--lr", 1e30, "--save-every", 1, check=False)
     tiny.assert_one_line_error(done, r"the loss is (nan|inf) and the gradient's norm .* at update \d+ \(learning rate .*, sigma between .*\); the weights "
-                                     r"were not touched. Last good checkpoint: .*/step_\d+\. Start a new --model-tag with a lower --lr")  # fmt: skip
-    named = re.search(r"Last good checkpoint: (\S+)\.", done.stderr)[1]
+                                     r"were not touched. Last checkpoint: .*/step_\d+\. Start a new --model-tag with a lower --lr")  # fmt: skip
+    named = re.search(r"Last checkpoint: (\S+)\.", done.stderr)[1]
     assert all(value.isfinite().all() for value in load_file(Path(named) / "model.safetensors").values())
     assert (tmp_path / "run/checkpoints").exists() and not (tmp_path / "results.jsonl").exists()
 
@@ -430,6 +430,7 @@ def test_a_loss_that_is_not_finite_stops_and_names_the_last_checkpoint(pictures,
             ["--model-tag", "new", "--model", "deit_tiny_gke_patch16_224"],
             r"no model 'deit_tiny_gke_patch16_224'; did you mean .*deit_tiny_gka_patch16_224",
         ),
+        (["--model-tag", "new", "--aa", "nonsense"], r"--aa 'nonsense' is not an augmentation of timm's"),
         (["--model-tag", "new", "--model-kwargs", "depth"], r"--model-kwargs takes name=value, got 'depth'"),
         (["--model-tag", "new", "--model-kwargs", "deepness=3"], r"timm cannot build deit_tiny_gka_patch16_224: .*deepness"),
         (["--model-tag", "new", "--model-kwargs", "num_heads=5"], r"timm cannot build .*5"),
@@ -474,7 +475,7 @@ def test_a_moved_copy_of_the_data_is_fine(uninterrupted, pictures, tmp_path):
 # --- Compiled ---
 
 
-@pytest.mark.skipif("GKA_SLOW" not in os.environ, reason="half a minute of compiling; set GKA_SLOW=1")
+@pytest.mark.slow
 def test_compiled_training_is_the_same_training(uninterrupted, pictures, tmp_path):
     train(pictures, tmp_path, "--compile", "default", "--stop-after", 3, "--drop-path", 0, ranks=1)
     train(pictures, tmp_path / "off", "--stop-after", 3, "--drop-path", 0)
