@@ -5,6 +5,7 @@ python -m deit_gka.evaluate --model deit_tiny_patch16_224 --checkpoint deit_tiny
 """
 
 import json
+import os
 import sys
 import time
 from dataclasses import dataclass, field
@@ -89,8 +90,11 @@ def candidates(config: EvaluateConfig, classes: list[str], device) -> dict[str, 
         load_file(config.checkpoint, model)
     if model.num_classes != len(classes):
         raise UserError(f"{config.model} tells {model.num_classes} classes apart but {config.data} has {len(classes)}")
-    timms = resolve_input_data_config(model=model)
-    settings = {"input_size": timms["input_size"][-1], **{key: timms[key] for key in ("crop_pct", "mean", "std")}}
+    timms = resolve_input_data_config(model)
+    settings = {
+        "input_size": tuple(timms["input_size"][-2:]),
+        **{key: timms[key] for key in ("crop_pct", "crop_mode", "interpolation", "mean", "std")},
+    }
     return {config.model: (model.to(device).eval(), settings)}
 
 
@@ -101,7 +105,7 @@ def check_same_classes(trained: list[str], there: list[str], config: EvaluateCon
     if trained != there and set(trained) & set(there):
         number = next(number for number, (ours, theirs) in enumerate(zip(trained, there)) if ours != theirs)
         raise UserError(f"class {number} is '{trained[number]}' for {config.run} but '{there[number]}' in {config.data}; the two must agree")
-    if trained != there:
+    if trained != there and os.environ.get("RANK", "0") == "0":
         print(
             f"warning: {config.data} calls its classes otherwise ('{there[0]}' for '{trained[0]}'); taken to be the same in the same order",
             file=sys.stderr,

@@ -230,9 +230,15 @@ def assemble(loaded: Iterator[Batch], size: int) -> Batch:
         parts.append(next(loaded))
         if not len(parts[-1].images):
             return parts[-1]
-    images, labels, broken, seconds = zip(*parts)
-    together = (torch.cat(images), torch.cat(labels)) if len(parts) > 1 else (images[0], labels[0])
-    return Batch(*together, [name for part in broken for name in part], sum(seconds))
+    return _join(parts)
+
+
+def _join(parts: list[Batch]) -> Batch:
+    if len(parts) == 1:
+        return parts[0]
+    images = [part.images for part in parts if len(part.images)] or [parts[0].images]
+    broken = [image for part in parts for image in part.broken]
+    return Batch(torch.cat(images), torch.cat([part.labels for part in parts]), broken, sum(part.seconds for part in parts))
 
 
 def train_transform(recipe: Recipe):
@@ -257,13 +263,26 @@ def batches(images: Images, keys: Iterable[list[Key]], num_workers: int, device:
     return DataLoader(images, batch_sampler=keys, collate_fn=_whole, pin_memory=device.type == "cuda", **workers)
 
 
-def evaluation_batches(source: Source | Stream, transform, runtime: Runtime, batch_size: int, num_workers: int) -> DataLoader:
+def evaluation_batches(source: Source | Stream, transform, runtime: Runtime, batch_size: int, num_workers: int) -> Iterator[Batch]:
     """This process's part of the images, in order: every image is in exactly one process's part, once."""
     if isinstance(source, Stream):
         items: Iterable = source.records(0, runtime.rank, runtime.world_size)
     else:
         items = range(runtime.rank, len(source), runtime.world_size)
-    return batches(Images(source, transform, training=False), _groups_of(items, min(batch_size, UNIT)), num_workers, runtime.device)
+    count = -(-batch_size // UNIT)
+    units = _groups_of(items, batch_size // count)
+    loaded = iter(batches(Images(source, transform, training=False), units, num_workers, runtime.device))
+    try:
+        parts: list[Batch] = []
+        for unit in loaded:
+            parts.append(unit)
+            if len(parts) == count:
+                yield _join(parts)
+                parts = []
+        if parts:
+            yield _join(parts)
+    finally:
+        end_workers(loaded)
 
 
 def _groups_of(items: Iterable, size: int) -> Iterator[list[Key]]:
@@ -286,8 +305,21 @@ def _whole(batch: Batch) -> Batch:
     return batch
 
 
+def end_workers(loaded: Iterator[Batch] | None) -> None:
+    """Shut a loader's workers down now, whoever still refers to it (a traceback may)."""
+    shutdown = getattr(loaded, "_shutdown_workers", None)
+    if shutdown is not None:
+        shutdown()
+
+
 def _start_worker(number: int) -> None:
-    # Signals reach the whole process group, and the trainer still wants batches to finish its update and save. It ends its workers
-    # without signals; one that outlives it notices by itself, and one that was told to stop does so after a minute at the latest.
+    # Signals reach the whole process group, and the trainer still wants batches to finish its update and save; it ends its workers itself.
+    signals: list[int] = []
+
+    def on_sigterm(*_):
+        signals.append(1)
+        if len(signals) > 1:
+            os._exit(1)
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(60))
+    signal.signal(signal.SIGTERM, on_sigterm)

@@ -6,7 +6,7 @@ torchrun --standalone --nproc-per-node 7 -m deit_gka.train --data /imagenet
 
 from deit_gka.accounting import cost_of
 from deit_gka.engine import evaluate
-from deit_gka.loader import Batch, eval_transform, evaluation_batches
+from deit_gka.loader import Batch, end_workers, eval_transform, evaluation_batches
 from deit_gka.meter import Meter
 from deit_gka.train_config import TrainConfig
 from deit_gka.trainer import BROKEN_LIST, Trainer
@@ -51,7 +51,7 @@ def train(trainer: Trainer, log: RunLog, stop: Stop) -> bool:
                 report_if_due(trainer, log, bar)
         return True
     finally:
-        trainer.loaded = None  # ends the workers
+        end_workers(trainer.loaded)
 
 
 def report_if_due(trainer: Trainer, log: RunLog, bar) -> None:
@@ -61,12 +61,10 @@ def report_if_due(trainer: Trainer, log: RunLog, bar) -> None:
     if not due or not runtime.any(log.enabled and not log.has("eval", trainer.state["step"])):
         return
     values, speed = evaluate_now(trainer, bar), trainer.speed(trainer.meter)
-    earlier = log.records("eval") if runtime.is_main else []
-    # Files that are broken for good are left out of every evaluation; many more of them than ever before mean that something else is wrong.
-    fewest = min((record["broken"] for record in earlier), default=values["broken"])
-    trusted = values["broken"] - fewest <= BROKEN_SHARE * (values["images"] + values["broken"])
-    best = max((record[trainer.metric] for record in earlier if record["trusted"]), default=-1.0)
-    if runtime.any(runtime.is_main and trusted and values[trainer.metric] > best):
+    earlier = trusted(log.records("eval"), values) if runtime.is_main else []
+    best = max((record[trainer.metric] for record in earlier), default=-1.0)
+    believed = not runtime.is_main or bool(trusted([values], *log.records("eval")))
+    if runtime.any(runtime.is_main and believed and values[trainer.metric] > best):
         trainer.save("best", with_optimizer=False)
     sigma = trainer.sigma()
     mean = " ".join(f"{sum(values) / len(values):.2f}" for values in sigma.values())
@@ -75,19 +73,27 @@ def report_if_due(trainer: Trainer, log: RunLog, bar) -> None:
         text += f" | {speed['images_per_second']:,.0f} img/s (model {speed['model_images_per_second']:,.0f}, loader {speed['loader_images_per_second']:,.0f})"
     text += memory_text(trainer) + (f" | mean sigma {mean}" if mean else "")
     text += f" | broken training images replaced {trainer.state['broken']} times so far" if trainer.state["broken"] else ""
-    log.log("eval", trainer.state["step"], text, epoch=epoch, **values, **speed, trusted=trusted, memory_mib=trainer.memory(), sigma=sigma,
+    log.log("eval", trainer.state["step"], text, epoch=epoch, **values, **speed, memory_mib=trainer.memory(), sigma=sigma,
             broken_train=trainer.state["broken"])  # fmt: skip
-    if not trusted:
-        runtime.print(
-            f"warning: {values['broken']} validation images could not be read, {fewest} before: this epoch cannot be the best. They are in {trainer.folder / BROKEN_LIST}"
-        )
+    if not believed:
+        runtime.print(f"warning: {values['broken']} validation images could not be read, many more than before: this epoch cannot be the best. "
+                      f"They are in {trainer.folder / BROKEN_LIST}")  # fmt: skip
+
+
+def trusted(records: list[dict], *others: dict) -> list[dict]:
+    """The evaluations among `records` that may be the best. Files broken for good are left out of every evaluation; one that left out many more
+    than the best-read of all (`others` too) met another trouble."""
+    fewest = min((record["broken"] for record in [*records, *others]), default=0)
+    return [record for record in records if record["broken"] - fewest <= BROKEN_SHARE * (record["images"] + record["broken"])]
 
 
 def evaluate_now(trainer: Trainer, bar) -> dict[str, float]:
     """Accuracy of the raw weights and, as ema_*, of the average."""
     config, models = trainer.config, {"": trainer.model}
+    trainer.runtime.broadcast(trainer.model.buffers())  # a ViT has none; where there are some, those of rank 0 are saved
     if trainer.average is not None:
         models["ema_"] = trainer.average.module
+        trainer.runtime.broadcast(trainer.average.module.buffers())
     task = bar.add_task("evaluating", total=-(-len(trainer.val_set) // trainer.runtime.world_size), status="")
 
     def advance(batch: Batch) -> None:
@@ -110,14 +116,13 @@ def memory_text(trainer: Trainer) -> str:
 def summary(trainer: Trainer, log: RunLog) -> dict:
     """The numbers of a finished run. On rank 0."""
     evaluations, cost = log.records("eval"), cost_of(trainer.model)
-    last, trusted = evaluations[-1], [record for record in evaluations if record["trusted"]]
-    best = max(trusted, key=lambda record: record[trainer.metric], default=None)
+    last, best = evaluations[-1], max(trusted(evaluations), key=lambda record: record[trainer.metric])
     accuracy = {key: last[key] for key in ("top1", "top5", "loss", "ema_top1", "ema_top5", "ema_loss", "images", "broken") if key in last}
     return {
         "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
         "flops": cost.flops if cost else None,
         **accuracy,
-        "best": {"metric": trainer.metric, "value": best[trainer.metric], "epoch": best["epoch"]} if best else None,
+        "best": {"metric": trainer.metric, "value": best[trainer.metric], "epoch": best["epoch"]},
         **trainer.speed(trainer.meter),
         "memory_mib": trainer.memory(),
         "broken_train": trainer.state["broken"],

@@ -5,6 +5,7 @@ GPUs trains on the same batches; only the draws of stochastic depth depend on it
 """
 
 import math
+import os
 import sys
 import time
 from dataclasses import asdict
@@ -24,6 +25,7 @@ from gka.runtime.cli import UserError
 from gka.runtime.distributed import Runtime, Stop
 
 BROKEN_LIST = "broken_images.txt"
+FILE_NAMES = {"encoding": "utf-8", "errors": "surrogateescape"}  # they may be any bytes
 
 
 class Trainer:
@@ -57,6 +59,8 @@ class Trainer:
         self.state = {"step": 0, "broken": 0}
         self.meter, self.recent, self.untimed = Meter(), Meter(), UPDATES_NOT_TIMED
         self.broken: set[str] = set()
+        if (self.folder / BROKEN_LIST).exists():
+            self.broken = {line.split("\t")[0] for line in (self.folder / BROKEN_LIST).read_text(**FILE_NAMES).splitlines()}
 
     # Checkpoints
 
@@ -79,8 +83,6 @@ class Trainer:
         load_state_tensors(self.optimizer, self.model, found.tensors("optimizer", device))
         self.scaler.load_state_dict(found.state["scaler"])
         self.state, self.meter = found.state["progress"], Meter(**found.state["meter"])
-        if (self.folder / BROKEN_LIST).exists():
-            self.broken = {line.split("\t")[0] for line in (self.folder / BROKEN_LIST).read_text().splitlines()}
 
     def about_data(self) -> dict[str, int]:
         """What must be the same for the stream of images to go on exactly."""
@@ -171,13 +173,13 @@ class Trainer:
         )
 
     def report_broken(self, broken: list[tuple[str, str]], consequence: str) -> None:
-        """Each broken file once: a warning, and a line in the run's list."""
+        """Each broken file once for every process that meets it: a warning, and a line in the run's list."""
         for name, reason in broken:
             if name not in self.broken:
                 self.broken.add(name)
-                print(f"warning: {name} cannot be read ({reason}); {consequence}", file=sys.stderr)
+                print(f"warning: {os.fsencode(name).decode(errors='replace')} cannot be read ({reason}); {consequence}", file=sys.stderr)
                 self.folder.mkdir(parents=True, exist_ok=True)
-                with open(self.folder / BROKEN_LIST, "a") as file:
+                with open(self.folder / BROKEN_LIST, "a", **FILE_NAMES) as file:
                     file.write(f"{name}\t{reason}\n")
 
     # What it can say about itself

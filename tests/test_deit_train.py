@@ -21,6 +21,7 @@ from tiny_vision import MICRO, SHAPE, SIZE
 
 from deit_gka import evaluate, figures, model_io
 from deit_gka import train as training
+from deit_gka.train import trusted
 from deit_gka.train_config import TrainConfig
 from gka.runtime.cli import UserError, run
 
@@ -391,6 +392,23 @@ def test_broken_images_are_counted_and_listed(pictures, tmp_path, ranks):
     assert (last["images"], last["broken"]) == (27, 1) and 4 <= last["broken_train"] <= 6  # 80 images, 72 drawn an epoch
     assert "broken training images" in done.stdout and "on 27 images, 1 more are broken" in done.stdout
     assert json.loads((tmp_path / "out/results.jsonl").read_text())["metrics"]["broken_train"] == last["broken_train"]
+
+
+def test_a_broken_file_with_a_name_of_any_bytes_does_not_end_a_run(pictures, tmp_path):
+    shutil.copytree(pictures, tmp_path / "data")
+    folder = next((tmp_path / "data/val").iterdir())
+    (folder / os.fsdecode(b"caf\xe9.jpg")).touch()
+    for _ in range(2):  # the second run reads the list of the first
+        done = train(tmp_path / "data", tmp_path / "out", "--epochs", 1, "--warmup-epochs", 1)
+    assert "already trained" in done.stdout
+    assert b"caf\xe9.jpg\tthe file is empty" in (tmp_path / "out/run/broken_images.txt").read_bytes()
+
+
+def test_an_evaluation_that_could_not_read_many_images_is_not_the_best():
+    disk_trouble, fine = {"images": 500, "broken": 100, "top1": 90.0}, {"images": 598, "broken": 2, "top1": 60.0}
+    assert trusted([disk_trouble, fine]) == [fine] and trusted([disk_trouble], fine) == []
+    always_broken = [{"images": 117, "broken": 3, "top1": accuracy} for accuracy in (10.0, 20.0)]
+    assert trusted(always_broken) == always_broken
 
 
 def test_a_disk_that_is_gone_is_one_line(pictures, tmp_path):

@@ -35,19 +35,31 @@ def run(main: Callable[[Any], None], config_class: type, argv: list[str] | None 
         _leave(f"{error.filename}: {error.strerror}")
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        sys.exit(130)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        # Now and then a thread of gloo's still asks for the interpreter while that closes down, and aborts the process. All is saved: skip it.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+        _exit(130)
+    except SystemExit as left:
+        _exit(left.code)
+    if _is_distributed():
+        _exit(0)
+
+
+def _is_distributed() -> bool:
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def _leave(message: str) -> None:
     if os.environ.get("RANK", "0") != "0":
         time.sleep(3)  # rank 0 has the same to say and ends everyone; this rank speaks only if it is alone
     print(f"error: {message}", file=sys.stderr)
-    sys.exit(2)
+    _exit(2)
+
+
+def _exit(code) -> None:
+    """Leave. With several processes at once: now and then a thread of gloo's asks for the interpreter while that closes down, and aborts the process."""
+    if _is_distributed() and isinstance(code, int):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def command_line() -> str:

@@ -69,6 +69,7 @@ class Runtime:
         if error is not None:
             raise error
         if failed:
+            time.sleep(6)  # torchrun ends everyone with the first to leave; let the failed rank speak
             sys.exit(2)
         return result
 
