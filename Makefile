@@ -30,7 +30,8 @@ PACKED     := $(BASE)/packed/$(DATASET)-$(VOCAB)-$(SEQ)
 
 ON_CPU     := $(filter %cpu,$(ARGS))
 RANKS      := $(if $(filter-out 0 1,$(NGPU)),$(NGPU))
-LAUNCH     := $(if $(RANKS),$(VENV)/bin/torchrun --standalone --nproc-per-node $(RANKS) -m,$(PY) -m)
+# The dashes keep torchrun from taking our --run for its --run-path.
+LAUNCH     := $(if $(RANKS),$(VENV)/bin/torchrun --standalone --nproc-per-node $(RANKS) -m --,$(PY) -m)
 # ARGS goes to the target that was named, not to what it needs first.
 args_of     = $(if $(filter $(1),$(MAKECMDGOALS)),$(ARGS))
 TRAIN       = $(LAUNCH) nanochat_gka.train --data $(PACKED) --out $(BASE)/runs --results $(BASE)/results.jsonl --depth $(DEPTH) --wandb $(WANDB_MODE)

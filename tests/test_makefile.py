@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -34,7 +35,7 @@ def make(tmp_path):
 def test_dry_run_of_pretraining_shows_the_whole_chain(make):
     lines = make("-n", "pretrain-d20", "NGPU=7").stdout
     order = ["venv .venv", "pip install", "nanochat_gka.corpus --source fineweb", "nanochat_gka.tokenizer", "nanochat_gka.pack",
-             "torchrun --standalone --nproc-per-node 7 -m nanochat_gka.train"]  # fmt: skip
+             "torchrun --standalone --nproc-per-node 7 -m -- nanochat_gka.train"]  # fmt: skip
     positions = [lines.index(step) for step in order]
     assert positions == sorted(positions)
     assert "--depth 20" in lines and "--attention gka --target-param-data-ratio 8.25" in lines and "--sequence-len 2048" in lines
@@ -90,7 +91,7 @@ def test_without_a_gpu_pretraining_says_what_to_run_instead(make):
 )
 def test_vision_targets_train_the_model_they_name(make, target, model):
     last = make("-n", target, "DATA=/some/images", "NGPU=7", "ARGS=--epochs 2 --device-type cpu").stdout.splitlines()[-1]
-    assert last.startswith(".venv/bin/torchrun --standalone --nproc-per-node 7 -m deit_gka.train --data '/some/images'")
+    assert last.startswith(".venv/bin/torchrun --standalone --nproc-per-node 7 -m -- deit_gka.train --data '/some/images'")
     assert f"--model {model}_patch16_224 --epochs 2" in last
     assert "--model resnet18 " in make("-n", target, "DATA=x", "MODEL=resnet18", "ARGS=--device-type cpu").stdout
 
@@ -105,6 +106,15 @@ def test_evaluation_takes_the_named_run_or_the_models(make):
     for words, run in (((), "out/runs/deit_tiny_gka_patch16_224"), (("MODEL=deit_base_patch16_224",), "out/runs/deit_base_patch16_224"),
                        (("RUN=elsewhere",), "elsewhere")):  # fmt: skip
         assert f"deit_gka.evaluate --run {run} --data 'digits'" in make("-n", "eval-deit", "DATA=digits", *words).stdout
+
+
+@pytest.mark.parametrize("target", ["eval-deit", "eval-bpb"])
+def test_torchrun_leaves_our_flags_to_us(make, tmp_path, target):
+    """It has a --run-path, and would take our --run for a short form of it."""
+    line = make("-n", target, "NGPU=2", "DATA=digits", f"RUN={tmp_path}/none", "ARGS=--device-type cpu").stdout.splitlines()[-1]
+    words = shlex.split(line.replace(".venv/bin/torchrun", f"{sys.executable} -m torch.distributed.run"))
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert f"error: no checkpoint in {tmp_path}/none" in done.stderr
 
 
 @pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine may have a GPU")
