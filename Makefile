@@ -120,6 +120,14 @@ train-deit-s: train-deit-s-gka  ## GKA-S (-base, -vlt)
 
 train-deit-b: train-deit-b-gka  ## GKA-B (-base, -vlt)
 
+# The softmax and VLT twins.
+train-deit-ti-base:
+train-deit-ti-vlt:
+train-deit-s-base:
+train-deit-s-vlt:
+train-deit-b-base:
+train-deit-b-vlt:
+
 train-deit-%: check-images | $(READY)
 	$(if $(and $(SIZE_OF),$(filter gka vlt base,$(KIND))),,@echo 'error: there is train-deit-{ti,s,b}-{gka,vlt,base}, not $@' >&2; exit 2)
 	$(TRAIN_DEIT) --model $(or $(MODEL),$(DEIT)) $(ARGS)

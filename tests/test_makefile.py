@@ -147,7 +147,7 @@ def test_readme_names_real_targets():
     targets = set(re.findall(r"(?:`|^)make ([a-z][a-z0-9-]+)", text, re.MULTILINE))
     assert {"demo", "test", "pretrain-d20", "eval-bpb"} <= targets
     for target in targets:
-        assert re.search(rf"^{target}:", makefile, re.MULTILINE) or re.fullmatch("train-deit-(ti|s|b)-(gka|vlt|base)", target), target
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
 def test_readme_tree_is_the_tree():
