@@ -46,7 +46,7 @@ DEIT        = deit_$(SIZE_OF)$(if $(filter base,$(KIND)),,_$(KIND))_patch16_224
 DEIT_RUN    = $(if $(filter file default undefined,$(origin RUN)),$(BASE)/runs/$(or $(MODEL),deit_tiny_gka_patch16_224),$(RUN))
 TRAIN_DEIT  = $(LAUNCH) deit_gka.train --data '$(DATA)' --out $(BASE)/runs --results $(BASE)/results.jsonl --wandb $(WANDB_MODE)
 
-.PHONY: help setup demo test test-gpu lint data tokenizer tokenize pretrain-d20 pretrain-d20-base eval-bpb \
+.PHONY: help setup demo test test-gpu lint bench data tokenizer tokenize pretrain-d20 pretrain-d20-base eval-bpb \
         train-deit-ti train-deit-s train-deit-b ablate-projections eval-deit check-gpu check-images check-data clean
 .DEFAULT_GOAL := help
 
@@ -79,6 +79,13 @@ test-gpu: $(READY)  ## run the tests that need a CUDA device
 lint: $(READY)  ## ruff: errors and formatting
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+
+# ARGS goes to all four: --quick, --device-type cpu, --results FOLDER. Each also runs alone, with more flags (--help).
+bench: $(READY)  ## time attention, DeiT and GPT, GKA beside softmax, on the GPU or else the CPU (4 minutes on 2 cores): tables, targets, pictures
+	$(PY) -m runs.bench_attention $(ARGS)
+	$(PY) -m runs.bench_deit $(ARGS)
+	$(PY) -m runs.bench_gpt $(ARGS)
+	$(PY) -m runs.bench_report $(ARGS)
 
 data: $(DOCUMENTS)  ## fetch or write the corpus: FineWeb-Edu shards, or CORPUS=builtin
 

@@ -6,6 +6,7 @@ Legend: B batch, N tokens, H heads, D head_dim, C = H * D.
 
 import torch
 from timm.layers import maybe_add_mask, resolve_self_attn_mask, use_fused_attn
+from timm.models import VisionTransformer
 from torch import nn
 
 from gka import GaussianKernelAttention, dot_product_attention, gaussian_attention, initial_log_sigma, inverse_variance, without_autocast
@@ -46,7 +47,7 @@ class GKA(TimmAttention, GaussianKernelAttention):
     """
 
     sigma_squared_start: float | None = None  # None: sqrt(D)
-    operator: str = "sdpa"  # the `impl` of gaussian_attention: no mask to skip tiles by, and it traces, exports and runs everywhere
+    operator: str = "auto"  # the `impl` of gaussian_attention; "sdpa" exports without an operator of ours
 
     def __init__(self, dim: int, num_heads: int = 8, qkv_bias: bool = False, qk_norm: bool = False, scale_norm: bool = False,
                  proj_bias: bool = True, attn_drop: float = 0.0, proj_drop: float = 0.0, norm_layer=None, device=None, dtype=None, **later):  # fmt: skip
@@ -123,6 +124,12 @@ class VLT(TimmAttention):
         queries, keys = self._queries_and_keys(x)
         logits = torch.einsum("bihd,bjhd->bhij", queries, keys) * queries.shape[-1] ** -0.5
         return maybe_add_mask(logits, resolve_self_attn_mask(x.shape[1], logits, attn_mask, is_causal)).softmax(dim=-1)
+
+
+def operators_of(model: nn.Module) -> list[str]:
+    """Which implementations of the operator train this timm model's GKA layers where they are, without repetition."""
+    tokens = model.patch_embed.num_patches + model.num_prefix_tokens if isinstance(model, VisionTransformer) else 1
+    return sorted({layer.chosen_impl(tokens) for layer in model.modules() if isinstance(layer, GKA)})
 
 
 ATTENTION = {"gka": GKA, "vlt": VLT}

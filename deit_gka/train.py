@@ -5,6 +5,7 @@ torchrun --standalone --nproc-per-node 7 -m deit_gka.train --data /imagenet
 """
 
 from deit_gka.accounting import cost_of
+from deit_gka.attention import operators_of
 from deit_gka.engine import evaluate
 from deit_gka.loader import Batch, end_workers, eval_transform, evaluation_batches
 from deit_gka.meter import Meter
@@ -155,11 +156,13 @@ def run_to_the_end(trainer: Trainer, log: RunLog) -> None:
         f"{config.epochs} epochs of {trainer.steps_per_epoch:,} updates of {config.batch_size:,} images: {runtime.world_size} x {runtime.device.type}, "
         f"{len(pieces)} x {len(pieces[0].places)} images each; peak learning rate {config.scaled_lr:.4g}; {trainer.num_workers} loading workers each"
     )
+    if operators := operators_of(trainer.model):
+        runtime.print(f"Gaussian kernel attention by {', '.join(operators)}")
     if config.repeated_aug > 1:
         runtime.print(f"repeated augmentation: an epoch draws {config.repeated_aug} versions each of a 1/{config.repeated_aug} of the images")
     if step:
         runtime.print(f"resuming at update {step} of {trainer.steps}")
-    log.log("start", step, config=config.identity(), world_size=runtime.world_size)
+    log.log("start", step, config=config.identity(), world_size=runtime.world_size, operators=operators)
     if not train(trainer, log, Stop()):
         runtime.print(f"stopped at update {trainer.state['step']} of {trainer.steps}, saved; continue with: {command_line()}")
     elif runtime.is_main:

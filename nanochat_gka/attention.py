@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import nn
 
-from gka import dot_product_attention, gaussian_attention, initial_log_sigma
+from gka import dot_product_attention, gaussian_attention, initial_log_sigma, select_impl
 from nanochat_gka.blocks import Linear, Rotary, fill_uniform, norm
 from nanochat_gka.config import GPTConfig
 
@@ -110,6 +110,13 @@ class GKAAttention(Attention):
         if "successor" in self.offsets:
             keys = torch.where(self.successor, _previous(features), features)
         return gaussian_attention(features, self.log_sigma, keys=keys, values=values, causal=True, window=self.window, constant_norm=True)
+
+    def chosen_impl(self, dtype: torch.dtype) -> str:
+        """Which implementation of the operator trains this layer on rows of `dtype`, where its weights are."""
+        shape = (1, self.config.sequence_len, self.config.n_head, self.config.head_dim)
+        x = torch.empty(shape, dtype=dtype, device=self.log_sigma.device, requires_grad=True)
+        keys = torch.empty_like(x) if "successor" in self.offsets else None
+        return select_impl(x, keys=keys, causal=True, window=self.window, constant_norm=True)
 
 
 def _previous(x: torch.Tensor) -> torch.Tensor:

@@ -89,6 +89,11 @@ class GPT(nn.Module):
             return logits
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction=reduction)
 
+    def operators(self) -> list[str]:
+        """Which implementations of the operator train this model's gka layers where they are, without repetition."""
+        layers = [block.attn for block in self.transformer.h if hasattr(block.attn, "chosen_impl")]
+        return sorted({layer.chosen_impl(self.transformer.wte.weight.dtype) for layer in layers})
+
     def bandwidths(self) -> dict[int, torch.Tensor]:
         """Learned sigma per head, (H,), of every gka layer."""
         return {i: block.attn.log_sigma.detach().exp() for i, block in enumerate(self.transformer.h) if hasattr(block.attn, "log_sigma")}

@@ -255,9 +255,11 @@ def run_to_the_end(trainer: Trainer, log: RunLog) -> None:
         f"horizon: {horizon.steps:,} steps of {horizon.total_batch_size:,} tokens = {horizon.tokens:,} tokens, {horizon.tokens * flops_per_token(model):.4e} FLOPs, "
         f"{horizon.steps * trainer.rows / len(trainer.stream.rows):.2f} epochs, on {runtime.world_size} x {runtime.device.type}"
     )
+    if model.operators():
+        runtime.print(f"Gaussian kernel attention by {', '.join(model.operators())}")
     if step:
         runtime.print(f"resuming at step {step} of {horizon.steps}")
-    log.log("start", step, config=config.identity(), world_size=runtime.world_size)
+    log.log("start", step, config=config.identity(), world_size=runtime.world_size, operators=model.operators())
     if not trainer.train(log, Stop()):
         runtime.print(f"stopped at step {trainer.state['step']} of {horizon.steps}, saved; continue with: {command_line()}")
     elif runtime.is_main:

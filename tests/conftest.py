@@ -9,6 +9,9 @@ import pytest
 import torch
 from hypothesis import settings
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported: its kernels run on CPU tensors
+
 settings.register_profile("gka", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("gka")
 

@@ -636,7 +636,7 @@ def test_settings_belong_to_one_model():
     small(sigma_squared=0.7, impl="reference")
     default = small().blocks[0].attn
     torch.testing.assert_close(default.log_sigma.exp().square(), torch.full((3,), 8**0.5))
-    assert default.impl == "sdpa"
+    assert default.impl == "auto"
     assert small("vlt", value_bias=False).blocks[0].attn.value_bias is None
     assert small("vlt").blocks[0].attn.value_bias.shape == (24,)
 

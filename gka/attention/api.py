@@ -8,11 +8,13 @@ import contextlib
 import torch
 
 from gka.attention import validation
-from gka.attention.impl import flex, reference, sdpa
+from gka.attention.impl import flex, reference, sdpa, triton_op
 from gka.attention.masking import Mask
 
-# A fused implementation is a module with `gaussian`, `dot_product` and `unavailable` (why it cannot serve a request, or None).
-FUSED = {"sdpa": sdpa, "flex": flex}
+# A fused implementation is a module with `gaussian` and `unavailable` (why it cannot serve a request, or None); one for the softmax baseline
+# has `dot_product` too.
+FUSED = {"triton": triton_op, "flex": flex, "sdpa": sdpa}
+SOFTMAX = {name: module for name, module in FUSED.items() if hasattr(module, "dot_product")}
 EPS = 1e-6
 
 
@@ -42,10 +44,11 @@ def gaussian_attention(
         The paper's W counts the token itself: window = W - 1.
       constant_norm: a promise that all keys of a head have the same norm, for example after a per-head RMS norm. |k_j|^2 then
         cancels and the fused paths become plain attention. Not checked; the reference does not use it.
-      eps: added to the row sum (paper eq. 4) by implementations that know it: the reference. The fused paths drop it; as K_ii = 1 that
+      eps: added to the row sum (paper eq. 4) by implementations that know it: reference and triton. sdpa and flex drop it; as K_ii = 1 that
         changes y by less than a relative `eps`.
       return_weights: also return W, (B, H, Tq, Tk). Only the reference builds W; "auto" then means it.
-      impl: "reference" (the literal equations), "sdpa" (any device), "flex" (CUDA; forward only on CPU), or "auto", see `select_impl`.
+      impl: "reference" (the literal equations), "triton" (the fused kernels, CUDA), "sdpa" (any device), "flex" (CUDA; forward only on CPU),
+        or "auto", see `select_impl`.
 
     Returns: y, (B, Tq, H, D) in x.dtype; with return_weights, (y, W).
 
@@ -68,7 +71,8 @@ def gaussian_attention(
             y, weights = reference.gaussian(x, keys, values, log_sigma, mask, None if foreign_keys else eps)
             return (y, weights) if return_weights else y
         keys, values = _drop_hidden(mask, x.shape[1], keys, values)
-        return FUSED[name].gaussian(x, keys, values, log_sigma, mask.simplify(x.shape[1], keys.shape[1]), constant_norm)
+        mask = mask.simplify(x.shape[1], keys.shape[1])
+        return FUSED[name].gaussian(x, keys, values, log_sigma, mask, constant_norm, None if foreign_keys else eps)
 
 
 def dot_product_attention(q, k, v, *, causal: bool = False, window: int | None = None, scale: float | None = None, impl: str = "auto"):
@@ -81,36 +85,48 @@ def dot_product_attention(q, k, v, *, causal: bool = False, window: int | None =
     validation.check_features("q", q)
     q, k, v = _to_autocast_dtype(q, k, v)
     mask = _check(q, k, v, causal, window, names=("k", "v"))
-    if impl == "reference":
-        raise ValueError('impl="reference" is the Gaussian kernel\'s definition; dot_product_attention takes "auto", "sdpa" or "flex"')
-    name = select_impl(q, keys=k, values=v, causal=causal, window=window, constant_norm=True, impl=impl)
+    if impl not in ("auto", *SOFTMAX):
+        raise ValueError(f"dot_product_attention's impl must be one of auto, {', '.join(SOFTMAX)}, got {impl!r}")
     k, v = _drop_hidden(mask, q.shape[1], k, v)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return FUSED[name].dot_product(q, k, v, mask.simplify(q.shape[1], k.shape[1]), scale)
+    mask = mask.simplify(q.shape[1], k.shape[1])
+    needs_grad = _needs_grad(q, k, v)
+    if impl == "auto":
+        impl = "flex" if q.is_cuda and mask.window is not None and not flex.unavailable(q, needs_grad) else "sdpa"
+    elif obstacle := SOFTMAX[impl].unavailable(q, needs_grad):
+        raise ValueError(f'impl="{impl}" is unavailable: {obstacle}; use impl="auto"')
+    return SOFTMAX[impl].dot_product(q, k, v, mask, q.shape[-1] ** -0.5 if scale is None else scale)
 
 
 def select_impl(x, *, log_sigma=None, keys=None, values=None, causal=False, window=None, constant_norm=False, return_weights=False,
                 impl: str = "auto") -> str:  # fmt: skip
     """The name of the implementation that `gaussian_attention` runs for these arguments; never "auto".
 
-    auto: "reference" if W is wanted; on CUDA "flex" where SDPA would need a dense mask or extra channels; else "sdpa".
-    Raises ValueError if `impl` is unknown or cannot serve the request.
+    auto: "reference" if W is wanted; on CUDA "triton", or where it cannot serve the request "flex" if SDPA would need a dense mask or extra
+    channels; else "sdpa". Raises ValueError if `impl` is unknown or cannot serve the request.
     """
     check_impl(impl)
     if return_weights:
         if impl not in ("auto", "reference"):
             raise ValueError(f'return_weights needs impl="reference" (or "auto"): impl={impl!r} never builds W')
         return "reference"
-    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, log_sigma, keys, values))
     if impl == "reference":
         return impl
+    needs_grad = _needs_grad(x, log_sigma, keys, values)
+    request = dict(needs_grad=needs_grad, own_keys=keys is None or keys is x, constant_norm=constant_norm)
     if impl != "auto":
-        if obstacle := FUSED[impl].unavailable(x, needs_grad):
+        if obstacle := FUSED[impl].unavailable(x, **request):
             raise ValueError(f'impl="{impl}" is unavailable: {obstacle}; use impl="auto"')
         return impl
+    if not x.is_cuda:
+        return "sdpa"
+    if not triton_op.unavailable(x, **request):
+        return "triton"
     windowed = Mask(causal, window).simplify(x.shape[1], x.shape[1] if keys is None else keys.shape[1]).window is not None
-    wants_flex = x.is_cuda and (windowed or not constant_norm)
-    return "flex" if wants_flex and not flex.unavailable(x, needs_grad) else "sdpa"
+    return "flex" if (windowed or not constant_norm) and not flex.unavailable(x, **request) else "sdpa"
+
+
+def _needs_grad(*tensors) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def without_autocast(device_type: str):

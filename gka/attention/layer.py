@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from gka.attention import validation
-from gka.attention.api import check_impl, gaussian_attention
+from gka.attention.api import check_impl, gaussian_attention, select_impl
 from gka.attention.bandwidth import initial_log_sigma
 
 
@@ -51,6 +51,11 @@ class GaussianKernelAttention(nn.Module):
         log_sigma = self.log_sigma.to(torch.promote_types(self.log_sigma.dtype, torch.float32))
         y = gaussian_attention(heads, log_sigma, causal=self.causal, window=self.window, constant_norm=self.head_norm, impl=self.impl)
         return self.proj(y.flatten(-2))
+
+    def chosen_impl(self, num_tokens: int) -> str:
+        """Which implementation trains this layer on `num_tokens` tokens, in its weights' dtype and where they are; never "auto"."""
+        x = self.proj.weight.new_empty((1, num_tokens, self.num_heads, self.head_dim), requires_grad=True)
+        return select_impl(x, causal=self.causal, window=self.window, constant_norm=self.head_norm, impl=self.impl)
 
     def extra_repr(self) -> str:
         return f"heads={self.num_heads}, head_dim={self.head_dim}, causal={self.causal}, window={self.window}, head_norm={self.head_norm}"

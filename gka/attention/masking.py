@@ -23,11 +23,19 @@ class Mask:
     causal: bool = False
     window: int | None = None
 
+    @property
+    def reach(self) -> tuple[int | None, int | None]:
+        """(before, after): position i sees i - before <= j <= i + after; None: no limit."""
+        return self.window, 0 if self.causal else self.window
+
     def visible(self, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
         """True where the query at position `i` may see the key at position `j` (integer tensors that broadcast)."""
-        keep = (j <= i) if self.causal else (i == i) & (j == j)
-        if self.window is not None:
-            keep = keep & (i - j <= self.window) & (j - i <= self.window)
+        before, after = self.reach
+        keep = (i == i) & (j == j)
+        if before is not None:
+            keep = keep & (j >= i - before)
+        if after is not None:
+            keep = keep & (j <= i + after)
         return keep
 
     def simplify(self, num_queries: int, num_keys: int) -> "Mask":

@@ -1,6 +1,6 @@
 """The same shifted softmax as a FlexAttention score function and block mask: windows skip whole tiles, the |k_j|^2 term stays float32.
 
-Made for CUDA. On CPU torch offers FlexAttention's forward only, which is enough to test the score function. `eps` is not applied.
+Made for CUDA. On CPU torch offers FlexAttention's forward only, which is enough to test the score function. `eps` is ignored.
 """
 
 import functools
@@ -16,7 +16,7 @@ TILE = 128
 MIN_HEAD_DIM = 16
 
 
-def unavailable(x, needs_grad: bool) -> str | None:
+def unavailable(x, needs_grad: bool, own_keys: bool = True, constant_norm: bool = False) -> str | None:
     """Why FlexAttention cannot serve these features, or None if it can."""
     if x.shape[-1] < MIN_HEAD_DIM:
         return f"FlexAttention needs head_dim >= {MIN_HEAD_DIM}, got {x.shape[-1]}"
@@ -65,7 +65,7 @@ def dot_product(q, k, v, mask: Mask, scale: float):
     return _attend(q, k, v, mask, scale)
 
 
-def gaussian(x, keys, values, log_sigma, mask: Mask, constant_norm: bool):
+def gaussian(x, keys, values, log_sigma, mask: Mask, constant_norm: bool, eps: float | None = None):
     """Arguments and layout as in `reference.gaussian`. x / sigma^2 is rounded to x.dtype: scaling the scores instead would make the
     gradient of log_sigma one atomic addition per score."""
     inverse = inverse_variance(log_sigma)

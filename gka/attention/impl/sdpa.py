@@ -2,7 +2,7 @@
 
 |x_i|^2 cancels in the row normalisation, so W = softmax_j(x_i.x_j / sigma^2 - |x_j|^2 / (2 sigma^2))   (gka/README.md).
 Heads of constant norm need no second term: plain attention with q = x / sigma^2. Otherwise the term rides in extra channels that
-are 1 in q. `eps` is not applied: since K_ii = 1 it changes y by at most a relative 1e-6.
+are 1 in q. `eps` is ignored: since K_ii = 1 it changes y by at most a relative 1e-6.
 """
 
 import torch
@@ -21,12 +21,12 @@ def dot_product(q, k, v, mask: Mask, scale: float):
     return F.scaled_dot_product_attention(q, k, v, attn_mask, is_causal=plain_causal, scale=scale).transpose(1, 2)
 
 
-def unavailable(x, needs_grad: bool) -> str | None:
+def unavailable(x, needs_grad: bool, own_keys: bool = True, constant_norm: bool = False) -> str | None:
     """SDPA serves every request on every device."""
     return None
 
 
-def gaussian(x, keys, values, log_sigma, mask: Mask, constant_norm: bool):
+def gaussian(x, keys, values, log_sigma, mask: Mask, constant_norm: bool, eps: float | None = None):
     """Arguments and layout as in `reference.gaussian`.
 
     x / sigma^2 is rounded to x.dtype. Without constant norms, bfloat16 carries |k_j|^2 in three channels and float16, whose range is too
@@ -47,14 +47,17 @@ def gaussian(x, keys, values, log_sigma, mask: Mask, constant_norm: bool):
         shifted = keys - offset
         x, keys, values = shifted if x is keys else x - offset, shifted, shifted if own_values else values
 
-    bias = -0.5 * keys.to(compute).square().sum(-1, keepdim=True) * inverse  # (B, Tk, H, 1)
+    wide = keys.to(compute)
+    bias = -0.5 * torch.linalg.vecdot(wide, wide)[..., None] * inverse  # (B, Tk, H, 1)
     channels = _split(bias) if x.dtype == torch.bfloat16 else [bias]
-    padding = -(x.shape[-1] + len(channels)) % 8 if x.is_cuda else 0  # fused CUDA kernels want multiples of 8
-    ones = x.new_ones(()).expand(*x.shape[:-1], len(channels))
-    q = F.pad(torch.cat([(x * inverse).to(x.dtype), ones], dim=-1), (0, padding))
-    k = F.pad(torch.cat([keys, *channels], dim=-1), (0, padding))
-    v = F.pad(values, (0, q.shape[-1] - values.shape[-1]))  # equal head sizes, or torch falls back to N x N
-    y = dot_product(q, k, v, mask, scale=1.0)[..., : values.shape[-1]]
+    head_dim = x.shape[-1]
+    padding = -(head_dim + len(channels)) % 8 if x.is_cuda else 0  # fused CUDA kernels want multiples of 8
+    k = torch.cat([keys, *channels, *[torch.zeros_like(channels[0])] * padding], dim=-1)
+    extra = (0, k.shape[-1] - head_dim)
+    q = ((k if x is keys else F.pad(x, extra)) * inverse).to(x.dtype)
+    q[..., head_dim:] = 1
+    v = k if own_values else F.pad(values, extra)  # equal head sizes, or torch falls back to N x N
+    y = dot_product(q, k, v, mask, scale=1.0)[..., :head_dim]
     return y + offset if own_values and offset is not None else y
 
 

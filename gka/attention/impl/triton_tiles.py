@@ -1,0 +1,117 @@
+"""What the Triton kernels share: loading tiles, squared norms, and the mask as spans of tiles.
+
+Names in all kernels: p_ pointer, s_ stride, o_ offsets, b_ block in registers, m_ mask. H heads, D head_dim, BLOCK_D >= D a power of two,
+BM rows that a program owns, BN rows that it streams. Exponents are in units of log 2: scale = log2(e) / sigma^2 turns x_i.x_j into them.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+NORM_CONSTANT = tl.constexpr(0)  # all keys of a head have one norm, which cancels
+NORM_LOADED = tl.constexpr(1)  # squared norms were computed before, read them
+NORM_COMPUTED = tl.constexpr(2)  # from the tile at hand
+PRECISION = tl.constexpr("tf32x3")  # float32 features: tensor cores at nearly float32 accuracy; never plain tf32
+
+
+@triton.jit
+def head_of(p, bh, H, s_b, s_h):
+    """Where head bh = b * H + h starts, in 64 bits."""
+    return p + (bh // H).to(tl.int64) * s_b + (bh % H).to(tl.int64) * s_h
+
+
+@triton.jit
+def program(T, BM: tl.constexpr):
+    """(row block, head bh) of this program: one axis, since the others end at 65535."""
+    row_blocks = tl.cdiv(T, BM)
+    return tl.program_id(0) % row_blocks, tl.program_id(0) // row_blocks
+
+
+@triton.jit
+def load_tile(p, o_t, s_t, T, D: tl.constexpr, BLOCK_D: tl.constexpr, CHECKED: tl.constexpr):
+    """Rows o_t of a (T, D) head as (rows, BLOCK_D), zero beyond D and, if CHECKED, beyond T."""
+    o_d = tl.arange(0, BLOCK_D)
+    p_tile = p + o_t[:, None] * s_t + o_d[None, :]
+    if BLOCK_D != D:
+        return tl.load(p_tile, mask=(o_t[:, None] < T) & (o_d[None, :] < D), other=0.0)
+    elif CHECKED:
+        return tl.load(p_tile, mask=o_t[:, None] < T, other=0.0)
+    else:
+        return tl.load(p_tile)
+
+
+@triton.jit
+def reload_tile(p, o_t, s_t, T, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """`load_tile` again. The other cache policy keeps the compiler from holding the first copy in registers until now."""
+    o_d = tl.arange(0, BLOCK_D)
+    mask = (o_t[:, None] < T) & (o_d[None, :] < D)
+    return tl.load(p + o_t[:, None] * s_t + o_d[None, :], mask=mask, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def lost_rows(b_sum, o_t, T):
+    """Self-attention has 1 <= sum_j K_ij <= T. Where |x|^2 / sigma^2 is too large for float32 (beyond 1e6) the computed sum is not."""
+    return (o_t < T) & ((b_sum < 0.5) | (b_sum > 2.0 * T) | (b_sum != b_sum))
+
+
+@triton.jit
+def copy_rows(p_from, sf_t, p_to, st_t, o_t, m_t, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows o_t where m_t, from one tensor to another."""
+    o_d = tl.arange(0, BLOCK_D)
+    mask = m_t[:, None] & (o_d[None, :] < D)
+    tl.store(p_to + o_t[:, None] * st_t + o_d[None, :], tl.load(p_from + o_t[:, None] * sf_t + o_d[None, :], mask=mask), mask=mask)
+
+
+@triton.jit
+def store_tile(p, o_t, s_t, b, T, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    o_d = tl.arange(0, BLOCK_D)
+    mask = (o_t[:, None] < T) & (o_d[None, :] < D)
+    tl.store(p + o_t[:, None] * s_t + o_d[None, :], b.to(p.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def squared_norm(b):
+    """|row|^2 in float32."""
+    b = b.to(tl.float32)
+    return tl.sum(b * b, 1)
+
+
+@triton.jit
+def inverse_variance(p_log_sigma, h, BOUND: tl.constexpr):
+    """1 / sigma_h^2 as in `bandwidth.inverse_variance`."""
+    log_sigma = tl.load(p_log_sigma + h).to(tl.float32)
+    return tl.exp(-2.0 * tl.minimum(tl.maximum(log_sigma, -BOUND), BOUND))
+
+
+@triton.jit
+def spans(first, last, length, before, after, HAS_BEFORE: tl.constexpr, HAS_AFTER: tl.constexpr, BN: tl.constexpr):
+    """Tiles of BN partners that rows at positions first..last look at: (start, whole, mixed, end).
+
+    A row at position i looks at partners i - before ... i + after (`masking.Mask.reach`; without HAS_ no limit). Tiles from `whole` to
+    `mixed` need no mask for any of the rows; those before and after do.
+    """
+    start = 0
+    whole = 0
+    end = length
+    mixed = length // BN * BN
+    if HAS_BEFORE:
+        start = tl.maximum(0, first - before) // BN * BN
+        whole = tl.cdiv(tl.maximum(0, last - before), BN) * BN
+    if HAS_AFTER:
+        end = tl.maximum(0, tl.minimum(length, last + after + 1))
+        mixed = tl.maximum(0, tl.minimum(length, first + after + 1)) // BN * BN
+    whole = tl.maximum(start, tl.minimum(whole, tl.cdiv(end, BN) * BN))
+    return start, whole, tl.maximum(mixed, whole), end
+
+
+@triton.jit
+def in_reach(o_own, o_partner, length, before, after, HAS_BEFORE: tl.constexpr, HAS_AFTER: tl.constexpr):
+    """(own, partner) pairs that see each other: `spans` element by element."""
+    distance = o_partner[None, :] - o_own[:, None]
+    seen = (o_partner[None, :] < length) & (o_own[:, None] == o_own[:, None])
+    if HAS_BEFORE:
+        seen = seen & (distance >= -before)
+    if HAS_AFTER:
+        seen = seen & (distance <= after)
+    return seen
