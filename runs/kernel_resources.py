@@ -31,8 +31,9 @@ from gka.attention.impl.triton_tiles import NORM_COMPUTED, NORM_CONSTANT, NORM_L
 GOLDEN = Path(__file__).resolve().parents[1] / "tests" / "golden" / "kernel_resources.txt"
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SHARED_LIMIT = {80: 166912, 90: 232448, 120: 101376}  # bytes a block may use
-# float32 with head_dim 128 does not fit otherwise; bytes per thread.
+# Bytes per thread. float32 with head_dim 128 does not fit otherwise; other versions of Triton than the table was made for may need a little.
 KNOWN_SPILLS = {(120, "queries", 128, 4): 16}
+SPILLS_OF_OTHER_VERSIONS = 64
 HALF = ("p_x", "p_k", "p_v", "p_y", "p_dy", "p_dx", "p_dk", "p_dv")  # pointers in the features' dtype; the others are float32
 
 KERNELS = {
@@ -58,6 +59,7 @@ CASES = {
         "causal": dict(NORM=NORM_CONSTANT.value, **OWN, **CAUSAL),
         "causal, values": dict(NORM=NORM_CONSTANT.value, **VALUES, **CAUSAL),
         "causal, general": dict(NORM=NORM_COMPUTED.value, **OWN, **CAUSAL),
+        "window, foreign": dict(NORM=NORM_CONSTANT.value, OWN_KEYS=False, OWN_VALUES=False, **WINDOW),
     },
     "decode": {
         "general, split": dict(NORM=NORM_COMPUTED.value, **FOREIGN, **FULL),
@@ -79,6 +81,7 @@ CASES = {
         "causal, values": dict(CONSTANT=True, **VALUES, **CAUSAL),
         "causal": dict(CONSTANT=True, **OWN, **CAUSAL),
         "causal, general": dict(CONSTANT=False, **OWN, **CAUSAL),
+        "window, foreign": dict(CONSTANT=True, OWN_KEYS=False, OWN_VALUES=False, **WINDOW),
     },
     "head": {"197 tokens": dict(FULL=3, TAIL=16), "192 tokens": dict(FULL=3, TAIL=0), "180 tokens": dict(FULL=2, TAIL=64)},
 }
@@ -126,8 +129,9 @@ class Resources(NamedTuple):
         half = build.size == 2
         name = "HGMMA" if build.capability == 90 and half and build.kernel != "decode" else "HMMA"
         cores = self.instructions.get(name) or (not half and self.instructions.get("HGMMA"))
+        spills = KNOWN_SPILLS.get(build[:4], 0) if GOLDEN.read_text().startswith(header()) else SPILLS_OF_OTHER_VERSIONS
         checks = {
-            f"spills {self.stack} bytes per thread": self.stack > KNOWN_SPILLS.get(build[:4], 0),
+            f"spills {self.stack} bytes per thread": self.stack > spills,
             f"needs {self.shared} bytes of shared memory, the device has {SHARED_LIMIT[build.capability]}": self.shared
             > SHARED_LIMIT[build.capability],
             f"has no {name}: no tensor cores": not cores,

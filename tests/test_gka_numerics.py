@@ -249,3 +249,16 @@ def test_compiles_without_graph_breaks(constant_norm, impl):
 
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x, log_sigma), function(x, log_sigma))
+
+
+@pytest.mark.parametrize("impl", ["sdpa", "triton"])
+def test_compiles_with_dynamic_shapes(impl):
+    log_sigma = torch.zeros(2)
+
+    def function(x):
+        return gaussian_attention(x, log_sigma, causal=True, impl=impl)
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
+    for length in (5, 24, 37):
+        x = testing.make_features("normal", (1, length, 2, 16))
+        torch.testing.assert_close(compiled(x), function(x))

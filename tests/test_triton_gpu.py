@@ -79,10 +79,11 @@ def test_float32_is_not_tf32(shape, causal, window):
     assert testing.error(got.y, want.y) <= 1e-5 and testing.error(got.dx, want.dx) <= 1e-5 and testing.error(got.dvalues, want.dvalues) <= 1e-5
 
 
+@pytest.mark.parametrize("with_values", [False, True], ids=["own", "values"])
 @pytest.mark.parametrize("shape,causal,window", SHAPES)
-def test_memory_that_was_full_of_nan_changes_nothing(shape, causal, window):
+def test_memory_that_was_full_of_nan_changes_nothing(shape, causal, window, with_values):
     """The allocator hands out poisoned blocks; twenty runs are equal to the bit."""
-    x, log_sigma, values, grad_y = problem(shape, torch.bfloat16, False, True)
+    x, log_sigma, values, grad_y = problem(shape, torch.bfloat16, False, with_values)
 
     def run(poisoned):
         if poisoned:

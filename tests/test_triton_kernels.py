@@ -147,20 +147,21 @@ def test_foreign_keys(queries, keys, causal, window, constant_norm):
 
 @pytest.mark.parametrize("causal,window", [(True, None), (True, 30), (False, None)])
 @pytest.mark.parametrize("with_values", [False, True])
-def test_gradients_of_foreign_keys(causal, window, with_values):
+@pytest.mark.parametrize("num_queries,num_keys", [(50, 90), (3, 700)], ids=["many", "split"])
+def test_gradients_of_foreign_keys(num_queries, num_keys, causal, window, with_values):
     """As head offsets train. The constant norm is that of a normalisation in front, through which the gradients go."""
 
     def gradients(dtype, **options):
-        raw = [features("normal", (2, n, 2, 32), seed=n).to(dtype).requires_grad_() for n in (50, 90, 91)]
+        raw = [features("normal", (2, n, 2, 32), seed=n).to(dtype).requires_grad_() for n in (num_queries, num_keys, num_keys + 1)]
         log_sigma = sigmas(2, 32).to(torch.promote_types(dtype, torch.float32)).requires_grad_()
         x, keys = (nn.functional.rms_norm(t, (32,)) for t in raw[:2])
-        values = raw[2][:, :90] if with_values else None
+        values = raw[2][:, :num_keys] if with_values else None
         y = gaussian_attention(x, log_sigma, keys=keys, values=values, causal=causal, window=window, **options)
         y.backward(features("normal", y.shape, seed=4).to(dtype))
         return [t.grad for t in (*raw[: 3 if with_values else 2], log_sigma)]
 
     for got, want in zip(gradients(torch.float32, constant_norm=True, impl="triton"), gradients(torch.float64, impl="reference"), strict=True):
-        assert testing.error(got, want) <= 30 * torch.finfo(torch.float32).eps
+        assert testing.error(got, want) <= 100 * torch.finfo(torch.float32).eps
 
 
 def variants():
@@ -188,11 +189,51 @@ def test_strided_features_among_nans(causal):
     for x in variants():
         for got, expected in zip(run(x), want, strict=True):
             assert torch.equal(got, expected)
-    want = run(features("normal", (2, 37, 2, 32)), features("normal", (2, 37, 2, 32)).clone())
-    for x in variants():
-        assert torch.equal(run(features("normal", (2, 37, 2, 32)), x)[0], want[0])
-    y = gaussian_attention(features("normal", (2, 37, 2, 32)).requires_grad_(), log_sigma, causal=causal, impl="triton")
-    y.sum().backward()  # a gradient whose strides are all zero
+    x = features("normal", (2, 37, 2, 32), seed=3)
+
+    def with_values(values):
+        values = values.detach().requires_grad_()
+        leaf = x.clone().requires_grad_()
+        y = gaussian_attention(leaf, log_sigma, values=values, causal=causal, impl="triton")
+        return y, *torch.autograd.grad(y, (leaf, values), grad_y)
+
+    want = with_values(features("normal", (2, 37, 2, 32)))
+    for values in variants():
+        for got, expected in zip(with_values(values), want, strict=True):
+            assert torch.equal(got, expected)
+
+
+def test_a_gradient_without_strides():
+    x, log_sigma = features("normal", (2, 37, 2, 32)).requires_grad_(), sigmas(2, 32)
+    y = gaussian_attention(x, log_sigma, impl="triton")
+    assert torch.equal(*(torch.autograd.grad(y, x, g, retain_graph=True)[0] for g in (torch.ones(()).to(y).expand_as(y), torch.ones_like(y))))
+
+
+def test_bandwidths_anywhere_in_memory():
+    """One value for all heads, or a column of a table."""
+    x = features("normal", (1, 20, 3, 16))
+    for log_sigma in (torch.tensor(0.7, device=DEVICE).expand(3), torch.linspace(0, 1, 6, device=DEVICE).view(3, 2)[:, 1]):
+        results = []
+        for each in (log_sigma, log_sigma.clone(memory_format=torch.contiguous_format)):
+            each = each.detach().requires_grad_()
+            y = gaussian_attention(x, each, impl="triton")
+            results.append((y, *torch.autograd.grad(y.square().sum(), each)))
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("with_values", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_nan_is_not_hidden(causal, with_values):
+    """A NaN token reaches every row that sees it, a NaN bandwidth its whole head: the loss must show it."""
+    x, log_sigma = features("normal", (1, 40, 2, 16)), sigmas(2, 16)
+    values = features("normal", (1, 40, 2, 16), seed=1) if with_values else None
+    x[0, 7, 0] = float("nan")
+    y = gaussian_attention(x, log_sigma, values=values, causal=causal, impl="triton")
+    rows = y[0].isnan().any(-1)
+    assert rows[7:, 0].all() and (causal or rows[:, 0].all()) and not rows[:, 1].any()
+    if DEVICE == "cuda":  # on CPU the door refuses it
+        log_sigma[1] = float("nan")
+        assert gaussian_attention(x, log_sigma, impl="triton")[:, :, 1].isnan().all()
 
 
 def poison(monkeypatch):
@@ -233,6 +274,29 @@ def test_a_clamped_bandwidth_learns_nothing():
     want = testing.oracle(x, log_sigma, None, x)
     assert got.dlog_sigma[[0, 2]].tolist() == [0, 0] and want.dlog_sigma[[0, 2]].tolist() == [0, 0]
     torch.testing.assert_close(got.y.double(), want.y, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype,causal,with_values", [(torch.float32, False, False), (torch.float32, True, True), (torch.float16, False, False),
+                                                      (torch.float16, True, False)])  # fmt: skip
+def test_bandwidths_too_small_for_float32(dtype, causal, with_values):
+    """|x|^2 / sigma^2 around 1e9: rounding loses K_ii = 1, and rows come back as what they are in the limit; gradients stay finite."""
+    x, log_sigma = features("normal", (1, 100, 2, 64), dtype), torch.full((2,), -8.5, device=DEVICE)
+    values = features("normal", (1, 100, 2, 64), dtype, 1) if with_values else None
+    got = testing.run(lambda x, s, v: gaussian_attention(x, s, values=v, causal=causal, impl="triton"), x, log_sigma, values, x)
+    torch.testing.assert_close(got.y, x if values is None else values, rtol=2e-3, atol=1e-5)
+    assert all(torch.isfinite(t).all() for _, t in got.named())
+    # Where W is known to float32's last digits no longer, it is still no more than 1.
+    assert got.dx.abs().max() <= 4 * x.abs().max() / math.exp(-17) and (values is None or got.dvalues.norm() <= 1.01 * x.norm())
+
+
+def test_devices_with_little_shared_memory_get_the_small_tiles(monkeypatch):
+    expected = {(8, 0): "sm_80", (8, 6): "sm_120", (8, 9): "sm_120", (9, 0): "sm_90", (10, 0): "sm_90", (12, 0): "sm_120"}
+    for capability, name in expected.items():
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
+        assert generation.__wrapped__(torch.device("cuda")) == name
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with pytest.raises(RuntimeError, match=r"compute capability 8\.0 or newer, cuda has 7\.5; use impl='sdpa'"):
+        generation.__wrapped__(torch.device("cuda"))
 
 
 CALLS = {

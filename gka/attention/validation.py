@@ -69,5 +69,5 @@ def check_eps(eps) -> None:
     """eps is a finite number >= 0."""
     if isinstance(eps, bool) or not isinstance(eps, (int, float)):
         raise TypeError(f"eps must be a number, got {type(eps).__name__}")
-    if not (math.isfinite(eps) and eps >= 0):
+    if not 0 <= eps < math.inf:
         raise ValueError(f"eps must be finite and >= 0, got {eps}")

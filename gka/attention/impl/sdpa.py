@@ -16,7 +16,9 @@ def dot_product(q, k, v, mask: Mask, scale: float):
     """softmax(scale * q.k + mask) v in the (B, T, H, D) layout."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     num_queries, num_keys = q.shape[2], k.shape[2]
-    plain_causal = mask.causal and mask.window is None and num_queries == num_keys
+    plain_causal = False
+    if mask.causal and mask.window is None and num_queries == num_keys:  # by a branch: with dynamic shapes the comparison is no bool
+        plain_causal = True
     attn_mask = None if plain_causal or mask == Mask() else mask.dense(num_queries, num_keys, q.device)
     return F.scaled_dot_product_attention(q, k, v, attn_mask, is_causal=plain_causal, scale=scale).transpose(1, 2)
 

@@ -103,8 +103,8 @@ def _keys_tile(acc, acc_v, b_total, b_k, b_v, b_half, scale, inverse, p_x, p_dy,
 def _store_partial(p_dls, b_dls, p_log_sigma, bh, H, row_block, row_blocks, BOUND: tl.constexpr):
     """The program's part of dlog_sigma; none where log_sigma is clamped."""
     batches = tl.num_programs(0) // row_blocks // H
-    free = tl.abs(tl.load(p_log_sigma + bh % H)) <= BOUND
-    partial = tl.where(free, -2.0 * LN_2 * tl.sum(b_dls, 0), 0.0)
+    clamped = tl.abs(tl.load(p_log_sigma + bh % H)) > BOUND
+    partial = tl.where(clamped, 0.0, -2.0 * LN_2 * tl.sum(b_dls, 0))
     tl.store(p_dls + ((bh % H) * batches + bh // H) * row_blocks + row_block, partial)
 
 

@@ -14,6 +14,7 @@ from gka.attention.masking import Mask
 
 INSTALLED = importlib.util.find_spec("triton") is not None
 MAX_HEAD_DIM = 128
+LARGEST_OFFSET = 2**31
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -25,6 +26,8 @@ def unavailable(x, needs_grad: bool, own_keys: bool = True, constant_norm: bool 
         return f"the Triton kernels take float32, bfloat16 and float16, got {x.dtype}"
     if x.shape[-1] > MAX_HEAD_DIM:
         return f"the Triton kernels need head_dim <= {MAX_HEAD_DIM}, got {x.shape[-1]}"
+    if x.shape[1] * x.shape[2] * x.shape[3] >= LARGEST_OFFSET:
+        return f"the Triton kernels take fewer than 2^31 numbers per sequence, got {tuple(x.shape)}"
     if not own_keys and needs_grad and not constant_norm:
         return "the Triton kernels have gradients for foreign keys only with constant_norm"
     return None
@@ -48,11 +51,15 @@ def gaussian(x, keys, values, log_sigma, mask: Mask, constant_norm: bool, eps: f
     own_keys, own_values = keys is x, values is keys
     before, after = mask.reach
     limits = (-1 if before is None else before, -1 if after is None else after)
-    x, keys, values = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, keys, values))
-    keys = None if own_keys else keys
-    values = None if own_values else values
-    y, _, _ = attend(x, keys, values, log_sigma, *limits, constant_norm, 0.0 if eps is None else eps)
+    keys = None if own_keys else _addressable(keys)
+    values = None if own_values else _addressable(values)
+    y, _, _ = attend(_addressable(x), keys, values, log_sigma.contiguous(), *limits, constant_norm, 0.0 if eps is None else eps)
     return y
+
+
+def _addressable(t):
+    """`t`, copied only if its channels lie apart or 32 bits do not reach from a head's first token to its last."""
+    return t if t.stride(-1) == 1 and t.shape[1] * t.stride(1) < LARGEST_OFFSET else t.contiguous()
 
 
 @torch.library.custom_op("gka::attend", mutates_args=())
@@ -104,11 +111,15 @@ def gradients_like(x, keys, values, log_sigma) -> list[torch.Tensor]:
 
 def _save(ctx, inputs, output):
     x, keys, values, log_sigma, before, after, constant_norm, _ = inputs
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(x, keys, values, log_sigma, *output)
     ctx.limits = (before, after, constant_norm)
 
 
 def _differentiate(ctx, grad_y, grad_level, grad_norm):
+    if grad_y is None:
+        return (None,) * 8
     x, keys, values, log_sigma, y, level, norm = ctx.saved_tensors
     dx, dlog_sigma, *others = attend_backward(grad_y, x, keys, values, log_sigma, y, level, norm, *ctx.limits)
     others = iter(others)

@@ -52,7 +52,7 @@ def reload_tile(p, o_t, s_t, T, D: tl.constexpr, BLOCK_D: tl.constexpr):
 @triton.jit
 def lost_rows(b_sum, o_t, T):
     """Self-attention has 1 <= sum_j K_ij <= T. Where |x|^2 / sigma^2 is too large for float32 (beyond 1e6) the computed sum is not."""
-    return (o_t < T) & ((b_sum < 0.5) | (b_sum > 2.0 * T) | (b_sum != b_sum))
+    return (o_t < T) & ((b_sum < 0.5) | (b_sum > 2.0 * T))
 
 
 @triton.jit
@@ -81,7 +81,8 @@ def squared_norm(b):
 def inverse_variance(p_log_sigma, h, BOUND: tl.constexpr):
     """1 / sigma_h^2 as in `bandwidth.inverse_variance`."""
     log_sigma = tl.load(p_log_sigma + h).to(tl.float32)
-    return tl.exp(-2.0 * tl.minimum(tl.maximum(log_sigma, -BOUND), BOUND))
+    log_sigma = tl.where(log_sigma > BOUND, BOUND, tl.where(log_sigma < -BOUND, -BOUND, log_sigma))  # NaN stays: it must show in y
+    return tl.exp(-2.0 * log_sigma)
 
 
 @triton.jit
