@@ -16,6 +16,7 @@ from gka.runtime.progress import console, read_lines
 from gka.runtime.results import append_result, describe_hardware
 from runs.bench import BenchConfig, Measurement
 
+RESULTS = Path(__file__).resolve().parent / "results"
 # What a candidate is in its comparison: what `impl="auto"` runs, another of ours, softmax attention that counts, the paper-style eager GKA, the rest.
 ROLES = ("ours", "variant", "baseline", "eager", "other")
 

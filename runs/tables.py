@@ -12,7 +12,7 @@ from pathlib import Path
 from deit_gka import models
 from deit_gka.accounting import vit_cost
 from gka.runtime.progress import read_lines
-from runs import demo_vision, operator_error
+from runs import bench_results, demo_vision, operator_error
 from runs.demo_report import COLUMNS, PAPER, PAPER_VISION
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -61,12 +61,33 @@ def sizes_table() -> str:
     return "\n".join(lines)
 
 
+def bench_table() -> str:
+    """Whole models and the operator, softmax's fastest over ours, a row for each hardware's newest comparisons."""
+    lines = ["| | softmax | GKA | speed-up |", "|---|---:|---:|---:|"]
+    for path in sorted(bench_results.RESULTS.glob("bench_deit_*.jsonl")):
+        hardware = path.stem.removeprefix("bench_deit_")
+        compared = {}
+        for what in ("deit", "gpt", "attention"):
+            compared |= bench_results.load(bench_results.RESULTS, what, hardware)
+        for (case, phase), comparison in compared.items():
+            theirs, ours = (comparison.fastest(role) for role in ("baseline", "ours"))
+            if theirs and ours and not case.startswith("sweep"):
+                times = [f"{line['metrics']['median_ms']:,.4g} ms" for line in (theirs, ours)]
+                lines.append(f"| {case}, {phase} | {times[0]} | {times[1]} | {comparison.ratio():.2f}x |")
+        record = next(iter(compared.values())).lines[0]
+        lines.append(measured(record, f"bench_*_{hardware}.jsonl"))
+    return "\n".join(lines)
+
+
 def errors_table() -> str:
     """Errors of every operator route."""
     return operator_error.markdown([record["metrics"] for record in read_lines(operator_error.RESULTS)])
 
 
-PAGES = {"README.md": {"demo": demo_table, "vision": vision_table, "sizes": sizes_table}, "gka/README.md": {"errors": errors_table}}
+PAGES = {
+    "README.md": {"demo": demo_table, "vision": vision_table, "sizes": sizes_table, "bench": bench_table},
+    "gka/README.md": {"errors": errors_table},
+}
 
 
 def render(page: str, text: str) -> str:
