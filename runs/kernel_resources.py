@@ -184,9 +184,9 @@ def compile_one(build: Build) -> Resources:
     return Resources(int(found[1]), int(found[2]), compiled.metadata.shared, dict(counts))
 
 
-def compile_all(builds: list[Build]):
-    """(build, resources) in order, on all cores."""
-    with concurrent.futures.ProcessPoolExecutor(os.cpu_count()) as pool:
+def compile_all(builds: list[Build], processes: int):
+    """(build, resources) in order."""
+    with concurrent.futures.ProcessPoolExecutor(processes) as pool:
         yield from zip(builds, pool.map(compile_one, builds), strict=True)
 
 
@@ -198,10 +198,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help=f"rewrite {GOLDEN.relative_to(GOLDEN.parents[2])}")
     parser.add_argument("--every", action="store_true", help="every case of every configuration")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="how many compile at once (default: all cores)")
     options = parser.parse_args(arguments)
     lines, broken = [header()], []
     print(lines[0], flush=True)
-    for build, resources in compile_all(shipped(options.every)):
+    for build, resources in compile_all(shipped(options.every), options.processes):
         lines.append(f"{build} {resources}")
         print(lines[-1], flush=True)
         broken += [f"{' '.join(str(build).split())}: {reason}" for reason in resources.broken(build)]

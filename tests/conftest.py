@@ -1,6 +1,9 @@
 """Seeds, thread count and the GPU marker for every test."""
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 os.environ.setdefault("WANDB_MODE", "disabled")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -27,6 +30,22 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(skip)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kernel_resources(request, tmp_path_factory):
+    """`python -m runs.kernel_resources`, at work behind the other tests from the start: it takes a core for two minutes. None if nobody asks."""
+    if not any(item.path.name == "test_triton_compile.py" for item in request.session.items):
+        yield None
+        return
+    folder = tmp_path_factory.mktemp("kernel_resources")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = ["nice", sys.executable, "-m", "runs.kernel_resources", "--processes", "1"]
+    with open(folder / "out", "w") as out, open(folder / "err", "w") as err:
+        process = subprocess.Popen(command, stdout=out, stderr=err, env=environment, cwd=Path(__file__).parents[1])
+    yield process, folder
+    process.terminate()
+    process.wait()
 
 
 @pytest.fixture(scope="session")

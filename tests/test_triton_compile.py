@@ -4,22 +4,15 @@ What a configuration needs is listed in tests/golden/kernel_resources.txt for on
 same (a change shows as a readable diff; `python -m runs.kernel_resources --write` accepts it); with another only the limits hold.
 """
 
-import os
-import subprocess
-import sys
-
 import triton
 
-from runs import kernel_resources
+from runs.kernel_resources import GOLDEN, Resources, shipped
 
 
-def test_every_shipped_configuration_fits_its_device():
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-m", "runs.kernel_resources"], capture_output=True, text=True, env=environment, cwd=kernel_resources.GOLDEN.parents[2]
-    )
-    assert done.returncode == 0, done.stderr
-    got, golden = (text.rstrip("\n").split("\n") for text in (done.stdout, kernel_resources.GOLDEN.read_text()))
+def test_every_shipped_configuration_fits_its_device(kernel_resources):
+    process, folder = kernel_resources
+    assert process.wait(timeout=600) == 0, (folder / "err").read_text()
+    got, golden = (path.read_text().rstrip("\n").split("\n") for path in (folder / "out", GOLDEN))
     assert len(got) == len(golden)
     if golden[0] == got[0]:
         assert got == golden
@@ -29,12 +22,12 @@ def test_every_shipped_configuration_fits_its_device():
 
 def test_a_configuration_that_breaks_a_limit_is_named():
     """Spills, too much shared memory, no tensor cores, no asynchronous copies: each is said."""
-    build = kernel_resources.shipped()[0]
+    build = shipped()[0]
     for resources, reason in (
-        (kernel_resources.Resources(255, 100, 1000, {"HMMA": 8, "LDGSTS": 4}), "spills 100 bytes per thread"),
-        (kernel_resources.Resources(255, 0, 200_000, {"HMMA": 8, "LDGSTS": 4}), "needs 200000 bytes of shared memory, the device has 166912"),
-        (kernel_resources.Resources(255, 0, 1000, {"LDGSTS": 4}), "has no HMMA: no tensor cores"),
-        (kernel_resources.Resources(255, 0, 1000, {"HMMA": 8}), "has no LDGSTS: copies are not asynchronous"),
+        (Resources(255, 100, 1000, {"HMMA": 8, "LDGSTS": 4}), "spills 100 bytes per thread"),
+        (Resources(255, 0, 200_000, {"HMMA": 8, "LDGSTS": 4}), "needs 200000 bytes of shared memory, the device has 166912"),
+        (Resources(255, 0, 1000, {"LDGSTS": 4}), "has no HMMA: no tensor cores"),
+        (Resources(255, 0, 1000, {"HMMA": 8}), "has no LDGSTS: copies are not asynchronous"),
     ):
         assert resources.broken(build) == [reason]
-    assert kernel_resources.Resources(255, 0, 1000, {"HMMA": 8, "LDGSTS": 4}).broken(build) == []
+    assert Resources(255, 0, 1000, {"HMMA": 8, "LDGSTS": 4}).broken(build) == []
