@@ -16,6 +16,8 @@ NGPU       ?= $(GPUS)
 ARGS       ?=
 WANDB_MODE ?= disabled
 RUN        ?= $(BASE)/runs/d$(DEPTH)-gka
+BUNDLE     ?=
+PROMPT     ?= The
 DATA       ?=
 MODEL      ?=
 
@@ -36,6 +38,9 @@ LAUNCH     := $(if $(RANKS),$(VENV)/bin/torchrun --standalone --nproc-per-node $
 args_of     = $(if $(filter $(1),$(MAKECMDGOALS)),$(ARGS))
 TRAIN       = $(LAUNCH) nanochat_gka.train --data $(PACKED) --out $(BASE)/runs --results $(BASE)/results.jsonl --depth $(DEPTH) --wandb $(WANDB_MODE)
 
+EVAL_CORE   = $(LAUNCH) nanochat_gka.eval_core --out $(BASE)/core $(if $(BUNDLE),--bundle '$(BUNDLE)')
+BASE_RUN    = $(if $(filter file default undefined,$(origin RUN)),$(BASE)/runs/d$(DEPTH)-softmax,$(RUN))
+
 # train-deit-SIZE-KIND: ti, s or b; gka, vlt or base (softmax). MODEL= takes the place of the name they make.
 SIZE_ti    := tiny
 SIZE_s     := small
@@ -46,8 +51,8 @@ DEIT        = deit_$(SIZE_OF)$(if $(filter base,$(KIND)),,_$(KIND))_patch16_224
 DEIT_RUN    = $(if $(filter file default undefined,$(origin RUN)),$(BASE)/runs/$(or $(MODEL),deit_tiny_gka_patch16_224),$(RUN))
 TRAIN_DEIT  = $(LAUNCH) deit_gka.train --data '$(DATA)' --out $(BASE)/runs --results $(BASE)/results.jsonl --wandb $(WANDB_MODE)
 
-.PHONY: help setup demo test test-gpu lint bench data tokenizer tokenize pretrain-d20 pretrain-d20-base eval-bpb \
-        train-deit-ti train-deit-s train-deit-b ablate-projections eval-deit check-gpu check-images check-data clean
+.PHONY: help setup demo test test-gpu lint bench data tokenizer tokenize pretrain-d20 pretrain-d20-base eval-bpb eval-core eval-core-base sample \
+        export train-deit-ti train-deit-s train-deit-b ablate-projections eval-deit check-gpu check-images check-data clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -55,7 +60,7 @@ help:  ## list the targets
 	@echo
 	@echo "  NGPU=$(NGPU) processes, DEPTH=$(DEPTH) layers (the demo has 4), CORPUS=$(CORPUS) (fineweb, builtin or a folder of parquet files),"
 	@echo "  SHARDS=$(SHARDS), VOCAB=$(VOCAB), SEQ=$(SEQ), BASE=$(BASE) (outputs), WANDB_MODE=$(WANDB_MODE) (offline, online),"
-	@echo "  ARGS='flags for the command of the target', RUN=$(RUN) (what eval-bpb evaluates; eval-deit takes MODEL's run by default),"
+	@echo "  ARGS='flags for the command of the target', RUN=$(RUN) (what eval-bpb, eval-core, sample and export take; eval-deit takes MODEL's),"
 	@echo "  DATA=folder of images with train/ and val/ (or hf:NAME, hf-stream:NAME, wds:FOLDER, digits), MODEL=any timm name"
 
 setup: $(READY)  ## create .venv and install everything (the other targets do it once by themselves)
@@ -120,6 +125,18 @@ pretrain-d20-base: check-gpu $(PACKED)/manifest.json  ## the paper's softmax bas
 
 eval-bpb: $(PACKED)/manifest.json  ## bits per byte and samples of a run (RUN=folder)
 	$(LAUNCH) nanochat_gka.evaluate --run $(RUN) --data $(PACKED) --results $(BASE)/results.jsonl $(ARGS)
+
+eval-core: | $(READY)  ## DCLM's CORE of a run (RUN=folder, BUNDLE=folder or zip; else it is fetched), beside the paper's and GPT-2's
+	$(EVAL_CORE) --run $(RUN) $(ARGS)
+
+eval-core-base: | $(READY)  ## the same of the softmax baseline
+	$(EVAL_CORE) --run $(BASE_RUN) $(ARGS)
+
+sample: | $(READY)  ## text from a run (RUN=folder, PROMPT='...')
+	$(PY) -m nanochat_gka.generate --run $(RUN) --prompt '$(subst ','\'',$(PROMPT))' --stream $(ARGS)
+
+export: | $(READY)  ## a run as a folder of its own, RUN-export: safetensors, configuration, tokenizer, README
+	$(PY) -m nanochat_gka.export --run $(RUN) --out $(RUN)-export $(ARGS)
 
 train-deit-ti: train-deit-ti-gka  ## the paper's GKA-Ti, 300 epochs on DATA (train-deit-ti-base is softmax, train-deit-ti-vlt VLT)
 

@@ -1,9 +1,12 @@
 """The attention of a layer: softmax, VLT or GKA, one forward signature. Adding one is a class and a line in ATTENTION.
 
-Legend: B batch, T tokens, H heads, D head_dim, C = H * D.
+A layer projects its tokens to queries and to what later tokens need of them (`stored`: keys and values; for GKA mostly values alone, which keys
+follow from), then attends. While generating, `stored` is what the cache holds. Legend: B batch, T tokens, n tokens so far, H heads, D head_dim, C = H * D.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -13,6 +16,24 @@ from nanochat_gka.blocks import Linear, Rotary, fill_uniform, norm
 from nanochat_gka.config import GPTConfig
 
 GATE_CHANNELS = 32
+Tensors = tuple[torch.Tensor, ...]
+
+
+class Past(Protocol):
+    """Where the tokens of a pass stand and what they follow, for a pass that is not simply B whole sequences.
+
+    positions: of the tokens, a slice of T or (B, T); longest: one more than the last of them. For every group of rows whose attention is one call
+    `split` yields the arguments of `Attention.attend`; `join` puts the outputs back in place.
+    """
+
+    positions: slice | torch.Tensor
+    longest: int
+
+    def split(self, layer: int, queries: torch.Tensor, new: Tensors) -> Iterator[tuple[torch.Tensor, Tensors, torch.Tensor | None]]: ...
+
+    def join(self, mixed: list[torch.Tensor]) -> torch.Tensor: ...
+
+    def end(self) -> None: ...
 
 
 class Attention(nn.Module, ABC):
@@ -22,7 +43,7 @@ class Attention(nn.Module, ABC):
 
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
-        self.config, self.window = config, config.window(layer)
+        self.config, self.layer, self.window = config, layer, config.window(layer)
         for name in self.PROJECTIONS:
             setattr(self, name, Linear(config.n_embd, config.n_embd))
         self.c_proj = Linear(config.n_embd, config.n_embd)
@@ -35,13 +56,33 @@ class Attention(nn.Module, ABC):
         if self.ve_gate is not None:
             nn.init.zeros_(self.ve_gate.weight)  # 2 * sigmoid(0) = 1: the value embedding as it is
 
-    def forward(self, x: torch.Tensor, value_embedding: torch.Tensor | None, rotary: Rotary) -> torch.Tensor:
-        """x: the normalised block input, (B, T, C). value_embedding: (B, T, C) or None. Returns (B, T, C)."""
-        return self.c_proj(self.mix(x, value_embedding, rotary).flatten(2))
+    def forward(self, x, value_embedding, rotary, past: Past | None = None, wanted: torch.Tensor | None = None) -> torch.Tensor:
+        """Mix, and project all tokens or the wanted ones. Arguments as `mix` and `GPT.hidden`. Returns (B, T, C)."""
+        mixed = self.mix(x, value_embedding, rotary, past)
+        return self.c_proj((mixed if wanted is None else mixed[:, wanted]).flatten(2))
+
+    def mix(self, x: torch.Tensor, value_embedding: torch.Tensor | None, rotary: Rotary, past: Past | None = None) -> torch.Tensor:
+        """x: the normalised block input, (B, T, C). value_embedding: (B, T, C) or None. past: None for whole sequences. Returns the heads, (B, T, H, D)."""
+        positions = slice(0, x.shape[1]) if past is None else past.positions
+        queries, stored = self.project(x, value_embedding, rotary, positions)
+        if past is None:
+            return self.attend(rotary, queries, stored, queries)
+        return past.join([self.attend(rotary, *group) for group in past.split(self.layer, queries, stored)])
 
     @abstractmethod
-    def mix(self, x: torch.Tensor, value_embedding: torch.Tensor | None, rotary: Rotary) -> torch.Tensor:
-        """The heads' outputs, (B, T, H, D)."""
+    def project(self, x: torch.Tensor, value_embedding: torch.Tensor | None, rotary: Rotary, positions) -> tuple[torch.Tensor, Tensors]:
+        """Queries of the tokens at `positions`, and what is stored of them: `cached_tensors` tensors, all (B, T, H, D)."""
+
+    @abstractmethod
+    def attend(self, rotary: Rotary, queries: torch.Tensor, stored: Tensors, all_queries: torch.Tensor | None) -> torch.Tensor:
+        """Mix what is stored of n tokens for the queries of the last T of them; returns (B, T, H, D). all_queries: of all n, if they are known."""
+
+    @property
+    def cached_tensors(self) -> int:
+        """How many (B, n, H, D) tensors are stored."""
+        return 2
+
+    derives_keys = False
 
     def heads(self, x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(-1, (self.config.n_head, self.config.head_dim))
@@ -62,10 +103,12 @@ class SoftmaxAttention(Attention):
     def values(self, x):
         return self.heads(self.c_v(x))
 
-    def mix(self, x, value_embedding, rotary):
-        queries, keys = (norm(rotary(self.heads(projection(x)))) for projection in (self.c_q, self.c_k))
-        values = self.add_value_embedding(self.values(x), x, value_embedding)
-        return dot_product_attention(queries, keys, values, causal=True, window=self.window)
+    def project(self, x, value_embedding, rotary, positions):
+        queries, keys = (norm(rotary(self.heads(projection(x)), positions)) for projection in (self.c_q, self.c_k))
+        return queries, (keys, self.add_value_embedding(self.values(x), x, value_embedding))
+
+    def attend(self, rotary, queries, stored, all_queries):
+        return dot_product_attention(queries, *stored, causal=True, window=self.window)
 
 
 class VLTAttention(SoftmaxAttention):
@@ -80,7 +123,8 @@ class VLTAttention(SoftmaxAttention):
 class GKAAttention(Attention):
     """Gaussian kernel attention (paper section 5.1): no W_Q, W_K, W_V; features = per-head norm of the rotated block input.
 
-    Per-head norms are constant, so the kernel is plain attention at scale 1 / sigma^2 (gka/README.md).
+    Per-head norms are constant, so the kernel is plain attention at scale 1 / sigma^2 (gka/README.md). Keys are a function of values and position, so
+    values are all that is stored; with a value embedding they no longer are, and both are.
     """
 
     def __init__(self, config: GPTConfig, layer: int):
@@ -99,17 +143,39 @@ class GKAAttention(Attention):
             heads = [[config.head_offset(head) == offset] for head in range(config.n_head)]
             getattr(self, offset).copy_(torch.tensor(heads))
 
-    def mix(self, x, value_embedding, rotary):
+    @property
+    def cached_tensors(self):
+        return 1 if self.ve_gate is None else 2
+
+    @property
+    def derives_keys(self):
+        """Whether keys are not among what is stored."""
+        return self.cached_tensors == 1 and self.config.gka_values != "rotated"
+
+    def project(self, x, value_embedding, rotary, positions):
         heads = self.heads(x)
-        features = norm(rotary(heads))
-        values = {"normalised": lambda: norm(heads), "rotated": lambda: features, "raw": lambda: heads}[self.config.gka_values]()
-        values = self.add_value_embedding(values, x, value_embedding)
-        keys = None
+        values = norm(heads) if self.config.gka_values == "normalised" else heads
+        features = norm(rotary(values, positions))
+        if self.config.gka_values == "rotated":
+            values = features
+        if value_embedding is None:
+            return features, (values,)
+        return features, (features, self.add_value_embedding(values, x, value_embedding))
+
+    def attend(self, rotary, queries, stored, all_queries):
+        values, features = stored[-1], all_queries if len(stored) == 1 else stored[0]  # a feature is query and key
+        total = values.shape[1]
+        if queries.shape[1] < total:
+            first = max(0, total - queries.shape[1] - self.window - 1)  # the earliest token in reach of a query, and its predecessor
+            values, features = values[:, first:], None if features is None else features[:, first:]
+            if features is None:
+                features = values if self.config.gka_values == "rotated" else norm(rotary(values, slice(first, total)))
+        keys = None if features is queries else features
         if "predecessor" in self.offsets:
             values = torch.where(self.predecessor, _previous(values), values)
         if "successor" in self.offsets:
             keys = torch.where(self.successor, _previous(features), features)
-        return gaussian_attention(features, self.log_sigma, keys=keys, values=values, causal=True, window=self.window, constant_norm=True)
+        return gaussian_attention(queries, self.log_sigma, keys=keys, values=values, causal=True, window=self.window, constant_norm=True)
 
     def chosen_impl(self, dtype: torch.dtype) -> str:
         """Which implementation of the operator trains this layer on rows of `dtype`, where its weights are."""

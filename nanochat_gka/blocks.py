@@ -51,10 +51,10 @@ class Rotary(nn.Module):
         self.cos.copy_(angles.cos())
         self.sin.copy_(angles.sin())
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Rotate (B, T, H, D) features at positions 0..T-1."""
+    def forward(self, x: torch.Tensor, positions: slice | torch.Tensor) -> torch.Tensor:
+        """Rotate (B, T, H, D) features at `positions`: a slice of T, or integers (B, T)."""
         first, second = x.chunk(2, dim=-1)
-        cos, sin = self.cos[:, : x.shape[1]], self.sin[:, : x.shape[1]]
+        cos, sin = self.cos[0, positions], self.sin[0, positions]
         return torch.cat([first * cos + second * sin, second * cos - first * sin], dim=-1).to(x.dtype)
 
 

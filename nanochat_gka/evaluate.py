@@ -12,20 +12,21 @@ from gka.runtime.cli import UserError, run
 from gka.runtime.distributed import Runtime, running
 from gka.runtime.progress import console
 from gka.runtime.results import append_result
-from nanochat_gka.engine import generate
+from nanochat_gka.engine import Engine
 from nanochat_gka.eval_bpb import bits_per_byte
 from nanochat_gka.loader import PackedData
-from nanochat_gka.model_io import find_checkpoint, load_model
+from nanochat_gka.model_io import load
+from nanochat_gka.sampling import Sampling
 
 SPLITS = ("train", "val")
 
 
 @dataclass
-class EvaluateConfig:
+class EvaluateConfig(Sampling):
     """Bits per byte and samples of a trained model."""
 
     run: Path = Path("out/runs/d20-gka")
-    """run folder, or one checkpoint folder in it"""
+    """run folder, one checkpoint folder in it, or an exported model"""
     step: int = -1
     """checkpoint to take; -1 = the newest"""
     eval: list[Literal["bpb", "sample"]] = field(default_factory=lambda: ["bpb", "sample"])
@@ -38,16 +39,6 @@ class EvaluateConfig:
     """rows per process"""
     prompt: list[str] = field(default_factory=lambda: ["The "])
     """prompts to continue"""
-    num_samples: int = 1
-    """continuations of each prompt"""
-    max_tokens: int = 64
-    """length of a continuation"""
-    temperature: float = 0.8
-    """0 = greedy"""
-    top_k: int = 50
-    """sample among the k most likely tokens; 0 = all"""
-    seed: int = 42
-    """of the samples"""
     device_type: Literal["auto", "cuda", "cpu"] = "auto"
     """auto takes CUDA if there is one"""
     results: Path = Path("out/results.jsonl")
@@ -56,19 +47,19 @@ class EvaluateConfig:
 
 def check(config: EvaluateConfig) -> None:
     """Raises UserError for values that make no sense."""
-    for key in ("device_batch_size", "num_samples", "max_tokens"):
-        if getattr(config, key) < 1:
-            raise UserError(f"--{key.replace('_', '-')} must be at least 1, got {getattr(config, key)}")
+    config.check_sampling()
+    if config.device_batch_size < 1:
+        raise UserError(f"--device-batch-size must be at least 1, got {config.device_batch_size}")
     if config.split_tokens == 0 or config.split_tokens < -1:
         raise UserError(f"--split-tokens must be positive, or -1 for all, got {config.split_tokens}")
 
 
 def evaluate(config: EvaluateConfig, runtime: Runtime) -> dict:
     """Run what was asked for and return it: bpb by split, and samples by prompt."""
-    found = find_checkpoint(config.run, config.step)
-    model, tokenizer = load_model(found, runtime.device)
-    runtime.print(f"{found.path}: {model.config.attention}, depth {model.config.n_layer}, step {found.step}")
-    metrics: dict = {"step": found.step}
+    loaded = load(config.run, config.step, runtime.device)
+    model, tokenizer = loaded.model, loaded.tokenizer
+    runtime.print(f"{loaded.name}: {model.config.attention}, depth {model.config.n_layer}, step {loaded.step}")
+    metrics: dict = {"step": loaded.step}
     if "bpb" in config.eval:
         data = runtime.agree(lambda: PackedData(config.data, verify=runtime.is_main))
         if data.tokenizer.sha256 != tokenizer.sha256:
@@ -80,15 +71,9 @@ def evaluate(config: EvaluateConfig, runtime: Runtime) -> dict:
             runtime.print(f"{split} bpb: {metrics[f'{split}_bpb']:.6f}")
         metrics["gap"] = metrics["val_bpb"] - metrics["train_bpb"]
     if "sample" in config.eval and runtime.is_main:
-        metrics["samples"] = {}
-        for prompt in config.prompt:
-            try:
-                texts = generate(model, tokenizer, prompt, max_tokens=config.max_tokens, num_samples=config.num_samples, temperature=config.temperature,
-                                 top_k=config.top_k, seed=config.seed)  # fmt: skip
-            except ValueError as error:
-                raise UserError(str(error)) from None
-            metrics["samples"][prompt] = texts
-            for text in texts:
+        metrics["samples"] = dict(zip(config.prompt, Engine(model, tokenizer).complete(config.prompt, config)))
+        for prompt, continuations in metrics["samples"].items():
+            for text in continuations:
                 console.rule(repr(prompt), align="left")
                 console.print(prompt + text, highlight=False, markup=False)
     return metrics

@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanochat_gka.attention import ATTENTION
+from nanochat_gka.attention import ATTENTION, Past
 from nanochat_gka.blocks import MLP, Linear, Rotary, fill_uniform, norm
+from nanochat_gka.cache import KVCache
 from nanochat_gka.config import GPTConfig
 
 LOGIT_CAP = 20.0
@@ -24,8 +25,10 @@ class Block(nn.Module):
         self.attn = ATTENTION[config.layer_attention(layer)](config, layer)
         self.mlp = MLP(config.n_embd)
 
-    def forward(self, x, value_embedding, rotary):
-        x = x + self.attn(norm(x), value_embedding, rotary)
+    def forward(self, x, value_embedding, rotary, past: Past | None = None, wanted: torch.Tensor | None = None):
+        """(B, T, n_embd) to the same; wanted: indices into the tokens of a single row, (n,), to have only these, (1, n, n_embd)."""
+        mixed = self.attn(norm(x), value_embedding, rotary, past, wanted)
+        x = (x if wanted is None else x[:, wanted]) + mixed
         return x + self.mlp(norm(x))
 
 
@@ -71,23 +74,38 @@ class GPT(nn.Module):
     def device(self) -> torch.device:
         return self.transformer.wte.weight.device
 
-    def forward(self, ids: torch.Tensor, targets: torch.Tensor | None = None, reduction: str = "mean") -> torch.Tensor:
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor | None = None, reduction: str = "mean", cache: KVCache | None = None) -> torch.Tensor:
         """ids: (B, T) token ids. Returns capped float32 logits (B, T, vocab_size), or, with targets (B, T), their cross-entropy in nats.
 
-        Targets of -1 are ignored. reduction: mean, sum or none, as in torch. Raises ValueError if T exceeds the rotary table.
+        Targets of -1 are ignored. reduction: mean, sum or none, as in torch. With a cache the tokens follow those in its rows, and join them.
+        Raises ValueError if positions exceed the rotary table.
         """
-        if ids.shape[1] > self.rotary.length:
-            raise ValueError(f"ids must have at most {self.rotary.length} tokens (10 x sequence_len), got {ids.shape[1]}")
+        logits = self.logits(self.hidden(ids, cache.begin(ids.shape[1]) if cache is not None else None))
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction=reduction)
+
+    def hidden(self, ids: torch.Tensor, past: Past | None = None, wanted: torch.Tensor | None = None) -> torch.Tensor:
+        """What the head reads, (B, T, n_embd), of token ids (B, T); past: None for whole sequences. Raises ValueError as `forward`.
+
+        wanted: indices (n,) into a single row whose outputs are needed; the last layer leaves out the others: (1, n, n_embd).
+        """
+        longest = ids.shape[1] if past is None else past.longest
+        if longest > self.rotary.length:
+            raise ValueError(f"ids must have at most {self.rotary.length} tokens (10 x sequence_len), got {longest}")
         x = x0 = norm(self.transformer.wte(ids))
         for layer, block in enumerate(self.transformer.h):
             x = self.resid_lambdas[layer].to(x.dtype) * x + self.x0_lambdas[layer].to(x.dtype) * x0
             value_embedding = self.value_embeds[str(layer)](ids) if str(layer) in self.value_embeds else None
-            x = block(x, value_embedding, self.rotary)
-        logits = self.lm_head(norm(x))[..., : self.config.vocab_size].float()
-        logits = LOGIT_CAP * torch.tanh(logits / LOGIT_CAP)
-        if targets is None:
-            return logits
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction=reduction)
+            x = block(x, value_embedding, self.rotary, past, wanted if layer == self.config.n_layer - 1 else None)
+        if past is not None:
+            past.end()
+        return norm(x)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Capped float32 logits (..., vocab_size) of hidden states (..., n_embd)."""
+        logits = self.lm_head(hidden)[..., : self.config.vocab_size].float()
+        return LOGIT_CAP * torch.tanh(logits / LOGIT_CAP)
 
     def operators(self) -> list[str]:
         """Which implementations of the operator train this model's gka layers where they are, without repetition."""

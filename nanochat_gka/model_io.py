@@ -1,23 +1,61 @@
-"""Models from disk: our checkpoints, and upstream nanochat's."""
+"""Models from disk: our runs and checkpoints, exported models, and upstream nanochat's checkpoints."""
 
 import re
-from dataclasses import fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 from gka.runtime import checkpoint
 from gka.runtime.checkpoint import Checkpoint
 from gka.runtime.cli import UserError
-from gka.runtime.files import read_json
+from gka.runtime.files import atomic, read_json, sha256, write_json
+from gka.runtime.results import git_commit
+from nanochat_gka.accounting import parameter_counts
 from nanochat_gka.config import GPTConfig
 from nanochat_gka.gpt import GPT, build
-from nanochat_gka.tokenizer import Tokenizer
+from nanochat_gka.tokenizer import FILE_NAME, Tokenizer
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+MODEL_TYPE = "gka-gpt"
+
+
+@dataclass
+class Loaded:
+    """A model ready to evaluate (float32 on a CPU, bfloat16 activations on CUDA), and where it comes from.
+
+    name: of the run. sha256: of its weights. training: what is known of how it was trained (tokens, steps, commit, settings).
+    """
+
+    model: GPT
+    tokenizer: Tokenizer
+    name: str
+    step: int
+    sha256: str
+    training: dict[str, Any]
+
+
+def load(path: Path | str, step: int = -1, device: torch.device | str = "cpu") -> Loaded:
+    """The model in a run folder (its newest intact checkpoint, or `step`), in one checkpoint folder, or in an exported folder.
+
+    Nothing is unpickled, checksums are verified. Raises UserError if there is no model, it is damaged, or of another kind.
+    """
+    path = Path(path)
+    if (path / CONFIG).exists():
+        return _load_exported(path, step, device)
+    found = find_checkpoint(path, step)
+    folder = found.path.resolve()
+    name = folder.parent.parent.name if folder.parent.name == "checkpoints" else folder.name
+    digest = read_json(found.path / "manifest.json", "manifest")[WEIGHTS]
+    model = _build(found.state["model_config"], found.tensors("model"), device, found.path)
+    return Loaded(model, Tokenizer.load(found.path), name, found.step, digest, _training(found))
 
 
 def find_checkpoint(path: Path, step: int = -1) -> Checkpoint:
     """A checkpoint folder itself, or the newest intact one (or `step`) of a run folder. Raises UserError if there is none."""
-    path = Path(path)
     if (path / "manifest.json").exists():
         return checkpoint.load(path)
     folder = path / "checkpoints"
@@ -29,11 +67,64 @@ def find_checkpoint(path: Path, step: int = -1) -> Checkpoint:
     return found
 
 
-def load_model(found: Checkpoint, device: torch.device | str) -> tuple[GPT, Tokenizer]:
-    """The model of one of our checkpoints, ready to evaluate (float32 on CPU, bfloat16 activations on CUDA), and its tokenizer."""
-    model = build(GPTConfig(**found.state["model_config"]), device)
-    model.load_state_dict(found.tensors("model", device))
-    return model.eval(), Tokenizer.load(found.path)
+def _training(found: Checkpoint) -> dict[str, Any]:
+    state = found.state
+    return {"tokens": state["tokens"], "steps": state["steps"], "commit": state.get("commit", "unknown"),
+            "source": state["data"]["source"], "settings": state["train_config"]}  # fmt: skip
+
+
+def _build(shape: dict[str, Any], weights: dict[str, torch.Tensor], device: torch.device | str, path: Path) -> GPT:
+    try:
+        model = build(GPTConfig(**shape), device)
+        model.load_state_dict(weights)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"{path} does not hold a model of the shape it states: {str(error).splitlines()[-1].strip()}") from None
+    return model.eval()
+
+
+def export(loaded: Loaded, folder: Path) -> dict[str, Any]:
+    """Write model.safetensors, tokenizer.json and config.json to `folder`; returns what config.json says. `load` reads it back.
+
+    Raises UserError if the folder holds another model.
+    """
+    if (folder / CONFIG).exists() and read_json(folder / CONFIG, "configuration").get("sha256", {}).get(WEIGHTS) != loaded.sha256:
+        raise UserError(f"{folder} holds another model; choose another --out or delete it")
+    folder.mkdir(parents=True, exist_ok=True)
+    model = loaded.model
+    with atomic(folder / WEIGHTS) as temporary:
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}, temporary)
+    loaded.tokenizer.save(folder)
+    about = {
+        "model_type": MODEL_TYPE,
+        "name": loaded.name,
+        "step": loaded.step,
+        "attention": [model.config.layer_attention(layer) for layer in range(model.config.n_layer)],
+        "sigma": {str(layer): sigma.tolist() for layer, sigma in model.bandwidths().items()},
+        "parameters": parameter_counts(model)["total"],
+        "training": loaded.training,
+        "exported_at_commit": git_commit(),
+        "model": asdict(model.config),
+        "sha256": {name: sha256(folder / name) for name in (WEIGHTS, FILE_NAME)},
+    }
+    write_json(folder / CONFIG, about)
+    return about
+
+
+def _load_exported(folder: Path, step: int, device: torch.device | str) -> Loaded:
+    about = read_json(folder / CONFIG, "configuration")
+    if not isinstance(about, dict) or about.get("model_type") != MODEL_TYPE:
+        raise UserError(f"{folder / CONFIG} is not of a model that this project exported")
+    if step not in (-1, about["step"]):
+        raise UserError(f"{folder} holds step {about['step']}, not {step}")
+    for name, digest in about["sha256"].items():
+        if not (folder / name).is_file() or sha256(folder / name) != digest:
+            raise UserError(f"{folder / name} is missing or damaged (its checksum is not the one in {CONFIG}); copy or export it again")
+    try:
+        weights = load_file(folder / WEIGHTS)
+    except SafetensorError as error:
+        raise UserError(f"{folder / WEIGHTS} is not a safetensors file ({error})") from None
+    model = _build(about["model"], weights, device, folder)
+    return Loaded(model, Tokenizer.load(folder), about["name"], about["step"], about["sha256"][WEIGHTS], about["training"])
 
 
 def load_upstream(folder: Path, step: int = -1, device: torch.device | str = "cpu") -> GPT:
@@ -50,11 +141,6 @@ def load_upstream(folder: Path, step: int = -1, device: torch.device | str = "cp
     shape = {"window_pattern": "L", **{key: value for key, value in meta["model_config"].items() if key in known}}
     weights = torch.load(path, map_location=device, weights_only=True)
     weights = {name.removeprefix("_orig_mod."): tensor for name, tensor in weights.items()}
-    model = build(GPTConfig(**shape), device)
-    weights.setdefault("resid_lambdas", torch.ones(model.config.n_layer))
-    weights.setdefault("x0_lambdas", torch.zeros(model.config.n_layer))
-    try:
-        model.load_state_dict(weights)
-    except RuntimeError as error:
-        raise UserError(f"{path} is not a nanochat model of this shape: {str(error).splitlines()[-1].strip()}") from None
-    return model.eval()
+    weights.setdefault("resid_lambdas", torch.ones(shape["n_layer"]))
+    weights.setdefault("x0_lambdas", torch.zeros(shape["n_layer"]))
+    return _build(shape, weights, device, path)

@@ -17,15 +17,16 @@ from gka.runtime import checkpoint
 from gka.runtime.cli import UserError, command_line, run
 from gka.runtime.distributed import Runtime, Stop
 from gka.runtime.progress import RunLog, progress_bar
-from gka.runtime.results import append_result
+from gka.runtime.results import append_result, git_commit
 from gka.runtime.training import launch
 from nanochat_gka.accounting import Horizon, flops_per_token, parameter_counts, plan
-from nanochat_gka.engine import generate
+from nanochat_gka.engine import Engine
 from nanochat_gka.eval_bpb import bits_per_byte
 from nanochat_gka.gpt import GPT, build
 from nanochat_gka.hardware import peak_flops
 from nanochat_gka.loader import PackedData, Stream, micro_batches, to_device
 from nanochat_gka.optim import MuonAdamW, parameter_groups
+from nanochat_gka.sampling import Sampling
 from nanochat_gka.schedule import lr_multiplier, muon_momentum, weight_decay_multiplier
 from nanochat_gka.tokenizer import FILE_NAME
 from nanochat_gka.train_config import TrainConfig
@@ -75,7 +76,7 @@ class Trainer:
         # Progress so far
         self.token_bytes = self.data.tokenizer.token_bytes()
         self.state = {"step": 0, "loss_average": 0.0, "seconds": 0.0, "timed_tokens": 0}
-        self.untimed = WARMUP_STEPS_NOT_TIMED
+        self.untimed, self.commit = WARMUP_STEPS_NOT_TIMED, git_commit()
 
     def _plan(self, sequence_len: int, vocab_size: int) -> Horizon:
         config = self.config
@@ -109,6 +110,7 @@ class Trainer:
         optimizer_state = self.optimizer.state_dict()  # a collective: on every rank
         if self.runtime.is_main:
             state = {
+                "commit": self.commit,
                 "model_config": asdict(self.model.config),
                 "train_config": self.config.identity(),
                 "data": {key: self.data.manifest[key] for key in ("tokenizer_sha256", "source", "sequence_len")},
@@ -210,7 +212,7 @@ class Trainer:
             text = f"step {step:05d} | train bpb {bpb['train_bpb']:.6f} | validation bpb {bpb['val_bpb']:.6f}"
             log.log("eval", step, text + (f" | mean sigma {mean}" if mean else ""), **bpb, sigma=sigma, tokens=step * self.horizon.total_batch_size)
         if self.runtime.is_main and self.config.sample_every > 0 and step and self.due(self.config.sample_every):
-            text = generate(self.model, self.data.tokenizer, SAMPLE_PROMPT, max_tokens=32, temperature=0)[0]
+            text = Engine(self.model, self.data.tokenizer).complete([SAMPLE_PROMPT], Sampling(max_tokens=32, temperature=0))[0][0]
             log.log("sample", step, f"sample: {SAMPLE_PROMPT}{text!r}", prompt=SAMPLE_PROMPT, text=text)
 
     def sigma(self) -> dict[str, list[float]]:

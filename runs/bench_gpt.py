@@ -1,11 +1,12 @@
-"""Time whole language models: nanochat's training step and prefill with softmax attention and with GKA.
+"""Time whole language models: nanochat's training step, prefill and decoding with softmax attention and with GKA.
 
     python -m runs.bench_gpt                          depth 20 on CUDA, depth 4 on a CPU
     python -m runs.bench_gpt --window-pattern L       no sliding windows, for which torch has no fast softmax kernel
 
 The real model and the real optimiser (Muon + AdamW). On CUDA the trainer's own setting: 16 rows of 2,048 tokens, vocabulary 32,768, bfloat16, model and
 optimiser compiled. On a CPU: 4 rows of 512 tokens, vocabulary 4,096, float32, uncompiled. Prefill is one forward pass without gradient over a single
-row. Decoding is timed as an operator (runs/bench_attention.py). `python -m runs.bench_report` prints the tables.
+row. Decoding is one more token for each of 1 or 8 rows, uncompiled, after a row's length of tokens in the cache: "gka" derives its keys from the cached
+values, "gka-keys" keeps both, "gka-rotated" (`--gka-values rotated`) has values that are keys. `python -m runs.bench_report` prints the tables.
 """
 
 import copy
@@ -21,6 +22,7 @@ from gka.runtime.distributed import Runtime, setup
 from gka.runtime.progress import progress_bar
 from nanochat_gka.accounting import flops_per_token, parameter_counts
 from nanochat_gka.blocks import fill_uniform
+from nanochat_gka.cache import KVCache
 from nanochat_gka.config import GPTConfig
 from nanochat_gka.gpt import IGNORE_INDEX, build
 from nanochat_gka.hardware import peak_flops
@@ -31,6 +33,7 @@ from runs.bench_results import Recorder
 
 WHAT = "gpt"
 TRAINING, PREFILL = "training", "prefill"
+DECODE = {"decode-1": 1, "decode-8": 8}  # rows
 SEED, WINDOWS = 0, "SSSL"
 GATE_TOKENS = 512  # float64 attention builds T x T matrices
 # No CUDA graph: the optimiser sends its rates to the device at every step, and a step is long enough to hide the launches.
@@ -39,11 +42,11 @@ PLANS = {"cuda": Plan(rounds=30, seconds=60), "cpu": Plan(rounds=20, warmup=2, s
 
 @dataclass
 class GPTBenchConfig(CaseConfig):
-    """Time a training step and the prefill of nanochat with softmax attention and with GKA; appends to RESULTS/bench_gpt_<hardware>.jsonl."""
+    """Time training, prefill and decoding of nanochat with softmax attention and with GKA; appends to RESULTS/bench_gpt_<hardware>.jsonl."""
 
-    kinds: list[Literal["softmax", "softmax-cudnn", "gka", "vlt"]] = field(default_factory=list)
-    """empty = softmax, softmax-cudnn (CUDA only) and gka"""
-    phases: list[Literal["training", "prefill"]] = field(default_factory=lambda: [TRAINING, PREFILL])
+    kinds: list[Literal["softmax", "softmax-cudnn", "gka", "gka-keys", "gka-rotated", "vlt"]] = field(default_factory=list)
+    """empty = softmax, softmax-cudnn (CUDA only), gka; gka-keys and gka-rotated for decoding"""
+    phases: list[Literal["training", "prefill", "decode-1", "decode-8"]] = field(default_factory=lambda: [TRAINING, PREFILL, *DECODE])
     """what to time"""
     depth: int = 0
     """number of layers; 0 = 20 on CUDA, 4 on a CPU"""
@@ -78,7 +81,7 @@ class GPTBenchConfig(CaseConfig):
         depth, batch_size, sequence_len, vocab_size = (20, 16, 2048, 32768) if cuda else (4, 4, 512, 4096)
         return replace(
             self,
-            kinds=self.kinds or ["softmax", *(["softmax-cudnn"] if cuda else []), "gka"],
+            kinds=self.kinds or ["softmax", *(["softmax-cudnn"] if cuda else []), "gka", "gka-keys", "gka-rotated"],
             depth=self.depth or depth,
             batch_size=self.batch_size or batch_size,
             sequence_len=self.sequence_len or sequence_len,
@@ -89,18 +92,19 @@ class GPTBenchConfig(CaseConfig):
     def model_config(self, kind: str) -> GPTConfig:
         """The model's shape. Raises UserError."""
         attention = kind.split("-")[0]
+        gka = {"head_offsets": self.head_offsets, "gka_values": "rotated" if kind == "gka-rotated" else "normalised"} if attention == "gka" else {}
         try:
             return GPTConfig.from_depth(self.depth, sequence_len=self.sequence_len, vocab_size=self.vocab_size, window_pattern=self.window_pattern,
-                                        attention=attention, head_offsets=self.head_offsets if attention == "gka" else "")  # fmt: skip
+                                        attention=attention, **gka)  # fmt: skip
         except ValueError as error:
             raise UserError(str(error)) from None
 
 
 class Candidate:
-    """One model with its optimiser. `train(n)` is a whole step, `prefill(n)` a forward pass over one row."""
+    """One model with its optimiser. `train(n)` is a whole step, `prefill(n)` a forward pass over one row, `decode(rows)(n)` one token more for each row."""
 
     def __init__(self, kind: str, config: GPTBenchConfig, runtime: Runtime):
-        self.config, self.device = config, runtime.device
+        self.kind, self.config, self.device = kind, config, runtime.device
         torch.manual_seed(SEED)
         self.model = build(config.model_config(kind), self.device)
         # They start at zero: attention would have no effect, and products with zeros are quicker than real ones.
@@ -114,6 +118,7 @@ class Candidate:
         generator = torch.Generator(self.device).manual_seed(SEED)
         shape = (config.batch_size, config.sequence_len)
         self.ids, self.targets = (torch.randint(config.vocab_size, shape, generator=generator, device=self.device) for _ in range(2))
+        self.cache: KVCache | None = None
 
     def train(self, n: int) -> None:
         self.network(self.ids, self.targets).backward()
@@ -124,11 +129,34 @@ class Candidate:
         with torch.inference_mode():
             self.network(self.ids[:1])
 
-    def gate(self, phase: str) -> str | None:
-        """Why the model is wrong, or None: the same weights in float64 judge the beginning of the first row.
+    @torch.inference_mode()
+    def decode(self, rows: int) -> Callable[[int], torch.Tensor]:
+        """Fill the caches of `rows` rows, and return the step that runs the rows' last token; it leaves the lengths as they were."""
+        tokens = self.ids[:1].expand(rows, -1)
+        cache = self.cache = KVCache.empty(self.model, rows, tokens.shape[1], keep_keys=self.kind == "gka-keys")
+        self.model.hidden(tokens[:, :-1], cache.begin(tokens.shape[1] - 1))
+        before = list(cache.lengths)
 
-        What comes later cannot reach back to it and, without targets, has no gradient.
+        @torch.inference_mode()
+        def step(n: int) -> torch.Tensor:
+            logits = self.model(tokens[:, -1:], cache=cache)
+            cache.lengths = list(before)
+            return logits
+
+        return step
+
+    def gate(self, phase: str) -> str | None:
+        """Why the model is wrong, or None: the same weights in float64 judge the beginning of the first row, or, of decoding, its last token.
+
+        What comes later cannot reach back to the beginning and, without targets, has no gradient.
         """
+        if phase in DECODE:
+            with torch.inference_mode():
+                cache = self.cache
+                got, self.cache = self.decode(1)(0)[:, 0].double(), cache
+                plain = self.model(self.ids[:1])[:, -1]
+                want = copy.deepcopy(self.model).double()(self.ids[:1])[:, -1]
+            return model_gate("logits", got, want, plain, half=self.device.type == "cuda")
         twin = copy.deepcopy(self.model)
         few = slice(0, 1), slice(0, GATE_TOKENS)
         targets = torch.full_like(self.targets, IGNORE_INDEX)
@@ -155,12 +183,19 @@ class Candidate:
 
 def measure(phase: str, candidates: dict[str, Candidate], device: torch.device, plan: Plan) -> dict[str, Measurement]:
     """One comparison of the kinds."""
-    steps: dict[str, Callable[[int], None]] = {kind: c.train if phase == TRAINING else c.prefill for kind, c in candidates.items()}
+    steps: dict[str, Callable[[int], object]] = {}
+    for kind, candidate in candidates.items():
+        steps[kind] = candidate.decode(DECODE[phase]) if phase in DECODE else candidate.train if phase == TRAINING else candidate.prefill
     measured = interleave(steps, device, plan, {kind: partial(c.gate, phase) for kind, c in candidates.items()})
     for kind, measurement in measured.items():
         if measurement.peak_mib is not None:
             measurement.peak_mib += candidates[kind].held_mib()
     return measured
+
+
+def takes_part(kind: str, phase: str) -> bool:
+    """Kinds that differ in one phase alone are timed in no other: how a cache is read, and which kernel computes long attention."""
+    return phase in DECODE if kind in ("gka-keys", "gka-rotated") else phase not in DECODE if kind == "softmax-cudnn" else True
 
 
 def main(config: GPTBenchConfig) -> None:
@@ -170,7 +205,7 @@ def main(config: GPTBenchConfig) -> None:
     name, config = config.case(device.type), config.fill(device.type)
     config.select([name])
     recorder, plan = Recorder(config, WHAT, device), PLANS[device.type].adjust(config)
-    roles = {"softmax": "baseline", "softmax-cudnn": "baseline", "gka": "ours", "vlt": "other"}
+    roles = {"softmax": "baseline", "softmax-cudnn": "baseline", "gka": "ours", "gka-keys": "variant", "gka-rotated": "variant", "vlt": "other"}
     settings = {"depth": config.depth, "sequence_len": config.sequence_len, "vocab_size": config.vocab_size, "window_pattern": config.window_pattern,
                 "head_offsets": config.head_offsets, "compile": config.compile, "dtype": "bfloat16" if device.type == "cuda" else "float32"}  # fmt: skip
     for kind in config.kinds:
@@ -186,24 +221,27 @@ def main(config: GPTBenchConfig) -> None:
                 failed[kind].fail(error)
         for phase in config.phases:
             bar.update(task, status=f"{name} {phase}")
-            rows = config.batch_size if phase == TRAINING else 1
-            measured = failed | measure(phase, candidates, device, plan)
-            extra = partial(rates, candidates, phase, rows * config.sequence_len)
-            recorder.record(name, phase, {kind: measured[kind] for kind in config.kinds}, roles, {**settings, "batch": rows}, extra)
+            rows = DECODE.get(phase, config.batch_size if phase == TRAINING else 1)
+            measured = failed | measure(phase, {kind: c for kind, c in candidates.items() if takes_part(kind, phase)}, device, plan)
+            extra = partial(rates, candidates, phase, rows * (1 if phase in DECODE else config.sequence_len))
+            order = [kind for kind in config.kinds if takes_part(kind, phase)]
+            recorder.record(name, phase, {kind: measured[kind] for kind in order}, roles, {**settings, "batch": rows}, extra)
             release_memory()
             bar.advance(task)
 
 
 def rates(candidates: dict[str, Candidate], phase: str, tokens: int, kind: str, measurement: Measurement) -> dict:
-    """Tokens per second, and what they are of the device's peak; prefill is a third of a training step's FLOPs."""
+    """Tokens per second, and what they are of the device's peak; a forward pass is a third of a training step's FLOPs. Of decoding, the cache's size."""
     if kind not in candidates:
         return {}
+    cache = candidates[kind].cache
+    held = {"cache_mib": cache.nbytes / 2**20} if phase in DECODE and cache else {}
     model, device = candidates[kind].model, candidates[kind].device
     flops = flops_per_token(model) / (1 if phase == TRAINING else 3)
     speed = tokens / measurement.median_ms * 1e3 if measurement.median_ms else None
     peak = peak_flops(device)
     return {"items_per_second": speed, "flops_per_token": flops, "parameters": parameter_counts(model)["total"],
-            "mfu": speed * flops / peak if speed and peak else None}  # fmt: skip
+            "mfu": speed * flops / peak if speed and peak else None, **held}  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def environment() -> dict[str, str]:
 
 def command(module: str, *flags, ranks: int = 1) -> list[str]:
     start = [sys.executable] if ranks == 1 else [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return [*start, "-m", module, *map(str, flags)]
+    return [*start, "-m", *(["--"] if ranks > 1 else []), module, *map(str, flags)]  # the dashes keep torchrun from taking our --run
 
 
 def call(module: str, *flags, ranks: int = 1, check: bool = True) -> subprocess.CompletedProcess:

@@ -1,5 +1,7 @@
 """Processes, devices and signals: one call sets up torchrun's rank (or a single process), the device, the seeds and the process group."""
 
+import contextlib
+import ctypes
 import datetime
 import os
 import random
@@ -19,6 +21,7 @@ from gka.runtime.cli import UserError
 
 DEVICE_TYPES = ("auto", "cuda", "cpu")
 PATIENCE = datetime.timedelta(hours=1)  # one process may compile, or read ahead in a stream, much longer than another
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # of glibc's mallopt
 T = TypeVar("T")
 
 
@@ -134,12 +137,22 @@ def setup(device_type: str = "auto", seed: int = 42) -> Runtime:
         torch.set_float32_matmul_precision("high")
     else:
         device = torch.device("cpu")
+        keep_freed_memory()
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     if world_size > 1 and not dist.is_initialized():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=PATIENCE, device_id=device if device.type == "cuda" else None)
     return Runtime(rank, world_size, device)
+
+
+def keep_freed_memory() -> None:
+    """Have glibc reuse large blocks: by default it gives them back to the kernel at every free, and the page faults of asking again cost
+    element-wise operations on a CPU several times their own work. Elsewhere than on glibc nothing happens."""
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL("libc.so.6")
+        for parameter, value in ((M_MMAP_THRESHOLD, 2**30), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 2**26)):
+            libc.mallopt(parameter, value)
 
 
 @contextmanager

@@ -1,0 +1,186 @@
+"""Score a trained model on DCLM's CORE: 22 tasks of world knowledge, reasoning, reading and language.
+
+    python -m nanochat_gka.eval_core --run out/runs/d20-gka
+    python -m nanochat_gka.eval_core --run out/runs/d20-gka --tasks paper --max-per-task 500
+    torchrun --standalone --nproc-per-node 7 -m -- nanochat_gka.eval_core --run out/runs/d20-gka
+
+A finished task is on disk at once; the same command continues with the next one.
+"""
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from gka.runtime.cli import UserError, run
+from gka.runtime.distributed import Runtime, running
+from gka.runtime.files import sha256
+from gka.runtime.progress import console, progress_bar, read_lines
+from gka.runtime.results import append_result
+from nanochat_gka.core.bundle import Example, Task, read_tasks
+from nanochat_gka.core.fetch import URL, fetch_bundle, unpack
+from nanochat_gka.core.questions import Question, question, shuffled
+from nanochat_gka.core.report import Score, aggregate, table, write_csv
+from nanochat_gka.core.scoring import answer, batches, judge
+from nanochat_gka.model_io import Loaded, load
+
+RIGHT, CANNOT_BE_ASKED = 1, 2
+READ_AHEAD = 1024  # questions whose prompts are held, and sorted by length, at once
+
+
+@dataclass
+class CoreConfig:
+    """Score a trained model on CORE; writes OUT/<model>_step<step>.csv and .jsonl and prints the table beside published figures."""
+
+    run: Path = Path("out/runs/d20-gka")
+    """run folder, one checkpoint folder in it, or an exported model"""
+    step: int = -1
+    """checkpoint to take; -1 = the newest"""
+    tasks: list[str] = field(default_factory=lambda: ["all"])
+    """labels, or the sets: all (of the bundle), core (the 22 of CORE), paper (the six that the paper compares)"""
+    max_per_task: int = -1
+    """examples of each task; -1 = all. It also changes which examples serve as shots, as in nanochat"""
+    bundle: Path | None = None
+    """folder of the bundle, or eval_bundle.zip; None = fetch it to OUT/eval_bundle"""
+    bundle_url: str = URL
+    """where to fetch it from"""
+    out: Path = Path("out/core")
+    """folder for results"""
+    max_seq_len: int = -1
+    """keep the last so many tokens of longer prompts; -1 = all that the model's positions allow (10 x its context), as in nanochat"""
+    batch_tokens: int = 0
+    """tokens of all prompts of a forward pass; 0 = 65536 on CUDA, 4096 on a CPU. It changes the speed, not the result"""
+    prefix_reuse: bool = True
+    """compute what the choices of a question have in common once"""
+    device_type: Literal["auto", "cuda", "cpu"] = "auto"
+    """auto takes CUDA if there is one"""
+
+    def check(self) -> None:
+        """Raises UserError for values that make no sense."""
+        for key in ("max_per_task", "max_seq_len"):
+            if getattr(self, key) != -1 and getattr(self, key) < (1 if key == "max_per_task" else 2):
+                raise UserError(f"--{key.replace('_', '-')} must be positive (two tokens at least), or -1 for no limit, got {getattr(self, key)}")
+        if self.batch_tokens < 0:
+            raise UserError(f"--batch-tokens must be positive, or 0 for the device's own, got {self.batch_tokens}")
+        if not self.tasks:
+            raise UserError("--tasks needs at least one label or set")
+
+
+def open_bundle(config: CoreConfig) -> Path:
+    """The folder of the bundle, fetched or unpacked if need be."""
+    if config.bundle is None:
+        return fetch_bundle(config.out / "eval_bundle", config.bundle_url)
+    if config.bundle.suffix != ".zip":
+        return config.bundle
+    folder = config.out / f"bundle-{sha256(config.bundle)[:12]}"
+    if not folder.exists():
+        unpack(config.bundle, folder)
+    return folder
+
+
+class Evaluation:
+    """One model on the tasks of one bundle. `file` has a line for every task that was scored, and what it was scored on."""
+
+    def __init__(self, config: CoreConfig, runtime: Runtime, loaded: Loaded):
+        self.config, self.runtime, self.loaded = config, runtime, loaded
+        limit = loaded.model.rotary.length
+        self.max_seq_len = min(limit, config.max_seq_len) if config.max_seq_len > 0 else limit
+        self.batch_tokens = config.batch_tokens or (65536 if runtime.device.type == "cuda" else 4096)
+        self.file = config.out / f"{loaded.name}_step{loaded.step:06d}.jsonl"
+
+    def identity(self, task: Task) -> dict[str, Any]:
+        """What decides a score: the weights, the data, how it is asked. A line of the file that agrees need not be made again."""
+        model = {"model": self.loaded.name, "step": self.loaded.step, "weights": self.loaded.sha256}
+        data = {"task": task.label, "kind": task.kind, "shots": task.shots, "delimiter": task.delimiter, "data": sha256(task.file)}
+        return {**model, **data, "max_per_task": self.config.max_per_task, "max_seq_len": self.max_seq_len}
+
+    def score(self, task: Task) -> Score:
+        """The task's score, from the file if it is there. Raises UserError naming file and line for data that cannot be used."""
+        examples = task.examples()
+        identity = self.identity(task)
+        metrics = next((record["metrics"] for record in reversed(read_lines(self.file)) if record["config"] == identity), None)
+        if metrics is None:
+            metrics = self._measure(task, shuffled(examples, self.config.max_per_task))
+            if self.runtime.is_main:
+                append_result(self.file, "core", identity, metrics, self.runtime.device, self.runtime.world_size)
+        return Score(task.label, metrics["accuracy"], task.baseline, task.shots, metrics["examples"])
+
+    def _measure(self, task: Task, examples: list[Example]) -> dict[str, Any]:
+        self.runtime.barrier()
+        started = time.perf_counter()
+        outcome = self.runtime.sum(self._outcomes(task, examples)).cpu()
+        if (outcome > RIGHT).any():
+            self._question(task, examples, int((outcome > RIGHT).nonzero()[0]))  # raises here what it raised on the rank whose turn it was
+        seconds = time.perf_counter() - started
+        return {"accuracy": outcome.mean().item(), "examples": len(examples), "seconds": seconds, "examples_per_second": len(examples) / seconds}
+
+    def _outcomes(self, task: Task, examples: list[Example]) -> torch.Tensor:
+        """Per example 1 if the model is right; rank r asks examples r, r + ranks, ... and leaves the others 0."""
+        outcome = torch.zeros(len(examples), dtype=torch.float64, device=self.runtime.device)
+        mine = range(self.runtime.rank, len(examples), self.runtime.world_size)
+        with progress_bar() as bar:
+            shown = bar.add_task(task.label, total=len(mine), status="")
+            for first in range(0, len(mine), READ_AHEAD):
+                indices, questions = mine[first : first + READ_AHEAD], []
+                for index in indices:
+                    try:
+                        questions.append(self._question(task, examples, index))
+                    except UserError:
+                        outcome[index] = CANNOT_BE_ASKED
+                        return outcome
+                for batch in batches(questions, self.batch_tokens):
+                    verdicts = judge(self.loaded.model, [questions[place] for place in batch], self.config.prefix_reuse)
+                    for place, verdict in zip(batch, verdicts):
+                        outcome[indices[place]] = RIGHT if answer(questions[place], verdict) == questions[place].gold else 0
+                    bar.advance(shown, len(batch))
+        return outcome
+
+    def _question(self, task: Task, examples: list[Example], index: int) -> Question:
+        return question(task, examples, index, self.loaded.tokenizer, self.max_seq_len)
+
+
+def evaluate(config: CoreConfig, runtime: Runtime) -> tuple[list[Score], list[str]]:
+    """Score every task that can be; returns the scores and what was wrong with the others. Raises UserError if nothing can be scored."""
+    loaded = runtime.agree(lambda: load(config.run, config.step, runtime.device))
+    runtime.agree(lambda: open_bundle(config) if runtime.is_main else None)
+    bundle = open_bundle(config)
+    tasks = runtime.agree(lambda: read_tasks(bundle, config.tasks))
+    for task in tasks:
+        if 0 < config.max_per_task <= task.shots:
+            raise UserError(f"--max-per-task {config.max_per_task} is too few for {task.label}: {task.shots} shots and a question")
+    evaluation, scores, problems = Evaluation(config, runtime, loaded), [], []
+    shape = loaded.model.config
+    runtime.print(f"{loaded.name}: {shape.attention}, depth {shape.n_layer}, step {loaded.step}; {len(tasks)} tasks of {bundle}")
+    for number, task in enumerate(tasks, start=1):
+        place = f"[{number}/{len(tasks)}] {task.label}"
+        try:
+            score = evaluation.score(task)
+        except UserError as error:
+            problems.append(str(error))
+            runtime.print(f"{place}: cannot be scored")
+            continue
+        scores.append(score)
+        runtime.print(f"{place}: accuracy {score.accuracy:.4f}, centred {score.centered:.4f} ({score.shots} shots, {score.examples:,} examples)")
+    if scores and runtime.is_main:
+        write_csv(evaluation.file.with_suffix(".csv"), scores)
+        console.print(table(scores, f"{loaded.name}, step {loaded.step}"))
+        name, value = aggregate(scores)
+        console.print(f"{name}: {value:.4f}    {evaluation.file.with_suffix('.csv')}, {evaluation.file}", highlight=False)
+    return scores, problems
+
+
+def main(config: CoreConfig) -> None:
+    config.check()
+    with running(config.device_type) as runtime:
+        try:
+            _, problems = evaluate(config, runtime)
+        except torch.OutOfMemoryError:
+            raise UserError("out of GPU memory; lower --batch-tokens: it changes the speed, not the result. Finished tasks are kept") from None
+        if problems:
+            raise UserError("; ".join(problems))
+
+
+if __name__ == "__main__":
+    run(main, CoreConfig)

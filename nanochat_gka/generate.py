@@ -1,0 +1,144 @@
+"""Write text with a trained model.
+
+    python -m nanochat_gka.generate --run out/runs/d20-gka --prompt "The for statement" --stream
+    python -m nanochat_gka.generate --run out/runs/d20-gka --prompts-file prompts.txt --num-samples 4 > texts.jsonl
+    python -m nanochat_gka.generate --run out/runs/d20-gka --interactive
+
+Plain text goes to a reader: the prompt, then its continuation. With --prompts-file a JSON line per prompt goes to standard output, so that it can be
+piped; what is said about the run goes to standard error.
+"""
+
+import json
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from gka.runtime.cli import UserError, run
+from gka.runtime.distributed import setup
+from gka.runtime.progress import progress_bar
+from nanochat_gka.engine import Engine
+from nanochat_gka.model_io import load
+from nanochat_gka.sampling import Sampling
+
+
+@dataclass
+class GenerateConfig(Sampling):
+    """Continue prompts with a trained model. Base models continue text; they do not answer."""
+
+    run: Path = Path("out/runs/d20-gka")
+    """run folder, one checkpoint folder in it, or an exported model"""
+    step: int = -1
+    """checkpoint to take; -1 = the newest"""
+    prompt: list[str] = field(default_factory=lambda: ["The "])
+    """texts to continue; an empty one begins a document"""
+    prompts_file: Path | None = None
+    """file with one prompt a line, in place of --prompt: plain text, or JSON strings (which may hold line breaks); - is standard input"""
+    interactive: bool = False
+    """ask for prompts at the terminal, and stream"""
+    stream: bool = False
+    """show each token as it comes (one continuation at a time)"""
+    stop: list[str] = field(default_factory=list)
+    """texts that end a continuation, and are not part of it"""
+    max_rows: int = 32
+    """continuations that run at once"""
+    keep_keys: bool = False
+    """GKA: keep keys in the cache beside values; faster, for twice its memory (as much as softmax attention's)"""
+    device_type: Literal["auto", "cuda", "cpu"] = "auto"
+    """auto takes CUDA if there is one"""
+
+
+def read_prompts(path: Path) -> list[str]:
+    """The prompts of a file, one a line; a line that begins with a quote must be a JSON string. Raises UserError naming file and line."""
+    try:
+        lines = (sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")).splitlines()
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not UTF-8 text") from None
+    prompts = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            prompt = json.loads(line) if line.startswith('"') else line
+        except json.JSONDecodeError as error:
+            raise UserError(f"{path}:{number}: begins with a quote but is no JSON string ({error})") from None
+        if line.strip():
+            prompts.append(prompt)
+    if not prompts:
+        raise UserError(f"{path} has no prompts")
+    return prompts
+
+
+def write_stream(engine: Engine, prompt: str, config: GenerateConfig) -> int:
+    """Write a prompt and each of its continuations as they come; returns how many tokens that took."""
+    count, begins = 0, True
+    for count, piece in enumerate(engine.stream([prompt], config, config.stop), start=1):  # noqa: B007
+        sys.stdout.write((prompt if begins else "") + piece.text + ("\n" if piece.finished else ""))
+        sys.stdout.flush()
+        begins = piece.finished
+    return count
+
+
+def ask(engine: Engine, config: GenerateConfig) -> None:
+    """Continue what is typed until the input ends."""
+    say("type the beginning of a text and Enter (nothing begins a document); Ctrl-D leaves")
+    while True:
+        try:
+            prompt = input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return
+        try:
+            write_stream(engine, prompt, config)
+        except UserError as error:
+            say(f"error: {error}")
+
+
+def write_all(engine: Engine, prompts: list[str], config: GenerateConfig) -> int:
+    """Write all continuations of all prompts, a prompt as soon as it and those before it are done; returns how many tokens that took."""
+    texts = [[""] * config.num_samples for _ in prompts]
+    left = [config.num_samples] * len(prompts)
+    count = shown = 0
+    with progress_bar() as bar:
+        task = bar.add_task("continuations", total=len(prompts) * config.num_samples, status="")
+        for count, piece in enumerate(engine.stream(prompts, config, config.stop), start=1):  # noqa: B007
+            texts[piece.prompt][piece.sample] += piece.text
+            if not piece.finished:
+                continue
+            bar.advance(task)
+            left[piece.prompt] -= 1
+            while shown < len(prompts) and left[shown] == 0:
+                for line in _lines(prompts[shown], texts[shown], as_json=config.prompts_file is not None):
+                    bar.console.print(line, highlight=False, markup=False)
+                shown += 1
+    return count
+
+
+def _lines(prompt: str, texts: list[str], as_json: bool) -> list[str]:
+    return [json.dumps({"prompt": prompt, "texts": texts})] if as_json else [prompt + text + "\n" for text in texts]
+
+
+def say(message: str) -> None:
+    """To standard error, out of the way of the text."""
+    print(message, file=sys.stderr, flush=True)
+
+
+def main(config: GenerateConfig) -> None:
+    config.check_sampling()
+    if config.max_rows < 1:
+        raise UserError(f"--max-rows must be at least 1, got {config.max_rows}")
+    prompts = read_prompts(config.prompts_file) if config.prompts_file else config.prompt
+    loaded = load(config.run, config.step, setup(config.device_type).device)
+    shape = loaded.model.config
+    say(f"{loaded.name}: {shape.attention}, depth {shape.n_layer}, step {loaded.step:,}")
+    one_by_one = config.stream or config.interactive
+    engine = Engine(loaded.model, loaded.tokenizer, max_rows=1 if one_by_one else config.max_rows, keep_keys=config.keep_keys)
+    started = time.perf_counter()
+    if config.interactive:
+        ask(engine, config)
+        return
+    tokens = sum(write_stream(engine, prompt, config) for prompt in prompts) if config.stream else write_all(engine, prompts, config)
+    seconds = time.perf_counter() - started
+    say(f"{tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:,.0f} tokens/s")
+
+
+if __name__ == "__main__":
+    run(main, GenerateConfig)

@@ -1,0 +1,64 @@
+"""How the next token is chosen from the logits."""
+
+import random
+from dataclasses import dataclass
+
+import torch
+
+from gka.runtime.cli import UserError
+
+
+@dataclass
+class Sampling:
+    """The flags of every command that writes text."""
+
+    num_samples: int = 1
+    """continuations of each prompt"""
+    max_tokens: int = 64
+    """length of a continuation"""
+    temperature: float = 0.8
+    """0 = greedy"""
+    top_k: int = 50
+    """sample among the k most likely tokens; 0 = all"""
+    top_p: float = 1.0
+    """sample among the most likely tokens that together have this probability; 1 = all"""
+    seed: int = 42
+    """of the samples: the same seed gives the same text, however many prompts and samples run together"""
+
+    def check_sampling(self) -> None:
+        """Raises UserError naming a value that makes no sense."""
+        for key in ("num_samples", "max_tokens"):
+            if getattr(self, key) < 1:
+                raise UserError(f"--{key.replace('_', '-')} must be at least 1, got {getattr(self, key)}")
+        if not (0 <= self.temperature < float("inf") and self.top_k >= 0):
+            raise UserError(f"--temperature and --top-k must be >= 0, got {self.temperature} and {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"--top-p must be above 0 and at most 1, got {self.top_p}")
+
+    def draws(self, prompt: int, sample: int) -> random.Random:
+        """The source of uniform numbers of one continuation, its own, so that neither the batch nor the device matters."""
+        return random.Random(f"{self.seed} {prompt} {sample}")
+
+
+def pick(logits: torch.Tensor, draws: list[random.Random], sampling: Sampling) -> list[int]:
+    """One token id for every row of logits (B, V), each from one number of its own source."""
+    if sampling.temperature == 0:
+        return logits.argmax(dim=-1).tolist()
+    probabilities = truncate((logits.double() / sampling.temperature).softmax(dim=-1), sampling.top_k, sampling.top_p)
+    cumulative = probabilities.cumsum(dim=-1)
+    uniform = torch.tensor([[source.random()] for source in draws], dtype=cumulative.dtype, device=cumulative.device)
+    # The first token whose cumulative probability exceeds the draw: never one of probability 0.
+    return torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)[:, 0].tolist()
+
+
+def truncate(probabilities: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
+    """(B, V) probabilities, not normalised again: those beyond the top_k most likely (0 = all), then those beyond the smallest set of the most
+    likely that together have top_p of what is left, become 0. Equally likely tokens stay or go by their order."""
+    count = min(top_k or probabilities.shape[-1], probabilities.shape[-1])
+    if count == probabilities.shape[-1] and top_p == 1:
+        return probabilities
+    values, indices = probabilities.topk(count, dim=-1)
+    if top_p < 1:
+        before = values.cumsum(dim=-1) - values
+        values = values.masked_fill(before >= top_p * values.sum(dim=-1, keepdim=True), 0.0)
+    return torch.zeros_like(probabilities).scatter(-1, indices, values)

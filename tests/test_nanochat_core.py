@@ -1,0 +1,359 @@
+"""CORE: the fast scorer answers as the naive one; prompts and spans are upstream's; the formula gives the published figures; bad bundles are named."""
+
+import dataclasses
+import json
+import math
+import re
+
+import pytest
+import tiny_core
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_gpt import SHAPE, VARIANTS, awake
+
+from gka.runtime.cli import UserError
+from nanochat_gka.core import published
+from nanochat_gka.core.bundle import CORE_TASKS, PAPER_TASKS, Task, find_problem, read_tasks
+from nanochat_gka.core.questions import Question, common_prefix, question, shuffled
+from nanochat_gka.core.report import Score, aggregate, centered, write_csv
+from nanochat_gka.core.scoring import Verdict, answer, batches, judge
+from nanochat_gka.core.shared import SharedPrompts
+from nanochat_gka.tokenizer import Tokenizer
+from runs.core_naive import naive_task
+
+ALL = 10**6  # tokens: no cropping, no limit on a batch
+
+
+@pytest.fixture(scope="module")
+def tokenizer(packed):
+    return Tokenizer.load(packed / "tokenizer")
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    return tiny_core.write_bundle(tmp_path_factory.mktemp("core") / "bundle")
+
+
+def answers(model, tokenizer, task, max_per_task=-1, max_seq_len=ALL, batch_tokens=600, prefix_reuse=True):
+    examples = shuffled(task.examples(), max_per_task)
+    asked = [question(task, examples, index, tokenizer, max_seq_len) for index in range(len(examples))]
+    found = [None] * len(asked)
+    for batch in batches(asked, batch_tokens):
+        for place, verdicts in zip(batch, judge(model, [asked[i] for i in batch], prefix_reuse)):
+            found[place] = answer(asked[place], verdicts)
+    return found, [one == each.gold for one, each in zip(found, asked)]
+
+
+# The oracle
+
+
+@pytest.mark.parametrize("limit", [dict(), dict(max_seq_len=20), dict(max_per_task=11, max_seq_len=64)], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_the_answers_are_the_naive_scorers(variant, limit, bundle, tokenizer):
+    """Every type of task, with shots, prompts beyond the context, cropped ones, any batch, shared beginnings computed once or not."""
+    model = awake(dataclasses.replace(SHAPE, sequence_len=64, vocab_size=tokenizer.vocab_size, **variant))
+    for task in read_tasks(bundle):
+        want = naive_task(model, tokenizer, bundle, task.label, **limit)
+        for batch_tokens, prefix_reuse in ((600, True), (ALL, True), (600, False), (1, True)):
+            got = answers(model, tokenizer, task, **limit, batch_tokens=batch_tokens, prefix_reuse=prefix_reuse)
+            assert got == (want.predictions, want.correct), (task.label, batch_tokens, prefix_reuse)
+
+
+def test_a_model_that_knows_the_answer_is_right_and_one_that_knows_less_is_not(bundle, tokenizer):
+    """Language modelling is judged token by token: a model made to predict each next token of one text."""
+    task = next(task for task in read_tasks(bundle) if task.label == "lambada_openai")
+    asked = question(task, task.examples(), 0, tokenizer, ALL)
+    [prompt], [start] = asked.prompts, asked.starts
+
+    class Knows(torch.nn.Module):
+        """Embeds a token as its position's successor."""
+
+        device = torch.device("cpu")
+        config = SHAPE
+
+        def __init__(self, ids):
+            super().__init__()
+            self.ids = ids
+
+        def hidden(self, ids, past=None, wanted=None):
+            positions = past.positions[0] if wanted is None else past.positions[0, wanted]
+            return torch.nn.functional.one_hot(self.ids[positions + 1], tokenizer.vocab_size).float()[None] * 9
+
+        def logits(self, hidden):
+            return hidden
+
+    ids = torch.tensor([*prompt, 0])
+    assert answer(asked, judge(Knows(ids), [asked])[0]) == 1
+    for place in range(start, len(prompt)):
+        wrong = ids.clone()
+        wrong[place] += 1
+        assert answer(asked, judge(Knows(wrong), [asked])[0]) == 0
+    outside = ids.clone()
+    outside[:start] += 1
+    outside[-1] += 1
+    assert answer(asked, judge(Knows(outside), [asked])[0]) == 1
+
+
+@given(
+    prompts=st.lists(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=7), min_size=1, max_size=3), min_size=1, max_size=4),
+    share=st.booleans(),
+)
+def test_the_tree_holds_every_prompt_and_no_beginning_twice(prompts, share):
+    """Rows of tokens with the operator replaced by "every token sees all before it": each prompt comes back, each token once."""
+    rows = [prompt for group in prompts for prompt in group]
+    tree = SharedPrompts(rows, [len(group) for group in prompts], torch.device("cpu"), share)
+    for row, node in zip(rows, tree.node):
+        assert tree.ids[0, node].tolist() == row
+        assert tree.positions[0, node].tolist() == list(range(len(row)))
+    beginnings = {tuple(row[:n]) for row in rows for n in range(1, len(row) + 1)}
+    assert tree.ids.shape[1] == (len(beginnings) if share else sum(map(len, rows)))
+    values = torch.arange(tree.ids.shape[1], dtype=torch.float64)[None, :, None, None] + 1
+    mixed = []
+    for queries, (stored,), all_queries in tree.split(0, values, (values,)):
+        assert torch.equal(all_queries, stored)
+        assert torch.equal(queries, stored[:, stored.shape[1] - queries.shape[1] :])
+        mixed.append(stored.cumsum(dim=1)[:, -queries.shape[1] :])
+    joined = tree.join(mixed)[0, :, 0, 0]
+    for node in tree.node:
+        assert joined[node].tolist() == (torch.from_numpy(node) + 1).double().cumsum(0).tolist()
+
+
+def test_batches_hold_every_question_once_and_keep_to_their_size(bundle, tokenizer):
+    task = next(task for task in read_tasks(bundle) if task.label == "arc_easy")
+    examples = shuffled(task.examples())
+    asked = [question(task, examples, index, tokenizer, ALL) for index in range(len(examples))]
+    for size in (1, 300, 2000, ALL):
+        found = list(batches(asked, size))
+        assert sorted(place for batch in found for place in batch) == list(range(len(asked)))
+        for batch in found:
+            padded = sum(len(asked[place].prompts) for place in batch) * max(asked[place].longest for place in batch)
+            assert len(batch) == 1 or padded <= size
+
+
+def test_ties_go_to_the_first_and_an_empty_span_wins_only_as_the_first():
+    asked = Question(prompts=[[1], [1], [1]], starts=[1, 1, 1], gold=0, greedy=False)
+
+    def verdicts(*means):
+        return [Verdict(0.0, 0, False) if math.isnan(mean) else Verdict(2 * mean, 2, False) for mean in means]
+
+    assert answer(asked, verdicts(2.0, 1.0, 1.0)) == 1
+    assert answer(asked, verdicts(2.0, math.nan, 1.0)) == 2
+    assert answer(asked, verdicts(math.nan, 1.0, 2.0)) == 0
+
+
+# Prompts
+
+
+class Letters:
+    """A tokenizer of single characters."""
+
+    bos_id = 0
+
+    def encode(self, text):
+        return [ord(letter) for letter in text]
+
+
+def text(ids):
+    return "".join(map(chr, ids[1:]))
+
+
+def make_task(kind, shots=0, delimiter=" "):
+    return Task("task", None, kind, shots, delimiter, 0.0, "core.yaml:1")
+
+
+def test_prompts_and_spans_of_each_type():
+    choices = [{"query": f"q{i}", "choices": ["xa", "xb"], "gold": i % 2} for i in range(3)]
+    asked = question(make_task("multiple_choice", 2, "\nAnswer: "), choices, 1, Letters(), ALL)
+    assert text(asked.prompts[1]).endswith("\n\nq1\nAnswer: xb")
+    assert {text(asked.prompts[0]).split("\n\n")[i] for i in (0, 1)} == {"q0\nAnswer: xa", "q2\nAnswer: xa"}
+    assert [text(asked.prompts[0])[start - 1 :] for start in asked.starts] == ["a", "a"]  # what both begin with, x included, is not judged
+    assert asked.gold == 1 and asked.prompts[0][0] == Letters.bos_id
+
+    schema = [{"context_options": ["the cat", "the dogs"], "continuation": "ran.", "gold": 1}] * 2
+    asked = question(make_task("schema", 1), schema, 0, Letters(), ALL)
+    assert [text(prompt) for prompt in asked.prompts] == ["the dogs ran.\n\nthe cat ran.", "the dogs ran.\n\nthe dogs ran."]
+    assert [text(prompt)[start - 1 :] for prompt, start in zip(asked.prompts, asked.starts)] == [" ran.", " ran."]
+
+    language = [{"context": "  a b \n", "continuation": "c"}, {"context": "\td ", "continuation": "e "}]
+    asked = question(make_task("language_modeling", 1, "\nAnswer: "), language, 0, Letters(), ALL)
+    assert [text(prompt) for prompt in asked.prompts] == ["d\nAnswer: e \n\na b\nAnswer: c"]
+    assert text(asked.prompts[0])[asked.starts[0] - 1 :] == " c"  # the delimiter's last space goes with the continuation
+
+
+def test_cropping_keeps_the_end_and_what_of_a_span_has_a_predecessor():
+    examples = [{"query": "0123456789", "choices": ["abcdef", "b"], "gold": 0}]
+    asked = question(make_task("multiple_choice"), examples, 0, Letters(), 9)
+    assert ["".join(map(chr, prompt)) for prompt in asked.prompts] == ["89 abcdef", "3456789 b"]
+    assert asked.starts == [3, 8]
+    short = question(make_task("multiple_choice"), examples, 0, Letters(), 4)
+    assert ["".join(map(chr, prompt)) for prompt in short.prompts] == ["cdef", "89 b"]
+    assert short.starts == [1, 3]  # d, e and f are judged: nothing is left that predicts c
+
+
+def test_a_tokenizer_that_merges_the_continuation_into_its_context_is_an_error():
+    class Merges(Letters):
+        def encode(self, text):
+            return [999] if text.endswith("c") else super().encode(text)
+
+    task = dataclasses.replace(make_task("language_modeling"), file="lambada.jsonl")
+    with pytest.raises(UserError, match=r"lambada\.jsonl: task cannot be asked with this tokenizer: it merges 'c' into its context"):
+        question(task, [{"context": "a b", "continuation": "c"}], 0, Merges(), ALL)
+
+
+def test_examples_are_shuffled_and_shots_drawn_with_upstreams_seeds():
+    assert shuffled([*range(10)]) == [0, 3, 7, 2, 1, 6, 4, 5, 8, 9]
+    assert shuffled([*range(10)], 3) == [0, 3, 7]
+    examples = [{"context": str(number), "continuation": "x"} for number in range(10)]
+    asked = question(make_task("language_modeling", 3), examples, 4, Letters(), ALL)
+    assert text(asked.prompts[0]) == "\n\n".join(["0 x", "8 x", "1 x", "4 x"])
+
+
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=5))
+def test_common_prefix(sequences):
+    length = common_prefix(sequences)
+    assert all(sequence[:length] == sequences[0][:length] for sequence in sequences)
+    longer = {tuple(sequence[: length + 1]) for sequence in sequences}
+    assert len(longer) > 1 or any(len(sequence) == length for sequence in sequences)
+
+
+# Scores
+
+BASELINES = dict(zip(CORE_TASKS, (25, 0, 0, 25, 25, 50, 20, 50, 25, 0, 25, 50, 50, 0, 20, 0, 0, 0, 0, 0, 62, 9.1)))
+
+
+def scores_of(accuracies):
+    return [Score(label, accuracy, BASELINES[label], 0, 100) for label, accuracy in accuracies.items()]
+
+
+@pytest.mark.parametrize("number", range(4), ids=published.GPT2_MODELS)
+def test_published_gpt2_accuracies_give_the_published_core(number):
+    scores = scores_of({label: accuracy[number] for label, accuracy in published.GPT2_ACCURACY.items()})
+    name, value = aggregate(scores)
+    assert name == "CORE" and value == pytest.approx(published.GPT2_CORE[number], abs=2e-6)  # six printed digits
+
+
+def test_centring_and_the_papers_means():
+    assert centered(0.25, 25) == 0 and centered(1.0, 62) == 1
+    assert centered(0.552294, 62) == pytest.approx(-0.178175, abs=2e-6)  # boolq of GPT-2 124M, as published
+    for model in range(2):
+        mean = sum(row[model] for row in published.PAPER_CENTERED.values()) / 6
+        assert mean == pytest.approx(published.PAPER_MEAN[model], abs=6e-5)
+    assert set(published.PAPER_CENTERED) == set(PAPER_TASKS) and set(published.GPT2_ACCURACY) == set(CORE_TASKS)
+
+
+def test_the_csv_is_nanochats(tmp_path):
+    write_csv(tmp_path / "x.csv", scores_of({label: accuracy[0] for label, accuracy in published.GPT2_ACCURACY.items()}))
+    lines = (tmp_path / "x.csv").read_text().splitlines()
+    assert lines[0] == "Task                               , Accuracy  , Centered  "
+    assert lines[4] == "arc_easy                           , 0.412458  , 0.216611  "
+    assert lines[-1] == "CORE                               ,           , 0.113891  "
+    write_csv(tmp_path / "x.csv", scores_of({"copa": 0.6, "boolq": 0.7}))
+    assert (tmp_path / "x.csv").read_text().splitlines()[-1].startswith("mean of 2 tasks")  # CORE is all 22 or nothing
+
+
+# Bundles
+
+
+def test_tasks_are_chosen_by_label_and_by_set(bundle, tmp_path):
+    assert [task.label for task in read_tasks(bundle)] == list(tiny_core.TASKS)
+    assert [task.label for task in read_tasks(bundle, ["jeopardy", "copa"])] == ["copa", "jeopardy"]
+    task = read_tasks(bundle, ["arc_easy"])[0]
+    assert (task.kind, task.shots, task.delimiter, task.baseline) == ("multiple_choice", 2, "\nAnswer: ", 25.0)
+    assert read_tasks(bundle, ["copa"])[0].delimiter == " "
+    for wanted, missing in (("paper", "hellaswag_zeroshot"), ("core", "boolq"), ("nonsense", "nonsense")):
+        with pytest.raises(UserError, match=rf"--tasks {wanted}: .* has no .*{missing}.*; it has arc_easy, copa"):
+            read_tasks(bundle, [wanted])
+
+
+MC = {"query": "q", "choices": ["a", "b"], "gold": 1}
+SCHEMA = {"context_options": ["a", "b"], "continuation": "c", "gold": 0}
+LM = {"context": "a", "continuation": "b"}
+
+
+def without(example, key):
+    return {name: value for name, value in example.items() if name != key}
+
+
+@pytest.mark.parametrize(
+    "kind,example,problem",
+    [
+        ("multiple_choice", MC, None),
+        ("multiple_choice", {**MC, "choices": [1, 2.5]}, None),  # jinja writes numbers out too
+        ("schema", SCHEMA, None),
+        ("language_modeling", LM, None),
+        ("language_modeling", {**LM, "context": ""}, None),
+        ("multiple_choice", without(MC, "gold"), "gold is missing"),
+        ("multiple_choice", {**MC, "gold": 2}, "gold must be an index into choices, 0 to 1, got 2"),
+        ("multiple_choice", {**MC, "gold": -1}, "gold must be an index"),
+        ("multiple_choice", {**MC, "gold": True}, "gold must be an index"),
+        ("multiple_choice", {**MC, "gold": "1"}, "gold must be an index"),
+        ("multiple_choice", {**MC, "choices": []}, "choices must not be empty"),
+        ("multiple_choice", {**MC, "choices": "ab"}, "choices must be a list of texts"),
+        ("multiple_choice", {**MC, "choices": ["a", None]}, "choices must be a list of texts"),
+        ("multiple_choice", without(MC, "choices"), "choices is missing"),
+        ("multiple_choice", without(MC, "query"), "query is missing"),
+        ("multiple_choice", {**MC, "query": ["q"]}, "query must be a text"),
+        ("multiple_choice", [MC], "a record must be an object, got list"),
+        ("schema", without(SCHEMA, "continuation"), "continuation is missing"),
+        ("schema", {**SCHEMA, "context_options": []}, "context_options must not be empty"),
+        ("language_modeling", {**LM, "continuation": " "}, "continuation must not be empty"),
+        ("language_modeling", without(LM, "context"), "context is missing"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_with_an_example(kind, example, problem):
+    found = find_problem(example, kind)
+    assert found is None if problem is None else found.startswith(problem)
+
+
+def spoil(folder, old, new, file="core.yaml"):
+    path = folder / file
+    path.write_text(path.read_text().replace(old, new, 1))
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        (lambda b: (b / "eval_data/reasoning/copa.jsonl").unlink(), r"core.yaml:3: the file of copa cannot be read: .*copa.jsonl \(No such file"),
+        (lambda b: (b / "eval_data/reasoning/copa.jsonl").open("a").write("\n{oops\n"), r"copa.jsonl:17: not a JSON record"),
+        (lambda b: (b / "eval_data/reasoning/copa.jsonl").open("ab").write(b'{"query": "\xff"}'), r"copa.jsonl:16: not a JSON record"),
+        (lambda b: (b / "eval_data/reasoning/copa.jsonl").open("a").write(json.dumps(without(MC, "gold"))), "copa.jsonl:16: gold is missing"),
+        (
+            lambda b: (b / "eval_data/reasoning/copa.jsonl").open("a").write(json.dumps({**MC, "choices": []})),
+            "copa.jsonl:16: choices must not be empty",
+        ),
+        (lambda b: (b / "eval_data/reasoning/copa.jsonl").write_text(""), "copa.jsonl: copa needs 1 examples or more"),
+        (lambda b: spoil(b, "multiple_choice", "essay"), r"core.yaml:3: copa has the unknown icl_task_type 'essay'; known are multiple_choice"),
+        (lambda b: spoil(b, "copa,", "opac,", "eval_meta_data.csv"), "core.yaml:3: copa has no row with a random baseline in eval_meta_data.csv"),
+    ],
+)
+def test_a_bad_task_is_named_by_file_and_line_when_it_is_read(change, message, tmp_path):
+    bundle = tiny_core.write_bundle(tmp_path / "bundle")
+    change(bundle)
+    tasks = read_tasks(bundle)
+    with pytest.raises(UserError, match=message):
+        tasks[0].examples()
+    assert all(task.examples() for task in tasks[1:])
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        (lambda b: (b / "core.yaml").unlink(), r"no CORE bundle in .*core.yaml cannot be read"),
+        (lambda b: (b / "eval_meta_data.csv").unlink(), r"eval_meta_data.csv cannot be read"),
+        (lambda b: (b / "core.yaml").write_text("icl_tasks:\n  - {label: copa\n"), r"core.yaml:3: not valid YAML"),
+        (lambda b: (b / "core.yaml").write_text("tasks: []"), r"core.yaml: needs a list icl_tasks of label"),
+        (lambda b: spoil(b, "[0]", "0"), r"core.yaml: needs a list icl_tasks of label, dataset_uri, num_fewshot \(a list\)"),
+        (lambda b: spoil(b, "reasoning/copa.jsonl", "../../../etc/passwd"), r"core.yaml:3: dataset_uri must stay inside the bundle"),
+        (lambda b: spoil(b, ",50,", ",half,", "eval_meta_data.csv"), r"eval_meta_data.csv:2: Random baseline must be a percentage below 100"),
+        (lambda b: spoil(b, "Random baseline", "Chance", "eval_meta_data.csv"), r"eval_meta_data.csv: needs the columns"),
+        (lambda b: spoil(b, "label: copa", "label: !!python/object/apply:os.getcwd []"), r"core.yaml:3: not valid YAML"),
+    ],
+)
+def test_a_bundle_that_is_none_is_one_error(change, message, tmp_path):
+    bundle = tiny_core.write_bundle(tmp_path / "bundle")
+    change(bundle)
+    with pytest.raises(UserError) as caught:
+        read_tasks(bundle)
+    assert re.search(message, str(caught.value)), caught.value

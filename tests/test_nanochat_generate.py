@@ -1,0 +1,181 @@
+"""Writing text from the command line, and models that leave as folders: export, card, loading back, damage."""
+
+import dataclasses
+import json
+import subprocess
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file
+from tiny_gpt import SHAPE, VARIANTS, awake, write_run
+
+from gka.runtime.cli import UserError, run
+from nanochat_gka import export, generate
+from nanochat_gka.engine import Engine
+from nanochat_gka.model_io import load
+from nanochat_gka.sampling import Sampling
+from nanochat_gka.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(packed):
+    return Tokenizer.load(packed / "tokenizer")
+
+
+@pytest.fixture(scope="module")
+def trained(packed, tokenizer, tmp_path_factory):
+    """A run folder and its model."""
+    model = awake(dataclasses.replace(SHAPE, vocab_size=tokenizer.vocab_size, attention="GGA", head_offsets="PS", n_layer=3))
+    return write_run(tmp_path_factory.mktemp("generate") / "tiny-run", model, packed / "tokenizer"), model
+
+
+def write(trained, *flags):
+    """The command in this process; returns its exit code."""
+    try:
+        run(generate.main, generate.GenerateConfig, list(map(str, ["--run", trained[0], "--device-type", "cpu", "--max-tokens", 12, *flags])))
+    except SystemExit as left:
+        return left.code
+    return 0
+
+
+def test_text_goes_to_output_and_the_rest_to_error(trained, tokenizer, capsys):
+    assert write(trained, "--prompt", "the kernel", "a", "--num-samples", 2, "--seed", 5) == 0
+    printed = capsys.readouterr()
+    texts = Engine(trained[1], tokenizer).complete(["the kernel", "a"], Sampling(num_samples=2, max_tokens=12, seed=5))
+    assert printed.out == "".join(prompt + text + "\n\n" for prompt, row in zip(["the kernel", "a"], texts) for text in row)
+    assert "tiny-run: GGA, depth 3, step 7" in printed.err and "tokens/s" in printed.err
+
+
+def test_a_stream_is_the_same_text(trained, tokenizer, capsys):
+    assert write(trained, "--prompt", "the kernel", "--num-samples", 2, "--stream", "--stop", "e") == 0
+    [texts] = Engine(trained[1], tokenizer).complete(["the kernel"], Sampling(num_samples=2, max_tokens=12), stop=["e"])
+    assert capsys.readouterr().out == "".join("the kernel" + text + "\n" for text in texts)
+
+
+def test_prompts_from_a_file_come_back_as_json_lines_in_order(trained, tokenizer, tmp_path, capsys):
+    (tmp_path / "prompts.txt").write_text('the kernel\n\n"two\\nlines"\nevery head\n')
+    assert write(trained, "--prompts-file", tmp_path / "prompts.txt", "--num-samples", 3, "--max-rows", 2, "--temperature", 1.5) == 0
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    prompts = ["the kernel", "two\nlines", "every head"]
+    want = Engine(trained[1], tokenizer).complete(prompts, Sampling(num_samples=3, max_tokens=12, temperature=1.5))
+    assert records == [{"prompt": prompt, "texts": texts} for prompt, texts in zip(prompts, want)]
+
+
+def test_an_interactive_process_continues_what_is_typed_until_the_input_ends(trained, tokenizer):
+    command = tiny.command(
+        "nanochat_gka.generate", "--run", trained[0], "--interactive", "--temperature", 0, "--max-tokens", 8, "--device-type", "cpu"
+    )
+    too_long = "the kernel " * 100
+    typed = f"the kernel\n{too_long}\n\nevery\n".encode()
+    done = subprocess.run(command, input=typed, capture_output=True, env=tiny.environment(), timeout=120)
+    assert done.returncode == 0, done.stderr
+    texts = Engine(trained[1], tokenizer).complete(["the kernel", "", "every"], Sampling(max_tokens=8, temperature=0))
+    assert done.stdout.decode() == f"the kernel{texts[0][0]}\n{texts[1][0]}\nevery{texts[2][0]}\n"
+    assert b"error: the prompt has" in done.stderr and b"Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "flags,message",
+    [
+        (["--prompts-file", "/nonexistent"], "/nonexistent: No such file"),
+        (["--top-p", "0"], "--top-p must be above 0"),
+        (["--max-rows", "0"], "--max-rows must be at least 1"),
+        (["--stop", ""], "a stop text must not be empty"),
+        (["--prompt", "the " * 400], "the model takes at most 159"),
+        (["--run", "/nonexistent"], "no checkpoint in /nonexistent; train one first"),
+    ],
+)
+def test_bad_flags_are_one_line(trained, flags, message, capsys):
+    assert write(trained, *flags) == 2
+    [error] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert message in error
+
+
+def test_a_prompts_file_that_is_wrong_is_named_with_its_line(trained, tmp_path, capsys):
+    for content, message in (
+        (b'the\n"open\n', "prompts.txt:2: begins with a quote but is no JSON string"),
+        (b"\n", "has no prompts"),
+        (b"\xff", "is not UTF-8"),
+    ):
+        (tmp_path / "prompts.txt").write_bytes(content)
+        assert write(trained, "--prompts-file", tmp_path / "prompts.txt") == 2
+        assert message in capsys.readouterr().err
+
+
+# Export
+
+
+def exported(trained, out):
+    run(export.main, export.ExportConfig, ["--run", str(trained[0]), "--out", str(out)])
+    return out
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_an_exported_model_gives_the_same_logits(variant, packed, tokenizer, tmp_path):
+    model = awake(dataclasses.replace(SHAPE, vocab_size=tokenizer.vocab_size, **variant))
+    run_folder = write_run(tmp_path / "run", model, packed / "tokenizer")
+    loaded = load(exported((run_folder, model), tmp_path / "out"))
+    ids = torch.randint(70, (2, 16))
+    assert torch.equal(loaded.model(ids), model(ids)) and torch.equal(load(run_folder).model(ids), model(ids))
+    assert loaded.model.config == model.config and loaded.tokenizer.sha256 == tokenizer.sha256
+    assert not loaded.model.training
+
+
+def test_an_exported_folder_says_what_it_is(trained, tmp_path, tokenizer):
+    out = exported(trained, tmp_path / "out")
+    assert {path.name for path in out.iterdir()} == {"model.safetensors", "config.json", "tokenizer.json", "README.md"}
+    about = json.loads((out / "config.json").read_text())
+    assert about["attention"] == ["gka", "gka", "softmax"] and set(about["sigma"]) == {"0", "1"}
+    torch.testing.assert_close(torch.tensor(about["sigma"]["1"]), trained[1].bandwidths()[1])
+    assert (about["step"], about["training"]["tokens"], about["training"]["commit"]) == (7, 7000, "abc1234")
+    assert (
+        about["parameters"]
+        == sum(p.numel() for p in trained[1].parameters())
+        == sum(t.numel() for t in load_file(out / "model.safetensors").values())
+    )
+    card = (out / "README.md").read_text()
+    for fact in ("gka and softmax attention", "| training tokens | 7,000 (7 of 7 steps) |", "| trained at commit | abc1234 |", "layer 1: 2 to 2",
+                 "2 parquet files, shard_00000.parquet to shard_00001.parquet", about["sha256"]["model.safetensors"]):  # fmt: skip
+        assert fact in card
+    assert exported(trained, out) == out  # again, the same model
+
+
+def test_the_commands_take_an_exported_folder(trained, tokenizer, tmp_path, capsys):
+    out = exported(trained, tmp_path / "exported")
+    assert write((out, None), "--prompt", "the", "--temperature", 0) == 0
+    [[text]] = Engine(trained[1], tokenizer).complete(["the"], Sampling(max_tokens=12, temperature=0))
+    printed = capsys.readouterr()
+    assert f"the{text}\n" in printed.out and "tiny-run: GGA" in printed.err
+    with pytest.raises(UserError, match="holds step 7, not 8"):
+        load(out, step=8)
+
+
+def test_the_cards_code_runs(trained, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    exported(trained, tmp_path / "out")
+    code = (tmp_path / "out/README.md").read_text().split("```python")[1].split("```")[0]
+    exec(compile(code, "card", "exec"), {})
+    assert capsys.readouterr().out.strip()
+
+
+def test_a_damaged_or_foreign_folder_is_refused(trained, packed, tokenizer, tmp_path):
+    out = exported(trained, tmp_path / "out")
+    for name in ("model.safetensors", "tokenizer.json"):
+        content = (out / name).read_bytes()
+        (out / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        with pytest.raises(UserError, match=f"{name} is missing or damaged"):
+            load(out)
+        (out / name).write_bytes(content)
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({**config, "model": {**config["model"], "n_layer": 2}}))
+    with pytest.raises(UserError, match="does not hold a model of the shape it states"):
+        load(out)
+    (out / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(UserError, match="not of a model that this project exported"):
+        load(out)
+    other = write_run(tmp_path / "other", awake(dataclasses.replace(SHAPE, vocab_size=tokenizer.vocab_size)), packed / "tokenizer")
+    good = exported(trained, tmp_path / "good")
+    with pytest.raises(SystemExit):
+        exported((other, None), good)
+    assert load(good).name == "tiny-run"
