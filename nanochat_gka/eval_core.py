@@ -22,7 +22,7 @@ from gka.runtime.results import append_result
 from nanochat_gka.core.bundle import Example, Task, read_tasks
 from nanochat_gka.core.fetch import URL, fetch_bundle, unpack
 from nanochat_gka.core.questions import Question, question, shuffled
-from nanochat_gka.core.report import Score, aggregate, table, write_csv
+from nanochat_gka.core.report import Score, aggregate, centered, show, write_csv
 from nanochat_gka.core.scoring import answer, batches, judge
 from nanochat_gka.model_io import Loaded, load
 
@@ -113,8 +113,9 @@ class Evaluation:
         outcome = self.runtime.sum(self._outcomes(task, examples)).cpu()
         if (outcome > RIGHT).any():
             self._question(task, examples, int((outcome > RIGHT).nonzero()[0]))  # raises here what it raised on the rank whose turn it was
-        seconds = time.perf_counter() - started
-        return {"accuracy": outcome.mean().item(), "examples": len(examples), "seconds": seconds, "examples_per_second": len(examples) / seconds}
+        seconds, accuracy = time.perf_counter() - started, outcome.mean().item()
+        return {"accuracy": accuracy, "centered": centered(accuracy, task.baseline), "baseline": task.baseline, "examples": len(examples),
+                "seconds": seconds, "examples_per_second": len(examples) / seconds}  # fmt: skip
 
     def _outcomes(self, task: Task, examples: list[Example]) -> torch.Tensor:
         """Per example 1 if the model is right; rank r asks examples r, r + ranks, ... and leaves the others 0."""
@@ -165,7 +166,7 @@ def evaluate(config: CoreConfig, runtime: Runtime) -> tuple[list[Score], list[st
         runtime.print(f"{place}: accuracy {score.accuracy:.4f}, centred {score.centered:.4f} ({score.shots} shots, {score.examples:,} examples)")
     if scores and runtime.is_main:
         write_csv(evaluation.file.with_suffix(".csv"), scores)
-        console.print(table(scores, f"{loaded.name}, step {loaded.step}"))
+        show(scores, f"{loaded.name}, step {loaded.step}")
         name, value = aggregate(scores)
         console.print(f"{name}: {value:.4f}    {evaluation.file.with_suffix('.csv')}, {evaluation.file}", highlight=False)
     return scores, problems

@@ -12,12 +12,18 @@ from pathlib import Path
 from deit_gka import models
 from deit_gka.accounting import vit_cost
 from gka.runtime.progress import read_lines
+from nanochat_gka.core.bundle import PAPER_TASKS
+from nanochat_gka.core.published import GPT2_ACCURACY, PAPER_CENTERED, PAPER_MEAN
+from nanochat_gka.core.report import centered
 from runs import bench_results, demo_vision, operator_error
+from runs.demo import VARIANTS
 from runs.demo_report import COLUMNS, PAPER, PAPER_VISION
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO_RESULTS = ROOT / "runs" / "results" / "demo.jsonl"
 VISION_RESULTS = ROOT / "runs" / "results" / "demo_vision.jsonl"
+CORE_RESULTS = ROOT / "runs" / "results" / "core"
+DECODERS = {"softmax": "softmax", "gka": "GKA", "gka-keys": "GKA, keys kept", "gka-rotated": "GKA, values rotated"}
 SIZES = {"Ti": "tiny", "S": "small", "B": "base"}
 KINDS = {"DeiT": "softmax", "VLT": "vlt", "GKA": "gka"}
 
@@ -71,11 +77,60 @@ def bench_table() -> str:
             compared |= bench_results.load(bench_results.RESULTS, what, hardware)
         for (case, phase), comparison in compared.items():
             theirs, ours = (comparison.fastest(role) for role in ("baseline", "ours"))
-            if theirs and ours and not case.startswith("sweep"):
+            if theirs and ours and not case.startswith("sweep") and not phase.startswith("decode"):
                 times = [f"{line['metrics']['median_ms']:,.4g} ms" for line in (theirs, ours)]
                 lines.append(f"| {case}, {phase} | {times[0]} | {times[1]} | {comparison.ratio():.2f}x |")
         record = next(iter(compared.values())).lines[0]
         lines.append(measured(record, f"bench_*_{hardware}.jsonl"))
+    return "\n".join(lines)
+
+
+def core_table() -> str:
+    """The demo's models on the paper's six tasks, centred, beside published figures."""
+    records = {label: read_lines(CORE_RESULTS / f"d4-{name}-400_step000400.jsonl") for name, (label, _) in VARIANTS.items()}
+    scores = {label: {record["config"]["task"]: record["metrics"] for record in found} for label, found in records.items()}
+    lines = [f"| centred | examples | {' | '.join(scores)} | *GPT-2 124M* | *paper: base* | *paper: GKA* |", "|---|" + "---:|" * (len(scores) + 4)]
+    for task in PAPER_TASKS:
+        ours = [each[task] for each in scores.values()]
+        published = (centered(GPT2_ACCURACY[task][0], ours[0]["baseline"]), *PAPER_CENTERED[task])
+        cells = [f"{score['centered']:.4f}" for score in ours] + [f"*{value:.4f}*" for value in published]
+        lines.append(f"| {task} | {ours[0]['examples']} | {' | '.join(cells)} |")
+    means = [sum(each[task]["centered"] for task in PAPER_TASKS) / len(PAPER_TASKS) for each in scores.values()]
+    gpt2 = sum(centered(GPT2_ACCURACY[task][0], scores["softmax"][task]["baseline"]) for task in PAPER_TASKS) / len(PAPER_TASKS)
+    cells = [f"**{value:.4f}**" for value in means] + [f"*{value:.4f}*" for value in (gpt2, *PAPER_MEAN)]
+    lines.append(f"| **mean** | | {' | '.join(cells)} |")
+    return "\n".join([*lines, measured(records["softmax"][-1], "core/*.jsonl")])
+
+
+def decode_table() -> str:
+    """Tokens per second of whole models while they generate, and what their caches hold, for each hardware."""
+    lines = ["| | cache, 8 rows | tokens/s, 1 row | tokens/s, 8 rows |", "|---|---:|---:|---:|"]
+    for path in sorted(bench_results.RESULTS.glob("bench_gpt_*.jsonl")):
+        hardware = path.stem.removeprefix("bench_gpt_")
+        compared = bench_results.load(bench_results.RESULTS, "gpt", hardware)
+        for case in sorted({case for case, phase in compared if phase == "decode-8"}):
+            one, eight = (
+                {line["config"]["candidate"]: line["metrics"] for line in compared[case, phase].lines} for phase in ("decode-1", "decode-8")
+            )
+            for kind, label in DECODERS.items():
+                speeds = [f"{metrics[kind]['items_per_second']:,.0f}" for metrics in (one, eight)]
+                lines.append(f"| {case}, {label} | {eight[kind]['cache_mib']:.1f} MiB | {' | '.join(speeds)} |")
+            lines.append(measured(compared[case, "decode-8"].lines[0], path.name))
+    return "\n".join(lines)
+
+
+def scorer_table() -> str:
+    """The CORE scorer's speed, the newest line of every model and task, for each hardware."""
+    lines = ["| examples/s, six tasks | naive | batched | batched, beginnings shared | over naive |", "|---|---:|---:|---:|---:|"]
+    for path in sorted(bench_results.RESULTS.glob("bench_core_*.jsonl")):
+        newest = {(record["config"]["model"], record["config"]["vocab_size"], record["config"]["task"]): record for record in read_lines(path)}
+        for model, vocabulary in dict.fromkeys((model, vocabulary) for model, vocabulary, _ in newest):
+            found = [record["metrics"] for (name, size, _), record in newest.items() if (name, size) == (model, vocabulary)]
+            examples = sum(metrics["examples"] for metrics in found)
+            seconds = {how: sum(metrics["seconds"][how] for metrics in found) for how in found[0]["seconds"]}
+            speeds = " | ".join(f"{examples / value:,.0f}" for value in seconds.values())
+            lines.append(f"| {model}, vocabulary {vocabulary:,} | {speeds} | {seconds['naive'] / min(seconds.values()):.1f}x |")
+        lines.append(measured(next(reversed(newest.values())), path.name))
     return "\n".join(lines)
 
 
@@ -85,7 +140,15 @@ def errors_table() -> str:
 
 
 PAGES = {
-    "README.md": {"demo": demo_table, "vision": vision_table, "sizes": sizes_table, "bench": bench_table},
+    "README.md": {
+        "demo": demo_table,
+        "vision": vision_table,
+        "sizes": sizes_table,
+        "bench": bench_table,
+        "core": core_table,
+        "decode": decode_table,
+        "scorer": scorer_table,
+    },
     "gka/README.md": {"errors": errors_table},
 }
 

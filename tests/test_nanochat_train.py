@@ -14,10 +14,12 @@ from safetensors.torch import load_file
 
 from gka.runtime.cli import run
 from gka.runtime.distributed import Runtime
+from nanochat_gka import export
 from nanochat_gka.accounting import scaling_parameters
 from nanochat_gka.config import GPTConfig
 from nanochat_gka.gpt import build
 from nanochat_gka.loader import PackedData, Stream
+from nanochat_gka.model_io import load
 from nanochat_gka.optim import MuonAdamW, OptimConfig, parameter_groups
 from nanochat_gka.train import TrainConfig, main
 
@@ -62,6 +64,15 @@ def test_finished_run_learned_and_says_what_it_did(packed, uninterrupted):
     assert result["metrics"]["train_flops"] == result["metrics"]["train_tokens"] * result["metrics"]["flops_per_token"]
     again = tiny.call(MODULE, *flags(packed, uninterrupted))
     assert "already trained" in again.stdout
+
+
+def test_a_finished_run_leaves_as_a_folder_that_says_what_it_was_trained_on(uninterrupted, tmp_path):
+    run(export.main, export.ExportConfig, ["--run", str(uninterrupted / "run"), "--out", str(tmp_path / "out")])
+    loaded, tokens = load(tmp_path / "out"), STEPS * 8 * tiny.SEQUENCE_LEN
+    assert (loaded.name, loaded.step, loaded.training["tokens"], loaded.training["settings"]["depth"]) == ("run", STEPS, tokens, 2)
+    assert re.fullmatch(r"[0-9a-f]{7,}\+?|unknown", loaded.training["commit"])
+    assert loaded.training == load(uninterrupted / "run").training
+    assert f"| training tokens | {tokens:,} ({STEPS} of {STEPS} steps) |" in (tmp_path / "out/README.md").read_text()
 
 
 def test_kill_9_at_random_steps_and_resume_is_bit_identical(packed, uninterrupted, tmp_path):

@@ -4,14 +4,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich import box
+from rich.console import Console
 from rich.table import Table
 
 from gka.runtime.files import atomic
+from gka.runtime.progress import console
 from nanochat_gka.core.bundle import CORE_TASKS, PAPER_TASKS
 from nanochat_gka.core.published import GPT2_ACCURACY, GPT2_CORE, GPT2_MODELS, PAPER_CENTERED, PAPER_MEAN
 
 WIDTHS = (35, 10, 10)  # of the CSV's columns
 SHOWN_GPT2 = (0, 3)  # the smallest and the largest
+WIDE = 120  # of the table in a file or a pipe
 
 
 @dataclass(frozen=True)
@@ -48,16 +52,23 @@ def write_csv(path: Path, scores: Sequence[Score]) -> None:
         temporary.write_text("".join(", ".join(cell.ljust(width) for cell, width in zip(row, WIDTHS)) + "\n" for row in rows))
 
 
+def show(scores: Sequence[Score], title: str) -> None:
+    """Print `table`; in full width where there is no terminal."""
+    (console if console.is_terminal else Console(width=WIDE)).print(table(scores, title))
+
+
 def table(scores: Sequence[Score], title: str) -> Table:
     """The scores beside the paper's and GPT-2's; centred, but for our accuracy."""
     headings = [*(GPT2_MODELS[i] for i in SHOWN_GPT2), "paper: base", "paper: GKA"]
-    shown = Table(title=title, title_justify="left", caption="Centred scores; 0 is guessing. GPT-2 and the paper were scored on the full tasks.")
-    for heading in ("task", "shots", "examples", "accuracy", "centred", *headings):
-        shown.add_column(heading, justify="left" if heading == "task" else "right", style="dim" if heading in headings else None)
+    caption = "Centred scores; 0 is guessing. n: examples. GPT-2 and the paper were scored on the full tasks."
+    shown = Table(title=title, title_justify="left", caption=caption, caption_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
+    shown.add_column("task", overflow="fold")
+    for heading in ("n", "accuracy", "centred", *headings):
+        shown.add_column(heading, justify="right", style="dim" if heading in headings else None, min_width=6, max_width=8)
     for score in scores:
         gpt2 = [f"{centered(GPT2_ACCURACY[score.label][i], score.baseline):.4f}" if score.label in GPT2_ACCURACY else "" for i in SHOWN_GPT2]
         paper = [f"{value:.4f}" for value in PAPER_CENTERED.get(score.label, ())] or ["", ""]
-        shown.add_row(score.label, str(score.shots), f"{score.examples:,}", f"{score.accuracy:.4f}", f"{score.centered:.4f}", *gpt2, *paper)
+        shown.add_row(score.label, f"{score.examples:,}", f"{score.accuracy:.4f}", f"{score.centered:.4f}", *gpt2, *paper)
     shown.add_section()
     means = [(aggregate(scores), {score.label for score in scores})]
     six = [score for score in scores if score.label in PAPER_TASKS]
@@ -66,7 +77,7 @@ def table(scores: Sequence[Score], title: str) -> Table:
     for (name, value), labels in means:
         gpt2 = [f"{_gpt2_mean(labels, scores, i):.4f}" if labels <= set(GPT2_ACCURACY) else "" for i in SHOWN_GPT2]
         paper = [f"{value:.4f}" for value in PAPER_MEAN] if labels == set(PAPER_TASKS) else ["", ""]
-        shown.add_row(name, "", "", "", f"{value:.4f}", *gpt2, *paper, style="bold")
+        shown.add_row(name, "", "", f"{value:.4f}", *gpt2, *paper, style="bold")
     return shown
 
 
