@@ -17,6 +17,7 @@ from tiny_gpt import SHAPE, awake, write_run
 
 from gka.runtime.cli import UserError, run
 from gka.runtime.progress import read_lines
+from nanochat_gka import eval_core
 from nanochat_gka.core import fetch
 from nanochat_gka.eval_core import CoreConfig, main, open_bundle
 from nanochat_gka.tokenizer import Tokenizer
@@ -49,7 +50,8 @@ def table(path):
     return {row.split(",")[0].strip(): row.split(",")[1].strip() for row in path.read_text().splitlines()}
 
 
-def test_scores_are_the_naive_ones_in_files_named_by_model_and_step(world, tmp_path, capsys):
+def test_scores_are_the_naive_ones_in_files_named_by_model_and_step(world, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(eval_core, "READ_AHEAD", 4)
     assert evaluate(world, tmp_path) == 0
     _, model, tokenizer, bundle = world
     found = table(tmp_path / "tiny-gka_step000007.csv")
