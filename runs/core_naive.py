@@ -42,8 +42,12 @@ def naive_task(
     max_per_task: int = -1,
     max_seq_len: int | None = None,
     progress: Callable[[], None] | None = None,
+    together: bool = True,
 ) -> NaiveResult:
-    """Score one task of the bundle. `model` maps (B, T) ids to (B, T, V) logits; `progress` is called after every example."""
+    """Score one task of the bundle. `model` maps (B, T) ids to (B, T, V) logits; `progress` is called after every example.
+
+    together: an example's prompts are one padded batch, as in nanochat; otherwise each is a batch of its own.
+    """
     manifest = yaml.safe_load((bundle / "core.yaml").read_text(encoding="utf-8"))["icl_tasks"]
     task = {entry["label"]: entry for entry in manifest}[label]
     kind = task["icl_task_type"]
@@ -69,7 +73,7 @@ def naive_task(
             starts = [start - cut for start, cut in zip(starts, cuts)]
         starts = [max(1, start) for start in starts]  # token 0 has no predictor
 
-        prediction = score_example(model, kind, prompts, starts, tokenizer.bos_id)
+        prediction = score_example(model, kind, prompts, starts, tokenizer.bos_id, together)
         predictions.append(prediction)
         correct.append(prediction == (1 if kind == "language_modeling" else example["gold"]))
         if progress is not None:
@@ -116,18 +120,19 @@ def common_length(sequences: list[list[int]]) -> int:
 
 
 @torch.inference_mode()
-def score_example(model: Callable[[torch.Tensor], torch.Tensor], kind: str, prompts: list[list[int]], starts: list[int], bos_id: int) -> int:
+def score_example(model, kind: str, prompts: list[list[int]], starts: list[int], bos_id: int, together: bool = True) -> int:
     """Index of the prompt whose span has the lowest mean cross-entropy or, for language modelling, 1 if the span is greedy's choice."""
     longest = max(len(prompt) for prompt in prompts)
     padded = [prompt + [bos_id] * (longest - len(prompt)) for prompt in prompts]
-    ids = torch.tensor(padded, dtype=torch.int64, device=getattr(model, "device", "cpu"))
-    logits = model(ids).float()
+    device = getattr(model, "device", "cpu")
+    batches = [padded] if together else [[prompt] for prompt in prompts]
+    logits = [row for batch in batches for row in model(torch.tensor(batch, dtype=torch.int64, device=device)).float()]
 
     losses = []
     for row, (prompt, start) in enumerate(zip(prompts, starts)):
         end = len(prompt)
-        predictors = logits[row, start - 1 : end - 1]  # token j is predicted at position j - 1
-        targets = ids[row, start:end]
+        predictors = logits[row][start - 1 : end - 1]  # token j is predicted at position j - 1
+        targets = torch.tensor(prompt[start:], dtype=torch.int64, device=device)
         if kind == "language_modeling":
             return int((predictors.argmax(dim=-1) == targets).all().item())
         losses.append(F.cross_entropy(predictors, targets, reduction="none").mean().item())  # NaN for an empty span

@@ -13,13 +13,17 @@ import zipfile
 import pytest
 import tiny
 import tiny_core
+import torch
 from tiny_gpt import SHAPE, awake, write_run
 
 from gka.runtime.cli import UserError, run
+from gka.runtime.distributed import Runtime
 from gka.runtime.progress import read_lines
 from nanochat_gka import eval_core
 from nanochat_gka.core import fetch
+from nanochat_gka.core.bundle import read_tasks
 from nanochat_gka.eval_core import CoreConfig, main, open_bundle
+from nanochat_gka.model_io import load
 from nanochat_gka.tokenizer import Tokenizer
 from runs.core_naive import naive_task
 
@@ -79,6 +83,23 @@ def test_it_continues_where_it_stopped_and_scores_again_what_changed(world, tmp_
         file.write(json.dumps({"query": "the", "choices": ["a", "of"], "gold": 0}) + "\n")
     assert evaluate(world, out, bundle=bundle) == 0  # other data, of one task
     assert [(line["config"]["task"], line["metrics"]["examples"]) for line in read_lines(log)[10:]] == [("copa", tiny_core.COUNT + 1)]
+
+
+def test_a_score_is_known_by_everything_it_depends_on(world, tmp_path):
+    """A line of the file is used again only if the weights, the data, and how it was asked are the same."""
+    runtime, loaded = Runtime(0, 1, torch.device("cpu")), load(world[0])
+    task = read_tasks(world[3], ["jeopardy"])[0]
+
+    def identity(task=task, loaded=loaded, **flags):
+        return eval_core.Evaluation(CoreConfig(out=tmp_path, **flags), runtime, loaded).identity(task)
+
+    other = tmp_path / "other.jsonl"
+    other.write_text("{}")
+    changed = [identity(dataclasses.replace(task, **{key: value})) for key, value in
+               (("kind", "schema"), ("shots", 2), ("delimiter", " "), ("label", "x"), ("file", other))]  # fmt: skip
+    changed += [identity(max_seq_len=20), identity(max_per_task=5), identity(loaded=dataclasses.replace(loaded, sha256="0"))]
+    assert len({json.dumps(each) for each in [identity(), *changed]}) == 1 + len(changed)
+    assert identity() == identity(batch_tokens=7, prefix_reuse=False, max_seq_len=10**9)  # these change nothing
 
 
 def test_a_bad_task_is_one_error_and_costs_no_other(world, tmp_path):
