@@ -53,15 +53,20 @@ class SharedPrompts:
     def split(self, layer: int, queries: torch.Tensor, new: Tensors) -> Iterator[tuple[torch.Tensor, Tensors, torch.Tensor | None]]:
         """The (1, N, H, D) tensors copied out: of the groups' beginnings, then of all prompts with the queries of what follows these."""
         for known, first in [(self.begun, 0)] * (self.shared > 0) + [(self.copies, self.shared)]:
-            all_queries = queries[0, known]
-            yield all_queries[:, first:] if first else all_queries, tuple(tensor[0, known] for tensor in new), all_queries
+            all_queries = _rows(queries[0], known)
+            yield all_queries[:, first:] if first else all_queries, tuple(_rows(tensor[0], known) for tensor in new), all_queries
 
     def join(self, mixed: list[torch.Tensor]) -> torch.Tensor:
         """The outputs as (1, N, H, D)."""
-        return torch.cat([part.flatten(0, 1) for part in mixed])[self.where][None]
+        return _rows(torch.cat([part.flatten(0, 1) for part in mixed]), self.where)[None]
 
     def end(self) -> None:
         """Nothing is kept."""
+
+
+def _rows(tensor: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """tensor[places]: on a CPU index_select copies whole rows, five times as fast as indexing does."""
+    return tensor.index_select(0, places.flatten()).unflatten(0, places.shape)
 
 
 def _common(a: np.ndarray, b: np.ndarray) -> int:
