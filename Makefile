@@ -52,7 +52,8 @@ DEIT_RUN    = $(if $(filter file default undefined,$(origin RUN)),$(BASE)/runs/$
 TRAIN_DEIT  = $(LAUNCH) deit_gka.train --data '$(DATA)' --out $(BASE)/runs --results $(BASE)/results.jsonl --wandb $(WANDB_MODE)
 
 .PHONY: help setup demo test test-gpu lint bench data tokenizer tokenize pretrain-d20 pretrain-d20-base eval-bpb eval-core eval-core-base sample \
-        export train-deit-ti train-deit-s train-deit-b ablate-projections eval-deit check-gpu check-images check-data clean
+        export train-deit-ti train-deit-s train-deit-b ablate-projections eval-deit vendor diff unpatch test-patches check-gpu check-images \
+        check-data clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -164,6 +165,22 @@ ablate-projections: check-images | $(READY)  ## the paper's ablation: softmax, V
 
 eval-deit: check-data | $(READY)  ## top-1 and top-5 of a vision run (MODEL=name or RUN=folder) on DATA
 	$(LAUNCH) deit_gka.evaluate --run $(DEIT_RUN) --data '$(DATA)' --results $(BASE)/results.jsonl $(ARGS)
+
+vendor:  ## clone upstream nanochat and DeiT into vendor/ at the commits of patches/ (or take NANOCHAT_SRC, DEIT_SRC)
+	@$(PYTHON) patches/apply.py vendor
+
+diff: vendor  ## patch them there, and show what GKA changes in each
+	@$(PYTHON) patches/apply.py apply
+	@$(PYTHON) patches/apply.py diff
+
+unpatch:  ## take the patches out of vendor/ again
+	@$(PYTHON) patches/apply.py reverse
+
+test-patches: $(READY) $(if $(NANOCHAT_SRC)$(wildcard vendor/nanochat),$(VENV)/.patches)  ## test the patches on the upstreams of "make vendor" (2 minutes on 2 cores)
+	$(PY) -m pytest -rs -m 'upstream or not upstream' tests/test_patches.py tests/test_patches_upstream.py $(ARGS)
+
+$(VENV)/.patches: patches/requirements.txt | $(READY)
+	-$(PY) -m pip install --quiet --disable-pip-version-check -r $< && touch $@
 
 SMALL_RUN  := --device-type cpu --input-size 64 --epochs 2 --warmup-epochs 1 --batch-size 64
 GIVE_DATA  := Give DATA=folder with train/ and val/ (ImageNet as class folders, or webdataset tars) or DATA=hf:ILSVRC/imagenet-1k (after "hf auth login")
