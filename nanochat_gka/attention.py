@@ -22,16 +22,20 @@ Tensors = tuple[torch.Tensor, ...]
 class Past(Protocol):
     """Where the tokens of a pass stand and what they follow, for a pass that is not simply B whole sequences.
 
-    positions: of the tokens, a slice of T or (B, T); longest: one more than the last of them. For every group of rows whose attention is one call
-    `split` yields the arguments of `Attention.attend`; `join` puts the outputs back in place.
+    positions: of the tokens, a slice of T or (B, T); longest: one more than the last of them; wanted: indices (n,) into a single row, for a pass of
+    which only these tokens' outputs are needed, else None. For every group of rows whose attention is one call `split` yields the arguments of
+    `Attention.attend`; `join` puts the outputs back in place: (B, T, H, D), or, where the last layer asks for the wanted ones, (1, n, H, D).
     """
 
     positions: slice | torch.Tensor
     longest: int
+    wanted: torch.Tensor | None
 
-    def split(self, layer: int, queries: torch.Tensor, new: Tensors) -> Iterator[tuple[torch.Tensor, Tensors, torch.Tensor | None]]: ...
+    def split(
+        self, layer: int, queries: torch.Tensor, new: Tensors, wanted_only: bool
+    ) -> Iterator[tuple[torch.Tensor, Tensors, torch.Tensor | None]]: ...
 
-    def join(self, mixed: list[torch.Tensor]) -> torch.Tensor: ...
+    def join(self, mixed: list[torch.Tensor], wanted_only: bool) -> torch.Tensor: ...
 
     def end(self) -> None: ...
 
@@ -56,18 +60,22 @@ class Attention(nn.Module, ABC):
         if self.ve_gate is not None:
             nn.init.zeros_(self.ve_gate.weight)  # 2 * sigmoid(0) = 1: the value embedding as it is
 
-    def forward(self, x, value_embedding, rotary, past: Past | None = None, wanted: torch.Tensor | None = None) -> torch.Tensor:
-        """Mix, and project all tokens or the wanted ones. Arguments as `mix` and `GPT.hidden`. Returns (B, T, C)."""
-        mixed = self.mix(x, value_embedding, rotary, past)
-        return self.c_proj((mixed if wanted is None else mixed[:, wanted]).flatten(2))
+    def forward(self, *arguments, **keywords) -> torch.Tensor:
+        """Mix and project. Arguments as `mix`. Returns (B, T, C), or (1, n, C) of the wanted tokens."""
+        return self.c_proj(self.mix(*arguments, **keywords).flatten(2))
 
-    def mix(self, x: torch.Tensor, value_embedding: torch.Tensor | None, rotary: Rotary, past: Past | None = None) -> torch.Tensor:
-        """x: the normalised block input, (B, T, C). value_embedding: (B, T, C) or None. past: None for whole sequences. Returns the heads, (B, T, H, D)."""
+    def mix(
+        self, x: torch.Tensor, value_embedding: torch.Tensor | None, rotary: Rotary, past: Past | None = None, wanted_only: bool = False
+    ) -> torch.Tensor:
+        """The heads, (B, T, H, D) or, of the tokens that `past` wants, (1, n, H, D).
+
+        x: the normalised block input, (B, T, C). value_embedding: (B, T, C) or None. past: None for whole sequences.
+        """
         positions = slice(0, x.shape[1]) if past is None else past.positions
         queries, stored = self.project(x, value_embedding, rotary, positions)
         if past is None:
             return self.attend(rotary, queries, stored, queries)
-        return past.join([self.attend(rotary, *group) for group in past.split(self.layer, queries, stored)])
+        return past.join([self.attend(rotary, *group) for group in past.split(self.layer, queries, stored, wanted_only)], wanted_only)
 
     @abstractmethod
     def project(self, x: torch.Tensor, value_embedding: torch.Tensor | None, rotary: Rotary, positions) -> tuple[torch.Tensor, Tensors]:

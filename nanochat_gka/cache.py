@@ -55,8 +55,11 @@ class KVCache:
         """Bytes of all tensors."""
         return sum(tensor.nbytes for layer in self.layers for tensor in layer)
 
-    def begin(self, new_tokens: int) -> Pass:
-        """Where a forward pass over `new_tokens` tokens of every row in use reads and writes. Raises ValueError if a row outgrows the capacity."""
+    def begin(self, new_tokens: int, wanted: torch.Tensor | None = None) -> Pass:
+        """Where a forward pass over `new_tokens` tokens of every row in use reads and writes. Raises ValueError if a row outgrows the capacity.
+
+        wanted: with a single row in use, which of the new tokens' outputs are needed, (n,); None = all.
+        """
         if max(self.lengths) + new_tokens > self.capacity:
             raise ValueError(f"the cache holds {self.capacity} tokens a row, got {max(self.lengths) + new_tokens}")
         groups, first = [], 0
@@ -65,7 +68,7 @@ class KVCache:
                 groups.append((slice(first, row + 1), length))
                 first = row + 1
         if len(groups) == 1:
-            return Pass(self, new_tokens, groups, slice(self.lengths[0], self.lengths[0] + new_tokens))
+            return Pass(self, new_tokens, groups, slice(self.lengths[0], self.lengths[0] + new_tokens), wanted)
         start = torch.tensor(self.lengths, device=self.device)
         return Pass(self, new_tokens, groups, start[:, None] + torch.arange(new_tokens, device=self.device))
 
@@ -97,12 +100,15 @@ class Pass:
     new_tokens: int
     groups: list[tuple[slice, int]]  # rows, and how many tokens each of them had
     positions: slice | torch.Tensor
+    wanted: torch.Tensor | None = None
 
     @property
     def longest(self) -> int:
         return max(self.cache.lengths) + self.new_tokens
 
-    def split(self, layer: int, queries: torch.Tensor, new: Tensors) -> Iterator[tuple[torch.Tensor, Tensors, torch.Tensor | None]]:
+    def split(
+        self, layer: int, queries: torch.Tensor, new: Tensors, wanted_only: bool = False
+    ) -> Iterator[tuple[torch.Tensor, Tensors, torch.Tensor | None]]:
         """Store the (B, T, H, D) tensors of the new tokens; then, for every group of rows, yield its queries and what is stored so far, (b, n, H, D)."""
         stored, count = self.cache.layers[layer], len(self.cache.lengths)
         for tensor, fresh in zip(stored, [*new, queries]):  # the queries too if there is room: GKA's are keys
@@ -114,9 +120,9 @@ class Pass:
             some, so_far = queries[rows], tuple(tensor[rows, : length + self.new_tokens] for tensor in stored)
             yield some, so_far[: len(new)], some if length == 0 else so_far[-1] if len(so_far) > len(new) else None
 
-    def join(self, mixed: list[torch.Tensor]) -> torch.Tensor:
-        """The groups' (b, T, H, D) outputs as one (B, T, H, D)."""
-        return torch.cat(mixed)
+    def join(self, mixed: list[torch.Tensor], wanted_only: bool = False) -> torch.Tensor:
+        """The groups' (b, T, H, D) outputs as one (B, T, H, D), or the wanted tokens', (1, n, H, D)."""
+        return torch.cat(mixed)[:, self.wanted] if wanted_only else torch.cat(mixed)
 
     def end(self) -> None:
         """All layers are done: count the new tokens."""

@@ -123,7 +123,7 @@ class Engine:
         """A cache of one row with the prompt in it, and the logits after it, (1, V)."""
         cache = KVCache.empty(self.model, 1, len(ids), keep_keys=self.keep_keys)
         row, last = torch.tensor([ids], device=self.model.device), torch.tensor([len(ids) - 1], device=self.model.device)
-        return cache, self.model.logits(self.model.hidden(row, cache.begin(len(ids)), wanted=last)[:, 0])
+        return cache, self.model.logits(self.model.hidden(row, cache.begin(len(ids), wanted=last))[:, 0])
 
     def _extend(self, row: Continuation, token: int) -> Piece:
         special = token >= self.tokenizer.bos_id

@@ -25,10 +25,10 @@ class Block(nn.Module):
         self.attn = ATTENTION[config.layer_attention(layer)](config, layer)
         self.mlp = MLP(config.n_embd)
 
-    def forward(self, x, value_embedding, rotary, past: Past | None = None, wanted: torch.Tensor | None = None):
-        """(B, T, n_embd) to the same; wanted: indices into the tokens of a single row, (n,), to have only these, (1, n, n_embd)."""
-        mixed = self.attn(norm(x), value_embedding, rotary, past, wanted)
-        x = (x if wanted is None else x[:, wanted]) + mixed
+    def forward(self, x, value_embedding, rotary, past: Past | None = None, wanted_only: bool = False):
+        """(B, T, n_embd) to the same, or, wanted_only, to the tokens that `past` wants, (1, n, n_embd)."""
+        mixed = self.attn(norm(x), value_embedding, rotary, past, wanted_only)
+        x = (x[:, past.wanted] if wanted_only else x) + mixed
         return x + self.mlp(norm(x))
 
 
@@ -85,19 +85,20 @@ class GPT(nn.Module):
             return logits
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction=reduction)
 
-    def hidden(self, ids: torch.Tensor, past: Past | None = None, wanted: torch.Tensor | None = None) -> torch.Tensor:
+    def hidden(self, ids: torch.Tensor, past: Past | None = None) -> torch.Tensor:
         """What the head reads, (B, T, n_embd), of token ids (B, T); past: None for whole sequences. Raises ValueError as `forward`.
 
-        wanted: indices (n,) into a single row whose outputs are needed; the last layer leaves out the others: (1, n, n_embd).
+        Where `past` wants some tokens only, the last layer leaves out the others: (1, n, n_embd).
         """
         longest = ids.shape[1] if past is None else past.longest
         if longest > self.rotary.length:
             raise ValueError(f"ids must have at most {self.rotary.length} tokens (10 x sequence_len), got {longest}")
         x = x0 = norm(self.transformer.wte(ids))
+        last = self.config.n_layer - 1
         for layer, block in enumerate(self.transformer.h):
             x = self.resid_lambdas[layer].to(x.dtype) * x + self.x0_lambdas[layer].to(x.dtype) * x0
             value_embedding = self.value_embeds[str(layer)](ids) if str(layer) in self.value_embeds else None
-            x = block(x, value_embedding, self.rotary, past, wanted if layer == self.config.n_layer - 1 else None)
+            x = block(x, value_embedding, self.rotary, past, wanted_only=layer == last and past is not None and past.wanted is not None)
         if past is not None:
             past.end()
         return norm(x)

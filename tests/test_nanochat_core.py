@@ -83,9 +83,8 @@ def test_a_model_that_knows_the_answer_is_right_and_one_that_knows_less_is_not(b
             super().__init__()
             self.ids = ids
 
-        def hidden(self, ids, past=None, wanted=None):
-            positions = past.positions[0] if wanted is None else past.positions[0, wanted]
-            return torch.nn.functional.one_hot(self.ids[positions + 1], tokenizer.vocab_size).float()[None] * 9
+        def hidden(self, ids, past):
+            return torch.nn.functional.one_hot(self.ids[past.positions[0, past.wanted] + 1], tokenizer.vocab_size).float()[None] * 9
 
         def logits(self, hidden):
             return hidden
@@ -105,11 +104,13 @@ def test_a_model_that_knows_the_answer_is_right_and_one_that_knows_less_is_not(b
 @given(
     prompts=st.lists(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=7), min_size=1, max_size=3), min_size=1, max_size=4),
     share=st.booleans(),
+    draw=st.randoms(),
 )
-def test_the_tree_holds_every_prompt_and_no_beginning_twice(prompts, share):
+def test_the_tree_holds_every_prompt_and_no_beginning_twice(prompts, share, draw):
     """Rows of tokens with the operator replaced by "every token sees all before it": each prompt comes back, each token once."""
     rows = [prompt for group in prompts for prompt in group]
-    tree = SharedPrompts(rows, [len(group) for group in prompts], torch.device("cpu"), share)
+    starts = [draw.randint(1, len(row)) for row in rows]  # the last of these judges nothing
+    tree = SharedPrompts(rows, starts, [len(group) for group in prompts], torch.device("cpu"), share)
     for row, node in zip(rows, tree.node):
         assert tree.ids[0, node].tolist() == row
         assert tree.positions[0, node].tolist() == list(range(len(row)))
@@ -118,14 +119,18 @@ def test_the_tree_holds_every_prompt_and_no_beginning_twice(prompts, share):
     common = [common_prefix(group) if len(group) > 1 else 0 for group in prompts]
     assert tree.shared == (min([*common, tree.longest - 1]) if share else 0)
     values = torch.arange(tree.ids.shape[1], dtype=torch.float64)[None, :, None, None] + 1
-    mixed = []
-    for queries, (stored,), all_queries in tree.split(0, values, (values,)):
-        assert torch.equal(all_queries, stored)
-        assert torch.equal(queries, stored[:, stored.shape[1] - queries.shape[1] :])
-        mixed.append(stored.cumsum(dim=1)[:, -queries.shape[1] :])
-    joined = tree.join(mixed)[0, :, 0, 0]
+    joined = []
+    for wanted_only in (False, True):
+        mixed = []
+        for queries, (stored,), all_queries in tree.split(0, values, (values,), wanted_only):
+            assert torch.equal(all_queries, stored)
+            assert torch.equal(queries, stored[:, stored.shape[1] - queries.shape[1] :])
+            mixed.append(stored.cumsum(dim=1)[:, -queries.shape[1] :])
+        joined.append(tree.join(mixed, wanted_only)[0, :, 0, 0])
     for node in tree.node:
-        assert joined[node].tolist() == (torch.from_numpy(node) + 1).double().cumsum(0).tolist()
+        assert joined[0][node].tolist() == (torch.from_numpy(node) + 1).double().cumsum(0).tolist()
+    assert joined[1].tolist() == joined[0][tree.wanted].tolist()
+    assert tree.wanted.tolist() == [place for node, start in zip(tree.node, starts) for place in node[start - 1 : -1]]
 
 
 def test_batches_hold_every_question_once_and_keep_to_their_size(bundle, tokenizer):

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -57,14 +56,12 @@ def judge(model: GPT, questions: Sequence[Question], prefix_reuse: bool = True) 
     """A verdict on every prompt of every question of one batch."""
     prompts = [prompt for asked in questions for prompt in asked.prompts]
     starts = [start for asked in questions for start in asked.starts]
-    tree = SharedPrompts(prompts, [len(asked.prompts) for asked in questions], model.device, share=prefix_reuse)
+    tree = SharedPrompts(prompts, starts, [len(asked.prompts) for asked in questions], model.device, share=prefix_reuse)
 
-    # The token at position j is predicted at j - 1.
     sizes = [len(prompt) - start for prompt, start in zip(prompts, starts)]
-    places = torch.from_numpy(np.concatenate([node[start - 1 : -1] for node, start in zip(tree.node, starts)])).to(model.device)
     targets = torch.tensor([token for prompt, start in zip(prompts, starts) for token in prompt[start:]], dtype=torch.long, device=model.device)
     rows = torch.repeat_interleave(torch.tensor(sizes)).to(model.device)
-    hidden = model.hidden(tree.ids, tree, wanted=places)[0]
+    hidden = model.hidden(tree.ids, tree)[0]
 
     look = any(asked.greedy for asked in questions)
     nats = torch.zeros(len(prompts), dtype=torch.float64, device=model.device)
