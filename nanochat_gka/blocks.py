@@ -71,4 +71,4 @@ class MLP(nn.Module):
         nn.init.zeros_(self.c_proj.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.c_proj(F.relu(self.c_fc(x)).square())
+        return self.c_proj(F.relu(self.c_fc(x), inplace=True).square())
