@@ -96,7 +96,7 @@ class Engine:
                 if prompt != prefilled:
                     prefilled, ready = prompt, self._prefill(starts[prompt])
                 room = min(sampling.max_tokens, self.model.rotary.length - len(starts[prompt]))
-                row = Continuation(prompt, sample, sampling.draws(prompt, sample), room, stop)
+                row = Continuation(prompt, sample, sampling.draws(prompts[prompt], sample), room, stop)
                 yield self._extend(row, pick(ready[1], [row.draws], sampling)[0])
                 if not row.finished:
                     rows.append(row)
@@ -114,6 +114,10 @@ class Engine:
                     rows.pop()
 
     def _tokens(self, prompt: str) -> list[int]:
+        try:
+            prompt.encode()
+        except UnicodeEncodeError:
+            raise UserError(f"a prompt is not Unicode text: {prompt!r}") from None
         ids, limit = [self.tokenizer.bos_id, *self.tokenizer.encode(prompt)], self.model.rotary.length
         if len(ids) >= limit:
             raise UserError(f"the prompt has {len(ids)} tokens, the model takes at most {limit - 1} and one to continue")

@@ -7,12 +7,14 @@
 A finished task is on disk at once; the same command continues with the next one.
 """
 
+import math
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from rich.markup import escape
 
 from gka.runtime.cli import UserError, run
 from gka.runtime.distributed import Runtime, running
@@ -26,7 +28,7 @@ from nanochat_gka.core.report import Score, aggregate, centered, show, write_csv
 from nanochat_gka.core.scoring import answer, batches, judge
 from nanochat_gka.model_io import Loaded, load
 
-RIGHT, CANNOT_BE_ASKED = 1, 2
+RIGHT, CANNOT_BE_ASKED, NO_NUMBER = 1, 2, 3
 READ_AHEAD = 1024  # questions whose prompts are held, and sorted by length, at once
 
 
@@ -90,6 +92,12 @@ class Evaluation:
         self.batch_tokens = config.batch_tokens or (65536 if runtime.device.type == "cuda" else 4096)
         self.file = config.out / f"{loaded.name}_step{loaded.step:06d}.jsonl"
 
+    def check_file(self) -> None:
+        """Raises OSError now, not after the first task, if the file cannot be written."""
+        self.config.out.mkdir(parents=True, exist_ok=True)
+        with open(self.file, "a"):
+            pass
+
     def identity(self, task: Task) -> dict[str, Any]:
         """What decides a score: the weights, the data, how it is asked. A line of the file that agrees need not be made again."""
         model = {"model": self.loaded.name, "step": self.loaded.step, "weights": self.loaded.sha256}
@@ -100,7 +108,7 @@ class Evaluation:
         """The task's score, from the file if it is there. Raises UserError naming file and line for data that cannot be used."""
         examples = task.examples()
         identity = self.identity(task)
-        metrics = next((record["metrics"] for record in reversed(read_lines(self.file)) if record["config"] == identity), None)
+        metrics = next((record["metrics"] for record in reversed(read_lines(self.file)) if record.get("config") == identity), None)
         if metrics is None:
             metrics = self._measure(task, shuffled(examples, self.config.max_per_task))
             if self.runtime.is_main:
@@ -111,8 +119,12 @@ class Evaluation:
         self.runtime.barrier()
         started = time.perf_counter()
         outcome = self.runtime.sum(self._outcomes(task, examples)).cpu()
-        if (outcome > RIGHT).any():
-            self._question(task, examples, int((outcome > RIGHT).nonzero()[0]))  # raises here what it raised on the rank whose turn it was
+        if (outcome == NO_NUMBER).any():
+            raise UserError(
+                f"{task.label}: the model's losses are not numbers, so it has no score; its weights are damaged, or its training diverged"
+            )
+        if (outcome == CANNOT_BE_ASKED).any():
+            self._question(task, examples, int((outcome == CANNOT_BE_ASKED).nonzero()[0]))  # raises here what it raised on the rank whose turn it was
         seconds, accuracy = time.perf_counter() - started, outcome.mean().item()
         return {"accuracy": accuracy, "centered": centered(accuracy, task.baseline), "baseline": task.baseline, "examples": len(examples),
                 "seconds": seconds, "examples_per_second": len(examples) / seconds}  # fmt: skip
@@ -122,7 +134,7 @@ class Evaluation:
         outcome = torch.zeros(len(examples), dtype=torch.float64, device=self.runtime.device)
         mine = range(self.runtime.rank, len(examples), self.runtime.world_size)
         with progress_bar() as bar:
-            shown = bar.add_task(task.label, total=len(mine), status="")
+            shown = bar.add_task(escape(task.label), total=len(mine), status="")
             for first in range(0, len(mine), READ_AHEAD):
                 indices, questions = mine[first : first + READ_AHEAD], []
                 for index in indices:
@@ -134,6 +146,9 @@ class Evaluation:
                 for batch in batches(questions, self.batch_tokens):
                     verdicts = judge(self.loaded.model, [questions[place] for place in batch], self.config.prefix_reuse)
                     for place, verdict in zip(batch, verdicts):
+                        if not all(math.isfinite(one.nats) for one in verdict):
+                            outcome[indices[place]] = NO_NUMBER
+                            return outcome
                         outcome[indices[place]] = RIGHT if answer(questions[place], verdict) == questions[place].gold else 0
                     bar.advance(shown, len(batch))
         return outcome
@@ -152,6 +167,7 @@ def evaluate(config: CoreConfig, runtime: Runtime) -> tuple[list[Score], list[st
         if 0 < config.max_per_task <= task.shots:
             raise UserError(f"--max-per-task {config.max_per_task} is too few for {task.label}: {task.shots} shots and a question")
     evaluation, scores, problems = Evaluation(config, runtime, loaded), [], []
+    runtime.agree(evaluation.check_file)
     shape = loaded.model.config
     runtime.print(f"{loaded.name}: {shape.attention}, depth {shape.n_layer}, step {loaded.step}; {len(tasks)} tasks of {bundle}")
     for number, task in enumerate(tasks, start=1):
@@ -168,7 +184,7 @@ def evaluate(config: CoreConfig, runtime: Runtime) -> tuple[list[Score], list[st
         write_csv(evaluation.file.with_suffix(".csv"), scores)
         show(scores, f"{loaded.name}, step {loaded.step}")
         name, value = aggregate(scores)
-        console.print(f"{name}: {value:.4f}    {evaluation.file.with_suffix('.csv')}, {evaluation.file}", highlight=False)
+        console.print(f"{name}: {value:.4f}    {evaluation.file.with_suffix('.csv')}, {evaluation.file}", highlight=False, markup=False)
     return scores, problems
 
 

@@ -75,7 +75,7 @@ def card(about: dict[str, Any], folder: Path) -> str:
         layer_kinds=", ".join(kinds), sigma=sigma or "none: no GKA layer", width=model["n_embd"], heads=model["n_head"],
         head_dim=model["n_embd"] // model["n_head"], context=model["sequence_len"], vocabulary=model["vocab_size"], tokens=training["tokens"],
         step=about["step"], steps=training["steps"], source=source(training["source"]), commit=training["commit"],
-        exported_at_commit=about["exported_at_commit"], digest=next(iter(about["sha256"].values())), folder=folder,
+        exported_at_commit=about["exported_at_commit"], digest=about["sha256"]["model.safetensors"], folder=folder,
     )  # fmt: skip
 
 

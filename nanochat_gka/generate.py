@@ -52,11 +52,12 @@ class GenerateConfig(Sampling):
 def read_prompts(path: Path) -> list[str]:
     """The prompts of a file, one a line; a line that begins with a quote must be a JSON string. Raises UserError naming file and line."""
     try:
-        lines = (sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")).splitlines()
+        text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise UserError(f"{path} is not UTF-8 text") from None
     prompts = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), start=1):
+        line = line.removesuffix("\r")
         try:
             prompt = json.loads(line) if line.startswith('"') else line
         except json.JSONDecodeError as error:
@@ -86,6 +87,9 @@ def ask(engine: Engine, config: GenerateConfig) -> None:
             prompt = input("> " if sys.stdin.isatty() else "")
         except EOFError:
             return
+        except UnicodeDecodeError:
+            say("error: that is not UTF-8 text")
+            continue
         try:
             write_stream(engine, prompt, config)
         except UserError as error:
@@ -107,7 +111,7 @@ def write_all(engine: Engine, prompts: list[str], config: GenerateConfig) -> int
             left[piece.prompt] -= 1
             while shown < len(prompts) and left[shown] == 0:
                 for line in _lines(prompts[shown], texts[shown], as_json=config.prompts_file is not None):
-                    bar.console.print(line, highlight=False, markup=False)
+                    bar.console.out(line, highlight=False)  # as it is: print would see emoji names and tabs
                 shown += 1
     return count
 
@@ -125,6 +129,8 @@ def main(config: GenerateConfig) -> None:
     config.check_sampling()
     if config.max_rows < 1:
         raise UserError(f"--max-rows must be at least 1, got {config.max_rows}")
+    if config.prompts_file and (config.stream or config.interactive):
+        raise UserError("--prompts-file writes a JSON line per prompt: leave --stream and --interactive out")
     prompts = read_prompts(config.prompts_file) if config.prompts_file else config.prompt
     loaded = load(config.run, config.step, setup(config.device_type).device)
     shape = loaded.model.config

@@ -97,9 +97,14 @@ class GKAModel(TemplateLM):
             until = wanted.get("until") or []
             stop = [text for text in ([until] if isinstance(until, str) else until) if text]
             tokens = int(wanted.get("max_gen_toks", MAX_NEW_TOKENS))
-            sampled = wanted.get("do_sample", float(wanted.get("temperature", 0)) > 0)
-            sampling = Sampling(max_tokens=tokens, temperature=float(wanted.get("temperature", 1.0)) if sampled else 0.0,
-                                top_k=int(wanted.get("top_k", 0)), top_p=float(wanted.get("top_p", 1.0)))  # fmt: skip
+            if not 0 < tokens < self.max_length - 1:
+                raise UserError(
+                    f"max_gen_toks {tokens} leaves no room for a prompt within max_length {self.max_length}: give less (--gen_kwargs), or max_length"
+                )
+            sampled = wanted.get("do_sample", float(wanted.get("temperature") or 0) > 0)
+            temperature = wanted.get("temperature")
+            sampling = Sampling(max_tokens=tokens, temperature=(1.0 if temperature is None else float(temperature)) if sampled else 0.0,
+                                top_k=int(wanted.get("top_k") or 0), top_p=float(wanted.get("top_p") or 1.0))  # fmt: skip
             prompts = [self._fitting(requests[number].args[0], tokens) for number in numbers]
             for number, [text] in zip(numbers, self.engine.complete(prompts, sampling, stop)):
                 texts[number] = text

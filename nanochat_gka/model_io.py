@@ -1,6 +1,7 @@
 """Models from disk: our runs and checkpoints, exported models, and upstream nanochat's checkpoints."""
 
 import re
+import sys
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ MODEL_TYPE = "gka-gpt"
 class Loaded:
     """A model ready to evaluate (float32 on a CPU, bfloat16 activations on CUDA), and where it comes from.
 
-    name: of the run. sha256: of its weights. training: what is known of how it was trained (tokens, steps, commit, settings).
+    name: of the run. sha256: of the checkpoint's weights, also where they were exported since. training: what is known of how it was trained (tokens, steps, commit, settings).
     """
 
     model: GPT
@@ -44,12 +45,16 @@ def load(path: Path | str, step: int = -1, device: torch.device | str = "cpu") -
     Nothing is unpickled, checksums are verified. Raises UserError if there is no model, it is damaged, or of another kind.
     """
     path = Path(path)
+    if step < -1:
+        raise UserError(f"--step must be that of a checkpoint, or -1 for the newest, got {step}")
     if (path / CONFIG).exists():
         return _load_exported(path, step, device)
     found = find_checkpoint(path, step)
     folder = found.path.resolve()
     name = folder.parent.parent.name if folder.parent.name == "checkpoints" else folder.name
     digest = read_json(found.path / "manifest.json", "manifest")[WEIGHTS]
+    if "model_config" not in found.state:
+        raise UserError(f"{found.path} is no checkpoint of a language model")
     model = _build(found.state["model_config"], found.tensors("model"), device, found.path)
     return Loaded(model, Tokenizer.load(found.path), name, found.step, digest, _training(found))
 
@@ -57,9 +62,12 @@ def load(path: Path | str, step: int = -1, device: torch.device | str = "cpu") -
 def find_checkpoint(path: Path, step: int = -1) -> Checkpoint:
     """A checkpoint folder itself, or the newest intact one (or `step`) of a run folder. Raises UserError if there is none."""
     if (path / "manifest.json").exists():
-        return checkpoint.load(path)
+        found = checkpoint.load(path)
+        if step not in (-1, found.step):
+            raise UserError(f"{path} holds step {found.step}, not {step}")
+        return found
     folder = path / "checkpoints"
-    found = checkpoint.load_newest(folder) if step < 0 else None
+    found = checkpoint.load_newest(folder, warn=lambda message: print(message, file=sys.stderr)) if step < 0 else None
     if step >= 0 and (folder / f"step_{step:08d}").is_dir():
         found = checkpoint.load(folder / f"step_{step:08d}")
     if found is None:
@@ -74,21 +82,31 @@ def _training(found: Checkpoint) -> dict[str, Any]:
 
 
 def _build(shape: dict[str, Any], weights: dict[str, torch.Tensor], device: torch.device | str, path: Path) -> GPT:
+    def misshapen(error: Exception) -> UserError:
+        return UserError(f"{path} does not hold a model of the shape it states: {str(error).splitlines()[-1].strip()}")
+
     try:
-        model = build(GPTConfig(**shape), device)
+        config = GPTConfig(**shape)
+    except (TypeError, ValueError) as error:
+        raise misshapen(error) from None
+    model = build(config, device)
+    try:
         model.load_state_dict(weights)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"{path} does not hold a model of the shape it states: {str(error).splitlines()[-1].strip()}") from None
+    except RuntimeError as error:
+        raise misshapen(error) from None
     return model.eval()
 
 
 def export(loaded: Loaded, folder: Path) -> dict[str, Any]:
     """Write model.safetensors, tokenizer.json and config.json to `folder`; returns what config.json says. `load` reads it back.
 
-    Raises UserError if the folder holds another model.
+    Raises UserError if the folder holds another model, or something else.
     """
-    if (folder / CONFIG).exists() and read_json(folder / CONFIG, "configuration").get("sha256", {}).get(WEIGHTS) != loaded.sha256:
-        raise UserError(f"{folder} holds another model; choose another --out or delete it")
+    if (folder / CONFIG).exists():
+        if _exported(folder)["checkpoint_sha256"] != loaded.sha256:
+            raise UserError(f"{folder} holds another model; choose another --out or delete it")
+    elif folder.exists() and any(folder.iterdir()):
+        raise UserError(f"{folder} is not empty, and holds no exported model; choose another --out")
     folder.mkdir(parents=True, exist_ok=True)
     model = loaded.model
     with atomic(folder / WEIGHTS) as temporary:
@@ -104,16 +122,29 @@ def export(loaded: Loaded, folder: Path) -> dict[str, Any]:
         "training": loaded.training,
         "exported_at_commit": git_commit(),
         "model": asdict(model.config),
+        "checkpoint_sha256": loaded.sha256,
         "sha256": {name: sha256(folder / name) for name in (WEIGHTS, FILE_NAME)},
     }
     write_json(folder / CONFIG, about)
     return about
 
 
-def _load_exported(folder: Path, step: int, device: torch.device | str) -> Loaded:
+def _exported(folder: Path) -> dict[str, Any]:
+    """What the config.json of an exported model says. Raises UserError if it is not one."""
     about = read_json(folder / CONFIG, "configuration")
-    if not isinstance(about, dict) or about.get("model_type") != MODEL_TYPE:
-        raise UserError(f"{folder / CONFIG} is not of a model that this project exported")
+    kinds = {"name": str, "step": int, "model": dict, "training": dict, "sha256": dict, "checkpoint_sha256": str}
+    if (
+        not isinstance(about, dict)
+        or about.get("model_type") != MODEL_TYPE
+        or not all(isinstance(about.get(key), kind) for key, kind in kinds.items())
+        or set(about["sha256"]) != {WEIGHTS, FILE_NAME}
+    ):
+        raise UserError(f"{folder / CONFIG} is not of a model that this project exported, or damaged")
+    return about
+
+
+def _load_exported(folder: Path, step: int, device: torch.device | str) -> Loaded:
+    about = _exported(folder)
     if step not in (-1, about["step"]):
         raise UserError(f"{folder} holds step {about['step']}, not {step}")
     for name, digest in about["sha256"].items():
@@ -124,7 +155,7 @@ def _load_exported(folder: Path, step: int, device: torch.device | str) -> Loade
     except SafetensorError as error:
         raise UserError(f"{folder / WEIGHTS} is not a safetensors file ({error})") from None
     model = _build(about["model"], weights, device, folder)
-    return Loaded(model, Tokenizer.load(folder), about["name"], about["step"], about["sha256"][WEIGHTS], about["training"])
+    return Loaded(model, Tokenizer.load(folder), about["name"], about["step"], about["checkpoint_sha256"], about["training"])
 
 
 def load_upstream(folder: Path, step: int = -1, device: torch.device | str = "cpu") -> GPT:

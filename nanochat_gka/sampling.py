@@ -35,16 +35,20 @@ class Sampling:
         if not 0 < self.top_p <= 1:
             raise UserError(f"--top-p must be above 0 and at most 1, got {self.top_p}")
 
-    def draws(self, prompt: int, sample: int) -> random.Random:
-        """The source of uniform numbers of one continuation, its own, so that neither the batch nor the device matters."""
-        return random.Random(f"{self.seed} {prompt} {sample}")
+    def draws(self, prompt: str, sample: int) -> random.Random:
+        """The source of uniform numbers of one continuation, its own, so that neither the other prompts, nor the batch, nor the device matter."""
+        return random.Random(f"{self.seed} {sample} {prompt}")
 
 
 def pick(logits: torch.Tensor, draws: list[random.Random], sampling: Sampling) -> list[int]:
-    """One token id for every row of logits (B, V), each from one number of its own source."""
+    """One token id for every row of logits (B, V), each from one number of its own source. Raises UserError for logits that are no numbers."""
+    if not logits.isfinite().all():
+        raise UserError("the model's logits are not numbers; its weights are damaged, or its training diverged")
     if sampling.temperature == 0:
         return logits.argmax(dim=-1).tolist()
-    probabilities = truncate((logits.double() / sampling.temperature).softmax(dim=-1), sampling.top_k, sampling.top_p)
+    probabilities = truncate(
+        ((logits.double() - logits.amax(dim=-1, keepdim=True)) / sampling.temperature).softmax(dim=-1), sampling.top_k, sampling.top_p
+    )
     cumulative = probabilities.cumsum(dim=-1)
     uniform = torch.tensor([[source.random()] for source in draws], dtype=cumulative.dtype, device=cumulative.device)
     # The first token whose cumulative probability exceeds the draw: never one of probability 0.

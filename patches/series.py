@@ -2,6 +2,7 @@
 
 import configparser
 import hashlib
+import os
 import re
 import subprocess
 from dataclasses import dataclass
@@ -10,19 +11,29 @@ from tempfile import TemporaryDirectory
 
 HERE = Path(__file__).resolve().parent
 NO_FILE = "0" * 40
+KEPT = {"GIT_SSH", "GIT_SSH_COMMAND", "GIT_ASKPASS", "GIT_TERMINAL_PROMPT", "GIT_SSL_CAINFO", "GIT_SSL_NO_VERIFY", "GIT_EXEC_PATH"}
 
 
 class PatchError(Exception):
     """Something the user can mend; the message says what to do."""
 
 
+def call_git(*arguments: str | Path) -> subprocess.CompletedProcess:
+    """Run git, on the repository that the arguments say: not on the one whose hook this may run in. Raises PatchError if there is no git."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_") or name in KEPT}
+    try:
+        return subprocess.run(["git", *arguments], env=environment, capture_output=True)
+    except FileNotFoundError:
+        raise PatchError("git is not installed, or not on the PATH") from None
+
+
 def git(*arguments: str | Path, at: Path | None = None) -> bytes:
-    """What a git command prints. Raises PatchError with its last line of complaint."""
-    command = ["git", *(["-C", at] if at else []), *arguments]
-    done = subprocess.run(command, capture_output=True)
+    """What a git command prints. Raises PatchError with its complaint."""
+    done = call_git(*(["-C", at] if at else []), *arguments)
     if done.returncode:
-        complaint = done.stderr.decode(errors="replace").strip().splitlines() or ["git failed"]
-        raise PatchError(complaint[-1].removeprefix("fatal: "))
+        lines = done.stderr.decode(errors="replace").strip().splitlines() or ["git failed"]
+        complaint = next((line for line in lines if line.startswith(("fatal: ", "error: "))), lines[-1])
+        raise PatchError(re.sub(r"^(fatal|error): ", "", complaint))
     return done.stdout
 
 
@@ -106,6 +117,9 @@ def parse(patch: Path) -> list[Change]:
                 changes[-1].hunks[-1] = Hunk(hunk.patch, hunk.after, tuple(inserted))
         elif match := re.match(rb"diff --git a/(.+) b/\1$", line):
             changes.append(Change(match[1].decode(), NO_FILE, NO_FILE, []))
+        elif not changes:
+            if line.startswith((b"@@", b"+", b"index ")):
+                raise PatchError(f"{patch}: has no line 'diff --git a/FILE b/FILE' (or Windows line ends: core.autocrlf)")
         elif match := re.match(rb"index ([0-9a-f]{40})\.\.([0-9a-f]{40})", line):
             changes[-1].before, changes[-1].after = match[1].decode(), match[2].decode()
         elif match := re.match(rb"@@ -\d+,0 \+(\d+)(?:,(\d+))? @@$", line):
@@ -113,7 +127,7 @@ def parse(patch: Path) -> list[Change]:
             inserted, missing = [], int(match[2] or 1)
         elif line.startswith((b"@@", b"-", b"+")) and not line.startswith((b"--- ", b"+++ ")):
             raise PatchError(f"{patch}: does more than insert lines: {line.decode().rstrip()}")
-    if missing:
+    if not changes or missing:
         raise PatchError(f"{patch}: ends in the middle of a hunk")
     return changes
 
@@ -166,5 +180,5 @@ def merge(ours: bytes, base: bytes, theirs: bytes) -> bytes | None:
         paths = [Path(folder) / name for name in ("ours", "base", "theirs")]
         for path, content in zip(paths, (ours, base, theirs)):
             path.write_bytes(content)
-        done = subprocess.run(["git", "merge-file", "-p", *paths], capture_output=True)
+        done = call_git("merge-file", "-p", *paths)
     return done.stdout if done.returncode == 0 else None

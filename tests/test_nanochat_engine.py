@@ -128,7 +128,7 @@ def test_a_full_cache_says_so():
 def naive(model, tokenizer, prompt, sampling, number=0, sample=0):
     """The same rules without cache or batch: the whole text again for every token."""
     ids = [tokenizer.bos_id, *tokenizer.encode(prompt)]
-    start, draws = len(ids), sampling.draws(number, sample)
+    start, draws = len(ids), sampling.draws(prompt, sample)
     with torch.inference_mode():
         while len(ids) < start + sampling.max_tokens:
             token = pick(model(torch.tensor([ids]))[:, -1], [draws], sampling)[0]

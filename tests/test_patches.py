@@ -1,5 +1,6 @@
 """patches/apply.py on a small upstream of our own: what it inserts and takes out again, and all the trees it must leave alone."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -70,9 +71,9 @@ def source(project):
     return project.parent / "source"
 
 
-def call(project, *arguments, src=None, code=0):
+def call(project, *arguments, src=None, code=0, **environment):
     """Run apply.py as a user does; returns all it prints."""
-    environment = {"PATH": "/usr/bin:/bin:/usr/local/bin", "HOME": str(project.parent), **({"SMALL_SRC": str(src)} if src else {})}
+    environment = {"PATH": os.environ["PATH"], "HOME": str(project.parent), **({"SMALL_SRC": str(src)} if src else {}), **environment}
     done = subprocess.run(
         [sys.executable, project / "patches" / "apply.py", *map(str, arguments)], env=environment, cwd=project, capture_output=True, text=True
     )
@@ -148,7 +149,7 @@ def test_sources_that_will_not_do(project, source):
     assert list((project / "vendor").iterdir()) == []
     assert "run `make vendor`" in call(project, "apply", code=2)
     (source.parent / "empty").mkdir()
-    assert "no checkout" in call(project, "apply", "small", "--tree", source.parent / "empty", code=2)
+    assert "for a checkout with a commit" in call(project, "apply", "small", "--tree", source.parent / "empty", code=2)
     assert "not one itself" in call(project, "apply", "small", "--tree", source / "lib", code=2)
 
 
@@ -168,6 +169,7 @@ def test_a_version_where_all_lines_have_a_place_needs_a_word(project, source):
     before = files(source)
     assert "--merge" in call(project, "apply", "small", "--tree", source, code=2) and files(source) == before
     call(project, "apply", "small", "--tree", source, "--merge")
+    assert "already patched" in call(project, "apply", "small", "--tree", source)
     assert files(source)["lib/model.py"].decode().startswith('"""More above."""\n\n\nimport math\nimport new\n')
     assert re.search(r"total +\+5 +-0\n", call(project, "diff", "small", "--tree", source))
     call(project, "reverse", "small", "--tree", source)
@@ -210,8 +212,50 @@ def test_a_run_that_was_cut_off_is_finished_or_undone(project, source, action):
     call(project, "apply", "small", "--tree", source)
     patched = files(source)
     git(source, "checkout", "-q", "--", "train.py")  # as if it had not come to this file
+    (source / "lib" / ".model.py.patching").write_text("half")
+    (project / "vendor").mkdir()
+    (project / "vendor" / ".small-vendoring-x").mkdir()
     call(project, action, "small", "--tree", source)
     assert files(source) == (patched if action == "apply" else before)
+    call(project, "vendor", src=source)
+    assert [path.name for path in (project / "vendor").iterdir()] == ["small"]
+
+
+def test_all_files_change_or_none(project, source):
+    before = files(source)
+    (source / ".train.py.patching").mkdir()  # in the way of the last file
+    assert "Nothing was changed" in call(project, "apply", "small", "--tree", source, code=2)
+    (source / ".train.py.patching").rmdir()
+    (source / "lib" / "new.py").mkdir()
+    assert "no plain file" in call(project, "apply", "small", "--tree", source, code=2)
+    assert files(source) == before
+
+
+def test_another_repository_in_the_environment_is_left_alone(project, source):
+    """As in a hook, where git sets these."""
+    mine, plain = source.parent / "mine", source.parent / "plain"
+    shutil.copytree(source, plain, ignore=shutil.ignore_patterns(".git"))
+    mine.mkdir()
+    git(mine, "init", "-q")
+    (mine / "a").write_text("a")
+    head = commit(mine)
+    for given in (plain, source):
+        call(project, "vendor", src=given, GIT_DIR=str(mine / ".git"), GIT_INDEX_FILE=str(mine / ".git" / "index"))
+        call(project, "apply", GIT_DIR=str(mine / ".git"))
+        assert git(mine, "rev-parse", "HEAD").strip() == head and git(mine, "status", "--porcelain") == ""
+        assert b"import new" in files(project / "vendor" / "small")["lib/model.py"]
+        shutil.rmtree(project / "vendor")
+
+
+def test_windows_line_ends_are_named(project, source):
+    (source / "train.py").write_bytes((source / "train.py").read_bytes().replace(b"\n", b"\r\n"))
+    assert "core.autocrlf" in call(project, "apply", "small", "--tree", source, code=2)
+    (source / "train.py").unlink()
+    assert "is missing" in call(project, "apply", "small", "--tree", source, code=2)
+
+
+def test_without_git_it_says_so(project, source):
+    assert "git is not installed" in call(project, "vendor", src=source, code=2, PATH="/nowhere")
 
 
 def test_a_damaged_patch_is_named(project, source):
@@ -230,5 +274,5 @@ def test_our_patches_only_insert_and_follow_each_other():
         assert upstream.patches == sorted((PATCHES / name).glob("*.patch"))
         inserted = {change.path: change.inserted for change in upstream.changes()}
         new = {change.path for change in upstream.changes() if change.before == series.NO_FILE}
-        assert sum(count for path, count in inserted.items() if path not in new) <= 12
+        assert sum(count for path, count in inserted.items() if path not in new) <= 16
         assert len(new) == 1

@@ -89,7 +89,7 @@ def computed(at, attention, out):
 
 @pytest.mark.parametrize("attention", ["softmax", "gka"])
 def test_nanochat_computes_what_ours_does(tree, tmp_path, attention):
-    """Initialisation and logits bit by bit; one step of the optimiser to rounding."""
+    """Initialisation bit by bit, logits and one step of the optimiser to rounding."""
     want = computed(tree("nanochat"), attention, tmp_path / "out")
     torch.manual_seed(1)
     config = GPTConfig(sequence_len=32, vocab_size=100, n_layer=4, n_head=2, n_kv_head=2, n_embd=64, window_pattern="SSL", attention=attention)
@@ -131,8 +131,25 @@ def test_nanochats_softmax_is_untouched_bit_by_bit(tree, base, tmp_path):
     assert_equal(computed(plain, "softmax", tmp_path / "plain"), computed(patched, "softmax", tmp_path / "patched"))
     printed = [pretrain(at, base, tag) for at, tag in ((plain, "plain"), (patched, "patched"))]
     assert losses(printed[0]) == losses(printed[1]) and len(losses(printed[0])) == 6
+    metas = [json.loads((base / "base_checkpoints" / tag / "meta_000006.json").read_text())["model_config"] for tag in ("plain", "patched")]
+    assert metas[0] == metas[1]  # so that an unpatched nanochat reads it
     weights = [torch.load(base / "base_checkpoints" / tag / "model_000006.pt", weights_only=True) for tag in ("plain", "patched")]
     assert_equal(*weights)
+
+
+def test_nanochats_softmax_does_not_need_gka(tree):
+    script = (
+        "import os, sys; sys.path.insert(0, os.getcwd())\n"
+        "sys.modules['gka'] = None\n"
+        "from nanochat.gpt import GPT, GPTConfig\n"
+        "shape = dict(sequence_len=32, vocab_size=64, n_layer=2, n_head=2, n_kv_head=2, n_embd=64)\n"
+        "GPT(GPTConfig(**shape)).init_weights()\n"
+        "try:\n"
+        "    GPT(GPTConfig(**shape, attention='gka'))\n"
+        "except AssertionError as error:\n"
+        "    print(error)\n"
+    )
+    assert "pip install" in run(tree("nanochat"), "-c", script)
 
 
 def test_nanochat_trains_generates_saves_and_resumes_gka(tree, base):

@@ -27,6 +27,9 @@ def run(main: Callable[[Any], None], config_class: type, argv: list[str] | None 
         main(config)
     except UserError as error:
         _leave(str(error))
+    except BrokenPipeError:  # the reader has left; the interpreter must not try to flush what is left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _exit(141)
     except OSError as error:
         if error.errno == errno.ENOSPC:
             _leave("the disk is full; free some space and run the same command again")

@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import os
 import platform
 import subprocess
 from pathlib import Path
@@ -53,6 +54,8 @@ def append_result(
     }
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a") as file:
-        file.write(json.dumps(finite(record), default=str) + "\n")
+    with open(path, "a+b") as file:
+        if file.tell() and file.seek(-1, os.SEEK_END) >= 0 and file.read() != b"\n":  # a line that was cut short ends here
+            file.write(b"\n")
+        file.write((json.dumps(finite(record), default=str) + "\n").encode())
     return record

@@ -50,6 +50,8 @@ class Task:
             raise UserError(f"{self.where}: {self.label} has the unknown icl_task_type {self.kind!r}; known are {', '.join(FIELDS)}")
         if self.baseline is None:
             raise UserError(f"{self.where}: {self.label} has no row with a random baseline in {BASELINES}")
+        if self.shots < 0:
+            raise UserError(f"{self.where}: num_fewshot of {self.label} must not be negative, got {self.shots}")
         try:
             lines = self.file.read_bytes().splitlines()
         except OSError as error:
@@ -64,7 +66,7 @@ class Task:
     def _parse(self, line: bytes, number: int) -> Example:
         try:
             example = json.loads(line)
-        except ValueError as error:  # malformed JSON or not UTF-8
+        except (ValueError, RecursionError) as error:  # malformed JSON or not UTF-8; nested beyond reason
             raise UserError(f"{self.file}:{number}: not a JSON record ({error})") from None
         if problem := find_problem(example, self.kind):
             raise UserError(f"{self.file}:{number}: {problem}")
@@ -116,6 +118,9 @@ def read_tasks(bundle: Path, wanted: Sequence[str] = ("all",)) -> list[Task]:
     except (KeyError, TypeError, ValueError, IndexError, UnicodeDecodeError):
         raise UserError(f"{manifest}: needs a list icl_tasks of label, dataset_uri, num_fewshot (a list) and icl_task_type") from None
     labels = {task.label for task in tasks}
+    if not tasks or len(labels) < len(tasks):
+        twice = sorted(label for label in labels if sum(task.label == label for task in tasks) > 1)
+        raise UserError(f"{manifest}: {f'lists {twice[0]} more than once' if twice else 'lists no tasks'}")
     for name in wanted:
         if missing := [label for label in TASK_SETS.get(name, () if name == "all" else (name,)) if label not in labels]:
             raise UserError(
@@ -131,7 +136,7 @@ def _task(entry: dict, bundle: Path, manifest: Path, baselines: dict[str, float]
     if not file.resolve().is_relative_to(bundle.resolve()):
         raise UserError(f"{where}: dataset_uri must stay inside the bundle, got {entry['dataset_uri']!r}")
     shots, delimiter = int(entry["num_fewshot"][0]), str(entry.get("continuation_delimiter", " "))
-    return Task(str(entry["label"]), file, entry["icl_task_type"], shots, delimiter, baselines.get(str(entry["label"])), where)
+    return Task(str(entry["label"]), file, str(entry["icl_task_type"]), shots, delimiter, baselines.get(str(entry["label"])), where)
 
 
 class _LineLoader(yaml.SafeLoader):
@@ -158,5 +163,5 @@ def read_baselines(path: Path) -> dict[str, float]:
         raise UserError(f"no CORE bundle in {path.parent}: {path} cannot be read") from None
     except (KeyError, TypeError):
         raise UserError(f"{path}: needs the columns Eval Task and Random baseline") from None
-    except ValueError:
+    except (ValueError, csv.Error):
         raise UserError(f"{path}:{reader.line_num}: Random baseline must be a percentage below 100") from None

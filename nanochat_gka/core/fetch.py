@@ -131,5 +131,11 @@ def unpack(archive: Path, folder: Path) -> None:
 def _check_member(member: zipfile.ZipInfo, archive: Path) -> None:
     path = PurePosixPath(member.filename.replace("\\", "/"))
     mode = member.external_attr >> 16
-    if path.is_absolute() or ".." in path.parts or ":" in path.parts[0] or (mode and not (stat.S_ISREG(mode) or stat.S_IFMT(mode) == 0)):
+    if (
+        not path.parts
+        or path.is_absolute()
+        or ".." in path.parts
+        or ":" in path.parts[0]
+        or (mode and not (stat.S_ISREG(mode) or stat.S_IFMT(mode) == 0))
+    ):
         raise UserError(f"{archive} is not safe to unpack: {member.filename!r} would land outside of its folder, or is no plain file")

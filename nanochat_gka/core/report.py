@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from gka.runtime.files import atomic
@@ -61,14 +62,14 @@ def table(scores: Sequence[Score], title: str) -> Table:
     """The scores beside the paper's and GPT-2's; centred, but for our accuracy."""
     headings = [*(GPT2_MODELS[i] for i in SHOWN_GPT2), "paper: base", "paper: GKA"]
     caption = "Centred scores; 0 is guessing. n: examples. GPT-2 and the paper were scored on the full tasks."
-    shown = Table(title=title, title_justify="left", caption=caption, caption_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
+    shown = Table(title=escape(title), title_justify="left", caption=caption, caption_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
     shown.add_column("task", overflow="fold")
     for heading in ("n", "accuracy", "centred", *headings):
         shown.add_column(heading, justify="right", style="dim" if heading in headings else None, min_width=6, max_width=8)
     for score in scores:
         gpt2 = [f"{centered(GPT2_ACCURACY[score.label][i], score.baseline):.4f}" if score.label in GPT2_ACCURACY else "" for i in SHOWN_GPT2]
         paper = [f"{value:.4f}" for value in PAPER_CENTERED.get(score.label, ())] or ["", ""]
-        shown.add_row(score.label, f"{score.examples:,}", f"{score.accuracy:.4f}", f"{score.centered:.4f}", *gpt2, *paper)
+        shown.add_row(escape(score.label), f"{score.examples:,}", f"{score.accuracy:.4f}", f"{score.centered:.4f}", *gpt2, *paper)
     shown.add_section()
     means = [(aggregate(scores), {score.label for score in scores})]
     six = [score for score in scores if score.label in PAPER_TASKS]
