@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from rich.console import Console
+
 from gka.runtime.cli import UserError, run
 from gka.runtime.distributed import setup
 from gka.runtime.progress import progress_bar
@@ -101,7 +103,9 @@ def write_all(engine: Engine, prompts: list[str], config: GenerateConfig) -> int
     texts = [[""] * config.num_samples for _ in prompts]
     left = [config.num_samples] * len(prompts)
     count = shown = 0
-    with progress_bar() as bar:
+    # The bar is for who waits for a file to fill; text at a terminal is its own progress.
+    errors = Console(stderr=True, force_terminal=False if sys.stdout.isatty() else None)
+    with progress_bar(errors, redirect_stdout=False) as bar:
         task = bar.add_task("continuations", total=len(prompts) * config.num_samples, status="")
         for count, piece in enumerate(engine.stream(prompts, config, config.stop), start=1):  # noqa: B007
             texts[piece.prompt][piece.sample] += piece.text
@@ -111,7 +115,8 @@ def write_all(engine: Engine, prompts: list[str], config: GenerateConfig) -> int
             left[piece.prompt] -= 1
             while shown < len(prompts) and left[shown] == 0:
                 for line in _lines(prompts[shown], texts[shown], as_json=config.prompts_file is not None):
-                    bar.console.out(line, highlight=False)  # as it is: print would see emoji names and tabs
+                    sys.stdout.write(line + "\n")
+                sys.stdout.flush()
                 shown += 1
     return count
 

@@ -115,6 +115,38 @@ def test_a_bad_task_is_one_error_and_costs_no_other(world, tmp_path):
     assert len(read_lines(tmp_path / "out/tiny-gka_step000007.jsonl")) == 5
 
 
+def test_a_model_of_no_numbers_has_no_score(world, packed, tmp_path, capsys):
+    model = awake(world[1].config)
+    with torch.no_grad():
+        model.transformer.h[-1].mlp.c_proj.weight.fill_(float("nan"))
+    broken = write_run(tmp_path / "broken", model, packed / "tokenizer")
+    assert evaluate((broken, *world[1:]), tmp_path / "out", "--tasks", "copa") == 2
+    assert "copa: the model's losses are not numbers" in capsys.readouterr().err
+    assert read_lines(tmp_path / "out" / "broken_step000007.jsonl") == []
+
+
+def test_a_line_that_was_cut_short_swallows_no_other(world, tmp_path):
+    log = tmp_path / "tiny-gka_step000007.jsonl"
+    assert evaluate(world, tmp_path, "--tasks", "copa", "winograd") == 0
+    log.write_bytes(log.read_bytes()[:-40])
+    with open(log) as file:
+        assert len(file.readlines()) == 2
+    assert evaluate(world, tmp_path, "--tasks", "copa", "winograd") == 0
+    assert [line["config"]["task"] for line in read_lines(log)] == ["copa", "winograd"]
+
+
+def test_a_place_that_cannot_be_written_is_named_before_anything_is_scored(world, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(eval_core, "judge", lambda *_: pytest.fail("scored"))
+    (tmp_path / "tiny-gka_step000007.jsonl").mkdir()
+    assert evaluate(world, tmp_path) == 2
+    assert "tiny-gka_step000007.jsonl" in capsys.readouterr().err
+
+
+def test_names_with_brackets_are_shown_as_they_are(world, tmp_path, capsys):
+    assert evaluate(world, tmp_path / "x[bold]y[", "--tasks", "copa") == 0
+    assert "x[bold]y[" in capsys.readouterr().out.replace("\n", "")
+
+
 def test_a_question_that_cannot_be_asked_is_named_whichever_rank_has_it(world, tmp_path):
     """A continuation that the tokenizer merges into its context, in the second rank's share; both must go on, and score the other tasks."""
     bundle = tmp_path / "bundle"
@@ -262,6 +294,7 @@ def link(name, target):
         ([("core.yaml", ""), ("/tmp/evil", "x")], "not safe to unpack: '/tmp/evil'"),
         ([("core.yaml", ""), ("a\\..\\..\\evil", "x")], "not safe to unpack"),
         ([("core.yaml", ""), ("C:/evil", "x")], "not safe to unpack"),
+        ([("core.yaml", ""), (".", "x")], "not safe to unpack"),
         ([("core.yaml", ""), link("eval_data", "/etc")], "not safe to unpack: 'eval_data'"),
         ([("readme", "")], "is not a CORE bundle: it has no core.yaml"),
     ],

@@ -62,6 +62,47 @@ def test_prompts_from_a_file_come_back_as_json_lines_in_order(trained, tokenizer
     assert records == [{"prompt": prompt, "texts": texts} for prompt, texts in zip(prompts, want)]
 
 
+def test_text_is_written_as_it_is(trained, capsys):
+    prompt = ":smile: a\tb [bold] \x0c|\r|"
+    assert write(trained, "--prompt", prompt) == 0
+    assert capsys.readouterr().out.startswith(prompt)
+
+
+def test_a_prompts_file_from_anywhere(trained, tmp_path, capsys):
+    """A byte order mark, Windows' line ends, and a line separator that json.dumps leaves as it is."""
+    prompts = ["the :smile: kernel", "two\u2028lines", "every"]
+    text = "\ufeff" + "\r\n".join(json.dumps(prompt, ensure_ascii=False) for prompt in prompts)
+    (tmp_path / "prompts.txt").write_bytes(text.encode())
+    assert write(trained, "--prompts-file", tmp_path / "prompts.txt") == 0
+    assert [json.loads(line)["prompt"] for line in capsys.readouterr().out.splitlines()] == prompts
+
+
+def test_a_prompts_text_does_not_depend_on_the_other_prompts(trained, capsys):
+    assert write(trained, "--prompt", "the kernel") == 0
+    alone = capsys.readouterr().out
+    assert write(trained, "--prompt", "every", "the kernel") == 0
+    assert capsys.readouterr().out.endswith(alone)
+
+
+def test_a_reader_that_leaves_ends_it_quietly(trained):
+    command = tiny.command("nanochat_gka.generate", "--run", trained[0], "--stream", "--num-samples", 500, "--device-type", "cpu")
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=tiny.environment())
+    process.stdout.read(1)
+    process.stdout.close()
+    errors = process.stderr.read()
+    assert process.wait(timeout=120) == 141 and b"Traceback" not in errors and b"Error" not in errors
+
+
+def test_a_model_of_no_numbers_writes_nothing(trained, packed, tokenizer, tmp_path, capsys):
+    model = awake(dataclasses.replace(SHAPE, vocab_size=tokenizer.vocab_size))
+    with torch.no_grad():
+        model.transformer.h[0].attn.c_proj.weight.fill_(float("nan"))
+    run_folder = write_run(tmp_path / "run", model, packed / "tokenizer")
+    for temperature in (0, 1):
+        assert write((run_folder, None), "--temperature", temperature) == 2
+        assert "logits are not numbers" in capsys.readouterr().err
+
+
 def test_an_interactive_process_continues_what_is_typed_until_the_input_ends(trained, tokenizer):
     command = tiny.command(
         "nanochat_gka.generate", "--run", trained[0], "--interactive", "--temperature", 0, "--max-tokens", 8, "--device-type", "cpu"
@@ -81,6 +122,9 @@ def test_an_interactive_process_continues_what_is_typed_until_the_input_ends(tra
         (["--prompts-file", "/nonexistent"], "/nonexistent: No such file"),
         (["--top-p", "0"], "--top-p must be above 0"),
         (["--max-rows", "0"], "--max-rows must be at least 1"),
+        (["--prompts-file", "x", "--stream"], "leave --stream and --interactive out"),
+        (["--prompt", "\udcff"], "is not Unicode text"),
+        (["--step", "-2"], "--step must be that of a checkpoint, or -1"),
         (["--stop", ""], "a stop text must not be empty"),
         (["--prompt", "the " * 400], "the model takes at most 159"),
         (["--run", "/nonexistent"], "no checkpoint in /nonexistent; train one first"),
@@ -141,6 +185,32 @@ def test_an_exported_folder_says_what_it_is(trained, tmp_path, tokenizer):
     assert exported(trained, out) == out  # again, the same model
 
 
+def test_an_export_is_the_checkpoints_model_whatever_dtype_its_tables_have(packed, tokenizer, tmp_path):
+    """Trained on CUDA the embedding tables are bfloat16, on a CPU they load, and leave, as float32."""
+    model = awake(dataclasses.replace(SHAPE, vocab_size=tokenizer.vocab_size))
+    model.embeddings_to(torch.bfloat16)
+    run_folder = write_run(tmp_path / "run", model, packed / "tokenizer")
+    out = exported((run_folder, model), tmp_path / "out")
+    assert exported((run_folder, model), out) == out
+    assert load(out).sha256 == load(run_folder).sha256
+
+
+def test_an_export_goes_nowhere_where_something_else_is(trained, tmp_path, capsys):
+    (tmp_path / "README.md").write_text("mine")
+    for folder in (tmp_path, trained[0]):
+        with pytest.raises(SystemExit):
+            exported(trained, folder)
+        assert "is not empty, and holds no exported model" in capsys.readouterr().err
+    assert (tmp_path / "README.md").read_text() == "mine"
+
+
+def test_a_checkpoint_folder_has_its_step_only(trained):
+    [folder] = (trained[0] / "checkpoints").iterdir()
+    assert load(folder, step=7).step == 7
+    with pytest.raises(UserError, match="holds step 7, not 8"):
+        load(folder, step=8)
+
+
 def test_the_commands_take_an_exported_folder(trained, tokenizer, tmp_path, capsys):
     out = exported(trained, tmp_path / "exported")
     assert write((out, None), "--prompt", "the", "--temperature", 0) == 0
@@ -171,6 +241,10 @@ def test_a_damaged_or_foreign_folder_is_refused(trained, packed, tokenizer, tmp_
     (out / "config.json").write_text(json.dumps({**config, "model": {**config["model"], "n_layer": 2}}))
     with pytest.raises(UserError, match="does not hold a model of the shape it states"):
         load(out)
+    for damage in ({"name": 1}, {"step": "7"}, {"sha256": {}}, {"sha256": "x"}, {"model": None}, {"checkpoint_sha256": None}):
+        (out / "config.json").write_text(json.dumps({**config, **damage}))
+        with pytest.raises(UserError, match="not of a model that this project exported, or damaged"):
+            load(out)
     (out / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(UserError, match="not of a model that this project exported"):
         load(out)

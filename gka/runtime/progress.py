@@ -16,7 +16,7 @@ from gka.runtime.files import atomic
 console = Console(stderr=False, soft_wrap=True)
 
 
-def progress_bar(**kwargs) -> Progress:
+def progress_bar(on: Console = console, **kwargs) -> Progress:
     """A rich progress bar: description, count, elapsed and remaining time, and a free `status` field. Silent when not on a terminal, and on ranks but 0."""
     return Progress(
         SpinnerColumn(),
@@ -27,8 +27,8 @@ def progress_bar(**kwargs) -> Progress:
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal or os.environ.get("RANK", "0") != "0",
+        console=on,
+        disable=not on.is_terminal or os.environ.get("RANK", "0") != "0",
         **kwargs,
     )
 
