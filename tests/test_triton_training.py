@@ -81,6 +81,7 @@ def test_vit(steps):
     assert_same(*curves)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(DEVICE == "cuda", reason="two processes in the interpreter, on CPU")
 def test_two_processes_under_ddp(tmp_path):
     """The vision trainer with torchrun: two ranks take the step that one takes, dlog_sigma included."""
