@@ -125,7 +125,7 @@ def test_a_full_cache_says_so():
 # The engine
 
 
-def naive(model, tokenizer, prompt, sampling, number=0, sample=0):
+def naive(model, tokenizer, prompt, sampling, sample=0):
     """The same rules without cache or batch: the whole text again for every token."""
     ids = [tokenizer.bos_id, *tokenizer.encode(prompt)]
     start, draws = len(ids), sampling.draws(prompt, sample)
@@ -144,7 +144,7 @@ def test_many_prompts_and_samples_at_once_are_each_as_if_alone(variant, tokenize
     model = awake(dataclasses.replace(SHAPE, vocab_size=tokenizer.vocab_size, **variant))
     prompts = ["the kernel", "", "every head learns one bandwidth and nothing else", "a"]
     sampling = Sampling(num_samples=2, max_tokens=24, temperature=1.5, top_k=0, top_p=0.95, seed=3)
-    want = [[naive(model, tokenizer, prompt, sampling, number, sample) for sample in range(2)] for number, prompt in enumerate(prompts)]
+    want = [[naive(model, tokenizer, prompt, sampling, sample) for sample in range(2)] for prompt in prompts]
     assert len({len(text) for texts in want for text in texts}) > 3
     for max_rows, keep_keys in ((1, False), (3, True), (3, False), (32, False)):
         assert Engine(model, tokenizer, max_rows, keep_keys).complete(prompts, sampling) == want
