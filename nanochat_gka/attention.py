@@ -60,9 +60,9 @@ class Attention(nn.Module, ABC):
         if self.ve_gate is not None:
             nn.init.zeros_(self.ve_gate.weight)  # 2 * sigmoid(0) = 1: the value embedding as it is
 
-    def forward(self, *arguments, **keywords) -> torch.Tensor:
+    def forward(self, x, value_embedding, rotary, past: Past | None = None, wanted_only: bool = False) -> torch.Tensor:
         """Mix and project. Arguments as `mix`. Returns (B, T, C), or (1, n, C) of the wanted tokens."""
-        return self.c_proj(self.mix(*arguments, **keywords).flatten(2))
+        return self.c_proj(self.mix(x, value_embedding, rotary, past, wanted_only).flatten(2))
 
     def mix(
         self, x: torch.Tensor, value_embedding: torch.Tensor | None, rotary: Rotary, past: Past | None = None, wanted_only: bool = False

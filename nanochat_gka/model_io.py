@@ -1,6 +1,7 @@
 """Models from disk: our runs and checkpoints, exported models, and upstream nanochat's checkpoints."""
 
 import re
+import shutil
 import sys
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from gka.runtime import checkpoint
 from gka.runtime.checkpoint import Checkpoint
 from gka.runtime.cli import UserError
-from gka.runtime.files import atomic, read_json, sha256, write_json
+from gka.runtime.files import read_json, sha256, write_json
 from gka.runtime.results import git_commit
 from nanochat_gka.accounting import parameter_counts
 from nanochat_gka.config import GPTConfig
@@ -28,7 +29,8 @@ MODEL_TYPE = "gka-gpt"
 class Loaded:
     """A model ready to evaluate (float32 on a CPU, bfloat16 activations on CUDA), and where it comes from.
 
-    name: of the run. sha256: of the checkpoint's weights, also where they were exported since. training: what is known of how it was trained (tokens, steps, commit, settings).
+    name: of the run. sha256: of the checkpoint's weights, also where they were exported since. training: what is known of how it was trained (tokens,
+    steps, commit, settings).
     """
 
     model: GPT
@@ -100,18 +102,20 @@ def _build(shape: dict[str, Any], weights: dict[str, torch.Tensor], device: torc
 def export(loaded: Loaded, folder: Path) -> dict[str, Any]:
     """Write model.safetensors, tokenizer.json and config.json to `folder`; returns what config.json says. `load` reads it back.
 
-    Raises UserError if the folder holds another model, or something else.
+    The folder appears when all of it is there. Raises UserError if the folder holds another model, or something else.
     """
     if (folder / CONFIG).exists():
         if _exported(folder)["checkpoint_sha256"] != loaded.sha256:
             raise UserError(f"{folder} holds another model; choose another --out or delete it")
     elif folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} is not empty, and holds no exported model; choose another --out")
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = folder.resolve()
+    incoming = folder.with_name(f".tmp-{folder.name}")
+    shutil.rmtree(incoming, ignore_errors=True)  # of a killed process
+    incoming.mkdir(parents=True)
     model = loaded.model
-    with atomic(folder / WEIGHTS) as temporary:
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}, temporary)
-    loaded.tokenizer.save(folder)
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}, incoming / WEIGHTS)
+    loaded.tokenizer.save(incoming)
     about = {
         "model_type": MODEL_TYPE,
         "name": loaded.name,
@@ -123,9 +127,15 @@ def export(loaded: Loaded, folder: Path) -> dict[str, Any]:
         "exported_at_commit": git_commit(),
         "model": asdict(model.config),
         "checkpoint_sha256": loaded.sha256,
-        "sha256": {name: sha256(folder / name) for name in (WEIGHTS, FILE_NAME)},
+        "sha256": {name: sha256(incoming / name) for name in (WEIGHTS, FILE_NAME)},
     }
-    write_json(folder / CONFIG, about)
+    write_json(incoming / CONFIG, about)
+    if (folder / CONFIG).exists():  # the same model, again
+        for path in incoming.iterdir():
+            path.replace(folder / path.name)
+        incoming.rmdir()
+    else:
+        incoming.replace(folder)
     return about
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tiny_gpt import SHAPE, VARIANTS, awake, write_run
 
 from gka.runtime.cli import UserError, run
-from nanochat_gka import export, generate
+from nanochat_gka import export, generate, model_io
 from nanochat_gka.engine import Engine
 from nanochat_gka.model_io import load
 from nanochat_gka.sampling import Sampling
@@ -202,6 +202,20 @@ def test_an_export_goes_nowhere_where_something_else_is(trained, tmp_path, capsy
             exported(trained, folder)
         assert "is not empty, and holds no exported model" in capsys.readouterr().err
     assert (tmp_path / "README.md").read_text() == "mine"
+
+
+def test_an_export_that_was_cut_off_is_made_again(trained, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError("full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(model_io, "write_json", full)
+        with pytest.raises(OSError, match="full"):
+            exported(trained, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "out").mkdir()  # an empty folder is as good as none
+    assert load(exported(trained, tmp_path / "out")).step == 7
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_a_checkpoint_folder_has_its_step_only(trained):
