@@ -138,18 +138,12 @@ class GKAAttention(Attention):
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__(config, layer)
         self.log_sigma = nn.Parameter(torch.empty(config.n_head, dtype=torch.float32))
-        self.offsets = {config.head_offset(head) for head in range(config.n_head)} - {"none"}
-        for offset in ("predecessor", "successor"):
-            self.register_buffer(offset, torch.empty(config.n_head, 1, dtype=torch.bool), persistent=False)
+        self.late_values, self.late_keys = config.heads_with("predecessor"), config.heads_with("successor")
 
     def init_weights(self) -> None:
         super().init_weights()
-        config = self.config
         with torch.no_grad():
-            self.log_sigma.copy_(initial_log_sigma(config.n_head, config.initial_sigma_squared))
-        for offset in ("predecessor", "successor"):
-            heads = [[config.head_offset(head) == offset] for head in range(config.n_head)]
-            getattr(self, offset).copy_(torch.tensor(heads))
+            self.log_sigma.copy_(initial_log_sigma(self.config.n_head, self.config.initial_sigma_squared))
 
     @property
     def cached_tensors(self):
@@ -179,23 +173,26 @@ class GKAAttention(Attention):
             if features is None:
                 features = values if self.config.gka_values == "rotated" else norm(rotary(values, slice(first, total)))
         keys = None if features is queries else features
-        if "predecessor" in self.offsets:
-            values = torch.where(self.predecessor, _previous(values), values)
-        if "successor" in self.offsets:
-            keys = torch.where(self.successor, _previous(features), features)
+        if self.late_values:
+            values = _one_later(values, self.late_values)
+        if self.late_keys:
+            keys = _one_later(features, self.late_keys)
         return gaussian_attention(queries, self.log_sigma, keys=keys, values=values, causal=True, window=self.window, constant_norm=True)
 
     def chosen_impl(self, dtype: torch.dtype) -> str:
         """Which implementation of the operator trains this layer on rows of `dtype`, where its weights are."""
         shape = (1, self.config.sequence_len, self.config.n_head, self.config.head_dim)
         x = torch.empty(shape, dtype=dtype, device=self.log_sigma.device, requires_grad=True)
-        keys = torch.empty_like(x) if "successor" in self.offsets else None
+        keys = torch.empty_like(x) if self.late_keys else None
         return select_impl(x, keys=keys, causal=True, window=self.window, constant_norm=True)
 
 
-def _previous(x: torch.Tensor) -> torch.Tensor:
-    """(B, T, H, D) moved one token later; the first token, which has no predecessor, stands in for it (its norm stays constant)."""
-    return torch.cat([x[:, :1], x[:, :-1]], dim=1)
+def _one_later(x: torch.Tensor, heads: list[slice]) -> torch.Tensor:
+    """(B, T, H, D) with `heads` moved one token later; the first token, which has no predecessor, stays where it is (its norm stays constant)."""
+    moved = x.clone()
+    for some in heads:
+        moved[:, 1:, some] = x[:, :-1, some]
+    return moved
 
 
 ATTENTION = {"softmax": SoftmaxAttention, "gka": GKAAttention, "vlt": VLTAttention}

@@ -101,9 +101,10 @@ class GPTConfig:
         every_second = layer % 2 == (self.n_layer - 1) % 2
         return every_second and (self.value_embeds == "all" or (self.value_embeds == "auto" and self.layer_attention(layer) == "softmax"))
 
-    def head_offset(self, head: int) -> str:
-        """none, predecessor or successor."""
-        return OFFSET_LETTERS[_tiled(self.head_offsets, head)] if self.head_offsets else "none"
+    def heads_with(self, offset: str) -> list[slice]:
+        """The heads whose offset is "predecessor" or "successor", as slices of the H heads: one for every such letter of the pattern."""
+        letters = self.head_offsets.upper()
+        return [slice(place, self.n_head, len(letters)) for place, letter in enumerate(letters[: self.n_head]) if OFFSET_LETTERS[letter] == offset]
 
 
 def _tiled(pattern: str, index: int) -> str:
