@@ -4,11 +4,12 @@
     python -m nanochat_gka.eval_core --run out/runs/d20-gka --tasks paper --max-per-task 500
     torchrun --standalone --nproc-per-node 7 -m -- nanochat_gka.eval_core --run out/runs/d20-gka
 
-A finished task is on disk at once; the same command continues with the next one.
+A finished task is on disk at once; the same command continues with the next one, and a command for some tasks forgets no other.
 """
 
 import math
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -34,7 +35,10 @@ READ_AHEAD = 1024  # questions whose prompts are held, and sorted by length, at 
 
 @dataclass
 class CoreConfig:
-    """Score a trained model on CORE; writes OUT/<model>_step<step>.csv and .jsonl and prints the table beside published figures."""
+    """Score a trained model on CORE; writes OUT/<model>_step<step>.csv and .jsonl and prints the table beside published figures.
+
+    The CSV has every task scored so far; with --max-per-task or --max-seq-len it is one of its own, with _max<n> or _len<n> in its name.
+    """
 
     run: Path = Path("out/runs/d20-gka")
     """run folder, one checkpoint folder in it, or an exported model"""
@@ -90,7 +94,9 @@ class Evaluation:
         limit = loaded.model.rotary.length
         self.max_seq_len = min(limit, config.max_seq_len) if config.max_seq_len > 0 else limit
         self.batch_tokens = config.batch_tokens or (65536 if runtime.device.type == "cuda" else 4096)
+        limits = {"max": config.max_per_task, "len": self.max_seq_len if self.max_seq_len < limit else -1}
         self.file = config.out / f"{loaded.name}_step{loaded.step:06d}.jsonl"
+        self.csv = self.file.with_name(self.file.stem + "".join(f"_{name}{value}" for name, value in limits.items() if value > 0) + ".csv")
 
     def check_file(self) -> None:
         """Raises OSError now, not after the first task, if the file cannot be written."""
@@ -107,13 +113,25 @@ class Evaluation:
     def score(self, task: Task) -> Score:
         """The task's score, from the file if it is there. Raises UserError naming file and line for data that cannot be used."""
         examples = task.examples()
+        if (known := self.known(task)) is not None:
+            return known
+        metrics = self._measure(task, shuffled(examples, self.config.max_per_task))
+        if self.runtime.is_main:
+            append_result(self.file, "core", self.identity(task), metrics, self.runtime.device, self.runtime.world_size)
+        return _score(task, metrics)
+
+    def known(self, task: Task) -> Score | None:
+        """The task's score if the file has it. Raises OSError if the task's data cannot be read."""
         identity = self.identity(task)
-        metrics = next((record["metrics"] for record in reversed(read_lines(self.file)) if record.get("config") == identity), None)
-        if metrics is None:
-            metrics = self._measure(task, shuffled(examples, self.config.max_per_task))
-            if self.runtime.is_main:
-                append_result(self.file, "core", identity, metrics, self.runtime.device, self.runtime.world_size)
-        return Score(task.label, metrics["accuracy"], task.baseline, task.shots, metrics["examples"])
+        return next((_score(task, record["metrics"]) for record in reversed(read_lines(self.file)) if record.get("config") == identity), None)
+
+    def all_known(self, tasks: list[Task]) -> list[Score]:
+        """The scores of those tasks that the file has; one whose data are gone is not among them."""
+        scores = []
+        for task in tasks:
+            with suppress(OSError):
+                scores.append(self.known(task))
+        return [score for score in scores if score is not None]
 
     def _measure(self, task: Task, examples: list[Example]) -> dict[str, Any]:
         self.runtime.barrier()
@@ -157,6 +175,10 @@ class Evaluation:
         return question(task, examples, index, self.loaded.tokenizer, self.max_seq_len)
 
 
+def _score(task: Task, metrics: dict[str, Any]) -> Score:
+    return Score(task.label, metrics["accuracy"], task.baseline, task.shots, metrics["examples"])
+
+
 def evaluate(config: CoreConfig, runtime: Runtime) -> tuple[list[Score], list[str]]:
     """Score every task that can be; returns the scores and what was wrong with the others. Raises UserError if nothing can be scored."""
     loaded = runtime.agree(lambda: load(config.run, config.step, runtime.device))
@@ -181,10 +203,10 @@ def evaluate(config: CoreConfig, runtime: Runtime) -> tuple[list[Score], list[st
         scores.append(score)
         runtime.print(f"{place}: accuracy {score.accuracy:.4f}, centred {score.centered:.4f} ({score.shots} shots, {score.examples:,} examples)")
     if scores and runtime.is_main:
-        write_csv(evaluation.file.with_suffix(".csv"), scores)
+        write_csv(evaluation.csv, evaluation.all_known(read_tasks(bundle)))
         show(scores, f"{loaded.name}, step {loaded.step}")
         name, value = aggregate(scores)
-        console.print(f"{name}: {value:.4f}    {evaluation.file.with_suffix('.csv')}, {evaluation.file}", highlight=False, markup=False)
+        console.print(f"{name}: {value:.4f}    {evaluation.csv}, {evaluation.file}", highlight=False, markup=False)
     return scores, problems
 
 

@@ -8,10 +8,11 @@ Plain text goes to a reader: the prompt, then its continuation. With --prompts-f
 piped; what is said about the run goes to standard error.
 """
 
+import itertools
 import json
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -82,9 +83,9 @@ def write_stream(engine: Engine, prompt: str, config: GenerateConfig) -> int:
 
 
 def ask(engine: Engine, config: GenerateConfig) -> None:
-    """Continue what is typed until the input ends."""
+    """Continue what is typed until the input ends, the same beginning otherwise each time."""
     say("type the beginning of a text and Enter (nothing begins a document); Ctrl-D leaves")
-    while True:
+    for turn in itertools.count():
         try:
             prompt = input("> " if sys.stdin.isatty() else "")
         except EOFError:
@@ -93,7 +94,7 @@ def ask(engine: Engine, config: GenerateConfig) -> None:
             say("error: that is not UTF-8 text")
             continue
         try:
-            write_stream(engine, prompt, config)
+            write_stream(engine, prompt, replace(config, seed=config.seed + turn))
         except UserError as error:
             say(f"error: {error}")
 

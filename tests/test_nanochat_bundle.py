@@ -109,7 +109,7 @@ def test_a_bad_task_is_named_by_file_and_line_when_it_is_read(change, message, t
         (lambda b: spoil(b, "[0]", "0"), r"core.yaml: needs a list icl_tasks of label, dataset_uri, num_fewshot \(a list\)"),
         (lambda b: spoil(b, "reasoning/copa.jsonl", "../../../etc/passwd"), r"core.yaml:3: dataset_uri must stay inside the bundle"),
         (lambda b: spoil(b, ",50,", ",half,", "eval_meta_data.csv"), r"eval_meta_data.csv:2: Random baseline must be a percentage below 100"),
-        (lambda b: spoil(b, "Random baseline", "Chance", "eval_meta_data.csv"), r"eval_meta_data.csv: needs the columns"),
+        (lambda b: spoil(b, "Random baseline", "Chance", "eval_meta_data.csv"), r"eval_meta_data.csv:2: needs the columns"),
         (lambda b: spoil(b, "label: copa", "label: !!python/object/apply:os.getcwd []"), r"core.yaml:3: not valid YAML"),
     ],
 )

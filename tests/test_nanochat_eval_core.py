@@ -79,6 +79,9 @@ def test_it_continues_where_it_stopped_and_scores_again_what_changed(world, tmp_
     assert [line["config"]["task"] for line in read_lines(log)] == ["copa", "winograd", "arc_easy", "lambada_openai", "jeopardy"]
     assert evaluate(world, out, "--max-per-task", 6, bundle=bundle) == 0  # other questions
     assert [line["metrics"]["examples"] for line in read_lines(log)] == [tiny_core.COUNT] * 5 + [6] * 5
+    assert evaluate(world, out, "--tasks", "copa", bundle=bundle) == 0  # nothing new, and nothing forgotten
+    assert set(table(log.with_suffix(".csv"))) == set(table(out / "tiny-gka_step000007_max6.csv")) == {*tiny_core.TASKS, "Task", "mean of 5 tasks"}
+    assert len(read_lines(log)) == 10
     with open(bundle / "eval_data/reasoning/copa.jsonl", "a") as file:
         file.write(json.dumps({"query": "the", "choices": ["a", "of"], "gold": 0}) + "\n")
     assert evaluate(world, out, bundle=bundle) == 0  # other data, of one task

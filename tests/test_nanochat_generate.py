@@ -116,6 +116,20 @@ def test_an_interactive_process_continues_what_is_typed_until_the_input_ends(tra
     assert b"error: the prompt has" in done.stderr and b"Traceback" not in done.stderr
 
 
+def test_asked_again_an_interactive_process_writes_something_else(trained):
+    flags = ("--interactive", "--temperature", 2, "--top-k", 0, "--device-type", "cpu")
+    done = subprocess.run(
+        tiny.command("nanochat_gka.generate", "--run", trained[0], *flags),
+        input=b"the\n" * 2,
+        capture_output=True,
+        env=tiny.environment(),
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    half = len(done.stdout) // 2
+    assert half > 20 and done.stdout[:half] != done.stdout[half:]
+
+
 @pytest.mark.parametrize(
     "flags,message",
     [

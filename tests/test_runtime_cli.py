@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import io
 import itertools
 import re
 import textwrap
@@ -51,6 +52,14 @@ def test_interrupted_is_130(capsys):
 
     assert call(interrupt) == 130
     assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_what_the_terminal_cannot_show_ends_nothing(monkeypatch):
+    shown = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", shown)
+    run(lambda config: print("\N{GREEK SMALL LETTER SIGMA} = 2"), Command, [])
+    shown.flush()
+    assert shown.buffer.getvalue() == b"? = 2\n"
 
 
 def test_a_full_disk_is_one_line(capsys):

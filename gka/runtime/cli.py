@@ -20,6 +20,9 @@ def run(main: Callable[[Any], None], config_class: type, argv: list[str] | None 
     """
     import tyro
 
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # what the terminal's encoding lacks is shown as "?", and ends nothing
+            stream.reconfigure(errors="replace")
     program = sys.modules["__main__"].__spec__
     prog = f"python -m {program.name}" if program else None
     config = tyro.cli(config_class, args=argv, prog=prog, description=config_class.__doc__)

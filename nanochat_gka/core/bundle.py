@@ -161,7 +161,9 @@ def read_baselines(path: Path) -> dict[str, float]:
             return baselines
     except OSError:
         raise UserError(f"no CORE bundle in {path.parent}: {path} cannot be read") from None
-    except (KeyError, TypeError):
-        raise UserError(f"{path}: needs the columns Eval Task and Random baseline") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not UTF-8 text") from None
+    except (KeyError, TypeError):  # no such column; a row that ends before it
+        raise UserError(f"{path}:{reader.line_num}: needs the columns Eval Task and Random baseline") from None
     except (ValueError, csv.Error):
         raise UserError(f"{path}:{reader.line_num}: Random baseline must be a percentage below 100") from None
