@@ -77,7 +77,7 @@ demo: $(READY)  ## train language models on real text and vision transformers on
 	$(PY) -m runs.demo --out $(BASE)/demo $(if $(RANKS),--ranks $(RANKS)) $(if $(filter file,$(origin DEPTH)),,--depth $(DEPTH)) --wandb $(WANDB_MODE) $(ARGS)
 
 test: $(READY)  ## run the tests (no GPU, no network)
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest -n auto --dist loadfile $(ARGS)
 
 test-gpu: $(READY)  ## run the tests that need a CUDA device
 	$(PY) -m pytest -m gpu $(ARGS)

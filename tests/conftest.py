@@ -1,12 +1,11 @@
 """Seeds, thread count and the GPU marker for every test."""
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 os.environ.setdefault("WANDB_MODE", "disabled")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # a core for each worker, and for the processes it starts
 
 import pytest
 import torch
@@ -25,27 +24,12 @@ def _seed():
 
 
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.name != "test_triton_compile.py")  # the longest test of all, so that no worker is left alone with it
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="no CUDA device")
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(skip)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def kernel_resources(request, tmp_path_factory):
-    """`python -m runs.kernel_resources`, at work behind the other tests from the start: it takes a core for two minutes. None if nobody asks."""
-    if not any(item.path.name == "test_triton_compile.py" for item in request.session.items):
-        yield None
-        return
-    folder = tmp_path_factory.mktemp("kernel_resources")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = ["nice", sys.executable, "-m", "runs.kernel_resources", "--processes", "1"]
-    with open(folder / "out", "w") as out, open(folder / "err", "w") as err:
-        process = subprocess.Popen(command, stdout=out, stderr=err, env=environment, cwd=Path(__file__).parents[1])
-    yield process, folder
-    process.terminate()
-    process.wait()
 
 
 @pytest.fixture(scope="session")

@@ -200,7 +200,6 @@ def test_kill_9_at_random_moments_and_resume_is_bit_identical(uninterrupted, pic
     assert [path.name for path in (tmp_path / "run/best").iterdir()] == [path.name for path in (uninterrupted / "run/best").iterdir()]
 
 
-@pytest.mark.slow
 def test_kill_9_of_torchrun_with_two_ranks_and_resume_is_bit_identical(pictures, tmp_path):
     whole, killed, common = tmp_path / "whole", tmp_path / "killed", ["--epochs", 3, "--save-every", 2]
     train(pictures, whole, *common, ranks=2)
@@ -494,7 +493,6 @@ def test_a_moved_copy_of_the_data_is_fine(uninterrupted, pictures, tmp_path):
 # --- Compiled ---
 
 
-@pytest.mark.slow
 def test_compiled_training_is_the_same_training(uninterrupted, pictures, tmp_path):
     train(pictures, tmp_path, "--compile", "default", "--stop-after", 3, "--drop-path", 0, ranks=1)
     train(pictures, tmp_path / "off", "--stop-after", 3, "--drop-path", 0)

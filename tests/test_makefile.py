@@ -108,7 +108,7 @@ def test_evaluation_takes_the_named_run_or_the_models(make):
         assert f"deit_gka.evaluate --run {run} --data 'digits'" in make("-n", "eval-deit", "DATA=digits", *words).stdout
 
 
-@pytest.mark.parametrize("target", [pytest.param("eval-deit", marks=pytest.mark.slow), "eval-bpb"])
+@pytest.mark.parametrize("target", ["eval-deit", "eval-bpb"])
 def test_torchrun_leaves_our_flags_to_us(make, tmp_path, target):
     """It has a --run-path, and would take our --run for a short form of it."""
     line = make("-n", target, "NGPU=2", "DATA=digits", f"RUN={tmp_path}/none", "ARGS=--device-type cpu").stdout.splitlines()[-1]

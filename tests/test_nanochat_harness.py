@@ -113,7 +113,6 @@ def _samples(folder, name):
     return [json.loads(line) for line in next(folder.rglob(f"samples_tiny_{name}_*.jsonl")).read_text().splitlines()]
 
 
-@pytest.mark.slow
 def test_a_run_that_is_not_there_is_one_line(tmp_path, monkeypatch, capsys):
     from nanochat_gka import harness
 

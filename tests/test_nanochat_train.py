@@ -193,7 +193,7 @@ def test_a_corrupted_newest_checkpoint_falls_back(packed, uninterrupted, tmp_pat
     assert final(tmp_path) == final(uninterrupted)
 
 
-@pytest.mark.parametrize("others", [[(3, "off")], pytest.param([(2, "off"), (2, "on")], marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("others", [[(3, "off")], [(2, "off"), (2, "on")]], ids=str)
 def test_any_number_of_ranks_takes_the_same_step(packed, tmp_path, others):
     """8 rows over 1, 2, 3 ranks in micro-batches of at most 3, or compiled over 2; from a trained state, so that every gradient is alive.
 
@@ -218,7 +218,6 @@ def test_any_number_of_ranks_takes_the_same_step(packed, tmp_path, others):
             assert difference < 1e-5, f"{name}: {difference:.1e} with {how}"
 
 
-@pytest.mark.slow
 def test_seven_ranks_train_two_steps(packed, tmp_path):
     """The paper's machine, on gloo: 8 rows over 7 ranks."""
     done = tiny.call(MODULE, *flags(packed, tmp_path, "--num-iterations", 2), ranks=7)

@@ -185,5 +185,5 @@ def test_a_result_is_one_line_that_says_what_was_run_where(tmp_path):
     assert record["config"] == {"out": "out/runs", "depth": 20} and record["metrics"] == {"val_bpb": 0.25}
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d", record["date"])
     assert re.fullmatch(r"[0-9a-f]{7,}\+?|unknown", record["commit"])
-    assert record["command"].startswith("python -m ") and "threads" in record["hardware"]
+    assert record["command"].startswith("python ") and "threads" in record["hardware"]
     assert returned["metrics"] == record["metrics"]
