@@ -23,10 +23,10 @@ MODEL      ?=
 
 # CORPUS is fineweb, builtin, or a folder of parquet files with a text column.
 PREPARED   := $(filter fineweb builtin,$(CORPUS))
-CORPUS_DIR := $(if $(PREPARED),$(BASE)/corpus/$(CORPUS),$(CORPUS))
 # A name of its own for every corpus: fineweb-170, builtin, text-1234567890 (checksum of the folder's path).
 DATASET    := $(if $(PREPARED),$(CORPUS)$(if $(filter fineweb,$(CORPUS)),-$(SHARDS)),$(notdir $(patsubst %/,%,$(CORPUS)))-$(firstword $(shell echo $(abspath $(CORPUS)) | cksum)))
-DOCUMENTS  := $(if $(PREPARED),$(CORPUS_DIR)/.complete$(if $(filter fineweb,$(CORPUS)),-$(SHARDS)),$(CORPUS_DIR))
+CORPUS_DIR := $(if $(PREPARED),$(BASE)/corpus/$(DATASET),$(CORPUS))
+DOCUMENTS  := $(if $(PREPARED),$(CORPUS_DIR)/.complete,$(CORPUS_DIR))
 TOKENIZER  := $(BASE)/tokenizer/$(DATASET)-$(VOCAB)
 PACKED     := $(BASE)/packed/$(DATASET)-$(VOCAB)-$(SEQ)
 
@@ -74,7 +74,7 @@ $(READY): requirements.txt pyproject.toml
 	@touch $@
 
 demo: $(READY)  ## train language models on real text and vision transformers on digits, GKA beside softmax, minutes on a CPU
-	$(PY) -m runs.demo --out $(BASE)/demo $(if $(RANKS),--ranks $(RANKS)) $(if $(filter file,$(origin DEPTH)),,--depth $(DEPTH)) --wandb $(WANDB_MODE) $(ARGS)
+	$(PY) -m runs.demo --out $(BASE)/demo $(if $(filter file,$(origin NGPU)),,$(if $(RANKS),--ranks $(RANKS))) $(if $(filter file,$(origin DEPTH)),,--depth $(DEPTH)) --wandb $(WANDB_MODE) $(ARGS)
 
 test: $(READY)  ## run the tests (no GPU, no network)
 	$(PY) -m pytest -n auto --dist loadfile $(ARGS)
@@ -87,7 +87,7 @@ lint: $(READY)  ## ruff: errors and formatting
 	$(VENV)/bin/ruff format --check .
 
 # ARGS goes to all four: --quick, --device-type cpu, --results FOLDER. Each also runs alone, with more flags (--help).
-bench: $(READY)  ## time attention, DeiT and GPT, GKA beside softmax, on the GPU or else the CPU (4 minutes on 2 cores): tables, targets, pictures
+bench: $(READY)  ## time attention, DeiT and GPT, GKA beside softmax, on the GPU or else the CPU (3 minutes on 2 cores): tables, targets, pictures
 	$(PY) -m runs.bench_attention $(ARGS)
 	$(PY) -m runs.bench_deit $(ARGS)
 	$(PY) -m runs.bench_gpt $(ARGS)
@@ -95,8 +95,11 @@ bench: $(READY)  ## time attention, DeiT and GPT, GKA beside softmax, on the GPU
 
 data: $(DOCUMENTS)  ## fetch or write the corpus: FineWeb-Edu shards, or CORPUS=builtin
 
-$(BASE)/corpus/fineweb/.complete-$(SHARDS): | $(READY)
+# Shards are fetched once, to corpus/fineweb; the first SHARDS of them are linked where just these are read.
+$(BASE)/corpus/fineweb-$(SHARDS)/.complete: | $(READY)
 	$(PY) -m nanochat_gka.corpus --source fineweb --out $(BASE)/corpus/fineweb --num-shards $(SHARDS) $(call args_of,data)
+	@mkdir -p $(@D)
+	@for shard in $$(ls $(BASE)/corpus/fineweb/shard_*.parquet | head -n $(SHARDS)); do ln -f $$shard $(@D)/; done
 	@touch $@
 
 ifeq ($(PREPARED),)

@@ -4,6 +4,8 @@ timm builds the class as cls(dim, num_heads=..., qkv_bias=..., ...) and calls it
 Legend: B batch, N tokens, H heads, D head_dim, C = H * D.
 """
 
+import functools
+
 import torch
 from timm.layers import maybe_add_mask, resolve_self_attn_mask, use_fused_attn
 from timm.models import VisionTransformer
@@ -91,7 +93,7 @@ class VLT(TimmAttention):
     def __init__(self, dim: int, num_heads: int = 8, qkv_bias: bool = False, qk_norm: bool = False, scale_norm: bool = False,
                  proj_bias: bool = True, attn_drop: float = 0.0, proj_drop: float = 0.0, norm_layer=None, device=None, dtype=None, **later):  # fmt: skip
         super().__init__()
-        if dim % num_heads:
+        if num_heads < 1 or dim % num_heads:
             raise ValueError(f"num_heads must divide dim, got dim={dim} and num_heads={num_heads}")
         placed = dict(device=device, dtype=dtype)
         self.num_heads = num_heads
@@ -136,6 +138,16 @@ ATTENTION = {"gka": GKA, "vlt": VLT}
 
 
 def with_settings(kind: str, **settings) -> type[TimmAttention]:
-    """The class of `kind` with other class attributes; timm takes a class, but neither a partial nor a function."""
+    """The class of `kind` with other class attributes; timm takes a class, but neither a partial nor a function. Its layers can be pickled."""
+    return _class_with(kind, tuple(sorted(settings.items()))) if settings else ATTENTION[kind]
+
+
+@functools.cache
+def _class_with(kind: str, settings: tuple) -> type[TimmAttention]:
     base = ATTENTION[kind]
-    return type(base.__name__, (base,), settings) if settings else base
+    return type(base.__name__, (base,), {**dict(settings), "__reduce__": lambda layer: (_empty_layer, (kind, settings), layer.__dict__)})
+
+
+def _empty_layer(kind: str, settings: tuple) -> TimmAttention:
+    cls = _class_with(kind, settings)
+    return cls.__new__(cls)

@@ -70,6 +70,8 @@ def check(config: EvaluateConfig) -> None:
         raise UserError("give either --run (a trained run) or --model (a timm name)")
     if config.model and config.checkpoint is None and not config.pretrained:
         raise UserError("--model needs weights: --checkpoint FILE, or --pretrained for timm's")
+    if not config.weights:
+        raise UserError("--weights needs ema, model or both")
     if config.crop_pct != -1 and not 0 < config.crop_pct <= 1:
         raise UserError(f"--crop-pct must be above 0 and at most 1, or -1, got {config.crop_pct}")
     if config.device_batch_size < 1 or config.num_workers < -1:

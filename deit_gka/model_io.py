@@ -17,6 +17,7 @@ from gka.runtime.checkpoint import Checkpoint
 from gka.runtime.cli import UserError
 
 WEIGHTS = ("ema", "model")
+OWN_FLAGS = {"name": "--model", "pretrained": "--pretrained of evaluate", "input_size": "--input-size"}
 
 
 def parse_kwargs(words: Iterable[str]) -> dict[str, Any]:
@@ -30,14 +31,21 @@ def parse_kwargs(words: Iterable[str]) -> dict[str, Any]:
             kwargs[key] = json.loads(value)
         except json.JSONDecodeError:
             kwargs[key] = value
+        if key in OWN_FLAGS:
+            raise UserError(f"--model-kwargs cannot set {key}: it is {OWN_FLAGS[key]}")
     return kwargs
+
+
+def check_name(name: str) -> None:
+    """Raises UserError unless timm has a model of that name, ours included."""
+    if not timm.is_model(name):
+        near = difflib.get_close_matches(name, timm.list_models(), n=3)
+        raise UserError(f"timm has no model {name!r}" + (f"; did you mean {' or '.join(near)}?" if near else ""))
 
 
 def build(name: str, num_classes: int | None = None, input_size: int | None = None, pretrained: bool = False, **kwargs) -> nn.Module:
     """timm.create_model with mistakes as one line. None leaves timm's own number of classes or image size. Raises UserError."""
-    if not timm.is_model(name):
-        near = difflib.get_close_matches(name, timm.list_models(), n=3)
-        raise UserError(f"timm has no model {name!r}" + (f"; did you mean {' or '.join(near)}?" if near else ""))
+    check_name(name)
     config = timm.get_pretrained_cfg(name)
     if input_size is not None and config is not None and config.fixed_input_size and config.input_size[-1] != input_size:
         kwargs.setdefault("img_size", input_size)
@@ -58,10 +66,16 @@ def find_checkpoint(path: Path, best: bool = False) -> Checkpoint:
     """A checkpoint folder itself, or the newest intact one of a run folder (best: the one with the best accuracy). UserError if there is none."""
     path = Path(path)
     if (path / "manifest.json").exists():
-        return checkpoint.load(path)
+        return _of_vision(checkpoint.load(path))
     found = checkpoint.load_newest(path / ("best" if best else "checkpoints"))
     if found is None:
         raise UserError(f"no checkpoint in {path}; train one first (make demo, make train-deit-ti)")
+    return _of_vision(found)
+
+
+def _of_vision(found: Checkpoint) -> Checkpoint:
+    if "classes" not in found.state:
+        raise UserError(f"{found.path} is not of a vision run; nanochat_gka evaluates and exports language models")
     return found
 
 

@@ -170,7 +170,8 @@ def run_to_the_end(trainer: Trainer, log: RunLog) -> None:
         settings = {**config.identity(), "model_tag": config.tag, "data": config.data}
         append_result(config.results, "train_deit", settings, numbers, runtime.device, runtime.world_size)
         log.log("finish", trainer.steps, **numbers)
-        print(f"{trainer.folder}: finished | {accuracy_text(numbers)} | {numbers['images_per_second']:,.0f} img/s")
+        speed = f" | {numbers['images_per_second']:,.0f} img/s" if numbers["images_per_second"] else ""
+        print(f"{trainer.folder}: finished | {accuracy_text(numbers)}{speed}")
 
 
 def main(config: TrainConfig) -> None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from deit_gka.model_io import check_name, parse_kwargs
 from deit_gka.recipe import Recipe
 from deit_gka.sources import FORMS
 from gka.runtime.cli import UserError
@@ -65,6 +66,10 @@ class TrainConfig(Recipe, RunConfig):
         if not self.data:
             raise UserError(f"--data is missing; it is {FORMS}")
         Recipe.check(self)
+        check_name(self.model)
+        given = {"num_classes": "the data's", "img_size": "--input-size", "in_chans": "3, as the images"}
+        for key in given.keys() & parse_kwargs(self.model_kwargs).keys():
+            raise UserError(f"--model-kwargs cannot set {key} in training: it is {given[key]}")
         RunConfig.check(self)
         self.require_positive("keep", "log_every")
         self.require_positive("eval_every", "save_every", "stop_after", or_off=True)

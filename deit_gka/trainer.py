@@ -71,8 +71,12 @@ class Trainer:
             return
         self.config.check_resumes(found.state["train_config"])
         for key, value in self.about_data().items():
-            if found.state["data"][key] != value:
-                raise UserError(f"{self.config.data} has {value} {key} where the run in {self.folder} had {found.state['data'][key]}; "
+            had = found.state["data"].get(key)
+            if (had is None) != (value is None):
+                raise UserError(f"{self.config.data} is read {'at random' if value is None else 'as a stream'}, the data of the run in {self.folder} were not: "
+                                "the images would come in another order. Give it its own data, or another --model-tag")  # fmt: skip
+            if had != value:
+                raise UserError(f"{self.config.data} has {value} {key} where the run in {self.folder} had {had}; "
                                 "give it its own data, or another --model-tag")  # fmt: skip
         if found.state["classes"] != self.train_set.classes:
             raise UserError(f"{self.config.data} has other classes than the run in {self.folder}; give it its own data, or another --model-tag")
@@ -84,10 +88,10 @@ class Trainer:
         self.scaler.load_state_dict(found.state["scaler"])
         self.state, self.meter = found.state["progress"], Meter(**found.state["meter"])
 
-    def about_data(self) -> dict[str, int]:
-        """What must be the same for the stream of images to go on exactly."""
-        processes = {"processes": self.runtime.world_size} if isinstance(self.train_set, Stream) else {}
-        return {"training images": len(self.train_set), "validation images": len(self.val_set), **processes}
+    def about_data(self) -> dict[str, int | None]:
+        """What must be the same for the images to go on exactly; processes: that share a stream, None without one."""
+        processes = self.runtime.world_size if isinstance(self.train_set, Stream) else None
+        return {"processes": processes, "training images": len(self.train_set), "validation images": len(self.val_set)}
 
     def save(self, folder: str = "checkpoints", with_optimizer: bool = True) -> None:
         """All randomness is a function of the seed and the update's number, so these two are the state of the random generators."""

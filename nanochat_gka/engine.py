@@ -79,9 +79,11 @@ class Engine:
         """The same, token by token as they come, continuations interleaved.
 
         A continuation ends with a special token (the end of a document among them), before the first text of `stop`, after max_tokens or where the
-        model's positions end. Raises UserError for a sampling value, a prompt longer than the model takes or an empty stop text.
+        model's positions end. Raises UserError for a sampling value, a prompt longer than the model takes or an empty stop text; TypeError for a text in place of a list.
         """
         sampling.check_sampling()
+        if isinstance(prompts, str) or isinstance(stop, str):
+            raise TypeError("prompts and stop must be lists of texts, got one text")
         if not all(stop):
             raise UserError("a stop text must not be empty")
         starts = [self._tokens(prompt) for prompt in prompts]
@@ -120,7 +122,7 @@ class Engine:
             raise UserError(f"a prompt is not Unicode text: {prompt!r}") from None
         ids, limit = [self.tokenizer.bos_id, *self.tokenizer.encode(prompt)], self.model.rotary.length
         if len(ids) >= limit:
-            raise UserError(f"the prompt has {len(ids)} tokens, the model takes at most {limit - 1} and one to continue")
+            raise UserError(f"the prompt has {len(ids)} tokens, the model takes at most {limit - 1} and one to continue; give it the end of the text")
         return ids
 
     def _prefill(self, ids: list[int]) -> tuple[KVCache, torch.Tensor]:

@@ -19,9 +19,9 @@ from rich.markup import escape
 
 from gka.runtime.cli import UserError, run
 from gka.runtime.distributed import Runtime, running
-from gka.runtime.files import sha256
+from gka.runtime.files import locked, sha256
 from gka.runtime.progress import console, progress_bar, read_lines
-from gka.runtime.results import append_result
+from gka.runtime.results import append_result, check_appendable
 from nanochat_gka.core.bundle import Example, Task, read_tasks
 from nanochat_gka.core.fetch import URL, fetch_bundle, unpack
 from nanochat_gka.core.questions import Question, question, shuffled
@@ -67,7 +67,9 @@ class CoreConfig:
         """Raises UserError for values that make no sense."""
         for key in ("max_per_task", "max_seq_len"):
             if getattr(self, key) != -1 and getattr(self, key) < (1 if key == "max_per_task" else 2):
-                raise UserError(f"--{key.replace('_', '-')} must be positive (two tokens at least), or -1 for no limit, got {getattr(self, key)}")
+                raise UserError(
+                    f"--{key.replace('_', '-')} must be at least {1 if key == 'max_per_task' else 2}, or -1 for no limit, got {getattr(self, key)}"
+                )
         if self.batch_tokens < 0:
             raise UserError(f"--batch-tokens must be positive, or 0 for the device's own, got {self.batch_tokens}")
         if not self.tasks:
@@ -82,7 +84,9 @@ def open_bundle(config: CoreConfig) -> Path:
         return config.bundle
     folder = config.out / f"bundle-{sha256(config.bundle)[:12]}"
     if not folder.exists():
-        unpack(config.bundle, folder)
+        with locked(config.out, "unpacking a bundle into"):
+            if not folder.exists():
+                unpack(config.bundle, folder)
     return folder
 
 
@@ -97,12 +101,6 @@ class Evaluation:
         limits = {"max": config.max_per_task, "len": self.max_seq_len if self.max_seq_len < limit else -1}
         self.file = config.out / f"{loaded.name}_step{loaded.step:06d}.jsonl"
         self.csv = self.file.with_name(self.file.stem + "".join(f"_{name}{value}" for name, value in limits.items() if value > 0) + ".csv")
-
-    def check_file(self) -> None:
-        """Raises OSError now, not after the first task, if the file cannot be written."""
-        self.config.out.mkdir(parents=True, exist_ok=True)
-        with open(self.file, "a"):
-            pass
 
     def identity(self, task: Task) -> dict[str, Any]:
         """What decides a score: the weights, the data, how it is asked. A line of the file that agrees need not be made again."""
@@ -126,12 +124,12 @@ class Evaluation:
         return next((_score(task, record["metrics"]) for record in reversed(read_lines(self.file)) if record.get("config") == identity), None)
 
     def all_known(self, tasks: list[Task]) -> list[Score]:
-        """The scores of those tasks that the file has; one whose data are gone is not among them."""
+        """The scores of those tasks that the file has; one whose data or baseline are gone is not among them."""
         scores = []
         for task in tasks:
             with suppress(OSError):
                 scores.append(self.known(task))
-        return [score for score in scores if score is not None]
+        return [score for score in scores if score is not None and score.baseline is not None]
 
     def _measure(self, task: Task, examples: list[Example]) -> dict[str, Any]:
         self.runtime.barrier()
@@ -189,7 +187,7 @@ def evaluate(config: CoreConfig, runtime: Runtime) -> tuple[list[Score], list[st
         if 0 < config.max_per_task <= task.shots:
             raise UserError(f"--max-per-task {config.max_per_task} is too few for {task.label}: {task.shots} shots and a question")
     evaluation, scores, problems = Evaluation(config, runtime, loaded), [], []
-    runtime.agree(evaluation.check_file)
+    runtime.agree(lambda: check_appendable(evaluation.file))
     shape = loaded.model.config
     runtime.print(f"{loaded.name}: {shape.attention}, depth {shape.n_layer}, step {loaded.step}; {len(tasks)} tasks of {bundle}")
     for number, task in enumerate(tasks, start=1):
@@ -213,10 +211,7 @@ def evaluate(config: CoreConfig, runtime: Runtime) -> tuple[list[Score], list[st
 def main(config: CoreConfig) -> None:
     config.check()
     with running(config.device_type) as runtime:
-        try:
-            _, problems = evaluate(config, runtime)
-        except torch.OutOfMemoryError:
-            raise UserError("out of GPU memory; lower --batch-tokens: it changes the speed, not the result. Finished tasks are kept") from None
+        _, problems = evaluate(config, runtime)
         if problems:
             raise UserError("; ".join(problems))
 

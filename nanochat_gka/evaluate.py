@@ -48,6 +48,8 @@ class EvaluateConfig(Sampling):
 def check(config: EvaluateConfig) -> None:
     """Raises UserError for values that make no sense."""
     config.check_sampling()
+    if not config.eval or not config.prompt:
+        raise UserError("--eval and --prompt need a word at least")
     if config.device_batch_size < 1:
         raise UserError(f"--device-batch-size must be at least 1, got {config.device_batch_size}")
     if config.split_tokens == 0 or config.split_tokens < -1:

@@ -137,6 +137,8 @@ def main(config: GenerateConfig) -> None:
         raise UserError(f"--max-rows must be at least 1, got {config.max_rows}")
     if config.prompts_file and (config.stream or config.interactive):
         raise UserError("--prompts-file writes a JSON line per prompt: leave --stream and --interactive out")
+    if not config.prompt:
+        raise UserError("--prompt needs a text; an empty one, '', begins a document")
     prompts = read_prompts(config.prompts_file) if config.prompts_file else config.prompt
     loaded = load(config.run, config.step, setup(config.device_type).device)
     shape = loaded.model.config

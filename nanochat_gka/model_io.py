@@ -73,7 +73,10 @@ def find_checkpoint(path: Path, step: int = -1) -> Checkpoint:
     if step >= 0 and (folder / f"step_{step:08d}").is_dir():
         found = checkpoint.load(folder / f"step_{step:08d}")
     if found is None:
-        raise UserError(f"no checkpoint in {path}" + (f" at step {step}" if step >= 0 else "") + "; train one first (make demo, make pretrain-d20)")
+        steps = sorted(int(there.name[5:]) for there in folder.glob("step_*") if there.name[5:].isdigit())
+        if step >= 0 and steps:
+            raise UserError(f"no checkpoint in {path} at step {step}; there are {', '.join(map(str, steps))}")
+        raise UserError(f"no checkpoint in {path}; train one first (make demo, make pretrain-d20)")
     return found
 
 

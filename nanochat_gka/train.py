@@ -135,11 +135,14 @@ class Trainer:
         started = time.perf_counter()
         self.optimizer.zero_grad()
         loss = accumulate_gradients(self.compiled, self.stream, step, self.rows, config.device_batch_size, self.runtime)
-        # The one wait for the device in a step: the loss must be finite before it may touch the weights.
+        # The one wait for the device in a step: loss and gradients must be finite before they may touch the weights.
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        largest = torch.nn.utils.get_total_norm(gradients, norm_type=math.inf).float()
         stop_flag = torch.tensor(float(stop.requested), device=loss.device)
-        mean_loss, stopping = self.runtime.sum(torch.stack([loss, stop_flag])).tolist()
-        if not math.isfinite(mean_loss):
-            raise UserError(f"the loss is {mean_loss} at step {step}; the weights were not touched. Last good checkpoint: {self.newest_checkpoint()}. "
+        mean_loss, stopping, largest = self.runtime.sum(torch.stack([loss, stop_flag, largest])).tolist()
+        if not (math.isfinite(mean_loss) and math.isfinite(largest)):
+            what = f"the loss is {mean_loss}" if not math.isfinite(mean_loss) else "the gradient is not finite"
+            raise UserError(f"{what} at step {step}; the weights were not touched. Last good checkpoint: {self.newest_checkpoint()}. "
                             "Start a new --model-tag with lower learning rates")  # fmt: skip
         multiplier = lr_multiplier(step, steps, config.warmup_ratio, config.warmdown_ratio, config.final_lr_frac)
         self.optimizer.step(multiplier, muon_momentum(step), weight_decay_multiplier(step, steps))
@@ -203,7 +206,7 @@ class Trainer:
         return step == self.horizon.steps or (every > 0 and step % every == 0)
 
     def report_if_due(self, log: RunLog) -> None:
-        """Evaluate, and sample, unless this step's evaluation is in the log already (the run was killed after it)."""
+        """Evaluate, and sample, unless this step's are in the log already (the run was killed after them)."""
         step = self.state["step"]
         wanted = step == 0 or self.due(self.config.eval_every)
         if wanted and self.runtime.any(log.enabled and not log.has("eval", step)):
@@ -211,7 +214,7 @@ class Trainer:
             mean = {layer: round(sum(values) / len(values), 3) for layer, values in sigma.items()}
             text = f"step {step:05d} | train bpb {bpb['train_bpb']:.6f} | validation bpb {bpb['val_bpb']:.6f}"
             log.log("eval", step, text + (f" | mean sigma {mean}" if mean else ""), **bpb, sigma=sigma, tokens=step * self.horizon.total_batch_size)
-        if self.runtime.is_main and self.config.sample_every > 0 and step and self.due(self.config.sample_every):
+        if self.runtime.is_main and self.config.sample_every > 0 and step and self.due(self.config.sample_every) and not log.has("sample", step):
             text = Engine(self.model, self.data.tokenizer).complete([SAMPLE_PROMPT], Sampling(max_tokens=32, temperature=0))[0][0]
             log.log("sample", step, f"sample: {SAMPLE_PROMPT}{text!r}", prompt=SAMPLE_PROMPT, text=text)
 
@@ -220,8 +223,10 @@ class Trainer:
         return {f"layer_{layer}": [round(value, 4) for value in sigma.tolist()] for layer, sigma in self.model.bandwidths().items()}
 
     def summary(self, log: RunLog) -> dict:
-        """The numbers of a finished run: the paper's columns. On rank 0."""
-        evaluations = log.records("eval")
+        """The numbers of a finished run: the paper's columns. On rank 0. Raises UserError if the last evaluation has none."""
+        evaluations = [record for record in log.records("eval") if None not in (record["train_bpb"], record["val_bpb"])]
+        if not evaluations or evaluations[-1]["step"] != self.horizon.steps:
+            raise UserError(f"{self.folder}: the last evaluation's bits per byte are not finite, so the run has no result; its checkpoints are kept")
         last, per_token, (speed, mfu) = evaluations[-1], flops_per_token(self.model), self.throughput()
         return {
             "parameters": parameter_counts(self.model)["total"],

@@ -1,5 +1,6 @@
 """The flags of `train`: one field each, nanochat's names and defaults where it has them."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -83,7 +84,13 @@ class TrainConfig(OptimConfig, ModelFlags, RunConfig):
     def check(self) -> None:
         super().check()
         self.require_positive("device_batch_size", "keep", "log_every", "eval_tokens")
-        self.require_positive("eval_every", "sample_every", "save_every", "stop_after", or_off=True)
+        self.require_positive("eval_every", "sample_every", "save_every", "stop_after", "num_iterations", or_off=True)
+        for flag in ("target_flops", "target_param_data_ratio"):
+            if getattr(self, flag) != -1 and not 0 < getattr(self, flag) < math.inf:
+                raise UserError(f"--{flag.replace('_', '-')} must be positive, or -1 for off, got {getattr(self, flag)}")
+        for flag in ("embedding_lr", "unembedding_lr", "matrix_lr", "scalar_lr", "sigma_lr"):
+            if not 0 <= getattr(self, flag) < math.inf:
+                raise UserError(f"--{flag.replace('_', '-')} must be finite and not negative, got {getattr(self, flag)}")
         if self.seed < 0:
             raise UserError(f"--seed must not be negative, got {self.seed}")
         if not (0 <= self.warmup_ratio <= 1 and 0 <= self.warmdown_ratio <= 1):

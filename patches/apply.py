@@ -288,9 +288,9 @@ def main(argv: list[str] | None = None) -> int:
             return 141
         except OSError as error:
             failed = True
-            print(f"error: {error.filename}: {error.strerror}. Nothing was changed", file=sys.stderr)
+            print(f"error: {error.filename}: {error.strerror}. Nothing was changed in {tree}", file=sys.stderr)
         except KeyboardInterrupt:
-            print("interrupted; nothing was changed", file=sys.stderr)
+            print(f"interrupted; nothing was changed in {tree}", file=sys.stderr)
             return 130
     return 2 if failed else 0
 

@@ -43,7 +43,8 @@ def main(config: AblationConfig) -> None:
         table.add_column(heading, justify="left" if heading in ("", "projections") else "right", no_wrap=True)
     for label, row in rows.items():
         ema, paper = f"{row['ema_top1']:.2f}" if "ema_top1" in row else "-", PAPER[label]
-        table.add_row(label, MODELS[label][0], f"{row['parameters'] / 1e6:.2f} ({paper['params']})", f"{row['flops'] / 1e9:.2f} ({paper['gflops']})",
+        gflops = "-" if row["flops"] is None else f"{row['flops'] / 1e9:.2f}"
+        table.add_row(label, MODELS[label][0], f"{row['parameters'] / 1e6:.2f} ({paper['params']})", f"{gflops} ({paper['gflops']})",
                       f"{row['top1']:.2f}", f"{ema} ({paper['top1']})")  # fmt: skip
     console.print(table)
 

@@ -17,8 +17,6 @@ from gka.runtime.results import append_result, describe_hardware
 from runs.bench import BenchConfig, Measurement
 
 RESULTS = Path(__file__).resolve().parent / "results"
-# What a candidate is in its comparison: what `impl="auto"` runs, another of ours, softmax attention that counts, the paper-style eager GKA, the rest.
-ROLES = ("ours", "variant", "baseline", "eager", "other")
 
 
 def slug(hardware: str) -> str:

@@ -40,6 +40,7 @@ class Job:
     flags: list
     folder: Path
     process: subprocess.Popen | None = None
+    printed: int = 0  # characters in its output.txt from earlier starts
 
     def steps(self) -> int:
         return max((record["step"] for record in read_lines(self.folder / "log.jsonl")), default=0)
@@ -48,7 +49,7 @@ class Job:
 def run_side_by_side(jobs: list[Job], at_once: int, total_steps: int) -> None:
     """Run the jobs, `at_once` together with the cores shared among them; what each prints goes to its folder's output.txt.
 
-    Leaves with the first failure's output and exit code. Ctrl-C lets all save first.
+    Leaves with the last line of the first failure, its file and its exit code. Ctrl-C lets all save first.
     """
     threads = str(max(1, len(os.sched_getaffinity(0)) // at_once))
     waiting, running = list(jobs), []
@@ -59,7 +60,9 @@ def run_side_by_side(jobs: list[Job], at_once: int, total_steps: int) -> None:
                 while waiting and len(running) < at_once:
                     job = waiting.pop(0)
                     job.folder.mkdir(parents=True, exist_ok=True)
-                    with open(job.folder / "output.txt", "a") as output:
+                    with open(job.folder / "output.txt", "a+", errors="replace") as output:
+                        output.seek(0)
+                        job.printed = len(output.read())
                         job.process = subprocess.Popen(_command(job.module, job.flags), stdout=output, stderr=subprocess.STDOUT,
                                                        env={**os.environ, "OMP_NUM_THREADS": threads})  # fmt: skip
                     running.append(job)
@@ -81,5 +84,7 @@ def _fail(job: Job, others: list[Job]) -> None:
         other.process.terminate()  # they save and leave
     for other in others:
         other.process.wait()
-    print((job.folder / "output.txt").read_text().splitlines()[-1], file=sys.stderr)
-    sys.exit(job.process.returncode)
+    output, code = job.folder / "output.txt", job.process.returncode
+    last = output.read_text(errors="replace")[job.printed :].splitlines()[-1:]
+    print(*last, f"error: {job.name} ended with exit code {code}; what it printed is in {output}", sep="\n", file=sys.stderr)
+    sys.exit(code if code > 0 else 128 - code)  # of a signal, as a shell has it

@@ -72,7 +72,7 @@ def train(config: DemoConfig, packed: Path, name: str) -> Path:
     return config.out / "runs" / tag
 
 
-def sample(out: Path, run_folder: Path) -> dict[str, str]:
+def sample(run_folder: Path) -> dict[str, str]:
     """One continuation of every prompt."""
     results = run_folder / "samples.jsonl"
     if not results.exists():
@@ -91,7 +91,7 @@ def language(config: DemoConfig) -> list[Path]:
         if not finish:  # Ctrl-C reached the trainer alone: it has saved and left
             raise KeyboardInterrupt
         rows[label] = {**finish[-1], "log": folder / "log.jsonl"}
-        samples[label] = sample(config.out, folder)
+        samples[label] = sample(folder)
     demo_report.show(rows, samples)
     if config.results:
         trained = {record["config"]["model_tag"]: record for record in read_lines(config.out / "train.jsonl")}

@@ -172,9 +172,10 @@ def main() -> None:
     for page in PAGES:
         text = (ROOT / page).read_text()
         rendered = render(page, text)
-        if config.check and text != rendered:
+        if not config.check:
+            (ROOT / page).write_text(rendered)
+        elif text != rendered:
             sys.exit(f"{page} is out of date: run python -m runs.tables")
-        (ROOT / page).write_text(rendered)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import copy
 import functools
 import io
 import math
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -235,6 +236,14 @@ def value_less_by_definition(layer, x, logit_bias=0.0):
     logits = queries @ keys.transpose(-1, -2) / math.sqrt(values.shape[-1]) + logit_bias
     exp = (logits - logits.amax(-1, keepdim=True)).exp()
     return (exp / exp.sum(-1, keepdim=True) @ values).transpose(1, 2).flatten(2) @ layer.proj.weight.T + layer.proj.bias
+
+
+def test_layers_with_settings_are_pickled_and_copied_whole():
+    for kind, settings in (("gka", dict(sigma_squared_start=1.0)), ("vlt", dict(keep_value_bias=False))):
+        layer = with_settings(kind, **settings)(12, 3, qkv_bias=True)
+        x = torch.randn(1, 5, 12)
+        for other in (pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer)):
+            assert type(other) is type(layer) and torch.equal(other(x), layer(x))
 
 
 def make_layer(kind, shape, **settings):

@@ -431,7 +431,7 @@ def test_a_loss_that_is_not_finite_stops_and_names_the_last_checkpoint(pictures,
                                      r"were not touched. Last checkpoint: .*/step_\d+\. Start a new --model-tag with a lower --lr")  # fmt: skip
     named = re.search(r"Last checkpoint: (\S+)\.", done.stderr)[1]
     assert all(value.isfinite().all() for value in load_file(Path(named) / "model.safetensors").values())
-    assert (tmp_path / "run/checkpoints").exists() and not (tmp_path / "results.jsonl").exists()
+    assert (tmp_path / "run/checkpoints").exists() and not (tmp_path / "results.jsonl").read_text()
 
 
 @pytest.mark.parametrize(
@@ -450,6 +450,8 @@ def test_a_loss_that_is_not_finite_stops_and_names_the_last_checkpoint(pictures,
         ),
         (["--model-tag", "new", "--aa", "nonsense"], r"--aa 'nonsense' is not an augmentation of timm's"),
         (["--model-tag", "new", "--model-kwargs", "depth"], r"--model-kwargs takes name=value, got 'depth'"),
+        (["--model-tag", "new", "--model-kwargs", "img_size=64"], r"--model-kwargs cannot set img_size in training: it is --input-size"),
+        (["--model-tag", "new", "--model-kwargs", "name=x"], r"--model-kwargs cannot set name: it is --model"),
         (["--model-tag", "new", "--model-kwargs", "deepness=3"], r"timm cannot build deit_tiny_gka_patch16_224: .*deepness"),
         (["--model-tag", "new", "--model-kwargs", "num_heads=5"], r"timm cannot build .*5"),
         (["--model-tag", "new", "--data", "/nowhere"], r"/nowhere is not there; data is a folder with"),

@@ -52,8 +52,8 @@ def test_a_finished_step_is_not_run_again(make, tmp_path):
     (tmp_path / ".venv" / ".installed").touch()
     (tmp_path / "out/packed/fineweb-170-32768-2048").mkdir(parents=True)
     (tmp_path / "out/tokenizer/fineweb-170-32768").mkdir(parents=True)
-    (tmp_path / "out/corpus/fineweb").mkdir(parents=True)
-    for made in ("corpus/fineweb/.complete-170", "tokenizer/fineweb-170-32768/tokenizer.json", "packed/fineweb-170-32768-2048/manifest.json"):
+    (tmp_path / "out/corpus/fineweb-170").mkdir(parents=True)
+    for made in ("corpus/fineweb-170/.complete", "tokenizer/fineweb-170-32768/tokenizer.json", "packed/fineweb-170-32768-2048/manifest.json"):
         (tmp_path / "out" / made).touch()
     lines = make("-n", "pretrain-d20").stdout
     assert "nanochat_gka.train" in lines

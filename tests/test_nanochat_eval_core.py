@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import http.server
 import json
+import os
 import random
 import re
 import shutil
@@ -177,7 +178,7 @@ def test_a_question_that_cannot_be_asked_is_named_whichever_rank_has_it(world, t
     "more,message",
     [
         (["--max-per-task", "3"], "--max-per-task 3 is too few for jeopardy: 3 shots and a question"),
-        (["--max-per-task", "0"], "--max-per-task must be positive"),
+        (["--max-per-task", "0"], "--max-per-task must be at least 1"),
         (["--tasks", "copa", "nope"], "--tasks nope: .* has no nope"),
         (["--batch-tokens", "-1"], "--batch-tokens must be positive"),
         (["--step", "99"], "no checkpoint in .* at step 99"),
@@ -270,6 +271,24 @@ def test_a_damaged_download_is_fetched_again(world, server, tmp_path):
     assert same_files(open_bundle(CoreConfig(out=tmp_path / "out", bundle_url=server)), world[3])
 
 
+def test_a_folder_in_the_way_costs_no_download_and_an_interrupted_unpacking_none_either(world, server, tmp_path, monkeypatch):
+    config = CoreConfig(out=tmp_path / "out", bundle_url=server)
+    (tmp_path / "out/eval_bundle/mine").mkdir(parents=True)
+    with pytest.raises(UserError, match="eval_bundle is in the way"):
+        open_bundle(config)
+    assert Server.requests == []
+    shutil.rmtree(tmp_path / "out/eval_bundle")
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(fetch.shutil, "copyfileobj", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        open_bundle(config)
+    assert same_files(open_bundle(config), world[3]) and Server.requests == [0]
+
+
+def test_lines_that_are_no_records_are_passed_over(world, tmp_path):
+    (tmp_path / "tiny-gka_step000007.jsonl").write_bytes(b'[]\n5\n{"config": 1}\nnull\n\xff\xfe\n')
+    assert evaluate(world, tmp_path, "--tasks", "copa") == 0
+
+
 def test_an_address_that_is_not_there_is_one_line(tmp_path, server):
     with pytest.raises(UserError, match=r"could not download http://127\.0\.0\.1:9/"):
         open_bundle(CoreConfig(out=tmp_path / "out", bundle_url="http://127.0.0.1:9/x.zip"))
@@ -307,7 +326,7 @@ def test_archives_that_reach_outside_or_are_no_bundle_leave_nothing(members, mes
     path = make_zip(tmp_path / "bad.zip", members)
     with pytest.raises(UserError, match=message):
         open_bundle(CoreConfig(out=tmp_path / "out", bundle=path))
-    assert not (tmp_path / "evil").exists() and not list((tmp_path / "out").rglob("*")) and path.exists()
+    assert not (tmp_path / "evil").exists() and os.listdir(tmp_path / "out") == [".lock"] and path.exists()
 
 
 def test_a_damaged_or_huge_archive_leaves_nothing(world, tmp_path, monkeypatch):
@@ -322,7 +341,7 @@ def test_a_damaged_or_huge_archive_leaves_nothing(world, tmp_path, monkeypatch):
     monkeypatch.setattr(fetch, "MAX_BYTES", 100)
     with pytest.raises(UserError, match="would unpack to more than"):
         open_bundle(CoreConfig(out=tmp_path / "out", bundle=path))
-    assert not list((tmp_path / "out").rglob("*"))
+    assert os.listdir(tmp_path / "out") == [".lock"]
 
 
 def test_a_zip_of_ones_own_is_unpacked_once(world, tmp_path):

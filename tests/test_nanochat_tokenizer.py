@@ -4,6 +4,8 @@ import json
 import shutil
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import rustbpe
 import tiny
@@ -122,8 +124,12 @@ def test_a_broken_file_is_one_clear_error(tokenizer, tmp_path):
         file.write_bytes(content)
         with pytest.raises(UserError, match=r"tokenizer is not valid JSON: .*tokenizer.json"):
             Tokenizer.load(tmp_path)
+    for content in ("[]", "7"):
+        file.write_text(content)
+        with pytest.raises(UserError, match=r"tokenizer is not a JSON object: .*tokenizer.json"):
+            Tokenizer.load(tmp_path)
     changes = [{"tokens": None}, {"tokens": 7}, {"tokens": ["a"]}, {"pattern": "("}, {"special_tokens": ["<|eos|>"]}]
-    for content in ("[]", "7", *(broken(tokenizer, **change) for change in changes)):
+    for content in (broken(tokenizer, **change) for change in changes):
         file.write_text(content)
         with pytest.raises(UserError, match=r"tokenizer.json is not a tokenizer .*make tokenizer") as raised:
             Tokenizer.load(tmp_path)
@@ -136,6 +142,14 @@ def test_training_text_is_capped_by_document_and_in_all(packed):
     cut = list(training_documents(corpus, 50, 1000))
     assert cut == [text[:50] for text in tiny.documents(400, 0)[: len(cut)]]
     assert sum(map(len, cut[:-1])) <= 1000 < sum(map(len, cut))
+
+
+def test_a_corpus_without_text_makes_no_tokenizer(tmp_path):
+    for name in ("a", "b"):
+        pq.write_table(pa.table({"text": ["", ""]}), tmp_path / f"{name}.parquet")
+    with pytest.raises(UserError, match="has no text to train a tokenizer on"):
+        main(TokenizerConfig(corpus=tmp_path, out=tmp_path / "out", vocab_size=300))
+    assert not list((tmp_path / "out").glob("*.json"))
 
 
 def test_the_command_keeps_a_tokenizer_that_is_there(packed, capsys):

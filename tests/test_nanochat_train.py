@@ -242,8 +242,12 @@ def test_another_rank_count_may_continue_a_run(packed, tmp_path):
         (["--model-tag", "a/b"], "--model-tag must be a plain folder name"),
         pytest.param(["--device-type", "cuda"], "no CUDA device is visible; use --device-type cpu", marks=without_cuda),
         (["--seed", "-1"], "--seed must not be negative"),
+        (["--num-iterations", "0"], "--num-iterations must be positive, or -1 for off"),
+        (["--matrix-lr", "-0.02"], "--matrix-lr must be finite and not negative"),
+        (["--sigma-lr", "nan"], "--sigma-lr must be finite and not negative"),
+        (["--model-tag", "x", "--results", "/proc/nowhere/results.jsonl"], "/proc/nowhere: No such file"),
         (["--sigma-squared", "nan"], "sigma_squared must be positive and finite"),
-        (["--target-flops", "inf", "--num-iterations", "-1"], "target_flops must be finite"),
+        (["--target-flops", "inf", "--num-iterations", "-1"], "--target-flops must be positive, or -1 for off, got inf"),
         (["--attention", "softmax", "--head-offsets", "PS"], "head_offsets is for gka layers, and attention=softmax has none"),
         (["--head-offsets", "XY"], "head_offsets must be made of the letters N, P, S"),
         (["--num-iterations", "-1", "--target-param-data-ratio", "-1", "--model-tag", "x"], "set one of num_iterations, target_flops"),
@@ -300,7 +304,7 @@ def test_a_second_trainer_is_kept_out(packed, tmp_path):
 def test_a_loss_that_is_not_finite_stops_and_names_the_last_good_checkpoint(packed, tmp_path):
     tiny.call(MODULE, *flags(packed, tmp_path, "--stop-after", 4, "--embedding-lr", "1e38"), check=False)
     done = tiny.call(MODULE, *flags(packed, tmp_path, "--embedding-lr", "1e38"), check=False)
-    tiny.assert_one_line_error(done, r"the loss is (nan|inf) at step \d+; the weights were not touched. Last good checkpoint: ")
+    tiny.assert_one_line_error(done, r"the gradient is not finite at step \d+; the weights were not touched. Last good checkpoint: ")
 
 
 def test_wandb_is_optional(packed, tmp_path):

@@ -30,12 +30,28 @@ def test_a_failing_command_ends_all_with_its_last_line_and_code(tmp_path, capfd)
     assert jobs[1].process.poll() is not None
 
 
+def test_a_command_that_is_killed_in_silence_is_named_and_not_by_what_an_earlier_one_printed(tmp_path, capfd):
+    (tmp_path / "output.txt").write_text("of an earlier start\n")
+    job = Job("dies", "timeit", ["-n", 1, "-r", 1, "import os; os.kill(os.getpid(), 9)"], tmp_path)
+    with pytest.raises(SystemExit) as left:
+        run_side_by_side([job], at_once=1, total_steps=1)
+    assert left.value.code == 128 + 9
+    assert capfd.readouterr().err == f"error: dies ended with exit code -9; what it printed is in {tmp_path / 'output.txt'}\n"
+
+
 def test_the_ablation_table_puts_runs_beside_the_paper(tmp_path, capfd):
     with pytest.raises(UserError, match=r"deit_tiny_patch16_224 holds no finished run; make ablate-projections DATA=... trains the three"):
         ablation.main(ablation.AblationConfig(runs=tmp_path))
     for accuracy, (_, model) in zip((70.5, 71.25, 69.75), ablation.MODELS.values()):
         (tmp_path / model).mkdir()
-        record = {"event": "finish", "step": 9, "parameters": 5_000_000, "flops": 2_000_000_000, "top1": accuracy, "ema_top1": accuracy + 1}
+        record = {
+            "event": "finish",
+            "step": 9,
+            "parameters": 5_000_000,
+            "flops": None if accuracy > 71 else 2_000_000_000,
+            "top1": accuracy,
+            "ema_top1": accuracy + 1,
+        }
         (tmp_path / model / "log.jsonl").write_text(json.dumps(record) + "\n")
     ablation.main(ablation.AblationConfig(runs=tmp_path))
     lines = [line for line in capfd.readouterr().out.splitlines() if any(label in line for label in ("softmax", "VLT", "GKA"))]

@@ -110,7 +110,7 @@ DAMAGE = {
     missing_manifest: "manifest not found",
     torn_manifest: "manifest is not valid JSON",
     empty_manifest: "manifest.json does not list the files",
-    list_for_manifest: "manifest.json does not list the files",
+    list_for_manifest: "manifest is not a JSON object",
     empty_folder: "manifest not found",
 }
 

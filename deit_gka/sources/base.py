@@ -11,7 +11,7 @@ from PIL import Image
 from gka.runtime.progress import progress_bar
 
 Record = tuple[bytes | Image.Image, int, str]  # encoded or decoded image, label, a name for reports
-EXTENSIONS = frozenset({".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp"})
+EXTENSIONS = frozenset({".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif"})
 FOLDERS = {"train": ("train",), "val": ("val", "validation", "valid", "eval")}
 
 

@@ -13,6 +13,7 @@ from gka.runtime.cli import UserError
 
 SHARD_WORD = re.compile("(?<![a-z])(train|val|eval)")  # starts a word, so "retrieval-train-0.tar" is training data
 MAX_OPEN = 64  # shards per process
+MAX_CLASSES = 1_000_000  # a larger label is no label
 
 
 class Tars(Source):
@@ -30,7 +31,11 @@ class Tars(Source):
             raise UserError(f"no images in the {len(shards)} {split} tar files of {root}; they need members KEY.jpg and KEY.cls")
         count = int(self._rows[:, 3].max()) + 1
         listed = root / "classes.txt"
-        super().__init__(name, split, listed.read_text().splitlines() if listed.exists() else [str(label) for label in range(count)])
+        try:
+            classes = listed.read_text(encoding="utf-8").splitlines() if listed.exists() else [str(label) for label in range(count)]
+        except UnicodeDecodeError:
+            raise UserError(f"{listed} is not UTF-8 text") from None
+        super().__init__(name, split, classes)
         if count > len(self.classes):
             raise UserError(f"{listed} has {len(self.classes)} lines, but {split} has an image of class {count - 1} (counted from 0)")
 
@@ -90,9 +95,9 @@ def _label(path: str, key: str, file: int, notes: dict[str, tuple[int, int]]) ->
         else:
             note = json.loads(os.pread(file, *notes[f"{key}.json"]))
             label = int(note["label"] if "label" in note else note["cls"])
-        if label >= 0:
+        if 0 <= label < MAX_CLASSES:
             return label
     except (KeyError, TypeError, ValueError):
         pass
-    raise UserError(f"{path}: image {key} has no label; beside it must be {key}.cls, an integer from 0, or {key}.json with \"label\" "
+    raise UserError(f"{path}: image {key} has no label; beside it must be {key}.cls, an integer from 0 to {MAX_CLASSES - 1}, or {key}.json with \"label\" "
                     f"(tars without labels, one per class, have to be unpacked into train/<class>/)")  # fmt: skip

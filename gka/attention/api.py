@@ -48,7 +48,10 @@ def gaussian_attention(
         changes y by less than a relative `eps`.
       return_weights: also return W, (B, H, Tq, Tk). Only the reference builds W; "auto" then means it.
       impl: "reference" (the literal equations), "triton" (the fused kernels, CUDA), "sdpa" (any device), "flex" (CUDA; forward only on CPU),
-        or "auto", see `select_impl`.
+        or "auto", see `select_impl`. All have first derivatives in reverse mode; only the reference has second ones and forward mode.
+
+    Precision: distances do not see an offset common to all features, floating point does. Without a mask sdpa takes the mean off; causal it
+    cannot, so features far from 0 on the scale of sigma are best normalised first. Norms above 1e19 overflow float32.
 
     Returns: y, (B, Tq, H, D) in x.dtype; with return_weights, (y, W).
 
@@ -112,7 +115,7 @@ def select_impl(x, *, log_sigma=None, keys=None, values=None, causal=False, wind
     if impl == "reference":
         return impl
     needs_grad = _needs_grad(x, log_sigma, keys, values)
-    request = dict(needs_grad=needs_grad, own_keys=keys is None or keys is x, constant_norm=constant_norm)
+    request = dict(needs_grad=needs_grad, keys=keys, constant_norm=constant_norm)
     if impl != "auto":
         if obstacle := FUSED[impl].unavailable(x, **request):
             raise ValueError(f'impl="{impl}" is unavailable: {obstacle}; use impl="auto"')

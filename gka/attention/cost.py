@@ -31,12 +31,15 @@ def attention_cost(kind: Kind, dim: int, num_heads: int, tokens: int, *, batch: 
     """Cost of attention of `kind` over (batch, tokens, dim).
 
     window: keys in reach of a query, None for all tokens. itemsize: bytes per element (2 for bf16).
-    value_bias: VLT keeps the bias of the W_V it lost (it needs `bias` too). Raises ValueError for an unknown kind or a num_heads that does not divide dim.
+    value_bias: VLT keeps the bias of the W_V it lost (it needs `bias` too). Raises ValueError for an unknown kind, a num_heads that does not divide
+    dim, and sizes below 1.
     """
     if kind not in INPUT_PROJECTIONS:
         raise ValueError(f"kind must be one of {', '.join(INPUT_PROJECTIONS)}, got {kind!r}")
     if num_heads < 1 or dim % num_heads:
         raise ValueError(f"num_heads must divide dim, got dim={dim} and num_heads={num_heads}")
+    if tokens < 1 or batch < 1 or (window is not None and window < 1):
+        raise ValueError(f"tokens, batch and window must be at least 1, got {tokens}, {batch} and {window}")
     linears = INPUT_PROJECTIONS[kind] + 1
     keys = tokens if window is None else min(window, tokens)
     bandwidths = num_heads if kind == "gka" else 0

@@ -1,5 +1,7 @@
 """GaussianKernelAttention: the drop-in layer. Split heads, mix with the kernel, project with W_O (paper section 3.2)."""
 
+from numbers import Integral
+
 import torch
 from torch import nn
 
@@ -26,7 +28,9 @@ class GaussianKernelAttention(nn.Module):
     def __init__(self, dim: int, num_heads: int, *, bias: bool = True, sigma_squared: float | None = None, causal: bool = False,
                  window: int | None = None, head_norm: bool = False, impl: str = "auto"):  # fmt: skip
         super().__init__()
-        if num_heads < 1 or dim % num_heads:
+        if not (isinstance(dim, Integral) and isinstance(num_heads, Integral)):
+            raise TypeError(f"dim and num_heads must be ints, got {type(dim).__name__} and {type(num_heads).__name__}")
+        if dim < 1 or num_heads < 1 or dim % num_heads:
             raise ValueError(f"num_heads must divide dim, got dim={dim} and num_heads={num_heads}")
         validation.check_mask(causal, window)
         check_impl(impl)
@@ -43,6 +47,8 @@ class GaussianKernelAttention(nn.Module):
         self.proj.reset_parameters()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"x must be a torch.Tensor of shape (B, T, dim), got {type(x).__name__}")
         if x.dim() != 3 or x.shape[-1] != self.dim:
             raise ValueError(f"x must have shape (B, T, dim) with dim={self.dim}, got {tuple(x.shape)}")
         heads = x.unflatten(-1, (self.num_heads, self.head_dim))  # (B, T, H, D)

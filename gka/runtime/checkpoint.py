@@ -112,7 +112,7 @@ def find_damage(path: Path) -> str | None:
         manifest = read_json(Path(path) / "manifest.json", "manifest")
     except UserError as error:
         return str(error)
-    if not isinstance(manifest, dict) or "state.json" not in manifest:
+    if "state.json" not in manifest:
         return "manifest.json does not list the files"
     for name, digest in manifest.items():
         file = Path(path) / name

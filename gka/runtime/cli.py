@@ -8,6 +8,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+# What to lower when a GPU's memory is full, in the commands that have it: it changes the speed, not the result.
+BATCH_FLAGS = ("device_batch_size", "batch_tokens", "max_rows", "batch_size")
+
 
 class UserError(Exception):
     """Something the user can mend; the message says what to do. Entry points print it without a traceback and exit with 2."""
@@ -39,6 +42,11 @@ def run(main: Callable[[Any], None], config_class: type, argv: list[str] | None 
         if error.filename is None:  # not about a path the user gave
             raise
         _leave(f"{error.filename}: {error.strerror}")
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # torch's; torch itself is not imported for a name
+            raise
+        flag = next((f"--{flag.replace('_', '-')} (now {getattr(config, flag)})" for flag in BATCH_FLAGS if hasattr(config, flag)), "the batch size")
+        _leave(f"out of GPU memory; lower {flag}: it changes the speed, not the result. What was saved is kept")
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         _exit(130)

@@ -50,14 +50,17 @@ def write_json(path: Path, value: Any) -> None:
         temporary.write_text(json.dumps(value, indent=1) + "\n")
 
 
-def read_json(path: Path, what: str) -> Any:
-    """Read a JSON file; UserError naming `what` and the path if it is absent or not JSON."""
+def read_json(path: Path, what: str) -> dict[str, Any]:
+    """Read a JSON file that holds an object; UserError naming `what` and the path if it is absent or anything else."""
     try:
-        return json.loads(Path(path).read_text())
+        value = json.loads(Path(path).read_text())
     except FileNotFoundError:
         raise UserError(f"{what} not found: {path}") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{what} is not valid JSON: {path} ({error})") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{what} is not a JSON object: {path}")
+    return value
 
 
 def remove_stale_temporaries(folder: Path) -> None:

@@ -101,15 +101,17 @@ def _scalars(values: dict[str, Any]):
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a JSON-lines file; a last line cut short by a kill is left out."""
+    """The records of a JSON-lines file; lines that are none, such as a last one cut short by a kill, are left out."""
     if not Path(path).exists():
         return []
     records = []
-    for line in Path(path).read_text().splitlines():
+    for line in Path(path).read_text(errors="replace").splitlines():
         try:
-            records.append(json.loads(line))
+            record = json.loads(line)
         except json.JSONDecodeError:
             continue
+        if isinstance(record, dict):
+            records.append(record)
     return records
 
 

@@ -29,12 +29,21 @@ def describe_hardware(device: torch.device) -> str:
 def git_commit() -> str:
     """The short commit of the code, with + if the tree was changed; "unknown" outside a checkout."""
     root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():  # installed: a repository around it is someone else's
+        return "unknown"
     try:
         commit = subprocess.run(["git", "-C", str(root), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
         dirty = subprocess.run(["git", "-C", str(root), "diff", "--quiet", "HEAD", "--", "*.py"], capture_output=True).returncode
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return commit + ("+" if dirty else "")
+
+
+def check_appendable(path: Path) -> None:
+    """Raises OSError now, not when there is something to append, if `path` cannot be appended to."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a"):
+        pass
 
 
 def append_result(

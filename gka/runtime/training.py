@@ -13,6 +13,7 @@ from gka.runtime.cli import UserError
 from gka.runtime.distributed import Runtime, running
 from gka.runtime.files import locked
 from gka.runtime.progress import RunLog
+from gka.runtime.results import check_appendable
 
 
 class RunConfig:
@@ -24,9 +25,9 @@ class RunConfig:
     out: Path
     model_tag: str
     device_type: str
-    device_batch_size: int
     seed: int
     wandb: str
+    results: Path
 
     @property
     def tag(self) -> str:
@@ -51,8 +52,8 @@ class RunConfig:
 
     def check(self) -> None:
         """Raises UserError for values that make no sense. A trainer's own checks call this first."""
-        if "/" in self.model_tag or self.model_tag.startswith("."):
-            raise UserError(f"--model-tag must be a plain folder name, got {self.model_tag!r}")
+        if not self.tag or "/" in self.tag or self.tag.startswith("."):
+            raise UserError(f"--model-tag must be a plain folder name, got {self.tag!r}")
 
     def require_positive(self, *keys: str, or_off: bool = False) -> None:
         """Raises UserError unless these are at least 1, or (or_off) -1."""
@@ -74,7 +75,7 @@ class Trainer(Protocol):
 def launch(config: RunConfig, make_trainer: Callable[[Any, Runtime], Trainer], train: Callable[[Any, RunLog], None]) -> None:
     """Join the processes, take the run's folder, build and resume the trainer, open its log, and `train(trainer, log)`.
 
-    Raises UserError, on every process, for anything the user can mend; running out of GPU memory is one of these.
+    Raises UserError, on every process, for anything the user can mend.
     """
     config.check()
     with running(config.device_type, config.seed) as runtime, contextlib.ExitStack() as held:
@@ -82,6 +83,7 @@ def launch(config: RunConfig, make_trainer: Callable[[Any, Runtime], Trainer], t
         def prepare() -> tuple[Trainer, RunLog]:
             if runtime.is_main:
                 held.enter_context(locked(config.folder, "training in"))
+                check_appendable(config.results)
             trainer = make_trainer(config, runtime)
             trainer.resume()
             log = RunLog(config.folder / "log.jsonl", resume_step=trainer.state["step"], wandb_mode=config.wandb, name=config.tag,
@@ -91,9 +93,4 @@ def launch(config: RunConfig, make_trainer: Callable[[Any, Runtime], Trainer], t
 
         trainer, log = runtime.agree(prepare)
         runtime.broadcast(trainer.model.parameters())
-        try:
-            train(trainer, log)
-        except torch.OutOfMemoryError:
-            raise UserError(
-                f"out of GPU memory; lower --device-batch-size (now {config.device_batch_size}): it changes the speed, not what a step trains on"
-            ) from None
+        train(trainer, log)

@@ -2,7 +2,6 @@
 
 import hashlib
 import http.client
-import json
 import re
 import shutil
 import stat
@@ -14,7 +13,7 @@ import zlib
 from pathlib import Path, PurePosixPath
 
 from gka.runtime.cli import UserError
-from gka.runtime.files import locked
+from gka.runtime.files import locked, read_json, write_json
 from gka.runtime.progress import progress_bar
 from nanochat_gka.core.bundle import MANIFEST
 
@@ -33,12 +32,19 @@ def fetch_bundle(folder: Path, url: str = URL) -> Path:
     if not url.startswith(("https://", "http://")):
         raise UserError(f"--bundle-url must begin with https:// or http://, got {url}")
     with locked(folder.parent, "fetching a bundle into"):
+        if (folder / MANIFEST).exists():  # by now
+            return folder
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise UserError(f"{folder} is in the way: it is no CORE bundle (no {MANIFEST}); move it away, or choose another --out")
         archive = folder.with_name(f".{folder.name}.zip")
-        download(url, archive)
+        if not archive.exists():
+            download(url, archive)
         try:
             unpack(archive, folder)
-        finally:
-            archive.unlink()  # unusable, or of no more use
+        except UserError:
+            archive.unlink()  # unusable
+            raise
+        archive.unlink()
     return folder
 
 
@@ -65,7 +71,7 @@ def download(url: str, path: Path) -> None:
 
 def _continue(url: str, part: Path, note: Path, progress) -> None:
     """One attempt: append what is missing to `part`, or start over if the file has changed. Raises OSError if it arrives cut or damaged."""
-    known = json.loads(note.read_text()) if note.exists() and part.exists() else {}
+    known = read_json(note, "note of the download") if note.exists() and part.exists() else {}
     have = part.stat().st_size if known.get("etag") else 0
     headers = {"Range": f"bytes={have}-", "If-Range": known["etag"]} if have else {}
     try:
@@ -82,7 +88,7 @@ def _continue(url: str, part: Path, note: Path, progress) -> None:
         etag, length = response.headers.get("ETag", ""), response.headers.get("Content-Length")
         total = have + int(length) if length else None
         part.parent.mkdir(parents=True, exist_ok=True)
-        note.write_text(json.dumps({"etag": "" if etag.startswith("W/") else etag, "total": total}))
+        write_json(note, {"etag": "" if etag.startswith("W/") else etag, "total": total})
         with open(part, "ab" if have else "wb") as file:
             while chunk := response.read(2**16):
                 file.write(chunk)

@@ -16,7 +16,7 @@ TILE = 128
 MIN_HEAD_DIM = 16
 
 
-def unavailable(x, needs_grad: bool, own_keys: bool = True, constant_norm: bool = False) -> str | None:
+def unavailable(x, needs_grad: bool, keys=None, constant_norm: bool = False) -> str | None:
     """Why FlexAttention cannot serve these features, or None if it can."""
     if x.shape[-1] < MIN_HEAD_DIM:
         return f"FlexAttention needs head_dim >= {MIN_HEAD_DIM}, got {x.shape[-1]}"

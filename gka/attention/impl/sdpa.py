@@ -23,7 +23,7 @@ def dot_product(q, k, v, mask: Mask, scale: float):
     return F.scaled_dot_product_attention(q, k, v, attn_mask, is_causal=plain_causal, scale=scale).transpose(1, 2)
 
 
-def unavailable(x, needs_grad: bool, own_keys: bool = True, constant_norm: bool = False) -> str | None:
+def unavailable(x, needs_grad: bool, keys=None, constant_norm: bool = False) -> str | None:
     """SDPA serves every request on every device."""
     return None
 
@@ -39,7 +39,10 @@ def gaussian(x, keys, values, log_sigma, mask: Mask, constant_norm: bool, eps: f
     if constant_norm:
         return dot_product((x * inverse).to(x.dtype), keys, values, mask, scale=1.0)
     if x.dtype == torch.float16:
-        return gaussian(x.float(), keys.float(), values.float(), log_sigma, mask, constant_norm).to(x.dtype)
+        x32 = x.float()
+        keys32 = x32 if keys is x else keys.float()
+        values32 = keys32 if values is keys else values.float()
+        return gaussian(x32, keys32, values32, log_sigma, mask, constant_norm).to(x.dtype)
 
     own_values, offset = values is keys, None
     if not mask.causal and x.dtype != torch.bfloat16:

@@ -18,7 +18,7 @@ LARGEST_OFFSET = 2**31
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def unavailable(x, needs_grad: bool, own_keys: bool = True, constant_norm: bool = False) -> str | None:
+def unavailable(x, needs_grad: bool, keys=None, constant_norm: bool = False) -> str | None:
     """Why the kernels cannot serve this request, or None if they can."""
     if obstacle := _missing(x.device):
         return obstacle
@@ -26,9 +26,10 @@ def unavailable(x, needs_grad: bool, own_keys: bool = True, constant_norm: bool 
         return f"the Triton kernels take float32, bfloat16 and float16, got {x.dtype}"
     if x.shape[-1] > MAX_HEAD_DIM:
         return f"the Triton kernels need head_dim <= {MAX_HEAD_DIM}, got {x.shape[-1]}"
-    if x.shape[1] * x.shape[2] * x.shape[3] >= LARGEST_OFFSET:
-        return f"the Triton kernels take fewer than 2^31 numbers per sequence, got {tuple(x.shape)}"
-    if not own_keys and needs_grad and not constant_norm:
+    for features in (x, x if keys is None else keys):
+        if features.shape[1] * features.shape[2] * features.shape[3] >= LARGEST_OFFSET:
+            return f"the Triton kernels take fewer than 2^31 numbers per sequence, got {tuple(features.shape)}"
+    if keys is not None and keys is not x and needs_grad and not constant_norm:
         return "the Triton kernels have gradients for foreign keys only with constant_norm"
     return None
 
