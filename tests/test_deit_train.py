@@ -200,6 +200,7 @@ def test_kill_9_at_random_moments_and_resume_is_bit_identical(uninterrupted, pic
     assert [path.name for path in (tmp_path / "run/best").iterdir()] == [path.name for path in (uninterrupted / "run/best").iterdir()]
 
 
+@pytest.mark.slow
 def test_kill_9_of_torchrun_with_two_ranks_and_resume_is_bit_identical(pictures, tmp_path):
     whole, killed, common = tmp_path / "whole", tmp_path / "killed", ["--epochs", 3, "--save-every", 2]
     train(pictures, whole, *common, ranks=2)
