@@ -129,7 +129,7 @@ def _differentiate(ctx, grad_y, grad_level, grad_norm):
 
 
 def _refuse(ctx, *grads):
-    raise NotImplementedError('impl="triton" has no second derivatives; use impl="reference" (or "sdpa") for double backward')
+    raise NotImplementedError('impl="triton" has no second derivatives; use impl="reference" for double backward')
 
 
 attend.register_autograd(_differentiate, setup_context=_save)
