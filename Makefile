@@ -87,7 +87,7 @@ lint: $(READY)  ## ruff: errors and formatting
 	$(VENV)/bin/ruff format --check .
 
 # ARGS goes to all four: --quick, --device-type cpu, --results FOLDER. Each also runs alone, with more flags (--help).
-bench: $(READY)  ## time attention, DeiT and GPT, GKA beside softmax, on the GPU or else the CPU (3 minutes on 2 cores): tables, targets, pictures
+bench: $(READY)  ## time attention, DeiT and GPT, GKA beside softmax, on the GPU or else the CPU (2 1/2 minutes on 2 cores): tables, targets, pictures
 	$(PY) -m runs.bench_attention $(ARGS)
 	$(PY) -m runs.bench_deit $(ARGS)
 	$(PY) -m runs.bench_gpt $(ARGS)

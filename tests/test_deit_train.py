@@ -23,6 +23,7 @@ from deit_gka import evaluate, figures, model_io
 from deit_gka import train as training
 from deit_gka.train import trusted
 from deit_gka.train_config import TrainConfig
+from gka.runtime.checkpoint import save as save_checkpoint
 from gka.runtime.cli import UserError, run
 
 TRAIN, EVALUATE, EXPORT = "deit_gka.train", "deit_gka.evaluate", "deit_gka.export"
@@ -424,6 +425,13 @@ def test_a_disk_that_is_gone_is_one_line(pictures, tmp_path):
 
 
 # --- Mistakes ---
+
+
+def test_a_checkpoint_of_another_kind_is_refused_in_one_line(tmp_path):
+    folder = save_checkpoint(tmp_path / "run/checkpoints", 1, {"model": {"w": torch.zeros(1)}}, {"train_config": {}})
+    for path in (tmp_path / "run", folder):
+        with pytest.raises(UserError, match="is not of a vision run; nanochat_gka evaluates and exports language models"):
+            model_io.find_checkpoint(path)
 
 
 def test_a_loss_that_is_not_finite_stops_and_names_the_last_checkpoint(pictures, tmp_path):

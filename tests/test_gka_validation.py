@@ -6,11 +6,16 @@ import pytest
 import torch
 
 from gka import GaussianKernelAttention, attention_cost, dot_product_attention, gaussian_attention, initial_log_sigma, select_impl
+from gka.attention.impl import triton_op
 
 X = torch.randn(2, 5, 3, 16)
 S = torch.zeros(3)
 
 CASES = [
+    (TypeError, "dim and num_heads must be ints, got float and int", lambda: GaussianKernelAttention(8.0, 2)),
+    (ValueError, "num_heads must divide dim, got dim=-8", lambda: GaussianKernelAttention(-8, 2)),
+    (TypeError, r"x must be a torch.Tensor of shape \(B, T, dim\), got NoneType", lambda: GaussianKernelAttention(8, 2)(None)),
+    (ValueError, "tokens, batch and window must be at least 1, got -3, 1 and None", lambda: attention_cost("gka", 8, 2, -3)),
     (TypeError, r"x must be a torch.Tensor of shape \(B, T, H, D\), got list", lambda: gaussian_attention([1.0], S)),
     (ValueError, "x must have shape.*3 dimensions", lambda: gaussian_attention(X[0], S)),
     (ValueError, "x must not be empty", lambda: gaussian_attention(X[:, :0], S)),
@@ -64,3 +69,11 @@ def test_what_ran_can_be_asked():
     assert select_impl(X, impl="reference") == "reference"
     assert select_impl(X, impl="flex") == "flex"
     assert select_impl(X, return_weights=True) == "reference"
+
+
+def test_the_kernels_refuse_what_32_bits_cannot_address_keys_included():
+    """Views of one number: nothing is allocated."""
+    short, long = (torch.zeros(()).expand(1, tokens, 8, 64) for tokens in (5, 2**22))
+    for x, keys in ((long, None), (short, long)):
+        assert "fewer than 2^31 numbers per sequence, got (1, 4194304, 8, 64)" in triton_op.unavailable(x, needs_grad=False, keys=keys)
+    assert triton_op.unavailable(short, needs_grad=False, keys=short) is None
