@@ -7,8 +7,13 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from gka.runtime.progress import console, progress_bar, read_lines
+from runs.outlook import Outlook
+
+LOOK_EVERY = 0.2  # seconds between two looks at the running commands
+START_SECONDS = 6.0  # a command needs until it trains, most of them for importing PyTorch
 
 
 def _command(module: str, flags, ranks: int = 1) -> list[str]:
@@ -19,9 +24,9 @@ def _command(module: str, flags, ranks: int = 1) -> list[str]:
     return [sys.executable, *launcher, *words]
 
 
-def run(module: str, *flags, ranks: int = 1) -> None:
+def run(module: str, *flags) -> None:
     """Run one command; leave with its exit code if it fails. Ctrl-C lets it save first."""
-    process = subprocess.Popen(_command(module, flags, ranks))
+    process = subprocess.Popen(_command(module, flags))
     try:
         code = process.wait()
     except KeyboardInterrupt:
@@ -33,46 +38,79 @@ def run(module: str, *flags, ranks: int = 1) -> None:
 
 @dataclass
 class Job:
-    """A command whose training log is followed. `folder`: the run's."""
+    """A training command whose log is followed: `folder` is the run's, `steps` how many it takes, `ranks` its processes.
+
+    seconds: how long it is expected to take with one core of two, as `Outlook` wants it.
+    """
 
     name: str
     module: str
     flags: list
     folder: Path
+    steps: int
+    seconds: float = 1.0
+    ranks: int = 1
     process: subprocess.Popen | None = None
     printed: int = 0  # characters in its output.txt from earlier starts
 
-    def steps(self) -> int:
-        return max((record["step"] for record in read_lines(self.folder / "log.jsonl")), default=0)
+    def records(self) -> list[dict[str, Any]]:
+        return read_lines(self.folder / "log.jsonl")
+
+    def finish(self) -> dict[str, Any] | None:
+        """The record a finished run ends with."""
+        return next((record for record in self.records() if record.get("event") == "finish"), None)
+
+    def progress(self) -> tuple[int, str]:
+        """Steps done, and the last loss."""
+        records = self.records()
+        losses = [record["loss"] for record in records if isinstance(record.get("loss"), float)]
+        step = max((record["step"] for record in records if isinstance(record.get("step"), int)), default=0)
+        return step, f"loss {losses[-1]:.3f}" if losses else ""
+
+    def start(self, threads: int) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with open(self.folder / "output.txt", "a+", errors="replace") as output:
+            output.seek(0)
+            self.printed = len(output.read())
+            self.process = subprocess.Popen(_command(self.module, self.flags, self.ranks), stdout=output,
+                                            stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": str(threads)})  # fmt: skip
 
 
-def run_side_by_side(jobs: list[Job], at_once: int, total_steps: int) -> None:
+def expected_seconds(jobs: list[Job], at_once: int) -> float:
+    """How long `run_side_by_side` should take."""
+    return sum(job.seconds for job in jobs) / max(1, min(at_once, len(jobs)))
+
+
+def run_side_by_side(jobs: list[Job], at_once: int, outlook: Outlook) -> None:
     """Run the jobs, `at_once` together with the cores shared among them; what each prints goes to its folder's output.txt.
 
     Leaves with the last line of the first failure, its file and its exit code. Ctrl-C lets all save first.
     """
-    threads = str(max(1, len(os.sched_getaffinity(0)) // at_once))
-    waiting, running = list(jobs), []
+    threads = max(1, len(os.sched_getaffinity(0)) // at_once)
+    waiting, running, total = list(jobs), [], sum(job.seconds for job in jobs)
     with progress_bar() as bar:
-        tasks = {job.name: bar.add_task(job.name, total=total_steps, status="") for job in jobs}
+        tasks = {job.name: bar.add_task(job.name, total=job.steps, status="") for job in jobs}
+        whole = bar.add_task("all of it", total=1, status="")
         try:
             while waiting or running:
                 while waiting and len(running) < at_once:
-                    job = waiting.pop(0)
-                    job.folder.mkdir(parents=True, exist_ok=True)
-                    with open(job.folder / "output.txt", "a+", errors="replace") as output:
-                        output.seek(0)
-                        job.printed = len(output.read())
-                        job.process = subprocess.Popen(_command(job.module, job.flags), stdout=output, stderr=subprocess.STDOUT,
-                                                       env={**os.environ, "OMP_NUM_THREADS": threads})  # fmt: skip
-                    running.append(job)
-                time.sleep(0.2)
+                    waiting[0].start(threads)
+                    running.append(waiting.pop(0))
+                time.sleep(LOOK_EVERY)
+                seen = {job.name: job.progress() for job in running}
                 for job in list(running):
-                    bar.update(tasks[job.name], completed=job.steps())
+                    step, status = seen[job.name]
+                    bar.update(tasks[job.name], completed=step, status=status)
                     if job.process.poll() is not None:
                         running.remove(job)
+                        bar.update(tasks[job.name], completed=job.steps)
                         if job.process.returncode:
                             _fail(job, running)
+                parts = {job.name: min(1.0, seen[job.name][0] / job.steps) for job in running}
+                done = sum(job.seconds * parts.get(job.name, 1.0) for job in jobs if job not in waiting)
+                outlook.advance(done / total)
+                bar.update(whole, completed=done / total, status=outlook.sentence())
+                outlook.say(", ".join(f"{job.name}: step {seen[job.name][0]:,} of {job.steps:,}" for job in running))
         except KeyboardInterrupt:
             for job in running:  # the terminal's Ctrl-C has reached them too
                 job.process.wait()

@@ -7,6 +7,7 @@ Everything is reused the second time; an interrupted demo continues where it sto
 """
 
 import json
+import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,8 @@ from gka.runtime import cli
 from gka.runtime.cli import UserError
 from gka.runtime.progress import console, read_lines
 from runs import demo_report, demo_vision
-from runs.commands import run
+from runs.commands import START_SECONDS, Job, expected_seconds, run, run_side_by_side
+from runs.outlook import Outlook
 
 VOCAB, SEQUENCE_LEN = 2048, 256
 # nanochat's rule would shrink the rates 16-fold at this batch; these undo it, times the 2 at which the softmax baseline is best (runs/LOG.md).
@@ -31,6 +33,9 @@ VARIANTS = {
     "gka-offsets": ("GKA + offsets", ["--attention", "gka", "--head-offsets", "PS"]),
 }
 PROMPTS = ["The ", "Return the ", "If the "]
+SAMPLES = "samples.jsonl"
+PREPARE, TRAIN, SAMPLE, SHOW = "documents, tokenizer and rows", "training", "text from the language models", "tables and pictures"
+SECONDS_PER_STEP, SECONDS_PER_SAMPLE = 0.29, 9.0  # of a language model on one core of two; they start the estimate of what is left
 
 
 @dataclass
@@ -63,52 +68,74 @@ def prepare(out: Path) -> Path:
     return out / "packed"
 
 
-def train(config: DemoConfig, packed: Path, name: str) -> Path:
-    """Train one variant; returns its run folder."""
-    tag = f"d{config.depth}-{name}-{config.steps}"
+def language_jobs(config: DemoConfig) -> dict[str, Job]:
+    """Label -> the command that trains this language model."""
     flags = [word for key, value in TRAIN_FLAGS.items() for word in (f"--{key}", value)]
-    run("nanochat_gka.train", "--data", packed, "--out", config.out / "runs", "--results", config.out / "train.jsonl", "--model-tag", tag,
-        "--depth", config.depth, "--num-iterations", config.steps, *VARIANTS[name][1], *flags, "--wandb", config.wandb, ranks=config.ranks)  # fmt: skip
-    return config.out / "runs" / tag
+    jobs = {}
+    for name, (label, own_flags) in VARIANTS.items():
+        tag = f"d{config.depth}-{name}-{config.steps}"
+        command = ["--data", config.out / "packed", "--out", config.out / "runs", "--results", config.out / "train.jsonl", "--model-tag", tag,
+                   "--depth", config.depth, "--num-iterations", config.steps, *own_flags, *flags, "--wandb", config.wandb]  # fmt: skip
+        jobs[label] = Job(label, "nanochat_gka.train", command, config.out / "runs" / tag, config.steps,
+                          START_SECONDS + SECONDS_PER_STEP * config.steps * config.depth / 4, config.ranks)  # fmt: skip
+    return jobs
 
 
-def sample(run_folder: Path) -> dict[str, str]:
-    """One continuation of every prompt."""
-    results = run_folder / "samples.jsonl"
-    if not results.exists():
-        run("nanochat_gka.evaluate", "--run", run_folder, "--eval", "sample", "--prompt", *PROMPTS, "--max-tokens", 40, "--device-type", "cpu",
-            "--results", results)  # fmt: skip
-    return {prompt: texts[0] for prompt, texts in read_lines(results)[-1]["metrics"]["samples"].items()}
+def sample_jobs(trained: dict[str, Job]) -> list[Job]:
+    """The commands that continue the prompts, for the models that have no samples yet."""
+    flags = ["--eval", "sample", "--prompt", *PROMPTS, "--max-tokens", 40, "--device-type", "cpu"]
+    return [Job(f"text by {label}", "nanochat_gka.evaluate", ["--run", job.folder, *flags, "--results", job.folder / SAMPLES], job.folder, 1,
+                SECONDS_PER_SAMPLE)
+            for label, job in trained.items() if not (job.folder / SAMPLES).exists()]  # fmt: skip
 
 
-def language(config: DemoConfig) -> list[Path]:
-    """The language models; returns the pictures."""
-    packed = prepare(config.out)
-    rows, samples = {}, {}
-    for name, (label, _) in VARIANTS.items():
-        folder = train(config, packed, name)
-        finish = [record for record in read_lines(folder / "log.jsonl") if record["event"] == "finish"]
-        if not finish:  # Ctrl-C reached the trainer alone: it has saved and left
-            raise KeyboardInterrupt
-        rows[label] = {**finish[-1], "log": folder / "log.jsonl"}
-        samples[label] = sample(folder)
-    demo_report.show(rows, samples)
+def show_language(config: DemoConfig, jobs: dict[str, Job]) -> list[Path]:
+    """Print the tables and texts, write the results; returns the pictures."""
+    rows = {label: {**job.finish(), "log": job.folder / "log.jsonl"} for label, job in jobs.items()}
+    texts = {label: read_lines(job.folder / SAMPLES)[-1]["metrics"]["samples"] for label, job in jobs.items()}
+    demo_report.show(rows, {label: {prompt: found[0] for prompt, found in samples.items()} for label, samples in texts.items()})
     if config.results:
         trained = {record["config"]["model_tag"]: record for record in read_lines(config.out / "train.jsonl")}
         config.results.mkdir(parents=True, exist_ok=True)
         with open(config.results / "demo.jsonl", "w") as file:
-            for name, (label, _) in VARIANTS.items():
-                file.write(json.dumps({**trained[f"d{config.depth}-{name}-{config.steps}"], "label": label}) + "\n")
+            for label, job in jobs.items():
+                file.write(json.dumps({**trained[job.folder.name], "label": label}) + "\n")
     return demo_report.plot(rows, config.out)
 
 
-def vision(config: DemoConfig) -> list[Path]:
-    """The vision models; returns the pictures."""
-    rows = demo_vision.train(config.out, config.epochs, config.wandb)
+def show_vision(config: DemoConfig, jobs: list[tuple[str, Job]]) -> list[Path]:
+    """The same of the vision models."""
+    rows = demo_vision.rows_of(jobs)
     demo_vision.show(rows)
     if config.results:
         demo_vision.write_results(rows, config.out / "train_deit.jsonl", config.results / "demo_vision.jsonl")
     return demo_vision.draw(rows, config.out)
+
+
+def run_all(config: DemoConfig) -> list[Path]:
+    """Prepare, train, sample, show; what is there already is reused. Returns the pictures."""
+    parts = set(config.parts)
+    texts = language_jobs(config) if "language" in parts else {}
+    digits = demo_vision.jobs(config.out, config.epochs, config.wandb) if "vision" in parts else []
+    training = [*texts.values(), *(job for _, job in digits)]
+    todo = [job for job in training if not job.finish()]
+    sampling = sample_jobs(texts)
+    at_once = max(1, len(os.sched_getaffinity(0)) // config.ranks)
+    stages = {PREPARE: 12.0 if texts else 0.0, TRAIN: expected_seconds(todo, at_once), SAMPLE: expected_seconds(sampling, at_once), SHOW: 8.0}
+    outlook = Outlook({stage: seconds for stage, seconds in stages.items() if seconds})
+    if PREPARE in outlook.expected:
+        with outlook.during(PREPARE):
+            prepare(config.out)
+    if len(todo) < len(training):
+        console.print(f"\n{len(training) - len(todo)} of {len(training)} models are trained already")
+    for stage, jobs in ((TRAIN, todo), (SAMPLE, sampling)):
+        if jobs:
+            with outlook.during(stage):
+                run_side_by_side(jobs, at_once, outlook)
+        if not all(job.finish() for job in training):  # Ctrl-C reached a trainer alone: it has saved and left
+            raise KeyboardInterrupt
+    with outlook.during(SHOW):
+        return [*(show_language(config, texts) if texts else []), *(show_vision(config, digits) if digits else [])]
 
 
 def main(config: DemoConfig) -> None:
@@ -116,10 +143,9 @@ def main(config: DemoConfig) -> None:
         if getattr(config, key) < 1:
             raise UserError(f"--{key} must be at least 1, got {getattr(config, key)}")
     started = time.perf_counter()
-    pictures = [picture for part in dict.fromkeys(config.parts) for picture in {"language": language, "vision": vision}[part](config)]
-    console.print(
-        f"\nPictures: {', '.join(map(str, pictures))}. Logs and checkpoints: {config.out / 'runs'}. {time.perf_counter() - started:.0f} s in all."
-    )
+    pictures = run_all(config)
+    minutes, seconds = divmod(round(time.perf_counter() - started), 60)
+    console.print(f"\nPictures: {', '.join(map(str, pictures))}. Logs and checkpoints: {config.out / 'runs'}. {minutes} min {seconds:02d} s in all.")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ Every run is the trainer's own command. It reports accuracy on the third of the 
 """
 
 import json
-import os
 import statistics
 from pathlib import Path
 
@@ -16,13 +15,14 @@ from deit_gka.loader import eval_transform
 from deit_gka.model_io import find_checkpoint, load_run
 from deit_gka.sources import decode, open_source
 from gka.runtime.progress import console, read_lines
-from runs.commands import Job, run_side_by_side
+from runs.commands import START_SECONDS, Job
 from runs.demo_report import plot_bandwidths
 
 SEEDS = (0, 1)
 EXPECTED_TOP1 = 95.0
 MODELS = {"softmax": "deit_tiny_patch16_224", "VLT": "deit_tiny_vlt_patch16_224", "GKA": "deit_tiny_gka_patch16_224"}
 SIZE, BATCH = 16, 32
+SECONDS_PER_EPOCH = 0.9  # on one core of two; it starts the estimate of what is left
 HEADINGS = ("parameters", "FLOPs/image", "top-1 %", "EMA top-1 %", "train img/s")
 # Tiny models on tiny images need none of the recipe's augmentation; the rate is 1e-3 at this batch (runs/LOG.md).
 FLAGS = [
@@ -33,32 +33,26 @@ FLAGS = [
 ]  # fmt: skip
 
 
-def train(out: Path, epochs: int, wandb: str) -> dict[str, list[dict]]:
-    """Train what is not trained yet; label -> the `finish` records of its seeds, each with its run folder."""
-    warmup = min(5, epochs)
-    jobs = []
+def jobs(out: Path, epochs: int, wandb: str) -> list[tuple[str, Job]]:
+    """(label, the command that trains this model), seed by seed."""
+    steps = epochs * (len(open_source("digits", "train")) // BATCH)
+    found = []
     for seed in SEEDS:
         for label, model in MODELS.items():
             tag = f"digits-{label.lower()}-{epochs}-seed{seed}"
-            flags = ["--model", model, "--model-tag", tag, "--epochs", epochs, "--warmup-epochs", warmup, "--seed", seed, *FLAGS,
+            flags = ["--model", model, "--model-tag", tag, "--epochs", epochs, "--warmup-epochs", min(5, epochs), "--seed", seed, *FLAGS,
                      "--out", out / "runs", "--results", out / "train_deit.jsonl", "--wandb", wandb]  # fmt: skip
-            jobs.append(Job(f"digits, {label}, seed {seed}", "deit_gka.train", flags, out / "runs" / tag))
-    steps_per_epoch = len(open_source("digits", "train")) // BATCH
-    todo = [job for job in jobs if not _finished(job.folder)]
-    if len(todo) < len(jobs):
-        console.print(f"\n{len(jobs) - len(todo)} of {len(jobs)} vision models are trained already")
-    run_side_by_side(todo, at_once=min(len(jobs), len(os.sched_getaffinity(0))), total_steps=epochs * steps_per_epoch)
+            name = f"digits, {label}, seed {seed}"
+            found.append((label, Job(name, "deit_gka.train", flags, out / "runs" / tag, steps, START_SECONDS + SECONDS_PER_EPOCH * epochs)))
+    return found
+
+
+def rows_of(jobs: list[tuple[str, Job]]) -> dict[str, list[dict]]:
+    """Label -> the `finish` records of its seeds, each with its run folder."""
     rows: dict[str, list[dict]] = {label: [] for label in MODELS}
-    for job, label in zip(jobs, list(MODELS) * len(SEEDS)):
-        finish = _finished(job.folder)
-        if not finish:  # Ctrl-C reached the trainer alone: it has saved and left
-            raise KeyboardInterrupt
-        rows[label].append({**finish, "folder": job.folder})
+    for label, job in jobs:
+        rows[label].append({**job.finish(), "folder": job.folder})
     return rows
-
-
-def _finished(folder: Path) -> dict | None:
-    return next((record for record in read_lines(folder / "log.jsonl") if record["event"] == "finish"), None)
 
 
 def show(rows: dict[str, list[dict]]) -> None:

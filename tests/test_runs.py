@@ -1,30 +1,35 @@
 """What the demo and the tables stand on: commands side by side, the ablation's table."""
 
 import json
-import time
 
 import pytest
 
 from gka.runtime.cli import UserError
-from runs import ablation
+from runs import ablation, outlook
 from runs.commands import Job, run_side_by_side
+from runs.outlook import Outlook
+
+
+def job(folder, name, code):
+    return Job(name, "timeit", ["-n", 1, "-r", 1, code], folder, steps=1)
 
 
 def test_commands_run_side_by_side_and_keep_their_output(tmp_path):
-    jobs = [Job(f"job {number}", "timeit", ["-n", 1, "-r", 1, "import time; time.sleep(1.5)"], tmp_path / str(number)) for number in range(3)]
-    started = time.perf_counter()
-    run_side_by_side(jobs, at_once=3, total_steps=1)
-    assert time.perf_counter() - started < 3 * 1.5
+    """Each command waits until all three have started."""
+    meet = f"import pathlib, time, os; here = pathlib.Path({str(tmp_path)!r}); (here / str(os.getpid())).touch()\n"
+    meet += "while len([path for path in here.iterdir() if path.is_file()]) < 3: time.sleep(0.01)"
+    jobs = [job(tmp_path / f"job-{number}", f"job {number}", meet) for number in range(3)]
+    run_side_by_side(jobs, 3, Outlook({"training": 3.0}))
     assert all("1 loop" in (job.folder / "output.txt").read_text() for job in jobs)
 
 
 def test_a_failing_command_ends_all_with_its_last_line_and_code(tmp_path, capfd):
     jobs = [
-        Job("fails", "deit_gka.export", ["--run", tmp_path / "nothing", "--out", tmp_path / "out"], tmp_path / "fails"),
-        Job("sleeps", "timeit", ["-n", 1, "-r", 1, "import time; time.sleep(600)"], tmp_path / "sleeps"),
+        Job("fails", "deit_gka.export", ["--run", tmp_path / "nothing", "--out", tmp_path / "out"], tmp_path / "fails", steps=1),
+        job(tmp_path / "sleeps", "sleeps", "import time; time.sleep(600)"),
     ]
     with pytest.raises(SystemExit) as left:
-        run_side_by_side(jobs, at_once=2, total_steps=1)
+        run_side_by_side(jobs, 2, Outlook({"training": 2.0}))
     assert left.value.code == 2
     assert capfd.readouterr().err.startswith(f"error: no checkpoint in {tmp_path / 'nothing'}; train one first")
     assert jobs[1].process.poll() is not None
@@ -32,11 +37,38 @@ def test_a_failing_command_ends_all_with_its_last_line_and_code(tmp_path, capfd)
 
 def test_a_command_that_is_killed_in_silence_is_named_and_not_by_what_an_earlier_one_printed(tmp_path, capfd):
     (tmp_path / "output.txt").write_text("of an earlier start\n")
-    job = Job("dies", "timeit", ["-n", 1, "-r", 1, "import os; os.kill(os.getpid(), 9)"], tmp_path)
     with pytest.raises(SystemExit) as left:
-        run_side_by_side([job], at_once=1, total_steps=1)
+        run_side_by_side([job(tmp_path, "dies", "import os; os.kill(os.getpid(), 9)")], 1, Outlook({"training": 1.0}))
     assert left.value.code == 128 + 9
     assert capfd.readouterr().err == f"error: dies ended with exit code -9; what it printed is in {tmp_path / 'output.txt'}\n"
+
+
+def test_progress_is_read_from_logs_with_torn_and_foreign_lines(tmp_path):
+    lines = ['{"event": "train", "step": 20, "loss": 3.5}', '{"event": "note"}', "[1, 2]", '{"event": "train", "step": 40, "lo']
+    (tmp_path / "log.jsonl").write_text("\n".join(lines))
+    assert Job("a", "timeit", [], tmp_path, steps=40).progress() == (20, "loss 3.500")
+    assert Job("a", "timeit", [], tmp_path, steps=40).finish() is None
+
+
+def test_the_outlook_corrects_what_is_left_by_the_pace(monkeypatch, capsys):
+    now = [1000.0]
+    monkeypatch.setattr(outlook.time, "monotonic", lambda: now[0])
+    plan = Outlook({"preparing": 20.0, "training": 200.0})
+    assert plan.left() == 220
+    with plan.during("preparing"):
+        now[0] += 60  # three times as long as expected
+    with plan.during("training"):
+        assert plan.left() == pytest.approx(200 * (60 + outlook.TRUST) / (20 + outlook.TRUST))
+        now[0] += 300
+        plan.advance(0.5)
+        assert plan.left() == pytest.approx(100 * (360 + outlook.TRUST) / (120 + outlook.TRUST))
+        plan.say("step 5 of 10")
+        now[0] += 1
+        plan.say("step 6 of 10")  # too soon after the line before
+    assert plan.left() == 0
+    printed = capsys.readouterr().out
+    assert "[2/2] training; about 6 min 40 s left in all" in printed and "step 5 of 10; about 4 min 31 s left" in printed
+    assert "step 6" not in printed
 
 
 def test_the_ablation_table_puts_runs_beside_the_paper(tmp_path, capfd):
