@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|ov
 problems = st.fixed_dictionaries(
     dict(
         seed=st.integers(0, 2**31),
-        shape=st.tuples(st.integers(1, 3), st.integers(1, 40), st.integers(1, 3), st.sampled_from([16, 17, 24, 33])),
+        shape=st.tuples(st.integers(1, 2), st.integers(1, 40), st.integers(1, 2), st.sampled_from([16, 17, 24, 33])),
         causal=st.booleans(),
         window=st.none() | st.integers(0, 50),
         log_sigma=st.floats(-0.5, 2.0),
@@ -33,7 +33,7 @@ def build(p):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(p=problems)
 def test_constant_values_come_back(impl, p):
     """Rows of W sum to one: mixing ones gives ones."""
@@ -43,7 +43,7 @@ def test_constant_values_come_back(impl, p):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(p=problems, shift=st.floats(-5, 5))
 def test_a_common_shift_moves_the_output_and_nothing_else(impl, p, shift):
     x, log_sigma, mask = build(p)
@@ -55,7 +55,7 @@ def test_a_common_shift_moves_the_output_and_nothing_else(impl, p, shift):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(p=problems, split=st.integers(0, 39))
 def test_changing_the_future_changes_nothing_before_it(impl, p, split):
     """Bit for bit: rounding may not leak the future either."""
@@ -69,7 +69,7 @@ def test_changing_the_future_changes_nothing_before_it(impl, p, split):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(p=problems)
 def test_wide_and_narrow_limits(impl, p):
     """sigma -> infinity is the mean of what is visible; sigma -> 0 is the token itself. Extreme log_sigma stays finite."""
@@ -83,7 +83,7 @@ def test_wide_and_narrow_limits(impl, p):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(p=problems)
 def test_permuting_tokens_permutes_the_output(impl, p):
     x, log_sigma, _ = build(p)

@@ -24,7 +24,7 @@ def start_fineweb(port: int, out: Path) -> subprocess.Popen:
 
 
 def finish(process: subprocess.Popen) -> subprocess.CompletedProcess:
-    output, errors = process.communicate(timeout=120)
+    output, errors = process.communicate(timeout=tiny.HANG_AFTER)
     return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
@@ -102,7 +102,7 @@ def test_the_builtin_corpus_is_the_same_every_time_and_holds_nothing_twice(tmp_p
     corpus.main(corpus.CorpusConfig("builtin", tmp_path / "builtin"))
     here = corpus.ParquetCorpus(tmp_path / "builtin")
     splits = {split: list(here.documents(split)) for split in corpus.SPLITS}
-    assert process.wait(timeout=120) == 0
+    assert process.wait(timeout=tiny.HANG_AFTER) == 0
     there = corpus.ParquetCorpus(tmp_path / "there")
     assert splits == {split: list(there.documents(split)) for split in corpus.SPLITS}
 

@@ -90,7 +90,7 @@ def test_a_reader_that_leaves_ends_it_quietly(trained):
     process.stdout.read(1)
     process.stdout.close()
     errors = process.stderr.read()
-    assert process.wait(timeout=120) == 141 and b"Traceback" not in errors and b"Error" not in errors
+    assert process.wait(timeout=tiny.HANG_AFTER) == 141 and b"Traceback" not in errors and b"Error" not in errors
 
 
 def test_a_model_of_no_numbers_writes_nothing(trained, packed, tokenizer, tmp_path, capsys):
@@ -109,7 +109,7 @@ def test_an_interactive_process_continues_what_is_typed_until_the_input_ends(tra
     )
     too_long = "the kernel " * 100
     typed = f"the kernel\n{too_long}\n\nevery\n".encode()
-    done = subprocess.run(command, input=typed, capture_output=True, env=tiny.environment(), timeout=120)
+    done = subprocess.run(command, input=typed, capture_output=True, env=tiny.environment(), timeout=tiny.HANG_AFTER)
     assert done.returncode == 0, done.stderr
     texts = Engine(trained[1], tokenizer).complete(["the kernel", "", "every"], Sampling(max_tokens=8, temperature=0))
     assert done.stdout.decode() == f"the kernel{texts[0][0]}\n{texts[1][0]}\nevery{texts[2][0]}\n"
@@ -123,7 +123,7 @@ def test_asked_again_an_interactive_process_writes_something_else(trained):
         input=b"the\n" * 2,
         capture_output=True,
         env=tiny.environment(),
-        timeout=120,
+        timeout=tiny.HANG_AFTER,
     )
     assert done.returncode == 0, done.stderr
     half = len(done.stdout) // 2

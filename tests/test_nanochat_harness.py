@@ -83,7 +83,7 @@ def test_the_harness_scores_as_a_plain_computation_does(world, tmp_path):
     command = [sys.executable, "-m", "nanochat_gka.harness", "--model", "gka", "--model_args", f"run={root / 'run'},batch_tokens=300", "--device", "cpu",
                "--tasks", "tiny_choices,tiny_generate,tiny_rolling", "--include_path", root / "tasks", "--output_path", tmp_path, "--log_samples"]  # fmt: skip
     environment = {**tiny.environment(), "HF_DATASETS_CACHE": str(tmp_path / "cache"), "HF_DATASETS_OFFLINE": "1"}
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment, timeout=300)
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment, timeout=tiny.HANG_AFTER)
     assert done.returncode == 0, done.stderr[-3000:]
     samples = {name: sorted(_samples(tmp_path, name), key=lambda s: s["doc_id"]) for name in ("choices", "generate", "rolling")}
     assert all(len(found) == len(docs) for found in samples.values())

@@ -189,7 +189,7 @@ def test_ctrl_c_is_one_line_and_ends_everyone(fat, tmp_path, moment):
     process = start_alone(fat, tmp_path / "packed", "--workers", 1)
     assert wait_for(lambda: list((tmp_path / "packed").glob("train_*.json")) if moment == "packing" else workers(process.pid))
     os.killpg(process.pid, signal.SIGINT)
-    output, errors = process.communicate(timeout=20)
+    output, errors = process.communicate(timeout=tiny.HANG_AFTER)
     assert process.returncode == 130 and errors == "interrupted\n", output + errors
     assert wait_for(lambda: not processes(process.pid), 6)
 
@@ -200,7 +200,7 @@ def test_a_killed_worker_is_one_line(fat, tmp_path):
     process = start_alone(fat, tmp_path / "packed", "--workers", 1)
     assert wait_for(lambda: list((tmp_path / "packed").glob("train_*.json")))
     os.kill(workers(process.pid)[0], signal.SIGKILL)
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=tiny.HANG_AFTER)
     done = subprocess.CompletedProcess(process.args, process.returncode, output, errors)
     tiny.assert_one_line_error(done, "a worker process was killed .*run the same command again")
 

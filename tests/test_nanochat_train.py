@@ -166,7 +166,7 @@ def test_sigterm_saves_the_step_it_is_at(packed, uninterrupted, tmp_path):
     while process.poll() is None and len(log_steps(tmp_path)) < 5:
         time.sleep(0.002)
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=tiny.HANG_AFTER)
     assert process.returncode == 0 and "saved; continue with: " in output, output
     tiny.call(MODULE, *flags(packed, tmp_path))
     assert final(tmp_path) == final(uninterrupted)
@@ -177,7 +177,7 @@ def test_sigterm_to_torchrun_saves_on_every_rank(packed, uninterrupted, tmp_path
     while process.poll() is None and len(log_steps(tmp_path)) < 5:
         time.sleep(0.002)
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=tiny.HANG_AFTER)
     assert "saved; continue with: " in output, output
     assert len(list((tmp_path / "run" / "checkpoints").glob("step_*"))) == 1
 

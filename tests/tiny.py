@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 SEQUENCE_LEN = 32
+HANG_AFTER = 1200  # seconds; tells a hang from a machine that has twenty other things to do
 WORDS = [
     "the",
     "a",
@@ -66,7 +67,7 @@ def command(module: str, *flags, ranks: int = 1) -> list[str]:
 
 def call(module: str, *flags, ranks: int = 1, check: bool = True) -> subprocess.CompletedProcess:
     """Run a real command to its end."""
-    done = subprocess.run(command(module, *flags, ranks=ranks), capture_output=True, text=True, env=environment(), timeout=300)
+    done = subprocess.run(command(module, *flags, ranks=ranks), capture_output=True, text=True, env=environment(), timeout=HANG_AFTER)
     assert not check or done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done
 
