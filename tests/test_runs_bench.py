@@ -59,22 +59,24 @@ def test_median_and_spread_are_quantiles_of_one_call(monkeypatch):
     assert (found.first_ms, found.low_ms, found.median_ms, found.high_ms, found.samples) == (7.0, 7.0, 10.0, 13.0, 21)
 
 
-def test_short_calls_are_repeated_until_a_sample_is_long_enough():
-    count = []
-    found = interleave({"a": lambda n: count.append(n) or time.sleep(1e-3)}, CPU, Plan(rounds=2, warmup=1, sample_ms=10))["a"]
-    assert found.samples == 2 and len(count) > 2 * 5 and 1 <= found.median_ms < 10
+def test_short_calls_are_repeated_until_a_sample_is_long_enough(monkeypatch):
+    calls = []
+
+    def elapsed(work, device):  # every call takes a millisecond
+        before = len(calls)
+        work()
+        return float(len(calls) - before)
+
+    monkeypatch.setattr(bench, "_elapsed_ms", elapsed)
+    found = interleave({"a": calls.append}, CPU, Plan(rounds=2, warmup=1, sample_ms=10))["a"]
+    assert found.samples == 2 and found.median_ms == 1 and len(calls) >= 2 * 10
 
 
-def test_the_first_call_is_measured_apart():
-    done = []
-
-    def call(n):
-        if not done:
-            time.sleep(0.1)
-        done.append(n)
-
-    found = interleave({"a": call}, CPU, Plan(rounds=3))["a"]
-    assert found.first_ms >= 100 > found.high_ms
+def test_the_first_call_is_measured_apart(monkeypatch):
+    times = iter([100.0])
+    monkeypatch.setattr(bench, "_elapsed_ms", lambda work, device: (work(), next(times, 1.0))[1])
+    found = interleave({"a": lambda n: None}, CPU, Plan(rounds=3))["a"]
+    assert found.first_ms == 100 > found.high_ms
 
 
 def test_a_comparison_ends_when_its_time_is_up_but_not_before_three_rounds():
