@@ -11,10 +11,11 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 
-from gka.runtime.cli import UserError, run
+from gka.runtime.cli import Bounds, Count, CountOrAutomatic, UserError, run
 from nanochat_gka.config import GPTConfig, ModelFlags
 from nanochat_gka.gpt import GPT
 
@@ -107,13 +108,15 @@ def plan(model: GPT, shape: Callable[[int], GPTConfig], *, ratio: float = 10.5, 
 class AccountingConfig(ModelFlags):
     """Size and compute of a model, without building it in memory."""
 
-    max_seq_len: int = 2048
+    depth: Annotated[int, Bounds(1, 1000)] = 20
+    """number of layers; width, heads, horizon and rates follow from it"""
+    max_seq_len: Count = 2048
     """context length T"""
-    vocab_size: int = 32768
+    vocab_size: Count = 32768
     """tokens in the vocabulary"""
-    target_param_data_ratio: float = 10.5
+    target_param_data_ratio: Annotated[float, Bounds(0, open_least=True)] = 10.5
     """training tokens per scaling parameter"""
-    total_batch_size: int = -1
+    total_batch_size: CountOrAutomatic = -1
     """tokens per step; -1 = automatic"""
     json: bool = False
     """print JSON instead of a table"""

@@ -2,9 +2,9 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from gka.runtime.cli import UserError
+from gka.runtime.cli import Bounds, Count, UserError
 
 ATTENTION_LETTERS = {"A": "softmax", "G": "gka", "V": "vlt"}
 OFFSET_LETTERS = {"N": "none", "P": "predecessor", "S": "successor"}
@@ -120,11 +120,11 @@ def _check_letters(name: str, pattern: str, letters, hint: str = "") -> None:
 class ModelFlags:
     """The flags that shape a model; every command that builds one inherits them."""
 
-    depth: int = 20
+    depth: Annotated[int, Bounds(1, 10**6)] = 20
     """number of layers; width, heads, horizon and rates follow from it"""
-    aspect_ratio: int = 64
+    aspect_ratio: Count = 64
     """width per layer"""
-    head_dim: int = 128
+    head_dim: Count = 128
     """channels per head"""
     window_pattern: str = "SSSL"
     """L full context, S half of it, tiled over the layers; the last layer is always L"""
@@ -136,7 +136,7 @@ class ModelFlags:
     """gka heads: letters tiled over the heads, N key j with value j, P with value j-1, S key j-1 with value j; empty = the paper's form"""
     gka_values: Literal["normalised", "rotated", "raw"] = "normalised"
     """what gka heads mix; rotated is the paper's literal reading"""
-    sigma_squared: float = 0.0
+    sigma_squared: Annotated[float, Bounds(0)] = 0.0
     """starting sigma^2 of gka heads; 0 = head_dim, or head_dim / 4 with head offsets"""
 
     def shape(self, depth: int, sequence_len: int, vocab_size: int) -> GPTConfig:

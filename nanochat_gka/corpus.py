@@ -16,19 +16,19 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from gka.runtime.cli import UserError, run
+from gka.runtime.cli import Bounds, UserError, run
 from gka.runtime.files import atomic, locked, read_json, remove_stale_temporaries, sha256, write_json
 from gka.runtime.progress import progress_bar
 
 SPLITS = ("train", "val")
 ROW_GROUP = 1024  # documents, as in nanochat's shards
 FINEWEB_REPO = "karpathy/fineweb-edu-100b-shuffle"
-FINEWEB_SHARDS = 1823
+SHARDS = Bounds(2, 1823)  # the last one is the validation split
 VAL_FRACTION = 16  # one text in 16 of the built-in corpus is held out
 MIN_PARAGRAPH = 40  # characters
 DOCUMENT_CHARS = 400  # keeps cropping near a tenth at T = 256
@@ -152,8 +152,7 @@ def write_builtin(folder: Path) -> None:
 
 def download_fineweb(folder: Path, num_shards: int) -> None:
     """Fetch FineWeb-Edu in nanochat's shards: each appears when its sha256 is the hub's, existing ones are skipped."""
-    if not 2 <= num_shards <= FINEWEB_SHARDS:
-        raise UserError(f"--num-shards must be between 2 and {FINEWEB_SHARDS} (the last one is the validation split), got {num_shards}")
+    SHARDS.check("num_shards", num_shards)
     names = [f"shard_{index:05d}.parquet" for index in range(num_shards)]
     missing = [name for name in names if not (folder / name).exists()]
     from huggingface_hub.utils import disable_progress_bars, logging
@@ -208,7 +207,7 @@ class CorpusConfig:
     """what to prepare"""
     out: Path | None = None
     """folder for the parquet files; None = out/corpus/SOURCE"""
-    num_shards: int = 170
+    num_shards: Annotated[int, SHARDS] = 170
     """fineweb: how many shards of about 100 MB (d20 trains on some 160; the last is the validation split)"""
 
 

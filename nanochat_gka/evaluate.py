@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from gka.runtime.cli import UserError, run
+from gka.runtime.cli import Count, CountOrAll, UserError, run
 from gka.runtime.distributed import Runtime, running
 from gka.runtime.progress import console
 from gka.runtime.results import append_result
@@ -33,9 +33,9 @@ class EvaluateConfig(Sampling):
     """what to do"""
     data: Path = Path("out/packed")
     """packed rows, for bpb"""
-    split_tokens: int = 20_971_520
+    split_tokens: CountOrAll = 20_971_520
     """tokens of each split; -1 = all"""
-    device_batch_size: int = 32
+    device_batch_size: Count = 32
     """rows per process"""
     prompt: list[str] = field(default_factory=lambda: ["The "])
     """prompts to continue"""
@@ -50,10 +50,6 @@ def check(config: EvaluateConfig) -> None:
     config.check_sampling()
     if not config.eval or not config.prompt:
         raise UserError("--eval and --prompt need a word at least")
-    if config.device_batch_size < 1:
-        raise UserError(f"--device-batch-size must be at least 1, got {config.device_batch_size}")
-    if config.split_tokens == 0 or config.split_tokens < -1:
-        raise UserError(f"--split-tokens must be positive, or -1 for all, got {config.split_tokens}")
 
 
 def evaluate(config: EvaluateConfig, runtime: Runtime) -> dict:

@@ -18,7 +18,7 @@ from typing import Literal
 
 from rich.console import Console
 
-from gka.runtime.cli import UserError, run
+from gka.runtime.cli import Count, UserError, run
 from gka.runtime.distributed import setup
 from gka.runtime.progress import progress_bar
 from nanochat_gka.engine import Engine
@@ -44,7 +44,7 @@ class GenerateConfig(Sampling):
     """show each token as it comes (one continuation at a time)"""
     stop: list[str] = field(default_factory=list)
     """texts that end a continuation, and are not part of it"""
-    max_rows: int = 32
+    max_rows: Count = 32
     """continuations that run at once"""
     keep_keys: bool = False
     """GKA: keep keys in the cache beside values; faster, for twice its memory (as much as softmax attention's)"""
@@ -133,8 +133,6 @@ def say(message: str) -> None:
 
 def main(config: GenerateConfig) -> None:
     config.check_sampling()
-    if config.max_rows < 1:
-        raise UserError(f"--max-rows must be at least 1, got {config.max_rows}")
     if config.prompts_file and (config.stream or config.interactive):
         raise UserError("--prompts-file writes a JSON line per prompt: leave --stream and --interactive out")
     if not config.prompt:

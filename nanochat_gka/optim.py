@@ -7,10 +7,12 @@ all-reduced and updated everywhere. Every transfer is started before any is wait
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
 
+from gka.runtime.cli import Bounds, UserError
 from gka.runtime.distributed import Runtime
 from nanochat_gka.gpt import GPT
 from nanochat_gka.muon import muon_update, second_moment_shape
@@ -25,26 +27,29 @@ X0_BETAS = (0.96, 0.95)
 LAMBDA_LR_FACTOR = 0.01  # resid_lambdas learn a hundred times slower than x0_lambdas
 REFERENCE_WIDTH = 768
 
+Rate = Annotated[float, Bounds(0, 1e38)]  # and its scaled value is a float32
+Beta = Annotated[float, Bounds(0, 0.999999)]  # 1 in float32 would divide by 1 - beta = 0
+
 
 @dataclass
 class OptimConfig:
     """The optimiser's flags: base rates at the reference batch of 2^19 tokens (nanochat's defaults; sigma_lr is ours)."""
 
-    embedding_lr: float = 0.3
+    embedding_lr: Rate = 0.3
     """base learning rate of the embeddings (AdamW)"""
-    unembedding_lr: float = 0.004
+    unembedding_lr: Rate = 0.004
     """base learning rate of the output head (AdamW)"""
-    matrix_lr: float = 0.02
+    matrix_lr: Rate = 0.02
     """base learning rate of the blocks' matrices (Muon)"""
-    scalar_lr: float = 0.5
+    scalar_lr: Rate = 0.5
     """base learning rate of the residual scalars (AdamW)"""
-    sigma_lr: float = 0.005
+    sigma_lr: Rate = 0.005
     """base learning rate of log sigma (AdamW)"""
-    weight_decay: float = 0.2
+    weight_decay: Rate = 0.2
     """Muon's weight decay before scaling; falls to zero over the run"""
-    adam_beta1: float = 0.8
+    adam_beta1: Beta = 0.8
     """AdamW"""
-    adam_beta2: float = 0.95
+    adam_beta2: Beta = 0.95
     """AdamW"""
 
 
@@ -87,6 +92,16 @@ def parameter_groups(model: GPT, config: OptimConfig, lr_scale: float = 1.0, wei
             Group("muon", names, [named[n] for n in names], config.matrix_lr * lr_scale, weight_decay=config.weight_decay * weight_decay_scale)
         )
     return [group for group in groups if group.parameters]
+
+
+def check_decay(groups: list[Group]) -> None:
+    """Raises UserError if the first step's weight decay would take all of a matrix's entries away, or more."""
+    muon = [group for group in groups if group.kind == "muon"]
+    largest = max(g.initial_lr * g.weight_decay * max(1.0, p.shape[0] / p.shape[1]) ** 0.5 for g in muon for p in g.parameters)
+    if largest >= 1:
+        raise UserError(
+            f"--weight-decay with --matrix-lr would take {largest:.3g} of every matrix entry away in one step; lower it until that is below 1"
+        )
 
 
 def adamw_update(parameter, gradient, exp_avg, exp_avg_sq, step, lr, beta1, beta2) -> None:

@@ -18,10 +18,11 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from multiprocessing import active_children, get_context
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 
-from gka.runtime.cli import UserError, run
+from gka.runtime.cli import Bounds, UserError, check_bounds, run
 from gka.runtime.files import atomic, locked, read_json, remove_stale_temporaries, sha256, write_json
 from gka.runtime.progress import progress_bar
 from nanochat_gka.corpus import SPLITS, ParquetCorpus, open_parquet, read_documents
@@ -153,15 +154,14 @@ class PackConfig:
     """folder of tokenizer.json"""
     out: Path = Path("out/packed")
     """folder for the packed rows"""
-    sequence_len: int = 2048
+    sequence_len: Annotated[int, Bounds(1, 2**20)] = 2048
     """context length T; rows hold T + 1 ids"""
-    workers: int = 0
+    workers: Annotated[int, Bounds(0)] = 0
     """processes; 0 = one per core"""
 
 
 def main(config: PackConfig) -> None:
-    if config.sequence_len < 1:
-        raise UserError(f"--sequence-len must be at least 1, got {config.sequence_len}")
+    check_bounds(config)
     corpus, tokenizer = ParquetCorpus(config.corpus), Tokenizer.load(config.tokenizer)
     identity = {
         "format": FORMAT,

@@ -2,38 +2,33 @@
 
 import random
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 
-from gka.runtime.cli import UserError
+from gka.runtime.cli import Bounds, Count, Seed, UserError, check_bounds
 
 
 @dataclass
 class Sampling:
     """The flags of every command that writes text."""
 
-    num_samples: int = 1
+    num_samples: Count = 1
     """continuations of each prompt"""
-    max_tokens: int = 64
+    max_tokens: Count = 64
     """length of a continuation"""
-    temperature: float = 0.8
+    temperature: Annotated[float, Bounds(0)] = 0.8
     """0 = greedy"""
-    top_k: int = 50
+    top_k: Annotated[int, Bounds(0)] = 50
     """sample among the k most likely tokens; 0 = all"""
-    top_p: float = 1.0
+    top_p: Annotated[float, Bounds(0, 1, open_least=True)] = 1.0
     """sample among the most likely tokens that together have this probability; 1 = all"""
-    seed: int = 42
+    seed: Seed = 42
     """of the samples: the same seed gives the same text, however many prompts and samples run together"""
 
     def check_sampling(self) -> None:
         """Raises UserError naming a value that makes no sense."""
-        for key in ("num_samples", "max_tokens"):
-            if getattr(self, key) < 1:
-                raise UserError(f"--{key.replace('_', '-')} must be at least 1, got {getattr(self, key)}")
-        if not (0 <= self.temperature < float("inf") and self.top_k >= 0):
-            raise UserError(f"--temperature and --top-k must be >= 0, got {self.temperature} and {self.top_k}")
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"--top-p must be above 0 and at most 1, got {self.top_p}")
+        check_bounds(self)
 
     def draws(self, prompt: str, sample: int) -> random.Random:
         """The source of uniform numbers of one continuation, its own, so that neither the other prompts, nor the batch, nor the device matter."""

@@ -10,12 +10,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import tiktoken
 import torch
 
-from gka.runtime.cli import UserError, run
+from gka.runtime.cli import Bounds, Count, CountOrAll, UserError, run
 from gka.runtime.files import locked, read_json, write_json
 from gka.runtime.progress import progress_bar
 from nanochat_gka.corpus import ParquetCorpus
@@ -28,7 +29,7 @@ SPECIAL_TOKENS = tuple(
     f"<|{name}|>"
     for name in ("bos", "user_start", "user_end", "assistant_start", "assistant_end", "python_start", "python_end", "output_start", "output_end")
 )
-MAX_VOCAB = 2**16  # ids are stored as uint16
+VOCAB = Bounds(256 + len(SPECIAL_TOKENS), 2**16)  # bytes and special tokens at least; ids are stored as uint16
 FILE_NAME = "tokenizer.json"
 RECIPE = "train.json"
 
@@ -47,9 +48,7 @@ class Tokenizer:
         """Train on `documents`. A text with too few distinct pairs gives a smaller vocabulary. Raises UserError for an impossible size."""
         import rustbpe
 
-        smallest = 256 + len(SPECIAL_TOKENS)
-        if not smallest <= vocab_size <= MAX_VOCAB:
-            raise UserError(f"--vocab-size must be between {smallest} (bytes and special tokens) and {MAX_VOCAB}, got {vocab_size}")
+        VOCAB.check("vocab_size", vocab_size)
         trainer = rustbpe.Tokenizer()
         trainer.train_from_iterator(iter(documents), vocab_size - len(SPECIAL_TOKENS), pattern=SPLIT_PATTERN)
         return cls({bytes(token): rank for token, rank in trainer.get_mergeable_ranks()})
@@ -103,15 +102,15 @@ class Tokenizer:
 
 
 def training_documents(corpus: ParquetCorpus, doc_cap: int, max_chars: int) -> Iterator[str]:
-    """Training documents cut to doc_cap characters, up to the one that takes the sum above max_chars. Shows progress."""
+    """Training documents cut to doc_cap characters, up to the one that takes the sum above max_chars (-1 = all). Shows progress."""
     total = 0
     with progress_bar() as bar:
-        task = bar.add_task("reading text for the tokenizer", total=max_chars, status="characters")
+        task = bar.add_task("reading text for the tokenizer", total=max_chars if max_chars > 0 else None, status="characters")
         for document in corpus.documents("train"):
             total += len(document[:doc_cap])
             bar.update(task, completed=total)
             yield document[:doc_cap]
-            if total > max_chars:
+            if 0 < max_chars < total:
                 break
 
 
@@ -123,11 +122,11 @@ class TokenizerConfig:
     """folder of parquet files"""
     out: Path = Path("out/tokenizer")
     """folder for tokenizer.json (and train.json: what it was trained on)"""
-    vocab_size: int = 32768
+    vocab_size: Annotated[int, VOCAB] = 32768
     """tokens, the 9 special ones included"""
-    max_chars: int = 2_000_000_000
-    """characters to train on"""
-    doc_cap: int = 10_000
+    max_chars: CountOrAll = 2_000_000_000
+    """characters to train on; -1 = all"""
+    doc_cap: Count = 10_000
     """characters taken of one document"""
 
 

@@ -25,7 +25,7 @@ from nanochat_gka.eval_bpb import bits_per_byte
 from nanochat_gka.gpt import GPT, build
 from nanochat_gka.hardware import peak_flops
 from nanochat_gka.loader import PackedData, Stream, micro_batches, to_device
-from nanochat_gka.optim import MuonAdamW, parameter_groups
+from nanochat_gka.optim import MuonAdamW, check_decay, parameter_groups
 from nanochat_gka.sampling import Sampling
 from nanochat_gka.schedule import lr_multiplier, muon_momentum, weight_decay_multiplier
 from nanochat_gka.tokenizer import FILE_NAME
@@ -72,6 +72,7 @@ class Trainer:
         self.rows = self.horizon.total_batch_size // sequence_len
         # Optimiser
         groups = parameter_groups(self.model, config, self.horizon.lr_scale, self.horizon.weight_decay_scale)
+        check_decay(groups)
         self.optimizer = MuonAdamW(groups, runtime, compile=compiled)
         # Progress so far
         self.token_bytes = self.data.tokenizer.token_bytes()

@@ -1,14 +1,15 @@
 """The flags of `train`: one field each, nanochat's names and defaults where it has them."""
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from gka.runtime.cli import UserError
+from gka.runtime.cli import Bounds, Count, CountOrAll, CountOrAutomatic, CountOrOff, Seed
 from gka.runtime.training import RunConfig
 from nanochat_gka.config import ModelFlags
 from nanochat_gka.optim import OptimConfig
+
+PositiveOrOff = Annotated[float, Bounds(0, open_least=True, other=(-1, "off"))]
 
 
 @dataclass
@@ -32,45 +33,45 @@ class TrainConfig(OptimConfig, ModelFlags, RunConfig):
     verify_data: bool = True
     """check the data's checksums before training"""
 
-    max_seq_len: int = -1
+    max_seq_len: Annotated[int, Bounds(1, other=(-1, "the data's"))] = -1
     """context length T; -1 = the data's"""
 
     # Horizon: the first of these that is set decides
-    num_iterations: int = -1
+    num_iterations: CountOrOff = -1
     """number of steps"""
-    target_flops: float = -1.0
+    target_flops: PositiveOrOff = -1.0
     """total training FLOPs"""
-    target_param_data_ratio: float = 10.5
+    target_param_data_ratio: PositiveOrOff = 10.5
     """training tokens per scaling parameter (matrices and head)"""
 
     # Optimisation
-    device_batch_size: int = 32
+    device_batch_size: Count = 32
     """rows per process and micro-step; lower it if memory runs out"""
-    total_batch_size: int = -1
+    total_batch_size: CountOrAutomatic = -1
     """tokens per step over all processes; -1 = automatic"""
-    warmup_ratio: float = 0.0
+    warmup_ratio: Annotated[float, Bounds(0, 1)] = 0.0
     """part of the steps spent warming up"""
-    warmdown_ratio: float = 0.5
+    warmdown_ratio: Annotated[float, Bounds(0, 1)] = 0.5
     """part of the steps spent warming down"""
-    final_lr_frac: float = 0.0
+    final_lr_frac: Annotated[float, Bounds(0, 1, open_most=True)] = 0.0
     """learning rate at the end, as a fraction"""
-    seed: int = 42
+    seed: Seed = 42
     """of the weights and the order of the rows"""
 
     # Reports
-    eval_every: int = 250
+    eval_every: CountOrOff = 250
     """steps between evaluations; -1 = at the end only"""
-    eval_tokens: int = 20_971_520
-    """tokens of each split to evaluate on"""
-    sample_every: int = 2000
+    eval_tokens: CountOrAll = 20_971_520
+    """tokens of each split to evaluate on; -1 = all"""
+    sample_every: CountOrOff = 2000
     """steps between samples of text; -1 = never"""
-    save_every: int = 250
+    save_every: CountOrOff = 250
     """steps between checkpoints; -1 = at the end only"""
-    keep: int = 2
+    keep: Count = 2
     """checkpoints to keep"""
-    log_every: int = 10
+    log_every: Count = 10
     """steps between printed lines"""
-    stop_after: int = -1
+    stop_after: CountOrOff = -1
     """stop, saved, after this step; the horizon stays (for trying things out)"""
     wandb: Literal["disabled", "offline", "online"] = "disabled"
     """Weights & Biases; offline needs no account (WANDB_MODE sets the Makefile's default)"""
@@ -80,18 +81,3 @@ class TrainConfig(OptimConfig, ModelFlags, RunConfig):
     @property
     def tag(self) -> str:
         return self.model_tag or "-".join(part for part in (f"d{self.depth}", self.attention, self.head_offsets) if part)
-
-    def check(self) -> None:
-        super().check()
-        self.require_positive("device_batch_size", "keep", "log_every", "eval_tokens")
-        self.require_positive("eval_every", "sample_every", "save_every", "stop_after", "num_iterations", or_off=True)
-        for flag in ("target_flops", "target_param_data_ratio"):
-            if getattr(self, flag) != -1 and not 0 < getattr(self, flag) < math.inf:
-                raise UserError(f"--{flag.replace('_', '-')} must be positive, or -1 for off, got {getattr(self, flag)}")
-        for flag in ("embedding_lr", "unembedding_lr", "matrix_lr", "scalar_lr", "sigma_lr"):
-            if not 0 <= getattr(self, flag) < math.inf:
-                raise UserError(f"--{flag.replace('_', '-')} must be finite and not negative, got {getattr(self, flag)}")
-        if self.seed < 0:
-            raise UserError(f"--seed must not be negative, got {self.seed}")
-        if not (0 <= self.warmup_ratio <= 1 and 0 <= self.warmdown_ratio <= 1):
-            raise UserError(f"--warmup-ratio and --warmdown-ratio must be between 0 and 1, got {self.warmup_ratio} and {self.warmdown_ratio}")

@@ -91,7 +91,7 @@ def test_a_download_that_is_killed_and_corrupted_ends_whole_by_the_same_command(
 
 @pytest.mark.parametrize("count", [1, 1824])
 def test_impossible_numbers_of_shards(tmp_path, count):
-    with pytest.raises(UserError, match=f"--num-shards must be between 2 and 1823 .* got {count}"):
+    with pytest.raises(UserError, match=f"--num-shards must be between 2 and 1823, got {count}"):
         corpus.main(corpus.CorpusConfig("fineweb", tmp_path, count))
 
 

@@ -213,7 +213,7 @@ def test_the_engine_keeps_keys_when_asked(model, tokenizer, monkeypatch):
 @pytest.mark.parametrize(
     "fields,message",
     [
-        (dict(temperature=-1), "--temperature and --top-k must be >= 0"),
+        (dict(temperature=-1), "--temperature must be at least 0"),
         (dict(temperature=math.nan), "--temperature"),
         (dict(top_k=-1), "--top-k"),
         (dict(top_p=0.0), "--top-p must be above 0"),

@@ -101,7 +101,7 @@ def test_token_bytes(tokenizer):
 
 @pytest.mark.parametrize("size", [264, 65537])
 def test_impossible_vocabulary_sizes(size):
-    with pytest.raises(UserError, match=f"--vocab-size must be between 265 .* and 65536, got {size}"):
+    with pytest.raises(UserError, match=f"--vocab-size must be between 265 and 65536, got {size}"):
         Tokenizer.train(TEXT, size)
 
 
@@ -178,3 +178,11 @@ def test_a_tokenizer_made_otherwise_is_not_passed_off(packed, tmp_path):
     with pytest.raises(UserError, match="holds a tokenizer and nothing that says what it was trained on; choose another"):
         main(TokenizerConfig(**there))
     assert (tmp_path / "tokenizer" / "tokenizer.json").read_bytes() == before
+
+
+def test_no_limit_on_characters_is_all_of_the_text(packed):
+    """The limit is passed by the document that reaches it; -1 is none."""
+    corpus = ParquetCorpus(packed / "corpus")
+    everything = [text[:100] for text in corpus.documents("train")]
+    assert list(training_documents(corpus, doc_cap=100, max_chars=-1)) == everything
+    assert list(training_documents(corpus, doc_cap=100, max_chars=1)) == everything[:1]

@@ -1,12 +1,14 @@
 """Command lines: a dataclass becomes flags; a mistake becomes one line and exit code 2."""
 
 import errno
+import math
 import os
 import shlex
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any, get_type_hints
 
 # What to lower when a GPU's memory is full, in the commands that have it: it changes the speed, not the result.
 BATCH_FLAGS = ("device_batch_size", "batch_tokens", "max_rows", "batch_size")
@@ -16,10 +18,62 @@ class UserError(Exception):
     """Something the user can mend; the message says what to do. Entry points print it without a traceback and exit with 2."""
 
 
+@dataclass(frozen=True)
+class Bounds:
+    """What a numeric flag may be, beside its field: `Annotated[float, Bounds(0, 1)]`. Infinity and NaN are always out of bounds.
+
+    least, most: the range, ends included; open_least, open_most leave an end out. other: one more value that is allowed,
+    and what it stands for.
+    """
+
+    least: float = -math.inf
+    most: float = math.inf
+    open_least: bool = False
+    open_most: bool = False
+    other: tuple[float, str] | None = None
+
+    def check(self, name: str, value: float) -> None:
+        """Raises UserError, naming the flag of the field `name`, if `value` is out of bounds."""
+        above = value > self.least if self.open_least else value >= self.least
+        below = value < self.most if self.open_most else value <= self.most
+        in_range = above and below and (isinstance(value, int) or math.isfinite(value))
+        if not (in_range or (self.other is not None and value == self.other[0])):
+            raise UserError(f"--{name.replace('_', '-')} must be {self._words(isinstance(value, float))}, got {value}")
+
+    def _words(self, is_float: bool) -> str:
+        if math.isfinite(self.least) and math.isfinite(self.most) and not (self.open_least or self.open_most):
+            words = [f"between {self.least} and {self.most}"]
+        else:
+            words = [f"{'above' if self.open_least else 'at least'} {self.least}"] if math.isfinite(self.least) else []
+            if math.isfinite(self.most):
+                words += [f"{'below' if self.open_most else 'at most'} {self.most}"]
+            elif is_float:
+                words += ["finite"]
+        return " and ".join(words) + (f", or {self.other[0]:g} for {self.other[1]}" if self.other else "")
+
+
+def check_bounds(config: Any) -> None:
+    """Raises UserError for the first field of `config`, of any class with annotations, that is out of its Bounds. Words and None are free."""
+    for name, hint in get_type_hints(type(config), include_extras=True).items():
+        value = getattr(config, name, None)
+        for bounds in getattr(hint, "__metadata__", ()):
+            if isinstance(bounds, Bounds) and isinstance(value, (int, float)):
+                bounds.check(name, value)
+
+
+SEED = Bounds(0, 2**63 - 1)  # what torch's generators take
+Seed = Annotated[int, SEED]
+Count = Annotated[int, Bounds(1)]
+CountOrOff = Annotated[int, Bounds(1, other=(-1, "off"))]
+CountOrAll = Annotated[int, Bounds(1, other=(-1, "all"))]
+CountOrAutomatic = Annotated[int, Bounds(1, other=(-1, "automatic"))]
+
+
 def run(main: Callable[[Any], None], config_class: type, argv: list[str] | None = None) -> None:
     """Parse `argv` (default: the process's) into `config_class` and call `main` with it.
 
-    The docstring of `config_class` is the help text, its field docstrings the flags' help. `UserError`, a file that cannot be used and Ctrl-C exit with 2, 2 and 130.
+    The docstring of `config_class` is the help text, its field docstrings the flags' help, its fields' Bounds are kept. `UserError`, a file that cannot be
+    used and Ctrl-C exit with 2, 2 and 130.
     """
     import tyro
 
@@ -30,6 +84,7 @@ def run(main: Callable[[Any], None], config_class: type, argv: list[str] | None 
     prog = f"python -m {program.name}" if program else None
     config = tyro.cli(config_class, args=argv, prog=prog, description=config_class.__doc__)
     try:
+        check_bounds(config)
         main(config)
     except UserError as error:
         _leave(str(error))

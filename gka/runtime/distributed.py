@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from gka.runtime.cli import UserError
+from gka.runtime.cli import SEED, UserError
 
 DEVICE_TYPES = ("auto", "cuda", "cpu")
 PATIENCE = datetime.timedelta(hours=1)  # one process may compile, or read ahead in a stream, much longer than another
@@ -118,12 +118,11 @@ class Stop:
 def setup(device_type: str = "auto", seed: int = 42) -> Runtime:
     """Read RANK, LOCAL_RANK and WORLD_SIZE (torchrun), pick the device, seed every generator, join the process group.
 
-    device_type "auto" takes CUDA if there is one. Raises UserError for an unknown or absent device or a negative seed.
+    device_type "auto" takes CUDA if there is one. Raises UserError for an unknown or absent device or a seed below 0 or above 2^63 - 1.
     """
     if device_type not in DEVICE_TYPES:
         raise UserError(f"--device-type must be one of {', '.join(DEVICE_TYPES)}, got {device_type!r}")
-    if seed < 0:
-        raise UserError(f"--seed must not be negative, got {seed}")
+    SEED.check("seed", seed)
     if device_type == "cuda" and not torch.cuda.is_available():
         raise UserError("--device-type cuda: no CUDA device is visible; use --device-type cpu")
     rank, world_size, local_rank = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))

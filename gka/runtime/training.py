@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from gka.runtime.cli import UserError
+from gka.runtime.cli import UserError, check_bounds
 from gka.runtime.distributed import Runtime, running
 from gka.runtime.files import locked
 from gka.runtime.progress import RunLog
@@ -52,6 +52,7 @@ class RunConfig:
 
     def check(self) -> None:
         """Raises UserError for values that make no sense. A trainer's own checks call this first."""
+        check_bounds(self)
         if not self.tag or "/" in self.tag or self.tag.startswith("."):
             raise UserError(f"--model-tag must be a plain folder name, got {self.tag!r}")
 
