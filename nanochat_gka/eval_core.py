@@ -25,7 +25,7 @@ from gka.runtime.results import append_result, check_appendable
 from nanochat_gka.core.bundle import Example, Task, read_tasks
 from nanochat_gka.core.fetch import URL, fetch_bundle, unpack
 from nanochat_gka.core.questions import Question, question, shuffled
-from nanochat_gka.core.report import Score, aggregate, centered, show, write_csv
+from nanochat_gka.core.report import Score, aggregate, centered, error_of_mean, show, write_csv
 from nanochat_gka.core.scoring import answer, batches, judge
 from nanochat_gka.model_io import Loaded, load
 
@@ -104,9 +104,14 @@ class Evaluation:
 
     def identity(self, task: Task) -> dict[str, Any]:
         """What decides a score: the weights, the data, how it is asked. A line of the file that agrees need not be made again."""
-        model = {"model": self.loaded.name, "step": self.loaded.step, "weights": self.loaded.sha256}
         data = {"task": task.label, "kind": task.kind, "shots": task.shots, "delimiter": task.delimiter, "data": sha256(task.file)}
-        return {**model, **data, "max_per_task": self.config.max_per_task, "max_seq_len": self.max_seq_len}
+        return {**self.model(), **data, **self.limits()}
+
+    def model(self) -> dict[str, Any]:
+        return {"model": self.loaded.name, "step": self.loaded.step, "weights": self.loaded.sha256}
+
+    def limits(self) -> dict[str, int]:
+        return {"max_per_task": self.config.max_per_task, "max_seq_len": self.max_seq_len}
 
     def score(self, task: Task) -> Score:
         """The task's score, from the file if it is there. Raises UserError naming file and line for data that cannot be used."""
@@ -130,6 +135,15 @@ class Evaluation:
             with suppress(OSError):
                 scores.append(self.known(task))
         return [score for score in scores if score is not None and score.baseline is not None]
+
+    def record_mean(self, scores: list[Score]) -> tuple[str, float]:
+        """Name and value of the mean, which also go to the file, once."""
+        name, value = aggregate(scores)
+        config = {**self.model(), **self.limits(), "tasks": [score.label for score in scores]}
+        metrics = {"name": name, "centered": value, "standard_error": error_of_mean([score.standard_error for score in scores])}
+        if not any((line.get("config"), line.get("metrics")) == (config, metrics) for line in read_lines(self.file)):
+            append_result(self.file, "core_mean", config, metrics, self.runtime.device, self.runtime.world_size)
+        return name, value
 
     def _measure(self, task: Task, examples: list[Example]) -> dict[str, Any]:
         self.runtime.barrier()
@@ -203,7 +217,7 @@ def evaluate(config: CoreConfig, runtime: Runtime) -> tuple[list[Score], list[st
     if scores and runtime.is_main:
         write_csv(evaluation.csv, evaluation.all_known(read_tasks(bundle)))
         show(scores, f"{loaded.name}, step {loaded.step}")
-        name, value = aggregate(scores)
+        name, value = evaluation.record_mean(scores)
         console.print(f"{name}: {value:.4f}    {evaluation.csv}, {evaluation.file}", highlight=False, markup=False)
     return scores, problems
 

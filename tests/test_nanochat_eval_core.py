@@ -51,6 +51,14 @@ def evaluate(world, out, *more, bundle=None):
     return 0
 
 
+MEAN = f"mean of 5 tasks (max {tiny_core.COUNT} each)"
+
+
+def tasks_of(path):
+    """The lines of a results file that are of one task."""
+    return [line for line in read_lines(path) if line["kind"] == "core"]
+
+
 def table(path):
     return {row.split(",")[0].strip(): row.split(",")[1].strip() for row in path.read_text().splitlines()}
 
@@ -62,11 +70,15 @@ def test_scores_are_the_naive_ones_in_files_named_by_model_and_step(world, tmp_p
     found = table(tmp_path / "tiny-gka_step000007.csv")
     for label in tiny_core.TASKS:
         assert found[label] == f"{naive_task(model, tokenizer, bundle, label).accuracy:.6f}"
-    lines = read_lines(tmp_path / "tiny-gka_step000007.jsonl")
+    lines = tasks_of(tmp_path / "tiny-gka_step000007.jsonl")
     assert [line["config"]["task"] for line in lines] == list(tiny_core.TASKS)
     assert all(line["metrics"]["examples"] == tiny_core.COUNT and line["metrics"]["examples_per_second"] > 0 for line in lines)
     printed = capsys.readouterr().out
-    assert "mean of 5 tasks" in printed and "CORE:" not in printed  # five tasks are not CORE
+    assert "CORE:" not in printed  # five tasks are not CORE
+    (mean,) = [line for line in read_lines(tmp_path / "tiny-gka_step000007.jsonl") if line["kind"] == "core_mean"]
+    assert mean["metrics"]["name"] == MEAN and f"{mean['metrics']['centered']:.6f}" in (tmp_path / "tiny-gka_step000007.csv").read_text()
+    assert printed.count(MEAN) == 2 and MEAN in found  # the table, the last line, the CSV
+    assert evaluate(world, tmp_path) == 0 and len(read_lines(tmp_path / "tiny-gka_step000007.jsonl")) == 6  # nothing is new
 
 
 def test_it_continues_where_it_stopped_and_scores_again_what_changed(world, tmp_path, capsys):
@@ -75,18 +87,19 @@ def test_it_continues_where_it_stopped_and_scores_again_what_changed(world, tmp_
     out = tmp_path / "out"
     log = out / "tiny-gka_step000007.jsonl"
     assert evaluate(world, out, "--tasks", "copa", "winograd", bundle=bundle) == 0
-    assert len(read_lines(log)) == 2
+    assert len(tasks_of(log)) == 2
     assert evaluate(world, out, bundle=bundle) == 0
-    assert [line["config"]["task"] for line in read_lines(log)] == ["copa", "winograd", "arc_easy", "lambada_openai", "jeopardy"]
+    assert [line["config"]["task"] for line in tasks_of(log)] == ["copa", "winograd", "arc_easy", "lambada_openai", "jeopardy"]
     assert evaluate(world, out, "--max-per-task", 6, bundle=bundle) == 0  # other questions
-    assert [line["metrics"]["examples"] for line in read_lines(log)] == [tiny_core.COUNT] * 5 + [6] * 5
+    assert [line["metrics"]["examples"] for line in tasks_of(log)] == [tiny_core.COUNT] * 5 + [6] * 5
     assert evaluate(world, out, "--tasks", "copa", bundle=bundle) == 0  # nothing new, and nothing forgotten
-    assert set(table(log.with_suffix(".csv"))) == set(table(out / "tiny-gka_step000007_max6.csv")) == {*tiny_core.TASKS, "Task", "mean of 5 tasks"}
-    assert len(read_lines(log)) == 10
+    assert set(table(log.with_suffix(".csv"))) == {*tiny_core.TASKS, "Task", MEAN}
+    assert set(table(out / "tiny-gka_step000007_max6.csv")) == {*tiny_core.TASKS, "Task", "mean of 5 tasks (max 6 each)"}
+    assert len(tasks_of(log)) == 10
     with open(bundle / "eval_data/reasoning/copa.jsonl", "a") as file:
         file.write(json.dumps({"query": "the", "choices": ["a", "of"], "gold": 0}) + "\n")
     assert evaluate(world, out, bundle=bundle) == 0  # other data, of one task
-    assert [(line["config"]["task"], line["metrics"]["examples"]) for line in read_lines(log)[10:]] == [("copa", tiny_core.COUNT + 1)]
+    assert [(line["config"]["task"], line["metrics"]["examples"]) for line in tasks_of(log)[10:]] == [("copa", tiny_core.COUNT + 1)]
 
 
 def test_a_score_is_known_by_everything_it_depends_on(world, tmp_path):
@@ -113,10 +126,10 @@ def test_a_bad_task_is_one_error_and_costs_no_other(world, tmp_path):
     path.write_text(path.read_text() + "{oops\n")
     done = tiny.call(MODULE, "--run", world[0], "--bundle", bundle, "--out", tmp_path / "out", "--device-type", "cpu", check=False)
     tiny.assert_one_line_error(done, rf"winograd.jsonl:{tiny_core.COUNT + 1}: not a JSON record")
-    assert set(table(tmp_path / "out/tiny-gka_step000007.csv")) == {*tiny_core.TASKS, "Task", "mean of 4 tasks"} - {"winograd"}
+    assert set(table(tmp_path / "out/tiny-gka_step000007.csv")) == {*tiny_core.TASKS, "Task", "mean of 4 tasks (max 15 each)"} - {"winograd"}
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
     assert evaluate(world, tmp_path / "out", bundle=bundle) == 0
-    assert len(read_lines(tmp_path / "out/tiny-gka_step000007.jsonl")) == 5
+    assert len(tasks_of(tmp_path / "out/tiny-gka_step000007.jsonl")) == 5
 
 
 def test_a_model_of_no_numbers_has_no_score(world, packed, tmp_path, capsys):
@@ -126,17 +139,17 @@ def test_a_model_of_no_numbers_has_no_score(world, packed, tmp_path, capsys):
     broken = write_run(tmp_path / "broken", model, packed / "tokenizer")
     assert evaluate((broken, *world[1:]), tmp_path / "out", "--tasks", "copa") == 2
     assert "copa: the model's losses are not numbers" in capsys.readouterr().err
-    assert read_lines(tmp_path / "out" / "broken_step000007.jsonl") == []
+    assert tasks_of(tmp_path / "out" / "broken_step000007.jsonl") == []
 
 
 def test_a_line_that_was_cut_short_swallows_no_other(world, tmp_path):
     log = tmp_path / "tiny-gka_step000007.jsonl"
     assert evaluate(world, tmp_path, "--tasks", "copa", "winograd") == 0
-    log.write_bytes(log.read_bytes()[:-40])
+    log.write_bytes(b"".join(log.read_bytes().splitlines(keepends=True)[:2])[:-40])  # in the second task's line
     with open(log) as file:
         assert len(file.readlines()) == 2
     assert evaluate(world, tmp_path, "--tasks", "copa", "winograd") == 0
-    assert [line["config"]["task"] for line in read_lines(log)] == ["copa", "winograd"]
+    assert [line["config"]["task"] for line in tasks_of(log)] == ["copa", "winograd"]
 
 
 def test_a_place_that_cannot_be_written_is_named_before_anything_is_scored(world, tmp_path, capsys, monkeypatch):
