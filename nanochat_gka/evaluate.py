@@ -16,7 +16,7 @@ from nanochat_gka.engine import Engine
 from nanochat_gka.eval_bpb import bits_per_byte
 from nanochat_gka.loader import PackedData
 from nanochat_gka.model_io import load
-from nanochat_gka.sampling import Sampling
+from nanochat_gka.sampling import SAMPLE_PROMPTS, Sampling
 
 SPLITS = ("train", "val")
 
@@ -37,8 +37,14 @@ class EvaluateConfig(Sampling):
     """tokens of each split; -1 = all"""
     device_batch_size: int = 32
     """rows per process"""
-    prompt: list[str] = field(default_factory=lambda: ["The "])
-    """prompts to continue"""
+    prompt: list[str] = field(default_factory=lambda: list(SAMPLE_PROMPTS))
+    """texts to continue; by default nanochat's, as it does: 16 tokens, greedily"""
+    max_tokens: int = 16
+    """length of a continuation"""
+    temperature: float = 0.0
+    """0 = greedy"""
+    unconditioned: int = 8
+    """texts of 128 tokens to write from nothing at temperature 1, as nanochat does"""
     device_type: Literal["auto", "cuda", "cpu"] = "auto"
     """auto takes CUDA if there is one"""
     results: Path = Path("out/results.jsonl")
@@ -52,6 +58,8 @@ def check(config: EvaluateConfig) -> None:
         raise UserError("--eval and --prompt need a word at least")
     if config.device_batch_size < 1:
         raise UserError(f"--device-batch-size must be at least 1, got {config.device_batch_size}")
+    if config.unconditioned < 0:
+        raise UserError(f"--unconditioned must not be negative, got {config.unconditioned}")
     if config.split_tokens == 0 or config.split_tokens < -1:
         raise UserError(f"--split-tokens must be positive, or -1 for all, got {config.split_tokens}")
 
@@ -73,11 +81,16 @@ def evaluate(config: EvaluateConfig, runtime: Runtime) -> dict:
             runtime.print(f"{split} bpb: {metrics[f'{split}_bpb']:.6f}")
         metrics["gap"] = metrics["val_bpb"] - metrics["train_bpb"]
     if "sample" in config.eval and runtime.is_main:
-        metrics["samples"] = dict(zip(config.prompt, Engine(model, tokenizer).complete(config.prompt, config)))
-        for prompt, continuations in metrics["samples"].items():
-            for text in continuations:
-                console.rule(repr(prompt), align="left")
-                console.print(prompt + text, highlight=False, markup=False)
+        engine = Engine(model, tokenizer)
+        metrics["samples"] = dict(zip(config.prompt, engine.complete(config.prompt, config)))
+        texts = [(prompt, text) for prompt, continuations in metrics["samples"].items() for text in continuations]
+        if config.unconditioned:
+            freely = Sampling(config.unconditioned, max_tokens=128, temperature=1.0, top_k=0, seed=config.seed)
+            [metrics["unconditioned"]] = engine.complete([""], freely)
+            texts += [("", text) for text in metrics["unconditioned"]]
+        for prompt, text in texts:
+            console.rule(repr(prompt), align="left")
+            console.print(prompt + text, highlight=False, markup=False)
     return metrics
 
 

@@ -8,15 +8,17 @@ from typing import ClassVar, Literal
 from gka.runtime.cli import UserError
 from gka.runtime.training import RunConfig
 from nanochat_gka.config import ModelFlags
+from nanochat_gka.core.fetch import BundleFlags
 from nanochat_gka.optim import OptimConfig
 
 
 @dataclass
-class TrainConfig(OptimConfig, ModelFlags, RunConfig):
+class TrainConfig(OptimConfig, ModelFlags, BundleFlags, RunConfig):
     """Pretrain a GPT with softmax, VLT or Gaussian kernel attention. The same command continues a run that was stopped."""
 
     OPERATIONAL: ClassVar = {"data", "out", "device_type", "device_batch_size", "compile", "eval_every", "eval_tokens", "sample_every", "save_every", "keep",
-                             "log_every", "wandb", "results", "verify_data", "stop_after", "model_tag"}  # fmt: skip
+                             "log_every", "wandb", "results", "verify_data", "stop_after", "model_tag", "core_metric_every", "core_metric_max_per_task",
+                             "bundle", "bundle_url"}  # fmt: skip
 
     # Where
     data: Path = Path("out/packed")
@@ -62,8 +64,12 @@ class TrainConfig(OptimConfig, ModelFlags, RunConfig):
     """steps between evaluations; -1 = at the end only"""
     eval_tokens: int = 20_971_520
     """tokens of each split to evaluate on"""
+    core_metric_every: int = -1
+    """steps between scores on CORE, and one at the end (2000 is nanochat's); -1 = off. The bundle is taken from --bundle or fetched beside OUT, to core/"""
+    core_metric_max_per_task: int = 500
+    """examples of each of its tasks; -1 = all"""
     sample_every: int = 2000
-    """steps between samples of text; -1 = never"""
+    """steps between samples of text, nanochat's seven prompts; -1 = never"""
     save_every: int = 250
     """steps between checkpoints; -1 = at the end only"""
     keep: int = 2
@@ -84,7 +90,8 @@ class TrainConfig(OptimConfig, ModelFlags, RunConfig):
     def check(self) -> None:
         super().check()
         self.require_positive("device_batch_size", "keep", "log_every", "eval_tokens")
-        self.require_positive("eval_every", "sample_every", "save_every", "stop_after", "num_iterations", or_off=True)
+        self.require_positive("eval_every", "sample_every", "save_every", "stop_after", "num_iterations", "core_metric_every", "core_metric_max_per_task",
+                              or_off=True)  # fmt: skip
         for flag in ("target_flops", "target_param_data_ratio"):
             if getattr(self, flag) != -1 and not 0 < getattr(self, flag) < math.inf:
                 raise UserError(f"--{flag.replace('_', '-')} must be positive, or -1 for off, got {getattr(self, flag)}")

@@ -76,8 +76,8 @@ def sample(run_folder: Path) -> dict[str, str]:
     """One continuation of every prompt."""
     results = run_folder / "samples.jsonl"
     if not results.exists():
-        run("nanochat_gka.evaluate", "--run", run_folder, "--eval", "sample", "--prompt", *PROMPTS, "--max-tokens", 40, "--device-type", "cpu",
-            "--results", results)  # fmt: skip
+        run("nanochat_gka.evaluate", "--run", run_folder, "--eval", "sample", "--prompt", *PROMPTS, "--max-tokens", 40, "--temperature", 0.8,
+            "--unconditioned", 0, "--device-type", "cpu", "--results", results)  # fmt: skip
     return {prompt: texts[0] for prompt, texts in read_lines(results)[-1]["metrics"]["samples"].items()}
 
 

@@ -8,10 +8,11 @@ import tiny_core
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from tiny_gpt import SHAPE, VARIANTS, awake
 
 from gka.runtime.cli import UserError
-from nanochat_gka.core import published, scoring
+from nanochat_gka.core import published, report, scoring
 from nanochat_gka.core.bundle import CORE_SIZES, CORE_TASKS, PAPER_TASKS, Task, read_tasks
 from nanochat_gka.core.questions import Question, common_prefix, question, shuffled
 from nanochat_gka.core.report import Score, aggregate, centered, error_of_mean, paper_score, show, standard_error, write_csv
@@ -314,7 +315,7 @@ def test_standard_errors():
     assert standard_error(84 / 200, 25, 200) == pytest.approx(0.0465, abs=5e-5)  # of the paper's HellaSwag
 
 
-def test_the_table_says_how_sure_each_column_is_and_of_how_many_examples(capsys):
+def test_the_table_says_how_sure_each_column_is_and_of_how_many_examples(capsys, monkeypatch):
     show(scores_of(dict.fromkeys(CORE_TASKS, 0.5)), "a model")
     printed = capsys.readouterr().out
     row = next(line for line in printed.splitlines() if line.lstrip().startswith("hellaswag_zeroshot")).split()
@@ -323,5 +324,10 @@ def test_the_table_says_how_sure_each_column_is_and_of_how_many_examples(capsys)
     assert six[-4:] == ["0.2418", "0.020", "0.2286", "0.026"]
     assert "n=200" in printed and "The paper's GKA: n = 200 (copa 100)" in " ".join(printed.split())
     assert max(map(len, printed.splitlines())) <= 124
+    narrow = Console(width=80, force_terminal=True, no_color=True)
+    monkeypatch.setattr(report, "console", narrow)
+    show(scores_of(dict.fromkeys(CORE_TASKS, 0.5)), "a model")
+    printed = capsys.readouterr().out
+    assert "…" not in printed and "GPT-2" not in printed and "0.2267" in printed and "0.047" in printed
     show(scores_of({"boolq": 0.7}), "a model")
     assert "The paper's GKA: n" not in capsys.readouterr().out

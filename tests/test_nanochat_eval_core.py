@@ -21,9 +21,9 @@ from gka.runtime.cli import UserError, run
 from gka.runtime.distributed import Runtime
 from gka.runtime.progress import read_lines
 from nanochat_gka import eval_core
-from nanochat_gka.core import fetch
+from nanochat_gka.core import fetch, measure
 from nanochat_gka.core.bundle import read_tasks
-from nanochat_gka.eval_core import CoreConfig, main, open_bundle
+from nanochat_gka.eval_core import CoreConfig, main
 from nanochat_gka.model_io import load
 from nanochat_gka.tokenizer import Tokenizer
 from runs.core_naive import naive_task
@@ -64,7 +64,7 @@ def table(path):
 
 
 def test_scores_are_the_naive_ones_in_files_named_by_model_and_step(world, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(eval_core, "READ_AHEAD", 4)
+    monkeypatch.setattr(measure, "READ_AHEAD", 4)
     assert evaluate(world, tmp_path) == 0
     _, model, tokenizer, bundle = world
     found = table(tmp_path / "tiny-gka_step000007.csv")
@@ -153,7 +153,7 @@ def test_a_line_that_was_cut_short_swallows_no_other(world, tmp_path):
 
 
 def test_a_place_that_cannot_be_written_is_named_before_anything_is_scored(world, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(eval_core, "judge", lambda *_: pytest.fail("scored"))
+    monkeypatch.setattr(measure, "judge", lambda *_: pytest.fail("scored"))
     (tmp_path / "tiny-gka_step000007.jsonl").mkdir()
     assert evaluate(world, tmp_path) == 2
     assert "tiny-gka_step000007.jsonl" in capsys.readouterr().err
@@ -205,6 +205,10 @@ def test_bad_flags_are_one_line(world, tmp_path, more, message, capsys):
 
 
 # Fetching
+
+
+def open_bundle(config):
+    return config.open_bundle(config.out)
 
 
 class Server(http.server.BaseHTTPRequestHandler):

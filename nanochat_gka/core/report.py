@@ -85,24 +85,25 @@ def write_csv(path: Path, scores: Sequence[Score]) -> None:
 
 
 def show(scores: Sequence[Score], title: str) -> None:
-    """Print `table`; in full width where there is no terminal."""
-    (console if console.is_terminal else Console(width=WIDE)).print(table(scores, title))
+    """Print `table`: in full width where there is no terminal, without GPT-2 in a narrow one."""
+    on = console if console.is_terminal else Console(width=WIDE)
+    on.print(table(scores, title, SHOWN_GPT2 if on.width >= WIDE else ()))
 
 
-def table(scores: Sequence[Score], title: str) -> Table:
+def table(scores: Sequence[Score], title: str, gpt2_models: Sequence[int] = SHOWN_GPT2) -> Table:
     """The scores beside the paper's and GPT-2's; centred, but for our accuracy. A column ± holds the standard errors of the one before it."""
     known = {score.label for score in scores} & set(PAPER_TASKS)
-    caption = "Centred scores, 0 is guessing; ± is one standard error, n the number of examples. GPT-2 124M and the paper's base: full tasks; "
-    caption += "GPT-2 1.5B: at most 1,000 examples each. "
+    caption = f"Centred scores, 0 is guessing; ± is one standard error, n the number of examples. The paper's base{' and GPT-2 124M' if gpt2_models else ''}: full tasks. "
+    caption += "GPT-2 1.5B: at most 1,000 examples each. " if gpt2_models else ""
     caption += f"The paper's GKA: n = {PAPER_EXAMPLES[1]} (copa 100), which it does not say but its digits do. " if known else ""
     shown = Table(title=escape(title), title_justify="left", caption=caption, caption_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
     shown.add_column("task", overflow="fold")
     for heading in ("n", "accuracy", "centred", "±"):
-        shown.add_column(heading, justify="right", min_width=5, max_width=8)
-    for heading in (*(GPT2_MODELS[i] for i in SHOWN_GPT2), "paper: base", "±", f"paper: GKA n={PAPER_EXAMPLES[1]}", "±"):
-        shown.add_column(heading, justify="right", style="dim", min_width=5, max_width=8)
+        shown.add_column(heading, justify="right", min_width=5 if heading in ("n", "±") else 7, max_width=8)
+    for heading in (*(GPT2_MODELS[i] for i in gpt2_models), "paper: base", "±", f"paper: GKA n={PAPER_EXAMPLES[1]}", "±"):
+        shown.add_column(heading, justify="right", style="dim", min_width=5 if heading in ("n", "±") else 7, max_width=8)
     for score in scores:
-        gpt2 = [f"{centered(GPT2_ACCURACY[score.label][i], score.baseline):.4f}" if score.label in GPT2_ACCURACY else "" for i in SHOWN_GPT2]
+        gpt2 = [f"{centered(GPT2_ACCURACY[score.label][i], score.baseline):.4f}" if score.label in GPT2_ACCURACY else "" for i in gpt2_models]
         shown.add_row(escape(score.label), f"{score.examples:,}", f"{score.accuracy:.4f}", f"{score.centered:.4f}", f"{score.standard_error:.3f}",
                       *gpt2, *_paper_cells(score))  # fmt: skip
     shown.add_section()
@@ -112,7 +113,7 @@ def table(scores: Sequence[Score], title: str) -> Table:
         means.append(("mean of the paper's six", six))
     for name, chosen in means:
         labels, error = {score.label for score in chosen}, error_of_mean([score.standard_error for score in chosen])
-        gpt2 = [f"{_gpt2_mean(labels, chosen, i):.4f}" if labels <= set(GPT2_ACCURACY) else "" for i in SHOWN_GPT2]
+        gpt2 = [f"{_gpt2_mean(labels, chosen, i):.4f}" if labels <= set(GPT2_ACCURACY) else "" for i in gpt2_models]
         paper = _paper_means(chosen) if labels == set(PAPER_TASKS) else [""] * 4
         shown.add_row(name, "", "", f"{aggregate(chosen)[1]:.4f}", f"{error:.3f}", *gpt2, *paper, style="bold")
     return shown
