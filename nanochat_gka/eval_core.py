@@ -2,6 +2,7 @@
 
     python -m nanochat_gka.eval_core --run out/runs/d20-gka
     python -m nanochat_gka.eval_core --run out/runs/d20-gka --tasks paper --max-per-task 500
+    python -m nanochat_gka.eval_core --hf-path openai-community/gpt2
     torchrun --standalone --nproc-per-node 7 -m -- nanochat_gka.eval_core --run out/runs/d20-gka
 
 A finished task is on disk at once; the same command continues with the next one, and a command for some tasks forgets no other.
@@ -12,21 +13,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from gka.runtime.cli import UserError, run
 from gka.runtime.distributed import Runtime, running
 from gka.runtime.progress import console, progress_bar, read_lines
 from gka.runtime.results import append_result, check_appendable
 from nanochat_gka.core.bundle import Task, read_tasks
 from nanochat_gka.core.fetch import BundleFlags
-from nanochat_gka.core.measure import BATCH_TOKENS, Examinee, check_enough, identity
+from nanochat_gka.core.huggingface import load_hugging_face
+from nanochat_gka.core.measure import BATCH_TOKENS, Examinee, Subject, check_enough, identity
 from nanochat_gka.core.questions import shuffled
 from nanochat_gka.core.report import Score, aggregate, error_of_mean, show, write_csv
-from nanochat_gka.model_io import Loaded, load
+from nanochat_gka.model_io import load
 
 
 @dataclass
 class CoreConfig(BundleFlags):
-    """Score a trained model on CORE; writes OUT/<model>_step<step>.csv and .jsonl and prints the table beside published figures.
+    """Score a trained model on CORE; writes OUT/<model>_step<step>.csv and .jsonl (OUT/<model>.* for --hf-path) and prints the table beside published figures.
 
     The CSV has every task scored so far; with --max-per-task or --max-seq-len it is one of its own, with _max<n> or _len<n> in its name.
     """
@@ -35,6 +39,8 @@ class CoreConfig(BundleFlags):
     """run folder, one checkpoint folder in it, or an exported model"""
     step: int = -1
     """checkpoint to take; -1 = the newest"""
+    hf_path: str = ""
+    """in place of --run: folder, or name on the hub, of any causal language model of Hugging Face's transformers, with its own tokenizer"""
     tasks: list[str] = field(default_factory=lambda: ["all"])
     """labels, or the sets: all (of the bundle), core (the 22 of CORE), paper (the six that the paper compares)"""
     max_per_task: int = -1
@@ -42,7 +48,7 @@ class CoreConfig(BundleFlags):
     out: Path = Path("out/core")
     """folder for results"""
     max_seq_len: int = -1
-    """keep the last so many tokens of longer prompts; -1 = all that the model's positions allow (10 x its context), as in nanochat"""
+    """keep the last so many tokens of longer prompts; -1 = all that the model's positions allow (ours: 10 x its context), as in nanochat"""
     batch_tokens: int = 0
     """tokens of all prompts of a forward pass; 0 = 65536 on CUDA, 4096 on a CPU. It changes the speed, not the result"""
     prefix_reuse: bool = True
@@ -59,6 +65,8 @@ class CoreConfig(BundleFlags):
                 )
         if self.batch_tokens < 0:
             raise UserError(f"--batch-tokens must be positive, or 0 for the device's own, got {self.batch_tokens}")
+        if self.hf_path and self.step != -1:
+            raise UserError("--step is of a run of ours; --hf-path has no steps")
         if not self.tasks:
             raise UserError("--tasks needs at least one label or set")
 
@@ -66,14 +74,13 @@ class CoreConfig(BundleFlags):
 class Evaluation:
     """One model on the tasks of one bundle. `file` has a line for every task that was scored, and what it was scored on."""
 
-    def __init__(self, config: CoreConfig, runtime: Runtime, loaded: Loaded):
-        self.config, self.runtime, self.loaded = config, runtime, loaded
-        limit = loaded.model.rotary.length
+    def __init__(self, config: CoreConfig, runtime: Runtime, subject: Subject):
+        self.config, self.runtime, self.subject, limit = config, runtime, subject, subject.limit
         self.max_seq_len = min(limit, config.max_seq_len) if config.max_seq_len > 0 else limit
-        batch_tokens = config.batch_tokens or BATCH_TOKENS[runtime.device.type]
-        self.examinee = Examinee(loaded.model, loaded.tokenizer, runtime, self.max_seq_len, batch_tokens, config.prefix_reuse)
+        batch_tokens = config.batch_tokens or BATCH_TOKENS[runtime.device.type] // (4 if config.hf_path else 1)  # logits of all tokens
+        self.examinee = Examinee(subject.model, subject.tokenizer, runtime, self.max_seq_len, batch_tokens, config.prefix_reuse)
         limits = {"max": config.max_per_task, "len": self.max_seq_len if self.max_seq_len < limit else -1}
-        self.file = config.out / f"{loaded.name}_step{loaded.step:06d}.jsonl"
+        self.file = config.out / f"{label(subject)}.jsonl"
         self.csv = self.file.with_name(self.file.stem + "".join(f"_{name}{value}" for name, value in limits.items() if value > 0) + ".csv")
 
     def identity(self, task: Task) -> dict[str, Any]:
@@ -81,7 +88,7 @@ class Evaluation:
         return {**self.model(), **identity(task), **self.limits()}
 
     def model(self) -> dict[str, Any]:
-        return {"model": self.loaded.name, "step": self.loaded.step, "weights": self.loaded.sha256}
+        return {"model": self.subject.name, "step": self.subject.step, "weights": self.subject.sha256}
 
     def limits(self) -> dict[str, int]:
         return {"max_per_task": self.config.max_per_task, "max_seq_len": self.max_seq_len}
@@ -120,20 +127,34 @@ class Evaluation:
         return name, value
 
 
+def label(subject: Subject) -> str:
+    """What its files begin with."""
+    return subject.name if subject.step is None else f"{subject.name}_step{subject.step:06d}"
+
+
+def open_subject(config: CoreConfig, device: torch.device) -> Subject:
+    """The model to ask: of a run of ours, or Hugging Face's. Raises UserError if there is none."""
+    if config.hf_path:
+        return load_hugging_face(config.hf_path, device)
+    loaded = load(config.run, config.step, device)
+    shape = loaded.model.config
+    about = f"{loaded.name}: {shape.attention}, depth {shape.n_layer}, step {loaded.step}"
+    return Subject(loaded.model, loaded.tokenizer, loaded.name, loaded.step, loaded.sha256, loaded.model.rotary.length, about)
+
+
 def _score(task: Task, metrics: dict[str, Any]) -> Score:
     return Score(task.label, metrics["accuracy"], task.baseline, task.shots, metrics["examples"])
 
 
 def evaluate(config: CoreConfig, runtime: Runtime) -> tuple[list[Score], list[str]]:
     """Score every task that can be; returns the scores and what was wrong with the others. Raises UserError if nothing can be scored."""
-    loaded = runtime.agree(lambda: load(config.run, config.step, runtime.device))
+    subject = runtime.agree(lambda: open_subject(config, runtime.device))
     bundle = config.open_on_all(config.out, runtime)
     tasks = runtime.agree(lambda: read_tasks(bundle, config.tasks))
     check_enough(tasks, config.max_per_task, "--max-per-task")
-    evaluation, scores, problems = Evaluation(config, runtime, loaded), [], []
+    evaluation, scores, problems = Evaluation(config, runtime, subject), [], []
     runtime.agree(lambda: check_appendable(evaluation.file))
-    shape = loaded.model.config
-    runtime.print(f"{loaded.name}: {shape.attention}, depth {shape.n_layer}, step {loaded.step}; {len(tasks)} tasks of {bundle}")
+    runtime.print(f"{subject.about}; {len(tasks)} tasks of {bundle}")
     for number, task in enumerate(tasks, start=1):
         place = f"[{number}/{len(tasks)}] {task.label}"
         try:
@@ -146,7 +167,7 @@ def evaluate(config: CoreConfig, runtime: Runtime) -> tuple[list[Score], list[st
         runtime.print(f"{place}: accuracy {score.accuracy:.4f}, centred {score.centered:.4f} ({score.shots} shots, {score.examples:,} examples)")
     if scores and runtime.is_main:
         write_csv(evaluation.csv, evaluation.all_known(read_tasks(bundle)))
-        show(scores, f"{loaded.name}, step {loaded.step}")
+        show(scores, label(subject))
         name, value = evaluation.record_mean(scores)
         console.print(f"{name}: {value:.4f}    {evaluation.csv}, {evaluation.file}", highlight=False, markup=False)
     return scores, problems

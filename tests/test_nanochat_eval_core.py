@@ -24,7 +24,6 @@ from nanochat_gka import eval_core
 from nanochat_gka.core import fetch, measure
 from nanochat_gka.core.bundle import read_tasks
 from nanochat_gka.eval_core import CoreConfig, main
-from nanochat_gka.model_io import load
 from nanochat_gka.tokenizer import Tokenizer
 from runs.core_naive import naive_task
 
@@ -104,17 +103,17 @@ def test_it_continues_where_it_stopped_and_scores_again_what_changed(world, tmp_
 
 def test_a_score_is_known_by_everything_it_depends_on(world, tmp_path):
     """A line of the file is used again only if the weights, the data, and how it was asked are the same."""
-    runtime, loaded = Runtime(0, 1, torch.device("cpu")), load(world[0])
+    runtime, subject = Runtime(0, 1, torch.device("cpu")), eval_core.open_subject(CoreConfig(run=world[0]), torch.device("cpu"))
     task = read_tasks(world[3], ["jeopardy"])[0]
 
-    def identity(task=task, loaded=loaded, **flags):
-        return eval_core.Evaluation(CoreConfig(out=tmp_path, **flags), runtime, loaded).identity(task)
+    def identity(task=task, subject=subject, **flags):
+        return eval_core.Evaluation(CoreConfig(out=tmp_path, **flags), runtime, subject).identity(task)
 
     other = tmp_path / "other.jsonl"
     other.write_text("{}")
     changed = [identity(dataclasses.replace(task, **{key: value})) for key, value in
                (("kind", "schema"), ("shots", 2), ("delimiter", " "), ("label", "x"), ("file", other))]  # fmt: skip
-    changed += [identity(max_seq_len=20), identity(max_per_task=5), identity(loaded=dataclasses.replace(loaded, sha256="0"))]
+    changed += [identity(max_seq_len=20), identity(max_per_task=5), identity(subject=dataclasses.replace(subject, sha256="0"))]
     assert len({json.dumps(each) for each in [identity(), *changed]}) == 1 + len(changed)
     assert identity() == identity(batch_tokens=7, prefix_reuse=False, max_seq_len=10**9)  # these change nothing
 
@@ -191,6 +190,7 @@ def test_a_question_that_cannot_be_asked_is_named_whichever_rank_has_it(world, t
     "more,message",
     [
         (["--max-per-task", "3"], "--max-per-task 3 is too few for jeopardy: 3 shots and a question"),
+        (["--hf-path", "gpt2", "--step", "3"], "--step is of a run of ours; --hf-path has no steps"),
         (["--max-per-task", "0"], "--max-per-task must be at least 1"),
         (["--tasks", "copa", "nope"], "--tasks nope: .* has no nope"),
         (["--batch-tokens", "-1"], "--batch-tokens must be positive"),

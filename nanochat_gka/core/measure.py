@@ -38,6 +38,19 @@ def identity(task: Task) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
+class Subject:
+    """A model with a name. step: of its training, None if it is not of ours. limit: tokens of its longest prompt. sha256: of its weights."""
+
+    model: Any
+    tokenizer: Any
+    name: str
+    step: int | None
+    sha256: str
+    limit: int
+    about: str
+
+
+@dataclass(frozen=True)
 class Examinee:
     """Who is asked, and how. model: a GPT, or anything else with its `hidden` (of shared prompts), `logits`, `device` and `config.vocab_size`.
 
