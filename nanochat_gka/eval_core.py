@@ -2,40 +2,35 @@
 
     python -m nanochat_gka.eval_core --run out/runs/d20-gka
     python -m nanochat_gka.eval_core --run out/runs/d20-gka --tasks paper --max-per-task 500
+    python -m nanochat_gka.eval_core --hf-path openai-community/gpt2
     torchrun --standalone --nproc-per-node 7 -m -- nanochat_gka.eval_core --run out/runs/d20-gka
 
 A finished task is on disk at once; the same command continues with the next one, and a command for some tasks forgets no other.
 """
 
-import math
-import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from rich.markup import escape
 
 from gka.runtime.cli import UserError, run
 from gka.runtime.distributed import Runtime, running
-from gka.runtime.files import locked, sha256
 from gka.runtime.progress import console, progress_bar, read_lines
 from gka.runtime.results import append_result, check_appendable
-from nanochat_gka.core.bundle import Example, Task, read_tasks
-from nanochat_gka.core.fetch import URL, fetch_bundle, unpack
-from nanochat_gka.core.questions import Question, question, shuffled
-from nanochat_gka.core.report import Score, aggregate, centered, show, write_csv
-from nanochat_gka.core.scoring import answer, batches, judge
-from nanochat_gka.model_io import Loaded, load
-
-RIGHT, CANNOT_BE_ASKED, NO_NUMBER = 1, 2, 3
-READ_AHEAD = 1024  # questions whose prompts are held, and sorted by length, at once
+from nanochat_gka.core.bundle import Task, read_tasks
+from nanochat_gka.core.fetch import BundleFlags
+from nanochat_gka.core.huggingface import load_hugging_face
+from nanochat_gka.core.measure import BATCH_TOKENS, Examinee, Subject, check_enough, identity
+from nanochat_gka.core.questions import shuffled
+from nanochat_gka.core.report import Score, aggregate, error_of_mean, show, write_csv
+from nanochat_gka.model_io import load
 
 
 @dataclass
-class CoreConfig:
-    """Score a trained model on CORE; writes OUT/<model>_step<step>.csv and .jsonl and prints the table beside published figures.
+class CoreConfig(BundleFlags):
+    """Score a trained model on CORE; writes OUT/<model>_step<step>.csv and .jsonl (OUT/<model>.* for --hf-path) and prints the table beside published figures.
 
     The CSV has every task scored so far; with --max-per-task or --max-seq-len it is one of its own, with _max<n> or _len<n> in its name.
     """
@@ -44,18 +39,16 @@ class CoreConfig:
     """run folder, one checkpoint folder in it, or an exported model"""
     step: int = -1
     """checkpoint to take; -1 = the newest"""
+    hf_path: str = ""
+    """in place of --run: folder, or name on the hub, of any causal language model of Hugging Face's transformers, with its own tokenizer"""
     tasks: list[str] = field(default_factory=lambda: ["all"])
     """labels, or the sets: all (of the bundle), core (the 22 of CORE), paper (the six that the paper compares)"""
     max_per_task: int = -1
     """examples of each task; -1 = all. It also changes which examples serve as shots, as in nanochat"""
-    bundle: Path | None = None
-    """folder of the bundle, or eval_bundle.zip; None = fetch it to OUT/eval_bundle"""
-    bundle_url: str = URL
-    """where to fetch it from"""
     out: Path = Path("out/core")
     """folder for results"""
     max_seq_len: int = -1
-    """keep the last so many tokens of longer prompts; -1 = all that the model's positions allow (10 x its context), as in nanochat"""
+    """keep the last so many tokens of longer prompts; -1 = all that the model's positions allow (ours: 10 x its context), as in nanochat"""
     batch_tokens: int = 0
     """tokens of all prompts of a forward pass; 0 = 65536 on CUDA, 4096 on a CPU. It changes the speed, not the result"""
     prefix_reuse: bool = True
@@ -72,48 +65,41 @@ class CoreConfig:
                 )
         if self.batch_tokens < 0:
             raise UserError(f"--batch-tokens must be positive, or 0 for the device's own, got {self.batch_tokens}")
+        if self.hf_path and self.step != -1:
+            raise UserError("--step is of a run of ours; --hf-path has no steps")
         if not self.tasks:
             raise UserError("--tasks needs at least one label or set")
-
-
-def open_bundle(config: CoreConfig) -> Path:
-    """The folder of the bundle, fetched or unpacked if need be."""
-    if config.bundle is None:
-        return fetch_bundle(config.out / "eval_bundle", config.bundle_url)
-    if config.bundle.suffix != ".zip":
-        return config.bundle
-    folder = config.out / f"bundle-{sha256(config.bundle)[:12]}"
-    if not folder.exists():
-        with locked(config.out, "unpacking a bundle into"):
-            if not folder.exists():
-                unpack(config.bundle, folder)
-    return folder
 
 
 class Evaluation:
     """One model on the tasks of one bundle. `file` has a line for every task that was scored, and what it was scored on."""
 
-    def __init__(self, config: CoreConfig, runtime: Runtime, loaded: Loaded):
-        self.config, self.runtime, self.loaded = config, runtime, loaded
-        limit = loaded.model.rotary.length
+    def __init__(self, config: CoreConfig, runtime: Runtime, subject: Subject):
+        self.config, self.runtime, self.subject, limit = config, runtime, subject, subject.limit
         self.max_seq_len = min(limit, config.max_seq_len) if config.max_seq_len > 0 else limit
-        self.batch_tokens = config.batch_tokens or (65536 if runtime.device.type == "cuda" else 4096)
+        batch_tokens = config.batch_tokens or BATCH_TOKENS[runtime.device.type] // (4 if config.hf_path else 1)  # logits of all tokens
+        self.examinee = Examinee(subject.model, subject.tokenizer, runtime, self.max_seq_len, batch_tokens, config.prefix_reuse)
         limits = {"max": config.max_per_task, "len": self.max_seq_len if self.max_seq_len < limit else -1}
-        self.file = config.out / f"{loaded.name}_step{loaded.step:06d}.jsonl"
+        self.file = config.out / f"{label(subject)}.jsonl"
         self.csv = self.file.with_name(self.file.stem + "".join(f"_{name}{value}" for name, value in limits.items() if value > 0) + ".csv")
 
     def identity(self, task: Task) -> dict[str, Any]:
         """What decides a score: the weights, the data, how it is asked. A line of the file that agrees need not be made again."""
-        model = {"model": self.loaded.name, "step": self.loaded.step, "weights": self.loaded.sha256}
-        data = {"task": task.label, "kind": task.kind, "shots": task.shots, "delimiter": task.delimiter, "data": sha256(task.file)}
-        return {**model, **data, "max_per_task": self.config.max_per_task, "max_seq_len": self.max_seq_len}
+        return {**self.model(), **identity(task), **self.limits()}
+
+    def model(self) -> dict[str, Any]:
+        return {"model": self.subject.name, "step": self.subject.step, "weights": self.subject.sha256}
+
+    def limits(self) -> dict[str, int]:
+        return {"max_per_task": self.config.max_per_task, "max_seq_len": self.max_seq_len}
 
     def score(self, task: Task) -> Score:
         """The task's score, from the file if it is there. Raises UserError naming file and line for data that cannot be used."""
         examples = task.examples()
         if (known := self.known(task)) is not None:
             return known
-        metrics = self._measure(task, shuffled(examples, self.config.max_per_task))
+        with progress_bar() as bar:
+            metrics = self.examinee.measure(task, shuffled(examples, self.config.max_per_task), bar)
         if self.runtime.is_main:
             append_result(self.file, "core", self.identity(task), metrics, self.runtime.device, self.runtime.world_size)
         return _score(task, metrics)
@@ -131,46 +117,29 @@ class Evaluation:
                 scores.append(self.known(task))
         return [score for score in scores if score is not None and score.baseline is not None]
 
-    def _measure(self, task: Task, examples: list[Example]) -> dict[str, Any]:
-        self.runtime.barrier()
-        started = time.perf_counter()
-        outcome = self.runtime.sum(self._outcomes(task, examples)).cpu()
-        if (outcome == NO_NUMBER).any():
-            raise UserError(
-                f"{task.label}: the model's losses are not numbers, so it has no score; its weights are damaged, or its training diverged"
-            )
-        if (outcome == CANNOT_BE_ASKED).any():
-            self._question(task, examples, int((outcome == CANNOT_BE_ASKED).nonzero()[0]))  # raises here what it raised on the rank whose turn it was
-        seconds, accuracy = time.perf_counter() - started, outcome.mean().item()
-        return {"accuracy": accuracy, "centered": centered(accuracy, task.baseline), "baseline": task.baseline, "examples": len(examples),
-                "seconds": seconds, "examples_per_second": len(examples) / seconds}  # fmt: skip
+    def record_mean(self, scores: list[Score]) -> tuple[str, float]:
+        """Name and value of the mean, which also go to the file, once."""
+        name, value = aggregate(scores)
+        config = {**self.model(), **self.limits(), "tasks": [score.label for score in scores]}
+        metrics = {"name": name, "centered": value, "standard_error": error_of_mean([score.standard_error for score in scores])}
+        if not any((line.get("config"), line.get("metrics")) == (config, metrics) for line in read_lines(self.file)):
+            append_result(self.file, "core_mean", config, metrics, self.runtime.device, self.runtime.world_size)
+        return name, value
 
-    def _outcomes(self, task: Task, examples: list[Example]) -> torch.Tensor:
-        """Per example 1 if the model is right; rank r asks examples r, r + ranks, ... and leaves the others 0."""
-        outcome = torch.zeros(len(examples), dtype=torch.float64, device=self.runtime.device)
-        mine = range(self.runtime.rank, len(examples), self.runtime.world_size)
-        with progress_bar() as bar:
-            shown = bar.add_task(escape(task.label), total=len(mine), status="")
-            for first in range(0, len(mine), READ_AHEAD):
-                indices, questions = mine[first : first + READ_AHEAD], []
-                for index in indices:
-                    try:
-                        questions.append(self._question(task, examples, index))
-                    except UserError:
-                        outcome[index] = CANNOT_BE_ASKED
-                        return outcome
-                for batch in batches(questions, self.batch_tokens):
-                    verdicts = judge(self.loaded.model, [questions[place] for place in batch], self.config.prefix_reuse)
-                    for place, verdict in zip(batch, verdicts):
-                        if not all(math.isfinite(one.nats) for one in verdict):
-                            outcome[indices[place]] = NO_NUMBER
-                            return outcome
-                        outcome[indices[place]] = RIGHT if answer(questions[place], verdict) == questions[place].gold else 0
-                    bar.advance(shown, len(batch))
-        return outcome
 
-    def _question(self, task: Task, examples: list[Example], index: int) -> Question:
-        return question(task, examples, index, self.loaded.tokenizer, self.max_seq_len)
+def label(subject: Subject) -> str:
+    """What its files begin with."""
+    return subject.name if subject.step is None else f"{subject.name}_step{subject.step:06d}"
+
+
+def open_subject(config: CoreConfig, device: torch.device) -> Subject:
+    """The model to ask: of a run of ours, or Hugging Face's. Raises UserError if there is none."""
+    if config.hf_path:
+        return load_hugging_face(config.hf_path, device)
+    loaded = load(config.run, config.step, device)
+    shape = loaded.model.config
+    about = f"{loaded.name}: {shape.attention}, depth {shape.n_layer}, step {loaded.step}"
+    return Subject(loaded.model, loaded.tokenizer, loaded.name, loaded.step, loaded.sha256, loaded.model.rotary.length, about)
 
 
 def _score(task: Task, metrics: dict[str, Any]) -> Score:
@@ -179,17 +148,13 @@ def _score(task: Task, metrics: dict[str, Any]) -> Score:
 
 def evaluate(config: CoreConfig, runtime: Runtime) -> tuple[list[Score], list[str]]:
     """Score every task that can be; returns the scores and what was wrong with the others. Raises UserError if nothing can be scored."""
-    loaded = runtime.agree(lambda: load(config.run, config.step, runtime.device))
-    runtime.agree(lambda: open_bundle(config) if runtime.is_main else None)
-    bundle = open_bundle(config)
+    subject = runtime.agree(lambda: open_subject(config, runtime.device))
+    bundle = config.open_on_all(config.out, runtime)
     tasks = runtime.agree(lambda: read_tasks(bundle, config.tasks))
-    for task in tasks:
-        if 0 < config.max_per_task <= task.shots:
-            raise UserError(f"--max-per-task {config.max_per_task} is too few for {task.label}: {task.shots} shots and a question")
-    evaluation, scores, problems = Evaluation(config, runtime, loaded), [], []
+    check_enough(tasks, config.max_per_task, "--max-per-task")
+    evaluation, scores, problems = Evaluation(config, runtime, subject), [], []
     runtime.agree(lambda: check_appendable(evaluation.file))
-    shape = loaded.model.config
-    runtime.print(f"{loaded.name}: {shape.attention}, depth {shape.n_layer}, step {loaded.step}; {len(tasks)} tasks of {bundle}")
+    runtime.print(f"{subject.about}; {len(tasks)} tasks of {bundle}")
     for number, task in enumerate(tasks, start=1):
         place = f"[{number}/{len(tasks)}] {task.label}"
         try:
@@ -202,8 +167,8 @@ def evaluate(config: CoreConfig, runtime: Runtime) -> tuple[list[Score], list[st
         runtime.print(f"{place}: accuracy {score.accuracy:.4f}, centred {score.centered:.4f} ({score.shots} shots, {score.examples:,} examples)")
     if scores and runtime.is_main:
         write_csv(evaluation.csv, evaluation.all_known(read_tasks(bundle)))
-        show(scores, f"{loaded.name}, step {loaded.step}")
-        name, value = aggregate(scores)
+        show(scores, label(subject))
+        name, value = evaluation.record_mean(scores)
         console.print(f"{name}: {value:.4f}    {evaluation.csv}, {evaluation.file}", highlight=False, markup=False)
     return scores, problems
 

@@ -6,9 +6,9 @@ python -m nanochat_gka.evaluate --run out/runs/d20-gka --eval sample --prompt "T
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from gka.runtime.cli import Count, CountOrAll, UserError, run
+from gka.runtime.cli import Bounds, Count, CountOrAll, UserError, run
 from gka.runtime.distributed import Runtime, running
 from gka.runtime.progress import console
 from gka.runtime.results import append_result
@@ -16,7 +16,7 @@ from nanochat_gka.engine import Engine
 from nanochat_gka.eval_bpb import bits_per_byte
 from nanochat_gka.loader import PackedData
 from nanochat_gka.model_io import load
-from nanochat_gka.sampling import Sampling
+from nanochat_gka.sampling import SAMPLE_PROMPTS, Sampling
 
 SPLITS = ("train", "val")
 
@@ -37,8 +37,14 @@ class EvaluateConfig(Sampling):
     """tokens of each split; -1 = all"""
     device_batch_size: Count = 32
     """rows per process"""
-    prompt: list[str] = field(default_factory=lambda: ["The "])
-    """prompts to continue"""
+    prompt: list[str] = field(default_factory=lambda: list(SAMPLE_PROMPTS))
+    """texts to continue; by default nanochat's, as it does: 16 tokens, greedily"""
+    max_tokens: Count = 16
+    """length of a continuation"""
+    temperature: Annotated[float, Bounds(0)] = 0.0
+    """0 = greedy"""
+    unconditioned: Annotated[int, Bounds(0)] = 8
+    """texts of 128 tokens to write from nothing at temperature 1, as nanochat does"""
     device_type: Literal["auto", "cuda", "cpu"] = "auto"
     """auto takes CUDA if there is one"""
     results: Path = Path("out/results.jsonl")
@@ -69,11 +75,16 @@ def evaluate(config: EvaluateConfig, runtime: Runtime) -> dict:
             runtime.print(f"{split} bpb: {metrics[f'{split}_bpb']:.6f}")
         metrics["gap"] = metrics["val_bpb"] - metrics["train_bpb"]
     if "sample" in config.eval and runtime.is_main:
-        metrics["samples"] = dict(zip(config.prompt, Engine(model, tokenizer).complete(config.prompt, config)))
-        for prompt, continuations in metrics["samples"].items():
-            for text in continuations:
-                console.rule(repr(prompt), align="left")
-                console.print(prompt + text, highlight=False, markup=False)
+        engine = Engine(model, tokenizer)
+        metrics["samples"] = dict(zip(config.prompt, engine.complete(config.prompt, config)))
+        texts = [(prompt, text) for prompt, continuations in metrics["samples"].items() for text in continuations]
+        if config.unconditioned:
+            freely = Sampling(config.unconditioned, max_tokens=128, temperature=1.0, top_k=0, seed=config.seed)
+            [metrics["unconditioned"]] = engine.complete([""], freely)
+            texts += [("", text) for text in metrics["unconditioned"]]
+        for prompt, text in texts:
+            console.rule(repr(prompt), align="left")
+            console.print(prompt + text, highlight=False, markup=False)
     return metrics
 
 

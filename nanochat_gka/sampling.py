@@ -8,6 +8,17 @@ import torch
 
 from gka.runtime.cli import Bounds, Count, Seed, UserError, check_bounds
 
+# What upstream nanochat asks its base models to continue, in training and afterwards: greedily, by 16 tokens.
+SAMPLE_PROMPTS = (
+    "The capital of France is",
+    "The chemical symbol of gold is",
+    "If yesterday was Friday, then tomorrow will be",
+    "The opposite of hot is",
+    "The planets of the solar system are:",
+    "My favorite color is",
+    "If 5*x + 3 = 13, then x is",
+)
+
 
 @dataclass
 class Sampling:

@@ -12,28 +12,31 @@ import time
 from dataclasses import asdict
 
 import torch
+from rich.progress import Progress
 
 from gka.runtime import checkpoint
 from gka.runtime.cli import UserError, command_line, run
 from gka.runtime.distributed import Runtime, Stop
-from gka.runtime.progress import RunLog, progress_bar
-from gka.runtime.results import append_result, git_commit
+from gka.runtime.progress import Pace, RunLog, clock_text, progress_bar
+from gka.runtime.results import append_result, git_commit, peak_memory
 from gka.runtime.training import launch
 from nanochat_gka.accounting import Horizon, flops_per_token, parameter_counts, plan
+from nanochat_gka.core.measure import BATCH_TOKENS, Examinee
+from nanochat_gka.core.training import CoreMetric
 from nanochat_gka.engine import Engine
 from nanochat_gka.eval_bpb import bits_per_byte
 from nanochat_gka.gpt import GPT, build
 from nanochat_gka.hardware import peak_flops
 from nanochat_gka.loader import PackedData, Stream, micro_batches, to_device
 from nanochat_gka.optim import MuonAdamW, check_decay, parameter_groups
-from nanochat_gka.sampling import Sampling
+from nanochat_gka.sampling import SAMPLE_PROMPTS, Sampling
 from nanochat_gka.schedule import lr_multiplier, muon_momentum, weight_decay_multiplier
 from nanochat_gka.tokenizer import FILE_NAME
 from nanochat_gka.train_config import TrainConfig
 
-SAMPLE_PROMPT = "The "
 LOSS_MEMORY = 0.9
 WARMUP_STEPS_NOT_TIMED = 3
+EVAL_KEYS, CORE_KEYS = ("train_bpb", "val_bpb"), ("name", "metric", "standard_error")
 
 
 def accumulate_gradients(model, stream: Stream, step: int, rows: int, batch_size: int, runtime: Runtime) -> torch.Tensor:
@@ -78,6 +81,7 @@ class Trainer:
         self.token_bytes = self.data.tokenizer.token_bytes()
         self.state = {"step": 0, "loss_average": 0.0, "seconds": 0.0, "timed_tokens": 0}
         self.untimed, self.commit = WARMUP_STEPS_NOT_TIMED, git_commit()
+        self.pace, self.core = Pace(WARMUP_STEPS_NOT_TIMED), None
 
     def _plan(self, sequence_len: int, vocab_size: int) -> Horizon:
         config = self.config
@@ -155,7 +159,15 @@ class Trainer:
         else:
             self.state["seconds"] += time.perf_counter() - started
             self.state["timed_tokens"] += self.horizon.total_batch_size
+        self.pace.step()
         return mean_loss, stopping > 0
+
+    def prepare_core(self) -> CoreMetric:
+        """Fetch and read the bundle. A collective. Raises UserError, now and not in 2,000 steps, for one with anything wrong in it."""
+        config, runtime = self.config, self.runtime
+        bundle = config.open_on_all(config.out.parent / "core", runtime)
+        examinee = Examinee(self.model, self.data.tokenizer, runtime, self.model.rotary.length, BATCH_TOKENS[runtime.device.type])
+        return runtime.agree(lambda: CoreMetric(examinee, bundle, config.core_metric_max_per_task))
 
     def evaluate(self) -> dict[str, float]:
         """Bits per byte on both splits."""
@@ -180,44 +192,57 @@ class Trainer:
         config, steps = self.config, self.horizon.steps
         with progress_bar() as bar:
             task = bar.add_task(config.tag, total=steps, completed=self.state["step"], status="")
-            self.report_if_due(log)
+            if not self.report_if_due(log, stop, bar):
+                return False
             while self.state["step"] < steps:
                 loss, stopping = self.step(stop)
                 step = self.state["step"]
                 stopping = (stopping or step == config.stop_after) and step < steps
-                speed, mfu = self.throughput()
+                speed, _ = self.throughput()
                 smooth = self.state["loss_average"] / (1 - LOSS_MEMORY**step)
                 bar.update(task, completed=step, status=f"loss {smooth:.4f}  {speed:,.0f} tok/s")
                 if step % config.log_every == 0 or step in (1, steps):
-                    multiplier = lr_multiplier(step - 1, steps, config.warmup_ratio, config.warmdown_ratio, config.final_lr_frac)
-                    text = f"step {step:05d}/{steps:05d} | loss {smooth:.4f} | lr x{multiplier:.2f} | {speed:,.0f} tok/s" + (
-                        f" | mfu {mfu:.1%}" if mfu else ""
-                    )
-                    log.log("train", step, text, loss=loss, smooth_loss=smooth, lr_multiplier=multiplier, tokens_per_second=speed, mfu=mfu)
+                    self.log_step(log, loss, smooth)
                 # Before an evaluation too: it is long, and a signal's patience is short.
-                if stopping or self.due(config.save_every) or self.due(config.eval_every):
+                if stopping or any(map(self.due, (config.save_every, config.eval_every, config.core_metric_every))):
                     self.save()
-                if stopping:
+                if stopping or not self.report_if_due(log, stop, bar):
                     return False
-                self.report_if_due(log)
         return True
+
+    def log_step(self, log: RunLog, loss: float, smooth: float) -> None:
+        """A line for this step: where it stands, how fast it goes, when it will end, what memory it took."""
+        config, step, steps, (speed, mfu) = self.config, self.state["step"], self.horizon.steps, self.throughput()
+        multiplier = lr_multiplier(step - 1, steps, config.warmup_ratio, config.warmdown_ratio, config.final_lr_frac)
+        left, memory = self.pace.seconds_for(steps - step), peak_memory(self.runtime.device)
+        parts = [f"step {step:05d}/{steps:05d}", f"loss {smooth:.4f}", f"lr x{multiplier:.2f}", f"{speed:,.0f} tok/s"]
+        parts += [f"mfu {mfu:.1%}"] if mfu else []
+        parts += [f"eta {clock_text(left)}"] if left is not None else []
+        parts += [f"peak {memory:,.0f} MiB {'GPU' if self.runtime.device.type == 'cuda' else 'RSS'}"]
+        log.log("train", step, " | ".join(parts), loss=loss, smooth_loss=smooth, lr_multiplier=multiplier, tokens_per_second=speed, mfu=mfu,
+                eta_seconds=left, peak_memory_mib=memory)  # fmt: skip
 
     def due(self, every: int) -> bool:
         step = self.state["step"]
         return step == self.horizon.steps or (every > 0 and step % every == 0)
 
-    def report_if_due(self, log: RunLog) -> None:
-        """Evaluate, and sample, unless this step's are in the log already (the run was killed after them)."""
-        step = self.state["step"]
-        wanted = step == 0 or self.due(self.config.eval_every)
-        if wanted and self.runtime.any(log.enabled and not log.has("eval", step)):
+    def report_if_due(self, log: RunLog, stop: Stop, bar: Progress) -> bool:
+        """Evaluate, score CORE and sample, unless this step's are in the log already (the run was killed after them). Returns False if a signal came."""
+        config, step = self.config, self.state["step"]
+        wanted = step == 0 or self.due(config.eval_every)
+        if wanted and self.runtime.any(log.enabled and not log.has("eval", step, *EVAL_KEYS)):
             bpb, sigma = self.evaluate(), self.sigma()
             mean = {layer: round(sum(values) / len(values), 3) for layer, values in sigma.items()}
             text = f"step {step:05d} | train bpb {bpb['train_bpb']:.6f} | validation bpb {bpb['val_bpb']:.6f}"
             log.log("eval", step, text + (f" | mean sigma {mean}" if mean else ""), **bpb, sigma=sigma, tokens=step * self.horizon.total_batch_size)
-        if self.runtime.is_main and self.config.sample_every > 0 and step and self.due(self.config.sample_every) and not log.has("sample", step):
-            text = Engine(self.model, self.data.tokenizer).complete([SAMPLE_PROMPT], Sampling(max_tokens=32, temperature=0))[0][0]
-            log.log("sample", step, f"sample: {SAMPLE_PROMPT}{text!r}", prompt=SAMPLE_PROMPT, text=text)
+        wanted = self.core and step and self.due(config.core_metric_every)
+        if wanted and self.runtime.any(log.enabled and not log.has("core", step, *CORE_KEYS)) and not self.core.score(log, step, stop, bar):
+            return False
+        if self.runtime.is_main and config.sample_every > 0 and step and self.due(config.sample_every) and not log.has("sample", step):
+            texts = Engine(self.model, self.data.tokenizer).complete(SAMPLE_PROMPTS, Sampling(max_tokens=16, temperature=0))
+            found = {prompt: text for prompt, [text] in zip(SAMPLE_PROMPTS, texts)}
+            log.log("sample", step, "\n".join(f"sample: {prompt + text!r}" for prompt, text in found.items()), texts=found)
+        return True
 
     def sigma(self) -> dict[str, list[float]]:
         """Learned bandwidths of the gka layers, per head."""
@@ -225,9 +250,10 @@ class Trainer:
 
     def summary(self, log: RunLog) -> dict:
         """The numbers of a finished run: the paper's columns. On rank 0. Raises UserError if the last evaluation has none."""
-        evaluations = [record for record in log.records("eval") if None not in (record["train_bpb"], record["val_bpb"])]
+        evaluations = [record for record in log.records("eval", *EVAL_KEYS) if None not in (record["train_bpb"], record["val_bpb"])]
         if not evaluations or evaluations[-1]["step"] != self.horizon.steps:
             raise UserError(f"{self.folder}: the last evaluation's bits per byte are not finite, so the run has no result; its checkpoints are kept")
+        scored = [record for record in log.records("core", *CORE_KEYS) if record["step"] == self.horizon.steps]
         last, per_token, (speed, mfu) = evaluations[-1], flops_per_token(self.model), self.throughput()
         return {
             "parameters": parameter_counts(self.model)["total"],
@@ -238,6 +264,7 @@ class Trainer:
             "val_bpb": last["val_bpb"],
             "gap": last["val_bpb"] - last["train_bpb"],
             "min_val_bpb": min(record["val_bpb"] for record in evaluations),
+            "core": {key: scored[-1][key] for key in CORE_KEYS} if scored else None,
             "tokens_per_second": speed,
             "mfu": mfu,
             "sigma": self.sigma(),
@@ -267,6 +294,8 @@ def run_to_the_end(trainer: Trainer, log: RunLog) -> None:
         runtime.print(f"Gaussian kernel attention by {', '.join(model.operators())}")
     if step:
         runtime.print(f"resuming at step {step} of {horizon.steps}")
+    if config.core_metric_every > 0:
+        trainer.core = trainer.prepare_core()
     log.log("start", step, config=config.identity(), world_size=runtime.world_size, operators=model.operators())
     if not trainer.train(log, Stop()):
         runtime.print(f"stopped at step {trainer.state['step']} of {horizon.steps}, saved; continue with: {command_line()}")

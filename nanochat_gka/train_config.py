@@ -7,17 +7,19 @@ from typing import Annotated, ClassVar, Literal
 from gka.runtime.cli import Bounds, Count, CountOrAll, CountOrAutomatic, CountOrOff, Seed
 from gka.runtime.training import RunConfig
 from nanochat_gka.config import ModelFlags
+from nanochat_gka.core.fetch import BundleFlags
 from nanochat_gka.optim import OptimConfig
 
 PositiveOrOff = Annotated[float, Bounds(0, open_least=True, other=(-1, "off"))]
 
 
 @dataclass
-class TrainConfig(OptimConfig, ModelFlags, RunConfig):
+class TrainConfig(OptimConfig, ModelFlags, BundleFlags, RunConfig):
     """Pretrain a GPT with softmax, VLT or Gaussian kernel attention. The same command continues a run that was stopped."""
 
     OPERATIONAL: ClassVar = {"data", "out", "device_type", "device_batch_size", "compile", "eval_every", "eval_tokens", "sample_every", "save_every", "keep",
-                             "log_every", "wandb", "results", "verify_data", "stop_after", "model_tag"}  # fmt: skip
+                             "log_every", "wandb", "results", "verify_data", "stop_after", "model_tag", "core_metric_every", "core_metric_max_per_task",
+                             "bundle", "bundle_url"}  # fmt: skip
 
     # Where
     data: Path = Path("out/packed")
@@ -63,8 +65,12 @@ class TrainConfig(OptimConfig, ModelFlags, RunConfig):
     """steps between evaluations; -1 = at the end only"""
     eval_tokens: CountOrAll = 20_971_520
     """tokens of each split to evaluate on; -1 = all"""
+    core_metric_every: CountOrOff = -1
+    """steps between scores on CORE, and one at the end (2000 is nanochat's); -1 = off. The bundle is taken from --bundle or fetched beside OUT, to core/"""
+    core_metric_max_per_task: CountOrAll = 500
+    """examples of each of its tasks; -1 = all"""
     sample_every: CountOrOff = 2000
-    """steps between samples of text; -1 = never"""
+    """steps between samples of text, nanochat's seven prompts; -1 = never"""
     save_every: CountOrOff = 250
     """steps between checkpoints; -1 = at the end only"""
     keep: Count = 2

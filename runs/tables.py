@@ -12,9 +12,9 @@ from pathlib import Path
 from deit_gka import models
 from deit_gka.accounting import vit_cost
 from gka.runtime.progress import read_lines
-from nanochat_gka.core.bundle import PAPER_TASKS
-from nanochat_gka.core.published import GPT2_ACCURACY, PAPER_CENTERED, PAPER_MEAN
-from nanochat_gka.core.report import centered
+from nanochat_gka.core.bundle import CORE_SIZES, PAPER_TASKS
+from nanochat_gka.core.published import GPT2_ACCURACY, PAPER_EXAMPLES
+from nanochat_gka.core.report import Score, aggregate, error_of_mean, paper_score, score_of
 from runs import bench_results, demo_vision, operator_error
 from runs.demo import VARIANTS
 from runs.demo_report import COLUMNS, PAPER, PAPER_VISION
@@ -86,20 +86,31 @@ def bench_table() -> str:
 
 
 def core_table() -> str:
-    """The demo's models on the paper's six tasks, centred, beside published figures."""
-    records = {label: read_lines(CORE_RESULTS / f"d4-{name}-400_step000400.jsonl") for name, (label, _) in VARIANTS.items()}
-    scores = {label: {record["config"]["task"]: record["metrics"] for record in found} for label, found in records.items()}
-    lines = [f"| centred | examples | {' | '.join(scores)} | *GPT-2 124M* | *paper: base* | *paper: GKA* |", "|---|" + "---:|" * (len(scores) + 4)]
+    """The demo's models on the paper's six tasks, centred, beside published figures, all with their standard errors."""
+    found = {label: read_lines(CORE_RESULTS / f"d4-{name}-400_step000400.jsonl") for name, (label, _) in VARIANTS.items()}
+    records = {label: {line["config"]["task"]: line for line in lines if line["kind"] == "core"} for label, lines in found.items()}
+    headings = [*records, "*GPT-2 124M*", "*paper: base*", f"*paper: GKA, n = {PAPER_EXAMPLES[1]}*"]
+    lines = [f"| centred, ± standard error | examples | {' | '.join(headings)} |", "|---|" + "---:|" * (len(headings) + 1)]
+    columns: list[list[Score]] = [[] for _ in headings]
     for task in PAPER_TASKS:
-        ours = [each[task] for each in scores.values()]
-        published = (centered(GPT2_ACCURACY[task][0], ours[0]["baseline"]), *PAPER_CENTERED[task])
-        cells = [f"{score['centered']:.4f}" for score in ours] + [f"*{value:.4f}*" for value in published]
-        lines.append(f"| {task} | {ours[0]['examples']} | {' | '.join(cells)} |")
-    means = [sum(each[task]["centered"] for task in PAPER_TASKS) / len(PAPER_TASKS) for each in scores.values()]
-    gpt2 = sum(centered(GPT2_ACCURACY[task][0], scores["softmax"][task]["baseline"]) for task in PAPER_TASKS) / len(PAPER_TASKS)
-    cells = [f"**{value:.4f}**" for value in means] + [f"*{value:.4f}*" for value in (gpt2, *PAPER_MEAN)]
+        ours = [score_of(task, each[task]["metrics"]) for each in records.values()]
+        baseline = ours[0].baseline
+        gpt2 = Score(task, GPT2_ACCURACY[task][0], baseline, 0, CORE_SIZES[task])
+        row = [*ours, gpt2, *(paper_score(task, model, baseline) for model in range(2))]
+        for column, score in zip(columns, row):
+            column.append(score)
+        cells = [f"{score.centered:.4f} ± {score.standard_error:.3f}" for score in row]
+        lines.append(f"| {task} | {ours[0].examples} | {' | '.join(italic(cells, len(ours)))} |")
+    means = [f"{aggregate(column)[1]:.4f} ± {error_of_mean([score.standard_error for score in column]):.3f}" for column in columns]
+    cells = [f"**{cell}**" for cell in means[: len(records)]] + italic(means, len(records))[len(records) :]
     lines.append(f"| **mean** | | {' | '.join(cells)} |")
-    return "\n".join([*lines, measured(records["softmax"][-1], "core/*.jsonl")])
+    newest = list(records["softmax"].values())[-1]
+    return "\n".join([*lines, measured(newest, "core/*.jsonl")])
+
+
+def italic(cells: list[str], first: int) -> list[str]:
+    """The cells from number `first` on, which others published, in italics."""
+    return [*cells[:first], *(f"*{cell}*" for cell in cells[first:])]
 
 
 def decode_table() -> str:

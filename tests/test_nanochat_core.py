@@ -8,13 +8,14 @@ import tiny_core
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from tiny_gpt import SHAPE, VARIANTS, awake
 
 from gka.runtime.cli import UserError
-from nanochat_gka.core import published, scoring
-from nanochat_gka.core.bundle import CORE_TASKS, PAPER_TASKS, Task, read_tasks
+from nanochat_gka.core import published, report, scoring
+from nanochat_gka.core.bundle import CORE_SIZES, CORE_TASKS, PAPER_TASKS, Task, read_tasks
 from nanochat_gka.core.questions import Question, common_prefix, question, shuffled
-from nanochat_gka.core.report import Score, aggregate, centered, write_csv
+from nanochat_gka.core.report import Score, aggregate, centered, error_of_mean, paper_score, show, standard_error, write_csv
 from nanochat_gka.core.scoring import Verdict, answer, batches, judge
 from nanochat_gka.core.shared import SharedPrompts
 from nanochat_gka.tokenizer import Tokenizer
@@ -234,8 +235,8 @@ def test_common_prefix(sequences):
 BASELINES = dict(zip(CORE_TASKS, (25, 0, 0, 25, 25, 50, 20, 50, 25, 0, 25, 50, 50, 0, 20, 0, 0, 0, 0, 0, 62, 9.1)))
 
 
-def scores_of(accuracies):
-    return [Score(label, accuracy, BASELINES[label], 0, 100) for label, accuracy in accuracies.items()]
+def scores_of(accuracies, most=10**6):
+    return [Score(label, accuracy, BASELINES[label], 0, min(most, CORE_SIZES[label])) for label, accuracy in accuracies.items()]
 
 
 @pytest.mark.parametrize("number", range(4), ids=published.GPT2_MODELS)
@@ -260,5 +261,73 @@ def test_the_csv_is_nanochats(tmp_path):
     assert lines[0] == "Task                               , Accuracy  , Centered  "
     assert lines[4] == "arc_easy                           , 0.412458  , 0.216611  "
     assert lines[-1] == "CORE                               ,           , 0.113891  "
-    write_csv(tmp_path / "x.csv", scores_of({"copa": 0.6, "boolq": 0.7}))
-    assert (tmp_path / "x.csv").read_text().splitlines()[-1].startswith("mean of 2 tasks")  # CORE is all 22 or nothing
+
+
+@pytest.mark.parametrize(
+    "labels,most,name",
+    [
+        (CORE_TASKS, 10**6, "CORE"),
+        (CORE_TASKS, 500, "CORE estimate (max 500 each)"),
+        (CORE_TASKS, 10569, "CORE estimate (max 10569 each)"),
+        (CORE_TASKS[1:], 10**6, "mean of 21 tasks"),
+        (PAPER_TASKS, 300, "mean of 6 tasks (max 300 each)"),
+        (("copa",), 500, "mean of 1 task"),
+    ],
+)
+def test_the_last_row_is_core_when_all_examples_of_all_22_tasks_were_asked_and_says_what_is_missing(labels, most, name, tmp_path):
+    scores = scores_of(dict.fromkeys(labels, 0.5), most)
+    assert aggregate(scores)[0] == name
+    write_csv(tmp_path / "x.csv", scores)
+    last = (tmp_path / "x.csv").read_text().splitlines()[-1]
+    assert [cell.strip() for cell in last.split(",")] == [name, "", f"{aggregate(scores)[1]:.6f}"] and len(last) == len("Task".ljust(35)) + 2 * 12
+
+
+def test_the_smallest_gpt2_was_scored_on_tasks_of_these_sizes():
+    for label, accuracies in published.GPT2_ACCURACY.items():
+        assert round(round(accuracies[0] * CORE_SIZES[label]) / CORE_SIZES[label], 6) == accuracies[0], label
+
+
+def fits(printed, baseline, examples):
+    """Is there a number of right answers out of `examples` whose centred score prints so?"""
+    right = round((printed * (1 - baseline / 100) + baseline / 100) * examples)
+    return any(round(centered(count / examples, baseline), 4) == printed for count in range(max(0, right - 1), min(examples, right + 1) + 1))
+
+
+def test_the_papers_gka_column_is_of_200_examples_and_its_base_of_all():
+    """What the captions say of the paper's digits; rounding of a printed tie would only make more numbers fit."""
+
+    def all_fit(model, most):
+        return all(fits(row[model], BASELINES[label], min(most, CORE_SIZES[label])) for label, row in published.PAPER_CENTERED.items())
+
+    assert [most for most in range(20, 10043) if all_fit(1, most)] == [published.PAPER_EXAMPLES[1]]
+    assert all_fit(0, 10**6) and not all_fit(0, 200)
+    for label, row in published.PAPER_CENTERED.items():
+        for model in range(2):
+            score = paper_score(label, model, BASELINES[label])
+            assert round(score.centered, 4) == row[model] and score.examples == min(200 if model else 10**6, CORE_SIZES[label])
+
+
+def test_standard_errors():
+    generator = torch.Generator().manual_seed(0)
+    means = centered((torch.rand(20_000, 200, generator=generator) < 0.43).double().mean(dim=1), 25)
+    assert standard_error(0.43, 25, 200) == pytest.approx(means.std().item(), rel=0.03)  # 20,000 draws give it to 0.5 %
+    assert error_of_mean([0.3, 0.4]) == pytest.approx(0.25)
+    assert standard_error(84 / 200, 25, 200) == pytest.approx(0.0465, abs=5e-5)  # of the paper's HellaSwag
+
+
+def test_the_table_says_how_sure_each_column_is_and_of_how_many_examples(capsys, monkeypatch):
+    show(scores_of(dict.fromkeys(CORE_TASKS, 0.5)), "a model")
+    printed = capsys.readouterr().out
+    row = next(line for line in printed.splitlines() if line.lstrip().startswith("hellaswag_zeroshot")).split()
+    assert row == ["hellaswag_zeroshot", "10,042", "0.5000", "0.3333", "0.007", "0.0780", "0.3360", "0.2650", "0.007", "0.2267", "0.047"]
+    six = next(line for line in printed.splitlines() if "mean of the paper's six" in line).split()
+    assert six[-4:] == ["0.2418", "0.020", "0.2286", "0.026"]
+    assert "n=200" in printed and "The paper's GKA: n = 200 (copa 100)" in " ".join(printed.split())
+    assert max(map(len, printed.splitlines())) <= 124
+    narrow = Console(width=80, force_terminal=True, no_color=True)
+    monkeypatch.setattr(report, "console", narrow)
+    show(scores_of(dict.fromkeys(CORE_TASKS, 0.5)), "a model")
+    printed = capsys.readouterr().out
+    assert "…" not in printed and "GPT-2" not in printed and "0.2267" in printed and "0.047" in printed
+    show(scores_of({"boolq": 0.7}), "a model")
+    assert "The paper's GKA: n" not in capsys.readouterr().out

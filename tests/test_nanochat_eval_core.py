@@ -21,10 +21,9 @@ from gka.runtime.cli import UserError, run
 from gka.runtime.distributed import Runtime
 from gka.runtime.progress import read_lines
 from nanochat_gka import eval_core
-from nanochat_gka.core import fetch
+from nanochat_gka.core import fetch, measure
 from nanochat_gka.core.bundle import read_tasks
-from nanochat_gka.eval_core import CoreConfig, main, open_bundle
-from nanochat_gka.model_io import load
+from nanochat_gka.eval_core import CoreConfig, main
 from nanochat_gka.tokenizer import Tokenizer
 from runs.core_naive import naive_task
 
@@ -51,22 +50,34 @@ def evaluate(world, out, *more, bundle=None):
     return 0
 
 
+MEAN = f"mean of 5 tasks (max {tiny_core.COUNT} each)"
+
+
+def tasks_of(path):
+    """The lines of a results file that are of one task."""
+    return [line for line in read_lines(path) if line["kind"] == "core"]
+
+
 def table(path):
     return {row.split(",")[0].strip(): row.split(",")[1].strip() for row in path.read_text().splitlines()}
 
 
 def test_scores_are_the_naive_ones_in_files_named_by_model_and_step(world, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(eval_core, "READ_AHEAD", 4)
+    monkeypatch.setattr(measure, "READ_AHEAD", 4)
     assert evaluate(world, tmp_path) == 0
     _, model, tokenizer, bundle = world
     found = table(tmp_path / "tiny-gka_step000007.csv")
     for label in tiny_core.TASKS:
         assert found[label] == f"{naive_task(model, tokenizer, bundle, label).accuracy:.6f}"
-    lines = read_lines(tmp_path / "tiny-gka_step000007.jsonl")
+    lines = tasks_of(tmp_path / "tiny-gka_step000007.jsonl")
     assert [line["config"]["task"] for line in lines] == list(tiny_core.TASKS)
     assert all(line["metrics"]["examples"] == tiny_core.COUNT and line["metrics"]["examples_per_second"] > 0 for line in lines)
     printed = capsys.readouterr().out
-    assert "mean of 5 tasks" in printed and "CORE:" not in printed  # five tasks are not CORE
+    assert "CORE:" not in printed  # five tasks are not CORE
+    (mean,) = [line for line in read_lines(tmp_path / "tiny-gka_step000007.jsonl") if line["kind"] == "core_mean"]
+    assert mean["metrics"]["name"] == MEAN and f"{mean['metrics']['centered']:.6f}" in (tmp_path / "tiny-gka_step000007.csv").read_text()
+    assert printed.count(MEAN) == 2 and MEAN in found  # the table, the last line, the CSV
+    assert evaluate(world, tmp_path) == 0 and len(read_lines(tmp_path / "tiny-gka_step000007.jsonl")) == 6  # nothing is new
 
 
 def test_it_continues_where_it_stopped_and_scores_again_what_changed(world, tmp_path, capsys):
@@ -75,33 +86,34 @@ def test_it_continues_where_it_stopped_and_scores_again_what_changed(world, tmp_
     out = tmp_path / "out"
     log = out / "tiny-gka_step000007.jsonl"
     assert evaluate(world, out, "--tasks", "copa", "winograd", bundle=bundle) == 0
-    assert len(read_lines(log)) == 2
+    assert len(tasks_of(log)) == 2
     assert evaluate(world, out, bundle=bundle) == 0
-    assert [line["config"]["task"] for line in read_lines(log)] == ["copa", "winograd", "arc_easy", "lambada_openai", "jeopardy"]
+    assert [line["config"]["task"] for line in tasks_of(log)] == ["copa", "winograd", "arc_easy", "lambada_openai", "jeopardy"]
     assert evaluate(world, out, "--max-per-task", 6, bundle=bundle) == 0  # other questions
-    assert [line["metrics"]["examples"] for line in read_lines(log)] == [tiny_core.COUNT] * 5 + [6] * 5
+    assert [line["metrics"]["examples"] for line in tasks_of(log)] == [tiny_core.COUNT] * 5 + [6] * 5
     assert evaluate(world, out, "--tasks", "copa", bundle=bundle) == 0  # nothing new, and nothing forgotten
-    assert set(table(log.with_suffix(".csv"))) == set(table(out / "tiny-gka_step000007_max6.csv")) == {*tiny_core.TASKS, "Task", "mean of 5 tasks"}
-    assert len(read_lines(log)) == 10
+    assert set(table(log.with_suffix(".csv"))) == {*tiny_core.TASKS, "Task", MEAN}
+    assert set(table(out / "tiny-gka_step000007_max6.csv")) == {*tiny_core.TASKS, "Task", "mean of 5 tasks (max 6 each)"}
+    assert len(tasks_of(log)) == 10
     with open(bundle / "eval_data/reasoning/copa.jsonl", "a") as file:
         file.write(json.dumps({"query": "the", "choices": ["a", "of"], "gold": 0}) + "\n")
     assert evaluate(world, out, bundle=bundle) == 0  # other data, of one task
-    assert [(line["config"]["task"], line["metrics"]["examples"]) for line in read_lines(log)[10:]] == [("copa", tiny_core.COUNT + 1)]
+    assert [(line["config"]["task"], line["metrics"]["examples"]) for line in tasks_of(log)[10:]] == [("copa", tiny_core.COUNT + 1)]
 
 
 def test_a_score_is_known_by_everything_it_depends_on(world, tmp_path):
     """A line of the file is used again only if the weights, the data, and how it was asked are the same."""
-    runtime, loaded = Runtime(0, 1, torch.device("cpu")), load(world[0])
+    runtime, subject = Runtime(0, 1, torch.device("cpu")), eval_core.open_subject(CoreConfig(run=world[0]), torch.device("cpu"))
     task = read_tasks(world[3], ["jeopardy"])[0]
 
-    def identity(task=task, loaded=loaded, **flags):
-        return eval_core.Evaluation(CoreConfig(out=tmp_path, **flags), runtime, loaded).identity(task)
+    def identity(task=task, subject=subject, **flags):
+        return eval_core.Evaluation(CoreConfig(out=tmp_path, **flags), runtime, subject).identity(task)
 
     other = tmp_path / "other.jsonl"
     other.write_text("{}")
     changed = [identity(dataclasses.replace(task, **{key: value})) for key, value in
                (("kind", "schema"), ("shots", 2), ("delimiter", " "), ("label", "x"), ("file", other))]  # fmt: skip
-    changed += [identity(max_seq_len=20), identity(max_per_task=5), identity(loaded=dataclasses.replace(loaded, sha256="0"))]
+    changed += [identity(max_seq_len=20), identity(max_per_task=5), identity(subject=dataclasses.replace(subject, sha256="0"))]
     assert len({json.dumps(each) for each in [identity(), *changed]}) == 1 + len(changed)
     assert identity() == identity(batch_tokens=7, prefix_reuse=False, max_seq_len=10**9)  # these change nothing
 
@@ -113,10 +125,10 @@ def test_a_bad_task_is_one_error_and_costs_no_other(world, tmp_path):
     path.write_text(path.read_text() + "{oops\n")
     done = tiny.call(MODULE, "--run", world[0], "--bundle", bundle, "--out", tmp_path / "out", "--device-type", "cpu", check=False)
     tiny.assert_one_line_error(done, rf"winograd.jsonl:{tiny_core.COUNT + 1}: not a JSON record")
-    assert set(table(tmp_path / "out/tiny-gka_step000007.csv")) == {*tiny_core.TASKS, "Task", "mean of 4 tasks"} - {"winograd"}
+    assert set(table(tmp_path / "out/tiny-gka_step000007.csv")) == {*tiny_core.TASKS, "Task", "mean of 4 tasks (max 15 each)"} - {"winograd"}
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
     assert evaluate(world, tmp_path / "out", bundle=bundle) == 0
-    assert len(read_lines(tmp_path / "out/tiny-gka_step000007.jsonl")) == 5
+    assert len(tasks_of(tmp_path / "out/tiny-gka_step000007.jsonl")) == 5
 
 
 def test_a_model_of_no_numbers_has_no_score(world, packed, tmp_path, capsys):
@@ -126,21 +138,21 @@ def test_a_model_of_no_numbers_has_no_score(world, packed, tmp_path, capsys):
     broken = write_run(tmp_path / "broken", model, packed / "tokenizer")
     assert evaluate((broken, *world[1:]), tmp_path / "out", "--tasks", "copa") == 2
     assert "copa: the model's losses are not numbers" in capsys.readouterr().err
-    assert read_lines(tmp_path / "out" / "broken_step000007.jsonl") == []
+    assert tasks_of(tmp_path / "out" / "broken_step000007.jsonl") == []
 
 
 def test_a_line_that_was_cut_short_swallows_no_other(world, tmp_path):
     log = tmp_path / "tiny-gka_step000007.jsonl"
     assert evaluate(world, tmp_path, "--tasks", "copa", "winograd") == 0
-    log.write_bytes(log.read_bytes()[:-40])
+    log.write_bytes(b"".join(log.read_bytes().splitlines(keepends=True)[:2])[:-40])  # in the second task's line
     with open(log) as file:
         assert len(file.readlines()) == 2
     assert evaluate(world, tmp_path, "--tasks", "copa", "winograd") == 0
-    assert [line["config"]["task"] for line in read_lines(log)] == ["copa", "winograd"]
+    assert [line["config"]["task"] for line in tasks_of(log)] == ["copa", "winograd"]
 
 
 def test_a_place_that_cannot_be_written_is_named_before_anything_is_scored(world, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(eval_core, "judge", lambda *_: pytest.fail("scored"))
+    monkeypatch.setattr(measure, "judge", lambda *_: pytest.fail("scored"))
     (tmp_path / "tiny-gka_step000007.jsonl").mkdir()
     assert evaluate(world, tmp_path) == 2
     assert "tiny-gka_step000007.jsonl" in capsys.readouterr().err
@@ -178,6 +190,7 @@ def test_a_question_that_cannot_be_asked_is_named_whichever_rank_has_it(world, t
     "more,message",
     [
         (["--max-per-task", "3"], "--max-per-task 3 is too few for jeopardy: 3 shots and a question"),
+        (["--hf-path", "gpt2", "--step", "3"], "--step is of a run of ours; --hf-path has no steps"),
         (["--max-per-task", "0"], "--max-per-task must be at least 1"),
         (["--tasks", "copa", "nope"], "--tasks nope: .* has no nope"),
         (["--batch-tokens", "-1"], "--batch-tokens must be positive"),
@@ -192,6 +205,10 @@ def test_bad_flags_are_one_line(world, tmp_path, more, message, capsys):
 
 
 # Fetching
+
+
+def open_bundle(config):
+    return config.open_bundle(config.out)
 
 
 class Server(http.server.BaseHTTPRequestHandler):

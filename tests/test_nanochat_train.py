@@ -5,6 +5,7 @@ import random
 import re
 import shutil
 import signal
+import sys
 import time
 
 import pytest
@@ -308,12 +309,27 @@ def test_a_loss_that_is_not_finite_stops_and_names_the_last_good_checkpoint(pack
     tiny.assert_one_line_error(done, r"the gradient is not finite at step \d+; the weights were not touched. Last good checkpoint: ")
 
 
-def test_wandb_is_optional(packed, tmp_path):
-    try:
-        import wandb  # noqa: F401
-    except ImportError:
-        done = tiny.call(MODULE, *flags(packed, tmp_path, "--wandb", "offline"), check=False)
-        tiny.assert_one_line_error(done, "pip install wandb, or leave --wandb disabled")
-    else:
-        tiny.call(MODULE, *flags(packed, tmp_path, "--wandb", "offline", "--num-iterations", 2))
-        assert list((tmp_path / "run" / "wandb").glob("offline-run-*"))
+def test_wandb_offline_needs_no_account_and_has_the_numbers(packed, tmp_path):
+    done = tiny.call(MODULE, *flags(packed, tmp_path, "--wandb", "offline", "--num-iterations", 2), env=tiny.without_account(tmp_path))
+    said = tiny.wandb_text(tmp_path / "run")
+    log = [json.loads(line) for line in (tmp_path / "run/log.jsonl").read_text().splitlines()]
+    for event, key in (("train", "loss"), ("eval", "val_bpb"), ("finish", "gap")):
+        values = [record[key] for record in log if record["event"] == event]
+        assert values and f"{event}/{key}".encode() in said and all(repr(value).encode() in said for value in values)
+    assert b"eval/sigma/layer_0/mean" in said and "finished" in done.stdout
+
+
+def test_wandb_online_without_a_key_is_one_line_and_no_question(packed, tmp_path):
+    done = tiny.call(MODULE, *flags(packed, tmp_path, "--wandb", "online"), check=False, env=tiny.without_account(tmp_path))
+    tiny.assert_one_line_error(done, "--wandb online needs the key of an account: set WANDB_API_KEY, or run wandb login once")
+    assert log_steps(tmp_path) == []
+    key = {**tiny.without_account(tmp_path), "WANDB_API_KEY": "no key"}
+    done = tiny.call(MODULE, *flags(packed, tmp_path, "--wandb", "online"), check=False, env=key)
+    tiny.assert_one_line_error(done, "--wandb online: .*--wandb offline needs no account")
+
+
+def test_without_the_wandb_package_it_is_said_what_to_install(packed, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(SystemExit):
+        run(main, TrainConfig, [str(flag) for flag in flags(packed, tmp_path, "--wandb", "offline")])
+    assert "pip install wandb, or leave --wandb disabled" in capsys.readouterr().err

@@ -15,8 +15,8 @@ import torch
 from gka.runtime.cli import UserError
 from gka.runtime.distributed import setup
 from gka.runtime.files import atomic, locked, read_json, remove_stale_temporaries, write_json
-from gka.runtime.progress import RunLog, read_lines
-from gka.runtime.results import append_result
+from gka.runtime.progress import Pace, RunLog, clock_text, read_lines
+from gka.runtime.results import append_result, peak_memory
 
 # Files
 
@@ -171,6 +171,26 @@ def test_nan_inside_a_value_is_null_too(tmp_path):
 def test_other_ranks_write_nothing(tmp_path):
     write_log(tmp_path / "log.jsonl", 1, 3, enabled=False)
     assert not list(tmp_path.iterdir())
+
+
+def test_what_is_left_is_foretold_from_the_clock_without_the_first_steps():
+    now = [0.0]
+    pace = Pace(2, clock=lambda: now[0])
+    for seconds, want in ((100, None), (50, None), (4, 40), (2, 30), (9, 50)):  # the first two compile; the last is followed by an evaluation
+        now[0] += seconds
+        pace.step()
+        assert pace.seconds_for(10) == want
+    now[0] += 6
+    assert pace.seconds_for(10) == 70
+    assert [clock_text(seconds) for seconds in (0, 59.6, 3599, 3600, 100 * 3600 + 61)] == ["0:00:00", "0:01:00", "0:59:59", "1:00:00", "100:01:01"]
+
+
+def test_peak_memory_of_this_process_in_mib():
+    before = peak_memory(torch.device("cpu"))
+    held = bytearray(int(before * 2**20) + 2**26)  # more than was ever there
+    for place in range(0, len(held), 4096):
+        held[place] = 1
+    assert before + 64 <= peak_memory(torch.device("cpu")) < 3 * before + 200 and before > 20
 
 
 def test_a_result_is_one_line_that_says_what_was_run_where(tmp_path):

@@ -65,9 +65,9 @@ def command(module: str, *flags, ranks: int = 1) -> list[str]:
     return [*start, "-m", *(["--"] if ranks > 1 else []), module, *map(str, flags)]  # the dashes keep torchrun from taking our --run
 
 
-def call(module: str, *flags, ranks: int = 1, check: bool = True) -> subprocess.CompletedProcess:
+def call(module: str, *flags, ranks: int = 1, check: bool = True, env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
     """Run a real command to its end."""
-    done = subprocess.run(command(module, *flags, ranks=ranks), capture_output=True, text=True, env=environment(), timeout=HANG_AFTER)
+    done = subprocess.run(command(module, *flags, ranks=ranks), capture_output=True, text=True, env=env or environment(), timeout=HANG_AFTER)
     assert not check or done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done
 
@@ -82,6 +82,23 @@ def kill_tree(process: subprocess.Popen) -> None:
     for pid in (process.pid, *map(int, workers)):
         os.kill(pid, signal.SIGKILL)
     process.communicate()
+
+
+def wandb_text(folder: Path) -> bytes:
+    """What the one offline run under `folder` says: its file's records, joined (it is written as LevelDB's log: blocks of 32 KiB, headers of 7 bytes)."""
+    (path,) = folder.glob("wandb/offline-run-*/*.wandb")
+    data, place, text = path.read_bytes(), 7, b""
+    while place + 7 <= len(data):
+        left, length = 2**15 - place % 2**15, int.from_bytes(data[place + 4 : place + 6], "little")
+        if left >= 7:
+            text += data[place + 7 : place + 7 + length]
+        place += 7 + length if left >= 7 else left
+    return text
+
+
+def without_account(home: Path) -> dict[str, str]:
+    """The environment of someone who has never heard of Weights & Biases."""
+    return {**{key: value for key, value in environment().items() if not key.startswith("WANDB_")}, "HOME": str(home), "NETRC": str(home / "none")}
 
 
 def assert_one_line_error(done: subprocess.CompletedProcess, pattern: str) -> None:

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ class RunLog:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         # A checkpoint is written after its step's lines; at step 0 everything runs again.
-        kept = [line for line in read_lines(path) if resume_step and line["step"] <= resume_step]
+        kept = [line for line in read_events(path) if resume_step and line["step"] <= resume_step]
         with atomic(path) as temporary:
             temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
         self.file = open(path, "a", buffering=1)  # noqa: SIM115 (lives as long as the run)
@@ -64,12 +65,13 @@ class RunLog:
         if show:
             console.print(show, highlight=False, markup=False)
 
-    def records(self, event: str) -> list[dict[str, Any]]:
-        """Every record of `event` so far, those of the processes this one continues included."""
-        return [line for line in read_lines(self.path) if line["event"] == event]
+    def records(self, event: str, *keys: str) -> list[dict[str, Any]]:
+        """Every record of `event` that has all `keys`, those of the processes this one continues included."""
+        return read_events(self.path, event, *keys)
 
-    def has(self, event: str, step: int) -> bool:
-        return any(record["step"] == step for record in self.records(event))
+    def has(self, event: str, step: int, *keys: str) -> bool:
+        """Is there such a record of this step?"""
+        return any(record["step"] == step for record in self.records(event, *keys))
 
     def close(self) -> None:
         """Flush everything; closing twice is fine."""
@@ -115,9 +117,52 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return records
 
 
+def read_events(path: Path, event: str = "", *keys: str) -> list[dict[str, Any]]:
+    """The records of a run's log that have a step, are of `event` ("" = any) and have all `keys`.
+
+    Lines without (written by hand, by another version, put together of two torn ones) are left out: what they should have said counts as not done.
+    """
+    lines = [line for line in read_lines(path) if isinstance(line.get("event"), str) and type(line.get("step")) is int]
+    return [line for line in lines if event in ("", line["event"]) and line.keys() >= set(keys)]
+
+
+class Pace:
+    """How long the steps that are left will take: by the clock, evaluations and all, since the first `skip` steps of this process.
+
+    Those are left out because they compile and fill caches.
+    """
+
+    def __init__(self, skip: int, clock: Callable[[], float] = time.perf_counter):
+        self.skip, self.clock, self.steps, self.began = skip, clock, 0, 0.0
+
+    def step(self) -> None:
+        """A step is done."""
+        self.steps += 1
+        if self.steps == self.skip:
+            self.began = self.clock()
+
+    def seconds_for(self, steps: int) -> float | None:
+        """Seconds that `steps` more take; None as long as nothing is known."""
+        timed = self.steps - self.skip
+        return steps * (self.clock() - self.began) / timed if timed > 0 else None
+
+
+def clock_text(seconds: float) -> str:
+    """Seconds as h:mm:ss."""
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
+
+
 def _start_wandb(mode: str, name: str, config: dict[str, Any], folder: Path):
+    """A wandb run that asks for nothing: without a key "online" is a UserError, not a question."""
     try:
         import wandb
     except ImportError:
         raise UserError("--wandb needs the wandb package: pip install wandb, or leave --wandb disabled") from None
-    return wandb.init(project=os.environ.get("WANDB_PROJECT", "gka"), name=name, mode=mode, config=config, dir=str(folder))
+    try:
+        if mode == "online" and not wandb.login(prompt=False):
+            raise UserError("--wandb online needs the key of an account: set WANDB_API_KEY, or run wandb login once; --wandb offline needs none")
+        return wandb.init(project=os.environ.get("WANDB_PROJECT", "gka"), name=name, mode=mode, config=config, dir=str(folder))
+    except wandb.errors.Error as error:
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        raise UserError(f"--wandb {mode}: {said[0]}; --wandb offline needs no account (wandb sync sends it later)") from None

@@ -4,7 +4,9 @@ import datetime
 import json
 import os
 import platform
+import resource
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,14 @@ def describe_hardware(device: torch.device) -> str:
         names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
         model = names[0] if names else model
     return f"{model}, {torch.get_num_threads()} threads"
+
+
+def peak_memory(device: torch.device) -> float:
+    """MiB that this process has held at once so far: of the GPU's memory by torch's count, or, on a CPU, of the machine's (resident set size)."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**20 if sys.platform == "darwin" else 2**10)  # bytes there, KiB here
 
 
 def git_commit() -> str:

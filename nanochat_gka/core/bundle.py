@@ -25,6 +25,9 @@ CORE_TASKS = (
     "lambada_openai", "hellaswag", "winograd", "winogrande", "bigbench_dyck_languages", "agi_eval_lsat_ar", "bigbench_cs_algorithms",
     "bigbench_operators", "bigbench_repeat_copy_logic", "squad", "coqa", "boolq", "bigbench_language_identification",
 )  # fmt: skip
+# How many examples each has in the published bundle; GPT-2 124M's published accuracies are whole numbers of these.
+CORE_SIZES = dict(zip(CORE_TASKS, (10042, 2117, 20321, 2376, 1172, 100, 1221, 1838, 500, 5153, 10042, 273, 1267, 1000, 230, 1320, 210, 32, 10570, 7983,
+                                   3270, 10000)))  # fmt: skip
 # The six that the paper reports for both of its models (table of the centred CORE subset).
 PAPER_TASKS = ("hellaswag_zeroshot", "copa", "openbook_qa", "lambada_openai", "winograd", "winogrande")
 TASK_SETS = {"paper": PAPER_TASKS, "core": CORE_TASKS}

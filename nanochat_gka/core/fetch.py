@@ -10,16 +10,46 @@ import urllib.error
 import urllib.request
 import zipfile
 import zlib
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from gka.runtime.cli import UserError
-from gka.runtime.files import locked, read_json, write_json
+from gka.runtime.distributed import Runtime
+from gka.runtime.files import locked, read_json, sha256, write_json
 from gka.runtime.progress import progress_bar
 from nanochat_gka.core.bundle import MANIFEST
 
 URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
 ATTEMPTS, TIMEOUT = 5, 30  # seconds
 MAX_BYTES = 4 * 2**30  # unpacked; the real one has well under one
+
+
+@dataclass
+class BundleFlags:
+    """Where the bundle comes from, for the commands that ask its questions."""
+
+    bundle: Path | None = None
+    """CORE's questions: folder of the bundle, or eval_bundle.zip; None = fetch it"""
+    bundle_url: str = URL
+    """where to fetch it from"""
+
+    def open_bundle(self, folder: Path) -> Path:
+        """The bundle's folder; if need be it is fetched to `folder`/eval_bundle, or unpacked in `folder`. Raises UserError, OSError."""
+        if self.bundle is None:
+            return fetch_bundle(folder / "eval_bundle", self.bundle_url)
+        if self.bundle.suffix != ".zip":
+            return self.bundle
+        unpacked = folder / f"bundle-{sha256(self.bundle)[:12]}"
+        if not unpacked.exists():
+            with locked(folder, "unpacking a bundle into"):
+                if not unpacked.exists():
+                    unpack(self.bundle, unpacked)
+        return unpacked
+
+    def open_on_all(self, folder: Path, runtime: Runtime) -> Path:
+        """The same on every process: the first fetches, the others find it there."""
+        runtime.agree(lambda: self.open_bundle(folder) if runtime.is_main else None)
+        return self.open_bundle(folder)
 
 
 def fetch_bundle(folder: Path, url: str = URL) -> Path:
