@@ -16,6 +16,7 @@ from timm.data import resolve_input_data_config
 from torch import nn
 
 from deit_gka.accounting import cost_of
+from deit_gka.bounds import LOADING, Rules, at_least, check_bounds
 from deit_gka.engine import evaluate
 from deit_gka.loader import default_workers, eval_transform, evaluation_batches
 from deit_gka.model_io import WEIGHTS, build, find_checkpoint, load_file, load_run, parse_kwargs
@@ -24,6 +25,12 @@ from gka.runtime.cli import UserError, run
 from gka.runtime.distributed import Runtime, running
 from gka.runtime.progress import progress_bar
 from gka.runtime.results import append_result
+
+BOUNDS: Rules = (
+    *LOADING,
+    ("crop_pct", lambda part: part == -1 or 0 < part <= 1, "above 0 and at most 1, or -1"),
+    ("device_batch_size", at_least(1), "at least 1"),
+)
 
 
 @dataclass
@@ -72,10 +79,7 @@ def check(config: EvaluateConfig) -> None:
         raise UserError("--model needs weights: --checkpoint FILE, or --pretrained for timm's")
     if not config.weights:
         raise UserError("--weights needs ema, model or both")
-    if config.crop_pct != -1 and not 0 < config.crop_pct <= 1:
-        raise UserError(f"--crop-pct must be above 0 and at most 1, or -1, got {config.crop_pct}")
-    if config.device_batch_size < 1 or config.num_workers < -1:
-        raise UserError("--device-batch-size must be at least 1 and --num-workers at least -1")
+    check_bounds(vars(config), BOUNDS)
 
 
 def candidates(config: EvaluateConfig, classes: list[str], device) -> dict[str, tuple[nn.Module, dict[str, Any]]]:

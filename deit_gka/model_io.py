@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import deit_gka.models  # noqa: F401 (registers)
+from deit_gka.bounds import check_model_arguments
 from deit_gka.recipe import Recipe
 from gka.runtime import checkpoint
 from gka.runtime.checkpoint import Checkpoint
@@ -33,6 +34,7 @@ def parse_kwargs(words: Iterable[str]) -> dict[str, Any]:
             kwargs[key] = value
         if key in OWN_FLAGS:
             raise UserError(f"--model-kwargs cannot set {key}: it is {OWN_FLAGS[key]}")
+    check_model_arguments(kwargs)
     return kwargs
 
 
@@ -52,9 +54,19 @@ def build(name: str, num_classes: int | None = None, input_size: int | None = No
     if num_classes is not None:
         kwargs["num_classes"] = num_classes
     try:
-        return timm.create_model(name, pretrained=pretrained, **kwargs)
+        model = timm.create_model(name, pretrained=pretrained, **kwargs)
     except (TypeError, ValueError, AssertionError, RuntimeError) as error:
         raise UserError(f"timm cannot build {name}: {str(error).splitlines()[0] if str(error) else error!r}") from None
+    check_patches(model, input_size or kwargs.get("img_size"))
+    return model
+
+
+def check_patches(model: nn.Module, size: int | list[int] | None) -> None:
+    """Raises UserError if patches do not cover the image: the convolution that cuts them would leave pixels out without a word."""
+    patch = getattr(getattr(model, "patch_embed", None), "patch_size", None)
+    sizes = size if isinstance(size, list) else [size, size]
+    if size and isinstance(patch, tuple) and any(side % part for side, part in zip(sizes, patch)):
+        raise UserError(f"--input-size must be a multiple of the patch, {patch[0]}; got {size}")
 
 
 def describe(name: str, num_classes: int, recipe: Recipe, kwargs: dict[str, Any]) -> dict[str, Any]:
