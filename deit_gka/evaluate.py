@@ -19,8 +19,8 @@ from deit_gka.accounting import cost_of
 from deit_gka.bounds import LOADING, Rules, at_least, check_bounds
 from deit_gka.engine import evaluate
 from deit_gka.loader import default_workers, eval_transform, evaluation_batches
-from deit_gka.model_io import WEIGHTS, build, find_checkpoint, load_file, load_run, parse_kwargs
-from deit_gka.sources import FORMS, open_source
+from deit_gka.model_io import WEIGHTS, build, find_checkpoint, load_file, load_run, open_data, parse_kwargs, trained_on
+from deit_gka.sources import FORMS
 from gka.runtime.cli import UserError, run
 from gka.runtime.distributed import Runtime, running
 from gka.runtime.progress import progress_bar
@@ -52,7 +52,8 @@ class EvaluateConfig:
     pretrained: bool = False
     """timm's weights for --model"""
     data: str = ""
-    """a folder with train/ and val/ (class folders, or webdataset tars), hf:NAME_OR_PATH, hf-stream:NAME_OR_PATH, wds:FOLDER or digits"""
+    """a folder with train/ and val/ (class folders, or webdataset tars), hf:NAME_OR_PATH, hf-stream:NAME_OR_PATH, wds:FOLDER or digits; empty = what
+    the run was trained on"""
     split: Literal["val", "train"] = "val"
     """which images"""
     crop_pct: float = -1.0
@@ -71,7 +72,7 @@ class EvaluateConfig:
 
 def check(config: EvaluateConfig) -> None:
     """Raises UserError for values that make no sense."""
-    if not config.data:
+    if not config.data and config.run is None:
         raise UserError(f"--data is missing; it is {FORMS}")
     if (config.run is None) == (not config.model):
         raise UserError("give either --run (a trained run) or --model (a timm name)")
@@ -118,9 +119,18 @@ def check_same_classes(trained: list[str], there: list[str], config: EvaluateCon
         )
 
 
+def data_of(run: Path) -> str:
+    """The data a run was trained on. Raises UserError if it did not write that down."""
+    state = find_checkpoint(run).state
+    if "trained_on" not in state:
+        raise UserError(f"--data is missing, and {run} did not write down where its data is: {trained_on(state)}")
+    return state["trained_on"]
+
+
 def measure(config: EvaluateConfig, runtime: Runtime) -> dict[str, dict]:
     """Accuracy of every candidate, by name."""
-    source = runtime.agree(lambda: open_source(config.data, config.split))
+    config.data = config.data or runtime.agree(lambda: data_of(config.run))
+    source = runtime.agree(lambda: open_data(config.data, config.split, config.run))
     models = runtime.agree(lambda: candidates(config, source.classes, runtime.device))
     num_workers = default_workers() if config.num_workers < 0 else config.num_workers
     metrics = {}

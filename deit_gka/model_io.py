@@ -1,5 +1,6 @@
 """Models: built by timm's name, written into and read from checkpoints, exported for timm."""
 
+import contextlib
 import difflib
 import json
 from collections.abc import Iterable
@@ -13,6 +14,7 @@ from torch import nn
 import deit_gka.models  # noqa: F401 (registers)
 from deit_gka.bounds import check_model_arguments
 from deit_gka.recipe import Recipe
+from deit_gka.sources import Source, Stream, open_source
 from gka.runtime import checkpoint
 from gka.runtime.checkpoint import Checkpoint
 from gka.runtime.cli import UserError
@@ -89,6 +91,24 @@ def _of_vision(found: Checkpoint) -> Checkpoint:
     if "classes" not in found.state:
         raise UserError(f"{found.path} is not of a vision run; nanochat_gka evaluates and exports language models")
     return found
+
+
+def trained_on(state: dict[str, Any]) -> str:
+    """Which images the run of a checkpoint needs, in words; older runs did not write down where they were."""
+    images, classes = state["data"], len(state["classes"])
+    counts = f"{images['training images']:,} training and {images['validation images']:,} validation images in {classes:,} classes"
+    return f"{state['trained_on']} ({counts})" if "trained_on" in state else counts
+
+
+def open_data(data: str, split: str, run: Path | None) -> Source | Stream:
+    """`open_source`; where that fails, the message says which images the run in the folder `run` was trained on. Raises UserError."""
+    try:
+        return open_source(data, split)
+    except UserError as error:
+        found = None
+        with contextlib.suppress(UserError):
+            found = find_checkpoint(run) if run and run.is_dir() else None
+        raise UserError(f"{error}. {run} was trained on {trained_on(found.state)}" if found else str(error)) from None
 
 
 def load_run(found: Checkpoint, weights: str, device: torch.device | str) -> nn.Module:

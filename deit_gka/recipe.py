@@ -7,13 +7,13 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from deit_gka.bounds import Rules, at_least, below, between, check_bounds, positive
+from deit_gka.bounds import Rules, at_least, below, between, check_bounds
 from gka.runtime.cli import UserError
 
 BOUNDS: Rules = (
     ("epochs", between(1, 10**6), "between 1 and 1,000,000"),
     ("batch_size group_size", lambda count: count >= 2 and count % 2 == 0, "even and at least 2: images are mixed in pairs"),
-    ("lr warmup_lr min_lr", positive, "positive and finite"),
+    ("lr warmup_lr min_lr", lambda rate: 0 < rate <= 1e30, "above 0 and at most 1e30"),
     ("weight_decay smoothing model_ema_decay", below(0, 1), "at least 0 and below 1"),
     ("opt_betas", lambda betas: all(0 <= beta < 1 for beta in betas), "two values in [0, 1)"),
     ("clip_grad", below(0, math.inf), "0 (no limit) or more, and finite"),
