@@ -16,14 +16,21 @@ from timm.data import resolve_input_data_config
 from torch import nn
 
 from deit_gka.accounting import cost_of
+from deit_gka.bounds import LOADING, Rules, at_least, check_bounds
 from deit_gka.engine import evaluate
 from deit_gka.loader import default_workers, eval_transform, evaluation_batches
-from deit_gka.model_io import WEIGHTS, build, find_checkpoint, load_file, load_run, parse_kwargs
-from deit_gka.sources import FORMS, open_source
+from deit_gka.model_io import WEIGHTS, build, find_checkpoint, load_file, load_run, open_data, parse_kwargs, trained_on
+from deit_gka.sources import FORMS
 from gka.runtime.cli import UserError, run
 from gka.runtime.distributed import Runtime, running
 from gka.runtime.progress import progress_bar
 from gka.runtime.results import append_result
+
+BOUNDS: Rules = (
+    *LOADING,
+    ("crop_pct", lambda part: part == -1 or 0 < part <= 1, "above 0 and at most 1, or -1"),
+    ("device_batch_size", at_least(1), "at least 1"),
+)
 
 
 @dataclass
@@ -45,7 +52,8 @@ class EvaluateConfig:
     pretrained: bool = False
     """timm's weights for --model"""
     data: str = ""
-    """a folder with train/ and val/ (class folders, or webdataset tars), hf:NAME_OR_PATH, hf-stream:NAME_OR_PATH, wds:FOLDER or digits"""
+    """a folder with train/ and val/ (class folders, or webdataset tars), hf:NAME_OR_PATH, hf-stream:NAME_OR_PATH, wds:FOLDER or digits; empty = what
+    the run was trained on"""
     split: Literal["val", "train"] = "val"
     """which images"""
     crop_pct: float = -1.0
@@ -64,7 +72,7 @@ class EvaluateConfig:
 
 def check(config: EvaluateConfig) -> None:
     """Raises UserError for values that make no sense."""
-    if not config.data:
+    if not config.data and config.run is None:
         raise UserError(f"--data is missing; it is {FORMS}")
     if (config.run is None) == (not config.model):
         raise UserError("give either --run (a trained run) or --model (a timm name)")
@@ -72,10 +80,7 @@ def check(config: EvaluateConfig) -> None:
         raise UserError("--model needs weights: --checkpoint FILE, or --pretrained for timm's")
     if not config.weights:
         raise UserError("--weights needs ema, model or both")
-    if config.crop_pct != -1 and not 0 < config.crop_pct <= 1:
-        raise UserError(f"--crop-pct must be above 0 and at most 1, or -1, got {config.crop_pct}")
-    if config.device_batch_size < 1 or config.num_workers < -1:
-        raise UserError("--device-batch-size must be at least 1 and --num-workers at least -1")
+    check_bounds(vars(config), BOUNDS)
 
 
 def candidates(config: EvaluateConfig, classes: list[str], device) -> dict[str, tuple[nn.Module, dict[str, Any]]]:
@@ -114,9 +119,18 @@ def check_same_classes(trained: list[str], there: list[str], config: EvaluateCon
         )
 
 
+def data_of(run: Path) -> str:
+    """The data a run was trained on. Raises UserError if it did not write that down."""
+    state = find_checkpoint(run).state
+    if "trained_on" not in state:
+        raise UserError(f"--data is missing, and {run} did not write down where its data is: {trained_on(state)}")
+    return state["trained_on"]
+
+
 def measure(config: EvaluateConfig, runtime: Runtime) -> dict[str, dict]:
     """Accuracy of every candidate, by name."""
-    source = runtime.agree(lambda: open_source(config.data, config.split))
+    config.data = config.data or runtime.agree(lambda: data_of(config.run))
+    source = runtime.agree(lambda: open_data(config.data, config.split, config.run))
     models = runtime.agree(lambda: candidates(config, source.classes, runtime.device))
     num_workers = default_workers() if config.num_workers < 0 else config.num_workers
     metrics = {}

@@ -1,5 +1,6 @@
 """Models: built by timm's name, written into and read from checkpoints, exported for timm."""
 
+import contextlib
 import difflib
 import json
 from collections.abc import Iterable
@@ -11,7 +12,9 @@ import torch
 from torch import nn
 
 import deit_gka.models  # noqa: F401 (registers)
+from deit_gka.bounds import check_model_arguments
 from deit_gka.recipe import Recipe
+from deit_gka.sources import Source, Stream, open_source
 from gka.runtime import checkpoint
 from gka.runtime.checkpoint import Checkpoint
 from gka.runtime.cli import UserError
@@ -33,6 +36,7 @@ def parse_kwargs(words: Iterable[str]) -> dict[str, Any]:
             kwargs[key] = value
         if key in OWN_FLAGS:
             raise UserError(f"--model-kwargs cannot set {key}: it is {OWN_FLAGS[key]}")
+    check_model_arguments(kwargs)
     return kwargs
 
 
@@ -52,9 +56,19 @@ def build(name: str, num_classes: int | None = None, input_size: int | None = No
     if num_classes is not None:
         kwargs["num_classes"] = num_classes
     try:
-        return timm.create_model(name, pretrained=pretrained, **kwargs)
+        model = timm.create_model(name, pretrained=pretrained, **kwargs)
     except (TypeError, ValueError, AssertionError, RuntimeError) as error:
         raise UserError(f"timm cannot build {name}: {str(error).splitlines()[0] if str(error) else error!r}") from None
+    check_patches(model, input_size or kwargs.get("img_size"))
+    return model
+
+
+def check_patches(model: nn.Module, size: int | list[int] | None) -> None:
+    """Raises UserError if patches do not cover the image: the convolution that cuts them would leave pixels out without a word."""
+    patch = getattr(getattr(model, "patch_embed", None), "patch_size", None)
+    sizes = size if isinstance(size, list) else [size, size]
+    if size and isinstance(patch, tuple) and any(side % part for side, part in zip(sizes, patch)):
+        raise UserError(f"--input-size must be a multiple of the patch, {patch[0]}; got {size}")
 
 
 def describe(name: str, num_classes: int, recipe: Recipe, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -77,6 +91,24 @@ def _of_vision(found: Checkpoint) -> Checkpoint:
     if "classes" not in found.state:
         raise UserError(f"{found.path} is not of a vision run; nanochat_gka evaluates and exports language models")
     return found
+
+
+def trained_on(state: dict[str, Any]) -> str:
+    """Which images the run of a checkpoint needs, in words; older runs did not write down where they were."""
+    images, classes = state["data"], len(state["classes"])
+    counts = f"{images['training images']:,} training and {images['validation images']:,} validation images in {classes:,} classes"
+    return f"{state['trained_on']} ({counts})" if "trained_on" in state else counts
+
+
+def open_data(data: str, split: str, run: Path | None) -> Source | Stream:
+    """`open_source`; where that fails, the message says which images the run in the folder `run` was trained on. Raises UserError."""
+    try:
+        return open_source(data, split)
+    except UserError as error:
+        found = None
+        with contextlib.suppress(UserError):
+            found = find_checkpoint(run) if run and run.is_dir() else None
+        raise UserError(f"{error}. {run} was trained on {trained_on(found.state)}" if found else str(error)) from None
 
 
 def load_run(found: Checkpoint, weights: str, device: torch.device | str) -> nn.Module:

@@ -3,10 +3,31 @@
 "paper" below is section 4.1 of the paper; "DeiT" is a value the paper leaves open, taken from the DeiT recipe it follows.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
+from deit_gka.bounds import Rules, at_least, below, between, check_bounds
 from gka.runtime.cli import UserError
+
+BOUNDS: Rules = (
+    ("epochs", between(1, 10**6), "between 1 and 1,000,000"),
+    ("batch_size group_size", lambda count: count >= 2 and count % 2 == 0, "even and at least 2: images are mixed in pairs"),
+    ("lr warmup_lr min_lr", lambda rate: 0 < rate <= 1e30, "above 0 and at most 1e30"),
+    ("weight_decay smoothing model_ema_decay", below(0, 1), "at least 0 and below 1"),
+    ("opt_betas", lambda betas: all(0 <= beta < 1 for beta in betas), "two values in [0, 1)"),
+    ("clip_grad", below(0, math.inf), "0 (no limit) or more, and finite"),
+    ("warmup_epochs", at_least(0), "0 or more"),
+    ("input_size", between(1, 8192), "between 1 and 8192"),
+    ("repeated_aug", between(1, 100), "between 1 and 100"),
+    ("mixup cutmix", between(0, 1000), "between 0 (off) and 1000"),
+    ("hflip reprob", between(0, 1), "between 0 and 1"),
+    ("scale", lambda scale: 0 < scale[0] <= scale[1] <= 1, "two rising values in (0, 1]"),
+    ("ratio", lambda ratio: 0 < ratio[0] <= ratio[1] < math.inf, "two rising positive values"),
+    ("crop_pct", lambda part: 0 < part <= 1, "above 0 and at most 1"),
+    ("drop_path", lambda rate: rate == -1 or 0 <= rate < 1, "at least 0 and below 1, or -1 for the paper's"),
+    ("seed", below(0, 2**63), "at least 0 and below 2^63"),
+)
 
 
 @dataclass(frozen=True)
@@ -81,29 +102,14 @@ class Recipe:
 
     def check(self) -> None:
         """Raises UserError for values that make no sense."""
-        for name in ("epochs", "repeated_aug", "input_size"):
-            self._require(name, getattr(self, name) >= 1, "at least 1")
-        for name in ("batch_size", "group_size"):
-            value = getattr(self, name)
-            self._require(name, value >= 2 and value % 2 == 0, "even and at least 2: images are mixed in pairs")
-        for name in ("weight_decay", "clip_grad", "warmup_epochs", "mixup", "cutmix", "seed"):
-            self._require(name, getattr(self, name) >= 0, "0 or more")
-        for name in ("lr", "warmup_lr", "min_lr"):
-            self._require(name, getattr(self, name) > 0, "positive")
-        for name in ("hflip", "reprob"):
-            self._require(name, 0 <= getattr(self, name) <= 1, "between 0 and 1")
-        for name in ("smoothing", "model_ema_decay"):
-            self._require(name, 0 <= getattr(self, name) < 1, "at least 0 and below 1")
-        self._require("warmup_epochs", self.warmup_epochs <= self.epochs, f"at most --epochs {self.epochs}")
-        self._require("opt_betas", all(0 <= beta < 1 for beta in self.opt_betas), "two values in [0, 1)")
-        self._require("crop_pct", 0 < self.crop_pct <= 1, "above 0 and at most 1")
-        self._require("drop_path", self.drop_path == -1 or 0 <= self.drop_path < 1, "at least 0 and below 1, or -1 for the paper's")
-        self._require("scale", 0 < self.scale[0] <= self.scale[1] <= 1, "two rising values in (0, 1]")
-        self._require("ratio", 0 < self.ratio[0] <= self.ratio[1], "two rising positive values")
-
-    def _require(self, name: str, holds: bool, rule: str) -> None:
-        if not holds:
-            raise UserError(f"--{name.replace('_', '-')} must be {rule}; got {getattr(self, name)}")
+        check_bounds(vars(self), BOUNDS)
+        if not self.warmup_epochs <= self.epochs:
+            raise UserError(f"--warmup-epochs must be at most --epochs {self.epochs}; got {self.warmup_epochs}")
+        for name in ("min_lr", "warmup_lr"):
+            if getattr(self, name) > self.scaled_lr:
+                flag = name.replace("_", "-")
+                raise UserError(f"--{flag} must be at most the peak learning rate, --lr x --batch-size / 1024 = {self.scaled_lr:.3g}; "
+                                f"got {getattr(self, name)}")  # fmt: skip
 
     @property
     def scaled_lr(self) -> float:

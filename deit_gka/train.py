@@ -39,9 +39,7 @@ def train(trainer: Trainer, log: RunLog, stop: Stop) -> bool:
                     lr = trainer.optimizer.param_groups[0]["lr"]
                     text = f"update {step:06d}/{trainer.steps:06d} | epoch {epoch:.2f} | loss {loss:.4f} | lr {lr:.3e} | grad norm {norm:.2f}"
                     if trainer.recent.images:
-                        text += (
-                            f" | {speed['images_per_second']:,.0f} img/s, {speed['waiting']:.0%} of the time waiting for images{memory_text(trainer)}"
-                        )
+                        text += f" | {speed['images_per_second']:,.0f} img/s, {speed['waiting']:.0%} waiting for images{memory_text(trainer)}"
                     log.log("train", step, text, loss=loss, lr=lr, weight_decay=config.weight_decay, grad_norm=norm, epoch=epoch, **speed)
                     trainer.recent = Meter()
                 # Before an evaluation too: it is long, and a signal's patience is short.
@@ -68,12 +66,8 @@ def report_if_due(trainer: Trainer, log: RunLog, bar) -> None:
     if runtime.any(runtime.is_main and believed and values[trainer.metric] > best):
         trainer.save("best", with_optimizer=False)
     sigma = trainer.sigma()
-    mean = " ".join(f"{sum(values) / len(values):.2f}" for values in sigma.values())
-    text = f"epoch {epoch}/{config.epochs} | {accuracy_text(values)}"
-    if speed["images_per_second"]:
-        text += f" | {speed['images_per_second']:,.0f} img/s (model {speed['model_images_per_second']:,.0f}, loader {speed['loader_images_per_second']:,.0f})"
-    text += memory_text(trainer) + (f" | mean sigma {mean}" if mean else "")
-    text += f" | broken training images replaced {trainer.state['broken']} times so far" if trainer.state["broken"] else ""
+    text = f"epoch {epoch}/{config.epochs} | {epoch_text(values, speed, sigma)}{memory_text(trainer)}"
+    text += f"\nbroken training images replaced {trainer.state['broken']} times so far" if trainer.state["broken"] else ""
     log.log("eval", trainer.state["step"], text, epoch=epoch, **values, **speed, memory_mib=trainer.memory(), sigma=sigma,
             broken_train=trainer.state["broken"])  # fmt: skip
     if not believed:
@@ -132,11 +126,18 @@ def summary(trainer: Trainer, log: RunLog) -> dict:
 
 
 def accuracy_text(values: dict[str, float]) -> str:
-    """Raw and averaged accuracy, and how many images could not be judged."""
-    text = f"top-1 {values['top1']:.2f} top-5 {values['top5']:.2f}"
+    """Accuracy and loss on the validation images, of the raw weights and, in the same order, of the average; and how many images could not be judged."""
+    text = f"top-1 {values['top1']:.2f} top-5 {values['top5']:.2f} loss {values['loss']:.3f}"
     if "ema_top1" in values:
-        text += f" | EMA top-1 {values['ema_top1']:.2f} top-5 {values['ema_top5']:.2f}"
+        text += f" | EMA {values['ema_top1']:.2f} {values['ema_top5']:.2f} {values['ema_loss']:.3f}"
     return text + (f" | on {values['images']:,} images, {values['broken']} more are broken" if values["broken"] else "")
+
+
+def epoch_text(values: dict[str, float], speed: dict[str, float], sigma: dict[str, list[float]]) -> str:
+    """What an epoch's line says in 130 columns: accuracy and loss, how far the bandwidths spread, the speed. The rest is in log.jsonl."""
+    heads = [value for layer in sigma.values() for value in layer]
+    text = accuracy_text(values) + (f" | sigma {min(heads):.2f}-{max(heads):.2f}" if heads else "")
+    return text + (f" | {speed['images_per_second']:,.0f} img/s" if speed["images_per_second"] else "")
 
 
 def run_to_the_end(trainer: Trainer, log: RunLog) -> None:

@@ -4,11 +4,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from deit_gka.bounds import LOADING, Rules, at_least, check_bounds
 from deit_gka.model_io import check_name, parse_kwargs
 from deit_gka.recipe import Recipe
 from deit_gka.sources import FORMS
 from gka.runtime.cli import UserError
 from gka.runtime.training import RunConfig
+
+BOUNDS: Rules = (
+    *LOADING,
+    ("device_batch_size", at_least(2), "at least 2: images are mixed in pairs"),
+    ("keep log_every", at_least(1), "at least 1"),
+    ("eval_every save_every stop_after", at_least(1, off=-1), "positive, or -1 for off"),
+)
 
 
 @dataclass(frozen=True)
@@ -71,9 +79,4 @@ class TrainConfig(Recipe, RunConfig):
         for key in given.keys() & parse_kwargs(self.model_kwargs).keys():
             raise UserError(f"--model-kwargs cannot set {key} in training: it is {given[key]}")
         RunConfig.check(self)
-        self.require_positive("keep", "log_every")
-        self.require_positive("eval_every", "save_every", "stop_after", or_off=True)
-        if self.device_batch_size < 2:
-            raise UserError(f"--device-batch-size must be at least 2: images are mixed in pairs; got {self.device_batch_size}")
-        if self.num_workers < -1:
-            raise UserError(f"--num-workers must be 0 or more, or -1 for automatic, got {self.num_workers}")
+        check_bounds(vars(self), BOUNDS)

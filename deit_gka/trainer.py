@@ -16,15 +16,16 @@ from torch.nn.parallel import DistributedDataParallel
 from deit_gka.engine import Mixer, accumulate_gradients, bandwidths
 from deit_gka.loader import Batch, Images, Order, assemble, batches, default_workers, train_transform
 from deit_gka.meter import UPDATES_NOT_TIMED, Meter
-from deit_gka.model_io import build, describe, parse_kwargs
+from deit_gka.model_io import build, describe, open_data, parse_kwargs, trained_on
 from deit_gka.optim import load_state_tensors, make_average, make_optimizer, make_schedule, state_tensors
-from deit_gka.sources import Stream, check_classes, open_source
+from deit_gka.sources import Stream, check_classes, located
 from deit_gka.train_config import TrainConfig
 from gka.runtime import checkpoint
 from gka.runtime.cli import UserError
 from gka.runtime.distributed import Runtime, Stop
 
 BROKEN_LIST = "broken_images.txt"
+RUINED = "an earlier update has ruined the weights"
 FILE_NAMES = {"encoding": "utf-8", "errors": "surrogateescape"}  # they may be any bytes
 
 
@@ -34,7 +35,7 @@ class Trainer:
     def __init__(self, config: TrainConfig, runtime: Runtime):
         self.config, self.runtime, self.folder = config, runtime, config.folder
         # Data
-        self.train_set, self.val_set = open_source(config.data, "train"), open_source(config.data, "val")
+        self.train_set, self.val_set = (open_data(config.data, split, self.folder) for split in ("train", "val"))
         for warning in check_classes(self.train_set, self.val_set):
             runtime.print(f"warning: {warning}")
         self.num_workers = default_workers() if config.num_workers < 0 else config.num_workers
@@ -70,16 +71,16 @@ class Trainer:
         if found is None:
             return
         self.config.check_resumes(found.state["train_config"])
+        own = f"give it its own data, {trained_on(found.state)}, or another --model-tag"
         for key, value in self.about_data().items():
             had = found.state["data"].get(key)
             if (had is None) != (value is None):
                 raise UserError(f"{self.config.data} is read {'at random' if value is None else 'as a stream'}, the data of the run in {self.folder} were not: "
-                                "the images would come in another order. Give it its own data, or another --model-tag")  # fmt: skip
+                                f"the images would come in another order; {own}")  # fmt: skip
             if had != value:
-                raise UserError(f"{self.config.data} has {value} {key} where the run in {self.folder} had {had}; "
-                                "give it its own data, or another --model-tag")  # fmt: skip
+                raise UserError(f"{self.config.data} has {value} {key} where the run in {self.folder} had {had}; {own}")
         if found.state["classes"] != self.train_set.classes:
-            raise UserError(f"{self.config.data} has other classes than the run in {self.folder}; give it its own data, or another --model-tag")
+            raise UserError(f"{self.config.data} has other classes than the run in {self.folder}; {own}")
         device = self.runtime.device
         self.model.load_state_dict(found.tensors("model", device))
         if self.average is not None:
@@ -94,7 +95,12 @@ class Trainer:
         return {"processes": processes, "training images": len(self.train_set), "validation images": len(self.val_set)}
 
     def save(self, folder: str = "checkpoints", with_optimizer: bool = True) -> None:
-        """All randomness is a function of the seed and the update's number, so these two are the state of the random generators."""
+        """All randomness is a function of the seed and the update's number, so these two are the state of the random generators.
+
+        Raises UserError for weights that are not finite, before they take the place of some that are.
+        """
+        if not self.is_finite():
+            raise UserError(self.diverged("the weights are not finite", "they were not saved"))
         if self.runtime.is_main:
             tensors = {"model": self.model.state_dict()}
             if self.average is not None:
@@ -106,6 +112,7 @@ class Trainer:
                 "train_config": self.config.identity(),
                 "classes": self.train_set.classes,
                 "data": self.about_data(),
+                "trained_on": located(self.config.data),
                 "progress": self.state,
                 "meter": asdict(self.meter),
                 "scaler": self.scaler.state_dict(),
@@ -142,7 +149,12 @@ class Trainer:
         started, self.waited = time.perf_counter(), 0.0
         self.model.train()
         self.optimizer.zero_grad(set_to_none=len(self.order.pieces) == 1)
-        update = accumulate_gradients(self.network, self.order.pieces, self.next_batch, self.mixer, step, runtime, self.scaler.scale)
+        try:
+            update = accumulate_gradients(self.network, self.order.pieces, self.next_batch, self.mixer, step, runtime, self.scaler.scale)
+        except ValueError:  # on a CPU the operator refuses bandwidths that are not finite
+            if self.is_finite():
+                raise
+            raise UserError(self.diverged("the weights are not finite", RUINED)) from None
         self.scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_grad or math.inf)
         # Sums over processes, and every process's own waiting in a place of its own. The loss must be finite before it may touch the weights.
@@ -150,8 +162,10 @@ class Trainer:
         mine = torch.tensor([float(stop.requested), len(update.broken), update.loading, *waits], device=norm.device)
         loss, stopping, broken, loading, *waits = runtime.sum(torch.cat([update.loss[None], mine])).tolist()
         norm = float(norm)
-        if not math.isfinite(loss) or not (math.isfinite(norm) or self.scaler.is_enabled()):
-            raise UserError(self.diverged(loss, norm))
+        # float16 overflows now and then, and its update is left out; below a scale of 1 it is the gradient itself that is too large.
+        if not math.isfinite(loss) or not (math.isfinite(norm) or (self.scaler.is_enabled() and self.scaler.get_scale() >= 1)):
+            left = "the weights were not touched" if self.is_finite() else RUINED
+            raise UserError(self.diverged(f"the loss is {loss} and the gradient's norm {norm}", left))
         self.schedule.step_update(step)
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -167,13 +181,17 @@ class Trainer:
                 meter.add(config.batch_size, time.perf_counter() - started, max(waits), loading)
         return loss, norm, stopping > 0
 
-    def diverged(self, loss: float, norm: float) -> str:
+    def is_finite(self) -> bool:
+        """Whether every weight is; once one is not, it stays so."""
+        return all(bool(parameter.isfinite().all()) for parameter in self.model.parameters())
+
+    def diverged(self, what: str, consequence: str) -> str:
         paths = sorted((self.folder / "checkpoints").glob("step_*"))
         sigma = [value for _, values in bandwidths(self.model) for value in values]
         about = f", sigma between {min(sigma):.3g} and {max(sigma):.3g}" if sigma else ""
         return (
-            f"the loss is {loss} and the gradient's norm {norm} at update {self.state['step']} (learning rate {self.optimizer.param_groups[0]['lr']:.3g}{about}); "
-            f"the weights were not touched. Last checkpoint: {paths[-1] if paths else 'none was saved yet'}. Start a new --model-tag with a lower --lr"
+            f"{what} at update {self.state['step']} (learning rate {self.optimizer.param_groups[0]['lr']:.3g}{about}); {consequence}. "
+            f"Last checkpoint: {paths[-1] if paths else 'none was saved yet'}. Start a new --model-tag with a lower --lr"
         )
 
     def report_broken(self, broken: list[tuple[str, str]], consequence: str) -> None:

@@ -1,7 +1,9 @@
 """The vision trainer in real processes: nothing is lost, nothing depends on the number of ranks, mistakes are one line; then what reads its runs."""
 
 import contextlib
+import dataclasses
 import json
+import math
 import os
 import random
 import re
@@ -107,6 +109,7 @@ def uninterrupted(pictures, tmp_path_factory):
     out = tmp_path_factory.mktemp("uninterrupted")
     done = tiny.call(TRAIN, *flags(pictures, out))
     assert "finished | top-1" in done.stdout
+    (out / "stdout").write_text(done.stdout)
     return out
 
 
@@ -443,6 +446,32 @@ def test_a_loss_that_is_not_finite_stops_and_names_the_last_checkpoint(pictures,
     assert (tmp_path / "run/checkpoints").exists() and not (tmp_path / "results.jsonl").read_text()
 
 
+def test_weights_that_are_not_finite_are_not_said_to_be_untouched_and_not_saved(pictures, tmp_path, monkeypatch, capsys):
+    """A first update that ruins the weights: its loss and gradient were fine."""
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda optimizer: [value.data.fill_(math.inf) for value in optimizer.param_groups[0]["params"]])
+    for save_every, what in (("-1", "an earlier update has ruined the weights"), (1, "they were not saved")):
+        with signals_kept():
+            more = ["--num-workers", 0, "--save-every", save_every, "--model-tag", f"run{save_every}"]
+            message = in_process(training.main, TrainConfig, *flags(pictures, tmp_path, *more), capsys=capsys)
+        assert " at update 1 (learning rate 1e-06, sigma between" in message and f"; {what}. Last checkpoint: none was saved yet" in message
+        assert not (tmp_path / f"run{save_every}/checkpoints").exists()
+
+
+def test_a_gradient_that_is_never_finite_ends_a_run_in_float16(pictures, tmp_path, monkeypatch, capsys):
+    """Its updates are left out one by one while the scale falls, and nothing would ever be learned."""
+    unscale = torch.amp.GradScaler.unscale_
+
+    def overflow(scaler, optimizer):
+        optimizer.param_groups[0]["params"][0].grad.fill_(math.inf)
+        unscale(scaler, optimizer)
+
+    monkeypatch.setattr(torch.amp.GradScaler, "unscale_", overflow)
+    more = ["--amp", "float16", "--num-workers", 0, "--eval-every", "-1"]
+    with signals_kept():
+        message = in_process(training.main, TrainConfig, *flags(pictures, tmp_path, *more), capsys=capsys)
+    assert "the gradient's norm inf at update" in message and "the weights were not touched" in message
+
+
 @pytest.mark.parametrize(
     "more,message",
     [
@@ -467,7 +496,7 @@ def test_a_loss_that_is_not_finite_stops_and_names_the_last_checkpoint(pictures,
         (["--model-tag", "new", "--batch-size", "80"], r"has 78 training images, fewer than one batch; lower --batch-size \(now 80\)"),
         (["--model-tag", "new", "--batch-size", "7"], r"--batch-size must be even"),
         (["--device-batch-size", "1"], r"--device-batch-size must be at least 2"),
-        (["--num-workers", "-2"], r"--num-workers must be 0 or more"),
+        (["--num-workers", "-3"], r"--num-workers must be 0 to 1024, or -1 for automatic; got -3"),
         (["--save-every", "0"], r"--save-every must be positive, or -1"),
         (["--model-tag", "a/b"], r"--model-tag must be a plain folder name"),
         (["--model-tag", "new", "--crop-pct", "0"], r"--crop-pct must be above 0"),
@@ -478,13 +507,93 @@ def test_mistakes_are_one_line(uninterrupted, pictures, more, message, capsys):
     assert re.search(message, in_process(training.main, TrainConfig, *flags(pictures, uninterrupted, *more), capsys=capsys))
 
 
+REFUSED = {
+    "--epochs": (0, 2_000_000), "--batch-size": (0, -2, 7), "--group-size": (0, 3), "--lr": ("nan", "inf", 0, -1), "--weight-decay": ("nan", "inf", 1, -0.1),
+    "--opt-betas": (("nan", 0.9), (0.9, 1), (-0.1, 0.9), ("inf", 0.9)), "--clip-grad": ("nan", "inf", -1), "--warmup-epochs": ("nan", "inf", -1, 6),
+    "--warmup-lr": ("nan", "inf", 0, 1), "--min-lr": ("nan", "inf", -1e-6, 1), "--input-size": (0, -16, 18, 10**9), "--scale": (("nan", 1), (0.5, 0.4), (0, 1), (0.5, 2)),
+    "--ratio": (("nan", 1), (1, "inf"), (0, 1)), "--hflip": ("nan", 1.1, -0.1), "--reprob": ("nan", 2), "--repeated-aug": (0, 10**9),
+    "--mixup": ("nan", "inf", -1), "--cutmix": ("nan", "inf", -1), "--smoothing": ("nan", 1, -0.1), "--drop-path": ("nan", 1, -0.5),
+    "--model-ema-decay": ("nan", 1, -0.1), "--crop-pct": ("nan", 0, 1.5), "--seed": (-1, 2**63), "--device-batch-size": (0, 1), "--num-workers": (-3, 10**6),
+    "--eval-every": (0, -2), "--save-every": (0, -2), "--keep": (0,), "--log-every": (0, -1), "--stop-after": (0, -2),
+    "--model-kwargs": ("depth=0", "depth=100000", "patch_size=0", "mlp_ratio=0", "mlp_ratio=NaN", "drop_path_rate=NaN", "drop_path_rate=1", "embed_dim=-8",
+                       "num_heads=0", "sigma_squared=Infinity", "init_values=NaN"),
+}  # fmt: skip
+
+
+def numeric(config):
+    return {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(config) if re.search(r"\b(int|float)\b", str(field.type))}
+
+
+def test_every_number_that_ruins_a_run_is_refused(pictures, tmp_path, capsys):
+    assert numeric(TrainConfig) <= set(REFUSED)
+    for flag, values in REFUSED.items():
+        for value in values:
+            words = value if isinstance(value, tuple) else (value,)
+            message = in_process(training.main, TrainConfig, *flags(pictures, tmp_path, flag, *words), capsys=capsys)
+            assert message.startswith(f"error: {flag} "), message
+    assert not (tmp_path / "run/checkpoints").exists()
+
+
+def test_every_number_that_ruins_an_evaluation_is_refused(pictures, capsys):
+    refused = {"--crop-pct": ("nan", 0, 2, -2), "--device-batch-size": (0, -1), "--num-workers": (-3, 10**6)}
+    assert numeric(evaluate.EvaluateConfig) == set(refused)
+    for flag, values in refused.items():
+        for value in values:
+            argv = ["--data", pictures, "--model", "deit_tiny_patch16_224", "--pretrained", flag, value]
+            assert in_process(evaluate.main, evaluate.EvaluateConfig, *argv, capsys=capsys).startswith(f"error: {flag} must be ")
+
+
+def test_data_that_are_gone_are_named(uninterrupted, pictures, tmp_path, capsys):
+    """Evaluating and resuming say what the run needs; evaluating finds it alone."""
+    argv = ["--run", uninterrupted / "run", "--device-type", "cpu", "--num-workers", 0, "--results", tmp_path / "eval.jsonl"]
+    run(evaluate.main, evaluate.EvaluateConfig, [str(flag) for flag in argv])
+    assert json.loads((tmp_path / "eval.jsonl").read_text())["metrics"]["ema"]["images"] == 27
+    shutil.copytree(uninterrupted / "run", tmp_path / "run")
+    (newest,) = (path for path in (tmp_path / "run/checkpoints").iterdir() if path.name.endswith(f"{STEPS}"))
+    needs = f"/run was trained on {pictures} (78 training and 27 validation images in 3 classes)"
+    message = in_process(evaluate.main, evaluate.EvaluateConfig, *argv, "--data", "/nowhere", capsys=capsys)
+    assert "/nowhere is not there" in message and needs in message
+    message = in_process(training.main, TrainConfig, *flags("/nowhere", tmp_path), capsys=capsys)
+    assert "/nowhere is not there" in message and needs in message
+    state = json.loads((newest / "state.json").read_text())
+    del state["trained_on"]  # as runs were that did not write it down
+    folder = save_checkpoint(tmp_path / "old/checkpoints", STEPS, {"model": checkpoint(uninterrupted, STEPS, "model")}, state)
+    message = in_process(evaluate.main, evaluate.EvaluateConfig, *argv, "--run", folder, capsys=capsys)
+    assert "--data is missing" in message and "78 training and 27 validation images in 3 classes" in message
+
+
+def test_a_run_older_than_a_flag_resumes_with_the_flags_default(pictures, tmp_path, capsys):
+    train(pictures, tmp_path, "--stop-after", 2)
+    path = tmp_path / "run/checkpoints/step_00000002"
+    state = json.loads((path / "state.json").read_text())
+    assert state["train_config"].pop("model_ema_warmup") is True and state["train_config"].pop("smoothing") == 0.1
+    tensors = {name: load_file(path / f"{name}.safetensors") for name in ("model", "ema", "optimizer")}
+    shutil.rmtree(path)
+    save_checkpoint(path.parent, 2, tensors, state)
+    message = in_process(training.main, TrainConfig, *flags(pictures, tmp_path, "--smoothing", 0.2), capsys=capsys)
+    assert "--smoothing is 0.2 but the run in" in message and "has 0.1;" in message
+    assert "resuming at update 2" in train(pictures, tmp_path, "--stop-after", 3).stdout
+
+
+def test_the_epochs_line_has_the_validation_loss_and_fits_the_screen(uninterrupted):
+    lines = [line for line in (uninterrupted / "stdout").read_text().splitlines() if line.startswith("epoch ")]
+    assert len(lines) == EPOCHS
+    for line, record in zip(lines, records(uninterrupted, "eval")):
+        heads = [value for layer in record["sigma"].values() for value in layer]
+        assert f" loss {record['loss']:.3f} | EMA {record['ema_top1']:.2f} {record['ema_top5']:.2f} {record['ema_loss']:.3f} | " in line
+        assert f" | sigma {min(heads):.2f}-{max(heads):.2f} | " in line and line.endswith(" img/s")
+    values = {"top1": 100.0, "top5": 100.0, "loss": 12.34567, "ema_top1": 100.0, "ema_top5": 100.0, "ema_loss": 12.34567, "broken": 0}
+    widest = training.epoch_text(values, {"images_per_second": 123_456.7}, {"layer_0": [0.01234, 123.4567]})
+    assert len(f"epoch 300/300 | {widest} | 81,920 MiB") <= 130
+
+
 def test_other_data_is_refused_on_resume(uninterrupted, pictures, tmp_path, capsys):
     shutil.copytree(uninterrupted / "run", tmp_path / "run")
     shutil.copytree(pictures, tmp_path / "data")
     spare = tmp_path / "data/train/class_1/000.jpg"
     spare.rename(tmp_path / "000.jpg")
     message = in_process(training.main, TrainConfig, *flags(tmp_path / "data", tmp_path), capsys=capsys)
-    assert re.search(r"has 77 training images where the run in .* had 78; give it its own data, or another --model-tag", message)
+    assert re.search(r"has 77 training images where the run in .* had 78; give it its own data, .*, or another --model-tag", message)
     (tmp_path / "000.jpg").rename(spare)
     for split in ("train", "val"):
         (tmp_path / "data" / split / "class_1").rename(tmp_path / "data" / split / "class_9")

@@ -19,7 +19,7 @@ from deit_gka.sources.hub import Hub, Stream
 from deit_gka.sources.tars import Tars, shards_of
 from gka.runtime.cli import UserError
 
-__all__ = ["FORMS", "BrokenImage", "Record", "Source", "Stream", "check_classes", "decode", "open_source"]
+__all__ = ["FORMS", "BrokenImage", "Record", "Source", "Stream", "check_classes", "decode", "located", "open_source"]
 FORMS = "a folder with train/<class>/ and val/<class>/, wds:FOLDER, hf:NAME, hf-stream:NAME or digits"
 IMAGENET = {"train": 1_281_167, "val": 50_000}
 
@@ -43,6 +43,13 @@ def open_source(data: str, split: Literal["train", "val"]) -> "Source | Stream":
     if folder is None:
         raise UserError(f"{root} has no {split}/ folder; it has: {listing(root)}. Data is {FORMS}")
     return Folder(data, split, folder)
+
+
+def located(data: str) -> str:
+    """`data` so that it names the same images from any folder."""
+    form, colon, rest = data.partition(":")
+    folder = Path(rest if form == "wds" else data).expanduser()
+    return data if data == "digits" or not folder.is_dir() else (form + colon if form == "wds" else "") + str(folder.absolute())
 
 
 def check_classes(train: "Source | Stream", val: "Source | Stream") -> list[str]:

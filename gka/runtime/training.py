@@ -3,7 +3,7 @@
 import contextlib
 import json
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -44,11 +44,13 @@ class RunConfig:
         return json.loads(json.dumps(settings, default=str))
 
     def check_resumes(self, saved: dict[str, Any]) -> None:
-        """Raises UserError naming the first flag that differs from the run being resumed."""
+        """Raises UserError naming the first flag that differs from the run being resumed; a flag younger than the run had its default there."""
+        defaults = json.loads(json.dumps({field.name: field.default for field in fields(self)}, default=str))
         for key, value in self.identity().items():
-            if saved.get(key) != value:
+            had = saved.get(key, defaults[key])
+            if had != value:
                 flag = "--" + key.replace("_", "-")
-                raise UserError(f"{flag} is {value} but the run in {self.folder} has {saved.get(key)}; use its value, or another --model-tag")
+                raise UserError(f"{flag} is {value} but the run in {self.folder} has {had}; use its value, or another --model-tag")
 
     def check(self) -> None:
         """Raises UserError for values that make no sense. A trainer's own checks call this first."""
