@@ -3,7 +3,7 @@
 import contextlib
 import json
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -48,7 +48,8 @@ class RunConfig:
         for key, value in self.identity().items():
             if saved.get(key) != value:
                 flag = "--" + key.replace("_", "-")
-                raise UserError(f"{flag} is {value} but the run in {self.folder} has {saved.get(key)}; use its value, or another --model-tag")
+                tag = "" if replace(self, **{key: saved.get(key)}).tag == self.tag else f" with --model-tag {self.tag}"
+                raise UserError(f"{flag} is {value} but the run in {self.folder} has {saved.get(key)}; use its value{tag}, or another --model-tag")
 
     def check(self) -> None:
         """Raises UserError for values that make no sense. A trainer's own checks call this first."""
