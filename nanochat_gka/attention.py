@@ -1,6 +1,6 @@
 """The attention of a layer: softmax, VLT or GKA, one forward signature. Adding one is a class and a line in ATTENTION.
 
-A layer projects its tokens to queries and to what later tokens need of them (`stored`: keys and values; for GKA mostly values alone, which keys
+A layer projects its tokens to queries and to what later tokens need of them (`stored`: keys and values; for GKA one tensor, which is both or which keys
 follow from), then attends. While generating, `stored` is what the cache holds. Legend: B batch, T tokens, n tokens so far, H heads, D head_dim, C = H * D.
 """
 
@@ -129,10 +129,14 @@ class VLTAttention(SoftmaxAttention):
 
 
 class GKAAttention(Attention):
-    """Gaussian kernel attention (paper section 5.1): no W_Q, W_K, W_V; features = per-head norm of the rotated block input.
+    """Gaussian kernel attention (paper section 5.1): no W_Q, W_K, W_V; a feature, the per-head norm of the rotated block input, is query, key and value.
 
-    Per-head norms are constant, so the kernel is plain attention at scale 1 / sigma^2 (gka/README.md). Keys are a function of values and position, so
-    values are all that is stored; with a value embedding they no longer are, and both are.
+    Per-head norms are constant, so the kernel is plain attention at scale 1 / sigma^2 (gka/README.md). One tensor is stored, the features. Ours are
+    three variations. `gka_values` normalised or raw: values are not rotated; keys follow from them and the position, so values are what is stored.
+    Value embeddings: keys no longer follow, both are stored. `head_offsets`: whole heads pair keys and values one token apart. That is a fixed,
+    parameter-free case of KV shifting attention (Xu et al., ICML 2025, arXiv 2411.19574), which learns how much of a key and a value comes from the
+    token before; partial key offset (modded-nanogpt PR 169), Canon layers (arXiv 2512.17351) and RWKV's token shift are its kin. Softmax gains from
+    it too. Ours is only the use in an operator without projections.
     """
 
     def __init__(self, config: GPTConfig, layer: int):
@@ -151,7 +155,7 @@ class GKAAttention(Attention):
 
     @property
     def derives_keys(self):
-        """Whether keys are not among what is stored."""
+        """Whether decoding computes the keys of all past tokens again: they are not stored, and are not the values."""
         return self.cached_tensors == 1 and self.config.gka_values != "rotated"
 
     def project(self, x, value_embedding, rotary, positions):
@@ -166,12 +170,12 @@ class GKAAttention(Attention):
 
     def attend(self, rotary, queries, stored, all_queries):
         values, features = stored[-1], all_queries if len(stored) == 1 else stored[0]  # a feature is query and key
-        total = values.shape[1]
-        if queries.shape[1] < total:
+        if len(stored) == 1 and self.config.gka_values == "rotated":  # and value
+            values = features = stored[0] if features is None else features
+        total, offsets = values.shape[1], self.late_values or self.late_keys
+        if features is None or (offsets and queries.shape[1] < total):  # what comes is work on every token
             first = max(0, total - queries.shape[1] - self.window - 1)  # the earliest token in reach of a query, and its predecessor
-            values, features = values[:, first:], None if features is None else features[:, first:]
-            if features is None:
-                features = values if self.config.gka_values == "rotated" else norm(rotary(values, slice(first, total)))
+            values, features = values[:, first:], norm(rotary(values[:, first:], slice(first, total))) if features is None else features[:, first:]
         keys = None if features is queries else features
         if self.late_values:
             values = _one_later(values, self.late_values)

@@ -1,7 +1,8 @@
 """What attention keeps of past tokens while text is generated.
 
-One tensor per layer where keys follow from the values (GKA), two where they do not: at equal heads GKA's cache has half the bytes of softmax
-attention's. Deriving the keys again for every token costs time, unless values are rotated like keys; `keep_keys` buys it back with the other half. Legend: B rows (sequences), T new tokens, H heads, D head_dim.
+One tensor per layer for GKA, whose features are keys and values at once, two for softmax attention: at equal heads half the bytes. Of our forms
+whose values are not rotated the one tensor is the values, and keys are computed from them again for every token; `keep_keys` saves that time for
+the other half of the bytes. Legend: B rows (sequences), T new tokens, H heads, D head_dim.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from nanochat_gka.gpt import GPT
 
 Tensors = tuple[torch.Tensor, ...]
+KEYS_ARE_STORED = "this model's cache holds its keys in any case"
 
 
 @dataclass
@@ -33,8 +35,11 @@ class KVCache:
     def empty(cls, model: GPT, rows: int, capacity: int, in_use: int | None = None, keep_keys: bool = False) -> KVCache:
         """Room for `rows` sequences of at most `capacity` tokens in the dtype of the model's activations.
 
-        in_use: rows to begin with, None = all. keep_keys: a second tensor in GKA layers whose keys would have to be derived.
+        in_use: rows to begin with, None = all. keep_keys: a second tensor in GKA layers whose keys would have to be derived; ValueError if there are
+        none.
         """
+        if keep_keys and not model.derives_keys:
+            raise ValueError(f"keep_keys is for gka layers whose values are not rotated, and {KEYS_ARE_STORED}")
         shape, table = (rows, capacity, model.config.n_head, model.config.head_dim), model.transformer.wte.weight
         counts = [block.attn.cached_tensors + (keep_keys and block.attn.derives_keys) for block in model.transformer.h]
         return cls(
@@ -122,7 +127,8 @@ class Pass:
 
     def join(self, mixed: list[torch.Tensor], wanted_only: bool = False) -> torch.Tensor:
         """The groups' (b, T, H, D) outputs as one (B, T, H, D), or the wanted tokens', (1, n, H, D)."""
-        return torch.cat(mixed)[:, self.wanted] if wanted_only else torch.cat(mixed)
+        joined = mixed[0] if len(mixed) == 1 else torch.cat(mixed)
+        return joined[:, self.wanted] if wanted_only else joined
 
     def end(self) -> None:
         """All layers are done: count the new tokens."""

@@ -1,14 +1,15 @@
 """The model's shape, and the one dial: depth -> width, heads, windows, attention of every layer."""
 
 import math
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
 
 from gka.runtime.cli import Bounds, Count, UserError
 
 ATTENTION_LETTERS = {"A": "softmax", "G": "gka", "V": "vlt"}
 OFFSET_LETTERS = {"N": "none", "P": "predecessor", "S": "successor"}
-GKA_VALUES = ("normalised", "rotated", "raw")
+GKA_VALUES = ("rotated", "normalised", "raw")  # the paper's form first, which is the default
+BEFORE_ROTATED = "normalised"  # the default until 2026-11-22; a saved shape that does not say its values has these
 VALUE_EMBEDS = ("auto", "all", "none")
 
 
@@ -19,10 +20,10 @@ class GPTConfig:
     attention: softmax, gka or vlt, or one letter per layer (A softmax, G gka, V vlt), tiled over the layers: GGGA.
     value_embeds: which layers may have nanochat's gated value embeddings (every second layer, the last one always):
       auto = the softmax ones among them, all, none.
+    gka_values: what gka heads mix. rotated is the paper's section 5.1: the features that are in the kernel, after rotation and norm. Ours are
+      normalised (the features after the norm and before the rotation) and raw (the block input as it is).
     head_offsets: for gka layers, one letter per head, tiled: N pairs key j with value j, P (predecessor) key j with value j - 1,
-      S (successor) key j - 1 with value j. Empty is the paper's form, all N.
-    gka_values: what gka heads mix: the normalised features (normalised), the same after rotation (rotated, the paper's literal reading),
-      or the block input as it is (raw).
+      S (successor) key j - 1 with value j. Empty is the paper's form, all N. A fixed case of KV shifting attention, see `attention.GKAAttention`.
     sigma_squared: starting sigma^2 of gka heads; 0 = head_dim without head offsets, head_dim / 4 with them.
     Raises ValueError naming the field.
     """
@@ -37,7 +38,7 @@ class GPTConfig:
     attention: str = "softmax"
     value_embeds: str = "auto"
     head_offsets: str = ""
-    gka_values: str = "normalised"
+    gka_values: str = "rotated"
     sigma_squared: float = 0.0
 
     def __post_init__(self):
@@ -60,7 +61,7 @@ class GPTConfig:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
         if not (math.isfinite(self.sigma_squared) and self.sigma_squared >= 0):
             raise ValueError(f"sigma_squared must be positive and finite, or 0 for the default, got {self.sigma_squared}")
-        if not any(self.layer_attention(layer) == "gka" for layer in range(self.n_layer)):
+        if not has_gka(self.attention, self.n_layer):
             for name, default in (("head_offsets", ""), ("gka_values", GKA_VALUES[0]), ("sigma_squared", 0.0)):
                 if getattr(self, name) != default:
                     raise ValueError(f"{name} is for gka layers, and attention={self.attention} has none in {self.n_layer} layers")
@@ -72,6 +73,15 @@ class GPTConfig:
             raise ValueError(f"depth, aspect_ratio and head_dim must be at least 1, got {depth}, {aspect_ratio}, {head_dim}")
         heads = -(-depth * aspect_ratio // head_dim)
         return cls(n_layer=depth, n_head=heads, n_kv_head=heads, n_embd=heads * head_dim, **fields)
+
+    @classmethod
+    def from_saved(cls, saved: dict[str, Any]) -> "GPTConfig":
+        """The shape that a checkpoint states, in the form it was trained in, whatever the defaults are today. Raises TypeError or ValueError.
+
+        Softmax models were saved with `gka_values` too, which mean nothing there; a gka model that does not state them is from before rotated ones.
+        """
+        config = cls(**{name: value for name, value in saved.items() if name != "gka_values"})
+        return replace(config, gka_values=saved.get("gka_values", BEFORE_ROTATED)) if has_gka(config.attention, config.n_layer) else config
 
     @property
     def head_dim(self) -> int:
@@ -88,9 +98,7 @@ class GPTConfig:
 
     def layer_attention(self, layer: int) -> str:
         """softmax, gka or vlt."""
-        if self.attention in ATTENTION_LETTERS.values():
-            return self.attention
-        return ATTENTION_LETTERS[_tiled(self.attention, layer)]
+        return _layer_attention(self.attention, layer)
 
     def window(self, layer: int) -> int:
         """Tokens before the query that stay visible: T for L, T // 2 for S. The last layer is always L."""
@@ -105,6 +113,17 @@ class GPTConfig:
         """The heads whose offset is "predecessor" or "successor", as slices of the H heads: one for every such letter of the pattern."""
         letters = self.head_offsets.upper()
         return [slice(place, self.n_head, len(letters)) for place, letter in enumerate(letters[: self.n_head]) if OFFSET_LETTERS[letter] == offset]
+
+
+def has_gka(attention: str, layers: int) -> bool:
+    """Whether one of this many layers is gka. An attention that does not exist is not."""
+    return any(_layer_attention(attention, layer) == "gka" for layer in range(layers))
+
+
+def _layer_attention(attention: str, layer: int) -> str | None:
+    if not attention or attention in ATTENTION_LETTERS.values():
+        return attention
+    return ATTENTION_LETTERS.get(_tiled(attention, layer))
 
 
 def _tiled(pattern: str, index: int) -> str:
@@ -133,9 +152,11 @@ class ModelFlags:
     value_embeds: Literal["auto", "all", "none"] = "auto"
     """gated value embeddings: auto = nanochat's layers where attention is softmax"""
     head_offsets: str = ""
-    """gka heads: letters tiled over the heads, N key j with value j, P with value j-1, S key j-1 with value j; empty = the paper's form"""
-    gka_values: Literal["normalised", "rotated", "raw"] = "normalised"
-    """what gka heads mix; rotated is the paper's literal reading"""
+    """gka heads: letters tiled over the heads, N key j with value j, P with value j-1, S key j-1 with value j; empty = the paper's form.
+    A fixed case of KV shifting attention (arXiv 2411.19574)"""
+    gka_values: Literal["rotated", "normalised", "raw"] = "rotated"
+    """what gka heads mix: rotated = the features that are in the kernel (the paper's section 5.1); ours: normalised = the same before rotation,
+    raw = the block input"""
     sigma_squared: Annotated[float, Bounds(0)] = 0.0
     """starting sigma^2 of gka heads; 0 = head_dim, or head_dim / 4 with head offsets"""
 

@@ -113,6 +113,11 @@ class GPT(nn.Module):
         layers = [block.attn for block in self.transformer.h if hasattr(block.attn, "chosen_impl")]
         return sorted({layer.chosen_impl(self.transformer.wte.weight.dtype) for layer in layers})
 
+    @property
+    def derives_keys(self) -> bool:
+        """Whether decoding computes keys again in some layer (`GKAAttention.derives_keys`), so that a cache may keep them for speed."""
+        return any(block.attn.derives_keys for block in self.transformer.h)
+
     def bandwidths(self) -> dict[int, torch.Tensor]:
         """Learned sigma per head, (H,), of every gka layer."""
         return {i: block.attn.log_sigma.detach().exp() for i, block in enumerate(self.transformer.h) if hasattr(block.attn, "log_sigma")}

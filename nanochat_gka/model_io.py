@@ -91,7 +91,7 @@ def _build(shape: dict[str, Any], weights: dict[str, torch.Tensor], device: torc
         return UserError(f"{path} does not hold a model of the shape it states: {str(error).splitlines()[-1].strip()}")
 
     try:
-        config = GPTConfig(**shape)
+        config = GPTConfig.from_saved(shape)
     except (TypeError, ValueError) as error:
         raise misshapen(error) from None
     model = build(config, device)

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from gka.runtime.cli import Bounds, Count, CountOrAll, CountOrAutomatic, CountOrOff, Seed
 from gka.runtime.training import RunConfig
-from nanochat_gka.config import ModelFlags
+from nanochat_gka.config import BEFORE_ROTATED, GKA_VALUES, ModelFlags, has_gka
 from nanochat_gka.core.fetch import BundleFlags
 from nanochat_gka.optim import OptimConfig
 
@@ -27,7 +27,7 @@ class TrainConfig(OptimConfig, ModelFlags, BundleFlags, RunConfig):
     out: Path = Path("out/runs")
     """folder for runs; this one goes to OUT/TAG"""
     model_tag: str = ""
-    """name of the run; empty = d<depth>-<attention>"""
+    """name of the run; empty = d<depth>-<attention>, then head offsets and values if they are not the paper's: d20-gka-PS-normalised"""
     device_type: Literal["auto", "cuda", "cpu"] = "auto"
     """auto takes CUDA if there is one"""
     compile: Literal["auto", "on", "off"] = "auto"
@@ -86,4 +86,14 @@ class TrainConfig(OptimConfig, ModelFlags, BundleFlags, RunConfig):
 
     @property
     def tag(self) -> str:
-        return self.model_tag or "-".join(part for part in (f"d{self.depth}", self.attention, self.head_offsets) if part)
+        values = "" if self.gka_values == GKA_VALUES[0] or not has_gka(self.attention, self.depth) else self.gka_values
+        return self.model_tag or "-".join(part for part in (f"d{self.depth}", self.attention, self.head_offsets, values) if part)
+
+    def identity(self) -> dict[str, Any]:
+        settings = super().identity()
+        if not has_gka(self.attention, self.depth):
+            del settings["gka_values"]  # means nothing there
+        return settings
+
+    def check_resumes(self, saved: dict[str, Any]) -> None:
+        super().check_resumes({"gka_values": BEFORE_ROTATED, **saved})

@@ -10,6 +10,8 @@ from tiny_gpt import SHAPE, VARIANTS, awake
 
 from gka import attention_cost
 from gka.runtime.cli import UserError
+from nanochat_gka import attention
+from nanochat_gka.blocks import Rotary
 from nanochat_gka.cache import KVCache
 from nanochat_gka.engine import Continuation, Engine
 from nanochat_gka.sampling import Sampling, pick, truncate
@@ -27,7 +29,7 @@ def tokenizer(packed):
 
 @pytest.fixture(scope="module")
 def model(tokenizer):
-    return awake(dataclasses.replace(SHAPE, vocab_size=tokenizer.vocab_size, attention="gka", head_offsets="PS"))
+    return awake(dataclasses.replace(SHAPE, vocab_size=tokenizer.vocab_size, attention="gka", head_offsets="PS", gka_values="normalised"))
 
 
 @pytest.mark.parametrize("pattern", ["SL", "S", "L"])
@@ -37,7 +39,8 @@ def test_chunks_and_single_tokens_give_the_logits_of_the_full_pass(variant, patt
     model = awake(dataclasses.replace(SHAPE, window_pattern=pattern, **variant))
     ids = torch.randint(70, (3, TOKENS))
     want = model(ids)
-    for sizes, keep_keys in (([1] * TOKENS, False), ([1] * TOKENS, True), ([5, 1, 1, 7, 1, 20, 1, 1, 1, 1, 1], False), ([TOKENS], False)):
+    singly, chunks = [1] * TOKENS, [5, 1, 1, 7, 1, 20, 1, 1, 1, 1, 1]
+    for sizes, keep_keys in ((singly, False), (chunks, False), ([TOKENS], False), *[(singly, True)] * model.derives_keys):
         cache, parts = KVCache.empty(model, 3, TOKENS, keep_keys=keep_keys), []
         for part in ids.split(sizes, dim=1):
             parts.append(model(part, cache=cache))
@@ -81,7 +84,7 @@ def test_rows_of_different_lengths_do_not_see_each_other(variant):
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("variant", [VARIANTS[0], VARIANTS[3], VARIANTS[5], VARIANTS[7]], ids=str)
+@pytest.mark.parametrize("variant", [VARIANTS[0], VARIANTS[2], VARIANTS[3], VARIANTS[6], VARIANTS[8]], ids=str)
 def test_bfloat16_caches_what_the_full_pass_computes(variant, device):
     """As the trainer's models on a GPU. Keys derived from the cache are those of the full pass to the last bit, so what differs is the kernels' rounding."""
     model = awake(dataclasses.replace(SHAPE, **variant))
@@ -102,13 +105,41 @@ def test_gkas_cache_has_half_the_bytes():
 
     softmax = cache()
     assert softmax.nbytes == 4 * attention_cost("softmax", 64, 4, 50, batch=3, itemsize=4).cache_bytes
-    for fields in (dict(), dict(head_offsets="PNSS"), dict(gka_values="raw"), dict(gka_values="rotated")):
+    for fields in (dict(), dict(head_offsets="PNSS"), dict(gka_values="raw"), dict(gka_values="normalised")):
         assert cache(attention="gka", **fields).nbytes * 2 == softmax.nbytes
-    assert cache(attention="vlt").nbytes == softmax.nbytes == cache(keep_keys=True).nbytes
-    assert cache(attention="gka", keep_keys=True).nbytes == softmax.nbytes
-    assert cache(attention="gka", gka_values="rotated", keep_keys=True).nbytes * 2 == softmax.nbytes  # nothing to gain
+    assert cache(attention="vlt").nbytes == softmax.nbytes
+    assert cache(attention="gka", gka_values="normalised", keep_keys=True).nbytes == softmax.nbytes
     assert cache(attention="GGGA").nbytes * 8 == softmax.nbytes * 5  # three layers of one tensor, one of two
     assert cache(attention="gka", value_embeds="all").nbytes * 4 == softmax.nbytes * 3  # every second layer must keep both
+
+
+@pytest.mark.parametrize("fields", [dict(), dict(attention="vlt"), dict(attention="gka"), dict(attention="gka", head_offsets="PS")], ids=str)
+def test_keys_can_be_kept_only_where_they_would_be_computed_again(fields, tokenizer):
+    model = awake(dataclasses.replace(SHAPE, **fields))
+    with pytest.raises(ValueError, match="keep_keys is for gka layers whose values are not rotated"):
+        KVCache.empty(model, 1, 4, keep_keys=True)
+    with pytest.raises(UserError, match=r"--keep-keys is for models of --gka-values normalised or raw.*leave it out"):
+        Engine(model, tokenizer, keep_keys=True)
+
+
+@pytest.mark.parametrize("values", ["rotated", "normalised"])
+@torch.inference_mode()
+def test_the_papers_form_decodes_without_touching_the_past_tokens_again(values, monkeypatch):
+    """One token is rotated for each layer, and the operator reads the cache itself: keys and values are one view of its one tensor."""
+    model = awake(dataclasses.replace(SHAPE, attention="gka", gka_values=values, window_pattern="S"))  # windows of 8, and at last of 16
+    cache, rotated, asked = KVCache.empty(model, 2, TOKENS), [], []
+    model(torch.randint(70, (2, 20)), cache=cache)
+    forward, operator = Rotary.forward, attention.gaussian_attention
+    monkeypatch.setattr(Rotary, "forward", lambda self, x, positions: rotated.append(x.shape[1]) or forward(self, x, positions))
+    monkeypatch.setattr(attention, "gaussian_attention", lambda x, sigma, **request: asked.append(request) or operator(x, sigma, **request))
+    model(torch.randint(70, (2, 1)), cache=cache)
+    assert len(asked) == 4
+    if values == "rotated":
+        assert rotated == [1] * 4
+        for request, [stored] in zip(asked, cache.layers):
+            assert request["keys"] is request["values"] and request["keys"].untyped_storage().data_ptr() == stored.untyped_storage().data_ptr()
+    else:
+        assert rotated == [1, 10] * 3 + [1, 18]  # the new token, then the window, the token itself and a predecessor
 
 
 def test_a_full_cache_says_so():
@@ -146,7 +177,7 @@ def test_many_prompts_and_samples_at_once_are_each_as_if_alone(variant, tokenize
     sampling = Sampling(num_samples=2, max_tokens=24, temperature=1.5, top_k=0, top_p=0.95, seed=3)
     want = [[naive(model, tokenizer, prompt, sampling, sample) for sample in range(2)] for prompt in prompts]
     assert len({len(text) for texts in want for text in texts}) > 3
-    for max_rows, keep_keys in ((1, False), (3, True), (3, False), (32, False)):
+    for max_rows, keep_keys in ((1, False), (3, model.derives_keys), (3, False), (32, False)):
         assert Engine(model, tokenizer, max_rows, keep_keys).complete(prompts, sampling) == want
 
 

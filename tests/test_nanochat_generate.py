@@ -23,10 +23,22 @@ def tokenizer(packed):
     return Tokenizer.load(packed / "tokenizer")
 
 
+@pytest.mark.parametrize("said", [{"gka_values": "normalised"}, {}], ids=["stated", "unstated"])
+def test_an_older_export_keeps_the_form_it_was_trained_in(said, packed, tokenizer, tmp_path):
+    model = awake(dataclasses.replace(SHAPE, vocab_size=tokenizer.vocab_size, attention="gka", gka_values="normalised"))
+    model_io.export(load(write_run(tmp_path / "run", model, packed / "tokenizer")), tmp_path / "out")
+    about = json.loads((tmp_path / "out" / "config.json").read_text())
+    del about["model"]["gka_values"]
+    about["model"].update(said)
+    (tmp_path / "out" / "config.json").write_text(json.dumps(about))
+    ids = torch.randint(70, (1, 16))
+    assert torch.equal(load(tmp_path / "out").model(ids), model(ids))
+
+
 @pytest.fixture(scope="module")
 def trained(packed, tokenizer, tmp_path_factory):
     """A run folder and its model."""
-    model = awake(dataclasses.replace(SHAPE, vocab_size=tokenizer.vocab_size, attention="GGA", head_offsets="PS", n_layer=3))
+    model = awake(dataclasses.replace(SHAPE, vocab_size=tokenizer.vocab_size, attention="GGA", head_offsets="PS", gka_values="normalised", n_layer=3))
     return write_run(tmp_path_factory.mktemp("generate") / "tiny-run", model, packed / "tokenizer"), model
 
 

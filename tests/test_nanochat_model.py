@@ -1,6 +1,7 @@
 """The models as a whole: every kind of attention, hybrids, head offsets, windows, loading."""
 
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -54,18 +55,34 @@ def test_short_windows_hide_old_tokens():
     assert same.tolist() == [False] * 9 + [True] * 7  # query i sees i - 8 <= j
 
 
-def test_head_offsets_pair_keys_and_values_one_token_apart():
-    """Against the definition: head by head, keys and values shifted by hand, distances to the shifted keys."""
-    config = dataclasses.replace(SHAPE, attention="gka", head_offsets="NPS", window_pattern="L")
-    layer = GKAAttention(config, layer=0)
+def one_layer(**fields):
+    """A gka layer with a bandwidth of its own for every head, its rotary embedding, block input (2, 16, 64), and its heads."""
+    layer = GKAAttention(dataclasses.replace(SHAPE, attention="gka", window_pattern="L", **fields), layer=0)
     layer.init_weights()
     with torch.no_grad():
         layer.log_sigma.copy_(torch.tensor([0.3, 0.5, 0.7, 0.9]))
     rotary = Rotary(16, 16)
     rotary.init_weights()
     x = torch.randn(2, 16, 64)
-    heads = x.view(2, 16, 4, 16)
-    features, values = norm(rotary(heads, slice(0, 16))), norm(heads)
+    return layer, rotary, x, x.view(2, 16, 4, 16)
+
+
+def test_attention_gka_alone_is_the_papers_section_5_1():
+    """Written out in float64: rotate, normalise; K = exp(-|x_i - x_j|^2 / 2 sigma^2) over j <= i; rows to one; mix the very same x."""
+    layer, rotary, x, heads = one_layer()
+    features = norm(rotary(heads, slice(0, 16))).double().transpose(1, 2)  # (B, H, T, D)
+    distances = (features[:, :, :, None] - features[:, :, None]).square().sum(-1)
+    kernel = torch.exp(-distances / (2 * layer.log_sigma.double().exp().square()[:, None, None])).tril()
+    want = (kernel / kernel.sum(-1, keepdim=True)) @ features
+    torch.testing.assert_close(layer.mix(x, None, rotary).double(), want.transpose(1, 2), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["rotated", "normalised", "raw"])
+def test_head_offsets_pair_keys_and_values_one_token_apart(form):
+    """Against the definition: head by head, keys and values shifted by hand, distances to the shifted keys."""
+    layer, rotary, x, heads = one_layer(head_offsets="NPS", gka_values=form)
+    features = norm(rotary(heads, slice(0, 16)))
+    values = {"rotated": features, "normalised": norm(heads), "raw": heads}[form]
     got = layer.mix(x, None, rotary)
     previous = torch.tensor([0, *range(15)])
     for head, letter in enumerate("NPSN"):
@@ -79,7 +96,7 @@ def test_head_offsets_pair_keys_and_values_one_token_apart():
 
 
 def test_a_peaked_predecessor_head_reads_the_previous_token():
-    config = dataclasses.replace(SHAPE, attention="gka", head_offsets="P", sigma_squared=0.01)
+    config = dataclasses.replace(SHAPE, attention="gka", head_offsets="P", sigma_squared=0.01, gka_values="normalised")
     layer = GKAAttention(config, layer=0)
     layer.init_weights()
     rotary = Rotary(16, 16)
@@ -94,6 +111,36 @@ def test_gka_has_no_projections_and_no_value_embeddings_unless_asked():
     assert not any(part in name for name in names for part in ("c_q", "c_k", "c_v", "ve_gate", "value_embeds"))
     names = set(meta_model(dataclasses.replace(SHAPE, attention="gka", value_embeds="all")).state_dict())
     assert {"value_embeds.1.weight", "value_embeds.3.weight", "transformer.h.1.attn.ve_gate.weight"} <= names
+
+
+# The last seven fields as a checkpoint of 2026-11-21 has them in its model_config (commit ef08e29 to a14f06e).
+OLD_FIELDS = {
+    "window_pattern": "SL",
+    "attention": "gka",
+    "value_embeds": "auto",
+    "head_offsets": "",
+    "gka_values": "normalised",
+    "sigma_squared": 0.0,
+}
+
+
+@pytest.mark.parametrize(
+    "changes,values",
+    [
+        ({}, "normalised"),
+        ({"gka_values": None}, "normalised"),  # not stated at all
+        ({"gka_values": "rotated"}, "rotated"),
+        ({"attention": "GA"}, "normalised"),
+        ({"attention": "softmax"}, "rotated"),  # the default, of no meaning there; the old default must not be refused
+        ({"attention": "vlt"}, "rotated"),
+    ],
+)
+def test_a_saved_shape_keeps_the_form_it_was_trained_in(changes, values):
+    shape = {name: getattr(SHAPE, name) for name in ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd")}
+    saved = {name: value for name, value in {**shape, **OLD_FIELDS, **changes}.items() if value is not None}
+    config = GPTConfig.from_saved(saved)
+    assert config.gka_values == values
+    assert GPTConfig.from_saved(dataclasses.asdict(config)) == config
 
 
 def test_starting_bandwidths():
@@ -151,8 +198,6 @@ def test_too_long_a_sequence_is_refused():
 
 def test_upstream_checkpoint_folder_loads(tmp_path):
     """Upstream's files: bf16 embeddings, the compiled-module prefix, a config with its seven fields."""
-    import json
-
     model = awake(SHAPE)
     weights = {f"_orig_mod.{name}": t.bfloat16() if "wte" in name or "value_embeds" in name else t for name, t in model.state_dict().items()}
     torch.save(weights, tmp_path / "model_000123.pt")
@@ -162,6 +207,7 @@ def test_upstream_checkpoint_folder_loads(tmp_path):
     model.embeddings_to(torch.float32)
     ids = torch.randint(70, (1, 16))
     assert torch.equal(load_upstream(tmp_path)(ids), model(ids))
+    assert load_upstream(tmp_path).config.attention == "softmax"
     with pytest.raises(UserError, match=r"of step 7 in"):
         load_upstream(tmp_path, step=7)
     config["n_layer"] = 3
@@ -170,8 +216,19 @@ def test_upstream_checkpoint_folder_loads(tmp_path):
         load_upstream(tmp_path)
 
 
+@pytest.mark.parametrize("said,values", [({}, "normalised"), ({"gka_values": "rotated"}, "rotated")], ids=str)
+def test_a_checkpoint_of_a_patched_nanochat_keeps_its_form(tmp_path, said, values):
+    """The first patches mixed normalised values and wrote nothing of it."""
+    model = awake(dataclasses.replace(SHAPE, attention="gka", gka_values=values))
+    torch.save(model.state_dict(), tmp_path / "model_000001.pt")
+    names = ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "window_pattern", "attention")
+    config = {name: getattr(model.config, name) for name in names} | said
+    (tmp_path / "meta_000001.json").write_text(json.dumps({"step": 1, "model_config": config}))
+    ids = torch.randint(70, (1, 16))
+    assert torch.equal(load_upstream(tmp_path)(ids), model(ids))
+
+
 def test_upstream_pickles_are_not_executed(tmp_path):
-    import json
     import pickle
 
     class Evil:

@@ -13,8 +13,10 @@ import tiny
 import torch
 from safetensors.torch import load_file
 
+from gka.runtime import checkpoint
 from gka.runtime.cli import run
 from gka.runtime.distributed import Runtime
+from gka.runtime.files import sha256
 from nanochat_gka import export
 from nanochat_gka.accounting import scaling_parameters
 from nanochat_gka.config import GPTConfig
@@ -229,6 +231,59 @@ def test_another_rank_count_may_continue_a_run(packed, tmp_path):
     tiny.call(MODULE, *flags(packed, tmp_path, "--stop-after", 3), ranks=2)
     done = tiny.call(MODULE, *flags(packed, tmp_path, "--stop-after", 5))
     assert "resuming at step 3" in done.stdout
+
+
+def test_every_form_of_gka_has_a_run_name_of_its_own():
+    def tag(**settings):
+        return TrainConfig(depth=20, **settings).tag
+
+    assert tag(attention="gka") == "d20-gka"
+    assert tag(attention="gka", gka_values="normalised") == "d20-gka-normalised"
+    assert tag(attention="gka", gka_values="normalised", head_offsets="PS") == "d20-gka-PS-normalised"
+    assert tag(attention="GGGA", gka_values="raw") == "d20-GGGA-raw"
+    assert tag(attention="softmax") == "d20-softmax" and tag(attention="gka", gka_values="raw", model_tag="mine") == "mine"
+
+
+def as_saved_before(folder, **said):
+    """Make the checkpoint in a run's folder say what one said when normalised values were the default: `said`, in both of its configurations."""
+    at = checkpoint.load_newest(folder / "checkpoints").path
+    state, manifest = (json.loads((at / name).read_text()) for name in ("state.json", "manifest.json"))
+    for name in ("model_config", "train_config"):
+        state[name].pop("gka_values", None)
+        state[name].update(said)
+    (at / "state.json").write_text(json.dumps(state))
+    (at / "manifest.json").write_text(json.dumps({**manifest, "state.json": sha256(at / "state.json")}))
+
+
+@pytest.mark.parametrize("said", [{"gka_values": "normalised"}, {}], ids=["stated", "unstated"])
+def test_an_older_run_goes_on_in_its_own_form_or_says_what_differs(packed, tmp_path, said, capsys):
+    """A run of normalised values has the name that is the paper's form's today."""
+
+    def train(until, *more):
+        words = flags(packed, tmp_path, "--attention", "gka", "--model-tag", "", "--stop-after", until, *more)
+        try:
+            run(main, TrainConfig, [str(word) for word in words])
+        except SystemExit as left:
+            return left.code
+        return 0
+
+    assert train(2, "--gka-values", "normalised", "--model-tag", "d2-gka") == 0
+    as_saved_before(tmp_path / "d2-gka", **said)
+    assert load(tmp_path / "d2-gka").model.config.gka_values == "normalised"
+    assert train(4) == 2
+    has = said.get("gka_values", "normalised")
+    assert f"--gka-values is rotated but the run in {tmp_path / 'd2-gka'} has {has}; use its value with --model-tag d2-gka" in capsys.readouterr().err
+    assert train(4, "--gka-values", "normalised", "--model-tag", "d2-gka") == 0
+    assert load(tmp_path / "d2-gka").step == 4 and load(tmp_path / "d2-gka").model.config.gka_values == "normalised"
+    assert train(2, "--gka-values", "normalised") == 0 and (tmp_path / "d2-gka-normalised").is_dir()
+
+
+def test_an_older_softmax_run_goes_on(packed, tmp_path, capsys):
+    words = flags(packed, tmp_path, "--attention", "softmax")
+    run(main, TrainConfig, [str(word) for word in [*words, "--stop-after", 2]])
+    as_saved_before(tmp_path / "run", gka_values="normalised")
+    run(main, TrainConfig, [str(word) for word in [*words, "--stop-after", 4]])
+    assert "resuming at step 2" in capsys.readouterr().out and load(tmp_path / "run").step == 4
 
 
 @pytest.mark.parametrize(

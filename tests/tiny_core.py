@@ -22,7 +22,9 @@ def _example(kind: str, rng: random.Random, number: int) -> dict:
         return " ".join(rng.choices(tiny.WORDS, k=rng.randint(low, high)))
 
     if kind == "multiple_choice":
-        choices = [words(1, 6) for _ in range(rng.choice([2, 4, 5]))]
+        count, choices = rng.choice([2, 4, 5]), []
+        while len(choices) < count:  # two that are alike would tie, and rounding would choose
+            choices += [choice for choice in [words(1, 6)] if choice not in choices]
         if number % 7 == 0:
             choices[1] = choices[0] + " " + choices[1]  # the first is all of the second's beginning
             choices = choices[:2]

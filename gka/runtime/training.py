@@ -3,7 +3,7 @@
 import contextlib
 import json
 from collections.abc import Callable
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -50,7 +50,8 @@ class RunConfig:
             had = saved.get(key, defaults[key])
             if had != value:
                 flag = "--" + key.replace("_", "-")
-                raise UserError(f"{flag} is {value} but the run in {self.folder} has {had}; use its value, or another --model-tag")
+                tag = "" if replace(self, **{key: had}).tag == self.tag else f" with --model-tag {self.tag}"
+                raise UserError(f"{flag} is {value} but the run in {self.folder} has {had}; use its value{tag}, or another --model-tag")
 
     def check(self) -> None:
         """Raises UserError for values that make no sense. A trainer's own checks call this first."""

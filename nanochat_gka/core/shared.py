@@ -64,7 +64,8 @@ class SharedPrompts:
         parts = [(self.copies, self.first)] if wanted_only else [(self.begun, 0)] * (self.shared > 0) + [(self.copies, self.shared)]
         for known, first in parts:
             all_queries = _rows(queries[0], known)
-            yield all_queries[:, first:] if first else all_queries, tuple(_rows(tensor[0], known) for tensor in new), all_queries
+            stored = tuple(all_queries if tensor is queries else _rows(tensor[0], known) for tensor in new)
+            yield all_queries[:, first:] if first else all_queries, stored, all_queries
 
     def join(self, mixed: list[torch.Tensor], wanted_only: bool = False) -> torch.Tensor:
         """The outputs as (1, N, H, D), or (1, n, H, D) of the wanted tokens."""
