@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from gka.runtime.progress import console, progress_bar, read_lines
+from gka.runtime.progress import console, progress_bar, read_events
 
 
 def _command(module: str, flags, ranks: int = 1) -> list[str]:
@@ -43,7 +43,7 @@ class Job:
     printed: int = 0  # characters in its output.txt from earlier starts
 
     def steps(self) -> int:
-        return max((record["step"] for record in read_lines(self.folder / "log.jsonl")), default=0)
+        return max((record["step"] for record in read_events(self.folder / "log.jsonl")), default=0)
 
 
 def run_side_by_side(jobs: list[Job], at_once: int, total_steps: int) -> None:

@@ -14,7 +14,9 @@ from typing import Literal
 
 from gka.runtime import cli
 from gka.runtime.cli import UserError
-from gka.runtime.progress import console, read_lines
+from gka.runtime.progress import console, read_events
+from gka.runtime.results import read_results
+from nanochat_gka.train import FINISH_KEYS
 from runs import demo_report, demo_vision
 from runs.commands import run
 
@@ -75,10 +77,10 @@ def train(config: DemoConfig, packed: Path, name: str) -> Path:
 def sample(run_folder: Path) -> dict[str, str]:
     """One continuation of every prompt."""
     results = run_folder / "samples.jsonl"
-    if not results.exists():
+    if not read_results(results, "samples"):
         run("nanochat_gka.evaluate", "--run", run_folder, "--eval", "sample", "--prompt", *PROMPTS, "--max-tokens", 40, "--temperature", 0.8,
             "--unconditioned", 0, "--device-type", "cpu", "--results", results)  # fmt: skip
-    return {prompt: texts[0] for prompt, texts in read_lines(results)[-1]["metrics"]["samples"].items()}
+    return {prompt: texts[0] for prompt, texts in read_results(results, "samples")[-1]["metrics"]["samples"].items()}
 
 
 def language(config: DemoConfig) -> list[Path]:
@@ -87,14 +89,14 @@ def language(config: DemoConfig) -> list[Path]:
     rows, samples = {}, {}
     for name, (label, _) in VARIANTS.items():
         folder = train(config, packed, name)
-        finish = [record for record in read_lines(folder / "log.jsonl") if record["event"] == "finish"]
+        finish = read_events(folder / "log.jsonl", "finish", *FINISH_KEYS)
         if not finish:  # Ctrl-C reached the trainer alone: it has saved and left
             raise KeyboardInterrupt
         rows[label] = {**finish[-1], "log": folder / "log.jsonl"}
         samples[label] = sample(folder)
     demo_report.show(rows, samples)
     if config.results:
-        trained = {record["config"]["model_tag"]: record for record in read_lines(config.out / "train.jsonl")}
+        trained = {record["config"].get("model_tag"): record for record in read_results(config.out / "train.jsonl")}
         config.results.mkdir(parents=True, exist_ok=True)
         with open(config.results / "demo.jsonl", "w") as file:
             for name, (label, _) in VARIANTS.items():

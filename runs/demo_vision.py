@@ -15,7 +15,9 @@ from deit_gka.figures import draw_cls_attention
 from deit_gka.loader import eval_transform
 from deit_gka.model_io import find_checkpoint, load_run
 from deit_gka.sources import decode, open_source
-from gka.runtime.progress import console, read_lines
+from deit_gka.train import FINISH_KEYS
+from gka.runtime.progress import console, read_events
+from gka.runtime.results import read_results
 from runs.commands import Job, run_side_by_side
 from runs.demo_report import plot_bandwidths
 
@@ -58,7 +60,7 @@ def train(out: Path, epochs: int, wandb: str) -> dict[str, list[dict]]:
 
 
 def _finished(folder: Path) -> dict | None:
-    return next((record for record in read_lines(folder / "log.jsonl") if record["event"] == "finish"), None)
+    return next(iter(read_events(folder / "log.jsonl", "finish", *FINISH_KEYS, "ema_top1")), None)
 
 
 def show(rows: dict[str, list[dict]]) -> None:
@@ -110,7 +112,7 @@ def draw(rows: dict[str, list[dict]], out: Path) -> list[Path]:
 
 def write_results(rows: dict[str, list[dict]], trained: Path, results: Path) -> None:
     """Write the runs' records, with their labels, to `results`."""
-    records = {record["config"]["model_tag"]: record for record in read_lines(trained)}
+    records = {record["config"].get("model_tag"): record for record in read_results(trained)}
     results.parent.mkdir(parents=True, exist_ok=True)
     with open(results, "w") as file:
         for label, finishes in rows.items():

@@ -4,9 +4,12 @@ import json
 import time
 
 import pytest
+import tiny
+import torch
 
 from gka.runtime.cli import UserError
-from runs import ablation
+from gka.runtime.results import append_result
+from runs import ablation, demo, demo_report, demo_vision, tables
 from runs.commands import Job, run_side_by_side
 
 
@@ -37,6 +40,38 @@ def test_a_command_that_is_killed_in_silence_is_named_and_not_by_what_an_earlier
         run_side_by_side([job], at_once=1, total_steps=1)
     assert left.value.code == 128 + 9
     assert capfd.readouterr().err == f"error: dies ended with exit code -9; what it printed is in {tmp_path / 'output.txt'}\n"
+
+
+def test_reports_pass_over_lines_that_say_nothing(tmp_path):
+    log = tmp_path / "log.jsonl"
+    log.write_text("".join(json.dumps(line) + "\n" for line in (
+        {"event": "train", "step": 3, "smooth_loss": 2.0}, {"event": "eval", "step": 3, "val_bpb": 1.0},
+        {"event": "train", "step": 4, "smooth_loss": 1.5}, {"event": "eval", "step": 4, "val_bpb": 0.5})))  # fmt: skip
+    tiny.damage_log(log, train="smooth_loss", eval="val_bpb")
+    assert Job("job", "timeit", [], tmp_path).steps() == 4
+    row = {"train_tokens": 400, "step": 4, "log": log, "sigma": {}}
+    assert [path.exists() for path in demo_report.plot({"softmax": row}, tmp_path)] == [True]
+    assert demo_vision._finished(tmp_path) is None
+    with pytest.raises(UserError, match="holds no finished run"):
+        ablation.finished(tmp_path)
+
+
+def test_the_demo_samples_again_when_its_samples_were_cut_short(tmp_path, monkeypatch):
+    def evaluate(*command):
+        append_result(command[-1], "evaluate", {}, {"samples": {"The ": ["end"]}}, torch.device("cpu"))
+
+    monkeypatch.setattr(demo, "run", evaluate)
+    (tmp_path / "samples.jsonl").write_text('{"kind": "evaluate", "metr')
+    assert demo.sample(tmp_path) == {"The ": "end"}
+    monkeypatch.setattr(demo, "run", lambda *command: pytest.fail("sampled again"))
+    assert demo.sample(tmp_path) == {"The ": "end"}
+
+
+def test_a_result_that_is_not_whole_is_named_by_its_table(tmp_path, monkeypatch):
+    (tmp_path / "demo.jsonl").write_text('{"label": "softmax"}\n')
+    monkeypatch.setattr(tables, "DEMO_RESULTS", tmp_path / "demo.jsonl")
+    with pytest.raises(SystemExit, match=r"error: the results behind the table demo of README.md are not whole"):
+        tables.render("README.md", (tables.ROOT / "README.md").read_text())
 
 
 def test_the_ablation_table_puts_runs_beside_the_paper(tmp_path, capfd):
