@@ -17,6 +17,8 @@ from gka.runtime.progress import RunLog, progress_bar
 from gka.runtime.results import append_result
 from gka.runtime.training import launch
 
+# What is read back from the log, beside the metric that makes the best; a line without does not count.
+EVAL_KEYS, FINISH_KEYS = ("epoch", "images", "broken"), ("parameters", "flops", "top1", "images_per_second", "sigma")
 BROKEN_SHARE = 0.01  # of the validation images
 
 
@@ -57,12 +59,13 @@ def report_if_due(trainer: Trainer, log: RunLog, bar) -> None:
     """After an epoch: evaluate, unless that is in the log already (the run was killed after it), and keep the best weights."""
     config, runtime, (epoch, within) = trainer.config, trainer.runtime, divmod(trainer.state["step"], trainer.steps_per_epoch)
     due = epoch and not within and (epoch == config.epochs or (config.eval_every > 0 and epoch % config.eval_every == 0))
-    if not due or not runtime.any(log.enabled and not log.has("eval", trainer.state["step"])):
+    if not due or not runtime.any(log.enabled and not log.has("eval", trainer.state["step"], *EVAL_KEYS, trainer.metric)):
         return
     values, speed = evaluate_now(trainer, bar), trainer.speed(trainer.meter)
-    earlier = trusted(log.records("eval"), values) if runtime.is_main else []
+    evaluated = log.records("eval", *EVAL_KEYS, trainer.metric) if runtime.is_main else []
+    earlier = trusted(evaluated, values)
     best = max((record[trainer.metric] for record in earlier), default=-1.0)
-    believed = not runtime.is_main or bool(trusted([values], *log.records("eval")))
+    believed = not runtime.is_main or bool(trusted([values], *evaluated))
     if runtime.any(runtime.is_main and believed and values[trainer.metric] > best):
         trainer.save("best", with_optimizer=False)
     sigma = trainer.sigma()
@@ -110,7 +113,7 @@ def memory_text(trainer: Trainer) -> str:
 
 def summary(trainer: Trainer, log: RunLog) -> dict:
     """The numbers of a finished run. On rank 0."""
-    evaluations, cost = log.records("eval"), cost_of(trainer.model)
+    evaluations, cost = log.records("eval", *EVAL_KEYS, trainer.metric), cost_of(trainer.model)
     last, best = evaluations[-1], max(trusted(evaluations), key=lambda record: record[trainer.metric])
     accuracy = {key: last[key] for key in ("top1", "top5", "loss", "ema_top1", "ema_top5", "ema_loss", "images", "broken") if key in last}
     return {
@@ -143,7 +146,7 @@ def epoch_text(values: dict[str, float], speed: dict[str, float], sigma: dict[st
 def run_to_the_end(trainer: Trainer, log: RunLog) -> None:
     """Announce the run, train what is left of it, and record its numbers once."""
     config, runtime, step = trainer.config, trainer.runtime, trainer.state["step"]
-    if runtime.any(log.enabled and log.has("finish", trainer.steps)):
+    if runtime.any(log.enabled and log.has("finish", trainer.steps, *FINISH_KEYS)):
         runtime.print(f"{trainer.folder}: already trained for its {config.epochs} epochs")
         return
     cost, parameters = cost_of(trainer.model), sum(parameter.numel() for parameter in trainer.model.parameters())

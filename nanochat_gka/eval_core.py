@@ -17,8 +17,8 @@ import torch
 
 from gka.runtime.cli import UserError, run
 from gka.runtime.distributed import Runtime, running
-from gka.runtime.progress import console, progress_bar, read_lines
-from gka.runtime.results import append_result, check_appendable
+from gka.runtime.progress import console, progress_bar
+from gka.runtime.results import append_result, check_appendable, read_results
 from nanochat_gka.core.bundle import Task, read_tasks
 from nanochat_gka.core.fetch import BundleFlags
 from nanochat_gka.core.huggingface import load_hugging_face
@@ -107,7 +107,8 @@ class Evaluation:
     def known(self, task: Task) -> Score | None:
         """The task's score if the file has it. Raises OSError if the task's data cannot be read."""
         identity = self.identity(task)
-        return next((_score(task, record["metrics"]) for record in reversed(read_lines(self.file)) if record.get("config") == identity), None)
+        found = [line for line in read_results(self.file, "accuracy", "examples") if line["config"] == identity]
+        return _score(task, found[-1]["metrics"]) if found else None
 
     def all_known(self, tasks: list[Task]) -> list[Score]:
         """The scores of those tasks that the file has; one whose data or baseline are gone is not among them."""
@@ -122,7 +123,7 @@ class Evaluation:
         name, value = aggregate(scores)
         config = {**self.model(), **self.limits(), "tasks": [score.label for score in scores]}
         metrics = {"name": name, "centered": value, "standard_error": error_of_mean([score.standard_error for score in scores])}
-        if not any((line.get("config"), line.get("metrics")) == (config, metrics) for line in read_lines(self.file)):
+        if not any((line["config"], line["metrics"]) == (config, metrics) for line in read_results(self.file)):
             append_result(self.file, "core_mean", config, metrics, self.runtime.device, self.runtime.world_size)
         return name, value
 

@@ -58,7 +58,7 @@ def load(path: Path | str, step: int = -1, device: torch.device | str = "cpu") -
     if "model_config" not in found.state:
         raise UserError(f"{found.path} is no checkpoint of a language model")
     model = _build(found.state["model_config"], found.tensors("model"), device, found.path)
-    return Loaded(model, Tokenizer.load(found.path), name, found.step, digest, _training(found))
+    return Loaded(model, _tokenizer(found.path, model), name, found.step, digest, _training(found))
 
 
 def find_checkpoint(path: Path, step: int = -1) -> Checkpoint:
@@ -78,6 +78,14 @@ def find_checkpoint(path: Path, step: int = -1) -> Checkpoint:
             raise UserError(f"no checkpoint in {path} at step {step}; there are {', '.join(map(str, steps))}")
         raise UserError(f"no checkpoint in {path}; train one first (make demo, make pretrain-d20)")
     return found
+
+
+def _tokenizer(folder: Path, model: GPT) -> Tokenizer:
+    tokenizer = Tokenizer.load(folder)
+    if tokenizer.vocab_size != model.config.vocab_size:
+        raise UserError(f"{folder / FILE_NAME} has {tokenizer.vocab_size} tokens and the model beside it {model.config.vocab_size}: it is another "
+                        "model's; put back the one that the run was trained with")  # fmt: skip
+    return tokenizer
 
 
 def _training(found: Checkpoint) -> dict[str, Any]:
@@ -168,7 +176,7 @@ def _load_exported(folder: Path, step: int, device: torch.device | str) -> Loade
     except SafetensorError as error:
         raise UserError(f"{folder / WEIGHTS} is not a safetensors file ({error})") from None
     model = _build(about["model"], weights, device, folder)
-    return Loaded(model, Tokenizer.load(folder), about["name"], about["step"], about["checkpoint_sha256"], about["training"])
+    return Loaded(model, _tokenizer(folder, model), about["name"], about["step"], about["checkpoint_sha256"], about["training"])
 
 
 def load_upstream(folder: Path, step: int = -1, device: torch.device | str = "cpu") -> GPT:

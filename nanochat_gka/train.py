@@ -36,7 +36,9 @@ from nanochat_gka.train_config import TrainConfig
 
 LOSS_MEMORY = 0.9
 WARMUP_STEPS_NOT_TIMED = 3
+# What is read back from the log; a line without does not count.
 EVAL_KEYS, CORE_KEYS = ("train_bpb", "val_bpb"), ("name", "metric", "standard_error")
+FINISH_KEYS = ("parameters", "flops_per_token", "train_tokens", "train_flops", *EVAL_KEYS, "gap", "tokens_per_second", "sigma")
 
 
 def accumulate_gradients(model, stream: Stream, step: int, rows: int, batch_size: int, runtime: Runtime) -> torch.Tensor:
@@ -279,7 +281,7 @@ def run_to_the_end(trainer: Trainer, log: RunLog) -> None:
     """Announce the run, train what is left of it, and record its numbers once."""
     config, runtime, horizon, model = trainer.config, trainer.runtime, trainer.horizon, trainer.model
     step = trainer.state["step"]
-    if runtime.any(log.enabled and log.has("finish", horizon.steps)):
+    if runtime.any(log.enabled and log.has("finish", horizon.steps, *FINISH_KEYS)):
         runtime.print(f"{trainer.folder}: already trained to its {horizon.steps} steps")
         return
     counts = parameter_counts(model)

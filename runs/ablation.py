@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.table import Table
 
 from gka.runtime.cli import UserError, run
-from gka.runtime.progress import console, read_lines
+from gka.runtime.progress import console, read_events
 
 PAPER = json.loads((Path(__file__).parent / "paper.json").read_text())["ablation"]
 MODELS = {
@@ -30,7 +30,7 @@ class AblationConfig:
 
 def finished(folder: Path) -> dict:
     """The numbers of a finished run. Raises UserError if there are none."""
-    records = [record for record in read_lines(folder / "log.jsonl") if record["event"] == "finish"]
+    records = read_events(folder / "log.jsonl", "finish", "parameters", "flops", "top1")
     if not records:
         raise UserError(f"{folder} holds no finished run; make ablate-projections DATA=... trains the three")
     return records[-1]

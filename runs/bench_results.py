@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from gka.runtime.progress import console, read_lines
-from gka.runtime.results import append_result, describe_hardware
+from gka.runtime.progress import console
+from gka.runtime.results import append_result, describe_hardware, read_results
 from runs.bench import BenchConfig, Measurement
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -86,8 +86,8 @@ class Comparison:
 def load(results: Path, what: str, hardware: str, quick: bool = False) -> dict[tuple[str, str], Comparison]:
     """The newest comparison of every (case, phase) in a result file; those of --quick runs only if `quick`."""
     groups: dict[str, Comparison] = {}
-    for line in read_lines(result_file(results, what, hardware)):
+    for line in read_results(result_file(results, what, hardware)):
         config = line["config"]
-        if quick or not config["quick"]:
+        if config.keys() >= {"group", "case", "phase", "role", "candidate", "quick"} and (quick or not config["quick"]):
             groups.setdefault(config["group"], Comparison(config["case"], config["phase"])).lines.append(line)
     return {(comparison.case, comparison.phase): comparison for comparison in groups.values()}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gka.runtime.progress import console, progress_bar, read_lines
+from gka.runtime.progress import console, progress_bar, read_events
 from runs.outlook import Outlook
 
 LOOK_EVERY = 0.2  # seconds between two looks at the running commands
@@ -50,22 +50,19 @@ class Job:
     steps: int
     seconds: float = 1.0
     ranks: int = 1
+    finish_keys: tuple[str, ...] = ()  # what the record it ends with must have
     process: subprocess.Popen | None = None
     printed: int = 0  # characters in its output.txt from earlier starts
 
-    def records(self) -> list[dict[str, Any]]:
-        return read_lines(self.folder / "log.jsonl")
-
     def finish(self) -> dict[str, Any] | None:
-        """The record a finished run ends with."""
-        return next((record for record in self.records() if record.get("event") == "finish"), None)
+        """The record a finished run ends with, if it is whole."""
+        return next(iter(read_events(self.folder / "log.jsonl", "finish", *self.finish_keys)), None)
 
     def progress(self) -> tuple[int, str]:
         """Steps done, and the last loss."""
-        records = self.records()
+        records = read_events(self.folder / "log.jsonl")
         losses = [record["loss"] for record in records if isinstance(record.get("loss"), float)]
-        step = max((record["step"] for record in records if isinstance(record.get("step"), int)), default=0)
-        return step, f"loss {losses[-1]:.3f}" if losses else ""
+        return max((record["step"] for record in records), default=0), f"loss {losses[-1]:.3f}" if losses else ""
 
     def start(self, threads: int) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)

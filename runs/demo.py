@@ -15,7 +15,9 @@ from typing import Literal
 
 from gka.runtime import cli
 from gka.runtime.cli import UserError
-from gka.runtime.progress import console, read_lines
+from gka.runtime.progress import console
+from gka.runtime.results import read_results
+from nanochat_gka.train import FINISH_KEYS
 from runs import demo_report, demo_vision
 from runs.commands import START_SECONDS, Job, expected_seconds, run, run_side_by_side
 from runs.outlook import Outlook
@@ -77,7 +79,7 @@ def language_jobs(config: DemoConfig) -> dict[str, Job]:
         command = ["--data", config.out / "packed", "--out", config.out / "runs", "--results", config.out / "train.jsonl", "--model-tag", tag,
                    "--depth", config.depth, "--num-iterations", config.steps, *own_flags, *flags, "--wandb", config.wandb]  # fmt: skip
         jobs[label] = Job(label, "nanochat_gka.train", command, config.out / "runs" / tag, config.steps,
-                          START_SECONDS + SECONDS_PER_STEP * config.steps * config.depth / 4, config.ranks)  # fmt: skip
+                          START_SECONDS + SECONDS_PER_STEP * config.steps * config.depth / 4, config.ranks, FINISH_KEYS)  # fmt: skip
     return jobs
 
 
@@ -86,16 +88,16 @@ def sample_jobs(trained: dict[str, Job]) -> list[Job]:
     flags = ["--eval", "sample", "--prompt", *PROMPTS, "--max-tokens", 40, "--temperature", 0.8, "--unconditioned", 0, "--device-type", "cpu"]
     return [Job(f"text by {label}", "nanochat_gka.evaluate", ["--run", job.folder, *flags, "--results", job.folder / SAMPLES], job.folder, 1,
                 SECONDS_PER_SAMPLE)
-            for label, job in trained.items() if not (job.folder / SAMPLES).exists()]  # fmt: skip
+            for label, job in trained.items() if not read_results(job.folder / SAMPLES, "samples")]  # fmt: skip
 
 
 def show_language(config: DemoConfig, jobs: dict[str, Job]) -> list[Path]:
     """Print the tables and texts, write the results; returns the pictures."""
     rows = {label: {**job.finish(), "log": job.folder / "log.jsonl"} for label, job in jobs.items()}
-    texts = {label: read_lines(job.folder / SAMPLES)[-1]["metrics"]["samples"] for label, job in jobs.items()}
+    texts = {label: read_results(job.folder / SAMPLES, "samples")[-1]["metrics"]["samples"] for label, job in jobs.items()}
     demo_report.show(rows, {label: {prompt: found[0] for prompt, found in samples.items()} for label, samples in texts.items()})
     if config.results:
-        trained = {record["config"]["model_tag"]: record for record in read_lines(config.out / "train.jsonl")}
+        trained = {record["config"].get("model_tag"): record for record in read_results(config.out / "train.jsonl")}
         config.results.mkdir(parents=True, exist_ok=True)
         with open(config.results / "demo.jsonl", "w") as file:
             for label, job in jobs.items():

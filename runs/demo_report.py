@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from gka.runtime.progress import console, read_lines
+from gka.runtime.progress import console, read_events
 
 _PRINTED = json.loads((Path(__file__).parent / "paper.json").read_text())
 PAPER, PAPER_VISION = _PRINTED["depth_20"], _PRINTED["vision"]
@@ -72,10 +72,9 @@ def plot(rows: dict[str, dict], out: Path) -> list[Path]:
 
     figure, (losses, bpbs) = plt.subplots(1, 2, figsize=(11, 4))
     for label, row in rows.items():
-        log = read_lines(row["log"])
         millions = row["train_tokens"] / row["step"] / 1e6  # tokens per step
-        train = [(r["step"] * millions, r["smooth_loss"]) for r in log if r["event"] == "train"]
-        evaluations = [(r["step"] * millions, r["val_bpb"]) for r in log if r["event"] == "eval"]
+        train = [(r["step"] * millions, r["smooth_loss"]) for r in read_events(row["log"], "train", "smooth_loss")]
+        evaluations = [(r["step"] * millions, r["val_bpb"]) for r in read_events(row["log"], "eval", "val_bpb")]
         losses.plot(*zip(*train), label=label)
         bpbs.plot(*zip(*evaluations), marker="o", label=label)
     for axes, what in ((losses, "training loss (nats per token)"), (bpbs, "validation bits per byte")):

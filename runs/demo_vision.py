@@ -14,7 +14,9 @@ from deit_gka.figures import draw_cls_attention
 from deit_gka.loader import eval_transform
 from deit_gka.model_io import find_checkpoint, load_run
 from deit_gka.sources import decode, open_source
-from gka.runtime.progress import console, read_lines
+from deit_gka.train import FINISH_KEYS
+from gka.runtime.progress import console
+from gka.runtime.results import read_results
 from runs.commands import START_SECONDS, Job
 from runs.demo_report import plot_bandwidths
 
@@ -43,7 +45,8 @@ def jobs(out: Path, epochs: int, wandb: str) -> list[tuple[str, Job]]:
             flags = ["--model", model, "--model-tag", tag, "--epochs", epochs, "--warmup-epochs", min(5, epochs), "--seed", seed, *FLAGS,
                      "--out", out / "runs", "--results", out / "train_deit.jsonl", "--wandb", wandb]  # fmt: skip
             name = f"digits, {label}, seed {seed}"
-            found.append((label, Job(name, "deit_gka.train", flags, out / "runs" / tag, steps, START_SECONDS + SECONDS_PER_EPOCH * epochs)))
+            found.append((label, Job(name, "deit_gka.train", flags, out / "runs" / tag, steps, START_SECONDS + SECONDS_PER_EPOCH * epochs,
+                                    finish_keys=(*FINISH_KEYS, "ema_top1"))))  # fmt: skip
     return found
 
 
@@ -104,7 +107,7 @@ def draw(rows: dict[str, list[dict]], out: Path) -> list[Path]:
 
 def write_results(rows: dict[str, list[dict]], trained: Path, results: Path) -> None:
     """Write the runs' records, with their labels, to `results`."""
-    records = {record["config"]["model_tag"]: record for record in read_lines(trained)}
+    records = {record["config"].get("model_tag"): record for record in read_results(trained)}
     results.parent.mkdir(parents=True, exist_ok=True)
     with open(results, "w") as file:
         for label, finishes in rows.items():

@@ -12,6 +12,7 @@ from pathlib import Path
 from deit_gka import models
 from deit_gka.accounting import vit_cost
 from gka.runtime.progress import read_lines
+from gka.runtime.results import read_results
 from nanochat_gka.core.bundle import CORE_SIZES, PAPER_TASKS
 from nanochat_gka.core.published import GPT2_ACCURACY, PAPER_EXAMPLES
 from nanochat_gka.core.report import Score, aggregate, error_of_mean, paper_score, score_of
@@ -87,8 +88,8 @@ def bench_table() -> str:
 
 def core_table() -> str:
     """The demo's models on the paper's six tasks, centred, beside published figures, all with their standard errors."""
-    found = {label: read_lines(CORE_RESULTS / f"d4-{name}-400_step000400.jsonl") for name, (label, _) in VARIANTS.items()}
-    records = {label: {line["config"]["task"]: line for line in lines if line["kind"] == "core"} for label, lines in found.items()}
+    found = {label: read_results(CORE_RESULTS / f"d4-{name}-400_step000400.jsonl") for name, (label, _) in VARIANTS.items()}
+    records = {label: {line["config"]["task"]: line for line in lines if line.get("kind") == "core"} for label, lines in found.items()}
     headings = [*records, "*GPT-2 124M*", "*paper: base*", f"*paper: GKA, n = {PAPER_EXAMPLES[1]}*"]
     lines = [f"| centred, ± standard error | examples | {' | '.join(headings)} |", "|---|" + "---:|" * (len(headings) + 1)]
     columns: list[list[Score]] = [[] for _ in headings]
@@ -169,7 +170,10 @@ PAGES = {
 def render(page: str, text: str) -> str:
     """`text` with every `<!-- table:NAME -->` ... `<!-- /table -->` block of the page filled."""
     for name, table in PAGES[page].items():
-        block = f"<!-- table:{name} -->\n{table()}\n<!-- /table -->"
+        try:
+            block = f"<!-- table:{name} -->\n{table()}\n<!-- /table -->"
+        except (KeyError, IndexError, StopIteration, TypeError) as error:
+            sys.exit(f"error: the results behind the table {name} of {page} are not whole ({error!r}); make them again, or git checkout runs/results")
         text, count = re.subn(rf"<!-- table:{name} -->.*?<!-- /table -->", lambda _, block=block: block, text, flags=re.DOTALL)
         if count != 1:
             sys.exit(f"error: {page} needs one block <!-- table:{name} --> ... <!-- /table -->, it has {count}")

@@ -372,6 +372,25 @@ def test_a_kill_before_the_evaluation_is_made_up_for(uninterrupted, pictures, tm
     assert new["best"] == old["best"] and new["ema_top1"] == old["ema_top1"]
 
 
+def test_a_log_that_lacks_values_is_made_up_for(uninterrupted, pictures, tmp_path):
+    """The last evaluation and the numbers of the end are made again; lines that say nothing are passed over."""
+    shutil.copytree(uninterrupted / "run", tmp_path / "run")
+    tiny.damage_log(tmp_path / "run/log.jsonl", eval="broken", finish="sigma")
+    done = train(pictures, tmp_path)
+    assert "finished | top-1" in done.stdout and "Traceback" not in done.stderr
+    old, new = (json.loads((out / "results.jsonl").read_text())["metrics"] for out in (uninterrupted, tmp_path))
+    assert all(new[key] == old[key] for key in ("best", "top1", "ema_top1", "images", "sigma"))
+
+
+def test_wandb_offline_needs_no_account_and_has_the_numbers(pictures, tmp_path):
+    more = ["--epochs", 1, "--warmup-epochs", 0, "--num-workers", 0, "--wandb", "offline"]
+    tiny.call(TRAIN, *flags(pictures, tmp_path, *more), env=tiny.without_account(tmp_path))
+    said = tiny.wandb_text(tmp_path / "run")
+    for event, key in (("train", "grad_norm"), ("eval", "top1"), ("finish", "ema_top1")):
+        values = [record[key] for record in records(tmp_path, event)]
+        assert values and f"{event}/{key}".encode() in said and all(repr(value).encode() in said for value in values)
+
+
 # --- Broken images and streams ---
 
 

@@ -2,19 +2,23 @@
 
 import dataclasses
 import json
+import shutil
 import subprocess
+import sys
 
 import pytest
 import tiny
+import tiny_core
 import torch
 from safetensors.torch import load_file
 from tiny_gpt import SHAPE, VARIANTS, awake, write_run
 
 from gka.runtime.cli import UserError, run
-from nanochat_gka import export, generate, model_io
+from gka.runtime.files import sha256
+from nanochat_gka import eval_core, evaluate, export, generate, model_io
 from nanochat_gka.engine import Engine
 from nanochat_gka.model_io import load
-from nanochat_gka.sampling import Sampling
+from nanochat_gka.sampling import SAMPLE_PROMPTS, Sampling
 from nanochat_gka.tokenizer import Tokenizer
 
 
@@ -293,3 +297,57 @@ def test_a_damaged_or_foreign_folder_is_refused(trained, packed, tokenizer, tmp_
     with pytest.raises(SystemExit):
         exported((other, None), good)
     assert load(good).name == "tiny-run"
+
+
+# Commands that load a model
+
+
+def test_a_tokenizer_that_is_not_the_models_is_one_line_everywhere(trained, tokenizer, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("lm_eval")
+    from nanochat_gka import harness
+
+    folder = tmp_path / "run"
+    shutil.copytree(trained[0], folder)
+    (there,) = (folder / "checkpoints").glob("step_*")
+    more = {**tokenizer.ranks, **{f"zz{number}".encode(): len(tokenizer.ranks) + number for number in range(40)}}
+    Tokenizer(more).save(there)
+    manifest = json.loads((there / "manifest.json").read_text())
+    (there / "manifest.json").write_text(json.dumps({**manifest, "tokenizer.json": sha256(there / "tokenizer.json")}))
+    commands = [
+        (generate, generate.GenerateConfig, ["--prompt", "zz1"]),
+        (evaluate, evaluate.EvaluateConfig, ["--eval", "sample", "--results", tmp_path / "results.jsonl"]),
+        (eval_core, eval_core.CoreConfig, ["--bundle", tiny_core.write_bundle(tmp_path / "bundle"), "--out", tmp_path / "core"]),
+        (export, export.ExportConfig, ["--out", tmp_path / "exported"]),
+    ]
+    said = []
+    for module, config, flags in commands:
+        with pytest.raises(SystemExit) as left:
+            run(module.main, config, list(map(str, ["--run", folder, *flags])))
+        assert left.value.code == 2
+        said.append(capsys.readouterr().err)
+    monkeypatch.setattr(sys, "argv", ["harness", "--model", "gka", "--model_args", f"run={folder}", "--tasks", "wikitext", "--device", "cpu"])
+    with pytest.raises(SystemExit) as left:
+        harness.main()
+    assert left.value.code == 2
+    said.append(capsys.readouterr().err.splitlines()[-1])
+    size = tokenizer.vocab_size
+    assert all(f"tokenizer.json has {size + 40} tokens and the model beside it {size}: it is another model's" in line for line in said)
+    assert all(len(line.strip().splitlines()) == 1 for line in said) and not (tmp_path / "exported").exists()
+
+
+def test_evaluate_asks_what_nanochat_asks(trained, tokenizer, tmp_path, capsys):
+    flags = ["--run", trained[0], "--eval", "sample", "--results", tmp_path / "results.jsonl", "--device-type", "cpu"]
+    run(evaluate.main, evaluate.EvaluateConfig, list(map(str, flags)))
+    metrics = json.loads((tmp_path / "results.jsonl").read_text())["metrics"]
+    engine = Engine(trained[1], tokenizer)
+    want = engine.complete(SAMPLE_PROMPTS, Sampling(max_tokens=16, temperature=0))
+    assert list(metrics["samples"].items()) == list(zip(SAMPLE_PROMPTS, want)) and len(SAMPLE_PROMPTS) == 7
+    assert [metrics["unconditioned"]] == engine.complete([""], Sampling(8, max_tokens=128, temperature=1.0, top_k=0))
+    assert "The capital of France is" in capsys.readouterr().out
+    run(
+        evaluate.main,
+        evaluate.EvaluateConfig,
+        list(map(str, [*flags, "--unconditioned", 0, "--prompt", "the", "--num-samples", 2, "--temperature", 1])),
+    )
+    last = json.loads((tmp_path / "results.jsonl").read_text().splitlines()[-1])["metrics"]
+    assert list(last["samples"]) == ["the"] and len(set(last["samples"]["the"])) == 2 and "unconditioned" not in last

@@ -364,6 +364,16 @@ def test_a_loss_that_is_not_finite_stops_and_names_the_last_good_checkpoint(pack
     tiny.assert_one_line_error(done, r"the gradient is not finite at step \d+; the weights were not touched. Last good checkpoint: ")
 
 
+def test_a_log_that_lacks_values_is_made_up_for(packed, uninterrupted, tmp_path, capsys):
+    """The last evaluation and the numbers of the end are made again; lines that say nothing are passed over."""
+    shutil.copytree(uninterrupted / "run", tmp_path / "run")
+    tiny.damage_log(tmp_path / "run/log.jsonl", eval="val_bpb", finish="gap")
+    done = tiny.call(MODULE, *flags(packed, tmp_path))
+    assert "finished, validation bpb" in done.stdout and "Traceback" not in done.stderr
+    old, new = (json.loads((out / "results.jsonl").read_text())["metrics"] for out in (uninterrupted, tmp_path))
+    assert old == new
+
+
 def test_wandb_offline_needs_no_account_and_has_the_numbers(packed, tmp_path):
     done = tiny.call(MODULE, *flags(packed, tmp_path, "--wandb", "offline", "--num-iterations", 2), env=tiny.without_account(tmp_path))
     said = tiny.wandb_text(tmp_path / "run")

@@ -3,9 +3,12 @@
 import json
 
 import pytest
+import tiny
+import torch
 
 from gka.runtime.cli import UserError
-from runs import ablation, outlook
+from gka.runtime.results import append_result
+from runs import ablation, demo, demo_report, outlook, tables
 from runs.commands import Job, run_side_by_side
 from runs.outlook import Outlook
 
@@ -43,13 +46,6 @@ def test_a_command_that_is_killed_in_silence_is_named_and_not_by_what_an_earlier
     assert capfd.readouterr().err == f"error: dies ended with exit code -9; what it printed is in {tmp_path / 'output.txt'}\n"
 
 
-def test_progress_is_read_from_logs_with_torn_and_foreign_lines(tmp_path):
-    lines = ['{"event": "train", "step": 20, "loss": 3.5}', '{"event": "note"}', "[1, 2]", '{"event": "train", "step": 40, "lo']
-    (tmp_path / "log.jsonl").write_text("\n".join(lines))
-    assert Job("a", "timeit", [], tmp_path, steps=40).progress() == (20, "loss 3.500")
-    assert Job("a", "timeit", [], tmp_path, steps=40).finish() is None
-
-
 def test_the_outlook_corrects_what_is_left_by_the_pace(monkeypatch, capsys):
     now = [1000.0]
     monkeypatch.setattr(outlook.time, "monotonic", lambda: now[0])
@@ -69,6 +65,36 @@ def test_the_outlook_corrects_what_is_left_by_the_pace(monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "[2/2] training; about 6 min 40 s left in all" in printed and "step 5 of 10; about 4 min 31 s left" in printed
     assert "step 6" not in printed
+
+
+def test_reports_pass_over_lines_that_say_nothing(tmp_path):
+    log = tmp_path / "log.jsonl"
+    log.write_text("".join(json.dumps(line) + "\n" for line in (
+        {"event": "train", "step": 3, "smooth_loss": 2.0, "loss": 3.5}, {"event": "eval", "step": 3, "val_bpb": 1.0},
+        {"event": "train", "step": 4, "smooth_loss": 1.5}, {"event": "eval", "step": 4, "val_bpb": 0.5})))  # fmt: skip
+    tiny.damage_log(log, train="smooth_loss", eval="val_bpb")
+    job = Job("job", "timeit", [], tmp_path, steps=4, finish_keys=("top1",))
+    assert job.progress() == (4, "loss 3.500") and job.finish() is None
+    row = {"train_tokens": 400, "step": 4, "log": log, "sigma": {}}
+    assert [path.exists() for path in demo_report.plot({"softmax": row}, tmp_path)] == [True]
+    with pytest.raises(UserError, match="holds no finished run"):
+        ablation.finished(tmp_path)
+
+
+def test_the_demo_samples_again_when_its_samples_were_cut_short(tmp_path):
+    trained = {"GKA": Job("GKA", "nanochat_gka.train", [], tmp_path, steps=1)}
+    (tmp_path / demo.SAMPLES).write_text('{"kind": "evaluate", "metr')
+    [job] = demo.sample_jobs(trained)
+    assert job.module == "nanochat_gka.evaluate" and job.flags[:2] == ["--run", tmp_path]
+    append_result(tmp_path / demo.SAMPLES, "evaluate", {}, {"samples": {"The ": ["end"]}}, torch.device("cpu"))
+    assert demo.sample_jobs(trained) == []
+
+
+def test_a_result_that_is_not_whole_is_named_by_its_table(tmp_path, monkeypatch):
+    (tmp_path / "demo.jsonl").write_text('{"label": "softmax"}\n')
+    monkeypatch.setattr(tables, "DEMO_RESULTS", tmp_path / "demo.jsonl")
+    with pytest.raises(SystemExit, match=r"error: the results behind the table demo of README.md are not whole"):
+        tables.render("README.md", (tables.ROOT / "README.md").read_text())
 
 
 def test_the_ablation_table_puts_runs_beside_the_paper(tmp_path, capfd):

@@ -15,7 +15,7 @@ import torch
 from gka.runtime.cli import UserError
 from gka.runtime.distributed import setup
 from gka.runtime.files import atomic, locked, read_json, remove_stale_temporaries, write_json
-from gka.runtime.progress import Pace, RunLog, clock_text, read_lines
+from gka.runtime.progress import Pace, RunLog, clock_text, read_events, read_lines
 from gka.runtime.results import append_result, peak_memory
 
 # Files
@@ -143,6 +143,17 @@ def test_a_resumed_log_reads_as_one_run(tmp_path):
     assert [strict(line)["step"] for line in lines] == list(range(1, 9))
     assert [strict(line)["run"] for line in lines] == [1] * 4 + [5] * 4
     assert [strict(line) for line in lines[:4]] == [strict(line) for line in earlier]
+
+
+def test_lines_that_are_not_of_a_run_are_passed_over(tmp_path):
+    path = tmp_path / "log.jsonl"
+    write_log(path, 1, 6)
+    tiny.damage_log(path, train="loss")
+    assert [record["step"] for record in read_events(path, "train", "loss", "run")] == [1, 2, 3, 4, 5]
+    log = RunLog(path, resume_step=4)
+    assert log.has("train", 4) and log.has("train", 4, "loss") and not log.has("train", 5) and not log.has("eval", 1, "val_bpb")
+    log.close()
+    assert all(strict(line)["step"] <= 4 for line in path.read_text().splitlines())
 
 
 def test_a_run_from_the_start_begins_its_log_anew(tmp_path):

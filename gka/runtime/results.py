@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from gka.runtime.cli import command_line
-from gka.runtime.progress import finite
+from gka.runtime.progress import finite, read_lines
 
 
 def describe_hardware(device: torch.device) -> str:
@@ -54,6 +54,12 @@ def check_appendable(path: Path) -> None:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a"):
         pass
+
+
+def read_results(path: Path, *keys: str) -> list[dict[str, Any]]:
+    """The records of a file that `append_result` wrote whose metrics have all `keys`; other lines (by hand, cut short) are left out."""
+    lines = [line for line in read_lines(path) if isinstance(line.get("config"), dict) and isinstance(line.get("metrics"), dict)]
+    return [line for line in lines if line["metrics"].keys() >= set(keys)]
 
 
 def append_result(
