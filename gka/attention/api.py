@@ -54,7 +54,7 @@ def gaussian_attention(
     expand |x - k|^2: gradients are known to about machine epsilon times |x|^2 / sigma^2. An offset common to all features is taken off first
     unless there is a causal mask, with which features far from 0 on the scale of sigma are best normalised. Where that product passes 1 %, a
     UserWarning says so, on CPU tensors outside torch.compile. With constant_norm sdpa and flex round x / sigma^2 to x.dtype and leave the offset.
-    float64 features are computed in float64. Norms above 1e19 overflow float32.
+    triton keeps exponents in float32 and leaves the offset. float64 features are computed in float64. Norms above 1e19 overflow float32.
 
     Returns: y, (B, Tq, H, D) in x.dtype; with return_weights, (y, W).
 
