@@ -11,7 +11,7 @@ from timm.layers import maybe_add_mask, resolve_self_attn_mask, use_fused_attn
 from timm.models import VisionTransformer
 from torch import nn
 
-from gka import GaussianKernelAttention, dot_product_attention, gaussian_attention, initial_log_sigma, inverse_variance, without_autocast
+from gka import GaussianKernelAttention, dot_product_attention, gaussian_attention, initial_log_sigma, log_kernel, without_autocast
 
 
 class TimmAttention(nn.Module):
@@ -76,9 +76,8 @@ class GKA(TimmAttention, GaussianKernelAttention):
         # In logs, so that a mask that hides a token from itself leaves something to normalise.
         with without_autocast(x.device.type):
             heads = heads.to(torch.promote_types(heads.dtype, torch.float32)).transpose(1, 2)
-            distances = torch.cdist(heads, heads, compute_mode="donot_use_mm_for_euclid_dist")
-            log_kernel = -0.5 * distances.square() * inverse_variance(self._log_sigma())[:, None, None]  # paper eq. 3
-        return maybe_add_mask(log_kernel, resolve_self_attn_mask(x.shape[1], log_kernel, attn_mask, is_causal)).softmax(dim=-1)
+            logits = log_kernel(heads, heads, self._log_sigma())
+        return maybe_add_mask(logits, resolve_self_attn_mask(x.shape[1], logits, attn_mask, is_causal)).softmax(dim=-1)
 
 
 class VLT(TimmAttention):

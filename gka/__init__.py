@@ -3,6 +3,7 @@
 from gka.attention.api import dot_product_attention, gaussian_attention, select_impl, without_autocast
 from gka.attention.bandwidth import initial_log_sigma, inverse_variance
 from gka.attention.cost import AttentionCost, attention_cost
+from gka.attention.kernel import log_kernel
 from gka.attention.layer import GaussianKernelAttention
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "gaussian_attention",
     "initial_log_sigma",
     "inverse_variance",
+    "log_kernel",
     "select_impl",
     "without_autocast",
 ]

@@ -12,6 +12,7 @@ asynchronous copies. Needs the triton package and no GPU.
 import argparse
 import collections
 import concurrent.futures
+import multiprocessing
 import os
 import re
 import subprocess
@@ -186,7 +187,11 @@ def compile_one(build: Build) -> Resources:
 
 def compile_all(builds: list[Build], processes: int):
     """(build, resources) in order."""
-    with concurrent.futures.ProcessPoolExecutor(processes) as pool:
+    if processes == 1:
+        yield from ((build, compile_one(build)) for build in builds)
+        return
+    context = multiprocessing.get_context("spawn")  # a fork would copy locks that other threads hold
+    with concurrent.futures.ProcessPoolExecutor(processes, context) as pool:
         yield from zip(builds, pool.map(compile_one, builds), strict=True)
 
 

@@ -27,6 +27,7 @@ SHAPE = (2, 197, 2, 64)  # DeiT's token count and head size: neither a multiple 
 SIGMA_SQUARED = (1.3 * math.sqrt(SHAPE[-1]), 1.3 * SHAPE[-1])  # one per head; not powers of two, or x / sigma^2 would be exact
 DTYPES = (torch.float32, torch.bfloat16)
 MASKS = (Mask(causal=False), Mask(causal=True))
+KINDS = (*testing.KINDS, "all+10", "all+100")
 ROUTES = ("plain", "reference", "sdpa", "sdpa constant_norm")
 NAMES = ("y", "dx", "dlog_sigma")
 
@@ -69,7 +70,7 @@ def measure(kind: str, dtype: torch.dtype, route: str, mask: Mask) -> dict[str, 
 
 def rows():
     """One dict per kind, dtype and route; the worse of the masks in every column."""
-    for kind in testing.KINDS:
+    for kind in KINDS:
         for dtype in DTYPES:
             for route in ROUTES:
                 if route == "sdpa constant_norm" and kind != "unit_norm":
@@ -87,7 +88,7 @@ def markdown(measured: list[dict]) -> str:
     for row in measured:
         paired.setdefault((row["kind"], row["route"]), []).append(row)
     for (kind, route), (single, half) in paired.items():
-        errors = " | ".join(f"{row[name]:.0e}" for row in (single, half) for name in NAMES)
+        errors = " | ".join("NaN" if row[name] is None else f"{row[name]:.0e}" for row in (single, half) for name in NAMES)
         lines.append(f"| {kind} | {single['max_norm2_over_sigma2']:.0f} | {single['log_sigma_condition']:.0f} | {route} | {errors} |")
     return "\n".join(lines)
 

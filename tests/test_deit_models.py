@@ -10,6 +10,8 @@ import math
 import pickle
 from types import SimpleNamespace
 
+import explicit_sums
+import numpy as np
 import pytest
 import timm
 import timm.layers
@@ -165,8 +167,8 @@ def test_the_built_model_has_the_parameters_and_flops_of_the_formulas(kind, size
     assert cost_of(model) == ours
     with sdpa_kernel(SDPBackend.MATH), torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(torch.zeros(1, 3, 224, 224))
-    extra_channel = 4 * 197**2 * ours.bandwidths
-    assert counter.get_total_flops() - extra_channel == ours.flops
+    extra_channels = 8 * 197**2 * ours.bandwidths
+    assert counter.get_total_flops() - extra_channels == ours.flops
 
 
 @pytest.mark.parametrize(
@@ -318,6 +320,21 @@ def test_gka_is_the_papers_equations(shape, fused, is_causal, request):
     visible = torch.ones(shape[1], shape[1]).tril() if is_causal else 1.0
     # The explicit path adds the paper's epsilon to row sums of at least 1.
     check("gka", layer, x, lambda f, x: gaussian_by_definition(f, x, visible), lambda f, x: f(x, is_causal=is_causal), eps=0 if fused else EPS)
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_the_explicit_path_has_second_derivatives_between_equal_tokens(is_causal, explicit):
+    layer = ATTENTION["gka"](6, num_heads=2, proj_bias=False).double()
+    nn.init.eye_(layer.proj.weight)
+    x, grad_y, direction = (torch.randn(1, 5, 6, dtype=torch.float64)[:, index] for index in ([0, 1, 0, 2, 2], slice(None), slice(None)))
+    x.requires_grad_()
+    (gradient,) = torch.autograd.grad((layer(x, is_causal=is_causal) * grad_y).sum(), x, create_graph=True)
+    (got,) = torch.autograd.grad((gradient * direction).sum(), x)
+
+    heads, grad_heads, along = (t.detach().view(1, 5, 2, 3).numpy() for t in (x, grad_y, direction))
+    tensors, directions = [heads] * 3 + [layer.log_sigma.detach().numpy()], [along] * 3 + [np.zeros(2)]
+    *want, _ = explicit_sums.curvature(tensors, directions, is_causal, 0.0, grad_heads)
+    torch.testing.assert_close(got, torch.from_numpy(sum(want)).view(1, 5, 6), rtol=1e-11, atol=1e-13)
 
 
 @shapes

@@ -1,6 +1,7 @@
 """Every fast path against the float64 oracle: outputs and all gradients, odd sizes, masks, sigma^2 not a power of two."""
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -74,10 +75,103 @@ def test_sdpa_outlier_channels(kind, causal):
     check((1, 111, 2, 32), torch.float32, kind, causal, None, False, "sdpa")
 
 
+def norm(t) -> float:
+    return t.double().norm().item()
+
+
+@pytest.mark.parametrize("with_values", [False, True], ids=["own", "values"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("sigma", [1e-3, 0.1, 1.0, 8**0.5, 8.0])
+@pytest.mark.parametrize("offset", [0, 10, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.filterwarnings("ignore:gaussian_attention. the features are so long")
+def test_sdpa_is_as_accurate_as_plain_pytorch(dtype, offset, sigma, causal, with_values):
+    """Any bandwidth, any common offset: y and all gradients, also where the true gradient is 0. Floors are absolute, in norm, term by term."""
+    shape, mask = (2, 57, 2, 32), Mask(causal)
+    x = testing.make_features(f"all+{offset}", shape, dtype)
+    values = testing.make_features("normal", shape, dtype, 1) if with_values else None
+    grad_y = testing.make_features("normal", shape, dtype, 2)
+    log_sigma = torch.tensor([sigma, 1.3 * sigma]).log()
+    want, plain = (f(x, log_sigma, values, grad_y, mask, eps=0.0) for f in (testing.oracle, testing.plain))
+    floors = testing.floors(x, log_sigma, values, grad_y, mask)
+
+    def fast(x, log_sigma, values, impl="sdpa"):
+        return gaussian_attention(x, log_sigma, values=values, causal=causal, impl=impl)
+
+    for name, value in testing.run(fast, x, log_sigma, values, grad_y).named():
+        exact = getattr(want, name)
+        by_plain = norm(getattr(plain, name).double() - exact)  # NaN where plain PyTorch is lost
+        limit = floors[name] + (2 * by_plain if math.isfinite(by_plain) else 0.0)
+        assert norm(value.double() - exact) <= limit, f"{name}: error {norm(value.double() - exact):.1e}, limit {limit:.1e}, size {norm(exact):.1e}"
+    flex_y = fast(x, log_sigma, values, impl="flex")  # its backward pass runs on CUDA alone
+    assert norm(flex_y.double() - want.y) <= floors["y"]
+
+
+@pytest.mark.parametrize("with_values", [False, True], ids=["own", "values"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_foreign_keys_and_values_have_gradients_of_their_own(causal, with_values):
+    """In float64 the literal equations' to the last digits; in half precision float32's, rounded."""
+    x, keys, values, grad_y = (testing.make_features("normal", (2, n, 2, 16), torch.bfloat16, seed) + 3 for seed, n in enumerate((9, 21, 21, 9)))
+
+    def gradients(dtype, impl):
+        leaves = [t.to(dtype).requires_grad_() for t in (x, keys, values)[: 2 + with_values]]
+        scale = torch.tensor([0.7, 1.2], dtype=torch.promote_types(dtype, torch.float32), requires_grad=True)
+        options = dict(keys=leaves[1], values=leaves[2] if with_values else None)
+        y = gaussian_attention(leaves[0], scale, causal=causal, impl=impl, **options)
+        return [y, *torch.autograd.grad((y * grad_y.to(dtype)).sum(), [*leaves, scale])]
+
+    torch.testing.assert_close(gradients(torch.float64, "sdpa"), gradients(torch.float64, "reference"), rtol=1e-10, atol=1e-10)
+    for half, single in zip(gradients(torch.bfloat16, "sdpa"), gradients(torch.float32, "sdpa"), strict=True):
+        assert torch.equal(half, single.to(half.dtype))
+
+
+def warned(*, log_sigma=0.0, offset=0.0, dtype=torch.float32, impl="sdpa", causal=True, times=1):
+    """Messages of so many calls at one line, by Python's own rule."""
+    x = torch.randn(1, 20, 2, 16, dtype=dtype) + offset
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(times):
+            gaussian_attention(x, torch.full((2,), log_sigma), causal=causal, impl=impl)
+    ours = [w for w in caught if str(w.message).startswith("gaussian_attention")]
+    return [str(w.message) for w in ours], [w.filename for w in ours]
+
+
+@pytest.mark.parametrize("impl", ["sdpa", "flex"])
+def test_features_that_float32_cannot_resolve_are_warned_of_once(impl):
+    for lost in (dict(log_sigma=math.log(1e-3)), dict(offset=300.0), dict(offset=300.0, dtype=torch.bfloat16)):
+        messages, files = warned(impl=impl, times=3, **lost)
+        assert len(messages) == 1
+        assert all(word in messages[0] for word in ("normalise the heads", "float64", "impl='reference'"))
+        assert files == [__file__]  # the warning names the caller's line, not ours
+    for fine in (dict(), dict(log_sigma=math.log(0.1)), dict(offset=10.0), dict(offset=300.0, causal=False), dict(offset=10.0, dtype=torch.bfloat16)):
+        assert warned(impl=impl, **fine) == ([], [])
+    assert warned(offset=300.0, dtype=torch.float64) == warned(offset=300.0, impl="reference") == ([], [])
+
+
+def test_the_warning_is_where_the_floor_reaches_the_coarsest_epsilon():
+    x, size = torch.zeros(1, 3, 1, 1), torch.finfo(torch.bfloat16).eps / torch.finfo(torch.float32).eps - 1
+    x[0, 0] = 1.0
+    for largest, expected in ((0.99 * size, 0), (1.01 * size, 1)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            gaussian_attention(x, torch.tensor([-0.5 * math.log(largest)]), causal=True, impl="sdpa")
+        assert len(caught) == expected
+
+
+def test_values_are_not_read_where_that_would_stall_or_break_a_graph():
+    x, log_sigma = torch.full((1, 20, 2, 16), 300.0), torch.zeros(2)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="gaussian_attention")
+        gaussian_attention(x.to("meta"), log_sigma.to("meta"), causal=True, impl="sdpa")
+        torch.func.vmap(lambda x: gaussian_attention(x, log_sigma, causal=True, impl="sdpa"))(x[None])
+    compiled = torch.compile(lambda x: gaussian_attention(x, log_sigma, causal=True, impl="sdpa"), fullgraph=True, backend="aot_eager")
+    assert compiled(x).isfinite().all()
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("kind", ["x10", "x50", "+50", "+500"])
 def test_bfloat16_carries_the_norms_in_full(kind, causal):
-    """sigma^2 is a power of two, so x / sigma^2 is exact and |x|^2 in channels is all that may be lost. Foreign values, as own ones hide it."""
+    """Foreign values, as own ones hide what is lost."""
     x, _, values, _ = problem((1, 111, 2, 32), torch.bfloat16, kind, with_values=True)
     log_sigma = 0.5 * torch.log(torch.tensor([8.0, 32.0]))
     got = gaussian_attention(x, log_sigma, values=values, causal=causal, impl="sdpa")

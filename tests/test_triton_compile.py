@@ -15,9 +15,10 @@ from runs.kernel_resources import GOLDEN, Resources, shipped
 
 
 def test_every_shipped_configuration_fits_its_device():
+    """No time limit: it takes a minute or two of compiling, and on a busy machine as long as it takes."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "runs.kernel_resources", "--processes", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[1], timeout=600)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[1])
     assert done.returncode == 0, done.stderr
     got, golden = (text.rstrip("\n").split("\n") for text in (done.stdout, GOLDEN.read_text()))
     assert len(got) == len(golden)

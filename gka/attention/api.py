@@ -48,10 +48,13 @@ def gaussian_attention(
         changes y by less than a relative `eps`.
       return_weights: also return W, (B, H, Tq, Tk). Only the reference builds W; "auto" then means it.
       impl: "reference" (the literal equations), "triton" (the fused kernels, CUDA), "sdpa" (any device), "flex" (CUDA; forward only on CPU),
-        or "auto", see `select_impl`. All have first derivatives in reverse mode; only the reference has second ones and forward mode.
+        or "auto", see `select_impl`. All have first derivatives in reverse mode; the reference has those of any order, forward mode and torch.func.
 
-    Precision: distances do not see an offset common to all features, floating point does. Without a mask sdpa takes the mean off; causal it
-    cannot, so features far from 0 on the scale of sigma are best normalised first. Norms above 1e19 overflow float32.
+    Precision: the reference takes differences, in float32 for half precision. Without constant_norm sdpa and flex compute in float32 too, but
+    expand |x - k|^2: gradients are known to about machine epsilon times |x|^2 / sigma^2. An offset common to all features is taken off first
+    unless there is a causal mask, with which features far from 0 on the scale of sigma are best normalised. Where that product passes 1 %, a
+    UserWarning says so, on CPU tensors outside torch.compile. With constant_norm sdpa and flex round x / sigma^2 to x.dtype and leave the offset.
+    triton keeps exponents in float32 and leaves the offset. float64 features are computed in float64. Norms above 1e19 overflow float32.
 
     Returns: y, (B, Tq, H, D) in x.dtype; with return_weights, (y, W).
 

@@ -60,10 +60,16 @@ def check_log_sigma(log_sigma, x: torch.Tensor) -> None:
         raise ValueError(f"log_sigma must have shape (H,) = ({x.shape[2]},), got {tuple(log_sigma.shape)}")
     if log_sigma.device != x.device:
         raise ValueError(f"log_sigma must be on the device of the features, {x.device}, got {log_sigma.device}")
-    # On an accelerator this check would stall every call, in a graph or under vmap it cannot be made; the trainers stop on gradients that are not finite.
-    readable = log_sigma.device.type == "cpu" and not torch.compiler.is_compiling() and not torch._C._functorch.is_functorch_wrapped_tensor(log_sigma)
-    if readable and not torch.isfinite(log_sigma.detach()).all():
+    if readable(log_sigma) and not torch.isfinite(log_sigma.detach()).all():
         raise ValueError(f"log_sigma must be finite, got {log_sigma.detach().tolist()}")
+
+
+def readable(t: torch.Tensor) -> bool:
+    """Whether t's values can be looked at: on an accelerator that would stall every call, in a graph or under torch.func it cannot be done.
+
+    What is not looked at shows in y; the trainers stop on gradients that are not finite.
+    """
+    return t.device.type == "cpu" and not torch.compiler.is_compiling() and not torch._C._functorch.is_functorch_wrapped_tensor(t)
 
 
 def check_eps(eps) -> None:

@@ -1,4 +1,4 @@
-"""The same shifted softmax as a FlexAttention score function and block mask: windows skip whole tiles, the |k_j|^2 term stays float32.
+"""The same softmax as a FlexAttention score function and block mask: windows skip whole tiles, the terms of the norms are added to the scores.
 
 Made for CUDA. On CPU torch offers FlexAttention's forward only, which is enough to test the score function. `eps` is ignored.
 """
@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from gka.attention.bandwidth import inverse_variance
+from gka.attention.expansion import expand
 from gka.attention.masking import Mask
 
 TILE = 128
@@ -52,7 +53,9 @@ def _attend(q, k, v, mask: Mask, scale: float, score_mod=None):
     # Whole tiles: FlexAttention's gradients are NaN for ragged lengths with a score_mod (pytorch#153799).
     q, k, v = (F.pad(t, (0, 0, 0, 0, 0, _round_up(t.shape[1]) - t.shape[1])).transpose(1, 2) for t in (q, k, v))
     attend = flex_attention if torch.compiler.is_compiling() or not q.is_cuda else _compiled()
-    return attend(q, k, v, score_mod=score_mod, block_mask=block_mask, scale=scale).transpose(1, 2)[:, :num_queries]
+    options = {"FLOAT32_PRECISION": "'ieee'"} if q.is_cuda and score_mod is not None else None  # tf32 products beside float32 norms do not cancel
+    y = attend(q, k, v, score_mod=score_mod, block_mask=block_mask, scale=scale, kernel_options=options)
+    return y.transpose(1, 2)[:, :num_queries]
 
 
 @functools.cache
@@ -66,16 +69,15 @@ def dot_product(q, k, v, mask: Mask, scale: float):
 
 
 def gaussian(x, keys, values, log_sigma, mask: Mask, constant_norm: bool, eps: float | None = None):
-    """Arguments and layout as in `reference.gaussian`. x / sigma^2 is rounded to x.dtype: scaling the scores instead would make the
-    gradient of log_sigma one atomic addition per score."""
-    inverse = inverse_variance(log_sigma)
-    queries = (x * inverse[:, None]).to(x.dtype)
+    """Arguments, layout and precision as in `sdpa.gaussian`. Scaling the scores instead of x would make the gradient of log_sigma one atomic
+    addition per score."""
     if constant_norm:
-        return _attend(queries, keys, values, mask, scale=1.0)
-    bias = -0.5 * keys.float().square().sum(-1).transpose(1, 2) * inverse[:, None]  # (B, H, Tk)
-    bias = F.pad(bias, (0, _round_up(keys.shape[1]) - keys.shape[1]))
+        return _attend((x * inverse_variance(log_sigma)[:, None]).to(x.dtype), keys, values, mask, scale=1.0)
+    scaled, keys, values, a, b, offset = expand(x, keys, values, log_sigma, mask)
+    a, b = (F.pad(t.transpose(1, 2), (0, _round_up(t.shape[1]) - t.shape[1])) for t in (a, b))  # (B, H, whole tiles)
 
-    def add_bias(score, b, h, i, j):
-        return score + bias[b, h, j]
+    def add_norms(score, batch, h, i, j):
+        return score + (a[batch, h, i] + b[batch, h, j])
 
-    return _attend(queries, keys, values, mask, scale=1.0, score_mod=add_bias)
+    y = _attend(scaled, keys, values, mask, scale=1.0, score_mod=add_norms)
+    return (y if offset is None else y + offset).to(x.dtype)

@@ -1,8 +1,11 @@
-"""The paper's equations 3, 4 and 7, literally: build K, mask it, normalise its rows, mix. O(Tq * Tk) memory; the oracle of every test."""
+"""The paper's equations 3, 4 and 7, literally: build K, mask it, normalise its rows, mix. O(Tq * Tk) memory; the oracle of every test.
+
+It has derivatives of every order, reverse and forward, and the transforms of torch.func (kernel.py says what those take).
+"""
 
 import torch
 
-from gka.attention.bandwidth import inverse_variance
+from gka.attention.kernel import log_kernel
 from gka.attention.masking import Mask
 
 
@@ -15,9 +18,7 @@ def gaussian(x, keys, values, log_sigma, mask: Mask, eps: float | None):
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
     q, k, v = (t.to(dtype).transpose(1, 2) for t in (x, keys, values))  # (B, H, T, D)
-    # Differences, not |a|^2 + |b|^2 - 2ab: no cancellation, and K_ii is exactly 1.
-    distance = torch.cdist(q, k, compute_mode="donot_use_mm_for_euclid_dist")
-    exponent = -0.5 * distance.square() * inverse_variance(log_sigma).to(dtype)[:, None, None]
+    exponent = log_kernel(q, k, log_sigma)
     visible = mask.dense(x.shape[1], keys.shape[1], x.device)
     if eps is None:
         weights = exponent.masked_fill(~visible, float("-inf")).softmax(dim=-1)
