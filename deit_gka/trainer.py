@@ -20,6 +20,7 @@ from deit_gka.model_io import build, describe, open_data, parse_kwargs, trained_
 from deit_gka.optim import load_state_tensors, make_average, make_optimizer, make_schedule, state_tensors
 from deit_gka.sources import Stream, check_classes, located
 from deit_gka.train_config import TrainConfig
+from deit_gka.warm_start import check_same, fingerprint, read_weights, warm_start
 from gka.runtime import checkpoint
 from gka.runtime.cli import UserError
 from gka.runtime.distributed import Runtime, Stop
@@ -58,6 +59,7 @@ class Trainer:
         self.mixer = Mixer(config, classes)
         # Progress so far; `meter` is of the whole run, `recent` since the last printed line
         self.state = {"step": 0, "broken": 0}
+        self.initial_weights: dict[str, str] | None = None  # where they came from, and their hash
         self.meter, self.recent, self.untimed = Meter(), Meter(), UPDATES_NOT_TIMED
         self.broken: set[str] = set()
         if (self.folder / BROKEN_LIST).exists():
@@ -69,6 +71,7 @@ class Trainer:
         """Continue from the newest intact checkpoint, if there is one."""
         found = checkpoint.load_newest(self.folder / "checkpoints", warn=lambda message: self.runtime.print(f"warning: {message}"))
         if found is None:
+            self.start_from_weights()
             return
         self.config.check_resumes(found.state["train_config"])
         own = f"give it its own data, {trained_on(found.state)}, or another --model-tag"
@@ -81,6 +84,8 @@ class Trainer:
                 raise UserError(f"{self.config.data} has {value} {key} where the run in {self.folder} had {had}; {own}")
         if found.state["classes"] != self.train_set.classes:
             raise UserError(f"{self.config.data} has other classes than the run in {self.folder}; {own}")
+        self.initial_weights = found.state.get("initial_weights")
+        check_same(self.config.initial_weights, self.initial_weights, self.folder)
         device = self.runtime.device
         self.model.load_state_dict(found.tensors("model", device))
         if self.average is not None:
@@ -88,6 +93,16 @@ class Trainer:
         load_state_tensors(self.optimizer, self.model, found.tensors("optimizer", device))
         self.scaler.load_state_dict(found.state["scaler"])
         self.state, self.meter = found.state["progress"], Meter(**found.state["meter"])
+
+    def start_from_weights(self) -> None:
+        """Take what fits of --initial-weights, if they are given, and say what that is."""
+        source = self.config.initial_weights
+        if source:
+            weights = read_weights(source)
+            self.initial_weights = {"from": source, "hash": fingerprint(weights)}
+            self.runtime.print(f"starting from {source}: {warm_start(self.model, weights, source)}")
+            if self.average is not None:
+                self.average.set(self.model)
 
     def about_data(self) -> dict[str, int | None]:
         """What must be the same for the images to go on exactly; processes: that share a stream, None without one."""
@@ -113,6 +128,7 @@ class Trainer:
                 "classes": self.train_set.classes,
                 "data": self.about_data(),
                 "trained_on": located(self.config.data),
+                "initial_weights": self.initial_weights,
                 "progress": self.state,
                 "meter": asdict(self.meter),
                 "scaler": self.scaler.state_dict(),
