@@ -13,6 +13,7 @@ from dataclasses import asdict
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from deit_gka.distillation import Objective, load_teacher, prepare_student
 from deit_gka.engine import Mixer, accumulate_gradients, bandwidths
 from deit_gka.loader import Batch, Images, Order, assemble, batches, default_workers, train_transform
 from deit_gka.meter import UPDATES_NOT_TIMED, Meter
@@ -49,6 +50,11 @@ class Trainer:
         drop_path = config.drop_path_of(config.model)
         settings = {**({"drop_path_rate": drop_path} if drop_path else {}), **self.kwargs}
         self.model = build(config.model, classes, config.input_size, **settings).to(runtime.device)
+        prepare_student(self.model, config, config.model)
+        teacher = None
+        if config.distillation_type != "none":
+            teacher = load_teacher(config.teacher_model, config.teacher_path, self.train_set.classes).to(runtime.device)
+        self.objective = Objective(config, teacher)
         if config.grad_checkpointing:
             self.model.set_grad_checkpointing(True)
         self.average = make_average(self.model, config)
@@ -166,7 +172,9 @@ class Trainer:
         self.model.train()
         self.optimizer.zero_grad(set_to_none=len(self.order.pieces) == 1)
         try:
-            update = accumulate_gradients(self.network, self.order.pieces, self.next_batch, self.mixer, step, runtime, self.scaler.scale)
+            update = accumulate_gradients(
+                self.network, self.order.pieces, self.next_batch, self.mixer, step, runtime, self.scaler.scale, self.objective
+            )
         except ValueError:  # on a CPU the operator refuses bandwidths that are not finite
             if self.is_finite():
                 raise

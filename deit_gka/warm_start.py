@@ -19,7 +19,7 @@ from timm.layers import resample_abs_pos_embed, resample_patch_embed
 from timm.models import load_state_dict
 from torch import nn
 
-from deit_gka.model_io import WEIGHTS, find_checkpoint
+from deit_gka.model_io import WEIGHTS, find_checkpoint, timm_weights
 from gka.runtime.cli import UserError
 
 Tensors = dict[str, torch.Tensor]
@@ -65,11 +65,7 @@ def read_weights(source: str) -> Tensors:
         return _read_file(path)
     if not timm.is_model(source):
         raise UserError(f"--initial-weights {source} is not there; it is {SOURCES}")
-    try:
-        return timm.create_model(source, pretrained=True).state_dict()
-    except Exception as error:  # the hub's, its transport's, timm's for a model without weights
-        raise UserError(f"timm has no weights of {source} here ({type(error).__name__}: {' '.join(str(error).split())[:160]}); "
-                        "it fetches them over the network: give a file instead") from None  # fmt: skip
+    return timm_weights(source, "--initial-weights").state_dict()
 
 
 def _read_file(path: Path) -> Tensors:

@@ -1,18 +1,27 @@
 """Starting from weights, and learning from a teacher: what is taken, that losses are the formulas, and both end to end on digits."""
 
 import json
+import math
+import pickle
 import re
 import shutil
+from collections import Counter
 
+import numpy as np
 import pytest
 import timm
 import tiny_vision
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from test_deit_train import Code, in_process
 
 from deit_gka import model_io
 from deit_gka import train as training
+from deit_gka.distillation import Objective, Teacher, load_teacher
+from deit_gka.loader import seed_everything, train_transform
+from deit_gka.models import SIZES
+from deit_gka.recipe import Recipe
 from deit_gka.train_config import TrainConfig
 from deit_gka.warm_start import fingerprint, read_weights, shortened, warm_start
 from gka.runtime.cli import UserError
@@ -165,7 +174,7 @@ def test_what_is_not_weights_is_one_line(tmp_path, monkeypatch):
     for source, message in (
         (tmp_path / "code.pth", "does not hold weights"), (tmp_path / "text.pth", "does not hold weights"), (tmp_path / "list.pth", "does not hold weights"),
         ("/nowhere.pth", "/nowhere.pth is not there; it is a file of weights, a run or exported folder"), (tmp_path, "no checkpoint in"),
-        (GKA, f"timm has no weights of {GKA} here"), (SOFTMAX, "give a file instead"),
+        (GKA, f"--initial-weights {GKA}: timm has no weights of it here"), (SOFTMAX, "give a file instead"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=re.escape(message)) as caught:
             read_weights(str(source))
@@ -208,3 +217,128 @@ def test_a_resumed_run_keeps_the_weights_it_started_from(digits, tmp_path, capsy
         training.main, TrainConfig, *flags(digits, "--model", SOFTMAX, "--epochs", 5, "--lr", 0.2, "--initial-weights", digits), capsys=capsys
     )
     assert "started from no weights" in message
+
+
+# --- A teacher ---
+
+
+def log_softmax(values):
+    return values - np.log(np.exp(values).sum(axis=1, keepdims=True))
+
+
+def test_the_losses_are_the_papers_formulas():
+    """DeiT's equations 2 and 3 in numpy, float64; soft distillation is a mean over images and classes, as upstream has it."""
+    rng = np.random.default_rng(0)
+    label, distilled, answers = rng.normal(size=(3, 6, 5)) * 2
+    targets = rng.dirichlet(np.ones(5), size=6)
+    images, tensors = torch.zeros(6, 3, 4, 4), [torch.tensor(values) for values in (label, distilled, targets)]
+    teacher = Teacher(torch.nn.Module())
+    teacher.model.forward = lambda images: torch.tensor(answers)
+    cross_entropy = -(targets * log_softmax(label)).sum(axis=1).mean()
+    for alpha, tau in ((0.5, 1.0), (0.2, 3.0), (1.0, 2.0)):
+        p, q = log_softmax(answers / tau), log_softmax(distilled / tau)
+        expected = {"hard": -log_softmax(distilled)[np.arange(6), answers.argmax(axis=1)].mean(), "soft": tau**2 * (np.exp(p) * (p - q)).mean()}
+        for kind, value in expected.items():
+            recipe = Recipe(distillation_type=kind, distillation_alpha=alpha, distillation_tau=tau)
+            loss = Objective(recipe, teacher)(images, (tensors[0], tensors[1]), tensors[2])
+            assert float(loss) == pytest.approx((1 - alpha) * cross_entropy + alpha * value, rel=1e-6)
+    assert float(Objective(Recipe())(images, tensors[0], tensors[2])) == pytest.approx(cross_entropy, rel=1e-6)
+
+
+def test_binary_cross_entropy_counts_every_class_of_a_mixed_image():
+    logits = torch.randn(4, 5, dtype=torch.float64)
+    targets = torch.tensor([[0.3, 0, 0.7, 0, 0], [0, 1, 0, 0, 0], [0, 0, 0, 0.5, 0.5], [0.9, 0.1, 0, 0, 0]], dtype=torch.float64)
+    probability, present = 1 / (1 + np.exp(-logits.numpy())), targets.numpy() > 0
+    expected = -np.where(present, np.log(probability), np.log(1 - probability)).mean()
+    assert float(Objective(Recipe(bce_loss=True, smoothing=0.0))(None, logits, targets)) == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_teacher_sees_its_own_images_and_is_never_trained():
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Flatten())
+    teacher = Teacher(model, (0.5, 0.5, 0.5), (0.25, 0.5, 1.0), (8, 8))
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+    raw = torch.rand(2, 3, 8, 8)
+    expected = model.eval()((raw - 0.5) / torch.tensor([0.25, 0.5, 1.0]).view(3, 1, 1))
+    answers = teacher.train()((raw - mean) / std)
+    torch.testing.assert_close(answers, expected.detach(), rtol=1e-4, atol=1e-5)
+    assert not answers.requires_grad and not model.training and not any(parameter.requires_grad for parameter in teacher.parameters())
+    assert teacher(torch.rand(2, 3, 32, 32)).shape == answers.shape
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", ["gka", "vlt"])
+def test_distilled_models_have_a_token_and_a_head_more(kind, size):
+    with torch.device("meta"):
+        plain, distilled = (timm.create_model(f"deit_{size}_{kind}{name}_patch16_224") for name in ("", "_distilled"))
+    width = SIZES[size]["embed_dim"]
+    more = sum(parameter.numel() for parameter in distilled.parameters()) - sum(parameter.numel() for parameter in plain.parameters())
+    assert more == 2 * width + 1000 * width + 1000 and "dist_token" in distilled.no_weight_decay()
+
+
+def test_learning_from_a_teacher_alone(digits, tmp_path, capsys):
+    """alpha 1: only the teacher's choices and only the distillation head; the class head stays as it began."""
+    common = ["--model", "deit_tiny_gka_distilled_patch16_224", "--lr", 0.2, "--distillation-type", "hard", "--teacher-model", digits / "run",
+              "--distillation-alpha", 1, "--epochs", 3, "--weight-decay", 0]  # fmt: skip
+    train(tmp_path, *common)
+    assert accuracy(tmp_path) > 30
+    weights = newest(tmp_path)
+    assert not weights["head.bias"].any() and weights["head_dist.bias"].abs().max() > 1e-3
+    teacher = load_teacher(str(digits / "run"), "", [str(digit) for digit in range(10)])
+    assert torch.equal(teacher.model.state_dict()["pos_embed"], newest(digits, "ema")["pos_embed"]) and teacher.size == (32, 32)
+    message = in_process(training.main, TrainConfig, *flags(tmp_path, *common, "--distillation-type", "soft"), capsys=capsys)
+    assert "--distillation-type is soft but the run in" in message
+
+
+def test_mistakes_with_teachers_and_losses_are_one_line(digits, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    torch.save({"model": micro(SOFTMAX, 7).state_dict()}, tmp_path / "seven.pth")
+    student = ["--model", "deit_tiny_gka_distilled_patch16_224", "--distillation-type", "hard"]
+    tiny_vision.write_pictures(tmp_path / "pictures")
+    for more, message in (
+        (["--distillation-type", "soft"], "--distillation-type soft needs a model with a distillation token, such as deit_tiny_gka_distilled"),
+        (student, "--teacher-model regnety_160: timm has no weights of it here"),
+        ([*student, "--teacher-model", "nonsense"], "--teacher-model nonsense: timm has no weights of it here"),
+        ([*student, "--teacher-model", SOFTMAX, "--teacher-path", "/nowhere"], "weights not found: /nowhere"),
+        ([*student, "--teacher-model", SOFTMAX, "--teacher-path", tmp_path / "seven.pth"], "does not hold weights of this model"),
+        ([*student, "--teacher-model", digits / "run", "--data", tmp_path / "pictures"], "tells 10 classes apart but the data has 3"),
+        (["--bce-loss"], "pass --smoothing 0; got 0.1"),
+        (["--src"], "--src is the crop of --three-augment"),
+    ):
+        assert message in in_process(training.main, TrainConfig, *flags(tmp_path, "--epochs", 1, *more), capsys=capsys)
+
+
+# --- 3-Augment ---
+
+
+@pytest.mark.parametrize("src", [False, True])
+def test_three_augment_is_governed_by_an_images_seed_and_can_be_sent_to_workers(src):
+    transform = train_transform(Recipe(three_augment=True, src=src, input_size=32))
+    transform = pickle.loads(pickle.dumps(transform))
+    image, made = tiny_vision.photo(1, size=(50, 40)), []
+    for seed in range(12):
+        seed_everything(seed)
+        made.append(transform(image))
+        torch.rand(3), np.random.rand(seed + 1)
+        seed_everything(seed)
+        assert torch.equal(transform(image), made[-1]) and made[-1].shape == (3, 32, 32)
+    assert len({pixels.sum().item() for pixels in made}) == 12
+
+
+def test_three_augment_takes_one_of_the_three():
+    """Of an image in one colour, without jitter: grey has equal channels, solarised has its bright channel turned dark, blurred is as it was."""
+    transform = train_transform(Recipe(three_augment=True, color_jitter=0, input_size=16))
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+    found = Counter()
+    for seed in range(60):
+        seed_everything(seed)
+        pixels = transform(Image.new("RGB", (20, 20), (200, 100, 50))) * std + mean
+        found[tuple((pixels[:, 8, 8] * 255).round().int().tolist())] += 1
+    grey = round((200 * 299 + 100 * 587 + 50 * 114) / 1000)
+    assert set(found) == {(grey,) * 3, (55, 100, 50), (200, 100, 50)} and min(found.values()) > 60 / 3 - 4 * math.sqrt(60 * 2 / 9)
+
+
+def test_three_augment_and_binary_cross_entropy_train(tmp_path):
+    done = train(tmp_path, "--epochs", 1, "--three-augment", "--src", "--bce-loss", "--smoothing", 0, "--mixup", 0.8, "--lr", 0.1, "--num-workers", 1)
+    first = next(json.loads(line) for line in (tmp_path / "run/log.jsonl").read_text().splitlines() if '"train"' in line)
+    assert first["loss"] == pytest.approx(math.log(2), abs=0.1) and "finished" in done.stdout
