@@ -8,8 +8,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from timm.data.mixup import Mixup, mixup_target
-from timm.loss import SoftTargetCrossEntropy
 
+from deit_gka.distillation import Objective
 from deit_gka.loader import Batch, Piece, seed_of
 from deit_gka.recipe import Recipe
 from gka.runtime.cli import UserError
@@ -56,13 +56,13 @@ class Update:
 
 
 def accumulate_gradients(model, pieces: list[Piece], next_batch: Callable[[int], Batch], mixer: Mixer, step: int, runtime: Runtime,
-                         scale: Callable[[torch.Tensor], torch.Tensor] = lambda loss: loss) -> Update:  # fmt: skip
+                         scale: Callable[[torch.Tensor], torch.Tensor] = lambda loss: loss, objective: Objective | None = None) -> Update:  # fmt: skip
     """Run this process's pieces of update `step` forward and backward; the last backward averages over processes if `model` is a DDP.
 
-    next_batch: called with a piece's number of images. Stochastic depth is seeded by update, piece and process, so that a resumed run draws the same. Raises UserError if no image can be read.
+    objective: what is minimised, None for the recipe's without a teacher. next_batch: called with a piece's number of images. Stochastic depth is seeded by update, piece and process, so that a resumed run draws the same. Raises UserError if no image can be read.
     """
     recipe, update = mixer.recipe, Update(torch.zeros((), device=runtime.device))
-    criterion = SoftTargetCrossEntropy()
+    objective = objective or Objective(recipe)
     for number, piece in enumerate(pieces):
         batch = next_batch(len(piece.places))
         update.broken += batch.broken
@@ -76,7 +76,7 @@ def accumulate_gradients(model, pieces: list[Piece], next_batch: Callable[[int],
         waits = getattr(model, "no_sync", None) if number < len(pieces) - 1 else None
         with waits() if waits else contextlib.nullcontext():
             with autocast(runtime.device, recipe.amp):
-                loss = criterion(model(images), targets) * (len(images) / recipe.batch_size)
+                loss = objective(images, model(images), targets) * (len(images) / recipe.batch_size)
             # DDP takes the mean over processes where the batch's mean needs their sum.
             scale(loss * runtime.world_size).backward()
         update.loss += loss.detach()

@@ -39,7 +39,7 @@ def attention_maps(model: nn.Module, images: torch.Tensor) -> list[torch.Tensor]
 
 def cls_map(weights: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
     """What the CLS token sees of the patches: (B, H, N, N) -> (B, H, *grid), by the paper's CLS-to-patch equation."""
-    return weights[:, :, 0, 1:].unflatten(-1, grid)
+    return weights[:, :, 0, -grid[0] * grid[1] :].unflatten(-1, grid)
 
 
 def draw_cls_attention(rows: dict[str, nn.Module], images: torch.Tensor, path: Path, layer: int = -1, titles: Sequence[str] = ()) -> Path:

@@ -22,6 +22,7 @@ from timm.data import create_transform
 from timm.data.distributed_sampler import RepeatAugSampler
 from torch.utils.data import DataLoader
 
+from deit_gka.augment import three_augment
 from deit_gka.recipe import Recipe
 from deit_gka.sources import BrokenImage, Record, Source, Stream, decode
 from gka.runtime.cli import UserError
@@ -242,7 +243,9 @@ def _join(parts: list[Batch]) -> Batch:
 
 
 def train_transform(recipe: Recipe):
-    """Crop, flip, RandAugment, normalise, erase (timm's, in DeiT's order). Raises UserError for a RandAugment timm does not know."""
+    """Crop, flip, RandAugment, normalise, erase (timm's, in DeiT's order), or DeiT III's. Raises UserError for a RandAugment timm does not know."""
+    if recipe.three_augment:
+        return three_augment(recipe)
     try:
         return create_transform(recipe.input_size, is_training=True, scale=recipe.scale, ratio=recipe.ratio, hflip=recipe.hflip,
                                 auto_augment=recipe.aa or None, color_jitter=None, interpolation="bicubic", re_prob=recipe.reprob, re_mode="pixel",

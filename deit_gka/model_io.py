@@ -71,6 +71,15 @@ def check_patches(model: nn.Module, size: int | list[int] | None) -> None:
         raise UserError(f"--input-size must be a multiple of the patch, {patch[0]}; got {size}")
 
 
+def timm_weights(name: str, flag: str) -> nn.Module:
+    """A model with the weights timm has for its name. Raises UserError, naming `flag`, if there are none or they cannot be fetched."""
+    try:
+        return timm.create_model(name, pretrained=True)
+    except Exception as error:  # the hub's, its transport's, timm's for a model without weights
+        raise UserError(f"{flag} {name}: timm has no weights of it here ({type(error).__name__}: {' '.join(str(error).split())[:160]}); "
+                        "it fetches them over the network: give a file instead") from None  # fmt: skip
+
+
 def describe(name: str, num_classes: int, recipe: Recipe, kwargs: dict[str, Any]) -> dict[str, Any]:
     """What a checkpoint needs to say about its model, so that `load_run` builds it again."""
     return {"name": name, "num_classes": num_classes, "input_size": recipe.input_size, "kwargs": kwargs}

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from deit_gka.bounds import Rules, at_least, below, between, check_bounds
+from deit_gka.bounds import Rules, at_least, below, between, check_bounds, positive
 from gka.runtime.cli import UserError
 
 BOUNDS: Rules = (
@@ -21,7 +21,9 @@ BOUNDS: Rules = (
     ("input_size", between(1, 8192), "between 1 and 8192"),
     ("repeated_aug", between(1, 100), "between 1 and 100"),
     ("mixup cutmix", between(0, 1000), "between 0 (off) and 1000"),
-    ("hflip reprob", between(0, 1), "between 0 and 1"),
+    ("hflip reprob distillation_alpha", between(0, 1), "between 0 and 1"),
+    ("color_jitter", below(0, math.inf), "0 (off) or more, and finite"),
+    ("distillation_tau", positive, "positive and finite"),
     ("scale", lambda scale: 0 < scale[0] <= scale[1] <= 1, "two rising values in (0, 1]"),
     ("ratio", lambda ratio: 0 < ratio[0] <= ratio[1] < math.inf, "two rising positive values"),
     ("crop_pct", lambda part: 0 < part <= 1, "above 0 and at most 1"),
@@ -82,6 +84,28 @@ class Recipe:
     smoothing: float = 0.1
     """label smoothing (paper: 0.1)"""
 
+    # DeiT III's augmentation and loss, off in the paper
+    three_augment: bool = False
+    """grey, solarised or blurred, one of them for every image, in place of --aa and --reprob (paper: no; DeiT III: yes)"""
+    src: bool = False
+    """with it: a simple random crop, not a resized one (paper: no; DeiT III: for ImageNet-21k and fine-tuning)"""
+    color_jitter: float = 0.3
+    """with it: brightness, contrast and saturation change by up to this; 0 = none (DeiT: 0.3; timm's --aa leaves no room for it)"""
+    bce_loss: bool = False
+    """binary cross entropy, every class of a mixed image a 1; needs --smoothing 0 (paper: no; DeiT III: yes)"""
+
+    # Distillation, none in the paper
+    distillation_type: Literal["none", "soft", "hard"] = "none"
+    """a teacher's answers for the distillation token; hard: its choice, soft: its probabilities (paper: none; DeiT: hard is best)"""
+    teacher_model: str = "regnety_160"
+    """any timm name, or a run or exported folder; its image size and normalisation are respected (DeiT: regnety_160)"""
+    teacher_path: str = ""
+    """file with its weights; empty = timm's for the name (DeiT: needed)"""
+    distillation_alpha: float = 0.5
+    """share of the teacher's loss (DeiT: 0.5)"""
+    distillation_tau: float = 1.0
+    """temperature of soft distillation (DeiT: 1.0)"""
+
     # Model
     drop_path: float = -1.0
     """stochastic depth of the last block; -1 = by size, 0 for models that are not DeiT or ViT (paper: 0.1 for Ti and S, 0.2 for B)"""
@@ -103,6 +127,12 @@ class Recipe:
     def check(self) -> None:
         """Raises UserError for values that make no sense."""
         check_bounds(vars(self), BOUNDS)
+        if self.bce_loss and self.smoothing:
+            raise UserError(
+                f"--bce-loss counts every class with a target above 0, and smoothing puts all of them there: pass --smoothing 0; got {self.smoothing}"
+            )
+        if self.src and not self.three_augment:
+            raise UserError("--src is the crop of --three-augment; give both or neither")
         if not self.warmup_epochs <= self.epochs:
             raise UserError(f"--warmup-epochs must be at most --epochs {self.epochs}; got {self.warmup_epochs}")
         for name in ("min_lr", "warmup_lr"):

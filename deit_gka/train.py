@@ -166,7 +166,7 @@ def run_to_the_end(trainer: Trainer, log: RunLog) -> None:
         runtime.print(f"repeated augmentation: an epoch draws {config.repeated_aug} versions each of a 1/{config.repeated_aug} of the images")
     if step:
         runtime.print(f"resuming at update {step} of {trainer.steps}")
-    log.log("start", step, config=config.identity(), world_size=runtime.world_size, operators=operators)
+    log.log("start", step, config=config.identity(), world_size=runtime.world_size, operators=operators, initial_weights=trainer.initial_weights)
     if not train(trainer, log, Stop()):
         runtime.print(f"stopped at update {trainer.state['step']} of {trainer.steps}, saved; continue with: {command_line()}")
     elif runtime.is_main:

@@ -23,7 +23,7 @@ BOUNDS: Rules = (
 class TrainConfig(Recipe, RunConfig):
     """Train a vision transformer with softmax, VLT or Gaussian kernel attention. The same command continues a run that was stopped."""
 
-    OPERATIONAL: ClassVar = {"data", "out", "model_tag", "device_type", "device_batch_size", "num_workers", "compile", "grad_checkpointing",
+    OPERATIONAL: ClassVar = {"data", "initial_weights", "out", "model_tag", "device_type", "device_batch_size", "num_workers", "compile", "grad_checkpointing",
                              "save_every", "keep", "log_every", "eval_every", "stop_after", "wandb", "results"}  # fmt: skip
 
     # What and where
@@ -31,6 +31,8 @@ class TrainConfig(Recipe, RunConfig):
     """any timm name: deit_{tiny,small,base}_{gka,vlt}_patch16_224, deit_tiny_patch16_224 (softmax), ..."""
     model_kwargs: tuple[str, ...] = ()
     """arguments for timm, e.g. sigma_squared=1.0 depth=4"""
+    initial_weights: str = ""
+    """start from these: a file (.safetensors, or .pth as DeiT's), a run or exported folder, or a timm name; what fits is taken, the rest is said"""
     data: str = ""
     """a folder with train/ and val/ (class folders, or webdataset tars), hf:NAME_OR_PATH, hf-stream:NAME_OR_PATH, wds:FOLDER or digits"""
     out: Path = Path("out/runs")

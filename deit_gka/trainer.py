@@ -13,6 +13,7 @@ from dataclasses import asdict
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from deit_gka.distillation import Objective, load_teacher, prepare_student
 from deit_gka.engine import Mixer, accumulate_gradients, bandwidths
 from deit_gka.loader import Batch, Images, Order, assemble, batches, default_workers, train_transform
 from deit_gka.meter import UPDATES_NOT_TIMED, Meter
@@ -20,6 +21,7 @@ from deit_gka.model_io import build, describe, open_data, parse_kwargs, trained_
 from deit_gka.optim import load_state_tensors, make_average, make_optimizer, make_schedule, state_tensors
 from deit_gka.sources import Stream, check_classes, located
 from deit_gka.train_config import TrainConfig
+from deit_gka.warm_start import check_same, fingerprint, read_weights, warm_start
 from gka.runtime import checkpoint
 from gka.runtime.cli import UserError
 from gka.runtime.distributed import Runtime, Stop
@@ -48,6 +50,11 @@ class Trainer:
         drop_path = config.drop_path_of(config.model)
         settings = {**({"drop_path_rate": drop_path} if drop_path else {}), **self.kwargs}
         self.model = build(config.model, classes, config.input_size, **settings).to(runtime.device)
+        prepare_student(self.model, config, config.model)
+        teacher = None
+        if config.distillation_type != "none":
+            teacher = load_teacher(config.teacher_model, config.teacher_path, self.train_set.classes).to(runtime.device)
+        self.objective = Objective(config, teacher)
         if config.grad_checkpointing:
             self.model.set_grad_checkpointing(True)
         self.average = make_average(self.model, config)
@@ -58,6 +65,7 @@ class Trainer:
         self.mixer = Mixer(config, classes)
         # Progress so far; `meter` is of the whole run, `recent` since the last printed line
         self.state = {"step": 0, "broken": 0}
+        self.initial_weights: dict[str, str] | None = None  # where they came from, and their hash
         self.meter, self.recent, self.untimed = Meter(), Meter(), UPDATES_NOT_TIMED
         self.broken: set[str] = set()
         if (self.folder / BROKEN_LIST).exists():
@@ -69,6 +77,7 @@ class Trainer:
         """Continue from the newest intact checkpoint, if there is one."""
         found = checkpoint.load_newest(self.folder / "checkpoints", warn=lambda message: self.runtime.print(f"warning: {message}"))
         if found is None:
+            self.start_from_weights()
             return
         self.config.check_resumes(found.state["train_config"])
         own = f"give it its own data, {trained_on(found.state)}, or another --model-tag"
@@ -81,6 +90,8 @@ class Trainer:
                 raise UserError(f"{self.config.data} has {value} {key} where the run in {self.folder} had {had}; {own}")
         if found.state["classes"] != self.train_set.classes:
             raise UserError(f"{self.config.data} has other classes than the run in {self.folder}; {own}")
+        self.initial_weights = found.state.get("initial_weights")
+        check_same(self.config.initial_weights, self.initial_weights, self.folder)
         device = self.runtime.device
         self.model.load_state_dict(found.tensors("model", device))
         if self.average is not None:
@@ -88,6 +99,16 @@ class Trainer:
         load_state_tensors(self.optimizer, self.model, found.tensors("optimizer", device))
         self.scaler.load_state_dict(found.state["scaler"])
         self.state, self.meter = found.state["progress"], Meter(**found.state["meter"])
+
+    def start_from_weights(self) -> None:
+        """Take what fits of --initial-weights, if they are given, and say what that is."""
+        source = self.config.initial_weights
+        if source:
+            weights = read_weights(source)
+            self.initial_weights = {"from": source, "hash": fingerprint(weights)}
+            self.runtime.print(f"starting from {source}: {warm_start(self.model, weights, source)}")
+            if self.average is not None:
+                self.average.set(self.model)
 
     def about_data(self) -> dict[str, int | None]:
         """What must be the same for the images to go on exactly; processes: that share a stream, None without one."""
@@ -113,6 +134,7 @@ class Trainer:
                 "classes": self.train_set.classes,
                 "data": self.about_data(),
                 "trained_on": located(self.config.data),
+                "initial_weights": self.initial_weights,
                 "progress": self.state,
                 "meter": asdict(self.meter),
                 "scaler": self.scaler.state_dict(),
@@ -150,7 +172,9 @@ class Trainer:
         self.model.train()
         self.optimizer.zero_grad(set_to_none=len(self.order.pieces) == 1)
         try:
-            update = accumulate_gradients(self.network, self.order.pieces, self.next_batch, self.mixer, step, runtime, self.scaler.scale)
+            update = accumulate_gradients(
+                self.network, self.order.pieces, self.next_batch, self.mixer, step, runtime, self.scaler.scale, self.objective
+            )
         except ValueError:  # on a CPU the operator refuses bandwidths that are not finite
             if self.is_finite():
                 raise

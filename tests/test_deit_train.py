@@ -527,6 +527,7 @@ def test_mistakes_are_one_line(uninterrupted, pictures, more, message, capsys):
 
 
 REFUSED = {
+    "--color-jitter": ("nan", "inf", -1), "--distillation-alpha": ("nan", -0.1, 1.1), "--distillation-tau": ("nan", 0, "inf"),
     "--epochs": (0, 2_000_000), "--batch-size": (0, -2, 7), "--group-size": (0, 3), "--lr": ("nan", "inf", 0, -1), "--weight-decay": ("nan", "inf", 1, -0.1),
     "--opt-betas": (("nan", 0.9), (0.9, 1), (-0.1, 0.9), ("inf", 0.9)), "--clip-grad": ("nan", "inf", -1), "--warmup-epochs": ("nan", "inf", -1, 6),
     "--warmup-lr": ("nan", "inf", 0, 1), "--min-lr": ("nan", "inf", -1e-6, 1), "--input-size": (0, -16, 18, 10**9), "--scale": (("nan", 1), (0.5, 0.4), (0, 1), (0.5, 2)),
