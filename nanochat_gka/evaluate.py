@@ -14,7 +14,7 @@ from gka.runtime.progress import console
 from gka.runtime.results import append_result
 from nanochat_gka.engine import Engine
 from nanochat_gka.eval_bpb import bits_per_byte
-from nanochat_gka.loader import PackedData
+from nanochat_gka.loader import EvalRows, PackedData
 from nanochat_gka.model_io import load
 from nanochat_gka.sampling import Sampling
 
@@ -35,6 +35,8 @@ class EvaluateConfig(Sampling):
     """packed rows, for bpb"""
     split_tokens: CountOrAll = 20_971_520
     """tokens of each split; -1 = all"""
+    eval_rows: EvalRows = "upstream"
+    """which of them: upstream = the first that nanochat's loader would give (the paper's way), spaced = evenly spaced over the split"""
     device_batch_size: Count = 32
     """rows per process"""
     prompt: list[str] = field(default_factory=lambda: ["The "])
@@ -62,10 +64,11 @@ def evaluate(config: EvaluateConfig, runtime: Runtime) -> dict:
         data = runtime.agree(lambda: PackedData(config.data, verify=runtime.is_main))
         if data.tokenizer.sha256 != tokenizer.sha256:
             raise UserError(f"{config.data} was packed with another tokenizer than {config.run} was trained with")
+        data.warn_of_rows(config.eval_rows, runtime.print)
+        metrics["eval_rows"] = config.eval_rows if data.has_upstream_rows else "spaced"
         for split in SPLITS:
-            metrics[f"{split}_bpb"] = bits_per_byte(
-                model, data.split(split), tokenizer.token_bytes(), runtime, config.device_batch_size, config.split_tokens
-            )
+            rows = data.eval_rows(split, config.split_tokens, config.eval_rows)
+            metrics[f"{split}_bpb"] = bits_per_byte(model, rows, tokenizer.token_bytes(), runtime, config.device_batch_size)
             runtime.print(f"{split} bpb: {metrics[f'{split}_bpb']:.6f}")
         metrics["gap"] = metrics["val_bpb"] - metrics["train_bpb"]
     if "sample" in config.eval and runtime.is_main:

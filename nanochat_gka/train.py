@@ -162,7 +162,11 @@ class Trainer:
         config = self.config
         return {
             f"{split}_bpb": bits_per_byte(
-                self.compiled, self.data.split(split), self.token_bytes, self.runtime, config.device_batch_size, config.eval_tokens
+                self.compiled,
+                self.data.eval_rows(split, config.eval_tokens, config.eval_rows),
+                self.token_bytes,
+                self.runtime,
+                config.device_batch_size,
             )
             for split in ("train", "val")
         }
@@ -237,6 +241,7 @@ class Trainer:
             "train_bpb": last["train_bpb"],
             "val_bpb": last["val_bpb"],
             "gap": last["val_bpb"] - last["train_bpb"],
+            "eval_rows": self.config.eval_rows if self.data.has_upstream_rows else "spaced",
             "min_val_bpb": min(record["val_bpb"] for record in evaluations),
             "tokens_per_second": speed,
             "mfu": mfu,
@@ -263,6 +268,7 @@ def run_to_the_end(trainer: Trainer, log: RunLog) -> None:
         f"horizon: {horizon.steps:,} steps of {horizon.total_batch_size:,} tokens = {horizon.tokens:,} tokens, {horizon.tokens * flops_per_token(model):.4e} FLOPs, "
         f"{horizon.steps * trainer.rows / len(trainer.stream.rows):.2f} epochs, on {runtime.world_size} x {runtime.device.type}"
     )
+    trainer.data.warn_of_rows(config.eval_rows, runtime.print)
     if model.operators():
         runtime.print(f"Gaussian kernel attention by {', '.join(model.operators())}")
     if step:

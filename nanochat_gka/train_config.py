@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from gka.runtime.cli import Bounds, Count, CountOrAll, CountOrAutomatic, CountOrOff, Seed
 from gka.runtime.training import RunConfig
 from nanochat_gka.config import ModelFlags
+from nanochat_gka.loader import EvalRows
 from nanochat_gka.optim import OptimConfig
 
 PositiveOrOff = Annotated[float, Bounds(0, open_least=True, other=(-1, "off"))]
@@ -16,7 +17,7 @@ PositiveOrOff = Annotated[float, Bounds(0, open_least=True, other=(-1, "off"))]
 class TrainConfig(OptimConfig, ModelFlags, RunConfig):
     """Pretrain a GPT with softmax, VLT or Gaussian kernel attention. The same command continues a run that was stopped."""
 
-    OPERATIONAL: ClassVar = {"data", "out", "device_type", "device_batch_size", "compile", "eval_every", "eval_tokens", "sample_every", "save_every", "keep",
+    OPERATIONAL: ClassVar = {"data", "out", "device_type", "device_batch_size", "compile", "eval_every", "eval_tokens", "eval_rows", "sample_every", "save_every", "keep",
                              "log_every", "wandb", "results", "verify_data", "stop_after", "model_tag"}  # fmt: skip
 
     # Where
@@ -63,6 +64,8 @@ class TrainConfig(OptimConfig, ModelFlags, RunConfig):
     """steps between evaluations; -1 = at the end only"""
     eval_tokens: CountOrAll = 20_971_520
     """tokens of each split to evaluate on; -1 = all"""
+    eval_rows: EvalRows = "upstream"
+    """which of them: upstream = the first that nanochat's loader would give (the paper's way), spaced = evenly spaced over the split"""
     sample_every: CountOrOff = 2000
     """steps between samples of text; -1 = never"""
     save_every: CountOrOff = 250
