@@ -3,10 +3,12 @@
 A step is rows [step * B, (step + 1) * B) of an endless stream that walks the split in a seeded permutation, a new one every epoch.
 """
 
+import contextlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -78,6 +80,12 @@ class PackedData:
         first = self._rows[FIRST]
         return (first if split == "train" and count <= len(first) and count < len(rows) else rows).some(range(count))
 
+    def identity(self, run: Path) -> dict[str, Any]:
+        """What the checkpoints of the run in `run` say of their data: what it is, and where, also seen from the run."""
+        known = {key: self.manifest.get(key) for key in ("tokenizer_sha256", "source", "sequence_len", "corpus")}
+        folder = self.folder.resolve()
+        return {**known, "folder": str(folder), "folder_from_run": os.path.relpath(folder, run.resolve())}
+
     @property
     def has_upstream_rows(self) -> bool:
         """Whether the rows were packed by a version that keeps nanochat's evaluation rows."""
@@ -90,6 +98,26 @@ class PackedData:
                 f"note: {self.folder} was packed by an earlier version, so evaluations take evenly spaced rows, not nanochat's first ones; "
                 f"to have those, delete {self.folder / MANIFEST} and pack again, which keeps the training rows"
             )
+
+
+def rows_of_run(data: dict[str, Any], run: Path) -> Path:
+    """The folder of rows that a run was trained on, from what its checkpoint says of them (`PackedData.identity`).
+
+    Raises UserError if it does not say, or if no folder there has rows of this tokenizer and length.
+    """
+    if not data:
+        raise UserError(f"{run} is an exported model, which does not say where its rows are; give --data FOLDER")
+    tokenizer, length, files = data["tokenizer_sha256"], data["sequence_len"], data["source"]
+    wanted = f"--data FOLDER with rows of {length} tokens of tokenizer {tokenizer[:12]}"
+    if "folder" not in data:
+        raise UserError(f"{run} is of an earlier version, which did not note where its rows are; give {wanted}")
+    for folder in (run / data["folder_from_run"], Path(data["folder"])):
+        with contextlib.suppress(UserError):
+            there = read_json(folder / MANIFEST, "manifest")
+            if (there.get("tokenizer_sha256"), there.get("sequence_len")) == (tokenizer, length):
+                return Path(os.path.normpath(folder))
+    corpus = f"{data['corpus'] or 'a corpus'} ({len(files)} parquet files, {files[0][0]} to {files[-1][0]})"
+    raise UserError(f"the rows that {run} was trained on, of {corpus}, are no longer in {data['folder']}; pack them again, or give {wanted}")
 
 
 class Rows:

@@ -186,7 +186,7 @@ def main(config: PackConfig) -> None:
         (config.out / MANIFEST).unlink(missing_ok=True)
         write_json(config.out / PLAN, identity)
         records, seconds = _pack_all(config, plan_units(corpus))
-        manifest = {**identity, "shards": records}
+        manifest = {**identity, "corpus": str(config.corpus), "shards": records}
         if not all(any(r["rows"] for r in records if r["split"] == split) for split in SPLITS):
             for name in (*(f"{r['name']}.{end}" for r in records for end in ("bin", "json")), PLAN):  # the plan last: it guards the others
                 (config.out / name).unlink()

@@ -114,7 +114,7 @@ class Trainer:
                 "commit": self.commit,
                 "model_config": asdict(self.model.config),
                 "train_config": self.config.identity(),
-                "data": {key: self.data.manifest[key] for key in ("tokenizer_sha256", "source", "sequence_len")},
+                "data": self.data.identity(self.folder),
                 "progress": self.state,
                 "tokens": self.state["step"] * self.horizon.total_batch_size,
                 "steps": self.horizon.steps,
