@@ -38,6 +38,9 @@ LAUNCH     := $(if $(RANKS),$(VENV)/bin/torchrun --standalone --nproc-per-node $
 args_of     = $(if $(filter $(1),$(MAKECMDGOALS)),$(ARGS))
 TRAIN       = $(LAUNCH) nanochat_gka.train --data $(PACKED) --out $(BASE)/runs --results $(BASE)/results.jsonl --depth $(DEPTH) --wandb $(WANDB_MODE)
 
+# The rows are those the run was trained on, unless CORPUS, SHARDS, VOCAB or SEQ is given.
+CHOSEN      = $(filter-out file,$(foreach name,CORPUS SHARDS VOCAB SEQ,$(origin $(name))))
+EVAL_BPB    = $(LAUNCH) nanochat_gka.evaluate --results $(BASE)/results.jsonl $(if $(CHOSEN),--data $(PACKED))
 EVAL_CORE   = $(LAUNCH) nanochat_gka.eval_core --out $(BASE)/core $(if $(BUNDLE),--bundle '$(BUNDLE)')
 BASE_RUN    = $(if $(filter file default undefined,$(origin RUN)),$(BASE)/runs/d$(DEPTH)-softmax,$(RUN))
 
@@ -51,7 +54,7 @@ DEIT        = deit_$(SIZE_OF)$(if $(filter base,$(KIND)),,_$(KIND))_patch16_224
 DEIT_RUN    = $(if $(filter file default undefined,$(origin RUN)),$(BASE)/runs/$(or $(MODEL),deit_tiny_gka_patch16_224),$(RUN))
 TRAIN_DEIT  = $(LAUNCH) deit_gka.train --data '$(DATA)' --out $(BASE)/runs --results $(BASE)/results.jsonl --wandb $(WANDB_MODE)
 
-.PHONY: help setup demo test test-gpu lint bench data tokenizer tokenize pretrain-d20 pretrain-d20-base eval-bpb eval-core eval-core-base sample \
+.PHONY: help setup demo test test-gpu lint bench data tokenizer tokenize pretrain-d20 pretrain-d20-base eval-bpb eval-bpb-base eval-core eval-core-base sample \
         export train-deit-ti train-deit-s train-deit-b ablate-projections eval-deit vendor diff unpatch test-patches check-gpu check-images \
         check-data clean
 .DEFAULT_GOAL := help
@@ -127,8 +130,11 @@ pretrain-d20: check-gpu $(PACKED)/manifest.json  ## the paper's GKA run: depth 2
 pretrain-d20-base: check-gpu $(PACKED)/manifest.json  ## the paper's softmax baseline: depth 20, 4.6e9 tokens
 	$(TRAIN) --attention softmax --target-param-data-ratio 10.5 $(ARGS)
 
-eval-bpb: $(PACKED)/manifest.json  ## bits per byte and samples of a run (RUN=folder)
-	$(LAUNCH) nanochat_gka.evaluate --run $(RUN) --data $(PACKED) --results $(BASE)/results.jsonl $(ARGS)
+eval-bpb: | $(READY)  ## bits per byte and samples of a run (RUN=folder), on its own data
+	$(EVAL_BPB) --run $(RUN) $(ARGS)
+
+eval-bpb-base: | $(READY)  ## the same of the softmax baseline
+	$(EVAL_BPB) --run $(BASE_RUN) $(ARGS)
 
 eval-core: | $(READY)  ## DCLM's CORE of a run (RUN=folder, BUNDLE=folder or zip; else it is fetched), beside the paper's and GPT-2's
 	$(EVAL_CORE) --run $(RUN) $(ARGS)

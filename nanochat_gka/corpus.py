@@ -27,6 +27,7 @@ from gka.runtime.progress import progress_bar
 
 SPLITS = ("train", "val")
 ROW_GROUP = 1024  # documents, as in nanochat's shards
+DOCUMENT_BATCH = 128  # documents that nanochat's loader tokenises at once
 FINEWEB_REPO = "karpathy/fineweb-edu-100b-shuffle"
 SHARDS = Bounds(2, 1823)  # the last one is the validation split
 VAL_FRACTION = 16  # one text in 16 of the built-in corpus is held out
@@ -75,15 +76,24 @@ def open_parquet(path: Path) -> pq.ParquetFile:
     return file
 
 
-def read_documents(path: Path, groups: range | None = None) -> Iterator[str]:
-    """Documents of a file's row groups (default: all); empty ones are left out. Raises UserError naming the file if it is damaged."""
+def read_documents(path: Path) -> Iterator[str]:
+    """A file's documents; empty ones are left out. Raises as `document_batches`."""
+    for batch in document_batches(path):
+        yield from filter(None, batch)
+
+
+def document_batches(path: Path, groups: range | None = None, size: int = DOCUMENT_BATCH) -> Iterator[list[str]]:
+    """Documents of a file's row groups (default: all) in lists of `size`, as nanochat reads them: the last list of a row group may be
+    shorter, an empty text is a document, a null is none. Raises UserError naming the file if it is damaged.
+    """
     file = open_parquet(path)
     for group in groups or range(file.num_row_groups):
         try:
             texts = file.read_row_group(group, columns=["text"]).column("text").to_pylist()
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path} is damaged in row group {group} ({_reason(error)}); delete it and fetch it again") from None
-        yield from filter(None, texts)
+        for first in range(0, len(texts), size):
+            yield [text for text in texts[first : first + size] if text is not None]
 
 
 def _reason(error: Exception) -> str:

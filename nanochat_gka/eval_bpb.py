@@ -21,16 +21,14 @@ def nats_and_bytes(model: GPT, batch: Batch, token_bytes: torch.Tensor) -> torch
     return torch.stack([(losses.double() * (lengths > 0)).sum(), lengths.sum().double()])
 
 
-def bits_per_byte(model: GPT, rows: Rows, token_bytes: torch.Tensor, runtime: Runtime, batch_size: int, max_tokens: int = -1) -> float:
-    """Bits per byte of max_tokens of a split (-1 = all; evenly spaced rows), dealt to the ranks; exact on any number of them.
+def bits_per_byte(model: GPT, rows: Rows, token_bytes: torch.Tensor, runtime: Runtime, batch_size: int) -> float:
+    """Bits per byte of `rows` (see `PackedData.eval_rows`), dealt to the ranks; exact on any number of them.
 
     The result is the same on every rank; infinity if the rows hold no bytes.
     """
-    count = len(rows) if max_tokens < 0 else max(1, min(len(rows), max_tokens // rows.sequence_len))
     token_bytes = token_bytes.to(runtime.device)
     total = torch.zeros(2, dtype=torch.float64, device=runtime.device)
-    for numbers in micro_batches(runtime.share(count), batch_size):
-        batch = rows.batch([number * len(rows) // count for number in numbers])
-        total += nats_and_bytes(model, to_device(batch, runtime.device), token_bytes)
+    for numbers in micro_batches(runtime.share(len(rows)), batch_size):
+        total += nats_and_bytes(model, to_device(rows.batch(numbers), runtime.device), token_bytes)
     nats, size = runtime.sum(total).tolist()
     return nats / (math.log(2) * size) if size else math.inf

@@ -1,6 +1,6 @@
 """Evaluate a trained model: bits per byte on both splits, and samples of text.
 
-python -m nanochat_gka.evaluate --run out/runs/d20-gka --data out/packed
+python -m nanochat_gka.evaluate --run out/runs/d20-gka
 python -m nanochat_gka.evaluate --run out/runs/d20-gka --eval sample --prompt "The for statement" --temperature 0.8
 """
 
@@ -14,8 +14,8 @@ from gka.runtime.progress import console
 from gka.runtime.results import append_result
 from nanochat_gka.engine import Engine
 from nanochat_gka.eval_bpb import bits_per_byte
-from nanochat_gka.loader import PackedData
-from nanochat_gka.model_io import load
+from nanochat_gka.loader import EvalRows, PackedData, rows_of_run
+from nanochat_gka.model_io import load, run_folder
 from nanochat_gka.sampling import SAMPLE_PROMPTS, Sampling
 
 SPLITS = ("train", "val")
@@ -31,10 +31,12 @@ class EvaluateConfig(Sampling):
     """checkpoint to take; -1 = the newest"""
     eval: list[Literal["bpb", "sample"]] = field(default_factory=lambda: ["bpb", "sample"])
     """what to do"""
-    data: Path = Path("out/packed")
-    """packed rows, for bpb"""
+    data: Path | None = None
+    """packed rows, for bpb; None = those the run was trained on"""
     split_tokens: CountOrAll = 20_971_520
     """tokens of each split; -1 = all"""
+    eval_rows: EvalRows = "upstream"
+    """which of them: upstream = the first that nanochat's loader would give (the paper's way), spaced = evenly spaced over the split"""
     device_batch_size: Count = 32
     """rows per process"""
     prompt: list[str] = field(default_factory=lambda: list(SAMPLE_PROMPTS))
@@ -65,13 +67,14 @@ def evaluate(config: EvaluateConfig, runtime: Runtime) -> dict:
     runtime.print(f"{loaded.name}: {model.config.attention}, depth {model.config.n_layer}, step {loaded.step}")
     metrics: dict = {"step": loaded.step}
     if "bpb" in config.eval:
-        data = runtime.agree(lambda: PackedData(config.data, verify=runtime.is_main))
+        data = runtime.agree(lambda: PackedData(config.data or rows_of_run(loaded.data, run_folder(config.run)), verify=runtime.is_main))
         if data.tokenizer.sha256 != tokenizer.sha256:
-            raise UserError(f"{config.data} was packed with another tokenizer than {config.run} was trained with")
+            raise UserError(f"{data.folder} was packed with another tokenizer than {config.run} was trained with")
+        data.warn_of_rows(config.eval_rows, runtime.print)
+        metrics["eval_rows"] = config.eval_rows if data.has_upstream_rows else "spaced"
         for split in SPLITS:
-            metrics[f"{split}_bpb"] = bits_per_byte(
-                model, data.split(split), tokenizer.token_bytes(), runtime, config.device_batch_size, config.split_tokens
-            )
+            rows = data.eval_rows(split, config.split_tokens, config.eval_rows)
+            metrics[f"{split}_bpb"] = bits_per_byte(model, rows, tokenizer.token_bytes(), runtime, config.device_batch_size)
             runtime.print(f"{split} bpb: {metrics[f'{split}_bpb']:.6f}")
         metrics["gap"] = metrics["val_bpb"] - metrics["train_bpb"]
     if "sample" in config.eval and runtime.is_main:

@@ -3,9 +3,12 @@
 A step is rows [step * B, (step + 1) * B) of an endless stream that walks the split in a seeded permutation, a new one every epoch.
 """
 
-from collections.abc import Iterator
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -13,9 +16,10 @@ import torch
 from gka.runtime.cli import UserError
 from gka.runtime.files import read_json, sha256
 from nanochat_gka.corpus import SPLITS
-from nanochat_gka.pack import FORMAT, MANIFEST, shard_path, wrong_size
+from nanochat_gka.pack import FIRST, FORMAT, MANIFEST, shard_path, wrong_size
 from nanochat_gka.tokenizer import Tokenizer
 
+EvalRows = Literal["upstream", "spaced"]
 Batch = tuple[torch.Tensor, torch.Tensor]  # ids and targets, both (rows, T) int64
 
 
@@ -37,7 +41,7 @@ class PackedData:
         damage = self._damage(verify)
         if damage:
             raise UserError(f"{damage}; {advice}")
-        self._rows = {split: self._open(split) for split in SPLITS}
+        self._rows = {split: self._open(split) for split in (*SPLITS, FIRST)}
 
     def _damage(self, verify: bool) -> str | None:
         try:
@@ -62,20 +66,79 @@ class PackedData:
         """Rows of "train" or "val"."""
         return self._rows[name]
 
+    def eval_rows(self, split: str, tokens: int, choice: str = "upstream") -> "Rows":
+        """The rows of a split to evaluate on: as many as hold `tokens` (-1 = all), at least one.
+
+        choice: "upstream" takes the first of nanochat's loader with one process: of "val" its stream, of "train" the stream's beginning, which
+        is kept for that, as long as it has so many rows. "spaced" takes evenly spaced ones of the whole split, which a folder that was packed
+        by an earlier version gives in either case (`has_upstream_rows`).
+        """
+        rows = self._rows[split]
+        count = len(rows) if tokens < 0 else max(1, min(len(rows), tokens // self.sequence_len))
+        if choice == "spaced" or not self.has_upstream_rows:
+            return rows.some([number * len(rows) // count for number in range(count)])
+        first = self._rows[FIRST]
+        return (first if split == "train" and count <= len(first) and count < len(rows) else rows).some(range(count))
+
+    def identity(self, run: Path) -> dict[str, Any]:
+        """What the checkpoints of the run in `run` say of their data: what it is, and where, also seen from the run."""
+        known = {key: self.manifest.get(key) for key in ("tokenizer_sha256", "source", "sequence_len", "corpus")}
+        folder = self.folder.resolve()
+        return {**known, "folder": str(folder), "folder_from_run": os.path.relpath(folder, run.resolve())}
+
+    @property
+    def has_upstream_rows(self) -> bool:
+        """Whether the rows were packed by a version that keeps nanochat's evaluation rows."""
+        return len(self._rows[FIRST]) > 0
+
+    def warn_of_rows(self, choice: str, show: Callable[[str], None]) -> None:
+        """Say so if "upstream" rows are wanted that the folder does not have."""
+        if choice == "upstream" and not self.has_upstream_rows:
+            show(
+                f"note: {self.folder} was packed by an earlier version, so evaluations take evenly spaced rows, not nanochat's first ones; "
+                f"to have those, delete {self.folder / MANIFEST} and pack again, which keeps the training rows"
+            )
+
+
+def rows_of_run(data: dict[str, Any], run: Path) -> Path:
+    """The folder of rows that a run was trained on, from what its checkpoint says of them (`PackedData.identity`).
+
+    Raises UserError if it does not say, or if no folder there has rows of this tokenizer and length.
+    """
+    if not data:
+        raise UserError(f"{run} is an exported model, which does not say where its rows are; give --data FOLDER")
+    tokenizer, length, files = data["tokenizer_sha256"], data["sequence_len"], data["source"]
+    wanted = f"--data FOLDER with rows of {length} tokens of tokenizer {tokenizer[:12]}"
+    if "folder" not in data:
+        raise UserError(f"{run} is of an earlier version, which did not note where its rows are; give {wanted}")
+    for folder in (run / data["folder_from_run"], Path(data["folder"])):
+        with contextlib.suppress(UserError):
+            there = read_json(folder / MANIFEST, "manifest")
+            if (there.get("tokenizer_sha256"), there.get("sequence_len")) == (tokenizer, length):
+                return Path(os.path.normpath(folder))
+    corpus = f"{data['corpus'] or 'a corpus'} ({len(files)} parquet files, {files[0][0]} to {files[-1][0]})"
+    raise UserError(f"the rows that {run} was trained on, of {corpus}, are no longer in {data['folder']}; pack them again, or give {wanted}")
+
 
 class Rows:
     """Random access to the rows of a split. No file stays open: a large corpus has more shards than a process may hold."""
 
-    def __init__(self, shards: list[tuple[Path, int]], sequence_len: int):
+    def __init__(self, shards: list[tuple[Path, int]], sequence_len: int, chosen: Sequence[int] | None = None):
         self.paths = [path for path, _ in shards]
-        self.ends = np.cumsum([rows for _, rows in shards])
-        self.sequence_len = sequence_len
+        self.ends = np.cumsum([rows for _, rows in shards], dtype=np.int64)
+        self.sequence_len, self.shards, self.chosen = sequence_len, shards, chosen
 
     def __len__(self) -> int:
-        return int(self.ends[-1])
+        return len(self.chosen) if self.chosen is not None else int(self.ends[-1]) if len(self.ends) else 0
+
+    def some(self, indices: Sequence[int]) -> "Rows":
+        """The rows at `indices` alone, in that order."""
+        return Rows(self.shards, self.sequence_len, indices)
 
     def batch(self, indices) -> Batch:
         """The rows at `indices` (each < len) as ids and targets."""
+        if self.chosen is not None:
+            indices = [self.chosen[index] for index in indices]
         width = self.sequence_len + 1
         rows = np.empty((len(indices), width), dtype=np.int64)
         for slot, index in zip(rows, indices):
@@ -105,9 +168,10 @@ class Stream:
 
 
 def micro_batches(numbers: range, size: int) -> Iterator[range]:
-    """`numbers` in pieces of at most `size`."""
-    for start in range(numbers.start, numbers.stop, size):
-        yield range(start, min(start + size, numbers.stop))
+    """`numbers` in as few pieces of at most `size` as will do, as even as possible: 73 by 32 is 25, 24, 24."""
+    pieces = -(-len(numbers) // size)
+    for piece in range(pieces):
+        yield numbers[-(-piece * len(numbers) // pieces) : -(-(piece + 1) * len(numbers) // pieces)]
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

@@ -3,7 +3,7 @@
 import re
 import shutil
 import sys
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ class Loaded:
     """A model ready to evaluate (float32 on a CPU, bfloat16 activations on CUDA), and where it comes from.
 
     name: of the run. sha256: of the checkpoint's weights, also where they were exported since. training: what is known of how it was trained (tokens,
-    steps, commit, settings).
+    steps, commit, settings). data: what the checkpoint says of the rows it was trained on; empty where it was exported.
     """
 
     model: GPT
@@ -39,6 +39,7 @@ class Loaded:
     step: int
     sha256: str
     training: dict[str, Any]
+    data: dict[str, Any] = field(default_factory=dict)
 
 
 def load(path: Path | str, step: int = -1, device: torch.device | str = "cpu") -> Loaded:
@@ -52,13 +53,12 @@ def load(path: Path | str, step: int = -1, device: torch.device | str = "cpu") -
     if (path / CONFIG).exists():
         return _load_exported(path, step, device)
     found = find_checkpoint(path, step)
-    folder = found.path.resolve()
-    name = folder.parent.parent.name if folder.parent.name == "checkpoints" else folder.name
+    name = run_folder(found.path).name
     digest = read_json(found.path / "manifest.json", "manifest")[WEIGHTS]
     if "model_config" not in found.state:
         raise UserError(f"{found.path} is no checkpoint of a language model")
     model = _build(found.state["model_config"], found.tensors("model"), device, found.path)
-    return Loaded(model, _tokenizer(found.path, model), name, found.step, digest, _training(found))
+    return Loaded(model, _tokenizer(found.path, model), name, found.step, digest, _training(found), found.state["data"])
 
 
 def find_checkpoint(path: Path, step: int = -1) -> Checkpoint:
@@ -86,6 +86,12 @@ def _tokenizer(folder: Path, model: GPT) -> Tokenizer:
         raise UserError(f"{folder / FILE_NAME} has {tokenizer.vocab_size} tokens and the model beside it {model.config.vocab_size}: it is another "
                         "model's; put back the one that the run was trained with")  # fmt: skip
     return tokenizer
+
+
+def run_folder(path: Path) -> Path:
+    """The run that `path` is, or that it is a checkpoint folder of."""
+    path = path.resolve()
+    return path.parent.parent if path.parent.name == "checkpoints" else path
 
 
 def _training(found: Checkpoint) -> dict[str, Any]:

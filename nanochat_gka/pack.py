@@ -2,9 +2,13 @@
 
     python -m nanochat_gka.pack --corpus out/corpus/fineweb --tokenizer out/tokenizer --out out/packed
 
-The work is cut into units of a few parquet row groups. Each unit is packed on its own (so the result does not depend on the number of
-workers) into `<split>_<unit>.bin`, uint16 rows back to back, with its statistics and sha256 beside it. A killed run continues with the
-units that are missing. The manifest is written last; the folder then holds everything a training run needs, tokenizer included.
+The work is cut into units. Each is packed on its own (so the result does not depend on the number of workers) into `<split>_<unit>.bin`,
+uint16 rows back to back, with its statistics and sha256 beside it. A killed run continues with the units that are missing. The manifest
+is written last; the folder then holds everything a training run needs, tokenizer included.
+
+Training rows come in units of a few parquet row groups. The validation file is one unit, and so is `train_first`, the beginning of the
+training text once more, for evaluation alone. The rows of these two are those of nanochat's loader with one process, in its order, until
+the file's documents have all been read (`upstream_rows` in the manifest); nanochat would go on with the next file or epoch there.
 """
 
 import os
@@ -12,10 +16,11 @@ import signal
 import threading
 import time
 from bisect import bisect_right, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
+from itertools import islice
 from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Annotated
@@ -25,37 +30,34 @@ import numpy as np
 from gka.runtime.cli import Bounds, UserError, check_bounds, run
 from gka.runtime.files import atomic, locked, read_json, remove_stale_temporaries, sha256, write_json
 from gka.runtime.progress import progress_bar
-from nanochat_gka.corpus import SPLITS, ParquetCorpus, open_parquet, read_documents
+from nanochat_gka.corpus import SPLITS, ParquetCorpus, document_batches, open_parquet
 from nanochat_gka.tokenizer import Tokenizer
 
 FORMAT = 1
 ROW_GROUPS_PER_UNIT = 8
 BUFFER_DOCUMENTS = 1000
-REFILL_DOCUMENTS = 128
+FIRST = "train_first"
+FIRST_TOKENS = 20_971_520  # what nanochat evaluates on
 MANIFEST = "manifest.json"
 PLAN = "plan.json"
 
 
-def best_fit_rows(
-    documents: Iterable[np.ndarray], capacity: int, buffer_size: int = BUFFER_DOCUMENTS, refill: int = REFILL_DOCUMENTS
-) -> Iterator[np.ndarray]:
+def best_fit_rows(batches: Iterable[Sequence[np.ndarray]], capacity: int, buffer_size: int = BUFFER_DOCUMENTS) -> Iterator[np.ndarray]:
     """nanochat's packing: rows of exactly `capacity` ids, each opened by a document's first id.
 
-    The buffer is kept at >= buffer_size documents, in slices of `refill`. The longest one that fits whole goes next; if none fits, the
+    The buffer is kept at >= buffer_size documents, a batch at a time. The longest one that fits whole goes next; if none fits, the
     shortest is cut to fill the row and its rest is dropped. The first comes first among equals. A last, unfilled row is dropped.
     """
-    source = iter(documents)
+    source = iter(batches)
     lengths: list[tuple[int, int]] = []  # (length, arrival), sorted
     waiting: dict[int, np.ndarray] = {}
     arrived, exhausted = 0, False
     row, used = np.empty(capacity, dtype=np.uint16), 0
     while True:
         while len(lengths) < buffer_size and not exhausted:
-            for _ in range(refill):
-                document = next(source, None)
-                if document is None:
-                    exhausted = True
-                    break
+            batch = next(source, None)
+            exhausted = batch is None
+            for document in batch or ():
                 waiting[arrived] = document
                 insort(lengths, (len(document), arrived))
                 arrived += 1
@@ -78,7 +80,7 @@ def best_fit_rows(
 
 @dataclass(frozen=True)
 class Unit:
-    """A share of the work: row groups [first, last) of one file."""
+    """A share of the work: row groups [first, last) of one file. The split is "train", "val" or "train_first"."""
 
     name: str
     split: str
@@ -88,15 +90,16 @@ class Unit:
 
 
 def plan_units(corpus: ParquetCorpus) -> list[Unit]:
-    """The corpus cut into units, training files first."""
+    """The corpus cut into units, the two large ones first: they take longest."""
     units = []
-    for split in SPLITS:
-        number = 0
-        for path in corpus.files(split):
-            groups = open_parquet(path).num_row_groups
-            for first in range(0, groups, ROW_GROUPS_PER_UNIT):
-                units.append(Unit(f"{split}_{number:06d}", split, path.name, first, min(first + ROW_GROUPS_PER_UNIT, groups)))
-                number += 1
+    for split, path in (("val", corpus.files("val")[0]), (FIRST, corpus.files("train")[0])):
+        units.append(Unit(f"{split}_000000", split, path.name, 0, open_parquet(path).num_row_groups))
+    number = 0
+    for path in corpus.files("train"):
+        groups = open_parquet(path).num_row_groups
+        for first in range(0, groups, ROW_GROUPS_PER_UNIT):
+            units.append(Unit(f"train_{number:06d}", "train", path.name, first, min(first + ROW_GROUPS_PER_UNIT, groups)))
+            number += 1
     return units
 
 
@@ -105,21 +108,24 @@ def pack_unit(unit: Unit, corpus: Path, tokenizer: Tokenizer, sequence_len: int,
     started = time.perf_counter()
     stats = {"documents": 0, "bytes": 0, "tokens": 0, "rows": 0}
 
-    def documents():
-        for text in read_documents(corpus / unit.file, range(unit.first, unit.last)):
-            ids = tokenizer.encode_document(text)
-            stats["documents"] += 1
-            stats["bytes"] += len(text.encode())
-            stats["tokens"] += len(ids)
-            yield ids
+    def batches():
+        for texts in document_batches(corpus / unit.file, range(unit.first, unit.last)):
+            documents = [tokenizer.encode_document(text) for text in texts]
+            stats["documents"] += len(texts)
+            stats["bytes"] += sum(len(text.encode()) for text in texts)
+            stats["tokens"] += sum(map(len, documents))
+            yield documents
+        stats["upstream_rows"] = stats["rows"]  # from here on the buffer runs empty
 
+    most = -(-FIRST_TOKENS // sequence_len) if unit.split == FIRST else None
     path = out / f"{unit.name}.bin"
     with atomic(path) as temporary:
         with open(temporary, "wb") as stream:
-            for row in best_fit_rows(documents(), sequence_len + 1):
+            for row in islice(best_fit_rows(batches(), sequence_len + 1), most):
                 stream.write(row.astype("<u2").tobytes())
                 stats["rows"] += 1
         digest = sha256(temporary)
+    stats.setdefault("upstream_rows", stats["rows"])
     record = {**asdict(unit), **stats, "sha256": digest, "seconds": round(time.perf_counter() - started, 3)}
     write_json(out / f"{unit.name}.json", record)
     return record
@@ -180,12 +186,13 @@ def main(config: PackConfig) -> None:
         (config.out / MANIFEST).unlink(missing_ok=True)
         write_json(config.out / PLAN, identity)
         records, seconds = _pack_all(config, plan_units(corpus))
-        manifest = {**identity, "shards": records}
+        manifest = {**identity, "corpus": str(config.corpus), "shards": records}
         if not all(any(r["rows"] for r in records if r["split"] == split) for split in SPLITS):
             for name in (*(f"{r['name']}.{end}" for r in records for end in ("bin", "json")), PLAN):  # the plan last: it guards the others
                 (config.out / name).unlink()
             raise UserError(f"the corpus is too small for rows of {config.sequence_len} tokens: {_summary(manifest)}; lower --sequence-len")
         write_json(config.out / MANIFEST, manifest)
+        _remove_others(config.out, records)
         new_bytes = sum(r["bytes"] for r in records if r["new"])
         busy = sum(r["seconds"] for r in records if r["new"]) or 1.0
         print(f"{config.out}: {_summary(manifest)}; {new_bytes / 1e6 / busy:.1f} MB/s of text per worker, {seconds:.1f} s")
@@ -235,6 +242,15 @@ def _finished(out: Path, unit: Unit) -> dict | None:
     return record if asdict(unit).items() <= record.items() and sha256(rows_path) == record["sha256"] else None
 
 
+def _remove_others(out: Path, records: list[dict]) -> None:
+    """Delete units that an earlier version cut otherwise."""
+    names = {record["name"] for record in records}
+    for path in out.glob("*_*.bin"):
+        if path.stem not in names:
+            path.unlink()
+            path.with_suffix(".json").unlink(missing_ok=True)
+
+
 def _reusable(out: Path) -> dict | None:
     """The manifest of a folder where nothing is missing or truncated (content is the loader's to check); None if there is work to do."""
     try:
@@ -272,7 +288,7 @@ def _check_identity(out: Path, identity: dict) -> None:
 
 def _summary(manifest: dict) -> str:
     rows = {split: sum(r["rows"] for r in manifest["shards"] if r["split"] == split) for split in SPLITS}
-    tokens = sum(r["tokens"] for r in manifest["shards"])
+    tokens = sum(r["tokens"] for r in manifest["shards"] if r["split"] in SPLITS)
     kept = sum(rows.values()) * (manifest["sequence_len"] + 1)
     lost = 1 - kept / max(1, tokens)
     return f"{rows['train']:,} training and {rows['val']:,} validation rows of {manifest['sequence_len']} tokens, {lost:.0%} of {tokens:,} tokens cropped"

@@ -120,7 +120,7 @@ class Trainer:
                 "commit": self.commit,
                 "model_config": asdict(self.model.config),
                 "train_config": self.config.identity(),
-                "data": {key: self.data.manifest[key] for key in ("tokenizer_sha256", "source", "sequence_len")},
+                "data": self.data.identity(self.folder),
                 "progress": self.state,
                 "tokens": self.state["step"] * self.horizon.total_batch_size,
                 "steps": self.horizon.steps,
@@ -176,7 +176,11 @@ class Trainer:
         config = self.config
         return {
             f"{split}_bpb": bits_per_byte(
-                self.compiled, self.data.split(split), self.token_bytes, self.runtime, config.device_batch_size, config.eval_tokens
+                self.compiled,
+                self.data.eval_rows(split, config.eval_tokens, config.eval_rows),
+                self.token_bytes,
+                self.runtime,
+                config.device_batch_size,
             )
             for split in ("train", "val")
         }
@@ -265,6 +269,7 @@ class Trainer:
             "train_bpb": last["train_bpb"],
             "val_bpb": last["val_bpb"],
             "gap": last["val_bpb"] - last["train_bpb"],
+            "eval_rows": self.config.eval_rows if self.data.has_upstream_rows else "spaced",
             "min_val_bpb": min(record["val_bpb"] for record in evaluations),
             "core": {key: scored[-1][key] for key in CORE_KEYS} if scored else None,
             "tokens_per_second": speed,
@@ -292,6 +297,7 @@ def run_to_the_end(trainer: Trainer, log: RunLog) -> None:
         f"horizon: {horizon.steps:,} steps of {horizon.total_batch_size:,} tokens = {horizon.tokens:,} tokens, {horizon.tokens * flops_per_token(model):.4e} FLOPs, "
         f"{horizon.steps * trainer.rows / len(trainer.stream.rows):.2f} epochs, on {runtime.world_size} x {runtime.device.type}"
     )
+    trainer.data.warn_of_rows(config.eval_rows, runtime.print)
     if model.operators():
         runtime.print(f"Gaussian kernel attention by {', '.join(model.operators())}")
     if step:

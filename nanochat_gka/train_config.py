@@ -8,6 +8,7 @@ from gka.runtime.cli import Bounds, Count, CountOrAll, CountOrAutomatic, CountOr
 from gka.runtime.training import RunConfig
 from nanochat_gka.config import BEFORE_ROTATED, GKA_VALUES, ModelFlags, has_gka
 from nanochat_gka.core.fetch import BundleFlags
+from nanochat_gka.loader import EvalRows
 from nanochat_gka.optim import OptimConfig
 
 PositiveOrOff = Annotated[float, Bounds(0, open_least=True, other=(-1, "off"))]
@@ -17,9 +18,9 @@ PositiveOrOff = Annotated[float, Bounds(0, open_least=True, other=(-1, "off"))]
 class TrainConfig(OptimConfig, ModelFlags, BundleFlags, RunConfig):
     """Pretrain a GPT with softmax, VLT or Gaussian kernel attention. The same command continues a run that was stopped."""
 
-    OPERATIONAL: ClassVar = {"data", "out", "device_type", "device_batch_size", "compile", "eval_every", "eval_tokens", "sample_every", "save_every", "keep",
-                             "log_every", "wandb", "results", "verify_data", "stop_after", "model_tag", "core_metric_every", "core_metric_max_per_task",
-                             "bundle", "bundle_url"}  # fmt: skip
+    OPERATIONAL: ClassVar = {"data", "out", "device_type", "device_batch_size", "compile", "eval_every", "eval_tokens", "eval_rows", "sample_every",
+                             "save_every", "keep", "log_every", "wandb", "results", "verify_data", "stop_after", "model_tag", "core_metric_every",
+                             "core_metric_max_per_task", "bundle", "bundle_url"}  # fmt: skip
 
     # Where
     data: Path = Path("out/packed")
@@ -69,6 +70,8 @@ class TrainConfig(OptimConfig, ModelFlags, BundleFlags, RunConfig):
     """steps between scores on CORE, and one at the end (2000 is nanochat's); -1 = off. The bundle is taken from --bundle or fetched beside OUT, to core/"""
     core_metric_max_per_task: CountOrAll = 500
     """examples of each of its tasks; -1 = all"""
+    eval_rows: EvalRows = "upstream"
+    """which of them: upstream = the first that nanochat's loader would give (the paper's way), spaced = evenly spaced over the split"""
     sample_every: CountOrOff = 2000
     """steps between samples of text, nanochat's seven prompts; -1 = never"""
     save_every: CountOrOff = 250

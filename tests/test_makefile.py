@@ -129,6 +129,16 @@ def test_vision_without_images_or_gpu_says_what_is_missing(make):
     assert done.returncode == 2
 
 
+def test_bits_per_byte_never_fetch_a_corpus(make):
+    """A run knows its rows; only a corpus that is named on the command line is another choice."""
+    for target, run in (("eval-bpb", "out/runs/d20-gka"), ("eval-bpb-base", "out/runs/d20-softmax")):
+        lines = make("-n", target).stdout
+        assert f"nanochat_gka.evaluate --results out/results.jsonl  --run {run}" in lines and "--data" not in lines
+        assert "nanochat_gka.corpus" not in lines and "nanochat_gka.pack" not in lines
+    named = make("-n", "eval-bpb", "CORPUS=builtin", "VOCAB=4096", "SEQ=256", "RUN=elsewhere").stdout
+    assert "--data out/packed/builtin-4096-256 --run elsewhere" in named and "nanochat_gka.corpus" not in named
+
+
 def test_a_corpus_that_is_not_there_is_one_line(make, tmp_path):
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv" / ".installed").touch()

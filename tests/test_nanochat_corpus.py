@@ -16,6 +16,7 @@ from hub import Hub, environment
 
 from gka.runtime.cli import UserError
 from nanochat_gka import corpus, pack
+from nanochat_gka.corpus import ParquetCorpus
 
 
 def start_fineweb(port: int, out: Path) -> subprocess.Popen:
@@ -196,18 +197,25 @@ def test_a_corpus_that_cannot_serve(packed, tmp_path, damage):
     assert "\n" not in str(raised.value)
 
 
-def test_null_and_empty_documents_are_skipped(packed, tmp_path):
-    texts = pq.read_table(packed / "corpus" / "shard_00000.parquet").column("text").to_pylist()
-    (tmp_path / "corpus").mkdir()
-    with_holes = [item for text in texts for item in (None, text, "")]
-    for index in range(2):
-        table = pa.table({"id": range(len(with_holes)), "text": pa.array(with_holes, pa.large_string())})
-        pq.write_table(table, tmp_path / "corpus" / f"shard_{index}.parquet", row_group_size=150)
-    pack.main(config(packed, tmp_path))
-    shards = {shard["split"]: shard for shard in json.loads((tmp_path / "packed" / "manifest.json").read_text())["shards"]}
-    assert shards["train"]["documents"] == len(texts)
-    name = "train_000000.bin"
-    assert (tmp_path / "packed" / name).read_bytes() == (packed / "packed" / name).read_bytes()
+def test_a_null_is_no_document_and_an_empty_one_is_its_bos(packed, tmp_path):
+    """As in nanochat's loader, which takes no nulls at all."""
+    path = packed / "corpus" / "shard_00000.parquet"
+    texts = pq.read_table(path).column("text").to_pylist()
+    for name, holes in (("nulls", (None, None)), ("empty", (None, ""))):
+        folder = tmp_path / name / "corpus"
+        folder.mkdir(parents=True)
+        with_holes = [item for text in texts for item in (holes[0], text, holes[1])]
+        for index in range(2):
+            table = pa.table({"id": range(len(with_holes)), "text": pa.array(with_holes, pa.large_string())})
+            pq.write_table(table, folder / f"shard_{index}.parquet", row_group_size=150)
+        assert list(ParquetCorpus(folder).documents("train")) == texts
+        pack.main(config(packed, tmp_path / name))
+    shards = [json.loads((tmp_path / name / "packed/manifest.json").read_text())["shards"] for name in ("nulls", "empty")]
+    counts = [[(shard["documents"], shard["tokens"]) for shard in some if shard["split"] == "train"] for some in shards]
+    (documents, tokens), (more_documents, more_tokens) = counts[0][0], counts[1][0]
+    assert documents == len(texts) and more_documents - documents == more_tokens - tokens == len(texts)
+    rows = [root / "packed" / "train_000000.bin" for root in (tmp_path / "nulls", packed)]
+    assert rows[0].read_bytes() == rows[1].read_bytes()
 
 
 def test_an_unreachable_hub_says_what_to_do(unreachable):

@@ -200,6 +200,13 @@ def test_micro_batches_cut_without_loss(start, count, size):
     pieces = list(micro_batches(range(start, start + count), size))
     assert [number for piece in pieces for number in piece] == list(range(start, start + count))
     assert all(0 < len(piece) <= size for piece in pieces)
+    assert len(pieces) == -(-count // size)
+    assert not pieces or max(map(len, pieces)) - min(map(len, pieces)) <= 1
+
+
+def test_73_rows_by_32_are_25_24_24():
+    """Two shapes at most, for torch.compile."""
+    assert [len(piece) for piece in micro_batches(range(7, 80), 32)] == [25, 24, 24]
 
 
 def test_bits_per_byte_is_upstreams():
@@ -243,12 +250,13 @@ def model(data):
 def test_bits_per_byte_depend_on_neither_batches_nor_ranks(data, model, max_tokens, splits):
     rows, token_bytes = data.split("val"), data.tokenizer.token_bytes()
     alone = OneOfMany(0, 1, CPU)
-    value = bits_per_byte(model, rows, token_bytes, alone, batch_size=len(rows), max_tokens=max_tokens)
+    rows = data.eval_rows("val", max_tokens)
+    value = bits_per_byte(model, rows, token_bytes, alone, batch_size=len(rows))
     total = alone.contributions[0]
     for world_size, batch_size in splits:
         ranks = [OneOfMany(rank, world_size, CPU) for rank in range(world_size)]
         for rank in ranks:
-            bits_per_byte(model, rows, token_bytes, rank, batch_size, max_tokens)
+            bits_per_byte(model, rows, token_bytes, rank, batch_size)
         nats, size = sum(rank.contributions[0] for rank in ranks).tolist()
         assert size == total[1]
         assert nats / size / np.log(2) == pytest.approx(value, rel=1e-6)
@@ -264,13 +272,23 @@ def test_bits_per_byte_counts_the_text_and_not_its_bos(data, model):
     assert value == pytest.approx(len(text) * np.log2(data.tokenizer.vocab_size) / sum(map(int, token_bytes[text])), rel=1e-6)
 
 
-def test_some_tokens_of_a_split_are_evenly_spaced_rows(data, model):
+@pytest.mark.parametrize("choice", ["upstream", "spaced"])
+def test_some_tokens_of_a_split_are_the_first_or_evenly_spaced_rows(data, model, choice):
     rows, token_bytes, runtime = data.split("val"), data.tokenizer.token_bytes(), Runtime(0, 1, CPU)
     count = len(rows) // 3
-    chosen = rows.batch([int(n * len(rows) / count) for n in range(count)])
+    chosen = rows.batch([int(n * len(rows) / count) if choice == "spaced" else n for n in range(count)])
     nats, size = nats_and_bytes(model, chosen, token_bytes).tolist()
-    value = bits_per_byte(model, rows, token_bytes, runtime, 64, max_tokens=count * rows.sequence_len)
+    value = bits_per_byte(model, data.eval_rows("val", count * rows.sequence_len, choice), token_bytes, runtime, 64)
     assert value == pytest.approx(nats / size / np.log(2), rel=1e-6)
+
+
+def test_training_rows_to_evaluate_on_are_the_streams_beginning(data):
+    """Or, if more or all of them are asked for, the training split's own."""
+    first, rows, width = data.split("train_first"), data.split("train"), data.sequence_len
+    for tokens, want in ((10 * width, first.some(range(10))), (-1, rows), (10**9, rows), (1, first.some(range(1)))):
+        chosen = data.eval_rows("train", tokens)
+        assert len(chosen) == len(want)
+        assert torch.equal(chosen.batch(range(len(want)))[1], want.batch(range(len(want)))[1])
 
 
 def test_rows_without_bytes_are_infinite_bits(data, model):

@@ -11,10 +11,12 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import test_nanochat_golden as golden
 import tiny
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,19 +25,25 @@ from nanochat_gka import pack, tokenizer
 from nanochat_gka.loader import PackedData
 
 BOS = 50000
-FAT = 4000  # documents to a file: 50 units a file, enough work to be killed in the middle of
+FAT = 4000  # documents to a file: 50 units of training, enough work to be killed in the middle of
+UNITS = 52
 
 
 def document(bos: int, token: int, length: int) -> np.ndarray:
     return np.array([bos] + [token] * length, dtype=np.uint16)
 
 
-def literal_best_fit(documents: list[list[int]], capacity: int, buffer_size: int, refill: int) -> list[list[int]]:
+def cut(documents: list, size: int) -> list[list]:
+    """In batches of `size`, the last one shorter."""
+    return [documents[first : first + size] for first in range(0, len(documents), size)]
+
+
+def literal_best_fit(batches: list[list[list[int]]], capacity: int, buffer_size: int) -> list[list[int]]:
     """The rule as upstream words it, with plain lists."""
-    waiting, buffer, rows, row = list(documents), [], [], []
+    waiting, buffer, rows, row = list(batches), [], [], []
     while True:
         while len(buffer) < buffer_size and waiting:
-            buffer, waiting = buffer + waiting[:refill], waiting[refill:]
+            buffer = buffer + waiting.pop(0)
         if not buffer:
             return rows
         room = capacity - len(row)
@@ -52,23 +60,24 @@ def literal_best_fit(documents: list[list[int]], capacity: int, buffer_size: int
 def test_rows_are_upstreams():
     want = golden.GOLDEN["packing"]
     documents = [document(BOS, k, 3 + (k * k * 31 + 17 * k) % 61) for k in range(400)]
-    rows = pack.best_fit_rows(documents, want["T"] + 1, buffer_size=want["buffer_size"], refill=want["tokenizer_batch_size"])
+    rows = pack.best_fit_rows(cut(documents, want["tokenizer_batch_size"]), want["T"] + 1, buffer_size=want["buffer_size"])
     expected = [[token for token, count in runs for _ in range(count)] for runs in want["rows"]]
     assert [next(rows).tolist() for _ in expected] == expected
 
 
-@given(st.lists(st.integers(0, 40), max_size=80), st.integers(1, 30), st.integers(1, 30), st.integers(1, 20))
-def test_rows_follow_the_rule(lengths, capacity, buffer_size, refill):
-    """Every document opens with its own id, so the rows also show which documents were chosen."""
-    documents = [document(BOS + k, k, length) for k, length in enumerate(lengths)]
-    rows = [row.tolist() for row in pack.best_fit_rows(iter(documents), capacity, buffer_size, refill)]
-    assert rows == literal_best_fit([doc.tolist() for doc in documents], capacity, buffer_size, refill)
+@given(st.lists(st.lists(st.integers(0, 40), max_size=9), max_size=12), st.integers(1, 30), st.integers(1, 30))
+def test_rows_follow_the_rule(lengths, capacity, buffer_size):
+    """Every document opens with its own id, so the rows also show which documents were chosen. Batches are of any size."""
+    number = iter(range(1000))
+    batches = [[document(BOS + (k := next(number)), k, length) for length in batch] for batch in lengths]
+    rows = [row.tolist() for row in pack.best_fit_rows(iter(batches), capacity, buffer_size)]
+    assert rows == literal_best_fit([[doc.tolist() for doc in batch] for batch in batches], capacity, buffer_size)
     assert all(row[0] >= BOS for row in rows)
 
 
 @pytest.fixture(scope="module")
 def fat(tmp_path_factory):
-    """A corpus of 100 units, its tokenizer, and `packed` by two workers in one go."""
+    """A corpus of 52 units, its tokenizer, and `packed` by two workers in one go."""
     root = tmp_path_factory.mktemp("fat")
     tiny.write_corpus(root / "corpus", docs=FAT, row_group=10)
     tokenizer.main(tokenizer.TokenizerConfig(corpus=root / "corpus", out=root / "tokenizer", vocab_size=300))
@@ -142,7 +151,107 @@ def test_rows_on_disk_are_the_packed_documents(fat):
     texts = pq.ParquetFile(fat / "corpus" / "shard_00000.parquet").read_row_groups(range(8)).column("text").to_pylist()
     documents = [[vocabulary.bos_id, *vocabulary.encode(text)] for text in texts]
     rows = np.frombuffer((fat / "packed" / "train_000000.bin").read_bytes(), dtype="<u2").reshape(-1, 33)
-    assert rows.tolist() == literal_best_fit(documents, 33, 1000, 128)
+    assert rows.tolist() == literal_best_fit(cut(documents, 10), 33, 1000)
+
+
+def upstream_rows(paths: list[Path], vocabulary: tokenizer.Tokenizer, capacity: int, count: int) -> list[list[int]]:
+    """The first rows of nanochat's loader with one process, which begins again when the files have been read (facts of its pinned version)."""
+
+    def batches():
+        while True:
+            for path in paths:
+                file = pq.ParquetFile(path)
+                for group in range(file.num_row_groups):
+                    texts = file.read_row_group(group).column("text").to_pylist()
+                    yield from cut([[vocabulary.bos_id, *vocabulary.encode(text)] for text in texts], 128)
+
+    source, buffer, rows = batches(), [], []
+    while len(rows) < count:
+        row = []
+        while len(row) < capacity:
+            while len(buffer) < 1000:
+                buffer += next(source)
+            room = capacity - len(row)
+            fitting = [doc for doc in buffer if len(doc) <= room]
+            chosen = max(fitting, key=len) if fitting else min(buffer, key=len)  # both give the first among equals
+            del buffer[next(place for place, doc in enumerate(buffer) if doc is chosen)]
+            row += chosen[:room]
+        rows.append(row)
+    return rows
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory):
+    """Row groups that are no multiples of 128, empty documents, documents longer than a row, two training files."""
+    root = tmp_path_factory.mktemp("odd")
+    for number in range(3):
+        texts = ["" if k % 11 == 3 else text * (9 if k % 13 == 5 else 1) for k, text in enumerate(tiny.documents(2500, number))]
+        schema = pa.schema([("text", pa.string())])
+        (root / "corpus").mkdir(exist_ok=True)
+        with pq.ParquetWriter(root / "corpus" / f"{number}.parquet", schema) as writer:
+            sizes = [1, 77, 130, 300, 129, 513] * 3
+            for first, size in zip(np.cumsum([0, *sizes]), sizes):
+                writer.write_table(pa.table({"text": texts[first : first + size]}, schema))
+    tokenizer.main(tokenizer.TokenizerConfig(corpus=root / "corpus", out=root / "tokenizer", vocab_size=300))
+    pack.main(config(root, root / "packed", workers=1))
+    return root
+
+
+@pytest.mark.parametrize("split,name", [("val", "val"), ("train", "train_first")])
+def test_rows_for_evaluation_are_upstreams_until_the_file_ends(odd, split, name):
+    data = PackedData(odd / "packed")
+    (record,) = (shard for shard in data.manifest["shards"] if shard["split"] == name)
+    count = record["upstream_rows"]
+    assert len(data.split(name)) > count > 500
+    paths = sorted((odd / "corpus").glob("*.parquet"))
+    want = upstream_rows(paths[-1:] if split == "val" else paths[:-1], data.tokenizer, 33, count)
+    ids, targets = data.eval_rows(split, count * 32).batch(range(count))
+    assert torch.cat([ids, targets[:, -1:]], dim=1).tolist() == want
+
+
+def test_the_training_text_kept_for_evaluation_is_no_longer_than_that(odd, tmp_path, monkeypatch):
+    monkeypatch.setattr(pack, "FIRST_TOKENS", 100 * 32)
+    unit = next(unit for unit in pack.plan_units(pack.ParquetCorpus(odd / "corpus")) if unit.split == pack.FIRST)
+    record = pack.pack_unit(unit, odd / "corpus", tokenizer.Tokenizer.load(odd / "tokenizer"), 32, tmp_path)
+    assert record["rows"] == record["upstream_rows"] == 100
+    whole = (odd / "packed" / "train_first_000000.bin").read_bytes()
+    assert (tmp_path / "train_first_000000.bin").read_bytes() == whole[: 100 * 33 * 2]
+
+
+def test_a_folder_of_an_earlier_version_still_serves(odd, tmp_path, capsys):
+    """Its validation split came in units of eight row groups, and it had no rows for evaluation. Packing again replaces those alone."""
+    out = tmp_path / "packed"
+    shutil.copytree(odd / "packed", out)
+    manifest = json.loads((out / "manifest.json").read_text())
+    vocabulary, shards = tokenizer.Tokenizer.load(out), []
+    for shard in manifest["shards"]:
+        if shard["split"] == "train":
+            shards.append({key: value for key, value in shard.items() if key != "upstream_rows"})
+        else:
+            for end in ("bin", "json"):
+                (out / f"{shard['name']}.{end}").unlink()
+    for number, first in enumerate((0, 8, 16)):
+        unit = pack.Unit(f"val_{number:06d}", "val", "2.parquet", first, min(first + 8, 18))
+        shards.append({**pack.pack_unit(unit, odd / "corpus", vocabulary, 32, out), "new": True})
+    (out / "manifest.json").write_text(json.dumps({**manifest, "shards": shards}))
+    old = PackedData(out)
+    assert not old.has_upstream_rows and PackedData(odd / "packed").has_upstream_rows
+    said: list[str] = []
+    old.warn_of_rows("spaced", said.append)
+    PackedData(odd / "packed").warn_of_rows("upstream", said.append)
+    assert not said
+    old.warn_of_rows("upstream", said.append)
+    assert len(said) == 1 and "evaluations take evenly spaced rows" in said[0] and str(out / "manifest.json") in said[0]
+    for split in ("train", "val"):
+        rows, spaced = old.split(split), old.eval_rows(split, 50 * 32, "spaced")
+        for choice in ("upstream", "spaced"):
+            assert torch.equal(old.eval_rows(split, 50 * 32, choice).batch(range(50))[0], spaced.batch(range(50))[0])
+        assert torch.equal(spaced.batch([49])[0], rows.batch([49 * len(rows) // 50])[0])
+    pack.main(config(odd, out))
+    assert "reusing the tokenised data that is there" in capsys.readouterr().out
+    (out / "manifest.json").unlink()
+    pack.main(config(odd, out))
+    assert bins(out) == bins(odd / "packed") and {path.name for path in out.iterdir()} == {path.name for path in (odd / "packed").iterdir()}
 
 
 @linux
@@ -155,7 +264,7 @@ def test_kill_9_midway_leaves_no_writer_and_the_same_command_continues(fat, tmp_
         pack.main(config(fat, out))
     kill_and_see_everyone_die(process)
     finished = {path: path.stat().st_mtime_ns for path in out.glob("*.bin")}
-    assert 3 <= len(finished) < 100 and not (out / "manifest.json").exists()
+    assert 3 <= len(finished) < UNITS and not (out / "manifest.json").exists()
     with pytest.raises(UserError, match=r"no packed data in .*run make tokenize"):
         PackedData(out)
     torn = sorted(finished)[1]  # what a crash of the machine may leave
@@ -163,10 +272,10 @@ def test_kill_9_midway_leaves_no_writer_and_the_same_command_continues(fat, tmp_
 
     capsys.readouterr()
     pack.main(config(fat, out))
-    continued = re.search(r"continuing, (\d+) of 100 units are there", capsys.readouterr().out)
+    continued = re.search(r"continuing, (\d+) of 52 units are there", capsys.readouterr().out)
     assert int(continued[1]) in (len(finished) - 1, len(finished) - 2)  # a kill may fall between a unit's rows and its record
     assert sum(path.stat().st_mtime_ns == then for path, then in finished.items()) == int(continued[1])
-    assert len(bins(out)) == 100 and bins(out) == bins(fat / "packed")
+    assert len(bins(out)) == UNITS and bins(out) == bins(fat / "packed")
     assert digests(out) == digests(fat / "packed")
     assert not list(out.glob(".tmp-*"))
 
@@ -235,7 +344,7 @@ def test_packing_again_restores_what_is_not_whole(fat, tmp_path):
     (out / "val_000000.bin").unlink()
     os.truncate(out / "train_000003.bin", 66)
     (out / "train_000005.json").write_text("{")
-    with pytest.raises(UserError, match=r"train_000003.bin is truncated"):
+    with pytest.raises(UserError, match=r"val_000000.bin is missing"):
         PackedData(out)
     kept = {path: path.stat().st_mtime_ns for path in out.glob("*.bin")}
     pack.main(config(fat, out))

@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import tiny
@@ -14,14 +15,14 @@ import torch
 from safetensors.torch import load_file
 
 from gka.runtime import checkpoint
-from gka.runtime.cli import run
+from gka.runtime.cli import UserError, run
 from gka.runtime.distributed import Runtime
 from gka.runtime.files import sha256
 from nanochat_gka import export
 from nanochat_gka.accounting import scaling_parameters
 from nanochat_gka.config import GPTConfig
 from nanochat_gka.gpt import build
-from nanochat_gka.loader import PackedData, Stream
+from nanochat_gka.loader import PackedData, Stream, rows_of_run
 from nanochat_gka.model_io import load
 from nanochat_gka.optim import MuonAdamW, OptimConfig, parameter_groups
 from nanochat_gka.train import TrainConfig, main
@@ -76,6 +77,37 @@ def test_a_finished_run_leaves_as_a_folder_that_says_what_it_was_trained_on(unin
     assert re.fullmatch(r"[0-9a-f]{7,}\+?|unknown", loaded.training["commit"])
     assert loaded.training == load(uninterrupted / "run").training
     assert f"| training tokens | {tokens:,} ({STEPS} of {STEPS} steps) |" in (tmp_path / "out/README.md").read_text()
+
+
+def evaluate(run, *more, check=True):
+    flags = ["--run", run, "--eval", "bpb", "--split-tokens", 512, "--device-type", "cpu", "--results", run.parent / "bpb.jsonl", *more]
+    return tiny.call("nanochat_gka.evaluate", *flags, check=check)
+
+
+def test_evaluation_finds_the_rows_of_the_run(packed, tmp_path):
+    """Where they were; or beside the run, when both were moved. If they are gone, it says which they were."""
+    shutil.copytree(packed / "packed", tmp_path / "there/packed")
+    tiny.call(MODULE, *flags(packed, tmp_path / "there/out", "--data", tmp_path / "there/packed", "--num-iterations", 2, "--model-tag", "mine"))
+    run = tmp_path / "there/out/mine"
+    given = evaluate(run, "--data", packed / "packed").stdout
+    assert "val bpb: " in given and evaluate(run).stdout == given
+    (tmp_path / "there").rename(tmp_path / "moved")
+    run = tmp_path / "moved/out/mine"
+    assert evaluate(run).stdout == evaluate(run / "checkpoints/step_00000002").stdout == given
+    (tmp_path / "moved/packed").rename(tmp_path / "hidden")
+    sha = PackedData(packed / "packed").tokenizer.sha256[:12]
+    wanted = rf"give --data FOLDER with rows of 32 tokens of tokenizer {sha}"
+    message = r"the rows that .*mine was trained on, of .*corpus \(2 parquet files, shard_00000.parquet to shard_00001.parquet\), are no longer in "
+    tiny.assert_one_line_error(evaluate(run, check=False), message + rf".*there/packed; pack them again, or {wanted}")
+    assert "val bpb: " in evaluate(run, "--data", tmp_path / "hidden").stdout
+
+
+def test_a_run_of_an_earlier_version_asks_for_its_rows():
+    data = {"tokenizer_sha256": "f" * 64, "sequence_len": 32, "source": [["a.parquet", 1], ["b.parquet", 1]]}
+    with pytest.raises(UserError, match=r"of an earlier version.*give --data FOLDER with rows of 32 tokens of tokenizer ffffffffffff"):
+        rows_of_run(data, Path("out/runs/d4"))
+    with pytest.raises(UserError, match="is an exported model, which does not say where its rows are; give --data FOLDER"):
+        rows_of_run({}, Path("d4-export"))
 
 
 def test_kill_9_at_random_steps_and_resume_is_bit_identical(packed, uninterrupted, tmp_path):
