@@ -16,21 +16,22 @@ from nanochat_gka.core.bundle import PAPER_TASKS
 from nanochat_gka.core.published import GPT2_ACCURACY, PAPER_CENTERED, PAPER_MEAN
 from nanochat_gka.core.report import centered
 from runs import bench_results, demo_vision, operator_error
-from runs.demo import VARIANTS
+from runs.demo import STEPS, VARIANTS, run_tag
 from runs.demo_report import COLUMNS, PAPER, PAPER_VISION
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO_RESULTS = ROOT / "runs" / "results" / "demo.jsonl"
 VISION_RESULTS = ROOT / "runs" / "results" / "demo_vision.jsonl"
 CORE_RESULTS = ROOT / "runs" / "results" / "core"
-DECODERS = {"softmax": "softmax", "gka": "GKA", "gka-keys": "GKA, keys kept", "gka-rotated": "GKA, values rotated"}
+DECODERS = {"softmax": "softmax", "gka": "GKA", "gka-normalised": "GKA, values normalised (ours)", "gka-keys": "the same, keys kept"}
 SIZES = {"Ti": "tiny", "S": "small", "B": "base"}
 KINDS = {"DeiT": "softmax", "VLT": "vlt", "GKA": "gka"}
 
 
 def demo_table() -> str:
-    """The last demo's three models, measured; then the paper's two, as printed."""
-    records = {record["label"]: record for record in read_lines(DEMO_RESULTS)}
+    """The last demo's models, measured (of an older demo those that are the same today); then the paper's two, as printed."""
+    found = {record["config"]["model_tag"]: record for record in read_lines(DEMO_RESULTS)}
+    records = {label: found[run_tag(name)] for name, (label, _) in VARIANTS.items() if run_tag(name) in found}
     lines = [f"| | {' | '.join(heading for heading, _ in COLUMNS.values())} |", "|---|" + "---:|" * len(COLUMNS)]
     for label, record in records.items():
         lines.append(f"| **{label}** | {' | '.join(form.format(record['metrics'][key]) for key, (_, form) in COLUMNS.items())} |")
@@ -56,7 +57,7 @@ def vision_table() -> str:
 
 def sizes_table() -> str:
     """Parameters and FLOPs of the paper's vision models, counted here, beside the paper's accuracies."""
-    lines = ["| | command | parameters | attention | sigma | GFLOPs | weights, MiB | *paper: EMA top-1* |", "|---|---|" + "---:|" * 6]
+    lines = ["| | command | parameters | attention | sigma | GFLOPs | weights, MiB | *paper: top-1* |", "|---|---|" + "---:|" * 6]
     for label, figures in PAPER_VISION.items():
         kind, size = label.split("-")
         shape = models.SIZES[SIZES[size]]
@@ -87,9 +88,13 @@ def bench_table() -> str:
 
 def core_table() -> str:
     """The demo's models on the paper's six tasks, centred, beside published figures."""
-    records = {label: read_lines(CORE_RESULTS / f"d4-{name}-400_step000400.jsonl") for name, (label, _) in VARIANTS.items()}
+    paths = {label: CORE_RESULTS / f"{run_tag(name)}_step{STEPS:06d}.jsonl" for name, (label, _) in VARIANTS.items()}
+    records = {label: read_lines(path) for label, path in paths.items() if path.exists()}
     scores = {label: {record["config"]["task"]: record["metrics"] for record in found} for label, found in records.items()}
-    lines = [f"| centred | examples | {' | '.join(scores)} | *GPT-2 124M* | *paper: base* | *paper: GKA* |", "|---|" + "---:|" * (len(scores) + 4)]
+    lines = [
+        f"| centred | examples | {' | '.join(scores)} | *GPT-2 124M* | *paper: base* | *paper: GKA, n = 200* |",
+        "|---|" + "---:|" * (len(scores) + 4),
+    ]
     for task in PAPER_TASKS:
         ours = [each[task] for each in scores.values()]
         published = (centered(GPT2_ACCURACY[task][0], ours[0]["baseline"]), *PAPER_CENTERED[task])
@@ -112,6 +117,8 @@ def decode_table() -> str:
             one, eight = (
                 {line["config"]["candidate"]: line["metrics"] for line in compared[case, phase].lines} for phase in ("decode-1", "decode-8")
             )
+            if not DECODERS.keys() <= eight.keys():
+                continue  # of other kinds than these
             for kind, label in DECODERS.items():
                 speeds = [f"{metrics[kind]['items_per_second']:,.0f}" for metrics in (one, eight)]
                 lines.append(f"| {case}, {label} | {eight[kind]['cache_mib']:.1f} MiB | {' | '.join(speeds)} |")
@@ -125,7 +132,8 @@ def scorer_table() -> str:
              "|---|---:|---:|---:|---:|---:|---:|"]  # fmt: skip
     for path in sorted(bench_results.RESULTS.glob("bench_core_*.jsonl")):
         newest = {(record["config"]["model"], record["config"]["vocab_size"], record["config"]["task"]): record for record in read_lines(path)}
-        for model, vocabulary in dict.fromkeys((model, vocabulary) for model, vocabulary, _ in newest):
+        models = {run_tag(name) for name in VARIANTS}
+        for model, vocabulary in dict.fromkeys((model, vocabulary) for model, vocabulary, _ in newest if model in models):
             found = [record["metrics"] for (name, size, _), record in newest.items() if (name, size) == (model, vocabulary)]
             examples = sum(metrics["examples"] for metrics in found)
             seconds = {how: sum(metrics["seconds"][how] for metrics in found) for how in found[0]["seconds"]}
