@@ -42,10 +42,18 @@ def cls_map(weights: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
     return weights[:, :, 0, -grid[0] * grid[1] :].unflatten(-1, grid)
 
 
+def to_pixels(maps: torch.Tensor, size: int) -> torch.Tensor:
+    """Maps (B, H, *grid) at (B, H, size, size): bicubic, and clamped at 0, below which bicubic overshoots.
+
+    The paper's supplement says bilinear in one section and bicubic in another.
+    """
+    return nn.functional.interpolate(maps, size=(size, size), mode="bicubic", align_corners=False).clamp(min=0)
+
+
 def draw_cls_attention(rows: dict[str, nn.Module], images: torch.Tensor, path: Path, layer: int = -1, titles: Sequence[str] = ()) -> Path:
     """A picture: the images on top, then a row for every model with its heads' mean CLS attention of `layer` laid over them.
 
-    images: normalised, (B, 3, S, S). Maps are bicubic to the image's size, colour map inferno, alpha 0.6, as in the paper's supplement.
+    images: normalised, (B, 3, S, S). Colour map inferno, alpha 0.6, as in the paper's supplement.
     """
     import matplotlib
 
@@ -61,7 +69,7 @@ def draw_cls_attention(rows: dict[str, nn.Module], images: torch.Tensor, path: P
             axes[0][column].set_title(titles[column], fontsize=9)
     for row, (label, model) in enumerate(rows.items(), start=1):
         seen = cls_map(attention_maps(model, images)[layer], model.patch_embed.grid_size).mean(1, keepdim=True)
-        seen = nn.functional.interpolate(seen, size=(size, size), mode="bicubic", align_corners=False)
+        seen = to_pixels(seen, size)
         for column, pixel in enumerate(pixels):
             axes[row][column].imshow(pixel)
             axes[row][column].imshow(seen[column, 0], cmap="inferno", alpha=0.6)

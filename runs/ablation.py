@@ -12,7 +12,8 @@ from rich.table import Table
 from gka.runtime.cli import UserError, run
 from gka.runtime.progress import console, read_events
 
-PAPER = json.loads((Path(__file__).parent / "paper.json").read_text())["ablation"]
+_PRINTED = json.loads((Path(__file__).parent / "paper.json").read_text())
+PAPER, DEIT_NOTE = _PRINTED["ablation"], _PRINTED["vision_notes"][-1]
 MODELS = {
     "softmax": ("Q K V O", "deit_tiny_patch16_224"),
     "VLT": ("Q K O", "deit_tiny_vlt_patch16_224"),
@@ -38,7 +39,7 @@ def finished(folder: Path) -> dict:
 
 def main(config: AblationConfig) -> None:
     rows = {label: finished(config.runs / model) for label, (_, model) in MODELS.items()}
-    table = Table(title="\nAblation of projections at size Ti; in brackets the paper, on ImageNet after 300 epochs")
+    table = Table(title="\nAblation of projections at size Ti; in brackets the paper, on ImageNet after 300 epochs", caption=DEIT_NOTE)
     for heading in ("", "projections", "params (M)", "GFLOPs", "top-1", "EMA top-1"):
         table.add_column(heading, justify="left" if heading in ("", "projections") else "right", no_wrap=True)
     for label, row in rows.items():

@@ -2,11 +2,13 @@
 
     python -m runs.bench_gpt                          depth 20 on CUDA, depth 4 on a CPU
     python -m runs.bench_gpt --window-pattern L       no sliding windows, for which torch has no fast softmax kernel
+    python -m runs.bench_gpt --phases decode-1 decode-8   decoding alone
 
 The real model and the real optimiser (Muon + AdamW). On CUDA the trainer's own setting: 16 rows of 2,048 tokens, vocabulary 32,768, bfloat16, model and
 optimiser compiled. On a CPU: 4 rows of 512 tokens, vocabulary 4,096, float32, uncompiled. Prefill is one forward pass without gradient over a single
-row. Decoding is one more token for each of 1 or 8 rows, uncompiled, after a row's length of tokens in the cache: "gka" derives its keys from the cached
-values, "gka-keys" keeps both, "gka-rotated" (`--gka-values rotated`) has values that are keys. `python -m runs.bench_report` prints the tables.
+row. Decoding is one more token for each of 1 or 8 rows, uncompiled, after a row's length of tokens in the cache. "gka" is the paper's form, whose cached
+features are keys and values. "gka-normalised" is ours (`--gka-values normalised`): it derives its keys from the cached values; "gka-keys", the same
+model, keeps both. `python -m runs.bench_report` prints the tables.
 """
 
 import copy
@@ -23,7 +25,7 @@ from gka.runtime.progress import progress_bar
 from nanochat_gka.accounting import flops_per_token, parameter_counts
 from nanochat_gka.blocks import fill_uniform
 from nanochat_gka.cache import KVCache
-from nanochat_gka.config import GPTConfig
+from nanochat_gka.config import GKA_VALUES, GPTConfig
 from nanochat_gka.gpt import IGNORE_INDEX, build
 from nanochat_gka.hardware import peak_flops
 from nanochat_gka.optim import MuonAdamW, OptimConfig, parameter_groups
@@ -34,6 +36,7 @@ from runs.bench_results import Recorder
 WHAT = "gpt"
 TRAINING, PREFILL = "training", "prefill"
 DECODE = {"decode-1": 1, "decode-8": 8}  # rows
+DECODE_ONLY = ("gka-normalised", "gka-keys")
 SEED, WINDOWS = 0, "SSSL"
 GATE_TOKENS = 512  # float64 attention builds T x T matrices
 # No CUDA graph: the optimiser sends its rates to the device at every step, and a step is long enough to hide the launches.
@@ -44,8 +47,8 @@ PLANS = {"cuda": Plan(rounds=30, seconds=60), "cpu": Plan(rounds=20, warmup=2, s
 class GPTBenchConfig(CaseConfig):
     """Time training, prefill and decoding of nanochat with softmax attention and with GKA; appends to RESULTS/bench_gpt_<hardware>.jsonl."""
 
-    kinds: list[Literal["softmax", "softmax-cudnn", "gka", "gka-keys", "gka-rotated", "vlt"]] = field(default_factory=list)
-    """empty = softmax, softmax-cudnn (CUDA only), gka; gka-keys and gka-rotated for decoding"""
+    kinds: list[Literal["softmax", "softmax-cudnn", "gka", "gka-normalised", "gka-keys", "vlt"]] = field(default_factory=list)
+    """empty = softmax, softmax-cudnn (CUDA only), gka; gka-normalised and gka-keys (values before rotation, ours) for decoding"""
     phases: list[Literal["training", "prefill", "decode-1", "decode-8"]] = field(default_factory=lambda: [TRAINING, PREFILL, *DECODE])
     """what to time"""
     depth: int = 0
@@ -81,7 +84,7 @@ class GPTBenchConfig(CaseConfig):
         depth, batch_size, sequence_len, vocab_size = (20, 16, 2048, 32768) if cuda else (4, 4, 512, 4096)
         return replace(
             self,
-            kinds=self.kinds or ["softmax", *(["softmax-cudnn"] if cuda else []), "gka", "gka-keys", "gka-rotated"],
+            kinds=self.kinds or ["softmax", *(["softmax-cudnn"] if cuda else []), "gka", *DECODE_ONLY],
             depth=self.depth or depth,
             batch_size=self.batch_size or batch_size,
             sequence_len=self.sequence_len or sequence_len,
@@ -92,7 +95,7 @@ class GPTBenchConfig(CaseConfig):
     def model_config(self, kind: str) -> GPTConfig:
         """The model's shape. Raises UserError."""
         attention = kind.split("-")[0]
-        gka = {"head_offsets": self.head_offsets, "gka_values": "rotated" if kind == "gka-rotated" else "normalised"} if attention == "gka" else {}
+        gka = {"head_offsets": self.head_offsets, "gka_values": "normalised" if kind in DECODE_ONLY else GKA_VALUES[0]} if attention == "gka" else {}
         try:
             return GPTConfig.from_depth(self.depth, sequence_len=self.sequence_len, vocab_size=self.vocab_size, window_pattern=self.window_pattern,
                                         attention=attention, **gka)  # fmt: skip
@@ -195,7 +198,7 @@ def measure(phase: str, candidates: dict[str, Candidate], device: torch.device, 
 
 def takes_part(kind: str, phase: str) -> bool:
     """Kinds that differ in one phase alone are timed in no other: how a cache is read, and which kernel computes long attention."""
-    return phase in DECODE if kind in ("gka-keys", "gka-rotated") else phase not in DECODE if kind == "softmax-cudnn" else True
+    return phase in DECODE if kind in DECODE_ONLY else phase not in DECODE if kind == "softmax-cudnn" else True
 
 
 def main(config: GPTBenchConfig) -> None:
@@ -205,7 +208,7 @@ def main(config: GPTBenchConfig) -> None:
     name, config = config.case(device.type), config.fill(device.type)
     config.select([name])
     recorder, plan = Recorder(config, WHAT, device), PLANS[device.type].adjust(config)
-    roles = {"softmax": "baseline", "softmax-cudnn": "baseline", "gka": "ours", "gka-keys": "variant", "gka-rotated": "variant", "vlt": "other"}
+    roles = {"softmax": "baseline", "softmax-cudnn": "baseline", "gka": "ours", "vlt": "other", **dict.fromkeys(DECODE_ONLY, "variant")}
     settings = {"depth": config.depth, "sequence_len": config.sequence_len, "vocab_size": config.vocab_size, "window_pattern": config.window_pattern,
                 "head_offsets": config.head_offsets, "compile": config.compile, "dtype": "bfloat16" if device.type == "cuda" else "float32"}  # fmt: skip
     for kind in config.kinds:
@@ -236,12 +239,13 @@ def rates(candidates: dict[str, Candidate], phase: str, tokens: int, kind: str, 
         return {}
     cache = candidates[kind].cache
     held = {"cache_mib": cache.nbytes / 2**20} if phase in DECODE and cache else {}
+    form = {"gka_values": candidates[kind].model.config.gka_values} if kind.startswith("gka") else {}
     model, device = candidates[kind].model, candidates[kind].device
     flops = flops_per_token(model) / (1 if phase == TRAINING else 3)
     speed = tokens / measurement.median_ms * 1e3 if measurement.median_ms else None
     peak = peak_flops(device)
     return {"items_per_second": speed, "flops_per_token": flops, "parameters": parameter_counts(model)["total"],
-            "mfu": speed * flops / peak if speed and peak else None, **held}  # fmt: skip
+            "mfu": speed * flops / peak if speed and peak else None, **held, **form}  # fmt: skip
 
 
 if __name__ == "__main__":

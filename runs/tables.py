@@ -17,21 +17,22 @@ from nanochat_gka.core.bundle import CORE_SIZES, PAPER_TASKS
 from nanochat_gka.core.published import GPT2_ACCURACY, PAPER_EXAMPLES
 from nanochat_gka.core.report import Score, aggregate, error_of_mean, paper_score, score_of
 from runs import bench_results, demo_vision, operator_error
-from runs.demo import VARIANTS
+from runs.demo import STEPS, VARIANTS, run_tag
 from runs.demo_report import COLUMNS, PAPER, PAPER_VISION
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO_RESULTS = ROOT / "runs" / "results" / "demo.jsonl"
 VISION_RESULTS = ROOT / "runs" / "results" / "demo_vision.jsonl"
 CORE_RESULTS = ROOT / "runs" / "results" / "core"
-DECODERS = {"softmax": "softmax", "gka": "GKA", "gka-keys": "GKA, keys kept", "gka-rotated": "GKA, values rotated"}
+DECODERS = {"softmax": "softmax", "gka": "GKA", "gka-normalised": "GKA, values normalised (ours)", "gka-keys": "the same, keys kept"}
 SIZES = {"Ti": "tiny", "S": "small", "B": "base"}
 KINDS = {"DeiT": "softmax", "VLT": "vlt", "GKA": "gka"}
 
 
 def demo_table() -> str:
-    """The last demo's three models, measured; then the paper's two, as printed."""
-    records = {record["label"]: record for record in read_lines(DEMO_RESULTS)}
+    """The last demo's models, measured (of an older demo those that are the same today); then the paper's two, as printed."""
+    found = {record["config"]["model_tag"]: record for record in read_lines(DEMO_RESULTS)}
+    records = {label: found[run_tag(name)] for name, (label, _) in VARIANTS.items() if run_tag(name) in found}
     lines = [f"| | {' | '.join(heading for heading, _ in COLUMNS.values())} |", "|---|" + "---:|" * len(COLUMNS)]
     for label, record in records.items():
         lines.append(f"| **{label}** | {' | '.join(form.format(record['metrics'][key]) for key, (_, form) in COLUMNS.items())} |")
@@ -57,7 +58,7 @@ def vision_table() -> str:
 
 def sizes_table() -> str:
     """Parameters and FLOPs of the paper's vision models, counted here, beside the paper's accuracies."""
-    lines = ["| | command | parameters | attention | sigma | GFLOPs | weights, MiB | *paper: EMA top-1* |", "|---|---|" + "---:|" * 6]
+    lines = ["| | command | parameters | attention | sigma | GFLOPs | weights, MiB | *paper: top-1* |", "|---|---|" + "---:|" * 6]
     for label, figures in PAPER_VISION.items():
         kind, size = label.split("-")
         shape = models.SIZES[SIZES[size]]
@@ -88,7 +89,8 @@ def bench_table() -> str:
 
 def core_table() -> str:
     """The demo's models on the paper's six tasks, centred, beside published figures, all with their standard errors."""
-    found = {label: read_results(CORE_RESULTS / f"d4-{name}-400_step000400.jsonl") for name, (label, _) in VARIANTS.items()}
+    paths = {label: CORE_RESULTS / f"{run_tag(name)}_step{STEPS:06d}.jsonl" for name, (label, _) in VARIANTS.items()}
+    found = {label: read_results(path) for label, path in paths.items() if path.exists()}
     records = {label: {line["config"]["task"]: line for line in lines if line.get("kind") == "core"} for label, lines in found.items()}
     headings = [*records, "*GPT-2 124M*", "*paper: base*", f"*paper: GKA, n = {PAPER_EXAMPLES[1]}*"]
     lines = [f"| centred, ± standard error | examples | {' | '.join(headings)} |", "|---|" + "---:|" * (len(headings) + 1)]
@@ -124,6 +126,8 @@ def decode_table() -> str:
             one, eight = (
                 {line["config"]["candidate"]: line["metrics"] for line in compared[case, phase].lines} for phase in ("decode-1", "decode-8")
             )
+            if not DECODERS.keys() <= eight.keys():
+                continue  # of other kinds than these
             for kind, label in DECODERS.items():
                 speeds = [f"{metrics[kind]['items_per_second']:,.0f}" for metrics in (one, eight)]
                 lines.append(f"| {case}, {label} | {eight[kind]['cache_mib']:.1f} MiB | {' | '.join(speeds)} |")
@@ -137,7 +141,8 @@ def scorer_table() -> str:
              "|---|---:|---:|---:|---:|---:|---:|"]  # fmt: skip
     for path in sorted(bench_results.RESULTS.glob("bench_core_*.jsonl")):
         newest = {(record["config"]["model"], record["config"]["vocab_size"], record["config"]["task"]): record for record in read_lines(path)}
-        for model, vocabulary in dict.fromkeys((model, vocabulary) for model, vocabulary, _ in newest):
+        models = {run_tag(name) for name in VARIANTS}
+        for model, vocabulary in dict.fromkeys((model, vocabulary) for model, vocabulary, _ in newest if model in models):
             found = [record["metrics"] for (name, size, _), record in newest.items() if (name, size) == (model, vocabulary)]
             examples = sum(metrics["examples"] for metrics in found)
             seconds = {how: sum(metrics["seconds"][how] for metrics in found) for how in found[0]["seconds"]}

@@ -791,6 +791,15 @@ def test_attention_maps_are_the_weights_the_model_used(name):
     assert seen.shape == (2, 2, 4, 4) and seen[1, 0, 2, 3] == maps[-1][1, 0, 0, 1 + 2 * 4 + 3]
 
 
+def test_maps_in_pixels_are_never_negative():
+    """One patch that has it all: bicubic swings below 0 around it."""
+    maps = torch.zeros(1, 1, 4, 4)
+    maps[..., 1, 2] = 1
+    assert torch.nn.functional.interpolate(maps, size=(32, 32), mode="bicubic", align_corners=False).min() < -0.05
+    pixels = figures.to_pixels(maps, 32)
+    assert pixels.shape == (1, 1, 32, 32) and pixels.min() == 0 and pixels.argmax() // 32 in range(8, 16)
+
+
 def test_hooks_go_when_the_model_fails():
     model = micro(3)
     with pytest.raises(AssertionError):

@@ -113,7 +113,7 @@ def test_gka_has_no_projections_and_no_value_embeddings_unless_asked():
     assert {"value_embeds.1.weight", "value_embeds.3.weight", "transformer.h.1.attn.ve_gate.weight"} <= names
 
 
-# The last seven fields as a checkpoint of 2026-11-21 has them in its model_config (commit ef08e29 to a14f06e).
+# The last six fields as a checkpoint of 2026-11-21 has them in its model_config (commit ef08e29 to a14f06e).
 OLD_FIELDS = {
     "window_pattern": "SL",
     "attention": "gka",

@@ -254,7 +254,7 @@ def test_any_number_of_ranks_takes_the_same_step(packed, tmp_path, others):
 
 
 def test_seven_ranks_train_two_steps(packed, tmp_path):
-    """The paper's machine, on gloo: 8 rows over 7 ranks."""
+    """As many ranks as the paper's vision runs have GPUs, on gloo: 8 rows over 7 ranks."""
     done = tiny.call(MODULE, *flags(packed, tmp_path, "--num-iterations", 2), ranks=7)
     assert "finished" in done.stdout
 

@@ -274,5 +274,5 @@ def test_our_patches_only_insert_and_follow_each_other():
         assert upstream.patches == sorted((PATCHES / name).glob("*.patch"))
         inserted = {change.path: change.inserted for change in upstream.changes()}
         new = {change.path for change in upstream.changes() if change.before == series.NO_FILE}
-        assert sum(count for path, count in inserted.items() if path not in new) <= 16
+        assert sum(count for path, count in inserted.items() if path not in new) <= 23
         assert len(new) == 1

@@ -87,12 +87,16 @@ def computed(at, attention, out):
     return load_file(out)
 
 
-@pytest.mark.parametrize("attention", ["softmax", "gka"])
-def test_nanochat_computes_what_ours_does(tree, tmp_path, attention):
+@pytest.mark.parametrize(
+    "name,form",
+    [("softmax", {}), ("gka", {"attention": "gka"}), ("gka-normalised", {"attention": "gka", "gka_values": "normalised"})],
+    ids=["softmax", "gka", "gka-normalised"],
+)
+def test_nanochat_computes_what_ours_does(tree, tmp_path, name, form):
     """Initialisation bit by bit, logits and one step of the optimiser to rounding."""
-    want = computed(tree("nanochat"), attention, tmp_path / "out")
+    want = computed(tree("nanochat"), name, tmp_path / "out")
     torch.manual_seed(1)
-    config = GPTConfig(sequence_len=32, vocab_size=100, n_layer=4, n_head=2, n_kv_head=2, n_embd=64, window_pattern="SSL", attention=attention)
+    config = GPTConfig(sequence_len=32, vocab_size=100, n_layer=4, n_head=2, n_kv_head=2, n_embd=64, window_pattern="SSL", **form)
     model = build(config, "cpu")
 
     def theirs(prefix):
@@ -163,12 +167,41 @@ def test_nanochat_trains_generates_saves_and_resumes_gka(tree, base):
     assert [step for step, _ in losses(again)] == ["00003", "00004", "00005"]
     # The checkpoint says what it is; ours reads it.
     folder = base / "base_checkpoints" / "gka"
-    assert json.loads((folder / "meta_000006.json").read_text())["model_config"]["attention"] == "gka"
+    meta = json.loads((folder / "meta_000006.json").read_text())
+    assert (meta["model_config"]["attention"], meta["model_config"]["gka_values"]) == ("gka", "rotated")
     model = load_upstream(folder)
-    assert model.config.attention == "gka" and all(sigma.isfinite().all() for sigma in model.bandwidths().values())
+    assert (model.config.attention, model.config.gka_values) == ("gka", "rotated") and all(
+        sigma.isfinite().all() for sigma in model.bandwidths().values()
+    )
     shown = run(at, "-m", "scripts.base_eval", "--eval", "sample,bpb", "--model-tag", "gka", "--split-tokens", 256, "--device-batch-size", 2,
                 "--device-type", "cpu", NANOCHAT_BASE_DIR=str(base))  # fmt: skip
     assert re.search(r"val bpb: ([\d.]+)", shown)
+
+
+def test_a_checkpoint_of_earlier_patches_keeps_its_form(tree, base):
+    """They mixed normalised values, and their checkpoints do not say so: it is evaluated as that, and resumed as nothing else."""
+    at, forms = tree("nanochat"), ("--attention", "gka", "--gka-values", "normalised")
+    pretrain(at, base, "earlier", *forms)
+    folder, bpb = base / "base_checkpoints" / "earlier", {}
+
+    def evaluate():
+        flags = ["--eval", "bpb", "--model-tag", "earlier", "--split-tokens", 256, "--device-batch-size", 2, "--device-type", "cpu"]
+        return re.search(r"val bpb: ([\d.]+)", run(at, "-m", "scripts.base_eval", *flags, NANOCHAT_BASE_DIR=str(base)))[1]
+
+    for step in ("000003", "000006"):
+        meta = json.loads((folder / f"meta_{step}.json").read_text())
+        for form in ("rotated", "normalised", None):
+            meta["model_config"]["gka_values"] = form
+            if form is None:
+                del meta["model_config"]["gka_values"]
+            (folder / f"meta_{step}.json").write_text(json.dumps(meta))
+            if step == "000006":
+                bpb[form] = evaluate()
+    assert bpb["normalised"] == bpb[None] != bpb["rotated"]
+    assert load_upstream(folder).config.gka_values == "normalised"
+    with pytest.raises(AssertionError, match="the checkpoint has --gka-values normalised"):
+        pretrain(at, base, "earlier", "--attention", "gka", "--resume-from-step", 3)
+    assert losses(pretrain(at, base, "earlier", *forms, "--resume-from-step", 3))
 
 
 def test_nanochats_engine_generates_what_the_model_does(tree, base, tmp_path):

@@ -1,15 +1,18 @@
-"""What the demo and the tables stand on: commands side by side, the ablation's table."""
+"""What the demo and the tables stand on: which models, commands side by side, tables of today's models alone, the ablation's table."""
 
 import json
 
 import pytest
 import tiny
 import torch
+import tyro
 
 from gka.runtime.cli import UserError
 from gka.runtime.results import append_result
-from runs import ablation, demo, demo_report, outlook, tables
+from nanochat_gka.config import ModelFlags
+from runs import ablation, bench_gpt, demo, demo_report, outlook, tables
 from runs.commands import Job, run_side_by_side
+from runs.demo import VARIANTS, run_tag
 from runs.outlook import Outlook
 
 
@@ -115,3 +118,37 @@ def test_the_ablation_table_puts_runs_beside_the_paper(tmp_path, capfd):
     lines = [line for line in capfd.readouterr().out.splitlines() if any(label in line for label in ("softmax", "VLT", "GKA"))]
     assert [("70.50" in lines[0], "71.50 (72.2)" in lines[0]), ("72.25 (73.5)" in lines[1], "5.00 (5.28)" in lines[1])] == [(True, True)] * 2
     assert "70.75 (71.54)" in lines[2] and "2.00 (1.98)" in lines[2]
+
+
+def test_the_demo_trains_the_papers_form_and_names_what_is_ours():
+    """Folders of demos before rotated values were the default hold d4-gka-400, another form, which must not be taken for the paper's."""
+    forms = {name: tyro.cli(ModelFlags, args=flags) for name, (_, flags) in VARIANTS.items()}
+    assert (forms["gka-paper"].gka_values, forms["gka-paper"].head_offsets) == ("rotated", "")
+    assert (forms["gka-offsets"].gka_values, forms["gka-offsets"].head_offsets) == ("normalised", "PS")
+    assert [label for label, _ in VARIANTS.values()] == ["softmax", "GKA", "GKA + offsets (ours)"]
+    assert run_tag("gka-paper") == "d4-gka-paper-400" and "gka" not in VARIANTS
+
+
+def test_tables_leave_out_what_was_measured_of_other_models(tmp_path, monkeypatch):
+    """Results of before the paper's form was the default: its name was another form's in the demo, and another kind's in the benchmark."""
+    record = {"date": "2026-11-21 17:04", "commit": "a14f06e", "hardware": "a CPU, 2 threads", "torch": "2.14"}
+    metrics = dict.fromkeys(tables.COLUMNS, 1)
+    runs = {"d4-softmax-400": 7001, "d4-gka-400": 7002, "d4-gka-paper-400": 7003}
+    lines = [{**record, "config": {"model_tag": tag}, "metrics": {**metrics, "parameters": count}, "label": "GKA"} for tag, count in runs.items()]
+    (tmp_path / "demo.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.setattr(tables, "DEMO_RESULTS", tmp_path / "demo.jsonl")
+    shown = tables.demo_table()
+    assert "| **softmax** | 7,001 |" in shown and "| **GKA** | 7,003 |" in shown and "7,002" not in shown
+
+    def compared(kinds, speed):
+        for phase in bench_gpt.DECODE:
+            for kind in kinds:
+                config = {"case": "d4", "phase": phase, "candidate": kind, "role": "ours", "group": f"{phase}-{speed}", "quick": False}
+                yield {**record, "config": config, "metrics": {"items_per_second": speed, "cache_mib": 16.0}}
+
+    monkeypatch.setattr(tables.bench_results, "RESULTS", tmp_path)
+    path, older = tmp_path / "bench_gpt_a-cpu-2-threads.jsonl", list(compared(["softmax", "gka", "gka-keys", "gka-rotated"], 111))
+    path.write_text("".join(json.dumps(line) + "\n" for line in older))
+    assert "111" not in tables.decode_table()
+    path.write_text("".join(json.dumps(line) + "\n" for line in [*older, *compared(tables.DECODERS, 222)]))
+    assert tables.decode_table().count("| 222 | 222 |") == 4 and set(tables.DECODERS) == {"softmax", "gka", *bench_gpt.DECODE_ONLY}

@@ -1,6 +1,6 @@
 """Run inside a checkout of upstream nanochat: what its models compute, as a file of tensors for the tests to compare.
 
-python upstream_nanochat.py OUT.safetensors softmax|gka
+python upstream_nanochat.py OUT.safetensors softmax|gka|gka-normalised
 """
 
 import os
@@ -25,7 +25,8 @@ def ids() -> torch.Tensor:
 
 def main(out: str, attention: str) -> None:
     with torch.device("meta"):
-        model = GPT(GPTConfig(**SHAPE, **({} if attention == "softmax" else {"attention": attention})))
+        form = {"softmax": {}, "gka": {"attention": "gka"}, "gka-normalised": {"attention": "gka", "gka_values": "normalised"}}[attention]
+        model = GPT(GPTConfig(**SHAPE, **form))
     model.to_empty(device="cpu")
     torch.manual_seed(1)
     model.init_weights()
