@@ -8,15 +8,13 @@ units that are missing. The manifest is written last; the folder then holds ever
 """
 
 import os
-import signal
-import threading
 import time
 from bisect import bisect_right, insort
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
-from multiprocessing import active_children, get_context
+from multiprocessing import active_children
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +22,7 @@ import numpy as np
 from gka.runtime.cli import UserError, run
 from gka.runtime.files import atomic, locked, read_json, remove_stale_temporaries, sha256, write_json
 from gka.runtime.progress import progress_bar
+from gka.runtime.workers import begin, context
 from nanochat_gka.corpus import SPLITS, ParquetCorpus, open_parquet, read_documents
 from nanochat_gka.tokenizer import Tokenizer
 
@@ -127,15 +126,9 @@ def pack_unit(unit: Unit, corpus: Path, tokenizer: Tokenizer, sequence_len: int,
 _worker: dict = {}
 
 
-def _start_worker(tokenizer_folder: Path, parent: int) -> None:
-    """Load the tokenizer once per process, and die with the parent: a kill -9 must not leave writers behind."""
-
-    def watch():
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
+def _start_worker(tokenizer_folder: Path) -> None:
+    """Load the tokenizer once per process."""
+    begin()
     _worker["tokenizer"] = Tokenizer.load(tokenizer_folder)
 
 
@@ -200,15 +193,13 @@ def _pack_all(config: PackConfig, units: list[Unit]) -> tuple[list[dict], float]
     workers = max(1, min(config.workers or os.cpu_count() or 1, len(todo)))
     started = time.perf_counter()
     with (
-        ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (config.out, os.getpid())) as pool,
+        ProcessPoolExecutor(workers, context("nanochat_gka"), _start_worker, (config.out,)) as pool,
         progress_bar() as bar,
     ):
         task = bar.add_task("packing", total=len(units), completed=len(done), status="")
         total = 0
         try:
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # workers inherit this: a Ctrl-C is for their parent, which ends them
             futures = [pool.submit(_work, unit, config.corpus, config.sequence_len, config.out) for unit in todo]
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             for future in as_completed(futures):
                 record = future.result()
                 done[record["name"]] = {**record, "new": True}

@@ -27,6 +27,7 @@ from triton.compiler import ASTSource
 from gka.attention.bandwidth import LOG_SIGMA_BOUND
 from gka.attention.impl import triton_backward, triton_configs, triton_forward, triton_head
 from gka.attention.impl.triton_tiles import NORM_COMPUTED, NORM_CONSTANT, NORM_LOADED
+from gka.runtime.workers import begin, context
 
 GOLDEN = Path(__file__).resolve().parents[1] / "tests" / "golden" / "kernel_resources.txt"
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -186,7 +187,7 @@ def compile_one(build: Build) -> Resources:
 
 def compile_all(builds: list[Build], processes: int):
     """(build, resources) in order."""
-    with concurrent.futures.ProcessPoolExecutor(processes) as pool:
+    with concurrent.futures.ProcessPoolExecutor(processes, context("triton"), begin) as pool:
         yield from zip(builds, pool.map(compile_one, builds), strict=True)
 
 
