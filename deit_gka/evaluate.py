@@ -18,7 +18,7 @@ from torch import nn
 from deit_gka.accounting import cost_of
 from deit_gka.bounds import LOADING, Rules, at_least, check_bounds
 from deit_gka.engine import evaluate
-from deit_gka.loader import default_workers, eval_transform, evaluation_batches
+from deit_gka.loader import default_workers, eval_transform, evaluation_batches, worker_context
 from deit_gka.model_io import WEIGHTS, build, find_checkpoint, load_file, load_run, open_data, parse_kwargs, trained_on
 from deit_gka.sources import FORMS
 from gka.runtime.cli import UserError, run
@@ -130,9 +130,11 @@ def data_of(run: Path) -> str:
 def measure(config: EvaluateConfig, runtime: Runtime) -> dict[str, dict]:
     """Accuracy of every candidate, by name."""
     config.data = config.data or runtime.agree(lambda: data_of(config.run))
+    num_workers = default_workers() if config.num_workers < 0 else config.num_workers
+    if num_workers:
+        worker_context(config.data)
     source = runtime.agree(lambda: open_data(config.data, config.split, config.run))
     models = runtime.agree(lambda: candidates(config, source.classes, runtime.device))
-    num_workers = default_workers() if config.num_workers < 0 else config.num_workers
     metrics = {}
     for settings in {json.dumps(settings): settings for _, settings in models.values()}.values():  # the raw weights and the average in one pass
         together = {name: model for name, (model, theirs) in models.items() if theirs == settings}

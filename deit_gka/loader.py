@@ -10,10 +10,10 @@ import hashlib
 import os
 import queue
 import random
-import signal
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from multiprocessing.connection import wait
 from typing import NamedTuple
 
 import numpy as np
@@ -25,12 +25,16 @@ from torch.utils.data import DataLoader
 from deit_gka.augment import three_augment
 from deit_gka.recipe import Recipe
 from deit_gka.sources import BrokenImage, Record, Source, Stream, decode
-from gka.runtime.cli import UserError
+from gka.runtime import workers
+from gka.runtime.cli import UserError, command_line
 from gka.runtime.distributed import Runtime
 
 MAX_WORKERS = 16
 UNIT = 64  # images a worker makes at once: at 224 pixels 39 MB of shared memory, of which a worker holds three
 READ_AHEAD = 256  # records of a stream
+# Seconds without a batch. A unit takes seconds, a network disk that stalls may come back after minutes; other processes would wait for an hour.
+PATIENCE = 600.0
+GLANCE = 5.0  # seconds after which to see whether the workers live
 
 
 def seed_of(*what) -> int:
@@ -198,13 +202,14 @@ class Images:
     """Makes batches from keys; lives in the workers. In training a broken image is replaced by a neighbour, in evaluation it is left out."""
 
     def __init__(self, source: Source | Stream, transform, training: bool):
-        self.source, self.transform, self.training = source, transform, training
+        self.name, self.transform, self.training = source.name, transform, training
+        self.source = source if isinstance(source, Source) else None  # a stream's keys bring the images
 
     def __getitems__(self, keys: list[Key]) -> Batch:
         started = time.perf_counter()
         made, broken = [], []
         for key in keys:
-            name = f"{self.source.name}, image {key.item}" if isinstance(key.item, int) else key.item[2]
+            name = f"{self.name}, image {key.item}" if isinstance(key.item, int) else key.item[2]
             try:
                 data, label, name = self.source.read(key.item) if isinstance(key.item, int) else key.item
                 image = decode(data)
@@ -259,11 +264,56 @@ def eval_transform(input_size: int | tuple[int, int], crop_pct: float, interpola
     return create_transform(input_size, is_training=False, interpolation=interpolation, crop_pct=crop_pct, **others)
 
 
-def batches(images: Images, keys: Iterable[list[Key]], num_workers: int, device: torch.device) -> DataLoader:
-    """Run `images` over `keys` in worker processes (0: in this one); batches come in order."""
-    # Forked, also where Python's default is another: each would import torch again.
-    workers = dict(num_workers=num_workers, prefetch_factor=2, worker_init_fn=_start_worker, multiprocessing_context="fork") if num_workers else {}
-    return DataLoader(images, batch_sampler=keys, collate_fn=_whole, pin_memory=device.type == "cuda", **workers)
+class Loaded(Iterator[Batch]):
+    """The batches of `loader`, in order. Its workers start here and end with `end`."""
+
+    def __init__(self, loader: DataLoader, patience: float):
+        self._loader, self._patience = iter(loader), patience
+        self._workers = getattr(self._loader, "_workers", [])
+        self._glances = round(patience / loader.timeout) if loader.timeout else 1
+
+    def __next__(self) -> Batch:
+        """Raises UserError if the workers are silent, or dead."""
+        for _ in range(self._glances):  # counted, not timed: a machine may have slept
+            try:
+                return next(self._loader)
+            except (RuntimeError, ConnectionError, EOFError) as error:
+                if not str(error).startswith("DataLoader timed out"):
+                    if not (self._workers and wait([worker.sentinel for worker in self._workers], GLANCE)):
+                        raise
+                    break  # one died, which shows as any of these errors, perhaps before the server reports it
+        # Not within `except`: the traceback would keep the workers' semaphores, which the end of the process would complain about.
+        raise UserError(f"{self._trouble()}; continue with: {command_line()}")
+
+    def _trouble(self) -> str:
+        codes = [worker.exitcode for worker in self._workers if worker.exitcode is not None]
+        for worker in self._workers:
+            worker.kill()  # one that waits for a disk hears nothing else
+        if not codes:
+            return f"no loading worker has sent images for {self._patience / 60:.3g} minutes; does the disk that they are on still answer?"
+        ended = f"signal {-codes[0]}" if codes[0] < 0 else f"exit code {codes[0]}"
+        return f"a loading worker ended with {ended} (out of memory, or of shared memory in /dev/shm?); it may help to lower --num-workers"
+
+    def end(self) -> None:
+        """Shut the workers down now, whoever still refers to them (a traceback may)."""
+        shutdown = getattr(self._loader, "_shutdown_workers", None)
+        self._loader, self._workers = iter(()), []
+        if shutdown is not None:
+            shutdown()
+
+
+def worker_context(data: str = ""):
+    """Where the workers come from that load `data`. Call it early: the first call starts importing what they need, in another process."""
+    return workers.context("deit_gka", *(["datasets"] if data.startswith("hf:") else []))
+
+
+def batches(images: Images, keys: Iterable[list[Key]], num_workers: int, device: torch.device, patience: float | None = None) -> Loaded:
+    """Run `images` over `keys` in worker processes (0: in this one); batches come in order. patience: seconds, PATIENCE by default."""
+    patience, how = PATIENCE if patience is None else patience, {}
+    if num_workers:
+        how = dict(num_workers=num_workers, prefetch_factor=2, worker_init_fn=_start_worker, multiprocessing_context=worker_context(),
+                   timeout=min(patience, GLANCE))  # fmt: skip
+    return Loaded(DataLoader(images, batch_sampler=keys, collate_fn=_whole, pin_memory=device.type == "cuda", **how), patience)
 
 
 def evaluation_batches(source: Source | Stream, transform, runtime: Runtime, batch_size: int, num_workers: int) -> Iterator[Batch]:
@@ -274,7 +324,7 @@ def evaluation_batches(source: Source | Stream, transform, runtime: Runtime, bat
         items = range(runtime.rank, len(source), runtime.world_size)
     count = -(-batch_size // UNIT)
     units = _groups_of(items, batch_size // count)
-    loaded = iter(batches(Images(source, transform, training=False), units, num_workers, runtime.device))
+    loaded = batches(Images(source, transform, training=False), units, num_workers, runtime.device)
     try:
         parts: list[Batch] = []
         for unit in loaded:
@@ -285,7 +335,7 @@ def evaluation_batches(source: Source | Stream, transform, runtime: Runtime, bat
         if parts:
             yield _join(parts)
     finally:
-        end_workers(loaded)
+        loaded.end()
 
 
 def _groups_of(items: Iterable, size: int) -> Iterator[list[Key]]:
@@ -308,13 +358,6 @@ def _whole(batch: Batch) -> Batch:
     return batch
 
 
-def end_workers(loaded: Iterator[Batch] | None) -> None:
-    """Shut a loader's workers down now, whoever still refers to it (a traceback may)."""
-    shutdown = getattr(loaded, "_shutdown_workers", None)
-    if shutdown is not None:
-        shutdown()
-
-
 def _start_worker(number: int) -> None:
     # Signals reach the whole process group, and the trainer still wants batches to finish its update and save; it ends its workers itself.
     signals: list[int] = []
@@ -324,5 +367,4 @@ def _start_worker(number: int) -> None:
         if len(signals) > 1:
             os._exit(1)
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, on_sigterm)
+    workers.begin(on_sigterm)

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from deit_gka.distillation import Objective, load_teacher, prepare_student
 from deit_gka.engine import Mixer, accumulate_gradients, bandwidths
-from deit_gka.loader import Batch, Images, Order, assemble, batches, default_workers, train_transform
+from deit_gka.loader import Batch, Images, Order, assemble, batches, default_workers, train_transform, worker_context
 from deit_gka.meter import UPDATES_NOT_TIMED, Meter
 from deit_gka.model_io import build, describe, open_data, parse_kwargs, trained_on
 from deit_gka.optim import load_state_tensors, make_average, make_optimizer, make_schedule, state_tensors
@@ -37,10 +37,12 @@ class Trainer:
     def __init__(self, config: TrainConfig, runtime: Runtime):
         self.config, self.runtime, self.folder = config, runtime, config.folder
         # Data
+        self.num_workers = default_workers() if config.num_workers < 0 else config.num_workers
+        if self.num_workers:
+            worker_context(config.data)
         self.train_set, self.val_set = (open_data(config.data, split, self.folder) for split in ("train", "val"))
         for warning in check_classes(self.train_set, self.val_set):
             runtime.print(f"warning: {warning}")
-        self.num_workers = default_workers() if config.num_workers < 0 else config.num_workers
         self.images = Images(self.train_set, train_transform(config), training=True)
         self.order = Order(self.train_set, config, runtime, config.device_batch_size)
         self.steps_per_epoch = self.order.steps_per_epoch
@@ -157,7 +159,7 @@ class Trainer:
             for parameter in self.model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
         keys = self.order.batches(self.state["step"], self.steps)
-        self.loaded = iter(batches(self.images, keys, self.num_workers, device))
+        self.loaded = batches(self.images, keys, self.num_workers, device)
 
     def next_batch(self, size: int) -> Batch:
         started = time.perf_counter()

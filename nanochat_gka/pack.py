@@ -12,8 +12,6 @@ the file's documents have all been read (`upstream_rows` in the manifest); nanoc
 """
 
 import os
-import signal
-import threading
 import time
 from bisect import bisect_right, insort
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,7 +19,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from itertools import islice
-from multiprocessing import active_children, get_context
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Annotated
 
@@ -30,6 +28,7 @@ import numpy as np
 from gka.runtime.cli import Bounds, UserError, check_bounds, run
 from gka.runtime.files import atomic, locked, read_json, remove_stale_temporaries, sha256, write_json
 from gka.runtime.progress import progress_bar
+from gka.runtime.workers import begin, context
 from nanochat_gka.corpus import SPLITS, ParquetCorpus, document_batches, open_parquet
 from nanochat_gka.tokenizer import Tokenizer
 
@@ -134,15 +133,9 @@ def pack_unit(unit: Unit, corpus: Path, tokenizer: Tokenizer, sequence_len: int,
 _worker: dict = {}
 
 
-def _start_worker(tokenizer_folder: Path, parent: int) -> None:
-    """Load the tokenizer once per process, and die with the parent: a kill -9 must not leave writers behind."""
-
-    def watch():
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
+def _start_worker(tokenizer_folder: Path) -> None:
+    """Load the tokenizer once per process."""
+    begin()
     _worker["tokenizer"] = Tokenizer.load(tokenizer_folder)
 
 
@@ -207,15 +200,13 @@ def _pack_all(config: PackConfig, units: list[Unit]) -> tuple[list[dict], float]
     workers = max(1, min(config.workers or os.cpu_count() or 1, len(todo)))
     started = time.perf_counter()
     with (
-        ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (config.out, os.getpid())) as pool,
+        ProcessPoolExecutor(workers, context("nanochat_gka"), _start_worker, (config.out,)) as pool,
         progress_bar() as bar,
     ):
         task = bar.add_task("packing", total=len(units), completed=len(done), status="")
         total = 0
         try:
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # workers inherit this: a Ctrl-C is for their parent, which ends them
             futures = [pool.submit(_work, unit, config.corpus, config.sequence_len, config.out) for unit in todo]
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             for future in as_completed(futures):
                 record = future.result()
                 done[record["name"]] = {**record, "new": True}

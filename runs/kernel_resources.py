@@ -12,7 +12,6 @@ asynchronous copies. Needs the triton package and no GPU.
 import argparse
 import collections
 import concurrent.futures
-import multiprocessing
 import os
 import re
 import subprocess
@@ -28,6 +27,7 @@ from triton.compiler import ASTSource
 from gka.attention.bandwidth import LOG_SIGMA_BOUND
 from gka.attention.impl import triton_backward, triton_configs, triton_forward, triton_head
 from gka.attention.impl.triton_tiles import NORM_COMPUTED, NORM_CONSTANT, NORM_LOADED
+from gka.runtime.workers import begin, context
 
 GOLDEN = Path(__file__).resolve().parents[1] / "tests" / "golden" / "kernel_resources.txt"
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -190,8 +190,7 @@ def compile_all(builds: list[Build], processes: int):
     if processes == 1:
         yield from ((build, compile_one(build)) for build in builds)
         return
-    context = multiprocessing.get_context("spawn")  # a fork would copy locks that other threads hold
-    with concurrent.futures.ProcessPoolExecutor(processes, context) as pool:
+    with concurrent.futures.ProcessPoolExecutor(processes, context("triton"), begin) as pool:
         yield from zip(builds, pool.map(compile_one, builds), strict=True)
 
 

@@ -11,6 +11,7 @@ from dataclasses import fields
 import numpy as np
 import pytest
 import tiny
+import tiny_vision
 import torch
 from PIL import Image
 from timm.data.distributed_sampler import RepeatAugSampler
@@ -67,6 +68,11 @@ class Numbers(Source):
 
 def small_recipe(**settings) -> Recipe:
     return Recipe(**{**dict(epochs=3, warmup_epochs=1, batch_size=40, group_size=8, input_size=SIZE), **settings})
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _workers():
+    tiny_vision.server()
 
 
 @pytest.fixture(scope="module")

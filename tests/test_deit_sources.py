@@ -2,7 +2,6 @@
 
 import io
 import json
-import multiprocessing
 import os
 import pickle
 import sys
@@ -16,6 +15,7 @@ import pytest
 from PIL import Image
 
 from deit_gka.sources import BrokenImage, Source, Stream, check_classes, decode, open_source
+from gka.runtime import workers
 from gka.runtime.cli import UserError
 
 datasets = pytest.importorskip("datasets")
@@ -235,11 +235,10 @@ def test_tars_in_split_folders_and_class_names(tars):
     assert "classes.txt" in error(tars) and "2 lines" in error(tars)
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_tars_are_read_in_other_processes(tars, method):
+def test_tars_are_read_in_other_processes(tars):
     source = open_source(str(tars), "train")
     assert contents(source) == TRAIN  # open here already
-    with multiprocessing.get_context(method).Pool(2 if method == "fork" else 1) as pool:
+    with workers.context().Pool(2, workers.begin) as pool:
         assert pool.map(source.read, range(5)) == [source.read(index) for index in range(5)]
     assert contents(source) == TRAIN
 

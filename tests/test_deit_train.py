@@ -204,7 +204,6 @@ def test_kill_9_at_random_moments_and_resume_is_bit_identical(uninterrupted, pic
     assert [path.name for path in (tmp_path / "run/best").iterdir()] == [path.name for path in (uninterrupted / "run/best").iterdir()]
 
 
-@pytest.mark.slow
 def test_kill_9_of_torchrun_with_two_ranks_and_resume_is_bit_identical(pictures, tmp_path):
     whole, killed, common = tmp_path / "whole", tmp_path / "killed", ["--epochs", 3, "--save-every", 2]
     train(pictures, whole, *common, ranks=2)
@@ -213,16 +212,17 @@ def test_kill_9_of_torchrun_with_two_ranks_and_resume_is_bit_identical(pictures,
         time.sleep(0.002)
     workers = tiny_vision.descendants(process.pid)
     tiny.kill_tree(process)
-    assert 9 <= steps_of(killed)[-1] < 18 and len(workers) >= 6  # 2 ranks with 2 loaders each
+    assert 9 <= steps_of(killed)[-1] < 18 and len(workers) >= 10  # 2 ranks, each with a tracker of resources, a server and 2 loaders
+    assert not still_there(workers)
     done = train(pictures, killed, *common, ranks=2)
     assert "resuming at update" in done.stdout and "2 x cpu" in done.stdout
     assert final(killed, 18) == final(whole, 18)
     assert evaluations(killed) == evaluations(whole) and evaluations(whole)[-1]["images"] == 27
 
 
-def gone(pids):
-    """The processes that still run, after a moment."""
-    end = time.monotonic() + 5
+def still_there(pids):
+    """The processes that still run; none, sooner or later."""
+    end = time.monotonic() + 120
     while True:
         left = []
         for pid in pids:
@@ -242,8 +242,8 @@ def test_sigterm_saves_leaves_no_process_and_says_how_to_continue(uninterrupted,
     for pid in loaders if ranks == 1 else []:  # as when a whole group is told
         os.kill(pid, signal.SIGTERM)
     os.kill(process.processes[-1].pid, signal.SIGTERM)  # one rank is enough
-    done = process.wait(30)
-    assert done.returncode == 0 and len(loaders) >= 2 * ranks and not gone(loaders)
+    done = process.wait()
+    assert done.returncode == 0 and len(loaders) >= 2 * ranks and not still_there(loaders)
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("stopped at update")]
     step = steps_of(tmp_path)[-1]
     assert line.startswith(f"stopped at update {step} of {STEPS}, saved; continue with: ") and step < STEPS

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 from PIL import Image
 
 from gka.runtime.progress import progress_bar
@@ -16,7 +17,7 @@ FOLDERS = {"train": ("train",), "val": ("val", "validation", "valid", "eval")}
 
 
 class Source(ABC):
-    """Labelled images by index; can be pickled and forked. `ignored` counts files without an image's extension."""
+    """Labelled images by index; can be pickled. `ignored` counts files without an image's extension."""
 
     ignored = 0
 
@@ -32,17 +33,18 @@ class Source(ABC):
 
 
 class Names(Sequence):
-    """Many strings in two buffers, which worker processes share; a list's would be copied as they are touched."""
+    """Many strings in two tensors: worker processes share those, where every worker would have a copy of a list or an array."""
 
     def __init__(self, names: Iterable[str]):
         encoded = [os.fsencode(name) for name in names]
-        self._text, self._ends = b"".join(encoded), np.cumsum([0, *map(len, encoded)])
+        self._text = torch.from_numpy(np.frombuffer(b"".join(encoded), np.uint8).copy())
+        self._ends = torch.from_numpy(np.cumsum([0, *map(len, encoded)], dtype=np.int64))
 
     def __len__(self) -> int:
         return len(self._ends) - 1
 
     def __getitem__(self, index: int) -> str:
-        return os.fsdecode(self._text[self._ends[index] : self._ends[index + 1]])
+        return os.fsdecode(self._text[self._ends[index] : self._ends[index + 1]].numpy().tobytes())
 
 
 def is_image(path: str) -> bool:

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import numpy as np
+import torch
 from PIL import Image
 
 from deit_gka.sources.base import EXTENSIONS, Names, Record, Source, is_image, listing, tracked
@@ -51,7 +52,8 @@ class Folder(Source):
             raise UserError(f"no images in {folder}; it needs <class>/*{{{','.join(sorted(EXTENSIONS))}}}, it has: {listing(folder)}")
         if 0 in counts:
             raise UserError(f"class folder {folder / self.classes[counts.index(0)]} has no images; add some, or remove it from train and val")
-        self._folder, self._paths, self._labels = str(folder), Names(paths), np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        self._folder, self._paths = str(folder), Names(paths)
+        self._labels = torch.from_numpy(np.repeat(np.arange(len(counts), dtype=np.int32), counts))
 
     def __len__(self) -> int:
         return len(self._labels)

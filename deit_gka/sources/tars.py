@@ -7,6 +7,7 @@ import tarfile
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from deit_gka.sources.base import FOLDERS, Names, Record, Source, is_image, reason_of, tracked
 from gka.runtime.cli import UserError
@@ -26,7 +27,7 @@ class Tars(Source):
             found = _index(self._shards[number])
             keys += [f"{shards[number].name}:{key}" for key, *_ in found]
             rows.append(np.array([(number, *row) for _, *row in found], np.int64).reshape(-1, 4))
-        self._names, self._rows = Names(keys), np.concatenate(rows)
+        self._names, self._rows = Names(keys), torch.from_numpy(np.concatenate(rows))
         if not keys:
             raise UserError(f"no images in the {len(shards)} {split} tar files of {root}; they need members KEY.jpg and KEY.cls")
         count = int(self._rows[:, 3].max()) + 1
@@ -52,7 +53,7 @@ class Tars(Source):
             if len(self._files) >= MAX_OPEN:
                 del self._files[next(iter(self._files))]
             file = self._files[shard] = open(self._shards[shard], "rb", buffering=0)  # noqa: SIM115 (kept for the next image)
-        data = os.pread(file.fileno(), size, offset)  # a forked process has the same file position, so no seek
+        data = os.pread(file.fileno(), size, offset)
         if len(data) != size:
             raise OSError(f"{self._shards[shard]} has become shorter")
         return data, label, self._names[index]

@@ -76,7 +76,6 @@ def locked(folder: Path, doing: str):
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "w") as file:
-        os.register_at_fork(after_in_child=file.close)  # a worker that outlives this process for a moment must not hold it
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
