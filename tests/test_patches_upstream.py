@@ -170,7 +170,9 @@ def test_nanochat_trains_generates_saves_and_resumes_gka(tree, base):
     meta = json.loads((folder / "meta_000006.json").read_text())
     assert (meta["model_config"]["attention"], meta["model_config"]["gka_values"]) == ("gka", "rotated")
     model = load_upstream(folder)
-    assert (model.config.attention, model.config.gka_values) == ("gka", "rotated") and all(sigma.isfinite().all() for sigma in model.bandwidths().values())
+    assert (model.config.attention, model.config.gka_values) == ("gka", "rotated") and all(
+        sigma.isfinite().all() for sigma in model.bandwidths().values()
+    )
     shown = run(at, "-m", "scripts.base_eval", "--eval", "sample,bpb", "--model-tag", "gka", "--split-tokens", 256, "--device-batch-size", 2,
                 "--device-type", "cpu", NANOCHAT_BASE_DIR=str(base))  # fmt: skip
     assert re.search(r"val bpb: ([\d.]+)", shown)

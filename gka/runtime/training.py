@@ -49,7 +49,8 @@ class RunConfig:
             if saved.get(key) != value:
                 flag = "--" + key.replace("_", "-")
                 tag = "" if replace(self, **{key: saved.get(key)}).tag == self.tag else f" with --model-tag {self.tag}"
-                raise UserError(f"{flag} is {value} but the run in {self.folder} has {saved.get(key)}; use its value{tag}, or another --model-tag")
+                differs = f"{flag} is {value} but the run in {self.folder} has {saved.get(key)}"
+                raise UserError(f"{differs}; use its value{tag}, or another --model-tag")
 
     def check(self) -> None:
         """Raises UserError for values that make no sense. A trainer's own checks call this first."""
