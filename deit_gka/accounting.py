@@ -3,7 +3,8 @@
     python -m deit_gka.accounting
 
 FLOPs are 2 x multiply-accumulates of one image's forward pass, matrix products only (gka/attention/cost.py); "MB" are MiB, as the paper's.
-DeiT-S has 9.20 GFLOPs in the paper's comparison, which is this count, and 9.22 in its efficiency table, which counts LayerNorm too.
+DeiT-S has 9.20 GFLOPs in the paper's comparison, which is this count, and 9.22 in its efficiency table, which counts
+LayerNorm too.
 """
 
 from dataclasses import dataclass

@@ -112,7 +112,7 @@ class Recipe:
 
     # Weights that are reported
     model_ema_decay: float = 0.99996
-    """per update (paper: 0.99996 and EMA top-1, though its DeiT figures are those that DeiT published, without EMA); 0 = no average"""
+    """per update (paper: 0.99996, and EMA top-1; its DeiT figures are those DeiT published, without EMA); 0 = no average"""
     model_ema_warmup: bool = True
     """a plain running mean until 1/(1-decay) updates; the same after 300 epochs, and without it short runs report their random start"""
 

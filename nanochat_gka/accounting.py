@@ -2,9 +2,10 @@
 
     python -m nanochat_gka.accounting --depth 20 --attention gka --target-param-data-ratio 8.25
 
-FLOPs per token follow nanochat: 6 per matrix parameter (forward and backward) plus 12 * C * window per layer for scores and mixing,
-full windows, no causal halving. Embedding look-ups and scalars are free. The horizon follows nanochat too: a d12 model of the same
-settings is the reference with 2^19 tokens per step; the batch grows with tokens^0.383.
+FLOPs per token follow nanochat: 6 per matrix parameter (forward and backward) plus 12 * C * window per layer for scores
+and mixing, full windows, no causal halving. Embedding look-ups and scalars are free; what GKA mixes and head offsets
+cost nothing. The horizon follows nanochat too: a d12 model of the same settings is the reference with 2^19 tokens per
+step; the batch grows with tokens^0.383.
 """
 
 import json
@@ -16,7 +17,7 @@ from typing import Annotated
 import torch
 
 from gka.runtime.cli import Bounds, Count, CountOrAutomatic, UserError, run
-from nanochat_gka.config import GPTConfig, ModelFlags
+from nanochat_gka.config import GPTConfig, ModelFlags, has_gka
 from nanochat_gka.gpt import GPT
 
 REFERENCE_DEPTH = 12
@@ -134,6 +135,7 @@ def account(config: AccountingConfig) -> dict:
     return {
         "depth": config.depth,
         "attention": config.attention,
+        **({"gka_values": config.gka_values} if has_gka(config.attention, config.depth) else {}),
         "n_embd": model.config.n_embd,
         "n_head": model.config.n_head,
         "parameters": counts.pop("total"),

@@ -1,7 +1,8 @@
 """The attention of a layer: softmax, VLT or GKA, one forward signature. Adding one is a class and a line in ATTENTION.
 
-A layer projects its tokens to queries and to what later tokens need of them (`stored`: keys and values; for GKA one tensor, which is both or which keys
-follow from), then attends. While generating, `stored` is what the cache holds. Legend: B batch, T tokens, n tokens so far, H heads, D head_dim, C = H * D.
+A layer projects its tokens to queries and to what later tokens need of them (`stored`: keys and values; for GKA one
+tensor, which is both or which keys follow from), then attends. While generating, `stored` is what the cache holds.
+Legend: B batch, T tokens, n tokens so far, H heads, D head_dim, C = H * D.
 """
 
 from abc import ABC, abstractmethod
@@ -129,14 +130,16 @@ class VLTAttention(SoftmaxAttention):
 
 
 class GKAAttention(Attention):
-    """Gaussian kernel attention (paper section 5.1): no W_Q, W_K, W_V; a feature, the per-head norm of the rotated block input, is query, key and value.
+    """Gaussian kernel attention (paper section 5.1): no W_Q, W_K, W_V; a feature, the per-head norm of the rotated block
+    input, is query, key and value.
 
-    Per-head norms are constant, so the kernel is plain attention at scale 1 / sigma^2 (gka/README.md). One tensor is stored, the features. Ours are
-    three variations. `gka_values` normalised or raw: values are not rotated; keys follow from them and the position, so values are what is stored.
-    Value embeddings: keys no longer follow, both are stored. `head_offsets`: whole heads pair keys and values one token apart. That is a fixed,
-    parameter-free case of KV shifting attention (Xu et al., ICML 2025, arXiv 2411.19574), which learns how much of a key and a value comes from the
-    token before; partial key offset (modded-nanogpt PR 169), Canon layers (arXiv 2512.17351) and RWKV's token shift are its kin. Softmax gains from
-    it too. Ours is only the use in an operator without projections.
+    Per-head norms are constant, so the kernel is plain attention at scale 1 / sigma^2 (gka/README.md). One tensor is
+    stored, the features. Three variations are not the paper's. `gka_values` normalised or raw: values are not rotated;
+    keys follow from them and the position, so values are what is stored. Value embeddings: keys no longer follow, both
+    are stored. `head_offsets`: whole heads pair keys and values one token apart. That is a fixed, parameter-free case of
+    KV shifting attention (Xu et al., ICML 2025, arXiv 2411.19574), which learns how much of a key and a value comes from
+    the token before; partial key offset (modded-nanogpt PR 169), Canon layers (arXiv 2512.17351) and RWKV's token shift
+    are its kin. Softmax gains from it too. Ours is only the use in an operator without projections.
     """
 
     def __init__(self, config: GPTConfig, layer: int):
@@ -175,7 +178,8 @@ class GKAAttention(Attention):
         total, offsets = values.shape[1], self.late_values or self.late_keys
         if features is None or (offsets and queries.shape[1] < total):  # what comes is work on every token
             first = max(0, total - queries.shape[1] - self.window - 1)  # the earliest token in reach of a query, and its predecessor
-            values, features = values[:, first:], norm(rotary(values[:, first:], slice(first, total))) if features is None else features[:, first:]
+            values = values[:, first:]
+            features = norm(rotary(values, slice(first, total))) if features is None else features[:, first:]
         keys = None if features is queries else features
         if self.late_values:
             values = _one_later(values, self.late_values)

@@ -1,8 +1,9 @@
 """What attention keeps of past tokens while text is generated.
 
-One tensor per layer for GKA, whose features are keys and values at once, two for softmax attention: at equal heads half the bytes. Of our forms
-whose values are not rotated the one tensor is the values, and keys are computed from them again for every token; `keep_keys` saves that time for
-the other half of the bytes. Legend: B rows (sequences), T new tokens, H heads, D head_dim.
+One tensor per layer for GKA, whose features are keys and values at once, two for softmax attention: at equal heads
+half the bytes. Of our forms whose values are not rotated the one tensor is the values, and keys are computed from them
+again for every token; `keep_keys` saves that time for the other half of the bytes.
+Legend: B rows (sequences), T new tokens, H heads, D head_dim.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class KVCache:
     def empty(cls, model: GPT, rows: int, capacity: int, in_use: int | None = None, keep_keys: bool = False) -> KVCache:
         """Room for `rows` sequences of at most `capacity` tokens in the dtype of the model's activations.
 
-        in_use: rows to begin with, None = all. keep_keys: a second tensor in GKA layers whose keys would have to be derived; ValueError if there are
-        none.
+        in_use: rows to begin with, None = all. keep_keys: a second tensor in GKA layers whose keys would have to be
+        derived; ValueError if there are none.
         """
         if keep_keys and not model.derives_keys:
             raise ValueError(f"keep_keys is for gka layers whose values are not rotated, and {KEYS_ARE_STORED}")

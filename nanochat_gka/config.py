@@ -20,10 +20,11 @@ class GPTConfig:
     attention: softmax, gka or vlt, or one letter per layer (A softmax, G gka, V vlt), tiled over the layers: GGGA.
     value_embeds: which layers may have nanochat's gated value embeddings (every second layer, the last one always):
       auto = the softmax ones among them, all, none.
-    gka_values: what gka heads mix. rotated is the paper's section 5.1: the features that are in the kernel, after rotation and norm. Ours are
-      normalised (the features after the norm and before the rotation) and raw (the block input as it is).
+    gka_values: what gka heads mix. rotated is the paper's section 5.1: the features that are in the kernel, after
+      rotation and norm. Ours are normalised (after the norm, before the rotation) and raw (the block input as it is).
     head_offsets: for gka layers, one letter per head, tiled: N pairs key j with value j, P (predecessor) key j with value j - 1,
-      S (successor) key j - 1 with value j. Empty is the paper's form, all N. A fixed case of KV shifting attention, see `attention.GKAAttention`.
+      S (successor) key j - 1 with value j. Empty is the paper's form, all N.
+      A fixed case of KV shifting attention (arXiv 2411.19574), see `attention.GKAAttention`.
     sigma_squared: starting sigma^2 of gka heads; 0 = head_dim without head offsets, head_dim / 4 with them.
     Raises ValueError naming the field.
     """
@@ -76,12 +77,15 @@ class GPTConfig:
 
     @classmethod
     def from_saved(cls, saved: dict[str, Any]) -> "GPTConfig":
-        """The shape that a checkpoint states, in the form it was trained in, whatever the defaults are today. Raises TypeError or ValueError.
+        """The shape that a checkpoint states, in the form it was trained in, whatever the defaults are today.
 
-        Softmax models were saved with `gka_values` too, which mean nothing there; a gka model that does not state them is from before rotated ones.
+        Softmax models were saved with `gka_values` too, which mean nothing there; a gka model that does not state them is
+        from before rotated ones. Raises TypeError or ValueError.
         """
         config = cls(**{name: value for name, value in saved.items() if name != "gka_values"})
-        return replace(config, gka_values=saved.get("gka_values", BEFORE_ROTATED)) if has_gka(config.attention, config.n_layer) else config
+        if not has_gka(config.attention, config.n_layer):
+            return config
+        return replace(config, gka_values=saved.get("gka_values", BEFORE_ROTATED))
 
     @property
     def head_dim(self) -> int:
@@ -152,11 +156,11 @@ class ModelFlags:
     value_embeds: Literal["auto", "all", "none"] = "auto"
     """gated value embeddings: auto = nanochat's layers where attention is softmax"""
     head_offsets: str = ""
-    """gka heads: letters tiled over the heads, N key j with value j, P with value j-1, S key j-1 with value j; empty = the paper's form.
-    A fixed case of KV shifting attention (arXiv 2411.19574)"""
+    """gka heads: letters tiled over the heads, N key j with value j, P with value j-1, S key j-1 with value j; empty =
+    the paper's form. A fixed case of KV shifting attention (arXiv 2411.19574)"""
     gka_values: Literal["rotated", "normalised", "raw"] = "rotated"
-    """what gka heads mix: rotated = the features that are in the kernel (the paper's section 5.1); ours: normalised = the same before rotation,
-    raw = the block input"""
+    """what gka heads mix: rotated = the features that are in the kernel (the paper's section 5.1); ours: normalised = the
+    same before rotation, raw = the block input"""
     sigma_squared: Annotated[float, Bounds(0)] = 0.0
     """starting sigma^2 of gka heads; 0 = head_dim, or head_dim / 4 with head offsets"""
 

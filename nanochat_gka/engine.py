@@ -59,15 +59,17 @@ class Continuation:
 class Engine:
     """Continues prompts. At most max_rows continuations run at once; the next one takes the place of one that has ended.
 
-    keep_keys: see `KVCache`: for models whose values are not rotated, faster decoding for twice the cache in GKA layers; UserError for others. The
-    same seed gives the same continuations whatever max_rows and the other prompts are, up to rounding of the logits.
+    keep_keys: see `KVCache`: for models whose values are not rotated, faster decoding for twice the cache in GKA layers;
+    UserError for others. The same seed gives the same continuations whatever max_rows and the other prompts are, up to
+    rounding of the logits.
     """
 
     def __init__(self, model: GPT, tokenizer: Tokenizer, max_rows: int = 32, keep_keys: bool = False):
         if max_rows < 1:
             raise ValueError(f"max_rows must be at least 1, got {max_rows}")
         if keep_keys and not model.derives_keys:
-            raise UserError(f"--keep-keys is for models of --gka-values normalised or raw, and {KEYS_ARE_STORED}; leave it out")
+            meant = "--keep-keys is for models of --gka-values normalised or raw"
+            raise UserError(f"{meant}, and {KEYS_ARE_STORED}; leave it out")
         self.model, self.tokenizer, self.max_rows, self.keep_keys = model, tokenizer, max_rows, keep_keys
 
     def complete(self, prompts: Sequence[str], sampling: Sampling, stop: Sequence[str] = ()) -> list[list[str]]:

@@ -30,6 +30,7 @@ or offensive.
 | | |
 |---|---|
 | attention, layer by layer | {layer_kinds} |
+| what GKA heads mix | {mixes} |
 | sigma (bandwidth), smallest and largest of each layer | {sigma} |
 | width, heads, channels per head | {width}, {heads}, {head_dim} |
 | context, vocabulary | {context:,} tokens, {vocabulary:,} |
@@ -72,11 +73,23 @@ def card(about: dict[str, Any], folder: Path) -> str:
     sigma = "; ".join(f"layer {layer}: {min(values):.3g} to {max(values):.3g}" for layer, values in about["sigma"].items())
     return CARD.format(
         name=about["name"], layers=model["n_layer"], parameters=about["parameters"], attention=" and ".join(dict.fromkeys(kinds)),
-        layer_kinds=", ".join(kinds), sigma=sigma or "none: no GKA layer", width=model["n_embd"], heads=model["n_head"],
+        layer_kinds=", ".join(kinds), mixes=mixes(model, kinds), sigma=sigma or "none: no GKA layer", width=model["n_embd"], heads=model["n_head"],
         head_dim=model["n_embd"] // model["n_head"], context=model["sequence_len"], vocabulary=model["vocab_size"], tokens=training["tokens"],
         step=about["step"], steps=training["steps"], source=source(training["source"]), commit=training["commit"],
         exported_at_commit=about["exported_at_commit"], digest=about["sha256"]["model.safetensors"], folder=folder,
     )  # fmt: skip
+
+
+def mixes(model: dict[str, Any], kinds: list[str]) -> str:
+    """The form of the gka layers in words."""
+    if "gka" not in kinds:
+        return "no GKA layer"
+    values = {
+        "rotated": "the features that are in the kernel, the paper's form",
+        "normalised": "normalised features before rotation, not the paper's form",
+        "raw": "the block input as it is, not the paper's form",
+    }[model["gka_values"]]
+    return values + (f"; head offsets {model['head_offsets']}" if model["head_offsets"] else "")
 
 
 def source(files: list[tuple[str, int]]) -> str:

@@ -47,7 +47,7 @@ class GenerateConfig(Sampling):
     max_rows: Count = 32
     """continuations that run at once"""
     keep_keys: bool = False
-    """of a model of --gka-values normalised or raw: keep its keys in the cache beside its values; faster, for twice the memory"""
+    """for models of --gka-values normalised or raw: keep keys in the cache beside values; faster, for twice the memory"""
     device_type: Literal["auto", "cuda", "cpu"] = "auto"
     """auto takes CUDA if there is one"""
 

@@ -115,7 +115,7 @@ class GPT(nn.Module):
 
     @property
     def derives_keys(self) -> bool:
-        """Whether decoding computes keys again in some layer (`GKAAttention.derives_keys`), so that a cache may keep them for speed."""
+        """Whether decoding computes keys again in some layer (`GKAAttention.derives_keys`): a cache may keep them for speed."""
         return any(block.attn.derives_keys for block in self.transformer.h)
 
     def bandwidths(self) -> dict[int, torch.Tensor]:

@@ -28,7 +28,7 @@ class TrainConfig(OptimConfig, ModelFlags, BundleFlags, RunConfig):
     out: Path = Path("out/runs")
     """folder for runs; this one goes to OUT/TAG"""
     model_tag: str = ""
-    """name of the run; empty = d<depth>-<attention>, then head offsets and values if they are not the paper's: d20-gka-PS-normalised"""
+    """name of the run; empty = d<depth>-<attention>, and what is not the paper's of offsets and values: d20-gka-PS-raw"""
     device_type: Literal["auto", "cuda", "cpu"] = "auto"
     """auto takes CUDA if there is one"""
     compile: Literal["auto", "on", "off"] = "auto"
@@ -90,7 +90,8 @@ class TrainConfig(OptimConfig, ModelFlags, BundleFlags, RunConfig):
     @property
     def tag(self) -> str:
         values = "" if self.gka_values == GKA_VALUES[0] or not has_gka(self.attention, self.depth) else self.gka_values
-        return self.model_tag or "-".join(part for part in (f"d{self.depth}", self.attention, self.head_offsets, values) if part)
+        parts = f"d{self.depth}", self.attention, self.head_offsets, values
+        return self.model_tag or "-".join(part for part in parts if part)
 
     def identity(self) -> dict[str, Any]:
         settings = super().identity()

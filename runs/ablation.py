@@ -39,7 +39,8 @@ def finished(folder: Path) -> dict:
 
 def main(config: AblationConfig) -> None:
     rows = {label: finished(config.runs / model) for label, (_, model) in MODELS.items()}
-    table = Table(title="\nAblation of projections at size Ti; in brackets the paper, on ImageNet after 300 epochs", caption=DEIT_NOTE)
+    title = "\nAblation of projections at size Ti; in brackets the paper, on ImageNet after 300 epochs"
+    table = Table(title=title, caption=DEIT_NOTE)
     for heading in ("", "projections", "params (M)", "GFLOPs", "top-1", "EMA top-1"):
         table.add_column(heading, justify="left" if heading in ("", "projections") else "right", no_wrap=True)
     for label, row in rows.items():

@@ -1,6 +1,6 @@
 """Time the CORE scorer against the naive one, and check on the way that they answer alike.
 
-    python -m runs.bench_core --runs out/demo/runs/d4-softmax-400 out/demo/runs/d4-gka-paper-400 --bundle out/core/eval_bundle
+    python -m runs.bench_core --runs out/demo/runs/d4-{softmax,gka-paper,gka-offsets}-400 --bundle out/core/eval_bundle
 
 Naive is one prompt at a time, or, nanochat's way, one example at a time with its prompts in one batch; logits of every position. Ours is timed with what
 the prompts have in common computed once, and without. Reading, prompts and tokens are inside all times. Appends to RESULTS/bench_core_<hardware>.jsonl.
@@ -28,7 +28,7 @@ from runs.core_naive import naive_task
 class CoreBenchConfig:
     """Examples per second of the CORE scorer and of the naive one, on the paper's six tasks."""
 
-    runs: list[Path] = field(default_factory=lambda: [Path("out/demo/runs/d4-softmax-400"), Path("out/demo/runs/d4-gka-paper-400")])
+    runs: list[Path] = field(default_factory=lambda: [Path(f"out/demo/runs/d4-{name}-400") for name in ("softmax", "gka-paper")])
     """run folders or exported models"""
     bundle: Path = Path("out/core/eval_bundle")
     """folder of the bundle"""

@@ -6,9 +6,10 @@
 
 The real model and the real optimiser (Muon + AdamW). On CUDA the trainer's own setting: 16 rows of 2,048 tokens, vocabulary 32,768, bfloat16, model and
 optimiser compiled. On a CPU: 4 rows of 512 tokens, vocabulary 4,096, float32, uncompiled. Prefill is one forward pass without gradient over a single
-row. Decoding is one more token for each of 1 or 8 rows, uncompiled, after a row's length of tokens in the cache. "gka" is the paper's form, whose cached
-features are keys and values. "gka-normalised" is ours (`--gka-values normalised`): it derives its keys from the cached values; "gka-keys", the same
-model, keeps both. `python -m runs.bench_report` prints the tables.
+row. Decoding is one more token for each of 1 or 8 rows, uncompiled, after a row's length of tokens in the cache. "gka" is
+the paper's form, whose cached features are keys and values. "gka-normalised" is ours (`--gka-values normalised`): it
+derives its keys from the cached values; "gka-keys", the same model, keeps both. `python -m runs.bench_report` prints the
+tables.
 """
 
 import copy
@@ -48,7 +49,7 @@ class GPTBenchConfig(CaseConfig):
     """Time training, prefill and decoding of nanochat with softmax attention and with GKA; appends to RESULTS/bench_gpt_<hardware>.jsonl."""
 
     kinds: list[Literal["softmax", "softmax-cudnn", "gka", "gka-normalised", "gka-keys", "vlt"]] = field(default_factory=list)
-    """empty = softmax, softmax-cudnn (CUDA only), gka; gka-normalised and gka-keys (values before rotation, ours) for decoding"""
+    """empty = softmax, softmax-cudnn (CUDA only), gka; for decoding gka-normalised and gka-keys, values before rotation"""
     phases: list[Literal["training", "prefill", "decode-1", "decode-8"]] = field(default_factory=lambda: [TRAINING, PREFILL, *DECODE])
     """what to time"""
     depth: int = 0
@@ -95,7 +96,8 @@ class GPTBenchConfig(CaseConfig):
     def model_config(self, kind: str) -> GPTConfig:
         """The model's shape. Raises UserError."""
         attention = kind.split("-")[0]
-        gka = {"head_offsets": self.head_offsets, "gka_values": "normalised" if kind in DECODE_ONLY else GKA_VALUES[0]} if attention == "gka" else {}
+        values = "normalised" if kind in DECODE_ONLY else GKA_VALUES[0]
+        gka = {"head_offsets": self.head_offsets, "gka_values": values} if attention == "gka" else {}
         try:
             return GPTConfig.from_depth(self.depth, sequence_len=self.sequence_len, vocab_size=self.vocab_size, window_pattern=self.window_pattern,
                                         attention=attention, **gka)  # fmt: skip
@@ -208,7 +210,8 @@ def main(config: GPTBenchConfig) -> None:
     name, config = config.case(device.type), config.fill(device.type)
     config.select([name])
     recorder, plan = Recorder(config, WHAT, device), PLANS[device.type].adjust(config)
-    roles = {"softmax": "baseline", "softmax-cudnn": "baseline", "gka": "ours", "vlt": "other", **dict.fromkeys(DECODE_ONLY, "variant")}
+    roles = dict.fromkeys(DECODE_ONLY, "variant") | {"softmax": "baseline", "softmax-cudnn": "baseline"}
+    roles |= {"gka": "ours", "vlt": "other"}
     settings = {"depth": config.depth, "sequence_len": config.sequence_len, "vocab_size": config.vocab_size, "window_pattern": config.window_pattern,
                 "head_offsets": config.head_offsets, "compile": config.compile, "dtype": "bfloat16" if device.type == "cuda" else "float32"}  # fmt: skip
     for kind in config.kinds:

@@ -30,9 +30,10 @@ TRAIN_FLAGS = {
     "matrix-lr": 0.64, "embedding-lr": 9.6, "unembedding-lr": 0.128, "scalar-lr": 16.0, "sigma-lr": 0.08,
     "eval-every": 200, "eval-tokens": 51200, "sample-every": -1, "save-every": 100, "log-every": 20, "device-type": "cpu",
 }  # fmt: skip
-# What the runs' folders are called, what tables call them, and their flags. GKA is the paper's form, section 5.1 ("gka" was values before rotation, and
-# such folders may still lie about). GKA + offsets is ours: keys and values one token apart, a fixed case of KV shifting attention (arXiv 2411.19574)
-# for an operator without projections, and values before rotation, which suits it better. Softmax gains from such offsets too (runs/LOG.md).
+# What the runs' folders are called, what tables call them, and their flags. GKA is the paper's form, section 5.1 ("gka"
+# was values before rotation, and such folders may still lie about). GKA + offsets is ours: keys and values one token
+# apart, a fixed case of KV shifting attention (arXiv 2411.19574), in an operator without projections, and values before
+# rotation, which suit it better. Softmax gains from such offsets too.
 VARIANTS = {
     "softmax": ("softmax", ["--attention", "softmax"]),
     "gka-paper": ("GKA", ["--attention", "gka"]),
@@ -46,8 +47,8 @@ SECONDS_PER_STEP, SECONDS_PER_SAMPLE = 0.29, 9.0  # of a language model on one c
 
 @dataclass
 class DemoConfig:
-    """Train softmax, GKA as the paper has it and our GKA with head offsets on real text, and softmax, VLT and GKA on digits; print the paper's tables
-    in miniature."""
+    """Train softmax, GKA as the paper has it and our GKA with head offsets on real text, and softmax, VLT and GKA on
+    digits; print the paper's tables in miniature."""
 
     out: Path = Path("out/demo")
     """folder for everything the demo makes; delete it to start over"""

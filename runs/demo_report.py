@@ -9,7 +9,12 @@ from gka.runtime.progress import console, read_events
 
 _PRINTED = json.loads((Path(__file__).parent / "paper.json").read_text())
 PAPER, PAPER_VISION = _PRINTED["depth_20"], _PRINTED["vision"]
-OFFSETS = "Offsets pair key and value one token apart: a fixed case of KV shifting attention (arXiv 2411.19574). Softmax gains from that too; this one has none."
+# The tables' captions.
+OFFSETS = " ".join([
+    "GKA is the paper's form. Offsets pair key and value one token apart, a fixed case of KV shifting attention",
+    "(arXiv 2411.19574); softmax gains from that too, and has none here.",
+])  # fmt: skip
+PAPER_NOTE = " ".join(_PRINTED["depth_20_notes"])
 COLUMNS = {
     "parameters": ("parameters", "{:,}"),
     "flops_per_token": ("FLOPs/token", "{:.3e}"),
@@ -25,9 +30,7 @@ COLUMNS = {
 def show(rows: dict[str, dict], samples: dict[str, dict[str, str]]) -> None:
     """Print the table, the samples and the bandwidths. rows: label -> the `finish` record of its log; the first is the baseline."""
     baseline, *others = rows
-    table = Table(
-        title="\nMeasured here, equal tokens for all", caption=OFFSETS if any("offsets" in label for label in rows) else None, caption_justify="left"
-    )
+    table = Table(title="\nMeasured here, equal tokens for all", caption=OFFSETS, caption_justify="left")
     table.add_column("")
     table.add_column(baseline, justify="right")
     for label in others:
@@ -57,7 +60,7 @@ def show(rows: dict[str, dict], samples: dict[str, dict[str, str]]) -> None:
 def paper_table() -> Table:
     """The paper's depth-20 figures as it prints them, and their ratios."""
     (base_label, base), (gka_label, gka) = PAPER.items()
-    table = Table(title="\nThe paper's depth 20, as printed there", caption=" ".join(_PRINTED["depth_20_notes"]), caption_justify="left")
+    table = Table(title="\nThe paper's depth 20, as printed there", caption=PAPER_NOTE, caption_justify="left")
     for heading in ("", base_label, gka_label, "ratio"):
         table.add_column(heading, justify="right" if heading else "left")
     for key in base:

@@ -30,7 +30,7 @@ KINDS = {"DeiT": "softmax", "VLT": "vlt", "GKA": "gka"}
 
 
 def demo_table() -> str:
-    """The last demo's models, measured (of an older demo those that are the same today); then the paper's two, as printed."""
+    """The last demo's models, measured (of an older demo those that are the same today); then the paper's, as printed."""
     found = {record["config"]["model_tag"]: record for record in read_lines(DEMO_RESULTS)}
     records = {label: found[run_tag(name)] for name, (label, _) in VARIANTS.items() if run_tag(name) in found}
     lines = [f"| | {' | '.join(heading for heading, _ in COLUMNS.values())} |", "|---|" + "---:|" * len(COLUMNS)]

@@ -15,7 +15,7 @@ from nanochat_gka.gpt import build
 def test_the_command_prints_the_papers_gka_row():
     done = tiny.call("nanochat_gka.accounting", "--depth", 20, "--attention", "gka", "--target-param-data-ratio", 8.25, "--json")
     numbers = json.loads(done.stdout)
-    assert numbers["parameters"] == 378_798_320
+    assert numbers["parameters"] == 378_798_320 and numbers["gka_values"] == "rotated"  # the paper's form
     assert numbers["flops_per_token"] == 2_414_347_440
     assert (numbers["train_tokens"], numbers["steps"], numbers["total_batch_size"]) == (2_778_726_400, 2650, 2**20)
     assert f"{numbers['train_flops']:.4e}" == "6.7088e+18"  # the paper prints 6.7088e18 for 6.70881e18

@@ -209,6 +209,7 @@ def test_an_exported_folder_says_what_it_is(trained, tmp_path, tokenizer):
         == sum(t.numel() for t in load_file(out / "model.safetensors").values())
     )
     card = (out / "README.md").read_text()
+    assert "| what GKA heads mix | normalised features before rotation, not the paper's form; head offsets PS |" in card
     for fact in ("gka and softmax attention", "| training tokens | 7,000 (7 of 7 steps) |", "| trained at commit | abc1234 |", "layer 1: 2 to 2",
                  "2 parquet files, shard_00000.parquet to shard_00001.parquet", about["sha256"]["model.safetensors"]):  # fmt: skip
         assert fact in card

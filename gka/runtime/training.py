@@ -51,7 +51,8 @@ class RunConfig:
             if had != value:
                 flag = "--" + key.replace("_", "-")
                 tag = "" if replace(self, **{key: had}).tag == self.tag else f" with --model-tag {self.tag}"
-                raise UserError(f"{flag} is {value} but the run in {self.folder} has {had}; use its value{tag}, or another --model-tag")
+                differs = f"{flag} is {value} but the run in {self.folder} has {had}"
+                raise UserError(f"{differs}; use its value{tag}, or another --model-tag")
 
     def check(self) -> None:
         """Raises UserError for values that make no sense. A trainer's own checks call this first."""
