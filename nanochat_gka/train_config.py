@@ -8,6 +8,7 @@ from gka.runtime.cli import Bounds, Count, CountOrAll, CountOrAutomatic, CountOr
 from gka.runtime.training import RunConfig
 from nanochat_gka.config import ModelFlags
 from nanochat_gka.loader import EvalRows
+from nanochat_gka.memory import RowsAtOnce
 from nanochat_gka.optim import OptimConfig
 
 PositiveOrOff = Annotated[float, Bounds(0, open_least=True, other=(-1, "off"))]
@@ -46,8 +47,8 @@ class TrainConfig(OptimConfig, ModelFlags, RunConfig):
     """training tokens per scaling parameter (matrices and head)"""
 
     # Optimisation
-    device_batch_size: Count = 32
-    """rows per process and micro-step; lower it if memory runs out"""
+    device_batch_size: RowsAtOnce = "auto"
+    """rows that a process computes at once; auto = what fits the memory. It changes the speed, not the result"""
     total_batch_size: CountOrAutomatic = -1
     """tokens per step over all processes; -1 = automatic"""
     warmup_ratio: Annotated[float, Bounds(0, 1)] = 0.0
