@@ -15,6 +15,7 @@ from gka.runtime.results import append_result
 from nanochat_gka.engine import Engine
 from nanochat_gka.eval_bpb import bits_per_byte
 from nanochat_gka.loader import EvalRows, PackedData, rows_of_run
+from nanochat_gka.memory import RowsAtOnce, device_bytes, rows_at_once
 from nanochat_gka.model_io import load, run_folder
 from nanochat_gka.sampling import SAMPLE_PROMPTS, Sampling
 
@@ -37,8 +38,8 @@ class EvaluateConfig(Sampling):
     """tokens of each split; -1 = all"""
     eval_rows: EvalRows = "upstream"
     """which of them: upstream = the first that nanochat's loader would give (the paper's way), spaced = evenly spaced over the split"""
-    device_batch_size: Count = 32
-    """rows per process"""
+    device_batch_size: RowsAtOnce = "auto"
+    """rows that a process computes at once; auto = what fits the memory"""
     prompt: list[str] = field(default_factory=lambda: list(SAMPLE_PROMPTS))
     """texts to continue; by default nanochat's, as it does: 16 tokens, greedily"""
     max_tokens: Count = 16
@@ -70,11 +71,14 @@ def evaluate(config: EvaluateConfig, runtime: Runtime) -> dict:
         data = runtime.agree(lambda: PackedData(config.data or rows_of_run(loaded.data, run_folder(config.run)), verify=runtime.is_main))
         if data.tokenizer.sha256 != tokenizer.sha256:
             raise UserError(f"{data.folder} was packed with another tokenizer than {config.run} was trained with")
+        size = config.device_batch_size
+        if size == "auto":
+            size = rows_at_once(model.config, runtime.device.type, device_bytes(runtime.device), training=False)
         data.warn_of_rows(config.eval_rows, runtime.print)
         metrics["eval_rows"] = config.eval_rows if data.has_upstream_rows else "spaced"
         for split in SPLITS:
             rows = data.eval_rows(split, config.split_tokens, config.eval_rows)
-            metrics[f"{split}_bpb"] = bits_per_byte(model, rows, tokenizer.token_bytes(), runtime, config.device_batch_size)
+            metrics[f"{split}_bpb"] = bits_per_byte(model, rows, tokenizer.token_bytes(), runtime, size)
             runtime.print(f"{split} bpb: {metrics[f'{split}_bpb']:.6f}")
         metrics["gap"] = metrics["val_bpb"] - metrics["train_bpb"]
     if "sample" in config.eval and runtime.is_main:

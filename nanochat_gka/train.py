@@ -20,6 +20,7 @@ from gka.runtime.distributed import Runtime, Stop
 from gka.runtime.progress import Pace, RunLog, clock_text, progress_bar
 from gka.runtime.results import append_result, git_commit, peak_memory
 from gka.runtime.training import launch
+from nanochat_gka import memory
 from nanochat_gka.accounting import Horizon, flops_per_token, parameter_counts, plan
 from nanochat_gka.core.measure import BATCH_TOKENS, Examinee
 from nanochat_gka.core.training import CoreMetric
@@ -69,12 +70,18 @@ class Trainer:
         self.stream = Stream(self.data.split("train"), config.seed)
         # Model
         vocab_size = self.data.tokenizer.vocab_size
-        self.model: GPT = build(config.shape(config.depth, sequence_len, vocab_size), runtime.device)
+        shape = config.shape(config.depth, sequence_len, vocab_size)
+        memory.check_fits(shape, runtime.device, runtime.world_size)
+        self.model: GPT = build(shape, runtime.device)
         compiled = config.compile == "on" or (config.compile == "auto" and runtime.device.type == "cuda")
         self.compiled = torch.compile(self.model, dynamic=False) if compiled else self.model
         # Horizon
         self.horizon = self._plan(sequence_len, vocab_size)
         self.rows = self.horizon.total_batch_size // sequence_len
+        self.batch_size = config.device_batch_size
+        if self.batch_size == "auto":
+            fitting = memory.rows_at_once(shape, runtime.device.type, memory.device_bytes(runtime.device), runtime.world_size)
+            self.batch_size = min(fitting, -(-self.rows // runtime.world_size))
         # Optimiser
         groups = parameter_groups(self.model, config, self.horizon.lr_scale, self.horizon.weight_decay_scale)
         check_decay(groups)
@@ -136,12 +143,26 @@ class Trainer:
 
     # One step, one evaluation
 
+    def fit_memory(self) -> None:
+        """On CUDA, where the number of rows at once was left to us: try it, and halve it while it does not fit (a collective)."""
+        if self.config.device_batch_size == "auto" and self.runtime.device.type == "cuda":
+            self.batch_size = memory.largest_that_runs(self.batch_size, self.dry_step, self.runtime)
+
+    def dry_step(self, rows: int) -> None:
+        """Forward and backward of a step's largest micro-batch, of `rows` at most, on no text. Weights, state and random numbers stay as they are."""
+        largest = max(map(len, micro_batches(range(-(-self.rows // self.runtime.world_size)), rows)))
+        ids = torch.zeros(largest, self.stream.rows.sequence_len, dtype=torch.int64, device=self.runtime.device)
+        try:
+            self.compiled(ids, ids, reduction="sum").backward()
+        finally:
+            self.optimizer.zero_grad()
+
     def step(self, stop: Stop) -> tuple[float, bool]:
         """Train one step. Returns the mean loss over all ranks and whether any rank was asked to stop."""
         step, steps, config = self.state["step"], self.horizon.steps, self.config
         started = time.perf_counter()
         self.optimizer.zero_grad()
-        loss = accumulate_gradients(self.compiled, self.stream, step, self.rows, config.device_batch_size, self.runtime)
+        loss = accumulate_gradients(self.compiled, self.stream, step, self.rows, self.batch_size, self.runtime)
         # The one wait for the device in a step: loss and gradients must be finite before they may touch the weights.
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         largest = torch.nn.utils.get_total_norm(gradients, norm_type=math.inf).float()
@@ -180,7 +201,7 @@ class Trainer:
                 self.data.eval_rows(split, config.eval_tokens, config.eval_rows),
                 self.token_bytes,
                 self.runtime,
-                config.device_batch_size,
+                self.batch_size,
             )
             for split in ("train", "val")
         }
@@ -297,6 +318,9 @@ def run_to_the_end(trainer: Trainer, log: RunLog) -> None:
         f"horizon: {horizon.steps:,} steps of {horizon.total_batch_size:,} tokens = {horizon.tokens:,} tokens, {horizon.tokens * flops_per_token(model):.4e} FLOPs, "
         f"{horizon.steps * trainer.rows / len(trainer.stream.rows):.2f} epochs, on {runtime.world_size} x {runtime.device.type}"
     )
+    trainer.fit_memory()
+    pieces = list(map(len, micro_batches(runtime.share(trainer.rows), trainer.batch_size)))
+    runtime.print(f"rows of a step, for this process: {', '.join(map(str, pieces[:8]))}{', ...' if len(pieces) > 8 else ''} at once")
     trainer.data.warn_of_rows(config.eval_rows, runtime.print)
     if model.operators():
         runtime.print(f"Gaussian kernel attention by {', '.join(model.operators())}")

@@ -9,6 +9,7 @@ from gka.runtime.training import RunConfig
 from nanochat_gka.config import BEFORE_ROTATED, GKA_VALUES, ModelFlags, has_gka
 from nanochat_gka.core.fetch import BundleFlags
 from nanochat_gka.loader import EvalRows
+from nanochat_gka.memory import RowsAtOnce
 from nanochat_gka.optim import OptimConfig
 
 PositiveOrOff = Annotated[float, Bounds(0, open_least=True, other=(-1, "off"))]
@@ -48,8 +49,8 @@ class TrainConfig(OptimConfig, ModelFlags, BundleFlags, RunConfig):
     """training tokens per scaling parameter (matrices and head)"""
 
     # Optimisation
-    device_batch_size: Count = 32
-    """rows per process and micro-step; lower it if memory runs out"""
+    device_batch_size: RowsAtOnce = "auto"
+    """rows that a process computes at once; auto = what fits the memory. It changes the speed, not the result"""
     total_batch_size: CountOrAutomatic = -1
     """tokens per step over all processes; -1 = automatic"""
     warmup_ratio: Annotated[float, Bounds(0, 1)] = 0.0
