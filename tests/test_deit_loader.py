@@ -90,11 +90,15 @@ DEIT = dict(  # left open by the paper: the recipe it follows
     warmup_lr=1e-6, ratio=(3 / 4, 4 / 3), hflip=0.5, aa="rand-m9-mstd0.5-inc1", crop_pct=0.875, seed=0,
 )  # fmt: skip
 OURS = dict(drop_path=-1.0, model_ema_warmup=True, amp="auto")
+NOT_THE_PAPERS = dict(  # DeiT's distillation and DeiT III's loss and augmentation: off, with upstream's values for when they are on
+    three_augment=False, src=False, color_jitter=0.3, bce_loss=False, distillation_type="none", teacher_model="regnety_160", teacher_path="",
+    distillation_alpha=0.5, distillation_tau=1.0,
+)  # fmt: skip
 
 
 def test_the_defaults_are_the_papers():
     recipe = Recipe()
-    assert {field.name: getattr(recipe, field.name) for field in fields(Recipe)} == {**PAPER, **DEIT, **OURS}
+    assert {field.name: getattr(recipe, field.name) for field in fields(Recipe)} == {**PAPER, **DEIT, **OURS, **NOT_THE_PAPERS}
     assert recipe.scaled_lr == pytest.approx(1.75e-3)
     rates = {size: recipe.drop_path_of(f"deit_{size}_gka_patch16_224") for size in ("tiny", "small", "base")}
     assert rates == {"tiny": 0.1, "small": 0.1, "base": 0.2} and recipe.drop_path_of("deit_base_patch16_224") == 0.2

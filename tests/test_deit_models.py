@@ -429,7 +429,9 @@ def test_projection_dropout(kind):
 
 def test_every_size_is_listed():
     for kind in KINDS:
-        assert timm.list_models(f"*{kind}*") == [NAMES[kind].format(size) for size in ("base", "small", "tiny")]
+        plain = [NAMES[kind].format(size) for size in ("base", "small", "tiny")]
+        assert timm.list_models(f"*{kind}_patch*") == plain
+        assert timm.list_models(f"*{kind}_dist*") == [name.replace("_patch", "_distilled_patch") for name in plain]
         assert all(timm.get_pretrained_cfg(name).input_size == (3, 224, 224) for name in timm.list_models(f"*{kind}*"))
 
 

@@ -6,12 +6,14 @@ import pickle
 import re
 import shutil
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
 import timm
 import tiny_vision
 import torch
+import tyro
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from test_deit_train import Code, in_process
@@ -64,6 +66,27 @@ def digits(tmp_path_factory):
     train(out, "--model", SOFTMAX, "--epochs", 5, "--lr", 0.2)
     assert accuracy(out) > 65
     return out
+
+
+def small_command():
+    """The words of README's small vision command, which the Makefile suggests too."""
+    text, makefile = ((Path(__file__).parents[1] / name).read_text() for name in ("README.md", "Makefile"))
+    words = re.search(r'^make train-deit-ti DATA=digits BASE=out/small ARGS="([^"]*)"', text, re.MULTILINE)[1].replace("\\", "").split()
+    assert words == re.search(r"^SMALL_RUN  := ((?:.*\\\n)*.*)$", makefile, re.MULTILINE)[1].replace("\\", "").split()
+    return words
+
+
+def test_the_small_command_of_the_readme_is_the_makefiles_and_can_start():
+    config = tyro.cli(TrainConfig, args=["--data", "digits", *small_command()])
+    config.check()
+    assert config.epochs * (1198 // config.batch_size) > 1000 and config.scaled_lr > 1e-3  # it was 18 updates at 6e-5
+
+
+@pytest.mark.slow
+def test_the_small_command_of_the_readme_learns(tmp_path):
+    tiny_vision.call("deit_gka.train", "--data", "digits", "--out", tmp_path, "--results", tmp_path / "results.jsonl", "--model-tag", "run", *small_command(),
+                     folder=tmp_path / "output")  # fmt: skip
+    assert accuracy(tmp_path) > 80
 
 
 # --- What is taken ---
