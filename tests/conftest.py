@@ -35,11 +35,13 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="session")
 def packed(tmp_path_factory):
     """A folder with corpus/, tokenizer/ and packed/, made by the real commands' functions."""
+    import processes
     import tiny
 
     from nanochat_gka import pack, tokenizer
 
     root = tmp_path_factory.mktemp("tiny")
+    processes.server()  # before packing starts one that lacks the libraries
     tiny.write_corpus(root / "corpus")
     tokenizer.main(tokenizer.TokenizerConfig(corpus=root / "corpus", out=root / "tokenizer", vocab_size=300))
     pack.main(pack.PackConfig(corpus=root / "corpus", tokenizer=root / "tokenizer", out=root / "packed", sequence_len=tiny.SEQUENCE_LEN, workers=1))

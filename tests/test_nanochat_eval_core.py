@@ -176,7 +176,9 @@ def test_a_question_that_cannot_be_asked_is_named_whichever_rank_has_it(world, t
     random.Random(1337).shuffle(order)
     good[order[5]] = {"context": "the ker", "continuation": "nel"}
     path.write_text("".join(json.dumps(example) + "\n" for example in good))
-    done = tiny.call(MODULE, "--run", world[0], "--bundle", bundle, "--out", tmp_path / "out", "--device-type", "cpu", ranks=2, check=False)
+    done = tiny.call(
+        MODULE, "--run", world[0], "--bundle", bundle, "--out", tmp_path / "out", "--device-type", "cpu", ranks=2, check=False, real=True
+    )
     assert done.returncode != 0
     assert done.stderr.count("lambada.jsonl: lambada_openai cannot be asked with this tokenizer: it merges 'nel' into its context") == 1
     evaluate(world, tmp_path / "one")

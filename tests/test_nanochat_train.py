@@ -134,7 +134,7 @@ def test_kill_9_of_two_ranks_and_resume_is_bit_identical(packed, tmp_path):
         time.sleep(0.002)
     tiny.kill_tree(process)
     assert (log_steps(killed) or [0])[-1] < 24
-    tiny.call(MODULE, *flags(packed, killed, *common), ranks=2)
+    tiny.call(MODULE, *flags(packed, killed, *common), ranks=2, real=True)
     assert final(killed, 24) == final(whole, 24)
 
 
@@ -368,7 +368,7 @@ def test_an_error_on_rank_0_alone_ends_all_ranks_at_once(packed, tmp_path):
     shutil.copytree(packed / "packed", tmp_path / "packed")
     shard = next((tmp_path / "packed").glob("train_*.bin"))
     shard.write_bytes(bytes([shard.read_bytes()[0] ^ 1]) + shard.read_bytes()[1:])
-    done = tiny.call(MODULE, *flags(packed, tmp_path, "--data", tmp_path / "packed"), ranks=2, check=False)
+    done = tiny.call(MODULE, *flags(packed, tmp_path, "--data", tmp_path / "packed"), ranks=2, check=False, real=True)
     assert done.returncode != 0
     assert len(re.findall(r"error: shard .* is corrupt", done.stderr)) == 1
     assert "RuntimeError" not in done.stderr

@@ -7,13 +7,15 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
+import processes
 import pyarrow as pa
 import pyarrow.parquet as pq
+from processes import HANG_AFTER, environment
 
 SEQUENCE_LEN = 32
-HANG_AFTER = 1200  # seconds; tells a hang from a machine that has twenty other things to do
 WORDS = [
     "the",
     "a",
@@ -57,18 +59,18 @@ def write_corpus(folder: Path, files: int = 2, docs: int = 400, row_group: int =
     return folder
 
 
-def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-
-
 def command(module: str, *flags, ranks: int = 1) -> list[str]:
     start = [sys.executable] if ranks == 1 else [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return [*start, "-m", *(["--"] if ranks > 1 else []), module, *map(str, flags)]  # the dashes keep torchrun from taking our --run
 
 
-def call(module: str, *flags, ranks: int = 1, check: bool = True, env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
-    """Run a real command to its end."""
-    done = subprocess.run(command(module, *flags, ranks=ranks), capture_output=True, text=True, env=env or environment(), timeout=HANG_AFTER)
+def call(module: str, *flags, ranks: int = 1, check: bool = True, real: bool = False, env: dict[str, str] | None = None):
+    """Run a command to its end, forked from a process that has imported PyTorch. real, or an env: as a user's shell does, and torchrun."""
+    if real or env:
+        done = subprocess.run(command(module, *flags, ranks=ranks), capture_output=True, text=True, env=env or environment(), timeout=HANG_AFTER)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            done = processes.call(module, *flags, ranks=ranks, check=False, folder=Path(folder))
     assert not check or done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done
 
