@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,7 +71,9 @@ class Examinee:
         """
         self.runtime.barrier()
         started = time.perf_counter()
-        outcome = self.runtime.sum(self._outcomes(task, examples, bar)).cpu()
+        shown = bar.add_task(escape(task.label), total=len(self._mine(examples)), status="")
+        outcome = self.runtime.sum(self._outcomes(task, examples, lambda count: bar.advance(shown, count))).cpu()
+        bar.remove_task(shown)
         if (outcome == NO_NUMBER).any():
             raise UserError(
                 f"{task.label}: the model's losses are not numbers, so it has no score; its weights are damaged, or its training diverged"
@@ -82,11 +84,13 @@ class Examinee:
         return {"accuracy": accuracy, "centered": centered(accuracy, task.baseline), "baseline": task.baseline, "examples": len(examples),
                 "seconds": seconds, "examples_per_second": len(examples) / seconds}  # fmt: skip
 
-    def _outcomes(self, task: Task, examples: list[Example], bar: Progress) -> torch.Tensor:
+    def _mine(self, examples: list[Example]) -> range:
+        return range(self.runtime.rank, len(examples), self.runtime.world_size)
+
+    def _outcomes(self, task: Task, examples: list[Example], advance: Callable[[int], None]) -> torch.Tensor:
         """Per example 1 if the model is right; rank r asks examples r, r + ranks, ... and leaves the others 0."""
         outcome = torch.zeros(len(examples), dtype=torch.float64, device=self.runtime.device)
-        mine = range(self.runtime.rank, len(examples), self.runtime.world_size)
-        shown = bar.add_task(escape(task.label), total=len(mine), status="")
+        mine = self._mine(examples)
         for first in range(0, len(mine), READ_AHEAD):
             indices, questions = mine[first : first + READ_AHEAD], []
             for index in indices:
@@ -102,8 +106,7 @@ class Examinee:
                         outcome[indices[place]] = NO_NUMBER
                         return outcome
                     outcome[indices[place]] = RIGHT if answer(questions[place], verdict) == questions[place].gold else 0
-                bar.advance(shown, len(batch))
-        bar.remove_task(shown)
+                advance(len(batch))
         return outcome
 
     def _question(self, task: Task, examples: list[Example], index: int) -> Question:
