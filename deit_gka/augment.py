@@ -1,4 +1,7 @@
-"""DeiT III's 3-Augment: grey, solarised or blurred, one of them for every image, and colour jitter (Touvron et al. 2022, arXiv 2204.07118, section 3.2)."""
+"""DeiT III's 3-Augment: every image is made grey, solarised or blurred, then its colours are jittered.
+
+Touvron et al. 2022, arXiv 2204.07118, section 3.2.
+"""
 
 import random
 
@@ -21,7 +24,10 @@ class Blur:
 
 
 def three_augment(recipe: Recipe) -> transforms.Compose:
-    """Crop (resized, or with `src` simple: the shorter side to the size, a crop within a reflected border of 4), flip, one of the three, jitter, normalise."""
+    """Crop, flip, one of the three, jitter, normalise.
+
+    The crop is resized; with `src` the shorter side becomes the size, and the crop lies within a reflected border of 4.
+    """
     size, jitter = recipe.input_size, recipe.color_jitter
     if recipe.src:
         crop = [transforms.Resize(size, InterpolationMode.BICUBIC), transforms.RandomCrop(size, padding=4, padding_mode="reflect")]

@@ -1,7 +1,8 @@
 """What a run minimises: cross entropy or DeiT III's binary cross entropy, and what a teacher adds to it (DeiT's distillation token).
 
-With a teacher the loss is (1 - alpha) x that of the class token's head + alpha x that of the distillation token's head, which is judged by the teacher's
-answers to the same augmented and mixed images (Touvron et al. 2021, arXiv 2012.12877, equations 2 and 3).
+With a teacher the loss is (1 - alpha) x that of the class token's head + alpha x that of the distillation token's head,
+which is judged by the teacher's answers to the same augmented and mixed images (Touvron et al. 2021, arXiv 2012.12877,
+equations 2 and 3).
 """
 
 from dataclasses import dataclass
@@ -21,10 +22,10 @@ Outputs = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 class Teacher(nn.Module):
-    """A model that answers in evaluation mode, without gradients, whatever mode it is put in; images reach it normalised and as large as it was trained on.
+    """A model that answers in evaluation mode, without gradients, whatever mode it is put in.
 
-    mean, std, size: the teacher's own. A student's images, normalised by ImageNet's mean and deviation, mixed or not, are brought there by one affine map
-    a channel; size None takes them as large as they are.
+    mean, std, size: the teacher's own. A student's images, normalised by ImageNet's mean and deviation, mixed or not,
+    are brought there by one affine map a channel and resized; size None takes them as large as they are.
     """
 
     def __init__(self, model: nn.Module, mean=IMAGENET_DEFAULT_MEAN, std=IMAGENET_DEFAULT_STD, size: tuple[int, int] | None = None):
@@ -90,7 +91,10 @@ class Objective:
         return SoftTargetCrossEntropy()(logits, targets)
 
     def distillation(self, logits: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
-        """hard: cross entropy with the teacher's choice. soft: tau^2 KL(teacher || student) at temperature tau, a mean over images and classes as upstream's."""
+        """hard: cross entropy with the teacher's choice. soft: tau^2 KL(teacher || student) at temperature tau.
+
+        The latter is a mean over images and classes, as upstream's.
+        """
         if self.recipe.distillation_type == "hard":
             return F.cross_entropy(logits, answers.argmax(dim=1))
         tau = self.recipe.distillation_tau

@@ -1,7 +1,8 @@
 """Training that starts from weights: where they come from, what of them fits another head, image size, patch or attention, and saying so.
 
-What has the same name and shape is taken: of a softmax ViT for GKA that is everything but the bandwidths, which softmax has not. Positions and the
-patch embedding are resized; VLT takes queries and keys out of softmax's qkv; all else is left at its initialisation, and named.
+What has the same name and shape is taken: of a softmax ViT for GKA that is everything but the bandwidths, which softmax
+has not. Positions and the patch embedding are resized; VLT takes queries and keys out of softmax's qkv; all else is left
+at its initialisation, and named.
 """
 
 import contextlib
@@ -90,7 +91,10 @@ def fingerprint(weights: Tensors) -> str:
 
 
 def check_same(source: str, had: dict[str, str] | None, folder: Path) -> None:
-    """Raises UserError unless a resumed run was given the weights it started from, {"from", "hash"}. They may have moved, and need not be there any more."""
+    """Raises UserError unless a resumed run was given the weights it started from, {"from", "hash"}.
+
+    They may have moved, and need not be there any more.
+    """
     if not source and had is None:
         return
     same = source and had and source == had["from"] and not Path(source).is_file()
