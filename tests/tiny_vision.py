@@ -157,7 +157,7 @@ class Running:
         for process in self.processes:
             process.join()
 
-    def wait(self, timeout: float = 120) -> subprocess.CompletedProcess:
+    def wait(self, timeout: float = 600) -> subprocess.CompletedProcess:
         end = time.monotonic() + timeout
         for process in self.processes:
             process.join(max(0.0, end - time.monotonic()))
