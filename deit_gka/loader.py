@@ -32,7 +32,8 @@ from gka.runtime.distributed import Runtime
 MAX_WORKERS = 16
 UNIT = 64  # images a worker makes at once: at 224 pixels 39 MB of shared memory, of which a worker holds three
 READ_AHEAD = 256  # records of a stream
-# Seconds without a batch. A unit takes seconds, a network disk that stalls may come back after minutes; other processes would wait for an hour.
+# Seconds without a batch. A unit takes seconds, a network disk that stalls may come back after minutes; other
+# processes would wait for an hour.
 PATIENCE = 600.0
 GLANCE = 5.0  # seconds after which to see whether the workers live
 
@@ -282,7 +283,7 @@ class Loaded(Iterator[Batch]):
                     if not (self._workers and wait([worker.sentinel for worker in self._workers], GLANCE)):
                         raise
                     break  # one died, which shows as any of these errors, perhaps before the server reports it
-        # Not within `except`: the traceback would keep the workers' semaphores, which the end of the process would complain about.
+        # Not within `except`: the traceback would keep the workers' semaphores, and the process's end would complain.
         raise UserError(f"{self._trouble()}; continue with: {command_line()}")
 
     def _trouble(self) -> str:
@@ -290,9 +291,11 @@ class Loaded(Iterator[Batch]):
         for worker in self._workers:
             worker.kill()  # one that waits for a disk hears nothing else
         if not codes:
-            return f"no loading worker has sent images for {self._patience / 60:.3g} minutes; does the disk that they are on still answer?"
+            minutes = f"{self._patience / 60:.3g} minutes"
+            return f"no loading worker has sent images for {minutes}; does the disk that they are on still answer?"
         ended = f"signal {-codes[0]}" if codes[0] < 0 else f"exit code {codes[0]}"
-        return f"a loading worker ended with {ended} (out of memory, or of shared memory in /dev/shm?); it may help to lower --num-workers"
+        reasons = "out of memory, or of shared memory in /dev/shm?"
+        return f"a loading worker ended with {ended} ({reasons}); it may help to lower --num-workers"
 
     def end(self) -> None:
         """Shut the workers down now, whoever still refers to them (a traceback may)."""
@@ -303,17 +306,17 @@ class Loaded(Iterator[Batch]):
 
 
 def worker_context(data: str = ""):
-    """Where the workers come from that load `data`. Call it early: the first call starts importing what they need, in another process."""
+    """Where the workers come from that load `data`. Call it early: the first call starts importing what they need."""
     return workers.context("deit_gka", *(["datasets"] if data.startswith("hf:") else []))
 
 
-def batches(images: Images, keys: Iterable[list[Key]], num_workers: int, device: torch.device, patience: float | None = None) -> Loaded:
-    """Run `images` over `keys` in worker processes (0: in this one); batches come in order. patience: seconds, PATIENCE by default."""
-    patience, how = PATIENCE if patience is None else patience, {}
+def batches(images: Images, keys: Iterable[list[Key]], num_workers: int, device: torch.device) -> Loaded:
+    """Run `images` over `keys` in worker processes (0: in this one); batches come in order."""
+    how = dict(batch_sampler=keys, collate_fn=_whole, pin_memory=device.type == "cuda")
     if num_workers:
-        how = dict(num_workers=num_workers, prefetch_factor=2, worker_init_fn=_start_worker, multiprocessing_context=worker_context(),
-                   timeout=min(patience, GLANCE))  # fmt: skip
-    return Loaded(DataLoader(images, batch_sampler=keys, collate_fn=_whole, pin_memory=device.type == "cuda", **how), patience)
+        how |= dict(num_workers=num_workers, prefetch_factor=2, worker_init_fn=_start_worker)
+        how |= dict(multiprocessing_context=worker_context(), timeout=min(PATIENCE, GLANCE))
+    return Loaded(DataLoader(images, **how), PATIENCE)
 
 
 def evaluation_batches(source: Source | Stream, transform, runtime: Runtime, batch_size: int, num_workers: int) -> Iterator[Batch]:

@@ -1,8 +1,8 @@
 """Worker processes. They are forked from a server that does nothing else, never from the process that wants them.
 
-A process that has threads must not fork: the child gets every lock as it is at that moment, and nobody is there to release it. Python's own list
-of threads is behind such a lock (until 3.12), which gloo's and autograd's threads take at any time, so that a child waited for ever before its
-first line. The server has no threads, not even those of libraries.
+A process that has threads must not fork: the child gets every lock as it is at that moment, and nobody is there to
+release it. Python's own list of threads is behind such a lock (until 3.12), which gloo's and autograd's threads take
+at any time, so that a child waited for ever before its first line. The server has no threads, not even of libraries.
 """
 
 import multiprocessing
@@ -14,14 +14,20 @@ from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import BaseContext
 
 DEAF_TO = {signal.SIGINT, signal.SIGTERM}
-NO_THREADS = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}  # numpy's and pyarrow's, on import
+# Without these, importing numpy and pyarrow starts threads.
+NO_THREADS = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 
 
 def context(*packages: str) -> BaseContext:
-    """Where worker processes come from. The first call starts the server, which imports `packages`, and what of them this process has imported,
-    while this process goes on: call it early. Workers are born deaf to SIGINT and SIGTERM, which reach a whole process group; first they `begin`."""
+    """Where worker processes come from.
+
+    The first call starts the server, which imports `packages`, and what of them this process has imported, while this
+    process goes on: call it early. Workers are born deaf to SIGINT and SIGTERM, which reach a whole process group;
+    the first thing they call is `begin`.
+    """
     found, packages = multiprocessing.get_context("forkserver"), ("gka", *packages)
-    theirs = tuple(f"{package}." for package in packages)  # each worker prepares the program that runs again, and finds its imports there
+    # Each worker prepares the program that runs again, and finds what that imports.
+    theirs = tuple(f"{package}." for package in packages)
     found.set_forkserver_preload([*packages, *(name for name in sys.modules if name.startswith(theirs))])
     resource_tracker.ensure_running()  # the server would start it, and that unblocks the signals
     mine = {name: os.environ[name] for name in NO_THREADS if name in os.environ}
@@ -38,7 +44,10 @@ def context(*packages: str) -> BaseContext:
 
 
 def begin(on_sigterm=signal.SIG_DFL) -> None:
-    """What a worker does first: die with the process it works for, however that ends, and hear SIGTERM again. Deaf to SIGINT it stays."""
+    """What a worker does first: die with the process it works for, however that ends, and hear SIGTERM again.
+
+    It stays deaf to SIGINT. on_sigterm: a handler as signal.signal takes it.
+    """
     threading.Thread(target=_die_with_parent, daemon=True).start()
     signal.signal(signal.SIGTERM, on_sigterm)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
