@@ -10,27 +10,20 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from timm.data import resolve_input_data_config
 from torch import nn
 
 from deit_gka.accounting import cost_of
-from deit_gka.bounds import LOADING, Rules, at_least, check_bounds
 from deit_gka.engine import evaluate
-from deit_gka.loader import default_workers, eval_transform, evaluation_batches, worker_context
+from deit_gka.loader import WorkerCount, default_workers, eval_transform, evaluation_batches, worker_context
 from deit_gka.model_io import WEIGHTS, build, find_checkpoint, load_file, load_run, open_data, parse_kwargs, trained_on
 from deit_gka.sources import FORMS
-from gka.runtime.cli import UserError, run
+from gka.runtime.cli import Bounds, Count, UserError, run
 from gka.runtime.distributed import Runtime, running
 from gka.runtime.progress import progress_bar
 from gka.runtime.results import append_result
-
-BOUNDS: Rules = (
-    *LOADING,
-    ("crop_pct", lambda part: part == -1 or 0 < part <= 1, "above 0 and at most 1, or -1"),
-    ("device_batch_size", at_least(1), "at least 1"),
-)
 
 
 @dataclass
@@ -56,11 +49,11 @@ class EvaluateConfig:
     the run was trained on"""
     split: Literal["val", "train"] = "val"
     """which images"""
-    crop_pct: float = -1.0
+    crop_pct: Annotated[float, Bounds(0, 1, open_least=True, other=(-1, "the run's"))] = -1.0
     """part of the resized image that is looked at; -1 = the run's, or timm's for --model (DeiT's own figures: 0.875)"""
-    device_batch_size: int = 256
+    device_batch_size: Count = 256
     """images per process at once"""
-    num_workers: int = -1
+    num_workers: WorkerCount = -1
     """processes that load images; -1 = this process's share of the cores"""
     amp: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """autocast type; auto = bfloat16 on CUDA, float32 on CPU"""
@@ -80,7 +73,6 @@ def check(config: EvaluateConfig) -> None:
         raise UserError("--model needs weights: --checkpoint FILE, or --pretrained for timm's")
     if not config.weights:
         raise UserError("--weights needs ema, model or both")
-    check_bounds(vars(config), BOUNDS)
 
 
 def candidates(config: EvaluateConfig, classes: list[str], device) -> dict[str, tuple[nn.Module, dict[str, Any]]]:

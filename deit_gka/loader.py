@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from multiprocessing.connection import wait
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import torch
@@ -26,10 +26,11 @@ from deit_gka.augment import three_augment
 from deit_gka.recipe import Recipe
 from deit_gka.sources import BrokenImage, Record, Source, Stream, decode
 from gka.runtime import workers
-from gka.runtime.cli import UserError, command_line
+from gka.runtime.cli import Bounds, UserError, command_line
 from gka.runtime.distributed import Runtime
 
 MAX_WORKERS = 16
+WorkerCount = Annotated[int, Bounds(0, 1024, other=(-1, "automatic"))]  # of a flag
 UNIT = 64  # images a worker makes at once: at 224 pixels 39 MB of shared memory, of which a worker holds three
 READ_AHEAD = 256  # records of a stream
 # Seconds without a batch. A unit takes seconds, a network disk that stalls may come back after minutes; other

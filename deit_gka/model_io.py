@@ -12,14 +12,21 @@ import torch
 from torch import nn
 
 import deit_gka.models  # noqa: F401 (registers)
-from deit_gka.bounds import check_model_arguments
 from deit_gka.recipe import Recipe
 from deit_gka.sources import Source, Stream, open_source
 from gka.runtime import checkpoint
 from gka.runtime.checkpoint import Checkpoint
-from gka.runtime.cli import UserError
+from gka.runtime.cli import Bounds, UserError
 
 WEIGHTS = ("ema", "model")
+# Of the arguments that most timm models share; timm refuses the others itself.
+ARGUMENT_BOUNDS = {
+    "depth": Bounds(1, 1000),
+    **dict.fromkeys(("embed_dim", "num_heads", "patch_size", "img_size", "num_classes"), Bounds(1)),
+    **dict.fromkeys(("mlp_ratio", "sigma_squared"), Bounds(0, open_least=True)),
+    **dict.fromkeys(("drop_rate", "drop_path_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate", "attn_drop_rate"),
+                    Bounds(0, 1, open_most=True)),
+}  # fmt: skip
 OWN_FLAGS = {"name": "--model", "pretrained": "--pretrained of evaluate", "input_size": "--input-size"}
 
 
@@ -36,7 +43,8 @@ def parse_kwargs(words: Iterable[str]) -> dict[str, Any]:
             kwargs[key] = value
         if key in OWN_FLAGS:
             raise UserError(f"--model-kwargs cannot set {key}: it is {OWN_FLAGS[key]}")
-    check_model_arguments(kwargs)
+        if isinstance(kwargs[key], (int, float)):
+            ARGUMENT_BOUNDS.get(key, Bounds()).check(f"--model-kwargs {key}", kwargs[key])
     return kwargs
 
 

@@ -3,33 +3,14 @@
 "paper" below is section 4.1 of the paper; "DeiT" is a value the paper leaves open, taken from the DeiT recipe it follows.
 """
 
-import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from deit_gka.bounds import Rules, at_least, below, between, check_bounds, positive
-from gka.runtime.cli import UserError
+from gka.runtime.cli import Bounds, Probability, Seed, Share, UserError, check_bounds
 
-BOUNDS: Rules = (
-    ("epochs", between(1, 10**6), "between 1 and 1,000,000"),
-    ("batch_size group_size", lambda count: count >= 2 and count % 2 == 0, "even and at least 2: images are mixed in pairs"),
-    ("lr warmup_lr min_lr", lambda rate: 0 < rate <= 1e30, "above 0 and at most 1e30"),
-    ("weight_decay smoothing model_ema_decay", below(0, 1), "at least 0 and below 1"),
-    ("opt_betas", lambda betas: all(0 <= beta < 1 for beta in betas), "two values in [0, 1)"),
-    ("clip_grad", below(0, math.inf), "0 (no limit) or more, and finite"),
-    ("warmup_epochs", at_least(0), "0 or more"),
-    ("input_size", between(1, 8192), "between 1 and 8192"),
-    ("repeated_aug", between(1, 100), "between 1 and 100"),
-    ("mixup cutmix", between(0, 1000), "between 0 (off) and 1000"),
-    ("hflip reprob distillation_alpha", between(0, 1), "between 0 and 1"),
-    ("color_jitter", below(0, math.inf), "0 (off) or more, and finite"),
-    ("distillation_tau", positive, "positive and finite"),
-    ("scale", lambda scale: 0 < scale[0] <= scale[1] <= 1, "two rising values in (0, 1]"),
-    ("ratio", lambda ratio: 0 < ratio[0] <= ratio[1] < math.inf, "two rising positive values"),
-    ("crop_pct", lambda part: 0 < part <= 1, "above 0 and at most 1"),
-    ("drop_path", lambda rate: rate == -1 or 0 <= rate < 1, "at least 0 and below 1, or -1 for the paper's"),
-    ("seed", below(0, 2**63), "at least 0 and below 2^63"),
-)
+Even = Annotated[int, Bounds(2)]  # images are mixed in pairs
+Rate = Annotated[float, Bounds(0, 1e30, open_least=True)]
+Strength = Annotated[float, Bounds(0, 1000)]
 
 
 @dataclass(frozen=True)
@@ -37,51 +18,51 @@ class Recipe:
     """Hyperparameters, the paper's by default. Names and meanings are DeiT's."""
 
     # Duration and batch
-    epochs: int = 300
+    epochs: Annotated[int, Bounds(1, 10**6)] = 300
     """passes over the training set (paper: 300)"""
-    batch_size: int = 1792
+    batch_size: Even = 1792
     """images per update over all processes, accumulated where they do not fit (paper: 7 x 256)"""
-    group_size: int = 256
+    group_size: Even = 256
     """images that share one Mixup/CutMix draw (paper: 256 per GPU); counts only while batch_size is a multiple of it"""
 
     # Optimiser: AdamW; biases, norms, positions, CLS token and log sigma are not decayed (paper)
-    lr: float = 1e-3
+    lr: Rate = 1e-3
     """learning rate per 1024 images of batch: 1.75e-3 at 1792 (paper: 1e-3)"""
-    weight_decay: float = 0.05
+    weight_decay: Share = 0.05
     """AdamW's, decoupled (paper: 0.05)"""
-    opt_betas: tuple[float, float] = (0.9, 0.999)
+    opt_betas: Annotated[tuple[float, float], Bounds(0, 1, open_most=True)] = (0.9, 0.999)
     """AdamW's averaging of gradient and square (paper: 0.9, 0.999)"""
-    clip_grad: float = 1.0
+    clip_grad: Annotated[float, Bounds(0)] = 1.0
     """largest norm of the gradient; 0 = no limit (paper: 1.0)"""
 
     # Schedule, stepped every update
-    warmup_epochs: float = 5
+    warmup_epochs: Annotated[float, Bounds(0)] = 5
     """linear warm-up (paper: 5)"""
-    warmup_lr: float = 1e-6
+    warmup_lr: Rate = 1e-6
     """where it starts (DeiT: 1e-6)"""
-    min_lr: float = 1e-6
+    min_lr: Rate = 1e-6
     """end of the cosine (paper: 1e-6; DeiT 1e-5)"""
 
     # Augmentation
-    input_size: int = 224
+    input_size: Annotated[int, Bounds(1, 8192)] = 224
     """pixels a side (paper: 224)"""
-    scale: tuple[float, float] = (0.08, 1.0)
+    scale: Annotated[tuple[float, float], Bounds(0, 1, open_least=True)] = (0.08, 1.0)
     """area of the random resized crop (paper: 0.08, 1)"""
-    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    ratio: Annotated[tuple[float, float], Bounds(0, open_least=True)] = (3 / 4, 4 / 3)
     """its aspect ratio (DeiT: 3/4, 4/3)"""
-    hflip: float = 0.5
+    hflip: Probability = 0.5
     """probability of a horizontal flip (paper: flip; DeiT 0.5)"""
     aa: str = "rand-m9-mstd0.5-inc1"
     """RandAugment, n=2 (timm's default), m=9; empty = none (paper: n=2, m=9; DeiT: mstd 0.5, increasing)"""
-    reprob: float = 0.25
+    reprob: Probability = 0.25
     """probability of random erasing, with noise (paper: 0.25; DeiT: pixel mode)"""
-    repeated_aug: int = 3
+    repeated_aug: Annotated[int, Bounds(1, 100)] = 3
     """augmented copies of an image in an epoch's draw; an epoch then sees a third of the images (paper: 3)"""
-    mixup: float = 0.8
+    mixup: Strength = 0.8
     """Mixup alpha; 0 = off (paper: 0.8)"""
-    cutmix: float = 1.0
+    cutmix: Strength = 1.0
     """CutMix alpha; 0 = off (paper: 1.0)"""
-    smoothing: float = 0.1
+    smoothing: Share = 0.1
     """label smoothing (paper: 0.1)"""
 
     # DeiT III's augmentation and loss, off in the paper
@@ -89,7 +70,7 @@ class Recipe:
     """grey, solarised or blurred, one of them for every image, in place of --aa and --reprob (paper: no; DeiT III: yes)"""
     src: bool = False
     """with it: a simple random crop, not a resized one (paper: no; DeiT III: for ImageNet-21k and fine-tuning)"""
-    color_jitter: float = 0.3
+    color_jitter: Annotated[float, Bounds(0)] = 0.3
     """with it: brightness, contrast and saturation change by up to this; 0 = none (DeiT: 0.3; timm's --aa leaves no room for it)"""
     bce_loss: bool = False
     """binary cross entropy, every class of a mixed image a 1; needs --smoothing 0 (paper: no; DeiT III: yes)"""
@@ -101,32 +82,38 @@ class Recipe:
     """any timm name, or a run or exported folder; its image size and normalisation are respected (DeiT: regnety_160)"""
     teacher_path: str = ""
     """file with its weights; empty = timm's for the name (DeiT: needed)"""
-    distillation_alpha: float = 0.5
+    distillation_alpha: Probability = 0.5
     """share of the teacher's loss (DeiT: 0.5)"""
-    distillation_tau: float = 1.0
+    distillation_tau: Annotated[float, Bounds(0, open_least=True)] = 1.0
     """temperature of soft distillation (DeiT: 1.0)"""
 
     # Model
-    drop_path: float = -1.0
+    drop_path: Annotated[float, Bounds(0, 1, open_most=True, other=(-1, "the paper's"))] = -1.0
     """stochastic depth of the last block; -1 = by size, 0 for models that are not DeiT or ViT (paper: 0.1 for Ti and S, 0.2 for B)"""
 
     # Weights that are reported
-    model_ema_decay: float = 0.99996
+    model_ema_decay: Share = 0.99996
     """per update (paper: 0.99996, and EMA top-1; its DeiT figures are those DeiT published, without EMA); 0 = no average"""
     model_ema_warmup: bool = True
     """a plain running mean until 1/(1-decay) updates; the same after 300 epochs, and without it short runs report their random start"""
 
     # Evaluation and arithmetic
-    crop_pct: float = 0.875
+    crop_pct: Annotated[float, Bounds(0, 1, open_least=True)] = 0.875
     """evaluation resizes to input_size/crop_pct, bicubic, and crops the centre (DeiT: 256 -> 224)"""
     amp: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """autocast type; auto = bfloat16 on CUDA, float32 on CPU (paper: BF16)"""
-    seed: int = 0
+    seed: Seed = 0
     """of weights, order and augmentation (DeiT: 0)"""
 
     def check(self) -> None:
         """Raises UserError for values that make no sense."""
-        check_bounds(vars(self), BOUNDS)
+        check_bounds(self)
+        for name in ("batch_size", "group_size"):
+            if getattr(self, name) % 2:
+                raise UserError(f"--{name.replace('_', '-')} must be even: images are mixed in pairs; got {getattr(self, name)}")
+        for name in ("scale", "ratio"):
+            if getattr(self, name)[0] > getattr(self, name)[1]:
+                raise UserError(f"--{name} must be two rising values; got {getattr(self, name)}")
         if self.bce_loss and self.smoothing:
             raise UserError(
                 f"--bce-loss counts every class with a target above 0, and smoothing puts all of them there: pass --smoothing 0; got {self.smoothing}"

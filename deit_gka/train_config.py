@@ -2,21 +2,14 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from deit_gka.bounds import LOADING, Rules, at_least, check_bounds
+from deit_gka.loader import WorkerCount
 from deit_gka.model_io import check_name, parse_kwargs
 from deit_gka.recipe import Recipe
 from deit_gka.sources import FORMS
-from gka.runtime.cli import UserError
+from gka.runtime.cli import Bounds, Count, CountOrOff, UserError
 from gka.runtime.training import RunConfig
-
-BOUNDS: Rules = (
-    *LOADING,
-    ("device_batch_size", at_least(2), "at least 2: images are mixed in pairs"),
-    ("keep log_every", at_least(1), "at least 1"),
-    ("eval_every save_every stop_after", at_least(1, off=-1), "positive, or -1 for off"),
-)
 
 
 @dataclass(frozen=True)
@@ -43,9 +36,9 @@ class TrainConfig(Recipe, RunConfig):
     """auto takes CUDA if there is one"""
 
     # Speed; an update trains on the same images whatever these are (stochastic depth draws by process and micro-batch)
-    device_batch_size: int = 256
+    device_batch_size: Annotated[int, Bounds(2)] = 256
     """images per process at once; lower it if memory runs out"""
-    num_workers: int = -1
+    num_workers: WorkerCount = -1
     """processes that load images, for each training process; -1 = its share of the cores"""
     compile: Literal["auto", "off", "default", "max-autotune"] = "auto"
     """torch.compile; auto = max-autotune on CUDA (paper), off on CPU"""
@@ -53,15 +46,15 @@ class TrainConfig(Recipe, RunConfig):
     """recompute activations in backward: less memory, slower"""
 
     # Reports
-    eval_every: int = 1
+    eval_every: CountOrOff = 1
     """epochs between evaluations; -1 = at the end only"""
-    save_every: int = 500
+    save_every: CountOrOff = 500
     """updates between checkpoints, beside those after every epoch; -1 = those only"""
-    keep: int = 2
+    keep: Count = 2
     """checkpoints to keep, beside the best"""
-    log_every: int = 50
+    log_every: Count = 50
     """updates between printed lines"""
-    stop_after: int = -1
+    stop_after: CountOrOff = -1
     """stop, saved, after this update; the schedule stays (for trying things out)"""
     wandb: Literal["disabled", "offline", "online"] = "disabled"
     """Weights & Biases; offline needs no account (WANDB_MODE sets the Makefile's default)"""
@@ -81,4 +74,3 @@ class TrainConfig(Recipe, RunConfig):
         for key in given.keys() & parse_kwargs(self.model_kwargs).keys():
             raise UserError(f"--model-kwargs cannot set {key} in training: it is {given[key]}")
         RunConfig.check(self)
-        check_bounds(vars(self), BOUNDS)

@@ -162,7 +162,7 @@ def write_builtin(folder: Path) -> None:
 
 def download_fineweb(folder: Path, num_shards: int) -> None:
     """Fetch FineWeb-Edu in nanochat's shards: each appears when its sha256 is the hub's, existing ones are skipped."""
-    SHARDS.check("num_shards", num_shards)
+    SHARDS.check("--num-shards", num_shards)
     names = [f"shard_{index:05d}.parquet" for index in range(num_shards)]
     missing = [name for name in names if not (folder / name).exists()]
     from huggingface_hub.utils import disable_progress_bars, logging

@@ -48,7 +48,7 @@ class Tokenizer:
         """Train on `documents`. A text with too few distinct pairs gives a smaller vocabulary. Raises UserError for an impossible size."""
         import rustbpe
 
-        VOCAB.check("vocab_size", vocab_size)
+        VOCAB.check("--vocab-size", vocab_size)
         trainer = rustbpe.Tokenizer()
         trainer.train_from_iterator(iter(documents), vocab_size - len(SPECIAL_TOKENS), pattern=SPLIT_PATTERN)
         return cls({bytes(token): rank for token, rank in trainer.get_mergeable_ranks()})

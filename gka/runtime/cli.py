@@ -32,13 +32,13 @@ class Bounds:
     open_most: bool = False
     other: tuple[float, str] | None = None
 
-    def check(self, name: str, value: float) -> None:
-        """Raises UserError, naming the flag of the field `name`, if `value` is out of bounds."""
+    def check(self, flag: str, value: float) -> None:
+        """Raises UserError, naming `flag`, if `value` is out of bounds."""
         above = value > self.least if self.open_least else value >= self.least
         below = value < self.most if self.open_most else value <= self.most
         in_range = above and below and (isinstance(value, int) or math.isfinite(value))
         if not (in_range or (self.other is not None and value == self.other[0])):
-            raise UserError(f"--{name.replace('_', '-')} must be {self._words(isinstance(value, float))}, got {value}")
+            raise UserError(f"{flag} must be {self._words(isinstance(value, float))}, got {value}")
 
     def _words(self, is_float: bool) -> str:
         if math.isfinite(self.least) and math.isfinite(self.most) and not (self.open_least or self.open_most):
@@ -52,13 +52,22 @@ class Bounds:
         return " and ".join(words) + (f", or {self.other[0]:g} for {self.other[1]}" if self.other else "")
 
 
+def flag_of(field: str) -> str:
+    """The flag of a dataclass's field."""
+    return f"--{field.replace('_', '-')}"
+
+
 def check_bounds(config: Any) -> None:
-    """Raises UserError for the first field of `config`, of any class with annotations, that is out of its Bounds. Words and None are free."""
+    """Raises UserError for the first field of `config`, of any class with annotations, that is out of its Bounds.
+
+    Of a tuple every value must keep them. Words and None are free.
+    """
     for name, hint in get_type_hints(type(config), include_extras=True).items():
         value = getattr(config, name, None)
         for bounds in getattr(hint, "__metadata__", ()):
-            if isinstance(bounds, Bounds) and isinstance(value, (int, float)):
-                bounds.check(name, value)
+            for number in value if isinstance(value, tuple) else (value,):
+                if isinstance(bounds, Bounds) and isinstance(number, (int, float)):
+                    bounds.check(flag_of(name), number)
 
 
 SEED = Bounds(0, 2**63 - 1)  # what torch's generators take
@@ -66,6 +75,8 @@ Seed = Annotated[int, SEED]
 Count = Annotated[int, Bounds(1)]
 CountOrOff = Annotated[int, Bounds(1, other=(-1, "off"))]
 CountOrAll = Annotated[int, Bounds(1, other=(-1, "all"))]
+Probability = Annotated[float, Bounds(0, 1)]
+Share = Annotated[float, Bounds(0, 1, open_most=True)]  # a part that is never the whole
 CountOrAutomatic = Annotated[int, Bounds(1, other=(-1, "automatic"))]
 
 

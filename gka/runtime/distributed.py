@@ -122,7 +122,7 @@ def setup(device_type: str = "auto", seed: int = 42) -> Runtime:
     """
     if device_type not in DEVICE_TYPES:
         raise UserError(f"--device-type must be one of {', '.join(DEVICE_TYPES)}, got {device_type!r}")
-    SEED.check("seed", seed)
+    SEED.check("--seed", seed)
     if device_type == "cuda" and not torch.cuda.is_available():
         raise UserError("--device-type cuda: no CUDA device is visible; use --device-type cpu")
     rank, world_size, local_rank = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))

@@ -60,13 +60,6 @@ class RunConfig:
         if not self.tag or "/" in self.tag or self.tag.startswith("."):
             raise UserError(f"--model-tag must be a plain folder name, got {self.tag!r}")
 
-    def require_positive(self, *keys: str, or_off: bool = False) -> None:
-        """Raises UserError unless these are at least 1, or (or_off) -1."""
-        for key in keys:
-            value, flag = getattr(self, key), f"--{key.replace('_', '-')}"
-            if value < 1 and not (or_off and value == -1):
-                raise UserError(f"{flag} must be positive, or -1 for off, got {value}" if or_off else f"{flag} must be at least 1, got {value}")
-
 
 class Trainer(Protocol):
     """What `launch` needs of a trainer. `state["step"]` counts the updates done; `model` holds the weights all processes must share."""
