@@ -11,11 +11,11 @@ A finished task is on disk at once; the same command continues with the next one
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 
-from gka.runtime.cli import UserError, run
+from gka.runtime.cli import Bounds, CountOrAll, UserError, run
 from gka.runtime.distributed import Runtime, running
 from gka.runtime.progress import console, progress_bar
 from gka.runtime.results import append_result, check_appendable, read_results
@@ -43,13 +43,13 @@ class CoreConfig(BundleFlags):
     """in place of --run: folder, or name on the hub, of any causal language model of Hugging Face's transformers, with its own tokenizer"""
     tasks: list[str] = field(default_factory=lambda: ["all"])
     """labels, or the sets: all (of the bundle), core (the 22 of CORE), paper (the six that the paper compares)"""
-    max_per_task: int = -1
+    max_per_task: CountOrAll = -1
     """examples of each task; -1 = all. It also changes which examples serve as shots, as in nanochat"""
     out: Path = Path("out/core")
     """folder for results"""
-    max_seq_len: int = -1
+    max_seq_len: Annotated[int, Bounds(2, other=(-1, "no limit"))] = -1
     """keep the last so many tokens of longer prompts; -1 = all that the model's positions allow (ours: 10 x its context), as in nanochat"""
-    batch_tokens: int = 0
+    batch_tokens: Annotated[int, Bounds(0)] = 0
     """tokens of all prompts of a forward pass; 0 = 65536 on CUDA, 4096 on a CPU. It changes the speed, not the result"""
     prefix_reuse: bool = True
     """compute what the choices of a question have in common once"""
@@ -58,13 +58,6 @@ class CoreConfig(BundleFlags):
 
     def check(self) -> None:
         """Raises UserError for values that make no sense."""
-        for key in ("max_per_task", "max_seq_len"):
-            if getattr(self, key) != -1 and getattr(self, key) < (1 if key == "max_per_task" else 2):
-                raise UserError(
-                    f"--{key.replace('_', '-')} must be at least {1 if key == 'max_per_task' else 2}, or -1 for no limit, got {getattr(self, key)}"
-                )
-        if self.batch_tokens < 0:
-            raise UserError(f"--batch-tokens must be positive, or 0 for the device's own, got {self.batch_tokens}")
         if self.hf_path and self.step != -1:
             raise UserError("--step is of a run of ours; --hf-path has no steps")
         if not self.tasks:

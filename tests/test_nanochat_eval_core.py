@@ -195,7 +195,7 @@ def test_a_question_that_cannot_be_asked_is_named_whichever_rank_has_it(world, t
         (["--hf-path", "gpt2", "--step", "3"], "--step is of a run of ours; --hf-path has no steps"),
         (["--max-per-task", "0"], "--max-per-task must be at least 1"),
         (["--tasks", "copa", "nope"], "--tasks nope: .* has no nope"),
-        (["--batch-tokens", "-1"], "--batch-tokens must be positive"),
+        (["--batch-tokens", "-1"], "--batch-tokens must be at least 0"),
         (["--step", "99"], "no checkpoint in .* at step 99"),
         (["--bundle", "/nonexistent"], "no CORE bundle in /nonexistent"),
         (["--bundle", "/nonexistent.zip"], "/nonexistent.zip: No such file"),

@@ -8,11 +8,12 @@ import pytest
 
 from gka.runtime.cli import Bounds, UserError, check_bounds, run
 from gka.runtime.distributed import setup
-from nanochat_gka import accounting, corpus, evaluate, generate, pack, tokenizer, train
+from nanochat_gka import accounting, corpus, eval_core, evaluate, generate, pack, tokenizer, train
 
 COMMANDS = {
     "train": (train.main, train.TrainConfig),
     "evaluate": (evaluate.main, evaluate.EvaluateConfig),
+    "eval_core": (eval_core.main, eval_core.CoreConfig),
     "generate": (generate.main, generate.GenerateConfig),
     "tokenizer": (tokenizer.main, tokenizer.TokenizerConfig),
     "pack": (pack.main, pack.PackConfig),
@@ -35,11 +36,13 @@ REFUSED = {
         "seed": ("-1", str(2**63), str(10**30)),
         "depth": ("0", "-3", "1000001"),
         **dict.fromkeys(("aspect-ratio", "head-dim", "keep", "log-every"), ("0", "-1")),
-        **dict.fromkeys(("max-seq-len", "num-iterations", "total-batch-size", "eval-every", "eval-tokens", "sample-every", "save-every", "stop-after"), ("0", "-2")),
+        **dict.fromkeys(("max-seq-len", "num-iterations", "total-batch-size", "eval-every", "eval-tokens", "sample-every", "save-every", "stop-after",
+                        "core-metric-every", "core-metric-max-per-task"), ("0", "-2")),
         "device-batch-size": ("0", "-1"),
     },
     "evaluate": {"split-tokens": ("0", "-2"), "device-batch-size": ("0", "-1"), "temperature": (*NOT_NUMBERS, "-1"), "top-p": (*NOT_NUMBERS, "0", "1.1"),
-                 "top-k": ("-1",), "num-samples": ("0",), "max-tokens": ("0",), "seed": ("-1", str(2**63))},
+                 "top-k": ("-1",), "num-samples": ("0",), "max-tokens": ("0",), "unconditioned": ("-1",), "seed": ("-1", str(2**63))},
+    "eval_core": {"max-per-task": ("0", "-2"), "max-seq-len": ("1", "-2"), "batch-tokens": ("-1",)},
     "generate": {"max-rows": ("0",), "temperature": NOT_NUMBERS, "top-p": NOT_NUMBERS, "seed": (str(2**63),)},
     "tokenizer": {"max-chars": ("0", "-2"), "doc-cap": ("0", "-1"), "vocab-size": ("264", "65537", "-1")},
     "pack": {"sequence-len": ("0", "-1", str(10**12)), "workers": ("-1",)},
@@ -67,7 +70,7 @@ def test_every_number_of_a_command_has_bounds(command):
     """And they were tried above, if they are not inherited from flags that were."""
     config = COMMANDS[command][1]
     hints = get_type_hints(config, include_extras=True)
-    free = {"evaluate": {"step"}, "generate": {"step"}}.get(command, set())  # model_io's to check: it knows the checkpoints
+    free = {"step"} if command in ("evaluate", "eval_core", "generate") else set()  # model_io's to check: it knows the checkpoints
     for field in dataclasses.fields(config):
         if isinstance(field.default, (int, float)) and not isinstance(field.default, bool) and field.name not in free:
             bounds = [one for one in getattr(hints[field.name], "__metadata__", ()) if isinstance(one, Bounds)]
