@@ -56,7 +56,7 @@ TRAIN_DEIT  = $(LAUNCH) deit_gka.train --data '$(DATA)' --out $(BASE)/runs --res
 
 .PHONY: help setup demo test test-gpu lint bench data tokenizer tokenize pretrain-d20 pretrain-d20-base eval-bpb eval-bpb-base eval-core eval-core-base sample \
         export train-deit-ti train-deit-s train-deit-b ablate-projections eval-deit vendor diff unpatch test-patches check-gpu check-images \
-        check-data clean
+        clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -172,8 +172,8 @@ ablate-projections: check-images | $(READY)  ## the paper's ablation: softmax, V
 	$(TRAIN_DEIT) --model deit_tiny_gka_patch16_224 $(ARGS)
 	$(PY) -m runs.ablation --runs $(BASE)/runs
 
-eval-deit: check-data | $(READY)  ## top-1 and top-5 of a vision run (MODEL=name or RUN=folder) on DATA
-	$(LAUNCH) deit_gka.evaluate --run $(DEIT_RUN) --data '$(DATA)' --results $(BASE)/results.jsonl $(ARGS)
+eval-deit: | $(READY)  ## top-1 and top-5 of a vision run (MODEL=name or RUN=folder) on its own images, or DATA
+	$(LAUNCH) deit_gka.evaluate --run $(DEIT_RUN) $(if $(DATA),--data '$(DATA)') --results $(BASE)/results.jsonl $(ARGS)
 
 vendor:  ## clone upstream nanochat and DeiT into vendor/ at the commits of patches/ (or take NANOCHAT_SRC, DEIT_SRC)
 	@$(PYTHON) patches/apply.py vendor
@@ -202,9 +202,6 @@ HAS_DEVICE := $(ON_CPU)$(filter-out 0,$(GPUS))
 check-images:
 	$(if $(DATA),,@echo 'error: no images$(if $(HAS_DEVICE),, and no GPU). $(GIVE_DATA), or run "make demo", which needs neither' >&2; exit 2)
 	$(if $(HAS_DEVICE),,@echo 'error: no GPU is visible, and 300 epochs would take years without one. Run "make demo", or try the command small: DATA=digits BASE=out/small ARGS="$(SMALL_RUN)"' >&2; exit 2)
-
-check-data:
-	$(if $(DATA),,@echo 'error: no images. $(GIVE_DATA)' >&2; exit 2)
 
 check-gpu:
 	$(if $(HAS_DEVICE),,@echo 'error: no GPU is visible, and a depth-$(DEPTH) run would take years without one.' \
