@@ -149,11 +149,16 @@ class Trainer:
             self.batch_size = memory.largest_that_runs(self.batch_size, self.dry_step, self.runtime)
 
     def dry_step(self, rows: int) -> None:
-        """Forward and backward of a step's largest micro-batch, of `rows` at most, on no text. Weights, state and random numbers stay as they are."""
-        largest = max(map(len, micro_batches(range(-(-self.rows // self.runtime.world_size)), rows)))
-        ids = torch.zeros(largest, self.stream.rows.sequence_len, dtype=torch.int64, device=self.runtime.device)
+        """Forward and backward of a step's largest micro-batch, of `rows` at most, on no text. Weights, state and random numbers stay as they are.
+
+        Twice if a step has several: from the second on the gradients are in memory before its activations are.
+        """
+        pieces = list(map(len, micro_batches(range(-(-self.rows // self.runtime.world_size)), rows)))
+        ids = torch.zeros(max(pieces), self.stream.rows.sequence_len, dtype=torch.int64, device=self.runtime.device)
+        targets = torch.zeros_like(ids)  # one tensor for both would be compiled apart from training's two
         try:
-            self.compiled(ids, ids, reduction="sum").backward()
+            for _ in pieces[:2]:
+                self.compiled(ids, targets, reduction="sum").backward()
         finally:
             self.optimizer.zero_grad()
 
