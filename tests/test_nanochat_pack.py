@@ -1,5 +1,6 @@
 """Packing: upstream's rows, the same bins however the work is cut or interrupted, and one-line errors for what cannot be packed."""
 
+import hashlib
 import json
 import os
 import re
@@ -257,6 +258,23 @@ def test_a_folder_of_an_earlier_version_still_serves(odd, tmp_path, capsys):
     (out / "manifest.json").unlink()
     pack.main(config(odd, out))
     assert bins(out) == bins(odd / "packed") and {path.name for path in out.iterdir()} == {path.name for path in (odd / "packed").iterdir()}
+
+
+def test_validation_rows_of_an_earlier_version_are_packed_again_though_their_unit_is_the_same(tmp_path):
+    """A file of at most eight row groups was one unit then too, of other rows: batches went across row groups, empty documents were left out."""
+    tiny.write_corpus(tmp_path / "corpus", docs=60, row_group=10)
+    tokenizer.main(tokenizer.TokenizerConfig(corpus=tmp_path / "corpus", out=tmp_path / "tokenizer", vocab_size=300))
+    out = tmp_path / "packed"
+    pack.main(config(tmp_path, out, workers=1))
+    want = bins(out)
+    rows, record = out / "val_000000.bin", json.loads((out / "val_000000.json").read_text())
+    older = bytes(len(want["val_000000.bin"]))
+    rows.write_bytes(older)
+    del record["upstream_rows"]
+    (out / "val_000000.json").write_text(json.dumps({**record, "sha256": hashlib.sha256(older).hexdigest()}))
+    (out / "manifest.json").unlink()
+    pack.main(config(tmp_path, out, workers=1))
+    assert bins(out) == want
 
 
 @linux
