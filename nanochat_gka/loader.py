@@ -20,6 +20,7 @@ from nanochat_gka.pack import FIRST, FORMAT, MANIFEST, shard_path, wrong_size
 from nanochat_gka.tokenizer import Tokenizer
 
 EvalRows = Literal["upstream", "spaced"]
+SAME_ROWS = ("tokenizer_sha256", "sequence_len", "source")  # of a manifest: what must be the same for a run's rows to be the same
 Batch = tuple[torch.Tensor, torch.Tensor]  # ids and targets, both (rows, T) int64
 
 
@@ -82,7 +83,7 @@ class PackedData:
 
     def identity(self, run: Path) -> dict[str, Any]:
         """What the checkpoints of the run in `run` say of their data: what it is, and where, also seen from the run."""
-        known = {key: self.manifest.get(key) for key in ("tokenizer_sha256", "source", "sequence_len", "corpus")}
+        known = {key: self.manifest.get(key) for key in (*SAME_ROWS, "corpus")}
         folder = self.folder.resolve()
         return {**known, "folder": str(folder), "folder_from_run": os.path.relpath(folder, run.resolve())}
 
@@ -103,7 +104,7 @@ class PackedData:
 def rows_of_run(data: dict[str, Any], run: Path) -> Path:
     """The folder of rows that a run was trained on, from what its checkpoint says of them (`PackedData.identity`).
 
-    Raises UserError if it does not say, or if no folder there has rows of this tokenizer and length.
+    Raises UserError if it does not say, or if no folder there has rows of this text, tokenizer and length.
     """
     if not data:
         raise UserError(f"{run} is an exported model, which does not say where its rows are; give --data FOLDER")
@@ -114,7 +115,7 @@ def rows_of_run(data: dict[str, Any], run: Path) -> Path:
     for folder in (run / data["folder_from_run"], Path(data["folder"])):
         with contextlib.suppress(UserError):
             there = read_json(folder / MANIFEST, "manifest")
-            if (there.get("tokenizer_sha256"), there.get("sequence_len")) == (tokenizer, length):
+            if all(there.get(key) == data[key] for key in SAME_ROWS):
                 return Path(os.path.normpath(folder))
     corpus = f"{data['corpus'] or 'a corpus'} ({len(files)} parquet files, {files[0][0]} to {files[-1][0]})"
     raise UserError(f"the rows that {run} was trained on, of {corpus}, are no longer in {data['folder']}; pack them again, or give {wanted}")

@@ -110,6 +110,19 @@ def test_a_run_of_an_earlier_version_asks_for_its_rows():
         rows_of_run({}, Path("d4-export"))
 
 
+def test_rows_of_other_text_are_not_the_runs(tmp_path):
+    data = {"tokenizer_sha256": "f" * 64, "sequence_len": 32, "source": [["a.parquet", 1], ["b.parquet", 1]], "corpus": "text",
+            "folder": str(tmp_path / "packed"), "folder_from_run": "../packed"}  # fmt: skip
+    (tmp_path / "packed").mkdir()
+    for source, there in ((data["source"], True), ([["a.parquet", 2], ["b.parquet", 1]], False)):
+        (tmp_path / "packed/manifest.json").write_text(json.dumps({**data, "source": source}))
+        if there:
+            assert rows_of_run(data, tmp_path / "run") == tmp_path / "packed"
+        else:
+            with pytest.raises(UserError, match=r"are no longer in .*; pack them again, or give --data FOLDER"):
+                rows_of_run(data, tmp_path / "run")
+
+
 def test_kill_9_at_random_steps_and_resume_is_bit_identical(packed, uninterrupted, tmp_path):
     rng = random.Random(7)
     for kill_at in sorted(rng.sample(range(5, STEPS - 5), 2)):
