@@ -326,7 +326,7 @@ def run_to_the_end(trainer: Trainer, log: RunLog) -> None:
     trainer.fit_memory()
     pieces = list(map(len, micro_batches(runtime.share(trainer.rows), trainer.batch_size)))
     runtime.print(f"rows of a step, for this process: {', '.join(map(str, pieces[:8]))}{', ...' if len(pieces) > 8 else ''} at once")
-    trainer.data.warn_of_rows(config.eval_rows, runtime.print)
+    trainer.data.warn_of_rows(config.eval_rows, config.eval_tokens, runtime.print)
     if model.operators():
         runtime.print(f"Gaussian kernel attention by {', '.join(model.operators())}")
     if step:
