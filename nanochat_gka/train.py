@@ -175,7 +175,9 @@ class Trainer:
         mean_loss, stopping, largest = self.runtime.sum(torch.stack([loss, stop_flag, largest])).tolist()
         if not (math.isfinite(mean_loss) and math.isfinite(largest)):
             what = f"the loss is {mean_loss}" if not math.isfinite(mean_loss) else "the gradient is not finite"
-            raise UserError(f"{what} at step {step}; the weights were not touched. Last good checkpoint: {self.newest_checkpoint()}. "
+            finite = all(bool(parameter.isfinite().all()) for parameter in self.model.parameters())
+            left = "the weights were not touched" if finite else "an earlier step has ruined the weights"
+            raise UserError(f"{what} at step {step}; {left}. Last checkpoint: {self.newest_checkpoint()}. "
                             "Start a new --model-tag with lower learning rates")  # fmt: skip
         multiplier = lr_multiplier(step, steps, config.warmup_ratio, config.warmdown_ratio, config.final_lr_frac)
         self.optimizer.step(multiplier, muon_momentum(step), weight_decay_multiplier(step, steps))
