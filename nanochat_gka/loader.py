@@ -20,7 +20,7 @@ from nanochat_gka.pack import FIRST, FORMAT, MANIFEST, shard_path, wrong_size
 from nanochat_gka.tokenizer import Tokenizer
 
 EvalRows = Literal["upstream", "spaced"]
-SAME_ROWS = ("tokenizer_sha256", "sequence_len", "source")  # of a manifest: what must be the same for a run's rows to be the same
+SAME_ROWS = ("tokenizer_sha256", "sequence_len", "source")  # of a manifest: what rows of the same run agree in
 Batch = tuple[torch.Tensor, torch.Tensor]  # ids and targets, both (rows, T) int64
 
 
@@ -71,8 +71,9 @@ class PackedData:
         """The rows of a split to evaluate on: as many as hold `tokens` (-1 = all), at least one.
 
         choice: "upstream" takes the first of nanochat's loader with one process: of "val" its stream, of "train" the stream's beginning, which
-        is kept for that, or, if more rows are asked for than are kept, the split's own. "spaced" takes evenly spaced ones of the whole split,
-        which a folder that was packed by an earlier version gives in either case (`has_upstream_rows`).
+        is kept for that, or, if more rows are asked for than are kept, the split's own. "spaced" takes evenly spaced
+        ones of the whole split, which a folder that was packed by an earlier version gives in either case
+        (`has_upstream_rows`).
         """
         rows, count = self._rows[split], self._count(split, tokens)
         if choice == "spaced" or not self.has_upstream_rows:
@@ -105,8 +106,8 @@ class PackedData:
             )
         elif choice == "upstream" and kept < count < len(self._rows["train"]):
             show(
-                f"note: {self.folder} keeps nanochat's first {kept:,} rows of the training text, and {count:,} are evaluated, so they are the "
-                "training split's as they were packed for training, which cuts more of the long documents"
+                f"note: {self.folder} keeps nanochat's first {kept:,} rows of the training text, and {count:,} are "
+                "evaluated, so they are the split's as packed for training, which cuts more of the long documents"
             )
 
 

@@ -230,7 +230,8 @@ def _finished(out: Path, unit: Unit) -> dict | None:
         record = read_json(record_path, "unit record")
     except UserError:
         return None
-    known = set() if unit.split == "train" else {"upstream_rows"}  # an earlier version cut the validation text otherwise
+    # An earlier version cut the validation text otherwise.
+    known = set() if unit.split == "train" else {"upstream_rows"}
     whole = asdict(unit).items() <= record.items() and record.keys() >= known
     return record if whole and sha256(rows_path) == record.get("sha256") else None
 

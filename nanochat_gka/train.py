@@ -149,9 +149,10 @@ class Trainer:
             self.batch_size = memory.largest_that_runs(self.batch_size, self.dry_step, self.runtime)
 
     def dry_step(self, rows: int) -> None:
-        """Forward and backward of a step's largest micro-batch, of `rows` at most, on no text. Weights, state and random numbers stay as they are.
+        """Forward and backward of a step's largest micro-batch, of `rows` at most, on no text.
 
-        Twice if a step has several: from the second on the gradients are in memory before its activations are.
+        Twice if a step has several: from the second on the gradients are in memory before its activations are. Weights,
+        state and random numbers stay as they are.
         """
         pieces = list(map(len, micro_batches(range(-(-self.rows // self.runtime.world_size)), rows)))
         ids = torch.zeros(max(pieces), self.stream.rows.sequence_len, dtype=torch.int64, device=self.runtime.device)

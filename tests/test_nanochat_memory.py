@@ -132,10 +132,18 @@ def test_a_dry_step_leaves_no_trace(packed, tmp_path):
 
 
 def test_a_dry_step_holds_what_a_step_holds(packed, tmp_path):
-    """Where a step has several micro-batches, all but the first find its gradients in memory. And what it compiles is what training runs."""
+    """Where a step has several micro-batches, all but the first find its gradients in memory.
+
+    And what it compiles is what training runs.
+    """
     trainer = train.Trainer(config(packed, tmp_path), Runtime(0, 1, CPU))
     compiled, found = [], []
-    whole = torch.compile(trainer.model, backend=lambda graph, inputs: compiled.append(len(inputs)) or graph.forward, dynamic=False)
+
+    def backend(graph, inputs):
+        compiled.append(len(inputs))
+        return graph.forward
+
+    whole = torch.compile(trainer.model, backend=backend, dynamic=False)
 
     def model(ids, targets, reduction):
         found.append((len(ids), sum(parameter.grad is not None for parameter in trainer.model.parameters())))

@@ -237,7 +237,8 @@ def test_a_first_file_of_less_than_a_row_is_not_an_earlier_version(odd, tmp_path
     data.warn_of_rows("upstream", 320, said.append)
     assert len(said) == 1 and "keeps nanochat's first 0 rows" in said[0]
     ids, targets = data.eval_rows("val", 50 * 32).batch(range(50))
-    assert torch.cat([ids, targets[:, -1:]], dim=1).tolist() == upstream_rows([tmp_path / "corpus" / "2.parquet"], data.tokenizer, 33, 50)
+    want = upstream_rows([tmp_path / "corpus" / "2.parquet"], data.tokenizer, 33, 50)
+    assert torch.cat([ids, targets[:, -1:]], dim=1).tolist() == want
 
 
 def test_the_training_text_kept_for_evaluation_is_no_longer_than_that(odd, tmp_path, monkeypatch):
@@ -286,7 +287,10 @@ def test_a_folder_of_an_earlier_version_still_serves(odd, tmp_path, capsys):
 
 
 def test_validation_rows_of_an_earlier_version_are_packed_again_though_their_unit_is_the_same(tmp_path):
-    """A file of at most eight row groups was one unit then too, of other rows: batches went across row groups, empty documents were left out."""
+    """A file of at most eight row groups was one unit then too, of other rows.
+
+    Batches went across row groups, and empty documents were left out.
+    """
     tiny.write_corpus(tmp_path / "corpus", docs=60, row_group=10)
     tokenizer.main(tokenizer.TokenizerConfig(corpus=tmp_path / "corpus", out=tmp_path / "tokenizer", vocab_size=300))
     out = tmp_path / "packed"

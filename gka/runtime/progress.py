@@ -56,7 +56,10 @@ class RunLog:
             self.wandb = _start_wandb(wandb_mode, name, config or {}, path.parent)
 
     def log(self, event: str, step: int, show: str | None = None, chart: bool = True, **values) -> None:
-        """Record `values` at `step`; `show` is the human-readable line. chart: whether wandb gets them; it keeps one value of a name for a step."""
+        """Record `values` at `step`; `show` is the human-readable line.
+
+        chart: whether wandb gets them too; it keeps one value of a name for a step.
+        """
         if not self.enabled:
             return
         self.file.write(json.dumps({"event": event, "step": step, "time": round(time.time(), 3), **finite(values)}) + "\n")
