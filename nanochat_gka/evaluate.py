@@ -74,7 +74,7 @@ def evaluate(config: EvaluateConfig, runtime: Runtime) -> dict:
         size = config.device_batch_size
         if size == "auto":
             size = rows_at_once(model.config, runtime.device.type, device_bytes(runtime.device), training=False)
-        data.warn_of_rows(config.eval_rows, runtime.print)
+        data.warn_of_rows(config.eval_rows, config.split_tokens, runtime.print)
         metrics["eval_rows"] = config.eval_rows if data.has_upstream_rows else "spaced"
         for split in SPLITS:
             rows = data.eval_rows(split, config.split_tokens, config.eval_rows)

@@ -20,6 +20,7 @@ from nanochat_gka.pack import FIRST, FORMAT, MANIFEST, shard_path, wrong_size
 from nanochat_gka.tokenizer import Tokenizer
 
 EvalRows = Literal["upstream", "spaced"]
+SAME_ROWS = ("tokenizer_sha256", "sequence_len", "source")  # of a manifest: what rows of the same run agree in
 Batch = tuple[torch.Tensor, torch.Tensor]  # ids and targets, both (rows, T) int64
 
 
@@ -70,40 +71,50 @@ class PackedData:
         """The rows of a split to evaluate on: as many as hold `tokens` (-1 = all), at least one.
 
         choice: "upstream" takes the first of nanochat's loader with one process: of "val" its stream, of "train" the stream's beginning, which
-        is kept for that, as long as it has so many rows. "spaced" takes evenly spaced ones of the whole split, which a folder that was packed
-        by an earlier version gives in either case (`has_upstream_rows`).
+        is kept for that, or, if more rows are asked for than are kept, the split's own. "spaced" takes evenly spaced
+        ones of the whole split, which a folder that was packed by an earlier version gives in either case
+        (`has_upstream_rows`).
         """
-        rows = self._rows[split]
-        count = len(rows) if tokens < 0 else max(1, min(len(rows), tokens // self.sequence_len))
+        rows, count = self._rows[split], self._count(split, tokens)
         if choice == "spaced" or not self.has_upstream_rows:
             return rows.some([number * len(rows) // count for number in range(count)])
         first = self._rows[FIRST]
         return (first if split == "train" and count <= len(first) and count < len(rows) else rows).some(range(count))
 
+    def _count(self, split: str, tokens: int) -> int:
+        rows = len(self._rows[split])
+        return rows if tokens < 0 else max(1, min(rows, tokens // self.sequence_len))
+
     def identity(self, run: Path) -> dict[str, Any]:
         """What the checkpoints of the run in `run` say of their data: what it is, and where, also seen from the run."""
-        known = {key: self.manifest.get(key) for key in ("tokenizer_sha256", "source", "sequence_len", "corpus")}
+        known = {key: self.manifest.get(key) for key in (*SAME_ROWS, "corpus")}
         folder = self.folder.resolve()
         return {**known, "folder": str(folder), "folder_from_run": os.path.relpath(folder, run.resolve())}
 
     @property
     def has_upstream_rows(self) -> bool:
         """Whether the rows were packed by a version that keeps nanochat's evaluation rows."""
-        return len(self._rows[FIRST]) > 0
+        return any(shard["split"] == FIRST for shard in self.manifest["shards"])
 
-    def warn_of_rows(self, choice: str, show: Callable[[str], None]) -> None:
+    def warn_of_rows(self, choice: str, tokens: int, show: Callable[[str], None]) -> None:
         """Say so if "upstream" rows are wanted that the folder does not have."""
+        kept, count = len(self._rows[FIRST]), self._count("train", tokens)
         if choice == "upstream" and not self.has_upstream_rows:
             show(
                 f"note: {self.folder} was packed by an earlier version, so evaluations take evenly spaced rows, not nanochat's first ones; "
                 f"to have those, delete {self.folder / MANIFEST} and pack again, which keeps the training rows"
+            )
+        elif choice == "upstream" and kept < count < len(self._rows["train"]):
+            show(
+                f"note: {self.folder} keeps nanochat's first {kept:,} rows of the training text, and {count:,} are "
+                "evaluated, so they are the split's as packed for training, which cuts more of the long documents"
             )
 
 
 def rows_of_run(data: dict[str, Any], run: Path) -> Path:
     """The folder of rows that a run was trained on, from what its checkpoint says of them (`PackedData.identity`).
 
-    Raises UserError if it does not say, or if no folder there has rows of this tokenizer and length.
+    Raises UserError if it does not say, or if no folder there has rows of this text, tokenizer and length.
     """
     if not data:
         raise UserError(f"{run} is an exported model, which does not say where its rows are; give --data FOLDER")
@@ -114,7 +125,7 @@ def rows_of_run(data: dict[str, Any], run: Path) -> Path:
     for folder in (run / data["folder_from_run"], Path(data["folder"])):
         with contextlib.suppress(UserError):
             there = read_json(folder / MANIFEST, "manifest")
-            if (there.get("tokenizer_sha256"), there.get("sequence_len")) == (tokenizer, length):
+            if all(there.get(key) == data[key] for key in SAME_ROWS):
                 return Path(os.path.normpath(folder))
     corpus = f"{data['corpus'] or 'a corpus'} ({len(files)} parquet files, {files[0][0]} to {files[-1][0]})"
     raise UserError(f"the rows that {run} was trained on, of {corpus}, are no longer in {data['folder']}; pack them again, or give {wanted}")

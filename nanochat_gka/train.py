@@ -149,11 +149,17 @@ class Trainer:
             self.batch_size = memory.largest_that_runs(self.batch_size, self.dry_step, self.runtime)
 
     def dry_step(self, rows: int) -> None:
-        """Forward and backward of a step's largest micro-batch, of `rows` at most, on no text. Weights, state and random numbers stay as they are."""
-        largest = max(map(len, micro_batches(range(-(-self.rows // self.runtime.world_size)), rows)))
-        ids = torch.zeros(largest, self.stream.rows.sequence_len, dtype=torch.int64, device=self.runtime.device)
+        """Forward and backward of a step's largest micro-batch, of `rows` at most, on no text.
+
+        Twice if a step has several: from the second on the gradients are in memory before its activations are. Weights,
+        state and random numbers stay as they are.
+        """
+        pieces = list(map(len, micro_batches(range(-(-self.rows // self.runtime.world_size)), rows)))
+        ids = torch.zeros(max(pieces), self.stream.rows.sequence_len, dtype=torch.int64, device=self.runtime.device)
+        targets = torch.zeros_like(ids)  # one tensor for both would be compiled apart from training's two
         try:
-            self.compiled(ids, ids, reduction="sum").backward()
+            for _ in pieces[:2]:
+                self.compiled(ids, targets, reduction="sum").backward()
         finally:
             self.optimizer.zero_grad()
 
@@ -170,7 +176,9 @@ class Trainer:
         mean_loss, stopping, largest = self.runtime.sum(torch.stack([loss, stop_flag, largest])).tolist()
         if not (math.isfinite(mean_loss) and math.isfinite(largest)):
             what = f"the loss is {mean_loss}" if not math.isfinite(mean_loss) else "the gradient is not finite"
-            raise UserError(f"{what} at step {step}; the weights were not touched. Last good checkpoint: {self.newest_checkpoint()}. "
+            finite = all(bool(parameter.isfinite().all()) for parameter in self.model.parameters())
+            left = "the weights were not touched" if finite else "an earlier step has ruined the weights"
+            raise UserError(f"{what} at step {step}; {left}. Last checkpoint: {self.newest_checkpoint()}. "
                             "Start a new --model-tag with lower learning rates")  # fmt: skip
         multiplier = lr_multiplier(step, steps, config.warmup_ratio, config.warmdown_ratio, config.final_lr_frac)
         self.optimizer.step(multiplier, muon_momentum(step), weight_decay_multiplier(step, steps))
@@ -321,7 +329,7 @@ def run_to_the_end(trainer: Trainer, log: RunLog) -> None:
     trainer.fit_memory()
     pieces = list(map(len, micro_batches(runtime.share(trainer.rows), trainer.batch_size)))
     runtime.print(f"rows of a step, for this process: {', '.join(map(str, pieces[:8]))}{', ...' if len(pieces) > 8 else ''} at once")
-    trainer.data.warn_of_rows(config.eval_rows, runtime.print)
+    trainer.data.warn_of_rows(config.eval_rows, config.eval_tokens, runtime.print)
     if model.operators():
         runtime.print(f"Gaussian kernel attention by {', '.join(model.operators())}")
     if step:

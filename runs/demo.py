@@ -97,8 +97,10 @@ def language_jobs(config: DemoConfig) -> dict[str, Job]:
 def sample_jobs(trained: dict[str, Job]) -> list[Job]:
     """The commands that continue the prompts, for the models that have no samples yet."""
     flags = ["--eval", "sample", "--prompt", *PROMPTS, "--max-tokens", 40, "--temperature", 0.8, "--unconditioned", 0, "--device-type", "cpu"]
-    return [Job(f"text by {label}", "nanochat_gka.evaluate", ["--run", job.folder, *flags, "--results", job.folder / SAMPLES], job.folder, 1,
-                SECONDS_PER_SAMPLE)
+    # Their folder is not the run's, whose log is of steps long done.
+    return [Job(f"text by {label}", "nanochat_gka.evaluate",
+                ["--run", job.folder, *flags, "--results", job.folder / SAMPLES],
+                job.folder / "text", 1, SECONDS_PER_SAMPLE)
             for label, job in trained.items() if not read_results(job.folder / SAMPLES, "samples")]  # fmt: skip
 
 

@@ -6,6 +6,8 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gka import dot_product_attention, gaussian_attention
 from gka.attention import testing
@@ -164,8 +166,28 @@ def test_values_are_not_read_where_that_would_stall_or_break_a_graph():
         warnings.filterwarnings("error", message="gaussian_attention")
         gaussian_attention(x.to("meta"), log_sigma.to("meta"), causal=True, impl="sdpa")
         torch.func.vmap(lambda x: gaussian_attention(x, log_sigma, causal=True, impl="sdpa"))(x[None])
+        torch.func.vmap(lambda keys: gaussian_attention(x, log_sigma, keys=keys, causal=True, impl="sdpa"))(x[None])
     compiled = torch.compile(lambda x: gaussian_attention(x, log_sigma, causal=True, impl="sdpa"), fullgraph=True, backend="aot_eager")
     assert compiled(x).isfinite().all()
+
+
+class Crossings(TorchDispatchMode):
+    """Counts what comes from the CPU: there such a copy waits for the GPU, and a CUDA graph cannot hold it."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += any(isinstance(t, torch.Tensor) and t.device.type == "cpu" for t in args)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_on_a_gpu_nothing_comes_from_the_cpu(causal):
+    """By torch's fake tensors, which need no GPU."""
+    with FakeTensorMode(), Crossings() as crossings:
+        x, log_sigma = torch.empty(1, 20, 2, 16, device="cuda"), torch.zeros(2, device="cuda")
+        gaussian_attention(x, log_sigma, causal=causal, impl="sdpa")
+    assert crossings.count == 0
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -83,6 +83,23 @@ def test_training_does_not_notice(scored, packed, tmp_path):
     assert events(tmp_path, "core") == [] and [r["loss"] for r in events(tmp_path, "train")] == [r["loss"] for r in events(scored, "train")]
 
 
+def test_charts_show_every_task_under_its_name(packed, bundle, tmp_path, monkeypatch):
+    """Tasks of one step under one name would be one point, of the last task."""
+    charted = []
+
+    class Charts:
+        def log(self, values, step):
+            charted.append((step, values))
+
+        def finish(self): ...
+
+    monkeypatch.setattr("gka.runtime.progress._start_wandb", lambda *_: Charts())
+    run(main, TrainConfig, flags(packed, tmp_path, *core_flags(bundle, every=STEPS), "--wandb", "offline"))
+    names = [(step, name) for step, values in charted for name in values]
+    assert len(names) == len(set(names)) and not any("core_task" in name for _, name in names)
+    assert {(STEPS, f"core/centered/{task}") for task in tiny_core.TASKS} < set(names)
+
+
 def test_a_signal_waits_for_one_task_and_the_others_are_scored_by_the_next_process(scored, packed, bundle, tmp_path, monkeypatch, capsys):
     asked, measure = [], Examinee.measure
 

@@ -131,6 +131,36 @@ def test_a_dry_step_leaves_no_trace(packed, tmp_path):
     assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
 
 
+def test_a_dry_step_holds_what_a_step_holds(packed, tmp_path):
+    """Where a step has several micro-batches, all but the first find its gradients in memory.
+
+    And what it compiles is what training runs.
+    """
+    trainer = train.Trainer(config(packed, tmp_path), Runtime(0, 1, CPU))
+    compiled, found = [], []
+
+    def backend(graph, inputs):
+        compiled.append(len(inputs))
+        return graph.forward
+
+    whole = torch.compile(trainer.model, backend=backend, dynamic=False)
+
+    def model(ids, targets, reduction):
+        found.append((len(ids), sum(parameter.grad is not None for parameter in trainer.model.parameters())))
+        return whole(ids.contiguous(), targets.contiguous(), reduction=reduction)  # as on CUDA
+
+    trainer.compiled, parameters = model, len(list(trainer.model.parameters()))
+    assert trainer.rows == 8
+    trainer.dry_step(4)
+    graphs = len(compiled)
+    train.accumulate_gradients(model, trainer.stream, 0, trainer.rows, 4, trainer.runtime)
+    assert found == [(4, 0), (4, parameters)] * 2
+    assert graphs == len(compiled) > 0
+    trainer.optimizer.zero_grad()
+    trainer.dry_step(8)
+    assert found[4:] == [(8, 0)]
+
+
 def test_auto_is_the_same_update(packed, tmp_path):
     """Rows at once decide the order of sums and nothing else."""
     gradients = []

@@ -1,5 +1,6 @@
 """Packing: upstream's rows, the same bins however the work is cut or interrupted, and one-line errors for what cannot be packed."""
 
+import hashlib
 import json
 import os
 import re
@@ -214,6 +215,32 @@ def test_rows_for_evaluation_are_upstreams_until_the_file_ends(odd, split, name)
     assert torch.cat([ids, targets[:, -1:]], dim=1).tolist() == want
 
 
+def test_more_training_rows_than_are_kept_are_not_called_nanochats(odd):
+    """The first of two training files is kept."""
+    data, said = PackedData(odd / "packed"), []
+    kept, whole = len(data.split("train_first")), len(data.split("train"))
+    assert kept + 1 < whole
+    for rows, choice in ((kept, "upstream"), (whole, "upstream"), (kept + 1, "spaced")):
+        data.warn_of_rows(choice, rows * 32, said.append)
+    data.warn_of_rows("upstream", -1, said.append)
+    assert not said
+    data.warn_of_rows("upstream", (kept + 1) * 32, said.append)
+    assert len(said) == 1 and f"first {kept:,} rows of the training text, and {kept + 1:,} are evaluated" in said[0]
+
+
+def test_a_first_file_of_less_than_a_row_is_not_an_earlier_version(odd, tmp_path):
+    shutil.copytree(odd / "corpus", tmp_path / "corpus")
+    pq.write_table(pa.table({"text": ["short"]}), tmp_path / "corpus" / "0.parquet")
+    pack.main(config(tmp_path, tmp_path / "packed", tokenizer=odd / "tokenizer"))
+    data, said = PackedData(tmp_path / "packed"), []
+    assert len(data.split("train_first")) == 0 and data.has_upstream_rows
+    data.warn_of_rows("upstream", 320, said.append)
+    assert len(said) == 1 and "keeps nanochat's first 0 rows" in said[0]
+    ids, targets = data.eval_rows("val", 50 * 32).batch(range(50))
+    want = upstream_rows([tmp_path / "corpus" / "2.parquet"], data.tokenizer, 33, 50)
+    assert torch.cat([ids, targets[:, -1:]], dim=1).tolist() == want
+
+
 def test_the_training_text_kept_for_evaluation_is_no_longer_than_that(odd, tmp_path, monkeypatch):
     monkeypatch.setattr(pack, "FIRST_TOKENS", 100 * 32)
     unit = next(unit for unit in pack.plan_units(pack.ParquetCorpus(odd / "corpus")) if unit.split == pack.FIRST)
@@ -242,10 +269,10 @@ def test_a_folder_of_an_earlier_version_still_serves(odd, tmp_path, capsys):
     old = PackedData(out)
     assert not old.has_upstream_rows and PackedData(odd / "packed").has_upstream_rows
     said: list[str] = []
-    old.warn_of_rows("spaced", said.append)
-    PackedData(odd / "packed").warn_of_rows("upstream", said.append)
+    old.warn_of_rows("spaced", 320, said.append)
+    PackedData(odd / "packed").warn_of_rows("upstream", 320, said.append)
     assert not said
-    old.warn_of_rows("upstream", said.append)
+    old.warn_of_rows("upstream", 320, said.append)
     assert len(said) == 1 and "evaluations take evenly spaced rows" in said[0] and str(out / "manifest.json") in said[0]
     for split in ("train", "val"):
         rows, spaced = old.split(split), old.eval_rows(split, 50 * 32, "spaced")
@@ -257,6 +284,26 @@ def test_a_folder_of_an_earlier_version_still_serves(odd, tmp_path, capsys):
     (out / "manifest.json").unlink()
     pack.main(config(odd, out))
     assert bins(out) == bins(odd / "packed") and {path.name for path in out.iterdir()} == {path.name for path in (odd / "packed").iterdir()}
+
+
+def test_validation_rows_of_an_earlier_version_are_packed_again_though_their_unit_is_the_same(tmp_path):
+    """A file of at most eight row groups was one unit then too, of other rows.
+
+    Batches went across row groups, and empty documents were left out.
+    """
+    tiny.write_corpus(tmp_path / "corpus", docs=60, row_group=10)
+    tokenizer.main(tokenizer.TokenizerConfig(corpus=tmp_path / "corpus", out=tmp_path / "tokenizer", vocab_size=300))
+    out = tmp_path / "packed"
+    pack.main(config(tmp_path, out, workers=1))
+    want = bins(out)
+    rows, record = out / "val_000000.bin", json.loads((out / "val_000000.json").read_text())
+    older = bytes(len(want["val_000000.bin"]))
+    rows.write_bytes(older)
+    del record["upstream_rows"]
+    (out / "val_000000.json").write_text(json.dumps({**record, "sha256": hashlib.sha256(older).hexdigest()}))
+    (out / "manifest.json").unlink()
+    pack.main(config(tmp_path, out, workers=1))
+    assert bins(out) == want
 
 
 @linux

@@ -8,10 +8,12 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny
 import torch
+import tyro
 from safetensors.torch import load_file
 
 from gka.runtime import checkpoint
@@ -25,7 +27,7 @@ from nanochat_gka.gpt import build
 from nanochat_gka.loader import PackedData, Stream, rows_of_run
 from nanochat_gka.model_io import load
 from nanochat_gka.optim import MuonAdamW, OptimConfig, parameter_groups
-from nanochat_gka.train import TrainConfig, main
+from nanochat_gka.train import TrainConfig, Trainer, main
 
 MODULE = "nanochat_gka.train"
 STEPS = 60
@@ -108,6 +110,19 @@ def test_a_run_of_an_earlier_version_asks_for_its_rows():
         rows_of_run(data, Path("out/runs/d4"))
     with pytest.raises(UserError, match="is an exported model, which does not say where its rows are; give --data FOLDER"):
         rows_of_run({}, Path("d4-export"))
+
+
+def test_rows_of_other_text_are_not_the_runs(tmp_path):
+    data = {"tokenizer_sha256": "f" * 64, "sequence_len": 32, "source": [["a.parquet", 1], ["b.parquet", 1]]}
+    data |= {"corpus": "text", "folder": str(tmp_path / "packed"), "folder_from_run": "../packed"}
+    (tmp_path / "packed").mkdir()
+    for source, there in ((data["source"], True), ([["a.parquet", 2], ["b.parquet", 1]], False)):
+        (tmp_path / "packed/manifest.json").write_text(json.dumps({**data, "source": source}))
+        if there:
+            assert rows_of_run(data, tmp_path / "run") == tmp_path / "packed"
+        else:
+            with pytest.raises(UserError, match=r"are no longer in .*; pack them again, or give --data FOLDER"):
+                rows_of_run(data, tmp_path / "run")
 
 
 def test_kill_9_at_random_steps_and_resume_is_bit_identical(packed, uninterrupted, tmp_path):
@@ -390,10 +405,19 @@ def test_a_second_trainer_is_kept_out(packed, tmp_path):
     tiny.assert_one_line_error(done, "another process is training in")
 
 
-def test_a_loss_that_is_not_finite_stops_and_names_the_last_good_checkpoint(packed, tmp_path):
+def test_a_loss_that_is_not_finite_stops_and_names_the_last_checkpoint(packed, tmp_path):
     tiny.call(MODULE, *flags(packed, tmp_path, "--stop-after", 4, "--embedding-lr", "1e38"), check=False)
     done = tiny.call(MODULE, *flags(packed, tmp_path, "--embedding-lr", "1e38"), check=False)
-    tiny.assert_one_line_error(done, r"the gradient is not finite at step \d+; the weights were not touched. Last good checkpoint: ")
+    tiny.assert_one_line_error(done, r"the gradient is not finite at step \d+; the weights were not touched. Last checkpoint: ")
+
+
+def test_weights_that_an_earlier_step_has_ruined_are_not_called_untouched(packed, tmp_path):
+    words = [str(word) for word in flags(packed, tmp_path)]
+    trainer = Trainer(tyro.cli(TrainConfig, args=words), Runtime(0, 1, torch.device("cpu")))
+    with torch.no_grad():
+        trainer.model.lm_head.weight[0, 0] = torch.inf
+    with pytest.raises(UserError, match=r"at step 0; an earlier step has ruined the weights. Last checkpoint: none "):
+        trainer.step(SimpleNamespace(requested=False))
 
 
 def test_a_log_that_lacks_values_is_made_up_for(packed, uninterrupted, tmp_path, capsys):

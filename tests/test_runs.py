@@ -86,9 +86,11 @@ def test_reports_pass_over_lines_that_say_nothing(tmp_path):
 
 def test_the_demo_samples_again_when_its_samples_were_cut_short(tmp_path):
     trained = {"GKA": Job("GKA", "nanochat_gka.train", [], tmp_path, steps=1)}
+    (tmp_path / "log.jsonl").write_text('{"event": "train", "step": 400, "loss": 3.5}\n')
     (tmp_path / demo.SAMPLES).write_text('{"kind": "evaluate", "metr')
     [job] = demo.sample_jobs(trained)
     assert job.module == "nanochat_gka.evaluate" and job.flags[:2] == ["--run", tmp_path]
+    assert job.progress() == (0, "")  # not the training's 400 steps of the 1 that it takes
     append_result(tmp_path / demo.SAMPLES, "evaluate", {}, {"samples": {"The ": ["end"]}}, torch.device("cpu"))
     assert demo.sample_jobs(trained) == []
 

@@ -59,7 +59,7 @@ def expand(x, keys, values, log_sigma, mask: Mask) -> Expansion:
 
 def _warn_if_lost(a, b) -> None:
     """Once per calling line (Python's rule for equal warnings), on CPU tensors, as everything that reads a tensor's values."""
-    if not readable(a):
+    if not (readable(a) and readable(b)):
         return
     largest = -2 * min(a.detach().min().item(), b.detach().min().item())
     if torch.finfo(a.dtype).eps * (1 + largest) > COARSEST:

@@ -55,12 +55,15 @@ class RunLog:
         if wandb_mode != "disabled":
             self.wandb = _start_wandb(wandb_mode, name, config or {}, path.parent)
 
-    def log(self, event: str, step: int, show: str | None = None, **values) -> None:
-        """Record `values` at `step`; `show` is the human-readable line."""
+    def log(self, event: str, step: int, show: str | None = None, chart: bool = True, **values) -> None:
+        """Record `values` at `step`; `show` is the human-readable line.
+
+        chart: whether wandb gets them too; it keeps one value of a name for a step.
+        """
         if not self.enabled:
             return
         self.file.write(json.dumps({"event": event, "step": step, "time": round(time.time(), 3), **finite(values)}) + "\n")
-        if self.wandb is not None:
+        if self.wandb is not None and chart:
             self.wandb.log({f"{event}/{name}": value for name, value in _scalars(values)}, step=step)
         if show:
             console.print(show, highlight=False, markup=False)

@@ -40,7 +40,7 @@ class CoreMetric:
             except UserError as error:  # costs this score, not the run
                 self.runtime.print(f"warning: {error}; the mean of step {step} is without it")
                 continue
-            log.log("core_task", step, asked=self.asked[task.label], **metrics)
+            log.log("core_task", step, chart=False, asked=self.asked[task.label], **metrics)
         if log.enabled:
             self._report(log, step, time.perf_counter() - started)
         return True

@@ -48,6 +48,11 @@ def gaussian(x, keys, values, log_sigma, mask: Mask, constant_norm: bool, eps: f
 
 
 def _extended(features, first, second, padding: int):
-    """Features with two more channels, each (B, T, H) or a number, and `padding` zeros."""
-    channels = [torch.as_tensor(t, dtype=features.dtype, device=features.device).expand(features.shape[:-1]) for t in (first, second)]
+    """Features with two more channels, each (B, T, H) or a number, and `padding` zeros.
+
+    Numbers are filled in where the features are: a copy from the CPU would stall every call, and could not be captured
+    in a CUDA graph.
+    """
+    shape = features.shape[:-1]
+    channels = [t if isinstance(t, torch.Tensor) else features.new_full(shape, t) for t in (first, second)]
     return F.pad(torch.cat([features, torch.stack(channels, dim=-1)], dim=-1), (0, padding))
