@@ -17,7 +17,8 @@ from torch import nn
 
 from deit_gka.accounting import cost_of
 from deit_gka.engine import evaluate
-from deit_gka.loader import WorkerCount, default_workers, eval_transform, evaluation_batches, worker_context
+from deit_gka.loader import eval_transform
+from deit_gka.loader_workers import WorkerCount, default_workers, evaluation_batches, worker_context
 from deit_gka.model_io import WEIGHTS, build, find_checkpoint, load_file, load_run, open_data, parse_kwargs, trained_on
 from deit_gka.sources import FORMS
 from gka.runtime.cli import Bounds, Count, UserError, run

@@ -7,7 +7,8 @@ torchrun --standalone --nproc-per-node 7 -m deit_gka.train --data /imagenet
 from deit_gka.accounting import cost_of
 from deit_gka.attention import operators_of
 from deit_gka.engine import evaluate
-from deit_gka.loader import Batch, eval_transform, evaluation_batches
+from deit_gka.loader import Batch, eval_transform
+from deit_gka.loader_workers import evaluation_batches
 from deit_gka.meter import Meter
 from deit_gka.train_config import TrainConfig
 from deit_gka.trainer import BROKEN_LIST, Trainer

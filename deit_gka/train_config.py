@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from deit_gka.loader import WorkerCount
+from deit_gka.loader_workers import WorkerCount
 from deit_gka.model_io import check_name, parse_kwargs
 from deit_gka.recipe import Recipe
 from deit_gka.sources import FORMS

@@ -28,14 +28,13 @@ from deit_gka.loader import (
     Key,
     Order,
     assemble,
-    batches,
     deal,
     eval_transform,
-    evaluation_batches,
     read_ahead,
     seed_of,
     train_transform,
 )
+from deit_gka.loader_workers import batches, evaluation_batches
 from deit_gka.model_io import build
 from deit_gka.optim import load_state_tensors, make_average, make_optimizer, make_schedule, state_tensors
 from deit_gka.recipe import Recipe

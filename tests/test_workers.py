@@ -15,7 +15,7 @@ import torch
 from test_deit_train import TRAIN, flags, in_process, records, signals_kept, still_there, wait_for_step
 from test_layout import ROOT, imports
 
-from deit_gka import loader
+from deit_gka import loader, loader_workers
 from deit_gka import train as training
 from deit_gka.sources import open_source
 from deit_gka.sources.base import Names
@@ -66,7 +66,7 @@ def test_one_module_decides_where_worker_processes_come_from():
                 name = getattr(call.func, "attr", getattr(call.func, "id", ""))
                 if name == "ProcessPoolExecutor":
                     assert "context" in ast.unparse(call.args[1]), here
-                assert name != "DataLoader" or path == ROOT / "deit_gka/loader.py", here
+                assert name != "DataLoader" or path == ROOT / "deit_gka/loader_workers.py", here
                 assert not any(keyword.arg == "num_proc" for keyword in call.keywords), here
     source = ROOT.joinpath("gka/runtime/workers.py").read_text()
     assert re.findall(r"get_context\((.*?)\)", source) == ['"forkserver"']
@@ -135,7 +135,7 @@ def test_a_silent_worker_is_one_line_that_says_how_to_go_on(pictures, tmp_path, 
     shutil.copytree(pictures, tmp_path / "data")
     (tmp_path / "data/val/class_1/000.jpg").unlink()
     os.mkfifo(tmp_path / "data/val/class_1/000.jpg")
-    monkeypatch.setattr(loader, "PATIENCE", 0.5)
+    monkeypatch.setattr(loader_workers, "PATIENCE", 0.5)
     before = tiny_vision.descendants(os.getpid())
     with signals_kept():
         message = in_process(training.main, TrainConfig, *flags(tmp_path / "data", tmp_path), capsys=capsys)
@@ -148,7 +148,7 @@ def test_a_silent_worker_is_one_line_that_says_how_to_go_on(pictures, tmp_path, 
 def test_patience_is_minutes_and_less_than_other_ranks_have():
     from gka.runtime.distributed import PATIENCE
 
-    assert 300 <= loader.PATIENCE <= PATIENCE.total_seconds() / 2
+    assert 300 <= loader_workers.PATIENCE <= PATIENCE.total_seconds() / 2
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -193,5 +193,5 @@ def test_workers_share_the_names_of_files(pictures):
 def test_images_are_the_same_in_workers_and_without(pictures, data):
     source = open_source(str(pictures) if data == "folder" else data, "val")
     transform, runtime = loader.eval_transform(16, 1.0), loader.Runtime(0, 1, torch.device("cpu"))
-    here, there = ([*loader.evaluation_batches(source, transform, runtime, 50, count)] for count in (0, 2))
+    here, there = ([*loader_workers.evaluation_batches(source, transform, runtime, 50, count)] for count in (0, 2))
     assert len(here) == len(there) and all(torch.equal(a.images, b.images) and torch.equal(a.labels, b.labels) for a, b in zip(here, there))
