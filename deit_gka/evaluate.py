@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import time
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -135,7 +136,7 @@ def measure(config: EvaluateConfig, runtime: Runtime) -> dict[str, dict]:
         loader = evaluation_batches(source, eval_transform(**used), runtime, config.device_batch_size, num_workers)
         broken: list[tuple[str, str]] = []
         started = time.perf_counter()
-        with progress_bar() as bar:
+        with closing(loader), progress_bar() as bar:
             task = bar.add_task(f"evaluating {' and '.join(together)}", total=-(-len(source) // runtime.world_size), status="")
 
             def advance(batch, bar=bar, task=task, broken=broken):

@@ -1,6 +1,7 @@
 """The processes that make batches, in training and in evaluation: how many, where they come from, and what becomes of one that dies or is silent."""
 
 import os
+import threading
 from collections.abc import Iterable, Iterator
 from multiprocessing.connection import wait
 from typing import Annotated
@@ -45,8 +46,7 @@ class Loaded(Iterator[Batch]):
 
     def _trouble(self) -> str:
         codes = [worker.exitcode for worker in self._workers if worker.exitcode is not None]
-        for worker in self._workers:
-            worker.kill()  # one that waits for a disk hears nothing else
+        _kill(self._workers)
         if not codes:
             minutes = f"{self._patience / 60:.3g} minutes"
             return f"no loading worker has sent images for {minutes}; does the disk that they are on still answer?"
@@ -55,11 +55,20 @@ class Loaded(Iterator[Batch]):
         return f"a loading worker ended with {ended} ({reasons}); it may help to lower --num-workers"
 
     def end(self) -> None:
-        """Shut the workers down now, whoever still refers to them (a traceback may)."""
-        shutdown = getattr(self._loader, "_shutdown_workers", None)
+        """Shut the workers down now, whoever still refers to them (a traceback may), and kill those that do not hear."""
+        shutdown, late = getattr(self._loader, "_shutdown_workers", None), threading.Timer(GLANCE, _kill, [self._workers])
         self._loader, self._workers = iter(()), []
         if shutdown is not None:
+            late.start()
             shutdown()
+            late.cancel()
+
+
+def _kill(processes: list) -> None:
+    """End what hears nothing else, as a worker that waits for a disk: the process's own end would wait for it."""
+    for process in processes:
+        if process.is_alive():
+            process.kill()
 
 
 def worker_context(data: str = ""):

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import tiny_vision
 import torch
+import tyro
 from test_deit_train import TRAIN, flags, in_process, records, signals_kept, still_there, wait_for_step
 from test_layout import ROOT, imports
 
@@ -21,6 +22,7 @@ from deit_gka.sources import open_source
 from deit_gka.sources.base import Names
 from deit_gka.train_config import TrainConfig
 from gka.runtime import workers
+from gka.runtime.cli import UserError
 
 CONTROL = """
 import ctypes, os, signal, sys, time
@@ -145,28 +147,57 @@ def test_a_silent_worker_is_one_line_that_says_how_to_go_on(pictures, tmp_path, 
     assert not still_there(set(tiny_vision.descendants(os.getpid())) - set(before))
 
 
+def test_workers_that_hear_nothing_end_with_the_evaluation():
+    """As those do that wait for a disk: the process's own end would wait for them."""
+    transform, runtime = loader.eval_transform(16, 1.0), loader.Runtime(0, 1, torch.device("cpu"))
+    before = tiny_vision.descendants(os.getpid())
+    images = loader_workers.evaluation_batches(open_source("digits", "val"), transform, runtime, 4, 2)
+    next(images)
+    started = set(tiny_vision.descendants(os.getpid())) - set(before)
+    assert len(started) >= 2
+    for pid in started:
+        os.kill(pid, signal.SIGSTOP)
+    images.close()
+    assert not still_there(started)
+
+
+def test_an_error_in_an_evaluation_ends_its_workers(pictures, tmp_path, capsys, monkeypatch):
+    """One that nobody has closed would keep them while its traceback lives, which the process's end does not."""
+
+    def evaluate(models, images, *others):
+        next(images)
+        raise UserError("no")
+
+    monkeypatch.setattr(training, "evaluate", evaluate)
+    before = tiny_vision.descendants(os.getpid())
+    with signals_kept(), pytest.raises(UserError, match="no") as caught:
+        training.main(tyro.cli(TrainConfig, args=[str(flag) for flag in flags(pictures, tmp_path)]))
+    assert not still_there(set(tiny_vision.descendants(os.getpid())) - set(before)) and caught.tb
+
+
 def test_patience_is_minutes_and_less_than_other_ranks_have():
     from gka.runtime.distributed import PATIENCE
 
     assert 300 <= loader_workers.PATIENCE <= PATIENCE.total_seconds() / 2
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_killed_worker_is_one_line_that_says_how_to_go_on(pictures, tmp_path, ranks):
-    """What the kernel does when memory runs out. The server tells the trainer, which is not its parent."""
+@pytest.mark.parametrize("ranks,ended", [(1, "signal 9"), (2, "signal 9"), (1, "exit code 255")])
+def test_a_killed_worker_is_one_line_that_says_how_to_go_on(pictures, tmp_path, ranks, ended):
+    """What the kernel does when memory runs out. The server tells the trainer, which is not its parent, or ends itself."""
     process = tiny_vision.start(TRAIN, *flags(pictures, tmp_path, "--epochs", 1000), ranks=ranks, folder=tmp_path / "output")
     wait_for_step(process, tmp_path, 2)
     trainer = process.processes[-1].pid
     (server,) = (int(pid) for pid in Path(f"/proc/{trainer}/task/{trainer}/children").read_text().split())
-    for pid in Path(f"/proc/{server}/task/{server}/children").read_text().split():
-        os.kill(int(pid), signal.SIGKILL)
+    loading = map(int, Path(f"/proc/{server}/task/{server}/children").read_text().split())
+    for pid in loading if ended == "signal 9" else [server]:
+        os.kill(pid, signal.SIGKILL)
     process.processes[-1].join(300)
     assert process.processes[-1].exitcode == 2
     for member in process.processes:
         member.kill()
         member.join()
     assert re.search(
-        r"(?m)^error: a loading worker ended with signal 9 \(out of memory.*lower --num-workers; continue with: .* -m deit_gka\.train .*--epochs 1000",
+        rf"(?m)^error: a loading worker ended with {ended} \(out of memory.*lower --num-workers; continue with: .* -m deit_gka\.train .*--epochs 1000",
         process.err.read_text(),
     )
 
