@@ -13,7 +13,7 @@ from deit_gka.loader import UNIT, Batch, Images, Key, join
 from deit_gka.sources import Source, Stream
 from gka.runtime import workers
 from gka.runtime.cli import Bounds, UserError, command_line
-from gka.runtime.distributed import Runtime
+from gka.runtime.distributed import Runtime, keep_freed_memory
 
 MAX_WORKERS = 16
 WorkerCount = Annotated[int, Bounds(0, 1024, other=(-1, "automatic"))]  # of a flag
@@ -137,3 +137,4 @@ def _start_worker(number: int) -> None:
             os._exit(1)
 
     workers.begin(on_sigterm)
+    keep_freed_memory()
