@@ -136,6 +136,14 @@ def test_positions_and_patches_are_resized_as_timm_does(change, tmp_path):
         torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-5, atol=1e-6, msg=name)
 
 
+def test_positions_of_patches_alone_are_resized():
+    """CaiT's class token comes in later and has none."""
+    model, weights = (model_io.build("cait_xxs24_224", 10, size, depth=1, embed_dim=48, num_heads=4) for size in (64, 32))
+    torch.nn.init.ones_(weights.pos_embed)
+    assert warm_start(model, weights.state_dict(), "x").resized == ["pos_embed"]
+    torch.testing.assert_close(model.pos_embed, torch.ones(1, 16, 48))
+
+
 def test_another_number_of_classes_starts_a_new_head():
     model = micro(classes=3)
     before = model.head.weight.clone()
