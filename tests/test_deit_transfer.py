@@ -296,6 +296,13 @@ def test_a_teacher_sees_its_own_images_and_is_never_trained():
     assert teacher(torch.rand(2, 3, 32, 32)).shape == answers.shape
 
 
+@pytest.mark.parametrize("name,size", [("maxvit_rmlp_pico_rw_256", (256, 256)), (SOFTMAX, (224, 224)), ("resnet10t", None)])
+def test_a_teacher_of_one_size_sees_that_size(tmp_path, name, size):
+    save_file(model_io.build(name, 3).state_dict(), tmp_path / "teacher.safetensors")
+    teacher = load_teacher(name, str(tmp_path / "teacher.safetensors"), ["a", "b", "c"])
+    assert teacher.size == size and teacher(torch.rand(1, 3, 32, 32)).shape == (1, 3)
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", ["gka", "vlt"])
 def test_distilled_models_have_a_token_and_a_head_more(kind, size):
