@@ -90,7 +90,7 @@ DEIT = dict(  # left open by the paper: the recipe it follows
 )  # fmt: skip
 OURS = dict(drop_path=-1.0, model_ema_warmup=True, amp="auto")
 NOT_THE_PAPERS = dict(  # DeiT's distillation and DeiT III's loss and augmentation: off, with upstream's values for when they are on
-    three_augment=False, src=False, color_jitter=0.3, bce_loss=False, distillation_type="none", teacher_model="regnety_160", teacher_path="",
+    three_augment=False, src=False, color_jitter=0.3, bce_loss=False, distillation_type="none", teacher_model="regnety_160.deit_in1k", teacher_path="",
     distillation_alpha=0.5, distillation_tau=1.0,
 )  # fmt: skip
 

@@ -1,5 +1,6 @@
 """Starting from weights, and learning from a teacher: what is taken, that losses are the formulas, and both end to end on digits."""
 
+import argparse
 import json
 import math
 import pickle
@@ -186,11 +187,13 @@ def test_names_are_shortened():
 
 def test_files_runs_and_exported_folders(digits, tmp_path):
     weights, average = newest(digits), newest(digits, "ema")
-    torch.save({"model": weights, "args": 1}, tmp_path / "deit.pth")
+    torch.save({"model": weights, "epoch": 3, "args": argparse.Namespace(lr=5e-4, gpu=0)}, tmp_path / "deit.pth")  # as DeiT's trainer leaves it
     torch.save({"state_dict": {f"module.{name}": value for name, value in weights.items()}}, tmp_path / "timm.pth.tar")
     save_file(weights, tmp_path / "plain.safetensors")
     for name in ("deit.pth", "timm.pth.tar", "plain.safetensors"):
         assert fingerprint(read_weights(str(tmp_path / name))) == fingerprint(weights)
+        model = model_io.load_file(tmp_path / name, model_io.build(SOFTMAX, 10, 32, patch_size=16, embed_dim=64, depth=1, num_heads=2))
+        assert fingerprint(model.state_dict()) == fingerprint(weights)
     tiny_vision.call("deit_gka.export", "--run", digits / "run", "--out", tmp_path / "exported", folder=tmp_path / "output")
     for folder in (digits / "run", sorted((digits / "run/checkpoints").iterdir())[-1], tmp_path / "exported"):
         assert fingerprint(read_weights(str(folder))) == fingerprint(average) != fingerprint(weights)
@@ -327,6 +330,19 @@ def test_learning_from_a_teacher_alone(digits, tmp_path, capsys):
     assert "--distillation-type is soft but the run in" in message
 
 
+def test_the_teacher_is_the_one_that_deit_published():
+    """For the bare name timm has other weights, trained on ImageNet-12k."""
+    address = timm.get_pretrained_cfg(Recipe().teacher_model).url
+    assert address.startswith("https://dl.fbaipublicfiles.com/deit/regnety_160-") and timm.get_pretrained_cfg("regnety_160").url != address
+
+
+def test_a_run_without_a_teacher_resumes_whatever_is_said_about_one(tmp_path):
+    common = ["--epochs", 1, "--lr", 0.01]
+    train(tmp_path, *common, "--stop-after", 2)
+    done = train(tmp_path, *common, "--stop-after", 3, "--teacher-model", "regnety_160", "--distillation-tau", 3)
+    assert "resuming at update 2" in done.stdout
+
+
 def test_mistakes_with_teachers_and_losses_are_one_line(digits, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -335,7 +351,7 @@ def test_mistakes_with_teachers_and_losses_are_one_line(digits, tmp_path, monkey
     tiny_vision.write_pictures(tmp_path / "pictures")
     for more, message in (
         (["--distillation-type", "soft"], "--distillation-type soft needs a model with a distillation token, such as deit_tiny_gka_distilled"),
-        (student, "--teacher-model regnety_160: timm has no weights of it here"),
+        (student, "--teacher-model regnety_160.deit_in1k: timm has no weights of it here"),
         ([*student, "--teacher-model", "nonsense"], "--teacher-model nonsense: timm has no weights of it here"),
         ([*student, "--teacher-model", SOFTMAX, "--teacher-path", "/nowhere"], "weights not found: /nowhere"),
         ([*student, "--teacher-model", SOFTMAX, "--teacher-path", tmp_path / "seven.pth"], "does not hold weights of this model"),
