@@ -120,7 +120,7 @@ def _groups_of(items: Iterable, size: int) -> Iterator[list[Key]]:
 
 def default_workers() -> int:
     """Worker processes for this process: its share of the machine's cores, at most 16."""
-    return max(1, min(MAX_WORKERS, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    return max(1, min(MAX_WORKERS, workers.cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def _whole(batch: Batch) -> Batch:

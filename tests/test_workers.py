@@ -175,6 +175,17 @@ def test_an_error_in_an_evaluation_ends_its_workers(pictures, tmp_path, capsys, 
     assert not still_there(set(tiny_vision.descendants(os.getpid())) - set(before)) and caught.tb
 
 
+def test_there_are_as_many_workers_as_cores_also_where_a_system_does_not_say_which(monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 2, 3}, raising=False)
+    assert loader_workers.default_workers() == 3
+    monkeypatch.delattr(os, "sched_getaffinity")  # macOS
+    monkeypatch.setattr(os, "cpu_count", lambda: 5)
+    assert loader_workers.default_workers() == 5
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "7")
+    assert loader_workers.default_workers() == 1
+
+
 def test_patience_is_minutes_and_less_than_other_ranks_have():
     from gka.runtime.distributed import PATIENCE
 
