@@ -64,9 +64,10 @@ def load_teacher(name: str, path: str, classes: list[str]) -> Teacher:
         model = timm_weights(f"local-dir:{folder}" if folder.is_dir() else name, "--teacher-model")
     if model.num_classes != len(classes):
         raise UserError(f"--teacher-model {name} tells {model.num_classes} classes apart but the data has {len(classes)}")
-    about = resolve_model_data_config(model)
-    embed = getattr(model, "patch_embed", None)  # a convolutional network takes any size
-    size = getattr(embed, "img_size", None) if not getattr(model, "dynamic_img_size", False) else None
+    about, size = resolve_model_data_config(model), None
+    if not getattr(model, "dynamic_img_size", False):  # as convolutional networks take any size, which say nothing
+        fixed = about["input_size"][-2:] if model.pretrained_cfg.get("fixed_input_size") else None
+        size = getattr(getattr(model, "patch_embed", None), "img_size", None) or fixed
     return Teacher(model, about["mean"], about["std"], tuple(size) if size else None)
 
 

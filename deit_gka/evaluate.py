@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import time
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,7 +18,8 @@ from torch import nn
 
 from deit_gka.accounting import cost_of
 from deit_gka.engine import evaluate
-from deit_gka.loader import WorkerCount, default_workers, eval_transform, evaluation_batches, worker_context
+from deit_gka.loader import eval_transform
+from deit_gka.loader_workers import WorkerCount, default_workers, evaluation_batches, worker_context
 from deit_gka.model_io import WEIGHTS, build, find_checkpoint, load_file, load_run, open_data, parse_kwargs, trained_on
 from deit_gka.sources import FORMS
 from gka.runtime.cli import Bounds, Count, UserError, run
@@ -134,7 +136,7 @@ def measure(config: EvaluateConfig, runtime: Runtime) -> dict[str, dict]:
         loader = evaluation_batches(source, eval_transform(**used), runtime, config.device_batch_size, num_workers)
         broken: list[tuple[str, str]] = []
         started = time.perf_counter()
-        with progress_bar() as bar:
+        with closing(loader), progress_bar() as bar:
             task = bar.add_task(f"evaluating {' and '.join(together)}", total=-(-len(source) // runtime.world_size), status="")
 
             def advance(batch, bar=bar, task=task, broken=broken):

@@ -1,4 +1,4 @@
-"""From images to batches: which image goes where, augmentation, worker processes. Unusual in it:
+"""From images to batches: which image goes where, augmentation. `loader_workers.py` runs it in processes. Unusual in it:
 
 - An update is a fixed set of images whatever the number of processes. They are dealt out in pairs, because Mixup and CutMix mix pairs.
 - Every image has its own random seed, from (run seed, epoch, place in the epoch). So neither the number of processes nor of workers, nor
@@ -7,36 +7,26 @@
 """
 
 import hashlib
-import os
 import queue
 import random
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from multiprocessing.connection import wait
-from typing import Annotated, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from timm.data import create_transform
 from timm.data.distributed_sampler import RepeatAugSampler
-from torch.utils.data import DataLoader
 
 from deit_gka.augment import three_augment
 from deit_gka.recipe import Recipe
 from deit_gka.sources import BrokenImage, Record, Source, Stream, decode
-from gka.runtime import workers
-from gka.runtime.cli import Bounds, UserError, command_line
+from gka.runtime.cli import UserError
 from gka.runtime.distributed import Runtime
 
-MAX_WORKERS = 16
-WorkerCount = Annotated[int, Bounds(0, 1024, other=(-1, "automatic"))]  # of a flag
 UNIT = 64  # images a worker makes at once: at 224 pixels 39 MB of shared memory, of which a worker holds three
 READ_AHEAD = 256  # records of a stream
-# Seconds without a batch. A unit takes seconds, a network disk that stalls may come back after minutes; other
-# processes would wait for an hour.
-PATIENCE = 600.0
-GLANCE = 5.0  # seconds after which to see whether the workers live
 
 
 def seed_of(*what) -> int:
@@ -238,10 +228,10 @@ def assemble(loaded: Iterator[Batch], size: int) -> Batch:
         parts.append(next(loaded))
         if not len(parts[-1].images):
             return parts[-1]
-    return _join(parts)
+    return join(parts)
 
 
-def _join(parts: list[Batch]) -> Batch:
+def join(parts: list[Batch]) -> Batch:
     if len(parts) == 1:
         return parts[0]
     images = [part.images for part in parts if len(part.images)] or [parts[0].images]
@@ -264,111 +254,3 @@ def train_transform(recipe: Recipe):
 def eval_transform(input_size: int | tuple[int, int], crop_pct: float, interpolation: str = "bicubic", **others):
     """Resize, crop the centre, normalise. others: crop_mode, mean and std, if not timm's and ImageNet's."""
     return create_transform(input_size, is_training=False, interpolation=interpolation, crop_pct=crop_pct, **others)
-
-
-class Loaded(Iterator[Batch]):
-    """The batches of `loader`, in order. Its workers start here and end with `end`."""
-
-    def __init__(self, loader: DataLoader, patience: float):
-        self._loader, self._patience = iter(loader), patience
-        self._workers = getattr(self._loader, "_workers", [])
-        self._glances = round(patience / loader.timeout) if loader.timeout else 1
-
-    def __next__(self) -> Batch:
-        """Raises UserError if the workers are silent, or dead."""
-        for _ in range(self._glances):  # counted, not timed: a machine may have slept
-            try:
-                return next(self._loader)
-            except (RuntimeError, ConnectionError, EOFError) as error:
-                if not str(error).startswith("DataLoader timed out"):
-                    if not (self._workers and wait([worker.sentinel for worker in self._workers], GLANCE)):
-                        raise
-                    break  # one died, which shows as any of these errors, perhaps before the server reports it
-        # Not within `except`: the traceback would keep the workers' semaphores, and the process's end would complain.
-        raise UserError(f"{self._trouble()}; continue with: {command_line()}")
-
-    def _trouble(self) -> str:
-        codes = [worker.exitcode for worker in self._workers if worker.exitcode is not None]
-        for worker in self._workers:
-            worker.kill()  # one that waits for a disk hears nothing else
-        if not codes:
-            minutes = f"{self._patience / 60:.3g} minutes"
-            return f"no loading worker has sent images for {minutes}; does the disk that they are on still answer?"
-        ended = f"signal {-codes[0]}" if codes[0] < 0 else f"exit code {codes[0]}"
-        reasons = "out of memory, or of shared memory in /dev/shm?"
-        return f"a loading worker ended with {ended} ({reasons}); it may help to lower --num-workers"
-
-    def end(self) -> None:
-        """Shut the workers down now, whoever still refers to them (a traceback may)."""
-        shutdown = getattr(self._loader, "_shutdown_workers", None)
-        self._loader, self._workers = iter(()), []
-        if shutdown is not None:
-            shutdown()
-
-
-def worker_context(data: str = ""):
-    """Where the workers come from that load `data`. Call it early: the first call starts importing what they need."""
-    return workers.context("deit_gka", *(["datasets"] if data.startswith("hf:") else []))
-
-
-def batches(images: Images, keys: Iterable[list[Key]], num_workers: int, device: torch.device) -> Loaded:
-    """Run `images` over `keys` in worker processes (0: in this one); batches come in order."""
-    how = dict(batch_sampler=keys, collate_fn=_whole, pin_memory=device.type == "cuda")
-    if num_workers:
-        how |= dict(num_workers=num_workers, prefetch_factor=2, worker_init_fn=_start_worker)
-        how |= dict(multiprocessing_context=worker_context(), timeout=min(PATIENCE, GLANCE))
-    return Loaded(DataLoader(images, **how), PATIENCE)
-
-
-def evaluation_batches(source: Source | Stream, transform, runtime: Runtime, batch_size: int, num_workers: int) -> Iterator[Batch]:
-    """This process's part of the images, in order: every image is in exactly one process's part, once."""
-    if isinstance(source, Stream):
-        items: Iterable = source.records(0, runtime.rank, runtime.world_size)
-    else:
-        items = range(runtime.rank, len(source), runtime.world_size)
-    count = -(-batch_size // UNIT)
-    units = _groups_of(items, batch_size // count)
-    loaded = batches(Images(source, transform, training=False), units, num_workers, runtime.device)
-    try:
-        parts: list[Batch] = []
-        for unit in loaded:
-            parts.append(unit)
-            if len(parts) == count:
-                yield _join(parts)
-                parts = []
-        if parts:
-            yield _join(parts)
-    finally:
-        loaded.end()
-
-
-def _groups_of(items: Iterable, size: int) -> Iterator[list[Key]]:
-    group = []
-    for item in items:
-        group.append(Key(item, 0))
-        if len(group) == size:
-            yield group
-            group = []
-    if group:
-        yield group
-
-
-def default_workers() -> int:
-    """Worker processes for this process: its share of the machine's cores, at most 16."""
-    return max(1, min(MAX_WORKERS, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-
-
-def _whole(batch: Batch) -> Batch:
-    return batch
-
-
-def _start_worker(number: int) -> None:
-    # Signals reach the whole process group, and the trainer still wants batches to finish its update and save; it ends its workers itself.
-    signals: list[int] = []
-
-    def on_sigterm(*_):
-        signals.append(1)
-        if len(signals) > 1:
-            os._exit(1)
-
-    workers.begin(on_sigterm)

@@ -78,8 +78,8 @@ class Recipe:
     # Distillation, none in the paper
     distillation_type: Literal["none", "soft", "hard"] = "none"
     """a teacher's answers for the distillation token; hard: its choice, soft: its probabilities (paper: none; DeiT: hard is best)"""
-    teacher_model: str = "regnety_160"
-    """any timm name, or a run or exported folder; its image size and normalisation are respected (DeiT: regnety_160)"""
+    teacher_model: str = "regnety_160.deit_in1k"
+    """any timm name, or a run or exported folder; it sees images normalised, and if it has one size only resized, as its own (DeiT: this RegNetY)"""
     teacher_path: str = ""
     """file with its weights; empty = timm's for the name (DeiT: needed)"""
     distillation_alpha: Probability = 0.5

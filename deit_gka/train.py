@@ -4,10 +4,13 @@ python -m deit_gka.train --data digits --input-size 32 --batch-size 64 --epochs 
 torchrun --standalone --nproc-per-node 7 -m deit_gka.train --data /imagenet
 """
 
+from contextlib import closing
+
 from deit_gka.accounting import cost_of
 from deit_gka.attention import operators_of
 from deit_gka.engine import evaluate
-from deit_gka.loader import Batch, eval_transform, evaluation_batches
+from deit_gka.loader import Batch, eval_transform
+from deit_gka.loader_workers import evaluation_batches
 from deit_gka.meter import Meter
 from deit_gka.train_config import TrainConfig
 from deit_gka.trainer import BROKEN_LIST, Trainer
@@ -98,10 +101,9 @@ def evaluate_now(trainer: Trainer, bar) -> dict[str, float]:
         bar.advance(task, len(batch.labels))
         trainer.report_broken(batch.broken, "left out of the evaluation")
 
-    loader = evaluation_batches(
-        trainer.val_set, eval_transform(config.input_size, config.crop_pct), trainer.runtime, config.device_batch_size, trainer.num_workers
-    )
-    found = evaluate(models, loader, trainer.runtime, config.amp, advance)
+    transform = eval_transform(config.input_size, config.crop_pct)
+    with closing(evaluation_batches(trainer.val_set, transform, trainer.runtime, config.device_batch_size, trainer.num_workers)) as loader:
+        found = evaluate(models, loader, trainer.runtime, config.amp, advance)
     bar.remove_task(task)
     return {**{f"{prefix}{key}": value for prefix, values in found.items() for key, value in values.items() if key not in ("images", "broken")},
             "images": found[""]["images"], "broken": found[""]["broken"]}  # fmt: skip

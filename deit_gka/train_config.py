@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from deit_gka.loader import WorkerCount
+from deit_gka.loader_workers import WorkerCount
 from deit_gka.model_io import check_name, parse_kwargs
 from deit_gka.recipe import Recipe
 from deit_gka.sources import FORMS
@@ -64,6 +64,11 @@ class TrainConfig(Recipe, RunConfig):
     @property
     def tag(self) -> str:
         return self.model_tag or self.model
+
+    def identity(self) -> dict[str, Any]:
+        """Without a teacher what is said about one decides nothing."""
+        settings, teachers = super().identity(), ("teacher_model", "teacher_path", "distillation_alpha", "distillation_tau")
+        return {key: value for key, value in settings.items() if self.distillation_type != "none" or key not in teachers}
 
     def check(self) -> None:
         if not self.data:

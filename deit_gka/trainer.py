@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from deit_gka.distillation import Objective, load_teacher, prepare_student
 from deit_gka.engine import Mixer, accumulate_gradients, bandwidths
-from deit_gka.loader import Batch, Images, Order, assemble, batches, default_workers, train_transform, worker_context
+from deit_gka.loader import Batch, Images, Order, assemble, train_transform
+from deit_gka.loader_workers import batches, default_workers, worker_context
 from deit_gka.meter import UPDATES_NOT_TIMED, Meter
 from deit_gka.model_io import build, describe, open_data, parse_kwargs, trained_on
 from deit_gka.optim import load_state_tensors, make_average, make_optimizer, make_schedule, state_tensors

@@ -166,7 +166,7 @@ def _resized(name: str, value: torch.Tensor, model: nn.Module) -> torch.Tensor |
         return resample_patch_embed(value.float(), list(target.shape[-2:]))
     if name != "pos_embed" or value.shape[-1] != target.shape[-1]:
         return None
-    here = 0 if getattr(model, "no_embed_class", False) else model.num_prefix_tokens
+    here = target.shape[1] - math.prod(model.patch_embed.grid_size)  # tokens that are not patches and have a position
     squares = (count for count in (here, 1, 2, 0) if value.shape[1] > count and math.isqrt(value.shape[1] - count) ** 2 == value.shape[1] - count)
     there = next(squares, None)
     if there is None:  # not a square grid

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gka.runtime.progress import console, progress_bar, read_events
+from gka.runtime.workers import cores
 from runs.outlook import Outlook
 
 LOOK_EVERY = 0.2  # seconds between two looks at the running commands
@@ -83,7 +84,7 @@ def run_side_by_side(jobs: list[Job], at_once: int, outlook: Outlook) -> None:
 
     Leaves with the last line of the first failure, its file and its exit code. Ctrl-C lets all save first.
     """
-    threads = max(1, len(os.sched_getaffinity(0)) // at_once)
+    threads = max(1, cores() // at_once)
     waiting, running, total = list(jobs), [], sum(job.seconds for job in jobs)
     with progress_bar() as bar:
         tasks = {job.name: bar.add_task(job.name, total=job.steps, status="") for job in jobs}

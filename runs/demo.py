@@ -7,7 +7,6 @@ Everything is reused the second time; an interrupted demo continues where it sto
 """
 
 import json
-import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from gka.runtime import cli
 from gka.runtime.cli import UserError
 from gka.runtime.progress import console
 from gka.runtime.results import read_results
+from gka.runtime.workers import cores
 from nanochat_gka.train import FINISH_KEYS
 from runs import demo_report, demo_vision
 from runs.commands import START_SECONDS, Job, expected_seconds, run, run_side_by_side
@@ -135,7 +135,7 @@ def run_all(config: DemoConfig) -> list[Path]:
     training = [*texts.values(), *(job for _, job in digits)]
     todo = [job for job in training if not job.finish()]
     sampling = sample_jobs(texts)
-    at_once = max(1, len(os.sched_getaffinity(0)) // config.ranks)
+    at_once = max(1, cores() // config.ranks)
     stages = {PREPARE: 12.0 if texts else 0.0, TRAIN: expected_seconds(todo, at_once), SAMPLE: expected_seconds(sampling, at_once), SHOW: 8.0}
     outlook = Outlook({stage: seconds for stage, seconds in stages.items() if seconds})
     if PREPARE in outlook.expected:

@@ -24,7 +24,7 @@ from unittest import mock
 from gka.runtime import workers
 
 HANG_AFTER = 1200  # seconds; tells a hang from a machine that has twenty other things to do
-LIBRARIES = ["deit_gka.accounting", "deit_gka.engine", "deit_gka.loader", "deit_gka.model_io", "deit_gka.optim", "deit_gka.sources",
+LIBRARIES = ["deit_gka.accounting", "deit_gka.engine", "deit_gka.loader_workers", "deit_gka.model_io", "deit_gka.optim", "deit_gka.sources",
              "gka.runtime.training", "gka.runtime.results", "timm.data", "timm.loss", "timm.scheduler", "tyro", "torch.distributed",
              "torch.nn.parallel", "torch._dynamo", "sklearn.datasets", "sklearn.model_selection", "nanochat_gka.core.scoring",
              "nanochat_gka.engine", "nanochat_gka.eval_bpb", "nanochat_gka.gpt", "nanochat_gka.memory", "nanochat_gka.optim",

@@ -28,14 +28,13 @@ from deit_gka.loader import (
     Key,
     Order,
     assemble,
-    batches,
     deal,
     eval_transform,
-    evaluation_batches,
     read_ahead,
     seed_of,
     train_transform,
 )
+from deit_gka.loader_workers import batches, evaluation_batches
 from deit_gka.model_io import build
 from deit_gka.optim import load_state_tensors, make_average, make_optimizer, make_schedule, state_tensors
 from deit_gka.recipe import Recipe
@@ -91,7 +90,7 @@ DEIT = dict(  # left open by the paper: the recipe it follows
 )  # fmt: skip
 OURS = dict(drop_path=-1.0, model_ema_warmup=True, amp="auto")
 NOT_THE_PAPERS = dict(  # DeiT's distillation and DeiT III's loss and augmentation: off, with upstream's values for when they are on
-    three_augment=False, src=False, color_jitter=0.3, bce_loss=False, distillation_type="none", teacher_model="regnety_160", teacher_path="",
+    three_augment=False, src=False, color_jitter=0.3, bce_loss=False, distillation_type="none", teacher_model="regnety_160.deit_in1k", teacher_path="",
     distillation_alpha=0.5, distillation_tau=1.0,
 )  # fmt: skip
 

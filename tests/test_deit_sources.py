@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from deit_gka.sources import BrokenImage, Source, Stream, check_classes, decode, open_source
+from deit_gka.sources import BrokenImage, Source, Stream, check_classes, decode, located, open_source
 from gka.runtime import workers
 from gka.runtime.cli import UserError
 
@@ -233,6 +233,15 @@ def test_tars_in_split_folders_and_class_names(tars):
         assert contents(open_source(f"{prefix}{tars}", "val")) == [(20, 2, "v")]
     (tars / "classes.txt").write_text("crane\ngoldfish\n")
     assert "classes.txt" in error(tars) and "2 lines" in error(tars)
+
+
+def test_data_are_named_so_that_other_folders_find_them(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for form in ("", "wds:", "hf:", "hf-stream:"):
+        assert located(f"{form}here") == located(f"{form}./here") == f"{form}{tmp_path}/here"
+    for name in ("digits", "hf:ILSVRC/imagenet-1k", "hf-stream:ILSVRC/imagenet-1k", "hf:", "nowhere"):
+        assert located(name) == name
 
 
 def test_tars_are_read_in_other_processes(tars):

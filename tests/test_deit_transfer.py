@@ -1,5 +1,6 @@
 """Starting from weights, and learning from a teacher: what is taken, that losses are the formulas, and both end to end on digits."""
 
+import argparse
 import json
 import math
 import pickle
@@ -136,6 +137,14 @@ def test_positions_and_patches_are_resized_as_timm_does(change, tmp_path):
         torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-5, atol=1e-6, msg=name)
 
 
+def test_positions_of_patches_alone_are_resized():
+    """CaiT's class token comes in later and has none."""
+    model, weights = (model_io.build("cait_xxs24_224", 10, size, depth=1, embed_dim=48, num_heads=4) for size in (64, 32))
+    torch.nn.init.ones_(weights.pos_embed)
+    assert warm_start(model, weights.state_dict(), "x").resized == ["pos_embed"]
+    torch.testing.assert_close(model.pos_embed, torch.ones(1, 16, 48))
+
+
 def test_another_number_of_classes_starts_a_new_head():
     model = micro(classes=3)
     before = model.head.weight.clone()
@@ -178,11 +187,13 @@ def test_names_are_shortened():
 
 def test_files_runs_and_exported_folders(digits, tmp_path):
     weights, average = newest(digits), newest(digits, "ema")
-    torch.save({"model": weights, "args": 1}, tmp_path / "deit.pth")
+    torch.save({"model": weights, "epoch": 3, "args": argparse.Namespace(lr=5e-4, gpu=0)}, tmp_path / "deit.pth")  # as DeiT's trainer leaves it
     torch.save({"state_dict": {f"module.{name}": value for name, value in weights.items()}}, tmp_path / "timm.pth.tar")
     save_file(weights, tmp_path / "plain.safetensors")
     for name in ("deit.pth", "timm.pth.tar", "plain.safetensors"):
         assert fingerprint(read_weights(str(tmp_path / name))) == fingerprint(weights)
+        model = model_io.load_file(tmp_path / name, model_io.build(SOFTMAX, 10, 32, patch_size=16, embed_dim=64, depth=1, num_heads=2))
+        assert fingerprint(model.state_dict()) == fingerprint(weights)
     tiny_vision.call("deit_gka.export", "--run", digits / "run", "--out", tmp_path / "exported", folder=tmp_path / "output")
     for folder in (digits / "run", sorted((digits / "run/checkpoints").iterdir())[-1], tmp_path / "exported"):
         assert fingerprint(read_weights(str(folder))) == fingerprint(average) != fingerprint(weights)
@@ -288,6 +299,13 @@ def test_a_teacher_sees_its_own_images_and_is_never_trained():
     assert teacher(torch.rand(2, 3, 32, 32)).shape == answers.shape
 
 
+@pytest.mark.parametrize("name,size", [("maxvit_rmlp_pico_rw_256", (256, 256)), (SOFTMAX, (224, 224)), ("resnet10t", None)])
+def test_a_teacher_of_one_size_sees_that_size(tmp_path, name, size):
+    save_file(model_io.build(name, 3).state_dict(), tmp_path / "teacher.safetensors")
+    teacher = load_teacher(name, str(tmp_path / "teacher.safetensors"), ["a", "b", "c"])
+    assert teacher.size == size and teacher(torch.rand(1, 3, 32, 32)).shape == (1, 3)
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", ["gka", "vlt"])
 def test_distilled_models_have_a_token_and_a_head_more(kind, size):
@@ -312,6 +330,19 @@ def test_learning_from_a_teacher_alone(digits, tmp_path, capsys):
     assert "--distillation-type is soft but the run in" in message
 
 
+def test_the_teacher_is_the_one_that_deit_published():
+    """For the bare name timm has other weights, trained on ImageNet-12k."""
+    address = timm.get_pretrained_cfg(Recipe().teacher_model).url
+    assert address.startswith("https://dl.fbaipublicfiles.com/deit/regnety_160-") and timm.get_pretrained_cfg("regnety_160").url != address
+
+
+def test_a_run_without_a_teacher_resumes_whatever_is_said_about_one(tmp_path):
+    common = ["--epochs", 1, "--lr", 0.01]
+    train(tmp_path, *common, "--stop-after", 2)
+    done = train(tmp_path, *common, "--stop-after", 3, "--teacher-model", "regnety_160", "--distillation-tau", 3)
+    assert "resuming at update 2" in done.stdout
+
+
 def test_mistakes_with_teachers_and_losses_are_one_line(digits, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -320,7 +351,7 @@ def test_mistakes_with_teachers_and_losses_are_one_line(digits, tmp_path, monkey
     tiny_vision.write_pictures(tmp_path / "pictures")
     for more, message in (
         (["--distillation-type", "soft"], "--distillation-type soft needs a model with a distillation token, such as deit_tiny_gka_distilled"),
-        (student, "--teacher-model regnety_160: timm has no weights of it here"),
+        (student, "--teacher-model regnety_160.deit_in1k: timm has no weights of it here"),
         ([*student, "--teacher-model", "nonsense"], "--teacher-model nonsense: timm has no weights of it here"),
         ([*student, "--teacher-model", SOFTMAX, "--teacher-path", "/nowhere"], "weights not found: /nowhere"),
         ([*student, "--teacher-model", SOFTMAX, "--teacher-path", tmp_path / "seven.pth"], "does not hold weights of this model"),

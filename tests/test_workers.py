@@ -12,15 +12,17 @@ from pathlib import Path
 import pytest
 import tiny_vision
 import torch
+import tyro
 from test_deit_train import TRAIN, flags, in_process, records, signals_kept, still_there, wait_for_step
 from test_layout import ROOT, imports
 
-from deit_gka import loader
+from deit_gka import loader, loader_workers
 from deit_gka import train as training
 from deit_gka.sources import open_source
 from deit_gka.sources.base import Names
 from deit_gka.train_config import TrainConfig
 from gka.runtime import workers
+from gka.runtime.cli import UserError
 
 CONTROL = """
 import ctypes, os, signal, sys, time
@@ -66,7 +68,7 @@ def test_one_module_decides_where_worker_processes_come_from():
                 name = getattr(call.func, "attr", getattr(call.func, "id", ""))
                 if name == "ProcessPoolExecutor":
                     assert "context" in ast.unparse(call.args[1]), here
-                assert name != "DataLoader" or path == ROOT / "deit_gka/loader.py", here
+                assert name != "DataLoader" or path == ROOT / "deit_gka/loader_workers.py", here
                 assert not any(keyword.arg == "num_proc" for keyword in call.keywords), here
     source = ROOT.joinpath("gka/runtime/workers.py").read_text()
     assert re.findall(r"get_context\((.*?)\)", source) == ['"forkserver"']
@@ -135,7 +137,7 @@ def test_a_silent_worker_is_one_line_that_says_how_to_go_on(pictures, tmp_path, 
     shutil.copytree(pictures, tmp_path / "data")
     (tmp_path / "data/val/class_1/000.jpg").unlink()
     os.mkfifo(tmp_path / "data/val/class_1/000.jpg")
-    monkeypatch.setattr(loader, "PATIENCE", 0.5)
+    monkeypatch.setattr(loader_workers, "PATIENCE", 0.5)
     before = tiny_vision.descendants(os.getpid())
     with signals_kept():
         message = in_process(training.main, TrainConfig, *flags(tmp_path / "data", tmp_path), capsys=capsys)
@@ -145,28 +147,68 @@ def test_a_silent_worker_is_one_line_that_says_how_to_go_on(pictures, tmp_path, 
     assert not still_there(set(tiny_vision.descendants(os.getpid())) - set(before))
 
 
+def test_workers_that_hear_nothing_end_with_the_evaluation():
+    """As those do that wait for a disk: the process's own end would wait for them."""
+    transform, runtime = loader.eval_transform(16, 1.0), loader.Runtime(0, 1, torch.device("cpu"))
+    before = tiny_vision.descendants(os.getpid())
+    images = loader_workers.evaluation_batches(open_source("digits", "val"), transform, runtime, 4, 2)
+    next(images)
+    started = set(tiny_vision.descendants(os.getpid())) - set(before)
+    assert len(started) >= 2
+    for pid in started:
+        os.kill(pid, signal.SIGSTOP)
+    images.close()
+    assert not still_there(started)
+
+
+def test_an_error_in_an_evaluation_ends_its_workers(pictures, tmp_path, capsys, monkeypatch):
+    """One that nobody has closed would keep them while its traceback lives, which the process's end does not."""
+
+    def evaluate(models, images, *others):
+        next(images)
+        raise UserError("no")
+
+    monkeypatch.setattr(training, "evaluate", evaluate)
+    before = tiny_vision.descendants(os.getpid())
+    with signals_kept(), pytest.raises(UserError, match="no") as caught:
+        training.main(tyro.cli(TrainConfig, args=[str(flag) for flag in flags(pictures, tmp_path)]))
+    assert not still_there(set(tiny_vision.descendants(os.getpid())) - set(before)) and caught.tb
+
+
+def test_there_are_as_many_workers_as_cores_also_where_a_system_does_not_say_which(monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 2, 3}, raising=False)
+    assert loader_workers.default_workers() == 3
+    monkeypatch.delattr(os, "sched_getaffinity")  # macOS
+    monkeypatch.setattr(os, "cpu_count", lambda: 5)
+    assert loader_workers.default_workers() == 5
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "7")
+    assert loader_workers.default_workers() == 1
+
+
 def test_patience_is_minutes_and_less_than_other_ranks_have():
     from gka.runtime.distributed import PATIENCE
 
-    assert 300 <= loader.PATIENCE <= PATIENCE.total_seconds() / 2
+    assert 300 <= loader_workers.PATIENCE <= PATIENCE.total_seconds() / 2
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_killed_worker_is_one_line_that_says_how_to_go_on(pictures, tmp_path, ranks):
-    """What the kernel does when memory runs out. The server tells the trainer, which is not its parent."""
+@pytest.mark.parametrize("ranks,ended", [(1, "signal 9"), (2, "signal 9"), (1, "exit code 255")])
+def test_a_killed_worker_is_one_line_that_says_how_to_go_on(pictures, tmp_path, ranks, ended):
+    """What the kernel does when memory runs out. The server tells the trainer, which is not its parent, or ends itself."""
     process = tiny_vision.start(TRAIN, *flags(pictures, tmp_path, "--epochs", 1000), ranks=ranks, folder=tmp_path / "output")
     wait_for_step(process, tmp_path, 2)
     trainer = process.processes[-1].pid
     (server,) = (int(pid) for pid in Path(f"/proc/{trainer}/task/{trainer}/children").read_text().split())
-    for pid in Path(f"/proc/{server}/task/{server}/children").read_text().split():
-        os.kill(int(pid), signal.SIGKILL)
+    loading = map(int, Path(f"/proc/{server}/task/{server}/children").read_text().split())
+    for pid in loading if ended == "signal 9" else [server]:
+        os.kill(pid, signal.SIGKILL)
     process.processes[-1].join(300)
     assert process.processes[-1].exitcode == 2
     for member in process.processes:
         member.kill()
         member.join()
     assert re.search(
-        r"(?m)^error: a loading worker ended with signal 9 \(out of memory.*lower --num-workers; continue with: .* -m deit_gka\.train .*--epochs 1000",
+        rf"(?m)^error: a loading worker ended with {ended} \(out of memory.*lower --num-workers; continue with: .* -m deit_gka\.train .*--epochs 1000",
         process.err.read_text(),
     )
 
@@ -193,5 +235,5 @@ def test_workers_share_the_names_of_files(pictures):
 def test_images_are_the_same_in_workers_and_without(pictures, data):
     source = open_source(str(pictures) if data == "folder" else data, "val")
     transform, runtime = loader.eval_transform(16, 1.0), loader.Runtime(0, 1, torch.device("cpu"))
-    here, there = ([*loader.evaluation_batches(source, transform, runtime, 50, count)] for count in (0, 2))
+    here, there = ([*loader_workers.evaluation_batches(source, transform, runtime, 50, count)] for count in (0, 2))
     assert len(here) == len(there) and all(torch.equal(a.images, b.images) and torch.equal(a.labels, b.labels) for a, b in zip(here, there))

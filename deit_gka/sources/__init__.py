@@ -48,8 +48,9 @@ def open_source(data: str, split: Literal["train", "val"]) -> "Source | Stream":
 def located(data: str) -> str:
     """`data` so that it names the same images from any folder."""
     form, colon, rest = data.partition(":")
-    folder = Path(rest if form == "wds" else data).expanduser()
-    return data if data == "digits" or not folder.is_dir() else (form + colon if form == "wds" else "") + str(folder.absolute())
+    prefix, name = (form + colon, rest) if form in ("wds", "hf", "hf-stream") else ("", data)
+    folder = Path(name).expanduser()
+    return data if data == "digits" or not name or not folder.is_dir() else f"{prefix}{folder.absolute()}"
 
 
 def check_classes(train: "Source | Stream", val: "Source | Stream") -> list[str]:

@@ -18,6 +18,12 @@ DEAF_TO = {signal.SIGINT, signal.SIGTERM}
 NO_THREADS = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 
 
+def cores() -> int:
+    """How many cores this process may use."""
+    allowed = getattr(os, "sched_getaffinity", None)  # Linux has it
+    return len(allowed(0)) if allowed else os.cpu_count() or 1
+
+
 def context(*packages: str) -> BaseContext:
     """Where worker processes come from.
 
