@@ -50,7 +50,7 @@ class Teacher(nn.Module):
 def load_teacher(name: str, path: str, classes: list[str]) -> Teacher:
     """The teacher called `name`: one of our run or exported folders, or a timm model with the weights in the file `path`, or timm's own without one.
 
-    Raises UserError if there are no such weights or it tells another number of classes apart.
+    Raises UserError if the weights cannot be had, or if the teacher has another number of classes.
     """
     folder = Path(name).expanduser()
     if folder.is_dir() and not (folder / "config.json").exists():

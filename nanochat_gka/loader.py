@@ -128,7 +128,7 @@ def rows_of_run(data: dict[str, Any], run: Path) -> Path:
             if all(there.get(key) == data[key] for key in SAME_ROWS):
                 return Path(os.path.normpath(folder))
     corpus = f"{data['corpus'] or 'a corpus'} ({len(files)} parquet files, {files[0][0]} to {files[-1][0]})"
-    raise UserError(f"the rows that {run} was trained on, of {corpus}, are no longer in {data['folder']}; pack them again, or give {wanted}")
+    raise UserError(f"the rows that {run} was trained on, of {corpus}, are gone from {data['folder']}; pack them again, or give {wanted}")
 
 
 class Rows:

@@ -50,7 +50,7 @@ def parameters(config: GPTConfig) -> tuple[int, int, int]:
 
 
 def fixed_bytes(config: GPTConfig, device_type: str, ranks: int = 1) -> tuple[int, int]:
-    """Bytes of weights, gradients and optimiser state; and of the optimiser's working memory, while there are no activations."""
+    """Bytes of weights, gradients and optimiser state; and of the optimiser's working memory, which it needs after the activations are freed."""
     tables, matrices, others = parameters(config)
     entry = 2 if device_type == "cuda" else 4
     held = 4 * entry * tables + 16 * others + (8 + 4 / ranks) * matrices

@@ -188,7 +188,7 @@ def upstream_rows(paths: list[Path], vocabulary: tokenizer.Tokenizer, capacity: 
 
 @pytest.fixture(scope="module")
 def odd(tmp_path_factory):
-    """Row groups that are no multiples of 128, empty documents, documents longer than a row, two training files."""
+    """Row groups whose size is not a multiple of 128, empty documents, documents longer than a row, two training files."""
     root = tmp_path_factory.mktemp("odd")
     for number in range(3):
         texts = ["" if k % 11 == 3 else text * (9 if k % 13 == 5 else 1) for k, text in enumerate(tiny.documents(2500, number))]

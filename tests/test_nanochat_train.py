@@ -99,7 +99,7 @@ def test_evaluation_finds_the_rows_of_the_run(packed, tmp_path):
     (tmp_path / "moved/packed").rename(tmp_path / "hidden")
     sha = PackedData(packed / "packed").tokenizer.sha256[:12]
     wanted = rf"give --data FOLDER with rows of 32 tokens of tokenizer {sha}"
-    message = r"the rows that .*mine was trained on, of .*corpus \(2 parquet files, shard_00000.parquet to shard_00001.parquet\), are no longer in "
+    message = r"the rows that .*mine was trained on, of .*corpus \(2 parquet files, shard_00000.parquet to shard_00001.parquet\), are gone from "
     tiny.assert_one_line_error(evaluate(run, check=False), message + rf".*there/packed; pack them again, or {wanted}")
     assert "val bpb: " in evaluate(run, "--data", tmp_path / "hidden").stdout
 
@@ -121,7 +121,7 @@ def test_rows_of_other_text_are_not_the_runs(tmp_path):
         if there:
             assert rows_of_run(data, tmp_path / "run") == tmp_path / "packed"
         else:
-            with pytest.raises(UserError, match=r"are no longer in .*; pack them again, or give --data FOLDER"):
+            with pytest.raises(UserError, match=r"are gone from .*; pack them again, or give --data FOLDER"):
                 rows_of_run(data, tmp_path / "run")
 
 

@@ -67,7 +67,7 @@ class Examinee:
     def measure(self, task: Task, examples: list[Example], bar: Progress) -> dict[str, Any]:
         """Accuracy, centred score and speed on the examples, which are shuffled and sampled. A collective: every process asks its part.
 
-        Raises UserError, on every process, for a question that cannot be asked and for losses that are no numbers.
+        Raises UserError, on every process, for a question that cannot be asked and for losses that are NaN.
         """
         self.runtime.barrier()
         started = time.perf_counter()

@@ -85,7 +85,7 @@ def write_csv(path: Path, scores: Sequence[Score]) -> None:
 
 
 def show(scores: Sequence[Score], title: str) -> None:
-    """Print `table`: in full width where there is no terminal, without GPT-2 in a narrow one."""
+    """Print `table`. A file or a pipe gets its full width, a narrow terminal gets it without GPT-2."""
     on = console if console.is_terminal else Console(width=WIDE)
     on.print(table(scores, title, SHOWN_GPT2 if on.width >= WIDE else ()))
 
