@@ -91,10 +91,10 @@ lint: $(READY)  ## ruff: errors and formatting
 
 # ARGS goes to all four: --quick, --device-type cpu, --results FOLDER. Each also runs alone, with more flags (--help).
 bench: $(READY)  ## time attention, DeiT and GPT, GKA beside softmax, on the GPU or else the CPU (2 1/2 minutes on 2 cores): tables, targets, pictures
-	$(PY) -m runs.bench_attention $(ARGS)
-	$(PY) -m runs.bench_deit $(ARGS)
-	$(PY) -m runs.bench_gpt $(ARGS)
-	$(PY) -m runs.bench_report $(ARGS)
+	$(PY) -m runs.bench.attention $(ARGS)
+	$(PY) -m runs.bench.deit $(ARGS)
+	$(PY) -m runs.bench.gpt $(ARGS)
+	$(PY) -m runs.bench.report $(ARGS)
 
 data: $(DOCUMENTS)  ## fetch or write the corpus: FineWeb-Edu shards, or CORPUS=builtin
 
@@ -170,7 +170,7 @@ ablate-projections: check-images | $(READY)  ## the paper's ablation: softmax, V
 	$(TRAIN_DEIT) --model deit_tiny_patch16_224 $(ARGS)
 	$(TRAIN_DEIT) --model deit_tiny_vlt_patch16_224 $(ARGS)
 	$(TRAIN_DEIT) --model deit_tiny_gka_patch16_224 $(ARGS)
-	$(PY) -m runs.ablation --runs $(BASE)/runs
+	$(PY) -m runs.paper.ablation --runs $(BASE)/runs
 
 eval-deit: | $(READY)  ## top-1 and top-5 of a vision run (MODEL=name or RUN=folder) on its own images, or DATA
 	$(LAUNCH) deit_gka.evaluate --run $(DEIT_RUN) $(if $(DATA),--data '$(DATA)') --results $(BASE)/results.jsonl $(ARGS)
@@ -186,7 +186,7 @@ unpatch:  ## take the patches out of vendor/ again
 	@$(PYTHON) patches/apply.py reverse
 
 test-patches: $(READY) $(if $(NANOCHAT_SRC)$(wildcard vendor/nanochat),$(VENV)/.patches)  ## test the patches on the upstreams of "make vendor" (2 minutes on 2 cores)
-	$(PY) -m pytest -rs -m 'upstream or not upstream' tests/test_patches.py tests/test_patches_upstream.py $(ARGS)
+	$(PY) -m pytest -rs -m 'upstream or not upstream' tests/patches $(ARGS)
 
 $(VENV)/.patches: patches/requirements.txt | $(READY)
 	-$(PY) -m pip install --quiet --disable-pip-version-check -r $< && touch $@

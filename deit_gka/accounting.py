@@ -2,7 +2,7 @@
 
     python -m deit_gka.accounting
 
-FLOPs are 2 x multiply-accumulates of one image's forward pass, matrix products only (gka/attention/cost.py); "MB" are MiB, as the paper's.
+FLOPs are 2 x multiply-accumulates of one image's forward pass, matrix products only (gka/cost.py); "MB" are MiB, as the paper's.
 DeiT-S has 9.20 GFLOPs in the paper's comparison, which is this count, and 9.22 in its efficiency table, which counts
 LayerNorm too.
 """
@@ -13,7 +13,7 @@ from timm.models import VisionTransformer
 from torch import nn
 
 from gka import attention_cost
-from gka.runtime.cli import run
+from trainkit.cli import run
 
 MIB = 2**20
 
@@ -84,7 +84,7 @@ class AccountingConfig:
 
 
 def main(config: AccountingConfig) -> None:
-    from deit_gka.models import SIZES
+    from deit_gka.model.registry import SIZES
 
     print(f"{'':<14}{'parameters':>12}{'attention':>12}{'MLP':>12}{'sigma':>7}{'GFLOPs':>9}{'MiB':>8}{'parameters':>12}{'FLOPs':>9}")
     for size, shape in SIZES.items():

@@ -17,15 +17,15 @@ from timm.data import resolve_input_data_config
 from torch import nn
 
 from deit_gka.accounting import cost_of
-from deit_gka.engine import evaluate
-from deit_gka.loader import eval_transform
-from deit_gka.loader_workers import WorkerCount, default_workers, evaluation_batches, worker_context
-from deit_gka.model_io import WEIGHTS, build, find_checkpoint, load_file, load_run, open_data, parse_kwargs, trained_on
-from deit_gka.sources import FORMS
-from gka.runtime.cli import Bounds, Count, UserError, run
-from gka.runtime.distributed import Runtime, running
-from gka.runtime.progress import progress_bar
-from gka.runtime.results import append_result
+from deit_gka.data.loader import eval_transform
+from deit_gka.data.sources import FORMS
+from deit_gka.data.workers import WorkerCount, default_workers, evaluation_batches, worker_context
+from deit_gka.model.checkpoints import WEIGHTS, build, find_checkpoint, load_file, load_run, open_data, parse_kwargs, trained_on
+from deit_gka.training.engine import evaluate
+from trainkit.cli import Bounds, Count, UserError, run
+from trainkit.distributed import Runtime, running
+from trainkit.progress import progress_bar
+from trainkit.results import append_result
 
 
 @dataclass

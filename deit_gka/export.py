@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from deit_gka.model_io import export, find_checkpoint
-from gka.runtime.cli import run
+from deit_gka.model.checkpoints import export, find_checkpoint
+from trainkit.cli import run
 
 
 @dataclass

@@ -6,7 +6,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from gka.runtime.cli import Bounds, Probability, Seed, Share, UserError, check_bounds
+from trainkit.cli import Bounds, Probability, Seed, Share, UserError, check_bounds
 
 Even = Annotated[int, Bounds(2)]  # images are mixed in pairs
 Rate = Annotated[float, Bounds(0, 1e30, open_least=True)]

@@ -7,18 +7,18 @@ torchrun --standalone --nproc-per-node 7 -m deit_gka.train --data /imagenet
 from contextlib import closing
 
 from deit_gka.accounting import cost_of
-from deit_gka.attention import operators_of
-from deit_gka.engine import evaluate
-from deit_gka.loader import Batch, eval_transform
-from deit_gka.loader_workers import evaluation_batches
-from deit_gka.meter import Meter
-from deit_gka.train_config import TrainConfig
-from deit_gka.trainer import BROKEN_LIST, Trainer
-from gka.runtime.cli import command_line, run
-from gka.runtime.distributed import Stop
-from gka.runtime.progress import RunLog, progress_bar
-from gka.runtime.results import append_result
-from gka.runtime.training import launch
+from deit_gka.data.loader import Batch, eval_transform
+from deit_gka.data.workers import evaluation_batches
+from deit_gka.model.attention import operators_of
+from deit_gka.training.config import TrainConfig
+from deit_gka.training.engine import evaluate
+from deit_gka.training.meter import Meter
+from deit_gka.training.trainer import BROKEN_LIST, Trainer
+from trainkit.cli import command_line, run
+from trainkit.distributed import Stop
+from trainkit.progress import RunLog, progress_bar
+from trainkit.results import append_result
+from trainkit.training import launch
 
 # What is read back from the log, beside the metric that makes the best; a line without does not count.
 EVAL_KEYS, FINISH_KEYS = ("epoch", "images", "broken"), ("parameters", "flops", "top1", "images_per_second", "sigma")

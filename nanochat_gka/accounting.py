@@ -16,9 +16,9 @@ from typing import Annotated
 
 import torch
 
-from gka.runtime.cli import Bounds, Count, CountOrAutomatic, UserError, run
-from nanochat_gka.config import GPTConfig, ModelFlags, has_gka
-from nanochat_gka.gpt import GPT
+from nanochat_gka.model.config import GPTConfig, ModelFlags, has_gka
+from nanochat_gka.model.gpt import GPT
+from trainkit.cli import Bounds, Count, CountOrAutomatic, UserError, run
 
 REFERENCE_DEPTH = 12
 REFERENCE_BATCH = 2**19

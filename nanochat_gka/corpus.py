@@ -21,9 +21,9 @@ from typing import Annotated, Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from gka.runtime.cli import Bounds, UserError, run
-from gka.runtime.files import atomic, locked, read_json, remove_stale_temporaries, sha256, write_json
-from gka.runtime.progress import progress_bar
+from trainkit.cli import Bounds, UserError, run
+from trainkit.files import atomic, locked, read_json, remove_stale_temporaries, sha256, write_json
+from trainkit.progress import progress_bar
 
 SPLITS = ("train", "val")
 ROW_GROUP = 1024  # documents, as in nanochat's shards

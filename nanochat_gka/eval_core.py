@@ -15,17 +15,17 @@ from typing import Annotated, Any, Literal
 
 import torch
 
-from gka.runtime.cli import Bounds, CountOrAll, UserError, run
-from gka.runtime.distributed import Runtime, running
-from gka.runtime.progress import console, progress_bar
-from gka.runtime.results import append_result, check_appendable, read_results
-from nanochat_gka.core.bundle import Task, read_tasks
-from nanochat_gka.core.fetch import BundleFlags
-from nanochat_gka.core.huggingface import load_hugging_face
-from nanochat_gka.core.measure import BATCH_TOKENS, Examinee, Subject, check_enough, identity
-from nanochat_gka.core.questions import shuffled
-from nanochat_gka.core.report import Score, aggregate, error_of_mean, show, write_csv
-from nanochat_gka.model_io import load
+from nanochat_gka.core_metric.bundle import Task, read_tasks
+from nanochat_gka.core_metric.fetch import BundleFlags
+from nanochat_gka.core_metric.huggingface import load_hugging_face
+from nanochat_gka.core_metric.measure import BATCH_TOKENS, Examinee, Subject, check_enough, identity
+from nanochat_gka.core_metric.questions import shuffled
+from nanochat_gka.core_metric.report import Score, aggregate, error_of_mean, show, write_csv
+from nanochat_gka.model.checkpoints import load
+from trainkit.cli import Bounds, CountOrAll, UserError, run
+from trainkit.distributed import Runtime, running
+from trainkit.progress import console, progress_bar
+from trainkit.results import append_result, check_appendable, read_results
 
 
 @dataclass

@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from gka.runtime.cli import Bounds, Count, CountOrAll, UserError, run
-from gka.runtime.distributed import Runtime, running
-from gka.runtime.progress import console
-from gka.runtime.results import append_result
-from nanochat_gka.engine import Engine
-from nanochat_gka.eval_bpb import bits_per_byte
-from nanochat_gka.loader import EvalRows, PackedData, rows_of_run
-from nanochat_gka.memory import RowsAtOnce, device_bytes, rows_at_once
-from nanochat_gka.model_io import load, run_folder
-from nanochat_gka.sampling import SAMPLE_PROMPTS, Sampling
+from nanochat_gka.data.loader import EvalRows, PackedData, rows_of_run
+from nanochat_gka.generation.engine import Engine
+from nanochat_gka.generation.sampling import SAMPLE_PROMPTS, Sampling
+from nanochat_gka.model.checkpoints import load, run_folder
+from nanochat_gka.training.bits_per_byte import bits_per_byte
+from nanochat_gka.training.memory import RowsAtOnce, device_bytes, rows_at_once
+from trainkit.cli import Bounds, Count, CountOrAll, UserError, run
+from trainkit.distributed import Runtime, running
+from trainkit.progress import console
+from trainkit.results import append_result
 
 SPLITS = ("train", "val")
 

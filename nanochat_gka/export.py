@@ -4,7 +4,7 @@
 
 then, anywhere with this package:
 
-    from nanochat_gka.model_io import load
+    from nanochat_gka.model.checkpoints import load
     loaded = load("d20-gka")          # .model, .tokenizer, .training
 """
 
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gka.runtime.cli import run
-from gka.runtime.files import atomic
-from nanochat_gka.model_io import export, load
+from nanochat_gka.model.checkpoints import export, load
+from trainkit.cli import run
+from trainkit.files import atomic
 
 CARD = """---
 library_name: gka
@@ -41,9 +41,9 @@ or offensive.
 | sha256 of the weights | `{digest}` |
 
 ```python
-from nanochat_gka.engine import Engine
-from nanochat_gka.model_io import load
-from nanochat_gka.sampling import Sampling
+from nanochat_gka.generation.engine import Engine
+from nanochat_gka.model.checkpoints import load
+from nanochat_gka.generation.sampling import Sampling
 
 loaded = load("{folder}")
 print(Engine(loaded.model, loaded.tokenizer).complete(["The "], Sampling())[0][0])
@@ -102,7 +102,7 @@ def main(config: ExportConfig) -> None:
     about = export(loaded, config.out)
     with atomic(config.out / "README.md") as temporary:
         temporary.write_text(card(about, config.out))
-    print(f'{config.out}: {about["name"]} at step {about["step"]:,}; nanochat_gka.model_io.load("{config.out}") reads it')
+    print(f'{config.out}: {about["name"]} at step {about["step"]:,}; nanochat_gka.model.checkpoints.load("{config.out}") reads it')
 
 
 if __name__ == "__main__":

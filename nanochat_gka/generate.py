@@ -18,12 +18,12 @@ from typing import Literal
 
 from rich.console import Console
 
-from gka.runtime.cli import Count, UserError, run
-from gka.runtime.distributed import setup
-from gka.runtime.progress import progress_bar
-from nanochat_gka.engine import Engine
-from nanochat_gka.model_io import load
-from nanochat_gka.sampling import Sampling
+from nanochat_gka.generation.engine import Engine
+from nanochat_gka.generation.sampling import Sampling
+from nanochat_gka.model.checkpoints import load
+from trainkit.cli import Count, UserError, run
+from trainkit.distributed import setup
+from trainkit.progress import progress_bar
 
 
 @dataclass

@@ -12,14 +12,14 @@ from collections.abc import Sequence
 
 import torch
 
-from gka.runtime.cli import UserError
-from gka.runtime.distributed import setup
-from gka.runtime.progress import progress_bar
-from nanochat_gka.core.questions import Question
-from nanochat_gka.core.scoring import batches, judge
-from nanochat_gka.engine import Engine
-from nanochat_gka.model_io import load
-from nanochat_gka.sampling import Sampling
+from nanochat_gka.core_metric.questions import Question
+from nanochat_gka.core_metric.scoring import batches, judge
+from nanochat_gka.generation.engine import Engine
+from nanochat_gka.generation.sampling import Sampling
+from nanochat_gka.model.checkpoints import load
+from trainkit.cli import UserError
+from trainkit.distributed import setup
+from trainkit.progress import progress_bar
 
 try:
     from lm_eval import utils

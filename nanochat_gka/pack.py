@@ -25,12 +25,12 @@ from typing import Annotated
 
 import numpy as np
 
-from gka.runtime.cli import Bounds, UserError, check_bounds, run
-from gka.runtime.files import atomic, locked, read_json, remove_stale_temporaries, sha256, write_json
-from gka.runtime.progress import progress_bar
-from gka.runtime.workers import begin, context
 from nanochat_gka.corpus import SPLITS, ParquetCorpus, document_batches, open_parquet
 from nanochat_gka.tokenizer import Tokenizer
+from trainkit.cli import Bounds, UserError, check_bounds, run
+from trainkit.files import atomic, locked, read_json, remove_stale_temporaries, sha256, write_json
+from trainkit.progress import progress_bar
+from trainkit.workers import begin, context
 
 FORMAT = 1
 ROW_GROUPS_PER_UNIT = 8

@@ -16,10 +16,10 @@ import numpy as np
 import tiktoken
 import torch
 
-from gka.runtime.cli import Bounds, Count, CountOrAll, UserError, run
-from gka.runtime.files import locked, read_json, write_json
-from gka.runtime.progress import progress_bar
 from nanochat_gka.corpus import ParquetCorpus
+from trainkit.cli import Bounds, Count, CountOrAll, UserError, run
+from trainkit.files import locked, read_json, write_json
+from trainkit.progress import progress_bar
 
 # GPT-4's pattern with at most two digits to a chunk.
 SPLIT_PATTERN = (

@@ -14,26 +14,26 @@ from dataclasses import asdict
 import torch
 from rich.progress import Progress
 
-from gka.runtime import checkpoint
-from gka.runtime.cli import UserError, command_line, run
-from gka.runtime.distributed import Runtime, Stop
-from gka.runtime.progress import Pace, RunLog, clock_text, progress_bar
-from gka.runtime.results import append_result, git_commit, peak_memory
-from gka.runtime.training import launch
-from nanochat_gka import memory
 from nanochat_gka.accounting import Horizon, flops_per_token, parameter_counts, plan
-from nanochat_gka.core.measure import BATCH_TOKENS, Examinee
-from nanochat_gka.core.training import CoreMetric
-from nanochat_gka.engine import Engine
-from nanochat_gka.eval_bpb import bits_per_byte
-from nanochat_gka.gpt import GPT, build
-from nanochat_gka.hardware import peak_flops
-from nanochat_gka.loader import PackedData, Stream, micro_batches, to_device
-from nanochat_gka.optim import MuonAdamW, check_decay, parameter_groups
-from nanochat_gka.sampling import SAMPLE_PROMPTS, Sampling
-from nanochat_gka.schedule import lr_multiplier, muon_momentum, weight_decay_multiplier
+from nanochat_gka.core_metric.measure import BATCH_TOKENS, Examinee
+from nanochat_gka.core_metric.training import CoreMetric
+from nanochat_gka.data.loader import PackedData, Stream, micro_batches, to_device
+from nanochat_gka.generation.engine import Engine
+from nanochat_gka.generation.sampling import SAMPLE_PROMPTS, Sampling
+from nanochat_gka.model.gpt import GPT, build
 from nanochat_gka.tokenizer import FILE_NAME
-from nanochat_gka.train_config import TrainConfig
+from nanochat_gka.training import memory
+from nanochat_gka.training.bits_per_byte import bits_per_byte
+from nanochat_gka.training.config import TrainConfig
+from nanochat_gka.training.hardware import peak_flops
+from nanochat_gka.training.optim import MuonAdamW, check_decay, parameter_groups
+from nanochat_gka.training.schedule import lr_multiplier, muon_momentum, weight_decay_multiplier
+from trainkit import checkpoint
+from trainkit.cli import UserError, command_line, run
+from trainkit.distributed import Runtime, Stop
+from trainkit.progress import Pace, RunLog, clock_text, progress_bar
+from trainkit.results import append_result, git_commit, peak_memory
+from trainkit.training import launch
 
 LOSS_MEMORY = 0.9
 WARMUP_STEPS_NOT_TIMED = 3

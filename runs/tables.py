@@ -9,16 +9,18 @@ import re
 import sys
 from pathlib import Path
 
-from deit_gka import models
 from deit_gka.accounting import vit_cost
-from gka.runtime.progress import read_lines
-from gka.runtime.results import read_results
-from nanochat_gka.core.bundle import CORE_SIZES, PAPER_TASKS
-from nanochat_gka.core.published import GPT2_ACCURACY, PAPER_EXAMPLES
-from nanochat_gka.core.report import Score, aggregate, error_of_mean, paper_score, score_of
-from runs import bench_results, demo_vision, operator_error
-from runs.demo import STEPS, VARIANTS, run_tag
-from runs.demo_report import COLUMNS, PAPER, PAPER_VISION
+from deit_gka.model import registry as models
+from nanochat_gka.core_metric.bundle import CORE_SIZES, PAPER_TASKS
+from nanochat_gka.core_metric.published import GPT2_ACCURACY, PAPER_EXAMPLES
+from nanochat_gka.core_metric.report import Score, aggregate, error_of_mean, paper_score, score_of
+from runs.bench import operator_error
+from runs.bench import results as bench_results
+from runs.demo import vision as demo_vision
+from runs.demo.__main__ import STEPS, VARIANTS, run_tag
+from runs.demo.report import COLUMNS, PAPER, PAPER_VISION
+from trainkit.progress import read_lines
+from trainkit.results import read_results
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO_RESULTS = ROOT / "runs" / "results" / "demo.jsonl"

@@ -40,7 +40,6 @@ def packed(tmp_path_factory):
     """A folder with corpus/, tokenizer/ and packed/, made by the real commands' functions."""
     import processes
     import tiny
-
     from nanochat_gka import pack, tokenizer
 
     root = tmp_path_factory.mktemp("tiny")

@@ -1,27 +1,18 @@
-"""The arrows between packages: runs -> nanochat_gka | deit_gka -> gka; inside gka, attention and runtime do not meet."""
+"""The arrows between packages: runs -> nanochat_gka | deit_gka -> trainkit, gka; gka and trainkit do not know each other."""
 
-import ast
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from sources import ROOT, imports
+
 FORBIDDEN = {
-    "gka/attention": ("gka.runtime", "nanochat_gka", "deit_gka", "runs"),
-    "gka/runtime": ("gka.attention", "nanochat_gka", "deit_gka", "runs"),
-    "nanochat_gka": ("deit_gka", "runs", "gka.attention"),
-    "deit_gka": ("nanochat_gka", "runs", "gka.attention"),
+    "gka": ("trainkit", "nanochat_gka", "deit_gka", "runs"),
+    "trainkit": ("gka", "nanochat_gka", "deit_gka", "runs"),
+    "nanochat_gka": ("deit_gka", "runs"),
+    "deit_gka": ("nanochat_gka", "runs"),
 }
-
-
-def imports(path):
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
 
 
 @pytest.mark.parametrize("package", FORBIDDEN)
@@ -32,10 +23,11 @@ def test_arrows_never_turn_back(package):
 
 
 def test_implementations_do_not_import_one_another():
-    """An implementation is a file, or several that share the first word of their names."""
-    for path in (ROOT / "gka/attention/impl").glob("*.py"):
-        others = [name for name in imports(path) if name.startswith("gka.attention.impl")]
-        assert all("_" in path.stem and name.startswith(f"gka.attention.impl.{path.stem.split('_')[0]}_") for name in others), path.name
+    """An implementation is a file or a folder of gka/impl."""
+    for path in (ROOT / "gka/impl").rglob("*.py"):
+        own = ".".join(path.relative_to(ROOT).with_suffix("").parts[:3])
+        others = [name for name in imports(path) if name.startswith("gka.impl") and not name.startswith(own)]
+        assert not others, path
 
 
 def test_importing_the_operator_needs_torch_alone():

@@ -1,0 +1,71 @@
+"""Where images come from. One string names the data; `open_source` makes of it a `Source` (random access) or a `Stream` (one pass after another):
+
+    DIR              a folder with train/<class>/*.jpg and val/<class>/*.jpg, or with webdataset tars
+    wds:DIR          webdataset tars: DIR/*train*.tar and DIR/*val*.tar, or DIR/train/*.tar and DIR/val/*.tar
+    hf:NAME          a Hugging Face dataset with an image and a class label column, from the hub or a local folder
+    hf-stream:NAME   the same, read while training and never stored
+    digits           scikit-learn's 1,797 digits of 8x8 pixels; no network
+
+Images stay encoded until `decode` makes them RGB, in the worker processes.
+"""
+
+from pathlib import Path
+from typing import Literal
+
+from deit_gka.data.sources.base import FOLDERS, Record, Source, listing
+from deit_gka.data.sources.decode import BrokenImage, decode
+from deit_gka.data.sources.folder import Digits, Folder, class_folders
+from deit_gka.data.sources.hub import Hub, Stream
+from deit_gka.data.sources.tars import Tars, shards_of
+from trainkit.cli import UserError
+
+__all__ = ["FORMS", "BrokenImage", "Record", "Source", "Stream", "check_classes", "decode", "located", "open_source"]
+FORMS = "a folder with train/<class>/ and val/<class>/, wds:FOLDER, hf:NAME, hf-stream:NAME or digits"
+IMAGENET = {"train": 1_281_167, "val": 50_000}
+
+
+def open_source(data: str, split: Literal["train", "val"]) -> "Source | Stream":
+    """The `split` of the data called `data`. Raises UserError if there is none, or it cannot serve."""
+    form, _, rest = data.partition(":")
+    if data == "digits":
+        return Digits(split)
+    if form in ("hf", "hf-stream") and rest:
+        return Hub(data, split, rest) if form == "hf" else Stream(data, split, rest)
+    root = Path(rest if form == "wds" else data).expanduser().absolute()
+    if not root.is_dir():
+        raise UserError(f"{data} is {'not a folder' if root.exists() else 'not there'}; data is {FORMS}")
+    folder = next((root / name for name in FOLDERS[split] if (root / name).is_dir()), None)
+    shards = shards_of(root, split)
+    if shards and (form == "wds" or folder is None or not class_folders(folder)):
+        return Tars(data, split, root, shards)
+    if form == "wds":
+        raise UserError(f"{root} has no .tar files with {split} in their names, nor in {split}/; it has: {listing(root)}")
+    if folder is None:
+        raise UserError(f"{root} has no {split}/ folder; it has: {listing(root)}. Data is {FORMS}")
+    return Folder(data, split, folder)
+
+
+def located(data: str) -> str:
+    """`data` so that it names the same images from any folder."""
+    form, colon, rest = data.partition(":")
+    prefix, name = (form + colon, rest) if form in ("wds", "hf", "hf-stream") else ("", data)
+    folder = Path(name).expanduser()
+    return data if data == "digits" or not name or not folder.is_dir() else f"{prefix}{folder.absolute()}"
+
+
+def check_classes(train: "Source | Stream", val: "Source | Stream") -> list[str]:
+    """Warnings about the data. Raises UserError if the splits do not have the same classes."""
+    for one, other in ((train, val), (val, train)):
+        missing = sorted(set(one.classes) - set(other.classes), key=one.classes.index)
+        if missing:
+            raise UserError(f"class '{missing[0]}' is in {one.split} but not in {other.split} ({len(missing)} such); both need the same classes")
+    if train.classes != val.classes:
+        raise UserError("train and val number their classes differently; both need the same classes in the same order")
+    found = []
+    for source in (train, val):
+        count = len(source) if isinstance(source, Source) else source.length
+        if len(source.classes) == 1000 and count not in (None, IMAGENET[source.split]):
+            found.append(f"{source.split} has {count:,} images of 1,000 classes, ImageNet-1k has {IMAGENET[source.split]:,}")
+        if isinstance(source, Source) and source.ignored:
+            found.append(f"{source.split}: ignored files, without an image's extension: {source.ignored:,}")
+    return found

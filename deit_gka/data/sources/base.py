@@ -1,0 +1,71 @@
+"""What every kind of data shares: the interface, names and listings of files."""
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+from trainkit.progress import progress_bar
+
+Record = tuple[bytes | Image.Image, int, str]  # encoded or decoded image, label, a name for reports
+EXTENSIONS = frozenset({".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif"})
+FOLDERS = {"train": ("train",), "val": ("val", "validation", "valid", "eval")}
+
+
+class Source(ABC):
+    """Labelled images by index; can be pickled. `ignored` counts files without an image's extension."""
+
+    ignored = 0
+
+    def __init__(self, name: str, split: str, classes: list[str]):
+        self.name, self.split, self.classes = name, split, classes
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def read(self, index: int) -> Record:
+        """Raises OSError if the file is gone or cut short."""
+
+
+class Names(Sequence):
+    """Many strings in two tensors: worker processes share those, where every worker would have a copy of a list or an array."""
+
+    def __init__(self, names: Iterable[str]):
+        encoded = [os.fsencode(name) for name in names]
+        self._text = torch.from_numpy(np.frombuffer(b"".join(encoded), np.uint8).copy())
+        self._ends = torch.from_numpy(np.cumsum([0, *map(len, encoded)], dtype=np.int64))
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def __getitem__(self, index: int) -> str:
+        return os.fsdecode(self._text[self._ends[index] : self._ends[index + 1]].numpy().tobytes())
+
+
+def is_image(path: str) -> bool:
+    return os.path.splitext(path)[1].lower() in EXTENSIONS
+
+
+def listing(folder: Path) -> str:
+    """What is in a folder, shortened."""
+    names = sorted(entry.name + "/" * entry.is_dir() for entry in os.scandir(folder) if not entry.name.startswith("."))
+    return ", ".join(names[:6]) + (f" and {len(names) - 6:,} more" if len(names) > 6 else "") or "nothing"
+
+
+def tracked(items: Sequence, what: str) -> Iterator:
+    """`items`, with a progress bar on rank 0 if there are many."""
+    if len(items) <= 16 or os.environ.get("RANK", "0") != "0":
+        yield from items
+        return
+    with progress_bar() as bar:
+        yield from bar.track(items, task_id=bar.add_task(what, total=len(items), status=""))
+
+
+def reason_of(error: BaseException) -> str:
+    """The first line of what an error says, without its full stop."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(". ")

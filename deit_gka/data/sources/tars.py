@@ -1,0 +1,104 @@
+"""webdataset tars, read in place by random access."""
+
+import json
+import os
+import re
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from deit_gka.data.sources.base import FOLDERS, Names, Record, Source, is_image, reason_of, tracked
+from trainkit.cli import UserError
+
+SHARD_WORD = re.compile("(?<![a-z])(train|val|eval)")  # starts a word, so "retrieval-train-0.tar" is training data
+MAX_OPEN = 64  # shards per process
+MAX_CLASSES = 1_000_000  # a larger label is no label
+
+
+class Tars(Source):
+    """webdataset shards: KEY.jpg beside KEY.cls (an integer) or KEY.json (with "label" or "cls"). Read in place, nothing is extracted."""
+
+    def __init__(self, name: str, split: str, root: Path, shards: list[Path]):
+        self._shards, self._files = [str(shard) for shard in shards], {}
+        keys, rows = [], [np.empty((0, 4), np.int64)]
+        for number in tracked(range(len(shards)), f"{split}: listing tars"):
+            found = _index(self._shards[number])
+            keys += [f"{shards[number].name}:{key}" for key, *_ in found]
+            rows.append(np.array([(number, *row) for _, *row in found], np.int64).reshape(-1, 4))
+        self._names, self._rows = Names(keys), torch.from_numpy(np.concatenate(rows))
+        if not keys:
+            raise UserError(f"no images in the {len(shards)} {split} tar files of {root}; they need members KEY.jpg and KEY.cls")
+        count = int(self._rows[:, 3].max()) + 1
+        listed = root / "classes.txt"
+        try:
+            classes = listed.read_text(encoding="utf-8").splitlines() if listed.exists() else [str(label) for label in range(count)]
+        except UnicodeDecodeError:
+            raise UserError(f"{listed} is not UTF-8 text") from None
+        super().__init__(name, split, classes)
+        if count > len(self.classes):
+            raise UserError(f"{listed} has {len(self.classes)} lines, but {split} has an image of class {count - 1} (counted from 0)")
+
+    def __getstate__(self):
+        return {**self.__dict__, "_files": {}}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def read(self, index: int) -> Record:
+        shard, offset, size, label = self._rows[index].tolist()
+        file = self._files.get(shard)
+        if file is None:
+            if len(self._files) >= MAX_OPEN:
+                del self._files[next(iter(self._files))]
+            file = self._files[shard] = open(self._shards[shard], "rb", buffering=0)  # noqa: SIM115 (kept for the next image)
+        data = os.pread(file.fileno(), size, offset)
+        if len(data) != size:
+            raise OSError(f"{self._shards[shard]} has become shorter")
+        return data, label, self._names[index]
+
+
+def shards_of(root: Path, split: str) -> list[Path]:
+    tars = [path for folder in FOLDERS[split] for path in sorted((root / folder).glob("*.tar"))]
+    words = FOLDERS[split] if split == "val" else ("train",)
+    for path in [] if tars else sorted(root.glob("*.tar")):
+        word = SHARD_WORD.search(path.name.lower())
+        if word and word[1] in words:
+            tars.append(path)
+    return [path for path in tars if not path.name.startswith(".")]
+
+
+def _index(path: str) -> list[tuple[str, int, int, int]]:
+    """(key, offset, size, label) of every image in a tar. Raises UserError naming the file."""
+    images, notes = [], {}
+    try:
+        with open(path, "rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
+            for member in tar:
+                key, extension = os.path.splitext(member.name)
+                if member.isreg() and not member.issparse() and not os.path.basename(key).startswith("."):
+                    if is_image(member.name):
+                        images.append((key, member.offset_data, member.size))
+                    elif extension in (".cls", ".json"):
+                        notes[key + extension] = (member.size, member.offset_data)
+            file.seek(tar.offset)
+            if file.read(tarfile.BLOCKSIZE) != tarfile.NUL * tarfile.BLOCKSIZE:  # tarfile itself stops quietly at a damaged header
+                raise tarfile.ReadError(f"damaged or cut short at byte {tar.offset:,}")
+            return [(*image, _label(path, image[0], file.fileno(), notes)) for image in images]
+    except (tarfile.TarError, OSError, ValueError) as error:
+        raise UserError(f"{path} is not a readable tar file ({reason_of(error)}); fetch it again") from None
+
+
+def _label(path: str, key: str, file: int, notes: dict[str, tuple[int, int]]) -> int:
+    try:
+        if f"{key}.cls" in notes:
+            label = int(os.pread(file, *notes[f"{key}.cls"]))
+        else:
+            note = json.loads(os.pread(file, *notes[f"{key}.json"]))
+            label = int(note["label"] if "label" in note else note["cls"])
+        if 0 <= label < MAX_CLASSES:
+            return label
+    except (KeyError, TypeError, ValueError):
+        pass
+    raise UserError(f"{path}: image {key} has no label; beside it must be {key}.cls, an integer from 0 to {MAX_CLASSES - 1}, or {key}.json with \"label\" "
+                    f"(tars without labels, one per class, have to be unpacked into train/<class>/)")  # fmt: skip

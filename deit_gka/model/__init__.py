@@ -1,0 +1,1 @@
+"""timm's vision transformers with our attention, and their files."""

@@ -1,0 +1,159 @@
+"""Models: built by timm's name, written into and read from checkpoints, exported for timm."""
+
+import contextlib
+import difflib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from torch import nn
+
+import deit_gka.model.registry  # noqa: F401 (registers)
+from deit_gka.data.sources import Source, Stream, open_source
+from deit_gka.recipe import Recipe
+from trainkit import checkpoint
+from trainkit.checkpoint import Checkpoint
+from trainkit.cli import Bounds, UserError
+
+WEIGHTS = ("ema", "model")
+# Of the arguments that most timm models share; timm refuses the others itself.
+ARGUMENT_BOUNDS = {
+    "depth": Bounds(1, 1000),
+    **dict.fromkeys(("embed_dim", "num_heads", "patch_size", "img_size", "num_classes"), Bounds(1)),
+    **dict.fromkeys(("mlp_ratio", "sigma_squared"), Bounds(0, open_least=True)),
+    **dict.fromkeys(("drop_rate", "drop_path_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate", "attn_drop_rate"),
+                    Bounds(0, 1, open_most=True)),
+}  # fmt: skip
+OWN_FLAGS = {"name": "--model", "pretrained": "--pretrained of evaluate", "input_size": "--input-size"}
+
+
+def parse_kwargs(words: Iterable[str]) -> dict[str, Any]:
+    """["depth=4", "sigma_squared=1.0", "attn_layer=gka"] as a dictionary: JSON values where they are JSON, else text. UserError for others."""
+    kwargs = {}
+    for word in words:
+        key, separator, value = word.partition("=")
+        if not separator or not key.isidentifier():
+            raise UserError(f"--model-kwargs takes name=value, got {word!r}")
+        try:
+            kwargs[key] = json.loads(value)
+        except json.JSONDecodeError:
+            kwargs[key] = value
+        if key in OWN_FLAGS:
+            raise UserError(f"--model-kwargs cannot set {key}: it is {OWN_FLAGS[key]}")
+        if isinstance(kwargs[key], (int, float)):
+            ARGUMENT_BOUNDS.get(key, Bounds()).check(f"--model-kwargs {key}", kwargs[key])
+    return kwargs
+
+
+def check_name(name: str) -> None:
+    """Raises UserError unless timm has a model of that name, ours included."""
+    if not timm.is_model(name):
+        near = difflib.get_close_matches(name, timm.list_models(), n=3)
+        raise UserError(f"timm has no model {name!r}" + (f"; did you mean {' or '.join(near)}?" if near else ""))
+
+
+def build(name: str, num_classes: int | None = None, input_size: int | None = None, pretrained: bool = False, **kwargs) -> nn.Module:
+    """timm.create_model with mistakes as one line. None leaves timm's own number of classes or image size. Raises UserError."""
+    check_name(name)
+    config = timm.get_pretrained_cfg(name)
+    if input_size is not None and config is not None and config.fixed_input_size and config.input_size[-1] != input_size:
+        kwargs.setdefault("img_size", input_size)
+    if num_classes is not None:
+        kwargs["num_classes"] = num_classes
+    try:
+        model = timm.create_model(name, pretrained=pretrained, **kwargs)
+    except (TypeError, ValueError, AssertionError, RuntimeError) as error:
+        raise UserError(f"timm cannot build {name}: {str(error).splitlines()[0] if str(error) else error!r}") from None
+    check_patches(model, input_size or kwargs.get("img_size"))
+    return model
+
+
+def check_patches(model: nn.Module, size: int | list[int] | None) -> None:
+    """Raises UserError if patches do not cover the image: the convolution that cuts them would leave pixels out without a word."""
+    patch = getattr(getattr(model, "patch_embed", None), "patch_size", None)
+    sizes = size if isinstance(size, list) else [size, size]
+    if size and isinstance(patch, tuple) and any(side % part for side, part in zip(sizes, patch)):
+        raise UserError(f"--input-size must be a multiple of the patch, {patch[0]}; got {size}")
+
+
+def timm_weights(name: str, flag: str) -> nn.Module:
+    """A model with the weights timm has for its name. Raises UserError, naming `flag`, if there are none or they cannot be fetched."""
+    try:
+        return timm.create_model(name, pretrained=True)
+    except Exception as error:  # the hub's, its transport's, timm's for a model without weights
+        raise UserError(f"{flag} {name}: timm has no weights of it here ({type(error).__name__}: {' '.join(str(error).split())[:160]}); "
+                        "it fetches them over the network: give a file instead") from None  # fmt: skip
+
+
+def describe(name: str, num_classes: int, recipe: Recipe, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What a checkpoint needs to say about its model, so that `load_run` builds it again."""
+    return {"name": name, "num_classes": num_classes, "input_size": recipe.input_size, "kwargs": kwargs}
+
+
+def find_checkpoint(path: Path, best: bool = False) -> Checkpoint:
+    """A checkpoint folder itself, or the newest intact one of a run folder (best: the one with the best accuracy). UserError if there is none."""
+    path = Path(path)
+    if (path / "manifest.json").exists():
+        return _of_vision(checkpoint.load(path))
+    found = checkpoint.load_newest(path / ("best" if best else "checkpoints"))
+    if found is None:
+        raise UserError(f"no checkpoint in {path}; train one first (make demo, make train-deit-ti)")
+    return _of_vision(found)
+
+
+def _of_vision(found: Checkpoint) -> Checkpoint:
+    if "classes" not in found.state:
+        raise UserError(f"{found.path} is not of a vision run; nanochat_gka evaluates and exports language models")
+    return found
+
+
+def trained_on(state: dict[str, Any]) -> str:
+    """Which images the run of a checkpoint needs, in words; older runs did not write down where they were."""
+    images, classes = state["data"], len(state["classes"])
+    counts = f"{images['training images']:,} training and {images['validation images']:,} validation images in {classes:,} classes"
+    return f"{state['trained_on']} ({counts})" if "trained_on" in state else counts
+
+
+def open_data(data: str, split: str, run: Path | None) -> Source | Stream:
+    """`open_source`; where that fails, the message says which images the run in the folder `run` was trained on. Raises UserError."""
+    try:
+        return open_source(data, split)
+    except UserError as error:
+        found = None
+        with contextlib.suppress(UserError):
+            found = find_checkpoint(run) if run and run.is_dir() else None
+        raise UserError(f"{error}. {run} was trained on {trained_on(found.state)}" if found else str(error)) from None
+
+
+def load_run(found: Checkpoint, weights: str, device: torch.device | str) -> nn.Module:
+    """The model of one of our checkpoints; weights: "ema" or "model" (the raw ones). Raises UserError if they are not in it."""
+    if not (found.path / f"{weights}.safetensors").exists():
+        raise UserError(f"{found.path} has no {weights} weights; choose --weights {' or '.join(w for w in WEIGHTS if w != weights)}")
+    about = found.state["model"]
+    model = build(about["name"], about["num_classes"], about["input_size"], **about["kwargs"])
+    model.load_state_dict(found.tensors(weights))
+    return model.to(device).eval()
+
+
+def load_file(path: Path, model: nn.Module) -> nn.Module:
+    """Weights from a file into `model`: .safetensors, or .pth such as DeiT's own, read without unpickling. Raises UserError if they do not fit."""
+    try:
+        timm.models.load_checkpoint(model, str(path), use_ema=True, weights_only=True)
+    except FileNotFoundError:
+        raise UserError(f"weights not found: {path}") from None
+    except Exception as error:  # torch and safetensors raise many kinds for files that are not theirs
+        raise UserError(f"{path} does not hold weights of this model: {' '.join(str(error).split())[:200]}") from None
+    return model.eval()
+
+
+def export(found: Checkpoint, weights: str, folder: Path) -> Path:
+    """Write model.safetensors and config.json for timm: create_model(NAME, checkpoint_path=FILE), or create_model("local-dir:FOLDER", pretrained=True)."""
+    model = load_run(found, weights, "cpu")
+    recipe, classes = found.state["train_config"], found.state["classes"]
+    data_config = {"crop_pct": recipe["crop_pct"], "interpolation": "bicubic", "input_size": (3, recipe["input_size"], recipe["input_size"])}
+    model_config = {"label_names": classes} if len(classes) == model.num_classes else {}
+    timm.models.save_for_hf(model, str(folder), model_config=model_config, safe_serialization=True, data_config=data_config)
+    return Path(folder) / "model.safetensors"

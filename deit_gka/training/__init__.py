@@ -1,0 +1,1 @@
+"""What one training run needs: settings, optimiser, updates, evaluation."""

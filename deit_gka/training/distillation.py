@@ -1,0 +1,113 @@
+"""What a run minimises: cross entropy or DeiT III's binary cross entropy, and what a teacher adds to it (DeiT's distillation token).
+
+With a teacher the loss is (1 - alpha) x that of the class token's head + alpha x that of the distillation token's head,
+which is judged by the teacher's answers to the same augmented and mixed images (Touvron et al. 2021, arXiv 2012.12877,
+equations 2 and 3).
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, resolve_model_data_config
+from timm.loss import SoftTargetCrossEntropy
+from torch import nn
+
+from deit_gka.model.checkpoints import build, find_checkpoint, load_file, load_run, timm_weights
+from deit_gka.recipe import Recipe
+from trainkit.cli import UserError
+
+Outputs = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+class Teacher(nn.Module):
+    """A model that answers in evaluation mode, without gradients, whatever mode it is put in.
+
+    mean, std, size: the teacher's own. A student's images, normalised by ImageNet's mean and deviation, mixed or not,
+    are brought there by one affine map a channel and resized; size None takes them as large as they are.
+    """
+
+    def __init__(self, model: nn.Module, mean=IMAGENET_DEFAULT_MEAN, std=IMAGENET_DEFAULT_STD, size: tuple[int, int] | None = None):
+        super().__init__()
+        self.model, self.size = model.eval().requires_grad_(False), size
+        ours, theirs = ([torch.tensor(values).view(1, 3, 1, 1) for values in pair] for pair in
+                        ((IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD), (mean, std)))  # fmt: skip
+        self.register_buffer("scale", ours[1] / theirs[1])
+        self.register_buffer("shift", (ours[0] - theirs[0]) / theirs[1])
+
+    def train(self, mode: bool = True) -> "Teacher":
+        return super().train(False)
+
+    @torch.no_grad()
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        images = images * self.scale + self.shift
+        if self.size is not None and images.shape[-2:] != self.size:
+            images = F.interpolate(images, self.size, mode="bicubic", antialias=True)
+        return self.model(images)
+
+
+def load_teacher(name: str, path: str, classes: list[str]) -> Teacher:
+    """The teacher called `name`: one of our run or exported folders, or a timm model with the weights in the file `path`, or timm's own without one.
+
+    Raises UserError if the weights cannot be had, or if the teacher has another number of classes.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir() and not (folder / "config.json").exists():
+        found = find_checkpoint(folder)
+        if found.state["classes"] != classes and set(found.state["classes"]) & set(classes):
+            raise UserError(f"--teacher-model {name} was trained on other classes than the data's; give a teacher of the same classes")
+        model = load_run(found, "ema" if (found.path / "ema.safetensors").exists() else "model", "cpu")
+    elif path:
+        model = load_file(Path(path), build(name, len(classes)))
+    else:
+        model = timm_weights(f"local-dir:{folder}" if folder.is_dir() else name, "--teacher-model")
+    if model.num_classes != len(classes):
+        raise UserError(f"--teacher-model {name} tells {model.num_classes} classes apart but the data has {len(classes)}")
+    about, size = resolve_model_data_config(model), None
+    if not getattr(model, "dynamic_img_size", False):  # as convolutional networks take any size, which say nothing
+        fixed = about["input_size"][-2:] if model.pretrained_cfg.get("fixed_input_size") else None
+        size = getattr(getattr(model, "patch_embed", None), "img_size", None) or fixed
+    return Teacher(model, about["mean"], about["std"], tuple(size) if size else None)
+
+
+@dataclass
+class Objective:
+    """The recipe's loss of a batch, a mean over its images."""
+
+    recipe: Recipe
+    teacher: Teacher | None = None
+
+    def __call__(self, images: torch.Tensor, outputs: Outputs, targets: torch.Tensor) -> torch.Tensor:
+        """images (n, 3, S, S) as the model saw them; outputs: logits (n, classes), with a teacher those of both heads; targets (n, classes)."""
+        if self.teacher is None:
+            return self.base(outputs, targets)
+        by_label, by_teacher = outputs
+        alpha = self.recipe.distillation_alpha
+        return (1 - alpha) * self.base(by_label, targets) + alpha * self.distillation(by_teacher, self.teacher(images))
+
+    def base(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if self.recipe.bce_loss:  # every class that is in a mixed image counts fully (DeiT III)
+            return F.binary_cross_entropy_with_logits(logits, targets.gt(0).to(logits.dtype))
+        return SoftTargetCrossEntropy()(logits, targets)
+
+    def distillation(self, logits: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
+        """hard: cross entropy with the teacher's choice. soft: tau^2 KL(teacher || student) at temperature tau.
+
+        The latter is a mean over images and classes, as upstream's.
+        """
+        if self.recipe.distillation_type == "hard":
+            return F.cross_entropy(logits, answers.argmax(dim=1))
+        tau = self.recipe.distillation_tau
+        student, teacher = (F.log_softmax(values.float() / tau, dim=1) for values in (logits, answers))
+        return tau**2 * F.kl_div(student, teacher, reduction="sum", log_target=True) / logits.numel()
+
+
+def prepare_student(model: nn.Module, recipe: Recipe, name: str) -> None:
+    """Have a distilled model answer with both heads in training. Raises UserError for one without a distillation token."""
+    if recipe.distillation_type == "none":
+        return
+    if not hasattr(model, "set_distilled_training"):
+        raise UserError(f"--distillation-type {recipe.distillation_type} needs a model with a distillation token, such as "
+                        f"deit_tiny_gka_distilled_patch16_224; --model is {name}")  # fmt: skip
+    model.set_distilled_training(True)

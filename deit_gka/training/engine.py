@@ -1,0 +1,124 @@
+"""One update and one evaluation: mix, forward, loss, backward; top-1 and top-5."""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from timm.data.mixup import Mixup, mixup_target
+
+from deit_gka.data.loader import Batch, Piece, seed_of
+from deit_gka.recipe import Recipe
+from deit_gka.training.distillation import Objective
+from trainkit.cli import UserError
+from trainkit.distributed import Runtime
+
+
+def autocast(device: torch.device, amp: str):
+    """The recipe's arithmetic: bfloat16 or float16 autocast, or float32."""
+    amp = ("bfloat16" if device.type == "cuda" else "float32") if amp == "auto" else amp
+    if amp == "float32":
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, getattr(torch, amp))
+
+
+class Mixer:
+    """Mixup, CutMix and label smoothing by timm, with one draw for each group of the update, whichever processes its images are on."""
+
+    def __init__(self, recipe: Recipe, num_classes: int):
+        self.recipe, self.num_classes = recipe, num_classes
+        self.mixup = None
+        if recipe.mixup or recipe.cutmix:
+            self.mixup = Mixup(recipe.mixup, recipe.cutmix, label_smoothing=recipe.smoothing, num_classes=num_classes)
+
+    def __call__(self, images: torch.Tensor, labels: torch.Tensor, parts: list[tuple[int, int]], step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """images (n, 3, S, S), changed in place; labels (n,). Returns them with soft targets (n, classes)."""
+        if self.mixup is None:
+            return images, mixup_target(labels, self.num_classes, smoothing=self.recipe.smoothing)
+        targets, begin = [], 0
+        for group, length in parts:
+            np.random.seed(seed_of(self.recipe.seed, "mix", step, group) % 2**32)
+            part = slice(begin, begin + length)
+            targets.append(self.mixup(images[part], labels[part])[1])
+            begin += length
+        return images, torch.cat(targets)
+
+
+@dataclass
+class Update:
+    """What accumulating one update's gradients saw."""
+
+    loss: torch.Tensor  # this process's part of the batch's mean, on the device
+    broken: list[tuple[str, str]] = field(default_factory=list)
+    loading: float = 0.0  # seconds workers spent making the images
+
+
+def accumulate_gradients(model, pieces: list[Piece], next_batch: Callable[[int], Batch], mixer: Mixer, step: int, runtime: Runtime,
+                         scale: Callable[[torch.Tensor], torch.Tensor] = lambda loss: loss, objective: Objective | None = None) -> Update:  # fmt: skip
+    """Run this process's pieces of update `step` forward and backward; the last backward averages over processes if `model` is a DDP.
+
+    objective: what is minimised, None for the recipe's without a teacher. next_batch: called with a piece's number of images. Stochastic depth is seeded by update, piece and process, so that a resumed run draws the same. Raises UserError if no image can be read.
+    """
+    recipe, update = mixer.recipe, Update(torch.zeros((), device=runtime.device))
+    objective = objective or Objective(recipe)
+    for number, piece in enumerate(pieces):
+        batch = next_batch(len(piece.places))
+        update.broken += batch.broken
+        update.loading += batch.seconds
+        if not len(batch.images):
+            name, reason = batch.broken[0]
+            raise UserError(f"none of {len(batch.broken)} images in a row can be read, the first is {name}: {reason}; is the disk still there?")
+        images, labels = (tensor.to(runtime.device, non_blocking=True) for tensor in (batch.images, batch.labels))
+        images, targets = mixer(images, labels, piece.parts, step)
+        seed_device(seed_of(recipe.seed, "model", step, number, runtime.rank), runtime.device)
+        waits = getattr(model, "no_sync", None) if number < len(pieces) - 1 else None
+        with waits() if waits else contextlib.nullcontext():
+            with autocast(runtime.device, recipe.amp):
+                loss = objective(images, model(images), targets) * (len(images) / recipe.batch_size)
+            # DDP takes the mean over processes where the batch's mean needs their sum.
+            scale(loss * runtime.world_size).backward()
+        update.loss += loss.detach()
+    return update
+
+
+def seed_device(seed: int, device: torch.device) -> None:
+    """Seed what stochastic depth draws from."""
+    generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
+    generator.manual_seed(seed)
+
+
+@torch.inference_mode()
+def evaluate(models: dict[str, torch.nn.Module], loader: Iterable[Batch], runtime: Runtime, amp: str = "auto",
+             advance: Callable[[Batch], None] = lambda batch: None) -> dict[str, dict[str, float]]:  # fmt: skip
+    """Top-1 and top-5 accuracy (percent) and cross entropy of every model over the images of all processes, each counted once, in one pass.
+
+    models: left in evaluation mode. Returns, by name, top1, top5, loss, images, broken (left out). Raises UserError if there was no image to judge.
+    """
+    sums = torch.zeros(len(models), 5, dtype=torch.float64, device=runtime.device)  # right at 1, right at 5, loss, images, broken
+    for batch in loader:
+        sums[:, 4] += len(batch.broken)
+        if len(batch.images):
+            images, labels = (tensor.to(runtime.device, non_blocking=True) for tensor in (batch.images, batch.labels))
+            for place, model in enumerate(models.values()):
+                with autocast(runtime.device, amp):
+                    logits = model.eval()(images)
+                best = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
+                loss = F.cross_entropy(logits.float(), labels, reduction="sum")
+                sums[place, :4] += torch.stack([best[:, 0].sum(), best.sum(), loss, torch.tensor(len(labels), device=loss.device)]).double()
+        advance(batch)
+    results = {}
+    for name, (top1, top5, loss, count, broken) in zip(models, runtime.sum(sums).tolist()):
+        if not count:
+            raise UserError("there is no readable image to evaluate on")
+        results[name] = {"top1": 100 * top1 / count, "top5": 100 * top5 / count, "loss": loss / count, "images": int(count), "broken": int(broken)}
+    return results
+
+
+def bandwidths(model) -> Iterator[tuple[int, list[float]]]:
+    """(layer, learned sigma of its heads) for every GKA layer of a timm ViT."""
+    for layer, block in enumerate(getattr(model, "blocks", [])):
+        log_sigma = getattr(block.attn, "log_sigma", None)
+        if log_sigma is not None:
+            yield layer, log_sigma.detach().exp().tolist()

@@ -1,1 +1,0 @@
-"""The Gaussian kernel attention operator."""

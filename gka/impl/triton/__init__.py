@@ -1,0 +1,1 @@
+"""The fused Triton kernels: op -> launch -> forward | head | backward -> tiles, configs."""

@@ -1,0 +1,130 @@
+"""Tile sizes of the Triton kernels per GPU generation: a small shipped table, read at every launch, never searched at run time.
+
+`python -m runs.bench.tune` times candidates on the GPU at hand and prints the lines that belong here. tests/golden/kernel_resources.txt
+lists what each entry costs in registers and shared memory.
+"""
+
+import contextlib
+import functools
+from typing import NamedTuple
+
+import torch
+
+
+class Config(NamedTuple):
+    """Rows that a program owns, rows (columns of W) per tile that it streams, warps, pipeline stages."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+class Table(NamedTuple):
+    """One GPU generation.
+
+    entries: by kernel, BLOCK_D and bytes per element. head: short sequences go to the one-program-per-head kernel.
+    norms_first: long sequences of varying norm get their norms from a kernel of their own.
+    """
+
+    entries: dict[tuple[str, int, int], Config]
+    head: bool
+    norms_first: bool
+
+
+def _table(half: dict[str, tuple], single: dict[str, tuple], head: bool = False, norms_first: bool = True) -> Table:
+    """From one Config per BLOCK_D of 32, 64 and 128 for each kernel; `half` for 2 bytes per element, `single` for 4."""
+    entries = {}
+    for size, kernels in ((2, half), (4, single)):
+        for kernel, configs in kernels.items():
+            entries |= {(kernel, block_d, size): Config(*c) for block_d, c in zip(BLOCKS, configs, strict=True) if c is not None}
+    return Table(entries, head, norms_first)
+
+
+# forward and decode: triton_forward; symmetric, queries, keys: triton_backward. None: queries and keys do symmetric's work.
+BLOCKS = (32, 64, 128)
+DECODE = ((16, 128, 4, 3), (16, 128, 4, 3), (16, 128, 4, 3))
+DECODE_SINGLE = ((16, 64, 4, 2), (16, 64, 4, 2), (16, 32, 4, 2))
+TABLES = {
+    "sm_80": _table(  # A100
+        half=dict(
+            forward=((128, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 3)),
+            decode=DECODE,
+            symmetric=((64, 32, 4, 3), (64, 32, 4, 3), None),
+            queries=((64, 64, 4, 2), (128, 32, 8, 2), (64, 64, 8, 2)),
+            keys=((64, 64, 4, 2), (128, 32, 8, 2), (64, 32, 8, 2)),
+        ),
+        single=dict(
+            forward=((64, 32, 8, 2), (64, 16, 8, 2), (16, 32, 8, 2)),
+            decode=DECODE_SINGLE,
+            symmetric=((64, 16, 4, 2), None, None),
+            queries=((64, 16, 8, 2), (32, 32, 8, 2), (16, 16, 8, 1)),
+            keys=((64, 16, 4, 2), (32, 32, 8, 2), (16, 32, 8, 2)),
+        ),
+    ),
+    "sm_90": _table(  # H100, H200
+        half=dict(
+            forward=((128, 64, 4, 3), (128, 64, 8, 3), (128, 64, 8, 3)),
+            decode=DECODE,
+            symmetric=((64, 32, 4, 3), (64, 32, 4, 3), (128, 32, 8, 2)),
+            queries=((64, 64, 4, 2), (128, 32, 8, 2), (128, 32, 8, 3)),
+            keys=((64, 64, 4, 2), (128, 32, 8, 2), (128, 32, 8, 3)),
+        ),
+        single=dict(
+            forward=((64, 32, 4, 2), (64, 32, 4, 2), (16, 32, 8, 2)),
+            decode=DECODE_SINGLE,
+            symmetric=((64, 16, 4, 2), None, None),
+            queries=((64, 32, 4, 2), (64, 16, 8, 2), (16, 16, 8, 1)),
+            keys=((64, 32, 4, 2), (32, 32, 8, 2), (16, 32, 8, 2)),
+        ),
+        head=True,
+    ),
+    "sm_120": _table(  # RTX 50; also RTX 30 and 40, whose blocks have as little shared memory
+        half=dict(
+            forward=((64, 64, 4, 3), (128, 64, 8, 3), (64, 32, 4, 3)),
+            decode=DECODE,
+            symmetric=((64, 32, 4, 2), (64, 32, 4, 3), None),
+            queries=((64, 64, 4, 2), (128, 32, 8, 2), (64, 64, 8, 2)),
+            keys=((64, 32, 4, 2), (128, 32, 8, 2), (64, 32, 8, 2)),
+        ),
+        single=dict(
+            forward=((64, 32, 4, 2), (32, 32, 4, 2), (16, 32, 8, 2)),
+            decode=DECODE_SINGLE,
+            symmetric=(None, None, None),
+            queries=((64, 16, 8, 2), (32, 32, 8, 2), (16, 16, 4, 1)),
+            keys=((64, 16, 8, 2), (32, 32, 8, 2), (16, 32, 8, 2)),
+        ),
+    ),
+}
+HEAD = Config(64, 64, 4, 1)  # of the one-program-per-head kernel, whose tiles are fixed
+
+
+def pick(kernel: str, x: torch.Tensor, block_d: int) -> tuple[Config | None, Table]:
+    """The entry for this kernel on x's device, if there is one, and its table."""
+    table = TABLES[generation(x.device)]
+    return table.entries.get((kernel, max(32, block_d), x.element_size())), table
+
+
+@functools.cache
+def generation(device: torch.device) -> str:
+    """The table for a device: its own generation's, or the nearest with as little shared memory. The interpreter uses Hopper's."""
+    if device.type != "cuda":
+        return "sm_90"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        raise RuntimeError(f"the Triton kernels need compute capability 8.0 or newer, {device} has {major}.{minor}; use impl='sdpa'")
+    if major in (9, 10):
+        return "sm_90"
+    return "sm_80" if (major, minor) == (8, 0) else "sm_120"
+
+
+@contextlib.contextmanager
+def override(name: str, **changes):
+    """Within the context, the table `name` with entries (given as `entries=`), `head` or `norms_first` replaced."""
+    before = TABLES[name]
+    entries = {**before.entries, **changes.pop("entries", {})}
+    TABLES[name] = before._replace(entries=entries, **changes)
+    try:
+        yield
+    finally:
+        TABLES[name] = before

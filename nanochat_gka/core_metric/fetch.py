@@ -1,0 +1,177 @@
+"""Fetching the bundle: a download that resumes, is checked, and is unpacked only where it belongs."""
+
+import hashlib
+import http.client
+import re
+import shutil
+import stat
+import time
+import urllib.error
+import urllib.request
+import zipfile
+import zlib
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from nanochat_gka.core_metric.bundle import MANIFEST
+from trainkit.cli import UserError
+from trainkit.distributed import Runtime
+from trainkit.files import locked, read_json, sha256, write_json
+from trainkit.progress import progress_bar
+
+URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
+ATTEMPTS, TIMEOUT = 5, 30  # seconds
+MAX_BYTES = 4 * 2**30  # unpacked; the real one has well under one
+
+
+@dataclass
+class BundleFlags:
+    """Where the bundle comes from, for the commands that ask its questions."""
+
+    bundle: Path | None = None
+    """CORE's questions: folder of the bundle, or eval_bundle.zip; None = fetch it"""
+    bundle_url: str = URL
+    """where to fetch it from"""
+
+    def open_bundle(self, folder: Path) -> Path:
+        """The bundle's folder; if need be it is fetched to `folder`/eval_bundle, or unpacked in `folder`. Raises UserError, OSError."""
+        if self.bundle is None:
+            return fetch_bundle(folder / "eval_bundle", self.bundle_url)
+        if self.bundle.suffix != ".zip":
+            return self.bundle
+        unpacked = folder / f"bundle-{sha256(self.bundle)[:12]}"
+        if not unpacked.exists():
+            with locked(folder, "unpacking a bundle into"):
+                if not unpacked.exists():
+                    unpack(self.bundle, unpacked)
+        return unpacked
+
+    def open_on_all(self, folder: Path, runtime: Runtime) -> Path:
+        """The same on every process: the first fetches, the others find it there."""
+        runtime.agree(lambda: self.open_bundle(folder) if runtime.is_main else None)
+        return self.open_bundle(folder)
+
+
+def fetch_bundle(folder: Path, url: str = URL) -> Path:
+    """The bundle at `url`, unpacked to `folder`; fetched if it is not there yet.
+
+    Raises UserError if it cannot be fetched (what has arrived stays, the next call continues) or is not a bundle.
+    """
+    if (folder / MANIFEST).exists():
+        return folder
+    if not url.startswith(("https://", "http://")):
+        raise UserError(f"--bundle-url must begin with https:// or http://, got {url}")
+    with locked(folder.parent, "fetching a bundle into"):
+        if (folder / MANIFEST).exists():  # by now
+            return folder
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise UserError(f"{folder} is in the way: it is no CORE bundle (no {MANIFEST}); move it away, or choose another --out")
+        archive = folder.with_name(f".{folder.name}.zip")
+        if not archive.exists():
+            download(url, archive)
+        try:
+            unpack(archive, folder)
+        except UserError:
+            archive.unlink()  # unusable
+            raise
+        archive.unlink()
+    return folder
+
+
+def download(url: str, path: Path) -> None:
+    """Fetch `url` to `path`, continuing after an interruption as long as the server still has the same file."""
+    note, part = path.with_suffix(".json"), path.with_suffix(".part")
+    with progress_bar() as bar:
+        task = bar.add_task("CORE bundle", total=None, status="bytes")
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                _continue(url, part, note, lambda done, total: bar.update(task, completed=done, total=total))
+                break
+            except (OSError, http.client.HTTPException) as error:  # URLError and timeouts are OSErrors
+                if attempt == ATTEMPTS or (isinstance(error, urllib.error.HTTPError) and error.code in (401, 403, 404)):
+                    raise UserError(
+                        f"could not download {url}: {getattr(error, 'reason', None) or error}. Check the network and run the same command again "
+                        "(it continues where it stopped), or pass --bundle FOLDER (or eval_bundle.zip)"
+                    ) from None
+                bar.update(task, status=f"attempt {attempt + 1} of {ATTEMPTS}")
+                time.sleep(min(2**attempt / 2, 10))
+    part.replace(path)
+    note.unlink()
+
+
+def _continue(url: str, part: Path, note: Path, progress) -> None:
+    """One attempt: append what is missing to `part`, or start over if the file has changed. Raises OSError if it arrives cut or damaged."""
+    known = read_json(note, "note of the download") if note.exists() and part.exists() else {}
+    have = part.stat().st_size if known.get("etag") else 0
+    headers = {"Range": f"bytes={have}-", "If-Range": known["etag"]} if have else {}
+    try:
+        response = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=TIMEOUT)
+    except urllib.error.HTTPError as error:
+        if error.code == 416:  # nothing is missing, or what is here is too long
+            if have == known.get("total"):
+                return
+            part.unlink()
+        raise
+    with response:
+        if response.status != 206:
+            have = 0
+        etag, length = response.headers.get("ETag", ""), response.headers.get("Content-Length")
+        total = have + int(length) if length else None
+        part.parent.mkdir(parents=True, exist_ok=True)
+        write_json(note, {"etag": "" if etag.startswith("W/") else etag, "total": total})
+        with open(part, "ab" if have else "wb") as file:
+            while chunk := response.read(2**16):
+                file.write(chunk)
+                have += len(chunk)
+                progress(have, total)
+    if total is not None and have != total:
+        raise OSError(f"{have} of {total} bytes arrived")
+    # S3 gives the MD5 of a file uploaded in one piece as its ETag.
+    if re.fullmatch('"[0-9a-f]{32}"', etag) and hashlib.md5(part.read_bytes()).hexdigest() != etag.strip('"'):
+        part.unlink()
+        raise OSError("it arrived damaged, its MD5 is not the server's")
+
+
+def unpack(archive: Path, folder: Path) -> None:
+    """Unpack the bundle in a zip file to `folder`, which appears only when all of it is there and every member has its checksum.
+
+    Raises UserError, and leaves nothing, for members that would land elsewhere, links, more than MAX_BYTES, damage, or no core.yaml.
+    """
+    incoming = folder.with_name(f".tmp-{folder.name}")
+    shutil.rmtree(incoming, ignore_errors=True)  # of a killed process
+    try:
+        with zipfile.ZipFile(archive) as bundle:
+            members = [member for member in bundle.infolist() if not member.is_dir()]
+            for member in members:
+                _check_member(member, archive)
+            if sum(member.file_size for member in members) > MAX_BYTES:
+                raise UserError(f"{archive} would unpack to more than {MAX_BYTES / 2**30:.0f} GiB; it is not a CORE bundle")
+            roots = [PurePosixPath(member.filename).parent for member in members if PurePosixPath(member.filename).name == MANIFEST]
+            if not roots:
+                raise UserError(f"{archive} is not a CORE bundle: it has no {MANIFEST}")
+            root = min(roots, key=lambda path: len(path.parts))
+            for member in members:
+                path = PurePosixPath(member.filename)
+                if path.is_relative_to(root):
+                    target = incoming / path.relative_to(root)
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    with bundle.open(member) as source, open(target, "wb") as file:
+                        shutil.copyfileobj(source, file)  # raises BadZipFile on a wrong CRC
+        incoming.replace(folder)
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:  # unknown method, encrypted: the last two
+        raise UserError(f"{archive} is not a usable zip file ({error}); fetch it again") from None
+    finally:
+        shutil.rmtree(incoming, ignore_errors=True)
+
+
+def _check_member(member: zipfile.ZipInfo, archive: Path) -> None:
+    path = PurePosixPath(member.filename.replace("\\", "/"))
+    mode = member.external_attr >> 16
+    if (
+        not path.parts
+        or path.is_absolute()
+        or ".." in path.parts
+        or ":" in path.parts[0]
+        or (mode and not (stat.S_ISREG(mode) or stat.S_IFMT(mode) == 0))
+    ):
+        raise UserError(f"{archive} is not safe to unpack: {member.filename!r} would land outside of its folder, or is no plain file")

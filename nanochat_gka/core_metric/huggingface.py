@@ -1,0 +1,93 @@
+"""Hugging Face's causal language models as CORE's questions meet them: the same questions and the same scorer, so that scores compare with ours.
+
+As nanochat's --hf-path does it: the model's own tokenizer, every prompt opened by <|bos|> or <|endoftext|>, long prompts cut on the left, float32 weights,
+bfloat16 arithmetic on CUDA. Beyond it: other tokenizers' own BOS, and the length limit of any model, not of GPT-2 alone.
+"""
+
+import hashlib
+import inspect
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from nanochat_gka.core_metric.measure import Subject
+from nanochat_gka.core_metric.shared import SharedPrompts
+from trainkit.cli import UserError
+
+BOS_TOKENS = ("<|bos|>", "<|endoftext|>")  # the first that a vocabulary has
+LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len")  # names of the longest sequence in a configuration
+UNLIMITED = 2**30
+
+
+class Causal:
+    """A transformers model behind what the scorer asks of a GPT. Prompts are padded on the right, where a causal model's mask hides them."""
+
+    def __init__(self, model, device: torch.device):
+        self.model, self.device = model.to(device).eval(), device
+        self.config = SimpleNamespace(vocab_size=model.get_input_embeddings().num_embeddings)
+        self.keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def hidden(self, ids: torch.Tensor, tree: SharedPrompts) -> torch.Tensor:
+        """Logits (1, n, vocab_size) of the tokens that predict the judged ones."""
+        rows = ids[0][tree.copies]
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+            logits = self.model(input_ids=rows, **({"logits_to_keep": rows.shape[1] - tree.first} if self.keeps else {})).logits
+        return logits[:, tree.first - rows.shape[1] :].flatten(0, 1)[None, tree.where_wanted]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.float()
+
+
+class Encoder:
+    """A transformers tokenizer with the two things that questions need. Raises UserError if nothing in it can open a document."""
+
+    def __init__(self, tokenizer, path: str):
+        vocabulary, self.tokenizer = tokenizer.get_vocab(), tokenizer
+        self.largest = max(vocabulary.values())
+        known = [vocabulary[token] for token in (*BOS_TOKENS, tokenizer.bos_token) if token in vocabulary]
+        if not known:
+            raise UserError(f"the tokenizer of {path} has neither {' nor '.join(BOS_TOKENS)} nor a BOS token of its own, so no document can be begun")
+        self.bos_id = known[0]
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
+
+
+def load_hugging_face(path: str, device: torch.device) -> Subject:
+    """The model and tokenizer in a folder, or of that name on the hub. Nothing of it is executed or unpickled: safetensors and known architectures only.
+
+    Raises UserError if transformers is not installed, and for whatever keeps the model from being loaded.
+    """
+    try:
+        import transformers
+    except ImportError:
+        raise UserError('--hf-path needs the transformers package: pip install "transformers>=4.57"') from None
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    safely = {"trust_remote_code": False}
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path, **safely)
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, use_safetensors=True, **safely)
+    except Exception as error:  # transformers raises whatever its parts do
+        said = " ".join(str(error).split())[:300] or type(error).__name__
+        raise UserError(f"--hf-path {path}: no causal language model that can be loaded from safetensors ({said})") from None
+    model.config.use_cache = False
+    causal, encoder = Causal(model, device), Encoder(tokenizer, path)
+    if encoder.largest >= causal.config.vocab_size:
+        raise UserError(f"--hf-path {path}: the tokenizer has ids up to {encoder.largest}, the model has {causal.config.vocab_size} embeddings")
+    shape = model.config.get_text_config()
+    limit = next((value for key in LENGTHS if isinstance(value := getattr(shape, key, None), int) and value > 1), UNLIMITED)
+    name = Path(path).resolve().name if Path(path).is_dir() else path.replace("/", "-")
+    count = sum(parameter.numel() for parameter in model.parameters())
+    about = f"{name}: {type(model).__name__}, {count:,} parameters" + (f", prompts of at most {limit:,} tokens" if limit < UNLIMITED else "")
+    return Subject(causal, encoder, name, None, _digest(model, tokenizer), limit, about)
+
+
+def _digest(model, tokenizer) -> str:
+    """Identity of weights and vocabulary, whatever files they came from."""
+    digest = hashlib.sha256(repr(sorted(tokenizer.get_vocab().items())).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()

@@ -1,0 +1,138 @@
+"""Scores: centring, standard errors, their mean, the CSV file in nanochat's format, and the table beside published figures."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from nanochat_gka.core_metric.bundle import CORE_SIZES, CORE_TASKS, PAPER_TASKS
+from nanochat_gka.core_metric.published import GPT2_ACCURACY, GPT2_CORE, GPT2_MODELS, PAPER_CENTERED, PAPER_EXAMPLES, PAPER_MEAN
+from trainkit.files import atomic
+from trainkit.progress import console
+
+WIDTHS = (35, 10, 10)  # of the CSV's columns
+SHOWN_GPT2 = (0, 3)  # the smallest and the largest
+WIDE = 124  # of the table in a file or a pipe
+
+
+@dataclass(frozen=True)
+class Score:
+    """A model's result on one task: accuracy 0..1, `baseline` the accuracy of guessing in percent."""
+
+    label: str
+    accuracy: float
+    baseline: float
+    shots: int
+    examples: int
+
+    @property
+    def centered(self) -> float:
+        return centered(self.accuracy, self.baseline)
+
+    @property
+    def standard_error(self) -> float:
+        return standard_error(self.accuracy, self.baseline, self.examples)
+
+
+def score_of(label: str, metrics: dict[str, Any]) -> Score:
+    """The score in a task's line of a results file."""
+    return Score(label, metrics["accuracy"], metrics["baseline"], metrics.get("shots", 0), metrics["examples"])
+
+
+def centered(accuracy: float, baseline: float) -> float:
+    """Accuracy 0..1 moved and stretched so that guessing (baseline, in percent) is 0 and perfection 1."""
+    return (accuracy - baseline / 100) / (1 - baseline / 100)
+
+
+def standard_error(accuracy: float, baseline: float, examples: int) -> float:
+    """Standard error of the centred score: sqrt(p (1 - p) / n) of the accuracy, stretched as centring does."""
+    return math.sqrt(accuracy * (1 - accuracy) / examples) / (1 - baseline / 100)
+
+
+def error_of_mean(errors: Sequence[float]) -> float:
+    """Standard error of the mean of independent scores with these standard errors."""
+    return math.hypot(*errors) / len(errors)
+
+
+def aggregate(scores: Sequence[Score]) -> tuple[str, float]:
+    """Name and value of the mean centred score: "CORE" for all examples of exactly CORE's 22 tasks; the name says so if anything is missing."""
+    value = sum(score.centered for score in scores) / len(scores)
+    complete = {score.label for score in scores} == set(CORE_TASKS)
+    name = "CORE" if complete else f"mean of {len(scores)} task{'s' if len(scores) > 1 else ''}"
+    parts = [score.examples for score in scores if score.examples < CORE_SIZES.get(score.label, 0)]
+    return f"{'CORE estimate' if complete else name} (max {max(parts)} each)" if parts else name, value
+
+
+def paper_score(label: str, model: int, baseline: float) -> Score:
+    """The paper's score on one of its tasks (model 0: nanochat_base, 1: GKA) as the accuracy that its digits stand for."""
+    examples = min(PAPER_EXAMPLES[model] or CORE_SIZES[label], CORE_SIZES[label])
+    accuracy = PAPER_CENTERED[label][model] * (1 - baseline / 100) + baseline / 100
+    return Score(label, round(accuracy * examples) / examples, baseline, 0, examples)
+
+
+def write_csv(path: Path, scores: Sequence[Score]) -> None:
+    """Task, accuracy and centred score as nanochat writes them; the last row is the mean."""
+    name, value = aggregate(scores)
+    rows = [("Task", "Accuracy", "Centered"), *((s.label, f"{s.accuracy:.6f}", f"{s.centered:.6f}") for s in scores), (name, "", f"{value:.6f}")]
+    with atomic(path) as temporary:
+        temporary.write_text("".join(", ".join(cell.ljust(width) for cell, width in zip(row, WIDTHS)) + "\n" for row in rows))
+
+
+def show(scores: Sequence[Score], title: str) -> None:
+    """Print `table`. A file or a pipe gets its full width, a narrow terminal gets it without GPT-2."""
+    on = console if console.is_terminal else Console(width=WIDE)
+    on.print(table(scores, title, SHOWN_GPT2 if on.width >= WIDE else ()))
+
+
+def table(scores: Sequence[Score], title: str, gpt2_models: Sequence[int] = SHOWN_GPT2) -> Table:
+    """The scores beside the paper's and GPT-2's; centred, but for our accuracy. A column ± holds the standard errors of the one before it."""
+    known = {score.label for score in scores} & set(PAPER_TASKS)
+    caption = f"Centred scores, 0 is guessing; ± is one standard error, n the number of examples. The paper's base{' and GPT-2 124M' if gpt2_models else ''}: full tasks. "
+    caption += "GPT-2 1.5B: at most 1,000 examples each. " if gpt2_models else ""
+    caption += f"The paper's GKA: n = {PAPER_EXAMPLES[1]} (copa 100), which it does not say but its digits do. " if known else ""
+    shown = Table(title=escape(title), title_justify="left", caption=caption, caption_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
+    shown.add_column("task", overflow="fold")
+    for heading in ("n", "accuracy", "centred", "±"):
+        shown.add_column(heading, justify="right", min_width=5 if heading in ("n", "±") else 7, max_width=8)
+    for heading in (*(GPT2_MODELS[i] for i in gpt2_models), "paper: base", "±", f"paper: GKA n={PAPER_EXAMPLES[1]}", "±"):
+        shown.add_column(heading, justify="right", style="dim", min_width=5 if heading in ("n", "±") else 7, max_width=8)
+    for score in scores:
+        gpt2 = [f"{centered(GPT2_ACCURACY[score.label][i], score.baseline):.4f}" if score.label in GPT2_ACCURACY else "" for i in gpt2_models]
+        shown.add_row(escape(score.label), f"{score.examples:,}", f"{score.accuracy:.4f}", f"{score.centered:.4f}", f"{score.standard_error:.3f}",
+                      *gpt2, *_paper_cells(score))  # fmt: skip
+    shown.add_section()
+    six = [score for score in scores if score.label in PAPER_TASKS]
+    means = [(aggregate(scores)[0], scores)]
+    if len(six) == len(PAPER_TASKS) < len(scores):
+        means.append(("mean of the paper's six", six))
+    for name, chosen in means:
+        labels, error = {score.label for score in chosen}, error_of_mean([score.standard_error for score in chosen])
+        gpt2 = [f"{_gpt2_mean(labels, chosen, i):.4f}" if labels <= set(GPT2_ACCURACY) else "" for i in gpt2_models]
+        paper = _paper_means(chosen) if labels == set(PAPER_TASKS) else [""] * 4
+        shown.add_row(name, "", "", f"{aggregate(chosen)[1]:.4f}", f"{error:.3f}", *gpt2, *paper, style="bold")
+    return shown
+
+
+def _paper_cells(score: Score) -> list[str]:
+    """Centred score as printed and its standard error, of the paper's base and GKA."""
+    if score.label not in PAPER_CENTERED:
+        return [""] * 4
+    found = [(PAPER_CENTERED[score.label][model], paper_score(score.label, model, score.baseline)) for model in range(2)]
+    return [cell for printed, theirs in found for cell in (f"{printed:.4f}", f"{theirs.standard_error:.3f}")]
+
+
+def _paper_means(six: Sequence[Score]) -> list[str]:
+    errors = [error_of_mean([paper_score(score.label, model, score.baseline).standard_error for score in six]) for model in range(2)]
+    return [cell for printed, error in zip(PAPER_MEAN, errors) for cell in (f"{printed:.4f}", f"{error:.3f}")]
+
+
+def _gpt2_mean(labels: set[str], scores: Sequence[Score], model: int) -> float:
+    if labels == set(CORE_TASKS):
+        return GPT2_CORE[model]
+    return sum(centered(GPT2_ACCURACY[score.label][model], score.baseline) for score in scores) / len(scores)

@@ -1,0 +1,192 @@
+"""Packed rows -> batches by global row number: the same rows whatever the number of ranks, O(1) to resume.
+
+A step is rows [step * B, (step + 1) * B) of an endless stream that walks the split in a seeded permutation, a new one every epoch.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from nanochat_gka.corpus import SPLITS
+from nanochat_gka.pack import FIRST, FORMAT, MANIFEST, shard_path, wrong_size
+from nanochat_gka.tokenizer import Tokenizer
+from trainkit.cli import UserError
+from trainkit.files import read_json, sha256
+
+EvalRows = Literal["upstream", "spaced"]
+SAME_ROWS = ("tokenizer_sha256", "sequence_len", "source")  # of a manifest: what rows of the same run agree in
+Batch = tuple[torch.Tensor, torch.Tensor]  # ids and targets, both (rows, T) int64
+
+
+class PackedData:
+    """An opened folder of packed rows. Raises UserError if it is absent, from another format, truncated or corrupt."""
+
+    def __init__(self, folder: Path, verify: bool = True):
+        self.folder = Path(folder)
+        if not (self.folder / MANIFEST).exists():
+            raise UserError(f"no packed data in {self.folder} (no {MANIFEST}); run make tokenize, or python -m nanochat_gka.pack --out {self.folder}")
+        advice = f"delete {self.folder / MANIFEST} and pack again (make tokenize), which keeps what is intact"
+        try:
+            self.manifest = read_json(self.folder / MANIFEST, "manifest")
+        except UserError as error:
+            raise UserError(f"{error}; {advice}") from None
+        if self.manifest.get("format") != FORMAT:
+            raise UserError(f"{self.folder} has format {self.manifest.get('format')}, this version reads {FORMAT}; delete the folder and pack again")
+        self.sequence_len: int = self.manifest["sequence_len"]
+        damage = self._damage(verify)
+        if damage:
+            raise UserError(f"{damage}; {advice}")
+        self._rows = {split: self._open(split) for split in (*SPLITS, FIRST)}
+
+    def _damage(self, verify: bool) -> str | None:
+        try:
+            self.tokenizer = Tokenizer.load(self.folder)
+        except UserError as error:
+            return str(error)
+        if self.tokenizer.sha256 != self.manifest["tokenizer_sha256"]:
+            return f"{self.folder} was packed with another tokenizer than the one in it"
+        damage, shards = wrong_size(self.folder, self.manifest), self.manifest["shards"]
+        if damage is None and verify:
+            with ThreadPoolExecutor() as pool:
+                for shard, digest in zip(shards, pool.map(lambda shard: sha256(shard_path(self.folder, shard)), shards)):
+                    if digest != shard["sha256"]:
+                        return f"shard {shard_path(self.folder, shard)} is corrupt (wrong checksum)"
+        return damage
+
+    def _open(self, split: str) -> "Rows":
+        shards = [shard for shard in self.manifest["shards"] if shard["split"] == split and shard["rows"]]
+        return Rows([(shard_path(self.folder, shard), shard["rows"]) for shard in shards], self.sequence_len)
+
+    def split(self, name: str) -> "Rows":
+        """Rows of "train" or "val"."""
+        return self._rows[name]
+
+    def eval_rows(self, split: str, tokens: int, choice: str = "upstream") -> "Rows":
+        """The rows of a split to evaluate on: as many as hold `tokens` (-1 = all), at least one.
+
+        choice: "upstream" takes the first of nanochat's loader with one process: of "val" its stream, of "train" the stream's beginning, which
+        is kept for that, or, if more rows are asked for than are kept, the split's own. "spaced" takes evenly spaced
+        ones of the whole split, which a folder that was packed by an earlier version gives in either case
+        (`has_upstream_rows`).
+        """
+        rows, count = self._rows[split], self._count(split, tokens)
+        if choice == "spaced" or not self.has_upstream_rows:
+            return rows.some([number * len(rows) // count for number in range(count)])
+        first = self._rows[FIRST]
+        return (first if split == "train" and count <= len(first) and count < len(rows) else rows).some(range(count))
+
+    def _count(self, split: str, tokens: int) -> int:
+        rows = len(self._rows[split])
+        return rows if tokens < 0 else max(1, min(rows, tokens // self.sequence_len))
+
+    def identity(self, run: Path) -> dict[str, Any]:
+        """What the checkpoints of the run in `run` say of their data: what it is, and where, also seen from the run."""
+        known = {key: self.manifest.get(key) for key in (*SAME_ROWS, "corpus")}
+        folder = self.folder.resolve()
+        return {**known, "folder": str(folder), "folder_from_run": os.path.relpath(folder, run.resolve())}
+
+    @property
+    def has_upstream_rows(self) -> bool:
+        """Whether the rows were packed by a version that keeps nanochat's evaluation rows."""
+        return any(shard["split"] == FIRST for shard in self.manifest["shards"])
+
+    def warn_of_rows(self, choice: str, tokens: int, show: Callable[[str], None]) -> None:
+        """Say so if "upstream" rows are wanted that the folder does not have."""
+        kept, count = len(self._rows[FIRST]), self._count("train", tokens)
+        if choice == "upstream" and not self.has_upstream_rows:
+            show(
+                f"note: {self.folder} was packed by an earlier version, so evaluations take evenly spaced rows, not nanochat's first ones; "
+                f"to have those, delete {self.folder / MANIFEST} and pack again, which keeps the training rows"
+            )
+        elif choice == "upstream" and kept < count < len(self._rows["train"]):
+            show(
+                f"note: {self.folder} keeps nanochat's first {kept:,} rows of the training text, and {count:,} are "
+                "evaluated, so they are the split's as packed for training, which cuts more of the long documents"
+            )
+
+
+def rows_of_run(data: dict[str, Any], run: Path) -> Path:
+    """The folder of rows that a run was trained on, from what its checkpoint says of them (`PackedData.identity`).
+
+    Raises UserError if it does not say, or if no folder there has rows of this text, tokenizer and length.
+    """
+    if not data:
+        raise UserError(f"{run} is an exported model, which does not say where its rows are; give --data FOLDER")
+    tokenizer, length, files = data["tokenizer_sha256"], data["sequence_len"], data["source"]
+    wanted = f"--data FOLDER with rows of {length} tokens of tokenizer {tokenizer[:12]}"
+    if "folder" not in data:
+        raise UserError(f"{run} is of an earlier version, which did not note where its rows are; give {wanted}")
+    for folder in (run / data["folder_from_run"], Path(data["folder"])):
+        with contextlib.suppress(UserError):
+            there = read_json(folder / MANIFEST, "manifest")
+            if all(there.get(key) == data[key] for key in SAME_ROWS):
+                return Path(os.path.normpath(folder))
+    corpus = f"{data['corpus'] or 'a corpus'} ({len(files)} parquet files, {files[0][0]} to {files[-1][0]})"
+    raise UserError(f"the rows that {run} was trained on, of {corpus}, are gone from {data['folder']}; pack them again, or give {wanted}")
+
+
+class Rows:
+    """Random access to the rows of a split. No file stays open: a large corpus has more shards than a process may hold."""
+
+    def __init__(self, shards: list[tuple[Path, int]], sequence_len: int, chosen: Sequence[int] | None = None):
+        self.paths = [path for path, _ in shards]
+        self.ends = np.cumsum([rows for _, rows in shards], dtype=np.int64)
+        self.sequence_len, self.shards, self.chosen = sequence_len, shards, chosen
+
+    def __len__(self) -> int:
+        return len(self.chosen) if self.chosen is not None else int(self.ends[-1]) if len(self.ends) else 0
+
+    def some(self, indices: Sequence[int]) -> "Rows":
+        """The rows at `indices` alone, in that order."""
+        return Rows(self.shards, self.sequence_len, indices)
+
+    def batch(self, indices) -> Batch:
+        """The rows at `indices` (each < len) as ids and targets."""
+        if self.chosen is not None:
+            indices = [self.chosen[index] for index in indices]
+        width = self.sequence_len + 1
+        rows = np.empty((len(indices), width), dtype=np.int64)
+        for slot, index in zip(rows, indices):
+            shard = int(np.searchsorted(self.ends, index, side="right"))
+            start = int(self.ends[shard - 1]) if shard else 0
+            slot[:] = np.fromfile(self.paths[shard], dtype="<u2", count=width, offset=(index - start) * width * 2)
+        rows = torch.from_numpy(rows)
+        return rows[:, :-1], rows[:, 1:]
+
+
+class Stream:
+    """The endless sequence of training rows: row number n is row permutation_e[n mod R] of epoch e = n // R."""
+
+    def __init__(self, rows: Rows, seed: int):
+        self.rows, self.seed = rows, seed
+        self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
+
+    def locate(self, number: int) -> int:
+        """Index into the split of global row `number`."""
+        epoch, position = divmod(number, len(self.rows))
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, np.random.default_rng((self.seed, epoch)).permutation(len(self.rows))
+        return int(self._order[position])
+
+    def batch(self, numbers) -> Batch:
+        return self.rows.batch([self.locate(number) for number in numbers])
+
+
+def micro_batches(numbers: range, size: int) -> Iterator[range]:
+    """`numbers` in as few pieces of at most `size` as will do, as even as possible: 73 by 32 is 25, 24, 24."""
+    pieces = -(-len(numbers) // size)
+    for piece in range(pieces):
+        yield numbers[-(-piece * len(numbers) // pieces) : -(-(piece + 1) * len(numbers) // pieces)]
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Copy without waiting for the device."""
+    if device.type == "cpu":
+        return batch
+    return tuple(t.contiguous().pin_memory().to(device, non_blocking=True) for t in batch)

@@ -1,0 +1,1 @@
+"""Drawing text from a model."""

@@ -1,0 +1,141 @@
+"""Text out of a model: prompts are run once, continuations grow from a cache, many at a time.
+
+Engine(model, tokenizer).complete(["Once upon a time"], Sampling(num_samples=3)) returns [[text, text, text]]; `stream` yields the pieces as they come.
+"""
+
+import codecs
+import random
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from nanochat_gka.generation.sampling import Sampling, pick
+from nanochat_gka.model.cache import KEYS_ARE_STORED, KVCache
+from nanochat_gka.model.gpt import GPT
+from nanochat_gka.tokenizer import Tokenizer
+from trainkit.cli import UserError
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one token adds to one continuation. `text` may be empty: half a character, or what may become a stop text, is held back."""
+
+    prompt: int
+    sample: int
+    token: int
+    text: str
+    finished: bool
+
+
+class Continuation:
+    """One sample while it grows: its tokens, its source of chance, and its text so far."""
+
+    def __init__(self, prompt: int, sample: int, draws: random.Random, room: int, stop_texts: Sequence[str]):
+        self.prompt, self.sample, self.draws, self.room, self.stop_texts = prompt, sample, draws, room, stop_texts
+        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self.last, self.held, self.finished = -1, "", False
+
+    def add(self, token: int, piece: bytes | None) -> Piece:
+        """Take the next token; None in place of its bytes ends the text."""
+        self.last, self.room = token, self.room - 1
+        last = piece is None or self.room == 0
+        self.held += self.decoder.decode(piece or b"", final=last)
+        ends = [at for stop in self.stop_texts if (at := self.held.find(stop)) >= 0]
+        self.finished = last or bool(ends)
+        if ends:
+            ready = min(ends)
+        else:
+            ready = len(self.held) if last else len(self.held) - self._undecided()
+        text, self.held = self.held[:ready], self.held[ready:]
+        return Piece(self.prompt, self.sample, token, text, self.finished)
+
+    def _undecided(self) -> int:
+        """Characters at the end that are the beginning of a stop text."""
+        return max((n for stop in self.stop_texts for n in range(1, min(len(stop), len(self.held) + 1)) if self.held.endswith(stop[:n])), default=0)
+
+
+class Engine:
+    """Continues prompts. At most max_rows continuations run at once; the next one takes the place of one that has ended.
+
+    keep_keys: see `KVCache`: for models whose values are not rotated, faster decoding for twice the cache in GKA layers;
+    UserError for others. The same seed gives the same continuations whatever max_rows and the other prompts are, up to
+    rounding of the logits.
+    """
+
+    def __init__(self, model: GPT, tokenizer: Tokenizer, max_rows: int = 32, keep_keys: bool = False):
+        if max_rows < 1:
+            raise ValueError(f"max_rows must be at least 1, got {max_rows}")
+        if keep_keys and not model.derives_keys:
+            meant = "--keep-keys is for models of --gka-values normalised or raw"
+            raise UserError(f"{meant}, and {KEYS_ARE_STORED}; leave it out")
+        self.model, self.tokenizer, self.max_rows, self.keep_keys = model, tokenizer, max_rows, keep_keys
+
+    def complete(self, prompts: Sequence[str], sampling: Sampling, stop: Sequence[str] = ()) -> list[list[str]]:
+        """`sampling.num_samples` continuations of every prompt, without the prompt. Arguments and errors as `stream`."""
+        texts = [[""] * sampling.num_samples for _ in prompts]
+        for piece in self.stream(prompts, sampling, stop):
+            texts[piece.prompt][piece.sample] += piece.text
+        return texts
+
+    @torch.inference_mode()
+    def stream(self, prompts: Sequence[str], sampling: Sampling, stop: Sequence[str] = ()) -> Iterator[Piece]:
+        """The same, token by token as they come, continuations interleaved.
+
+        A continuation ends with a special token (the end of a document among them), before the first text of `stop`, after max_tokens or where the
+        model's positions end. Raises UserError for a sampling value, a prompt longer than the model takes or an empty stop text; TypeError for a text in place of a list.
+        """
+        sampling.check_sampling()
+        if isinstance(prompts, str) or isinstance(stop, str):
+            raise TypeError("prompts and stop must be lists of texts, got one text")
+        if not all(stop):
+            raise UserError("a stop text must not be empty")
+        starts = [self._tokens(prompt) for prompt in prompts]
+        waiting = deque((prompt, sample) for prompt in range(len(prompts)) for sample in range(sampling.num_samples))
+        longest = max(map(len, starts), default=0) + sampling.max_tokens
+        cache = KVCache.empty(self.model, min(self.max_rows, len(waiting)), min(longest, self.model.rotary.length), 0, self.keep_keys)
+        rows: list[Continuation] = []
+        prefilled, ready = -1, None  # the prompt that was run last, and what it left
+        while waiting or rows:
+            while waiting and len(rows) < self.max_rows:
+                prompt, sample = waiting.popleft()
+                if prompt != prefilled:
+                    prefilled, ready = prompt, self._prefill(starts[prompt])
+                room = min(sampling.max_tokens, self.model.rotary.length - len(starts[prompt]))
+                row = Continuation(prompt, sample, sampling.draws(prompts[prompt], sample), room, stop)
+                yield self._extend(row, pick(ready[1], [row.draws], sampling)[0])
+                if not row.finished:
+                    rows.append(row)
+                    cache.take(ready[0])
+            if not rows:
+                continue
+            ids = torch.tensor([[row.last] for row in rows], device=self.model.device)
+            tokens = pick(self.model(ids, cache=cache)[:, -1], [row.draws for row in rows], sampling)
+            for row, token in zip(rows, tokens):
+                yield self._extend(row, token)
+            for place in reversed(range(len(rows))):
+                if rows[place].finished:
+                    cache.drop(place)
+                    rows[place] = rows[-1]
+                    rows.pop()
+
+    def _tokens(self, prompt: str) -> list[int]:
+        try:
+            prompt.encode()
+        except UnicodeEncodeError:
+            raise UserError(f"a prompt is not Unicode text: {prompt!r}") from None
+        ids, limit = [self.tokenizer.bos_id, *self.tokenizer.encode(prompt)], self.model.rotary.length
+        if len(ids) >= limit:
+            raise UserError(f"the prompt has {len(ids)} tokens, the model takes at most {limit - 1} and one to continue; give it the end of the text")
+        return ids
+
+    def _prefill(self, ids: list[int]) -> tuple[KVCache, torch.Tensor]:
+        """A cache of one row with the prompt in it, and the logits after it, (1, V)."""
+        cache = KVCache.empty(self.model, 1, len(ids), keep_keys=self.keep_keys)
+        row, last = torch.tensor([ids], device=self.model.device), torch.tensor([len(ids) - 1], device=self.model.device)
+        return cache, self.model.logits(self.model.hidden(row, cache.begin(len(ids), wanted=last))[:, 0])
+
+    def _extend(self, row: Continuation, token: int) -> Piece:
+        special = token >= self.tokenizer.bos_id
+        return row.add(token, None if special else self.tokenizer.encoding.decode_single_token_bytes(token))

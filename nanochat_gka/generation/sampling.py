@@ -1,0 +1,74 @@
+"""How the next token is chosen from the logits."""
+
+import random
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+
+from trainkit.cli import Bounds, Count, Seed, UserError, check_bounds
+
+# What upstream nanochat asks its base models to continue, in training and afterwards: greedily, by 16 tokens.
+SAMPLE_PROMPTS = (
+    "The capital of France is",
+    "The chemical symbol of gold is",
+    "If yesterday was Friday, then tomorrow will be",
+    "The opposite of hot is",
+    "The planets of the solar system are:",
+    "My favorite color is",
+    "If 5*x + 3 = 13, then x is",
+)
+
+
+@dataclass
+class Sampling:
+    """The flags of every command that writes text."""
+
+    num_samples: Count = 1
+    """continuations of each prompt"""
+    max_tokens: Count = 64
+    """length of a continuation"""
+    temperature: Annotated[float, Bounds(0)] = 0.8
+    """0 = greedy"""
+    top_k: Annotated[int, Bounds(0)] = 50
+    """sample among the k most likely tokens; 0 = all"""
+    top_p: Annotated[float, Bounds(0, 1, open_least=True)] = 1.0
+    """sample among the most likely tokens that together have this probability; 1 = all"""
+    seed: Seed = 42
+    """of the samples: the same seed gives the same text, however many prompts and samples run together"""
+
+    def check_sampling(self) -> None:
+        """Raises UserError naming a value that makes no sense."""
+        check_bounds(self)
+
+    def draws(self, prompt: str, sample: int) -> random.Random:
+        """The source of uniform numbers of one continuation, its own, so that neither the other prompts, nor the batch, nor the device matter."""
+        return random.Random(f"{self.seed} {sample} {prompt}")
+
+
+def pick(logits: torch.Tensor, draws: list[random.Random], sampling: Sampling) -> list[int]:
+    """One token id for every row of logits (B, V), each from one number of its own source. Raises UserError for logits that are no numbers."""
+    if not logits.isfinite().all():
+        raise UserError("the model's logits are not numbers; its weights are damaged, or its training diverged")
+    if sampling.temperature == 0:
+        return logits.argmax(dim=-1).tolist()
+    probabilities = truncate(
+        ((logits.double() - logits.amax(dim=-1, keepdim=True)) / sampling.temperature).softmax(dim=-1), sampling.top_k, sampling.top_p
+    )
+    cumulative = probabilities.cumsum(dim=-1)
+    uniform = torch.tensor([[source.random()] for source in draws], dtype=cumulative.dtype, device=cumulative.device)
+    # The first token whose cumulative probability exceeds the draw: never one of probability 0.
+    return torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)[:, 0].tolist()
+
+
+def truncate(probabilities: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
+    """(B, V) probabilities, not normalised again: those beyond the top_k most likely (0 = all), then those beyond the smallest set of the most
+    likely that together have top_p of what is left, become 0. Equally likely tokens stay or go by their order."""
+    count = min(top_k or probabilities.shape[-1], probabilities.shape[-1])
+    if count == probabilities.shape[-1] and top_p == 1:
+        return probabilities
+    values, indices = probabilities.topk(count, dim=-1)
+    if top_p < 1:
+        before = values.cumsum(dim=-1) - values
+        values = values.masked_fill(before >= top_p * values.sum(dim=-1, keepdim=True), 0.0)
+    return torch.zeros_like(probabilities).scatter(-1, indices, values)

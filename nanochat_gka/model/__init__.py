@@ -1,0 +1,1 @@
+"""The GPT: shape, blocks, attention, cache, and its files."""

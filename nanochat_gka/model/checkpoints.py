@@ -1,0 +1,204 @@
+"""Models from disk: our runs and checkpoints, exported models, and upstream nanochat's checkpoints."""
+
+import re
+import shutil
+import sys
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from nanochat_gka.accounting import parameter_counts
+from nanochat_gka.model.config import GPTConfig
+from nanochat_gka.model.gpt import GPT, build
+from nanochat_gka.tokenizer import FILE_NAME, Tokenizer
+from trainkit import checkpoint
+from trainkit.checkpoint import Checkpoint
+from trainkit.cli import UserError
+from trainkit.files import read_json, sha256, write_json
+from trainkit.results import git_commit
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+MODEL_TYPE = "gka-gpt"
+
+
+@dataclass
+class Loaded:
+    """A model ready to evaluate (float32 on a CPU, bfloat16 activations on CUDA), and where it comes from.
+
+    name: of the run. sha256: of the checkpoint's weights, also where they were exported since. training: what is known of how it was trained (tokens,
+    steps, commit, settings). data: what the checkpoint says of the rows it was trained on; empty where it was exported.
+    """
+
+    model: GPT
+    tokenizer: Tokenizer
+    name: str
+    step: int
+    sha256: str
+    training: dict[str, Any]
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+def load(path: Path | str, step: int = -1, device: torch.device | str = "cpu") -> Loaded:
+    """The model in a run folder (its newest intact checkpoint, or `step`), in one checkpoint folder, or in an exported folder.
+
+    Nothing is unpickled, checksums are verified. Raises UserError if there is no model, it is damaged, or of another kind.
+    """
+    path = Path(path)
+    if step < -1:
+        raise UserError(f"--step must be that of a checkpoint, or -1 for the newest, got {step}")
+    if (path / CONFIG).exists():
+        return _load_exported(path, step, device)
+    found = find_checkpoint(path, step)
+    name = run_folder(found.path).name
+    digest = read_json(found.path / "manifest.json", "manifest")[WEIGHTS]
+    if "model_config" not in found.state:
+        raise UserError(f"{found.path} is no checkpoint of a language model")
+    model = _build(found.state["model_config"], found.tensors("model"), device, found.path)
+    return Loaded(model, _tokenizer(found.path, model), name, found.step, digest, _training(found), found.state["data"])
+
+
+def find_checkpoint(path: Path, step: int = -1) -> Checkpoint:
+    """A checkpoint folder itself, or the newest intact one (or `step`) of a run folder. Raises UserError if there is none."""
+    if (path / "manifest.json").exists():
+        found = checkpoint.load(path)
+        if step not in (-1, found.step):
+            raise UserError(f"{path} holds step {found.step}, not {step}")
+        return found
+    folder = path / "checkpoints"
+    found = checkpoint.load_newest(folder, warn=lambda message: print(message, file=sys.stderr)) if step < 0 else None
+    if step >= 0 and (folder / f"step_{step:08d}").is_dir():
+        found = checkpoint.load(folder / f"step_{step:08d}")
+    if found is None:
+        steps = sorted(int(there.name[5:]) for there in folder.glob("step_*") if there.name[5:].isdigit())
+        if step >= 0 and steps:
+            raise UserError(f"no checkpoint in {path} at step {step}; there are {', '.join(map(str, steps))}")
+        raise UserError(f"no checkpoint in {path}; train one first (make demo, make pretrain-d20)")
+    return found
+
+
+def _tokenizer(folder: Path, model: GPT) -> Tokenizer:
+    tokenizer = Tokenizer.load(folder)
+    if tokenizer.vocab_size != model.config.vocab_size:
+        raise UserError(f"{folder / FILE_NAME} has {tokenizer.vocab_size} tokens and the model beside it {model.config.vocab_size}: it is another "
+                        "model's; put back the one that the run was trained with")  # fmt: skip
+    return tokenizer
+
+
+def run_folder(path: Path) -> Path:
+    """The run that `path` is, or that it is a checkpoint folder of."""
+    path = path.resolve()
+    return path.parent.parent if path.parent.name == "checkpoints" else path
+
+
+def _training(found: Checkpoint) -> dict[str, Any]:
+    state = found.state
+    return {"tokens": state["tokens"], "steps": state["steps"], "commit": state.get("commit", "unknown"),
+            "source": state["data"]["source"], "settings": state["train_config"]}  # fmt: skip
+
+
+def _build(shape: dict[str, Any], weights: dict[str, torch.Tensor], device: torch.device | str, path: Path) -> GPT:
+    def misshapen(error: Exception) -> UserError:
+        return UserError(f"{path} does not hold a model of the shape it states: {str(error).splitlines()[-1].strip()}")
+
+    try:
+        config = GPTConfig.from_saved(shape)
+    except (TypeError, ValueError) as error:
+        raise misshapen(error) from None
+    model = build(config, device)
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise misshapen(error) from None
+    return model.eval()
+
+
+def export(loaded: Loaded, folder: Path) -> dict[str, Any]:
+    """Write model.safetensors, tokenizer.json and config.json to `folder`; returns what config.json says. `load` reads it back.
+
+    The folder appears when all of it is there. Raises UserError if the folder holds another model, or something else.
+    """
+    if (folder / CONFIG).exists():
+        if _exported(folder)["checkpoint_sha256"] != loaded.sha256:
+            raise UserError(f"{folder} holds another model; choose another --out or delete it")
+    elif folder.exists() and any(folder.iterdir()):
+        raise UserError(f"{folder} is not empty, and holds no exported model; choose another --out")
+    folder = folder.resolve()
+    incoming = folder.with_name(f".tmp-{folder.name}")
+    shutil.rmtree(incoming, ignore_errors=True)  # of a killed process
+    incoming.mkdir(parents=True)
+    model = loaded.model
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}, incoming / WEIGHTS)
+    loaded.tokenizer.save(incoming)
+    about = {
+        "model_type": MODEL_TYPE,
+        "name": loaded.name,
+        "step": loaded.step,
+        "attention": [model.config.layer_attention(layer) for layer in range(model.config.n_layer)],
+        "sigma": {str(layer): sigma.tolist() for layer, sigma in model.bandwidths().items()},
+        "parameters": parameter_counts(model)["total"],
+        "training": loaded.training,
+        "exported_at_commit": git_commit(),
+        "model": asdict(model.config),
+        "checkpoint_sha256": loaded.sha256,
+        "sha256": {name: sha256(incoming / name) for name in (WEIGHTS, FILE_NAME)},
+    }
+    write_json(incoming / CONFIG, about)
+    if (folder / CONFIG).exists():  # the same model, again
+        for path in incoming.iterdir():
+            path.replace(folder / path.name)
+        incoming.rmdir()
+    else:
+        incoming.replace(folder)
+    return about
+
+
+def _exported(folder: Path) -> dict[str, Any]:
+    """What the config.json of an exported model says. Raises UserError if it is not one."""
+    about = read_json(folder / CONFIG, "configuration")
+    kinds = {"name": str, "step": int, "model": dict, "training": dict, "sha256": dict, "checkpoint_sha256": str}
+    if (
+        not isinstance(about, dict)
+        or about.get("model_type") != MODEL_TYPE
+        or not all(isinstance(about.get(key), kind) for key, kind in kinds.items())
+        or set(about["sha256"]) != {WEIGHTS, FILE_NAME}
+    ):
+        raise UserError(f"{folder / CONFIG} is not of a model that this project exported, or damaged")
+    return about
+
+
+def _load_exported(folder: Path, step: int, device: torch.device | str) -> Loaded:
+    about = _exported(folder)
+    if step not in (-1, about["step"]):
+        raise UserError(f"{folder} holds step {about['step']}, not {step}")
+    for name, digest in about["sha256"].items():
+        if not (folder / name).is_file() or sha256(folder / name) != digest:
+            raise UserError(f"{folder / name} is missing or damaged (its checksum is not the one in {CONFIG}); copy or export it again")
+    try:
+        weights = load_file(folder / WEIGHTS)
+    except SafetensorError as error:
+        raise UserError(f"{folder / WEIGHTS} is not a safetensors file ({error})") from None
+    model = _build(about["model"], weights, device, folder)
+    return Loaded(model, _tokenizer(folder, model), about["name"], about["step"], about["checkpoint_sha256"], about["training"])
+
+
+def load_upstream(folder: Path, step: int = -1, device: torch.device | str = "cpu") -> GPT:
+    """The model of an upstream nanochat checkpoint folder (model_<step>.pt, meta_<step>.json); step -1 = the highest.
+
+    Weights are read with weights_only=True. Raises UserError if the files are absent or another shape of model.
+    """
+    found = {int(m[1]): path for path in Path(folder).glob("model_*.pt") if (m := re.fullmatch(r"model_(\d+)\.pt", path.name))}
+    if not found or (step >= 0 and step not in found):
+        raise UserError(f"no upstream checkpoint model_<step>.pt{f' of step {step}' if step >= 0 else ''} in {folder}")
+    path = found[max(found) if step < 0 else step]
+    meta = read_json(path.with_name(path.name.replace("model_", "meta_").replace(".pt", ".json")), "upstream meta data")
+    known = {field.name for field in fields(GPTConfig)}
+    shape = {"window_pattern": "L", **{key: value for key, value in meta["model_config"].items() if key in known}}
+    weights = torch.load(path, map_location=device, weights_only=True)
+    weights = {name.removeprefix("_orig_mod."): tensor for name, tensor in weights.items()}
+    weights.setdefault("resid_lambdas", torch.ones(shape["n_layer"]))
+    weights.setdefault("x0_lambdas", torch.zeros(shape["n_layer"]))
+    return _build(shape, weights, device, path)

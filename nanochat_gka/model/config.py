@@ -1,0 +1,176 @@
+"""The model's shape, and the one dial: depth -> width, heads, windows, attention of every layer."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
+
+from trainkit.cli import Bounds, Count, UserError
+
+ATTENTION_LETTERS = {"A": "softmax", "G": "gka", "V": "vlt"}
+OFFSET_LETTERS = {"N": "none", "P": "predecessor", "S": "successor"}
+GKA_VALUES = ("rotated", "normalised", "raw")  # the paper's form first, which is the default
+BEFORE_ROTATED = "normalised"  # the default until 2026-11-22; a saved shape that does not say its values has these
+VALUE_EMBEDS = ("auto", "all", "none")
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """Shape of a model. The first seven fields are nanochat's; the defaults of the others leave its baseline unchanged.
+
+    attention: softmax, gka or vlt, or one letter per layer (A softmax, G gka, V vlt), tiled over the layers: GGGA.
+    value_embeds: which layers may have nanochat's gated value embeddings (every second layer, the last one always):
+      auto = the softmax ones among them, all, none.
+    gka_values: what gka heads mix. rotated is the paper's section 5.1: the features that are in the kernel, after
+      rotation and norm. Ours are normalised (after the norm, before the rotation) and raw (the block input as it is).
+    head_offsets: for gka layers, one letter per head, tiled: N pairs key j with value j, P (predecessor) key j with value j - 1,
+      S (successor) key j - 1 with value j. Empty is the paper's form, all N.
+      A fixed case of KV shifting attention (arXiv 2411.19574), see `attention.GKAAttention`.
+    sigma_squared: starting sigma^2 of gka heads; 0 = head_dim without head offsets, head_dim / 4 with them.
+    Raises ValueError naming the field.
+    """
+
+    sequence_len: int = 2048
+    vocab_size: int = 32768
+    n_layer: int = 12
+    n_head: int = 6
+    n_kv_head: int = 6
+    n_embd: int = 768
+    window_pattern: str = "SSSL"
+    attention: str = "softmax"
+    value_embeds: str = "auto"
+    head_offsets: str = ""
+    gka_values: str = "rotated"
+    sigma_squared: float = 0.0
+
+    def __post_init__(self):
+        for name in ("sequence_len", "vocab_size", "n_layer", "n_head", "n_embd"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.n_kv_head != self.n_head:
+            raise ValueError(f"n_kv_head must equal n_head (nanochat trains no other), got {self.n_kv_head} and {self.n_head}")
+        if self.n_embd % self.n_head or self.head_dim % 2:
+            raise ValueError(f"n_embd / n_head must be an even whole number (rotary pairs), got {self.n_embd} / {self.n_head}")
+        if self.n_embd < 32:
+            raise ValueError(f"n_embd must be at least 32 (the value gate reads 32 channels), got {self.n_embd}")
+        _check_letters("window_pattern", self.window_pattern, "SL")
+        if self.attention not in ATTENTION_LETTERS.values():
+            _check_letters("attention", self.attention, ATTENTION_LETTERS, hint="softmax, gka, vlt or a pattern like GGGA")
+        if self.head_offsets:
+            _check_letters("head_offsets", self.head_offsets, OFFSET_LETTERS)
+        for name, choices in (("gka_values", GKA_VALUES), ("value_embeds", VALUE_EMBEDS)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+        if not (math.isfinite(self.sigma_squared) and self.sigma_squared >= 0):
+            raise ValueError(f"sigma_squared must be positive and finite, or 0 for the default, got {self.sigma_squared}")
+        if not has_gka(self.attention, self.n_layer):
+            for name, default in (("head_offsets", ""), ("gka_values", GKA_VALUES[0]), ("sigma_squared", 0.0)):
+                if getattr(self, name) != default:
+                    raise ValueError(f"{name} is for gka layers, and attention={self.attention} has none in {self.n_layer} layers")
+
+    @classmethod
+    def from_depth(cls, depth: int, *, aspect_ratio: int = 64, head_dim: int = 128, **fields) -> "GPTConfig":
+        """nanochat's dial: width = depth * aspect_ratio rounded up to whole heads of head_dim channels."""
+        if min(depth, aspect_ratio, head_dim) < 1:
+            raise ValueError(f"depth, aspect_ratio and head_dim must be at least 1, got {depth}, {aspect_ratio}, {head_dim}")
+        heads = -(-depth * aspect_ratio // head_dim)
+        return cls(n_layer=depth, n_head=heads, n_kv_head=heads, n_embd=heads * head_dim, **fields)
+
+    @classmethod
+    def from_saved(cls, saved: dict[str, Any]) -> "GPTConfig":
+        """The shape that a checkpoint states, in the form it was trained in, whatever the defaults are today.
+
+        Softmax models were saved with `gka_values` too, which mean nothing there; a gka model that does not state them is
+        from before rotated ones. Raises TypeError or ValueError.
+        """
+        config = cls(**{name: value for name, value in saved.items() if name != "gka_values"})
+        if not has_gka(config.attention, config.n_layer):
+            return config
+        return replace(config, gka_values=saved.get("gka_values", BEFORE_ROTATED))
+
+    @property
+    def head_dim(self) -> int:
+        return self.n_embd // self.n_head
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding tables and the head: the vocabulary rounded up to a multiple of 64."""
+        return -(-self.vocab_size // 64) * 64
+
+    @property
+    def initial_sigma_squared(self) -> float:
+        return self.sigma_squared or (self.head_dim / 4 if self.head_offsets else float(self.head_dim))
+
+    def layer_attention(self, layer: int) -> str:
+        """softmax, gka or vlt."""
+        return _layer_attention(self.attention, layer)
+
+    def window(self, layer: int) -> int:
+        """Tokens before the query that stay visible: T for L, T // 2 for S. The last layer is always L."""
+        long = layer == self.n_layer - 1 or _tiled(self.window_pattern, layer) == "L"
+        return self.sequence_len if long else self.sequence_len // 2
+
+    def has_value_embedding(self, layer: int) -> bool:
+        every_second = layer % 2 == (self.n_layer - 1) % 2
+        return every_second and (self.value_embeds == "all" or (self.value_embeds == "auto" and self.layer_attention(layer) == "softmax"))
+
+    def heads_with(self, offset: str) -> list[slice]:
+        """The heads whose offset is "predecessor" or "successor", as slices of the H heads: one for every such letter of the pattern."""
+        letters = self.head_offsets.upper()
+        return [slice(place, self.n_head, len(letters)) for place, letter in enumerate(letters[: self.n_head]) if OFFSET_LETTERS[letter] == offset]
+
+
+def has_gka(attention: str, layers: int) -> bool:
+    """Whether one of this many layers is gka. An attention that does not exist is not."""
+    return any(_layer_attention(attention, layer) == "gka" for layer in range(layers))
+
+
+def _layer_attention(attention: str, layer: int) -> str | None:
+    if not attention or attention in ATTENTION_LETTERS.values():
+        return attention
+    return ATTENTION_LETTERS.get(_tiled(attention, layer))
+
+
+def _tiled(pattern: str, index: int) -> str:
+    return pattern[index % len(pattern)].upper()
+
+
+def _check_letters(name: str, pattern: str, letters, hint: str = "") -> None:
+    if not pattern or any(letter.upper() not in letters for letter in pattern):
+        raise ValueError(f"{name} must be {hint or 'made of the letters ' + ', '.join(letters)}, got {pattern!r}")
+
+
+@dataclass
+class ModelFlags:
+    """The flags that shape a model; every command that builds one inherits them."""
+
+    depth: Annotated[int, Bounds(1, 10**6)] = 20
+    """number of layers; width, heads, horizon and rates follow from it"""
+    aspect_ratio: Count = 64
+    """width per layer"""
+    head_dim: Count = 128
+    """channels per head"""
+    window_pattern: str = "SSSL"
+    """L full context, S half of it, tiled over the layers; the last layer is always L"""
+    attention: str = "softmax"
+    """softmax, gka, vlt, or a pattern of A (softmax), G (gka), V (vlt) tiled over the layers, such as GGGA"""
+    value_embeds: Literal["auto", "all", "none"] = "auto"
+    """gated value embeddings: auto = nanochat's layers where attention is softmax"""
+    head_offsets: str = ""
+    """gka heads: letters tiled over the heads, N key j with value j, P with value j-1, S key j-1 with value j; empty =
+    the paper's form. A fixed case of KV shifting attention (arXiv 2411.19574)"""
+    gka_values: Literal["rotated", "normalised", "raw"] = "rotated"
+    """what gka heads mix: rotated = the features that are in the kernel (the paper's section 5.1); ours: normalised = the
+    same before rotation, raw = the block input"""
+    sigma_squared: Annotated[float, Bounds(0)] = 0.0
+    """starting sigma^2 of gka heads; 0 = head_dim, or head_dim / 4 with head offsets"""
+
+    def shape(self, depth: int, sequence_len: int, vocab_size: int) -> GPTConfig:
+        """The model's shape at `depth` with these settings. Raises UserError naming the setting."""
+        try:
+            return GPTConfig.from_depth(
+                depth, aspect_ratio=self.aspect_ratio, head_dim=self.head_dim, sequence_len=sequence_len, vocab_size=vocab_size,
+                window_pattern=self.window_pattern, attention=self.attention, value_embeds=self.value_embeds,
+                head_offsets=self.head_offsets, gka_values=self.gka_values, sigma_squared=self.sigma_squared,
+            )  # fmt: skip
+        except ValueError as error:
+            raise UserError(str(error)) from None

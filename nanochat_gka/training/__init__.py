@@ -1,0 +1,1 @@
+"""What one training run needs: settings, optimiser, schedule, memory, bits per byte."""

@@ -1,0 +1,34 @@
+"""Bits per byte: the loss in a unit that does not depend on the tokenizer."""
+
+import math
+
+import torch
+
+from nanochat_gka.data.loader import Batch, Rows, micro_batches, to_device
+from nanochat_gka.model.gpt import GPT
+from trainkit.distributed import Runtime
+
+
+@torch.no_grad()
+def nats_and_bytes(model: GPT, batch: Batch, token_bytes: torch.Tensor) -> torch.Tensor:
+    """[sum of cross-entropies in nats, UTF-8 bytes predicted] of one batch, float64.
+
+    Special tokens (0 bytes) and ignored targets (< 0) count in neither.
+    """
+    ids, targets = batch
+    losses = model(ids, targets, reduction="none")
+    lengths = token_bytes[targets.flatten().clamp(min=0)] * (targets.flatten() >= 0)
+    return torch.stack([(losses.double() * (lengths > 0)).sum(), lengths.sum().double()])
+
+
+def bits_per_byte(model: GPT, rows: Rows, token_bytes: torch.Tensor, runtime: Runtime, batch_size: int) -> float:
+    """Bits per byte of `rows` (see `PackedData.eval_rows`), dealt to the ranks; exact on any number of them.
+
+    The result is the same on every rank; infinity if the rows hold no bytes.
+    """
+    token_bytes = token_bytes.to(runtime.device)
+    total = torch.zeros(2, dtype=torch.float64, device=runtime.device)
+    for numbers in micro_batches(runtime.share(len(rows)), batch_size):
+        total += nats_and_bytes(model, to_device(rows.batch(numbers), runtime.device), token_bytes)
+    nats, size = runtime.sum(total).tolist()
+    return nats / (math.log(2) * size) if size else math.inf

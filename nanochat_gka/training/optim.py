@@ -1,0 +1,230 @@
+"""Muon for the blocks' matrices, AdamW for the rest: nanochat's groups and rules, on any number of ranks.
+
+Gradients are summed over ranks (the loss is already divided by the global token count). Muon's matrices of one shape are stacked and
+dealt out: each rank reduces, updates and keeps the state of its own share, then the results are gathered. AdamW's tensors are
+all-reduced and updated everywhere. Every transfer is started before any is waited for.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import torch
+import torch.distributed as dist
+
+from nanochat_gka.model.gpt import GPT
+from nanochat_gka.training.muon import muon_update, second_moment_shape
+from trainkit.cli import Bounds, UserError
+from trainkit.distributed import Runtime
+
+# Newer torch renames the two collectives and warns about the old names.
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+MUON_BETA2 = 0.95
+ADAM_EPS = 1e-10
+X0_BETAS = (0.96, 0.95)
+LAMBDA_LR_FACTOR = 0.01  # resid_lambdas learn a hundred times slower than x0_lambdas
+REFERENCE_WIDTH = 768
+
+Rate = Annotated[float, Bounds(0, 1e38)]  # and its scaled value is a float32
+Beta = Annotated[float, Bounds(0, 0.999999)]  # 1 in float32 would divide by 1 - beta = 0
+
+
+@dataclass
+class OptimConfig:
+    """The optimiser's flags: base rates at the reference batch of 2^19 tokens (nanochat's defaults; sigma_lr is ours)."""
+
+    embedding_lr: Rate = 0.3
+    """base learning rate of the embeddings (AdamW)"""
+    unembedding_lr: Rate = 0.004
+    """base learning rate of the output head (AdamW)"""
+    matrix_lr: Rate = 0.02
+    """base learning rate of the blocks' matrices (Muon)"""
+    scalar_lr: Rate = 0.5
+    """base learning rate of the residual scalars (AdamW)"""
+    sigma_lr: Rate = 0.005
+    """base learning rate of log sigma (AdamW)"""
+    weight_decay: Rate = 0.2
+    """Muon's weight decay before scaling; falls to zero over the run"""
+    adam_beta1: Beta = 0.8
+    """AdamW"""
+    adam_beta2: Beta = 0.95
+    """AdamW"""
+
+
+@dataclass
+class Group:
+    """Parameters that are updated together. `initial_lr` is the rate at multiplier 1."""
+
+    kind: str  # adamw or muon
+    names: list[str]
+    parameters: list[torch.Tensor]
+    initial_lr: float
+    betas: tuple[float, float] = (0.0, MUON_BETA2)
+    weight_decay: float = 0.0
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def parameter_groups(model: GPT, config: OptimConfig, lr_scale: float = 1.0, weight_decay_scale: float = 1.0) -> list[Group]:
+    """Every parameter in exactly one group, in nanochat's order, with log_sigma in an AdamW group of its own without weight decay."""
+    betas = (config.adam_beta1, config.adam_beta2)
+    width_scale = (model.config.n_embd / REFERENCE_WIDTH) ** -0.5
+    named = dict(model.named_parameters())
+
+    def adamw(prefixes: tuple[str, ...], lr: float, betas=betas) -> Group:
+        names = [name for name in named if name.startswith(prefixes)]
+        return Group("adamw", names, [named.pop(name) for name in names], lr * lr_scale, betas)
+
+    groups = [
+        adamw(("lm_head",), config.unembedding_lr * width_scale),
+        adamw(("transformer.wte",), config.embedding_lr * width_scale),
+        adamw(("value_embeds",), config.embedding_lr * width_scale),
+        adamw(("resid_lambdas",), config.scalar_lr * LAMBDA_LR_FACTOR),
+        adamw(("x0_lambdas",), config.scalar_lr, X0_BETAS),
+        adamw(tuple(name for name in named if name.endswith("log_sigma")), config.sigma_lr),
+    ]
+    for shape in sorted({tuple(p.shape) for p in named.values()}):
+        if len(shape) != 2:
+            raise ValueError(f"no optimiser group takes parameters of shape {shape}: {[n for n, p in named.items() if tuple(p.shape) == shape]}")
+        names = [name for name, p in named.items() if tuple(p.shape) == shape]
+        groups.append(
+            Group("muon", names, [named[n] for n in names], config.matrix_lr * lr_scale, weight_decay=config.weight_decay * weight_decay_scale)
+        )
+    return [group for group in groups if group.parameters]
+
+
+def check_decay(groups: list[Group]) -> None:
+    """Raises UserError if the first step's weight decay would take all of a matrix's entries away, or more."""
+    muon = [group for group in groups if group.kind == "muon"]
+    largest = max(g.initial_lr * g.weight_decay * max(1.0, p.shape[0] / p.shape[1]) ** 0.5 for g in muon for p in g.parameters)
+    if largest >= 1:
+        raise UserError(
+            f"--weight-decay with --matrix-lr would take {largest:.3g} of every matrix entry away in one step; lower it until that is below 1"
+        )
+
+
+def adamw_update(parameter, gradient, exp_avg, exp_avg_sq, step, lr, beta1, beta2) -> None:
+    """One AdamW step without weight decay, in place; the hyperparameters are 0-d tensors."""
+    exp_avg.lerp_(gradient, (1 - beta1).to(exp_avg.dtype))
+    exp_avg_sq.lerp_(gradient.square(), (1 - beta2).to(exp_avg.dtype))
+    root = (exp_avg_sq / (1 - beta2**step)).sqrt() + ADAM_EPS
+    parameter.sub_(exp_avg / root * (lr / (1 - beta1**step)))
+
+
+class MuonAdamW:
+    """The optimiser of a GPT. `step` takes the schedule's values; state is saved and loaded whole, whatever the number of ranks."""
+
+    def __init__(self, groups: list[Group], runtime: Runtime, compile: bool = False):
+        self.groups, self.runtime, self.steps = groups, runtime, 0
+        self._adamw, self._muon = (torch.compile(f, dynamic=False) if compile else f for f in (adamw_update, muon_update))
+        for group in groups:
+            first = group.parameters[0]
+            if group.kind == "muon":
+                share = self._share(group)
+                group.state["momentum_buffer"] = first.new_zeros(share, *first.shape)
+                group.state["second_momentum_buffer"] = first.new_zeros(share, *second_moment_shape(first.shape))
+                continue
+            for name, parameter in zip(group.names, group.parameters):
+                group.state[f"{name}.exp_avg"] = torch.zeros_like(parameter)
+                group.state[f"{name}.exp_avg_sq"] = torch.zeros_like(parameter)
+
+    def zero_grad(self) -> None:
+        for group in self.groups:
+            for parameter in group.parameters:
+                parameter.grad = None
+
+    @torch.no_grad()
+    def step(self, lr_multiplier: float = 1.0, momentum: float = 0.95, weight_decay_multiplier: float = 1.0) -> None:
+        """Reduce, update, gather. A parameter that got no gradient counts as zero gradient."""
+        self.steps += 1
+        for group in self.groups:
+            for parameter in group.parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+        reductions = [self._start_reduce(group) for group in self.groups]
+        gathers = []
+        for group, (gradients, works) in zip(self.groups, reductions):
+            _wait(works)
+            lr = self._scalar(group.initial_lr * lr_multiplier)
+            if group.kind == "muon":
+                gathers.append((group, *self._update_muon(group, gradients, lr, momentum, weight_decay_multiplier)))
+            else:
+                beta1, beta2, step = (self._scalar(value) for value in (*group.betas, self.steps))
+                for name, parameter, gradient in zip(group.names, group.parameters, gradients):
+                    self._adamw(parameter, gradient, group.state[f"{name}.exp_avg"], group.state[f"{name}.exp_avg_sq"], step, lr, beta1, beta2)
+        for group, stacked, works in gathers:
+            _wait(works)
+            torch._foreach_copy_(group.parameters, list(stacked[: len(group.parameters)].unbind()))
+
+    def _scalar(self, value: float) -> torch.Tensor:
+        """A hyperparameter as a 0-d tensor on the device: a number would be compiled in."""
+        return torch.tensor(float(value), device=self.runtime.device)
+
+    def _share(self, group: Group) -> int:
+        """Matrices of a Muon group per rank; the last ranks may hold padding."""
+        return -(-len(group.parameters) // self.runtime.world_size)
+
+    def _start_reduce(self, group: Group):
+        gradients = [parameter.grad for parameter in group.parameters]
+        if group.kind == "muon":
+            stacked = self._stack(group, gradients)
+            if self.runtime.world_size == 1:
+                return stacked, []
+            mine = torch.empty_like(stacked[: self._share(group)])
+            return mine, [reduce_scatter(mine, stacked, async_op=True)]
+        if self.runtime.world_size == 1:
+            return gradients, []
+        return gradients, [dist.all_reduce(gradient, async_op=True) for gradient in gradients]
+
+    def _update_muon(self, group: Group, gradients, lr, momentum, weight_decay_multiplier):
+        share, rank = self._share(group), self.runtime.rank
+        stacked = self._stack(group, group.parameters)
+        mine = stacked[rank * share : (rank + 1) * share]
+        owned = max(0, min(share, len(group.parameters) - rank * share))
+        if owned:
+            state = (group.state[name][:owned] for name in ("momentum_buffer", "second_momentum_buffer"))
+            momentum, weight_decay, beta2 = (self._scalar(v) for v in (momentum, group.weight_decay * weight_decay_multiplier, group.betas[1]))
+            self._muon(mine[:owned], gradients[:owned], *state, momentum, lr, weight_decay, beta2)
+        if self.runtime.world_size == 1:
+            return stacked, []
+        return stacked, [all_gather(stacked, mine.clone(), async_op=True)]
+
+    def _stack(self, group: Group, tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+        """(share * ranks, r, c), zero-padded."""
+        stacked = torch.stack(list(tensors))
+        padding = self._share(group) * self.runtime.world_size - len(stacked)
+        return stacked if not padding else torch.cat([stacked, stacked.new_zeros(padding, *stacked.shape[1:])])
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """All optimiser state by parameter name, gathered from every rank (a collective: call it on all of them)."""
+        state = {"steps": torch.tensor(self.steps)}
+        for group in self.groups:
+            if group.kind == "adamw":
+                state |= group.state
+                continue
+            for key, mine in group.state.items():
+                whole = mine
+                if self.runtime.world_size > 1:
+                    whole = mine.new_empty(self._share(group) * self.runtime.world_size, *mine.shape[1:])
+                    all_gather(whole, mine)
+                state |= {f"{name}.{key}": whole[k] for k, name in enumerate(group.names)}
+        return state
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Take this rank's part of a state saved by any number of ranks. Raises KeyError if a tensor is missing."""
+        self.steps = int(state["steps"])
+        for group in self.groups:
+            if group.kind == "adamw":
+                for key, value in group.state.items():
+                    value.copy_(state[key])
+                continue
+            first = self.runtime.rank * self._share(group)
+            for key, mine in group.state.items():
+                for slot, name in zip(mine, group.names[first : first + len(mine)]):
+                    slot.copy_(state[f"{name}.{key}"])
+
+
+def _wait(works) -> None:
+    for work in works:
+        work.wait()

@@ -1,0 +1,223 @@
+"""Compile the Triton kernels for GPUs that are not there, and list what each shipped configuration needs.
+
+    python -m runs.bench.kernel_resources            the table of tests/golden/kernel_resources.txt, on the standard output
+    python -m runs.bench.kernel_resources --write    rewrite that file
+    python -m runs.bench.kernel_resources --every    every case of every configuration, not only the heaviest (minutes)
+
+Per configuration: registers per thread, bytes of spilled registers (STACK), shared memory, tensor-core instructions (HGMMA on Hopper, HMMA),
+asynchronous copies (LDGSTS). Ends with 1 if one breaks a limit: spills, more shared memory than the device has, no tensor cores, no
+asynchronous copies. Needs the triton package and no GPU.
+"""
+
+import argparse
+import collections
+import concurrent.futures
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from gka.bandwidth import LOG_SIGMA_BOUND
+from gka.impl.triton import backward as triton_backward
+from gka.impl.triton import configs as triton_configs
+from gka.impl.triton import forward as triton_forward
+from gka.impl.triton import head as triton_head
+from gka.impl.triton.tiles import NORM_COMPUTED, NORM_CONSTANT, NORM_LOADED
+from trainkit.workers import begin, context
+
+GOLDEN = Path(__file__).resolve().parents[2] / "tests" / "golden" / "kernel_resources.txt"
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+SHARED_LIMIT = {80: 166912, 90: 232448, 120: 101376}  # bytes a block may use
+# Bytes per thread. float32 with head_dim 128 does not fit otherwise; other versions of Triton than the table was made for may need a little.
+KNOWN_SPILLS = {(120, "queries", 128, 4): 16}
+SPILLS_OF_OTHER_VERSIONS = 64
+HALF = ("p_x", "p_k", "p_v", "p_y", "p_dy", "p_dx", "p_dk", "p_dv")  # pointers in the features' dtype; the others are float32
+
+KERNELS = {
+    "forward": triton_forward.gka_forward_kernel,
+    "decode": triton_forward.gka_forward_kernel,
+    "symmetric": triton_backward.gka_symmetric_kernel,
+    "queries": triton_backward.gka_queries_kernel,
+    "keys": triton_backward.gka_keys_kernel,
+    "head": triton_head.gka_head_forward_kernel,
+}
+FULL = dict(HAS_BEFORE=False, HAS_AFTER=False)
+CAUSAL = dict(HAS_BEFORE=False, HAS_AFTER=True)
+WINDOW = dict(HAS_BEFORE=True, HAS_AFTER=True)
+OWN = dict(OWN_KEYS=True, OWN_VALUES=True)
+VALUES = dict(OWN_KEYS=True, OWN_VALUES=False)
+FOREIGN = dict(OWN_KEYS=False, OWN_VALUES=True)
+# The first case of each kernel is the heaviest.
+CASES = {
+    "forward": {
+        "window, values": dict(NORM=NORM_CONSTANT.value, **VALUES, **WINDOW),
+        "full": dict(NORM=NORM_COMPUTED.value, **OWN, **FULL),
+        "full, norms loaded": dict(NORM=NORM_LOADED.value, **OWN, **FULL),
+        "causal": dict(NORM=NORM_CONSTANT.value, **OWN, **CAUSAL),
+        "causal, values": dict(NORM=NORM_CONSTANT.value, **VALUES, **CAUSAL),
+        "causal, general": dict(NORM=NORM_COMPUTED.value, **OWN, **CAUSAL),
+        "window, foreign": dict(NORM=NORM_CONSTANT.value, OWN_KEYS=False, OWN_VALUES=False, **WINDOW),
+    },
+    "decode": {
+        "general, split": dict(NORM=NORM_COMPUTED.value, **FOREIGN, **FULL),
+        "split": dict(NORM=NORM_CONSTANT.value, **FOREIGN, **FULL),
+    },
+    "symmetric": {
+        "window": dict(CONSTANT=False, HAS_REACH=True),
+        "full": dict(CONSTANT=False, HAS_REACH=False),
+        "full, constant": dict(CONSTANT=True, HAS_REACH=False),
+    },
+    "queries": {
+        "window, values": dict(CONSTANT=True, OWN_VALUES=False, **WINDOW),
+        "causal, values": dict(CONSTANT=True, OWN_VALUES=False, **CAUSAL),
+        "causal": dict(CONSTANT=True, OWN_VALUES=True, **CAUSAL),
+        "causal, general": dict(CONSTANT=False, OWN_VALUES=True, **CAUSAL),
+    },
+    "keys": {
+        "window, values": dict(CONSTANT=True, **VALUES, **WINDOW),
+        "causal, values": dict(CONSTANT=True, **VALUES, **CAUSAL),
+        "causal": dict(CONSTANT=True, **OWN, **CAUSAL),
+        "causal, general": dict(CONSTANT=False, **OWN, **CAUSAL),
+        "window, foreign": dict(CONSTANT=True, OWN_KEYS=False, OWN_VALUES=False, **WINDOW),
+    },
+    "head": {"197 tokens": dict(FULL=3, TAIL=16), "192 tokens": dict(FULL=3, TAIL=0), "180 tokens": dict(FULL=2, TAIL=64)},
+}
+
+
+class Build(NamedTuple):
+    """One kernel for one architecture."""
+
+    capability: int
+    kernel: str
+    head_dim: int
+    size: int  # bytes per element
+    case: str
+    config: triton_configs.Config
+
+    @property
+    def constants(self) -> dict:
+        shape = dict(D=self.head_dim, BLOCK_D=self.head_dim, BOUND=LOG_SIGMA_BOUND, **CASES[self.kernel][self.case])
+        if self.kernel != "head":
+            shape |= dict(BM=self.config.rows, BN=self.config.columns)
+        if self.kernel in ("forward", "decode"):
+            shape["SPLIT"] = self.kernel == "decode"
+        if self.kernel in ("forward", "decode", "symmetric"):
+            shape["TAIL"] = self.config.columns
+        return shape
+
+    def __str__(self) -> str:
+        dtype = {2: "bf16", 4: "fp32"}[self.size]
+        tiles = "{}x{} warps {} stages {}".format(*self.config)
+        return f"sm_{self.capability:<4} {self.kernel:<10} d{self.head_dim:<4} {dtype}  {self.case:<20} {tiles:<24}"
+
+
+class Resources(NamedTuple):
+    registers: int
+    stack: int
+    shared: int
+    instructions: dict[str, int]
+
+    def __str__(self) -> str:
+        counts = "  ".join(f"{name} {self.instructions.get(name, 0):>3}" for name in ("HGMMA", "HMMA", "LDGSTS"))
+        return f"registers {self.registers:>3}  stack {self.stack:>4}  shared {self.shared:>6}  {counts}"
+
+    def broken(self, build: Build) -> list[str]:
+        """The limits this build breaks."""
+        half = build.size == 2
+        name = "HGMMA" if build.capability == 90 and half and build.kernel != "decode" else "HMMA"
+        cores = self.instructions.get(name) or (not half and self.instructions.get("HGMMA"))
+        spills = KNOWN_SPILLS.get(build[:4], 0) if GOLDEN.read_text().startswith(header()) else SPILLS_OF_OTHER_VERSIONS
+        checks = {
+            f"spills {self.stack} bytes per thread": self.stack > spills,
+            f"needs {self.shared} bytes of shared memory, the device has {SHARED_LIMIT[build.capability]}": self.shared
+            > SHARED_LIMIT[build.capability],
+            f"has no {name}: no tensor cores": not cores,
+            "has no LDGSTS: copies are not asynchronous": half
+            and build.kernel != "head"
+            and build.config.stages > 1
+            and not self.instructions.get("LDGSTS"),
+        }
+        return [text for text, broken in checks.items() if broken]
+
+
+def shipped(every: bool = False) -> list[Build]:
+    """Every entry of the configuration tables, in its heaviest case or, with `every`, in all cases."""
+    builds = []
+    for name, table in triton_configs.TABLES.items():
+        capability = int(name.removeprefix("sm_"))
+        for (kernel, head_dim, size), config in table.entries.items():
+            cases = list(CASES[kernel])
+            builds += [Build(capability, kernel, head_dim, size, case, config) for case in (cases if every else cases[:1])]
+        if table.head:
+            cases = list(CASES["head"])
+            builds += [Build(capability, "head", d, 2, case, triton_configs.HEAD) for d in (32, 64) for case in (cases if every else cases[:1])]
+    return builds
+
+
+def compile_one(build: Build) -> Resources:
+    """Compile for the architecture, without a device, and read what the assembler says."""
+    function, constants = KERNELS[build.kernel], build.constants
+    names = function.arg_names
+    features = {2: "*bf16", 4: "*fp32"}[build.size]
+
+    def type_of(name: str) -> str:
+        if name.startswith("p_"):
+            return features if name in HALF else "*fp32"
+        return "fp32" if name == "eps" else "i32"
+
+    signature = {name: "constexpr" if name in constants else type_of(name) for name in names}
+    # At run time the JIT finds pointers and strides divisible by 16; without that there are no asynchronous copies.
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name not in constants and re.match(r"p_|s.?_[bth]$", name)}
+    source = ASTSource(fn=function, signature=signature, constexprs={(names.index(k),): v for k, v in constants.items()}, attrs=aligned)
+    options = dict(num_warps=build.config.warps, num_stages=build.config.stages)
+    compiled = triton.compile(source, target=GPUTarget("cuda", build.capability, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([TOOLS / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True)
+        assembly = subprocess.run([TOOLS / "nvdisasm", "-c", file.name], capture_output=True, text=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout + usage.stderr)
+    counts = collections.Counter(re.findall(r"\b(HGMMA|HMMA|LDGSTS)\b", assembly))
+    return Resources(int(found[1]), int(found[2]), compiled.metadata.shared, dict(counts))
+
+
+def compile_all(builds: list[Build], processes: int):
+    """(build, resources) in order."""
+    if processes == 1:
+        yield from ((build, compile_one(build)) for build in builds)
+        return
+    with concurrent.futures.ProcessPoolExecutor(processes, context("triton"), begin) as pool:
+        yield from zip(builds, pool.map(compile_one, builds), strict=True)
+
+
+def header() -> str:
+    return f"# Triton {triton.__version__}. Written by `python -m runs.bench.kernel_resources --write`."
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help=f"rewrite {GOLDEN.relative_to(GOLDEN.parents[2])}")
+    parser.add_argument("--every", action="store_true", help="every case of every configuration")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="how many compile at once (default: all cores)")
+    options = parser.parse_args(arguments)
+    lines, broken = [header()], []
+    print(lines[0], flush=True)
+    for build, resources in compile_all(shipped(options.every), options.processes):
+        lines.append(f"{build} {resources}")
+        print(lines[-1], flush=True)
+        broken += [f"{' '.join(str(build).split())}: {reason}" for reason in resources.broken(build)]
+    if options.write:
+        GOLDEN.write_text("\n".join(lines) + "\n")
+    print(*broken, sep="\n", file=sys.stderr)
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""Relative error of every operator route a CPU can run, against the float64 oracle: the table in gka/README.md.
+
+    python -m runs.bench.operator_error
+
+For each kind of features and dtype: y, dx and dlog_sigma, relative Frobenius norm, the worse of full and causal, on inputs as rounded to
+the dtype. Routes that apply eps are compared with the oracle at that eps, routes that drop it with the oracle at eps = 0.
+Rewrites runs/results/operator_error.jsonl (one run, one line per kind, dtype and route) and prints it as markdown; `python -m runs.tables`
+puts it into the page. Takes seconds.
+"""
+
+import math
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from gka import gaussian_attention, testing
+from gka.api import EPS
+from gka.masking import Mask
+from trainkit.progress import read_lines
+from trainkit.results import append_result
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "runs/results/operator_error.jsonl"
+SHAPE = (2, 197, 2, 64)  # DeiT's token count and head size: neither a multiple of a tile
+SIGMA_SQUARED = (1.3 * math.sqrt(SHAPE[-1]), 1.3 * SHAPE[-1])  # one per head; not powers of two, or x / sigma^2 would be exact
+DTYPES = (torch.float32, torch.bfloat16)
+MASKS = (Mask(causal=False), Mask(causal=True))
+KINDS = (*testing.KINDS, "all+10", "all+100")
+ROUTES = ("plain", "reference", "sdpa", "sdpa constant_norm")
+NAMES = ("y", "dx", "dlog_sigma")
+
+
+def measure(kind: str, dtype: torch.dtype, route: str, mask: Mask) -> dict[str, float]:
+    """The errors of one route, with what the error model needs to explain them."""
+    log_sigma = 0.5 * torch.log(torch.tensor(SIGMA_SQUARED))
+    x = testing.make_features(kind, SHAPE, dtype)
+    grad_y = testing.make_features("normal", SHAPE, dtype, seed=2)
+
+    def attend(x, log_sigma, values, **options):
+        return gaussian_attention(x, log_sigma, values=values, causal=mask.causal, **options)
+
+    if route == "plain":
+        got, want = (f(x, log_sigma, None, grad_y, mask, EPS) for f in (testing.plain, testing.oracle))
+    elif route == "reference":
+        got = testing.run(lambda *a: attend(*a, impl="reference"), x, log_sigma, None, grad_y)
+        want = testing.oracle(x, log_sigma, None, grad_y, mask, EPS)
+    elif route == "sdpa":
+        got = testing.run(lambda *a: attend(*a, impl="sdpa"), x, log_sigma, None, grad_y)
+        want = testing.oracle(x, log_sigma, None, grad_y, mask, eps=0.0)
+    else:
+        # Dropping the constant norm is exact only for what lies before the normalisation, so that is where gradients are taken.
+        x = testing.make_features("normal", SHAPE, dtype)
+
+        def normed(x, log_sigma, values, **options):
+            return attend(F.rms_norm(x, SHAPE[-1:]), log_sigma, values, **options)
+
+        got = testing.run(lambda *a: normed(*a, constant_norm=True, impl="sdpa"), x, log_sigma, None, grad_y)
+        doubles = (t.double() for t in (x, log_sigma))
+        want = testing.run(lambda *a: normed(*a, eps=0.0, impl="reference"), *doubles, None, grad_y.double())
+        x = F.rms_norm(x, SHAPE[-1:])
+    largest = (x.double().square().sum(-1) / torch.tensor(SIGMA_SQUARED)).max().item()
+    return {
+        **{name: testing.error(getattr(got, name), getattr(want, name)) for name in NAMES},
+        "max_norm2_over_sigma2": largest,
+        "log_sigma_condition": testing.log_sigma_condition(x, log_sigma, None, grad_y, mask),
+    }
+
+
+def rows():
+    """One dict per kind, dtype and route; the worse of the masks in every column."""
+    for kind in KINDS:
+        for dtype in DTYPES:
+            for route in ROUTES:
+                if route == "sdpa constant_norm" and kind != "unit_norm":
+                    continue
+                measured = [measure(kind, dtype, route, mask) for mask in MASKS]
+                worst = {name: max(m[name] for m in measured) for name in measured[0]}
+                yield {"kind": kind, "dtype": str(dtype).removeprefix("torch."), "route": route, **worst}
+
+
+def markdown(measured: list[dict]) -> str:
+    """The table of gka/README.md: a line per kind and route, float32 beside bfloat16."""
+    titles = ["features", "max x²/σ²", "cond", "route", *(f"{dtype} {name}" for dtype in ("fp32", "bf16") for name in ("y", "dx", "dlogσ"))]
+    lines = [f"| {' | '.join(titles)} |", "|---|---:|---:|---|" + "---:|" * 6]
+    paired: dict[tuple[str, str], list[dict]] = {}
+    for row in measured:
+        paired.setdefault((row["kind"], row["route"]), []).append(row)
+    for (kind, route), (single, half) in paired.items():
+        errors = " | ".join("NaN" if row[name] is None else f"{row[name]:.0e}" for row in (single, half) for name in NAMES)
+        lines.append(f"| {kind} | {single['max_norm2_over_sigma2']:.0f} | {single['log_sigma_condition']:.0f} | {route} | {errors} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    torch.set_num_threads(1)  # the order of a parallel reduction would show in the last digit
+    RESULTS.unlink(missing_ok=True)
+    for row in rows():
+        append_result(RESULTS, "operator_error", {"shape": SHAPE, "sigma_squared": SIGMA_SQUARED}, row, torch.device("cpu"))
+    print(markdown([record["metrics"] for record in read_lines(RESULTS)]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""Derivatives of every order and mode of the reference, where tokens repeat and where keys contain the queries, against explicit sums."""
+
+import numpy as np
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import explicit_sums
+from gka import gaussian_attention, log_kernel, testing
+from gka.kernel import squared_distances
+
+REPEATED = [0, 1, 0, 2, 2]  # tokens 0 and 2 are equal, and 3 and 4
+CASES = ["distinct tokens", "repeated tokens", "own values", "keys with the queries"]
+TIGHT = dict(rtol=1e-11, atol=1e-13)
+
+
+def random(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+class Problem:
+    """x, keys, values and log_sigma as four tensors, and which of them are one argument."""
+
+    def __init__(self, case: str, causal: bool):
+        self.causal, self.foreign = causal, case == "keys with the queries"
+        x = random(2, 5, 2, 3) if case == "distinct tokens" else random(2, 5, 2, 3)[:, REPEATED]
+        keys = torch.cat([random(2, 3, 2, 3, seed=1), x], dim=1) if self.foreign else x
+        self.own_values = case == "own values"
+        values = keys if self.own_values else random(*keys.shape, seed=2)
+        self.eps = 0.0 if self.foreign else 1e-3
+        self.tensors = x, keys, values, torch.tensor([-0.2, 0.4], dtype=torch.float64)
+        self.grad_y = random(*x.shape, seed=3)
+        # The argument each of the four comes from: directions of one are equal, gradients add up.
+        self.sources = (0, 1 if self.foreign else 0, (1 if self.foreign else 0) if self.own_values else 2, 3)
+        self.arguments = [self.tensors[n] for n in sorted(set(self.sources))]
+        self.directions = [random(*t.shape, seed=4 + n) for n, t in enumerate(self.arguments)]
+
+    def function(self, *arguments):
+        x, keys, values, log_sigma = self._spread(arguments)
+        options = dict(keys=keys if self.foreign else None, values=None if self.own_values else values)
+        return gaussian_attention(x, log_sigma, causal=self.causal, eps=self.eps, impl="reference", **options)
+
+    def _spread(self, arguments):
+        order = sorted(set(self.sources))
+        return [arguments[order.index(source)] for source in self.sources]
+
+    def gather(self, four):
+        """What the explicit sums say of each argument."""
+        return [sum(torch.from_numpy(t) for t, source in zip(four, self.sources, strict=True) if source == n) for n in sorted(set(self.sources))]
+
+    @property
+    def explicit(self):
+        return dict(tensors=[t.numpy() for t in self.tensors], causal=self.causal, eps=self.eps)
+
+    @property
+    def explicit_directions(self):
+        return [t.numpy() for t in self._spread(self.directions)]
+
+
+@pytest.fixture(params=CASES)
+def case(request):
+    return request.param
+
+
+@pytest.fixture(params=[False, True], ids=["full", "causal"])
+def problem(request, case):
+    return Problem(case, request.param)
+
+
+def close(got, want):
+    torch.testing.assert_close(tuple(got), tuple(want), **TIGHT)
+
+
+def test_the_explicit_gradients_are_those_of_the_explicit_output(problem):
+    """The two halves of the oracle against one another, so that neither can be wrong alone."""
+    tangent = explicit_sums.tangent(directions=problem.explicit_directions, **problem.explicit)
+    gradients = problem.gather(explicit_sums.gradients(grad_y=problem.grad_y.numpy(), **problem.explicit))
+    along = sum((g * d).sum() for g, d in zip(gradients, problem.directions, strict=True))
+    np.testing.assert_allclose((tangent * problem.grad_y.numpy()).sum(), along.item(), rtol=1e-12)
+
+
+def test_hessian_vector_products(problem):
+    leaves = [t.clone().requires_grad_() for t in problem.arguments]
+    loss = (problem.function(*leaves) * problem.grad_y).sum()
+    gradients = torch.autograd.grad(loss, leaves, create_graph=True)
+    close(gradients, problem.gather(explicit_sums.gradients(grad_y=problem.grad_y.numpy(), **problem.explicit)))
+    along = sum((g * d).sum() for g, d in zip(gradients, problem.directions, strict=True))
+    want = explicit_sums.curvature(directions=problem.explicit_directions, grad_y=problem.grad_y.numpy(), **problem.explicit)
+    close(torch.autograd.grad(along, leaves), problem.gather(want))
+
+
+def test_forward_mode(problem):
+    want = torch.from_numpy(explicit_sums.tangent(directions=problem.explicit_directions, **problem.explicit))
+    close([torch.func.jvp(problem.function, tuple(problem.arguments), tuple(problem.directions))[1]], [want])
+    with forward_ad.dual_level():
+        duals = [forward_ad.make_dual(t, d) for t, d in zip(problem.arguments, problem.directions, strict=True)]
+        close([forward_ad.unpack_dual(problem.function(*duals)).tangent], [want])
+
+
+def test_second_derivatives_in_every_mixture_of_modes(problem):
+    """Reverse over reverse, forward over reverse, reverse over forward and nested forward, under torch.func."""
+    want = problem.gather(explicit_sums.curvature(directions=problem.explicit_directions, grad_y=problem.grad_y.numpy(), **problem.explicit))
+    arguments, directions = tuple(problem.arguments), tuple(problem.directions)
+    indices = tuple(range(len(arguments)))
+
+    def loss(*tensors):
+        return (problem.function(*tensors) * problem.grad_y).sum()
+
+    def along(*tensors):
+        return torch.func.jvp(loss, tensors, directions)[1]
+
+    close(torch.func.jvp(torch.func.grad(loss, indices), arguments, directions)[1], want)
+    close(torch.func.grad(along, indices)(*arguments), want)
+    close(torch.func.jacfwd(along, indices)(*arguments), want)
+
+
+def test_gradgradcheck_with_repeated_tokens(problem):
+    """Against finite differences; forward over reverse by dual numbers and batched gradients too."""
+    leaves = tuple(t.clone().requires_grad_() for t in problem.arguments)
+    assert torch.autograd.gradcheck(problem.function, leaves, check_forward_ad=True, check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(problem.function, leaves, check_fwd_over_rev=True, check_batched_grad=True)
+
+
+def test_vmap_is_a_loop():
+    x, log_sigma = random(3, 2, 5, 2, 3)[:, :, REPEATED], random(3, 2, seed=1)
+    got = torch.func.vmap(lambda x, s: gaussian_attention(x, s, causal=True, impl="reference"))(x, log_sigma)
+    want = [gaussian_attention(*pair, causal=True, impl="reference") for pair in zip(x, log_sigma, strict=True)]
+    close(got, want)
+
+
+def test_compiled_with_gradients():
+    x, log_sigma = random(1, 5, 2, 3)[:, REPEATED], random(2, seed=1)
+
+    def gradient(function):
+        leaf = x.clone().requires_grad_()
+        function(leaf).square().sum().backward()
+        return leaf.grad
+
+    def function(x):
+        return gaussian_attention(x, log_sigma, impl="reference")
+
+    close([gradient(torch.compile(function, fullgraph=True, backend="aot_eager"))], [gradient(function)])
+
+
+class Largest(TorchDispatchMode):
+    """Records the most numbers that one tensor has while it is on."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for t in result if isinstance(result, (tuple, list)) else [result]:
+            self.numbers = max(self.numbers, t.untyped_storage().nbytes() // t.itemsize if isinstance(t, torch.Tensor) else 0)
+        return result
+
+
+def test_training_with_the_reference_takes_matrices_and_nothing_larger():
+    """ViT-Ti's attention on a few images: no tensor has more than B H T T numbers, forward or backward, where differences would have D times that."""
+    x = testing.make_features("normal", (2, 197, 3, 64)).requires_grad_()
+    log_sigma = torch.zeros(3, requires_grad=True)
+    with Largest() as largest:
+        gaussian_attention(x, log_sigma, impl="reference").sum().backward()
+    assert 2 * 3 * 197 * 197 <= largest.numbers < 2 * (2 * 3 * 197 * 197)
+    assert x.grad.abs().max() > 0
+
+
+def test_distances_do_not_cancel():
+    """Tokens a millionth apart, a thousand from the origin: the distance has all its digits, equal tokens have none between them."""
+    a = torch.full((1, 4), 1024.0) + torch.tensor([[0.0], [2.0**-13], [0.0]])
+    want = torch.tensor([[0.0, 1.0, 0.0], [1.0, 0.0, 1.0], [0.0, 1.0, 0.0]]) * 4 * 2.0**-26
+    assert torch.equal(squared_distances(a, a), want)
+    assert torch.equal(log_kernel(a[None, None], a[None, None], torch.zeros(1))[0, 0], -0.5 * want)

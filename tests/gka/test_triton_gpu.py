@@ -1,0 +1,139 @@
+"""What only a GPU can show of the Triton kernels: real sizes, bfloat16, every shipped configuration, races, CUDA graphs, speed of the first call.
+
+test_triton_kernels.py and test_triton_training.py run their cases on the GPU too, where there is one.
+"""
+
+import math
+import time
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from gka import GaussianKernelAttention, gaussian_attention, testing
+from gka.masking import Mask
+
+pytestmark = pytest.mark.gpu
+
+DEIT = (4, 197, 3, 64)
+GPT = (1, 1024, 2, 128)
+SHAPES = [
+    (DEIT, False, None),
+    (GPT, True, None),
+    (GPT, True, 300),
+    ((2, 333, 2, 32), True, 50),
+    ((2, 300, 2, 96), False, None),
+    ((1, 600, 2, 64), False, 77),
+]
+
+
+def problem(shape, dtype, constant_norm, with_values):
+    kinds = ("unit_norm" if constant_norm else "normal", "normal", "normal")
+    x, values, grad_y = (testing.make_features(kind, shape, dtype, seed).cuda() for seed, kind in enumerate(kinds))
+    log_sigma = 0.5 * torch.log(torch.linspace(1.3 * math.sqrt(shape[3]), 1.3 * shape[3], shape[2])).cuda()
+    return x, log_sigma, values if with_values else None, grad_y
+
+
+def flash_errors(x, grad_y, causal) -> dict[str, float]:
+    """The errors of flash attention on softmax attention with q = k = v of the same inputs, against float64."""
+
+    def attend(q, k, v, backend=None):
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        with sdpa_kernel(backend):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
+
+    results = []
+    for dtype, backend in ((x.dtype, SDPBackend.FLASH_ATTENTION), (torch.float64, SDPBackend.MATH)):
+        leaf = x.detach().to(dtype).requires_grad_()
+        y = attend(leaf, leaf, leaf, backend)
+        results.append((y, *torch.autograd.grad(y, leaf, grad_y.to(dtype))))
+    return {name: testing.error(got, want) for name, got, want in zip(("y", "dx"), *results, strict=True)}
+
+
+@pytest.mark.parametrize("constant_norm", [False, True], ids=["general", "constant"])
+@pytest.mark.parametrize("with_values", [False, True], ids=["own", "values"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape,causal,window", SHAPES)
+def test_no_less_accurate_than_flash_attention(shape, causal, window, dtype, with_values, constant_norm):
+    """At most twice flash attention's own error, in y, dx and dvalues."""
+    x, log_sigma, values, grad_y = problem(shape, dtype, constant_norm, with_values)
+    options = dict(causal=causal, window=window, constant_norm=constant_norm, impl="triton")
+    got = testing.run(lambda x, s, v: gaussian_attention(x, s, values=v, **options), x, log_sigma, values, grad_y)
+    want = testing.oracle(x, log_sigma, values, grad_y, Mask(causal, window))
+    limits = flash_errors(x, grad_y, causal)
+    limits = {"y": limits["y"], "dx": limits["dx"], "dvalues": limits["dx"]}
+    if constant_norm:  # the norms are constant up to the rounding of the features
+        limits = {name: limit + torch.finfo(dtype).eps * shape[3] / log_sigma.mul(2).exp().min().item() for name, limit in limits.items()}
+    for name, limit in limits.items():
+        if (value := getattr(got, name)) is not None:
+            assert testing.error(value, getattr(want, name)) <= 2 * limit, name
+
+
+@pytest.mark.parametrize("shape,causal,window", SHAPES)
+def test_float32_is_not_tf32(shape, causal, window):
+    """tf32 products would be off by 1e-3."""
+    x, log_sigma, values, grad_y = problem(shape, torch.float32, False, True)
+    got = testing.run(lambda x, s, v: gaussian_attention(x, s, values=v, causal=causal, window=window, impl="triton"), x, log_sigma, values, grad_y)
+    want = testing.oracle(x, log_sigma, values, grad_y, Mask(causal, window))
+    assert testing.error(got.y, want.y) <= 1e-5 and testing.error(got.dx, want.dx) <= 1e-5 and testing.error(got.dvalues, want.dvalues) <= 1e-5
+
+
+@pytest.mark.parametrize("with_values", [False, True], ids=["own", "values"])
+@pytest.mark.parametrize("shape,causal,window", SHAPES)
+def test_memory_that_was_full_of_nan_changes_nothing(shape, causal, window, with_values):
+    """The allocator hands out poisoned blocks; twenty runs are equal to the bit."""
+    x, log_sigma, values, grad_y = problem(shape, torch.bfloat16, False, with_values)
+
+    def run(poisoned):
+        if poisoned:
+            junk = [torch.full((2**22,), float("nan"), device="cuda") for _ in range(16)]
+            del junk
+        return testing.run(
+            lambda x, s, v: gaussian_attention(x, s, values=v, causal=causal, window=window, impl="triton"), x, log_sigma, values, grad_y
+        )
+
+    first = run(poisoned=False)
+    assert all(torch.isfinite(t).all() for _, t in first.named())
+    for _ in range(20):
+        assert all(torch.equal(a, b) for (_, a), (_, b) in zip(first.named(), run(poisoned=True).named(), strict=True))
+
+
+@pytest.mark.parametrize("batch", [1, 32])
+@pytest.mark.parametrize("constant_norm", [False, True])
+def test_decoding_from_a_long_cache(batch, constant_norm):
+    kind = "unit_norm" if constant_norm else "normal"
+    x, cache = (testing.make_features(kind, (batch, n, 10, 128), torch.bfloat16, n).cuda() for n in (1, 3000))
+    log_sigma = torch.full((10,), 1.7, device="cuda")
+    got = gaussian_attention(x, log_sigma, keys=cache, causal=True, constant_norm=constant_norm, impl="triton")
+    want = gaussian_attention(x.double(), log_sigma.double(), keys=cache.double(), causal=True, impl="reference")
+    floor = torch.finfo(torch.bfloat16).eps * (1 + constant_norm * 128 / math.exp(3.4))
+    assert testing.error(got, want) <= floor
+
+
+def test_compiles_to_cuda_graphs():
+    """mode="max-autotune", as the benchmarks and trainers use it: the same gradients as uncompiled, in several replays."""
+    layer = GaussianKernelAttention(128, 2, impl="triton").cuda().bfloat16()
+    compiled = torch.compile(layer, mode="max-autotune", fullgraph=True)
+    for seed in range(5):
+        x = testing.make_features("normal", (4, 197, 1, 128), torch.bfloat16, seed).flatten(2).cuda().requires_grad_()
+        want = torch.autograd.grad(layer(x).float().square().mean(), (x, layer.log_sigma))
+        torch.compiler.cudagraph_mark_step_begin()
+        got = torch.autograd.grad(compiled(x).float().square().mean(), (x, layer.log_sigma))
+        for a, b in zip(got, want, strict=True):
+            assert testing.error(a, b.double()) <= 4 * torch.finfo(torch.bfloat16).eps
+
+
+def test_lengths_do_not_recompile():
+    """A new sequence length, window or batch size costs no compilation beyond the few specialisations of its divisibility and its tail."""
+    log_sigma = torch.zeros(2, device="cuda")
+
+    def run(length, window):
+        x = testing.make_features("normal", (1, length, 2, 64), torch.bfloat16).cuda().requires_grad_()
+        start = time.perf_counter()
+        gaussian_attention(x, log_sigma, causal=True, window=window, impl="triton").sum().backward()
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    for length in (301, 304, 320, 336, 352, 317):
+        run(length, 40)
+    assert max(run(length, window) for length, window in ((511, 33), (513, 41), (640, 77), (800, 48))) < 0.2

@@ -1,0 +1,100 @@
+"""Models train with the Triton kernels as with the literal reference: the same weights and batches give the same losses.
+
+Ten steps in `make test`; 200 where there is a GPU (`make test-gpu`) or with `-m slow`.
+"""
+
+import functools
+
+import pytest
+import timm
+import torch
+from safetensors.torch import load_file
+
+import deit_gka.model.registry  # noqa: F401 (registers the GKA models in timm)
+import tiny_vision
+from gka import gaussian_attention
+from nanochat_gka.model import attention
+from nanochat_gka.model.config import GPTConfig
+from nanochat_gka.model.gpt import build
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LONG = pytest.mark.gpu if DEVICE == "cuda" else pytest.mark.slow
+STEPS = [10, pytest.param(200, marks=LONG)]
+
+pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow) encountered:RuntimeWarning")
+
+
+def train(model, batches, lr: float) -> torch.Tensor:
+    """The loss of every step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr)
+    losses = []
+    for inputs, targets in batches:
+        losses.append(model(inputs, targets))
+        optimizer.zero_grad()
+        losses[-1].backward()
+        optimizer.step()
+    return torch.stack(losses).detach().cpu()
+
+
+def assert_same(fused: torch.Tensor, reference: torch.Tensor):
+    """Float32 rounding is all that differs. Every batch is new: training on few again and again would magnify rounding without bound."""
+    assert len(reference) < 100 or reference[-20:].mean() < 0.9 * reference[:20].mean(), "it did not learn"
+    torch.testing.assert_close(fused, reference, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("offsets", ["", "PS"])
+def test_gpt(monkeypatch, steps, offsets):
+    config = GPTConfig(sequence_len=24, vocab_size=32, n_layer=2, n_head=2, n_kv_head=2, n_embd=32, window_pattern="SL", attention="gka",
+                       head_offsets=offsets)  # fmt: skip
+    following = torch.full((32, 32), 0.3).exponential_().pow(3)  # how likely each token is after each other
+    rows = [torch.randint(32, (2,))]
+    while len(rows) < 25 * steps:
+        rows.append(torch.multinomial(following[rows[-1]], 1)[:, 0])
+    rows = torch.stack(rows).view(steps, 25, 2).mT.to(DEVICE)
+    batches = [(row[:, :-1], row[:, 1:]) for row in rows]
+    curves = []
+    for impl in ("triton", "reference"):
+        monkeypatch.setattr(attention, "gaussian_attention", functools.partial(gaussian_attention, impl=impl))
+        torch.manual_seed(1)
+        curves.append(train(build(config, DEVICE), batches, lr=1e-2))
+    assert_same(*curves)
+
+
+@pytest.mark.parametrize("steps", STEPS)
+def test_vit(steps):
+    labels = torch.randint(5, (steps, 2), device=DEVICE)
+    images = torch.randn(5, 3, 16, 16, device=DEVICE)[labels] + 0.3 * torch.randn(steps, 2, 3, 16, 16, device=DEVICE)
+    curves = []
+    for impl in ("triton", "reference"):
+        torch.manual_seed(1)
+        model = timm.create_model(
+            "deit_tiny_gka_patch16_224", impl=impl, img_size=16, patch_size=4, embed_dim=32, depth=2, num_heads=2, num_classes=5
+        )
+        model = model.to(DEVICE).train()
+
+        def loss(inputs, targets, model=model):
+            return torch.nn.functional.cross_entropy(model(inputs), targets)
+
+        loss.parameters = model.parameters
+        curves.append(train(loss, list(zip(images, labels, strict=True)), lr=1e-3))
+    assert_same(*curves)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(DEVICE == "cuda", reason="two processes in the interpreter, on CPU")
+def test_two_processes_under_ddp(tmp_path):
+    """The vision trainer with torchrun: two ranks take the step that one takes, dlog_sigma included."""
+    pictures = tiny_vision.write_pictures(tmp_path / "pictures")
+    common = ["--epochs", 1, "--warmup-epochs", 0, "--batch-size", 8, "--group-size", 4, "--lr", 0.2, "--drop-path", 0, "--num-workers", 1,
+              "--log-every", 1, "--stop-after", 2]  # fmt: skip
+    micro = [*tiny_vision.MICRO[:1], "impl=triton", *tiny_vision.MICRO[1:]]
+    weights = []
+    for ranks in (1, 2):
+        out = tmp_path / f"ranks{ranks}"
+        flags = ["--data", pictures, "--out", out, "--results", out / "results.jsonl", "--model-tag", "run", *micro, *common]
+        done = tiny_vision.call("deit_gka.train", *flags, ranks=ranks, folder=out)
+        assert "Gaussian kernel attention by triton" in done.stdout
+        weights.append(load_file(out / "run" / "checkpoints" / "step_00000002" / "model.safetensors"))
+    for name, value in weights[0].items():
+        torch.testing.assert_close(weights[1][name], value, rtol=1e-4, atol=1e-5, msg=name)

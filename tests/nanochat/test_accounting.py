@@ -1,0 +1,102 @@
+"""The paper's size and compute table, to the unit, from the command a reader would run."""
+
+import json
+
+import pytest
+import torch
+
+import tiny
+from nanochat_gka.accounting import AccountingConfig, account, flops_per_token, meta_model, parameter_counts, plan, scaling_parameters
+from nanochat_gka.model.config import GPTConfig
+from nanochat_gka.model.gpt import build
+from trainkit.cli import UserError
+
+
+def test_the_command_prints_the_papers_gka_row():
+    done = tiny.call("nanochat_gka.accounting", "--depth", 20, "--attention", "gka", "--target-param-data-ratio", 8.25, "--json")
+    numbers = json.loads(done.stdout)
+    assert numbers["parameters"] == 378_798_320 and numbers["gka_values"] == "rotated"  # the paper's form
+    assert numbers["flops_per_token"] == 2_414_347_440
+    assert (numbers["train_tokens"], numbers["steps"], numbers["total_batch_size"]) == (2_778_726_400, 2650, 2**20)
+    assert f"{numbers['train_flops']:.4e}" == "6.7088e+18"  # the paper prints 6.7088e18 for 6.70881e18
+
+
+def test_the_papers_baseline_row():
+    numbers = account(AccountingConfig(depth=20))
+    assert numbers["parameters"] == 896_535_720
+    assert numbers["flops_per_token"] == 3_004_189_440
+    assert (numbers["train_tokens"], numbers["steps"], numbers["total_batch_size"]) == (4_568_645_632, 4357, 2**20)
+    assert f"{numbers['train_flops']:.4e}" == "1.3725e+19"
+
+
+@pytest.mark.parametrize(
+    "depth,attention,total,scaling,flops",
+    [
+        (8, "softmax", 125_829_648, 41_943_552, 314_575_872),
+        (8, "gka", 52_428_848, 35_651_616, 276_824_256),
+        (12, "softmax", 286_262_424, 110_101_632, 802_167_552),
+        (12, "gka", 114_032_736, 88_866_888, 674_759_088),
+        (26, "softmax", 1_681_790_292, 918_426_912, 6_185_320_128),
+        (26, "gka", 756_973_958, 702_447_954, 4_889_446_380),
+    ],
+)
+def test_counts_at_other_depths(depth, attention, total, scaling, flops):
+    model = meta_model(GPTConfig.from_depth(depth, attention=attention))
+    assert (parameter_counts(model)["total"], scaling_parameters(model), flops_per_token(model)) == (total, scaling, flops)
+
+
+def test_horizon_scales_of_the_d20_runs():
+    """Learning rate sqrt(2), weight decay 0.0715628 (baseline) and 0.0746177 (GKA) after scaling 0.2."""
+    for attention, ratio, decay in (("softmax", 10.5, 0.0715628), ("gka", 8.25, 0.0746177)):
+        horizon = plan(
+            meta_model(GPTConfig.from_depth(20, attention=attention)),
+            lambda depth, a=attention: GPTConfig.from_depth(depth, attention=a),
+            ratio=ratio,
+        )
+        assert horizon.lr_scale == pytest.approx(2**0.5)
+        assert 0.2 * horizon.weight_decay_scale == pytest.approx(decay, rel=1e-6)
+
+
+def test_steps_come_from_the_first_setting():
+    def shape(depth):
+        return GPTConfig.from_depth(depth, attention="gka")
+
+    model = meta_model(shape(4))
+    assert plan(model, shape, num_iterations=7, target_flops=1e18).steps == 7
+    by_flops = plan(model, shape, target_flops=1e16, total_batch_size=2**16)
+    assert by_flops.steps == round(1e16 / (flops_per_token(model) * 2**16))
+    with pytest.raises(UserError, match="set one of"):
+        plan(model, shape, ratio=-1)
+    with pytest.raises(UserError, match="shorter than one step"):
+        plan(model, shape, ratio=1e-6, total_batch_size=2**20)
+
+
+@pytest.mark.parametrize("attention", ["softmax", "gka", "vlt", "GGGA", "GVA"])
+@pytest.mark.parametrize("value_embeds", ["auto", "all", "none"])
+def test_counting_and_building_agree(attention, value_embeds):
+    config = GPTConfig.from_depth(4, aspect_ratio=16, head_dim=16, vocab_size=100, attention=attention, value_embeds=value_embeds)
+    assert parameter_counts(meta_model(config)) == parameter_counts(build(config, "cpu"))
+
+
+def test_projections_are_what_gka_saves():
+    """Per layer: three C x C maps against H scalars; VLT saves one map."""
+    shape = dict(depth=4, value_embeds="none")
+    counts = {a: parameter_counts(meta_model(GPTConfig.from_depth(attention=a, **shape)))["total"] for a in ("softmax", "vlt", "gka")}
+    width, heads = 256, 2
+    assert counts["softmax"] - counts["vlt"] == 4 * width**2
+    assert counts["softmax"] - counts["gka"] == 4 * (3 * width**2 - heads)
+
+
+def test_flops_match_the_matrix_products_that_run():
+    """6 x parameters + 12 C T, against torch's own count of forward and backward products (full windows, T x T scores)."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    config = GPTConfig.from_depth(
+        2, aspect_ratio=32, head_dim=16, vocab_size=64, sequence_len=16, window_pattern="L", attention="softmax", value_embeds="none"
+    )
+    model = build(config, "cpu")
+    ids = torch.randint(64, (1, 16))
+    with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        model(ids, ids).backward()
+    # The embedding is free, so the first layer's inputs need gradients like any other: nothing is left out.
+    assert counter.get_total_flops() == 16 * flops_per_token(model)

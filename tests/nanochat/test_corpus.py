@@ -1,0 +1,225 @@
+"""Corpora: the built-in one repeats nothing, a download survives every trouble, and a folder of the user's own serves or one line says why not."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import tiny
+from hub import Hub, environment
+from nanochat_gka import corpus, pack
+from nanochat_gka.corpus import ParquetCorpus
+from trainkit.cli import UserError
+
+
+def start_fineweb(port: int, out: Path) -> subprocess.Popen:
+    command = tiny.command("nanochat_gka.corpus", "--source", "fineweb", "--num-shards", 2, "--out", out)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(port))
+
+
+def finish(process: subprocess.Popen) -> subprocess.CompletedProcess:
+    output, errors = process.communicate(timeout=tiny.HANG_AFTER)
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def unreachable(tmp_path_factory):
+    """The hub's client tries for 23 seconds to reach a port nobody listens on: begun now, looked at in the last test of this file."""
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        unreachable = start_fineweb(nobody.getsockname()[1], tmp_path_factory.mktemp("unreachable"))
+        yield unreachable
+        unreachable.kill()
+        unreachable.communicate()
+
+
+@pytest.fixture
+def hub(tmp_path):
+    tiny.write_corpus(tmp_path / "served", docs=400)
+    hub = Hub({path.name: path.read_bytes() for path in (tmp_path / "served").iterdir()})
+    yield hub
+    hub.close()
+
+
+def downloaded(out: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in out.glob("*.parquet")}
+
+
+def test_a_download_that_is_killed_and_corrupted_ends_whole_by_the_same_command(hub, tmp_path, capsys):
+    """The connection drops inside the first shard, which is taken up again (the client keeps chunks of 10 MB); inside the second the process
+    dies; the next one loses the connection and then gets a wrong byte; the third finds everything well."""
+    out, served = tmp_path / "out", tmp_path / "served" / "shard_00000.parquet"
+    noise = [os.urandom(24_000_000 // 400) for _ in range(400)]
+    pq.write_table(pa.table({"text": tiny.documents(400, 0), "noise": noise}), served)
+    hub.files[served.name] = served.read_bytes()
+    hub.trouble = {"shard_00000.parquet": ["drop"], "shard_00001.parquet": ["stall"]}
+    process = start_fineweb(hub.port, out)
+    assert hub.stalling.wait(60)
+    with pytest.raises(UserError, match="another process is writing"):
+        corpus.main(corpus.CorpusConfig("fineweb", out, 2))
+    process.kill()
+    assert finish(process).returncode == -signal.SIGKILL
+    (first, resumed, second) = hub.gets
+    assert first == (served.name, 0) and second == ("shard_00001.parquet", 0)
+    assert resumed[0] == served.name and 0 < resumed[1] <= len(hub.files[served.name]) // 2
+    assert downloaded(out) == {served.name: hub.files[served.name]}
+
+    hub.gets.clear()
+    hub.trouble = {"shard_00001.parquet": ["drop", "corrupt"]}
+    done = finish(start_fineweb(hub.port, out))
+    wanted = r"could not download shard_00001.parquet .*its sha256 is not the hub's\. .* run the same command again \(it continues where it stopped\)"
+    tiny.assert_one_line_error(done, wanted)
+    assert sorted(path.name for path in out.iterdir()) == [".lock", "shard_00000.parquet", "source.json"]
+
+    done = finish(start_fineweb(hub.port, out))
+    assert done.returncode == 0 and "2 shards (1 fetched now)" in done.stdout, done.stdout + done.stderr
+    assert {name for name, _ in hub.gets} == {"shard_00001.parquet"}
+    assert downloaded(out) == hub.files
+
+    hub.gets.clear()
+    corpus.main(corpus.CorpusConfig("fineweb", out, 2))
+    assert "2 shards (0 fetched now)" in capsys.readouterr().out
+    assert not hub.gets and downloaded(out) == hub.files
+    assert len(list(corpus.ParquetCorpus(out).documents("train"))) == 400
+
+
+@pytest.mark.parametrize("count", [1, 1824])
+def test_impossible_numbers_of_shards(tmp_path, count):
+    with pytest.raises(UserError, match=f"--num-shards must be between 2 and 1823, got {count}"):
+        corpus.main(corpus.CorpusConfig("fineweb", tmp_path, count))
+
+
+def test_the_builtin_corpus_is_the_same_every_time_and_holds_nothing_twice(tmp_path, capsys):
+    """Written here, and at the same time by a process with another hash seed."""
+    command = tiny.command("nanochat_gka.corpus", "--source", "builtin", "--out", tmp_path / "there")
+    process = subprocess.Popen(command, env={**tiny.environment(), "PYTHONHASHSEED": "7"})
+    corpus.main(corpus.CorpusConfig("builtin", tmp_path / "builtin"))
+    here = corpus.ParquetCorpus(tmp_path / "builtin")
+    splits = {split: list(here.documents(split)) for split in corpus.SPLITS}
+    assert process.wait(timeout=tiny.HANG_AFTER) == 0
+    there = corpus.ParquetCorpus(tmp_path / "there")
+    assert splits == {split: list(there.documents(split)) for split in corpus.SPLITS}
+
+    assert set(splits["train"]).isdisjoint(splits["val"])
+    paragraphs = [" ".join(paragraph.split()) for documents in splits.values() for text in documents for paragraph in text.split("\n\n")]
+    assert len(set(paragraphs)) == len(paragraphs)
+    sizes = {split: sum(len(text.encode()) for text in documents) for split, documents in splits.items()}
+    assert sum(sizes.values()) > 1_000_000 and 0.02 < sizes["val"] / sizes["train"] < 0.2
+
+    written = {path: path.stat().st_mtime_ns for path in here.paths()}
+    capsys.readouterr()
+    corpus.main(corpus.CorpusConfig("builtin", tmp_path / "builtin"))
+    assert "already there" in capsys.readouterr().out
+    assert written == {path: path.stat().st_mtime_ns for path in here.paths()}
+    with pytest.raises(UserError, match="builtin holds parquet files of builtin; choose another --out for fineweb"):
+        corpus.main(corpus.CorpusConfig("fineweb", tmp_path / "builtin"))
+    assert written == {path: path.stat().st_mtime_ns for path in here.paths()}
+
+
+@pytest.mark.parametrize("source", ["builtin", "fineweb"])
+def test_a_folder_of_the_users_own_text_is_not_written_into(tmp_path, source):
+    """One file: neither source may take it for an unfinished folder of its own."""
+    tiny.write_corpus(tmp_path / "own", files=1)
+    with pytest.raises(UserError, match=f"own holds parquet files of another source; choose another --out for {source}"):
+        corpus.main(corpus.CorpusConfig(source, tmp_path / "own"))
+    assert [path.name for path in (tmp_path / "own").glob("[!.]*")] == ["shard_00000.parquet"]
+
+
+def test_every_source_has_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(corpus, "builtin_texts", lambda: tiny.documents(100, 0))
+    monkeypatch.setattr(corpus, "download_fineweb", lambda folder, num_shards: tiny.write_corpus(folder, num_shards, 10))
+    for source in ("builtin", "fineweb"):
+        corpus.main(corpus.CorpusConfig(source, num_shards=2))
+        assert len(corpus.ParquetCorpus(Path("out/corpus") / source).paths()) == 2
+
+
+def config(packed: Path, root: Path) -> pack.PackConfig:
+    return pack.PackConfig(corpus=root / "corpus", tokenizer=packed / "tokenizer", out=root / "packed", sequence_len=tiny.SEQUENCE_LEN, workers=1)
+
+
+def missing_folder(folder):
+    shutil.rmtree(folder)
+
+
+def one_file(folder):
+    (folder / "shard_00001.parquet").unlink()
+
+
+def not_parquet(folder):
+    (folder / "shard_00001.parquet").write_text("once upon a time")
+
+
+def truncated(folder):
+    path = folder / "shard_00001.parquet"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def zeros_inside(folder):
+    path = folder / "shard_00001.parquet"
+    data = bytearray(path.read_bytes())
+    data[1000:2000] = bytes(1000)
+    path.write_bytes(data)
+
+
+def wrong_column(folder):
+    pq.write_table(pa.table({"content": ["a b"], "id": [1]}), folder / "shard_00001.parquet")
+
+
+def integers(folder):
+    pq.write_table(pa.table({"text": [1, 2, 3]}), folder / "shard_00001.parquet")
+
+
+CANNOT_SERVE = {
+    missing_folder: r"corpus folder not found: .*corpus",
+    one_file: r"needs at least two .parquet files .* found 1",
+    not_parquet: r"shard_00001.parquet is not a readable parquet file",
+    truncated: r"shard_00001.parquet is not a readable parquet file",
+    zeros_inside: r"shard_00001.parquet is damaged in row group 0 \(.*\); delete it and fetch it again",
+    wrong_column: r"shard_00001.parquet needs a string column named text, it has: content, id",
+    integers: r"shard_00001.parquet needs a string column named text, its text is of type int64",
+}
+
+
+@pytest.mark.parametrize("damage", CANNOT_SERVE, ids=lambda damage: damage.__name__)
+def test_a_corpus_that_cannot_serve(packed, tmp_path, damage):
+    shutil.copytree(packed / "corpus", tmp_path / "corpus")
+    damage(tmp_path / "corpus")
+    with pytest.raises(UserError, match=CANNOT_SERVE[damage]) as raised:
+        pack.main(config(packed, tmp_path))
+    assert "\n" not in str(raised.value)
+
+
+def test_a_null_is_no_document_and_an_empty_one_is_its_bos(packed, tmp_path):
+    """As in nanochat's loader, which takes no nulls at all."""
+    path = packed / "corpus" / "shard_00000.parquet"
+    texts = pq.read_table(path).column("text").to_pylist()
+    for name, holes in (("nulls", (None, None)), ("empty", (None, ""))):
+        folder = tmp_path / name / "corpus"
+        folder.mkdir(parents=True)
+        with_holes = [item for text in texts for item in (holes[0], text, holes[1])]
+        for index in range(2):
+            table = pa.table({"id": range(len(with_holes)), "text": pa.array(with_holes, pa.large_string())})
+            pq.write_table(table, folder / f"shard_{index}.parquet", row_group_size=150)
+        assert list(ParquetCorpus(folder).documents("train")) == texts
+        pack.main(config(packed, tmp_path / name))
+    shards = [json.loads((tmp_path / name / "packed/manifest.json").read_text())["shards"] for name in ("nulls", "empty")]
+    counts = [[(shard["documents"], shard["tokens"]) for shard in some if shard["split"] == "train"] for some in shards]
+    (documents, tokens), (more_documents, more_tokens) = counts[0][0], counts[1][0]
+    assert documents == len(texts) and more_documents - documents == more_tokens - tokens == len(texts)
+    rows = [root / "packed" / "train_000000.bin" for root in (tmp_path / "nulls", packed)]
+    assert rows[0].read_bytes() == rows[1].read_bytes()
+
+
+def test_an_unreachable_hub_says_what_to_do(unreachable):
+    done = finish(unreachable)
+    tiny.assert_one_line_error(
+        done, r"could not download shard_00000.parquet .*[^.]\. Check the network and run the same command again.* CORPUS=builtin"
+    )

@@ -1,0 +1,295 @@
+"""Packed rows to batches: nothing is read that is not what was written, every row once an epoch; and bits per byte on top."""
+
+import os
+import resource
+import shutil
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import golden
+import tiny
+from nanochat_gka import pack
+from nanochat_gka.data.loader import PackedData, Rows, Stream, micro_batches
+from nanochat_gka.model.config import GPTConfig
+from nanochat_gka.model.gpt import build
+from nanochat_gka.tokenizer import Tokenizer
+from nanochat_gka.training.bits_per_byte import bits_per_byte, nats_and_bytes
+from trainkit.cli import UserError
+from trainkit.distributed import Runtime
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Models this small gain nothing from more, and wait for one another on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def data(packed):
+    return PackedData(packed / "packed")
+
+
+@pytest.fixture(scope="module")
+def sharded(packed, tmp_path_factory):
+    """Six training shards, three of each file; a file's last one, a document, is too small to fill a row."""
+    root = tmp_path_factory.mktemp("sharded")
+    tiny.write_corpus(root / "corpus", files=3, docs=161, row_group=10)
+    pack.main(pack.PackConfig(corpus=root / "corpus", tokenizer=packed / "tokenizer", out=root / "packed", sequence_len=200, workers=1))
+    return PackedData(root / "packed")
+
+
+def stored(data: PackedData, split: str) -> np.ndarray:
+    """Rows as the bins hold them."""
+    content = b"".join((data.folder / f"{shard['name']}.bin").read_bytes() for shard in data.manifest["shards"] if shard["split"] == split)
+    return np.frombuffer(content, dtype="<u2").reshape(-1, data.sequence_len + 1).astype(np.int64)
+
+
+def no_manifest(folder):
+    (folder / "manifest.json").unlink()
+
+
+def broken_manifest(folder):
+    path = folder / "manifest.json"
+    path.write_text(path.read_text()[:200])
+
+
+def another_format(folder):
+    path = folder / "manifest.json"
+    path.write_text(path.read_text().replace('"format": 1', '"format": 99'))
+
+
+def missing_shard(folder):
+    (folder / "val_000000.bin").unlink()
+
+
+def truncated_shard(folder):
+    path = folder / "train_000000.bin"
+    path.write_bytes(path.read_bytes()[:-2])
+
+
+def flipped_byte(folder):
+    path = folder / "val_000000.bin"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def swapped_tokenizer(folder):
+    Tokenizer.train(tiny.documents(50, 9), 300).save(folder)
+
+
+def no_tokenizer(folder):
+    (folder / "tokenizer.json").unlink()
+
+
+DAMAGE = {
+    no_manifest: r"no packed data in .* \(no manifest.json\); run make tokenize",
+    broken_manifest: r"manifest is not valid JSON: .*manifest.json .*; delete .*manifest.json and pack again",
+    another_format: r"has format 99, this version reads 1; delete the folder and pack again",
+    missing_shard: r"shard .*val_000000.bin is missing; delete .*manifest.json and pack again \(make tokenize\)",
+    truncated_shard: r"shard .*train_000000.bin is truncated: \d+ bytes instead of \d+; delete .*manifest.json and pack again",
+    flipped_byte: r"shard .*val_000000.bin is corrupt \(wrong checksum\); delete .*manifest.json and pack again",
+    swapped_tokenizer: r"was packed with another tokenizer than the one in it; delete .*manifest.json and pack again",
+    no_tokenizer: r"tokenizer not found: .*tokenizer.json; delete .*manifest.json and pack again",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
+def test_damaged_data_is_one_clear_error(packed, tmp_path, damage):
+    shutil.copytree(packed / "packed", tmp_path / "packed")
+    damage(tmp_path / "packed")
+    with pytest.raises(UserError, match=DAMAGE[damage]) as raised:
+        PackedData(tmp_path / "packed")
+    assert "\n" not in str(raised.value)
+
+
+def test_the_advice_mends_damaged_data(packed, tmp_path):
+    out = tmp_path / "packed"
+    shutil.copytree(packed / "packed", out)
+    truncated_shard(out)
+    flipped_byte(out)
+    swapped_tokenizer(out)
+    (out / "manifest.json").unlink()
+    pack.main(pack.PackConfig(corpus=packed / "corpus", tokenizer=packed / "tokenizer", out=out, sequence_len=tiny.SEQUENCE_LEN, workers=1))
+    for name in ("train_000000.bin", "val_000000.bin"):
+        assert (out / name).read_bytes() == (packed / "packed" / name).read_bytes()
+    PackedData(out)
+
+
+def test_more_shards_than_a_process_may_hold_open(tmp_path):
+    content = np.arange(200 * 3 * 5, dtype="<u2").reshape(200, 3, 5)
+    for number, rows in enumerate(content):
+        rows.tofile(tmp_path / f"{number}.bin")
+    held = os.open(os.devnull, os.O_RDONLY)
+    os.close(held)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (held + 50, before[1]))
+    try:
+        rows = Rows([(tmp_path / f"{number}.bin", 3) for number in range(200)], 4)
+        ids, targets = rows.batch(range(len(rows)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert torch.cat([ids, targets[:, -1:]], dim=1).tolist() == content.reshape(600, 5).tolist()
+
+
+def test_ids_and_targets_are_the_row_and_the_row_shifted_by_one(data):
+    rows = stored(data, "train")
+    ids, targets = data.split("train").batch([3, 0, 3, len(rows) - 1])
+    assert ids.dtype == targets.dtype == torch.int64
+    assert ids.tolist() == rows[[3, 0, 3, -1], :-1].tolist()
+    assert targets.tolist() == rows[[3, 0, 3, -1], 1:].tolist()
+    assert (ids[:, 0] == data.tokenizer.bos_id).all()
+
+
+def test_rows_of_several_shards_are_the_bins_back_to_back(sharded):
+    shards = [shard["rows"] for shard in sharded.manifest["shards"] if shard["split"] == "train"]
+    assert [rows > 1 for rows in shards] == [True, True, False] * 2
+    rows, content = sharded.split("train"), stored(sharded, "train")
+    assert len(rows) == len(content) == sum(shards)
+    ids, targets = rows.batch(range(len(rows)))
+    assert torch.cat([ids, targets[:, -1:]], dim=1).tolist() == content.tolist()
+    backwards, _ = rows.batch(range(len(rows) - 1, -1, -1))
+    assert torch.equal(backwards, ids.flip(0))
+
+
+def test_every_row_once_an_epoch_in_a_new_order(data):
+    rows = data.split("train")
+    epochs = [[Stream(rows, seed=3).locate(n) for n in range(e * len(rows), (e + 1) * len(rows))] for e in range(3)]
+    assert all(Counter(order) == Counter(range(len(rows))) for order in epochs)
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0] != sorted(epochs[0])
+    again, other = Stream(rows, seed=3), Stream(rows, seed=4)
+    assert [again.locate(n) for n in range(len(rows))] == epochs[0]
+    assert [other.locate(n) for n in range(len(rows))] != epochs[0]
+
+
+def test_a_stream_may_be_entered_anywhere(data):
+    """Resuming asks for a late row first; a batch may straddle two epochs."""
+    rows = data.split("train")
+    size, walked = len(rows), Stream(rows, seed=0)
+    straight = [walked.locate(n) for n in range(2 * size + 5)]
+    entered = Stream(rows, seed=0)
+    assert [entered.locate(n) for n in (2 * size + 4, size - 1, size, 0)] == [straight[n] for n in (2 * size + 4, size - 1, size, 0)]
+    ids, _ = entered.batch(range(size - 2, size + 2))
+    assert torch.equal(ids, rows.batch(straight[size - 2 : size + 2])[0])
+
+
+@given(st.integers(0, 2000), st.integers(1, 40))
+def test_shares_are_even_and_leave_nothing_out(count, world_size):
+    shares = [Runtime(rank, world_size, CPU).share(count) for rank in range(world_size)]
+    assert [number for share in shares for number in share] == list(range(count))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_512_rows_over_7_ranks():
+    assert [len(Runtime(rank, 7, CPU).share(512)) for rank in range(7)] == [73, 73, 73, 73, 73, 73, 74]
+
+
+@given(st.integers(0, 100), st.integers(0, 100), st.integers(1, 40))
+def test_micro_batches_cut_without_loss(start, count, size):
+    pieces = list(micro_batches(range(start, start + count), size))
+    assert [number for piece in pieces for number in piece] == list(range(start, start + count))
+    assert all(0 < len(piece) <= size for piece in pieces)
+    assert len(pieces) == -(-count // size)
+    assert not pieces or max(map(len, pieces)) - min(map(len, pieces)) <= 1
+
+
+def test_73_rows_by_32_are_25_24_24():
+    """Two shapes at most, for torch.compile."""
+    assert [len(piece) for piece in micro_batches(range(7, 80), 32)] == [25, 24, 24]
+
+
+def test_bits_per_byte_is_upstreams():
+    """Bytes are id % 5, so every fifth id counts as special; the last targets of each row are -1."""
+    want, token_bytes = golden.GOLDEN["bpb"], torch.arange(100) % 5
+    model = golden.fill(build(golden.CONFIG, "cpu"), "sine")
+    ids, targets = golden.batch()
+    ids2 = (ids + 1) % 100
+    targets2 = torch.cat([ids2[:, 1:], torch.full((2, 1), -1)], dim=1)
+    first, second = nats_and_bytes(model, (ids, targets), token_bytes), nats_and_bytes(model, (ids2, targets2), token_bytes)
+    assert first[1] + second[1] == want["total_bytes"]
+    for key, sums in {"bpb": first + second, "bpb_first": first, "bpb_second": second}.items():
+        assert (sums[0] / sums[1] / np.log(2)).item() == pytest.approx(want[key], rel=2e-7)
+
+
+@dataclass(frozen=True)
+class OneOfMany(Runtime):
+    """A rank of a run that is not there: what it would contribute to the sum is kept."""
+
+    contributions: list = field(default_factory=list)
+
+    def sum(self, tensor):
+        self.contributions.append(tensor.clone())
+        return tensor
+
+
+@pytest.fixture(scope="module")
+def model(data):
+    torch.manual_seed(0)
+    config = GPTConfig(
+        sequence_len=tiny.SEQUENCE_LEN, vocab_size=data.tokenizer.vocab_size, n_layer=2, n_head=2, n_kv_head=2, n_embd=32, window_pattern="L"
+    )
+    return golden.fill(build(config, "cpu"), "randn")
+
+
+@pytest.mark.parametrize(
+    "max_tokens,splits",
+    [(-1, [(1, 16), (3, 16), (7, 32)]), (40 * tiny.SEQUENCE_LEN, [(1, 1), (1, 7), (2, 16), (7, 3), (64, 2)])],
+    ids=["all", "some"],
+)
+def test_bits_per_byte_depend_on_neither_batches_nor_ranks(data, model, max_tokens, splits):
+    rows, token_bytes = data.split("val"), data.tokenizer.token_bytes()
+    alone = OneOfMany(0, 1, CPU)
+    rows = data.eval_rows("val", max_tokens)
+    value = bits_per_byte(model, rows, token_bytes, alone, batch_size=len(rows))
+    total = alone.contributions[0]
+    for world_size, batch_size in splits:
+        ranks = [OneOfMany(rank, world_size, CPU) for rank in range(world_size)]
+        for rank in ranks:
+            bits_per_byte(model, rows, token_bytes, rank, batch_size)
+        nats, size = sum(rank.contributions[0] for rank in ranks).tolist()
+        assert size == total[1]
+        assert nats / size / np.log(2) == pytest.approx(value, rel=1e-6)
+
+
+def test_bits_per_byte_counts_the_text_and_not_its_bos(data, model):
+    """A model that knows nothing pays log2(V) bits a token."""
+    rows, token_bytes = data.split("val"), data.tokenizer.token_bytes()
+    uniform = build(model.config, "cpu")
+    torch.nn.init.zeros_(uniform.lm_head.weight)
+    value = bits_per_byte(uniform, rows, token_bytes, Runtime(0, 1, CPU), 64)
+    text = [token for token in stored(data, "val")[:, 1:].flatten().tolist() if token < data.tokenizer.bos_id]
+    assert value == pytest.approx(len(text) * np.log2(data.tokenizer.vocab_size) / sum(map(int, token_bytes[text])), rel=1e-6)
+
+
+@pytest.mark.parametrize("choice", ["upstream", "spaced"])
+def test_some_tokens_of_a_split_are_the_first_or_evenly_spaced_rows(data, model, choice):
+    rows, token_bytes, runtime = data.split("val"), data.tokenizer.token_bytes(), Runtime(0, 1, CPU)
+    count = len(rows) // 3
+    chosen = rows.batch([int(n * len(rows) / count) if choice == "spaced" else n for n in range(count)])
+    nats, size = nats_and_bytes(model, chosen, token_bytes).tolist()
+    value = bits_per_byte(model, data.eval_rows("val", count * rows.sequence_len, choice), token_bytes, runtime, 64)
+    assert value == pytest.approx(nats / size / np.log(2), rel=1e-6)
+
+
+def test_training_rows_to_evaluate_on_are_the_streams_beginning(data):
+    """Or, if more or all of them are asked for, the training split's own."""
+    first, rows, width = data.split("train_first"), data.split("train"), data.sequence_len
+    for tokens, want in ((10 * width, first.some(range(10))), (-1, rows), (10**9, rows), (1, first.some(range(1)))):
+        chosen = data.eval_rows("train", tokens)
+        assert len(chosen) == len(want)
+        assert torch.equal(chosen.batch(range(len(want)))[1], want.batch(range(len(want)))[1])
+
+
+def test_rows_without_bytes_are_infinite_bits(data, model):
+    assert bits_per_byte(model, data.split("val"), torch.zeros(data.tokenizer.vocab_size, dtype=torch.int64), Runtime(0, 1, CPU), 64) == float("inf")

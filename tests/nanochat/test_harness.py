@@ -1,0 +1,122 @@
+"""lm-evaluation-harness on a model of ours: its command line, a task written here, and the numbers against a plain computation."""
+
+import dataclasses
+import json
+import random
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import tiny
+from nanochat_gka.generation.engine import Engine
+from nanochat_gka.generation.sampling import Sampling
+from nanochat_gka.tokenizer import Tokenizer
+from tiny_gpt import SHAPE, awake, write_run
+
+pytest.importorskip("lm_eval")
+
+CHOICES = """
+task: tiny_choices
+dataset_path: json
+dataset_kwargs: {data_files: {test: DATA}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{query}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: gold
+metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
+"""
+GENERATE = """
+task: tiny_generate
+dataset_path: json
+dataset_kwargs: {data_files: {test: DATA}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{query}}"
+doc_to_target: "{{choices[0]}}"
+generation_kwargs: {until: ["e"], max_gen_toks: 12, do_sample: false}
+metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+"""
+ROLLING = """
+task: tiny_rolling
+dataset_path: json
+dataset_kwargs: {data_files: {test: DATA}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{query}}"
+metric_list: [{metric: bits_per_byte}]
+"""
+
+
+@pytest.fixture(scope="module")
+def world(packed, tmp_path_factory):
+    """A run on disk, its model and tokenizer, and the questions."""
+    root = tmp_path_factory.mktemp("harness")
+    tokenizer = Tokenizer.load(packed / "tokenizer")
+    model = awake(dataclasses.replace(SHAPE, sequence_len=64, vocab_size=tokenizer.vocab_size, attention="gka", head_offsets="PS"))
+    write_run(root / "run", model, packed / "tokenizer")
+    rng = random.Random(3)
+    docs = []
+    for _ in range(12):
+        query, *choices = (" ".join(rng.choices(tiny.WORDS, k=rng.randint(2, 40 if i == 0 else 5))) for i in range(4))
+        docs.append({"query": query, "choices": choices, "gold": rng.randrange(3)})
+    (root / "data.jsonl").write_text("".join(json.dumps(doc) + "\n" for doc in docs))
+    for name, text in (("choices", CHOICES), ("generate", GENERATE), ("rolling", ROLLING)):
+        (root / "tasks").mkdir(exist_ok=True)
+        (root / "tasks" / f"{name}.yaml").write_text(text.replace("DATA", str(root / "data.jsonl")))
+    return root, model, tokenizer, docs
+
+
+def nats(model, prompt, start):
+    """Cross-entropy of prompt[start:], one prompt at a time."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt]))[0, start - 1 : -1]
+    targets = torch.tensor(prompt[start:])
+    return torch.nn.functional.cross_entropy(logits, targets, reduction="sum").item()
+
+
+def test_the_harness_scores_as_a_plain_computation_does(world, tmp_path):
+    root, model, tokenizer, docs = world
+    command = [sys.executable, "-m", "nanochat_gka.harness", "--model", "gka", "--model_args", f"run={root / 'run'},batch_tokens=300", "--device", "cpu",
+               "--tasks", "tiny_choices,tiny_generate,tiny_rolling", "--include_path", root / "tasks", "--output_path", tmp_path, "--log_samples"]  # fmt: skip
+    environment = {**tiny.environment(), "HF_DATASETS_CACHE": str(tmp_path / "cache"), "HF_DATASETS_OFFLINE": "1"}
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment, timeout=tiny.HANG_AFTER)
+    assert done.returncode == 0, done.stderr[-3000:]
+    samples = {name: sorted(_samples(tmp_path, name), key=lambda s: s["doc_id"]) for name in ("choices", "generate", "rolling")}
+    assert all(len(found) == len(docs) for found in samples.values())
+
+    limit, total, size = 65, 0.0, 0  # max_length and the token that is only predicted
+    for doc, sample in zip(docs, samples["choices"]):
+        for choice, response in zip(doc["choices"], sample["filtered_resps"]):
+            context = [tokenizer.bos_id, *tokenizer.encode(doc["query"])]
+            prompt = [tokenizer.bos_id, *tokenizer.encode(doc["query"] + " " + choice)]
+            start = len(context) - max(0, len(prompt) - limit)
+            assert float(response[0]) == pytest.approx(-nats(model, prompt[-limit:], start), rel=1e-4)
+    for doc, sample in zip(docs, samples["generate"]):
+        fitting = tokenizer.decode(tokenizer.encode(doc["query"])[-(64 - 12 - 1) :])
+        [[want]] = Engine(model, tokenizer).complete([fitting], Sampling(max_tokens=12, temperature=0), stop=["e"])
+        assert sample["resps"][0][0] == want
+    for doc in docs:
+        ids = [tokenizer.bos_id, *tokenizer.encode(doc["query"])]
+        for first in range(1, len(ids), 64):
+            last = min(first + 64, len(ids))
+            total += nats(model, ids[max(0, last - 65) : last], min(64, last - 1) - (last - first) + 1)
+        size += len(doc["query"].encode())
+    results = json.loads(next(tmp_path.rglob("results_*.json")).read_text())["results"]
+    assert results["tiny_rolling"]["bits_per_byte,none"] == pytest.approx(total / size / 0.6931471805599453, rel=1e-4)
+
+
+def _samples(folder, name):
+    return [json.loads(line) for line in next(folder.rglob(f"samples_tiny_{name}_*.jsonl")).read_text().splitlines()]
+
+
+def test_a_run_that_is_not_there_is_one_line(tmp_path, monkeypatch, capsys):
+    from nanochat_gka import harness
+
+    monkeypatch.setattr(sys, "argv", ["harness", "--model", "gka", "--model_args", f"run={tmp_path}", "--tasks", "wikitext"])
+    with pytest.raises(SystemExit) as exit_info:
+        harness.main()
+    assert exit_info.value.code == 2 and capsys.readouterr().err.splitlines()[-1].startswith("error: no checkpoint in")

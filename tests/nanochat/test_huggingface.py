@@ -1,0 +1,163 @@
+"""CORE of Hugging Face's models: answers of a tiny GPT-2 and a tiny Llama against one prompt at a time, with the tokenizers library alone."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import tiny
+import tiny_core
+from nanochat_gka.eval_core import CoreConfig, main
+from runs.bench.core_naive import naive_task
+from trainkit.cli import run
+from trainkit.progress import read_lines
+
+LIMIT = 48  # tokens, fewer than tiny_core's longest prompts have
+
+
+def evaluate(path, bundle, out, *more):
+    """The command in this process; returns its exit code."""
+    try:
+        run(main, CoreConfig, list(map(str, ["--hf-path", path, "--bundle", bundle, "--out", out, "--device-type", "cpu", *more])))
+    except SystemExit as left:
+        return left.code
+    return 0
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    return tiny_core.write_bundle(tmp_path_factory.mktemp("huggingface") / "bundle")
+
+
+def write_tokenizer(folder: Path, bos: str) -> int:
+    """A byte-level BPE as GPT-2's, trained on tiny_core's words; returns the size of its vocabulary."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=[bos], initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([" ".join(tiny.WORDS)], trainer)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=bos).save_pretrained(folder)
+    return tokenizer.get_vocab_size()
+
+
+def write_model(folder: Path, kind: str) -> torch.nn.Module:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install -e '.[hf]')")
+    size = write_tokenizer(folder, {"gpt2": "<|endoftext|>", "llama": "<s>"}[kind])
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        config = transformers.GPT2Config(vocab_size=size, n_positions=LIMIT, n_embd=32, n_layer=2, n_head=2, initializer_range=0.3)
+        model = transformers.GPT2LMHeadModel(config)
+    else:
+        config = transformers.LlamaConfig(vocab_size=size + 5, max_position_embeddings=LIMIT, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                                          num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3)  # fmt: skip
+        model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+class Plain:
+    """What upstream does with a tokenizer: the library's own, and a special token in front."""
+
+    def __init__(self, folder: Path, bos: str):
+        from tokenizers import Tokenizer
+
+        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self.bos_id = self.tokenizer.token_to_id(bos)
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize("kind,bos", [("gpt2", "<|endoftext|>"), ("llama", "<s>")])
+def test_the_scores_are_those_of_one_prompt_at_a_time_cut_at_the_models_length(kind, bos, bundle, tmp_path, capsys):
+    model, folder = write_model(tmp_path / "tiny-model", kind), tmp_path / "tiny-model"
+    assert evaluate(folder, bundle, tmp_path / "out", "--batch-tokens", 200) == 0
+    lines = {line["config"]["task"]: line for line in read_lines(tmp_path / "out/tiny-model.jsonl") if line["kind"] == "core"}
+    plain, longest = Plain(folder, bos), []
+
+    def logits(ids):
+        longest.append(ids.shape[1])
+        return model(ids).logits
+
+    logits.device = "cpu"
+    for label in tiny_core.TASKS:
+        want = naive_task(logits, plain, bundle, label, max_seq_len=LIMIT, together=False)
+        assert lines[label]["metrics"]["accuracy"] == want.accuracy, label
+    assert max(longest) == LIMIT and len({line["metrics"]["accuracy"] for line in lines.values()}) > 2
+    assert "prompts of at most 48 tokens" in capsys.readouterr().out
+    last = (tmp_path / "out/tiny-model.csv").read_text().splitlines()[-1]
+    assert last.startswith("mean of 5 tasks (max 15 each)")
+    assert evaluate(folder, bundle, tmp_path / "out", "--max-seq-len", 20) == 0 and (tmp_path / "out/tiny-model_len20.csv").exists()
+
+
+def test_each_answer_is_the_naive_one(bundle, tmp_path):
+    from nanochat_gka.core_metric.bundle import read_tasks
+    from nanochat_gka.core_metric.huggingface import load_hugging_face
+    from nanochat_gka.core_metric.questions import question, shuffled
+    from nanochat_gka.core_metric.scoring import answer, batches, judge
+
+    model, folder = write_model(tmp_path / "tiny", "gpt2"), tmp_path / "tiny"
+    subject = load_hugging_face(str(folder), torch.device("cpu"))
+    assert subject.limit == LIMIT
+    logits = lambda ids: model(ids).logits  # noqa: E731
+    for task in read_tasks(bundle):
+        examples = shuffled(task.examples())
+        asked = [question(task, examples, index, subject.tokenizer, 30) for index in range(len(examples))]
+        found = [0] * len(asked)
+        for prefix_reuse in (True, False):
+            for batch in batches(asked, 300):
+                for place, verdicts in zip(batch, judge(subject.model, [asked[i] for i in batch], prefix_reuse)):
+                    found[place] = answer(asked[place], verdicts)
+            want = naive_task(logits, Plain(folder, "<|endoftext|>"), bundle, task.label, max_seq_len=30, together=True)
+            assert found == want.predictions, (task.label, prefix_reuse)
+
+
+def test_weights_and_vocabulary_are_its_identity(tmp_path):
+    from nanochat_gka.core_metric.huggingface import load_hugging_face
+
+    model = write_model(tmp_path / "a", "gpt2")
+    device = torch.device("cpu")
+    first = load_hugging_face(str(tmp_path / "a"), device)
+    assert first.sha256 == load_hugging_face(str(tmp_path / "a"), device).sha256 and (first.name, first.step) == ("a", None)
+    with torch.no_grad():
+        model.transformer.h[0].mlp.c_fc.weight[0, 0] += 1
+    model.save_pretrained(tmp_path / "a")
+    assert load_hugging_face(str(tmp_path / "a"), device).sha256 != first.sha256
+
+
+def test_what_cannot_be_asked_is_one_line(bundle, tmp_path, capsys):
+    model = write_model(tmp_path / "good", "gpt2")
+
+    def says(folder, message):
+        assert evaluate(folder, bundle, tmp_path / "out") == 2
+        error = capsys.readouterr().err
+        assert re.search(message, error) and len(error.splitlines()) == 1, error
+
+    says(tmp_path / "nothing", "no causal language model that can be loaded from safetensors")
+    model.save_pretrained(tmp_path / "pickled")
+    write_tokenizer(tmp_path / "pickled", "<|endoftext|>")
+    (tmp_path / "pickled/model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "pickled/pytorch_model.bin")
+    says(tmp_path / "pickled", "no causal language model that can be loaded from safetensors")
+    config = json.loads((tmp_path / "good/config.json").read_text())
+    remote = {**config, "model_type": "mine", "auto_map": {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}}
+    (tmp_path / "good/config.json").write_text(json.dumps(remote))
+    (tmp_path / "good/mine.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')")
+    says(tmp_path / "good", "no causal language model that can be loaded from safetensors")
+    assert not (tmp_path / "executed").exists()
+    small = type(model)(type(model.config)(vocab_size=100, n_positions=LIMIT, n_embd=32, n_layer=1, n_head=2))
+    small.save_pretrained(tmp_path / "small")
+    write_tokenizer(tmp_path / "small", "<|endoftext|>")
+    says(tmp_path / "small", r"the tokenizer has ids up to \d+, the model has 100 embeddings")
+
+
+def test_without_transformers_it_is_said_what_to_install(bundle, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert evaluate("gpt2", bundle, tmp_path) == 2
+    assert 'pip install "transformers>=4.57"' in capsys.readouterr().err

@@ -1,0 +1,190 @@
+"""The memory arithmetic against torch: parameters counted, saved tensors weighed, and what a dry step leaves behind, which is nothing."""
+
+import random
+
+import pytest
+import torch
+
+import tiny
+from nanochat_gka import train
+from nanochat_gka.accounting import meta_model, parameter_counts
+from nanochat_gka.model.config import GPTConfig
+from nanochat_gka.model.gpt import build
+from nanochat_gka.training import memory
+from nanochat_gka.training.optim import MuonAdamW, OptimConfig, parameter_groups
+from trainkit.cli import UserError, run
+from trainkit.distributed import Runtime
+
+KINDS = [dict(attention="softmax"), dict(attention="vlt"), dict(attention="gka"), dict(attention="gka", gka_values="rotated"),
+         dict(attention="gka", gka_values="raw"), dict(attention="gka", head_offsets="PS"), dict(attention="GGGA"),
+         dict(attention="gka", head_offsets="PNSS", value_embeds="all")]  # fmt: skip
+CPU = torch.device("cpu")
+GIB = 2**30
+
+
+def shape(**fields) -> GPTConfig:
+    return GPTConfig(
+        **{"sequence_len": 64, "vocab_size": 500, "n_layer": 4, "n_head": 4, "n_kv_head": 4, "n_embd": 128, "window_pattern": "L", **fields}
+    )
+
+
+def saved_bytes(model, rows: int) -> int:
+    """What autograd keeps between forward and backward, each storage once, the weights left out."""
+    kept = {}
+
+    def weigh(tensor):
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+    ids = torch.zeros(rows, model.config.sequence_len, dtype=torch.int64)
+    with torch.autograd.graph.saved_tensors_hooks(weigh, lambda tensor: tensor):
+        loss = model(ids, ids, reduction="sum")
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    assert loss.requires_grad
+    return sum(size for pointer, (size, _) in kept.items() if pointer not in weights)
+
+
+@pytest.mark.parametrize("fields", KINDS, ids=str)
+def test_activations_are_what_autograd_keeps(fields):
+    """Per row, by the difference of two batches. Two gradients as large as the logits come in backward (8 V bytes a token)."""
+    config = shape(**fields)
+    model = build(config, "cpu")
+    kept = saved_bytes(model, 3) - saved_bytes(model, 2)
+    expected = memory.row_bytes(config, "cpu") - 8 * config.padded_vocab_size * config.sequence_len
+    assert 0.8 < kept / expected < 1.05, kept / expected
+
+
+@pytest.mark.parametrize("fields", KINDS, ids=str)
+def test_parameters_and_state_are_counted_without_a_model(fields):
+    config = shape(**fields)
+    assert sum(memory.parameters(config)) == parameter_counts(meta_model(config))["total"]
+    model = build(config, "cpu")
+    optimizer = MuonAdamW(parameter_groups(model, OptimConfig()), Runtime(0, 1, CPU))
+    held = sum(8 * parameter.numel() for parameter in model.parameters())
+    held += sum(4 * tensor.numel() for group in optimizer.groups for tensor in group.state.values())
+    assert memory.fixed_bytes(config, "cpu")[0] == pytest.approx(held, rel=0.01)  # Muon's second moments are not counted
+
+
+def test_the_papers_model_on_the_usual_gpus():
+    """d20 at 2,048 tokens: rows grow with the memory, a 24 GB card trains it, and no micro-batch is beyond upstream's 32 rows."""
+    for attention in ("softmax", "gka"):
+        config = GPTConfig.from_depth(20, attention=attention)
+        rows = [memory.rows_at_once(config, "cuda", size * GIB) for size in (24, 32, 80, 141)]
+        assert rows == sorted(rows) and rows[0] >= 2 and rows[2] >= 16 and rows[3] == 32
+        for size, count in zip((24, 32, 80), rows):
+            held = memory.fixed_bytes(config, "cuda")
+            assert held[0] + max(held[1], count * memory.row_bytes(config, "cuda")) < size * GIB
+
+
+class Ranks(Runtime):
+    """A run whose other rank cannot take more than `limit` rows."""
+
+    limit = 3
+
+    def any(self, flag: bool) -> bool:
+        return flag or self.asked > self.limit
+
+
+def test_rows_are_halved_until_they_fit_every_rank():
+    tried = []
+
+    def attempt(rows):
+        tried.append(rows)
+        runtime.__dict__["asked"] = rows
+        if rows > 10:
+            raise torch.OutOfMemoryError("full")
+
+    runtime = Ranks(0, 2, CPU)
+    assert memory.largest_that_runs(25, attempt, runtime) == 2 and tried == [25, 13, 7, 4, 2]
+    runtime.__dict__["limit"] = 0
+    with pytest.raises(UserError, match="not even one row fits the GPU's memory; lower --depth"):
+        memory.largest_that_runs(4, attempt, runtime)
+
+
+def config(packed, out, *more) -> train.TrainConfig:
+    flags = [
+        "--data",
+        packed / "packed",
+        "--out",
+        out,
+        "--results",
+        out / "results.jsonl",
+        *tiny.TRAIN_FLAGS,
+        "--attention",
+        "GA",
+        "--model-tag",
+        "run",
+    ]
+    import tyro
+
+    return tyro.cli(train.TrainConfig, args=[str(flag) for flag in (*flags, "--num-iterations", 6, *more)])
+
+
+def test_a_dry_step_leaves_no_trace(packed, tmp_path):
+    trainer = train.Trainer(config(packed, tmp_path), Runtime(0, 1, CPU))
+    before = {name: tensor.clone() for name, tensor in (trainer.model.state_dict() | trainer.optimizer.state_dict()).items()}
+    states = torch.get_rng_state(), random.getstate()
+    trainer.dry_step(5)
+    after = trainer.model.state_dict() | trainer.optimizer.state_dict()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    assert all(parameter.grad is None for parameter in trainer.model.parameters())
+    assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
+
+
+def test_a_dry_step_holds_what_a_step_holds(packed, tmp_path):
+    """Where a step has several micro-batches, all but the first find its gradients in memory.
+
+    And what it compiles is what training runs.
+    """
+    trainer = train.Trainer(config(packed, tmp_path), Runtime(0, 1, CPU))
+    compiled, found = [], []
+
+    def backend(graph, inputs):
+        compiled.append(len(inputs))
+        return graph.forward
+
+    whole = torch.compile(trainer.model, backend=backend, dynamic=False)
+
+    def model(ids, targets, reduction):
+        found.append((len(ids), sum(parameter.grad is not None for parameter in trainer.model.parameters())))
+        return whole(ids.contiguous(), targets.contiguous(), reduction=reduction)  # as on CUDA
+
+    trainer.compiled, parameters = model, len(list(trainer.model.parameters()))
+    assert trainer.rows == 8
+    trainer.dry_step(4)
+    graphs = len(compiled)
+    train.accumulate_gradients(model, trainer.stream, 0, trainer.rows, 4, trainer.runtime)
+    assert found == [(4, 0), (4, parameters)] * 2
+    assert graphs == len(compiled) > 0
+    trainer.optimizer.zero_grad()
+    trainer.dry_step(8)
+    assert found[4:] == [(8, 0)]
+
+
+def test_auto_is_the_same_update(packed, tmp_path):
+    """Rows at once decide the order of sums and nothing else."""
+    gradients = []
+    for size in ("auto", "1", "3"):
+        torch.manual_seed(0)
+        trainer = train.Trainer(config(packed, tmp_path, "--device-batch-size", size), Runtime(0, 1, CPU))
+        assert (trainer.batch_size == 8) if size == "auto" else (trainer.batch_size == int(size))
+        with torch.no_grad():
+            for block in trainer.model.transformer.h:
+                block.attn.c_proj.weight.normal_(std=0.1)
+                block.mlp.c_proj.weight.normal_(std=0.1)
+        loss = train.accumulate_gradients(trainer.model, trainer.stream, 0, trainer.rows, trainer.batch_size, trainer.runtime)
+        gradients.append([loss, *(parameter.grad for parameter in trainer.model.parameters())])
+    for other in gradients[1:]:
+        for one, two in zip(gradients[0], other):
+            assert (one - two).norm() <= 1e-5 * one.norm()
+
+
+def test_a_model_beyond_the_memory_is_refused_before_it_is_built(packed, tmp_path, capsys):
+    with pytest.raises(SystemExit) as left:
+        run(train.main, train.TrainConfig, ["--data", str(packed / "packed"), "--out", str(tmp_path), "--depth", "100000", "--device-type", "cpu",
+                                            "--results", str(tmp_path / "results.jsonl")])  # fmt: skip
+    assert left.value.code == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: --depth 100000 is a model of 4.9") and "e+19 parameters (width 6,400,000)" in message
+    assert message.count("\n") == 1 and "GB of memory and there are" in message

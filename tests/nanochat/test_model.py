@@ -1,0 +1,272 @@
+"""The models as a whole: every kind of attention, hybrids, head offsets, windows, loading."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from gka import gaussian_attention
+from nanochat_gka.accounting import meta_model
+from nanochat_gka.model.attention import GKAAttention
+from nanochat_gka.model.blocks import Rotary, norm
+from nanochat_gka.model.checkpoints import load_upstream
+from nanochat_gka.model.config import GPTConfig
+from nanochat_gka.model.gpt import GPT, build
+from nanochat_gka.training.optim import OptimConfig, parameter_groups
+from tiny_gpt import SHAPE, VARIANTS, awake
+from trainkit.cli import UserError
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_the_future_changes_nothing(variant):
+    model = awake(dataclasses.replace(SHAPE, **variant))
+    ids = torch.randint(70, (2, 16))
+    changed = ids.clone()
+    changed[:, 9:] = (changed[:, 9:] + 1) % 70
+    assert torch.equal(model(ids)[:, :9], model(changed)[:, :9])
+    assert not torch.allclose(model(ids)[:, 9:], model(changed)[:, 9:])
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_every_parameter_learns(variant):
+    model = awake(dataclasses.replace(SHAPE, **variant))
+    ids = torch.randint(70, (2, 17))
+    model(ids[:, :-1], ids[:, 1:]).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
+    names = [name for group in parameter_groups(model, OptimConfig()) for name in group.names]
+    assert sorted(names) == sorted(dict(model.named_parameters()))
+
+
+def test_short_windows_hide_old_tokens():
+    """S layers see T // 2 tokens back; with one layer short and the last long, the first token still arrives; alone it cannot."""
+    config = dataclasses.replace(SHAPE, attention="gka", n_layer=1, window_pattern="S")
+    assert config.window(0) == 16  # the last layer is long whatever the pattern says
+    layer = GKAAttention(dataclasses.replace(SHAPE, attention="gka"), layer=0)
+    layer.init_weights()
+    rotary = Rotary(16, 16)
+    rotary.init_weights()
+    x = torch.randn(1, 16, 64)
+    changed = x.clone()
+    changed[:, 0] += 1
+    same = (layer.mix(x, None, rotary) == layer.mix(changed, None, rotary)).flatten(2).all(-1)[0]
+    assert layer.window == 8
+    assert same.tolist() == [False] * 9 + [True] * 7  # query i sees i - 8 <= j
+
+
+def one_layer(**fields):
+    """A gka layer with a bandwidth of its own for every head, its rotary embedding, block input (2, 16, 64), and its heads."""
+    layer = GKAAttention(dataclasses.replace(SHAPE, attention="gka", window_pattern="L", **fields), layer=0)
+    layer.init_weights()
+    with torch.no_grad():
+        layer.log_sigma.copy_(torch.tensor([0.3, 0.5, 0.7, 0.9]))
+    rotary = Rotary(16, 16)
+    rotary.init_weights()
+    x = torch.randn(2, 16, 64)
+    return layer, rotary, x, x.view(2, 16, 4, 16)
+
+
+def test_attention_gka_alone_is_the_papers_section_5_1():
+    """Written out in float64: rotate, normalise; K = exp(-|x_i - x_j|^2 / 2 sigma^2) over j <= i; rows to one; mix the very same x."""
+    layer, rotary, x, heads = one_layer()
+    features = norm(rotary(heads, slice(0, 16))).double().transpose(1, 2)  # (B, H, T, D)
+    distances = (features[:, :, :, None] - features[:, :, None]).square().sum(-1)
+    kernel = torch.exp(-distances / (2 * layer.log_sigma.double().exp().square()[:, None, None])).tril()
+    want = (kernel / kernel.sum(-1, keepdim=True)) @ features
+    torch.testing.assert_close(layer.mix(x, None, rotary).double(), want.transpose(1, 2), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["rotated", "normalised", "raw"])
+def test_head_offsets_pair_keys_and_values_one_token_apart(form):
+    """Against the definition: head by head, keys and values shifted by hand, distances to the shifted keys."""
+    layer, rotary, x, heads = one_layer(head_offsets="NPS", gka_values=form)
+    features = norm(rotary(heads, slice(0, 16)))
+    values = {"rotated": features, "normalised": norm(heads), "raw": heads}[form]
+    got = layer.mix(x, None, rotary)
+    previous = torch.tensor([0, *range(15)])
+    for head, letter in enumerate("NPSN"):
+        keys_of_head = features[:, previous] if letter == "S" else features
+        values_of_head = values[:, previous] if letter == "P" else values
+        one = slice(head, head + 1)
+        want = gaussian_attention(
+            features[:, :, one], layer.log_sigma[one], keys=keys_of_head[:, :, one], values=values_of_head[:, :, one], causal=True, impl="reference"
+        )
+        torch.testing.assert_close(got[:, :, one], want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_peaked_predecessor_head_reads_the_previous_token():
+    config = dataclasses.replace(SHAPE, attention="gka", head_offsets="P", sigma_squared=0.01, gka_values="normalised")
+    layer = GKAAttention(config, layer=0)
+    layer.init_weights()
+    rotary = Rotary(16, 16)
+    rotary.init_weights()
+    x = torch.randn(1, 16, 64)
+    values = norm(x.view(1, 16, 4, 16))
+    torch.testing.assert_close(layer.mix(x, None, rotary)[:, 1:], values[:, :-1], rtol=1e-3, atol=1e-3)
+
+
+def test_gka_has_no_projections_and_no_value_embeddings_unless_asked():
+    names = set(meta_model(dataclasses.replace(SHAPE, attention="gka")).state_dict())
+    assert not any(part in name for name in names for part in ("c_q", "c_k", "c_v", "ve_gate", "value_embeds"))
+    names = set(meta_model(dataclasses.replace(SHAPE, attention="gka", value_embeds="all")).state_dict())
+    assert {"value_embeds.1.weight", "value_embeds.3.weight", "transformer.h.1.attn.ve_gate.weight"} <= names
+
+
+# The last six fields as a checkpoint of 2026-11-21 has them in its model_config (commit ef08e29 to a14f06e).
+OLD_FIELDS = {
+    "window_pattern": "SL",
+    "attention": "gka",
+    "value_embeds": "auto",
+    "head_offsets": "",
+    "gka_values": "normalised",
+    "sigma_squared": 0.0,
+}
+
+
+@pytest.mark.parametrize(
+    "changes,values",
+    [
+        ({}, "normalised"),
+        ({"gka_values": None}, "normalised"),  # not stated at all
+        ({"gka_values": "rotated"}, "rotated"),
+        ({"attention": "GA"}, "normalised"),
+        ({"attention": "softmax"}, "rotated"),  # the default, of no meaning there; the old default must not be refused
+        ({"attention": "vlt"}, "rotated"),
+    ],
+)
+def test_a_saved_shape_keeps_the_form_it_was_trained_in(changes, values):
+    shape = {name: getattr(SHAPE, name) for name in ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd")}
+    saved = {name: value for name, value in {**shape, **OLD_FIELDS, **changes}.items() if value is not None}
+    config = GPTConfig.from_saved(saved)
+    assert config.gka_values == values
+    assert GPTConfig.from_saved(dataclasses.asdict(config)) == config
+
+
+def test_starting_bandwidths():
+    for fields, sigma_squared in ((dict(), 16.0), (dict(head_offsets="PS"), 4.0), (dict(sigma_squared=3.0), 3.0)):
+        model = build(dataclasses.replace(SHAPE, attention="gka", **fields), "cpu")
+        for sigma in model.bandwidths().values():
+            torch.testing.assert_close(sigma.square(), torch.full((4,), sigma_squared))
+
+
+def test_bandwidths_have_an_adamw_group_without_decay():
+    model = build(dataclasses.replace(SHAPE, attention="GGGA"), "cpu")
+    group = next(g for g in parameter_groups(model, OptimConfig(), lr_scale=2.0) if g.names[0].endswith("log_sigma"))
+    assert (group.kind, len(group.names), group.weight_decay, group.initial_lr) == ("adamw", 3, 0.0, 0.01)
+
+
+def test_hybrid_pattern_is_tiled_like_the_windows():
+    config = GPTConfig.from_depth(6, attention="GGA", window_pattern="SSL")
+    assert [config.layer_attention(i) for i in range(6)] == ["gka", "gka", "softmax"] * 2
+    assert [config.window(i) for i in range(6)] == [1024, 1024, 2048] * 2
+    assert [config.has_value_embedding(i) for i in range(6)] == [False, False, False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    "fields,message",
+    [
+        (dict(n_head=3), "n_kv_head must equal n_head"),
+        (dict(n_head=5, n_kv_head=5), "even whole number"),
+        (dict(attention="lin"), "softmax, gka, vlt or a pattern like GGGA"),
+        (dict(window_pattern=""), "window_pattern must be made of the letters S, L"),
+        (dict(head_offsets="PQ"), "head_offsets must be made of the letters N, P, S"),
+        (dict(gka_values="x"), "gka_values must be one of"),
+        (dict(sigma_squared=-1.0), "sigma_squared must be positive"),
+        (dict(n_layer=0), "n_layer must be at least 1"),
+    ],
+)
+def test_bad_shapes(fields, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(SHAPE, **fields)
+
+
+def test_rotary_turns_by_minus_theta_with_bfloat16_tables():
+    """Numbers printed by upstream: x = [1, 2, 3, 4] at positions 1 and 3."""
+    rotary = Rotary(4, 8)
+    rotary.init_weights()
+    rotated = rotary(torch.tensor([1.0, 2.0, 3.0, 4.0]).expand(1, 4, 1, 4), slice(0, 4))[0, :, 0]
+    torch.testing.assert_close(rotated[1], torch.tensor([3.0585938, 2.0400391, 0.7773438, 3.9799805]))
+    torch.testing.assert_close(rotated[3], torch.tensor([-0.5634766, 2.1201172, -3.1064453, 3.9399414]))
+
+
+def test_too_long_a_sequence_is_refused():
+    model = build(SHAPE, "cpu")
+    with pytest.raises(ValueError, match="at most 160 tokens"):
+        model(torch.zeros(1, 161, dtype=torch.long))
+
+
+def test_upstream_checkpoint_folder_loads(tmp_path):
+    """Upstream's files: bf16 embeddings, the compiled-module prefix, a config with its seven fields."""
+    model = awake(SHAPE)
+    weights = {f"_orig_mod.{name}": t.bfloat16() if "wte" in name or "value_embeds" in name else t for name, t in model.state_dict().items()}
+    torch.save(weights, tmp_path / "model_000123.pt")
+    config = {name: getattr(SHAPE, name) for name in ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "window_pattern")}
+    (tmp_path / "meta_000123.json").write_text(json.dumps({"step": 123, "model_config": config}))
+    model.embeddings_to(torch.bfloat16)
+    model.embeddings_to(torch.float32)
+    ids = torch.randint(70, (1, 16))
+    assert torch.equal(load_upstream(tmp_path)(ids), model(ids))
+    assert load_upstream(tmp_path).config.attention == "softmax"
+    with pytest.raises(UserError, match=r"of step 7 in"):
+        load_upstream(tmp_path, step=7)
+    config["n_layer"] = 3
+    (tmp_path / "meta_000123.json").write_text(json.dumps({"step": 123, "model_config": config}))
+    with pytest.raises(UserError, match="does not hold a model of the shape it states"):
+        load_upstream(tmp_path)
+
+
+@pytest.mark.parametrize("said,values", [({}, "normalised"), ({"gka_values": "rotated"}, "rotated")], ids=str)
+def test_a_checkpoint_of_a_patched_nanochat_keeps_its_form(tmp_path, said, values):
+    """The first patches mixed normalised values and wrote nothing of it."""
+    model = awake(dataclasses.replace(SHAPE, attention="gka", gka_values=values))
+    torch.save(model.state_dict(), tmp_path / "model_000001.pt")
+    names = ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "window_pattern", "attention")
+    config = {name: getattr(model.config, name) for name in names} | said
+    (tmp_path / "meta_000001.json").write_text(json.dumps({"step": 1, "model_config": config}))
+    ids = torch.randint(70, (1, 16))
+    assert torch.equal(load_upstream(tmp_path)(ids), model(ids))
+
+
+def test_upstream_pickles_are_not_executed(tmp_path):
+    import pickle
+
+    class Evil:
+        def __reduce__(self):
+            return (exec, (f"open({str(tmp_path / 'pwned')!r}, 'w')",))
+
+    (tmp_path / "model_000001.pt").write_bytes(pickle.dumps(Evil()))
+    (tmp_path / "meta_000001.json").write_text(json.dumps({"model_config": {"n_layer": 4}}))
+    with pytest.raises(Exception):  # noqa: B017 (torch chooses)
+        load_upstream(tmp_path)
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_initial_loss_is_that_of_a_uniform_guess():
+    model: GPT = build(dataclasses.replace(SHAPE, vocab_size=1000), "cpu")
+    ids = torch.randint(1000, (4, 16))
+    assert model(ids, ids).item() == pytest.approx(6.907, abs=0.01)
+
+
+def test_bfloat16_tables_carry_the_computation_in_bfloat16_and_train():
+    """What a GPU run does: embeddings in bf16, float32 matrices cast on use, float32 logits and bandwidths."""
+    from nanochat_gka.training.optim import MuonAdamW
+    from trainkit.distributed import Runtime
+
+    model = awake(dataclasses.replace(SHAPE, attention="GA", head_offsets="PS"))
+    ids = torch.randint(70, (2, 17))
+    exact = model(ids[:, :-1], ids[:, 1:]).item()
+    model.embeddings_to(torch.bfloat16)
+    optimizer = MuonAdamW(parameter_groups(model, OptimConfig(scalar_lr=0.0)), Runtime(0, 1, torch.device("cpu")))
+    losses = []
+    for _ in range(8):
+        optimizer.zero_grad()
+        loss = model(ids[:, :-1], ids[:, 1:])
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step(lr_multiplier=0.2)
+    assert model(ids).dtype == torch.float32
+    assert losses[0] == pytest.approx(exact, rel=0.02) and losses[0] != exact
+    assert losses[-1] < losses[0] - 0.5
+    dtypes = {name: p.dtype for name, p in model.named_parameters()}
+    assert {name for name, dtype in dtypes.items() if dtype == torch.bfloat16} == {n for n in dtypes if "wte" in n or "value_embeds" in n}

@@ -1,0 +1,188 @@
+"""The tokenizer: text comes back, ids are rustbpe's own, special strings are text, and the file is the identity."""
+
+import json
+import shutil
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import rustbpe
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tiny
+from nanochat_gka.corpus import ParquetCorpus
+from nanochat_gka.tokenizer import SPECIAL_TOKENS, SPLIT_PATTERN, Tokenizer, TokenizerConfig, main, training_documents
+from trainkit.cli import UserError
+
+NAMES = "bos user_start user_end assistant_start assistant_end python_start python_end output_start output_end"
+TEXT = [*tiny.documents(300, 5), "in 1234567 and 1234567, 2024 is 2024: 2024 " * 40, "naïve café, 東京 🦜🦜 don't we'll\r\n\tx = [1]\n\n" * 40]
+STRINGS = [
+    "",
+    " ",
+    "\n",
+    "  \r\n\t ",
+    "🦜👩‍👩‍👧‍👦 e\u0301 é",
+    "東京\u2028 \x00 \ufeff",
+    "<|bos|>",
+    "a<|user_start|>b<|output_end|>",
+    "<|bos|",
+    "1234567",
+    "DON'T we'll",
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.train(TEXT, 400)
+
+
+@pytest.mark.parametrize("text", STRINGS)
+def test_text_comes_back(tokenizer, text):
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@given(text=st.text())
+def test_any_text_comes_back_and_documents_open_with_bos(tokenizer, text):
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    document = tokenizer.encode_document(text)
+    assert document.dtype == np.uint16
+    assert document.tolist() == [tokenizer.bos_id, *ids]
+
+
+def test_special_strings_are_ordinary_text(tokenizer):
+    text = "".join(SPECIAL_TOKENS)
+    assert max(tokenizer.encode(text)) < tokenizer.bos_id
+    assert max(tokenizer.encode_document(text)[1:]) < tokenizer.bos_id
+
+
+def test_special_tokens_follow_the_merges_in_nanochats_order(tokenizer):
+    assert tokenizer.vocab_size == 400 and tokenizer.bos_id == 391
+    assert [tokenizer.decode([i]) for i in range(391, 400)] == [f"<|{name}|>" for name in NAMES.split()]
+
+
+def test_ids_are_those_of_the_trainer(tokenizer):
+    """rustbpe encodes with its own merges: tiktoken must read the same table out of them."""
+    trainer = rustbpe.Tokenizer()
+    trainer.train_from_iterator(iter(TEXT), 391, pattern=SPLIT_PATTERN)
+    for text in [*TEXT, *STRINGS]:
+        assert tokenizer.encode(text) == trainer.encode(text)
+
+
+def test_digits_go_in_pairs_at_most(tokenizer):
+    pieces = [tokenizer.decode([i]) for i in tokenizer.encode("2024 1234567")]
+    assert pieces == ["20", "24", " ", "12", "34", "56", "7"]
+
+
+def test_saved_and_loaded_it_is_the_same(tokenizer, tmp_path):
+    tokenizer.save(tmp_path)
+    loaded = Tokenizer.load(tmp_path)
+    assert loaded.sha256 == tokenizer.sha256
+    assert all(loaded.encode(text) == tokenizer.encode(text) for text in [*TEXT, *STRINGS])
+    (tmp_path / "tokenizer.json").write_text(json.dumps(json.loads((tmp_path / "tokenizer.json").read_text()), indent=3))
+    assert Tokenizer.load(tmp_path).sha256 == tokenizer.sha256
+    assert Tokenizer.train(TEXT, 399).sha256 != tokenizer.sha256
+
+
+def test_token_bytes(tokenizer):
+    lengths = tokenizer.token_bytes()
+    assert lengths.dtype == torch.int64 and len(lengths) == tokenizer.vocab_size
+    assert lengths[:128].tolist() == [1] * 128
+    assert lengths[128:256].tolist() == [3] * 128
+    assert lengths[tokenizer.bos_id :].tolist() == [0] * 9
+    merged = {tokenizer.decode([i]): int(lengths[i]) for i in range(256, tokenizer.bos_id)}
+    assert merged[" kernel"] == 7 and merged[" 東京"] == 7
+    whole = "the kernel mixes 東京"
+    assert sum(lengths[tokenizer.encode(whole)]) == len(whole.encode())
+
+
+@pytest.mark.parametrize("size", [264, 65537])
+def test_impossible_vocabulary_sizes(size):
+    with pytest.raises(UserError, match=f"--vocab-size must be between 265 and 65536, got {size}"):
+        Tokenizer.train(TEXT, size)
+
+
+def test_the_smallest_vocabulary_and_a_text_with_too_few_pairs():
+    assert Tokenizer.train(TEXT, 265).vocab_size == 265
+    few = Tokenizer.train(["aaaa aaaa"], 60000)
+    assert 265 < few.vocab_size < 280
+    assert few.decode(few.encode("aaaa 東京")) == "aaaa 東京"
+
+
+def broken(tokenizer, **changes):
+    return json.dumps({key: value for key, value in {**tokenizer.to_json(), **changes}.items() if value is not None})
+
+
+def test_a_broken_file_is_one_clear_error(tokenizer, tmp_path):
+    with pytest.raises(UserError, match=r"tokenizer not found: .*tokenizer.json"):
+        Tokenizer.load(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    for content in (b"", b"\xff\xfe", broken(tokenizer)[:-100].encode()):
+        file.write_bytes(content)
+        with pytest.raises(UserError, match=r"tokenizer is not valid JSON: .*tokenizer.json"):
+            Tokenizer.load(tmp_path)
+    for content in ("[]", "7"):
+        file.write_text(content)
+        with pytest.raises(UserError, match=r"tokenizer is not a JSON object: .*tokenizer.json"):
+            Tokenizer.load(tmp_path)
+    changes = [{"tokens": None}, {"tokens": 7}, {"tokens": ["a"]}, {"pattern": "("}, {"special_tokens": ["<|eos|>"]}]
+    for content in (broken(tokenizer, **change) for change in changes):
+        file.write_text(content)
+        with pytest.raises(UserError, match=r"tokenizer.json is not a tokenizer .*make tokenizer") as raised:
+            Tokenizer.load(tmp_path)
+        assert "\n" not in str(raised.value)
+
+
+def test_training_text_is_capped_by_document_and_in_all(packed):
+    corpus = ParquetCorpus(packed / "corpus")
+    assert list(training_documents(corpus, 10_000, 10**9)) == tiny.documents(400, 0)
+    cut = list(training_documents(corpus, 50, 1000))
+    assert cut == [text[:50] for text in tiny.documents(400, 0)[: len(cut)]]
+    assert sum(map(len, cut[:-1])) <= 1000 < sum(map(len, cut))
+
+
+def test_a_corpus_without_text_makes_no_tokenizer(tmp_path):
+    for name in ("a", "b"):
+        pq.write_table(pa.table({"text": ["", ""]}), tmp_path / f"{name}.parquet")
+    with pytest.raises(UserError, match="has no text to train a tokenizer on"):
+        main(TokenizerConfig(corpus=tmp_path, out=tmp_path / "out", vocab_size=300))
+    assert not list((tmp_path / "out").glob("*.json"))
+
+
+def test_the_command_keeps_a_tokenizer_that_is_there(packed, capsys):
+    before = (packed / "tokenizer" / "tokenizer.json").stat().st_mtime_ns
+    main(TokenizerConfig(corpus=packed / "corpus", out=packed / "tokenizer", vocab_size=300))
+    assert "already there, vocabulary 300" in capsys.readouterr().out
+    assert (packed / "tokenizer" / "tokenizer.json").stat().st_mtime_ns == before
+
+
+def test_a_tokenizer_made_otherwise_is_not_passed_off(packed, tmp_path):
+    shutil.copytree(packed / "tokenizer", tmp_path / "tokenizer")
+    before = (tmp_path / "tokenizer" / "tokenizer.json").read_bytes()
+    tiny.write_corpus(tmp_path / "corpus", docs=401)
+    there = {"corpus": packed / "corpus", "out": tmp_path / "tokenizer", "vocab_size": 300}
+    main(TokenizerConfig(**there))
+    others = {
+        "--vocab-size 300": {"vocab_size": 301},
+        "--doc-cap 10000": {"doc_cap": 9},
+        "--max-chars 2000000000": {"max_chars": 9},
+        "other corpus files": {"corpus": tmp_path / "corpus"},
+    }
+    for words, change in others.items():
+        with pytest.raises(UserError, match=f"holds a tokenizer trained with {words}; choose another --out or delete it"):
+            main(TokenizerConfig(**{**there, **change}))
+    (tmp_path / "tokenizer" / "train.json").unlink()
+    with pytest.raises(UserError, match="holds a tokenizer and nothing that says what it was trained on; choose another"):
+        main(TokenizerConfig(**there))
+    assert (tmp_path / "tokenizer" / "tokenizer.json").read_bytes() == before
+
+
+def test_no_limit_on_characters_is_all_of_the_text(packed):
+    """The limit is passed by the document that reaches it; -1 is none."""
+    corpus = ParquetCorpus(packed / "corpus")
+    everything = [text[:100] for text in corpus.documents("train")]
+    assert list(training_documents(corpus, doc_cap=100, max_chars=-1)) == everything
+    assert list(training_documents(corpus, doc_cap=100, max_chars=1)) == everything[:1]

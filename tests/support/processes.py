@@ -1,0 +1,154 @@
+"""Real processes that skip the seconds of importing PyTorch.
+
+`start` runs a command in a process for each rank, forked from a server that has the libraries imported. That process's own server, of loading
+workers, is forked too, before there are threads; a fork after that is an error.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import itertools
+import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.util
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from unittest import mock
+
+from trainkit import workers
+
+HANG_AFTER = 1200  # seconds; tells a hang from a machine that has twenty other things to do
+LIBRARIES = ["deit_gka.accounting", "deit_gka.training.engine", "deit_gka.data.workers", "deit_gka.model.checkpoints", "deit_gka.training.optim", "deit_gka.data.sources",
+             "trainkit.training", "trainkit.results", "timm.data", "timm.loss", "timm.scheduler", "tyro", "torch.distributed",
+             "torch.nn.parallel", "torch._dynamo", "sklearn.datasets", "sklearn.model_selection", "nanochat_gka.core_metric.scoring",
+             "nanochat_gka.generation.engine", "nanochat_gka.training.bits_per_byte", "nanochat_gka.model.gpt", "nanochat_gka.training.memory", "nanochat_gka.training.optim",
+             "nanochat_gka.tokenizer", "processes"]  # fmt: skip
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def _run(module: str, argv: list[str], environment: dict[str, str], output: str, errors: str, library: Path | None) -> None:
+    for path, descriptor in ((output, 1), (errors, 2)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    os.environ.update(environment)
+    sys.argv = [module, *argv]
+    if library:
+        ctypes.CDLL(str(library)).start()
+    else:
+        with mock.patch.object(multiprocessing.util, "spawnv_passfds", _fork_in_place_of_exec):
+            workers.context()
+        sys.addaudithook(_ForbidForks())
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    finally:
+        atexit._run_exitfuncs()  # which multiprocessing leaves out
+
+
+def _fork_in_place_of_exec(path: str, arguments: list[str], kept: list[int]) -> int:
+    """Start `python -c` without starting Python."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        ends = [2, *sorted(kept), os.sysconf("SC_OPEN_MAX")]
+        for low, high in itertools.pairwise(ends):
+            os.closerange(low + 1, high)
+        exec(arguments[-1], {})
+    finally:
+        os._exit(0)
+
+
+class _ForbidForks:
+    """An audit hook for this process, not for those it starts."""
+
+    def __init__(self):
+        self.pid = os.getpid()
+
+    def __call__(self, event: str, arguments: tuple) -> None:
+        if event in ("os.fork", "os.forkpty") and os.getpid() == self.pid:
+            raise RuntimeError("a process that has threads was about to fork")
+
+
+def server():
+    """The server of this process, with the libraries. Call it before anything else starts one without them."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(LIBRARIES)
+    mine = dict(os.environ)
+    os.environ.update(environment(), PYTHONPATH=os.pathsep.join(map(str, (Path(__file__).parent, Path(__file__).parents[2]))))
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(mine)
+    return context
+
+
+class Running:
+    """Processes of one command, one for each rank, with their output so far."""
+
+    def __init__(self, module: str, flags, ranks: int, folder: Path, library: Path | None):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.out, self.err = folder / "stdout", folder / "stderr"
+        for path in (self.out, self.err):
+            path.write_text("")
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        group = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        context, argv = server(), [str(flag) for flag in flags]
+        self.processes = []
+        for rank in range(ranks):
+            places = {key: str(value) for key, value in {**group, "RANK": rank, "LOCAL_RANK": rank}.items()} if ranks > 1 else {}
+            process = context.Process(target=_run, args=(module, argv, places, str(self.out), str(self.err), library))
+            process.start()
+            self.processes.append(process)
+
+    def alive(self) -> bool:
+        return any(process.is_alive() for process in self.processes)
+
+    def signal(self, number: int) -> None:
+        for process in self.processes:
+            os.kill(process.pid, number)
+
+    def kill(self) -> None:
+        """As a machine that goes down would."""
+        self.signal(signal.SIGKILL)
+        for process in self.processes:
+            process.join()
+
+    def wait(self, timeout: float = HANG_AFTER) -> subprocess.CompletedProcess:
+        end = time.monotonic() + timeout
+        for process in self.processes:
+            process.join(max(0.0, end - time.monotonic()))
+        if self.alive():
+            self.kill()
+            raise TimeoutError(self.out.read_text()[-2000:] + self.err.read_text()[-4000:])
+        codes = [process.exitcode for process in self.processes]
+        return subprocess.CompletedProcess([], next((code for code in codes if code), 0), self.out.read_text(), self.err.read_text())
+
+
+def start(module: str, *flags, ranks: int = 1, folder: Path, library: Path | None = None) -> Running:
+    """library: in C, its `start()` is called in each process first; their servers of workers are then started as they are by users."""
+    return Running(module, flags, ranks, folder, library)
+
+
+def call(module: str, *flags, ranks: int = 1, check: bool = True, folder: Path) -> subprocess.CompletedProcess:
+    done = start(module, *flags, ranks=ranks, folder=folder).wait()
+    assert not check or done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done
+
+
+def descendants(pid: int) -> list[int]:
+    found = []
+    with contextlib.suppress(OSError):
+        for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
+            found += [child, *descendants(child)]
+    return found

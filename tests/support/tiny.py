@@ -1,0 +1,125 @@
+"""A corpus, a tokenizer and packed rows small enough to train on in a second, and helpers to run the real commands."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+import processes
+from processes import HANG_AFTER, environment
+
+SEQUENCE_LEN = 32
+WORDS = [
+    "the",
+    "a",
+    "kernel",
+    "token",
+    "row",
+    "mixes",
+    "every",
+    "head",
+    "learns",
+    "one",
+    "bandwidth",
+    "and",
+    "nothing",
+    "else",
+    "so",
+    "that",
+    "past",
+    "values",
+    "come",
+    "back",
+    "with",
+    "weights",
+    "of",
+    "its",
+    "own",
+]
+TRAIN_FLAGS = ["--depth", "2", "--aspect-ratio", "16", "--head-dim", "16", "--window-pattern", "SL", "--total-batch-size", str(8 * SEQUENCE_LEN),
+               "--device-batch-size", "3", "--eval-every", "-1", "--eval-tokens", "256", "--sample-every", "-1", "--device-type", "cpu"]  # fmt: skip
+
+
+def documents(count: int, seed: int) -> list[str]:
+    rng = random.Random(seed)
+    return [" ".join(rng.choices(WORDS, k=rng.randint(3, 40))) + "." for _ in range(count)]
+
+
+def write_corpus(folder: Path, files: int = 2, docs: int = 400, row_group: int = 50) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for index in range(files):
+        pq.write_table(pa.table({"text": documents(docs, index)}), folder / f"shard_{index:05d}.parquet", row_group_size=row_group)
+    return folder
+
+
+def command(module: str, *flags, ranks: int = 1) -> list[str]:
+    start = [sys.executable] if ranks == 1 else [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return [*start, "-m", *(["--"] if ranks > 1 else []), module, *map(str, flags)]  # the dashes keep torchrun from taking our --run
+
+
+def call(module: str, *flags, ranks: int = 1, check: bool = True, real: bool = False, env: dict[str, str] | None = None):
+    """Run a command to its end, forked from a process that has imported PyTorch. real, or an env: as a user's shell does, and torchrun."""
+    if real or env:
+        done = subprocess.run(command(module, *flags, ranks=ranks), capture_output=True, text=True, env=env or environment(), timeout=HANG_AFTER)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            done = processes.call(module, *flags, ranks=ranks, check=False, folder=Path(folder))
+    assert not check or done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done
+
+
+def start(module: str, *flags, ranks: int = 1) -> subprocess.Popen:
+    return subprocess.Popen(command(module, *flags, ranks=ranks), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment())
+
+
+def kill_tree(process: subprocess.Popen) -> None:
+    """kill -9 torchrun and its workers (which it puts in sessions of their own), as a machine that goes down would."""
+    workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    for pid in (process.pid, *map(int, workers)):
+        os.kill(pid, signal.SIGKILL)
+    process.communicate()
+
+
+NOT_OF_THIS_RUN = ["{}", "[]", "null", "5", "not JSON", '{"event": "train"}', '{"step": 1}', '{"event": 5, "step": 2}', '{"event": "eval", "step": "x"}',
+                   '{"event": "eval", "step": null}', '{"event": "eval", "step": 1}', '{"event": "train", "step": 1}', '{"event": "fin',
+                   '{"event": "core", "step": 1}', '{"event": "start", "step": 1.5}', "[" * 100_000]  # fmt: skip
+
+
+def damage_log(path: Path, **missing: str) -> None:
+    """Put lines of other hands and versions into a run's log, and take a value out of the last line of every event named."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for event, key in missing.items():
+        del next(line for line in reversed(lines) if line["event"] == event)[key]
+    path.write_text("\n".join([*NOT_OF_THIS_RUN, *map(json.dumps, lines), *NOT_OF_THIS_RUN]) + "\n")
+
+
+def wandb_text(folder: Path) -> bytes:
+    """What the one offline run under `folder` says: its file's records, joined (it is written as LevelDB's log: blocks of 32 KiB, headers of 7 bytes)."""
+    (path,) = folder.glob("wandb/offline-run-*/*.wandb")
+    data, place, text = path.read_bytes(), 7, b""
+    while place + 7 <= len(data):
+        left, length = 2**15 - place % 2**15, int.from_bytes(data[place + 4 : place + 6], "little")
+        if left >= 7:
+            text += data[place + 7 : place + 7 + length]
+        place += 7 + length if left >= 7 else left
+    return text
+
+
+def without_account(home: Path) -> dict[str, str]:
+    """The environment of someone who has never heard of Weights & Biases."""
+    return {**{key: value for key, value in environment().items() if not key.startswith("WANDB_")}, "HOME": str(home), "NETRC": str(home / "none")}
+
+
+def assert_one_line_error(done: subprocess.CompletedProcess, pattern: str) -> None:
+    """Exit code 2, one line on stderr, no traceback."""
+    assert done.returncode == 2, done.stdout + done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    assert len(lines) == 1 and lines[0].startswith("error: ") and re.search(pattern, lines[0]), done.stderr

@@ -1,0 +1,56 @@
+"""Small language models of every kind, with attention that matters, and a way to put one on disk as a trained run."""
+
+import dataclasses
+from pathlib import Path
+
+import torch
+
+from nanochat_gka.model.config import GPTConfig
+from nanochat_gka.model.gpt import GPT, build
+from trainkit import checkpoint
+
+SHAPE = GPTConfig(sequence_len=16, vocab_size=70, n_layer=4, n_head=4, n_kv_head=4, n_embd=64, window_pattern="SL")
+VARIANTS = [
+    dict(attention="softmax"),
+    dict(attention="vlt"),
+    dict(attention="gka"),
+    dict(attention="gka", head_offsets="PS"),
+    dict(attention="gka", head_offsets="PNSS", value_embeds="all"),
+    dict(attention="gka", gka_values="normalised"),
+    dict(attention="gka", gka_values="normalised", head_offsets="PS"),
+    dict(attention="gka", gka_values="raw"),
+    dict(attention="GGGA"),
+    dict(attention="VAG", value_embeds="none"),
+]
+
+
+def awake(config: GPTConfig, seed: int = 0) -> GPT:
+    """A model whose zero-initialised projections are not zero, so that attention matters."""
+    torch.manual_seed(seed)
+    model = build(config, "cpu")
+    with torch.no_grad():
+        for block in model.transformer.h:
+            for weight in (block.attn.c_proj.weight, block.mlp.c_proj.weight):
+                weight.normal_(std=0.1)
+        model.lm_head.weight.normal_(std=0.1)
+    return model
+
+
+def write_run(folder: Path, model: GPT, tokenizer_folder: Path, step: int = 7) -> Path:
+    """A run folder with one checkpoint of `model`, as the trainer writes it."""
+    state = {
+        "commit": "abc1234",
+        "model_config": dataclasses.asdict(model.config),
+        "train_config": {"depth": model.config.n_layer, "seed": 42},
+        "data": {
+            "tokenizer_sha256": "",
+            "source": [["shard_00000.parquet", 1000], ["shard_00001.parquet", 500]],
+            "sequence_len": model.config.sequence_len,
+        },
+        "progress": {"step": step},
+        "tokens": 1000 * step,
+        "steps": step,
+    }
+    files = {"tokenizer.json": tokenizer_folder / "tokenizer.json"}
+    checkpoint.save(folder / "checkpoints", step, {"model": model.state_dict()}, state, files)
+    return folder

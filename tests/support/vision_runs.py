@@ -1,0 +1,101 @@
+"""Vision runs of a few updates: their flags, what they leave, and a process to interrupt."""
+
+import contextlib
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+import tiny_vision
+from tiny_vision import MICRO
+from trainkit.cli import run
+
+TRAIN, EVALUATE, EXPORT = "deit_gka.train", "deit_gka.evaluate", "deit_gka.export"
+EPOCHS, STEPS_PER_EPOCH = 5, 6
+STEPS = EPOCHS * STEPS_PER_EPOCH
+FULL = ["--epochs", EPOCHS, "--warmup-epochs", 1, "--batch-size", 12, "--group-size", 6, "--device-batch-size", 8, "--lr", 0.2, "--drop-path", 0.3,
+        "--num-workers", 2, "--save-every", 4, "--log-every", 1]  # fmt: skip
+
+
+def flags(data, out, *more):
+    return ["--data", data, "--out", out, "--results", out / "results.jsonl", *MICRO, *FULL, "--model-tag", "run", *more]
+
+
+def train(data, out, *more, **options):
+    return tiny_vision.call(TRAIN, *flags(data, out, *more), folder=out / "output", **options)
+
+
+def begin(data, out, *more, ranks=1):
+    return tiny_vision.start(TRAIN, *flags(data, out, *more), ranks=ranks, folder=out / "output")
+
+
+def records(out, event):
+    path = out / "run" / "log.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [record for line in lines if line.endswith("}") and (record := json.loads(line))["event"] == event]
+
+
+def steps_of(out):
+    return [record["step"] for record in records(out, "train")]
+
+
+def checkpoint(out, step, name, folder="checkpoints"):
+    return load_file(out / "run" / folder / f"step_{step:08d}" / f"{name}.safetensors")
+
+
+def final(out, step=STEPS, names=("model", "ema", "optimizer")):
+    return [(out / "run" / "checkpoints" / f"step_{step:08d}" / f"{name}.safetensors").read_bytes() for name in names]
+
+
+def wait_for_step(process, out, step):
+    while process.alive() and (steps_of(out) or [0])[-1] < step:
+        time.sleep(0.002)
+
+
+def evaluations(out):
+    """What every evaluation found, without the times."""
+    return [
+        {key: value for key, value in record.items() if "per_second" not in key and key not in ("time", "waiting")} for record in records(out, "eval")
+    ]
+
+
+def in_process(main, config, *argv, capsys):
+    """The message of a command that leaves with exit code 2 and one line."""
+    with pytest.raises(SystemExit) as left:
+        run(main, config, [str(flag) for flag in argv])
+    message = capsys.readouterr().err
+    assert left.value.code == 2 and message.startswith("error: ") and message.count("\n") == 1, message
+    return message
+
+
+@contextlib.contextmanager
+def signals_kept():
+    """A trainer in this process sets handlers; take them back."""
+    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+
+
+class Code:
+    def __reduce__(self):
+        return exec, ("import pathlib; pathlib.Path('/tmp/gka-was-here').touch()",)
+
+
+def still_there(pids):
+    """The processes that still run; none, sooner or later."""
+    end = time.monotonic() + 120
+    while True:
+        left = []
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX":
+                    left.append(pid)
+        if not left or time.monotonic() > end:
+            return left
+        time.sleep(0.02)

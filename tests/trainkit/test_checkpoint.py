@@ -1,0 +1,225 @@
+"""Checkpoints: what went in comes out; damage and kills cost at most the newest one, and are noticed."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import tiny
+from trainkit import checkpoint
+from trainkit.cli import UserError
+
+TENSORS = {"model": {"weight": torch.arange(12.0).reshape(3, 4)}, "optimizer": {"step": torch.tensor(3), "moment": torch.ones(2)}}
+
+
+def save(folder, step, **more):
+    return checkpoint.save(folder, step, TENSORS, {"step": step}, **more)
+
+
+def steps(folder):
+    return sorted(int(path.name[5:]) for path in folder.glob("step_*"))
+
+
+def test_what_went_in_comes_out(tmp_path):
+    tensors = {
+        "model": {"bf16": torch.randn(5, 3).bfloat16(), "transposed": torch.randn(3, 4).t(), "scalar": torch.tensor(7), "empty": torch.empty(0, 2)},
+        "other": {"flags": torch.tensor([True, False]), "double": torch.randn(2, dtype=torch.float64), "grad": torch.nn.Parameter(torch.ones(1))},
+    }
+    (tmp_path / "tokenizer.json").write_text("{}\n")
+    state = {"loss": 0.1 + 0.2, "config": {"depth": 20, "tag": "d20-⌘"}, "list": [1, None, True]}
+    checkpoint.save(tmp_path / "run", 1234, tensors, state, files={"tokenizer.json": tmp_path / "tokenizer.json"})
+    for found in (checkpoint.load_newest(tmp_path / "run"), checkpoint.load(tmp_path / "run" / "step_00001234")):
+        assert (found.step, found.state) == (1234, state)
+        assert (found.path / "tokenizer.json").read_text() == "{}\n"
+        for name, group in tensors.items():
+            loaded = found.tensors(name)
+            assert loaded.keys() == group.keys()
+            for key, value in group.items():
+                assert loaded[key].dtype == value.dtype and torch.equal(loaded[key], value.detach()), key
+
+
+def test_a_copied_checkpoint_knows_its_step_from_its_state(tmp_path):
+    shutil.copytree(save(tmp_path / "run", 7), tmp_path / "best")
+    assert checkpoint.load(tmp_path / "best").step == 7
+
+
+def test_only_the_newest_are_kept(tmp_path):
+    for step in (1, 2, 3, 10):
+        save(tmp_path, step, keep=2)
+    assert steps(tmp_path) == [3, 10]
+    save(tmp_path, 11, keep=3)
+    save(tmp_path, 12, keep=1)
+    assert steps(tmp_path) == [12]
+    assert checkpoint.load_newest(tmp_path, warn=pytest.fail).step == 12
+
+
+def test_nothing_there_is_none(tmp_path):
+    assert checkpoint.load_newest(tmp_path / "nowhere") is None
+    assert checkpoint.load_newest(tmp_path) is None
+    with pytest.raises(UserError, match=r"step_00000001 is damaged: manifest not found"):
+        checkpoint.load(tmp_path / "step_00000001")
+
+
+def flipped_byte(path):
+    file = path / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def missing_file(path):
+    (path / "optimizer.safetensors").unlink()
+
+
+def missing_state(path):
+    (path / "state.json").unlink()
+
+
+def missing_manifest(path):
+    (path / "manifest.json").unlink()
+
+
+def torn_manifest(path):
+    (path / "manifest.json").write_bytes((path / "manifest.json").read_bytes()[:-20])
+
+
+def empty_manifest(path):
+    (path / "manifest.json").write_text("{}\n")
+
+
+def list_for_manifest(path):
+    (path / "manifest.json").write_text("[]\n")
+
+
+def empty_folder(path):
+    shutil.rmtree(path)
+    path.mkdir()
+
+
+DAMAGE = {
+    flipped_byte: "model.safetensors does not have its recorded checksum",
+    missing_file: "optimizer.safetensors is missing",
+    missing_state: "state.json is missing",
+    missing_manifest: "manifest not found",
+    torn_manifest: "manifest is not valid JSON",
+    empty_manifest: "manifest.json does not list the files",
+    list_for_manifest: "manifest is not a JSON object",
+    empty_folder: "manifest not found",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
+def test_a_damaged_newest_one_is_passed_over_and_said_so(tmp_path, damage):
+    save(tmp_path, 1)
+    newest = save(tmp_path, 2)
+    assert checkpoint.find_damage(newest) is None
+    damage(newest)
+    assert DAMAGE[damage] in checkpoint.find_damage(newest)
+    with pytest.raises(UserError, match=f"step_00000002 is damaged: .*{DAMAGE[damage]}"):
+        checkpoint.load(newest)
+    warnings = []
+    assert checkpoint.load_newest(tmp_path, warnings.append).step == 1
+    assert len(warnings) == 1 and DAMAGE[damage] in warnings[0] and "step_00000002 is damaged" in warnings[0]
+
+    damage(tmp_path / "step_00000001")
+    with pytest.raises(UserError, match=r"every checkpoint in .* is damaged; delete the folder to start over"):
+        checkpoint.load_newest(tmp_path, warnings.append)
+
+
+def test_a_flipped_bit_in_a_manifest_is_harmless_or_noticed(tmp_path):
+    path = save(tmp_path, 1)
+    intact, manifest = (path / "manifest.json").read_bytes(), json.loads((path / "manifest.json").read_text())
+    for position in range(len(intact)):
+        content = bytearray(intact)
+        content[position] ^= 1 << position % 8
+        (path / "manifest.json").write_bytes(content)
+        damage = checkpoint.find_damage(path)
+        assert damage or json.loads(content) == manifest, content
+
+
+def test_the_same_step_may_be_saved_again_after_a_fall_back(tmp_path):
+    save(tmp_path, 1)
+    missing_file(save(tmp_path, 2))
+    save(tmp_path, 2)
+    assert checkpoint.load_newest(tmp_path, warn=pytest.fail).step == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000001", "step_00000002"]
+
+
+def test_a_step_that_is_there_and_intact_stays_as_it_is(tmp_path):
+    path = save(tmp_path, 1)
+    before = {file: file.stat().st_ino for file in path.iterdir()}
+    assert checkpoint.save(tmp_path, 1, {}, {}) == path
+    assert before == {file: file.stat().st_ino for file in path.iterdir()}
+
+
+def test_saving_after_a_fall_back_never_deletes_the_only_intact_one(tmp_path):
+    save(tmp_path, 16)
+    flipped_byte(save(tmp_path, 20))
+    assert checkpoint.load_newest(tmp_path, warn=len).step == 16
+    save(tmp_path, 18, keep=1)
+    assert checkpoint.load_newest(tmp_path, warn=pytest.fail).step == 18
+    assert steps(tmp_path) == [18]
+
+
+def test_what_a_killed_save_leaves_is_ignored_and_cleaned(tmp_path):
+    save(tmp_path, 1)
+    shutil.copytree(save(tmp_path, 2), tmp_path / ".tmp-step_00000003")
+    assert checkpoint.load_newest(tmp_path, warn=pytest.fail).step == 2
+    save(tmp_path, 4)
+    assert not list(tmp_path.glob(".tmp-*"))
+
+
+def test_a_failing_save_leaves_the_others(tmp_path):
+    save(tmp_path, 1)
+    with pytest.raises(TypeError):
+        checkpoint.save(tmp_path, 2, TENSORS, {"step": object()})
+    assert checkpoint.load_newest(tmp_path, warn=pytest.fail).step == 1
+
+
+SAVER = """
+import os, sys, torch
+from pathlib import Path
+from trainkit import checkpoint
+
+torch.set_num_threads(1)
+folder = Path(sys.argv[1])
+for _ in sys.stdin:  # a line: begin saving in a fresh process, until someone kills it
+    if os.fork() == 0:
+        found = checkpoint.load_newest(folder)
+        step = found.step if found else 0
+        print(os.getpid(), flush=True)
+        while True:
+            step += 1
+            tensors = {name: {"weight": torch.full((1_250_000,), step, dtype=torch.float64)} for name in ("model", "optimizer")}
+            checkpoint.save(folder, step, tensors, {"step": step}, keep=1)
+            print(f"saved {step}", flush=True)
+    os.wait()
+    print("killed", flush=True)
+"""
+
+
+def test_kill_9_in_the_middle_of_saving_never_costs_a_finished_checkpoint(tmp_path):
+    """Ten processes saving 20 MB over and over, each killed at another moment of a save. Forked from one, which imports torch once."""
+    rng, folder, saved = random.Random(1), tmp_path / "run", 0
+    command = [sys.executable, "-c", SAVER, folder]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, env=tiny.environment()) as saver:
+        for _ in range(10):
+            saver.stdin.write("\n")
+            pid, began = int(saver.stdout.readline()), time.monotonic()
+            saved = int(saver.stdout.readline().removeprefix("saved "))
+            time.sleep(rng.uniform(0, time.monotonic() - began))
+            os.kill(pid, signal.SIGKILL)
+            while (line := saver.stdout.readline()) != "killed\n":
+                saved = int(line.removeprefix("saved "))
+            found = checkpoint.load_newest(folder, warn=pytest.fail)
+            assert found.step in (saved, saved + 1)
+            assert found.state == {"step": found.step}
+            assert all((found.tensors(name)["weight"] == found.step).all() for name in ("model", "optimizer"))
+        saver.stdin.close()

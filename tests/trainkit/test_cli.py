@@ -1,0 +1,119 @@
+"""Command lines: every flag explained, every mistake one line and exit code 2."""
+
+import ast
+import importlib
+import inspect
+import io
+import itertools
+import re
+import textwrap
+from dataclasses import dataclass, fields
+
+import pytest
+
+from trainkit.cli import UserError, run
+
+CONFIGS = {
+    "nanochat_gka.train": "TrainConfig",
+    "nanochat_gka.pack": "PackConfig",
+    "nanochat_gka.corpus": "CorpusConfig",
+    "nanochat_gka.tokenizer": "TokenizerConfig",
+    "nanochat_gka.evaluate": "EvaluateConfig",
+    "nanochat_gka.accounting": "AccountingConfig",
+}
+
+
+@dataclass
+class Command:
+    """A command for these tests."""
+
+    depth: int = 20
+    """number of layers"""
+
+
+def call(main, *argv):
+    with pytest.raises(SystemExit) as exit_info:
+        run(main, Command, [str(arg) for arg in argv])
+    return exit_info.value.code
+
+
+def test_a_mistake_is_one_line_and_exit_code_2(capsys):
+    def refuse(config):
+        raise UserError(f"--depth {config.depth} is too deep")
+
+    assert call(refuse, "--depth", 99) == 2
+    captured = capsys.readouterr()
+    assert captured.err == "error: --depth 99 is too deep\n" and not captured.out
+
+
+def test_interrupted_is_130(capsys):
+    def interrupt(config):
+        raise KeyboardInterrupt
+
+    assert call(interrupt) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_what_the_terminal_cannot_show_ends_nothing(monkeypatch):
+    shown = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", shown)
+    run(lambda config: print("\N{GREEK SMALL LETTER SIGMA} = 2"), Command, [])
+    shown.flush()
+    assert shown.buffer.getvalue() == b"? = 2\n"
+
+
+def test_a_full_disk_is_one_line(capsys):
+    def fill(config):
+        with open("/dev/full", "w") as file:  # Linux's own full disk
+            file.write("x")
+
+    assert call(fill) == 2
+    assert capsys.readouterr().err == "error: the disk is full; free some space and run the same command again\n"
+
+
+def test_a_bug_keeps_its_traceback():
+    def crash(config):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run(crash, Command, [])
+
+
+def field_docs(config_class) -> dict[str, str]:
+    """The strings under the fields, from the source, inherited ones included."""
+    docs = {}
+    for base in [base for base in reversed(config_class.__mro__) if base is not object]:
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
+        docs |= {a.target.id: b.value.value for a, b in itertools.pairwise(body) if isinstance(a, ast.AnnAssign) and isinstance(b, ast.Expr)}
+    return docs
+
+
+@pytest.mark.parametrize("module,name", CONFIGS.items(), ids=CONFIGS.values())
+def test_help_names_and_explains_every_flag(module, name, capsys):
+    module = importlib.import_module(module)
+    config_class, docs = getattr(module, name), field_docs(getattr(module, name))
+    assert docs.keys() == {field.name for field in fields(config_class)}, "a field without a docstring"
+    with pytest.raises(SystemExit) as exit_info:
+        run(module.main, config_class, ["--help"])
+    assert exit_info.value.code == 0
+    text = capsys.readouterr().out
+    unwrapped = re.sub(r"[\s│]", "", text)
+    for field, doc in docs.items():
+        assert re.search(rf"--{field.replace('_', '-')}[ ,\n]", text), field
+        assert re.sub(r"\s", "", doc) in unwrapped, field
+    assert re.sub(r"\s", "", inspect.getdoc(config_class)) in unwrapped
+
+
+@pytest.mark.parametrize("module,name", CONFIGS.items(), ids=CONFIGS.values())
+def test_an_unknown_flag_is_2(module, name, capsys):
+    module = importlib.import_module(module)
+    with pytest.raises(SystemExit) as exit_info:
+        run(module.main, getattr(module, name), ["--warp-factor", "9"])
+    assert exit_info.value.code == 2
+    assert "--warp-factor" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [["--depth", "deep"], ["--depth"], ["20"]])
+def test_a_value_that_does_not_parse_is_2(argv, capsys):
+    assert call(pytest.fail, *argv) == 2
+    assert argv[-1] in capsys.readouterr().err

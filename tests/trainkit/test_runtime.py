@@ -1,0 +1,198 @@
+"""Files, locks, devices, logs and results: what every command of the project stands on."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import tiny
+from trainkit.cli import UserError
+from trainkit.distributed import setup
+from trainkit.files import atomic, locked, read_json, remove_stale_temporaries, write_json
+from trainkit.progress import Pace, RunLog, clock_text, read_events, read_lines
+from trainkit.results import append_result, peak_memory
+
+# Files
+
+
+def test_an_atomic_write_that_fails_leaves_the_old_content_and_nothing_else(tmp_path):
+    file = tmp_path / "deep" / "file"
+    with atomic(file) as temporary:
+        temporary.write_text("old")
+    with pytest.raises(ZeroDivisionError), atomic(file) as temporary:
+        temporary.write_text("half of the ne")
+        assert file.read_text() == "old" and temporary.parent == file.parent
+        raise ZeroDivisionError
+    assert [path.name for path in file.parent.iterdir()] == ["file"] and file.read_text() == "old"
+    with pytest.raises(ZeroDivisionError), atomic(tmp_path / "new") as temporary:
+        temporary.write_text("x")
+        raise ZeroDivisionError
+    assert not (tmp_path / "new").exists()
+
+
+def test_json_comes_back_or_one_line_says_why_not(tmp_path):
+    write_json(tmp_path / "a.json", {"π": [1.5, None]})
+    assert read_json(tmp_path / "a.json", "plan") == {"π": [1.5, None]}
+    with pytest.raises(TypeError):
+        write_json(tmp_path / "a.json", object())
+    assert read_json(tmp_path / "a.json", "plan") == {"π": [1.5, None]}
+    with pytest.raises(UserError, match=r"plan not found: .*b.json"):
+        read_json(tmp_path / "b.json", "plan")
+    for content in (b"", b'{"a": ', b"\xff\xfe\x00"):
+        (tmp_path / "b.json").write_bytes(content)
+        with pytest.raises(UserError, match=r"plan is not valid JSON: .*b.json"):
+            read_json(tmp_path / "b.json", "plan")
+
+
+def test_stale_temporaries_go_and_the_rest_stays(tmp_path):
+    for name in (".tmp-rows.bin-77", "rows.bin", ".lock"):
+        (tmp_path / name).touch()
+    (tmp_path / ".tmp-step_00000001").mkdir()
+    remove_stale_temporaries(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"rows.bin", ".lock", ".tmp-step_00000001"}
+
+
+def test_a_lock_keeps_a_second_process_out_until_kill_9(tmp_path):
+    code = "import sys, time; from trainkit.files import locked\nwith locked(sys.argv[1], 'packing'): print('held', flush=True); time.sleep(60)"
+    holder = subprocess.Popen([sys.executable, "-c", code, tmp_path / "out"], stdout=subprocess.PIPE, text=True, env=tiny.environment())
+    assert holder.stdout.readline() == "held\n"
+    with (
+        pytest.raises(UserError, match=r"another process is packing .*out; wait for it or choose another folder"),
+        locked(tmp_path / "out", "packing"),
+    ):
+        pytest.fail("two processes hold the lock")
+    holder.kill()
+    holder.communicate()
+    assert holder.returncode == -signal.SIGKILL
+    with locked(tmp_path / "out", "packing"):
+        pass
+    with locked(tmp_path / "out", "packing"):
+        pass
+
+
+# Devices
+
+
+def test_devices_that_are_not_there():
+    with pytest.raises(UserError, match="--device-type must be one of auto, cuda, cpu, got 'tpu'"):
+        setup("tpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError, match="no CUDA device is visible; use --device-type cpu"):
+            setup("cuda")
+
+
+def test_the_seed_decides_the_numbers():
+    drawn = []
+    for seed in (1, 2, 1):
+        runtime = setup("cpu", seed)
+        drawn.append(torch.rand(3).tolist())
+    assert drawn[0] == drawn[2] != drawn[1]
+    assert (runtime.rank, runtime.world_size, runtime.device.type) == (0, 1, "cpu")
+
+
+# Logs and results
+
+
+def strict(line: str):
+    """JSON as others read it: NaN and Infinity are not in it."""
+    return json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+def write_log(path: Path, first: int, last: int, **more) -> None:
+    log = RunLog(path, **more)
+    for step in range(first, last + 1):
+        log.log("train", step, loss=1 / step, run=first)
+    log.close()
+
+
+def test_a_resumed_log_reads_as_one_run(tmp_path):
+    path = tmp_path / "run" / "log.jsonl"
+    write_log(path, 1, 6)
+    earlier = path.read_text().splitlines()[:4]
+    with open(path, "a") as file:
+        file.write('{"event": "train", "step": 7, "lo')  # killed in the middle of a line
+    write_log(path, 5, 8, resume_step=4)
+    lines = path.read_text().splitlines()
+    assert [strict(line)["step"] for line in lines] == list(range(1, 9))
+    assert [strict(line)["run"] for line in lines] == [1] * 4 + [5] * 4
+    assert [strict(line) for line in lines[:4]] == [strict(line) for line in earlier]
+
+
+def test_lines_that_are_not_of_a_run_are_passed_over(tmp_path):
+    path = tmp_path / "log.jsonl"
+    write_log(path, 1, 6)
+    tiny.damage_log(path, train="loss")
+    assert [record["step"] for record in read_events(path, "train", "loss", "run")] == [1, 2, 3, 4, 5]
+    log = RunLog(path, resume_step=4)
+    assert log.has("train", 4) and log.has("train", 4, "loss") and not log.has("train", 5) and not log.has("eval", 1, "val_bpb")
+    log.close()
+    assert all(strict(line)["step"] <= 4 for line in path.read_text().splitlines())
+
+
+def test_a_run_from_the_start_begins_its_log_anew(tmp_path):
+    write_log(tmp_path / "log.jsonl", 1, 3)
+    write_log(tmp_path / "log.jsonl", 1, 2, resume_step=0)
+    assert [record["step"] for record in read_lines(tmp_path / "log.jsonl")] == [1, 2]
+
+
+def test_lines_are_on_disk_as_soon_as_they_are_logged(tmp_path, capsys):
+    log = RunLog(tmp_path / "log.jsonl")
+    log.log("train", 1, "step 1 | loss [bold]2[/bold]", loss=float("nan"), other=float("-inf"), fine=0.5, text="NaN")
+    record = strict((tmp_path / "log.jsonl").read_text())
+    assert {key: record[key] for key in ("event", "step", "loss", "other", "fine", "text")} == {
+        "event": "train", "step": 1, "loss": None, "other": None, "fine": 0.5, "text": "NaN",
+    }  # fmt: skip
+    log.close()
+
+
+def test_nan_inside_a_value_is_null_too(tmp_path):
+    log = RunLog(tmp_path / "log.jsonl")
+    log.log("eval", 1, sigma={"layer_0": [1.0, float("nan")]})
+    log.close()
+    assert strict((tmp_path / "log.jsonl").read_text())["sigma"] == {"layer_0": [1.0, None]}
+
+
+def test_other_ranks_write_nothing(tmp_path):
+    write_log(tmp_path / "log.jsonl", 1, 3, enabled=False)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_left_is_foretold_from_the_clock_without_the_first_steps():
+    now = [0.0]
+    pace = Pace(2, clock=lambda: now[0])
+    for seconds, want in ((100, None), (50, None), (4, 40), (2, 30), (9, 50)):  # the first two compile; the last is followed by an evaluation
+        now[0] += seconds
+        pace.step()
+        assert pace.seconds_for(10) == want
+    now[0] += 6
+    assert pace.seconds_for(10) == 70
+    assert [clock_text(seconds) for seconds in (0, 59.6, 3599, 3600, 100 * 3600 + 61)] == ["0:00:00", "0:01:00", "0:59:59", "1:00:00", "100:01:01"]
+
+
+def test_peak_memory_of_this_process_in_mib():
+    before = peak_memory(torch.device("cpu"))
+    held = bytearray(int(before * 2**20) + 2**26)  # more than was ever there
+    for place in range(0, len(held), 4096):
+        held[place] = 1
+    assert before + 64 <= peak_memory(torch.device("cpu")) < 3 * before + 200 and before > 20
+
+
+def test_a_result_is_one_line_that_says_what_was_run_where(tmp_path):
+    path = tmp_path / "deep" / "results.jsonl"
+    for step in (1, 2):
+        returned = append_result(path, "pretrain", {"out": Path("out/runs"), "depth": 20}, {"val_bpb": 0.5 / step}, torch.device("cpu"), world_size=3)
+    lines = path.read_text().splitlines()
+    assert len(lines) == 2
+    record = strict(lines[1])
+    assert list(record) == ["kind", "date", "commit", "command", "hardware", "processes", "torch", "config", "metrics"]
+    assert record["kind"] == "pretrain" and record["processes"] == 3 and record["torch"] == torch.__version__
+    assert record["config"] == {"out": "out/runs", "depth": 20} and record["metrics"] == {"val_bpb": 0.25}
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d", record["date"])
+    assert re.fullmatch(r"[0-9a-f]{7,}\+?|unknown", record["commit"])
+    assert record["command"].startswith("python ") and "threads" in record["hardware"]
+    assert returned["metrics"] == record["metrics"]

@@ -1,0 +1,240 @@
+"""Worker processes: nothing forks a process that has threads, no worker outlives its trainer, a silent one is one line."""
+
+import ast
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import tyro
+
+import tiny_vision
+from deit_gka import train as training
+from deit_gka.data import loader
+from deit_gka.data import workers as loader_workers
+from deit_gka.data.sources import open_source
+from deit_gka.data.sources.base import Names
+from deit_gka.training.config import TrainConfig
+from sources import ROOT, imports
+from trainkit import workers
+from trainkit.cli import UserError
+from vision_runs import TRAIN, flags, in_process, records, signals_kept, still_there, wait_for_step
+
+CONTROL = """
+import ctypes, os, signal, sys, time
+ctypes.CDLL(sys.argv[1]).start()
+children = []
+for _ in range(20):
+    time.sleep(0.01)
+    children.append(os.fork())
+    if not children[-1]:
+        os._exit(0)
+time.sleep(3)
+left = [pid for pid in children if not os.waitpid(pid, os.WNOHANG)[0]]
+for pid in left:
+    os.kill(pid, signal.SIGKILL)
+print(len(left), flush=True)
+os._exit(0)
+"""
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    tiny_vision.server()
+    return tiny_vision.write_pictures(tmp_path_factory.mktemp("pictures"))
+
+
+# --- Nothing forks ---
+
+
+def test_one_module_decides_where_worker_processes_come_from():
+    """Others may neither fork nor choose; subprocess is fine, which executes another program at once."""
+    for package in ("gka", "deit_gka", "nanochat_gka", "runs", "patches"):
+        for path in (ROOT / package).rglob("*.py"):
+            here, tree = path.relative_to(ROOT), ast.parse(path.read_text())
+            if path != ROOT / "trainkit/workers.py":
+                names = {
+                    node.attr if isinstance(node, ast.Attribute) else node.id
+                    for node in ast.walk(tree)
+                    if isinstance(node, (ast.Attribute, ast.Name))
+                }
+                assert not names & {"fork", "forkpty", "get_context", "set_start_method", "Process", "Pool"}, here
+                assert not any(name.startswith("torch.multiprocessing") for name in imports(path)), here
+            for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+                name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+                if name == "ProcessPoolExecutor":
+                    assert "context" in ast.unparse(call.args[1]), here
+                assert name != "DataLoader" or path == ROOT / "deit_gka/data/workers.py", here
+                assert not any(keyword.arg == "num_proc" for keyword in call.keywords), here
+    source = ROOT.joinpath("trainkit/workers.py").read_text()
+    assert re.findall(r"get_context\((.*?)\)", source) == ['"forkserver"']
+
+
+def test_the_server_has_no_threads_and_is_deaf_to_what_reaches_a_group():
+    """With libraries that start threads when they are imported, and no variable that keeps them from it."""
+    code = ("import numpy, pyarrow, torch, time; from multiprocessing import forkserver; from trainkit import workers\n"
+            "workers.context('numpy', 'pyarrow', 'datasets')\n"
+            "worker = workers.context().Process(target=time.sleep, args=(60,), daemon=True); worker.start()\n"  # it is there: all is imported
+            "pid = forkserver._forkserver._forkserver_pid\n"
+            "print(open(f'/proc/{pid}/status').read()); worker.kill()")  # fmt: skip
+    environment = {key: value for key, value in os.environ.items() if key not in ("OMP_NUM_THREADS", *workers.NO_THREADS)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment, cwd=ROOT)
+    values = dict(line.split(":\t", 1) for line in done.stdout.splitlines() if ":\t" in line)
+    assert int(values["Threads"]) == 1
+    for number in (signal.SIGINT, signal.SIGTERM):
+        assert int(values["SigBlk"], 16) >> (number - 1) & 1
+
+
+@pytest.fixture(scope="module")
+def head_lock(tmp_path_factory):
+    """A library whose `start()` does to a process what gloo's threads do on a machine with too few cores."""
+    if sys.version_info >= (3, 12):
+        pytest.skip("from Python 3.12 on a fork takes the lock of the list of threads")
+    compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    library = tmp_path_factory.mktemp("library") / "head_lock.so"
+    source = Path(__file__).parents[1] / "support/head_lock.c"
+    subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-pthread", "-o", library, source], check=True, capture_output=True)
+    return library
+
+
+def test_a_fork_beside_such_threads_hangs(head_lock):
+    """Without this the next test would show nothing."""
+    done = subprocess.run([sys.executable, "-c", CONTROL, head_lock], capture_output=True, text=True, check=True, timeout=120)
+    assert int(done.stdout) >= 5, done.stdout
+
+
+def test_training_and_evaluating_beside_such_threads_does_not_hang(head_lock, pictures, tmp_path):
+    process = tiny_vision.start(TRAIN, *flags(pictures, tmp_path, "--epochs", 3), folder=tmp_path / "output", library=head_lock)
+    done = process.wait()
+    assert done.returncode == 0, done.stderr
+    assert len(records(tmp_path, "eval")) == 3
+
+
+# --- Nothing is left behind ---
+
+
+def test_kill_9_leaves_neither_workers_nor_server(pictures, tmp_path):
+    process = tiny_vision.start(TRAIN, *flags(pictures, tmp_path), folder=tmp_path / "output")
+    wait_for_step(process, tmp_path, 2)
+    (server,) = (int(pid) for pid in Path(f"/proc/{process.processes[0].pid}/task/{process.processes[0].pid}/children").read_text().split())
+    started = tiny_vision.descendants(process.processes[0].pid)
+    assert server in started and len(started) >= 3  # and two workers
+    process.kill()
+    assert not still_there(started)
+
+
+# --- Silent and dead workers ---
+
+
+def test_a_silent_worker_is_one_line_that_says_how_to_go_on(pictures, tmp_path, capsys, monkeypatch):
+    """A named pipe that nobody writes to: reading it takes as long as a disk that is gone."""
+    shutil.copytree(pictures, tmp_path / "data")
+    (tmp_path / "data/val/class_1/000.jpg").unlink()
+    os.mkfifo(tmp_path / "data/val/class_1/000.jpg")
+    monkeypatch.setattr(loader_workers, "PATIENCE", 0.5)
+    before = tiny_vision.descendants(os.getpid())
+    with signals_kept():
+        message = in_process(training.main, TrainConfig, *flags(tmp_path / "data", tmp_path), capsys=capsys)
+    assert re.fullmatch(
+        r"error: no loading worker has sent images for 0\.00833 minutes; does the disk that they are on still answer\?; continue with: .+\n", message
+    )
+    assert not still_there(set(tiny_vision.descendants(os.getpid())) - set(before))
+
+
+def test_workers_that_hear_nothing_end_with_the_evaluation():
+    """As those do that wait for a disk: the process's own end would wait for them."""
+    transform, runtime = loader.eval_transform(16, 1.0), loader.Runtime(0, 1, torch.device("cpu"))
+    before = tiny_vision.descendants(os.getpid())
+    images = loader_workers.evaluation_batches(open_source("digits", "val"), transform, runtime, 4, 2)
+    next(images)
+    started = set(tiny_vision.descendants(os.getpid())) - set(before)
+    assert len(started) >= 2
+    for pid in started:
+        os.kill(pid, signal.SIGSTOP)
+    images.close()
+    assert not still_there(started)
+
+
+def test_an_error_in_an_evaluation_ends_its_workers(pictures, tmp_path, capsys, monkeypatch):
+    """One that nobody has closed would keep them while its traceback lives, which the process's end does not."""
+
+    def evaluate(models, images, *others):
+        next(images)
+        raise UserError("no")
+
+    monkeypatch.setattr(training, "evaluate", evaluate)
+    before = tiny_vision.descendants(os.getpid())
+    with signals_kept(), pytest.raises(UserError, match="no") as caught:
+        training.main(tyro.cli(TrainConfig, args=[str(flag) for flag in flags(pictures, tmp_path)]))
+    assert not still_there(set(tiny_vision.descendants(os.getpid())) - set(before)) and caught.tb
+
+
+def test_there_are_as_many_workers_as_cores_also_where_a_system_does_not_say_which(monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 2, 3}, raising=False)
+    assert loader_workers.default_workers() == 3
+    monkeypatch.delattr(os, "sched_getaffinity")  # macOS
+    monkeypatch.setattr(os, "cpu_count", lambda: 5)
+    assert loader_workers.default_workers() == 5
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "7")
+    assert loader_workers.default_workers() == 1
+
+
+def test_patience_is_minutes_and_less_than_other_ranks_have():
+    from trainkit.distributed import PATIENCE
+
+    assert 300 <= loader_workers.PATIENCE <= PATIENCE.total_seconds() / 2
+
+
+@pytest.mark.parametrize("ranks,ended", [(1, "signal 9"), (2, "signal 9"), (1, "exit code 255")])
+def test_a_killed_worker_is_one_line_that_says_how_to_go_on(pictures, tmp_path, ranks, ended):
+    """What the kernel does when memory runs out. The server tells the trainer, which is not its parent, or ends itself."""
+    process = tiny_vision.start(TRAIN, *flags(pictures, tmp_path, "--epochs", 1000), ranks=ranks, folder=tmp_path / "output")
+    wait_for_step(process, tmp_path, 2)
+    trainer = process.processes[-1].pid
+    (server,) = (int(pid) for pid in Path(f"/proc/{trainer}/task/{trainer}/children").read_text().split())
+    loading = map(int, Path(f"/proc/{server}/task/{server}/children").read_text().split())
+    for pid in loading if ended == "signal 9" else [server]:
+        os.kill(pid, signal.SIGKILL)
+    process.processes[-1].join(300)
+    assert process.processes[-1].exitcode == 2
+    for member in process.processes:
+        member.kill()
+        member.join()
+    assert re.search(
+        rf"(?m)^error: a loading worker ended with {ended} \(out of memory.*lower --num-workers; continue with: .* -m deit_gka\.train .*--epochs 1000",
+        process.err.read_text(),
+    )
+
+
+# --- What workers share ---
+
+
+def holds(names: Names, expected: list[str], answers) -> None:
+    answers.put(([*names] == expected, names._text.is_shared(), names._ends.is_shared()))
+
+
+def test_workers_share_the_names_of_files(pictures):
+    expected = [f"class_{number % 7}/{number}.jpg" for number in range(20_000)] + [os.fsdecode(b"caf\xe9.png"), ""]
+    names, context = Names(expected), workers.context()
+    answers = context.SimpleQueue()
+    worker = context.Process(target=holds, args=(names, expected, answers))
+    worker.start()
+    assert answers.get() == (True, True, True) and names._text.is_shared()
+    worker.join()
+    assert [*Names([])] == []
+
+
+@pytest.mark.parametrize("data", ["folder", "digits"])
+def test_images_are_the_same_in_workers_and_without(pictures, data):
+    source = open_source(str(pictures) if data == "folder" else data, "val")
+    transform, runtime = loader.eval_transform(16, 1.0), loader.Runtime(0, 1, torch.device("cpu"))
+    here, there = ([*loader_workers.evaluation_batches(source, transform, runtime, 50, count)] for count in (0, 2))
+    assert len(here) == len(there) and all(torch.equal(a.images, b.images) and torch.equal(a.labels, b.labels) for a, b in zip(here, there))

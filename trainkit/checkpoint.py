@@ -1,0 +1,134 @@
+"""Checkpoints that survive anything: written aside, fsynced, renamed, checksummed, pruned; loading falls back to the newest intact one.
+
+A checkpoint is a folder `step_00001234` with
+    <name>.safetensors   one file per named group of tensors (weights, optimizer state)
+    state.json           whatever JSON the trainer needs to continue (configuration travels with the weights)
+    manifest.json        sha256 of every other file; written last
+"""
+
+import errno
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from trainkit.cli import UserError
+from trainkit.files import fsync, read_json, sha256, write_json
+
+Tensors = dict[str, torch.Tensor]
+_NAME = re.compile(r"step_(\d{8})")
+
+
+@dataclass
+class Checkpoint:
+    """An intact checkpoint on disk; tensors are read when asked for."""
+
+    path: Path
+    step: int
+    state: dict[str, Any]
+
+    def tensors(self, name: str, device: torch.device | str = "cpu") -> Tensors:
+        """The tensors saved under `name`."""
+        return load_file(self.path / f"{name}.safetensors", device=str(device))
+
+
+def save(folder: Path, step: int, tensors: dict[str, Tensors], state: dict[str, Any], files: dict[str, Path] | None = None, keep: int = 2) -> Path:
+    """Write checkpoint `step` into `folder` and keep the newest `keep` up to it. `files` are copied in under the given names.
+
+    The final name appears only when everything is on disk; a kill at any moment leaves the previous checkpoints untouched. A step that is
+    there already stays as it is if it is intact. Later steps go: a run that saves an earlier one has fallen back past them.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    final, temporary, replaced = (folder / f"{prefix}step_{step:08d}" for prefix in ("", ".tmp-", ".tmp-replaced-"))
+    if final.exists() and find_damage(final) is None:
+        return final
+    _delete(folder.glob(".tmp-*step_*"))
+    temporary.mkdir()
+    for name, group in tensors.items():
+        _write(group, temporary / f"{name}.safetensors")
+    for name, source in (files or {}).items():
+        shutil.copyfile(source, temporary / name)
+    write_json(temporary / "state.json", state)
+    written = sorted(temporary.iterdir())
+    for path in written:
+        fsync(path)
+    write_json(temporary / "manifest.json", {path.name: sha256(path) for path in written})
+    if final.exists():  # damaged
+        os.replace(final, replaced)
+    os.replace(temporary, final)
+    fsync(folder)
+    kept = [path for path in _newest_first(folder) if path <= final][: max(1, keep)]
+    _delete([*folder.glob(".tmp-*step_*"), *(path for path in _newest_first(folder) if path not in kept)])
+    return final
+
+
+def _write(tensors: Tensors, path: Path) -> None:
+    try:
+        save_file({key: value.detach().contiguous().cpu() for key, value in tensors.items()}, path)
+    except SafetensorError as error:
+        if f"os error {errno.ENOSPC}" in str(error):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from None
+        raise
+
+
+def load_newest(folder: Path, warn=print) -> Checkpoint | None:
+    """The newest intact checkpoint of `folder`, or None if there is none at all.
+
+    A damaged one is reported through `warn` and passed over. Raises UserError if every checkpoint is damaged.
+    """
+    candidates = _newest_first(folder)
+    for path in candidates:
+        damage = find_damage(path)
+        if damage is None:
+            return load(path, verify=False)
+        warn(f"checkpoint {path} is damaged ({damage}); falling back to the one before it")
+    if candidates:
+        raise UserError(f"every checkpoint in {folder} is damaged; delete the folder to start over")
+    return None
+
+
+def load(path: Path, verify: bool = True) -> Checkpoint:
+    """One checkpoint folder. Raises UserError if it is damaged."""
+    path = Path(path)
+    damage = find_damage(path) if verify else None
+    if damage:
+        raise UserError(f"checkpoint {path} is damaged: {damage}")
+    match = _NAME.fullmatch(path.name)
+    state = read_json(path / "state.json", "checkpoint state")
+    return Checkpoint(path, int(match[1]) if match else int(state.get("step", 0)), state)
+
+
+def find_damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint folder, or None if every file has the recorded content."""
+    try:
+        manifest = read_json(Path(path) / "manifest.json", "manifest")
+    except UserError as error:
+        return str(error)
+    if "state.json" not in manifest:
+        return "manifest.json does not list the files"
+    for name, digest in manifest.items():
+        file = Path(path) / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if sha256(file) != digest:
+            return f"{name} does not have its recorded checksum"
+    return None
+
+
+def _delete(folders: Iterable[Path]) -> None:
+    for path in folders:
+        shutil.rmtree(path)
+
+
+def _newest_first(folder: Path) -> list[Path]:
+    if not Path(folder).is_dir():
+        return []
+    return sorted((path for path in Path(folder).iterdir() if _NAME.fullmatch(path.name)), reverse=True)

@@ -1,0 +1,168 @@
+"""Processes, devices and signals: one call sets up torchrun's rank (or a single process), the device, the seeds and the process group."""
+
+import contextlib
+import ctypes
+import datetime
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from trainkit.cli import SEED, UserError
+
+DEVICE_TYPES = ("auto", "cuda", "cpu")
+PATIENCE = datetime.timedelta(hours=1)  # one process may compile, or read ahead in a stream, much longer than another
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # of glibc's mallopt
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Where this process runs. `world_size` 1 means no process group."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def print(self, *args) -> None:
+        """Print on rank 0."""
+        if self.is_main:
+            print(*args, flush=True)
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum of `tensor` over ranks, in place."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def any(self, flag: bool) -> bool:
+        """True on every rank if `flag` is true on any."""
+        return self.sum(torch.tensor(int(flag), device=self.device)).item() > 0
+
+    def broadcast(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Give every rank the values of rank 0, in place."""
+        if self.world_size > 1:
+            for parameter in parameters:
+                dist.broadcast(parameter.detach(), src=0)
+
+    def agree(self, prepare: Callable[[], T]) -> T:
+        """Run `prepare` on every rank. If it raises UserError on any, all leave: that rank with its message, the others quietly with exit code 2.
+
+        Without this, ranks that saw nothing wrong would wait for the failed one in their next collective.
+        """
+        result = error = None
+        try:
+            result = prepare()
+        except UserError as caught:
+            error = caught
+        failed = self.any(error is not None)
+        if error is not None:
+            raise error
+        if failed:
+            time.sleep(6)  # torchrun ends everyone with the first to leave; let the failed rank speak
+            sys.exit(2)
+        return result
+
+    def barrier(self) -> None:
+        if self.world_size > 1:
+            dist.barrier()
+
+    def synchronize(self) -> None:
+        """Wait for the device, so that a clock read afterwards means something."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def share(self, count: int) -> range:
+        """This rank's part of `count` items, as even as possible: 512 over 7 ranks is six times 73, then 74."""
+        return range(self.rank * count // self.world_size, (self.rank + 1) * count // self.world_size)
+
+
+class Stop:
+    """Set by SIGTERM or SIGINT from now on; a training loop finishes its step, saves and leaves. A Ctrl-C some seconds later ends the process at once.
+
+    Not sooner: torchrun passes a signal on to processes that had it from the terminal already.
+    """
+
+    PATIENCE = 3.0  # seconds
+
+    def __init__(self):
+        self.since: float | None = None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._request)
+
+    @property
+    def requested(self) -> bool:
+        return self.since is not None
+
+    def _request(self, number, frame):
+        now = time.monotonic()
+        if self.since is None:
+            self.since = now
+        elif number == signal.SIGINT and now - self.since > self.PATIENCE:
+            raise KeyboardInterrupt
+
+
+def setup(device_type: str = "auto", seed: int = 42) -> Runtime:
+    """Read RANK, LOCAL_RANK and WORLD_SIZE (torchrun), pick the device, seed every generator, join the process group.
+
+    device_type "auto" takes CUDA if there is one. Raises UserError for an unknown or absent device or a seed below 0 or above 2^63 - 1.
+    """
+    if device_type not in DEVICE_TYPES:
+        raise UserError(f"--device-type must be one of {', '.join(DEVICE_TYPES)}, got {device_type!r}")
+    SEED.check("--seed", seed)
+    if device_type == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device-type cuda: no CUDA device is visible; use --device-type cpu")
+    rank, world_size, local_rank = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    if device_type != "cpu" and torch.cuda.is_available():
+        if local_rank >= torch.cuda.device_count():
+            raise UserError(
+                f"this is process {local_rank + 1} on this machine but it has {torch.cuda.device_count()} GPUs; lower NGPU (torchrun --nproc-per-node)"
+            )
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")
+    else:
+        device = torch.device("cpu")
+        keep_freed_memory()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    if world_size > 1 and not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=PATIENCE, device_id=device if device.type == "cuda" else None)
+    return Runtime(rank, world_size, device)
+
+
+def keep_freed_memory() -> None:
+    """Have glibc reuse large blocks: by default it gives them back to the kernel at every free, and the page faults of asking again cost
+    element-wise operations on a CPU several times their own work. Elsewhere than on glibc nothing happens."""
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL("libc.so.6")
+        for parameter, value in ((M_MMAP_THRESHOLD, 2**30), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 2**26)):
+            libc.mallopt(parameter, value)
+
+
+@contextmanager
+def running(device_type: str = "auto", seed: int = 42):
+    """`setup`, and at the end leave the process group. Raises as `setup`.
+
+    When all went well the ranks wait for one another first: gloo aborts a process whose peers are gone before it has finished with them.
+    When not, the group is left as it is: taking it down waits for peers that may be waiting for this process, and its message would come after that.
+    """
+    runtime = setup(device_type, seed)
+    yield runtime
+    runtime.barrier()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,171 @@
+"""What a run tells the world, on rank 0: a live progress line, JSON lines on disk, and optionally Weights & Biases."""
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from trainkit.cli import UserError
+from trainkit.files import atomic
+
+console = Console(stderr=False, soft_wrap=True)
+
+
+def progress_bar(on: Console = console, **kwargs) -> Progress:
+    """A rich progress bar: description, count, elapsed and remaining time, and a free `status` field. Silent when not on a terminal, and on ranks but 0."""
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[status]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=on,
+        disable=not on.is_terminal or os.environ.get("RANK", "0") != "0",
+        **kwargs,
+    )
+
+
+class RunLog:
+    """`log(event, step, **values)`: one JSON line, the wandb run if there is one, and a printed line when asked for.
+
+    path: the .jsonl file, appended to. resume_step: lines of later steps (which will run again) are dropped first, so the file reads as one run.
+    wandb_mode: "disabled", "offline" or "online"; wandb is imported only for the latter two, and no account is needed for "offline".
+    """
+
+    def __init__(self, path: Path, *, resume_step: int = 0, wandb_mode: str = "disabled", name: str = "run", config: dict[str, Any] | None = None,
+                 enabled: bool = True):  # fmt: skip
+        self.enabled, self.wandb, self.path = enabled, None, path
+        if not enabled:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # A checkpoint is written after its step's lines; at step 0 everything runs again.
+        kept = [line for line in read_events(path) if resume_step and line["step"] <= resume_step]
+        with atomic(path) as temporary:
+            temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        self.file = open(path, "a", buffering=1)  # noqa: SIM115 (lives as long as the run)
+        if wandb_mode != "disabled":
+            self.wandb = _start_wandb(wandb_mode, name, config or {}, path.parent)
+
+    def log(self, event: str, step: int, show: str | None = None, chart: bool = True, **values) -> None:
+        """Record `values` at `step`; `show` is the human-readable line.
+
+        chart: whether wandb gets them too; it keeps one value of a name for a step.
+        """
+        if not self.enabled:
+            return
+        self.file.write(json.dumps({"event": event, "step": step, "time": round(time.time(), 3), **finite(values)}) + "\n")
+        if self.wandb is not None and chart:
+            self.wandb.log({f"{event}/{name}": value for name, value in _scalars(values)}, step=step)
+        if show:
+            console.print(show, highlight=False, markup=False)
+
+    def records(self, event: str, *keys: str) -> list[dict[str, Any]]:
+        """Every record of `event` that has all `keys`, those of the processes this one continues included."""
+        return read_events(self.path, event, *keys)
+
+    def has(self, event: str, step: int, *keys: str) -> bool:
+        """Is there such a record of this step?"""
+        return any(record["step"] == step for record in self.records(event, *keys))
+
+    def close(self) -> None:
+        """Flush everything; closing twice is fine."""
+        if not self.enabled:
+            return
+        self.file.close()
+        if self.wandb is not None:
+            self.wandb.finish()
+
+
+def finite(value: Any) -> Any:
+    """`value` with every float that JSON cannot hold (NaN, infinity) replaced by None, at any depth."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _scalars(values: dict[str, Any]):
+    """(name, number) pairs for a chart: nested dicts are spelled out, lists become their mean, minimum and maximum."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from ((f"{name}/{inner}", number) for inner, number in _scalars(value))
+        elif isinstance(value, list) and value and all(isinstance(item, (int, float)) for item in value):
+            yield from ((f"{name}/mean", sum(value) / len(value)), (f"{name}/min", min(value)), (f"{name}/max", max(value)))
+        elif isinstance(value, (int, float)):
+            yield name, value
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The records of a JSON-lines file; lines that are none, such as a last one cut short by a kill, are left out."""
+    if not Path(path).exists():
+        return []
+    records = []
+    for line in Path(path).read_text(errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+        except (json.JSONDecodeError, RecursionError):
+            continue
+        if isinstance(record, dict):
+            records.append(record)
+    return records
+
+
+def read_events(path: Path, event: str = "", *keys: str) -> list[dict[str, Any]]:
+    """The records of a run's log that have a step, are of `event` ("" = any) and have all `keys`.
+
+    Lines without (written by hand, by another version, put together of two torn ones) are left out: what they should have said counts as not done.
+    """
+    lines = [line for line in read_lines(path) if isinstance(line.get("event"), str) and type(line.get("step")) is int]
+    return [line for line in lines if event in ("", line["event"]) and line.keys() >= set(keys)]
+
+
+class Pace:
+    """How long the steps that are left will take: by the clock, evaluations and all, since the first `skip` steps of this process.
+
+    Those are left out because they compile and fill caches.
+    """
+
+    def __init__(self, skip: int, clock: Callable[[], float] = time.perf_counter):
+        self.skip, self.clock, self.steps, self.began = skip, clock, 0, 0.0
+
+    def step(self) -> None:
+        """A step is done."""
+        self.steps += 1
+        if self.steps == self.skip:
+            self.began = self.clock()
+
+    def seconds_for(self, steps: int) -> float | None:
+        """Seconds that `steps` more take; None as long as nothing is known."""
+        timed = self.steps - self.skip
+        return steps * (self.clock() - self.began) / timed if timed > 0 else None
+
+
+def clock_text(seconds: float) -> str:
+    """Seconds as h:mm:ss."""
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
+
+
+def _start_wandb(mode: str, name: str, config: dict[str, Any], folder: Path):
+    """A wandb run that asks for nothing: without a key "online" is a UserError, not a question."""
+    try:
+        import wandb
+    except ImportError:
+        raise UserError("--wandb needs the wandb package: pip install wandb, or leave --wandb disabled") from None
+    try:
+        if mode == "online" and not wandb.login(prompt=False):
+            raise UserError("--wandb online needs the key of an account: set WANDB_API_KEY, or run wandb login once; --wandb offline needs none")
+        return wandb.init(project=os.environ.get("WANDB_PROJECT", "gka"), name=name, mode=mode, config=config, dir=str(folder))
+    except wandb.errors.Error as error:
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        raise UserError(f"--wandb {mode}: {said[0]}; --wandb offline needs no account (wandb sync sends it later)") from None
