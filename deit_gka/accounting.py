@@ -44,7 +44,9 @@ def vit_cost(kind: str, dim: int, depth: int, num_heads: int, *, image_size: int
     tokens, hidden, pixels = patches + 1, int(mlp_ratio * dim), channels * patch_size**2
     attention = attention_cost(kind, dim, num_heads, tokens, value_bias=value_bias)
     mlp = 2 * dim * hidden + hidden + dim
-    outside = (pixels * dim + dim) + dim + tokens * dim + 2 * dim + (dim * classes + classes if classes else 0)  # patches, CLS, positions, norm, head
+    outside = (
+        (pixels * dim + dim) + dim + tokens * dim + 2 * dim + (dim * classes + classes if classes else 0)
+    )  # patches, CLS, positions, norm, head
     return ModelCost(
         parameters=outside + depth * (attention.parameters + mlp + 4 * dim),
         attention=depth * attention.parameters,
@@ -68,7 +70,9 @@ def cost_of(model: nn.Module) -> ModelCost | None:
         channels=embed.proj.in_channels, classes=model.num_classes, mlp_ratio=model.blocks[0].mlp.fc1.out_features / model.embed_dim,
         value_bias=getattr(attentions[0], "value_bias", None) is not None,
     )  # fmt: skip
-    return cost if cost.parameters == sum(parameter.numel() for parameter in model.parameters()) else None  # registers, distillation, no biases, ...
+    return (
+        cost if cost.parameters == sum(parameter.numel() for parameter in model.parameters()) else None
+    )  # registers, distillation, no biases, ...
 
 
 def kind_of(attention: nn.Module) -> str:
@@ -86,14 +90,23 @@ class AccountingConfig:
 def main(config: AccountingConfig) -> None:
     from deit_gka.model.registry import SIZES
 
-    print(f"{'':<14}{'parameters':>12}{'attention':>12}{'MLP':>12}{'sigma':>7}{'GFLOPs':>9}{'MiB':>8}{'parameters':>12}{'FLOPs':>9}")
+    print(
+        f"{'':<14}{'parameters':>12}{'attention':>12}{'MLP':>12}{'sigma':>7}{'GFLOPs':>9}{'MiB':>8}{'parameters':>12}{'FLOPs':>9}"
+    )
     for size, shape in SIZES.items():
-        costs = {kind: vit_cost(kind, shape["embed_dim"], shape["depth"], shape["num_heads"]) for kind in ("softmax", "vlt", "gka")}
+        costs = {
+            kind: vit_cost(kind, shape["embed_dim"], shape["depth"], shape["num_heads"])
+            for kind in ("softmax", "vlt", "gka")
+        }
         base = costs["softmax"]
         for kind, cost in costs.items():
             line = f"{kind + ' ' + size:<14}{cost.parameters:>12,}{cost.attention:>12,}{cost.mlp:>12,}{cost.bandwidths or '-':>7}"
             line += f"{cost.flops / 1e9:>9.4f}{cost.raw_mib:>8.2f}"
-            print(line if cost is base else f"{line}{cost.parameters / base.parameters - 1:>+12.2%}{cost.flops / base.flops - 1:>+9.2%}")
+            print(
+                line
+                if cost is base
+                else f"{line}{cost.parameters / base.parameters - 1:>+12.2%}{cost.flops / base.flops - 1:>+9.2%}"
+            )
 
 
 if __name__ == "__main__":

@@ -20,7 +20,16 @@ from deit_gka.accounting import cost_of
 from deit_gka.data.loader import eval_transform
 from deit_gka.data.sources import FORMS
 from deit_gka.data.workers import WorkerCount, default_workers, evaluation_batches, worker_context
-from deit_gka.model.checkpoints import WEIGHTS, build, find_checkpoint, load_file, load_run, open_data, parse_kwargs, trained_on
+from deit_gka.model.checkpoints import (
+    WEIGHTS,
+    build,
+    find_checkpoint,
+    load_file,
+    load_run,
+    open_data,
+    parse_kwargs,
+    trained_on,
+)
 from deit_gka.training.engine import evaluate
 from trainkit.cli import Bounds, Count, UserError, run
 from trainkit.distributed import Runtime, running
@@ -84,7 +93,9 @@ def candidates(config: EvaluateConfig, classes: list[str], device) -> dict[str, 
         check_same_classes(found.state["classes"], classes, config)
         recipe = found.state["train_config"]
         settings = {"input_size": recipe["input_size"], "crop_pct": recipe["crop_pct"]}
-        available = [weights for weights in config.weights if (found.path / f"{weights}.safetensors").exists()] or config.weights
+        available = [
+            weights for weights in config.weights if (found.path / f"{weights}.safetensors").exists()
+        ] or config.weights
         return {weights: (load_run(found, weights, device), settings) for weights in available}
     model = build(config.model, pretrained=config.pretrained, **parse_kwargs(config.model_kwargs))
     if config.checkpoint is not None:
@@ -105,7 +116,9 @@ def check_same_classes(trained: list[str], there: list[str], config: EvaluateCon
         raise UserError(f"{config.run} was trained on {len(trained)} classes but {config.data} has {len(there)}")
     if trained != there and set(trained) & set(there):
         number = next(number for number, (ours, theirs) in enumerate(zip(trained, there)) if ours != theirs)
-        raise UserError(f"class {number} is '{trained[number]}' for {config.run} but '{there[number]}' in {config.data}; the two must agree")
+        raise UserError(
+            f"class {number} is '{trained[number]}' for {config.run} but '{there[number]}' in {config.data}; the two must agree"
+        )
     if trained != there and os.environ.get("RANK", "0") == "0":
         print(
             f"warning: {config.data} calls its classes otherwise ('{there[0]}' for '{trained[0]}'); taken to be the same in the same order",
@@ -130,14 +143,18 @@ def measure(config: EvaluateConfig, runtime: Runtime) -> dict[str, dict]:
     source = runtime.agree(lambda: open_data(config.data, config.split, config.run))
     models = runtime.agree(lambda: candidates(config, source.classes, runtime.device))
     metrics = {}
-    for settings in {json.dumps(settings): settings for _, settings in models.values()}.values():  # the raw weights and the average in one pass
+    for settings in {
+        json.dumps(settings): settings for _, settings in models.values()
+    }.values():  # the raw weights and the average in one pass
         together = {name: model for name, (model, theirs) in models.items() if theirs == settings}
         used = {**settings, **({"crop_pct": config.crop_pct} if config.crop_pct != -1 else {})}
         loader = evaluation_batches(source, eval_transform(**used), runtime, config.device_batch_size, num_workers)
         broken: list[tuple[str, str]] = []
         started = time.perf_counter()
         with closing(loader), progress_bar() as bar:
-            task = bar.add_task(f"evaluating {' and '.join(together)}", total=-(-len(source) // runtime.world_size), status="")
+            task = bar.add_task(
+                f"evaluating {' and '.join(together)}", total=-(-len(source) // runtime.world_size), status=""
+            )
 
             def advance(batch, bar=bar, task=task, broken=broken):
                 bar.advance(task, len(batch.labels))
@@ -164,7 +181,12 @@ def main(config: EvaluateConfig) -> None:
     with running(config.device_type) as runtime:
         metrics = measure(config, runtime)
         if runtime.is_main:
-            what = {"run": config.run.name if config.run else None, "model": config.model or None, "data": config.data, "split": config.split}
+            what = {
+                "run": config.run.name if config.run else None,
+                "model": config.model or None,
+                "data": config.data,
+                "split": config.split,
+            }
             append_result(config.results, "evaluate_deit", what, metrics, runtime.device, runtime.world_size)
 
 

@@ -110,7 +110,9 @@ class Recipe:
         check_bounds(self)
         for name in ("batch_size", "group_size"):
             if getattr(self, name) % 2:
-                raise UserError(f"--{name.replace('_', '-')} must be even: images are mixed in pairs; got {getattr(self, name)}")
+                raise UserError(
+                    f"--{name.replace('_', '-')} must be even: images are mixed in pairs; got {getattr(self, name)}"
+                )
         for name in ("scale", "ratio"):
             if getattr(self, name)[0] > getattr(self, name)[1]:
                 raise UserError(f"--{name} must be two rising values; got {getattr(self, name)}")

@@ -45,10 +45,24 @@ def train(trainer: Trainer, log: RunLog, stop: Stop) -> bool:
                     text = f"update {step:06d}/{trainer.steps:06d} | epoch {epoch:.2f} | loss {loss:.4f} | lr {lr:.3e} | grad norm {norm:.2f}"
                     if trainer.recent.images:
                         text += f" | {speed['images_per_second']:,.0f} img/s, {speed['waiting']:.0%} waiting for images{memory_text(trainer)}"
-                    log.log("train", step, text, loss=loss, lr=lr, weight_decay=config.weight_decay, grad_norm=norm, epoch=epoch, **speed)
+                    log.log(
+                        "train",
+                        step,
+                        text,
+                        loss=loss,
+                        lr=lr,
+                        weight_decay=config.weight_decay,
+                        grad_norm=norm,
+                        epoch=epoch,
+                        **speed,
+                    )
                     trainer.recent = Meter()
                 # Before an evaluation too: it is long, and a signal's patience is short.
-                if stopping or step % trainer.steps_per_epoch == 0 or (config.save_every > 0 and step % config.save_every == 0):
+                if (
+                    stopping
+                    or step % trainer.steps_per_epoch == 0
+                    or (config.save_every > 0 and step % config.save_every == 0)
+                ):
                     trainer.save()
                 if stopping:
                     return False
@@ -60,9 +74,17 @@ def train(trainer: Trainer, log: RunLog, stop: Stop) -> bool:
 
 def report_if_due(trainer: Trainer, log: RunLog, bar) -> None:
     """After an epoch: evaluate, unless that is in the log already (the run was killed after it), and keep the best weights."""
-    config, runtime, (epoch, within) = trainer.config, trainer.runtime, divmod(trainer.state["step"], trainer.steps_per_epoch)
-    due = epoch and not within and (epoch == config.epochs or (config.eval_every > 0 and epoch % config.eval_every == 0))
-    if not due or not runtime.any(log.enabled and not log.has("eval", trainer.state["step"], *EVAL_KEYS, trainer.metric)):
+    config, runtime, (epoch, within) = (
+        trainer.config,
+        trainer.runtime,
+        divmod(trainer.state["step"], trainer.steps_per_epoch),
+    )
+    due = (
+        epoch and not within and (epoch == config.epochs or (config.eval_every > 0 and epoch % config.eval_every == 0))
+    )
+    if not due or not runtime.any(
+        log.enabled and not log.has("eval", trainer.state["step"], *EVAL_KEYS, trainer.metric)
+    ):
         return
     values, speed = evaluate_now(trainer, bar), trainer.speed(trainer.meter)
     evaluated = log.records("eval", *EVAL_KEYS, trainer.metric) if runtime.is_main else []
@@ -73,7 +95,9 @@ def report_if_due(trainer: Trainer, log: RunLog, bar) -> None:
         trainer.save("best", with_optimizer=False)
     sigma = trainer.sigma()
     text = f"epoch {epoch}/{config.epochs} | {epoch_text(values, speed, sigma)}{memory_text(trainer)}"
-    text += f"\nbroken training images replaced {trainer.state['broken']} times so far" if trainer.state["broken"] else ""
+    text += (
+        f"\nbroken training images replaced {trainer.state['broken']} times so far" if trainer.state["broken"] else ""
+    )
     log.log("eval", trainer.state["step"], text, epoch=epoch, **values, **speed, memory_mib=trainer.memory(), sigma=sigma,
             broken_train=trainer.state["broken"])  # fmt: skip
     if not believed:
@@ -85,13 +109,19 @@ def trusted(records: list[dict], *others: dict) -> list[dict]:
     """The evaluations among `records` that may be the best. Files broken for good are left out of every evaluation; one that left out many more
     than the best-read of all (`others` too) met another trouble."""
     fewest = min((record["broken"] for record in [*records, *others]), default=0)
-    return [record for record in records if record["broken"] - fewest <= BROKEN_SHARE * (record["images"] + record["broken"])]
+    return [
+        record
+        for record in records
+        if record["broken"] - fewest <= BROKEN_SHARE * (record["images"] + record["broken"])
+    ]
 
 
 def evaluate_now(trainer: Trainer, bar) -> dict[str, float]:
     """Accuracy of the raw weights and, as ema_*, of the average."""
     config, models = trainer.config, {"": trainer.model}
-    trainer.runtime.broadcast(trainer.model.buffers())  # a ViT has none; where there are some, those of rank 0 are saved
+    trainer.runtime.broadcast(
+        trainer.model.buffers()
+    )  # a ViT has none; where there are some, those of rank 0 are saved
     if trainer.average is not None:
         models["ema_"] = trainer.average.module
         trainer.runtime.broadcast(trainer.average.module.buffers())
@@ -102,7 +132,9 @@ def evaluate_now(trainer: Trainer, bar) -> dict[str, float]:
         trainer.report_broken(batch.broken, "left out of the evaluation")
 
     transform = eval_transform(config.input_size, config.crop_pct)
-    with closing(evaluation_batches(trainer.val_set, transform, trainer.runtime, config.device_batch_size, trainer.num_workers)) as loader:
+    with closing(
+        evaluation_batches(trainer.val_set, transform, trainer.runtime, config.device_batch_size, trainer.num_workers)
+    ) as loader:
         found = evaluate(models, loader, trainer.runtime, config.amp, advance)
     bar.remove_task(task)
     return {**{f"{prefix}{key}": value for prefix, values in found.items() for key, value in values.items() if key not in ("images", "broken")},
@@ -117,7 +149,11 @@ def summary(trainer: Trainer, log: RunLog) -> dict:
     """The numbers of a finished run. On rank 0."""
     evaluations, cost = log.records("eval", *EVAL_KEYS, trainer.metric), cost_of(trainer.model)
     last, best = evaluations[-1], max(trusted(evaluations), key=lambda record: record[trainer.metric])
-    accuracy = {key: last[key] for key in ("top1", "top5", "loss", "ema_top1", "ema_top5", "ema_loss", "images", "broken") if key in last}
+    accuracy = {
+        key: last[key]
+        for key in ("top1", "top5", "loss", "ema_top1", "ema_top5", "ema_loss", "images", "broken")
+        if key in last
+    }
     return {
         "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
         "flops": cost.flops if cost else None,
@@ -165,12 +201,23 @@ def run_to_the_end(trainer: Trainer, log: RunLog) -> None:
     if operators := operators_of(trainer.model):
         runtime.print(f"Gaussian kernel attention by {', '.join(operators)}")
     if config.repeated_aug > 1:
-        runtime.print(f"repeated augmentation: an epoch draws {config.repeated_aug} versions each of a 1/{config.repeated_aug} of the images")
+        runtime.print(
+            f"repeated augmentation: an epoch draws {config.repeated_aug} versions each of a 1/{config.repeated_aug} of the images"
+        )
     if step:
         runtime.print(f"resuming at update {step} of {trainer.steps}")
-    log.log("start", step, config=config.identity(), world_size=runtime.world_size, operators=operators, initial_weights=trainer.initial_weights)
+    log.log(
+        "start",
+        step,
+        config=config.identity(),
+        world_size=runtime.world_size,
+        operators=operators,
+        initial_weights=trainer.initial_weights,
+    )
     if not train(trainer, log, Stop()):
-        runtime.print(f"stopped at update {trainer.state['step']} of {trainer.steps}, saved; continue with: {command_line()}")
+        runtime.print(
+            f"stopped at update {trainer.state['step']} of {trainer.steps}, saved; continue with: {command_line()}"
+        )
     elif runtime.is_main:
         numbers = summary(trainer, log)
         settings = {**config.identity(), "model_tag": config.tag, "data": config.data}

@@ -82,7 +82,9 @@ def gaussian_attention(
         return FUSED[name].gaussian(x, keys, values, log_sigma, mask, constant_norm, None if foreign_keys else eps)
 
 
-def dot_product_attention(q, k, v, *, causal: bool = False, window: int | None = None, scale: float | None = None, impl: str = "auto"):
+def dot_product_attention(
+    q, k, v, *, causal: bool = False, window: int | None = None, scale: float | None = None, impl: str = "auto"
+):
     """softmax(scale * q.k) v with the same layout, masks and implementations: the baseline every comparison uses.
 
     q: (B, Tq, H, D); k, v: (B, Tk, H, D), one device and, unless autocast is on, one dtype. scale: None means 1 / sqrt(D).
@@ -128,7 +130,9 @@ def select_impl(x, *, log_sigma=None, keys=None, values=None, causal=False, wind
         return "sdpa"
     if not triton_op.unavailable(x, **request):
         return "triton"
-    windowed = Mask(causal, window).simplify(x.shape[1], x.shape[1] if keys is None else keys.shape[1]).window is not None
+    windowed = (
+        Mask(causal, window).simplify(x.shape[1], x.shape[1] if keys is None else keys.shape[1]).window is not None
+    )
     return "flex" if (windowed or not constant_norm) and not flex.unavailable(x, **request) else "sdpa"
 
 
@@ -138,7 +142,11 @@ def _needs_grad(*tensors) -> bool:
 
 def without_autocast(device_type: str):
     """A context in which operations keep their arguments' dtype; also for devices that have no autocast, such as meta."""
-    return torch.autocast(device_type, enabled=False) if torch.amp.is_autocast_available(device_type) else contextlib.nullcontext()
+    return (
+        torch.autocast(device_type, enabled=False)
+        if torch.amp.is_autocast_available(device_type)
+        else contextlib.nullcontext()
+    )
 
 
 def check_impl(impl) -> None:
@@ -171,7 +179,11 @@ def _to_autocast_dtype(x, keys, values):
 
     Comes before the checks, as mixed dtypes are welcome then; what cannot be cast is left for them. Arguments that are one tensor stay one.
     """
-    if not torch.amp.is_autocast_available(x.device.type) or not torch.is_autocast_enabled(x.device.type) or x.dtype == torch.float64:
+    if (
+        not torch.amp.is_autocast_available(x.device.type)
+        or not torch.is_autocast_enabled(x.device.type)
+        or x.dtype == torch.float64
+    ):
         return x, keys, values
     dtype = torch.get_autocast_dtype(x.device.type)
 

@@ -45,7 +45,9 @@ def attention_cost(kind: Kind, dim: int, num_heads: int, tokens: int, *, batch: 
     bandwidths = num_heads if kind == "gka" else 0
     tensor_bytes = batch * tokens * dim * itemsize
     return AttentionCost(
-        parameters=linears * (dim * dim + (dim if bias else 0)) + (dim if kind == "vlt" and bias and value_bias else 0) + bandwidths,
+        parameters=linears * (dim * dim + (dim if bias else 0))
+        + (dim if kind == "vlt" and bias and value_bias else 0)
+        + bandwidths,
         bandwidths=bandwidths,
         flops=batch * tokens * (2 * linears * dim * dim + 4 * keys * dim),
         operator_bytes=OPERATOR_TENSORS[kind] * tensor_bytes,

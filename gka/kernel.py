@@ -21,7 +21,9 @@ def squared_distances(a, b):
     O(Ta * Tb) memory; graphs for second ones and torch.func keep the differences, D times that; compiled code what the compiler chooses.
     """
     if torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():
-        return (a.unsqueeze(-2) - b.unsqueeze(-3)).square().sum(-1)  # nested forward mode and tracing want torch's own operations
+        return (
+            (a.unsqueeze(-2) - b.unsqueeze(-3)).square().sum(-1)
+        )  # nested forward mode and tracing want torch's own operations
     return _SquaredDistances.apply(a, b)
 
 

@@ -55,7 +55,9 @@ class GaussianKernelAttention(nn.Module):
         if self.head_norm:
             heads = nn.functional.rms_norm(heads, (self.head_dim,))
         log_sigma = self.log_sigma.to(torch.promote_types(self.log_sigma.dtype, torch.float32))
-        y = gaussian_attention(heads, log_sigma, causal=self.causal, window=self.window, constant_norm=self.head_norm, impl=self.impl)
+        y = gaussian_attention(
+            heads, log_sigma, causal=self.causal, window=self.window, constant_norm=self.head_norm, impl=self.impl
+        )
         return self.proj(y.flatten(-2))
 
     def chosen_impl(self, num_tokens: int) -> str:

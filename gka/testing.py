@@ -137,7 +137,9 @@ def floors(x, log_sigma, values, grad_y, mask: Mask = Mask()) -> dict[str, float
     y, (norm, norm_g, norm_v) = y.transpose(1, 2), (t.norm(dim=-1, keepdim=True) for t in (q, g, v))
 
     r = 0.5 * inverse * (norm + norm.mT).square()  # |dS_ij| <= eps r_ij
-    off_w = w * (1 + r * (1 - 2 * w) + (w * r).sum(-1, keepdim=True))  # |dW_ij| <= eps off_w_ij, as W_ij (dS_ij - sum_l W_il dS_il)
+    off_w = w * (
+        1 + r * (1 - 2 * w) + (w * r).sum(-1, keepdim=True)
+    )  # |dW_ij| <= eps off_w_ij, as W_ij (dS_ij - sum_l W_il dS_il)
     off_y = y.norm(dim=-1, keepdim=True) + (w * r * _distances(y, v)).sum(-1, keepdim=True)
     factor = (g @ v.mT - (g * y).sum(-1, keepdim=True)).abs()
     off_g = off_w * factor + w * norm_g * (norm_v.mT + off_y)

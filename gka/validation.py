@@ -27,7 +27,9 @@ def check_features(name: str, t, like: torch.Tensor | None = None) -> None:
     if t.device != like.device:
         raise ValueError(f"{name} must be on the device of the queries, {like.device}, got {t.device}")
     if (t.shape[0], *t.shape[2:]) != (like.shape[0], *like.shape[2:]):
-        raise ValueError(f"{name} must have shape (B, T, H, D) = ({like.shape[0]}, *, {like.shape[2]}, {like.shape[3]}), got {tuple(t.shape)}")
+        raise ValueError(
+            f"{name} must have shape (B, T, H, D) = ({like.shape[0]}, *, {like.shape[2]}, {like.shape[3]}), got {tuple(t.shape)}"
+        )
 
 
 def check_lengths(num_queries: int, num_keys: int, num_values: int, masked: bool) -> None:
@@ -35,7 +37,9 @@ def check_lengths(num_queries: int, num_keys: int, num_values: int, masked: bool
     if num_values != num_keys:
         raise ValueError(f"values must have as many tokens as keys, {num_keys}, got {num_values}")
     if masked and num_keys < num_queries:
-        raise ValueError(f"keys must have at least as many tokens as the queries, {num_queries}, when causal or window is used, got {num_keys}")
+        raise ValueError(
+            f"keys must have at least as many tokens as the queries, {num_queries}, when causal or window is used, got {num_keys}"
+        )
 
 
 def check_mask(causal, window) -> None:
@@ -69,7 +73,11 @@ def readable(t: torch.Tensor) -> bool:
 
     What is not looked at shows in y; the trainers stop on gradients that are not finite.
     """
-    return t.device.type == "cpu" and not torch.compiler.is_compiling() and not torch._C._functorch.is_functorch_wrapped_tensor(t)
+    return (
+        t.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+        and not torch._C._functorch.is_functorch_wrapped_tensor(t)
+    )
 
 
 def check_eps(eps) -> None:

@@ -52,7 +52,9 @@ def scaling_parameters(model: GPT) -> int:
 def flops_per_token(model: GPT) -> int:
     """Training FLOPs (forward and backward) per token."""
     config = model.config
-    attention = sum(12 * config.n_embd * min(config.window(layer), config.sequence_len) for layer in range(config.n_layer))
+    attention = sum(
+        12 * config.n_embd * min(config.window(layer), config.sequence_len) for layer in range(config.n_layer)
+    )
     return 6 * scaling_parameters(model) + attention
 
 
@@ -100,7 +102,9 @@ def plan(model: GPT, shape: Callable[[int], GPTConfig], *, ratio: float = 10.5, 
     else:
         raise UserError("set one of num_iterations, target_flops and target_param_data_ratio to a positive value")
     if steps < 1:
-        raise UserError(f"the horizon is shorter than one step of {total_batch_size} tokens; lower total_batch_size or raise the horizon")
+        raise UserError(
+            f"the horizon is shorter than one step of {total_batch_size} tokens; lower total_batch_size or raise the horizon"
+        )
     batch_ratio = total_batch_size / REFERENCE_BATCH
     return Horizon(total_batch_size, steps, math.sqrt(batch_ratio), math.sqrt(batch_ratio) * reference_tokens / tokens)
 

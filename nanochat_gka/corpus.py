@@ -45,7 +45,9 @@ class ParquetCorpus:
         if not self.folder.is_dir():
             raise UserError(f"corpus folder not found: {self.folder} (make data creates one, or pass --corpus DIR)")
         if len(self.paths()) < 2:
-            raise UserError(f"{self.folder} needs at least two .parquet files (the last by name is the validation split), found {len(self.paths())}")
+            raise UserError(
+                f"{self.folder} needs at least two .parquet files (the last by name is the validation split), found {len(self.paths())}"
+            )
         for path in self.paths():
             open_parquet(path)
 
@@ -91,7 +93,9 @@ def document_batches(path: Path, groups: range | None = None, size: int = DOCUME
         try:
             texts = file.read_row_group(group, columns=["text"]).column("text").to_pylist()
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{path} is damaged in row group {group} ({_reason(error)}); delete it and fetch it again") from None
+            raise UserError(
+                f"{path} is damaged in row group {group} ({_reason(error)}); delete it and fetch it again"
+            ) from None
         for first in range(0, len(texts), size):
             yield [text for text in texts[first : first + size] if text is not None]
 

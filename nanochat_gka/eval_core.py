@@ -70,11 +70,17 @@ class Evaluation:
     def __init__(self, config: CoreConfig, runtime: Runtime, subject: Subject):
         self.config, self.runtime, self.subject, limit = config, runtime, subject, subject.limit
         self.max_seq_len = min(limit, config.max_seq_len) if config.max_seq_len > 0 else limit
-        batch_tokens = config.batch_tokens or BATCH_TOKENS[runtime.device.type] // (4 if config.hf_path else 1)  # logits of all tokens
-        self.examinee = Examinee(subject.model, subject.tokenizer, runtime, self.max_seq_len, batch_tokens, config.prefix_reuse)
+        batch_tokens = config.batch_tokens or BATCH_TOKENS[runtime.device.type] // (
+            4 if config.hf_path else 1
+        )  # logits of all tokens
+        self.examinee = Examinee(
+            subject.model, subject.tokenizer, runtime, self.max_seq_len, batch_tokens, config.prefix_reuse
+        )
         limits = {"max": config.max_per_task, "len": self.max_seq_len if self.max_seq_len < limit else -1}
         self.file = config.out / f"{label(subject)}.jsonl"
-        self.csv = self.file.with_name(self.file.stem + "".join(f"_{name}{value}" for name, value in limits.items() if value > 0) + ".csv")
+        self.csv = self.file.with_name(
+            self.file.stem + "".join(f"_{name}{value}" for name, value in limits.items() if value > 0) + ".csv"
+        )
 
     def identity(self, task: Task) -> dict[str, Any]:
         """What decides a score: the weights, the data, how it is asked. A line of the file that agrees need not be made again."""
@@ -115,7 +121,11 @@ class Evaluation:
         """Name and value of the mean, which also go to the file, once."""
         name, value = aggregate(scores)
         config = {**self.model(), **self.limits(), "tasks": [score.label for score in scores]}
-        metrics = {"name": name, "centered": value, "standard_error": error_of_mean([score.standard_error for score in scores])}
+        metrics = {
+            "name": name,
+            "centered": value,
+            "standard_error": error_of_mean([score.standard_error for score in scores]),
+        }
         if not any((line["config"], line["metrics"]) == (config, metrics) for line in read_results(self.file)):
             append_result(self.file, "core_mean", config, metrics, self.runtime.device, self.runtime.world_size)
         return name, value
@@ -133,7 +143,9 @@ def open_subject(config: CoreConfig, device: torch.device) -> Subject:
     loaded = load(config.run, config.step, device)
     shape = loaded.model.config
     about = f"{loaded.name}: {shape.attention}, depth {shape.n_layer}, step {loaded.step}"
-    return Subject(loaded.model, loaded.tokenizer, loaded.name, loaded.step, loaded.sha256, loaded.model.rotary.length, about)
+    return Subject(
+        loaded.model, loaded.tokenizer, loaded.name, loaded.step, loaded.sha256, loaded.model.rotary.length, about
+    )
 
 
 def _score(task: Task, metrics: dict[str, Any]) -> Score:
@@ -158,7 +170,9 @@ def evaluate(config: CoreConfig, runtime: Runtime) -> tuple[list[Score], list[st
             runtime.print(f"{place}: cannot be scored")
             continue
         scores.append(score)
-        runtime.print(f"{place}: accuracy {score.accuracy:.4f}, centred {score.centered:.4f} ({score.shots} shots, {score.examples:,} examples)")
+        runtime.print(
+            f"{place}: accuracy {score.accuracy:.4f}, centred {score.centered:.4f} ({score.shots} shots, {score.examples:,} examples)"
+        )
     if scores and runtime.is_main:
         write_csv(evaluation.csv, evaluation.all_known(read_tasks(bundle)))
         show(scores, label(subject))

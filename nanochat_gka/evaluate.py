@@ -68,7 +68,9 @@ def evaluate(config: EvaluateConfig, runtime: Runtime) -> dict:
     runtime.print(f"{loaded.name}: {model.config.attention}, depth {model.config.n_layer}, step {loaded.step}")
     metrics: dict = {"step": loaded.step}
     if "bpb" in config.eval:
-        data = runtime.agree(lambda: PackedData(config.data or rows_of_run(loaded.data, run_folder(config.run)), verify=runtime.is_main))
+        data = runtime.agree(
+            lambda: PackedData(config.data or rows_of_run(loaded.data, run_folder(config.run)), verify=runtime.is_main)
+        )
         if data.tokenizer.sha256 != tokenizer.sha256:
             raise UserError(f"{data.folder} was packed with another tokenizer than {config.run} was trained with")
         size = config.device_batch_size
@@ -101,7 +103,12 @@ def main(config: EvaluateConfig) -> None:
         metrics = evaluate(config, runtime)
         if runtime.is_main:
             append_result(
-                config.results, "evaluate", {"run": config.run.name, "split_tokens": config.split_tokens}, metrics, runtime.device, runtime.world_size
+                config.results,
+                "evaluate",
+                {"run": config.run.name, "split_tokens": config.split_tokens},
+                metrics,
+                runtime.device,
+                runtime.world_size,
             )
 
 

@@ -70,7 +70,9 @@ def card(about: dict[str, Any], folder: Path) -> str:
     """The README of an exported model; `about` is what its config.json says."""
     model, training = about["model"], about["training"]
     kinds = about["attention"]
-    sigma = "; ".join(f"layer {layer}: {min(values):.3g} to {max(values):.3g}" for layer, values in about["sigma"].items())
+    sigma = "; ".join(
+        f"layer {layer}: {min(values):.3g} to {max(values):.3g}" for layer, values in about["sigma"].items()
+    )
     return CARD.format(
         name=about["name"], layers=model["n_layer"], parameters=about["parameters"], attention=" and ".join(dict.fromkeys(kinds)),
         layer_kinds=", ".join(kinds), mixes=mixes(model, kinds), sigma=sigma or "none: no GKA layer", width=model["n_embd"], heads=model["n_head"],
@@ -94,7 +96,9 @@ def mixes(model: dict[str, Any], kinds: list[str]) -> str:
 
 def source(files: list[tuple[str, int]]) -> str:
     """The files that the training text came from, [name, bytes] each, in one line."""
-    return f"{len(files)} parquet files, {files[0][0]} to {files[-1][0]}, {sum(size for _, size in files) / 1e6:,.1f} MB"
+    return (
+        f"{len(files)} parquet files, {files[0][0]} to {files[-1][0]}, {sum(size for _, size in files) / 1e6:,.1f} MB"
+    )
 
 
 def main(config: ExportConfig) -> None:
@@ -102,7 +106,9 @@ def main(config: ExportConfig) -> None:
     about = export(loaded, config.out)
     with atomic(config.out / "README.md") as temporary:
         temporary.write_text(card(about, config.out))
-    print(f'{config.out}: {about["name"]} at step {about["step"]:,}; nanochat_gka.model.checkpoints.load("{config.out}") reads it')
+    print(
+        f'{config.out}: {about["name"]} at step {about["step"]:,}; nanochat_gka.model.checkpoints.load("{config.out}") reads it'
+    )
 
 
 if __name__ == "__main__":

@@ -142,12 +142,18 @@ def main(config: GenerateConfig) -> None:
     shape = loaded.model.config
     say(f"{loaded.name}: {shape.attention}, depth {shape.n_layer}, step {loaded.step:,}")
     one_by_one = config.stream or config.interactive
-    engine = Engine(loaded.model, loaded.tokenizer, max_rows=1 if one_by_one else config.max_rows, keep_keys=config.keep_keys)
+    engine = Engine(
+        loaded.model, loaded.tokenizer, max_rows=1 if one_by_one else config.max_rows, keep_keys=config.keep_keys
+    )
     started = time.perf_counter()
     if config.interactive:
         ask(engine, config)
         return
-    tokens = sum(write_stream(engine, prompt, config) for prompt in prompts) if config.stream else write_all(engine, prompts, config)
+    tokens = (
+        sum(write_stream(engine, prompt, config) for prompt in prompts)
+        if config.stream
+        else write_all(engine, prompts, config)
+    )
     seconds = time.perf_counter() - started
     say(f"{tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:,.0f} tokens/s")
 

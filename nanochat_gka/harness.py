@@ -41,7 +41,9 @@ class GKAModel(TemplateLM):
         # The harness always names a batch size; ours is counted in tokens.
         self._device = torch.device(device) if device else setup().device
         self.loaded = load(run, step, self._device)
-        self.max_length = min(int(max_length or self.loaded.model.config.sequence_len), self.loaded.model.rotary.length - 1)
+        self.max_length = min(
+            int(max_length or self.loaded.model.config.sequence_len), self.loaded.model.rotary.length - 1
+        )
         self.batch_tokens = int(batch_tokens or (65536 if self._device.type == "cuda" else 4096))
         self.engine = Engine(self.loaded.model, self.loaded.tokenizer, int(max_rows))
 

@@ -41,7 +41,9 @@ MANIFEST = "manifest.json"
 PLAN = "plan.json"
 
 
-def best_fit_rows(batches: Iterable[Sequence[np.ndarray]], capacity: int, buffer_size: int = BUFFER_DOCUMENTS) -> Iterator[np.ndarray]:
+def best_fit_rows(
+    batches: Iterable[Sequence[np.ndarray]], capacity: int, buffer_size: int = BUFFER_DOCUMENTS
+) -> Iterator[np.ndarray]:
     """nanochat's packing: rows of exactly `capacity` ids, each opened by a document's first id.
 
     The buffer is kept at >= buffer_size documents, a batch at a time. The longest one that fits whole goes next; if none fits, the
@@ -97,7 +99,9 @@ def plan_units(corpus: ParquetCorpus) -> list[Unit]:
     for path in corpus.files("train"):
         groups = open_parquet(path).num_row_groups
         for first in range(0, groups, ROW_GROUPS_PER_UNIT):
-            units.append(Unit(f"train_{number:06d}", "train", path.name, first, min(first + ROW_GROUPS_PER_UNIT, groups)))
+            units.append(
+                Unit(f"train_{number:06d}", "train", path.name, first, min(first + ROW_GROUPS_PER_UNIT, groups))
+            )
             number += 1
     return units
 
@@ -181,14 +185,21 @@ def main(config: PackConfig) -> None:
         records, seconds = _pack_all(config, plan_units(corpus))
         manifest = {**identity, "corpus": str(config.corpus), "shards": records}
         if not all(any(r["rows"] for r in records if r["split"] == split) for split in SPLITS):
-            for name in (*(f"{r['name']}.{end}" for r in records for end in ("bin", "json")), PLAN):  # the plan last: it guards the others
+            for name in (
+                *(f"{r['name']}.{end}" for r in records for end in ("bin", "json")),
+                PLAN,
+            ):  # the plan last: it guards the others
                 (config.out / name).unlink()
-            raise UserError(f"the corpus is too small for rows of {config.sequence_len} tokens: {_summary(manifest)}; lower --sequence-len")
+            raise UserError(
+                f"the corpus is too small for rows of {config.sequence_len} tokens: {_summary(manifest)}; lower --sequence-len"
+            )
         write_json(config.out / MANIFEST, manifest)
         _remove_others(config.out, records)
         new_bytes = sum(r["bytes"] for r in records if r["new"])
         busy = sum(r["seconds"] for r in records if r["new"]) or 1.0
-        print(f"{config.out}: {_summary(manifest)}; {new_bytes / 1e6 / busy:.1f} MB/s of text per worker, {seconds:.1f} s")
+        print(
+            f"{config.out}: {_summary(manifest)}; {new_bytes / 1e6 / busy:.1f} MB/s of text per worker, {seconds:.1f} s"
+        )
 
 
 def _pack_all(config: PackConfig, units: list[Unit]) -> tuple[list[dict], float]:
@@ -213,7 +224,9 @@ def _pack_all(config: PackConfig, units: list[Unit]) -> tuple[list[dict], float]
                 total += record["bytes"]
                 bar.update(task, advance=1, status=f"{total / 1e6 / (time.perf_counter() - started):.1f} MB/s")
         except BrokenProcessPool:
-            raise UserError("a worker process was killed (out of memory?); run the same command again, perhaps with fewer --workers") from None
+            raise UserError(
+                "a worker process was killed (out of memory?); run the same command again, perhaps with fewer --workers"
+            ) from None
         except BaseException:
             for worker in active_children():
                 worker.kill()

@@ -27,7 +27,17 @@ SPLIT_PATTERN = (
 )  # fmt: skip
 SPECIAL_TOKENS = tuple(
     f"<|{name}|>"
-    for name in ("bos", "user_start", "user_end", "assistant_start", "assistant_end", "python_start", "python_end", "output_start", "output_end")
+    for name in (
+        "bos",
+        "user_start",
+        "user_end",
+        "assistant_start",
+        "assistant_end",
+        "python_start",
+        "python_end",
+        "output_start",
+        "output_end",
+    )
 )
 VOCAB = Bounds(256 + len(SPECIAL_TOKENS), 2**16)  # bytes and special tokens at least; ids are stored as uint16
 FILE_NAME = "tokenizer.json"
@@ -37,7 +47,9 @@ RECIPE = "train.json"
 class Tokenizer:
     """A trained vocabulary. Special tokens follow the merges; `bos_id` opens every document."""
 
-    def __init__(self, ranks: dict[bytes, int], pattern: str = SPLIT_PATTERN, special_tokens: tuple[str, ...] = SPECIAL_TOKENS):
+    def __init__(
+        self, ranks: dict[bytes, int], pattern: str = SPLIT_PATTERN, special_tokens: tuple[str, ...] = SPECIAL_TOKENS
+    ):
         self.ranks, self.pattern = ranks, pattern
         self.special = {token: len(ranks) + i for i, token in enumerate(special_tokens)}
         self.encoding = tiktoken.Encoding("gka", pat_str=pattern, mergeable_ranks=ranks, special_tokens=self.special)
@@ -66,7 +78,11 @@ class Tokenizer:
 
     def to_json(self) -> dict:
         ordered = sorted(self.ranks, key=self.ranks.__getitem__)
-        return {"pattern": self.pattern, "special_tokens": list(self.special), "tokens": [base64.b64encode(token).decode() for token in ordered]}
+        return {
+            "pattern": self.pattern,
+            "special_tokens": list(self.special),
+            "tokens": [base64.b64encode(token).decode() for token in ordered],
+        }
 
     def save(self, folder: Path) -> None:
         write_json(Path(folder) / FILE_NAME, self.to_json())
@@ -105,7 +121,9 @@ def training_documents(corpus: ParquetCorpus, doc_cap: int, max_chars: int) -> I
     """Training documents cut to doc_cap characters, up to the one that takes the sum above max_chars (-1 = all). Shows progress."""
     total = 0
     with progress_bar() as bar:
-        task = bar.add_task("reading text for the tokenizer", total=max_chars if max_chars > 0 else None, status="characters")
+        task = bar.add_task(
+            "reading text for the tokenizer", total=max_chars if max_chars > 0 else None, status="characters"
+        )
         for document in corpus.documents("train"):
             total += len(document[:doc_cap])
             bar.update(task, completed=total)
@@ -158,7 +176,9 @@ def _check_recipe(out: Path, recipe: dict) -> None:
     try:
         there = read_json(out / RECIPE, "recipe")
     except UserError:
-        raise UserError(f"{out} holds a tokenizer and nothing that says what it was trained on; choose another --out or delete it") from None
+        raise UserError(
+            f"{out} holds a tokenizer and nothing that says what it was trained on; choose another --out or delete it"
+        ) from None
     for key, value in recipe.items():
         if there.get(key) != value:
             words = "other corpus files" if key == "corpus" else f"--{key.replace('_', '-')} {there.get(key)}"

@@ -39,10 +39,21 @@ LOSS_MEMORY = 0.9
 WARMUP_STEPS_NOT_TIMED = 3
 # What is read back from the log; a line without does not count.
 EVAL_KEYS, CORE_KEYS = ("train_bpb", "val_bpb"), ("name", "metric", "standard_error")
-FINISH_KEYS = ("parameters", "flops_per_token", "train_tokens", "train_flops", *EVAL_KEYS, "gap", "tokens_per_second", "sigma")
+FINISH_KEYS = (
+    "parameters",
+    "flops_per_token",
+    "train_tokens",
+    "train_flops",
+    *EVAL_KEYS,
+    "gap",
+    "tokens_per_second",
+    "sigma",
+)
 
 
-def accumulate_gradients(model, stream: Stream, step: int, rows: int, batch_size: int, runtime: Runtime) -> torch.Tensor:
+def accumulate_gradients(
+    model, stream: Stream, step: int, rows: int, batch_size: int, runtime: Runtime
+) -> torch.Tensor:
     """Run this rank's rows of `step` forward and backward. Returns its part of the step's mean loss, still on the device."""
     tokens = rows * stream.rows.sequence_len
     mine = runtime.share(rows)
@@ -80,7 +91,9 @@ class Trainer:
         self.rows = self.horizon.total_batch_size // sequence_len
         self.batch_size = config.device_batch_size
         if self.batch_size == "auto":
-            fitting = memory.rows_at_once(shape, runtime.device.type, memory.device_bytes(runtime.device), runtime.world_size)
+            fitting = memory.rows_at_once(
+                shape, runtime.device.type, memory.device_bytes(runtime.device), runtime.world_size
+            )
             self.batch_size = min(fitting, -(-self.rows // runtime.world_size))
         # Optimiser
         groups = parameter_groups(self.model, config, self.horizon.lr_scale, self.horizon.weight_decay_scale)
@@ -97,7 +110,9 @@ class Trainer:
         horizon = plan(self.model, lambda depth: config.shape(depth, sequence_len, vocab_size), ratio=config.target_param_data_ratio,
                        total_batch_size=config.total_batch_size, num_iterations=config.num_iterations, target_flops=config.target_flops)  # fmt: skip
         if horizon.total_batch_size % sequence_len:
-            raise UserError(f"--total-batch-size must be a multiple of the context length {sequence_len}, got {horizon.total_batch_size}")
+            raise UserError(
+                f"--total-batch-size must be a multiple of the context length {sequence_len}, got {horizon.total_batch_size}"
+            )
         if horizon.total_batch_size // sequence_len < self.runtime.world_size:
             raise UserError(
                 f"a step has {horizon.total_batch_size // sequence_len} rows for {self.runtime.world_size} processes; raise --total-batch-size"
@@ -108,13 +123,21 @@ class Trainer:
 
     def resume(self) -> None:
         """Continue from the newest intact checkpoint, if there is one."""
-        found = checkpoint.load_newest(self.folder / "checkpoints", warn=lambda message: self.runtime.print(f"warning: {message}"))
+        found = checkpoint.load_newest(
+            self.folder / "checkpoints", warn=lambda message: self.runtime.print(f"warning: {message}")
+        )
         if found is None:
             return
         self.config.check_resumes(found.state["train_config"])
-        for key, words in (("tokenizer_sha256", "another tokenizer"), ("sequence_len", "another context length"), ("source", "another corpus")):
+        for key, words in (
+            ("tokenizer_sha256", "another tokenizer"),
+            ("sequence_len", "another context length"),
+            ("source", "another corpus"),
+        ):
             if found.state["data"][key] != self.data.manifest[key]:
-                raise UserError(f"{self.config.data} was packed with {words} than the run in {self.folder}; use its data, or another --model-tag")
+                raise UserError(
+                    f"{self.config.data} was packed with {words} than the run in {self.folder}; use its data, or another --model-tag"
+                )
         device = self.runtime.device
         self.model.load_state_dict(found.tensors("model", device))
         self.optimizer.load_state_dict(found.tensors("optimizer", device))
@@ -197,7 +220,9 @@ class Trainer:
         """Fetch and read the bundle. A collective. Raises UserError, now and not in 2,000 steps, for one with anything wrong in it."""
         config, runtime = self.config, self.runtime
         bundle = config.open_on_all(config.out.parent / "core", runtime)
-        examinee = Examinee(self.model, self.data.tokenizer, runtime, self.model.rotary.length, BATCH_TOKENS[runtime.device.type])
+        examinee = Examinee(
+            self.model, self.data.tokenizer, runtime, self.model.rotary.length, BATCH_TOKENS[runtime.device.type]
+        )
         return runtime.agree(lambda: CoreMetric(examinee, bundle, config.core_metric_max_per_task))
 
     def evaluate(self) -> dict[str, float]:
@@ -269,25 +294,53 @@ class Trainer:
             bpb, sigma = self.evaluate(), self.sigma()
             mean = {layer: round(sum(values) / len(values), 3) for layer, values in sigma.items()}
             text = f"step {step:05d} | train bpb {bpb['train_bpb']:.6f} | validation bpb {bpb['val_bpb']:.6f}"
-            log.log("eval", step, text + (f" | mean sigma {mean}" if mean else ""), **bpb, sigma=sigma, tokens=step * self.horizon.total_batch_size)
+            log.log(
+                "eval",
+                step,
+                text + (f" | mean sigma {mean}" if mean else ""),
+                **bpb,
+                sigma=sigma,
+                tokens=step * self.horizon.total_batch_size,
+            )
         wanted = self.core and step and self.due(config.core_metric_every)
-        if wanted and self.runtime.any(log.enabled and not log.has("core", step, *CORE_KEYS)) and not self.core.score(log, step, stop, bar):
+        if (
+            wanted
+            and self.runtime.any(log.enabled and not log.has("core", step, *CORE_KEYS))
+            and not self.core.score(log, step, stop, bar)
+        ):
             return False
-        if self.runtime.is_main and config.sample_every > 0 and step and self.due(config.sample_every) and not log.has("sample", step):
-            texts = Engine(self.model, self.data.tokenizer).complete(SAMPLE_PROMPTS, Sampling(max_tokens=16, temperature=0))
+        if (
+            self.runtime.is_main
+            and config.sample_every > 0
+            and step
+            and self.due(config.sample_every)
+            and not log.has("sample", step)
+        ):
+            texts = Engine(self.model, self.data.tokenizer).complete(
+                SAMPLE_PROMPTS, Sampling(max_tokens=16, temperature=0)
+            )
             found = {prompt: text for prompt, [text] in zip(SAMPLE_PROMPTS, texts)}
-            log.log("sample", step, "\n".join(f"sample: {prompt + text!r}" for prompt, text in found.items()), texts=found)
+            log.log(
+                "sample", step, "\n".join(f"sample: {prompt + text!r}" for prompt, text in found.items()), texts=found
+            )
         return True
 
     def sigma(self) -> dict[str, list[float]]:
         """Learned bandwidths of the gka layers, per head."""
-        return {f"layer_{layer}": [round(value, 4) for value in sigma.tolist()] for layer, sigma in self.model.bandwidths().items()}
+        return {
+            f"layer_{layer}": [round(value, 4) for value in sigma.tolist()]
+            for layer, sigma in self.model.bandwidths().items()
+        }
 
     def summary(self, log: RunLog) -> dict:
         """The numbers of a finished run: the paper's columns. On rank 0. Raises UserError if the last evaluation has none."""
-        evaluations = [record for record in log.records("eval", *EVAL_KEYS) if None not in (record["train_bpb"], record["val_bpb"])]
+        evaluations = [
+            record for record in log.records("eval", *EVAL_KEYS) if None not in (record["train_bpb"], record["val_bpb"])
+        ]
         if not evaluations or evaluations[-1]["step"] != self.horizon.steps:
-            raise UserError(f"{self.folder}: the last evaluation's bits per byte are not finite, so the run has no result; its checkpoints are kept")
+            raise UserError(
+                f"{self.folder}: the last evaluation's bits per byte are not finite, so the run has no result; its checkpoints are kept"
+            )
         scored = [record for record in log.records("core", *CORE_KEYS) if record["step"] == self.horizon.steps]
         last, per_token, (speed, mfu) = evaluations[-1], flops_per_token(self.model), self.throughput()
         return {
@@ -328,7 +381,9 @@ def run_to_the_end(trainer: Trainer, log: RunLog) -> None:
     )
     trainer.fit_memory()
     pieces = list(map(len, micro_batches(runtime.share(trainer.rows), trainer.batch_size)))
-    runtime.print(f"rows of a step, for this process: {', '.join(map(str, pieces[:8]))}{', ...' if len(pieces) > 8 else ''} at once")
+    runtime.print(
+        f"rows of a step, for this process: {', '.join(map(str, pieces[:8]))}{', ...' if len(pieces) > 8 else ''} at once"
+    )
     trainer.data.warn_of_rows(config.eval_rows, config.eval_tokens, runtime.print)
     if model.operators():
         runtime.print(f"Gaussian kernel attention by {', '.join(model.operators())}")
@@ -338,10 +393,19 @@ def run_to_the_end(trainer: Trainer, log: RunLog) -> None:
         trainer.core = trainer.prepare_core()
     log.log("start", step, config=config.identity(), world_size=runtime.world_size, operators=model.operators())
     if not trainer.train(log, Stop()):
-        runtime.print(f"stopped at step {trainer.state['step']} of {horizon.steps}, saved; continue with: {command_line()}")
+        runtime.print(
+            f"stopped at step {trainer.state['step']} of {horizon.steps}, saved; continue with: {command_line()}"
+        )
     elif runtime.is_main:
         summary = trainer.summary(log)
-        append_result(config.results, "pretrain", {**config.identity(), "model_tag": config.tag}, summary, runtime.device, runtime.world_size)
+        append_result(
+            config.results,
+            "pretrain",
+            {**config.identity(), "model_tag": config.tag},
+            summary,
+            runtime.device,
+            runtime.world_size,
+        )
         log.log("finish", horizon.steps, **summary)
         print(
             f"{trainer.folder}: finished, validation bpb {summary['val_bpb']:.6f}, train bpb {summary['train_bpb']:.6f}, {summary['tokens_per_second']:,.0f} tok/s"

@@ -98,7 +98,11 @@ def read_tree(upstream: Upstream, tree: Path) -> tuple[str, list[File]]:
         raise PatchError(f"git does not take {tree} for a checkout with a commit: {error}") from None
     if top != tree.resolve():
         raise PatchError(f"{tree} is inside the checkout {top}, not one itself")
-    entries = [os.fsdecode(entry).partition("\t") for entry in git("ls-tree", "-r", "-z", "HEAD", at=tree).split(b"\0") if entry]
+    entries = [
+        os.fsdecode(entry).partition("\t")
+        for entry in git("ls-tree", "-r", "-z", "HEAD", at=tree).split(b"\0")
+        if entry
+    ]
     listed = {path: what.split()[2] for what, _, path in entries}
     files = []
     for change in upstream.changes():
@@ -106,7 +110,9 @@ def read_tree(upstream: Upstream, tree: Path) -> tuple[str, list[File]]:
         path = tree / change.path
         if path.is_symlink() or (path.exists() and not path.is_file()):
             raise PatchError(f"{path} is no plain file: move it away first. Nothing was changed")
-        files.append(File(change, path, committed, fit(change, committed, tree), path.read_bytes() if path.exists() else None))
+        files.append(
+            File(change, path, committed, fit(change, committed, tree), path.read_bytes() if path.exists() else None)
+        )
         if files[-1].beside.is_file():  # of a run that was cut off
             files[-1].beside.unlink()
     return commit, files
@@ -114,7 +120,9 @@ def read_tree(upstream: Upstream, tree: Path) -> tuple[str, list[File]]:
 
 def misfits(files: list[File]) -> list[str]:
     """Every insertion that has no place in the tree's commit."""
-    return [f"{hunk.patch}: {file.change.path}, after its line {line}" for file in files for hunk, line in file.fit.misfits]
+    return [
+        f"{hunk.patch}: {file.change.path}, after its line {line}" for file in files for hunk, line in file.fit.misfits
+    ]
 
 
 def apply(upstream: Upstream, tree: Path, merge: bool) -> None:
@@ -123,7 +131,10 @@ def apply(upstream: Upstream, tree: Path, merge: bool) -> None:
     if all(file.patched for file in files):
         print(f"{tree}: already patched")
         return
-    lost, moved = misfits(files), [file.change.path for file in files if file.fit.moved and file.committed != file.fit.new]
+    lost, moved = (
+        misfits(files),
+        [file.change.path for file in files if file.fit.moved and file.committed != file.fit.new],
+    )
     pin = f"git -C {tree} checkout {upstream.commit[:12]}"
     if lost:
         count = sum(len(file.change.hunks) for file in files)
@@ -158,13 +169,23 @@ def diff(upstream: Upstream, tree: Path) -> None:
     rows = []
     for file in files:
         old, new = (lines_of(text or b"") for text in (file.committed, file.found))
-        lines = list(difflib.unified_diff(old, new, f"a/{file.change.path}" if file.committed is not None else "/dev/null", f"b/{file.change.path}"))
+        lines = list(
+            difflib.unified_diff(
+                old,
+                new,
+                f"a/{file.change.path}" if file.committed is not None else "/dev/null",
+                f"b/{file.change.path}",
+            )
+        )
         sys.stdout.writelines(lines)
         counts = [sum(line.startswith(sign) for line in lines[2:]) for sign in "+-"]
         rows.append((file.change.path, *counts, "new file" if file.change.before == NO_FILE else ""))
     print(f"\n{upstream.name}, against {commit[:12]}")
     width = max(len(path) for path, *_ in rows)
-    for path, inserted, removed, note in [*rows, ("total", sum(row[1] for row in rows), sum(row[2] for row in rows), "")]:
+    for path, inserted, removed, note in [
+        *rows,
+        ("total", sum(row[1] for row in rows), sum(row[2] for row in rows), ""),
+    ]:
         print(f"  {path:{width}}  +{inserted:<3} -{removed:<3} {note}".rstrip())
 
 
@@ -217,11 +238,15 @@ def clone(upstream: Upstream, given: str, fresh: Path) -> None:
             fresh,
         )
     except PatchError as error:
-        raise PatchError(f"cannot clone {source} ({error}). Set {upstream.source} to a folder or repository that has it") from None
+        raise PatchError(
+            f"cannot clone {source} ({error}). Set {upstream.source} to a folder or repository that has it"
+        ) from None
     try:
         git("checkout", "--quiet", "--detach", upstream.commit, at=fresh)
     except PatchError:
-        raise PatchError(f"{source} does not have the commit {upstream.commit[:12]}: update it, or unset {upstream.source}") from None
+        raise PatchError(
+            f"{source} does not have the commit {upstream.commit[:12]}: update it, or unset {upstream.source}"
+        ) from None
 
 
 def is_plain_folder(path: Path) -> bool:
@@ -233,10 +258,14 @@ def adopt(upstream: Upstream, folder: Path, fresh: Path) -> None:
     """Copy a folder without git, checking the files that the patches change, and commit it. The commit is therefore not upstream's."""
     for change in upstream.changes():
         path = folder / change.path
-        if change.before != NO_FILE and (not path.is_file() or git("hash-object", "--no-filters", path.resolve()).decode().strip() != change.before):
+        if change.before != NO_FILE and (
+            not path.is_file() or git("hash-object", "--no-filters", path.resolve()).decode().strip() != change.before
+        ):
             raise PatchError(f"{upstream.source}={folder}: its {change.path} is not that of {upstream.commit[:12]}")
     if fresh.resolve().is_relative_to(folder.resolve()):
-        raise PatchError(f"{upstream.source}={folder} contains {fresh.parent.parent}, where it would be copied to: give --tree a place outside")
+        raise PatchError(
+            f"{upstream.source}={folder} contains {fresh.parent.parent}, where it would be copied to: give --tree a place outside"
+        )
     shutil.copytree(folder, fresh, symlinks=True, ignore=shutil.ignore_patterns(".venv", "__pycache__"))
     git("init", "--quiet", at=fresh)
     git("config", "core.autocrlf", "false", at=fresh)
@@ -258,12 +287,18 @@ def adopt(upstream: Upstream, folder: Path, fresh: Path) -> None:
 def main(argv: list[str] | None = None) -> int:
     known = read_upstream()
     summary, *details = __doc__.splitlines()
-    parser = argparse.ArgumentParser(description=summary, epilog="\n".join(details), formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=summary, epilog="\n".join(details), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("action", choices=["vendor", "apply", "diff", "reverse"])
-    parser.add_argument("upstream", nargs="*", help=f"{' or '.join(known)}; all of them if left out", metavar="UPSTREAM")
+    parser.add_argument(
+        "upstream", nargs="*", help=f"{' or '.join(known)}; all of them if left out", metavar="UPSTREAM"
+    )
     parser.add_argument("--tree", type=Path, help="the checkout; default: vendor/UPSTREAM in this project")
     parser.add_argument(
-        "--merge", action="store_true", help="apply: insert into another version of the files too, where every insertion finds its place"
+        "--merge",
+        action="store_true",
+        help="apply: insert into another version of the files too, where every insertion finds its place",
     )
     options = parser.parse_args(argv)
     names = options.upstream or list(known)

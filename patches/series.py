@@ -11,7 +11,15 @@ from tempfile import TemporaryDirectory
 
 HERE = Path(__file__).resolve().parent
 NO_FILE = "0" * 40
-KEPT = {"GIT_SSH", "GIT_SSH_COMMAND", "GIT_ASKPASS", "GIT_TERMINAL_PROMPT", "GIT_SSL_CAINFO", "GIT_SSL_NO_VERIFY", "GIT_EXEC_PATH"}
+KEPT = {
+    "GIT_SSH",
+    "GIT_SSH_COMMAND",
+    "GIT_ASKPASS",
+    "GIT_TERMINAL_PROMPT",
+    "GIT_SSL_CAINFO",
+    "GIT_SSL_NO_VERIFY",
+    "GIT_EXEC_PATH",
+}
 
 
 class PatchError(Exception):
@@ -119,7 +127,9 @@ def parse(patch: Path) -> list[Change]:
             changes.append(Change(match[1].decode(), NO_FILE, NO_FILE, []))
         elif not changes:
             if line.startswith((b"@@", b"+", b"index ")):
-                raise PatchError(f"{patch}: has no line 'diff --git a/FILE b/FILE' (or Windows line ends: core.autocrlf)")
+                raise PatchError(
+                    f"{patch}: has no line 'diff --git a/FILE b/FILE' (or Windows line ends: core.autocrlf)"
+                )
         elif match := re.match(rb"index ([0-9a-f]{40})\.\.([0-9a-f]{40})", line):
             changes[-1].before, changes[-1].after = match[1].decode(), match[2].decode()
         elif match := re.match(rb"@@ -\d+,0 \+(\d+)(?:,(\d+))? @@$", line):
@@ -154,7 +164,9 @@ def fit(change: Change, current: bytes | None, tree: Path) -> Fit:
         try:
             base = git("cat-file", "blob", change.before, at=tree)
         except PatchError:
-            raise PatchError(f"{tree} lacks the version of {change.path} that the patches are for: fetch the commit that UPSTREAM names") from None
+            raise PatchError(
+                f"{tree} lacks the version of {change.path} that the patches are for: fetch the commit that UPSTREAM names"
+            ) from None
     if current is None and not new_file:
         return Fit(None, [(hunk, hunk.after) for hunk in change.hunks], moved=True)
     moved = current is not None and (new_file or current != base)
@@ -170,7 +182,9 @@ def fit(change: Change, current: bytes | None, tree: Path) -> Fit:
             text = merged
         base, earlier = patched, earlier + len(hunk.lines)
     if hashlib.sha1(b"blob %d\0" % len(base) + base).hexdigest() != change.after:
-        raise PatchError(f"the patches of {change.path} are damaged: they do not make the version they name. Get them again")
+        raise PatchError(
+            f"the patches of {change.path} are damaged: they do not make the version they name. Get them again"
+        )
     return Fit(text, misfits, moved)
 
 

@@ -26,7 +26,12 @@ ROOT = Path(__file__).resolve().parents[1]
 DEMO_RESULTS = ROOT / "runs" / "results" / "demo.jsonl"
 VISION_RESULTS = ROOT / "runs" / "results" / "demo_vision.jsonl"
 CORE_RESULTS = ROOT / "runs" / "results" / "core"
-DECODERS = {"softmax": "softmax", "gka": "GKA", "gka-normalised": "GKA, values normalised (ours)", "gka-keys": "the same, keys kept"}
+DECODERS = {
+    "softmax": "softmax",
+    "gka": "GKA",
+    "gka-normalised": "GKA, values normalised (ours)",
+    "gka-keys": "the same, keys kept",
+}
 SIZES = {"Ti": "tiny", "S": "small", "B": "base"}
 KINDS = {"DeiT": "softmax", "VLT": "vlt", "GKA": "gka"}
 
@@ -37,9 +42,13 @@ def demo_table() -> str:
     records = {label: found[run_tag(name)] for name, (label, _) in VARIANTS.items() if run_tag(name) in found}
     lines = [f"| | {' | '.join(heading for heading, _ in COLUMNS.values())} |", "|---|" + "---:|" * len(COLUMNS)]
     for label, record in records.items():
-        lines.append(f"| **{label}** | {' | '.join(form.format(record['metrics'][key]) for key, (_, form) in COLUMNS.items())} |")
+        lines.append(
+            f"| **{label}** | {' | '.join(form.format(record['metrics'][key]) for key, (_, form) in COLUMNS.items())} |"
+        )
     for label, row in PAPER.items():
-        lines.append(f"| *paper, depth 20: {label}* | {' | '.join(f'*{row[key]}*' if key in row else '' for key in COLUMNS)} |")
+        lines.append(
+            f"| *paper, depth 20: {label}* | {' | '.join(f'*{row[key]}*' if key in row else '' for key in COLUMNS)} |"
+        )
     return "\n".join([*lines, measured(next(reversed(records.values())), "demo.jsonl")])
 
 
@@ -54,13 +63,19 @@ def vision_table() -> str:
     for record in read_lines(VISION_RESULTS):
         records.setdefault(record["label"], []).append(record)
     lines = [f"| | {' | '.join(demo_vision.HEADINGS)} |", "|---|" + "---:|" * len(demo_vision.HEADINGS)]
-    lines += [f"| **{label}** | {' | '.join(demo_vision.cells([run['metrics'] for run in runs]))} |" for label, runs in records.items()]
+    lines += [
+        f"| **{label}** | {' | '.join(demo_vision.cells([run['metrics'] for run in runs]))} |"
+        for label, runs in records.items()
+    ]
     return "\n".join([*lines, measured(next(reversed(records.values()))[-1], "demo_vision.jsonl")])
 
 
 def sizes_table() -> str:
     """Parameters and FLOPs of the paper's vision models, counted here, beside the paper's accuracies."""
-    lines = ["| | command | parameters | attention | sigma | GFLOPs | weights, MiB | *paper: top-1* |", "|---|---|" + "---:|" * 6]
+    lines = [
+        "| | command | parameters | attention | sigma | GFLOPs | weights, MiB | *paper: top-1* |",
+        "|---|---|" + "---:|" * 6,
+    ]
     for label, figures in PAPER_VISION.items():
         kind, size = label.split("-")
         shape = models.SIZES[SIZES[size]]
@@ -93,9 +108,15 @@ def core_table() -> str:
     """The demo's models on the paper's six tasks, centred, beside published figures, all with their standard errors."""
     paths = {label: CORE_RESULTS / f"{run_tag(name)}_step{STEPS:06d}.jsonl" for name, (label, _) in VARIANTS.items()}
     found = {label: read_results(path) for label, path in paths.items() if path.exists()}
-    records = {label: {line["config"]["task"]: line for line in lines if line.get("kind") == "core"} for label, lines in found.items()}
+    records = {
+        label: {line["config"]["task"]: line for line in lines if line.get("kind") == "core"}
+        for label, lines in found.items()
+    }
     headings = [*records, "*GPT-2 124M*", "*paper: base*", f"*paper: GKA, n = {PAPER_EXAMPLES[1]}*"]
-    lines = [f"| centred, ± standard error | examples | {' | '.join(headings)} |", "|---|" + "---:|" * (len(headings) + 1)]
+    lines = [
+        f"| centred, ± standard error | examples | {' | '.join(headings)} |",
+        "|---|" + "---:|" * (len(headings) + 1),
+    ]
     columns: list[list[Score]] = [[] for _ in headings]
     for task in PAPER_TASKS:
         ours = [score_of(task, each[task]["metrics"]) for each in records.values()]
@@ -106,7 +127,10 @@ def core_table() -> str:
             column.append(score)
         cells = [f"{score.centered:.4f} ± {score.standard_error:.3f}" for score in row]
         lines.append(f"| {task} | {ours[0].examples} | {' | '.join(italic(cells, len(ours)))} |")
-    means = [f"{aggregate(column)[1]:.4f} ± {error_of_mean([score.standard_error for score in column]):.3f}" for column in columns]
+    means = [
+        f"{aggregate(column)[1]:.4f} ± {error_of_mean([score.standard_error for score in column]):.3f}"
+        for column in columns
+    ]
     cells = [f"**{cell}**" for cell in means[: len(records)]] + italic(means, len(records))[len(records) :]
     lines.append(f"| **mean** | | {' | '.join(cells)} |")
     newest = list(records["softmax"].values())[-1]
@@ -126,7 +150,8 @@ def decode_table() -> str:
         compared = bench_results.load(bench_results.RESULTS, "gpt", hardware)
         for case in sorted({case for case, phase in compared if phase == "decode-8"}):
             one, eight = (
-                {line["config"]["candidate"]: line["metrics"] for line in compared[case, phase].lines} for phase in ("decode-1", "decode-8")
+                {line["config"]["candidate"]: line["metrics"] for line in compared[case, phase].lines}
+                for phase in ("decode-1", "decode-8")
             )
             if not DECODERS.keys() <= eight.keys():
                 continue  # of other kinds than these
@@ -142,10 +167,17 @@ def scorer_table() -> str:
     lines = ["| examples/s, six tasks | one prompt at a time | one example at a time | batched | beginnings shared | over by prompt | over by example |",
              "|---|---:|---:|---:|---:|---:|---:|"]  # fmt: skip
     for path in sorted(bench_results.RESULTS.glob("bench_core_*.jsonl")):
-        newest = {(record["config"]["model"], record["config"]["vocab_size"], record["config"]["task"]): record for record in read_lines(path)}
+        newest = {
+            (record["config"]["model"], record["config"]["vocab_size"], record["config"]["task"]): record
+            for record in read_lines(path)
+        }
         models = {run_tag(name) for name in VARIANTS}
-        for model, vocabulary in dict.fromkeys((model, vocabulary) for model, vocabulary, _ in newest if model in models):
-            found = [record["metrics"] for (name, size, _), record in newest.items() if (name, size) == (model, vocabulary)]
+        for model, vocabulary in dict.fromkeys(
+            (model, vocabulary) for model, vocabulary, _ in newest if model in models
+        ):
+            found = [
+                record["metrics"] for (name, size, _), record in newest.items() if (name, size) == (model, vocabulary)
+            ]
             examples = sum(metrics["examples"] for metrics in found)
             seconds = {how: sum(metrics["seconds"][how] for metrics in found) for how in found[0]["seconds"]}
             speeds = " | ".join(f"{examples / value:,.0f}" for value in seconds.values())
@@ -180,8 +212,12 @@ def render(page: str, text: str) -> str:
         try:
             block = f"<!-- table:{name} -->\n{table()}\n<!-- /table -->"
         except (KeyError, IndexError, StopIteration, TypeError) as error:
-            sys.exit(f"error: the results behind the table {name} of {page} are not whole ({error!r}); make them again, or git checkout runs/results")
-        text, count = re.subn(rf"<!-- table:{name} -->.*?<!-- /table -->", lambda _, block=block: block, text, flags=re.DOTALL)
+            sys.exit(
+                f"error: the results behind the table {name} of {page} are not whole ({error!r}); make them again, or git checkout runs/results"
+            )
+        text, count = re.subn(
+            rf"<!-- table:{name} -->.*?<!-- /table -->", lambda _, block=block: block, text, flags=re.DOTALL
+        )
         if count != 1:
             sys.exit(f"error: {page} needs one block <!-- table:{name} --> ... <!-- /table -->, it has {count}")
     return text

@@ -3,7 +3,9 @@
 import os
 import signal
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as for a shell's background job; the commands under test would inherit it
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # as for a shell's background job; the commands under test would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("WANDB_MODE", "disabled")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -27,7 +29,9 @@ def _seed():
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: item.path.name != "test_triton_compile.py")  # the longest test of all, so that no worker is left alone with it
+    items.sort(
+        key=lambda item: item.path.name != "test_triton_compile.py"
+    )  # the longest test of all, so that no worker is left alone with it
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="no CUDA device")
         for item in items:
@@ -46,5 +50,13 @@ def packed(tmp_path_factory):
     processes.server()  # before packing starts one that lacks the libraries
     tiny.write_corpus(root / "corpus")
     tokenizer.main(tokenizer.TokenizerConfig(corpus=root / "corpus", out=root / "tokenizer", vocab_size=300))
-    pack.main(pack.PackConfig(corpus=root / "corpus", tokenizer=root / "tokenizer", out=root / "packed", sequence_len=tiny.SEQUENCE_LEN, workers=1))
+    pack.main(
+        pack.PackConfig(
+            corpus=root / "corpus",
+            tokenizer=root / "tokenizer",
+            out=root / "packed",
+            sequence_len=tiny.SEQUENCE_LEN,
+            workers=1,
+        )
+    )
     return root

@@ -33,4 +33,6 @@ def test_implementations_do_not_import_one_another():
 def test_importing_the_operator_needs_torch_alone():
     """`import gka` must work for an engineer who installed nothing of the trainers."""
     code = "import sys, gka; print([m for m in ('tyro', 'rich', 'pyarrow', 'tiktoken', 'rustbpe', 'matplotlib', 'wandb', 'huggingface_hub', 'triton') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    )

@@ -39,7 +39,14 @@ class Checkpoint:
         return load_file(self.path / f"{name}.safetensors", device=str(device))
 
 
-def save(folder: Path, step: int, tensors: dict[str, Tensors], state: dict[str, Any], files: dict[str, Path] | None = None, keep: int = 2) -> Path:
+def save(
+    folder: Path,
+    step: int,
+    tensors: dict[str, Tensors],
+    state: dict[str, Any],
+    files: dict[str, Path] | None = None,
+    keep: int = 2,
+) -> Path:
     """Write checkpoint `step` into `folder` and keep the newest `keep` up to it. `files` are copied in under the given names.
 
     The final name appears only when everything is on disk; a kill at any moment leaves the previous checkpoints untouched. A step that is

@@ -111,7 +111,14 @@ def run(main: Callable[[Any], None], config_class: type, argv: list[str] | None 
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":  # torch's; torch itself is not imported for a name
             raise
-        flag = next((f"--{flag.replace('_', '-')} (now {getattr(config, flag)})" for flag in BATCH_FLAGS if hasattr(config, flag)), "the batch size")
+        flag = next(
+            (
+                f"--{flag.replace('_', '-')} (now {getattr(config, flag)})"
+                for flag in BATCH_FLAGS
+                if hasattr(config, flag)
+            ),
+            "the batch size",
+        )
         _leave(f"out of GPU memory; lower {flag}: it changes the speed, not the result. What was saved is kept")
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

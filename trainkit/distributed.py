@@ -125,7 +125,9 @@ def setup(device_type: str = "auto", seed: int = 42) -> Runtime:
     SEED.check("--seed", seed)
     if device_type == "cuda" and not torch.cuda.is_available():
         raise UserError("--device-type cuda: no CUDA device is visible; use --device-type cpu")
-    rank, world_size, local_rank = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    rank, world_size, local_rank = (
+        int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
+    )
     if device_type != "cpu" and torch.cuda.is_available():
         if local_rank >= torch.cuda.device_count():
             raise UserError(
@@ -141,7 +143,11 @@ def setup(device_type: str = "auto", seed: int = 42) -> Runtime:
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     if world_size > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=PATIENCE, device_id=device if device.type == "cuda" else None)
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            timeout=PATIENCE,
+            device_id=device if device.type == "cuda" else None,
+        )
     return Runtime(rank, world_size, device)
 
 

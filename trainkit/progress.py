@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from trainkit.cli import UserError
 from trainkit.files import atomic
@@ -62,7 +70,9 @@ class RunLog:
         """
         if not self.enabled:
             return
-        self.file.write(json.dumps({"event": event, "step": step, "time": round(time.time(), 3), **finite(values)}) + "\n")
+        self.file.write(
+            json.dumps({"event": event, "step": step, "time": round(time.time(), 3), **finite(values)}) + "\n"
+        )
         if self.wandb is not None and chart:
             self.wandb.log({f"{event}/{name}": value for name, value in _scalars(values)}, step=step)
         if show:
@@ -100,7 +110,11 @@ def _scalars(values: dict[str, Any]):
         if isinstance(value, dict):
             yield from ((f"{name}/{inner}", number) for inner, number in _scalars(value))
         elif isinstance(value, list) and value and all(isinstance(item, (int, float)) for item in value):
-            yield from ((f"{name}/mean", sum(value) / len(value)), (f"{name}/min", min(value)), (f"{name}/max", max(value)))
+            yield from (
+                (f"{name}/mean", sum(value) / len(value)),
+                (f"{name}/min", min(value)),
+                (f"{name}/max", max(value)),
+            )
         elif isinstance(value, (int, float)):
             yield name, value
 
@@ -164,8 +178,14 @@ def _start_wandb(mode: str, name: str, config: dict[str, Any], folder: Path):
         raise UserError("--wandb needs the wandb package: pip install wandb, or leave --wandb disabled") from None
     try:
         if mode == "online" and not wandb.login(prompt=False):
-            raise UserError("--wandb online needs the key of an account: set WANDB_API_KEY, or run wandb login once; --wandb offline needs none")
-        return wandb.init(project=os.environ.get("WANDB_PROJECT", "gka"), name=name, mode=mode, config=config, dir=str(folder))
+            raise UserError(
+                "--wandb online needs the key of an account: set WANDB_API_KEY, or run wandb login once; --wandb offline needs none"
+            )
+        return wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "gka"), name=name, mode=mode, config=config, dir=str(folder)
+        )
     except wandb.errors.Error as error:
         said = str(error).strip().splitlines() or [type(error).__name__]
-        raise UserError(f"--wandb {mode}: {said[0]}; --wandb offline needs no account (wandb sync sends it later)") from None
+        raise UserError(
+            f"--wandb {mode}: {said[0]}; --wandb offline needs no account (wandb sync sends it later)"
+        ) from None

@@ -23,7 +23,9 @@ def describe_hardware(device: torch.device) -> str:
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        names = [
+            line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
+        ]
         model = names[0] if names else model
     return f"{model}, {torch.get_num_threads()} threads"
 
@@ -42,8 +44,12 @@ def git_commit() -> str:
     if not (root / ".git").exists():  # installed: a repository around it is someone else's
         return "unknown"
     try:
-        commit = subprocess.run(["git", "-C", str(root), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        dirty = subprocess.run(["git", "-C", str(root), "diff", "--quiet", "HEAD", "--", "*.py"], capture_output=True).returncode
+        commit = subprocess.run(
+            ["git", "-C", str(root), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        dirty = subprocess.run(
+            ["git", "-C", str(root), "diff", "--quiet", "HEAD", "--", "*.py"], capture_output=True
+        ).returncode
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return commit + ("+" if dirty else "")
@@ -58,7 +64,11 @@ def check_appendable(path: Path) -> None:
 
 def read_results(path: Path, *keys: str) -> list[dict[str, Any]]:
     """The records of a file that `append_result` wrote whose metrics have all `keys`; other lines (by hand, cut short) are left out."""
-    lines = [line for line in read_lines(path) if isinstance(line.get("config"), dict) and isinstance(line.get("metrics"), dict)]
+    lines = [
+        line
+        for line in read_lines(path)
+        if isinstance(line.get("config"), dict) and isinstance(line.get("metrics"), dict)
+    ]
     return [line for line in lines if line["metrics"].keys() >= set(keys)]
 
 
@@ -80,7 +90,9 @@ def append_result(
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a+b") as file:
-        if file.tell() and file.seek(-1, os.SEEK_END) >= 0 and file.read() != b"\n":  # a line that was cut short ends here
+        if (
+            file.tell() and file.seek(-1, os.SEEK_END) >= 0 and file.read() != b"\n"
+        ):  # a line that was cut short ends here
             file.write(b"\n")
         file.write((json.dumps(finite(record), default=str) + "\n").encode())
     return record

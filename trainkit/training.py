@@ -70,7 +70,9 @@ class Trainer(Protocol):
     def resume(self) -> None: ...
 
 
-def launch(config: RunConfig, make_trainer: Callable[[Any, Runtime], Trainer], train: Callable[[Any, RunLog], None]) -> None:
+def launch(
+    config: RunConfig, make_trainer: Callable[[Any, Runtime], Trainer], train: Callable[[Any, RunLog], None]
+) -> None:
     """Join the processes, take the run's folder, build and resume the trainer, open its log, and `train(trainer, log)`.
 
     Raises UserError, on every process, for anything the user can mend.

@@ -30,10 +30,15 @@ def three_augment(recipe: Recipe) -> transforms.Compose:
     """
     size, jitter = recipe.input_size, recipe.color_jitter
     if recipe.src:
-        crop = [transforms.Resize(size, InterpolationMode.BICUBIC), transforms.RandomCrop(size, padding=4, padding_mode="reflect")]
+        crop = [
+            transforms.Resize(size, InterpolationMode.BICUBIC),
+            transforms.RandomCrop(size, padding=4, padding_mode="reflect"),
+        ]
     else:
         crop = [RandomResizedCropAndInterpolation(size, recipe.scale, recipe.ratio, interpolation="bicubic")]
-    one_of_three = transforms.RandomChoice([transforms.Grayscale(3), transforms.RandomSolarize(threshold=128, p=1.0), Blur()])
+    one_of_three = transforms.RandomChoice(
+        [transforms.Grayscale(3), transforms.RandomSolarize(threshold=128, p=1.0), Blur()]
+    )
     return transforms.Compose([
         *crop, transforms.RandomHorizontalFlip(recipe.hflip), one_of_three, *([transforms.ColorJitter(jitter, jitter, jitter)] if jitter else []),
         transforms.ToTensor(), transforms.Normalize(IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD),

@@ -92,11 +92,17 @@ class Order:
     def __init__(self, source: Source | Stream, recipe: Recipe, runtime: Runtime, device_batch_size: int):
         pairs = runtime.share(recipe.batch_size // 2)
         if not pairs:
-            raise UserError(f"--batch-size {recipe.batch_size} has too few pairs of images for {runtime.world_size} processes; raise it")
+            raise UserError(
+                f"--batch-size {recipe.batch_size} has too few pairs of images for {runtime.world_size} processes; raise it"
+            )
         if len(source) < recipe.batch_size:
-            raise UserError(f"{source.name} has {len(source):,} training images, fewer than one batch; lower --batch-size (now {recipe.batch_size})")
+            raise UserError(
+                f"{source.name} has {len(source):,} training images, fewer than one batch; lower --batch-size (now {recipe.batch_size})"
+            )
         if isinstance(source, Stream) and recipe.repeated_aug > 1:
-            raise UserError("repeated augmentation needs random access and a stream has none; pass --repeated-aug 1, or use a local copy")
+            raise UserError(
+                "repeated augmentation needs random access and a stream has none; pass --repeated-aug 1, or use a local copy"
+            )
         self.source, self.recipe, self.runtime = source, recipe, runtime
         self.pieces = deal(recipe.batch_size, recipe.group_size, pairs, device_batch_size)
         self.units = [unit for piece in self.pieces for unit in split_evenly(piece.places, UNIT)]
@@ -108,14 +114,20 @@ class Order:
         while step < stop:
             epoch, first = divmod(step, self.steps_per_epoch)
             last = min(self.steps_per_epoch, first + stop - step)
-            yield from self._stream(epoch, first, last) if isinstance(self.source, Stream) else self._random_access(epoch, first, last)
+            yield from (
+                self._stream(epoch, first, last)
+                if isinstance(self.source, Stream)
+                else self._random_access(epoch, first, last)
+            )
             step += last - first
 
     def _key(self, item, epoch: int, place: int) -> Key:
         return Key(item, seed_of(self.recipe.seed, "image", epoch, place))
 
     def _random_access(self, epoch: int, first: int, last: int) -> Iterator[list[Key]]:
-        sampler = RepeatAugSampler(self.source, num_replicas=1, rank=0, num_repeats=self.recipe.repeated_aug, selected_round=0)
+        sampler = RepeatAugSampler(
+            self.source, num_replicas=1, rank=0, num_repeats=self.recipe.repeated_aug, selected_round=0
+        )
         sampler.set_epoch(seed_of(self.recipe.seed, "order", epoch))
         indices = list(sampler)
         for step in range(first, last):
@@ -138,7 +150,9 @@ class Order:
         """This process's records; should its part of the shards be short, it starts on them again."""
         passes = 0
         while True:
-            yield from self.source.records(seed_of("pass", epoch, passes) % 2**31, self.runtime.rank, self.runtime.world_size, self.recipe.seed)
+            yield from self.source.records(
+                seed_of("pass", epoch, passes) % 2**31, self.runtime.rank, self.runtime.world_size, self.recipe.seed
+            )
             passes += 1
 
 
@@ -214,7 +228,10 @@ class Images:
             made.append((self.transform(image), label))
         intact = [place for place, image in enumerate(made) if image is not None]
         if self.training and intact:
-            made = [image or made[next((other for other in intact if other > place), intact[0])] for place, image in enumerate(made)]
+            made = [
+                image or made[next((other for other in intact if other > place), intact[0])]
+                for place, image in enumerate(made)
+            ]
         made = [image for image in made if image is not None]
         images = torch.stack([image for image, _ in made]) if made else torch.empty(0, 3, 1, 1)
         labels = torch.tensor([label for _, label in made], dtype=torch.long)
@@ -236,7 +253,9 @@ def join(parts: list[Batch]) -> Batch:
         return parts[0]
     images = [part.images for part in parts if len(part.images)] or [parts[0].images]
     broken = [image for part in parts for image in part.broken]
-    return Batch(torch.cat(images), torch.cat([part.labels for part in parts]), broken, sum(part.seconds for part in parts))
+    return Batch(
+        torch.cat(images), torch.cat([part.labels for part in parts]), broken, sum(part.seconds for part in parts)
+    )
 
 
 def train_transform(recipe: Recipe):
@@ -248,7 +267,9 @@ def train_transform(recipe: Recipe):
                                 auto_augment=recipe.aa or None, color_jitter=None, interpolation="bicubic", re_prob=recipe.reprob, re_mode="pixel",
                                 re_count=1)  # fmt: skip
     except (AssertionError, ValueError, KeyError, IndexError) as error:
-        raise UserError(f"--aa {recipe.aa!r} is not an augmentation of timm's, such as rand-m9-mstd0.5-inc1: {error}") from None
+        raise UserError(
+            f"--aa {recipe.aa!r} is not an augmentation of timm's, such as rand-m9-mstd0.5-inc1: {error}"
+        ) from None
 
 
 def eval_transform(input_size: int | tuple[int, int], crop_pct: float, interpolation: str = "bicubic", **others):

@@ -56,7 +56,10 @@ class Loaded(Iterator[Batch]):
 
     def end(self) -> None:
         """Shut the workers down now, whoever still refers to them (a traceback may), and kill those that do not hear."""
-        shutdown, late = getattr(self._loader, "_shutdown_workers", None), threading.Timer(GLANCE, _kill, [self._workers])
+        shutdown, late = (
+            getattr(self._loader, "_shutdown_workers", None),
+            threading.Timer(GLANCE, _kill, [self._workers]),
+        )
         self._loader, self._workers = iter(()), []
         if shutdown is not None:
             late.start()
@@ -85,7 +88,9 @@ def batches(images: Images, keys: Iterable[list[Key]], num_workers: int, device:
     return Loaded(DataLoader(images, **how), PATIENCE)
 
 
-def evaluation_batches(source: Source | Stream, transform, runtime: Runtime, batch_size: int, num_workers: int) -> Iterator[Batch]:
+def evaluation_batches(
+    source: Source | Stream, transform, runtime: Runtime, batch_size: int, num_workers: int
+) -> Iterator[Batch]:
     """This process's part of the images, in order: every image is in exactly one process's part, once."""
     if isinstance(source, Stream):
         items: Iterable = source.records(0, runtime.rank, runtime.world_size)

@@ -50,7 +50,9 @@ def to_pixels(maps: torch.Tensor, size: int) -> torch.Tensor:
     return nn.functional.interpolate(maps, size=(size, size), mode="bicubic", align_corners=False).clamp(min=0)
 
 
-def draw_cls_attention(rows: dict[str, nn.Module], images: torch.Tensor, path: Path, layer: int = -1, titles: Sequence[str] = ()) -> Path:
+def draw_cls_attention(
+    rows: dict[str, nn.Module], images: torch.Tensor, path: Path, layer: int = -1, titles: Sequence[str] = ()
+) -> Path:
     """A picture: the images on top, then a row for every model with its heads' mean CLS attention of `layer` laid over them.
 
     images: normalised, (B, 3, S, S). Colour map inferno, alpha 0.6, as in the paper's supplement.
@@ -62,7 +64,9 @@ def draw_cls_attention(rows: dict[str, nn.Module], images: torch.Tensor, path: P
 
     size = images.shape[-1]
     pixels = (images.movedim(1, -1) * STD + MEAN).clamp(0, 1)
-    figure, axes = plt.subplots(1 + len(rows), len(images), figsize=(1.4 * len(images), 1.5 * (1 + len(rows))), squeeze=False)
+    figure, axes = plt.subplots(
+        1 + len(rows), len(images), figsize=(1.4 * len(images), 1.5 * (1 + len(rows))), squeeze=False
+    )
     for column, pixel in enumerate(pixels):
         axes[0][column].imshow(pixel)
         if column < len(titles):

@@ -11,7 +11,14 @@ from timm.layers import maybe_add_mask, resolve_self_attn_mask, use_fused_attn
 from timm.models import VisionTransformer
 from torch import nn
 
-from gka import GaussianKernelAttention, dot_product_attention, gaussian_attention, initial_log_sigma, log_kernel, without_autocast
+from gka import (
+    GaussianKernelAttention,
+    dot_product_attention,
+    gaussian_attention,
+    initial_log_sigma,
+    log_kernel,
+    without_autocast,
+)
 
 
 class TimmAttention(nn.Module):
@@ -53,7 +60,9 @@ class GKA(TimmAttention, GaussianKernelAttention):
 
     def __init__(self, dim: int, num_heads: int = 8, qkv_bias: bool = False, qk_norm: bool = False, scale_norm: bool = False,
                  proj_bias: bool = True, attn_drop: float = 0.0, proj_drop: float = 0.0, norm_layer=None, device=None, dtype=None, **later):  # fmt: skip
-        GaussianKernelAttention.__init__(self, dim, num_heads, bias=proj_bias, sigma_squared=self.sigma_squared_start, impl=self.operator)
+        GaussianKernelAttention.__init__(
+            self, dim, num_heads, bias=proj_bias, sigma_squared=self.sigma_squared_start, impl=self.operator
+        )
         self._init_dropout(attn_drop, proj_drop, qk_norm, scale_norm)
         self.to(device=device)
         self.proj.to(dtype=dtype)
@@ -144,7 +153,11 @@ def with_settings(kind: str, **settings) -> type[TimmAttention]:
 @functools.cache
 def _class_with(kind: str, settings: tuple) -> type[TimmAttention]:
     base = ATTENTION[kind]
-    return type(base.__name__, (base,), {**dict(settings), "__reduce__": lambda layer: (_empty_layer, (kind, settings), layer.__dict__)})
+    return type(
+        base.__name__,
+        (base,),
+        {**dict(settings), "__reduce__": lambda layer: (_empty_layer, (kind, settings), layer.__dict__)},
+    )
 
 
 def _empty_layer(kind: str, settings: tuple) -> TimmAttention:

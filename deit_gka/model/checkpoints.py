@@ -55,11 +55,18 @@ def check_name(name: str) -> None:
         raise UserError(f"timm has no model {name!r}" + (f"; did you mean {' or '.join(near)}?" if near else ""))
 
 
-def build(name: str, num_classes: int | None = None, input_size: int | None = None, pretrained: bool = False, **kwargs) -> nn.Module:
+def build(
+    name: str, num_classes: int | None = None, input_size: int | None = None, pretrained: bool = False, **kwargs
+) -> nn.Module:
     """timm.create_model with mistakes as one line. None leaves timm's own number of classes or image size. Raises UserError."""
     check_name(name)
     config = timm.get_pretrained_cfg(name)
-    if input_size is not None and config is not None and config.fixed_input_size and config.input_size[-1] != input_size:
+    if (
+        input_size is not None
+        and config is not None
+        and config.fixed_input_size
+        and config.input_size[-1] != input_size
+    ):
         kwargs.setdefault("img_size", input_size)
     if num_classes is not None:
         kwargs["num_classes"] = num_classes
@@ -131,7 +138,9 @@ def open_data(data: str, split: str, run: Path | None) -> Source | Stream:
 def load_run(found: Checkpoint, weights: str, device: torch.device | str) -> nn.Module:
     """The model of one of our checkpoints; weights: "ema" or "model" (the raw ones). Raises UserError if they are not in it."""
     if not (found.path / f"{weights}.safetensors").exists():
-        raise UserError(f"{found.path} has no {weights} weights; choose --weights {' or '.join(w for w in WEIGHTS if w != weights)}")
+        raise UserError(
+            f"{found.path} has no {weights} weights; choose --weights {' or '.join(w for w in WEIGHTS if w != weights)}"
+        )
     about = found.state["model"]
     model = build(about["name"], about["num_classes"], about["input_size"], **about["kwargs"])
     model.load_state_dict(found.tensors(weights))
@@ -153,7 +162,13 @@ def export(found: Checkpoint, weights: str, folder: Path) -> Path:
     """Write model.safetensors and config.json for timm: create_model(NAME, checkpoint_path=FILE), or create_model("local-dir:FOLDER", pretrained=True)."""
     model = load_run(found, weights, "cpu")
     recipe, classes = found.state["train_config"], found.state["classes"]
-    data_config = {"crop_pct": recipe["crop_pct"], "interpolation": "bicubic", "input_size": (3, recipe["input_size"], recipe["input_size"])}
+    data_config = {
+        "crop_pct": recipe["crop_pct"],
+        "interpolation": "bicubic",
+        "input_size": (3, recipe["input_size"], recipe["input_size"]),
+    }
     model_config = {"label_names": classes} if len(classes) == model.num_classes else {}
-    timm.models.save_for_hf(model, str(folder), model_config=model_config, safe_serialization=True, data_config=data_config)
+    timm.models.save_for_hf(
+        model, str(folder), model_config=model_config, safe_serialization=True, data_config=data_config
+    )
     return Path(folder) / "model.safetensors"

@@ -35,7 +35,9 @@ default_cfgs = generate_default_cfgs({
 })  # fmt: skip
 
 
-def _build(size: str, kind: str, pretrained: bool, settings: dict, distilled: bool = False, **kwargs) -> VisionTransformer:
+def _build(
+    size: str, kind: str, pretrained: bool, settings: dict, distilled: bool = False, **kwargs
+) -> VisionTransformer:
     settings = {name: value for name, value in settings.items() if value is not None}
     # The plain kind goes in by name, so that timm can write the model's configuration down.
     attn_layer = with_settings(kind, **settings) if settings else kind
@@ -101,7 +103,9 @@ def deit_tiny_gka_distilled_patch16_224(pretrained=False, sigma_squared=None, im
 
 
 @register_model
-def deit_small_gka_distilled_patch16_224(pretrained=False, sigma_squared=None, impl=None, **kwargs) -> VisionTransformer:
+def deit_small_gka_distilled_patch16_224(
+    pretrained=False, sigma_squared=None, impl=None, **kwargs
+) -> VisionTransformer:
     """GKA-S with a distillation token and its own head."""
     return _gka("small", pretrained, sigma_squared, impl, distilled=True, **kwargs)
 

@@ -39,8 +39,14 @@ class WarmStart:
     unused: list[str] = field(default_factory=list)  # of the weights that were given
 
     def __str__(self) -> str:
-        parts = [f"{len(self.taken)} tensors as they are ({math.floor(1000 * self.share) / 10}% of the parameters, with those resized)"]
-        for what, names in (("resized", self.resized), ("left at their initialisation", self.new), ("not used", self.unused)):
+        parts = [
+            f"{len(self.taken)} tensors as they are ({math.floor(1000 * self.share) / 10}% of the parameters, with those resized)"
+        ]
+        for what, names in (
+            ("resized", self.resized),
+            ("left at their initialisation", self.new),
+            ("not used", self.unused),
+        ):
             parts += [f"{what}: {shortened(names)}"] if names else []
         return "; ".join(parts)
 
@@ -60,7 +66,9 @@ def read_weights(source: str) -> Tensors:
         exported = path / "model.safetensors"
         if (path / "checkpoints").exists() or (path / "manifest.json").exists() or not exported.exists():
             found = find_checkpoint(path)
-            return found.tensors(next(weights for weights in WEIGHTS if (found.path / f"{weights}.safetensors").exists()))
+            return found.tensors(
+                next(weights for weights in WEIGHTS if (found.path / f"{weights}.safetensors").exists())
+            )
         path = exported
     if path.is_file():
         return _read_file(path)
@@ -142,7 +150,11 @@ def _count(parameters: dict[str, nn.Parameter], names: Iterable[str]) -> int:
 def _head(model: nn.Module) -> list[str]:
     """Names of the classifiers' parameters."""
     classifiers = model.get_classifier() if hasattr(model, "get_classifier") else ()
-    own = {id(parameter) for head in (classifiers if isinstance(classifiers, tuple) else (classifiers,)) for parameter in head.parameters()}
+    own = {
+        id(parameter)
+        for head in (classifiers if isinstance(classifiers, tuple) else (classifiers,))
+        for parameter in head.parameters()
+    }
     return [name for name, parameter in model.named_parameters() if id(parameter) in own]
 
 
@@ -152,7 +164,10 @@ def _with_queries_and_keys(weights: Tensors, state: Tensors) -> Tensors:
     for name in [name for name in state if ".qk." in name and name not in weights]:
         whole = weights.get(name.replace(".qk.", ".qkv."))
         if whole is not None and 2 * whole.shape[0] == 3 * state[name].shape[0]:
-            found[name], found[name.replace(".qk.", ".qkv[values].")] = whole[: state[name].shape[0]], whole[state[name].shape[0] :]
+            found[name], found[name.replace(".qk.", ".qkv[values].")] = (
+                whole[: state[name].shape[0]],
+                whole[state[name].shape[0] :],
+            )
             del found[name.replace(".qk.", ".qkv.")]
     return found
 
@@ -167,12 +182,18 @@ def _resized(name: str, value: torch.Tensor, model: nn.Module) -> torch.Tensor |
     if name != "pos_embed" or value.shape[-1] != target.shape[-1]:
         return None
     here = target.shape[1] - math.prod(model.patch_embed.grid_size)  # tokens that are not patches and have a position
-    squares = (count for count in (here, 1, 2, 0) if value.shape[1] > count and math.isqrt(value.shape[1] - count) ** 2 == value.shape[1] - count)
+    squares = (
+        count
+        for count in (here, 1, 2, 0)
+        if value.shape[1] > count and math.isqrt(value.shape[1] - count) ** 2 == value.shape[1] - count
+    )
     there = next(squares, None)
     if there is None:  # not a square grid
         return None
     side = math.isqrt(value.shape[1] - there)
-    patches = resample_abs_pos_embed(value[:, there:].float(), list(model.patch_embed.grid_size), [side, side], num_prefix_tokens=0)
+    patches = resample_abs_pos_embed(
+        value[:, there:].float(), list(model.patch_embed.grid_size), [side, side], num_prefix_tokens=0
+    )
     prefix = target[:, :here].clone()  # a distillation token that the weights do not have keeps its start
     prefix[:, : min(here, there)] = value[:, : min(here, there)]
     return torch.cat([prefix, patches.to(prefix.device, prefix.dtype)], dim=1)

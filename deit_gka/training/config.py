@@ -67,8 +67,13 @@ class TrainConfig(Recipe, RunConfig):
 
     def identity(self) -> dict[str, Any]:
         """Without a teacher what is said about one decides nothing."""
-        settings, teachers = super().identity(), ("teacher_model", "teacher_path", "distillation_alpha", "distillation_tau")
-        return {key: value for key, value in settings.items() if self.distillation_type != "none" or key not in teachers}
+        settings, teachers = (
+            super().identity(),
+            ("teacher_model", "teacher_path", "distillation_alpha", "distillation_tau"),
+        )
+        return {
+            key: value for key, value in settings.items() if self.distillation_type != "none" or key not in teachers
+        }
 
     def check(self) -> None:
         if not self.data:

@@ -28,7 +28,13 @@ class Teacher(nn.Module):
     are brought there by one affine map a channel and resized; size None takes them as large as they are.
     """
 
-    def __init__(self, model: nn.Module, mean=IMAGENET_DEFAULT_MEAN, std=IMAGENET_DEFAULT_STD, size: tuple[int, int] | None = None):
+    def __init__(
+        self,
+        model: nn.Module,
+        mean=IMAGENET_DEFAULT_MEAN,
+        std=IMAGENET_DEFAULT_STD,
+        size: tuple[int, int] | None = None,
+    ):
         super().__init__()
         self.model, self.size = model.eval().requires_grad_(False), size
         ours, theirs = ([torch.tensor(values).view(1, 3, 1, 1) for values in pair] for pair in
@@ -56,14 +62,18 @@ def load_teacher(name: str, path: str, classes: list[str]) -> Teacher:
     if folder.is_dir() and not (folder / "config.json").exists():
         found = find_checkpoint(folder)
         if found.state["classes"] != classes and set(found.state["classes"]) & set(classes):
-            raise UserError(f"--teacher-model {name} was trained on other classes than the data's; give a teacher of the same classes")
+            raise UserError(
+                f"--teacher-model {name} was trained on other classes than the data's; give a teacher of the same classes"
+            )
         model = load_run(found, "ema" if (found.path / "ema.safetensors").exists() else "model", "cpu")
     elif path:
         model = load_file(Path(path), build(name, len(classes)))
     else:
         model = timm_weights(f"local-dir:{folder}" if folder.is_dir() else name, "--teacher-model")
     if model.num_classes != len(classes):
-        raise UserError(f"--teacher-model {name} tells {model.num_classes} classes apart but the data has {len(classes)}")
+        raise UserError(
+            f"--teacher-model {name} tells {model.num_classes} classes apart but the data has {len(classes)}"
+        )
     about, size = resolve_model_data_config(model), None
     if not getattr(model, "dynamic_img_size", False):  # as convolutional networks take any size, which say nothing
         fixed = about["input_size"][-2:] if model.pretrained_cfg.get("fixed_input_size") else None

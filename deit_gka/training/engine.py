@@ -33,7 +33,9 @@ class Mixer:
         if recipe.mixup or recipe.cutmix:
             self.mixup = Mixup(recipe.mixup, recipe.cutmix, label_smoothing=recipe.smoothing, num_classes=num_classes)
 
-    def __call__(self, images: torch.Tensor, labels: torch.Tensor, parts: list[tuple[int, int]], step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(
+        self, images: torch.Tensor, labels: torch.Tensor, parts: list[tuple[int, int]], step: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """images (n, 3, S, S), changed in place; labels (n,). Returns them with soft targets (n, classes)."""
         if self.mixup is None:
             return images, mixup_target(labels, self.num_classes, smoothing=self.recipe.smoothing)
@@ -69,7 +71,9 @@ def accumulate_gradients(model, pieces: list[Piece], next_batch: Callable[[int],
         update.loading += batch.seconds
         if not len(batch.images):
             name, reason = batch.broken[0]
-            raise UserError(f"none of {len(batch.broken)} images in a row can be read, the first is {name}: {reason}; is the disk still there?")
+            raise UserError(
+                f"none of {len(batch.broken)} images in a row can be read, the first is {name}: {reason}; is the disk still there?"
+            )
         images, labels = (tensor.to(runtime.device, non_blocking=True) for tensor in (batch.images, batch.labels))
         images, targets = mixer(images, labels, piece.parts, step)
         seed_device(seed_of(recipe.seed, "model", step, number, runtime.rank), runtime.device)
@@ -96,7 +100,9 @@ def evaluate(models: dict[str, torch.nn.Module], loader: Iterable[Batch], runtim
 
     models: left in evaluation mode. Returns, by name, top1, top5, loss, images, broken (left out). Raises UserError if there was no image to judge.
     """
-    sums = torch.zeros(len(models), 5, dtype=torch.float64, device=runtime.device)  # right at 1, right at 5, loss, images, broken
+    sums = torch.zeros(
+        len(models), 5, dtype=torch.float64, device=runtime.device
+    )  # right at 1, right at 5, loss, images, broken
     for batch in loader:
         sums[:, 4] += len(batch.broken)
         if len(batch.images):
@@ -106,13 +112,21 @@ def evaluate(models: dict[str, torch.nn.Module], loader: Iterable[Batch], runtim
                     logits = model.eval()(images)
                 best = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
                 loss = F.cross_entropy(logits.float(), labels, reduction="sum")
-                sums[place, :4] += torch.stack([best[:, 0].sum(), best.sum(), loss, torch.tensor(len(labels), device=loss.device)]).double()
+                sums[place, :4] += torch.stack(
+                    [best[:, 0].sum(), best.sum(), loss, torch.tensor(len(labels), device=loss.device)]
+                ).double()
         advance(batch)
     results = {}
     for name, (top1, top5, loss, count, broken) in zip(models, runtime.sum(sums).tolist()):
         if not count:
             raise UserError("there is no readable image to evaluate on")
-        results[name] = {"top1": 100 * top1 / count, "top5": 100 * top5 / count, "loss": loss / count, "images": int(count), "broken": int(broken)}
+        results[name] = {
+            "top1": 100 * top1 / count,
+            "top5": 100 * top5 / count,
+            "loss": loss / count,
+            "images": int(count),
+            "broken": int(broken),
+        }
     return results
 
 

@@ -14,7 +14,9 @@ Tensors = dict[str, torch.Tensor]
 def make_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
     """AdamW; 1-D parameters (biases, norms, log_sigma), positions and the CLS token are not decayed (timm's rule)."""
     fused = {"fused": True} if next(model.parameters()).is_cuda else {}
-    return create_optimizer_v2(model, "adamw", lr=recipe.scaled_lr, weight_decay=recipe.weight_decay, betas=recipe.opt_betas, **fused)
+    return create_optimizer_v2(
+        model, "adamw", lr=recipe.scaled_lr, weight_decay=recipe.weight_decay, betas=recipe.opt_betas, **fused
+    )
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, recipe: Recipe, steps_per_epoch: int) -> CosineLRScheduler:
@@ -33,7 +35,11 @@ def make_average(model: nn.Module, recipe: Recipe) -> ModelEmaV3 | None:
 
 def state_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> Tensors:
     """The optimiser's state as {"exp_avg/blocks.0...": tensor}."""
-    return {f"{key}/{name}": value for name, parameter in model.named_parameters() for key, value in optimizer.state[parameter].items()}
+    return {
+        f"{key}/{name}": value
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state[parameter].items()
+    }
 
 
 def load_state_tensors(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Tensors) -> None:

@@ -72,13 +72,17 @@ class Trainer:
         self.meter, self.recent, self.untimed = Meter(), Meter(), UPDATES_NOT_TIMED
         self.broken: set[str] = set()
         if (self.folder / BROKEN_LIST).exists():
-            self.broken = {line.split("\t")[0] for line in (self.folder / BROKEN_LIST).read_text(**FILE_NAMES).splitlines()}
+            self.broken = {
+                line.split("\t")[0] for line in (self.folder / BROKEN_LIST).read_text(**FILE_NAMES).splitlines()
+            }
 
     # Checkpoints
 
     def resume(self) -> None:
         """Continue from the newest intact checkpoint, if there is one."""
-        found = checkpoint.load_newest(self.folder / "checkpoints", warn=lambda message: self.runtime.print(f"warning: {message}"))
+        found = checkpoint.load_newest(
+            self.folder / "checkpoints", warn=lambda message: self.runtime.print(f"warning: {message}")
+        )
         if found is None:
             self.start_from_weights()
             return
@@ -143,7 +147,9 @@ class Trainer:
                 "scaler": self.scaler.state_dict(),
                 "epoch": self.state["step"] / self.steps_per_epoch,
             }
-            checkpoint.save(self.folder / folder, self.state["step"], tensors, state, keep=self.config.keep if with_optimizer else 1)
+            checkpoint.save(
+                self.folder / folder, self.state["step"], tensors, state, keep=self.config.keep if with_optimizer else 1
+            )
         self.runtime.barrier()
 
     # One update
@@ -156,7 +162,9 @@ class Trainer:
         if self.runtime.world_size > 1:
             ids = [device.index] if device.type == "cuda" else None
             self.network = DistributedDataParallel(self.network, device_ids=ids, gradient_as_bucket_view=True)
-        if len(self.order.pieces) > 1:  # gradients that outlive a backward must not lie in memory that CUDA graphs use again
+        if (
+            len(self.order.pieces) > 1
+        ):  # gradients that outlive a backward must not lie in memory that CUDA graphs use again
             for parameter in self.model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
         keys = self.order.batches(self.state["step"], self.steps)
@@ -176,7 +184,14 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=len(self.order.pieces) == 1)
         try:
             update = accumulate_gradients(
-                self.network, self.order.pieces, self.next_batch, self.mixer, step, runtime, self.scaler.scale, self.objective
+                self.network,
+                self.order.pieces,
+                self.next_batch,
+                self.mixer,
+                step,
+                runtime,
+                self.scaler.scale,
+                self.objective,
             )
         except ValueError:  # on a CPU the operator refuses bandwidths that are not finite
             if self.is_finite():
@@ -190,7 +205,9 @@ class Trainer:
         loss, stopping, broken, loading, *waits = runtime.sum(torch.cat([update.loss[None], mine])).tolist()
         norm = float(norm)
         # float16 overflows now and then, and its update is left out; below a scale of 1 it is the gradient itself that is too large.
-        if not math.isfinite(loss) or not (math.isfinite(norm) or (self.scaler.is_enabled() and self.scaler.get_scale() >= 1)):
+        if not math.isfinite(loss) or not (
+            math.isfinite(norm) or (self.scaler.is_enabled() and self.scaler.get_scale() >= 1)
+        ):
             left = "the weights were not touched" if self.is_finite() else RUINED
             raise UserError(self.diverged(f"the loss is {loss} and the gradient's norm {norm}", left))
         self.schedule.step_update(step)
@@ -226,7 +243,10 @@ class Trainer:
         for name, reason in broken:
             if name not in self.broken:
                 self.broken.add(name)
-                print(f"warning: {os.fsencode(name).decode(errors='replace')} cannot be read ({reason}); {consequence}", file=sys.stderr)
+                print(
+                    f"warning: {os.fsencode(name).decode(errors='replace')} cannot be read ({reason}); {consequence}",
+                    file=sys.stderr,
+                )
                 self.folder.mkdir(parents=True, exist_ok=True)
                 with open(self.folder / BROKEN_LIST, "a", **FILE_NAMES) as file:
                     file.write(f"{name}\t{reason}\n")

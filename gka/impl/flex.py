@@ -53,7 +53,9 @@ def _attend(q, k, v, mask: Mask, scale: float, score_mod=None):
     # Whole tiles: FlexAttention's gradients are NaN for ragged lengths with a score_mod (pytorch#153799).
     q, k, v = (F.pad(t, (0, 0, 0, 0, 0, _round_up(t.shape[1]) - t.shape[1])).transpose(1, 2) for t in (q, k, v))
     attend = flex_attention if torch.compiler.is_compiling() or not q.is_cuda else _compiled()
-    options = {"FLOAT32_PRECISION": "'ieee'"} if q.is_cuda and score_mod is not None else None  # tf32 products beside float32 norms do not cancel
+    options = (
+        {"FLOAT32_PRECISION": "'ieee'"} if q.is_cuda and score_mod is not None else None
+    )  # tf32 products beside float32 norms do not cancel
     y = attend(q, k, v, score_mod=score_mod, block_mask=block_mask, scale=scale, kernel_options=options)
     return y.transpose(1, 2)[:, :num_queries]
 

@@ -21,7 +21,9 @@ def dot_product(q, k, v, mask: Mask, scale: float):
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     num_queries, num_keys = q.shape[2], k.shape[2]
     plain_causal = False
-    if mask.causal and mask.window is None and num_queries == num_keys:  # by a branch: with dynamic shapes the comparison is no bool
+    if (
+        mask.causal and mask.window is None and num_queries == num_keys
+    ):  # by a branch: with dynamic shapes the comparison is no bool
         plain_causal = True
     attn_mask = None if plain_causal or mask == Mask() else mask.dense(num_queries, num_keys, q.device)
     return F.scaled_dot_product_attention(q, k, v, attn_mask, is_causal=plain_causal, scale=scale).transpose(1, 2)
@@ -42,7 +44,9 @@ def gaussian(x, keys, values, log_sigma, mask: Mask, constant_norm: bool, eps: f
     head_dim = x.shape[-1]
     padding = -(head_dim + 2) % 8 if x.is_cuda else 0  # fused CUDA kernels want multiples of 8
     q, k = _extended(scaled, a, 1.0, padding), _extended(keys, 1.0, b, padding)
-    v = k if values is keys else F.pad(values, (0, k.shape[-1] - head_dim))  # equal head sizes, or torch falls back to N x N
+    v = (
+        k if values is keys else F.pad(values, (0, k.shape[-1] - head_dim))
+    )  # equal head sizes, or torch falls back to N x N
     y = dot_product(q, k, v, mask, scale=1.0)[..., :head_dim]
     return (y if offset is None else y + offset).to(x.dtype)
 

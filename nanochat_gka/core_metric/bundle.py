@@ -18,7 +18,11 @@ from trainkit.cli import UserError
 MANIFEST, BASELINES, DATA = "core.yaml", "eval_meta_data.csv", "eval_data"
 CHOICES, SCHEMA, LANGUAGE = "multiple_choice", "schema", "language_modeling"
 # Texts, and the list that `gold` points into, of an example.
-FIELDS = {CHOICES: (("query",), "choices"), SCHEMA: (("continuation",), "context_options"), LANGUAGE: (("context", "continuation"), None)}
+FIELDS = {
+    CHOICES: (("query",), "choices"),
+    SCHEMA: (("continuation",), "context_options"),
+    LANGUAGE: (("context", "continuation"), None),
+}
 # The 22 tasks whose mean is CORE, in the order of the published tables.
 CORE_TASKS = (
     "hellaswag_zeroshot", "jeopardy", "bigbench_qa_wikidata", "arc_easy", "arc_challenge", "copa", "commonsense_qa", "piqa", "openbook_qa",
@@ -50,7 +54,9 @@ class Task:
     def examples(self) -> list[Example]:
         """All examples in file order. Raises UserError naming file and line for anything that cannot be asked or judged."""
         if self.kind not in FIELDS:
-            raise UserError(f"{self.where}: {self.label} has the unknown icl_task_type {self.kind!r}; known are {', '.join(FIELDS)}")
+            raise UserError(
+                f"{self.where}: {self.label} has the unknown icl_task_type {self.kind!r}; known are {', '.join(FIELDS)}"
+            )
         if self.baseline is None:
             raise UserError(f"{self.where}: {self.label} has no row with a random baseline in {BASELINES}")
         if self.shots < 0:
@@ -58,7 +64,9 @@ class Task:
         try:
             lines = self.file.read_bytes().splitlines()
         except OSError as error:
-            raise UserError(f"{self.where}: the file of {self.label} cannot be read: {self.file} ({error.strerror})") from None
+            raise UserError(
+                f"{self.where}: the file of {self.label} cannot be read: {self.file} ({error.strerror})"
+            ) from None
         examples = [self._parse(line, number) for number, line in enumerate(lines, start=1) if line.strip()]
         if len(examples) <= self.shots:
             raise UserError(
@@ -75,7 +83,11 @@ class Task:
             raise UserError(f"{self.file}:{number}: {problem}")
         texts, options = FIELDS[self.kind]
         as_text = {key: str(example[key]) for key in texts}
-        return as_text if options is None else {**as_text, options: [str(option) for option in example[options]], "gold": example["gold"]}
+        return (
+            as_text
+            if options is None
+            else {**as_text, options: [str(option) for option in example[options]], "gold": example["gold"]}
+        )
 
 
 def find_problem(example: Any, kind: str) -> str | None:
@@ -119,7 +131,9 @@ def read_tasks(bundle: Path, wanted: Sequence[str] = ("all",)) -> list[Task]:
         mark = getattr(error, "problem_mark", None)
         raise UserError(f"{manifest}{f':{mark.line + 1}' if mark else ''}: not valid YAML") from None
     except (KeyError, TypeError, ValueError, IndexError, UnicodeDecodeError):
-        raise UserError(f"{manifest}: needs a list icl_tasks of label, dataset_uri, num_fewshot (a list) and icl_task_type") from None
+        raise UserError(
+            f"{manifest}: needs a list icl_tasks of label, dataset_uri, num_fewshot (a list) and icl_task_type"
+        ) from None
     labels = {task.label for task in tasks}
     if not tasks or len(labels) < len(tasks):
         twice = sorted(label for label in labels if sum(task.label == label for task in tasks) > 1)
@@ -139,7 +153,15 @@ def _task(entry: dict, bundle: Path, manifest: Path, baselines: dict[str, float]
     if not file.resolve().is_relative_to(bundle.resolve()):
         raise UserError(f"{where}: dataset_uri must stay inside the bundle, got {entry['dataset_uri']!r}")
     shots, delimiter = int(entry["num_fewshot"][0]), str(entry.get("continuation_delimiter", " "))
-    return Task(str(entry["label"]), file, str(entry["icl_task_type"]), shots, delimiter, baselines.get(str(entry["label"])), where)
+    return Task(
+        str(entry["label"]),
+        file,
+        str(entry["icl_task_type"]),
+        shots,
+        delimiter,
+        baselines.get(str(entry["label"])),
+        where,
+    )
 
 
 class _LineLoader(yaml.SafeLoader):

@@ -65,7 +65,9 @@ def fetch_bundle(folder: Path, url: str = URL) -> Path:
         if (folder / MANIFEST).exists():  # by now
             return folder
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise UserError(f"{folder} is in the way: it is no CORE bundle (no {MANIFEST}); move it away, or choose another --out")
+            raise UserError(
+                f"{folder} is in the way: it is no CORE bundle (no {MANIFEST}); move it away, or choose another --out"
+            )
         archive = folder.with_name(f".{folder.name}.zip")
         if not archive.exists():
             download(url, archive)
@@ -145,8 +147,14 @@ def unpack(archive: Path, folder: Path) -> None:
             for member in members:
                 _check_member(member, archive)
             if sum(member.file_size for member in members) > MAX_BYTES:
-                raise UserError(f"{archive} would unpack to more than {MAX_BYTES / 2**30:.0f} GiB; it is not a CORE bundle")
-            roots = [PurePosixPath(member.filename).parent for member in members if PurePosixPath(member.filename).name == MANIFEST]
+                raise UserError(
+                    f"{archive} would unpack to more than {MAX_BYTES / 2**30:.0f} GiB; it is not a CORE bundle"
+                )
+            roots = [
+                PurePosixPath(member.filename).parent
+                for member in members
+                if PurePosixPath(member.filename).name == MANIFEST
+            ]
             if not roots:
                 raise UserError(f"{archive} is not a CORE bundle: it has no {MANIFEST}")
             root = min(roots, key=lambda path: len(path.parts))
@@ -158,7 +166,13 @@ def unpack(archive: Path, folder: Path) -> None:
                     with bundle.open(member) as source, open(target, "wb") as file:
                         shutil.copyfileobj(source, file)  # raises BadZipFile on a wrong CRC
         incoming.replace(folder)
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:  # unknown method, encrypted: the last two
+    except (
+        zipfile.BadZipFile,
+        zlib.error,
+        EOFError,
+        NotImplementedError,
+        RuntimeError,
+    ) as error:  # unknown method, encrypted: the last two
         raise UserError(f"{archive} is not a usable zip file ({error}); fetch it again") from None
     finally:
         shutil.rmtree(incoming, ignore_errors=True)
@@ -174,4 +188,6 @@ def _check_member(member: zipfile.ZipInfo, archive: Path) -> None:
         or ":" in path.parts[0]
         or (mode and not (stat.S_ISREG(mode) or stat.S_IFMT(mode) == 0))
     ):
-        raise UserError(f"{archive} is not safe to unpack: {member.filename!r} would land outside of its folder, or is no plain file")
+        raise UserError(
+            f"{archive} is not safe to unpack: {member.filename!r} would land outside of its folder, or is no plain file"
+        )

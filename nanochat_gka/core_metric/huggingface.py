@@ -32,7 +32,9 @@ class Causal:
         """Logits (1, n, vocab_size) of the tokens that predict the judged ones."""
         rows = ids[0][tree.copies]
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-            logits = self.model(input_ids=rows, **({"logits_to_keep": rows.shape[1] - tree.first} if self.keeps else {})).logits
+            logits = self.model(
+                input_ids=rows, **({"logits_to_keep": rows.shape[1] - tree.first} if self.keeps else {})
+            ).logits
         return logits[:, tree.first - rows.shape[1] :].flatten(0, 1)[None, tree.where_wanted]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -47,7 +49,9 @@ class Encoder:
         self.largest = max(vocabulary.values())
         known = [vocabulary[token] for token in (*BOS_TOKENS, tokenizer.bos_token) if token in vocabulary]
         if not known:
-            raise UserError(f"the tokenizer of {path} has neither {' nor '.join(BOS_TOKENS)} nor a BOS token of its own, so no document can be begun")
+            raise UserError(
+                f"the tokenizer of {path} has neither {' nor '.join(BOS_TOKENS)} nor a BOS token of its own, so no document can be begun"
+            )
         self.bos_id = known[0]
 
     def encode(self, text: str) -> list[int]:
@@ -68,19 +72,29 @@ def load_hugging_face(path: str, device: torch.device) -> Subject:
     safely = {"trust_remote_code": False}
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, **safely)
-        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, use_safetensors=True, **safely)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, use_safetensors=True, **safely
+        )
     except Exception as error:  # transformers raises whatever its parts do
         said = " ".join(str(error).split())[:300] or type(error).__name__
-        raise UserError(f"--hf-path {path}: no causal language model that can be loaded from safetensors ({said})") from None
+        raise UserError(
+            f"--hf-path {path}: no causal language model that can be loaded from safetensors ({said})"
+        ) from None
     model.config.use_cache = False
     causal, encoder = Causal(model, device), Encoder(tokenizer, path)
     if encoder.largest >= causal.config.vocab_size:
-        raise UserError(f"--hf-path {path}: the tokenizer has ids up to {encoder.largest}, the model has {causal.config.vocab_size} embeddings")
+        raise UserError(
+            f"--hf-path {path}: the tokenizer has ids up to {encoder.largest}, the model has {causal.config.vocab_size} embeddings"
+        )
     shape = model.config.get_text_config()
-    limit = next((value for key in LENGTHS if isinstance(value := getattr(shape, key, None), int) and value > 1), UNLIMITED)
+    limit = next(
+        (value for key in LENGTHS if isinstance(value := getattr(shape, key, None), int) and value > 1), UNLIMITED
+    )
     name = Path(path).resolve().name if Path(path).is_dir() else path.replace("/", "-")
     count = sum(parameter.numel() for parameter in model.parameters())
-    about = f"{name}: {type(model).__name__}, {count:,} parameters" + (f", prompts of at most {limit:,} tokens" if limit < UNLIMITED else "")
+    about = f"{name}: {type(model).__name__}, {count:,} parameters" + (
+        f", prompts of at most {limit:,} tokens" if limit < UNLIMITED else ""
+    )
     return Subject(causal, encoder, name, None, _digest(model, tokenizer), limit, about)
 
 

@@ -34,7 +34,13 @@ def check_enough(tasks: Sequence[Task], max_per_task: int, flag: str) -> None:
 
 def identity(task: Task) -> dict[str, Any]:
     """What decides a task's questions, beside sampling and cropping. Raises OSError if its data cannot be read."""
-    return {"task": task.label, "kind": task.kind, "shots": task.shots, "delimiter": task.delimiter, "data": sha256(task.file)}
+    return {
+        "task": task.label,
+        "kind": task.kind,
+        "shots": task.shots,
+        "delimiter": task.delimiter,
+        "data": sha256(task.file),
+    }
 
 
 @dataclass(frozen=True)
@@ -79,7 +85,9 @@ class Examinee:
                 f"{task.label}: the model's losses are not numbers, so it has no score; its weights are damaged, or its training diverged"
             )
         if (outcome == CANNOT_BE_ASKED).any():
-            self._question(task, examples, int((outcome == CANNOT_BE_ASKED).nonzero()[0]))  # raises here what it raised on the rank whose turn it was
+            self._question(
+                task, examples, int((outcome == CANNOT_BE_ASKED).nonzero()[0])
+            )  # raises here what it raised on the rank whose turn it was
         seconds, accuracy = time.perf_counter() - started, outcome.mean().item()
         return {"accuracy": accuracy, "centered": centered(accuracy, task.baseline), "baseline": task.baseline, "examples": len(examples),
                 "seconds": seconds, "examples_per_second": len(examples) / seconds}  # fmt: skip

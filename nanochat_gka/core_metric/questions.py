@@ -58,7 +58,9 @@ def _shots(task: Task, examples: list[Example], index: int) -> list[Example]:
     return [examples[i] for i in random.Random(SHOT_SEED + index).sample(others, task.shots)] if task.shots else []
 
 
-def _prompts(task: Task, example: Example, shots: list[Example], tokenizer: Tokenizer) -> tuple[list[list[int]], list[int]]:
+def _prompts(
+    task: Task, example: Example, shots: list[Example], tokenizer: Tokenizer
+) -> tuple[list[list[int]], list[int]]:
     def encode(text: str) -> list[int]:
         return [tokenizer.bos_id, *tokenizer.encode(text)]
 
@@ -67,12 +69,16 @@ def _prompts(task: Task, example: Example, shots: list[Example], tokenizer: Toke
         context = before + example["context"].strip() + task.delimiter
         without, whole = encode(context.strip()), encode(context + example["continuation"])
         if len(whole) <= len(without) or whole[: len(without)] != without:
-            raise UserError(f"{task.file}: {task.label} cannot be asked with this tokenizer: it merges {example['continuation']!r} into its context")
+            raise UserError(
+                f"{task.file}: {task.label} cannot be asked with this tokenizer: it merges {example['continuation']!r} into its context"
+            )
         return [whole], [len(without)]
     if task.kind == CHOICES:
         prompts = [encode(before + example["query"] + task.delimiter + choice) for choice in example["choices"]]
         return prompts, [common_prefix(prompts)] * len(prompts)
-    prompts = [encode(before + option + task.delimiter + example["continuation"]) for option in example["context_options"]]
+    prompts = [
+        encode(before + option + task.delimiter + example["continuation"]) for option in example["context_options"]
+    ]
     common = common_prefix([prompt[::-1] for prompt in prompts])
     return prompts, [len(prompt) - common for prompt in prompts]
 

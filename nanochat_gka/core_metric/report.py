@@ -12,7 +12,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from nanochat_gka.core_metric.bundle import CORE_SIZES, CORE_TASKS, PAPER_TASKS
-from nanochat_gka.core_metric.published import GPT2_ACCURACY, GPT2_CORE, GPT2_MODELS, PAPER_CENTERED, PAPER_EXAMPLES, PAPER_MEAN
+from nanochat_gka.core_metric.published import (
+    GPT2_ACCURACY,
+    GPT2_CORE,
+    GPT2_MODELS,
+    PAPER_CENTERED,
+    PAPER_EXAMPLES,
+    PAPER_MEAN,
+)
 from trainkit.files import atomic
 from trainkit.progress import console
 
@@ -79,9 +86,15 @@ def paper_score(label: str, model: int, baseline: float) -> Score:
 def write_csv(path: Path, scores: Sequence[Score]) -> None:
     """Task, accuracy and centred score as nanochat writes them; the last row is the mean."""
     name, value = aggregate(scores)
-    rows = [("Task", "Accuracy", "Centered"), *((s.label, f"{s.accuracy:.6f}", f"{s.centered:.6f}") for s in scores), (name, "", f"{value:.6f}")]
+    rows = [
+        ("Task", "Accuracy", "Centered"),
+        *((s.label, f"{s.accuracy:.6f}", f"{s.centered:.6f}") for s in scores),
+        (name, "", f"{value:.6f}"),
+    ]
     with atomic(path) as temporary:
-        temporary.write_text("".join(", ".join(cell.ljust(width) for cell, width in zip(row, WIDTHS)) + "\n" for row in rows))
+        temporary.write_text(
+            "".join(", ".join(cell.ljust(width) for cell, width in zip(row, WIDTHS)) + "\n" for row in rows)
+        )
 
 
 def show(scores: Sequence[Score], title: str) -> None:
@@ -95,15 +108,37 @@ def table(scores: Sequence[Score], title: str, gpt2_models: Sequence[int] = SHOW
     known = {score.label for score in scores} & set(PAPER_TASKS)
     caption = f"Centred scores, 0 is guessing; ± is one standard error, n the number of examples. The paper's base{' and GPT-2 124M' if gpt2_models else ''}: full tasks. "
     caption += "GPT-2 1.5B: at most 1,000 examples each. " if gpt2_models else ""
-    caption += f"The paper's GKA: n = {PAPER_EXAMPLES[1]} (copa 100), which it does not say but its digits do. " if known else ""
-    shown = Table(title=escape(title), title_justify="left", caption=caption, caption_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
+    caption += (
+        f"The paper's GKA: n = {PAPER_EXAMPLES[1]} (copa 100), which it does not say but its digits do. "
+        if known
+        else ""
+    )
+    shown = Table(
+        title=escape(title),
+        title_justify="left",
+        caption=caption,
+        caption_justify="left",
+        box=box.SIMPLE,
+        padding=(0, 1, 0, 0),
+    )
     shown.add_column("task", overflow="fold")
     for heading in ("n", "accuracy", "centred", "±"):
         shown.add_column(heading, justify="right", min_width=5 if heading in ("n", "±") else 7, max_width=8)
-    for heading in (*(GPT2_MODELS[i] for i in gpt2_models), "paper: base", "±", f"paper: GKA n={PAPER_EXAMPLES[1]}", "±"):
-        shown.add_column(heading, justify="right", style="dim", min_width=5 if heading in ("n", "±") else 7, max_width=8)
+    for heading in (
+        *(GPT2_MODELS[i] for i in gpt2_models),
+        "paper: base",
+        "±",
+        f"paper: GKA n={PAPER_EXAMPLES[1]}",
+        "±",
+    ):
+        shown.add_column(
+            heading, justify="right", style="dim", min_width=5 if heading in ("n", "±") else 7, max_width=8
+        )
     for score in scores:
-        gpt2 = [f"{centered(GPT2_ACCURACY[score.label][i], score.baseline):.4f}" if score.label in GPT2_ACCURACY else "" for i in gpt2_models]
+        gpt2 = [
+            f"{centered(GPT2_ACCURACY[score.label][i], score.baseline):.4f}" if score.label in GPT2_ACCURACY else ""
+            for i in gpt2_models
+        ]
         shown.add_row(escape(score.label), f"{score.examples:,}", f"{score.accuracy:.4f}", f"{score.centered:.4f}", f"{score.standard_error:.3f}",
                       *gpt2, *_paper_cells(score))  # fmt: skip
     shown.add_section()
@@ -123,12 +158,17 @@ def _paper_cells(score: Score) -> list[str]:
     """Centred score as printed and its standard error, of the paper's base and GKA."""
     if score.label not in PAPER_CENTERED:
         return [""] * 4
-    found = [(PAPER_CENTERED[score.label][model], paper_score(score.label, model, score.baseline)) for model in range(2)]
+    found = [
+        (PAPER_CENTERED[score.label][model], paper_score(score.label, model, score.baseline)) for model in range(2)
+    ]
     return [cell for printed, theirs in found for cell in (f"{printed:.4f}", f"{theirs.standard_error:.3f}")]
 
 
 def _paper_means(six: Sequence[Score]) -> list[str]:
-    errors = [error_of_mean([paper_score(score.label, model, score.baseline).standard_error for score in six]) for model in range(2)]
+    errors = [
+        error_of_mean([paper_score(score.label, model, score.baseline).standard_error for score in six])
+        for model in range(2)
+    ]
     return [cell for printed, error in zip(PAPER_MEAN, errors) for cell in (f"{printed:.4f}", f"{error:.3f}")]
 
 

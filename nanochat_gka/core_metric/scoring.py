@@ -23,7 +23,9 @@ def batches(questions: Sequence[Question], batch_tokens: int) -> Iterator[list[i
     """Places of questions that are run together: of like length, and among these those that begin alike; prompts x longest prompt within batch_tokens."""
     batch: list[int] = []
     prompts = longest = 0
-    for place in sorted(range(len(questions)), key=lambda i: (questions[i].longest // LENGTH_STEP, questions[i].prompts[0])):
+    for place in sorted(
+        range(len(questions)), key=lambda i: (questions[i].longest // LENGTH_STEP, questions[i].prompts[0])
+    ):
         asked = questions[place]
         if batch and (prompts + len(asked.prompts)) * max(longest, asked.longest) > batch_tokens:
             yield batch
@@ -59,7 +61,11 @@ def judge(model: GPT, questions: Sequence[Question], prefix_reuse: bool = True) 
     tree = SharedPrompts(prompts, starts, [len(asked.prompts) for asked in questions], model.device, share=prefix_reuse)
 
     sizes = [len(prompt) - start for prompt, start in zip(prompts, starts)]
-    targets = torch.tensor([token for prompt, start in zip(prompts, starts) for token in prompt[start:]], dtype=torch.long, device=model.device)
+    targets = torch.tensor(
+        [token for prompt, start in zip(prompts, starts) for token in prompt[start:]],
+        dtype=torch.long,
+        device=model.device,
+    )
     rows = torch.repeat_interleave(torch.tensor(sizes)).to(model.device)
     hidden = model.hidden(tree.ids, tree)[0]
 
@@ -72,7 +78,9 @@ def judge(model: GPT, questions: Sequence[Question], prefix_reuse: bool = True) 
         nats.index_add_(0, rows[part], F.cross_entropy(logits, targets[part], reduction="none").double())
         if look:
             hits.index_add_(0, rows[part], (logits.argmax(dim=-1) == targets[part]).long())
-    verdicts = iter([Verdict(loss, size, look and hit == size) for loss, size, hit in zip(nats.tolist(), sizes, hits.tolist())])
+    verdicts = iter(
+        [Verdict(loss, size, look and hit == size) for loss, size, hit in zip(nats.tolist(), sizes, hits.tolist())]
+    )
     return [list(islice(verdicts, len(asked.prompts))) for asked in questions]
 
 

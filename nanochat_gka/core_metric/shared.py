@@ -21,7 +21,14 @@ class SharedPrompts:
     ids: (1, N). node: per prompt, the places of its tokens in the tree. share=False computes every prompt by itself.
     """
 
-    def __init__(self, prompts: Sequence[Sequence[int]], starts: Sequence[int], groups: Sequence[int], device: torch.device, share: bool = True):
+    def __init__(
+        self,
+        prompts: Sequence[Sequence[int]],
+        starts: Sequence[int],
+        groups: Sequence[int],
+        device: torch.device,
+        share: bool = True,
+    ):
         rows = [np.asarray(prompt, dtype=np.int64) for prompt in prompts]
         order = sorted(range(len(rows)), key=lambda row: prompts[row]) if share else range(len(rows))
         nodes = self.node = list(rows)
@@ -51,17 +58,28 @@ class SharedPrompts:
         # The last layer needs no queries before the first wanted token.
         self.first = min(starts) - 1
         width = self.longest - self.first
-        where_wanted = [row * width - self.first + np.arange(start - 1, len(node) - 1) for row, (node, start) in enumerate(zip(nodes, starts))]
+        where_wanted = [
+            row * width - self.first + np.arange(start - 1, len(node) - 1)
+            for row, (node, start) in enumerate(zip(nodes, starts))
+        ]
         wanted = [node[start - 1 : -1] for node, start in zip(nodes, starts)]
-        self.ids, self.positions = (torch.from_numpy(np.concatenate(parts)).to(device)[None] for parts in (fresh_ids, positions))
-        self.wanted, self.where_wanted = (torch.from_numpy(np.concatenate(parts)).to(device) for parts in (wanted, where_wanted))
+        self.ids, self.positions = (
+            torch.from_numpy(np.concatenate(parts)).to(device)[None] for parts in (fresh_ids, positions)
+        )
+        self.wanted, self.where_wanted = (
+            torch.from_numpy(np.concatenate(parts)).to(device) for parts in (wanted, where_wanted)
+        )
         self.copies, self.begun, self.where = (torch.from_numpy(array).to(device) for array in (copies, begun, where))
 
     def split(
         self, layer: int, queries: torch.Tensor, new: Tensors, wanted_only: bool = False
     ) -> Iterator[tuple[torch.Tensor, Tensors, torch.Tensor | None]]:
         """The (1, N, H, D) tensors copied out: of the groups' beginnings, then of all prompts with the queries of what follows these."""
-        parts = [(self.copies, self.first)] if wanted_only else [(self.begun, 0)] * (self.shared > 0) + [(self.copies, self.shared)]
+        parts = (
+            [(self.copies, self.first)]
+            if wanted_only
+            else [(self.begun, 0)] * (self.shared > 0) + [(self.copies, self.shared)]
+        )
         for known, first in parts:
             all_queries = _rows(queries[0], known)
             stored = tuple(all_queries if tensor is queries else _rows(tensor[0], known) for tensor in new)
@@ -69,7 +87,9 @@ class SharedPrompts:
 
     def join(self, mixed: list[torch.Tensor], wanted_only: bool = False) -> torch.Tensor:
         """The outputs as (1, N, H, D), or (1, n, H, D) of the wanted tokens."""
-        return _rows(torch.cat([part.flatten(0, 1) for part in mixed]), self.where_wanted if wanted_only else self.where)[None]
+        return _rows(
+            torch.cat([part.flatten(0, 1) for part in mixed]), self.where_wanted if wanted_only else self.where
+        )[None]
 
     def end(self) -> None:
         """Nothing is kept."""

@@ -25,7 +25,10 @@ class CoreMetric:
         tasks = read_tasks(bundle)
         check_enough(tasks, max_per_task, "--core-metric-max-per-task")
         self.tasks = [(task, shuffled(task.examples(), max_per_task)) for task in tasks]
-        self.asked = {task.label: {**identity(task), "max_per_task": max_per_task, "max_seq_len": examinee.max_seq_len} for task in tasks}
+        self.asked = {
+            task.label: {**identity(task), "max_per_task": max_per_task, "max_seq_len": examinee.max_seq_len}
+            for task in tasks
+        }
 
     def score(self, log: RunLog, step: int, stop: Stop, bar: Progress) -> bool:
         """Score the model and log it as event "core". Returns False if a signal came first; tasks in the log by then are not scored again."""
@@ -53,8 +56,23 @@ class CoreMetric:
     def _report(self, log: RunLog, step: int, seconds: float) -> None:
         scores = [score_of(label, line) for label, line in self._known(log, step).items()]
         if not scores:
-            log.log("core", step, f"step {step:05d} | no task of CORE could be scored", name="no task", metric=None, standard_error=None)
+            log.log(
+                "core",
+                step,
+                f"step {step:05d} | no task of CORE could be scored",
+                name="no task",
+                metric=None,
+                standard_error=None,
+            )
             return
         (name, value), error = aggregate(scores), error_of_mean([score.standard_error for score in scores])
         text = f"step {step:05d} | {name} {value:.4f} ± {error:.4f} | {seconds:.0f} s"
-        log.log("core", step, text, name=name, metric=value, standard_error=error, centered={score.label: score.centered for score in scores})
+        log.log(
+            "core",
+            step,
+            text,
+            name=name,
+            metric=value,
+            standard_error=error,
+            centered={score.label: score.centered for score in scores},
+        )

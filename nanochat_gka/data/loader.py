@@ -30,14 +30,18 @@ class PackedData:
     def __init__(self, folder: Path, verify: bool = True):
         self.folder = Path(folder)
         if not (self.folder / MANIFEST).exists():
-            raise UserError(f"no packed data in {self.folder} (no {MANIFEST}); run make tokenize, or python -m nanochat_gka.pack --out {self.folder}")
+            raise UserError(
+                f"no packed data in {self.folder} (no {MANIFEST}); run make tokenize, or python -m nanochat_gka.pack --out {self.folder}"
+            )
         advice = f"delete {self.folder / MANIFEST} and pack again (make tokenize), which keeps what is intact"
         try:
             self.manifest = read_json(self.folder / MANIFEST, "manifest")
         except UserError as error:
             raise UserError(f"{error}; {advice}") from None
         if self.manifest.get("format") != FORMAT:
-            raise UserError(f"{self.folder} has format {self.manifest.get('format')}, this version reads {FORMAT}; delete the folder and pack again")
+            raise UserError(
+                f"{self.folder} has format {self.manifest.get('format')}, this version reads {FORMAT}; delete the folder and pack again"
+            )
         self.sequence_len: int = self.manifest["sequence_len"]
         damage = self._damage(verify)
         if damage:
@@ -54,7 +58,9 @@ class PackedData:
         damage, shards = wrong_size(self.folder, self.manifest), self.manifest["shards"]
         if damage is None and verify:
             with ThreadPoolExecutor() as pool:
-                for shard, digest in zip(shards, pool.map(lambda shard: sha256(shard_path(self.folder, shard)), shards)):
+                for shard, digest in zip(
+                    shards, pool.map(lambda shard: sha256(shard_path(self.folder, shard)), shards)
+                ):
                     if digest != shard["sha256"]:
                         return f"shard {shard_path(self.folder, shard)} is corrupt (wrong checksum)"
         return damage
@@ -128,7 +134,9 @@ def rows_of_run(data: dict[str, Any], run: Path) -> Path:
             if all(there.get(key) == data[key] for key in SAME_ROWS):
                 return Path(os.path.normpath(folder))
     corpus = f"{data['corpus'] or 'a corpus'} ({len(files)} parquet files, {files[0][0]} to {files[-1][0]})"
-    raise UserError(f"the rows that {run} was trained on, of {corpus}, are gone from {data['folder']}; pack them again, or give {wanted}")
+    raise UserError(
+        f"the rows that {run} was trained on, of {corpus}, are gone from {data['folder']}; pack them again, or give {wanted}"
+    )
 
 
 class Rows:

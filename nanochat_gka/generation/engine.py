@@ -53,7 +53,15 @@ class Continuation:
 
     def _undecided(self) -> int:
         """Characters at the end that are the beginning of a stop text."""
-        return max((n for stop in self.stop_texts for n in range(1, min(len(stop), len(self.held) + 1)) if self.held.endswith(stop[:n])), default=0)
+        return max(
+            (
+                n
+                for stop in self.stop_texts
+                for n in range(1, min(len(stop), len(self.held) + 1))
+                if self.held.endswith(stop[:n])
+            ),
+            default=0,
+        )
 
 
 class Engine:
@@ -94,7 +102,9 @@ class Engine:
         starts = [self._tokens(prompt) for prompt in prompts]
         waiting = deque((prompt, sample) for prompt in range(len(prompts)) for sample in range(sampling.num_samples))
         longest = max(map(len, starts), default=0) + sampling.max_tokens
-        cache = KVCache.empty(self.model, min(self.max_rows, len(waiting)), min(longest, self.model.rotary.length), 0, self.keep_keys)
+        cache = KVCache.empty(
+            self.model, min(self.max_rows, len(waiting)), min(longest, self.model.rotary.length), 0, self.keep_keys
+        )
         rows: list[Continuation] = []
         prefilled, ready = -1, None  # the prompt that was run last, and what it left
         while waiting or rows:
@@ -127,13 +137,18 @@ class Engine:
             raise UserError(f"a prompt is not Unicode text: {prompt!r}") from None
         ids, limit = [self.tokenizer.bos_id, *self.tokenizer.encode(prompt)], self.model.rotary.length
         if len(ids) >= limit:
-            raise UserError(f"the prompt has {len(ids)} tokens, the model takes at most {limit - 1} and one to continue; give it the end of the text")
+            raise UserError(
+                f"the prompt has {len(ids)} tokens, the model takes at most {limit - 1} and one to continue; give it the end of the text"
+            )
         return ids
 
     def _prefill(self, ids: list[int]) -> tuple[KVCache, torch.Tensor]:
         """A cache of one row with the prompt in it, and the logits after it, (1, V)."""
         cache = KVCache.empty(self.model, 1, len(ids), keep_keys=self.keep_keys)
-        row, last = torch.tensor([ids], device=self.model.device), torch.tensor([len(ids) - 1], device=self.model.device)
+        row, last = (
+            torch.tensor([ids], device=self.model.device),
+            torch.tensor([len(ids) - 1], device=self.model.device),
+        )
         return cache, self.model.logits(self.model.hidden(row, cache.begin(len(ids), wanted=last))[:, 0])
 
     def _extend(self, row: Continuation, token: int) -> Piece:

@@ -53,7 +53,9 @@ def pick(logits: torch.Tensor, draws: list[random.Random], sampling: Sampling) -
     if sampling.temperature == 0:
         return logits.argmax(dim=-1).tolist()
     probabilities = truncate(
-        ((logits.double() - logits.amax(dim=-1, keepdim=True)) / sampling.temperature).softmax(dim=-1), sampling.top_k, sampling.top_p
+        ((logits.double() - logits.amax(dim=-1, keepdim=True)) / sampling.temperature).softmax(dim=-1),
+        sampling.top_k,
+        sampling.top_p,
     )
     cumulative = probabilities.cumsum(dim=-1)
     uniform = torch.tensor([[source.random()] for source in draws], dtype=cumulative.dtype, device=cumulative.device)

@@ -66,7 +66,12 @@ class Attention(nn.Module, ABC):
         return self.c_proj(self.mix(x, value_embedding, rotary, past, wanted_only).flatten(2))
 
     def mix(
-        self, x: torch.Tensor, value_embedding: torch.Tensor | None, rotary: Rotary, past: Past | None = None, wanted_only: bool = False
+        self,
+        x: torch.Tensor,
+        value_embedding: torch.Tensor | None,
+        rotary: Rotary,
+        past: Past | None = None,
+        wanted_only: bool = False,
     ) -> torch.Tensor:
         """The heads, (B, T, H, D) or, of the tokens that `past` wants, (1, n, H, D).
 
@@ -76,14 +81,20 @@ class Attention(nn.Module, ABC):
         queries, stored = self.project(x, value_embedding, rotary, positions)
         if past is None:
             return self.attend(rotary, queries, stored, queries)
-        return past.join([self.attend(rotary, *group) for group in past.split(self.layer, queries, stored, wanted_only)], wanted_only)
+        return past.join(
+            [self.attend(rotary, *group) for group in past.split(self.layer, queries, stored, wanted_only)], wanted_only
+        )
 
     @abstractmethod
-    def project(self, x: torch.Tensor, value_embedding: torch.Tensor | None, rotary: Rotary, positions) -> tuple[torch.Tensor, Tensors]:
+    def project(
+        self, x: torch.Tensor, value_embedding: torch.Tensor | None, rotary: Rotary, positions
+    ) -> tuple[torch.Tensor, Tensors]:
         """Queries of the tokens at `positions`, and what is stored of them: `cached_tensors` tensors, all (B, T, H, D)."""
 
     @abstractmethod
-    def attend(self, rotary: Rotary, queries: torch.Tensor, stored: Tensors, all_queries: torch.Tensor | None) -> torch.Tensor:
+    def attend(
+        self, rotary: Rotary, queries: torch.Tensor, stored: Tensors, all_queries: torch.Tensor | None
+    ) -> torch.Tensor:
         """Mix what is stored of n tokens for the queries of the last T of them; returns (B, T, H, D). all_queries: of all n, if they are known."""
 
     @property
@@ -96,7 +107,9 @@ class Attention(nn.Module, ABC):
     def heads(self, x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(-1, (self.config.n_head, self.config.head_dim))
 
-    def add_value_embedding(self, values: torch.Tensor, x: torch.Tensor, value_embedding: torch.Tensor | None) -> torch.Tensor:
+    def add_value_embedding(
+        self, values: torch.Tensor, x: torch.Tensor, value_embedding: torch.Tensor | None
+    ) -> torch.Tensor:
         """values + 2 sigmoid(W_g x[:32]) * embedding, per head."""
         if value_embedding is None:
             return values
@@ -177,7 +190,9 @@ class GKAAttention(Attention):
             values = features = stored[0] if features is None else features
         total, offsets = values.shape[1], self.late_values or self.late_keys
         if features is None or (offsets and queries.shape[1] < total):  # what comes is work on every token
-            first = max(0, total - queries.shape[1] - self.window - 1)  # the earliest token in reach of a query, and its predecessor
+            first = max(
+                0, total - queries.shape[1] - self.window - 1
+            )  # the earliest token in reach of a query, and its predecessor
             values = values[:, first:]
             features = norm(rotary(values, slice(first, total))) if features is None else features[:, first:]
         keys = None if features is queries else features
@@ -185,7 +200,9 @@ class GKAAttention(Attention):
             values = _one_later(values, self.late_values)
         if self.late_keys:
             keys = _one_later(features, self.late_keys)
-        return gaussian_attention(queries, self.log_sigma, keys=keys, values=values, causal=True, window=self.window, constant_norm=True)
+        return gaussian_attention(
+            queries, self.log_sigma, keys=keys, values=values, causal=True, window=self.window, constant_norm=True
+        )
 
     def chosen_impl(self, dtype: torch.dtype) -> str:
         """Which implementation of the operator trains this layer on rows of `dtype`, where its weights are."""

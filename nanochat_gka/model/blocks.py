@@ -41,13 +41,17 @@ class Rotary(nn.Module):
         super().__init__()
         self.head_dim, self.length = head_dim, sequence_len * ROTARY_OVERALLOCATION
         for name in ("cos", "sin"):
-            self.register_buffer(name, torch.empty(1, self.length, 1, head_dim // 2, dtype=torch.bfloat16), persistent=False)
+            self.register_buffer(
+                name, torch.empty(1, self.length, 1, head_dim // 2, dtype=torch.bfloat16), persistent=False
+            )
 
     def init_weights(self) -> None:
         device = self.cos.device
         channel = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device)
         frequencies = 1.0 / (ROTARY_BASE ** (channel / self.head_dim))
-        angles = torch.outer(torch.arange(self.length, dtype=torch.float32, device=device), frequencies)[None, :, None, :]
+        angles = torch.outer(torch.arange(self.length, dtype=torch.float32, device=device), frequencies)[
+            None, :, None, :
+        ]
         self.cos.copy_(angles.cos())
         self.sin.copy_(angles.sin())
 

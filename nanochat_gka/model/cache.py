@@ -44,7 +44,10 @@ class KVCache:
         shape, table = (rows, capacity, model.config.n_head, model.config.head_dim), model.transformer.wte.weight
         counts = [block.attn.cached_tensors + (keep_keys and block.attn.derives_keys) for block in model.transformer.h]
         return cls(
-            [tuple(torch.empty(shape, dtype=table.dtype, device=table.device) for _ in range(count)) for count in counts],
+            [
+                tuple(torch.empty(shape, dtype=table.dtype, device=table.device) for _ in range(count))
+                for count in counts
+            ],
             [0] * (rows if in_use is None else in_use),
         )
 

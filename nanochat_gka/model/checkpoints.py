@@ -131,7 +131,9 @@ def export(loaded: Loaded, folder: Path) -> dict[str, Any]:
     shutil.rmtree(incoming, ignore_errors=True)  # of a killed process
     incoming.mkdir(parents=True)
     model = loaded.model
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}, incoming / WEIGHTS)
+    save_file(
+        {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}, incoming / WEIGHTS
+    )
     loaded.tokenizer.save(incoming)
     about = {
         "model_type": MODEL_TYPE,
@@ -176,13 +178,17 @@ def _load_exported(folder: Path, step: int, device: torch.device | str) -> Loade
         raise UserError(f"{folder} holds step {about['step']}, not {step}")
     for name, digest in about["sha256"].items():
         if not (folder / name).is_file() or sha256(folder / name) != digest:
-            raise UserError(f"{folder / name} is missing or damaged (its checksum is not the one in {CONFIG}); copy or export it again")
+            raise UserError(
+                f"{folder / name} is missing or damaged (its checksum is not the one in {CONFIG}); copy or export it again"
+            )
     try:
         weights = load_file(folder / WEIGHTS)
     except SafetensorError as error:
         raise UserError(f"{folder / WEIGHTS} is not a safetensors file ({error})") from None
     model = _build(about["model"], weights, device, folder)
-    return Loaded(model, _tokenizer(folder, model), about["name"], about["step"], about["checkpoint_sha256"], about["training"])
+    return Loaded(
+        model, _tokenizer(folder, model), about["name"], about["step"], about["checkpoint_sha256"], about["training"]
+    )
 
 
 def load_upstream(folder: Path, step: int = -1, device: torch.device | str = "cpu") -> GPT:
@@ -190,7 +196,11 @@ def load_upstream(folder: Path, step: int = -1, device: torch.device | str = "cp
 
     Weights are read with weights_only=True. Raises UserError if the files are absent or another shape of model.
     """
-    found = {int(m[1]): path for path in Path(folder).glob("model_*.pt") if (m := re.fullmatch(r"model_(\d+)\.pt", path.name))}
+    found = {
+        int(m[1]): path
+        for path in Path(folder).glob("model_*.pt")
+        if (m := re.fullmatch(r"model_(\d+)\.pt", path.name))
+    }
     if not found or (step >= 0 and step not in found):
         raise UserError(f"no upstream checkpoint model_<step>.pt{f' of step {step}' if step >= 0 else ''} in {folder}")
     path = found[max(found) if step < 0 else step]

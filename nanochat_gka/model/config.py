@@ -47,31 +47,43 @@ class GPTConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.n_kv_head != self.n_head:
-            raise ValueError(f"n_kv_head must equal n_head (nanochat trains no other), got {self.n_kv_head} and {self.n_head}")
+            raise ValueError(
+                f"n_kv_head must equal n_head (nanochat trains no other), got {self.n_kv_head} and {self.n_head}"
+            )
         if self.n_embd % self.n_head or self.head_dim % 2:
-            raise ValueError(f"n_embd / n_head must be an even whole number (rotary pairs), got {self.n_embd} / {self.n_head}")
+            raise ValueError(
+                f"n_embd / n_head must be an even whole number (rotary pairs), got {self.n_embd} / {self.n_head}"
+            )
         if self.n_embd < 32:
             raise ValueError(f"n_embd must be at least 32 (the value gate reads 32 channels), got {self.n_embd}")
         _check_letters("window_pattern", self.window_pattern, "SL")
         if self.attention not in ATTENTION_LETTERS.values():
-            _check_letters("attention", self.attention, ATTENTION_LETTERS, hint="softmax, gka, vlt or a pattern like GGGA")
+            _check_letters(
+                "attention", self.attention, ATTENTION_LETTERS, hint="softmax, gka, vlt or a pattern like GGGA"
+            )
         if self.head_offsets:
             _check_letters("head_offsets", self.head_offsets, OFFSET_LETTERS)
         for name, choices in (("gka_values", GKA_VALUES), ("value_embeds", VALUE_EMBEDS)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
         if not (math.isfinite(self.sigma_squared) and self.sigma_squared >= 0):
-            raise ValueError(f"sigma_squared must be positive and finite, or 0 for the default, got {self.sigma_squared}")
+            raise ValueError(
+                f"sigma_squared must be positive and finite, or 0 for the default, got {self.sigma_squared}"
+            )
         if not has_gka(self.attention, self.n_layer):
             for name, default in (("head_offsets", ""), ("gka_values", GKA_VALUES[0]), ("sigma_squared", 0.0)):
                 if getattr(self, name) != default:
-                    raise ValueError(f"{name} is for gka layers, and attention={self.attention} has none in {self.n_layer} layers")
+                    raise ValueError(
+                        f"{name} is for gka layers, and attention={self.attention} has none in {self.n_layer} layers"
+                    )
 
     @classmethod
     def from_depth(cls, depth: int, *, aspect_ratio: int = 64, head_dim: int = 128, **fields) -> "GPTConfig":
         """nanochat's dial: width = depth * aspect_ratio rounded up to whole heads of head_dim channels."""
         if min(depth, aspect_ratio, head_dim) < 1:
-            raise ValueError(f"depth, aspect_ratio and head_dim must be at least 1, got {depth}, {aspect_ratio}, {head_dim}")
+            raise ValueError(
+                f"depth, aspect_ratio and head_dim must be at least 1, got {depth}, {aspect_ratio}, {head_dim}"
+            )
         heads = -(-depth * aspect_ratio // head_dim)
         return cls(n_layer=depth, n_head=heads, n_kv_head=heads, n_embd=heads * head_dim, **fields)
 
@@ -111,12 +123,18 @@ class GPTConfig:
 
     def has_value_embedding(self, layer: int) -> bool:
         every_second = layer % 2 == (self.n_layer - 1) % 2
-        return every_second and (self.value_embeds == "all" or (self.value_embeds == "auto" and self.layer_attention(layer) == "softmax"))
+        return every_second and (
+            self.value_embeds == "all" or (self.value_embeds == "auto" and self.layer_attention(layer) == "softmax")
+        )
 
     def heads_with(self, offset: str) -> list[slice]:
         """The heads whose offset is "predecessor" or "successor", as slices of the H heads: one for every such letter of the pattern."""
         letters = self.head_offsets.upper()
-        return [slice(place, self.n_head, len(letters)) for place, letter in enumerate(letters[: self.n_head]) if OFFSET_LETTERS[letter] == offset]
+        return [
+            slice(place, self.n_head, len(letters))
+            for place, letter in enumerate(letters[: self.n_head])
+            if OFFSET_LETTERS[letter] == offset
+        ]
 
 
 def has_gka(attention: str, layers: int) -> bool:

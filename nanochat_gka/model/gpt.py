@@ -42,7 +42,10 @@ class GPT(nn.Module):
         self.resid_lambdas = nn.Parameter(torch.empty(config.n_layer))
         self.x0_lambdas = nn.Parameter(torch.empty(config.n_layer))
         self.transformer = nn.ModuleDict(
-            {"wte": nn.Embedding(rows, width), "h": nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))}
+            {
+                "wte": nn.Embedding(rows, width),
+                "h": nn.ModuleList(Block(config, layer) for layer in range(config.n_layer)),
+            }
         )
         self.lm_head = Linear(width, rows)
         layers = [layer for layer in range(config.n_layer) if config.has_value_embedding(layer)]
@@ -74,7 +77,13 @@ class GPT(nn.Module):
     def device(self) -> torch.device:
         return self.transformer.wte.weight.device
 
-    def forward(self, ids: torch.Tensor, targets: torch.Tensor | None = None, reduction: str = "mean", cache: KVCache | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        ids: torch.Tensor,
+        targets: torch.Tensor | None = None,
+        reduction: str = "mean",
+        cache: KVCache | None = None,
+    ) -> torch.Tensor:
         """ids: (B, T) token ids. Returns capped float32 logits (B, T, vocab_size), or, with targets (B, T), their cross-entropy in nats.
 
         Targets of -1 are ignored. reduction: mean, sum or none, as in torch. With a cache the tokens follow those in its rows, and join them.
@@ -98,7 +107,13 @@ class GPT(nn.Module):
         for layer, block in enumerate(self.transformer.h):
             x = self.resid_lambdas[layer].to(x.dtype) * x + self.x0_lambdas[layer].to(x.dtype) * x0
             value_embedding = self.value_embeds[str(layer)](ids) if str(layer) in self.value_embeds else None
-            x = block(x, value_embedding, self.rotary, past, wanted_only=layer == last and past is not None and past.wanted is not None)
+            x = block(
+                x,
+                value_embedding,
+                self.rotary,
+                past,
+                wanted_only=layer == last and past is not None and past.wanted is not None,
+            )
         if past is not None:
             past.end()
         return norm(x)
@@ -120,7 +135,11 @@ class GPT(nn.Module):
 
     def bandwidths(self) -> dict[int, torch.Tensor]:
         """Learned sigma per head, (H,), of every gka layer."""
-        return {i: block.attn.log_sigma.detach().exp() for i, block in enumerate(self.transformer.h) if hasattr(block.attn, "log_sigma")}
+        return {
+            i: block.attn.log_sigma.detach().exp()
+            for i, block in enumerate(self.transformer.h)
+            if hasattr(block.attn, "log_sigma")
+        }
 
 
 def build(config: GPTConfig, device: torch.device | str) -> GPT:

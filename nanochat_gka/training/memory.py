@@ -104,7 +104,9 @@ def largest_that_runs(rows: int, attempt: Callable[[int], None], runtime: Runtim
         if not runtime.any(failed):
             return rows
         if rows == 1:
-            raise UserError("not even one row fits the GPU's memory; lower --depth, or pack shorter rows (--sequence-len)")
+            raise UserError(
+                "not even one row fits the GPU's memory; lower --depth, or pack shorter rows (--sequence-len)"
+            )
         if runtime.device.type == "cuda":
             torch.cuda.empty_cache()
         rows = -(-rows // 2)

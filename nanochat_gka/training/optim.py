@@ -66,7 +66,9 @@ class Group:
     state: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def parameter_groups(model: GPT, config: OptimConfig, lr_scale: float = 1.0, weight_decay_scale: float = 1.0) -> list[Group]:
+def parameter_groups(
+    model: GPT, config: OptimConfig, lr_scale: float = 1.0, weight_decay_scale: float = 1.0
+) -> list[Group]:
     """Every parameter in exactly one group, in nanochat's order, with log_sigma in an AdamW group of its own without weight decay."""
     betas = (config.adam_beta1, config.adam_beta2)
     width_scale = (model.config.n_embd / REFERENCE_WIDTH) ** -0.5
@@ -86,10 +88,18 @@ def parameter_groups(model: GPT, config: OptimConfig, lr_scale: float = 1.0, wei
     ]
     for shape in sorted({tuple(p.shape) for p in named.values()}):
         if len(shape) != 2:
-            raise ValueError(f"no optimiser group takes parameters of shape {shape}: {[n for n, p in named.items() if tuple(p.shape) == shape]}")
+            raise ValueError(
+                f"no optimiser group takes parameters of shape {shape}: {[n for n, p in named.items() if tuple(p.shape) == shape]}"
+            )
         names = [name for name, p in named.items() if tuple(p.shape) == shape]
         groups.append(
-            Group("muon", names, [named[n] for n in names], config.matrix_lr * lr_scale, weight_decay=config.weight_decay * weight_decay_scale)
+            Group(
+                "muon",
+                names,
+                [named[n] for n in names],
+                config.matrix_lr * lr_scale,
+                weight_decay=config.weight_decay * weight_decay_scale,
+            )
         )
     return [group for group in groups if group.parameters]
 
@@ -97,7 +107,9 @@ def parameter_groups(model: GPT, config: OptimConfig, lr_scale: float = 1.0, wei
 def check_decay(groups: list[Group]) -> None:
     """Raises UserError if the first step's weight decay would take all of a matrix's entries away, or more."""
     muon = [group for group in groups if group.kind == "muon"]
-    largest = max(g.initial_lr * g.weight_decay * max(1.0, p.shape[0] / p.shape[1]) ** 0.5 for g in muon for p in g.parameters)
+    largest = max(
+        g.initial_lr * g.weight_decay * max(1.0, p.shape[0] / p.shape[1]) ** 0.5 for g in muon for p in g.parameters
+    )
     if largest >= 1:
         raise UserError(
             f"--weight-decay with --matrix-lr would take {largest:.3g} of every matrix entry away in one step; lower it until that is below 1"
@@ -117,7 +129,9 @@ class MuonAdamW:
 
     def __init__(self, groups: list[Group], runtime: Runtime, compile: bool = False):
         self.groups, self.runtime, self.steps = groups, runtime, 0
-        self._adamw, self._muon = (torch.compile(f, dynamic=False) if compile else f for f in (adamw_update, muon_update))
+        self._adamw, self._muon = (
+            torch.compile(f, dynamic=False) if compile else f for f in (adamw_update, muon_update)
+        )
         for group in groups:
             first = group.parameters[0]
             if group.kind == "muon":
@@ -152,7 +166,16 @@ class MuonAdamW:
             else:
                 beta1, beta2, step = (self._scalar(value) for value in (*group.betas, self.steps))
                 for name, parameter, gradient in zip(group.names, group.parameters, gradients):
-                    self._adamw(parameter, gradient, group.state[f"{name}.exp_avg"], group.state[f"{name}.exp_avg_sq"], step, lr, beta1, beta2)
+                    self._adamw(
+                        parameter,
+                        gradient,
+                        group.state[f"{name}.exp_avg"],
+                        group.state[f"{name}.exp_avg_sq"],
+                        step,
+                        lr,
+                        beta1,
+                        beta2,
+                    )
         for group, stacked, works in gathers:
             _wait(works)
             torch._foreach_copy_(group.parameters, list(stacked[: len(group.parameters)].unbind()))
@@ -184,7 +207,9 @@ class MuonAdamW:
         owned = max(0, min(share, len(group.parameters) - rank * share))
         if owned:
             state = (group.state[name][:owned] for name in ("momentum_buffer", "second_momentum_buffer"))
-            momentum, weight_decay, beta2 = (self._scalar(v) for v in (momentum, group.weight_decay * weight_decay_multiplier, group.betas[1]))
+            momentum, weight_decay, beta2 = (
+                self._scalar(v) for v in (momentum, group.weight_decay * weight_decay_multiplier, group.betas[1])
+            )
             self._muon(mine[:owned], gradients[:owned], *state, momentum, lr, weight_decay, beta2)
         if self.runtime.world_size == 1:
             return stacked, []

@@ -4,7 +4,9 @@ MOMENTUM = (0.85, 0.95)
 MOMENTUM_STEPS = 300
 
 
-def lr_multiplier(step: int, steps: int, warmup_ratio: float = 0.0, warmdown_ratio: float = 0.5, final_lr_frac: float = 0.0) -> float:
+def lr_multiplier(
+    step: int, steps: int, warmup_ratio: float = 0.0, warmdown_ratio: float = 0.5, final_lr_frac: float = 0.0
+) -> float:
     """Linear warm-up, constant, linear warm-down to final_lr_frac; `step` counts from 0."""
     warmup, warmdown = round(warmup_ratio * steps), round(warmdown_ratio * steps)
     if step < warmup:

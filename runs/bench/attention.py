@@ -48,16 +48,28 @@ class AttentionConfig(CaseConfig):
 def standard_cases(device_type: str, quick: bool) -> list[Case]:
     """The cases of the targets, in sizes that the device can do; `quick` keeps one of each kind."""
     cuda = device_type == "cuda"
-    cases = [Case(name, 256 if cuda else 8, 197, heads, 64) for name, heads in VIT_HEADS.items() if cuda or name == "vit-ti"]
+    cases = [
+        Case(name, 256 if cuda else 8, 197, heads, 64) for name, heads in VIT_HEADS.items() if cuda or name == "vit-ti"
+    ]
     batch, tokens = (16, D20.sequence_len) if cuda else (1, 512)
-    short = D20.window(0) * tokens // D20.sequence_len  # nanochat's S layers: so many earlier tokens and the token itself
+    short = (
+        D20.window(0) * tokens // D20.sequence_len
+    )  # nanochat's S layers: so many earlier tokens and the token itself
     full = Case("lm-full", batch, tokens, D20.n_head, D20.head_dim, causal=True, constant_norm=True)
-    cases += [full, Case("lm-window", batch, tokens, D20.n_head, D20.head_dim, causal=True, window=short, constant_norm=True)]
+    cases += [
+        full,
+        Case("lm-window", batch, tokens, D20.n_head, D20.head_dim, causal=True, window=short, constant_norm=True),
+    ]
     total, longest, heads = (65536, 16384, 6) if cuda else (1024, 1024, 3)
     lengths = [64 * 2**k for k in range(9) if 64 * 2**k <= longest]
-    cases += [Case(f"sweep-{length}", total // length, length, heads, 64) for length in (lengths[::4] if quick else lengths)]
+    cases += [
+        Case(f"sweep-{length}", total // length, length, heads, 64) for length in (lengths[::4] if quick else lengths)
+    ]
     caches = [(1, 1024), (1, 2048), (1, 8192), (32, 1024), (32, 2048), (32, 8192)] if cuda else [(1, 1024), (8, 1024)]
-    cases += [Case(f"decode-b{b}-{n}", b, n, D20.n_head, D20.head_dim, constant_norm=True, queries=1) for b, n in (caches[::3] if quick else caches)]
+    cases += [
+        Case(f"decode-b{b}-{n}", b, n, D20.n_head, D20.head_dim, constant_norm=True, queries=1)
+        for b, n in (caches[::3] if quick else caches)
+    ]
     return [case for case in cases if case.name not in ("vit-s", "vit-b", "lm-window")] if quick else cases
 
 
@@ -66,7 +78,10 @@ def make_calls(case: Case, phase: str, found: dict[str, Operator], buffers: int,
     sets = {}
     for family in {operator.family for operator in found.values()}:
         drawn = (inputs(case, family, device, dtype, seed=10 + n) for n in range(buffers))
-        sets[family] = [tuple(t.detach().requires_grad_(phase == FULL) for t in (normalise(case, s) if family == "gka" else s)) for s in drawn]
+        sets[family] = [
+            tuple(t.detach().requires_grad_(phase == FULL) for t in (normalise(case, s) if family == "gka" else s))
+            for s in drawn
+        ]
     grads = [inputs(case, "gka", device, dtype, seed=100 + n)[0] for n in range(buffers)] if phase == FULL else []
 
     def forward(operator: Operator, n: int) -> None:
@@ -80,11 +95,15 @@ def make_calls(case: Case, phase: str, found: dict[str, Operator], buffers: int,
     return {name: partial(forward if phase == FORWARD else full, operator) for name, operator in found.items()}
 
 
-def measure(case: Case, phase: str, plan: Plan, device: torch.device, skip: list[str]) -> tuple[dict[str, Measurement], dict[str, str]]:
+def measure(
+    case: Case, phase: str, plan: Plan, device: torch.device, skip: list[str]
+) -> tuple[dict[str, Measurement], dict[str, str]]:
     """One comparison: what every candidate gave, and its role."""
     torch._dynamo.reset()  # FlexAttention compiles for each shape, and torch stops at eight
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    found = {name: op for name, op in operators(case, device, dtype, phase).items() if not any(word in name for word in skip)}
+    found = {
+        name: op for name, op in operators(case, device, dtype, phase).items() if not any(word in name for word in skip)
+    }
     roles = {name: operator.role for name, operator in found.items()}
     bytes_each = case.batch * case.tokens * case.heads * case.head_dim * dtype.itemsize
     buffers = buffers_for(device, bytes_each)
@@ -103,14 +122,24 @@ def main(config: AttentionConfig) -> None:
     config.check()
     device = setup(config.device_type).device
     cases = {case.name: case for case in config.parsed or standard_cases(device.type, config.quick)}
-    chosen = [(cases[name], phase) for name in config.select(list(cases)) for phase in ((FORWARD,) if cases[name].queries else (FORWARD, FULL))]
+    chosen = [
+        (cases[name], phase)
+        for name in config.select(list(cases))
+        for phase in ((FORWARD,) if cases[name].queries else (FORWARD, FULL))
+    ]
     recorder, plan = Recorder(config, WHAT, device), PLANS[device.type].adjust(config)
     with progress_bar() as bar:
         task = bar.add_task("attention", total=len(chosen), status="")
         for case, phase in chosen:
             bar.update(task, status=f"{case.name} {phase}")
             measured, roles = measure(case, phase, plan, device, config.skip)
-            recorder.record(case.name, phase, measured, roles, {**case.settings(), "dtype": "bfloat16" if device.type == "cuda" else "float32"})
+            recorder.record(
+                case.name,
+                phase,
+                measured,
+                roles,
+                {**case.settings(), "dtype": "bfloat16" if device.type == "cuda" else "float32"},
+            )
             release_memory()
             bar.advance(task)
 

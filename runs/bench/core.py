@@ -28,7 +28,9 @@ from trainkit.results import append_result, describe_hardware
 class CoreBenchConfig:
     """Examples per second of the CORE scorer and of the naive one, on the paper's six tasks."""
 
-    runs: list[Path] = field(default_factory=lambda: [Path(f"out/demo/runs/d4-{name}-400") for name in ("softmax", "gka-paper")])
+    runs: list[Path] = field(
+        default_factory=lambda: [Path(f"out/demo/runs/d4-{name}-400") for name in ("softmax", "gka-paper")]
+    )
     """run folders or exported models"""
     bundle: Path = Path("out/core/eval_bundle")
     """folder of the bundle"""
@@ -61,7 +63,9 @@ def compare(loaded: Loaded, task: Task, config: CoreBenchConfig, synchronize: Ca
     """Seconds of every scorer, median over the rounds. Raises UserError if they do not answer alike."""
 
     def naive(together: bool) -> list[int]:
-        return naive_task(loaded.model, loaded.tokenizer, config.bundle, task.label, config.max_per_task, together=together).predictions
+        return naive_task(
+            loaded.model, loaded.tokenizer, config.bundle, task.label, config.max_per_task, together=together
+        ).predictions
 
     scorers = {
         "by prompt": lambda: naive(together=False),
@@ -80,8 +84,13 @@ def compare(loaded: Loaded, task: Task, config: CoreBenchConfig, synchronize: Ca
     for name, found in answers.items():
         if found != answers["by example"]:
             differ = [place for place, (a, b) in enumerate(zip(found, answers["by example"])) if a != b]
-            raise UserError(f"{loaded.name}, {task.label}: {name} answers {len(differ)} examples otherwise than by example, the first is {differ[0]}")
-    return {"examples": len(answers["by example"]), "seconds": {name: sorted(times)[len(times) // 2] for name, times in seconds.items()}}
+            raise UserError(
+                f"{loaded.name}, {task.label}: {name} answers {len(differ)} examples otherwise than by example, the first is {differ[0]}"
+            )
+    return {
+        "examples": len(answers["by example"]),
+        "seconds": {name: sorted(times)[len(times) // 2] for name, times in seconds.items()},
+    }
 
 
 def main(config: CoreBenchConfig) -> None:
@@ -93,16 +102,30 @@ def main(config: CoreBenchConfig) -> None:
     models = [load(folder, device=runtime.device) for folder in config.runs]
     for loaded in models:
         shape, totals = loaded.model.config, {}
-        settings = {"model": loaded.name, "attention": shape.attention, "depth": shape.n_layer, "width": shape.n_embd, "vocab_size": shape.vocab_size}
+        settings = {
+            "model": loaded.name,
+            "attention": shape.attention,
+            "depth": shape.n_layer,
+            "width": shape.n_embd,
+            "vocab_size": shape.vocab_size,
+        }
         with progress_bar() as bar:
             shown = bar.add_task(loaded.name, total=len(tasks), status="")
             for task in tasks:
                 bar.update(shown, status=task.label)
                 metrics = compare(loaded, task, config, runtime.synchronize)
-                append_result(path, "bench_core", {**settings, "task": task.label, "max_per_task": config.max_per_task}, metrics, runtime.device)
+                append_result(
+                    path,
+                    "bench_core",
+                    {**settings, "task": task.label, "max_per_task": config.max_per_task},
+                    metrics,
+                    runtime.device,
+                )
                 for name, value in metrics["seconds"].items():
                     totals[name] = totals.get(name, 0.0) + value
-                speeds = ", ".join(f"{name} {metrics['examples'] / value:,.0f}" for name, value in metrics["seconds"].items())
+                speeds = ", ".join(
+                    f"{name} {metrics['examples'] / value:,.0f}" for name, value in metrics["seconds"].items()
+                )
                 console.print(f"{loaded.name} {task.label}: examples/s: {speeds}", highlight=False)
                 bar.advance(shown)
         ratios = ", ".join(f"{name} {value:.1f} s" for name, value in totals.items())

@@ -88,7 +88,10 @@ def render(kind: str, example: dict, fewshot: list[dict], delimiter: str) -> lis
         return [PART_SEPARATOR.join([*parts, example["query"] + delimiter + choice]) for choice in example["choices"]]
     if kind == "schema":
         parts = [shot["context_options"][shot["gold"]] + delimiter + shot["continuation"] for shot in fewshot]
-        return [PART_SEPARATOR.join([*parts, option + delimiter + example["continuation"]]) for option in example["context_options"]]
+        return [
+            PART_SEPARATOR.join([*parts, option + delimiter + example["continuation"]])
+            for option in example["context_options"]
+        ]
     if kind == "language_modeling":
         parts = [shot["context"].strip() + delimiter + shot["continuation"] for shot in fewshot]
         without = PART_SEPARATOR.join([*parts, example["context"].strip() + delimiter])
@@ -96,7 +99,9 @@ def render(kind: str, example: dict, fewshot: list[dict], delimiter: str) -> lis
     raise ValueError(f"unknown task type {kind!r}")
 
 
-def tokenize_example(tokenizer, kind: str, example: dict, fewshot: list[dict], delimiter: str) -> tuple[list[list[int]], list[int]]:
+def tokenize_example(
+    tokenizer, kind: str, example: dict, fewshot: list[dict], delimiter: str
+) -> tuple[list[list[int]], list[int]]:
     """The prompts to run as token lists, and where the scored span of each begins; every span reaches to its prompt's end."""
     prompts = [[tokenizer.bos_id, *tokenizer.encode(text)] for text in render(kind, example, fewshot, delimiter)]
     if kind == "multiple_choice":
@@ -114,13 +119,17 @@ def tokenize_example(tokenizer, kind: str, example: dict, fewshot: list[dict], d
 def common_length(sequences: list[list[int]]) -> int:
     """Number of leading tokens that all sequences share."""
     length = 0
-    while all(len(sequence) > length for sequence in sequences) and len({sequence[length] for sequence in sequences}) == 1:
+    while (
+        all(len(sequence) > length for sequence in sequences) and len({sequence[length] for sequence in sequences}) == 1
+    ):
         length += 1
     return length
 
 
 @torch.inference_mode()
-def score_example(model, kind: str, prompts: list[list[int]], starts: list[int], bos_id: int, together: bool = True) -> int:
+def score_example(
+    model, kind: str, prompts: list[list[int]], starts: list[int], bos_id: int, together: bool = True
+) -> int:
     """Index of the prompt whose span has the lowest mean cross-entropy or, for language modelling, 1 if the span is greedy's choice."""
     longest = max(len(prompt) for prompt in prompts)
     padded = [prompt + [bos_id] * (longest - len(prompt)) for prompt in prompts]

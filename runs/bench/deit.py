@@ -74,7 +74,11 @@ class DeitConfig(CaseConfig):
     def fill(self, device_type: str) -> "DeitConfig":
         """The configuration with the device's defaults in the empty places."""
         cuda = device_type == "cuda"
-        inference, training = ([128] if self.quick else [32, 64, 128, 256, 512], [64] if self.quick else [64, 128]) if cuda else ([8, 16], [8])
+        inference, training = (
+            ([128] if self.quick else [32, 64, 128, 256, 512], [64] if self.quick else [64, 128])
+            if cuda
+            else ([8, 16], [8])
+        )
         return replace(
             self,
             sizes=self.sizes or (["ti"] if self.quick or not cuda else list(SHORT)),
@@ -122,7 +126,10 @@ class Candidate:
 
         def answer(network, model, images, targets) -> torch.Tensor:
             if self.phase == INFERENCE:
-                with torch.inference_mode(), autocast(self.device, "auto" if images.dtype == torch.float32 else "float32"):
+                with (
+                    torch.inference_mode(),
+                    autocast(self.device, "auto" if images.dtype == torch.float32 else "float32"),
+                ):
                     return network(images)[few].double()
             return gradient(model, lambda: loss(network, images, targets, self.device))
 
@@ -134,11 +141,15 @@ class Candidate:
         plain = share * answer(literal, literal, self.images[few], self.targets[few])
         literal = literal.double()
         want = share * answer(literal, literal, self.images[few].double(), self.targets[few].double())
-        return model_gate("logits" if self.phase == INFERENCE else "gradient", got, want, plain, half=self.device.type == "cuda")
+        return model_gate(
+            "logits" if self.phase == INFERENCE else "gradient", got, want, plain, half=self.device.type == "cuda"
+        )
 
     def held_mib(self) -> float:
         """What the model holds between steps: weights, optimiser state and the batch."""
-        state = [value for values in self.optimizer.state.values() for value in values.values()] if self.optimizer else []
+        state = (
+            [value for values in self.optimizer.state.values() for value in values.values()] if self.optimizer else []
+        )
         return tensors_mib([*self.model.parameters(), *self.model.buffers(), *state, self.images])
 
 
@@ -146,7 +157,9 @@ def create(kind: str, size: str, impl: str) -> nn.Module:
     """The paper's model of this kind; softmax is timm's own."""
     if kind.startswith("softmax"):
         return timm.create_model(f"deit_{SHORT[size]}_patch16_224")
-    return timm.create_model(f"deit_{SHORT[size]}_{kind}_patch16_224", **({"impl": impl} if kind == "gka" and impl else {}))
+    return timm.create_model(
+        f"deit_{SHORT[size]}_{kind}_patch16_224", **({"impl": impl} if kind == "gka" and impl else {})
+    )
 
 
 def loss(network, images, targets, device: torch.device) -> torch.Tensor:
@@ -155,7 +168,9 @@ def loss(network, images, targets, device: torch.device) -> torch.Tensor:
         return SoftTargetCrossEntropy()(network(images), targets)
 
 
-def measure(size: str, phase: str, batch: int, config: DeitConfig, plan: Plan, device: torch.device) -> dict[str, Measurement]:
+def measure(
+    size: str, phase: str, batch: int, config: DeitConfig, plan: Plan, device: torch.device
+) -> dict[str, Measurement]:
     """One comparison of the kinds."""
     torch._dynamo.reset()  # programs of other batch sizes hold memory
     candidates: dict[str, Candidate] = {}
@@ -166,7 +181,9 @@ def measure(size: str, phase: str, batch: int, config: DeitConfig, plan: Plan, d
         except (ValueError, torch.OutOfMemoryError) as error:
             failed[kind] = Measurement()
             failed[kind].fail(error)
-    measured = interleave({kind: c.step for kind, c in candidates.items()}, device, plan, {kind: c.gate for kind, c in candidates.items()})
+    measured = interleave(
+        {kind: c.step for kind, c in candidates.items()}, device, plan, {kind: c.gate for kind, c in candidates.items()}
+    )
     for kind, measurement in measured.items():
         if measurement.peak_mib is not None:
             measurement.peak_mib += candidates[kind].held_mib()
@@ -178,7 +195,12 @@ def main(config: DeitConfig) -> None:
     device = setup(config.device_type).device
     config = config.fill(device.type)
     batches = {INFERENCE: config.batch_sizes, TRAINING: config.train_batch_sizes}
-    cases = [(f"deit-{size}-b{batch}", size, phase, batch) for size in config.sizes for phase in config.phases for batch in batches[phase]]
+    cases = [
+        (f"deit-{size}-b{batch}", size, phase, batch)
+        for size in config.sizes
+        for phase in config.phases
+        for batch in batches[phase]
+    ]
     wanted = config.select(list(dict.fromkeys(name for name, *_ in cases)))
     cases = [case for case in cases if case[0] in wanted]
     roles = {"softmax": "baseline", "softmax-cudnn": "baseline", "gka": "ours", "vlt": "other"}

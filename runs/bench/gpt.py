@@ -48,9 +48,13 @@ PLANS = {"cuda": Plan(rounds=30, seconds=60), "cpu": Plan(rounds=20, warmup=2, s
 class GPTBenchConfig(CaseConfig):
     """Time training, prefill and decoding of nanochat with softmax attention and with GKA; appends to RESULTS/bench_gpt_<hardware>.jsonl."""
 
-    kinds: list[Literal["softmax", "softmax-cudnn", "gka", "gka-normalised", "gka-keys", "vlt"]] = field(default_factory=list)
+    kinds: list[Literal["softmax", "softmax-cudnn", "gka", "gka-normalised", "gka-keys", "vlt"]] = field(
+        default_factory=list
+    )
     """empty = softmax, softmax-cudnn (CUDA only), gka; for decoding gka-normalised and gka-keys, values before rotation"""
-    phases: list[Literal["training", "prefill", "decode-1", "decode-8"]] = field(default_factory=lambda: [TRAINING, PREFILL, *DECODE])
+    phases: list[Literal["training", "prefill", "decode-1", "decode-8"]] = field(
+        default_factory=lambda: [TRAINING, PREFILL, *DECODE]
+    )
     """what to time"""
     depth: int = 0
     """number of layers; 0 = 20 on CUDA, 4 on a CPU"""
@@ -71,7 +75,9 @@ class GPTBenchConfig(CaseConfig):
         super().check()
         for key in ("depth", "batch_size", "sequence_len", "vocab_size"):
             if getattr(self, key) < 0:
-                raise UserError(f"--{key.replace('_', '-')} must be at least 1, or 0 for the device's own, got {getattr(self, key)}")
+                raise UserError(
+                    f"--{key.replace('_', '-')} must be at least 1, or 0 for the device's own, got {getattr(self, key)}"
+                )
 
     def case(self, device_type: str) -> str:
         """d20, or d4; what is not the device's own setting is part of the name, so that the targets are not judged by it."""
@@ -119,10 +125,14 @@ class Candidate:
         held = HeldToCudnn(self.model) if kind == "softmax-cudnn" else self.model
         mode = "default" if config.compile == "on" else "off"
         self.network = compiled(held, mode)
-        self.optimizer = MuonAdamW(parameter_groups(self.model, OptimConfig(), lr_scale=1e-3), runtime, compile=mode != "off")
+        self.optimizer = MuonAdamW(
+            parameter_groups(self.model, OptimConfig(), lr_scale=1e-3), runtime, compile=mode != "off"
+        )
         generator = torch.Generator(self.device).manual_seed(SEED)
         shape = (config.batch_size, config.sequence_len)
-        self.ids, self.targets = (torch.randint(config.vocab_size, shape, generator=generator, device=self.device) for _ in range(2))
+        self.ids, self.targets = (
+            torch.randint(config.vocab_size, shape, generator=generator, device=self.device) for _ in range(2)
+        )
         self.cache: KVCache | None = None
 
     def train(self, n: int) -> None:
@@ -178,7 +188,9 @@ class Candidate:
         plain = answer(twin, twin, self.ids[few], targets[few])
         twin = twin.double()
         want = answer(twin, twin, self.ids[few], targets[few])
-        return model_gate("logits" if phase == PREFILL else "gradient", got, want, plain, half=self.device.type == "cuda")
+        return model_gate(
+            "logits" if phase == PREFILL else "gradient", got, want, plain, half=self.device.type == "cuda"
+        )
 
     def held_mib(self) -> float:
         """What the model holds between steps: weights, optimiser state and the batch."""
@@ -190,7 +202,13 @@ def measure(phase: str, candidates: dict[str, Candidate], device: torch.device, 
     """One comparison of the kinds."""
     steps: dict[str, Callable[[int], object]] = {}
     for kind, candidate in candidates.items():
-        steps[kind] = candidate.decode(DECODE[phase]) if phase in DECODE else candidate.train if phase == TRAINING else candidate.prefill
+        steps[kind] = (
+            candidate.decode(DECODE[phase])
+            if phase in DECODE
+            else candidate.train
+            if phase == TRAINING
+            else candidate.prefill
+        )
     measured = interleave(steps, device, plan, {kind: partial(c.gate, phase) for kind, c in candidates.items()})
     for kind, measurement in measured.items():
         if measurement.peak_mib is not None:
@@ -228,10 +246,14 @@ def main(config: GPTBenchConfig) -> None:
         for phase in config.phases:
             bar.update(task, status=f"{name} {phase}")
             rows = DECODE.get(phase, config.batch_size if phase == TRAINING else 1)
-            measured = failed | measure(phase, {kind: c for kind, c in candidates.items() if takes_part(kind, phase)}, device, plan)
+            measured = failed | measure(
+                phase, {kind: c for kind, c in candidates.items() if takes_part(kind, phase)}, device, plan
+            )
             extra = partial(rates, candidates, phase, rows * (1 if phase in DECODE else config.sequence_len))
             order = [kind for kind in config.kinds if takes_part(kind, phase)]
-            recorder.record(name, phase, {kind: measured[kind] for kind in order}, roles, {**settings, "batch": rows}, extra)
+            recorder.record(
+                name, phase, {kind: measured[kind] for kind in order}, roles, {**settings, "batch": rows}, extra
+            )
             release_memory()
             bar.advance(task)
 

@@ -38,7 +38,16 @@ SHARED_LIMIT = {80: 166912, 90: 232448, 120: 101376}  # bytes a block may use
 # Bytes per thread. float32 with head_dim 128 does not fit otherwise; other versions of Triton than the table was made for may need a little.
 KNOWN_SPILLS = {(120, "queries", 128, 4): 16}
 SPILLS_OF_OTHER_VERSIONS = 64
-HALF = ("p_x", "p_k", "p_v", "p_y", "p_dy", "p_dx", "p_dk", "p_dv")  # pointers in the features' dtype; the others are float32
+HALF = (
+    "p_x",
+    "p_k",
+    "p_v",
+    "p_y",
+    "p_dy",
+    "p_dx",
+    "p_dk",
+    "p_dv",
+)  # pointers in the features' dtype; the others are float32
 
 KERNELS = {
     "forward": triton_forward.gka_forward_kernel,
@@ -87,7 +96,11 @@ CASES = {
         "causal, general": dict(CONSTANT=False, **OWN, **CAUSAL),
         "window, foreign": dict(CONSTANT=True, OWN_KEYS=False, OWN_VALUES=False, **WINDOW),
     },
-    "head": {"197 tokens": dict(FULL=3, TAIL=16), "192 tokens": dict(FULL=3, TAIL=0), "180 tokens": dict(FULL=2, TAIL=64)},
+    "head": {
+        "197 tokens": dict(FULL=3, TAIL=16),
+        "192 tokens": dict(FULL=3, TAIL=0),
+        "180 tokens": dict(FULL=2, TAIL=64),
+    },
 }
 
 
@@ -154,10 +167,16 @@ def shipped(every: bool = False) -> list[Build]:
         capability = int(name.removeprefix("sm_"))
         for (kernel, head_dim, size), config in table.entries.items():
             cases = list(CASES[kernel])
-            builds += [Build(capability, kernel, head_dim, size, case, config) for case in (cases if every else cases[:1])]
+            builds += [
+                Build(capability, kernel, head_dim, size, case, config) for case in (cases if every else cases[:1])
+            ]
         if table.head:
             cases = list(CASES["head"])
-            builds += [Build(capability, "head", d, 2, case, triton_configs.HEAD) for d in (32, 64) for case in (cases if every else cases[:1])]
+            builds += [
+                Build(capability, "head", d, 2, case, triton_configs.HEAD)
+                for d in (32, 64)
+                for case in (cases if every else cases[:1])
+            ]
     return builds
 
 
@@ -174,8 +193,14 @@ def compile_one(build: Build) -> Resources:
 
     signature = {name: "constexpr" if name in constants else type_of(name) for name in names}
     # At run time the JIT finds pointers and strides divisible by 16; without that there are no asynchronous copies.
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name not in constants and re.match(r"p_|s.?_[bth]$", name)}
-    source = ASTSource(fn=function, signature=signature, constexprs={(names.index(k),): v for k, v in constants.items()}, attrs=aligned)
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if name not in constants and re.match(r"p_|s.?_[bth]$", name)
+    }
+    source = ASTSource(
+        fn=function, signature=signature, constexprs={(names.index(k),): v for k, v in constants.items()}, attrs=aligned
+    )
     options = dict(num_warps=build.config.warps, num_stages=build.config.stages)
     compiled = triton.compile(source, target=GPUTarget("cuda", build.capability, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -205,7 +230,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help=f"rewrite {GOLDEN.relative_to(GOLDEN.parents[2])}")
     parser.add_argument("--every", action="store_true", help="every case of every configuration")
-    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="how many compile at once (default: all cores)")
+    parser.add_argument(
+        "--processes", type=int, default=os.cpu_count(), help="how many compile at once (default: all cores)"
+    )
     options = parser.parse_args(arguments)
     lines, broken = [header()], []
     print(lines[0], flush=True)

@@ -54,4 +54,7 @@ def model_gate(name: str, got: torch.Tensor, want: torch.Tensor, plain: torch.Te
 
 def tensors_mib(tensors: Iterable[torch.Tensor]) -> float:
     """Memory of tensors on the accelerator, MiB, each storage once."""
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.is_cuda}.values()) / 2**20
+    return (
+        sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.is_cuda}.values())
+        / 2**20
+    )

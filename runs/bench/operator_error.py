@@ -23,7 +23,10 @@ from trainkit.results import append_result
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "runs/results/operator_error.jsonl"
 SHAPE = (2, 197, 2, 64)  # DeiT's token count and head size: neither a multiple of a tile
-SIGMA_SQUARED = (1.3 * math.sqrt(SHAPE[-1]), 1.3 * SHAPE[-1])  # one per head; not powers of two, or x / sigma^2 would be exact
+SIGMA_SQUARED = (
+    1.3 * math.sqrt(SHAPE[-1]),
+    1.3 * SHAPE[-1],
+)  # one per head; not powers of two, or x / sigma^2 would be exact
 DTYPES = (torch.float32, torch.bfloat16)
 MASKS = (Mask(causal=False), Mask(causal=True))
 KINDS = (*testing.KINDS, "all+10", "all+100")
@@ -81,14 +84,24 @@ def rows():
 
 def markdown(measured: list[dict]) -> str:
     """The table of gka/README.md: a line per kind and route, float32 beside bfloat16."""
-    titles = ["features", "max x²/σ²", "cond", "route", *(f"{dtype} {name}" for dtype in ("fp32", "bf16") for name in ("y", "dx", "dlogσ"))]
+    titles = [
+        "features",
+        "max x²/σ²",
+        "cond",
+        "route",
+        *(f"{dtype} {name}" for dtype in ("fp32", "bf16") for name in ("y", "dx", "dlogσ")),
+    ]
     lines = [f"| {' | '.join(titles)} |", "|---|---:|---:|---|" + "---:|" * 6]
     paired: dict[tuple[str, str], list[dict]] = {}
     for row in measured:
         paired.setdefault((row["kind"], row["route"]), []).append(row)
     for (kind, route), (single, half) in paired.items():
-        errors = " | ".join("NaN" if row[name] is None else f"{row[name]:.0e}" for row in (single, half) for name in NAMES)
-        lines.append(f"| {kind} | {single['max_norm2_over_sigma2']:.0f} | {single['log_sigma_condition']:.0f} | {route} | {errors} |")
+        errors = " | ".join(
+            "NaN" if row[name] is None else f"{row[name]:.0e}" for row in (single, half) for name in NAMES
+        )
+        lines.append(
+            f"| {kind} | {single['max_norm2_over_sigma2']:.0f} | {single['log_sigma_condition']:.0f} | {route} | {errors} |"
+        )
     return "\n".join(lines)
 
 
@@ -96,7 +109,9 @@ def main() -> None:
     torch.set_num_threads(1)  # the order of a parallel reduction would show in the last digit
     RESULTS.unlink(missing_ok=True)
     for row in rows():
-        append_result(RESULTS, "operator_error", {"shape": SHAPE, "sigma_squared": SIGMA_SQUARED}, row, torch.device("cpu"))
+        append_result(
+            RESULTS, "operator_error", {"shape": SHAPE, "sigma_squared": SIGMA_SQUARED}, row, torch.device("cpu")
+        )
     print(markdown([record["metrics"] for record in read_lines(RESULTS)]))
 
 

@@ -62,7 +62,9 @@ class Case:
         if not found or 0 in (sizes := [int(found[i]) for i in range(1, 5)]):
             raise ValueError(f"expected BxTxHxD such as 16x2048x10x128, then c, wN, n or d, got {text!r}")
         causal, window, normalised, decode = found.groups()[4:]
-        return cls(text, *sizes, bool(causal), int(window) if window else None, bool(normalised), queries=int(bool(decode)))
+        return cls(
+            text, *sizes, bool(causal), int(window) if window else None, bool(normalised), queries=int(bool(decode))
+        )
 
 
 @dataclass(frozen=True)
@@ -126,8 +128,17 @@ def softmax_definition(q, k, v, mask: Mask):
 def operators(case: Case, device: torch.device, dtype: torch.dtype, phase: str) -> dict[str, Operator]:
     """Every candidate for the case on this device, ours first. One that cannot serve says so when it is called."""
     cuda, masked = device.type == "cuda", case.mask != Mask()
-    x, sigma, *cache = (t.requires_grad_(phase == FULL) for t in inputs(replace(case, batch=1), "gka", device, dtype, 0))
-    auto = select_impl(x, log_sigma=sigma, keys=cache[0] if cache else None, causal=case.causal, window=case.window, constant_norm=case.constant_norm)
+    x, sigma, *cache = (
+        t.requires_grad_(phase == FULL) for t in inputs(replace(case, batch=1), "gka", device, dtype, 0)
+    )
+    auto = select_impl(
+        x,
+        log_sigma=sigma,
+        keys=cache[0] if cache else None,
+        causal=case.causal,
+        window=case.window,
+        constant_norm=case.constant_norm,
+    )
     found = {}
     for impl in dict.fromkeys((auto, "triton", *(("flex",) if cuda else ()), "sdpa")):
         for constant_norm in dict.fromkeys((case.constant_norm, False)):
@@ -155,7 +166,9 @@ def operators(case: Case, device: torch.device, dtype: torch.dtype, phase: str) 
 
 def _gaussian(case: Case, impl: str, constant_norm: bool):
     def attend(x, log_sigma, cache=None):
-        return gaussian_attention(x, log_sigma, keys=cache, causal=case.causal, window=case.window, constant_norm=constant_norm, impl=impl)
+        return gaussian_attention(
+            x, log_sigma, keys=cache, causal=case.causal, window=case.window, constant_norm=constant_norm, impl=impl
+        )
 
     return attend
 
@@ -231,7 +244,9 @@ def gate(operator: Operator, case: Case, phase: str, device: torch.device, dtype
             return eager_gaussian(*normalise(case, t), visible=visible, eps=0.0)
 
         def oracle(x, log_sigma, cache=None):
-            return gaussian_attention(x, log_sigma, keys=cache, causal=case.causal, window=case.window, eps=0.0, impl="reference")
+            return gaussian_attention(
+                x, log_sigma, keys=cache, causal=case.causal, window=case.window, eps=0.0, impl="reference"
+            )
 
         want = results(lambda *t: oracle(*normalise(case, t)), *precise, names)
         floors = _gaussian_floors(case, few, few_grad_y)

@@ -55,13 +55,19 @@ def bound_ms(config: dict, phase: str, family: str, peaks: Peaks) -> float:
     if phase == "forward":
         return forward
     two_passes = family == "gka" and config["causal"]
-    return forward + slowest((3.5 if two_passes else 2.5) * products, BACKWARD_UNITS[family] * unit, (2 if two_passes else 1) * exps)
+    return forward + slowest(
+        (3.5 if two_passes else 2.5) * products, BACKWARD_UNITS[family] * unit, (2 if two_passes else 1) * exps
+    )
 
 
 def draw(comparisons: dict[tuple[str, str], Comparison], hardware: str, out: Path) -> list[Path]:
     """Draw what there is data for; returns the files."""
     out.mkdir(parents=True, exist_ok=True)
-    sweep = {key: c for key, c in comparisons.items() if key[0].startswith("sweep-") and any(line["metrics"]["median_ms"] for line in c.lines)}
+    sweep = {
+        key: c
+        for key, c in comparisons.items()
+        if key[0].startswith("sweep-") and any(line["metrics"]["median_ms"] for line in c.lines)
+    }
     pictures = [draw_sweep(sweep, hardware, out)] if sweep else []
     peaks = peaks_of(hardware)
     rest = [c for key, c in comparisons.items() if key not in sweep and c.fastest("ours") and c.fastest("baseline")]
@@ -82,7 +88,9 @@ def draw_sweep(sweep: dict[tuple[str, str], Comparison], hardware: str, out: Pat
     plt = _pyplot()
     phases = list(dict.fromkeys(phase for _, phase in sweep))
     with_memory = any(line["metrics"]["peak_mib"] is not None for c in sweep.values() for line in c.lines)
-    figure, axes = plt.subplots(1 + with_memory, len(phases), figsize=(6 * len(phases), 4 * (1 + with_memory)), squeeze=False)
+    figure, axes = plt.subplots(
+        1 + with_memory, len(phases), figsize=(6 * len(phases), 4 * (1 + with_memory)), squeeze=False
+    )
     for column, phase in enumerate(phases):
         curves: dict[str, list[tuple[int, float, float | None]]] = {}
         for (_, where), comparison in sweep.items():
@@ -98,7 +106,9 @@ def draw_sweep(sweep: dict[tuple[str, str], Comparison], hardware: str, out: Pat
             if with_memory:
                 axes[1][column].plot([n for n, _, _ in points], [memory for _, _, memory in points], **style)
         for row, label in enumerate(("tokens per second", "memory of one call, MiB")[: 1 + with_memory]):
-            axes[row][column].set(yscale="log", xlabel="N, tokens in a sequence (equal tokens in all)", ylabel=label, title=phase)
+            axes[row][column].set(
+                yscale="log", xlabel="N, tokens in a sequence (equal tokens in all)", ylabel=label, title=phase
+            )
             axes[row][column].set_xscale("log", base=2)
             axes[row][column].grid(alpha=0.3)
             axes[row][column].legend(fontsize=7)
@@ -112,14 +122,26 @@ def draw_roofline(comparisons: list[Comparison], hardware: str, peaks: Peaks, ou
     labels = []
     for place, comparison in enumerate(comparisons):
         labels.append(f"{comparison.case}\n{comparison.phase}")
-        for offset, role, family, colour in ((-0.2, "baseline", "softmax", "tab:grey"), (0.2, "ours", "gka", "tab:blue")):
+        for offset, role, family, colour in (
+            (-0.2, "baseline", "softmax", "tab:grey"),
+            (0.2, "ours", "gka", "tab:blue"),
+        ):
             line = comparison.fastest(role)
             bound = bound_ms(line["config"], comparison.phase, family, peaks)
             middle, name = place + offset, family if place == 0 else None
             axes.bar(middle, line["metrics"]["median_ms"], width=0.38, color=colour, label=name)
-            axes.hlines(bound, middle - 0.19, middle + 0.19, color="black", linewidth=2, label="bound" if name == "softmax" else None)
+            axes.hlines(
+                bound,
+                middle - 0.19,
+                middle + 0.19,
+                color="black",
+                linewidth=2,
+                label="bound" if name == "softmax" else None,
+            )
     axes.set_xticks(range(len(labels)), labels, rotation=60, fontsize=7, ha="right")
-    assumed = f"assuming {peaks.flops / 1e12:.0f} TFLOP/s, {peaks.bytes / 1e12:.1f} TB/s, {peaks.exps / 1e12:.1f}e12 exp/s"
+    assumed = (
+        f"assuming {peaks.flops / 1e12:.0f} TFLOP/s, {peaks.bytes / 1e12:.1f} TB/s, {peaks.exps / 1e12:.1f}e12 exp/s"
+    )
     axes.set(yscale="log", ylabel="ms", title=f"measured and bound, {assumed}")
     axes.grid(alpha=0.3, axis="y")
     axes.legend()

@@ -60,7 +60,11 @@ class Target:
 
 def best(deit: Comparisons, size: str, role: str) -> float | None:
     """Images per second of a size's inference at its best batch, among the lines of `role`."""
-    lines = [c.fastest(role) for (case, phase), c in deit.items() if case.startswith(f"deit-{size}-") and phase == "inference"]
+    lines = [
+        c.fastest(role)
+        for (case, phase), c in deit.items()
+        if case.startswith(f"deit-{size}-") and phase == "inference"
+    ]
     return max((line["metrics"]["items_per_second"] for line in lines if line), default=None)
 
 
@@ -68,7 +72,9 @@ def over(top: float | None, bottom: float | None) -> float | None:
     return top / bottom if top is not None and bottom else None
 
 
-def ratio(comparisons: Comparisons, case: str, phase: str, role: str = "baseline", metric: str = "median_ms") -> float | None:
+def ratio(
+    comparisons: Comparisons, case: str, phase: str, role: str = "baseline", metric: str = "median_ms"
+) -> float | None:
     """The fastest of `role` over ours in one comparison; None if it was not made."""
     found = comparisons.get((case, phase))
     return found.ratio(role, metric) if found else None
@@ -76,7 +82,11 @@ def ratio(comparisons: Comparisons, case: str, phase: str, role: str = "baseline
 
 def flops_ratio(comparison: Comparison | None) -> float | None:
     """FLOPs per token of the softmax model over GKA's."""
-    found = {line["config"]["role"]: line["metrics"].get("flops_per_token") for line in comparison.lines} if comparison else {}
+    found = (
+        {line["config"]["role"]: line["metrics"].get("flops_per_token") for line in comparison.lines}
+        if comparison
+        else {}
+    )
     return over(found.get("baseline"), found.get("ours"))
 
 
@@ -87,23 +97,51 @@ def targets(results: dict[str, Comparisons], cuda: bool) -> list[Target]:
         flops = flops_ratio(gpt.get(("d4", "training")))
         return [
             Target("DeiT-Ti forward", 1.15, over(best(deit, "ti", "ours"), best(deit, "ti", "baseline"))),
-            Target("d4 training step, 0.95 x its FLOPs ratio", 0.95 * (flops or 1.0), ratio(gpt, "d4", "training") if flops else None),
+            Target(
+                "d4 training step, 0.95 x its FLOPs ratio",
+                0.95 * (flops or 1.0),
+                ratio(gpt, "d4", "training") if flops else None,
+            ),
         ]
     found = []
     for size in ("ti", "s", "b"):
         for phase, wanted in (("forward", 1.5), ("forward+backward", 1.7)):
-            found.append(Target(f"operator, DeiT-{size.title()}, {phase}", wanted, ratio(attention, f"vit-{size}", phase)))
-        found.append(Target(f"operator, DeiT-{size.title()}, against eager GKA", 5, ratio(attention, f"vit-{size}", "forward+backward", "eager")))
+            found.append(
+                Target(f"operator, DeiT-{size.title()}, {phase}", wanted, ratio(attention, f"vit-{size}", phase))
+            )
+        found.append(
+            Target(
+                f"operator, DeiT-{size.title()}, against eager GKA",
+                5,
+                ratio(attention, f"vit-{size}", "forward+backward", "eager"),
+            )
+        )
     for case in ("lm-full", "lm-window"):
         for phase, wanted in (("forward", 1.0), ("forward+backward", 0.9)):
-            found.append(Target(f"operator, d20 {case.removeprefix('lm-')}, {phase}", wanted, ratio(attention, case, phase)))
-    found.append(Target("operator, d20 full, against eager GKA", 10, ratio(attention, "lm-full", "forward+backward", "eager")))
+            found.append(
+                Target(f"operator, d20 {case.removeprefix('lm-')}, {phase}", wanted, ratio(attention, case, phase))
+            )
+    found.append(
+        Target("operator, d20 full, against eager GKA", 10, ratio(attention, "lm-full", "forward+backward", "eager"))
+    )
     for batch, wanted in ((1, 1.25), (32, 1.6)):
         for tokens in (1024, 2048, 8192):
-            found.append(Target(f"decode, batch {batch}, {tokens} tokens", wanted, ratio(attention, f"decode-b{batch}-{tokens}", "forward")))
+            found.append(
+                Target(
+                    f"decode, batch {batch}, {tokens} tokens",
+                    wanted,
+                    ratio(attention, f"decode-b{batch}-{tokens}", "forward"),
+                )
+            )
     for size in ("ti", "s", "b"):
         name = f"DeiT-{size.title()}"
-        found.append(Target(f"{name}, inference at its best batch", 1.25, over(best(deit, size, "ours"), best(deit, size, "baseline"))))
+        found.append(
+            Target(
+                f"{name}, inference at its best batch",
+                1.25,
+                over(best(deit, size, "ours"), best(deit, size, "baseline")),
+            )
+        )
         for batch in (64, 128):
             case = (f"deit-{size}-b{batch}", "training")
             smaller = over(1.0, ratio(deit, *case, metric="peak_mib"))
@@ -126,7 +164,12 @@ def times(value: float | None) -> str:
 def summary_rows(what: str, comparisons: Iterable[Comparison]) -> tuple[list[str], list[list[str]]]:
     """Headings and a row for every comparison; in brackets which softmax kernel, and which of our implementations."""
     unit = UNITS[what]
-    headings = ["", *(f"{side} {measure}" for side in ("softmax", "GKA") for measure in (("ms", unit) if unit else ("ms",))), "speed-up", "memory"]
+    headings = [
+        "",
+        *(f"{side} {measure}" for side in ("softmax", "GKA") for measure in (("ms", unit) if unit else ("ms",))),
+        "speed-up",
+        "memory",
+    ]
     headings += {"attention": ["over eager"], "gpt": ["FLOPs ratio"]}.get(what, [])
     rows = []
     for comparison in comparisons:
@@ -154,16 +197,24 @@ def reasons(comparisons: Iterable[Comparison]) -> list[str]:
                 met.setdefault(told, []).append(where)
         if unlike := comparison.unlike():
             met.setdefault(f"timed {unlike}", []).append(where)
-    return [f"{told} ({places[0]}{f' and {len(places) - 1} more' if len(places) > 1 else ''})" for told, places in met.items()]
+    return [
+        f"{told} ({places[0]}{f' and {len(places) - 1} more' if len(places) > 1 else ''})"
+        for told, places in met.items()
+    ]
 
 
 def disturbance(comparisons: Iterable[Comparison]) -> list[str]:
     """A warning if other processes worked while a CPU was timed."""
-    met = [max((line["metrics"].get("elsewhere") or 0.0 for line in comparison.lines), default=0.0) for comparison in comparisons]
+    met = [
+        max((line["metrics"].get("elsewhere") or 0.0 for line in comparison.lines), default=0.0)
+        for comparison in comparisons
+    ]
     busy = sum(cores > QUIET for cores in met)
     if not busy:
         return []
-    return [f"other processes used up to {max(met):.1f} cores while {busy} of these {len(met)} were timed: measure again on a quiet machine"]
+    return [
+        f"other processes used up to {max(met):.1f} cores while {busy} of these {len(met)} were timed: measure again on a quiet machine"
+    ]
 
 
 def provenance(comparisons: Iterable[Comparison]) -> str:
@@ -191,12 +242,27 @@ def show(title: str, headings: list[str], rows: list[list[str]]) -> None:
 
 def candidate_rows(comparisons: Iterable[Comparison]) -> tuple[list[str], list[list[str]]]:
     """Every candidate of every comparison, failed ones too."""
-    headings = ["case", "phase", "candidate", "role", "median ms", "20 % to 80 %", "samples", "first call s", "peak MiB", "remark"]
+    headings = [
+        "case",
+        "phase",
+        "candidate",
+        "role",
+        "median ms",
+        "20 % to 80 %",
+        "samples",
+        "first call s",
+        "peak MiB",
+        "remark",
+    ]
     rows = []
     for comparison in comparisons:
         for line in comparison.lines:
             config, metrics = line["config"], line["metrics"]
-            spread = f"{number(metrics['low_ms'])} to {number(metrics['high_ms'])}" if metrics["median_ms"] is not None else ""
+            spread = (
+                f"{number(metrics['low_ms'])} to {number(metrics['high_ms'])}"
+                if metrics["median_ms"] is not None
+                else ""
+            )
             first = number(metrics["first_ms"] / 1e3 if metrics["first_ms"] is not None else None, "{:.2f}")
             remark = f"{metrics['status']}: {metrics['reason']}" if metrics["status"] != "ok" else metrics["note"]
             rows.append([comparison.case, comparison.phase, config["candidate"], config["role"], number(metrics["median_ms"]), spread, str(metrics["samples"]),
@@ -205,7 +271,10 @@ def candidate_rows(comparisons: Iterable[Comparison]) -> tuple[list[str], list[l
 
 
 def target_rows(found: list[Target]) -> tuple[list[str], list[list[str]]]:
-    rows = [[t.what, f"{'<=' if t.at_most else '>='} {t.wanted:.2f}", number(t.measured, "{:.2f}"), t.verdict] for t in found]
+    rows = [
+        [t.what, f"{'<=' if t.at_most else '>='} {t.wanted:.2f}", number(t.measured, "{:.2f}"), t.verdict]
+        for t in found
+    ]
     return ["target", "wanted", "measured", ""], rows
 
 
@@ -231,12 +300,18 @@ def main(config: ReportConfig) -> None:
     found = targets(results, cuda=not slug(hardware).endswith("-threads"))
     headings, rows = target_rows(found)
     show("Targets: the fastest softmax attention over GKA", headings, rows)
-    console.print(", ".join(f"{sum(t.verdict == verdict for t in found)} {verdict}" for verdict in ("pass", "miss", "not measured")))
+    console.print(
+        ", ".join(
+            f"{sum(t.verdict == verdict for t in found)} {verdict}" for verdict in ("pass", "miss", "not measured")
+        )
+    )
     pictures = bench_plots.draw(results["attention"], hardware, config.out)
     config.out.mkdir(parents=True, exist_ok=True)
     path = config.out / f"bench_{slug(hardware)}.md"
     path.write_text("\n\n".join([f"# Benchmarks on {hardware}", *page, "## Targets", markdown(headings, rows)]) + "\n")
-    console.print(f"Every candidate: {path}. Pictures: {', '.join(map(str, pictures)) or 'none'}.", highlight=False, markup=False)
+    console.print(
+        f"Every candidate: {path}. Pictures: {', '.join(map(str, pictures)) or 'none'}.", highlight=False, markup=False
+    )
 
 
 if __name__ == "__main__":

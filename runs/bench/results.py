@@ -41,8 +41,22 @@ class Recorder:
         """roles: by candidate. settings: what was run, the same for all of them. extra: further metrics of a candidate."""
         group = uuid.uuid4().hex[:12]
         for name, measurement in measured.items():
-            config = {"case": case, "phase": phase, "candidate": name, "role": roles[name], "group": group, "quick": self.quick, **settings}
-            append_result(self.path, f"bench_{self.what}", config, {**asdict(measurement), **extra(name, measurement)}, self.device)
+            config = {
+                "case": case,
+                "phase": phase,
+                "candidate": name,
+                "role": roles[name],
+                "group": group,
+                "quick": self.quick,
+                **settings,
+            }
+            append_result(
+                self.path,
+                f"bench_{self.what}",
+                config,
+                {**asdict(measurement), **extra(name, measurement)},
+                self.device,
+            )
             console.print(f"{case} {phase:<16} {name:<26} {_told(measurement)}", highlight=False, markup=False)
 
 
@@ -78,7 +92,11 @@ class Comparison:
 
     def unlike(self) -> str:
         """A warning if one side of the ratio ran in a CUDA graph and another did not."""
-        sides = [line for line in self.lines if line["config"]["role"] in ("ours", "baseline") and line["metrics"]["status"] == "ok"]
+        sides = [
+            line
+            for line in self.lines
+            if line["config"]["role"] in ("ours", "baseline") and line["metrics"]["status"] == "ok"
+        ]
         without = [line["config"]["candidate"] for line in sides if not line["metrics"]["graphed"]]
         return f"without a CUDA graph: {', '.join(without)}" if 0 < len(without) < len(sides) else ""
 

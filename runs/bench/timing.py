@@ -81,7 +81,9 @@ class Plan:
 
     def adjust(self, config: CaseConfig) -> "Plan":
         """The plan with the user's --rounds, --seconds and --quick."""
-        quick = replace(self, rounds=max(MIN_ROUNDS, self.rounds // 5), seconds=self.seconds / 5) if config.quick else self
+        quick = (
+            replace(self, rounds=max(MIN_ROUNDS, self.rounds // 5), seconds=self.seconds / 5) if config.quick else self
+        )
         return replace(quick, rounds=config.rounds or quick.rounds, seconds=config.seconds or quick.seconds)
 
 
@@ -99,7 +101,9 @@ class Measurement:
     samples: int = 0
     graphed: bool = False
     peak_mib: float | None = None  # what one call allocates on top of what was there; None on a CPU
-    elsewhere: float | None = None  # cores that other processes used while a CPU was timed: above zero, the times are not the machine's
+    elsewhere: float | None = (
+        None  # cores that other processes used while a CPU was timed: above zero, the times are not the machine's
+    )
 
     def fail(self, error: BaseException) -> None:
         """Out of memory, unsupported, anything: the row says why, and the memory is given back."""
@@ -142,7 +146,9 @@ def interleave(candidates: dict[str, Callable[[int], Any]], device: torch.device
     for name, times in taken.items():
         if measured[name].status == "ok":
             low, median, high = np.quantile(times, (LOW, 0.5, HIGH)).tolist()
-            measured[name] = replace(measured[name], median_ms=median, low_ms=low, high_ms=high, samples=len(times), elsewhere=elsewhere)
+            measured[name] = replace(
+                measured[name], median_ms=median, low_ms=low, high_ms=high, samples=len(times), elsewhere=elsewhere
+            )
     return measured
 
 
@@ -159,7 +165,9 @@ class _Quiet:
             cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
             lines = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
             # user nice system idle iowait irq softirq steal
-            return sum(int(line[k]) for line in lines if line[0] in cores for k in (1, 2, 3, 6, 7, 8)) / os.sysconf("SC_CLK_TCK")
+            return sum(int(line[k]) for line in lines if line[0] in cores for k in (1, 2, 3, 6, 7, 8)) / os.sysconf(
+                "SC_CLK_TCK"
+            )
         except (AttributeError, OSError, IndexError):
             return None
 
@@ -291,7 +299,12 @@ def buffers_for(device: torch.device, bytes_each: int) -> int:
     return max(2, 2 * torch.cuda.get_device_properties(device).L2_cache_size // bytes_each + 1)
 
 
-def disagreement(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], plain: dict[str, torch.Tensor], floors: dict[str, float]) -> str | None:
+def disagreement(
+    got: dict[str, torch.Tensor],
+    want: dict[str, torch.Tensor],
+    plain: dict[str, torch.Tensor],
+    floors: dict[str, float],
+) -> str | None:
     """Why `got` is not what float64 (`want`) says, or None. Allowed: twice the error of plain PyTorch in the same dtype, plus a rounding floor."""
     for name, value in got.items():
         error = testing.error(value, want[name])

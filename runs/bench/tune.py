@@ -95,10 +95,14 @@ def operator(problem: Problem, dtype: torch.dtype, device: torch.device):
         return lambda n: [gaussian_attention(x, log_sigma, values=values, **options)]
     leaves = [t.requires_grad_() for t in (x, values) if t is not None]
     grad_y = testing.make_features("normal", shape, dtype, 2).to(device)
-    return lambda n: list(torch.autograd.grad(gaussian_attention(x, log_sigma, values=values, **options), leaves, grad_y))
+    return lambda n: list(
+        torch.autograd.grad(gaussian_attention(x, log_sigma, values=values, **options), leaves, grad_y)
+    )
 
 
-def tune(problem: Problem, candidates: list[Config], dtype: torch.dtype, device: torch.device, plan: Plan) -> dict[str, Measurement]:
+def tune(
+    problem: Problem, candidates: list[Config], dtype: torch.dtype, device: torch.device, plan: Plan
+) -> dict[str, Measurement]:
     """Every candidate's time beside the shipped configuration's, which comes first; named rows x columns x warps x stages."""
     name = triton_configs.generation(device)
     key = (problem.kernel, max(32, problem.head_dim), dtype.itemsize)
@@ -113,10 +117,19 @@ def tune(problem: Problem, candidates: list[Config], dtype: torch.dtype, device:
     def differs(config: Config) -> str | None:
         worst = max(testing.error(got, expected) for got, expected in zip(call(config, 0), want, strict=True))
         limit = 8 * torch.finfo(dtype).eps
-        return None if worst <= limit else f"differs from the shipped configuration by {worst:.1e}, allowed are {limit:.1e}"
+        return (
+            None
+            if worst <= limit
+            else f"differs from the shipped configuration by {worst:.1e}, allowed are {limit:.1e}"
+        )
 
     named = {"x".join(map(str, c)): c for c in (shipped, *candidates) if c is not None}
-    return interleave({text: partial(call, c) for text, c in named.items()}, device, plan, {text: partial(differs, c) for text, c in named.items()})
+    return interleave(
+        {text: partial(call, c) for text, c in named.items()},
+        device,
+        plan,
+        {text: partial(differs, c) for text, c in named.items()},
+    )
 
 
 def main(config: TuneConfig) -> None:
@@ -131,12 +144,16 @@ def main(config: TuneConfig) -> None:
         task = bar.add_task("tuning", total=len(names), status="")
         for name in names:
             bar.update(task, status=name)
-            measured = tune(problems[name], config.parsed or grid(problems[name].kernel), dtype, device, PLAN.adjust(config))
+            measured = tune(
+                problems[name], config.parsed or grid(problems[name].kernel), dtype, device, PLAN.adjust(config)
+            )
             roles = {text: "other" if n else "ours" for n, text in enumerate(measured)}
             recorder.record(name, "tune", measured, roles, {**asdict(problems[name]), "dtype": config.dtype})
             right = [text for text in measured if measured[text].status == "ok"]
             best = min(right, key=lambda text: measured[text].median_ms, default="none was right")
-            console.print(f"{name}: fastest is {best}; shipped, or the first tried: {next(iter(measured))}", highlight=False)
+            console.print(
+                f"{name}: fastest is {best}; shipped, or the first tried: {next(iter(measured))}", highlight=False
+            )
             release_memory()
             bar.advance(task)
 

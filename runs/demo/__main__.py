@@ -38,12 +38,23 @@ TRAIN_FLAGS = {
 VARIANTS = {
     "softmax": ("softmax", ["--attention", "softmax"]),
     "gka-paper": ("GKA", ["--attention", "gka"]),
-    "gka-offsets": ("GKA + offsets (ours)", ["--attention", "gka", "--head-offsets", "PS", "--gka-values", "normalised"]),
+    "gka-offsets": (
+        "GKA + offsets (ours)",
+        ["--attention", "gka", "--head-offsets", "PS", "--gka-values", "normalised"],
+    ),
 }
 PROMPTS = ["The ", "Return the ", "If the "]
 SAMPLES = "samples.jsonl"
-PREPARE, TRAIN, SAMPLE, SHOW = "documents, tokenizer and rows", "training", "text from the language models", "tables and pictures"
-SECONDS_PER_STEP, SECONDS_PER_SAMPLE = 0.29, 9.0  # of a language model on one core of two; they start the estimate of what is left
+PREPARE, TRAIN, SAMPLE, SHOW = (
+    "documents, tokenizer and rows",
+    "training",
+    "text from the language models",
+    "tables and pictures",
+)
+SECONDS_PER_STEP, SECONDS_PER_SAMPLE = (
+    0.29,
+    9.0,
+)  # of a language model on one core of two; they start the estimate of what is left
 
 
 @dataclass
@@ -73,7 +84,17 @@ def prepare(out: Path) -> Path:
     """Corpus, tokenizer and packed rows; returns the folder of rows."""
     run("nanochat_gka.corpus", "--source", "builtin", "--out", out / "corpus")
     run("nanochat_gka.tokenizer", "--corpus", out / "corpus", "--out", out / "tokenizer", "--vocab-size", VOCAB)
-    run("nanochat_gka.pack", "--corpus", out / "corpus", "--tokenizer", out / "tokenizer", "--out", out / "packed", "--sequence-len", SEQUENCE_LEN)
+    run(
+        "nanochat_gka.pack",
+        "--corpus",
+        out / "corpus",
+        "--tokenizer",
+        out / "tokenizer",
+        "--out",
+        out / "packed",
+        "--sequence-len",
+        SEQUENCE_LEN,
+    )
     return out / "packed"
 
 
@@ -97,7 +118,20 @@ def language_jobs(config: DemoConfig) -> dict[str, Job]:
 
 def sample_jobs(trained: dict[str, Job]) -> list[Job]:
     """The commands that continue the prompts, for the models that have no samples yet."""
-    flags = ["--eval", "sample", "--prompt", *PROMPTS, "--max-tokens", 40, "--temperature", 0.8, "--unconditioned", 0, "--device-type", "cpu"]
+    flags = [
+        "--eval",
+        "sample",
+        "--prompt",
+        *PROMPTS,
+        "--max-tokens",
+        40,
+        "--temperature",
+        0.8,
+        "--unconditioned",
+        0,
+        "--device-type",
+        "cpu",
+    ]
     # Their folder is not the run's, whose log is of steps long done.
     return [Job(f"text by {label}", "nanochat_gka.evaluate",
                 ["--run", job.folder, *flags, "--results", job.folder / SAMPLES],
@@ -108,8 +142,12 @@ def sample_jobs(trained: dict[str, Job]) -> list[Job]:
 def show_language(config: DemoConfig, jobs: dict[str, Job]) -> list[Path]:
     """Print the tables and texts, write the results; returns the pictures."""
     rows = {label: {**job.finish(), "log": job.folder / "log.jsonl"} for label, job in jobs.items()}
-    texts = {label: read_results(job.folder / SAMPLES, "samples")[-1]["metrics"]["samples"] for label, job in jobs.items()}
-    demo_report.show(rows, {label: {prompt: found[0] for prompt, found in samples.items()} for label, samples in texts.items()})
+    texts = {
+        label: read_results(job.folder / SAMPLES, "samples")[-1]["metrics"]["samples"] for label, job in jobs.items()
+    }
+    demo_report.show(
+        rows, {label: {prompt: found[0] for prompt, found in samples.items()} for label, samples in texts.items()}
+    )
     if config.results:
         trained = {record["config"].get("model_tag"): record for record in read_results(config.out / "train.jsonl")}
         config.results.mkdir(parents=True, exist_ok=True)
@@ -137,7 +175,12 @@ def run_all(config: DemoConfig) -> list[Path]:
     todo = [job for job in training if not job.finish()]
     sampling = sample_jobs(texts)
     at_once = max(1, cores() // config.ranks)
-    stages = {PREPARE: 12.0 if texts else 0.0, TRAIN: expected_seconds(todo, at_once), SAMPLE: expected_seconds(sampling, at_once), SHOW: 8.0}
+    stages = {
+        PREPARE: 12.0 if texts else 0.0,
+        TRAIN: expected_seconds(todo, at_once),
+        SAMPLE: expected_seconds(sampling, at_once),
+        SHOW: 8.0,
+    }
     outlook = Outlook({stage: seconds for stage, seconds in stages.items() if seconds})
     if PREPARE in outlook.expected:
         with outlook.during(PREPARE):
@@ -161,7 +204,9 @@ def main(config: DemoConfig) -> None:
     started = time.perf_counter()
     pictures = run_all(config)
     minutes, seconds = divmod(round(time.perf_counter() - started), 60)
-    console.print(f"\nPictures: {', '.join(map(str, pictures))}. Logs and checkpoints: {config.out / 'runs'}. {minutes} min {seconds:02d} s in all.")
+    console.print(
+        f"\nPictures: {', '.join(map(str, pictures))}. Logs and checkpoints: {config.out / 'runs'}. {minutes} min {seconds:02d} s in all."
+    )
 
 
 if __name__ == "__main__":

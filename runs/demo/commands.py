@@ -20,7 +20,9 @@ START_SECONDS = 6.0  # a command needs until it trains, most of them for importi
 def _command(module: str, flags, ranks: int = 1) -> list[str]:
     """The command line, shown as one would type it."""
     words = [module, *map(str, flags)]
-    launcher = ["-m"] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
+    launcher = (
+        ["-m"] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
+    )
     console.print(f"\n$ {shlex.join(['python', *launcher, *words])}", style="bold", highlight=False, markup=False)
     return [sys.executable, *launcher, *words]
 
@@ -122,5 +124,10 @@ def _fail(job: Job, others: list[Job]) -> None:
         other.process.wait()
     output, code = job.folder / "output.txt", job.process.returncode
     last = output.read_text(errors="replace")[job.printed :].splitlines()[-1:]
-    print(*last, f"error: {job.name} ended with exit code {code}; what it printed is in {output}", sep="\n", file=sys.stderr)
+    print(
+        *last,
+        f"error: {job.name} ended with exit code {code}; what it printed is in {output}",
+        sep="\n",
+        file=sys.stderr,
+    )
     sys.exit(code if code > 0 else 128 - code)  # of a signal, as a shell has it

@@ -109,7 +109,9 @@ def plot_bandwidths(sigmas: dict[str, list[list[float]]], path: Path) -> Path:
         heads = list(zip(*sigma))  # H x L
         picture = axes[0][column].imshow(heads, cmap="YlOrRd", aspect="auto")
         figure.colorbar(picture, ax=axes[0][column], label="sigma")
-        axes[0][column].set(title=label, xlabel="layer", ylabel="head", xticks=range(len(sigma)), yticks=range(len(heads)))
+        axes[0][column].set(
+            title=label, xlabel="layer", ylabel="head", xticks=range(len(sigma)), yticks=range(len(heads))
+        )
         for head, values in enumerate(heads):
             axes[1][column].plot(values, marker="o", label=f"head {head}")
         axes[1][column].set(xlabel="layer", ylabel="sigma", xticks=range(len(sigma)))

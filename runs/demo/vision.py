@@ -70,7 +70,9 @@ def show(rows: dict[str, list[dict]]) -> None:
     for label, records in rows.items():
         lowest = min(record["ema_top1"] for record in records)
         if lowest < EXPECTED_TOP1:
-            console.print(f"note: {label} reached {lowest:.1f} % with one seed; the full demo is expected to reach {EXPECTED_TOP1:.0f} %")
+            console.print(
+                f"note: {label} reached {lowest:.1f} % with one seed; the full demo is expected to reach {EXPECTED_TOP1:.0f} %"
+            )
 
 
 def cells(records: list[dict]) -> list[str]:

@@ -97,7 +97,12 @@ NOT_THE_PAPERS = dict(  # DeiT's distillation and DeiT III's loss and augmentati
 
 def test_the_defaults_are_the_papers():
     recipe = Recipe()
-    assert {field.name: getattr(recipe, field.name) for field in fields(Recipe)} == {**PAPER, **DEIT, **OURS, **NOT_THE_PAPERS}
+    assert {field.name: getattr(recipe, field.name) for field in fields(Recipe)} == {
+        **PAPER,
+        **DEIT,
+        **OURS,
+        **NOT_THE_PAPERS,
+    }
     assert recipe.scaled_lr == pytest.approx(1.75e-3)
     rates = {size: recipe.drop_path_of(f"deit_{size}_gka_patch16_224") for size in ("tiny", "small", "base")}
     assert rates == {"tiny": 0.1, "small": 0.1, "base": 0.2} and recipe.drop_path_of("deit_base_patch16_224") == 0.2
@@ -128,8 +133,13 @@ def test_every_place_is_dealt_once_in_pairs_of_its_group(batch_size, group_size)
     groups = batch_size // group_size if batch_size % group_size == 0 else 1
     n = batch_size // groups
     for ranks, device_batch_size in itertools.product(RANKS, (2, 3, 10, 256, 10**6)):
-        shares = [deal(batch_size, group_size, runtime(rank, ranks).share(batch_size // 2), device_batch_size) for rank in range(ranks)]
-        assert sorted(place for pieces in shares for piece in pieces for place in piece.places) == list(range(batch_size))
+        shares = [
+            deal(batch_size, group_size, runtime(rank, ranks).share(batch_size // 2), device_batch_size)
+            for rank in range(ranks)
+        ]
+        assert sorted(place for pieces in shares for piece in pieces for place in piece.places) == list(
+            range(batch_size)
+        )
         for rank, pieces in enumerate(shares):
             sizes = [len(piece.places) for piece in pieces]
             pairs = len(runtime(rank, ranks).share(batch_size // 2))
@@ -149,7 +159,10 @@ def test_every_place_is_dealt_once_in_pairs_of_its_group(batch_size, group_size)
 def drawn(order, start, stop):
     """{place: key} of each update."""
     stream = order.batches(start, stop)
-    updates = [{place: key for unit in order.units for place, key in zip(unit, next(stream), strict=True)} for _ in range(start, stop)]
+    updates = [
+        {place: key for unit in order.units for place, key in zip(unit, next(stream), strict=True)}
+        for _ in range(start, stop)
+    ]
     assert next(stream, None) is None
     return updates
 
@@ -163,7 +176,12 @@ def test_a_place_has_the_same_image_and_seed_on_any_number_of_ranks():
     one = drawn(Order(source, recipe, runtime(), 10**6), 0, 7)
     assert all(sorted(update) == list(range(40)) for update in one)
     for ranks, device_batch_size in ((1, 6), (3, 10), (7, 2)):
-        assert union([drawn(Order(source, recipe, runtime(rank, ranks), device_batch_size), 0, 7) for rank in range(ranks)]) == one
+        assert (
+            union(
+                [drawn(Order(source, recipe, runtime(rank, ranks), device_batch_size), 0, 7) for rank in range(ranks)]
+            )
+            == one
+        )
 
 
 def test_starting_anywhere_gives_what_running_there_gives():
@@ -182,7 +200,11 @@ def test_repeated_augmentation_draws_a_third_of_the_images_three_times():
     epoch = drawn(Order(Numbers(123), small_recipe(), runtime(), 256), 0, 3)  # 120 of 123 draws
     items = Counter(key.item for update in epoch for key in update.values())
     assert sum(items.values()) == 120 and len(items) == 40 and set(items.values()) == {3}
-    once = Counter(key.item for update in drawn(Order(Numbers(120), small_recipe(repeated_aug=1), runtime(), 256), 0, 3) for key in update.values())
+    once = Counter(
+        key.item
+        for update in drawn(Order(Numbers(120), small_recipe(repeated_aug=1), runtime(), 256), 0, 3)
+        for key in update.values()
+    )
     assert once == Counter(range(120))
 
 
@@ -197,7 +219,9 @@ def test_the_papers_seven_gpus_get_timms_seven_samplers_images(count, batch_size
         sampler = RepeatAugSampler(range(count), num_replicas=7, rank=gpu, num_repeats=3, selected_round=256)
         sampler.set_epoch(seed_of(5, "order", 1))
         reference = list(sampler)
-        reference = reference[: len(reference) // group_size * group_size]  # whole batches; timm rounds the images down to a multiple of 256
+        reference = reference[
+            : len(reference) // group_size * group_size
+        ]  # whole batches; timm rounds the images down to a multiple of 256
         mine = [update[gpu + 7 * k].item for update in epoch for k in range(group_size)]
         assert len(mine) - len(reference) in (0, group_size) and mine[: len(reference)] == reference
         copies_apart &= len(set(mine[:group_size])) == group_size
@@ -221,13 +245,17 @@ def test_copies_of_an_image_in_a_batch_are_augmented_differently(pictures):
     order = Order(source, recipe, runtime(), 256)
     (keys,) = order.batches(0, 1)
     made = Images(source, train_transform(recipe), training=True).__getitems__(keys).images
-    copies = [[made[place] for place, key in enumerate(keys) if key.item == item] for item in {key.item for key in keys}]
+    copies = [
+        [made[place] for place, key in enumerate(keys) if key.item == item] for item in {key.item for key in keys}
+    ]
     assert sorted({len(group) for group in copies}) == [3]
     assert all(not torch.equal(a, b) for group in copies for a, b in itertools.combinations(group, 2))
 
 
 def test_mistakes_of_the_order_are_one_line():
-    with pytest.raises(UserError, match=r"numbers has 39 training images, fewer than one batch; lower --batch-size \(now 40\)"):
+    with pytest.raises(
+        UserError, match=r"numbers has 39 training images, fewer than one batch; lower --batch-size \(now 40\)"
+    ):
         Order(Numbers(39), small_recipe(), runtime(), 256)
     with pytest.raises(UserError, match="--batch-size 4 has too few pairs of images for 3 processes"):
         Order(Numbers(39), small_recipe(batch_size=4), runtime(0, 3), 256)
@@ -253,8 +281,14 @@ def test_workers_and_pieces_change_no_bit(pictures):
         assert len(here) == len(there) == 6
         for a, b in zip(here, there):
             assert torch.equal(a.images, b.images) and torch.equal(a.labels, b.labels)
-    keys = {key: image for batch, keys in zip(here, Order(source, recipe, runtime(), 16).batches(0, 3)) for key, image in zip(keys, batch.images)}
-    for batch, piece in zip(run_through(source, recipe, None, 0, 4), Order(source, recipe, runtime(), 4).batches(0, 3), strict=True):
+    keys = {
+        key: image
+        for batch, keys in zip(here, Order(source, recipe, runtime(), 16).batches(0, 3))
+        for key, image in zip(keys, batch.images)
+    }
+    for batch, piece in zip(
+        run_through(source, recipe, None, 0, 4), Order(source, recipe, runtime(), 4).batches(0, 3), strict=True
+    ):
         assert all(torch.equal(keys[key], image) for key, image in zip(piece, batch.images, strict=True))
     assert len({image.numpy().tobytes() for image in keys.values()}) == 60
     assert here[0].images.shape == (10, 3, SIZE, SIZE) and here[0].images.dtype == torch.float32
@@ -263,7 +297,11 @@ def test_workers_and_pieces_change_no_bit(pictures):
 def test_a_large_piece_is_made_in_units_and_put_together_again(pictures):
     source, recipe = open_source("digits", "train"), small_recipe(batch_size=300, group_size=300)
     order = Order(source, recipe, runtime(), 200)
-    assert [len(piece.places) for piece in order.pieces] == [150, 150] and [len(unit) for unit in order.units] == [50] * 6 and UNIT == 64
+    assert (
+        [len(piece.places) for piece in order.pieces] == [150, 150]
+        and [len(unit) for unit in order.units] == [50] * 6
+        and UNIT == 64
+    )
     keys = list(order.batches(0, 2))
     loaded = iter(run_through(source, recipe, keys, 2))
     made = [assemble(loaded, 150) for _ in range(4)]
@@ -272,9 +310,16 @@ def test_a_large_piece_is_made_in_units_and_put_together_again(pictures):
     for place, batch in enumerate(made):
         whole = alone.__getitems__([key for unit in keys[3 * place :][:3] for key in unit])
         assert torch.equal(batch.images, whole.images) and torch.equal(batch.labels, whole.labels) and batch.seconds > 0
-    parts = [Batch(torch.ones(2, 3, 2, 2), torch.zeros(2), [("a", "x")], 1.0), Batch(torch.ones(1, 3, 2, 2), torch.zeros(1), [("b", "y")], 2.0)]
+    parts = [
+        Batch(torch.ones(2, 3, 2, 2), torch.zeros(2), [("a", "x")], 1.0),
+        Batch(torch.ones(1, 3, 2, 2), torch.zeros(1), [("b", "y")], 2.0),
+    ]
     together = assemble(iter(parts), 3)
-    assert len(together.images) == len(together.labels) == 3 and together.broken == [("a", "x"), ("b", "y")] and together.seconds == 3.0
+    assert (
+        len(together.images) == len(together.labels) == 3
+        and together.broken == [("a", "x"), ("b", "y")]
+        and together.seconds == 3.0
+    )
     none = Batch(torch.empty(0, 3, 1, 1), torch.empty(0), [("c", "z")], 0.0)
     assert assemble(iter([parts[0], none, parts[1]]), 4) is none
 
@@ -296,7 +341,10 @@ def test_broken_images_are_replaced_in_training_and_named(tmp_path, workers):
     names, vanish = damage(write_pictures(tmp_path, train=4, val=1))
     source, recipe = open_source(str(tmp_path), "train"), small_recipe(batch_size=4, group_size=4)
     paths = [source.read(index)[2] for index in range(len(source))]
-    broken, good = [paths.index(name) for name in names], [index for index, path in enumerate(paths) if path not in names]
+    broken, good = (
+        [paths.index(name) for name in names],
+        [index for index, path in enumerate(paths) if path not in names],
+    )
     vanish()
     items = [broken[0], good[0], broken[1], broken[2], good[-1], broken[3]]
     (batch,) = run_through(source, recipe, [[Key(item, 100 + item) for item in items]], workers)
@@ -305,8 +353,17 @@ def test_broken_images_are_replaced_in_training_and_named(tmp_path, workers):
     for taker, giver in ((0, 1), (2, 4), (3, 4), (5, 1)):
         assert torch.equal(batch.images[taker], batch.images[giver])
     reasons = dict(batch.broken)
-    assert [name.rsplit("/", 1)[-1].split(",")[0] for name, _ in batch.broken][:3] == ["a_cut.jpg", "b_empty.jpg", "c_text.jpg"]
-    assert len(batch.broken) == 4 and "truncated" in reasons[names[0]] and "empty" in reasons[names[1]] and "not a JPEG" in reasons[names[2]]
+    assert [name.rsplit("/", 1)[-1].split(",")[0] for name, _ in batch.broken][:3] == [
+        "a_cut.jpg",
+        "b_empty.jpg",
+        "c_text.jpg",
+    ]
+    assert (
+        len(batch.broken) == 4
+        and "truncated" in reasons[names[0]]
+        and "empty" in reasons[names[1]]
+        and "not a JPEG" in reasons[names[2]]
+    )
     assert "d_gone.jpg" in " ".join(batch.broken[3])
     # Those that are whole are what they would have been without the others
     (alone,) = run_through(source, recipe, [[Key(good[-1], 100 + good[-1])]], workers)
@@ -337,7 +394,9 @@ def test_a_batch_without_one_readable_image_is_a_user_error(tmp_path):
     loaded = iter(run_through(source, recipe, [[Key(paths.index(name), 0) for name in names[:2]]], 0))
     model = build("deit_tiny_gka_patch16_224", 3, SIZE, **SHAPE)
     pieces = deal(2, 2, range(1), 2)
-    with pytest.raises(UserError, match=r"none of 2 images in a row can be read, the first is .*a_cut\.jpg: .*truncated.*disk"):
+    with pytest.raises(
+        UserError, match=r"none of 2 images in a row can be read, the first is .*a_cut\.jpg: .*truncated.*disk"
+    ):
         accumulate_gradients(model, pieces, lambda size: assemble(loaded, size), Mixer(recipe, 3), 0, runtime())
 
 
@@ -386,10 +445,21 @@ def test_the_strongest_posterize_leaves_nothing_of_an_image():
 
 def test_the_transforms_are_deits():
     text = str(train_transform(Recipe()))
-    assert "size=(224, 224), scale=(0.08, 1.0), ratio=(0.75, 1.3333), interpolation=bicubic" in text and "RandomHorizontalFlip(p=0.5)" in text
-    assert "RandAugment(n=2" in text and "m=9" in text and "mstd=0.5" in text and "PosterizeIncreasing" in text and "ColorJitter" not in text
+    assert (
+        "size=(224, 224), scale=(0.08, 1.0), ratio=(0.75, 1.3333), interpolation=bicubic" in text
+        and "RandomHorizontalFlip(p=0.5)" in text
+    )
+    assert (
+        "RandAugment(n=2" in text
+        and "m=9" in text
+        and "mstd=0.5" in text
+        and "PosterizeIncreasing" in text
+        and "ColorJitter" not in text
+    )
     assert "RandomErasing(p=0.25, mode=pixel, count=(1, 1))" in text
-    assert "RandAugment" not in str(train_transform(Recipe(aa="", reprob=0.0))) and "Erasing" not in str(train_transform(Recipe(reprob=0.0)))
+    assert "RandAugment" not in str(train_transform(Recipe(aa="", reprob=0.0))) and "Erasing" not in str(
+        train_transform(Recipe(reprob=0.0))
+    )
     text = str(eval_transform(224, 0.875))
     assert "Resize(size=256, interpolation=bicubic" in text and "CenterCrop(size=(224, 224))" in text
 
@@ -404,7 +474,9 @@ def test_an_evaluation_sees_every_image_once(workers):
                 assert len(batch.labels) == len(batch.images) <= 4
                 seen += batch.labels.tolist()
         assert sorted(seen) == list(range(23))
-    assert [len(batch.labels) for batch in evaluation_batches(Numbers(150), eval_transform(SIZE, 1.0), runtime(), 100, 0)] == [100, 50]
+    assert [
+        len(batch.labels) for batch in evaluation_batches(Numbers(150), eval_transform(SIZE, 1.0), runtime(), 100, 0)
+    ] == [100, 50]
     few = [label for rank in range(7) for batch in evaluation_batches(Numbers(3, "val"), eval_transform(SIZE, 1.0), runtime(rank, 7), 4, 0)
            for label in batch.labels.tolist()]  # fmt: skip
     assert sorted(few) == [0, 1, 2]
@@ -421,11 +493,16 @@ def stream(tmp_path_factory):
     patch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("cache")))
     patch.setattr(datasets.config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0.05)
     folder = tmp_path_factory.mktemp("parquet")
-    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=[str(label) for label in range(40)])})
+    features = datasets.Features(
+        {"image": datasets.Image(), "label": datasets.ClassLabel(names=[str(label) for label in range(40)])}
+    )
     for split, sizes in (("train", [11, 3, 9, 8, 9]), ("validation", [6])):
         ends = np.cumsum([0, *sizes])
         for number, (begin, end) in enumerate(itertools.pairwise(ends)):
-            rows = [{"image": {"bytes": encoded(photo(v), "PNG"), "path": f"{split}{v}.png"}, "label": int(v)} for v in range(begin, end)]
+            rows = [
+                {"image": {"bytes": encoded(photo(v), "PNG"), "path": f"{split}{v}.png"}, "label": int(v)}
+                for v in range(begin, end)
+            ]
             path = folder / "data" / f"{split}-{number:05d}-of-{len(sizes):05d}.parquet"
             path.parent.mkdir(exist_ok=True)
             datasets.Dataset.from_list(rows, features=features).to_parquet(path)
@@ -444,9 +521,13 @@ def test_a_stream_resumes_with_the_same_records(stream):
     for ranks in (1, 2):
         orders = [Order(train, recipe, runtime(rank, ranks), 4) for rank in range(ranks)]
         whole = [drawn(order, 0, 8) for order in orders]
-        assert [drawn(order, 2, 7) for order in orders] == [part[2:7] for part in whole]  # from mid-epoch, over an epoch's end
+        assert [drawn(order, 2, 7) for order in orders] == [
+            part[2:7] for part in whole
+        ]  # from mid-epoch, over an epoch's end
         updates = union(whole)
-        epochs = [[update[place].item[1] for update in updates[4 * epoch :][:4] for place in range(10)] for epoch in range(2)]
+        epochs = [
+            [update[place].item[1] for update in updates[4 * epoch :][:4] for place in range(10)] for epoch in range(2)
+        ]
         if ranks == 1:
             assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(40)) and epochs[0] != epochs[1]
         seeds = [key.seed for update in updates for key in update.values()]
@@ -525,7 +606,9 @@ def test_one_group_is_mixed_as_timm_does():
     for step in range(12):
         images, labels = torch.randn(16, 3, SIZE, SIZE), torch.randint(10, (16,))
         np.random.seed(seed_of(3, "mix", step, 0) % 2**32)
-        reference = Mixup(0.8, 1.0, prob=1.0, switch_prob=0.5, mode="batch", label_smoothing=0.1, num_classes=10)(images.clone(), labels)
+        reference = Mixup(0.8, 1.0, prob=1.0, switch_prob=0.5, mode="batch", label_smoothing=0.1, num_classes=10)(
+            images.clone(), labels
+        )
         np.random.seed(step)
         got = Mixer(recipe, 10)(images.clone(), labels, piece.parts, step)
         assert torch.equal(got[0], reference[0]) and torch.equal(got[1], reference[1])
@@ -545,7 +628,8 @@ def test_a_groups_draw_does_not_depend_on_how_the_batch_is_dealt():
                 for piece, batch in zip(pieces, loaded, strict=True):
                     images, targets = mixer(batch.images, batch.labels, piece.parts, step)
                     places |= {
-                        place: (image.numpy().tobytes(), target.numpy().tobytes()) for place, image, target in zip(piece.places, images, targets)
+                        place: (image.numpy().tobytes(), target.numpy().tobytes())
+                        for place, image, target in zip(piece.places, images, targets)
                     }
                     lambdas |= {round(target.max().item(), 5) for target in targets}
             mixed.append(places)
@@ -574,7 +658,13 @@ def gradients(recipe, ranks=1, device_batch_size=10**6, step=0, amp_scale=None):
         waiting = iter(loaded)
         how = {} if amp_scale is None else {"scale": amp_scale}
         update = accumulate_gradients(
-            model, pieces, lambda size, waiting=waiting: next(waiting), Mixer(recipe, 10), step, runtime(rank, ranks), **how
+            model,
+            pieces,
+            lambda size, waiting=waiting: next(waiting),
+            Mixer(recipe, 10),
+            step,
+            runtime(rank, ranks),
+            **how,
         )
         loss += update.loss.item()
         for name, parameter in model.named_parameters():
@@ -616,7 +706,10 @@ def test_stochastic_depth_is_drawn_from_the_updates_number():
     recipe = small_recipe(batch_size=24, group_size=8, drop_path=0.5, amp="float32")
     one, other = gradients(recipe)[0], gradients(recipe)[0]
     assert all(torch.equal(one[name], other[name]) for name in one)
-    assert any(not torch.equal(one[name], value) for name, value in gradients(small_recipe(batch_size=24, group_size=8, drop_path=0.0))[0].items())
+    assert any(
+        not torch.equal(one[name], value)
+        for name, value in gradients(small_recipe(batch_size=24, group_size=8, drop_path=0.0))[0].items()
+    )
 
 
 def test_reduced_precision_gives_nearly_the_same_gradient():
@@ -670,7 +763,13 @@ def constants(labels, numbers):
 
 
 def test_accuracy_by_hand():
-    logits = [[9.0, 5, 4, 3, 2, 1, 0], [0.0, 1, 2, 3, 4, 5, 6], [6.0, 5, 4, 3, 2, 1, 0], [0.0, 0, 0, 0, 0, 0, 50], [6.0, 5, 4, 3, 2, 1, 0]]
+    logits = [
+        [9.0, 5, 4, 3, 2, 1, 0],
+        [0.0, 1, 2, 3, 4, 5, 6],
+        [6.0, 5, 4, 3, 2, 1, 0],
+        [0.0, 0, 0, 0, 0, 0, 50],
+        [6.0, 5, 4, 3, 2, 1, 0],
+    ]
     labels = [0, 2, 5, 6, 4]  # right at once; fifth; sixth; right at once; fifth
     loss = sum(math.log(sum(math.exp(value) for value in row)) - row[label] for row, label in zip(logits, labels)) / 5
     expected = {"top1": 40.0, "top5": 80.0, "loss": pytest.approx(loss, rel=1e-6), "images": 5, "broken": 0}
@@ -725,13 +824,19 @@ def test_what_is_decayed():
     optimizer = make_optimizer(model, Recipe(weight_decay=0.07, opt_betas=(0.8, 0.95)))
     assert type(optimizer) is torch.optim.AdamW
     names = {parameter: name for name, parameter in model.named_parameters()}
-    decays = {names[parameter]: group["weight_decay"] for group in optimizer.param_groups for parameter in group["params"]}
+    decays = {
+        names[parameter]: group["weight_decay"] for group in optimizer.param_groups for parameter in group["params"]
+    }
     assert set(decays) == set(names.values())
-    assert {group["betas"] for group in optimizer.param_groups} == {(0.8, 0.95)} and {group["eps"] for group in optimizer.param_groups} == {1e-8}
+    assert {group["betas"] for group in optimizer.param_groups} == {(0.8, 0.95)} and {
+        group["eps"] for group in optimizer.param_groups
+    } == {1e-8}
     expected = {name for name in decays if name.endswith(".weight") and "norm" not in name}
     assert {name for name, decay in decays.items() if decay == 0.07} == expected and len(expected) == 8
     assert {name for name, decay in decays.items() if decay == 0.0} == set(decays) - expected
-    assert {"pos_embed", "cls_token", "blocks.0.attn.log_sigma", "blocks.0.norm1.weight", "head.bias"} <= set(decays) - expected
+    assert {"pos_embed", "cls_token", "blocks.0.attn.log_sigma", "blocks.0.norm1.weight", "head.bias"} <= set(
+        decays
+    ) - expected
 
 
 def walk(model, average, steps, warmup):
@@ -751,14 +856,19 @@ def test_the_average_starts_as_a_plain_mean():
     average = make_average(model, Recipe())
     history = walk(model, average, 20, True)
     for name, value in average.module.named_parameters():
-        torch.testing.assert_close(value, torch.stack([weights[name] for weights in history]).mean(0), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            value, torch.stack([weights[name] for weights in history]).mean(0), rtol=1e-4, atol=1e-5
+        )
     decays = [average.get_decay(step) for step in (24_999, 25_000, 25_001, 200_000)]
     assert decays[0] < 0.99996 and decays[1] == pytest.approx(0.99996) and decays[2:] == [0.99996, 0.99996]
 
 
 def test_the_average_without_warm_up_is_deits():
     model = micro()
-    average, start = make_average(model, Recipe(model_ema_warmup=False, model_ema_decay=0.9)), {n: p.clone() for n, p in model.named_parameters()}
+    average, start = (
+        make_average(model, Recipe(model_ema_warmup=False, model_ema_decay=0.9)),
+        {n: p.clone() for n, p in model.named_parameters()},
+    )
     history = walk(model, average, 4, False)
     for name, value in average.module.named_parameters():
         expected = 0.9**4 * start[name] + sum(0.1 * 0.9 ** (3 - k) * weights[name] for k, weights in enumerate(history))
@@ -798,5 +908,8 @@ def test_optimizer_state_as_tensors_continues_bit_identically(tmp_path):
 
 
 def test_seeds_depend_on_everything():
-    assert len({seed_of(0, "image", 1, 2), seed_of(1, "image", 1, 2), seed_of(0, "mix", 1, 2), seed_of(0, "image", 2, 1)}) == 4
+    assert (
+        len({seed_of(0, "image", 1, 2), seed_of(1, "image", 1, 2), seed_of(0, "mix", 1, 2), seed_of(0, "image", 2, 1)})
+        == 4
+    )
     assert 0 <= seed_of(0) < 2**63 and seed_of(0, "a") == seed_of(0, "a")

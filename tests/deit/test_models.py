@@ -125,7 +125,9 @@ def test_main_results_of_the_paper(kind, size):
     assert (millions(ours.parameters), millions(ours.attention), millions(ours.mlp)) == (parameters, attention, mlp)
     assert (f"{ours.flops / 1e9:.2f}", f"{file_mib(kind, size):.1f}") == (gflops, megabytes)
     if kind == "gka":
-        assert reduction(ours.parameters, twin.parameters, 1) == EXACT_DELTAS.get((size, "parameters"), delta_parameters)
+        assert reduction(ours.parameters, twin.parameters, 1) == EXACT_DELTAS.get(
+            (size, "parameters"), delta_parameters
+        )
         assert reduction(ours.flops, twin.flops, 1) == EXACT_DELTAS.get((size, "flops"), delta_flops)
         rounded, rounded_twin = MAIN_RESULTS[kind, size], MAIN_RESULTS["softmax", size]
         assert reduction(float(rounded[0]), float(rounded_twin[0]), 1) == delta_parameters
@@ -140,7 +142,12 @@ def test_parameter_and_compute_efficiency_of_the_paper(kind, size):
     assert (str(ours.bandwidths), f"{ours.flops / 1e9:.2f}") == (sigmas, gflops)
     assert f"{file_mib(kind, size) if of == 'file' else ours.raw_mib:.1f}" == megabytes
     if reductions:
-        assert tuple(reduction(getattr(ours, name), getattr(twin, name), 0) for name in ("parameters", "attention", "flops")) == reductions
+        assert (
+            tuple(
+                reduction(getattr(ours, name), getattr(twin, name), 0) for name in ("parameters", "attention", "flops")
+            )
+            == reductions
+        )
 
 
 @pytest.mark.parametrize("kind,size", ABLATION)
@@ -189,7 +196,9 @@ def test_cost_of_other_shapes(settings):
 
 def test_vlt_without_the_value_bias():
     model = timm.create_model(NAMES["vlt"].format("tiny"), value_bias=False, device="meta")
-    assert counted(model)[0] == cost_of(model).parameters == cost("vlt", "tiny", value_bias=False).parameters == 5_272_744
+    assert (
+        counted(model)[0] == cost_of(model).parameters == cost("vlt", "tiny", value_bias=False).parameters == 5_272_744
+    )
 
 
 UNKNOWN = {
@@ -234,7 +243,10 @@ def value_less_by_definition(layer, x, logit_bias=0.0):
     """softmax(Q K^T / sqrt(D)) applied to x itself (paper section 4.4), heads joined, W_O."""
     w_q, w_k = layer.qk.weight.chunk(2)
     b_q, b_k = layer.qk.bias.chunk(2)
-    queries, keys, values = (t.unflatten(-1, (layer.num_heads, -1)).transpose(1, 2) for t in (x @ w_q.T + b_q, x @ w_k.T + b_k, x + layer.value_bias))
+    queries, keys, values = (
+        t.unflatten(-1, (layer.num_heads, -1)).transpose(1, 2)
+        for t in (x @ w_q.T + b_q, x @ w_k.T + b_k, x + layer.value_bias)
+    )
     logits = queries @ keys.transpose(-1, -2) / math.sqrt(values.shape[-1]) + logit_bias
     exp = (logits - logits.amax(-1, keepdim=True)).exp()
     return (exp / exp.sum(-1, keepdim=True) @ values).transpose(1, 2).flatten(2) @ layer.proj.weight.T + layer.proj.bias
@@ -277,20 +289,30 @@ def check(kind, layer, x, definition, call, eps=0.0):
     if kind == "gka":
         heads, upstream = x.unflatten(-1, split), (grad_y @ layer.proj.weight.detach()).unflatten(-1, split)
         floor = testing.exponent_ulp(heads, layer.log_sigma.detach())
-        conditions = {"log_sigma": testing.log_sigma_condition(heads, layer.log_sigma.detach(), None, upstream), "dx": 3.0}
+        conditions = {
+            "log_sigma": testing.log_sigma_condition(heads, layer.log_sigma.detach(), None, upstream),
+            "dx": 3.0,
+        }
     else:
-        largest = layer.qk(x).detach().unflatten(-1, (2, *split)).norm(dim=-1).amax((0, 1, 3)).prod() / (x.shape[-1] / layer.num_heads) ** 0.5
+        largest = (
+            layer.qk(x).detach().unflatten(-1, (2, *split)).norm(dim=-1).amax((0, 1, 3)).prod()
+            / (x.shape[-1] / layer.num_heads) ** 0.5
+        )
         floor = torch.finfo(torch.float32).eps * (1 + largest.item())
         # W_Q's and W_K's gradients are sums over tokens of terms of either sign.
         conditions = dict.fromkeys(("qk.weight", "qk.bias"), x.shape[:2].numel() ** 0.5) | {"dx": 3.0}
     for name in vars(want):
         reference, value = getattr(want, name), getattr(got, name)
         assert value.dtype == torch.float32
-        if reference.norm() <= 1e-12 * x.shape[0] * grad_y.norm():  # one token: nothing to learn about sigma; b_K, which the softmax ignores
+        if (
+            reference.norm() <= 1e-12 * x.shape[0] * grad_y.norm()
+        ):  # one token: nothing to learn about sigma; b_K, which the softmax ignores
             assert value.norm() <= floor * grad_y.norm()
             continue
         limit = testing.budget(plain, want, name, (floor + eps) * conditions.get(name, 1.0))
-        assert testing.error(value, reference) <= limit, f"{name}: error {testing.error(value, reference):.1e}, budget {limit:.1e}"
+        assert testing.error(value, reference) <= limit, (
+            f"{name}: error {testing.error(value, reference):.1e}, budget {limit:.1e}"
+        )
 
 
 def tokens_seen(mask: str, shape):
@@ -300,7 +322,9 @@ def tokens_seen(mask: str, shape):
     if mask == "pairs":
         mask = (torch.rand(tokens, tokens) < 0.5) | itself
     elif mask == "padding":  # keys that are padding, per image; the last tokens are
-        mask = (torch.arange(tokens) < torch.tensor([tokens - 2, tokens, tokens - 1])[:batch, None].clamp(min=1))[:, None, None]
+        mask = (torch.arange(tokens) < torch.tensor([tokens - 2, tokens, tokens - 1])[:batch, None].clamp(min=1))[
+            :, None, None
+        ]
     elif mask == "heads":
         mask = (torch.rand(batch, heads, tokens, tokens) < 0.5) | itself
     else:  # added to the logits; -inf hides
@@ -319,14 +343,23 @@ def test_gka_is_the_papers_equations(shape, fused, is_causal, request):
     assert layer.fused_attn is fused
     visible = torch.ones(shape[1], shape[1]).tril() if is_causal else 1.0
     # The explicit path adds the paper's epsilon to row sums of at least 1.
-    check("gka", layer, x, lambda f, x: gaussian_by_definition(f, x, visible), lambda f, x: f(x, is_causal=is_causal), eps=0 if fused else EPS)
+    check(
+        "gka",
+        layer,
+        x,
+        lambda f, x: gaussian_by_definition(f, x, visible),
+        lambda f, x: f(x, is_causal=is_causal),
+        eps=0 if fused else EPS,
+    )
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 def test_the_explicit_path_has_second_derivatives_between_equal_tokens(is_causal, explicit):
     layer = ATTENTION["gka"](6, num_heads=2, proj_bias=False).double()
     nn.init.eye_(layer.proj.weight)
-    x, grad_y, direction = (torch.randn(1, 5, 6, dtype=torch.float64)[:, index] for index in ([0, 1, 0, 2, 2], slice(None), slice(None)))
+    x, grad_y, direction = (
+        torch.randn(1, 5, 6, dtype=torch.float64)[:, index] for index in ([0, 1, 0, 2, 2], slice(None), slice(None))
+    )
     x.requires_grad_()
     (gradient,) = torch.autograd.grad((layer(x, is_causal=is_causal) * grad_y).sum(), x, create_graph=True)
     (got,) = torch.autograd.grad((gradient * direction).sum(), x)
@@ -403,7 +436,9 @@ def test_the_value_bias_is_a_bias_of_the_output():
 def test_attention_dropout_drops_weights_in_training_only(kind):
     layer, x = make_layer(kind, (2, 9, 2, 8), attn_drop=0.4)
     weights = []
-    layer.attn_drop.register_forward_hook(lambda module, inputs, output: weights.append((inputs[0].detach(), output.detach())))
+    layer.attn_drop.register_forward_hook(
+        lambda module, inputs, output: weights.append((inputs[0].detach(), output.detach()))
+    )
     y = layer(x)
     (before, after) = weights[0]
     kept = after != 0
@@ -486,7 +521,11 @@ def test_tokens_of_every_place_reach_the_logits(kind, images):
 
 
 @kinds
-@pytest.mark.parametrize("settings,tokens", [(dict(img_size=(48, 32)), 7), (dict(img_size=64, patch_size=32), 5), (dict(in_chans=1), 5)], ids=str)
+@pytest.mark.parametrize(
+    "settings,tokens",
+    [(dict(img_size=(48, 32)), 7), (dict(img_size=64, patch_size=32), 5), (dict(in_chans=1), 5)],
+    ids=str,
+)
 def test_other_inputs_at_build(kind, settings, tokens):
     model = small(kind, **settings)
     height, width = model.patch_embed.img_size
@@ -531,7 +570,9 @@ def test_a_224_checkpoint_in_a_model_of_another_size(kind, tmp_path):
     file = dict(file=str(tmp_path / "model.pth"))
     model = create(kind, img_size=64, pretrained=True, pretrained_cfg_overlay=file)
     want = saved.state_dict()
-    want["pos_embed"] = timm.layers.resample_abs_pos_embed(want["pos_embed"], new_size=(4, 4), old_size=(14, 14), num_prefix_tokens=1)
+    want["pos_embed"] = timm.layers.resample_abs_pos_embed(
+        want["pos_embed"], new_size=(4, 4), old_size=(14, 14), num_prefix_tokens=1
+    )
     for name, value in model.state_dict().items():
         if not name.startswith("head"):
             torch.testing.assert_close(value, want[name], rtol=0, atol=0, msg=name)
@@ -579,7 +620,9 @@ def test_intermediate_features(kind, images):
     torch.testing.assert_close(final, model.forward_features(images))
     assert [m.shape for m in maps] == [(2, 24, 2, 2)] * 2
     extractor = create(kind, depth=3, features_only=True).eval()
-    extractor.model.load_state_dict({name: t for name, t in model.state_dict().items() if not name.startswith(("norm.", "head."))}, strict=False)
+    extractor.model.load_state_dict(
+        {name: t for name, t in model.state_dict().items() if not name.startswith(("norm.", "head."))}, strict=False
+    )
     assert extractor.feature_info.channels() == [24] * 3 and extractor.feature_info.reduction() == [16] * 3
     features = extractor(images)
     torch.testing.assert_close([features[0], features[2]], maps)
@@ -683,7 +726,9 @@ def test_impl_chooses_the_implementation(images, monkeypatch):
         fused(images)
 
 
-@pytest.mark.parametrize("settings,named", [(dict(impl="cuda"), "impl"), (dict(sigma_squared=-1.0), "sigma_squared")], ids=str)
+@pytest.mark.parametrize(
+    "settings,named", [(dict(impl="cuda"), "impl"), (dict(sigma_squared=-1.0), "sigma_squared")], ids=str
+)
 def test_wrong_settings_are_named(settings, named):
     with pytest.raises(ValueError, match=named):
         small(**settings)
@@ -751,7 +796,10 @@ def test_what_is_not_decayed():
     optimizer = timm.optim.create_optimizer_v2(model, "adamw", lr=1e-3, weight_decay=0.05)
     names = {id(p): name for name, p in model.named_parameters()}
     groups = {group["weight_decay"]: group["params"] for group in optimizer.param_groups}
-    assert {decay: (len(p), sum(t.numel() for t in p)) for decay, p in groups.items()} == {0.0: (102, 62_668), 0.05: (38, 4_320_768)}
+    assert {decay: (len(p), sum(t.numel() for t in p)) for decay, p in groups.items()} == {
+        0.0: (102, 62_668),
+        0.05: (38, 4_320_768),
+    }
     undecayed = {names[id(p)] for p in groups[0.0]}
     expected = ("log_sigma", ".bias", "pos_embed", "cls_token", "norm.weight", "norm1.weight", "norm2.weight")
     assert undecayed == {name for name in names.values() if name.endswith(expected)}
@@ -784,7 +832,12 @@ def facebook_checkpoint(path, depth=12, dim=192, classes=1000, tokens=197):
     def norm(name):
         return {f"{name}.weight": (dim,), f"{name}.bias": (dim,)}
 
-    shapes = {"cls_token": (1, 1, dim), "pos_embed": (1, tokens, dim), "patch_embed.proj.weight": (dim, 3, 16, 16), "patch_embed.proj.bias": (dim,)}
+    shapes = {
+        "cls_token": (1, 1, dim),
+        "pos_embed": (1, tokens, dim),
+        "patch_embed.proj.weight": (dim, 3, 16, 16),
+        "patch_embed.proj.bias": (dim,),
+    }
     for i in range(depth):
         b = f"blocks.{i}"
         shapes |= norm(f"{b}.norm1") | linear(f"{b}.attn.qkv", 3 * dim, dim) | linear(f"{b}.attn.proj", dim, dim)
@@ -812,7 +865,9 @@ def test_the_twin_is_timms_own(tmp_path):
 
 def test_softmax_weights_in_gka_say_what_is_missing(tmp_path):
     state = facebook_checkpoint(tmp_path / "deit.pth", depth=2, dim=24, classes=5, tokens=5)
-    with pytest.raises(RuntimeError, match=r"(?s)Missing key.*blocks\.0\.attn\.log_sigma.*Unexpected key.*blocks\.0\.attn\.qkv\.weight"):
+    with pytest.raises(
+        RuntimeError, match=r"(?s)Missing key.*blocks\.0\.attn\.log_sigma.*Unexpected key.*blocks\.0\.attn\.qkv\.weight"
+    ):
         create(checkpoint_path=str(tmp_path / "deit.pth"))
     model = small()
     missing, unexpected = model.load_state_dict(state, strict=False)

@@ -78,7 +78,9 @@ def test_digits_are_split_by_class_without_overlap():
     assert len(set(names)) == 1797 and names[0].startswith("digits/")
     counts = [Counter(source.read(index)[1] for index in range(len(source))) for source in (train, val)]
     assert all(abs(counts[0][digit] - 2 * counts[1][digit]) <= 2 for digit in range(10))
-    assert names == [source.read(index)[2] for source in (open_source("digits", "train"), val) for index in range(len(source))]
+    assert names == [
+        source.read(index)[2] for source in (open_source("digits", "train"), val) for index in range(len(source))
+    ]
     assert check_classes(train, val) == []
 
 
@@ -169,7 +171,9 @@ def test_empty_and_vanished_files_are_found_when_read(folder):
 
 
 def test_folder_mistakes(folder, tmp_path_factory):
-    assert all(form in error("/no/such/place") for form in ("train/", "hf:", "hf-stream:", "wds:", "digits", "/no/such/place"))
+    assert all(
+        form in error("/no/such/place") for form in ("train/", "hf:", "hf-stream:", "wds:", "digits", "/no/such/place")
+    )
     assert "not a folder" in error(write(folder / "file.jpg"))
     assert "hf:" in error("hf:") and "wds:" in error("wds:/no/such/place")
     empty = tmp_path_factory.mktemp("empty")
@@ -197,11 +201,26 @@ def test_flat_validation_folder(folder):
 @pytest.fixture
 def tars(tmp_path) -> Path:
     """Two training shards of 3 and 2 images, labels in .cls and .json, in any order, among other members; one of validation."""
-    first = [*pair("n0/a.b", 10, 0), ("n0/a.b.txt", b"caption"), ("n1/c.cls", b" 2\n"), ("n1/c.jpg", png(11)), *pair("./n1/d", 12, 1)]
-    second = [("e.json", json.dumps({"label": 2, "width": 4}).encode()), ("e.png", png(13)), ("f.png", png(14)), ("f.json", b'{"cls": 0}')]
+    first = [
+        *pair("n0/a.b", 10, 0),
+        ("n0/a.b.txt", b"caption"),
+        ("n1/c.cls", b" 2\n"),
+        ("n1/c.jpg", png(11)),
+        *pair("./n1/d", 12, 1),
+    ]
+    second = [
+        ("e.json", json.dumps({"label": 2, "width": 4}).encode()),
+        ("e.png", png(13)),
+        ("f.png", png(14)),
+        ("f.json", b'{"cls": 0}'),
+    ]
     write_tar(tmp_path / "imagenet1k-train-0001.tar", second)
     write_tar(tmp_path / "imagenet1k-train-0000.tar", first)
-    write_tar(tmp_path / "imagenet1k-validation-00.tar", [*pair("v", 20, 2), ("._v.jpg", b"resource fork")], format=tarfile.GNU_FORMAT)
+    write_tar(
+        tmp_path / "imagenet1k-validation-00.tar",
+        [*pair("v", 20, 2), ("._v.jpg", b"resource fork")],
+        format=tarfile.GNU_FORMAT,
+    )
     return tmp_path
 
 
@@ -285,7 +304,14 @@ def test_damaged_tars_are_named(tars):
     after_second, in_the_last = members[2].offset, members[-2].offset_data + 5
     damaged = bytearray(whole)
     damaged[members[2].offset + 150] ^= 0xFF  # in a header's checksum
-    for bad in (b"", whole[:300], whole[:in_the_last], whole[:after_second], bytes(damaged), b"<html>not found</html>" * 100):
+    for bad in (
+        b"",
+        whole[:300],
+        whole[:in_the_last],
+        whole[:after_second],
+        bytes(damaged),
+        b"<html>not found</html>" * 100,
+    ):
         path.write_bytes(bad)
         message = error(tars)
         assert str(path) in message and "fetch it again" in message
@@ -320,7 +346,9 @@ def test_tar_mistakes(tars):
 def _cache(tmp_path_factory):
     patch = pytest.MonkeyPatch()
     patch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("cache")))
-    patch.setattr(datasets.config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0.05)  # 5 seconds at the end of every shuffled pass
+    patch.setattr(
+        datasets.config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0.05
+    )  # 5 seconds at the end of every shuffled pass
     bars = datasets.is_progress_bar_enabled()
     datasets.disable_progress_bars()
     yield
@@ -329,7 +357,11 @@ def _cache(tmp_path_factory):
         datasets.enable_progress_bars()
 
 
-FEATURES = {"id": datasets.Value("int64"), "image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])}
+FEATURES = {
+    "id": datasets.Value("int64"),
+    "image": datasets.Image(),
+    "label": datasets.ClassLabel(names=["cat", "dog"]),
+}
 CARD = """---
 dataset_info:
   features:
@@ -351,7 +383,11 @@ def write_parquet(folder: Path, split: str, sizes: list[int], features=FEATURES,
     start = 0
     for number, size in enumerate(sizes):
         values = range(start, start + size)
-        rows = {"id": values, "image": [{"bytes": png(v), "path": f"{split}{v}.png"} for v in values], "label": [v % 2 for v in values]}
+        rows = {
+            "id": values,
+            "image": [{"bytes": png(v), "path": f"{split}{v}.png"} for v in values],
+            "label": [v % 2 for v in values],
+        }
         rows = {name: columns.get(name, rows[name]) for name in features}
         path = folder / "data" / f"{split}-{number:05d}-of-{len(sizes):05d}.parquet"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -391,20 +427,27 @@ def test_hub_dataset_of_image_files(tmp_path):
     stream = open_source(f"hf-stream:{tmp_path}", "val")
     (tmp_path / "val/dog/b.png").unlink()
     records = sorted(stream.records(0, 0, 1), key=lambda record: record[1])
-    assert value_of(records[0]) == 1 and records[1][0] == b"" and "b.png" in records[1][2]  # a lost file does not end the pass
+    assert (
+        value_of(records[0]) == 1 and records[1][0] == b"" and "b.png" in records[1][2]
+    )  # a lost file does not end the pass
     name = next(source.read(i)[2] for i in range(2) if source.classes[i] == "cat")
     assert name.endswith("a.png")
 
 
 def test_hub_mistakes(parquet, tmp_path, monkeypatch):
     message = error("hf:someone/nothing")
-    assert all(words in message for words in ("someone/nothing", "hf auth login", "local copy", "https://huggingface.co/datasets/"))
+    assert all(
+        words in message
+        for words in ("someone/nothing", "hf auth login", "local copy", "https://huggingface.co/datasets/")
+    )
     write_parquet(tmp_path / "a", "train", [2])
     write_parquet(tmp_path / "a", "test", [2])
     message = error(f"hf:{tmp_path / 'a'}", "val")
     assert "train" in message and "test" in message and "validation" in message  # test is never taken for val
     write_parquet(tmp_path / "b", "train", [2], features={"image": FEATURES["image"], "id": FEATURES["id"]})
-    assert "ClassLabel" in error(f"hf:{tmp_path / 'b'}") and "image (Image), id (Value)" in error(f"hf-stream:{tmp_path / 'b'}")
+    assert "ClassLabel" in error(f"hf:{tmp_path / 'b'}") and "image (Image), id (Value)" in error(
+        f"hf-stream:{tmp_path / 'b'}"
+    )
     write_parquet(tmp_path / "c", "train", [2], label=[1, -1])
     assert "without labels" in error(f"hf:{tmp_path / 'c'}")
     with pytest.raises(UserError, match="has no label"):
@@ -417,7 +460,10 @@ def test_hub_mistakes(parquet, tmp_path, monkeypatch):
 
     monkeypatch.setattr(datasets, "get_dataset_split_names", gated)
     message = error("hf-stream:ILSVRC/imagenet-1k")
-    assert "gated dataset on the Hub. A gated" in message and "https://huggingface.co/datasets/ILSVRC/imagenet-1k" in message
+    assert (
+        "gated dataset on the Hub. A gated" in message
+        and "https://huggingface.co/datasets/ILSVRC/imagenet-1k" in message
+    )
 
 
 # Streams
@@ -453,7 +499,9 @@ def test_whole_shards_go_to_ranks_when_there_are_enough(tmp_path):
     for epoch in range(3):
         parts = [drain(stream, epoch, rank, 2) for rank in range(2)]
         assert sorted(v for part in parts for v in part) == list(range(29))
-        assert all({4, 3, 2, 1} & set(part) == {4, 3, 2, 1} or not {4, 3, 2, 1} & set(part) for part in parts)  # a file is in one part
+        assert all(
+            {4, 3, 2, 1} & set(part) == {4, 3, 2, 1} or not {4, 3, 2, 1} & set(part) for part in parts
+        )  # a file is in one part
     with pytest.raises(UserError, match="dataset_info"):
         len(stream)
     with pytest.raises(UserError, match="hf: instead"):
@@ -467,7 +515,9 @@ def test_stream_order_depends_on_epoch_and_seed(parquet):
     assert all(orders[i] != orders[j] for i in range(4) for j in range(i)) and list(range(23)) not in orders
     assert drain(open_source(f"hf-stream:{parquet}", "train"), 1, 0, 1) == orders[1]
     passes = train.records(1, 0, 1), train.records(0, 0, 1)  # two passes at once do not disturb each other
-    assert [value_of(record) for pair in zip(*passes) for record in pair] == [v for pair in zip(orders[1], orders[0]) for v in pair]
+    assert [value_of(record) for pair in zip(*passes) for record in pair] == [
+        v for pair in zip(orders[1], orders[0]) for v in pair
+    ]
     assert drain(val, 0, 0, 1) == drain(val, 3, 0, 1) == list(range(5))
 
 
@@ -518,7 +568,11 @@ def test_eight_bit_images():
     assert pixel(encoded(Image.new("L", (4, 4), 77))) == (77, 77, 77)
     assert pixel(encoded(Image.new("1", (4, 4), 1))) == (255, 255, 255)
     assert pixel(encoded(Image.new("LA", (4, 4), (77, 0)))) == (77, 77, 77)
-    assert pixel(encoded(Image.new("RGBA", (4, 4), (10, 20, 30, 0)))) == (10, 20, 30)  # alpha is dropped, not composited
+    assert pixel(encoded(Image.new("RGBA", (4, 4), (10, 20, 30, 0)))) == (
+        10,
+        20,
+        30,
+    )  # alpha is dropped, not composited
     assert close(pixel(encoded(Image.new("RGB", (16, 16), (10, 200, 30)), "JPEG", quality=95)), (10, 200, 30), 3)
     assert pixel(Image.new("L", (4, 4), 5)) == (5, 5, 5)  # decoded already
 

@@ -81,19 +81,37 @@ def test_a_run_writes_down_what_it_did(uninterrupted, pictures):
     found = records(out, "eval")
     assert [(record["step"], record["epoch"]) for record in found] == [(6 * epoch, epoch) for epoch in range(1, 6)]
     for record in found:
-        assert record["images"] == 27 and record["broken"] == 0 and record["memory_mib"] == 0 and record["broken_train"] == 0
-        assert set(record["sigma"]) == {"layer_0", "layer_1"} and all(len(heads) == 2 and min(heads) > 0 for heads in record["sigma"].values())
-        assert all(0 <= record[key] <= 100 for key in ("top1", "ema_top1")) and record["top5"] == record["ema_top5"] == 100  # of 3 classes
+        assert (
+            record["images"] == 27
+            and record["broken"] == 0
+            and record["memory_mib"] == 0
+            and record["broken_train"] == 0
+        )
+        assert set(record["sigma"]) == {"layer_0", "layer_1"} and all(
+            len(heads) == 2 and min(heads) > 0 for heads in record["sigma"].values()
+        )
+        assert (
+            all(0 <= record[key] <= 100 for key in ("top1", "ema_top1")) and record["top5"] == record["ema_top5"] == 100
+        )  # of 3 classes
         assert record["loss"] != record["ema_loss"]
     assert found[0]["sigma"] != found[-1]["sigma"]
     (started,), (finished,) = records(out, "start"), records(out, "finish")
     assert started["config"]["lr"] == 0.2 and started["world_size"] == 1 and finished["step"] == STEPS
     result = json.loads((out / "results.jsonl").read_text())
-    assert result["kind"] == "train_deit" and result["config"]["batch_size"] == 12 and result["config"]["model_tag"] == "run"
+    assert (
+        result["kind"] == "train_deit"
+        and result["config"]["batch_size"] == 12
+        and result["config"]["model_tag"] == "run"
+    )
     metrics, best = result["metrics"], max(found, key=lambda record: record["ema_top1"])
-    assert all(metrics[key] == found[-1][key] for key in ("top1", "top5", "loss", "ema_top1", "ema_top5", "ema_loss", "images", "sigma"))
+    assert all(
+        metrics[key] == found[-1][key]
+        for key in ("top1", "top5", "loss", "ema_top1", "ema_top5", "ema_loss", "images", "sigma")
+    )
     assert metrics["best"] == {"metric": "ema_top1", "value": best["ema_top1"], "epoch": best["epoch"]}
-    assert metrics["parameters"] == sum(parameter.numel() for parameter in micro(3).parameters()) and metrics["flops"] > 0
+    assert (
+        metrics["parameters"] == sum(parameter.numel() for parameter in micro(3).parameters()) and metrics["flops"] > 0
+    )
     newest = out / "run" / "checkpoints" / f"step_{STEPS:08d}"
     assert {path.name for path in newest.iterdir()} == {
         "model.safetensors",
@@ -103,9 +121,20 @@ def test_a_run_writes_down_what_it_did(uninterrupted, pictures):
         "manifest.json",
     }
     state = json.loads((newest / "state.json").read_text())
-    assert state["classes"] == ["class_0", "class_1", "class_2"] and state["epoch"] == EPOCHS and state["progress"]["step"] == STEPS
-    assert state["model"] == {"name": "deit_tiny_gka_patch16_224", "num_classes": 3, "input_size": SIZE, "kwargs": SHAPE}
-    assert [path.name for path in sorted((out / "run" / "checkpoints").iterdir())] == [f"step_{step:08d}" for step in (28, 30)]
+    assert (
+        state["classes"] == ["class_0", "class_1", "class_2"]
+        and state["epoch"] == EPOCHS
+        and state["progress"]["step"] == STEPS
+    )
+    assert state["model"] == {
+        "name": "deit_tiny_gka_patch16_224",
+        "num_classes": 3,
+        "input_size": SIZE,
+        "kwargs": SHAPE,
+    }
+    assert [path.name for path in sorted((out / "run" / "checkpoints").iterdir())] == [
+        f"step_{step:08d}" for step in (28, 30)
+    ]
     (kept,) = (out / "run" / "best").iterdir()
     assert kept.name == f"step_{best['step']:08d}" and not (kept / "optimizer.safetensors").exists()
 
@@ -115,7 +144,9 @@ def micro(classes, name="deit_tiny_gka_patch16_224"):
 
 
 def test_a_finished_run_is_not_run_again(uninterrupted, pictures):
-    before = {path: path.read_bytes() for path in uninterrupted.rglob("*") if path.is_file() and "output" not in path.parts}
+    before = {
+        path: path.read_bytes() for path in uninterrupted.rglob("*") if path.is_file() and "output" not in path.parts
+    }
     done = train(pictures, uninterrupted)
     assert "already trained for its 5 epochs" in done.stdout
     assert {path: path.read_bytes() for path in before} == before
@@ -124,14 +155,18 @@ def test_a_finished_run_is_not_run_again(uninterrupted, pictures):
 NAMES = ("deit_tiny_gka_patch16_224", "deit_tiny_vlt_patch16_224", "deit_tiny_patch16_224")
 
 
-@pytest.mark.parametrize("model,epochs,least", [(NAMES[0], 5, 50), (NAMES[1], 2, 20), (NAMES[2], 2, 20)], ids=["gka", "vlt", "softmax"])
+@pytest.mark.parametrize(
+    "model,epochs,least", [(NAMES[0], 5, 50), (NAMES[1], 2, 20), (NAMES[2], 2, 20)], ids=["gka", "vlt", "softmax"]
+)
 def test_it_learns_digits(tmp_path, model, epochs, least):
     shape = ["--model-kwargs", "patch_size=8", "embed_dim=64", "depth=1", "num_heads=2"]
     train("digits", tmp_path, *shape, "--model", model, "--epochs", epochs, "--batch-size", 16, "--group-size", 16, "--device-batch-size", 16,
           "--repeated-aug", 1, "--scale", 0.8, 1, "--hflip", 0, "--aa", "", "--reprob", 0, "--mixup", 0, "--cutmix", 0, "--drop-path", 0,
           "--eval-every", 2, "--save-every", "-1")  # fmt: skip
     evaluated = records(tmp_path, "eval")
-    assert [(record["epoch"], record["step"]) for record in evaluated] == [(epoch, 74 * epoch) for epoch in ((2, 4, 5) if epochs == 5 else (2,))]
+    assert [(record["epoch"], record["step"]) for record in evaluated] == [
+        (epoch, 74 * epoch) for epoch in ((2, 4, 5) if epochs == 5 else (2,))
+    ]
     last, losses = evaluated[-1], [record["loss"] for record in records(tmp_path, "train")]
     assert last["top1"] > least and last["top5"] > 60 + least / 2 and last["images"] == 599, last
     assert last["ema_top1"] > 40 or epochs < 5
@@ -155,7 +190,9 @@ def test_kill_9_at_random_moments_and_resume_is_bit_identical(uninterrupted, pic
     assert steps_of(tmp_path) == list(range(1, STEPS + 1))
     assert evaluations(tmp_path) == evaluations(uninterrupted)
     assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 1
-    assert [path.name for path in (tmp_path / "run/best").iterdir()] == [path.name for path in (uninterrupted / "run/best").iterdir()]
+    assert [path.name for path in (tmp_path / "run/best").iterdir()] == [
+        path.name for path in (uninterrupted / "run/best").iterdir()
+    ]
 
 
 def test_kill_9_of_torchrun_with_two_ranks_and_resume_is_bit_identical(pictures, tmp_path):
@@ -166,7 +203,9 @@ def test_kill_9_of_torchrun_with_two_ranks_and_resume_is_bit_identical(pictures,
         time.sleep(0.002)
     workers = tiny_vision.descendants(process.pid)
     tiny.kill_tree(process)
-    assert 9 <= steps_of(killed)[-1] < 18 and len(workers) >= 10  # 2 ranks, each with a tracker of resources, a server and 2 loaders
+    assert (
+        9 <= steps_of(killed)[-1] < 18 and len(workers) >= 10
+    )  # 2 ranks, each with a tracker of resources, a server and 2 loaders
     assert not still_there(workers)
     done = train(pictures, killed, *common, ranks=2)
     assert "resuming at update" in done.stdout and "2 x cpu" in done.stdout
@@ -212,7 +251,9 @@ def test_a_damaged_newest_checkpoint_falls_back(uninterrupted, pictures, tmp_pat
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
     done = train(pictures, tmp_path)
-    assert "ema.safetensors does not have its recorded checksum" in done.stdout and "resuming at update 8" in done.stdout
+    assert (
+        "ema.safetensors does not have its recorded checksum" in done.stdout and "resuming at update 8" in done.stdout
+    )
     assert final(tmp_path) == final(uninterrupted) and steps_of(tmp_path) == list(range(1, STEPS + 1))
 
 
@@ -227,7 +268,8 @@ def test_a_run_without_an_average_in_half_precision_resumes(pictures, tmp_path):
     folder = tmp_path / "whole/run/checkpoints/step_00000012"
     assert not (folder / "ema.safetensors").exists()
     scaler, resumed = (
-        json.loads((out / "run/checkpoints" / folder.name / "state.json").read_text())["scaler"] for out in (tmp_path / "whole", tmp_path / "parts")
+        json.loads((out / "run/checkpoints" / folder.name / "state.json").read_text())["scaler"]
+        for out in (tmp_path / "whole", tmp_path / "parts")
     )
     assert scaler == resumed and scaler["scale"] > 0 and scaler["_growth_tracker"] == 12
     result = json.loads((tmp_path / "whole/results.jsonl").read_text())["metrics"]
@@ -242,7 +284,9 @@ def test_the_average_follows_the_weights(pictures, tmp_path):
     weights = [checkpoint(tmp_path, step, "model") for step in (1, 2, 3)]
     average = checkpoint(tmp_path, 3, "ema")
     for name, value in average.items():
-        torch.testing.assert_close(value, torch.stack([update[name] for update in weights]).mean(0), rtol=1e-5, atol=1e-7, msg=name)
+        torch.testing.assert_close(
+            value, torch.stack([update[name] for update in weights]).mean(0), rtol=1e-5, atol=1e-7, msg=name
+        )
     assert any(not torch.equal(average[name], weights[2][name]) for name in average)
 
 
@@ -256,7 +300,11 @@ def test_ranks_take_the_same_first_step(pictures, tmp_path):
     for ranks, device_batch_size in ((1, 24), (1, 4), (2, 24), (3, 6)):
         out = tmp_path / f"{ranks}-{device_batch_size}"
         train(pictures, out, *common, "--device-batch-size", device_batch_size, ranks=ranks)
-        states[ranks, device_batch_size] = checkpoint(out, 1, "optimizer"), checkpoint(out, 1, "model"), records(out, "train")[0]
+        states[ranks, device_batch_size] = (
+            checkpoint(out, 1, "optimizer"),
+            checkpoint(out, 1, "model"),
+            records(out, "train")[0],
+        )
     one, weights, record = states[1, 24]
     moments = [name for name in one if name.startswith("exp_avg/")]
     assert len(moments) == len(weights)
@@ -271,7 +319,9 @@ def test_ranks_take_the_same_first_step(pictures, tmp_path):
 def test_the_gradients_norm_is_limited(pictures, tmp_path):
     train(pictures, tmp_path, "--stop-after", 1, "--clip-grad", 0.01)
     state, (record,) = checkpoint(tmp_path, 1, "optimizer"), records(tmp_path, "train")
-    norm = torch.stack([value.norm() for name, value in state.items() if name.startswith("exp_avg/")]).norm().item() * 10
+    norm = (
+        torch.stack([value.norm() for name, value in state.items() if name.startswith("exp_avg/")]).norm().item() * 10
+    )
     assert norm == pytest.approx(0.01, rel=1e-3) and record["grad_norm"] > 0.1
 
 
@@ -289,14 +339,31 @@ def test_the_best_checkpoint_is_the_best_averages(pictures, tmp_path, monkeypatc
 
     def numbers(trainer, bar):
         raw, ema = planned[trainer.state["step"] // STEPS_PER_EPOCH]
-        return {"top1": raw, "top5": 99.0, "loss": 1.0, "images": 27, "broken": 0, "ema_top1": ema, "ema_top5": 99.0, "ema_loss": 1.0}
+        return {
+            "top1": raw,
+            "top5": 99.0,
+            "loss": 1.0,
+            "images": 27,
+            "broken": 0,
+            "ema_top1": ema,
+            "ema_top5": 99.0,
+            "ema_loss": 1.0,
+        }
 
     monkeypatch.setattr(training, "evaluate_now", numbers)
     with signals_kept():
         for stop in (14, -1):  # continued after the second epoch
-            run(training.main, TrainConfig, [str(flag) for flag in flags(pictures, tmp_path, "--num-workers", 0, "--stop-after", stop)])
+            run(
+                training.main,
+                TrainConfig,
+                [str(flag) for flag in flags(pictures, tmp_path, "--num-workers", 0, "--stop-after", stop)],
+            )
     assert [path.name for path in (tmp_path / "run/best").iterdir()] == ["step_00000018"]
-    assert json.loads((tmp_path / "results.jsonl").read_text())["metrics"]["best"] == {"metric": "ema_top1", "value": 70.0, "epoch": 3}
+    assert json.loads((tmp_path / "results.jsonl").read_text())["metrics"]["best"] == {
+        "metric": "ema_top1",
+        "value": 70.0,
+        "epoch": 3,
+    }
 
 
 def test_a_kill_before_the_evaluation_is_made_up_for(uninterrupted, pictures, tmp_path):
@@ -345,7 +412,9 @@ def spoil(pictures, folder):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_broken_images_are_counted_and_listed(pictures, tmp_path, ranks):
     names = spoil(pictures, tmp_path / "data")
-    done = train(tmp_path / "data", tmp_path / "out", "--epochs", 3, "--repeated-aug", 1, "--save-every", "-1", ranks=ranks)
+    done = train(
+        tmp_path / "data", tmp_path / "out", "--epochs", 3, "--repeated-aug", 1, "--save-every", "-1", ranks=ranks
+    )
     listed = (tmp_path / "out/run/broken_images.txt").read_text().splitlines()
     assert {line.split("\t")[0] for line in listed} == set(names)
     if ranks == 1:
@@ -353,7 +422,9 @@ def test_broken_images_are_counted_and_listed(pictures, tmp_path, ranks):
     reasons = dict(line.split("\t") for line in listed)
     assert "not a JPEG" in reasons[names[0]] and "empty" in reasons[names[1]]
     last = records(tmp_path / "out", "eval")[-1]
-    assert (last["images"], last["broken"]) == (27, 1) and 4 <= last["broken_train"] <= 6  # 80 images, 72 drawn an epoch
+    assert (last["images"], last["broken"]) == (27, 1) and 4 <= last[
+        "broken_train"
+    ] <= 6  # 80 images, 72 drawn an epoch
     assert "broken training images" in done.stdout and "on 27 images, 1 more are broken" in done.stdout
     assert json.loads((tmp_path / "out/results.jsonl").read_text())["metrics"]["broken_train"] == last["broken_train"]
 
@@ -383,7 +454,9 @@ def test_a_disk_that_is_gone_is_one_line(pictures, tmp_path):
     done = process.wait()
     lines = [line for line in done.stderr.splitlines() if line and not line.startswith("warning: ")]
     assert done.returncode == 2 and len(lines) == 1, done.stderr
-    assert re.fullmatch(r"error: none of \d+ images in a row can be read, the first is .*; is the disk still there\?", lines[0])
+    assert re.fullmatch(
+        r"error: none of \d+ images in a row can be read, the first is .*; is the disk still there\?", lines[0]
+    )
 
 
 # --- Mistakes ---
@@ -392,7 +465,9 @@ def test_a_disk_that_is_gone_is_one_line(pictures, tmp_path):
 def test_a_checkpoint_of_another_kind_is_refused_in_one_line(tmp_path):
     folder = save_checkpoint(tmp_path / "run/checkpoints", 1, {"model": {"w": torch.zeros(1)}}, {"train_config": {}})
     for path in (tmp_path / "run", folder):
-        with pytest.raises(UserError, match="is not of a vision run; nanochat_gka evaluates and exports language models"):
+        with pytest.raises(
+            UserError, match="is not of a vision run; nanochat_gka evaluates and exports language models"
+        ):
             model_io.find_checkpoint(path)
 
 
@@ -405,14 +480,23 @@ def test_a_loss_that_is_not_finite_stops_and_names_the_last_checkpoint(pictures,
     assert (tmp_path / "run/checkpoints").exists() and not (tmp_path / "results.jsonl").read_text()
 
 
-def test_weights_that_are_not_finite_are_not_said_to_be_untouched_and_not_saved(pictures, tmp_path, monkeypatch, capsys):
+def test_weights_that_are_not_finite_are_not_said_to_be_untouched_and_not_saved(
+    pictures, tmp_path, monkeypatch, capsys
+):
     """A first update that ruins the weights: its loss and gradient were fine."""
-    monkeypatch.setattr(torch.optim.AdamW, "step", lambda optimizer: [value.data.fill_(math.inf) for value in optimizer.param_groups[0]["params"]])
+    monkeypatch.setattr(
+        torch.optim.AdamW,
+        "step",
+        lambda optimizer: [value.data.fill_(math.inf) for value in optimizer.param_groups[0]["params"]],
+    )
     for save_every, what in (("-1", "an earlier update has ruined the weights"), (1, "they were not saved")):
         with signals_kept():
             more = ["--num-workers", 0, "--save-every", save_every, "--model-tag", f"run{save_every}"]
             message = in_process(training.main, TrainConfig, *flags(pictures, tmp_path, *more), capsys=capsys)
-        assert " at update 1 (learning rate 1e-06, sigma between" in message and f"; {what}. Last checkpoint: none was saved yet" in message
+        assert (
+            " at update 1 (learning rate 1e-06, sigma between" in message
+            and f"; {what}. Last checkpoint: none was saved yet" in message
+        )
         assert not (tmp_path / f"run{save_every}/checkpoints").exists()
 
 
@@ -447,12 +531,21 @@ def test_a_gradient_that_is_never_finite_ends_a_run_in_float16(pictures, tmp_pat
         ),
         (["--model-tag", "new", "--aa", "nonsense"], r"--aa 'nonsense' is not an augmentation of timm's"),
         (["--model-tag", "new", "--model-kwargs", "depth"], r"--model-kwargs takes name=value, got 'depth'"),
-        (["--model-tag", "new", "--model-kwargs", "img_size=64"], r"--model-kwargs cannot set img_size in training: it is --input-size"),
+        (
+            ["--model-tag", "new", "--model-kwargs", "img_size=64"],
+            r"--model-kwargs cannot set img_size in training: it is --input-size",
+        ),
         (["--model-tag", "new", "--model-kwargs", "name=x"], r"--model-kwargs cannot set name: it is --model"),
-        (["--model-tag", "new", "--model-kwargs", "deepness=3"], r"timm cannot build deit_tiny_gka_patch16_224: .*deepness"),
+        (
+            ["--model-tag", "new", "--model-kwargs", "deepness=3"],
+            r"timm cannot build deit_tiny_gka_patch16_224: .*deepness",
+        ),
         (["--model-tag", "new", "--model-kwargs", "num_heads=5"], r"timm cannot build .*5"),
         (["--model-tag", "new", "--data", "/nowhere"], r"/nowhere is not there; data is a folder with"),
-        (["--model-tag", "new", "--batch-size", "80"], r"has 78 training images, fewer than one batch; lower --batch-size \(now 80\)"),
+        (
+            ["--model-tag", "new", "--batch-size", "80"],
+            r"has 78 training images, fewer than one batch; lower --batch-size \(now 80\)",
+        ),
         (["--model-tag", "new", "--batch-size", "7"], r"--batch-size must be even"),
         (["--device-batch-size", "1"], r"--device-batch-size must be at least 2"),
         (["--num-workers", "-3"], r"--num-workers must be between 0 and 1024, or -1 for automatic, got -3"),
@@ -463,7 +556,9 @@ def test_a_gradient_that_is_never_finite_ends_a_run_in_float16(pictures, tmp_pat
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_mistakes_are_one_line(uninterrupted, pictures, more, message, capsys):
-    assert re.search(message, in_process(training.main, TrainConfig, *flags(pictures, uninterrupted, *more), capsys=capsys))
+    assert re.search(
+        message, in_process(training.main, TrainConfig, *flags(pictures, uninterrupted, *more), capsys=capsys)
+    )
 
 
 REFUSED = {
@@ -481,7 +576,11 @@ REFUSED = {
 
 
 def numeric(config):
-    return {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(config) if re.search(r"\b(int|float)\b", str(field.type))}
+    return {
+        f"--{field.name.replace('_', '-')}"
+        for field in dataclasses.fields(config)
+        if re.search(r"\b(int|float)\b", str(field.type))
+    }
 
 
 def test_every_number_that_ruins_a_run_is_refused(pictures, tmp_path, capsys):
@@ -500,12 +599,23 @@ def test_every_number_that_ruins_an_evaluation_is_refused(pictures, capsys):
     for flag, values in refused.items():
         for value in values:
             argv = ["--data", pictures, "--model", "deit_tiny_patch16_224", "--pretrained", flag, value]
-            assert in_process(evaluate.main, evaluate.EvaluateConfig, *argv, capsys=capsys).startswith(f"error: {flag} must be ")
+            assert in_process(evaluate.main, evaluate.EvaluateConfig, *argv, capsys=capsys).startswith(
+                f"error: {flag} must be "
+            )
 
 
 def test_data_that_are_gone_are_named(uninterrupted, pictures, tmp_path, capsys):
     """Evaluating and resuming say what the run needs; evaluating finds it alone."""
-    argv = ["--run", uninterrupted / "run", "--device-type", "cpu", "--num-workers", 0, "--results", tmp_path / "eval.jsonl"]
+    argv = [
+        "--run",
+        uninterrupted / "run",
+        "--device-type",
+        "cpu",
+        "--num-workers",
+        0,
+        "--results",
+        tmp_path / "eval.jsonl",
+    ]
     run(evaluate.main, evaluate.EvaluateConfig, [str(flag) for flag in argv])
     assert json.loads((tmp_path / "eval.jsonl").read_text())["metrics"]["ema"]["images"] == 27
     shutil.copytree(uninterrupted / "run", tmp_path / "run")
@@ -517,7 +627,9 @@ def test_data_that_are_gone_are_named(uninterrupted, pictures, tmp_path, capsys)
     assert "/nowhere is not there" in message and needs in message
     state = json.loads((newest / "state.json").read_text())
     del state["trained_on"]  # as runs were that did not write it down
-    folder = save_checkpoint(tmp_path / "old/checkpoints", STEPS, {"model": checkpoint(uninterrupted, STEPS, "model")}, state)
+    folder = save_checkpoint(
+        tmp_path / "old/checkpoints", STEPS, {"model": checkpoint(uninterrupted, STEPS, "model")}, state
+    )
     message = in_process(evaluate.main, evaluate.EvaluateConfig, *argv, "--run", folder, capsys=capsys)
     assert "--data is missing" in message and "78 training and 27 validation images in 3 classes" in message
 
@@ -540,9 +652,20 @@ def test_the_epochs_line_has_the_validation_loss_and_fits_the_screen(uninterrupt
     assert len(lines) == EPOCHS
     for line, record in zip(lines, records(uninterrupted, "eval")):
         heads = [value for layer in record["sigma"].values() for value in layer]
-        assert f" loss {record['loss']:.3f} | EMA {record['ema_top1']:.2f} {record['ema_top5']:.2f} {record['ema_loss']:.3f} | " in line
+        assert (
+            f" loss {record['loss']:.3f} | EMA {record['ema_top1']:.2f} {record['ema_top5']:.2f} {record['ema_loss']:.3f} | "
+            in line
+        )
         assert f" | sigma {min(heads):.2f}-{max(heads):.2f} | " in line and line.endswith(" img/s")
-    values = {"top1": 100.0, "top5": 100.0, "loss": 12.34567, "ema_top1": 100.0, "ema_top5": 100.0, "ema_loss": 12.34567, "broken": 0}
+    values = {
+        "top1": 100.0,
+        "top5": 100.0,
+        "loss": 12.34567,
+        "ema_top1": 100.0,
+        "ema_top5": 100.0,
+        "ema_loss": 12.34567,
+        "broken": 0,
+    }
     widest = training.epoch_text(values, {"images_per_second": 123_456.7}, {"layer_0": [0.01234, 123.4567]})
     assert len(f"epoch 300/300 | {widest} | 81,920 MiB") <= 130
 
@@ -553,14 +676,18 @@ def test_other_data_is_refused_on_resume(uninterrupted, pictures, tmp_path, caps
     spare = tmp_path / "data/train/class_1/000.jpg"
     spare.rename(tmp_path / "000.jpg")
     message = in_process(training.main, TrainConfig, *flags(tmp_path / "data", tmp_path), capsys=capsys)
-    assert re.search(r"has 77 training images where the run in .* had 78; give it its own data, .*, or another --model-tag", message)
+    assert re.search(
+        r"has 77 training images where the run in .* had 78; give it its own data, .*, or another --model-tag", message
+    )
     (tmp_path / "000.jpg").rename(spare)
     for split in ("train", "val"):
         (tmp_path / "data" / split / "class_1").rename(tmp_path / "data" / split / "class_9")
     message = in_process(training.main, TrainConfig, *flags(tmp_path / "data", tmp_path), capsys=capsys)
     assert "has other classes than the run in" in message
     (tmp_path / "data/val/class_9").rename(tmp_path / "data/val/class_1")
-    assert "is in train but not in val" in in_process(training.main, TrainConfig, *flags(tmp_path / "data", tmp_path), capsys=capsys)
+    assert "is in train but not in val" in in_process(
+        training.main, TrainConfig, *flags(tmp_path / "data", tmp_path), capsys=capsys
+    )
 
 
 def test_a_moved_copy_of_the_data_is_fine(uninterrupted, pictures, tmp_path):
@@ -583,7 +710,19 @@ def test_compiled_training_is_the_same_training(uninterrupted, pictures, tmp_pat
 @pytest.mark.gpu
 @pytest.mark.parametrize("model", ["deit_tiny_gka_patch16_224", "deit_tiny_vlt_patch16_224", "deit_tiny_patch16_224"])
 def test_training_on_cuda_compiled_in_bfloat16(pictures, tmp_path, model):
-    more = ["--device-type", "cuda", "--model", model, "--model-kwargs", "patch_size=4", "embed_dim=64", "depth=2", "num_heads=2", "--epochs", 10]
+    more = [
+        "--device-type",
+        "cuda",
+        "--model",
+        model,
+        "--model-kwargs",
+        "patch_size=4",
+        "embed_dim=64",
+        "depth=2",
+        "num_heads=2",
+        "--epochs",
+        10,
+    ]
     done = tiny.call(TRAIN, *flags(pictures, tmp_path, *more))
     assert "finished" in done.stdout
     last = records(tmp_path, "eval")[-1]
@@ -607,14 +746,20 @@ def test_evaluate_finds_what_the_trainer_found(uninterrupted, pictures, tmp_path
     last = records(uninterrupted, "eval")[-1]
     found = evaluation(pictures, tmp_path, "--run", uninterrupted / "run", "--device-batch-size", 8)
     assert {key: found["model"][key] for key in NUMBERS} == {key: last[key] for key in NUMBERS}
-    assert {key: found["ema"][key] for key in NUMBERS} == {key: last[key if key == "images" else f"ema_{key}"] for key in NUMBERS}
+    assert {key: found["ema"][key] for key in NUMBERS} == {
+        key: last[key if key == "images" else f"ema_{key}"] for key in NUMBERS
+    }
     assert found["ema"]["crop_pct"] == 0.875 and found["ema"]["images_per_second"] > 0
     best = evaluation(pictures, tmp_path, "--run", uninterrupted / "run", "--best", "--weights", "ema")
-    assert set(best) == {"ema"} and best["ema"]["top1"] == max(record["ema_top1"] for record in records(uninterrupted, "eval"))
+    assert set(best) == {"ema"} and best["ema"]["top1"] == max(
+        record["ema_top1"] for record in records(uninterrupted, "eval")
+    )
     for ranks in (2, 3):
         parts = evaluation(pictures, tmp_path, "--run", uninterrupted / "run", "--device-batch-size", 5, ranks=ranks)
         for weights in ("model", "ema"):
-            assert {key: parts[weights][key] for key in NUMBERS if key != "loss"} == {key: found[weights][key] for key in NUMBERS if key != "loss"}
+            assert {key: parts[weights][key] for key in NUMBERS if key != "loss"} == {
+                key: found[weights][key] for key in NUMBERS if key != "loss"
+            }
             assert parts[weights]["loss"] == pytest.approx(found[weights]["loss"], rel=1e-6)
 
 
@@ -629,12 +774,17 @@ TIMM = ["--model", "deit_tiny_gka_patch16_224", "--crop-pct", 0.875]
 
 
 def kwargs(**more):
-    return ["--model-kwargs", *(f"{key}={value}" for key, value in {**SHAPE, "img_size": SIZE, "num_classes": 3, **more}.items())]
+    return [
+        "--model-kwargs",
+        *(f"{key}={value}" for key, value in {**SHAPE, "img_size": SIZE, "num_classes": 3, **more}.items()),
+    ]
 
 
 def test_a_timm_model_with_a_file_of_deits_layout(uninterrupted, pictures, deit_file, tmp_path):
     last = records(uninterrupted, "eval")[-1]
-    (found,) = evaluation(pictures, tmp_path, *TIMM, *kwargs(), "--checkpoint", deit_file, "--device-batch-size", 8).values()
+    (found,) = evaluation(
+        pictures, tmp_path, *TIMM, *kwargs(), "--checkpoint", deit_file, "--device-batch-size", 8
+    ).values()
     assert {key: found[key] for key in NUMBERS} == {key: last[key] for key in NUMBERS}
 
 
@@ -644,12 +794,18 @@ def test_mistakes_of_evaluate_are_one_line(uninterrupted, pictures, deit_file, t
         return in_process(evaluate.main, evaluate.EvaluateConfig, *argv, capsys=capsys)
 
     torch.save({"model": micro(4).state_dict()}, tmp_path / "four.pth")
-    assert re.search(r"tells 4 classes apart but .* has 3", message(*TIMM, *kwargs(num_classes=4), "--checkpoint", tmp_path / "four.pth"))
+    assert re.search(
+        r"tells 4 classes apart but .* has 3",
+        message(*TIMM, *kwargs(num_classes=4), "--checkpoint", tmp_path / "four.pth"),
+    )
     assert "does not hold weights of this model" in message(*TIMM, *kwargs(), "--checkpoint", tmp_path / "four.pth")
     marker = Path("/tmp/gka-was-here")
     marker.unlink(missing_ok=True)
     torch.save({"model": checkpoint(uninterrupted, STEPS, "model"), "args": Code()}, tmp_path / "code.pth")
-    assert "does not hold weights" in message(*TIMM, *kwargs(), "--checkpoint", tmp_path / "code.pth") and not marker.exists()
+    assert (
+        "does not hold weights" in message(*TIMM, *kwargs(), "--checkpoint", tmp_path / "code.pth")
+        and not marker.exists()
+    )
     assert "weights not found" in message(*TIMM, *kwargs(), "--checkpoint", tmp_path / "none.pth")
     assert "give either --run" in message() and "give either --run" in message(*TIMM, "--run", uninterrupted / "run")
     assert "--model needs weights" in message(*TIMM)
@@ -664,14 +820,18 @@ def test_mistakes_of_evaluate_are_one_line(uninterrupted, pictures, deit_file, t
 @pytest.mark.parametrize("weights", ["ema", "model"])
 def test_an_exported_run_is_timms(uninterrupted, tmp_path, weights):
     folder = tmp_path / "exported"
-    done = tiny_vision.call(EXPORT, "--run", uninterrupted / "run", "--out", folder, "--weights", weights, folder=tmp_path / "output")
+    done = tiny_vision.call(
+        EXPORT, "--run", uninterrupted / "run", "--out", folder, "--weights", weights, folder=tmp_path / "output"
+    )
     assert "epoch 5" in done.stdout and str(folder) in done.stdout
     images = torch.randn(4, 3, SIZE, SIZE)
     model = micro(3).eval()
     model.load_state_dict(checkpoint(uninterrupted, STEPS, weights))
     by_folder = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     arguments = dict(SHAPE, num_classes=3, img_size=SIZE)
-    by_file = timm.create_model("deit_tiny_gka_patch16_224", checkpoint_path=str(folder / "model.safetensors"), **arguments).eval()
+    by_file = timm.create_model(
+        "deit_tiny_gka_patch16_224", checkpoint_path=str(folder / "model.safetensors"), **arguments
+    ).eval()
     with torch.inference_mode():
         logits = model(images)
         assert torch.equal(by_folder(images), logits) and torch.equal(by_file(images), logits) and logits.std() > 0

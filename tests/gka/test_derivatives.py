@@ -47,7 +47,10 @@ class Problem:
 
     def gather(self, four):
         """What the explicit sums say of each argument."""
-        return [sum(torch.from_numpy(t) for t, source in zip(four, self.sources, strict=True) if source == n) for n in sorted(set(self.sources))]
+        return [
+            sum(torch.from_numpy(t) for t, source in zip(four, self.sources, strict=True) if source == n)
+            for n in sorted(set(self.sources))
+        ]
 
     @property
     def explicit(self):
@@ -86,7 +89,9 @@ def test_hessian_vector_products(problem):
     gradients = torch.autograd.grad(loss, leaves, create_graph=True)
     close(gradients, problem.gather(explicit_sums.gradients(grad_y=problem.grad_y.numpy(), **problem.explicit)))
     along = sum((g * d).sum() for g, d in zip(gradients, problem.directions, strict=True))
-    want = explicit_sums.curvature(directions=problem.explicit_directions, grad_y=problem.grad_y.numpy(), **problem.explicit)
+    want = explicit_sums.curvature(
+        directions=problem.explicit_directions, grad_y=problem.grad_y.numpy(), **problem.explicit
+    )
     close(torch.autograd.grad(along, leaves), problem.gather(want))
 
 
@@ -100,7 +105,11 @@ def test_forward_mode(problem):
 
 def test_second_derivatives_in_every_mixture_of_modes(problem):
     """Reverse over reverse, forward over reverse, reverse over forward and nested forward, under torch.func."""
-    want = problem.gather(explicit_sums.curvature(directions=problem.explicit_directions, grad_y=problem.grad_y.numpy(), **problem.explicit))
+    want = problem.gather(
+        explicit_sums.curvature(
+            directions=problem.explicit_directions, grad_y=problem.grad_y.numpy(), **problem.explicit
+        )
+    )
     arguments, directions = tuple(problem.arguments), tuple(problem.directions)
     indices = tuple(range(len(arguments)))
 
@@ -151,7 +160,9 @@ class Largest(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         for t in result if isinstance(result, (tuple, list)) else [result]:
-            self.numbers = max(self.numbers, t.untyped_storage().nbytes() // t.itemsize if isinstance(t, torch.Tensor) else 0)
+            self.numbers = max(
+                self.numbers, t.untyped_storage().nbytes() // t.itemsize if isinstance(t, torch.Tensor) else 0
+            )
         return result
 
 

@@ -53,7 +53,9 @@ def check(shape, dtype, kind, causal, window, with_values, impl, device="cpu"):
         condition = testing.log_sigma_condition(x, log_sigma, values, grad_y, mask) if name == "dlog_sigma" else 1.0
         condition = 3.0 if name == "dx" else condition  # x enters as query, as key and as norm: three roundings
         limit = testing.budget(plain, want, name, y_floor if name == "y" else floor * condition)
-        assert testing.error(value, reference) <= limit, f"{name}: error {testing.error(value, reference):.1e}, budget {limit:.1e}"
+        assert testing.error(value, reference) <= limit, (
+            f"{name}: error {testing.error(value, reference):.1e}, budget {limit:.1e}"
+        )
 
 
 @pytest.mark.parametrize("causal,window", MASKS)
@@ -103,7 +105,9 @@ def test_sdpa_is_as_accurate_as_plain_pytorch(dtype, offset, sigma, causal, with
         exact = getattr(want, name)
         by_plain = norm(getattr(plain, name).double() - exact)  # NaN where plain PyTorch is lost
         limit = floors[name] + (2 * by_plain if math.isfinite(by_plain) else 0.0)
-        assert norm(value.double() - exact) <= limit, f"{name}: error {norm(value.double() - exact):.1e}, limit {limit:.1e}, size {norm(exact):.1e}"
+        assert norm(value.double() - exact) <= limit, (
+            f"{name}: error {norm(value.double() - exact):.1e}, limit {limit:.1e}, size {norm(exact):.1e}"
+        )
     flex_y = fast(x, log_sigma, values, impl="flex")  # its backward pass runs on CUDA alone
     assert norm(flex_y.double() - want.y) <= floors["y"]
 
@@ -112,7 +116,10 @@ def test_sdpa_is_as_accurate_as_plain_pytorch(dtype, offset, sigma, causal, with
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_foreign_keys_and_values_have_gradients_of_their_own(causal, with_values):
     """In float64 the literal equations' to the last digits; in half precision float32's, rounded."""
-    x, keys, values, grad_y = (testing.make_features("normal", (2, n, 2, 16), torch.bfloat16, seed) + 3 for seed, n in enumerate((9, 21, 21, 9)))
+    x, keys, values, grad_y = (
+        testing.make_features("normal", (2, n, 2, 16), torch.bfloat16, seed) + 3
+        for seed, n in enumerate((9, 21, 21, 9))
+    )
 
     def gradients(dtype, impl):
         leaves = [t.to(dtype).requires_grad_() for t in (x, keys, values)[: 2 + with_values]]
@@ -121,7 +128,9 @@ def test_foreign_keys_and_values_have_gradients_of_their_own(causal, with_values
         y = gaussian_attention(leaves[0], scale, causal=causal, impl=impl, **options)
         return [y, *torch.autograd.grad((y * grad_y.to(dtype)).sum(), [*leaves, scale])]
 
-    torch.testing.assert_close(gradients(torch.float64, "sdpa"), gradients(torch.float64, "reference"), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(
+        gradients(torch.float64, "sdpa"), gradients(torch.float64, "reference"), rtol=1e-10, atol=1e-10
+    )
     for half, single in zip(gradients(torch.bfloat16, "sdpa"), gradients(torch.float32, "sdpa"), strict=True):
         assert torch.equal(half, single.to(half.dtype))
 
@@ -144,7 +153,13 @@ def test_features_that_float32_cannot_resolve_are_warned_of_once(impl):
         assert len(messages) == 1
         assert all(word in messages[0] for word in ("normalise the heads", "float64", "impl='reference'"))
         assert files == [__file__]  # the warning names the caller's line, not ours
-    for fine in (dict(), dict(log_sigma=math.log(0.1)), dict(offset=10.0), dict(offset=300.0, causal=False), dict(offset=10.0, dtype=torch.bfloat16)):
+    for fine in (
+        dict(),
+        dict(log_sigma=math.log(0.1)),
+        dict(offset=10.0),
+        dict(offset=300.0, causal=False),
+        dict(offset=10.0, dtype=torch.bfloat16),
+    ):
         assert warned(impl=impl, **fine) == ([], [])
     assert warned(offset=300.0, dtype=torch.float64) == warned(offset=300.0, impl="reference") == ([], [])
 
@@ -166,7 +181,9 @@ def test_values_are_not_read_where_that_would_stall_or_break_a_graph():
         gaussian_attention(x.to("meta"), log_sigma.to("meta"), causal=True, impl="sdpa")
         torch.func.vmap(lambda x: gaussian_attention(x, log_sigma, causal=True, impl="sdpa"))(x[None])
         torch.func.vmap(lambda keys: gaussian_attention(x, log_sigma, keys=keys, causal=True, impl="sdpa"))(x[None])
-    compiled = torch.compile(lambda x: gaussian_attention(x, log_sigma, causal=True, impl="sdpa"), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(
+        lambda x: gaussian_attention(x, log_sigma, causal=True, impl="sdpa"), fullgraph=True, backend="aot_eager"
+    )
     assert compiled(x).isfinite().all()
 
 
@@ -196,7 +213,9 @@ def test_bfloat16_carries_the_norms_in_full(kind, causal):
     x, _, values, _ = problem((1, 111, 2, 32), torch.bfloat16, kind, with_values=True)
     log_sigma = 0.5 * torch.log(torch.tensor([8.0, 32.0]))
     got = gaussian_attention(x, log_sigma, values=values, causal=causal, impl="sdpa")
-    want = gaussian_attention(x.double(), log_sigma.double(), values=values.double(), causal=causal, eps=0.0, impl="reference")
+    want = gaussian_attention(
+        x.double(), log_sigma.double(), values=values.double(), causal=causal, eps=0.0, impl="reference"
+    )
     assert testing.error(got, want) <= torch.finfo(torch.bfloat16).eps
 
 
@@ -207,7 +226,9 @@ def test_full_attention_does_not_see_a_common_offset():
     want, plain = (f(centred, log_sigma, values, grad_y, eps=0.0) for f in (testing.oracle, testing.plain))
     got = gaussian_attention(x, log_sigma, values=values, impl="sdpa")
     exact = testing.oracle(x, log_sigma, values, grad_y, eps=0.0).y
-    assert testing.error(got, exact) <= testing.budget(plain, want, "y", testing.output_floor(centred, log_sigma, values))
+    assert testing.error(got, exact) <= testing.budget(
+        plain, want, "y", testing.output_floor(centred, log_sigma, values)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -220,8 +241,12 @@ def test_constant_norm_through_the_normalisation(causal, window, dtype):
     def through_norm(function, dtype):
         return lambda x, log_sigma, values: function(F.rms_norm(x.to(dtype), (shape[-1],)), log_sigma)
 
-    fast = through_norm(lambda z, s: gaussian_attention(z, s, causal=causal, window=window, constant_norm=True, impl="sdpa"), dtype)
-    literal = through_norm(lambda z, s: gaussian_attention(z, s, causal=causal, window=window, eps=0.0, impl="reference"), torch.float64)
+    fast = through_norm(
+        lambda z, s: gaussian_attention(z, s, causal=causal, window=window, constant_norm=True, impl="sdpa"), dtype
+    )
+    literal = through_norm(
+        lambda z, s: gaussian_attention(z, s, causal=causal, window=window, eps=0.0, impl="reference"), torch.float64
+    )
     want = testing.run(literal, x.double(), log_sigma.double(), None, grad_y.double())
     got = testing.run(fast, x, log_sigma, None, grad_y)
     for name, value in got.named():
@@ -236,7 +261,9 @@ def test_flex_forward_on_cpu(causal, window, constant_norm):
     shape = (2, 63, 2, 32)
     x, log_sigma, values, grad_y = problem(shape, torch.float32, "unit_norm", with_values=True)
     want = testing.oracle(x, log_sigma, values, grad_y, Mask(causal, window), eps=0.0)
-    got = gaussian_attention(x, log_sigma, values=values, causal=causal, window=window, constant_norm=constant_norm, impl="flex")
+    got = gaussian_attention(
+        x, log_sigma, values=values, causal=causal, window=window, constant_norm=constant_norm, impl="flex"
+    )
     assert testing.error(got, want.y) <= testing.output_floor(x, log_sigma, values, Mask(causal, window))
 
 
@@ -298,13 +325,18 @@ def test_dot_product_baseline_agrees_with_its_definition():
         scores = torch.einsum("bihd,bjhd->bhij", q, k) / 4.0
         want = torch.einsum("bhij,bjhd->bihd", scores.masked_fill(~visible, float("-inf")).softmax(-1), v)
         for impl in ("sdpa", "flex"):
-            torch.testing.assert_close(dot_product_attention(q, k, v, causal=causal, window=window, impl=impl), want, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                dot_product_attention(q, k, v, causal=causal, window=window, impl=impl), want, rtol=1e-5, atol=1e-5
+            )
 
 
 def test_float16_keeps_the_norms_that_do_not_fit_its_range():
     x = testing.make_features("normal", (1, 20, 1, 4), torch.float16) + 300
     log_sigma = torch.tensor([-0.3])
-    assert testing.error(gaussian_attention(x, log_sigma, impl="sdpa"), testing.oracle(x, log_sigma, None, x).y) <= torch.finfo(torch.float16).eps
+    assert (
+        testing.error(gaussian_attention(x, log_sigma, impl="sdpa"), testing.oracle(x, log_sigma, None, x).y)
+        <= torch.finfo(torch.float16).eps
+    )
 
 
 def test_an_outlier_first_token_does_not_hurt_the_others():
@@ -320,7 +352,9 @@ def test_an_outlier_first_token_does_not_hurt_the_others():
 def test_eps_is_worth_at_most_its_own_size():
     x, log_sigma, _, _ = problem((1, 63, 2, 16), torch.float64, "normal")
     log_sigma = log_sigma.double()
-    with_eps, without = (gaussian_attention(x, log_sigma, causal=True, eps=eps, impl="reference") for eps in (1e-6, 0.0))
+    with_eps, without = (
+        gaussian_attention(x, log_sigma, causal=True, eps=eps, impl="reference") for eps in (1e-6, 0.0)
+    )
     assert 0 < testing.error(with_eps, without) <= 1e-6
 
 
@@ -350,7 +384,9 @@ def test_autocast_accepts_mixed_dtypes():
 @pytest.mark.parametrize("impl", ["sdpa", "flex"])
 def test_the_baseline_compiles_without_graph_breaks(impl):
     q = testing.make_features("normal", (1, 24, 2, 16))
-    compiled = torch.compile(lambda q: dot_product_attention(q, q, q, causal=True, window=7, impl=impl), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(
+        lambda q: dot_product_attention(q, q, q, causal=True, window=7, impl=impl), fullgraph=True, backend="aot_eager"
+    )
     torch.testing.assert_close(compiled(q), dot_product_attention(q, q, q, causal=True, window=7, impl=impl))
 
 

@@ -77,9 +77,13 @@ def test_wide_and_narrow_limits(impl, p):
     visible = Mask(**mask).dense(x.shape[1], x.shape[1], x.device).float()
     mean = torch.einsum("ij,bjhd->bihd", visible / visible.sum(-1, keepdim=True), x)
     for wide in (9.0, 100.0):
-        torch.testing.assert_close(gaussian_attention(x, torch.full_like(log_sigma, wide), impl=impl, **mask), mean, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(
+            gaussian_attention(x, torch.full_like(log_sigma, wide), impl=impl, **mask), mean, rtol=1e-3, atol=1e-3
+        )
     for narrow in (-4.0, -100.0):
-        torch.testing.assert_close(gaussian_attention(x, torch.full_like(log_sigma, narrow), impl=impl, **mask), x, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(
+            gaussian_attention(x, torch.full_like(log_sigma, narrow), impl=impl, **mask), x, rtol=1e-3, atol=1e-3
+        )
 
 
 @pytest.mark.parametrize("impl", IMPLS)

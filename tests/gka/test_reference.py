@@ -34,7 +34,10 @@ def by_hand(x, keys, values, log_sigma, causal, window, eps):
 @pytest.mark.parametrize("causal,window", MASKS)
 @pytest.mark.parametrize("shape", [(2, 7, 2, 3), (1, 1, 1, 1), (1, 5, 3, 8)])
 def test_reference_is_the_paper(shape, causal, window):
-    x, log_sigma = testing.make_features("normal", shape, torch.float64), torch.linspace(-0.4, 0.7, shape[2], dtype=torch.float64)
+    x, log_sigma = (
+        testing.make_features("normal", shape, torch.float64),
+        torch.linspace(-0.4, 0.7, shape[2], dtype=torch.float64),
+    )
     got = gaussian_attention(x, log_sigma, causal=causal, window=window, eps=1e-3, impl="reference")
     torch.testing.assert_close(got, by_hand(x, x, x, log_sigma, causal, window, 1e-3), rtol=1e-12, atol=1e-12)
 
@@ -66,7 +69,9 @@ def test_reference_gradients_by_finite_differences(causal, window, with_values):
     log_sigma = torch.tensor([-0.2, 0.4], dtype=torch.float64, requires_grad=True)
 
     def function(x, log_sigma, *rest):
-        return gaussian_attention(x, log_sigma, values=rest[0] if rest else None, causal=causal, window=window, impl="reference")
+        return gaussian_attention(
+            x, log_sigma, values=rest[0] if rest else None, causal=causal, window=window, impl="reference"
+        )
 
     inputs = (x, log_sigma) if values is None else (x, log_sigma, values)
     assert torch.autograd.gradcheck(function, inputs)

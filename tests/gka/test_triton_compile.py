@@ -33,7 +33,10 @@ def test_a_configuration_that_breaks_a_limit_is_named():
     build = shipped()[0]
     for resources, reason in (
         (Resources(255, 100, 1000, {"HMMA": 8, "LDGSTS": 4}), "spills 100 bytes per thread"),
-        (Resources(255, 0, 200_000, {"HMMA": 8, "LDGSTS": 4}), "needs 200000 bytes of shared memory, the device has 166912"),
+        (
+            Resources(255, 0, 200_000, {"HMMA": 8, "LDGSTS": 4}),
+            "needs 200000 bytes of shared memory, the device has 166912",
+        ),
         (Resources(255, 0, 1000, {"LDGSTS": 4}), "has no HMMA: no tensor cores"),
         (Resources(255, 0, 1000, {"HMMA": 8}), "has no LDGSTS: copies are not asynchronous"),
     ):

@@ -63,7 +63,10 @@ def test_no_less_accurate_than_flash_attention(shape, causal, window, dtype, wit
     limits = flash_errors(x, grad_y, causal)
     limits = {"y": limits["y"], "dx": limits["dx"], "dvalues": limits["dx"]}
     if constant_norm:  # the norms are constant up to the rounding of the features
-        limits = {name: limit + torch.finfo(dtype).eps * shape[3] / log_sigma.mul(2).exp().min().item() for name, limit in limits.items()}
+        limits = {
+            name: limit + torch.finfo(dtype).eps * shape[3] / log_sigma.mul(2).exp().min().item()
+            for name, limit in limits.items()
+        }
     for name, limit in limits.items():
         if (value := getattr(got, name)) is not None:
             assert testing.error(value, getattr(want, name)) <= 2 * limit, name
@@ -73,9 +76,19 @@ def test_no_less_accurate_than_flash_attention(shape, causal, window, dtype, wit
 def test_float32_is_not_tf32(shape, causal, window):
     """tf32 products would be off by 1e-3."""
     x, log_sigma, values, grad_y = problem(shape, torch.float32, False, True)
-    got = testing.run(lambda x, s, v: gaussian_attention(x, s, values=v, causal=causal, window=window, impl="triton"), x, log_sigma, values, grad_y)
+    got = testing.run(
+        lambda x, s, v: gaussian_attention(x, s, values=v, causal=causal, window=window, impl="triton"),
+        x,
+        log_sigma,
+        values,
+        grad_y,
+    )
     want = testing.oracle(x, log_sigma, values, grad_y, Mask(causal, window))
-    assert testing.error(got.y, want.y) <= 1e-5 and testing.error(got.dx, want.dx) <= 1e-5 and testing.error(got.dvalues, want.dvalues) <= 1e-5
+    assert (
+        testing.error(got.y, want.y) <= 1e-5
+        and testing.error(got.dx, want.dx) <= 1e-5
+        and testing.error(got.dvalues, want.dvalues) <= 1e-5
+    )
 
 
 @pytest.mark.parametrize("with_values", [False, True], ids=["own", "values"])
@@ -89,7 +102,11 @@ def test_memory_that_was_full_of_nan_changes_nothing(shape, causal, window, with
             junk = [torch.full((2**22,), float("nan"), device="cuda") for _ in range(16)]
             del junk
         return testing.run(
-            lambda x, s, v: gaussian_attention(x, s, values=v, causal=causal, window=window, impl="triton"), x, log_sigma, values, grad_y
+            lambda x, s, v: gaussian_attention(x, s, values=v, causal=causal, window=window, impl="triton"),
+            x,
+            log_sigma,
+            values,
+            grad_y,
         )
 
     first = run(poisoned=False)

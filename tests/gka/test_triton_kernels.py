@@ -41,10 +41,24 @@ def features(kind, shape, dtype=torch.float32, seed=0):
     return testing.make_features(kind, shape, dtype, seed).to(DEVICE)
 
 
-def check(shape, dtype=torch.float32, kind="normal", causal=False, window=None, with_values=False, constant_norm=False, eps=1e-6):
+def check(
+    shape,
+    dtype=torch.float32,
+    kind="normal",
+    causal=False,
+    window=None,
+    with_values=False,
+    constant_norm=False,
+    eps=1e-6,
+):
     """Outputs and all gradients within the budget of `testing`, eps applied."""
     kind = "unit_norm" if constant_norm else kind
-    x, grad_y, log_sigma, mask = features(kind, shape, dtype), features("normal", shape, dtype, 2), sigmas(shape[2], shape[3]), Mask(causal, window)
+    x, grad_y, log_sigma, mask = (
+        features(kind, shape, dtype),
+        features("normal", shape, dtype, 2),
+        sigmas(shape[2], shape[3]),
+        Mask(causal, window),
+    )
     values = features("normal", shape, dtype, 1) if with_values else None
 
     def fused(x, log_sigma, values):
@@ -67,7 +81,9 @@ def check(shape, dtype=torch.float32, kind="normal", causal=False, window=None, 
         condition = testing.log_sigma_condition(x, log_sigma, values, grad_y, mask) if name == "dlog_sigma" else 1.0
         condition = 3.0 if name == "dx" else condition  # x enters as query, as key and as norm: three roundings
         limit = testing.budget(plain, want, name, y_floor if name == "y" else floor * condition)
-        assert testing.error(value, reference) <= limit, f"{name}: error {testing.error(value, reference):.1e}, budget {limit:.1e}"
+        assert testing.error(value, reference) <= limit, (
+            f"{name}: error {testing.error(value, reference):.1e}, budget {limit:.1e}"
+        )
 
 
 @pytest.mark.parametrize("constant_norm", [False, True], ids=["general", "constant"])
@@ -111,7 +127,14 @@ def test_norms_from_a_kernel_of_their_own():
 
 
 @settings(max_examples=12)
-@given(st.integers(1, 90), st.booleans(), st.none() | st.integers(0, 95), st.sampled_from([16, 32]), st.sampled_from([16, 32]), st.booleans())
+@given(
+    st.integers(1, 90),
+    st.booleans(),
+    st.none() | st.integers(0, 95),
+    st.sampled_from([16, 32]),
+    st.sampled_from([16, 32]),
+    st.booleans(),
+)
 def test_any_mask_with_any_tiles(length, causal, window, rows, columns, with_values):
     """Windows and diagonals that start, end and vanish inside, between and at the edges of tiles."""
     with tiles(rows, columns):
@@ -137,9 +160,13 @@ def test_foreign_keys(queries, keys, causal, window, constant_norm):
     log_sigma = torch.tensor([-1.0, 1.1], device=DEVICE)
     for values in (None, v):
         options = dict(causal=causal, window=window)
-        got = gaussian_attention(x, log_sigma, keys=k, values=values, constant_norm=constant_norm, impl="triton", **options)
+        got = gaussian_attention(
+            x, log_sigma, keys=k, values=values, constant_norm=constant_norm, impl="triton", **options
+        )
         doubles = [None if t is None else t.double() for t in (k, values)]
-        want = gaussian_attention(x.double(), log_sigma.double(), keys=doubles[0], values=doubles[1], impl="reference", **options)
+        want = gaussian_attention(
+            x.double(), log_sigma.double(), keys=doubles[0], values=doubles[1], impl="reference", **options
+        )
         floor = testing.exponent_ulp(torch.cat([x, k], 1), log_sigma)
         assert testing.error(got, want) <= floor
 
@@ -151,7 +178,10 @@ def test_gradients_of_foreign_keys(num_queries, num_keys, causal, window, with_v
     """As head offsets train. The constant norm is that of a normalisation in front, through which the gradients go."""
 
     def gradients(dtype, **options):
-        raw = [features("normal", (2, n, 2, 32), seed=n).to(dtype).requires_grad_() for n in (num_queries, num_keys, num_keys + 1)]
+        raw = [
+            features("normal", (2, n, 2, 32), seed=n).to(dtype).requires_grad_()
+            for n in (num_queries, num_keys, num_keys + 1)
+        ]
         log_sigma = sigmas(2, 32).to(torch.promote_types(dtype, torch.float32)).requires_grad_()
         x, keys = (nn.functional.rms_norm(t, (32,)) for t in raw[:2])
         values = raw[2][:, :num_keys] if with_values else None
@@ -159,7 +189,11 @@ def test_gradients_of_foreign_keys(num_queries, num_keys, causal, window, with_v
         y.backward(features("normal", y.shape, seed=4).to(dtype))
         return [t.grad for t in (*raw[: 3 if with_values else 2], log_sigma)]
 
-    for got, want in zip(gradients(torch.float32, constant_norm=True, impl="triton"), gradients(torch.float64, impl="reference"), strict=True):
+    for got, want in zip(
+        gradients(torch.float32, constant_norm=True, impl="triton"),
+        gradients(torch.float64, impl="reference"),
+        strict=True,
+    ):
         assert testing.error(got, want) <= 100 * torch.finfo(torch.float32).eps
 
 
@@ -205,13 +239,21 @@ def test_strided_features_among_nans(causal):
 def test_a_gradient_without_strides():
     x, log_sigma = features("normal", (2, 37, 2, 32)).requires_grad_(), sigmas(2, 32)
     y = gaussian_attention(x, log_sigma, impl="triton")
-    assert torch.equal(*(torch.autograd.grad(y, x, g, retain_graph=True)[0] for g in (torch.ones(()).to(y).expand_as(y), torch.ones_like(y))))
+    assert torch.equal(
+        *(
+            torch.autograd.grad(y, x, g, retain_graph=True)[0]
+            for g in (torch.ones(()).to(y).expand_as(y), torch.ones_like(y))
+        )
+    )
 
 
 def test_bandwidths_anywhere_in_memory():
     """One value for all heads, or a column of a table."""
     x = features("normal", (1, 20, 3, 16))
-    for log_sigma in (torch.tensor(0.7, device=DEVICE).expand(3), torch.linspace(0, 1, 6, device=DEVICE).view(3, 2)[:, 1]):
+    for log_sigma in (
+        torch.tensor(0.7, device=DEVICE).expand(3),
+        torch.linspace(0, 1, 6, device=DEVICE).view(3, 2)[:, 1],
+    ):
         results = []
         for each in (log_sigma, log_sigma.clone(memory_format=torch.contiguous_format)):
             each = each.detach().requires_grad_()
@@ -239,7 +281,9 @@ def poison(monkeypatch):
     """Fill what the operators allocate with NaN: every element must be written."""
     for module, name in ((torch, "empty_like"), (torch.Tensor, "new_empty")):
         allocate = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *args, allocate=allocate, **kwargs: allocate(*args, **kwargs).fill_(float("nan")))
+        monkeypatch.setattr(
+            module, name, lambda *args, allocate=allocate, **kwargs: allocate(*args, **kwargs).fill_(float("nan"))
+        )
 
 
 @pytest.mark.parametrize("causal,window", MASKS[:4])
@@ -263,7 +307,10 @@ def test_repeated_runs_are_equal_to_the_bit(with_values):
         features("normal", shape, seed=1) if with_values else None,
         features("normal", shape, seed=2),
     )
-    first, second = (testing.run(lambda x, s, v: gaussian_attention(x, s, values=v, causal=with_values, impl="triton"), *arguments) for _ in range(2))
+    first, second = (
+        testing.run(lambda x, s, v: gaussian_attention(x, s, values=v, causal=with_values, impl="triton"), *arguments)
+        for _ in range(2)
+    )
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(first.named(), second.named(), strict=True))
 
 
@@ -281,15 +328,26 @@ def test_bandwidths_too_small_for_float32(dtype, causal, with_values):
     """|x|^2 / sigma^2 around 1e9: rounding loses K_ii = 1, and rows come back as what they are in the limit; gradients stay finite."""
     x, log_sigma = features("normal", (1, 100, 2, 64), dtype), torch.full((2,), -8.5, device=DEVICE)
     values = features("normal", (1, 100, 2, 64), dtype, 1) if with_values else None
-    got = testing.run(lambda x, s, v: gaussian_attention(x, s, values=v, causal=causal, impl="triton"), x, log_sigma, values, x)
+    got = testing.run(
+        lambda x, s, v: gaussian_attention(x, s, values=v, causal=causal, impl="triton"), x, log_sigma, values, x
+    )
     torch.testing.assert_close(got.y, x if values is None else values, rtol=2e-3, atol=1e-5)
     assert all(torch.isfinite(t).all() for _, t in got.named())
     # Where W is known to float32's last digits no longer, it is still no more than 1.
-    assert got.dx.abs().max() <= 4 * x.abs().max() / math.exp(-17) and (values is None or got.dvalues.norm() <= 1.01 * x.norm())
+    assert got.dx.abs().max() <= 4 * x.abs().max() / math.exp(-17) and (
+        values is None or got.dvalues.norm() <= 1.01 * x.norm()
+    )
 
 
 def test_devices_with_little_shared_memory_get_the_small_tiles(monkeypatch):
-    expected = {(8, 0): "sm_80", (8, 6): "sm_120", (8, 9): "sm_120", (9, 0): "sm_90", (10, 0): "sm_90", (12, 0): "sm_120"}
+    expected = {
+        (8, 0): "sm_80",
+        (8, 6): "sm_120",
+        (8, 9): "sm_120",
+        (9, 0): "sm_90",
+        (10, 0): "sm_90",
+        (12, 0): "sm_120",
+    }
     for capability, name in expected.items():
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
         assert generation.__wrapped__(torch.device("cuda")) == name
@@ -309,7 +367,9 @@ CALLS = {
 @pytest.mark.parametrize("call", CALLS)
 def test_the_operator_is_a_proper_one(call):
     """Schema, fake tensors, autograd registration, dynamic shapes: torch's own check."""
-    torch.library.opcheck(torch.ops.gka.attend.default, CALLS[call](features("normal", (1, 20, 2, 32)).requires_grad_()))
+    torch.library.opcheck(
+        torch.ops.gka.attend.default, CALLS[call](features("normal", (1, 20, 2, 32)).requires_grad_())
+    )
 
 
 @pytest.mark.parametrize("constant_norm", [False, True])
@@ -317,7 +377,9 @@ def test_compiles_without_graph_breaks(constant_norm):
     layer = GaussianKernelAttention(64, 2, causal=True, head_norm=constant_norm, impl="triton").to(DEVICE)
     x = torch.randn(2, 24, 64, device=DEVICE, requires_grad=True)
     want = torch.autograd.grad(layer(x).square().sum(), (x, *layer.parameters()))
-    got = torch.autograd.grad(torch.compile(layer, fullgraph=True, backend="aot_eager")(x).square().sum(), (x, *layer.parameters()))
+    got = torch.autograd.grad(
+        torch.compile(layer, fullgraph=True, backend="aot_eager")(x).square().sum(), (x, *layer.parameters())
+    )
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b)
 
@@ -368,4 +430,8 @@ def test_every_table_has_every_entry():
         needed = set(itertools.product(set(KERNELS) - {"symmetric"}, (32, 64, 128), (2, 4)))
         assert needed <= set(table.entries), name
         for key, config in table.entries.items():
-            assert all(n >= 16 and n & (n - 1) == 0 for n in config[:2]) and config.warps in (1, 2, 4, 8) and config.stages >= 1, key
+            assert (
+                all(n >= 16 and n & (n - 1) == 0 for n in config[:2])
+                and config.warps in (1, 2, 4, 8)
+                and config.stages >= 1
+            ), key

@@ -69,7 +69,14 @@ def test_vit(steps):
     for impl in ("triton", "reference"):
         torch.manual_seed(1)
         model = timm.create_model(
-            "deit_tiny_gka_patch16_224", impl=impl, img_size=16, patch_size=4, embed_dim=32, depth=2, num_heads=2, num_classes=5
+            "deit_tiny_gka_patch16_224",
+            impl=impl,
+            img_size=16,
+            patch_size=4,
+            embed_dim=32,
+            depth=2,
+            num_heads=2,
+            num_classes=5,
         )
         model = model.to(DEVICE).train()
 
@@ -92,7 +99,18 @@ def test_two_processes_under_ddp(tmp_path):
     weights = []
     for ranks in (1, 2):
         out = tmp_path / f"ranks{ranks}"
-        flags = ["--data", pictures, "--out", out, "--results", out / "results.jsonl", "--model-tag", "run", *micro, *common]
+        flags = [
+            "--data",
+            pictures,
+            "--out",
+            out,
+            "--results",
+            out / "results.jsonl",
+            "--model-tag",
+            "run",
+            *micro,
+            *common,
+        ]
         done = tiny_vision.call("deit_gka.train", *flags, ranks=ranks, folder=out)
         assert "Gaussian kernel attention by triton" in done.stdout
         weights.append(load_file(out / "run" / "checkpoints" / "step_00000002" / "model.safetensors"))

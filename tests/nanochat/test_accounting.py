@@ -6,14 +6,24 @@ import pytest
 import torch
 
 import tiny
-from nanochat_gka.accounting import AccountingConfig, account, flops_per_token, meta_model, parameter_counts, plan, scaling_parameters
+from nanochat_gka.accounting import (
+    AccountingConfig,
+    account,
+    flops_per_token,
+    meta_model,
+    parameter_counts,
+    plan,
+    scaling_parameters,
+)
 from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.gpt import build
 from trainkit.cli import UserError
 
 
 def test_the_command_prints_the_papers_gka_row():
-    done = tiny.call("nanochat_gka.accounting", "--depth", 20, "--attention", "gka", "--target-param-data-ratio", 8.25, "--json")
+    done = tiny.call(
+        "nanochat_gka.accounting", "--depth", 20, "--attention", "gka", "--target-param-data-ratio", 8.25, "--json"
+    )
     numbers = json.loads(done.stdout)
     assert numbers["parameters"] == 378_798_320 and numbers["gka_values"] == "rotated"  # the paper's form
     assert numbers["flops_per_token"] == 2_414_347_440
@@ -42,7 +52,11 @@ def test_the_papers_baseline_row():
 )
 def test_counts_at_other_depths(depth, attention, total, scaling, flops):
     model = meta_model(GPTConfig.from_depth(depth, attention=attention))
-    assert (parameter_counts(model)["total"], scaling_parameters(model), flops_per_token(model)) == (total, scaling, flops)
+    assert (parameter_counts(model)["total"], scaling_parameters(model), flops_per_token(model)) == (
+        total,
+        scaling,
+        flops,
+    )
 
 
 def test_horizon_scales_of_the_d20_runs():
@@ -74,14 +88,19 @@ def test_steps_come_from_the_first_setting():
 @pytest.mark.parametrize("attention", ["softmax", "gka", "vlt", "GGGA", "GVA"])
 @pytest.mark.parametrize("value_embeds", ["auto", "all", "none"])
 def test_counting_and_building_agree(attention, value_embeds):
-    config = GPTConfig.from_depth(4, aspect_ratio=16, head_dim=16, vocab_size=100, attention=attention, value_embeds=value_embeds)
+    config = GPTConfig.from_depth(
+        4, aspect_ratio=16, head_dim=16, vocab_size=100, attention=attention, value_embeds=value_embeds
+    )
     assert parameter_counts(meta_model(config)) == parameter_counts(build(config, "cpu"))
 
 
 def test_projections_are_what_gka_saves():
     """Per layer: three C x C maps against H scalars; VLT saves one map."""
     shape = dict(depth=4, value_embeds="none")
-    counts = {a: parameter_counts(meta_model(GPTConfig.from_depth(attention=a, **shape)))["total"] for a in ("softmax", "vlt", "gka")}
+    counts = {
+        a: parameter_counts(meta_model(GPTConfig.from_depth(attention=a, **shape)))["total"]
+        for a in ("softmax", "vlt", "gka")
+    }
     width, heads = 256, 2
     assert counts["softmax"] - counts["vlt"] == 4 * width**2
     assert counts["softmax"] - counts["gka"] == 4 * (3 * width**2 - heads)
@@ -92,7 +111,14 @@ def test_flops_match_the_matrix_products_that_run():
     from torch.utils.flop_counter import FlopCounterMode
 
     config = GPTConfig.from_depth(
-        2, aspect_ratio=32, head_dim=16, vocab_size=64, sequence_len=16, window_pattern="L", attention="softmax", value_embeds="none"
+        2,
+        aspect_ratio=32,
+        head_dim=16,
+        vocab_size=64,
+        sequence_len=16,
+        window_pattern="L",
+        attention="softmax",
+        value_embeds="none",
     )
     model = build(config, "cpu")
     ids = torch.randint(64, (1, 16))

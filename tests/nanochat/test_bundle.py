@@ -71,20 +71,41 @@ def spoil(folder, old, new, file="core.yaml"):
 @pytest.mark.parametrize(
     "change,message",
     [
-        (lambda b: (b / "eval_data/reasoning/copa.jsonl").unlink(), r"core.yaml:3: the file of copa cannot be read: .*copa.jsonl \(No such file"),
-        (lambda b: (b / "eval_data/reasoning/copa.jsonl").open("a").write("\n{oops\n"), r"copa.jsonl:17: not a JSON record"),
-        (lambda b: (b / "eval_data/reasoning/copa.jsonl").open("ab").write(b'{"query": "\xff"}'), r"copa.jsonl:16: not a JSON record"),
-        (lambda b: (b / "eval_data/reasoning/copa.jsonl").open("a").write(json.dumps(without(MC, "gold"))), "copa.jsonl:16: gold is missing"),
+        (
+            lambda b: (b / "eval_data/reasoning/copa.jsonl").unlink(),
+            r"core.yaml:3: the file of copa cannot be read: .*copa.jsonl \(No such file",
+        ),
+        (
+            lambda b: (b / "eval_data/reasoning/copa.jsonl").open("a").write("\n{oops\n"),
+            r"copa.jsonl:17: not a JSON record",
+        ),
+        (
+            lambda b: (b / "eval_data/reasoning/copa.jsonl").open("ab").write(b'{"query": "\xff"}'),
+            r"copa.jsonl:16: not a JSON record",
+        ),
+        (
+            lambda b: (b / "eval_data/reasoning/copa.jsonl").open("a").write(json.dumps(without(MC, "gold"))),
+            "copa.jsonl:16: gold is missing",
+        ),
         (
             lambda b: (b / "eval_data/reasoning/copa.jsonl").open("a").write(json.dumps({**MC, "choices": []})),
             "copa.jsonl:16: choices must not be empty",
         ),
         (lambda b: (b / "eval_data/reasoning/copa.jsonl").write_text(""), "copa.jsonl: copa needs 1 examples or more"),
-        (lambda b: (b / "eval_data/reasoning/copa.jsonl").write_text("[" * 200_000 + "\n"), "copa.jsonl:1: not a JSON record"),
+        (
+            lambda b: (b / "eval_data/reasoning/copa.jsonl").write_text("[" * 200_000 + "\n"),
+            "copa.jsonl:1: not a JSON record",
+        ),
         (lambda b: spoil(b, "[0]", "[-1]"), "core.yaml:3: num_fewshot of copa must not be negative, got -1"),
         (lambda b: spoil(b, "multiple_choice", "[essay]"), r"core.yaml:3: copa has the unknown icl_task_type"),
-        (lambda b: spoil(b, "multiple_choice", "essay"), r"core.yaml:3: copa has the unknown icl_task_type 'essay'; known are multiple_choice"),
-        (lambda b: spoil(b, "copa,", "opac,", "eval_meta_data.csv"), "core.yaml:3: copa has no row with a random baseline in eval_meta_data.csv"),
+        (
+            lambda b: spoil(b, "multiple_choice", "essay"),
+            r"core.yaml:3: copa has the unknown icl_task_type 'essay'; known are multiple_choice",
+        ),
+        (
+            lambda b: spoil(b, "copa,", "opac,", "eval_meta_data.csv"),
+            "core.yaml:3: copa has no row with a random baseline in eval_meta_data.csv",
+        ),
     ],
 )
 def test_a_bad_task_is_named_by_file_and_line_when_it_is_read(change, message, tmp_path):
@@ -105,12 +126,30 @@ def test_a_bad_task_is_named_by_file_and_line_when_it_is_read(change, message, t
         (lambda b: (b / "core.yaml").write_text("tasks: []"), r"core.yaml: needs a list icl_tasks of label"),
         (lambda b: (b / "core.yaml").write_text("icl_tasks: []"), r"core.yaml: lists no tasks"),
         (lambda b: spoil(b, "label: winograd", "label: copa"), r"core.yaml: lists copa more than once"),
-        (lambda b: spoil(b, "50,,", f'50,,"{"x" * 200_000}",', "eval_meta_data.csv"), r"eval_meta_data.csv:\d+: Random baseline must be"),
-        (lambda b: spoil(b, "[0]", "0"), r"core.yaml: needs a list icl_tasks of label, dataset_uri, num_fewshot \(a list\)"),
-        (lambda b: spoil(b, "reasoning/copa.jsonl", "../../../etc/passwd"), r"core.yaml:3: dataset_uri must stay inside the bundle"),
-        (lambda b: spoil(b, ",50,", ",half,", "eval_meta_data.csv"), r"eval_meta_data.csv:2: Random baseline must be a percentage below 100"),
-        (lambda b: spoil(b, "Random baseline", "Chance", "eval_meta_data.csv"), r"eval_meta_data.csv:2: needs the columns"),
-        (lambda b: spoil(b, "label: copa", "label: !!python/object/apply:os.getcwd []"), r"core.yaml:3: not valid YAML"),
+        (
+            lambda b: spoil(b, "50,,", f'50,,"{"x" * 200_000}",', "eval_meta_data.csv"),
+            r"eval_meta_data.csv:\d+: Random baseline must be",
+        ),
+        (
+            lambda b: spoil(b, "[0]", "0"),
+            r"core.yaml: needs a list icl_tasks of label, dataset_uri, num_fewshot \(a list\)",
+        ),
+        (
+            lambda b: spoil(b, "reasoning/copa.jsonl", "../../../etc/passwd"),
+            r"core.yaml:3: dataset_uri must stay inside the bundle",
+        ),
+        (
+            lambda b: spoil(b, ",50,", ",half,", "eval_meta_data.csv"),
+            r"eval_meta_data.csv:2: Random baseline must be a percentage below 100",
+        ),
+        (
+            lambda b: spoil(b, "Random baseline", "Chance", "eval_meta_data.csv"),
+            r"eval_meta_data.csv:2: needs the columns",
+        ),
+        (
+            lambda b: spoil(b, "label: copa", "label: !!python/object/apply:os.getcwd []"),
+            r"core.yaml:3: not valid YAML",
+        ),
     ],
 )
 def test_a_bundle_that_is_none_is_one_error(change, message, tmp_path):

@@ -13,7 +13,16 @@ import tiny_core
 from nanochat_gka.core_metric import published, report, scoring
 from nanochat_gka.core_metric.bundle import CORE_SIZES, CORE_TASKS, PAPER_TASKS, Task, read_tasks
 from nanochat_gka.core_metric.questions import Question, common_prefix, question, shuffled
-from nanochat_gka.core_metric.report import Score, aggregate, centered, error_of_mean, paper_score, show, standard_error, write_csv
+from nanochat_gka.core_metric.report import (
+    Score,
+    aggregate,
+    centered,
+    error_of_mean,
+    paper_score,
+    show,
+    standard_error,
+    write_csv,
+)
 from nanochat_gka.core_metric.scoring import Verdict, answer, batches, judge
 from nanochat_gka.core_metric.shared import SharedPrompts
 from nanochat_gka.tokenizer import Tokenizer
@@ -52,7 +61,10 @@ LIMITS = [dict(), dict(max_seq_len=20), dict(max_per_task=11, max_seq_len=64)]
 
 @pytest.mark.parametrize(
     "variant,limit",
-    [*((VARIANTS[i], LIMITS[0]) for i in (0, 2, 3, 4, 6, 8)), *((VARIANTS[i], limit) for i in (0, 3) for limit in LIMITS[1:])],
+    [
+        *((VARIANTS[i], LIMITS[0]) for i in (0, 2, 3, 4, 6, 8)),
+        *((VARIANTS[i], limit) for i in (0, 3) for limit in LIMITS[1:]),
+    ],
     ids=str,
 )
 def test_the_answers_are_the_naive_scorers(variant, limit, bundle, tokenizer, monkeypatch):
@@ -83,7 +95,12 @@ def test_a_model_that_knows_the_answer_is_right_and_one_that_knows_less_is_not(b
             self.ids = ids
 
         def hidden(self, ids, past):
-            return torch.nn.functional.one_hot(self.ids[past.positions[0, past.wanted] + 1], tokenizer.vocab_size).float()[None] * 9
+            return (
+                torch.nn.functional.one_hot(self.ids[past.positions[0, past.wanted] + 1], tokenizer.vocab_size).float()[
+                    None
+                ]
+                * 9
+            )
 
         def logits(self, hidden):
             return hidden
@@ -101,7 +118,9 @@ def test_a_model_that_knows_the_answer_is_right_and_one_that_knows_less_is_not(b
 
 
 @given(
-    prompts=st.lists(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=7), min_size=1, max_size=3), min_size=1, max_size=4),
+    prompts=st.lists(
+        st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=7), min_size=1, max_size=3), min_size=1, max_size=4
+    ),
     share=st.booleans(),
     draw=st.randoms(),
 )
@@ -180,18 +199,26 @@ def test_prompts_and_spans_of_each_type():
     asked = question(make_task("multiple_choice", 2, "\nAnswer: "), choices, 1, Letters(), ALL)
     assert text(asked.prompts[1]).endswith("\n\nq1\nAnswer: xb")
     assert {text(asked.prompts[0]).split("\n\n")[i] for i in (0, 1)} == {"q0\nAnswer: xa", "q2\nAnswer: xa"}
-    assert [text(asked.prompts[0])[start - 1 :] for start in asked.starts] == ["a", "a"]  # what both begin with, x included, is not judged
+    assert [text(asked.prompts[0])[start - 1 :] for start in asked.starts] == [
+        "a",
+        "a",
+    ]  # what both begin with, x included, is not judged
     assert asked.gold == 1 and asked.prompts[0][0] == Letters.bos_id
 
     schema = [{"context_options": ["the cat", "the dogs"], "continuation": "ran.", "gold": 1}] * 2
     asked = question(make_task("schema", 1), schema, 0, Letters(), ALL)
-    assert [text(prompt) for prompt in asked.prompts] == ["the dogs ran.\n\nthe cat ran.", "the dogs ran.\n\nthe dogs ran."]
+    assert [text(prompt) for prompt in asked.prompts] == [
+        "the dogs ran.\n\nthe cat ran.",
+        "the dogs ran.\n\nthe dogs ran.",
+    ]
     assert [text(prompt)[start - 1 :] for prompt, start in zip(asked.prompts, asked.starts)] == [" ran.", " ran."]
 
     language = [{"context": "  a b \n", "continuation": "c"}, {"context": "\td ", "continuation": "e "}]
     asked = question(make_task("language_modeling", 1, "\nAnswer: "), language, 0, Letters(), ALL)
     assert [text(prompt) for prompt in asked.prompts] == ["d\nAnswer: e \n\na b\nAnswer: c"]
-    assert text(asked.prompts[0])[asked.starts[0] - 1 :] == " c"  # the delimiter's last space goes with the continuation
+    assert (
+        text(asked.prompts[0])[asked.starts[0] - 1 :] == " c"
+    )  # the delimiter's last space goes with the continuation
 
 
 def test_cropping_keeps_the_end_and_what_of_a_span_has_a_predecessor():
@@ -210,7 +237,9 @@ def test_a_tokenizer_that_merges_the_continuation_into_its_context_is_an_error()
             return [999] if text.endswith("c") else super().encode(text)
 
     task = dataclasses.replace(make_task("language_modeling"), file="lambada.jsonl")
-    with pytest.raises(UserError, match=r"lambada\.jsonl: task cannot be asked with this tokenizer: it merges 'c' into its context"):
+    with pytest.raises(
+        UserError, match=r"lambada\.jsonl: task cannot be asked with this tokenizer: it merges 'c' into its context"
+    ):
         question(task, [{"context": "a b", "continuation": "c"}], 0, Merges(), ALL)
 
 
@@ -236,7 +265,10 @@ BASELINES = dict(zip(CORE_TASKS, (25, 0, 0, 25, 25, 50, 20, 50, 25, 0, 25, 50, 5
 
 
 def scores_of(accuracies, most=10**6):
-    return [Score(label, accuracy, BASELINES[label], 0, min(most, CORE_SIZES[label])) for label, accuracy in accuracies.items()]
+    return [
+        Score(label, accuracy, BASELINES[label], 0, min(most, CORE_SIZES[label]))
+        for label, accuracy in accuracies.items()
+    ]
 
 
 @pytest.mark.parametrize("number", range(4), ids=published.GPT2_MODELS)
@@ -256,7 +288,9 @@ def test_centring_and_the_papers_means():
 
 
 def test_the_csv_is_nanochats(tmp_path):
-    write_csv(tmp_path / "x.csv", scores_of({label: accuracy[0] for label, accuracy in published.GPT2_ACCURACY.items()}))
+    write_csv(
+        tmp_path / "x.csv", scores_of({label: accuracy[0] for label, accuracy in published.GPT2_ACCURACY.items()})
+    )
     lines = (tmp_path / "x.csv").read_text().splitlines()
     assert lines[0] == "Task                               , Accuracy  , Centered  "
     assert lines[4] == "arc_easy                           , 0.412458  , 0.216611  "
@@ -274,12 +308,16 @@ def test_the_csv_is_nanochats(tmp_path):
         (("copa",), 500, "mean of 1 task"),
     ],
 )
-def test_the_last_row_is_core_when_all_examples_of_all_22_tasks_were_asked_and_says_what_is_missing(labels, most, name, tmp_path):
+def test_the_last_row_is_core_when_all_examples_of_all_22_tasks_were_asked_and_says_what_is_missing(
+    labels, most, name, tmp_path
+):
     scores = scores_of(dict.fromkeys(labels, 0.5), most)
     assert aggregate(scores)[0] == name
     write_csv(tmp_path / "x.csv", scores)
     last = (tmp_path / "x.csv").read_text().splitlines()[-1]
-    assert [cell.strip() for cell in last.split(",")] == [name, "", f"{aggregate(scores)[1]:.6f}"] and len(last) == len("Task".ljust(35)) + 2 * 12
+    assert [cell.strip() for cell in last.split(",")] == [name, "", f"{aggregate(scores)[1]:.6f}"] and len(last) == len(
+        "Task".ljust(35)
+    ) + 2 * 12
 
 
 def test_the_smallest_gpt2_was_scored_on_tasks_of_these_sizes():
@@ -290,21 +328,29 @@ def test_the_smallest_gpt2_was_scored_on_tasks_of_these_sizes():
 def fits(printed, baseline, examples):
     """Is there a number of right answers out of `examples` whose centred score prints so?"""
     right = round((printed * (1 - baseline / 100) + baseline / 100) * examples)
-    return any(round(centered(count / examples, baseline), 4) == printed for count in range(max(0, right - 1), min(examples, right + 1) + 1))
+    return any(
+        round(centered(count / examples, baseline), 4) == printed
+        for count in range(max(0, right - 1), min(examples, right + 1) + 1)
+    )
 
 
 def test_the_papers_gka_column_is_of_200_examples_and_its_base_of_all():
     """What the captions say of the paper's digits; rounding of a printed tie would only make more numbers fit."""
 
     def all_fit(model, most):
-        return all(fits(row[model], BASELINES[label], min(most, CORE_SIZES[label])) for label, row in published.PAPER_CENTERED.items())
+        return all(
+            fits(row[model], BASELINES[label], min(most, CORE_SIZES[label]))
+            for label, row in published.PAPER_CENTERED.items()
+        )
 
     assert [most for most in range(20, 10043) if all_fit(1, most)] == [published.PAPER_EXAMPLES[1]]
     assert all_fit(0, 10**6) and not all_fit(0, 200)
     for label, row in published.PAPER_CENTERED.items():
         for model in range(2):
             score = paper_score(label, model, BASELINES[label])
-            assert round(score.centered, 4) == row[model] and score.examples == min(200 if model else 10**6, CORE_SIZES[label])
+            assert round(score.centered, 4) == row[model] and score.examples == min(
+                200 if model else 10**6, CORE_SIZES[label]
+            )
 
 
 def test_standard_errors():
@@ -319,7 +365,19 @@ def test_the_table_says_how_sure_each_column_is_and_of_how_many_examples(capsys,
     show(scores_of(dict.fromkeys(CORE_TASKS, 0.5)), "a model")
     printed = capsys.readouterr().out
     row = next(line for line in printed.splitlines() if line.lstrip().startswith("hellaswag_zeroshot")).split()
-    assert row == ["hellaswag_zeroshot", "10,042", "0.5000", "0.3333", "0.007", "0.0780", "0.3360", "0.2650", "0.007", "0.2267", "0.047"]
+    assert row == [
+        "hellaswag_zeroshot",
+        "10,042",
+        "0.5000",
+        "0.3333",
+        "0.007",
+        "0.0780",
+        "0.3360",
+        "0.2650",
+        "0.007",
+        "0.2267",
+        "0.047",
+    ]
     six = next(line for line in printed.splitlines() if "mean of the paper's six" in line).split()
     assert six[-4:] == ["0.2418", "0.020", "0.2286", "0.026"]
     assert "n=200" in printed and "The paper's GKA: n = 200 (copa 100)" in " ".join(printed.split())

@@ -65,13 +65,30 @@ def scored(packed, bundle, tmp_path_factory):
 def test_scores_come_when_due_and_are_those_of_eval_core(scored, bundle, tmp_path, capsys):
     assert [record["step"] for record in events(scored, "core")] == [2, 4, 6]
     assert [record["asked"]["task"] for record in events(scored, "core_task")] == [*tiny_core.TASKS] * 3
-    flags = ["--run", scored / "runs/run", "--bundle", bundle, "--out", tmp_path, "--device-type", "cpu", "--max-per-task", 8]
+    flags = [
+        "--run",
+        scored / "runs/run",
+        "--bundle",
+        bundle,
+        "--out",
+        tmp_path,
+        "--device-type",
+        "cpu",
+        "--max-per-task",
+        8,
+    ]
     run(eval_core.main, eval_core.CoreConfig, list(map(str, flags)))
     lines = [json.loads(line) for line in (tmp_path / f"run_step{STEPS:06d}.jsonl").read_text().splitlines()]
     last = events(scored, "core")[-1]
-    assert last["centered"] == {line["config"]["task"]: line["metrics"]["centered"] for line in lines if line["kind"] == "core"}
+    assert last["centered"] == {
+        line["config"]["task"]: line["metrics"]["centered"] for line in lines if line["kind"] == "core"
+    }
     (mean,) = [line["metrics"] for line in lines if line["kind"] == "core_mean"]
-    assert (last["name"], last["metric"], last["standard_error"]) == (mean["name"], mean["centered"], mean["standard_error"])
+    assert (last["name"], last["metric"], last["standard_error"]) == (
+        mean["name"],
+        mean["centered"],
+        mean["standard_error"],
+    )
     assert last["name"] == "mean of 5 tasks (max 8 each)"
     result = json.loads((scored / "results.jsonl").read_text())
     assert result["metrics"]["core"] == {key: last[key] for key in ("name", "metric", "standard_error")}
@@ -80,7 +97,9 @@ def test_scores_come_when_due_and_are_those_of_eval_core(scored, bundle, tmp_pat
 def test_training_does_not_notice(scored, packed, tmp_path):
     run(main, TrainConfig, flags(packed, tmp_path))
     assert weights(tmp_path) == weights(scored)
-    assert events(tmp_path, "core") == [] and [r["loss"] for r in events(tmp_path, "train")] == [r["loss"] for r in events(scored, "train")]
+    assert events(tmp_path, "core") == [] and [r["loss"] for r in events(tmp_path, "train")] == [
+        r["loss"] for r in events(scored, "train")
+    ]
 
 
 def test_charts_show_every_task_under_its_name(packed, bundle, tmp_path, monkeypatch):
@@ -100,7 +119,9 @@ def test_charts_show_every_task_under_its_name(packed, bundle, tmp_path, monkeyp
     assert {(STEPS, f"core/centered/{task}") for task in tiny_core.TASKS} < set(names)
 
 
-def test_a_signal_waits_for_one_task_and_the_others_are_scored_by_the_next_process(scored, packed, bundle, tmp_path, monkeypatch, capsys):
+def test_a_signal_waits_for_one_task_and_the_others_are_scored_by_the_next_process(
+    scored, packed, bundle, tmp_path, monkeypatch, capsys
+):
     asked, measure = [], Examinee.measure
 
     def interrupted(self, task, examples, bar):
@@ -144,7 +165,10 @@ def test_a_task_that_cannot_be_scored_costs_its_score_and_not_the_run(packed, bu
     "damage,message",
     [
         (lambda bundle: (bundle / "core.yaml").unlink(), "no CORE bundle in "),
-        (lambda bundle: (bundle / "eval_data/reasoning/copa.jsonl").write_text("{oops\n"), "copa.jsonl:1: not a JSON record"),
+        (
+            lambda bundle: (bundle / "eval_data/reasoning/copa.jsonl").write_text("{oops\n"),
+            "copa.jsonl:1: not a JSON record",
+        ),
         (lambda bundle: (bundle / "eval_data/language/winograd.jsonl").unlink(), "the file of winograd cannot be read"),
         (lambda bundle: None, "--core-metric-max-per-task 3 is too few for jeopardy: 3 shots and a question"),
     ],
@@ -153,7 +177,13 @@ def test_what_is_wrong_with_a_bundle_is_known_before_the_first_step(damage, mess
     mine = tmp_path / "bundle"
     shutil.copytree(bundle, mine)
     damage(mine)
-    more = ["--core-metric-every", 5, "--bundle", mine, *(["--core-metric-max-per-task", 3] if "too few" in message else [])]
+    more = [
+        "--core-metric-every",
+        5,
+        "--bundle",
+        mine,
+        *(["--core-metric-max-per-task", 3] if "too few" in message else []),
+    ]
     with pytest.raises(SystemExit) as left:
         run(main, TrainConfig, flags(packed, tmp_path, *more))
     error = capsys.readouterr().err
@@ -166,8 +196,13 @@ def test_the_printed_lines_say_how_long_it_still_takes_and_what_memory_it_took(p
     printed = capsys.readouterr().out.splitlines()
     steps = [line for line in printed if line.startswith("step 0000") and "loss" in line]
     assert len(steps) == STEPS and all(len(line) <= 140 for line in steps)
-    assert re.fullmatch(r"step 00001/00006 \| loss \d\.\d{4} \| lr x1\.00 \| 0 tok/s \| peak [\d,]+ MiB RSS", steps[0])  # nothing is timed yet
-    assert re.fullmatch(r"step 00005/.* \| [\d,]+ tok/s \| eta \d+:\d\d:\d\d \| peak [\d,]+ MiB RSS", steps[4]) and "| eta 0:00:00 |" in steps[5]
+    assert re.fullmatch(
+        r"step 00001/00006 \| loss \d\.\d{4} \| lr x1\.00 \| 0 tok/s \| peak [\d,]+ MiB RSS", steps[0]
+    )  # nothing is timed yet
+    assert (
+        re.fullmatch(r"step 00005/.* \| [\d,]+ tok/s \| eta \d+:\d\d:\d\d \| peak [\d,]+ MiB RSS", steps[4])
+        and "| eta 0:00:00 |" in steps[5]
+    )
     for step in (4, 6):  # every four, and at the end
         (record,) = [record for record in events(tmp_path, "sample") if record["step"] == step]
         assert tuple(record["texts"]) == SAMPLE_PROMPTS
@@ -177,7 +212,9 @@ def test_the_printed_lines_say_how_long_it_still_takes_and_what_memory_it_took(p
     assert sum(line.startswith("sample: ") for line in printed) == 2 * len(SAMPLE_PROMPTS)
 
 
-def test_without_a_bundle_and_a_network_it_is_said_before_the_first_step_and_off_is_the_default(packed, tmp_path, capsys):
+def test_without_a_bundle_and_a_network_it_is_said_before_the_first_step_and_off_is_the_default(
+    packed, tmp_path, capsys
+):
     more = ["--core-metric-every", 5, "--bundle-url", "http://127.0.0.1:9/eval_bundle.zip"]
     with pytest.MonkeyPatch.context() as patched, pytest.raises(SystemExit):
         patched.setattr("nanochat_gka.core_metric.fetch.time.sleep", lambda seconds: None)

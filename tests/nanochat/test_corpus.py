@@ -108,7 +108,12 @@ def test_the_builtin_corpus_is_the_same_every_time_and_holds_nothing_twice(tmp_p
     assert splits == {split: list(there.documents(split)) for split in corpus.SPLITS}
 
     assert set(splits["train"]).isdisjoint(splits["val"])
-    paragraphs = [" ".join(paragraph.split()) for documents in splits.values() for text in documents for paragraph in text.split("\n\n")]
+    paragraphs = [
+        " ".join(paragraph.split())
+        for documents in splits.values()
+        for text in documents
+        for paragraph in text.split("\n\n")
+    ]
     assert len(set(paragraphs)) == len(paragraphs)
     sizes = {split: sum(len(text.encode()) for text in documents) for split, documents in splits.items()}
     assert sum(sizes.values()) > 1_000_000 and 0.02 < sizes["val"] / sizes["train"] < 0.2
@@ -127,7 +132,9 @@ def test_the_builtin_corpus_is_the_same_every_time_and_holds_nothing_twice(tmp_p
 def test_a_folder_of_the_users_own_text_is_not_written_into(tmp_path, source):
     """One file: neither source may take it for an unfinished folder of its own."""
     tiny.write_corpus(tmp_path / "own", files=1)
-    with pytest.raises(UserError, match=f"own holds parquet files of another source; choose another --out for {source}"):
+    with pytest.raises(
+        UserError, match=f"own holds parquet files of another source; choose another --out for {source}"
+    ):
         corpus.main(corpus.CorpusConfig(source, tmp_path / "own"))
     assert [path.name for path in (tmp_path / "own").glob("[!.]*")] == ["shard_00000.parquet"]
 
@@ -135,14 +142,22 @@ def test_a_folder_of_the_users_own_text_is_not_written_into(tmp_path, source):
 def test_every_source_has_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(corpus, "builtin_texts", lambda: tiny.documents(100, 0))
-    monkeypatch.setattr(corpus, "download_fineweb", lambda folder, num_shards: tiny.write_corpus(folder, num_shards, 10))
+    monkeypatch.setattr(
+        corpus, "download_fineweb", lambda folder, num_shards: tiny.write_corpus(folder, num_shards, 10)
+    )
     for source in ("builtin", "fineweb"):
         corpus.main(corpus.CorpusConfig(source, num_shards=2))
         assert len(corpus.ParquetCorpus(Path("out/corpus") / source).paths()) == 2
 
 
 def config(packed: Path, root: Path) -> pack.PackConfig:
-    return pack.PackConfig(corpus=root / "corpus", tokenizer=packed / "tokenizer", out=root / "packed", sequence_len=tiny.SEQUENCE_LEN, workers=1)
+    return pack.PackConfig(
+        corpus=root / "corpus",
+        tokenizer=packed / "tokenizer",
+        out=root / "packed",
+        sequence_len=tiny.SEQUENCE_LEN,
+        workers=1,
+    )
 
 
 def missing_folder(folder):
@@ -210,7 +225,9 @@ def test_a_null_is_no_document_and_an_empty_one_is_its_bos(packed, tmp_path):
             pq.write_table(table, folder / f"shard_{index}.parquet", row_group_size=150)
         assert list(ParquetCorpus(folder).documents("train")) == texts
         pack.main(config(packed, tmp_path / name))
-    shards = [json.loads((tmp_path / name / "packed/manifest.json").read_text())["shards"] for name in ("nulls", "empty")]
+    shards = [
+        json.loads((tmp_path / name / "packed/manifest.json").read_text())["shards"] for name in ("nulls", "empty")
+    ]
     counts = [[(shard["documents"], shard["tokens"]) for shard in some if shard["split"] == "train"] for some in shards]
     (documents, tokens), (more_documents, more_tokens) = counts[0][0], counts[1][0]
     assert documents == len(texts) and more_documents - documents == more_tokens - tokens == len(texts)
@@ -221,5 +238,6 @@ def test_a_null_is_no_document_and_an_empty_one_is_its_bos(packed, tmp_path):
 def test_an_unreachable_hub_says_what_to_do(unreachable):
     done = finish(unreachable)
     tiny.assert_one_line_error(
-        done, r"could not download shard_00000.parquet .*[^.]\. Check the network and run the same command again.* CORPUS=builtin"
+        done,
+        r"could not download shard_00000.parquet .*[^.]\. Check the network and run the same command again.* CORPUS=builtin",
     )

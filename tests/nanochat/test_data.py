@@ -45,13 +45,21 @@ def sharded(packed, tmp_path_factory):
     """Six training shards, three of each file; a file's last one, a document, is too small to fill a row."""
     root = tmp_path_factory.mktemp("sharded")
     tiny.write_corpus(root / "corpus", files=3, docs=161, row_group=10)
-    pack.main(pack.PackConfig(corpus=root / "corpus", tokenizer=packed / "tokenizer", out=root / "packed", sequence_len=200, workers=1))
+    pack.main(
+        pack.PackConfig(
+            corpus=root / "corpus", tokenizer=packed / "tokenizer", out=root / "packed", sequence_len=200, workers=1
+        )
+    )
     return PackedData(root / "packed")
 
 
 def stored(data: PackedData, split: str) -> np.ndarray:
     """Rows as the bins hold them."""
-    content = b"".join((data.folder / f"{shard['name']}.bin").read_bytes() for shard in data.manifest["shards"] if shard["split"] == split)
+    content = b"".join(
+        (data.folder / f"{shard['name']}.bin").read_bytes()
+        for shard in data.manifest["shards"]
+        if shard["split"] == split
+    )
     return np.frombuffer(content, dtype="<u2").reshape(-1, data.sequence_len + 1).astype(np.int64)
 
 
@@ -121,7 +129,11 @@ def test_the_advice_mends_damaged_data(packed, tmp_path):
     flipped_byte(out)
     swapped_tokenizer(out)
     (out / "manifest.json").unlink()
-    pack.main(pack.PackConfig(corpus=packed / "corpus", tokenizer=packed / "tokenizer", out=out, sequence_len=tiny.SEQUENCE_LEN, workers=1))
+    pack.main(
+        pack.PackConfig(
+            corpus=packed / "corpus", tokenizer=packed / "tokenizer", out=out, sequence_len=tiny.SEQUENCE_LEN, workers=1
+        )
+    )
     for name in ("train_000000.bin", "val_000000.bin"):
         assert (out / name).read_bytes() == (packed / "packed" / name).read_bytes()
     PackedData(out)
@@ -179,7 +191,9 @@ def test_a_stream_may_be_entered_anywhere(data):
     size, walked = len(rows), Stream(rows, seed=0)
     straight = [walked.locate(n) for n in range(2 * size + 5)]
     entered = Stream(rows, seed=0)
-    assert [entered.locate(n) for n in (2 * size + 4, size - 1, size, 0)] == [straight[n] for n in (2 * size + 4, size - 1, size, 0)]
+    assert [entered.locate(n) for n in (2 * size + 4, size - 1, size, 0)] == [
+        straight[n] for n in (2 * size + 4, size - 1, size, 0)
+    ]
     ids, _ = entered.batch(range(size - 2, size + 2))
     assert torch.equal(ids, rows.batch(straight[size - 2 : size + 2])[0])
 
@@ -216,7 +230,10 @@ def test_bits_per_byte_is_upstreams():
     ids, targets = golden.batch()
     ids2 = (ids + 1) % 100
     targets2 = torch.cat([ids2[:, 1:], torch.full((2, 1), -1)], dim=1)
-    first, second = nats_and_bytes(model, (ids, targets), token_bytes), nats_and_bytes(model, (ids2, targets2), token_bytes)
+    first, second = (
+        nats_and_bytes(model, (ids, targets), token_bytes),
+        nats_and_bytes(model, (ids2, targets2), token_bytes),
+    )
     assert first[1] + second[1] == want["total_bytes"]
     for key, sums in {"bpb": first + second, "bpb_first": first, "bpb_second": second}.items():
         assert (sums[0] / sums[1] / np.log(2)).item() == pytest.approx(want[key], rel=2e-7)
@@ -237,7 +254,13 @@ class OneOfMany(Runtime):
 def model(data):
     torch.manual_seed(0)
     config = GPTConfig(
-        sequence_len=tiny.SEQUENCE_LEN, vocab_size=data.tokenizer.vocab_size, n_layer=2, n_head=2, n_kv_head=2, n_embd=32, window_pattern="L"
+        sequence_len=tiny.SEQUENCE_LEN,
+        vocab_size=data.tokenizer.vocab_size,
+        n_layer=2,
+        n_head=2,
+        n_kv_head=2,
+        n_embd=32,
+        window_pattern="L",
     )
     return golden.fill(build(config, "cpu"), "randn")
 
@@ -269,7 +292,9 @@ def test_bits_per_byte_counts_the_text_and_not_its_bos(data, model):
     torch.nn.init.zeros_(uniform.lm_head.weight)
     value = bits_per_byte(uniform, rows, token_bytes, Runtime(0, 1, CPU), 64)
     text = [token for token in stored(data, "val")[:, 1:].flatten().tolist() if token < data.tokenizer.bos_id]
-    assert value == pytest.approx(len(text) * np.log2(data.tokenizer.vocab_size) / sum(map(int, token_bytes[text])), rel=1e-6)
+    assert value == pytest.approx(
+        len(text) * np.log2(data.tokenizer.vocab_size) / sum(map(int, token_bytes[text])), rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("choice", ["upstream", "spaced"])
@@ -292,4 +317,6 @@ def test_training_rows_to_evaluate_on_are_the_streams_beginning(data):
 
 
 def test_rows_without_bytes_are_infinite_bits(data, model):
-    assert bits_per_byte(model, data.split("val"), torch.zeros(data.tokenizer.vocab_size, dtype=torch.int64), Runtime(0, 1, CPU), 64) == float("inf")
+    assert bits_per_byte(
+        model, data.split("val"), torch.zeros(data.tokenizer.vocab_size, dtype=torch.int64), Runtime(0, 1, CPU), 64
+    ) == float("inf")

@@ -29,7 +29,11 @@ def tokenizer(packed):
 
 @pytest.fixture(scope="module")
 def model(tokenizer):
-    return awake(dataclasses.replace(SHAPE, vocab_size=tokenizer.vocab_size, attention="gka", head_offsets="PS", gka_values="normalised"))
+    return awake(
+        dataclasses.replace(
+            SHAPE, vocab_size=tokenizer.vocab_size, attention="gka", head_offsets="PS", gka_values="normalised"
+        )
+    )
 
 
 @pytest.mark.parametrize("pattern", ["SL", "S", "L"])
@@ -40,7 +44,12 @@ def test_chunks_and_single_tokens_give_the_logits_of_the_full_pass(variant, patt
     ids = torch.randint(70, (3, TOKENS))
     want = model(ids)
     singly, chunks = [1] * TOKENS, [5, 1, 1, 7, 1, 20, 1, 1, 1, 1, 1]
-    for sizes, keep_keys in ((singly, False), (chunks, False), ([TOKENS], False), *[(singly, True)] * model.derives_keys):
+    for sizes, keep_keys in (
+        (singly, False),
+        (chunks, False),
+        ([TOKENS], False),
+        *[(singly, True)] * model.derives_keys,
+    ):
         cache, parts = KVCache.empty(model, 3, TOKENS, keep_keys=keep_keys), []
         for part in ids.split(sizes, dim=1):
             parts.append(model(part, cache=cache))
@@ -65,7 +74,9 @@ def test_rows_of_different_lengths_do_not_see_each_other(variant):
         before = list(cache.lengths)
         new = torch.stack([ids[row, start : start + size] for row, start in zip(rows, before)])
         got = model(new, cache=cache)
-        torch.testing.assert_close(got, torch.stack([want[row, start : start + size] for row, start in zip(rows, before)]), **LOGITS)
+        torch.testing.assert_close(
+            got, torch.stack([want[row, start : start + size] for row, start in zip(rows, before)]), **LOGITS
+        )
 
     for size in (1, 2, 1, 7, 1):
         grow(size)
@@ -110,10 +121,14 @@ def test_gkas_cache_has_half_the_bytes():
     assert cache(attention="vlt").nbytes == softmax.nbytes
     assert cache(attention="gka", gka_values="normalised", keep_keys=True).nbytes == softmax.nbytes
     assert cache(attention="GGGA").nbytes * 8 == softmax.nbytes * 5  # three layers of one tensor, one of two
-    assert cache(attention="gka", value_embeds="all").nbytes * 4 == softmax.nbytes * 3  # every second layer must keep both
+    assert (
+        cache(attention="gka", value_embeds="all").nbytes * 4 == softmax.nbytes * 3
+    )  # every second layer must keep both
 
 
-@pytest.mark.parametrize("fields", [dict(), dict(attention="vlt"), dict(attention="gka"), dict(attention="gka", head_offsets="PS")], ids=str)
+@pytest.mark.parametrize(
+    "fields", [dict(), dict(attention="vlt"), dict(attention="gka"), dict(attention="gka", head_offsets="PS")], ids=str
+)
 def test_keys_can_be_kept_only_where_they_would_be_computed_again(fields, tokenizer):
     model = awake(dataclasses.replace(SHAPE, **fields))
     with pytest.raises(ValueError, match="keep_keys is for gka layers whose values are not rotated"):
@@ -126,18 +141,29 @@ def test_keys_can_be_kept_only_where_they_would_be_computed_again(fields, tokeni
 @torch.inference_mode()
 def test_the_papers_form_decodes_without_touching_the_past_tokens_again(values, monkeypatch):
     """One token is rotated for each layer, and the operator reads the cache itself: keys and values are one view of its one tensor."""
-    model = awake(dataclasses.replace(SHAPE, attention="gka", gka_values=values, window_pattern="S"))  # windows of 8, and at last of 16
+    model = awake(
+        dataclasses.replace(SHAPE, attention="gka", gka_values=values, window_pattern="S")
+    )  # windows of 8, and at last of 16
     cache, rotated, asked = KVCache.empty(model, 2, TOKENS), [], []
     model(torch.randint(70, (2, 20)), cache=cache)
     forward, operator = Rotary.forward, attention.gaussian_attention
-    monkeypatch.setattr(Rotary, "forward", lambda self, x, positions: rotated.append(x.shape[1]) or forward(self, x, positions))
-    monkeypatch.setattr(attention, "gaussian_attention", lambda x, sigma, **request: asked.append(request) or operator(x, sigma, **request))
+    monkeypatch.setattr(
+        Rotary, "forward", lambda self, x, positions: rotated.append(x.shape[1]) or forward(self, x, positions)
+    )
+    monkeypatch.setattr(
+        attention,
+        "gaussian_attention",
+        lambda x, sigma, **request: asked.append(request) or operator(x, sigma, **request),
+    )
     model(torch.randint(70, (2, 1)), cache=cache)
     assert len(asked) == 4
     if values == "rotated":
         assert rotated == [1] * 4
         for request, [stored] in zip(asked, cache.layers):
-            assert request["keys"] is request["values"] and request["keys"].untyped_storage().data_ptr() == stored.untyped_storage().data_ptr()
+            assert (
+                request["keys"] is request["values"]
+                and request["keys"].untyped_storage().data_ptr() == stored.untyped_storage().data_ptr()
+            )
     else:
         assert rotated == [1, 10] * 3 + [1, 18]  # the new token, then the window, the token itself and a predecessor
 
@@ -196,7 +222,11 @@ def test_greedy_is_repeated_argmax(model, tokenizer):
 def test_a_prompt_runs_once_however_many_samples_it_has(model, tokenizer, monkeypatch):
     seen = []
     hidden = type(model).hidden
-    monkeypatch.setattr(type(model), "hidden", lambda self, ids, *more, **named: seen.append(tuple(ids.shape)) or hidden(self, ids, *more, **named))
+    monkeypatch.setattr(
+        type(model),
+        "hidden",
+        lambda self, ids, *more, **named: seen.append(tuple(ids.shape)) or hidden(self, ids, *more, **named),
+    )
     prompt = "every head learns one bandwidth"
     Engine(model, tokenizer, max_rows=4).complete([prompt], Sampling(num_samples=8, max_tokens=5, temperature=1.0))
     length = len(tokenizer.encode(prompt)) + 1
@@ -205,7 +235,12 @@ def test_a_prompt_runs_once_however_many_samples_it_has(model, tokenizer, monkey
 
 
 def test_the_seed_decides(model, tokenizer):
-    texts = [Engine(model, tokenizer).complete(["the"], Sampling(num_samples=2, max_tokens=12, temperature=1.0, seed=seed))[0] for seed in (1, 1, 2)]
+    texts = [
+        Engine(model, tokenizer).complete(["the"], Sampling(num_samples=2, max_tokens=12, temperature=1.0, seed=seed))[
+            0
+        ]
+        for seed in (1, 1, 2)
+    ]
     assert texts[0] == texts[1] != texts[2]
     assert texts[0][0] != texts[0][1]
 
@@ -234,7 +269,9 @@ def test_generation_ends_where_the_positions_end(model, tokenizer):
 
 def test_the_engine_keeps_keys_when_asked(model, tokenizer, monkeypatch):
     made, empty = [], KVCache.empty
-    monkeypatch.setattr(KVCache, "empty", lambda *arguments, **named: made.append(empty(*arguments, **named)) or made[-1])
+    monkeypatch.setattr(
+        KVCache, "empty", lambda *arguments, **named: made.append(empty(*arguments, **named)) or made[-1]
+    )
     for keep_keys in (False, True):
         made.clear()
         Engine(model, tokenizer, keep_keys=keep_keys).complete(["the"], Sampling(max_tokens=3))
@@ -268,15 +305,25 @@ def test_an_engine_without_rows_and_an_empty_stop_text_are_refused(model, tokeni
 
 
 def test_truncation_keeps_the_most_likely():
-    p = torch.tensor([[0.125, 0.5, 0.0625, 0.25, 0.0625]], dtype=torch.float64)  # exact in binary, so that limits are met exactly
+    p = torch.tensor(
+        [[0.125, 0.5, 0.0625, 0.25, 0.0625]], dtype=torch.float64
+    )  # exact in binary, so that limits are met exactly
 
     def kept(top_k=0, top_p=1.0):
         return truncate(p, top_k, top_p)[0].nonzero()[:, 0].tolist()
 
     assert kept() == [0, 1, 2, 3, 4]
     assert kept(top_k=2) == [1, 3] and kept(top_k=9) == [0, 1, 2, 3, 4]
-    assert kept(top_p=0.5) == [1] and kept(top_p=0.51) == [1, 3] and kept(top_p=0.75) == [1, 3] and kept(top_p=0.8) == [0, 1, 3]
-    assert kept(top_k=2, top_p=0.6) == [1] and kept(top_k=2, top_p=0.7) == [1, 3]  # 0.5 is two thirds of the 0.75 that are left
+    assert (
+        kept(top_p=0.5) == [1]
+        and kept(top_p=0.51) == [1, 3]
+        and kept(top_p=0.75) == [1, 3]
+        and kept(top_p=0.8) == [0, 1, 3]
+    )
+    assert kept(top_k=2, top_p=0.6) == [1] and kept(top_k=2, top_p=0.7) == [
+        1,
+        3,
+    ]  # 0.5 is two thirds of the 0.75 that are left
     assert torch.equal(truncate(p, 2, 1.0)[0], torch.tensor([0, 0.5, 0, 0.25, 0], dtype=torch.float64))
 
 
@@ -292,7 +339,10 @@ def test_a_draw_of_zero_does_not_take_a_token_of_probability_zero():
 def test_draws_follow_the_probabilities(temperature):
     logits = torch.tensor([[1.0, 0.0, -1.0, 2.0]]).expand(20_000, 4)
     counts = torch.bincount(
-        torch.tensor(pick(logits, [random.Random(i) for i in range(20_000)], Sampling(temperature=temperature, top_k=3))), minlength=4
+        torch.tensor(
+            pick(logits, [random.Random(i) for i in range(20_000)], Sampling(temperature=temperature, top_k=3))
+        ),
+        minlength=4,
     )
     want = (torch.tensor([1.0, 0.0, -math.inf, 2.0]) / temperature).softmax(0)
     assert counts[2] == 0

@@ -71,13 +71,20 @@ def test_scores_are_the_naive_ones_in_files_named_by_model_and_step(world, tmp_p
         assert found[label] == f"{naive_task(model, tokenizer, bundle, label).accuracy:.6f}"
     lines = tasks_of(tmp_path / "tiny-gka_step000007.jsonl")
     assert [line["config"]["task"] for line in lines] == list(tiny_core.TASKS)
-    assert all(line["metrics"]["examples"] == tiny_core.COUNT and line["metrics"]["examples_per_second"] > 0 for line in lines)
+    assert all(
+        line["metrics"]["examples"] == tiny_core.COUNT and line["metrics"]["examples_per_second"] > 0 for line in lines
+    )
     printed = capsys.readouterr().out
     assert "CORE:" not in printed  # five tasks are not CORE
     (mean,) = [line for line in read_lines(tmp_path / "tiny-gka_step000007.jsonl") if line["kind"] == "core_mean"]
-    assert mean["metrics"]["name"] == MEAN and f"{mean['metrics']['centered']:.6f}" in (tmp_path / "tiny-gka_step000007.csv").read_text()
+    assert (
+        mean["metrics"]["name"] == MEAN
+        and f"{mean['metrics']['centered']:.6f}" in (tmp_path / "tiny-gka_step000007.csv").read_text()
+    )
     assert printed.count(MEAN) == 2 and MEAN in found  # the table, the last line, the CSV
-    assert evaluate(world, tmp_path) == 0 and len(read_lines(tmp_path / "tiny-gka_step000007.jsonl")) == 6  # nothing is new
+    assert (
+        evaluate(world, tmp_path) == 0 and len(read_lines(tmp_path / "tiny-gka_step000007.jsonl")) == 6
+    )  # nothing is new
 
 
 def test_it_continues_where_it_stopped_and_scores_again_what_changed(world, tmp_path, capsys):
@@ -88,22 +95,37 @@ def test_it_continues_where_it_stopped_and_scores_again_what_changed(world, tmp_
     assert evaluate(world, out, "--tasks", "copa", "winograd", bundle=bundle) == 0
     assert len(tasks_of(log)) == 2
     assert evaluate(world, out, bundle=bundle) == 0
-    assert [line["config"]["task"] for line in tasks_of(log)] == ["copa", "winograd", "arc_easy", "lambada_openai", "jeopardy"]
+    assert [line["config"]["task"] for line in tasks_of(log)] == [
+        "copa",
+        "winograd",
+        "arc_easy",
+        "lambada_openai",
+        "jeopardy",
+    ]
     assert evaluate(world, out, "--max-per-task", 6, bundle=bundle) == 0  # other questions
     assert [line["metrics"]["examples"] for line in tasks_of(log)] == [tiny_core.COUNT] * 5 + [6] * 5
     assert evaluate(world, out, "--tasks", "copa", bundle=bundle) == 0  # nothing new, and nothing forgotten
     assert set(table(log.with_suffix(".csv"))) == {*tiny_core.TASKS, "Task", MEAN}
-    assert set(table(out / "tiny-gka_step000007_max6.csv")) == {*tiny_core.TASKS, "Task", "mean of 5 tasks (max 6 each)"}
+    assert set(table(out / "tiny-gka_step000007_max6.csv")) == {
+        *tiny_core.TASKS,
+        "Task",
+        "mean of 5 tasks (max 6 each)",
+    }
     assert len(tasks_of(log)) == 10
     with open(bundle / "eval_data/reasoning/copa.jsonl", "a") as file:
         file.write(json.dumps({"query": "the", "choices": ["a", "of"], "gold": 0}) + "\n")
     assert evaluate(world, out, bundle=bundle) == 0  # other data, of one task
-    assert [(line["config"]["task"], line["metrics"]["examples"]) for line in tasks_of(log)[10:]] == [("copa", tiny_core.COUNT + 1)]
+    assert [(line["config"]["task"], line["metrics"]["examples"]) for line in tasks_of(log)[10:]] == [
+        ("copa", tiny_core.COUNT + 1)
+    ]
 
 
 def test_a_score_is_known_by_everything_it_depends_on(world, tmp_path):
     """A line of the file is used again only if the weights, the data, and how it was asked are the same."""
-    runtime, subject = Runtime(0, 1, torch.device("cpu")), eval_core.open_subject(CoreConfig(run=world[0]), torch.device("cpu"))
+    runtime, subject = (
+        Runtime(0, 1, torch.device("cpu")),
+        eval_core.open_subject(CoreConfig(run=world[0]), torch.device("cpu")),
+    )
     task = read_tasks(world[3], ["jeopardy"])[0]
 
     def identity(task=task, subject=subject, **flags):
@@ -113,7 +135,11 @@ def test_a_score_is_known_by_everything_it_depends_on(world, tmp_path):
     other.write_text("{}")
     changed = [identity(dataclasses.replace(task, **{key: value})) for key, value in
                (("kind", "schema"), ("shots", 2), ("delimiter", " "), ("label", "x"), ("file", other))]  # fmt: skip
-    changed += [identity(max_seq_len=20), identity(max_per_task=5), identity(subject=dataclasses.replace(subject, sha256="0"))]
+    changed += [
+        identity(max_seq_len=20),
+        identity(max_per_task=5),
+        identity(subject=dataclasses.replace(subject, sha256="0")),
+    ]
     assert len({json.dumps(each) for each in [identity(), *changed]}) == 1 + len(changed)
     assert identity() == identity(batch_tokens=7, prefix_reuse=False, max_seq_len=10**9)  # these change nothing
 
@@ -123,9 +149,15 @@ def test_a_bad_task_is_one_error_and_costs_no_other(world, tmp_path):
     shutil.copytree(world[3], bundle)
     path = bundle / "eval_data/language/winograd.jsonl"
     path.write_text(path.read_text() + "{oops\n")
-    done = tiny.call(MODULE, "--run", world[0], "--bundle", bundle, "--out", tmp_path / "out", "--device-type", "cpu", check=False)
+    done = tiny.call(
+        MODULE, "--run", world[0], "--bundle", bundle, "--out", tmp_path / "out", "--device-type", "cpu", check=False
+    )
     tiny.assert_one_line_error(done, rf"winograd.jsonl:{tiny_core.COUNT + 1}: not a JSON record")
-    assert set(table(tmp_path / "out/tiny-gka_step000007.csv")) == {*tiny_core.TASKS, "Task", "mean of 4 tasks (max 15 each)"} - {"winograd"}
+    assert set(table(tmp_path / "out/tiny-gka_step000007.csv")) == {
+        *tiny_core.TASKS,
+        "Task",
+        "mean of 4 tasks (max 15 each)",
+    } - {"winograd"}
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
     assert evaluate(world, tmp_path / "out", bundle=bundle) == 0
     assert len(tasks_of(tmp_path / "out/tiny-gka_step000007.jsonl")) == 5
@@ -177,10 +209,26 @@ def test_a_question_that_cannot_be_asked_is_named_whichever_rank_has_it(world, t
     good[order[5]] = {"context": "the ker", "continuation": "nel"}
     path.write_text("".join(json.dumps(example) + "\n" for example in good))
     done = tiny.call(
-        MODULE, "--run", world[0], "--bundle", bundle, "--out", tmp_path / "out", "--device-type", "cpu", ranks=2, check=False, real=True
+        MODULE,
+        "--run",
+        world[0],
+        "--bundle",
+        bundle,
+        "--out",
+        tmp_path / "out",
+        "--device-type",
+        "cpu",
+        ranks=2,
+        check=False,
+        real=True,
     )
     assert done.returncode != 0
-    assert done.stderr.count("lambada.jsonl: lambada_openai cannot be asked with this tokenizer: it merges 'nel' into its context") == 1
+    assert (
+        done.stderr.count(
+            "lambada.jsonl: lambada_openai cannot be asked with this tokenizer: it merges 'nel' into its context"
+        )
+        == 1
+    )
     evaluate(world, tmp_path / "one")
     two, one = (table(tmp_path / name / "tiny-gka_step000007.csv") for name in ("out", "one"))
     assert {key: value for key, value in one.items() if key in tiny_core.TASKS and key != "lambada_openai"} == {
@@ -266,14 +314,22 @@ def test_a_download_that_is_cut_twice_continues_and_is_whole(world, server, tmp_
     Server.cuts = [700, 300]
     folder = open_bundle(CoreConfig(out=tmp_path / "out", bundle_url=server))
     assert Server.requests == [0, 700, 1000]
-    assert same_files(folder, world[3]) and {path.name for path in (tmp_path / "out").iterdir()} == {"eval_bundle", ".lock"}
-    assert open_bundle(CoreConfig(out=tmp_path / "out", bundle_url=server)) == folder and len(Server.requests) == 3  # not again
+    assert same_files(folder, world[3]) and {path.name for path in (tmp_path / "out").iterdir()} == {
+        "eval_bundle",
+        ".lock",
+    }
+    assert (
+        open_bundle(CoreConfig(out=tmp_path / "out", bundle_url=server)) == folder and len(Server.requests) == 3
+    )  # not again
 
 
 def test_what_has_arrived_survives_giving_up_and_a_changed_file_starts_over(world, server, tmp_path):
     config = CoreConfig(out=tmp_path / "out", bundle_url=server)
     Server.cuts = [200] + [0] * 20
-    with pytest.raises(UserError, match=r"could not download http.*: 200 of \d+ bytes arrived. Check the network and run the same command again"):
+    with pytest.raises(
+        UserError,
+        match=r"could not download http.*: 200 of \d+ bytes arrived. Check the network and run the same command again",
+    ):
         open_bundle(config)
     Server.cuts, Server.requests = [50], []
     Server.etag = '"another"'
@@ -290,7 +346,9 @@ def test_a_damaged_download_is_fetched_again(world, server, tmp_path):
     assert same_files(open_bundle(CoreConfig(out=tmp_path / "out", bundle_url=server)), world[3])
 
 
-def test_a_folder_in_the_way_costs_no_download_and_an_interrupted_unpacking_none_either(world, server, tmp_path, monkeypatch):
+def test_a_folder_in_the_way_costs_no_download_and_an_interrupted_unpacking_none_either(
+    world, server, tmp_path, monkeypatch
+):
     config = CoreConfig(out=tmp_path / "out", bundle_url=server)
     (tmp_path / "out/eval_bundle/mine").mkdir(parents=True)
     with pytest.raises(UserError, match="eval_bundle is in the way"):
@@ -365,7 +423,8 @@ def test_a_damaged_or_huge_archive_leaves_nothing(world, tmp_path, monkeypatch):
 
 def test_a_zip_of_ones_own_is_unpacked_once(world, tmp_path):
     path = make_zip(
-        tmp_path / "mine.zip", [(f"x/y/{file.relative_to(world[3])}", file.read_bytes()) for file in world[3].rglob("*") if file.is_file()]
+        tmp_path / "mine.zip",
+        [(f"x/y/{file.relative_to(world[3])}", file.read_bytes()) for file in world[3].rglob("*") if file.is_file()],
     )
     config = CoreConfig(out=tmp_path / "out", bundle=path)
     folder = open_bundle(config)

@@ -50,7 +50,9 @@ REFUSED = {
     "accounting": {"depth": ("0", "100000"), "max-seq-len": ("0",), "vocab-size": ("0",), "total-batch-size": ("0",), "sigma-squared": NOT_NUMBERS,
                    "target-param-data-ratio": (*NOT_NUMBERS, "0")},
 }  # fmt: skip
-CASES = [(command, flag, value) for command, flags in REFUSED.items() for flag, values in flags.items() for value in values]
+CASES = [
+    (command, flag, value) for command, flags in REFUSED.items() for flag, values in flags.items() for value in values
+]
 
 
 @pytest.mark.parametrize("command,flag,value", CASES)
@@ -61,7 +63,9 @@ def test_a_refused_number_is_one_line_that_says_what_is_allowed(command, flag, v
         run(main, config, [f"--{flag}={value}"])
     captured = capsys.readouterr()
     assert left.value.code == 2
-    assert re.fullmatch(rf"error: --{flag} must be (at least|above|between|at most|auto) .*, got \S+\n", captured.err), captured.err
+    assert re.fullmatch(
+        rf"error: --{flag} must be (at least|above|between|at most|auto) .*, got \S+\n", captured.err
+    ), captured.err
     assert not captured.out and not list(tmp_path.iterdir())
 
 
@@ -70,13 +74,17 @@ def test_every_number_of_a_command_has_bounds(command):
     """And they were tried above, if they are not inherited from flags that were."""
     config = COMMANDS[command][1]
     hints = get_type_hints(config, include_extras=True)
-    free = {"step"} if command in ("evaluate", "eval_core", "generate") else set()  # model_io's to check: it knows the checkpoints
+    free = (
+        {"step"} if command in ("evaluate", "eval_core", "generate") else set()
+    )  # model_io's to check: it knows the checkpoints
     for field in dataclasses.fields(config):
         if isinstance(field.default, (int, float)) and not isinstance(field.default, bool) and field.name not in free:
             bounds = [one for one in getattr(hints[field.name], "__metadata__", ()) if isinstance(one, Bounds)]
             assert len(bounds) == 1, field.name
             bounds[0].check(field.name, field.default)
-            assert field.name.replace("_", "-") in REFUSED[command] or field.name not in config.__annotations__, field.name
+            assert field.name.replace("_", "-") in REFUSED[command] or field.name not in config.__annotations__, (
+                field.name
+            )
 
 
 @pytest.mark.parametrize("seed", [-1, 2**63, 2**64])

@@ -43,14 +43,27 @@ def test_an_older_export_keeps_the_form_it_was_trained_in(said, packed, tokenize
 @pytest.fixture(scope="module")
 def trained(packed, tokenizer, tmp_path_factory):
     """A run folder and its model."""
-    model = awake(dataclasses.replace(SHAPE, vocab_size=tokenizer.vocab_size, attention="GGA", head_offsets="PS", gka_values="normalised", n_layer=3))
+    model = awake(
+        dataclasses.replace(
+            SHAPE,
+            vocab_size=tokenizer.vocab_size,
+            attention="GGA",
+            head_offsets="PS",
+            gka_values="normalised",
+            n_layer=3,
+        )
+    )
     return write_run(tmp_path_factory.mktemp("generate") / "tiny-run", model, packed / "tokenizer"), model
 
 
 def write(trained, *flags):
     """The command in this process; returns its exit code."""
     try:
-        run(generate.main, generate.GenerateConfig, list(map(str, ["--run", trained[0], "--device-type", "cpu", "--max-tokens", 12, *flags])))
+        run(
+            generate.main,
+            generate.GenerateConfig,
+            list(map(str, ["--run", trained[0], "--device-type", "cpu", "--max-tokens", 12, *flags])),
+        )
     except SystemExit as left:
         return left.code
     return 0
@@ -60,7 +73,9 @@ def test_text_goes_to_output_and_the_rest_to_error(trained, tokenizer, capsys):
     assert write(trained, "--prompt", "the kernel", "a", "--num-samples", 2, "--seed", 5) == 0
     printed = capsys.readouterr()
     texts = Engine(trained[1], tokenizer).complete(["the kernel", "a"], Sampling(num_samples=2, max_tokens=12, seed=5))
-    assert printed.out == "".join(prompt + text + "\n\n" for prompt, row in zip(["the kernel", "a"], texts) for text in row)
+    assert printed.out == "".join(
+        prompt + text + "\n\n" for prompt, row in zip(["the kernel", "a"], texts) for text in row
+    )
     assert "tiny-run: GGA, depth 3, step 7" in printed.err and "tokens/s" in printed.err
 
 
@@ -72,7 +87,20 @@ def test_a_stream_is_the_same_text(trained, tokenizer, capsys):
 
 def test_prompts_from_a_file_come_back_as_json_lines_in_order(trained, tokenizer, tmp_path, capsys):
     (tmp_path / "prompts.txt").write_text('the kernel\n\n"two\\nlines"\nevery head\n')
-    assert write(trained, "--prompts-file", tmp_path / "prompts.txt", "--num-samples", 3, "--max-rows", 2, "--temperature", 1.5) == 0
+    assert (
+        write(
+            trained,
+            "--prompts-file",
+            tmp_path / "prompts.txt",
+            "--num-samples",
+            3,
+            "--max-rows",
+            2,
+            "--temperature",
+            1.5,
+        )
+        == 0
+    )
     records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     prompts = ["the kernel", "two\nlines", "every head"]
     want = Engine(trained[1], tokenizer).complete(prompts, Sampling(num_samples=3, max_tokens=12, temperature=1.5))
@@ -102,7 +130,9 @@ def test_a_prompts_text_does_not_depend_on_the_other_prompts(trained, capsys):
 
 
 def test_a_reader_that_leaves_ends_it_quietly(trained):
-    command = tiny.command("nanochat_gka.generate", "--run", trained[0], "--stream", "--num-samples", 500, "--device-type", "cpu")
+    command = tiny.command(
+        "nanochat_gka.generate", "--run", trained[0], "--stream", "--num-samples", 500, "--device-type", "cpu"
+    )
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=tiny.environment())
     process.stdout.read(1)
     process.stdout.close()
@@ -122,7 +152,16 @@ def test_a_model_of_no_numbers_writes_nothing(trained, packed, tokenizer, tmp_pa
 
 def test_an_interactive_process_continues_what_is_typed_until_the_input_ends(trained, tokenizer):
     command = tiny.command(
-        "nanochat_gka.generate", "--run", trained[0], "--interactive", "--temperature", 0, "--max-tokens", 8, "--device-type", "cpu"
+        "nanochat_gka.generate",
+        "--run",
+        trained[0],
+        "--interactive",
+        "--temperature",
+        0,
+        "--max-tokens",
+        8,
+        "--device-type",
+        "cpu",
     )
     too_long = "the kernel " * 100
     typed = f"the kernel\n{too_long}\n\nevery\n".encode()
@@ -287,14 +326,23 @@ def test_a_damaged_or_foreign_folder_is_refused(trained, packed, tokenizer, tmp_
     (out / "config.json").write_text(json.dumps({**config, "model": {**config["model"], "n_layer": 2}}))
     with pytest.raises(UserError, match="does not hold a model of the shape it states"):
         load(out)
-    for damage in ({"name": 1}, {"step": "7"}, {"sha256": {}}, {"sha256": "x"}, {"model": None}, {"checkpoint_sha256": None}):
+    for damage in (
+        {"name": 1},
+        {"step": "7"},
+        {"sha256": {}},
+        {"sha256": "x"},
+        {"model": None},
+        {"checkpoint_sha256": None},
+    ):
         (out / "config.json").write_text(json.dumps({**config, **damage}))
         with pytest.raises(UserError, match="not of a model that this project exported, or damaged"):
             load(out)
     (out / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(UserError, match="not of a model that this project exported"):
         load(out)
-    other = write_run(tmp_path / "other", awake(dataclasses.replace(SHAPE, vocab_size=tokenizer.vocab_size)), packed / "tokenizer")
+    other = write_run(
+        tmp_path / "other", awake(dataclasses.replace(SHAPE, vocab_size=tokenizer.vocab_size)), packed / "tokenizer"
+    )
     good = exported(trained, tmp_path / "good")
     with pytest.raises(SystemExit):
         exported((other, None), good)
@@ -318,7 +366,11 @@ def test_a_tokenizer_that_is_not_the_models_is_one_line_everywhere(trained, toke
     commands = [
         (generate, generate.GenerateConfig, ["--prompt", "zz1"]),
         (evaluate, evaluate.EvaluateConfig, ["--eval", "sample", "--results", tmp_path / "results.jsonl"]),
-        (eval_core, eval_core.CoreConfig, ["--bundle", tiny_core.write_bundle(tmp_path / "bundle"), "--out", tmp_path / "core"]),
+        (
+            eval_core,
+            eval_core.CoreConfig,
+            ["--bundle", tiny_core.write_bundle(tmp_path / "bundle"), "--out", tmp_path / "core"],
+        ),
         (export, export.ExportConfig, ["--out", tmp_path / "exported"]),
     ]
     said = []
@@ -327,13 +379,20 @@ def test_a_tokenizer_that_is_not_the_models_is_one_line_everywhere(trained, toke
             run(module.main, config, list(map(str, ["--run", folder, *flags])))
         assert left.value.code == 2
         said.append(capsys.readouterr().err)
-    monkeypatch.setattr(sys, "argv", ["harness", "--model", "gka", "--model_args", f"run={folder}", "--tasks", "wikitext", "--device", "cpu"])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["harness", "--model", "gka", "--model_args", f"run={folder}", "--tasks", "wikitext", "--device", "cpu"],
+    )
     with pytest.raises(SystemExit) as left:
         harness.main()
     assert left.value.code == 2
     said.append(capsys.readouterr().err.splitlines()[-1])
     size = tokenizer.vocab_size
-    assert all(f"tokenizer.json has {size + 40} tokens and the model beside it {size}: it is another model's" in line for line in said)
+    assert all(
+        f"tokenizer.json has {size + 40} tokens and the model beside it {size}: it is another model's" in line
+        for line in said
+    )
     assert all(len(line.strip().splitlines()) == 1 for line in said) and not (tmp_path / "exported").exists()
 
 

@@ -21,7 +21,11 @@ LIMIT = 48  # tokens, fewer than tiny_core's longest prompts have
 def evaluate(path, bundle, out, *more):
     """The command in this process; returns its exit code."""
     try:
-        run(main, CoreConfig, list(map(str, ["--hf-path", path, "--bundle", bundle, "--out", out, "--device-type", "cpu", *more])))
+        run(
+            main,
+            CoreConfig,
+            list(map(str, ["--hf-path", path, "--bundle", bundle, "--out", out, "--device-type", "cpu", *more])),
+        )
     except SystemExit as left:
         return left.code
     return 0
@@ -51,7 +55,9 @@ def write_model(folder: Path, kind: str) -> torch.nn.Module:
     size = write_tokenizer(folder, {"gpt2": "<|endoftext|>", "llama": "<s>"}[kind])
     torch.manual_seed(0)
     if kind == "gpt2":
-        config = transformers.GPT2Config(vocab_size=size, n_positions=LIMIT, n_embd=32, n_layer=2, n_head=2, initializer_range=0.3)
+        config = transformers.GPT2Config(
+            vocab_size=size, n_positions=LIMIT, n_embd=32, n_layer=2, n_head=2, initializer_range=0.3
+        )
         model = transformers.GPT2LMHeadModel(config)
     else:
         config = transformers.LlamaConfig(vocab_size=size + 5, max_position_embeddings=LIMIT, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
@@ -78,7 +84,9 @@ class Plain:
 def test_the_scores_are_those_of_one_prompt_at_a_time_cut_at_the_models_length(kind, bos, bundle, tmp_path, capsys):
     model, folder = write_model(tmp_path / "tiny-model", kind), tmp_path / "tiny-model"
     assert evaluate(folder, bundle, tmp_path / "out", "--batch-tokens", 200) == 0
-    lines = {line["config"]["task"]: line for line in read_lines(tmp_path / "out/tiny-model.jsonl") if line["kind"] == "core"}
+    lines = {
+        line["config"]["task"]: line for line in read_lines(tmp_path / "out/tiny-model.jsonl") if line["kind"] == "core"
+    }
     plain, longest = Plain(folder, bos), []
 
     def logits(ids):
@@ -93,7 +101,10 @@ def test_the_scores_are_those_of_one_prompt_at_a_time_cut_at_the_models_length(k
     assert "prompts of at most 48 tokens" in capsys.readouterr().out
     last = (tmp_path / "out/tiny-model.csv").read_text().splitlines()[-1]
     assert last.startswith("mean of 5 tasks (max 15 each)")
-    assert evaluate(folder, bundle, tmp_path / "out", "--max-seq-len", 20) == 0 and (tmp_path / "out/tiny-model_len20.csv").exists()
+    assert (
+        evaluate(folder, bundle, tmp_path / "out", "--max-seq-len", 20) == 0
+        and (tmp_path / "out/tiny-model_len20.csv").exists()
+    )
 
 
 def test_each_answer_is_the_naive_one(bundle, tmp_path):
@@ -124,7 +135,10 @@ def test_weights_and_vocabulary_are_its_identity(tmp_path):
     model = write_model(tmp_path / "a", "gpt2")
     device = torch.device("cpu")
     first = load_hugging_face(str(tmp_path / "a"), device)
-    assert first.sha256 == load_hugging_face(str(tmp_path / "a"), device).sha256 and (first.name, first.step) == ("a", None)
+    assert first.sha256 == load_hugging_face(str(tmp_path / "a"), device).sha256 and (first.name, first.step) == (
+        "a",
+        None,
+    )
     with torch.no_grad():
         model.transformer.h[0].mlp.c_fc.weight[0, 0] += 1
     model.save_pretrained(tmp_path / "a")
@@ -146,7 +160,11 @@ def test_what_cannot_be_asked_is_one_line(bundle, tmp_path, capsys):
     torch.save(model.state_dict(), tmp_path / "pickled/pytorch_model.bin")
     says(tmp_path / "pickled", "no causal language model that can be loaded from safetensors")
     config = json.loads((tmp_path / "good/config.json").read_text())
-    remote = {**config, "model_type": "mine", "auto_map": {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}}
+    remote = {
+        **config,
+        "model_type": "mine",
+        "auto_map": {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"},
+    }
     (tmp_path / "good/config.json").write_text(json.dumps(remote))
     (tmp_path / "good/mine.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')")
     says(tmp_path / "good", "no causal language model that can be loaded from safetensors")

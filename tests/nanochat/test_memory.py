@@ -24,7 +24,16 @@ GIB = 2**30
 
 def shape(**fields) -> GPTConfig:
     return GPTConfig(
-        **{"sequence_len": 64, "vocab_size": 500, "n_layer": 4, "n_head": 4, "n_kv_head": 4, "n_embd": 128, "window_pattern": "L", **fields}
+        **{
+            "sequence_len": 64,
+            "vocab_size": 500,
+            "n_layer": 4,
+            "n_head": 4,
+            "n_kv_head": 4,
+            "n_embd": 128,
+            "window_pattern": "L",
+            **fields,
+        }
     )
 
 
@@ -63,7 +72,9 @@ def test_parameters_and_state_are_counted_without_a_model(fields):
     optimizer = MuonAdamW(parameter_groups(model, OptimConfig()), Runtime(0, 1, CPU))
     held = sum(8 * parameter.numel() for parameter in model.parameters())
     held += sum(4 * tensor.numel() for group in optimizer.groups for tensor in group.state.values())
-    assert memory.fixed_bytes(config, "cpu")[0] == pytest.approx(held, rel=0.01)  # Muon's second moments are not counted
+    assert memory.fixed_bytes(config, "cpu")[0] == pytest.approx(
+        held, rel=0.01
+    )  # Muon's second moments are not counted
 
 
 def test_the_papers_model_on_the_usual_gpus():
@@ -123,7 +134,9 @@ def config(packed, out, *more) -> train.TrainConfig:
 
 def test_a_dry_step_leaves_no_trace(packed, tmp_path):
     trainer = train.Trainer(config(packed, tmp_path), Runtime(0, 1, CPU))
-    before = {name: tensor.clone() for name, tensor in (trainer.model.state_dict() | trainer.optimizer.state_dict()).items()}
+    before = {
+        name: tensor.clone() for name, tensor in (trainer.model.state_dict() | trainer.optimizer.state_dict()).items()
+    }
     states = torch.get_rng_state(), random.getstate()
     trainer.dry_step(5)
     after = trainer.model.state_dict() | trainer.optimizer.state_dict()
@@ -173,7 +186,9 @@ def test_auto_is_the_same_update(packed, tmp_path):
             for block in trainer.model.transformer.h:
                 block.attn.c_proj.weight.normal_(std=0.1)
                 block.mlp.c_proj.weight.normal_(std=0.1)
-        loss = train.accumulate_gradients(trainer.model, trainer.stream, 0, trainer.rows, trainer.batch_size, trainer.runtime)
+        loss = train.accumulate_gradients(
+            trainer.model, trainer.stream, 0, trainer.rows, trainer.batch_size, trainer.runtime
+        )
         gradients.append([loss, *(parameter.grad for parameter in trainer.model.parameters())])
     for other in gradients[1:]:
         for one, two in zip(gradients[0], other):
@@ -186,5 +201,7 @@ def test_a_model_beyond_the_memory_is_refused_before_it_is_built(packed, tmp_pat
                                             "--results", str(tmp_path / "results.jsonl")])  # fmt: skip
     assert left.value.code == 2
     message = capsys.readouterr().err
-    assert message.startswith("error: --depth 100000 is a model of 4.9") and "e+19 parameters (width 6,400,000)" in message
+    assert (
+        message.startswith("error: --depth 100000 is a model of 4.9") and "e+19 parameters (width 6,400,000)" in message
+    )
     assert message.count("\n") == 1 and "GB of memory and there are" in message

@@ -90,7 +90,12 @@ def test_head_offsets_pair_keys_and_values_one_token_apart(form):
         values_of_head = values[:, previous] if letter == "P" else values
         one = slice(head, head + 1)
         want = gaussian_attention(
-            features[:, :, one], layer.log_sigma[one], keys=keys_of_head[:, :, one], values=values_of_head[:, :, one], causal=True, impl="reference"
+            features[:, :, one],
+            layer.log_sigma[one],
+            keys=keys_of_head[:, :, one],
+            values=values_of_head[:, :, one],
+            causal=True,
+            impl="reference",
         )
         torch.testing.assert_close(got[:, :, one], want, rtol=1e-4, atol=1e-5)
 
@@ -136,7 +141,10 @@ OLD_FIELDS = {
     ],
 )
 def test_a_saved_shape_keeps_the_form_it_was_trained_in(changes, values):
-    shape = {name: getattr(SHAPE, name) for name in ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd")}
+    shape = {
+        name: getattr(SHAPE, name)
+        for name in ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd")
+    }
     saved = {name: value for name, value in {**shape, **OLD_FIELDS, **changes}.items() if value is not None}
     config = GPTConfig.from_saved(saved)
     assert config.gka_values == values
@@ -199,9 +207,15 @@ def test_too_long_a_sequence_is_refused():
 def test_upstream_checkpoint_folder_loads(tmp_path):
     """Upstream's files: bf16 embeddings, the compiled-module prefix, a config with its seven fields."""
     model = awake(SHAPE)
-    weights = {f"_orig_mod.{name}": t.bfloat16() if "wte" in name or "value_embeds" in name else t for name, t in model.state_dict().items()}
+    weights = {
+        f"_orig_mod.{name}": t.bfloat16() if "wte" in name or "value_embeds" in name else t
+        for name, t in model.state_dict().items()
+    }
     torch.save(weights, tmp_path / "model_000123.pt")
-    config = {name: getattr(SHAPE, name) for name in ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "window_pattern")}
+    config = {
+        name: getattr(SHAPE, name)
+        for name in ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "window_pattern")
+    }
     (tmp_path / "meta_000123.json").write_text(json.dumps({"step": 123, "model_config": config}))
     model.embeddings_to(torch.bfloat16)
     model.embeddings_to(torch.float32)
@@ -269,4 +283,6 @@ def test_bfloat16_tables_carry_the_computation_in_bfloat16_and_train():
     assert losses[0] == pytest.approx(exact, rel=0.02) and losses[0] != exact
     assert losses[-1] < losses[0] - 0.5
     dtypes = {name: p.dtype for name, p in model.named_parameters()}
-    assert {name for name, dtype in dtypes.items() if dtype == torch.bfloat16} == {n for n in dtypes if "wte" in n or "value_embeds" in n}
+    assert {name for name, dtype in dtypes.items() if dtype == torch.bfloat16} == {
+        n for n in dtypes if "wte" in n or "value_embeds" in n
+    }

@@ -61,7 +61,9 @@ def literal_best_fit(batches: list[list[list[int]]], capacity: int, buffer_size:
 def test_rows_are_upstreams():
     want = golden.GOLDEN["packing"]
     documents = [document(BOS, k, 3 + (k * k * 31 + 17 * k) % 61) for k in range(400)]
-    rows = pack.best_fit_rows(cut(documents, want["tokenizer_batch_size"]), want["T"] + 1, buffer_size=want["buffer_size"])
+    rows = pack.best_fit_rows(
+        cut(documents, want["tokenizer_batch_size"]), want["T"] + 1, buffer_size=want["buffer_size"]
+    )
     expected = [[token for token, count in runs for _ in range(count)] for runs in want["rows"]]
     assert [next(rows).tolist() for _ in expected] == expected
 
@@ -87,7 +89,16 @@ def fat(tmp_path_factory):
 
 
 def config(root: Path, out: Path, **changes) -> pack.PackConfig:
-    return pack.PackConfig(**{"corpus": root / "corpus", "tokenizer": root / "tokenizer", "out": out, "sequence_len": 32, "workers": 1, **changes})
+    return pack.PackConfig(
+        **{
+            "corpus": root / "corpus",
+            "tokenizer": root / "tokenizer",
+            "out": out,
+            "sequence_len": 32,
+            "workers": 1,
+            **changes,
+        }
+    )
 
 
 def flags(root: Path, out: Path, *more) -> list:
@@ -99,13 +110,23 @@ def bins(out: Path) -> dict[str, bytes]:
 
 
 def digests(out: Path) -> list[tuple]:
-    return [(shard["name"], shard["rows"], shard["sha256"]) for shard in json.loads((out / "manifest.json").read_text())["shards"]]
+    return [
+        (shard["name"], shard["rows"], shard["sha256"])
+        for shard in json.loads((out / "manifest.json").read_text())["shards"]
+    ]
 
 
 def start_alone(root: Path, out: Path, *more) -> subprocess.Popen:
     """A real process in a session of its own, so that its descendants can be told from others."""
     command = tiny.command("nanochat_gka.pack", *flags(root, out, *more))
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=tiny.environment(), start_new_session=True)
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=tiny.environment(),
+        start_new_session=True,
+    )
 
 
 def processes(session: int) -> dict[int, tuple[int, str]]:
@@ -122,7 +143,11 @@ def processes(session: int) -> dict[int, tuple[int, str]]:
 
 
 def servers(session: int) -> list[int]:
-    return [pid for pid, (parent, line) in processes(session).items() if "multiprocessing.forkserver" in line and parent == session]
+    return [
+        pid
+        for pid, (parent, line) in processes(session).items()
+        if "multiprocessing.forkserver" in line and parent == session
+    ]
 
 
 def workers(session: int) -> list[int]:
@@ -191,7 +216,10 @@ def odd(tmp_path_factory):
     """Row groups whose size is not a multiple of 128, empty documents, documents longer than a row, two training files."""
     root = tmp_path_factory.mktemp("odd")
     for number in range(3):
-        texts = ["" if k % 11 == 3 else text * (9 if k % 13 == 5 else 1) for k, text in enumerate(tiny.documents(2500, number))]
+        texts = [
+            "" if k % 11 == 3 else text * (9 if k % 13 == 5 else 1)
+            for k, text in enumerate(tiny.documents(2500, number))
+        ]
         schema = pa.schema([("text", pa.string())])
         (root / "corpus").mkdir(exist_ok=True)
         with pq.ParquetWriter(root / "corpus" / f"{number}.parquet", schema) as writer:
@@ -283,7 +311,9 @@ def test_a_folder_of_an_earlier_version_still_serves(odd, tmp_path, capsys):
     assert "reusing the tokenised data that is there" in capsys.readouterr().out
     (out / "manifest.json").unlink()
     pack.main(config(odd, out))
-    assert bins(out) == bins(odd / "packed") and {path.name for path in out.iterdir()} == {path.name for path in (odd / "packed").iterdir()}
+    assert bins(out) == bins(odd / "packed") and {path.name for path in out.iterdir()} == {
+        path.name for path in (odd / "packed").iterdir()
+    }
 
 
 def test_validation_rows_of_an_earlier_version_are_packed_again_though_their_unit_is_the_same(tmp_path):
@@ -325,7 +355,10 @@ def test_kill_9_midway_leaves_no_writer_and_the_same_command_continues(fat, tmp_
     capsys.readouterr()
     pack.main(config(fat, out))
     continued = re.search(r"continuing, (\d+) of 52 units are there", capsys.readouterr().out)
-    assert int(continued[1]) in (len(finished) - 1, len(finished) - 2)  # a kill may fall between a unit's rows and its record
+    assert int(continued[1]) in (
+        len(finished) - 1,
+        len(finished) - 2,
+    )  # a kill may fall between a unit's rows and its record
     assert sum(path.stat().st_mtime_ns == then for path, then in finished.items()) == int(continued[1])
     assert len(bins(out)) == UNITS and bins(out) == bins(fat / "packed")
     assert digests(out) == digests(fat / "packed")
@@ -350,7 +383,9 @@ def test_kill_9_while_the_workers_start_leaves_none_behind(fat, tmp_path, moment
 def test_ctrl_c_is_one_line_and_ends_everyone(fat, tmp_path, moment):
     """A terminal sends it to the workers too."""
     process = start_alone(fat, tmp_path / "packed", "--workers", 1)
-    assert wait_for(lambda: list((tmp_path / "packed").glob("train_*.json")) if moment == "packing" else workers(process.pid))
+    assert wait_for(
+        lambda: list((tmp_path / "packed").glob("train_*.json")) if moment == "packing" else workers(process.pid)
+    )
     os.killpg(process.pid, signal.SIGINT)
     output, errors = process.communicate(timeout=tiny.HANG_AFTER)
     assert process.returncode == 130 and errors == "interrupted\n", output + errors
@@ -384,7 +419,10 @@ def test_another_tokenizer_length_or_corpus_is_refused(packed, tmp_path):
 
 
 def test_a_corpus_too_small_for_the_length_packs_at_a_lower_one(packed, tmp_path):
-    with pytest.raises(UserError, match=r"the corpus is too small for rows of 100000 tokens: 0 training and 0 validation rows.*lower --sequence-len"):
+    with pytest.raises(
+        UserError,
+        match=r"the corpus is too small for rows of 100000 tokens: 0 training and 0 validation rows.*lower --sequence-len",
+    ):
         pack.main(config(packed, tmp_path / "packed", sequence_len=100_000))
     assert {path.name for path in (tmp_path / "packed").iterdir()} == {".lock", "tokenizer.json"}
     pack.main(config(packed, tmp_path / "packed"))
@@ -404,4 +442,7 @@ def test_packing_again_restores_what_is_not_whole(fat, tmp_path):
     pack.main(config(fat, out))
     PackedData(out)
     assert bins(out) == bins(fat / "packed") and digests(out) == digests(fat / "packed")
-    assert {path.name for path, then in kept.items() if path.stat().st_mtime_ns != then} == {"train_000003.bin", "train_000005.bin"}
+    assert {path.name for path, then in kept.items() if path.stat().st_mtime_ns != then} == {
+        "train_000003.bin",
+        "train_000005.bin",
+    }

@@ -18,7 +18,11 @@ from nanochat_gka.tokenizer import SPECIAL_TOKENS, SPLIT_PATTERN, Tokenizer, Tok
 from trainkit.cli import UserError
 
 NAMES = "bos user_start user_end assistant_start assistant_end python_start python_end output_start output_end"
-TEXT = [*tiny.documents(300, 5), "in 1234567 and 1234567, 2024 is 2024: 2024 " * 40, "naïve café, 東京 🦜🦜 don't we'll\r\n\tx = [1]\n\n" * 40]
+TEXT = [
+    *tiny.documents(300, 5),
+    "in 1234567 and 1234567, 2024 is 2024: 2024 " * 40,
+    "naïve café, 東京 🦜🦜 don't we'll\r\n\tx = [1]\n\n" * 40,
+]
 STRINGS = [
     "",
     " ",
@@ -82,7 +86,9 @@ def test_saved_and_loaded_it_is_the_same(tokenizer, tmp_path):
     loaded = Tokenizer.load(tmp_path)
     assert loaded.sha256 == tokenizer.sha256
     assert all(loaded.encode(text) == tokenizer.encode(text) for text in [*TEXT, *STRINGS])
-    (tmp_path / "tokenizer.json").write_text(json.dumps(json.loads((tmp_path / "tokenizer.json").read_text()), indent=3))
+    (tmp_path / "tokenizer.json").write_text(
+        json.dumps(json.loads((tmp_path / "tokenizer.json").read_text()), indent=3)
+    )
     assert Tokenizer.load(tmp_path).sha256 == tokenizer.sha256
     assert Tokenizer.train(TEXT, 399).sha256 != tokenizer.sha256
 
@@ -172,10 +178,14 @@ def test_a_tokenizer_made_otherwise_is_not_passed_off(packed, tmp_path):
         "other corpus files": {"corpus": tmp_path / "corpus"},
     }
     for words, change in others.items():
-        with pytest.raises(UserError, match=f"holds a tokenizer trained with {words}; choose another --out or delete it"):
+        with pytest.raises(
+            UserError, match=f"holds a tokenizer trained with {words}; choose another --out or delete it"
+        ):
             main(TokenizerConfig(**{**there, **change}))
     (tmp_path / "tokenizer" / "train.json").unlink()
-    with pytest.raises(UserError, match="holds a tokenizer and nothing that says what it was trained on; choose another"):
+    with pytest.raises(
+        UserError, match="holds a tokenizer and nothing that says what it was trained on; choose another"
+    ):
         main(TokenizerConfig(**there))
     assert (tmp_path / "tokenizer" / "tokenizer.json").read_bytes() == before
 

@@ -75,21 +75,50 @@ def test_finished_run_learned_and_says_what_it_did(packed, uninterrupted):
 def test_a_finished_run_leaves_as_a_folder_that_says_what_it_was_trained_on(uninterrupted, tmp_path):
     run(export.main, export.ExportConfig, ["--run", str(uninterrupted / "run"), "--out", str(tmp_path / "out")])
     loaded, tokens = load(tmp_path / "out"), STEPS * 8 * tiny.SEQUENCE_LEN
-    assert (loaded.name, loaded.step, loaded.training["tokens"], loaded.training["settings"]["depth"]) == ("run", STEPS, tokens, 2)
+    assert (loaded.name, loaded.step, loaded.training["tokens"], loaded.training["settings"]["depth"]) == (
+        "run",
+        STEPS,
+        tokens,
+        2,
+    )
     assert re.fullmatch(r"[0-9a-f]{7,}\+?|unknown", loaded.training["commit"])
     assert loaded.training == load(uninterrupted / "run").training
     assert f"| training tokens | {tokens:,} ({STEPS} of {STEPS} steps) |" in (tmp_path / "out/README.md").read_text()
 
 
 def evaluate(run, *more, check=True):
-    flags = ["--run", run, "--eval", "bpb", "--split-tokens", 512, "--device-type", "cpu", "--results", run.parent / "bpb.jsonl", *more]
+    flags = [
+        "--run",
+        run,
+        "--eval",
+        "bpb",
+        "--split-tokens",
+        512,
+        "--device-type",
+        "cpu",
+        "--results",
+        run.parent / "bpb.jsonl",
+        *more,
+    ]
     return tiny.call("nanochat_gka.evaluate", *flags, check=check)
 
 
 def test_evaluation_finds_the_rows_of_the_run(packed, tmp_path):
     """Where they were; or beside the run, when both were moved. If they are gone, it says which they were."""
     shutil.copytree(packed / "packed", tmp_path / "there/packed")
-    tiny.call(MODULE, *flags(packed, tmp_path / "there/out", "--data", tmp_path / "there/packed", "--num-iterations", 2, "--model-tag", "mine"))
+    tiny.call(
+        MODULE,
+        *flags(
+            packed,
+            tmp_path / "there/out",
+            "--data",
+            tmp_path / "there/packed",
+            "--num-iterations",
+            2,
+            "--model-tag",
+            "mine",
+        ),
+    )
     run = tmp_path / "there/out/mine"
     given = evaluate(run, "--data", packed / "packed").stdout
     assert "val bpb: " in given and evaluate(run).stdout == given
@@ -106,9 +135,13 @@ def test_evaluation_finds_the_rows_of_the_run(packed, tmp_path):
 
 def test_a_run_of_an_earlier_version_asks_for_its_rows():
     data = {"tokenizer_sha256": "f" * 64, "sequence_len": 32, "source": [["a.parquet", 1], ["b.parquet", 1]]}
-    with pytest.raises(UserError, match=r"of an earlier version.*give --data FOLDER with rows of 32 tokens of tokenizer ffffffffffff"):
+    with pytest.raises(
+        UserError, match=r"of an earlier version.*give --data FOLDER with rows of 32 tokens of tokenizer ffffffffffff"
+    ):
         rows_of_run(data, Path("out/runs/d4"))
-    with pytest.raises(UserError, match="is an exported model, which does not say where its rows are; give --data FOLDER"):
+    with pytest.raises(
+        UserError, match="is an exported model, which does not say where its rows are; give --data FOLDER"
+    ):
         rows_of_run({}, Path("d4-export"))
 
 
@@ -158,7 +191,11 @@ def test_a_kill_between_the_last_checkpoint_and_the_result_loses_nothing(packed,
     shutil.copytree(uninterrupted / "run", tmp_path / "run")
     log = tmp_path / "run" / "log.jsonl"
     lines = log.read_text().splitlines()
-    cut = [line for line in lines if json.loads(line)["event"] != "finish" and not ('"eval"' in line and json.loads(line)["step"] == STEPS)]
+    cut = [
+        line
+        for line in lines
+        if json.loads(line)["event"] != "finish" and not ('"eval"' in line and json.loads(line)["step"] == STEPS)
+    ]
     assert len(cut) == len(lines) - 2
     log.write_text("\n".join(cut) + "\n")
     done = tiny.call(MODULE, *flags(packed, tmp_path))
@@ -174,14 +211,32 @@ def test_the_trainer_follows_the_schedule(packed, tmp_path):
     """
     steps, more = (
         8,
-        ["--warmup-ratio", 0.25, "--warmdown-ratio", 0.5, "--final-lr-frac", 0.1, "--device-batch-size", 8, "--matrix-lr", 0.5, "--weight-decay", 2],
+        [
+            "--warmup-ratio",
+            0.25,
+            "--warmdown-ratio",
+            0.5,
+            "--final-lr-frac",
+            0.1,
+            "--device-batch-size",
+            8,
+            "--matrix-lr",
+            0.5,
+            "--weight-decay",
+            2,
+        ],
     )
     tiny.call(MODULE, *flags(packed, tmp_path, "--num-iterations", steps, *more))
     torch.set_num_threads(1)
     torch.manual_seed(42)
     data = PackedData(packed / "packed")
     fields = dict(
-        aspect_ratio=16, head_dim=16, window_pattern="SL", attention="GA", sequence_len=tiny.SEQUENCE_LEN, vocab_size=data.tokenizer.vocab_size
+        aspect_ratio=16,
+        head_dim=16,
+        window_pattern="SL",
+        attention="GA",
+        sequence_len=tiny.SEQUENCE_LEN,
+        vocab_size=data.tokenizer.vocab_size,
     )
     model, reference = (build(GPTConfig.from_depth(depth, **fields), "cpu") for depth in (2, 12))
     batch_ratio = 8 * tiny.SEQUENCE_LEN / 2**19
@@ -196,17 +251,32 @@ def test_the_trainer_follows_the_schedule(packed, tmp_path):
         optimizer.step([0.5, 1, 1, 1, 1, 0.775, 0.55, 0.325][step], 0.85 + 0.1 * step / 300, 1 - step / steps)
     got = load_file(tmp_path / "run" / "checkpoints" / f"step_{steps:08d}" / "model.safetensors")
     for name, tensor in model.state_dict().items():
-        torch.testing.assert_close(got[name], tensor, rtol=1e-6, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            got[name], tensor, rtol=1e-6, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("attention", ["softmax", "gka", "GGGA"])
 def test_training_on_cuda_compiled_in_bfloat16(packed, tmp_path, attention):
-    more = ["--device-type", "cuda", "--num-iterations", 40, "--attention", attention, "--head-dim", 32, "--aspect-ratio", 64]
+    more = [
+        "--device-type",
+        "cuda",
+        "--num-iterations",
+        40,
+        "--attention",
+        attention,
+        "--head-dim",
+        32,
+        "--aspect-ratio",
+        64,
+    ]
     done = tiny.call(MODULE, *flags(packed, tmp_path, *more))
     assert "finished" in done.stdout
     losses = [
-        record["loss"] for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines() if (record := json.loads(line))["event"] == "train"
+        record["loss"]
+        for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()
+        if (record := json.loads(line))["event"] == "train"
     ]
     assert losses[-1] < losses[0] - 0.2
 
@@ -239,7 +309,9 @@ def test_a_corrupted_newest_checkpoint_falls_back(packed, uninterrupted, tmp_pat
     data[len(data) // 2] ^= 1
     (newest / "model.safetensors").write_bytes(data)
     done = tiny.call(MODULE, *flags(packed, tmp_path))
-    assert "model.safetensors does not have its recorded checksum" in done.stdout and "resuming at step 16" in done.stdout
+    assert (
+        "model.safetensors does not have its recorded checksum" in done.stdout and "resuming at step 16" in done.stdout
+    )
     assert final(tmp_path) == final(uninterrupted)
 
 
@@ -288,7 +360,9 @@ def test_every_form_of_gka_has_a_run_name_of_its_own():
     assert tag(attention="gka", gka_values="normalised") == "d20-gka-normalised"
     assert tag(attention="gka", gka_values="normalised", head_offsets="PS") == "d20-gka-PS-normalised"
     assert tag(attention="GGGA", gka_values="raw") == "d20-GGGA-raw"
-    assert tag(attention="softmax") == "d20-softmax" and tag(attention="gka", gka_values="raw", model_tag="mine") == "mine"
+    assert (
+        tag(attention="softmax") == "d20-softmax" and tag(attention="gka", gka_values="raw", model_tag="mine") == "mine"
+    )
 
 
 def as_saved_before(folder, **said):
@@ -319,7 +393,10 @@ def test_an_older_run_goes_on_in_its_own_form_or_says_what_differs(packed, tmp_p
     assert load(tmp_path / "d2-gka").model.config.gka_values == "normalised"
     assert train(4) == 2
     has = said.get("gka_values", "normalised")
-    assert f"--gka-values is rotated but the run in {tmp_path / 'd2-gka'} has {has}; use its value with --model-tag d2-gka" in capsys.readouterr().err
+    assert (
+        f"--gka-values is rotated but the run in {tmp_path / 'd2-gka'} has {has}; use its value with --model-tag d2-gka"
+        in capsys.readouterr().err
+    )
     assert train(4, "--gka-values", "normalised", "--model-tag", "d2-gka") == 0
     assert load(tmp_path / "d2-gka").step == 4 and load(tmp_path / "d2-gka").model.config.gka_values == "normalised"
     assert train(2, "--gka-values", "normalised") == 0 and (tmp_path / "d2-gka-normalised").is_dir()
@@ -345,16 +422,28 @@ def test_an_older_softmax_run_goes_on(packed, tmp_path, capsys):
         (["--model-tag", "a/b"], "--model-tag must be a plain folder name"),
         pytest.param(["--device-type", "cuda"], "no CUDA device is visible; use --device-type cpu", marks=without_cuda),
         (["--seed", "-1"], "--seed must be between 0 and"),
-        (["--weight-decay", "1e6", "--model-tag", "x"], r"--weight-decay with --matrix-lr would take .* of every matrix entry away in one step"),
+        (
+            ["--weight-decay", "1e6", "--model-tag", "x"],
+            r"--weight-decay with --matrix-lr would take .* of every matrix entry away in one step",
+        ),
         (["--num-iterations", "0"], "--num-iterations must be at least 1, or -1 for off"),
         (["--matrix-lr", "-0.02"], "--matrix-lr must be between 0 and 1e\\+38"),
         (["--sigma-lr", "nan"], "--sigma-lr must be between 0 and 1e\\+38"),
         (["--model-tag", "x", "--results", "/proc/nowhere/results.jsonl"], "/proc/nowhere: No such file"),
         (["--sigma-squared", "nan"], "--sigma-squared must be at least 0 and finite"),
-        (["--target-flops", "inf", "--num-iterations", "-1"], "--target-flops must be above 0 and finite, or -1 for off, got inf"),
-        (["--attention", "softmax", "--head-offsets", "PS"], "head_offsets is for gka layers, and attention=softmax has none"),
+        (
+            ["--target-flops", "inf", "--num-iterations", "-1"],
+            "--target-flops must be above 0 and finite, or -1 for off, got inf",
+        ),
+        (
+            ["--attention", "softmax", "--head-offsets", "PS"],
+            "head_offsets is for gka layers, and attention=softmax has none",
+        ),
         (["--head-offsets", "XY"], "head_offsets must be made of the letters N, P, S"),
-        (["--num-iterations", "-1", "--target-param-data-ratio", "-1", "--model-tag", "x"], "set one of num_iterations, target_flops"),
+        (
+            ["--num-iterations", "-1", "--target-param-data-ratio", "-1", "--model-tag", "x"],
+            "set one of num_iterations, target_flops",
+        ),
     ],
 )
 def test_bad_flags_are_one_line(packed, uninterrupted, more, message, capsys):
@@ -372,7 +461,15 @@ def test_errors_of_a_real_process(packed, tmp_path):
 def test_a_run_does_not_continue_on_rows_of_another_length(packed, tmp_path):
     from nanochat_gka import pack
 
-    pack.main(pack.PackConfig(corpus=packed / "corpus", tokenizer=packed / "tokenizer", out=tmp_path / "longer", sequence_len=64, workers=1))
+    pack.main(
+        pack.PackConfig(
+            corpus=packed / "corpus",
+            tokenizer=packed / "tokenizer",
+            out=tmp_path / "longer",
+            sequence_len=64,
+            workers=1,
+        )
+    )
     tiny.call(MODULE, *flags(packed, tmp_path, "--stop-after", 2))
     done = tiny.call(MODULE, *flags(packed, tmp_path, "--data", tmp_path / "longer"), check=False)
     tiny.assert_one_line_error(done, "was packed with another context length than the run in")
@@ -408,7 +505,9 @@ def test_a_second_trainer_is_kept_out(packed, tmp_path):
 def test_a_loss_that_is_not_finite_stops_and_names_the_last_checkpoint(packed, tmp_path):
     tiny.call(MODULE, *flags(packed, tmp_path, "--stop-after", 4, "--embedding-lr", "1e38"), check=False)
     done = tiny.call(MODULE, *flags(packed, tmp_path, "--embedding-lr", "1e38"), check=False)
-    tiny.assert_one_line_error(done, r"the gradient is not finite at step \d+; the weights were not touched. Last checkpoint: ")
+    tiny.assert_one_line_error(
+        done, r"the gradient is not finite at step \d+; the weights were not touched. Last checkpoint: "
+    )
 
 
 def test_weights_that_an_earlier_step_has_ruined_are_not_called_untouched(packed, tmp_path):
@@ -431,7 +530,11 @@ def test_a_log_that_lacks_values_is_made_up_for(packed, uninterrupted, tmp_path,
 
 
 def test_wandb_offline_needs_no_account_and_has_the_numbers(packed, tmp_path):
-    done = tiny.call(MODULE, *flags(packed, tmp_path, "--wandb", "offline", "--num-iterations", 2), env=tiny.without_account(tmp_path))
+    done = tiny.call(
+        MODULE,
+        *flags(packed, tmp_path, "--wandb", "offline", "--num-iterations", 2),
+        env=tiny.without_account(tmp_path),
+    )
     said = tiny.wandb_text(tmp_path / "run")
     log = [json.loads(line) for line in (tmp_path / "run/log.jsonl").read_text().splitlines()]
     for event, key in (("train", "loss"), ("eval", "val_bpb"), ("finish", "gap")):
@@ -441,8 +544,12 @@ def test_wandb_offline_needs_no_account_and_has_the_numbers(packed, tmp_path):
 
 
 def test_wandb_online_without_a_key_is_one_line_and_no_question(packed, tmp_path):
-    done = tiny.call(MODULE, *flags(packed, tmp_path, "--wandb", "online"), check=False, env=tiny.without_account(tmp_path))
-    tiny.assert_one_line_error(done, "--wandb online needs the key of an account: set WANDB_API_KEY, or run wandb login once")
+    done = tiny.call(
+        MODULE, *flags(packed, tmp_path, "--wandb", "online"), check=False, env=tiny.without_account(tmp_path)
+    )
+    tiny.assert_one_line_error(
+        done, "--wandb online needs the key of an account: set WANDB_API_KEY, or run wandb login once"
+    )
     assert log_steps(tmp_path) == []
     key = {**tiny.without_account(tmp_path), "WANDB_API_KEY": "no key"}
     done = tiny.call(MODULE, *flags(packed, tmp_path, "--wandb", "online"), check=False, env=key)

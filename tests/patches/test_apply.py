@@ -13,7 +13,17 @@ PATCHES = Path(__file__).resolve().parents[2] / "patches"
 sys.path.insert(0, str(PATCHES))
 import series  # noqa: E402
 
-GIT = ["git", "-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "commit.gpgsign=false", "-c", "init.defaultBranch=main"]
+GIT = [
+    "git",
+    "-c",
+    "user.name=t",
+    "-c",
+    "user.email=t@example.org",
+    "-c",
+    "commit.gpgsign=false",
+    "-c",
+    "init.defaultBranch=main",
+]
 MODEL = "import math\n\ndef size():\n    return 1\n\ndef shape():\n    return 2\n\ndef name():\n    return 'x'\n"
 TRAIN = "#!/usr/bin/env python\nflags = []\nrun(flags)\n"
 
@@ -48,9 +58,13 @@ def project(tmp_path):
     git(source, "init", "-q")
     pin = commit(source)
     edits = [
-        {"lib/new.py": "new = 1\n", "lib/model.py": MODEL.replace("math\n", "math\nimport new\n").replace("2\n", "2\n    # two\n")},
         {
-            "lib/model.py": MODEL.replace("math\n", "math\nimport new\n").replace("2\n", "2\n    # two\n") + "last = 1\n",
+            "lib/new.py": "new = 1\n",
+            "lib/model.py": MODEL.replace("math\n", "math\nimport new\n").replace("2\n", "2\n    # two\n"),
+        },
+        {
+            "lib/model.py": MODEL.replace("math\n", "math\nimport new\n").replace("2\n", "2\n    # two\n")
+            + "last = 1\n",
             "train.py": TRAIN.replace("[]\n", "[]\nflags += 1\n"),
         },
     ]
@@ -62,7 +76,9 @@ def project(tmp_path):
         commit(source)
     git(source, "checkout", "-q", pin)
     names = "".join(f"\n    000{number}.patch   words" for number in range(2))
-    (project / "patches" / "UPSTREAM").write_text(f"[small]\nrepository = {tmp_path}/nowhere\ncommit = {pin}\nsource = SMALL_SRC\npatches ={names}\n")
+    (project / "patches" / "UPSTREAM").write_text(
+        f"[small]\nrepository = {tmp_path}/nowhere\ncommit = {pin}\nsource = SMALL_SRC\npatches ={names}\n"
+    )
     return project
 
 
@@ -73,9 +89,18 @@ def source(project):
 
 def call(project, *arguments, src=None, code=0, **environment):
     """Run apply.py as a user does; returns all it prints."""
-    environment = {"PATH": os.environ["PATH"], "HOME": str(project.parent), **({"SMALL_SRC": str(src)} if src else {}), **environment}
+    environment = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(project.parent),
+        **({"SMALL_SRC": str(src)} if src else {}),
+        **environment,
+    }
     done = subprocess.run(
-        [sys.executable, project / "patches" / "apply.py", *map(str, arguments)], env=environment, cwd=project, capture_output=True, text=True
+        [sys.executable, project / "patches" / "apply.py", *map(str, arguments)],
+        env=environment,
+        cwd=project,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == code, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
@@ -85,7 +110,11 @@ def call(project, *arguments, src=None, code=0, **environment):
 
 
 def files(tree):
-    return {str(path.relative_to(tree)): path.read_bytes() for path in sorted(tree.rglob("*")) if path.is_file() and ".git" not in path.parts}
+    return {
+        str(path.relative_to(tree)): path.read_bytes()
+        for path in sorted(tree.rglob("*"))
+        if path.is_file() and ".git" not in path.parts
+    }
 
 
 def test_insert_show_and_take_out(project, source):
@@ -94,7 +123,10 @@ def test_insert_show_and_take_out(project, source):
     assert files(tree) == before
     assert "5 lines inserted in 3 files" in call(project, "apply") and "already patched" in call(project, "apply")
     patched = files(tree)
-    assert patched["lib/model.py"].decode() == MODEL.replace("math\n", "math\nimport new\n").replace("2\n", "2\n    # two\n") + "last = 1\n"
+    assert (
+        patched["lib/model.py"].decode()
+        == MODEL.replace("math\n", "math\nimport new\n").replace("2\n", "2\n    # two\n") + "last = 1\n"
+    )
     assert patched["lib/new.py"] == b"new = 1\n" and patched["README"] == before["README"]
     assert (tree / "train.py").stat().st_mode & 0o777 == 0o755
 
@@ -159,7 +191,10 @@ def test_a_version_where_a_line_has_no_place_is_left_alone(project, source):
     before = files(source)
     for flags in ([], ["--merge"]):
         message = call(project, "apply", "small", "--tree", source, *flags, code=2)
-        assert "1 of 5 insertions no longer fit (0000.patch: lib/model.py, after its line 7)" in message and "git -C" in message
+        assert (
+            "1 of 5 insertions no longer fit (0000.patch: lib/model.py, after its line 7)" in message
+            and "git -C" in message
+        )
         assert files(source) == before
 
 

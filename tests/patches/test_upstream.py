@@ -69,12 +69,31 @@ def base(tree, tmp_path_factory):
     """A nanochat base folder with data and a tokenizer."""
     base = tmp_path_factory.mktemp("base")
     run(PROJECT, "-m", "nanochat_gka.corpus", "--source", "builtin", "--out", base / "base_data")
-    run(tree("nanochat"), "-m", "scripts.tok_train", "--max-chars", 500_000, "--vocab-size", 512, NANOCHAT_BASE_DIR=str(base))
+    run(
+        tree("nanochat"),
+        "-m",
+        "scripts.tok_train",
+        "--max-chars",
+        500_000,
+        "--vocab-size",
+        512,
+        NANOCHAT_BASE_DIR=str(base),
+    )
     return base
 
 
 def pretrain(at, base, tag, *flags):
-    command = ["-m", "scripts.base_train", *SIZE.split(), *SCHEDULE.split(), "--device-type", "cpu", "--model-tag", tag, *flags]
+    command = [
+        "-m",
+        "scripts.base_train",
+        *SIZE.split(),
+        *SCHEDULE.split(),
+        "--device-type",
+        "cpu",
+        "--model-tag",
+        tag,
+        *flags,
+    ]
     return run(at, *command, NANOCHAT_BASE_DIR=str(base))
 
 
@@ -89,14 +108,20 @@ def computed(at, attention, out):
 
 @pytest.mark.parametrize(
     "name,form",
-    [("softmax", {}), ("gka", {"attention": "gka"}), ("gka-normalised", {"attention": "gka", "gka_values": "normalised"})],
+    [
+        ("softmax", {}),
+        ("gka", {"attention": "gka"}),
+        ("gka-normalised", {"attention": "gka", "gka_values": "normalised"}),
+    ],
     ids=["softmax", "gka", "gka-normalised"],
 )
 def test_nanochat_computes_what_ours_does(tree, tmp_path, name, form):
     """Initialisation bit by bit, logits and one step of the optimiser to rounding."""
     want = computed(tree("nanochat"), name, tmp_path / "out")
     torch.manual_seed(1)
-    config = GPTConfig(sequence_len=32, vocab_size=100, n_layer=4, n_head=2, n_kv_head=2, n_embd=64, window_pattern="SSL", **form)
+    config = GPTConfig(
+        sequence_len=32, vocab_size=100, n_layer=4, n_head=2, n_kv_head=2, n_embd=64, window_pattern="SSL", **form
+    )
     model = build(config, "cpu")
 
     def theirs(prefix):
@@ -107,7 +132,9 @@ def test_nanochat_computes_what_ours_does(tree, tmp_path, name, form):
     row, column = torch.arange(3)[:, None], torch.arange(35)[None]
     ids = (7 * row + 3 * column + column * column) % 100
     torch.testing.assert_close(model(ids), want["logits"], rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(want["cached"], want["logits"], rtol=1e-5, atol=1e-5)  # its KV cache, in passes of several sizes
+    torch.testing.assert_close(
+        want["cached"], want["logits"], rtol=1e-5, atol=1e-5
+    )  # its KV cache, in passes of several sizes
 
     rates = OptimConfig(unembedding_lr=0.004, embedding_lr=0.3, matrix_lr=0.02, weight_decay=0.2, scalar_lr=0.5)
     optimizer = MuonAdamW(parameter_groups(model, rates), Runtime(0, 1, torch.device("cpu")))
@@ -135,9 +162,15 @@ def test_nanochats_softmax_is_untouched_bit_by_bit(tree, base, tmp_path):
     assert_equal(computed(plain, "softmax", tmp_path / "plain"), computed(patched, "softmax", tmp_path / "patched"))
     printed = [pretrain(at, base, tag) for at, tag in ((plain, "plain"), (patched, "patched"))]
     assert losses(printed[0]) == losses(printed[1]) and len(losses(printed[0])) == 6
-    metas = [json.loads((base / "base_checkpoints" / tag / "meta_000006.json").read_text())["model_config"] for tag in ("plain", "patched")]
+    metas = [
+        json.loads((base / "base_checkpoints" / tag / "meta_000006.json").read_text())["model_config"]
+        for tag in ("plain", "patched")
+    ]
     assert metas[0] == metas[1]  # so that an unpatched nanochat reads it
-    weights = [torch.load(base / "base_checkpoints" / tag / "model_000006.pt", weights_only=True) for tag in ("plain", "patched")]
+    weights = [
+        torch.load(base / "base_checkpoints" / tag / "model_000006.pt", weights_only=True)
+        for tag in ("plain", "patched")
+    ]
     assert_equal(*weights)
 
 
@@ -185,8 +218,21 @@ def test_a_checkpoint_of_earlier_patches_keeps_its_form(tree, base):
     folder, bpb = base / "base_checkpoints" / "earlier", {}
 
     def evaluate():
-        flags = ["--eval", "bpb", "--model-tag", "earlier", "--split-tokens", 256, "--device-batch-size", 2, "--device-type", "cpu"]
-        return re.search(r"val bpb: ([\d.]+)", run(at, "-m", "scripts.base_eval", *flags, NANOCHAT_BASE_DIR=str(base)))[1]
+        flags = [
+            "--eval",
+            "bpb",
+            "--model-tag",
+            "earlier",
+            "--split-tokens",
+            256,
+            "--device-batch-size",
+            2,
+            "--device-type",
+            "cpu",
+        ]
+        return re.search(r"val bpb: ([\d.]+)", run(at, "-m", "scripts.base_eval", *flags, NANOCHAT_BASE_DIR=str(base)))[
+            1
+        ]
 
     for step in ("000003", "000006"):
         meta = json.loads((folder / f"meta_{step}.json").read_text())
@@ -282,10 +328,16 @@ def test_deit_trains_resumes_and_evaluates_gka(tree, images, tmp_path):
     at, name = tree("deit"), "deit_tiny_gka_patch16_224"
     deit(at, images, tmp_path, name, "--clip-grad", 1.0, "--min-lr", 1e-6)
     assert [line["epoch"] for line in log(tmp_path)] == [0, 1]
-    assert all(np.isfinite(line[key]) for line in log(tmp_path) for key in ("train_loss", "test_acc1", "test_ema_acc1", "test_ema_loss"))
+    assert all(
+        np.isfinite(line[key])
+        for line in log(tmp_path)
+        for key in ("train_loss", "test_acc1", "test_ema_acc1", "test_ema_loss")
+    )
     deit(at, images, tmp_path, name, "--resume", tmp_path / "checkpoint.pth", "--epochs", 3)
     assert [line["epoch"] for line in log(tmp_path)] == [0, 1, 2]
-    assert "Accuracy of the network on the 8 test images" in deit(at, images, tmp_path, name, "--resume", tmp_path / "checkpoint.pth", "--eval")
+    assert "Accuracy of the network on the 8 test images" in deit(
+        at, images, tmp_path, name, "--resume", tmp_path / "checkpoint.pth", "--eval"
+    )
 
 
 def test_deits_softmax_is_untouched_bit_by_bit(tree, tmp_path):

@@ -34,7 +34,15 @@ def line(candidate, role, median_ms, case="vit-ti", phase="forward", status="ok"
     """A line of a result file."""
     config = {"case": case, "phase": phase, "candidate": candidate, "role": role, "group": group, "quick": quick,
               "batch": 256, "tokens": 197, "heads": 3, "head_dim": 64, "causal": False, "window": None, "queries": 197}  # fmt: skip
-    measured = Measurement(status=status, median_ms=median_ms, low_ms=median_ms, high_ms=median_ms, first_ms=1.0, peak_mib=10.0, graphed=True)
+    measured = Measurement(
+        status=status,
+        median_ms=median_ms,
+        low_ms=median_ms,
+        high_ms=median_ms,
+        first_ms=1.0,
+        peak_mib=10.0,
+        graphed=True,
+    )
     return {"kind": "bench_attention", "date": "2026-01-02 03:04", "commit": "abc", "hardware": "NVIDIA H200", "torch": "2", "config": config,
             "metrics": {**vars(measured), **metrics}}  # fmt: skip
 
@@ -46,14 +54,19 @@ def test_candidates_take_turns_and_every_round_starts_with_another():
     seen = []
     calls = {name: lambda n, name=name: seen.append((name, n)) for name in "abc"}
     measured = interleave(calls, CPU, Plan(rounds=6, warmup=0, buffers=2))
-    assert all(m.samples == 6 and m.status == "ok" and m.first_ms is not None and m.peak_mib is None and not m.graphed for m in measured.values())
+    assert all(
+        m.samples == 6 and m.status == "ok" and m.first_ms is not None and m.peak_mib is None and not m.graphed
+        for m in measured.values()
+    )
     rounds = [seen[-12 * 3 :][k : k + 6] for k in range(0, 36, 6)]
     assert ["".join(name for name, _ in turn) for turn in rounds] == ["aabbcc", "bbccaa", "ccaabb"] * 2
     assert all([n for _, n in turn] == [0, 1] * 3 for turn in rounds)
 
 
 def test_median_and_spread_are_quantiles_of_one_call(monkeypatch):
-    clock = iter([7.0, *[8.0, 8.0], *[60.0] * 2, *range(10, 31)])  # first call; calibration; warm-up; 21 samples, of 2 calls each
+    clock = iter(
+        [7.0, *[8.0, 8.0], *[60.0] * 2, *range(10, 31)]
+    )  # first call; calibration; warm-up; 21 samples, of 2 calls each
 
     def elapsed(work, device):
         work()
@@ -85,7 +98,10 @@ def test_the_first_call_is_measured_apart(monkeypatch):
 
 
 def test_a_comparison_ends_when_its_time_is_up_but_not_before_three_rounds():
-    assert interleave({"a": lambda n: time.sleep(1e-3)}, CPU, Plan(rounds=1000, seconds=1e-4))["a"].samples == bench.MIN_ROUNDS
+    assert (
+        interleave({"a": lambda n: time.sleep(1e-3)}, CPU, Plan(rounds=1000, seconds=1e-4))["a"].samples
+        == bench.MIN_ROUNDS
+    )
 
 
 @pytest.mark.skipif(not Path("/proc/stat").exists(), reason="needs /proc")
@@ -98,8 +114,12 @@ def test_a_busy_machine_shows():
         busy.wait()
     assert found.elsewhere > 0.3
     comparison = Comparison("a", "forward", [line("a", "ours", 1.0, elsewhere=found.elsewhere)])
-    assert "while 1 of these 1 were timed: measure again on a quiet machine" in bench_report.disturbance([comparison])[0]
-    assert not bench_report.disturbance([Comparison("a", "forward", [line("a", "ours", 1.0, elsewhere=0.02), line("a", "ours", 1.0)])])
+    assert (
+        "while 1 of these 1 were timed: measure again on a quiet machine" in bench_report.disturbance([comparison])[0]
+    )
+    assert not bench_report.disturbance(
+        [Comparison("a", "forward", [line("a", "ours", 1.0, elsewhere=0.02), line("a", "ours", 1.0)])]
+    )
 
 
 def test_what_is_wrong_or_fails_is_not_timed_and_says_why():
@@ -124,7 +144,11 @@ def test_what_is_wrong_or_fails_is_not_timed_and_says_why():
         "right": ("ok", ""), "wrong": ("wrong", "y is off by 1.0e-01"), "unsupported": ("failed", "no kernel for this"),
         "unjudged": ("failed", "no float64 here"), "breaks later": ("failed", "out of memory"),
     }  # fmt: skip
-    assert counts["wrong"] == counts["unjudged"] == 1 and measured["wrong"].median_ms is None and measured["breaks later"].median_ms is None
+    assert (
+        counts["wrong"] == counts["unjudged"] == 1
+        and measured["wrong"].median_ms is None
+        and measured["breaks later"].median_ms is None
+    )
     assert measured["right"].samples == 5
 
 
@@ -159,7 +183,11 @@ def test_a_graph_that_cannot_be_captured_is_a_note_and_the_rest_replay(monkeypat
     plan = Plan(rounds=4, warmup=2, buffers=2, graph=True)
     measured = interleave({"a": lambda n: None, "b": stubborn}, torch.device("cuda"), plan)
     assert measured["a"].graphed and not measured["a"].note and len(replayed) == 2 + 2 + 4
-    assert measured["b"].status == "ok" and not measured["b"].graphed and measured["b"].note == "timed without a CUDA graph: not while capturing"
+    assert (
+        measured["b"].status == "ok"
+        and not measured["b"].graphed
+        and measured["b"].note == "timed without a CUDA graph: not while capturing"
+    )
     assert {m.peak_mib for m in measured.values()} == {3.0} and {m.samples for m in measured.values()} == {4}
 
 
@@ -174,7 +202,9 @@ def test_every_operator_of_a_cpu_passes_its_gate(text):
     case = Case.parse(text)
     for phase in (FORWARD,) if case.queries else (FORWARD, FULL):
         found = operators(case, CPU, torch.float32, phase)
-        assert [operator.role for operator in found.values()].count("ours") == 1 and next(iter(found.values())).role == "ours"
+        assert [operator.role for operator in found.values()].count("ours") == 1 and next(
+            iter(found.values())
+        ).role == "ours"
         for name, operator in found.items():
             if "triton" not in name:
                 assert gate(operator, case, phase, CPU, torch.float32) is None, name
@@ -187,7 +217,13 @@ def test_the_gate_stops_what_is_wrong(family):
     right = found["gka sdpa" if family == "gka" else "softmax sdpa"]
 
     def judge(change, phase=FULL):
-        return gate(replace(right, function=lambda *tensors: change(right.function(*tensors), tensors)), case, phase, CPU, torch.float32)
+        return gate(
+            replace(right, function=lambda *tensors: change(right.function(*tensors), tensors)),
+            case,
+            phase,
+            CPU,
+            torch.float32,
+        )
 
     assert judge(lambda y, tensors: y) is None
     assert "y is off by 1.0e-03" in judge(lambda y, tensors: 1.001 * y, FORWARD)
@@ -196,7 +232,9 @@ def test_the_gate_stops_what_is_wrong(family):
     last[-1] = 1e-3
     assert "y is off" in judge(lambda y, tensors: y + last, FORWARD)
     second = 1 if family == "gka" else 2  # log_sigma, values
-    assert ("dlog_sigma" if family == "gka" else "dv") in judge(lambda y, t: y + (t[second] - t[second].detach()).sum() * 0.01)
+    assert ("dlog_sigma" if family == "gka" else "dv") in judge(
+        lambda y, t: y + (t[second] - t[second].detach()).sum() * 0.01
+    )
 
 
 @pytest.mark.parametrize("mask", [Mask(), Mask(True), Mask(True, 5)])
@@ -245,11 +283,19 @@ def test_the_ratio_is_of_the_faster_baseline_that_is_right():
     assert comparison.unlike() == ""
     lines[2]["metrics"]["graphed"] = False
     assert comparison.unlike() == "without a CUDA graph: softmax cudnn"
-    assert Comparison("vit-ti", "forward", lines[1:]).ratio() is None and Comparison("vit-ti", "forward", lines[:1]).ratio() is None
+    assert (
+        Comparison("vit-ti", "forward", lines[1:]).ratio() is None
+        and Comparison("vit-ti", "forward", lines[:1]).ratio() is None
+    )
 
 
 def test_hardware_has_a_file_of_its_own(tmp_path, monkeypatch):
-    names = ["NVIDIA H200", "NVIDIA H100 80GB HBM3", "Intel(R) Xeon(R) Processor, 2 threads", "Intel(R) Xeon(R) Processor, 16 threads"]
+    names = [
+        "NVIDIA H200",
+        "NVIDIA H100 80GB HBM3",
+        "Intel(R) Xeon(R) Processor, 2 threads",
+        "Intel(R) Xeon(R) Processor, 16 threads",
+    ]
     assert [slug(name) for name in names] == [
         "nvidia-h200",
         "nvidia-h100-80gb-hbm3",
@@ -260,10 +306,25 @@ def test_hardware_has_a_file_of_its_own(tmp_path, monkeypatch):
         monkeypatch.setattr("runs.bench.results.describe_hardware", lambda device, name=name: name)
         monkeypatch.setattr("trainkit.results.describe_hardware", lambda device, name=name: name)
         recorder = Recorder(bench.BenchConfig(results=tmp_path), "attention", CPU)
-        recorder.record("vit-ti", "forward", {"a": Measurement("failed", "why")}, {"a": "ours"}, {"batch": 1}, lambda name, m: {"more": 2})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["bench_attention_nvidia-h100-80gb-hbm3.jsonl", "bench_attention_nvidia-h200.jsonl"]
+        recorder.record(
+            "vit-ti",
+            "forward",
+            {"a": Measurement("failed", "why")},
+            {"a": "ours"},
+            {"batch": 1},
+            lambda name, m: {"more": 2},
+        )
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "bench_attention_nvidia-h100-80gb-hbm3.jsonl",
+        "bench_attention_nvidia-h200.jsonl",
+    ]
     (record,) = read_lines(result_file(tmp_path, "attention", "NVIDIA H200"))
-    assert record["hardware"] == "NVIDIA H200" and record["config"]["batch"] == 1 and record["commit"] and record["command"]
+    assert (
+        record["hardware"] == "NVIDIA H200"
+        and record["config"]["batch"] == 1
+        and record["commit"]
+        and record["command"]
+    )
     assert (record["metrics"]["status"], record["metrics"]["reason"], record["metrics"]["more"]) == ("failed", "why", 2)
 
 
@@ -274,7 +335,10 @@ def write(folder, *lines):
 def test_the_newest_comparison_counts_and_quick_ones_only_when_asked(tmp_path):
     old = [line("gka triton", "ours", 1.0, group="1"), line("softmax flash", "baseline", 9.0, group="1")]
     new = [line("gka triton", "ours", 1.0, group="2"), line("softmax cudnn", "baseline", 3.0, group="2")]
-    quick = [line("gka triton", "ours", 1.0, group="3", quick=True), line("softmax cudnn", "baseline", 2.0, group="3", quick=True)]
+    quick = [
+        line("gka triton", "ours", 1.0, group="3", quick=True),
+        line("softmax cudnn", "baseline", 2.0, group="3", quick=True),
+    ]
     write(tmp_path, *old, *new, *quick)
     assert load(tmp_path, "attention", "NVIDIA H200")["vit-ti", "forward"].ratio() == 3.0
     assert load(tmp_path, "attention", "nvidia-h200", quick=True)["vit-ti", "forward"].ratio() == 2.0
@@ -302,7 +366,10 @@ def test_the_report_prints_tables_reasons_and_targets_of_a_file(tmp_path, capsys
 def test_targets_of_a_cpu_are_its_own():
     def group(case, phase, ours, baseline, **metrics):
         speeds = {"items_per_second": 1 / baseline}, {"items_per_second": 1 / ours}
-        lines = [line("softmax", "baseline", baseline, case, phase, **speeds[0], **metrics), line("gka", "ours", ours, case, phase, **speeds[1])]
+        lines = [
+            line("softmax", "baseline", baseline, case, phase, **speeds[0], **metrics),
+            line("gka", "ours", ours, case, phase, **speeds[1]),
+        ]
         return {(case, phase): Comparison(case, phase, lines)}
 
     deit = group("deit-ti-b8", "inference", 1.0, 1.1) | group("deit-ti-b16", "inference", 0.5, 1.0)
@@ -311,7 +378,9 @@ def test_targets_of_a_cpu_are_its_own():
     found = bench_report.targets({"attention": {}, "deit": deit, "gpt": gpt}, cuda=False)
     assert [(target.verdict, round(target.measured, 2)) for target in found] == [("pass", 2.0), ("miss", 1.13)]
     assert found[1].wanted == pytest.approx(0.95 * 1.2)
-    assert {target.verdict for target in bench_report.targets({"attention": {}, "deit": {}, "gpt": {}}, cuda=False)} == {"not measured"}
+    assert {
+        target.verdict for target in bench_report.targets({"attention": {}, "deit": {}, "gpt": {}}, cuda=False)
+    } == {"not measured"}
     memory = bench_report.Target("memory", 0.85, 0.8, at_most=True)
     assert memory.verdict == "pass" and replace(memory, measured=0.9).verdict == "miss"
 
@@ -319,14 +388,23 @@ def test_targets_of_a_cpu_are_its_own():
 def test_the_roofline_is_the_arithmetic_of_the_shapes():
     """Microseconds worked out by hand for DeiT-Ti's operator on an H200: 7.63 GFLOP, 39 MB for GKA and 78 MB for softmax; five products backward."""
     peaks, config = bench_plots.peaks_of("NVIDIA H200"), line("a", "ours", 1.0)["config"]
-    assert bench_plots.peaks_of("nvidia-h100-80gb-hbm3").bytes < peaks.bytes and bench_plots.peaks_of("NVIDIA A100") is None
-    bounds = [1e3 * bench_plots.bound_ms(config, phase, family, peaks) for phase in (FORWARD, FULL) for family in ("softmax", "gka")]
+    assert (
+        bench_plots.peaks_of("nvidia-h100-80gb-hbm3").bytes < peaks.bytes
+        and bench_plots.peaks_of("NVIDIA A100") is None
+    )
+    bounds = [
+        1e3 * bench_plots.bound_ms(config, phase, family, peaks)
+        for phase in (FORWARD, FULL)
+        for family in ("softmax", "gka")
+    ]
     assert bounds == pytest.approx([18.0, 9.7, 18.0 + 63.1, 9.7 + 24.1], rel=0.01)
     for causal, window in ((True, None), (True, 7), (False, 7), (False, None)):
         want = Mask(causal, window).dense(40, 40, CPU).sum().item()
         assert bench_plots.pairs({**config, "tokens": 40, "queries": 40, "causal": causal, "window": window}) == want
     decode = {**config, "queries": 1, "tokens": 8192}
-    assert bench_plots.bound_ms(decode, FORWARD, "softmax", peaks) == pytest.approx(2 * bench_plots.bound_ms(decode, FORWARD, "gka", peaks))
+    assert bench_plots.bound_ms(decode, FORWARD, "softmax", peaks) == pytest.approx(
+        2 * bench_plots.bound_ms(decode, FORWARD, "gka", peaks)
+    )
 
 
 # The commands
@@ -335,37 +413,98 @@ def test_the_roofline_is_the_arithmetic_of_the_shapes():
 def test_the_benchmarks_run_end_to_end(tmp_path, capsys):
     common = ["--device-type", "cpu", "--results", str(tmp_path), "--rounds", "2", "--seconds", "1"]
     cli.run(
-        bench_attention.main, bench_attention.AttentionConfig, [*common, "--shapes", "2x9x1x16", "1x12x1x16cw4n", "1x12x1x16nd", "--skip", "eager"]
+        bench_attention.main,
+        bench_attention.AttentionConfig,
+        [*common, "--shapes", "2x9x1x16", "1x12x1x16cw4n", "1x12x1x16nd", "--skip", "eager"],
     )
-    cli.run(bench_deit.main, bench_deit.DeitConfig, [*common, "--batch-sizes", "1", "--train-batch-sizes", "1", "--compile-mode", "off"])
-    cli.run(bench_gpt.main, bench_gpt.GPTBenchConfig, [*common, "--depth", "1", "--batch-size", "2", "--sequence-len", "16", "--vocab-size", "64"])
+    cli.run(
+        bench_deit.main,
+        bench_deit.DeitConfig,
+        [*common, "--batch-sizes", "1", "--train-batch-sizes", "1", "--compile-mode", "off"],
+    )
+    cli.run(
+        bench_gpt.main,
+        bench_gpt.GPTBenchConfig,
+        [*common, "--depth", "1", "--batch-size", "2", "--sequence-len", "16", "--vocab-size", "64"],
+    )
     files = {path.name.split("_")[1]: read_lines(path) for path in tmp_path.iterdir()}
-    assert {what: len(lines) for what, lines in files.items()} == {"attention": 3 + 3 + 5 + 5 + 5, "deit": 4, "gpt": 2 + 2 + 4 + 4}
+    assert {what: len(lines) for what, lines in files.items()} == {
+        "attention": 3 + 3 + 5 + 5 + 5,
+        "deit": 4,
+        "gpt": 2 + 2 + 4 + 4,
+    }
     for lines in files.values():
         for each in lines:
             metrics, config = each["metrics"], each["config"]
-            assert metrics["status"] == "ok" or "triton" in config["candidate"], each  # where there is no interpreter it says why
+            assert metrics["status"] == "ok" or "triton" in config["candidate"], (
+                each
+            )  # where there is no interpreter it says why
             assert bool(metrics["reason"]) == (metrics["median_ms"] is None) == (metrics["status"] != "ok")
     assert {each["config"]["case"] for each in files["gpt"]} == {"d1-b2-t16-v64"}
     assert all(each["metrics"]["items_per_second"] > 0 for each in files["gpt"])
     capsys.readouterr()
-    cli.run(bench_report.main, bench_report.ReportConfig, ["--device-type", "cpu", "--results", str(tmp_path), "--out", str(tmp_path / "out")])
+    cli.run(
+        bench_report.main,
+        bench_report.ReportConfig,
+        ["--device-type", "cpu", "--results", str(tmp_path), "--out", str(tmp_path / "out")],
+    )
     said = capsys.readouterr().out
-    for words in ("2x9x1x16 forward ", "deit-ti-b1 inference", "d1-b2-t16-v64 training", "DeiT-Ti forward", "1 not measured"):
+    for words in (
+        "2x9x1x16 forward ",
+        "deit-ti-b1 inference",
+        "d1-b2-t16-v64 training",
+        "DeiT-Ti forward",
+        "1 not measured",
+    ):
         assert words in said
 
 
 @pytest.mark.parametrize(
     "main, config, flags, words",
     [
-        (bench_attention.main, bench_attention.AttentionConfig, ["--shapes", "2x17x2"], "--shapes: expected BxTxHxD such as 16x2048x10x128"),
-        (bench_attention.main, bench_attention.AttentionConfig, ["--only", "swep"], "--only swep: no such case; there are vit-ti, lm-full,"),
-        (bench_attention.main, bench_attention.AttentionConfig, ["--rounds", "-1"], "--rounds must not be negative, got -1"),
-        (bench_deit.main, bench_deit.DeitConfig, ["--batch-sizes", "8", "0"], "--batch-sizes must be at least 1, got 0"),
+        (
+            bench_attention.main,
+            bench_attention.AttentionConfig,
+            ["--shapes", "2x17x2"],
+            "--shapes: expected BxTxHxD such as 16x2048x10x128",
+        ),
+        (
+            bench_attention.main,
+            bench_attention.AttentionConfig,
+            ["--only", "swep"],
+            "--only swep: no such case; there are vit-ti, lm-full,",
+        ),
+        (
+            bench_attention.main,
+            bench_attention.AttentionConfig,
+            ["--rounds", "-1"],
+            "--rounds must not be negative, got -1",
+        ),
+        (
+            bench_deit.main,
+            bench_deit.DeitConfig,
+            ["--batch-sizes", "8", "0"],
+            "--batch-sizes must be at least 1, got 0",
+        ),
         (bench_deit.main, bench_deit.DeitConfig, ["--impl", "cuda"], "--impl: impl must be one of auto, reference,"),
-        (bench_gpt.main, bench_gpt.GPTBenchConfig, ["--depth", "-1"], "--depth must be at least 1, or 0 for the device's own, got -1"),
-        (bench_gpt.main, bench_gpt.GPTBenchConfig, ["--window-pattern", "X"], "window_pattern must be made of the letters S, L, got 'X'"),
-        (bench_report.main, bench_report.ReportConfig, ["--hardware", "NVIDIA H300"], "has no benchmark of NVIDIA H300"),
+        (
+            bench_gpt.main,
+            bench_gpt.GPTBenchConfig,
+            ["--depth", "-1"],
+            "--depth must be at least 1, or 0 for the device's own, got -1",
+        ),
+        (
+            bench_gpt.main,
+            bench_gpt.GPTBenchConfig,
+            ["--window-pattern", "X"],
+            "window_pattern must be made of the letters S, L, got 'X'",
+        ),
+        (
+            bench_report.main,
+            bench_report.ReportConfig,
+            ["--hardware", "NVIDIA H300"],
+            "has no benchmark of NVIDIA H300",
+        ),
     ],
 )
 def test_a_mistake_is_one_line(main, config, flags, words, tmp_path, capsys):
@@ -386,7 +525,9 @@ def test_the_command_leaves_with_2_for_a_mistake(tmp_path):
 def test_the_operator_benchmark_on_cuda(tmp_path):
     shapes = ["8x197x3x64", "2x512x4x128cn", "2x512x4x128cw256n", "4x1024x4x128nd"]
     cli.run(
-        bench_attention.main, bench_attention.AttentionConfig, ["--device-type", "cuda", "--quick", "--results", str(tmp_path), "--shapes", *shapes]
+        bench_attention.main,
+        bench_attention.AttentionConfig,
+        ["--device-type", "cuda", "--quick", "--results", str(tmp_path), "--shapes", *shapes],
     )
     (path,) = tmp_path.iterdir()
     groups = {}
@@ -395,7 +536,10 @@ def test_the_operator_benchmark_on_cuda(tmp_path):
     assert len(groups) == 7
     for key, lines in groups.items():
         right = [each for each in lines if each["metrics"]["status"] == "ok"]
-        assert {"ours", "baseline"} <= {each["config"]["role"] for each in right}, (key, [each["metrics"]["reason"] for each in lines])
+        assert {"ours", "baseline"} <= {each["config"]["role"] for each in right}, (
+            key,
+            [each["metrics"]["reason"] for each in lines],
+        )
         assert not [each["metrics"]["reason"] for each in lines if each["metrics"]["status"] == "wrong"], key
         assert all(each["metrics"]["graphed"] and each["metrics"]["peak_mib"] > 0 for each in right), (
             key,

@@ -36,7 +36,13 @@ def test_commands_run_side_by_side_and_keep_their_output(tmp_path):
 
 def test_a_failing_command_ends_all_with_its_last_line_and_code(tmp_path, capfd):
     jobs = [
-        Job("fails", "deit_gka.export", ["--run", tmp_path / "nothing", "--out", tmp_path / "out"], tmp_path / "fails", steps=1),
+        Job(
+            "fails",
+            "deit_gka.export",
+            ["--run", tmp_path / "nothing", "--out", tmp_path / "out"],
+            tmp_path / "fails",
+            steps=1,
+        ),
         job(tmp_path / "sleeps", "sleeps", "import time; time.sleep(600)"),
     ]
     with pytest.raises(SystemExit) as left:
@@ -51,7 +57,10 @@ def test_a_command_that_is_killed_in_silence_is_named_and_not_by_what_an_earlier
     with pytest.raises(SystemExit) as left:
         run_side_by_side([job(tmp_path, "dies", "import os; os.kill(os.getpid(), 9)")], 1, Outlook({"training": 1.0}))
     assert left.value.code == 128 + 9
-    assert capfd.readouterr().err == f"error: dies ended with exit code -9; what it printed is in {tmp_path / 'output.txt'}\n"
+    assert (
+        capfd.readouterr().err
+        == f"error: dies ended with exit code -9; what it printed is in {tmp_path / 'output.txt'}\n"
+    )
 
 
 def test_the_outlook_corrects_what_is_left_by_the_pace(monkeypatch, capsys):
@@ -71,7 +80,9 @@ def test_the_outlook_corrects_what_is_left_by_the_pace(monkeypatch, capsys):
         plan.say("step 6 of 10")  # too soon after the line before
     assert plan.left() == 0
     printed = capsys.readouterr().out
-    assert "[2/2] training; about 6 min 40 s left in all" in printed and "step 5 of 10; about 4 min 31 s left" in printed
+    assert (
+        "[2/2] training; about 6 min 40 s left in all" in printed and "step 5 of 10; about 4 min 31 s left" in printed
+    )
     assert "step 6" not in printed
 
 
@@ -108,7 +119,10 @@ def test_a_result_that_is_not_whole_is_named_by_its_table(tmp_path, monkeypatch)
 
 
 def test_the_ablation_table_puts_runs_beside_the_paper(tmp_path, capfd):
-    with pytest.raises(UserError, match=r"deit_tiny_patch16_224 holds no finished run; make ablate-projections DATA=... trains the three"):
+    with pytest.raises(
+        UserError,
+        match=r"deit_tiny_patch16_224 holds no finished run; make ablate-projections DATA=... trains the three",
+    ):
         ablation.main(ablation.AblationConfig(runs=tmp_path))
     for accuracy, (_, model) in zip((70.5, 71.25, 69.75), ablation.MODELS.values()):
         (tmp_path / model).mkdir()
@@ -122,8 +136,15 @@ def test_the_ablation_table_puts_runs_beside_the_paper(tmp_path, capfd):
         }
         (tmp_path / model / "log.jsonl").write_text(json.dumps(record) + "\n")
     ablation.main(ablation.AblationConfig(runs=tmp_path))
-    lines = [line for line in capfd.readouterr().out.splitlines() if any(label in line for label in ("softmax", "VLT", "GKA"))]
-    assert [("70.50" in lines[0], "71.50 (72.2)" in lines[0]), ("72.25 (73.5)" in lines[1], "5.00 (5.28)" in lines[1])] == [(True, True)] * 2
+    lines = [
+        line
+        for line in capfd.readouterr().out.splitlines()
+        if any(label in line for label in ("softmax", "VLT", "GKA"))
+    ]
+    assert [
+        ("70.50" in lines[0], "71.50 (72.2)" in lines[0]),
+        ("72.25 (73.5)" in lines[1], "5.00 (5.28)" in lines[1]),
+    ] == [(True, True)] * 2
     assert "70.75 (71.54)" in lines[2] and "2.00 (1.98)" in lines[2]
 
 
@@ -141,7 +162,10 @@ def test_tables_leave_out_what_was_measured_of_other_models(tmp_path, monkeypatc
     record = {"date": "2026-11-21 17:04", "commit": "a14f06e", "hardware": "a CPU, 2 threads", "torch": "2.14"}
     metrics = dict.fromkeys(tables.COLUMNS, 1)
     runs = {"d4-softmax-400": 7001, "d4-gka-400": 7002, "d4-gka-paper-400": 7003}
-    lines = [{**record, "config": {"model_tag": tag}, "metrics": {**metrics, "parameters": count}, "label": "GKA"} for tag, count in runs.items()]
+    lines = [
+        {**record, "config": {"model_tag": tag}, "metrics": {**metrics, "parameters": count}, "label": "GKA"}
+        for tag, count in runs.items()
+    ]
     (tmp_path / "demo.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     monkeypatch.setattr(tables, "DEMO_RESULTS", tmp_path / "demo.jsonl")
     shown = tables.demo_table()
@@ -150,12 +174,26 @@ def test_tables_leave_out_what_was_measured_of_other_models(tmp_path, monkeypatc
     def compared(kinds, speed):
         for phase in bench_gpt.DECODE:
             for kind in kinds:
-                config = {"case": "d4", "phase": phase, "candidate": kind, "role": "ours", "group": f"{phase}-{speed}", "quick": False}
+                config = {
+                    "case": "d4",
+                    "phase": phase,
+                    "candidate": kind,
+                    "role": "ours",
+                    "group": f"{phase}-{speed}",
+                    "quick": False,
+                }
                 yield {**record, "config": config, "metrics": {"items_per_second": speed, "cache_mib": 16.0}}
 
     monkeypatch.setattr(tables.bench_results, "RESULTS", tmp_path)
-    path, older = tmp_path / "bench_gpt_a-cpu-2-threads.jsonl", list(compared(["softmax", "gka", "gka-keys", "gka-rotated"], 111))
+    path, older = (
+        tmp_path / "bench_gpt_a-cpu-2-threads.jsonl",
+        list(compared(["softmax", "gka", "gka-keys", "gka-rotated"], 111)),
+    )
     path.write_text("".join(json.dumps(line) + "\n" for line in older))
     assert "111" not in tables.decode_table()
     path.write_text("".join(json.dumps(line) + "\n" for line in [*older, *compared(tables.DECODERS, 222)]))
-    assert tables.decode_table().count("| 222 | 222 |") == 4 and set(tables.DECODERS) == {"softmax", "gka", *bench_gpt.DECODE_ONLY}
+    assert tables.decode_table().count("| 222 | 222 |") == 4 and set(tables.DECODERS) == {
+        "softmax",
+        "gka",
+        *bench_gpt.DECODE_ONLY,
+    }

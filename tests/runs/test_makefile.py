@@ -22,9 +22,27 @@ def make(tmp_path):
     for name in ("Makefile", "requirements.txt", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
 
-    ours = {"NGPU", "DEPTH", "CORPUS", "SHARDS", "VOCAB", "SEQ", "ARGS", "BASE", "RUN", "PYTHON", "WANDB_MODE", "DATA", "MODEL"}
+    ours = {
+        "NGPU",
+        "DEPTH",
+        "CORPUS",
+        "SHARDS",
+        "VOCAB",
+        "SEQ",
+        "ARGS",
+        "BASE",
+        "RUN",
+        "PYTHON",
+        "WANDB_MODE",
+        "DATA",
+        "MODEL",
+    }
     # These tests run under `make test`: its settings and its talk of entering folders are not theirs.
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("MAKE") and key not in ours and key != "MFLAGS"}
+    environment = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith("MAKE") and key not in ours and key != "MFLAGS"
+    }
 
     def run(*words):
         return subprocess.run(["make", *words], cwd=tmp_path, capture_output=True, text=True, env=environment)
@@ -38,8 +56,14 @@ def test_dry_run_of_pretraining_shows_the_whole_chain(make):
              "torchrun --standalone --nproc-per-node 7 -m -- nanochat_gka.train"]  # fmt: skip
     positions = [lines.index(step) for step in order]
     assert positions == sorted(positions)
-    assert "--depth 20" in lines and "--attention gka --target-param-data-ratio 8.25" in lines and "--sequence-len 2048" in lines
-    baseline = make("-n", "pretrain-d20-base", "DEPTH=12", "WANDB_MODE=offline", "ARGS=--device-batch-size 8").stdout.splitlines()[-1]
+    assert (
+        "--depth 20" in lines
+        and "--attention gka --target-param-data-ratio 8.25" in lines
+        and "--sequence-len 2048" in lines
+    )
+    baseline = make(
+        "-n", "pretrain-d20-base", "DEPTH=12", "WANDB_MODE=offline", "ARGS=--device-batch-size 8"
+    ).stdout.splitlines()[-1]
     assert (
         "--depth 12" in baseline
         and "--attention softmax --target-param-data-ratio 10.5 --device-batch-size 8" in baseline
@@ -53,20 +77,34 @@ def test_a_finished_step_is_not_run_again(make, tmp_path):
     (tmp_path / "out/packed/fineweb-170-32768-2048").mkdir(parents=True)
     (tmp_path / "out/tokenizer/fineweb-170-32768").mkdir(parents=True)
     (tmp_path / "out/corpus/fineweb-170").mkdir(parents=True)
-    for made in ("corpus/fineweb-170/.complete", "tokenizer/fineweb-170-32768/tokenizer.json", "packed/fineweb-170-32768-2048/manifest.json"):
+    for made in (
+        "corpus/fineweb-170/.complete",
+        "tokenizer/fineweb-170-32768/tokenizer.json",
+        "packed/fineweb-170-32768-2048/manifest.json",
+    ):
         (tmp_path / "out" / made).touch()
     lines = make("-n", "pretrain-d20").stdout
     assert "nanochat_gka.train" in lines
-    assert not any(step in lines for step in ("pip", "nanochat_gka.corpus", "nanochat_gka.tokenizer", "nanochat_gka.pack"))
+    assert not any(
+        step in lines for step in ("pip", "nanochat_gka.corpus", "nanochat_gka.tokenizer", "nanochat_gka.pack")
+    )
 
 
 def test_every_corpus_has_its_own_names_and_args_go_to_the_named_target(make, tmp_path):
     for folder in ("a/text", "b/text"):
         (tmp_path / folder).mkdir(parents=True)
-    lines = {what: make("-n", "tokenize", what, "ARGS=--workers 2").stdout for what in ("CORPUS=a/text", "CORPUS=b/text", "SHARDS=8", "SHARDS=9")}
+    lines = {
+        what: make("-n", "tokenize", what, "ARGS=--workers 2").stdout
+        for what in ("CORPUS=a/text", "CORPUS=b/text", "SHARDS=8", "SHARDS=9")
+    }
     packed = {what: re.search(r"nanochat_gka.pack .* --out (\S+) --workers 2", text)[1] for what, text in lines.items()}
     assert len(set(packed.values())) == 4
-    assert all("--workers" not in line for text in lines.values() for line in text.splitlines() if "nanochat_gka.tokenizer" in line)
+    assert all(
+        "--workers" not in line
+        for text in lines.values()
+        for line in text.splitlines()
+        if "nanochat_gka.tokenizer" in line
+    )
 
 
 @pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine may have a GPU")
@@ -90,15 +128,21 @@ def test_without_a_gpu_pretraining_says_what_to_run_instead(make):
     ],
 )
 def test_vision_targets_train_the_model_they_name(make, target, model):
-    last = make("-n", target, "DATA=/some/images", "NGPU=7", "ARGS=--epochs 2 --device-type cpu").stdout.splitlines()[-1]
-    assert last.startswith(".venv/bin/torchrun --standalone --nproc-per-node 7 -m -- deit_gka.train --data '/some/images'")
+    last = make("-n", target, "DATA=/some/images", "NGPU=7", "ARGS=--epochs 2 --device-type cpu").stdout.splitlines()[
+        -1
+    ]
+    assert last.startswith(
+        ".venv/bin/torchrun --standalone --nproc-per-node 7 -m -- deit_gka.train --data '/some/images'"
+    )
     assert f"--model {model}_patch16_224 --epochs 2" in last
     assert "--model resnet18 " in make("-n", target, "DATA=x", "MODEL=resnet18", "ARGS=--device-type cpu").stdout
 
 
 def test_the_ablation_trains_three_models_and_prints_the_table(make):
     lines = make("-n", "ablate-projections", "DATA=digits", "ARGS=--device-type cpu").stdout.splitlines()[-4:]
-    assert [re.search(r"--model (\S+)", line)[1] for line in lines[:3]] == [f"deit_tiny{kind}_patch16_224" for kind in ("", "_vlt", "_gka")]
+    assert [re.search(r"--model (\S+)", line)[1] for line in lines[:3]] == [
+        f"deit_tiny{kind}_patch16_224" for kind in ("", "_vlt", "_gka")
+    ]
     assert lines[3].endswith("runs.paper.ablation --runs out/runs")
 
 
@@ -111,7 +155,9 @@ def test_evaluation_takes_the_named_run_or_the_models(make):
 @pytest.mark.parametrize("target", ["eval-deit", "eval-bpb"])
 def test_torchrun_leaves_our_flags_to_us(make, tmp_path, target):
     """It has a --run-path, and would take our --run for a short form of it."""
-    line = make("-n", target, "NGPU=2", "DATA=digits", f"RUN={tmp_path}/none", "ARGS=--device-type cpu").stdout.splitlines()[-1]
+    line = make(
+        "-n", target, "NGPU=2", "DATA=digits", f"RUN={tmp_path}/none", "ARGS=--device-type cpu"
+    ).stdout.splitlines()[-1]
     words = shlex.split(line.replace(".venv/bin/torchrun", f"{sys.executable} -m torch.distributed.run"))
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert f"error: no checkpoint in {tmp_path}/none" in done.stderr
@@ -146,7 +192,11 @@ def test_a_corpus_that_is_not_there_is_one_line(make, tmp_path):
 
 
 def test_help_lists_every_public_target(make):
-    declared = re.search(r"^\.PHONY: ((?:.*\\\n)*.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].replace("\\", "").split()
+    declared = (
+        re.search(r"^\.PHONY: ((?:.*\\\n)*.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
+        .replace("\\", "")
+        .split()
+    )
     listed = re.findall(r"^  make ([a-z0-9-]+)", make("help").stdout, re.MULTILINE)
     assert {name for name in declared if not name.startswith("check-")} == set(listed)
 

@@ -51,7 +51,13 @@ class HubHandler(BaseHTTPRequestHandler):
         if content is None:
             self.send(404, 0)
         else:
-            self.send(200, len(content), ETag=f'"{hashlib.sha256(content).hexdigest()}"', X_Repo_Commit="a" * 40, Accept_Ranges="bytes")
+            self.send(
+                200,
+                len(content),
+                ETag=f'"{hashlib.sha256(content).hexdigest()}"',
+                X_Repo_Commit="a" * 40,
+                Accept_Ranges="bytes",
+            )
 
     def do_GET(self):
         name, content = self.file()

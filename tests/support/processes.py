@@ -35,7 +35,9 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
-def _run(module: str, argv: list[str], environment: dict[str, str], output: str, errors: str, library: Path | None) -> None:
+def _run(
+    module: str, argv: list[str], environment: dict[str, str], output: str, errors: str, library: Path | None
+) -> None:
     for path, descriptor in ((output, 1), (errors, 2)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     os.environ.update(environment)
@@ -82,7 +84,9 @@ def server():
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(LIBRARIES)
     mine = dict(os.environ)
-    os.environ.update(environment(), PYTHONPATH=os.pathsep.join(map(str, (Path(__file__).parent, Path(__file__).parents[2]))))
+    os.environ.update(
+        environment(), PYTHONPATH=os.pathsep.join(map(str, (Path(__file__).parent, Path(__file__).parents[2])))
+    )
     try:
         multiprocessing.forkserver.ensure_running()
     finally:
@@ -106,7 +110,11 @@ class Running:
         context, argv = server(), [str(flag) for flag in flags]
         self.processes = []
         for rank in range(ranks):
-            places = {key: str(value) for key, value in {**group, "RANK": rank, "LOCAL_RANK": rank}.items()} if ranks > 1 else {}
+            places = (
+                {key: str(value) for key, value in {**group, "RANK": rank, "LOCAL_RANK": rank}.items()}
+                if ranks > 1
+                else {}
+            )
             process = context.Process(target=_run, args=(module, argv, places, str(self.out), str(self.err), library))
             process.start()
             self.processes.append(process)
@@ -132,7 +140,9 @@ class Running:
             self.kill()
             raise TimeoutError(self.out.read_text()[-2000:] + self.err.read_text()[-4000:])
         codes = [process.exitcode for process in self.processes]
-        return subprocess.CompletedProcess([], next((code for code in codes if code), 0), self.out.read_text(), self.err.read_text())
+        return subprocess.CompletedProcess(
+            [], next((code for code in codes if code), 0), self.out.read_text(), self.err.read_text()
+        )
 
 
 def start(module: str, *flags, ranks: int = 1, folder: Path, library: Path | None = None) -> Running:

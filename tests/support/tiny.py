@@ -56,19 +56,39 @@ def documents(count: int, seed: int) -> list[str]:
 def write_corpus(folder: Path, files: int = 2, docs: int = 400, row_group: int = 50) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for index in range(files):
-        pq.write_table(pa.table({"text": documents(docs, index)}), folder / f"shard_{index:05d}.parquet", row_group_size=row_group)
+        pq.write_table(
+            pa.table({"text": documents(docs, index)}), folder / f"shard_{index:05d}.parquet", row_group_size=row_group
+        )
     return folder
 
 
 def command(module: str, *flags, ranks: int = 1) -> list[str]:
-    start = [sys.executable] if ranks == 1 else [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return [*start, "-m", *(["--"] if ranks > 1 else []), module, *map(str, flags)]  # the dashes keep torchrun from taking our --run
+    start = (
+        [sys.executable]
+        if ranks == 1
+        else [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    )
+    return [
+        *start,
+        "-m",
+        *(["--"] if ranks > 1 else []),
+        module,
+        *map(str, flags),
+    ]  # the dashes keep torchrun from taking our --run
 
 
-def call(module: str, *flags, ranks: int = 1, check: bool = True, real: bool = False, env: dict[str, str] | None = None):
+def call(
+    module: str, *flags, ranks: int = 1, check: bool = True, real: bool = False, env: dict[str, str] | None = None
+):
     """Run a command to its end, forked from a process that has imported PyTorch. real, or an env: as a user's shell does, and torchrun."""
     if real or env:
-        done = subprocess.run(command(module, *flags, ranks=ranks), capture_output=True, text=True, env=env or environment(), timeout=HANG_AFTER)
+        done = subprocess.run(
+            command(module, *flags, ranks=ranks),
+            capture_output=True,
+            text=True,
+            env=env or environment(),
+            timeout=HANG_AFTER,
+        )
     else:
         with tempfile.TemporaryDirectory() as folder:
             done = processes.call(module, *flags, ranks=ranks, check=False, folder=Path(folder))
@@ -77,7 +97,13 @@ def call(module: str, *flags, ranks: int = 1, check: bool = True, real: bool = F
 
 
 def start(module: str, *flags, ranks: int = 1) -> subprocess.Popen:
-    return subprocess.Popen(command(module, *flags, ranks=ranks), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment())
+    return subprocess.Popen(
+        command(module, *flags, ranks=ranks),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment(),
+    )
 
 
 def kill_tree(process: subprocess.Popen) -> None:
@@ -115,7 +141,11 @@ def wandb_text(folder: Path) -> bytes:
 
 def without_account(home: Path) -> dict[str, str]:
     """The environment of someone who has never heard of Weights & Biases."""
-    return {**{key: value for key, value in environment().items() if not key.startswith("WANDB_")}, "HOME": str(home), "NETRC": str(home / "none")}
+    return {
+        **{key: value for key, value in environment().items() if not key.startswith("WANDB_")},
+        "HOME": str(home),
+        "NETRC": str(home / "none"),
+    }
 
 
 def assert_one_line_error(done: subprocess.CompletedProcess, pattern: str) -> None:

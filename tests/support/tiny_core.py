@@ -31,7 +31,11 @@ def _example(kind: str, rng: random.Random, number: int) -> dict:
         return {"query": words(2, 18), "choices": choices, "gold": rng.randrange(len(choices))}
     if kind == "schema":
         stem = words(2, 14)
-        return {"context_options": [f"{stem} {words(1, 2)}" for _ in range(2)], "continuation": words(1, 8) + ".", "gold": rng.randrange(2)}
+        return {
+            "context_options": [f"{stem} {words(1, 2)}" for _ in range(2)],
+            "continuation": words(1, 8) + ".",
+            "gold": rng.randrange(2),
+        }
     return {"context": f" {words(3, 25)} \n", "continuation": words(1, 2)}
 
 
@@ -41,7 +45,13 @@ def write_bundle(folder: Path, labels=tuple(TASKS)) -> Path:
     lines = ["icl_tasks:"]
     for label in labels:
         file, kind, shots, delimiter, _ = TASKS[label]
-        lines += ["-", f"  label: {label}", f"  dataset_uri: {file}", f"  num_fewshot: [{shots}]", f"  icl_task_type: {kind}"]
+        lines += [
+            "-",
+            f"  label: {label}",
+            f"  dataset_uri: {file}",
+            f"  num_fewshot: [{shots}]",
+            f"  icl_task_type: {kind}",
+        ]
         lines += [f'  continuation_delimiter: "{delimiter}"'] if delimiter else []
         path = folder / "eval_data" / file
         path.parent.mkdir(parents=True, exist_ok=True)

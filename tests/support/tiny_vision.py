@@ -12,7 +12,14 @@ __all__ = ["call", "descendants", "server", "start"]
 
 SIZE = 16
 SHAPE = dict(patch_size=4, embed_dim=16, depth=2, num_heads=2)
-MICRO = ["--model-kwargs", *(f"{key}={value}" for key, value in SHAPE.items()), "--input-size", SIZE, "--device-type", "cpu"]
+MICRO = [
+    "--model-kwargs",
+    *(f"{key}={value}" for key, value in SHAPE.items()),
+    "--input-size",
+    SIZE,
+    "--device-type",
+    "cpu",
+]
 
 
 # Pictures

@@ -25,7 +25,11 @@ def ids() -> torch.Tensor:
 
 def main(out: str, attention: str) -> None:
     with torch.device("meta"):
-        form = {"softmax": {}, "gka": {"attention": "gka"}, "gka-normalised": {"attention": "gka", "gka_values": "normalised"}}[attention]
+        form = {
+            "softmax": {},
+            "gka": {"attention": "gka"},
+            "gka-normalised": {"attention": "gka", "gka_values": "normalised"},
+        }[attention]
         model = GPT(GPTConfig(**SHAPE, **form))
     model.to_empty(device="cpu")
     torch.manual_seed(1)
@@ -40,7 +44,9 @@ def main(out: str, attention: str) -> None:
     tensors["logits"] = model(tokens).detach()
     cache = KVCache(batch_size=3, num_heads=2, seq_len=40, head_dim=32, num_layers=4, device="cpu", dtype=torch.float32)
     with torch.inference_mode():
-        tensors["cached"] = torch.cat([model(part, kv_cache=cache) for part in tokens.split(CACHE_CHUNKS, dim=1)], dim=1)
+        tensors["cached"] = torch.cat(
+            [model(part, kv_cache=cache) for part in tokens.split(CACHE_CHUNKS, dim=1)], dim=1
+        )
     inputs, targets = tokens[:, :32], tokens[:, 1:33].contiguous()
     optimizer = model.setup_optimizer(**RATES)
     for step in range(2):

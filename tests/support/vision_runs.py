@@ -21,7 +21,19 @@ FULL = ["--epochs", EPOCHS, "--warmup-epochs", 1, "--batch-size", 12, "--group-s
 
 
 def flags(data, out, *more):
-    return ["--data", data, "--out", out, "--results", out / "results.jsonl", *MICRO, *FULL, "--model-tag", "run", *more]
+    return [
+        "--data",
+        data,
+        "--out",
+        out,
+        "--results",
+        out / "results.jsonl",
+        *MICRO,
+        *FULL,
+        "--model-tag",
+        "run",
+        *more,
+    ]
 
 
 def train(data, out, *more, **options):
@@ -58,7 +70,8 @@ def wait_for_step(process, out, step):
 def evaluations(out):
     """What every evaluation found, without the times."""
     return [
-        {key: value for key, value in record.items() if "per_second" not in key and key not in ("time", "waiting")} for record in records(out, "eval")
+        {key: value for key, value in record.items() if "per_second" not in key and key not in ("time", "waiting")}
+        for record in records(out, "eval")
     ]
 
 

@@ -16,7 +16,10 @@ import tiny
 from trainkit import checkpoint
 from trainkit.cli import UserError
 
-TENSORS = {"model": {"weight": torch.arange(12.0).reshape(3, 4)}, "optimizer": {"step": torch.tensor(3), "moment": torch.ones(2)}}
+TENSORS = {
+    "model": {"weight": torch.arange(12.0).reshape(3, 4)},
+    "optimizer": {"step": torch.tensor(3), "moment": torch.ones(2)},
+}
 
 
 def save(folder, step, **more):
@@ -29,8 +32,17 @@ def steps(folder):
 
 def test_what_went_in_comes_out(tmp_path):
     tensors = {
-        "model": {"bf16": torch.randn(5, 3).bfloat16(), "transposed": torch.randn(3, 4).t(), "scalar": torch.tensor(7), "empty": torch.empty(0, 2)},
-        "other": {"flags": torch.tensor([True, False]), "double": torch.randn(2, dtype=torch.float64), "grad": torch.nn.Parameter(torch.ones(1))},
+        "model": {
+            "bf16": torch.randn(5, 3).bfloat16(),
+            "transposed": torch.randn(3, 4).t(),
+            "scalar": torch.tensor(7),
+            "empty": torch.empty(0, 2),
+        },
+        "other": {
+            "flags": torch.tensor([True, False]),
+            "double": torch.randn(2, dtype=torch.float64),
+            "grad": torch.nn.Parameter(torch.ones(1)),
+        },
     }
     (tmp_path / "tokenizer.json").write_text("{}\n")
     state = {"loss": 0.1 + 0.2, "config": {"depth": 20, "tag": "d20-⌘"}, "list": [1, None, True]}
@@ -209,7 +221,9 @@ def test_kill_9_in_the_middle_of_saving_never_costs_a_finished_checkpoint(tmp_pa
     """Ten processes saving 20 MB over and over, each killed at another moment of a save. Forked from one, which imports torch once."""
     rng, folder, saved = random.Random(1), tmp_path / "run", 0
     command = [sys.executable, "-c", SAVER, folder]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, env=tiny.environment()) as saver:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, env=tiny.environment()
+    ) as saver:
         for _ in range(10):
             saver.stdin.write("\n")
             pid, began = int(saver.stdout.readline()), time.monotonic()

@@ -84,7 +84,11 @@ def field_docs(config_class) -> dict[str, str]:
     docs = {}
     for base in [base for base in reversed(config_class.__mro__) if base is not object]:
         body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
-        docs |= {a.target.id: b.value.value for a, b in itertools.pairwise(body) if isinstance(a, ast.AnnAssign) and isinstance(b, ast.Expr)}
+        docs |= {
+            a.target.id: b.value.value
+            for a, b in itertools.pairwise(body)
+            if isinstance(a, ast.AnnAssign) and isinstance(b, ast.Expr)
+        }
     return docs
 
 

@@ -59,7 +59,9 @@ def test_stale_temporaries_go_and_the_rest_stays(tmp_path):
 
 def test_a_lock_keeps_a_second_process_out_until_kill_9(tmp_path):
     code = "import sys, time; from trainkit.files import locked\nwith locked(sys.argv[1], 'packing'): print('held', flush=True); time.sleep(60)"
-    holder = subprocess.Popen([sys.executable, "-c", code, tmp_path / "out"], stdout=subprocess.PIPE, text=True, env=tiny.environment())
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, tmp_path / "out"], stdout=subprocess.PIPE, text=True, env=tiny.environment()
+    )
     assert holder.stdout.readline() == "held\n"
     with (
         pytest.raises(UserError, match=r"another process is packing .*out; wait for it or choose another folder"),
@@ -129,7 +131,12 @@ def test_lines_that_are_not_of_a_run_are_passed_over(tmp_path):
     tiny.damage_log(path, train="loss")
     assert [record["step"] for record in read_events(path, "train", "loss", "run")] == [1, 2, 3, 4, 5]
     log = RunLog(path, resume_step=4)
-    assert log.has("train", 4) and log.has("train", 4, "loss") and not log.has("train", 5) and not log.has("eval", 1, "val_bpb")
+    assert (
+        log.has("train", 4)
+        and log.has("train", 4, "loss")
+        and not log.has("train", 5)
+        and not log.has("eval", 1, "val_bpb")
+    )
     log.close()
     assert all(strict(line)["step"] <= 4 for line in path.read_text().splitlines())
 
@@ -165,13 +172,25 @@ def test_other_ranks_write_nothing(tmp_path):
 def test_what_is_left_is_foretold_from_the_clock_without_the_first_steps():
     now = [0.0]
     pace = Pace(2, clock=lambda: now[0])
-    for seconds, want in ((100, None), (50, None), (4, 40), (2, 30), (9, 50)):  # the first two compile; the last is followed by an evaluation
+    for seconds, want in (
+        (100, None),
+        (50, None),
+        (4, 40),
+        (2, 30),
+        (9, 50),
+    ):  # the first two compile; the last is followed by an evaluation
         now[0] += seconds
         pace.step()
         assert pace.seconds_for(10) == want
     now[0] += 6
     assert pace.seconds_for(10) == 70
-    assert [clock_text(seconds) for seconds in (0, 59.6, 3599, 3600, 100 * 3600 + 61)] == ["0:00:00", "0:01:00", "0:59:59", "1:00:00", "100:01:01"]
+    assert [clock_text(seconds) for seconds in (0, 59.6, 3599, 3600, 100 * 3600 + 61)] == [
+        "0:00:00",
+        "0:01:00",
+        "0:59:59",
+        "1:00:00",
+        "100:01:01",
+    ]
 
 
 def test_peak_memory_of_this_process_in_mib():
@@ -185,7 +204,14 @@ def test_peak_memory_of_this_process_in_mib():
 def test_a_result_is_one_line_that_says_what_was_run_where(tmp_path):
     path = tmp_path / "deep" / "results.jsonl"
     for step in (1, 2):
-        returned = append_result(path, "pretrain", {"out": Path("out/runs"), "depth": 20}, {"val_bpb": 0.5 / step}, torch.device("cpu"), world_size=3)
+        returned = append_result(
+            path,
+            "pretrain",
+            {"out": Path("out/runs"), "depth": 20},
+            {"val_bpb": 0.5 / step},
+            torch.device("cpu"),
+            world_size=3,
+        )
     lines = path.read_text().splitlines()
     assert len(lines) == 2
     record = strict(lines[1])

@@ -82,8 +82,12 @@ def test_the_server_has_no_threads_and_is_deaf_to_what_reaches_a_group():
             "worker = workers.context().Process(target=time.sleep, args=(60,), daemon=True); worker.start()\n"  # it is there: all is imported
             "pid = forkserver._forkserver._forkserver_pid\n"
             "print(open(f'/proc/{pid}/status').read()); worker.kill()")  # fmt: skip
-    environment = {key: value for key, value in os.environ.items() if key not in ("OMP_NUM_THREADS", *workers.NO_THREADS)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment, cwd=ROOT)
+    environment = {
+        key: value for key, value in os.environ.items() if key not in ("OMP_NUM_THREADS", *workers.NO_THREADS)
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment, cwd=ROOT
+    )
     values = dict(line.split(":\t", 1) for line in done.stdout.splitlines() if ":\t" in line)
     assert int(values["Threads"]) == 1
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -100,18 +104,24 @@ def head_lock(tmp_path_factory):
         pytest.skip("needs a C compiler")
     library = tmp_path_factory.mktemp("library") / "head_lock.so"
     source = Path(__file__).parents[1] / "support/head_lock.c"
-    subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-pthread", "-o", library, source], check=True, capture_output=True)
+    subprocess.run(
+        [compiler, "-O1", "-shared", "-fPIC", "-pthread", "-o", library, source], check=True, capture_output=True
+    )
     return library
 
 
 def test_a_fork_beside_such_threads_hangs(head_lock):
     """Without this the next test would show nothing."""
-    done = subprocess.run([sys.executable, "-c", CONTROL, head_lock], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", CONTROL, head_lock], capture_output=True, text=True, check=True, timeout=120
+    )
     assert int(done.stdout) >= 5, done.stdout
 
 
 def test_training_and_evaluating_beside_such_threads_does_not_hang(head_lock, pictures, tmp_path):
-    process = tiny_vision.start(TRAIN, *flags(pictures, tmp_path, "--epochs", 3), folder=tmp_path / "output", library=head_lock)
+    process = tiny_vision.start(
+        TRAIN, *flags(pictures, tmp_path, "--epochs", 3), folder=tmp_path / "output", library=head_lock
+    )
     done = process.wait()
     assert done.returncode == 0, done.stderr
     assert len(records(tmp_path, "eval")) == 3
@@ -123,7 +133,12 @@ def test_training_and_evaluating_beside_such_threads_does_not_hang(head_lock, pi
 def test_kill_9_leaves_neither_workers_nor_server(pictures, tmp_path):
     process = tiny_vision.start(TRAIN, *flags(pictures, tmp_path), folder=tmp_path / "output")
     wait_for_step(process, tmp_path, 2)
-    (server,) = (int(pid) for pid in Path(f"/proc/{process.processes[0].pid}/task/{process.processes[0].pid}/children").read_text().split())
+    (server,) = (
+        int(pid)
+        for pid in Path(f"/proc/{process.processes[0].pid}/task/{process.processes[0].pid}/children")
+        .read_text()
+        .split()
+    )
     started = tiny_vision.descendants(process.processes[0].pid)
     assert server in started and len(started) >= 3  # and two workers
     process.kill()
@@ -143,7 +158,8 @@ def test_a_silent_worker_is_one_line_that_says_how_to_go_on(pictures, tmp_path, 
     with signals_kept():
         message = in_process(training.main, TrainConfig, *flags(tmp_path / "data", tmp_path), capsys=capsys)
     assert re.fullmatch(
-        r"error: no loading worker has sent images for 0\.00833 minutes; does the disk that they are on still answer\?; continue with: .+\n", message
+        r"error: no loading worker has sent images for 0\.00833 minutes; does the disk that they are on still answer\?; continue with: .+\n",
+        message,
     )
     assert not still_there(set(tiny_vision.descendants(os.getpid())) - set(before))
 
@@ -196,7 +212,9 @@ def test_patience_is_minutes_and_less_than_other_ranks_have():
 @pytest.mark.parametrize("ranks,ended", [(1, "signal 9"), (2, "signal 9"), (1, "exit code 255")])
 def test_a_killed_worker_is_one_line_that_says_how_to_go_on(pictures, tmp_path, ranks, ended):
     """What the kernel does when memory runs out. The server tells the trainer, which is not its parent, or ends itself."""
-    process = tiny_vision.start(TRAIN, *flags(pictures, tmp_path, "--epochs", 1000), ranks=ranks, folder=tmp_path / "output")
+    process = tiny_vision.start(
+        TRAIN, *flags(pictures, tmp_path, "--epochs", 1000), ranks=ranks, folder=tmp_path / "output"
+    )
     wait_for_step(process, tmp_path, 2)
     trainer = process.processes[-1].pid
     (server,) = (int(pid) for pid in Path(f"/proc/{trainer}/task/{trainer}/children").read_text().split())
@@ -237,4 +255,6 @@ def test_images_are_the_same_in_workers_and_without(pictures, data):
     source = open_source(str(pictures) if data == "folder" else data, "val")
     transform, runtime = loader.eval_transform(16, 1.0), loader.Runtime(0, 1, torch.device("cpu"))
     here, there = ([*loader_workers.evaluation_batches(source, transform, runtime, 50, count)] for count in (0, 2))
-    assert len(here) == len(there) and all(torch.equal(a.images, b.images) and torch.equal(a.labels, b.labels) for a, b in zip(here, there))
+    assert len(here) == len(there) and all(
+        torch.equal(a.images, b.images) and torch.equal(a.labels, b.labels) for a, b in zip(here, there)
+    )

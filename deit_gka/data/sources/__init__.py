@@ -39,7 +39,9 @@ def open_source(data: str, split: Literal["train", "val"]) -> "Source | Stream":
     if shards and (form == "wds" or folder is None or not class_folders(folder)):
         return Tars(data, split, root, shards)
     if form == "wds":
-        raise UserError(f"{root} has no .tar files with {split} in their names, nor in {split}/; it has: {listing(root)}")
+        raise UserError(
+            f"{root} has no .tar files with {split} in their names, nor in {split}/; it has: {listing(root)}"
+        )
     if folder is None:
         raise UserError(f"{root} has no {split}/ folder; it has: {listing(root)}. Data is {FORMS}")
     return Folder(data, split, folder)
@@ -58,14 +60,18 @@ def check_classes(train: "Source | Stream", val: "Source | Stream") -> list[str]
     for one, other in ((train, val), (val, train)):
         missing = sorted(set(one.classes) - set(other.classes), key=one.classes.index)
         if missing:
-            raise UserError(f"class '{missing[0]}' is in {one.split} but not in {other.split} ({len(missing)} such); both need the same classes")
+            raise UserError(
+                f"class '{missing[0]}' is in {one.split} but not in {other.split} ({len(missing)} such); both need the same classes"
+            )
     if train.classes != val.classes:
         raise UserError("train and val number their classes differently; both need the same classes in the same order")
     found = []
     for source in (train, val):
         count = len(source) if isinstance(source, Source) else source.length
         if len(source.classes) == 1000 and count not in (None, IMAGENET[source.split]):
-            found.append(f"{source.split} has {count:,} images of 1,000 classes, ImageNet-1k has {IMAGENET[source.split]:,}")
+            found.append(
+                f"{source.split} has {count:,} images of 1,000 classes, ImageNet-1k has {IMAGENET[source.split]:,}"
+            )
         if isinstance(source, Source) and source.ignored:
             found.append(f"{source.split}: ignored files, without an image's extension: {source.ignored:,}")
     return found

@@ -41,7 +41,9 @@ class Folder(Source):
         super().__init__(name, split, class_folders(folder))
         loose = [entry.name for entry in os.scandir(folder) if not entry.name.startswith(".") and not entry.is_dir()]
         if not self.classes and any(is_image(file) for file in loose):
-            raise UserError(f"{folder} has images but no class folders (as ImageNet's val comes); sort them into {folder.name}/<class>/ as in train/")
+            raise UserError(
+                f"{folder} has images but no class folders (as ImageNet's val comes); sort them into {folder.name}/<class>/ as in train/"
+            )
         paths, counts, self.ignored = [], [], len(loose)
         for number in tracked(range(len(self.classes)), f"{split}: listing images"):
             images, others = _images_under(str(folder / self.classes[number]))
@@ -49,9 +51,13 @@ class Folder(Source):
             counts.append(len(images))
             self.ignored += others
         if not paths:
-            raise UserError(f"no images in {folder}; it needs <class>/*{{{','.join(sorted(EXTENSIONS))}}}, it has: {listing(folder)}")
+            raise UserError(
+                f"no images in {folder}; it needs <class>/*{{{','.join(sorted(EXTENSIONS))}}}, it has: {listing(folder)}"
+            )
         if 0 in counts:
-            raise UserError(f"class folder {folder / self.classes[counts.index(0)]} has no images; add some, or remove it from train and val")
+            raise UserError(
+                f"class folder {folder / self.classes[counts.index(0)]} has no images; add some, or remove it from train and val"
+            )
         self._folder, self._paths = str(folder), Names(paths)
         self._labels = torch.from_numpy(np.repeat(np.arange(len(counts), dtype=np.int32), counts))
 

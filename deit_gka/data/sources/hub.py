@@ -21,14 +21,20 @@ class Hub(Source):
         super().__init__(data, split, classes)
         labels = self._dataset.data.column(self._label)
         if not len(labels) or labels.null_count or min(labels.unique().to_pylist()) < 0:
-            raise UserError(f"{data} has {'images without labels' if len(labels) else 'no images'} in {split}; use another copy of it")
+            raise UserError(
+                f"{data} has {'images without labels' if len(labels) else 'no images'} in {split}; use another copy of it"
+            )
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def read(self, index: int) -> Record:
         row = self._dataset[index]
-        return _encoded(row[self._image]), row[self._label], (row[self._image] or {}).get("path") or f"{self.name}, image {index}"
+        return (
+            _encoded(row[self._image]),
+            row[self._label],
+            (row[self._image] or {}).get("path") or f"{self.name}, image {index}",
+        )
 
 
 class Stream:
@@ -75,7 +81,9 @@ class Stream:
             raise
         except Exception as error:  # every file system and transport has its own
             reason = f"{type(error).__name__}: {reason_of(error)}"
-            raise UserError(f"{self.name} broke off ({reason}); check the network and run the same command again") from None
+            raise UserError(
+                f"{self.name} broke off ({reason}); check the network and run the same command again"
+            ) from None
 
 
 def _load(data: str, split: str, name: str, streaming: bool):
@@ -95,7 +103,8 @@ def _load(data: str, split: str, name: str, streaming: bool):
         while isinstance(error, datasets.exceptions.DatasetGenerationError) and cause.__cause__:
             cause = cause.__cause__
         raise UserError(
-            f"{data} cannot be loaded, {type(cause).__name__}: {reason_of(cause)}" + ("" if os.path.exists(path) else f". {hint}")
+            f"{data} cannot be loaded, {type(cause).__name__}: {reason_of(cause)}"
+            + ("" if os.path.exists(path) else f". {hint}")
         ) from None
     if chosen is None:
         raise UserError(f"{data} has no {' or '.join(HUB_SPLITS[split])} split; it has: {', '.join(splits)}")
@@ -104,7 +113,9 @@ def _load(data: str, split: str, name: str, streaming: bool):
                     for kind in (datasets.Image, datasets.ClassLabel))  # fmt: skip
     if image is None or label is None:
         there = ", ".join(f"{column} ({type(feature).__name__})" for column, feature in features.items())
-        raise UserError(f"{data} needs an Image and a ClassLabel column, it has: {there or 'none'} (if it is tars, download them and use wds:FOLDER)")
+        raise UserError(
+            f"{data} needs an Image and a ClassLabel column, it has: {there or 'none'} (if it is tars, download them and use wds:FOLDER)"
+        )
     dataset = dataset.select_columns([image, label]).cast_column(image, datasets.Image(decode=False))
     return dataset, image, label, features[label].names
 

@@ -29,16 +29,24 @@ class Tars(Source):
             rows.append(np.array([(number, *row) for _, *row in found], np.int64).reshape(-1, 4))
         self._names, self._rows = Names(keys), torch.from_numpy(np.concatenate(rows))
         if not keys:
-            raise UserError(f"no images in the {len(shards)} {split} tar files of {root}; they need members KEY.jpg and KEY.cls")
+            raise UserError(
+                f"no images in the {len(shards)} {split} tar files of {root}; they need members KEY.jpg and KEY.cls"
+            )
         count = int(self._rows[:, 3].max()) + 1
         listed = root / "classes.txt"
         try:
-            classes = listed.read_text(encoding="utf-8").splitlines() if listed.exists() else [str(label) for label in range(count)]
+            classes = (
+                listed.read_text(encoding="utf-8").splitlines()
+                if listed.exists()
+                else [str(label) for label in range(count)]
+            )
         except UnicodeDecodeError:
             raise UserError(f"{listed} is not UTF-8 text") from None
         super().__init__(name, split, classes)
         if count > len(self.classes):
-            raise UserError(f"{listed} has {len(self.classes)} lines, but {split} has an image of class {count - 1} (counted from 0)")
+            raise UserError(
+                f"{listed} has {len(self.classes)} lines, but {split} has an image of class {count - 1} (counted from 0)"
+            )
 
     def __getstate__(self):
         return {**self.__dict__, "_files": {}}
@@ -82,7 +90,9 @@ def _index(path: str) -> list[tuple[str, int, int, int]]:
                     elif extension in (".cls", ".json"):
                         notes[key + extension] = (member.size, member.offset_data)
             file.seek(tar.offset)
-            if file.read(tarfile.BLOCKSIZE) != tarfile.NUL * tarfile.BLOCKSIZE:  # tarfile itself stops quietly at a damaged header
+            if (
+                file.read(tarfile.BLOCKSIZE) != tarfile.NUL * tarfile.BLOCKSIZE
+            ):  # tarfile itself stops quietly at a damaged header
                 raise tarfile.ReadError(f"damaged or cut short at byte {tar.offset:,}")
             return [(*image, _label(path, image[0], file.fileno(), notes)) for image in images]
     except (tarfile.TarError, OSError, ValueError) as error:

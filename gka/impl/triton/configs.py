@@ -37,7 +37,9 @@ def _table(half: dict[str, tuple], single: dict[str, tuple], head: bool = False,
     entries = {}
     for size, kernels in ((2, half), (4, single)):
         for kernel, configs in kernels.items():
-            entries |= {(kernel, block_d, size): Config(*c) for block_d, c in zip(BLOCKS, configs, strict=True) if c is not None}
+            entries |= {
+                (kernel, block_d, size): Config(*c) for block_d, c in zip(BLOCKS, configs, strict=True) if c is not None
+            }
     return Table(entries, head, norms_first)
 
 
@@ -112,7 +114,9 @@ def generation(device: torch.device) -> str:
         return "sm_90"
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
-        raise RuntimeError(f"the Triton kernels need compute capability 8.0 or newer, {device} has {major}.{minor}; use impl='sdpa'")
+        raise RuntimeError(
+            f"the Triton kernels need compute capability 8.0 or newer, {device} has {major}.{minor}; use impl='sdpa'"
+        )
     if major in (9, 10):
         return "sm_90"
     return "sm_80" if (major, minor) == (8, 0) else "sm_120"

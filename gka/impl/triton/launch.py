@@ -27,7 +27,14 @@ def forward(x, keys, values, log_sigma, before: int, after: int, constant_norm: 
     shape = dict(D=head_dim, BLOCK_D=block_of(head_dim), BOUND=bound)
     config, table = pick("decode" if decode else "forward", x, shape["BLOCK_D"])
 
-    whole_head = table.head and own_keys and values is None and before == after == -1 and not constant_norm and length <= MAX_HEAD_TOKENS
+    whole_head = (
+        table.head
+        and own_keys
+        and values is None
+        and before == after == -1
+        and not constant_norm
+        and length <= MAX_HEAD_TOKENS
+    )
     if whole_head and x.element_size() == 2 and shape["BLOCK_D"] <= 64:
         tail = length % BLOCK.value
         gka_head_forward_kernel[(batch * heads,)](
@@ -45,18 +52,24 @@ def forward(x, keys, values, log_sigma, before: int, after: int, constant_norm: 
     splits = _splits(x.device, programs, num_keys) if decode else 1
     chunk = triton.cdiv(triton.cdiv(num_keys, splits), config.columns) * config.columns
     splits = triton.cdiv(num_keys, chunk)
-    partial = x.new_empty((splits, batch, heads, length, shape["BLOCK_D"] + 2), dtype=torch.float32) if splits > 1 else level
+    partial = (
+        x.new_empty((splits, batch, heads, length, shape["BLOCK_D"] + 2), dtype=torch.float32) if splits > 1 else level
+    )
     gka_forward_kernel[(programs, splits)](
         x, keys, keys if values is None else values, log_sigma, norm, y, level, partial, *x.stride()[:3], *keys.stride()[:3],
         *(keys if values is None else values).stride()[:3], heads, length, num_keys, before, after, chunk, eps,
         NORM=policy.value, OWN_KEYS=own_keys, OWN_VALUES=values is None, HAS_BEFORE=before >= 0, HAS_AFTER=after >= 0, SPLIT=splits > 1,
         **_tiles(config, num_keys, after >= 0, with_tail=True), **shape)  # fmt: skip
     if splits > 1:
-        gka_merge_kernel[(batch * heads * length,)](partial, y, level, heads, length, splits, D=head_dim, BLOCK_D=shape["BLOCK_D"])
+        gka_merge_kernel[(batch * heads * length,)](
+            partial, y, level, heads, length, splits, D=head_dim, BLOCK_D=shape["BLOCK_D"]
+        )
     return y, level, norm
 
 
-def backward(grad_y, x, keys, values, log_sigma, y, level, norm, before: int, after: int, constant_norm: bool, bound: float):
+def backward(
+    grad_y, x, keys, values, log_sigma, y, level, norm, before: int, after: int, constant_norm: bool, bound: float
+):
     """What `gka::attend_backward` returns."""
     gradients = gradients_like(x, keys, values, log_sigma)
     grad_y = grad_y.contiguous()

@@ -42,7 +42,10 @@ def _missing(device: torch.device) -> str | None:
         return None if device.type == "cpu" else "TRITON_INTERPRET=1 is set, and the interpreter takes CPU tensors"
     if device.type != "cuda" or torch.version.hip:
         return f"the Triton kernels run on NVIDIA GPUs, got {device.type}"
-    if not torch.compiler.is_compiling() and torch.cuda.get_device_capability(device) < (8, 0):  # a graph cannot ask; a launch asks again
+    if not torch.compiler.is_compiling() and torch.cuda.get_device_capability(device) < (
+        8,
+        0,
+    ):  # a graph cannot ask; a launch asks again
         return "the Triton kernels need compute capability 8.0 (A100, RTX 30) or newer"
     return None
 
@@ -54,7 +57,9 @@ def gaussian(x, keys, values, log_sigma, mask: Mask, constant_norm: bool, eps: f
     limits = (-1 if before is None else before, -1 if after is None else after)
     keys = None if own_keys else _addressable(keys)
     values = None if own_values else _addressable(values)
-    y, _, _ = attend(_addressable(x), keys, values, log_sigma.contiguous(), *limits, constant_norm, 0.0 if eps is None else eps)
+    y, _, _ = attend(
+        _addressable(x), keys, values, log_sigma.contiguous(), *limits, constant_norm, 0.0 if eps is None else eps
+    )
     return y
 
 
@@ -97,7 +102,9 @@ def attend_backward(grad_y: torch.Tensor, x: torch.Tensor, keys: torch.Tensor | 
     from gka.impl.triton.launch import backward
 
     with torch.cuda.device_of(x):
-        return backward(grad_y, x, keys, values, log_sigma, y, level, norm, before, after, constant_norm, LOG_SIGMA_BOUND)
+        return backward(
+            grad_y, x, keys, values, log_sigma, y, level, norm, before, after, constant_norm, LOG_SIGMA_BOUND
+        )
 
 
 @attend_backward.register_fake
@@ -107,7 +114,11 @@ def _(grad_y, x, keys, values, log_sigma, y, level, norm, before, after, constan
 
 def gradients_like(x, keys, values, log_sigma) -> list[torch.Tensor]:
     """Uninitialised results of `attend_backward`."""
-    return [x.new_empty(x.shape), torch.empty_like(log_sigma), *(t.new_empty(t.shape) for t in (keys, values) if t is not None)]
+    return [
+        x.new_empty(x.shape),
+        torch.empty_like(log_sigma),
+        *(t.new_empty(t.shape) for t in (keys, values) if t is not None),
+    ]
 
 
 def _save(ctx, inputs, output):

@@ -60,7 +60,11 @@ def copy_rows(p_from, sf_t, p_to, st_t, o_t, m_t, D: tl.constexpr, BLOCK_D: tl.c
     """Rows o_t where m_t, from one tensor to another."""
     o_d = tl.arange(0, BLOCK_D)
     mask = m_t[:, None] & (o_d[None, :] < D)
-    tl.store(p_to + o_t[:, None] * st_t + o_d[None, :], tl.load(p_from + o_t[:, None] * sf_t + o_d[None, :], mask=mask), mask=mask)
+    tl.store(
+        p_to + o_t[:, None] * st_t + o_d[None, :],
+        tl.load(p_from + o_t[:, None] * sf_t + o_d[None, :], mask=mask),
+        mask=mask,
+    )
 
 
 @triton.jit
@@ -81,7 +85,9 @@ def squared_norm(b):
 def inverse_variance(p_log_sigma, h, BOUND: tl.constexpr):
     """1 / sigma_h^2 as in `bandwidth.inverse_variance`."""
     log_sigma = tl.load(p_log_sigma + h).to(tl.float32)
-    log_sigma = tl.where(log_sigma > BOUND, BOUND, tl.where(log_sigma < -BOUND, -BOUND, log_sigma))  # NaN stays: it must show in y
+    log_sigma = tl.where(
+        log_sigma > BOUND, BOUND, tl.where(log_sigma < -BOUND, -BOUND, log_sigma)
+    )  # NaN stays: it must show in y
     return tl.exp(-2.0 * log_sigma)
 
 
