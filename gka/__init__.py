@@ -4,16 +4,20 @@ from gka.api import dot_product_attention, gaussian_attention, select_impl, with
 from gka.bandwidth import initial_log_sigma, inverse_variance
 from gka.cost import AttentionCost, attention_cost
 from gka.kernel import log_kernel
+from gka.kinds import KINDS, Kind, layer_kinds
 from gka.layer import GaussianKernelAttention
 
 __all__ = [
+    "KINDS",
     "AttentionCost",
     "GaussianKernelAttention",
+    "Kind",
     "attention_cost",
     "dot_product_attention",
     "gaussian_attention",
     "initial_log_sigma",
     "inverse_variance",
+    "layer_kinds",
     "log_kernel",
     "select_impl",
     "without_autocast",

@@ -5,13 +5,8 @@ sums, norms and biases are not counted. Score and mixing products are charged fo
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
-Kind = Literal["softmax", "vlt", "gka"]
-INPUT_PROJECTIONS = {"softmax": 3, "vlt": 2, "gka": 0}  # W_Q W_K W_V; W_Q W_K; none
-# (B, T, C) tensors the fused operator reads and writes: q k v -> y; q k x -> y; x -> y.
-OPERATOR_TENSORS = {"softmax": 4, "vlt": 4, "gka": 2}
-CACHED_TENSORS = {"softmax": 2, "vlt": 2, "gka": 1}  # keys and values; for GKA they are the same
+from gka.kinds import KINDS
 
 
 @dataclass(frozen=True)
@@ -26,7 +21,7 @@ class AttentionCost:
     cache_bytes: int  # decode cache for `tokens` tokens, whole batch
 
 
-def attention_cost(kind: Kind, dim: int, num_heads: int, tokens: int, *, batch: int = 1, window: int | None = None,
+def attention_cost(kind: str, dim: int, num_heads: int, tokens: int, *, batch: int = 1, window: int | None = None,
                    bias: bool = True, value_bias: bool = False, itemsize: int = 2) -> AttentionCost:  # fmt: skip
     """Cost of attention of `kind` over (batch, tokens, dim).
 
@@ -34,15 +29,15 @@ def attention_cost(kind: Kind, dim: int, num_heads: int, tokens: int, *, batch: 
     value_bias: VLT keeps the bias of the W_V it lost (it needs `bias` too). Raises ValueError for an unknown kind, a num_heads that does not divide
     dim, and sizes below 1.
     """
-    if kind not in INPUT_PROJECTIONS:
-        raise ValueError(f"kind must be one of {', '.join(INPUT_PROJECTIONS)}, got {kind!r}")
+    if kind not in KINDS:
+        raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
     if num_heads < 1 or dim % num_heads:
         raise ValueError(f"num_heads must divide dim, got dim={dim} and num_heads={num_heads}")
     if tokens < 1 or batch < 1 or (window is not None and window < 1):
         raise ValueError(f"tokens, batch and window must be at least 1, got {tokens}, {batch} and {window}")
-    linears = INPUT_PROJECTIONS[kind] + 1
+    linears = len(KINDS[kind].input_projections) + 1
     keys = tokens if window is None else min(window, tokens)
-    bandwidths = num_heads if kind == "gka" else 0
+    bandwidths = num_heads if KINDS[kind].has_bandwidth else 0
     tensor_bytes = batch * tokens * dim * itemsize
     return AttentionCost(
         parameters=linears * (dim * dim + (dim if bias else 0))
@@ -50,7 +45,7 @@ def attention_cost(kind: Kind, dim: int, num_heads: int, tokens: int, *, batch: 
         + bandwidths,
         bandwidths=bandwidths,
         flops=batch * tokens * (2 * linears * dim * dim + 4 * keys * dim),
-        operator_bytes=OPERATOR_TENSORS[kind] * tensor_bytes,
+        operator_bytes=KINDS[kind].operator_tensors * tensor_bytes,
         matrix_bytes=batch * num_heads * tokens * tokens * itemsize,
-        cache_bytes=CACHED_TENSORS[kind] * tensor_bytes,
+        cache_bytes=KINDS[kind].cached_tensors * tensor_bytes,
     )

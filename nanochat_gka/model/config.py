@@ -4,9 +4,9 @@ import math
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
+from gka import layer_kinds
 from trainkit.cli import Bounds, Count, UserError
 
-ATTENTION_LETTERS = {"A": "softmax", "G": "gka", "V": "vlt"}
 OFFSET_LETTERS = {"N": "none", "P": "predecessor", "S": "successor"}
 GKA_VALUES = ("rotated", "normalised", "raw")  # the paper's form first, which is the default
 BEFORE_ROTATED = "normalised"  # the default until 2026-11-22; a saved shape that does not say its values has these
@@ -57,10 +57,7 @@ class GPTConfig:
         if self.n_embd < 32:
             raise ValueError(f"n_embd must be at least 32 (the value gate reads 32 channels), got {self.n_embd}")
         _check_letters("window_pattern", self.window_pattern, "SL")
-        if self.attention not in ATTENTION_LETTERS.values():
-            _check_letters(
-                "attention", self.attention, ATTENTION_LETTERS, hint="softmax, gka, vlt or a pattern like GGGA"
-            )
+        layer_kinds(self.attention, self.n_layer)
         if self.head_offsets:
             _check_letters("head_offsets", self.head_offsets, OFFSET_LETTERS)
         for name, choices in (("gka_values", GKA_VALUES), ("value_embeds", VALUE_EMBEDS)):
@@ -113,8 +110,8 @@ class GPTConfig:
         return self.sigma_squared or (self.head_dim / 4 if self.head_offsets else float(self.head_dim))
 
     def layer_attention(self, layer: int) -> str:
-        """softmax, gka or vlt."""
-        return _layer_attention(self.attention, layer)
+        """The name of the layer's kind, see `gka.KINDS`."""
+        return layer_kinds(self.attention, self.n_layer)[layer]
 
     def window(self, layer: int) -> int:
         """Tokens before the query that stay visible: T for L, T // 2 for S. The last layer is always L."""
@@ -137,15 +134,12 @@ class GPTConfig:
         ]
 
 
-def has_gka(attention: str, layers: int) -> bool:
-    """Whether one of this many layers is gka. An attention that does not exist is not."""
-    return any(_layer_attention(attention, layer) == "gka" for layer in range(layers))
-
-
-def _layer_attention(attention: str, layer: int) -> str | None:
-    if not attention or attention in ATTENTION_LETTERS.values():
-        return attention
-    return ATTENTION_LETTERS.get(_tiled(attention, layer))
+def has_gka(attention: str, num_layers: int) -> bool:
+    """Whether one of the layers is gka; False for a pattern that `layer_kinds` refuses."""
+    try:
+        return "gka" in layer_kinds(attention, num_layers)
+    except ValueError:
+        return False
 
 
 def _tiled(pattern: str, index: int) -> str:

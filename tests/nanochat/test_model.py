@@ -176,7 +176,7 @@ def test_hybrid_pattern_is_tiled_like_the_windows():
     [
         (dict(n_head=3), "n_kv_head must equal n_head"),
         (dict(n_head=5, n_kv_head=5), "even whole number"),
-        (dict(attention="lin"), "softmax, gka, vlt or a pattern like GGGA"),
+        (dict(attention="lin"), "or a pattern of their letters such as GGGA"),
         (dict(window_pattern=""), "window_pattern must be made of the letters S, L"),
         (dict(head_offsets="PQ"), "head_offsets must be made of the letters N, P, S"),
         (dict(gka_values="x"), "gka_values must be one of"),

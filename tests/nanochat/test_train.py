@@ -417,7 +417,7 @@ def test_an_older_softmax_run_goes_on(packed, tmp_path, capsys):
         (["--attention", "softmax"], "--attention is softmax"),
         (["--max-seq-len", "64"], "--max-seq-len 64 but .* holds rows of 32 tokens"),
         (["--total-batch-size", "100"], "--total-batch-size must be a multiple of the context length 32, got 100"),
-        (["--attention", "linear"], "attention must be softmax, gka, vlt or a pattern like GGGA, got 'linear'"),
+        (["--attention", "linear"], "or a pattern of their letters such as GGGA, got 'linear'"),
         (["--device-batch-size", "0"], "--device-batch-size must be at least 1"),
         (["--model-tag", "a/b"], "--model-tag must be a plain folder name"),
         pytest.param(["--device-type", "cuda"], "no CUDA device is visible; use --device-type cpu", marks=without_cuda),
