@@ -138,6 +138,6 @@ def test_phrases_are_plain():
     found = []
     for path in [*PAGES, *(path for path in CODE if path.name != "test_prose.py")]:
         text = re.sub(r"`[^`\n]*`", "", page(path)) if path.suffix == ".md" else (ROOT / path).read_text()
-        for match in re.finditer("|".join(UNPLAIN), text):
+        for match in re.finditer("|".join(UNPLAIN), text, re.IGNORECASE):
             found.append(f"{path}:{text[: match.start()].count(chr(10)) + 1}: {text[match.start() :][:50]!r}")
     assert not found, "\n".join(found)
