@@ -109,7 +109,7 @@ def plan(model: GPT, shape: Callable[[int], GPTConfig], *, ratio: float = 10.5, 
     return Horizon(total_batch_size, steps, math.sqrt(batch_ratio), math.sqrt(batch_ratio) * reference_tokens / tokens)
 
 
-@dataclass
+@dataclass(frozen=True)
 class AccountingConfig(ModelFlags):
     """Size and compute of a model, without building it in memory."""
 

@@ -28,7 +28,7 @@ from trainkit.progress import console, progress_bar
 from trainkit.results import append_result, check_appendable, read_results
 
 
-@dataclass
+@dataclass(frozen=True)
 class CoreConfig(BundleFlags):
     """Score a trained model on CORE; writes OUT/<model>_step<step>.csv and .jsonl (OUT/<model>.* for --hf-path) and prints the table beside published figures.
 
