@@ -15,8 +15,8 @@ import torch
 from rich.progress import Progress
 
 from nanochat_gka.accounting import Horizon, flops_per_token, parameter_counts, plan
-from nanochat_gka.core_metric.measure import BATCH_TOKENS, Examinee
-from nanochat_gka.core_metric.training import CoreMetric
+from nanochat_gka.core_metric.task_scorer import BATCH_TOKENS, TaskScorer
+from nanochat_gka.core_metric.during_training import CoreMetric
 from nanochat_gka.data.loader import PackedData, Stream, micro_batches, to_device
 from nanochat_gka.generation.engine import Engine
 from nanochat_gka.generation.sampling import SAMPLE_PROMPTS, Sampling
@@ -220,7 +220,7 @@ class Trainer:
         """Fetch and read the bundle. A collective. Raises UserError, now and not in 2,000 steps, for one with anything wrong in it."""
         config, runtime = self.config, self.runtime
         bundle = config.open_on_all(config.out.parent / "core", runtime)
-        examinee = Examinee(
+        examinee = TaskScorer(
             self.model, self.data.tokenizer, runtime, self.model.rotary.length, BATCH_TOKENS[runtime.device.type]
         )
         return runtime.agree(lambda: CoreMetric(examinee, bundle, config.core_metric_max_per_task))
