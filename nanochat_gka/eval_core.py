@@ -18,9 +18,9 @@ import torch
 from nanochat_gka.core_metric.bundle import Task, read_tasks
 from nanochat_gka.core_metric.fetch import BundleFlags
 from nanochat_gka.core_metric.huggingface import load_hugging_face
-from nanochat_gka.core_metric.task_scorer import BATCH_TOKENS, TaskScorer, EvaluatedModel, check_enough, identity
 from nanochat_gka.core_metric.questions import shuffled
 from nanochat_gka.core_metric.report import Score, aggregate, error_of_mean, show, write_csv
+from nanochat_gka.core_metric.task_scorer import BATCH_TOKENS, EvaluatedModel, TaskScorer, check_enough, identity
 from nanochat_gka.model.checkpoints import load
 from trainkit.cli import Bounds, CountOrAll, UserError, run
 from trainkit.distributed import Runtime, running

@@ -7,9 +7,9 @@ from typing import Any
 from rich.progress import Progress
 
 from nanochat_gka.core_metric.bundle import read_tasks
-from nanochat_gka.core_metric.task_scorer import TaskScorer, check_enough, identity
 from nanochat_gka.core_metric.questions import shuffled
 from nanochat_gka.core_metric.report import aggregate, error_of_mean, score_of
+from nanochat_gka.core_metric.task_scorer import TaskScorer, check_enough, identity
 from trainkit.cli import UserError
 from trainkit.distributed import Stop
 from trainkit.progress import RunLog

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import torch
 
-from nanochat_gka.core_metric.task_scorer import EvaluatedModel
 from nanochat_gka.core_metric.prompt_tree import PromptTree
+from nanochat_gka.core_metric.task_scorer import EvaluatedModel
 from trainkit.cli import UserError
 
 BOS_TOKENS = ("<|bos|>", "<|endoftext|>")  # the first that a vocabulary has

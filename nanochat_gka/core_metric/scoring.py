@@ -11,8 +11,8 @@ from itertools import islice
 import torch
 import torch.nn.functional as F
 
-from nanochat_gka.core_metric.questions import Question
 from nanochat_gka.core_metric.prompt_tree import PromptTree
+from nanochat_gka.core_metric.questions import Question
 from nanochat_gka.model.gpt import GPT
 
 LENGTH_STEP = 16  # tokens of padding, at most, that questions which begin alike may cost attention

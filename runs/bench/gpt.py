@@ -20,7 +20,7 @@ from typing import Literal
 
 import torch
 
-from nanochat_gka.accounting import flops_per_token, parameter_counts
+from nanochat_gka.model.accounting import flops_per_token, parameter_counts
 from nanochat_gka.model.blocks import fill_uniform
 from nanochat_gka.model.cache import KVCache
 from nanochat_gka.model.config import GKA_VALUES, GPTConfig

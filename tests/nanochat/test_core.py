@@ -12,6 +12,7 @@ from rich.console import Console
 import tiny_core
 from nanochat_gka.core_metric import published, report, scoring
 from nanochat_gka.core_metric.bundle import CORE_SIZES, CORE_TASKS, PAPER_TASKS, Task, read_tasks
+from nanochat_gka.core_metric.prompt_tree import PromptTree
 from nanochat_gka.core_metric.questions import Question, common_prefix, question, shuffled
 from nanochat_gka.core_metric.report import (
     Score,
@@ -24,7 +25,6 @@ from nanochat_gka.core_metric.report import (
     write_csv,
 )
 from nanochat_gka.core_metric.scoring import Verdict, answer, batches, judge
-from nanochat_gka.core_metric.prompt_tree import PromptTree
 from nanochat_gka.tokenizer import Tokenizer
 from runs.bench.core_naive import naive_task
 from tiny_gpt import SHAPE, VARIANTS, awake

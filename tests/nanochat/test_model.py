@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gka import gaussian_attention
-from nanochat_gka.accounting import meta_model
+from nanochat_gka.model.accounting import meta_model
 from nanochat_gka.model.attention import GKAAttention
 from nanochat_gka.model.blocks import Rotary, norm
 from nanochat_gka.model.checkpoints import load_upstream
