@@ -21,7 +21,7 @@ from typing import Annotated, Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from trainkit.cli import Bounds, UserError, run
+from trainkit.cli import Bounds, UserError, reason_of, run
 from trainkit.files import atomic, locked, read_json, remove_stale_temporaries, sha256, write_json
 from trainkit.progress import progress_bar
 
@@ -70,7 +70,7 @@ def open_parquet(path: Path) -> pq.ParquetFile:
         file = pq.ParquetFile(path)
         column = file.schema_arrow.field("text") if "text" in file.schema_arrow.names else None
     except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{path} is not a readable parquet file ({_reason(error)})") from None
+        raise UserError(f"{path} is not a readable parquet file ({reason_of(error)})") from None
     if column is None:
         raise UserError(f"{path} needs a string column named text, it has: {', '.join(file.schema_arrow.names)}")
     if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
@@ -94,15 +94,10 @@ def document_batches(path: Path, groups: range | None = None, size: int = DOCUME
             texts = file.read_row_group(group, columns=["text"]).column("text").to_pylist()
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise UserError(
-                f"{path} is damaged in row group {group} ({_reason(error)}); delete it and fetch it again"
+                f"{path} is damaged in row group {group} ({reason_of(error)}); delete it and fetch it again"
             ) from None
         for first in range(0, len(texts), size):
             yield [text for text in texts[first : first + size] if text is not None]
-
-
-def _reason(error: Exception) -> str:
-    """The first line of what an error says, without its full stop."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(". ")
 
 
 def builtin_texts() -> list[str]:
@@ -181,7 +176,7 @@ def download_fineweb(folder: Path, num_shards: int) -> None:
                 _fetch(name, folder)
             except Exception as error:  # the client raises its own and its transport's kinds: all mean "not fetched"
                 raise UserError(
-                    f"could not download {name} of {FINEWEB_REPO}: {_reason(error)}. Check the network and run the same command again (it continues "
+                    f"could not download {name} of {FINEWEB_REPO}: {reason_of(error)}. Check the network and run the same command again (it continues "
                     f"where it stopped), or use your own text: CORPUS=DIR with parquet files, or CORPUS=builtin"
                 ) from None
             bar.advance(task)
