@@ -1,4 +1,4 @@
-"""What the Triton kernels read and write: strides, every element of every result, NaN in and out, the same bits in every run."""
+"""What the Triton kernels read and write: strides, NaN in and out, the same bits in every run."""
 
 from functools import partial
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gka import gaussian_attention, testing
-from operator_cases import DEVICE, MASKS, check, features, problem, sigmas, tiles
+from operator_cases import DEVICE, features, problem, sigmas
 
 pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow) encountered:RuntimeWarning")
 
@@ -89,18 +89,6 @@ def test_nan_is_not_hidden(causal, with_values):
     if DEVICE == "cuda":  # on CPU the door refuses it
         log_sigma[1] = float("nan")
         assert gaussian_attention(x, log_sigma, impl="triton")[:, :, 1].isnan().all()
-
-
-@pytest.mark.parametrize("causal,window", MASKS[:4])
-def test_nothing_is_left_unwritten(causal, window):
-    """conftest.py fills what is allocated with NaN: every element must be written."""
-    with tiles(32, 16):
-        check("triton", (1, 45, 2, 24), causal=causal, window=window)
-        check("triton", (1, 45, 2, 24), causal=causal, window=window, with_values=True)
-    check("triton", (1, 70, 2, 64), torch.float16, causal=causal, window=window)
-    k = features("normal", (1, 600, 2, 32))
-    y = gaussian_attention(k[:, -2:], sigmas(2, 32, DEVICE), keys=k, causal=True, window=window, impl="triton")
-    assert torch.isfinite(y).all()
 
 
 @pytest.mark.parametrize("with_values", [False, True])
