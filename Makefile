@@ -85,9 +85,10 @@ test: $(READY)  ## run the tests (no GPU, no network)
 test-gpu: $(READY)  ## run the tests that need a CUDA device
 	$(PY) -m pytest -m gpu $(ARGS)
 
-lint: $(READY)  ## ruff: errors and formatting
+lint: $(READY)  ## ruff: errors and formatting; mypy: the types of gka
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
 
 # ARGS goes to all four: --quick, --device-type cpu, --results FOLDER. Each also runs alone, with more flags (--help).
 bench: $(READY)  ## time attention, DeiT and GPT, GKA beside softmax, on the GPU or else the CPU (2 1/2 minutes on 2 cores): tables, targets, pictures
