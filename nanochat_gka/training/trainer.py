@@ -253,9 +253,9 @@ class Trainer(BaseTrainer):
         if due and self.runtime.any(log.enabled and not log.has("eval", step, *EVAL_KEYS)):
             self._log_evaluation(log)
         due = self.core is not None and step and self.due(config.core_metric_every)
-        if due and self.runtime.any(log.enabled and not log.has("core", step, *CORE_KEYS)):
-            if not self.core.score(log, step, stop, bar):
-                return False
+        due = due and self.runtime.any(log.enabled and not log.has("core", step, *CORE_KEYS))
+        if due and not self.core.score(log, step, stop, bar):
+            return False
         due = config.sample_every > 0 and step and self.due(config.sample_every)
         if due and log.enabled and not log.has("sample", step):
             self._log_samples(log)

@@ -77,7 +77,7 @@ def test_one_module_decides_where_worker_processes_come_from():
     assert re.findall(r"get_context\((.*?)\)", source) == ['"forkserver"']
 
 
-def test_the_server_has_no_threads_and_is_deaf_to_what_reaches_a_group():
+def test_the_server_has_no_threads_and_blocks_the_signals_of_a_group():
     """With libraries that start threads when they are imported, and no variable that keeps them from it."""
     code = ("import numpy, pyarrow, torch, time; from multiprocessing import forkserver; from trainkit import workers\n"
             "workers.context('numpy', 'pyarrow', 'datasets')\n"
@@ -206,9 +206,9 @@ def test_there_are_as_many_workers_as_cores_also_where_a_system_does_not_say_whi
 
 
 def test_patience_is_minutes_and_less_than_other_ranks_have():
-    from trainkit.distributed import PATIENCE
+    from trainkit.distributed import COLLECTIVE_TIMEOUT
 
-    assert 300 <= loader_workers.PATIENCE <= PATIENCE.total_seconds() / 2
+    assert 300 <= loader_workers.PATIENCE <= COLLECTIVE_TIMEOUT.total_seconds() / 2
 
 
 @pytest.mark.parametrize("ranks,ended", [(1, "signal 9"), (2, "signal 9"), (1, "exit code 255")])
