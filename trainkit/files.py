@@ -54,24 +54,31 @@ def atomic_folder(path: Path):
     """Yield an empty folder beside `path`.
 
     When the block succeeds the folder is fsynced and renamed to `path`, when it fails nothing is left. A folder that is
-    at `path` stays whole until then, and is deleted after. Only one process at a time may write to `path`.
+    at `path` stays until then; the next call puts it back if a kill came between the two renames. Only one process at
+    a time may write to `path`.
     """
     path = Path(path).resolve()
     temporary, replaced = (path.with_name(f".tmp-{prefix}{path.name}") for prefix in ("", "replaced-"))
+    _put_back(replaced, path)
     shutil.rmtree(temporary, ignore_errors=True)  # of a killed process
     temporary.mkdir(parents=True)
     try:
         yield temporary
         for written in (*temporary.rglob("*"), temporary):
             fsync(written)
-        shutil.rmtree(replaced, ignore_errors=True)
         if path.exists():
             os.replace(path, replaced)
         os.replace(temporary, path)
         fsync(path.parent)
     finally:
-        for left in (temporary, replaced):
-            shutil.rmtree(left, ignore_errors=True)
+        _put_back(replaced, path)
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _put_back(replaced: Path, path: Path) -> None:
+    if replaced.exists() and not path.exists():
+        os.replace(replaced, path)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from rich.progress import Progress
 
-from nanochat_gka.accounting import Horizon, flops_per_token, parameter_counts, plan
-from nanochat_gka.core_metric.measure import BATCH_TOKENS, Examinee
-from nanochat_gka.core_metric.training import CoreMetric
+from nanochat_gka.core_metric.during_training import CoreMetric
+from nanochat_gka.core_metric.task_scorer import BATCH_TOKENS, TaskScorer
 from nanochat_gka.data.loader import PackedData, Stream, micro_batches
+from nanochat_gka.data.tokenizer import FILE_NAME
 from nanochat_gka.generation.engine import Engine
 from nanochat_gka.generation.sampling import SAMPLE_PROMPTS, Sampling
+from nanochat_gka.model.accounting import Horizon, flops_per_token, parameter_counts, plan
 from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.gpt import GPT, build
-from nanochat_gka.tokenizer import FILE_NAME
 from nanochat_gka.training import memory
 from nanochat_gka.training.bits_per_byte import bits_per_byte
 from nanochat_gka.training.config import TrainConfig
@@ -162,10 +162,10 @@ class Trainer(BaseTrainer):
         """Fetch and read the bundle. Raises UserError for a wrong one now, and not in 2,000 steps."""
         config, runtime = self.config, self.runtime
         bundle = config.open_on_all(config.out.parent / "core", runtime)
-        examinee = Examinee(
+        scorer = TaskScorer(
             self.model, self.data.tokenizer, runtime, self.model.rotary.length, BATCH_TOKENS[runtime.device.type]
         )
-        return runtime.agree(lambda: CoreMetric(examinee, bundle, config.core_metric_max_per_task))
+        return runtime.agree(lambda: CoreMetric(scorer, bundle, config.core_metric_max_per_task))
 
     # A step
 

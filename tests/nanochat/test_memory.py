@@ -7,7 +7,7 @@ import torch
 
 import tiny
 from nanochat_gka import train
-from nanochat_gka.accounting import meta_model, parameter_counts
+from nanochat_gka.model.accounting import meta_model, parameter_counts
 from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.gpt import build
 from nanochat_gka.training import memory

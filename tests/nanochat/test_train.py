@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 import tiny
 from gpt_runs import MODULE, STEPS, flags
 from nanochat_gka import export
-from nanochat_gka.accounting import scaling_parameters
 from nanochat_gka.data.loader import PackedData, Stream, rows_of_run
+from nanochat_gka.model.accounting import scaling_parameters
 from nanochat_gka.model.checkpoints import load
 from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.gpt import build
