@@ -24,9 +24,9 @@ class TrainConfig(Recipe, RunConfig):
     model_kwargs: tuple[str, ...] = ()
     """Arguments for timm, e.g. sigma_squared=1.0 depth=4."""
     initial_weights: MayChange[str] = ""
-    """Take what fits from a file (.safetensors, or .pth as DeiT's), from a run or exported folder, or from a timm name."""
+    """Start from what fits of a file (.safetensors, or .pth as DeiT's), a run or exported folder, or a timm name."""
     data: MayChange[str] = ""
-    """A folder with train/ and val/ (class folders or tars), hf:NAME_OR_PATH, hf-stream:NAME_OR_PATH, wds:FOLDER or digits."""
+    """A folder with train/ and val/ (class folders or tars), hf:NAME, hf-stream:NAME, wds:FOLDER or digits."""
     model_tag: MayChange[str] = ""
     """Name of the run; empty takes the model's."""
 

@@ -17,7 +17,10 @@ PositiveOrOff = Annotated[float, Bounds(0, open_least=True, other=(-1, "off"))]
 
 @dataclass(frozen=True)
 class TrainConfig(OptimConfig, ModelFlags, BundleFlags, RunConfig):
-    """Pretrain a GPT with softmax, VLT or Gaussian kernel attention. The same command continues a run that was stopped."""
+    """Pretrain a GPT with softmax, VLT or Gaussian kernel attention.
+
+    The same command continues a run that was stopped.
+    """
 
     # Where
     data: MayChange[Path] = Path("out/packed")
@@ -56,11 +59,11 @@ class TrainConfig(OptimConfig, ModelFlags, BundleFlags, RunConfig):
     eval_tokens: MayChange[CountOrAll] = 20_971_520
     """Tokens of each split to evaluate on; -1 = all."""
     core_metric_every: MayChange[CountOrOff] = -1
-    """Steps between scores on CORE (2000 is nanochat's), also one at the end; -1 = off. A bundle is fetched to OUT/../core."""
+    """Steps between scores on CORE (nanochat's: 2000), and one at the end; -1 = off."""
     core_metric_max_per_task: MayChange[CountOrAll] = 500
     """Examples of each of CORE's tasks; -1 = all."""
     eval_rows: MayChange[EvalRows] = "upstream"
-    """Which rows of a split: upstream = the first that nanochat's loader would give (the paper's way), or evenly spaced."""
+    """Rows of a split: upstream = the first that nanochat's loader would give (the paper's way), or evenly spaced."""
     sample_every: MayChange[CountOrOff] = 2000
     """Steps between samples of text, nanochat's seven prompts; -1 = never."""
 
