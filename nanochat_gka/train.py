@@ -220,10 +220,10 @@ class Trainer:
         """Fetch and read the bundle. A collective. Raises UserError, now and not in 2,000 steps, for one with anything wrong in it."""
         config, runtime = self.config, self.runtime
         bundle = config.open_on_all(config.out.parent / "core", runtime)
-        examinee = TaskScorer(
+        scorer = TaskScorer(
             self.model, self.data.tokenizer, runtime, self.model.rotary.length, BATCH_TOKENS[runtime.device.type]
         )
-        return runtime.agree(lambda: CoreMetric(examinee, bundle, config.core_metric_max_per_task))
+        return runtime.agree(lambda: CoreMetric(scorer, bundle, config.core_metric_max_per_task))
 
     def evaluate(self) -> dict[str, float]:
         """Bits per byte on both splits."""
