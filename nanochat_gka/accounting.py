@@ -12,7 +12,7 @@ from nanochat_gka.model.config import GPTConfig, ModelFlags, has_gka
 from trainkit.cli import Bounds, Count, CountOrAutomatic, run
 
 
-@dataclass
+@dataclass(frozen=True)
 class AccountingConfig(ModelFlags):
     """Print the size and compute of a model, without building it in memory."""
 

@@ -31,7 +31,7 @@ from trainkit.results import check_appendable
 HUGGING_FACE_SHARE = 4  # of BATCH_TOKENS: their models compute the logits of all tokens
 
 
-@dataclass
+@dataclass(frozen=True)
 class CoreConfig(BundleFlags):
     """Score a trained model on CORE and print the table beside published figures.
 

@@ -146,7 +146,7 @@ def _check_letters(name: str, pattern: str, letters) -> None:
         raise ValueError(f"{name} must be made of the letters {', '.join(letters)}, got {pattern!r}")
 
 
-@dataclass
+@dataclass(frozen=True)
 class ModelFlags:
     """The flags that shape a model; every command that builds one inherits them."""
 

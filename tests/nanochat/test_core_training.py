@@ -16,6 +16,7 @@ from nanochat_gka.generation.engine import Engine
 from nanochat_gka.generation.sampling import SAMPLE_PROMPTS, Sampling
 from nanochat_gka.model.checkpoints import load
 from nanochat_gka.train import TrainConfig, main
+from processes import signals_kept
 from trainkit.cli import run
 from trainkit.progress import read_events
 
@@ -30,10 +31,8 @@ def bundle(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def handlers():
     """The trainer takes these signals over."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+    with signals_kept():
+        yield
 
 
 def flags(packed, out, *more):
