@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from nanochat_gka.core_metric.bundle import MANIFEST
-from trainkit.cli import UserError
+from trainkit.cli import MayChange, UserError
 from trainkit.distributed import Runtime
-from trainkit.files import locked, read_json, sha256, write_json
+from trainkit.files import atomic_folder, locked, read_json, sha256, write_json
 from trainkit.progress import progress_bar
 
 URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
@@ -24,13 +24,13 @@ ATTEMPTS, TIMEOUT = 5, 30  # seconds
 MAX_BYTES = 4 * 2**30  # unpacked; the real one has well under one
 
 
-@dataclass
+@dataclass(frozen=True)
 class BundleFlags:
     """Where the bundle comes from, for the commands that ask its questions."""
 
-    bundle: Path | None = None
+    bundle: MayChange[Path | None] = None
     """CORE's questions: folder of the bundle, or eval_bundle.zip; None = fetch it"""
-    bundle_url: str = URL
+    bundle_url: MayChange[str] = URL
     """where to fetch it from"""
 
     def open_bundle(self, folder: Path) -> Path:
@@ -139,10 +139,8 @@ def unpack(archive: Path, folder: Path) -> None:
 
     Raises UserError, and leaves nothing, for members that would land elsewhere, links, more than MAX_BYTES, damage, or no core.yaml.
     """
-    incoming = folder.with_name(f".tmp-{folder.name}")
-    shutil.rmtree(incoming, ignore_errors=True)  # of a killed process
     try:
-        with zipfile.ZipFile(archive) as bundle:
+        with zipfile.ZipFile(archive) as bundle, atomic_folder(folder) as incoming:
             members = [member for member in bundle.infolist() if not member.is_dir()]
             for member in members:
                 _check_member(member, archive)
@@ -165,7 +163,6 @@ def unpack(archive: Path, folder: Path) -> None:
                     target.parent.mkdir(parents=True, exist_ok=True)
                     with bundle.open(member) as source, open(target, "wb") as file:
                         shutil.copyfileobj(source, file)  # raises BadZipFile on a wrong CRC
-        incoming.replace(folder)
     except (
         zipfile.BadZipFile,
         zlib.error,
@@ -174,8 +171,6 @@ def unpack(archive: Path, folder: Path) -> None:
         RuntimeError,
     ) as error:  # unknown method, encrypted: the last two
         raise UserError(f"{archive} is not a usable zip file ({error}); fetch it again") from None
-    finally:
-        shutil.rmtree(incoming, ignore_errors=True)
 
 
 def _check_member(member: zipfile.ZipInfo, archive: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from trainkit.cli import UserError
+from trainkit.cli import UserError, reason_of
 from trainkit.files import read_json, write_json
 
 ROW_GROUP = 1024  # documents, as in nanochat's shards
@@ -57,7 +57,7 @@ def open_parquet(path: Path) -> pq.ParquetFile:
         file = pq.ParquetFile(path)
         column = file.schema_arrow.field("text") if "text" in file.schema_arrow.names else None
     except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{path} is not a readable parquet file ({first_line(error)})") from None
+        raise UserError(f"{path} is not a readable parquet file ({reason_of(error)})") from None
     if column is None:
         raise UserError(f"{path} needs a string column named text, it has: {', '.join(file.schema_arrow.names)}")
     if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
@@ -76,15 +76,10 @@ def document_batches(path: Path, groups: range | None = None, size: int = DOCUME
         try:
             texts = file.read_row_group(group, columns=["text"]).column("text").to_pylist()
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-            damage = f"{path} is damaged in row group {group} ({first_line(error)})"
+            damage = f"{path} is damaged in row group {group} ({reason_of(error)})"
             raise UserError(f"{damage}; delete it and fetch it again") from None
         for first in range(0, len(texts), size):
             yield [text for text in texts[first : first + size] if text is not None]
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's message, without its full stop."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(". ")
 
 
 def claim(folder: Path, source: str) -> None:

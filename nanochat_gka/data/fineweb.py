@@ -5,8 +5,7 @@ import re
 import shutil
 from pathlib import Path
 
-from nanochat_gka.data.corpora import first_line
-from trainkit.cli import Bounds, UserError
+from trainkit.cli import Bounds, UserError, reason_of
 from trainkit.files import atomic, sha256
 from trainkit.progress import progress_bar
 
@@ -34,7 +33,7 @@ def download(folder: Path, num_shards: int) -> None:
                 _fetch(name, folder)
             except Exception as error:  # the client raises its own and its transport's kinds: all mean "not fetched"
                 raise UserError(
-                    f"could not download {name} of {REPOSITORY}: {first_line(error)}. Check the network and run the same "
+                    f"could not download {name} of {REPOSITORY}: {reason_of(error)}. Check the network and run the same "
                     "command again (it continues where it stopped), or use your own text: CORPUS=DIR with parquet "
                     "files, or CORPUS=builtin"
                 ) from None

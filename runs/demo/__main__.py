@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from nanochat_gka.train import FINISH_KEYS
+from nanochat_gka.train import Trainer
 from runs.demo import report as demo_report
 from runs.demo import vision as demo_vision
 from runs.demo.commands import START_SECONDS, Job, expected_seconds, run, run_side_by_side
@@ -112,7 +112,7 @@ def language_jobs(config: DemoConfig) -> dict[str, Job]:
         command = ["--data", config.out / "packed", "--out", config.out / "runs", "--results", config.out / "train.jsonl", "--model-tag", tag,
                    "--depth", config.depth, "--num-iterations", config.steps, *own_flags, *flags, "--wandb", config.wandb]  # fmt: skip
         jobs[label] = Job(label, "nanochat_gka.train", command, config.out / "runs" / tag, config.steps,
-                          START_SECONDS + SECONDS_PER_STEP * config.steps * config.depth / DEPTH, config.ranks, FINISH_KEYS)  # fmt: skip
+                          START_SECONDS + SECONDS_PER_STEP * config.steps * config.depth / DEPTH, config.ranks, Trainer.FINISH_KEYS)  # fmt: skip
     return jobs
 
 

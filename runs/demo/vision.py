@@ -14,7 +14,7 @@ from deit_gka.data.loader import eval_transform
 from deit_gka.data.sources import decode, open_source
 from deit_gka.figures.cls_attention import draw_cls_attention
 from deit_gka.model.checkpoints import find_checkpoint, load_run
-from deit_gka.train import FINISH_KEYS
+from deit_gka.train import Trainer
 from runs.demo.commands import START_SECONDS, Job
 from runs.demo.report import plot_bandwidths
 from trainkit.progress import console
@@ -46,7 +46,7 @@ def jobs(out: Path, epochs: int, wandb: str) -> list[tuple[str, Job]]:
                      "--out", out / "runs", "--results", out / "train_deit.jsonl", "--wandb", wandb]  # fmt: skip
             name = f"digits, {label}, seed {seed}"
             found.append((label, Job(name, "deit_gka.train", flags, out / "runs" / tag, steps, START_SECONDS + SECONDS_PER_EPOCH * epochs,
-                                    finish_keys=(*FINISH_KEYS, "ema_top1"))))  # fmt: skip
+                                    finish_keys=(*Trainer.FINISH_KEYS, "ema_top1"))))  # fmt: skip
     return found
 
 
