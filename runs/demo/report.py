@@ -1,20 +1,16 @@
 """What the demo shows: the paper's tables in miniature, samples of text, learned bandwidths, and two pictures."""
 
-import json
 from pathlib import Path
 
 from rich.table import Table
 
+from runs.paper import published
 from trainkit.progress import console, read_events
 
-_PRINTED = json.loads((Path(__file__).parents[1] / "paper/published.json").read_text())
-PAPER, PAPER_VISION = _PRINTED["depth_20"], _PRINTED["vision"]
-# The tables' captions.
-OFFSETS = " ".join([
-    "GKA is the paper's form. Offsets pair key and value one token apart, a fixed case of KV shifting attention",
-    "(arXiv 2411.19574); softmax gains from that too, and has none here.",
-])  # fmt: skip
-PAPER_NOTE = " ".join(_PRINTED["depth_20_notes"])
+OFFSETS_NOTE = (
+    "GKA is the paper's form. Offsets pair key and value one token apart, a fixed case of KV shifting attention "
+    "(arXiv 2411.19574); softmax gains from that too, and has none here."
+)
 COLUMNS = {
     "parameters": ("parameters", "{:,}"),
     "flops_per_token": ("FLOPs/token", "{:.3e}"),
@@ -28,9 +24,12 @@ COLUMNS = {
 
 
 def show(rows: dict[str, dict], samples: dict[str, dict[str, str]]) -> None:
-    """Print the table, the samples and the bandwidths. rows: label -> the `finish` record of its log; the first is the baseline."""
+    """Print the table, the samples and the bandwidths.
+
+    rows: label -> the `finish` record of its log; the first is the baseline. samples: label -> prompt -> continuation.
+    """
     baseline, *others = rows
-    table = Table(title="\nMeasured here, equal tokens for all", caption=OFFSETS, caption_justify="left")
+    table = Table(title="\nMeasured here, equal tokens for all", caption=OFFSETS_NOTE, caption_justify="left")
     table.add_column("")
     table.add_column(baseline, justify="right")
     for label in others:
@@ -59,8 +58,9 @@ def show(rows: dict[str, dict], samples: dict[str, dict[str, str]]) -> None:
 
 def paper_table() -> Table:
     """The paper's depth-20 figures as it prints them, and their ratios."""
-    (base_label, base), (gka_label, gka) = PAPER.items()
-    table = Table(title="\nThe paper's depth 20, as printed there", caption=PAPER_NOTE, caption_justify="left")
+    (base_label, base), (gka_label, gka) = published.LANGUAGE.items()
+    caption = " ".join(published.notes("compute")[:2])
+    table = Table(title="\nThe paper's depth 20, as printed there", caption=caption, caption_justify="left")
     for heading in ("", base_label, gka_label, "ratio"):
         table.add_column(heading, justify="right" if heading else "left")
     for key in base:
