@@ -10,7 +10,7 @@ from typing import Any
 
 from gka.kinds import KINDS
 from nanochat_gka.train import FINISH_KEYS
-from runs.demo import report
+from runs.demo import pictures, report
 from runs.demo.commands import START_SECONDS, Job
 from runs.launch import command, run
 from trainkit.results import read_results
@@ -129,7 +129,11 @@ def show(jobs: dict[str, Job], out: Path) -> list[Path]:
         samples = read_results(job.folder / SAMPLES, "samples")[-1]["metrics"]["samples"]
         texts[label] = {prompt: continuations[0] for prompt, continuations in samples.items()}
     report.show(rows, texts)
-    return report.plot(rows, out)
+    drawn = [pictures.draw_losses(rows, out / "loss_curves.png")]
+    sigma = {label: list(row["sigma"].values()) for label, row in rows.items() if row["sigma"]}
+    if sigma:
+        drawn.append(pictures.draw_bandwidths(sigma, out / "bandwidths.png"))
+    return drawn
 
 
 def write_results(jobs: dict[str, Job], trained: Path, results: Path) -> None:

@@ -1,11 +1,9 @@
-"""What the demo shows: the paper's tables in miniature, samples of text, learned bandwidths, and two pictures."""
-
-from pathlib import Path
+"""What the demo prints of its language models: the paper's tables in miniature, samples of text, learned bandwidths."""
 
 from rich.table import Table
 
 from runs.paper import published
-from trainkit.progress import console, read_events
+from trainkit.progress import console
 
 OFFSETS_NOTE = (
     "GKA is the paper's form. Offsets pair key and value one token apart, a fixed case of KV shifting attention "
@@ -67,57 +65,3 @@ def paper_table() -> Table:
         ratio = "" if key == "gap" else f"{float(gka[key].rstrip('M')) / float(base[key].rstrip('M')):.2f}x"
         table.add_row(COLUMNS[key][0], base[key], gka[key], ratio)
     return table
-
-
-def plot(rows: dict[str, dict], out: Path) -> list[Path]:
-    """Loss curves, and bandwidths as the paper draws them (heat map and lines over depth). Returns the files."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (losses, bpbs) = plt.subplots(1, 2, figsize=(11, 4))
-    for label, row in rows.items():
-        millions = row["train_tokens"] / row["step"] / 1e6  # tokens per step
-        train = [(r["step"] * millions, r["smooth_loss"]) for r in read_events(row["log"], "train", "smooth_loss")]
-        evaluations = [(r["step"] * millions, r["val_bpb"]) for r in read_events(row["log"], "eval", "val_bpb")]
-        losses.plot(*zip(*train), label=label)
-        bpbs.plot(*zip(*evaluations), marker="o", label=label)
-    for axes, what in ((losses, "training loss (nats per token)"), (bpbs, "validation bits per byte")):
-        axes.set(xlabel="training tokens (millions)", ylabel=what)
-        axes.grid(alpha=0.3)
-        axes.legend()
-    paths = [out / "loss_curves.png"]
-    figure.tight_layout()
-    figure.savefig(paths[0], dpi=120)
-
-    with_sigma = {label: list(row["sigma"].values()) for label, row in rows.items() if row["sigma"]}
-    if with_sigma:
-        paths.append(plot_bandwidths(with_sigma, out / "bandwidths.png"))
-    return paths
-
-
-def plot_bandwidths(sigmas: dict[str, list[list[float]]], path: Path) -> Path:
-    """Bandwidths as the paper draws them: heat map and lines over depth. sigmas: label -> for every layer, its heads' sigma."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(2, len(sigmas), figsize=(5 * len(sigmas), 7), squeeze=False)
-    for column, (label, sigma) in enumerate(sigmas.items()):
-        heads = list(zip(*sigma))  # H x L
-        picture = axes[0][column].imshow(heads, cmap="YlOrRd", aspect="auto")
-        figure.colorbar(picture, ax=axes[0][column], label="sigma")
-        axes[0][column].set(
-            title=label, xlabel="layer", ylabel="head", xticks=range(len(sigma)), yticks=range(len(heads))
-        )
-        for head, values in enumerate(heads):
-            axes[1][column].plot(values, marker="o", label=f"head {head}")
-        axes[1][column].set(xlabel="layer", ylabel="sigma", xticks=range(len(sigma)))
-        axes[1][column].grid(alpha=0.3)
-        axes[1][column].legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-    return path

@@ -18,8 +18,8 @@ from deit_gka.model.checkpoints import find_checkpoint, load_run
 from deit_gka.model.registry import model_name
 from deit_gka.train import FINISH_KEYS
 from gka.kinds import KINDS
+from runs.demo import pictures
 from runs.demo.commands import START_SECONDS, Job
-from runs.demo.report import plot_bandwidths
 from trainkit.progress import console
 from trainkit.results import read_results
 
@@ -95,7 +95,7 @@ def cells(records: list[dict]) -> list[str]:
 
 def draw_bandwidths(records: dict[str, list[dict]], out: Path) -> list[Path]:
     """Draw the learned bandwidths of every kind that has them, a column for each seed. Returns the files."""
-    pictures = []
+    drawn = []
     for kind in KINDS.values():
         if kind.has_bandwidth:
             sigma = {
@@ -103,8 +103,8 @@ def draw_bandwidths(records: dict[str, list[dict]], out: Path) -> list[Path]:
                 for seed, record in zip(SEEDS, records[kind.label])
             }
             suffix = "" if kind.name == "gka" else f"_{kind.name}"
-            pictures.append(plot_bandwidths(sigma, out / f"digits_bandwidths{suffix}.png"))
-    return pictures
+            drawn.append(pictures.draw_bandwidths(sigma, out / f"digits_bandwidths{suffix}.png"))
+    return drawn
 
 
 def draw_attention(jobs: Jobs, out: Path) -> Path:
