@@ -79,7 +79,7 @@ def show(jobs: Jobs, out: Path) -> list[Path]:
         if lowest < EXPECTED_TOP1:
             expected = f"the full demo is expected to reach {EXPECTED_TOP1:.0f} %"
             console.print(f"note: {label} reached {lowest:.1f} % with one seed; {expected}")
-    return [*draw_bandwidths(records, out), draw_attention(jobs, out)]
+    return [draw_bandwidths(records, out), draw_attention(jobs, out)]
 
 
 def cells(records: list[dict]) -> list[str]:
@@ -93,18 +93,15 @@ def cells(records: list[dict]) -> list[str]:
     return [*sizes, spread("top1", ".2f"), spread("ema_top1", ".2f"), spread("images_per_second", ",.0f")]
 
 
-def draw_bandwidths(records: dict[str, list[dict]], out: Path) -> list[Path]:
-    """Draw the learned bandwidths of every kind that has them, a column for each seed. Returns the files."""
-    drawn = []
-    for kind in KINDS.values():
-        if kind.has_bandwidth:
-            sigma = {
-                f"{kind.label} on digits, seed {seed}": list(record["sigma"].values())
-                for seed, record in zip(SEEDS, records[kind.label])
-            }
-            suffix = "" if kind.name == "gka" else f"_{kind.name}"
-            drawn.append(pictures.draw_bandwidths(sigma, out / f"digits_bandwidths{suffix}.png"))
-    return drawn
+def draw_bandwidths(records: dict[str, list[dict]], out: Path) -> Path:
+    """Draw the learned bandwidths of the kinds that have them, a column for each seed. Returns the file."""
+    sigma = {
+        f"{kind.label} on digits, seed {seed}": list(record["sigma"].values())
+        for kind in KINDS.values()
+        if kind.has_bandwidth
+        for seed, record in zip(SEEDS, records[kind.label])
+    }
+    return pictures.draw_bandwidths(sigma, out / "digits_bandwidths.png")
 
 
 def draw_attention(jobs: Jobs, out: Path) -> Path:

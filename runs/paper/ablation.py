@@ -24,7 +24,7 @@ SIZE = "ti"
 
 
 @dataclass
-class AblationConfig(common.Experiment):
+class AblationConfig(common.Training):
     """Print one vision model of every kind side by side, from their finished runs, beside the paper's figures. With
     --data, train them first; the trainer's own flags follow `--`."""
 

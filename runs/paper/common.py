@@ -5,11 +5,11 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from runs import launch
 from trainkit import cli
-from trainkit.cli import Bounds
+from trainkit.cli import Count
 
 Config = TypeVar("Config", bound="Experiment")
 
@@ -20,14 +20,20 @@ class Experiment:
 
     base: Path = Path("out")
     """Folder of all outputs: runs go to BASE/runs, their numbers to BASE/results.jsonl."""
-    ngpu: Annotated[int, Bounds(0)] = 1
+    ngpu: Count = 1
     """Processes, one for each GPU."""
+
+
+@dataclass
+class Training(Experiment):
+    """The flags of the experiments that train."""
+
     wandb: Literal["disabled", "offline", "online"] = "disabled"
     """Log to Weights & Biases."""
 
     @property
     def places(self) -> list[Any]:
-        """The trainers' flags for these settings."""
+        """The trainers' flags for where outputs go."""
         return ["--out", self.base / "runs", "--results", self.base / "results.jsonl", "--wandb", self.wandb]
 
 

@@ -29,7 +29,7 @@ SOFTMAX_TARGET = "base"  # what make's targets call softmax attention
 
 
 @dataclass
-class VisionConfig(common.Experiment):
+class VisionConfig(common.Training):
     """Train one of the paper's vision models. The trainer's own flags follow `--`."""
 
     name: Annotated[str, tyro.conf.Positional] = "ti"

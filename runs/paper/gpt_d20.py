@@ -11,7 +11,7 @@ from trainkit.cli import Count
 
 
 @dataclass
-class LanguageConfig(common.Experiment):
+class LanguageConfig(common.Training):
     """Train one of the paper's language models. The trainer's own flags follow `--`."""
 
     data: Path = Path("out/packed/fineweb-170-32768-2048")
