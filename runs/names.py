@@ -72,9 +72,8 @@ def finish_corpus(given):
     complete = Path(names(given)["PREPARED"])
     complete.parent.mkdir(parents=True, exist_ok=True)
     if setting["CORPUS"] == "fineweb":
-        for shard in sorted(Path(setting["BASE"], "corpus", "fineweb").glob("shard_*.parquet"))[
-            : int(setting["SHARDS"])
-        ]:
+        fetched = sorted(Path(setting["BASE"], "corpus", "fineweb").glob("shard_*.parquet"))
+        for shard in fetched[: int(setting["SHARDS"])]:
             link = complete.parent / shard.name
             if link.exists():
                 link.unlink()
@@ -84,7 +83,7 @@ def finish_corpus(given):
 
 def launcher(ranks):
     """What runs a module; the dashes keep torchrun from taking our --run for its --run-path."""
-    if ranks > 1:
+    if ranks != "1":
         return f"{VENV}/torchrun --standalone --nproc-per-node {ranks} -m --"
     return VENV + "/python -m"
 
@@ -98,10 +97,10 @@ def names(given):
     documents = f"{base}/corpus/{name}" if prepared else corpus
     tokenizer = "{}/tokenizer/{}-{}".format(base, name, setting["VOCAB"])
     packed = "{}/packed/{}-{}-{}".format(base, name, setting["VOCAB"], setting["SEQ"])
-    ngpu = given.get("NGPU", "") or str(count_gpus())
-    ranks = int(ngpu) if ngpu.isdigit() and int(ngpu) > 1 else 1
+    ngpu = given.get("NGPU") or str(count_gpus())
+    ranks = "1" if ngpu == "0" else ngpu
     run = given.get("RUN")
-    demo = [f"--ranks {ranks}"] if "NGPU" in given and ranks > 1 else []
+    demo = [f"--ranks {ranks}"] if "NGPU" in given and ranks != "1" else []
     demo += ["--depth {}".format(given["DEPTH"])] if "DEPTH" in given else []
     named_rows = any(key in given for key in ("CORPUS", "SHARDS", "VOCAB", "SEQ"))
     return {
@@ -114,7 +113,7 @@ def names(given):
         "DEPTH_FLAG": "--depth " + setting["DEPTH"],
         "TOKENIZER": tokenizer,
         "PACKED": packed,
-        "RANKS": str(ranks),
+        "RANKS": ranks,
         "LAUNCH": launcher(ranks),
         "DEMO_FLAGS": " ".join(demo),
         # The rows are those the run was trained on, unless others are named.
