@@ -18,9 +18,9 @@ import torch
 from nanochat_gka.core_metric.bundle import Task, read_tasks
 from nanochat_gka.core_metric.fetch import BundleFlags
 from nanochat_gka.core_metric.huggingface import load_hugging_face
-from nanochat_gka.core_metric.measure import BATCH_TOKENS, Examinee, Subject, check_enough, identity
 from nanochat_gka.core_metric.questions import shuffled
 from nanochat_gka.core_metric.report import Score, aggregate, error_of_mean, show, write_csv
+from nanochat_gka.core_metric.task_scorer import BATCH_TOKENS, EvaluatedModel, TaskScorer, check_enough, identity
 from nanochat_gka.model.checkpoints import load
 from trainkit.cli import Bounds, CountOrAll, UserError, run
 from trainkit.distributed import Runtime, running
@@ -28,7 +28,7 @@ from trainkit.progress import console, progress_bar
 from trainkit.results import append_result, check_appendable, read_results
 
 
-@dataclass
+@dataclass(frozen=True)
 class CoreConfig(BundleFlags):
     """Score a trained model on CORE; writes OUT/<model>_step<step>.csv and .jsonl (OUT/<model>.* for --hf-path) and prints the table beside published figures.
 
@@ -67,13 +67,13 @@ class CoreConfig(BundleFlags):
 class Evaluation:
     """One model on the tasks of one bundle. `file` has a line for every task that was scored, and what it was scored on."""
 
-    def __init__(self, config: CoreConfig, runtime: Runtime, subject: Subject):
+    def __init__(self, config: CoreConfig, runtime: Runtime, subject: EvaluatedModel):
         self.config, self.runtime, self.subject, limit = config, runtime, subject, subject.limit
         self.max_seq_len = min(limit, config.max_seq_len) if config.max_seq_len > 0 else limit
         batch_tokens = config.batch_tokens or BATCH_TOKENS[runtime.device.type] // (
             4 if config.hf_path else 1
         )  # logits of all tokens
-        self.examinee = Examinee(
+        self.examinee = TaskScorer(
             subject.model, subject.tokenizer, runtime, self.max_seq_len, batch_tokens, config.prefix_reuse
         )
         limits = {"max": config.max_per_task, "len": self.max_seq_len if self.max_seq_len < limit else -1}
@@ -131,19 +131,19 @@ class Evaluation:
         return name, value
 
 
-def label(subject: Subject) -> str:
+def label(subject: EvaluatedModel) -> str:
     """What its files begin with."""
     return subject.name if subject.step is None else f"{subject.name}_step{subject.step:06d}"
 
 
-def open_subject(config: CoreConfig, device: torch.device) -> Subject:
+def open_subject(config: CoreConfig, device: torch.device) -> EvaluatedModel:
     """The model to ask: of a run of ours, or Hugging Face's. Raises UserError if there is none."""
     if config.hf_path:
         return load_hugging_face(config.hf_path, device)
     loaded = load(config.run, config.step, device)
     shape = loaded.model.config
     about = f"{loaded.name}: {shape.attention}, depth {shape.n_layer}, step {loaded.step}"
-    return Subject(
+    return EvaluatedModel(
         loaded.model, loaded.tokenizer, loaded.name, loaded.step, loaded.sha256, loaded.model.rotary.length, about
     )
 

@@ -58,7 +58,7 @@ def render(page: str, text: str) -> str:
 def main(config: TablesConfig) -> None:
     for page in PAGES:
         path = ROOT / page
-        text = path.read_text() if path.exists() else ""
+        text = path.read_text()
         rendered = render(page, text)
         if rendered != text:
             if config.check:

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 # What to lower when a GPU's memory is full, in the commands that have it: it changes the speed, not the result.
 BATCH_FLAGS = ("device_batch_size", "batch_tokens", "max_rows", "batch_size")
@@ -55,6 +55,11 @@ class Bounds:
             elif is_float:
                 words += ["finite"]
         return " and ".join(words) + (f", or {self.other[0]:g} for {self.other[1]}" if self.other else "")
+
+
+T = TypeVar("T")
+MAY_CHANGE = "may change when a run is continued"
+MayChange = Annotated[T, MAY_CHANGE]  # the type of such a flag is MayChange[int]; see `trainkit.run_config`
 
 
 def flag_of(field: str) -> str:

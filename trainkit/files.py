@@ -50,24 +50,31 @@ def atomic(path: Path):
 def atomic_folder(path: Path):
     """Yield an empty folder beside `path`; when the block succeeds it is fsynced and renamed, when it fails nothing is left.
 
-    A folder that is at `path` stays whole until then, and is deleted after. One process at a time may write to `path`.
+    A folder that is at `path` stays until then; the next call puts it back if a kill came between the two renames.
+    One process at a time may write to `path`.
     """
     path = Path(path).resolve()
     temporary, replaced = (path.with_name(f".tmp-{prefix}{path.name}") for prefix in ("", "replaced-"))
+    _put_back(replaced, path)
     shutil.rmtree(temporary, ignore_errors=True)  # of a killed process
     temporary.mkdir(parents=True)
     try:
         yield temporary
         for written in (*temporary.rglob("*"), temporary):
             fsync(written)
-        shutil.rmtree(replaced, ignore_errors=True)
         if path.exists():
             os.replace(path, replaced)
         os.replace(temporary, path)
         fsync(path.parent)
     finally:
-        for left in (temporary, replaced):
-            shutil.rmtree(left, ignore_errors=True)
+        _put_back(replaced, path)
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _put_back(replaced: Path, path: Path) -> None:
+    if replaced.exists() and not path.exists():
+        os.replace(replaced, path)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def write_json(path: Path, value: Any) -> None:

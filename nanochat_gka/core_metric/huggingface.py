@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import torch
 
-from nanochat_gka.core_metric.measure import Subject
-from nanochat_gka.core_metric.shared import SharedPrompts
+from nanochat_gka.core_metric.prompt_tree import PromptTree
+from nanochat_gka.core_metric.task_scorer import EvaluatedModel
 from trainkit.cli import UserError
 
 BOS_TOKENS = ("<|bos|>", "<|endoftext|>")  # the first that a vocabulary has
@@ -28,14 +28,14 @@ class Causal:
         self.config = SimpleNamespace(vocab_size=model.get_input_embeddings().num_embeddings)
         self.keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
 
-    def hidden(self, ids: torch.Tensor, tree: SharedPrompts) -> torch.Tensor:
+    def hidden(self, ids: torch.Tensor, tree: PromptTree) -> torch.Tensor:
         """Logits (1, n, vocab_size) of the tokens that predict the judged ones."""
         rows = ids[0][tree.copies]
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
             logits = self.model(
-                input_ids=rows, **({"logits_to_keep": rows.shape[1] - tree.first} if self.keeps else {})
+                input_ids=rows, **({"logits_to_keep": rows.shape[1] - tree.first_query} if self.keeps else {})
             ).logits
-        return logits[:, tree.first - rows.shape[1] :].flatten(0, 1)[None, tree.where_wanted]
+        return logits[:, tree.first_query - rows.shape[1] :].flatten(0, 1)[None, tree.output_of_predictor]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden.float()
@@ -58,7 +58,7 @@ class Encoder:
         return self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
 
 
-def load_hugging_face(path: str, device: torch.device) -> Subject:
+def load_hugging_face(path: str, device: torch.device) -> EvaluatedModel:
     """The model and tokenizer in a folder, or of that name on the hub. Nothing of it is executed or unpickled: safetensors and known architectures only.
 
     Raises UserError if transformers is not installed, and for whatever keeps the model from being loaded.
@@ -95,7 +95,7 @@ def load_hugging_face(path: str, device: torch.device) -> Subject:
     about = f"{name}: {type(model).__name__}, {count:,} parameters" + (
         f", prompts of at most {limit:,} tokens" if limit < UNLIMITED else ""
     )
-    return Subject(causal, encoder, name, None, _digest(model, tokenizer), limit, about)
+    return EvaluatedModel(causal, encoder, name, None, _digest(model, tokenizer), limit, about)
 
 
 def _digest(model, tokenizer) -> str:

@@ -11,8 +11,8 @@ from itertools import islice
 import torch
 import torch.nn.functional as F
 
+from nanochat_gka.core_metric.prompt_tree import PromptTree
 from nanochat_gka.core_metric.questions import Question
-from nanochat_gka.core_metric.shared import SharedPrompts
 from nanochat_gka.model.gpt import GPT
 
 LENGTH_STEP = 16  # tokens of padding, at most, that questions which begin alike may cost attention
@@ -58,7 +58,7 @@ def judge(model: GPT, questions: Sequence[Question], prefix_reuse: bool = True) 
     """A verdict on every prompt of every question of one batch."""
     prompts = [prompt for asked in questions for prompt in asked.prompts]
     starts = [start for asked in questions for start in asked.starts]
-    tree = SharedPrompts(prompts, starts, [len(asked.prompts) for asked in questions], model.device, share=prefix_reuse)
+    tree = PromptTree(prompts, starts, [len(asked.prompts) for asked in questions], model.device, share=prefix_reuse)
 
     sizes = [len(prompt) - start for prompt, start in zip(prompts, starts)]
     targets = torch.tensor(

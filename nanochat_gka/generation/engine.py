@@ -13,7 +13,7 @@ import torch
 
 from nanochat_gka.data.tokenizer import Tokenizer
 from nanochat_gka.generation.sampling import Sampling, pick
-from nanochat_gka.model.cache import KEYS_ARE_STORED, KVCache
+from nanochat_gka.model.cache import KVCache
 from nanochat_gka.model.gpt import GPT
 from trainkit.cli import UserError
 
@@ -76,8 +76,9 @@ class Engine:
         if max_rows < 1:
             raise ValueError(f"max_rows must be at least 1, got {max_rows}")
         if keep_keys and not model.derives_keys:
-            meant = "--keep-keys is for models of --gka-values normalised or raw"
-            raise UserError(f"{meant}, and {KEYS_ARE_STORED}; leave it out")
+            raise UserError(
+                "--keep-keys is for models of --gka-values normalised or raw; this model's keys are kept anyway, leave it out"
+            )
         self.model, self.tokenizer, self.max_rows, self.keep_keys = model, tokenizer, max_rows, keep_keys
 
     def complete(self, prompts: Sequence[str], sampling: Sampling, stop: Sequence[str] = ()) -> list[list[str]]:
@@ -102,9 +103,7 @@ class Engine:
         starts = [self._tokens(prompt) for prompt in prompts]
         waiting = deque((prompt, sample) for prompt in range(len(prompts)) for sample in range(sampling.num_samples))
         longest = max(map(len, starts), default=0) + sampling.max_tokens
-        cache = KVCache.empty(
-            self.model, min(self.max_rows, len(waiting)), min(longest, self.model.rotary.length), 0, self.keep_keys
-        )
+        cache = self._new_cache(min(self.max_rows, len(waiting)), min(longest, self.model.rotary.length), in_use=0)
         rows: list[Continuation] = []
         prefilled, ready = -1, None  # the prompt that was run last, and what it left
         while waiting or rows:
@@ -121,7 +120,7 @@ class Engine:
             if not rows:
                 continue
             ids = torch.tensor([[row.last] for row in rows], device=self.model.device)
-            tokens = pick(self.model(ids, cache=cache)[:, -1], [row.draws for row in rows], sampling)
+            tokens = pick(self.model(ids, context=cache)[:, -1], [row.draws for row in rows], sampling)
             for row, token in zip(rows, tokens):
                 yield self._extend(row, token)
             for place in reversed(range(len(rows))):
@@ -142,14 +141,13 @@ class Engine:
             )
         return ids
 
+    def _new_cache(self, rows: int, capacity: int, in_use: int | None = None) -> KVCache:
+        return self.model.new_cache(rows, capacity, in_use, self.keep_keys, last_only=True)
+
     def _prefill(self, ids: list[int]) -> tuple[KVCache, torch.Tensor]:
         """A cache of one row with the prompt in it, and the logits after it, (1, V)."""
-        cache = KVCache.empty(self.model, 1, len(ids), keep_keys=self.keep_keys)
-        row, last = (
-            torch.tensor([ids], device=self.model.device),
-            torch.tensor([len(ids) - 1], device=self.model.device),
-        )
-        return cache, self.model.logits(self.model.hidden(row, cache.begin(len(ids), wanted=last))[:, 0])
+        cache = self._new_cache(1, len(ids))
+        return cache, self.model(torch.tensor([ids], device=self.model.device), context=cache)[:, -1]
 
     def _extend(self, row: Continuation, token: int) -> Piece:
         special = token >= self.tokenizer.bos_id

@@ -11,8 +11,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from nanochat_gka.accounting import parameter_counts
 from nanochat_gka.data.tokenizer import FILE_NAME, Tokenizer
+from nanochat_gka.model.accounting import parameter_counts
 from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.gpt import GPT, build
 from trainkit import checkpoint

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-from gka import layer_kinds
+from gka import KINDS, layer_kinds
 from trainkit.cli import Bounds, Count, UserError
 
 OFFSET_LETTERS = {"N": "none", "P": "predecessor", "S": "successor"}
@@ -120,9 +120,8 @@ class GPTConfig:
 
     def has_value_embedding(self, layer: int) -> bool:
         every_second = layer % 2 == (self.n_layer - 1) % 2
-        return every_second and (
-            self.value_embeds == "all" or (self.value_embeds == "auto" and self.layer_attention(layer) == "softmax")
-        )
+        learns_values = "V" in KINDS[self.layer_attention(layer)].input_projections
+        return every_second and (self.value_embeds == "all" or (self.value_embeds == "auto" and learns_values))
 
     def heads_with(self, offset: str) -> list[slice]:
         """The heads whose offset is "predecessor" or "successor", as slices of the H heads: one for every such letter of the pattern."""
@@ -151,7 +150,7 @@ def _check_letters(name: str, pattern: str, letters, hint: str = "") -> None:
         raise ValueError(f"{name} must be {hint or 'made of the letters ' + ', '.join(letters)}, got {pattern!r}")
 
 
-@dataclass
+@dataclass(frozen=True)
 class ModelFlags:
     """The flags that shape a model; every command that builds one inherits them."""
 

@@ -10,9 +10,7 @@ entry), and its update of one shape needs about 16 bytes an entry of that shape'
 
 Held per token from forward to backward, counted in uncompiled operations (compiled ones recompute some, and need less):
   every layer: the input of the residual scale, of both norms, and what the norms give (5 C); the MLP after relu and squared (8 C).
-  softmax: queries and keys before and after their norm, values, output (6 C). VLT: the same without values (5 C).
-  gka: values before and after their norm, rotated features, features, scaled queries, output (6 C; one or two fewer where values are
-    rotated or raw, one more with head offsets).
+  attention: `activation_widths` of its class.
   a value embedding: 2 C. The final norm: 2 C.
   the loss: float32 logits after tanh and after log_softmax, and in backward two gradients as large: 16 V bytes.
 """
@@ -23,15 +21,15 @@ from typing import Annotated, Literal
 
 import torch
 
+from gka import KINDS
+from nanochat_gka.model.attention import Attention
 from nanochat_gka.model.config import GPTConfig
 from trainkit.cli import Bounds, UserError
 from trainkit.distributed import Runtime
 
 RowsAtOnce = Annotated[int | Literal["auto"], Bounds(1)]
 LAYER_WIDTHS, VALUE_EMBEDDING_WIDTHS, FINAL_WIDTHS = 13, 2, 2
-ATTENTION_WIDTHS = {"softmax": 6, "vlt": 5, "gka": 6}
 LOGIT_BYTES = 16
-PROJECTIONS = {"softmax": 4, "vlt": 3, "gka": 1}
 USABLE = {"cuda": 0.9, "cpu": 0.5}  # of the memory: the rest is the driver's and the allocator's, and other programs'
 MOST_TOKENS = {"cuda": 2**16, "cpu": 2**12}  # of a micro-batch: more is not faster
 
@@ -41,9 +39,9 @@ def parameters(config: GPTConfig) -> tuple[int, int, int]:
     width, rows = config.n_embd, config.padded_vocab_size
     tables, matrices, others = 1, 0, rows * width + 2 * config.n_layer
     for layer in range(config.n_layer):
-        kind = config.layer_attention(layer)
-        matrices += (PROJECTIONS[kind] + 8) * width * width
-        others += config.n_head if kind == "gka" else 0
+        kind = KINDS[config.layer_attention(layer)]
+        matrices += (len(kind.input_projections) + 1 + 8) * width * width
+        others += config.n_head if kind.has_bandwidth else 0
         if config.has_value_embedding(layer):
             tables, matrices = tables + 1, matrices + 32 * config.n_head
     return tables * rows * width, matrices, others
@@ -62,7 +60,7 @@ def fixed_bytes(config: GPTConfig, device_type: str, ranks: int = 1) -> tuple[in
 def row_bytes(config: GPTConfig, device_type: str, training: bool = True) -> int:
     """Bytes of one row's activations: from forward to backward, or (not training) of a forward pass alone, where a layer's are let go."""
     size, widths = (2 if device_type == "cuda" else 4), [
-        LAYER_WIDTHS + ATTENTION_WIDTHS[config.layer_attention(layer)] + VALUE_EMBEDDING_WIDTHS * config.has_value_embedding(layer)
+        LAYER_WIDTHS + Attention.CLASSES[config.layer_attention(layer)].activation_widths + VALUE_EMBEDDING_WIDTHS * config.has_value_embedding(layer)
         for layer in range(config.n_layer)
     ]  # fmt: skip
     layers = FINAL_WIDTHS + (sum(widths) if training else max(widths))

@@ -31,26 +31,26 @@ Rate = Annotated[float, Bounds(0, 1e38)]  # and its scaled value is a float32
 Beta = Annotated[float, Bounds(0, 0.999999)]  # 1 in float32 would divide by 1 - beta = 0
 
 
-@dataclass
+@dataclass(frozen=True)
 class OptimConfig:
     """The optimiser's flags: base rates at the reference batch of 2^19 tokens (nanochat's defaults; sigma_lr is ours)."""
 
     embedding_lr: Rate = 0.3
-    """base learning rate of the embeddings (AdamW)"""
+    """Base learning rate of the embeddings (AdamW)."""
     unembedding_lr: Rate = 0.004
-    """base learning rate of the output head (AdamW)"""
+    """Base learning rate of the output head (AdamW)."""
     matrix_lr: Rate = 0.02
-    """base learning rate of the blocks' matrices (Muon)"""
+    """Base learning rate of the blocks' matrices (Muon)."""
     scalar_lr: Rate = 0.5
-    """base learning rate of the residual scalars (AdamW)"""
+    """Base learning rate of the residual scalars (AdamW)."""
     sigma_lr: Rate = 0.005
-    """base learning rate of log sigma (AdamW)"""
+    """Base learning rate of log sigma (AdamW)."""
     weight_decay: Rate = 0.2
-    """Muon's weight decay before scaling; falls to zero over the run"""
+    """Muon's weight decay before scaling; it falls to zero over the run."""
     adam_beta1: Beta = 0.8
-    """AdamW"""
+    """AdamW's averaging of the gradient."""
     adam_beta2: Beta = 0.95
-    """AdamW"""
+    """AdamW's averaging of its square."""
 
 
 @dataclass

@@ -10,6 +10,7 @@ from typing import Any
 
 from runs import launch
 from runs.demo.outlook import Outlook
+from trainkit.loop import finish_record
 from trainkit.progress import progress_bar, read_events
 from trainkit.workers import cores
 
@@ -37,7 +38,7 @@ class Job:
 
     def finish(self) -> dict[str, Any] | None:
         """The record a finished run ends with, if it is whole."""
-        return next(iter(read_events(self.folder / "log.jsonl", "finish", *self.finish_keys)), None)
+        return finish_record(self.folder, self.finish_keys)
 
     def progress(self) -> tuple[int, str]:
         """Steps done, and the last loss."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gka.kinds import KINDS
-from nanochat_gka.train import FINISH_KEYS
+from nanochat_gka.training.trainer import Trainer
 from runs.demo import pictures, report
 from runs.demo.commands import START_SECONDS, Job
 from runs.launch import command, run
@@ -99,7 +99,7 @@ def train_jobs(out: Path, depth: int, steps: int, ranks: int, wandb: str) -> dic
             steps=steps,
             seconds=START_SECONDS + SECONDS_PER_STEP * steps * depth / DEPTH,
             ranks=ranks,
-            finish_keys=FINISH_KEYS,
+            finish_keys=Trainer.FINISH_KEYS,
         )
     return jobs
 

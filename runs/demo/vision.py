@@ -16,7 +16,7 @@ from deit_gka.data.sources import decode, open_source
 from deit_gka.figures.cls_attention import draw_cls_attention
 from deit_gka.model.checkpoints import find_checkpoint, load_run
 from deit_gka.model.registry import model_name
-from deit_gka.train import FINISH_KEYS
+from deit_gka.training.trainer import Trainer
 from gka.kinds import KINDS
 from runs.demo import pictures
 from runs.demo.commands import START_SECONDS, Job
@@ -58,7 +58,7 @@ def train_jobs(out: Path, epochs: int, wandb: str) -> Jobs:
                     folder=out / "runs" / tag,
                     steps=steps,
                     seconds=START_SECONDS + SECONDS_PER_EPOCH * epochs,
-                    finish_keys=(*FINISH_KEYS, "ema_top1"),
+                    finish_keys=(*Trainer.FINISH_KEYS, "ema_top1"),
                 )
             )
     return jobs

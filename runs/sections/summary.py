@@ -12,7 +12,9 @@ from trainkit.progress import read_lines
 
 HARDWARE = "intel-xeon-processor-2-threads"  # the machine of the whole table
 BOTH = "forward+backward"
-OPERATOR, LANGUAGE, VISION = "gka", "nanochat_gka", "deit_gka"  # folders whose README has more
+# Where a row's subject has more.
+SPEED, DEMO = "runs/README.md#benchmarks", "runs/README.md#the-demo"
+CORE, ERRORS = "nanochat_gka/README.md#core", "gka/README.md#error-model"
 SOFTMAX, GKA = KINDS["softmax"].label, KINDS["gka"].label
 Row = list[str]
 
@@ -23,7 +25,7 @@ def times(comparison: Comparison) -> tuple[float, float]:
 
 
 def row(what: str, page: str, softmax: str, gka: str, ratio: str) -> Row:
-    return [what, softmax, gka, ratio, f"[{page}]({page}/README.md)"]
+    return [what, softmax, gka, ratio, f"[{page.partition('/')[0]}]({page})"]
 
 
 def time_row(what: str, page: str, comparison: Comparison) -> Row:
@@ -38,7 +40,7 @@ def deit_row() -> Row:
     phases = [times(compared["deit-ti-b8", phase]) for phase in ("inference", "training")]
     softmax, ours = (" / ".join(f"{pair[side]:.3g} ms" for pair in phases) for side in (0, 1))
     ratio = " / ".join(f"{softmax_ms / our_ms:.2f}x" for softmax_ms, our_ms in phases)
-    return row("DeiT-Ti, 8 images: inference / training step", VISION, softmax, ours, f"{ratio} as fast")
+    return row("DeiT-Ti, 8 images: inference / training step", SPEED, softmax, ours, f"{ratio} as fast")
 
 
 def bpb_row() -> Row:
@@ -47,7 +49,7 @@ def bpb_row() -> Row:
     softmax, gka, offsets = (records[variant.label] for variant in VARIANTS.values())
     ours = f"{gka:.4f} (with head offsets, ours: {offsets:.4f})"
     return row(
-        "demo's language models: validation bits per byte", LANGUAGE, f"{softmax:.4f}", ours, f"{gka - softmax:+.4f}"
+        "demo's language models: validation bits per byte", DEMO, f"{softmax:.4f}", ours, f"{gka - softmax:+.4f}"
     )
 
 
@@ -56,7 +58,7 @@ def digits_row() -> Row:
     records = vision_records()
     softmax, gka = (statistics.fmean(run["metrics"]["ema_top1"] for run in records[label]) for label in (SOFTMAX, GKA))
     return row(
-        "demo's vision models: digits, EMA top-1", VISION, f"{softmax:.1f} %", f"{gka:.1f} %", f"{gka - softmax:+.1f}"
+        "demo's vision models: digits, EMA top-1", DEMO, f"{softmax:.1f} %", f"{gka:.1f} %", f"{gka - softmax:+.1f}"
     )
 
 
@@ -70,7 +72,7 @@ def scorer_row() -> Row:
         cells.append(f"{examples / min(seconds.values()):,.0f} examples/s")
         gains.append(f"{seconds['by example'] / min(seconds.values()):.1f}x")
     ratio = f"{' / '.join(gains)} as fast as one example at a time"
-    return row("CORE's scorer, the paper's six tasks", LANGUAGE, *cells, ratio)
+    return row("CORE's scorer, the paper's six tasks", CORE, *cells, ratio)
 
 
 def error_row() -> Row:
@@ -85,17 +87,17 @@ def error_row() -> Row:
         for route in ("plain", "sdpa")
     ]
     literal, ours = cells
-    return row("operator's relative error against float64", OPERATOR, "", ours, f"literal equations: {literal}")
+    return row("operator's relative error against float64", ERRORS, "", ours, f"literal equations: {literal}")
 
 
 def results() -> str:
     """The one table of results."""
     operator, gpt = benchmarks("attention")[HARDWARE], benchmarks("gpt")[HARDWARE]
     rows = [
-        time_row("operator, DeiT-Ti's 8 × 197 tokens: forward + backward", OPERATOR, operator["vit-ti", BOTH]),
-        time_row("operator, 512 causal tokens: forward + backward", OPERATOR, operator["lm-full", BOTH]),
+        time_row("operator, DeiT-Ti's 8 × 197 tokens: forward + backward", SPEED, operator["vit-ti", BOTH]),
+        time_row("operator, 512 causal tokens: forward + backward", SPEED, operator["lm-full", BOTH]),
         deit_row(),
-        time_row("GPT of depth 4, 4 × 512 tokens: training step", LANGUAGE, gpt["d4", "training"]),
+        time_row("GPT of depth 4, 4 × 512 tokens: training step", SPEED, gpt["d4", "training"]),
         bpb_row(),
         digits_row(),
         scorer_row(),

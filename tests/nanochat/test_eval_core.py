@@ -17,7 +17,7 @@ import torch
 import tiny
 import tiny_core
 from nanochat_gka import eval_core
-from nanochat_gka.core_metric import fetch, measure
+from nanochat_gka.core_metric import fetch, task_scorer
 from nanochat_gka.core_metric.bundle import read_tasks
 from nanochat_gka.data.tokenizer import Tokenizer
 from nanochat_gka.eval_core import CoreConfig, main
@@ -63,7 +63,7 @@ def table(path):
 
 
 def test_scores_are_the_naive_ones_in_files_named_by_model_and_step(world, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(measure, "READ_AHEAD", 4)
+    monkeypatch.setattr(task_scorer, "READ_AHEAD", 4)
     assert evaluate(world, tmp_path) == 0
     _, model, tokenizer, bundle = world
     found = table(tmp_path / "tiny-gka_step000007.csv")
@@ -184,7 +184,7 @@ def test_a_line_that_was_cut_short_swallows_no_other(world, tmp_path):
 
 
 def test_a_place_that_cannot_be_written_is_named_before_anything_is_scored(world, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(measure, "judge", lambda *_: pytest.fail("scored"))
+    monkeypatch.setattr(task_scorer, "judge", lambda *_: pytest.fail("scored"))
     (tmp_path / "tiny-gka_step000007.jsonl").mkdir()
     assert evaluate(world, tmp_path) == 2
     assert "tiny-gka_step000007.jsonl" in capsys.readouterr().err

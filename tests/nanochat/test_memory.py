@@ -7,11 +7,13 @@ import torch
 
 import tiny
 from nanochat_gka import train
-from nanochat_gka.accounting import meta_model, parameter_counts
+from nanochat_gka.model.accounting import meta_model, parameter_counts
 from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.gpt import build
 from nanochat_gka.training import memory
+from nanochat_gka.training.gradients import accumulate_gradients
 from nanochat_gka.training.optim import MuonAdamW, OptimConfig, parameter_groups
+from nanochat_gka.training.trainer import Trainer
 from trainkit.cli import UserError, run
 from trainkit.distributed import Runtime
 
@@ -133,7 +135,7 @@ def config(packed, out, *more) -> train.TrainConfig:
 
 
 def test_a_dry_step_leaves_no_trace(packed, tmp_path):
-    trainer = train.Trainer(config(packed, tmp_path), Runtime(0, 1, CPU))
+    trainer = Trainer(config(packed, tmp_path), Runtime(0, 1, CPU))
     before = {
         name: tensor.clone() for name, tensor in (trainer.model.state_dict() | trainer.optimizer.state_dict()).items()
     }
@@ -150,7 +152,7 @@ def test_a_dry_step_holds_what_a_step_holds(packed, tmp_path):
 
     And what it compiles is what training runs.
     """
-    trainer = train.Trainer(config(packed, tmp_path), Runtime(0, 1, CPU))
+    trainer = Trainer(config(packed, tmp_path), Runtime(0, 1, CPU))
     compiled, found = [], []
 
     def backend(graph, inputs):
@@ -167,7 +169,7 @@ def test_a_dry_step_holds_what_a_step_holds(packed, tmp_path):
     assert trainer.rows == 8
     trainer.dry_step(4)
     graphs = len(compiled)
-    train.accumulate_gradients(model, trainer.stream, 0, trainer.rows, 4, trainer.runtime)
+    accumulate_gradients(model, trainer.stream, 0, trainer.rows, 4, trainer.runtime)
     assert found == [(4, 0), (4, parameters)] * 2
     assert graphs == len(compiled) > 0
     trainer.optimizer.zero_grad()
@@ -180,15 +182,13 @@ def test_auto_is_the_same_update(packed, tmp_path):
     gradients = []
     for size in ("auto", "1", "3"):
         torch.manual_seed(0)
-        trainer = train.Trainer(config(packed, tmp_path, "--device-batch-size", size), Runtime(0, 1, CPU))
+        trainer = Trainer(config(packed, tmp_path, "--device-batch-size", size), Runtime(0, 1, CPU))
         assert (trainer.batch_size == 8) if size == "auto" else (trainer.batch_size == int(size))
         with torch.no_grad():
             for block in trainer.model.transformer.h:
                 block.attn.c_proj.weight.normal_(std=0.1)
                 block.mlp.c_proj.weight.normal_(std=0.1)
-        loss = train.accumulate_gradients(
-            trainer.model, trainer.stream, 0, trainer.rows, trainer.batch_size, trainer.runtime
-        )
+        loss = accumulate_gradients(trainer.model, trainer.stream, 0, trainer.rows, trainer.batch_size, trainer.runtime)
         gradients.append([loss, *(parameter.grad for parameter in trainer.model.parameters())])
     for other in gradients[1:]:
         for one, two in zip(gradients[0], other):

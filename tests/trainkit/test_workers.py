@@ -19,11 +19,13 @@ from deit_gka.data import loader
 from deit_gka.data import workers as loader_workers
 from deit_gka.data.sources import open_source
 from deit_gka.data.sources.base import Names
+from deit_gka.training import trainer
 from deit_gka.training.config import TrainConfig
+from processes import signals_kept
 from sources import ROOT, imports
 from trainkit import workers
 from trainkit.cli import UserError
-from vision_runs import TRAIN, flags, in_process, records, signals_kept, still_there, wait_for_step
+from vision_runs import TRAIN, flags, in_process, records, still_there, wait_for_step
 
 CONTROL = """
 import ctypes, os, signal, sys, time
@@ -185,7 +187,7 @@ def test_an_error_in_an_evaluation_ends_its_workers(pictures, tmp_path, capsys, 
         next(images)
         raise UserError("no")
 
-    monkeypatch.setattr(training, "evaluate", evaluate)
+    monkeypatch.setattr(trainer, "evaluate", evaluate)
     before = tiny_vision.descendants(os.getpid())
     with signals_kept(), pytest.raises(UserError, match="no") as caught:
         training.main(tyro.cli(TrainConfig, args=[str(flag) for flag in flags(pictures, tmp_path)]))

@@ -7,9 +7,9 @@ from typing import Any
 from rich.progress import Progress
 
 from nanochat_gka.core_metric.bundle import read_tasks
-from nanochat_gka.core_metric.measure import Examinee, check_enough, identity
 from nanochat_gka.core_metric.questions import shuffled
 from nanochat_gka.core_metric.report import aggregate, error_of_mean, score_of
+from nanochat_gka.core_metric.task_scorer import TaskScorer, check_enough, identity
 from trainkit.cli import UserError
 from trainkit.distributed import Stop
 from trainkit.progress import RunLog
@@ -20,7 +20,7 @@ TASK_KEYS = ("asked", "accuracy", "baseline", "examples")
 class CoreMetric:
     """All tasks of a bundle, at most max_per_task examples of each (-1 = all). Raises UserError for a bundle with anything wrong in it."""
 
-    def __init__(self, examinee: Examinee, bundle: Path, max_per_task: int):
+    def __init__(self, examinee: TaskScorer, bundle: Path, max_per_task: int):
         self.examinee, self.runtime = examinee, examinee.runtime
         tasks = read_tasks(bundle)
         check_enough(tasks, max_per_task, "--core-metric-max-per-task")

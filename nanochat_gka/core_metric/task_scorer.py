@@ -44,7 +44,7 @@ def identity(task: Task) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Subject:
+class EvaluatedModel:
     """A model with a name. step: of its training, None if it is not of ours. limit: tokens of its longest prompt. sha256: of its weights."""
 
     model: Any
@@ -57,7 +57,7 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Examinee:
+class TaskScorer:
     """Who is asked, and how. model: a GPT, or anything else with its `hidden` (of shared prompts), `logits`, `device` and `config.vocab_size`.
 
     tokenizer: has `bos_id` and `encode`. max_seq_len: of longer prompts the last so many tokens are kept. batch_tokens, prefix_reuse: speed alone.
