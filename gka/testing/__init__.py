@@ -12,6 +12,7 @@ model). Everything is measured against float64 of the same rounded inputs.
 """
 
 from gka.testing.budget import (
+    budget,
     check,
     coarse_floors,
     disagreement,
@@ -27,6 +28,7 @@ from gka.testing.results import KINDS, Result, make_features, oracle, plain, pla
 __all__ = [
     "KINDS",
     "Result",
+    "budget",
     "check",
     "coarse_floors",
     "disagreement",
