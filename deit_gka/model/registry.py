@@ -24,6 +24,13 @@ CROP_PCT = 0.875  # resize to 256, crop 224, as DeiT evaluates (timm's own deit 
 
 vit.ATTN_LAYERS.update(ATTENTION)
 
+
+def model_name(size: str, kind: str, distilled: bool = False) -> str:
+    """timm's name of DeiT in a size of SIZES with one kind of attention; softmax is timm's own model."""
+    ours = f"_{kind}" if kind in ATTENTION else ""
+    return f"deit_{size}{ours}{'_distilled' * distilled}_patch16_224"
+
+
 # timm's decorator reads this name of this module.
 default_cfgs = generate_default_cfgs({
     f"deit_{size}_{kind}{distilled}_patch16_224": dict(
