@@ -175,7 +175,7 @@ def text(ids):
 
 
 def make_task(kind, shots=0, delimiter=" "):
-    return Task("task", None, kind, shots, delimiter, 0.0, "core.yaml:1")
+    return Task("task", None, kind, shots, delimiter, 0.0)
 
 
 def test_prompts_and_spans_of_each_type():

@@ -1,15 +1,10 @@
-"""The CORE command: files, continuing, bad tasks beside good ones, ranks; and fetching the bundle from a server that misbehaves."""
+"""The CORE command: files, continuing, bad tasks beside good ones, ranks."""
 
 import dataclasses
-import hashlib
-import http.server
 import json
-import os
 import random
 import re
 import shutil
-import threading
-import zipfile
 
 import pytest
 import torch
@@ -17,13 +12,13 @@ import torch
 import tiny
 import tiny_core
 from nanochat_gka import eval_core
-from nanochat_gka.core_metric import fetch, task_scorer
+from nanochat_gka.core_metric import task_scorer
 from nanochat_gka.core_metric.bundle import read_tasks
 from nanochat_gka.data.tokenizer import Tokenizer
 from nanochat_gka.eval_core import CoreConfig, main
 from runs.bench.core_naive import naive_task
 from tiny_gpt import SHAPE, awake, write_run
-from trainkit.cli import UserError, run
+from trainkit.cli import run
 from trainkit.distributed import Runtime
 from trainkit.progress import read_lines
 
@@ -254,178 +249,6 @@ def test_bad_flags_are_one_line(world, tmp_path, more, message, capsys):
     assert re.search(message, capsys.readouterr().err)
 
 
-# Fetching
-
-
-def open_bundle(config):
-    return config.open_bundle(config.out)
-
-
-class Server(http.server.BaseHTTPRequestHandler):
-    """Serves `content` with ranges and an ETag; `cuts` are the bytes after which it hangs up, one for each request."""
-
-    content, etag, cuts, requests = b"", "", [], []
-
-    def do_GET(self):
-        cls = type(self)
-        first = 0
-        wanted = self.headers.get("Range")
-        if wanted and self.headers.get("If-Range") == cls.etag:
-            first = int(wanted.removeprefix("bytes=").removesuffix("-"))
-        cls.requests.append(first)
-        self.send_response(206 if first else 200)
-        self.send_header("ETag", cls.etag)
-        self.send_header("Content-Length", str(len(cls.content) - first))
-        self.end_headers()
-        body = cls.content[first:]
-        self.wfile.write(body[: cls.cuts.pop(0)] if cls.cuts else body)
-
-    def log_message(self, *args):
-        pass
-
-
-@pytest.fixture
-def server(world, tmp_path, monkeypatch):
-    """An address that serves the bundle as the real one is packed: everything below eval_bundle/."""
-    archive = tmp_path / "served.zip"
-    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as packed:
-        for path in sorted(world[3].rglob("*")):
-            packed.write(path, f"eval_bundle/{path.relative_to(world[3])}")
-    Server.content, Server.cuts, Server.requests = archive.read_bytes(), [], []
-    Server.etag = f'"{hashlib.md5(Server.content).hexdigest()}"'
-    monkeypatch.setattr(fetch.time, "sleep", lambda seconds: None)
-    httpd = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
-    thread = threading.Thread(target=httpd.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{httpd.server_port}/eval_bundle.zip"
-    httpd.shutdown()
-    thread.join()
-    httpd.server_close()
-
-
-def same_files(a, b):
-    def files(folder):
-        return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-    return files(a) == files(b)
-
-
-def test_a_download_that_is_cut_twice_continues_and_is_whole(world, server, tmp_path):
-    Server.cuts = [700, 300]
-    folder = open_bundle(CoreConfig(out=tmp_path / "out", bundle_url=server))
-    assert Server.requests == [0, 700, 1000]
-    assert same_files(folder, world[3]) and {path.name for path in (tmp_path / "out").iterdir()} == {
-        "eval_bundle",
-        ".lock",
-    }
-    assert (
-        open_bundle(CoreConfig(out=tmp_path / "out", bundle_url=server)) == folder and len(Server.requests) == 3
-    )  # not again
-
-
-def test_what_has_arrived_survives_giving_up_and_a_changed_file_starts_over(world, server, tmp_path):
-    config = CoreConfig(out=tmp_path / "out", bundle_url=server)
-    Server.cuts = [200] + [0] * 20
-    with pytest.raises(
-        UserError,
-        match=r"could not download http.*: 200 of \d+ bytes arrived. Check the network and run the same command again",
-    ):
-        open_bundle(config)
-    Server.cuts, Server.requests = [50], []
-    Server.etag = '"another"'
-    assert same_files(open_bundle(config), world[3])
-    assert Server.requests == [0, 50]
-
-
-def test_a_damaged_download_is_fetched_again(world, server, tmp_path):
-    good = Server.content
-    Server.content = good[:500] + bytes([good[500] ^ 1]) + good[501:]
-    with pytest.raises(UserError, match="it arrived damaged, its MD5 is not the server's"):
-        open_bundle(CoreConfig(out=tmp_path / "out", bundle_url=server))
-    Server.content = good
-    assert same_files(open_bundle(CoreConfig(out=tmp_path / "out", bundle_url=server)), world[3])
-
-
-def test_a_folder_in_the_way_costs_no_download_and_an_interrupted_unpacking_none_either(
-    world, server, tmp_path, monkeypatch
-):
-    config = CoreConfig(out=tmp_path / "out", bundle_url=server)
-    (tmp_path / "out/eval_bundle/mine").mkdir(parents=True)
-    with pytest.raises(UserError, match="eval_bundle is in the way"):
-        open_bundle(config)
-    assert Server.requests == []
-    shutil.rmtree(tmp_path / "out/eval_bundle")
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(fetch.shutil, "copyfileobj", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        open_bundle(config)
-    assert same_files(open_bundle(config), world[3]) and Server.requests == [0]
-
-
 def test_lines_that_are_no_records_are_passed_over(world, tmp_path):
     (tmp_path / "tiny-gka_step000007.jsonl").write_bytes(b'[]\n5\n{"config": 1}\nnull\n\xff\xfe\n')
     assert evaluate(world, tmp_path, "--tasks", "copa") == 0
-
-
-def test_an_address_that_is_not_there_is_one_line(tmp_path, server):
-    with pytest.raises(UserError, match=r"could not download http://127\.0\.0\.1:9/"):
-        open_bundle(CoreConfig(out=tmp_path / "out", bundle_url="http://127.0.0.1:9/x.zip"))
-    with pytest.raises(UserError, match="must begin with https:// or http://"):
-        open_bundle(CoreConfig(out=tmp_path / "out", bundle_url="file:///etc/passwd"))
-
-
-def make_zip(path, members):
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, content in members:
-            archive.writestr(name, content)
-    return path
-
-
-def link(name, target):
-    info = zipfile.ZipInfo(name)
-    info.external_attr = 0o120777 << 16
-    return info, target
-
-
-@pytest.mark.parametrize(
-    "members,message",
-    [
-        ([("core.yaml", ""), ("../evil", "x")], "not safe to unpack: '../evil'"),
-        ([("core.yaml", ""), ("/tmp/evil", "x")], "not safe to unpack: '/tmp/evil'"),
-        ([("core.yaml", ""), ("a\\..\\..\\evil", "x")], "not safe to unpack"),
-        ([("core.yaml", ""), ("C:/evil", "x")], "not safe to unpack"),
-        ([("core.yaml", ""), (".", "x")], "not safe to unpack"),
-        ([("core.yaml", ""), link("eval_data", "/etc")], "not safe to unpack: 'eval_data'"),
-        ([("readme", "")], "is not a CORE bundle: it has no core.yaml"),
-    ],
-    ids=str,
-)
-def test_archives_that_reach_outside_or_are_no_bundle_leave_nothing(members, message, tmp_path):
-    path = make_zip(tmp_path / "bad.zip", members)
-    with pytest.raises(UserError, match=message):
-        open_bundle(CoreConfig(out=tmp_path / "out", bundle=path))
-    assert not (tmp_path / "evil").exists() and os.listdir(tmp_path / "out") == [".lock"] and path.exists()
-
-
-def test_a_damaged_or_huge_archive_leaves_nothing(world, tmp_path, monkeypatch):
-    path = make_zip(tmp_path / "bundle.zip", [("core.yaml", "icl_tasks: []" * 50)])
-    content = bytearray(path.read_bytes())
-    content[60] ^= 1
-    (tmp_path / "damaged.zip").write_bytes(content)
-    (tmp_path / "cut.zip").write_bytes(path.read_bytes()[:-30])
-    for name in ("damaged.zip", "cut.zip"):
-        with pytest.raises(UserError, match="is not a usable zip file"):
-            open_bundle(CoreConfig(out=tmp_path / "out", bundle=tmp_path / name))
-    monkeypatch.setattr(fetch, "MAX_BYTES", 100)
-    with pytest.raises(UserError, match="would unpack to more than"):
-        open_bundle(CoreConfig(out=tmp_path / "out", bundle=path))
-    assert os.listdir(tmp_path / "out") == [".lock"]
-
-
-def test_a_zip_of_ones_own_is_unpacked_once(world, tmp_path):
-    path = make_zip(
-        tmp_path / "mine.zip",
-        [(f"x/y/{file.relative_to(world[3])}", file.read_bytes()) for file in world[3].rglob("*") if file.is_file()],
-    )
-    config = CoreConfig(out=tmp_path / "out", bundle=path)
-    folder = open_bundle(config)
-    assert same_files(folder, world[3]) and open_bundle(config) == folder
