@@ -6,7 +6,7 @@ torchrun --standalone --nproc-per-node 7 -m deit_gka.train --data /imagenet
 
 from contextlib import closing
 
-from deit_gka.accounting import cost_of
+from deit_gka.model.accounting import cost_of
 from deit_gka.data.loader import Batch, eval_transform
 from deit_gka.data.workers import evaluation_batches
 from deit_gka.model.attention import operators_of

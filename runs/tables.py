@@ -9,7 +9,7 @@ import re
 import sys
 from pathlib import Path
 
-from deit_gka.accounting import vit_cost
+from deit_gka.model.accounting import vit_cost
 from deit_gka.model import registry as models
 from nanochat_gka.core_metric.bundle import CORE_SIZES, PAPER_TASKS
 from nanochat_gka.core_metric.published import GPT2_ACCURACY, PAPER_EXAMPLES

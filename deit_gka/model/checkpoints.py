@@ -11,8 +11,8 @@ import timm
 import torch
 from torch import nn
 
-import deit_gka.model.registry  # noqa: F401 (registers)
 from deit_gka.data.sources import Source, Stream, open_source
+from deit_gka.model.registry import takes_attention
 from deit_gka.recipe import Recipe
 from trainkit import checkpoint
 from trainkit.checkpoint import Checkpoint
@@ -70,6 +70,8 @@ def build(
         kwargs.setdefault("img_size", input_size)
     if num_classes is not None:
         kwargs["num_classes"] = num_classes
+    if "attention" in kwargs and not takes_attention(name):
+        kwargs["attn_layer"] = kwargs.pop("attention")  # which every ViT of timm's takes
     try:
         model = timm.create_model(name, pretrained=pretrained, **kwargs)
     except (TypeError, ValueError, AssertionError, RuntimeError) as error:

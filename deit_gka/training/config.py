@@ -8,6 +8,7 @@ from deit_gka.data.sources import FORMS
 from deit_gka.data.workers import WorkerCount
 from deit_gka.model.checkpoints import check_name, parse_kwargs
 from deit_gka.recipe import Recipe
+from gka import layer_kinds
 from trainkit.cli import Bounds, Count, CountOrOff, UserError
 from trainkit.training import RunConfig
 
@@ -24,6 +25,9 @@ class TrainConfig(Recipe, RunConfig):
     """any timm name: deit_{tiny,small,base}_{gka,vlt}_patch16_224, deit_tiny_patch16_224 (softmax), ..."""
     model_kwargs: tuple[str, ...] = ()
     """arguments for timm, e.g. sigma_squared=1.0 depth=4"""
+    attention: str = ""
+    """Attention by layer: A (softmax), G (gka), V (vlt) tiled over the layers, such as GGGA, or one kind's name. Empty =
+    the model's own."""
     initial_weights: str = ""
     """start from these: a file (.safetensors, or .pth as DeiT's), a run or exported folder, or a timm name; what fits is taken, the rest is said"""
     data: str = ""
@@ -63,7 +67,11 @@ class TrainConfig(Recipe, RunConfig):
 
     @property
     def tag(self) -> str:
-        return self.model_tag or self.model
+        return self.model_tag or "-".join(filter(None, (self.model, self.attention)))
+
+    def timm_arguments(self) -> dict[str, Any]:
+        """What --model-kwargs and --attention say about the model."""
+        return {**parse_kwargs(self.model_kwargs), **({"attention": self.attention} if self.attention else {})}
 
     def identity(self) -> dict[str, Any]:
         """Without a teacher what is said about one decides nothing."""
@@ -81,6 +89,14 @@ class TrainConfig(Recipe, RunConfig):
         Recipe.check(self)
         check_name(self.model)
         given = {"num_classes": "the data's", "img_size": "--input-size", "in_chans": "3, as the images"}
-        for key in given.keys() & parse_kwargs(self.model_kwargs).keys():
+        arguments = parse_kwargs(self.model_kwargs)
+        for key in given.keys() & arguments.keys():
             raise UserError(f"--model-kwargs cannot set {key} in training: it is {given[key]}")
+        if self.attention:
+            if arguments.keys() & {"attention", "attn_layer"}:
+                raise UserError("--attention and --model-kwargs both choose the attention; give one of them")
+            try:
+                layer_kinds(self.attention, num_layers=1)
+            except ValueError as error:
+                raise UserError(f"--{error}") from None
         RunConfig.check(self)

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from deit_gka.data.loader import Batch, Images, Order, assemble, train_transform
 from deit_gka.data.sources import Stream, check_classes, located
 from deit_gka.data.workers import batches, default_workers, worker_context
-from deit_gka.model.checkpoints import build, describe, open_data, parse_kwargs, trained_on
+from deit_gka.model.checkpoints import build, describe, open_data, trained_on
 from deit_gka.model.warm_start import check_same, fingerprint, read_weights, warm_start
 from deit_gka.training.config import TrainConfig
 from deit_gka.training.distillation import Objective, load_teacher, prepare_student
@@ -49,7 +49,7 @@ class Trainer:
         self.steps_per_epoch = self.order.steps_per_epoch
         self.steps = config.epochs * self.steps_per_epoch
         # Model
-        self.kwargs, classes = parse_kwargs(config.model_kwargs), len(self.train_set.classes)
+        self.kwargs, classes = config.timm_arguments(), len(self.train_set.classes)
         drop_path = config.drop_path_of(config.model)
         settings = {**({"drop_path_rate": drop_path} if drop_path else {}), **self.kwargs}
         self.model = build(config.model, classes, config.input_size, **settings).to(runtime.device)

@@ -24,7 +24,7 @@ from unittest import mock
 from trainkit import workers
 
 HANG_AFTER = 1200  # seconds; tells a hang from a machine that has twenty other things to do
-LIBRARIES = ["deit_gka.accounting", "deit_gka.training.engine", "deit_gka.data.workers", "deit_gka.model.checkpoints", "deit_gka.training.optim", "deit_gka.data.sources",
+LIBRARIES = ["deit_gka.model.accounting", "deit_gka.training.engine", "deit_gka.data.workers", "deit_gka.model.checkpoints", "deit_gka.training.optim", "deit_gka.data.sources",
              "trainkit.training", "trainkit.results", "timm.data", "timm.loss", "timm.scheduler", "tyro", "torch.distributed",
              "torch.nn.parallel", "torch._dynamo", "sklearn.datasets", "sklearn.model_selection", "nanochat_gka.core_metric.scoring",
              "nanochat_gka.generation.engine", "nanochat_gka.training.bits_per_byte", "nanochat_gka.model.gpt", "nanochat_gka.training.memory", "nanochat_gka.training.optim",
