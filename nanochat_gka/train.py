@@ -18,10 +18,10 @@ from nanochat_gka.accounting import Horizon, flops_per_token, parameter_counts, 
 from nanochat_gka.core_metric.measure import BATCH_TOKENS, Examinee
 from nanochat_gka.core_metric.training import CoreMetric
 from nanochat_gka.data.loader import PackedData, Stream, micro_batches, to_device
+from nanochat_gka.data.tokenizer import FILE_NAME
 from nanochat_gka.generation.engine import Engine
 from nanochat_gka.generation.sampling import SAMPLE_PROMPTS, Sampling
 from nanochat_gka.model.gpt import GPT, build
-from nanochat_gka.tokenizer import FILE_NAME
 from nanochat_gka.training import memory
 from nanochat_gka.training.bits_per_byte import bits_per_byte
 from nanochat_gka.training.config import TrainConfig

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from trainkit.cli import UserError
-from trainkit.files import fsync, read_json, sha256, write_json
+from trainkit.files import atomic_folder, read_json, sha256, write_json
 
 Tensors = dict[str, torch.Tensor]
 _NAME = re.compile(r"step_(\d{8})")
@@ -54,26 +54,19 @@ def save(
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    final, temporary, replaced = (folder / f"{prefix}step_{step:08d}" for prefix in ("", ".tmp-", ".tmp-replaced-"))
+    final = folder / f"step_{step:08d}"
     if final.exists() and find_damage(final) is None:
         return final
-    _delete(folder.glob(".tmp-*step_*"))
-    temporary.mkdir()
-    for name, group in tensors.items():
-        _write(group, temporary / f"{name}.safetensors")
-    for name, source in (files or {}).items():
-        shutil.copyfile(source, temporary / name)
-    write_json(temporary / "state.json", state)
-    written = sorted(temporary.iterdir())
-    for path in written:
-        fsync(path)
-    write_json(temporary / "manifest.json", {path.name: sha256(path) for path in written})
-    if final.exists():  # damaged
-        os.replace(final, replaced)
-    os.replace(temporary, final)
-    fsync(folder)
+    _delete(folder.glob(".tmp-*step_*"))  # of a killed process, of any step
+    with atomic_folder(final) as temporary:
+        for name, group in tensors.items():
+            _write(group, temporary / f"{name}.safetensors")
+        for name, source in (files or {}).items():
+            shutil.copyfile(source, temporary / name)
+        write_json(temporary / "state.json", state)
+        write_json(temporary / "manifest.json", {path.name: sha256(path) for path in sorted(temporary.iterdir())})
     kept = [path for path in _newest_first(folder) if path <= final][: max(1, keep)]
-    _delete([*folder.glob(".tmp-*step_*"), *(path for path in _newest_first(folder) if path not in kept)])
+    _delete(path for path in _newest_first(folder) if path not in kept)
     return final
 
 

@@ -18,6 +18,11 @@ class UserError(Exception):
     """Something the user can mend; the message says what to do. Entry points print it without a traceback and exit with 2."""
 
 
+def reason_of(error: BaseException) -> str:
+    """The first line of what an error says, without its full stop; its type if it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(". ")
+
+
 @dataclass(frozen=True)
 class Bounds:
     """What a numeric flag may be, beside its field: `Annotated[float, Bounds(0, 1)]`. Infinity and NaN are always out of bounds.

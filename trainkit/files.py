@@ -1,12 +1,14 @@
 """Files that are either whole or absent: atomic writes, checksums, one writer at a time."""
 
-import fcntl
 import hashlib
 import json
 import os
+import shutil
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from trainkit.cli import UserError
 
@@ -44,6 +46,30 @@ def atomic(path: Path):
         temporary.unlink(missing_ok=True)
 
 
+@contextmanager
+def atomic_folder(path: Path):
+    """Yield an empty folder beside `path`; when the block succeeds it is fsynced and renamed, when it fails nothing is left.
+
+    A folder that is at `path` stays whole until then, and is deleted after. One process at a time may write to `path`.
+    """
+    path = Path(path).resolve()
+    temporary, replaced = (path.with_name(f".tmp-{prefix}{path.name}") for prefix in ("", "replaced-"))
+    shutil.rmtree(temporary, ignore_errors=True)  # of a killed process
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        for written in (*temporary.rglob("*"), temporary):
+            fsync(written)
+        shutil.rmtree(replaced, ignore_errors=True)
+        if path.exists():
+            os.replace(path, replaced)
+        os.replace(temporary, path)
+        fsync(path.parent)
+    finally:
+        for left in (temporary, replaced):
+            shutil.rmtree(left, ignore_errors=True)
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as indented JSON, atomically."""
     with atomic(path) as temporary:
@@ -75,9 +101,12 @@ def locked(folder: Path, doing: str):
     """Hold the folder for one process. UserError if another one has it; the lock dies with the process, however that ends."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"another process is {doing} {folder}; wait for it or choose another folder") from None
+    lock = FileLock(folder / ".lock", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise UserError(f"another process is {doing} {folder}; wait for it or choose another folder") from None
+    try:
         yield
+    finally:
+        lock.release()

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from deit_gka.model.attention import TimmAttention
+from trainkit.plots import save, subplots
 
 MEAN, STD = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
 
@@ -57,14 +58,9 @@ def draw_cls_attention(
 
     images: normalised, (B, 3, S, S). Colour map inferno, alpha 0.6, as in the paper's supplement.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     size = images.shape[-1]
     pixels = (images.movedim(1, -1) * STD + MEAN).clamp(0, 1)
-    figure, axes = plt.subplots(
+    figure, axes = subplots(
         1 + len(rows), len(images), figsize=(1.4 * len(images), 1.5 * (1 + len(rows))), squeeze=False
     )
     for column, pixel in enumerate(pixels):
@@ -80,7 +76,4 @@ def draw_cls_attention(
         axes[row][0].set_ylabel(label, fontsize=9)
     for axis in axes.flat:
         axis.set(xticks=[], yticks=[])
-    figure.tight_layout()
-    figure.savefig(path, dpi=140)
-    plt.close(figure)
-    return path
+    return save(figure, path, dpi=140)

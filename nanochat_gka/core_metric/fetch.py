@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from nanochat_gka.core_metric.bundle import MANIFEST
 from trainkit.cli import UserError
 from trainkit.distributed import Runtime
-from trainkit.files import locked, read_json, sha256, write_json
+from trainkit.files import atomic_folder, locked, read_json, sha256, write_json
 from trainkit.progress import progress_bar
 
 URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
@@ -139,10 +139,8 @@ def unpack(archive: Path, folder: Path) -> None:
 
     Raises UserError, and leaves nothing, for members that would land elsewhere, links, more than MAX_BYTES, damage, or no core.yaml.
     """
-    incoming = folder.with_name(f".tmp-{folder.name}")
-    shutil.rmtree(incoming, ignore_errors=True)  # of a killed process
     try:
-        with zipfile.ZipFile(archive) as bundle:
+        with zipfile.ZipFile(archive) as bundle, atomic_folder(folder) as incoming:
             members = [member for member in bundle.infolist() if not member.is_dir()]
             for member in members:
                 _check_member(member, archive)
@@ -165,7 +163,6 @@ def unpack(archive: Path, folder: Path) -> None:
                     target.parent.mkdir(parents=True, exist_ok=True)
                     with bundle.open(member) as source, open(target, "wb") as file:
                         shutil.copyfileobj(source, file)  # raises BadZipFile on a wrong CRC
-        incoming.replace(folder)
     except (
         zipfile.BadZipFile,
         zlib.error,
@@ -174,8 +171,6 @@ def unpack(archive: Path, folder: Path) -> None:
         RuntimeError,
     ) as error:  # unknown method, encrypted: the last two
         raise UserError(f"{archive} is not a usable zip file ({error}); fetch it again") from None
-    finally:
-        shutil.rmtree(incoming, ignore_errors=True)
 
 
 def _check_member(member: zipfile.ZipInfo, archive: Path) -> None:

@@ -14,8 +14,8 @@ from nanochat_gka.core_metric.bundle import Example, Task
 from nanochat_gka.core_metric.questions import Question, question
 from nanochat_gka.core_metric.report import centered
 from nanochat_gka.core_metric.scoring import answer, batches, judge
+from nanochat_gka.data.tokenizer import Tokenizer
 from nanochat_gka.model.gpt import GPT
-from nanochat_gka.tokenizer import Tokenizer
 from trainkit.cli import UserError
 from trainkit.distributed import Runtime
 from trainkit.files import sha256

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nanochat_gka.core_metric.bundle import CHOICES, LANGUAGE, Example, Task
-from nanochat_gka.tokenizer import Tokenizer
+from nanochat_gka.data.tokenizer import Tokenizer
 from trainkit.cli import UserError
 
 SHUFFLE_SEED, SHOT_SEED = 1337, 1234

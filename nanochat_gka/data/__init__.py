@@ -1,1 +1,3 @@
 """From documents to batches of packed rows."""
+
+SPLITS = ("train", "val")

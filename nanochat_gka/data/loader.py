@@ -13,9 +13,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from nanochat_gka.corpus import SPLITS
-from nanochat_gka.pack import FIRST, FORMAT, MANIFEST, shard_path, wrong_size
-from nanochat_gka.tokenizer import Tokenizer
+from nanochat_gka.data import SPLITS
+from nanochat_gka.data.shards import FORMAT, MANIFEST, TRAIN_FIRST, find_damage, shard_path
+from nanochat_gka.data.tokenizer import Tokenizer
 from trainkit.cli import UserError
 from trainkit.files import read_json, sha256
 
@@ -46,7 +46,7 @@ class PackedData:
         damage = self._damage(verify)
         if damage:
             raise UserError(f"{damage}; {advice}")
-        self._rows = {split: self._open(split) for split in (*SPLITS, FIRST)}
+        self._rows = {split: self._open(split) for split in (*SPLITS, TRAIN_FIRST)}
 
     def _damage(self, verify: bool) -> str | None:
         try:
@@ -55,7 +55,7 @@ class PackedData:
             return str(error)
         if self.tokenizer.sha256 != self.manifest["tokenizer_sha256"]:
             return f"{self.folder} was packed with another tokenizer than the one in it"
-        damage, shards = wrong_size(self.folder, self.manifest), self.manifest["shards"]
+        damage, shards = find_damage(self.folder, self.manifest), self.manifest["shards"]
         if damage is None and verify:
             with ThreadPoolExecutor() as pool:
                 for shard, digest in zip(
@@ -84,7 +84,7 @@ class PackedData:
         rows, count = self._rows[split], self._count(split, tokens)
         if choice == "spaced" or not self.has_upstream_rows:
             return rows.some([number * len(rows) // count for number in range(count)])
-        first = self._rows[FIRST]
+        first = self._rows[TRAIN_FIRST]
         return (first if split == "train" and count <= len(first) and count < len(rows) else rows).some(range(count))
 
     def _count(self, split: str, tokens: int) -> int:
@@ -100,11 +100,11 @@ class PackedData:
     @property
     def has_upstream_rows(self) -> bool:
         """Whether the rows were packed by a version that keeps nanochat's evaluation rows."""
-        return any(shard["split"] == FIRST for shard in self.manifest["shards"])
+        return any(shard["split"] == TRAIN_FIRST for shard in self.manifest["shards"])
 
     def warn_of_rows(self, choice: str, tokens: int, show: Callable[[str], None]) -> None:
         """Say so if "upstream" rows are wanted that the folder does not have."""
-        kept, count = len(self._rows[FIRST]), self._count("train", tokens)
+        kept, count = len(self._rows[TRAIN_FIRST]), self._count("train", tokens)
         if choice == "upstream" and not self.has_upstream_rows:
             show(
                 f"note: {self.folder} was packed by an earlier version, so evaluations take evenly spaced rows, not nanochat's first ones; "

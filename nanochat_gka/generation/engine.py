@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
+from nanochat_gka.data.tokenizer import Tokenizer
 from nanochat_gka.generation.sampling import Sampling, pick
 from nanochat_gka.model.cache import KEYS_ARE_STORED, KVCache
 from nanochat_gka.model.gpt import GPT
-from nanochat_gka.tokenizer import Tokenizer
 from trainkit.cli import UserError
 
 

@@ -12,13 +12,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from nanochat_gka.accounting import parameter_counts
+from nanochat_gka.data.tokenizer import FILE_NAME, Tokenizer
 from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.gpt import GPT, build
-from nanochat_gka.tokenizer import FILE_NAME, Tokenizer
 from trainkit import checkpoint
 from trainkit.checkpoint import Checkpoint
 from trainkit.cli import UserError
-from trainkit.files import read_json, sha256, write_json
+from trainkit.files import atomic_folder, read_json, sha256, write_json
 from trainkit.results import git_commit
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
@@ -126,15 +126,8 @@ def export(loaded: Loaded, folder: Path) -> dict[str, Any]:
             raise UserError(f"{folder} holds another model; choose another --out or delete it")
     elif folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} is not empty, and holds no exported model; choose another --out")
-    folder = folder.resolve()
-    incoming = folder.with_name(f".tmp-{folder.name}")
-    shutil.rmtree(incoming, ignore_errors=True)  # of a killed process
-    incoming.mkdir(parents=True)
     model = loaded.model
-    save_file(
-        {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}, incoming / WEIGHTS
-    )
-    loaded.tokenizer.save(incoming)
+    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     about = {
         "model_type": MODEL_TYPE,
         "name": loaded.name,
@@ -146,15 +139,14 @@ def export(loaded: Loaded, folder: Path) -> dict[str, Any]:
         "exported_at_commit": git_commit(),
         "model": asdict(model.config),
         "checkpoint_sha256": loaded.sha256,
-        "sha256": {name: sha256(incoming / name) for name in (WEIGHTS, FILE_NAME)},
     }
-    write_json(incoming / CONFIG, about)
-    if (folder / CONFIG).exists():  # the same model, again
-        for path in incoming.iterdir():
-            path.replace(folder / path.name)
-        incoming.rmdir()
-    else:
-        incoming.replace(folder)
+    with atomic_folder(folder) as incoming:
+        if folder.is_dir():  # the same model, again; what else is there stays
+            shutil.copytree(folder, incoming, dirs_exist_ok=True)
+        save_file(weights, incoming / WEIGHTS)
+        loaded.tokenizer.save(incoming)
+        about["sha256"] = {name: sha256(incoming / name) for name in (WEIGHTS, FILE_NAME)}
+        write_json(incoming / CONFIG, about)
     return about
 
 

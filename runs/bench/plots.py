@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runs.bench.results import Comparison, slug
+from trainkit.plots import save, subplots
 
 
 @dataclass(frozen=True)
@@ -74,21 +75,11 @@ def draw(comparisons: dict[tuple[str, str], Comparison], hardware: str, out: Pat
     return pictures + ([draw_roofline(rest, hardware, peaks, out)] if peaks and rest else [])
 
 
-def _pyplot():
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
-
-
 def draw_sweep(sweep: dict[tuple[str, str], Comparison], hardware: str, out: Path) -> Path:
     """Tokens per second and memory against N, a column for each phase."""
-    plt = _pyplot()
     phases = list(dict.fromkeys(phase for _, phase in sweep))
     with_memory = any(line["metrics"]["peak_mib"] is not None for c in sweep.values() for line in c.lines)
-    figure, axes = plt.subplots(
+    figure, axes = subplots(
         1 + with_memory, len(phases), figsize=(6 * len(phases), 4 * (1 + with_memory)), squeeze=False
     )
     for column, phase in enumerate(phases):
@@ -112,13 +103,12 @@ def draw_sweep(sweep: dict[tuple[str, str], Comparison], hardware: str, out: Pat
             axes[row][column].set_xscale("log", base=2)
             axes[row][column].grid(alpha=0.3)
             axes[row][column].legend(fontsize=7)
-    return _save(plt, figure, hardware, out / f"sweep_{slug(hardware)}.png")
+    return _save(figure, hardware, out / f"sweep_{slug(hardware)}.png")
 
 
 def draw_roofline(comparisons: list[Comparison], hardware: str, peaks: Peaks, out: Path) -> Path:
     """Two bars for every comparison, softmax's fastest and ours, each with the line no kernel can pass under."""
-    plt = _pyplot()
-    figure, axes = plt.subplots(figsize=(max(8, 0.9 * len(comparisons)), 5))
+    figure, axes = subplots(figsize=(max(8, 0.9 * len(comparisons)), 5))
     labels = []
     for place, comparison in enumerate(comparisons):
         labels.append(f"{comparison.case}\n{comparison.phase}")
@@ -145,12 +135,9 @@ def draw_roofline(comparisons: list[Comparison], hardware: str, peaks: Peaks, ou
     axes.set(yscale="log", ylabel="ms", title=f"measured and bound, {assumed}")
     axes.grid(alpha=0.3, axis="y")
     axes.legend()
-    return _save(plt, figure, hardware, out / f"roofline_{slug(hardware)}.png")
+    return _save(figure, hardware, out / f"roofline_{slug(hardware)}.png")
 
 
-def _save(plt, figure, hardware: str, path: Path) -> Path:
+def _save(figure, hardware: str, path: Path) -> Path:
     figure.suptitle(hardware, fontsize=9)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-    return path
+    return save(figure, path)

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
+import psutil
 import torch
 
 from gka import testing
@@ -160,16 +161,11 @@ class _Quiet:
 
     @staticmethod
     def _busy() -> float | None:
-        """Seconds of work done on these cores since the machine started; None where /proc does not say."""
-        try:
-            cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
-            lines = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
-            # user nice system idle iowait irq softirq steal
-            return sum(int(line[k]) for line in lines if line[0] in cores for k in (1, 2, 3, 6, 7, 8)) / os.sysconf(
-                "SC_CLK_TCK"
-            )
-        except (AttributeError, OSError, IndexError):
+        """Seconds of work done on these cores since the machine started; None where only Linux would say."""
+        if not hasattr(os, "sched_getaffinity"):
             return None
+        busy = [sum(core[:3]) + core.irq + core.softirq + core.steal for core in psutil.cpu_times(percpu=True)]
+        return sum(busy[core] for core in os.sched_getaffinity(0))
 
     def elsewhere(self) -> float | None:
         """The cores others kept busy; None if unknown or too short to tell."""

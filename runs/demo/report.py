@@ -5,6 +5,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from trainkit.plots import save, subplots
 from trainkit.progress import console, read_events
 
 _PRINTED = json.loads((Path(__file__).parents[1] / "paper/published.json").read_text())
@@ -71,12 +72,7 @@ def paper_table() -> Table:
 
 def plot(rows: dict[str, dict], out: Path) -> list[Path]:
     """Loss curves, and bandwidths as the paper draws them (heat map and lines over depth). Returns the files."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (losses, bpbs) = plt.subplots(1, 2, figsize=(11, 4))
+    figure, (losses, bpbs) = subplots(1, 2, figsize=(11, 4))
     for label, row in rows.items():
         millions = row["train_tokens"] / row["step"] / 1e6  # tokens per step
         train = [(r["step"] * millions, r["smooth_loss"]) for r in read_events(row["log"], "train", "smooth_loss")]
@@ -87,9 +83,7 @@ def plot(rows: dict[str, dict], out: Path) -> list[Path]:
         axes.set(xlabel="training tokens (millions)", ylabel=what)
         axes.grid(alpha=0.3)
         axes.legend()
-    paths = [out / "loss_curves.png"]
-    figure.tight_layout()
-    figure.savefig(paths[0], dpi=120)
+    paths = [save(figure, out / "loss_curves.png")]
 
     with_sigma = {label: list(row["sigma"].values()) for label, row in rows.items() if row["sigma"]}
     if with_sigma:
@@ -99,12 +93,7 @@ def plot(rows: dict[str, dict], out: Path) -> list[Path]:
 
 def plot_bandwidths(sigmas: dict[str, list[list[float]]], path: Path) -> Path:
     """Bandwidths as the paper draws them: heat map and lines over depth. sigmas: label -> for every layer, its heads' sigma."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(2, len(sigmas), figsize=(5 * len(sigmas), 7), squeeze=False)
+    figure, axes = subplots(2, len(sigmas), figsize=(5 * len(sigmas), 7), squeeze=False)
     for column, (label, sigma) in enumerate(sigmas.items()):
         heads = list(zip(*sigma))  # H x L
         picture = axes[0][column].imshow(heads, cmap="YlOrRd", aspect="auto")
@@ -117,7 +106,4 @@ def plot_bandwidths(sigmas: dict[str, list[list[float]]], path: Path) -> Path:
         axes[1][column].set(xlabel="layer", ylabel="sigma", xticks=range(len(sigma)))
         axes[1][column].grid(alpha=0.3)
         axes[1][column].legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-    return path
+    return save(figure, path)

@@ -25,7 +25,7 @@ from nanochat_gka.core_metric.report import (
 )
 from nanochat_gka.core_metric.scoring import Verdict, answer, batches, judge
 from nanochat_gka.core_metric.shared import SharedPrompts
-from nanochat_gka.tokenizer import Tokenizer
+from nanochat_gka.data.tokenizer import Tokenizer
 from runs.bench.core_naive import naive_task
 from tiny_gpt import SHAPE, VARIANTS, awake
 from trainkit.cli import UserError

@@ -15,7 +15,8 @@ import pytest
 import tiny
 from hub import Hub, environment
 from nanochat_gka import corpus, pack
-from nanochat_gka.corpus import ParquetCorpus
+from nanochat_gka.data import SPLITS, builtin, fineweb
+from nanochat_gka.data.corpora import ParquetCorpus
 from trainkit.cli import UserError
 
 
@@ -87,7 +88,7 @@ def test_a_download_that_is_killed_and_corrupted_ends_whole_by_the_same_command(
     corpus.main(corpus.CorpusConfig("fineweb", out, 2))
     assert "2 shards (0 fetched now)" in capsys.readouterr().out
     assert not hub.gets and downloaded(out) == hub.files
-    assert len(list(corpus.ParquetCorpus(out).documents("train"))) == 400
+    assert len(list(ParquetCorpus(out).documents("train"))) == 400
 
 
 @pytest.mark.parametrize("count", [1, 1824])
@@ -101,11 +102,11 @@ def test_the_builtin_corpus_is_the_same_every_time_and_holds_nothing_twice(tmp_p
     command = tiny.command("nanochat_gka.corpus", "--source", "builtin", "--out", tmp_path / "there")
     process = subprocess.Popen(command, env={**tiny.environment(), "PYTHONHASHSEED": "7"})
     corpus.main(corpus.CorpusConfig("builtin", tmp_path / "builtin"))
-    here = corpus.ParquetCorpus(tmp_path / "builtin")
-    splits = {split: list(here.documents(split)) for split in corpus.SPLITS}
+    here = ParquetCorpus(tmp_path / "builtin")
+    splits = {split: list(here.documents(split)) for split in SPLITS}
     assert process.wait(timeout=tiny.HANG_AFTER) == 0
-    there = corpus.ParquetCorpus(tmp_path / "there")
-    assert splits == {split: list(there.documents(split)) for split in corpus.SPLITS}
+    there = ParquetCorpus(tmp_path / "there")
+    assert splits == {split: list(there.documents(split)) for split in SPLITS}
 
     assert set(splits["train"]).isdisjoint(splits["val"])
     paragraphs = [
@@ -141,13 +142,11 @@ def test_a_folder_of_the_users_own_text_is_not_written_into(tmp_path, source):
 
 def test_every_source_has_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(corpus, "builtin_texts", lambda: tiny.documents(100, 0))
-    monkeypatch.setattr(
-        corpus, "download_fineweb", lambda folder, num_shards: tiny.write_corpus(folder, num_shards, 10)
-    )
+    monkeypatch.setattr(builtin, "read_texts", lambda: tiny.documents(100, 0))
+    monkeypatch.setattr(fineweb, "download", lambda folder, num_shards: tiny.write_corpus(folder, num_shards, 10))
     for source in ("builtin", "fineweb"):
         corpus.main(corpus.CorpusConfig(source, num_shards=2))
-        assert len(corpus.ParquetCorpus(Path("out/corpus") / source).paths()) == 2
+        assert len(ParquetCorpus(Path("out/corpus") / source).paths()) == 2
 
 
 def config(packed: Path, root: Path) -> pack.PackConfig:

@@ -16,9 +16,9 @@ import golden
 import tiny
 from nanochat_gka import pack
 from nanochat_gka.data.loader import PackedData, Rows, Stream, micro_batches
+from nanochat_gka.data.tokenizer import Tokenizer
 from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.gpt import build
-from nanochat_gka.tokenizer import Tokenizer
 from nanochat_gka.training.bits_per_byte import bits_per_byte, nats_and_bytes
 from trainkit.cli import UserError
 from trainkit.distributed import Runtime

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from gka import attention_cost
+from nanochat_gka.data.tokenizer import Tokenizer
 from nanochat_gka.generation.engine import Continuation, Engine
 from nanochat_gka.generation.sampling import Sampling, pick, truncate
 from nanochat_gka.model import attention
 from nanochat_gka.model.blocks import Rotary
 from nanochat_gka.model.cache import KVCache
-from nanochat_gka.tokenizer import Tokenizer
 from tiny_gpt import SHAPE, VARIANTS, awake
 from trainkit.cli import UserError
 

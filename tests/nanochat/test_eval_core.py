@@ -19,8 +19,8 @@ import tiny_core
 from nanochat_gka import eval_core
 from nanochat_gka.core_metric import fetch, measure
 from nanochat_gka.core_metric.bundle import read_tasks
+from nanochat_gka.data.tokenizer import Tokenizer
 from nanochat_gka.eval_core import CoreConfig, main
-from nanochat_gka.tokenizer import Tokenizer
 from runs.bench.core_naive import naive_task
 from tiny_gpt import SHAPE, awake, write_run
 from trainkit.cli import UserError, run

@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 import tiny
 import tiny_core
 from nanochat_gka import eval_core, evaluate, export, generate
+from nanochat_gka.data.tokenizer import Tokenizer
 from nanochat_gka.generation.engine import Engine
 from nanochat_gka.generation.sampling import SAMPLE_PROMPTS, Sampling
 from nanochat_gka.model import checkpoints as model_io
 from nanochat_gka.model.checkpoints import load
-from nanochat_gka.tokenizer import Tokenizer
 from tiny_gpt import SHAPE, VARIANTS, awake, write_run
 from trainkit.cli import UserError, run
 from trainkit.files import sha256

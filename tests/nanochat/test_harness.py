@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import tiny
+from nanochat_gka.data.tokenizer import Tokenizer
 from nanochat_gka.generation.engine import Engine
 from nanochat_gka.generation.sampling import Sampling
-from nanochat_gka.tokenizer import Tokenizer
 from tiny_gpt import SHAPE, awake, write_run
 
 pytest.importorskip("lm_eval")

@@ -22,7 +22,12 @@ from hypothesis import strategies as st
 import golden
 import tiny
 from nanochat_gka import pack, tokenizer
+from nanochat_gka.data import units
+from nanochat_gka.data.corpora import ParquetCorpus
 from nanochat_gka.data.loader import PackedData
+from nanochat_gka.data.packing import best_fit_rows
+from nanochat_gka.data.shards import TRAIN_FIRST
+from nanochat_gka.data.tokenizer import Tokenizer
 from trainkit.cli import UserError
 
 BOS = 50000
@@ -61,9 +66,7 @@ def literal_best_fit(batches: list[list[list[int]]], capacity: int, buffer_size:
 def test_rows_are_upstreams():
     want = golden.GOLDEN["packing"]
     documents = [document(BOS, k, 3 + (k * k * 31 + 17 * k) % 61) for k in range(400)]
-    rows = pack.best_fit_rows(
-        cut(documents, want["tokenizer_batch_size"]), want["T"] + 1, buffer_size=want["buffer_size"]
-    )
+    rows = best_fit_rows(cut(documents, want["tokenizer_batch_size"]), want["T"] + 1, buffer_size=want["buffer_size"])
     expected = [[token for token, count in runs for _ in range(count)] for runs in want["rows"]]
     assert [next(rows).tolist() for _ in expected] == expected
 
@@ -73,7 +76,7 @@ def test_rows_follow_the_rule(lengths, capacity, buffer_size):
     """Every document opens with its own id, so the rows also show which documents were chosen. Batches are of any size."""
     number = iter(range(1000))
     batches = [[document(BOS + (k := next(number)), k, length) for length in batch] for batch in lengths]
-    rows = [row.tolist() for row in pack.best_fit_rows(iter(batches), capacity, buffer_size)]
+    rows = [row.tolist() for row in best_fit_rows(iter(batches), capacity, buffer_size)]
     assert rows == literal_best_fit([[doc.tolist() for doc in batch] for batch in batches], capacity, buffer_size)
     assert all(row[0] >= BOS for row in rows)
 
@@ -178,14 +181,14 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 def test_rows_on_disk_are_the_packed_documents(fat):
     """The first unit, read back by hand: BOS-opened rows of T + 1 ids that best-fit packing makes of its documents."""
-    vocabulary = tokenizer.Tokenizer.load(fat / "tokenizer")
+    vocabulary = Tokenizer.load(fat / "tokenizer")
     texts = pq.ParquetFile(fat / "corpus" / "shard_00000.parquet").read_row_groups(range(8)).column("text").to_pylist()
     documents = [[vocabulary.bos_id, *vocabulary.encode(text)] for text in texts]
     rows = np.frombuffer((fat / "packed" / "train_000000.bin").read_bytes(), dtype="<u2").reshape(-1, 33)
     assert rows.tolist() == literal_best_fit(cut(documents, 10), 33, 1000)
 
 
-def upstream_rows(paths: list[Path], vocabulary: tokenizer.Tokenizer, capacity: int, count: int) -> list[list[int]]:
+def upstream_rows(paths: list[Path], vocabulary: Tokenizer, capacity: int, count: int) -> list[list[int]]:
     """The first rows of nanochat's loader with one process, which begins again when the files have been read (facts of its pinned version)."""
 
     def batches():
@@ -270,9 +273,9 @@ def test_a_first_file_of_less_than_a_row_is_not_an_earlier_version(odd, tmp_path
 
 
 def test_the_training_text_kept_for_evaluation_is_no_longer_than_that(odd, tmp_path, monkeypatch):
-    monkeypatch.setattr(pack, "FIRST_TOKENS", 100 * 32)
-    unit = next(unit for unit in pack.plan_units(pack.ParquetCorpus(odd / "corpus")) if unit.split == pack.FIRST)
-    record = pack.pack_unit(unit, odd / "corpus", tokenizer.Tokenizer.load(odd / "tokenizer"), 32, tmp_path)
+    monkeypatch.setattr(units, "FIRST_TOKENS", 100 * 32)
+    unit = next(unit for unit in units.plan_units(ParquetCorpus(odd / "corpus")) if unit.split == TRAIN_FIRST)
+    record = units.pack_unit(unit, odd / "corpus", Tokenizer.load(odd / "tokenizer"), 32, tmp_path)
     assert record["rows"] == record["upstream_rows"] == 100
     whole = (odd / "packed" / "train_first_000000.bin").read_bytes()
     assert (tmp_path / "train_first_000000.bin").read_bytes() == whole[: 100 * 33 * 2]
@@ -283,7 +286,7 @@ def test_a_folder_of_an_earlier_version_still_serves(odd, tmp_path, capsys):
     out = tmp_path / "packed"
     shutil.copytree(odd / "packed", out)
     manifest = json.loads((out / "manifest.json").read_text())
-    vocabulary, shards = tokenizer.Tokenizer.load(out), []
+    vocabulary, shards = Tokenizer.load(out), []
     for shard in manifest["shards"]:
         if shard["split"] == "train":
             shards.append({key: value for key, value in shard.items() if key != "upstream_rows"})
@@ -291,8 +294,8 @@ def test_a_folder_of_an_earlier_version_still_serves(odd, tmp_path, capsys):
             for end in ("bin", "json"):
                 (out / f"{shard['name']}.{end}").unlink()
     for number, first in enumerate((0, 8, 16)):
-        unit = pack.Unit(f"val_{number:06d}", "val", "2.parquet", first, min(first + 8, 18))
-        shards.append({**pack.pack_unit(unit, odd / "corpus", vocabulary, 32, out), "new": True})
+        unit = units.Unit(f"val_{number:06d}", "val", "2.parquet", first, min(first + 8, 18))
+        shards.append({**units.pack_unit(unit, odd / "corpus", vocabulary, 32, out), "new": True})
     (out / "manifest.json").write_text(json.dumps({**manifest, "shards": shards}))
     old = PackedData(out)
     assert not old.has_upstream_rows and PackedData(odd / "packed").has_upstream_rows

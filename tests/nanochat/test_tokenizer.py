@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tiny
-from nanochat_gka.corpus import ParquetCorpus
-from nanochat_gka.tokenizer import SPECIAL_TOKENS, SPLIT_PATTERN, Tokenizer, TokenizerConfig, main, training_documents
+from nanochat_gka.data.corpora import ParquetCorpus
+from nanochat_gka.data.tokenizer import SPECIAL_TOKENS, SPLIT_PATTERN, Tokenizer
+from nanochat_gka.tokenizer import TokenizerConfig, main, training_documents
 from trainkit.cli import UserError
 
 NAMES = "bos user_start user_end assistant_start assistant_end python_start python_end output_start output_end"

@@ -28,7 +28,7 @@ LIBRARIES = ["deit_gka.model.accounting", "deit_gka.training.engine", "deit_gka.
              "trainkit.training", "trainkit.results", "timm.data", "timm.loss", "timm.scheduler", "tyro", "torch.distributed",
              "torch.nn.parallel", "torch._dynamo", "sklearn.datasets", "sklearn.model_selection", "nanochat_gka.core_metric.scoring",
              "nanochat_gka.generation.engine", "nanochat_gka.training.bits_per_byte", "nanochat_gka.model.gpt", "nanochat_gka.training.memory", "nanochat_gka.training.optim",
-             "nanochat_gka.tokenizer", "processes"]  # fmt: skip
+             "nanochat_gka.data.tokenizer", "processes"]  # fmt: skip
 
 
 def environment() -> dict[str, str]:

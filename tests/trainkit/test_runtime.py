@@ -13,7 +13,7 @@ import torch
 import tiny
 from trainkit.cli import UserError
 from trainkit.distributed import setup
-from trainkit.files import atomic, locked, read_json, remove_stale_temporaries, write_json
+from trainkit.files import atomic, atomic_folder, locked, read_json, remove_stale_temporaries, write_json
 from trainkit.progress import Pace, RunLog, clock_text, read_events, read_lines
 from trainkit.results import append_result, peak_memory
 
@@ -33,6 +33,20 @@ def test_an_atomic_write_that_fails_leaves_the_old_content_and_nothing_else(tmp_
         temporary.write_text("x")
         raise ZeroDivisionError
     assert not (tmp_path / "new").exists()
+
+
+def test_an_atomic_folder_replaces_the_old_one_whole_or_leaves_it(tmp_path):
+    folder = tmp_path / "deep" / "folder"
+    for content in ("old", "new"):
+        with atomic_folder(folder) as temporary:
+            assert not any(temporary.iterdir()) and temporary.parent == folder.parent
+            (temporary / "inner").mkdir()
+            (temporary / "inner" / content).write_text(content)
+        assert [path.name for path in folder.rglob("*")] == ["inner", content]
+    with pytest.raises(ZeroDivisionError), atomic_folder(folder) as temporary:
+        (temporary / "half").touch()
+        raise ZeroDivisionError
+    assert (folder / "inner/new").read_text() == "new" and [path.name for path in folder.parent.iterdir()] == ["folder"]
 
 
 def test_json_comes_back_or_one_line_says_why_not(tmp_path):

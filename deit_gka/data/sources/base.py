@@ -64,8 +64,3 @@ def tracked(items: Sequence, what: str) -> Iterator:
         return
     with progress_bar() as bar:
         yield from bar.track(items, task_id=bar.add_task(what, total=len(items), status=""))
-
-
-def reason_of(error: BaseException) -> str:
-    """The first line of what an error says, without its full stop."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(". ")

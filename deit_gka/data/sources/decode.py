@@ -6,7 +6,7 @@ from io import BytesIO
 import numpy as np
 from PIL import Image
 
-from deit_gka.data.sources.base import reason_of
+from trainkit.cli import reason_of
 
 FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF")  # not all of Pillow's: for EPS it would run Ghostscript
 

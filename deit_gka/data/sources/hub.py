@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from deit_gka.data.sources.base import Record, Source, reason_of
-from trainkit.cli import UserError
+from deit_gka.data.sources.base import Record, Source
+from trainkit.cli import UserError, reason_of
 
 HUB_SPLITS = {"train": ("train",), "val": ("validation", "val", "valid")}
 SHUFFLE_BUFFER = 1000  # records of a stream

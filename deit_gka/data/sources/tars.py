@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from deit_gka.data.sources.base import FOLDERS, Names, Record, Source, is_image, reason_of, tracked
-from trainkit.cli import UserError
+from deit_gka.data.sources.base import FOLDERS, Names, Record, Source, is_image, tracked
+from trainkit.cli import UserError, reason_of
 
 SHARD_WORD = re.compile("(?<![a-z])(train|val|eval)")  # starts a word, so "retrieval-train-0.tar" is training data
 MAX_OPEN = 64  # shards per process

@@ -1,0 +1,79 @@
+"""The built-in corpus: CPython's own documentation, which needs no network."""
+
+import ast
+import hashlib
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from nanochat_gka.data import SPLITS
+from nanochat_gka.data.corpora import ROW_GROUP
+from trainkit.files import atomic
+
+VAL_FRACTION = 16  # one text in 16 is held out
+MIN_PARAGRAPH = 40  # characters
+DOCUMENT_CHARS = 400  # keeps cropping near a tenth at T = 256
+EXCLUDED = {"test", "tests", "idlelib", "site-packages", "lib2to3", "__pycache__", "pydoc_data"}
+
+
+def write(folder: Path) -> None:
+    """Write two parquet files, training and validation. Whole texts are dealt by hash, so that no text is in both."""
+    splits: dict[str, list[str]] = {split: [] for split in SPLITS}
+    for text in read_texts():
+        held_out = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") % VAL_FRACTION == 0
+        splits["val" if held_out else "train"] += _cut(text)
+    for index, split in enumerate(SPLITS):
+        with atomic(folder / f"shard_{index:05d}.parquet") as temporary:
+            pq.write_table(pa.table({"text": splits[split]}), temporary, row_group_size=ROW_GROUP, compression="zstd")
+        size = sum(len(document.encode()) for document in splits[split])
+        print(f"{split}: {len(splits[split])} documents, {size / 1e6:.2f} MB")
+
+
+def read_texts() -> list[str]:
+    """The language reference (pydoc_data.topics, a text per topic), then the library's docstrings (a text per module).
+
+    The order is fixed. A paragraph appears once: the reference repeats whole sections under several topics.
+    """
+    from pydoc_data.topics import topics
+
+    seen: set[str] = set()
+    texts = [_new_paragraphs(topics[name], seen) for name in sorted(topics)]
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted(root.rglob("*.py")):
+        if EXCLUDED.isdisjoint(path.relative_to(root).parts):
+            texts.append(_new_paragraphs("\n\n".join(_docstrings(path)), seen))
+    return [text for text in texts if text]
+
+
+def _new_paragraphs(text: str, seen: set[str]) -> str:
+    kept = []
+    for paragraph in text.split("\n\n"):
+        key = " ".join(paragraph.split())
+        if len(key) >= MIN_PARAGRAPH and key not in seen:
+            seen.add(key)
+            kept.append(paragraph.rstrip())
+    return "\n\n".join(kept)
+
+
+def _docstrings(path: Path) -> Iterator[str]:
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (SyntaxError, UnicodeDecodeError, ValueError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield ast.get_docstring(node) or ""
+
+
+def _cut(text: str) -> Iterator[str]:
+    """`text` cut at paragraphs into documents of about DOCUMENT_CHARS: short rows would crop most of a long one."""
+    document = ""
+    for paragraph in text.split("\n\n"):
+        if document and len(document) + len(paragraph) > DOCUMENT_CHARS:
+            yield document
+            document = ""
+        document += ("\n\n" if document else "") + paragraph
+    yield document

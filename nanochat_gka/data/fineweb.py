@@ -1,0 +1,58 @@
+"""FineWeb-Edu from the Hugging Face hub, in the shards that nanochat trains on."""
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+from trainkit.cli import Bounds, UserError, reason_of
+from trainkit.files import atomic, sha256
+from trainkit.progress import progress_bar
+
+REPOSITORY = "karpathy/fineweb-edu-100b-shuffle"
+SHARDS = Bounds(2, 1823)  # the last one is the validation split
+
+
+def download(folder: Path, num_shards: int) -> None:
+    """Fetch the first `num_shards` shards of about 100 MB that `folder` lacks; a shard appears once it has arrived whole.
+
+    Raises UserError if the number is out of bounds or a shard cannot be fetched. Running again continues.
+    """
+    SHARDS.check("--num-shards", num_shards)
+    names = [f"shard_{index:05d}.parquet" for index in range(num_shards)]
+    missing = [name for name in names if not (folder / name).exists()]
+    from huggingface_hub.utils import disable_progress_bars, logging
+
+    disable_progress_bars()  # ours counts shards
+    logging.set_verbosity_error()  # of its retries
+    with progress_bar() as bar:
+        task = bar.add_task("FineWeb-Edu shards", total=num_shards, completed=num_shards - len(missing), status="")
+        for name in missing:
+            bar.update(task, status=name)
+            try:
+                _fetch(name, folder)
+            except Exception as error:  # the client raises its own and its transport's kinds: all mean "not fetched"
+                raise UserError(
+                    f"could not download {name} of {REPOSITORY}: {reason_of(error)}. Check the network and run the same "
+                    "command again (it continues where it stopped), or use your own text: CORPUS=DIR with parquet "
+                    "files, or CORPUS=builtin"
+                ) from None
+            bar.advance(task)
+    print(f"{folder}: {num_shards} shards ({len(missing)} fetched now)")
+
+
+def _fetch(name: str, folder: Path) -> None:
+    """Fetch one shard. Raises OSError if its sha256 differs from the hub's, and whatever the hub's client raises."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+
+    incoming = folder / ".incoming"
+    shutil.rmtree(incoming, ignore_errors=True)  # of a killed process
+    try:
+        hf_hub_download(REPOSITORY, name, repo_type="dataset", local_dir=incoming)
+        etag = get_hf_file_metadata(hf_hub_url(REPOSITORY, name, repo_type="dataset")).etag or ""
+        if re.fullmatch("[0-9a-f]{64}", etag) and sha256(incoming / name) != etag:
+            raise OSError("it arrived damaged, its sha256 is not the hub's")
+        with atomic(folder / name) as temporary:
+            os.replace(incoming / name, temporary)
+    finally:
+        shutil.rmtree(incoming, ignore_errors=True)

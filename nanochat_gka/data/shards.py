@@ -1,0 +1,94 @@
+"""A folder of packed rows: shards of uint16 ids, and the manifest that makes them training data.
+
+`<name>.bin` holds rows of T + 1 ids back to back, little-endian, and `<name>.json` the record of how they were packed.
+plan.json says what is being packed, so that a run that was killed continues with nothing else. manifest.json is written
+last; the folder then holds everything a training run needs, tokenizer.json included.
+"""
+
+from pathlib import Path
+
+from nanochat_gka.data import SPLITS
+from trainkit.cli import UserError
+from trainkit.files import read_json, write_json
+
+FORMAT = 1
+TRAIN_FIRST = "train_first"  # a third split: the beginning of the training text, packed again for evaluation
+MANIFEST = "manifest.json"
+PLAN = "plan.json"
+
+
+def shard_path(folder: Path, shard: dict) -> Path:
+    """The rows of one of the manifest's shards."""
+    return folder / f"{shard['name']}.bin"
+
+
+def find_damage(folder: Path, manifest: dict) -> str | None:
+    """Which shard is missing or truncated, or None. Contents are not read."""
+    for shard in manifest["shards"]:
+        path, expected = shard_path(folder, shard), shard["rows"] * (manifest["sequence_len"] + 1) * 2
+        if not path.is_file():
+            return f"shard {path} is missing"
+        if path.stat().st_size != expected:
+            return f"shard {path} is truncated: {path.stat().st_size} bytes instead of {expected}"
+    return None
+
+
+def read_intact(folder: Path) -> dict | None:
+    """The manifest of a folder where no shard is missing or truncated, or None if there is something to pack."""
+    try:
+        manifest = read_json(folder / MANIFEST, "manifest")
+    except UserError:
+        return None
+    return manifest if find_damage(folder, manifest) is None else None
+
+
+def check_plan(folder: Path, identity: dict) -> None:
+    """Raise UserError if `folder` holds rows of another tokenizer, length or corpus than `identity` says."""
+    if not (folder / PLAN).exists():
+        return
+    plan = read_json(folder / PLAN, "packing plan")
+    differences = {
+        "tokenizer_sha256": "another tokenizer",
+        "sequence_len": f"sequence length {plan.get('sequence_len')}",
+        "source": "other corpus files",
+        "format": "another format",
+    }
+    for key, words in differences.items():
+        if plan.get(key) != identity[key]:
+            raise UserError(f"{folder} was packed with {words}; choose another --out or delete it")
+
+
+def begin(folder: Path, identity: dict) -> None:
+    """Note what is packed into `folder`, which is incomplete from now on."""
+    (folder / MANIFEST).unlink(missing_ok=True)
+    write_json(folder / PLAN, identity)
+
+
+def finish(folder: Path, manifest: dict) -> None:
+    """Make the shards of `manifest` the content of `folder`, and delete shards that an earlier version cut otherwise.
+
+    Raises UserError, and deletes them, if they leave a split without rows.
+    """
+    records = manifest["shards"]
+    if not all(any(record["rows"] for record in records if record["split"] == split) for split in SPLITS):
+        files = [f"{record['name']}.{suffix}" for record in records for suffix in ("bin", "json")]
+        for name in (*files, PLAN):  # the plan last: it guards the others
+            (folder / name).unlink()
+        problem = f"the corpus is too small for rows of {manifest['sequence_len']} tokens: {describe(manifest)}"
+        raise UserError(f"{problem}; lower --sequence-len")
+    write_json(folder / MANIFEST, manifest)
+    names = {record["name"] for record in records}
+    for path in folder.glob("*_*.bin"):
+        if path.stem not in names:
+            path.unlink()
+            path.with_suffix(".json").unlink(missing_ok=True)
+
+
+def describe(manifest: dict) -> str:
+    """Rows of each split, and the share of the tokens that packing cropped."""
+    shards = [shard for shard in manifest["shards"] if shard["split"] in SPLITS]
+    rows = {split: sum(shard["rows"] for shard in shards if shard["split"] == split) for split in SPLITS}
+    tokens = sum(shard["tokens"] for shard in shards)
+    cropped = 1 - sum(rows.values()) * (manifest["sequence_len"] + 1) / max(1, tokens)
+    counts = f"{rows['train']:,} training and {rows['val']:,} validation rows of {manifest['sequence_len']} tokens"
+    return f"{counts}, {cropped:.0%} of {tokens:,} tokens cropped"

@@ -1,0 +1,90 @@
+"""Units of packing work. Each is packed on its own, so that the rows do not depend on the number of processes.
+
+Training rows come in units of a few parquet row groups. The validation file is one unit, and so is `train_first`, the
+beginning of the training text once more, for evaluation alone. The rows of these two are those of nanochat's loader
+with one process, in its order, until the file's documents have all been read (`upstream_rows` in the record); nanochat
+would go on with the next file or epoch there.
+"""
+
+import time
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+
+from nanochat_gka.data.corpora import ParquetCorpus, document_batches, open_parquet
+from nanochat_gka.data.packing import best_fit_rows
+from nanochat_gka.data.shards import TRAIN_FIRST
+from nanochat_gka.data.tokenizer import Tokenizer
+from trainkit.cli import UserError
+from trainkit.files import atomic, read_json, sha256, write_json
+
+ROW_GROUPS_PER_UNIT = 8
+FIRST_TOKENS = 20_971_520  # what nanochat evaluates on
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A share of the work: row groups [first, last) of one file. The split is "train", "val" or "train_first"."""
+
+    name: str
+    split: str
+    file: str
+    first: int
+    last: int
+
+
+def plan_units(corpus: ParquetCorpus) -> list[Unit]:
+    """The corpus cut into units, the two large ones first: they take longest."""
+    units = []
+    for split, path in (("val", corpus.files("val")[0]), (TRAIN_FIRST, corpus.files("train")[0])):
+        units.append(Unit(f"{split}_000000", split, path.name, 0, open_parquet(path).num_row_groups))
+    number = 0
+    for path in corpus.files("train"):
+        groups = open_parquet(path).num_row_groups
+        for first in range(0, groups, ROW_GROUPS_PER_UNIT):
+            last = min(first + ROW_GROUPS_PER_UNIT, groups)
+            units.append(Unit(f"train_{number:06d}", "train", path.name, first, last))
+            number += 1
+    return units
+
+
+def pack_unit(unit: Unit, corpus: Path, tokenizer: Tokenizer, sequence_len: int, out: Path) -> dict:
+    """Pack one unit into `out` and return its record: rows, sha256, and what went in."""
+    started = time.perf_counter()
+    stats = {"documents": 0, "bytes": 0, "tokens": 0, "rows": 0}
+
+    def batches():
+        for texts in document_batches(corpus / unit.file, range(unit.first, unit.last)):
+            documents = [tokenizer.encode_document(text) for text in texts]
+            stats["documents"] += len(texts)
+            stats["bytes"] += sum(len(text.encode()) for text in texts)
+            stats["tokens"] += sum(map(len, documents))
+            yield documents
+        stats["upstream_rows"] = stats["rows"]  # from here on the buffer runs empty
+
+    max_rows = -(-FIRST_TOKENS // sequence_len) if unit.split == TRAIN_FIRST else None
+    with atomic(out / f"{unit.name}.bin") as temporary:
+        with open(temporary, "wb") as stream:
+            for row in islice(best_fit_rows(batches(), sequence_len + 1), max_rows):
+                stream.write(row.astype("<u2").tobytes())
+                stats["rows"] += 1
+        digest = sha256(temporary)
+    stats.setdefault("upstream_rows", stats["rows"])
+    record = {**asdict(unit), **stats, "sha256": digest, "seconds": round(time.perf_counter() - started, 3)}
+    write_json(out / f"{unit.name}.json", record)
+    return record
+
+
+def read_record(unit: Unit, out: Path) -> dict | None:
+    """The record of a unit that `out` holds whole, or None if the unit has to be packed."""
+    record_path, rows_path = out / f"{unit.name}.json", out / f"{unit.name}.bin"
+    if not (record_path.exists() and rows_path.exists()):
+        return None
+    try:
+        record = read_json(record_path, "unit record")
+    except UserError:
+        return None
+    # An earlier version packed the validation text otherwise; its records lack this key.
+    required = set() if unit.split == "train" else {"upstream_rows"}
+    matches = asdict(unit).items() <= record.items() and record.keys() >= required
+    return record if matches and sha256(rows_path) == record.get("sha256") else None
