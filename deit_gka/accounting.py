@@ -1,4 +1,4 @@
-"""Parameters, FLOPs and weights of DeiT with every kind of attention in three sizes: the paper's tables of vision models.
+"""Parameters, FLOPs and size of DeiT with every kind of attention in three sizes: the paper's tables of vision models.
 
 python -m deit_gka.accounting
 python -m deit_gka.accounting --attention GGGA
@@ -18,7 +18,7 @@ WIDTHS = (14, 12, 12, 12, 7, 9, 8, 12, 9)
 
 @dataclass
 class AccountingConfig:
-    """Print parameters, FLOPs and the size of the weights of every kind of attention in three sizes, as the paper counts them."""
+    """Print parameters, FLOPs and MiB of DeiT with every kind of attention in three sizes, as the paper counts them."""
 
     attention: str = ""
     """Show one more row a size, for this pattern by layer: letters of the kinds, such as GGGA."""

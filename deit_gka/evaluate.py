@@ -17,8 +17,8 @@ from timm.data import resolve_input_data_config
 from torch import nn
 
 from deit_gka.model.accounting import cost_of
-from deit_gka.data.loader import eval_transform
 from deit_gka.data.sources import FORMS
+from deit_gka.data.transforms import eval_transform
 from deit_gka.data.workers import WorkerCount, default_workers, evaluation_batches, worker_context
 from deit_gka.model.checkpoints import (
     WEIGHTS,

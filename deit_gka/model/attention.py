@@ -1,4 +1,4 @@
-"""Attention layers for timm's vision transformers: Gaussian kernel attention, value-less attention (VLT), and a kind by layer.
+"""Attention for timm's vision transformers: Gaussian kernel attention, value-less attention (VLT), and a kind by layer.
 
 timm builds a layer as cls(dim, num_heads=..., qkv_bias=..., ...) and calls it as attn(x, attn_mask=..., is_causal=...).
 A class here names its row of gka/kinds.py; timm names, accounting and evaluation follow from the two.
@@ -24,15 +24,17 @@ from gka import (
     without_autocast,
 )
 
-ATTENTION: dict[str, type[nn.Module]] = {"softmax": Attention}  # by the name of the kind; the classes below add theirs
+# The class of every kind; those below add theirs.
+ATTENTION: dict[str, type[nn.Module]] = {"softmax": Attention}
 
 
 class TimmAttention(nn.Module):
-    """What our kinds share: the call, dropout, and the explicit path that builds W for hooks, masks and attention dropout.
+    """What our kinds share: the call, dropout, and the explicit path that builds W for hooks, masks and attention
+    dropout.
 
     A subclass gives `mix` (fused: the heads' outputs, (B, N, H, D)), `weights` (W, (B, H, N, N)) and `values`
-    ((B, N, H, D)), and has a `proj`. Like timm's own attention it builds W when `timm.layers.set_fused_attn(False)` was
-    called before the model was built; W then passes through `attn_drop`, where timm's AttentionExtract finds it.
+    ((B, N, H, D)), and has a `proj`. Like timm's own attention it builds W when `timm.layers.set_fused_attn(False)`
+    was called before the model was built; W then passes through `attn_drop`, where timm's AttentionExtract finds it.
     """
 
     kind: ClassVar[str]
@@ -67,7 +69,7 @@ class TimmAttention(nn.Module):
 
 
 class GKA(TimmAttention, GaussianKernelAttention, kind="gka"):
-    """Paper section 3: no W_Q, W_K, W_V; one bandwidth per head and W_O are learned. State: log_sigma (H,) float32, proj.
+    """Paper section 3: no W_Q, W_K, W_V; a bandwidth per head and W_O are learned. State: log_sigma (H,) float32, proj.
 
     sigma_squared: start of every head's sigma^2; None = sqrt(D).
     impl: as in `gaussian_attention`; "sdpa" can be exported without an operator of ours.
@@ -77,8 +79,8 @@ class GKA(TimmAttention, GaussianKernelAttention, kind="gka"):
 
     def __init__(
         self, dim: int, num_heads: int = 8, qkv_bias: bool = False, qk_norm: bool = False, scale_norm: bool = False,
-        proj_bias: bool = True, attn_drop: float = 0.0, proj_drop: float = 0.0, norm_layer=None, device=None, dtype=None,
-        *, sigma_squared: float | None = None, impl: str = "auto", **later,
+        proj_bias: bool = True, attn_drop: float = 0.0, proj_drop: float = 0.0, norm_layer=None, device=None,
+        dtype=None, *, sigma_squared: float | None = None, impl: str = "auto", **later,
     ):  # fmt: skip
         GaussianKernelAttention.__init__(self, dim, num_heads, bias=proj_bias, sigma_squared=sigma_squared, impl=impl)
         self._init_dropout(attn_drop, proj_drop, qk_norm, scale_norm)
@@ -110,16 +112,16 @@ class GKA(TimmAttention, GaussianKernelAttention, kind="gka"):
 class VLT(TimmAttention, kind="vlt"):
     """Value-less transformer (paper section 4.4): W_Q and W_K are learned, the values are the features themselves.
 
-    State: qk, value_bias, proj. value_bias keeps the bias that W_V had. It changes nothing that a bias of W_O cannot (rows
-    of W sum to 1), but only with it does VLT-Ti have the paper's 5.28M parameters.
+    State: qk, value_bias, proj. value_bias keeps the bias that W_V had. It changes nothing that a bias of W_O cannot
+    (rows of W sum to 1), but only with it does VLT-Ti have the paper's 5.28M parameters.
     """
 
     SETTINGS = ("value_bias",)
 
     def __init__(
         self, dim: int, num_heads: int = 8, qkv_bias: bool = False, qk_norm: bool = False, scale_norm: bool = False,
-        proj_bias: bool = True, attn_drop: float = 0.0, proj_drop: float = 0.0, norm_layer=None, device=None, dtype=None,
-        *, value_bias: bool = True, **later,
+        proj_bias: bool = True, attn_drop: float = 0.0, proj_drop: float = 0.0, norm_layer=None, device=None,
+        dtype=None, *, value_bias: bool = True, **later,
     ):  # fmt: skip
         super().__init__()
         if num_heads < 1 or dim % num_heads:
@@ -169,7 +171,8 @@ def operators_of(model: nn.Module) -> list[str]:
 
 
 def with_settings(kind: str, **settings) -> type[nn.Module]:
-    """The class of `kind` with arguments of its SETTINGS filled in: timm takes a class, but not a partial or a function.
+    """The class of `kind` with arguments of its SETTINGS filled in: timm takes a class, but not a partial or a
+    function.
 
     Its layers can be pickled.
     """
@@ -194,8 +197,8 @@ def _empty_layer(kind: str, settings: tuple) -> TimmAttention:
 def attention_by_layer(pattern: str, **settings) -> type[nn.Module]:
     """What timm's `attn_layer` takes for a kind's name or a pattern by layer, such as GGGA (`gka.layer_kinds`).
 
-    settings: arguments of the kinds' SETTINGS; every kind takes its own. Raises ValueError for another pattern, and for a
-    setting that no kind in it has.
+    settings: arguments of the kinds' SETTINGS; every kind takes its own. Raises ValueError for another pattern, and
+    for a setting that no kind in it has.
     """
     kinds = set(layer_kinds(pattern, len(pattern)))
     own = {kind: {name: settings[name] for name in settings_of(kind) if name in settings} for kind in kinds}

@@ -37,7 +37,7 @@ def model_name(size: str, kind: str, distilled: bool = False) -> str:
 
 
 def takes_attention(name: str) -> bool:
-    """Whether the timm model called `name` is one of ours, which take `attention`; timm's other ViTs take `attn_layer`."""
+    """Whether the model called `name` is one of ours, which take `attention`; timm's other ViTs take `attn_layer`."""
     return name.split(".")[0] in default_cfgs
 
 

@@ -13,8 +13,10 @@ from dataclasses import asdict
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from deit_gka.data.loader import Batch, Images, Order, assemble, train_transform
+from deit_gka.data.images import Batch, Images, assemble
+from deit_gka.data.order import Order
 from deit_gka.data.sources import Stream, check_classes, located
+from deit_gka.data.transforms import train_transform
 from deit_gka.data.workers import batches, default_workers, worker_context
 from deit_gka.model.checkpoints import build, describe, open_data, trained_on
 from deit_gka.model.warm_start import check_same, fingerprint, read_weights, warm_start

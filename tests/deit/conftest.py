@@ -4,6 +4,8 @@ import pytest
 import timm.layers
 import torch
 
+from digit_runs import SOFTMAX, accuracy, train
+
 
 @pytest.fixture
 def explicit():
@@ -17,3 +19,12 @@ def explicit():
 def images():
     """Two images for `tiny_vit.small`, (2, 3, 32, 32)."""
     return torch.randn(2, 3, 32, 32)
+
+
+@pytest.fixture(scope="session")
+def digits(tmp_path_factory):
+    """A softmax ViT that knows digits at 32 pixels: a run."""
+    out = tmp_path_factory.mktemp("digits")
+    train(out, "--model", SOFTMAX, "--epochs", 5, "--lr", 0.2)
+    assert accuracy(out) > 65
+    return out

@@ -541,7 +541,7 @@ def test_a_gradient_that_is_never_finite_ends_a_run_in_float16(pictures, tmp_pat
             r"timm cannot build deit_tiny_gka_patch16_224: .*deepness",
         ),
         (["--model-tag", "new", "--model-kwargs", "num_heads=5"], r"timm cannot build .*5"),
-        (["--model-tag", "new", "--data", "/nowhere"], r"/nowhere is not there; data is a folder with"),
+        (["--model-tag", "new", "--data", "/nowhere"], r"/nowhere does not exist; data is a folder with"),
         (
             ["--model-tag", "new", "--batch-size", "80"],
             r"has 78 training images, fewer than one batch; lower --batch-size \(now 80\)",
@@ -622,9 +622,9 @@ def test_data_that_are_gone_are_named(uninterrupted, pictures, tmp_path, capsys)
     (newest,) = (path for path in (tmp_path / "run/checkpoints").iterdir() if path.name.endswith(f"{STEPS}"))
     needs = f"/run was trained on {pictures} (78 training and 27 validation images in 3 classes)"
     message = in_process(evaluate.main, evaluate.EvaluateConfig, *argv, "--data", "/nowhere", capsys=capsys)
-    assert "/nowhere is not there" in message and needs in message
+    assert "/nowhere does not exist" in message and needs in message
     message = in_process(training.main, TrainConfig, *flags("/nowhere", tmp_path), capsys=capsys)
-    assert "/nowhere is not there" in message and needs in message
+    assert "/nowhere does not exist" in message and needs in message
     state = json.loads((newest / "state.json").read_text())
     del state["trained_on"]  # as runs were that did not write it down
     folder = save_checkpoint(
