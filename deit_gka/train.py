@@ -6,10 +6,10 @@ torchrun --standalone --nproc-per-node 7 -m deit_gka.train --data /imagenet
 
 from contextlib import closing
 
-from deit_gka.model.accounting import cost_of
 from deit_gka.data.images import Batch
 from deit_gka.data.transforms import eval_transform
 from deit_gka.data.workers import evaluation_batches
+from deit_gka.model.accounting import cost_of
 from deit_gka.model.attention import operators_of
 from deit_gka.training.config import TrainConfig
 from deit_gka.training.engine import evaluate

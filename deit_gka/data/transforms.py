@@ -34,10 +34,18 @@ def train_transform(recipe: Recipe):
         return three_augment(recipe)
     try:
         return create_transform(
-            recipe.input_size, is_training=True, scale=recipe.scale, ratio=recipe.ratio, hflip=recipe.hflip,
-            auto_augment=recipe.aa or None, color_jitter=None, interpolation="bicubic",
-            re_prob=recipe.reprob, re_mode="pixel", re_count=1,
-        )  # fmt: skip
+            recipe.input_size,
+            is_training=True,
+            scale=recipe.scale,
+            ratio=recipe.ratio,
+            hflip=recipe.hflip,
+            auto_augment=recipe.aa or None,
+            color_jitter=None,
+            interpolation="bicubic",
+            re_prob=recipe.reprob,
+            re_mode="pixel",
+            re_count=1,
+        )
     except (AssertionError, ValueError, KeyError, IndexError) as error:
         example = "rand-m9-mstd0.5-inc1"
         raise UserError(f"--aa {recipe.aa!r} is not an augmentation of timm's, such as {example}: {error}") from None

@@ -33,9 +33,19 @@ class ModelCost:
 
 
 def vit_cost(
-    attention: str, dim: int, depth: int, num_heads: int, *, image_size: int = 224, patch_size: int = 16,
-    channels: int = 3, classes: int = 1000, mlp_ratio: float = 4, value_bias: bool = True, distilled: bool = False,
-) -> ModelCost:  # fmt: skip
+    attention: str,
+    dim: int,
+    depth: int,
+    num_heads: int,
+    *,
+    image_size: int = 224,
+    patch_size: int = 16,
+    channels: int = 3,
+    classes: int = 1000,
+    mlp_ratio: float = 4,
+    value_bias: bool = True,
+    distilled: bool = False,
+) -> ModelCost:
     """Cost of a DeiT-shaped ViT (pre-norm, CLS token, learned positions, biases everywhere).
 
     attention: a kind's name, or a pattern by layer such as GGGA. distilled: with DeiT's second token and head.

@@ -47,7 +47,8 @@ class TimmAttention(nn.Module):
             cls.kind = KINDS[kind].name
             ATTENTION[kind] = cls
 
-    def _init_dropout(self, attn_drop: float, proj_drop: float, qk_norm: bool, scale_norm: bool) -> None:
+    def _init_shared(self, attn_drop=0.0, proj_drop=0.0, qk_norm=False, scale_norm=False, **unused) -> None:
+        """Take what a layer of any kind does with the rest of timm's arguments."""
         if qk_norm or scale_norm:
             raise ValueError(f"{type(self).__name__} has no qk_norm or scale_norm: leave both False")
         self.fused_attn = use_fused_attn()
@@ -78,12 +79,18 @@ class GKA(TimmAttention, GaussianKernelAttention, kind="gka"):
     SETTINGS = ("sigma_squared", "impl")
 
     def __init__(
-        self, dim: int, num_heads: int = 8, qkv_bias: bool = False, qk_norm: bool = False, scale_norm: bool = False,
-        proj_bias: bool = True, attn_drop: float = 0.0, proj_drop: float = 0.0, norm_layer=None, device=None,
-        dtype=None, *, sigma_squared: float | None = None, impl: str = "auto", **later,
-    ):  # fmt: skip
+        self,
+        dim: int,
+        num_heads: int = 8,
+        proj_bias: bool = True,
+        sigma_squared: float | None = None,
+        impl: str = "auto",
+        device=None,
+        dtype=None,
+        **shared,
+    ):
         GaussianKernelAttention.__init__(self, dim, num_heads, bias=proj_bias, sigma_squared=sigma_squared, impl=impl)
-        self._init_dropout(attn_drop, proj_drop, qk_norm, scale_norm)
+        self._init_shared(**shared)
         self.to(device=device)
         self.proj.to(dtype=dtype)
 
@@ -119,10 +126,16 @@ class VLT(TimmAttention, kind="vlt"):
     SETTINGS = ("value_bias",)
 
     def __init__(
-        self, dim: int, num_heads: int = 8, qkv_bias: bool = False, qk_norm: bool = False, scale_norm: bool = False,
-        proj_bias: bool = True, attn_drop: float = 0.0, proj_drop: float = 0.0, norm_layer=None, device=None,
-        dtype=None, *, value_bias: bool = True, **later,
-    ):  # fmt: skip
+        self,
+        dim: int,
+        num_heads: int = 8,
+        qkv_bias: bool = False,
+        proj_bias: bool = True,
+        value_bias: bool = True,
+        device=None,
+        dtype=None,
+        **shared,
+    ):
         super().__init__()
         if num_heads < 1 or dim % num_heads:
             raise ValueError(f"num_heads must divide dim, got dim={dim} and num_heads={num_heads}")
@@ -130,7 +143,7 @@ class VLT(TimmAttention, kind="vlt"):
         self.num_heads = num_heads
         self.qk = nn.Linear(dim, 2 * dim, bias=qkv_bias, **placed)
         self.value_bias = nn.Parameter(torch.zeros(dim, **placed)) if qkv_bias and value_bias else None
-        self._init_dropout(attn_drop, proj_drop, qk_norm, scale_norm)
+        self._init_shared(**shared)
         self.proj = nn.Linear(dim, dim, bias=proj_bias, **placed)
 
     def init_weights(self) -> None:

@@ -14,7 +14,7 @@ import tiny_vision
 from deit_gka import train as training
 from deit_gka.accounting import AccountingConfig
 from deit_gka.accounting import main as print_accounting
-from deit_gka.figures.cls_attention import attention_maps
+from deit_gka.figures.maps import attention_maps
 from deit_gka.model.accounting import cost_of, vit_cost
 from deit_gka.model.attention import ATTENTION, kind_of
 from deit_gka.model.checkpoints import build, find_checkpoint, load_run

@@ -151,7 +151,7 @@ def test_sources_without_weights_are_one_line(tmp_path, monkeypatch):
     torch.save([1, 2], tmp_path / "list.pth")
     for source, message in (
         (tmp_path / "code.pth", "does not hold weights"), (tmp_path / "text.pth", "does not hold weights"), (tmp_path / "list.pth", "does not hold weights"),
-        ("/nowhere.pth", "/nowhere.pth is not there; it is a file of weights, a run or exported folder"), (tmp_path, "no checkpoint in"),
+        ("/nowhere.pth", "/nowhere.pth does not exist; it is a file of weights, a run or exported folder"), (tmp_path, "no checkpoint in"),
         (GKA, f"--initial-weights {GKA}: timm has no weights of it here"), (SOFTMAX, "give a file instead"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=re.escape(message)) as caught:
