@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from deit_gka.model.accounting import vit_cost
 from deit_gka.model.attention import ATTENTION
+from deit_gka.model.checkpoints import check_attention
 from deit_gka.model.registry import SIZES
-from gka import KINDS, layer_kinds
-from trainkit.cli import UserError, run
+from gka import KINDS
+from trainkit.cli import run
 
 HEADINGS = ("", "parameters", "attention", "MLP", "sigma", "GFLOPs", "MiB", "parameters", "FLOPs")
 WIDTHS = (14, 12, 12, 12, 7, 9, 8, 12, 9)
@@ -26,10 +27,7 @@ class AccountingConfig:
 
 def main(config: AccountingConfig) -> None:
     patterns = [*filter(ATTENTION.get, KINDS), *filter(None, [config.attention])]
-    try:
-        layer_kinds(patterns[-1], num_layers=1)
-    except ValueError as error:
-        raise UserError(f"--{error}") from None
+    check_attention(patterns[-1])
     print(line(HEADINGS))
     for size, shape in SIZES.items():
         dim, depth, num_heads = shape["embed_dim"], shape["depth"], shape["num_heads"]

@@ -1,130 +1,33 @@
-"""Parameters, FLOPs and the training horizon of a model, from its shape (the paper's size and compute table).
+"""Print parameters, FLOPs and training horizon of a model (the paper's size and compute table).
 
-    python -m nanochat_gka.accounting --depth 20 --attention gka --target-param-data-ratio 8.25
-
-FLOPs per token follow nanochat: 6 per matrix parameter (forward and backward) plus 12 * C * window per layer for scores
-and mixing, full windows, no causal halving. Embedding look-ups and scalars are free; what GKA mixes and head offsets
-cost nothing. The horizon follows nanochat too: a d12 model of the same settings is the reference with 2^19 tokens per
-step; the batch grows with tokens^0.383.
+python -m nanochat_gka.accounting --depth 20 --attention gka --target-param-data-ratio 8.25
 """
 
 import json
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
 
-import torch
-
+from nanochat_gka.model.accounting import flops_per_token, meta_model, parameter_counts, plan, scaling_parameters
 from nanochat_gka.model.config import GPTConfig, ModelFlags, has_gka
-from nanochat_gka.model.gpt import GPT
-from trainkit.cli import Bounds, Count, CountOrAutomatic, UserError, run
-
-REFERENCE_DEPTH = 12
-REFERENCE_BATCH = 2**19
-BATCH_EXPONENT = 0.383
-
-
-def parameter_counts(model: GPT) -> dict[str, int]:
-    """Parameters by nanochat's groups; bandwidths and gates are part of transformer_matrices."""
-    counts = {
-        "wte": _count(model.transformer.wte),
-        "value_embeds": _count(model.value_embeds),
-        "lm_head": _count(model.lm_head),
-        "transformer_matrices": _count(model.transformer.h),
-        "scalars": model.resid_lambdas.numel() + model.x0_lambdas.numel(),
-    }
-    total = _count(model)
-    assert sum(counts.values()) == total, "a parameter belongs to no group"
-    return {**counts, "total": total}
-
-
-def _count(module: torch.nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
-
-
-def scaling_parameters(model: GPT) -> int:
-    """The N of the data : parameter ratio: transformer matrices and the head."""
-    counts = parameter_counts(model)
-    return counts["transformer_matrices"] + counts["lm_head"]
-
-
-def flops_per_token(model: GPT) -> int:
-    """Training FLOPs (forward and backward) per token."""
-    config = model.config
-    attention = sum(
-        12 * config.n_embd * min(config.window(layer), config.sequence_len) for layer in range(config.n_layer)
-    )
-    return 6 * scaling_parameters(model) + attention
-
-
-def meta_model(config: GPTConfig) -> GPT:
-    """The model without memory for its weights: enough to count."""
-    with torch.device("meta"):
-        return GPT(config)
+from trainkit.cli import Bounds, Count, CountOrAutomatic, run
 
 
 @dataclass(frozen=True)
-class Horizon:
-    """total_batch_size: tokens per step. lr_scale multiplies every learning rate, weight_decay_scale Muon's weight decay."""
-
-    total_batch_size: int
-    steps: int
-    lr_scale: float
-    weight_decay_scale: float
-
-    @property
-    def tokens(self) -> int:
-        return self.total_batch_size * self.steps
-
-
-def plan(model: GPT, shape: Callable[[int], GPTConfig], *, ratio: float = 10.5, total_batch_size: int = -1, num_iterations: int = -1,
-         target_flops: float = -1.0) -> Horizon:  # fmt: skip
-    """The horizon of `model`; `shape(depth)` gives the configuration at another depth with the same settings.
-
-    The first of num_iterations, target_flops and ratio that is set (> 0) decides the number of steps. Raises UserError if none is,
-    or if the horizon is shorter than one step.
-    """
-    for name, value in (("target_flops", target_flops), ("target_param_data_ratio", ratio)):
-        if not math.isfinite(value):
-            raise UserError(f"{name} must be finite, got {value}")
-    parameters, reference = scaling_parameters(model), scaling_parameters(meta_model(shape(REFERENCE_DEPTH)))
-    # The ratio cancels below, as upstream's does; it need only be positive.
-    tokens, reference_tokens = (int(max(ratio, 0.0) * n) or n for n in (parameters, reference))
-    if total_batch_size <= 0:
-        total_batch_size = 2 ** round(math.log2(REFERENCE_BATCH * (tokens / reference_tokens) ** BATCH_EXPONENT))
-    if num_iterations > 0:
-        steps = num_iterations
-    elif target_flops > 0:
-        steps = round(target_flops / (flops_per_token(model) * total_batch_size))
-    elif ratio > 0:
-        steps = tokens // total_batch_size
-    else:
-        raise UserError("set one of num_iterations, target_flops and target_param_data_ratio to a positive value")
-    if steps < 1:
-        raise UserError(
-            f"the horizon is shorter than one step of {total_batch_size} tokens; lower total_batch_size or raise the horizon"
-        )
-    batch_ratio = total_batch_size / REFERENCE_BATCH
-    return Horizon(total_batch_size, steps, math.sqrt(batch_ratio), math.sqrt(batch_ratio) * reference_tokens / tokens)
-
-
-@dataclass
 class AccountingConfig(ModelFlags):
-    """Size and compute of a model, without building it in memory."""
+    """Print the size and compute of a model, without building it in memory."""
 
     depth: Annotated[int, Bounds(1, 1000)] = 20
-    """number of layers; width, heads, horizon and rates follow from it"""
+    """Number of layers; width, heads, horizon and learning rates follow from it."""
     max_seq_len: Count = 2048
-    """context length T"""
+    """Context length, in tokens."""
     vocab_size: Count = 32768
-    """tokens in the vocabulary"""
+    """Tokens in the vocabulary."""
     target_param_data_ratio: Annotated[float, Bounds(0, open_least=True)] = 10.5
-    """training tokens per scaling parameter"""
+    """Training tokens per scaling parameter."""
     total_batch_size: CountOrAutomatic = -1
-    """tokens per step; -1 = automatic"""
+    """Tokens per step; -1 = automatic."""
     json: bool = False
-    """print JSON instead of a table"""
+    """Print JSON instead of a table."""
 
 
 def account(config: AccountingConfig) -> dict:
@@ -159,10 +62,8 @@ def main(config: AccountingConfig) -> None:
         print(json.dumps(numbers, indent=1))
         return
     for name, value in numbers.items():
-        print(
-            f"{name:<32} {f'{value:,}' if isinstance(value, int) else value:>28}"
-            + (f"  = {value:.4e}" if isinstance(value, int) and value > 1e9 else "")
-        )
+        number = f"{value:,}" if isinstance(value, int) else value
+        print(f"{name:<32} {number:>28}" + (f"  = {value:.4e}" if isinstance(value, int) and value > 1e9 else ""))
 
 
 if __name__ == "__main__":

@@ -1,333 +1,296 @@
-"""Put GKA into a checkout of upstream nanochat or DeiT, show what that changes, and take it out again. Needs git and nothing else.
+"""Put GKA into a checkout of upstream nanochat or DeiT, show what that changes, and take it out again. Needs git alone.
 
-    python patches/apply.py vendor                            clone both at their commits into vendor/ (or take NANOCHAT_SRC, DEIT_SRC)
+    python patches/apply.py vendor                            clone both at their commits into vendor/
     python patches/apply.py apply                             insert the lines
-    python patches/apply.py diff                              the difference from the untouched commit, and lines per file
-    python patches/apply.py reverse                           take them out
-    python patches/apply.py apply nanochat --tree ~/nanochat  the same for a checkout of your own
+    python patches/apply.py diff                              show the difference from the commit, and lines per file
+    python patches/apply.py reverse                           take the lines out
+    python patches/apply.py apply nanochat --tree ~/nanochat  do the same to a checkout of your own
 
-All contents are worked out, and written beside their files, before the first file is replaced, so that a run that was cut off is finished, or undone, by
-the next. Files with changes of your own are not touched.
+`vendor` takes a checkout, a bare repository or a folder of files instead of the network if NANOCHAT_SRC or DEIT_SRC
+names one. The patches have no context lines, so git would insert their lines by number, whatever is around them. They
+are therefore applied to the files that they were made for, which the tree's history has, and the difference, which has
+context, is what `git apply` inserts into the tree: all of it or, if a line has no place, nothing.
 """
 
 import argparse
-import contextlib
-import difflib
+import configparser
+import functools
 import os
+import re
 import shutil
-import stat
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 
-from series import NO_FILE, Change, Fit, PatchError, Upstream, fit, git, read_upstream
+PATCHES = Path(__file__).resolve().parent
+NO_FILE = "0" * 40  # git's id for the content of a file that a patch creates
+HEADER = re.compile(r"^diff --git a/(\S+) b/\S+\n(?:new file mode \d+\n)?index ([0-9a-f]{40})\.\.", re.MULTILINE)
+NO_CONFIG = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
 
-PROJECT = Path(__file__).resolve().parent.parent
+
+class PatchError(Exception):
+    """Something the user can mend; the message says what to do."""
+
+
+@functools.cache
+def environment() -> dict[str, str]:
+    """Ours without the variables that name a repository: in a hook, git sets them to the one that it runs for."""
+    command = ["git", "rev-parse", "--local-env-vars"]
+    local = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    return {name: value for name, value in os.environ.items() if name not in local}
+
+
+def git(*arguments: str | Path, at: Path, stdin: bytes = b"", **variables: str) -> bytes:
+    """What git prints for the repository in `at` itself, not for one around it.
+
+    variables: more of its environment. Raises PatchError with git's complaints in one line.
+    """
+    settings = {**environment(), "GIT_CEILING_DIRECTORIES": str(at.resolve().parent), **variables}
+    done = subprocess.run(["git", "-C", at, *arguments], env=settings, input=stdin, capture_output=True)
+    if done.returncode:
+        lines = done.stderr.decode(errors="replace").strip().splitlines() or ["git failed"]
+        found = [re.sub("^(error|fatal): ", "", line) for line in lines if line.startswith(("error: ", "fatal: "))]
+        raise PatchError("; ".join(line for line in found if "patch does not apply" not in line) or lines[-1])
+    return done.stdout
+
+
+def commit_of(tree: Path) -> str:
+    """The first digits of the commit that is checked out."""
+    return git("rev-parse", "--short=12", "HEAD", at=tree).decode().strip()
 
 
 @dataclass(frozen=True)
-class File:
-    """A file that the patches change: at the tree's commit, patched, and as it is on the disk (None: absent)."""
+class Upstream:
+    """One section of the file UPSTREAM. source: the environment variable that names what to clone or copy instead."""
 
-    change: Change
-    path: Path
-    committed: bytes | None
-    fit: Fit
-    found: bytes | None
+    name: str
+    repository: str
+    commit: str
+    source: str
+    patches: list[Path]
 
-    @property
-    def patched(self) -> bool:
-        return self.found == self.fit.new
-
-    @property
-    def edited(self) -> bool:
-        return self.found not in (self.committed, self.fit.new)
-
-    @property
-    def beside(self) -> Path:
-        """Where its new content waits."""
-        return self.path.with_name(f".{self.path.name}.patching")
+    def files(self) -> dict[str, str]:
+        """The files that the patches change, and the git id of the content that the first patch of each is for."""
+        return dict(reversed([header for patch in self.patches for header in HEADER.findall(patch.read_text())]))
 
 
-def why_edited(file: File) -> str:
-    """What is the matter with a file that is neither as committed nor patched."""
-    if file.found is None:
-        return f"{file.path} is missing: git checkout it first"
-    if file.found.replace(b"\r\n", b"\n") in (file.committed, file.fit.new):
-        return f"{file.path} has Windows line ends: check the tree out with core.autocrlf=false"
-    return f"{file.path} has changes of your own: commit or stash them first"
+def read_upstream() -> dict[str, Upstream]:
+    """The sections of UPSTREAM by name."""
+    config = configparser.ConfigParser(interpolation=None)
+    config.read(PATCHES / "UPSTREAM", encoding="utf-8")
+    upstreams = {}
+    for name in config.sections():
+        section = config[name]
+        patches = [PATCHES / name / line.split()[0] for line in section["patches"].splitlines() if line]
+        upstreams[name] = Upstream(name, section["repository"], section["commit"], section["source"], patches)
+    return upstreams
 
 
-def write(contents: list[tuple[File, bytes | None]]) -> None:
-    """Give every file its content, None: delete it. All or, if something is in the way, none of them."""
-    done: list[File] = []
-    try:
-        for file, content in contents:
-            if content is not None:
-                file.beside.write_bytes(content)
-                if file.found is not None:
-                    file.beside.chmod(stat.S_IMODE(file.path.stat().st_mode))
-        for file, content in contents:
-            if content is None:
-                file.path.unlink()
-            else:
-                os.replace(file.beside, file.path)
-            done.append(file)
-    except BaseException:
-        for file in done:
-            if file.found is None:
-                file.path.unlink(missing_ok=True)
-            else:
-                file.path.write_bytes(file.found)
-        raise
-    finally:
-        for file, _ in contents:
-            with contextlib.suppress(OSError):
-                file.beside.unlink(missing_ok=True)
-
-
-def read_tree(upstream: Upstream, tree: Path) -> tuple[str, list[File]]:
-    """The tree's commit, and its files that the patches change. Raises PatchError if it is no checkout."""
+def changed_files(upstream: Upstream, tree: Path) -> list[str]:
+    """The files that the tree's commit has in another version than the patches are for. Raises PatchError."""
     if not tree.is_dir():
-        raise PatchError(f"there is no folder {tree}: run `make vendor`, or give --tree")
-    try:
-        top = Path(os.fsdecode(git("rev-parse", "--show-toplevel", at=tree)).removesuffix("\n"))
-        commit = git("rev-parse", "--verify", "HEAD", at=tree).decode().strip()
-    except PatchError as error:
-        raise PatchError(f"git does not take {tree} for a checkout with a commit: {error}") from None
-    if top != tree.resolve():
-        raise PatchError(f"{tree} is inside the checkout {top}, not one itself")
-    entries = [
-        os.fsdecode(entry).partition("\t")
-        for entry in git("ls-tree", "-r", "-z", "HEAD", at=tree).split(b"\0")
-        if entry
-    ]
-    listed = {path: what.split()[2] for what, _, path in entries}
-    files = []
-    for change in upstream.changes():
-        committed = git("cat-file", "blob", listed[change.path], at=tree) if change.path in listed else None
-        path = tree / change.path
-        if path.is_symlink() or (path.exists() and not path.is_file()):
-            raise PatchError(f"{path} is no plain file: move it away first. Nothing was changed")
-        files.append(
-            File(change, path, committed, fit(change, committed, tree), path.read_bytes() if path.exists() else None)
-        )
-        if files[-1].beside.is_file():  # of a run that was cut off
-            files[-1].beside.unlink()
-    return commit, files
+        raise PatchError("there is no such folder: run `make vendor`, or give --tree")
+    listing = git("ls-tree", "-r", "HEAD", at=tree).decode().splitlines()
+    ids = {path: entry.split()[2] for entry, _, path in (line.partition("\t") for line in listing)}
+    return [path for path, blob in upstream.files().items() if ids.get(path, NO_FILE) != blob]
 
 
-def misfits(files: list[File]) -> list[str]:
-    """Every insertion that has no place in the tree's commit."""
-    return [
-        f"{hunk.patch}: {file.change.path}, after its line {line}" for file in files for hunk, line in file.fit.misfits
-    ]
+def with_context(upstream: Upstream, tree: Path) -> bytes:
+    """The patches as one diff with context. Raises PatchError if the tree's history lacks a file that they are for."""
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        git("init", "--quiet", at=folder, **NO_CONFIG)
+        for path, blob in upstream.files().items():
+            if blob != NO_FILE:
+                (folder / path).parent.mkdir(parents=True, exist_ok=True)
+                try:
+                    (folder / path).write_bytes(git("cat-file", "blob", blob, at=tree))
+                except PatchError:
+                    problem = f"its history lacks the {path} of {upstream.commit[:12]}"
+                    raise PatchError(f"{problem}: run git fetch, with --unshallow in a shallow clone") from None
+        git("add", "--all", at=folder, **NO_CONFIG)
+        git("apply", "--unidiff-zero", *upstream.patches, at=folder, **NO_CONFIG)
+        git("add", "--all", "--intent-to-add", at=folder, **NO_CONFIG)
+        diff = git("diff", "--full-index", at=folder, **NO_CONFIG)
+        return re.sub(rb"(?m)^(index \S+) \d+$", rb"\1", diff)  # without the modes of these files: the tree's stay
+
+
+class Patching:
+    """The patches of an upstream, and a tree that they go into or come out of."""
+
+    def __init__(self, upstream: Upstream, tree: Path):
+        self.tree, self.changed = tree, changed_files(upstream, tree)
+        self.paths, self.diff = list(upstream.files()), with_context(upstream, tree)
+        # Another version may have other lines around the place; one on each side has to be the same.
+        self.command = ["apply", "--whitespace=nowarn", *(["-C1"] if self.changed else [])]
+
+    def run(self, paths: list[str], *flags: str) -> None:
+        git(*self.command, *flags, *(f"--include={path}" for path in paths), at=self.tree, stdin=self.diff)
+
+    def fits(self, path: str, *direction: str) -> bool:
+        """Whether the patches of one file can be applied or, with "--reverse", be taken out."""
+        try:
+            self.run([path], "--check", *direction)
+        except PatchError:
+            return False
+        return True
+
+    def change(self, paths: list[str], *direction: str) -> None:
+        """Apply, or with "--reverse" take out, the patches of `paths`: all of them or, with a PatchError, none."""
+        with TemporaryDirectory() as name:
+            copies = {self.tree / path: Path(name) / str(number) for number, path in enumerate(paths)}
+            present = [file for file in copies if file.is_file()]
+            for file in present:
+                shutil.copy2(file, copies[file])
+            try:
+                self.run(paths, *direction)
+            except BaseException:  # git removes all files before it writes the first
+                for file in copies:
+                    if file in present:
+                        shutil.copy2(copies[file], file)
+                    elif file.is_file():
+                        file.unlink()
+                raise
 
 
 def apply(upstream: Upstream, tree: Path, merge: bool) -> None:
-    """Insert the patches' lines. Raises PatchError, with nothing written, if the tree is another version or has changes of its own there."""
-    commit, files = read_tree(upstream, tree)
-    if all(file.patched for file in files):
+    """Insert the patches' lines. Raises PatchError, with nothing written, if one has no place or needs `merge`."""
+    patching = Patching(upstream, tree)
+    paths = [path for path in patching.paths if not patching.fits(path, "--reverse")]
+    if not paths:
         print(f"{tree}: already patched")
         return
-    lost, moved = (
-        misfits(files),
-        [file.change.path for file in files if file.fit.moved and file.committed != file.fit.new],
-    )
+    versions = f"the tree is at {commit_of(tree)}, the patches are for {upstream.commit[:12]}"
     pin = f"git -C {tree} checkout {upstream.commit[:12]}"
-    if lost:
-        count = sum(len(file.change.hunks) for file in files)
-        raise PatchError(f"{tree} is at {commit[:12]}, the patches are for {upstream.commit[:12]}: {len(lost)} of {count} insertions no longer fit "
-                         f"({'; '.join(lost)}). Nothing was changed. Take their commit: {pin}")  # fmt: skip
-    if moved and not merge:
-        raise PatchError(f"{tree} is at {commit[:12]}, the patches are for {upstream.commit[:12]}, and {', '.join(moved)} changed in between. All "
-                         f"insertions still find a place: insert them with --merge, and test; or take their commit: {pin}")  # fmt: skip
-    for file in files:
-        if file.edited:
-            raise PatchError(f"{why_edited(file)}. Nothing was changed")
-    write([(file, file.fit.new) for file in files if not file.patched])
-    print(f"{tree}: {sum(file.change.inserted for file in files)} lines inserted in {len(files)} files")
+    try:
+        if patching.changed and not merge:
+            patching.run(paths, "--check")
+        else:
+            patching.change(paths)
+    except PatchError as error:
+        advice = f"{versions}; take that commit: {pin}" if patching.changed else "undo your changes there first"
+        raise PatchError(f"not all insertions fit ({error}), so nothing was changed; {advice}") from None
+    if patching.changed and not merge:
+        raise PatchError(
+            f"{versions}, and {', '.join(patching.changed)} changed in between; all insertions find a place: "
+            f"insert them with --merge, and test; or take that commit: {pin}"
+        )
+    print(f"{tree}: {len(paths)} files patched")
 
 
 def reverse(upstream: Upstream, tree: Path) -> None:
-    """Take the patches' lines out. Raises PatchError, with nothing written, if a file was changed since, or committed with them."""
-    _, files = read_tree(upstream, tree)
-    for file in files:
-        if file.edited:
-            raise PatchError(f"{file.path} has changes beside the patch: undo those first. Nothing was changed")
-        if file.committed is not None and file.committed == file.fit.new:
-            raise PatchError(f"{file.path} was committed with the patch: revert that commit")
-    todo = [file for file in files if file.patched]
-    write([(file, file.committed) for file in todo])
-    print(f"{tree}: {f'{len(todo)} files as they were' if todo else 'not patched'}")
+    """Take the patches' lines out. Raises PatchError, with nothing written, if they have been changed."""
+    patching = Patching(upstream, tree)
+    paths = [path for path in patching.paths if patching.fits(path, "--reverse") or not patching.fits(path)]
+    if not paths:
+        print(f"{tree}: not patched")
+        return
+    try:
+        patching.change(paths, "--reverse")
+    except PatchError as error:
+        advice = "undo your changes there first"
+        raise PatchError(f"the patches are not as they were ({error}), so nothing was changed; {advice}") from None
+    print(f"{tree}: patches taken out of {len(paths)} files")
 
 
-def diff(upstream: Upstream, tree: Path) -> None:
-    """Print the difference between the tree's commit and its files, then the lines inserted and removed in each."""
-    commit, files = read_tree(upstream, tree)
-    rows = []
-    for file in files:
-        old, new = (lines_of(text or b"") for text in (file.committed, file.found))
-        lines = list(
-            difflib.unified_diff(
-                old,
-                new,
-                f"a/{file.change.path}" if file.committed is not None else "/dev/null",
-                f"b/{file.change.path}",
-            )
-        )
-        sys.stdout.writelines(lines)
-        counts = [sum(line.startswith(sign) for line in lines[2:]) for sign in "+-"]
-        rows.append((file.change.path, *counts, "new file" if file.change.before == NO_FILE else ""))
-    print(f"\n{upstream.name}, against {commit[:12]}")
-    width = max(len(path) for path, *_ in rows)
-    for path, inserted, removed, note in [
-        *rows,
-        ("total", sum(row[1] for row in rows), sum(row[2] for row in rows), ""),
-    ]:
-        print(f"  {path:{width}}  +{inserted:<3} -{removed:<3} {note}".rstrip())
-
-
-def lines_of(text: bytes) -> list[str]:
-    """Its lines for showing, each with its end, also the last."""
-    lines = text.decode(errors="replace").split("\n")
-    return [line + "\n" for line in (lines if lines[-1] else lines[:-1])]
+def show(upstream: Upstream, tree: Path) -> None:
+    """Print how the patched files differ from the tree's commit, then the lines inserted in each."""
+    new = [path for path, blob in upstream.files().items() if blob == NO_FILE and (tree / path).exists()]
+    with TemporaryDirectory() as folder:
+        index = {"GIT_INDEX_FILE": os.path.join(folder, "index")}  # git diff shows new files that the index knows
+        git("read-tree", "HEAD", at=tree, **index)
+        git("add", "--intent-to-add", "--force", "--", *new, at=tree, **index)
+        print(f"{upstream.name}, against {commit_of(tree)}")
+        for form in (["--patch"], ["--stat", "--summary"]):
+            text = git("diff", *form, "HEAD", "--", *upstream.files(), at=tree, **index)
+            print(text.decode(errors="replace"))
 
 
 def vendor(upstream: Upstream, tree: Path) -> None:
-    """Make `tree` a clone at the commit, from the source that the environment names or else from the repository. Raises PatchError."""
+    """Make `tree` a checkout of the commit, from the source that the environment names or else from the network."""
     if tree.exists():
-        commit, files = read_tree(upstream, tree)
-        if any(file.fit.moved for file in files):
-            raise PatchError(f"{tree} is at {commit[:12]}, not {upstream.commit[:12]}: delete it, and run this again")
-        print(f"{tree}: there already, at {commit[:12]}")
+        if changed_files(upstream, tree):
+            raise PatchError(f"this is not {upstream.name} at {upstream.commit[:12]}: delete it, and run this again")
+        print(f"{tree}: there already")
         return
-    given = os.path.expanduser(os.environ.get(upstream.source, ""))
+    source = os.path.expanduser(os.environ.get(upstream.source, "")) or upstream.repository
     tree.parent.mkdir(parents=True, exist_ok=True)
-    for left in tree.parent.glob(f".{upstream.name}-vendoring-*"):  # of a run that was killed
-        shutil.rmtree(left, ignore_errors=True)
-    folder = Path(mkdtemp(prefix=f".{upstream.name}-vendoring-", dir=tree.parent))
-    try:
-        fresh = folder / "tree"
-        if given and is_plain_folder(Path(given)):
-            adopt(upstream, Path(given), fresh)
+    with TemporaryDirectory(prefix=f".{upstream.name}-", dir=tree.parent) as folder:
+        fresh = Path(folder) / "tree"
+        if os.path.isdir(source) and not {".git", "HEAD"} & set(os.listdir(source)):
+            copy(upstream, Path(source), fresh)
         else:
-            clone(upstream, given, fresh)
-        os.replace(fresh, tree)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    print(f"{tree}: {upstream.name} at {upstream.commit[:12]}, from {given or upstream.repository}")
+            clone(upstream, os.path.abspath(source) if os.path.exists(source) else source, fresh)
+        fresh.rename(tree)
+    print(f"{tree}: {upstream.name} at {upstream.commit[:12]}, from {source}")
 
 
-def clone(upstream: Upstream, given: str, fresh: Path) -> None:
-    source = given or upstream.repository
-    if given and ":" not in given and not Path(given).exists():
-        raise PatchError(f"{upstream.source}={given}: there is no such folder")
+def clone(upstream: Upstream, source: str, fresh: Path) -> None:
+    """Clone a repository, which has to have the commit. Raises PatchError."""
     try:
-        git(
-            "clone",
-            "--quiet",
-            "--no-checkout",
-            "--config",
-            "core.autocrlf=false",
-            "--config",
-            "core.eol=lf",
-            "--",
-            Path(given).resolve() if given and Path(given).exists() else source,
-            fresh,
-        )
-    except PatchError as error:
-        raise PatchError(
-            f"cannot clone {source} ({error}). Set {upstream.source} to a folder or repository that has it"
-        ) from None
-    try:
+        git("clone", "--quiet", "--no-checkout", "-c", "core.autocrlf=false", "--", source, "tree", at=fresh.parent)
         git("checkout", "--quiet", "--detach", upstream.commit, at=fresh)
-    except PatchError:
-        raise PatchError(
-            f"{source} does not have the commit {upstream.commit[:12]}: update it, or unset {upstream.source}"
-        ) from None
+    except PatchError as error:
+        advice = f"set {upstream.source} to a folder or repository that has it"
+        raise PatchError(f"cannot get {upstream.commit[:12]} from {source} ({error}); {advice}") from None
 
 
-def is_plain_folder(path: Path) -> bool:
-    """Whether it is a folder of files without git, such as an unpacked archive."""
-    return path.is_dir() and not (path / ".git").exists() and not (path / "HEAD").exists()
-
-
-def adopt(upstream: Upstream, folder: Path, fresh: Path) -> None:
-    """Copy a folder without git, checking the files that the patches change, and commit it. The commit is therefore not upstream's."""
-    for change in upstream.changes():
-        path = folder / change.path
-        if change.before != NO_FILE and (
-            not path.is_file() or git("hash-object", "--no-filters", path.resolve()).decode().strip() != change.before
-        ):
-            raise PatchError(f"{upstream.source}={folder}: its {change.path} is not that of {upstream.commit[:12]}")
-    if fresh.resolve().is_relative_to(folder.resolve()):
-        raise PatchError(
-            f"{upstream.source}={folder} contains {fresh.parent.parent}, where it would be copied to: give --tree a place outside"
-        )
-    shutil.copytree(folder, fresh, symlinks=True, ignore=shutil.ignore_patterns(".venv", "__pycache__"))
-    git("init", "--quiet", at=fresh)
+def copy(upstream: Upstream, source: Path, fresh: Path) -> None:
+    """Copy a folder without git and commit it, so that the commit is not upstream's. Raises PatchError."""
+    shutil.copytree(source, fresh, symlinks=True, ignore=shutil.ignore_patterns(".venv", "__pycache__"))
+    git("init", "--quiet", at=fresh, **NO_CONFIG)
     git("config", "core.autocrlf", "false", at=fresh)
-    git("add", "--all", at=fresh)
-    author = ("-c", "user.name=gka", "-c", "user.email=gka@localhost", "-c", "commit.gpgsign=false")
-    git(
-        *author,
-        "-c",
-        f"core.hooksPath={os.devnull}",
-        "commit",
-        "--quiet",
-        "--no-verify",
-        "--message",
-        f"{upstream.name}, the files of {folder.name}",
-        at=fresh,
-    )
+    git("add", "--all", at=fresh, **NO_CONFIG)
+    author = ("-c", "user.name=gka", "-c", "user.email=gka@localhost")
+    git(*author, "commit", "--quiet", "--message", f"{upstream.name}, the files of {source}", at=fresh, **NO_CONFIG)
+    if changed := changed_files(upstream, fresh):
+        raise PatchError(f"{upstream.source}={source}: its {changed[0]} is not that of {upstream.commit[:12]}")
+
+
+def parse(argv: list[str] | None, known: dict[str, Upstream]) -> argparse.Namespace:
+    summary, _, details = __doc__.partition("\n")
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=summary, epilog=details, formatter_class=form)
+    parser.add_argument("action", choices=["vendor", "apply", "diff", "reverse"])
+    parser.add_argument("upstream", nargs="*", metavar="UPSTREAM", help=f"{' or '.join(known)}. Default: all of them.")
+    parser.add_argument("--tree", type=Path, help="The checkout. Default: vendor/UPSTREAM in this project.")
+    merge = "For apply: insert into another version of the files, too, if every insertion finds its place there."
+    parser.add_argument("--merge", action="store_true", help=merge)
+    options = parser.parse_args(argv)
+    for name in options.upstream:
+        if name not in known:
+            parser.error(f"there is no upstream {name}, only {' and '.join(known)}")
+    options.upstream = options.upstream or list(known)
+    if options.tree and len(options.upstream) > 1:
+        parser.error("--tree is for one upstream: name it")
+    return options
 
 
 def main(argv: list[str] | None = None) -> int:
     known = read_upstream()
-    summary, *details = __doc__.splitlines()
-    parser = argparse.ArgumentParser(
-        description=summary, epilog="\n".join(details), formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("action", choices=["vendor", "apply", "diff", "reverse"])
-    parser.add_argument(
-        "upstream", nargs="*", help=f"{' or '.join(known)}; all of them if left out", metavar="UPSTREAM"
-    )
-    parser.add_argument("--tree", type=Path, help="the checkout; default: vendor/UPSTREAM in this project")
-    parser.add_argument(
-        "--merge",
-        action="store_true",
-        help="apply: insert into another version of the files too, where every insertion finds its place",
-    )
-    options = parser.parse_args(argv)
-    names = options.upstream or list(known)
-    for name in names:
-        if name not in known:
-            parser.error(f"there is no upstream {name}, only {' and '.join(known)}")
-    if options.tree and len(names) > 1:
-        parser.error("--tree is for one upstream: name it")
-    failed = False
-    for name in names:
-        tree = options.tree.expanduser() if options.tree else Path(os.path.relpath(PROJECT / "vendor" / name))
+    options = parse(argv, known)
+    insert = functools.partial(apply, merge=options.merge)
+    action = {"vendor": vendor, "apply": insert, "diff": show, "reverse": reverse}[options.action]
+    if not shutil.which("git"):
+        print("error: git is not installed, or not on the PATH", file=sys.stderr)
+        return 2
+    status = 0
+    for name in options.upstream:
+        tree = options.tree.expanduser() if options.tree else Path(os.path.relpath(PATCHES.parent / "vendor" / name))
         try:
-            if options.action == "apply":
-                apply(known[name], tree, options.merge)
-            else:
-                {"vendor": vendor, "diff": diff, "reverse": reverse}[options.action](known[name], tree)
-        except (PatchError, shutil.Error) as error:
-            failed = True
-            print(f"error: {error}", file=sys.stderr)
+            action(known[name], tree)
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 141
-        except OSError as error:
-            failed = True
-            print(f"error: {error.filename}: {error.strerror}. Nothing was changed in {tree}", file=sys.stderr)
+        except (PatchError, OSError, shutil.Error) as error:
+            print(f"error: {tree}: {error}", file=sys.stderr)
+            status = 2
         except KeyboardInterrupt:
-            print(f"interrupted; nothing was changed in {tree}", file=sys.stderr)
+            print("interrupted", file=sys.stderr)
             return 130
-    return 2 if failed else 0
+    return status
 
 
 if __name__ == "__main__":

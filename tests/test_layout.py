@@ -1,38 +1,115 @@
-"""The arrows between packages: runs -> nanochat_gka | deit_gka -> trainkit, gka; gka and trainkit do not know each other."""
+"""The arrows between packages, rooms and files.
 
+runs -> nanochat_gka | deit_gka -> trainkit, gka; gka and trainkit do not know each other, and the trainers never meet.
+"""
+
+import ast
+import re
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 
 import pytest
 
-from sources import ROOT, imports
+from sources import PACKAGES, ROOT, dependencies, imports, modules, tracked
 
-FORBIDDEN = {
-    "gka": ("trainkit", "nanochat_gka", "deit_gka", "runs"),
-    "trainkit": ("gka", "nanochat_gka", "deit_gka", "runs"),
-    "nanochat_gka": ("deit_gka", "runs"),
-    "deit_gka": ("nanochat_gka", "runs"),
+ALLOWED = {
+    "gka": {"gka"},
+    "trainkit": {"trainkit"},
+    "nanochat_gka": {"nanochat_gka", "trainkit", "gka"},
+    "deit_gka": {"deit_gka", "trainkit", "gka"},
+    "runs": set(PACKAGES),
 }
+ENTRY_POINT = re.compile(r'^if __name__ == "__main__":', re.MULTILINE)
 
 
-@pytest.mark.parametrize("package", FORBIDDEN)
-def test_arrows_never_turn_back(package):
-    for path in (ROOT / package).rglob("*.py"):
-        for name in imports(path):
-            assert not name.startswith(FORBIDDEN[package]), f"{path.relative_to(ROOT)} imports {name}"
+def files(package):
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+def entry_points(package):
+    """The commands on top of a package: `python -m package.name`."""
+    return {f"{package}.{path.stem}" for path in (ROOT / package).glob("*.py") if ENTRY_POINT.search(path.read_text())}
+
+
+@pytest.mark.parametrize("package", ALLOWED)
+def test_packages_follow_the_arrows(package):
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in files(package)
+        for name in imports(path)
+        if name.split(".")[0] in set(PACKAGES) - ALLOWED[package]
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_imports_are_absolute(package):
+    """The other tests read absolute names."""
+    trees = {path.relative_to(ROOT): ast.parse(path.read_text()) for path in files(package)}
+    relative = [p for p, tree in trees.items() for node in ast.walk(tree) if getattr(node, "level", 0)]
+    assert not relative
+
+
+def test_the_operator_imports_torch_alone():
+    """Triton belongs to its own folder."""
+    standard = sys.stdlib_module_names | {"gka", "torch"}
+    wrong = []
+    for path in files("gka"):
+        allowed = standard | ({"triton"} if path.is_relative_to(ROOT / "gka/impl/triton") else set())
+        wrong += [
+            f"{path.relative_to(ROOT)} imports {name}" for name in imports(path) if name.split(".")[0] not in allowed
+        ]
+    assert not wrong
 
 
 def test_implementations_do_not_import_one_another():
     """An implementation is a file or a folder of gka/impl."""
-    for path in (ROOT / "gka/impl").rglob("*.py"):
+    names = modules()
+    wrong = []
+    for path in files("gka/impl"):
         own = ".".join(path.relative_to(ROOT).with_suffix("").parts[:3])
-        others = [name for name in imports(path) if name.startswith("gka.impl") and not name.startswith(own)]
-        assert not others, path
+        wrong += [
+            f"{path.relative_to(ROOT)} imports {name}"
+            for name in dependencies(path, names)
+            if name.startswith("gka.impl.") and name != own and not name.startswith(f"{own}.")
+        ]
+    assert not wrong
 
 
-def test_importing_the_operator_needs_torch_alone():
-    """`import gka` must work for an engineer who installed nothing of the trainers."""
-    code = "import sys, gka; print([m for m in ('tyro', 'rich', 'pyarrow', 'tiktoken', 'rustbpe', 'matplotlib', 'wandb', 'huggingface_hub', 'triton') if m in sys.modules])"
-    assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
-    )
+@pytest.mark.parametrize("package", ["nanochat_gka", "deit_gka", "runs"])
+def test_rooms_do_not_import_entry_points(package):
+    names, commands = modules(), entry_points(package)
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in files(package)
+        if path.parent != ROOT / package
+        for name in dependencies(path, names)
+        if name in commands
+    ]
+    assert not wrong
+
+
+def test_files_do_not_import_each_other_in_a_circle():
+    """Imports inside functions count: a circle that is hidden there is still one."""
+    names = modules()
+    graph = {name: set(dependencies(path, names)) - {name} for name, path in names.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(reversed(error.args[1])))
+
+
+def test_tests_do_not_import_tests():
+    """What tests share is in tests/support."""
+    paths = [path for path in tracked(".py") if path.parts[0] == "tests"]
+    wrong = [path for path in paths for name in imports(ROOT / path) if name.split(".")[-1].startswith("test_")]
+    assert not wrong
+
+
+def test_importing_the_operator_loads_nothing_of_the_trainers():
+    """`import gka` works for an engineer who installed torch alone."""
+    optional = ("tyro", "rich", "pyarrow", "tiktoken", "rustbpe", "matplotlib", "wandb", "huggingface_hub", "triton")
+    code = f"import sys, gka; print([name for name in {optional} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -14,6 +14,7 @@ from torch import nn
 from deit_gka.data.sources import Source, Stream, open_source
 from deit_gka.model.registry import takes_attention
 from deit_gka.recipe import Recipe
+from gka import layer_kinds
 from trainkit import checkpoint
 from trainkit.checkpoint import Checkpoint
 from trainkit.cli import Bounds, UserError, reason_of
@@ -59,6 +60,14 @@ def check_name(name: str) -> None:
     if not timm.is_model(name):
         near = difflib.get_close_matches(name, timm.list_models(), n=3)
         raise UserError(f"timm has no model {name!r}" + (f"; did you mean {' or '.join(near)}?" if near else ""))
+
+
+def check_attention(pattern: str) -> None:
+    """Raises UserError unless --attention is a kind's name or a pattern by layer."""
+    try:
+        layer_kinds(pattern, num_layers=1)
+    except ValueError as error:
+        raise UserError(f"--{error}") from None
 
 
 def build(

@@ -1,107 +1,87 @@
-"""What a vision run holds while it trains: data, model, optimiser, progress; resuming, saving, and one update.
+"""Training a vision transformer as `trainkit.loop` drives it: data, model and optimiser; an update; what is reported.
 
-An update is a fixed set of images, dealt to the processes as evenly as possible and accumulated where they do not fit, so any number of
-GPUs trains on the same batches; only the draws of stochastic depth depend on it.
+An update is a fixed set of images, dealt to the processes as evenly as possible and accumulated where they do not fit,
+so any number of GPUs trains on the same batches; only the draws of stochastic depth depend on it.
 """
 
 import math
-import os
-import sys
 import time
+from contextlib import closing
 from dataclasses import asdict
+from functools import cached_property
+from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
+from rich.progress import Progress
+from torch import nn
 
-from deit_gka.data.images import Batch, Images, assemble
-from deit_gka.data.order import Order
-from deit_gka.data.sources import Stream, check_classes, located
-from deit_gka.data.transforms import train_transform
-from deit_gka.data.workers import batches, default_workers, worker_context
-from deit_gka.model.checkpoints import build, describe, open_data, trained_on
+from deit_gka.data.images import Batch, assemble
+from deit_gka.data.workers import BatchLoader
+from deit_gka.model.accounting import cost_of
+from deit_gka.model.attention import operators_of
+from deit_gka.model.checkpoints import build, describe
 from deit_gka.model.warm_start import check_same, fingerprint, read_weights, warm_start
+from deit_gka.training.broken import BrokenList
 from deit_gka.training.config import TrainConfig
 from deit_gka.training.distillation import Objective, load_teacher, prepare_student
-from deit_gka.training.engine import Mixer, accumulate_gradients, bandwidths
+from deit_gka.training.engine import Mixer, Update, accumulate_gradients, bandwidths, compiled_and_joined, evaluate
+from deit_gka.training.images import RunImages
 from deit_gka.training.meter import UPDATES_NOT_TIMED, Meter
 from deit_gka.training.optim import load_state_tensors, make_average, make_optimizer, make_schedule, state_tensors
-from trainkit import checkpoint
+from deit_gka.training.reports import ACCURACY_KEYS, EVAL_KEYS, accuracy_text, epoch_text, trusted
+from trainkit.checkpoint import Checkpoint, Tensors
 from trainkit.cli import UserError
 from trainkit.distributed import Runtime, Stop
-
-BROKEN_LIST = "broken_images.txt"
-RUINED = "an earlier update has ruined the weights"
-FILE_NAMES = {"encoding": "utf-8", "errors": "surrogateescape"}  # they may be any bytes
+from trainkit.progress import RunLog
+from trainkit.trainer import Trainer as BaseTrainer
 
 
-class Trainer:
-    """Everything a run holds while it trains. `state` is what a checkpoint needs beside tensors."""
+class Trainer(BaseTrainer):
+    """One vision run. Raises UserError for data or flags that cannot be trained with."""
 
-    def __init__(self, config: TrainConfig, runtime: Runtime):
-        self.config, self.runtime, self.folder = config, runtime, config.folder
+    KIND, STEP, LOWER = "train_deit", "update", "a lower --lr"
+    FINISH_KEYS = ("parameters", "flops", "top1", "images_per_second", "sigma")
+
+    def __init__(self, config: TrainConfig, runtime: Runtime, found: Checkpoint | None = None):
+        super().__init__(config, runtime)
         # Data
-        self.num_workers = default_workers() if config.num_workers < 0 else config.num_workers
-        if self.num_workers:
-            worker_context(config.data)
-        self.train_set, self.val_set = (open_data(config.data, split, self.folder) for split in ("train", "val"))
-        for warning in check_classes(self.train_set, self.val_set):
-            runtime.print(f"warning: {warning}")
-        self.images = Images(self.train_set, train_transform(config), training=True)
-        self.order = Order(self.train_set, config, runtime, config.device_batch_size)
-        self.steps_per_epoch = self.order.steps_per_epoch
+        self.images = RunImages(config, runtime, self.folder)
+        self.pieces, classes = self.images.order.pieces, self.images.classes
+        self.steps_per_epoch = self.images.order.steps_per_epoch
         self.steps = config.epochs * self.steps_per_epoch
         # Model
-        self.kwargs, classes = config.timm_arguments(), len(self.train_set.classes)
+        self.kwargs = config.timm_arguments()
         drop_path = config.drop_path_of(config.model)
         settings = {**({"drop_path_rate": drop_path} if drop_path else {}), **self.kwargs}
-        self.model = build(config.model, classes, config.input_size, **settings).to(runtime.device)
+        self.model = build(config.model, len(classes), config.input_size, **settings).to(runtime.device)
         prepare_student(self.model, config, config.model)
         teacher = None
         if config.distillation_type != "none":
-            teacher = load_teacher(config.teacher_model, config.teacher_path, self.train_set.classes).to(runtime.device)
-        self.objective = Objective(config, teacher)
+            teacher = load_teacher(config.teacher_model, config.teacher_path, classes).to(runtime.device)
         if config.grad_checkpointing:
             self.model.set_grad_checkpointing(True)
         self.average = make_average(self.model, config)
+        self.metric = "top1" if self.average is None else "ema_top1"  # what makes an epoch the best
         # Optimiser
         self.optimizer = make_optimizer(self.model, config)
         self.schedule = make_schedule(self.optimizer, config, self.steps_per_epoch)
         self.scaler = torch.amp.GradScaler(runtime.device.type, enabled=config.amp == "float16")
-        self.mixer = Mixer(config, classes)
+        self.mixer, self.objective = Mixer(config, len(classes)), Objective(config, teacher)
         # Progress so far; `meter` is of the whole run, `recent` since the last printed line
-        self.state = {"step": 0, "broken": 0}
+        self.state["broken"] = 0
+        self.meter, self.recent, self.not_timed = Meter(), Meter(), UPDATES_NOT_TIMED
+        self.broken = BrokenList(self.folder)
         self.initial_weights: dict[str, str] | None = None  # where they came from, and their hash
-        self.meter, self.recent, self.untimed = Meter(), Meter(), UPDATES_NOT_TIMED
-        self.broken: set[str] = set()
-        if (self.folder / BROKEN_LIST).exists():
-            self.broken = {
-                line.split("\t")[0] for line in (self.folder / BROKEN_LIST).read_text(**FILE_NAMES).splitlines()
-            }
+        if found is not None:
+            self._load(found)
+        elif config.initial_weights:
+            self._start_from(config.initial_weights)
 
-    # Checkpoints
-
-    def resume(self) -> None:
-        """Continue from the newest intact checkpoint, if there is one."""
-        found = checkpoint.load_newest(
-            self.folder / "checkpoints", warn=lambda message: self.runtime.print(f"warning: {message}")
-        )
-        if found is None:
-            self.start_from_weights()
-            return
-        self.config.check_resumes(found.state["train_config"])
-        own = f"give it its own data, {trained_on(found.state)}, or another --model-tag"
-        for key, value in self.about_data().items():
-            had = found.state["data"].get(key)
-            if (had is None) != (value is None):
-                raise UserError(f"{self.config.data} is read {'at random' if value is None else 'as a stream'}, the data of the run in {self.folder} were not: "
-                                f"the images would come in another order; {own}")  # fmt: skip
-            if had != value:
-                raise UserError(f"{self.config.data} has {value} {key} where the run in {self.folder} had {had}; {own}")
-        if found.state["classes"] != self.train_set.classes:
-            raise UserError(f"{self.config.data} has other classes than the run in {self.folder}; {own}")
+    def _load(self, found: Checkpoint) -> None:
+        config, device = self.config, self.runtime.device
+        self.images.check_same(found.state)
         self.initial_weights = found.state.get("initial_weights")
-        check_same(self.config.initial_weights, self.initial_weights, self.folder)
-        device = self.runtime.device
+        check_same(config.initial_weights, self.initial_weights, self.folder)
         self.model.load_state_dict(found.tensors("model", device))
         if self.average is not None:
             self.average.module.load_state_dict(found.tensors("ema", device))
@@ -109,163 +89,240 @@ class Trainer:
         self.scaler.load_state_dict(found.state["scaler"])
         self.state, self.meter = found.state["progress"], Meter(**found.state["meter"])
 
-    def start_from_weights(self) -> None:
-        """Take what fits of --initial-weights, if they are given, and say what that is."""
-        source = self.config.initial_weights
-        if source:
-            weights = read_weights(source)
-            self.initial_weights = {"from": source, "hash": fingerprint(weights)}
-            self.runtime.print(f"starting from {source}: {warm_start(self.model, weights, source)}")
-            if self.average is not None:
-                self.average.set(self.model)
+    def _start_from(self, source: str) -> None:
+        """Take what fits of the weights in `source`, and say what that is."""
+        weights = read_weights(source)
+        self.initial_weights = {"from": source, "hash": fingerprint(weights)}
+        self.runtime.print(f"starting from {source}: {warm_start(self.model, weights, source)}")
+        if self.average is not None:
+            self.average.set(self.model)
 
-    def about_data(self) -> dict[str, int | None]:
-        """What must be the same for the images to go on exactly; processes: that share a stream, None without one."""
-        processes = self.runtime.world_size if isinstance(self.train_set, Stream) else None
-        return {"processes": processes, "training images": len(self.train_set), "validation images": len(self.val_set)}
+    # Before the first update
 
-    def save(self, folder: str = "checkpoints", with_optimizer: bool = True) -> None:
-        """All randomness is a function of the seed and the update's number, so these two are the state of the random generators.
+    def announce(self) -> dict[str, Any]:
+        config, runtime, images, print = self.config, self.runtime, self.images, self.runtime.print
+        cost, parameters = cost_of(self.model), sum(parameter.numel() for parameter in self.model.parameters())
+        print(
+            f"{config.model}: {parameters:,} parameters" + (f", {cost.flops / 1e9:.4g} GFLOPs an image" if cost else "")
+        )
+        print(
+            f"{config.data}: {len(images.train_set):,} training and {len(images.val_set):,} validation images "
+            f"in {len(images.classes)} classes"
+        )
+        print(
+            f"{config.epochs} epochs of {self.steps_per_epoch:,} updates of {config.batch_size:,} images: "
+            f"{runtime.world_size} x {runtime.device.type}, {len(self.pieces)} x "
+            f"{len(self.pieces[0].places)} images each; peak learning rate {config.scaled_lr:.4g}; "
+            f"{images.num_workers} loading workers each"
+        )
+        operators = operators_of(self.model)
+        if operators:
+            print(f"Gaussian kernel attention by {', '.join(operators)}")
+        if config.repeated_aug > 1:
+            versions = f"{config.repeated_aug} versions each of a 1/{config.repeated_aug} of the images"
+            print(f"repeated augmentation: an epoch draws {versions}")
+        return {"operators": operators, "initial_weights": self.initial_weights}
 
-        Raises UserError for weights that are not finite, before they take the place of some that are.
-        """
-        if not self.is_finite():
-            raise UserError(self.diverged("the weights are not finite", "they were not saved"))
-        if self.runtime.is_main:
-            tensors = {"model": self.model.state_dict()}
-            if self.average is not None:
-                tensors["ema"] = self.average.module.state_dict()
-            if with_optimizer:
-                tensors["optimizer"] = state_tensors(self.optimizer, self.model)
-            state = {
-                "model": describe(self.config.model, len(self.train_set.classes), self.config, self.kwargs),
-                "train_config": self.config.identity(),
-                "classes": self.train_set.classes,
-                "data": self.about_data(),
-                "trained_on": located(self.config.data),
-                "initial_weights": self.initial_weights,
-                "progress": self.state,
-                "meter": asdict(self.meter),
-                "scaler": self.scaler.state_dict(),
-                "epoch": self.state["step"] / self.steps_per_epoch,
-            }
-            checkpoint.save(
-                self.folder / folder, self.state["step"], tensors, state, keep=self.config.keep if with_optimizer else 1
-            )
-        self.runtime.barrier()
+    # An update
 
-    # One update
-
-    def start(self) -> None:
-        """Compile, join the processes' gradients and start the workers. Weights are shared with `model` and the average stays outside."""
-        config, device = self.config, self.runtime.device
-        mode = ("max-autotune" if device.type == "cuda" else "off") if config.compile == "auto" else config.compile
-        self.network = self.model if mode == "off" else torch.compile(self.model, mode=mode, dynamic=False)
-        if self.runtime.world_size > 1:
-            ids = [device.index] if device.type == "cuda" else None
-            self.network = DistributedDataParallel(self.network, device_ids=ids, gradient_as_bucket_view=True)
-        if (
-            len(self.order.pieces) > 1
-        ):  # gradients that outlive a backward must not lie in memory that CUDA graphs use again
+    @cached_property
+    def network(self) -> nn.Module:
+        """`model` as it is trained, with the gradients of all processes: made, on all of them, for the first update."""
+        network = compiled_and_joined(self.model, self.config.compile, self.runtime)
+        if len(self.pieces) > 1:  # gradients outlive a backward: not in memory that CUDA graphs use again
             for parameter in self.model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
-        keys = self.order.batches(self.state["step"], self.steps)
-        self.loaded = batches(self.images, keys, self.num_workers, device)
+        return network
 
-    def next_batch(self, size: int) -> Batch:
-        started = time.perf_counter()
-        batch = assemble(self.loaded, size)
-        self.waited += time.perf_counter() - started
-        return batch
+    @cached_property
+    def loaded(self) -> BatchLoader:
+        """The training batches from where the run stands; their workers start for the first update."""
+        return self.images.training_batches(self.state["step"], self.steps)
 
-    def step(self, stop: Stop) -> tuple[float, float, bool]:
-        """One update. Returns the batch's mean loss, the gradient's norm, and whether any process was asked to stop."""
+    def close(self) -> None:
+        if "loaded" in vars(self):
+            self.loaded.end()
+
+    def step(self, asked_to_stop: bool) -> tuple[dict[str, float], bool]:
         config, runtime, step = self.config, self.runtime, self.state["step"]
-        started, self.waited = time.perf_counter(), 0.0
-        self.model.train()
-        self.optimizer.zero_grad(set_to_none=len(self.order.pieces) == 1)
-        try:
-            update = accumulate_gradients(
-                self.network,
-                self.order.pieces,
-                self.next_batch,
-                self.mixer,
-                step,
-                runtime,
-                self.scaler.scale,
-                self.objective,
-            )
-        except ValueError:  # on a CPU the operator refuses bandwidths that are not finite
-            if self.is_finite():
-                raise
-            raise UserError(self.diverged("the weights are not finite", RUINED)) from None
+        started = time.perf_counter()
+        update, waited = self._gradients(step)
         self.scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_grad or math.inf)
-        # Sums over processes, and every process's own waiting in a place of its own. The loss must be finite before it may touch the weights.
-        waits = [self.waited if rank == runtime.rank else 0.0 for rank in range(runtime.world_size)]
-        mine = torch.tensor([float(stop.requested), len(update.broken), update.loading, *waits], device=norm.device)
-        loss, stopping, broken, loading, *waits = runtime.sum(torch.cat([update.loss[None], mine])).tolist()
+        # Sums over the processes, and every one's own waiting in a place of its own. The loss must be finite before
+        # it may touch the weights.
+        waits = [waited if rank == runtime.rank else 0.0 for rank in range(runtime.world_size)]
+        own = torch.tensor([float(asked_to_stop), len(update.broken), update.loading, *waits], device=norm.device)
+        loss, stopping, broken, loading, *waits = runtime.sum(torch.cat([update.loss[None], own])).tolist()
         norm = float(norm)
-        # float16 overflows now and then, and its update is left out; below a scale of 1 it is the gradient itself that is too large.
-        if not math.isfinite(loss) or not (
-            math.isfinite(norm) or (self.scaler.is_enabled() and self.scaler.get_scale() >= 1)
-        ):
-            left = "the weights were not touched" if self.is_finite() else RUINED
-            raise UserError(self.diverged(f"the loss is {loss} and the gradient's norm {norm}", left))
+        # float16 overflows now and then, and its update is left out; below a scale of 1 the gradient is too large.
+        may_overflow = self.scaler.is_enabled() and self.scaler.get_scale() >= 1
+        if not math.isfinite(loss) or not (math.isfinite(norm) or may_overflow):
+            raise self.diverged(f"the loss is {loss} and the gradient's norm {norm}")
         self.schedule.step_update(step)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.state["step"] = step + 1
         if self.average is not None:
             self.average.update(self.model, step=step + 1 if config.model_ema_warmup else None)
-        self.report_broken(update.broken, "a neighbour in the batch takes its place")
+        self.broken.report(update.broken, "a neighbour in the batch takes its place")
         self.state["broken"] += int(broken)
-        if self.untimed:
-            self.untimed -= 1
+        if self.not_timed:
+            self.not_timed -= 1
         else:
             for meter in (self.meter, self.recent):
                 meter.add(config.batch_size, time.perf_counter() - started, max(waits), loading)
-        return loss, norm, stopping > 0
+        return {"loss": loss, "grad_norm": norm}, stopping > 0
 
-    def is_finite(self) -> bool:
-        """Whether every weight is; once one is not, it stays so."""
-        return all(bool(parameter.isfinite().all()) for parameter in self.model.parameters())
+    def _gradients(self, step: int) -> tuple[Update, float]:
+        """Forward and backward of this process's part of the update, and the seconds that it waited for images."""
+        waited = 0.0
 
-    def diverged(self, what: str, consequence: str) -> str:
-        paths = sorted((self.folder / "checkpoints").glob("step_*"))
+        def next_batch(size: int) -> Batch:
+            nonlocal waited
+            started = time.perf_counter()
+            batch = assemble(self.loaded, size)
+            waited += time.perf_counter() - started
+            return batch
+
+        network = self.network  # made before the gradients are set to zero: it may make them
+        self.model.train()
+        self.optimizer.zero_grad(set_to_none=len(self.pieces) == 1)
+        try:
+            update = accumulate_gradients(
+                network, self.pieces, next_batch, self.mixer, step, self.runtime, self.scaler.scale, self.objective
+            )
+        except ValueError:  # on a CPU the operator refuses bandwidths that are not finite
+            if self.is_finite():
+                raise
+            raise self.diverged("the weights are not finite") from None
+        return update, waited
+
+    def diverged(self, reason: str, details: str = "", consequence: str = "") -> UserError:
         sigma = [value for _, values in bandwidths(self.model) for value in values]
-        about = f", sigma between {min(sigma):.3g} and {max(sigma):.3g}" if sigma else ""
-        return (
-            f"{what} at update {self.state['step']} (learning rate {self.optimizer.param_groups[0]['lr']:.3g}{about}); {consequence}. "
-            f"Last checkpoint: {paths[-1] if paths else 'none was saved yet'}. Start a new --model-tag with a lower --lr"
-        )
+        details += f" (learning rate {self.learning_rate():.3g}"
+        details += f", sigma between {min(sigma):.3g} and {max(sigma):.3g})" if sigma else ")"
+        return super().diverged(reason, details, consequence)
 
-    def report_broken(self, broken: list[tuple[str, str]], consequence: str) -> None:
-        """Each broken file once for every process that meets it: a warning, and a line in the run's list."""
-        for name, reason in broken:
-            if name not in self.broken:
-                self.broken.add(name)
-                print(
-                    f"warning: {os.fsencode(name).decode(errors='replace')} cannot be read ({reason}); {consequence}",
-                    file=sys.stderr,
-                )
-                self.folder.mkdir(parents=True, exist_ok=True)
-                with open(self.folder / BROKEN_LIST, "a", **FILE_NAMES) as file:
-                    file.write(f"{name}\t{reason}\n")
+    def learning_rate(self) -> float:
+        """Of the last update."""
+        return self.optimizer.param_groups[0]["lr"]
 
-    # What it can say about itself
+    def status(self, numbers: dict[str, float]) -> str:
+        epoch, speed = self.state["step"] / self.steps_per_epoch, self.speed(self.recent)["images_per_second"]
+        timed = f"  {speed:,.0f} img/s" if self.recent.images else ""
+        return f"epoch {epoch:.1f}/{self.config.epochs}  loss {numbers['loss']:.4f}{timed}"
+
+    def describe(self, numbers: dict[str, float]) -> tuple[str, dict[str, Any]]:
+        step, epoch, lr = self.state["step"], self.state["step"] / self.steps_per_epoch, self.learning_rate()
+        text = f"update {step:06d}/{self.steps:06d} | epoch {epoch:.2f} | loss {numbers['loss']:.4f} | lr {lr:.3e}"
+        text += f" | grad norm {numbers['grad_norm']:.2f}"
+        speed = self.speed(self.recent)
+        if self.recent.images:
+            text += f" | {speed['images_per_second']:,.0f} img/s, {speed['waiting']:.0%} waiting for images"
+            text += self.memory_text()
+        self.recent = Meter()
+        return text, {**numbers, "lr": lr, "weight_decay": self.config.weight_decay, "epoch": epoch, **speed}
+
+    # What a checkpoint keeps
+
+    def must_save(self) -> bool:
+        return self.state["step"] % self.steps_per_epoch == 0
+
+    def tensors(self) -> dict[str, Tensors]:
+        average = {} if self.average is None else {"ema": self.average.module.state_dict()}
+        return {"model": self.model.state_dict(), **average, "optimizer": state_tensors(self.optimizer, self.model)}
+
+    def about(self) -> dict[str, Any]:
+        """All randomness is a function of the seed and the update's number: no state of a random generator is here."""
+        return {
+            "model": describe(self.config.model, len(self.images.classes), self.config, self.kwargs),
+            **self.images.about(),
+            "initial_weights": self.initial_weights,
+            "meter": asdict(self.meter),
+            "scaler": self.scaler.state_dict(),
+            "epoch": self.state["step"] / self.steps_per_epoch,
+        }
+
+    # What is reported
+
+    def report(self, log: RunLog, stop: Stop, bar: Progress) -> bool:
+        """After an epoch: evaluate, unless that is in the log (the run was killed after it), and keep the best."""
+        step, (epoch, within) = self.state["step"], divmod(self.state["step"], self.steps_per_epoch)
+        every = self.config.eval_every
+        due = epoch and not within and (epoch == self.config.epochs or (every > 0 and epoch % every == 0))
+        keys = (*EVAL_KEYS, self.metric)
+        if due and self.runtime.any(log.enabled and not log.has("eval", step, *keys)):
+            self._report_epoch(log, epoch, self.evaluate(bar), log.records("eval", *keys) if log.enabled else [])
+        return True
+
+    def _report_epoch(self, log: RunLog, epoch: int, values: dict[str, Any], earlier: list[dict[str, Any]]) -> None:
+        speed, sigma, is_main = self.speed(self.meter), self.sigma(), self.runtime.is_main
+        best = max((record[self.metric] for record in trusted(earlier, values)), default=-1.0)
+        can_be_best = not is_main or bool(trusted([values], *earlier))
+        if self.runtime.any(is_main and can_be_best and values[self.metric] > best):
+            self.save("best", leave_out=("optimizer",), keep=1)
+        text = f"epoch {epoch}/{self.config.epochs} | {epoch_text(values, speed, sigma)}{self.memory_text()}"
+        broken = self.state["broken"]
+        text += f"\nbroken training images replaced {broken} times so far" if broken else ""
+        more = {"memory_mib": self.memory(), "sigma": sigma, "broken_train": broken}
+        log.log("eval", self.state["step"], text, epoch=epoch, **values, **speed, **more)
+        if not can_be_best:
+            self.runtime.print(
+                f"warning: {values['broken']} validation images could not be read, many more than before: this epoch "
+                f"cannot be the best. They are in {self.broken.path}"
+            )
+
+    def evaluate(self, bar: Progress) -> dict[str, Any]:
+        """Accuracy of the raw weights and, as ema_*, of the average."""
+        runtime, models = self.runtime, {"": self.model}
+        if self.average is not None:
+            models["ema_"] = self.average.module
+        for model in models.values():  # a ViT has no buffers; where there are some, those of rank 0 are saved
+            runtime.broadcast(model.buffers())
+        task = bar.add_task("evaluating", total=-(-len(self.images.val_set) // runtime.world_size), status="")
+
+        def advance(batch: Batch) -> None:
+            bar.advance(task, len(batch.labels))
+            self.broken.report(batch.broken, "left out of the evaluation")
+
+        with closing(self.images.validation_batches()) as loader:
+            results = evaluate(models, loader, runtime, self.config.amp, advance)
+        bar.remove_task(task)
+        counts = {key: results[""][key] for key in ("images", "broken")}
+        accuracy = {
+            f"{prefix}{key}": result[key] for prefix, result in results.items() for key in ("top1", "top5", "loss")
+        }
+        return {**accuracy, **counts}
+
+    def summary(self, log: RunLog) -> dict[str, Any]:
+        evaluations, cost = log.records("eval", *EVAL_KEYS, self.metric), cost_of(self.model)
+        last, best = evaluations[-1], max(trusted(evaluations), key=lambda record: record[self.metric])
+        return {
+            "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
+            "flops": cost.flops if cost else None,
+            **{key: last[key] for key in ACCURACY_KEYS if key in last},
+            "best": {"metric": self.metric, "value": best[self.metric], "epoch": best["epoch"]},
+            **self.speed(self.meter),
+            "memory_mib": self.memory(),
+            "broken_train": self.state["broken"],
+            "sigma": self.sigma(),
+        }
+
+    def result_text(self, summary: dict[str, Any]) -> str:
+        speed = summary["images_per_second"]
+        return accuracy_text(summary) + (f" | {speed:,.0f} img/s" if speed else "")
 
     def speed(self, meter: Meter) -> dict[str, float]:
-        return meter.rates(max(1, self.num_workers) * self.runtime.world_size)
-
-    @property
-    def metric(self) -> str:
-        """What makes an epoch the best."""
-        return "ema_top1" if self.average is not None else "top1"
+        """Images per second and the part of the time spent waiting, over all processes."""
+        return meter.rates(max(1, self.images.num_workers) * self.runtime.world_size)
 
     def memory(self) -> float:
         """Peak GPU memory of this process in MiB; 0 on a CPU."""
         return torch.cuda.max_memory_allocated() / 2**20 if self.runtime.device.type == "cuda" else 0.0
+
+    def memory_text(self) -> str:
+        return f" | {self.memory():,.0f} MiB" if self.runtime.device.type == "cuda" else ""
 
     def sigma(self) -> dict[str, list[float]]:
         """Learned bandwidths of the gka layers, per head."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from nanochat_gka.core_metric.bundle import MANIFEST
-from trainkit.cli import UserError
+from trainkit.cli import MayChange, UserError
 from trainkit.distributed import Runtime
 from trainkit.files import atomic_folder, locked, read_json, sha256, write_json
 from trainkit.progress import progress_bar
@@ -24,13 +24,13 @@ ATTEMPTS, TIMEOUT = 5, 30  # seconds
 MAX_BYTES = 4 * 2**30  # unpacked; the real one has well under one
 
 
-@dataclass
+@dataclass(frozen=True)
 class BundleFlags:
     """Where the bundle comes from, for the commands that ask its questions."""
 
-    bundle: Path | None = None
+    bundle: MayChange[Path | None] = None
     """CORE's questions: folder of the bundle, or eval_bundle.zip; None = fetch it"""
-    bundle_url: str = URL
+    bundle_url: MayChange[str] = URL
     """where to fetch it from"""
 
     def open_bundle(self, folder: Path) -> Path:

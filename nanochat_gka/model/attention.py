@@ -1,115 +1,95 @@
-"""The attention of a layer: softmax, VLT or GKA, one forward signature. Adding one is a class and a line in ATTENTION.
+"""The attention of a layer, one class for each row of `gka.KINDS`. A new kind is a row there and a class here.
 
-A layer projects its tokens to queries and to what later tokens need of them (`stored`: keys and values; for GKA one
-tensor, which is both or which keys follow from), then attends. While generating, `stored` is what the cache holds.
+A layer projects its tokens to queries and to what later tokens need of them (`stored`: values and keys; for GKA one
+tensor, which is both or which the keys follow from), then attends. While text is generated, the cache holds `stored`.
 Legend: B batch, T tokens, n tokens so far, H heads, D head_dim, C = H * D.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from typing import Protocol
+from typing import ClassVar
 
 import torch
 from torch import nn
 
-from gka import dot_product_attention, gaussian_attention, initial_log_sigma, select_impl
+from gka import KINDS, Kind, dot_product_attention, gaussian_attention, initial_log_sigma, select_impl
 from nanochat_gka.model.blocks import Linear, Rotary, fill_uniform, norm
 from nanochat_gka.model.config import GPTConfig
+from nanochat_gka.model.context import Context, Tensors
 
 GATE_CHANNELS = 32
-Tensors = tuple[torch.Tensor, ...]
-
-
-class Past(Protocol):
-    """Where the tokens of a pass stand and what they follow, for a pass that is not simply B whole sequences.
-
-    positions: of the tokens, a slice of T or (B, T); longest: one more than the last of them; wanted: indices (n,) into a single row, for a pass of
-    which only these tokens' outputs are needed, else None. For every group of rows whose attention is one call `split` yields the arguments of
-    `Attention.attend`; `join` puts the outputs back in place: (B, T, H, D), or, where the last layer asks for the wanted ones, (1, n, H, D).
-    """
-
-    positions: slice | torch.Tensor
-    longest: int
-    wanted: torch.Tensor | None
-
-    def split(
-        self, layer: int, queries: torch.Tensor, new: Tensors, wanted_only: bool
-    ) -> Iterator[tuple[torch.Tensor, Tensors, torch.Tensor | None]]: ...
-
-    def join(self, mixed: list[torch.Tensor], wanted_only: bool) -> torch.Tensor: ...
-
-    def end(self) -> None: ...
 
 
 class Attention(nn.Module, ABC):
-    """What all kinds share: bias-free projections named in PROJECTIONS (nanochat's names), W_O and the value gate."""
+    """What all kinds share: the bias-free projections of the kind's row (nanochat's names), W_O and the value gate."""
 
-    PROJECTIONS: tuple[str, ...] = ()
+    CLASSES: ClassVar[dict[str, type["Attention"]]] = {}
+    kind: ClassVar[Kind]
+    activation_widths: ClassVar[int]  # (B, T, C) tensors kept for the backward pass, for `training.memory`
+
+    def __init_subclass__(cls, kind: str, **arguments):
+        super().__init_subclass__(**arguments)
+        cls.kind = KINDS[kind]
+        Attention.CLASSES[kind] = cls
 
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
         self.config, self.layer, self.window = config, layer, config.window(layer)
-        for name in self.PROJECTIONS:
+        self.is_last = layer == config.n_layer - 1
+        self.projections = [f"c_{letter.lower()}" for letter in self.kind.input_projections]
+        for name in self.projections:
             setattr(self, name, Linear(config.n_embd, config.n_embd))
         self.c_proj = Linear(config.n_embd, config.n_embd)
         self.ve_gate = Linear(GATE_CHANNELS, config.n_head) if config.has_value_embedding(layer) else None
 
     def init_weights(self) -> None:
-        for name in self.PROJECTIONS:
+        for name in self.projections:
             fill_uniform(getattr(self, name).weight, self.config.n_embd)
         nn.init.zeros_(self.c_proj.weight)
         if self.ve_gate is not None:
             nn.init.zeros_(self.ve_gate.weight)  # 2 * sigmoid(0) = 1: the value embedding as it is
 
-    def forward(self, x, value_embedding, rotary, past: Past | None = None, wanted_only: bool = False) -> torch.Tensor:
-        """Mix and project. Arguments as `mix`. Returns (B, T, C), or (1, n, C) of the wanted tokens."""
-        return self.c_proj(self.mix(x, value_embedding, rotary, past, wanted_only).flatten(2))
+    def forward(
+        self, x: torch.Tensor, value_embedding: torch.Tensor | None, rotary: Rotary, context: Context
+    ) -> torch.Tensor:
+        """Mix and project; arguments as `mix`. Returns the tokens that the context selects, (B, T, C) for all."""
+        return self.c_proj(self.mix(x, value_embedding, rotary, context).flatten(2))
 
     def mix(
-        self,
-        x: torch.Tensor,
-        value_embedding: torch.Tensor | None,
-        rotary: Rotary,
-        past: Past | None = None,
-        wanted_only: bool = False,
+        self, x: torch.Tensor, value_embedding: torch.Tensor | None, rotary: Rotary, context: Context
     ) -> torch.Tensor:
-        """The heads, (B, T, H, D) or, of the tokens that `past` wants, (1, n, H, D).
+        """The heads of the tokens that the context selects, (B, T, H, D) for all.
 
-        x: the normalised block input, (B, T, C). value_embedding: (B, T, C) or None. past: None for whole sequences.
+        x: the normalised block input, (B, T, C). value_embedding: (B, T, C), None in layers without.
         """
-        positions = slice(0, x.shape[1]) if past is None else past.positions
-        queries, stored = self.project(x, value_embedding, rotary, positions)
-        if past is None:
-            return self.attend(rotary, queries, stored, queries)
-        return past.join(
-            [self.attend(rotary, *group) for group in past.split(self.layer, queries, stored, wanted_only)], wanted_only
-        )
+        queries, new = self.project(x, value_embedding, rotary, context.positions)
+        return context.attend(self, rotary, queries, new)
 
     @abstractmethod
-    def project(
-        self, x: torch.Tensor, value_embedding: torch.Tensor | None, rotary: Rotary, positions
-    ) -> tuple[torch.Tensor, Tensors]:
-        """Queries of the tokens at `positions`, and what is stored of them: `cached_tensors` tensors, all (B, T, H, D)."""
+    def project(self, x, value_embedding, rotary: Rotary, positions) -> tuple[torch.Tensor, Tensors]:
+        """Queries of the tokens at `positions`, and what later tokens need of them; every tensor is (B, T, H, D).
+
+        A cache keeps the first `cached_tensors` of the latter; `attend` computes the others again.
+        """
 
     @abstractmethod
-    def attend(
-        self, rotary: Rotary, queries: torch.Tensor, stored: Tensors, all_queries: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Mix what is stored of n tokens for the queries of the last T of them; returns (B, T, H, D). all_queries: of all n, if they are known."""
+    def attend(self, rotary: Rotary, queries: torch.Tensor, stored: Tensors) -> torch.Tensor:
+        """Mix what is stored of n tokens, (B, n, H, D) each, for the queries of the last T of them, (B, T, H, D)."""
 
     @property
     def cached_tensors(self) -> int:
-        """How many (B, n, H, D) tensors are stored."""
-        return 2
+        """How many (B, n, H, D) tensors a cache must keep."""
+        return self.kind.cached_tensors
 
     derives_keys = False
+
+    def operator(self, dtype: torch.dtype) -> str | None:
+        """Which implementation of `gka.gaussian_attention` trains this layer on rows of `dtype`; None: it has none."""
+        return None
 
     def heads(self, x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(-1, (self.config.n_head, self.config.head_dim))
 
-    def add_value_embedding(
-        self, values: torch.Tensor, x: torch.Tensor, value_embedding: torch.Tensor | None
-    ) -> torch.Tensor:
+    def add_value_embedding(self, values, x, value_embedding: torch.Tensor | None) -> torch.Tensor:
         """values + 2 sigmoid(W_g x[:32]) * embedding, per head."""
         if value_embedding is None:
             return values
@@ -117,10 +97,10 @@ class Attention(nn.Module, ABC):
         return values + gate[..., None] * self.heads(value_embedding)
 
 
-class SoftmaxAttention(Attention):
+class SoftmaxAttention(Attention, kind="softmax"):
     """nanochat's attention: project, rotate, normalise queries and keys per head."""
 
-    PROJECTIONS = ("c_q", "c_k", "c_v")
+    activation_widths = 6  # queries and keys before and after their norm, values, output
 
     def values(self, x):
         return self.heads(self.c_v(x))
@@ -129,31 +109,38 @@ class SoftmaxAttention(Attention):
         queries, keys = (norm(rotary(self.heads(projection(x)), positions)) for projection in (self.c_q, self.c_k))
         return queries, (keys, self.add_value_embedding(self.values(x), x, value_embedding))
 
-    def attend(self, rotary, queries, stored, all_queries):
+    def attend(self, rotary, queries, stored):
         return dot_product_attention(queries, *stored, causal=True, window=self.window)
 
 
-class VLTAttention(SoftmaxAttention):
+class VLTAttention(SoftmaxAttention, kind="vlt"):
     """Value-less attention (paper section 4.4): W_V is gone, the values are the features."""
 
-    PROJECTIONS = ("c_q", "c_k")
+    activation_widths = 5  # as softmax, without values
 
     def values(self, x):
         return self.heads(x)
 
 
-class GKAAttention(Attention):
-    """Gaussian kernel attention (paper section 5.1): no W_Q, W_K, W_V; a feature, the per-head norm of the rotated block
-    input, is query, key and value.
+class GKAAttention(Attention, kind="gka"):
+    """Gaussian kernel attention (paper section 5.1): no W_Q, W_K, W_V.
 
-    Per-head norms are constant, so the kernel is plain attention at scale 1 / sigma^2 (gka/README.md). One tensor is
-    stored, the features. Three variations are not the paper's. `gka_values` normalised or raw: values are not rotated;
-    keys follow from them and the position, so values are what is stored. Value embeddings: keys no longer follow, both
-    are stored. `head_offsets`: whole heads pair keys and values one token apart. That is a fixed, parameter-free case of
-    KV shifting attention (Xu et al., ICML 2025, arXiv 2411.19574), which learns how much of a key and a value comes from
-    the token before; partial key offset (modded-nanogpt PR 169), Canon layers (arXiv 2512.17351) and RWKV's token shift
-    are its kin. Softmax gains from it too. Ours is only the use in an operator without projections.
+    A feature, the per-head norm of the rotated block input, is query, key and value. Per-head norms are constant, so
+    the kernel is plain attention at scale 1 / sigma^2 (gka/README.md). One tensor is stored, the features.
+
+    Three variations are not the paper's:
+    - `gka_values` normalised or raw: values are not rotated. Keys follow from them and the position, so the values are
+      what is stored.
+    - Value embeddings: keys no longer follow from the values, so both are stored.
+    - `head_offsets`: whole heads pair keys and values one token apart. That is a fixed, parameter-free case of KV
+      shifting attention (Xu et al., ICML 2025, arXiv 2411.19574), which learns how much of a key and a value comes from
+      the token before. Partial key offset (modded-nanogpt PR 169), Canon layers (arXiv 2512.17351) and RWKV's token
+      shift are related. Softmax gains from it too. Ours is only the use in an operator without projections.
     """
+
+    # Values before and after their norm, rotated features, features, scaled queries, output. One or two fewer where
+    # values are rotated or raw, one more with head offsets.
+    activation_widths = 6
 
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__(config, layer)
@@ -167,12 +154,12 @@ class GKAAttention(Attention):
 
     @property
     def cached_tensors(self):
-        return 1 if self.ve_gate is None else 2
+        return self.kind.cached_tensors + (self.ve_gate is not None)
 
     @property
     def derives_keys(self):
-        """Whether decoding computes the keys of all past tokens again: they are not stored, and are not the values."""
-        return self.cached_tensors == 1 and self.config.gka_values != "rotated"
+        """Whether keys are not the values and follow from them: a cache may leave them out."""
+        return self.ve_gate is None and self.config.gka_values != "rotated"
 
     def project(self, x, value_embedding, rotary, positions):
         heads = self.heads(x)
@@ -180,44 +167,38 @@ class GKAAttention(Attention):
         features = norm(rotary(values, positions))
         if self.config.gka_values == "rotated":
             values = features
-        if value_embedding is None:
-            return features, (values,)
-        return features, (features, self.add_value_embedding(values, x, value_embedding))
+        values = self.add_value_embedding(values, x, value_embedding)
+        return features, (features,) if values is features else (values, features)
 
-    def attend(self, rotary, queries, stored, all_queries):
-        values, features = stored[-1], all_queries if len(stored) == 1 else stored[0]  # a feature is query and key
-        if len(stored) == 1 and self.config.gka_values == "rotated":  # and value
-            values = features = stored[0] if features is None else features
-        total, offsets = values.shape[1], self.late_values or self.late_keys
-        if features is None or (offsets and queries.shape[1] < total):  # what comes is work on every token
-            first = max(
-                0, total - queries.shape[1] - self.window - 1
-            )  # the earliest token in reach of a query, and its predecessor
-            values = values[:, first:]
-            features = norm(rotary(values, slice(first, total))) if features is None else features[:, first:]
-        keys = None if features is queries else features
+    def attend(self, rotary, queries, stored):
+        values, keys, num_tokens = stored[0], stored[-1], stored[0].shape[1]
+        keys_are_missing = self.derives_keys and len(stored) == 1
+        has_offsets = bool(self.late_values or self.late_keys)
+        if keys_are_missing or (has_offsets and queries.shape[1] < num_tokens):  # what follows is work on every token
+            # The earliest token in reach of a query, and its predecessor.
+            first = max(0, num_tokens - queries.shape[1] - self.window - 1)
+            values, keys = values[:, first:], keys[:, first:]
+            if keys_are_missing:
+                keys = norm(rotary(values, slice(first, num_tokens)))
         if self.late_values:
             values = _one_later(values, self.late_values)
         if self.late_keys:
-            keys = _one_later(features, self.late_keys)
+            keys = _one_later(keys, self.late_keys)
+        keys = None if keys is queries else keys
         return gaussian_attention(
             queries, self.log_sigma, keys=keys, values=values, causal=True, window=self.window, constant_norm=True
         )
 
-    def chosen_impl(self, dtype: torch.dtype) -> str:
-        """Which implementation of the operator trains this layer on rows of `dtype`, where its weights are."""
+    def operator(self, dtype):
         shape = (1, self.config.sequence_len, self.config.n_head, self.config.head_dim)
         x = torch.empty(shape, dtype=dtype, device=self.log_sigma.device, requires_grad=True)
         keys = torch.empty_like(x) if self.late_keys else None
         return select_impl(x, keys=keys, causal=True, window=self.window, constant_norm=True)
 
 
-def _one_later(x: torch.Tensor, heads: list[slice]) -> torch.Tensor:
-    """(B, T, H, D) with `heads` moved one token later; the first token, which has no predecessor, stays where it is (its norm stays constant)."""
+def _one_later(x: torch.Tensor, head_slices: list[slice]) -> torch.Tensor:
+    """(B, T, H, D) with some heads moved one token later; their first token stays, so that its norm stays constant."""
     moved = x.clone()
-    for some in heads:
-        moved[:, 1:, some] = x[:, :-1, some]
+    for heads in head_slices:
+        moved[:, 1:, heads] = x[:, :-1, heads]
     return moved
-
-
-ATTENTION = {"softmax": SoftmaxAttention, "gka": GKAAttention, "vlt": VLTAttention}

@@ -1,90 +1,82 @@
-"""What attention keeps of past tokens while text is generated.
+"""What attention keeps of past tokens while text is generated; `GPT.new_cache` makes one.
 
 One tensor per layer for GKA, whose features are keys and values at once, two for softmax attention: at equal heads
-half the bytes. Of our forms whose values are not rotated the one tensor is the values, and keys are computed from them
+half the bytes. In our forms whose values are not rotated the one tensor is the values, and keys are computed from them
 again for every token; `keep_keys` saves that time for the other half of the bytes.
-Legend: B rows (sequences), T new tokens, H heads, D head_dim.
+Legend: B rows (sequences) in use, T new tokens of each, H heads, D head_dim.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import groupby
 
 import torch
 
-if TYPE_CHECKING:
-    from nanochat_gka.model.gpt import GPT
-
-Tensors = tuple[torch.Tensor, ...]
-KEYS_ARE_STORED = "this model's cache holds its keys in any case"
+from nanochat_gka.model.context import Context, Tensors, map_distinct
 
 
-@dataclass
-class KVCache:
-    """Per layer, tensors of shape (rows, capacity, H, D). `lengths` are the tokens of each row in use; rows may differ.
+class KVCache(Context):
+    """The context of `model(ids, context=cache)`: T new tokens of every row in use follow those that the row has.
 
-    `model(ids, cache=cache)` runs T new tokens of every row in use behind what the row has, without padding or masks: rows of equal length that
-    lie side by side share one call of the operator.
+    Rows may differ in length: neighbours of equal length share one call of the operator, without padding or masks.
+    layers: per layer, tensors (rows, capacity, H, D). lengths: tokens of each row in use.
+    last_only: the model returns the logits of each row's last token alone.
     """
 
-    layers: list[Tensors]
-    lengths: list[int]
-
-    @classmethod
-    def empty(cls, model: GPT, rows: int, capacity: int, in_use: int | None = None, keep_keys: bool = False) -> KVCache:
-        """Room for `rows` sequences of at most `capacity` tokens in the dtype of the model's activations.
-
-        in_use: rows to begin with, None = all. keep_keys: a second tensor in GKA layers whose keys would have to be
-        derived; ValueError if there are none.
-        """
-        if keep_keys and not model.derives_keys:
-            raise ValueError(f"keep_keys is for gka layers whose values are not rotated, and {KEYS_ARE_STORED}")
-        shape, table = (rows, capacity, model.config.n_head, model.config.head_dim), model.transformer.wte.weight
-        counts = [block.attn.cached_tensors + (keep_keys and block.attn.derives_keys) for block in model.transformer.h]
-        return cls(
-            [
-                tuple(torch.empty(shape, dtype=table.dtype, device=table.device) for _ in range(count))
-                for count in counts
-            ],
-            [0] * (rows if in_use is None else in_use),
-        )
+    def __init__(self, layers: list[Tensors], rows_in_use: int, last_only: bool = False):
+        self.layers, self.lengths, self.last_only = layers, [0] * rows_in_use, last_only
 
     @property
     def capacity(self) -> int:
         return self.layers[0][0].shape[1]
 
     @property
-    def device(self) -> torch.device:
-        return self.layers[0][0].device
-
-    @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(tensor.nbytes for layer in self.layers for tensor in layer)
 
-    def begin(self, new_tokens: int, wanted: torch.Tensor | None = None) -> Pass:
-        """Where a forward pass over `new_tokens` tokens of every row in use reads and writes. Raises ValueError if a row outgrows the capacity.
+    def begin(self, num_tokens):
+        """Raises ValueError if a row outgrows the capacity."""
+        self.longest, self.new_tokens = max(self.lengths) + num_tokens, num_tokens
+        if self.longest > self.capacity:
+            raise ValueError(f"the cache holds {self.capacity} tokens a row, got {self.longest}")
+        self.groups, first = [], 0  # rows of equal length, and that length
+        for length, members in groupby(self.lengths):
+            rows = slice(first, first + len(list(members)))
+            self.groups.append((rows, length))
+            first = rows.stop
+        if len(self.groups) == 1:
+            self.positions = slice(self.lengths[0], self.longest)
+            self.places = (self.groups[0][0], self.positions)
+        else:
+            device = self.layers[0][0].device
+            start = torch.tensor(self.lengths, device=device)[:, None]
+            self.positions = start + torch.arange(num_tokens, device=device)
+            self.places = (torch.arange(len(self.lengths), device=device)[:, None], self.positions)
 
-        wanted: with a single row in use, which of the new tokens' outputs are needed, (n,); None = all.
-        """
-        if max(self.lengths) + new_tokens > self.capacity:
-            raise ValueError(f"the cache holds {self.capacity} tokens a row, got {max(self.lengths) + new_tokens}")
-        groups, first = [], 0
-        for row, length in enumerate(self.lengths):
-            if row + 1 == len(self.lengths) or self.lengths[row + 1] != length:
-                groups.append((slice(first, row + 1), length))
-                first = row + 1
-        if len(groups) == 1:
-            return Pass(self, new_tokens, groups, slice(self.lengths[0], self.lengths[0] + new_tokens), wanted)
-        start = torch.tensor(self.lengths, device=self.device)
-        return Pass(self, new_tokens, groups, start[:, None] + torch.arange(new_tokens, device=self.device))
+    def attend(self, layer, rotary, queries, new):
+        stored = self.layers[layer.layer]
+        for tensor, new_entries in zip(stored, new):
+            tensor[self.places] = new_entries
+        if self.last_only and layer.is_last:
+            queries = queries[:, -1:]
+        mixed = []
+        for rows, length in self.groups:
+            if length == 0:  # `new` may hold more than is stored
+                group, *visible = map_distinct(lambda tensor, rows=rows: tensor[rows], queries, *new)
+            else:
+                group, visible = queries[rows], [tensor[rows, : length + self.new_tokens] for tensor in stored]
+            mixed.append(layer.attend(rotary, group, tuple(visible)))
+        return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
-    def take(self, source: KVCache) -> None:
+    def select(self, layer, x):
+        return x[:, -1:] if self.last_only and layer.is_last else x
+
+    def end(self):
+        self.lengths = [length + self.new_tokens for length in self.lengths]
+
+    def take(self, source: "KVCache") -> None:
         """Put the only row of `source` into the next free row."""
-        row, [length] = len(self.lengths), source.lengths
-        self._copy(source, 0, row, length)
+        [length] = source.lengths
+        self._copy(source, 0, len(self.lengths), length)
         self.lengths.append(length)
 
     def drop(self, row: int) -> None:
@@ -95,45 +87,7 @@ class KVCache:
             self.lengths[row] = self.lengths[last]
         self.lengths.pop()
 
-    def _copy(self, source: KVCache, from_row: int, to_row: int, length: int) -> None:
-        for layer, theirs in zip(self.layers, source.layers):
-            for tensor, other in zip(layer, theirs):
-                tensor[to_row, :length] = other[from_row, :length]
-
-
-@dataclass(frozen=True)
-class Pass:
-    """One forward pass through a cache; an `attention.Past`. positions: of the new tokens, a slice if all rows are equally long, else (B, T)."""
-
-    cache: KVCache
-    new_tokens: int
-    groups: list[tuple[slice, int]]  # rows, and how many tokens each of them had
-    positions: slice | torch.Tensor
-    wanted: torch.Tensor | None = None
-
-    @property
-    def longest(self) -> int:
-        return max(self.cache.lengths) + self.new_tokens
-
-    def split(
-        self, layer: int, queries: torch.Tensor, new: Tensors, wanted_only: bool = False
-    ) -> Iterator[tuple[torch.Tensor, Tensors, torch.Tensor | None]]:
-        """Store the (B, T, H, D) tensors of the new tokens; then, for every group of rows, yield its queries and what is stored so far, (b, n, H, D)."""
-        stored, count = self.cache.layers[layer], len(self.cache.lengths)
-        for tensor, fresh in zip(stored, [*new, queries]):  # the queries too if there is room: GKA's are keys
-            if isinstance(self.positions, slice):
-                tensor[:count, self.positions] = fresh
-            else:
-                tensor[torch.arange(count, device=tensor.device)[:, None], self.positions] = fresh
-        for rows, length in self.groups:
-            some, so_far = queries[rows], tuple(tensor[rows, : length + self.new_tokens] for tensor in stored)
-            yield some, so_far[: len(new)], some if length == 0 else so_far[-1] if len(so_far) > len(new) else None
-
-    def join(self, mixed: list[torch.Tensor], wanted_only: bool = False) -> torch.Tensor:
-        """The groups' (b, T, H, D) outputs as one (B, T, H, D), or the wanted tokens', (1, n, H, D)."""
-        joined = mixed[0] if len(mixed) == 1 else torch.cat(mixed)
-        return joined[:, self.wanted] if wanted_only else joined
-
-    def end(self) -> None:
-        """All layers are done: count the new tokens."""
-        self.cache.lengths = [length + self.new_tokens for length in self.cache.lengths]
+    def _copy(self, source: "KVCache", from_row: int, to_row: int, length: int) -> None:
+        for to_layer, from_layer in zip(self.layers, source.layers):
+            for to_tensor, from_tensor in zip(to_layer, from_layer):
+                to_tensor[to_row, :length] = from_tensor[from_row, :length]

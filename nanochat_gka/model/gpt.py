@@ -1,17 +1,20 @@
-"""The GPT: embed -> blocks -> logits. Unusual in it (all nanochat's): no biases, no learned norms, norm right after the embedding,
-every block sees the embedding again (x0_lambdas), relu^2, value embeddings on every second layer, logits capped at +-20.
+"""The GPT: embed -> blocks -> logits.
 
-A softmax model has nanochat's parameter names, initialisation and arithmetic, so its checkpoints load and give the same logits.
+Unusual in it, all of it nanochat's: no biases, no learned norms, a norm right after the embedding, every block sees the
+embedding again (x0_lambdas), relu^2, value embeddings on every second layer, logits capped at +-20.
+
+A softmax model has nanochat's parameter names, initialisation and arithmetic: its checkpoints give the same logits.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanochat_gka.model.attention import ATTENTION, Past
-from nanochat_gka.model.blocks import MLP, Linear, Rotary, fill_uniform, norm
+from nanochat_gka.model.attention import Attention
+from nanochat_gka.model.blocks import MLP, ROTARY_OVERALLOCATION, Linear, Rotary, fill_uniform, norm
 from nanochat_gka.model.cache import KVCache
 from nanochat_gka.model.config import GPTConfig
+from nanochat_gka.model.context import Context
 
 LOGIT_CAP = 20.0
 IGNORE_INDEX = -1
@@ -22,13 +25,12 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
-        self.attn = ATTENTION[config.layer_attention(layer)](config, layer)
+        self.attn = Attention.CLASSES[config.layer_attention(layer)](config, layer)
         self.mlp = MLP(config.n_embd)
 
-    def forward(self, x, value_embedding, rotary, past: Past | None = None, wanted_only: bool = False):
-        """(B, T, n_embd) to the same, or, wanted_only, to the tokens that `past` wants, (1, n, n_embd)."""
-        mixed = self.attn(norm(x), value_embedding, rotary, past, wanted_only)
-        x = (x[:, past.wanted] if wanted_only else x) + mixed
+    def forward(self, x, value_embedding, rotary: Rotary, context: Context) -> torch.Tensor:
+        """(B, T, n_embd) to the outputs of the tokens that the context selects, (B, T, n_embd) for all."""
+        x = context.select(self.attn, x) + self.attn(norm(x), value_embedding, rotary, context)
         return x + self.mlp(norm(x))
 
 
@@ -41,12 +43,8 @@ class GPT(nn.Module):
         rows, width = config.padded_vocab_size, config.n_embd
         self.resid_lambdas = nn.Parameter(torch.empty(config.n_layer))
         self.x0_lambdas = nn.Parameter(torch.empty(config.n_layer))
-        self.transformer = nn.ModuleDict(
-            {
-                "wte": nn.Embedding(rows, width),
-                "h": nn.ModuleList(Block(config, layer) for layer in range(config.n_layer)),
-            }
-        )
+        blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        self.transformer = nn.ModuleDict({"wte": nn.Embedding(rows, width), "h": blocks})
         self.lm_head = Linear(width, rows)
         layers = [layer for layer in range(config.n_layer) if config.has_value_embedding(layer)]
         self.value_embeds = nn.ModuleDict({str(layer): nn.Embedding(rows, width) for layer in layers})
@@ -54,7 +52,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Fill every parameter and buffer, drawing in nanochat's order; on CUDA the embedding tables become bfloat16."""
+        """Fill every parameter and buffer, drawing in nanochat's order; on CUDA embedding tables become bfloat16."""
         nn.init.normal_(self.transformer.wte.weight, std=1.0)
         nn.init.normal_(self.lm_head.weight, std=0.001)
         for block in self.transformer.h:
@@ -69,7 +67,7 @@ class GPT(nn.Module):
             self.embeddings_to(torch.bfloat16)
 
     def embeddings_to(self, dtype: torch.dtype) -> None:
-        """Set the dtype of the embedding tables, which is the dtype everything between them and the logits is computed in."""
+        """Set the dtype of the embedding tables, which is the dtype of everything between them and the logits."""
         for embedding in (self.transformer.wte, *self.value_embeds.values()):
             embedding.to(dtype)
 
@@ -82,64 +80,75 @@ class GPT(nn.Module):
         ids: torch.Tensor,
         targets: torch.Tensor | None = None,
         reduction: str = "mean",
-        cache: KVCache | None = None,
+        context: Context | None = None,
     ) -> torch.Tensor:
-        """ids: (B, T) token ids. Returns capped float32 logits (B, T, vocab_size), or, with targets (B, T), their cross-entropy in nats.
+        """Capped float32 logits of token ids (B, T) or, with targets (B, T), their cross-entropy in nats.
 
-        Targets of -1 are ignored. reduction: mean, sum or none, as in torch. With a cache the tokens follow those in its rows, and join them.
+        Targets of -1 are ignored. reduction: mean, sum or none, as in torch. context: None for whole sequences; a cache
+        from `new_cache` for tokens that follow those in its rows, and join them.
+        Returns logits (B, T, vocab_size), of fewer tokens where the context selects some; or the loss.
         Raises ValueError if positions exceed the rotary table.
         """
-        logits = self.logits(self.hidden(ids, cache.begin(ids.shape[1]) if cache is not None else None))
+        logits = self.logits(self.hidden(ids, context))
         if targets is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction=reduction)
 
-    def hidden(self, ids: torch.Tensor, past: Past | None = None) -> torch.Tensor:
-        """What the head reads, (B, T, n_embd), of token ids (B, T); past: None for whole sequences. Raises ValueError as `forward`.
-
-        Where `past` wants some tokens only, the last layer leaves out the others: (1, n, n_embd).
-        """
-        longest = ids.shape[1] if past is None else past.longest
-        if longest > self.rotary.length:
-            raise ValueError(f"ids must have at most {self.rotary.length} tokens (10 x sequence_len), got {longest}")
+    def hidden(self, ids: torch.Tensor, context: Context | None = None) -> torch.Tensor:
+        """The first part of `forward`: what the head reads, (B, T, n_embd). For callers who need few of the logits."""
+        context = Context() if context is None else context
+        context.begin(ids.shape[1])
+        if context.longest > self.rotary.length:
+            limit = f"at most {self.rotary.length} tokens ({ROTARY_OVERALLOCATION} x sequence_len)"
+            raise ValueError(f"ids must have {limit}, got {context.longest}")
         x = x0 = norm(self.transformer.wte(ids))
-        last = self.config.n_layer - 1
         for layer, block in enumerate(self.transformer.h):
             x = self.resid_lambdas[layer].to(x.dtype) * x + self.x0_lambdas[layer].to(x.dtype) * x0
             value_embedding = self.value_embeds[str(layer)](ids) if str(layer) in self.value_embeds else None
-            x = block(
-                x,
-                value_embedding,
-                self.rotary,
-                past,
-                wanted_only=layer == last and past is not None and past.wanted is not None,
-            )
-        if past is not None:
-            past.end()
+            x = block(x, value_embedding, self.rotary, context)
+        context.end()
         return norm(x)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Capped float32 logits (..., vocab_size) of hidden states (..., n_embd)."""
+        """The second part of `forward`: capped float32 logits (..., vocab_size) of hidden states (..., n_embd)."""
         logits = self.lm_head(hidden)[..., : self.config.vocab_size].float()
         return LOGIT_CAP * torch.tanh(logits / LOGIT_CAP)
 
-    def operators(self) -> list[str]:
-        """Which implementations of the operator train this model's gka layers where they are, without repetition."""
-        layers = [block.attn for block in self.transformer.h if hasattr(block.attn, "chosen_impl")]
-        return sorted({layer.chosen_impl(self.transformer.wte.weight.dtype) for layer in layers})
+    def new_cache(
+        self, rows: int, capacity: int, in_use: int | None = None, keep_keys: bool = False, last_only: bool = False
+    ) -> KVCache:
+        """An empty cache for `rows` sequences of at most `capacity` tokens, in the dtype of the activations.
+
+        in_use: rows to begin with, None for all. keep_keys: a second tensor in GKA layers whose keys would have to be
+        computed again; ValueError if there are none. last_only: the model returns the last token's logits alone.
+        """
+        if keep_keys and not self.derives_keys:
+            raise ValueError(
+                "keep_keys is for gka layers whose values are not rotated; this model's keys are kept anyway"
+            )
+        shape, like = (rows, capacity, self.config.n_head, self.config.head_dim), self.transformer.wte.weight
+        counts = [attn.cached_tensors + (keep_keys and attn.derives_keys) for attn in self.attentions]
+        layers = [tuple(torch.empty(shape, dtype=like.dtype, device=like.device) for _ in range(n)) for n in counts]
+        return KVCache(layers, rows if in_use is None else in_use, last_only)
+
+    @property
+    def attentions(self) -> list[Attention]:
+        """The attention of every layer."""
+        return [block.attn for block in self.transformer.h]
 
     @property
     def derives_keys(self) -> bool:
-        """Whether decoding computes keys again in some layer (`GKAAttention.derives_keys`): a cache may keep them for speed."""
-        return any(block.attn.derives_keys for block in self.transformer.h)
+        """Whether decoding computes keys again in some layer (`GKAAttention.derives_keys`): a cache may keep them."""
+        return any(attn.derives_keys for attn in self.attentions)
+
+    def operators(self) -> list[str]:
+        """Which implementations of the operator train this model's layers where they are, without repetition."""
+        names = {attn.operator(self.transformer.wte.weight.dtype) for attn in self.attentions}
+        return sorted(name for name in names if name)
 
     def bandwidths(self) -> dict[int, torch.Tensor]:
-        """Learned sigma per head, (H,), of every gka layer."""
-        return {
-            i: block.attn.log_sigma.detach().exp()
-            for i, block in enumerate(self.transformer.h)
-            if hasattr(block.attn, "log_sigma")
-        }
+        """Learned sigma per head, (H,), of every layer that has them."""
+        return {a.layer: a.log_sigma.detach().exp() for a in self.attentions if a.kind.has_bandwidth}
 
 
 def build(config: GPTConfig, device: torch.device | str) -> GPT:

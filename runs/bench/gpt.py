@@ -20,7 +20,7 @@ from typing import Literal
 
 import torch
 
-from nanochat_gka.accounting import flops_per_token, parameter_counts
+from nanochat_gka.model.accounting import flops_per_token, parameter_counts
 from nanochat_gka.model.blocks import fill_uniform
 from nanochat_gka.model.cache import KVCache
 from nanochat_gka.model.config import GKA_VALUES, GPTConfig
@@ -148,13 +148,14 @@ class Candidate:
     def decode(self, rows: int) -> Callable[[int], torch.Tensor]:
         """Fill the caches of `rows` rows, and return the step that runs the rows' last token; it leaves the lengths as they were."""
         tokens = self.ids[:1].expand(rows, -1)
-        cache = self.cache = KVCache.empty(self.model, rows, tokens.shape[1], keep_keys=self.kind == "gka-keys")
-        self.model.hidden(tokens[:, :-1], cache.begin(tokens.shape[1] - 1))
+        cache = self.model.new_cache(rows, tokens.shape[1], keep_keys=self.kind == "gka-keys", last_only=True)
+        self.cache = cache
+        self.model(tokens[:, :-1], context=cache)
         before = list(cache.lengths)
 
         @torch.inference_mode()
         def step(n: int) -> torch.Tensor:
-            logits = self.model(tokens[:, -1:], cache=cache)
+            logits = self.model(tokens[:, -1:], context=cache)
             cache.lengths = list(before)
             return logits
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from runs.bench.timing import disagreement
+from gka.testing import disagreement
 
 # Logits and gradients pass many layers; in float32 twice plain PyTorch's error may be less than a different order of additions makes.
 FLOAT32_ROUNDINGS = 32

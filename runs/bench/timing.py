@@ -15,14 +15,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
 import psutil
 import torch
 
-from gka import testing
 from trainkit.cli import UserError
 
 LOW, HIGH = 0.2, 0.8  # the quantiles that stand for the spread
@@ -293,18 +291,3 @@ def buffers_for(device: torch.device, bytes_each: int) -> int:
     if device.type != "cuda":
         return 1
     return max(2, 2 * torch.cuda.get_device_properties(device).L2_cache_size // bytes_each + 1)
-
-
-def disagreement(
-    got: dict[str, torch.Tensor],
-    want: dict[str, torch.Tensor],
-    plain: dict[str, torch.Tensor],
-    floors: dict[str, float],
-) -> str | None:
-    """Why `got` is not what float64 (`want`) says, or None. Allowed: twice the error of plain PyTorch in the same dtype, plus a rounding floor."""
-    for name, value in got.items():
-        error = testing.error(value, want[name])
-        limit = testing.budget(SimpleNamespace(**plain), SimpleNamespace(**want), name, floors[name])
-        if not error <= limit:  # NaN too
-            return f"{name} is off by {error:.1e} of its norm, allowed are {limit:.1e}"
-    return None

@@ -1,7 +1,6 @@
-"""Run the project's own commands, one after another or side by side, showing each; an interrupt lets them save first."""
+"""Run training commands side by side and follow their logs; an interrupt lets them save first."""
 
 import os
-import shlex
 import subprocess
 import sys
 import time
@@ -9,41 +8,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from runs import launch
 from runs.demo.outlook import Outlook
-from trainkit.progress import console, progress_bar, read_events
+from trainkit.loop import finish_record
+from trainkit.progress import progress_bar, read_events
 from trainkit.workers import cores
 
 LOOK_EVERY = 0.2  # seconds between two looks at the running commands
-START_SECONDS = 6.0  # a command needs until it trains, most of them for importing PyTorch
-
-
-def _command(module: str, flags, ranks: int = 1) -> list[str]:
-    """The command line, shown as one would type it."""
-    words = [module, *map(str, flags)]
-    launcher = (
-        ["-m"] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
-    )
-    console.print(f"\n$ {shlex.join(['python', *launcher, *words])}", style="bold", highlight=False, markup=False)
-    return [sys.executable, *launcher, *words]
-
-
-def run(module: str, *flags) -> None:
-    """Run one command; leave with its exit code if it fails. Ctrl-C lets it save first."""
-    process = subprocess.Popen(_command(module, flags))
-    try:
-        code = process.wait()
-    except KeyboardInterrupt:
-        process.wait()
-        raise
-    if code:
-        sys.exit(code)
+START_SECONDS = 6.0  # what a command needs before it trains, most of it for importing PyTorch
 
 
 @dataclass
 class Job:
-    """A training command whose log is followed: `folder` is the run's, `steps` how many it takes, `ranks` its processes.
+    """A command whose log is followed: `folder` is the run's, `steps` how many it takes, `ranks` its processes.
 
-    seconds: how long it is expected to take with one core of two, as `Outlook` wants it.
+    seconds: how long it is expected to take with one core of two.
     """
 
     name: str
@@ -59,7 +38,7 @@ class Job:
 
     def finish(self) -> dict[str, Any] | None:
         """The record a finished run ends with, if it is whole."""
-        return next(iter(read_events(self.folder / "log.jsonl", "finish", *self.finish_keys)), None)
+        return finish_record(self.folder, self.finish_keys)
 
     def progress(self) -> tuple[int, str]:
         """Steps done, and the last loss."""
@@ -68,12 +47,14 @@ class Job:
         return max((record["step"] for record in records), default=0), f"loss {losses[-1]:.3f}" if losses else ""
 
     def start(self, threads: int) -> None:
+        """Start the command with this many threads; what it prints goes to output.txt in its folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with open(self.folder / "output.txt", "a+", errors="replace") as output:
             output.seek(0)
             self.printed = len(output.read())
-            self.process = subprocess.Popen(_command(self.module, self.flags, self.ranks), stdout=output,
-                                            stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": str(threads)})  # fmt: skip
+            words = launch.show(launch.command(self.module, self.flags, self.ranks))
+            environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+            self.process = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, env=environment)
 
 
 def expected_seconds(jobs: list[Job], at_once: int) -> float:
@@ -82,12 +63,13 @@ def expected_seconds(jobs: list[Job], at_once: int) -> float:
 
 
 def run_side_by_side(jobs: list[Job], at_once: int, outlook: Outlook) -> None:
-    """Run the jobs, `at_once` together with the cores shared among them; what each prints goes to its folder's output.txt.
+    """Run the jobs, `at_once` together with the cores shared among them.
 
     Leaves with the last line of the first failure, its file and its exit code. Ctrl-C lets all save first.
     """
     threads = max(1, cores() // at_once)
-    waiting, running, total = list(jobs), [], sum(job.seconds for job in jobs)
+    waiting, total = list(jobs), sum(job.seconds for job in jobs)
+    running: list[Job] = []
     with progress_bar() as bar:
         tasks = {job.name: bar.add_task(job.name, total=job.steps, status="") for job in jobs}
         whole = bar.add_task("all of it", total=1, status="")
@@ -117,10 +99,11 @@ def run_side_by_side(jobs: list[Job], at_once: int, outlook: Outlook) -> None:
             raise
 
 
-def _fail(job: Job, others: list[Job]) -> None:
-    for other in others:
-        other.process.terminate()  # they save and leave
-    for other in others:
+def _fail(job: Job, running: list[Job]) -> None:
+    """End the jobs that still run, which save first, and leave with the failed job's last line and exit code."""
+    for other in running:
+        other.process.terminate()
+    for other in running:
         other.process.wait()
     output, code = job.folder / "output.txt", job.process.returncode
     last = output.read_text(errors="replace")[job.printed :].splitlines()[-1:]
@@ -130,4 +113,4 @@ def _fail(job: Job, others: list[Job]) -> None:
         sep="\n",
         file=sys.stderr,
     )
-    sys.exit(code if code > 0 else 128 - code)  # of a signal, as a shell has it
+    sys.exit(code if code > 0 else 128 - code)  # a signal's, as in a shell

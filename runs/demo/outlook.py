@@ -1,4 +1,4 @@
-"""What a long command is doing, and how long it still needs: a live display on a terminal, a line now and then in a log."""
+"""How far a long command is and how long it still needs: a live display on a terminal, a line now and then in a log."""
 
 import time
 from collections.abc import Iterator

@@ -1,10 +1,13 @@
-"""What the tests of vision models share."""
+"""What the tests of vision models and of their training share. No test may change the pictures and runs."""
 
 import pytest
 import timm.layers
 import torch
 
-from digit_runs import SOFTMAX, accuracy, train
+import digit_runs
+import tiny
+import tiny_vision
+from vision_runs import TRAIN, flags
 
 
 @pytest.fixture
@@ -25,6 +28,22 @@ def images():
 def digits(tmp_path_factory):
     """A softmax ViT that knows digits at 32 pixels: a run."""
     out = tmp_path_factory.mktemp("digits")
-    train(out, "--model", SOFTMAX, "--epochs", 5, "--lr", 0.2)
-    assert accuracy(out) > 65
+    digit_runs.train(out, "--model", digit_runs.SOFTMAX, "--epochs", 5, "--lr", 0.2)
+    assert digit_runs.accuracy(out) > 65
+    return out
+
+
+@pytest.fixture(scope="session")
+def pictures(tmp_path_factory):
+    """78 training JPEGs in 3 classes, 27 of validation."""
+    return tiny_vision.write_pictures(tmp_path_factory.mktemp("pictures"))
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(pictures, tmp_path_factory):
+    """The whole run, by the command one would type."""
+    out = tmp_path_factory.mktemp("uninterrupted")
+    done = tiny.call(TRAIN, *flags(pictures, out))
+    assert "finished, top-1" in done.stdout
+    (out / "stdout").write_text(done.stdout)
     return out

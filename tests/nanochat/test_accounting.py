@@ -6,15 +6,8 @@ import pytest
 import torch
 
 import tiny
-from nanochat_gka.accounting import (
-    AccountingConfig,
-    account,
-    flops_per_token,
-    meta_model,
-    parameter_counts,
-    plan,
-    scaling_parameters,
-)
+from nanochat_gka.accounting import AccountingConfig, account
+from nanochat_gka.model.accounting import flops_per_token, meta_model, parameter_counts, plan, scaling_parameters
 from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.gpt import build
 from trainkit.cli import UserError

@@ -12,6 +12,7 @@ from rich.console import Console
 import tiny_core
 from nanochat_gka.core_metric import published, report, scoring
 from nanochat_gka.core_metric.bundle import CORE_SIZES, CORE_TASKS, PAPER_TASKS, Task, read_tasks
+from nanochat_gka.core_metric.prompt_tree import PromptTree
 from nanochat_gka.core_metric.questions import Question, common_prefix, question, shuffled
 from nanochat_gka.core_metric.report import (
     Score,
@@ -24,7 +25,6 @@ from nanochat_gka.core_metric.report import (
     write_csv,
 )
 from nanochat_gka.core_metric.scoring import Verdict, answer, batches, judge
-from nanochat_gka.core_metric.shared import SharedPrompts
 from nanochat_gka.data.tokenizer import Tokenizer
 from runs.bench.core_naive import naive_task
 from tiny_gpt import SHAPE, VARIANTS, awake
@@ -94,13 +94,9 @@ def test_a_model_that_knows_the_answer_is_right_and_one_that_knows_less_is_not(b
             super().__init__()
             self.ids = ids
 
-        def hidden(self, ids, past):
-            return (
-                torch.nn.functional.one_hot(self.ids[past.positions[0, past.wanted] + 1], tokenizer.vocab_size).float()[
-                    None
-                ]
-                * 9
-            )
+        def hidden(self, ids, tree):
+            following = self.ids[tree.positions[0, tree.predictors] + 1]
+            return 9 * torch.nn.functional.one_hot(following, tokenizer.vocab_size).float()[None]
 
         def logits(self, hidden):
             return hidden
@@ -117,6 +113,17 @@ def test_a_model_that_knows_the_answer_is_right_and_one_that_knows_less_is_not(b
     assert answer(asked, judge(Knows(outside), [asked])[0]) == 1
 
 
+@dataclasses.dataclass
+class CausalSum:
+    """The attention of a layer in which every token is given the sum of all tokens up to itself."""
+
+    is_last: bool
+
+    def attend(self, rotary, queries, stored):
+        assert torch.equal(queries, stored[0][:, stored[0].shape[1] - queries.shape[1] :])
+        return stored[0].cumsum(dim=1)[:, -queries.shape[1] :]
+
+
 @given(
     prompts=st.lists(
         st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=7), min_size=1, max_size=3), min_size=1, max_size=4
@@ -128,8 +135,8 @@ def test_the_tree_holds_every_prompt_and_no_beginning_twice(prompts, share, draw
     """Rows of tokens with the operator replaced by "every token sees all before it": each prompt comes back, each token once."""
     rows = [prompt for group in prompts for prompt in group]
     starts = [draw.randint(1, len(row)) for row in rows]  # the last of these judges nothing
-    tree = SharedPrompts(rows, starts, [len(group) for group in prompts], torch.device("cpu"), share)
-    for row, node in zip(rows, tree.node):
+    tree = PromptTree(rows, starts, [len(group) for group in prompts], torch.device("cpu"), share)
+    for row, node in zip(rows, tree.nodes):
         assert tree.ids[0, node].tolist() == row
         assert tree.positions[0, node].tolist() == list(range(len(row)))
     beginnings = {tuple(row[:n]) for row in rows for n in range(1, len(row) + 1)}
@@ -137,18 +144,13 @@ def test_the_tree_holds_every_prompt_and_no_beginning_twice(prompts, share, draw
     common = [common_prefix(group) if len(group) > 1 else 0 for group in prompts]
     assert tree.shared == (min([*common, tree.longest - 1]) if share else 0)
     values = torch.arange(tree.ids.shape[1], dtype=torch.float64)[None, :, None, None] + 1
-    joined = []
-    for wanted_only in (False, True):
-        mixed = []
-        for queries, (stored,), all_queries in tree.split(0, values, (values,), wanted_only):
-            assert torch.equal(all_queries, stored)
-            assert torch.equal(queries, stored[:, stored.shape[1] - queries.shape[1] :])
-            mixed.append(stored.cumsum(dim=1)[:, -queries.shape[1] :])
-        joined.append(tree.join(mixed, wanted_only)[0, :, 0, 0])
-    for node in tree.node:
+    joined = [tree.attend(CausalSum(is_last), None, values, (values,))[0, :, 0, 0] for is_last in (False, True)]
+    for node in tree.nodes:
         assert joined[0][node].tolist() == (torch.from_numpy(node) + 1).double().cumsum(0).tolist()
-    assert joined[1].tolist() == joined[0][tree.wanted].tolist()
-    assert tree.wanted.tolist() == [place for node, start in zip(tree.node, starts) for place in node[start - 1 : -1]]
+    assert joined[1].tolist() == joined[0][tree.predictors].tolist()
+    assert tree.predictors.tolist() == [
+        place for node, start in zip(tree.nodes, starts) for place in node[start - 1 : -1]
+    ]
 
 
 def test_batches_hold_every_question_once_and_keep_to_their_size(bundle, tokenizer):

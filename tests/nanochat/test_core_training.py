@@ -1,4 +1,4 @@
-"""CORE while a model trains: it changes nothing, is scored once, is what eval_core says, and waits for no signal longer than a task."""
+"""CORE while a model trains: it changes nothing, is scored once as eval_core would, and a signal waits for one task."""
 
 import json
 import os
@@ -11,11 +11,12 @@ import pytest
 import tiny
 import tiny_core
 from nanochat_gka import eval_core
-from nanochat_gka.core_metric.measure import Examinee
+from nanochat_gka.core_metric.task_scorer import TaskScorer
 from nanochat_gka.generation.engine import Engine
 from nanochat_gka.generation.sampling import SAMPLE_PROMPTS, Sampling
 from nanochat_gka.model.checkpoints import load
 from nanochat_gka.train import TrainConfig, main
+from processes import signals_kept
 from trainkit.cli import run
 from trainkit.progress import read_events
 
@@ -30,15 +31,14 @@ def bundle(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def handlers():
     """The trainer takes these signals over."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+    with signals_kept():
+        yield
 
 
 def flags(packed, out, *more):
-    return list(map(str, ["--data", packed / "packed", "--out", out / "runs", "--results", out / "results.jsonl", *tiny.TRAIN_FLAGS, "--attention", "GA",
-                          "--num-iterations", STEPS, "--save-every", -1, "--model-tag", "run", *more]))  # fmt: skip
+    places = ["--data", packed / "packed", "--out", out / "runs", "--results", out / "results.jsonl"]
+    settings = ["--attention", "GA", "--num-iterations", STEPS, "--save-every", -1, "--model-tag", "run"]
+    return [str(word) for word in (*places, *tiny.TRAIN_FLAGS, *settings, *more)]
 
 
 def core_flags(bundle, every=2):
@@ -122,7 +122,7 @@ def test_charts_show_every_task_under_its_name(packed, bundle, tmp_path, monkeyp
 def test_a_signal_waits_for_one_task_and_the_others_are_scored_by_the_next_process(
     scored, packed, bundle, tmp_path, monkeypatch, capsys
 ):
-    asked, measure = [], Examinee.measure
+    asked, measure = [], TaskScorer.measure
 
     def interrupted(self, task, examples, bar):
         asked.append(task.label)
@@ -130,7 +130,7 @@ def test_a_signal_waits_for_one_task_and_the_others_are_scored_by_the_next_proce
             os.kill(os.getpid(), signal.SIGTERM)
         return measure(self, task, examples, bar)
 
-    monkeypatch.setattr(Examinee, "measure", interrupted)
+    monkeypatch.setattr(TaskScorer, "measure", interrupted)
     command = flags(packed, tmp_path, *core_flags(bundle))
     run(main, TrainConfig, command)
     labels = [*tiny_core.TASKS]

@@ -13,7 +13,6 @@ from nanochat_gka.generation.engine import Continuation, Engine
 from nanochat_gka.generation.sampling import Sampling, pick, truncate
 from nanochat_gka.model import attention
 from nanochat_gka.model.blocks import Rotary
-from nanochat_gka.model.cache import KVCache
 from tiny_gpt import SHAPE, VARIANTS, awake
 from trainkit.cli import UserError
 
@@ -50,9 +49,9 @@ def test_chunks_and_single_tokens_give_the_logits_of_the_full_pass(variant, patt
         ([TOKENS], False),
         *[(singly, True)] * model.derives_keys,
     ):
-        cache, parts = KVCache.empty(model, 3, TOKENS, keep_keys=keep_keys), []
+        cache, parts = model.new_cache(3, TOKENS, keep_keys=keep_keys), []
         for part in ids.split(sizes, dim=1):
-            parts.append(model(part, cache=cache))
+            parts.append(model(part, context=cache))
         torch.testing.assert_close(torch.cat(parts, dim=1), want, **LOGITS)
         assert cache.lengths == [TOKENS] * 3
 
@@ -64,16 +63,16 @@ def test_rows_of_different_lengths_do_not_see_each_other(variant):
     model = awake(dataclasses.replace(SHAPE, **variant))
     ids = torch.randint(70, (4, TOKENS))
     want = model(ids)
-    cache, rows = KVCache.empty(model, 4, TOKENS, in_use=0), [0, 1, 2, 3]
+    cache, rows = model.new_cache(4, TOKENS, in_use=0), [0, 1, 2, 3]
     for row, length in enumerate((3, 12, 12, 1)):
-        prompt = KVCache.empty(model, 1, length)
-        model(ids[row : row + 1, :length], cache=prompt)
+        prompt = model.new_cache(1, length)
+        model(ids[row : row + 1, :length], context=prompt)
         cache.take(prompt)
 
     def grow(size):
         before = list(cache.lengths)
         new = torch.stack([ids[row, start : start + size] for row, start in zip(rows, before)])
-        got = model(new, cache=cache)
+        got = model(new, context=cache)
         torch.testing.assert_close(
             got, torch.stack([want[row, start : start + size] for row, start in zip(rows, before)]), **LOGITS
         )
@@ -83,8 +82,8 @@ def test_rows_of_different_lengths_do_not_see_each_other(variant):
     cache.drop(1)
     rows = [0, 3, 2]
     grow(1)
-    prompt = KVCache.empty(model, 1, 5)
-    model(ids[1:2, :5], cache=prompt)
+    prompt = model.new_cache(1, 5)
+    model(ids[1:2, :5], context=prompt)
     cache.take(prompt)
     rows.append(1)
     for _ in range(10):
@@ -104,15 +103,15 @@ def test_bfloat16_caches_what_the_full_pass_computes(variant, device):
         exact = model.double()(ids)
         model = model.float().to(device)
         model.embeddings_to(torch.bfloat16)
-        want, cache = model(ids.to(device)).cpu(), KVCache.empty(model, 2, TOKENS)
-        got = torch.cat([model(part.to(device), cache=cache).cpu() for part in ids.split(1, dim=1)], dim=1)
+        want, cache = model(ids.to(device)).cpu(), model.new_cache(2, TOKENS)
+        got = torch.cat([model(part.to(device), context=cache).cpu() for part in ids.split(1, dim=1)], dim=1)
     assert cache.layers[0][0].dtype == torch.bfloat16
     assert (got - exact).norm() <= 1.2 * (want - exact).norm()
 
 
 def test_gkas_cache_has_half_the_bytes():
     def cache(keep_keys=False, **fields):
-        return KVCache.empty(awake(dataclasses.replace(SHAPE, **fields)), 3, 50, keep_keys=keep_keys)
+        return awake(dataclasses.replace(SHAPE, **fields)).new_cache(3, 50, keep_keys=keep_keys)
 
     softmax = cache()
     assert softmax.nbytes == 4 * attention_cost("softmax", 64, 4, 50, batch=3, itemsize=4).cache_bytes
@@ -132,7 +131,7 @@ def test_gkas_cache_has_half_the_bytes():
 def test_keys_can_be_kept_only_where_they_would_be_computed_again(fields, tokenizer):
     model = awake(dataclasses.replace(SHAPE, **fields))
     with pytest.raises(ValueError, match="keep_keys is for gka layers whose values are not rotated"):
-        KVCache.empty(model, 1, 4, keep_keys=True)
+        model.new_cache(1, 4, keep_keys=True)
     with pytest.raises(UserError, match=r"--keep-keys is for models of --gka-values normalised or raw.*leave it out"):
         Engine(model, tokenizer, keep_keys=True)
 
@@ -144,8 +143,8 @@ def test_the_papers_form_decodes_without_touching_the_past_tokens_again(values, 
     model = awake(
         dataclasses.replace(SHAPE, attention="gka", gka_values=values, window_pattern="S")
     )  # windows of 8, and at last of 16
-    cache, rotated, asked = KVCache.empty(model, 2, TOKENS), [], []
-    model(torch.randint(70, (2, 20)), cache=cache)
+    cache, rotated, asked = model.new_cache(2, TOKENS), [], []
+    model(torch.randint(70, (2, 20)), context=cache)
     forward, operator = Rotary.forward, attention.gaussian_attention
     monkeypatch.setattr(
         Rotary, "forward", lambda self, x, positions: rotated.append(x.shape[1]) or forward(self, x, positions)
@@ -155,7 +154,7 @@ def test_the_papers_form_decodes_without_touching_the_past_tokens_again(values, 
         "gaussian_attention",
         lambda x, sigma, **request: asked.append(request) or operator(x, sigma, **request),
     )
-    model(torch.randint(70, (2, 1)), cache=cache)
+    model(torch.randint(70, (2, 1)), context=cache)
     assert len(asked) == 4
     if values == "rotated":
         assert rotated == [1] * 4
@@ -170,13 +169,13 @@ def test_the_papers_form_decodes_without_touching_the_past_tokens_again(values, 
 
 def test_a_full_cache_says_so():
     model = awake(SHAPE)
-    cache = KVCache.empty(model, 1, 4)
+    cache = model.new_cache(1, 4)
     with pytest.raises(ValueError, match="holds 4 tokens a row, got 5"):
-        model(torch.zeros(1, 5, dtype=torch.long), cache=cache)
-    cache = KVCache.empty(model, 1, 200)
-    model(torch.zeros(1, 160, dtype=torch.long), cache=cache)
+        model(torch.zeros(1, 5, dtype=torch.long), context=cache)
+    cache = model.new_cache(1, 200)
+    model(torch.zeros(1, 160, dtype=torch.long), context=cache)
     with pytest.raises(ValueError, match="at most 160 tokens"):
-        model(torch.zeros(1, 1, dtype=torch.long), cache=cache)
+        model(torch.zeros(1, 1, dtype=torch.long), context=cache)
 
 
 # The engine
@@ -221,11 +220,9 @@ def test_greedy_is_repeated_argmax(model, tokenizer):
 
 def test_a_prompt_runs_once_however_many_samples_it_has(model, tokenizer, monkeypatch):
     seen = []
-    hidden = type(model).hidden
+    forward = type(model).forward
     monkeypatch.setattr(
-        type(model),
-        "hidden",
-        lambda self, ids, *more, **named: seen.append(tuple(ids.shape)) or hidden(self, ids, *more, **named),
+        type(model), "forward", lambda self, ids, **more: seen.append(tuple(ids.shape)) or forward(self, ids, **more)
     )
     prompt = "every head learns one bandwidth"
     Engine(model, tokenizer, max_rows=4).complete([prompt], Sampling(num_samples=8, max_tokens=5, temperature=1.0))
@@ -268,9 +265,9 @@ def test_generation_ends_where_the_positions_end(model, tokenizer):
 
 
 def test_the_engine_keeps_keys_when_asked(model, tokenizer, monkeypatch):
-    made, empty = [], KVCache.empty
+    made, new_cache = [], type(model).new_cache
     monkeypatch.setattr(
-        KVCache, "empty", lambda *arguments, **named: made.append(empty(*arguments, **named)) or made[-1]
+        type(model), "new_cache", lambda *arguments, **named: made.append(new_cache(*arguments, **named)) or made[-1]
     )
     for keep_keys in (False, True):
         made.clear()

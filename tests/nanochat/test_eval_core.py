@@ -17,7 +17,7 @@ import torch
 import tiny
 import tiny_core
 from nanochat_gka import eval_core
-from nanochat_gka.core_metric import fetch, measure
+from nanochat_gka.core_metric import fetch, task_scorer
 from nanochat_gka.core_metric.bundle import read_tasks
 from nanochat_gka.data.tokenizer import Tokenizer
 from nanochat_gka.eval_core import CoreConfig, main
@@ -63,7 +63,7 @@ def table(path):
 
 
 def test_scores_are_the_naive_ones_in_files_named_by_model_and_step(world, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(measure, "READ_AHEAD", 4)
+    monkeypatch.setattr(task_scorer, "READ_AHEAD", 4)
     assert evaluate(world, tmp_path) == 0
     _, model, tokenizer, bundle = world
     found = table(tmp_path / "tiny-gka_step000007.csv")
@@ -124,12 +124,12 @@ def test_a_score_is_known_by_everything_it_depends_on(world, tmp_path):
     """A line of the file is used again only if the weights, the data, and how it was asked are the same."""
     runtime, subject = (
         Runtime(0, 1, torch.device("cpu")),
-        eval_core.open_subject(CoreConfig(run=world[0]), torch.device("cpu")),
+        eval_core.open_model(CoreConfig(run=world[0]), torch.device("cpu")),
     )
     task = read_tasks(world[3], ["jeopardy"])[0]
 
     def identity(task=task, subject=subject, **flags):
-        return eval_core.Evaluation(CoreConfig(out=tmp_path, **flags), runtime, subject).identity(task)
+        return eval_core.Evaluation(CoreConfig(out=tmp_path, **flags), runtime, subject).file.identity(task)
 
     other = tmp_path / "other.jsonl"
     other.write_text("{}")
@@ -184,7 +184,7 @@ def test_a_line_that_was_cut_short_swallows_no_other(world, tmp_path):
 
 
 def test_a_place_that_cannot_be_written_is_named_before_anything_is_scored(world, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(measure, "judge", lambda *_: pytest.fail("scored"))
+    monkeypatch.setattr(task_scorer, "judge", lambda *_: pytest.fail("scored"))
     (tmp_path / "tiny-gka_step000007.jsonl").mkdir()
     assert evaluate(world, tmp_path) == 2
     assert "tiny-gka_step000007.jsonl" in capsys.readouterr().err
@@ -240,7 +240,7 @@ def test_a_question_that_cannot_be_asked_is_named_whichever_rank_has_it(world, t
     "more,message",
     [
         (["--max-per-task", "3"], "--max-per-task 3 is too few for jeopardy: 3 shots and a question"),
-        (["--hf-path", "gpt2", "--step", "3"], "--step is of a run of ours; --hf-path has no steps"),
+        (["--hf-path", "gpt2", "--step", "3"], "--step is for a run of ours; a model of --hf-path has no steps"),
         (["--max-per-task", "0"], "--max-per-task must be at least 1"),
         (["--tasks", "copa", "nope"], "--tasks nope: .* has no nope"),
         (["--batch-tokens", "-1"], "--batch-tokens must be at least 0"),

@@ -1,4 +1,4 @@
-"""The memory arithmetic against torch: parameters counted, saved tensors weighed, and what a dry step leaves behind, which is nothing."""
+"""The memory arithmetic against torch: parameters counted, saved tensors weighed; a dry step leaves nothing behind."""
 
 import random
 
@@ -7,17 +7,20 @@ import torch
 
 import tiny
 from nanochat_gka import train
-from nanochat_gka.accounting import meta_model, parameter_counts
+from nanochat_gka.model.accounting import meta_model, parameter_counts
 from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.gpt import build
 from nanochat_gka.training import memory
+from nanochat_gka.training.gradients import accumulate_gradients
 from nanochat_gka.training.optim import MuonAdamW, OptimConfig, parameter_groups
+from nanochat_gka.training.trainer import Trainer
 from trainkit.cli import UserError, run
 from trainkit.distributed import Runtime
 
-KINDS = [dict(attention="softmax"), dict(attention="vlt"), dict(attention="gka"), dict(attention="gka", gka_values="rotated"),
-         dict(attention="gka", gka_values="raw"), dict(attention="gka", head_offsets="PS"), dict(attention="GGGA"),
-         dict(attention="gka", head_offsets="PNSS", value_embeds="all")]  # fmt: skip
+GKA_FORMS = [dict(gka_values="rotated"), dict(gka_values="raw"), dict(head_offsets="PS")]
+GKA_FORMS += [dict(head_offsets="PNSS", value_embeds="all")]
+KINDS = [dict(attention=attention) for attention in ("softmax", "vlt", "gka", "GGGA")]
+KINDS += [dict(attention="gka", **form) for form in GKA_FORMS]
 CPU = torch.device("cpu")
 GIB = 2**30
 
@@ -56,7 +59,7 @@ def saved_bytes(model, rows: int) -> int:
 
 @pytest.mark.parametrize("fields", KINDS, ids=str)
 def test_activations_are_what_autograd_keeps(fields):
-    """Per row, by the difference of two batches. Two gradients as large as the logits come in backward (8 V bytes a token)."""
+    """Per row, by the difference of two batches. Two gradients as large as the logits (8 V bytes) come later."""
     config = shape(**fields)
     model = build(config, "cpu")
     kept = saved_bytes(model, 3) - saved_bytes(model, 2)
@@ -78,7 +81,7 @@ def test_parameters_and_state_are_counted_without_a_model(fields):
 
 
 def test_the_papers_model_on_the_usual_gpus():
-    """d20 at 2,048 tokens: rows grow with the memory, a 24 GB card trains it, and no micro-batch is beyond upstream's 32 rows."""
+    """d20 at 2,048 tokens: rows grow with the memory, from a card of 24 GB on, to upstream's 32 rows and no more."""
     for attention in ("softmax", "gka"):
         config = GPTConfig.from_depth(20, attention=attention)
         rows = [memory.rows_at_once(config, "cuda", size * GIB) for size in (24, 32, 80, 141)]
@@ -133,7 +136,7 @@ def config(packed, out, *more) -> train.TrainConfig:
 
 
 def test_a_dry_step_leaves_no_trace(packed, tmp_path):
-    trainer = train.Trainer(config(packed, tmp_path), Runtime(0, 1, CPU))
+    trainer = Trainer(config(packed, tmp_path), Runtime(0, 1, CPU))
     before = {
         name: tensor.clone() for name, tensor in (trainer.model.state_dict() | trainer.optimizer.state_dict()).items()
     }
@@ -150,7 +153,7 @@ def test_a_dry_step_holds_what_a_step_holds(packed, tmp_path):
 
     And what it compiles is what training runs.
     """
-    trainer = train.Trainer(config(packed, tmp_path), Runtime(0, 1, CPU))
+    trainer = Trainer(config(packed, tmp_path), Runtime(0, 1, CPU))
     compiled, found = [], []
 
     def backend(graph, inputs):
@@ -167,7 +170,7 @@ def test_a_dry_step_holds_what_a_step_holds(packed, tmp_path):
     assert trainer.rows == 8
     trainer.dry_step(4)
     graphs = len(compiled)
-    train.accumulate_gradients(model, trainer.stream, 0, trainer.rows, 4, trainer.runtime)
+    accumulate_gradients(model, trainer.stream, 0, trainer.rows, 4, trainer.runtime)
     assert found == [(4, 0), (4, parameters)] * 2
     assert graphs == len(compiled) > 0
     trainer.optimizer.zero_grad()
@@ -180,15 +183,13 @@ def test_auto_is_the_same_update(packed, tmp_path):
     gradients = []
     for size in ("auto", "1", "3"):
         torch.manual_seed(0)
-        trainer = train.Trainer(config(packed, tmp_path, "--device-batch-size", size), Runtime(0, 1, CPU))
+        trainer = Trainer(config(packed, tmp_path, "--device-batch-size", size), Runtime(0, 1, CPU))
         assert (trainer.batch_size == 8) if size == "auto" else (trainer.batch_size == int(size))
         with torch.no_grad():
             for block in trainer.model.transformer.h:
                 block.attn.c_proj.weight.normal_(std=0.1)
                 block.mlp.c_proj.weight.normal_(std=0.1)
-        loss = train.accumulate_gradients(
-            trainer.model, trainer.stream, 0, trainer.rows, trainer.batch_size, trainer.runtime
-        )
+        loss = accumulate_gradients(trainer.model, trainer.stream, 0, trainer.rows, trainer.batch_size, trainer.runtime)
         gradients.append([loss, *(parameter.grad for parameter in trainer.model.parameters())])
     for other in gradients[1:]:
         for one, two in zip(gradients[0], other):
@@ -197,8 +198,8 @@ def test_auto_is_the_same_update(packed, tmp_path):
 
 def test_a_model_beyond_the_memory_is_refused_before_it_is_built(packed, tmp_path, capsys):
     with pytest.raises(SystemExit) as left:
-        run(train.main, train.TrainConfig, ["--data", str(packed / "packed"), "--out", str(tmp_path), "--depth", "100000", "--device-type", "cpu",
-                                            "--results", str(tmp_path / "results.jsonl")])  # fmt: skip
+        argv = ["--data", packed / "packed", "--out", tmp_path, "--results", tmp_path / "results.jsonl"]
+        run(train.main, train.TrainConfig, [*map(str, argv), "--depth", "100000", "--device-type", "cpu"])
     assert left.value.code == 2
     message = capsys.readouterr().err
     assert (

@@ -7,15 +7,23 @@ import pytest
 import torch
 
 from gka import gaussian_attention
-from nanochat_gka.accounting import meta_model
+from nanochat_gka.model.accounting import meta_model
 from nanochat_gka.model.attention import GKAAttention
 from nanochat_gka.model.blocks import Rotary, norm
 from nanochat_gka.model.checkpoints import load_upstream
 from nanochat_gka.model.config import GPTConfig
+from nanochat_gka.model.context import Context
 from nanochat_gka.model.gpt import GPT, build
 from nanochat_gka.training.optim import OptimConfig, parameter_groups
 from tiny_gpt import SHAPE, VARIANTS, awake
 from trainkit.cli import UserError
+
+
+def whole(x):
+    """The context of whole sequences, for a layer that is called without its model."""
+    context = Context()
+    context.begin(x.shape[1])
+    return context
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
@@ -50,7 +58,9 @@ def test_short_windows_hide_old_tokens():
     x = torch.randn(1, 16, 64)
     changed = x.clone()
     changed[:, 0] += 1
-    same = (layer.mix(x, None, rotary) == layer.mix(changed, None, rotary)).flatten(2).all(-1)[0]
+    same = (
+        (layer.mix(x, None, rotary, whole(x)) == layer.mix(changed, None, rotary, whole(changed))).flatten(2).all(-1)[0]
+    )
     assert layer.window == 8
     assert same.tolist() == [False] * 9 + [True] * 7  # query i sees i - 8 <= j
 
@@ -74,7 +84,9 @@ def test_attention_gka_alone_is_the_papers_section_5_1():
     distances = (features[:, :, :, None] - features[:, :, None]).square().sum(-1)
     kernel = torch.exp(-distances / (2 * layer.log_sigma.double().exp().square()[:, None, None])).tril()
     want = (kernel / kernel.sum(-1, keepdim=True)) @ features
-    torch.testing.assert_close(layer.mix(x, None, rotary).double(), want.transpose(1, 2), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        layer.mix(x, None, rotary, whole(x)).double(), want.transpose(1, 2), rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("form", ["rotated", "normalised", "raw"])
@@ -83,7 +95,7 @@ def test_head_offsets_pair_keys_and_values_one_token_apart(form):
     layer, rotary, x, heads = one_layer(head_offsets="NPS", gka_values=form)
     features = norm(rotary(heads, slice(0, 16)))
     values = {"rotated": features, "normalised": norm(heads), "raw": heads}[form]
-    got = layer.mix(x, None, rotary)
+    got = layer.mix(x, None, rotary, whole(x))
     previous = torch.tensor([0, *range(15)])
     for head, letter in enumerate("NPSN"):
         keys_of_head = features[:, previous] if letter == "S" else features
@@ -108,7 +120,7 @@ def test_a_peaked_predecessor_head_reads_the_previous_token():
     rotary.init_weights()
     x = torch.randn(1, 16, 64)
     values = norm(x.view(1, 16, 4, 16))
-    torch.testing.assert_close(layer.mix(x, None, rotary)[:, 1:], values[:, :-1], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(layer.mix(x, None, rotary, whole(x))[:, 1:], values[:, :-1], rtol=1e-3, atol=1e-3)
 
 
 def test_gka_has_no_projections_and_no_value_embeddings_unless_asked():

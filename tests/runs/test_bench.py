@@ -20,7 +20,7 @@ from runs.bench import gpt as bench_gpt
 from runs.bench import plots as bench_plots
 from runs.bench import report as bench_report
 from runs.bench import timing as bench
-from runs.bench.operators import FORWARD, FULL, Case, eager_gaussian, gate, inputs, operators
+from runs.bench.operators import FORWARD, FULL, Case, gate, operators
 from runs.bench.results import Comparison, Recorder, load, result_file, slug
 from runs.bench.timing import Measurement, Plan, interleave
 from trainkit import cli
@@ -235,16 +235,6 @@ def test_the_gate_stops_what_is_wrong(family):
     assert ("dlog_sigma" if family == "gka" else "dv") in judge(
         lambda y, t: y + (t[second] - t[second].detach()).sum() * 0.01
     )
-
-
-@pytest.mark.parametrize("mask", [Mask(), Mask(True), Mask(True, 5)])
-def test_the_eager_operator_is_the_formula_of_the_tests(mask):
-    case = Case("a", 2, 21, 2, 16)
-    x, log_sigma = inputs(case, "gka", CPU, torch.float32, 0)
-    want = testing.plain(x, log_sigma, None, torch.ones_like(x), mask, 1e-6).y
-    visible = mask.dense(21, 21, CPU).to(x.dtype)
-    assert torch.equal(eager_gaussian(x, log_sigma, visible=visible), want)
-    torch.testing.assert_close(eager_gaussian(x[:, -1:], log_sigma, x, visible=visible[-1:]), want[:, -1:])
 
 
 def test_the_gates_of_whole_models_stop_what_is_wrong():

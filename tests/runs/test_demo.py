@@ -1,4 +1,4 @@
-"""What the demo and the tables stand on: which models, commands side by side, tables of today's models alone, the ablation's table."""
+"""The demo: which models it trains, commands side by side, how much is left, what is sampled again."""
 
 import json
 
@@ -7,17 +7,12 @@ import torch
 import tyro
 
 import tiny
+from gka.kinds import KINDS
 from nanochat_gka.model.config import ModelFlags
-from runs import tables
-from runs.bench import gpt as bench_gpt
-from runs.demo import __main__ as demo
-from runs.demo import outlook
-from runs.demo import report as demo_report
-from runs.demo.__main__ import VARIANTS, run_tag
+from runs.demo import language, outlook, pictures, vision
 from runs.demo.commands import Job, run_side_by_side
+from runs.demo.language import VARIANTS, run_tag
 from runs.demo.outlook import Outlook
-from runs.paper import ablation
-from trainkit.cli import UserError
 from trainkit.results import append_result
 
 
@@ -95,105 +90,33 @@ def test_reports_pass_over_lines_that_say_nothing(tmp_path):
     job = Job("job", "timeit", [], tmp_path, steps=4, finish_keys=("top1",))
     assert job.progress() == (4, "loss 3.500") and job.finish() is None
     row = {"train_tokens": 400, "step": 4, "log": log, "sigma": {}}
-    assert [path.exists() for path in demo_report.plot({"softmax": row}, tmp_path)] == [True]
-    with pytest.raises(UserError, match="holds no finished run"):
-        ablation.finished(tmp_path)
+    assert pictures.draw_losses({"softmax": row}, tmp_path / "losses.png").stat().st_size > 1000
 
 
 def test_the_demo_samples_again_when_its_samples_were_cut_short(tmp_path):
     trained = {"GKA": Job("GKA", "nanochat_gka.train", [], tmp_path, steps=1)}
     (tmp_path / "log.jsonl").write_text('{"event": "train", "step": 400, "loss": 3.5}\n')
-    (tmp_path / demo.SAMPLES).write_text('{"kind": "evaluate", "metr')
-    [job] = demo.sample_jobs(trained)
+    (tmp_path / language.SAMPLES).write_text('{"kind": "evaluate", "metr')
+    [job] = language.sample_jobs(trained)
     assert job.module == "nanochat_gka.evaluate" and job.flags[:2] == ["--run", tmp_path]
     assert job.progress() == (0, "")  # not the training's 400 steps of the 1 that it takes
-    append_result(tmp_path / demo.SAMPLES, "evaluate", {}, {"samples": {"The ": ["end"]}}, torch.device("cpu"))
-    assert demo.sample_jobs(trained) == []
-
-
-def test_a_result_that_is_not_whole_is_named_by_its_table(tmp_path, monkeypatch):
-    (tmp_path / "demo.jsonl").write_text('{"label": "softmax"}\n')
-    monkeypatch.setattr(tables, "DEMO_RESULTS", tmp_path / "demo.jsonl")
-    with pytest.raises(SystemExit, match=r"error: the results behind the table demo of README.md are not whole"):
-        tables.render("README.md", (tables.ROOT / "README.md").read_text())
-
-
-def test_the_ablation_table_puts_runs_beside_the_paper(tmp_path, capfd):
-    with pytest.raises(
-        UserError,
-        match=r"deit_tiny_patch16_224 holds no finished run; make ablate-projections DATA=... trains the three",
-    ):
-        ablation.main(ablation.AblationConfig(runs=tmp_path))
-    for accuracy, (_, model) in zip((70.5, 71.25, 69.75), ablation.MODELS.values()):
-        (tmp_path / model).mkdir()
-        record = {
-            "event": "finish",
-            "step": 9,
-            "parameters": 5_000_000,
-            "flops": None if accuracy > 71 else 2_000_000_000,
-            "top1": accuracy,
-            "ema_top1": accuracy + 1,
-        }
-        (tmp_path / model / "log.jsonl").write_text(json.dumps(record) + "\n")
-    ablation.main(ablation.AblationConfig(runs=tmp_path))
-    lines = [
-        line
-        for line in capfd.readouterr().out.splitlines()
-        if any(label in line for label in ("softmax", "VLT", "GKA"))
-    ]
-    assert [
-        ("70.50" in lines[0], "71.50 (72.2)" in lines[0]),
-        ("72.25 (73.5)" in lines[1], "5.00 (5.28)" in lines[1]),
-    ] == [(True, True)] * 2
-    assert "70.75 (71.54)" in lines[2] and "2.00 (1.98)" in lines[2]
+    append_result(tmp_path / language.SAMPLES, "evaluate", {}, {"samples": {"The ": ["end"]}}, torch.device("cpu"))
+    assert language.sample_jobs(trained) == []
 
 
 def test_the_demo_trains_the_papers_form_and_names_what_is_ours():
-    """Folders of demos before rotated values were the default hold d4-gka-400, another form, which must not be taken for the paper's."""
-    forms = {name: tyro.cli(ModelFlags, args=flags) for name, (_, flags) in VARIANTS.items()}
+    """d4-gka-400 of older demos is another form, which must not be taken for the paper's."""
+    forms = {name: tyro.cli(ModelFlags, args=variant.flags) for name, variant in VARIANTS.items()}
     assert (forms["gka-paper"].gka_values, forms["gka-paper"].head_offsets) == ("rotated", "")
     assert (forms["gka-offsets"].gka_values, forms["gka-offsets"].head_offsets) == ("normalised", "PS")
-    assert [label for label, _ in VARIANTS.values()] == ["softmax", "GKA", "GKA + offsets (ours)"]
+    assert [variant.label for variant in VARIANTS.values()] == ["softmax", "GKA", "GKA + offsets (ours)"]
     assert run_tag("gka-paper") == "d4-gka-paper-400" and "gka" not in VARIANTS
 
 
-def test_tables_leave_out_what_was_measured_of_other_models(tmp_path, monkeypatch):
-    """Results of before the paper's form was the default: its name was another form's in the demo, and another kind's in the benchmark."""
-    record = {"date": "2026-11-21 17:04", "commit": "a14f06e", "hardware": "a CPU, 2 threads", "torch": "2.14"}
-    metrics = dict.fromkeys(tables.COLUMNS, 1)
-    runs = {"d4-softmax-400": 7001, "d4-gka-400": 7002, "d4-gka-paper-400": 7003}
-    lines = [
-        {**record, "config": {"model_tag": tag}, "metrics": {**metrics, "parameters": count}, "label": "GKA"}
-        for tag, count in runs.items()
-    ]
-    (tmp_path / "demo.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    monkeypatch.setattr(tables, "DEMO_RESULTS", tmp_path / "demo.jsonl")
-    shown = tables.demo_table()
-    assert "| **softmax** | 7,001 |" in shown and "| **GKA** | 7,003 |" in shown and "7,002" not in shown
-
-    def compared(kinds, speed):
-        for phase in bench_gpt.DECODE:
-            for kind in kinds:
-                config = {
-                    "case": "d4",
-                    "phase": phase,
-                    "candidate": kind,
-                    "role": "ours",
-                    "group": f"{phase}-{speed}",
-                    "quick": False,
-                }
-                yield {**record, "config": config, "metrics": {"items_per_second": speed, "cache_mib": 16.0}}
-
-    monkeypatch.setattr(tables.bench_results, "RESULTS", tmp_path)
-    path, older = (
-        tmp_path / "bench_gpt_a-cpu-2-threads.jsonl",
-        list(compared(["softmax", "gka", "gka-keys", "gka-rotated"], 111)),
-    )
-    path.write_text("".join(json.dumps(line) + "\n" for line in older))
-    assert "111" not in tables.decode_table()
-    path.write_text("".join(json.dumps(line) + "\n" for line in [*older, *compared(tables.DECODERS, 222)]))
-    assert tables.decode_table().count("| 222 | 222 |") == 4 and set(tables.DECODERS) == {
-        "softmax",
-        "gka",
-        *bench_gpt.DECODE_ONLY,
-    }
+def test_the_vision_half_trains_every_kind_with_every_seed(tmp_path):
+    jobs = vision.train_jobs(tmp_path, 50, "disabled")
+    assert list(jobs) == [kind.label for kind in KINDS.values()]
+    names = [job.folder.name for seeds in jobs.values() for job in seeds]
+    assert names == [f"digits-{kind}-50-seed{seed}" for kind in ("softmax", "vlt", "gka") for seed in (0, 1)]
+    [model] = {job.flags[job.flags.index("--model") + 1] for job in jobs["VLT"]}
+    assert model == "deit_tiny_vlt_patch16_224" and jobs["VLT"][0].steps == 50 * (1198 // 32)

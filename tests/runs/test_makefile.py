@@ -1,6 +1,6 @@
 """The Makefile as a user meets it: what it would run, and what it says when it cannot."""
 
-import json
+import ast
 import os
 import re
 import shlex
@@ -11,7 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from runs import names
+from runs.paper import deit
+
 ROOT = Path(__file__).resolve().parents[2]
+MAKEFILE = (ROOT / "Makefile").read_text()
+SETTINGS = re.search(r"^SETTINGS +:= (.*)$", MAKEFILE, re.MULTILINE)[1].split()
 
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 
@@ -19,61 +24,43 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is no
 @pytest.fixture
 def make(tmp_path):
     """Run make in a bare copy of the tree: no environment, no outputs."""
-    for name in ("Makefile", "requirements.txt", "pyproject.toml"):
-        shutil.copy(ROOT / name, tmp_path)
-
-    ours = {
-        "NGPU",
-        "DEPTH",
-        "CORPUS",
-        "SHARDS",
-        "VOCAB",
-        "SEQ",
-        "ARGS",
-        "BASE",
-        "RUN",
-        "PYTHON",
-        "WANDB_MODE",
-        "DATA",
-        "MODEL",
-    }
+    for name in ("Makefile", "requirements.txt", "pyproject.toml", "runs/names.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
     # These tests run under `make test`: its settings and its talk of entering folders are not theirs.
-    environment = {
-        key: value
-        for key, value in os.environ.items()
-        if not key.startswith("MAKE") and key not in ours and key != "MFLAGS"
-    }
+    settings = {"PYTHON", "WANDB_MODE", "BUNDLE", "PROMPT", "MFLAGS", *SETTINGS}
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("MAKE") and key not in settings}
+    kept.pop("PYTHONPATH", None)
 
     def run(*words):
-        return subprocess.run(["make", *words], cwd=tmp_path, capture_output=True, text=True, env=environment)
+        return subprocess.run(["make", *words], cwd=tmp_path, capture_output=True, text=True, env=kept)
 
     return run
 
 
-def test_dry_run_of_pretraining_shows_the_whole_chain(make):
-    lines = make("-n", "pretrain-d20", "NGPU=7").stdout
-    order = ["venv .venv", "pip install", "nanochat_gka.corpus --source fineweb", "nanochat_gka.tokenizer", "nanochat_gka.pack",
-             "torchrun --standalone --nproc-per-node 7 -m -- nanochat_gka.train"]  # fmt: skip
-    positions = [lines.index(step) for step in order]
-    assert positions == sorted(positions)
-    assert (
-        "--depth 20" in lines
-        and "--attention gka --target-param-data-ratio 8.25" in lines
-        and "--sequence-len 2048" in lines
-    )
-    baseline = make(
-        "-n", "pretrain-d20-base", "DEPTH=12", "WANDB_MODE=offline", "ARGS=--device-batch-size 8"
-    ).stdout.splitlines()[-1]
-    assert (
-        "--depth 12" in baseline
-        and "--attention softmax --target-param-data-ratio 10.5 --device-batch-size 8" in baseline
-        and "--wandb offline" in baseline
-    )
-
-
-def test_a_finished_step_is_not_run_again(make, tmp_path):
+@pytest.fixture
+def ready(tmp_path):
+    """An environment that make takes for installed."""
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv" / ".installed").touch()
+
+
+def test_dry_run_of_pretraining_shows_the_whole_chain(make):
+    lines = make("-n", "pretrain-d20", "NGPU=7").stdout
+    order = ["names check-gpu", "venv .venv", "pip install", "nanochat_gka.corpus --source fineweb", "finish-corpus"]
+    order += ["nanochat_gka.tokenizer", "nanochat_gka.pack", "runs.paper.gpt_d20_gka"]
+    positions = [lines.index(step) for step in order]
+    assert positions == sorted(positions)
+    assert "--sequence-len 2048" in lines and "--vocab-size 32768" in lines and "--num-shards 170" in lines
+    data = "--data out/packed/fineweb-170-32768-2048"
+    assert f"gpt_d20_gka {data} --depth 20 --base out --ngpu 7 --wandb disabled -- \n" in lines
+    settings = ("DEPTH=12", "WANDB_MODE=offline", "ARGS=--device-batch-size 8", "NGPU=1", "BASE=b")
+    last = make("-n", "pretrain-d20-base", *settings).stdout.splitlines()[-1]
+    assert last.startswith(".venv/bin/python -m runs.paper.gpt_d20_softmax --data b/packed/fineweb-170-32768-2048")
+    assert last.endswith("--depth 12 --base b --ngpu 1 --wandb offline -- --device-batch-size 8")
+
+
+def test_a_finished_step_is_not_run_again(make, tmp_path, ready):
     (tmp_path / "out/packed/fineweb-170-32768-2048").mkdir(parents=True)
     (tmp_path / "out/tokenizer/fineweb-170-32768").mkdir(parents=True)
     (tmp_path / "out/corpus/fineweb-170").mkdir(parents=True)
@@ -84,7 +71,7 @@ def test_a_finished_step_is_not_run_again(make, tmp_path):
     ):
         (tmp_path / "out" / made).touch()
     lines = make("-n", "pretrain-d20").stdout
-    assert "nanochat_gka.train" in lines
+    assert "runs.paper.gpt_d20_gka" in lines
     assert not any(
         step in lines for step in ("pip", "nanochat_gka.corpus", "nanochat_gka.tokenizer", "nanochat_gka.pack")
     )
@@ -119,37 +106,43 @@ def test_without_a_gpu_pretraining_says_what_to_run_instead(make):
 
 
 @pytest.mark.parametrize(
-    "target, model",
-    [
-        ("train-deit-ti", "deit_tiny_gka"),
-        ("train-deit-s-vlt", "deit_small_vlt"),
-        ("train-deit-b-base", "deit_base"),
-        ("train-deit-b", "deit_base_gka"),
-    ],
+    "target, name", [("train-deit-ti", "ti-gka"), ("train-deit-s-vlt", "s-vlt"), ("train-deit-b-base", "b-base")]
 )
-def test_vision_targets_train_the_model_they_name(make, target, model):
-    last = make("-n", target, "DATA=/some/images", "NGPU=7", "ARGS=--epochs 2 --device-type cpu").stdout.splitlines()[
-        -1
-    ]
-    assert last.startswith(
-        ".venv/bin/torchrun --standalone --nproc-per-node 7 -m -- deit_gka.train --data '/some/images'"
-    )
-    assert f"--model {model}_patch16_224 --epochs 2" in last
+def test_vision_targets_name_their_experiment(make, target, name):
+    args = "ARGS=--epochs 2 --device-type cpu"
+    last = make("-n", target, "DATA=/some/images", "NGPU=7", args).stdout.splitlines()[-1]
+    assert last.startswith(f".venv/bin/python -m runs.paper.deit {name} --data '/some/images'")
+    assert last.endswith("--base out --ngpu 7 --wandb disabled -- --epochs 2 --device-type cpu")
     assert "--model resnet18 " in make("-n", target, "DATA=x", "MODEL=resnet18", "ARGS=--device-type cpu").stdout
 
 
-def test_the_ablation_trains_three_models_and_prints_the_table(make):
-    lines = make("-n", "ablate-projections", "DATA=digits", "ARGS=--device-type cpu").stdout.splitlines()[-4:]
-    assert [re.search(r"--model (\S+)", line)[1] for line in lines[:3]] == [
-        f"deit_tiny{kind}_patch16_224" for kind in ("", "_vlt", "_gka")
-    ]
-    assert lines[3].endswith("runs.paper.ablation --runs out/runs")
+def test_the_ablation_trains_on_the_images_and_reads_the_runs(make):
+    last = make("-n", "ablate-projections", "DATA=digits", "ARGS=--device-type cpu").stdout.splitlines()[-1]
+    assert "runs.paper.ablation --runs out/runs --data 'digits' --base out " in last
 
 
-def test_evaluation_takes_the_named_run_or_the_models(make):
-    for words, run in (((), "out/runs/deit_tiny_gka_patch16_224"), (("MODEL=deit_base_patch16_224",), "out/runs/deit_base_patch16_224"),
-                       (("RUN=elsewhere",), "elsewhere")):  # fmt: skip
-        assert f"deit_gka.evaluate --run {run} --data 'digits'" in make("-n", "eval-deit", "DATA=digits", *words).stdout
+@pytest.mark.parametrize(
+    "setting, run",
+    [
+        ((), "out/runs/deit_tiny_gka_patch16_224"),
+        (("MODEL=deit_base_patch16_224",), "out/runs/deit_base_patch16_224"),
+        (("RUN=elsewhere",), "elsewhere"),
+    ],
+)
+def test_vision_evaluation_takes_the_named_run_or_the_models(make, setting, run):
+    assert f"deit_gka.evaluate --run {run} --data 'digits'" in make("-n", "eval-deit", "DATA=digits", *setting).stdout
+
+
+def test_core_takes_the_named_run_and_bundle(make):
+    last = make("-n", "eval-core", "BUNDLE=a b", "RUN=elsewhere", "NGPU=2").stdout.splitlines()[-1]
+    assert "runs.paper.core --run elsewhere --bundle 'a b' --base out --ngpu 2 -- " in last
+    assert "--run out/runs/d12-softmax  --base" in make("-n", "eval-core-base", "DEPTH=12").stdout
+
+
+def test_a_prompt_reaches_the_command_as_it_is(make):
+    last = make("-n", "sample", 'PROMPT=It\'s "so"; ls').stdout.splitlines()[-1]
+    words = shlex.split(last)
+    assert words[words.index("--prompt") + 1] == 'It\'s "so"; ls' and words[-1] == "--stream"
 
 
 @pytest.mark.parametrize("target", ["eval-deit", "eval-bpb"])
@@ -170,55 +163,84 @@ def test_vision_without_images_or_gpu_says_what_is_missing(make):
     done = make("ablate-projections", "DATA=/some/images")
     assert done.returncode == 2 and "no GPU is visible" in done.stderr and "--device-type cpu" in done.stderr
     assert "--data" not in make("-n", "eval-deit").stdout.splitlines()[-1]  # the run knows its images
-    done = make("train-deit-ti-softmax", "DATA=digits", "ARGS=--device-type cpu", "PYTHON=true")
-    assert done.returncode == 2
+
+
+def test_the_demo_gets_only_settings_that_were_given(make):
+    assert "runs.demo --out out/demo  --wandb disabled" in make("-n", "demo").stdout
+    assert (
+        "runs.demo --out b/demo --ranks 2 --depth 6 --wandb" in make("-n", "demo", "NGPU=2", "DEPTH=6", "BASE=b").stdout
+    )
 
 
 def test_bits_per_byte_never_fetch_a_corpus(make):
     """A run knows its rows; only a corpus that is named on the command line is another choice."""
     for target, run in (("eval-bpb", "out/runs/d20-gka"), ("eval-bpb-base", "out/runs/d20-softmax")):
         lines = make("-n", target).stdout
-        assert f"nanochat_gka.evaluate --results out/results.jsonl  --run {run}" in lines and "--data" not in lines
+        assert (
+            re.search(rf"nanochat_gka.evaluate --results out/results.jsonl +--run {run}", lines)
+            and "--data" not in lines
+        )
         assert "nanochat_gka.corpus" not in lines and "nanochat_gka.pack" not in lines
     named = make("-n", "eval-bpb", "CORPUS=builtin", "VOCAB=4096", "SEQ=256", "RUN=elsewhere").stdout
     assert "--data out/packed/builtin-4096-256 --run elsewhere" in named and "nanochat_gka.corpus" not in named
 
 
-def test_a_corpus_that_is_not_there_is_one_line(make, tmp_path):
-    (tmp_path / ".venv").mkdir()
-    (tmp_path / ".venv" / ".installed").touch()
+def test_a_missing_corpus_folder_is_one_line(make, ready):
     done = make("tokenizer", "CORPUS=no/such/folder")
+    assert done.returncode == 2 and not done.stdout
     assert "error: CORPUS=no/such/folder is neither fineweb nor builtin nor a folder" in done.stderr
 
 
+def test_fetched_shards_are_linked_to_the_corpus_of_so_many(tmp_path):
+    fetched = tmp_path / "corpus/fineweb"
+    fetched.mkdir(parents=True)
+    for number in range(4):
+        (fetched / f"shard_{number}.parquet").write_text(str(number))
+    for _ in range(2):
+        names.finish_corpus({"BASE": str(tmp_path), "SHARDS": "3"})
+    linked = tmp_path / "corpus/fineweb-3"
+    assert sorted(path.name for path in linked.iterdir()) == [".complete", *(f"shard_{n}.parquet" for n in range(3))]
+    assert (linked / "shard_2.parquet").samefile(fetched / "shard_2.parquet")
+
+
+def test_own_corpora_are_told_apart_by_the_checksum_of_their_path():
+    """The names of folders made before must stay, or everything is packed again."""
+    assert names.dataset("/some/where/text/", "170") == "text-" + posix_cksum("/some/where/text")
+    assert names.dataset("/else/where/text", "170") != names.dataset("/some/where/text", "170")
+
+
+def posix_cksum(text):
+    done = subprocess.run(f"echo {text} | cksum", shell=True, capture_output=True, text=True)
+    return done.stdout.split()[0]
+
+
+@pytest.mark.parametrize("args, device", [("--device-type cpu", True), ("--device-type=cpu", True), ("--x cpu", False)])
+def test_asking_for_the_cpu_is_a_device(args, device, monkeypatch):
+    monkeypatch.setattr(names, "count_gpus", lambda: 0)
+    assert names.has_device({"ARGS": args}) == device
+
+
+def test_names_need_nothing_but_an_old_python():
+    """make runs it before there is an environment, with whatever Python it finds."""
+    tree = ast.parse((ROOT / "runs/names.py").read_text(), feature_version=(3, 8))
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert imported <= set(sys.stdlib_module_names)
+
+
 def test_help_lists_every_public_target(make):
-    declared = (
-        re.search(r"^\.PHONY: ((?:.*\\\n)*.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
-        .replace("\\", "")
-        .split()
-    )
+    declared = re.search(r"^\.PHONY: ((?:.*\\\n)*.*)$", MAKEFILE, re.MULTILINE)[1].replace("\\", "").split()
     listed = re.findall(r"^  make ([a-z0-9-]+)", make("help").stdout, re.MULTILINE)
     assert {name for name in declared if not name.startswith("check-")} == set(listed)
+    assert "NGPU=0 processes" in make("help", "NGPU=0").stdout
 
 
-def test_readme_names_real_targets():
-    text, makefile = (ROOT / "README.md").read_text(), (ROOT / "Makefile").read_text()
-    targets = set(re.findall(r"(?:`|^)make ([a-z][a-z0-9-]+)", text, re.MULTILINE))
+def test_the_pages_name_real_targets():
+    pages = [ROOT / "README.md", *ROOT.glob("*/README.md")]
+    targets = {
+        name for page in pages for name in re.findall(r"(?:`|^)make ([a-z][a-z0-9-]+)", page.read_text(), re.MULTILINE)
+    }
+    rules = " ".join(re.findall(r"^([a-z][a-z0-9 -]*):", MAKEFILE, re.MULTILINE)).split()
     assert {"demo", "test", "pretrain-d20", "eval-bpb"} <= targets
-    for target in targets:
-        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
-
-
-def test_measured_tables_are_what_the_result_files_say():
-    done = subprocess.run([sys.executable, "-m", "runs.tables", "--check"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-def test_the_measured_vision_demo_reaches_what_it_promises():
-    """Every model, with both seeds, raw and averaged weights, on the third of the digits that was held out."""
-    records = [json.loads(line) for line in (ROOT / "runs/results/demo_vision.jsonl").read_text().splitlines()]
-    assert sorted((record["label"], record["config"]["seed"]) for record in records) == [
-        (label, seed) for label in ("GKA", "VLT", "softmax") for seed in (0, 1)
-    ]
-    for record in records:
-        assert record["metrics"]["images"] == 599 and min(record["metrics"][key] for key in ("top1", "ema_top1")) >= 95
+    for target in targets - {"train-deit-", *rules}:
+        assert deit.model_of(target.removeprefix("train-deit-")), target

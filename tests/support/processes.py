@@ -1,7 +1,7 @@
 """Real processes that skip the seconds of importing PyTorch.
 
-`start` runs a command in a process for each rank, forked from a server that has the libraries imported. That process's own server, of loading
-workers, is forked too, before there are threads; a fork after that is an error.
+`start` runs a command in a process for each rank, forked from a server that has the libraries imported. That process's
+own server, of loading workers, is forked too, before there are threads; a fork after that is an error.
 """
 
 import atexit
@@ -24,11 +24,10 @@ from unittest import mock
 from trainkit import workers
 
 HANG_AFTER = 1200  # seconds; tells a hang from a machine that has twenty other things to do
-LIBRARIES = ["deit_gka.model.accounting", "deit_gka.training.engine", "deit_gka.data.workers", "deit_gka.model.checkpoints", "deit_gka.training.optim", "deit_gka.data.sources",
-             "trainkit.training", "trainkit.results", "timm.data", "timm.loss", "timm.scheduler", "tyro", "torch.distributed",
-             "torch.nn.parallel", "torch._dynamo", "sklearn.datasets", "sklearn.model_selection", "nanochat_gka.core_metric.scoring",
-             "nanochat_gka.generation.engine", "nanochat_gka.training.bits_per_byte", "nanochat_gka.model.gpt", "nanochat_gka.training.memory", "nanochat_gka.training.optim",
-             "nanochat_gka.data.tokenizer", "processes"]  # fmt: skip
+LIBRARIES = [
+    *("deit_gka.training.trainer", "nanochat_gka.training.trainer", "trainkit.loop", "tyro", "torch._dynamo"),
+    *("sklearn.datasets", "sklearn.model_selection", "processes"),
+]
 
 
 def environment() -> dict[str, str]:
@@ -146,7 +145,10 @@ class Running:
 
 
 def start(module: str, *flags, ranks: int = 1, folder: Path, library: Path | None = None) -> Running:
-    """library: in C, its `start()` is called in each process first; their servers of workers are then started as they are by users."""
+    """Start a command. library: in C, its `start()` is called in each process first.
+
+    The servers of workers are then started as those of users are.
+    """
     return Running(module, flags, ranks, folder, library)
 
 
@@ -162,3 +164,14 @@ def descendants(pid: int) -> list[int]:
         for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
             found += [child, *descendants(child)]
     return found
+
+
+@contextlib.contextmanager
+def signals_kept():
+    """A trainer in this process sets handlers; take them back."""
+    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)

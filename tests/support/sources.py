@@ -1,14 +1,49 @@
-"""The project's own source files, as text."""
+"""The project's own files: which are tracked, what their code imports, and which words their pages contain."""
 
 import ast
+import re
+import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("gka", "trainkit", "nanochat_gka", "deit_gka", "runs")
+GENERATED = re.compile(r"<!-- table:.*?<!-- /table -->", re.DOTALL)
+FENCE = re.compile(r"^```.*?^```[^\S\n]*$", re.MULTILINE | re.DOTALL)
+
+
+def tracked(*suffixes):
+    """The tracked files that exist, relative to the root, with one of the suffixes; all of them without suffixes."""
+    listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    paths = [Path(name) for name in sorted(filter(None, listing.split("\0")))]
+    return [path for path in paths if (ROOT / path).is_file() and (not suffixes or path.suffix in suffixes)]
 
 
 def imports(path):
+    """Absolute names of the modules that a file imports, at its top or in a function."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield node.module
+
+
+def modules():
+    """Name -> path of every module of our packages."""
+    found = {}
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def dependencies(path, names):
+    """Which of the modules `names` a file imports: `from a import b` is a.b where that is a module, and a otherwise."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                if inner in names or node.module in names:
+                    yield inner if inner in names else node.module

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import signal
 import time
 from pathlib import Path
 
@@ -10,14 +9,19 @@ import pytest
 from safetensors.torch import load_file
 
 import tiny_vision
-from tiny_vision import MICRO
+from deit_gka.model.checkpoints import build
+from tiny_vision import MICRO, SHAPE, SIZE
 from trainkit.cli import run
 
 TRAIN, EVALUATE, EXPORT = "deit_gka.train", "deit_gka.evaluate", "deit_gka.export"
 EPOCHS, STEPS_PER_EPOCH = 5, 6
 STEPS = EPOCHS * STEPS_PER_EPOCH
-FULL = ["--epochs", EPOCHS, "--warmup-epochs", 1, "--batch-size", 12, "--group-size", 6, "--device-batch-size", 8, "--lr", 0.2, "--drop-path", 0.3,
-        "--num-workers", 2, "--save-every", 4, "--log-every", 1]  # fmt: skip
+FULL = [
+    *("--epochs", EPOCHS, "--warmup-epochs", 1, "--batch-size", 12, "--group-size", 6, "--device-batch-size", 8),
+    *("--lr", 0.2, "--drop-path", 0.3, "--num-workers", 2, "--save-every", 4, "--log-every", 1),
+]
+
+NAMES = ("deit_tiny_gka_patch16_224", "deit_tiny_vlt_patch16_224", "deit_tiny_patch16_224")
 
 
 def flags(data, out, *more):
@@ -34,6 +38,10 @@ def flags(data, out, *more):
         "run",
         *more,
     ]
+
+
+def micro(classes, name="deit_tiny_gka_patch16_224"):
+    return build(name, classes, SIZE, **SHAPE)
 
 
 def train(data, out, *more, **options):
@@ -82,17 +90,6 @@ def in_process(main, config, *argv, capsys):
     message = capsys.readouterr().err
     assert left.value.code == 2 and message.startswith("error: ") and message.count("\n") == 1, message
     return message
-
-
-@contextlib.contextmanager
-def signals_kept():
-    """A trainer in this process sets handlers; take them back."""
-    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in kept.items():
-            signal.signal(number, handler)
 
 
 class Code:

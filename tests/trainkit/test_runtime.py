@@ -49,6 +49,14 @@ def test_an_atomic_folder_replaces_the_old_one_whole_or_leaves_it(tmp_path):
     assert (folder / "inner/new").read_text() == "new" and [path.name for path in folder.parent.iterdir()] == ["folder"]
 
 
+def test_an_atomic_folder_puts_back_what_a_kill_between_its_renames_left_aside(tmp_path):
+    (tmp_path / ".tmp-replaced-folder").mkdir()
+    (tmp_path / ".tmp-replaced-folder/old").touch()
+    with pytest.raises(ZeroDivisionError), atomic_folder(tmp_path / "folder"):
+        raise ZeroDivisionError
+    assert [path.name for path in tmp_path.rglob("*")] == ["folder", "old"]
+
+
 def test_json_comes_back_or_one_line_says_why_not(tmp_path):
     write_json(tmp_path / "a.json", {"π": [1.5, None]})
     assert read_json(tmp_path / "a.json", "plan") == {"π": [1.5, None]}
@@ -72,7 +80,10 @@ def test_stale_temporaries_go_and_the_rest_stays(tmp_path):
 
 
 def test_a_lock_keeps_a_second_process_out_until_kill_9(tmp_path):
-    code = "import sys, time; from trainkit.files import locked\nwith locked(sys.argv[1], 'packing'): print('held', flush=True); time.sleep(60)"
+    code = (
+        "import sys, time; from trainkit.files import locked\n"
+        "with locked(sys.argv[1], 'packing'): print('held', flush=True); time.sleep(60)"
+    )
     holder = subprocess.Popen(
         [sys.executable, "-c", code, tmp_path / "out"], stdout=subprocess.PIPE, text=True, env=tiny.environment()
     )

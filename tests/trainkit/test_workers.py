@@ -1,4 +1,4 @@
-"""Worker processes: nothing forks a process that has threads, no worker outlives its trainer, a silent one is one line."""
+"""Worker processes: they are never forked from threads, end with their trainer, and a silent one is one line."""
 
 import ast
 import os
@@ -19,12 +19,14 @@ from deit_gka.data import workers as loader_workers
 from deit_gka.data.sources import open_source
 from deit_gka.data.sources.base import Names
 from deit_gka.data.transforms import eval_transform
+from deit_gka.training import trainer
 from deit_gka.training.config import TrainConfig
+from processes import signals_kept
 from sources import ROOT, imports
 from trainkit import workers
 from trainkit.cli import UserError
 from trainkit.distributed import Runtime
-from vision_runs import TRAIN, flags, in_process, records, signals_kept, still_there, wait_for_step
+from vision_runs import TRAIN, flags, in_process, records, still_there, wait_for_step
 
 CONTROL = """
 import ctypes, os, signal, sys, time
@@ -76,11 +78,11 @@ def test_one_module_decides_where_worker_processes_come_from():
     assert re.findall(r"get_context\((.*?)\)", source) == ['"forkserver"']
 
 
-def test_the_server_has_no_threads_and_is_deaf_to_what_reaches_a_group():
+def test_the_server_has_no_threads_and_blocks_the_signals_of_a_group():
     """With libraries that start threads when they are imported, and no variable that keeps them from it."""
     code = ("import numpy, pyarrow, torch, time; from multiprocessing import forkserver; from trainkit import workers\n"
             "workers.context('numpy', 'pyarrow', 'datasets')\n"
-            "worker = workers.context().Process(target=time.sleep, args=(60,), daemon=True); worker.start()\n"  # it is there: all is imported
+            "worker = workers.context().Process(target=time.sleep, args=(60,), daemon=True); worker.start()\n"
             "pid = forkserver._forkserver._forkserver_pid\n"
             "print(open(f'/proc/{pid}/status').read()); worker.kill()")  # fmt: skip
     environment = {
@@ -159,7 +161,8 @@ def test_a_silent_worker_is_one_line_that_says_how_to_go_on(pictures, tmp_path, 
     with signals_kept():
         message = in_process(training.main, TrainConfig, *flags(tmp_path / "data", tmp_path), capsys=capsys)
     assert re.fullmatch(
-        r"error: no loading worker has sent images for 0\.00833 minutes; does the disk that they are on still answer\?; continue with: .+\n",
+        r"error: no loading worker has sent images for 0\.00833 minutes; does the disk that they are on still "
+        r"answer\?; continue with: .+\n",
         message,
     )
     assert not still_there(set(tiny_vision.descendants(os.getpid())) - set(before))
@@ -186,7 +189,7 @@ def test_an_error_in_an_evaluation_ends_its_workers(pictures, tmp_path, capsys, 
         next(images)
         raise UserError("no")
 
-    monkeypatch.setattr(training, "evaluate", evaluate)
+    monkeypatch.setattr(trainer, "evaluate", evaluate)
     before = tiny_vision.descendants(os.getpid())
     with signals_kept(), pytest.raises(UserError, match="no") as caught:
         training.main(tyro.cli(TrainConfig, args=[str(flag) for flag in flags(pictures, tmp_path)]))
@@ -205,14 +208,14 @@ def test_there_are_as_many_workers_as_cores_also_where_a_system_does_not_say_whi
 
 
 def test_patience_is_minutes_and_less_than_other_ranks_have():
-    from trainkit.distributed import PATIENCE
+    from trainkit.distributed import COLLECTIVE_TIMEOUT
 
-    assert 300 <= loader_workers.BATCH_TIMEOUT <= PATIENCE.total_seconds() / 2
+    assert 300 <= loader_workers.BATCH_TIMEOUT <= COLLECTIVE_TIMEOUT.total_seconds() / 2
 
 
 @pytest.mark.parametrize("ranks,ended", [(1, "signal 9"), (2, "signal 9"), (1, "exit code 255")])
 def test_a_killed_worker_is_one_line_that_says_how_to_go_on(pictures, tmp_path, ranks, ended):
-    """What the kernel does when memory runs out. The server tells the trainer, which is not its parent, or ends itself."""
+    """As the kernel does when memory runs out. The server tells the trainer, which is not its parent, or ends."""
     process = tiny_vision.start(
         TRAIN, *flags(pictures, tmp_path, "--epochs", 1000), ranks=ranks, folder=tmp_path / "output"
     )
@@ -228,7 +231,8 @@ def test_a_killed_worker_is_one_line_that_says_how_to_go_on(pictures, tmp_path, 
         member.kill()
         member.join()
     assert re.search(
-        rf"(?m)^error: a loading worker ended with {ended} \(out of memory.*lower --num-workers; continue with: .* -m deit_gka\.train .*--epochs 1000",
+        rf"(?m)^error: a loading worker ended with {ended} \(out of memory.*lower --num-workers; "
+        r"continue with: .* -m deit_gka\.train .*--epochs 1000",
         process.err.read_text(),
     )
 

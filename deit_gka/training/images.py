@@ -1,0 +1,65 @@
+"""The images of a run: which ones, in what order they are trained on, and the worker processes that load them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from deit_gka.data.images import Batch, Images
+from deit_gka.data.order import Order
+from deit_gka.data.sources import Stream, check_classes, located
+from deit_gka.data.transforms import eval_transform, train_transform
+from deit_gka.data.workers import BatchLoader, batches, default_workers, evaluation_batches, worker_context
+from deit_gka.model.checkpoints import open_data, trained_on
+from deit_gka.training.config import TrainConfig
+from trainkit.cli import UserError
+from trainkit.distributed import Runtime
+
+
+class RunImages:
+    """Training and validation images of the run in `folder`. Raises UserError if they cannot be trained on."""
+
+    def __init__(self, config: TrainConfig, runtime: Runtime, folder: Path):
+        self.config, self.runtime, self.folder = config, runtime, folder
+        self.num_workers = default_workers() if config.num_workers < 0 else config.num_workers
+        if self.num_workers:
+            worker_context(config.data)
+        self.train_set, self.val_set = (open_data(config.data, split, folder) for split in ("train", "val"))
+        for warning in check_classes(self.train_set, self.val_set):
+            runtime.print(f"warning: {warning}")
+        self.classes = self.train_set.classes
+        self.order = Order(self.train_set, config, runtime, config.device_batch_size)
+        self._training_images = Images(self.train_set, train_transform(config), training=True)
+
+    def training_batches(self, step: int, steps: int) -> BatchLoader:
+        """The images of the updates from `step` on; the workers that load them start here."""
+        keys = self.order.batches(step, steps)
+        return batches(self._training_images, keys, self.num_workers, self.runtime.device)
+
+    def validation_batches(self) -> Iterator[Batch]:
+        """This process's part of the validation images."""
+        config, transform = self.config, eval_transform(self.config.input_size, self.config.crop_pct)
+        return evaluation_batches(self.val_set, transform, self.runtime, config.device_batch_size, self.num_workers)
+
+    def about(self) -> dict[str, Any]:
+        """What a checkpoint says of the images."""
+        return {"classes": self.classes, "data": self._counts(), "trained_on": located(self.config.data)}
+
+    def check_same(self, saved: dict[str, Any]) -> None:
+        """Raises UserError if these are not the images of the run whose checkpoint says `saved`."""
+        data, own = self.config.data, f"give it its own data, {trained_on(saved)}, or another --model-tag"
+        for key, value in self._counts().items():
+            had = saved["data"].get(key)
+            if (had is None) != (value is None):
+                raise UserError(
+                    f"{data} is read {'at random' if value is None else 'as a stream'}, the data of the run in "
+                    f"{self.folder} were not: the images would come in another order; {own}"
+                )
+            if had != value:
+                raise UserError(f"{data} has {value} {key} where the run in {self.folder} had {had}; {own}")
+        if saved["classes"] != self.classes:
+            raise UserError(f"{data} has other classes than the run in {self.folder}; {own}")
+
+    def _counts(self) -> dict[str, int | None]:
+        """What must be the same for the images to go on exactly; processes: that share a stream, None without one."""
+        processes = self.runtime.world_size if isinstance(self.train_set, Stream) else None
+        return {"processes": processes, "training images": len(self.train_set), "validation images": len(self.val_set)}

@@ -1,0 +1,57 @@
+"""Which tokens a forward pass computes, and what each of them attends to.
+
+Legend: B rows, T tokens of the pass in each, n tokens so far, H heads, D head_dim, C width.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+class AttentionLayer(Protocol):
+    """What a context needs of a layer's attention; see `attention.Attention`."""
+
+    layer: int
+    is_last: bool
+
+    def attend(self, rotary, queries: torch.Tensor, stored: Tensors) -> torch.Tensor: ...
+
+
+class Context:
+    """B whole sequences, from their first token on. Subclasses: `cache.KVCache` and `core_metric.PromptTree`.
+
+    positions: where the tokens stand, a slice of T for all rows or (B, T). longest: one more than the last position.
+    """
+
+    positions: slice | torch.Tensor
+    longest: int
+
+    def begin(self, num_tokens: int) -> None:
+        """A pass over `num_tokens` tokens of every row begins."""
+        self.positions, self.longest = slice(0, num_tokens), num_tokens
+
+    def attend(self, layer: AttentionLayer, rotary, queries: torch.Tensor, new: Tensors) -> torch.Tensor:
+        """Call `layer.attend` for the queries, (B, T, H, D), and what the tokens they may see have stored.
+
+        new: what the tokens of this pass store, each (B, T, H, D). Returns outputs of the tokens that `select` keeps.
+        """
+        return layer.attend(rotary, queries, new)
+
+    def select(self, layer: AttentionLayer, x: torch.Tensor) -> torch.Tensor:
+        """Of a layer's input, (B, T, C), the tokens that the layer computes outputs of."""
+        return x
+
+    def end(self) -> None:
+        """All layers are done."""
+
+
+def map_distinct(function: Callable[[torch.Tensor], torch.Tensor], *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """function(tensor) of each. Arguments that are one tensor (GKA's queries and keys) give one result."""
+    results: dict[int, torch.Tensor] = {}
+    for tensor in tensors:
+        if id(tensor) not in results:
+            results[id(tensor)] = function(tensor)
+    return [results[id(tensor)] for tensor in tensors]

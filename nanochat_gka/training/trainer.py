@@ -1,0 +1,310 @@
+"""Pretraining as `trainkit.loop` drives it: data, model, horizon and optimiser; a step; what is reported.
+
+A step is a fixed set of rows of the global stream, dealt to the processes as evenly as possible. The loss is divided by
+the global token count and gradients are summed, so any number of processes computes the same step up to rounding.
+"""
+
+import math
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import Progress
+
+from nanochat_gka.core_metric.during_training import CoreMetric
+from nanochat_gka.core_metric.task_scorer import BATCH_TOKENS, TaskScorer
+from nanochat_gka.data.loader import PackedData, Stream, micro_batches
+from nanochat_gka.data.tokenizer import FILE_NAME
+from nanochat_gka.generation.engine import Engine
+from nanochat_gka.generation.sampling import SAMPLE_PROMPTS, Sampling
+from nanochat_gka.model.accounting import Horizon, flops_per_token, parameter_counts, plan
+from nanochat_gka.model.config import GPTConfig
+from nanochat_gka.model.gpt import GPT, build
+from nanochat_gka.training import memory
+from nanochat_gka.training.bits_per_byte import bits_per_byte
+from nanochat_gka.training.config import TrainConfig
+from nanochat_gka.training.gradients import accumulate_gradients, dry_step
+from nanochat_gka.training.hardware import peak_flops
+from nanochat_gka.training.optim import MuonAdamW, check_decay, parameter_groups
+from nanochat_gka.training.schedule import lr_multiplier, muon_momentum, weight_decay_multiplier
+from trainkit.checkpoint import Checkpoint, Tensors
+from trainkit.cli import UserError
+from trainkit.distributed import Runtime, Stop
+from trainkit.progress import Pace, RunLog, clock_text
+from trainkit.results import git_commit, peak_memory
+from trainkit.trainer import Trainer as BaseTrainer
+
+LOSS_MEMORY = 0.9  # of the printed loss, a running average
+STEPS_NOT_TIMED = 3  # by every process: they compile and fill caches
+# What is read back from the log; a record without does not count.
+EVAL_KEYS, CORE_KEYS = ("train_bpb", "val_bpb"), ("name", "metric", "standard_error")
+
+
+class Trainer(BaseTrainer):
+    """One pretraining run. Raises UserError for data or flags that cannot be trained with."""
+
+    KIND, LOWER = "pretrain", "lower learning rates"
+    FINISH_KEYS = (
+        *("parameters", "flops_per_token", "train_tokens", "train_flops"),
+        *(*EVAL_KEYS, "gap", "tokens_per_second", "sigma"),
+    )
+
+    def __init__(self, config: TrainConfig, runtime: Runtime, found: Checkpoint | None = None):
+        super().__init__(config, runtime)
+        # Data
+        self.data = PackedData(config.data, verify=config.verify_data and runtime.is_main)
+        sequence_len, vocab_size = self.data.sequence_len, self.data.tokenizer.vocab_size
+        if config.max_seq_len not in (-1, sequence_len):
+            raise UserError(
+                f"--max-seq-len {config.max_seq_len} but {config.data} holds rows of {sequence_len} tokens; "
+                "pack again with --sequence-len"
+            )
+        self.stream = Stream(self.data.split("train"), config.seed)
+        self.token_bytes = self.data.tokenizer.token_bytes()
+        # Model
+        shape = config.shape(config.depth, sequence_len, vocab_size)
+        memory.check_fits(shape, runtime.device, runtime.world_size)
+        self.model: GPT = build(shape, runtime.device)
+        compiled = config.compile == "on" or (config.compile == "auto" and runtime.device.type == "cuda")
+        self.compiled = torch.compile(self.model, dynamic=False) if compiled else self.model
+        # Horizon
+        self.horizon = self._plan(sequence_len, vocab_size)
+        self.steps, self.rows = self.horizon.steps, self.horizon.total_batch_size // sequence_len
+        self.batch_size = config.device_batch_size if config.device_batch_size != "auto" else self._rows_at_once(shape)
+        # Optimiser
+        groups = parameter_groups(self.model, config, self.horizon.lr_scale, self.horizon.weight_decay_scale)
+        check_decay(groups)
+        self.optimizer = MuonAdamW(groups, runtime, compile=compiled)
+        # Progress so far
+        self.state |= {"loss_average": 0.0, "seconds": 0.0, "timed_tokens": 0}
+        self.not_timed, self.pace, self.commit = STEPS_NOT_TIMED, Pace(STEPS_NOT_TIMED), git_commit()
+        self.core: CoreMetric | None = None
+        if found is not None:
+            self._load(found)
+
+    def _plan(self, sequence_len: int, vocab_size: int) -> Horizon:
+        config, processes = self.config, self.runtime.world_size
+        horizon = plan(
+            self.model,
+            lambda depth: config.shape(depth, sequence_len, vocab_size),
+            ratio=config.target_param_data_ratio,
+            total_batch_size=config.total_batch_size,
+            num_iterations=config.num_iterations,
+            target_flops=config.target_flops,
+        )
+        rows, rest = divmod(horizon.total_batch_size, sequence_len)
+        if rest:
+            raise UserError(
+                f"--total-batch-size must be a multiple of the context length {sequence_len}, "
+                f"got {horizon.total_batch_size}"
+            )
+        if rows < processes:
+            raise UserError(f"a step has {rows} rows for {processes} processes; raise --total-batch-size")
+        return horizon
+
+    def _rows_at_once(self, shape: GPTConfig) -> int:
+        device, processes = self.runtime.device, self.runtime.world_size
+        fitting = memory.rows_at_once(shape, device.type, memory.device_bytes(device), processes)
+        return min(fitting, -(-self.rows // processes))
+
+    def _load(self, found: Checkpoint) -> None:
+        self.data.check_same(found.state["data"], self.folder)
+        self.model.load_state_dict(found.tensors("model", self.runtime.device))
+        self.optimizer.load_state_dict(found.tensors("optimizer", self.runtime.device))
+        self.state = found.state["progress"]
+
+    # Before the first step
+
+    def announce(self) -> dict[str, Any]:
+        config, runtime, horizon, print = self.config, self.runtime, self.horizon, self.runtime.print
+        parameters, per_token = parameter_counts(self.model)["total"], flops_per_token(self.model)
+        vocabulary = f"{self.data.tokenizer.vocab_size} tokens in the vocabulary"
+        print(f"{config.tag}: {parameters:,} parameters, {per_token:,} FLOPs per token, {vocabulary}")
+        epochs = self.steps * self.rows / len(self.stream.rows)
+        print(
+            f"horizon: {self.steps:,} steps of {horizon.total_batch_size:,} tokens = {horizon.tokens:,} tokens, "
+            f"{horizon.tokens * per_token:.4e} FLOPs, {epochs:.2f} epochs, "
+            f"on {runtime.world_size} x {runtime.device.type}"
+        )
+        if config.device_batch_size == "auto" and runtime.device.type == "cuda":
+            self.batch_size = memory.largest_that_runs(self.batch_size, self.dry_step, runtime)
+        pieces = list(map(len, micro_batches(runtime.share(self.rows), self.batch_size)))
+        sizes = ", ".join(map(str, pieces[:8])) + (", ..." if len(pieces) > 8 else "")
+        print(f"rows of a step, for this process: {sizes} at once")
+        self.data.warn_of_rows(config.eval_rows, config.eval_tokens, print)
+        operators = self.model.operators()
+        if operators:
+            print(f"Gaussian kernel attention by {', '.join(operators)}")
+        if config.core_metric_every > 0:
+            self.core = self._prepare_core()
+        return {"operators": operators}
+
+    def dry_step(self, batch_size: int) -> None:
+        """Take the memory of a step in micro-batches of `batch_size` rows, and leave everything as it is."""
+        rows = -(-self.rows // self.runtime.world_size)
+        try:
+            dry_step(self.compiled, rows, batch_size, self.data.sequence_len, self.runtime.device)
+        finally:
+            self.optimizer.zero_grad()
+
+    def _prepare_core(self) -> CoreMetric:
+        """Fetch and read the bundle. Raises UserError for a wrong one now, and not in 2,000 steps."""
+        config, runtime = self.config, self.runtime
+        bundle = config.open_on_all(config.out.parent / "core", runtime)
+        scorer = TaskScorer(
+            self.model, self.data.tokenizer, runtime, self.model.rotary.length, BATCH_TOKENS[runtime.device.type]
+        )
+        return runtime.agree(lambda: CoreMetric(scorer, bundle, config.core_metric_max_per_task))
+
+    # A step
+
+    def step(self, asked_to_stop: bool) -> tuple[dict[str, float], bool]:
+        step, state = self.state["step"], self.state
+        started = time.perf_counter()
+        self.optimizer.zero_grad()
+        loss = accumulate_gradients(self.compiled, self.stream, step, self.rows, self.batch_size, self.runtime)
+        # A step waits for the device once, here: loss and gradients must be finite before they may touch the weights.
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        largest = torch.nn.utils.get_total_norm(gradients, norm_type=math.inf).float()
+        stop_flag = torch.tensor(float(asked_to_stop), device=loss.device)
+        mean_loss, stopping, largest = self.runtime.sum(torch.stack([loss, stop_flag, largest])).tolist()
+        if not math.isfinite(mean_loss):
+            raise self.diverged(f"the loss is {mean_loss}")
+        if not math.isfinite(largest):
+            raise self.diverged("the gradient is not finite")
+        self.optimizer.step(
+            self.lr_multiplier(step), muon_momentum(step), weight_decay_multiplier(step, self.horizon.steps)
+        )
+        self.runtime.synchronize()
+        state["step"] = step + 1
+        state["loss_average"] = LOSS_MEMORY * state["loss_average"] + (1 - LOSS_MEMORY) * mean_loss
+        if self.not_timed:
+            self.not_timed -= 1
+        else:
+            state["seconds"] += time.perf_counter() - started
+            state["timed_tokens"] += self.horizon.total_batch_size
+        self.pace.step()
+        smooth = state["loss_average"] / (1 - LOSS_MEMORY ** (step + 1))
+        return {"loss": mean_loss, "smooth_loss": smooth}, stopping > 0
+
+    def lr_multiplier(self, step: int) -> float:
+        """The schedule's factor of every learning rate."""
+        config = self.config
+        return lr_multiplier(step, self.steps, config.warmup_ratio, config.warmdown_ratio, config.final_lr_frac)
+
+    def throughput(self) -> tuple[float, float | None]:
+        """Tokens per second over all ranks since the start, and the model FLOPs utilisation if the device is known."""
+        speed = self.state["timed_tokens"] / self.state["seconds"] if self.state["seconds"] else 0.0
+        peak = peak_flops(self.runtime.device)
+        return speed, speed * flops_per_token(self.model) / (peak * self.runtime.world_size) if peak else None
+
+    def status(self, numbers: dict[str, float]) -> str:
+        return f"loss {numbers['smooth_loss']:.4f}  {self.throughput()[0]:,.0f} tok/s"
+
+    def describe(self, numbers: dict[str, float]) -> tuple[str, dict[str, Any]]:
+        step, (speed, mfu) = self.state["step"], self.throughput()
+        multiplier, left = self.lr_multiplier(step - 1), self.pace.seconds_for(self.steps - step)
+        memory_mib = peak_memory(self.runtime.device)
+        parts = [f"step {step:05d}/{self.steps:05d}", f"loss {numbers['smooth_loss']:.4f}", f"lr x{multiplier:.2f}"]
+        parts += [f"{speed:,.0f} tok/s"]
+        parts += [f"mfu {mfu:.1%}"] if mfu else []
+        parts += [f"eta {clock_text(left)}"] if left is not None else []
+        parts += [f"peak {memory_mib:,.0f} MiB {'GPU' if self.runtime.device.type == 'cuda' else 'RSS'}"]
+        values = {"lr_multiplier": multiplier, "tokens_per_second": speed, "mfu": mfu, "eta_seconds": left}
+        return " | ".join(parts), {**numbers, **values, "peak_memory_mib": memory_mib}
+
+    # What a checkpoint keeps
+
+    def must_save(self) -> bool:
+        return self.due(self.config.eval_every) or self.due(self.config.core_metric_every)
+
+    def tensors(self) -> dict[str, Tensors]:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def about(self) -> dict[str, Any]:
+        return {
+            "commit": self.commit,
+            "model_config": asdict(self.model.config),
+            "data": self.data.identity(self.folder),
+            "tokens": self.state["step"] * self.horizon.total_batch_size,
+            "steps": self.steps,
+        }
+
+    def files(self) -> dict[str, Path]:
+        return {FILE_NAME: self.data.folder / FILE_NAME}
+
+    # What is reported
+
+    def report(self, log: RunLog, stop: Stop, bar: Progress) -> bool:
+        """Evaluate, score CORE and sample text, each if it is due and not in the log (the run was killed after it)."""
+        config, step = self.config, self.state["step"]
+        due = step == 0 or self.due(config.eval_every)
+        if due and self.runtime.any(log.enabled and not log.has("eval", step, *EVAL_KEYS)):
+            self._log_evaluation(log)
+        due = self.core is not None and step and self.due(config.core_metric_every)
+        due = due and self.runtime.any(log.enabled and not log.has("core", step, *CORE_KEYS))
+        if due and not self.core.score(log, step, stop, bar):
+            return False
+        due = config.sample_every > 0 and step and self.due(config.sample_every)
+        if due and log.enabled and not log.has("sample", step):
+            self._log_samples(log)
+        return True
+
+    def _log_evaluation(self, log: RunLog) -> None:
+        step, bpb, sigma = self.state["step"], self.evaluate(), self.sigma()
+        text = f"step {step:05d} | train bpb {bpb['train_bpb']:.6f} | validation bpb {bpb['val_bpb']:.6f}"
+        mean = {layer: round(sum(values) / len(values), 3) for layer, values in sigma.items()}
+        tokens = step * self.horizon.total_batch_size
+        log.log("eval", step, text + (f" | mean sigma {mean}" if mean else ""), **bpb, sigma=sigma, tokens=tokens)
+
+    def _log_samples(self, log: RunLog) -> None:
+        engine = Engine(self.model, self.data.tokenizer)
+        completions = engine.complete(SAMPLE_PROMPTS, Sampling(max_tokens=16, temperature=0))
+        texts = {prompt: text for prompt, [text] in zip(SAMPLE_PROMPTS, completions)}
+        lines = "\n".join(f"sample: {prompt + text!r}" for prompt, text in texts.items())
+        log.log("sample", self.state["step"], lines, texts=texts)
+
+    def evaluate(self) -> dict[str, float]:
+        """Bits per byte on both splits."""
+        config, values = self.config, {}
+        for split in ("train", "val"):
+            rows = self.data.eval_rows(split, config.eval_tokens, config.eval_rows)
+            values[f"{split}_bpb"] = bits_per_byte(self.compiled, rows, self.token_bytes, self.runtime, self.batch_size)
+        return values
+
+    def sigma(self) -> dict[str, list[float]]:
+        """Learned bandwidths of the gka layers, per head."""
+        bandwidths = self.model.bandwidths().items()
+        return {f"layer_{layer}": [round(value, 4) for value in sigma.tolist()] for layer, sigma in bandwidths}
+
+    def summary(self, log: RunLog) -> dict[str, Any]:
+        """The paper's columns. Raises UserError if the last evaluation's bits per byte are not finite."""
+        evaluations = [record for record in log.records("eval", *EVAL_KEYS) if None not in map(record.get, EVAL_KEYS)]
+        if not evaluations or evaluations[-1]["step"] != self.steps:
+            raise UserError(
+                f"{self.folder}: the last evaluation's bits per byte are not finite, so the run has no result; "
+                "its checkpoints are kept"
+            )
+        scored = [record for record in log.records("core", *CORE_KEYS) if record["step"] == self.steps]
+        last, per_token, (speed, mfu) = evaluations[-1], flops_per_token(self.model), self.throughput()
+        return {
+            "parameters": parameter_counts(self.model)["total"],
+            "flops_per_token": per_token,
+            "train_tokens": self.horizon.tokens,
+            "train_flops": self.horizon.tokens * per_token,
+            "train_bpb": last["train_bpb"],
+            "val_bpb": last["val_bpb"],
+            "gap": last["val_bpb"] - last["train_bpb"],
+            "eval_rows": self.config.eval_rows if self.data.has_upstream_rows else "spaced",
+            "min_val_bpb": min(record["val_bpb"] for record in evaluations),
+            "core": {key: scored[-1][key] for key in CORE_KEYS} if scored else None,
+            "tokens_per_second": speed,
+            "mfu": mfu,
+            "sigma": self.sigma(),
+        }
+
+    def result_text(self, summary: dict[str, Any]) -> str:
+        bpb = f"validation bpb {summary['val_bpb']:.6f}, train bpb {summary['train_bpb']:.6f}"
+        return f"{bpb}, {summary['tokens_per_second']:,.0f} tok/s"

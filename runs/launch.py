@@ -1,0 +1,36 @@
+"""Command lines of the project's modules: one process, or torchrun for several; shown as one would type them."""
+
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from trainkit.progress import console
+
+
+def command(module: str, flags: Iterable[Any], ranks: int = 1) -> list[str]:
+    """The words after `python` that run `module`, with `ranks` processes."""
+    launcher = ["-m"]
+    if ranks > 1:
+        # The last dashes keep torchrun from taking our --run for its --run-path.
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "--"]
+    return [*launcher, module, *map(str, flags)]
+
+
+def show(words: Sequence[str]) -> list[str]:
+    """Print the command as one would type it; returns it with this interpreter before it."""
+    console.print(f"\n$ {shlex.join(['python', *words])}", style="bold", highlight=False, markup=False, soft_wrap=True)
+    return [sys.executable, *words]
+
+
+def run(words: Sequence[str]) -> None:
+    """Show and run one command; leave with its exit code if it fails. Ctrl-C lets it save first."""
+    process = subprocess.Popen(show(words))
+    try:
+        code = process.wait()
+    except KeyboardInterrupt:
+        process.wait()
+        raise
+    if code:
+        sys.exit(code)

@@ -1,0 +1,56 @@
+"""What the experiments share: the settings of the Makefile as flags, and how a trainer is started."""
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from runs import launch
+from trainkit import cli
+from trainkit.cli import Count
+
+Config = TypeVar("Config", bound="Experiment")
+
+
+@dataclass
+class Experiment:
+    """The flags that every experiment has. What follows `--` goes to the command that it starts."""
+
+    base: Path = Path("out")
+    """Folder of all outputs: runs go to BASE/runs, their numbers to BASE/results.jsonl."""
+    ngpu: Count = 1
+    """Processes, one for each GPU."""
+
+
+@dataclass
+class Training(Experiment):
+    """The flags of the experiments that train."""
+
+    wandb: Literal["disabled", "offline", "online"] = "disabled"
+    """Log to Weights & Biases."""
+
+    @property
+    def places(self) -> list[Any]:
+        """The trainers' flags for where outputs go."""
+        return ["--out", self.base / "runs", "--results", self.base / "results.jsonl", "--wandb", self.wandb]
+
+
+def run(main: Callable[[Config, list[str]], None], config_class: type[Config]) -> None:
+    """Parse the command line and call `main` with the flags and what follows `--`."""
+    own, extra = split(sys.argv[1:])
+    cli.run(lambda config: main(config, extra), config_class, own)
+
+
+def split(words: list[str]) -> tuple[list[str], list[str]]:
+    """The words before and after the first `--`."""
+    at = words.index("--") if "--" in words else len(words)
+    return words[:at], words[at + 1 :]
+
+
+def become(words: list[str]) -> None:
+    """Show the command and let it take this process's place, so that signals and the exit code are its own."""
+    shown = launch.show(words)
+    sys.stdout.flush()
+    os.execv(shown[0], shown)

@@ -1,0 +1,32 @@
+"""What gpt_d20_gka.py and gpt_d20_softmax.py share: the trainer's command line for a language model of depth 20."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runs.launch import command
+from runs.paper import common
+from trainkit.cli import Count
+
+
+@dataclass
+class LanguageConfig(common.Training):
+    """Train one of the paper's language models. The trainer's own flags follow `--`."""
+
+    data: Path = Path("out/packed/fineweb-170-32768-2048")
+    """Folder of packed rows (make tokenize)."""
+    depth: Count = 20
+    """Layers; width, batch and horizon follow. The paper has 20."""
+
+
+def words(config: LanguageConfig, recipe: dict[str, Any], extra: list[str]) -> list[str]:
+    """The trainer's command line. recipe: what the experiment is about."""
+    own = ["--data", config.data, *config.places, "--depth", config.depth]
+    chosen = [word for flag, value in recipe.items() for word in (f"--{flag}", value)]
+    return command("nanochat_gka.train", [*own, *chosen, *extra], config.ngpu)
+
+
+def experiment(recipe: dict[str, Any]) -> Callable[[LanguageConfig, list[str]], None]:
+    """The function that starts the trainer with `recipe`."""
+    return lambda config, extra: common.become(words(config, recipe, extra))

@@ -1,0 +1,31 @@
+"""Every table of the paper as printed, read from published.json: label, section, columns, rows and contradictions.
+
+CORE's scores are the exception: nanochat_gka/core_metric/published.py holds them, because eval_core prints them and the
+trainers never import from `runs`. published.json has that table's differences alone.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+TABLES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("published.json").read_text())["tables"]
+
+
+def rows(table: str) -> dict[str, dict[str, str]]:
+    """Row -> column -> the figure as printed; empty cells are left out."""
+    return TABLES[table]["rows"]
+
+
+def notes(table: str) -> list[str]:
+    """What a reader of the table has to know: contradictions, and what a figure is of."""
+    return TABLES[table]["notes"]
+
+
+# The language models, with the names that the trainer's records use; parameters as "896M".
+LANGUAGE = {
+    model: {**compute, "parameters": compute["parameters"] + "M", **rows("bpb")[model]}
+    for model, compute in rows("compute").items()
+}
+# The vision models: the comparison's rows, and VLT's of the ablation beside those of its size.
+VISION = {name: row for name, row in rows("main_results").items() if name.endswith("-Ti")}
+VISION |= {"VLT-Ti": rows("ablation")["VLT-Ti"]} | rows("main_results")

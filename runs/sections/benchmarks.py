@@ -1,0 +1,98 @@
+"""The benchmarks' tables: softmax attention beside GKA, text generation, the CORE scorer, and the operator's errors."""
+
+from gka.kinds import KINDS
+from runs.bench import operator_error
+from runs.demo.language import VARIANTS, run_tag
+from runs.sections.sources import RESULTS, benchmarks, measured, table
+from trainkit.progress import read_lines
+
+GKA = KINDS["gka"].label
+DECODERS = {
+    "softmax": KINDS["softmax"].label,
+    "gka": GKA,
+    "gka-normalised": f"{GKA}, values normalised (ours)",
+    "gka-keys": "the same, keys kept",
+}
+SCORERS = {
+    "by prompt": "one prompt at a time",
+    "by example": "one example at a time",
+    "batched": "batched",
+    "batched, beginnings shared": "beginnings shared",
+}
+
+
+def speed() -> str:
+    """Whole models and the operator, softmax's fastest over ours, a row for each hardware's newest comparisons."""
+    parts = []
+    for hardware, compared in benchmarks("deit").items():
+        for name in ("gpt", "attention"):
+            compared = compared | benchmarks(name).get(hardware, {})
+        rows = []
+        for (case, phase), comparison in compared.items():
+            sides = [comparison.fastest(role) for role in ("baseline", "ours")]
+            if all(sides) and not case.startswith("sweep") and not phase.startswith("decode"):
+                times = [f"{side['metrics']['median_ms']:,.4g} ms" for side in sides]
+                rows.append([f"{case}, {phase}", *times, f"{comparison.ratio():.2f}x"])
+        newest = next(iter(compared.values())).lines[0]
+        source = measured(newest, f"bench_*_{hardware}.jsonl")
+        parts.append("\n".join([table(["", KINDS["softmax"].label, GKA, "speed-up"], rows), source]))
+    return "\n\n".join(parts)
+
+
+def decode() -> str:
+    """Tokens per second of whole models while they generate, and what their caches hold, for each hardware."""
+    headings = ["", "cache, 8 rows", "tokens/s, 1 row", "tokens/s, 8 rows"]
+    parts = []
+    for hardware, compared in benchmarks("gpt").items():
+        rows = []
+        for case in sorted({case for case, phase in compared if phase == "decode-8"}):
+            one, eight = (
+                {line["config"]["candidate"]: line["metrics"] for line in compared[case, phase].lines}
+                for phase in ("decode-1", "decode-8")
+            )
+            if not DECODERS.keys() <= eight.keys():
+                continue  # measured of other forms than these
+            for kind, label in DECODERS.items():
+                speeds = [f"{metrics[kind]['items_per_second']:,.0f}" for metrics in (one, eight)]
+                rows.append([f"{case}, {label}", f"{eight[kind]['cache_mib']:.1f} MiB", *speeds])
+            source = measured(compared[case, "decode-8"].lines[0], f"bench_gpt_{hardware}.jsonl")
+        if rows:
+            parts.append("\n".join([table(headings, rows), source]))
+    return "\n\n".join(parts)
+
+
+def scorer_seconds(hardware: str) -> tuple[dict[tuple[str, int], tuple[int, dict[str, float]]], dict]:
+    """(model, vocabulary) -> examples and every scorer's seconds over all tasks; and the last record."""
+    newest: dict[tuple, dict] = {}
+    for record in read_lines(RESULTS / f"bench_core_{hardware}.jsonl"):
+        config = record["config"]
+        newest[config["model"], config["vocab_size"], config["task"]] = record
+    tags = {run_tag(name) for name in VARIANTS}
+    totals: dict[tuple[str, int], tuple[int, dict[str, float]]] = {}
+    for (model, vocabulary, _), record in newest.items():
+        if model in tags:
+            examples, seconds = totals.get((model, vocabulary), (0, dict.fromkeys(SCORERS, 0.0)))
+            metrics = record["metrics"]
+            added = {scorer: seconds[scorer] + metrics["seconds"][scorer] for scorer in SCORERS}
+            totals[model, vocabulary] = examples + metrics["examples"], added
+    return totals, list(newest.values())[-1]
+
+
+def scorer() -> str:
+    """The CORE scorer's speed on the demo's models, for each hardware."""
+    headings = ["examples/s, six tasks", *SCORERS.values(), "over by prompt", "over by example"]
+    parts = []
+    for path in sorted(RESULTS.glob("bench_core_*.jsonl")):
+        totals, newest = scorer_seconds(path.stem.removeprefix("bench_core_"))
+        rows = []
+        for (model, vocabulary), (examples, seconds) in totals.items():
+            speeds = [f"{examples / value:,.0f}" for value in seconds.values()]
+            gains = [f"{seconds[slow] / min(seconds.values()):.1f}x" for slow in ("by prompt", "by example")]
+            rows.append([f"{model}, vocabulary {vocabulary:,}", *speeds, *gains])
+        parts.append("\n".join([table(headings, rows), measured(newest, path.name)]))
+    return "\n\n".join(parts)
+
+
+def errors() -> str:
+    """The relative errors of every operator route."""
+    return operator_error.markdown([record["metrics"] for record in read_lines(operator_error.RESULTS)])

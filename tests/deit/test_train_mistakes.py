@@ -1,0 +1,162 @@
+"""Mistakes in vision training are one line."""
+
+import dataclasses
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import tiny
+from deit_gka import evaluate
+from deit_gka import train as training
+from deit_gka.training.config import TrainConfig
+from processes import signals_kept
+from vision_runs import (
+    flags,
+    in_process,
+    train,
+)
+
+
+def test_a_loss_that_is_not_finite_stops_and_names_the_last_checkpoint(pictures, tmp_path):
+    done = train(pictures, tmp_path, "--lr", 1e30, "--save-every", 1, check=False)
+    tiny.assert_one_line_error(
+        done,
+        r"the loss is (nan|inf) and the gradient's norm .* at update \d+ \(learning rate .*, sigma between .*\); "
+        r"the weights were not touched. Last checkpoint: .*/step_\d+\. Start a new --model-tag with a lower --lr",
+    )
+    named = re.search(r"Last checkpoint: (\S+)\.", done.stderr)[1]
+    assert all(value.isfinite().all() for value in load_file(Path(named) / "model.safetensors").values())
+    assert (tmp_path / "run/checkpoints").exists() and not (tmp_path / "results.jsonl").read_text()
+
+
+def test_weights_that_are_not_finite_are_not_said_to_be_untouched_and_not_saved(
+    pictures, tmp_path, monkeypatch, capsys
+):
+    """A first update that ruins the weights: its loss and gradient were fine."""
+    monkeypatch.setattr(
+        torch.optim.AdamW,
+        "step",
+        lambda optimizer: [value.data.fill_(math.inf) for value in optimizer.param_groups[0]["params"]],
+    )
+    for save_every, what in (("-1", "an earlier update has ruined the weights"), (1, "they were not saved")):
+        with signals_kept():
+            more = ["--num-workers", 0, "--save-every", save_every, "--model-tag", f"run{save_every}"]
+            message = in_process(training.main, TrainConfig, *flags(pictures, tmp_path, *more), capsys=capsys)
+        assert (
+            " at update 1 (learning rate 1e-06, sigma between" in message
+            and f"; {what}. Last checkpoint: none was saved yet" in message
+        )
+        assert not (tmp_path / f"run{save_every}/checkpoints").exists()
+
+
+def test_a_gradient_that_is_never_finite_ends_a_run_in_float16(pictures, tmp_path, monkeypatch, capsys):
+    """Its updates are left out one by one while the scale falls, and nothing would ever be learned."""
+    unscale = torch.amp.GradScaler.unscale_
+
+    def overflow(scaler, optimizer):
+        optimizer.param_groups[0]["params"][0].grad.fill_(math.inf)
+        unscale(scaler, optimizer)
+
+    monkeypatch.setattr(torch.amp.GradScaler, "unscale_", overflow)
+    more = ["--amp", "float16", "--num-workers", 0, "--eval-every", "-1"]
+    with signals_kept():
+        message = in_process(training.main, TrainConfig, *flags(pictures, tmp_path, *more), capsys=capsys)
+    assert "the gradient's norm inf at update" in message and "the weights were not touched" in message
+
+
+@pytest.mark.parametrize(
+    "more,message",
+    [
+        (["--lr", "0.1"], r"--lr is 0.1 but the run in .* has 0.2; use its value, or another --model-tag"),
+        (["--epochs", "6"], r"--epochs is 6 but .* has 5"),
+        (["--model-kwargs", "patch_size=8"], r"--model-kwargs is .*patch_size=8.* but"),
+        (["--seed", "1"], r"--seed is 1 but"),
+        (["--repeated-aug", "1"], r"--repeated-aug is 1 but"),
+        (["--batch-size", "24"], r"--batch-size is 24 but"),
+        (["--model", "deit_tiny_vlt_patch16_224"], r"--model is deit_tiny_vlt_patch16_224 but"),
+        (
+            ["--model-tag", "new", "--model", "deit_tiny_gke_patch16_224"],
+            r"no model 'deit_tiny_gke_patch16_224'; did you mean .*deit_tiny_gka_patch16_224",
+        ),
+        (["--model-tag", "new", "--aa", "nonsense"], r"--aa 'nonsense' is not an augmentation of timm's"),
+        (["--model-tag", "new", "--model-kwargs", "depth"], r"--model-kwargs takes name=value, got 'depth'"),
+        (
+            ["--model-tag", "new", "--model-kwargs", "img_size=64"],
+            r"--model-kwargs cannot set img_size in training: it is --input-size",
+        ),
+        (["--model-tag", "new", "--model-kwargs", "name=x"], r"--model-kwargs cannot set name: it is --model"),
+        (
+            ["--model-tag", "new", "--model-kwargs", "deepness=3"],
+            r"timm cannot build deit_tiny_gka_patch16_224: .*deepness",
+        ),
+        (["--model-tag", "new", "--model-kwargs", "num_heads=5"], r"timm cannot build .*5"),
+        (["--model-tag", "new", "--data", "/nowhere"], r"/nowhere does not exist; data is a folder with"),
+        (
+            ["--model-tag", "new", "--batch-size", "80"],
+            r"has 78 training images, fewer than one batch; lower --batch-size \(now 80\)",
+        ),
+        (["--model-tag", "new", "--batch-size", "7"], r"--batch-size must be even"),
+        (["--device-batch-size", "1"], r"--device-batch-size must be at least 2"),
+        (["--num-workers", "-3"], r"--num-workers must be between 0 and 1024, or -1 for automatic, got -3"),
+        (["--save-every", "0"], r"--save-every must be at least 1, or -1 for off"),
+        (["--model-tag", "a/b"], r"--model-tag must be a plain folder name"),
+        (["--model-tag", "new", "--crop-pct", "0"], r"--crop-pct must be above 0"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_mistakes_are_one_line(uninterrupted, pictures, more, message, capsys):
+    assert re.search(
+        message, in_process(training.main, TrainConfig, *flags(pictures, uninterrupted, *more), capsys=capsys)
+    )
+
+
+REFUSED = {
+    "--epochs": (0, 2_000_000), "--batch-size": (0, -2, 7), "--group-size": (0, 3), "--device-batch-size": (0, 1),
+    "--lr": ("nan", "inf", 0, -1), "--warmup-lr": ("nan", "inf", 0, 1), "--min-lr": ("nan", "inf", -1e-6, 1),
+    "--warmup-epochs": ("nan", "inf", -1, 6), "--weight-decay": ("nan", "inf", 1, -0.1),
+    "--opt-betas": (("nan", 0.9), (0.9, 1), (-0.1, 0.9), ("inf", 0.9)), "--clip-grad": ("nan", "inf", -1),
+    "--input-size": (0, -16, 18, 10**9), "--scale": (("nan", 1), (0.5, 0.4), (0, 1), (0.5, 2)),
+    "--ratio": (("nan", 1), (1, "inf"), (0, 1)), "--hflip": ("nan", 1.1, -0.1), "--color-jitter": ("nan", "inf", -1),
+    "--reprob": ("nan", 2), "--repeated-aug": (0, 10**9), "--mixup": ("nan", "inf", -1), "--cutmix": ("nan", "inf", -1),
+    "--smoothing": ("nan", 1, -0.1), "--drop-path": ("nan", 1, -0.5), "--model-ema-decay": ("nan", 1, -0.1),
+    "--distillation-alpha": ("nan", -0.1, 1.1), "--distillation-tau": ("nan", 0, "inf"),
+    "--crop-pct": ("nan", 0, 1.5), "--seed": (-1, 2**63), "--num-workers": (-3, 10**6), "--eval-every": (0, -2),
+    "--save-every": (0, -2), "--keep": (0,), "--log-every": (0, -1), "--stop-after": (0, -2),
+    "--model-kwargs": (
+        "depth=0", "depth=100000", "patch_size=0", "mlp_ratio=0", "mlp_ratio=NaN", "drop_path_rate=NaN",
+        "drop_path_rate=1", "embed_dim=-8", "num_heads=0", "sigma_squared=Infinity", "init_values=NaN",
+    ),
+}  # fmt: skip
+
+
+def numeric(config):
+    return {
+        f"--{field.name.replace('_', '-')}"
+        for field in dataclasses.fields(config)
+        if re.search(r"\b(int|float)\b", str(field.type))
+    }
+
+
+def test_every_number_that_ruins_a_run_is_refused(pictures, tmp_path, capsys):
+    assert numeric(TrainConfig) <= set(REFUSED)
+    for flag, values in REFUSED.items():
+        for value in values:
+            words = value if isinstance(value, tuple) else (value,)
+            message = in_process(training.main, TrainConfig, *flags(pictures, tmp_path, flag, *words), capsys=capsys)
+            assert message.startswith(f"error: {flag} "), message
+    assert not (tmp_path / "run/checkpoints").exists()
+
+
+def test_every_number_that_ruins_an_evaluation_is_refused(pictures, capsys):
+    refused = {"--crop-pct": ("nan", 0, 2, -2), "--device-batch-size": (0, -1), "--num-workers": (-3, 10**6)}
+    assert numeric(evaluate.EvaluateConfig) == set(refused)
+    for flag, values in refused.items():
+        for value in values:
+            argv = ["--data", pictures, "--model", "deit_tiny_patch16_224", "--pretrained", flag, value]
+            assert in_process(evaluate.main, evaluate.EvaluateConfig, *argv, capsys=capsys).startswith(
+                f"error: {flag} must be "
+            )

@@ -1,0 +1,109 @@
+"""The READMEs' measured tables: what the result files say, of today's models alone."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from runs import tables
+from runs.bench import gpt as bench_gpt
+from runs.demo.report import COLUMNS
+from runs.sections import benchmarks, demo, sources, summary
+from trainkit.cli import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+RECORD = {"date": "2026-11-21 17:04", "commit": "a14f06e", "hardware": "a CPU, 2 threads", "torch": "2.14"}
+
+
+def write(path, lines):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_the_pages_say_what_the_result_files_say():
+    done = subprocess.run([sys.executable, "-m", "runs.tables", "--check"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_table_is_on_one_page():
+    names = [name for page in tables.PAGES for name in tables.BLOCK.findall((ROOT / page).read_text())]
+    assert sorted(names) == sorted(tables.SECTIONS)
+
+
+def test_any_page_takes_any_table_between_its_markers():
+    empty = "before\n<!-- table:errors -->\n<!-- /table -->\nafter\n"
+    filled = tables.render("runs/README.md", empty)
+    assert filled.startswith("before\n<!-- table:errors -->\n| features |") and filled.endswith(
+        "<!-- /table -->\nafter\n"
+    )
+    assert tables.render("runs/README.md", filled) == filled
+    with pytest.raises(UserError, match=r"README\.md has a block table:speeds; the tables are results, demo,"):
+        tables.render("README.md", empty.replace("errors", "speeds"))
+
+
+def test_a_page_out_of_date_ends_the_check_with_1(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    (tmp_path / "README.md").write_text("<!-- table:errors -->\nold\n<!-- /table -->\n")
+    with pytest.raises(SystemExit) as left:
+        tables.main(tables.TablesConfig(check=True))
+    assert left.value.code == 1 and "README.md is out of date: run python -m runs.tables" in capsys.readouterr().err
+    tables.main(tables.TablesConfig())
+    tables.main(tables.TablesConfig(check=True))
+
+
+def test_an_incomplete_result_file_is_named_by_its_table(tmp_path, monkeypatch):
+    (tmp_path / "demo.jsonl").write_text('{"label": "softmax"}\n')
+    monkeypatch.setattr(sources, "RESULTS", tmp_path)
+    with pytest.raises(UserError, match=r"results behind the table demo of README\.md are incomplete"):
+        tables.section("demo", "README.md")
+
+
+def test_the_results_table_has_a_row_for_each_subject_and_links_to_its_section():
+    rows = [line for line in summary.results().splitlines() if line.startswith("| ")][1:]
+    assert 6 <= len(rows) <= 8
+    for row in rows:
+        folder, page, section = re.search(r"\[(\w+)\]\((\w+/README.md)#([a-z-]+)\) \|$", row).groups()
+        headings = re.findall(r"^##+ (.*)$", (ROOT / page).read_text(), re.MULTILINE)
+        assert page.startswith(folder) and section in [heading.lower().replace(" ", "-") for heading in headings], row
+
+
+def test_the_demos_table_leaves_out_forms_that_it_no_longer_trains(tmp_path, monkeypatch):
+    """Before rotated values were the default, d4-gka-400 was the name of another form of GKA."""
+    runs = {"d4-softmax-400": 7001, "d4-gka-400": 7002, "d4-gka-paper-400": 7003}
+    metrics = dict.fromkeys(COLUMNS, 1)
+    lines = [
+        {**RECORD, "config": {"model_tag": tag}, "metrics": {**metrics, "parameters": count}, "label": "GKA"}
+        for tag, count in runs.items()
+    ]
+    write(tmp_path / "demo.jsonl", lines)
+    monkeypatch.setattr(sources, "RESULTS", tmp_path)
+    shown = demo.language()
+    assert "| **softmax** | 7,001 |" in shown and "| **GKA** | 7,003 |" in shown and "7,002" not in shown
+
+
+def test_the_decoding_table_leaves_out_results_of_other_kinds(tmp_path, monkeypatch):
+    def compared(kinds, speed):
+        for phase in bench_gpt.DECODE:
+            settings = {"case": "d4", "phase": phase, "role": "ours", "group": f"{phase}-{speed}", "quick": False}
+            for kind in kinds:
+                metrics = {"items_per_second": speed, "cache_mib": 16.0}
+                yield {**RECORD, "config": {**settings, "candidate": kind}, "metrics": metrics}
+
+    monkeypatch.setattr(sources, "RESULTS", tmp_path)
+    path, older = tmp_path / "bench_gpt_a-cpu-2-threads.jsonl", ["softmax", "gka", "gka-keys", "gka-rotated"]
+    write(path, compared(older, 111))
+    assert "111" not in benchmarks.decode()
+    write(path, [*compared(older, 111), *compared(benchmarks.DECODERS, 222)])
+    assert benchmarks.decode().count("| 222 | 222 |") == 4
+    assert set(benchmarks.DECODERS) == {"softmax", "gka", *bench_gpt.DECODE_ONLY}
+
+
+def test_the_measured_vision_demo_reaches_what_it_promises():
+    """Every model, with both seeds, raw and averaged weights, on the third of the digits that was held out."""
+    records = [json.loads(line) for line in (ROOT / "runs/results/demo_vision.jsonl").read_text().splitlines()]
+    found = sorted((record["label"], record["config"]["seed"]) for record in records)
+    assert found == [(label, seed) for label in ("GKA", "VLT", "softmax") for seed in (0, 1)]
+    for record in records:
+        assert record["metrics"]["images"] == 599 and min(record["metrics"][key] for key in ("top1", "ema_top1")) >= 95

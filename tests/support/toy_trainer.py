@@ -1,0 +1,85 @@
+"""The smallest trainer that the loop drives: its weights are a sum that depends on every step and on their order."""
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from trainkit.cli import MayChange, run
+from trainkit.loop import launch
+from trainkit.run_config import RunConfig
+from trainkit.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class ToyConfig(RunConfig):
+    """Add up numbers."""
+
+    steps: int = 12
+    """How many."""
+    rate: float = 1.0
+    """What they are multiplied with."""
+    seconds: MayChange[float] = 0.0
+    """How long a step takes."""
+
+
+class ToyTrainer(Trainer):
+    KIND, STEP, LOWER, FINISH_KEYS = "toy", "round", "a lower --rate", ("total",)
+    CPU = torch.device("cpu")
+
+    def __init__(self, config, runtime, found=None):
+        super().__init__(config, runtime)
+        self.model, self.steps = torch.nn.Linear(2, 1, bias=False), config.steps
+        if found is not None:
+            self.state = found.state["progress"]
+            self.model.load_state_dict(found.tensors("model"))
+
+    def announce(self):
+        return {}
+
+    def step(self, asked_to_stop):
+        time.sleep(self.config.seconds)
+        self.state["step"] += 1
+        with torch.no_grad():
+            self.model.weight.mul_(1 + self.config.rate / self.state["step"]).add_(self.state["step"])
+        return {"loss": self.total()}, asked_to_stop
+
+    def total(self):
+        return self.model.weight.sum().item()
+
+    def status(self, numbers):
+        return f"loss {numbers['loss']:.1f}"
+
+    def describe(self, numbers):
+        return f"round {self.state['step']}", numbers
+
+    def must_save(self):
+        return self.due(self.config.eval_every)
+
+    def tensors(self):
+        return {"model": self.model.state_dict()}
+
+    def about(self):
+        return {}
+
+    def evaluate(self, stop):
+        return True
+
+    def report(self, log, stop, bar):
+        step = self.state["step"]
+        if (step == 0 or self.due(self.config.eval_every)) and not log.has("eval", step, "saved"):
+            if not self.evaluate(stop):
+                return False
+            saved = sorted(int(path.name[5:]) for path in (self.folder / "checkpoints").glob("step_*"))
+            log.log("eval", step, saved=saved)
+        return True
+
+    def summary(self, log):
+        return {"total": self.total()}
+
+    def result_text(self, summary):
+        return f"total {summary['total']:.1f}"
+
+
+if __name__ == "__main__":
+    run(lambda config: launch(config, ToyTrainer), ToyConfig)

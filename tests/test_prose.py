@@ -1,0 +1,143 @@
+"""What keeps the pages and the code readable: widths, lengths, links, commands that exist, plain phrases."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from sources import FENCE, GENERATED, PACKAGES, ROOT, modules, tracked
+
+WIDTH, FILE_LINES, FUNCTION_LINES = 120, 350, 60
+PAGE_LINES = {"README.md": 150, "CONTRIBUTING.md": 100}
+URL = re.compile(r"https?://\S+")
+LINK = re.compile(r"\[[^\]]*\]\(([^()\s]+)\)")
+MAKE = re.compile(r"\bmake(?: -n)?(?: [A-Z_]+=\S+)* ([a-z][a-z0-9{},-]*)")
+MODULE = re.compile(rf"-m (?:-- )?((?:{'|'.join(PACKAGES)})(?:\.\w+)*)")
+UNPLAIN = (
+    r"(?<!there )(?<!where )\b(?:is|are|was|were) no (?!longer\b|more\b|less\b|better\b|worse\b|faster\b|slower\b)",
+    r"\bdeaf (?:to|of)\b",
+    r"\bthe leave to\b",
+    r"\bto insist\b",
+    r"\bwhat is there\b",
+    r"\bgone data\b",
+)
+PAGES = tracked(".md")
+TEXTS = [path for path in tracked() if path.suffix in {".py", ".md", ".toml", ".yml", ".sh", ".cff"}]
+TEXTS += [path for path in (Path("Makefile"), Path(".ci/run")) if (ROOT / path).exists()]
+CODE = tracked(".py")
+
+
+def page(path):
+    """A Markdown page without the tables that runs.tables writes."""
+    return GENERATED.sub("", (ROOT / path).read_text())
+
+
+def commands(path):
+    """The code of a page: its fenced blocks and its code spans."""
+    text = page(path)
+    return "\n".join(FENCE.findall(text) + re.findall(r"`([^`\n]+)`", FENCE.sub("", text)))
+
+
+def anchors(path):
+    """The anchors that GitHub gives the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", (ROOT / path).read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def targets():
+    """Patterns of the targets that the Makefile has."""
+    rules = re.findall(r"^([\w%.][\w%. -]*):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    return [re.escape(name).replace("%", ".+") for names in rules for name in names.split()]
+
+
+def expand(word):
+    """`a-{b,c}` is a-b and a-c."""
+    choice = re.search(r"\{([^}]*)\}", word)
+    if not choice:
+        return [word]
+    start, end = word[: choice.start()], word[choice.end() :]
+    return [whole for part in choice[1].split(",") for whole in expand(start + part + end)]
+
+
+def test_lines_are_narrow():
+    """A row of a Markdown table cannot be broken, nor can a web address."""
+    wide = []
+    for path in TEXTS:
+        text = page(path) if path.suffix == ".md" else (ROOT / path).read_text()
+        for line in text.splitlines():
+            breakable = path.suffix != ".md" or not line.startswith("|")
+            if breakable and len(URL.sub("", line)) > WIDTH:
+                wide.append(f"{path}: {len(line)}: {line[:60]}")
+    assert not wide, "\n".join([str(len(wide)), *wide])
+
+
+def test_python_files_are_short():
+    lengths = {str(path): len((ROOT / path).read_text().splitlines()) for path in CODE}
+    assert {path: length for path, length in lengths.items() if length > FILE_LINES} == {}
+
+
+def test_functions_are_short():
+    long = {}
+    for path in CODE:
+        for node in ast.walk(ast.parse((ROOT / path).read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                length = node.end_lineno - node.lineno + 1
+                if length > FUNCTION_LINES:
+                    long[f"{path}: {node.name}"] = length
+    assert not long
+
+
+@pytest.mark.parametrize("name, limit", PAGE_LINES.items())
+def test_pages_are_short(name, limit):
+    assert len((ROOT / name).read_text().splitlines()) <= limit
+
+
+@pytest.mark.parametrize("path", PAGES, ids=str)
+def test_links_between_pages_resolve(path):
+    for target in LINK.findall(FENCE.sub("", (ROOT / path).read_text())):
+        if URL.match(target):
+            continue
+        name, _, anchor = target.partition("#")
+        linked = (ROOT / path.parent / name).resolve() if name else ROOT / path
+        assert linked.exists(), target
+        assert not anchor or anchor in anchors(linked), target
+
+
+@pytest.mark.parametrize("path", PAGES, ids=str)
+def test_make_targets_that_a_page_names_exist(path):
+    rules = targets()
+    named = {name for word in MAKE.findall(commands(path)) for name in expand(word)}
+    assert not [name for name in named if not any(re.fullmatch(rule, name) for rule in rules)]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=str)
+def test_modules_that_a_page_runs_can_be_run(path):
+    names = modules()
+    for name in MODULE.findall(commands(path)):
+        program = names.get(f"{name}.__main__", names.get(name))
+        assert program is not None, name
+        assert '__name__ == "__main__"' in program.read_text() or program.name == "__main__.py", name
+
+
+def test_the_readme_names_every_folder():
+    folders = {path.parts[0] for path in tracked() if len(path.parts) > 1}
+    text = (ROOT / "README.md").read_text()
+    assert not [name for name in folders if f"{name}/" not in text]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_readme_names_every_room(package):
+    text = (ROOT / package / "README.md").read_text()
+    rooms = {path.parts[1] for path in CODE if path.parts[0] == package and len(path.parts) > 2}
+    assert not [name for name in rooms if f"{name}/" not in text]
+
+
+def test_phrases_are_plain():
+    """Code spans of a page may quote what not to write."""
+    found = []
+    for path in [*PAGES, *(path for path in CODE if path.name != "test_prose.py")]:
+        text = re.sub(r"`[^`\n]*`", "", page(path)) if path.suffix == ".md" else (ROOT / path).read_text()
+        for match in re.finditer("|".join(UNPLAIN), text, re.IGNORECASE):
+            found.append(f"{path}:{text[: match.start()].count(chr(10)) + 1}: {text[match.start() :][:50]!r}")
+    assert not found, "\n".join(found)

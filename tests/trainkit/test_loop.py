@@ -1,0 +1,195 @@
+"""The loop, with a trainer that adds up numbers: resuming, stopping, killing, and recording the end once."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+import tiny
+from processes import signals_kept
+from toy_trainer import ToyConfig, ToyTrainer
+from trainkit import checkpoint
+from trainkit.cli import UserError
+from trainkit.distributed import Runtime
+from trainkit.loop import finish_record, launch
+from trainkit.progress import read_events
+from trainkit.results import read_results
+
+STEPS = 12
+
+
+@pytest.fixture(autouse=True)
+def handlers():
+    with signals_kept():
+        yield
+
+
+@pytest.fixture
+def config(tmp_path):
+    return ToyConfig(
+        out=tmp_path, results=tmp_path / "results.jsonl", model_tag="run", device_type="cpu", steps=STEPS, save_every=3,
+        eval_every=4, log_every=1,
+    )  # fmt: skip
+
+
+def events(config, event):
+    return [record["step"] for record in read_events(config.folder / "log.jsonl", event)]
+
+
+def weights(config):
+    return checkpoint.load_newest(config.folder / "checkpoints", warn=pytest.fail).tensors("model")["weight"].tolist()
+
+
+@pytest.fixture
+def whole(config, tmp_path):
+    """The weights of a run that nothing interrupted."""
+    launch(replace(config, out=tmp_path / "whole", results=tmp_path / "whole.jsonl"), ToyTrainer)
+    return weights(replace(config, out=tmp_path / "whole"))
+
+
+def test_a_run_saves_before_it_evaluates_and_records_its_end_once(config, capsys):
+    launch(config, ToyTrainer)
+    assert events(config, "train") == list(range(1, STEPS + 1)) and events(config, "eval") == [0, 4, 8, 12]
+    assert [record["saved"] for record in read_events(config.folder / "log.jsonl", "eval")] == [
+        [],
+        [3, 4],
+        [6, 8],
+        [9, 12],
+    ]
+    assert [path.name for path in sorted((config.folder / "checkpoints").iterdir())] == [
+        "step_00000009",
+        "step_00000012",
+    ]
+    (result,) = read_results(config.results)
+    assert result["kind"] == "toy" and result["config"] == {"seed": 42, "steps": STEPS, "rate": 1.0, "model_tag": "run"}
+    assert finish_record(config.folder, ("total",))["total"] == result["metrics"]["total"]
+    printed = capsys.readouterr().out
+    assert f"{config.folder}: finished, total" in printed and "resuming" not in printed
+    launch(config, ToyTrainer)
+    assert f"{config.folder}: already trained for its {STEPS} rounds" in capsys.readouterr().out
+    assert len(read_results(config.results)) == 1 and events(config, "start") == [0]
+
+
+@pytest.mark.parametrize("stop", range(1, STEPS))
+def test_a_run_stopped_anywhere_goes_on_to_the_same_weights(config, whole, stop, capsys):
+    launch(replace(config, stop_after=stop), ToyTrainer)
+    printed = capsys.readouterr().out
+    assert f"stopped at round {stop} of {STEPS}, saved; continue with: " in printed and "finished" not in printed
+    assert checkpoint.load_newest(config.folder / "checkpoints").step == stop and not read_results(config.results)
+    launch(config, ToyTrainer)
+    assert f"resuming at round {stop} of {STEPS}" in capsys.readouterr().out
+    assert weights(config) == whole and events(config, "train") == list(range(1, STEPS + 1))
+    assert events(config, "eval") == [0, 4, 8, 12] and len(read_results(config.results)) == 1
+
+
+def test_a_signal_ends_the_loop_after_its_step_and_a_save(config, whole, monkeypatch, capsys):
+    step = ToyTrainer.step
+
+    def interrupted(self, asked_to_stop):
+        if self.state["step"] == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, asked_to_stop)
+
+    monkeypatch.setattr(ToyTrainer, "step", interrupted)
+    launch(config, ToyTrainer)
+    monkeypatch.undo()
+    stopped = checkpoint.load_newest(config.folder / "checkpoints").step
+    assert stopped in (7, 8) and f"stopped at round {stopped} of {STEPS}, saved" in capsys.readouterr().out
+    launch(config, ToyTrainer)
+    assert weights(config) == whole
+
+
+def test_an_evaluation_that_a_signal_cut_short_is_made_by_the_next_process(config, whole, monkeypatch):
+    monkeypatch.setattr(ToyTrainer, "evaluate", lambda trainer, stop: trainer.state["step"] < 8)
+    launch(config, ToyTrainer)
+    assert events(config, "eval") == [0, 4] and checkpoint.load_newest(config.folder / "checkpoints").step == 8
+    monkeypatch.undo()
+    launch(config, ToyTrainer)
+    assert events(config, "eval") == [0, 4, 8, 12] and weights(config) == whole
+
+
+def test_kill_9_at_any_moment_goes_on_to_the_same_weights(config, whole):
+    command = [sys.executable, "-m", "toy_trainer", "--out", config.out, "--results", config.results, "--steps", STEPS]
+    command += shlex.split(
+        "--model-tag run --device-type cpu --save-every 3 --eval-every 4 --log-every 1 --seconds 0.05"
+    )
+    environment = {**tiny.environment(), "PYTHONPATH": os.pathsep.join(sys.path)}
+    for kill_at in (5, 10):
+        process = subprocess.Popen(list(map(str, command)), env=environment, stdout=subprocess.DEVNULL)
+        while process.poll() is None and (events(config, "train") or [0])[-1] < kill_at:
+            time.sleep(0.002)
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+    launch(config, ToyTrainer)
+    assert weights(config) == whole and events(config, "train") == list(range(1, STEPS + 1))
+    assert len(read_results(config.results)) == 1
+
+
+def test_a_kill_before_the_record_of_the_end_loses_nothing(config, whole):
+    launch(config, ToyTrainer)
+    log = config.folder / "log.jsonl"
+    for missing in (("finish",), ("eval", "finish")):
+        lines = [record for record in read_events(log) if record["event"] not in missing or record["step"] < STEPS]
+        log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        launch(config, ToyTrainer)
+        assert events(config, "eval") == [0, 4, 8, 12] and events(config, "finish") == [STEPS]
+    totals = [record["metrics"]["total"] for record in read_results(config.results)]
+    assert len(totals) == 3 and len(set(totals)) == 1
+
+
+def test_a_finish_record_that_lacks_a_value_does_not_count(config):
+    launch(config, ToyTrainer)
+    tiny.damage_log(config.folder / "log.jsonl", finish="total")
+    assert finish_record(config.folder, ToyTrainer.FINISH_KEYS) is None
+    launch(config, ToyTrainer)
+    assert finish_record(config.folder, ToyTrainer.FINISH_KEYS) is not None and len(read_results(config.results)) == 2
+
+
+def test_the_command_that_continues_a_stopped_run_is_this_processs(config, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train", "--out", "two words"])
+    launch(replace(config, stop_after=2), ToyTrainer)
+    command = re.search("continue with: (.*)", capsys.readouterr().out)[1]
+    assert shlex.split(command)[-2:] == ["--out", "two words"]
+
+
+def test_numbers_that_are_not_finite_end_a_run_and_name_the_last_checkpoint(config):
+    with pytest.raises(UserError) as raised:
+        launch(replace(config, rate=1e10), ToyTrainer)
+    assert re.fullmatch(
+        r"the weights are not finite at round \d+; they were not saved. Last checkpoint: .*step_0000000\d. "
+        r"Start a new --model-tag with a lower --rate", str(raised.value)
+    )  # fmt: skip
+    trainer = ToyTrainer(replace(config, model_tag="new"), Runtime(0, 1, ToyTrainer.CPU))
+    message = str(trainer.diverged("the sum is nan"))
+    assert message.startswith(
+        "the sum is nan at round 0; the weights were not touched. Last checkpoint: none was saved yet."
+    )
+    trainer.model.weight.data.fill_(float("inf"))
+    assert "; an earlier round has ruined the weights." in str(trainer.diverged("the sum is nan"))
+
+
+def test_what_a_trainer_started_is_ended_however_training_ends(config, monkeypatch):
+    closed = []
+    monkeypatch.setattr(ToyTrainer, "close", lambda trainer: closed.append(trainer.state["step"]))
+    launch(config, ToyTrainer)
+    monkeypatch.setattr(ToyTrainer, "evaluate", lambda trainer, stop: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        launch(replace(config, model_tag="failing"), ToyTrainer)
+    assert closed == [STEPS, 0]
+
+
+def test_a_run_continues_with_its_own_settings_or_names_the_flag(config, capsys):
+    launch(replace(config, stop_after=4), ToyTrainer)
+    with pytest.raises(
+        UserError, match=r"--rate is 2.0 but the run in .*/run has 1.0; use its value, or another --model-tag"
+    ):
+        launch(replace(config, rate=2.0), ToyTrainer)
+    launch(replace(config, save_every=1, keep=9, log_every=5, eval_every=-1), ToyTrainer)
+    assert "resuming at round 4" in capsys.readouterr().out and events(config, "eval") == [0, 12]

@@ -1,0 +1,117 @@
+"""The loop of every trainer: resume, announce, then step, log, save and report until the end or a signal, and finish.
+
+What a step computes and what is reported is the trainer's (`trainkit.trainer`). Nothing is lost: a checkpoint is
+written before every evaluation, a signal ends the loop after its step and a save, and a run that was killed at any
+moment continues from its newest intact checkpoint; what its log has already is not done again.
+"""
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from trainkit import checkpoint
+from trainkit.checkpoint import Checkpoint
+from trainkit.cli import command_line
+from trainkit.distributed import Runtime, Stop, running
+from trainkit.files import locked
+from trainkit.progress import RunLog, progress_bar, read_events
+from trainkit.results import append_result, check_appendable
+from trainkit.run_config import RunConfig
+from trainkit.trainer import Trainer
+
+LOG = "log.jsonl"
+
+
+def launch(config: RunConfig, make_trainer: Callable[[Any, Runtime, Checkpoint | None], Trainer]) -> None:
+    """Train the run of `config` from where it stands to its end. Its numbers are recorded once.
+
+    Raises UserError, on every process, for anything that the user can mend.
+    """
+    config.check()
+    with running(config.device_type, config.seed) as runtime, contextlib.ExitStack() as held:
+
+        def prepare() -> tuple[Trainer, RunLog]:
+            if runtime.is_main:
+                held.enter_context(locked(config.folder, "training in"))
+                check_appendable(config.results)
+            trainer = make_trainer(config, runtime, resume(config, runtime))
+            log = RunLog(
+                config.folder / LOG,
+                resume_step=trainer.state["step"],
+                wandb_mode=config.wandb,
+                name=config.tag,
+                config=config.identity(),
+                enabled=runtime.is_main,
+            )
+            held.callback(log.close)
+            return trainer, log
+
+        trainer, log = runtime.agree(prepare)
+        held.callback(trainer.close)
+        runtime.broadcast(trainer.model.parameters())
+        if runtime.any(log.enabled and finish_record(config.folder, trainer.FINISH_KEYS, trainer.steps) is not None):
+            runtime.print(f"{config.folder}: already trained for its {trainer.steps:,} {trainer.STEP}s")
+            return
+        announce(trainer, log)
+        if not train(trainer, log, Stop()):
+            where = f"{trainer.STEP} {trainer.state['step']} of {trainer.steps}"
+            runtime.print(f"stopped at {where}, saved; continue with: {command_line()}")
+        elif runtime.is_main:
+            finish(trainer, log)
+
+
+def resume(config: RunConfig, runtime: Runtime) -> Checkpoint | None:
+    """The newest intact checkpoint of the run, if there is one. Raises UserError if its settings are not `config`'s."""
+    found = checkpoint.load_newest(
+        config.folder / "checkpoints", warn=lambda message: runtime.print(f"warning: {message}")
+    )
+    if found is not None:
+        config.check_continues(found.state["train_config"])
+    return found
+
+
+def announce(trainer: Trainer, log: RunLog) -> None:
+    """Say what will be trained and from where."""
+    step, start = trainer.state["step"], trainer.announce()
+    if step:
+        trainer.runtime.print(f"resuming at {trainer.STEP} {step} of {trainer.steps}")
+    log.log("start", step, config=trainer.config.identity(), world_size=trainer.runtime.world_size, **start)
+
+
+def train(trainer: Trainer, log: RunLog, stop: Stop) -> bool:
+    """Train to the last step. Returns False if a signal or --stop-after ended it early. The state is saved."""
+    config, steps = trainer.config, trainer.steps
+    with progress_bar() as bar:
+        task = bar.add_task(config.tag, total=steps, completed=trainer.state["step"], status="")
+        if not trainer.report(log, stop, bar):
+            return False
+        while trainer.state["step"] < steps:
+            numbers, stopping = trainer.step(stop.requested)
+            step = trainer.state["step"]
+            stopping = (stopping or step == config.stop_after) and step < steps
+            bar.update(task, completed=step, status=trainer.status(numbers))
+            if step % config.log_every == 0 or step in (1, steps):
+                text, values = trainer.describe(numbers)
+                log.log("train", step, text, **values)
+            if stopping or trainer.due(config.save_every) or trainer.must_save():
+                trainer.save()
+            if stopping or not trainer.report(log, stop, bar):
+                return False
+    return True
+
+
+def finish(trainer: Trainer, log: RunLog) -> None:
+    """Record the numbers of a finished run. On rank 0."""
+    config, summary = trainer.config, trainer.summary(log)
+    append_result(
+        config.results, trainer.KIND, config.record(), summary, trainer.runtime.device, trainer.runtime.world_size
+    )
+    log.log("finish", trainer.steps, **summary)
+    print(f"{config.folder}: finished, {trainer.result_text(summary)}")
+
+
+def finish_record(folder: Path, keys: tuple[str, ...], step: int | None = None) -> dict[str, Any] | None:
+    """The record that the finished run in `folder` ends with, if it has all `keys`; step: of the run's length."""
+    records = read_events(folder / LOG, "finish", *keys)
+    return next((record for record in records if step in (None, record["step"])), None)

@@ -1,0 +1,129 @@
+"""What the loop asks of a trainer: its steps, its reports and its state, in the order in which the loop calls them."""
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from rich.progress import Progress
+
+from trainkit import checkpoint
+from trainkit.checkpoint import Tensors
+from trainkit.cli import UserError
+from trainkit.distributed import Runtime, Stop
+from trainkit.progress import RunLog
+from trainkit.run_config import RunConfig
+
+
+class Trainer(ABC):
+    """A run that `trainkit.loop` trains. Everything is called on every process unless its docstring says otherwise.
+
+    A subclass is built with (config, runtime, found): `found` is the checkpoint that it continues from, or None. Its
+    constructor may raise UserError, but must not wait for other processes. It sets
+        model: the weights; the loop gives every process those of rank 0
+        steps: the length of the run
+        state: the progress that a checkpoint keeps, JSON; state["step"] counts the steps that are done
+    """
+
+    KIND: ClassVar[str]  # of the line that a finished run adds to the results
+    STEP: ClassVar[str] = "step"  # what messages call one
+    LOWER: ClassVar[str]  # what to lower for a run that diverged
+    FINISH_KEYS: ClassVar[
+        tuple[str, ...]
+    ]  # what the record of a finished run must have to count; `summary` returns them
+
+    model: torch.nn.Module
+    steps: int
+
+    def __init__(self, config: RunConfig, runtime: Runtime):
+        self.config, self.runtime, self.folder = config, runtime, config.folder
+        self.state: dict[str, Any] = {"step": 0}
+
+    # In run order
+
+    @abstractmethod
+    def announce(self) -> dict[str, Any]:
+        """Print what will be trained and prepare what takes all processes. Returns what the log's start record adds."""
+
+    @abstractmethod
+    def report(self, log: RunLog, stop: Stop, bar: Progress) -> bool:
+        """Evaluate if that is due at this step and not in the log already. Returns False if a signal ended it early."""
+
+    @abstractmethod
+    def step(self, asked_to_stop: bool) -> tuple[dict[str, float], bool]:
+        """Train one step. Returns its numbers, and whether any process was asked to stop.
+
+        Raises `self.diverged` instead of touching the weights with a loss or a gradient that is not finite.
+        """
+
+    @abstractmethod
+    def status(self, numbers: dict[str, float]) -> str:
+        """A few words for the progress bar about a step with these numbers."""
+
+    @abstractmethod
+    def describe(self, numbers: dict[str, float]) -> tuple[str, dict[str, Any]]:
+        """The printed line and the log's record of a step with these numbers."""
+
+    @abstractmethod
+    def must_save(self) -> bool:
+        """Whether to save at this step whatever --save-every says, such as before an evaluation, which takes long."""
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensors]:
+        """What a checkpoint keeps as tensors, by file. Waiting for other processes is fine here."""
+
+    @abstractmethod
+    def about(self) -> dict[str, Any]:
+        """What else a checkpoint says, JSON. On rank 0."""
+
+    def files(self) -> dict[str, Path]:
+        """Files that a checkpoint takes copies of, by the copy's name. On rank 0."""
+        return {}
+
+    @abstractmethod
+    def summary(self, log: RunLog) -> dict[str, Any]:
+        """The numbers of the finished run. On rank 0. Raises UserError if it has none."""
+
+    @abstractmethod
+    def result_text(self, summary: dict[str, Any]) -> str:
+        """The most important of these numbers in words."""
+
+    def close(self) -> None:  # noqa: B027 (most have nothing to end)
+        """End what training started, such as worker processes, however training ended."""
+
+    # What subclasses share
+
+    def due(self, every: int) -> bool:
+        """Whether this is the last step or one of every `every` (-1: never)."""
+        step = self.state["step"]
+        return step == self.steps or (every > 0 and step % every == 0)
+
+    def save(self, folder: str = "checkpoints", leave_out: tuple[str, ...] = (), keep: int | None = None) -> None:
+        """Write a checkpoint into `folder` of the run, without the tensors in `leave_out`.
+
+        Raises UserError for weights that are not finite, before they take the place of some that are.
+        """
+        if not self.is_finite():
+            raise self.diverged("the weights are not finite", consequence="they were not saved")
+        tensors = {name: group for name, group in self.tensors().items() if name not in leave_out}
+        if self.runtime.is_main:
+            state = {"train_config": self.config.identity(), "progress": self.state, **self.about()}
+            checkpoint.save(
+                self.folder / folder, self.state["step"], tensors, state, self.files(), keep or self.config.keep
+            )
+        self.runtime.barrier()
+
+    def is_finite(self) -> bool:
+        """Whether every weight is; once one is not, it stays so."""
+        return all(bool(parameter.isfinite().all()) for parameter in self.model.parameters())
+
+    def diverged(self, reason: str, details: str = "", consequence: str = "") -> UserError:
+        """The error that ends a run whose numbers are not finite: what that means for the weights, and what is left."""
+        if not consequence:
+            ruined = f"an earlier {self.STEP} has ruined the weights"
+            consequence = "the weights were not touched" if self.is_finite() else ruined
+        saved = sorted((self.folder / "checkpoints").glob("step_*"))
+        return UserError(
+            f"{reason} at {self.STEP} {self.state['step']}{details}; {consequence}. Last checkpoint: "
+            f"{saved[-1] if saved else 'none was saved yet'}. Start a new --model-tag with {self.LOWER}"
+        )
