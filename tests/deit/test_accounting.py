@@ -28,10 +28,10 @@ MAIN_RESULTS = {
 }
 
 
-# Parameter and compute efficiency: parameters, attention, MLP (M), sigma, FLOPs (G), checkpoint (MB), what the checkpoint
-# figure is the size of, and the reductions of parameters, attention and FLOPs (%). Its 9.22 for DeiT-S is twice timm's
-# published 4.61 GMACs, which count LayerNorm too; all eleven other FLOP figures count matrix products alone, and so does
-# the main table's 9.20, which we follow.
+# Parameter and compute efficiency: parameters, attention, MLP (M), sigma, FLOPs (G), checkpoint (MB), what the
+# checkpoint figure is the size of, and the reductions of parameters, attention and FLOPs (%). Its 9.22 for DeiT-S is
+# twice timm's published 4.61 GMACs, which count LayerNorm too; all eleven other FLOP figures count matrix products
+# alone, and so does the main table's 9.20, which we follow.
 EFFICIENCY = {
     ("softmax", "tiny"): ("5.72", "1.78", "3.55", "0", "2.51", "21.9", "file", None),
     ("gka", "tiny"): ("4.38", "0.44", "3.55", "36", "1.98", "16.7", "weights", ("-23", "-75", "-21")),
@@ -126,11 +126,12 @@ def counted(model: nn.Module) -> tuple[int, int, int, int]:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", ATTENTION)
 def test_built_models_have_the_computed_cost(kind, size):
-    """FlopCounterMode counts 2 x multiply-accumulates of matrix products and convolutions, exactly the paper's convention.
+    """FlopCounterMode counts 2 x multiply-accumulates of matrix products and convolutions, exactly the paper's
+    convention.
 
-    It does not know the CPU's fused attention kernels, hence SDPA's "math" backend. Our fused path carries
-    |x_j|^2 / (2 sigma^2) in one more channel per head, in the Gram matrix and in the mixing: 4 N^2 per head and block that
-    the paper does not count (0.3 % of GKA-Ti).
+    It does not know the CPU's fused attention kernels, hence SDPA's "math" backend. Our fused path carries |x_j|^2 /
+    (2 sigma^2) in one more channel per head, in the Gram matrix and in the mixing: 4 N^2 per head and block that the
+    paper does not count (0.3 % of GKA-Ti).
     """
     model, ours = empty_model(kind, size), cost(kind, size)
     assert counted(model) == (ours.parameters, ours.attention, ours.mlp, ours.bandwidths)

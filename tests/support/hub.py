@@ -10,7 +10,8 @@ FOLDER = "/datasets/karpathy/fineweb-edu-100b-shuffle/resolve/main/"
 
 
 class Hub(ThreadingHTTPServer):
-    """What hf_hub_download needs of the hub: HEAD with ETag and commit, GET with ranges. `trouble[name]` is what the next GETs run into."""
+    """What hf_hub_download needs of the hub: HEAD with ETag and commit, GET with ranges. `trouble[name]` is what
+    the next GETs run into."""
 
     daemon_threads = True
 
@@ -84,6 +85,13 @@ class HubHandler(BaseHTTPRequestHandler):
 
 
 def environment(port: int) -> dict[str, str]:
-    """The hub's client talks to this port."""
-    return {**tiny.environment(), "HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1",
-            "HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}  # fmt: skip
+    """The environment of a process whose client of the hub talks to this port."""
+    return {
+        **tiny.environment(),
+        "HF_ENDPOINT": f"http://127.0.0.1:{port}",
+        "HF_HUB_OFFLINE": "0",
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "NO_PROXY": "127.0.0.1",
+        "no_proxy": "127.0.0.1",
+    }
