@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from gka import dot_product_attention, gaussian_attention, inverse_variance, select_impl, testing
 from gka.api import EPS
 from gka.masking import Mask
-from runs.bench.timing import disagreement
+from runs.bench.gate import disagreement
 
 FORWARD, FULL = "forward", "forward+backward"
 GATE_TOKENS = {"cuda": 2048, "cpu": 512}  # float64 builds T x T matrices
