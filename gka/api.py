@@ -1,21 +1,31 @@
-"""The operator's one door: validate, choose the implementation, call it. Layout everywhere: (B, T, H, D).
+"""The operator's one door: check the arguments, make the request, choose the implementation, call it. Layout everywhere: (B, T, H, D).
 
 Legend: B batch, T tokens (Tq queries, Tk keys), H heads, D head_dim.
 """
 
 import contextlib
+from typing import Any, Protocol
 
 import torch
 
 from gka import validation
-from gka.impl import flex, reference, sdpa
-from gka.impl.triton import op as triton_op
+from gka.impl import flex, reference, sdpa, triton
 from gka.masking import Mask
+from gka.request import GaussianRequest, SoftmaxRequest
 
-# A fused implementation is a module with `gaussian` and `unavailable` (why it cannot serve a request, or None); one for the softmax baseline
-# has `dot_product` too.
-FUSED = {"triton": triton_op, "flex": flex, "sdpa": sdpa}
-SOFTMAX = {name: module for name, module in FUSED.items() if hasattr(module, "dot_product")}
+
+class Implementation(Protocol):
+    """A module or package of gka/impl. One that serves the softmax baseline has `dot_product(SoftmaxRequest)` too."""
+
+    def unavailable(self, request: GaussianRequest) -> str | None:
+        """Why it cannot serve this request, or None if it can."""
+
+    def gaussian(self, request: GaussianRequest) -> torch.Tensor:
+        """y, (B, Tq, H, D) in the dtype of x."""
+
+
+IMPLEMENTATIONS: dict[str, Implementation] = {"reference": reference, "triton": triton, "flex": flex, "sdpa": sdpa}
+BASELINES: dict[str, Any] = {name: impl for name, impl in IMPLEMENTATIONS.items() if hasattr(impl, "dot_product")}
 EPS = 1e-6
 
 
@@ -65,26 +75,17 @@ def gaussian_attention(
     validation.check_features("x", x)
     validation.check_log_sigma(log_sigma, x)
     validation.check_eps(eps)
-    foreign_keys = keys is not None
-    keys = x if keys is None else keys
-    values = keys if values is None else values
-    x, keys, values = _to_autocast_dtype(x, keys, values)
-    mask = _check(x, keys, values, causal, window)
-    name = select_impl(x, log_sigma=log_sigma, keys=keys, values=values, causal=causal, window=window, constant_norm=constant_norm,
-                       return_weights=return_weights, impl=impl)  # fmt: skip
-
+    request = _gaussian_request(x, log_sigma, keys, values, causal, window, constant_norm, eps, return_weights, impl)
+    name = _choose(request, return_weights, impl)
     with without_autocast(x.device.type):
-        if name == "reference":
-            y, weights = reference.gaussian(x, keys, values, log_sigma, mask, None if foreign_keys else eps)
-            return (y, weights) if return_weights else y
-        keys, values = _drop_hidden(mask, x.shape[1], keys, values)
-        mask = mask.simplify(x.shape[1], keys.shape[1])
-        return FUSED[name].gaussian(x, keys, values, log_sigma, mask, constant_norm, None if foreign_keys else eps)
+        if return_weights:
+            return reference.output_and_weights(request)
+        return IMPLEMENTATIONS[name].gaussian(request)
 
 
-def dot_product_attention(
-    q, k, v, *, causal: bool = False, window: int | None = None, scale: float | None = None, impl: str = "auto"
-):
+def dot_product_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False,
+                          window: int | None = None, scale: float | None = None,
+                          impl: str = "auto") -> torch.Tensor:  # fmt: skip
     """softmax(scale * q.k) v with the same layout, masks and implementations: the baseline every comparison uses.
 
     q: (B, Tq, H, D); k, v: (B, Tk, H, D), one device and, unless autocast is on, one dtype. scale: None means 1 / sqrt(D).
@@ -92,86 +93,104 @@ def dot_product_attention(
     Raises as `gaussian_attention`; impl="reference" is not offered.
     """
     validation.check_features("q", q)
-    q, k, v = _to_autocast_dtype(q, k, v)
-    mask = _check(q, k, v, causal, window, names=("k", "v"))
-    if impl not in ("auto", *SOFTMAX):
-        raise ValueError(f"dot_product_attention's impl must be one of auto, {', '.join(SOFTMAX)}, got {impl!r}")
-    k, v = _drop_hidden(mask, q.shape[1], k, v)
-    mask = mask.simplify(q.shape[1], k.shape[1])
-    needs_grad = _needs_grad(q, k, v)
+    q, keys, values, mask = _prepare(q, k, v, causal, window, names=("k", "v"))
+    if impl not in ("auto", *BASELINES):
+        raise ValueError(f"dot_product_attention's impl must be one of auto, {', '.join(BASELINES)}, got {impl!r}")
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    request = SoftmaxRequest(q, keys, values, mask, _needs_grad(q, k, v), scale)
     if impl == "auto":
-        impl = "flex" if q.is_cuda and mask.window is not None and not flex.unavailable(q, needs_grad) else "sdpa"
-    elif obstacle := SOFTMAX[impl].unavailable(q, needs_grad):
-        raise ValueError(f'impl="{impl}" is unavailable: {obstacle}; use impl="auto"')
-    return SOFTMAX[impl].dot_product(q, k, v, mask, q.shape[-1] ** -0.5 if scale is None else scale)
+        impl = "flex" if q.is_cuda and mask.window is not None and not flex.unavailable(request) else "sdpa"
+    elif obstacle := BASELINES[impl].unavailable(request):
+        raise _unavailable(impl, obstacle)
+    return BASELINES[impl].dot_product(request)
 
 
-def select_impl(x, *, log_sigma=None, keys=None, values=None, causal=False, window=None, constant_norm=False, return_weights=False,
-                impl: str = "auto") -> str:  # fmt: skip
+def select_impl(x: torch.Tensor, *, log_sigma: torch.Tensor | None = None, keys: torch.Tensor | None = None,
+                values: torch.Tensor | None = None, causal: bool = False, window: int | None = None,
+                constant_norm: bool = False, return_weights: bool = False, impl: str = "auto") -> str:  # fmt: skip
     """The name of the implementation that `gaussian_attention` runs for these arguments; never "auto".
 
     auto: "reference" if W is wanted; on CUDA "triton", or where it cannot serve the request "flex" if SDPA would need a dense mask or extra
     channels; else "sdpa". Raises ValueError if `impl` is unknown or cannot serve the request.
     """
+    log_sigma = x.new_zeros(x.shape[2], dtype=torch.float32) if log_sigma is None else log_sigma
+    request = _gaussian_request(x, log_sigma, keys, values, causal, window, constant_norm, EPS, return_weights, impl)
+    return _choose(request, return_weights, impl)
+
+
+def check_impl(impl) -> None:
+    """impl is "auto" or a name in IMPLEMENTATIONS; ValueError otherwise."""
+    if impl not in ("auto", *IMPLEMENTATIONS):
+        raise ValueError(f"impl must be one of auto, {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
+
+
+def without_autocast(device_type: str) -> contextlib.AbstractContextManager:
+    """A context in which operations keep their arguments' dtype; also for devices that have no autocast, such as meta."""
+    if torch.amp.is_autocast_available(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()
+
+
+def _gaussian_request(x, log_sigma, keys, values, causal, window, constant_norm, eps, return_weights, impl):
+    """The arguments of `gaussian_attention` as a request, checked, but for x, log_sigma and eps."""
+    eps = eps if keys is None else None  # with foreign keys the row sum may underflow
+    keys = x if keys is None else keys
+    values = keys if values is None else values
+    needs_grad = _needs_grad(x, log_sigma, keys, values)
+    whole = return_weights or impl == "reference"  # W is asked for as it is, hidden keys included
+    tensors_and_mask = _prepare(x, keys, values, causal, window, names=("keys", "values"), whole=whole)
+    return GaussianRequest(*tensors_and_mask, needs_grad, log_sigma, eps, constant_norm)
+
+
+def _prepare(x, keys, values, causal, window, names, whole: bool = False):
+    """(x, keys or None, values or None, mask) of a request: in autocast's dtype, checked, what is one tensor given once.
+
+    Keys that no query sees are cut off (decoding with a window) and conditions of the mask that hide nothing removed, unless `whole`.
+    """
+    x, keys, values = _to_autocast_dtype(x, keys, values)
+    validation.check_mask(causal, window)
+    own_keys, own_values = keys is x, values is keys
+    if not own_keys:
+        validation.check_features(names[0], keys, like=x)
+    if not own_values:
+        validation.check_features(names[1], values, like=x)
+    num_queries, num_keys = x.shape[1], keys.shape[1]
+    validation.check_lengths(num_queries, num_keys, values.shape[1], causal or window is not None)
+    mask = Mask(causal, window)
+    keys, values = None if own_keys else keys, None if own_values else values
+    if whole:
+        return x, keys, values, mask
+    first = mask.first_visible_key(num_queries, num_keys)
+    if first > 0:  # so keys are not x
+        keys, values = keys[:, first:], None if own_values else values[:, first:]
+    return x, keys, values, mask.simplify(num_queries, num_keys - first)
+
+
+def _choose(request: GaussianRequest, return_weights: bool, impl: str) -> str:
+    """See `select_impl`."""
     check_impl(impl)
     if return_weights:
         if impl not in ("auto", "reference"):
             raise ValueError(f'return_weights needs impl="reference" (or "auto"): impl={impl!r} never builds W')
         return "reference"
-    if impl == "reference":
-        return impl
-    needs_grad = _needs_grad(x, log_sigma, keys, values)
-    request = dict(needs_grad=needs_grad, keys=keys, constant_norm=constant_norm)
     if impl != "auto":
-        if obstacle := FUSED[impl].unavailable(x, **request):
-            raise ValueError(f'impl="{impl}" is unavailable: {obstacle}; use impl="auto"')
+        if obstacle := IMPLEMENTATIONS[impl].unavailable(request):
+            raise _unavailable(impl, obstacle)
         return impl
-    if not x.is_cuda:
+    if not request.x.is_cuda:
         return "sdpa"
-    if not triton_op.unavailable(x, **request):
+    if not triton.unavailable(request):
         return "triton"
-    windowed = (
-        Mask(causal, window).simplify(x.shape[1], x.shape[1] if keys is None else keys.shape[1]).window is not None
-    )
-    return "flex" if (windowed or not constant_norm) and not flex.unavailable(x, **request) else "sdpa"
+    dense_or_extra = request.mask.window is not None or not request.constant_norm
+    return "flex" if dense_or_extra and not flex.unavailable(request) else "sdpa"
+
+
+def _unavailable(impl: str, obstacle: str) -> ValueError:
+    return ValueError(f'impl="{impl}" is unavailable: {obstacle}; use impl="auto"')
 
 
 def _needs_grad(*tensors) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-
-
-def without_autocast(device_type: str):
-    """A context in which operations keep their arguments' dtype; also for devices that have no autocast, such as meta."""
-    return (
-        torch.autocast(device_type, enabled=False)
-        if torch.amp.is_autocast_available(device_type)
-        else contextlib.nullcontext()
-    )
-
-
-def check_impl(impl) -> None:
-    """impl is "auto", "reference" or a name in FUSED; ValueError otherwise."""
-    if impl not in ("auto", "reference", *FUSED):
-        raise ValueError(f"impl must be one of auto, reference, {', '.join(FUSED)}, got {impl!r}")
-
-
-def _check(x, keys, values, causal, window, names=("keys", "values")) -> Mask:
-    validation.check_mask(causal, window)
-    if keys is not x:
-        validation.check_features(names[0], keys, like=x)
-    if values is not keys:
-        validation.check_features(names[1], values, like=x)
-    validation.check_lengths(x.shape[1], keys.shape[1], values.shape[1], causal or window is not None)
-    return Mask(causal, window)
-
-
-def _drop_hidden(mask: Mask, num_queries: int, keys, values):
-    """Cut off the keys that no query can see (decoding with a window); keeps `values is keys`."""
-    first = mask.first_visible_key(num_queries, keys.shape[1])
-    if first == 0:
-        return keys, values
-    trimmed = keys[:, first:]
-    return trimmed, trimmed if values is keys else values[:, first:]
+    return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
 
 
 def _to_autocast_dtype(x, keys, values):
@@ -179,13 +198,10 @@ def _to_autocast_dtype(x, keys, values):
 
     Comes before the checks, as mixed dtypes are welcome then; what cannot be cast is left for them. Arguments that are one tensor stay one.
     """
-    if (
-        not torch.amp.is_autocast_available(x.device.type)
-        or not torch.is_autocast_enabled(x.device.type)
-        or x.dtype == torch.float64
-    ):
+    kind = x.device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
         return x, keys, values
-    dtype = torch.get_autocast_dtype(x.device.type)
+    dtype = torch.get_autocast_dtype(kind)
 
     def cast(t):
         return t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() else t

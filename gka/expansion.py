@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from gka.bandwidth import inverse_variance
-from gka.masking import Mask
+from gka.request import GaussianRequest
 from gka.validation import readable
 
 # S is known to machine epsilon times |x|^2 / sigma^2. Beyond this, the coarsest epsilon of all dtypes, the computing dtype has lost its point.
@@ -18,46 +18,41 @@ LOST = (
 
 
 class Expansion(NamedTuple):
-    """The arguments in at least float32; what was one tensor still is one.
+    """The arguments in at least float32."""
 
-    scaled: x / sigma^2, (B, Tq, H, D). keys, values: (B, Tk, H, D). a: (B, Tq, H). b: (B, Tk, H). offset: what y lacks, (B, 1, H, D), or None.
-    """
-
-    scaled: torch.Tensor
-    keys: torch.Tensor
-    values: torch.Tensor
-    a: torch.Tensor
-    b: torch.Tensor
-    offset: torch.Tensor | None
+    scaled: torch.Tensor  # x / sigma^2, (B, Tq, H, D)
+    keys: torch.Tensor  # (B, Tk, H, D)
+    values: torch.Tensor | None  # (B, Tk, H, D), or None: the keys
+    a: torch.Tensor  # (B, Tq, H)
+    b: torch.Tensor  # (B, Tk, H)
+    offset: torch.Tensor | None  # what must be added to y, (B, 1, H, D)
 
 
-def expand(x, keys, values, log_sigma, mask: Mask) -> Expansion:
-    """x_i.k_j / sigma^2 + a_i + b_j for arguments as in `reference.gaussian`. Warns where rounding is most of what is left.
+def expand(request: GaussianRequest) -> Expansion:
+    """x_i.k_j / sigma^2 + a_i + b_j. Warns where rounding is most of what is left.
 
     a_i cancels in W but not in rounded gradients: without it they contain sum_j G_ij, which should be 0, times x_i / sigma^2.
     """
-    own_keys, own_values = keys is x, values is keys
-    compute = torch.promote_types(x.dtype, torch.float32)
-    x = x.to(compute)
-    keys = x if own_keys else keys.to(compute)
-    values = keys if own_values else values.to(compute)
+    compute = torch.promote_types(request.x.dtype, torch.float32)
+    x = request.x.to(compute)
+    keys = x if request.keys is None else request.keys.to(compute)
+    values = None if request.values is None else request.values.to(compute)
     offset = None
-    if not mask.causal:
+    if not request.mask.causal:
         # Distances do not see a common shift; removing it avoids cancellation. Not when causal: rounding would leak the future.
         # Detached, because the gradient through it is exactly zero.
         mean = keys.mean(dim=1, keepdim=True).detach()
-        centred = keys - mean
-        x, keys = centred if own_keys else x - mean, centred
-        if own_values:
-            values, offset = centred, mean
-    inverse = inverse_variance(log_sigma).to(compute)
+        keys = keys - mean
+        x = keys if request.own_keys else x - mean
+        offset = mean if values is None else None
+    inverse = inverse_variance(request.log_sigma).to(compute)
     b = -0.5 * torch.linalg.vecdot(keys, keys) * inverse
-    a = b if own_keys else -0.5 * torch.linalg.vecdot(x, x) * inverse
+    a = b if request.own_keys else -0.5 * torch.linalg.vecdot(x, x) * inverse
     _warn_if_lost(a, b)
     return Expansion(x * inverse[:, None], keys, values, a, b, offset)
 
 
-def _warn_if_lost(a, b) -> None:
+def _warn_if_lost(a: torch.Tensor, b: torch.Tensor) -> None:
     """Once per calling line (Python's rule for equal warnings), on CPU tensors, as everything that reads a tensor's values."""
     if not (readable(a) and readable(b)):
         return

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from nanochat_gka.data.loader import EvalRows, PackedData, rows_of_run
 from nanochat_gka.generation.engine import Engine
 from nanochat_gka.generation.sampling import SAMPLE_PROMPTS, Sampling
-from nanochat_gka.model.checkpoints import load, run_folder
+from nanochat_gka.model.checkpoints import Loaded, load, run_folder
 from nanochat_gka.training.bits_per_byte import bits_per_byte
 from nanochat_gka.training.memory import RowsAtOnce, device_bytes, rows_at_once
 from trainkit.cli import Bounds, Count, CountOrAll, UserError, run
@@ -27,89 +27,91 @@ class EvaluateConfig(Sampling):
     """Bits per byte and samples of a trained model."""
 
     run: Path = Path("out/runs/d20-gka")
-    """run folder, one checkpoint folder in it, or an exported model"""
+    """Run folder, one checkpoint folder in it, or an exported model."""
     step: int = -1
-    """checkpoint to take; -1 = the newest"""
+    """Checkpoint to take; -1 = the newest."""
     eval: list[Literal["bpb", "sample"]] = field(default_factory=lambda: ["bpb", "sample"])
-    """what to do"""
+    """What to do: measure bits per byte, write samples."""
     data: Path | None = None
-    """packed rows, for bpb; None = those the run was trained on"""
+    """Packed rows, for bpb; None = those the run was trained on."""
     split_tokens: CountOrAll = 20_971_520
-    """tokens of each split; -1 = all"""
+    """Tokens of each split; -1 = all."""
     eval_rows: EvalRows = "upstream"
-    """which of them: upstream = the first that nanochat's loader would give (the paper's way), spaced = evenly spaced over the split"""
+    """Which rows of a split: upstream = the first that nanochat's loader would give (the paper's way), spaced = evenly
+    spaced over the split."""
     device_batch_size: RowsAtOnce = "auto"
-    """rows that a process computes at once; auto = what fits the memory"""
+    """Rows that a process computes at once; auto = what fits the memory."""
     prompt: list[str] = field(default_factory=lambda: list(SAMPLE_PROMPTS))
-    """texts to continue; by default nanochat's, as it does: 16 tokens, greedily"""
+    """Texts to continue; by default nanochat's, as it does: 16 tokens, greedily."""
     max_tokens: Count = 16
-    """length of a continuation"""
+    """Length of a continuation, in tokens."""
     temperature: Annotated[float, Bounds(0)] = 0.0
-    """0 = greedy"""
+    """Temperature of sampling; 0 = greedy."""
     unconditioned: Annotated[int, Bounds(0)] = 8
-    """texts of 128 tokens to write from nothing at temperature 1, as nanochat does"""
+    """Texts of 128 tokens to write from nothing at temperature 1, as nanochat does."""
     device_type: Literal["auto", "cuda", "cpu"] = "auto"
-    """auto takes CUDA if there is one"""
+    """Device to compute on; auto takes CUDA if there is one."""
     results: Path = Path("out/results.jsonl")
-    """file to append the numbers to"""
-
-
-def check(config: EvaluateConfig) -> None:
-    """Raises UserError for values that make no sense."""
-    config.check_sampling()
-    if not config.eval or not config.prompt:
-        raise UserError("--eval and --prompt need a word at least")
+    """File to append the numbers to."""
 
 
 def evaluate(config: EvaluateConfig, runtime: Runtime) -> dict:
-    """Run what was asked for and return it: bpb by split, and samples by prompt."""
+    """Do what was asked for and return it: bits per byte by split, and samples by prompt."""
     loaded = load(config.run, config.step, runtime.device)
-    model, tokenizer = loaded.model, loaded.tokenizer
-    runtime.print(f"{loaded.name}: {model.config.attention}, depth {model.config.n_layer}, step {loaded.step}")
+    shape = loaded.model.config
+    runtime.print(f"{loaded.name}: {shape.attention}, depth {shape.n_layer}, step {loaded.step}")
     metrics: dict = {"step": loaded.step}
     if "bpb" in config.eval:
-        data = runtime.agree(
-            lambda: PackedData(config.data or rows_of_run(loaded.data, run_folder(config.run)), verify=runtime.is_main)
-        )
-        if data.tokenizer.sha256 != tokenizer.sha256:
-            raise UserError(f"{data.folder} was packed with another tokenizer than {config.run} was trained with")
-        size = config.device_batch_size
-        if size == "auto":
-            size = rows_at_once(model.config, runtime.device.type, device_bytes(runtime.device), training=False)
-        data.warn_of_rows(config.eval_rows, config.split_tokens, runtime.print)
-        metrics["eval_rows"] = config.eval_rows if data.has_upstream_rows else "spaced"
-        for split in SPLITS:
-            rows = data.eval_rows(split, config.split_tokens, config.eval_rows)
-            metrics[f"{split}_bpb"] = bits_per_byte(model, rows, tokenizer.token_bytes(), runtime, size)
-            runtime.print(f"{split} bpb: {metrics[f'{split}_bpb']:.6f}")
-        metrics["gap"] = metrics["val_bpb"] - metrics["train_bpb"]
+        metrics |= measure_splits(config, runtime, loaded)
     if "sample" in config.eval and runtime.is_main:
-        engine = Engine(model, tokenizer)
-        metrics["samples"] = dict(zip(config.prompt, engine.complete(config.prompt, config)))
-        texts = [(prompt, text) for prompt, continuations in metrics["samples"].items() for text in continuations]
-        if config.unconditioned:
-            freely = Sampling(config.unconditioned, max_tokens=128, temperature=1.0, top_k=0, seed=config.seed)
-            [metrics["unconditioned"]] = engine.complete([""], freely)
-            texts += [("", text) for text in metrics["unconditioned"]]
-        for prompt, text in texts:
-            console.rule(repr(prompt), align="left")
-            console.print(prompt + text, highlight=False, markup=False)
+        metrics |= write_samples(config, Engine(loaded.model, loaded.tokenizer))
+    return metrics
+
+
+def measure_splits(config: EvaluateConfig, runtime: Runtime, loaded: Loaded) -> dict:
+    """Bits per byte of both splits, and their gap."""
+    model, tokenizer, device = loaded.model, loaded.tokenizer, runtime.device
+    data = runtime.agree(
+        lambda: PackedData(config.data or rows_of_run(loaded.data, run_folder(config.run)), verify=runtime.is_main)
+    )
+    if data.tokenizer.sha256 != tokenizer.sha256:
+        raise UserError(f"{data.folder} was packed with another tokenizer than {config.run} was trained with")
+    size = config.device_batch_size
+    if size == "auto":
+        size = rows_at_once(model.config, device.type, device_bytes(device), training=False)
+    data.warn_of_rows(config.eval_rows, config.split_tokens, runtime.print)
+    metrics = {"eval_rows": config.eval_rows if data.has_upstream_rows else "spaced"}
+    for split in SPLITS:
+        rows = data.eval_rows(split, config.split_tokens, config.eval_rows)
+        metrics[f"{split}_bpb"] = bits_per_byte(model, rows, tokenizer.token_bytes(), runtime, size)
+        runtime.print(f"{split} bpb: {metrics[f'{split}_bpb']:.6f}")
+    return {**metrics, "gap": metrics["val_bpb"] - metrics["train_bpb"]}
+
+
+def write_samples(config: EvaluateConfig, engine: Engine) -> dict:
+    """Print and return continuations of the prompts, and texts written from nothing."""
+    samples = dict(zip(config.prompt, engine.complete(config.prompt, config)))
+    metrics: dict = {"samples": samples}
+    texts = [(prompt, text) for prompt, continuations in samples.items() for text in continuations]
+    if config.unconditioned:
+        sampling = Sampling(config.unconditioned, max_tokens=128, temperature=1.0, top_k=0, seed=config.seed)
+        [metrics["unconditioned"]] = engine.complete([""], sampling)
+        texts += [("", text) for text in metrics["unconditioned"]]
+    for prompt, text in texts:
+        console.rule(repr(prompt), align="left")
+        console.print(prompt + text, highlight=False, markup=False)
     return metrics
 
 
 def main(config: EvaluateConfig) -> None:
-    check(config)
+    config.check_sampling()
+    if not config.eval or not config.prompt:
+        raise UserError("--eval and --prompt need at least one word each")
     with running(config.device_type, config.seed) as runtime:
         metrics = evaluate(config, runtime)
         if runtime.is_main:
-            append_result(
-                config.results,
-                "evaluate",
-                {"run": config.run.name, "split_tokens": config.split_tokens},
-                metrics,
-                runtime.device,
-                runtime.world_size,
-            )
+            settings = {"run": config.run.name, "split_tokens": config.split_tokens}
+            append_result(config.results, "evaluate", settings, metrics, runtime.device, runtime.world_size)
 
 
 if __name__ == "__main__":

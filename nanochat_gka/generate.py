@@ -4,8 +4,8 @@
     python -m nanochat_gka.generate --run out/runs/d20-gka --prompts-file prompts.txt --num-samples 4 > texts.jsonl
     python -m nanochat_gka.generate --run out/runs/d20-gka --interactive
 
-Plain text goes to a reader: the prompt, then its continuation. With --prompts-file a JSON line per prompt goes to standard output, so that it can be
-piped; what is said about the run goes to standard error.
+Plain text is for a reader: the prompt, then its continuation. With --prompts-file a JSON line per prompt goes to
+standard output, so that it can be piped. Messages about the run go to standard error.
 """
 
 import itertools
@@ -31,29 +31,33 @@ class GenerateConfig(Sampling):
     """Continue prompts with a trained model. Base models continue text; they do not answer."""
 
     run: Path = Path("out/runs/d20-gka")
-    """run folder, one checkpoint folder in it, or an exported model"""
+    """Run folder, one checkpoint folder in it, or an exported model."""
     step: int = -1
-    """checkpoint to take; -1 = the newest"""
+    """Checkpoint to take; -1 = the newest."""
     prompt: list[str] = field(default_factory=lambda: ["The "])
-    """texts to continue; an empty one begins a document"""
+    """Texts to continue; an empty one begins a document."""
     prompts_file: Path | None = None
-    """file with one prompt a line, in place of --prompt: plain text, or JSON strings (which may hold line breaks); - is standard input"""
+    """File with one prompt a line, in place of --prompt: plain text, or JSON strings (which may hold line breaks);
+    - is standard input."""
     interactive: bool = False
-    """ask for prompts at the terminal, and stream"""
+    """Ask for prompts at the terminal, and stream."""
     stream: bool = False
-    """show each token as it comes (one continuation at a time)"""
+    """Show each token as it comes, one continuation at a time."""
     stop: list[str] = field(default_factory=list)
-    """texts that end a continuation, and are not part of it"""
+    """Texts that end a continuation, and are not part of it."""
     max_rows: Count = 32
-    """continuations that run at once"""
+    """Continuations that run at once."""
     keep_keys: bool = False
-    """for models of --gka-values normalised or raw: keep keys in the cache beside values; faster, for twice the memory"""
+    """For models of --gka-values normalised or raw: keep keys in the cache, too; faster, for twice the memory."""
     device_type: Literal["auto", "cuda", "cpu"] = "auto"
-    """auto takes CUDA if there is one"""
+    """Device to compute on; auto takes CUDA if there is one."""
 
 
 def read_prompts(path: Path) -> list[str]:
-    """The prompts of a file, one a line; a line that begins with a quote must be a JSON string. Raises UserError naming file and line."""
+    """The prompts of a file, one a line; a line that begins with a quote must be a JSON string.
+
+    Raises UserError naming file and line.
+    """
     try:
         text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
@@ -64,7 +68,7 @@ def read_prompts(path: Path) -> list[str]:
         try:
             prompt = json.loads(line) if line.startswith('"') else line
         except json.JSONDecodeError as error:
-            raise UserError(f"{path}:{number}: begins with a quote but is no JSON string ({error})") from None
+            raise UserError(f"{path}:{number}: begins with a quote but is not a JSON string ({error})") from None
         if line.strip():
             prompts.append(prompt)
     if not prompts:
@@ -73,18 +77,18 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def write_stream(engine: Engine, prompt: str, config: GenerateConfig) -> int:
-    """Write a prompt and each of its continuations as they come; returns how many tokens that took."""
+    """Write a prompt and each of its continuations as they come. Returns the number of tokens generated."""
     count, begins = 0, True
-    for count, piece in enumerate(engine.stream([prompt], config, config.stop), start=1):  # noqa: B007
+    for piece in engine.stream([prompt], config, config.stop):
         sys.stdout.write((prompt if begins else "") + piece.text + ("\n" if piece.finished else ""))
         sys.stdout.flush()
-        begins = piece.finished
+        begins, count = piece.finished, count + 1
     return count
 
 
 def ask(engine: Engine, config: GenerateConfig) -> None:
-    """Continue what is typed until the input ends, the same beginning otherwise each time."""
-    say("type the beginning of a text and Enter (nothing begins a document); Ctrl-D leaves")
+    """Continue what is typed until the input ends; a prompt that is typed again gets another continuation."""
+    say("type the beginning of a text and press Enter (an empty line begins a document); Ctrl-D leaves")
     for turn in itertools.count():
         try:
             prompt = input("> " if sys.stdin.isatty() else "")
@@ -100,15 +104,19 @@ def ask(engine: Engine, config: GenerateConfig) -> None:
 
 
 def write_all(engine: Engine, prompts: list[str], config: GenerateConfig) -> int:
-    """Write all continuations of all prompts, a prompt as soon as it and those before it are done; returns how many tokens that took."""
+    """Write all continuations of all prompts, a prompt as soon as it and those before it are done.
+
+    Returns the number of tokens generated.
+    """
     texts = [[""] * config.num_samples for _ in prompts]
     left = [config.num_samples] * len(prompts)
     count = shown = 0
-    # The bar is for who waits for a file to fill; text at a terminal is its own progress.
+    # The bar is for those who wait for a file to fill; text at a terminal is its own progress.
     errors = Console(stderr=True, force_terminal=False if sys.stdout.isatty() else None)
     with progress_bar(errors, redirect_stdout=False) as bar:
         task = bar.add_task("continuations", total=len(prompts) * config.num_samples, status="")
-        for count, piece in enumerate(engine.stream(prompts, config, config.stop), start=1):  # noqa: B007
+        for piece in engine.stream(prompts, config, config.stop):
+            count += 1
             texts[piece.prompt][piece.sample] += piece.text
             if not piece.finished:
                 continue
@@ -127,7 +135,7 @@ def _lines(prompt: str, texts: list[str], as_json: bool) -> list[str]:
 
 
 def say(message: str) -> None:
-    """To standard error, out of the way of the text."""
+    """Print a message to standard error, apart from the text."""
     print(message, file=sys.stderr, flush=True)
 
 
@@ -136,24 +144,21 @@ def main(config: GenerateConfig) -> None:
     if config.prompts_file and (config.stream or config.interactive):
         raise UserError("--prompts-file writes a JSON line per prompt: leave --stream and --interactive out")
     if not config.prompt:
-        raise UserError("--prompt needs a text; an empty one, '', begins a document")
+        raise UserError("--prompt needs a text; an empty text, '', begins a document")
     prompts = read_prompts(config.prompts_file) if config.prompts_file else config.prompt
     loaded = load(config.run, config.step, setup(config.device_type).device)
     shape = loaded.model.config
     say(f"{loaded.name}: {shape.attention}, depth {shape.n_layer}, step {loaded.step:,}")
-    one_by_one = config.stream or config.interactive
-    engine = Engine(
-        loaded.model, loaded.tokenizer, max_rows=1 if one_by_one else config.max_rows, keep_keys=config.keep_keys
-    )
-    started = time.perf_counter()
+    max_rows = 1 if config.stream or config.interactive else config.max_rows
+    engine = Engine(loaded.model, loaded.tokenizer, max_rows, config.keep_keys)
     if config.interactive:
         ask(engine, config)
         return
-    tokens = (
-        sum(write_stream(engine, prompt, config) for prompt in prompts)
-        if config.stream
-        else write_all(engine, prompts, config)
-    )
+    started = time.perf_counter()
+    if config.stream:
+        tokens = sum(write_stream(engine, prompt, config) for prompt in prompts)
+    else:
+        tokens = write_all(engine, prompts, config)
     seconds = time.perf_counter() - started
     say(f"{tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:,.0f} tokens/s")
 

@@ -1,10 +1,11 @@
 """lm-evaluation-harness on our models: its command line, with one more kind of model, `gka`.
 
     pip install -e ".[lm-eval]"
-    python -m nanochat_gka.harness --model gka --model_args run=out/runs/d20-gka --tasks hellaswag,arc_easy --num_fewshot 0
+    python -m nanochat_gka.harness --model gka --model_args run=out/runs/d20-gka --tasks hellaswag --num_fewshot 0
 
-`run` is a run folder, a checkpoint folder or an exported model; further model_args: step, max_length (tokens of context, default the model's own),
-batch_tokens and max_rows (what a batch of scoring and of generation holds). All other flags are the harness's.
+`run` is a run folder, a checkpoint folder or an exported model. Further model_args: step, max_length (tokens of
+context, default the model's own), batch_tokens and max_rows (the size of a batch of scoring and of generation). All
+other flags are the harness's.
 """
 
 import sys
@@ -14,6 +15,7 @@ import torch
 
 from nanochat_gka.core_metric.questions import Question
 from nanochat_gka.core_metric.scoring import batches, judge
+from nanochat_gka.core_metric.task_scorer import BATCH_TOKENS
 from nanochat_gka.generation.engine import Engine
 from nanochat_gka.generation.sampling import Sampling
 from nanochat_gka.model.checkpoints import load
@@ -35,24 +37,31 @@ MAX_NEW_TOKENS = 256  # the harness's own default where a task does not say
 class GKAModel(TemplateLM):
     """A language model of this project for the harness. Raises UserError if there is no model in `run`."""
 
-    def __init__(self, run: str, step: int = -1, device: str | None = None, max_length: int | None = None, batch_tokens: int | None = None,
-                 max_rows: int = 32, batch_size=None, max_batch_size=None):  # fmt: skip
+    def __init__(
+        self,
+        run: str,
+        step: int = -1,
+        device: str | None = None,
+        max_length: int | None = None,
+        batch_tokens: int | None = None,
+        max_rows: int = 32,
+        batch_size=None,  # the harness always gives one; ours is counted in tokens
+        max_batch_size=None,
+    ):
         super().__init__()
-        # The harness always names a batch size; ours is counted in tokens.
         self._device = torch.device(device) if device else setup().device
         self.loaded = load(run, step, self._device)
-        self.max_length = min(
-            int(max_length or self.loaded.model.config.sequence_len), self.loaded.model.rotary.length - 1
-        )
-        self.batch_tokens = int(batch_tokens or (65536 if self._device.type == "cuda" else 4096))
-        self.engine = Engine(self.loaded.model, self.loaded.tokenizer, int(max_rows))
+        model = self.loaded.model
+        self.max_length = min(int(max_length or model.config.sequence_len), model.rotary.length - 1)
+        self.batch_tokens = int(batch_tokens or BATCH_TOKENS[self._device.type])
+        self.engine = Engine(model, self.loaded.tokenizer, int(max_rows))
 
     @property
     def eot_token_id(self) -> int:
         return self.loaded.tokenizer.bos_id  # what ends a document begins the next
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs) -> list[int]:
-        """Ids of a text, opened by BOS as every document in training is, unless told otherwise."""
+        """Ids of a text. They begin with BOS, as documents in training do, unless add_special_tokens is False."""
         ids = self.loaded.tokenizer.encode(string)
         return ids if add_special_tokens is False else [self.loaded.tokenizer.bos_id, *ids]
 
@@ -63,7 +72,7 @@ class GKAModel(TemplateLM):
     def _score(self, pairs: Sequence[tuple[list[int], list[int]]], quiet: bool) -> list[tuple[float, bool]]:
         questions = []
         for context, continuation in pairs:
-            # The last token is predicted, not read, so one more than max_length fits.
+            # The last token is predicted and not an input, so one more than max_length fits.
             prompt = [*context, *continuation][-(self.max_length + 1) :]
             questions.append(Question([prompt], [max(1, len(prompt) - len(continuation))], gold=1, greedy=True))
         scores: list[tuple[float, bool]] = [(0.0, True)] * len(questions)
@@ -89,28 +98,34 @@ class GKAModel(TemplateLM):
         return totals
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
-        """Continuations up to a stop text. Of the generation arguments until, max_gen_toks, do_sample, temperature, top_k and top_p count."""
+        """Continuations up to a stop text.
+
+        The generation arguments until, max_gen_toks, do_sample, temperature, top_k and top_p are used; requests with
+        the same ones run together.
+        """
         texts = [""] * len(requests)
         groups: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
             groups.setdefault(repr(sorted(request.args[1].items())), []).append(number)
         for numbers in groups.values():
-            wanted = dict(requests[numbers[0]].args[1])
-            until = wanted.get("until") or []
-            stop = [text for text in ([until] if isinstance(until, str) else until) if text]
-            tokens = int(wanted.get("max_gen_toks", MAX_NEW_TOKENS))
-            if not 0 < tokens < self.max_length - 1:
-                raise UserError(
-                    f"max_gen_toks {tokens} leaves no room for a prompt within max_length {self.max_length}: give less (--gen_kwargs), or max_length"
-                )
-            sampled = wanted.get("do_sample", float(wanted.get("temperature") or 0) > 0)
-            temperature = wanted.get("temperature")
-            sampling = Sampling(max_tokens=tokens, temperature=(1.0 if temperature is None else float(temperature)) if sampled else 0.0,
-                                top_k=int(wanted.get("top_k") or 0), top_p=float(wanted.get("top_p") or 1.0))  # fmt: skip
-            prompts = [self._fitting(requests[number].args[0], tokens) for number in numbers]
+            sampling, stop = self._sampling(requests[numbers[0]].args[1])
+            prompts = [self._fitting(requests[number].args[0], sampling.max_tokens) for number in numbers]
             for number, [text] in zip(numbers, self.engine.complete(prompts, sampling, stop)):
                 texts[number] = text
         return texts
+
+    def _sampling(self, arguments: dict) -> tuple[Sampling, list[str]]:
+        """The harness's generation arguments as ours, and the stop texts. Raises UserError for too many new tokens."""
+        until, tokens = arguments.get("until") or [], int(arguments.get("max_gen_toks", MAX_NEW_TOKENS))
+        if not 0 < tokens < self.max_length - 1:
+            room = f"no room for a prompt within max_length {self.max_length}"
+            raise UserError(f"max_gen_toks {tokens} leaves {room}: give less (--gen_kwargs), or a larger max_length")
+        given = arguments.get("temperature")
+        sampled = arguments.get("do_sample", float(given or 0) > 0)
+        temperature = (1.0 if given is None else float(given)) if sampled else 0.0
+        top_k, top_p = int(arguments.get("top_k") or 0), float(arguments.get("top_p") or 1.0)
+        sampling = Sampling(max_tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p)
+        return sampling, [text for text in ([until] if isinstance(until, str) else until) if text]
 
     def _fitting(self, context: str, new_tokens: int) -> str:
         """The end of a context that leaves room for new_tokens within max_length."""

@@ -1,1 +1,1 @@
-"""What both trainers share: processes and devices, checkpoints, files, progress, command lines."""
+"""What the trainers share: the loop, flags, processes and devices, checkpoints, files, progress, results, pictures."""

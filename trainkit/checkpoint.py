@@ -1,4 +1,4 @@
-"""Checkpoints that survive anything: written aside, fsynced, renamed, checksummed, pruned; loading falls back to the newest intact one.
+"""Checkpoints that a kill cannot damage: written aside, fsynced and renamed; loading takes the newest intact one.
 
 A checkpoint is a folder `step_00001234` with
     <name>.safetensors   one file per named group of tensors (weights, optimizer state)
@@ -47,10 +47,11 @@ def save(
     files: dict[str, Path] | None = None,
     keep: int = 2,
 ) -> Path:
-    """Write checkpoint `step` into `folder` and keep the newest `keep` up to it. `files` are copied in under the given names.
+    """Write checkpoint `step` into `folder` and keep the newest `keep` of those up to it. Returns its folder.
 
-    The final name appears only when everything is on disk; a kill at any moment leaves the previous checkpoints untouched. A step that is
-    there already stays as it is if it is intact. Later steps go: a run that saves an earlier one has fallen back past them.
+    files: copied in under the given names. The final name appears only when everything is on disk; a kill at any moment
+    leaves the previous checkpoints as they are. An intact checkpoint of this step stays as it is. Later steps are
+    deleted: a run that saves an earlier one has fallen back past them.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -80,7 +81,7 @@ def _write(tensors: Tensors, path: Path) -> None:
 
 
 def load_newest(folder: Path, warn=print) -> Checkpoint | None:
-    """The newest intact checkpoint of `folder`, or None if there is none at all.
+    """The newest intact checkpoint of `folder`, or None if it has no checkpoint.
 
     A damaged one is reported through `warn` and passed over. Raises UserError if every checkpoint is damaged.
     """

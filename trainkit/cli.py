@@ -1,4 +1,4 @@
-"""Command lines: a dataclass becomes flags; a mistake becomes one line and exit code 2."""
+"""Command lines: a dataclass becomes flags, a mistake becomes one line and exit code 2."""
 
 import errno
 import math
@@ -10,12 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar, get_type_hints
 
-# What to lower when a GPU's memory is full, in the commands that have it: it changes the speed, not the result.
+# The flags to lower when a GPU's memory is full, whichever a command has: they change the speed, not the result.
 BATCH_FLAGS = ("device_batch_size", "batch_tokens", "max_rows", "batch_size")
 
 
 class UserError(Exception):
-    """Something the user can mend; the message says what to do. Entry points print it without a traceback and exit with 2."""
+    """Something the user can mend: the message says what to do. Commands print it alone and exit with 2."""
 
 
 def reason_of(error: BaseException) -> str:
@@ -25,10 +25,10 @@ def reason_of(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a numeric flag may be, beside its field: `Annotated[float, Bounds(0, 1)]`. Infinity and NaN are always out of bounds.
+    """The values that a numeric flag may have, in the type of its field: `Annotated[float, Bounds(0, 1)]`.
 
-    least, most: the range, ends included; open_least, open_most leave an end out. other: one more value that is allowed,
-    and what it stands for.
+    least, most: the range, ends included; open_least, open_most leave an end out. other: one more value that is
+    allowed, and what it stands for. Infinity and NaN are never in bounds.
     """
 
     least: float = -math.inf
@@ -70,7 +70,7 @@ def flag_of(field: str) -> str:
 def check_bounds(config: Any) -> None:
     """Raises UserError for the first field of `config`, of any class with annotations, that is out of its Bounds.
 
-    Of a tuple every value must keep them. Words and None are free.
+    Every value of a tuple must be in them. Strings and None have no bounds.
     """
     for name, hint in get_type_hints(type(config), include_extras=True).items():
         value = getattr(config, name, None)
@@ -86,30 +86,30 @@ Count = Annotated[int, Bounds(1)]
 CountOrOff = Annotated[int, Bounds(1, other=(-1, "off"))]
 CountOrAll = Annotated[int, Bounds(1, other=(-1, "all"))]
 Probability = Annotated[float, Bounds(0, 1)]
-Share = Annotated[float, Bounds(0, 1, open_most=True)]  # a part that is never the whole
+Share = Annotated[float, Bounds(0, 1, open_most=True)]  # a part that is not the whole
 CountOrAutomatic = Annotated[int, Bounds(1, other=(-1, "automatic"))]
 
 
 def run(main: Callable[[Any], None], config_class: type, argv: list[str] | None = None) -> None:
     """Parse `argv` (default: the process's) into `config_class` and call `main` with it.
 
-    The docstring of `config_class` is the help text, its field docstrings the flags' help, its fields' Bounds are kept. `UserError`, a file that cannot be
-    used and Ctrl-C exit with 2, 2 and 130.
+    The docstring of `config_class` is the help text, the docstrings of its fields are the flags' help, and values out
+    of the fields' Bounds are refused. `UserError`, a file that cannot be used and Ctrl-C exit with 2, 2 and 130.
     """
     import tyro
 
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # what the terminal's encoding lacks is shown as "?", and ends nothing
+        if hasattr(stream, "reconfigure"):  # a character that the terminal cannot show becomes "?"
             stream.reconfigure(errors="replace")
     program = sys.modules["__main__"].__spec__
     prog = f"python -m {program.name}" if program else None
-    config = tyro.cli(config_class, args=argv, prog=prog, description=config_class.__doc__)
     try:
+        config = tyro.cli(config_class, args=argv, prog=prog, description=config_class.__doc__)
         check_bounds(config)
         main(config)
     except UserError as error:
         _leave(str(error))
-    except BrokenPipeError:  # the reader has left; the interpreter must not try to flush what is left
+    except BrokenPipeError:  # the reader has left: keep the interpreter from flushing the rest
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         _exit(141)
     except OSError as error:
@@ -119,17 +119,11 @@ def run(main: Callable[[Any], None], config_class: type, argv: list[str] | None 
             raise
         _leave(f"{error.filename}: {error.strerror}")
     except RuntimeError as error:
-        if type(error).__name__ != "OutOfMemoryError":  # torch's; torch itself is not imported for a name
+        if type(error).__name__ != "OutOfMemoryError":  # torch's, which is not imported for its name alone
             raise
-        flag = next(
-            (
-                f"--{flag.replace('_', '-')} (now {getattr(config, flag)})"
-                for flag in BATCH_FLAGS
-                if hasattr(config, flag)
-            ),
-            "the batch size",
-        )
-        _leave(f"out of GPU memory; lower {flag}: it changes the speed, not the result. What was saved is kept")
+        flags = [f"{flag_of(name)} (now {getattr(config, name)})" for name in BATCH_FLAGS if hasattr(config, name)]
+        lower = flags[0] if flags else "the batch size"
+        _leave(f"out of GPU memory; lower {lower}: it changes the speed, not the result. What was saved is kept")
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         _exit(130)
@@ -145,13 +139,16 @@ def _is_distributed() -> bool:
 
 def _leave(message: str) -> None:
     if os.environ.get("RANK", "0") != "0":
-        time.sleep(3)  # rank 0 has the same to say and ends everyone; this rank speaks only if it is alone
+        time.sleep(3)  # rank 0 prints the same and ends everyone; this rank speaks only if it is alone
     print(f"error: {message}", file=sys.stderr)
     _exit(2)
 
 
 def _exit(code) -> None:
-    """Leave. With several processes at once: now and then a thread of gloo's asks for the interpreter while that closes down, and aborts the process."""
+    """Leave; one of several processes leaves at once.
+
+    A thread of gloo's may ask for the interpreter while that closes down, and then aborts the process.
+    """
     if _is_distributed() and isinstance(code, int):
         sys.stdout.flush()
         sys.stderr.flush()

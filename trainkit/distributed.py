@@ -1,4 +1,4 @@
-"""Processes, devices and signals: one call sets up torchrun's rank (or a single process), the device, the seeds and the process group."""
+"""Processes, devices and signals: torchrun's ranks (or a single process), the device, seeds and the process group."""
 
 import contextlib
 import ctypes
@@ -8,7 +8,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -20,14 +20,15 @@ import torch.distributed as dist
 from trainkit.cli import SEED, UserError
 
 DEVICE_TYPES = ("auto", "cuda", "cpu")
-PATIENCE = datetime.timedelta(hours=1)  # one process may compile, or read ahead in a stream, much longer than another
+# How long a process waits for the others: one may compile, or read ahead in a stream, much longer than another.
+COLLECTIVE_TIMEOUT = datetime.timedelta(hours=1)
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # of glibc's mallopt
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """Where this process runs. `world_size` 1 means no process group."""
+    """Where this process runs. `world_size` 1 means that there is no process group."""
 
     rank: int
     world_size: int
@@ -35,6 +36,7 @@ class Runtime:
 
     @property
     def is_main(self) -> bool:
+        """Whether this is rank 0."""
         return self.rank == 0
 
     def print(self, *args) -> None:
@@ -52,16 +54,17 @@ class Runtime:
         """True on every rank if `flag` is true on any."""
         return self.sum(torch.tensor(int(flag), device=self.device)).item() > 0
 
-    def broadcast(self, parameters: Iterable[torch.Tensor]) -> None:
+    def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
         """Give every rank the values of rank 0, in place."""
         if self.world_size > 1:
-            for parameter in parameters:
-                dist.broadcast(parameter.detach(), src=0)
+            for tensor in tensors:
+                dist.broadcast(tensor.detach(), src=0)
 
     def agree(self, prepare: Callable[[], T]) -> T:
-        """Run `prepare` on every rank. If it raises UserError on any, all leave: that rank with its message, the others quietly with exit code 2.
+        """Run `prepare` on every rank, and end on every rank if it raises UserError on any.
 
-        Without this, ranks that saw nothing wrong would wait for the failed one in their next collective.
+        That rank raises its error, the others leave quietly with exit code 2. Without this, ranks that saw nothing
+        wrong would wait in their next collective for the failed one.
         """
         result = error = None
         try:
@@ -72,11 +75,12 @@ class Runtime:
         if error is not None:
             raise error
         if failed:
-            time.sleep(6)  # torchrun ends everyone with the first to leave; let the failed rank speak
+            time.sleep(6)  # torchrun ends everyone with the first to leave; the failed rank must print its error first
             sys.exit(2)
         return result
 
     def barrier(self) -> None:
+        """Wait for all ranks."""
         if self.world_size > 1:
             dist.barrier()
 
@@ -91,47 +95,49 @@ class Runtime:
 
 
 class Stop:
-    """Set by SIGTERM or SIGINT from now on; a training loop finishes its step, saves and leaves. A Ctrl-C some seconds later ends the process at once.
+    """Set by SIGTERM or SIGINT from its creation on: a training loop finishes its step, saves and leaves.
 
-    Not sooner: torchrun passes a signal on to processes that had it from the terminal already.
+    Another Ctrl-C some seconds later ends the process at once. Not sooner: torchrun passes a signal on to processes
+    that had it from the terminal already.
     """
 
-    PATIENCE = 3.0  # seconds
+    SAME_SIGNAL_WITHIN = 3.0  # seconds
 
     def __init__(self):
-        self.since: float | None = None
+        self._requested_at: float | None = None
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._request)
 
     @property
     def requested(self) -> bool:
-        return self.since is not None
+        return self._requested_at is not None
 
     def _request(self, number, frame):
         now = time.monotonic()
-        if self.since is None:
-            self.since = now
-        elif number == signal.SIGINT and now - self.since > self.PATIENCE:
+        if self._requested_at is None:
+            self._requested_at = now
+        elif number == signal.SIGINT and now - self._requested_at > self.SAME_SIGNAL_WITHIN:
             raise KeyboardInterrupt
 
 
 def setup(device_type: str = "auto", seed: int = 42) -> Runtime:
-    """Read RANK, LOCAL_RANK and WORLD_SIZE (torchrun), pick the device, seed every generator, join the process group.
+    """Read RANK, LOCAL_RANK and WORLD_SIZE (torchrun), pick the device, seed the generators, join the process group.
 
-    device_type "auto" takes CUDA if there is one. Raises UserError for an unknown or absent device or a seed below 0 or above 2^63 - 1.
+    device_type "auto" takes CUDA if there is one. Raises UserError for an unknown or absent device or a seed below 0 or
+    above 2^63 - 1.
     """
     if device_type not in DEVICE_TYPES:
         raise UserError(f"--device-type must be one of {', '.join(DEVICE_TYPES)}, got {device_type!r}")
     SEED.check("--seed", seed)
     if device_type == "cuda" and not torch.cuda.is_available():
         raise UserError("--device-type cuda: no CUDA device is visible; use --device-type cpu")
-    rank, world_size, local_rank = (
-        int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
-    )
+    rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if device_type != "cpu" and torch.cuda.is_available():
         if local_rank >= torch.cuda.device_count():
             raise UserError(
-                f"this is process {local_rank + 1} on this machine but it has {torch.cuda.device_count()} GPUs; lower NGPU (torchrun --nproc-per-node)"
+                f"this is process {local_rank + 1} on this machine but it has {torch.cuda.device_count()} GPUs; "
+                "lower NGPU (torchrun --nproc-per-node)"
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
@@ -143,17 +149,17 @@ def setup(device_type: str = "auto", seed: int = 42) -> Runtime:
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     if world_size > 1 and not dist.is_initialized():
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            timeout=PATIENCE,
-            device_id=device if device.type == "cuda" else None,
-        )
+        backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=device_id)
     return Runtime(rank, world_size, device)
 
 
 def keep_freed_memory() -> None:
-    """Have glibc reuse large blocks: by default it gives them back to the kernel at every free, and the page faults of asking again cost
-    element-wise operations on a CPU several times their own work. Elsewhere than on glibc nothing happens."""
+    """Have glibc reuse large blocks; without glibc nothing happens.
+
+    By default it gives them back to the kernel at every free, and the page faults of asking again cost element-wise
+    operations on a CPU several times their own work.
+    """
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
         for parameter, value in ((M_MMAP_THRESHOLD, 2**30), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 2**26)):
@@ -161,11 +167,12 @@ def keep_freed_memory() -> None:
 
 
 @contextmanager
-def running(device_type: str = "auto", seed: int = 42):
+def running(device_type: str = "auto", seed: int = 42) -> Iterator[Runtime]:
     """`setup`, and at the end leave the process group. Raises as `setup`.
 
-    When all went well the ranks wait for one another first: gloo aborts a process whose peers are gone before it has finished with them.
-    When not, the group is left as it is: taking it down waits for peers that may be waiting for this process, and its message would come after that.
+    When all went well the ranks wait for one another first: gloo aborts a process whose peers are gone before it has
+    finished with them. After an error the group is left as it is: taking it down waits for peers that may be waiting
+    for this process, and its message would come after that.
     """
     runtime = setup(device_type, seed)
     yield runtime

@@ -33,7 +33,10 @@ def fsync(path: Path) -> None:
 
 @contextmanager
 def atomic(path: Path):
-    """Yield a temporary path beside `path`; when the block succeeds it is fsynced and renamed, when it fails nothing is left."""
+    """Yield a temporary path beside `path` for a file.
+
+    When the block succeeds the file is fsynced and renamed to `path`, when it fails nothing is left.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
@@ -48,10 +51,11 @@ def atomic(path: Path):
 
 @contextmanager
 def atomic_folder(path: Path):
-    """Yield an empty folder beside `path`; when the block succeeds it is fsynced and renamed, when it fails nothing is left.
+    """Yield an empty folder beside `path`.
 
-    A folder that is at `path` stays until then; the next call puts it back if a kill came between the two renames.
-    One process at a time may write to `path`.
+    When the block succeeds the folder is fsynced and renamed to `path`, when it fails nothing is left. A folder that is
+    at `path` stays until then; the next call puts it back if a kill came between the two renames. Only one process at
+    a time may write to `path`.
     """
     path = Path(path).resolve()
     temporary, replaced = (path.with_name(f".tmp-{prefix}{path.name}") for prefix in ("", "replaced-"))
@@ -84,7 +88,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path, what: str) -> dict[str, Any]:
-    """Read a JSON file that holds an object; UserError naming `what` and the path if it is absent or anything else."""
+    """Read a JSON file that holds an object. Raises UserError, naming `what` it is and its path, if it does not."""
     try:
         value = json.loads(Path(path).read_text())
     except FileNotFoundError:
@@ -97,7 +101,7 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
 
 
 def remove_stale_temporaries(folder: Path) -> None:
-    """Delete what a killed writer left behind. Call it while holding the folder's lock."""
+    """Delete the temporary files of a killed writer. Call it while holding the folder's lock."""
     for leftover in Path(folder).glob(".tmp-*"):
         if leftover.is_file():
             leftover.unlink(missing_ok=True)
@@ -105,7 +109,10 @@ def remove_stale_temporaries(folder: Path) -> None:
 
 @contextmanager
 def locked(folder: Path, doing: str):
-    """Hold the folder for one process. UserError if another one has it; the lock dies with the process, however that ends."""
+    """Hold the folder for this process. Raises UserError if another one holds it.
+
+    The lock ends with the process, however that ends. doing: what this process does in the folder, for that message.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".lock", timeout=0)

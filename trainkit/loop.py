@@ -80,7 +80,7 @@ def announce(trainer: Trainer, log: RunLog) -> None:
 
 
 def train(trainer: Trainer, log: RunLog, stop: Stop) -> bool:
-    """Train to the last step. Returns False if a signal or --stop-after ended it early; the state is saved either way."""
+    """Train to the last step. Returns False if a signal or --stop-after ended it early. The state is saved."""
     config, steps = trainer.config, trainer.steps
     with progress_bar() as bar:
         task = bar.add_task(config.tag, total=steps, completed=trainer.state["step"], status="")

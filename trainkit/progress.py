@@ -1,4 +1,4 @@
-"""What a run tells the world, on rank 0: a live progress line, JSON lines on disk, and optionally Weights & Biases."""
+"""What a run reports, on rank 0: a live progress bar, JSON lines on disk, and optionally Weights & Biases."""
 
 import json
 import math
@@ -19,14 +19,17 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from trainkit.cli import UserError
+from trainkit.cli import UserError, reason_of
 from trainkit.files import atomic
 
 console = Console(stderr=False, soft_wrap=True)
 
 
 def progress_bar(on: Console = console, **kwargs) -> Progress:
-    """A rich progress bar: description, count, elapsed and remaining time, and a free `status` field. Silent when not on a terminal, and on ranks but 0."""
+    """A rich progress bar: description, count, elapsed and remaining time, and a free `status` field.
+
+    It shows nothing where there is no terminal, and on ranks other than 0.
+    """
     return Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -45,12 +48,21 @@ def progress_bar(on: Console = console, **kwargs) -> Progress:
 class RunLog:
     """`log(event, step, **values)`: one JSON line, the wandb run if there is one, and a printed line when asked for.
 
-    path: the .jsonl file, appended to. resume_step: lines of later steps (which will run again) are dropped first, so the file reads as one run.
-    wandb_mode: "disabled", "offline" or "online"; wandb is imported only for the latter two, and no account is needed for "offline".
+    path: the .jsonl file, appended to. resume_step: lines of later steps (which will run again) are dropped first, so
+    the file reads as one run. wandb_mode: "disabled", "offline" or "online"; wandb is imported only for the latter two,
+    and no account is needed for "offline". enabled: False on the other ranks, whose log does nothing.
     """
 
-    def __init__(self, path: Path, *, resume_step: int = 0, wandb_mode: str = "disabled", name: str = "run", config: dict[str, Any] | None = None,
-                 enabled: bool = True):  # fmt: skip
+    def __init__(
+        self,
+        path: Path,
+        *,
+        resume_step: int = 0,
+        wandb_mode: str = "disabled",
+        name: str = "run",
+        config: dict[str, Any] | None = None,
+        enabled: bool = True,
+    ):
         self.enabled, self.wandb, self.path = enabled, None, path
         if not enabled:
             return
@@ -64,30 +76,29 @@ class RunLog:
             self.wandb = _start_wandb(wandb_mode, name, config or {}, path.parent)
 
     def log(self, event: str, step: int, show: str | None = None, chart: bool = True, **values) -> None:
-        """Record `values` at `step`; `show` is the human-readable line.
+        """Record `values` at `step`, and print the line `show`.
 
-        chart: whether wandb gets them too; it keeps one value of a name for a step.
+        chart: whether wandb gets the values too; it keeps one value of a name for a step.
         """
         if not self.enabled:
             return
-        self.file.write(
-            json.dumps({"event": event, "step": step, "time": round(time.time(), 3), **finite(values)}) + "\n"
-        )
+        record = {"event": event, "step": step, "time": round(time.time(), 3), **finite(values)}
+        self.file.write(json.dumps(record) + "\n")
         if self.wandb is not None and chart:
             self.wandb.log({f"{event}/{name}": value for name, value in _scalars(values)}, step=step)
         if show:
             console.print(show, highlight=False, markup=False)
 
     def records(self, event: str, *keys: str) -> list[dict[str, Any]]:
-        """Every record of `event` that has all `keys`, those of the processes this one continues included."""
+        """Every record of `event` that has all `keys`, also from the processes that this one continues."""
         return read_events(self.path, event, *keys)
 
     def has(self, event: str, step: int, *keys: str) -> bool:
-        """Is there such a record of this step?"""
+        """Whether there is such a record of this step."""
         return any(record["step"] == step for record in self.records(event, *keys))
 
     def close(self) -> None:
-        """Flush everything; closing twice is fine."""
+        """Flush everything. Closing twice is fine."""
         if not self.enabled:
             return
         self.file.close()
@@ -105,22 +116,20 @@ def finite(value: Any) -> Any:
 
 
 def _scalars(values: dict[str, Any]):
-    """(name, number) pairs for a chart: nested dicts are spelled out, lists become their mean, minimum and maximum."""
+    """(name, number) pairs for a chart. Nested dicts are spelled out, lists become their mean, minimum and maximum."""
     for name, value in values.items():
         if isinstance(value, dict):
             yield from ((f"{name}/{inner}", number) for inner, number in _scalars(value))
         elif isinstance(value, list) and value and all(isinstance(item, (int, float)) for item in value):
-            yield from (
-                (f"{name}/mean", sum(value) / len(value)),
-                (f"{name}/min", min(value)),
-                (f"{name}/max", max(value)),
-            )
+            yield f"{name}/mean", sum(value) / len(value)
+            yield f"{name}/min", min(value)
+            yield f"{name}/max", max(value)
         elif isinstance(value, (int, float)):
             yield name, value
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a JSON-lines file; lines that are none, such as a last one cut short by a kill, are left out."""
+    """The records of a JSON-lines file. Other lines, such as a last one that a kill cut short, are left out."""
     if not Path(path).exists():
         return []
     records = []
@@ -137,29 +146,29 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 def read_events(path: Path, event: str = "", *keys: str) -> list[dict[str, Any]]:
     """The records of a run's log that have a step, are of `event` ("" = any) and have all `keys`.
 
-    Lines without (written by hand, by another version, put together of two torn ones) are left out: what they should have said counts as not done.
+    Other lines (written by hand, by another version, or cut short) are left out: what they record counts as not done.
     """
     lines = [line for line in read_lines(path) if isinstance(line.get("event"), str) and type(line.get("step")) is int]
     return [line for line in lines if event in ("", line["event"]) and line.keys() >= set(keys)]
 
 
 class Pace:
-    """How long the steps that are left will take: by the clock, evaluations and all, since the first `skip` steps of this process.
+    """How long the steps that are left will take, from the time that steps took so far, evaluations included.
 
-    Those are left out because they compile and fill caches.
+    The first `skip` steps of this process are left out because they compile and fill caches.
     """
 
     def __init__(self, skip: int, clock: Callable[[], float] = time.perf_counter):
         self.skip, self.clock, self.steps, self.began = skip, clock, 0, 0.0
 
     def step(self) -> None:
-        """A step is done."""
+        """Count a step that is done."""
         self.steps += 1
         if self.steps == self.skip:
             self.began = self.clock()
 
     def seconds_for(self, steps: int) -> float | None:
-        """Seconds that `steps` more take; None as long as nothing is known."""
+        """Seconds that `steps` more will take; None before anything is timed."""
         timed = self.steps - self.skip
         return steps * (self.clock() - self.began) / timed if timed > 0 else None
 
@@ -171,7 +180,7 @@ def clock_text(seconds: float) -> str:
 
 
 def _start_wandb(mode: str, name: str, config: dict[str, Any], folder: Path):
-    """A wandb run that asks for nothing: without a key "online" is a UserError, not a question."""
+    """Start a wandb run without asking the user: "online" without a key is a UserError."""
     try:
         import wandb
     except ImportError:
@@ -179,13 +188,11 @@ def _start_wandb(mode: str, name: str, config: dict[str, Any], folder: Path):
     try:
         if mode == "online" and not wandb.login(prompt=False):
             raise UserError(
-                "--wandb online needs the key of an account: set WANDB_API_KEY, or run wandb login once; --wandb offline needs none"
+                "--wandb online needs the key of an account: set WANDB_API_KEY, or run wandb login once; "
+                "--wandb offline needs none"
             )
-        return wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "gka"), name=name, mode=mode, config=config, dir=str(folder)
-        )
+        project = os.environ.get("WANDB_PROJECT", "gka")
+        return wandb.init(project=project, name=name, mode=mode, config=config, dir=str(folder))
     except wandb.errors.Error as error:
-        said = str(error).strip().splitlines() or [type(error).__name__]
-        raise UserError(
-            f"--wandb {mode}: {said[0]}; --wandb offline needs no account (wandb sync sends it later)"
-        ) from None
+        advice = "--wandb offline needs no account (wandb sync sends it later)"
+        raise UserError(f"--wandb {mode}: {reason_of(error)}; {advice}") from None

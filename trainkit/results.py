@@ -15,44 +15,43 @@ import torch
 from trainkit.cli import command_line
 from trainkit.progress import finite, read_lines
 
+PROJECT = Path(__file__).resolve().parents[1]
+
 
 def describe_hardware(device: torch.device) -> str:
-    """The accelerator's or the processor's name with how much of it there is."""
+    """The GPU's name; or the processor's, with the number of threads that PyTorch uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
+    cpuinfo, models = Path("/proc/cpuinfo"), []
     if cpuinfo.exists():
-        names = [
-            line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
-        ]
-        model = names[0] if names else model
+        lines = cpuinfo.read_text().splitlines()
+        models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    model = models[0] if models else platform.processor() or platform.machine()
     return f"{model}, {torch.get_num_threads()} threads"
 
 
 def peak_memory(device: torch.device) -> float:
-    """MiB that this process has held at once so far: of the GPU's memory by torch's count, or, on a CPU, of the machine's (resident set size)."""
+    """The most memory, in MiB, that this process has held at once so far.
+
+    The GPU's, by torch's count, or on a CPU the machine's (resident set size).
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (2**20 if sys.platform == "darwin" else 2**10)  # bytes there, KiB here
+    return peak / (2**20 if sys.platform == "darwin" else 2**10)  # bytes on macOS, KiB elsewhere
 
 
 def git_commit() -> str:
     """The short commit of the code, with + if the tree was changed; "unknown" outside a checkout."""
-    root = Path(__file__).resolve().parents[1]
-    if not (root / ".git").exists():  # installed: a repository around it is someone else's
+    if not (PROJECT / ".git").exists():  # installed: a repository around it is another project's
         return "unknown"
+    git = ["git", "-C", str(PROJECT)]
     try:
-        commit = subprocess.run(
-            ["git", "-C", str(root), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-        ).stdout.strip()
-        dirty = subprocess.run(
-            ["git", "-C", str(root), "diff", "--quiet", "HEAD", "--", "*.py"], capture_output=True
-        ).returncode
+        commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+        changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "*.py"], capture_output=True).returncode
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return commit + ("+" if dirty else "")
+    return commit.stdout.strip() + ("+" if changed else "")
 
 
 def check_appendable(path: Path) -> None:
@@ -63,12 +62,12 @@ def check_appendable(path: Path) -> None:
 
 
 def read_results(path: Path, *keys: str) -> list[dict[str, Any]]:
-    """The records of a file that `append_result` wrote whose metrics have all `keys`; other lines (by hand, cut short) are left out."""
-    lines = [
-        line
-        for line in read_lines(path)
-        if isinstance(line.get("config"), dict) and isinstance(line.get("metrics"), dict)
-    ]
+    """The records of a file that `append_result` wrote whose metrics have all `keys`.
+
+    Other lines (written by hand, cut short) are left out.
+    """
+    lines = read_lines(path)
+    lines = [line for line in lines if isinstance(line.get("config"), dict) and isinstance(line.get("metrics"), dict)]
     return [line for line in lines if line["metrics"].keys() >= set(keys)]
 
 
@@ -90,9 +89,9 @@ def append_result(
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a+b") as file:
-        if (
-            file.tell() and file.seek(-1, os.SEEK_END) >= 0 and file.read() != b"\n"
-        ):  # a line that was cut short ends here
-            file.write(b"\n")
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read() != b"\n":  # the last line was cut short; it ends here
+                file.write(b"\n")
         file.write((json.dumps(finite(record), default=str) + "\n").encode())
     return record

@@ -50,7 +50,7 @@ class RunConfig:
         return self.out / self.tag
 
     def identity(self) -> dict[str, Any]:
-        """The settings that decide what is computed, as JSON holds them; a continued run must agree with all of them."""
+        """The settings that decide what is computed, as JSON holds them; a continued run must have the same."""
         hints = get_type_hints(type(self), include_extras=True)
         changeable = {name for name, hint in hints.items() if MAY_CHANGE in getattr(hint, "__metadata__", ())}
         return _as_json({name: value for name, value in asdict(self).items() if name not in changeable})

@@ -1,8 +1,9 @@
-"""Worker processes. They are forked from a server that does nothing else, never from the process that wants them.
+"""Worker processes, forked from a server process that does nothing else, never from the process that uses them.
 
-A process that has threads must not fork: the child gets every lock as it is at that moment, and nobody is there to
-release it. Python's own list of threads is behind such a lock (until 3.12), which gloo's and autograd's threads take
-at any time, so that a child waited for ever before its first line. The server has no threads, not even of libraries.
+A process that has threads must not fork: the child gets every lock as it is at that moment, and the thread that would
+release it is not there. Until Python 3.12 its list of threads has such a lock, which the threads of gloo and of
+autograd take at any time, so that a forked child could wait for ever before its first line. The server has no threads,
+not even those that libraries start.
 """
 
 import multiprocessing
@@ -13,52 +14,52 @@ import threading
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import BaseContext
 
-DEAF_TO = {signal.SIGINT, signal.SIGTERM}
+BLOCKED_SIGNALS = {signal.SIGINT, signal.SIGTERM}
 # Without these, importing numpy and pyarrow starts threads.
 NO_THREADS = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 
 
 def cores() -> int:
     """How many cores this process may use."""
-    allowed = getattr(os, "sched_getaffinity", None)  # Linux has it
-    return len(allowed(0)) if allowed else os.cpu_count() or 1
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux has it
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def context(*packages: str) -> BaseContext:
-    """Where worker processes come from.
+    """The context in which to start worker processes: they are forked from the server.
 
-    The first call starts the server, which imports `packages`, and what of them this process has imported, while this
-    process goes on: call it early. Workers are born deaf to SIGINT and SIGTERM, which reach a whole process group;
-    the first thing they call is `begin`.
+    The first call starts the server, which imports `packages` and those of their modules that this process has
+    imported, while this process goes on: call it early. Workers start with SIGINT and SIGTERM blocked, which reach a
+    whole process group; the first function that a worker calls is `begin`.
     """
-    found, packages = multiprocessing.get_context("forkserver"), ("trainkit", *packages)
-    # Each worker prepares the program that runs again, and finds what that imports.
-    theirs = tuple(f"{package}." for package in packages)
-    found.set_forkserver_preload([*packages, *(name for name in sys.modules if name.startswith(theirs))])
+    server_context, packages = multiprocessing.get_context("forkserver"), ("trainkit", *packages)
+    # Every worker runs the main program's imports again, and finds those modules imported.
+    prefixes = tuple(f"{package}." for package in packages)
+    server_context.set_forkserver_preload([*packages, *(name for name in sys.modules if name.startswith(prefixes))])
     resource_tracker.ensure_running()  # the server would start it, and that unblocks the signals
-    mine = {name: os.environ[name] for name in NO_THREADS if name in os.environ}
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, DEAF_TO)
+    own_values = {name: os.environ[name] for name in NO_THREADS if name in os.environ}
+    blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
     try:
         os.environ.update(NO_THREADS)
         forkserver.ensure_running()
     finally:
         for name in NO_THREADS:
             del os.environ[name]
-        os.environ.update(mine)
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-    return found
+        os.environ.update(own_values)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
+    return server_context
 
 
 def begin(on_sigterm=signal.SIG_DFL) -> None:
-    """What a worker does first: die with the process it works for, however that ends, and hear SIGTERM again.
+    """What a worker does first: end with the process it works for, however that ends, and unblock SIGTERM.
 
-    It stays deaf to SIGINT. on_sigterm: a handler as signal.signal takes it.
+    SIGINT stays blocked. on_sigterm: a handler as signal.signal takes it.
     """
-    threading.Thread(target=_die_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     signal.signal(signal.SIGTERM, on_sigterm)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
-def _die_with_parent() -> None:
-    multiprocessing.parent_process().join()  # a pipe's end; the parent of the system's is the server
+def _end_with_parent() -> None:
+    multiprocessing.parent_process().join()  # by a pipe: for the operating system the parent is the server
     os._exit(1)

@@ -24,11 +24,9 @@ class TrainConfig(Recipe, RunConfig):
     model_kwargs: tuple[str, ...] = ()
     """Arguments for timm, e.g. sigma_squared=1.0 depth=4."""
     initial_weights: MayChange[str] = ""
-    """Start from these: a file (.safetensors, or .pth as DeiT's), a run or exported folder, or a timm name; what fits is
-    taken, the rest is said."""
+    """Start from what fits of a file (.safetensors, or .pth as DeiT's), a run or exported folder, or a timm name."""
     data: MayChange[str] = ""
-    """A folder with train/ and val/ (class folders, or webdataset tars), hf:NAME_OR_PATH, hf-stream:NAME_OR_PATH,
-    wds:FOLDER or digits."""
+    """A folder with train/ and val/ (class folders or tars), hf:NAME, hf-stream:NAME, wds:FOLDER or digits."""
     model_tag: MayChange[str] = ""
     """Name of the run; empty takes the model's."""
 

@@ -1,4 +1,4 @@
-"""What a run minimises: cross entropy or DeiT III's binary cross entropy, and what a teacher adds to it (DeiT's distillation token).
+"""What a run minimises: cross entropy or DeiT III's binary cross entropy, and what a teacher adds (DeiT's token).
 
 With a teacher the loss is (1 - alpha) x that of the class token's head + alpha x that of the distillation token's head,
 which is judged by the teacher's answers to the same augmented and mixed images (Touvron et al. 2021, arXiv 2012.12877,
@@ -24,8 +24,8 @@ Outputs = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 class Teacher(nn.Module):
     """A model that answers in evaluation mode, without gradients, whatever mode it is put in.
 
-    mean, std, size: the teacher's own. A student's images, normalised by ImageNet's mean and deviation, mixed or not,
-    are brought there by one affine map a channel and resized; size None takes them as large as they are.
+    mean, std, size: the teacher's own. A student's images, which are normalised by ImageNet's mean and deviation, mixed
+    or not, are brought there by an affine map of every channel and resized; size None takes them as large as they are.
     """
 
     def __init__(
@@ -37,10 +37,11 @@ class Teacher(nn.Module):
     ):
         super().__init__()
         self.model, self.size = model.eval().requires_grad_(False), size
-        ours, theirs = ([torch.tensor(values).view(1, 3, 1, 1) for values in pair] for pair in
-                        ((IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD), (mean, std)))  # fmt: skip
-        self.register_buffer("scale", ours[1] / theirs[1])
-        self.register_buffer("shift", (ours[0] - theirs[0]) / theirs[1])
+        student_mean, student_std, mean, std = (
+            torch.tensor(values).view(1, 3, 1, 1) for values in (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, mean, std)
+        )
+        self.register_buffer("scale", student_std / std)
+        self.register_buffer("shift", (student_mean - mean) / std)
 
     def train(self, mode: bool = True) -> "Teacher":
         return super().train(False)
@@ -54,16 +55,18 @@ class Teacher(nn.Module):
 
 
 def load_teacher(name: str, path: str, classes: list[str]) -> Teacher:
-    """The teacher called `name`: one of our run or exported folders, or a timm model with the weights in the file `path`, or timm's own without one.
+    """The teacher called `name`: a run or exported folder of ours, or a timm model.
 
-    Raises UserError if the weights cannot be had, or if the teacher has another number of classes.
+    path: the file with a timm model's weights; empty takes timm's own. Raises UserError if the weights cannot be had,
+    or if the teacher has another number of classes.
     """
     folder = Path(name).expanduser()
     if folder.is_dir() and not (folder / "config.json").exists():
         found = find_checkpoint(folder)
         if found.state["classes"] != classes and set(found.state["classes"]) & set(classes):
             raise UserError(
-                f"--teacher-model {name} was trained on other classes than the data's; give a teacher of the same classes"
+                f"--teacher-model {name} was trained on other classes than the data's; "
+                "give a teacher of the same classes"
             )
         model = load_run(found, "ema" if (found.path / "ema.safetensors").exists() else "model", "cpu")
     elif path:
@@ -75,7 +78,7 @@ def load_teacher(name: str, path: str, classes: list[str]) -> Teacher:
             f"--teacher-model {name} tells {model.num_classes} classes apart but the data has {len(classes)}"
         )
     about, size = resolve_model_data_config(model), None
-    if not getattr(model, "dynamic_img_size", False):  # as convolutional networks take any size, which say nothing
+    if not getattr(model, "dynamic_img_size", False):  # a convolutional network takes any size, and says so nowhere
         fixed = about["input_size"][-2:] if model.pretrained_cfg.get("fixed_input_size") else None
         size = getattr(getattr(model, "patch_embed", None), "img_size", None) or fixed
     return Teacher(model, about["mean"], about["std"], tuple(size) if size else None)
@@ -89,7 +92,10 @@ class Objective:
     teacher: Teacher | None = None
 
     def __call__(self, images: torch.Tensor, outputs: Outputs, targets: torch.Tensor) -> torch.Tensor:
-        """images (n, 3, S, S) as the model saw them; outputs: logits (n, classes), with a teacher those of both heads; targets (n, classes)."""
+        """images (n, 3, S, S) as the model saw them; targets (n, classes).
+
+        outputs: logits (n, classes); with a teacher those of both heads.
+        """
         if self.teacher is None:
             return self.base(outputs, targets)
         by_label, by_teacher = outputs
@@ -114,10 +120,12 @@ class Objective:
 
 
 def prepare_student(model: nn.Module, recipe: Recipe, name: str) -> None:
-    """Have a distilled model answer with both heads in training. Raises UserError for one without a distillation token."""
+    """Have a distilled model answer with both heads in training. Raises UserError for a model without two heads."""
     if recipe.distillation_type == "none":
         return
     if not hasattr(model, "set_distilled_training"):
-        raise UserError(f"--distillation-type {recipe.distillation_type} needs a model with a distillation token, such as "
-                        f"deit_tiny_gka_distilled_patch16_224; --model is {name}")  # fmt: skip
+        raise UserError(
+            f"--distillation-type {recipe.distillation_type} needs a model with a distillation token, such as "
+            f"deit_tiny_gka_distilled_patch16_224; --model is {name}"
+        )
     model.set_distilled_training(True)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from timm.data.mixup import Mixup, mixup_target
+from torch.nn.parallel import DistributedDataParallel
 
 from deit_gka.data.loader import Batch, Piece, seed_of
 from deit_gka.recipe import Recipe
@@ -25,7 +26,10 @@ def autocast(device: torch.device, amp: str):
 
 
 class Mixer:
-    """Mixup, CutMix and label smoothing by timm, with one draw for each group of the update, whichever processes its images are on."""
+    """Mixup, CutMix and label smoothing by timm, with one draw for each group of the update.
+
+    The draw is the same whichever processes the group's images are on.
+    """
 
     def __init__(self, recipe: Recipe, num_classes: int):
         self.recipe, self.num_classes = recipe, num_classes
@@ -57,11 +61,22 @@ class Update:
     loading: float = 0.0  # seconds workers spent making the images
 
 
-def accumulate_gradients(model, pieces: list[Piece], next_batch: Callable[[int], Batch], mixer: Mixer, step: int, runtime: Runtime,
-                         scale: Callable[[torch.Tensor], torch.Tensor] = lambda loss: loss, objective: Objective | None = None) -> Update:  # fmt: skip
-    """Run this process's pieces of update `step` forward and backward; the last backward averages over processes if `model` is a DDP.
+def accumulate_gradients(
+    model,
+    pieces: list[Piece],
+    next_batch: Callable[[int], Batch],
+    mixer: Mixer,
+    step: int,
+    runtime: Runtime,
+    scale: Callable[[torch.Tensor], torch.Tensor] = lambda loss: loss,
+    objective: Objective | None = None,
+) -> Update:
+    """Run this process's pieces of update `step` forward and backward.
 
-    objective: what is minimised, None for the recipe's without a teacher. next_batch: called with a piece's number of images. Stochastic depth is seeded by update, piece and process, so that a resumed run draws the same. Raises UserError if no image can be read.
+    If `model` is a DistributedDataParallel, the last backward averages over processes. next_batch: called with a
+    piece's number of images. objective: what is minimised; None takes the recipe's without a teacher. Stochastic depth
+    is seeded by update, piece and process, so that a resumed run draws the same. Raises UserError if no image can be
+    read.
     """
     recipe, update = mixer.recipe, Update(torch.zeros((), device=runtime.device))
     objective = objective or Objective(recipe)
@@ -72,19 +87,34 @@ def accumulate_gradients(model, pieces: list[Piece], next_batch: Callable[[int],
         if not len(batch.images):
             name, reason = batch.broken[0]
             raise UserError(
-                f"none of {len(batch.broken)} images in a row can be read, the first is {name}: {reason}; is the disk still there?"
+                f"none of {len(batch.broken)} images in a row can be read, the first is {name}: {reason}; "
+                "is the disk still there?"
             )
         images, labels = (tensor.to(runtime.device, non_blocking=True) for tensor in (batch.images, batch.labels))
         images, targets = mixer(images, labels, piece.parts, step)
         seed_device(seed_of(recipe.seed, "model", step, number, runtime.rank), runtime.device)
-        waits = getattr(model, "no_sync", None) if number < len(pieces) - 1 else None
-        with waits() if waits else contextlib.nullcontext():
+        no_sync = getattr(model, "no_sync", None) if number < len(pieces) - 1 else None
+        with no_sync() if no_sync else contextlib.nullcontext():
             with autocast(runtime.device, recipe.amp):
                 loss = objective(images, model(images), targets) * (len(images) / recipe.batch_size)
             # DDP takes the mean over processes where the batch's mean needs their sum.
             scale(loss * runtime.world_size).backward()
         update.loss += loss.detach()
     return update
+
+
+def compiled_and_joined(model: torch.nn.Module, compile: str, runtime: Runtime) -> torch.nn.Module:
+    """`model`, compiled as the flag of this name says, and with its gradients averaged over processes if there are any.
+
+    The weights are the model's own. A collective.
+    """
+    device = runtime.device
+    mode = ("max-autotune" if device.type == "cuda" else "off") if compile == "auto" else compile
+    network = model if mode == "off" else torch.compile(model, mode=mode, dynamic=False)
+    if runtime.world_size == 1:
+        return network
+    ids = [device.index] if device.type == "cuda" else None
+    return DistributedDataParallel(network, device_ids=ids, gradient_as_bucket_view=True)
 
 
 def seed_device(seed: int, device: torch.device) -> None:
@@ -94,15 +124,20 @@ def seed_device(seed: int, device: torch.device) -> None:
 
 
 @torch.inference_mode()
-def evaluate(models: dict[str, torch.nn.Module], loader: Iterable[Batch], runtime: Runtime, amp: str = "auto",
-             advance: Callable[[Batch], None] = lambda batch: None) -> dict[str, dict[str, float]]:  # fmt: skip
-    """Top-1 and top-5 accuracy (percent) and cross entropy of every model over the images of all processes, each counted once, in one pass.
+def evaluate(
+    models: dict[str, torch.nn.Module],
+    loader: Iterable[Batch],
+    runtime: Runtime,
+    amp: str = "auto",
+    advance: Callable[[Batch], None] = lambda batch: None,
+) -> dict[str, dict[str, float]]:
+    """Accuracy and cross entropy of every model over the images of all processes, each counted once, in one pass.
 
-    models: left in evaluation mode. Returns, by name, top1, top5, loss, images, broken (left out). Raises UserError if there was no image to judge.
+    models: left in evaluation mode. advance: called after every batch. Returns, by name, top1 and top5 (percent), loss,
+    images, broken (left out). Raises UserError if there was no image to judge.
     """
-    sums = torch.zeros(
-        len(models), 5, dtype=torch.float64, device=runtime.device
-    )  # right at 1, right at 5, loss, images, broken
+    # Right at 1, right at 5, loss, images, broken
+    sums = torch.zeros(len(models), 5, dtype=torch.float64, device=runtime.device)
     for batch in loader:
         sums[:, 4] += len(batch.broken)
         if len(batch.images):

@@ -7,7 +7,11 @@ UPDATES_NOT_TIMED = 3  # compilation, and the workers' start
 
 @dataclass
 class Meter:
-    """Sums over updates. `seconds` of training alone; `waiting` the part of them in which the slowest process had no batch; `loading` worker seconds."""
+    """Sums over updates.
+
+    seconds: of training alone. waiting: the part of them in which the slowest process had no batch. loading: seconds
+    that workers spent.
+    """
 
     images: int = 0
     seconds: float = 0.0
@@ -21,7 +25,10 @@ class Meter:
         self.loading += loading
 
     def rates(self, workers: int) -> dict[str, float]:
-        """Images per second over all processes: of training, of the model alone, of `workers` loading workers; and the part of the time spent waiting."""
+        """Images per second over all processes, and the part of the time spent waiting.
+
+        Of training, of the model alone, and of `workers` loading workers.
+        """
         computing = self.seconds - self.waiting
         return {
             "images_per_second": self.images / self.seconds if self.seconds else 0.0,

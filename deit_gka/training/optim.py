@@ -1,4 +1,4 @@
-"""AdamW with the paper's decay exclusions, the cosine schedule, and the weight average: all timm's; and their state as named tensors."""
+"""AdamW with the paper's decay exclusions, the cosine schedule and the weight average (timm's), and their state."""
 
 import torch
 from timm.optim import create_optimizer_v2
@@ -20,14 +20,25 @@ def make_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, recipe: Recipe, steps_per_epoch: int) -> CosineLRScheduler:
-    """Linear warm-up, then cosine whose clock started with the warm-up; `step_update(n)` sets the rate of update n and remembers nothing."""
-    warmup = round(recipe.warmup_epochs * steps_per_epoch)
-    return CosineLRScheduler(optimizer, t_initial=recipe.epochs * steps_per_epoch, lr_min=recipe.min_lr, warmup_t=warmup,
-                             warmup_lr_init=recipe.warmup_lr, t_in_epochs=False)  # fmt: skip
+    """Linear warm-up, then a cosine whose clock started with the warm-up.
+
+    `step_update(n)` sets the rate of update n; the schedule has no state.
+    """
+    return CosineLRScheduler(
+        optimizer,
+        t_initial=recipe.epochs * steps_per_epoch,
+        lr_min=recipe.min_lr,
+        warmup_t=round(recipe.warmup_epochs * steps_per_epoch),
+        warmup_lr_init=recipe.warmup_lr,
+        t_in_epochs=False,
+    )
 
 
 def make_average(model: nn.Module, recipe: Recipe) -> ModelEmaV3 | None:
-    """The exponential moving average of the weights. With warm-up its decay is that of a plain mean until it reaches the recipe's."""
+    """The exponential moving average of the weights; None without a decay.
+
+    With warm-up its decay is that of a plain mean until it reaches the recipe's.
+    """
     if not recipe.model_ema_decay:
         return None
     return ModelEmaV3(model, decay=recipe.model_ema_decay, use_warmup=recipe.model_ema_warmup, warmup_power=1.0)

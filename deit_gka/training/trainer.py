@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from rich.progress import Progress
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from deit_gka.accounting import cost_of
 from deit_gka.data.loader import Batch, assemble
@@ -25,7 +24,7 @@ from deit_gka.model.warm_start import check_same, fingerprint, read_weights, war
 from deit_gka.training.broken import BrokenList
 from deit_gka.training.config import TrainConfig
 from deit_gka.training.distillation import Objective, load_teacher, prepare_student
-from deit_gka.training.engine import Mixer, Update, accumulate_gradients, bandwidths, evaluate
+from deit_gka.training.engine import Mixer, Update, accumulate_gradients, bandwidths, compiled_and_joined, evaluate
 from deit_gka.training.images import RunImages
 from deit_gka.training.meter import UPDATES_NOT_TIMED, Meter
 from deit_gka.training.optim import load_state_tensors, make_average, make_optimizer, make_schedule, state_tensors
@@ -128,13 +127,8 @@ class Trainer(BaseTrainer):
 
     @cached_property
     def network(self) -> nn.Module:
-        """`model`, compiled, its gradients joined over the processes: made, on all of them, for the first update."""
-        config, device = self.config, self.runtime.device
-        mode = ("max-autotune" if device.type == "cuda" else "off") if config.compile == "auto" else config.compile
-        network = self.model if mode == "off" else torch.compile(self.model, mode=mode, dynamic=False)
-        if self.runtime.world_size > 1:
-            ids = [device.index] if device.type == "cuda" else None
-            network = DistributedDataParallel(network, device_ids=ids, gradient_as_bucket_view=True)
+        """`model` as it is trained, with the gradients of all processes: made, on all of them, for the first update."""
+        network = compiled_and_joined(self.model, self.config.compile, self.runtime)
         if len(self.pieces) > 1:  # gradients outlive a backward: not in memory that CUDA graphs use again
             for parameter in self.model.parameters():
                 parameter.grad = torch.zeros_like(parameter)

@@ -1,4 +1,4 @@
-"""CORE of a model while it trains: the bundle is read and checked before the first step, the model asked between steps."""
+"""CORE of a model while it trains: the bundle is read and checked before step 1, the model scored between steps."""
 
 import time
 from pathlib import Path
@@ -9,7 +9,7 @@ from rich.progress import Progress
 from nanochat_gka.core_metric.bundle import read_tasks
 from nanochat_gka.core_metric.questions import shuffled
 from nanochat_gka.core_metric.report import aggregate, error_of_mean, score_of
-from nanochat_gka.core_metric.task_scorer import TaskScorer, check_enough, identity
+from nanochat_gka.core_metric.task_scorer import TaskScorer, check_enough, task_identity
 from trainkit.cli import UserError
 from trainkit.distributed import Stop
 from trainkit.progress import RunLog
@@ -18,20 +18,24 @@ TASK_KEYS = ("asked", "accuracy", "baseline", "examples")
 
 
 class CoreMetric:
-    """All tasks of a bundle, at most max_per_task examples of each (-1 = all). Raises UserError for a bundle with anything wrong in it."""
+    """All tasks of a bundle, at most max_per_task examples of each (-1 = all).
 
-    def __init__(self, examinee: TaskScorer, bundle: Path, max_per_task: int):
-        self.examinee, self.runtime = examinee, examinee.runtime
+    Raises UserError for a bundle with anything wrong in it.
+    """
+
+    def __init__(self, scorer: TaskScorer, bundle: Path, max_per_task: int):
+        self.scorer, self.runtime = scorer, scorer.runtime
         tasks = read_tasks(bundle)
         check_enough(tasks, max_per_task, "--core-metric-max-per-task")
         self.tasks = [(task, shuffled(task.examples(), max_per_task)) for task in tasks]
-        self.asked = {
-            task.label: {**identity(task), "max_per_task": max_per_task, "max_seq_len": examinee.max_seq_len}
-            for task in tasks
-        }
+        limits = {"max_per_task": max_per_task, "max_seq_len": scorer.max_seq_len}
+        self.asked = {task.label: {**task_identity(task), **limits} for task in tasks}
 
     def score(self, log: RunLog, step: int, stop: Stop, bar: Progress) -> bool:
-        """Score the model and log it as event "core". Returns False if a signal came first; tasks in the log by then are not scored again."""
+        """Score the model and log it as event "core". Returns False if a signal came first.
+
+        Tasks that are in the log by then are not scored again.
+        """
         started = time.perf_counter()
         for task, examples in self.tasks:
             if self.runtime.any(stop.requested):
@@ -39,9 +43,9 @@ class CoreMetric:
             if self.runtime.any(log.enabled and task.label in self._known(log, step)):
                 continue
             try:
-                metrics = self.examinee.measure(task, examples, bar)
-            except UserError as error:  # costs this score, not the run
-                self.runtime.print(f"warning: {error}; the mean of step {step} is without it")
+                metrics = self.scorer.measure(task, examples, bar)
+            except UserError as error:  # this task has no score; the run goes on
+                self.runtime.print(f"warning: {error}; the mean of step {step} leaves it out")
                 continue
             log.log("core_task", step, chart=False, asked=self.asked[task.label], **metrics)
         if log.enabled:
@@ -49,30 +53,17 @@ class CoreMetric:
         return True
 
     def _known(self, log: RunLog, step: int) -> dict[str, dict[str, Any]]:
-        """What the log has of this step's tasks, asked as they are asked now, by label."""
+        """The log's lines of this step's tasks, asked as they are asked now, by label."""
         lines = [line for line in log.records("core_task", *TASK_KEYS) if line["step"] == step]
         return {line["asked"]["task"]: line for line in lines if line["asked"] in self.asked.values()}
 
     def _report(self, log: RunLog, step: int, seconds: float) -> None:
         scores = [score_of(label, line) for label, line in self._known(log, step).items()]
         if not scores:
-            log.log(
-                "core",
-                step,
-                f"step {step:05d} | no task of CORE could be scored",
-                name="no task",
-                metric=None,
-                standard_error=None,
-            )
+            text = f"step {step:05d} | no task of CORE could be scored"
+            log.log("core", step, text, name="no task", metric=None, standard_error=None)
             return
         (name, value), error = aggregate(scores), error_of_mean([score.standard_error for score in scores])
         text = f"step {step:05d} | {name} {value:.4f} ± {error:.4f} | {seconds:.0f} s"
-        log.log(
-            "core",
-            step,
-            text,
-            name=name,
-            metric=value,
-            standard_error=error,
-            centered={score.label: score.centered for score in scores},
-        )
+        by_task = {score.label: score.centered for score in scores}
+        log.log("core", step, text, name=name, metric=value, standard_error=error, centered=by_task)

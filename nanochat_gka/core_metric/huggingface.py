@@ -1,7 +1,8 @@
-"""Hugging Face's causal language models as CORE's questions meet them: the same questions and the same scorer, so that scores compare with ours.
+"""Hugging Face's causal language models on CORE: the same questions and scorer, so that scores compare with ours.
 
-As nanochat's --hf-path does it: the model's own tokenizer, every prompt opened by <|bos|> or <|endoftext|>, long prompts cut on the left, float32 weights,
-bfloat16 arithmetic on CUDA. Beyond it: other tokenizers' own BOS, and the length limit of any model, not of GPT-2 alone.
+As nanochat's --hf-path does it: the model's own tokenizer, every prompt opened by <|bos|> or <|endoftext|>, long
+prompts cut on the left, float32 weights, bfloat16 arithmetic on CUDA. Beyond it: other tokenizers' own BOS, and the
+length limit of any model, not of GPT-2 alone.
 """
 
 import hashlib
@@ -12,7 +13,7 @@ from types import SimpleNamespace
 import torch
 
 from nanochat_gka.core_metric.prompt_tree import PromptTree
-from nanochat_gka.core_metric.task_scorer import EvaluatedModel
+from nanochat_gka.core_metric.score_file import EvaluatedModel
 from trainkit.cli import UserError
 
 BOS_TOKENS = ("<|bos|>", "<|endoftext|>")  # the first that a vocabulary has
@@ -21,37 +22,39 @@ UNLIMITED = 2**30
 
 
 class Causal:
-    """A transformers model behind what the scorer asks of a GPT. Prompts are padded on the right, where a causal model's mask hides them."""
+    """A transformers model with what the scorer needs of a GPT.
+
+    Prompts are padded on the right, where a causal model's mask hides the padding.
+    """
 
     def __init__(self, model, device: torch.device):
         self.model, self.device = model.to(device).eval(), device
         self.config = SimpleNamespace(vocab_size=model.get_input_embeddings().num_embeddings)
-        self.keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.can_limit_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def hidden(self, ids: torch.Tensor, tree: PromptTree) -> torch.Tensor:
         """Logits (1, n, vocab_size) of the tokens that predict the judged ones."""
         rows = ids[0][tree.copies]
+        count = rows.shape[1] - tree.first_query
+        options = {"logits_to_keep": count} if self.can_limit_logits else {}
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-            logits = self.model(
-                input_ids=rows, **({"logits_to_keep": rows.shape[1] - tree.first_query} if self.keeps else {})
-            ).logits
-        return logits[:, tree.first_query - rows.shape[1] :].flatten(0, 1)[None, tree.output_of_predictor]
+            logits = self.model(input_ids=rows, **options).logits
+        return logits[:, -count:].flatten(0, 1)[None, tree.output_of_predictor]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden.float()
 
 
 class Encoder:
-    """A transformers tokenizer with the two things that questions need. Raises UserError if nothing in it can open a document."""
+    """A transformers tokenizer with what questions need. Raises UserError if it has no token that begins a document."""
 
     def __init__(self, tokenizer, path: str):
         vocabulary, self.tokenizer = tokenizer.get_vocab(), tokenizer
         self.largest = max(vocabulary.values())
         known = [vocabulary[token] for token in (*BOS_TOKENS, tokenizer.bos_token) if token in vocabulary]
         if not known:
-            raise UserError(
-                f"the tokenizer of {path} has neither {' nor '.join(BOS_TOKENS)} nor a BOS token of its own, so no document can be begun"
-            )
+            missing = f"neither {' nor '.join(BOS_TOKENS)} nor a BOS token of its own"
+            raise UserError(f"the tokenizer of {path} has {missing}, so no document can begin")
         self.bos_id = known[0]
 
     def encode(self, text: str) -> list[int]:
@@ -59,9 +62,10 @@ class Encoder:
 
 
 def load_hugging_face(path: str, device: torch.device) -> EvaluatedModel:
-    """The model and tokenizer in a folder, or of that name on the hub. Nothing of it is executed or unpickled: safetensors and known architectures only.
+    """The model and tokenizer in a folder, or of that name on the hub.
 
-    Raises UserError if transformers is not installed, and for whatever keeps the model from being loaded.
+    Nothing of it is executed or unpickled: safetensors and known architectures only. Raises UserError if transformers
+    is not installed, and for whatever keeps the model from being loaded.
     """
     try:
         import transformers
@@ -76,25 +80,21 @@ def load_hugging_face(path: str, device: torch.device) -> EvaluatedModel:
             path, dtype=torch.float32, use_safetensors=True, **safely
         )
     except Exception as error:  # transformers raises whatever its parts do
-        said = " ".join(str(error).split())[:300] or type(error).__name__
-        raise UserError(
-            f"--hf-path {path}: no causal language model that can be loaded from safetensors ({said})"
-        ) from None
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        refused = "no causal language model that can be loaded from safetensors"
+        raise UserError(f"--hf-path {path}: {refused} ({reason})") from None
     model.config.use_cache = False
     causal, encoder = Causal(model, device), Encoder(tokenizer, path)
     if encoder.largest >= causal.config.vocab_size:
-        raise UserError(
-            f"--hf-path {path}: the tokenizer has ids up to {encoder.largest}, the model has {causal.config.vocab_size} embeddings"
-        )
+        embeddings = f"the model has {causal.config.vocab_size} embeddings"
+        raise UserError(f"--hf-path {path}: the tokenizer has ids up to {encoder.largest}, {embeddings}")
     shape = model.config.get_text_config()
-    limit = next(
-        (value for key in LENGTHS if isinstance(value := getattr(shape, key, None), int) and value > 1), UNLIMITED
-    )
+    lengths = (getattr(shape, key, None) for key in LENGTHS)
+    limit = next((length for length in lengths if isinstance(length, int) and length > 1), UNLIMITED)
     name = Path(path).resolve().name if Path(path).is_dir() else path.replace("/", "-")
     count = sum(parameter.numel() for parameter in model.parameters())
-    about = f"{name}: {type(model).__name__}, {count:,} parameters" + (
-        f", prompts of at most {limit:,} tokens" if limit < UNLIMITED else ""
-    )
+    about = f"{name}: {type(model).__name__}, {count:,} parameters"
+    about += f", prompts of at most {limit:,} tokens" if limit < UNLIMITED else ""
     return EvaluatedModel(causal, encoder, name, None, _digest(model, tokenizer), limit, about)
 
 

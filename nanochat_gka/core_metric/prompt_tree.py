@@ -1,9 +1,9 @@
 """Prompts that begin alike, run as the tree they are: what prompts have in common is computed once.
 
 A token is computed once for all prompts that have it and everything before it in common. Outside attention a layer
-treats every token alone, so there the tokens of the tree are one long row without padding. For attention they are copied
-out to one row per prompt, padded on the right, where an ordinary causal mask is right. A token's output depends only on
-what precedes it, so it does not matter which prompt it is taken from.
+treats every token alone, so there the tokens of the tree are one long row without padding. For attention they are
+copied out to one row per prompt, padded on the right, where an ordinary causal mask is right. A token's output depends
+only on what precedes it, so it does not matter which prompt it is taken from.
 """
 
 from collections.abc import Sequence
@@ -120,5 +120,5 @@ def _common(a: np.ndarray, b: np.ndarray) -> int:
 
 
 def _shared(nodes: Sequence[np.ndarray]) -> int:
-    """Number of tokens at the beginning that all prompts of a group have; 0 for a single prompt, which shares with nobody."""
+    """Number of tokens at the beginning that all prompts of a group have; 0 for a single prompt."""
     return 0 if len(nodes) == 1 else min(_common(nodes[0], other) for other in nodes[1:])

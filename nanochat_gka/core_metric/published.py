@@ -10,12 +10,13 @@ PAPER_CENTERED = {
     "winogrande": (0.0671, 0.0900),
 }
 PAPER_MEAN = (0.2418, 0.2286)
-# Examples of each task, at most, that these scores come from. The paper does not say; its digits do: the first column is whole numbers of correct answers
-# out of the full tasks and cannot be out of 200, the second fits 200 and no other number from 20 to 10,042 (a test tries them all).
+# Examples of each task, at most, that these scores come from. The paper does not say; its digits do: the first column
+# is whole numbers of correct answers out of the full tasks and cannot be out of 200, the second fits 200 and no other
+# number from 20 to 10,042 (a test tries them all).
 PAPER_EXAMPLES = (None, 200)
 
-# Accuracy of OpenAI's GPT-2 checkpoints as printed by nanochat's evaluation. The three larger models were evidently scored on 1,000 examples of the
-# longer tasks (their accuracies there are whole thousandths), the smallest on all.
+# Accuracy of OpenAI's GPT-2 checkpoints as printed by nanochat's evaluation. The three larger models were evidently
+# scored on 1,000 examples of the longer tasks (their accuracies there are whole thousandths), the smallest on all.
 GPT2_MODELS = ("GPT-2 124M", "GPT-2 355M", "GPT-2 774M", "GPT-2 1.5B")
 GPT2_ACCURACY = {
     "hellaswag_zeroshot": (0.308504, 0.390000, 0.440000, 0.502000),

@@ -17,10 +17,11 @@ BETWEEN = "\n\n"
 
 @dataclass
 class Question:
-    """One example ready for the model: token prompts, and where the judged span of each begins; a span reaches to its prompt's end.
+    """One example ready for the model: token prompts, and where the judged span of each begins.
 
-    Multiple choice and schema: the prompt whose span has the lowest mean cross-entropy is the answer, right if it is number `gold`.
-    Language modelling: a single prompt, right (1 = gold) if every token of the span is the model's first choice.
+    A span reaches to its prompt's end. Multiple choice and schema: the prompt whose span has the lowest mean
+    cross-entropy is the answer, right if it is number `gold`. Language modelling (`greedy`): a single prompt, right
+    (1 = gold) if every token of the span is the model's first choice.
     """
 
     prompts: list[list[int]]
@@ -34,7 +35,7 @@ class Question:
 
 
 def shuffled(examples: list[Example], max_per_task: int = -1) -> list[Example]:
-    """The examples in the order they are asked in, at most max_per_task of them (-1 = all)."""
+    """The examples in the order in which they are asked, at most max_per_task of them (-1 = all)."""
     examples = list(examples)
     random.Random(SHUFFLE_SEED).shuffle(examples)
     return examples[:max_per_task] if max_per_task > 0 else examples
@@ -43,8 +44,9 @@ def shuffled(examples: list[Example], max_per_task: int = -1) -> list[Example]:
 def question(task: Task, examples: list[Example], index: int, tokenizer: Tokenizer, max_seq_len: int) -> Question:
     """Example `index` of the shuffled ones, its shots drawn from the others.
 
-    A prompt of more than max_seq_len tokens keeps its last ones, as upstream does for models with a limit; of a span that begins before what is
-    kept, the tokens that still have a predecessor count. Raises UserError where the tokenizer merges the continuation into its context.
+    A prompt of more than max_seq_len tokens keeps its last ones, as upstream does for models with a limit; of a span
+    that begins before what is kept, the tokens that still have a predecessor count. Raises UserError where the
+    tokenizer merges the continuation into its context.
     """
     prompts, starts = _prompts(task, examples[index], _shots(task, examples, index), tokenizer)
     cuts = [max(0, len(prompt) - max_seq_len) for prompt in prompts]
@@ -69,9 +71,8 @@ def _prompts(
         context = before + example["context"].strip() + task.delimiter
         without, whole = encode(context.strip()), encode(context + example["continuation"])
         if len(whole) <= len(without) or whole[: len(without)] != without:
-            raise UserError(
-                f"{task.file}: {task.label} cannot be asked with this tokenizer: it merges {example['continuation']!r} into its context"
-            )
+            merged = f"it merges {example['continuation']!r} into its context"
+            raise UserError(f"{task.file}: {task.label} cannot be asked with this tokenizer: {merged}")
         return [whole], [len(without)]
     if task.kind == CHOICES:
         prompts = [encode(before + example["query"] + task.delimiter + choice) for choice in example["choices"]]

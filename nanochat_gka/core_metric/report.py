@@ -1,4 +1,4 @@
-"""Scores: centring, standard errors, their mean, the CSV file in nanochat's format, and the table beside published figures."""
+"""Scores: centring, standard errors, means, the CSV file in nanochat's format, the table beside published figures."""
 
 import math
 from collections.abc import Sequence
@@ -68,16 +68,22 @@ def error_of_mean(errors: Sequence[float]) -> float:
 
 
 def aggregate(scores: Sequence[Score]) -> tuple[str, float]:
-    """Name and value of the mean centred score: "CORE" for all examples of exactly CORE's 22 tasks; the name says so if anything is missing."""
+    """Name and value of the mean centred score.
+
+    The name is "CORE" for all examples of exactly CORE's 22 tasks, and says what is missing otherwise.
+    """
     value = sum(score.centered for score in scores) / len(scores)
     complete = {score.label for score in scores} == set(CORE_TASKS)
     name = "CORE" if complete else f"mean of {len(scores)} task{'s' if len(scores) > 1 else ''}"
-    parts = [score.examples for score in scores if score.examples < CORE_SIZES.get(score.label, 0)]
-    return f"{'CORE estimate' if complete else name} (max {max(parts)} each)" if parts else name, value
+    sampled = [score.examples for score in scores if score.examples < CORE_SIZES.get(score.label, 0)]
+    return f"{'CORE estimate' if complete else name} (max {max(sampled)} each)" if sampled else name, value
 
 
 def paper_score(label: str, model: int, baseline: float) -> Score:
-    """The paper's score on one of its tasks (model 0: nanochat_base, 1: GKA) as the accuracy that its digits stand for."""
+    """The paper's score on one of its tasks, as the accuracy that its digits stand for.
+
+    model: 0 is nanochat_base, 1 is GKA.
+    """
     examples = min(PAPER_EXAMPLES[model] or CORE_SIZES[label], CORE_SIZES[label])
     accuracy = PAPER_CENTERED[label][model] * (1 - baseline / 100) + baseline / 100
     return Score(label, round(accuracy * examples) / examples, baseline, 0, examples)
@@ -91,56 +97,36 @@ def write_csv(path: Path, scores: Sequence[Score]) -> None:
         *((s.label, f"{s.accuracy:.6f}", f"{s.centered:.6f}") for s in scores),
         (name, "", f"{value:.6f}"),
     ]
+    lines = [", ".join(cell.ljust(width) for cell, width in zip(row, WIDTHS)) + "\n" for row in rows]
     with atomic(path) as temporary:
-        temporary.write_text(
-            "".join(", ".join(cell.ljust(width) for cell, width in zip(row, WIDTHS)) + "\n" for row in rows)
-        )
+        temporary.write_text("".join(lines))
 
 
 def show(scores: Sequence[Score], title: str) -> None:
     """Print `table`. A file or a pipe gets its full width, a narrow terminal gets it without GPT-2."""
-    on = console if console.is_terminal else Console(width=WIDE)
-    on.print(table(scores, title, SHOWN_GPT2 if on.width >= WIDE else ()))
+    output = console if console.is_terminal else Console(width=WIDE)
+    output.print(table(scores, title, SHOWN_GPT2 if output.width >= WIDE else ()))
 
 
 def table(scores: Sequence[Score], title: str, gpt2_models: Sequence[int] = SHOWN_GPT2) -> Table:
-    """The scores beside the paper's and GPT-2's; centred, but for our accuracy. A column ± holds the standard errors of the one before it."""
-    known = {score.label for score in scores} & set(PAPER_TASKS)
-    caption = f"Centred scores, 0 is guessing; ± is one standard error, n the number of examples. The paper's base{' and GPT-2 124M' if gpt2_models else ''}: full tasks. "
-    caption += "GPT-2 1.5B: at most 1,000 examples each. " if gpt2_models else ""
-    caption += (
-        f"The paper's GKA: n = {PAPER_EXAMPLES[1]} (copa 100), which it does not say but its digits do. "
-        if known
-        else ""
-    )
-    shown = Table(
-        title=escape(title),
-        title_justify="left",
-        caption=caption,
-        caption_justify="left",
-        box=box.SIMPLE,
-        padding=(0, 1, 0, 0),
-    )
+    """The scores beside the paper's and GPT-2's. All but our accuracy are centred; ± is of the column before it."""
+    layout = dict(box=box.SIMPLE, padding=(0, 1, 0, 0), title_justify="left", caption_justify="left")
+    shown = Table(title=escape(title), caption=_caption(scores, gpt2_models), **layout)
     shown.add_column("task", overflow="fold")
     for heading in ("n", "accuracy", "centred", "±"):
-        shown.add_column(heading, justify="right", min_width=5 if heading in ("n", "±") else 7, max_width=8)
-    for heading in (
-        *(GPT2_MODELS[i] for i in gpt2_models),
-        "paper: base",
-        "±",
-        f"paper: GKA n={PAPER_EXAMPLES[1]}",
-        "±",
-    ):
-        shown.add_column(
-            heading, justify="right", style="dim", min_width=5 if heading in ("n", "±") else 7, max_width=8
-        )
+        _add_column(shown, heading)
+    paper = ("paper: base", "±", f"paper: GKA n={PAPER_EXAMPLES[1]}", "±")
+    for heading in (*(GPT2_MODELS[model] for model in gpt2_models), *paper):
+        _add_column(shown, heading, style="dim")
     for score in scores:
-        gpt2 = [
-            f"{centered(GPT2_ACCURACY[score.label][i], score.baseline):.4f}" if score.label in GPT2_ACCURACY else ""
-            for i in gpt2_models
+        numbers = [
+            f"{score.examples:,}",
+            f"{score.accuracy:.4f}",
+            f"{score.centered:.4f}",
+            f"{score.standard_error:.3f}",
         ]
-        shown.add_row(escape(score.label), f"{score.examples:,}", f"{score.accuracy:.4f}", f"{score.centered:.4f}", f"{score.standard_error:.3f}",
-                      *gpt2, *_paper_cells(score))  # fmt: skip
+        gpt2 = [_gpt2_cell(score, model) for model in gpt2_models]
+        shown.add_row(escape(score.label), *numbers, *gpt2, *_paper_cells(score))
     shown.add_section()
     six = [score for score in scores if score.label in PAPER_TASKS]
     means = [(aggregate(scores)[0], scores)]
@@ -149,27 +135,48 @@ def table(scores: Sequence[Score], title: str, gpt2_models: Sequence[int] = SHOW
     for name, chosen in means:
         labels, error = {score.label for score in chosen}, error_of_mean([score.standard_error for score in chosen])
         gpt2 = [f"{_gpt2_mean(labels, chosen, i):.4f}" if labels <= set(GPT2_ACCURACY) else "" for i in gpt2_models]
-        paper = _paper_means(chosen) if labels == set(PAPER_TASKS) else [""] * 4
-        shown.add_row(name, "", "", f"{aggregate(chosen)[1]:.4f}", f"{error:.3f}", *gpt2, *paper, style="bold")
+        paper_means = _paper_means(chosen) if labels == set(PAPER_TASKS) else [""] * 4
+        shown.add_row(name, "", "", f"{aggregate(chosen)[1]:.4f}", f"{error:.3f}", *gpt2, *paper_means, style="bold")
     return shown
+
+
+def _caption(scores: Sequence[Score], gpt2_models: Sequence[int]) -> str:
+    parts = ["Centred scores, 0 is guessing; ± is one standard error, n the number of examples."]
+    parts.append(f"The paper's base{' and GPT-2 124M' if gpt2_models else ''}: full tasks.")
+    if gpt2_models:
+        parts.append("GPT-2 1.5B: at most 1,000 examples each.")
+    if any(score.label in PAPER_TASKS for score in scores):
+        parts.append(f"The paper's GKA: n = {PAPER_EXAMPLES[1]} (copa 100), which it does not say but its digits do.")
+    return " ".join(parts)
+
+
+def _add_column(shown: Table, heading: str, **style) -> None:
+    shown.add_column(heading, justify="right", min_width=5 if heading in ("n", "±") else 7, max_width=8, **style)
+
+
+def _gpt2_cell(score: Score, model: int) -> str:
+    if score.label not in GPT2_ACCURACY:
+        return ""
+    return f"{centered(GPT2_ACCURACY[score.label][model], score.baseline):.4f}"
 
 
 def _paper_cells(score: Score) -> list[str]:
     """Centred score as printed and its standard error, of the paper's base and GKA."""
     if score.label not in PAPER_CENTERED:
         return [""] * 4
-    found = [
-        (PAPER_CENTERED[score.label][model], paper_score(score.label, model, score.baseline)) for model in range(2)
-    ]
-    return [cell for printed, theirs in found for cell in (f"{printed:.4f}", f"{theirs.standard_error:.3f}")]
+    cells = []
+    for model, printed in enumerate(PAPER_CENTERED[score.label]):
+        error = paper_score(score.label, model, score.baseline).standard_error
+        cells += [f"{printed:.4f}", f"{error:.3f}"]
+    return cells
 
 
 def _paper_means(six: Sequence[Score]) -> list[str]:
-    errors = [
-        error_of_mean([paper_score(score.label, model, score.baseline).standard_error for score in six])
-        for model in range(2)
-    ]
-    return [cell for printed, error in zip(PAPER_MEAN, errors) for cell in (f"{printed:.4f}", f"{error:.3f}")]
+    cells = []
+    for model, printed in enumerate(PAPER_MEAN):
+        errors = [paper_score(score.label, model, score.baseline).standard_error for score in six]
+        cells += [f"{printed:.4f}", f"{error_of_mean(errors):.3f}"]
+    return cells
 
 
 def _gpt2_mean(labels: set[str], scores: Sequence[Score], model: int) -> float:

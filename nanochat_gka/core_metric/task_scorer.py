@@ -20,20 +20,20 @@ from trainkit.cli import UserError
 from trainkit.distributed import Runtime
 from trainkit.files import sha256
 
-RIGHT, CANNOT_BE_ASKED, NO_NUMBER = 1, 2, 3
+RIGHT, CANNOT_BE_ASKED, NOT_FINITE = 1, 2, 3
 READ_AHEAD = 1024  # questions whose prompts are held, and sorted by length, at once
 BATCH_TOKENS = {"cpu": 4096, "cuda": 65536}  # of all prompts of a forward pass, by default
 
 
 def check_enough(tasks: Sequence[Task], max_per_task: int, flag: str) -> None:
-    """Raises UserError if a sample of max_per_task examples (-1 = all) leaves no room for a task's shots and a question."""
+    """Raises UserError if max_per_task examples (-1 = all) are too few for a task's shots and a question."""
     for task in tasks:
         if 0 < max_per_task <= task.shots:
             raise UserError(f"{flag} {max_per_task} is too few for {task.label}: {task.shots} shots and a question")
 
 
-def identity(task: Task) -> dict[str, Any]:
-    """What decides a task's questions, beside sampling and cropping. Raises OSError if its data cannot be read."""
+def task_identity(task: Task) -> dict[str, Any]:
+    """What decides a task's questions, apart from sampling and cropping. Raises OSError if its data cannot be read."""
     return {
         "task": task.label,
         "kind": task.kind,
@@ -44,23 +44,12 @@ def identity(task: Task) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class EvaluatedModel:
-    """A model with a name. step: of its training, None if it is not of ours. limit: tokens of its longest prompt. sha256: of its weights."""
-
-    model: Any
-    tokenizer: Any
-    name: str
-    step: int | None
-    sha256: str
-    limit: int
-    about: str
-
-
-@dataclass(frozen=True)
 class TaskScorer:
-    """Who is asked, and how. model: a GPT, or anything else with its `hidden` (of shared prompts), `logits`, `device` and `config.vocab_size`.
+    """A model, and how it is asked.
 
-    tokenizer: has `bos_id` and `encode`. max_seq_len: of longer prompts the last so many tokens are kept. batch_tokens, prefix_reuse: speed alone.
+    model: a GPT, or anything else with its `hidden` (of a prompt tree), `logits`, `device` and `config.vocab_size`.
+    tokenizer: anything with `bos_id` and `encode`. max_seq_len: of longer prompts the last so many tokens are kept.
+    batch_tokens and prefix_reuse change the speed alone.
     """
 
     model: GPT
@@ -71,36 +60,42 @@ class TaskScorer:
     prefix_reuse: bool = True
 
     def measure(self, task: Task, examples: list[Example], bar: Progress) -> dict[str, Any]:
-        """Accuracy, centred score and speed on the examples, which are shuffled and sampled. A collective: every process asks its part.
+        """Accuracy, centred score and speed on the examples, which are shuffled and sampled already.
 
-        Raises UserError, on every process, for a question that cannot be asked and for losses that are NaN.
+        A collective: every process asks its share. Raises UserError, on every process, for a question that cannot be
+        asked and for losses that are not finite.
         """
         self.runtime.barrier()
         started = time.perf_counter()
-        shown = bar.add_task(escape(task.label), total=len(self._mine(examples)), status="")
+        shown = bar.add_task(escape(task.label), total=len(self._share(examples)), status="")
         outcome = self.runtime.sum(self._outcomes(task, examples, lambda count: bar.advance(shown, count))).cpu()
         bar.remove_task(shown)
-        if (outcome == NO_NUMBER).any():
-            raise UserError(
-                f"{task.label}: the model's losses are not numbers, so it has no score; its weights are damaged, or its training diverged"
-            )
-        if (outcome == CANNOT_BE_ASKED).any():
-            self._question(
-                task, examples, int((outcome == CANNOT_BE_ASKED).nonzero()[0])
-            )  # raises here what it raised on the rank whose turn it was
+        if (outcome == NOT_FINITE).any():
+            reason = "its weights are damaged, or its training diverged"
+            raise UserError(f"{task.label}: the model's losses are not numbers, so it has no score; {reason}")
+        unasked = (outcome == CANNOT_BE_ASKED).nonzero()
+        if len(unasked):
+            self._question(task, examples, int(unasked[0]))  # raises here what it raised on the rank that had it
         seconds, accuracy = time.perf_counter() - started, outcome.mean().item()
-        return {"accuracy": accuracy, "centered": centered(accuracy, task.baseline), "baseline": task.baseline, "examples": len(examples),
-                "seconds": seconds, "examples_per_second": len(examples) / seconds}  # fmt: skip
+        return {
+            "accuracy": accuracy,
+            "centered": centered(accuracy, task.baseline),
+            "baseline": task.baseline,
+            "examples": len(examples),
+            "seconds": seconds,
+            "examples_per_second": len(examples) / seconds,
+        }
 
-    def _mine(self, examples: list[Example]) -> range:
+    def _share(self, examples: list[Example]) -> range:
+        """The examples that this rank asks: r, r + ranks, ..."""
         return range(self.runtime.rank, len(examples), self.runtime.world_size)
 
     def _outcomes(self, task: Task, examples: list[Example], advance: Callable[[int], None]) -> torch.Tensor:
-        """Per example 1 if the model is right; rank r asks examples r, r + ranks, ... and leaves the others 0."""
+        """Per example 1 if the model is right, 0 if it is wrong or if another rank asks."""
         outcome = torch.zeros(len(examples), dtype=torch.float64, device=self.runtime.device)
-        mine = self._mine(examples)
-        for first in range(0, len(mine), READ_AHEAD):
-            indices, questions = mine[first : first + READ_AHEAD], []
+        share = self._share(examples)
+        for first in range(0, len(share), READ_AHEAD):
+            indices, questions = share[first : first + READ_AHEAD], []
             for index in indices:
                 try:
                     questions.append(self._question(task, examples, index))
@@ -110,8 +105,8 @@ class TaskScorer:
             for batch in batches(questions, self.batch_tokens):
                 verdicts = judge(self.model, [questions[place] for place in batch], self.prefix_reuse)
                 for place, verdict in zip(batch, verdicts):
-                    if not all(math.isfinite(one.nats) for one in verdict):
-                        outcome[indices[place]] = NO_NUMBER
+                    if not all(math.isfinite(prompt.nats) for prompt in verdict):
+                        outcome[indices[place]] = NOT_FINITE
                         return outcome
                     outcome[indices[place]] = RIGHT if answer(questions[place], verdict) == questions[place].gold else 0
                 advance(len(batch))

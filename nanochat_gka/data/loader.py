@@ -97,6 +97,15 @@ class PackedData:
         folder = self.folder.resolve()
         return {**known, "folder": str(folder), "folder_from_run": os.path.relpath(folder, run.resolve())}
 
+    def check_same(self, saved: dict[str, Any], run: Path) -> None:
+        """Raises UserError if these rows are not those of the run in `run`, of which its checkpoint says `saved`."""
+        for key, name in (("tokenizer_sha256", "tokenizer"), ("sequence_len", "context length"), ("source", "corpus")):
+            if saved[key] != self.manifest[key]:
+                raise UserError(
+                    f"{self.folder} was packed with another {name} than the run in {run}; "
+                    "use its data, or another --model-tag"
+                )
+
     @property
     def has_upstream_rows(self) -> bool:
         """Whether the rows were packed by a version that keeps nanochat's evaluation rows."""

@@ -1,6 +1,7 @@
-"""Text out of a model: prompts are run once, continuations grow from a cache, many at a time.
+"""Text from a model: a prompt is run once, its continuations grow from a cache, many at a time.
 
-Engine(model, tokenizer).complete(["Once upon a time"], Sampling(num_samples=3)) returns [[text, text, text]]; `stream` yields the pieces as they come.
+Engine(model, tokenizer).complete(["Once upon a time"], Sampling(num_samples=3)) returns [[text, text, text]]; `stream`
+yields the pieces as they come.
 """
 
 import codecs
@@ -20,7 +21,10 @@ from trainkit.cli import UserError
 
 @dataclass(frozen=True)
 class Piece:
-    """What one token adds to one continuation. `text` may be empty: half a character, or what may become a stop text, is held back."""
+    """What one token adds to one continuation.
+
+    `text` may be empty: half a character, and what may become a stop text, is held back.
+    """
 
     prompt: int
     sample: int
@@ -30,59 +34,51 @@ class Piece:
 
 
 class Continuation:
-    """One sample while it grows: its tokens, its source of chance, and its text so far."""
+    """One sample while it grows: its last token, its random numbers, and the text that is held back."""
 
     def __init__(self, prompt: int, sample: int, draws: random.Random, room: int, stop_texts: Sequence[str]):
         self.prompt, self.sample, self.draws, self.room, self.stop_texts = prompt, sample, draws, room, stop_texts
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.last, self.held, self.finished = -1, "", False
 
-    def add(self, token: int, piece: bytes | None) -> Piece:
-        """Take the next token; None in place of its bytes ends the text."""
+    def add(self, token: int, text: bytes | None) -> Piece:
+        """Take the next token and its bytes; None in place of bytes ends the text."""
         self.last, self.room = token, self.room - 1
-        last = piece is None or self.room == 0
-        self.held += self.decoder.decode(piece or b"", final=last)
-        ends = [at for stop in self.stop_texts if (at := self.held.find(stop)) >= 0]
-        self.finished = last or bool(ends)
-        if ends:
-            ready = min(ends)
+        is_last = text is None or self.room == 0
+        self.held += self.decoder.decode(text or b"", final=is_last)
+        stops = [place for stop in self.stop_texts if (place := self.held.find(stop)) >= 0]
+        self.finished = is_last or bool(stops)
+        if stops:
+            ready = min(stops)
         else:
-            ready = len(self.held) if last else len(self.held) - self._undecided()
-        text, self.held = self.held[:ready], self.held[ready:]
-        return Piece(self.prompt, self.sample, token, text, self.finished)
+            ready = len(self.held) if is_last else len(self.held) - self._undecided()
+        shown, self.held = self.held[:ready], self.held[ready:]
+        return Piece(self.prompt, self.sample, token, shown, self.finished)
 
     def _undecided(self) -> int:
-        """Characters at the end that are the beginning of a stop text."""
-        return max(
-            (
-                n
-                for stop in self.stop_texts
-                for n in range(1, min(len(stop), len(self.held) + 1))
-                if self.held.endswith(stop[:n])
-            ),
-            default=0,
-        )
+        """Number of characters at the end that may be the beginning of a stop text."""
+        beginnings = (stop[:n] for stop in self.stop_texts for n in range(1, len(stop)))
+        return max((len(text) for text in beginnings if self.held.endswith(text)), default=0)
 
 
 class Engine:
-    """Continues prompts. At most max_rows continuations run at once; the next one takes the place of one that has ended.
+    """Continues prompts. At most max_rows continuations run at once; the next takes the place of one that has ended.
 
-    keep_keys: see `KVCache`: for models whose values are not rotated, faster decoding for twice the cache in GKA layers;
-    UserError for others. The same seed gives the same continuations whatever max_rows and the other prompts are, up to
-    rounding of the logits.
+    keep_keys: for models whose values are not rotated, faster decoding for twice the cache in GKA layers; UserError for
+    other models. The same seed gives the same continuations whatever max_rows and the other prompts are, up to rounding
+    of the logits.
     """
 
     def __init__(self, model: GPT, tokenizer: Tokenizer, max_rows: int = 32, keep_keys: bool = False):
         if max_rows < 1:
             raise ValueError(f"max_rows must be at least 1, got {max_rows}")
         if keep_keys and not model.derives_keys:
-            raise UserError(
-                "--keep-keys is for models of --gka-values normalised or raw; this model's keys are kept anyway, leave it out"
-            )
+            advice = "this model's keys are kept anyway; leave it out"
+            raise UserError(f"--keep-keys is for models of --gka-values normalised or raw, and {advice}")
         self.model, self.tokenizer, self.max_rows, self.keep_keys = model, tokenizer, max_rows, keep_keys
 
     def complete(self, prompts: Sequence[str], sampling: Sampling, stop: Sequence[str] = ()) -> list[list[str]]:
-        """`sampling.num_samples` continuations of every prompt, without the prompt. Arguments and errors as `stream`."""
+        """`sampling.num_samples` continuations of every prompt, without the prompt. Arguments, errors as `stream`."""
         texts = [[""] * sampling.num_samples for _ in prompts]
         for piece in self.stream(prompts, sampling, stop):
             texts[piece.prompt][piece.sample] += piece.text
@@ -90,10 +86,11 @@ class Engine:
 
     @torch.inference_mode()
     def stream(self, prompts: Sequence[str], sampling: Sampling, stop: Sequence[str] = ()) -> Iterator[Piece]:
-        """The same, token by token as they come, continuations interleaved.
+        """The same token by token, as they come, continuations interleaved.
 
-        A continuation ends with a special token (the end of a document among them), before the first text of `stop`, after max_tokens or where the
-        model's positions end. Raises UserError for a sampling value, a prompt longer than the model takes or an empty stop text; TypeError for a text in place of a list.
+        A continuation ends with a special token (such as the end of a document), before the first text of `stop`, after
+        max_tokens, or where the model's positions end. Raises UserError for a bad sampling value, a prompt longer than
+        the model takes or an empty stop text; TypeError for a text in place of a list.
         """
         sampling.check_sampling()
         if isinstance(prompts, str) or isinstance(stop, str):
@@ -105,7 +102,7 @@ class Engine:
         longest = max(map(len, starts), default=0) + sampling.max_tokens
         cache = self._new_cache(min(self.max_rows, len(waiting)), min(longest, self.model.rotary.length), in_use=0)
         rows: list[Continuation] = []
-        prefilled, ready = -1, None  # the prompt that was run last, and what it left
+        prefilled, ready = -1, None  # the prompt that was run last, its cache and the logits after it
         while waiting or rows:
             while waiting and len(rows) < self.max_rows:
                 prompt, sample = waiting.popleft()
@@ -136,9 +133,8 @@ class Engine:
             raise UserError(f"a prompt is not Unicode text: {prompt!r}") from None
         ids, limit = [self.tokenizer.bos_id, *self.tokenizer.encode(prompt)], self.model.rotary.length
         if len(ids) >= limit:
-            raise UserError(
-                f"the prompt has {len(ids)} tokens, the model takes at most {limit - 1} and one to continue; give it the end of the text"
-            )
+            most = f"the model takes at most {limit - 1} and one to continue"
+            raise UserError(f"the prompt has {len(ids)} tokens, {most}; give it the end of the text")
         return ids
 
     def _new_cache(self, rows: int, capacity: int, in_use: int | None = None) -> KVCache:

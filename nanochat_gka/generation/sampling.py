@@ -25,38 +25,38 @@ class Sampling:
     """The flags of every command that writes text."""
 
     num_samples: Count = 1
-    """continuations of each prompt"""
+    """Continuations of each prompt."""
     max_tokens: Count = 64
-    """length of a continuation"""
+    """Length of a continuation, in tokens."""
     temperature: Annotated[float, Bounds(0)] = 0.8
-    """0 = greedy"""
+    """Temperature of sampling; 0 = greedy."""
     top_k: Annotated[int, Bounds(0)] = 50
-    """sample among the k most likely tokens; 0 = all"""
+    """Sample among the k most likely tokens; 0 = all."""
     top_p: Annotated[float, Bounds(0, 1, open_least=True)] = 1.0
-    """sample among the most likely tokens that together have this probability; 1 = all"""
+    """Sample among the most likely tokens that together have this probability; 1 = all."""
     seed: Seed = 42
-    """of the samples: the same seed gives the same text, however many prompts and samples run together"""
+    """Seed of the samples: the same seed gives the same text, however many prompts and samples run together."""
 
     def check_sampling(self) -> None:
-        """Raises UserError naming a value that makes no sense."""
+        """Raises UserError naming a value out of bounds."""
         check_bounds(self)
 
     def draws(self, prompt: str, sample: int) -> random.Random:
-        """The source of uniform numbers of one continuation, its own, so that neither the other prompts, nor the batch, nor the device matter."""
+        """The uniform numbers of one continuation: its own, so that other prompts, batch and device do not matter."""
         return random.Random(f"{self.seed} {sample} {prompt}")
 
 
 def pick(logits: torch.Tensor, draws: list[random.Random], sampling: Sampling) -> list[int]:
-    """One token id for every row of logits (B, V), each from one number of its own source. Raises UserError for logits that are no numbers."""
+    """One token id for every row of logits, (B, V), each from one number of its own source.
+
+    Raises UserError for logits that are not finite.
+    """
     if not logits.isfinite().all():
         raise UserError("the model's logits are not numbers; its weights are damaged, or its training diverged")
     if sampling.temperature == 0:
         return logits.argmax(dim=-1).tolist()
-    probabilities = truncate(
-        ((logits.double() - logits.amax(dim=-1, keepdim=True)) / sampling.temperature).softmax(dim=-1),
-        sampling.top_k,
-        sampling.top_p,
-    )
+    scaled = (logits.double() - logits.amax(dim=-1, keepdim=True)) / sampling.temperature
+    probabilities = truncate(scaled.softmax(dim=-1), sampling.top_k, sampling.top_p)
     cumulative = probabilities.cumsum(dim=-1)
     uniform = torch.tensor([[source.random()] for source in draws], dtype=cumulative.dtype, device=cumulative.device)
     # The first token whose cumulative probability exceeds the draw: never one of probability 0.
@@ -64,8 +64,11 @@ def pick(logits: torch.Tensor, draws: list[random.Random], sampling: Sampling) -
 
 
 def truncate(probabilities: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
-    """(B, V) probabilities, not normalised again: those beyond the top_k most likely (0 = all), then those beyond the smallest set of the most
-    likely that together have top_p of what is left, become 0. Equally likely tokens stay or go by their order."""
+    """(B, V) probabilities with the unlikely ones set to 0, not normalised again.
+
+    First those beyond the top_k most likely go (0 = all stay), then those beyond the smallest set of the most likely
+    that together have top_p of what is left. Equally likely tokens stay or go by their order.
+    """
     count = min(top_k or probabilities.shape[-1], probabilities.shape[-1])
     if count == probabilities.shape[-1] and top_p == 1:
         return probabilities

@@ -125,8 +125,8 @@ class VLTAttention(SoftmaxAttention, kind="vlt"):
 class GKAAttention(Attention, kind="gka"):
     """Gaussian kernel attention (paper section 5.1): no W_Q, W_K, W_V.
 
-    A feature, the per-head norm of the rotated block input, is query, key and value. Per-head norms are constant, so the
-    kernel is plain attention at scale 1 / sigma^2 (gka/README.md). One tensor is stored, the features.
+    A feature, the per-head norm of the rotated block input, is query, key and value. Per-head norms are constant, so
+    the kernel is plain attention at scale 1 / sigma^2 (gka/README.md). One tensor is stored, the features.
 
     Three variations are not the paper's:
     - `gka_values` normalised or raw: values are not rotated. Keys follow from them and the position, so the values are

@@ -1,4 +1,7 @@
-"""Parts of a block: norm, linear maps, rotary embedding, MLP. Legend: B batch, T tokens, H heads, D head_dim, C width."""
+"""Parts of a block: norm, linear maps, rotary embedding, MLP.
+
+Legend: B batch, T tokens, H heads, D head_dim, C width.
+"""
 
 import math
 
@@ -16,7 +19,7 @@ def norm(x: torch.Tensor) -> torch.Tensor:
 
 
 class Linear(nn.Linear):
-    """A bias-free linear map whose float32 weight is cast to the activations' dtype: bf16 compute without relying on autocast."""
+    """A bias-free linear map whose float32 weight is cast to the activations' dtype: bf16 without autocast."""
 
     def __init__(self, in_features: int, out_features: int):
         super().__init__(in_features, out_features, bias=False)
@@ -32,26 +35,25 @@ def fill_uniform(weight: torch.Tensor, width: int) -> None:
 
 
 class Rotary(nn.Module):
-    """Rotary position embedding on the two halves of a head, turning by -theta (nanochat's direction, opposite to Llama's).
+    """Rotary position embedding on the two halves of a head.
 
-    The tables are bfloat16 on every device, as upstream's; they are buffers outside the state dict.
+    It turns by -theta, nanochat's direction, opposite to Llama's. The tables are bfloat16 on every device, as
+    upstream's; they are buffers outside the state dict.
     """
 
     def __init__(self, head_dim: int, sequence_len: int):
         super().__init__()
         self.head_dim, self.length = head_dim, sequence_len * ROTARY_OVERALLOCATION
+        shape = (1, self.length, 1, head_dim // 2)
         for name in ("cos", "sin"):
-            self.register_buffer(
-                name, torch.empty(1, self.length, 1, head_dim // 2, dtype=torch.bfloat16), persistent=False
-            )
+            self.register_buffer(name, torch.empty(shape, dtype=torch.bfloat16), persistent=False)
 
     def init_weights(self) -> None:
         device = self.cos.device
         channel = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device)
         frequencies = 1.0 / (ROTARY_BASE ** (channel / self.head_dim))
-        angles = torch.outer(torch.arange(self.length, dtype=torch.float32, device=device), frequencies)[
-            None, :, None, :
-        ]
+        positions = torch.arange(self.length, dtype=torch.float32, device=device)
+        angles = torch.outer(positions, frequencies)[None, :, None, :]
         self.cos.copy_(angles.cos())
         self.sin.copy_(angles.sin())
 

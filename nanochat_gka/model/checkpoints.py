@@ -29,8 +29,9 @@ MODEL_TYPE = "gka-gpt"
 class Loaded:
     """A model ready to evaluate (float32 on a CPU, bfloat16 activations on CUDA), and where it comes from.
 
-    name: of the run. sha256: of the checkpoint's weights, also where they were exported since. training: what is known of how it was trained (tokens,
-    steps, commit, settings). data: what the checkpoint says of the rows it was trained on; empty where it was exported.
+    name: of the run. sha256: of the checkpoint's weights, also where they were exported since. training: tokens, steps,
+    commit, source and settings of the training run. data: what the checkpoint says of the rows it was trained on;
+    empty for an exported model.
     """
 
     model: GPT
@@ -43,26 +44,42 @@ class Loaded:
 
 
 def load(path: Path | str, step: int = -1, device: torch.device | str = "cpu") -> Loaded:
-    """The model in a run folder (its newest intact checkpoint, or `step`), in one checkpoint folder, or in an exported folder.
+    """The model in a run folder (its newest intact checkpoint, or `step`), a checkpoint folder, or an exported folder.
 
-    Nothing is unpickled, checksums are verified. Raises UserError if there is no model, it is damaged, or of another kind.
+    Nothing is unpickled and checksums are verified. Raises UserError if there is no model, or a damaged or foreign one.
     """
     path = Path(path)
     if step < -1:
-        raise UserError(f"--step must be that of a checkpoint, or -1 for the newest, got {step}")
+        raise UserError(f"--step must be the step of a checkpoint, or -1 for the newest, got {step}")
     if (path / CONFIG).exists():
         return _load_exported(path, step, device)
     found = find_checkpoint(path, step)
-    name = run_folder(found.path).name
-    digest = read_json(found.path / "manifest.json", "manifest")[WEIGHTS]
-    if "model_config" not in found.state:
-        raise UserError(f"{found.path} is no checkpoint of a language model")
-    model = _build(found.state["model_config"], found.tensors("model"), device, found.path)
-    return Loaded(model, _tokenizer(found.path, model), name, found.step, digest, _training(found), found.state["data"])
+    state = found.state
+    if "model_config" not in state:
+        raise UserError(f"{found.path} is not a checkpoint of a language model")
+    model = _build(state["model_config"], found.tensors("model"), device, found.path)
+    return Loaded(
+        model=model,
+        tokenizer=_tokenizer(found.path, model),
+        name=run_folder(found.path).name,
+        step=found.step,
+        sha256=read_json(found.path / "manifest.json", "manifest")[WEIGHTS],
+        training={
+            "tokens": state["tokens"],
+            "steps": state["steps"],
+            "commit": state.get("commit", "unknown"),
+            "source": state["data"]["source"],
+            "settings": state["train_config"],
+        },
+        data=state["data"],
+    )
 
 
 def find_checkpoint(path: Path, step: int = -1) -> Checkpoint:
-    """A checkpoint folder itself, or the newest intact one (or `step`) of a run folder. Raises UserError if there is none."""
+    """The checkpoint in a checkpoint folder, or the newest intact one (or `step`) of a run folder.
+
+    Raises UserError if there is none.
+    """
     if (path / "manifest.json").exists():
         found = checkpoint.load(path)
         if step not in (-1, found.step):
@@ -73,36 +90,33 @@ def find_checkpoint(path: Path, step: int = -1) -> Checkpoint:
     if step >= 0 and (folder / f"step_{step:08d}").is_dir():
         found = checkpoint.load(folder / f"step_{step:08d}")
     if found is None:
-        steps = sorted(int(there.name[5:]) for there in folder.glob("step_*") if there.name[5:].isdigit())
+        steps = sorted(int(saved.name[5:]) for saved in folder.glob("step_*") if saved.name[5:].isdigit())
         if step >= 0 and steps:
-            raise UserError(f"no checkpoint in {path} at step {step}; there are {', '.join(map(str, steps))}")
+            raise UserError(f"no checkpoint in {path} at step {step}; it has {', '.join(map(str, steps))}")
         raise UserError(f"no checkpoint in {path}; train one first (make demo, make pretrain-d20)")
     return found
 
 
 def _tokenizer(folder: Path, model: GPT) -> Tokenizer:
-    tokenizer = Tokenizer.load(folder)
-    if tokenizer.vocab_size != model.config.vocab_size:
-        raise UserError(f"{folder / FILE_NAME} has {tokenizer.vocab_size} tokens and the model beside it {model.config.vocab_size}: it is another "
-                        "model's; put back the one that the run was trained with")  # fmt: skip
+    tokenizer, expected = Tokenizer.load(folder), model.config.vocab_size
+    if tokenizer.vocab_size != expected:
+        raise UserError(
+            f"{folder / FILE_NAME} has {tokenizer.vocab_size} tokens and the model beside it {expected}: it belongs to "
+            "another model; put back the one that the run was trained with"
+        )
     return tokenizer
 
 
 def run_folder(path: Path) -> Path:
-    """The run that `path` is, or that it is a checkpoint folder of."""
+    """The folder of the run that `path` belongs to: itself, or two levels up from a checkpoint."""
     path = path.resolve()
     return path.parent.parent if path.parent.name == "checkpoints" else path
 
 
-def _training(found: Checkpoint) -> dict[str, Any]:
-    state = found.state
-    return {"tokens": state["tokens"], "steps": state["steps"], "commit": state.get("commit", "unknown"),
-            "source": state["data"]["source"], "settings": state["train_config"]}  # fmt: skip
-
-
 def _build(shape: dict[str, Any], weights: dict[str, torch.Tensor], device: torch.device | str, path: Path) -> GPT:
     def misshapen(error: Exception) -> UserError:
-        return UserError(f"{path} does not hold a model of the shape it states: {str(error).splitlines()[-1].strip()}")
+        reason = str(error).splitlines()[-1].strip()
+        return UserError(f"{path} does not hold a model of the shape it states: {reason}")
 
     try:
         config = GPTConfig.from_saved(shape)
@@ -117,15 +131,16 @@ def _build(shape: dict[str, Any], weights: dict[str, torch.Tensor], device: torc
 
 
 def export(loaded: Loaded, folder: Path) -> dict[str, Any]:
-    """Write model.safetensors, tokenizer.json and config.json to `folder`; returns what config.json says. `load` reads it back.
+    """Write model.safetensors, tokenizer.json and config.json to `folder`, which `load` reads.
 
-    The folder appears when all of it is there. Raises UserError if the folder holds another model, or something else.
+    The folder appears when it is complete. Returns the content of config.json. Raises UserError if the folder holds
+    another model, or something else.
     """
     if (folder / CONFIG).exists():
         if _exported(folder)["checkpoint_sha256"] != loaded.sha256:
-            raise UserError(f"{folder} holds another model; choose another --out or delete it")
+            raise UserError(f"{folder} holds another model; choose another --out or delete the folder")
     elif folder.exists() and any(folder.iterdir()):
-        raise UserError(f"{folder} is not empty, and holds no exported model; choose another --out")
+        raise UserError(f"{folder} is not empty and does not hold an exported model; choose another --out")
     model = loaded.model
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     about = {
@@ -151,16 +166,15 @@ def export(loaded: Loaded, folder: Path) -> dict[str, Any]:
 
 
 def _exported(folder: Path) -> dict[str, Any]:
-    """What the config.json of an exported model says. Raises UserError if it is not one."""
+    """The content of an exported model's config.json. Raises UserError if it is not one."""
     about = read_json(folder / CONFIG, "configuration")
-    kinds = {"name": str, "step": int, "model": dict, "training": dict, "sha256": dict, "checkpoint_sha256": str}
+    types = {"name": str, "step": int, "model": dict, "training": dict, "sha256": dict, "checkpoint_sha256": str}
     if (
-        not isinstance(about, dict)
-        or about.get("model_type") != MODEL_TYPE
-        or not all(isinstance(about.get(key), kind) for key, kind in kinds.items())
+        about.get("model_type") != MODEL_TYPE
+        or not all(isinstance(about.get(key), expected) for key, expected in types.items())
         or set(about["sha256"]) != {WEIGHTS, FILE_NAME}
     ):
-        raise UserError(f"{folder / CONFIG} is not of a model that this project exported, or damaged")
+        raise UserError(f"{folder / CONFIG} is not of a model that this project exported, or it is damaged")
     return about
 
 
@@ -170,32 +184,27 @@ def _load_exported(folder: Path, step: int, device: torch.device | str) -> Loade
         raise UserError(f"{folder} holds step {about['step']}, not {step}")
     for name, digest in about["sha256"].items():
         if not (folder / name).is_file() or sha256(folder / name) != digest:
-            raise UserError(
-                f"{folder / name} is missing or damaged (its checksum is not the one in {CONFIG}); copy or export it again"
-            )
+            reason = f"its checksum is not the one in {CONFIG}"
+            raise UserError(f"{folder / name} is missing or damaged ({reason}); copy or export it again")
     try:
         weights = load_file(folder / WEIGHTS)
     except SafetensorError as error:
         raise UserError(f"{folder / WEIGHTS} is not a safetensors file ({error})") from None
     model = _build(about["model"], weights, device, folder)
-    return Loaded(
-        model, _tokenizer(folder, model), about["name"], about["step"], about["checkpoint_sha256"], about["training"]
-    )
+    tokenizer = _tokenizer(folder, model)
+    return Loaded(model, tokenizer, about["name"], about["step"], about["checkpoint_sha256"], about["training"])
 
 
 def load_upstream(folder: Path, step: int = -1, device: torch.device | str = "cpu") -> GPT:
     """The model of an upstream nanochat checkpoint folder (model_<step>.pt, meta_<step>.json); step -1 = the highest.
 
-    Weights are read with weights_only=True. Raises UserError if the files are absent or another shape of model.
+    Weights are read with weights_only=True. Raises UserError if there are no such files, or if the weights do not fit.
     """
-    found = {
-        int(m[1]): path
-        for path in Path(folder).glob("model_*.pt")
-        if (m := re.fullmatch(r"model_(\d+)\.pt", path.name))
-    }
-    if not found or (step >= 0 and step not in found):
+    names = {path: re.fullmatch(r"model_(\d+)\.pt", path.name) for path in Path(folder).glob("model_*.pt")}
+    paths = {int(match[1]): path for path, match in names.items() if match}
+    if not paths or (step >= 0 and step not in paths):
         raise UserError(f"no upstream checkpoint model_<step>.pt{f' of step {step}' if step >= 0 else ''} in {folder}")
-    path = found[max(found) if step < 0 else step]
+    path = paths[max(paths) if step < 0 else step]
     meta = read_json(path.with_name(path.name.replace("model_", "meta_").replace(".pt", ".json")), "upstream meta data")
     known = {field.name for field in fields(GPTConfig)}
     shape = {"window_pattern": "L", **{key: value for key, value in meta["model_config"].items() if key in known}}

@@ -1,7 +1,7 @@
 """The model's shape, and the one dial: depth -> width, heads, windows, attention of every layer."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal
 
 from gka import KINDS, layer_kinds
@@ -17,13 +17,13 @@ VALUE_EMBEDS = ("auto", "all", "none")
 class GPTConfig:
     """Shape of a model. The first seven fields are nanochat's; the defaults of the others leave its baseline unchanged.
 
-    attention: softmax, gka or vlt, or one letter per layer (A softmax, G gka, V vlt), tiled over the layers: GGGA.
+    attention: the name of a row of `gka.KINDS`, or one letter per layer (A softmax, G gka, V vlt), tiled: GGGA.
     value_embeds: which layers may have nanochat's gated value embeddings (every second layer, the last one always):
-      auto = the softmax ones among them, all, none.
+      auto = those among them whose attention learns W_V, all, none.
     gka_values: what gka heads mix. rotated is the paper's section 5.1: the features that are in the kernel, after
       rotation and norm. Ours are normalised (after the norm, before the rotation) and raw (the block input as it is).
-    head_offsets: for gka layers, one letter per head, tiled: N pairs key j with value j, P (predecessor) key j with value j - 1,
-      S (successor) key j - 1 with value j. Empty is the paper's form, all N.
+    head_offsets: for gka layers, one letter per head, tiled: N pairs key j with value j, P (predecessor) key j with
+      value j - 1, S (successor) key j - 1 with value j. Empty is the paper's form, all N.
       A fixed case of KV shifting attention (arXiv 2411.19574), see `attention.GKAAttention`.
     sigma_squared: starting sigma^2 of gka heads; 0 = head_dim without head offsets, head_dim / 4 with them.
     Raises ValueError naming the field.
@@ -46,16 +46,15 @@ class GPTConfig:
         for name in ("sequence_len", "vocab_size", "n_layer", "n_head", "n_embd"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.n_kv_head != self.n_head:
+        heads, width = self.n_head, self.n_embd
+        if self.n_kv_head != heads:
             raise ValueError(
-                f"n_kv_head must equal n_head (nanochat trains no other), got {self.n_kv_head} and {self.n_head}"
+                f"n_kv_head must equal n_head (nanochat trains no other), got {self.n_kv_head} and {heads}"
             )
-        if self.n_embd % self.n_head or self.head_dim % 2:
-            raise ValueError(
-                f"n_embd / n_head must be an even whole number (rotary pairs), got {self.n_embd} / {self.n_head}"
-            )
-        if self.n_embd < 32:
-            raise ValueError(f"n_embd must be at least 32 (the value gate reads 32 channels), got {self.n_embd}")
+        if width % heads or self.head_dim % 2:
+            raise ValueError(f"n_embd / n_head must be an even whole number (rotary pairs), got {width} / {heads}")
+        if width < 32:
+            raise ValueError(f"n_embd must be at least 32 (the value gate reads 32 channels), got {width}")
         _check_letters("window_pattern", self.window_pattern, "SL")
         layer_kinds(self.attention, self.n_layer)
         if self.head_offsets:
@@ -64,23 +63,20 @@ class GPTConfig:
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
         if not (math.isfinite(self.sigma_squared) and self.sigma_squared >= 0):
-            raise ValueError(
-                f"sigma_squared must be positive and finite, or 0 for the default, got {self.sigma_squared}"
-            )
+            allowed = "positive and finite, or 0 for the default"
+            raise ValueError(f"sigma_squared must be {allowed}, got {self.sigma_squared}")
         if not has_gka(self.attention, self.n_layer):
             for name, default in (("head_offsets", ""), ("gka_values", GKA_VALUES[0]), ("sigma_squared", 0.0)):
                 if getattr(self, name) != default:
-                    raise ValueError(
-                        f"{name} is for gka layers, and attention={self.attention} has none in {self.n_layer} layers"
-                    )
+                    none = f"attention={self.attention} has none in {self.n_layer} layers"
+                    raise ValueError(f"{name} is for gka layers, and {none}")
 
     @classmethod
     def from_depth(cls, depth: int, *, aspect_ratio: int = 64, head_dim: int = 128, **fields) -> "GPTConfig":
         """nanochat's dial: width = depth * aspect_ratio rounded up to whole heads of head_dim channels."""
         if min(depth, aspect_ratio, head_dim) < 1:
-            raise ValueError(
-                f"depth, aspect_ratio and head_dim must be at least 1, got {depth}, {aspect_ratio}, {head_dim}"
-            )
+            given = f"{depth}, {aspect_ratio}, {head_dim}"
+            raise ValueError(f"depth, aspect_ratio and head_dim must be at least 1, got {given}")
         heads = -(-depth * aspect_ratio // head_dim)
         return cls(n_layer=depth, n_head=heads, n_kv_head=heads, n_embd=heads * head_dim, **fields)
 
@@ -88,8 +84,8 @@ class GPTConfig:
     def from_saved(cls, saved: dict[str, Any]) -> "GPTConfig":
         """The shape that a checkpoint states, in the form it was trained in, whatever the defaults are today.
 
-        Softmax models were saved with `gka_values` too, which mean nothing there; a gka model that does not state them is
-        from before rotated ones. Raises TypeError or ValueError.
+        Models without gka layers were saved with `gka_values` too, which mean nothing there; a gka model that does not
+        state them is older than rotated values. Raises TypeError or ValueError.
         """
         config = cls(**{name: value for name, value in saved.items() if name != "gka_values"})
         if not has_gka(config.attention, config.n_layer):
@@ -124,7 +120,7 @@ class GPTConfig:
         return every_second and (self.value_embeds == "all" or (self.value_embeds == "auto" and learns_values))
 
     def heads_with(self, offset: str) -> list[slice]:
-        """The heads whose offset is "predecessor" or "successor", as slices of the H heads: one for every such letter of the pattern."""
+        """The heads whose offset is "predecessor" or "successor": a slice of the H heads for each such letter."""
         letters = self.head_offsets.upper()
         return [
             slice(place, self.n_head, len(letters))
@@ -145,9 +141,9 @@ def _tiled(pattern: str, index: int) -> str:
     return pattern[index % len(pattern)].upper()
 
 
-def _check_letters(name: str, pattern: str, letters, hint: str = "") -> None:
+def _check_letters(name: str, pattern: str, letters) -> None:
     if not pattern or any(letter.upper() not in letters for letter in pattern):
-        raise ValueError(f"{name} must be {hint or 'made of the letters ' + ', '.join(letters)}, got {pattern!r}")
+        raise ValueError(f"{name} must be made of the letters {', '.join(letters)}, got {pattern!r}")
 
 
 @dataclass(frozen=True)
@@ -155,33 +151,30 @@ class ModelFlags:
     """The flags that shape a model; every command that builds one inherits them."""
 
     depth: Annotated[int, Bounds(1, 10**6)] = 20
-    """number of layers; width, heads, horizon and rates follow from it"""
+    """Number of layers; width, heads, horizon and learning rates follow from it."""
     aspect_ratio: Count = 64
-    """width per layer"""
+    """Width per layer."""
     head_dim: Count = 128
-    """channels per head"""
+    """Channels per head."""
     window_pattern: str = "SSSL"
-    """L full context, S half of it, tiled over the layers; the last layer is always L"""
+    """A letter per layer, tiled: L full context, S half of it; the last layer is always L."""
     attention: str = "softmax"
-    """softmax, gka, vlt, or a pattern of A (softmax), G (gka), V (vlt) tiled over the layers, such as GGGA"""
+    """Kind of attention, such as softmax, gka or vlt, or a letter per layer (A softmax, G gka, V vlt), tiled: GGGA."""
     value_embeds: Literal["auto", "all", "none"] = "auto"
-    """gated value embeddings: auto = nanochat's layers where attention is softmax"""
+    """Layers with gated value embeddings; auto = nanochat's, where attention learns values."""
     head_offsets: str = ""
-    """gka heads: letters tiled over the heads, N key j with value j, P with value j-1, S key j-1 with value j; empty =
-    the paper's form. A fixed case of KV shifting attention (arXiv 2411.19574)"""
+    """For gka: a letter per head, tiled: N pairs key j with value j, P with value j-1, S key j-1 with value j; empty =
+    the paper's form. A fixed case of KV shifting attention (arXiv 2411.19574)."""
     gka_values: Literal["rotated", "normalised", "raw"] = "rotated"
-    """what gka heads mix: rotated = the features that are in the kernel (the paper's section 5.1); ours: normalised = the
-    same before rotation, raw = the block input"""
+    """What gka heads mix: rotated = the features that are in the kernel (the paper's section 5.1). Ours: normalised =
+    the same before rotation, raw = the block input."""
     sigma_squared: Annotated[float, Bounds(0)] = 0.0
-    """starting sigma^2 of gka heads; 0 = head_dim, or head_dim / 4 with head offsets"""
+    """Starting sigma^2 of gka heads; 0 = head_dim, or head_dim / 4 with head offsets."""
 
     def shape(self, depth: int, sequence_len: int, vocab_size: int) -> GPTConfig:
         """The model's shape at `depth` with these settings. Raises UserError naming the setting."""
+        settings = {field.name: getattr(self, field.name) for field in fields(ModelFlags) if field.name != "depth"}
         try:
-            return GPTConfig.from_depth(
-                depth, aspect_ratio=self.aspect_ratio, head_dim=self.head_dim, sequence_len=sequence_len, vocab_size=vocab_size,
-                window_pattern=self.window_pattern, attention=self.attention, value_embeds=self.value_embeds,
-                head_offsets=self.head_offsets, gka_values=self.gka_values, sigma_squared=self.sigma_squared,
-            )  # fmt: skip
+            return GPTConfig.from_depth(depth, sequence_len=sequence_len, vocab_size=vocab_size, **settings)
         except ValueError as error:
             raise UserError(str(error)) from None

@@ -3,7 +3,7 @@
 Unusual in it, all of it nanochat's: no biases, no learned norms, a norm right after the embedding, every block sees the
 embedding again (x0_lambdas), relu^2, value embeddings on every second layer, logits capped at +-20.
 
-A softmax model has nanochat's parameter names, initialisation and arithmetic, so its checkpoints load and give the same logits.
+A softmax model has nanochat's parameter names, initialisation and arithmetic: its checkpoints give the same logits.
 """
 
 import torch
@@ -52,7 +52,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Fill every parameter and buffer, drawing in nanochat's order. On CUDA the embedding tables become bfloat16."""
+        """Fill every parameter and buffer, drawing in nanochat's order; on CUDA embedding tables become bfloat16."""
         nn.init.normal_(self.transformer.wte.weight, std=1.0)
         nn.init.normal_(self.lm_head.weight, std=0.001)
         for block in self.transformer.h:

@@ -11,7 +11,7 @@ from trainkit.distributed import Runtime
 
 @torch.no_grad()
 def nats_and_bytes(model: GPT, batch: Batch, token_bytes: torch.Tensor) -> torch.Tensor:
-    """[sum of cross-entropies in nats, UTF-8 bytes predicted] of one batch, float64.
+    """[sum of cross-entropies in nats, number of UTF-8 bytes predicted] of one batch, (2,) float64.
 
     Special tokens (0 bytes) and ignored targets (< 0) count in neither.
     """
@@ -24,7 +24,7 @@ def nats_and_bytes(model: GPT, batch: Batch, token_bytes: torch.Tensor) -> torch
 def bits_per_byte(model: GPT, rows: Rows, token_bytes: torch.Tensor, runtime: Runtime, batch_size: int) -> float:
     """Bits per byte of `rows` (see `PackedData.eval_rows`), dealt to the ranks; exact on any number of them.
 
-    The result is the same on every rank; infinity if the rows hold no bytes.
+    batch_size: rows at once. The result is the same on every rank, and infinity if the rows hold no bytes.
     """
     token_bytes = token_bytes.to(runtime.device)
     total = torch.zeros(2, dtype=torch.float64, device=runtime.device)

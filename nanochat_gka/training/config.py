@@ -1,4 +1,4 @@
-"""The flags of `train`: one field each, nanochat's names and defaults where it has them."""
+"""The flags of `train`, with nanochat's names and defaults where it has them."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,14 +17,16 @@ PositiveOrOff = Annotated[float, Bounds(0, open_least=True, other=(-1, "off"))]
 
 @dataclass(frozen=True)
 class TrainConfig(OptimConfig, ModelFlags, BundleFlags, RunConfig):
-    """Pretrain a GPT with softmax, VLT or Gaussian kernel attention. The same command continues a run that was stopped."""
+    """Pretrain a GPT with softmax, VLT or Gaussian kernel attention.
+
+    The same command continues a run that was stopped.
+    """
 
     # Where
     data: MayChange[Path] = Path("out/packed")
     """Folder of packed rows (make tokenize)."""
     model_tag: MayChange[str] = ""
-    """Name of the run; empty takes d<depth>-<attention> and the offsets and values that are not the paper's, such as
-    d20-gka-PS-raw."""
+    """Name of the run; empty takes d<depth>-<attention>, with offsets and values unlike the paper's: d20-gka-PS-raw."""
     compile: MayChange[Literal["auto", "on", "off"]] = "auto"
     """Whether to use torch.compile; auto does on CUDA."""
     verify_data: MayChange[bool] = True
@@ -43,7 +45,7 @@ class TrainConfig(OptimConfig, ModelFlags, BundleFlags, RunConfig):
 
     # Optimisation
     device_batch_size: MayChange[RowsAtOnce] = "auto"
-    """Rows that a process computes at once; auto takes what fits the memory. It changes the speed, not the result."""
+    """Rows that a process computes at once; auto takes what fits the memory. It changes speed, not results."""
     total_batch_size: CountOrAutomatic = -1
     """Tokens per step over all processes; -1 = automatic."""
     warmup_ratio: Annotated[float, Bounds(0, 1)] = 0.0
@@ -57,13 +59,11 @@ class TrainConfig(OptimConfig, ModelFlags, BundleFlags, RunConfig):
     eval_tokens: MayChange[CountOrAll] = 20_971_520
     """Tokens of each split to evaluate on; -1 = all."""
     core_metric_every: MayChange[CountOrOff] = -1
-    """Steps between scores on CORE, and one at the end (2000 is nanochat's); -1 = off. The bundle is taken from --bundle
-    or fetched beside OUT, to core/."""
+    """Steps between scores on CORE (nanochat's: 2000), and one at the end; -1 = off."""
     core_metric_max_per_task: MayChange[CountOrAll] = 500
-    """Examples of each of its tasks; -1 = all."""
+    """Examples of each of CORE's tasks; -1 = all."""
     eval_rows: MayChange[EvalRows] = "upstream"
-    """Which rows to evaluate on: upstream = the first that nanochat's loader would give (the paper's way), spaced =
-    evenly spaced over the split."""
+    """Rows of a split: upstream = the first that nanochat's loader would give (the paper's way), or evenly spaced."""
     sample_every: MayChange[CountOrOff] = 2000
     """Steps between samples of text, nanochat's seven prompts; -1 = never."""
 

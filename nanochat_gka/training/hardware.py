@@ -4,10 +4,11 @@ import re
 
 import torch
 
-# Dense bf16 TFLOP/s with float32 accumulation, from the vendor's data sheets, by word of the name; the more specific first.
+# Dense bf16 TFLOP/s with float32 accumulation (data sheets), by a word of the name; specific words come first.
 PEAK_TFLOPS = (
-    ("H200", 989), ("H100 NVL", 835), ("H100 PCIE", 756), ("H100", 989), ("H800", 989), ("B200", 2250), ("A100", 312), ("A800", 312),
-    ("L40S", 362), ("L4", 121), ("RTX 5090", 209.5), ("RTX 4090", 165.2), ("RTX 3090", 71),
+    ("H200", 989), ("H100 NVL", 835), ("H100 PCIE", 756), ("H100", 989), ("H800", 989), ("B200", 2250),
+    ("A100", 312), ("A800", 312), ("L40S", 362), ("L4", 121),
+    ("RTX 5090", 209.5), ("RTX 4090", 165.2), ("RTX 3090", 71),
 )  # fmt: skip
 
 

@@ -1,15 +1,17 @@
-"""How many rows of T tokens fit a device at once: arithmetic from the model's shape, and one dry step on CUDA to check it.
+"""How many rows of T tokens fit a device at once: arithmetic from the model's shape, checked by a dry step on CUDA.
 
-Legend: C width, L layers, V vocabulary, T tokens, H heads, D head_dim, P parameters; s bytes of an activation, e of an embedding entry
-(2 and 2 on CUDA, where both are bfloat16; 4 and 4 on a CPU).
+Legend: C width, L layers, V vocabulary, T tokens, H heads, D head_dim, P parameters; s bytes of an activation, e of an
+embedding entry (2 and 2 on CUDA, where both are bfloat16; 4 and 4 on a CPU).
 
-Held all the time: weights and gradients, 2 e for an embedding entry and 8 for any other parameter; AdamW's two moments, on every rank, in
-the parameter's dtype; Muon's momentum, 4 bytes a matrix entry, divided by the ranks; on CUDA a bfloat16 copy of every float32 matrix, which
-backward keeps. The optimiser's step works beside that, when no activations are there: Muon stacks all gradients and all matrices (8 bytes an
-entry), and its update of one shape needs about 16 bytes an entry of that shape's matrices on this rank.
+Held all the time: weights and gradients, 2 e for an embedding entry and 8 for any other parameter; AdamW's two moments,
+on every rank, in the parameter's dtype; Muon's momentum, 4 bytes a matrix entry, divided by the ranks; on CUDA a
+bfloat16 copy of every float32 matrix, which backward keeps. The optimiser's step works beside that, when activations
+are freed: Muon stacks all gradients and all matrices (8 bytes an entry), and its update of one shape needs about 16
+bytes an entry of that shape's matrices on this rank.
 
 Held per token from forward to backward, counted in uncompiled operations (compiled ones recompute some, and need less):
-  every layer: the input of the residual scale, of both norms, and what the norms give (5 C); the MLP after relu and squared (8 C).
+  every layer: the input of the residual scale, of both norms, and what the norms give (5 C); the MLP after relu and
+    squared (8 C).
   attention: `activation_widths` of its class.
   a value embedding: 2 C. The final norm: 2 C.
   the loss: float32 logits after tanh and after log_softmax, and in backward two gradients as large: 16 V bytes.
@@ -30,7 +32,7 @@ from trainkit.distributed import Runtime
 RowsAtOnce = Annotated[int | Literal["auto"], Bounds(1)]
 LAYER_WIDTHS, VALUE_EMBEDDING_WIDTHS, FINAL_WIDTHS = 13, 2, 2
 LOGIT_BYTES = 16
-USABLE = {"cuda": 0.9, "cpu": 0.5}  # of the memory: the rest is the driver's and the allocator's, and other programs'
+USABLE = {"cuda": 0.9, "cpu": 0.5}  # part of the memory; the driver, the allocator and other programs have the rest
 MOST_TOKENS = {"cuda": 2**16, "cpu": 2**12}  # of a micro-batch: more is not faster
 
 
@@ -48,7 +50,10 @@ def parameters(config: GPTConfig) -> tuple[int, int, int]:
 
 
 def fixed_bytes(config: GPTConfig, device_type: str, ranks: int = 1) -> tuple[int, int]:
-    """Bytes of weights, gradients and optimiser state; and of the optimiser's working memory, which it needs after the activations are freed."""
+    """Bytes of weights, gradients and optimiser state; and of what the optimiser's step needs beside them.
+
+    The latter when the activations are freed.
+    """
     tables, matrices, others = parameters(config)
     entry = 2 if device_type == "cuda" else 4
     held = 4 * entry * tables + 16 * others + (8 + 4 / ranks) * matrices
@@ -58,36 +63,40 @@ def fixed_bytes(config: GPTConfig, device_type: str, ranks: int = 1) -> tuple[in
 
 
 def row_bytes(config: GPTConfig, device_type: str, training: bool = True) -> int:
-    """Bytes of one row's activations: from forward to backward, or (not training) of a forward pass alone, where a layer's are let go."""
-    size, widths = (2 if device_type == "cuda" else 4), [
-        LAYER_WIDTHS + Attention.CLASSES[config.layer_attention(layer)].activation_widths + VALUE_EMBEDDING_WIDTHS * config.has_value_embedding(layer)
-        for layer in range(config.n_layer)
-    ]  # fmt: skip
+    """Bytes of one row's activations: from forward to backward, or (not training) of a forward pass alone.
+
+    That frees a layer's activations when the layer is done.
+    """
+    size, widths = (2 if device_type == "cuda" else 4), []
+    for layer in range(config.n_layer):
+        attention = Attention.CLASSES[config.layer_attention(layer)].activation_widths
+        widths.append(LAYER_WIDTHS + attention + VALUE_EMBEDDING_WIDTHS * config.has_value_embedding(layer))
     layers = FINAL_WIDTHS + (sum(widths) if training else max(widths))
     return config.sequence_len * (layers * config.n_embd * size + LOGIT_BYTES * config.padded_vocab_size)
 
 
 def device_bytes(device: torch.device) -> int:
-    """Memory of the device that is this process's: all of a GPU, or its part of the machine's."""
+    """The memory that this process may use: all of a GPU's, or its part of the machine's."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def rows_at_once(config: GPTConfig, device_type: str, memory: int, ranks: int = 1, training: bool = True) -> int:
-    """Rows of a micro-batch that fit `memory` bytes by arithmetic: at least 1, at most what makes sense."""
+    """Rows of a micro-batch that fit `memory` bytes by arithmetic: at least 1, at most MOST_TOKENS."""
     held = fixed_bytes(config, device_type, ranks)[0] if training else 4 * sum(parameters(config))
     fitting = int((USABLE[device_type] * memory - held) // row_bytes(config, device_type, training))
     return max(1, min(fitting, MOST_TOKENS[device_type] // config.sequence_len))
 
 
 def check_fits(config: GPTConfig, device: torch.device, ranks: int) -> None:
-    """Raises UserError, before anything is allocated, for a model whose weights and optimiser alone exceed the device's memory."""
+    """Raises UserError, before anything is allocated, if weights and optimiser alone exceed the device's memory."""
     memory, held = device_bytes(device), fixed_bytes(config, device.type, ranks)[0]
     if held > memory:
         raise UserError(
-            f"--depth {config.n_layer} is a model of {sum(parameters(config)):.3g} parameters (width {config.n_embd:,}); weights, gradients and "
-            f"optimiser state take {held / 1e9:,.1f} GB of memory and there are {memory / 1e9:,.1f} GB for a process; lower --depth or --aspect-ratio"
+            f"--depth {config.n_layer} is a model of {sum(parameters(config)):.3g} parameters "
+            f"(width {config.n_embd:,}); weights, gradients and optimiser state take {held / 1e9:,.1f} GB of memory "
+            f"and there are {memory / 1e9:,.1f} GB for a process; lower --depth or --aspect-ratio"
         )
 
 

@@ -1,4 +1,4 @@
-"""Muon on a stack of equally shaped matrices: momentum, Polar Express orthogonalisation, per-neuron variance, cautious decay.
+"""Muon on a stack of matrices of one shape: momentum, Polar Express, variance per neuron, cautious decay.
 
 The orthogonalisation runs in bfloat16 on every device, as upstream's; `dtype` is for tests of the algorithm.
 """
@@ -45,11 +45,21 @@ def second_moment_shape(shape: torch.Size | tuple[int, int]) -> tuple[int, int]:
     return (rows, 1) if rows >= columns else (1, columns)
 
 
-def muon_update(parameters: torch.Tensor, gradients: torch.Tensor, momentum_buffer: torch.Tensor, second_moment: torch.Tensor,
-                momentum: torch.Tensor, lr: torch.Tensor, weight_decay: torch.Tensor, beta2: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> None:  # fmt: skip
+def muon_update(
+    parameters: torch.Tensor,
+    gradients: torch.Tensor,
+    momentum_buffer: torch.Tensor,
+    second_moment: torch.Tensor,
+    momentum: torch.Tensor,
+    lr: torch.Tensor,
+    weight_decay: torch.Tensor,
+    beta2: torch.Tensor,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
     """One step for a stack of matrices, all (K, r, c) and updated in place; the hyperparameters are 0-d tensors.
 
-    lr is the group's rate; the factor sqrt(max(1, r / c)) is applied here. Decay touches only entries the update shrinks too.
+    lr is the group's rate; the factor sqrt(max(1, r / c)) is applied here. Decay changes only entries that the update
+    shrinks too.
     """
     momentum_buffer.lerp_(gradients, 1 - momentum)
     update = polar_express(gradients.lerp(momentum_buffer, momentum).to(dtype))

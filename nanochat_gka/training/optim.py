@@ -1,8 +1,8 @@
 """Muon for the blocks' matrices, AdamW for the rest: nanochat's groups and rules, on any number of ranks.
 
-Gradients are summed over ranks (the loss is already divided by the global token count). Muon's matrices of one shape are stacked and
-dealt out: each rank reduces, updates and keeps the state of its own share, then the results are gathered. AdamW's tensors are
-all-reduced and updated everywhere. Every transfer is started before any is waited for.
+Gradients are summed over ranks (the loss is already divided by the global token count). Muon's matrices of one shape
+are stacked and dealt out: each rank reduces, updates and keeps the state of its own share, then the results are
+gathered. AdamW's tensors are all-reduced and updated everywhere. Every transfer is started before any is waited for.
 """
 
 from collections.abc import Iterable
@@ -33,7 +33,10 @@ Beta = Annotated[float, Bounds(0, 0.999999)]  # 1 in float32 would divide by 1 -
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """The optimiser's flags: base rates at the reference batch of 2^19 tokens (nanochat's defaults; sigma_lr is ours)."""
+    """The optimiser's flags. Base rates are for the reference batch of 2^19 tokens.
+
+    The defaults are nanochat's; it has no sigma_lr.
+    """
 
     embedding_lr: Rate = 0.3
     """Base learning rate of the embeddings (AdamW)."""
@@ -69,7 +72,7 @@ class Group:
 def parameter_groups(
     model: GPT, config: OptimConfig, lr_scale: float = 1.0, weight_decay_scale: float = 1.0
 ) -> list[Group]:
-    """Every parameter in exactly one group, in nanochat's order, with log_sigma in an AdamW group of its own without weight decay."""
+    """Every parameter in one group, in nanochat's order; log_sigma has an AdamW group of its own without decay."""
     betas = (config.adam_beta1, config.adam_beta2)
     width_scale = (model.config.n_embd / REFERENCE_WIDTH) ** -0.5
     named = dict(model.named_parameters())
@@ -87,20 +90,11 @@ def parameter_groups(
         adamw(tuple(name for name in named if name.endswith("log_sigma")), config.sigma_lr),
     ]
     for shape in sorted({tuple(p.shape) for p in named.values()}):
-        if len(shape) != 2:
-            raise ValueError(
-                f"no optimiser group takes parameters of shape {shape}: {[n for n, p in named.items() if tuple(p.shape) == shape]}"
-            )
         names = [name for name, p in named.items() if tuple(p.shape) == shape]
-        groups.append(
-            Group(
-                "muon",
-                names,
-                [named[n] for n in names],
-                config.matrix_lr * lr_scale,
-                weight_decay=config.weight_decay * weight_decay_scale,
-            )
-        )
+        if len(shape) != 2:
+            raise ValueError(f"no optimiser group takes parameters of shape {shape}: {names}")
+        matrices, decay = [named[name] for name in names], config.weight_decay * weight_decay_scale
+        groups.append(Group("muon", names, matrices, config.matrix_lr * lr_scale, weight_decay=decay))
     return [group for group in groups if group.parameters]
 
 
@@ -112,7 +106,8 @@ def check_decay(groups: list[Group]) -> None:
     )
     if largest >= 1:
         raise UserError(
-            f"--weight-decay with --matrix-lr would take {largest:.3g} of every matrix entry away in one step; lower it until that is below 1"
+            f"--weight-decay with --matrix-lr would take {largest:.3g} of every matrix entry away in one step; "
+            "lower it until that is below 1"
         )
 
 
@@ -125,7 +120,10 @@ def adamw_update(parameter, gradient, exp_avg, exp_avg_sq, step, lr, beta1, beta
 
 
 class MuonAdamW:
-    """The optimiser of a GPT. `step` takes the schedule's values; state is saved and loaded whole, whatever the number of ranks."""
+    """The optimiser of a GPT. `step` takes the schedule's values.
+
+    State is saved and loaded whole, whatever the number of ranks.
+    """
 
     def __init__(self, groups: list[Group], runtime: Runtime, compile: bool = False):
         self.groups, self.runtime, self.steps = groups, runtime, 0
@@ -166,16 +164,8 @@ class MuonAdamW:
             else:
                 beta1, beta2, step = (self._scalar(value) for value in (*group.betas, self.steps))
                 for name, parameter, gradient in zip(group.names, group.parameters, gradients):
-                    self._adamw(
-                        parameter,
-                        gradient,
-                        group.state[f"{name}.exp_avg"],
-                        group.state[f"{name}.exp_avg_sq"],
-                        step,
-                        lr,
-                        beta1,
-                        beta2,
-                    )
+                    moments = (group.state[f"{name}.exp_avg"], group.state[f"{name}.exp_avg_sq"])
+                    self._adamw(parameter, gradient, *moments, step, lr, beta1, beta2)
         for group, stacked, works in gathers:
             _wait(works)
             torch._foreach_copy_(group.parameters, list(stacked[: len(group.parameters)].unbind()))
@@ -194,8 +184,8 @@ class MuonAdamW:
             stacked = self._stack(group, gradients)
             if self.runtime.world_size == 1:
                 return stacked, []
-            mine = torch.empty_like(stacked[: self._share(group)])
-            return mine, [reduce_scatter(mine, stacked, async_op=True)]
+            own = torch.empty_like(stacked[: self._share(group)])
+            return own, [reduce_scatter(own, stacked, async_op=True)]
         if self.runtime.world_size == 1:
             return gradients, []
         return gradients, [dist.all_reduce(gradient, async_op=True) for gradient in gradients]
@@ -203,17 +193,17 @@ class MuonAdamW:
     def _update_muon(self, group: Group, gradients, lr, momentum, weight_decay_multiplier):
         share, rank = self._share(group), self.runtime.rank
         stacked = self._stack(group, group.parameters)
-        mine = stacked[rank * share : (rank + 1) * share]
-        owned = max(0, min(share, len(group.parameters) - rank * share))
-        if owned:
-            state = (group.state[name][:owned] for name in ("momentum_buffer", "second_momentum_buffer"))
+        own = stacked[rank * share : (rank + 1) * share]
+        count = max(0, min(share, len(group.parameters) - rank * share))  # the rest of the share is padding
+        if count:
+            state = (group.state[name][:count] for name in ("momentum_buffer", "second_momentum_buffer"))
             momentum, weight_decay, beta2 = (
                 self._scalar(v) for v in (momentum, group.weight_decay * weight_decay_multiplier, group.betas[1])
             )
-            self._muon(mine[:owned], gradients[:owned], *state, momentum, lr, weight_decay, beta2)
+            self._muon(own[:count], gradients[:count], *state, momentum, lr, weight_decay, beta2)
         if self.runtime.world_size == 1:
             return stacked, []
-        return stacked, [all_gather(stacked, mine.clone(), async_op=True)]
+        return stacked, [all_gather(stacked, own.clone(), async_op=True)]
 
     def _stack(self, group: Group, tensors: Iterable[torch.Tensor]) -> torch.Tensor:
         """(share * ranks, r, c), zero-padded."""
@@ -228,11 +218,11 @@ class MuonAdamW:
             if group.kind == "adamw":
                 state |= group.state
                 continue
-            for key, mine in group.state.items():
-                whole = mine
+            for key, own in group.state.items():
+                whole = own
                 if self.runtime.world_size > 1:
-                    whole = mine.new_empty(self._share(group) * self.runtime.world_size, *mine.shape[1:])
-                    all_gather(whole, mine)
+                    whole = own.new_empty(self._share(group) * self.runtime.world_size, *own.shape[1:])
+                    all_gather(whole, own)
                 state |= {f"{name}.{key}": whole[k] for k, name in enumerate(group.names)}
         return state
 
@@ -245,8 +235,8 @@ class MuonAdamW:
                     value.copy_(state[key])
                 continue
             first = self.runtime.rank * self._share(group)
-            for key, mine in group.state.items():
-                for slot, name in zip(mine, group.names[first : first + len(mine)]):
+            for key, own in group.state.items():
+                for slot, name in zip(own, group.names[first : first + len(own)]):
                     slot.copy_(state[f"{name}.{key}"])
 
 

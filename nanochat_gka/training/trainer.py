@@ -110,16 +110,7 @@ class Trainer(BaseTrainer):
         return min(fitting, -(-self.rows // processes))
 
     def _load(self, found: Checkpoint) -> None:
-        for key, words in (
-            ("tokenizer_sha256", "another tokenizer"),
-            ("sequence_len", "another context length"),
-            ("source", "another corpus"),
-        ):
-            if found.state["data"][key] != self.data.manifest[key]:
-                raise UserError(
-                    f"{self.config.data} was packed with {words} than the run in {self.folder}; "
-                    "use its data, or another --model-tag"
-                )
+        self.data.check_same(found.state["data"], self.folder)
         self.model.load_state_dict(found.tensors("model", self.runtime.device))
         self.optimizer.load_state_dict(found.tensors("optimizer", self.runtime.device))
         self.state = found.state["progress"]

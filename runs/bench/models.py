@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gka.kinds import KINDS
-from runs.bench.gate import disagreement
+from gka.testing import disagreement
 
 # Logits and gradients pass many layers: in float32 another order of additions may differ by more than twice plain
 # PyTorch's error.

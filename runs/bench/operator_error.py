@@ -9,13 +9,13 @@ puts it into the page. Takes seconds.
 """
 
 import math
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
 from gka import gaussian_attention, testing
-from gka.api import EPS
 from gka.masking import Mask
 from trainkit.progress import read_lines
 from trainkit.results import append_result
@@ -23,10 +23,8 @@ from trainkit.results import append_result
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "runs/results/operator_error.jsonl"
 SHAPE = (2, 197, 2, 64)  # DeiT's token count and head size: neither a multiple of a tile
-SIGMA_SQUARED = (
-    1.3 * math.sqrt(SHAPE[-1]),
-    1.3 * SHAPE[-1],
-)  # one per head; not powers of two, or x / sigma^2 would be exact
+# One per head; not powers of two, or x / sigma^2 would be exact.
+SIGMA_SQUARED = (1.3 * math.sqrt(SHAPE[-1]), 1.3 * SHAPE[-1])
 DTYPES = (torch.float32, torch.bfloat16)
 MASKS = (Mask(causal=False), Mask(causal=True))
 KINDS = (*testing.KINDS, "all+10", "all+100")
@@ -40,28 +38,22 @@ def measure(kind: str, dtype: torch.dtype, route: str, mask: Mask) -> dict[str, 
     x = testing.make_features(kind, SHAPE, dtype)
     grad_y = testing.make_features("normal", SHAPE, dtype, seed=2)
 
-    def attend(x, log_sigma, values, **options):
-        return gaussian_attention(x, log_sigma, values=values, causal=mask.causal, **options)
-
+    arguments = x, log_sigma, None, grad_y
+    attend = partial(gaussian_attention, causal=mask.causal)
     if route == "plain":
-        got, want = (f(x, log_sigma, None, grad_y, mask, EPS) for f in (testing.plain, testing.oracle))
+        got, want = testing.plain(*arguments, mask), testing.oracle(*arguments, mask)
     elif route == "reference":
-        got = testing.run(lambda *a: attend(*a, impl="reference"), x, log_sigma, None, grad_y)
-        want = testing.oracle(x, log_sigma, None, grad_y, mask, EPS)
+        got, want = testing.run(partial(attend, impl="reference"), *arguments), testing.oracle(*arguments, mask)
     elif route == "sdpa":
-        got = testing.run(lambda *a: attend(*a, impl="sdpa"), x, log_sigma, None, grad_y)
-        want = testing.oracle(x, log_sigma, None, grad_y, mask, eps=0.0)
+        got, want = testing.run(partial(attend, impl="sdpa"), *arguments), testing.oracle(*arguments, mask, eps=0.0)
     else:
-        # Dropping the constant norm is exact only for what lies before the normalisation, so that is where gradients are taken.
+        # Dropping the constant norm is exact only for what lies before the normalisation: gradients are taken there.
+        norm = partial(F.rms_norm, normalized_shape=SHAPE[-1:])
         x = testing.make_features("normal", SHAPE, dtype)
-
-        def normed(x, log_sigma, values, **options):
-            return attend(F.rms_norm(x, SHAPE[-1:]), log_sigma, values, **options)
-
-        got = testing.run(lambda *a: normed(*a, constant_norm=True, impl="sdpa"), x, log_sigma, None, grad_y)
-        doubles = (t.double() for t in (x, log_sigma))
-        want = testing.run(lambda *a: normed(*a, eps=0.0, impl="reference"), *doubles, None, grad_y.double())
-        x = F.rms_norm(x, SHAPE[-1:])
+        arguments = x, log_sigma, None, grad_y
+        got = testing.run(partial(attend, constant_norm=True, impl="sdpa"), *arguments, front=norm)
+        want = testing.oracle(*arguments, mask, eps=0.0, front=norm)
+        x = norm(x)
     largest = (x.double().square().sum(-1) / torch.tensor(SIGMA_SQUARED)).max().item()
     return {
         **{name: testing.error(getattr(got, name), getattr(want, name)) for name in NAMES},

@@ -9,19 +9,18 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gka import dot_product_attention, gaussian_attention, inverse_variance, select_impl, testing
+from gka import dot_product_attention, gaussian_attention, select_impl, testing
 from gka.api import EPS
 from gka.masking import Mask
-from runs.bench.gate import disagreement
 
 FORWARD, FULL = "forward", "forward+backward"
 GATE_TOKENS = {"cuda": 2048, "cpu": 512}  # float64 builds T x T matrices
-LAXEST = 0.1  # in bfloat16 the worst case of log_sigma's gradient, which cancels, would let anything pass
 # Above 1 and no power of two, or x / sigma^2 would be exact.
 SIGMA_FACTOR = 1.3
 
@@ -58,13 +57,12 @@ class Case:
     @classmethod
     def parse(cls, text: str) -> "Case":
         """A shape as the command line gives it: BxTxHxD, then c (causal), wN (window N), n (RMS-normalised heads), d (decode). Raises ValueError."""
-        found = re.fullmatch(r"(\d+)x(\d+)x(\d+)x(\d+)(c?)(?:w(\d+))?(n?)(d?)", text)
-        if not found or 0 in (sizes := [int(found[i]) for i in range(1, 5)]):
+        match = re.fullmatch(r"(\d+)x(\d+)x(\d+)x(\d+)(c?)(?:w(\d+))?(n?)(d?)", text)
+        if not match or 0 in (sizes := [int(match[i]) for i in range(1, 5)]):
             raise ValueError(f"expected BxTxHxD such as 16x2048x10x128, then c, wN, n or d, got {text!r}")
-        causal, window, normalised, decode = found.groups()[4:]
-        return cls(
-            text, *sizes, bool(causal), int(window) if window else None, bool(normalised), queries=int(bool(decode))
-        )
+        causal, window, normalised, decode = match.groups()[4:]
+        window = int(window) if window else None
+        return cls(text, *sizes, bool(causal), window, bool(normalised), queries=1 if decode else 0)
 
 
 @dataclass(frozen=True)
@@ -96,26 +94,15 @@ def inputs(case: Case, family: str, device, dtype, seed: int) -> Tensors:
     return (queries, log_sigma(case, device)) + ((draw(case.tokens),) if case.queries else ())
 
 
+def front(case: Case) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """What the features of a gka operator pass first: the RMS norm of each head, where the case has one."""
+    return partial(F.rms_norm, normalized_shape=(case.head_dim,)) if case.constant_norm else None
+
+
 def normalise(case: Case, tensors: Tensors) -> Tensors:
-    """The features of a gka operator through the RMS norm in front of it, where the case has one."""
-    if not case.constant_norm:
-        return tensors
-    x, sigma, *cache = tensors
-    return (F.rms_norm(x, x.shape[-1:]), sigma, *(F.rms_norm(t, t.shape[-1:]) for t in cache))
-
-
-def eager_gaussian(x, log_sigma, keys=None, *, visible=None, eps: float = EPS):
-    """The paper's operator as one would write it, T x T matrices and all: the formula of gka.testing.plain, with foreign keys too.
-
-    visible: (Tq, Tk), 1 where a query may look, in x's dtype; None hides nothing.
-    """
-    q = x.transpose(1, 2)
-    k = q if keys is None else keys.transpose(1, 2)
-    distance2 = q.square().sum(-1, keepdim=True) + k.square().sum(-1, keepdim=True).mT - 2 * q @ k.mT
-    affinity = torch.exp(-0.5 * distance2 * inverse_variance(log_sigma).to(x.dtype)[:, None, None])
-    affinity = affinity if visible is None else affinity * visible
-    weights = affinity / (affinity.sum(-1, keepdim=True) + eps)
-    return (weights @ k).transpose(1, 2)
+    """The arguments of a gka operator, its features through `front`."""
+    norm = front(case)
+    return tensors if norm is None else tuple(norm(t) if t.dim() == 4 else t for t in tensors)
 
 
 def softmax_definition(q, k, v, mask: Mask):
@@ -128,34 +115,31 @@ def softmax_definition(q, k, v, mask: Mask):
 def operators(case: Case, device: torch.device, dtype: torch.dtype, phase: str) -> dict[str, Operator]:
     """Every candidate for the case on this device, ours first. One that cannot serve says so when it is called."""
     cuda, masked = device.type == "cuda", case.mask != Mask()
-    x, sigma, *cache = (
-        t.requires_grad_(phase == FULL) for t in inputs(replace(case, batch=1), "gka", device, dtype, 0)
-    )
-    auto = select_impl(
-        x,
-        log_sigma=sigma,
-        keys=cache[0] if cache else None,
-        causal=case.causal,
-        window=case.window,
-        constant_norm=case.constant_norm,
-    )
-    found = {}
+    tensors = (t.requires_grad_(phase == FULL) for t in inputs(replace(case, batch=1), "gka", device, dtype, 0))
+    x, sigma, *cache = tensors
+    options = dict(causal=case.causal, window=case.window, constant_norm=case.constant_norm)
+    auto = select_impl(x, log_sigma=sigma, keys=cache[0] if cache else None, **options)
+    candidates = {}
     for impl in dict.fromkeys((auto, "triton", *(("flex",) if cuda else ()), "sdpa")):
         for constant_norm in dict.fromkeys((case.constant_norm, False)):
             name = f"gka {impl}" + (", general norms" if case.constant_norm and not constant_norm else "")
             role = "ours" if impl == auto and constant_norm == case.constant_norm else "variant"
-            found[name] = Operator(role, "gka", _gaussian(case, impl, constant_norm), constant_norm)
+            candidates[name] = Operator(role, "gka", _gaussian(case, impl, constant_norm), constant_norm)
     visible = case.mask.dense(case.queries or case.tokens, case.tokens, device).to(dtype) if masked else None
-    found["gka eager"] = Operator("eager", "gka", lambda *tensors: eager_gaussian(*tensors, visible=visible))
+
+    def eager(x, log_sigma, cache=None):
+        return testing.plain_attention(x, log_sigma, keys=cache, visible=visible)
+
+    candidates["gka eager"] = Operator("eager", "gka", eager)
     if not cuda:
-        return found | {"softmax sdpa": Operator("baseline", "softmax", _sdpa(case, None))}
+        return candidates | {"softmax sdpa": Operator("baseline", "softmax", _sdpa(case, None))}
 
     def flex(q, k, v):
         return dot_product_attention(q, k, v, causal=case.causal, window=case.window, impl="flex")
 
     # Flash has no windows in torch: there everything that is right and windowed counts.
     fallback = "baseline" if case.window is not None else "other"
-    return found | {
+    return candidates | {
         "softmax flash": Operator("baseline", "softmax", _sdpa(case, SDPBackend.FLASH_ATTENTION)),
         "softmax cudnn": Operator("baseline", "softmax", _sdpa(case, SDPBackend.CUDNN_ATTENTION)),
         "softmax efficient": Operator(fallback, "softmax", _sdpa(case, SDPBackend.EFFICIENT_ATTENTION)),
@@ -165,10 +149,10 @@ def operators(case: Case, device: torch.device, dtype: torch.dtype, phase: str) 
 
 
 def _gaussian(case: Case, impl: str, constant_norm: bool):
+    options = dict(causal=case.causal, window=case.window, constant_norm=constant_norm, impl=impl)
+
     def attend(x, log_sigma, cache=None):
-        return gaussian_attention(
-            x, log_sigma, keys=cache, causal=case.causal, window=case.window, constant_norm=constant_norm, impl=impl
-        )
+        return gaussian_attention(x, log_sigma, keys=cache, **options)
 
     return attend
 
@@ -203,77 +187,50 @@ def _flash_attention_3(case: Case):
     return attend
 
 
-def results(function, tensors: Tensors, grad_y: torch.Tensor | None, names: Tensors) -> dict[str, torch.Tensor]:
-    """y and, with grad_y, the gradients, by name."""
-    leaves = [t.detach().clone().requires_grad_(grad_y is not None) for t in tensors]
-    y = function(*leaves)
-    if grad_y is None:
-        return {"y": y}
-    return {"y": y.detach(), **dict(zip(names, torch.autograd.grad(y, leaves, grad_y.to(y.dtype))))}
-
-
 def gate(operator: Operator, case: Case, phase: str, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the operator is wrong on fresh inputs of this kind, or None.
 
-    It works on the whole batch, but only the first and last sequence get a gradient: so they alone decide every gradient, log_sigma's too, and
-    float64 need see no others. The gradient of normalised heads is taken before their norm, where dropping it is exact. More than GATE_TOKENS
-    tokens are judged on that many.
+    It works on the whole batch, but only the first and last sequence are judged and get a gradient: float64 needs no others. The gradient of
+    normalised heads is taken before their norm, where dropping it is exact. More than GATE_TOKENS tokens are judged on that many.
     """
     case = replace(case, tokens=min(case.tokens, GATE_TOKENS[device.type]))
     tensors = inputs(case, operator.family, device, dtype, seed=1)
-    names = ("dx", "dlog_sigma") if operator.family == "gka" else ("dq", "dk", "dv")
-    picked = sorted({0, case.batch - 1})
-    grad_y = None
-    if phase == FULL:
-        grad_y = torch.zeros_like(tensors[0])
-        grad_y[picked] = inputs(case, "gka", device, dtype, seed=2)[0][picked]
+    judged = torch.tensor(sorted({0, case.batch - 1}), device=device)
+    few = tuple(t[judged] if t.dim() == 4 else t for t in tensors)
+    grad_y = inputs(case, "gka", device, dtype, seed=2)[0][judged] if phase == FULL else None
+    whole = normalise(case, tensors) if operator.family == "gka" else tensors
 
-    def pick(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor[picked] if tensor.dim() == 4 else tensor
+    def function(*parts: torch.Tensor) -> torch.Tensor:
+        """The operator on the whole batch, into which the judged sequences are put."""
+        batch = (t.index_copy(0, judged, part) if t.dim() == 4 else part for t, part in zip(whole, parts, strict=True))
+        return operator.function(*batch)[judged]
 
-    few = tuple(pick(t) for t in tensors)
-    few_grad_y = None if grad_y is None else pick(grad_y)
-    precise = tuple(t.double() for t in few), None if few_grad_y is None else few_grad_y.double()
-    if operator.family == "gka":
-        visible = case.mask.dense(tensors[0].shape[1], case.tokens, device).to(dtype)
+    if operator.family == "softmax":
+        return _softmax_disagreement(function, few, grad_y, case.mask)
 
-        def function(*t):
-            return operator.function(*normalise(case, t))
+    def route(x, log_sigma, *, keys, values):
+        return function(x, log_sigma) if keys is None else function(x, log_sigma, keys)
 
-        def plain(*t):
-            return eager_gaussian(*normalise(case, t), visible=visible, eps=0.0)
-
-        def oracle(x, log_sigma, cache=None):
-            return gaussian_attention(
-                x, log_sigma, keys=cache, causal=case.causal, window=case.window, eps=0.0, impl="reference"
-            )
-
-        want = results(lambda *t: oracle(*normalise(case, t)), *precise, names)
-        floors = _gaussian_floors(case, few, few_grad_y)
-    else:
-        function = operator.function
-
-        def plain(q, k, v):
-            return softmax_definition(q, k, v, case.mask)
-
-        want = results(plain, *precise, names)
-        floor = _rounding(dtype) * (1 if dtype.itemsize == 2 else 1 + case.head_dim**0.5)  # scores reach about sqrt(D)
-        floors = {"y": floor, **dict.fromkeys(names, 3 * floor)}
-    got = {name: pick(value) for name, value in results(function, tensors, grad_y, names).items()}
-    return disagreement(got, want, results(plain, few, few_grad_y, names), floors)
+    # Some implementations drop eps, and so does the oracle.
+    x, sigma, *cache = few
+    options = dict(keys=cache[0] if cache else None, front=front(case), slack=EPS)
+    return testing.judge(route, x, sigma, None, grad_y, case.mask, **options)
 
 
-def _gaussian_floors(case: Case, tensors: Tensors, grad_y: torch.Tensor | None) -> dict[str, float]:
-    """The rounding floors of the tests (tests/gka/test_numerics.py), half-precision paths keeping the exponent in float32, and what eps is worth:
-    some implementations drop it, and the oracle does."""
-    x, sigma, *_ = normalise(case, tensors)
-    half = x.dtype.itemsize == 2
-    floor = EPS + (_rounding(x.dtype) if half else testing.exponent_ulp(x, sigma))
-    floors = {"y": floor, "dx": 3 * floor}  # x enters as query, as key and as norm
-    if grad_y is not None:
-        floors["dlog_sigma"] = min(LAXEST, floor * testing.log_sigma_condition(x, sigma, None, grad_y, case.mask))
-    return floors
+def _softmax_disagreement(function, tensors: Tensors, grad_y: torch.Tensor | None, mask: Mask) -> str | None:
+    """`testing.judge` for the baselines, with `softmax_definition` as oracle and as plain PyTorch."""
+    names = ("dq", "dk", "dv")
 
+    def results(function, tensors: Tensors, grad_y: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        leaves = [t.detach().clone().requires_grad_(grad_y is not None) for t in tensors]
+        y = function(*leaves)
+        if grad_y is None:
+            return {"y": y}
+        return {"y": y.detach(), **dict(zip(names, torch.autograd.grad(y, leaves, grad_y.to(y.dtype)), strict=True))}
 
-def _rounding(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).eps
+    definition = partial(softmax_definition, mask=mask)
+    want = results(definition, tuple(t.double() for t in tensors), grad_y)
+    dtype, head_dim = tensors[0].dtype, tensors[0].shape[-1]
+    floor = torch.finfo(dtype).eps * (1 if dtype.itemsize == 2 else 1 + head_dim**0.5)  # scores reach about sqrt(D)
+    floors = {"y": floor, **dict.fromkeys(names, 3 * floor)}
+    return testing.disagreement(results(function, tensors, grad_y), want, results(definition, tensors, grad_y), floors)

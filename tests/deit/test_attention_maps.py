@@ -16,8 +16,11 @@ from vision_runs import (
 def test_attention_maps_are_the_weights_the_model_used(name):
     model, images = micro(3, name), torch.randn(2, 3, SIZE, SIZE)
     before, outputs = model.eval()(images).detach(), {}
-    hooks = [block.attn.register_forward_hook(lambda module, args, output, layer=layer: outputs.update({layer: (args[0], output)}))
-             for layer, block in enumerate(model.blocks)]  # fmt: skip
+
+    def keep(layer):
+        return lambda module, args, output: outputs.update({layer: (args[0], output)})
+
+    hooks = [block.attn.register_forward_hook(keep(layer)) for layer, block in enumerate(model.blocks)]
     maps = figures.attention_maps(model, images)
     for hook in hooks:
         hook.remove()

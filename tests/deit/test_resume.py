@@ -136,7 +136,7 @@ def test_a_run_without_an_average_in_half_precision_resumes(pictures, tmp_path):
 
 
 def test_ranks_take_the_same_first_step(pictures, tmp_path):
-    """Adam's first moment after one update is a tenth of the gradient: 24 images on 1, 2 and 3 ranks, in pieces of any size."""
+    """Adam's first moment after one update is a tenth of the gradient, here of 24 images on 1 to 3 ranks."""
     common = ["--batch-size", 24, "--drop-path", 0, "--warmup-epochs", 0, "--stop-after", 1, "--clip-grad", 0]
     states = {}
     for ranks, device_batch_size in ((1, 24), (1, 4), (2, 24), (3, 6)):

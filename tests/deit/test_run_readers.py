@@ -71,8 +71,8 @@ def test_data_that_are_gone_are_named(uninterrupted, pictures, tmp_path, capsys)
 
 def evaluation(data, out, *more, **options):
     """The numbers of the evaluate command, by candidate."""
-    done = tiny_vision.call(EVALUATE, "--data", data, "--device-type", "cpu", "--num-workers", 1, "--results", out / "eval.jsonl", *more,
-                            folder=out / "output", **options)  # fmt: skip
+    argv = ["--data", data, "--device-type", "cpu", "--num-workers", 1, "--results", out / "eval.jsonl", *more]
+    done = tiny_vision.call(EVALUATE, *argv, folder=out / "output", **options)
     return json.loads((out / "eval.jsonl").read_text().splitlines()[-1])["metrics"] if not done.returncode else done
 
 

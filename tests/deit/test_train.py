@@ -1,6 +1,7 @@
 """The vision trainer in real processes: what a run leaves, what it learns, evaluation in training, compiled."""
 
 import json
+import shlex
 
 import pytest
 import torch
@@ -111,9 +112,11 @@ def test_a_finished_run_is_not_run_again(uninterrupted, pictures):
 )
 def test_it_learns_digits(tmp_path, model, epochs, least):
     shape = ["--model-kwargs", "patch_size=8", "embed_dim=64", "depth=1", "num_heads=2"]
-    train("digits", tmp_path, *shape, "--model", model, "--epochs", epochs, "--batch-size", 16, "--group-size", 16, "--device-batch-size", 16,
-          "--repeated-aug", 1, "--scale", 0.8, 1, "--hflip", 0, "--aa", "", "--reprob", 0, "--mixup", 0, "--cutmix", 0, "--drop-path", 0,
-          "--eval-every", 2, "--save-every", "-1")  # fmt: skip
+    batch = shlex.split("--batch-size 16 --group-size 16 --device-batch-size 16 --eval-every 2 --save-every -1")
+    plain = shlex.split(
+        "--repeated-aug 1 --scale 0.8 1 --hflip 0 --reprob 0 --mixup 0 --cutmix 0 --drop-path 0 --aa ''"
+    )
+    train("digits", tmp_path, *shape, "--model", model, "--epochs", epochs, *batch, *plain)
     evaluated = records(tmp_path, "eval")
     assert [(record["epoch"], record["step"]) for record in evaluated] == [
         (epoch, 74 * epoch) for epoch in ((2, 4, 5) if epochs == 5 else (2,))
@@ -194,10 +197,8 @@ def test_the_epochs_line_has_the_validation_loss_and_fits_the_screen(uninterrupt
     assert len(lines) == EPOCHS
     for line, record in zip(lines, records(uninterrupted, "eval")):
         heads = [value for layer in record["sigma"].values() for value in layer]
-        assert (
-            f" loss {record['loss']:.3f} | EMA {record['ema_top1']:.2f} {record['ema_top5']:.2f} {record['ema_loss']:.3f} | "
-            in line
-        )
+        average = f"EMA {record['ema_top1']:.2f} {record['ema_top5']:.2f} {record['ema_loss']:.3f}"
+        assert f" loss {record['loss']:.3f} | {average} | " in line
         assert f" | sigma {min(heads):.2f}-{max(heads):.2f} | " in line and line.endswith(" img/s")
     values = {
         "top1": 100.0,

@@ -23,8 +23,11 @@ from vision_runs import (
 
 def test_a_loss_that_is_not_finite_stops_and_names_the_last_checkpoint(pictures, tmp_path):
     done = train(pictures, tmp_path, "--lr", 1e30, "--save-every", 1, check=False)
-    tiny.assert_one_line_error(done, r"the loss is (nan|inf) and the gradient's norm .* at update \d+ \(learning rate .*, sigma between .*\); the weights "
-                                     r"were not touched. Last checkpoint: .*/step_\d+\. Start a new --model-tag with a lower --lr")  # fmt: skip
+    tiny.assert_one_line_error(
+        done,
+        r"the loss is (nan|inf) and the gradient's norm .* at update \d+ \(learning rate .*, sigma between .*\); "
+        r"the weights were not touched. Last checkpoint: .*/step_\d+\. Start a new --model-tag with a lower --lr",
+    )
     named = re.search(r"Last checkpoint: (\S+)\.", done.stderr)[1]
     assert all(value.isfinite().all() for value in load_file(Path(named) / "model.safetensors").values())
     assert (tmp_path / "run/checkpoints").exists() and not (tmp_path / "results.jsonl").read_text()
@@ -112,16 +115,21 @@ def test_mistakes_are_one_line(uninterrupted, pictures, more, message, capsys):
 
 
 REFUSED = {
-    "--color-jitter": ("nan", "inf", -1), "--distillation-alpha": ("nan", -0.1, 1.1), "--distillation-tau": ("nan", 0, "inf"),
-    "--epochs": (0, 2_000_000), "--batch-size": (0, -2, 7), "--group-size": (0, 3), "--lr": ("nan", "inf", 0, -1), "--weight-decay": ("nan", "inf", 1, -0.1),
-    "--opt-betas": (("nan", 0.9), (0.9, 1), (-0.1, 0.9), ("inf", 0.9)), "--clip-grad": ("nan", "inf", -1), "--warmup-epochs": ("nan", "inf", -1, 6),
-    "--warmup-lr": ("nan", "inf", 0, 1), "--min-lr": ("nan", "inf", -1e-6, 1), "--input-size": (0, -16, 18, 10**9), "--scale": (("nan", 1), (0.5, 0.4), (0, 1), (0.5, 2)),
-    "--ratio": (("nan", 1), (1, "inf"), (0, 1)), "--hflip": ("nan", 1.1, -0.1), "--reprob": ("nan", 2), "--repeated-aug": (0, 10**9),
-    "--mixup": ("nan", "inf", -1), "--cutmix": ("nan", "inf", -1), "--smoothing": ("nan", 1, -0.1), "--drop-path": ("nan", 1, -0.5),
-    "--model-ema-decay": ("nan", 1, -0.1), "--crop-pct": ("nan", 0, 1.5), "--seed": (-1, 2**63), "--device-batch-size": (0, 1), "--num-workers": (-3, 10**6),
-    "--eval-every": (0, -2), "--save-every": (0, -2), "--keep": (0,), "--log-every": (0, -1), "--stop-after": (0, -2),
-    "--model-kwargs": ("depth=0", "depth=100000", "patch_size=0", "mlp_ratio=0", "mlp_ratio=NaN", "drop_path_rate=NaN", "drop_path_rate=1", "embed_dim=-8",
-                       "num_heads=0", "sigma_squared=Infinity", "init_values=NaN"),
+    "--epochs": (0, 2_000_000), "--batch-size": (0, -2, 7), "--group-size": (0, 3), "--device-batch-size": (0, 1),
+    "--lr": ("nan", "inf", 0, -1), "--warmup-lr": ("nan", "inf", 0, 1), "--min-lr": ("nan", "inf", -1e-6, 1),
+    "--warmup-epochs": ("nan", "inf", -1, 6), "--weight-decay": ("nan", "inf", 1, -0.1),
+    "--opt-betas": (("nan", 0.9), (0.9, 1), (-0.1, 0.9), ("inf", 0.9)), "--clip-grad": ("nan", "inf", -1),
+    "--input-size": (0, -16, 18, 10**9), "--scale": (("nan", 1), (0.5, 0.4), (0, 1), (0.5, 2)),
+    "--ratio": (("nan", 1), (1, "inf"), (0, 1)), "--hflip": ("nan", 1.1, -0.1), "--color-jitter": ("nan", "inf", -1),
+    "--reprob": ("nan", 2), "--repeated-aug": (0, 10**9), "--mixup": ("nan", "inf", -1), "--cutmix": ("nan", "inf", -1),
+    "--smoothing": ("nan", 1, -0.1), "--drop-path": ("nan", 1, -0.5), "--model-ema-decay": ("nan", 1, -0.1),
+    "--distillation-alpha": ("nan", -0.1, 1.1), "--distillation-tau": ("nan", 0, "inf"),
+    "--crop-pct": ("nan", 0, 1.5), "--seed": (-1, 2**63), "--num-workers": (-3, 10**6), "--eval-every": (0, -2),
+    "--save-every": (0, -2), "--keep": (0,), "--log-every": (0, -1), "--stop-after": (0, -2),
+    "--model-kwargs": (
+        "depth=0", "depth=100000", "patch_size=0", "mlp_ratio=0", "mlp_ratio=NaN", "drop_path_rate=NaN",
+        "drop_path_rate=1", "embed_dim=-8", "num_heads=0", "sigma_squared=Infinity", "init_values=NaN",
+    ),
 }  # fmt: skip
 
 

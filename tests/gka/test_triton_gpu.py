@@ -1,10 +1,11 @@
 """What only a GPU can show of the Triton kernels: real sizes, bfloat16, every shipped configuration, races, CUDA graphs, speed of the first call.
 
-test_triton_kernels.py and test_triton_training.py run their cases on the GPU too, where there is one.
+test_triton_accuracy.py, test_triton_memory.py, test_triton_op.py and test_triton_training.py run their cases on the GPU too, where there is one.
 """
 
 import math
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -58,7 +59,7 @@ def test_no_less_accurate_than_flash_attention(shape, causal, window, dtype, wit
     """At most twice flash attention's own error, in y, dx and dvalues."""
     x, log_sigma, values, grad_y = problem(shape, dtype, constant_norm, with_values)
     options = dict(causal=causal, window=window, constant_norm=constant_norm, impl="triton")
-    got = testing.run(lambda x, s, v: gaussian_attention(x, s, values=v, **options), x, log_sigma, values, grad_y)
+    got = testing.run(partial(gaussian_attention, **options), x, log_sigma, values, grad_y)
     want = testing.oracle(x, log_sigma, values, grad_y, Mask(causal, window))
     limits = flash_errors(x, grad_y, causal)
     limits = {"y": limits["y"], "dx": limits["dx"], "dvalues": limits["dx"]}
@@ -76,19 +77,11 @@ def test_no_less_accurate_than_flash_attention(shape, causal, window, dtype, wit
 def test_float32_is_not_tf32(shape, causal, window):
     """tf32 products would be off by 1e-3."""
     x, log_sigma, values, grad_y = problem(shape, torch.float32, False, True)
-    got = testing.run(
-        lambda x, s, v: gaussian_attention(x, s, values=v, causal=causal, window=window, impl="triton"),
-        x,
-        log_sigma,
-        values,
-        grad_y,
-    )
+    route = partial(gaussian_attention, causal=causal, window=window, impl="triton")
+    got = testing.run(route, x, log_sigma, values, grad_y)
     want = testing.oracle(x, log_sigma, values, grad_y, Mask(causal, window))
-    assert (
-        testing.error(got.y, want.y) <= 1e-5
-        and testing.error(got.dx, want.dx) <= 1e-5
-        and testing.error(got.dvalues, want.dvalues) <= 1e-5
-    )
+    for name in ("y", "dx", "dvalues"):
+        assert testing.error(getattr(got, name), getattr(want, name)) <= 1e-5, name
 
 
 @pytest.mark.parametrize("with_values", [False, True], ids=["own", "values"])
@@ -101,18 +94,14 @@ def test_memory_that_was_full_of_nan_changes_nothing(shape, causal, window, with
         if poisoned:
             junk = [torch.full((2**22,), float("nan"), device="cuda") for _ in range(16)]
             del junk
-        return testing.run(
-            lambda x, s, v: gaussian_attention(x, s, values=v, causal=causal, window=window, impl="triton"),
-            x,
-            log_sigma,
-            values,
-            grad_y,
-        )
+        route = partial(gaussian_attention, causal=causal, window=window, impl="triton")
+        return testing.run(route, x, log_sigma, values, grad_y).named()
 
     first = run(poisoned=False)
-    assert all(torch.isfinite(t).all() for _, t in first.named())
+    assert all(torch.isfinite(t).all() for t in first.values())
     for _ in range(20):
-        assert all(torch.equal(a, b) for (_, a), (_, b) in zip(first.named(), run(poisoned=True).named(), strict=True))
+        again = run(poisoned=True)
+        assert all(torch.equal(first[name], again[name]) for name in first)
 
 
 @pytest.mark.parametrize("batch", [1, 32])

@@ -13,7 +13,6 @@ from gka import (
     initial_log_sigma,
     select_impl,
 )
-from gka.impl.triton import op as triton_op
 
 X = torch.randn(2, 5, 3, 16)
 S = torch.zeros(3)
@@ -142,7 +141,6 @@ def test_the_kernels_refuse_what_32_bits_cannot_address_keys_included():
     """Views of one number: nothing is allocated."""
     short, long = (torch.zeros(()).expand(1, tokens, 8, 64) for tokens in (5, 2**22))
     for x, keys in ((long, None), (short, long)):
-        assert "fewer than 2^31 numbers per sequence, got (1, 4194304, 8, 64)" in triton_op.unavailable(
-            x, needs_grad=False, keys=keys
-        )
-    assert triton_op.unavailable(short, needs_grad=False, keys=short) is None
+        with pytest.raises(ValueError, match=r"fewer than 2\^31 numbers per sequence, got \(1, 4194304, 8, 64\)"):
+            select_impl(x, keys=keys, impl="triton")
+    assert select_impl(short, keys=short, impl="triton") == "triton"

@@ -1,4 +1,4 @@
-"""CORE while a model trains: it changes nothing, is scored once, is what eval_core says, and waits for no signal longer than a task."""
+"""CORE while a model trains: it changes nothing, is scored once as eval_core would, and a signal waits for one task."""
 
 import json
 import os
@@ -36,8 +36,9 @@ def handlers():
 
 
 def flags(packed, out, *more):
-    return list(map(str, ["--data", packed / "packed", "--out", out / "runs", "--results", out / "results.jsonl", *tiny.TRAIN_FLAGS, "--attention", "GA",
-                          "--num-iterations", STEPS, "--save-every", -1, "--model-tag", "run", *more]))  # fmt: skip
+    places = ["--data", packed / "packed", "--out", out / "runs", "--results", out / "results.jsonl"]
+    settings = ["--attention", "GA", "--num-iterations", STEPS, "--save-every", -1, "--model-tag", "run"]
+    return [str(word) for word in (*places, *tiny.TRAIN_FLAGS, *settings, *more)]
 
 
 def core_flags(bundle, every=2):

@@ -124,12 +124,12 @@ def test_a_score_is_known_by_everything_it_depends_on(world, tmp_path):
     """A line of the file is used again only if the weights, the data, and how it was asked are the same."""
     runtime, subject = (
         Runtime(0, 1, torch.device("cpu")),
-        eval_core.open_subject(CoreConfig(run=world[0]), torch.device("cpu")),
+        eval_core.open_model(CoreConfig(run=world[0]), torch.device("cpu")),
     )
     task = read_tasks(world[3], ["jeopardy"])[0]
 
     def identity(task=task, subject=subject, **flags):
-        return eval_core.Evaluation(CoreConfig(out=tmp_path, **flags), runtime, subject).identity(task)
+        return eval_core.Evaluation(CoreConfig(out=tmp_path, **flags), runtime, subject).file.identity(task)
 
     other = tmp_path / "other.jsonl"
     other.write_text("{}")
@@ -240,7 +240,7 @@ def test_a_question_that_cannot_be_asked_is_named_whichever_rank_has_it(world, t
     "more,message",
     [
         (["--max-per-task", "3"], "--max-per-task 3 is too few for jeopardy: 3 shots and a question"),
-        (["--hf-path", "gpt2", "--step", "3"], "--step is of a run of ours; --hf-path has no steps"),
+        (["--hf-path", "gpt2", "--step", "3"], "--step is for a run of ours; a model of --hf-path has no steps"),
         (["--max-per-task", "0"], "--max-per-task must be at least 1"),
         (["--tasks", "copa", "nope"], "--tasks nope: .* has no nope"),
         (["--batch-tokens", "-1"], "--batch-tokens must be at least 0"),

@@ -1,4 +1,4 @@
-"""Numbers that would ruin a run, or make no sense, are one line that names the flag and what is allowed, before anything is read or made."""
+"""Numbers that make no sense are one line that names the flag and what is allowed, before anything is read or made."""
 
 import dataclasses
 import re
@@ -26,7 +26,8 @@ REFUSED = {
         "weight-decay": (*NOT_NUMBERS, "-0.1", "1e39"),
         "adam-beta1": (*NOT_NUMBERS, "-0.1", "1", "0.99999999", "1.5"),
         "adam-beta2": (*NOT_NUMBERS, "-0.1", "1", "0.99999999"),
-        **{f"{name}-lr": (*NOT_NUMBERS, "-0.02", "1e39") for name in ("embedding", "unembedding", "matrix", "scalar", "sigma")},
+        **dict.fromkeys(("embedding-lr", "unembedding-lr", "matrix-lr", "scalar-lr", "sigma-lr"),
+                        (*NOT_NUMBERS, "-0.02", "1e39")),
         "final-lr-frac": (*NOT_NUMBERS, "-0.1", "1", "2"),
         "warmup-ratio": (*NOT_NUMBERS, "-0.1", "1.1"),
         "warmdown-ratio": (*NOT_NUMBERS, "-0.1", "1.1"),
@@ -36,19 +37,21 @@ REFUSED = {
         "seed": ("-1", str(2**63), str(10**30)),
         "depth": ("0", "-3", "1000001"),
         **dict.fromkeys(("aspect-ratio", "head-dim", "keep", "log-every"), ("0", "-1")),
-        **dict.fromkeys(("max-seq-len", "num-iterations", "total-batch-size", "eval-every", "eval-tokens", "sample-every", "save-every", "stop-after",
-                        "core-metric-every", "core-metric-max-per-task"), ("0", "-2")),
+        **dict.fromkeys(("max-seq-len", "num-iterations", "total-batch-size", "eval-every", "eval-tokens",
+                         "sample-every", "save-every", "stop-after", "core-metric-every", "core-metric-max-per-task"),
+                        ("0", "-2")),
         "device-batch-size": ("0", "-1"),
     },
-    "evaluate": {"split-tokens": ("0", "-2"), "device-batch-size": ("0", "-1"), "temperature": (*NOT_NUMBERS, "-1"), "top-p": (*NOT_NUMBERS, "0", "1.1"),
-                 "top-k": ("-1",), "num-samples": ("0",), "max-tokens": ("0",), "unconditioned": ("-1",), "seed": ("-1", str(2**63))},
+    "evaluate": {"split-tokens": ("0", "-2"), "device-batch-size": ("0", "-1"), "temperature": (*NOT_NUMBERS, "-1"),
+                 "top-p": (*NOT_NUMBERS, "0", "1.1"), "top-k": ("-1",), "num-samples": ("0",), "max-tokens": ("0",),
+                 "unconditioned": ("-1",), "seed": ("-1", str(2**63))},
     "eval_core": {"max-per-task": ("0", "-2"), "max-seq-len": ("1", "-2"), "batch-tokens": ("-1",)},
     "generate": {"max-rows": ("0",), "temperature": NOT_NUMBERS, "top-p": NOT_NUMBERS, "seed": (str(2**63),)},
     "tokenizer": {"max-chars": ("0", "-2"), "doc-cap": ("0", "-1"), "vocab-size": ("264", "65537", "-1")},
     "pack": {"sequence-len": ("0", "-1", str(10**12)), "workers": ("-1",)},
     "corpus": {"num-shards": ("1", "1824", "-1")},
-    "accounting": {"depth": ("0", "100000"), "max-seq-len": ("0",), "vocab-size": ("0",), "total-batch-size": ("0",), "sigma-squared": NOT_NUMBERS,
-                   "target-param-data-ratio": (*NOT_NUMBERS, "0")},
+    "accounting": {"depth": ("0", "100000"), "max-seq-len": ("0",), "vocab-size": ("0",), "total-batch-size": ("0",),
+                   "sigma-squared": NOT_NUMBERS, "target-param-data-ratio": (*NOT_NUMBERS, "0")},
 }  # fmt: skip
 CASES = [
     (command, flag, value) for command, flags in REFUSED.items() for flag, values in flags.items() for value in values

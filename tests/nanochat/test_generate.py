@@ -194,7 +194,7 @@ def test_asked_again_an_interactive_process_writes_something_else(trained):
         (["--max-rows", "0"], "--max-rows must be at least 1"),
         (["--prompts-file", "x", "--stream"], "leave --stream and --interactive out"),
         (["--prompt", "\udcff"], "is not Unicode text"),
-        (["--step", "-2"], "--step must be that of a checkpoint, or -1"),
+        (["--step", "-2"], "--step must be the step of a checkpoint, or -1"),
         (["--stop", ""], "a stop text must not be empty"),
         (["--prompt", "the " * 400], "the model takes at most 159"),
         (["--run", "/nonexistent"], "no checkpoint in /nonexistent; train one first"),
@@ -208,7 +208,7 @@ def test_bad_flags_are_one_line(trained, flags, message, capsys):
 
 def test_a_prompts_file_that_is_wrong_is_named_with_its_line(trained, tmp_path, capsys):
     for content, message in (
-        (b'the\n"open\n', "prompts.txt:2: begins with a quote but is no JSON string"),
+        (b'the\n"open\n', "prompts.txt:2: begins with a quote but is not a JSON string"),
         (b"\n", "has no prompts"),
         (b"\xff", "is not UTF-8"),
     ):
@@ -271,7 +271,7 @@ def test_an_export_goes_nowhere_where_something_else_is(trained, tmp_path, capsy
     for folder in (tmp_path, trained[0]):
         with pytest.raises(SystemExit):
             exported(trained, folder)
-        assert "is not empty, and holds no exported model" in capsys.readouterr().err
+        assert "is not empty and does not hold an exported model" in capsys.readouterr().err
     assert (tmp_path / "README.md").read_text() == "mine"
 
 
@@ -335,7 +335,7 @@ def test_a_damaged_or_foreign_folder_is_refused(trained, packed, tokenizer, tmp_
         {"checkpoint_sha256": None},
     ):
         (out / "config.json").write_text(json.dumps({**config, **damage}))
-        with pytest.raises(UserError, match="not of a model that this project exported, or damaged"):
+        with pytest.raises(UserError, match="not of a model that this project exported, or it is damaged"):
             load(out)
     (out / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(UserError, match="not of a model that this project exported"):
@@ -390,7 +390,7 @@ def test_a_tokenizer_that_is_not_the_models_is_one_line_everywhere(trained, toke
     said.append(capsys.readouterr().err.splitlines()[-1])
     size = tokenizer.vocab_size
     assert all(
-        f"tokenizer.json has {size + 40} tokens and the model beside it {size}: it is another model's" in line
+        f"tokenizer.json has {size + 40} tokens and the model beside it {size}: it belongs to another model" in line
         for line in said
     )
     assert all(len(line.strip().splitlines()) == 1 for line in said) and not (tmp_path / "exported").exists()

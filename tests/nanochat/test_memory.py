@@ -1,4 +1,4 @@
-"""The memory arithmetic against torch: parameters counted, saved tensors weighed, and what a dry step leaves behind, which is nothing."""
+"""The memory arithmetic against torch: parameters counted, saved tensors weighed; a dry step leaves nothing behind."""
 
 import random
 
@@ -17,9 +17,10 @@ from nanochat_gka.training.trainer import Trainer
 from trainkit.cli import UserError, run
 from trainkit.distributed import Runtime
 
-KINDS = [dict(attention="softmax"), dict(attention="vlt"), dict(attention="gka"), dict(attention="gka", gka_values="rotated"),
-         dict(attention="gka", gka_values="raw"), dict(attention="gka", head_offsets="PS"), dict(attention="GGGA"),
-         dict(attention="gka", head_offsets="PNSS", value_embeds="all")]  # fmt: skip
+GKA_FORMS = [dict(gka_values="rotated"), dict(gka_values="raw"), dict(head_offsets="PS")]
+GKA_FORMS += [dict(head_offsets="PNSS", value_embeds="all")]
+KINDS = [dict(attention=attention) for attention in ("softmax", "vlt", "gka", "GGGA")]
+KINDS += [dict(attention="gka", **form) for form in GKA_FORMS]
 CPU = torch.device("cpu")
 GIB = 2**30
 
@@ -58,7 +59,7 @@ def saved_bytes(model, rows: int) -> int:
 
 @pytest.mark.parametrize("fields", KINDS, ids=str)
 def test_activations_are_what_autograd_keeps(fields):
-    """Per row, by the difference of two batches. Two gradients as large as the logits come in backward (8 V bytes a token)."""
+    """Per row, by the difference of two batches. Two gradients as large as the logits (8 V bytes) come later."""
     config = shape(**fields)
     model = build(config, "cpu")
     kept = saved_bytes(model, 3) - saved_bytes(model, 2)
@@ -80,7 +81,7 @@ def test_parameters_and_state_are_counted_without_a_model(fields):
 
 
 def test_the_papers_model_on_the_usual_gpus():
-    """d20 at 2,048 tokens: rows grow with the memory, a 24 GB card trains it, and no micro-batch is beyond upstream's 32 rows."""
+    """d20 at 2,048 tokens: rows grow with the memory, from a card of 24 GB on, to upstream's 32 rows and no more."""
     for attention in ("softmax", "gka"):
         config = GPTConfig.from_depth(20, attention=attention)
         rows = [memory.rows_at_once(config, "cuda", size * GIB) for size in (24, 32, 80, 141)]
@@ -197,8 +198,8 @@ def test_auto_is_the_same_update(packed, tmp_path):
 
 def test_a_model_beyond_the_memory_is_refused_before_it_is_built(packed, tmp_path, capsys):
     with pytest.raises(SystemExit) as left:
-        run(train.main, train.TrainConfig, ["--data", str(packed / "packed"), "--out", str(tmp_path), "--depth", "100000", "--device-type", "cpu",
-                                            "--results", str(tmp_path / "results.jsonl")])  # fmt: skip
+        argv = ["--data", packed / "packed", "--out", tmp_path, "--results", tmp_path / "results.jsonl"]
+        run(train.main, train.TrainConfig, [*map(str, argv), "--depth", "100000", "--device-type", "cpu"])
     assert left.value.code == 2
     message = capsys.readouterr().err
     assert (

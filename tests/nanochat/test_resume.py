@@ -104,7 +104,7 @@ def test_another_rank_count_may_continue_a_run(packed, tmp_path):
 
 
 def as_saved_before(folder, **said):
-    """Make the checkpoint in a run's folder say what one said when normalised values were the default: `said`, in both of its configurations."""
+    """Make a run's checkpoint look as when normalised values were the default: it states `said` of the values."""
     at = checkpoint.load_newest(folder / "checkpoints").path
     state, manifest = (json.loads((at / name).read_text()) for name in ("state.json", "manifest.json"))
     for name in ("model_config", "train_config"):

@@ -93,8 +93,9 @@ def test_evaluation_finds_the_rows_of_the_run(packed, tmp_path):
     (tmp_path / "moved/packed").rename(tmp_path / "hidden")
     sha = PackedData(packed / "packed").tokenizer.sha256[:12]
     wanted = rf"give --data FOLDER with rows of 32 tokens of tokenizer {sha}"
-    message = r"the rows that .*mine was trained on, of .*corpus \(2 parquet files, shard_00000.parquet to shard_00001.parquet\), are gone from "
-    tiny.assert_one_line_error(evaluate(run, check=False), message + rf".*there/packed; pack them again, or {wanted}")
+    files = r"2 parquet files, shard_00000.parquet to shard_00001.parquet"
+    message = rf"the rows that .*mine was trained on, of .*corpus \({files}\), are gone from .*there/packed; "
+    tiny.assert_one_line_error(evaluate(run, check=False), message + rf"pack them again, or {wanted}")
     assert "val bpb: " in evaluate(run, "--data", tmp_path / "hidden").stdout
 
 
@@ -126,7 +127,8 @@ def test_rows_of_other_text_are_not_the_runs(tmp_path):
 def test_the_trainer_follows_the_schedule(packed, tmp_path):
     """The run, step by step with the pieces that have golden numbers of their own: bit-identical weights.
 
-    Base rates that matter, warm-up, warm-down to a fraction, and decay; one micro-batch per step so that no sum is reordered.
+    Base rates that matter, warm-up, warm-down to a fraction, and decay; one micro-batch per step, so that sums have one
+    order.
     """
     steps, more = (
         8,
@@ -202,7 +204,7 @@ def test_training_on_cuda_compiled_in_bfloat16(packed, tmp_path, attention):
 
 @pytest.mark.parametrize("others", [[(3, "off")], [(2, "off"), (2, "on")]], ids=str)
 def test_any_number_of_ranks_takes_the_same_step(packed, tmp_path, others):
-    """8 rows over 1, 2, 3 ranks in micro-batches of at most 3, or compiled over 2; from a trained state, so that every gradient is alive.
+    """8 rows over 1, 2, 3 ranks in micro-batches of at most 3, or compiled over 2, from a trained state.
 
     Momentum and first moments after the step are the gradient plus what all runs share.
     """

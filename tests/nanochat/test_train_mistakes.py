@@ -24,9 +24,9 @@ without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the error i
     [
         (["--matrix-lr", "0.5"], r"--matrix-lr is 0.5 but the run in .* has 0.02"),
         (["--attention", "softmax"], "--attention is softmax"),
-        (["--max-seq-len", "64"], "--max-seq-len 64 but .* holds rows of 32 tokens"),
-        (["--total-batch-size", "100"], "--total-batch-size must be a multiple of the context length 32, got 100"),
-        (["--attention", "linear"], "or a pattern of their letters such as GGGA, got 'linear'"),
+        (["--max-seq-len", "64", "--model-tag", "x"], "--max-seq-len 64 but .* holds rows of 32 tokens"),
+        (["--total-batch-size", "100", "--model-tag", "x"], "--total-batch-size must be a multiple of .* 32, got 100"),
+        (["--attention", "linear", "--model-tag", "x"], "or a pattern of their letters such as GGGA, got 'linear'"),
         (["--device-batch-size", "0"], "--device-batch-size must be at least 1"),
         (["--model-tag", "a/b"], "--model-tag must be a plain folder name"),
         pytest.param(["--device-type", "cuda"], "no CUDA device is visible; use --device-type cpu", marks=without_cuda),
@@ -45,10 +45,10 @@ without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the error i
             "--target-flops must be above 0 and finite, or -1 for off, got inf",
         ),
         (
-            ["--attention", "softmax", "--head-offsets", "PS"],
+            ["--attention", "softmax", "--head-offsets", "PS", "--model-tag", "x"],
             "head_offsets is for gka layers, and attention=softmax has none",
         ),
-        (["--head-offsets", "XY"], "head_offsets must be made of the letters N, P, S"),
+        (["--head-offsets", "XY", "--model-tag", "x"], "head_offsets must be made of the letters N, P, S"),
         (
             ["--num-iterations", "-1", "--target-param-data-ratio", "-1", "--model-tag", "x"],
             "set one of num_iterations, target_flops",

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from gka import testing
-from gka.masking import Mask
 from runs.bench import deit, gpt
 from runs.bench.models import gradient
-from runs.bench.operators import FORWARD, FULL, Case, eager_gaussian, gate, inputs, operators
+from runs.bench.operators import FORWARD, FULL, Case, gate, operators
 from trainkit.distributed import setup
 
 CPU = torch.device("cpu")
@@ -44,16 +43,6 @@ def test_the_gate_stops_what_is_wrong(family):
     assert "y is off" in judge(lambda y, tensors: y + last, FORWARD)
     place, name = {"gka": (1, "dlog_sigma"), "softmax": (2, "dv")}[family]
     assert name in judge(lambda y, tensors: y + (tensors[place] - tensors[place].detach()).sum() * 0.01)
-
-
-@pytest.mark.parametrize("mask", [Mask(), Mask(True), Mask(True, 5)])
-def test_the_eager_operator_is_the_formula_of_the_tests(mask):
-    case = Case("a", 2, 21, 2, 16)
-    x, log_sigma = inputs(case, "gka", CPU, torch.float32, 0)
-    want = testing.plain(x, log_sigma, None, torch.ones_like(x), mask, 1e-6).y
-    visible = mask.dense(21, 21, CPU).to(x.dtype)
-    assert torch.equal(eager_gaussian(x, log_sigma, visible=visible), want)
-    torch.testing.assert_close(eager_gaussian(x[:, -1:], log_sigma, x, visible=visible[-1:]), want[:, -1:])
 
 
 @pytest.mark.parametrize("kind", ["softmax", "gka"])

@@ -11,8 +11,9 @@ STEPS = 60
 
 
 def flags(packed, out, *more):
-    return ["--data", packed / "packed", "--out", out, "--results", out / "results.jsonl", *tiny.TRAIN_FLAGS, "--attention", "GA",
-            "--num-iterations", STEPS, "--save-every", 4, "--log-every", 1, "--model-tag", "run", *more]  # fmt: skip
+    places = ["--data", packed / "packed", "--out", out, "--results", out / "results.jsonl", "--model-tag", "run"]
+    settings = ["--attention", "GA", "--num-iterations", STEPS, "--save-every", 4, "--log-every", 1]
+    return [*places, *tiny.TRAIN_FLAGS, *settings, *more]
 
 
 def final(out, step=STEPS):

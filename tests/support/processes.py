@@ -1,7 +1,7 @@
 """Real processes that skip the seconds of importing PyTorch.
 
-`start` runs a command in a process for each rank, forked from a server that has the libraries imported. That process's own server, of loading
-workers, is forked too, before there are threads; a fork after that is an error.
+`start` runs a command in a process for each rank, forked from a server that has the libraries imported. That process's
+own server, of loading workers, is forked too, before there are threads; a fork after that is an error.
 """
 
 import atexit
@@ -145,7 +145,10 @@ class Running:
 
 
 def start(module: str, *flags, ranks: int = 1, folder: Path, library: Path | None = None) -> Running:
-    """library: in C, its `start()` is called in each process first; their servers of workers are then started as they are by users."""
+    """Start a command. library: in C, its `start()` is called in each process first.
+
+    The servers of workers are then started as those of users are.
+    """
     return Running(module, flags, ranks, folder, library)
 
 

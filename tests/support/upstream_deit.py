@@ -1,6 +1,6 @@
 """Run inside a checkout of upstream DeiT.
 
-python upstream_deit.py main FLAGS...          its main.py, on a machine without CUDA (where torch.cuda.synchronize raises)
+python upstream_deit.py main FLAGS...          its main.py, without CUDA (where torch.cuda.synchronize raises)
 python upstream_deit.py model OUT.safetensors  what its own softmax model computes, built past timm's registry
 """
 

@@ -16,8 +16,10 @@ from trainkit.cli import run
 TRAIN, EVALUATE, EXPORT = "deit_gka.train", "deit_gka.evaluate", "deit_gka.export"
 EPOCHS, STEPS_PER_EPOCH = 5, 6
 STEPS = EPOCHS * STEPS_PER_EPOCH
-FULL = ["--epochs", EPOCHS, "--warmup-epochs", 1, "--batch-size", 12, "--group-size", 6, "--device-batch-size", 8, "--lr", 0.2, "--drop-path", 0.3,
-        "--num-workers", 2, "--save-every", 4, "--log-every", 1]  # fmt: skip
+FULL = [
+    *("--epochs", EPOCHS, "--warmup-epochs", 1, "--batch-size", 12, "--group-size", 6, "--device-batch-size", 8),
+    *("--lr", 0.2, "--drop-path", 0.3, "--num-workers", 2, "--save-every", 4, "--log-every", 1),
+]
 
 NAMES = ("deit_tiny_gka_patch16_224", "deit_tiny_vlt_patch16_224", "deit_tiny_patch16_224")
 

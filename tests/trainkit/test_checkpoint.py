@@ -209,7 +209,8 @@ for _ in sys.stdin:  # a line: begin saving in a fresh process, until someone ki
         print(os.getpid(), flush=True)
         while True:
             step += 1
-            tensors = {name: {"weight": torch.full((1_250_000,), step, dtype=torch.float64)} for name in ("model", "optimizer")}
+            weight = torch.full((1_250_000,), step, dtype=torch.float64)
+            tensors = {"model": {"weight": weight}, "optimizer": {"weight": weight}}
             checkpoint.save(folder, step, tensors, {"step": step}, keep=1)
             print(f"saved {step}", flush=True)
     os.wait()
@@ -218,7 +219,10 @@ for _ in sys.stdin:  # a line: begin saving in a fresh process, until someone ki
 
 
 def test_kill_9_in_the_middle_of_saving_never_costs_a_finished_checkpoint(tmp_path):
-    """Ten processes saving 20 MB over and over, each killed at another moment of a save. Forked from one, which imports torch once."""
+    """Ten processes save 20 MB over and over, each killed at another moment of a save.
+
+    They are forked from one, which imports torch once.
+    """
     rng, folder, saved = random.Random(1), tmp_path / "run", 0
     command = [sys.executable, "-c", SAVER, folder]
     with subprocess.Popen(

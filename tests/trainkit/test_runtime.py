@@ -80,7 +80,10 @@ def test_stale_temporaries_go_and_the_rest_stays(tmp_path):
 
 
 def test_a_lock_keeps_a_second_process_out_until_kill_9(tmp_path):
-    code = "import sys, time; from trainkit.files import locked\nwith locked(sys.argv[1], 'packing'): print('held', flush=True); time.sleep(60)"
+    code = (
+        "import sys, time; from trainkit.files import locked\n"
+        "with locked(sys.argv[1], 'packing'): print('held', flush=True); time.sleep(60)"
+    )
     holder = subprocess.Popen(
         [sys.executable, "-c", code, tmp_path / "out"], stdout=subprocess.PIPE, text=True, env=tiny.environment()
     )

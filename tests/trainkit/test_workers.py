@@ -1,4 +1,4 @@
-"""Worker processes: nothing forks a process that has threads, no worker outlives its trainer, a silent one is one line."""
+"""Worker processes: they are never forked from threads, end with their trainer, and a silent one is one line."""
 
 import ast
 import os
@@ -77,11 +77,11 @@ def test_one_module_decides_where_worker_processes_come_from():
     assert re.findall(r"get_context\((.*?)\)", source) == ['"forkserver"']
 
 
-def test_the_server_has_no_threads_and_is_deaf_to_what_reaches_a_group():
+def test_the_server_has_no_threads_and_blocks_the_signals_of_a_group():
     """With libraries that start threads when they are imported, and no variable that keeps them from it."""
     code = ("import numpy, pyarrow, torch, time; from multiprocessing import forkserver; from trainkit import workers\n"
             "workers.context('numpy', 'pyarrow', 'datasets')\n"
-            "worker = workers.context().Process(target=time.sleep, args=(60,), daemon=True); worker.start()\n"  # it is there: all is imported
+            "worker = workers.context().Process(target=time.sleep, args=(60,), daemon=True); worker.start()\n"
             "pid = forkserver._forkserver._forkserver_pid\n"
             "print(open(f'/proc/{pid}/status').read()); worker.kill()")  # fmt: skip
     environment = {
@@ -160,7 +160,8 @@ def test_a_silent_worker_is_one_line_that_says_how_to_go_on(pictures, tmp_path, 
     with signals_kept():
         message = in_process(training.main, TrainConfig, *flags(tmp_path / "data", tmp_path), capsys=capsys)
     assert re.fullmatch(
-        r"error: no loading worker has sent images for 0\.00833 minutes; does the disk that they are on still answer\?; continue with: .+\n",
+        r"error: no loading worker has sent images for 0\.00833 minutes; does the disk that they are on still "
+        r"answer\?; continue with: .+\n",
         message,
     )
     assert not still_there(set(tiny_vision.descendants(os.getpid())) - set(before))
@@ -206,14 +207,14 @@ def test_there_are_as_many_workers_as_cores_also_where_a_system_does_not_say_whi
 
 
 def test_patience_is_minutes_and_less_than_other_ranks_have():
-    from trainkit.distributed import PATIENCE
+    from trainkit.distributed import COLLECTIVE_TIMEOUT
 
-    assert 300 <= loader_workers.PATIENCE <= PATIENCE.total_seconds() / 2
+    assert 300 <= loader_workers.PATIENCE <= COLLECTIVE_TIMEOUT.total_seconds() / 2
 
 
 @pytest.mark.parametrize("ranks,ended", [(1, "signal 9"), (2, "signal 9"), (1, "exit code 255")])
 def test_a_killed_worker_is_one_line_that_says_how_to_go_on(pictures, tmp_path, ranks, ended):
-    """What the kernel does when memory runs out. The server tells the trainer, which is not its parent, or ends itself."""
+    """As the kernel does when memory runs out. The server tells the trainer, which is not its parent, or ends."""
     process = tiny_vision.start(
         TRAIN, *flags(pictures, tmp_path, "--epochs", 1000), ranks=ranks, folder=tmp_path / "output"
     )
@@ -229,7 +230,8 @@ def test_a_killed_worker_is_one_line_that_says_how_to_go_on(pictures, tmp_path, 
         member.kill()
         member.join()
     assert re.search(
-        rf"(?m)^error: a loading worker ended with {ended} \(out of memory.*lower --num-workers; continue with: .* -m deit_gka\.train .*--epochs 1000",
+        rf"(?m)^error: a loading worker ended with {ended} \(out of memory.*lower --num-workers; "
+        r"continue with: .* -m deit_gka\.train .*--epochs 1000",
         process.err.read_text(),
     )
 

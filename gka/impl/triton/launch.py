@@ -7,7 +7,7 @@ from gka.impl.triton.backward import gka_keys_kernel, gka_queries_kernel, gka_ro
 from gka.impl.triton.configs import HEAD, Config, pick
 from gka.impl.triton.forward import gka_forward_kernel, gka_merge_kernel, gka_norm_kernel
 from gka.impl.triton.head import BLOCK, gka_head_forward_kernel
-from gka.impl.triton.op import gradients_like, output_like
+from gka.impl.triton.shapes import gradients_like, output_like
 from gka.impl.triton.tiles import NORM_COMPUTED, NORM_CONSTANT, NORM_LOADED
 
 MAX_HEAD_TOKENS = 208  # of the one-program-per-head kernel: beyond, it spills registers

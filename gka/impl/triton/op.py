@@ -1,7 +1,7 @@
 """The fused Triton implementation as torch operators: exact, eps included, deterministic, O(T * D) memory (gka/README.md, Triton).
 
-The custom operators `gka::attend` and `gka::attend_backward` are opaque to torch.compile, which needs no graph break for them. Kernels live in
-triton_forward.py, triton_backward.py and triton_head.py; Triton itself is imported when the first of them is launched.
+The custom operators `gka::attend` and `gka::attend_backward` are opaque to torch.compile, which needs no graph break for them. launch.py
+chooses the kernels; Triton itself is imported with it, when the first of them is launched.
 """
 
 import importlib.util
@@ -10,7 +10,8 @@ import os
 import torch
 
 from gka.bandwidth import LOG_SIGMA_BOUND
-from gka.masking import Mask
+from gka.impl.triton.shapes import gradients_like, output_like
+from gka.request import GaussianRequest
 
 INSTALLED = importlib.util.find_spec("triton") is not None
 MAX_HEAD_DIM = 128
@@ -18,18 +19,18 @@ LARGEST_OFFSET = 2**31
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def unavailable(x, needs_grad: bool, keys=None, constant_norm: bool = False) -> str | None:
+def unavailable(request: GaussianRequest) -> str | None:
     """Why the kernels cannot serve this request, or None if they can."""
-    if obstacle := _missing(x.device):
+    if obstacle := _missing(request.x.device):
         return obstacle
-    if x.dtype not in DTYPES:
-        return f"the Triton kernels take float32, bfloat16 and float16, got {x.dtype}"
-    if x.shape[-1] > MAX_HEAD_DIM:
-        return f"the Triton kernels need head_dim <= {MAX_HEAD_DIM}, got {x.shape[-1]}"
-    for features in (x, x if keys is None else keys):
+    if request.x.dtype not in DTYPES:
+        return f"the Triton kernels take float32, bfloat16 and float16, got {request.x.dtype}"
+    if request.head_dim > MAX_HEAD_DIM:
+        return f"the Triton kernels need head_dim <= {MAX_HEAD_DIM}, got {request.head_dim}"
+    for features in (request.x, request.key_features):
         if features.shape[1] * features.shape[2] * features.shape[3] >= LARGEST_OFFSET:
             return f"the Triton kernels take fewer than 2^31 numbers per sequence, got {tuple(features.shape)}"
-    if keys is not None and keys is not x and needs_grad and not constant_norm:
+    if not request.own_keys and request.needs_grad and not request.constant_norm:
         return "the Triton kernels have gradients for foreign keys only with constant_norm"
     return None
 
@@ -42,35 +43,31 @@ def _missing(device: torch.device) -> str | None:
         return None if device.type == "cpu" else "TRITON_INTERPRET=1 is set, and the interpreter takes CPU tensors"
     if device.type != "cuda" or torch.version.hip:
         return f"the Triton kernels run on NVIDIA GPUs, got {device.type}"
-    if not torch.compiler.is_compiling() and torch.cuda.get_device_capability(device) < (
-        8,
-        0,
-    ):  # a graph cannot ask; a launch asks again
+    # A graph cannot ask for the capability; there the launch asks.
+    if not torch.compiler.is_compiling() and torch.cuda.get_device_capability(device) < (8, 0):
         return "the Triton kernels need compute capability 8.0 (A100, RTX 30) or newer"
     return None
 
 
-def gaussian(x, keys, values, log_sigma, mask: Mask, constant_norm: bool, eps: float | None):
-    """Arguments and layout as in `reference.gaussian`, but for constant_norm as in `gaussian_attention`."""
-    own_keys, own_values = keys is x, values is keys
-    before, after = mask.reach
-    limits = (-1 if before is None else before, -1 if after is None else after)
-    keys = None if own_keys else _addressable(keys)
-    values = None if own_values else _addressable(values)
-    y, _, _ = attend(
-        _addressable(x), keys, values, log_sigma.contiguous(), *limits, constant_norm, 0.0 if eps is None else eps
-    )
-    return y
+def gaussian(request: GaussianRequest) -> torch.Tensor:
+    """y, (B, Tq, H, D) in x.dtype; exponents are kept in float32."""
+    before, after = (-1 if limit is None else limit for limit in request.mask.reach)
+    keys = None if request.keys is None else _addressable(request.keys)
+    values = None if request.values is None else _addressable(request.values)
+    eps = 0.0 if request.eps is None else request.eps
+    log_sigma = request.log_sigma.contiguous()
+    return attend(_addressable(request.x), keys, values, log_sigma, before, after, request.constant_norm, eps)[0]
 
 
-def _addressable(t):
+def _addressable(t: torch.Tensor) -> torch.Tensor:
     """`t`, copied only if its channels lie apart or 32 bits do not reach from a head's first token to its last."""
     return t if t.stride(-1) == 1 and t.shape[1] * t.stride(1) < LARGEST_OFFSET else t.contiguous()
 
 
 @torch.library.custom_op("gka::attend", mutates_args=())
-def attend(x: torch.Tensor, keys: torch.Tensor | None, values: torch.Tensor | None, log_sigma: torch.Tensor, before: int, after: int,
-           constant_norm: bool, eps: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+def attend(x: torch.Tensor, keys: torch.Tensor | None, values: torch.Tensor | None, log_sigma: torch.Tensor,
+           before: int, after: int, constant_norm: bool,
+           eps: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """(y, level, norm): y (B, Tq, H, D); log2 of the row sums (B, H, Tq); squared norms (B, H, T), empty if keys are foreign or norms constant.
 
     keys None: x. values None: the keys. before, after: how far a query looks, -1 without limit.
@@ -86,39 +83,21 @@ def _(x, keys, values, log_sigma, before, after, constant_norm, eps):
     return output_like(x, keys, constant_norm)
 
 
-def output_like(x, keys, constant_norm: bool):
-    """Uninitialised (y, level, norm) of `attend`."""
-    batch, length, heads, _ = x.shape
-    level = x.new_empty((batch, heads, length), dtype=torch.float32)
-    norm = x.new_empty((0,) if constant_norm or keys is not None else level.shape, dtype=torch.float32)
-    return x.new_empty(x.shape), level, norm
-
-
 @torch.library.custom_op("gka::attend_backward", mutates_args=())
-def attend_backward(grad_y: torch.Tensor, x: torch.Tensor, keys: torch.Tensor | None, values: torch.Tensor | None, log_sigma: torch.Tensor,
-                    y: torch.Tensor, level: torch.Tensor, norm: torch.Tensor, before: int, after: int,
-                    constant_norm: bool) -> list[torch.Tensor]:  # fmt: skip
+def attend_backward(grad_y: torch.Tensor, x: torch.Tensor, keys: torch.Tensor | None, values: torch.Tensor | None,
+                    log_sigma: torch.Tensor, y: torch.Tensor, level: torch.Tensor, norm: torch.Tensor,
+                    before: int, after: int, constant_norm: bool) -> list[torch.Tensor]:  # fmt: skip
     """[dx, dlog_sigma] and, if they are not x, dkeys, dvalues."""
     from gka.impl.triton.launch import backward
 
+    limits = before, after, constant_norm, LOG_SIGMA_BOUND
     with torch.cuda.device_of(x):
-        return backward(
-            grad_y, x, keys, values, log_sigma, y, level, norm, before, after, constant_norm, LOG_SIGMA_BOUND
-        )
+        return backward(grad_y, x, keys, values, log_sigma, y, level, norm, *limits)
 
 
 @attend_backward.register_fake
 def _(grad_y, x, keys, values, log_sigma, y, level, norm, before, after, constant_norm):
     return gradients_like(x, keys, values, log_sigma)
-
-
-def gradients_like(x, keys, values, log_sigma) -> list[torch.Tensor]:
-    """Uninitialised results of `attend_backward`."""
-    return [
-        x.new_empty(x.shape),
-        torch.empty_like(log_sigma),
-        *(t.new_empty(t.shape) for t in (keys, values) if t is not None),
-    ]
 
 
 def _save(ctx, inputs, output):

@@ -1,0 +1,84 @@
+"""The README of an exported model, written from its config.json."""
+
+from pathlib import Path
+from typing import Any
+
+CARD = """---
+library_name: gka
+pipeline_tag: text-generation
+---
+
+# {name}
+
+A {layers}-layer language model of {parameters:,} parameters with {attention} attention, trained by the reference
+implementation of Gaussian Kernel Attention (arXiv 2605.02144). It continues text. It was not taught to follow
+instructions, and nothing was done to keep it from writing what is wrong or offensive.
+
+| | |
+|---|---|
+| attention, layer by layer | {layer_kinds} |
+| what GKA heads mix | {mixes} |
+| sigma (bandwidth), smallest and largest of each layer | {sigma} |
+| width, heads, channels per head | {width}, {heads}, {head_dim} |
+| context, vocabulary | {context:,} tokens, {vocabulary:,} |
+| training tokens | {tokens:,} ({step:,} of {steps:,} steps) |
+| training text | {source} |
+| trained at commit | {commit} |
+| exported at commit | {exported_at_commit} |
+| sha256 of the weights | `{digest}` |
+
+```python
+from nanochat_gka.generation.engine import Engine
+from nanochat_gka.model.checkpoints import load
+from nanochat_gka.generation.sampling import Sampling
+
+loaded = load("{folder}")
+print(Engine(loaded.model, loaded.tokenizer).complete(["The "], Sampling())[0][0])
+```
+
+Or `python -m nanochat_gka.generate --run {folder} --prompt "The " --stream`, and
+`python -m nanochat_gka.eval_core --run {folder}`. The settings of the training run are in `config.json`, with every
+head's sigma.
+"""
+
+
+def card(about: dict[str, Any], folder: Path) -> str:
+    """The README of the model exported to `folder`; `about` is the content of its config.json."""
+    model, training, kinds = about["model"], about["training"], about["attention"]
+    ranges = [f"layer {layer}: {min(values):.3g} to {max(values):.3g}" for layer, values in about["sigma"].items()]
+    files = training["source"]  # [name, bytes] of each
+    megabytes = sum(size for _, size in files) / 1e6
+    return CARD.format(
+        name=about["name"],
+        layers=model["n_layer"],
+        parameters=about["parameters"],
+        attention=" and ".join(dict.fromkeys(kinds)),
+        layer_kinds=", ".join(kinds),
+        mixes=_mixes(model, kinds),
+        sigma="; ".join(ranges) or "none: no GKA layer",
+        width=model["n_embd"],
+        heads=model["n_head"],
+        head_dim=model["n_embd"] // model["n_head"],
+        context=model["sequence_len"],
+        vocabulary=model["vocab_size"],
+        tokens=training["tokens"],
+        step=about["step"],
+        steps=training["steps"],
+        source=f"{len(files)} parquet files, {files[0][0]} to {files[-1][0]}, {megabytes:,.1f} MB",
+        commit=training["commit"],
+        exported_at_commit=about["exported_at_commit"],
+        digest=about["sha256"]["model.safetensors"],
+        folder=folder,
+    )
+
+
+def _mixes(model: dict[str, Any], kinds: list[str]) -> str:
+    """The form of the gka layers in words."""
+    if "gka" not in kinds:
+        return "no GKA layer"
+    values = {
+        "rotated": "the features that are in the kernel, the paper's form",
+        "normalised": "normalised features before rotation, not the paper's form",
+        "raw": "the block input as it is, not the paper's form",
+    }[model["gka_values"]]
+    return values + (f"; head offsets {model['head_offsets']}" if model["head_offsets"] else "")

@@ -1,0 +1,95 @@
+"""The operator under torch.compile and under autocast."""
+
+import pytest
+import torch
+
+from gka import dot_product_attention, gaussian_attention, testing
+from gka.impl import flex
+from gka.masking import Mask
+from operator_cases import check, problem, sigmas
+
+
+@pytest.mark.parametrize("impl", ["sdpa", "flex"])
+def test_the_baseline_compiles_without_graph_breaks(impl):
+    q = testing.make_features("normal", (1, 24, 2, 16))
+    compiled = torch.compile(
+        lambda q: dot_product_attention(q, q, q, causal=True, window=7, impl=impl), fullgraph=True, backend="aot_eager"
+    )
+    torch.testing.assert_close(compiled(q), dot_product_attention(q, q, q, causal=True, window=7, impl=impl))
+
+
+@pytest.mark.parametrize("impl", ["sdpa", "flex"])
+@pytest.mark.parametrize("constant_norm", [False, True])
+def test_compiles_without_graph_breaks(constant_norm, impl):
+    x, log_sigma = testing.make_features("normal", (1, 24, 2, 16)), torch.zeros(2)
+
+    def function(x, log_sigma):
+        return gaussian_attention(x, log_sigma, causal=True, window=7, constant_norm=constant_norm, impl=impl)
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, log_sigma), function(x, log_sigma))
+
+
+@pytest.mark.parametrize("impl", ["sdpa", "triton"])
+def test_compiles_with_dynamic_shapes(impl):
+    log_sigma = torch.zeros(2)
+
+    def function(x):
+        return gaussian_attention(x, log_sigma, causal=True, impl=impl)
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
+    for length in (5, 24, 37):
+        x = testing.make_features("normal", (1, length, 2, 16))
+        torch.testing.assert_close(compiled(x), function(x))
+
+
+@pytest.mark.gpu
+def test_flex_compiles_once_for_lengths_that_fill_the_same_tiles_on_cuda():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for length in range(100, 106):
+        check("flex", (1, length, 2, 32), causal=True, with_values=True, device="cuda")
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
+
+
+def test_flex_compiles_once_for_lengths_that_fill_the_same_tiles(monkeypatch):
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(flex, "flex_attention", torch.compile(flex.flex_attention, backend=counter, dynamic=False))
+    for length in range(100, 106):
+        x = testing.make_features("normal", (1, length, 2, 32))
+        gaussian_attention(x, sigmas(2, 32), causal=True, window=20, impl="flex")
+    assert counter.frame_count == 1
+
+
+def test_flex_masks_first_used_in_inference_mode_can_be_saved_for_training():
+    flex._block_mask.cache_clear()
+    with torch.inference_mode():
+        gaussian_attention(testing.make_features("normal", (1, 30, 2, 16)), sigmas(2, 16), causal=True, impl="flex")
+    block_mask = flex._block_mask(Mask(True), 30, 30, torch.device("cpu"))
+    assert flex._block_mask.cache_info().hits == 1
+    captured = [cell.cell_contents for cell in block_mask.mask_mod.__closure__]
+    tensors = [block_mask.kv_indices, block_mask.q_indices, *(c for c in captured if isinstance(c, torch.Tensor))]
+    assert not any(t.is_inference() for t in tensors)
+
+
+def test_autocast_takes_its_dtype_and_keeps_the_float32_norms():
+    x, log_sigma, _, _ = problem((2, 63, 2, 32), torch.float32, "x10")
+    with torch.autocast("cpu", torch.bfloat16):
+        got = gaussian_attention(x, log_sigma, impl="sdpa")
+    assert got.dtype == torch.bfloat16
+    want = gaussian_attention(x.bfloat16().double(), log_sigma.double(), impl="reference")
+    assert testing.error(got, want) <= 2 * torch.finfo(torch.bfloat16).eps
+
+
+def test_autocast_accepts_mixed_dtypes():
+    """As a normalisation that stays float32 in front of keys and queries leaves them, beside bfloat16 values."""
+    x, log_sigma, values, _ = problem((2, 21, 2, 16), torch.float32, "normal", with_values=True)
+    mixed = dict(values=values.bfloat16(), causal=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        got, baseline = gaussian_attention(x, log_sigma, **mixed), dot_product_attention(x, x, values.bfloat16())
+    assert torch.equal(got, gaussian_attention(x.bfloat16(), log_sigma, **mixed))
+    assert torch.equal(baseline, dot_product_attention(x.bfloat16(), x.bfloat16(), values.bfloat16()))
+    with pytest.raises(TypeError, match="values must have the dtype of the queries"):
+        gaussian_attention(x, log_sigma, **mixed)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match="values must be a floating tensor"):
+        gaussian_attention(x, log_sigma, values=values.long())

@@ -1,0 +1,163 @@
+"""The Triton kernels against the float64 oracle: in Triton's interpreter on CPU tensors, or on the GPU where there is one.
+
+The interpreter checks arithmetic and indices. What it cannot see (registers, shared memory, tensor cores) is the subject of
+test_triton_compile.py; speed and bfloat16, whose products the interpreter gets wrong, that of test_triton_gpu.py.
+"""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from gka import gaussian_attention, testing
+from gka.impl.triton.configs import generation, override
+from operator_cases import DEVICE, MASKS, check, features, sigmas, tiles
+
+SHAPES = [(2, 1, 2, 16), (2, 63, 2, 32), (1, 111, 3, 24), (1, 197, 2, 64), (1, 130, 1, 96), (1, 161, 1, 128)]
+
+pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow) encountered:RuntimeWarning")
+
+
+@pytest.mark.parametrize("constant_norm", [False, True], ids=["general", "constant"])
+@pytest.mark.parametrize("causal,window", MASKS)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
+def test_float32(shape, causal, window, constant_norm):
+    check("triton", shape, causal=causal, window=window, constant_norm=constant_norm)
+
+
+@pytest.mark.parametrize("constant_norm", [False, True], ids=["general", "constant"])
+@pytest.mark.parametrize("causal,window", MASKS)
+def test_separate_values(causal, window, constant_norm):
+    check("triton", (2, 111, 2, 40), causal=causal, window=window, with_values=True, constant_norm=constant_norm)
+
+
+@pytest.mark.parametrize("causal,window", MASKS[:3])
+@pytest.mark.parametrize("kind", ["normal", "clusters"])
+def test_float16(kind, causal, window):
+    check("triton", (1, 100, 2, 64), torch.float16, kind, causal, window)
+
+
+@pytest.mark.parametrize("length", [1, 16, 64, 65, 127, 130, 197, 256, 257])
+def test_short_sequences_in_half_precision(length):
+    """Up to 256 tokens one program serves a head; 257 go the general way."""
+    check("triton", (1, length, 2, 64), torch.float16)
+    if length < 100:
+        check("triton", (2, length, 1, 40), torch.float16)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kind", ["x10", "x50", "+50"])
+def test_outlier_channels(kind, causal):
+    check("triton", (1, 70, 2, 32), kind=kind, causal=causal)
+
+
+def test_norms_from_a_kernel_of_their_own():
+    for norms_first in (False, True):
+        with override(generation(torch.device(DEVICE)), norms_first=norms_first):
+            check("triton", (1, 300, 2, 16))
+            check("triton", (1, 300, 1, 16), causal=True, with_values=True)
+
+
+@settings(max_examples=12)
+@given(
+    st.integers(1, 90),
+    st.booleans(),
+    st.none() | st.integers(0, 95),
+    st.sampled_from([16, 32]),
+    st.sampled_from([16, 32]),
+    st.booleans(),
+)
+def test_any_mask_with_any_tiles(length, causal, window, rows, columns, with_values):
+    """Windows and diagonals that start, end and vanish inside, between and at the edges of tiles."""
+    with tiles(rows, columns):
+        check(
+            "triton",
+            (1, length, 1, 16),
+            causal=causal,
+            window=window,
+            with_values=with_values,
+            constant_norm=length % 2 == 0,
+        )
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_eps_is_exact(causal):
+    """At an eps that matters: y shrinks by D / (D + eps), and gradients know it."""
+    check("triton", (1, 50, 2, 32), causal=causal, eps=0.5)
+    check("triton", (1, 50, 2, 32), causal=causal, eps=0.5, with_values=True)
+    check("triton", (1, 50, 2, 64), torch.float16, causal=causal, eps=0.5)
+
+
+@pytest.mark.parametrize("constant_norm", [False, True], ids=["general", "constant"])
+@pytest.mark.parametrize("queries,keys,causal,window", [(1, 700, True, None), (1, 700, True, 300), (5, 600, True, 70), (16, 600, False, None),
+                                                        (3, 40, True, None), (40, 90, True, 20), (40, 90, False, None)])  # fmt: skip
+def test_foreign_keys(queries, keys, causal, window, constant_norm):
+    """Decoding: few queries split the keys over programs. Far from every key, where all affinities underflow, too."""
+    kind = "unit_norm" if constant_norm else "normal"
+    x, k, v = (features(kind, (2, n, 2, 32), seed=n) for n in (queries, keys, keys))
+    x = x if constant_norm else x + 30
+    log_sigma = torch.tensor([-1.0, 1.1], device=DEVICE)
+    for values in (None, v):
+        options = dict(causal=causal, window=window)
+        got = gaussian_attention(
+            x, log_sigma, keys=k, values=values, constant_norm=constant_norm, impl="triton", **options
+        )
+        doubles = [None if t is None else t.double() for t in (k, values)]
+        want = gaussian_attention(
+            x.double(), log_sigma.double(), keys=doubles[0], values=doubles[1], impl="reference", **options
+        )
+        floor = testing.exponent_ulp(torch.cat([x, k], 1), log_sigma)
+        assert testing.error(got, want) <= floor
+
+
+@pytest.mark.parametrize("causal,window", [(True, None), (True, 30), (False, None)])
+@pytest.mark.parametrize("with_values", [False, True])
+@pytest.mark.parametrize("num_queries,num_keys", [(50, 90), (3, 700)], ids=["many", "split"])
+def test_gradients_of_foreign_keys(num_queries, num_keys, causal, window, with_values):
+    """As head offsets train. The constant norm is that of a normalisation in front, through which the gradients go."""
+
+    def gradients(dtype, **options):
+        raw = [
+            features("normal", (2, n, 2, 32), seed=n).to(dtype).requires_grad_()
+            for n in (num_queries, num_keys, num_keys + 1)
+        ]
+        log_sigma = sigmas(2, 32, DEVICE).to(torch.promote_types(dtype, torch.float32)).requires_grad_()
+        x, keys = (nn.functional.rms_norm(t, (32,)) for t in raw[:2])
+        values = raw[2][:, :num_keys] if with_values else None
+        y = gaussian_attention(x, log_sigma, keys=keys, values=values, causal=causal, window=window, **options)
+        y.backward(features("normal", y.shape, seed=4).to(dtype))
+        return [t.grad for t in (*raw[: 3 if with_values else 2], log_sigma)]
+
+    for got, want in zip(
+        gradients(torch.float32, constant_norm=True, impl="triton"),
+        gradients(torch.float64, impl="reference"),
+        strict=True,
+    ):
+        assert testing.error(got, want) <= 100 * torch.finfo(torch.float32).eps
+
+
+def test_a_clamped_bandwidth_learns_nothing():
+    x, log_sigma = features("normal", (1, 20, 3, 16)), torch.tensor([-21.0, 0.5, 30.0], device=DEVICE)
+    got = testing.run(partial(gaussian_attention, impl="triton"), x, log_sigma, grad_y=x)
+    want = testing.oracle(x, log_sigma, grad_y=x)
+    assert got.dlog_sigma[[0, 2]].tolist() == [0, 0] and want.dlog_sigma[[0, 2]].tolist() == [0, 0]
+    torch.testing.assert_close(got.y.double(), want.y, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype,causal,with_values", [(torch.float32, False, False), (torch.float32, True, True), (torch.float16, False, False),
+                                                      (torch.float16, True, False)])  # fmt: skip
+def test_bandwidths_too_small_for_float32(dtype, causal, with_values):
+    """|x|^2 / sigma^2 around 1e9: rounding loses K_ii = 1, and rows come back as what they are in the limit; gradients stay finite."""
+    x, log_sigma = features("normal", (1, 100, 2, 64), dtype), torch.full((2,), -8.5, device=DEVICE)
+    values = features("normal", (1, 100, 2, 64), dtype, 1) if with_values else None
+    got = testing.run(partial(gaussian_attention, causal=causal, impl="triton"), x, log_sigma, values, x)
+    torch.testing.assert_close(got.y, x if values is None else values, rtol=2e-3, atol=1e-5)
+    assert all(torch.isfinite(t).all() for t in got.named().values())
+    # Where W is known to float32's last digits no longer, it is still no more than 1.
+    assert got.dx.abs().max() <= 4 * x.abs().max() / math.exp(-17) and (
+        values is None or got.dvalues.norm() <= 1.01 * x.norm()
+    )

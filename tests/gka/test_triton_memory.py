@@ -1,0 +1,99 @@
+"""What the Triton kernels read and write: strides, NaN in and out, the same bits in every run."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from gka import gaussian_attention, testing
+from operator_cases import DEVICE, features, problem, sigmas
+
+pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow) encountered:RuntimeWarning")
+
+
+def variants():
+    """Features whose memory is not (B, T, H, D) in order: a slice of wider tokens, heads first, every other token, channels apart."""
+    shape = (2, 37, 2, 32)
+    wide = torch.full((2, 37, 3, 32), float("nan"), device=DEVICE)
+    heads_first = torch.empty(2, 2, 37, 32, device=DEVICE)
+    tokens = torch.full((2, 80, 2, 32), float("nan"), device=DEVICE)
+    channels = torch.full((2, 37, 2, 64), float("nan"), device=DEVICE)
+    for view in (wide[:, :, 1:], heads_first.transpose(1, 2), tokens[:, 1:75:2], channels[..., ::2]):
+        yield view.copy_(features("normal", shape))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_strided_features_among_nans(causal):
+    """No copy is needed, and nothing outside the features is read: NaN lies around them."""
+    log_sigma, grad_y = sigmas(2, 32, DEVICE), features("normal", (2, 37, 2, 32), seed=2)
+
+    def run(x, values=None):
+        x = x.detach().requires_grad_()
+        y = gaussian_attention(x, log_sigma, values=values, causal=causal, impl="triton")
+        return y, *torch.autograd.grad(y, x, grad_y)
+
+    want = run(features("normal", (2, 37, 2, 32)))
+    for x in variants():
+        for got, expected in zip(run(x), want, strict=True):
+            assert torch.equal(got, expected)
+    x = features("normal", (2, 37, 2, 32), seed=3)
+
+    def with_values(values):
+        values = values.detach().requires_grad_()
+        leaf = x.clone().requires_grad_()
+        y = gaussian_attention(leaf, log_sigma, values=values, causal=causal, impl="triton")
+        return y, *torch.autograd.grad(y, (leaf, values), grad_y)
+
+    want = with_values(features("normal", (2, 37, 2, 32)))
+    for values in variants():
+        for got, expected in zip(with_values(values), want, strict=True):
+            assert torch.equal(got, expected)
+
+
+def test_a_gradient_without_strides():
+    x, log_sigma = features("normal", (2, 37, 2, 32)).requires_grad_(), sigmas(2, 32, DEVICE)
+    y = gaussian_attention(x, log_sigma, impl="triton")
+    assert torch.equal(
+        *(
+            torch.autograd.grad(y, x, g, retain_graph=True)[0]
+            for g in (torch.ones(()).to(y).expand_as(y), torch.ones_like(y))
+        )
+    )
+
+
+def test_bandwidths_anywhere_in_memory():
+    """One value for all heads, or a column of a table."""
+    x = features("normal", (1, 20, 3, 16))
+    for log_sigma in (
+        torch.tensor(0.7, device=DEVICE).expand(3),
+        torch.linspace(0, 1, 6, device=DEVICE).view(3, 2)[:, 1],
+    ):
+        results = []
+        for each in (log_sigma, log_sigma.clone(memory_format=torch.contiguous_format)):
+            each = each.detach().requires_grad_()
+            y = gaussian_attention(x, each, impl="triton")
+            results.append((y, *torch.autograd.grad(y.square().sum(), each)))
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("with_values", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_nan_is_not_hidden(causal, with_values):
+    """A NaN token reaches every row that sees it, a NaN bandwidth its whole head: the loss must show it."""
+    x, log_sigma = features("normal", (1, 40, 2, 16)), sigmas(2, 16, DEVICE)
+    values = features("normal", (1, 40, 2, 16), seed=1) if with_values else None
+    x[0, 7, 0] = float("nan")
+    y = gaussian_attention(x, log_sigma, values=values, causal=causal, impl="triton")
+    rows = y[0].isnan().any(-1)
+    assert rows[7:, 0].all() and (causal or rows[:, 0].all()) and not rows[:, 1].any()
+    if DEVICE == "cuda":  # on CPU the door refuses it
+        log_sigma[1] = float("nan")
+        assert gaussian_attention(x, log_sigma, impl="triton")[:, :, 1].isnan().all()
+
+
+@pytest.mark.parametrize("with_values", [False, True])
+def test_repeated_runs_are_equal_to_the_bit(with_values):
+    arguments = problem((2, 70, 2, 32), torch.float32, "normal", with_values, DEVICE)
+    route = partial(gaussian_attention, causal=with_values, impl="triton")
+    first, second = (testing.run(route, *arguments).named() for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)

@@ -1,0 +1,119 @@
+"""The Triton kernels as torch operators and as an implementation: registration, compile, refusals, the table of tile sizes."""
+
+import itertools
+
+import pytest
+import torch
+
+from gka import GaussianKernelAttention, gaussian_attention, select_impl
+from gka.impl.triton.configs import TABLES, generation
+from operator_cases import DEVICE, KERNELS, features, sigmas
+
+pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow) encountered:RuntimeWarning")
+
+
+CALLS = {
+    "full": lambda x: (x, None, None, sigmas(2, 32, DEVICE), -1, -1, False, 1e-6),
+    "causal": lambda x: (x, None, None, sigmas(2, 32, DEVICE).requires_grad_(), -1, 0, True, 1e-6),
+    "window, values": lambda x: (
+        x,
+        None,
+        torch.randn_like(x).requires_grad_(),
+        sigmas(2, 32, DEVICE),
+        5,
+        0,
+        True,
+        1e-6,
+    ),
+    "foreign": lambda x: (x, torch.randn_like(x).requires_grad_(), None, sigmas(2, 32, DEVICE), -1, 0, True, 0.0),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_the_operator_is_a_proper_one(call):
+    """Schema, fake tensors, autograd registration, dynamic shapes: torch's own check."""
+    torch.library.opcheck(
+        torch.ops.gka.attend.default, CALLS[call](features("normal", (1, 20, 2, 32)).requires_grad_())
+    )
+
+
+@pytest.mark.parametrize("constant_norm", [False, True])
+def test_compiles_without_graph_breaks(constant_norm):
+    layer = GaussianKernelAttention(64, 2, causal=True, head_norm=constant_norm, impl="triton").to(DEVICE)
+    x = torch.randn(2, 24, 64, device=DEVICE, requires_grad=True)
+    want = torch.autograd.grad(layer(x).square().sum(), (x, *layer.parameters()))
+    got = torch.autograd.grad(
+        torch.compile(layer, fullgraph=True, backend="aot_eager")(x).square().sum(), (x, *layer.parameters())
+    )
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_works_under_activation_checkpointing_and_autocast():
+    layer = GaussianKernelAttention(64, 2, impl="triton").to(DEVICE)
+    x = torch.randn(2, 24, 64, device=DEVICE, requires_grad=True)
+    want = torch.autograd.grad(layer(x).square().sum(), (x, layer.log_sigma))
+    again = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+    for a, b in zip(torch.autograd.grad(again.square().sum(), (x, layer.log_sigma)), want, strict=True):
+        assert torch.equal(a, b)
+    with torch.autocast(DEVICE, torch.float16):
+        y = layer(x)
+    assert y.dtype == torch.float16
+    torch.testing.assert_close(y.float(), layer(x), rtol=1e-2, atol=1e-2)
+
+
+def test_second_derivatives_are_refused():
+    x = features("normal", (1, 10, 2, 16)).requires_grad_()
+    y = gaussian_attention(x, sigmas(2, 16, DEVICE), impl="triton")
+    (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match='impl="triton" has no second derivatives; use impl="reference"'):
+        gradient.sum().backward()
+
+
+def test_what_it_cannot_serve_is_said():
+    x, log_sigma = torch.zeros(1, 4, 2, 16, device=DEVICE), torch.zeros(2, device=DEVICE)
+    with pytest.raises(ValueError, match="the Triton kernels take float32, bfloat16 and float16, got torch"):
+        gaussian_attention(x.double(), log_sigma.double(), impl="triton")
+    with pytest.raises(ValueError, match="head_dim <= 128, got 136"):
+        gaussian_attention(torch.zeros(1, 4, 2, 136, device=DEVICE), log_sigma, impl="triton")
+    with pytest.raises(ValueError, match="gradients for foreign keys only with constant_norm"):
+        gaussian_attention(x.requires_grad_(), log_sigma, keys=x.detach().clone(), impl="triton")
+    assert select_impl(x, impl="triton") == "triton"
+    assert select_impl(x) == ("triton" if DEVICE == "cuda" else "sdpa")
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU is there")
+def test_without_a_gpu_it_says_so(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(ValueError, match="the Triton kernels run on NVIDIA GPUs, got cpu"):
+        gaussian_attention(torch.zeros(1, 4, 2, 16), torch.zeros(2), impl="triton")
+
+
+def test_devices_with_little_shared_memory_get_the_small_tiles(monkeypatch):
+    expected = {
+        (8, 0): "sm_80",
+        (8, 6): "sm_120",
+        (8, 9): "sm_120",
+        (9, 0): "sm_90",
+        (10, 0): "sm_90",
+        (12, 0): "sm_120",
+    }
+    for capability, name in expected.items():
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
+        assert generation.__wrapped__(torch.device("cuda")) == name
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with pytest.raises(RuntimeError, match=r"compute capability 8\.0 or newer, cuda has 7\.5; use impl='sdpa'"):
+        generation.__wrapped__(torch.device("cuda"))
+
+
+def test_every_table_has_every_entry():
+    """But for symmetric's, which queries and keys stand in for."""
+    for name, table in TABLES.items():
+        needed = set(itertools.product(set(KERNELS) - {"symmetric"}, (32, 64, 128), (2, 4)))
+        assert needed <= set(table.entries), name
+        for key, config in table.entries.items():
+            assert (
+                all(n >= 16 and n & (n - 1) == 0 for n in config[:2])
+                and config.warps in (1, 2, 4, 8)
+                and config.stages >= 1
+            ), key

@@ -1,0 +1,198 @@
+"""Patched nanochat: it trains, samples, saves and resumes GKA, computes what our trainer does, and softmax stays.
+
+Needs a checkout, from `make vendor` or NANOCHAT_SRC, and what that imports (patches/requirements.txt).
+"""
+
+import json
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nanochat_gka.model.checkpoints import load_upstream
+from nanochat_gka.model.config import GPTConfig
+from nanochat_gka.model.gpt import build
+from nanochat_gka.training.optim import MuonAdamW, OptimConfig, parameter_groups
+from trainkit.distributed import Runtime
+from upstream_trees import (
+    PROJECT,
+    SCRIPTS,
+    assert_equal,
+    assert_patched,
+    run,
+)
+
+pytestmark = pytest.mark.upstream
+SIZE = "--depth 2 --aspect-ratio 32 --head-dim 32 --max-seq-len 64 --device-batch-size 2 --total-batch-size 128"
+SCHEDULE = "--num-iterations 6 --eval-every 3 --eval-tokens 256 --core-metric-every -1 --sample-every 6 --save-every 3"
+
+
+@pytest.fixture(scope="module")
+def base(tree, tmp_path_factory):
+    """A nanochat base folder with data and a tokenizer."""
+    base = tmp_path_factory.mktemp("base")
+    run(PROJECT, "-m", "nanochat_gka.corpus", "--source", "builtin", "--out", base / "base_data")
+    train = ["-m", "scripts.tok_train", "--max-chars", 500_000, "--vocab-size", 512]
+    run(tree("nanochat"), *train, NANOCHAT_BASE_DIR=str(base))
+    return base
+
+
+def pretrain(at, base, tag, *flags):
+    command = ["-m", "scripts.base_train", *SIZE.split(), *SCHEDULE.split(), "--device-type", "cpu"]
+    return run(at, *command, "--model-tag", tag, *flags, NANOCHAT_BASE_DIR=str(base))
+
+
+def evaluate(at, base, tag, what):
+    """What base_eval prints: "bpb", or "sample,bpb"."""
+    command = ["-m", "scripts.base_eval", "--eval", what, "--model-tag", tag, "--split-tokens", 256]
+    return run(at, *command, "--device-batch-size", 2, "--device-type", "cpu", NANOCHAT_BASE_DIR=str(base))
+
+
+def losses(printed):
+    return re.findall(r"^step (\d+)/.*?loss: ([\d.]+)", printed, flags=re.M)
+
+
+def computed(at, attention, out):
+    run(at, SCRIPTS / "upstream_nanochat.py", out, attention)
+    return load_file(out)
+
+
+FORMS = {
+    "softmax": {},
+    "gka": {"attention": "gka"},
+    "gka-normalised": {"attention": "gka", "gka_values": "normalised"},
+}
+
+
+def test_applied_patches_make_the_files_they_name(tree):
+    assert_patched("nanochat", tree("nanochat"))
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_nanochat_computes_what_our_trainer_does(tree, tmp_path, name):
+    """Initialisation bit by bit, logits and one step of the optimiser to rounding."""
+    want = computed(tree("nanochat"), name, tmp_path / "out")
+    torch.manual_seed(1)
+    shape = dict(sequence_len=32, vocab_size=100, n_layer=4, n_head=2, n_kv_head=2, n_embd=64, window_pattern="SSL")
+    model = build(GPTConfig(**shape, **FORMS[name]), "cpu")
+
+    def upstream(prefix):
+        return {name.removeprefix(prefix): tensor for name, tensor in want.items() if name.startswith(prefix)}
+
+    assert_equal(model.state_dict(), upstream("init."))
+    model.load_state_dict(upstream("start."))
+    row, column = torch.arange(3)[:, None], torch.arange(35)[None]
+    ids = (7 * row + 3 * column + column * column) % 100
+    torch.testing.assert_close(model(ids), want["logits"], rtol=1e-6, atol=1e-6)
+    # Its KV cache, in passes of several sizes.
+    torch.testing.assert_close(want["cached"], want["logits"], rtol=1e-5, atol=1e-5)
+
+    rates = OptimConfig(unembedding_lr=0.004, embedding_lr=0.3, matrix_lr=0.02, weight_decay=0.2, scalar_lr=0.5)
+    optimizer = MuonAdamW(parameter_groups(model, rates), Runtime(0, 1, torch.device("cpu")))
+    before = upstream("start.")
+    for step in range(2):
+        loss = model(ids[:, :32], ids[:, 1:33])
+        assert loss.item() == pytest.approx(want[f"loss.{step}"].item(), rel=1e-5)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 0:  # after it, Muon's bfloat16 makes much of little
+            for name, parameter in model.state_dict().items():
+                moved = (want[f"step0.{name}"] - before[name]).abs().max()
+                assert moved > 0 and (parameter - want[f"step0.{name}"]).abs().max() <= 1e-4 * moved, name
+
+
+def test_nanochats_softmax_is_untouched_bit_by_bit(tree, base, tmp_path):
+    plain, patched = tree("nanochat", patched=False), tree("nanochat")
+    assert_equal(computed(plain, "softmax", tmp_path / "plain"), computed(patched, "softmax", tmp_path / "patched"))
+    printed = [pretrain(at, base, tag) for at, tag in ((plain, "plain"), (patched, "patched"))]
+    assert losses(printed[0]) == losses(printed[1]) and len(losses(printed[0])) == 6
+    folders = [base / "base_checkpoints" / tag for tag in ("plain", "patched")]
+    metas = [json.loads((folder / "meta_000006.json").read_text())["model_config"] for folder in folders]
+    assert metas[0] == metas[1]  # so that an unpatched nanochat reads it
+    assert_equal(*(torch.load(folder / "model_000006.pt", weights_only=True) for folder in folders))
+
+
+def test_nanochats_softmax_does_not_need_gka(tree):
+    script = (
+        "import os, sys; sys.path.insert(0, os.getcwd())\n"
+        "sys.modules['gka'] = None\n"
+        "from nanochat.gpt import GPT, GPTConfig\n"
+        "shape = dict(sequence_len=32, vocab_size=64, n_layer=2, n_head=2, n_kv_head=2, n_embd=64)\n"
+        "GPT(GPTConfig(**shape)).init_weights()\n"
+        "try:\n"
+        "    GPT(GPTConfig(**shape, attention='gka'))\n"
+        "except AssertionError as error:\n"
+        "    print(error)\n"
+    )
+    assert "pip install" in run(tree("nanochat"), "-c", script)
+
+
+def test_nanochat_trains_generates_saves_and_resumes_gka(tree, base):
+    at = tree("nanochat")
+    printed = pretrain(at, base, "gka", "--attention", "gka")
+    bpb = [float(value) for value in re.findall(r"Validation bpb: ([\d.]+)", printed)]
+    assert len(bpb) == 3 and bpb[2] < bpb[0]
+    assert "value_embeds            : 0" in printed
+    assert printed.count("<|bos|>The capital of France is") == 1  # sampled with the KV cache
+    again = pretrain(at, base, "gka", "--attention", "gka", "--resume-from-step", 3)
+    assert [step for step, _ in losses(again)] == ["00003", "00004", "00005"]
+    # The checkpoint says what it is; ours reads it.
+    folder = base / "base_checkpoints" / "gka"
+    meta = json.loads((folder / "meta_000006.json").read_text())
+    assert (meta["model_config"]["attention"], meta["model_config"]["gka_values"]) == ("gka", "rotated")
+    model = load_upstream(folder)
+    assert (model.config.attention, model.config.gka_values) == ("gka", "rotated")
+    assert all(sigma.isfinite().all() for sigma in model.bandwidths().values())
+    assert re.search(r"val bpb: ([\d.]+)", evaluate(at, base, "gka", "sample,bpb"))
+
+
+def test_a_checkpoint_of_earlier_patches_keeps_its_form(tree, base):
+    """Those mixed normalised values, which their checkpoints do not say; they are evaluated and resumed as that."""
+    at, forms = tree("nanochat"), ("--attention", "gka", "--gka-values", "normalised")
+    pretrain(at, base, "earlier", *forms)
+    folder, bpb = base / "base_checkpoints" / "earlier", {}
+    for step in ("000003", "000006"):
+        meta = json.loads((folder / f"meta_{step}.json").read_text())
+        for form in ("rotated", "normalised", None):
+            meta["model_config"]["gka_values"] = form
+            if form is None:
+                del meta["model_config"]["gka_values"]
+            (folder / f"meta_{step}.json").write_text(json.dumps(meta))
+            if step == "000006":
+                bpb[form] = re.search(r"val bpb: ([\d.]+)", evaluate(at, base, "earlier", "bpb"))[1]
+    assert bpb["normalised"] == bpb[None] != bpb["rotated"]
+    assert load_upstream(folder).config.gka_values == "normalised"
+    with pytest.raises(AssertionError, match="the checkpoint has --gka-values normalised"):
+        pretrain(at, base, "earlier", "--attention", "gka", "--resume-from-step", 3)
+    assert losses(pretrain(at, base, "earlier", *forms, "--resume-from-step", 3))
+
+
+def test_nanochats_engine_generates_what_the_model_does(tree, base, tmp_path):
+    """Greedily, past both windows, and several samples at once."""
+    script = tmp_path / "generate.py"
+    script.write_text(
+        "import os, sys; sys.path.insert(0, os.getcwd())\n"
+        "import torch\n"
+        "from nanochat.engine import Engine\n"
+        "from nanochat.gpt import GPT, GPTConfig\n"
+        "from nanochat.tokenizer import get_tokenizer\n"
+        "torch.manual_seed(0)\n"
+        "tokenizer = get_tokenizer()\n"
+        "shape = dict(sequence_len=32, vocab_size=512, n_layer=4, n_head=2, n_kv_head=2, n_embd=64)\n"
+        "model = GPT(GPTConfig(**shape, attention='gka'))\n"
+        "model.init_weights()\n"
+        "with torch.no_grad():\n"
+        "    [p.add_(0.1 * torch.randn_like(p)) for p in model.parameters()]\n"
+        "engine = Engine(model, tokenizer)\n"
+        "for length in (3, 20, 28):\n"
+        "    prompt = [tokenizer.get_bos_token_id(), *range(5, 4 + length)]\n"
+        "    plain = list(model.generate(prompt, 40, temperature=0))\n"
+        "    cached = [tokens for tokens, _ in engine.generate(prompt, num_samples=3, max_tokens=40, temperature=0)]\n"
+        "    assert len(set(plain)) > 5, plain\n"
+        "    for sample in zip(*cached):\n"
+        "        assert list(sample) == plain[: len(sample)] and len(sample) == 40, (plain, sample)\n"
+        "print('alike')\n"
+    )
+    assert "alike" in run(tree("nanochat"), script, NANOCHAT_BASE_DIR=str(base))

@@ -1,0 +1,54 @@
+"""Checkouts of the upstreams, patched and as they are, and commands that run in them."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+PROJECT = Path(__file__).resolve().parents[2]
+SCRIPTS = Path(__file__).parent
+IMPORTED = {"nanochat": ["tokenizers", "wandb", "psutil"], "deit": ["timm"]}
+
+
+def run(at, *command, **environment):
+    """What a command prints. torch.compile is off: it takes most of a minute, and the patches do not touch it."""
+    environment = {**os.environ, "TORCHDYNAMO_DISABLE": "1", "PYTHONPATH": str(PROJECT), **environment}
+    done = subprocess.run([sys.executable, *map(str, command)], cwd=at, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+def make_tree(name, patched, folder):
+    """The checkout of an upstream in `folder`. Skips the test if the upstream, or something it imports, is absent."""
+    variable = f"{name.upper()}_SRC"
+    source = os.environ.get(variable) or PROJECT / "vendor" / name
+    if not Path(source).exists():
+        pytest.skip(f"there is no {name} here: run `make vendor`, or set {variable}")
+    for module in IMPORTED[name]:
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"{name} imports {module}: pip install -r patches/requirements.txt")
+    for action in ["vendor", "apply"][: 1 + patched]:
+        run(PROJECT, "patches/apply.py", action, name, "--tree", folder / name, **{variable: str(source)})
+    return folder / name
+
+
+def assert_patched(name, tree):
+    """Each patch says which git id its files have after it."""
+    header = re.compile(r"^diff --git a/(\S+) b/\S+\n(?:new file .*\n)?index \w+\.\.(\w{40})", re.MULTILINE)
+    patches = sorted((PROJECT / "patches" / name).glob("*.patch"))
+    ids = dict(pair for patch in patches for pair in header.findall(patch.read_text()))
+    command = ["git", "hash-object", "--no-filters", *ids]
+    made = subprocess.run(command, cwd=tree, check=True, capture_output=True, text=True).stdout.split()
+    assert len(ids) > 1 and dict(zip(ids, made)) == ids
+
+
+def assert_equal(a, b):
+    """Two dictionaries of tensors are equal bit by bit."""
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name

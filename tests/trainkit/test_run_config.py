@@ -1,0 +1,94 @@
+"""What makes a run the same run: every setting of both trainers is part of it, or may change when it is continued."""
+
+import dataclasses
+import json
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import pytest
+
+from deit_gka.recipe import Recipe
+from deit_gka.training.config import TrainConfig as VisionConfig
+from nanochat_gka.training.config import TrainConfig as LanguageConfig
+from trainkit.cli import Count, MayChange, UserError
+from trainkit.run_config import RunConfig
+
+# A new flag belongs here if it decides what is computed; if not, its field's type is MayChange[...].
+LANGUAGE = {
+    *("depth", "aspect_ratio", "head_dim", "window_pattern", "attention", "value_embeds", "head_offsets", "gka_values"),
+    *("sigma_squared", "embedding_lr", "unembedding_lr", "matrix_lr", "scalar_lr", "sigma_lr", "weight_decay"),
+    *("adam_beta1", "adam_beta2", "max_seq_len", "num_iterations", "target_flops", "target_param_data_ratio"),
+    *("total_batch_size", "warmup_ratio", "warmdown_ratio", "final_lr_frac", "seed"),
+}
+VISION = {*(field.name for field in fields(Recipe)), "model", "model_kwargs"}
+
+
+@pytest.mark.parametrize(
+    "config,settings",
+    [(LanguageConfig(attention="gka"), LANGUAGE), (VisionConfig(distillation_type="hard"), VISION)],
+    ids=["language", "vision"],
+)
+def test_every_setting_decides_what_is_computed_or_may_change(config, settings):
+    assert set(config.identity()) == settings
+    assert set(config.record()) == settings | {"model_tag"} | ({"data"} if isinstance(config, VisionConfig) else set())
+    json.dumps(config.record())
+    for field in fields(config):
+        assert field.name in settings or config.identity() == replace(config, **{field.name: "other"}).identity()
+
+
+def test_settings_that_mean_nothing_in_a_run_are_not_part_of_it():
+    assert set(LanguageConfig(attention="softmax").identity()) == LANGUAGE - {"gka_values"}
+    teacher = {"teacher_model", "teacher_path", "distillation_alpha", "distillation_tau"}
+    assert set(VisionConfig().identity()) == VISION - teacher
+
+
+def test_both_trainers_have_the_shared_flags():
+    shared = {field.name for field in fields(RunConfig)}
+    for config in (LanguageConfig, VisionConfig):
+        assert shared <= {field.name for field in fields(config)} and config.__dataclass_params__.frozen
+
+
+@dataclass(frozen=True)
+class Toy(RunConfig):
+    rate: float = 1.0
+    sizes: tuple[int, ...] = (1, 2)
+    data: MayChange[Path] = Path("here")
+    workers: MayChange[Count] = 1
+
+
+def test_a_run_is_continued_with_its_settings_or_the_flag_is_named():
+    saved = json.loads(json.dumps(Toy(model_tag="run").identity()))
+    assert saved == {"seed": 42, "rate": 1.0, "sizes": [1, 2]}
+    Toy(model_tag="other", data=Path("there"), workers=3, keep=9, out=Path("/elsewhere")).check_continues(saved)
+    with pytest.raises(UserError, match=r"--rate is 2.0 but the run in out/runs/run has 1.0; use its value, or"):
+        Toy(model_tag="run", rate=2.0).check_continues(saved)
+    with pytest.raises(UserError, match=r"--sizes is \[3\] but the run in out/runs/run has \[1, 2\]"):
+        Toy(model_tag="run", sizes=(3,)).check_continues(saved)
+
+
+def test_a_flag_that_is_younger_than_the_run_had_its_default_there():
+    Toy(model_tag="run").check_continues({"seed": 42})
+    with pytest.raises(UserError, match=r"--rate is 2.0 but the run in out/runs/run has 1.0"):
+        Toy(model_tag="run", rate=2.0).check_continues({"seed": 42})
+
+
+def test_a_run_whose_name_follows_from_a_setting_is_continued_by_its_tag():
+    @dataclass(frozen=True)
+    class Named(Toy):
+        tag = property(lambda self: self.model_tag or f"rate-{self.rate:g}")
+
+    with pytest.raises(UserError, match=r"has 1.0; use its value with --model-tag rate-2, or another --model-tag"):
+        Named(rate=2.0).check_continues({})
+
+
+@pytest.mark.parametrize("tag", ["", "a/b", ".hidden"])
+def test_a_runs_name_is_a_plain_folder_name(tag):
+    with pytest.raises(UserError, match="--model-tag must be a plain folder name"):
+        Toy(model_tag=tag).check()
+
+
+def test_bounds_are_checked_through_what_may_change():
+    with pytest.raises(UserError, match="--workers must be at least 1, got 0"):
+        Toy(model_tag="run", workers=0).check()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Toy().keep = 3
