@@ -112,9 +112,12 @@ def test_what_is_wrong_or_fails_is_not_timed_and_says_why():
     gates = {"right": lambda: None, "wrong": lambda: "y is off by 1.0e-01", "unjudged": cannot_judge}
     measured = interleave({name: calls(name) for name in counts}, CPU, Plan(rounds=5, warmup=1), gates)
     assert {name: (m.status, m.reason) for name, m in measured.items()} == {
-        "right": ("ok", ""), "wrong": ("wrong", "y is off by 1.0e-01"), "unsupported": ("failed", "no kernel for this"),
-        "unjudged": ("failed", "no float64 here"), "breaks later": ("failed", "out of memory"),
-    }  # fmt: skip
+        "right": ("ok", ""),
+        "wrong": ("wrong", "y is off by 1.0e-01"),
+        "unsupported": ("failed", "no kernel for this"),
+        "unjudged": ("failed", "no float64 here"),
+        "breaks later": ("failed", "out of memory"),
+    }
     assert (
         counts["wrong"] == counts["unjudged"] == 1
         and measured["wrong"].median_ms is None
