@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -84,10 +85,11 @@ def test_what_follows_the_dashes_goes_to_the_command():
 # The ablation's table
 
 
-def test_the_ablation_trains_one_model_of_every_kind():
+def test_the_ablation_trains_one_model_of_every_kind_and_the_hybrid():
     config = ablation.AblationConfig(data="images", base=Path("b"))
     commands = [" ".join(words) for words in ablation.training(config, ["--epochs", 2])]
-    assert len(commands) == len(KINDS)
+    assert len(commands) == len(KINDS) + 1 and len(ablation.training(replace(config, hybrid=""), [])) == len(KINDS)
+    assert commands[-1].endswith("--model deit_tiny_gka_patch16_224 --attention GGGA --epochs 2")
     for kind, words in zip(("", "_vlt", "_gka"), commands):
         assert words.startswith("-m deit_gka.train --data images --out b/runs")
         assert words.endswith(f"--model deit_tiny{kind}_patch16_224 --epochs 2")
@@ -96,17 +98,22 @@ def test_the_ablation_trains_one_model_of_every_kind():
 def test_the_ablation_table_puts_runs_beside_the_paper(tmp_path, capfd):
     with pytest.raises(UserError, match=r"deit_tiny_patch16_224 holds no finished run; make ablate-projections DATA="):
         ablation.main(ablation.AblationConfig(runs=tmp_path), [])
-    for accuracy, model in zip((70.5, 71.25, 69.75), ablation.models().values()):
+    runs = [*ablation.models().values(), "deit_tiny_gka_patch16_224-GGGA"]
+    for accuracy, model in zip((70.5, 71.25, 69.75, 70.0), runs):
         (tmp_path / model).mkdir()
         flops = None if accuracy > 71 else 2_000_000_000
         record = {"event": "finish", "step": 9, "parameters": 5_000_000, "flops": flops}
         record |= {"top1": accuracy, "ema_top1": accuracy + 1}
         (tmp_path / model / "log.jsonl").write_text(json.dumps(record) + "\n")
     ablation.main(ablation.AblationConfig(runs=tmp_path), [])
-    lines = [line for line in capfd.readouterr().out.splitlines() if re.search("softmax|VLT|GKA", line)]
+    lines = [line for line in capfd.readouterr().out.splitlines() if re.search("softmax|VLT|GKA|GGGA", line)]
     assert "Q K V O" in lines[0] and "70.50" in lines[0] and "71.50 (72.2)" in lines[0]
     assert "72.25 (73.5)" in lines[1] and "5.00 (5.28)" in lines[1] and "- (2.33)" in lines[1]
     assert "70.75 (71.54)" in lines[2] and "2.00 (1.98)" in lines[2]
+    assert "GGGA (ours)" in lines[3] and "71.00" in lines[3] and "(7" not in lines[3]
+    (tmp_path / runs[3] / "log.jsonl").unlink()
+    ablation.main(ablation.AblationConfig(runs=tmp_path), [])
+    assert "GGGA" not in capfd.readouterr().out
 
 
 # The printed tables
