@@ -15,11 +15,11 @@ import torch
 from rich.progress import Progress
 from torch import nn
 
-from deit_gka.accounting import cost_of
-from deit_gka.data.loader import Batch, assemble
-from deit_gka.data.workers import Loaded
+from deit_gka.data.images import Batch, assemble
+from deit_gka.data.workers import BatchLoader
+from deit_gka.model.accounting import cost_of
 from deit_gka.model.attention import operators_of
-from deit_gka.model.checkpoints import build, describe, parse_kwargs
+from deit_gka.model.checkpoints import build, describe
 from deit_gka.model.warm_start import check_same, fingerprint, read_weights, warm_start
 from deit_gka.training.broken import BrokenList
 from deit_gka.training.config import TrainConfig
@@ -50,7 +50,7 @@ class Trainer(BaseTrainer):
         self.steps_per_epoch = self.images.order.steps_per_epoch
         self.steps = config.epochs * self.steps_per_epoch
         # Model
-        self.kwargs = parse_kwargs(config.model_kwargs)
+        self.kwargs = config.timm_arguments()
         drop_path = config.drop_path_of(config.model)
         settings = {**({"drop_path_rate": drop_path} if drop_path else {}), **self.kwargs}
         self.model = build(config.model, len(classes), config.input_size, **settings).to(runtime.device)
@@ -135,7 +135,7 @@ class Trainer(BaseTrainer):
         return network
 
     @cached_property
-    def loaded(self) -> Loaded:
+    def loaded(self) -> BatchLoader:
         """The training batches from where the run stands; their workers start for the first update."""
         return self.images.training_batches(self.state["step"], self.steps)
 
