@@ -40,9 +40,10 @@ test: $(READY)  ## run the tests (no GPU, no network)
 	$(PY) -m pytest -n auto --dist loadfile $(ARGS)
 test-gpu: $(READY)  ## run the tests that need a CUDA device
 	$(PY) -m pytest -m gpu $(ARGS)
-lint: $(READY)  ## ruff: errors and formatting
+lint: $(READY)  ## ruff: errors and formatting; mypy: types
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+	.venv/bin/mypy
 bench: $(READY)  ## time attention, DeiT and GPT, GKA beside softmax, on the GPU or else the CPU (ARGS goes to all four)
 	$(PY) -m runs.bench.attention $(ARGS)
 	$(PY) -m runs.bench.deit $(ARGS)
@@ -78,7 +79,7 @@ train-deit-ti train-deit-s train-deit-b: %: %-gka  ## the paper's GKA on DATA, 3
 train-deit-%: check-images | $(READY)
 	$(PY) -m runs.paper.deit $* --data '$(DATA)' $(MODEL_FLAG) $(PAPER) --wandb $(WANDB_MODE) -- $(ARGS)
 ablate-projections: check-images | $(READY)  ## the paper's ablation: softmax, VLT and GKA at size Ti on DATA, and its table
-	$(PY) -m runs.paper.ablation --runs $(BASE)/runs --data '$(DATA)' $(PAPER) --wandb $(WANDB_MODE) -- $(ARGS)
+	$(PY) -m runs.paper.ablation --runs $(BASE)/runs --data '$(DATA)' $(PAPER) --wandb $(WANDB_MODE)$(if $(HYBRIDS), --hybrids $(HYBRIDS)) -- $(ARGS)
 eval-deit: | $(READY)  ## top-1 and top-5 of a vision run (MODEL=name or RUN=folder) on its own images, or DATA
 	$(LAUNCH) deit_gka.evaluate --run $(DEIT_RUN) $(if $(DATA),--data '$(DATA)') --results $(BASE)/results.jsonl $(ARGS)
 

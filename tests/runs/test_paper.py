@@ -90,22 +90,27 @@ def test_the_ablation_trains_one_model_of_every_kind():
     for kind, words in zip(("", "_vlt", "_gka"), commands):
         assert words.startswith("-m deit_gka.train --data images --out b/runs")
         assert words.endswith(f"--model deit_tiny{kind}_patch16_224 --epochs 2")
+    config = ablation.AblationConfig(data="images", base=Path("b"), hybrids=("GGGA",))
+    words = " ".join(ablation.training(config, ["--epochs", 2])[-1])
+    assert words.endswith("--model deit_tiny_gka_patch16_224 --attention GGGA --epochs 2")
 
 
 def test_the_ablation_table_puts_runs_beside_the_paper(tmp_path, capfd):
     with pytest.raises(UserError, match=r"deit_tiny_patch16_224 holds no finished run; make ablate-projections DATA="):
         ablation.main(ablation.AblationConfig(runs=tmp_path), [])
-    for accuracy, model in zip((70.5, 71.25, 69.75), ablation.models().values()):
+    names = [*ablation.models().values(), "deit_tiny_gka_patch16_224-GGGA"]
+    for accuracy, model in zip((70.5, 71.25, 69.75, 70.25), names):
         (tmp_path / model).mkdir()
         flops = None if accuracy > 71 else 2_000_000_000
         record = {"event": "finish", "step": 9, "parameters": 5_000_000, "flops": flops}
         record |= {"top1": accuracy, "ema_top1": accuracy + 1}
         (tmp_path / model / "log.jsonl").write_text(json.dumps(record) + "\n")
-    ablation.main(ablation.AblationConfig(runs=tmp_path), [])
-    lines = [line for line in capfd.readouterr().out.splitlines() if re.search("softmax|VLT|GKA", line)]
+    ablation.main(ablation.AblationConfig(runs=tmp_path, hybrids=("GGGA",)), [])
+    lines = [line for line in capfd.readouterr().out.splitlines() if re.search("softmax|VLT|GKA|GGGA", line)]
     assert "Q K V O" in lines[0] and "70.50" in lines[0] and "71.50 (72.2)" in lines[0]
     assert "72.25 (73.5)" in lines[1] and "5.00 (5.28)" in lines[1] and "- (2.33)" in lines[1]
     assert "70.75 (71.54)" in lines[2] and "2.00 (1.98)" in lines[2]
+    assert "GGGA" in lines[3] and "by layer" in lines[3] and "71.25" in lines[3]
 
 
 # The printed tables
