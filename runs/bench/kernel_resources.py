@@ -210,9 +210,9 @@ def compile_one(build: Build) -> Resources:
         file.flush()
         usage = subprocess.run([TOOLS / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True)
         assembly = subprocess.run([TOOLS / "nvdisasm", "-c", file.name], capture_output=True, text=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout + usage.stderr)
+    match = re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout + usage.stderr)
     counts = collections.Counter(re.findall(r"\b(HGMMA|HMMA|LDGSTS)\b", assembly))
-    return Resources(int(found[1]), int(found[2]), compiled.metadata.shared, dict(counts))
+    return Resources(int(match[1]), int(match[2]), compiled.metadata.shared, dict(counts))
 
 
 def compile_all(builds: list[Build], processes: int):
