@@ -76,9 +76,7 @@ def gaussian_attention(
     return_weights: bool = False,
     impl: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Gaussian kernel attention: y_i = sum_j W_ij v_j, W = row-normalised exp(-|x_i - k_j|^2 / (2 sigma_h^2)).
-
-    These are equations 3, 4 and 7 of the paper.
+    """y_i = sum_j W_ij v_j with W = row-normalised exp(-|x_i - k_j|^2 / (2 sigma_h^2)) (paper eq. 3, 4 and 7).
 
     Args:
       x: features, (B, Tq, H, D), float64, float32, bfloat16 or float16. They are queries and, by default, keys and

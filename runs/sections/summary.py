@@ -76,7 +76,7 @@ def scorer_row() -> Row:
 
 
 def error_row() -> Row:
-    """The fused CPU route against the float64 oracle, beside the literal equations in the same dtype."""
+    """The fused CPU route against the float64 oracle, beside plain PyTorch in the same dtype."""
     errors = {}
     for record in read_lines(operator_error.RESULTS):
         metrics = record["metrics"]
@@ -86,8 +86,8 @@ def error_row() -> Row:
         f"float32 {errors['float32', route]:.0e}, bfloat16 {errors['bfloat16', route]:.0e}"
         for route in ("plain", "sdpa")
     ]
-    literal, ours = cells
-    return row("operator's relative error against float64", ERRORS, "", ours, f"literal equations: {literal}")
+    plain, ours = cells
+    return row("operator's relative error against float64", ERRORS, "", ours, f"plain PyTorch: {plain}")
 
 
 def results() -> str:

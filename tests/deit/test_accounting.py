@@ -114,11 +114,12 @@ def counted(model: nn.Module) -> tuple[int, int, int, int]:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", ATTENTION)
 def test_built_models_have_the_computed_cost(kind, size):
-    """FlopCounterMode counts 2 x multiply-accumulates of matrix products and convolutions, exactly the paper's convention.
+    """FlopCounterMode counts 2 x multiply-accumulates of matrix products and convolutions, exactly the paper's
+    convention.
 
-    It does not know the CPU's fused attention kernels, hence SDPA's "math" backend. Our fused path carries
-    |x_j|^2 / (2 sigma^2) in one more channel per head, in the Gram matrix and in the mixing: 4 N^2 per head and block that
-    the paper does not count (0.3 % of GKA-Ti).
+    It does not know the CPU's fused attention kernels, hence SDPA's "math" backend. Our fused path carries |x_j|^2 /
+    (2 sigma^2) in one more channel per head, in the Gram matrix and in the mixing: 4 N^2 per head and block that the
+    paper does not count (0.3 % of GKA-Ti).
     """
     model, ours = empty_model(kind, size), cost(kind, size)
     assert counted(model) == (ours.parameters, ours.attention, ours.mlp, ours.bandwidths)

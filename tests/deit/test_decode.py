@@ -58,9 +58,10 @@ def test_palette(transparency):
 @pytest.mark.parametrize("value, expected", [(0, 0), (32768, 128), (65535, 255), (257, 1), (300, 1)])
 def test_sixteen_bit_gray(value, expected):
     array = np.full((4, 4), value, np.uint16)
-    for data in (encoded(Image.fromarray(array), "PNG"), encoded(Image.fromarray(array), "TIFF"), Image.fromarray(array),
-                 Image.frombytes("I;16B", (4, 4), array.astype(">u2").tobytes()), Image.fromarray(array.astype(np.int32)),
-                 b"P5 4 4 65535\n" + array.astype(">u2").tobytes()):  # fmt: skip
+    image, big_endian = Image.fromarray(array), array.astype(">u2").tobytes()
+    files = encoded(image, "PNG"), encoded(image, "TIFF"), b"P5 4 4 65535\n" + big_endian
+    decoded = image, Image.frombytes("I;16B", (4, 4), big_endian), Image.fromarray(array.astype(np.int32))
+    for data in (*files, *decoded):
         assert close(pixel(data), (expected,) * 3, 0)
 
 

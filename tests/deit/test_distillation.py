@@ -22,7 +22,8 @@ def log_softmax(values):
 
 
 def test_distillation_losses_are_the_papers():
-    """DeiT's equations 2 and 3 in numpy, float64; soft distillation is a mean over images and classes, as upstream has it."""
+    """DeiT's equations 2 and 3 in numpy, float64; soft distillation is a mean over images and classes, as upstream
+    has it."""
     rng = np.random.default_rng(0)
     label, distilled, answers = rng.normal(size=(3, 6, 5)) * 2
     targets = rng.dirichlet(np.ones(5), size=6)
@@ -94,8 +95,9 @@ def test_distilled_models_have_another_token_and_head(kind, size):
 
 def test_learning_from_the_teacher_alone(digits, tmp_path, capsys):
     """alpha 1: only the teacher's choices and only the distillation head; the class head stays as it began."""
-    common = ["--model", "deit_tiny_gka_distilled_patch16_224", "--lr", 0.2, "--distillation-type", "hard", "--teacher-model", digits / "run",
-              "--distillation-alpha", 1, "--epochs", 3, "--weight-decay", 0]  # fmt: skip
+    teacher = ["--distillation-type", "hard", "--teacher-model", digits / "run", "--distillation-alpha", 1]
+    student = ["--model", "deit_tiny_gka_distilled_patch16_224", "--lr", 0.2, "--epochs", 3, "--weight-decay", 0]
+    common = [*student, *teacher]
     train(tmp_path, *common)
     assert accuracy(tmp_path) > 30
     weights = newest(tmp_path)

@@ -203,7 +203,7 @@ def test_runs_without_a_pattern_are_those_of_before(tmp_path):
     """Older runs do not say which pattern they have: they have none."""
     config = TrainConfig(data="digits", out=tmp_path)
     assert config.tag == config.model and "attention" not in config.timm_arguments()
-    config.check_resumes({key: value for key, value in config.identity().items() if key != "attention"})
+    config.check_continues({key: value for key, value in config.identity().items() if key != "attention"})
 
 
 def test_mistakes_of_the_flag_are_one_line(tmp_path, capsys):

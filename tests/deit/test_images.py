@@ -218,9 +218,8 @@ def test_evaluation_sees_every_image_once(workers):
                 assert len(batch.labels) == len(batch.images) <= 4
                 seen += batch.labels.tolist()
         assert sorted(seen) == list(range(23))
-    assert [
-        len(batch.labels) for batch in evaluation_batches(Numbers(150), eval_transform(SIZE, 1.0), runtime(), 100, 0)
-    ] == [100, 50]
-    few = [label for rank in range(7) for batch in evaluation_batches(Numbers(3, "val"), eval_transform(SIZE, 1.0), runtime(rank, 7), 4, 0)
-           for label in batch.labels.tolist()]  # fmt: skip
-    assert sorted(few) == [0, 1, 2]
+    transform = eval_transform(SIZE, 1.0)
+    sizes = [len(batch.labels) for batch in evaluation_batches(Numbers(150), transform, runtime(), 100, 0)]
+    assert sizes == [100, 50]
+    few = [evaluation_batches(Numbers(3, "val"), transform, runtime(rank, 7), 4, 0) for rank in range(7)]
+    assert sorted(label for part in few for batch in part for label in batch.labels.tolist()) == [0, 1, 2]

@@ -126,7 +126,8 @@ def test_checkpoint_of_the_same_size(kind, tmp_path, images):
 
 @kinds
 def test_checkpoint_of_another_size(kind, tmp_path):
-    """Of 224 pixels and other classes: timm resamples positions, the head stays fresh, the rest is bit for bit the file's."""
+    """Of 224 pixels and other classes: timm resamples positions, the head stays fresh, the rest is bit for bit the
+    file's."""
     saved = small(kind, img_size=224, num_classes=1000)
     torch.save(saved.state_dict(), tmp_path / "model.pth")
     file = dict(file=str(tmp_path / "model.pth"))
@@ -178,7 +179,8 @@ def facebook_checkpoint(path, depth=12, dim=192, classes=1000, tokens=197):
 
 
 def test_softmax_model_is_timms_own(tmp_path):
-    """Importing deit_gka replaces neither timm's models nor its attention; Facebook's files load into them bit for bit."""
+    """Importing deit_gka replaces neither timm's models nor its attention; Facebook's files load into them bit for
+    bit."""
     state = facebook_checkpoint(tmp_path / "deit_tiny_patch16_224-a1311bcf.pth")
     file = dict(file=str(tmp_path / "deit_tiny_patch16_224-a1311bcf.pth"))
     assert timm.model_entrypoint("deit_tiny_patch16_224").__module__ == "timm.models.deit"

@@ -18,6 +18,20 @@ from tiny_images import drawn, runtime, small_recipe, union
 from tiny_vision import SIZE, encoded, photo
 from trainkit.cli import UserError
 
+CARD = """---
+dataset_info:
+  features:
+  - {{name: image, dtype: image}}
+  - name: label
+    dtype:
+      class_label:
+       names:
+{names}  splits:
+  - {{name: train, num_bytes: 1, num_examples: 40}}
+  - {{name: validation, num_bytes: 1, num_examples: 6}}
+---
+"""
+
 
 @pytest.fixture(scope="module")
 def stream(tmp_path_factory):
@@ -41,10 +55,7 @@ def stream(tmp_path_factory):
             path.parent.mkdir(exist_ok=True)
             datasets.Dataset.from_list(rows, features=features).to_parquet(path)
     names = "".join(f"        '{label}': '{label}'\n" for label in range(40))
-    (folder / "README.md").write_text(
-        "---\ndataset_info:\n  features:\n  - {name: image, dtype: image}\n  - name: label\n    dtype:\n      class_label:\n       names:\n"
-        + names + "  splits:\n  - {name: train, num_bytes: 1, num_examples: 40}\n  - {name: validation, num_bytes: 1, num_examples: 6}\n---\n"
-    )  # fmt: skip
+    (folder / "README.md").write_text(CARD.format(names=names))
     yield open_source(f"hf-stream:{folder}", "train"), open_source(f"hf-stream:{folder}", "val")
     patch.undo()
 
@@ -85,9 +96,9 @@ def test_stream_refuses_repeated_augmentation(stream):
 
 def test_evaluation_of_a_stream_sees_every_image_once(stream):
     for ranks in (1, 2):
-        labels = [label for rank in range(ranks) for batch in evaluation_batches(stream[1], eval_transform(SIZE, 1.0), runtime(rank, ranks), 4, 0)
-                  for label in batch.labels.tolist()]  # fmt: skip
-        assert sorted(labels) == list(range(6))
+        transform = eval_transform(SIZE, 1.0)
+        parts = [evaluation_batches(stream[1], transform, runtime(rank, ranks), 4, 0) for rank in range(ranks)]
+        assert sorted(label for part in parts for batch in part for label in batch.labels.tolist()) == list(range(6))
 
 
 def test_read_ahead_passes_items_and_errors_and_ends():

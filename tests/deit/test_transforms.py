@@ -69,7 +69,8 @@ def test_three_augment_depends_on_the_seed_alone(src):
 
 
 def test_three_augment_makes_one_of_three():
-    """Of an image in one colour, without jitter: grey has equal channels, solarised has its bright channel turned dark, blurred is as it was."""
+    """Of an image in one colour, without jitter: grey has equal channels, solarised has its bright channel turned
+    dark, blurred is as it was."""
     transform = train_transform(Recipe(three_augment=True, color_jitter=0, input_size=16))
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
     found = Counter()

@@ -65,18 +65,16 @@ def _forward_tile(acc, b_sum, b_max, b_q, scale, p_k, p_v, p_norm, sk_t, sv_t, n
 
 
 @triton.jit(do_not_specialize=["before", "after", "chunk"])
-def gka_forward_kernel(p_x, p_k, p_v, p_log_sigma, p_norm, p_y, p_level, p_partial, sx_b, sx_t, sx_h, sk_b, sk_t, sk_h,
-                       sv_b, sv_t, sv_h, H, Tq, Tk, before, after, chunk, eps, D: tl.constexpr, BLOCK_D: tl.constexpr,
-                       BM: tl.constexpr, BN: tl.constexpr, TAIL: tl.constexpr, NORM: tl.constexpr,
-                       OWN_KEYS: tl.constexpr, OWN_VALUES: tl.constexpr, HAS_BEFORE: tl.constexpr,
-                       HAS_AFTER: tl.constexpr, SPLIT: tl.constexpr, BOUND: tl.constexpr):  # fmt: skip
-    """Programs (row block of a head, split). p_y: (B, Tq, H, D) contiguous.
+def gka_forward_kernel(
+        p_x, p_k, p_v, p_log_sigma, p_norm, p_y, p_level, p_partial, sx_b, sx_t, sx_h, sk_b, sk_t, sk_h, sv_b, sv_t,
+        sv_h, H, Tq, Tk, before, after, chunk, eps, D: tl.constexpr, BLOCK_D: tl.constexpr, BM: tl.constexpr,
+        BN: tl.constexpr, TAIL: tl.constexpr, NORM: tl.constexpr, OWN_KEYS: tl.constexpr, OWN_VALUES: tl.constexpr,
+        HAS_BEFORE: tl.constexpr, HAS_AFTER: tl.constexpr, SPLIT: tl.constexpr, BOUND: tl.constexpr):  # fmt: skip
+    """Programs (row block of a head, split). TAIL: width of the tiles after the last whole one, <= BN.
 
-    TAIL: width of the tiles after the last whole one, <= BN.
-    p_level: (B, H, Tq) float32, the log2 of the row sum with its maximum, so that W_ij = 2^(s_ij - level_i).
-    p_norm: (B, H, Tk) float32, read if NORM_LOADED, written if NORM_COMPUTED in self-attention.
-    p_partial: with SPLIT, (splits, B, H, Tq, BLOCK_D + 2) float32: unnormalised y, row sum, maximum.
-    """
+    p_y: (B, Tq, H, D). p_level: (B, H, Tq), log2 of the row sum, so that W_ij = 2^(s_ij - level_i). p_norm: (B, H, Tk),
+    read if NORM_LOADED, written if NORM_COMPUTED in self-attention. p_partial: with SPLIT, (splits, B, H, Tq,
+    BLOCK_D + 2): unnormalised y, row sum, maximum. All are contiguous and all but p_y float32."""
     row_block, bh = program(Tq, BM)
     row_block = tl.cdiv(Tq, BM) - 1 - row_block  # causal: the long rows first
     p_k = head_of(p_k, bh, H, sk_b, sk_h)
