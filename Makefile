@@ -94,7 +94,6 @@ test-patches: $(READY) $(if $(NANOCHAT_SRC)$(wildcard vendor/nanochat),.venv/.pa
 	$(PY) -m pytest -rs -m 'upstream or not upstream' tests/patches $(ARGS)
 .venv/.patches: patches/requirements.txt | $(READY)
 	-$(PIP) -r $< && touch $@
-
 check-gpu check-images: ; @$(NAMES) $@ $(GIVEN)
 clean:  ## delete the environment, keep the outputs
 	rm -rf .venv *.egg-info .pytest_cache .ruff_cache .hypothesis
