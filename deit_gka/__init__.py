@@ -1,3 +1,7 @@
-"""GKA vision transformers on timm. Importing this package registers deit_{tiny,small,base}_{gka,vlt}_patch16_224 with timm."""
+"""GKA vision transformers on timm.
+
+Importing this package registers deit_{tiny,small,base}_{gka,vlt}[_distilled]_patch16_224 with timm, and makes patterns
+by layer such as "GGGA" names that the `attn_layer` of timm's ViTs takes.
+"""
 
 from deit_gka.model import registry as registry  # registers

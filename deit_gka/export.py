@@ -22,21 +22,22 @@ class ExportConfig:
     """Write a run's weights as one safetensors file with timm's configuration beside it."""
 
     run: Path
-    """run folder, or one checkpoint folder in it"""
+    """The run's folder, or one checkpoint folder in it."""
     out: Path
-    """folder to write to"""
+    """The folder to write to."""
     weights: Literal["ema", "model"] = "ema"
-    """the average or the raw weights"""
+    """The average or the raw weights."""
     best: bool = False
-    """the checkpoint with the best accuracy instead of the newest"""
+    """Take the checkpoint with the best accuracy instead of the newest."""
 
 
 def main(config: ExportConfig) -> None:
     found = find_checkpoint(config.run, config.best)
     file = export(found, config.weights, config.out)
-    about = found.state["model"]
-    print(f'{file}: {config.weights} weights at epoch {found.state["epoch"]:g}; timm.create_model("local-dir:{config.out}", pretrained=True) loads it'
-          f' (after import deit_gka), or create_model("{about["name"]}", checkpoint_path="{file}", num_classes={about["num_classes"]}, ...)')  # fmt: skip
+    model = found.state["model"]
+    print(f"{file}: {config.weights} weights at epoch {found.state['epoch']:g}; after import deit_gka")
+    print(f'timm.create_model("local-dir:{config.out}", pretrained=True) loads it, or')
+    print(f'create_model("{model["name"]}", checkpoint_path="{file}", num_classes={model["num_classes"]}, ...)')
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""The training recipe: every hyperparameter of the paper's vision experiments, one frozen dataclass, the paper's value as the default.
+"""The training recipe: every hyperparameter of the paper's vision experiments, with the paper's value as the default.
 
-"paper" below is section 4.1 of the paper; "DeiT" is a value the paper leaves open, taken from the DeiT recipe it follows.
+"paper" below is section 4.1 of the paper; "DeiT" is a value the paper leaves open, taken from the DeiT recipe it
+follows.
 """
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from trainkit.cli import Bounds, Probability, Seed, Share, UserError, check_bounds
+from trainkit.cli import Bounds, Probability, Seed, Share, UserError, check_bounds, flag_of
 
 Even = Annotated[int, Bounds(2)]  # images are mixed in pairs
 Rate = Annotated[float, Bounds(0, 1e30, open_least=True)]
@@ -19,116 +20,120 @@ class Recipe:
 
     # Duration and batch
     epochs: Annotated[int, Bounds(1, 10**6)] = 300
-    """passes over the training set (paper: 300)"""
+    """Passes over the training set (paper: 300)."""
     batch_size: Even = 1792
-    """images per update over all processes, accumulated where they do not fit (paper: 7 x 256)"""
+    """Images per update over all processes, accumulated where they do not fit (paper: 7 x 256)."""
     group_size: Even = 256
-    """images that share one Mixup/CutMix draw (paper: 256 per GPU); counts only while batch_size is a multiple of it"""
+    """Images that share one Mixup/CutMix draw (paper: 256 per GPU), where batch_size is a multiple of it."""
 
     # Optimiser: AdamW; biases, norms, positions, CLS token and log sigma are not decayed (paper)
     lr: Rate = 1e-3
-    """learning rate per 1024 images of batch: 1.75e-3 at 1792 (paper: 1e-3)"""
+    """Learning rate per 1024 images of batch: 1.75e-3 at 1792 (paper: 1e-3)."""
     weight_decay: Share = 0.05
-    """AdamW's, decoupled (paper: 0.05)"""
+    """Weight decay of AdamW, decoupled (paper: 0.05)."""
     opt_betas: Annotated[tuple[float, float], Bounds(0, 1, open_most=True)] = (0.9, 0.999)
-    """AdamW's averaging of gradient and square (paper: 0.9, 0.999)"""
+    """How AdamW averages gradients and their squares (paper: 0.9, 0.999)."""
     clip_grad: Annotated[float, Bounds(0)] = 1.0
-    """largest norm of the gradient; 0 = no limit (paper: 1.0)"""
+    """Largest norm of the gradient; 0 = no limit (paper: 1.0)."""
 
     # Schedule, stepped every update
     warmup_epochs: Annotated[float, Bounds(0)] = 5
-    """linear warm-up (paper: 5)"""
+    """Epochs of linear warm-up (paper: 5)."""
     warmup_lr: Rate = 1e-6
-    """where it starts (DeiT: 1e-6)"""
+    """Learning rate at the start of the warm-up (DeiT: 1e-6)."""
     min_lr: Rate = 1e-6
-    """end of the cosine (paper: 1e-6; DeiT 1e-5)"""
+    """Learning rate at the end of the cosine (paper: 1e-6; DeiT 1e-5)."""
 
     # Augmentation
     input_size: Annotated[int, Bounds(1, 8192)] = 224
-    """pixels a side (paper: 224)"""
+    """Pixels a side (paper: 224)."""
     scale: Annotated[tuple[float, float], Bounds(0, 1, open_least=True)] = (0.08, 1.0)
-    """area of the random resized crop (paper: 0.08, 1)"""
+    """Area of the random resized crop (paper: 0.08, 1)."""
     ratio: Annotated[tuple[float, float], Bounds(0, open_least=True)] = (3 / 4, 4 / 3)
-    """its aspect ratio (DeiT: 3/4, 4/3)"""
+    """Aspect ratio of the crop (DeiT: 3/4, 4/3)."""
     hflip: Probability = 0.5
-    """probability of a horizontal flip (paper: flip; DeiT 0.5)"""
+    """Probability of a horizontal flip (paper: flip; DeiT 0.5)."""
     aa: str = "rand-m9-mstd0.5-inc1"
-    """RandAugment, n=2 (timm's default), m=9; empty = none (paper: n=2, m=9; DeiT: mstd 0.5, increasing)"""
+    """RandAugment, n=2 (timm's default), m=9; empty = none (paper: n=2, m=9; DeiT: mstd 0.5, increasing)."""
     reprob: Probability = 0.25
-    """probability of random erasing, with noise (paper: 0.25; DeiT: pixel mode)"""
+    """Probability of random erasing, with noise (paper: 0.25; DeiT: pixel mode)."""
     repeated_aug: Annotated[int, Bounds(1, 100)] = 3
-    """augmented copies of an image in an epoch's draw; an epoch then sees a third of the images (paper: 3)"""
+    """Augmented copies of an image in an epoch's draw; an epoch then sees a third of the images (paper: 3)."""
     mixup: Strength = 0.8
-    """Mixup alpha; 0 = off (paper: 0.8)"""
+    """Mixup alpha; 0 = off (paper: 0.8)."""
     cutmix: Strength = 1.0
-    """CutMix alpha; 0 = off (paper: 1.0)"""
+    """CutMix alpha; 0 = off (paper: 1.0)."""
     smoothing: Share = 0.1
-    """label smoothing (paper: 0.1)"""
+    """Label smoothing (paper: 0.1)."""
 
     # DeiT III's augmentation and loss, off in the paper
     three_augment: bool = False
-    """grey, solarised or blurred, one of them for every image, in place of --aa and --reprob (paper: no; DeiT III: yes)"""
+    """Make every image grey, solarised or blurred, in place of --aa and --reprob (paper: no; DeiT III: yes)."""
     src: bool = False
-    """with it: a simple random crop, not a resized one (paper: no; DeiT III: for ImageNet-21k and fine-tuning)"""
+    """With --three-augment: a simple random crop, not a resized one (paper: no; DeiT III: for ImageNet-21k and
+    fine-tuning)."""
     color_jitter: Annotated[float, Bounds(0)] = 0.3
-    """with it: brightness, contrast and saturation change by up to this; 0 = none (DeiT: 0.3; timm's --aa leaves no room for it)"""
+    """With --three-augment: brightness, contrast and saturation change by up to this; 0 = none (DeiT: 0.3; timm's --aa
+    leaves no room for it)."""
     bce_loss: bool = False
-    """binary cross entropy, every class of a mixed image a 1; needs --smoothing 0 (paper: no; DeiT III: yes)"""
+    """Use binary cross entropy, with a 1 for every class of a mixed image; needs --smoothing 0 (paper: no; DeiT
+    III: yes)."""
 
     # Distillation, none in the paper
     distillation_type: Literal["none", "soft", "hard"] = "none"
-    """a teacher's answers for the distillation token; hard: its choice, soft: its probabilities (paper: none; DeiT: hard is best)"""
+    """What the distillation token learns of a teacher; hard: its choice, soft: its probabilities (paper: none; DeiT:
+    hard is best)."""
     teacher_model: str = "regnety_160.deit_in1k"
-    """any timm name, or a run or exported folder; it sees images normalised, and if it has one size only resized, as its own (DeiT: this RegNetY)"""
+    """Any timm name, or the folder of a run or export (DeiT: this RegNetY). It sees images normalised as its own were,
+    and resized if it takes one size only."""
     teacher_path: str = ""
-    """file with its weights; empty = timm's for the name (DeiT: needed)"""
+    """File with the teacher's weights; empty = timm's for the name (DeiT: needed)."""
     distillation_alpha: Probability = 0.5
-    """share of the teacher's loss (DeiT: 0.5)"""
+    """Share of the teacher's loss (DeiT: 0.5)."""
     distillation_tau: Annotated[float, Bounds(0, open_least=True)] = 1.0
-    """temperature of soft distillation (DeiT: 1.0)"""
+    """Temperature of soft distillation (DeiT: 1.0)."""
 
     # Model
     drop_path: Annotated[float, Bounds(0, 1, open_most=True, other=(-1, "the paper's"))] = -1.0
-    """stochastic depth of the last block; -1 = by size, 0 for models that are not DeiT or ViT (paper: 0.1 for Ti and S, 0.2 for B)"""
+    """Stochastic depth of the last block; -1 = by size, 0 for models that are not DeiT or ViT (paper: 0.1 for Ti
+    and S, 0.2 for B)."""
 
     # Weights that are reported
     model_ema_decay: Share = 0.99996
-    """per update (paper: 0.99996, and EMA top-1; its DeiT figures are those DeiT published, without EMA); 0 = no average"""
+    """Decay of the weight average per update; 0 = no average (paper: 0.99996, and EMA top-1; its DeiT figures are those
+    that DeiT published, without EMA)."""
     model_ema_warmup: bool = True
-    """a plain running mean until 1/(1-decay) updates; the same after 300 epochs, and without it short runs report their random start"""
+    """Average plainly until 1/(1-decay) updates: the same after 300 epochs, and without it short runs report their
+    random start."""
 
     # Evaluation and arithmetic
     crop_pct: Annotated[float, Bounds(0, 1, open_least=True)] = 0.875
-    """evaluation resizes to input_size/crop_pct, bicubic, and crops the centre (DeiT: 256 -> 224)"""
+    """Evaluation resizes to input_size/crop_pct, bicubic, and crops the centre (DeiT: 256 -> 224)."""
     amp: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """autocast type; auto = bfloat16 on CUDA, float32 on CPU (paper: BF16)"""
+    """Autocast type; auto = bfloat16 on CUDA, float32 on CPU (paper: BF16)."""
     seed: Seed = 0
-    """of weights, order and augmentation (DeiT: 0)"""
+    """Seed of weights, order and augmentation (DeiT: 0)."""
 
     def check(self) -> None:
         """Raises UserError for values that make no sense."""
         check_bounds(self)
         for name in ("batch_size", "group_size"):
             if getattr(self, name) % 2:
-                raise UserError(
-                    f"--{name.replace('_', '-')} must be even: images are mixed in pairs; got {getattr(self, name)}"
-                )
+                raise UserError(f"{flag_of(name)} must be even: images are mixed in pairs; got {getattr(self, name)}")
         for name in ("scale", "ratio"):
             if getattr(self, name)[0] > getattr(self, name)[1]:
                 raise UserError(f"--{name} must be two rising values; got {getattr(self, name)}")
         if self.bce_loss and self.smoothing:
-            raise UserError(
-                f"--bce-loss counts every class with a target above 0, and smoothing puts all of them there: pass --smoothing 0; got {self.smoothing}"
-            )
+            reason = "--bce-loss counts every class with a target above 0, and smoothing puts all of them there"
+            raise UserError(f"{reason}: pass --smoothing 0; got {self.smoothing}")
         if self.src and not self.three_augment:
             raise UserError("--src is the crop of --three-augment; give both or neither")
         if not self.warmup_epochs <= self.epochs:
             raise UserError(f"--warmup-epochs must be at most --epochs {self.epochs}; got {self.warmup_epochs}")
         for name in ("min_lr", "warmup_lr"):
             if getattr(self, name) > self.scaled_lr:
-                flag = name.replace("_", "-")
-                raise UserError(f"--{flag} must be at most the peak learning rate, --lr x --batch-size / 1024 = {self.scaled_lr:.3g}; "
-                                f"got {getattr(self, name)}")  # fmt: skip
+                peak = f"the peak learning rate, --lr x --batch-size / 1024 = {self.scaled_lr:.3g}"
+                raise UserError(f"{flag_of(name)} must be at most {peak}; got {getattr(self, name)}")
 
     @property
     def scaled_lr(self) -> float:

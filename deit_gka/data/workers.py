@@ -1,4 +1,4 @@
-"""The processes that make batches, in training and in evaluation: how many, where they come from, and what becomes of one that dies or is silent."""
+"""The processes that make batches, in training and in evaluation: how many, how they start, and how they end."""
 
 import os
 import threading
@@ -9,7 +9,8 @@ from typing import Annotated
 import torch
 from torch.utils.data import DataLoader
 
-from deit_gka.data.loader import UNIT, Batch, Images, Key, join
+from deit_gka.data.images import Batch, Images, join
+from deit_gka.data.order import UNIT, Key
 from deit_gka.data.sources import Source, Stream
 from trainkit import workers
 from trainkit.cli import Bounds, UserError, command_line
@@ -17,75 +18,77 @@ from trainkit.distributed import Runtime, keep_freed_memory
 
 MAX_WORKERS = 16
 WorkerCount = Annotated[int, Bounds(0, 1024, other=(-1, "automatic"))]  # of a flag
-# Seconds without a batch. A unit takes seconds, a network disk that stalls may come back after minutes; other
-# processes would wait for an hour.
-PATIENCE = 600.0
-GLANCE = 5.0  # seconds after which to see whether the workers live
+# A unit takes seconds, and a network disk that stalls may come back after minutes; other processes wait for an hour.
+BATCH_TIMEOUT = 600.0  # seconds
+CHECK_INTERVAL = 5.0  # seconds without a batch after which to see whether the workers live
 
 
-class Loaded(Iterator[Batch]):
+class BatchLoader(Iterator[Batch]):
     """The batches of `loader`, in order. Its workers start here and end with `end`."""
 
-    def __init__(self, loader: DataLoader, patience: float):
-        self._loader, self._patience = iter(loader), patience
+    def __init__(self, loader: DataLoader, timeout: float):
+        self._loader, self._timeout = iter(loader), timeout
         self._workers = getattr(self._loader, "_workers", [])
-        self._glances = round(patience / loader.timeout) if loader.timeout else 1
+        self._checks = round(timeout / loader.timeout) if loader.timeout else 1
 
     def __next__(self) -> Batch:
-        """Raises UserError if the workers are silent, or dead."""
-        for _ in range(self._glances):  # counted, not timed: a machine may have slept
+        """Raises UserError if the workers have sent nothing for too long, or one has died."""
+        for _ in range(self._checks):  # counted, not timed: a machine may have slept
             try:
                 return next(self._loader)
             except (RuntimeError, ConnectionError, EOFError) as error:
                 if not str(error).startswith("DataLoader timed out"):
-                    if not (self._workers and wait([worker.sentinel for worker in self._workers], GLANCE)):
+                    # A worker that dies shows as any of these errors, perhaps before the server reports it.
+                    died = self._workers and wait([worker.sentinel for worker in self._workers], CHECK_INTERVAL)
+                    if not died:
                         raise
-                    break  # one died, which shows as any of these errors, perhaps before the server reports it
+                    break
         # Not within `except`: the traceback would keep the workers' semaphores, and the process's end would complain.
-        raise UserError(f"{self._trouble()}; continue with: {command_line()}")
+        raise UserError(f"{self._failure()}; continue with: {command_line()}")
 
-    def _trouble(self) -> str:
+    def _failure(self) -> str:
         codes = [worker.exitcode for worker in self._workers if worker.exitcode is not None]
         _kill(self._workers)
         if not codes:
-            minutes = f"{self._patience / 60:.3g} minutes"
+            minutes = f"{self._timeout / 60:.3g} minutes"
             return f"no loading worker has sent images for {minutes}; does the disk that they are on still answer?"
         ended = f"signal {-codes[0]}" if codes[0] < 0 else f"exit code {codes[0]}"
         reasons = "out of memory, or of shared memory in /dev/shm?"
         return f"a loading worker ended with {ended} ({reasons}); it may help to lower --num-workers"
 
     def end(self) -> None:
-        """Shut the workers down now, whoever still refers to them (a traceback may), and kill those that do not hear."""
-        shutdown, late = (
-            getattr(self._loader, "_shutdown_workers", None),
-            threading.Timer(GLANCE, _kill, [self._workers]),
-        )
+        """Shut the workers down now, whoever still refers to them, as a traceback may; kill those that do not react."""
+        shutdown = getattr(self._loader, "_shutdown_workers", None)
+        killer = threading.Timer(CHECK_INTERVAL, _kill, [self._workers])
         self._loader, self._workers = iter(()), []
         if shutdown is not None:
-            late.start()
+            killer.start()
             shutdown()
-            late.cancel()
+            killer.cancel()
 
 
 def _kill(processes: list) -> None:
-    """End what hears nothing else, as a worker that waits for a disk: the process's own end would wait for it."""
+    """End workers that react to nothing else, as one that waits for a disk: at its end this process would wait too."""
     for process in processes:
         if process.is_alive():
             process.kill()
 
 
 def worker_context(data: str = ""):
-    """Where the workers come from that load `data`. Call it early: the first call starts importing what they need."""
+    """The multiprocessing context of workers that load `data`.
+
+    Call it early: the first call starts importing what they need.
+    """
     return workers.context("deit_gka", *(["datasets"] if data.startswith("hf:") else []))
 
 
-def batches(images: Images, keys: Iterable[list[Key]], num_workers: int, device: torch.device) -> Loaded:
+def batches(images: Images, keys: Iterable[list[Key]], num_workers: int, device: torch.device) -> BatchLoader:
     """Run `images` over `keys` in worker processes (0: in this one); batches come in order."""
-    how = dict(batch_sampler=keys, collate_fn=_whole, pin_memory=device.type == "cuda")
+    options = dict(batch_sampler=keys, collate_fn=_as_it_is, pin_memory=device.type == "cuda")
     if num_workers:
-        how |= dict(num_workers=num_workers, prefetch_factor=2, worker_init_fn=_start_worker)
-        how |= dict(multiprocessing_context=worker_context(), timeout=min(PATIENCE, GLANCE))
-    return Loaded(DataLoader(images, **how), PATIENCE)
+        options |= dict(num_workers=num_workers, prefetch_factor=2, worker_init_fn=_start_worker)
+        options |= dict(multiprocessing_context=worker_context(), timeout=min(BATCH_TIMEOUT, CHECK_INTERVAL))
+    return BatchLoader(DataLoader(images, **options), BATCH_TIMEOUT)
 
 
 def evaluation_batches(
@@ -97,11 +100,11 @@ def evaluation_batches(
     else:
         items = range(runtime.rank, len(source), runtime.world_size)
     count = -(-batch_size // UNIT)
-    units = _groups_of(items, batch_size // count)
-    loaded = batches(Images(source, transform, training=False), units, num_workers, runtime.device)
+    keys = _groups_of(items, batch_size // count)
+    loader = batches(Images(source, transform, training=False), keys, num_workers, runtime.device)
     try:
         parts: list[Batch] = []
-        for unit in loaded:
+        for unit in loader:
             parts.append(unit)
             if len(parts) == count:
                 yield join(parts)
@@ -109,7 +112,7 @@ def evaluation_batches(
         if parts:
             yield join(parts)
     finally:
-        loaded.end()
+        loader.end()
 
 
 def _groups_of(items: Iterable, size: int) -> Iterator[list[Key]]:
@@ -128,12 +131,13 @@ def default_workers() -> int:
     return max(1, min(MAX_WORKERS, workers.cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
-def _whole(batch: Batch) -> Batch:
+def _as_it_is(batch: Batch) -> Batch:
     return batch
 
 
 def _start_worker(number: int) -> None:
-    # Signals reach the whole process group, and the trainer still wants batches to finish its update and save; it ends its workers itself.
+    # Signals reach the whole process group, and the trainer still wants batches to finish its update and save; it ends
+    # its workers itself.
     signals: list[int] = []
 
     def on_sigterm(*_):

@@ -1,1 +1,2 @@
-"""The paper's figures of vision models."""
+"""The paper's figures of vision models: a file for every family, which takes models and images and writes one
+picture."""

@@ -1,44 +1,64 @@
-"""Gaussian kernel attention and value-less attention (VLT) for timm's `attn_layer`. Adding a kind is a class and a line in ATTENTION.
+"""Attention for timm's vision transformers: Gaussian kernel attention, value-less attention (VLT), and a kind by layer.
 
-timm builds the class as cls(dim, num_heads=..., qkv_bias=..., ...) and calls it as attn(x, attn_mask=..., is_causal=...).
+timm builds a layer as cls(dim, num_heads=..., qkv_bias=..., ...) and calls it as attn(x, attn_mask=..., is_causal=...).
+A class here names its row of gka/kinds.py; timm names, accounting and evaluation follow from the two.
 Legend: B batch, N tokens, H heads, D head_dim, C = H * D.
 """
 
 import functools
+from typing import ClassVar
 
 import torch
-from timm.layers import maybe_add_mask, resolve_self_attn_mask, use_fused_attn
+from timm.layers import Attention, DiffAttention, maybe_add_mask, resolve_self_attn_mask, use_fused_attn
 from timm.models import VisionTransformer
 from torch import nn
 
 from gka import (
+    KINDS,
     GaussianKernelAttention,
     dot_product_attention,
     gaussian_attention,
     initial_log_sigma,
+    layer_kinds,
     log_kernel,
     without_autocast,
 )
 
+# The class of every kind; those below add theirs.
+ATTENTION: dict[str, type[nn.Module]] = {"softmax": Attention}
+
 
 class TimmAttention(nn.Module):
-    """What both kinds share: the call, dropout, and the explicit path that builds W for hooks, masks and attention dropout.
+    """What our kinds share: the call, dropout, and the explicit path that builds W for hooks, masks and attention
+    dropout.
 
-    A subclass gives `mix` (fused: the heads' outputs, (B, N, H, D)), `weights` (W, (B, H, N, N)) and `values` ((B, N, H, D)), and has a `proj`.
-    Like timm's own attention it builds W when `timm.layers.set_fused_attn(False)` was called before the model was built; W then passes
-    through `attn_drop`, where timm's AttentionExtract finds it.
+    A subclass gives `mix` (fused: the heads' outputs, (B, N, H, D)), `weights` (W, (B, H, N, N)) and `values`
+    ((B, N, H, D)), and has a `proj`. Like timm's own attention it builds W when `timm.layers.set_fused_attn(False)`
+    was called before the model was built; W then passes through `attn_drop`, where timm's AttentionExtract finds it.
     """
 
+    kind: ClassVar[str]
+    SETTINGS: ClassVar[tuple[str, ...]] = ()  # arguments of __init__ for which timm's call has no room
     num_heads: int
 
-    def _init_dropout(self, attn_drop: float, proj_drop: float, qk_norm: bool, scale_norm: bool) -> None:
+    def __init_subclass__(cls, kind: str = "", **kwargs):
+        super().__init_subclass__(**kwargs)
+        if kind:
+            cls.kind = KINDS[kind].name
+            ATTENTION[kind] = cls
+
+    def _init_shared(self, attn_drop=0.0, proj_drop=0.0, qk_norm=False, scale_norm=False, **unused) -> None:
+        """Take what a layer of any kind does with the rest of timm's arguments."""
         if qk_norm or scale_norm:
             raise ValueError(f"{type(self).__name__} has no qk_norm or scale_norm: leave both False")
         self.fused_attn = use_fused_attn()
         self.attn_drop, self.proj_drop = nn.Dropout(attn_drop), nn.Dropout(proj_drop)
 
     def forward(self, x: torch.Tensor, attn_mask: torch.Tensor | None = None, is_causal: bool = False) -> torch.Tensor:
-        """x: the normalised tokens, (B, N, C). attn_mask: bool (True = may look) or added to the logits, broadcast to (B, H, N, N)."""
+        """Mix the tokens x, (B, N, C), which are normalised, and project: (B, N, C).
+
+        attn_mask: bool (True = may look) or added to the logits, broadcast to (B, H, N, N).
+        """
         heads = x.unflatten(-1, (self.num_heads, -1))
         if self.fused_attn and attn_mask is None and not (self.training and self.attn_drop.p):
             y = self.mix(x, heads, is_causal)
@@ -49,21 +69,28 @@ class TimmAttention(nn.Module):
         return self.proj_drop(self.proj(y.flatten(2)))
 
 
-class GKA(TimmAttention, GaussianKernelAttention):
-    """Paper section 3: no W_Q, W_K, W_V; one bandwidth per head and W_O are learned. State: log_sigma (H,) float32, proj.
+class GKA(TimmAttention, GaussianKernelAttention, kind="gka"):
+    """Paper section 3: no W_Q, W_K, W_V; a bandwidth per head and W_O are learned. State: log_sigma (H,) float32, proj.
 
-    Class attributes are the settings timm's constructor call has no room for; `with_settings` makes a subclass with others.
+    sigma_squared: start of every head's sigma^2; None = sqrt(D).
+    impl: as in `gaussian_attention`; "sdpa" can be exported without an operator of ours.
     """
 
-    sigma_squared_start: float | None = None  # None: sqrt(D)
-    operator: str = "auto"  # the `impl` of gaussian_attention; "sdpa" exports without an operator of ours
+    SETTINGS = ("sigma_squared", "impl")
 
-    def __init__(self, dim: int, num_heads: int = 8, qkv_bias: bool = False, qk_norm: bool = False, scale_norm: bool = False,
-                 proj_bias: bool = True, attn_drop: float = 0.0, proj_drop: float = 0.0, norm_layer=None, device=None, dtype=None, **later):  # fmt: skip
-        GaussianKernelAttention.__init__(
-            self, dim, num_heads, bias=proj_bias, sigma_squared=self.sigma_squared_start, impl=self.operator
-        )
-        self._init_dropout(attn_drop, proj_drop, qk_norm, scale_norm)
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        proj_bias: bool = True,
+        sigma_squared: float | None = None,
+        impl: str = "auto",
+        device=None,
+        dtype=None,
+        **shared,
+    ):
+        GaussianKernelAttention.__init__(self, dim, num_heads, bias=proj_bias, sigma_squared=sigma_squared, impl=impl)
+        self._init_shared(**shared)
         self.to(device=device)
         self.proj.to(dtype=dtype)
 
@@ -89,25 +116,34 @@ class GKA(TimmAttention, GaussianKernelAttention):
         return maybe_add_mask(logits, resolve_self_attn_mask(x.shape[1], logits, attn_mask, is_causal)).softmax(dim=-1)
 
 
-class VLT(TimmAttention):
-    """Value-less transformer (paper section 4.4): W_Q and W_K are learned, the values are the features themselves. State: qk, value_bias, proj.
+class VLT(TimmAttention, kind="vlt"):
+    """Value-less transformer (paper section 4.4): W_Q and W_K are learned, the values are the features themselves.
 
-    value_bias adds the bias that W_V had. It changes nothing a W_O bias cannot (rows of W sum to 1), but only with it does VLT-Ti have the
-    paper's 5.28M parameters.
+    State: qk, value_bias, proj. value_bias keeps the bias that W_V had. It changes nothing that a bias of W_O cannot
+    (rows of W sum to 1), but only with it does VLT-Ti have the paper's 5.28M parameters.
     """
 
-    keep_value_bias: bool = True
+    SETTINGS = ("value_bias",)
 
-    def __init__(self, dim: int, num_heads: int = 8, qkv_bias: bool = False, qk_norm: bool = False, scale_norm: bool = False,
-                 proj_bias: bool = True, attn_drop: float = 0.0, proj_drop: float = 0.0, norm_layer=None, device=None, dtype=None, **later):  # fmt: skip
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        qkv_bias: bool = False,
+        proj_bias: bool = True,
+        value_bias: bool = True,
+        device=None,
+        dtype=None,
+        **shared,
+    ):
         super().__init__()
         if num_heads < 1 or dim % num_heads:
             raise ValueError(f"num_heads must divide dim, got dim={dim} and num_heads={num_heads}")
         placed = dict(device=device, dtype=dtype)
         self.num_heads = num_heads
         self.qk = nn.Linear(dim, 2 * dim, bias=qkv_bias, **placed)
-        self.value_bias = nn.Parameter(torch.zeros(dim, **placed)) if qkv_bias and self.keep_value_bias else None
-        self._init_dropout(attn_drop, proj_drop, qk_norm, scale_norm)
+        self.value_bias = nn.Parameter(torch.zeros(dim, **placed)) if qkv_bias and value_bias else None
+        self._init_shared(**shared)
         self.proj = nn.Linear(dim, dim, bias=proj_bias, **placed)
 
     def init_weights(self) -> None:
@@ -136,30 +172,68 @@ class VLT(TimmAttention):
         return maybe_add_mask(logits, resolve_self_attn_mask(x.shape[1], logits, attn_mask, is_causal)).softmax(dim=-1)
 
 
+def kind_of(layer: nn.Module) -> str:
+    """The kind of a built attention layer, ours or timm's."""
+    return getattr(layer, "kind", "softmax")
+
+
 def operators_of(model: nn.Module) -> list[str]:
-    """Which implementations of the operator train this timm model's GKA layers where they are, without repetition."""
+    """Which implementations of the operator train this model's GKA layers where they are, without repetition."""
     tokens = model.patch_embed.num_patches + model.num_prefix_tokens if isinstance(model, VisionTransformer) else 1
     return sorted({layer.chosen_impl(tokens) for layer in model.modules() if isinstance(layer, GKA)})
 
 
-ATTENTION = {"gka": GKA, "vlt": VLT}
+def with_settings(kind: str, **settings) -> type[nn.Module]:
+    """The class of `kind` with arguments of its SETTINGS filled in: timm takes a class, but not a partial or a
+    function.
 
-
-def with_settings(kind: str, **settings) -> type[TimmAttention]:
-    """The class of `kind` with other class attributes; timm takes a class, but neither a partial nor a function. Its layers can be pickled."""
+    Its layers can be pickled.
+    """
     return _class_with(kind, tuple(sorted(settings.items()))) if settings else ATTENTION[kind]
 
 
 @functools.cache
 def _class_with(kind: str, settings: tuple) -> type[TimmAttention]:
     base = ATTENTION[kind]
-    return type(
-        base.__name__,
-        (base,),
-        {**dict(settings), "__reduce__": lambda layer: (_empty_layer, (kind, settings), layer.__dict__)},
-    )
+    methods = {
+        "__init__": functools.partialmethod(base.__init__, **dict(settings)),
+        "__reduce__": lambda layer: (_empty_layer, (kind, settings), layer.__dict__),
+    }
+    return type(base.__name__, (base,), methods)
 
 
 def _empty_layer(kind: str, settings: tuple) -> TimmAttention:
     cls = _class_with(kind, settings)
     return cls.__new__(cls)
+
+
+def attention_by_layer(pattern: str, **settings) -> type[nn.Module]:
+    """What timm's `attn_layer` takes for a kind's name or a pattern by layer, such as GGGA (`gka.layer_kinds`).
+
+    settings: arguments of the kinds' SETTINGS; every kind takes its own. Raises ValueError for another pattern, and
+    for a setting that no kind in it has.
+    """
+    kinds = set(layer_kinds(pattern, len(pattern)))
+    own = {kind: {name: settings[name] for name in settings_of(kind) if name in settings} for kind in kinds}
+    for name in settings:
+        if not any(name in chosen for chosen in own.values()):
+            raise ValueError(f"{name} is not a setting of {' or '.join(sorted(kinds))} attention")
+    classes = {kind: with_settings(kind, **chosen) for kind, chosen in own.items()}
+
+    def layer(cls, dim: int, *, depth: int, **kwargs) -> nn.Module:
+        return classes[layer_kinds(pattern, depth + 1)[depth]](dim, **kwargs)
+
+    # To subclasses of DiffAttention alone does timm pass the layer's number; what __new__ returns is not one.
+    return type("AttentionByLayer", (DiffAttention,), {"__new__": layer})
+
+
+def settings_of(kind: str) -> tuple[str, ...]:
+    """Names of the settings of a kind; timm's own attention has none."""
+    return getattr(ATTENTION[kind], "SETTINGS", ())
+
+
+class AttentionNames(dict):
+    """timm's table of attention layers by name, with patterns by layer among the names."""
+
+    def get(self, name: str, default=None) -> type[nn.Module]:
+        return self[name] if name in self else attention_by_layer(name)

@@ -1,4 +1,4 @@
-"""Models: built by timm's name, written into and read from checkpoints, exported for timm."""
+"""Models: built by their timm name, read from checkpoints, exported for timm."""
 
 import contextlib
 import difflib
@@ -11,12 +11,13 @@ import timm
 import torch
 from torch import nn
 
-import deit_gka.model.registry  # noqa: F401 (registers)
 from deit_gka.data.sources import Source, Stream, open_source
+from deit_gka.model.registry import takes_attention
 from deit_gka.recipe import Recipe
+from gka import layer_kinds
 from trainkit import checkpoint
 from trainkit.checkpoint import Checkpoint
-from trainkit.cli import Bounds, UserError
+from trainkit.cli import Bounds, UserError, reason_of
 
 WEIGHTS = ("ema", "model")
 # Of the arguments that most timm models share; timm refuses the others itself.
@@ -24,14 +25,20 @@ ARGUMENT_BOUNDS = {
     "depth": Bounds(1, 1000),
     **dict.fromkeys(("embed_dim", "num_heads", "patch_size", "img_size", "num_classes"), Bounds(1)),
     **dict.fromkeys(("mlp_ratio", "sigma_squared"), Bounds(0, open_least=True)),
-    **dict.fromkeys(("drop_rate", "drop_path_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate", "attn_drop_rate"),
-                    Bounds(0, 1, open_most=True)),
-}  # fmt: skip
+    **dict.fromkeys(
+        ("drop_rate", "drop_path_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate", "attn_drop_rate"),
+        Bounds(0, 1, open_most=True),
+    ),
+}
 OWN_FLAGS = {"name": "--model", "pretrained": "--pretrained of evaluate", "input_size": "--input-size"}
 
 
 def parse_kwargs(words: Iterable[str]) -> dict[str, Any]:
-    """["depth=4", "sigma_squared=1.0", "attn_layer=gka"] as a dictionary: JSON values where they are JSON, else text. UserError for others."""
+    """["depth=4", "sigma_squared=1.0", "attention=GGGA"] as a dictionary: values that are JSON are read so, others are
+    text.
+
+    Raises UserError for words of another form, and for names and values that cannot be.
+    """
     kwargs = {}
     for word in words:
         key, separator, value = word.partition("=")
@@ -55,31 +62,41 @@ def check_name(name: str) -> None:
         raise UserError(f"timm has no model {name!r}" + (f"; did you mean {' or '.join(near)}?" if near else ""))
 
 
+def check_attention(pattern: str) -> None:
+    """Raises UserError unless --attention is a kind's name or a pattern by layer."""
+    try:
+        layer_kinds(pattern, num_layers=1)
+    except ValueError as error:
+        raise UserError(f"--{error}") from None
+
+
 def build(
     name: str, num_classes: int | None = None, input_size: int | None = None, pretrained: bool = False, **kwargs
 ) -> nn.Module:
-    """timm.create_model with mistakes as one line. None leaves timm's own number of classes or image size. Raises UserError."""
+    """timm.create_model, which raises UserError for mistakes. None leaves timm's own number of classes or image size.
+
+    attention: a kind's name or a pattern by layer such as GGGA, for our models and every ViT of timm's.
+    """
     check_name(name)
     config = timm.get_pretrained_cfg(name)
-    if (
-        input_size is not None
-        and config is not None
-        and config.fixed_input_size
-        and config.input_size[-1] != input_size
-    ):
+    resized = input_size is not None and config is not None and config.input_size[-1] != input_size
+    if resized and config.fixed_input_size:
         kwargs.setdefault("img_size", input_size)
     if num_classes is not None:
         kwargs["num_classes"] = num_classes
+    if "attention" in kwargs and not takes_attention(name):
+        kwargs["attn_layer"] = kwargs.pop("attention")
     try:
         model = timm.create_model(name, pretrained=pretrained, **kwargs)
     except (TypeError, ValueError, AssertionError, RuntimeError) as error:
-        raise UserError(f"timm cannot build {name}: {str(error).splitlines()[0] if str(error) else error!r}") from None
+        raise UserError(f"timm cannot build {name}: {reason_of(error)}") from None
     check_patches(model, input_size or kwargs.get("img_size"))
     return model
 
 
 def check_patches(model: nn.Module, size: int | list[int] | None) -> None:
-    """Raises UserError if patches do not cover the image: the convolution that cuts them would leave pixels out without a word."""
+    """Raises UserError if patches do not cover the image: the convolution that cuts them would silently leave
+    pixels out."""
     patch = getattr(getattr(model, "patch_embed", None), "patch_size", None)
     sizes = size if isinstance(size, list) else [size, size]
     if size and isinstance(patch, tuple) and any(side % part for side, part in zip(sizes, patch)):
@@ -87,21 +104,28 @@ def check_patches(model: nn.Module, size: int | list[int] | None) -> None:
 
 
 def timm_weights(name: str, flag: str) -> nn.Module:
-    """A model with the weights timm has for its name. Raises UserError, naming `flag`, if there are none or they cannot be fetched."""
+    """A model with the weights that timm has for its name.
+
+    Raises UserError, naming `flag`, if there are none or they cannot be fetched.
+    """
     try:
         return timm.create_model(name, pretrained=True)
     except Exception as error:  # the hub's, its transport's, timm's for a model without weights
-        raise UserError(f"{flag} {name}: timm has no weights of it here ({type(error).__name__}: {' '.join(str(error).split())[:160]}); "
-                        "it fetches them over the network: give a file instead") from None  # fmt: skip
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+        todo = "it fetches them over the network: give a file instead"
+        raise UserError(f"{flag} {name}: timm has no weights of it here ({reason}); {todo}") from None
 
 
 def describe(name: str, num_classes: int, recipe: Recipe, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What a checkpoint needs to say about its model, so that `load_run` builds it again."""
+    """What a checkpoint says about its model, so that `load_run` builds it again."""
     return {"name": name, "num_classes": num_classes, "input_size": recipe.input_size, "kwargs": kwargs}
 
 
 def find_checkpoint(path: Path, best: bool = False) -> Checkpoint:
-    """A checkpoint folder itself, or the newest intact one of a run folder (best: the one with the best accuracy). UserError if there is none."""
+    """A checkpoint folder itself, or the newest intact one of a run's folder; best: the one with the best accuracy.
+
+    Raises UserError if there is none.
+    """
     path = Path(path)
     if (path / "manifest.json").exists():
         return _of_vision(checkpoint.load(path))
@@ -120,12 +144,13 @@ def _of_vision(found: Checkpoint) -> Checkpoint:
 def trained_on(state: dict[str, Any]) -> str:
     """Which images the run of a checkpoint needs, in words; older runs did not write down where they were."""
     images, classes = state["data"], len(state["classes"])
-    counts = f"{images['training images']:,} training and {images['validation images']:,} validation images in {classes:,} classes"
+    training, validation = images["training images"], images["validation images"]
+    counts = f"{training:,} training and {validation:,} validation images in {classes:,} classes"
     return f"{state['trained_on']} ({counts})" if "trained_on" in state else counts
 
 
 def open_data(data: str, split: str, run: Path | None) -> Source | Stream:
-    """`open_source`; where that fails, the message says which images the run in the folder `run` was trained on. Raises UserError."""
+    """`open_source`, whose UserError then says which images the run in the folder `run` was trained on."""
     try:
         return open_source(data, split)
     except UserError as error:
@@ -136,11 +161,11 @@ def open_data(data: str, split: str, run: Path | None) -> Source | Stream:
 
 
 def load_run(found: Checkpoint, weights: str, device: torch.device | str) -> nn.Module:
-    """The model of one of our checkpoints; weights: "ema" or "model" (the raw ones). Raises UserError if they are not in it."""
+    """The model of one of our checkpoints; weights: "ema" or "model" (the raw ones). Raises UserError if it lacks
+    them."""
     if not (found.path / f"{weights}.safetensors").exists():
-        raise UserError(
-            f"{found.path} has no {weights} weights; choose --weights {' or '.join(w for w in WEIGHTS if w != weights)}"
-        )
+        others = " or ".join(other for other in WEIGHTS if other != weights)
+        raise UserError(f"{found.path} has no {weights} weights; choose --weights {others}")
     about = found.state["model"]
     model = build(about["name"], about["num_classes"], about["input_size"], **about["kwargs"])
     model.load_state_dict(found.tensors(weights))
@@ -148,7 +173,10 @@ def load_run(found: Checkpoint, weights: str, device: torch.device | str) -> nn.
 
 
 def load_file(path: Path, model: nn.Module) -> nn.Module:
-    """Weights from a file into `model`: .safetensors, or .pth such as DeiT's own, read without unpickling. Raises UserError if they do not fit."""
+    """Weights from a file into `model`: .safetensors, or .pth such as DeiT's own, which runs no code of the file.
+
+    Raises UserError if they do not fit.
+    """
     try:
         timm.models.load_checkpoint(model, str(path), use_ema=True, weights_only=True)
     except FileNotFoundError:
@@ -159,7 +187,10 @@ def load_file(path: Path, model: nn.Module) -> nn.Module:
 
 
 def export(found: Checkpoint, weights: str, folder: Path) -> Path:
-    """Write model.safetensors and config.json for timm: create_model(NAME, checkpoint_path=FILE), or create_model("local-dir:FOLDER", pretrained=True)."""
+    """Write model.safetensors and config.json, and return the path of the former.
+
+    timm loads them by create_model("local-dir:FOLDER", pretrained=True) or create_model(NAME, checkpoint_path=FILE).
+    """
     model = load_run(found, weights, "cpu")
     recipe, classes = found.state["train_config"], found.state["classes"]
     data_config = {
@@ -168,7 +199,6 @@ def export(found: Checkpoint, weights: str, folder: Path) -> Path:
         "input_size": (3, recipe["input_size"], recipe["input_size"]),
     }
     model_config = {"label_names": classes} if len(classes) == model.num_classes else {}
-    timm.models.save_for_hf(
-        model, str(folder), model_config=model_config, safe_serialization=True, data_config=data_config
-    )
+    about = dict(model_config=model_config, data_config=data_config)
+    timm.models.save_for_hf(model, str(folder), safe_serialization=True, **about)
     return Path(folder) / "model.safetensors"

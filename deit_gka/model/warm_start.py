@@ -1,8 +1,8 @@
-"""Training that starts from weights: where they come from, what of them fits another head, image size, patch or attention, and saying so.
+"""Training that starts from weights, which may have another head, image size, patch or attention.
 
-What has the same name and shape is taken: of a softmax ViT for GKA that is everything but the bandwidths, which softmax
-has not. Positions and the patch embedding are resized; VLT takes queries and keys out of softmax's qkv; all else is left
-at its initialisation, and named.
+Tensors of the same name and shape are taken: of a softmax ViT for GKA that is everything but the bandwidths, which
+softmax does not have. Positions and the patch embedding are resized; VLT takes queries and keys out of softmax's qkv.
+All other tensors are left at their initialisation, and named.
 """
 
 import contextlib
@@ -39,16 +39,10 @@ class WarmStart:
     unused: list[str] = field(default_factory=list)  # of the weights that were given
 
     def __str__(self) -> str:
-        parts = [
-            f"{len(self.taken)} tensors as they are ({math.floor(1000 * self.share) / 10}% of the parameters, with those resized)"
-        ]
-        for what, names in (
-            ("resized", self.resized),
-            ("left at their initialisation", self.new),
-            ("not used", self.unused),
-        ):
-            parts += [f"{what}: {shortened(names)}"] if names else []
-        return "; ".join(parts)
+        share = f"{math.floor(1000 * self.share) / 10}% of the parameters, with those resized"
+        lists = {"resized": self.resized, "left at their initialisation": self.new, "not used": self.unused}
+        parts = [f"{description}: {shortened(names)}" for description, names in lists.items() if names]
+        return "; ".join([f"{len(self.taken)} tensors as they are ({share})", *parts])
 
 
 def shortened(names: Iterable[str]) -> str:
@@ -59,21 +53,22 @@ def shortened(names: Iterable[str]) -> str:
 
 
 def read_weights(source: str) -> Tensors:
-    """The tensors called `source`: a .safetensors or .pth file (DeiT's own too; nothing is unpickled), one of our runs (its average, or else its raw
-    weights) or exported folders, or what timm has for a name. Raises UserError."""
+    """The tensors called `source`, by name. Raises UserError if there are none.
+
+    source: a .safetensors or .pth file (DeiT's own too; none of its code is run), one of our runs (its average, or else
+    its raw weights) or exported folders, or the name of a timm model that has weights.
+    """
     path = Path(source).expanduser()
     if path.is_dir():
         exported = path / "model.safetensors"
         if (path / "checkpoints").exists() or (path / "manifest.json").exists() or not exported.exists():
             found = find_checkpoint(path)
-            return found.tensors(
-                next(weights for weights in WEIGHTS if (found.path / f"{weights}.safetensors").exists())
-            )
+            return found.tensors(next(name for name in WEIGHTS if (found.path / f"{name}.safetensors").exists()))
         path = exported
     if path.is_file():
         return _read_file(path)
     if not timm.is_model(source):
-        raise UserError(f"--initial-weights {source} is not there; it is {SOURCES}")
+        raise UserError(f"--initial-weights {source} does not exist; it is {SOURCES}")
     return timm_weights(source, "--initial-weights").state_dict()
 
 
@@ -98,25 +93,29 @@ def fingerprint(weights: Tensors) -> str:
     return digest.hexdigest()
 
 
-def check_same(source: str, had: dict[str, str] | None, folder: Path) -> None:
-    """Raises UserError unless a resumed run was given the weights it started from, {"from", "hash"}.
+def check_same(source: str, saved: dict[str, str] | None, folder: Path) -> None:
+    """Raises UserError unless a resumed run is given the weights it started from, which are `saved`: {"from", "hash"}.
 
-    They may have moved, and need not be there any more.
+    They may have moved, and need not exist any more.
     """
-    if not source and had is None:
+    if not source and saved is None:
         return
-    same = source and had and source == had["from"] and not Path(source).is_file()
-    if source and had and not same:
+    same = source and saved and source == saved["from"] and not Path(source).is_file()
+    if source and saved and not same:
         with contextlib.suppress(UserError):
-            same = fingerprint(read_weights(source)) == had["hash"]
+            same = fingerprint(read_weights(source)) == saved["hash"]
     if not same:
-        raise UserError(f"--initial-weights is {source or 'not given'} but the run in {folder} started from "
-                        f"{had['from'] + ' as it was then' if had else 'no weights'}; give the same, or another --model-tag")  # fmt: skip
+        start = f"{saved['from']} as it was then" if saved else "no weights"
+        given = f"--initial-weights is {source or 'not given'} but the run in {folder} started from {start}"
+        raise UserError(f"{given}; give the same, or another --model-tag")
 
 
 @torch.no_grad()
 def warm_start(model: nn.Module, weights: Tensors, source: str) -> WarmStart:
-    """Copy what fits of `weights` into `model`, on its device. Raises UserError if that is less than half of what is not the head, or not finite."""
+    """Copy what fits of `weights` into `model`, on its device.
+
+    Raises UserError if that is less than half of the parameters outside the head, or not finite.
+    """
     state = model.state_dict()
     weights = _with_queries_and_keys(weights, state)
     done = WarmStart(0.0)
@@ -132,14 +131,16 @@ def warm_start(model: nn.Module, weights: Tensors, source: str) -> WarmStart:
         target.copy_(fitted)
     done.unused = [name for name in weights if name not in state]
     parameters, heads = dict(model.named_parameters()), set(_head(model))
-    here = set(done.taken + done.resized)
-    done.share = _count(parameters, here) / _count(parameters, parameters)
+    fitting = set(done.taken + done.resized)
+    done.share = _count(parameters, fitting) / _count(parameters, parameters)
     trunk = parameters.keys() - heads
-    if _count(parameters, here & trunk) < LEAST_SHARE * _count(parameters, trunk):
-        differing = next((f"; {name} is {tuple(weights[name].shape)} there and {tuple(state[name].shape)} here" for name in done.new
-                          if name in weights and name not in heads), "")  # fmt: skip
-        raise UserError(f"{source} has only {len(here)} of this model's {len(state)} tensors, {done.share:.0%} of its parameters{differing}; "
-                        "give weights of a model of the same width and kind")  # fmt: skip
+    if _count(parameters, fitting & trunk) < LEAST_SHARE * _count(parameters, trunk):
+        few = f"{len(fitting)} of this model's {len(state)} tensors, {done.share:.0%} of its parameters"
+        differing = next((name for name in done.new if name in weights and name not in heads), None)
+        if differing:
+            shapes = tuple(weights[differing].shape), tuple(state[differing].shape)
+            few += f"; {differing} is {shapes[0]} there and {shapes[1]} here"
+        raise UserError(f"{source} has only {few}; give weights of a model of the same width and kind")
     return done
 
 
@@ -150,30 +151,24 @@ def _count(parameters: dict[str, nn.Parameter], names: Iterable[str]) -> int:
 def _head(model: nn.Module) -> list[str]:
     """Names of the classifiers' parameters."""
     classifiers = model.get_classifier() if hasattr(model, "get_classifier") else ()
-    own = {
-        id(parameter)
-        for head in (classifiers if isinstance(classifiers, tuple) else (classifiers,))
-        for parameter in head.parameters()
-    }
-    return [name for name, parameter in model.named_parameters() if id(parameter) in own]
+    heads = classifiers if isinstance(classifiers, tuple) else (classifiers,)
+    ids = {id(parameter) for head in heads for parameter in head.parameters()}
+    return [name for name, parameter in model.named_parameters() if id(parameter) in ids]
 
 
 def _with_queries_and_keys(weights: Tensors, state: Tensors) -> Tensors:
-    """`weights` with the queries and keys of softmax's qkv, the first two of its three parts, under the names VLT has for them."""
-    found = dict(weights)
+    """`weights` with the first two thirds of softmax's qkv, queries and keys, under VLT's name for them."""
+    renamed = dict(weights)
     for name in [name for name in state if ".qk." in name and name not in weights]:
-        whole = weights.get(name.replace(".qk.", ".qkv."))
-        if whole is not None and 2 * whole.shape[0] == 3 * state[name].shape[0]:
-            found[name], found[name.replace(".qk.", ".qkv[values].")] = (
-                whole[: state[name].shape[0]],
-                whole[state[name].shape[0] :],
-            )
-            del found[name.replace(".qk.", ".qkv.")]
-    return found
+        whole, rows = weights.get(name.replace(".qk.", ".qkv.")), state[name].shape[0]
+        if whole is not None and 2 * whole.shape[0] == 3 * rows:
+            renamed[name], renamed[name.replace(".qk.", ".qkv[values].")] = whole[:rows], whole[rows:]
+            del renamed[name.replace(".qk.", ".qkv.")]
+    return renamed
 
 
 def _resized(name: str, value: torch.Tensor, model: nn.Module) -> torch.Tensor | None:
-    """Positions or patch embedding for another image size or patch, bicubic as in timm; None for what cannot be resized."""
+    """Positions or patch embedding for another image size or patch, bicubic as in timm; None for other tensors."""
     target = model.state_dict()[name]
     if value.ndim != target.ndim:
         return None
@@ -181,19 +176,16 @@ def _resized(name: str, value: torch.Tensor, model: nn.Module) -> torch.Tensor |
         return resample_patch_embed(value.float(), list(target.shape[-2:]))
     if name != "pos_embed" or value.shape[-1] != target.shape[-1]:
         return None
-    here = target.shape[1] - math.prod(model.patch_embed.grid_size)  # tokens that are not patches and have a position
-    squares = (
-        count
-        for count in (here, 1, 2, 0)
-        if value.shape[1] > count and math.isqrt(value.shape[1] - count) ** 2 == value.shape[1] - count
-    )
-    there = next(squares, None)
-    if there is None:  # not a square grid
+    grid = list(model.patch_embed.grid_size)
+    special = target.shape[1] - math.prod(grid)  # tokens that are not patches and have a position
+    for given in (special, 1, 2, 0):  # as many are such tokens of the weights, if the others make a square
+        side = math.isqrt(max(0, value.shape[1] - given))
+        if side and side**2 == value.shape[1] - given:
+            break
+    else:
         return None
-    side = math.isqrt(value.shape[1] - there)
-    patches = resample_abs_pos_embed(
-        value[:, there:].float(), list(model.patch_embed.grid_size), [side, side], num_prefix_tokens=0
-    )
-    prefix = target[:, :here].clone()  # a distillation token that the weights do not have keeps its start
-    prefix[:, : min(here, there)] = value[:, : min(here, there)]
+    patches = resample_abs_pos_embed(value[:, given:].float(), grid, [side, side], num_prefix_tokens=0)
+    prefix = target[:, :special].clone()  # a distillation token that the weights do not have keeps its start
+    both = min(special, given)
+    prefix[:, :both] = value[:, :both]
     return torch.cat([prefix, patches.to(prefix.device, prefix.dtype)], dim=1)

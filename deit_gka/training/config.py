@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from deit_gka.data.sources import FORMS
 from deit_gka.data.workers import WorkerCount
-from deit_gka.model.checkpoints import check_name, parse_kwargs
+from deit_gka.model.checkpoints import check_attention, check_name, parse_kwargs
 from deit_gka.recipe import Recipe
 from trainkit.cli import Bounds, Count, CountOrOff, MayChange, UserError
 from trainkit.run_config import RunConfig
@@ -23,6 +23,9 @@ class TrainConfig(Recipe, RunConfig):
     """Any timm name: deit_{tiny,small,base}_{gka,vlt}_patch16_224, deit_tiny_patch16_224 (softmax), ..."""
     model_kwargs: tuple[str, ...] = ()
     """Arguments for timm, e.g. sigma_squared=1.0 depth=4."""
+    attention: str = ""
+    """A (softmax), G (gka) and V (vlt) by layer, tiled, such as GGGA, or one kind's name; empty takes the model's
+    own."""
     initial_weights: MayChange[str] = ""
     """Start from what fits of a file (.safetensors, or .pth as DeiT's), a run or exported folder, or a timm name."""
     data: MayChange[str] = ""
@@ -50,7 +53,11 @@ class TrainConfig(Recipe, RunConfig):
 
     @property
     def tag(self) -> str:
-        return self.model_tag or self.model
+        return self.model_tag or "-".join(filter(None, (self.model, self.attention)))
+
+    def timm_arguments(self) -> dict[str, Any]:
+        """What --model-kwargs and --attention say about the model."""
+        return {**parse_kwargs(self.model_kwargs), **({"attention": self.attention} if self.attention else {})}
 
     def identity(self) -> dict[str, Any]:
         settings = super().identity()
@@ -68,6 +75,11 @@ class TrainConfig(Recipe, RunConfig):
         Recipe.check(self)
         check_name(self.model)
         given = {"num_classes": "the data's", "img_size": "--input-size", "in_chans": "3, as the images"}
-        for key in given.keys() & parse_kwargs(self.model_kwargs).keys():
+        arguments = parse_kwargs(self.model_kwargs)
+        for key in given.keys() & arguments.keys():
             raise UserError(f"--model-kwargs cannot set {key} in training: it is {given[key]}")
+        if self.attention:
+            if arguments.keys() & {"attention", "attn_layer"}:
+                raise UserError("--attention and --model-kwargs both choose the attention; give one of them")
+            check_attention(self.attention)
         RunConfig.check(self)

@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from timm.data.mixup import Mixup, mixup_target
 from torch.nn.parallel import DistributedDataParallel
 
-from deit_gka.data.loader import Batch, Piece, seed_of
+from deit_gka.data.images import Batch
+from deit_gka.data.order import Piece
+from deit_gka.data.seeds import seed_of
 from deit_gka.recipe import Recipe
 from deit_gka.training.distillation import Objective
 from trainkit.cli import UserError

@@ -4,9 +4,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from deit_gka.data.loader import Batch, Images, Order, eval_transform, train_transform
+from deit_gka.data.images import Batch, Images
+from deit_gka.data.order import Order
 from deit_gka.data.sources import Stream, check_classes, located
-from deit_gka.data.workers import Loaded, batches, default_workers, evaluation_batches, worker_context
+from deit_gka.data.transforms import eval_transform, train_transform
+from deit_gka.data.workers import BatchLoader, batches, default_workers, evaluation_batches, worker_context
 from deit_gka.model.checkpoints import open_data, trained_on
 from deit_gka.training.config import TrainConfig
 from trainkit.cli import UserError
@@ -28,7 +30,7 @@ class RunImages:
         self.order = Order(self.train_set, config, runtime, config.device_batch_size)
         self._training_images = Images(self.train_set, train_transform(config), training=True)
 
-    def training_batches(self, step: int, steps: int) -> Loaded:
+    def training_batches(self, step: int, steps: int) -> BatchLoader:
         """The images of the updates from `step` on; the workers that load them start here."""
         keys = self.order.batches(step, steps)
         return batches(self._training_images, keys, self.num_workers, self.runtime.device)

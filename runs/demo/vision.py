@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
-from deit_gka.data.loader import eval_transform
 from deit_gka.data.sources import decode, open_source
+from deit_gka.data.transforms import eval_transform
 from deit_gka.figures.cls_attention import draw_cls_attention
 from deit_gka.model.checkpoints import find_checkpoint, load_run
 from deit_gka.model.registry import model_name

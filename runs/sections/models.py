@@ -1,6 +1,6 @@
 """The table of the paper's vision models: parameters and FLOPs counted here, accuracies as the paper prints them."""
 
-from deit_gka.accounting import vit_cost
+from deit_gka.model.accounting import vit_cost
 from deit_gka.model.registry import SIZES
 from gka.kinds import KINDS
 from runs.paper import published

@@ -1,10 +1,36 @@
-"""Pictures and a finished vision run that the tests of training share. None of them may change these."""
+"""What the tests of vision models and of their training share. No test may change the pictures and runs."""
 
 import pytest
+import timm.layers
+import torch
 
+import digit_runs
 import tiny
 import tiny_vision
 from vision_runs import TRAIN, flags
+
+
+@pytest.fixture
+def explicit():
+    """timm's switch for attention that builds W; models built in the test take that path."""
+    timm.layers.set_fused_attn(False)
+    yield
+    timm.layers.set_fused_attn(True)
+
+
+@pytest.fixture
+def images():
+    """Two images for `tiny_vit.small`, (2, 3, 32, 32)."""
+    return torch.randn(2, 3, 32, 32)
+
+
+@pytest.fixture(scope="session")
+def digits(tmp_path_factory):
+    """A softmax ViT that knows digits at 32 pixels: a run."""
+    out = tmp_path_factory.mktemp("digits")
+    digit_runs.train(out, "--model", digit_runs.SOFTMAX, "--epochs", 5, "--lr", 0.2)
+    assert digit_runs.accuracy(out) > 65
+    return out
 
 
 @pytest.fixture(scope="session")

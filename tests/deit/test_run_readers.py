@@ -57,9 +57,9 @@ def test_data_that_are_gone_are_named(uninterrupted, pictures, tmp_path, capsys)
     (newest,) = (path for path in (tmp_path / "run/checkpoints").iterdir() if path.name.endswith(f"{STEPS}"))
     needs = f"/run was trained on {pictures} (78 training and 27 validation images in 3 classes)"
     message = in_process(evaluate.main, evaluate.EvaluateConfig, *argv, "--data", "/nowhere", capsys=capsys)
-    assert "/nowhere is not there" in message and needs in message
+    assert "/nowhere does not exist" in message and needs in message
     message = in_process(training.main, TrainConfig, *flags("/nowhere", tmp_path), capsys=capsys)
-    assert "/nowhere is not there" in message and needs in message
+    assert "/nowhere does not exist" in message and needs in message
     state = json.loads((newest / "state.json").read_text())
     del state["trained_on"]  # as runs were that did not write it down
     folder = save_checkpoint(

@@ -94,7 +94,7 @@ def test_a_gradient_that_is_never_finite_ends_a_run_in_float16(pictures, tmp_pat
             r"timm cannot build deit_tiny_gka_patch16_224: .*deepness",
         ),
         (["--model-tag", "new", "--model-kwargs", "num_heads=5"], r"timm cannot build .*5"),
-        (["--model-tag", "new", "--data", "/nowhere"], r"/nowhere is not there; data is a folder with"),
+        (["--model-tag", "new", "--data", "/nowhere"], r"/nowhere does not exist; data is a folder with"),
         (
             ["--model-tag", "new", "--batch-size", "80"],
             r"has 78 training images, fewer than one batch; lower --batch-size \(now 80\)",

@@ -15,16 +15,17 @@ import tyro
 
 import tiny_vision
 from deit_gka import train as training
-from deit_gka.data import loader
 from deit_gka.data import workers as loader_workers
 from deit_gka.data.sources import open_source
 from deit_gka.data.sources.base import Names
+from deit_gka.data.transforms import eval_transform
 from deit_gka.training import trainer
 from deit_gka.training.config import TrainConfig
 from processes import signals_kept
 from sources import ROOT, imports
 from trainkit import workers
 from trainkit.cli import UserError
+from trainkit.distributed import Runtime
 from vision_runs import TRAIN, flags, in_process, records, still_there, wait_for_step
 
 CONTROL = """
@@ -155,7 +156,7 @@ def test_a_silent_worker_is_one_line_that_says_how_to_go_on(pictures, tmp_path, 
     shutil.copytree(pictures, tmp_path / "data")
     (tmp_path / "data/val/class_1/000.jpg").unlink()
     os.mkfifo(tmp_path / "data/val/class_1/000.jpg")
-    monkeypatch.setattr(loader_workers, "PATIENCE", 0.5)
+    monkeypatch.setattr(loader_workers, "BATCH_TIMEOUT", 0.5)
     before = tiny_vision.descendants(os.getpid())
     with signals_kept():
         message = in_process(training.main, TrainConfig, *flags(tmp_path / "data", tmp_path), capsys=capsys)
@@ -169,7 +170,7 @@ def test_a_silent_worker_is_one_line_that_says_how_to_go_on(pictures, tmp_path, 
 
 def test_workers_that_hear_nothing_end_with_the_evaluation():
     """As those do that wait for a disk: the process's own end would wait for them."""
-    transform, runtime = loader.eval_transform(16, 1.0), loader.Runtime(0, 1, torch.device("cpu"))
+    transform, runtime = eval_transform(16, 1.0), Runtime(0, 1, torch.device("cpu"))
     before = tiny_vision.descendants(os.getpid())
     images = loader_workers.evaluation_batches(open_source("digits", "val"), transform, runtime, 4, 2)
     next(images)
@@ -209,7 +210,7 @@ def test_there_are_as_many_workers_as_cores_also_where_a_system_does_not_say_whi
 def test_patience_is_minutes_and_less_than_other_ranks_have():
     from trainkit.distributed import COLLECTIVE_TIMEOUT
 
-    assert 300 <= loader_workers.PATIENCE <= COLLECTIVE_TIMEOUT.total_seconds() / 2
+    assert 300 <= loader_workers.BATCH_TIMEOUT <= COLLECTIVE_TIMEOUT.total_seconds() / 2
 
 
 @pytest.mark.parametrize("ranks,ended", [(1, "signal 9"), (2, "signal 9"), (1, "exit code 255")])
@@ -257,7 +258,7 @@ def test_workers_share_the_names_of_files(pictures):
 @pytest.mark.parametrize("data", ["folder", "digits"])
 def test_images_are_the_same_in_workers_and_without(pictures, data):
     source = open_source(str(pictures) if data == "folder" else data, "val")
-    transform, runtime = loader.eval_transform(16, 1.0), loader.Runtime(0, 1, torch.device("cpu"))
+    transform, runtime = eval_transform(16, 1.0), Runtime(0, 1, torch.device("cpu"))
     here, there = ([*loader_workers.evaluation_batches(source, transform, runtime, 50, count)] for count in (0, 2))
     assert len(here) == len(there) and all(
         torch.equal(a.images, b.images) and torch.equal(a.labels, b.labels) for a, b in zip(here, there)

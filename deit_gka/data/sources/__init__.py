@@ -1,4 +1,4 @@
-"""Where images come from. One string names the data; `open_source` makes of it a `Source` (random access) or a `Stream` (one pass after another):
+"""Where images come from. `open_source` makes a `Source` (random access) or a `Stream` of the string that names them.
 
     DIR              a folder with train/<class>/*.jpg and val/<class>/*.jpg, or with webdataset tars
     wds:DIR          webdataset tars: DIR/*train*.tar and DIR/*val*.tar, or DIR/train/*.tar and DIR/val/*.tar
@@ -14,7 +14,8 @@ from typing import Literal
 
 from deit_gka.data.sources.base import FOLDERS, Record, Source, listing
 from deit_gka.data.sources.decode import BrokenImage, decode
-from deit_gka.data.sources.folder import Digits, Folder, class_folders
+from deit_gka.data.sources.digits import Digits
+from deit_gka.data.sources.folder import Folder, class_folders
 from deit_gka.data.sources.hub import Hub, Stream
 from deit_gka.data.sources.tars import Tars, shards_of
 from trainkit.cli import UserError
@@ -33,22 +34,21 @@ def open_source(data: str, split: Literal["train", "val"]) -> "Source | Stream":
         return Hub(data, split, rest) if form == "hf" else Stream(data, split, rest)
     root = Path(rest if form == "wds" else data).expanduser().absolute()
     if not root.is_dir():
-        raise UserError(f"{data} is {'not a folder' if root.exists() else 'not there'}; data is {FORMS}")
+        raise UserError(f"{data} {'is not a folder' if root.exists() else 'does not exist'}; data is {FORMS}")
     folder = next((root / name for name in FOLDERS[split] if (root / name).is_dir()), None)
     shards = shards_of(root, split)
     if shards and (form == "wds" or folder is None or not class_folders(folder)):
         return Tars(data, split, root, shards)
     if form == "wds":
-        raise UserError(
-            f"{root} has no .tar files with {split} in their names, nor in {split}/; it has: {listing(root)}"
-        )
+        missing = f"no .tar files with {split} in their names, nor in {split}/"
+        raise UserError(f"{root} has {missing}; it has: {listing(root)}")
     if folder is None:
         raise UserError(f"{root} has no {split}/ folder; it has: {listing(root)}. Data is {FORMS}")
     return Folder(data, split, folder)
 
 
 def located(data: str) -> str:
-    """`data` so that it names the same images from any folder."""
+    """`data` with an absolute path, so that it names the same images from any folder."""
     form, colon, rest = data.partition(":")
     prefix, name = (form + colon, rest) if form in ("wds", "hf", "hf-stream") else ("", data)
     folder = Path(name).expanduser()
@@ -60,18 +60,16 @@ def check_classes(train: "Source | Stream", val: "Source | Stream") -> list[str]
     for one, other in ((train, val), (val, train)):
         missing = sorted(set(one.classes) - set(other.classes), key=one.classes.index)
         if missing:
-            raise UserError(
-                f"class '{missing[0]}' is in {one.split} but not in {other.split} ({len(missing)} such); both need the same classes"
-            )
+            where = f"in {one.split} but not in {other.split} ({len(missing)} such)"
+            raise UserError(f"class '{missing[0]}' is {where}; both need the same classes")
     if train.classes != val.classes:
         raise UserError("train and val number their classes differently; both need the same classes in the same order")
-    found = []
+    warnings = []
     for source in (train, val):
         count = len(source) if isinstance(source, Source) else source.length
-        if len(source.classes) == 1000 and count not in (None, IMAGENET[source.split]):
-            found.append(
-                f"{source.split} has {count:,} images of 1,000 classes, ImageNet-1k has {IMAGENET[source.split]:,}"
-            )
+        expected = IMAGENET[source.split]
+        if len(source.classes) == 1000 and count not in (None, expected):
+            warnings.append(f"{source.split} has {count:,} images of 1,000 classes, ImageNet-1k has {expected:,}")
         if isinstance(source, Source) and source.ignored:
-            found.append(f"{source.split}: ignored files, without an image's extension: {source.ignored:,}")
-    return found
+            warnings.append(f"{source.split}: ignored files, without an image's extension: {source.ignored:,}")
+    return warnings

@@ -29,11 +29,11 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, index: int) -> Record:
-        """Raises OSError if the file is gone or cut short."""
+        """The image of `index`, from 0. Raises OSError if the file is gone or cut short."""
 
 
 class Names(Sequence):
-    """Many strings in two tensors: worker processes share those, where every worker would have a copy of a list or an array."""
+    """Many strings in two tensors, which worker processes share; every worker would have its own copy of a list."""
 
     def __init__(self, names: Iterable[str]):
         encoded = [os.fsencode(name) for name in names]
@@ -52,15 +52,15 @@ def is_image(path: str) -> bool:
 
 
 def listing(folder: Path) -> str:
-    """What is in a folder, shortened."""
+    """The names in a folder, shortened."""
     names = sorted(entry.name + "/" * entry.is_dir() for entry in os.scandir(folder) if not entry.name.startswith("."))
     return ", ".join(names[:6]) + (f" and {len(names) - 6:,} more" if len(names) > 6 else "") or "nothing"
 
 
-def tracked(items: Sequence, what: str) -> Iterator:
+def tracked(items: Sequence, description: str) -> Iterator:
     """`items`, with a progress bar on rank 0 if there are many."""
     if len(items) <= 16 or os.environ.get("RANK", "0") != "0":
         yield from items
         return
     with progress_bar() as bar:
-        yield from bar.track(items, task_id=bar.add_task(what, total=len(items), status=""))
+        yield from bar.track(items, task_id=bar.add_task(description, total=len(items), status=""))

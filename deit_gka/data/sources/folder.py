@@ -1,49 +1,32 @@
-"""Images that are there: scikit-learn's digits, and a folder with a subfolder for every class."""
+"""A folder with a subfolder of images for every class.
+
+torchvision's and timm's listings follow links in circles, take hidden files for images, and keep a list of paths that
+is
+copied into every worker: 67 MB for ImageNet. timm's also numbers classes in another order.
+"""
 
 import os
 from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
 
 from deit_gka.data.sources.base import EXTENSIONS, Names, Record, Source, is_image, listing, tracked
 from trainkit.cli import UserError
 
 
-class Digits(Source):
-    """A third of the digits is `val`, every class alike, always the same ones."""
-
-    def __init__(self, split: str):
-        try:
-            from sklearn.datasets import load_digits
-            from sklearn.model_selection import train_test_split
-        except ImportError:
-            raise UserError("digits come with scikit-learn: pip install scikit-learn") from None
-        digits = load_digits()
-        parts = train_test_split(np.arange(len(digits.target)), test_size=1 / 3, random_state=0, stratify=digits.target)
-        super().__init__("digits", split, [str(digit) for digit in range(10)])
-        self._places = parts[split == "val"]
-        self._images = np.rint(digits.images * 255 / 16).astype(np.uint8)[self._places]
-        self._labels = digits.target[self._places]
-
-    def __len__(self) -> int:
-        return len(self._labels)
-
-    def read(self, index: int) -> Record:
-        return Image.fromarray(self._images[index]), int(self._labels[index]), f"digits/{self._places[index]}"
-
-
 class Folder(Source):
-    """`folder`/<class>/**/*: a class per subfolder, numbered in sorted order as torchvision does."""
+    """`folder`/<class>/**/*: a class per subfolder, numbered in sorted order as torchvision does.
+
+    Raises UserError if there are no images, or a class has none.
+    """
 
     def __init__(self, name: str, split: str, folder: Path):
         super().__init__(name, split, class_folders(folder))
         loose = [entry.name for entry in os.scandir(folder) if not entry.name.startswith(".") and not entry.is_dir()]
         if not self.classes and any(is_image(file) for file in loose):
-            raise UserError(
-                f"{folder} has images but no class folders (as ImageNet's val comes); sort them into {folder.name}/<class>/ as in train/"
-            )
+            flat = f"{folder} has images but no class folders (as ImageNet's val comes)"
+            raise UserError(f"{flat}; sort them into {folder.name}/<class>/ as in train/")
         paths, counts, self.ignored = [], [], len(loose)
         for number in tracked(range(len(self.classes)), f"{split}: listing images"):
             images, others = _images_under(str(folder / self.classes[number]))
@@ -51,13 +34,11 @@ class Folder(Source):
             counts.append(len(images))
             self.ignored += others
         if not paths:
-            raise UserError(
-                f"no images in {folder}; it needs <class>/*{{{','.join(sorted(EXTENSIONS))}}}, it has: {listing(folder)}"
-            )
+            wanted = f"<class>/*{{{','.join(sorted(EXTENSIONS))}}}"
+            raise UserError(f"no images in {folder}; it needs {wanted}, it has: {listing(folder)}")
         if 0 in counts:
-            raise UserError(
-                f"class folder {folder / self.classes[counts.index(0)]} has no images; add some, or remove it from train and val"
-            )
+            empty = folder / self.classes[counts.index(0)]
+            raise UserError(f"class folder {empty} has no images; add some, or remove it from train and val")
         self._folder, self._paths = str(folder), Names(paths)
         self._labels = torch.from_numpy(np.repeat(np.arange(len(counts), dtype=np.int32), counts))
 
@@ -71,6 +52,7 @@ class Folder(Source):
 
 
 def class_folders(folder: Path) -> list[str]:
+    """The names of the classes, sorted."""
     return sorted(entry.name for entry in os.scandir(folder) if not entry.name.startswith(".") and entry.is_dir())
 
 
@@ -83,7 +65,7 @@ def _images_under(folder: str, above: tuple[str, ...] = ()) -> tuple[list[str], 
             if entry.name.startswith("."):
                 continue
             if entry.is_dir():
-                if os.path.realpath(entry.path) not in above:  # a link back up would never end
+                if os.path.realpath(entry.path) not in above:  # a link to a folder above would never end
                     inner = _images_under(entry.path, above)
                     images, others = images + inner[0], others + inner[1]
             elif is_image(entry.name):

@@ -14,27 +14,27 @@ SHUFFLE_BUFFER = 1000  # records of a stream
 
 
 class Hub(Source):
-    """A dataset that `datasets` stores locally (after downloading it, if need be)."""
+    """A dataset that `datasets` stores locally, after downloading it if need be.
+
+    Raises UserError if it cannot serve.
+    """
 
     def __init__(self, data: str, split: str, name: str):
         self._dataset, self._image, self._label, classes = _load(data, split, name, streaming=False)
         super().__init__(data, split, classes)
         labels = self._dataset.data.column(self._label)
-        if not len(labels) or labels.null_count or min(labels.unique().to_pylist()) < 0:
-            raise UserError(
-                f"{data} has {'images without labels' if len(labels) else 'no images'} in {split}; use another copy of it"
-            )
+        if not len(labels):
+            raise UserError(f"{data} has no images in {split}; use another copy of it")
+        if labels.null_count or min(labels.unique().to_pylist()) < 0:
+            raise UserError(f"{data} has images without labels in {split}; use another copy of it")
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def read(self, index: int) -> Record:
         row = self._dataset[index]
-        return (
-            _encoded(row[self._image]),
-            row[self._label],
-            (row[self._image] or {}).get("path") or f"{self.name}, image {index}",
-        )
+        image = row[self._image]
+        return _encoded(image), row[self._label], (image or {}).get("path") or f"{self.name}, image {index}"
 
 
 class Stream:
@@ -49,41 +49,44 @@ class Stream:
     def __len__(self) -> int:
         """Raises UserError if the dataset does not say."""
         if self.length is None:
-            raise UserError(
-                f"{self.name} does not say how many images are in {self.split} (no dataset_info on its card); use hf: instead of hf-stream:"
-            )
+            unknown = f"{self.name} does not say how many images are in {self.split} (no dataset_info on its card)"
+            raise UserError(f"{unknown}; use hf: instead of hf-stream:")
         return self.length
 
     def records(self, epoch: int, rank: int, world_size: int, seed: int = 0) -> Iterator[Record]:
-        """This rank's part of one pass; every record is in one rank's part. Training data is shuffled: the shards, and within a buffer."""
+        """This rank's part of one pass; every record is in one part. Training data is shuffled: shards and a buffer.
+
+        Raises UserError if the stream breaks off, or an image has no label.
+        """
         from datasets.distributed import split_dataset_by_node
 
-        dataset = self._dataset
-        if self.split == "train":  # a generator of our own: set_epoch would be shared with other passes
+        dataset, training = self._dataset, self.split == "train"
+        if training:  # a generator of our own: set_epoch would be shared with other passes
             dataset = dataset.shuffle(generator=np.random.default_rng((seed, epoch)), buffer_size=SHUFFLE_BUFFER)
         # Whole shards, if that makes fair parts; otherwise every rank reads everything and keeps its share.
-        if dataset.num_shards >= world_size * (8 if self.split == "train" else 1):
+        if dataset.num_shards >= world_size * (8 if training else 1):
             dataset = dataset.shard(world_size, rank, contiguous=False)
         else:
             dataset = split_dataset_by_node(dataset, rank, world_size)
         try:
             for number, row in enumerate(dataset):
-                image, label = row[self._image], row[self._label]
-                name = (image or {}).get("path") or f"{self.name}, image {number} of rank {rank}"
-                if label is None or label < 0:
-                    raise UserError(f"{name} has no label; use another copy of {self.name}")
-                try:
-                    data = _encoded(image)
-                except (FileNotFoundError, PermissionError) as error:  # one file; a lost network is another matter
-                    name, data = f"{name} ({reason_of(error)})", b""
-                yield data, label, name
+                yield self._record(row, f"{self.name}, image {number} of rank {rank}")
         except UserError:
             raise
         except Exception as error:  # every file system and transport has its own
             reason = f"{type(error).__name__}: {reason_of(error)}"
-            raise UserError(
-                f"{self.name} broke off ({reason}); check the network and run the same command again"
-            ) from None
+            todo = "check the network and run the same command again"
+            raise UserError(f"{self.name} broke off ({reason}); {todo}") from None
+
+    def _record(self, row: dict, name: str) -> Record:
+        image, label = row[self._image], row[self._label]
+        name = (image or {}).get("path") or name
+        if label is None or label < 0:
+            raise UserError(f"{name} has no label; use another copy of {self.name}")
+        try:
+            return _encoded(image), label, name
+        except (FileNotFoundError, PermissionError) as error:  # one file; a lost network is another matter
+            return b"", label, f"{name} ({reason_of(error)})"
 
 
 def _load(data: str, split: str, name: str, streaming: bool):
@@ -93,29 +96,26 @@ def _load(data: str, split: str, name: str, streaming: bool):
     except ImportError:
         raise UserError(f"{data} needs the datasets package: pip install datasets") from None
     path = os.path.expanduser(name)
-    hint = f"A gated dataset needs its conditions accepted at https://huggingface.co/datasets/{name} and `hf auth login`; or use a local copy"
     try:
         splits = datasets.get_dataset_split_names(path)
-        chosen = next((there for there in HUB_SPLITS[split] if there in splits), None)
+        chosen = next((candidate for candidate in HUB_SPLITS[split] if candidate in splits), None)
         dataset = chosen and datasets.load_dataset(path, split=chosen, streaming=streaming)
     except Exception as error:  # the hub's, its transport's, pyarrow's
         cause = error
         while isinstance(error, datasets.exceptions.DatasetGenerationError) and cause.__cause__:
             cause = cause.__cause__
-        raise UserError(
-            f"{data} cannot be loaded, {type(cause).__name__}: {reason_of(cause)}"
-            + ("" if os.path.exists(path) else f". {hint}")
-        ) from None
+        conditions = f"A gated dataset needs its conditions accepted at https://huggingface.co/datasets/{name}"
+        hint = "" if os.path.exists(path) else f". {conditions} and `hf auth login`; or use a local copy"
+        raise UserError(f"{data} cannot be loaded, {type(cause).__name__}: {reason_of(cause)}{hint}") from None
     if chosen is None:
         raise UserError(f"{data} has no {' or '.join(HUB_SPLITS[split])} split; it has: {', '.join(splits)}")
     features = dataset.features or {}
-    image, label = (next((column for column, feature in features.items() if isinstance(feature, kind)), None)
-                    for kind in (datasets.Image, datasets.ClassLabel))  # fmt: skip
+    image = next((column for column, feature in features.items() if isinstance(feature, datasets.Image)), None)
+    label = next((column for column, feature in features.items() if isinstance(feature, datasets.ClassLabel)), None)
     if image is None or label is None:
-        there = ", ".join(f"{column} ({type(feature).__name__})" for column, feature in features.items())
-        raise UserError(
-            f"{data} needs an Image and a ClassLabel column, it has: {there or 'none'} (if it is tars, download them and use wds:FOLDER)"
-        )
+        columns = ", ".join(f"{column} ({type(feature).__name__})" for column, feature in features.items())
+        tars = "if it is tars, download them and use wds:FOLDER"
+        raise UserError(f"{data} needs an Image and a ClassLabel column, it has: {columns or 'none'} ({tars})")
     dataset = dataset.select_columns([image, label]).cast_column(image, datasets.Image(decode=False))
     return dataset, image, label, features[label].names
 

@@ -1,4 +1,9 @@
-"""webdataset tars, read in place by random access."""
+"""webdataset tars, read in place by random access.
+
+timm reads such tars as a stream through the webdataset package, and others with their folders for classes: neither
+gives the label in KEY.cls by index, which every image's own seed needs, and a tar that is cut short passes for a whole
+one.
+"""
 
 import json
 import os
@@ -14,39 +19,28 @@ from trainkit.cli import UserError, reason_of
 
 SHARD_WORD = re.compile("(?<![a-z])(train|val|eval)")  # starts a word, so "retrieval-train-0.tar" is training data
 MAX_OPEN = 64  # shards per process
-MAX_CLASSES = 1_000_000  # a larger label is no label
+MAX_CLASSES = 1_000_000  # a larger label is a mistake
 
 
 class Tars(Source):
-    """webdataset shards: KEY.jpg beside KEY.cls (an integer) or KEY.json (with "label" or "cls"). Read in place, nothing is extracted."""
+    """webdataset shards: KEY.jpg beside KEY.cls (an integer) or KEY.json (with "label" or "cls"). Nothing is extracted.
+
+    Raises UserError if there are no images or one has no label, and for a damaged tar.
+    """
 
     def __init__(self, name: str, split: str, root: Path, shards: list[Path]):
         self._shards, self._files = [str(shard) for shard in shards], {}
         keys, rows = [], [np.empty((0, 4), np.int64)]
         for number in tracked(range(len(shards)), f"{split}: listing tars"):
-            found = _index(self._shards[number])
-            keys += [f"{shards[number].name}:{key}" for key, *_ in found]
-            rows.append(np.array([(number, *row) for _, *row in found], np.int64).reshape(-1, 4))
+            images = _index(self._shards[number])
+            keys += [f"{shards[number].name}:{key}" for key, *_ in images]
+            rows.append(np.array([(number, *row) for _, *row in images], np.int64).reshape(-1, 4))
         self._names, self._rows = Names(keys), torch.from_numpy(np.concatenate(rows))
         if not keys:
-            raise UserError(
-                f"no images in the {len(shards)} {split} tar files of {root}; they need members KEY.jpg and KEY.cls"
-            )
+            files = f"the {len(shards)} {split} tar files of {root}"
+            raise UserError(f"no images in {files}; they need members KEY.jpg and KEY.cls")
         count = int(self._rows[:, 3].max()) + 1
-        listed = root / "classes.txt"
-        try:
-            classes = (
-                listed.read_text(encoding="utf-8").splitlines()
-                if listed.exists()
-                else [str(label) for label in range(count)]
-            )
-        except UnicodeDecodeError:
-            raise UserError(f"{listed} is not UTF-8 text") from None
-        super().__init__(name, split, classes)
-        if count > len(self.classes):
-            raise UserError(
-                f"{listed} has {len(self.classes)} lines, but {split} has an image of class {count - 1} (counted from 0)"
-            )
+        super().__init__(name, split, _class_names(root / "classes.txt", count, split))
 
     def __getstate__(self):
         return {**self.__dict__, "_files": {}}
@@ -60,7 +54,8 @@ class Tars(Source):
         if file is None:
             if len(self._files) >= MAX_OPEN:
                 del self._files[next(iter(self._files))]
-            file = self._files[shard] = open(self._shards[shard], "rb", buffering=0)  # noqa: SIM115 (kept for the next image)
+            file = open(self._shards[shard], "rb", buffering=0)  # noqa: SIM115 (kept for the next image)
+            self._files[shard] = file
         data = os.pread(file.fileno(), size, offset)
         if len(data) != size:
             raise OSError(f"{self._shards[shard]} has become shorter")
@@ -68,6 +63,7 @@ class Tars(Source):
 
 
 def shards_of(root: Path, split: str) -> list[Path]:
+    """The tars of a split: those in its folder, or else those in `root` with its word in their names."""
     tars = [path for folder in FOLDERS[split] for path in sorted((root / folder).glob("*.tar"))]
     words = FOLDERS[split] if split == "val" else ("train",)
     for path in [] if tars else sorted(root.glob("*.tar")):
@@ -75,6 +71,20 @@ def shards_of(root: Path, split: str) -> list[Path]:
         if word and word[1] in words:
             tars.append(path)
     return [path for path in tars if not path.name.startswith(".")]
+
+
+def _class_names(file: Path, count: int, split: str) -> list[str]:
+    """The lines of `file`, or numbers if it is missing."""
+    if not file.exists():
+        return [str(label) for label in range(count)]
+    try:
+        classes = file.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError:
+        raise UserError(f"{file} is not UTF-8 text") from None
+    if count > len(classes):
+        last = f"{split} has an image of class {count - 1} (counted from 0)"
+        raise UserError(f"{file} has {len(classes)} lines, but {last}")
+    return classes
 
 
 def _index(path: str) -> list[tuple[str, int, int, int]]:
@@ -92,7 +102,7 @@ def _index(path: str) -> list[tuple[str, int, int, int]]:
             file.seek(tar.offset)
             if (
                 file.read(tarfile.BLOCKSIZE) != tarfile.NUL * tarfile.BLOCKSIZE
-            ):  # tarfile itself stops quietly at a damaged header
+            ):  # tarfile stops at damage without an error
                 raise tarfile.ReadError(f"damaged or cut short at byte {tar.offset:,}")
             return [(*image, _label(path, image[0], file.fileno(), notes)) for image in images]
     except (tarfile.TarError, OSError, ValueError) as error:
@@ -100,6 +110,7 @@ def _index(path: str) -> list[tuple[str, int, int, int]]:
 
 
 def _label(path: str, key: str, file: int, notes: dict[str, tuple[int, int]]) -> int:
+    """The label in KEY.cls or KEY.json; notes: (size, offset) of the members that hold labels."""
     try:
         if f"{key}.cls" in notes:
             label = int(os.pread(file, *notes[f"{key}.cls"]))
@@ -110,5 +121,6 @@ def _label(path: str, key: str, file: int, notes: dict[str, tuple[int, int]]) ->
             return label
     except (KeyError, TypeError, ValueError):
         pass
-    raise UserError(f"{path}: image {key} has no label; beside it must be {key}.cls, an integer from 0 to {MAX_CLASSES - 1}, or {key}.json with \"label\" "
-                    f"(tars without labels, one per class, have to be unpacked into train/<class>/)")  # fmt: skip
+    beside = f'{key}.cls, an integer from 0 to {MAX_CLASSES - 1}, or {key}.json with "label"'
+    one_class = "tars without labels, one per class, have to be unpacked into train/<class>/"
+    raise UserError(f"{path}: image {key} has no label; beside it must be {beside} ({one_class})")

@@ -1,0 +1,85 @@
+"""Making batches of images from keys, in the worker processes.
+
+A broken image never stops training: a neighbour in the batch takes its place, and it is counted and reported.
+"""
+
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from deit_gka.data.order import Key
+from deit_gka.data.seeds import seed_everything
+from deit_gka.data.sources import BrokenImage, Source, Stream, decode
+
+
+class Batch(NamedTuple):
+    """Images and labels, and what went wrong on the way."""
+
+    images: torch.Tensor  # (n, 3, S, S) float32, normalised
+    labels: torch.Tensor  # (n,) int64
+    broken: list[tuple[str, str]]  # name and reason of every image that could not be read
+    seconds: float  # that the worker took
+
+
+class Images:
+    """Makes batches from keys. In training a broken image is replaced by a neighbour, in evaluation it is left out."""
+
+    def __init__(self, source: Source | Stream, transform, training: bool):
+        self.name, self.transform, self.training = source.name, transform, training
+        self.source = source if isinstance(source, Source) else None  # a stream's keys bring the images
+
+    def __getitems__(self, keys: list[Key]) -> Batch:
+        started = time.perf_counter()
+        made: list[tuple[torch.Tensor, int] | None] = []
+        broken = []
+        for key in keys:
+            name = f"{self.name}, image {key.item}" if isinstance(key.item, int) else key.item[2]
+            try:
+                data, label, name = self.source.read(key.item) if isinstance(key.item, int) else key.item
+                image = decode(data)
+            except (BrokenImage, OSError) as error:
+                broken.append((name, str(error)))
+                made.append(None)
+                continue
+            if self.training:
+                seed_everything(key.seed)
+            made.append((self.transform(image), label))
+        if self.training:
+            made = _with_neighbours(made)
+        intact = [pair for pair in made if pair is not None]
+        images = torch.stack([image for image, _ in intact]) if intact else torch.empty(0, 3, 1, 1)
+        labels = torch.tensor([label for _, label in intact], dtype=torch.long)
+        return Batch(images, labels, broken, time.perf_counter() - started)
+
+
+def _with_neighbours(made: list) -> list:
+    """`made` with the next intact image, or after the last the first, in place of every None."""
+    intact = [place for place, pair in enumerate(made) if pair is not None]
+    if not intact:
+        return made
+    return [
+        made[next((other for other in intact if other > place), intact[0])] if pair is None else pair
+        for place, pair in enumerate(made)
+    ]
+
+
+def assemble(units: Iterator[Batch], size: int) -> Batch:
+    """The next `size` images as one batch; the unit itself if one of them has no readable image."""
+    parts: list[Batch] = []
+    while sum(len(part.images) for part in parts) < size:
+        parts.append(next(units))
+        if not len(parts[-1].images):
+            return parts[-1]
+    return join(parts)
+
+
+def join(parts: list[Batch]) -> Batch:
+    """Several batches as one."""
+    if len(parts) == 1:
+        return parts[0]
+    images = [part.images for part in parts if len(part.images)] or [parts[0].images]
+    broken = [pair for part in parts for pair in part.broken]
+    labels, seconds = torch.cat([part.labels for part in parts]), sum(part.seconds for part in parts)
+    return Batch(torch.cat(images), labels, broken, seconds)

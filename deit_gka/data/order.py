@@ -1,0 +1,169 @@
+"""Which images an update trains on, and which process makes them. Unusual in it:
+
+- An update is a fixed set of images whatever the number of processes. They are dealt out in pairs, because Mixup and
+  CutMix mix pairs.
+- Every image has its own random seed, from (run seed, epoch, place in the epoch). So neither the number of processes
+  nor
+  of workers, nor where a run was interrupted, changes what is drawn.
+"""
+
+import queue
+import threading
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from timm.data.distributed_sampler import RepeatAugSampler
+
+from deit_gka.data.seeds import seed_of
+from deit_gka.data.sources import Record, Source, Stream
+from deit_gka.recipe import Recipe
+from trainkit.cli import UserError
+from trainkit.distributed import Runtime
+
+UNIT = 64  # images a worker makes at once: at 224 pixels 39 MB of shared memory, of which a worker holds three
+READ_AHEAD = 256  # records of a stream
+
+
+class Piece(NamedTuple):
+    """What one process runs at once."""
+
+    places: list[int]  # in the global batch, ordered so that flipping a part pairs its images
+    parts: list[tuple[int, int]]  # (group, length): the images that share a Mixup draw
+
+
+def deal(batch_size: int, group_size: int, pairs: range, device_batch_size: int) -> list[Piece]:
+    """The pieces of one update, of at most `device_batch_size` images, for the process that has `pairs` of the batch.
+
+    Group g of G is every G-th image from g on, as with G GPUs in DeiT: copies made by repeated augmentation come to lie
+    in different groups. Within a group of n, image k is mixed with image n-1-k.
+    """
+    groups = batch_size // group_size if batch_size % group_size == 0 else 1
+    half = batch_size // groups // 2
+    count = -(-len(pairs) // max(1, device_batch_size // 2))
+    pieces = []
+    for piece in range(count):
+        own = pairs[piece * len(pairs) // count : (piece + 1) * len(pairs) // count]
+        places, parts = [], []
+        for group in range(own[0] // half, own[-1] // half + 1):
+            inside = [pair - group * half for pair in own if pair // half == group]
+            order = inside + [2 * half - 1 - k for k in reversed(inside)]
+            places += [group + groups * k for k in order]
+            parts.append((group, len(order)))
+        pieces.append(Piece(places, parts))
+    return pieces
+
+
+def split_evenly(places: list[int], most: int) -> list[list[int]]:
+    """`places` in parts of at most `most`, as equal as possible."""
+    count = -(-len(places) // most)
+    return [places[part * len(places) // count : (part + 1) * len(places) // count] for part in range(count)]
+
+
+class Key(NamedTuple):
+    """What a worker needs to make one training image."""
+
+    item: int | Record  # index into a Source, or a record of a Stream
+    seed: int
+
+
+class Order:
+    """The keys of one process's images, unit by unit, from any update on.
+
+    An epoch has len(source) // batch_size updates.
+
+    Raises UserError if there are too few images for a batch or too few pairs for the processes, and for a stream whose
+    images should be repeated.
+    """
+
+    def __init__(self, source: Source | Stream, recipe: Recipe, runtime: Runtime, device_batch_size: int):
+        size, ranks = recipe.batch_size, runtime.world_size
+        pairs = runtime.share(size // 2)
+        if not pairs:
+            raise UserError(f"--batch-size {size} has too few pairs of images for {ranks} processes; raise it")
+        if len(source) < size:
+            few = f"{source.name} has {len(source):,} training images, fewer than one batch"
+            raise UserError(f"{few}; lower --batch-size (now {size})")
+        if isinstance(source, Stream) and recipe.repeated_aug > 1:
+            reason = "repeated augmentation needs random access and a stream has none"
+            raise UserError(f"{reason}; pass --repeated-aug 1, or use a local copy")
+        self.source, self.recipe, self.runtime = source, recipe, runtime
+        self.pieces = deal(size, recipe.group_size, pairs, device_batch_size)
+        self.units = [unit for piece in self.pieces for unit in split_evenly(piece.places, UNIT)]
+        self.steps_per_epoch = len(source) // size
+
+    def batches(self, start: int, stop: int) -> Iterator[list[Key]]:
+        """Keys of every unit of every piece of the updates start .. stop-1; `assemble` makes pieces of the units."""
+        draw = self._stream if isinstance(self.source, Stream) else self._random_access
+        step = start
+        while step < stop:
+            epoch, first = divmod(step, self.steps_per_epoch)
+            last = min(self.steps_per_epoch, first + stop - step)
+            yield from draw(epoch, first, last)
+            step += last - first
+
+    def _key(self, item, epoch: int, place: int) -> Key:
+        return Key(item, seed_of(self.recipe.seed, "image", epoch, place))
+
+    def _random_access(self, epoch: int, first: int, last: int) -> Iterator[list[Key]]:
+        repeats = self.recipe.repeated_aug
+        sampler = RepeatAugSampler(self.source, num_replicas=1, rank=0, num_repeats=repeats, selected_round=0)
+        sampler.set_epoch(seed_of(self.recipe.seed, "order", epoch))
+        indices = list(sampler)
+        for step in range(first, last):
+            begin = step * self.recipe.batch_size
+            for unit in self.units:
+                yield [self._key(indices[begin + place], epoch, begin + place) for place in unit]
+
+    def _stream(self, epoch: int, first: int, last: int) -> Iterator[list[Key]]:
+        skipped = first * sum(map(len, self.units))
+        if skipped:
+            self.runtime.print(f"reading {skipped:,} images of this epoch again, to go on where it stopped")
+        records = read_ahead(self._endless(epoch), READ_AHEAD)
+        for _ in range(skipped):
+            next(records)
+        for step in range(first, last):
+            for unit in self.units:
+                yield [self._key(next(records), epoch, step * self.recipe.batch_size + place) for place in unit]
+
+    def _endless(self, epoch: int) -> Iterator[Record]:
+        """This process's records; should its part of the shards be short, it starts on them again."""
+        rank, ranks, passes = self.runtime.rank, self.runtime.world_size, 0
+        while True:
+            yield from self.source.records(seed_of("pass", epoch, passes) % 2**31, rank, ranks, self.recipe.seed)
+            passes += 1
+
+
+def read_ahead(iterator: Iterator, count: int) -> Iterator:
+    """The same items, read by a thread that stays up to `count` ahead and ends when the caller closes the generator."""
+    items: queue.Queue = queue.Queue(count)
+    done, closed = object(), threading.Event()
+
+    def put(item) -> bool:
+        while not closed.is_set():
+            try:
+                items.put(item, timeout=0.2)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    def read():
+        try:
+            for item in iterator:
+                if not put((item, None)):
+                    return
+            put((done, None))
+        except BaseException as error:
+            put((done, error))
+
+    threading.Thread(target=read, daemon=True).start()
+    try:
+        while True:
+            item, error = items.get()
+            if error is not None:
+                raise error
+            if item is done:
+                return
+            yield item
+    finally:
+        closed.set()

@@ -1,0 +1,156 @@
+"""Learning from a teacher: the losses are the formulas, the teacher sees images as it was trained."""
+
+import numpy as np
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+
+import tiny_vision
+from deit_gka import train as training
+from deit_gka.model.checkpoints import build
+from deit_gka.model.registry import SIZES
+from deit_gka.recipe import Recipe
+from deit_gka.training.config import TrainConfig
+from deit_gka.training.distillation import Objective, Teacher, load_teacher
+from digit_runs import SOFTMAX, accuracy, flags, micro, newest, train
+from vision_runs import in_process
+
+
+def log_softmax(values):
+    return values - np.log(np.exp(values).sum(axis=1, keepdims=True))
+
+
+def test_distillation_losses_are_the_papers():
+    """DeiT's equations 2 and 3 in numpy, float64; soft distillation is a mean over images and classes, as upstream
+    has it."""
+    rng = np.random.default_rng(0)
+    label, distilled, answers = rng.normal(size=(3, 6, 5)) * 2
+    targets = rng.dirichlet(np.ones(5), size=6)
+    images, tensors = torch.zeros(6, 3, 4, 4), [torch.tensor(values) for values in (label, distilled, targets)]
+    teacher = Teacher(torch.nn.Module())
+    teacher.model.forward = lambda images: torch.tensor(answers)
+    cross_entropy = -(targets * log_softmax(label)).sum(axis=1).mean()
+    for alpha, tau in ((0.5, 1.0), (0.2, 3.0), (1.0, 2.0)):
+        p, q = log_softmax(answers / tau), log_softmax(distilled / tau)
+        expected = {
+            "hard": -log_softmax(distilled)[np.arange(6), answers.argmax(axis=1)].mean(),
+            "soft": tau**2 * (np.exp(p) * (p - q)).mean(),
+        }
+        for kind, value in expected.items():
+            recipe = Recipe(distillation_type=kind, distillation_alpha=alpha, distillation_tau=tau)
+            loss = Objective(recipe, teacher)(images, (tensors[0], tensors[1]), tensors[2])
+            assert float(loss) == pytest.approx((1 - alpha) * cross_entropy + alpha * value, rel=1e-6)
+    assert float(Objective(Recipe())(images, tensors[0], tensors[2])) == pytest.approx(cross_entropy, rel=1e-6)
+
+
+def test_binary_cross_entropy_counts_every_class():
+    logits = torch.randn(4, 5, dtype=torch.float64)
+    targets = torch.tensor(
+        [[0.3, 0, 0.7, 0, 0], [0, 1, 0, 0, 0], [0, 0, 0, 0.5, 0.5], [0.9, 0.1, 0, 0, 0]], dtype=torch.float64
+    )
+    probability, present = 1 / (1 + np.exp(-logits.numpy())), targets.numpy() > 0
+    expected = -np.where(present, np.log(probability), np.log(1 - probability)).mean()
+    assert float(Objective(Recipe(bce_loss=True, smoothing=0.0))(None, logits, targets)) == pytest.approx(
+        expected, rel=1e-9
+    )
+
+
+def test_teacher_normalises_and_is_never_trained():
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Flatten())
+    teacher = Teacher(model, (0.5, 0.5, 0.5), (0.25, 0.5, 1.0), (8, 8))
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+    raw = torch.rand(2, 3, 8, 8)
+    expected = model.eval()((raw - 0.5) / torch.tensor([0.25, 0.5, 1.0]).view(3, 1, 1))
+    answers = teacher.train()((raw - mean) / std)
+    torch.testing.assert_close(answers, expected.detach(), rtol=1e-4, atol=1e-5)
+    assert (
+        not answers.requires_grad
+        and not model.training
+        and not any(parameter.requires_grad for parameter in teacher.parameters())
+    )
+    assert teacher(torch.rand(2, 3, 32, 32)).shape == answers.shape
+
+
+@pytest.mark.parametrize(
+    "name,size", [("maxvit_rmlp_pico_rw_256", (256, 256)), (SOFTMAX, (224, 224)), ("resnet10t", None)]
+)
+def test_teacher_of_a_fixed_size_sees_that_size(tmp_path, name, size):
+    save_file(build(name, 3).state_dict(), tmp_path / "teacher.safetensors")
+    teacher = load_teacher(name, str(tmp_path / "teacher.safetensors"), ["a", "b", "c"])
+    assert teacher.size == size and teacher(torch.rand(1, 3, 32, 32)).shape == (1, 3)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", ["gka", "vlt"])
+def test_distilled_models_have_another_token_and_head(kind, size):
+    with torch.device("meta"):
+        plain, distilled = (timm.create_model(f"deit_{size}_{kind}{name}_patch16_224") for name in ("", "_distilled"))
+    width = SIZES[size]["embed_dim"]
+    more = sum(parameter.numel() for parameter in distilled.parameters()) - sum(
+        parameter.numel() for parameter in plain.parameters()
+    )
+    assert more == 2 * width + 1000 * width + 1000 and "dist_token" in distilled.no_weight_decay()
+
+
+def test_learning_from_the_teacher_alone(digits, tmp_path, capsys):
+    """alpha 1: only the teacher's choices and only the distillation head; the class head stays as it began."""
+    teacher = ["--distillation-type", "hard", "--teacher-model", digits / "run", "--distillation-alpha", 1]
+    student = ["--model", "deit_tiny_gka_distilled_patch16_224", "--lr", 0.2, "--epochs", 3, "--weight-decay", 0]
+    common = [*student, *teacher]
+    train(tmp_path, *common)
+    assert accuracy(tmp_path) > 30
+    weights = newest(tmp_path)
+    assert not weights["head.bias"].any() and weights["head_dist.bias"].abs().max() > 1e-3
+    teacher = load_teacher(str(digits / "run"), "", [str(digit) for digit in range(10)])
+    assert torch.equal(
+        teacher.model.state_dict()["pos_embed"], newest(digits, "ema")["pos_embed"]
+    ) and teacher.size == (32, 32)
+    message = in_process(
+        training.main, TrainConfig, *flags(tmp_path, *common, "--distillation-type", "soft"), capsys=capsys
+    )
+    assert "--distillation-type is soft but the run in" in message
+
+
+def test_default_teacher_is_the_one_deit_published():
+    """For the bare name timm has other weights, trained on ImageNet-12k."""
+    address = timm.get_pretrained_cfg(Recipe().teacher_model).url
+    assert (
+        address.startswith("https://dl.fbaipublicfiles.com/deit/regnety_160-")
+        and timm.get_pretrained_cfg("regnety_160").url != address
+    )
+
+
+def test_teacher_flags_do_not_matter_without_a_teacher(tmp_path):
+    common = ["--epochs", 1, "--lr", 0.01]
+    train(tmp_path, *common, "--stop-after", 2)
+    done = train(tmp_path, *common, "--stop-after", 3, "--teacher-model", "regnety_160", "--distillation-tau", 3)
+    assert "resuming at update 2" in done.stdout
+
+
+def test_mistakes_with_teachers_are_one_line(digits, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    torch.save({"model": micro(SOFTMAX, 7).state_dict()}, tmp_path / "seven.pth")
+    student = ["--model", "deit_tiny_gka_distilled_patch16_224", "--distillation-type", "hard"]
+    tiny_vision.write_pictures(tmp_path / "pictures")
+    for more, message in (
+        (
+            ["--distillation-type", "soft"],
+            "--distillation-type soft needs a model with a distillation token, such as deit_tiny_gka_distilled",
+        ),
+        (student, "--teacher-model regnety_160.deit_in1k: timm has no weights of it here"),
+        ([*student, "--teacher-model", "nonsense"], "--teacher-model nonsense: timm has no weights of it here"),
+        ([*student, "--teacher-model", SOFTMAX, "--teacher-path", "/nowhere"], "weights not found: /nowhere"),
+        (
+            [*student, "--teacher-model", SOFTMAX, "--teacher-path", tmp_path / "seven.pth"],
+            "does not hold weights of this model",
+        ),
+        (
+            [*student, "--teacher-model", digits / "run", "--data", tmp_path / "pictures"],
+            "tells 10 classes apart but the data has 3",
+        ),
+        (["--bce-loss"], "pass --smoothing 0; got 0.1"),
+        (["--src"], "--src is the crop of --three-augment"),
+    ):
+        assert message in in_process(training.main, TrainConfig, *flags(tmp_path, "--epochs", 1, *more), capsys=capsys)

@@ -1,0 +1,82 @@
+"""The recipe: the paper's values as defaults, values that are refused, and the small command of the README."""
+
+import math
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import tyro
+
+import tiny_vision
+from deit_gka.recipe import Recipe
+from deit_gka.training.config import TrainConfig
+from digit_runs import accuracy
+from trainkit.cli import UserError
+
+PAPER = dict(  # paper, section 4.1
+    epochs=300, batch_size=7 * 256, group_size=256, lr=1e-3, weight_decay=0.05, opt_betas=(0.9, 0.999), clip_grad=1.0,
+    warmup_epochs=5, min_lr=1e-6, input_size=224, scale=(0.08, 1.0), reprob=0.25, repeated_aug=3, mixup=0.8, cutmix=1.0,
+    smoothing=0.1, model_ema_decay=0.99996,
+)  # fmt: skip
+DEIT = dict(  # left open by the paper: the recipe it follows
+    warmup_lr=1e-6, ratio=(3 / 4, 4 / 3), hflip=0.5, aa="rand-m9-mstd0.5-inc1", crop_pct=0.875, seed=0,
+)  # fmt: skip
+OURS = dict(drop_path=-1.0, model_ema_warmup=True, amp="auto")
+NOT_THE_PAPERS = dict(  # DeiT's distillation and DeiT III's loss and augmentation: off here
+    three_augment=False, src=False, color_jitter=0.3, bce_loss=False, distillation_type="none",
+    teacher_model="regnety_160.deit_in1k", teacher_path="", distillation_alpha=0.5, distillation_tau=1.0,
+)  # fmt: skip
+
+
+def test_defaults_are_the_papers():
+    recipe = Recipe()
+    values = {field.name: getattr(recipe, field.name) for field in fields(Recipe)}
+    assert values == PAPER | DEIT | OURS | NOT_THE_PAPERS
+    assert recipe.scaled_lr == pytest.approx(1.75e-3)
+    rates = {size: recipe.drop_path_of(f"deit_{size}_gka_patch16_224") for size in ("tiny", "small", "base")}
+    assert rates == {"tiny": 0.1, "small": 0.1, "base": 0.2} and recipe.drop_path_of("deit_base_patch16_224") == 0.2
+    assert Recipe(drop_path=0.0).drop_path_of("deit_base_patch16_224") == 0.0
+    recipe.check()
+
+
+IMPOSSIBLE = dict(
+    epochs=(0, -1), repeated_aug=(0,), input_size=(0,), batch_size=(0, 7, -2), group_size=(0, 3), clip_grad=(-1.0,),
+    weight_decay=(-0.1, math.nan), warmup_epochs=(-1.0, 301), mixup=(-0.1,), cutmix=(-0.1,), seed=(-1,), min_lr=(0.0,),
+    lr=(0.0, -1.0, math.nan), warmup_lr=(0.0,), hflip=(-0.1, 1.1), reprob=(1.5, math.nan), smoothing=(1.0, -0.1),
+    model_ema_decay=(1.0, -0.5), opt_betas=((0.9, 1.0), (-0.1, 0.9)), crop_pct=(0.0, 1.1), drop_path=(1.0, -0.5),
+    scale=((0.0, 1.0), (0.5, 0.1), (0.5, 1.5)), ratio=((0.0, 1.0), (2.0, 1.0)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name,values", IMPOSSIBLE.items(), ids=IMPOSSIBLE)
+def test_impossible_values_name_the_flag(name, values):
+    for value in values:
+        with pytest.raises(UserError, match=f"^--{name.replace('_', '-')} must be ") as caught:
+            Recipe(**{name: value}).check()
+        assert "\n" not in str(caught.value)
+
+
+def small_command():
+    """The words of README's small vision command, which the Makefile suggests too."""
+    text, makefile = ((Path(__file__).parents[2] / name).read_text() for name in ("README.md", "Makefile"))
+    words = (
+        re.search(r'^make train-deit-ti DATA=digits BASE=out/small ARGS="([^"]*)"', text, re.MULTILINE)[1]
+        .replace("\\", "")
+        .split()
+    )
+    assert words == re.search(r"^SMALL_RUN  := ((?:.*\\\n)*.*)$", makefile, re.MULTILINE)[1].replace("\\", "").split()
+    return words
+
+
+def test_readme_and_makefile_share_the_small_command():
+    config = tyro.cli(TrainConfig, args=["--data", "digits", *small_command()])
+    config.check()
+    assert config.epochs * (1198 // config.batch_size) > 1000 and config.scaled_lr > 1e-3  # it was 18 updates at 6e-5
+
+
+@pytest.mark.slow
+def test_small_command_learns(tmp_path):
+    where = ["--data", "digits", "--out", tmp_path, "--results", tmp_path / "results.jsonl", "--model-tag", "run"]
+    tiny_vision.call("deit_gka.train", *where, *small_command(), folder=tmp_path / "output")
+    assert accuracy(tmp_path) > 80

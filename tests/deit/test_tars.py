@@ -1,0 +1,150 @@
+"""Images in webdataset tars are read in place; damage and missing labels are one line."""
+
+import json
+import os
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from deit_gka.data.sources import check_classes, open_source
+from image_files import error, pair, png, value_of, write_tar
+from trainkit import workers
+
+
+@pytest.fixture
+def tars(tmp_path) -> Path:
+    """Two training shards of 3 and 2 images, labels in .cls and .json, in any order, among other members; one of
+    validation."""
+    first = [
+        *pair("n0/a.b", 10, 0),
+        ("n0/a.b.txt", b"caption"),
+        ("n1/c.cls", b" 2\n"),
+        ("n1/c.jpg", png(11)),
+        *pair("./n1/d", 12, 1),
+    ]
+    second = [
+        ("e.json", json.dumps({"label": 2, "width": 4}).encode()),
+        ("e.png", png(13)),
+        ("f.png", png(14)),
+        ("f.json", b'{"cls": 0}'),
+    ]
+    write_tar(tmp_path / "imagenet1k-train-0001.tar", second)
+    write_tar(tmp_path / "imagenet1k-train-0000.tar", first)
+    write_tar(
+        tmp_path / "imagenet1k-validation-00.tar",
+        [*pair("v", 20, 2), ("._v.jpg", b"resource fork")],
+        format=tarfile.GNU_FORMAT,
+    )
+    return tmp_path
+
+
+def contents(source) -> list[tuple[int, int, str]]:
+    return [(value_of(source.read(i)), source.read(i)[1], source.read(i)[2].split(":")[1]) for i in range(len(source))]
+
+
+TRAIN = [(10, 0, "n0/a.b"), (11, 2, "n1/c"), (12, 1, "./n1/d"), (13, 2, "e"), (14, 0, "f")]
+
+
+@pytest.mark.parametrize("prefix", ["", "wds:"])
+def test_tars(tars, prefix):
+    train, val = open_source(f"{prefix}{tars}", "train"), open_source(f"{prefix}{tars}", "val")
+    assert contents(train) == TRAIN and contents(val) == [(20, 2, "v")]
+    assert train.classes == ["0", "1", "2"] and check_classes(train, val) == []
+    assert train.read(3)[2] == "imagenet1k-train-0001.tar:e"
+    assert train.read(0)[0] == png(10)  # the very bytes
+
+
+def test_split_folders_and_class_names(tars):
+    (tars / "train").mkdir()
+    (tars / "val").mkdir()
+    for path in tars.glob("*.tar"):
+        path.rename(tars / ("train" if "train" in path.name else "val") / path.name.replace("train", "retrieval"))
+    (tars / "classes.txt").write_text("crane\ngoldfish\ncrane machine\n")
+    for prefix in ("", "wds:"):
+        train = open_source(f"{prefix}{tars}", "train")
+        assert contents(train) == TRAIN and train.classes == ["crane", "goldfish", "crane machine"]
+        assert contents(open_source(f"{prefix}{tars}", "val")) == [(20, 2, "v")]
+    (tars / "classes.txt").write_text("crane\ngoldfish\n")
+    assert "classes.txt" in error(tars) and "2 lines" in error(tars)
+
+
+def test_other_processes_read_tars(tars):
+    source = open_source(str(tars), "train")
+    assert contents(source) == TRAIN  # open here already
+    with workers.context().Pool(2, workers.begin) as pool:
+        assert pool.map(source.read, range(5)) == [source.read(index) for index in range(5)]
+    assert contents(source) == TRAIN
+
+
+def test_many_shards_use_few_file_descriptors(tmp_path, monkeypatch):
+    monkeypatch.setattr("deit_gka.data.sources.tars.MAX_OPEN", 4)
+    for number in range(30):
+        write_tar(tmp_path / f"train-{number:02d}.tar", pair("x", number, number))
+    source = open_source(f"wds:{tmp_path}", "train")
+    before = len(os.listdir("/proc/self/fd"))
+    for index in [*range(30), 3, 29, 0]:
+        assert value_of(source.read(index)) == source.read(index)[1] == index
+    assert len(os.listdir("/proc/self/fd")) <= before + 4
+
+
+def test_nothing_is_extracted(tmp_path, monkeypatch):
+    inside = tmp_path / "deep/inside"
+    members = [*pair("../../evil", 1, 0), *pair(str(tmp_path / "absolute"), 2, 1)]
+    write_tar(inside / "train-0.tar", members)
+    with tarfile.open(inside / "train-0.tar", "a") as tar:
+        link = tarfile.TarInfo("link.jpg")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        tar.addfile(link)
+    monkeypatch.chdir(inside)
+    source = open_source(f"wds:{inside}", "train")
+    assert contents(source) == [(1, 0, "../../evil"), (2, 1, str(tmp_path / "absolute"))]
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [inside / "train-0.tar"]
+
+
+def test_damaged_tars_are_named(tars):
+    path = tars / "imagenet1k-train-0001.tar"
+    whole = path.read_bytes()
+    with tarfile.open(path) as tar:
+        members = tar.getmembers()
+    after_second, in_the_last = members[2].offset, members[-2].offset_data + 5
+    damaged = bytearray(whole)
+    damaged[members[2].offset + 150] ^= 0xFF  # in a header's checksum
+    for bad in (
+        b"",
+        whole[:300],
+        whole[:in_the_last],
+        whole[:after_second],
+        bytes(damaged),
+        b"<html>not found</html>" * 100,
+    ):
+        path.write_bytes(bad)
+        message = error(tars)
+        assert str(path) in message and "fetch it again" in message
+    path.write_bytes(whole)
+    source = open_source(str(tars), "train")
+    path.write_bytes(whole[:600])
+    with pytest.raises(OSError, match="0001"):
+        source.read(4)
+
+
+@pytest.mark.parametrize(
+    "note",
+    [
+        *(None, ("a.txt", b"1"), ("a.cls", b"dog"), ("a.cls", b"-1")),
+        *(("a.json", content) for content in (b"{}", b"{", b'{"label": "dog"}', b"[1]")),
+    ],
+)
+def test_tars_need_labels(tmp_path, note):
+    write_tar(tmp_path / "train-0.tar", [("a.jpg", png(1)), *([note] if note else [])])
+    message = error(f"wds:{tmp_path}")
+    assert "train-0.tar" in message and "a.cls" in message and "no label" in message
+
+
+def test_tar_mistakes(tars):
+    for path in tars.glob("*validation*"):
+        path.rename(tars / "retrieval.tar")  # "val" is not a word of it
+    assert "val" in error(f"wds:{tars}", "val") and "retrieval.tar" in error(f"wds:{tars}", "val")
+    assert "retrieval.tar" in error(tars, "val") and "wds:" in error(tars, "val")
+    write_tar(tars / "val-0.tar", [("a.cls", b"0")])
+    assert "no images" in error(tars, "val")
