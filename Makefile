@@ -40,9 +40,10 @@ test: $(READY)  ## run the tests (no GPU, no network)
 	$(PY) -m pytest -n auto --dist loadfile $(ARGS)
 test-gpu: $(READY)  ## run the tests that need a CUDA device
 	$(PY) -m pytest -m gpu $(ARGS)
-lint: $(READY)  ## ruff: errors and formatting
+lint: $(READY)  ## ruff: errors and formatting; mypy: types
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+	.venv/bin/mypy
 bench: $(READY)  ## time attention, DeiT and GPT, GKA beside softmax, on the GPU or else the CPU (ARGS goes to all four)
 	$(PY) -m runs.bench.attention $(ARGS)
 	$(PY) -m runs.bench.deit $(ARGS)

@@ -1,4 +1,4 @@
-"""Gaussian Kernel Attention: softmax(QK^T)V replaced by a row-normalised Gaussian kernel over the features themselves."""
+"""Gaussian Kernel Attention: a row-normalised Gaussian kernel over the features in place of softmax(QK^T)V."""
 
 from gka.api import dot_product_attention, gaussian_attention, select_impl, without_autocast
 from gka.bandwidth import initial_log_sigma, inverse_variance

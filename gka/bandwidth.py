@@ -7,7 +7,8 @@ import math
 
 import torch
 
-# exp(2 * 20) ~ 2e17 keeps x.x / sigma^2 finite in float32; at that distance the operator is already the identity, or the mean.
+# exp(2 * 20) ~ 2e17 keeps x.x / sigma^2 finite in float32; at that distance the operator is already the identity, or
+# the mean.
 LOG_SIGMA_BOUND = 20.0
 
 

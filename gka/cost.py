@@ -1,7 +1,8 @@
 """Parameters, FLOPs and bytes of one attention sublayer from its shapes alone, for softmax, VLT and GKA.
 
-Conventions (the paper's tables of parameters and FLOPs): FLOPs are 2 x multiply-accumulates of the matrix products, forward pass; exponentials,
-sums, norms and biases are not counted. Score and mixing products are charged for every key in reach, without halving for causality.
+Conventions (the paper's tables of parameters and FLOPs): FLOPs are 2 x multiply-accumulates of the matrix products,
+forward pass; exponentials, sums, norms and biases are not counted. Score and mixing products are charged for every key
+in reach, without halving for causality.
 """
 
 from dataclasses import dataclass
@@ -21,13 +22,23 @@ class AttentionCost:
     cache_bytes: int  # decode cache for `tokens` tokens, whole batch
 
 
-def attention_cost(kind: str, dim: int, num_heads: int, tokens: int, *, batch: int = 1, window: int | None = None,
-                   bias: bool = True, value_bias: bool = False, itemsize: int = 2) -> AttentionCost:  # fmt: skip
+def attention_cost(
+    kind: str,
+    dim: int,
+    num_heads: int,
+    tokens: int,
+    *,
+    batch: int = 1,
+    window: int | None = None,
+    bias: bool = True,
+    value_bias: bool = False,
+    itemsize: int = 2,
+) -> AttentionCost:
     """Cost of attention of `kind` over (batch, tokens, dim).
 
     window: keys in reach of a query, None for all tokens. itemsize: bytes per element (2 for bf16).
-    value_bias: VLT keeps the bias of the W_V it lost (it needs `bias` too). Raises ValueError for an unknown kind, a num_heads that does not divide
-    dim, and sizes below 1.
+    value_bias: VLT keeps the bias of the W_V it lost (it needs `bias` too). Raises ValueError for an unknown kind, a
+    num_heads that does not divide dim, and sizes below 1.
     """
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")

@@ -1,4 +1,7 @@
-"""What the softmax implementations compute where norms vary: S_ij = -|x_i - k_j|^2 / (2 sigma^2) as x_i.k_j / sigma^2 + a_i + b_j (gka/README.md)."""
+"""The kernel's exponent as a dot product and two terms of norms, for the softmax implementations (gka/README.md):
+
+S_ij = -|x_i - k_j|^2 / (2 sigma^2) = x_i.k_j / sigma^2 + a_i + b_j
+"""
 
 import warnings
 from typing import NamedTuple
@@ -9,11 +12,13 @@ from gka.bandwidth import inverse_variance
 from gka.request import GaussianRequest
 from gka.validation import readable
 
-# S is known to machine epsilon times |x|^2 / sigma^2. Beyond this, the coarsest epsilon of all dtypes, the computing dtype has lost its point.
+# S is known to machine epsilon times |x|^2 / sigma^2. Beyond this, the coarsest epsilon of all dtypes,
+# nothing is gained from the computing dtype.
 COARSEST = torch.finfo(torch.bfloat16).eps
 LOST = (
-    "gaussian_attention: the features are so long, measured in sigma, that |x|^2 / sigma^2 rounds by more than bfloat16's epsilon, about 1 %, and "
-    "gradients may be off by more; normalise the heads or pass float64 features, or use impl='reference', which takes differences first"
+    "gaussian_attention: the features are so long, measured in sigma, that |x|^2 / sigma^2 rounds by more than "
+    "bfloat16's epsilon, about 1 %, and gradients may be off by more; normalise the heads or pass float64 features, "
+    "or use impl='reference', which takes differences first"
 )
 
 
@@ -31,7 +36,8 @@ class Expansion(NamedTuple):
 def expand(request: GaussianRequest) -> Expansion:
     """x_i.k_j / sigma^2 + a_i + b_j. Warns where rounding is most of what is left.
 
-    a_i cancels in W but not in rounded gradients: without it they contain sum_j G_ij, which should be 0, times x_i / sigma^2.
+    a_i cancels in W but not in rounded gradients: without it they contain x_i / sigma^2 times sum_j G_ij, which should
+    be 0.
     """
     compute = torch.promote_types(request.x.dtype, torch.float32)
     x = request.x.to(compute)
@@ -39,8 +45,8 @@ def expand(request: GaussianRequest) -> Expansion:
     values = None if request.values is None else request.values.to(compute)
     offset = None
     if not request.mask.causal:
-        # Distances do not see a common shift; removing it avoids cancellation. Not when causal: rounding would leak the future.
-        # Detached, because the gradient through it is exactly zero.
+        # Distances do not see a common shift; removing it avoids cancellation. Not when causal: rounding would leak the
+        # future. Detached, because the gradient through it is exactly zero.
         mean = keys.mean(dim=1, keepdim=True).detach()
         keys = keys - mean
         x = keys if request.own_keys else x - mean
@@ -53,7 +59,7 @@ def expand(request: GaussianRequest) -> Expansion:
 
 
 def _warn_if_lost(a: torch.Tensor, b: torch.Tensor) -> None:
-    """Once per calling line (Python's rule for equal warnings), on CPU tensors, as everything that reads a tensor's values."""
+    """Once per calling line (Python's rule for equal warnings), on CPU tensors, whose values can be read."""
     if not (readable(a) and readable(b)):
         return
     largest = -2 * min(a.detach().min().item(), b.detach().min().item())

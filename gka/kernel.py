@@ -1,4 +1,9 @@
-"""The kernel's exponent (paper eq. 3) from differences: right in value and in derivatives of every order, also where two tokens are equal."""
+"""The kernel's exponent (paper eq.
+
+3) from differences: right in value and in derivatives of every order, also where two tokens are equal.
+"""
+
+from typing import Any, cast
 
 import torch
 from torch.autograd import Function
@@ -6,24 +11,25 @@ from torch.autograd import Function
 from gka.bandwidth import inverse_variance
 
 
-def log_kernel(queries, keys, log_sigma):
+def log_kernel(queries: torch.Tensor, keys: torch.Tensor, log_sigma: torch.Tensor) -> torch.Tensor:
     """log K_ij = -|q_i - k_j|^2 / (2 sigma_h^2) (paper eq. 3) without cancellation; exactly 0 where q_i = k_j.
 
-    queries: (B, H, Tq, D) and keys: (B, H, Tk, D), float32 or float64. log_sigma: (H,). Returns (B, H, Tq, Tk) in the features' dtype.
+    queries: (B, H, Tq, D) and keys: (B, H, Tk, D), float32 or float64. log_sigma: (H,). Returns (B, H, Tq, Tk) in the
+    features' dtype.
     """
     return -0.5 * squared_distances(queries, keys) * inverse_variance(log_sigma).to(queries.dtype)[:, None, None]
 
 
-def squared_distances(a, b):
+def squared_distances(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """|a_i - b_j|^2 from the differences: (..., Ta, D), (..., Tb, D) -> (..., Ta, Tb).
 
-    Has derivatives of any order, in reverse and forward mode, and every transform of torch.func. The value and first derivatives take
-    O(Ta * Tb) memory; graphs for second ones and torch.func keep the differences, D times that; compiled code what the compiler chooses.
+    Has derivatives of any order, in reverse and forward mode, and every transform of torch.func. The value and first
+    derivatives take O(Ta * Tb) memory; graphs for second ones and torch.func keep the differences, D times that;
+    compiled code what the compiler chooses.
     """
     if torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():
-        return (
-            (a.unsqueeze(-2) - b.unsqueeze(-3)).square().sum(-1)
-        )  # nested forward mode and tracing want torch's own operations
+        # Nested forward mode and tracing want torch's own operations.
+        return (a.unsqueeze(-2) - b.unsqueeze(-3)).square().sum(-1)
     return _SquaredDistances.apply(a, b)
 
 
@@ -31,14 +37,16 @@ class _SquaredDistances(Function):
     """torch.cdist with derivatives: its own lack the forward mode, and second ones are 0 between equal tokens."""
 
     @staticmethod
-    def forward(ctx, a, b):
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(a, b)
         ctx.save_for_forward(a, b)
         return torch.cdist(a, b, compute_mode="donot_use_mm_for_euclid_dist").square()
 
     @staticmethod
-    def backward(ctx, grad):
-        """2 sum_j g_ij (a_i - b_j) and 2 sum_i g_ij (b_j - a_i); made of torch's operations, so it can be differentiated again."""
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """2 sum_j g_ij (a_i - b_j) and 2 sum_i g_ij (b_j - a_i); made of torch's operations, so it can be
+        differentiated again.
+        """
         a, b = ctx.saved_tensors
         grad = 2 * grad
         rows, columns = grad.new_empty(a.shape), grad.new_empty(b.shape)
@@ -48,12 +56,13 @@ class _SquaredDistances(Function):
         return rows, columns
 
     @staticmethod
-    def jvp(ctx, da, db):
+    def jvp(ctx: Any, da: torch.Tensor, db: torch.Tensor) -> torch.Tensor:
         """2 (a_i - b_j).(da_i - db_j)."""
         a, b = ctx.saved_tensors
-        return 2 * sum(_difference(a, b, channel) * _difference(da, db, channel) for channel in range(a.shape[-1]))
+        pulls = (_difference(a, b, channel) * _difference(da, db, channel) for channel in range(a.shape[-1]))
+        return 2 * cast(torch.Tensor, sum(pulls))
 
 
-def _difference(a, b, channel):
+def _difference(a: torch.Tensor, b: torch.Tensor, channel: int) -> torch.Tensor:
     """a_i - b_j in one channel, (..., Ta, Tb)."""
     return a[..., channel].unsqueeze(-1) - b[..., channel].unsqueeze(-2)

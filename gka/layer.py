@@ -1,4 +1,7 @@
-"""GaussianKernelAttention: the drop-in layer. Split heads, mix with the kernel, project with W_O (paper section 3.2)."""
+"""GaussianKernelAttention: the drop-in layer.
+
+Split heads, mix with the kernel, project with W_O (paper section 3.2).
+"""
 
 from numbers import Integral
 
@@ -11,24 +14,37 @@ from gka.bandwidth import initial_log_sigma
 
 
 class GaussianKernelAttention(nn.Module):
-    """Projection-free multi-head attention: no W_Q, W_K, W_V; `log_sigma` (num_heads, float32) and the output projection are learned.
+    """Projection-free multi-head attention: no W_Q, W_K, W_V; `log_sigma` (num_heads, float32) and the output
+    projection are learned.
 
     Args:
       dim: model width C; num_heads: H, must divide dim (ValueError otherwise). head_dim = dim / num_heads.
       bias: give W_O a bias.
       sigma_squared: starting sigma^2 of every head; None means sqrt(head_dim), the temperature of standard attention.
       causal, window, impl: as in `gaussian_attention`.
-      head_norm: RMS-normalise every head first. Norms are then constant and the kernel needs no |x|^2 term (as nanochat's QK norm).
+      head_norm: RMS-normalise every head first. Norms are then constant and the kernel needs no |x|^2 term (as
+      nanochat's QK norm).
 
-    Input and output: (B, T, dim) in the weights' dtype, or autocast is on; ValueError for another shape. Expects normalised tokens (the
-    paper's: after the block's LayerNorm). `.bfloat16()` and `.half()` work, but `log_sigma` is best kept float32: rounded, it learns in steps
-    of 2^-8 or coarser. Keep it out of weight decay; it is 1-D, as the usual rule for biases and norms expects.
+    Input and output: (B, T, dim) in the weights' dtype, or autocast is on; ValueError for another shape. Expects
+    normalised tokens (the paper's: after the block's LayerNorm). `.bfloat16()` and `.half()` work, but `log_sigma` is
+    best kept float32: rounded, it learns in steps of 2^-8 or coarser. Keep it out of weight decay; it is 1-D, as the
+    usual rule for biases and norms expects.
     """
 
-    def __init__(self, dim: int, num_heads: int, *, bias: bool = True, sigma_squared: float | None = None, causal: bool = False,
-                 window: int | None = None, head_norm: bool = False, impl: str = "auto"):  # fmt: skip
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        bias: bool = True,
+        sigma_squared: float | None = None,
+        causal: bool = False,
+        window: int | None = None,
+        head_norm: bool = False,
+        impl: str = "auto",
+    ) -> None:
         super().__init__()
-        if not (isinstance(dim, Integral) and isinstance(num_heads, Integral)):
+        if not all(isinstance(size, Integral) for size in (dim, num_heads)):
             raise TypeError(f"dim and num_heads must be ints, got {type(dim).__name__} and {type(num_heads).__name__}")
         if dim < 1 or num_heads < 1 or dim % num_heads:
             raise ValueError(f"num_heads must divide dim, got dim={dim} and num_heads={num_heads}")
@@ -61,9 +77,12 @@ class GaussianKernelAttention(nn.Module):
         return self.proj(y.flatten(-2))
 
     def chosen_impl(self, num_tokens: int) -> str:
-        """Which implementation trains this layer on `num_tokens` tokens, in its weights' dtype and where they are; never "auto"."""
+        """Which implementation trains this layer on `num_tokens` tokens, in its weights' dtype and where they are;
+        never "auto".
+        """
         x = self.proj.weight.new_empty((1, num_tokens, self.num_heads, self.head_dim), requires_grad=True)
         return select_impl(x, causal=self.causal, window=self.window, constant_norm=self.head_norm, impl=self.impl)
 
     def extra_repr(self) -> str:
-        return f"heads={self.num_heads}, head_dim={self.head_dim}, causal={self.causal}, window={self.window}, head_norm={self.head_norm}"
+        names = "num_heads", "head_dim", "causal", "window", "head_norm"
+        return ", ".join(f"{name}={getattr(self, name)}" for name in names).removeprefix("num_")

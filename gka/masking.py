@@ -1,10 +1,11 @@
 """Who may look at whom: the only definition of the attention masks in the project.
 
-Query row i and key row j are positions counted from the END of their sequences being aligned: with Tq queries and Tk >= Tq keys,
-query row r sits at position i = r + (Tk - Tq), so one decode query sees the whole cache.
+Query row i and key row j are positions counted from the END of their sequences being aligned: with Tq queries and Tk >=
+Tq keys, query row r sits at position i = r + (Tk - Tq), so one decode query sees the whole cache.
 
 - causal: j <= i.
-- window W >= 0: at most W tokens away. Causal: i - W <= j <= i, i.e. W earlier tokens plus the token itself (nanochat's and
+- window W >= 0: at most W tokens away. Causal: i - W <= j <= i, i.e. W earlier tokens plus the token itself (nanochat's
+  and
   FlashAttention's convention, W + 1 keys). Not causal: |i - j| <= W.
 
 The paper (section 3.3) writes i - W' < j <= i, which is W' keys: its W' is our window W = W' - 1.
@@ -39,12 +40,16 @@ class Mask:
         return keep
 
     def simplify(self, num_queries: int, num_keys: int) -> "Mask":
-        """The same mask for these lengths with the conditions that hide nothing removed, so fast paths can be recognised."""
+        """The same mask for these lengths with the conditions that hide nothing removed, so fast paths can be
+        recognised.
+        """
         window = self.window if self.window is not None and self.window < num_keys - 1 else None
         return Mask(self.causal and num_queries > 1, window)
 
     def first_visible_key(self, num_queries: int, num_keys: int) -> int:
-        """Index of the first key that any query can see: everything before it can be dropped without changing a result."""
+        """Index of the first key that any query can see: everything before it can be dropped without changing a
+        result.
+        """
         return 0 if self.window is None else max(0, num_keys - num_queries - self.window)
 
     def dense(self, num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor:

@@ -7,7 +7,7 @@ import torch
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def check_features(name: str, t, like: torch.Tensor | None = None) -> None:
+def check_features(name: str, t: object, like: torch.Tensor | None = None) -> None:
     """`t` must be a floating (B, T, H, D) tensor, T >= 1; matching `like` in everything but T if given.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, shape or device.
@@ -27,22 +27,25 @@ def check_features(name: str, t, like: torch.Tensor | None = None) -> None:
     if t.device != like.device:
         raise ValueError(f"{name} must be on the device of the queries, {like.device}, got {t.device}")
     if (t.shape[0], *t.shape[2:]) != (like.shape[0], *like.shape[2:]):
-        raise ValueError(
-            f"{name} must have shape (B, T, H, D) = ({like.shape[0]}, *, {like.shape[2]}, {like.shape[3]}), got {tuple(t.shape)}"
-        )
+        batch, _, heads, head_dim = like.shape
+        expected = f"({batch}, *, {heads}, {head_dim})"
+        raise ValueError(f"{name} must have shape (B, T, H, D) = {expected}, got {tuple(t.shape)}")
 
 
 def check_lengths(num_queries: int, num_keys: int, num_values: int, masked: bool) -> None:
-    """Keys and values pair up; a mask aligns the last query with the last key, so it needs at least as many keys as queries."""
+    """Keys and values pair up; a mask aligns the last query with the last key, so it needs at least as many keys as
+    queries.
+    """
     if num_values != num_keys:
         raise ValueError(f"values must have as many tokens as keys, {num_keys}, got {num_values}")
     if masked and num_keys < num_queries:
         raise ValueError(
-            f"keys must have at least as many tokens as the queries, {num_queries}, when causal or window is used, got {num_keys}"
+            f"keys must have at least as many tokens as the queries, {num_queries}, when causal or window is used, "
+            f"got {num_keys}"
         )
 
 
-def check_mask(causal, window) -> None:
+def check_mask(causal: object, window: object) -> None:
     """causal is a bool; window is None or an int >= 0."""
     if not isinstance(causal, bool):
         raise TypeError(f"causal must be a bool, got {type(causal).__name__}")
@@ -54,7 +57,7 @@ def check_mask(causal, window) -> None:
         raise ValueError(f"window must be >= 0 (tokens before the query that stay visible) or None, got {window}")
 
 
-def check_log_sigma(log_sigma, x: torch.Tensor) -> None:
+def check_log_sigma(log_sigma: object, x: torch.Tensor) -> None:
     """One finite float32 value per head (float64 also accepted beside float64 features), on the features' device."""
     if not isinstance(log_sigma, torch.Tensor):
         raise TypeError(f"log_sigma must be a torch.Tensor of shape (H,), got {type(log_sigma).__name__}")
@@ -69,7 +72,8 @@ def check_log_sigma(log_sigma, x: torch.Tensor) -> None:
 
 
 def readable(t: torch.Tensor) -> bool:
-    """Whether t's values can be looked at: on an accelerator that would stall every call, in a graph or under torch.func it cannot be done.
+    """Whether t's values can be looked at: on an accelerator that would stall every call, in a graph or under
+    torch.func it cannot be done.
 
     What is not looked at shows in y; the trainers stop on gradients that are not finite.
     """
@@ -80,7 +84,7 @@ def readable(t: torch.Tensor) -> bool:
     )
 
 
-def check_eps(eps) -> None:
+def check_eps(eps: object) -> None:
     """eps is a finite number >= 0."""
     if isinstance(eps, bool) or not isinstance(eps, (int, float)):
         raise TypeError(f"eps must be a number, got {type(eps).__name__}")

@@ -80,8 +80,7 @@ def check_bounds(config: Any) -> None:
                     bounds.check(flag_of(name), number)
 
 
-SEED = Bounds(0, 2**63 - 1)  # what torch's generators take
-Seed = Annotated[int, SEED]
+Seed = Annotated[int, Bounds(0, 2**63 - 1)]  # as torch's generators take them
 Count = Annotated[int, Bounds(1)]
 CountOrOff = Annotated[int, Bounds(1, other=(-1, "off"))]
 CountOrAll = Annotated[int, Bounds(1, other=(-1, "all"))]

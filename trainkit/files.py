@@ -87,16 +87,16 @@ def write_json(path: Path, value: Any) -> None:
         temporary.write_text(json.dumps(value, indent=1) + "\n")
 
 
-def read_json(path: Path, what: str) -> dict[str, Any]:
-    """Read a JSON file that holds an object. Raises UserError, naming `what` it is and its path, if it does not."""
+def read_json(path: Path, name: str) -> dict[str, Any]:
+    """Read a JSON file that holds an object. Raises UserError, with the `name` of what it should be, if not."""
     try:
         value = json.loads(Path(path).read_text())
     except FileNotFoundError:
-        raise UserError(f"{what} not found: {path}") from None
+        raise UserError(f"{name} not found: {path}") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{what} is not valid JSON: {path} ({error})") from None
+        raise UserError(f"{name} is not valid JSON: {path} ({error})") from None
     if not isinstance(value, dict):
-        raise UserError(f"{what} is not a JSON object: {path}")
+        raise UserError(f"{name} is not a JSON object: {path}")
     return value
 
 

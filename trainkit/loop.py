@@ -10,8 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainkit import checkpoint
-from trainkit.checkpoint import Checkpoint
+from trainkit.checkpoint import Checkpoint, load_newest
 from trainkit.cli import command_line
 from trainkit.distributed import Runtime, Stop, running
 from trainkit.files import locked
@@ -63,12 +62,10 @@ def launch(config: RunConfig, make_trainer: Callable[[Any, Runtime, Checkpoint |
 
 def resume(config: RunConfig, runtime: Runtime) -> Checkpoint | None:
     """The newest intact checkpoint of the run, if there is one. Raises UserError if its settings are not `config`'s."""
-    found = checkpoint.load_newest(
-        config.folder / "checkpoints", warn=lambda message: runtime.print(f"warning: {message}")
-    )
-    if found is not None:
-        config.check_continues(found.state["train_config"])
-    return found
+    checkpoint = load_newest(config.folder / "checkpoints", lambda message: runtime.print(f"warning: {message}"))
+    if checkpoint is not None:
+        config.check_continues(checkpoint.state["train_config"])
+    return checkpoint
 
 
 def announce(trainer: Trainer, log: RunLog) -> None:

@@ -136,7 +136,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     for line in Path(path).read_text(errors="replace").splitlines():
         try:
             record = json.loads(line)
-        except (json.JSONDecodeError, RecursionError):
+        except json.JSONDecodeError:
             continue
         if isinstance(record, dict):
             records.append(record)

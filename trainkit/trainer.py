@@ -18,7 +18,7 @@ from trainkit.run_config import RunConfig
 class Trainer(ABC):
     """A run that `trainkit.loop` trains. Everything is called on every process unless its docstring says otherwise.
 
-    A subclass is built with (config, runtime, found): `found` is the checkpoint that it continues from, or None. Its
+    A subclass is built with its flags, where it runs, and the checkpoint that it continues from, if there is one. Its
     constructor may raise UserError, but must not wait for other processes. It sets
         model: the weights; the loop gives every process those of rank 0
         steps: the length of the run
@@ -26,11 +26,9 @@ class Trainer(ABC):
     """
 
     KIND: ClassVar[str]  # of the line that a finished run adds to the results
-    STEP: ClassVar[str] = "step"  # what messages call one
-    LOWER: ClassVar[str]  # what to lower for a run that diverged
-    FINISH_KEYS: ClassVar[
-        tuple[str, ...]
-    ]  # what the record of a finished run must have to count; `summary` returns them
+    STEP: ClassVar[str] = "step"  # the word for one in messages
+    LOWER: ClassVar[str]  # the advice for a run that diverged
+    FINISH_KEYS: ClassVar[tuple[str, ...]]  # of `summary`: a record of the end that lacks one does not count
 
     model: torch.nn.Module
     steps: int
@@ -118,7 +116,7 @@ class Trainer(ABC):
         return all(bool(parameter.isfinite().all()) for parameter in self.model.parameters())
 
     def diverged(self, reason: str, details: str = "", consequence: str = "") -> UserError:
-        """The error that ends a run whose numbers are not finite: what that means for the weights, and what is left."""
+        """The error that ends a run whose numbers are not finite, with the weights' state and the last checkpoint."""
         if not consequence:
             ruined = f"an earlier {self.STEP} has ruined the weights"
             consequence = "the weights were not touched" if self.is_finite() else ruined

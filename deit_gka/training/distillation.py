@@ -62,13 +62,13 @@ def load_teacher(name: str, path: str, classes: list[str]) -> Teacher:
     """
     folder = Path(name).expanduser()
     if folder.is_dir() and not (folder / "config.json").exists():
-        found = find_checkpoint(folder)
-        if found.state["classes"] != classes and set(found.state["classes"]) & set(classes):
+        checkpoint = find_checkpoint(folder)
+        if checkpoint.state["classes"] != classes and set(checkpoint.state["classes"]) & set(classes):
             raise UserError(
                 f"--teacher-model {name} was trained on other classes than the data's; "
                 "give a teacher of the same classes"
             )
-        model = load_run(found, "ema" if (found.path / "ema.safetensors").exists() else "model", "cpu")
+        model = load_run(checkpoint, "ema" if (checkpoint.path / "ema.safetensors").exists() else "model", "cpu")
     elif path:
         model = load_file(Path(path), build(name, len(classes)))
     else:

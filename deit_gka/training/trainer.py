@@ -42,7 +42,7 @@ class Trainer(BaseTrainer):
     KIND, STEP, LOWER = "train_deit", "update", "a lower --lr"
     FINISH_KEYS = ("parameters", "flops", "top1", "images_per_second", "sigma")
 
-    def __init__(self, config: TrainConfig, runtime: Runtime, found: Checkpoint | None = None):
+    def __init__(self, config: TrainConfig, runtime: Runtime, checkpoint: Checkpoint | None = None):
         super().__init__(config, runtime)
         # Data
         self.images = RunImages(config, runtime, self.folder)
@@ -72,22 +72,22 @@ class Trainer(BaseTrainer):
         self.meter, self.recent, self.not_timed = Meter(), Meter(), UPDATES_NOT_TIMED
         self.broken = BrokenList(self.folder)
         self.initial_weights: dict[str, str] | None = None  # where they came from, and their hash
-        if found is not None:
-            self._load(found)
+        if checkpoint is not None:
+            self._load(checkpoint)
         elif config.initial_weights:
             self._start_from(config.initial_weights)
 
-    def _load(self, found: Checkpoint) -> None:
+    def _load(self, checkpoint: Checkpoint) -> None:
         config, device = self.config, self.runtime.device
-        self.images.check_same(found.state)
-        self.initial_weights = found.state.get("initial_weights")
+        self.images.check_same(checkpoint.state)
+        self.initial_weights = checkpoint.state.get("initial_weights")
         check_same(config.initial_weights, self.initial_weights, self.folder)
-        self.model.load_state_dict(found.tensors("model", device))
+        self.model.load_state_dict(checkpoint.tensors("model", device))
         if self.average is not None:
-            self.average.module.load_state_dict(found.tensors("ema", device))
-        load_state_tensors(self.optimizer, self.model, found.tensors("optimizer", device))
-        self.scaler.load_state_dict(found.state["scaler"])
-        self.state, self.meter = found.state["progress"], Meter(**found.state["meter"])
+            self.average.module.load_state_dict(checkpoint.tensors("ema", device))
+        load_state_tensors(self.optimizer, self.model, checkpoint.tensors("optimizer", device))
+        self.scaler.load_state_dict(checkpoint.state["scaler"])
+        self.state, self.meter = checkpoint.state["progress"], Meter(**checkpoint.state["meter"])
 
     def _start_from(self, source: str) -> None:
         """Take what fits of the weights in `source`, and say what that is."""
@@ -100,16 +100,16 @@ class Trainer(BaseTrainer):
     # Before the first update
 
     def announce(self) -> dict[str, Any]:
-        config, runtime, images, print = self.config, self.runtime, self.images, self.runtime.print
+        config, runtime, images, say = self.config, self.runtime, self.images, self.runtime.print
         cost, parameters = cost_of(self.model), sum(parameter.numel() for parameter in self.model.parameters())
-        print(
+        say(
             f"{config.model}: {parameters:,} parameters" + (f", {cost.flops / 1e9:.4g} GFLOPs an image" if cost else "")
         )
-        print(
+        say(
             f"{config.data}: {len(images.train_set):,} training and {len(images.val_set):,} validation images "
             f"in {len(images.classes)} classes"
         )
-        print(
+        say(
             f"{config.epochs} epochs of {self.steps_per_epoch:,} updates of {config.batch_size:,} images: "
             f"{runtime.world_size} x {runtime.device.type}, {len(self.pieces)} x "
             f"{len(self.pieces[0].places)} images each; peak learning rate {config.scaled_lr:.4g}; "
@@ -117,10 +117,10 @@ class Trainer(BaseTrainer):
         )
         operators = operators_of(self.model)
         if operators:
-            print(f"Gaussian kernel attention by {', '.join(operators)}")
+            say(f"Gaussian kernel attention by {', '.join(operators)}")
         if config.repeated_aug > 1:
             versions = f"{config.repeated_aug} versions each of a 1/{config.repeated_aug} of the images"
-            print(f"repeated augmentation: an epoch draws {versions}")
+            say(f"repeated augmentation: an epoch draws {versions}")
         return {"operators": operators, "initial_weights": self.initial_weights}
 
     # An update

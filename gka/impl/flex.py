@@ -1,10 +1,13 @@
-"""The same softmax as a FlexAttention score function and block mask: windows skip whole tiles, the terms of the norms are added to the scores.
+"""The same softmax as a FlexAttention score function and block mask: windows skip whole tiles, the terms of the norms
+are added to the scores.
 
-Made for CUDA. On CPU torch offers FlexAttention's forward only, which is enough to test the score function. `eps` is ignored.
+Made for CUDA. On CPU torch offers FlexAttention's forward only, which is enough to test the score function. `eps` is
+ignored.
 """
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -54,13 +57,12 @@ def gaussian(request: GaussianRequest) -> torch.Tensor:
     return (y if offset is None else y + offset).to(x.dtype)
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float,
-            score_mod: Callable | None = None) -> torch.Tensor:  # fmt: skip
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float, score_mod: Any = None):
     num_queries, num_keys = q.shape[1], k.shape[1]
     block_mask = _block_mask(mask, num_queries, num_keys, q.device)
     # Whole tiles: FlexAttention's gradients are NaN for ragged lengths with a score_mod (pytorch#153799).
     q, k, v = (F.pad(t, (0, 0, 0, 0, 0, _round_up(t.shape[1]) - t.shape[1])).transpose(1, 2) for t in (q, k, v))
-    attend = flex_attention if torch.compiler.is_compiling() or not q.is_cuda else _compiled()
+    attend: Any = flex_attention if torch.compiler.is_compiling() or not q.is_cuda else _compiled()
     # TF32 products beside float32 norms would not cancel.
     options = {"FLOAT32_PRECISION": "'ieee'"} if q.is_cuda and score_mod is not None else None
     y = attend(q, k, v, score_mod=score_mod, block_mask=block_mask, scale=scale, kernel_options=options)

@@ -1,6 +1,8 @@
-"""The paper's equations 3, 4 and 7, literally: build K, mask it, normalise its rows, mix. O(Tq * Tk) memory; the oracle of every test.
+"""The paper's equations 3, 4 and 7, literally: build K, mask it, normalise its rows, mix. O(Tq * Tk) memory; the oracle
+of every test.
 
-It has derivatives of every order, reverse and forward, and the transforms of torch.func (kernel.py says what those take).
+It has derivatives of every order, reverse and forward, and the transforms of torch.func (kernel.py says what those
+take).
 """
 
 import torch

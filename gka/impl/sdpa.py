@@ -4,8 +4,8 @@ The kernel's exponent is a dot product of features with two more channels (gka/R
 
     S_ij = -|x_i - k_j|^2 / (2 sigma^2) = [x_i / sigma^2, -|x_i|^2 / (2 sigma^2), 1] . [k_j, 1, -|k_j|^2 / (2 sigma^2)]
 
-Heads of constant norm need neither: plain attention with q = x / sigma^2. `eps` is ignored: since K_ii = 1 it changes y by at most a
-relative 1e-6.
+Heads of constant norm need neither: plain attention with q = x / sigma^2. `eps` is ignored: since K_ii = 1 it changes y
+by at most a relative 1e-6.
 """
 
 import torch

@@ -1,16 +1,18 @@
-"""What tests, benchmarks and tuning share: seeded features, the float64 oracle with all gradients, plain PyTorch, and the error budget.
+"""What tests, benchmarks and tuning share: seeded features, the float64 oracle with all gradients, plain PyTorch, and
+the error budget.
 
     check(partial(gaussian_attention, impl="sdpa"), x, log_sigma, values, grad_y)
 
-raises if the output or a gradient is further from float64 than the budget allows; `judge` returns the reason. A route is called as
-route(x, log_sigma, keys=keys, values=values), like `gaussian_attention`.
+raises if the output or a gradient is further from float64 than the budget allows; `judge` returns the reason. A route
+is called as route(x, log_sigma, keys=keys, values=values), like `gaussian_attention`.
 
-The budget of a fast path is derived, never tuned: twice the error that plain PyTorch makes in the same dtype on the same inputs, plus what
-one unit in the last place of the exponents and of dot products is worth (gka/README.md, Error model). Everything is measured against float64
-of the same rounded inputs.
+The budget of a fast path is derived, never tuned: twice the error that plain PyTorch makes in the same dtype on the
+same inputs, plus what one unit in the last place of the exponents and of dot products is worth (gka/README.md, Error
+model). Everything is measured against float64 of the same rounded inputs.
 """
 
 from gka.testing.budget import (
+    budget,
     check,
     coarse_floors,
     disagreement,
@@ -26,6 +28,7 @@ from gka.testing.results import KINDS, Result, make_features, oracle, plain, pla
 __all__ = [
     "KINDS",
     "Result",
+    "budget",
     "check",
     "coarse_floors",
     "disagreement",

@@ -1,7 +1,10 @@
-"""The error budget (gka/README.md, Error model): how far y and each gradient may be from float64, and whether a route keeps to it."""
+"""The error budget (gka/README.md, Error model): how far y and each gradient may be from float64, and whether a
+route keeps to it.
+"""
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -9,49 +12,73 @@ from gka.api import EPS
 from gka.bandwidth import inverse_variance
 from gka.kernel import log_kernel, squared_distances
 from gka.masking import Mask
-from gka.testing.results import FULL, Front, Route, definition, oracle, plain, run
+from gka.testing.results import FULL, Front, Optional, Route, definition, oracle, plain, run
 
 LARGEST_FLOOR = 0.1  # in half precision the worst case of log_sigma's gradient, which cancels, would allow anything
 ZERO = 1e-5  # the largest number allowed where the exact gradient is 0
 Tensors = Mapping[str, torch.Tensor]
 
 
-def check(route: Route, x, log_sigma, values=None, grad_y=None, mask: Mask = FULL, **options) -> None:
-    """Raises AssertionError, with the name and the numbers, if y or a gradient of the route is outside the budget. Arguments as `judge`."""
+def check(
+    route: Route,
+    x: torch.Tensor,
+    log_sigma: torch.Tensor,
+    values: Optional = None,
+    grad_y: Optional = None,
+    mask: Mask = FULL,
+    **options: Any,
+) -> None:
+    """Raises AssertionError, with the name and the numbers, if y or a gradient of the route is outside the budget.
+
+    Arguments as `judge`.
+    """
     if reason := judge(route, x, log_sigma, values, grad_y, mask, **options):
         raise AssertionError(reason)
 
 
-def judge(route: Route, x, log_sigma, values=None, grad_y=None, mask: Mask = FULL, *, keys=None, front: Front | None = None,
-          eps: float = 0.0, slack: float = 0.0, constant_norm: bool = False, by_terms: bool = False) -> str | None:  # fmt: skip
+def judge(
+    route: Route,
+    x: torch.Tensor,
+    log_sigma: torch.Tensor,
+    values: Optional = None,
+    grad_y: Optional = None,
+    mask: Mask = FULL,
+    *,
+    keys: Optional = None,
+    front: Front | None = None,
+    eps: float = 0.0,
+    slack: float = 0.0,
+    constant_norm: bool = False,
+    by_terms: bool = False,
+) -> str | None:
     """Why route(x, log_sigma, keys=keys, values=values) is wrong, or None. Without grad_y only y is looked at.
 
-    front: applied to x and keys before every route, such as the norm that makes heads constant; gradients are taken in front of it.
+    front: applied to x and keys before every route, such as the norm that makes heads constant; gradients are taken in
+    front of it.
     eps: what the oracle adds to the row sum. slack: what an eps that the route adds or drops is worth, relative to y.
     constant_norm: x are normalised features, whose norms are constant only up to the rounding of x.
-    by_terms: add the floors up term by term (`floors`; self-attention without front only), also where gradients are exactly 0.
+    by_terms: add the floors up term by term (`floors`; self-attention without front only), also where gradients are
+    exactly 0.
     """
-    given = dict(keys=keys, front=front)
-    want = oracle(x, log_sigma, values, grad_y, mask, eps, **given)
-    by_plain = plain(x, log_sigma, values, grad_y, mask, eps, **given).named()
-    got = run(route, x, log_sigma, values, grad_y, **given)
-    if got.y.dtype != x.dtype:
-        return f"y is {got.y.dtype}, expected {x.dtype}"
-    if by_terms:
-        return disagreement(
-            got.named(), want.named(), by_plain, floors(x, log_sigma, values, grad_y, mask), absolute=True
-        )
-    features, keys = (t if t is None or front is None else front(t) for t in (x, keys))
-    limits = coarse_floors(
-        features, log_sigma, values, grad_y, mask, keys=keys, slack=slack, constant_norm=constant_norm
-    )
-    return disagreement(got.named(), want.named(), by_plain, limits)
+    tensors = x, log_sigma, values, grad_y
+    want = oracle(*tensors, mask, eps, keys=keys, front=front).named()
+    by_plain = plain(*tensors, mask, eps, keys=keys, front=front).named()
+    got = run(route, *tensors, keys=keys, front=front).named()
+    if got["y"].dtype != x.dtype:
+        return f"y is {got['y'].dtype}, expected {x.dtype}"
+    if by_terms and grad_y is not None:
+        return disagreement(got, want, by_plain, floors(x, log_sigma, values, grad_y, mask), absolute=True)
+    if front is not None:
+        x, keys = front(x), None if keys is None else front(keys)
+    limits = coarse_floors(x, log_sigma, values, grad_y, mask, keys=keys, slack=slack, constant_norm=constant_norm)
+    return disagreement(got, want, by_plain, limits)
 
 
 def disagreement(
     got: Tensors, want: Tensors, by_plain: Tensors, floors: Mapping[str, float], absolute: bool = False
 ) -> str | None:
-    """Why `got` is not what float64 (`want`) says, or None. Allowed is twice the error of plain PyTorch, where that is finite, plus a floor.
+    """Why `got` is not what float64 (`want`) says, or None. Allowed is twice the error of plain PyTorch, where that is
+    finite, plus a floor.
 
     floors: relative to the norm of `want`, or, if absolute, norms themselves.
     """
@@ -69,18 +96,28 @@ def disagreement(
     return None
 
 
-def coarse_floors(x, log_sigma, values=None, grad_y=None, mask: Mask = FULL, *, keys=None, slack: float = 0.0,
-                  constant_norm: bool = False) -> dict[str, float]:  # fmt: skip
+def coarse_floors(
+    x: torch.Tensor,
+    log_sigma: torch.Tensor,
+    values: Optional = None,
+    grad_y: Optional = None,
+    mask: Mask = FULL,
+    *,
+    keys: Optional = None,
+    slack: float = 0.0,
+    constant_norm: bool = False,
+) -> dict[str, float]:
     """The rounding floor of y and of each gradient, relative to its norm. Arguments as `judge`.
 
-    In half precision the exponents are float32, so that only the rounding of inputs and outputs is left, unless norms were rounded to be constant.
+    In half precision the exponents are float32, so that only the rounding of inputs and outputs is left, unless norms
+    were rounded to be constant.
     """
     if x.dtype.itemsize == 2 and not constant_norm:
         floor = of_y = torch.finfo(x.dtype).eps
     else:
         floor = exponent_ulp(x if keys is None else torch.cat([x, keys], dim=1), log_sigma)
         of_y = output_floor(x, log_sigma, values, mask, keys)
-    limits = {"y": slack + of_y}
+    limits: dict[str, float] = {"y": slack + of_y}
     if grad_y is not None:
         floor = slack + floor
         condition = log_sigma_condition(x, log_sigma, values, grad_y, mask, keys)
@@ -94,22 +131,30 @@ def coarse_floors(x, log_sigma, values=None, grad_y=None, mask: Mask = FULL, *, 
     return limits
 
 
+def budget(by_plain: Any, want: Any, name: str, floor: float) -> float:
+    """The largest relative error of the named attribute, as `disagreement` allows it."""
+    return 2 * error(getattr(by_plain, name), getattr(want, name)) + floor
+
+
 def error(got: torch.Tensor, want: torch.Tensor) -> float:
     """Relative Frobenius error against the float64 oracle."""
     return ((got.double() - want).norm() / want.norm()).item()
 
 
-def exponent_ulp(x, log_sigma) -> float:
+def exponent_ulp(x: torch.Tensor, log_sigma: torch.Tensor) -> float:
     """The rounding floor of gradients: eps of the dtype times (1 + the largest |x|^2 / sigma^2)."""
     largest = (x.double().square().sum(-1) * inverse_variance(log_sigma.double())).max().item()
     return torch.finfo(x.dtype).eps * (1 + largest)
 
 
-def output_floor(x, log_sigma, values=None, mask: Mask = FULL, keys=None) -> float:
+def output_floor(
+    x: torch.Tensor, log_sigma: torch.Tensor, values: Optional = None, mask: Mask = FULL, keys: Optional = None
+) -> float:
     """The rounding floor of y, relative to y in norm: eps of the dtype times (1 + |sum_j W_ij r_ij |v_j - y_i|| / |y|).
 
-    Exponents off by delta_ij move y_i by sum_j W_ij delta_ij (v_j - y_i); and |delta_ij| <= eps r_ij, for the score x_i.k_j / sigma^2 -
-    |k_j|^2 / (2 sigma^2) is known to eps r_ij = eps (|x_i| |k_j| + |k_j|^2 / 2) / sigma^2. Peaked rows have little to move.
+    Exponents off by delta_ij move y_i by sum_j W_ij delta_ij (v_j - y_i); and |delta_ij| <= eps r_ij, for the score
+    x_i.k_j / sigma^2 - |k_j|^2 / (2 sigma^2) is known to eps r_ij = eps (|x_i| |k_j| + |k_j|^2 / 2) / sigma^2. Peaked
+    rows have little to move.
     """
     eps = torch.finfo(x.dtype).eps
     x, keys, values, log_sigma = _doubles(x, keys, values, log_sigma)
@@ -120,8 +165,18 @@ def output_floor(x, log_sigma, values=None, mask: Mask = FULL, keys=None) -> flo
     return eps * (1 + moved.norm() / y.norm()).item()
 
 
-def log_sigma_condition(x, log_sigma, values, grad_y, mask: Mask = FULL, keys=None) -> float:
-    """How much dlog_sigma = -2 sum dS S cancels: sum |dS S| over |sum dS S|, in norm over heads. Its floor grows by this factor."""
+def log_sigma_condition(
+    x: torch.Tensor,
+    log_sigma: torch.Tensor,
+    values: Optional,
+    grad_y: torch.Tensor,
+    mask: Mask = FULL,
+    keys: Optional = None,
+) -> float:
+    """How much dlog_sigma = -2 sum dS S cancels: sum |dS S| over |sum dS S|, in norm over heads.
+
+    Its floor grows by this factor.
+    """
     eps = EPS if keys is None else None
     x, keys, values, log_sigma = _doubles(x, keys, values, log_sigma)
     y, weights = definition(x, log_sigma, keys, values, mask, eps)
@@ -130,9 +185,12 @@ def log_sigma_condition(x, log_sigma, values, grad_y, mask: Mask = FULL, keys=No
     return (terms.abs().sum((0, 2, 3)).norm() / terms.sum((0, 2, 3)).norm()).item()
 
 
-def floors(x, log_sigma, values, grad_y, mask: Mask = FULL) -> dict[str, float]:
-    """The rounding floor of y and of each gradient in norm, term by term (gka/README.md, Error model), for self-attention computed in
-    float32, or in x.dtype if that is wider: centred where nothing is causal, S_ij the sum of three terms of size r_ij, results rounded to x.dtype.
+def floors(
+    x: torch.Tensor, log_sigma: torch.Tensor, values: Optional, grad_y: torch.Tensor, mask: Mask = FULL
+) -> dict[str, float]:
+    """The rounding floor of y and of each gradient in norm, term by term (gka/README.md, Error model), for
+    self-attention computed in float32, or in x.dtype if that is wider: centred where nothing is causal, S_ij the sum of
+    three terms of size r_ij, results rounded to x.dtype.
     """
     eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
     want = oracle(x, log_sigma, values, grad_y, mask, eps=0.0)
@@ -167,12 +225,14 @@ def floors(x, log_sigma, values, grad_y, mask: Mask = FULL) -> dict[str, float]:
     }
 
 
-def _doubles(x, keys, values, log_sigma):
+def _doubles(
+    x: torch.Tensor, keys: Optional, values: Optional, log_sigma: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """In float64, with keys and values that are given elsewhere put in their places."""
     x, log_sigma = x.double(), log_sigma.double()
     keys = x if keys is None else keys.double()
     return x, keys, keys if values is None else values.double(), log_sigma
 
 
-def _distances(a, b):
+def _distances(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return squared_distances(a, b).sqrt()

@@ -1,4 +1,6 @@
-"""Seeded features, and what a route gives for them: y and all gradients, of the route under test, of the float64 oracle and of plain PyTorch."""
+"""Seeded features, and what a route gives for them: y and all gradients, of the route under test, of the float64
+oracle and of plain PyTorch.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,14 +17,17 @@ from gka.request import GaussianRequest
 KINDS = ("normal", "unit_norm", "clusters", "x10", "x50", "+50")
 FULL = Mask()
 Route = Callable[..., torch.Tensor]  # route(x, log_sigma, keys=..., values=...) -> y
+Optional = torch.Tensor | None
 Front = Callable[[torch.Tensor], torch.Tensor]  # what features and keys pass before the route
 
 
-def make_features(kind: str, shape: tuple[int, int, int, int], dtype=torch.float32, seed: int = 0) -> torch.Tensor:
+def make_features(
+    kind: str, shape: tuple[int, int, int, int], dtype: torch.dtype = torch.float32, seed: int = 0
+) -> torch.Tensor:
     """(B, T, H, D) features of a kind.
 
-    normal: as LayerNorm leaves them. unit_norm: RMS-normalised per head. clusters: 8 tight ones. xN, +N: one outlier channel, scaled by N or
-    offset by N. all+N: every channel offset by N. Raises ValueError for another kind.
+    normal: as LayerNorm leaves them. unit_norm: RMS-normalised per head. clusters: 8 tight ones. xN, +N: one outlier
+    channel, scaled by N or offset by N. all+N: every channel offset by N. Raises ValueError for another kind.
     """
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -56,17 +61,29 @@ class Result:
         return {name: t for name, t in vars(self).items() if t is not None}
 
 
-def run(route: Route, x: torch.Tensor, log_sigma: torch.Tensor, values: torch.Tensor | None = None,
-        grad_y: torch.Tensor | None = None, *, keys: torch.Tensor | None = None, front: Front | None = None) -> Result:  # fmt: skip
+def run(
+    route: Route,
+    x: torch.Tensor,
+    log_sigma: torch.Tensor,
+    values: Optional = None,
+    grad_y: Optional = None,
+    *,
+    keys: Optional = None,
+    front: Front | None = None,
+) -> Result:
     """Call the route on fresh leaves and back-propagate grad_y; only y without it.
 
     front: applied to x and keys first, such as a per-head norm; gradients are those of what enters it.
     """
-    leaves = [
-        None if t is None else t.detach().clone().requires_grad_(grad_y is not None)
-        for t in (x, keys, values, log_sigma)
-    ]
-    x, keys, values, log_sigma = leaves
+
+    def leaf(t: torch.Tensor) -> torch.Tensor:
+        return t.detach().clone().requires_grad_(grad_y is not None)
+
+    def gradient(t: torch.Tensor | None) -> torch.Tensor | None:
+        return None if t is None else t.grad
+
+    x, log_sigma = leaf(x), leaf(log_sigma)
+    keys, values = None if keys is None else leaf(keys), None if values is None else leaf(values)
     if front is None:
         y = route(x, log_sigma, keys=keys, values=values)
     else:
@@ -74,28 +91,48 @@ def run(route: Route, x: torch.Tensor, log_sigma: torch.Tensor, values: torch.Te
     if grad_y is None:
         return Result(y.detach())
     y.backward(grad_y.to(y.dtype))
-    return Result(y.detach(), *(None if t is None else t.grad for t in leaves))
+    return Result(y.detach(), x.grad, gradient(keys), gradient(values), log_sigma.grad)
 
 
-def oracle(x, log_sigma, values=None, grad_y=None, mask: Mask = FULL, eps: float = EPS, *, keys=None,
-           front: Front | None = None) -> Result:  # fmt: skip
+def oracle(
+    x: torch.Tensor,
+    log_sigma: torch.Tensor,
+    values: Optional = None,
+    grad_y: Optional = None,
+    mask: Mask = FULL,
+    eps: float = EPS,
+    *,
+    keys: Optional = None,
+    front: Front | None = None,
+) -> Result:
     """The definition in float64, on the inputs as rounded to their dtype. With foreign keys eps is not used."""
-    tensors = (None if t is None else t.double() for t in (x, log_sigma, values, grad_y))
-    return run(
-        partial(_definition, mask=mask, eps=eps), *tensors, keys=None if keys is None else keys.double(), front=front
-    )
+    keys, values, grad_y = (None if t is None else t.double() for t in (keys, values, grad_y))
+    route = partial(_definition, mask=mask, eps=eps)
+    return run(route, x.double(), log_sigma.double(), values, grad_y, keys=keys, front=front)
 
 
-def _definition(x, log_sigma, *, keys, values, mask, eps):
+def _definition(
+    x: torch.Tensor, log_sigma: torch.Tensor, *, keys: Optional, values: Optional, mask: Mask, eps: float
+) -> torch.Tensor:
     return definition(x, log_sigma, keys, values, mask, eps if keys is None else None)[0]
 
 
-def definition(x, log_sigma, keys, values, mask: Mask, eps: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+def definition(
+    x: torch.Tensor, log_sigma: torch.Tensor, keys: Optional, values: Optional, mask: Mask, eps: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(y, W) of the reference, in the dtype of the arguments."""
     return reference.output_and_weights(GaussianRequest(x, keys, values, mask, True, log_sigma, eps, False))
 
 
-def plain_attention(x, log_sigma, *, keys=None, values=None, visible=None, eps: float = EPS) -> torch.Tensor:
+def plain_attention(
+    x: torch.Tensor,
+    log_sigma: torch.Tensor,
+    *,
+    keys: Optional = None,
+    values: Optional = None,
+    visible: Optional = None,
+    eps: float = EPS,
+) -> torch.Tensor:
     """What one would write in PyTorch from the paper, in x.dtype: |a|^2 + |b|^2 - 2ab, exp, mask, divide (section 3.2).
 
     visible: (Tq, Tk), 1 where a query may look, bool or x's dtype; None hides nothing.
@@ -110,8 +147,17 @@ def plain_attention(x, log_sigma, *, keys=None, values=None, visible=None, eps: 
     return (weights @ v).transpose(1, 2)
 
 
-def plain(x, log_sigma, values=None, grad_y=None, mask: Mask = FULL, eps: float = EPS, *, keys=None,
-          front: Front | None = None) -> Result:  # fmt: skip
+def plain(
+    x: torch.Tensor,
+    log_sigma: torch.Tensor,
+    values: Optional = None,
+    grad_y: Optional = None,
+    mask: Mask = FULL,
+    eps: float = EPS,
+    *,
+    keys: Optional = None,
+    front: Front | None = None,
+) -> Result:
     """`plain_attention` with its gradients."""
     visible = mask.dense(x.shape[1], (x if keys is None else keys).shape[1], x.device)
     return run(partial(plain_attention, visible=visible, eps=eps), x, log_sigma, values, grad_y, keys=keys, front=front)

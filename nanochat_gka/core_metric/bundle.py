@@ -1,7 +1,7 @@
 """The evaluation bundle: which tasks there are, their examples, their random baselines.
 
-A bundle is a folder with core.yaml (the tasks), eval_meta_data.csv (the baselines) and eval_data/ (a JSON-lines file per task). What is wrong with one
-task's data is a UserError naming file and line when that task is read, so that the others can still be scored.
+A bundle is a folder with core.yaml (the tasks), eval_meta_data.csv (the baselines) and eval_data/ (JSON lines, a file
+per task). What is wrong with a task's data is a UserError when that task is read, so that the others can be scored.
 """
 
 import csv
@@ -23,15 +23,33 @@ FIELDS = {
     SCHEMA: (("continuation",), "context_options"),
     LANGUAGE: (("context", "continuation"), None),
 }
-# The 22 tasks whose mean is CORE, in the order of the published tables.
-CORE_TASKS = (
-    "hellaswag_zeroshot", "jeopardy", "bigbench_qa_wikidata", "arc_easy", "arc_challenge", "copa", "commonsense_qa", "piqa", "openbook_qa",
-    "lambada_openai", "hellaswag", "winograd", "winogrande", "bigbench_dyck_languages", "agi_eval_lsat_ar", "bigbench_cs_algorithms",
-    "bigbench_operators", "bigbench_repeat_copy_logic", "squad", "coqa", "boolq", "bigbench_language_identification",
-)  # fmt: skip
-# How many examples each has in the published bundle; GPT-2 124M's published accuracies are whole numbers of these.
-CORE_SIZES = dict(zip(CORE_TASKS, (10042, 2117, 20321, 2376, 1172, 100, 1221, 1838, 500, 5153, 10042, 273, 1267, 1000, 230, 1320, 210, 32, 10570, 7983,
-                                   3270, 10000)))  # fmt: skip
+# The 22 tasks whose mean is CORE, in the order of the published tables, and how many examples each has in the published
+# bundle. GPT-2 124M's published accuracies are whole numbers of these.
+CORE_SIZES = {
+    "hellaswag_zeroshot": 10042,
+    "jeopardy": 2117,
+    "bigbench_qa_wikidata": 20321,
+    "arc_easy": 2376,
+    "arc_challenge": 1172,
+    "copa": 100,
+    "commonsense_qa": 1221,
+    "piqa": 1838,
+    "openbook_qa": 500,
+    "lambada_openai": 5153,
+    "hellaswag": 10042,
+    "winograd": 273,
+    "winogrande": 1267,
+    "bigbench_dyck_languages": 1000,
+    "agi_eval_lsat_ar": 230,
+    "bigbench_cs_algorithms": 1320,
+    "bigbench_operators": 210,
+    "bigbench_repeat_copy_logic": 32,
+    "squad": 10570,
+    "coqa": 7983,
+    "boolq": 3270,
+    "bigbench_language_identification": 10000,
+}
+CORE_TASKS = tuple(CORE_SIZES)
 # The six that the paper reports for both of its models (table of the centred CORE subset).
 PAPER_TASKS = ("hellaswag_zeroshot", "copa", "openbook_qa", "lambada_openai", "winograd", "winogrande")
 TASK_SETS = {"paper": PAPER_TASKS, "core": CORE_TASKS}
@@ -41,7 +59,7 @@ Example = dict[str, Any]
 
 @dataclass(frozen=True)
 class Task:
-    """One task of the bundle. baseline: accuracy of guessing, in percent. `where` is its place in the manifest, for messages."""
+    """One task of the bundle. baseline: accuracy of guessing, in percent."""
 
     label: str
     file: Path
@@ -49,146 +67,87 @@ class Task:
     shots: int
     delimiter: str
     baseline: float | None
-    where: str
 
     def examples(self) -> list[Example]:
-        """All examples in file order. Raises UserError naming file and line for anything that cannot be asked or judged."""
+        """All examples in file order. Raises UserError, naming the file, if one cannot be asked or judged."""
         if self.kind not in FIELDS:
-            raise UserError(
-                f"{self.where}: {self.label} has the unknown icl_task_type {self.kind!r}; known are {', '.join(FIELDS)}"
-            )
+            kinds = ", ".join(FIELDS)
+            raise UserError(f"{self.label} has the unknown icl_task_type {self.kind!r}; known are {kinds}")
         if self.baseline is None:
-            raise UserError(f"{self.where}: {self.label} has no row with a random baseline in {BASELINES}")
-        if self.shots < 0:
-            raise UserError(f"{self.where}: num_fewshot of {self.label} must not be negative, got {self.shots}")
+            raise UserError(f"{self.label} has no row with a random baseline in {BASELINES}")
         try:
             lines = self.file.read_bytes().splitlines()
         except OSError as error:
-            raise UserError(
-                f"{self.where}: the file of {self.label} cannot be read: {self.file} ({error.strerror})"
-            ) from None
+            raise UserError(f"the file of {self.label} cannot be read: {self.file} ({error.strerror})") from None
         examples = [self._parse(line, number) for number, line in enumerate(lines, start=1) if line.strip()]
         if len(examples) <= self.shots:
-            raise UserError(
-                f"{self.file}: {self.label} needs {self.shots + 1} examples or more ({self.shots} shots and a question), got {len(examples)}"
-            )
+            needed = f"{self.shots + 1} examples or more ({self.shots} shots and a question)"
+            raise UserError(f"{self.file}: {self.label} needs {needed}, got {len(examples)}")
         return examples
 
     def _parse(self, line: bytes, number: int) -> Example:
         try:
-            example = json.loads(line)
-        except (ValueError, RecursionError) as error:  # malformed JSON or not UTF-8; nested beyond reason
-            raise UserError(f"{self.file}:{number}: not a JSON record ({error})") from None
-        if problem := find_problem(example, self.kind):
-            raise UserError(f"{self.file}:{number}: {problem}")
-        texts, options = FIELDS[self.kind]
-        as_text = {key: str(example[key]) for key in texts}
-        return (
-            as_text
-            if options is None
-            else {**as_text, options: [str(option) for option in example[options]], "gold": example["gold"]}
-        )
+            return parse_example(json.loads(line), self.kind)
+        except json.JSONDecodeError as error:
+            problem = f"not a JSON record ({error})"
+        except KeyError as error:
+            problem = f"{error.args[0]} is missing"
+        except (TypeError, ValueError, RecursionError) as error:
+            problem = f"not an example of {self.kind} ({error})"
+        raise UserError(f"{self.file}:{number}: {problem}")
 
 
-def find_problem(example: Any, kind: str) -> str | None:
-    """Why an example of `kind` cannot be asked or judged, or None."""
-    if not isinstance(example, dict):
-        return f"a record must be an object, got {type(example).__name__}"
+def parse_example(record: dict[str, Any], kind: str) -> Example:
+    """The fields of an example of `kind`. Raises KeyError, TypeError or ValueError if it cannot be asked or judged."""
     texts, options = FIELDS[kind]
-    for key in texts:
-        if not _is_text(example.get(key)):
-            return f"{key} must be a text" if key in example else f"{key} is missing"
-    if kind == LANGUAGE:
-        return None if str(example["continuation"]).strip() else "continuation must not be empty"
-    if not isinstance(example.get(options), list) or not all(map(_is_text, example[options])):
-        return f"{options} must be a list of texts" if options in example else f"{options} is missing"
-    if not example[options]:
-        return f"{options} must not be empty"
-    gold = example.get("gold")
-    if gold is None:
-        return "gold is missing"
-    if isinstance(gold, bool) or not isinstance(gold, int) or not 0 <= gold < len(example[options]):
-        return f"gold must be an index into {options}, 0 to {len(example[options]) - 1}, got {gold!r}"
-    return None
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, (str, int, float)) and not isinstance(value, bool)
+    example: Example = {key: str(record[key]) for key in texts}
+    if kind == LANGUAGE and not example["continuation"].strip():
+        raise ValueError("continuation must not be empty")
+    if options:
+        if not isinstance(record[options], list) or record["gold"] not in range(len(record[options])):
+            raise ValueError(f"gold must be an index into the list {options}, got {record['gold']!r}")
+        example |= {options: [str(option) for option in record[options]], "gold": record["gold"]}
+    return example
 
 
 def read_tasks(bundle: Path, wanted: Sequence[str] = ("all",)) -> list[Task]:
-    """The tasks of a bundle folder in its order. wanted: labels, "all", "core" (the 22 of CORE) or "paper" (the six of the paper).
+    """The tasks of a bundle folder in its order.
 
-    Raises UserError for a folder without readable manifest or baselines and for a task that is not in it.
+    wanted: labels, "all", "core" (the 22 of CORE) or "paper" (the six of the paper).
+    Raises UserError for a folder without readable core.yaml or baselines, and for a task that is not in it.
     """
     manifest, baselines = bundle / MANIFEST, read_baselines(bundle / BASELINES)
     try:
-        entries = yaml.load(manifest.read_text(encoding="utf-8"), _LineLoader)["icl_tasks"]
-        tasks = [_task(entry, bundle, manifest, baselines) for entry in entries]
+        entries = yaml.safe_load(manifest.read_text(encoding="utf-8"))["icl_tasks"]
+        tasks = [_task(entry, bundle, baselines) for entry in entries]
     except OSError:
         raise UserError(f"no CORE bundle in {bundle}: {manifest} cannot be read") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        raise UserError(f"{manifest}{f':{mark.line + 1}' if mark else ''}: not valid YAML") from None
-    except (KeyError, TypeError, ValueError, IndexError, UnicodeDecodeError):
-        raise UserError(
-            f"{manifest}: needs a list icl_tasks of label, dataset_uri, num_fewshot (a list) and icl_task_type"
-        ) from None
-    labels = {task.label for task in tasks}
-    if not tasks or len(labels) < len(tasks):
-        twice = sorted(label for label in labels if sum(task.label == label for task in tasks) > 1)
-        raise UserError(f"{manifest}: {f'lists {twice[0]} more than once' if twice else 'lists no tasks'}")
+    except (yaml.YAMLError, KeyError, TypeError, ValueError, IndexError):
+        form = "a list icl_tasks of label, dataset_uri, num_fewshot (a list) and icl_task_type"
+        raise UserError(f"{manifest} is not the YAML file of a CORE bundle, {form}") from None
+    labels = [task.label for task in tasks]
+    chosen: set[str] = set()
     for name in wanted:
-        if missing := [label for label in TASK_SETS.get(name, () if name == "all" else (name,)) if label not in labels]:
-            raise UserError(
-                f"--tasks {name}: {bundle} has no {', '.join(missing)}; it has {', '.join(sorted(labels))} (and there are all, core, paper)"
-            )
-    chosen = {label for name in wanted for label in (labels if name == "all" else TASK_SETS.get(name, (name,)))}
+        named = labels if name == "all" else TASK_SETS.get(name, (name,))
+        if missing := [label for label in named if label not in labels]:
+            present = f"it has {', '.join(sorted(labels))} (and there are all, core, paper)"
+            raise UserError(f"--tasks {name}: {bundle} has no {', '.join(missing)}; {present}")
+        chosen.update(named)
     return [task for task in tasks if task.label in chosen]
 
 
-def _task(entry: dict, bundle: Path, manifest: Path, baselines: dict[str, float]) -> Task:
-    where = f"{manifest}:{entry[_LineLoader.KEY]}"
-    file = bundle / DATA / str(entry["dataset_uri"])
-    if not file.resolve().is_relative_to(bundle.resolve()):
-        raise UserError(f"{where}: dataset_uri must stay inside the bundle, got {entry['dataset_uri']!r}")
-    shots, delimiter = int(entry["num_fewshot"][0]), str(entry.get("continuation_delimiter", " "))
-    return Task(
-        str(entry["label"]),
-        file,
-        str(entry["icl_task_type"]),
-        shots,
-        delimiter,
-        baselines.get(str(entry["label"])),
-        where,
-    )
-
-
-class _LineLoader(yaml.SafeLoader):
-    """Notes in every mapping the line it begins at."""
-
-    KEY = "line of the file"
-
-    def construct_mapping(self, node, deep=False):
-        return {**super().construct_mapping(node, deep), self.KEY: node.start_mark.line + 1}
+def _task(entry: dict[str, Any], bundle: Path, baselines: dict[str, float]) -> Task:
+    label, kind, shots = str(entry["label"]), str(entry["icl_task_type"]), int(entry["num_fewshot"][0])
+    delimiter = str(entry.get("continuation_delimiter", " "))
+    return Task(label, bundle / DATA / str(entry["dataset_uri"]), kind, shots, delimiter, baselines.get(label))
 
 
 def read_baselines(path: Path) -> dict[str, float]:
-    """Accuracy of guessing per task, in percent. Raises UserError naming file and line."""
+    """Accuracy of guessing per task, in percent. Raises UserError if the file is absent or has another form."""
     try:
         with open(path, encoding="utf-8", newline="") as file:
-            reader = csv.DictReader(file)
-            baselines = {}
-            for row in reader:
-                baselines[row["Eval Task"]] = float(row["Random baseline"])
-                if not 0 <= baselines[row["Eval Task"]] < 100:
-                    raise ValueError
-            return baselines
+            return {row["Eval Task"]: float(row["Random baseline"]) for row in csv.DictReader(file)}
     except OSError:
         raise UserError(f"no CORE bundle in {path.parent}: {path} cannot be read") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{path} is not UTF-8 text") from None
-    except (KeyError, TypeError):  # no such column; a row that ends before it
-        raise UserError(f"{path}:{reader.line_num}: needs the columns Eval Task and Random baseline") from None
-    except (ValueError, csv.Error):
-        raise UserError(f"{path}:{reader.line_num}: Random baseline must be a percentage below 100") from None
+    except (KeyError, TypeError, ValueError, csv.Error):
+        raise UserError(f"{path}: needs the columns Eval Task and Random baseline, a number in percent") from None

@@ -1,10 +1,8 @@
-"""Fetching the bundle: a download that resumes, is checked, and is unpacked only where it belongs."""
+"""The bundle is fetched, by a download that resumes and is checked, and unpacked."""
 
 import hashlib
 import http.client
 import re
-import shutil
-import stat
 import time
 import urllib.error
 import urllib.request
@@ -21,7 +19,6 @@ from trainkit.progress import progress_bar
 
 URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
 ATTEMPTS, TIMEOUT = 5, 30  # seconds
-MAX_BYTES = 4 * 2**30  # unpacked; the real one has well under one
 
 
 @dataclass(frozen=True)
@@ -29,12 +26,15 @@ class BundleFlags:
     """Where the bundle comes from, for the commands that ask its questions."""
 
     bundle: MayChange[Path | None] = None
-    """CORE's questions: folder of the bundle, or eval_bundle.zip; None = fetch it"""
+    """CORE's questions: the folder of the bundle, or eval_bundle.zip. None = fetch it."""
     bundle_url: MayChange[str] = URL
-    """where to fetch it from"""
+    """Where to fetch it from."""
 
     def open_bundle(self, folder: Path) -> Path:
-        """The bundle's folder; if need be it is fetched to `folder`/eval_bundle, or unpacked in `folder`. Raises UserError, OSError."""
+        """The bundle's folder. If need be it is fetched to `folder`/eval_bundle, or unpacked in `folder`.
+
+        Raises UserError or OSError.
+        """
         if self.bundle is None:
             return fetch_bundle(folder / "eval_bundle", self.bundle_url)
         if self.bundle.suffix != ".zip":
@@ -47,7 +47,7 @@ class BundleFlags:
         return unpacked
 
     def open_on_all(self, folder: Path, runtime: Runtime) -> Path:
-        """The same on every process: the first fetches, the others find it there."""
+        """Open it on every process: the first one fetches, the others find the result."""
         runtime.agree(lambda: self.open_bundle(folder) if runtime.is_main else None)
         return self.open_bundle(folder)
 
@@ -65,9 +65,8 @@ def fetch_bundle(folder: Path, url: str = URL) -> Path:
         if (folder / MANIFEST).exists():  # by now
             return folder
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise UserError(
-                f"{folder} is in the way: it is no CORE bundle (no {MANIFEST}); move it away, or choose another --out"
-            )
+            problem = f"{folder} is in the way: it is not a CORE bundle (it has no {MANIFEST})"
+            raise UserError(f"{problem}; move it away, or choose another --out")
         archive = folder.with_name(f".{folder.name}.zip")
         if not archive.exists():
             download(url, archive)
@@ -90,10 +89,12 @@ def download(url: str, path: Path) -> None:
                 _continue(url, part, note, lambda done, total: bar.update(task, completed=done, total=total))
                 break
             except (OSError, http.client.HTTPException) as error:  # URLError and timeouts are OSErrors
-                if attempt == ATTEMPTS or (isinstance(error, urllib.error.HTTPError) and error.code in (401, 403, 404)):
+                refused = isinstance(error, urllib.error.HTTPError) and error.code in (401, 403, 404)
+                if attempt == ATTEMPTS or refused:
                     raise UserError(
-                        f"could not download {url}: {getattr(error, 'reason', None) or error}. Check the network and run the same command again "
-                        "(it continues where it stopped), or pass --bundle FOLDER (or eval_bundle.zip)"
+                        f"could not download {url}: {getattr(error, 'reason', None) or error}. Check the network and "
+                        "run the same command again (it continues where it stopped), or pass --bundle FOLDER (or "
+                        "eval_bundle.zip)"
                     ) from None
                 bar.update(task, status=f"attempt {attempt + 1} of {ATTEMPTS}")
                 time.sleep(min(2**attempt / 2, 10))
@@ -102,32 +103,35 @@ def download(url: str, path: Path) -> None:
 
 
 def _continue(url: str, part: Path, note: Path, progress) -> None:
-    """One attempt: append what is missing to `part`, or start over if the file has changed. Raises OSError if it arrives cut or damaged."""
-    known = read_json(note, "note of the download") if note.exists() and part.exists() else {}
-    have = part.stat().st_size if known.get("etag") else 0
-    headers = {"Range": f"bytes={have}-", "If-Range": known["etag"]} if have else {}
+    """One attempt: append what is missing to `part`, or start over if the file has changed.
+
+    Raises OSError if it arrives cut or damaged.
+    """
+    previous = read_json(note, "note of the download") if note.exists() and part.exists() else {}
+    arrived = part.stat().st_size if previous.get("etag") else 0
+    headers = {"Range": f"bytes={arrived}-", "If-Range": previous["etag"]} if arrived else {}
     try:
         response = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=TIMEOUT)
     except urllib.error.HTTPError as error:
         if error.code == 416:  # nothing is missing, or what is here is too long
-            if have == known.get("total"):
+            if arrived == previous.get("total"):
                 return
             part.unlink()
         raise
     with response:
         if response.status != 206:
-            have = 0
+            arrived = 0
         etag, length = response.headers.get("ETag", ""), response.headers.get("Content-Length")
-        total = have + int(length) if length else None
+        total = arrived + int(length) if length else None
         part.parent.mkdir(parents=True, exist_ok=True)
         write_json(note, {"etag": "" if etag.startswith("W/") else etag, "total": total})
-        with open(part, "ab" if have else "wb") as file:
+        with open(part, "ab" if arrived else "wb") as file:
             while chunk := response.read(2**16):
                 file.write(chunk)
-                have += len(chunk)
-                progress(have, total)
-    if total is not None and have != total:
-        raise OSError(f"{have} of {total} bytes arrived")
+                arrived += len(chunk)
+                progress(arrived, total)
+    if total is not None and arrived != total:
+        raise OSError(f"{arrived} of {total} bytes arrived")
     # S3 gives the MD5 of a file uploaded in one piece as its ETag.
     if re.fullmatch('"[0-9a-f]{32}"', etag) and hashlib.md5(part.read_bytes()).hexdigest() != etag.strip('"'):
         part.unlink()
@@ -135,54 +139,21 @@ def _continue(url: str, part: Path, note: Path, progress) -> None:
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    """Unpack the bundle in a zip file to `folder`, which appears only when all of it is there and every member has its checksum.
+    """Unpack the bundle in a zip file to `folder`, which appears once everything is there.
 
-    Raises UserError, and leaves nothing, for members that would land elsewhere, links, more than MAX_BYTES, damage, or no core.yaml.
+    The bundle is what is beside and below core.yaml. zipfile keeps every member inside the folder, and makes no links.
+    Raises UserError, and leaves nothing, if the file is damaged or has no core.yaml.
     """
     try:
         with zipfile.ZipFile(archive) as bundle, atomic_folder(folder) as incoming:
-            members = [member for member in bundle.infolist() if not member.is_dir()]
-            for member in members:
-                _check_member(member, archive)
-            if sum(member.file_size for member in members) > MAX_BYTES:
-                raise UserError(
-                    f"{archive} would unpack to more than {MAX_BYTES / 2**30:.0f} GiB; it is not a CORE bundle"
-                )
-            roots = [
-                PurePosixPath(member.filename).parent
-                for member in members
-                if PurePosixPath(member.filename).name == MANIFEST
-            ]
+            paths = {PurePosixPath(member.filename): member for member in bundle.infolist() if not member.is_dir()}
+            roots = [path.parent for path in paths if path.name == MANIFEST]
             if not roots:
                 raise UserError(f"{archive} is not a CORE bundle: it has no {MANIFEST}")
             root = min(roots, key=lambda path: len(path.parts))
-            for member in members:
-                path = PurePosixPath(member.filename)
+            for path, member in paths.items():
                 if path.is_relative_to(root):
-                    target = incoming / path.relative_to(root)
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                    with bundle.open(member) as source, open(target, "wb") as file:
-                        shutil.copyfileobj(source, file)  # raises BadZipFile on a wrong CRC
-    except (
-        zipfile.BadZipFile,
-        zlib.error,
-        EOFError,
-        NotImplementedError,
-        RuntimeError,
-    ) as error:  # unknown method, encrypted: the last two
+                    member.filename = str(path.relative_to(root))
+                    bundle.extract(member, incoming)
+    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
         raise UserError(f"{archive} is not a usable zip file ({error}); fetch it again") from None
-
-
-def _check_member(member: zipfile.ZipInfo, archive: Path) -> None:
-    path = PurePosixPath(member.filename.replace("\\", "/"))
-    mode = member.external_attr >> 16
-    if (
-        not path.parts
-        or path.is_absolute()
-        or ".." in path.parts
-        or ":" in path.parts[0]
-        or (mode and not (stat.S_ISREG(mode) or stat.S_IFMT(mode) == 0))
-    ):
-        raise UserError(
-            f"{archive} is not safe to unpack: {member.filename!r} would land outside of its folder, or is no plain file"
-        )

@@ -14,9 +14,10 @@ SHARDS = Bounds(2, 1823)  # the last one is the validation split
 
 
 def download(folder: Path, num_shards: int) -> None:
-    """Fetch the first `num_shards` shards of about 100 MB that `folder` lacks; a shard appears once it has arrived whole.
+    """Fetch those of the first `num_shards` shards (about 100 MB each) that `folder` lacks.
 
-    Raises UserError if the number is out of bounds or a shard cannot be fetched. Running again continues.
+    A shard appears once it has arrived whole; running again continues. Raises UserError if the number is out of bounds
+    or a shard cannot be fetched.
     """
     SHARDS.check("--num-shards", num_shards)
     names = [f"shard_{index:05d}.parquet" for index in range(num_shards)]
@@ -33,8 +34,8 @@ def download(folder: Path, num_shards: int) -> None:
                 _fetch(name, folder)
             except Exception as error:  # the client raises its own and its transport's kinds: all mean "not fetched"
                 raise UserError(
-                    f"could not download {name} of {REPOSITORY}: {reason_of(error)}. Check the network and run the same "
-                    "command again (it continues where it stopped), or use your own text: CORPUS=DIR with parquet "
+                    f"could not download {name} of {REPOSITORY}: {reason_of(error)}. Check the network and run the "
+                    "same command again (it continues where it stopped), or use your own text: CORPUS=DIR with parquet "
                     "files, or CORPUS=builtin"
                 ) from None
             bar.advance(task)

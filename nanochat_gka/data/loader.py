@@ -1,6 +1,7 @@
 """Packed rows -> batches by global row number: the same rows whatever the number of ranks, O(1) to resume.
 
-A step is rows [step * B, (step + 1) * B) of an endless stream that walks the split in a seeded permutation, a new one every epoch.
+A step is rows [step * B, (step + 1) * B) of an endless stream, which walks the split in a seeded permutation, a new one
+every epoch.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ from trainkit.cli import UserError
 from trainkit.files import read_json, sha256
 
 EvalRows = Literal["upstream", "spaced"]
-SAME_ROWS = ("tokenizer_sha256", "sequence_len", "source")  # of a manifest: what rows of the same run agree in
+SAME_ROWS = ("tokenizer_sha256", "sequence_len", "source")  # what the manifests of equal rows have in common
 Batch = tuple[torch.Tensor, torch.Tensor]  # ids and targets, both (rows, T) int64
 
 
@@ -29,22 +30,20 @@ class PackedData:
 
     def __init__(self, folder: Path, verify: bool = True):
         self.folder = Path(folder)
-        if not (self.folder / MANIFEST).exists():
-            raise UserError(
-                f"no packed data in {self.folder} (no {MANIFEST}); run make tokenize, or python -m nanochat_gka.pack --out {self.folder}"
-            )
-        advice = f"delete {self.folder / MANIFEST} and pack again (make tokenize), which keeps what is intact"
+        path = self.folder / MANIFEST
+        if not path.exists():
+            command = f"run make tokenize, or python -m nanochat_gka.pack --out {self.folder}"
+            raise UserError(f"no packed data in {self.folder} (no {MANIFEST}); {command}")
+        advice = f"delete {path} and pack again (make tokenize), which keeps what is intact"
         try:
-            self.manifest = read_json(self.folder / MANIFEST, "manifest")
+            self.manifest = read_json(path, "manifest")
         except UserError as error:
             raise UserError(f"{error}; {advice}") from None
         if self.manifest.get("format") != FORMAT:
-            raise UserError(
-                f"{self.folder} has format {self.manifest.get('format')}, this version reads {FORMAT}; delete the folder and pack again"
-            )
+            formats = f"has format {self.manifest.get('format')}, this version reads {FORMAT}"
+            raise UserError(f"{self.folder} {formats}; delete the folder and pack again")
         self.sequence_len: int = self.manifest["sequence_len"]
-        damage = self._damage(verify)
-        if damage:
+        if damage := self._damage(verify):
             raise UserError(f"{damage}; {advice}")
         self._rows = {split: self._open(split) for split in (*SPLITS, TRAIN_FIRST)}
 
@@ -55,14 +54,13 @@ class PackedData:
             return str(error)
         if self.tokenizer.sha256 != self.manifest["tokenizer_sha256"]:
             return f"{self.folder} was packed with another tokenizer than the one in it"
-        damage, shards = find_damage(self.folder, self.manifest), self.manifest["shards"]
+        damage = find_damage(self.folder, self.manifest)
         if damage is None and verify:
+            paths = [shard_path(self.folder, shard) for shard in self.manifest["shards"]]
             with ThreadPoolExecutor() as pool:
-                for shard, digest in zip(
-                    shards, pool.map(lambda shard: sha256(shard_path(self.folder, shard)), shards)
-                ):
+                for path, shard, digest in zip(paths, self.manifest["shards"], pool.map(sha256, paths)):
                     if digest != shard["sha256"]:
-                        return f"shard {shard_path(self.folder, shard)} is corrupt (wrong checksum)"
+                        return f"shard {path} is corrupt (wrong checksum)"
         return damage
 
     def _open(self, split: str) -> "Rows":
@@ -76,10 +74,9 @@ class PackedData:
     def eval_rows(self, split: str, tokens: int, choice: str = "upstream") -> "Rows":
         """The rows of a split to evaluate on: as many as hold `tokens` (-1 = all), at least one.
 
-        choice: "upstream" takes the first of nanochat's loader with one process: of "val" its stream, of "train" the stream's beginning, which
-        is kept for that, or, if more rows are asked for than are kept, the split's own. "spaced" takes evenly spaced
-        ones of the whole split, which a folder that was packed by an earlier version gives in either case
-        (`has_upstream_rows`).
+        choice: "upstream" takes the first rows of nanochat's loader with one process. Of "val" they are the split's
+        own; of "train" they are kept apart, and if more are asked for than are kept, the split's own are taken.
+        "spaced" takes evenly spaced rows of the whole split, which a folder without upstream rows always gives.
         """
         rows, count = self._rows[split], self._count(split, tokens)
         if choice == "spaced" or not self.has_upstream_rows:
@@ -92,7 +89,7 @@ class PackedData:
         return rows if tokens < 0 else max(1, min(rows, tokens // self.sequence_len))
 
     def identity(self, run: Path) -> dict[str, Any]:
-        """What the checkpoints of the run in `run` say of their data: what it is, and where, also seen from the run."""
+        """What checkpoints of the run in `run` say of their data: what it is and where, also relative to the run."""
         known = {key: self.manifest.get(key) for key in (*SAME_ROWS, "corpus")}
         folder = self.folder.resolve()
         return {**known, "folder": str(folder), "folder_from_run": os.path.relpath(folder, run.resolve())}
@@ -112,12 +109,13 @@ class PackedData:
         return any(shard["split"] == TRAIN_FIRST for shard in self.manifest["shards"])
 
     def warn_of_rows(self, choice: str, tokens: int, show: Callable[[str], None]) -> None:
-        """Say so if "upstream" rows are wanted that the folder does not have."""
+        """`show` a note if "upstream" rows are wanted that the folder does not have."""
         kept, count = len(self._rows[TRAIN_FIRST]), self._count("train", tokens)
         if choice == "upstream" and not self.has_upstream_rows:
             show(
-                f"note: {self.folder} was packed by an earlier version, so evaluations take evenly spaced rows, not nanochat's first ones; "
-                f"to have those, delete {self.folder / MANIFEST} and pack again, which keeps the training rows"
+                f"note: {self.folder} was packed by an earlier version, so evaluations take evenly spaced rows, not "
+                f"nanochat's first ones; to have those, delete {self.folder / MANIFEST} and pack again, which keeps "
+                "the training rows"
             )
         elif choice == "upstream" and kept < count < len(self._rows["train"]):
             show(
@@ -129,27 +127,26 @@ class PackedData:
 def rows_of_run(data: dict[str, Any], run: Path) -> Path:
     """The folder of rows that a run was trained on, from what its checkpoint says of them (`PackedData.identity`).
 
-    Raises UserError if it does not say, or if no folder there has rows of this text, tokenizer and length.
+    Raises UserError if the checkpoint does not say, or if no folder there has rows of this text, tokenizer and length.
     """
     if not data:
         raise UserError(f"{run} is an exported model, which does not say where its rows are; give --data FOLDER")
     tokenizer, length, files = data["tokenizer_sha256"], data["sequence_len"], data["source"]
-    wanted = f"--data FOLDER with rows of {length} tokens of tokenizer {tokenizer[:12]}"
+    needed = f"--data FOLDER with rows of {length} tokens of tokenizer {tokenizer[:12]}"
     if "folder" not in data:
-        raise UserError(f"{run} is of an earlier version, which did not note where its rows are; give {wanted}")
+        raise UserError(f"{run} is of an earlier version, which did not note where its rows are; give {needed}")
     for folder in (run / data["folder_from_run"], Path(data["folder"])):
         with contextlib.suppress(UserError):
-            there = read_json(folder / MANIFEST, "manifest")
-            if all(there.get(key) == data[key] for key in SAME_ROWS):
+            manifest = read_json(folder / MANIFEST, "manifest")
+            if all(manifest.get(key) == data[key] for key in SAME_ROWS):
                 return Path(os.path.normpath(folder))
     corpus = f"{data['corpus'] or 'a corpus'} ({len(files)} parquet files, {files[0][0]} to {files[-1][0]})"
-    raise UserError(
-        f"the rows that {run} was trained on, of {corpus}, are gone from {data['folder']}; pack them again, or give {wanted}"
-    )
+    problem = f"the rows that {run} was trained on, of {corpus}, are gone from {data['folder']}"
+    raise UserError(f"{problem}; pack them again, or give {needed}")
 
 
 class Rows:
-    """Random access to the rows of a split. No file stays open: a large corpus has more shards than a process may hold."""
+    """Random access to the rows of a split. No file stays open: a large corpus has more than a process may open."""
 
     def __init__(self, shards: list[tuple[Path, int]], sequence_len: int, chosen: Sequence[int] | None = None):
         self.paths = [path for path, _ in shards]
@@ -164,7 +161,7 @@ class Rows:
         return Rows(self.shards, self.sequence_len, indices)
 
     def batch(self, indices) -> Batch:
-        """The rows at `indices` (each < len) as ids and targets."""
+        """The rows at `indices` (each < len) as ids and targets, both (rows, T) int64."""
         if self.chosen is not None:
             indices = [self.chosen[index] for index in indices]
         width = self.sequence_len + 1

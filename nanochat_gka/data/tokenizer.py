@@ -1,4 +1,4 @@
-"""Text <-> token ids: byte-level BPE trained by rustbpe with nanochat's split pattern, encoded by tiktoken, stored as JSON."""
+"""Text <-> token ids: byte-level BPE with nanochat's split pattern, trained by rustbpe, encoded by tiktoken."""
 
 import base64
 import hashlib
@@ -92,8 +92,8 @@ class Tokenizer:
     def token_bytes(self) -> torch.Tensor:
         """(vocab_size,) int64: UTF-8 length of every token's decoded string, 0 for special tokens.
 
-        A token that is not valid UTF-8 decodes to U+FFFD and counts 3 bytes, as in nanochat, which keeps its bits per byte
-        comparable.
+        A token that is not valid UTF-8 decodes to U+FFFD and counts 3 bytes: as in nanochat, to which bits per byte are
+        compared.
         """
         lengths = [len(self.decode([i]).encode()) for i in range(len(self.ranks))]
         return torch.tensor(lengths + [0] * len(self.special))

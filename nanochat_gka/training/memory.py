@@ -89,6 +89,12 @@ def rows_at_once(config: GPTConfig, device_type: str, memory: int, ranks: int = 
     return max(1, min(fitting, MOST_TOKENS[device_type] // config.sequence_len))
 
 
+def rows_of_step_at_once(config: GPTConfig, rows: int, runtime: Runtime) -> int:
+    """Rows of a micro-batch of a step of `rows`: what fits by arithmetic, at most a process's share."""
+    device, processes = runtime.device, runtime.world_size
+    return min(rows_at_once(config, device.type, device_bytes(device), processes), -(-rows // processes))
+
+
 def check_fits(config: GPTConfig, device: torch.device, ranks: int) -> None:
     """Raises UserError, before anything is allocated, if weights and optimiser alone exceed the device's memory."""
     memory, held = device_bytes(device), fixed_bytes(config, device.type, ranks)[0]

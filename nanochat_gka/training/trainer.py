@@ -20,7 +20,6 @@ from nanochat_gka.data.tokenizer import FILE_NAME
 from nanochat_gka.generation.engine import Engine
 from nanochat_gka.generation.sampling import SAMPLE_PROMPTS, Sampling
 from nanochat_gka.model.accounting import Horizon, flops_per_token, parameter_counts, plan
-from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.gpt import GPT, build
 from nanochat_gka.training import memory
 from nanochat_gka.training.bits_per_byte import bits_per_byte
@@ -51,7 +50,7 @@ class Trainer(BaseTrainer):
         *(*EVAL_KEYS, "gap", "tokens_per_second", "sigma"),
     )
 
-    def __init__(self, config: TrainConfig, runtime: Runtime, found: Checkpoint | None = None):
+    def __init__(self, config: TrainConfig, runtime: Runtime, checkpoint: Checkpoint | None = None):
         super().__init__(config, runtime)
         # Data
         self.data = PackedData(config.data, verify=config.verify_data and runtime.is_main)
@@ -72,7 +71,9 @@ class Trainer(BaseTrainer):
         # Horizon
         self.horizon = self._plan(sequence_len, vocab_size)
         self.steps, self.rows = self.horizon.steps, self.horizon.total_batch_size // sequence_len
-        self.batch_size = config.device_batch_size if config.device_batch_size != "auto" else self._rows_at_once(shape)
+        self.batch_size = config.device_batch_size
+        if self.batch_size == "auto":
+            self.batch_size = memory.rows_of_step_at_once(shape, self.rows, runtime)
         # Optimiser
         groups = parameter_groups(self.model, config, self.horizon.lr_scale, self.horizon.weight_decay_scale)
         check_decay(groups)
@@ -81,8 +82,8 @@ class Trainer(BaseTrainer):
         self.state |= {"loss_average": 0.0, "seconds": 0.0, "timed_tokens": 0}
         self.not_timed, self.pace, self.commit = STEPS_NOT_TIMED, Pace(STEPS_NOT_TIMED), git_commit()
         self.core: CoreMetric | None = None
-        if found is not None:
-            self._load(found)
+        if checkpoint is not None:
+            self._load(checkpoint)
 
     def _plan(self, sequence_len: int, vocab_size: int) -> Horizon:
         config, processes = self.config, self.runtime.world_size
@@ -104,26 +105,21 @@ class Trainer(BaseTrainer):
             raise UserError(f"a step has {rows} rows for {processes} processes; raise --total-batch-size")
         return horizon
 
-    def _rows_at_once(self, shape: GPTConfig) -> int:
-        device, processes = self.runtime.device, self.runtime.world_size
-        fitting = memory.rows_at_once(shape, device.type, memory.device_bytes(device), processes)
-        return min(fitting, -(-self.rows // processes))
-
-    def _load(self, found: Checkpoint) -> None:
-        self.data.check_same(found.state["data"], self.folder)
-        self.model.load_state_dict(found.tensors("model", self.runtime.device))
-        self.optimizer.load_state_dict(found.tensors("optimizer", self.runtime.device))
-        self.state = found.state["progress"]
+    def _load(self, checkpoint: Checkpoint) -> None:
+        self.data.check_same(checkpoint.state["data"], self.folder)
+        self.model.load_state_dict(checkpoint.tensors("model", self.runtime.device))
+        self.optimizer.load_state_dict(checkpoint.tensors("optimizer", self.runtime.device))
+        self.state = checkpoint.state["progress"]
 
     # Before the first step
 
     def announce(self) -> dict[str, Any]:
-        config, runtime, horizon, print = self.config, self.runtime, self.horizon, self.runtime.print
+        config, runtime, horizon, say = self.config, self.runtime, self.horizon, self.runtime.print
         parameters, per_token = parameter_counts(self.model)["total"], flops_per_token(self.model)
         vocabulary = f"{self.data.tokenizer.vocab_size} tokens in the vocabulary"
-        print(f"{config.tag}: {parameters:,} parameters, {per_token:,} FLOPs per token, {vocabulary}")
+        say(f"{config.tag}: {parameters:,} parameters, {per_token:,} FLOPs per token, {vocabulary}")
         epochs = self.steps * self.rows / len(self.stream.rows)
-        print(
+        say(
             f"horizon: {self.steps:,} steps of {horizon.total_batch_size:,} tokens = {horizon.tokens:,} tokens, "
             f"{horizon.tokens * per_token:.4e} FLOPs, {epochs:.2f} epochs, "
             f"on {runtime.world_size} x {runtime.device.type}"
@@ -132,11 +128,11 @@ class Trainer(BaseTrainer):
             self.batch_size = memory.largest_that_runs(self.batch_size, self.dry_step, runtime)
         pieces = list(map(len, micro_batches(runtime.share(self.rows), self.batch_size)))
         sizes = ", ".join(map(str, pieces[:8])) + (", ..." if len(pieces) > 8 else "")
-        print(f"rows of a step, for this process: {sizes} at once")
-        self.data.warn_of_rows(config.eval_rows, config.eval_tokens, print)
+        say(f"rows of a step, for this process: {sizes} at once")
+        self.data.warn_of_rows(config.eval_rows, config.eval_tokens, say)
         operators = self.model.operators()
         if operators:
-            print(f"Gaussian kernel attention by {', '.join(operators)}")
+            say(f"Gaussian kernel attention by {', '.join(operators)}")
         if config.core_metric_every > 0:
             self.core = self._prepare_core()
         return {"operators": operators}

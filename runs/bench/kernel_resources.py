@@ -1,12 +1,12 @@
 """Compile the Triton kernels for GPUs that are not there, and list what each shipped configuration needs.
 
-    python -m runs.bench.kernel_resources            the table of tests/golden/kernel_resources.txt, on the standard output
-    python -m runs.bench.kernel_resources --write    rewrite that file
-    python -m runs.bench.kernel_resources --every    every case of every configuration, not only the heaviest (minutes)
+    python -m runs.bench.kernel_resources            the table of tests/golden/kernel_resources.txt, on the standard
+    output python -m runs.bench.kernel_resources --write    rewrite that file python -m runs.bench.kernel_resources
+    --every    every case of every configuration, not only the heaviest (minutes)
 
-Per configuration: registers per thread, bytes of spilled registers (STACK), shared memory, tensor-core instructions (HGMMA on Hopper, HMMA),
-asynchronous copies (LDGSTS). Ends with 1 if one breaks a limit: spills, more shared memory than the device has, no tensor cores, no
-asynchronous copies. Needs the triton package and no GPU.
+Per configuration: registers per thread, bytes of spilled registers (STACK), shared memory, tensor-core instructions
+(HGMMA on Hopper, HMMA), asynchronous copies (LDGSTS). Ends with 1 if one breaks a limit: spills, more shared memory
+than the device has, no tensor cores, no asynchronous copies. Needs the triton package and no GPU.
 """
 
 import argparse
@@ -35,7 +35,8 @@ from trainkit.workers import begin, context
 GOLDEN = Path(__file__).resolve().parents[2] / "tests" / "golden" / "kernel_resources.txt"
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SHARED_LIMIT = {80: 166912, 90: 232448, 120: 101376}  # bytes a block may use
-# Bytes per thread. float32 with head_dim 128 does not fit otherwise; other versions of Triton than the table was made for may need a little.
+# Bytes per thread. float32 with head_dim 128 does not fit otherwise; other versions of Triton than the table was made
+# for may need a little.
 KNOWN_SPILLS = {(120, "queries", 128, 4): 16}
 SPILLS_OF_OTHER_VERSIONS = 64
 HALF = (

@@ -2,10 +2,10 @@
 
     python -m runs.bench.operator_error
 
-For each kind of features and dtype: y, dx and dlog_sigma, relative Frobenius norm, the worse of full and causal, on inputs as rounded to
-the dtype. Routes that apply eps are compared with the oracle at that eps, routes that drop it with the oracle at eps = 0.
-Rewrites runs/results/operator_error.jsonl (one run, one line per kind, dtype and route) and prints it as markdown; `python -m runs.tables`
-puts it into the page. Takes seconds.
+For each kind of features and dtype: y, dx and dlog_sigma, relative Frobenius norm, the worse of full and causal, on
+inputs as rounded to the dtype. Routes that apply eps are compared with the oracle at that eps, routes that drop it with
+the oracle at eps = 0. Rewrites runs/results/operator_error.jsonl (one run, one line per kind, dtype and route) and
+prints it as markdown; `python -m runs.tables` puts it into the page. Takes seconds.
 """
 
 import math
@@ -88,12 +88,9 @@ def markdown(measured: list[dict]) -> str:
     for row in measured:
         paired.setdefault((row["kind"], row["route"]), []).append(row)
     for (kind, route), (single, half) in paired.items():
-        errors = " | ".join(
-            "NaN" if row[name] is None else f"{row[name]:.0e}" for row in (single, half) for name in NAMES
-        )
-        lines.append(
-            f"| {kind} | {single['max_norm2_over_sigma2']:.0f} | {single['log_sigma_condition']:.0f} | {route} | {errors} |"
-        )
+        errors = ["NaN" if row[name] is None else f"{row[name]:.0e}" for row in (single, half) for name in NAMES]
+        sizes = [f"{single[name]:.0f}" for name in ("max_norm2_over_sigma2", "log_sigma_condition")]
+        lines.append(f"| {' | '.join((kind, *sizes, route, *errors))} |")
     return "\n".join(lines)
 
 

@@ -51,12 +51,23 @@ class Case:
 
     def settings(self) -> dict:
         """What the result file says about the shape."""
-        return {"batch": self.batch, "tokens": self.tokens, "heads": self.heads, "head_dim": self.head_dim, "causal": self.causal,
-                "window": self.window, "constant_norm": self.constant_norm, "queries": self.queries or self.tokens}  # fmt: skip
+        return {
+            "batch": self.batch,
+            "tokens": self.tokens,
+            "heads": self.heads,
+            "head_dim": self.head_dim,
+            "causal": self.causal,
+            "window": self.window,
+            "constant_norm": self.constant_norm,
+            "queries": self.queries or self.tokens,
+        }
 
     @classmethod
     def parse(cls, text: str) -> "Case":
-        """A shape as the command line gives it: BxTxHxD, then c (causal), wN (window N), n (RMS-normalised heads), d (decode). Raises ValueError."""
+        """A shape as the command line gives it: BxTxHxD, then c, wN, n or d. Raises ValueError for anything else.
+
+        c: causal. wN: window N. n: RMS-normalised heads. d: decode.
+        """
         match = re.fullmatch(r"(\d+)x(\d+)x(\d+)x(\d+)(c?)(?:w(\d+))?(n?)(d?)", text)
         if not match or 0 in (sizes := [int(match[i]) for i in range(1, 5)]):
             raise ValueError(f"expected BxTxHxD such as 16x2048x10x128, then c, wN, n or d, got {text!r}")
@@ -106,7 +117,9 @@ def normalise(case: Case, tensors: Tensors) -> Tensors:
 
 
 def softmax_definition(q, k, v, mask: Mask):
-    """softmax(q.k / sqrt(D)) v with T x T matrices, in the inputs' dtype: float64 makes it the oracle of the baselines."""
+    """softmax(q.k / sqrt(D)) v with T x T matrices, in the inputs' dtype: float64 makes it the oracle of the
+    baselines.
+    """
     scores = torch.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(q.shape[-1])
     scores = scores.masked_fill(~mask.dense(q.shape[1], k.shape[1], q.device), float("-inf"))
     return torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v)
@@ -158,7 +171,10 @@ def _gaussian(case: Case, impl: str, constant_norm: bool):
 
 
 def _sdpa(case: Case, backend: SDPBackend | None):
-    """torch's softmax attention held to one kernel; None leaves the choice to torch. A dense mask only where the kernel has no other way."""
+    """torch's softmax attention held to one kernel; None leaves the choice to torch.
+
+    A dense mask only where the kernel has no other way.
+    """
     dense: dict[torch.device, torch.Tensor] = {}
 
     def attend(q, k, v):
@@ -190,8 +206,9 @@ def _flash_attention_3(case: Case):
 def gate(operator: Operator, case: Case, phase: str, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the operator is wrong on fresh inputs of this kind, or None.
 
-    It works on the whole batch, but only the first and last sequence are judged and get a gradient: float64 needs no others. The gradient of
-    normalised heads is taken before their norm, where dropping it is exact. More than GATE_TOKENS tokens are judged on that many.
+    It works on the whole batch, but only the first and last sequence are judged and get a gradient: float64 needs no
+    others. The gradient of normalised heads is taken before their norm, where dropping it is exact. More than
+    GATE_TOKENS tokens are judged on that many.
     """
     case = replace(case, tokens=min(case.tokens, GATE_TOKENS[device.type]))
     tensors = inputs(case, operator.family, device, dtype, seed=1)

@@ -1,10 +1,12 @@
-"""Time tile sizes of the Triton kernels on the GPU at hand, and print the lines that belong in gka/impl/triton/configs.py.
+"""Time tile sizes of the Triton kernels on the GPU at hand, and print the lines that belong in
+gka/impl/triton/configs.py.
 
     python -m runs.bench.tune                          every kernel, half precision
     python -m runs.bench.tune --only queries keys      some of them
 
-A candidate must be within the error budget, and then takes turns with the shipped configuration. Every measurement is a line of
-RESULTS/bench_tune_<hardware>.jsonl; the table is edited by hand, and `python -m runs.bench.kernel_resources --write` says what an entry costs.
+A candidate must be within the error budget, and then takes turns with the shipped configuration. Every measurement is a
+line of RESULTS/bench_tune_<hardware>.jsonl; the table is edited by hand, and `python -m runs.bench.kernel_resources
+--write` says what an entry costs.
 """
 
 import itertools
@@ -87,14 +89,21 @@ def grid(kernel: str) -> list[Config]:
 
 
 class Work:
-    """A problem's inputs on the device: `call` to time, `judge` to decide whether a configuration computes the right thing."""
+    """A problem's inputs on the device: `call` to time, `judge` to decide whether a configuration computes the right
+    thing.
+    """
 
     def __init__(self, problem: Problem, dtype: torch.dtype, device: torch.device):
         shape = (problem.batch, problem.tokens, problem.heads, problem.head_dim)
         self.problem, self.constant_norm = problem, problem.causal
         self.mask = Mask(problem.causal, problem.window)
-        self.attend = partial(gaussian_attention, causal=problem.causal, window=problem.window,
-                              constant_norm=self.constant_norm, impl="triton")  # fmt: skip
+        self.attend = partial(
+            gaussian_attention,
+            causal=problem.causal,
+            window=problem.window,
+            constant_norm=self.constant_norm,
+            impl="triton",
+        )
         x = testing.make_features("unit_norm" if self.constant_norm else "normal", shape, dtype).to(device)
         self.keys = x if problem.queries else None
         self.x = x[:, -problem.queries :].clone() if problem.queries else x
@@ -119,9 +128,12 @@ class Work:
         return testing.judge(self.attend, x, self.log_sigma, values, grad_y, self.mask, **options)
 
 
-def tune(problem: Problem, candidates: list[Config], dtype: torch.dtype, device: torch.device,
-         plan: Plan) -> dict[str, Measurement]:  # fmt: skip
-    """Every candidate's time beside the shipped configuration's, which comes first; named rows x columns x warps x stages."""
+def tune(
+    problem: Problem, candidates: list[Config], dtype: torch.dtype, device: torch.device, plan: Plan
+) -> dict[str, Measurement]:
+    """Every candidate's time beside the shipped configuration's, which comes first; named rows x columns x warps x
+    stages.
+    """
     name = triton_configs.generation(device)
     key = (problem.kernel, max(32, problem.head_dim), dtype.itemsize)
     shipped = triton_configs.TABLES[name].entries.get(key)

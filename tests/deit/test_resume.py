@@ -103,19 +103,6 @@ def test_stop_after_keeps_the_schedule(uninterrupted, pictures, tmp_path):
     assert "resuming at update 10" in done.stdout and final(tmp_path) == final(uninterrupted)
 
 
-def test_a_damaged_newest_checkpoint_falls_back(uninterrupted, pictures, tmp_path):
-    train(pictures, tmp_path, "--stop-after", 10)
-    file = tmp_path / "run/checkpoints/step_00000010/ema.safetensors"
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
-    done = train(pictures, tmp_path)
-    assert (
-        "ema.safetensors does not have its recorded checksum" in done.stdout and "resuming at update 8" in done.stdout
-    )
-    assert final(tmp_path) == final(uninterrupted) and steps_of(tmp_path) == list(range(1, STEPS + 1))
-
-
 def test_a_run_without_an_average_in_half_precision_resumes(pictures, tmp_path):
     """float16 with its loss scale, whose growth is part of the state."""
     common = ["--amp", "float16", "--model-ema-decay", 0, "--epochs", 2]

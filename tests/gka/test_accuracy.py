@@ -40,7 +40,10 @@ def test_sdpa_outlier_channels(kind, causal):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.filterwarnings("ignore:gaussian_attention. the features are so long")
 def test_sdpa_is_as_accurate_as_plain_pytorch(dtype, offset, sigma, causal, with_values):
-    """Any bandwidth, any common offset: y and all gradients, also where the true gradient is 0. Floors are absolute, in norm, term by term."""
+    """Any bandwidth, any common offset: y and all gradients, also where the true gradient is 0.
+
+    Floors are absolute, in norm, term by term.
+    """
     mask, log_sigma = Mask(causal), torch.tensor([sigma, 1.3 * sigma]).log()
     x, _, values, grad_y = problem((2, 57, 2, 32), dtype, f"all+{offset}", with_values)
     attend = partial(gaussian_attention, causal=causal)
@@ -88,8 +91,8 @@ def test_bfloat16_carries_the_norms_in_full(kind, causal):
 
 
 def test_full_attention_does_not_see_a_common_offset():
-    """The budget is that of the centred features; foreign values, as own ones are large with the offset and hide the error."""
-    x, log_sigma, values, grad_y = problem((1, 111, 2, 32), torch.float32, "+50", with_values=True)
+    """The budget is that of the centred features; own values would be large with the offset and hide the error."""
+    x, log_sigma, values, _ = problem((1, 111, 2, 32), torch.float32, "+50", with_values=True)
     centred = x - x.mean(1, keepdim=True)
     centred_y, plain_y = (f(centred, log_sigma, values, eps=0.0).y for f in (testing.oracle, testing.plain))
     got, want = (
@@ -103,7 +106,9 @@ def test_full_attention_does_not_see_a_common_offset():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("causal,window", MASKS)
 def test_constant_norm_through_the_normalisation(causal, window, dtype):
-    """With heads normalised in front, dropping |x|^2 leaves outputs and gradients (with respect to the raw features) exact."""
+    """With heads normalised in front, dropping |x|^2 leaves outputs and gradients (with respect to the raw features)
+    exact.
+    """
     shape, mask = (2, 63, 2, 32), Mask(causal, window)
     arguments = x, log_sigma, _, grad_y = problem(shape, dtype, "normal")
     norm = partial(F.rms_norm, normalized_shape=shape[-1:])

@@ -1,4 +1,6 @@
-"""Derivatives of every order and mode of the reference, where tokens repeat and where keys contain the queries, against explicit sums."""
+"""Derivatives of every order and mode of the reference, where tokens repeat and where keys contain the queries,
+against explicit sums.
+"""
 
 import numpy as np
 import pytest
@@ -167,7 +169,9 @@ class Largest(TorchDispatchMode):
 
 
 def test_training_with_the_reference_takes_matrices_and_nothing_larger():
-    """ViT-Ti's attention on a few images: no tensor has more than B H T T numbers, forward or backward, where differences would have D times that."""
+    """ViT-Ti's attention on a few images: no tensor has more than B H T T numbers, forward or backward, where
+    differences would have D times that.
+    """
     x = testing.make_features("normal", (2, 197, 3, 64)).requires_grad_()
     log_sigma = torch.zeros(3, requires_grad=True)
     with Largest() as largest:
@@ -177,7 +181,9 @@ def test_training_with_the_reference_takes_matrices_and_nothing_larger():
 
 
 def test_distances_do_not_cancel():
-    """Tokens a millionth apart, a thousand from the origin: the distance has all its digits, equal tokens have none between them."""
+    """Tokens a millionth apart, a thousand from the origin: the distance has all its digits, equal tokens have none
+    between them.
+    """
     a = torch.full((1, 4), 1024.0) + torch.tensor([[0.0], [2.0**-13], [0.0]])
     want = torch.tensor([[0.0, 1.0, 0.0], [1.0, 0.0, 1.0], [0.0, 1.0, 0.0]]) * 4 * 2.0**-26
     assert torch.equal(squared_distances(a, a), want)

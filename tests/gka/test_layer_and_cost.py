@@ -86,7 +86,8 @@ def test_attention_parameters_of_the_paper(kind, attention_millions):
 def test_sigma_parameters_and_flops_of_the_paper():
     for size, sigmas in {"Ti": 36, "S": 72, "B": 144}.items():
         assert 12 * attention_cost("gka", *DEIT[size], 197).bandwidths == sigmas
-    # Comparison with DeiT: patch embedding, MLP and head are common, so the FLOP columns differ by the attention sublayers alone.
+    # Comparison with DeiT: patch embedding, MLP and head are common, so the FLOP columns differ by the attention
+    # sublayers alone.
     for size, (deit, gka) in {"Ti": (2.5074, 1.9845), "S": (9.1978, 7.1062)}.items():
         dim, heads = DEIT[size]
         saved = 12 * (attention_cost("softmax", dim, heads, 197).flops - attention_cost("gka", dim, heads, 197).flops)

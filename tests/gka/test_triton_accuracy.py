@@ -1,7 +1,9 @@
-"""The Triton kernels against the float64 oracle: in Triton's interpreter on CPU tensors, or on the GPU where there is one.
+"""The Triton kernels against the float64 oracle: in Triton's interpreter on CPU tensors, or on the GPU where there is
+one.
 
-The interpreter checks arithmetic and indices. What it cannot see (registers, shared memory, tensor cores) is the subject of
-test_triton_compile.py; speed and bfloat16, whose products the interpreter gets wrong, that of test_triton_gpu.py.
+The interpreter checks arithmetic and indices. What it cannot see (registers, shared memory, tensor cores) is the
+subject of test_triton_compile.py; speed and bfloat16, whose products the interpreter gets wrong, that of
+test_triton_gpu.py.
 """
 
 import math
@@ -93,8 +95,8 @@ def test_eps_is_exact(causal):
 
 
 @pytest.mark.parametrize("constant_norm", [False, True], ids=["general", "constant"])
-@pytest.mark.parametrize("queries,keys,causal,window", [(1, 700, True, None), (1, 700, True, 300), (5, 600, True, 70), (16, 600, False, None),
-                                                        (3, 40, True, None), (40, 90, True, 20), (40, 90, False, None)])  # fmt: skip
+@pytest.mark.parametrize("queries,keys,causal,window", [(1, 700, True, None), (1, 700, True, 300), (5, 600, True, 70),
+(16, 600, False, None), (3, 40, True, None), (40, 90, True, 20), (40, 90, False, None)])  # fmt: skip
 def test_foreign_keys(queries, keys, causal, window, constant_norm):
     """Decoding: few queries split the keys over programs. Far from every key, where all affinities underflow, too."""
     kind = "unit_norm" if constant_norm else "normal"
@@ -148,10 +150,13 @@ def test_a_clamped_bandwidth_learns_nothing():
     torch.testing.assert_close(got.y.double(), want.y, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype,causal,with_values", [(torch.float32, False, False), (torch.float32, True, True), (torch.float16, False, False),
-                                                      (torch.float16, True, False)])  # fmt: skip
+@pytest.mark.parametrize("dtype,causal,with_values", [(torch.float32, False, False), (torch.float32, True, True),
+                                                      (torch.float16, False, False), (torch.float16, True,
+                                                      False)])  # fmt: skip
 def test_bandwidths_too_small_for_float32(dtype, causal, with_values):
-    """|x|^2 / sigma^2 around 1e9: rounding loses K_ii = 1, and rows come back as what they are in the limit; gradients stay finite."""
+    """|x|^2 / sigma^2 around 1e9: rounding loses K_ii = 1, and rows come back as what they are in the limit;
+    gradients stay finite.
+    """
     x, log_sigma = features("normal", (1, 100, 2, 64), dtype), torch.full((2,), -8.5, device=DEVICE)
     values = features("normal", (1, 100, 2, 64), dtype, 1) if with_values else None
     got = testing.run(partial(gaussian_attention, causal=causal, impl="triton"), x, log_sigma, values, x)

@@ -1,7 +1,9 @@
-"""The Triton kernels compiled for GPUs that are not there: every shipped configuration keeps within its device, and the table says how.
+"""The Triton kernels compiled for GPUs that are not there: every shipped configuration keeps within its device, and the
+table says how.
 
-What a configuration needs is listed in tests/golden/kernel_resources.txt for one version of Triton. With that version the list must be the
-same (a change shows as a readable diff; `python -m runs.bench.kernel_resources --write` accepts it); with another only the limits hold.
+What a configuration needs is listed in tests/golden/kernel_resources.txt for one version of Triton. With that version
+the list must be the same (a change shows as a readable diff; `python -m runs.bench.kernel_resources --write` accepts
+it); with another only the limits hold.
 """
 
 import os

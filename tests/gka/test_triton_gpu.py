@@ -1,6 +1,8 @@
-"""What only a GPU can show of the Triton kernels: real sizes, bfloat16, every shipped configuration, races, CUDA graphs, speed of the first call.
+"""What only a GPU can show of the Triton kernels: real sizes, bfloat16, every shipped configuration, races, CUDA
+graphs, speed of the first call.
 
-test_triton_accuracy.py, test_triton_memory.py, test_triton_op.py and test_triton_training.py run their cases on the GPU too, where there is one.
+test_triton_accuracy.py, test_triton_memory.py, test_triton_op.py and test_triton_training.py run their cases on the GPU
+too, where there is one.
 """
 
 import math
@@ -117,7 +119,9 @@ def test_decoding_from_a_long_cache(batch, constant_norm):
 
 
 def test_compiles_to_cuda_graphs():
-    """mode="max-autotune", as the benchmarks and trainers use it: the same gradients as uncompiled, in several replays."""
+    """mode="max-autotune", as the benchmarks and trainers use it: the same gradients as uncompiled, in several
+    replays.
+    """
     layer = GaussianKernelAttention(128, 2, impl="triton").cuda().bfloat16()
     compiled = torch.compile(layer, mode="max-autotune", fullgraph=True)
     for seed in range(5):
@@ -130,7 +134,9 @@ def test_compiles_to_cuda_graphs():
 
 
 def test_lengths_do_not_recompile():
-    """A new sequence length, window or batch size costs no compilation beyond the few specialisations of its divisibility and its tail."""
+    """A new sequence length, window or batch size costs no compilation beyond the few specialisations of its
+    divisibility and its tail.
+    """
     log_sigma = torch.zeros(2, device="cuda")
 
     def run(length, window):

@@ -12,7 +12,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|ov
 
 
 def variants():
-    """Features whose memory is not (B, T, H, D) in order: a slice of wider tokens, heads first, every other token, channels apart."""
+    """Features whose memory is not (B, T, H, D) in order: a slice of wider tokens, heads first, every other token,
+    channels apart.
+    """
     shape = (2, 37, 2, 32)
     wide = torch.full((2, 37, 3, 32), float("nan"), device=DEVICE)
     heads_first = torch.empty(2, 2, 37, 32, device=DEVICE)

@@ -1,4 +1,6 @@
-"""The Triton kernels as torch operators and as an implementation: registration, compile, refusals, the table of tile sizes."""
+"""The Triton kernels as torch operators and as an implementation: registration, compile, refusals, the table of tile
+sizes.
+"""
 
 import itertools
 

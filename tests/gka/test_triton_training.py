@@ -1,4 +1,5 @@
-"""Models train with the Triton kernels as with the literal reference: the same weights and batches give the same losses.
+"""Models train with the Triton kernels as with the literal reference: the same weights and batches give the same
+losses.
 
 Ten steps in `make test`; 200 where there is a GPU (`make test-gpu`) or with `-m slow`.
 """
@@ -37,7 +38,10 @@ def train(model, batches, lr: float) -> torch.Tensor:
 
 
 def assert_same(fused: torch.Tensor, reference: torch.Tensor):
-    """Float32 rounding is all that differs. Every batch is new: training on few again and again would magnify rounding without bound."""
+    """Float32 rounding is all that differs.
+
+    Every batch is new: training on few again and again would magnify rounding without bound.
+    """
     assert len(reference) < 100 or reference[-20:].mean() < 0.9 * reference[:20].mean(), "it did not learn"
     torch.testing.assert_close(fused, reference, rtol=1e-4, atol=1e-5)
 
@@ -45,8 +49,8 @@ def assert_same(fused: torch.Tensor, reference: torch.Tensor):
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("offsets", ["", "PS"])
 def test_gpt(monkeypatch, steps, offsets):
-    config = GPTConfig(sequence_len=24, vocab_size=32, n_layer=2, n_head=2, n_kv_head=2, n_embd=32, window_pattern="SL", attention="gka",
-                       head_offsets=offsets)  # fmt: skip
+    config = GPTConfig(sequence_len=24, vocab_size=32, n_layer=2, n_head=2, n_kv_head=2, n_embd=32,
+                       window_pattern="SL", attention="gka", head_offsets=offsets)  # fmt: skip
     following = torch.full((32, 32), 0.3).exponential_().pow(3)  # how likely each token is after each other
     rows = [torch.randint(32, (2,))]
     while len(rows) < 25 * steps:
@@ -93,8 +97,8 @@ def test_vit(steps):
 def test_two_processes_under_ddp(tmp_path):
     """The vision trainer with torchrun: two ranks take the step that one takes, dlog_sigma included."""
     pictures = tiny_vision.write_pictures(tmp_path / "pictures")
-    common = ["--epochs", 1, "--warmup-epochs", 0, "--batch-size", 8, "--group-size", 4, "--lr", 0.2, "--drop-path", 0, "--num-workers", 1,
-              "--log-every", 1, "--stop-after", 2]  # fmt: skip
+    common = ["--epochs", 1, "--warmup-epochs", 0, "--batch-size", 8, "--group-size", 4, "--lr", 0.2, "--drop-path", 0,
+              "--num-workers", 1, "--log-every", 1, "--stop-after", 2]  # fmt: skip
     micro = [*tiny_vision.MICRO[:1], "impl=triton", *tiny_vision.MICRO[1:]]
     weights = []
     for ranks in (1, 2):

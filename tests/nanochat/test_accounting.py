@@ -1,11 +1,13 @@
 """The paper's size and compute table, to the unit, from the command a reader would run."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
 
 import tiny
+from gka import KINDS
 from nanochat_gka.accounting import AccountingConfig, account
 from nanochat_gka.model.accounting import flops_per_token, meta_model, parameter_counts, plan, scaling_parameters
 from nanochat_gka.model.config import GPTConfig
@@ -14,9 +16,8 @@ from trainkit.cli import UserError
 
 
 def test_the_command_prints_the_papers_gka_row():
-    done = tiny.call(
-        "nanochat_gka.accounting", "--depth", 20, "--attention", "gka", "--target-param-data-ratio", 8.25, "--json"
-    )
+    flags = ["--depth", 20, "--attention", "gka", "--target-param-data-ratio", 8.25, "--json"]
+    done = tiny.call("nanochat_gka.accounting", *flags)
     numbers = json.loads(done.stdout)
     assert numbers["parameters"] == 378_798_320 and numbers["gka_values"] == "rotated"  # the paper's form
     assert numbers["flops_per_token"] == 2_414_347_440
@@ -45,21 +46,16 @@ def test_the_papers_baseline_row():
 )
 def test_counts_at_other_depths(depth, attention, total, scaling, flops):
     model = meta_model(GPTConfig.from_depth(depth, attention=attention))
-    assert (parameter_counts(model)["total"], scaling_parameters(model), flops_per_token(model)) == (
-        total,
-        scaling,
-        flops,
-    )
+    assert parameter_counts(model)["total"] == total
+    assert scaling_parameters(model) == scaling
+    assert flops_per_token(model) == flops
 
 
 def test_horizon_scales_of_the_d20_runs():
     """Learning rate sqrt(2), weight decay 0.0715628 (baseline) and 0.0746177 (GKA) after scaling 0.2."""
     for attention, ratio, decay in (("softmax", 10.5, 0.0715628), ("gka", 8.25, 0.0746177)):
-        horizon = plan(
-            meta_model(GPTConfig.from_depth(20, attention=attention)),
-            lambda depth, a=attention: GPTConfig.from_depth(depth, attention=a),
-            ratio=ratio,
-        )
+        shape = partial(GPTConfig.from_depth, attention=attention)
+        horizon = plan(meta_model(shape(20)), shape, ratio=ratio)
         assert horizon.lr_scale == pytest.approx(2**0.5)
         assert 0.2 * horizon.weight_decay_scale == pytest.approx(decay, rel=1e-6)
 
@@ -81,38 +77,26 @@ def test_steps_come_from_the_first_setting():
 @pytest.mark.parametrize("attention", ["softmax", "gka", "vlt", "GGGA", "GVA"])
 @pytest.mark.parametrize("value_embeds", ["auto", "all", "none"])
 def test_counting_and_building_agree(attention, value_embeds):
-    config = GPTConfig.from_depth(
-        4, aspect_ratio=16, head_dim=16, vocab_size=100, attention=attention, value_embeds=value_embeds
-    )
+    sizes = dict(aspect_ratio=16, head_dim=16, vocab_size=100)
+    config = GPTConfig.from_depth(4, attention=attention, value_embeds=value_embeds, **sizes)
     assert parameter_counts(meta_model(config)) == parameter_counts(build(config, "cpu"))
 
 
 def test_projections_are_what_gka_saves():
     """Per layer: three C x C maps against H scalars; VLT saves one map."""
-    shape = dict(depth=4, value_embeds="none")
-    counts = {
-        a: parameter_counts(meta_model(GPTConfig.from_depth(attention=a, **shape)))["total"]
-        for a in ("softmax", "vlt", "gka")
-    }
+    models = {kind: meta_model(GPTConfig.from_depth(4, attention=kind, value_embeds="none")) for kind in KINDS}
+    counts = {kind: parameter_counts(model)["total"] for kind, model in models.items()}
     width, heads = 256, 2
     assert counts["softmax"] - counts["vlt"] == 4 * width**2
     assert counts["softmax"] - counts["gka"] == 4 * (3 * width**2 - heads)
 
 
 def test_flops_match_the_matrix_products_that_run():
-    """6 x parameters + 12 C T, against torch's own count of forward and backward products (full windows, T x T scores)."""
+    """6 x parameters + 12 C T, against torch's count of forward and backward products (full windows, T x T scores)."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    config = GPTConfig.from_depth(
-        2,
-        aspect_ratio=32,
-        head_dim=16,
-        vocab_size=64,
-        sequence_len=16,
-        window_pattern="L",
-        attention="softmax",
-        value_embeds="none",
-    )
+    sizes = dict(aspect_ratio=32, head_dim=16, vocab_size=64, sequence_len=16)
+    config = GPTConfig.from_depth(2, window_pattern="L", attention="softmax", value_embeds="none", **sizes)
     model = build(config, "cpu")
     ids = torch.randint(64, (1, 16))
     with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):

@@ -1,4 +1,4 @@
-"""Corpora: the built-in one repeats nothing, a download survives every trouble, and a folder of the user's own serves or one line says why not."""
+"""Corpora: the built-in one repeats nothing, a download survives trouble, and a bad folder is one clear error."""
 
 import json
 import os
@@ -17,6 +17,7 @@ from hub import Hub, environment
 from nanochat_gka import corpus, pack
 from nanochat_gka.data import SPLITS, builtin, fineweb
 from nanochat_gka.data.corpora import ParquetCorpus
+from tiny_pack import config
 from trainkit.cli import UserError
 
 
@@ -32,10 +33,10 @@ def finish(process: subprocess.Popen) -> subprocess.CompletedProcess:
 
 @pytest.fixture(scope="module", autouse=True)
 def unreachable(tmp_path_factory):
-    """The hub's client tries for 23 seconds to reach a port nobody listens on: begun now, looked at in the last test of this file."""
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))
-        unreachable = start_fineweb(nobody.getsockname()[1], tmp_path_factory.mktemp("unreachable"))
+    """The hub's client tries for 23 s to reach a port without a listener: it starts now, for the last test."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        unreachable = start_fineweb(silent.getsockname()[1], tmp_path_factory.mktemp("unreachable"))
         yield unreachable
         unreachable.kill()
         unreachable.communicate()
@@ -53,9 +54,12 @@ def downloaded(out: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in out.glob("*.parquet")}
 
 
-def test_a_download_that_is_killed_and_corrupted_ends_whole_by_the_same_command(hub, tmp_path, capsys):
-    """The connection drops inside the first shard, which is taken up again (the client keeps chunks of 10 MB); inside the second the process
-    dies; the next one loses the connection and then gets a wrong byte; the third finds everything well."""
+def test_the_same_command_continues_a_killed_and_corrupted_download(hub, tmp_path, capsys):
+    """The connection drops inside the first shard, which is continued (the client keeps chunks of 10 MB).
+
+    Inside the second shard the process is killed. The next process loses the connection and then gets a wrong byte; the
+    third meets no trouble.
+    """
     out, served = tmp_path / "out", tmp_path / "served" / "shard_00000.parquet"
     noise = [os.urandom(24_000_000 // 400) for _ in range(400)]
     pq.write_table(pa.table({"text": tiny.documents(400, 0), "noise": noise}), served)
@@ -75,8 +79,9 @@ def test_a_download_that_is_killed_and_corrupted_ends_whole_by_the_same_command(
     hub.gets.clear()
     hub.trouble = {"shard_00001.parquet": ["drop", "corrupt"]}
     done = finish(start_fineweb(hub.port, out))
-    wanted = r"could not download shard_00001.parquet .*its sha256 is not the hub's\. .* run the same command again \(it continues where it stopped\)"
-    tiny.assert_one_line_error(done, wanted)
+    advice = r"run the same command again \(it continues where it stopped\)"
+    message = rf"could not download shard_00001.parquet .*its sha256 is not the hub's\. .* {advice}"
+    tiny.assert_one_line_error(done, message)
     assert sorted(path.name for path in out.iterdir()) == [".lock", "shard_00000.parquet", "source.json"]
 
     done = finish(start_fineweb(hub.port, out))
@@ -97,45 +102,40 @@ def test_impossible_numbers_of_shards(tmp_path, count):
         corpus.main(corpus.CorpusConfig("fineweb", tmp_path, count))
 
 
-def test_the_builtin_corpus_is_the_same_every_time_and_holds_nothing_twice(tmp_path, capsys):
-    """Written here, and at the same time by a process with another hash seed."""
-    command = tiny.command("nanochat_gka.corpus", "--source", "builtin", "--out", tmp_path / "there")
+def test_the_builtin_corpus_is_always_the_same_and_repeats_nothing(tmp_path, capsys):
+    """It is written here, and at the same time by a process with another hash seed."""
+    command = tiny.command("nanochat_gka.corpus", "--source", "builtin", "--out", tmp_path / "second")
     process = subprocess.Popen(command, env={**tiny.environment(), "PYTHONHASHSEED": "7"})
     corpus.main(corpus.CorpusConfig("builtin", tmp_path / "builtin"))
-    here = ParquetCorpus(tmp_path / "builtin")
-    splits = {split: list(here.documents(split)) for split in SPLITS}
+    first = ParquetCorpus(tmp_path / "builtin")
+    splits = {split: list(first.documents(split)) for split in SPLITS}
     assert process.wait(timeout=tiny.HANG_AFTER) == 0
-    there = ParquetCorpus(tmp_path / "there")
-    assert splits == {split: list(there.documents(split)) for split in SPLITS}
+    second = ParquetCorpus(tmp_path / "second")
+    assert splits == {split: list(second.documents(split)) for split in SPLITS}
 
     assert set(splits["train"]).isdisjoint(splits["val"])
-    paragraphs = [
-        " ".join(paragraph.split())
-        for documents in splits.values()
-        for text in documents
-        for paragraph in text.split("\n\n")
-    ]
+    texts = [text for documents in splits.values() for text in documents]
+    paragraphs = [" ".join(paragraph.split()) for text in texts for paragraph in text.split("\n\n")]
     assert len(set(paragraphs)) == len(paragraphs)
     sizes = {split: sum(len(text.encode()) for text in documents) for split, documents in splits.items()}
     assert sum(sizes.values()) > 1_000_000 and 0.02 < sizes["val"] / sizes["train"] < 0.2
 
-    written = {path: path.stat().st_mtime_ns for path in here.paths()}
+    written = {path: path.stat().st_mtime_ns for path in first.paths()}
     capsys.readouterr()
     corpus.main(corpus.CorpusConfig("builtin", tmp_path / "builtin"))
     assert "already there" in capsys.readouterr().out
-    assert written == {path: path.stat().st_mtime_ns for path in here.paths()}
+    assert written == {path: path.stat().st_mtime_ns for path in first.paths()}
     with pytest.raises(UserError, match="builtin holds parquet files of builtin; choose another --out for fineweb"):
         corpus.main(corpus.CorpusConfig("fineweb", tmp_path / "builtin"))
-    assert written == {path: path.stat().st_mtime_ns for path in here.paths()}
+    assert written == {path: path.stat().st_mtime_ns for path in first.paths()}
 
 
 @pytest.mark.parametrize("source", ["builtin", "fineweb"])
-def test_a_folder_of_the_users_own_text_is_not_written_into(tmp_path, source):
-    """One file: neither source may take it for an unfinished folder of its own."""
+def test_a_folder_of_the_users_own_text_stays_as_it_is(tmp_path, source):
+    """It has one file: neither source may take it for an unfinished folder of its own."""
     tiny.write_corpus(tmp_path / "own", files=1)
-    with pytest.raises(
-        UserError, match=f"own holds parquet files of another source; choose another --out for {source}"
-    ):
+    message = f"own holds parquet files of another source; choose another --out for {source}"
+    with pytest.raises(UserError, match=message):
         corpus.main(corpus.CorpusConfig(source, tmp_path / "own"))
     assert [path.name for path in (tmp_path / "own").glob("[!.]*")] == ["shard_00000.parquet"]
 
@@ -147,16 +147,6 @@ def test_every_source_has_a_folder_of_its_own(tmp_path, monkeypatch):
     for source in ("builtin", "fineweb"):
         corpus.main(corpus.CorpusConfig(source, num_shards=2))
         assert len(ParquetCorpus(Path("out/corpus") / source).paths()) == 2
-
-
-def config(packed: Path, root: Path) -> pack.PackConfig:
-    return pack.PackConfig(
-        corpus=root / "corpus",
-        tokenizer=packed / "tokenizer",
-        out=root / "packed",
-        sequence_len=tiny.SEQUENCE_LEN,
-        workers=1,
-    )
 
 
 def missing_folder(folder):
@@ -207,12 +197,12 @@ def test_a_corpus_that_cannot_serve(packed, tmp_path, damage):
     shutil.copytree(packed / "corpus", tmp_path / "corpus")
     damage(tmp_path / "corpus")
     with pytest.raises(UserError, match=CANNOT_SERVE[damage]) as raised:
-        pack.main(config(packed, tmp_path))
+        pack.main(config(tmp_path, tmp_path / "packed", tokenizer=packed / "tokenizer"))
     assert "\n" not in str(raised.value)
 
 
-def test_a_null_is_no_document_and_an_empty_one_is_its_bos(packed, tmp_path):
-    """As in nanochat's loader, which takes no nulls at all."""
+def test_nulls_are_left_out_and_an_empty_document_is_its_bos(packed, tmp_path):
+    """Empty documents count as in nanochat's loader, which refuses nulls."""
     path = packed / "corpus" / "shard_00000.parquet"
     texts = pq.read_table(path).column("text").to_pylist()
     for name, holes in (("nulls", (None, None)), ("empty", (None, ""))):
@@ -223,12 +213,12 @@ def test_a_null_is_no_document_and_an_empty_one_is_its_bos(packed, tmp_path):
             table = pa.table({"id": range(len(with_holes)), "text": pa.array(with_holes, pa.large_string())})
             pq.write_table(table, folder / f"shard_{index}.parquet", row_group_size=150)
         assert list(ParquetCorpus(folder).documents("train")) == texts
-        pack.main(config(packed, tmp_path / name))
-    shards = [
-        json.loads((tmp_path / name / "packed/manifest.json").read_text())["shards"] for name in ("nulls", "empty")
-    ]
-    counts = [[(shard["documents"], shard["tokens"]) for shard in some if shard["split"] == "train"] for some in shards]
-    (documents, tokens), (more_documents, more_tokens) = counts[0][0], counts[1][0]
+        pack.main(config(tmp_path / name, tmp_path / name / "packed", tokenizer=packed / "tokenizer"))
+    counts = []
+    for name in ("nulls", "empty"):
+        shards = json.loads((tmp_path / name / "packed/manifest.json").read_text())["shards"]
+        counts += [(shard["documents"], shard["tokens"]) for shard in shards if shard["split"] == "train"]
+    (documents, tokens), (more_documents, more_tokens) = counts
     assert documents == len(texts) and more_documents - documents == more_tokens - tokens == len(texts)
     rows = [root / "packed" / "train_000000.bin" for root in (tmp_path / "nulls", packed)]
     assert rows[0].read_bytes() == rows[1].read_bytes()
@@ -236,7 +226,5 @@ def test_a_null_is_no_document_and_an_empty_one_is_its_bos(packed, tmp_path):
 
 def test_an_unreachable_hub_says_what_to_do(unreachable):
     done = finish(unreachable)
-    tiny.assert_one_line_error(
-        done,
-        r"could not download shard_00000.parquet .*[^.]\. Check the network and run the same command again.* CORPUS=builtin",
-    )
+    advice = r"Check the network and run the same command again.* CORPUS=builtin"
+    tiny.assert_one_line_error(done, rf"could not download shard_00000.parquet .*[^.]\. {advice}")

@@ -1,4 +1,4 @@
-"""Packed rows to batches: nothing is read that is not what was written, every row once an epoch; and bits per byte on top."""
+"""Packed rows to batches: what is read is what was written, every row once an epoch; and bits per byte."""
 
 import os
 import resource
@@ -20,6 +20,7 @@ from nanochat_gka.data.tokenizer import Tokenizer
 from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.gpt import build
 from nanochat_gka.training.bits_per_byte import bits_per_byte, nats_and_bytes
+from tiny_pack import config
 from trainkit.cli import UserError
 from trainkit.distributed import Runtime
 
@@ -28,7 +29,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Models this small gain nothing from more, and wait for one another on a busy machine."""
+    """More threads do not help models this small, and wait for one another on a busy machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -45,21 +46,14 @@ def sharded(packed, tmp_path_factory):
     """Six training shards, three of each file; a file's last one, a document, is too small to fill a row."""
     root = tmp_path_factory.mktemp("sharded")
     tiny.write_corpus(root / "corpus", files=3, docs=161, row_group=10)
-    pack.main(
-        pack.PackConfig(
-            corpus=root / "corpus", tokenizer=packed / "tokenizer", out=root / "packed", sequence_len=200, workers=1
-        )
-    )
+    pack.main(config(root, root / "packed", tokenizer=packed / "tokenizer", sequence_len=200))
     return PackedData(root / "packed")
 
 
 def stored(data: PackedData, split: str) -> np.ndarray:
     """Rows as the bins hold them."""
-    content = b"".join(
-        (data.folder / f"{shard['name']}.bin").read_bytes()
-        for shard in data.manifest["shards"]
-        if shard["split"] == split
-    )
+    names = [shard["name"] for shard in data.manifest["shards"] if shard["split"] == split]
+    content = b"".join((data.folder / f"{name}.bin").read_bytes() for name in names)
     return np.frombuffer(content, dtype="<u2").reshape(-1, data.sequence_len + 1).astype(np.int64)
 
 
@@ -106,7 +100,7 @@ DAMAGE = {
     broken_manifest: r"manifest is not valid JSON: .*manifest.json .*; delete .*manifest.json and pack again",
     another_format: r"has format 99, this version reads 1; delete the folder and pack again",
     missing_shard: r"shard .*val_000000.bin is missing; delete .*manifest.json and pack again \(make tokenize\)",
-    truncated_shard: r"shard .*train_000000.bin is truncated: \d+ bytes instead of \d+; delete .*manifest.json and pack again",
+    truncated_shard: r"train_000000.bin is truncated: \d+ bytes instead of \d+; delete .*manifest.json and pack again",
     flipped_byte: r"shard .*val_000000.bin is corrupt \(wrong checksum\); delete .*manifest.json and pack again",
     swapped_tokenizer: r"was packed with another tokenizer than the one in it; delete .*manifest.json and pack again",
     no_tokenizer: r"tokenizer not found: .*tokenizer.json; delete .*manifest.json and pack again",
@@ -122,18 +116,14 @@ def test_damaged_data_is_one_clear_error(packed, tmp_path, damage):
     assert "\n" not in str(raised.value)
 
 
-def test_the_advice_mends_damaged_data(packed, tmp_path):
+def test_packing_again_repairs_damaged_data(packed, tmp_path):
     out = tmp_path / "packed"
     shutil.copytree(packed / "packed", out)
     truncated_shard(out)
     flipped_byte(out)
     swapped_tokenizer(out)
     (out / "manifest.json").unlink()
-    pack.main(
-        pack.PackConfig(
-            corpus=packed / "corpus", tokenizer=packed / "tokenizer", out=out, sequence_len=tiny.SEQUENCE_LEN, workers=1
-        )
-    )
+    pack.main(config(packed, out))
     for name in ("train_000000.bin", "val_000000.bin"):
         assert (out / name).read_bytes() == (packed / "packed" / name).read_bytes()
     PackedData(out)
@@ -199,7 +189,7 @@ def test_a_stream_may_be_entered_anywhere(data):
 
 
 @given(st.integers(0, 2000), st.integers(1, 40))
-def test_shares_are_even_and_leave_nothing_out(count, world_size):
+def test_shares_are_even_and_complete(count, world_size):
     shares = [Runtime(rank, world_size, CPU).share(count) for rank in range(world_size)]
     assert [number for share in shares for number in share] == list(range(count))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
@@ -210,7 +200,7 @@ def test_512_rows_over_7_ranks():
 
 
 @given(st.integers(0, 100), st.integers(0, 100), st.integers(1, 40))
-def test_micro_batches_cut_without_loss(start, count, size):
+def test_micro_batches_are_even_and_complete(start, count, size):
     pieces = list(micro_batches(range(start, start + count), size))
     assert [number for piece in pieces for number in piece] == list(range(start, start + count))
     assert all(0 < len(piece) <= size for piece in pieces)
@@ -223,17 +213,15 @@ def test_73_rows_by_32_are_25_24_24():
     assert [len(piece) for piece in micro_batches(range(7, 80), 32)] == [25, 24, 24]
 
 
-def test_bits_per_byte_is_upstreams():
+def test_bits_per_byte_equal_upstreams():
     """Bytes are id % 5, so every fifth id counts as special; the last targets of each row are -1."""
     want, token_bytes = golden.GOLDEN["bpb"], torch.arange(100) % 5
     model = golden.fill(build(golden.CONFIG, "cpu"), "sine")
     ids, targets = golden.batch()
     ids2 = (ids + 1) % 100
     targets2 = torch.cat([ids2[:, 1:], torch.full((2, 1), -1)], dim=1)
-    first, second = (
-        nats_and_bytes(model, (ids, targets), token_bytes),
-        nats_and_bytes(model, (ids2, targets2), token_bytes),
-    )
+    first = nats_and_bytes(model, (ids, targets), token_bytes)
+    second = nats_and_bytes(model, (ids2, targets2), token_bytes)
     assert first[1] + second[1] == want["total_bytes"]
     for key, sums in {"bpb": first + second, "bpb_first": first, "bpb_second": second}.items():
         assert (sums[0] / sums[1] / np.log(2)).item() == pytest.approx(want[key], rel=2e-7)
@@ -241,7 +229,7 @@ def test_bits_per_byte_is_upstreams():
 
 @dataclass(frozen=True)
 class OneOfMany(Runtime):
-    """A rank of a run that is not there: what it would contribute to the sum is kept."""
+    """One rank alone, which keeps what it would contribute to the sum of all."""
 
     contributions: list = field(default_factory=list)
 
@@ -292,13 +280,12 @@ def test_bits_per_byte_counts_the_text_and_not_its_bos(data, model):
     torch.nn.init.zeros_(uniform.lm_head.weight)
     value = bits_per_byte(uniform, rows, token_bytes, Runtime(0, 1, CPU), 64)
     text = [token for token in stored(data, "val")[:, 1:].flatten().tolist() if token < data.tokenizer.bos_id]
-    assert value == pytest.approx(
-        len(text) * np.log2(data.tokenizer.vocab_size) / sum(map(int, token_bytes[text])), rel=1e-6
-    )
+    bits = len(text) * np.log2(data.tokenizer.vocab_size)
+    assert value == pytest.approx(bits / sum(map(int, token_bytes[text])), rel=1e-6)
 
 
 @pytest.mark.parametrize("choice", ["upstream", "spaced"])
-def test_some_tokens_of_a_split_are_the_first_or_evenly_spaced_rows(data, model, choice):
+def test_part_of_a_split_is_its_first_or_evenly_spaced_rows(data, model, choice):
     rows, token_bytes, runtime = data.split("val"), data.tokenizer.token_bytes(), Runtime(0, 1, CPU)
     count = len(rows) // 3
     chosen = rows.batch([int(n * len(rows) / count) if choice == "spaced" else n for n in range(count)])
@@ -307,8 +294,8 @@ def test_some_tokens_of_a_split_are_the_first_or_evenly_spaced_rows(data, model,
     assert value == pytest.approx(nats / size / np.log(2), rel=1e-6)
 
 
-def test_training_rows_to_evaluate_on_are_the_streams_beginning(data):
-    """Or, if more or all of them are asked for, the training split's own."""
+def test_evaluated_training_rows_are_the_beginning_of_the_text(data):
+    """If more than are kept are asked for, or all, they are the training split's own."""
     first, rows, width = data.split("train_first"), data.split("train"), data.sequence_len
     for tokens, want in ((10 * width, first.some(range(10))), (-1, rows), (10**9, rows), (1, first.some(range(1)))):
         chosen = data.eval_rows("train", tokens)
@@ -316,7 +303,6 @@ def test_training_rows_to_evaluate_on_are_the_streams_beginning(data):
         assert torch.equal(chosen.batch(range(len(want)))[1], want.batch(range(len(want)))[1])
 
 
-def test_rows_without_bytes_are_infinite_bits(data, model):
-    assert bits_per_byte(
-        model, data.split("val"), torch.zeros(data.tokenizer.vocab_size, dtype=torch.int64), Runtime(0, 1, CPU), 64
-    ) == float("inf")
+def test_rows_without_bytes_have_infinite_bits(data, model):
+    token_bytes = torch.zeros(data.tokenizer.vocab_size, dtype=torch.int64)
+    assert bits_per_byte(model, data.split("val"), token_bytes, Runtime(0, 1, CPU), 64) == float("inf")

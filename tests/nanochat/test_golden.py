@@ -1,6 +1,7 @@
-"""The softmax model, its optimiser, schedules, packing and bits per byte against numbers that upstream nanochat printed.
+"""The softmax model, its optimiser and schedules against numbers that upstream nanochat printed.
 
-golden/nanochat_b07604e.json: upstream at commit b07604ebaa6dffa9e21e0d2d7d0a5980301c6364 run on CPU in float32, eager, one thread.
+golden/nanochat_b07604e.json: upstream at commit b07604ebaa6dffa9e21e0d2d7d0a5980301c6364 run on CPU in float32, eager,
+one thread.
 """
 
 import functools
@@ -94,9 +95,9 @@ def test_gradients_of_the_first_step():
 
 def test_optimiser_groups_rates_and_betas():
     groups = parameter_groups(build(CONFIG, "cpu"), OptimConfig())
-    wanted = GOLDEN["optim"]["groups"]
-    assert [g.kind for g in groups] == [w["kind"] for w in wanted]
-    for group, want in zip(groups, wanted):
+    want_groups = GOLDEN["optim"]["groups"]
+    assert [group.kind for group in groups] == [want["kind"] for want in want_groups]
+    for group, want in zip(groups, want_groups):
         assert group.names == want["params"]
         assert group.initial_lr == pytest.approx(want["lr"], rel=1e-6)
         assert group.weight_decay == want["wd"]

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness on a model of ours: its command line, a task written here, and the numbers against a plain computation."""
+"""lm-evaluation-harness on a model of ours: its command line, on tasks written here, against a plain computation."""
 
 import dataclasses
 import json
@@ -56,9 +56,8 @@ def world(packed, tmp_path_factory):
     """A run on disk, its model and tokenizer, and the questions."""
     root = tmp_path_factory.mktemp("harness")
     tokenizer = Tokenizer.load(packed / "tokenizer")
-    model = awake(
-        dataclasses.replace(SHAPE, sequence_len=64, vocab_size=tokenizer.vocab_size, attention="gka", head_offsets="PS")
-    )
+    shape = dict(sequence_len=64, vocab_size=tokenizer.vocab_size, attention="gka", head_offsets="PS")
+    model = awake(dataclasses.replace(SHAPE, **shape))
     write_run(root / "run", model, packed / "tokenizer")
     rng = random.Random(3)
     docs = []
@@ -82,16 +81,15 @@ def nats(model, prompt, start):
 
 def test_the_harness_scores_as_a_plain_computation_does(world, tmp_path):
     root, model, tokenizer, docs = world
-    command = [sys.executable, "-m", "nanochat_gka.harness", "--model", "gka", "--model_args", f"run={root / 'run'},batch_tokens=300", "--device", "cpu",
-               "--tasks", "tiny_choices,tiny_generate,tiny_rolling", "--include_path", root / "tasks", "--output_path", tmp_path, "--log_samples"]  # fmt: skip
+    flags = ["--model", "gka", "--model_args", f"run={root / 'run'},batch_tokens=300", "--device", "cpu"]
+    flags += ["--tasks", "tiny_choices,tiny_generate,tiny_rolling", "--include_path", root / "tasks"]
+    command = [sys.executable, "-m", "nanochat_gka.harness", *flags, "--output_path", tmp_path, "--log_samples"]
     environment = {**tiny.environment(), "HF_DATASETS_CACHE": str(tmp_path / "cache"), "HF_DATASETS_OFFLINE": "1"}
-    done = subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, env=environment, timeout=tiny.HANG_AFTER
-    )
+    options = dict(capture_output=True, text=True, env=environment, timeout=tiny.HANG_AFTER)
+    done = subprocess.run(list(map(str, command)), **options)
     assert done.returncode == 0, done.stderr[-3000:]
-    samples = {
-        name: sorted(_samples(tmp_path, name), key=lambda s: s["doc_id"]) for name in ("choices", "generate", "rolling")
-    }
+    names = ("choices", "generate", "rolling")
+    samples = {name: sorted(_samples(tmp_path, name), key=lambda sample: sample["doc_id"]) for name in names}
     assert all(len(found) == len(docs) for found in samples.values())
 
     limit, total, size = 65, 0.0, 0  # max_length and the token that is only predicted
@@ -119,12 +117,11 @@ def _samples(folder, name):
     return [json.loads(line) for line in next(folder.rglob(f"samples_tiny_{name}_*.jsonl")).read_text().splitlines()]
 
 
-def test_a_run_that_is_not_there_is_one_line(tmp_path, monkeypatch, capsys):
+def test_a_missing_run_is_one_line(tmp_path, monkeypatch, capsys):
     from nanochat_gka import harness
 
-    monkeypatch.setattr(
-        sys, "argv", ["harness", "--model", "gka", "--model_args", f"run={tmp_path}", "--tasks", "wikitext"]
-    )
+    flags = ["--model", "gka", "--model_args", f"run={tmp_path}", "--tasks", "wikitext"]
+    monkeypatch.setattr(sys, "argv", ["harness", *flags])
     with pytest.raises(SystemExit) as exit_info:
         harness.main()
     assert exit_info.value.code == 2 and capsys.readouterr().err.splitlines()[-1].startswith("error: no checkpoint in")

@@ -1,4 +1,4 @@
-"""CORE of Hugging Face's models: answers of a tiny GPT-2 and a tiny Llama against one prompt at a time, with the tokenizers library alone."""
+"""CORE of Hugging Face's models: a tiny GPT-2 and a tiny Llama against one prompt at a time."""
 
 import json
 import re
@@ -20,12 +20,9 @@ LIMIT = 48  # tokens, fewer than tiny_core's longest prompts have
 
 def evaluate(path, bundle, out, *more):
     """The command in this process; returns its exit code."""
+    flags = ["--hf-path", path, "--bundle", bundle, "--out", out, "--device-type", "cpu", *more]
     try:
-        run(
-            main,
-            CoreConfig,
-            list(map(str, ["--hf-path", path, "--bundle", bundle, "--out", out, "--device-type", "cpu", *more])),
-        )
+        run(main, CoreConfig, list(map(str, flags)))
     except SystemExit as left:
         return left.code
     return 0
@@ -55,13 +52,13 @@ def write_model(folder: Path, kind: str) -> torch.nn.Module:
     size = write_tokenizer(folder, {"gpt2": "<|endoftext|>", "llama": "<s>"}[kind])
     torch.manual_seed(0)
     if kind == "gpt2":
-        config = transformers.GPT2Config(
-            vocab_size=size, n_positions=LIMIT, n_embd=32, n_layer=2, n_head=2, initializer_range=0.3
-        )
+        sizes = dict(n_positions=LIMIT, n_embd=32, n_layer=2, n_head=2)
+        config = transformers.GPT2Config(vocab_size=size, initializer_range=0.3, **sizes)
         model = transformers.GPT2LMHeadModel(config)
     else:
-        config = transformers.LlamaConfig(vocab_size=size + 5, max_position_embeddings=LIMIT, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-                                          num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3)  # fmt: skip
+        sizes = dict(max_position_embeddings=LIMIT, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
+        heads = dict(num_attention_heads=4, num_key_value_heads=2)
+        config = transformers.LlamaConfig(vocab_size=size + 5, initializer_range=0.3, **sizes, **heads)
         model = transformers.LlamaForCausalLM(config)
     model.save_pretrained(folder)
     return model.eval()
@@ -81,12 +78,11 @@ class Plain:
 
 
 @pytest.mark.parametrize("kind,bos", [("gpt2", "<|endoftext|>"), ("llama", "<s>")])
-def test_the_scores_are_those_of_one_prompt_at_a_time_cut_at_the_models_length(kind, bos, bundle, tmp_path, capsys):
+def test_scores_are_the_naive_scorers_at_the_models_length(kind, bos, bundle, tmp_path, capsys):
     model, folder = write_model(tmp_path / "tiny-model", kind), tmp_path / "tiny-model"
     assert evaluate(folder, bundle, tmp_path / "out", "--batch-tokens", 200) == 0
-    lines = {
-        line["config"]["task"]: line for line in read_lines(tmp_path / "out/tiny-model.jsonl") if line["kind"] == "core"
-    }
+    records = read_lines(tmp_path / "out/tiny-model.jsonl")
+    lines = {line["config"]["task"]: line for line in records if line["kind"] == "core"}
     plain, longest = Plain(folder, bos), []
 
     def logits(ids):
@@ -101,10 +97,8 @@ def test_the_scores_are_those_of_one_prompt_at_a_time_cut_at_the_models_length(k
     assert "prompts of at most 48 tokens" in capsys.readouterr().out
     last = (tmp_path / "out/tiny-model.csv").read_text().splitlines()[-1]
     assert last.startswith("mean of 5 tasks (max 15 each)")
-    assert (
-        evaluate(folder, bundle, tmp_path / "out", "--max-seq-len", 20) == 0
-        and (tmp_path / "out/tiny-model_len20.csv").exists()
-    )
+    assert evaluate(folder, bundle, tmp_path / "out", "--max-seq-len", 20) == 0
+    assert (tmp_path / "out/tiny-model_len20.csv").exists()
 
 
 def test_each_answer_is_the_naive_one(bundle, tmp_path):
@@ -114,16 +108,16 @@ def test_each_answer_is_the_naive_one(bundle, tmp_path):
     from nanochat_gka.core_metric.scoring import answer, batches, judge
 
     model, folder = write_model(tmp_path / "tiny", "gpt2"), tmp_path / "tiny"
-    subject = load_hugging_face(str(folder), torch.device("cpu"))
-    assert subject.limit == LIMIT
+    evaluated = load_hugging_face(str(folder), torch.device("cpu"))
+    assert evaluated.limit == LIMIT
     logits = lambda ids: model(ids).logits  # noqa: E731
     for task in read_tasks(bundle):
         examples = shuffled(task.examples())
-        asked = [question(task, examples, index, subject.tokenizer, 30) for index in range(len(examples))]
+        asked = [question(task, examples, index, evaluated.tokenizer, 30) for index in range(len(examples))]
         found = [0] * len(asked)
         for prefix_reuse in (True, False):
             for batch in batches(asked, 300):
-                for place, verdicts in zip(batch, judge(subject.model, [asked[i] for i in batch], prefix_reuse)):
+                for place, verdicts in zip(batch, judge(evaluated.model, [asked[i] for i in batch], prefix_reuse)):
                     found[place] = answer(asked[place], verdicts)
             want = naive_task(logits, Plain(folder, "<|endoftext|>"), bundle, task.label, max_seq_len=30, together=True)
             assert found == want.predictions, (task.label, prefix_reuse)
@@ -135,47 +129,42 @@ def test_weights_and_vocabulary_are_its_identity(tmp_path):
     model = write_model(tmp_path / "a", "gpt2")
     device = torch.device("cpu")
     first = load_hugging_face(str(tmp_path / "a"), device)
-    assert first.sha256 == load_hugging_face(str(tmp_path / "a"), device).sha256 and (first.name, first.step) == (
-        "a",
-        None,
-    )
+    assert first.sha256 == load_hugging_face(str(tmp_path / "a"), device).sha256
+    assert (first.name, first.step) == ("a", None)
     with torch.no_grad():
         model.transformer.h[0].mlp.c_fc.weight[0, 0] += 1
     model.save_pretrained(tmp_path / "a")
     assert load_hugging_face(str(tmp_path / "a"), device).sha256 != first.sha256
 
 
-def test_what_cannot_be_asked_is_one_line(bundle, tmp_path, capsys):
+def test_models_that_cannot_be_loaded_are_one_line(bundle, tmp_path, capsys):
     model = write_model(tmp_path / "good", "gpt2")
 
-    def says(folder, message):
+    def check(folder, message):
         assert evaluate(folder, bundle, tmp_path / "out") == 2
         error = capsys.readouterr().err
         assert re.search(message, error) and len(error.splitlines()) == 1, error
 
-    says(tmp_path / "nothing", "no causal language model that can be loaded from safetensors")
+    check(tmp_path / "nothing", "no causal language model that can be loaded from safetensors")
     model.save_pretrained(tmp_path / "pickled")
     write_tokenizer(tmp_path / "pickled", "<|endoftext|>")
     (tmp_path / "pickled/model.safetensors").unlink()
     torch.save(model.state_dict(), tmp_path / "pickled/pytorch_model.bin")
-    says(tmp_path / "pickled", "no causal language model that can be loaded from safetensors")
+    check(tmp_path / "pickled", "no causal language model that can be loaded from safetensors")
     config = json.loads((tmp_path / "good/config.json").read_text())
-    remote = {
-        **config,
-        "model_type": "mine",
-        "auto_map": {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"},
-    }
+    classes = {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}
+    remote = {**config, "model_type": "mine", "auto_map": classes}
     (tmp_path / "good/config.json").write_text(json.dumps(remote))
     (tmp_path / "good/mine.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')")
-    says(tmp_path / "good", "no causal language model that can be loaded from safetensors")
+    check(tmp_path / "good", "no causal language model that can be loaded from safetensors")
     assert not (tmp_path / "executed").exists()
     small = type(model)(type(model.config)(vocab_size=100, n_positions=LIMIT, n_embd=32, n_layer=1, n_head=2))
     small.save_pretrained(tmp_path / "small")
     write_tokenizer(tmp_path / "small", "<|endoftext|>")
-    says(tmp_path / "small", r"the tokenizer has ids up to \d+, the model has 100 embeddings")
+    check(tmp_path / "small", r"the tokenizer has ids up to \d+, the model has 100 embeddings")
 
 
-def test_without_transformers_it_is_said_what_to_install(bundle, tmp_path, monkeypatch, capsys):
+def test_without_transformers_the_error_says_what_to_install(bundle, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert evaluate("gpt2", bundle, tmp_path) == 2
     assert 'pip install "transformers>=4.57"' in capsys.readouterr().err

@@ -6,9 +6,9 @@ import json
 import pytest
 import torch
 
-from gka import gaussian_attention
+from gka import KINDS, gaussian_attention
 from nanochat_gka.model.accounting import meta_model
-from nanochat_gka.model.attention import GKAAttention
+from nanochat_gka.model.attention import Attention, GKAAttention
 from nanochat_gka.model.blocks import Rotary, norm
 from nanochat_gka.model.checkpoints import load_upstream
 from nanochat_gka.model.config import GPTConfig
@@ -26,8 +26,13 @@ def whole(x):
     return context
 
 
+def test_every_kind_has_a_class():
+    assert Attention.CLASSES.keys() == KINDS.keys()
+    assert all(attention.kind.name == name for name, attention in Attention.CLASSES.items())
+
+
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_the_future_changes_nothing(variant):
+def test_later_tokens_change_nothing(variant):
     model = awake(dataclasses.replace(SHAPE, **variant))
     ids = torch.randint(70, (2, 16))
     changed = ids.clone()
@@ -48,9 +53,9 @@ def test_every_parameter_learns(variant):
 
 
 def test_short_windows_hide_old_tokens():
-    """S layers see T // 2 tokens back; with one layer short and the last long, the first token still arrives; alone it cannot."""
+    """A short layer sees T // 2 tokens back. The last layer is long, whatever the pattern says."""
     config = dataclasses.replace(SHAPE, attention="gka", n_layer=1, window_pattern="S")
-    assert config.window(0) == 16  # the last layer is long whatever the pattern says
+    assert config.window(0) == 16
     layer = GKAAttention(dataclasses.replace(SHAPE, attention="gka"), layer=0)
     layer.init_weights()
     rotary = Rotary(16, 16)
@@ -66,7 +71,7 @@ def test_short_windows_hide_old_tokens():
 
 
 def one_layer(**fields):
-    """A gka layer with a bandwidth of its own for every head, its rotary embedding, block input (2, 16, 64), and its heads."""
+    """A gka layer with a bandwidth for every head, its rotary embedding, a block input (2, 16, 64), and its heads."""
     layer = GKAAttention(dataclasses.replace(SHAPE, attention="gka", window_pattern="L", **fields), layer=0)
     layer.init_weights()
     with torch.no_grad():
@@ -77,8 +82,8 @@ def one_layer(**fields):
     return layer, rotary, x, x.view(2, 16, 4, 16)
 
 
-def test_attention_gka_alone_is_the_papers_section_5_1():
-    """Written out in float64: rotate, normalise; K = exp(-|x_i - x_j|^2 / 2 sigma^2) over j <= i; rows to one; mix the very same x."""
+def test_gka_is_the_papers_section_5_1():
+    """In float64: rotate, normalise; K = exp(-|x_i - x_j|^2 / 2 sigma^2) over j <= i; rows to one; mix the same x."""
     layer, rotary, x, heads = one_layer()
     features = norm(rotary(heads, slice(0, 16))).double().transpose(1, 2)  # (B, H, T, D)
     distances = (features[:, :, :, None] - features[:, :, None]).square().sum(-1)
@@ -123,7 +128,7 @@ def test_a_peaked_predecessor_head_reads_the_previous_token():
     torch.testing.assert_close(layer.mix(x, None, rotary, whole(x))[:, 1:], values[:, :-1], rtol=1e-3, atol=1e-3)
 
 
-def test_gka_has_no_projections_and_no_value_embeddings_unless_asked():
+def test_gka_has_no_projections():
     names = set(meta_model(dataclasses.replace(SHAPE, attention="gka")).state_dict())
     assert not any(part in name for name in names for part in ("c_q", "c_k", "c_v", "ve_gate", "value_embeds"))
     names = set(meta_model(dataclasses.replace(SHAPE, attention="gka", value_embeds="all")).state_dict())
@@ -152,11 +157,9 @@ OLD_FIELDS = {
         ({"attention": "vlt"}, "rotated"),
     ],
 )
-def test_a_saved_shape_keeps_the_form_it_was_trained_in(changes, values):
-    shape = {
-        name: getattr(SHAPE, name)
-        for name in ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd")
-    }
+def test_a_saved_shape_keeps_its_form(changes, values):
+    names = ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd")
+    shape = {name: getattr(SHAPE, name) for name in names}
     saved = {name: value for name, value in {**shape, **OLD_FIELDS, **changes}.items() if value is not None}
     config = GPTConfig.from_saved(saved)
     assert config.gka_values == values
@@ -216,18 +219,17 @@ def test_too_long_a_sequence_is_refused():
         model(torch.zeros(1, 161, dtype=torch.long))
 
 
+UPSTREAM_FIELDS = ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "window_pattern")
+
+
 def test_upstream_checkpoint_folder_loads(tmp_path):
     """Upstream's files: bf16 embeddings, the compiled-module prefix, a config with its seven fields."""
     model = awake(SHAPE)
-    weights = {
-        f"_orig_mod.{name}": t.bfloat16() if "wte" in name or "value_embeds" in name else t
-        for name, t in model.state_dict().items()
-    }
+    weights = {f"_orig_mod.{name}": tensor for name, tensor in model.state_dict().items()}
+    tables = [name for name in weights if "wte" in name or "value_embeds" in name]
+    weights |= {name: weights[name].bfloat16() for name in tables}
     torch.save(weights, tmp_path / "model_000123.pt")
-    config = {
-        name: getattr(SHAPE, name)
-        for name in ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "window_pattern")
-    }
+    config = {name: getattr(SHAPE, name) for name in UPSTREAM_FIELDS}
     (tmp_path / "meta_000123.json").write_text(json.dumps({"step": 123, "model_config": config}))
     model.embeddings_to(torch.bfloat16)
     model.embeddings_to(torch.float32)
@@ -242,13 +244,12 @@ def test_upstream_checkpoint_folder_loads(tmp_path):
         load_upstream(tmp_path)
 
 
-@pytest.mark.parametrize("said,values", [({}, "normalised"), ({"gka_values": "rotated"}, "rotated")], ids=str)
-def test_a_checkpoint_of_a_patched_nanochat_keeps_its_form(tmp_path, said, values):
-    """The first patches mixed normalised values and wrote nothing of it."""
+@pytest.mark.parametrize("stated,values", [({}, "normalised"), ({"gka_values": "rotated"}, "rotated")], ids=str)
+def test_a_checkpoint_of_a_patched_nanochat_keeps_its_form(tmp_path, stated, values):
+    """The first patches mixed normalised values and did not write so."""
     model = awake(dataclasses.replace(SHAPE, attention="gka", gka_values=values))
     torch.save(model.state_dict(), tmp_path / "model_000001.pt")
-    names = ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "window_pattern", "attention")
-    config = {name: getattr(model.config, name) for name in names} | said
+    config = {name: getattr(model.config, name) for name in (*UPSTREAM_FIELDS, "attention")} | stated
     (tmp_path / "meta_000001.json").write_text(json.dumps({"step": 1, "model_config": config}))
     ids = torch.randint(70, (1, 16))
     assert torch.equal(load_upstream(tmp_path)(ids), model(ids))
@@ -274,7 +275,7 @@ def test_initial_loss_is_that_of_a_uniform_guess():
     assert model(ids, ids).item() == pytest.approx(6.907, abs=0.01)
 
 
-def test_bfloat16_tables_carry_the_computation_in_bfloat16_and_train():
+def test_bfloat16_tables_compute_in_bfloat16_and_train():
     """What a GPU run does: embeddings in bf16, float32 matrices cast on use, float32 logits and bandwidths."""
     from nanochat_gka.training.optim import MuonAdamW
     from trainkit.distributed import Runtime
@@ -295,6 +296,5 @@ def test_bfloat16_tables_carry_the_computation_in_bfloat16_and_train():
     assert losses[0] == pytest.approx(exact, rel=0.02) and losses[0] != exact
     assert losses[-1] < losses[0] - 0.5
     dtypes = {name: p.dtype for name, p in model.named_parameters()}
-    assert {name for name, dtype in dtypes.items() if dtype == torch.bfloat16} == {
-        n for n in dtypes if "wte" in n or "value_embeds" in n
-    }
+    tables = {name for name in dtypes if "wte" in name or "value_embeds" in name}
+    assert {name for name, dtype in dtypes.items() if dtype == torch.bfloat16} == tables

@@ -1,4 +1,4 @@
-"""The tokenizer: text comes back, ids are rustbpe's own, special strings are text, and the file is the identity."""
+"""The tokenizer: text comes back, ids are rustbpe's own, special strings are text, and the file identifies it."""
 
 import json
 import shutil
@@ -87,9 +87,8 @@ def test_saved_and_loaded_it_is_the_same(tokenizer, tmp_path):
     loaded = Tokenizer.load(tmp_path)
     assert loaded.sha256 == tokenizer.sha256
     assert all(loaded.encode(text) == tokenizer.encode(text) for text in [*TEXT, *STRINGS])
-    (tmp_path / "tokenizer.json").write_text(
-        json.dumps(json.loads((tmp_path / "tokenizer.json").read_text()), indent=3)
-    )
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()), indent=3))
     assert Tokenizer.load(tmp_path).sha256 == tokenizer.sha256
     assert Tokenizer.train(TEXT, 399).sha256 != tokenizer.sha256
 
@@ -143,7 +142,7 @@ def test_a_broken_file_is_one_clear_error(tokenizer, tmp_path):
         assert "\n" not in str(raised.value)
 
 
-def test_training_text_is_capped_by_document_and_in_all(packed):
+def test_training_text_has_a_limit_per_document_and_in_all(packed):
     corpus = ParquetCorpus(packed / "corpus")
     assert list(training_documents(corpus, 10_000, 10**9)) == tiny.documents(400, 0)
     cut = list(training_documents(corpus, 50, 1000))
@@ -159,40 +158,36 @@ def test_a_corpus_without_text_makes_no_tokenizer(tmp_path):
     assert not list((tmp_path / "out").glob("*.json"))
 
 
-def test_the_command_keeps_a_tokenizer_that_is_there(packed, capsys):
+def test_the_command_keeps_an_existing_tokenizer(packed, capsys):
     before = (packed / "tokenizer" / "tokenizer.json").stat().st_mtime_ns
     main(TokenizerConfig(corpus=packed / "corpus", out=packed / "tokenizer", vocab_size=300))
     assert "already there, vocabulary 300" in capsys.readouterr().out
     assert (packed / "tokenizer" / "tokenizer.json").stat().st_mtime_ns == before
 
 
-def test_a_tokenizer_made_otherwise_is_not_passed_off(packed, tmp_path):
+def test_a_tokenizer_trained_otherwise_is_refused(packed, tmp_path):
     shutil.copytree(packed / "tokenizer", tmp_path / "tokenizer")
     before = (tmp_path / "tokenizer" / "tokenizer.json").read_bytes()
     tiny.write_corpus(tmp_path / "corpus", docs=401)
-    there = {"corpus": packed / "corpus", "out": tmp_path / "tokenizer", "vocab_size": 300}
-    main(TokenizerConfig(**there))
-    others = {
+    same = {"corpus": packed / "corpus", "out": tmp_path / "tokenizer", "vocab_size": 300}
+    main(TokenizerConfig(**same))
+    changes = {
         "--vocab-size 300": {"vocab_size": 301},
         "--doc-cap 10000": {"doc_cap": 9},
         "--max-chars 2000000000": {"max_chars": 9},
         "other corpus files": {"corpus": tmp_path / "corpus"},
     }
-    for words, change in others.items():
-        with pytest.raises(
-            UserError, match=f"holds a tokenizer trained with {words}; choose another --out or delete it"
-        ):
-            main(TokenizerConfig(**{**there, **change}))
+    for words, change in changes.items():
+        with pytest.raises(UserError, match=f"trained with {words}; choose another --out or delete it"):
+            main(TokenizerConfig(**{**same, **change}))
     (tmp_path / "tokenizer" / "train.json").unlink()
-    with pytest.raises(
-        UserError, match="holds a tokenizer and nothing that says what it was trained on; choose another"
-    ):
-        main(TokenizerConfig(**there))
+    with pytest.raises(UserError, match="a tokenizer and nothing that says what it was trained on; choose another"):
+        main(TokenizerConfig(**same))
     assert (tmp_path / "tokenizer" / "tokenizer.json").read_bytes() == before
 
 
-def test_no_limit_on_characters_is_all_of_the_text(packed):
-    """The limit is passed by the document that reaches it; -1 is none."""
+def test_minus_one_character_is_all_of_the_text(packed):
+    """The document that reaches the limit is the last one; -1 sets no limit."""
     corpus = ParquetCorpus(packed / "corpus")
     everything = [text[:100] for text in corpus.documents("train")]
     assert list(training_documents(corpus, doc_cap=100, max_chars=-1)) == everything

@@ -10,8 +10,10 @@ FOLDER = "/datasets/karpathy/fineweb-edu-100b-shuffle/resolve/main/"
 
 
 class Hub(ThreadingHTTPServer):
-    """What hf_hub_download needs of the hub: HEAD with ETag and commit, GET with ranges. `trouble[name]` is what
-    the next GETs run into."""
+    """What hf_hub_download needs of the hub: HEAD with ETag and commit, GET with ranges.
+
+    `trouble[name]` is what happens to the next GETs: "drop", "stall" or "corrupt".
+    """
 
     daemon_threads = True
 
@@ -85,13 +87,7 @@ class HubHandler(BaseHTTPRequestHandler):
 
 
 def environment(port: int) -> dict[str, str]:
-    """The environment of a process whose client of the hub talks to this port."""
-    return {
-        **tiny.environment(),
-        "HF_ENDPOINT": f"http://127.0.0.1:{port}",
-        "HF_HUB_OFFLINE": "0",
-        "HF_HUB_DISABLE_XET": "1",
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-        "NO_PROXY": "127.0.0.1",
-        "no_proxy": "127.0.0.1",
-    }
+    """The hub's client talks to this port."""
+    hub = {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+    direct = {"HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+    return {**tiny.environment(), **hub, **direct}

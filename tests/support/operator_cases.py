@@ -28,8 +28,18 @@ def problem(shape, dtype, kind, with_values=False, device="cpu"):
     return x, sigmas(shape[2], shape[3], device), values, grad_y
 
 
-def check(impl, shape, dtype=torch.float32, kind="normal", causal=False, window=None, with_values=False,
-          constant_norm=False, eps=EPS, device=DEVICE):  # fmt: skip
+def check(
+    impl,
+    shape,
+    dtype=torch.float32,
+    kind="normal",
+    causal=False,
+    window=None,
+    with_values=False,
+    constant_norm=False,
+    eps=EPS,
+    device=DEVICE,
+):
     """y and all gradients of an implementation are within the budget; sdpa and flex are the kernel with eps = 0."""
     arguments = problem(shape, dtype, "unit_norm" if constant_norm else kind, with_values, device)
     options = dict(causal=causal, window=window, constant_norm=constant_norm, eps=eps, impl=impl)

@@ -45,13 +45,8 @@ def write_bundle(folder: Path, labels=tuple(TASKS)) -> Path:
     lines = ["icl_tasks:"]
     for label in labels:
         file, kind, shots, delimiter, _ = TASKS[label]
-        lines += [
-            "-",
-            f"  label: {label}",
-            f"  dataset_uri: {file}",
-            f"  num_fewshot: [{shots}]",
-            f"  icl_task_type: {kind}",
-        ]
+        lines += ["-", f"  label: {label}", f"  dataset_uri: {file}"]
+        lines += [f"  num_fewshot: [{shots}]", f"  icl_task_type: {kind}"]
         lines += [f'  continuation_delimiter: "{delimiter}"'] if delimiter else []
         path = folder / "eval_data" / file
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -27,12 +27,12 @@ class ToyTrainer(Trainer):
     KIND, STEP, LOWER, FINISH_KEYS = "toy", "round", "a lower --rate", ("total",)
     CPU = torch.device("cpu")
 
-    def __init__(self, config, runtime, found=None):
+    def __init__(self, config, runtime, checkpoint=None):
         super().__init__(config, runtime)
         self.model, self.steps = torch.nn.Linear(2, 1, bias=False), config.steps
-        if found is not None:
-            self.state = found.state["progress"]
-            self.model.load_state_dict(found.tensors("model"))
+        if checkpoint is not None:
+            self.state = checkpoint.state["progress"]
+            self.model.load_state_dict(checkpoint.tensors("model"))
 
     def announce(self):
         return {}

@@ -132,6 +132,16 @@ def test_kill_9_at_any_moment_goes_on_to_the_same_weights(config, whole):
     assert len(read_results(config.results)) == 1
 
 
+def test_a_damaged_newest_checkpoint_falls_back_to_the_same_weights(config, whole, capsys):
+    launch(replace(config, stop_after=10), ToyTrainer)
+    file = config.folder / "checkpoints/step_00000010/model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    launch(config, ToyTrainer)
+    printed = capsys.readouterr().out
+    assert "model.safetensors does not have its recorded checksum" in printed and "resuming at round 9" in printed
+    assert weights(config) == whole and events(config, "train") == list(range(1, STEPS + 1))
+
+
 def test_a_kill_before_the_record_of_the_end_loses_nothing(config, whole):
     launch(config, ToyTrainer)
     log = config.folder / "log.jsonl"

@@ -10,7 +10,7 @@ import pytest
 from deit_gka.recipe import Recipe
 from deit_gka.training.config import TrainConfig as VisionConfig
 from nanochat_gka.training.config import TrainConfig as LanguageConfig
-from trainkit.cli import Count, MayChange, UserError
+from trainkit.cli import Count, MayChange, UserError, check_bounds
 from trainkit.run_config import RunConfig
 
 # A new flag belongs here if it decides what is computed; if not, its field's type is MayChange[...].
@@ -89,6 +89,6 @@ def test_a_runs_name_is_a_plain_folder_name(tag):
 
 def test_bounds_are_checked_through_what_may_change():
     with pytest.raises(UserError, match="--workers must be at least 1, got 0"):
-        Toy(model_tag="run", workers=0).check()
+        check_bounds(Toy(model_tag="run", workers=0))
     with pytest.raises(dataclasses.FrozenInstanceError):
         Toy().keep = 3

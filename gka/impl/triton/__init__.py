@@ -1,4 +1,4 @@
-"""The fused Triton kernels: op -> launch -> forward | head | backward -> tiles, configs; the shapes of results lie below op and launch."""
+"""The fused Triton kernels: op -> launch -> forward | head | backward -> tiles, configs. op and launch share shapes."""
 
 from gka.impl.triton.op import gaussian, unavailable
 

@@ -1,6 +1,8 @@
-"""Backward pass without atomics: each program owns a block of rows, recomputes the W it needs, and writes its gradients once.
+"""Backward pass without atomics: each program owns a block of rows, recomputes the W it needs, and writes its gradients
+once.
 
-With W_ij = 2^(s_ij - level_i), delta_i = g_i.y_i and G_ij = W_ij (g_i.v_j - delta_i) (gka/README.md, Gradients; g is the incoming gradient):
+With W_ij = 2^(s_ij - level_i), delta_i = g_i.y_i and G_ij = W_ij (g_i.v_j - delta_i) (gka/README.md, Gradients; g is
+the incoming gradient):
 
     dquery_i = (1/sigma^2) (sum_j G_ij k_j - (sum_j G_ij) x_i)         row i as a query
     dkey_j   = (1/sigma^2) (sum_i G_ij x_i - (sum_i G_ij) k_j)         row j as a key
@@ -9,9 +11,9 @@ With W_ij = 2^(s_ij - level_i), delta_i = g_i.y_i and G_ij = W_ij (g_i.v_j - del
 
 W_ij <= 1 is imposed: beyond float32's reach (|x|^2 / sigma^2 > 1e6) rounding could make it infinite.
 
-Causal masks and foreign keys or values: one kernel for rows as queries, then one for rows as keys and values. Together they need more
-registers than there are. Self-attention under a symmetric mask: K_ij = K_ji serves both roles, one kernel, five products a tile (as softmax
-attention has) into a single output.
+Causal masks and foreign keys or values: one kernel for rows as queries, then one for rows as keys and values. Together
+they need more registers than there are. Self-attention under a symmetric mask: K_ij = K_ji serves both roles, one
+kernel, five products a tile (as softmax attention has) into a single output.
 """
 
 import triton
@@ -34,9 +36,11 @@ from gka.impl.triton.tiles import (
 
 
 @triton.jit
-def gka_rows_kernel(p_dy, p_y, p_log_sigma, p_norm, p_level, p_delta, p_share, H, Tq, D: tl.constexpr, BLOCK_D: tl.constexpr, BM: tl.constexpr,
-                    SHARES: tl.constexpr, BOUND: tl.constexpr):  # fmt: skip
-    """delta_i = g_i.y_i and, with SHARES, share_i = 1 / row sum = 2^(peak_i - level_i), (B, H, Tq) float32; dy and y (B, Tq, H, D) contiguous."""
+def gka_rows_kernel(p_dy, p_y, p_log_sigma, p_norm, p_level, p_delta, p_share, H, Tq, D: tl.constexpr,
+                    BLOCK_D: tl.constexpr, BM: tl.constexpr, SHARES: tl.constexpr, BOUND: tl.constexpr):  # fmt: skip
+    """delta_i = g_i.y_i and, with SHARES, share_i = 1 / row sum = 2^(peak_i - level_i), (B, H, Tq) float32; dy and y
+    (B, Tq, H, D) contiguous.
+    """
     row_block, bh = program(Tq, BM)
     o_t = row_block * BM + tl.arange(0, BM)
     rows = bh.to(tl.int64) * Tq + o_t
@@ -51,9 +55,10 @@ def gka_rows_kernel(p_dy, p_y, p_log_sigma, p_norm, p_level, p_delta, p_share, H
 
 
 @triton.jit
-def _queries_tile(acc, b_total, b_dls, b_x, b_dy, b_peak, b_level, b_delta, scale, p_k, p_v, p_norm, sk_t, sv_t, n0, o_i, Tk,
-                before, after, D: tl.constexpr, BLOCK_D: tl.constexpr, BN: tl.constexpr, CONSTANT: tl.constexpr,
-                OWN_VALUES: tl.constexpr, HAS_BEFORE: tl.constexpr, HAS_AFTER: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+def _queries_tile(acc, b_total, b_dls, b_x, b_dy, b_peak, b_level, b_delta, scale, p_k, p_v, p_norm, sk_t, sv_t, n0,
+                o_i, Tk, before, after, D: tl.constexpr, BLOCK_D: tl.constexpr, BN: tl.constexpr,
+                CONSTANT: tl.constexpr, OWN_VALUES: tl.constexpr, HAS_BEFORE: tl.constexpr, HAS_AFTER: tl.constexpr,
+                MASKED: tl.constexpr):  # fmt: skip
     """The program's rows look at keys n0 ... n0 + BN."""
     o_j = n0 + tl.arange(0, BN)
     b_k = load_tile(p_k, o_j, sk_t, Tk, D, BLOCK_D, MASKED)
@@ -73,10 +78,14 @@ def _queries_tile(acc, b_total, b_dls, b_x, b_dy, b_peak, b_level, b_delta, scal
 
 
 @triton.jit
-def _keys_tile(acc, acc_v, b_total, b_k, b_v, b_half, scale, inverse, p_x, p_dy, p_level, p_delta, sx_t, sdy_t, n0, o_j, Tq, before, after,
-               D: tl.constexpr, BLOCK_D: tl.constexpr, BN: tl.constexpr, CONSTANT: tl.constexpr, OWN_VALUES: tl.constexpr,
-               HAS_BEFORE: tl.constexpr, HAS_AFTER: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """Queries n0 ... n0 + BN look at the program's rows. Tiles are transposed, (keys, queries); before and after are the queries'."""
+def _keys_tile(acc, acc_v, b_total, b_k, b_v, b_half, scale, inverse, p_x, p_dy, p_level, p_delta, sx_t, sdy_t, n0,
+               o_j, Tq, before, after, D: tl.constexpr, BLOCK_D: tl.constexpr, BN: tl.constexpr,
+               CONSTANT: tl.constexpr, OWN_VALUES: tl.constexpr, HAS_BEFORE: tl.constexpr, HAS_AFTER: tl.constexpr,
+               MASKED: tl.constexpr):  # fmt: skip
+    """Queries n0 ... n0 + BN look at the program's rows.
+
+    Tiles are transposed, (keys, queries); before and after are the queries'.
+    """
     o_i = n0 + tl.arange(0, BN)
     b_x = load_tile(p_x, o_i, sx_t, Tq, D, BLOCK_D, MASKED)
     b_dy = load_tile(p_dy, o_i, sdy_t, Tq, D, BLOCK_D, MASKED)
@@ -109,9 +118,9 @@ def _store_partial(p_dls, b_dls, p_log_sigma, bh, H, row_block, row_blocks, BOUN
 
 
 @triton.jit
-def _symmetric_tile(acc, b_total, b_dls, b_x, b_dy, b_peak, b_weight, b_delta, scale, inverse, p_x, p_dy, p_norm, p_weight, p_delta, sx_t,
-                  sdy_t, n0, o_i, T, reach, D: tl.constexpr, BLOCK_D: tl.constexpr, BN: tl.constexpr, CONSTANT: tl.constexpr,
-                  HAS_REACH: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+def _symmetric_tile(acc, b_total, b_dls, b_x, b_dy, b_peak, b_weight, b_delta, scale, inverse, p_x, p_dy, p_norm,
+                  p_weight, p_delta, sx_t, sdy_t, n0, o_i, T, reach, D: tl.constexpr, BLOCK_D: tl.constexpr,
+                  BN: tl.constexpr, CONSTANT: tl.constexpr, HAS_REACH: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
     """The program's rows a and rows b = n0 ... n0 + BN look at each other."""
     o_j = n0 + tl.arange(0, BN)
     b_xb = load_tile(p_x, o_j, sx_t, T, D, BLOCK_D, MASKED)
@@ -142,11 +151,13 @@ def _symmetric_tile(acc, b_total, b_dls, b_x, b_dy, b_peak, b_weight, b_delta, s
 
 
 @triton.jit(do_not_specialize=["before", "after"])
-def gka_queries_kernel(p_x, p_k, p_v, p_log_sigma, p_dy, p_norm, p_level, p_delta, p_dx, p_dls, sx_b, sx_t, sx_h, sk_b, sk_t, sk_h, sv_b,
-                       sv_t, sv_h, H, Tq, Tk, before, after, D: tl.constexpr, BLOCK_D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-                       CONSTANT: tl.constexpr, OWN_VALUES: tl.constexpr, HAS_BEFORE: tl.constexpr, HAS_AFTER: tl.constexpr,
-                       BOUND: tl.constexpr):  # fmt: skip
-    """dquery into p_dx, (B, Tq, H, D) contiguous, and one partial sum of dlog_sigma per program into p_dls, (H, B, row blocks) float32."""
+def gka_queries_kernel(p_x, p_k, p_v, p_log_sigma, p_dy, p_norm, p_level, p_delta, p_dx, p_dls, sx_b, sx_t, sx_h, sk_b,
+                       sk_t, sk_h, sv_b, sv_t, sv_h, H, Tq, Tk, before, after, D: tl.constexpr, BLOCK_D: tl.constexpr,
+                       BM: tl.constexpr, BN: tl.constexpr, CONSTANT: tl.constexpr, OWN_VALUES: tl.constexpr,
+                       HAS_BEFORE: tl.constexpr, HAS_AFTER: tl.constexpr, BOUND: tl.constexpr):  # fmt: skip
+    """dquery into p_dx, (B, Tq, H, D) contiguous, and one partial sum of dlog_sigma per program into p_dls, (H, B,
+    row blocks) float32.
+    """
     row_block, bh = program(Tq, BM)
     p_k = head_of(p_k, bh, H, sk_b, sk_h)
     p_v = head_of(p_v, bh, H, sv_b, sv_h)
@@ -172,8 +183,9 @@ def gka_queries_kernel(p_x, p_k, p_v, p_log_sigma, p_dy, p_norm, p_level, p_delt
         if span != 0 or HAS_BEFORE:
             for n0 in range(bounds[span], bounds[span + 1], BN):
                 acc, b_total, b_dls = _queries_tile(
-                    acc, b_total, b_dls, b_x, b_dy, b_peak, b_level, b_delta, scale, p_k, p_v, p_norm, sk_t, sv_t, n0, o_t + offset,
-                    Tk, before, after, D, BLOCK_D, BN, CONSTANT, OWN_VALUES, HAS_BEFORE, HAS_AFTER, span != 1)  # fmt: skip
+                    acc, b_total, b_dls, b_x, b_dy, b_peak, b_level, b_delta, scale, p_k, p_v, p_norm, sk_t, sv_t, n0,
+                    o_t + offset, Tk, before, after, D, BLOCK_D, BN, CONSTANT, OWN_VALUES, HAS_BEFORE, HAS_AFTER,
+                    span != 1)  # fmt: skip
 
     acc = inverse * (acc - b_total[:, None] * reload_tile(p_x, o_t, sx_t, Tq, D, BLOCK_D).to(tl.float32))
     store_tile(head_of(p_dx, bh, H, Tq * H * D, D), o_t, H * D, acc, Tq, D, BLOCK_D)
@@ -181,10 +193,11 @@ def gka_queries_kernel(p_x, p_k, p_v, p_log_sigma, p_dy, p_norm, p_level, p_delt
 
 
 @triton.jit(do_not_specialize=["before", "after"])
-def gka_keys_kernel(p_x, p_k, p_v, p_log_sigma, p_dy, p_norm, p_level, p_delta, p_dk, p_dv, sx_b, sx_t, sx_h, sk_b, sk_t, sk_h, sv_b, sv_t,
-                    sv_h, H, Tq, Tk, before, after, D: tl.constexpr, BLOCK_D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-                    CONSTANT: tl.constexpr, OWN_KEYS: tl.constexpr, OWN_VALUES: tl.constexpr, HAS_BEFORE: tl.constexpr,
-                    HAS_AFTER: tl.constexpr, BOUND: tl.constexpr):  # fmt: skip
+def gka_keys_kernel(p_x, p_k, p_v, p_log_sigma, p_dy, p_norm, p_level, p_delta, p_dk, p_dv, sx_b, sx_t, sx_h, sk_b,
+                    sk_t, sk_h, sv_b, sv_t, sv_h, H, Tq, Tk, before, after, D: tl.constexpr, BLOCK_D: tl.constexpr,
+                    BM: tl.constexpr, BN: tl.constexpr, CONSTANT: tl.constexpr, OWN_KEYS: tl.constexpr,
+                    OWN_VALUES: tl.constexpr, HAS_BEFORE: tl.constexpr, HAS_AFTER: tl.constexpr,
+                    BOUND: tl.constexpr):  # fmt: skip
     """dkey into p_dk, (B, Tk, H, D) contiguous, dvalue into p_dv or, with OWN_VALUES, p_dk.
 
     OWN_KEYS: p_dk is p_dx, in which gka_queries_kernel has left dquery; the sum replaces it.
@@ -217,8 +230,9 @@ def gka_keys_kernel(p_x, p_k, p_v, p_log_sigma, p_dy, p_norm, p_level, p_delta, 
         if span != 0 or HAS_AFTER:
             for n0 in range(bounds[span], bounds[span + 1], BN):
                 acc, acc_v, b_total = _keys_tile(
-                    acc, acc_v, b_total, b_k, b_v, b_half, scale, inverse, p_x, p_dy, p_level, p_delta, sx_t, H * D, n0, o_t - offset,
-                    Tq, before, after, D, BLOCK_D, BN, CONSTANT, OWN_VALUES, HAS_BEFORE, HAS_AFTER, span != 1)  # fmt: skip
+                    acc, acc_v, b_total, b_k, b_v, b_half, scale, inverse, p_x, p_dy, p_level, p_delta, sx_t, H * D,
+                    n0, o_t - offset, Tq, before, after, D, BLOCK_D, BN, CONSTANT, OWN_VALUES, HAS_BEFORE, HAS_AFTER,
+                    span != 1)  # fmt: skip
 
     if not OWN_VALUES:
         acc *= inverse
@@ -230,10 +244,12 @@ def gka_keys_kernel(p_x, p_k, p_v, p_log_sigma, p_dy, p_norm, p_level, p_delta, 
 
 
 @triton.jit(do_not_specialize=["reach"])
-def gka_symmetric_kernel(p_x, p_log_sigma, p_dy, p_norm, p_weight, p_delta, p_dx, p_dls, sx_b, sx_t, sx_h, H, T, reach, D: tl.constexpr,
-                         BLOCK_D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TAIL: tl.constexpr, CONSTANT: tl.constexpr,
-                         HAS_REACH: tl.constexpr, BOUND: tl.constexpr):  # fmt: skip
-    """All of dx when K_ij = K_ji is computed once for both roles. p_weight: the rows' shares, or levels if CONSTANT (no K_ij is symmetric then).
+def gka_symmetric_kernel(p_x, p_log_sigma, p_dy, p_norm, p_weight, p_delta, p_dx, p_dls, sx_b, sx_t, sx_h, H, T, reach,
+                         D: tl.constexpr, BLOCK_D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+                         TAIL: tl.constexpr, CONSTANT: tl.constexpr, HAS_REACH: tl.constexpr,
+                         BOUND: tl.constexpr):  # fmt: skip
+    """All of dx when K_ij = K_ji is computed once for both roles. p_weight: the rows' shares, or levels if CONSTANT (no
+    K_ij is symmetric then).
 
     TAIL: width of the last tile, <= BN.
     """
@@ -260,8 +276,9 @@ def gka_symmetric_kernel(p_x, p_log_sigma, p_dy, p_norm, p_weight, p_delta, p_dx
         if span != 0 or HAS_REACH:
             for n0 in range(bounds[span], bounds[span + 1], TAIL if span == 2 else BN):
                 acc, b_total, b_dls = _symmetric_tile(
-                    acc, b_total, b_dls, b_x, b_dy, b_peak, b_weight, b_delta, scale, inverse, p_x, p_dy, p_norm, p_weight, p_delta,
-                    sx_t, H * D, n0, o_t, T, reach, D, BLOCK_D, TAIL if span == 2 else BN, CONSTANT, HAS_REACH, span != 1)  # fmt: skip
+                    acc, b_total, b_dls, b_x, b_dy, b_peak, b_weight, b_delta, scale, inverse, p_x, p_dy, p_norm,
+                    p_weight, p_delta, sx_t, H * D, n0, o_t, T, reach, D, BLOCK_D, TAIL if span == 2 else BN, CONSTANT,
+                    HAS_REACH, span != 1)  # fmt: skip
 
     acc -= (b_total * inverse)[:, None] * reload_tile(p_x, o_t, sx_t, T, D, BLOCK_D).to(tl.float32)
     store_tile(head_of(p_dx, bh, H, T * H * D, D), o_t, H * D, acc, T, D, BLOCK_D)

@@ -1,7 +1,8 @@
-"""Tile sizes of the Triton kernels per GPU generation: a small shipped table, read at every launch, never searched at run time.
+"""Tile sizes of the Triton kernels per GPU generation: a small shipped table, read at every launch, never searched at
+run time.
 
-`python -m runs.bench.tune` times candidates on the GPU at hand and prints the lines that belong here. tests/golden/kernel_resources.txt
-lists what each entry costs in registers and shared memory.
+`python -m runs.bench.tune` times candidates on the GPU at hand and prints the lines that belong here.
+tests/golden/kernel_resources.txt lists what each entry costs in registers and shared memory.
 """
 
 import contextlib
@@ -31,10 +32,18 @@ class Table(NamedTuple):
     head: bool
     norms_first: bool
 
+    def find(self, kernel: str, x: torch.Tensor, block_d: int) -> Config | None:
+        """The entry for this kernel and these features, if there is one."""
+        return self.entries.get((kernel, max(32, block_d), x.element_size()))
+
+    def pick(self, kernel: str, x: torch.Tensor, block_d: int) -> Config:
+        """The entry for a kernel that every table has."""
+        return self.entries[kernel, max(32, block_d), x.element_size()]
+
 
 def _table(half: dict[str, tuple], single: dict[str, tuple], head: bool = False, norms_first: bool = True) -> Table:
     """From one Config per BLOCK_D of 32, 64 and 128 for each kernel; `half` for 2 bytes per element, `single` for 4."""
-    entries = {}
+    entries: dict[tuple[str, int, int], Config] = {}
     for size, kernels in ((2, half), (4, single)):
         for kernel, configs in kernels.items():
             entries |= {
@@ -43,7 +52,8 @@ def _table(half: dict[str, tuple], single: dict[str, tuple], head: bool = False,
     return Table(entries, head, norms_first)
 
 
-# forward and decode: triton_forward; symmetric, queries, keys: triton_backward. None: queries and keys do symmetric's work.
+# forward and decode: triton_forward; symmetric, queries, keys: triton_backward. None: queries and keys do symmetric's
+# work.
 BLOCKS = (32, 64, 128)
 DECODE = ((16, 128, 4, 3), (16, 128, 4, 3), (16, 128, 4, 3))
 DECODE_SINGLE = ((16, 64, 4, 2), (16, 64, 4, 2), (16, 32, 4, 2))
@@ -101,15 +111,17 @@ TABLES = {
 HEAD = Config(64, 64, 4, 1)  # of the one-program-per-head kernel, whose tiles are fixed
 
 
-def pick(kernel: str, x: torch.Tensor, block_d: int) -> tuple[Config | None, Table]:
-    """The entry for this kernel on x's device, if there is one, and its table."""
-    table = TABLES[generation(x.device)]
-    return table.entries.get((kernel, max(32, block_d), x.element_size())), table
+def table_of(device: torch.device) -> Table:
+    """The table of a device's generation, with the overrides of the moment."""
+    return TABLES[generation(device)]
 
 
 @functools.cache
 def generation(device: torch.device) -> str:
-    """The table for a device: its own generation's, or the nearest with as little shared memory. The interpreter uses Hopper's."""
+    """The table for a device: its own generation's, or the nearest with as little shared memory.
+
+    The interpreter uses Hopper's.
+    """
     if device.type != "cuda":
         return "sm_90"
     major, minor = torch.cuda.get_device_capability(device)

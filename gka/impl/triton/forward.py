@@ -1,8 +1,8 @@
 """Forward pass: y = W v without building W, and what the backward pass needs of each row.
 
-In self-attention K_ii = 1 is the row's maximum, so its exponent |x_i|^2 / (2 sigma^2) is subtracted from the start: no running maximum, no
-rescaling, and eps stays exact (gka/README.md). Foreign keys need the running maximum. Few queries over many keys (decoding) are split over
-programs, whose partial sums `gka_merge_kernel` adds.
+In self-attention K_ii = 1 is the row's maximum, so its exponent |x_i|^2 / (2 sigma^2) is subtracted from the start: no
+running maximum, no rescaling, and eps stays exact (gka/README.md). Foreign keys need the running maximum. Few queries
+over many keys (decoding) are split over programs, whose partial sums `gka_merge_kernel` adds.
 """
 
 import triton
@@ -26,7 +26,7 @@ from gka.impl.triton.tiles import (
     store_tile,
 )
 
-LOWEST = tl.constexpr(-1e30)  # a finite minus infinity: differences of it are no NaN
+LOWEST = tl.constexpr(-1e30)  # stands for minus infinity, whose differences would be NaN
 
 
 @triton.jit
@@ -41,7 +41,8 @@ def gka_norm_kernel(p_x, p_norm, s_b, s_t, s_h, H, T, D: tl.constexpr, BLOCK_D: 
 @triton.jit
 def _forward_tile(acc, b_sum, b_max, b_q, scale, p_k, p_v, p_norm, sk_t, sv_t, n0, o_i, Tk, before, after,
                   D: tl.constexpr, BLOCK_D: tl.constexpr, BN: tl.constexpr, NORM: tl.constexpr, OWN_KEYS: tl.constexpr,
-                  OWN_VALUES: tl.constexpr, HAS_BEFORE: tl.constexpr, HAS_AFTER: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+                  OWN_VALUES: tl.constexpr, HAS_BEFORE: tl.constexpr, HAS_AFTER: tl.constexpr,
+                  MASKED: tl.constexpr):  # fmt: skip
     o_j = n0 + tl.arange(0, BN)
     b_k = load_tile(p_k, o_j, sk_t, Tk, D, BLOCK_D, MASKED)
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale
@@ -64,17 +65,16 @@ def _forward_tile(acc, b_sum, b_max, b_q, scale, p_k, p_v, p_norm, sk_t, sv_t, n
 
 
 @triton.jit(do_not_specialize=["before", "after", "chunk"])
-def gka_forward_kernel(p_x, p_k, p_v, p_log_sigma, p_norm, p_y, p_level, p_partial, sx_b, sx_t, sx_h, sk_b, sk_t, sk_h, sv_b, sv_t, sv_h,
-                       H, Tq, Tk, before, after, chunk, eps, D: tl.constexpr, BLOCK_D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-                       TAIL: tl.constexpr, NORM: tl.constexpr, OWN_KEYS: tl.constexpr, OWN_VALUES: tl.constexpr, HAS_BEFORE: tl.constexpr,
-                       HAS_AFTER: tl.constexpr, SPLIT: tl.constexpr, BOUND: tl.constexpr):  # fmt: skip
-    """Programs (row block of a head, split). p_y: (B, Tq, H, D) contiguous.
+def gka_forward_kernel(
+        p_x, p_k, p_v, p_log_sigma, p_norm, p_y, p_level, p_partial, sx_b, sx_t, sx_h, sk_b, sk_t, sk_h, sv_b, sv_t,
+        sv_h, H, Tq, Tk, before, after, chunk, eps, D: tl.constexpr, BLOCK_D: tl.constexpr, BM: tl.constexpr,
+        BN: tl.constexpr, TAIL: tl.constexpr, NORM: tl.constexpr, OWN_KEYS: tl.constexpr, OWN_VALUES: tl.constexpr,
+        HAS_BEFORE: tl.constexpr, HAS_AFTER: tl.constexpr, SPLIT: tl.constexpr, BOUND: tl.constexpr):  # fmt: skip
+    """Programs (row block of a head, split). TAIL: width of the tiles after the last whole one, <= BN.
 
-    TAIL: width of the tiles after the last whole one, <= BN.
-    p_level: (B, H, Tq) float32, the log2 of the row sum with its maximum, so that W_ij = 2^(s_ij - level_i).
-    p_norm: (B, H, Tk) float32, read if NORM_LOADED, written if NORM_COMPUTED in self-attention.
-    p_partial: with SPLIT, (splits, B, H, Tq, BLOCK_D + 2) float32: unnormalised y, row sum, maximum.
-    """
+    p_y: (B, Tq, H, D). p_level: (B, H, Tq), log2 of the row sum, so that W_ij = 2^(s_ij - level_i). p_norm: (B, H, Tk),
+    read if NORM_LOADED, written if NORM_COMPUTED in self-attention. p_partial: with SPLIT, (splits, B, H, Tq,
+    BLOCK_D + 2): unnormalised y, row sum, maximum. All are contiguous and all but p_y float32."""
     row_block, bh = program(Tq, BM)
     row_block = tl.cdiv(Tq, BM) - 1 - row_block  # causal: the long rows first
     p_k = head_of(p_k, bh, H, sk_b, sk_h)
@@ -104,8 +104,9 @@ def gka_forward_kernel(p_x, p_k, p_v, p_log_sigma, p_norm, p_y, p_level, p_parti
         if span != 0 or HAS_BEFORE:
             for n0 in range(start, end, TAIL if span == 2 else BN):
                 acc, b_sum, b_max = _forward_tile(
-                    acc, b_sum, b_max, b_q, scale, p_k, p_v, p_norm, sk_t, sv_t, n0, o_i, Tk, before, after,
-                    D, BLOCK_D, TAIL if span == 2 else BN, NORM, OWN_KEYS, OWN_VALUES, HAS_BEFORE, HAS_AFTER, span != 1)  # fmt: skip
+                    acc, b_sum, b_max, b_q, scale, p_k, p_v, p_norm, sk_t, sv_t, n0, o_i, Tk, before, after, D,
+                    BLOCK_D, TAIL if span == 2 else BN, NORM, OWN_KEYS, OWN_VALUES, HAS_BEFORE, HAS_AFTER,
+                    span != 1)  # fmt: skip
 
     rows = bh.to(tl.int64) * Tq + o_t
     if SPLIT:

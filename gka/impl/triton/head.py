@@ -1,9 +1,10 @@
-"""Forward pass of short sequences (ViT's 197 tokens): one program per head, which reads x once and wastes little of its tiles.
+"""Forward pass of short sequences (ViT's 197 tokens): one program per head, which reads x once and wastes little of its
+tiles.
 
-Full self-attention of T <= 208 tokens, the features being keys and values. T is cut into FULL blocks of 64 tokens and a tail of TAIL >= T % 64,
-the next power of two from 16 on: 3 * 64 + 16 = 208 for 197 tokens, where tiles of 64 would compute 256 x 256. All tokens stay in shared memory
-while the program's rows, 64 at a time, look at them. Hopper only: elsewhere matrix products take both operands from registers, and a backward
-pass in this form spills even there.
+Full self-attention of T <= 208 tokens, the features being keys and values. T is cut into FULL blocks of 64 tokens and a
+tail of TAIL >= T % 64, the next power of two from 16 on: 3 * 64 + 16 = 208 for 197 tokens, where tiles of 64 would
+compute 256 x 256. All tokens stay in shared memory while the program's rows, 64 at a time, look at them. Hopper only:
+elsewhere matrix products take both operands from registers, and a backward pass in this form spills even there.
 """
 
 import triton
@@ -46,8 +47,9 @@ def _finish(acc, b_sum, b_peak, o_i, p_x, p_y, p_level, sx_t, eps, T, H, D: tl.c
 
 
 @triton.jit
-def gka_head_forward_kernel(p_x, p_log_sigma, p_y, p_level, p_norm, sx_b, sx_t, sx_h, H, T, eps, D: tl.constexpr, BLOCK_D: tl.constexpr,
-                            FULL: tl.constexpr, TAIL: tl.constexpr, BOUND: tl.constexpr):  # fmt: skip
+def gka_head_forward_kernel(p_x, p_log_sigma, p_y, p_level, p_norm, sx_b, sx_t, sx_h, H, T, eps, D: tl.constexpr,
+                            BLOCK_D: tl.constexpr, FULL: tl.constexpr, TAIL: tl.constexpr,
+                            BOUND: tl.constexpr):  # fmt: skip
     """Outputs as `gka_forward_kernel`'s for NORM_COMPUTED."""
     bh = tl.program_id(0)
     p_x = head_of(p_x, bh, H, sx_b, sx_h)

@@ -4,7 +4,7 @@ import torch
 import triton
 
 from gka.impl.triton.backward import gka_keys_kernel, gka_queries_kernel, gka_rows_kernel, gka_symmetric_kernel
-from gka.impl.triton.configs import HEAD, Config, pick
+from gka.impl.triton.configs import HEAD, Config, table_of
 from gka.impl.triton.forward import gka_forward_kernel, gka_merge_kernel, gka_norm_kernel
 from gka.impl.triton.head import BLOCK, gka_head_forward_kernel
 from gka.impl.triton.shapes import gradients_like, output_like
@@ -16,60 +16,55 @@ DECODE_QUERIES = 16  # up to here a request is bound by reading the keys
 MIN_SPLIT = 256  # keys that a program of its own is worth
 
 
-def forward(x, keys, values, log_sigma, before: int, after: int, constant_norm: bool, eps: float, bound: float):
+def forward(
+    x, keys, values, log_sigma, before: int, after: int, constant_norm: bool, eps: float, bound: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What `gka::attend` returns."""
-    own_keys = keys is None
+    own_keys, own_values = keys is None, values is None
     y, level, norm = output_like(x, keys, constant_norm)
     batch, length, heads, head_dim = x.shape
     keys = x if own_keys else keys
-    num_keys = keys.shape[1]
-    decode = not own_keys and length <= DECODE_QUERIES
+    values = keys if own_values else values
+    num_keys, table = keys.shape[1], table_of(x.device)
     shape = dict(D=head_dim, BLOCK_D=block_of(head_dim), BOUND=bound)
-    config, table = pick("decode" if decode else "forward", x, shape["BLOCK_D"])
 
-    whole_head = (
-        table.head
-        and own_keys
-        and values is None
-        and before == after == -1
-        and not constant_norm
-        and length <= MAX_HEAD_TOKENS
-    )
-    if whole_head and x.element_size() == 2 and shape["BLOCK_D"] <= 64:
+    plain = own_keys and own_values and before == after == -1 and not constant_norm
+    fits = length <= MAX_HEAD_TOKENS and x.element_size() == 2 and shape["BLOCK_D"] <= 64
+    if table.head and plain and fits:
         tail = length % BLOCK.value
         gka_head_forward_kernel[(batch * heads,)](
-            x, log_sigma, y, level, norm, *x.stride()[:3], heads, length, eps,
-            FULL=length // BLOCK.value, TAIL=tail and block_of(tail), num_warps=HEAD.warps, num_stages=HEAD.stages, **shape)  # fmt: skip
+            x, log_sigma, y, level, norm, *x.stride()[:3], heads, length, eps, FULL=length // BLOCK.value,
+            TAIL=tail and block_of(tail), num_warps=HEAD.warps, num_stages=HEAD.stages, **shape)  # fmt: skip
         return y, level, norm
 
     policy = NORM_CONSTANT if constant_norm else NORM_COMPUTED
     if own_keys and not constant_norm and table.norms_first and length > NORMS_FIRST_TOKENS:
         policy = NORM_LOADED
-        gka_norm_kernel[(batch * heads * triton.cdiv(length, 64),)](
-            x, norm, *x.stride()[:3], heads, length, BM=64, D=head_dim, BLOCK_D=shape["BLOCK_D"]
-        )
+        sizes = dict(BM=64, D=head_dim, BLOCK_D=shape["BLOCK_D"])
+        gka_norm_kernel[(batch * heads * triton.cdiv(length, 64),)](x, norm, *x.stride()[:3], heads, length, **sizes)
+    decode = not own_keys and length <= DECODE_QUERIES
+    config = table.pick("decode" if decode else "forward", x, shape["BLOCK_D"])
     programs = batch * heads * triton.cdiv(length, config.rows)
     splits = _splits(x.device, programs, num_keys) if decode else 1
     chunk = triton.cdiv(triton.cdiv(num_keys, splits), config.columns) * config.columns
     splits = triton.cdiv(num_keys, chunk)
-    partial = (
-        x.new_empty((splits, batch, heads, length, shape["BLOCK_D"] + 2), dtype=torch.float32) if splits > 1 else level
-    )
-    gka_forward_kernel[(programs, splits)](
-        x, keys, keys if values is None else values, log_sigma, norm, y, level, partial, *x.stride()[:3], *keys.stride()[:3],
-        *(keys if values is None else values).stride()[:3], heads, length, num_keys, before, after, chunk, eps,
-        NORM=policy.value, OWN_KEYS=own_keys, OWN_VALUES=values is None, HAS_BEFORE=before >= 0, HAS_AFTER=after >= 0, SPLIT=splits > 1,
-        **_tiles(config, num_keys, after >= 0, with_tail=True), **shape)  # fmt: skip
+    partial = level
     if splits > 1:
-        gka_merge_kernel[(batch * heads * length,)](
-            partial, y, level, heads, length, splits, D=head_dim, BLOCK_D=shape["BLOCK_D"]
-        )
+        partial = x.new_empty((splits, batch, heads, length, shape["BLOCK_D"] + 2), dtype=torch.float32)
+    strides = [stride for t in (x, keys, values) for stride in t.stride()[:3]]
+    gka_forward_kernel[(programs, splits)](
+        x, keys, values, log_sigma, norm, y, level, partial, *strides, heads, length, num_keys, before, after, chunk,
+        eps, NORM=policy.value, OWN_KEYS=own_keys, OWN_VALUES=own_values, HAS_BEFORE=before >= 0, HAS_AFTER=after >= 0,
+        SPLIT=splits > 1, TAIL=_tail(config, num_keys, after >= 0), **_tiles(config), **shape)  # fmt: skip
+    if splits > 1:
+        sizes = dict(D=head_dim, BLOCK_D=shape["BLOCK_D"])
+        gka_merge_kernel[(batch * heads * length,)](partial, y, level, heads, length, splits, **sizes)
     return y, level, norm
 
 
 def backward(
     grad_y, x, keys, values, log_sigma, y, level, norm, before: int, after: int, constant_norm: bool, bound: float
-):
+) -> list[torch.Tensor]:
     """What `gka::attend_backward` returns."""
     gradients = gradients_like(x, keys, values, log_sigma)
     grad_y = grad_y.contiguous()
@@ -77,40 +72,42 @@ def backward(
     own_keys, own_values = keys is None, values is None
     keys = x if own_keys else keys
     values = keys if own_values else values
+    num_keys, table = keys.shape[1], table_of(x.device)
     dx, dlog_sigma = gradients[:2]
     dkeys = dx if own_keys else gradients[2]
     dvalues = dkeys if own_values else gradients[-1]
     shape = dict(D=head_dim, BLOCK_D=block_of(head_dim), BOUND=bound)
-    config, _ = pick("symmetric", x, shape["BLOCK_D"])
-    symmetric = config is not None and own_keys and own_values and before == after
+    symmetric = table.find("symmetric", x, shape["BLOCK_D"]) if own_keys and own_values and before == after else None
 
     delta = torch.empty_like(level)
-    share = torch.empty_like(level) if symmetric and not constant_norm else level
-    gka_rows_kernel[(batch * heads * triton.cdiv(length, 64),)](grad_y, y, log_sigma, norm, level, delta, share, heads, length, BM=64,
-                                                                SHARES=share is not level, **shape)  # fmt: skip
-    rows = (x, keys, values)
-    strides = [stride for t in rows for stride in t.stride()[:3]]
+    share = torch.empty_like(level) if symmetric is not None and not constant_norm else level
+    gka_rows_kernel[(batch * heads * triton.cdiv(length, 64),)](
+        grad_y, y, log_sigma, norm, level, delta, share, heads, length, BM=64, SHARES=share is not level, **shape
+    )
+    strides = [stride for t in (x, keys, values) for stride in t.stride()[:3]]
     masked = dict(HAS_BEFORE=before >= 0, HAS_AFTER=after >= 0)
 
-    def partials(config):
+    def partials(config: Config) -> tuple[int, torch.Tensor]:
         blocks = triton.cdiv(length, config.rows)
         return batch * heads * blocks, x.new_empty((heads, batch * blocks), dtype=torch.float32)
 
-    if symmetric:
-        programs, dls = partials(config)
+    if symmetric is not None:
+        programs, dls = partials(symmetric)
         gka_symmetric_kernel[(programs,)](
             x, log_sigma, grad_y, norm, share, delta, dx, dls, *strides[:3], heads, length, before,
-            CONSTANT=constant_norm, HAS_REACH=before >= 0, **_tiles(config, length, before >= 0, with_tail=True), **shape)  # fmt: skip
+            CONSTANT=constant_norm, HAS_REACH=before >= 0, TAIL=_tail(symmetric, length, before >= 0),
+            **_tiles(symmetric), **shape)  # fmt: skip
     else:
-        config, _ = pick("queries", x, shape["BLOCK_D"])
+        config = table.pick("queries", x, shape["BLOCK_D"])
         programs, dls = partials(config)
         gka_queries_kernel[(programs,)](
-            *rows, log_sigma, grad_y, norm, level, delta, dx, dls, *strides, heads, length, keys.shape[1], before, after,
-            CONSTANT=constant_norm, OWN_VALUES=own_values, **masked, **_tiles(config), **shape)  # fmt: skip
-        config, _ = pick("keys", x, shape["BLOCK_D"])
-        gka_keys_kernel[(batch * heads * triton.cdiv(keys.shape[1], config.rows),)](
-            *rows, log_sigma, grad_y, norm, level, delta, dkeys, dvalues, *strides, heads, length, keys.shape[1], before, after,
-            CONSTANT=constant_norm, OWN_KEYS=own_keys, OWN_VALUES=own_values, **masked, **_tiles(config), **shape)  # fmt: skip
+            x, keys, values, log_sigma, grad_y, norm, level, delta, dx, dls, *strides, heads, length, num_keys, before,
+            after, CONSTANT=constant_norm, OWN_VALUES=own_values, **masked, **_tiles(config), **shape)  # fmt: skip
+        config = table.pick("keys", x, shape["BLOCK_D"])
+        gka_keys_kernel[(batch * heads * triton.cdiv(num_keys, config.rows),)](
+            x, keys, values, log_sigma, grad_y, norm, level, delta, dkeys, dvalues, *strides, heads, length, num_keys,
+            before, after, CONSTANT=constant_norm, OWN_KEYS=own_keys, OWN_VALUES=own_values,
+            **masked, **_tiles(config), **shape)  # fmt: skip
     torch.sum(dls, dim=1, out=dlog_sigma)
     return gradients
 
@@ -120,16 +117,18 @@ def block_of(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
 
 
-def _tiles(config: Config, length: int = 0, limited: bool = False, with_tail: bool = False) -> dict:
-    """Launch arguments; the last tile is cut to what is left, unless a mask makes several last tiles."""
-    arguments = dict(BM=config.rows, BN=config.columns, num_warps=config.warps, num_stages=config.stages)
-    if with_tail:
-        rest = length % config.columns
-        arguments["TAIL"] = config.columns if limited or rest == 0 else block_of(rest)
-    return arguments
+def _tiles(config: Config) -> dict[str, int]:
+    """A configuration as launch arguments."""
+    return dict(BM=config.rows, BN=config.columns, num_warps=config.warps, num_stages=config.stages)
 
 
-def _splits(device, programs: int, num_keys: int) -> int:
+def _tail(config: Config, length: int, limited: bool) -> int:
+    """Width of the last tile, cut to what is left unless a mask makes several last tiles."""
+    rest = length % config.columns
+    return config.columns if limited or rest == 0 else block_of(rest)
+
+
+def _splits(device: torch.device, programs: int, num_keys: int) -> int:
     """Programs over the keys of one row block, so that decoding fills the GPU twice."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
     return max(1, min(2 * processors // programs, num_keys // MIN_SPLIT))

@@ -1,7 +1,8 @@
-"""The fused Triton implementation as torch operators: exact, eps included, deterministic, O(T * D) memory (gka/README.md, Triton).
+"""The fused Triton implementation as torch operators: exact, eps included, deterministic, O(T * D) memory
+(gka/README.md, Triton).
 
-The custom operators `gka::attend` and `gka::attend_backward` are opaque to torch.compile, which needs no graph break for them. launch.py
-chooses the kernels; Triton itself is imported with it, when the first of them is launched.
+The custom operators `gka::attend` and `gka::attend_backward` are opaque to torch.compile, which needs no graph break
+for them. launch.py chooses the kernels; Triton itself is imported with it, when the first of them is launched.
 """
 
 import importlib.util
@@ -36,7 +37,10 @@ def unavailable(request: GaussianRequest) -> str | None:
 
 
 def _missing(device: torch.device) -> str | None:
-    """What keeps Triton from running on this device. In its interpreter (TRITON_INTERPRET=1, for tests) it runs on CPU."""
+    """What keeps Triton from running on this device.
+
+    In its interpreter (TRITON_INTERPRET=1, for tests) it runs on CPU.
+    """
     if not INSTALLED:
         return "the triton package is not installed"
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -65,10 +69,18 @@ def _addressable(t: torch.Tensor) -> torch.Tensor:
 
 
 @torch.library.custom_op("gka::attend", mutates_args=())
-def attend(x: torch.Tensor, keys: torch.Tensor | None, values: torch.Tensor | None, log_sigma: torch.Tensor,
-           before: int, after: int, constant_norm: bool,
-           eps: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(y, level, norm): y (B, Tq, H, D); log2 of the row sums (B, H, Tq); squared norms (B, H, T), empty if keys are foreign or norms constant.
+def attend(
+    x: torch.Tensor,
+    keys: torch.Tensor | None,
+    values: torch.Tensor | None,
+    log_sigma: torch.Tensor,
+    before: int,
+    after: int,
+    constant_norm: bool,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(y, level, norm): y (B, Tq, H, D); log2 of the row sums (B, H, Tq); squared norms (B, H, T), empty if keys are
+    foreign or norms constant.
 
     keys None: x. values None: the keys. before, after: how far a query looks, -1 without limit.
     """
@@ -84,9 +96,19 @@ def _(x, keys, values, log_sigma, before, after, constant_norm, eps):
 
 
 @torch.library.custom_op("gka::attend_backward", mutates_args=())
-def attend_backward(grad_y: torch.Tensor, x: torch.Tensor, keys: torch.Tensor | None, values: torch.Tensor | None,
-                    log_sigma: torch.Tensor, y: torch.Tensor, level: torch.Tensor, norm: torch.Tensor,
-                    before: int, after: int, constant_norm: bool) -> list[torch.Tensor]:  # fmt: skip
+def attend_backward(
+    grad_y: torch.Tensor,
+    x: torch.Tensor,
+    keys: torch.Tensor | None,
+    values: torch.Tensor | None,
+    log_sigma: torch.Tensor,
+    y: torch.Tensor,
+    level: torch.Tensor,
+    norm: torch.Tensor,
+    before: int,
+    after: int,
+    constant_norm: bool,
+) -> list[torch.Tensor]:
     """[dx, dlog_sigma] and, if they are not x, dkeys, dvalues."""
     from gka.impl.triton.launch import backward
 

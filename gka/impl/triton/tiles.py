@@ -1,7 +1,8 @@
 """What the Triton kernels share: loading tiles, squared norms, and the mask as spans of tiles.
 
-Names in all kernels: p_ pointer, s_ stride, o_ offsets, b_ block in registers, m_ mask. H heads, D head_dim, BLOCK_D >= D a power of two,
-BM rows that a program owns, BN rows that it streams. Exponents are in units of log 2: scale = log2(e) / sigma^2 turns x_i.x_j into them.
+Names in all kernels: p_ pointer, s_ stride, o_ offsets, b_ block in registers, m_ mask. H heads, D head_dim, BLOCK_D >=
+D a power of two, BM rows that a program owns, BN rows that it streams. Exponents are in units of log 2: scale = log2(e)
+/ sigma^2 turns x_i.x_j into them.
 """
 
 import triton
@@ -43,7 +44,10 @@ def load_tile(p, o_t, s_t, T, D: tl.constexpr, BLOCK_D: tl.constexpr, CHECKED: t
 
 @triton.jit
 def reload_tile(p, o_t, s_t, T, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """`load_tile` again. The other cache policy keeps the compiler from holding the first copy in registers until now."""
+    """`load_tile` again.
+
+    The other cache policy keeps the compiler from holding the first copy in registers until now.
+    """
     o_d = tl.arange(0, BLOCK_D)
     mask = (o_t[:, None] < T) & (o_d[None, :] < D)
     return tl.load(p + o_t[:, None] * s_t + o_d[None, :], mask=mask, other=0.0, cache_modifier=".cg")
@@ -51,7 +55,10 @@ def reload_tile(p, o_t, s_t, T, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def lost_rows(b_sum, o_t, T):
-    """Self-attention has 1 <= sum_j K_ij <= T. Where |x|^2 / sigma^2 is too large for float32 (beyond 1e6) the computed sum is not."""
+    """Self-attention has 1 <= sum_j K_ij <= T.
+
+    Where |x|^2 / sigma^2 is too large for float32 (beyond 1e6) the computed sum is not.
+    """
     return (o_t < T) & ((b_sum < 0.5) | (b_sum > 2.0 * T))
 
 
@@ -95,8 +102,8 @@ def inverse_variance(p_log_sigma, h, BOUND: tl.constexpr):
 def spans(first, last, length, before, after, HAS_BEFORE: tl.constexpr, HAS_AFTER: tl.constexpr, BN: tl.constexpr):
     """Tiles of BN partners that rows at positions first..last look at: (start, whole, mixed, end).
 
-    A row at position i looks at partners i - before ... i + after (`masking.Mask.reach`; without HAS_ no limit). Tiles from `whole` to
-    `mixed` need no mask for any of the rows; those before and after do.
+    A row at position i looks at partners i - before ... i + after (`masking.Mask.reach`; without HAS_ no limit). Tiles
+    from `whole` to `mixed` need no mask for any of the rows; those before and after do.
     """
     start = 0
     whole = 0

@@ -1,0 +1,184 @@
+"""CORE's bundle is fetched, also from a server that misbehaves, and unpacked only where it belongs."""
+
+import hashlib
+import http.server
+import os
+import shutil
+import threading
+import zipfile
+
+import pytest
+
+import tiny_core
+from nanochat_gka.core_metric import fetch
+from nanochat_gka.core_metric.fetch import BundleFlags
+from trainkit.cli import UserError
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    return tiny_core.write_bundle(tmp_path_factory.mktemp("served") / "bundle")
+
+
+class Server(http.server.BaseHTTPRequestHandler):
+    """Serves `content` with ranges and an ETag; `cuts` are the bytes after which it hangs up, one for each request."""
+
+    content, etag, cuts, requests = b"", "", [], []
+
+    def do_GET(self):
+        cls = type(self)
+        first = 0
+        wanted = self.headers.get("Range")
+        if wanted and self.headers.get("If-Range") == cls.etag:
+            first = int(wanted.removeprefix("bytes=").removesuffix("-"))
+        cls.requests.append(first)
+        self.send_response(206 if first else 200)
+        self.send_header("ETag", cls.etag)
+        self.send_header("Content-Length", str(len(cls.content) - first))
+        self.end_headers()
+        body = cls.content[first:]
+        self.wfile.write(body[: cls.cuts.pop(0)] if cls.cuts else body)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def flags(bundle, tmp_path, monkeypatch):
+    """Flags with an address that serves the bundle as the real one is packed: everything below eval_bundle/."""
+    archive = tmp_path / "served.zip"
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as packed:
+        for path in sorted(bundle.rglob("*")):
+            packed.write(path, f"eval_bundle/{path.relative_to(bundle)}")
+    Server.content, Server.cuts, Server.requests = archive.read_bytes(), [], []
+    Server.etag = f'"{hashlib.md5(Server.content).hexdigest()}"'
+    monkeypatch.setattr(fetch.time, "sleep", lambda seconds: None)
+    httpd = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    thread = threading.Thread(target=httpd.serve_forever)
+    thread.start()
+    yield BundleFlags(bundle_url=f"http://127.0.0.1:{httpd.server_port}/eval_bundle.zip")
+    httpd.shutdown()
+    thread.join()
+    httpd.server_close()
+
+
+def same_files(a, b):
+    def files(folder):
+        return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    return files(a) == files(b)
+
+
+def test_a_download_that_is_cut_twice_continues(flags, bundle, tmp_path):
+    Server.cuts, out = [700, 300], tmp_path / "out"
+    folder = flags.open_bundle(out)
+    assert Server.requests == [0, 700, 1000]
+    assert same_files(folder, bundle) and {path.name for path in out.iterdir()} == {"eval_bundle", ".lock"}
+    assert flags.open_bundle(out) == folder and len(Server.requests) == 3  # not again
+
+
+def test_the_next_run_continues_unless_the_file_has_changed(flags, bundle, tmp_path):
+    Server.cuts = [200] + [0] * 20
+    message = r"could not download http.*: 200 of \d+ bytes arrived. Check the network and run the same command again"
+    with pytest.raises(UserError, match=message):
+        flags.open_bundle(tmp_path / "out")
+    Server.cuts, Server.requests = [50], []
+    Server.etag = '"another"'
+    assert same_files(flags.open_bundle(tmp_path / "out"), bundle)
+    assert Server.requests == [0, 50]
+
+
+def test_a_damaged_download_is_fetched_again(flags, bundle, tmp_path):
+    good = Server.content
+    Server.content = good[:500] + bytes([good[500] ^ 1]) + good[501:]
+    with pytest.raises(UserError, match="it arrived damaged, its MD5 is not the server's"):
+        flags.open_bundle(tmp_path / "out")
+    Server.content = good
+    assert same_files(flags.open_bundle(tmp_path / "out"), bundle)
+
+
+def test_a_folder_in_the_way_costs_no_download(flags, tmp_path):
+    (tmp_path / "out/eval_bundle/mine").mkdir(parents=True)
+    with pytest.raises(UserError, match="eval_bundle is in the way"):
+        flags.open_bundle(tmp_path / "out")
+    assert Server.requests == [] and (tmp_path / "out/eval_bundle/mine").is_dir()
+
+
+def test_an_interrupted_unpacking_costs_no_second_download(flags, bundle, tmp_path, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(shutil, "copyfileobj", interrupt)
+        flags.open_bundle(tmp_path / "out")
+    assert not (tmp_path / "out/eval_bundle").exists()
+    assert same_files(flags.open_bundle(tmp_path / "out"), bundle) and Server.requests == [0]
+
+
+def test_an_address_that_is_not_there_is_one_line(flags, tmp_path):
+    with pytest.raises(UserError, match=r"could not download http://127\.0\.0\.1:9/"):
+        BundleFlags(bundle_url="http://127.0.0.1:9/x.zip").open_bundle(tmp_path / "out")
+    with pytest.raises(UserError, match="must begin with https:// or http://"):
+        BundleFlags(bundle_url="file:///etc/passwd").open_bundle(tmp_path / "out")
+
+
+def make_zip(path, members):
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in members:
+            archive.writestr(name, content)
+    return path
+
+
+def link(name):
+    info = zipfile.ZipInfo(name)
+    info.external_attr = 0o120777 << 16
+    return info
+
+
+EVIL = ["../evil", "../../../evil", "TMP/evil", "a\\..\\..\\evil", "C:/evil", "x/../../evil"]
+
+
+@pytest.mark.parametrize("root", ["", "a/b/"], ids=["top", "nested"])
+@pytest.mark.parametrize("evil", EVIL)
+def test_nothing_is_unpacked_outside_of_the_folder(evil, root, tmp_path):
+    evil = root + evil.replace("TMP", str(tmp_path))
+    path = make_zip(tmp_path / "bad.zip", [(f"{root}core.yaml", ""), (evil, "x")])
+    folder = BundleFlags(bundle=path).open_bundle(tmp_path / "out")
+    outside = {path for path in tmp_path.rglob("*") if not path.is_relative_to(folder)}
+    assert outside == {path, tmp_path / "out", tmp_path / "out/.lock"} and folder.parent == tmp_path / "out"
+
+
+def test_a_link_is_unpacked_as_a_file(tmp_path):
+    members = [("core.yaml", ""), (link("eval_data"), str(tmp_path)), ("eval_data/evil", "x")]
+    path = make_zip(tmp_path / "bad.zip", members)
+    with pytest.raises(OSError):  # a folder and a file of one name
+        BundleFlags(bundle=path).open_bundle(tmp_path / "out")
+    assert not (tmp_path / "evil").exists() and os.listdir(tmp_path / "out") == [".lock"]
+
+
+def test_a_zip_without_a_bundle_or_damaged_leaves_nothing(tmp_path):
+    path = make_zip(tmp_path / "bundle.zip", [("core.yaml", "icl_tasks: []" * 50)])
+    content = bytearray(path.read_bytes())
+    content[60] ^= 1
+    (tmp_path / "damaged.zip").write_bytes(content)
+    (tmp_path / "cut.zip").write_bytes(path.read_bytes()[:-30])
+    make_zip(tmp_path / "other.zip", [("readme", "")])
+    usable = "is not a usable zip file"
+    for name, message in {
+        "damaged": usable,
+        "cut": usable,
+        "other": "is not a CORE bundle: it has no core.yaml",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            BundleFlags(bundle=tmp_path / f"{name}.zip").open_bundle(tmp_path / "out")
+    assert os.listdir(tmp_path / "out") == [".lock"]
+
+
+def test_a_zip_of_the_users_own_is_unpacked_once(bundle, tmp_path):
+    files = [file for file in bundle.rglob("*") if file.is_file()]
+    members = [(f"x/y/{file.relative_to(bundle)}", file.read_bytes()) for file in files]
+    flags = BundleFlags(bundle=make_zip(tmp_path / "mine.zip", members))
+    folder = flags.open_bundle(tmp_path / "out")
+    written = (folder / "core.yaml").stat().st_mtime_ns
+    assert same_files(folder, bundle) and flags.open_bundle(tmp_path / "out") == folder
+    assert (folder / "core.yaml").stat().st_mtime_ns == written

@@ -1,0 +1,124 @@
+"""CORE's numbers: the formula gives the published figures, means and files say what they are of, the table fits."""
+
+import pytest
+import torch
+from rich.console import Console
+
+from nanochat_gka.core_metric import published, report
+from nanochat_gka.core_metric.bundle import CORE_SIZES, CORE_TASKS, PAPER_TASKS
+from nanochat_gka.core_metric.report import (
+    Score,
+    aggregate,
+    centered,
+    error_of_mean,
+    paper_score,
+    show,
+    standard_error,
+    write_csv,
+)
+
+BASELINES = dict(zip(CORE_TASKS, (25, 0, 0, 25, 25, 50, 20, 50, 25, 0, 25, 50, 50, 0, 20, 0, 0, 0, 0, 0, 62, 9.1)))
+
+
+def scores_of(accuracies, most=10**6):
+    sizes = {label: min(most, CORE_SIZES[label]) for label in accuracies}
+    return [Score(label, accuracy, BASELINES[label], 0, sizes[label]) for label, accuracy in accuracies.items()]
+
+
+@pytest.mark.parametrize("number", range(4), ids=published.GPT2_MODELS)
+def test_published_gpt2_accuracies_give_the_published_core(number):
+    scores = scores_of({label: accuracy[number] for label, accuracy in published.GPT2_ACCURACY.items()})
+    name, value = aggregate(scores)
+    assert name == "CORE" and value == pytest.approx(published.GPT2_CORE[number], abs=2e-6)  # six printed digits
+
+
+def test_centring_and_the_papers_means():
+    assert centered(0.25, 25) == 0 and centered(1.0, 62) == 1
+    assert centered(0.552294, 62) == pytest.approx(-0.178175, abs=2e-6)  # boolq of GPT-2 124M, as published
+    for model in range(2):
+        mean = sum(row[model] for row in published.PAPER_CENTERED.values()) / 6
+        assert mean == pytest.approx(published.PAPER_MEAN[model], abs=6e-5)
+    assert set(published.PAPER_CENTERED) == set(PAPER_TASKS) and set(published.GPT2_ACCURACY) == set(CORE_TASKS)
+
+
+def test_the_csv_is_nanochats(tmp_path):
+    accuracies = {label: accuracy[0] for label, accuracy in published.GPT2_ACCURACY.items()}
+    write_csv(tmp_path / "x.csv", scores_of(accuracies))
+    lines = (tmp_path / "x.csv").read_text().splitlines()
+    assert lines[0] == "Task                               , Accuracy  , Centered  "
+    assert lines[4] == "arc_easy                           , 0.412458  , 0.216611  "
+    assert lines[-1] == "CORE                               ,           , 0.113891  "
+
+
+@pytest.mark.parametrize(
+    "labels,most,name",
+    [
+        (CORE_TASKS, 10**6, "CORE"),
+        (CORE_TASKS, 500, "CORE estimate (max 500 each)"),
+        (CORE_TASKS, 10569, "CORE estimate (max 10569 each)"),
+        (CORE_TASKS[1:], 10**6, "mean of 21 tasks"),
+        (PAPER_TASKS, 300, "mean of 6 tasks (max 300 each)"),
+        (("copa",), 500, "mean of 1 task"),
+    ],
+)
+def test_the_means_name_says_what_is_missing(labels, most, name, tmp_path):
+    scores = scores_of(dict.fromkeys(labels, 0.5), most)
+    assert aggregate(scores)[0] == name
+    write_csv(tmp_path / "x.csv", scores)
+    last = (tmp_path / "x.csv").read_text().splitlines()[-1]
+    assert [cell.strip() for cell in last.split(",")] == [name, "", f"{aggregate(scores)[1]:.6f}"]
+    assert len(last) == len("Task".ljust(35)) + 2 * 12
+
+
+def test_the_smallest_gpt2_was_scored_on_tasks_of_these_sizes():
+    for label, accuracies in published.GPT2_ACCURACY.items():
+        assert round(round(accuracies[0] * CORE_SIZES[label]) / CORE_SIZES[label], 6) == accuracies[0], label
+
+
+def fits(printed, baseline, examples):
+    """Whether a whole number of right answers out of `examples` has a centred score that is printed so."""
+    right = round((printed * (1 - baseline / 100) + baseline / 100) * examples)
+    counts = range(max(0, right - 1), min(examples, right + 1) + 1)
+    return any(round(centered(count / examples, baseline), 4) == printed for count in counts)
+
+
+def test_the_papers_gka_scores_are_of_200_examples():
+    """What the captions say of the paper's digits; rounding of a printed tie would only make more numbers fit."""
+    rows = published.PAPER_CENTERED.items()
+
+    def all_fit(model, most):
+        return all(fits(row[model], BASELINES[label], min(most, CORE_SIZES[label])) for label, row in rows)
+
+    assert [most for most in range(20, 10043) if all_fit(1, most)] == [published.PAPER_EXAMPLES[1]]
+    assert all_fit(0, 10**6) and not all_fit(0, 200)
+    for label, row in rows:
+        for model, most in enumerate((10**6, 200)):
+            score = paper_score(label, model, BASELINES[label])
+            assert round(score.centered, 4) == row[model] and score.examples == min(most, CORE_SIZES[label])
+
+
+def test_standard_errors():
+    generator = torch.Generator().manual_seed(0)
+    means = centered((torch.rand(20_000, 200, generator=generator) < 0.43).double().mean(dim=1), 25)
+    assert standard_error(0.43, 25, 200) == pytest.approx(means.std().item(), rel=0.03)  # 20,000 draws give it to 0.5 %
+    assert error_of_mean([0.3, 0.4]) == pytest.approx(0.25)
+    assert standard_error(84 / 200, 25, 200) == pytest.approx(0.0465, abs=5e-5)  # of the paper's HellaSwag
+
+
+def test_the_table_shows_errors_and_numbers_of_examples(capsys, monkeypatch):
+    show(scores_of(dict.fromkeys(CORE_TASKS, 0.5)), "a model")
+    printed = capsys.readouterr().out
+    row = next(line for line in printed.splitlines() if line.lstrip().startswith("hellaswag_zeroshot")).split()
+    ours, gpt2, paper = "10,042 0.5000 0.3333 0.007", "0.0780 0.3360", "0.2650 0.007 0.2267 0.047"
+    assert row == f"hellaswag_zeroshot {ours} {gpt2} {paper}".split()
+    six = next(line for line in printed.splitlines() if "mean of the paper's six" in line).split()
+    assert six[-4:] == ["0.2418", "0.020", "0.2286", "0.026"]
+    assert "n=200" in printed and "The paper's GKA: n = 200 (copa 100)" in " ".join(printed.split())
+    assert max(map(len, printed.splitlines())) <= 124
+    narrow = Console(width=80, force_terminal=True, no_color=True)
+    monkeypatch.setattr(report, "console", narrow)
+    show(scores_of(dict.fromkeys(CORE_TASKS, 0.5)), "a model")
+    printed = capsys.readouterr().out
+    assert "…" not in printed and "GPT-2" not in printed and "0.2267" in printed and "0.047" in printed
+    show(scores_of({"boolq": 0.7}), "a model")
+    assert "The paper's GKA: n" not in capsys.readouterr().out

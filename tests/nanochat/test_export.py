@@ -1,0 +1,230 @@
+"""Models that leave as folders: export, card, loading back, damage, and the commands that load a model."""
+
+import dataclasses
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import tiny_core
+from nanochat_gka import eval_core, evaluate, export, generate
+from nanochat_gka.data.tokenizer import Tokenizer
+from nanochat_gka.generation.engine import Engine
+from nanochat_gka.generation.sampling import SAMPLE_PROMPTS, Sampling
+from nanochat_gka.model import checkpoints
+from nanochat_gka.model.checkpoints import load
+from tiny_gpt import SHAPE, VARIANTS, awake, write_run
+from trainkit.cli import UserError, run
+from trainkit.files import sha256
+
+
+@pytest.fixture(scope="module")
+def tokenizer(packed):
+    return Tokenizer.load(packed / "tokenizer")
+
+
+@pytest.fixture(scope="module")
+def trained(packed, tokenizer, tmp_path_factory):
+    """A run folder and its model."""
+    form = dict(attention="GGA", head_offsets="PS", gka_values="normalised", n_layer=3)
+    model = awake(dataclasses.replace(SHAPE, vocab_size=tokenizer.vocab_size, **form))
+    return write_run(tmp_path_factory.mktemp("export") / "tiny-run", model, packed / "tokenizer"), model
+
+
+def exported(trained, out):
+    run(export.main, export.ExportConfig, ["--run", str(trained[0]), "--out", str(out)])
+    return out
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_an_exported_model_gives_the_same_logits(variant, packed, tokenizer, tmp_path):
+    model = awake(dataclasses.replace(SHAPE, vocab_size=tokenizer.vocab_size, **variant))
+    run_folder = write_run(tmp_path / "run", model, packed / "tokenizer")
+    loaded = load(exported((run_folder, model), tmp_path / "out"))
+    ids = torch.randint(70, (2, 16))
+    assert torch.equal(loaded.model(ids), model(ids)) and torch.equal(load(run_folder).model(ids), model(ids))
+    assert loaded.model.config == model.config and loaded.tokenizer.sha256 == tokenizer.sha256
+    assert not loaded.model.training
+
+
+def test_an_exported_folder_says_what_it_is(trained, tmp_path, tokenizer):
+    out = exported(trained, tmp_path / "out")
+    assert {path.name for path in out.iterdir()} == {"model.safetensors", "config.json", "tokenizer.json", "README.md"}
+    about = json.loads((out / "config.json").read_text())
+    assert about["attention"] == ["gka", "gka", "softmax"] and set(about["sigma"]) == {"0", "1"}
+    torch.testing.assert_close(torch.tensor(about["sigma"]["1"]), trained[1].bandwidths()[1])
+    assert (about["step"], about["training"]["tokens"], about["training"]["commit"]) == (7, 7000, "abc1234")
+    assert about["parameters"] == sum(p.numel() for p in trained[1].parameters())
+    assert about["parameters"] == sum(t.numel() for t in load_file(out / "model.safetensors").values())
+    card = (out / "README.md").read_text()
+    assert "| what GKA heads mix | normalised features before rotation, not the paper's form; head offsets PS |" in card
+    facts = (
+        "gka and softmax attention",
+        "| training tokens | 7,000 (7 of 7 steps) |",
+        "| trained at commit | abc1234 |",
+        "layer 1: 2 to 2",
+        "2 parquet files, shard_00000.parquet to shard_00001.parquet",
+        about["sha256"]["model.safetensors"],
+    )
+    assert all(fact in card for fact in facts)
+    assert exported(trained, out) == out  # again, the same model
+
+
+def test_an_export_of_bfloat16_tables_is_the_same_model(packed, tokenizer, tmp_path):
+    """Trained on CUDA the embedding tables are bfloat16, on a CPU they load, and leave, as float32."""
+    model = awake(dataclasses.replace(SHAPE, vocab_size=tokenizer.vocab_size))
+    model.embeddings_to(torch.bfloat16)
+    run_folder = write_run(tmp_path / "run", model, packed / "tokenizer")
+    out = exported((run_folder, model), tmp_path / "out")
+    assert exported((run_folder, model), out) == out
+    assert load(out).sha256 == load(run_folder).sha256
+
+
+def test_an_export_overwrites_nothing_else(trained, tmp_path, capsys):
+    (tmp_path / "README.md").write_text("mine")
+    for folder in (tmp_path, trained[0]):
+        with pytest.raises(SystemExit):
+            exported(trained, folder)
+        assert "is not empty and does not hold an exported model" in capsys.readouterr().err
+    assert (tmp_path / "README.md").read_text() == "mine"
+
+
+def test_an_export_that_was_cut_off_is_made_again(trained, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError("full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoints, "write_json", full)
+        with pytest.raises(OSError, match="full"):
+            exported(trained, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "out").mkdir()  # an empty folder is as good as none
+    assert load(exported(trained, tmp_path / "out")).step == 7
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_checkpoint_folder_has_one_step(trained):
+    [folder] = (trained[0] / "checkpoints").iterdir()
+    assert load(folder, step=7).step == 7
+    with pytest.raises(UserError, match="holds step 7, not 8"):
+        load(folder, step=8)
+
+
+def test_commands_take_an_exported_folder(trained, tokenizer, tmp_path, capsys):
+    out = exported(trained, tmp_path / "exported")
+    flags = ["--run", out, "--device-type", "cpu", "--prompt", "the", "--max-tokens", 12, "--temperature", 0]
+    run(generate.main, generate.GenerateConfig, list(map(str, flags)))
+    [[text]] = Engine(trained[1], tokenizer).complete(["the"], Sampling(max_tokens=12, temperature=0))
+    printed = capsys.readouterr()
+    assert f"the{text}\n" in printed.out and "tiny-run: GGA" in printed.err
+    with pytest.raises(UserError, match="holds step 7, not 8"):
+        load(out, step=8)
+
+
+def test_the_cards_code_runs(trained, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    exported(trained, tmp_path / "out")
+    code = (tmp_path / "out/README.md").read_text().split("```python")[1].split("```")[0]
+    exec(compile(code, "card", "exec"), {})
+    assert capsys.readouterr().out.strip()
+
+
+def test_a_damaged_or_foreign_folder_is_refused(trained, packed, tokenizer, tmp_path):
+    out = exported(trained, tmp_path / "out")
+    for name in ("model.safetensors", "tokenizer.json"):
+        content = (out / name).read_bytes()
+        (out / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        with pytest.raises(UserError, match=f"{name} is missing or damaged"):
+            load(out)
+        (out / name).write_bytes(content)
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({**config, "model": {**config["model"], "n_layer": 2}}))
+    with pytest.raises(UserError, match="does not hold a model of the shape it states"):
+        load(out)
+    damages = [
+        {"name": 1},
+        {"step": "7"},
+        {"sha256": {}},
+        {"sha256": "x"},
+        {"model": None},
+        {"checkpoint_sha256": None},
+    ]
+    for damage in damages:
+        (out / "config.json").write_text(json.dumps({**config, **damage}))
+        with pytest.raises(UserError, match="not of a model that this project exported, or it is damaged"):
+            load(out)
+    (out / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(UserError, match="not of a model that this project exported"):
+        load(out)
+    model = awake(dataclasses.replace(SHAPE, vocab_size=tokenizer.vocab_size))
+    other = write_run(tmp_path / "other", model, packed / "tokenizer")
+    good = exported(trained, tmp_path / "good")
+    with pytest.raises(SystemExit):
+        exported((other, None), good)
+    assert load(good).name == "tiny-run"
+
+
+@pytest.mark.parametrize("stated", [{"gka_values": "normalised"}, {}], ids=["stated", "unstated"])
+def test_an_older_export_keeps_its_form(stated, packed, tokenizer, tmp_path):
+    model = awake(dataclasses.replace(SHAPE, vocab_size=tokenizer.vocab_size, attention="gka", gka_values="normalised"))
+    checkpoints.export(load(write_run(tmp_path / "run", model, packed / "tokenizer")), tmp_path / "out")
+    about = json.loads((tmp_path / "out" / "config.json").read_text())
+    del about["model"]["gka_values"]
+    about["model"].update(stated)
+    (tmp_path / "out" / "config.json").write_text(json.dumps(about))
+    ids = torch.randint(70, (1, 16))
+    assert torch.equal(load(tmp_path / "out").model(ids), model(ids))
+
+
+def test_every_command_refuses_another_models_tokenizer(trained, tokenizer, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("lm_eval")
+    from nanochat_gka import harness
+
+    folder = tmp_path / "run"
+    shutil.copytree(trained[0], folder)
+    (saved,) = (folder / "checkpoints").glob("step_*")
+    more = {**tokenizer.ranks, **{f"zz{number}".encode(): len(tokenizer.ranks) + number for number in range(40)}}
+    Tokenizer(more).save(saved)
+    manifest = json.loads((saved / "manifest.json").read_text())
+    (saved / "manifest.json").write_text(json.dumps({**manifest, "tokenizer.json": sha256(saved / "tokenizer.json")}))
+    bundle = tiny_core.write_bundle(tmp_path / "bundle")
+    commands = [
+        (generate, generate.GenerateConfig, ["--prompt", "zz1"]),
+        (evaluate, evaluate.EvaluateConfig, ["--eval", "sample", "--results", tmp_path / "results.jsonl"]),
+        (eval_core, eval_core.CoreConfig, ["--bundle", bundle, "--out", tmp_path / "core"]),
+        (export, export.ExportConfig, ["--out", tmp_path / "exported"]),
+    ]
+    errors = []
+    for module, config, flags in commands:
+        with pytest.raises(SystemExit) as exit_info:
+            run(module.main, config, list(map(str, ["--run", folder, *flags])))
+        assert exit_info.value.code == 2
+        errors.append(capsys.readouterr().err)
+    flags = ["--model", "gka", "--model_args", f"run={folder}", "--tasks", "wikitext", "--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", ["harness", *flags])
+    with pytest.raises(SystemExit) as exit_info:
+        harness.main()
+    assert exit_info.value.code == 2
+    errors.append(capsys.readouterr().err.splitlines()[-1])
+    size = tokenizer.vocab_size
+    message = f"tokenizer.json has {size + 40} tokens and the model beside it {size}: it belongs to another model"
+    assert all(message in error and len(error.strip().splitlines()) == 1 for error in errors)
+    assert not (tmp_path / "exported").exists()
+
+
+def test_evaluate_asks_what_nanochat_asks(trained, tokenizer, tmp_path, capsys):
+    flags = ["--run", trained[0], "--eval", "sample", "--results", tmp_path / "results.jsonl", "--device-type", "cpu"]
+    run(evaluate.main, evaluate.EvaluateConfig, list(map(str, flags)))
+    metrics = json.loads((tmp_path / "results.jsonl").read_text())["metrics"]
+    engine = Engine(trained[1], tokenizer)
+    want = engine.complete(SAMPLE_PROMPTS, Sampling(max_tokens=16, temperature=0))
+    assert list(metrics["samples"].items()) == list(zip(SAMPLE_PROMPTS, want)) and len(SAMPLE_PROMPTS) == 7
+    assert [metrics["unconditioned"]] == engine.complete([""], Sampling(8, max_tokens=128, temperature=1.0, top_k=0))
+    assert "The capital of France is" in capsys.readouterr().out
+    flags += ["--unconditioned", 0, "--prompt", "the", "--num-samples", 2, "--temperature", 1]
+    run(evaluate.main, evaluate.EvaluateConfig, list(map(str, flags)))
+    last = json.loads((tmp_path / "results.jsonl").read_text().splitlines()[-1])["metrics"]
+    assert list(last["samples"]) == ["the"] and len(set(last["samples"]["the"])) == 2 and "unconditioned" not in last
