@@ -7,7 +7,7 @@ from runs.bench import operator_error
 from runs.bench.results import Comparison
 from runs.demo.language import VARIANTS, run_tag
 from runs.sections.benchmarks import scorer_seconds
-from runs.sections.sources import benchmarks, language_records, measured, table, vision_records
+from runs.sections.sources import benchmarks, language_records, table, vision_records
 from trainkit.progress import read_lines
 
 HARDWARE = "intel-xeon-processor-2-threads"  # the machine of the whole table
@@ -76,7 +76,7 @@ def scorer_row() -> Row:
 
 
 def error_row() -> Row:
-    """The fused CPU route against the float64 oracle, beside the literal equations in the same dtype."""
+    """The fused CPU route against the float64 oracle, beside plain PyTorch in the same dtype."""
     errors = {}
     for record in read_lines(operator_error.RESULTS):
         metrics = record["metrics"]
@@ -86,8 +86,8 @@ def error_row() -> Row:
         f"float32 {errors['float32', route]:.0e}, bfloat16 {errors['bfloat16', route]:.0e}"
         for route in ("plain", "sdpa")
     ]
-    literal, ours = cells
-    return row("operator's relative error against float64", ERRORS, "", ours, f"literal equations: {literal}")
+    plain, ours = cells
+    return row("operator's relative error against float64", ERRORS, "", ours, f"plain PyTorch: {plain}")
 
 
 def results() -> str:
@@ -103,5 +103,6 @@ def results() -> str:
         scorer_row(),
         error_row(),
     ]
-    source = measured(gpt["d4", "training"].lines[0], "")
+    newest = gpt["d4", "training"].lines[0]
+    source = f"\nMeasured on {newest['hardware']}; dates, commits and versions are in `runs/results/`."
     return "\n".join([table(["measured here", SOFTMAX, GKA, f"{GKA} against {SOFTMAX}", "more"], rows), source])
