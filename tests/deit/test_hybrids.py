@@ -80,10 +80,13 @@ def test_every_kind_takes_its_settings():
 
 @pytest.mark.parametrize(
     "settings,message",
-    [(dict(attention="GGX"), r"softmax \(A\).* got 'GGX'"), (dict(attention=""), "got ''"),
-     (dict(attention="GA", value_bias=False), "value_bias is not a setting of gka or softmax attention")],
+    [
+        (dict(attention="GGX"), r"softmax \(A\).* got 'GGX'"),
+        (dict(attention=""), "got ''"),
+        (dict(attention="GA", value_bias=False), "value_bias is not a setting of gka or softmax attention"),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_wrong_patterns_and_settings_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         small(**settings)

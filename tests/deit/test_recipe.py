@@ -12,6 +12,7 @@ import tiny_vision
 from deit_gka.recipe import Recipe
 from deit_gka.training.config import TrainConfig
 from digit_runs import accuracy
+from runs.names import SMALL_VISION
 from trainkit.cli import UserError
 
 PAPER = dict(  # paper, section 4.1
@@ -57,20 +58,17 @@ def test_impossible_values_name_the_flag(name, values):
         assert "\n" not in str(caught.value)
 
 
-def small_command():
-    """The words of README's small vision command, which the Makefile suggests too."""
-    text, makefile = ((Path(__file__).parents[2] / name).read_text() for name in ("README.md", "Makefile"))
-    words = (
-        re.search(r'^make train-deit-ti DATA=digits BASE=out/small ARGS="([^"]*)"', text, re.MULTILINE)[1]
-        .replace("\\", "")
-        .split()
-    )
-    assert words == re.search(r"^SMALL_RUN  := ((?:.*\\\n)*.*)$", makefile, re.MULTILINE)[1].replace("\\", "").split()
-    return words
+def readme_words():
+    """The flags of the small command in the README of vision models."""
+    text = (Path(__file__).parents[2] / "deit_gka/README.md").read_text()
+    command = re.search(r'^make train-deit-ti DATA=digits BASE=out/small ARGS="([^"]*)"', text, re.MULTILINE)
+    return command[1].replace("\\", "").split()
 
 
-def test_readme_and_makefile_share_the_small_command():
-    config = tyro.cli(TrainConfig, args=["--data", "digits", *small_command()])
+def test_readme_and_make_suggest_the_same_small_command():
+    words = readme_words(), SMALL_VISION.split()
+    config, suggested = (tyro.cli(TrainConfig, args=["--data", "digits", *flags]) for flags in words)
+    assert config == suggested
     config.check()
     assert config.epochs * (1198 // config.batch_size) > 1000 and config.scaled_lr > 1e-3  # it was 18 updates at 6e-5
 
@@ -78,5 +76,5 @@ def test_readme_and_makefile_share_the_small_command():
 @pytest.mark.slow
 def test_small_command_learns(tmp_path):
     where = ["--data", "digits", "--out", tmp_path, "--results", tmp_path / "results.jsonl", "--model-tag", "run"]
-    tiny_vision.call("deit_gka.train", *where, *small_command(), folder=tmp_path / "output")
+    tiny_vision.call("deit_gka.train", *where, *SMALL_VISION.split(), folder=tmp_path / "output")
     assert accuracy(tmp_path) > 80
