@@ -119,8 +119,9 @@ def kill_tree(process: subprocess.Popen) -> None:
 
 
 NOT_OF_THIS_RUN = ["{}", "[]", "null", "5", "not JSON", '{"event": "train"}', '{"step": 1}', '{"event": 5, "step": 2}',
-                   '{"event": "eval", "step": "x"}', '{"event": "eval", "step": null}', '{"event": "eval", "step": 1}', '{"event": "train", "step": 1}',
-                   '{"event": "fin', '{"event": "core", "step": 1}', '{"event": "start", "step": 1.5}']  # fmt: skip
+                   '{"event": "eval", "step": "x"}', '{"event": "eval", "step": null}', '{"event": "eval", "step": 1}',
+                   '{"event": "train", "step": 1}', '{"event": "fin', '{"event": "core", "step": 1}',
+                   '{"event": "start", "step": 1.5}']  # fmt: skip
 
 
 def damage_log(path: Path, **missing: str) -> None:
