@@ -78,8 +78,8 @@ export: | $(READY)  ## a run as a folder of its own, RUN-export: safetensors, co
 train-deit-ti train-deit-s train-deit-b: %: %-gka  ## the paper's GKA on DATA, 300 epochs (-ti-base is softmax, -ti-vlt VLT)
 train-deit-%: check-images | $(READY)
 	$(PY) -m runs.paper.deit $* --data '$(DATA)' $(MODEL_FLAG) $(PAPER) --wandb $(WANDB_MODE) -- $(ARGS)
-ablate-projections: check-images | $(READY)  ## the paper's ablation: softmax, VLT and GKA at size Ti on DATA, and its table
-	$(PY) -m runs.paper.ablation --runs $(BASE)/runs --data '$(DATA)' $(PAPER) --wandb $(WANDB_MODE)$(if $(HYBRIDS), --hybrids $(HYBRIDS)) -- $(ARGS)
+ablate-projections: check-images | $(READY)  ## the paper's ablation: every kind and a hybrid at size Ti on DATA, and the table
+	$(PY) -m runs.paper.ablation --runs $(BASE)/runs --data '$(DATA)' $(PAPER) --wandb $(WANDB_MODE) -- $(ARGS)
 eval-deit: | $(READY)  ## top-1 and top-5 of a vision run (MODEL=name or RUN=folder) on its own images, or DATA
 	$(LAUNCH) deit_gka.evaluate --run $(DEIT_RUN) $(if $(DATA),--data '$(DATA)') --results $(BASE)/results.jsonl $(ARGS)
 

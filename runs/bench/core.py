@@ -1,9 +1,10 @@
-"""Time the CORE scorer against the naive one, and check on the way that they answer alike.
+"""Time the CORE scorer against the naive one, and check that they answer alike.
 
     python -m runs.bench.core --runs out/demo/runs/d4-{softmax,gka-paper,gka-offsets}-400 --bundle out/core/eval_bundle
 
-Naive is one prompt at a time, or, nanochat's way, one example at a time with its prompts in one batch; logits of every position. Ours is timed with what
-the prompts have in common computed once, and without. Reading, prompts and tokens are inside all times. Appends to RESULTS/bench_core_<hardware>.jsonl.
+Naive is one prompt at a time, or, nanochat's way, one example at a time with its prompts in one batch; logits of every
+position. Ours is timed with what the prompts have in common computed once, and without. Reading, prompts and tokens are
+inside all times. Appends to RESULTS/bench_core_<hardware>.jsonl.
 """
 
 import time
@@ -18,7 +19,7 @@ from nanochat_gka.core_metric.scoring import answer, batches, judge
 from nanochat_gka.model.checkpoints import Loaded, load
 from runs.bench.core_naive import naive_task
 from runs.bench.results import RESULTS, result_file
-from trainkit.cli import UserError, run
+from trainkit.cli import Count, UserError, run
 from trainkit.distributed import setup
 from trainkit.progress import console, progress_bar
 from trainkit.results import append_result, describe_hardware
@@ -26,26 +27,26 @@ from trainkit.results import append_result, describe_hardware
 
 @dataclass
 class CoreBenchConfig:
-    """Examples per second of the CORE scorer and of the naive one, on the paper's six tasks."""
+    """Measure the examples per second of the CORE scorer and of the naive one, on the paper's six tasks."""
 
     runs: list[Path] = field(
         default_factory=lambda: [Path(f"out/demo/runs/d4-{name}-400") for name in ("softmax", "gka-paper")]
     )
-    """run folders or exported models"""
+    """Run folders or exported models."""
     bundle: Path = Path("out/core/eval_bundle")
-    """folder of the bundle"""
+    """Folder of the bundle."""
     tasks: list[str] = field(default_factory=lambda: ["paper"])
-    """labels or sets, as for eval_core"""
+    """Labels or sets of tasks, as for eval_core."""
     max_per_task: int = -1
-    """examples of each task; -1 = all"""
-    rounds: int = 3
-    """the scorers take turns; the median counts"""
+    """Examples of each task; -1 = all."""
+    rounds: Count = 3
+    """Turns of the scorers; the median counts."""
     batch_tokens: int = 0
-    """as for eval_core"""
+    """Tokens of a batch, as for eval_core; 0 = the device's own number."""
     device_type: Literal["auto", "cuda", "cpu"] = "auto"
-    """auto takes CUDA if there is one"""
+    """Where to run; auto takes CUDA if there is a GPU."""
     results: Path = RESULTS
-    """folder of the JSON lines"""
+    """Folder of the JSON lines."""
 
 
 def score(loaded: Loaded, task: Task, config: CoreBenchConfig, prefix_reuse: bool) -> list[int]:
@@ -81,51 +82,38 @@ def compare(loaded: Loaded, task: Task, config: CoreBenchConfig, synchronize: Ca
             answers[name] = scorer()
             synchronize()
             seconds[name].append(time.perf_counter() - started)
-    for name, found in answers.items():
-        if found != answers["by example"]:
-            differ = [place for place, (a, b) in enumerate(zip(found, answers["by example"])) if a != b]
-            raise UserError(
-                f"{loaded.name}, {task.label}: {name} answers {len(differ)} examples otherwise than by example, the first is {differ[0]}"
-            )
+    expected = answers["by example"]
+    for name, given in answers.items():
+        if given != expected:
+            differ = [place for place, (ours, naives) in enumerate(zip(given, expected)) if ours != naives]
+            counted = f"{len(differ)} examples otherwise than by example, the first is {differ[0]}"
+            raise UserError(f"{loaded.name}, {task.label}: {name} answers {counted}")
     return {
-        "examples": len(answers["by example"]),
+        "examples": len(expected),
         "seconds": {name: sorted(times)[len(times) // 2] for name, times in seconds.items()},
     }
 
 
 def main(config: CoreBenchConfig) -> None:
-    if config.rounds < 1:
-        raise UserError(f"--rounds must be at least 1, got {config.rounds}")
     runtime = setup(config.device_type)
     path = result_file(config.results, "core", describe_hardware(runtime.device))
     tasks = read_tasks(config.bundle, config.tasks)
     models = [load(folder, device=runtime.device) for folder in config.runs]
     for loaded in models:
         shape, totals = loaded.model.config, {}
-        settings = {
-            "model": loaded.name,
-            "attention": shape.attention,
-            "depth": shape.n_layer,
-            "width": shape.n_embd,
-            "vocab_size": shape.vocab_size,
-        }
+        settings = {"model": loaded.name, "attention": shape.attention, "depth": shape.n_layer, "width": shape.n_embd}
+        settings["vocab_size"] = shape.vocab_size
         with progress_bar() as bar:
             shown = bar.add_task(loaded.name, total=len(tasks), status="")
             for task in tasks:
                 bar.update(shown, status=task.label)
                 metrics = compare(loaded, task, config, runtime.synchronize)
-                append_result(
-                    path,
-                    "bench_core",
-                    {**settings, "task": task.label, "max_per_task": config.max_per_task},
-                    metrics,
-                    runtime.device,
-                )
+                asked = {**settings, "task": task.label, "max_per_task": config.max_per_task}
+                append_result(path, "bench_core", asked, metrics, runtime.device)
                 for name, value in metrics["seconds"].items():
                     totals[name] = totals.get(name, 0.0) + value
-                speeds = ", ".join(
-                    f"{name} {metrics['examples'] / value:,.0f}" for name, value in metrics["seconds"].items()
-                )
+                rates = {name: metrics["examples"] / value for name, value in metrics["seconds"].items()}
+                speeds = ", ".join(f"{name} {rate:,.0f}" for name, rate in rates.items())
                 console.print(f"{loaded.name} {task.label}: examples/s: {speeds}", highlight=False)
                 bar.advance(shown)
         ratios = ", ".join(f"{name} {value:.1f} s" for name, value in totals.items())

@@ -44,9 +44,10 @@ def naive_task(
     progress: Callable[[], None] | None = None,
     together: bool = True,
 ) -> NaiveResult:
-    """Score one task of the bundle. `model` maps (B, T) ids to (B, T, V) logits; `progress` is called after every example.
+    """Score one task of the bundle. `model` maps (B, T) ids to (B, T, V) logits.
 
-    together: an example's prompts are one padded batch, as in nanochat; otherwise each is a batch of its own.
+    progress: called after every example. together: an example's prompts are one padded batch, as in nanochat;
+    otherwise each is a batch of its own.
     """
     manifest = yaml.safe_load((bundle / "core.yaml").read_text(encoding="utf-8"))["icl_tasks"]
     task = {entry["label"]: entry for entry in manifest}[label]
@@ -64,8 +65,8 @@ def naive_task(
     for idx, example in enumerate(examples):
         fewshot = []
         if shots > 0:
-            others = [i for i in range(len(examples)) if i != idx]
-            fewshot = [examples[i] for i in random.Random(1234 + idx).sample(others, shots)]
+            rest = [i for i in range(len(examples)) if i != idx]
+            fewshot = [examples[i] for i in random.Random(1234 + idx).sample(rest, shots)]
         prompts, starts = tokenize_example(tokenizer, kind, example, fewshot, delimiter)
         if max_seq_len is not None:
             cuts = [max(0, len(prompt) - max_seq_len) for prompt in prompts]
@@ -102,7 +103,7 @@ def render(kind: str, example: dict, fewshot: list[dict], delimiter: str) -> lis
 def tokenize_example(
     tokenizer, kind: str, example: dict, fewshot: list[dict], delimiter: str
 ) -> tuple[list[list[int]], list[int]]:
-    """The prompts to run as token lists, and where the scored span of each begins; every span reaches to its prompt's end."""
+    """The prompts to run as token lists, and where the scored span of each begins; a span ends with its prompt."""
     prompts = [[tokenizer.bos_id, *tokenizer.encode(text)] for text in render(kind, example, fewshot, delimiter)]
     if kind == "multiple_choice":
         common = common_length(prompts)
@@ -130,7 +131,10 @@ def common_length(sequences: list[list[int]]) -> int:
 def score_example(
     model, kind: str, prompts: list[list[int]], starts: list[int], bos_id: int, together: bool = True
 ) -> int:
-    """Index of the prompt whose span has the lowest mean cross-entropy or, for language modelling, 1 if the span is greedy's choice."""
+    """The answer: the prompt whose span has the lowest mean cross-entropy.
+
+    For language modelling it is 1 if the span is what greedy decoding chooses, else 0.
+    """
     longest = max(len(prompt) for prompt in prompts)
     padded = [prompt + [bos_id] * (longest - len(prompt)) for prompt in prompts]
     device = getattr(model, "device", "cpu")

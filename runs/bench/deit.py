@@ -1,13 +1,14 @@
-"""Time whole vision transformers, the paper's table of inference and training speed: DeiT-Ti/S/B with softmax attention and with GKA.
+"""Time whole vision transformers: DeiT-Ti/S/B with softmax attention and with GKA (the paper's table 4).
 
     python -m runs.bench.deit                                     every size, batch and kind for the device present
     python -m runs.bench.deit --only deit-ti-b64 deit-ti-b128     one size, two batches
     python -m runs.bench.deit --impl triton --kinds softmax gka
 
-Protocol: inference at batch 32 to 512 (the best images/s counts), a training step (forward, backward, AdamW) at 64 and 128, bfloat16 autocast,
-torch.compile(max-autotune) on both sides, 100 turns after the warm-up, on random images. Softmax is timm's deit_*_patch16_224 with fused SDPA, as
-torch chooses its kernel and held to cuDNN's. On a CPU: size Ti, inference at batch 8 and 16, training
-at 8, float32, torch.compile's default mode on both sides. `python -m runs.bench.report` prints the tables.
+Protocol: inference at batch 32 to 512 (the best images/s counts), a training step (forward, backward, AdamW) at 64 and
+128, bfloat16 autocast, torch.compile(max-autotune) on both sides, 100 turns after the warm-up, on random images.
+Softmax is timm's deit_*_patch16_224 with fused SDPA, as torch chooses its kernel and held to cuDNN's. On a CPU: size
+Ti, inference at batch 8 and 16, training at 8, float32, torch.compile's default mode on both sides.
+`python -m runs.bench.report` prints the tables.
 """
 
 import copy
@@ -21,20 +22,33 @@ import torch
 from timm.loss import SoftTargetCrossEntropy
 from torch import nn
 
-import deit_gka  # noqa: F401 (registers the models)
+from deit_gka.model.registry import model_name  # importing it registers the models
 from deit_gka.recipe import Recipe
 from deit_gka.training.engine import autocast
 from deit_gka.training.optim import make_optimizer
 from gka import GaussianKernelAttention
-from runs.bench.models import HeldToCudnn, compiled, gradient, model_gate, tensors_mib
+from runs.bench.config import CaseConfig
+from runs.bench.device import release_memory
+from runs.bench.measurement import Measurement, Plan
+from runs.bench.models import (
+    HELD,
+    MODEL_KINDS,
+    ROLES,
+    HeldToCudnn,
+    compiled,
+    default_kinds,
+    gradient,
+    model_gate,
+    tensors_mib,
+)
 from runs.bench.results import Recorder
-from runs.bench.timing import CaseConfig, Measurement, Plan, interleave, release_memory
+from runs.bench.timing import interleave
+from runs.paper.deit import SIZE_NAMES
 from trainkit.cli import UserError, run
 from trainkit.distributed import setup
 from trainkit.progress import progress_bar
 
-WHAT = "deit"
-SHORT = {"ti": "tiny", "s": "small", "b": "base"}
+BENCHMARK = "deit"
 CLASSES, PIXELS = 1000, 224
 SEED = 0
 RECIPE = Recipe(lr=1e-6)  # the optimiser at work, on weights that stay what they are
@@ -44,22 +58,26 @@ PLANS = {"cuda": Plan(rounds=100, graph=True), "cpu": Plan(rounds=60, warmup=2, 
 
 @dataclass
 class DeitConfig(CaseConfig):
-    """Time DeiT with softmax attention and with GKA, inference and training; appends to RESULTS/bench_deit_<hardware>.jsonl."""
+    """Time DeiT with softmax attention and with GKA, inference and training.
 
-    sizes: list[Literal["ti", "s", "b"]] = field(default_factory=list)
-    """empty = all on CUDA, ti on a CPU"""
-    kinds: list[Literal["softmax", "softmax-cudnn", "gka", "vlt"]] = field(default_factory=list)
-    """empty = softmax, softmax-cudnn (CUDA only) and gka"""
+    Appends to RESULTS/bench_deit_<hardware>.jsonl.
+    """
+
+    sizes: list[Literal[tuple(SIZE_NAMES)]] = field(default_factory=list)
+    """Sizes to time; empty = all on CUDA, ti on a CPU."""
+    kinds: list[Literal[MODEL_KINDS]] = field(default_factory=list)
+    """Kinds of attention; empty = softmax, softmax-cudnn (CUDA only) and gka."""
     batch_sizes: list[int] = field(default_factory=list)
-    """of inference; empty = 32 64 128 256 512 on CUDA, 8 16 on a CPU"""
+    """Batches of inference; empty = 32 64 128 256 512 on CUDA, 8 16 on a CPU."""
     train_batch_sizes: list[int] = field(default_factory=list)
-    """of the training step; empty = 64 128 on CUDA, 8 on a CPU"""
+    """Batches of the training step; empty = 64 128 on CUDA, 8 on a CPU."""
     phases: list[Literal["inference", "training"]] = field(default_factory=lambda: [INFERENCE, TRAINING])
-    """what to time"""
+    """What to time."""
     impl: str = ""
-    """of gaussian_attention in the gka models; empty = the models' own choice"""
+    """Implementation of gaussian_attention in the gka models; empty = the models' own choice."""
     compile_mode: Literal["auto", "off", "default", "max-autotune"] = "auto"
-    """torch.compile; auto = max-autotune on CUDA, default on a CPU. On CUDA the whole step becomes one CUDA graph in every mode"""
+    """Mode of torch.compile; auto = max-autotune on CUDA, default on a CPU. On CUDA the whole step becomes one CUDA
+    graph in every mode."""
 
     def check(self) -> None:
         super().check()
@@ -74,15 +92,13 @@ class DeitConfig(CaseConfig):
     def fill(self, device_type: str) -> "DeitConfig":
         """The configuration with the device's defaults in the empty places."""
         cuda = device_type == "cuda"
-        inference, training = (
-            ([128] if self.quick else [32, 64, 128, 256, 512], [64] if self.quick else [64, 128])
-            if cuda
-            else ([8, 16], [8])
-        )
+        inference, training = [8, 16], [8]
+        if cuda:
+            inference, training = ([128], [64]) if self.quick else ([32, 64, 128, 256, 512], [64, 128])
         return replace(
             self,
-            sizes=self.sizes or (["ti"] if self.quick or not cuda else list(SHORT)),
-            kinds=self.kinds or ["softmax", *(["softmax-cudnn"] if cuda else []), "gka"],
+            sizes=self.sizes or (["ti"] if self.quick or not cuda else list(SIZE_NAMES)),
+            kinds=self.kinds or default_kinds(cuda),
             batch_sizes=self.batch_sizes or inference,
             train_batch_sizes=self.train_batch_sizes or training,
             compile_mode=("max-autotune" if cuda else "default") if self.compile_mode == "auto" else self.compile_mode,
@@ -96,7 +112,7 @@ class Candidate:
         self.kind, self.size, self.phase, self.device = kind, size, phase, device
         torch.manual_seed(SEED)
         self.model = create(kind, size, config.impl).to(device).train(phase == TRAINING)
-        held = HeldToCudnn(self.model) if kind == "softmax-cudnn" else self.model
+        held = HeldToCudnn(self.model) if kind == HELD else self.model
         self.network = compiled(held, config.compile_mode)
         generator = torch.Generator(device).manual_seed(SEED)
         self.images = torch.randn(batch, 3, PIXELS, PIXELS, generator=generator, device=device)
@@ -117,7 +133,10 @@ class Candidate:
         self.optimizer.zero_grad(set_to_none=True)
 
     def gate(self) -> str | None:
-        """Why the model is wrong, or None: its first two images against the same weights in float64, and for GKA from the literal equations."""
+        """Why the model is wrong, or None.
+
+        Its first two images are compared with the same weights in float64, for GKA by the literal equations.
+        """
         literal = copy.deepcopy(self.model)
         if self.kind == "gka":
             for block in literal.blocks:
@@ -155,11 +174,8 @@ class Candidate:
 
 def create(kind: str, size: str, impl: str) -> nn.Module:
     """The paper's model of this kind; softmax is timm's own."""
-    if kind.startswith("softmax"):
-        return timm.create_model(f"deit_{SHORT[size]}_patch16_224")
-    return timm.create_model(
-        f"deit_{SHORT[size]}_{kind}_patch16_224", **({"impl": impl} if kind == "gka" and impl else {})
-    )
+    name = model_name(SIZE_NAMES[size], "softmax" if kind == HELD else kind)
+    return timm.create_model(name, **({"impl": impl} if kind == "gka" and impl else {}))
 
 
 def loss(network, images, targets, device: torch.device) -> torch.Tensor:
@@ -203,16 +219,15 @@ def main(config: DeitConfig) -> None:
     ]
     wanted = config.select(list(dict.fromkeys(name for name, *_ in cases)))
     cases = [case for case in cases if case[0] in wanted]
-    roles = {"softmax": "baseline", "softmax-cudnn": "baseline", "gka": "ours", "vlt": "other"}
-    recorder, plan = Recorder(config, WHAT, device), PLANS[device.type].adjust(config)
+    recorder, plan = Recorder(config, BENCHMARK, device), PLANS[device.type].adjust(config)
     with progress_bar() as bar:
         task = bar.add_task("deit", total=len(cases), status="")
         for name, size, phase, batch in cases:
             bar.update(task, status=f"{name} {phase}")
             measured = measure(size, phase, batch, config, plan, device)
-            settings = {"size": size, "batch": batch, "impl": config.impl, "compile_mode": config.compile_mode,
-                        "dtype": "bfloat16" if device.type == "cuda" else "float32"}  # fmt: skip
-            recorder.record(name, phase, measured, roles, settings, partial(throughput, batch))
+            settings = {"size": size, "batch": batch, "impl": config.impl, "compile_mode": config.compile_mode}
+            settings["dtype"] = "bfloat16" if device.type == "cuda" else "float32"
+            recorder.record(name, phase, measured, ROLES, settings, partial(throughput, batch))
             release_memory()
             bar.advance(task)
 

@@ -4,12 +4,12 @@
     python -m runs.bench.gpt --window-pattern L       no sliding windows, for which torch has no fast softmax kernel
     python -m runs.bench.gpt --phases decode-1 decode-8   decoding alone
 
-The real model and the real optimiser (Muon + AdamW). On CUDA the trainer's own setting: 16 rows of 2,048 tokens, vocabulary 32,768, bfloat16, model and
-optimiser compiled. On a CPU: 4 rows of 512 tokens, vocabulary 4,096, float32, uncompiled. Prefill is one forward pass without gradient over a single
-row. Decoding is one more token for each of 1 or 8 rows, uncompiled, after a row's length of tokens in the cache. "gka" is
-the paper's form, whose cached features are keys and values. "gka-normalised" is ours (`--gka-values normalised`): it
-derives its keys from the cached values; "gka-keys", the same model, keeps both. `python -m runs.bench.report` prints the
-tables.
+The real model and the real optimiser (Muon + AdamW). On CUDA the trainer's own setting: 16 rows of 2,048 tokens,
+vocabulary 32,768, bfloat16, model and optimiser compiled. On a CPU: 4 rows of 512 tokens, vocabulary 4,096, float32,
+uncompiled. Prefill is one forward pass without gradient over a single row. Decoding is one more token for each of 1 or
+8 rows, uncompiled, after a row's length of tokens in the cache. "gka" is the paper's form, whose cached features are
+keys and values. "gka-normalised" is ours (`--gka-values normalised`): it derives its keys from the cached values;
+"gka-keys", the same model, keeps both. `python -m runs.bench.report` prints the tables.
 """
 
 import copy
@@ -27,49 +27,66 @@ from nanochat_gka.model.config import GKA_VALUES, GPTConfig
 from nanochat_gka.model.gpt import IGNORE_INDEX, build
 from nanochat_gka.training.hardware import peak_flops
 from nanochat_gka.training.optim import MuonAdamW, OptimConfig, parameter_groups
-from runs.bench.models import HeldToCudnn, compiled, gradient, model_gate, tensors_mib
+from runs.bench.config import CaseConfig
+from runs.bench.device import release_memory
+from runs.bench.measurement import Measurement, Plan
+from runs.bench.models import (
+    HELD,
+    MODEL_KINDS,
+    ROLES,
+    HeldToCudnn,
+    compiled,
+    default_kinds,
+    gradient,
+    model_gate,
+    tensors_mib,
+)
 from runs.bench.results import Recorder
-from runs.bench.timing import CaseConfig, Measurement, Plan, interleave, release_memory
+from runs.bench.timing import interleave
 from trainkit.cli import UserError, run
 from trainkit.distributed import Runtime, setup
 from trainkit.progress import progress_bar
 
-WHAT = "gpt"
+BENCHMARK = "gpt"
 TRAINING, PREFILL = "training", "prefill"
 DECODE = {"decode-1": 1, "decode-8": 8}  # rows
 DECODE_ONLY = ("gka-normalised", "gka-keys")
 SEED, WINDOWS = 0, "SSSL"
+# Of the flags, what a line of the results says.
+SETTINGS = ("depth", "sequence_len", "vocab_size", "window_pattern", "head_offsets", "compile")
 GATE_TOKENS = 512  # float64 attention builds T x T matrices
-# No CUDA graph: the optimiser sends its rates to the device at every step, and a step is long enough to hide the launches.
+# No CUDA graph: the optimiser sends its rates to the device at every step, and a step is long enough to hide launches.
 PLANS = {"cuda": Plan(rounds=30, seconds=60), "cpu": Plan(rounds=20, warmup=2, seconds=15)}
 
 
 @dataclass
 class GPTBenchConfig(CaseConfig):
-    """Time training, prefill and decoding of nanochat with softmax attention and with GKA; appends to RESULTS/bench_gpt_<hardware>.jsonl."""
+    """Time training, prefill and decoding of nanochat with softmax attention and with GKA.
 
-    kinds: list[Literal["softmax", "softmax-cudnn", "gka", "gka-normalised", "gka-keys", "vlt"]] = field(
-        default_factory=list
-    )
-    """empty = softmax, softmax-cudnn (CUDA only), gka; for decoding gka-normalised and gka-keys, values before rotation"""
+    Appends to RESULTS/bench_gpt_<hardware>.jsonl.
+    """
+
+    kinds: list[Literal[(*MODEL_KINDS, *DECODE_ONLY)]] = field(default_factory=list)
+    """Kinds of attention; empty = softmax, softmax-cudnn (CUDA only), gka; for decoding also gka-normalised and
+    gka-keys, with values before rotation."""
     phases: list[Literal["training", "prefill", "decode-1", "decode-8"]] = field(
         default_factory=lambda: [TRAINING, PREFILL, *DECODE]
     )
-    """what to time"""
+    """What to time."""
     depth: int = 0
-    """number of layers; 0 = 20 on CUDA, 4 on a CPU"""
+    """Number of layers; 0 = 20 on CUDA, 4 on a CPU."""
     batch_size: int = 0
-    """rows of a training step; 0 = 16 on CUDA, 4 on a CPU"""
+    """Rows of a training step; 0 = 16 on CUDA, 4 on a CPU."""
     sequence_len: int = 0
-    """tokens of a row; 0 = 2048 on CUDA, 512 on a CPU"""
+    """Tokens of a row; 0 = 2048 on CUDA, 512 on a CPU."""
     vocab_size: int = 0
-    """tokens in the vocabulary; 0 = 32768 on CUDA, 4096 on a CPU"""
+    """Tokens in the vocabulary; 0 = 32768 on CUDA, 4096 on a CPU."""
     window_pattern: str = WINDOWS
-    """as the trainer's: L full context, S half of it"""
+    """Windows by layer, as the trainer's: L full context, S half of it."""
     head_offsets: str = ""
-    """of the gka model, as the trainer's"""
+    """Head offsets of the gka model, as the trainer's."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """torch.compile; auto = on CUDA"""
+    """Whether to use torch.compile; auto = on CUDA."""
 
     def check(self) -> None:
         super().check()
@@ -80,10 +97,11 @@ class GPTBenchConfig(CaseConfig):
                 )
 
     def case(self, device_type: str) -> str:
-        """d20, or d4; what is not the device's own setting is part of the name, so that the targets are not judged by it."""
+        """The case's name: d20 or d4, with what is not the device's own setting, so that no target is judged by it."""
         settings = {"b": self.batch_size, "t": self.sequence_len, "v": self.vocab_size}
         given = "".join(f"-{letter}{value}" for letter, value in settings.items() if value)
-        return f"d{self.fill(device_type).depth}{given}{'' if self.window_pattern == WINDOWS else f'-{self.window_pattern}'}"
+        windows = "" if self.window_pattern == WINDOWS else f"-{self.window_pattern}"
+        return f"d{self.fill(device_type).depth}{given}{windows}"
 
     def fill(self, device_type: str) -> "GPTBenchConfig":
         """The configuration with the device's defaults in the empty places."""
@@ -91,7 +109,7 @@ class GPTBenchConfig(CaseConfig):
         depth, batch_size, sequence_len, vocab_size = (20, 16, 2048, 32768) if cuda else (4, 4, 512, 4096)
         return replace(
             self,
-            kinds=self.kinds or ["softmax", *(["softmax-cudnn"] if cuda else []), "gka", *DECODE_ONLY],
+            kinds=self.kinds or [*default_kinds(cuda), *DECODE_ONLY],
             depth=self.depth or depth,
             batch_size=self.batch_size or batch_size,
             sequence_len=self.sequence_len or sequence_len,
@@ -105,24 +123,33 @@ class GPTBenchConfig(CaseConfig):
         values = "normalised" if kind in DECODE_ONLY else GKA_VALUES[0]
         gka = {"head_offsets": self.head_offsets, "gka_values": values} if attention == "gka" else {}
         try:
-            return GPTConfig.from_depth(self.depth, sequence_len=self.sequence_len, vocab_size=self.vocab_size, window_pattern=self.window_pattern,
-                                        attention=attention, **gka)  # fmt: skip
+            return GPTConfig.from_depth(
+                self.depth,
+                sequence_len=self.sequence_len,
+                vocab_size=self.vocab_size,
+                window_pattern=self.window_pattern,
+                attention=attention,
+                **gka,
+            )
         except ValueError as error:
             raise UserError(str(error)) from None
 
 
 class Candidate:
-    """One model with its optimiser. `train(n)` is a whole step, `prefill(n)` a forward pass over one row, `decode(rows)(n)` one token more for each row."""
+    """One model with its optimiser.
+
+    `train(n)` is a whole step, `prefill(n)` a forward pass over one row, `decode(rows)(n)` one token more for each row.
+    """
 
     def __init__(self, kind: str, config: GPTBenchConfig, runtime: Runtime):
         self.kind, self.config, self.device = kind, config, runtime.device
         torch.manual_seed(SEED)
         self.model = build(config.model_config(kind), self.device)
-        # They start at zero: attention would have no effect, and products with zeros are quicker than real ones.
+        # They start at zero, with which attention would have no effect, and products would be quicker than real ones.
         for block in self.model.transformer.h:
             for linear in (block.attn.c_proj, block.mlp.c_proj):
                 fill_uniform(linear.weight, linear.in_features)
-        held = HeldToCudnn(self.model) if kind == "softmax-cudnn" else self.model
+        held = HeldToCudnn(self.model) if kind == HELD else self.model
         mode = "default" if config.compile == "on" else "off"
         self.network = compiled(held, mode)
         self.optimizer = MuonAdamW(
@@ -146,7 +173,10 @@ class Candidate:
 
     @torch.inference_mode()
     def decode(self, rows: int) -> Callable[[int], torch.Tensor]:
-        """Fill the caches of `rows` rows, and return the step that runs the rows' last token; it leaves the lengths as they were."""
+        """Fill the caches of `rows` rows, and return the step that runs the rows' last token.
+
+        The step leaves the lengths as they were.
+        """
         tokens = self.ids[:1].expand(rows, -1)
         cache = self.model.new_cache(rows, tokens.shape[1], keep_keys=self.kind == "gka-keys", last_only=True)
         self.cache = cache
@@ -162,9 +192,10 @@ class Candidate:
         return step
 
     def gate(self, phase: str) -> str | None:
-        """Why the model is wrong, or None: the same weights in float64 judge the beginning of the first row, or, of decoding, its last token.
+        """Why the model is wrong, or None.
 
-        What comes later cannot reach back to the beginning and, without targets, has no gradient.
+        The same weights in float64 judge the beginning of the first row, or, of decoding, its last token. What comes
+        later cannot reach back to the beginning and, without targets, has no gradient.
         """
         if phase in DECODE:
             with torch.inference_mode():
@@ -201,15 +232,13 @@ class Candidate:
 
 def measure(phase: str, candidates: dict[str, Candidate], device: torch.device, plan: Plan) -> dict[str, Measurement]:
     """One comparison of the kinds."""
-    steps: dict[str, Callable[[int], object]] = {}
-    for kind, candidate in candidates.items():
-        steps[kind] = (
-            candidate.decode(DECODE[phase])
-            if phase in DECODE
-            else candidate.train
-            if phase == TRAINING
-            else candidate.prefill
-        )
+
+    def step(candidate: Candidate) -> Callable[[int], object]:
+        if phase in DECODE:
+            return candidate.decode(DECODE[phase])
+        return candidate.train if phase == TRAINING else candidate.prefill
+
+    steps = {kind: step(candidate) for kind, candidate in candidates.items()}
     measured = interleave(steps, device, plan, {kind: partial(c.gate, phase) for kind, c in candidates.items()})
     for kind, measurement in measured.items():
         if measurement.peak_mib is not None:
@@ -218,8 +247,11 @@ def measure(phase: str, candidates: dict[str, Candidate], device: torch.device, 
 
 
 def takes_part(kind: str, phase: str) -> bool:
-    """Kinds that differ in one phase alone are timed in no other: how a cache is read, and which kernel computes long attention."""
-    return phase in DECODE if kind in DECODE_ONLY else phase not in DECODE if kind == "softmax-cudnn" else True
+    """Whether a kind is timed in a phase: those that differ in how a cache is read are timed in decoding alone, the one
+    that differs in the kernel of long attention everywhere else."""
+    if kind in DECODE_ONLY:
+        return phase in DECODE
+    return kind != HELD or phase not in DECODE
 
 
 def main(config: GPTBenchConfig) -> None:
@@ -228,11 +260,10 @@ def main(config: GPTBenchConfig) -> None:
     device = runtime.device
     name, config = config.case(device.type), config.fill(device.type)
     config.select([name])
-    recorder, plan = Recorder(config, WHAT, device), PLANS[device.type].adjust(config)
-    roles = dict.fromkeys(DECODE_ONLY, "variant") | {"softmax": "baseline", "softmax-cudnn": "baseline"}
-    roles |= {"gka": "ours", "vlt": "other"}
-    settings = {"depth": config.depth, "sequence_len": config.sequence_len, "vocab_size": config.vocab_size, "window_pattern": config.window_pattern,
-                "head_offsets": config.head_offsets, "compile": config.compile, "dtype": "bfloat16" if device.type == "cuda" else "float32"}  # fmt: skip
+    recorder, plan = Recorder(config, BENCHMARK, device), PLANS[device.type].adjust(config)
+    roles = ROLES | dict.fromkeys(DECODE_ONLY, "variant")
+    settings = {key: getattr(config, key) for key in SETTINGS}
+    settings["dtype"] = "bfloat16" if device.type == "cuda" else "float32"
     for kind in config.kinds:
         config.model_config(kind)
     with progress_bar() as bar:
@@ -247,20 +278,21 @@ def main(config: GPTBenchConfig) -> None:
         for phase in config.phases:
             bar.update(task, status=f"{name} {phase}")
             rows = DECODE.get(phase, config.batch_size if phase == TRAINING else 1)
-            measured = failed | measure(
-                phase, {kind: c for kind, c in candidates.items() if takes_part(kind, phase)}, device, plan
-            )
+            kinds = [kind for kind in config.kinds if takes_part(kind, phase)]
+            built = {kind: candidates[kind] for kind in kinds if kind in candidates}
+            measured = failed | measure(phase, built, device, plan)
             extra = partial(rates, candidates, phase, rows * (1 if phase in DECODE else config.sequence_len))
-            order = [kind for kind in config.kinds if takes_part(kind, phase)]
-            recorder.record(
-                name, phase, {kind: measured[kind] for kind in order}, roles, {**settings, "batch": rows}, extra
-            )
+            lines = {kind: measured[kind] for kind in kinds}
+            recorder.record(name, phase, lines, roles, {**settings, "batch": rows}, extra)
             release_memory()
             bar.advance(task)
 
 
 def rates(candidates: dict[str, Candidate], phase: str, tokens: int, kind: str, measurement: Measurement) -> dict:
-    """Tokens per second, and what they are of the device's peak; a forward pass is a third of a training step's FLOPs. Of decoding, the cache's size."""
+    """Tokens per second, and what they are of the device's peak; of decoding, the cache's size too.
+
+    A forward pass has a third of a training step's FLOPs.
+    """
     if kind not in candidates:
         return {}
     cache = candidates[kind].cache
@@ -270,8 +302,9 @@ def rates(candidates: dict[str, Candidate], phase: str, tokens: int, kind: str, 
     flops = flops_per_token(model) / (1 if phase == TRAINING else 3)
     speed = tokens / measurement.median_ms * 1e3 if measurement.median_ms else None
     peak = peak_flops(device)
-    return {"items_per_second": speed, "flops_per_token": flops, "parameters": parameter_counts(model)["total"],
-            "mfu": speed * flops / peak if speed and peak else None, **held, **form}  # fmt: skip
+    utilisation = speed * flops / peak if speed and peak else None
+    sizes = {"flops_per_token": flops, "parameters": parameter_counts(model)["total"]}
+    return {"items_per_second": speed, **sizes, "mfu": utilisation, **held, **form}
 
 
 if __name__ == "__main__":

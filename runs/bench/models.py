@@ -1,4 +1,4 @@
-"""What the benchmarks of whole models share: compilation, a kernel held fixed, and the gate on logits or gradients."""
+"""What the benchmarks of whole models share: their kinds, compilation, and the gate on logits or gradients."""
 
 from collections.abc import Callable, Iterable
 
@@ -6,14 +6,28 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from gka.kinds import KINDS
 from gka.testing import disagreement
 
-# Logits and gradients pass many layers; in float32 twice plain PyTorch's error may be less than a different order of additions makes.
+# Logits and gradients pass many layers: in float32 another order of additions may differ by more than twice plain
+# PyTorch's error.
 FLOAT32_ROUNDINGS = 32
+HELD = "softmax-cudnn"  # softmax attention held to cuDNN's kernel; CUDA only
+MODEL_KINDS = ("softmax", HELD, *(kind for kind in KINDS if kind != "softmax"))
+# What a kind is in a comparison: ratios are of the fastest baseline over ours.
+ROLES = dict.fromkeys(KINDS, "other") | {"softmax": "baseline", HELD: "baseline", "gka": "ours"}
+
+
+def default_kinds(cuda: bool) -> list[str]:
+    """The kinds that a benchmark times if none is named."""
+    return [kind for kind in MODEL_KINDS if ROLES[kind] != "other" and (cuda or kind != HELD)]
 
 
 class HeldToCudnn(nn.Module):
-    """A model whose softmax attention is cuDNN's. In `forward`, as torch.compile would else share one program with the unheld twin."""
+    """A model whose softmax attention is held to cuDNN's.
+
+    The kernel is chosen in `forward`: else torch.compile would share one program with the model that is not held.
+    """
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -27,8 +41,8 @@ class HeldToCudnn(nn.Module):
 def compiled(model: nn.Module, mode: str) -> Callable:
     """The model under torch.compile; "off" leaves it as it is.
 
-    max-autotune is torch's without its CUDA graphs: the benchmark captures the whole step itself, alike for every candidate, which also lets one
-    see how much memory each takes (torch's own graphs of several models share one pool).
+    max-autotune is torch's without its CUDA graphs: the benchmark captures the whole step itself, alike for every
+    candidate. That also shows how much memory each takes, as torch's own graphs of several models share one pool.
     """
     if mode == "off":
         return model
@@ -38,23 +52,25 @@ def compiled(model: nn.Module, mode: str) -> Callable:
 
 
 def gradient(model: nn.Module, loss: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """The gradient of all parameters as one float64 vector, in main memory: three of a large model's would crowd an accelerator."""
+    """The gradient of all parameters as one float64 vector in main memory, where several have room."""
     model.zero_grad(set_to_none=True)
     loss().backward()
-    found = torch.cat([p.grad.double().flatten().cpu() for p in model.parameters() if p.grad is not None])
+    vector = torch.cat([p.grad.double().flatten().cpu() for p in model.parameters() if p.grad is not None])
     model.zero_grad(set_to_none=True)
-    return found
+    return vector
 
 
 def model_gate(name: str, got: torch.Tensor, want: torch.Tensor, plain: torch.Tensor, half: bool) -> str | None:
-    """Why logits or gradients are wrong, or None. plain: the same in the candidate's arithmetic, uncompiled and by the literal equations."""
+    """Why logits or gradients are wrong, or None.
+
+    plain: the same in the candidate's arithmetic, uncompiled and by the literal equations. half: that arithmetic is
+    bfloat16.
+    """
     floor = torch.finfo(torch.bfloat16).eps if half else FLOAT32_ROUNDINGS * torch.finfo(torch.float32).eps
     return disagreement({name: got}, {name: want}, {name: plain}, {name: floor})
 
 
 def tensors_mib(tensors: Iterable[torch.Tensor]) -> float:
     """Memory of tensors on the accelerator, MiB, each storage once."""
-    return (
-        sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.is_cuda}.values())
-        / 2**20
-    )
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.is_cuda}
+    return sum(storages.values()) / 2**20

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from gka.kinds import KINDS
 from runs.bench.results import Comparison, slug
 from trainkit.plots import save, subplots
 
@@ -17,8 +18,10 @@ class Peaks:
 
 
 PEAKS = {"H200": Peaks(790e12, 4.3e12, 3.9e12), "H100": Peaks(798e12, 3.0e12, 3.9e12)}
-# Tensors of B*T*H*D that a backward pass moves: q k v y dy, dq dk dv, delta's pass over two, float32 dq as four; x y, dx, delta's two.
+# Tensors of B*T*H*D that a backward pass moves. Softmax: q k v y dy, dq dk dv, delta's pass over two, float32 dq as
+# four. GKA: x y, dx, delta's two.
 BACKWARD_UNITS = {"softmax": 14, "gka": 5}
+COLOURS = {"softmax": "tab:grey", "gka": "tab:blue"}
 
 
 def peaks_of(hardware: str) -> Peaks | None:
@@ -38,16 +41,18 @@ def pairs(config: dict) -> int:
 
 
 def bound_ms(config: dict, phase: str, family: str, peaks: Peaks) -> float:
-    """The arithmetic bound of a perfect kernel, ms: the largest of its matrix products, its traffic and its exponentials, forward plus backward.
+    """The arithmetic bound of a perfect kernel, ms, forward plus backward.
 
-    Forward: 2 matrix products a pair; softmax moves q k v y, GKA x y. Backward: 5 products, for causal GKA 7 and the exponentials twice (rows and
-    columns apart, no atomics). A decode query's own bytes are left out.
+    It is the largest of its matrix products, its traffic and its exponentials.
+
+    Forward: 2 matrix products a pair; softmax moves q k v y, GKA x y. Backward: 5 products, for causal GKA 7 and the
+    exponentials twice (rows and columns apart, no atomics). A decode query's own bytes are left out.
     """
     heads, dim = config["batch"] * config["heads"], config["head_dim"]
     products, exps = 4 * heads * pairs(config) * dim, heads * pairs(config)
     unit = heads * config["tokens"] * dim * 2  # bytes of one bf16 tensor
     decode = config["queries"] == 1 < config["tokens"]
-    units = {"softmax": 2, "gka": 1}[family] if decode else {"softmax": 4, "gka": 2}[family]
+    units = KINDS[family].cached_tensors if decode else KINDS[family].operator_tensors
 
     def slowest(flops: float, moved: float, exponentials: float) -> float:
         return 1e3 * max(flops / peaks.flops, moved / peaks.bytes, exponentials / peaks.exps)
@@ -112,21 +117,18 @@ def draw_roofline(comparisons: list[Comparison], hardware: str, peaks: Peaks, ou
     labels = []
     for place, comparison in enumerate(comparisons):
         labels.append(f"{comparison.case}\n{comparison.phase}")
-        for offset, role, family, colour in (
-            (-0.2, "baseline", "softmax", "tab:grey"),
-            (0.2, "ours", "gka", "tab:blue"),
-        ):
+        for offset, role, family in ((-0.2, "baseline", "softmax"), (0.2, "ours", "gka")):
             line = comparison.fastest(role)
             bound = bound_ms(line["config"], comparison.phase, family, peaks)
-            middle, name = place + offset, family if place == 0 else None
-            axes.bar(middle, line["metrics"]["median_ms"], width=0.38, color=colour, label=name)
+            middle, name = place + offset, KINDS[family].label if place == 0 else None
+            axes.bar(middle, line["metrics"]["median_ms"], width=0.38, color=COLOURS[family], label=name)
             axes.hlines(
                 bound,
                 middle - 0.19,
                 middle + 0.19,
                 color="black",
                 linewidth=2,
-                label="bound" if name == "softmax" else None,
+                label="bound" if name and family == "softmax" else None,
             )
     axes.set_xticks(range(len(labels)), labels, rotation=60, fontsize=7, ha="right")
     assumed = (

@@ -3,8 +3,9 @@
     python -m runs.bench.report                              of this machine's hardware
     python -m runs.bench.report --hardware "NVIDIA H200"     of another's
 
-Prints a line for every comparison, why candidates were not timed, and the targets with pass or miss. Writes a page with every candidate
-(OUT/bench_<hardware>.md) and, where there is something to draw, pictures beside it. Runs made with --quick count only with --quick.
+Prints a line for every comparison, why candidates were not timed, and the targets with pass or miss. Writes a page with
+every candidate (OUT/bench_<hardware>.md) and, where there is something to draw, pictures beside it. Runs made with
+--quick count only with --quick.
 """
 
 from collections.abc import Iterable
@@ -14,19 +15,21 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from runs.bench import plots as bench_plots
+from gka.kinds import KINDS
+from runs.bench import plots
+from runs.bench.config import BenchConfig
 from runs.bench.results import Comparison, load, slug
-from runs.bench.timing import BenchConfig
+from runs.bench.targets import Target, flops_ratio, over, targets
 from trainkit.cli import UserError, run
 from trainkit.distributed import setup
 from trainkit.progress import console
 from trainkit.results import describe_hardware
 
-WHATS = {"attention": "The operator", "deit": "Vision transformers", "gpt": "Language models"}
+TITLES = {"attention": "The operator", "deit": "Vision transformers", "gpt": "Language models"}
 UNITS = {"attention": "", "deit": "images/s", "gpt": "tokens/s"}
+SOFTMAX, GKA = KINDS["softmax"].label, KINDS["gka"].label
 WIDE = 160
-QUIET = 0.1  # cores
-Comparisons = dict[tuple[str, str], Comparison]
+QUIET_CORES = 0.1  # as many that others use disturb nothing
 
 
 @dataclass
@@ -34,123 +37,9 @@ class ReportConfig(BenchConfig):
     """Print the benchmarks' tables and targets, and draw them, from the files of one hardware."""
 
     hardware: str = ""
-    """its name or the end of its files' names; empty = this machine's device"""
+    """Its name or the end of its files' names; empty = this machine's device."""
     out: Path = Path("out/bench")
-    """folder for the page and the pictures"""
-
-
-@dataclass
-class Target:
-    """A promise and what was measured. `at_most`: smaller is better."""
-
-    what: str
-    wanted: float
-    measured: float | None
-    at_most: bool = False
-
-    @property
-    def verdict(self) -> str:
-        if self.measured is None:
-            return "not measured"
-        return "pass" if (self.measured <= self.wanted if self.at_most else self.measured >= self.wanted) else "miss"
-
-
-# Targets
-
-
-def best(deit: Comparisons, size: str, role: str) -> float | None:
-    """Images per second of a size's inference at its best batch, among the lines of `role`."""
-    lines = [
-        c.fastest(role)
-        for (case, phase), c in deit.items()
-        if case.startswith(f"deit-{size}-") and phase == "inference"
-    ]
-    return max((line["metrics"]["items_per_second"] for line in lines if line), default=None)
-
-
-def over(top: float | None, bottom: float | None) -> float | None:
-    return top / bottom if top is not None and bottom else None
-
-
-def ratio(
-    comparisons: Comparisons, case: str, phase: str, role: str = "baseline", metric: str = "median_ms"
-) -> float | None:
-    """The fastest of `role` over ours in one comparison; None if it was not made."""
-    found = comparisons.get((case, phase))
-    return found.ratio(role, metric) if found else None
-
-
-def flops_ratio(comparison: Comparison | None) -> float | None:
-    """FLOPs per token of the softmax model over GKA's."""
-    found = (
-        {line["config"]["role"]: line["metrics"].get("flops_per_token") for line in comparison.lines}
-        if comparison
-        else {}
-    )
-    return over(found.get("baseline"), found.get("ours"))
-
-
-def targets(results: dict[str, Comparisons], cuda: bool) -> list[Target]:
-    """The project's promises for this kind of device; ratios are of the fastest softmax over ours, in time."""
-    attention, deit, gpt = results["attention"], results["deit"], results["gpt"]
-    if not cuda:
-        flops = flops_ratio(gpt.get(("d4", "training")))
-        return [
-            Target("DeiT-Ti forward", 1.15, over(best(deit, "ti", "ours"), best(deit, "ti", "baseline"))),
-            Target(
-                "d4 training step, 0.95 x its FLOPs ratio",
-                0.95 * (flops or 1.0),
-                ratio(gpt, "d4", "training") if flops else None,
-            ),
-        ]
-    found = []
-    for size in ("ti", "s", "b"):
-        for phase, wanted in (("forward", 1.5), ("forward+backward", 1.7)):
-            found.append(
-                Target(f"operator, DeiT-{size.title()}, {phase}", wanted, ratio(attention, f"vit-{size}", phase))
-            )
-        found.append(
-            Target(
-                f"operator, DeiT-{size.title()}, against eager GKA",
-                5,
-                ratio(attention, f"vit-{size}", "forward+backward", "eager"),
-            )
-        )
-    for case in ("lm-full", "lm-window"):
-        for phase, wanted in (("forward", 1.0), ("forward+backward", 0.9)):
-            found.append(
-                Target(f"operator, d20 {case.removeprefix('lm-')}, {phase}", wanted, ratio(attention, case, phase))
-            )
-    found.append(
-        Target("operator, d20 full, against eager GKA", 10, ratio(attention, "lm-full", "forward+backward", "eager"))
-    )
-    for batch, wanted in ((1, 1.25), (32, 1.6)):
-        for tokens in (1024, 2048, 8192):
-            found.append(
-                Target(
-                    f"decode, batch {batch}, {tokens} tokens",
-                    wanted,
-                    ratio(attention, f"decode-b{batch}-{tokens}", "forward"),
-                )
-            )
-    for size in ("ti", "s", "b"):
-        name = f"DeiT-{size.title()}"
-        found.append(
-            Target(
-                f"{name}, inference at its best batch",
-                1.25,
-                over(best(deit, size, "ours"), best(deit, size, "baseline")),
-            )
-        )
-        for batch in (64, 128):
-            case = (f"deit-{size}-b{batch}", "training")
-            smaller = over(1.0, ratio(deit, *case, metric="peak_mib"))
-            found += [Target(f"{name}, training step at {batch}", 1.3, ratio(deit, *case)),
-                      Target(f"{name}, training step at {batch}, peak memory", 0.85, smaller, at_most=True)]  # fmt: skip
-    return [*found, Target("d20 training step", 1.18, ratio(gpt, "d20", "training"))]
-
-
-# Tables
+    """Folder for the page and the pictures."""
 
 
 def number(value: float | None, form: str = "{:.4g}") -> str:
@@ -161,60 +50,58 @@ def times(value: float | None) -> str:
     return number(value, "{:.2f}x")
 
 
-def summary_rows(what: str, comparisons: Iterable[Comparison]) -> tuple[list[str], list[list[str]]]:
+def summary_rows(name: str, comparisons: Iterable[Comparison]) -> tuple[list[str], list[list[str]]]:
     """Headings and a row for every comparison; in brackets which softmax kernel, and which of our implementations."""
-    unit = UNITS[what]
-    headings = [
-        "",
-        *(f"{side} {measure}" for side in ("softmax", "GKA") for measure in (("ms", unit) if unit else ("ms",))),
-        "speed-up",
-        "memory",
-    ]
-    headings += {"attention": ["over eager"], "gpt": ["FLOPs ratio"]}.get(what, [])
+    unit = UNITS[name]
+    measures = ("ms", unit) if unit else ("ms",)
+    headings = ["", *(f"{side} {measure}" for side in (SOFTMAX, GKA) for measure in measures), "speed-up", "memory"]
+    headings += {"attention": ["over eager"], "gpt": ["FLOPs ratio"]}.get(name, [])
     rows = []
     for comparison in comparisons:
         row = [f"{comparison.case} {comparison.phase}"]
         for role in ("baseline", "ours"):
             line = comparison.fastest(role)
-            name = line["config"]["candidate"].removeprefix("softmax").removeprefix("gka").strip(" -") if line else ""
-            row.append(number(line["metrics"]["median_ms"]) + (f" ({name})" if name else "") if line else "none")
+            row.append(number(line["metrics"]["median_ms"]) + in_brackets(line) if line else "none")
             row += [number(line["metrics"]["items_per_second"] if line else None, "{:,.0f}")] if unit else []
         row += [times(comparison.ratio()), times(over(1.0, comparison.ratio(metric="peak_mib")))]
-        row += {"attention": [times(comparison.ratio("eager"))], "gpt": [times(flops_ratio(comparison))]}.get(what, [])
+        if name == "attention":
+            row.append(times(comparison.ratio("eager")))
+        if name == "gpt":
+            row.append(times(flops_ratio(comparison)))
         rows.append(row)
-    said = [place for place in range(len(headings)) if any(row[place] for row in rows)]  # no memory on a CPU
-    return [headings[place] for place in said], [[row[place] for place in said] for row in rows]
+    filled = [place for place in range(len(headings)) if any(row[place] for row in rows)]  # a CPU has no memory column
+    return [headings[place] for place in filled], [[row[place] for place in filled] for row in rows]
+
+
+def in_brackets(line: dict) -> str:
+    """The candidate's kernel or implementation, without its kind."""
+    name = line["config"]["candidate"].removeprefix("softmax").removeprefix("gka").strip(" -")
+    return f" ({name})" if name else ""
 
 
 def reasons(comparisons: Iterable[Comparison]) -> list[str]:
     """Why lines have no time or were timed unlike the others, each reason once with where it was met."""
-    met: dict[str, list[str]] = {}
+    places: dict[str, list[str]] = {}
     for comparison in comparisons:
         where = f"{comparison.case} {comparison.phase}"
         for line in comparison.lines:
             if line["metrics"]["status"] != "ok":
-                told = f"{line['config']['candidate']} {line['metrics']['status']}: {line['metrics']['reason']}"
-                met.setdefault(told, []).append(where)
+                reason = f"{line['config']['candidate']} {line['metrics']['status']}: {line['metrics']['reason']}"
+                places.setdefault(reason, []).append(where)
         if unlike := comparison.unlike():
-            met.setdefault(f"timed {unlike}", []).append(where)
-    return [
-        f"{told} ({places[0]}{f' and {len(places) - 1} more' if len(places) > 1 else ''})"
-        for told, places in met.items()
-    ]
+            places.setdefault(f"timed {unlike}", []).append(where)
+    more = {reason: f" and {len(where) - 1} more" if len(where) > 1 else "" for reason, where in places.items()}
+    return [f"{reason} ({where[0]}{more[reason]})" for reason, where in places.items()]
 
 
 def disturbance(comparisons: Iterable[Comparison]) -> list[str]:
     """A warning if other processes worked while a CPU was timed."""
-    met = [
-        max((line["metrics"].get("elsewhere") or 0.0 for line in comparison.lines), default=0.0)
-        for comparison in comparisons
-    ]
-    busy = sum(cores > QUIET for cores in met)
-    if not busy:
+    used = [max((line["metrics"].get("elsewhere") or 0.0 for line in c.lines), default=0.0) for c in comparisons]
+    disturbed = sum(cores > QUIET_CORES for cores in used)
+    if not disturbed:
         return []
-    return [
-        f"other processes used up to {max(met):.1f} cores while {busy} of these {len(met)} were timed: measure again on a quiet machine"
-    ]
+    others = f"other processes used up to {max(used):.1f} cores while {disturbed} of these {len(used)} were timed"
+    return [f"{others}: measure again on a quiet machine"]
 
 
 def provenance(comparisons: Iterable[Comparison]) -> str:
@@ -242,76 +129,63 @@ def show(title: str, headings: list[str], rows: list[list[str]]) -> None:
 
 def candidate_rows(comparisons: Iterable[Comparison]) -> tuple[list[str], list[list[str]]]:
     """Every candidate of every comparison, failed ones too."""
-    headings = [
-        "case",
-        "phase",
-        "candidate",
-        "role",
-        "median ms",
-        "20 % to 80 %",
-        "samples",
-        "first call s",
-        "peak MiB",
-        "remark",
-    ]
+    headings = ["case", "phase", "candidate", "role", "median ms", "20 % to 80 %", "samples", "first call s"]
+    headings += ["peak MiB", "remark"]
     rows = []
     for comparison in comparisons:
         for line in comparison.lines:
             config, metrics = line["config"], line["metrics"]
-            spread = (
-                f"{number(metrics['low_ms'])} to {number(metrics['high_ms'])}"
-                if metrics["median_ms"] is not None
-                else ""
-            )
-            first = number(metrics["first_ms"] / 1e3 if metrics["first_ms"] is not None else None, "{:.2f}")
-            remark = f"{metrics['status']}: {metrics['reason']}" if metrics["status"] != "ok" else metrics["note"]
-            rows.append([comparison.case, comparison.phase, config["candidate"], config["role"], number(metrics["median_ms"]), spread, str(metrics["samples"]),
-                         first, number(metrics["peak_mib"], "{:,.1f}"), remark.replace("|", "\\|")])  # fmt: skip
+            row = [comparison.case, comparison.phase, config["candidate"], config["role"], number(metrics["median_ms"])]
+            timed = metrics["median_ms"] is not None
+            row.append(f"{number(metrics['low_ms'])} to {number(metrics['high_ms'])}" if timed else "")
+            first_ms = metrics["first_ms"]
+            row += [str(metrics["samples"]), number(None if first_ms is None else first_ms / 1e3, "{:.2f}")]
+            remark = metrics["note"] if metrics["status"] == "ok" else f"{metrics['status']}: {metrics['reason']}"
+            rows.append([*row, number(metrics["peak_mib"], "{:,.1f}"), remark.replace("|", "\\|")])
     return headings, rows
 
 
-def target_rows(found: list[Target]) -> tuple[list[str], list[list[str]]]:
+def target_rows(promises: list[Target]) -> tuple[list[str], list[list[str]]]:
     rows = [
-        [t.what, f"{'<=' if t.at_most else '>='} {t.wanted:.2f}", number(t.measured, "{:.2f}"), t.verdict]
-        for t in found
+        [t.name, f"{'<=' if t.at_most else '>='} {t.wanted:.2f}", number(t.measured, "{:.2f}"), t.verdict]
+        for t in promises
     ]
     return ["target", "wanted", "measured", ""], rows
 
 
+def benchmark_page(name: str, comparisons: Iterable[Comparison]) -> list[str]:
+    """Print a benchmark's table; returns its part of the page."""
+    headings, rows = summary_rows(name, comparisons)
+    show(TITLES[name], headings, rows)
+    remarks, source = reasons(comparisons) + disturbance(comparisons), provenance(comparisons)
+    for line in (*(f"  {remark}" for remark in remarks), source):
+        console.print(line, highlight=False, markup=False)
+    page = [f"## {TITLES[name]}", markdown(headings, rows), *(f"- {remark}" for remark in remarks), source]
+    return [*page, "Every candidate:", markdown(*candidate_rows(comparisons))]
+
+
 def main(config: ReportConfig) -> None:
     hardware = config.hardware or describe_hardware(setup(config.device_type).device)
-    results = {what: load(config.results, what, hardware, config.quick) for what in WHATS}
+    results = {name: load(config.results, name, hardware, config.quick) for name in TITLES}
     if not any(results.values()):
         quick = "" if config.quick else " (runs made with --quick count only with --quick)"
         raise UserError(f"{config.results} has no benchmark of {hardware}{quick}; make bench makes one")
-    page = []
-    for what, comparisons in results.items():
+    page = [f"# Benchmarks on {hardware}"]
+    for name, comparisons in results.items():
         if comparisons:
-            headings, rows = summary_rows(what, comparisons.values())
-            show(WHATS[what], headings, rows)
-            remarks = reasons(comparisons.values()) + disturbance(comparisons.values())
-            for remark in remarks:
-                console.print(f"  {remark}", highlight=False, markup=False)
-            source = provenance(comparisons.values())
-            console.print(source, highlight=False, markup=False)
-            page += [f"## {WHATS[what]}", markdown(headings, rows), *(f"- {remark}" for remark in remarks), source,
-                     "Every candidate:", markdown(*candidate_rows(comparisons.values()))]  # fmt: skip
+            page += benchmark_page(name, list(comparisons.values()))
     # A processor is described with its number of threads; an accelerator is not.
-    found = targets(results, cuda=not slug(hardware).endswith("-threads"))
-    headings, rows = target_rows(found)
-    show("Targets: the fastest softmax attention over GKA", headings, rows)
-    console.print(
-        ", ".join(
-            f"{sum(t.verdict == verdict for t in found)} {verdict}" for verdict in ("pass", "miss", "not measured")
-        )
-    )
-    pictures = bench_plots.draw(results["attention"], hardware, config.out)
+    promises = targets(results, cuda=not slug(hardware).endswith("-threads"))
+    headings, rows = target_rows(promises)
+    show(f"Targets: the fastest softmax attention over {GKA}", headings, rows)
+    verdicts = [promise.verdict for promise in promises]
+    console.print(", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in ("pass", "miss", "not measured")))
+    pictures = plots.draw(results["attention"], hardware, config.out)
     config.out.mkdir(parents=True, exist_ok=True)
     path = config.out / f"bench_{slug(hardware)}.md"
-    path.write_text("\n\n".join([f"# Benchmarks on {hardware}", *page, "## Targets", markdown(headings, rows)]) + "\n")
-    console.print(
-        f"Every candidate: {path}. Pictures: {', '.join(map(str, pictures)) or 'none'}.", highlight=False, markup=False
-    )
+    path.write_text("\n\n".join([*page, "## Targets", markdown(headings, rows)]) + "\n")
+    drawn = ", ".join(map(str, pictures)) or "none"
+    console.print(f"Every candidate: {path}. Pictures: {drawn}.", highlight=False, markup=False)
 
 
 if __name__ == "__main__":

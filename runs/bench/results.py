@@ -1,6 +1,7 @@
-"""The benchmarks' result files: a line for every candidate, written case by case, and the comparisons they make up again.
+"""The benchmarks' result files: a line for every candidate, written case by case, and the comparisons made of them.
 
-A comparison is what was timed in turns in one process. Ratios are taken inside one, never across two; files, and so tables, never mix hardware.
+A comparison is what was timed in turns in one process. Ratios are taken inside one, never across two; a file, and so a
+table, never mixes hardware.
 """
 
 import re
@@ -12,7 +13,8 @@ from typing import Any
 
 import torch
 
-from runs.bench.timing import BenchConfig, Measurement
+from runs.bench.config import BenchConfig
+from runs.bench.measurement import Measurement
 from trainkit.progress import console
 from trainkit.results import append_result, describe_hardware, read_results
 
@@ -24,49 +26,49 @@ def slug(hardware: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", re.sub(r"\((r|tm)\)", "", hardware.lower())).strip("-")
 
 
-def result_file(results: Path, what: str, hardware: str) -> Path:
+def result_file(results: Path, benchmark: str, hardware: str) -> Path:
     """One file for each benchmark and hardware (its name or its slug)."""
-    return Path(results) / f"bench_{what}_{slug(hardware)}.jsonl"
+    return Path(results) / f"bench_{benchmark}_{slug(hardware)}.jsonl"
 
 
 class Recorder:
     """Appends the lines of a comparison and prints them."""
 
-    def __init__(self, config: BenchConfig, what: str, device: torch.device):
-        self.what, self.device, self.quick = what, device, config.quick
-        self.path = result_file(config.results, what, describe_hardware(device))
+    def __init__(self, config: BenchConfig, benchmark: str, device: torch.device):
+        self.benchmark, self.device, self.quick = benchmark, device, config.quick
+        self.path = result_file(config.results, benchmark, describe_hardware(device))
 
-    def record(self, case: str, phase: str, measured: dict[str, Measurement], roles: dict[str, str], settings: dict[str, Any],
-               extra: Callable[[str, Measurement], dict[str, Any]] = lambda name, measurement: {}) -> None:  # fmt: skip
-        """roles: by candidate. settings: what was run, the same for all of them. extra: further metrics of a candidate."""
+    def record(
+        self,
+        case: str,
+        phase: str,
+        measured: dict[str, Measurement],
+        roles: dict[str, str],
+        settings: dict[str, Any],
+        extra: Callable[[str, Measurement], dict[str, Any]] = lambda name, measurement: {},
+    ) -> None:
+        """Append and print one comparison.
+
+        roles: of every candidate. settings: of all of them. extra: further metrics of a candidate.
+        """
         group = uuid.uuid4().hex[:12]
         for name, measurement in measured.items():
-            config = {
-                "case": case,
-                "phase": phase,
-                "candidate": name,
-                "role": roles[name],
-                "group": group,
-                "quick": self.quick,
-                **settings,
-            }
-            append_result(
-                self.path,
-                f"bench_{self.what}",
-                config,
-                {**asdict(measurement), **extra(name, measurement)},
-                self.device,
-            )
-            console.print(f"{case} {phase:<16} {name:<26} {_told(measurement)}", highlight=False, markup=False)
+            config = {"case": case, "phase": phase, "candidate": name, "role": roles[name], "group": group}
+            config |= {"quick": self.quick, **settings}
+            metrics = {**asdict(measurement), **extra(name, measurement)}
+            append_result(self.path, f"bench_{self.benchmark}", config, metrics, self.device)
+            console.print(f"{case} {phase:<16} {name:<26} {summary(measurement)}", highlight=False, markup=False)
 
 
-def _told(measurement: Measurement) -> str:
+def summary(measurement: Measurement) -> str:
+    """One measurement in words."""
     if measurement.status != "ok":
         return f"{measurement.status}: {measurement.reason}"
     memory = "" if measurement.peak_mib is None else f", {measurement.peak_mib:,.0f} MiB"
     note = f"; {measurement.note}" if measurement.note else ""
-    return (f"{measurement.median_ms:10.4g} ms ({measurement.low_ms:.4g} to {measurement.high_ms:.4g} in {measurement.samples} samples), "
-            f"first call {measurement.first_ms / 1e3:.2f} s{memory}{note}")  # fmt: skip
+    spread = f"{measurement.low_ms:.4g} to {measurement.high_ms:.4g} in {measurement.samples} samples"
+    first = f"first call {measurement.first_ms / 1e3:.2f} s"
+    return f"{measurement.median_ms:10.4g} ms ({spread}), {first}{memory}{note}"
 
 
 @dataclass
@@ -83,11 +85,14 @@ class Comparison:
         return min(timed, key=lambda line: line["metrics"]["median_ms"], default=None)
 
     def ratio(self, role: str = "baseline", metric: str = "median_ms") -> float | None:
-        """The FASTEST line of `role` over ours: above 1, ours is quicker (or, with another metric, smaller). None if either is missing."""
-        theirs, ours = self.fastest(role), self.fastest("ours")
-        if theirs is None or ours is None:
+        """The fastest line of `role` over ours: above 1, ours is quicker (or, with another metric, smaller).
+
+        None if either is missing.
+        """
+        other, ours = self.fastest(role), self.fastest("ours")
+        if other is None or ours is None:
             return None
-        top, bottom = theirs["metrics"].get(metric), ours["metrics"].get(metric)
+        top, bottom = other["metrics"].get(metric), ours["metrics"].get(metric)
         return top / bottom if top is not None and bottom else None
 
     def unlike(self) -> str:
@@ -101,10 +106,10 @@ class Comparison:
         return f"without a CUDA graph: {', '.join(without)}" if 0 < len(without) < len(sides) else ""
 
 
-def load(results: Path, what: str, hardware: str, quick: bool = False) -> dict[tuple[str, str], Comparison]:
+def load(results: Path, benchmark: str, hardware: str, quick: bool = False) -> dict[tuple[str, str], Comparison]:
     """The newest comparison of every (case, phase) in a result file; those of --quick runs only if `quick`."""
     groups: dict[str, Comparison] = {}
-    for line in read_results(result_file(results, what, hardware)):
+    for line in read_results(result_file(results, benchmark, hardware)):
         config = line["config"]
         if config.keys() >= {"group", "case", "phase", "role", "candidate", "quick"} and (quick or not config["quick"]):
             groups.setdefault(config["group"], Comparison(config["case"], config["phase"])).lines.append(line)

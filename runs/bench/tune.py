@@ -23,8 +23,11 @@ from gka.api import EPS
 from gka.impl.triton import configs as triton_configs
 from gka.impl.triton.configs import Config
 from gka.masking import Mask
+from runs.bench.config import CaseConfig
+from runs.bench.device import release_memory
+from runs.bench.measurement import Measurement, Plan
 from runs.bench.results import Recorder
-from runs.bench.timing import CaseConfig, Measurement, Plan, interleave, release_memory
+from runs.bench.timing import interleave
 from trainkit.cli import UserError, run
 from trainkit.distributed import setup
 from trainkit.progress import console, progress_bar

@@ -7,7 +7,7 @@ from runs.bench import operator_error
 from runs.bench.results import Comparison
 from runs.demo.language import VARIANTS, run_tag
 from runs.sections.benchmarks import scorer_seconds
-from runs.sections.sources import benchmarks, language_records, measured, table, vision_records
+from runs.sections.sources import benchmarks, language_records, table, vision_records
 from trainkit.progress import read_lines
 
 HARDWARE = "intel-xeon-processor-2-threads"  # the machine of the whole table
@@ -103,5 +103,6 @@ def results() -> str:
         scorer_row(),
         error_row(),
     ]
-    source = measured(gpt["d4", "training"].lines[0], "")
+    newest = gpt["d4", "training"].lines[0]
+    source = f"\nMeasured on {newest['hardware']}; dates, commits and versions are in `runs/results/`."
     return "\n".join([table(["measured here", SOFTMAX, GKA, f"{GKA} against {SOFTMAX}", "more"], rows), source])

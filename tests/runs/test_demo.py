@@ -47,7 +47,7 @@ def test_a_failing_command_ends_all_with_its_last_line_and_code(tmp_path, capfd)
     assert jobs[1].process.poll() is not None
 
 
-def test_a_command_that_is_killed_in_silence_is_named_and_not_by_what_an_earlier_one_printed(tmp_path, capfd):
+def test_a_silently_killed_command_is_named_without_older_output(tmp_path, capfd):
     (tmp_path / "output.txt").write_text("of an earlier start\n")
     with pytest.raises(SystemExit) as left:
         run_side_by_side([job(tmp_path, "dies", "import os; os.kill(os.getpid(), 9)")], 1, Outlook({"training": 1.0}))
@@ -75,17 +75,19 @@ def test_the_outlook_corrects_what_is_left_by_the_pace(monkeypatch, capsys):
         plan.say("step 6 of 10")  # too soon after the line before
     assert plan.left() == 0
     printed = capsys.readouterr().out
-    assert (
-        "[2/2] training; about 6 min 40 s left in all" in printed and "step 5 of 10; about 4 min 31 s left" in printed
-    )
-    assert "step 6" not in printed
+    assert "[2/2] training; about 6 min 40 s left in all" in printed
+    assert "step 5 of 10; about 4 min 31 s left" in printed and "step 6" not in printed
 
 
-def test_reports_pass_over_lines_that_say_nothing(tmp_path):
+def test_damaged_log_lines_are_left_out(tmp_path):
     log = tmp_path / "log.jsonl"
-    log.write_text("".join(json.dumps(line) + "\n" for line in (
-        {"event": "train", "step": 3, "smooth_loss": 2.0, "loss": 3.5}, {"event": "eval", "step": 3, "val_bpb": 1.0},
-        {"event": "train", "step": 4, "smooth_loss": 1.5}, {"event": "eval", "step": 4, "val_bpb": 0.5})))  # fmt: skip
+    lines = [
+        {"event": "train", "step": 3, "smooth_loss": 2.0, "loss": 3.5},
+        {"event": "eval", "step": 3, "val_bpb": 1.0},
+        {"event": "train", "step": 4, "smooth_loss": 1.5},
+        {"event": "eval", "step": 4, "val_bpb": 0.5},
+    ]
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
     tiny.damage_log(log, train="smooth_loss", eval="val_bpb")
     job = Job("job", "timeit", [], tmp_path, steps=4, finish_keys=("top1",))
     assert job.progress() == (4, "loss 3.500") and job.finish() is None

@@ -1,0 +1,163 @@
+"""The benchmarks' results: ratios inside a comparison, tables that never mix hardware, targets and rooflines."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bench_lines import line, write
+from gka.masking import Mask
+from runs.bench import plots, report, targets
+from runs.bench.config import BenchConfig
+from runs.bench.measurement import Measurement
+from runs.bench.operators import FORWARD, FULL
+from runs.bench.results import Comparison, Recorder, load, result_file, slug
+from trainkit.progress import read_lines
+
+CPU = torch.device("cpu")
+
+
+def test_the_ratio_is_of_the_faster_baseline_that_is_right():
+    lines = [
+        line("gka triton", "ours", 1.0, peak_mib=5.0),
+        line("softmax flash", "baseline", 2.0),
+        line("softmax cudnn", "baseline", 1.5),
+        line("softmax fa3", "baseline", 0.1, status="wrong"),
+        line("softmax flex", "other", 0.5),
+        line("gka flex", "variant", 0.2),
+        line("gka eager", "eager", 9.0),
+    ]
+    comparison = Comparison("vit-ti", "forward", lines)
+    assert (comparison.ratio(), comparison.ratio("eager"), comparison.ratio(metric="peak_mib")) == (1.5, 9.0, 2.0)
+    assert comparison.unlike() == ""
+    lines[2]["metrics"]["graphed"] = False
+    assert comparison.unlike() == "without a CUDA graph: softmax cudnn"
+    assert (
+        Comparison("vit-ti", "forward", lines[1:]).ratio() is None
+        and Comparison("vit-ti", "forward", lines[:1]).ratio() is None
+    )
+
+
+def test_hardware_has_a_file_of_its_own(tmp_path, monkeypatch):
+    names = [
+        "NVIDIA H200",
+        "NVIDIA H100 80GB HBM3",
+        "Intel(R) Xeon(R) Processor, 2 threads",
+        "Intel(R) Xeon(R) Processor, 16 threads",
+    ]
+    assert [slug(name) for name in names] == [
+        "nvidia-h200",
+        "nvidia-h100-80gb-hbm3",
+        "intel-xeon-processor-2-threads",
+        "intel-xeon-processor-16-threads",
+    ]
+    for name in names[:2]:
+        monkeypatch.setattr("runs.bench.results.describe_hardware", lambda device, name=name: name)
+        monkeypatch.setattr("trainkit.results.describe_hardware", lambda device, name=name: name)
+        recorder = Recorder(BenchConfig(results=tmp_path), "attention", CPU)
+        recorder.record(
+            "vit-ti",
+            "forward",
+            {"a": Measurement("failed", "why")},
+            {"a": "ours"},
+            {"batch": 1},
+            lambda name, m: {"more": 2},
+        )
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "bench_attention_nvidia-h100-80gb-hbm3.jsonl",
+        "bench_attention_nvidia-h200.jsonl",
+    ]
+    (record,) = read_lines(result_file(tmp_path, "attention", "NVIDIA H200"))
+    assert (
+        record["hardware"] == "NVIDIA H200"
+        and record["config"]["batch"] == 1
+        and record["commit"]
+        and record["command"]
+    )
+    assert (record["metrics"]["status"], record["metrics"]["reason"], record["metrics"]["more"]) == ("failed", "why", 2)
+
+
+def test_the_newest_comparison_counts_and_quick_ones_only_when_asked(tmp_path):
+    old = [line("gka triton", "ours", 1.0, group="1"), line("softmax flash", "baseline", 9.0, group="1")]
+    new = [line("gka triton", "ours", 1.0, group="2"), line("softmax cudnn", "baseline", 3.0, group="2")]
+    quick = [
+        line("gka triton", "ours", 1.0, group="3", quick=True),
+        line("softmax cudnn", "baseline", 2.0, group="3", quick=True),
+    ]
+    write(tmp_path, *old, *new, *quick)
+    assert load(tmp_path, "attention", "NVIDIA H200")["vit-ti", "forward"].ratio() == 3.0
+    assert load(tmp_path, "attention", "nvidia-h200", quick=True)["vit-ti", "forward"].ratio() == 2.0
+    assert load(tmp_path, "attention", "NVIDIA H100") == {}
+
+
+def test_the_report_prints_tables_reasons_and_targets_of_a_file(tmp_path, capsys):
+    missing = dict(status="failed", reason="flash_attn_interface is not installed")
+    write(
+        tmp_path,
+        line("gka triton", "ours", 1.0),
+        line("softmax flash", "baseline", 1.6),
+        line("gka eager", "eager", 4.0),
+        line("softmax fa3", "baseline", None, **missing),
+        line("gka triton", "ours", 1.0, phase=FULL, group="h"),
+        line("softmax flash", "baseline", 1.6, phase=FULL, group="h"),
+        line("gka eager", "eager", 4.0, phase=FULL, group="h"),
+    )
+    report.main(report.ReportConfig(results=tmp_path, hardware="NVIDIA H200", out=tmp_path / "out"))
+    said = capsys.readouterr().out
+    assert re.search(r"vit-ti forward +│ +1.6 \(flash\) │ +1 \(triton\) │ +1.60x │ +1.00x │ +4.00x", said)
+    assert "softmax fa3 failed: flash_attn_interface is not installed (vit-ti forward)" in said
+    assert "Measured 2026-01-02 at commit abc on NVIDIA H200, torch 2." in said
+    verdicts = {
+        "DeiT-Ti, forward ": "pass",
+        "DeiT-Ti, forward+backward ": "miss",
+        "DeiT-Ti, against eager GKA ": "miss",
+        "d20 training step ": "not measured",
+    }
+    for target, verdict in verdicts.items():
+        assert re.search(rf"{re.escape(target)}.*│ +{verdict} ", said), target
+    page = (tmp_path / "out/bench_nvidia-h200.md").read_text()
+    assert "| softmax fa3 | baseline |" in page and "failed: flash_attn_interface is not installed" in page
+    assert (tmp_path / "out/roofline_nvidia-h200.png").stat().st_size > 1000
+
+
+def test_targets_of_a_cpu_are_its_own():
+    def group(case, phase, ours, baseline, **metrics):
+        speeds = {"items_per_second": 1 / baseline}, {"items_per_second": 1 / ours}
+        lines = [
+            line("softmax", "baseline", baseline, case, phase, **speeds[0], **metrics),
+            line("gka", "ours", ours, case, phase, **speeds[1]),
+        ]
+        return {(case, phase): Comparison(case, phase, lines)}
+
+    deit = group("deit-ti-b8", "inference", 1.0, 1.1) | group("deit-ti-b16", "inference", 0.5, 1.0)
+    gpt = group("d4", "training", 1.0, 1.13, flops_per_token=120.0)
+    gpt["d4", "training"].lines[1]["metrics"]["flops_per_token"] = 100.0
+    promises = targets.targets({"attention": {}, "deit": deit, "gpt": gpt}, cuda=False)
+    assert [(target.verdict, round(target.measured, 2)) for target in promises] == [("pass", 2.0), ("miss", 1.13)]
+    assert promises[1].wanted == pytest.approx(0.95 * 1.2)
+    assert {target.verdict for target in targets.targets({"attention": {}, "deit": {}, "gpt": {}}, cuda=False)} == {
+        "not measured"
+    }
+    memory = targets.Target("memory", 0.85, 0.8, at_most=True)
+    assert memory.verdict == "pass" and replace(memory, measured=0.9).verdict == "miss"
+
+
+def test_the_roofline_is_the_arithmetic_of_the_shapes():
+    """Microseconds worked out by hand for DeiT-Ti's operator on an H200.
+
+    They come from 7.63 GFLOP, 39 MB for GKA and 78 MB for softmax, and five products backward.
+    """
+    peaks, config = plots.peaks_of("NVIDIA H200"), line("a", "ours", 1.0)["config"]
+    assert plots.peaks_of("nvidia-h100-80gb-hbm3").bytes < peaks.bytes and plots.peaks_of("NVIDIA A100") is None
+    bounds = [
+        1e3 * plots.bound_ms(config, phase, family, peaks) for phase in (FORWARD, FULL) for family in ("softmax", "gka")
+    ]
+    assert bounds == pytest.approx([18.0, 9.7, 18.0 + 63.1, 9.7 + 24.1], rel=0.01)
+    for causal, window in ((True, None), (True, 7), (False, 7), (False, None)):
+        want = Mask(causal, window).dense(40, 40, CPU).sum().item()
+        assert plots.pairs({**config, "tokens": 40, "queries": 40, "causal": causal, "window": window}) == want
+    decode = {**config, "queries": 1, "tokens": 8192}
+    assert plots.bound_ms(decode, FORWARD, "softmax", peaks) == pytest.approx(
+        2 * plots.bound_ms(decode, FORWARD, "gka", peaks)
+    )

@@ -1,0 +1,22 @@
+"""Lines of the benchmarks' result files, made by hand."""
+
+import json
+
+from runs.bench.measurement import Measurement
+from runs.bench.results import result_file
+
+SHAPE = {"batch": 256, "tokens": 197, "heads": 3, "head_dim": 64, "causal": False, "window": None, "queries": 197}
+
+
+def line(candidate, role, median_ms, case="vit-ti", phase="forward", status="ok", group="g", quick=False, **metrics):
+    """A line of a result file."""
+    config = {"case": case, "phase": phase, "candidate": candidate, "role": role, "group": group, "quick": quick}
+    times = dict(median_ms=median_ms, low_ms=median_ms, high_ms=median_ms, first_ms=1.0)
+    measured = Measurement(status=status, peak_mib=10.0, graphed=True, **times)
+    where = {"date": "2026-01-02 03:04", "commit": "abc", "hardware": "NVIDIA H200", "torch": "2"}
+    return {"kind": "bench_attention", **where, "config": {**config, **SHAPE}, "metrics": {**vars(measured), **metrics}}
+
+
+def write(folder, *lines):
+    """The operator's result file of an H200 in `folder`."""
+    result_file(folder, "attention", "NVIDIA H200").write_text("".join(json.dumps(each) + "\n" for each in lines))
