@@ -24,7 +24,8 @@ PAPER      = --base $(BASE) --ngpu $(RANKS)
         ablate-projections vendor diff unpatch test-patches check-gpu check-images clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z0-9 -]+:.*## / {n = split($$1, t, " "); for (i = 1; i <= n; i++) printf "  make %-18s %s\n", t[i], $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z0-9 -]+:.*## / \
+	  {n = split($$1, t, " "); for (i = 1; i <= n; i++) printf "  make %-18s %s\n", t[i], $$2}' Makefile
 	@$(NAMES) help $(GIVEN)
 setup: $(READY)  ## create .venv and install everything (the other targets do it once by themselves)
 $(READY): requirements.txt pyproject.toml
@@ -34,7 +35,7 @@ $(READY): requirements.txt pyproject.toml
 	$(PIP) --no-deps --editable .
 	@touch $@
 
-demo: $(READY)  ## train small language models on text and vision models on digits, GKA beside softmax (minutes on a CPU)
+demo: $(READY)  ## train small language and vision models, GKA beside softmax (minutes on a CPU)
 	$(PY) -m runs.demo --out $(BASE)/demo $(DEMO_FLAGS) --wandb $(WANDB_MODE) $(ARGS)
 test: $(READY)  ## run the tests (no GPU, no network)
 	$(PY) -m pytest -n auto --dist loadfile $(ARGS)
@@ -62,11 +63,11 @@ tokenize: $(PACKED)/manifest.json  ## tokenise and pack the corpus into rows of 
 $(PACKED)/manifest.json: | $(TOKENIZER)/tokenizer.json
 	$(PY) -m nanochat_gka.pack $(READ_CORPUS) --tokenizer $(TOKENIZER) $(SEQ_FLAG) --out $(PACKED) $(call args_of,tokenize)
 
-pretrain-d20: check-gpu $(PACKED)/manifest.json  ## the paper's GKA run: depth 20, 2.8e9 tokens (DEPTH=... for other sizes)
+pretrain-d20: check-gpu $(PACKED)/manifest.json  ## the paper's GKA run: depth 20, 2.8e9 tokens (or DEPTH=...)
 	$(PY) -m runs.paper.gpt_d20_gka --data $(PACKED) $(DEPTH_FLAG) $(PAPER) --wandb $(WANDB_MODE) -- $(ARGS)
 pretrain-d20-base: check-gpu $(PACKED)/manifest.json  ## the paper's softmax baseline: depth 20, 4.6e9 tokens
 	$(PY) -m runs.paper.gpt_d20_softmax --data $(PACKED) $(DEPTH_FLAG) $(PAPER) --wandb $(WANDB_MODE) -- $(ARGS)
-eval-bpb eval-bpb-base: | $(READY)  ## bits per byte and samples of a run (RUN=folder, or the paper's two), on its own data
+eval-bpb eval-bpb-base: | $(READY)  ## bits per byte and samples of a run (RUN=folder), on its own data
 	$(LAUNCH) nanochat_gka.evaluate --results $(BASE)/results.jsonl $(ROWS) --run $(THE_RUN) $(ARGS)
 eval-core eval-core-base: | $(READY)  ## DCLM's CORE of a run (RUN=folder, BUNDLE=folder or zip, else it is fetched)
 	$(PY) -m runs.paper.core --run $(THE_RUN) $(if $(BUNDLE),--bundle $(call quoted,$(BUNDLE))) $(PAPER) -- $(ARGS)
@@ -75,10 +76,10 @@ sample: | $(READY)  ## text from a run (RUN=folder, PROMPT='...')
 export: | $(READY)  ## a run as a folder of its own, RUN-export: safetensors, configuration, tokenizer, README
 	$(PY) -m nanochat_gka.export --run $(GKA_RUN) --out $(GKA_RUN)-export $(ARGS)
 
-train-deit-ti train-deit-s train-deit-b: %: %-gka  ## the paper's GKA on DATA, 300 epochs (-ti-base is softmax, -ti-vlt VLT)
+train-deit-ti train-deit-s train-deit-b: %: %-gka  ## the paper's GKA, 300 epochs of DATA (-ti-base is softmax)
 train-deit-%: check-images | $(READY)
 	$(PY) -m runs.paper.deit $* --data '$(DATA)' $(MODEL_FLAG) $(PAPER) --wandb $(WANDB_MODE) -- $(ARGS)
-ablate-projections: check-images | $(READY)  ## the paper's ablation: every kind and a hybrid at size Ti on DATA, and the table
+ablate-projections: check-images | $(READY)  ## the paper's ablation on DATA: every kind and a hybrid, and the table
 	$(PY) -m runs.paper.ablation --runs $(BASE)/runs --data '$(DATA)' $(PAPER) --wandb $(WANDB_MODE) -- $(ARGS)
 eval-deit: | $(READY)  ## top-1 and top-5 of a vision run (MODEL=name or RUN=folder) on its own images, or DATA
 	$(LAUNCH) deit_gka.evaluate --run $(DEIT_RUN) $(if $(DATA),--data '$(DATA)') --results $(BASE)/results.jsonl $(ARGS)
@@ -90,7 +91,7 @@ diff: vendor  ## patch them there, and show what GKA changes in each
 	@$(PYTHON) patches/apply.py diff
 unpatch:  ## take the patches out of vendor/ again
 	@$(PYTHON) patches/apply.py reverse
-test-patches: $(READY) $(if $(NANOCHAT_SRC)$(wildcard vendor/nanochat),.venv/.patches)  ## test the patches on "make vendor"'s trees
+test-patches: $(READY) $(if $(NANOCHAT_SRC)$(wildcard vendor/nanochat),.venv/.patches)  ## test the patches on vendor/
 	$(PY) -m pytest -rs -m 'upstream or not upstream' tests/patches $(ARGS)
 .venv/.patches: patches/requirements.txt | $(READY)
 	-$(PIP) -r $< && touch $@

@@ -84,7 +84,6 @@ def gka_forward_kernel(
     o_t = row_block * BM + tl.arange(0, BM)
     o_i = o_t + (Tk - Tq)  # the last query is aligned with the last key
     b_q = load_tile(head_of(p_x, bh, H, sx_b, sx_h), o_t, sx_t, Tq, D, BLOCK_D, True)
-
     b_max = tl.full([BM], LOWEST, tl.float32)
     if OWN_KEYS:
         b_norm = squared_norm(b_q)
