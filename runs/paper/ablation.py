@@ -65,7 +65,7 @@ def finished(folder: Path) -> dict | None:
 
 
 def table(runs: Path, hybrid: str = "") -> Table:
-    """The kinds of attention side by side, in brackets the paper's figures. Raises UserError if a run is missing."""
+    """The kinds side by side; in brackets the paper's figures. Raises UserError if a kind's run is missing."""
     records = {name: finished(runs / model) for name, model in models().items()}
     for name, record in records.items():
         if record is None:
