@@ -24,8 +24,6 @@ PAPER      = --base $(BASE) --ngpu $(RANKS)
         ablate-projections vendor diff unpatch test-patches check-gpu check-images clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z0-9 -]+:.*## / \
-	  {n = split($$1, t, " "); for (i = 1; i <= n; i++) printf "  make %-18s %s\n", t[i], $$2}' Makefile
 	@$(NAMES) help $(GIVEN)
 setup: $(READY)  ## create .venv and install everything (the other targets do it once by themselves)
 $(READY): requirements.txt pyproject.toml
@@ -35,7 +33,7 @@ $(READY): requirements.txt pyproject.toml
 	$(PIP) --no-deps --editable .
 	@touch $@
 
-demo: $(READY)  ## train small language and vision models, GKA beside softmax (minutes on a CPU)
+demo: $(READY)  ## train small language and vision models, GKA beside softmax, in minutes on a CPU
 	$(PY) -m runs.demo --out $(BASE)/demo $(DEMO_FLAGS) --wandb $(WANDB_MODE) $(ARGS)
 test: $(READY)  ## run the tests (no GPU, no network)
 	$(PY) -m pytest -n auto --dist loadfile $(ARGS)
@@ -63,7 +61,7 @@ tokenize: $(PACKED)/manifest.json  ## tokenise and pack the corpus into rows of 
 $(PACKED)/manifest.json: | $(TOKENIZER)/tokenizer.json
 	$(PY) -m nanochat_gka.pack $(READ_CORPUS) --tokenizer $(TOKENIZER) $(SEQ_FLAG) --out $(PACKED) $(call args_of,tokenize)
 
-pretrain-d20: check-gpu $(PACKED)/manifest.json  ## the paper's GKA run: depth 20, 2.8e9 tokens (or DEPTH=...)
+pretrain-d20: check-gpu $(PACKED)/manifest.json  ## the paper's GKA run: depth 20, 2.8e9 tokens (DEPTH=...)
 	$(PY) -m runs.paper.gpt_d20_gka --data $(PACKED) $(DEPTH_FLAG) $(PAPER) --wandb $(WANDB_MODE) -- $(ARGS)
 pretrain-d20-base: check-gpu $(PACKED)/manifest.json  ## the paper's softmax baseline: depth 20, 4.6e9 tokens
 	$(PY) -m runs.paper.gpt_d20_softmax --data $(PACKED) $(DEPTH_FLAG) $(PAPER) --wandb $(WANDB_MODE) -- $(ARGS)
@@ -76,10 +74,10 @@ sample: | $(READY)  ## text from a run (RUN=folder, PROMPT='...')
 export: | $(READY)  ## a run as a folder of its own, RUN-export: safetensors, configuration, tokenizer, README
 	$(PY) -m nanochat_gka.export --run $(GKA_RUN) --out $(GKA_RUN)-export $(ARGS)
 
-train-deit-ti train-deit-s train-deit-b: %: %-gka  ## the paper's GKA, 300 epochs of DATA (-ti-base is softmax)
+train-deit-ti train-deit-s train-deit-b: %: %-gka  ## the paper's GKA on DATA (-ti-base is softmax, -ti-vlt VLT)
 train-deit-%: check-images | $(READY)
 	$(PY) -m runs.paper.deit $* --data '$(DATA)' $(MODEL_FLAG) $(PAPER) --wandb $(WANDB_MODE) -- $(ARGS)
-ablate-projections: check-images | $(READY)  ## the paper's ablation on DATA: every kind and a hybrid, and the table
+ablate-projections: check-images | $(READY)  ## the paper's ablation: every kind and a hybrid at size Ti on DATA
 	$(PY) -m runs.paper.ablation --runs $(BASE)/runs --data '$(DATA)' $(PAPER) --wandb $(WANDB_MODE) -- $(ARGS)
 eval-deit: | $(READY)  ## top-1 and top-5 of a vision run (MODEL=name or RUN=folder) on its own images, or DATA
 	$(LAUNCH) deit_gka.evaluate --run $(DEIT_RUN) $(if $(DATA),--data '$(DATA)') --results $(BASE)/results.jsonl $(ARGS)
@@ -95,7 +93,6 @@ test-patches: $(READY) $(if $(NANOCHAT_SRC)$(wildcard vendor/nanochat),.venv/.pa
 	$(PY) -m pytest -rs -m 'upstream or not upstream' tests/patches $(ARGS)
 .venv/.patches: patches/requirements.txt | $(READY)
 	-$(PIP) -r $< && touch $@
-
 check-gpu check-images: ; @$(NAMES) $@ $(GIVEN)
 clean:  ## delete the environment, keep the outputs
 	rm -rf .venv *.egg-info .pytest_cache .ruff_cache .hypothesis

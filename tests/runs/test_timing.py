@@ -139,7 +139,7 @@ def test_a_graph_that_cannot_be_captured_is_a_note_and_the_rest_replay(monkeypat
         try:
             yield
         except RuntimeError:
-            raise RuntimeError("operation failed due to a previous error during capture")  # noqa: B904 (as torch)
+            raise RuntimeError("operation failed during capture")  # noqa: B904 (what torch does)
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", capture)
