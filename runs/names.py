@@ -8,6 +8,7 @@ Settings are given as NAME=value; an empty value is the same as none.
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -168,6 +169,13 @@ def check_corpus(given):
         raise Problem(f"CORPUS={corpus} is neither fineweb nor builtin nor a folder")
 
 
+def show_targets(makefile):
+    """Print every target of a Makefile that has a description."""
+    for targets, description in re.findall(r"^([a-z0-9 -]+):.*## (.*)$", makefile, re.MULTILINE):
+        for target in targets.split():
+            print(f"  make {target:<18} {description}")
+
+
 def main(words):
     """Do what the first word says, with the settings in the others."""
     asked, settings = words[0], (word.split("=", 1) for word in words[1:])
@@ -182,6 +190,7 @@ def main(words):
     if asked == "make":
         print(as_make(names(given)))
     elif asked == "help":
+        show_targets(Path("Makefile").read_text())
         ngpu = given.get("NGPU") or count_gpus()
         print(HELP.format(**dict(DEFAULTS, **dict(given, NGPU=ngpu, RUN=names(given)["GKA_RUN"]))))
     else:

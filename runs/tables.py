@@ -52,7 +52,7 @@ def section(name: str, page: str) -> str:
 
 def render(page: str, text: str) -> str:
     """The page's text with every block filled."""
-    return BLOCK.sub(lambda found: f"<!-- table:{found[1]} -->\n{section(found[1], page)}\n<!-- /table -->", text)
+    return BLOCK.sub(lambda match: f"<!-- table:{match[1]} -->\n{section(match[1], page)}\n<!-- /table -->", text)
 
 
 def main(config: TablesConfig) -> None:

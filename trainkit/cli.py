@@ -1,6 +1,7 @@
 """Command lines: a dataclass becomes flags, a mistake becomes one line and exit code 2."""
 
 import errno
+import inspect
 import math
 import os
 import shlex
@@ -103,7 +104,7 @@ def run(main: Callable[[Any], None], config_class: type, argv: list[str] | None 
     program = sys.modules["__main__"].__spec__
     prog = f"python -m {program.name}" if program else None
     try:
-        config = tyro.cli(config_class, args=argv, prog=prog, description=config_class.__doc__)
+        config = tyro.cli(config_class, args=argv, prog=prog, description=inspect.getdoc(config_class))
         check_bounds(config)
         main(config)
     except UserError as error:

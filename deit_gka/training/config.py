@@ -24,8 +24,7 @@ class TrainConfig(Recipe, RunConfig):
     model_kwargs: tuple[str, ...] = ()
     """Arguments for timm, e.g. sigma_squared=1.0 depth=4."""
     attention: str = ""
-    """A (softmax), G (gka) and V (vlt) by layer, tiled, such as GGGA, or one kind's name; empty takes the model's
-    own."""
+    """A (softmax), G (gka) and V (vlt) by layer, tiled, such as GGGA, or one kind's name; empty takes the model's."""
     initial_weights: MayChange[str] = ""
     """Start from what fits of a file (.safetensors, or .pth as DeiT's), a run or exported folder, or a timm name."""
     data: MayChange[str] = ""

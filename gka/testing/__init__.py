@@ -12,7 +12,6 @@ model). Everything is measured against float64 of the same rounded inputs.
 """
 
 from gka.testing.budget import (
-    budget,
     check,
     coarse_floors,
     disagreement,
@@ -28,7 +27,6 @@ from gka.testing.results import KINDS, Result, make_features, oracle, plain, pla
 __all__ = [
     "KINDS",
     "Result",
-    "budget",
     "check",
     "coarse_floors",
     "disagreement",

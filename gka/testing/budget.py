@@ -131,11 +131,6 @@ def coarse_floors(
     return limits
 
 
-def budget(by_plain: Any, want: Any, name: str, floor: float) -> float:
-    """The largest relative error of the named attribute, as `disagreement` allows it."""
-    return 2 * error(getattr(by_plain, name), getattr(want, name)) + floor
-
-
 def error(got: torch.Tensor, want: torch.Tensor) -> float:
     """Relative Frobenius error against the float64 oracle."""
     return ((got.double() - want).norm() / want.norm()).item()

@@ -53,17 +53,17 @@ def load(path: Path | str, step: int = -1, device: torch.device | str = "cpu") -
         raise UserError(f"--step must be the step of a checkpoint, or -1 for the newest, got {step}")
     if (path / CONFIG).exists():
         return _load_exported(path, step, device)
-    found = find_checkpoint(path, step)
-    state = found.state
+    saved = find_checkpoint(path, step)
+    state = saved.state
     if "model_config" not in state:
-        raise UserError(f"{found.path} is not a checkpoint of a language model")
-    model = _build(state["model_config"], found.tensors("model"), device, found.path)
+        raise UserError(f"{saved.path} is not a checkpoint of a language model")
+    model = _build(state["model_config"], saved.tensors("model"), device, saved.path)
     return Loaded(
         model=model,
-        tokenizer=_tokenizer(found.path, model),
-        name=run_folder(found.path).name,
-        step=found.step,
-        sha256=read_json(found.path / "manifest.json", "manifest")[WEIGHTS],
+        tokenizer=_tokenizer(saved.path, model),
+        name=run_folder(saved.path).name,
+        step=saved.step,
+        sha256=read_json(saved.path / "manifest.json", "manifest")[WEIGHTS],
         training={
             "tokens": state["tokens"],
             "steps": state["steps"],
@@ -81,20 +81,20 @@ def find_checkpoint(path: Path, step: int = -1) -> Checkpoint:
     Raises UserError if there is none.
     """
     if (path / "manifest.json").exists():
-        found = checkpoint.load(path)
-        if step not in (-1, found.step):
-            raise UserError(f"{path} holds step {found.step}, not {step}")
-        return found
+        saved = checkpoint.load(path)
+        if step not in (-1, saved.step):
+            raise UserError(f"{path} holds step {saved.step}, not {step}")
+        return saved
     folder = path / "checkpoints"
-    found = checkpoint.load_newest(folder, warn=lambda message: print(message, file=sys.stderr)) if step < 0 else None
+    saved = checkpoint.load_newest(folder, warn=lambda message: print(message, file=sys.stderr)) if step < 0 else None
     if step >= 0 and (folder / f"step_{step:08d}").is_dir():
-        found = checkpoint.load(folder / f"step_{step:08d}")
-    if found is None:
-        steps = sorted(int(saved.name[5:]) for saved in folder.glob("step_*") if saved.name[5:].isdigit())
+        saved = checkpoint.load(folder / f"step_{step:08d}")
+    if saved is None:
+        steps = sorted(int(entry.name[5:]) for entry in folder.glob("step_*") if entry.name[5:].isdigit())
         if step >= 0 and steps:
             raise UserError(f"no checkpoint in {path} at step {step}; it has {', '.join(map(str, steps))}")
         raise UserError(f"no checkpoint in {path}; train one first (make demo, make pretrain-d20)")
-    return found
+    return saved
 
 
 def _tokenizer(folder: Path, model: GPT) -> Tokenizer:

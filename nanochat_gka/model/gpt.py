@@ -123,9 +123,7 @@ class GPT(nn.Module):
         computed again; ValueError if there are none. last_only: the model returns the last token's logits alone.
         """
         if keep_keys and not self.derives_keys:
-            raise ValueError(
-                "keep_keys is for gka layers whose values are not rotated; this model's keys are kept anyway"
-            )
+            raise ValueError("keep_keys is for gka layers whose values are not rotated, and this model has none")
         shape, like = (rows, capacity, self.config.n_head, self.config.head_dim), self.transformer.wte.weight
         counts = [attn.cached_tensors + (keep_keys and attn.derives_keys) for attn in self.attentions]
         layers = [tuple(torch.empty(shape, dtype=like.dtype, device=like.device) for _ in range(n)) for n in counts]

@@ -1,15 +1,14 @@
 """Compile the Triton kernels for GPUs that are not there, and list what each shipped configuration needs.
 
-    python -m runs.bench.kernel_resources            the table of tests/golden/kernel_resources.txt, on the standard
-    output python -m runs.bench.kernel_resources --write    rewrite that file python -m runs.bench.kernel_resources
-    --every    every case of every configuration, not only the heaviest (minutes)
+    python -m runs.bench.kernel_resources            prints the table of tests/golden/kernel_resources.txt
+    python -m runs.bench.kernel_resources --write    rewrites that file
+    python -m runs.bench.kernel_resources --every    every case of every configuration, not only the heaviest (minutes)
 
 Per configuration: registers per thread, bytes of spilled registers (STACK), shared memory, tensor-core instructions
 (HGMMA on Hopper, HMMA), asynchronous copies (LDGSTS). Ends with 1 if one breaks a limit: spills, more shared memory
 than the device has, no tensor cores, no asynchronous copies. Needs the triton package and no GPU.
 """
 
-import argparse
 import collections
 import concurrent.futures
 import os
@@ -17,6 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +30,7 @@ from gka.impl.triton import configs as triton_configs
 from gka.impl.triton import forward as triton_forward
 from gka.impl.triton import head as triton_head
 from gka.impl.triton.tiles import NORM_COMPUTED, NORM_CONSTANT, NORM_LOADED
+from trainkit.cli import Count, run
 from trainkit.workers import begin, context
 
 GOLDEN = Path(__file__).resolve().parents[2] / "tests" / "golden" / "kernel_resources.txt"
@@ -209,9 +210,9 @@ def compile_one(build: Build) -> Resources:
         file.flush()
         usage = subprocess.run([TOOLS / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True)
         assembly = subprocess.run([TOOLS / "nvdisasm", "-c", file.name], capture_output=True, text=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout + usage.stderr)
+    match = re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout + usage.stderr)
     counts = collections.Counter(re.findall(r"\b(HGMMA|HMMA|LDGSTS)\b", assembly))
-    return Resources(int(found[1]), int(found[2]), compiled.metadata.shared, dict(counts))
+    return Resources(int(match[1]), int(match[2]), compiled.metadata.shared, dict(counts))
 
 
 def compile_all(builds: list[Build], processes: int):
@@ -227,25 +228,34 @@ def header() -> str:
     return f"# Triton {triton.__version__}. Written by `python -m runs.bench.kernel_resources --write`."
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help=f"rewrite {GOLDEN.relative_to(GOLDEN.parents[2])}")
-    parser.add_argument("--every", action="store_true", help="every case of every configuration")
-    parser.add_argument(
-        "--processes", type=int, default=os.cpu_count(), help="how many compile at once (default: all cores)"
-    )
-    options = parser.parse_args(arguments)
+@dataclass
+class ResourcesConfig:
+    """Compile the Triton kernels for GPUs that are not there, and list what each shipped configuration needs.
+
+    Exits with 1 if a configuration breaks a limit.
+    """
+
+    write: bool = False
+    """Rewrite tests/golden/kernel_resources.txt."""
+    every: bool = False
+    """Compile every case of every configuration."""
+    processes: Count = os.cpu_count() or 1
+    """How many compile at once."""
+
+
+def main(config: ResourcesConfig) -> None:
     lines, broken = [header()], []
     print(lines[0], flush=True)
-    for build, resources in compile_all(shipped(options.every), options.processes):
+    for build, resources in compile_all(shipped(config.every), config.processes):
         lines.append(f"{build} {resources}")
         print(lines[-1], flush=True)
         broken += [f"{' '.join(str(build).split())}: {reason}" for reason in resources.broken(build)]
-    if options.write:
+    if config.write:
         GOLDEN.write_text("\n".join(lines) + "\n")
-    print(*broken, sep="\n", file=sys.stderr)
-    return 1 if broken else 0
+    if broken:
+        print(*broken, sep="\n", file=sys.stderr)
+        sys.exit(1)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main, ResourcesConfig)

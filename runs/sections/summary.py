@@ -24,14 +24,14 @@ def times(comparison: Comparison) -> tuple[float, float]:
     return tuple(comparison.fastest(role)["metrics"]["median_ms"] for role in ("baseline", "ours"))
 
 
-def row(what: str, page: str, softmax: str, gka: str, ratio: str) -> Row:
-    return [what, softmax, gka, ratio, f"[{page.partition('/')[0]}]({page})"]
+def row(subject: str, page: str, softmax: str, gka: str, ratio: str) -> Row:
+    return [subject, softmax, gka, ratio, f"[{page.partition('/')[0]}]({page})"]
 
 
-def time_row(what: str, page: str, comparison: Comparison) -> Row:
+def time_row(subject: str, page: str, comparison: Comparison) -> Row:
     """Times of one comparison, and how much faster ours is."""
     softmax, ours = times(comparison)
-    return row(what, page, f"{softmax:.3g} ms", f"{ours:.3g} ms", f"{softmax / ours:.2f}x as fast")
+    return row(subject, page, f"{softmax:.3g} ms", f"{ours:.3g} ms", f"{softmax / ours:.2f}x as fast")
 
 
 def deit_row() -> Row:

@@ -107,10 +107,9 @@ def check(kind, layer, x, definition, call, eps=0.0):
         ):  # one token: nothing to learn about sigma; b_K, which the softmax ignores
             assert value.norm() <= floor * grad_y.norm()
             continue
-        limit = testing.budget(plain, want, name, (floor + eps) * conditions.get(name, 1.0))
-        assert testing.error(value, reference) <= limit, (
-            f"{name}: error {testing.error(value, reference):.1e}, budget {limit:.1e}"
-        )
+        floors = {name: (floor + eps) * conditions.get(name, 1.0)}
+        wrong = testing.disagreement({name: value}, {name: reference}, {name: getattr(plain, name)}, floors)
+        assert wrong is None, wrong
 
 
 def tokens_seen(mask: str, shape):

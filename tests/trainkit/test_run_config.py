@@ -20,7 +20,7 @@ LANGUAGE = {
     *("adam_beta1", "adam_beta2", "max_seq_len", "num_iterations", "target_flops", "target_param_data_ratio"),
     *("total_batch_size", "warmup_ratio", "warmdown_ratio", "final_lr_frac", "seed"),
 }
-VISION = {*(field.name for field in fields(Recipe)), "model", "model_kwargs"}
+VISION = {*(field.name for field in fields(Recipe)), "model", "model_kwargs", "attention"}
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,8 @@ def gka_forward_kernel(
 
     p_y: (B, Tq, H, D). p_level: (B, H, Tq), log2 of the row sum, so that W_ij = 2^(s_ij - level_i). p_norm: (B, H, Tk),
     read if NORM_LOADED, written if NORM_COMPUTED in self-attention. p_partial: with SPLIT, (splits, B, H, Tq,
-    BLOCK_D + 2): unnormalised y, row sum, maximum. All are contiguous and all but p_y float32."""
+    BLOCK_D + 2): unnormalised y, row sum, maximum. All are contiguous; all but p_y are float32.
+    """
     row_block, bh = program(Tq, BM)
     row_block = tl.cdiv(Tq, BM) - 1 - row_block  # causal: the long rows first
     p_k = head_of(p_k, bh, H, sk_b, sk_h)
@@ -106,7 +107,6 @@ def gka_forward_kernel(
                     acc, b_sum, b_max, b_q, scale, p_k, p_v, p_norm, sk_t, sv_t, n0, o_i, Tk, before, after, D,
                     BLOCK_D, TAIL if span == 2 else BN, NORM, OWN_KEYS, OWN_VALUES, HAS_BEFORE, HAS_AFTER,
                     span != 1)  # fmt: skip
-
     rows = bh.to(tl.int64) * Tq + o_t
     if SPLIT:
         total_rows = tl.num_programs(0) // tl.cdiv(Tq, BM) * Tq
