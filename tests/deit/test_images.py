@@ -109,7 +109,7 @@ def damage(root, split="train"):
     whole = encoded(photo(1, size=(64, 64)))
     (place / "a_cut.jpg").write_bytes(whole[: len(whole) // 2])
     (place / "b_empty.jpg").write_bytes(b"")
-    (place / "c_text.jpg").write_text("this is no picture")
+    (place / "c_text.jpg").write_text("this is not a picture")
     (place / "d_gone.jpg").write_bytes(encoded(photo(2)))
     names = [str(place / name) for name in ("a_cut.jpg", "b_empty.jpg", "c_text.jpg", "d_gone.jpg")]
     return names, (place / "d_gone.jpg").unlink

@@ -14,7 +14,7 @@ from trainkit.cli import UserError
 RANKS = (1, 2, 3, 5, 7, 8)
 
 
-GROUPS = [(48, 8), (56, 8), (50, 8), (16, 16), (1792, 256)]  # 50 is no multiple of 8: one group
+GROUPS = [(48, 8), (56, 8), (50, 8), (16, 16), (1792, 256)]  # 50 is not a multiple of 8: one group
 
 
 @pytest.mark.parametrize("batch_size,group_size", GROUPS)

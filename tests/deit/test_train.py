@@ -56,6 +56,10 @@ def test_a_run_writes_down_what_it_did(uninterrupted, pictures):
     assert found[0]["sigma"] != found[-1]["sigma"]
     (started,), (finished,) = records(out, "start"), records(out, "finish")
     assert started["config"]["lr"] == 0.2 and started["world_size"] == 1 and finished["step"] == STEPS
+
+
+def test_a_run_records_its_result_and_keeps_its_checkpoints(uninterrupted, pictures):
+    out, found = uninterrupted, records(uninterrupted, "eval")
     result = json.loads((out / "results.jsonl").read_text())
     assert (
         result["kind"] == "train_deit"

@@ -1,7 +1,7 @@
 """The operator and its derivatives in NumPy, one scalar sum at a time, with nothing in common with the code under test.
 
-Everything here is analytic in its arguments, so a step of 1e-30 i differentiates it to the last digit (complex-step method): `tangent`
-gives y's directional derivative, `curvature` that of the gradient, a Hessian-vector product.
+Everything here is analytic in its arguments, so a step of 1e-30 i differentiates it to the last digit (complex-step
+method): `tangent` gives y's directional derivative, `curvature` that of the gradient, a Hessian-vector product.
 """
 
 import numpy as np
@@ -10,7 +10,10 @@ STEP = 1e-30
 
 
 def attend(x, keys, values, log_sigma, causal, eps, grad_y):
-    """(y, gradients of sum grad_y y by x, keys, values and log_sigma), arrays (B, T, H, D); paper eq. 3, 4 and 7 and gka/README.md, Gradients."""
+    """(y, gradients of sum grad_y y by x, keys, values and log_sigma), arrays (B, T, H, D).
+
+    Paper eq. 3, 4 and 7, and gka/README.md, Gradients.
+    """
     y, dx, dkeys, dvalues, dlog_sigma = (np.zeros_like(t) for t in (x, x, keys, values, log_sigma))
     batch, num_queries, heads, _ = x.shape
     for b, h, i in np.ndindex(batch, heads, num_queries):

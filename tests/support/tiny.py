@@ -44,8 +44,9 @@ WORDS = [
     "its",
     "own",
 ]
-TRAIN_FLAGS = ["--depth", "2", "--aspect-ratio", "16", "--head-dim", "16", "--window-pattern", "SL", "--total-batch-size", str(8 * SEQUENCE_LEN),
-               "--device-batch-size", "3", "--eval-every", "-1", "--eval-tokens", "256", "--sample-every", "-1", "--device-type", "cpu"]  # fmt: skip
+TRAIN_FLAGS = ["--depth", "2", "--aspect-ratio", "16", "--head-dim", "16", "--window-pattern", "SL",
+               "--total-batch-size", str(8 * SEQUENCE_LEN), "--device-batch-size", "3", "--eval-every", "-1",
+               "--eval-tokens", "256", "--sample-every", "-1", "--device-type", "cpu"]  # fmt: skip
 
 
 def documents(count: int, seed: int) -> list[str]:
@@ -80,7 +81,10 @@ def command(module: str, *flags, ranks: int = 1) -> list[str]:
 def call(
     module: str, *flags, ranks: int = 1, check: bool = True, real: bool = False, env: dict[str, str] | None = None
 ):
-    """Run a command to its end, forked from a process that has imported PyTorch. real, or an env: as a user's shell does, and torchrun."""
+    """Run a command to its end, forked from a process that has imported PyTorch.
+
+    real, or an env: started as a user's shell and torchrun start it.
+    """
     if real or env:
         done = subprocess.run(
             command(module, *flags, ranks=ranks),
@@ -114,13 +118,14 @@ def kill_tree(process: subprocess.Popen) -> None:
     process.communicate()
 
 
-NOT_OF_THIS_RUN = ["{}", "[]", "null", "5", "not JSON", '{"event": "train"}', '{"step": 1}', '{"event": 5, "step": 2}', '{"event": "eval", "step": "x"}',
-                   '{"event": "eval", "step": null}', '{"event": "eval", "step": 1}', '{"event": "train", "step": 1}', '{"event": "fin',
-                   '{"event": "core", "step": 1}', '{"event": "start", "step": 1.5}']  # fmt: skip
+NOT_OF_THIS_RUN = ["{}", "[]", "null", "5", "not JSON", '{"event": "train"}', '{"step": 1}', '{"event": 5, "step": 2}',
+                   '{"event": "eval", "step": "x"}', '{"event": "eval", "step": null}', '{"event": "eval", "step": 1}',
+                   '{"event": "train", "step": 1}', '{"event": "fin', '{"event": "core", "step": 1}',
+                   '{"event": "start", "step": 1.5}']  # fmt: skip
 
 
 def damage_log(path: Path, **missing: str) -> None:
-    """Put lines of other hands and versions into a run's log, and take a value out of the last line of every event named."""
+    """Put lines of other programs and versions into a run's log, and drop a value from the last line of each event."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     for event, key in missing.items():
         del next(line for line in reversed(lines) if line["event"] == event)[key]
@@ -128,7 +133,10 @@ def damage_log(path: Path, **missing: str) -> None:
 
 
 def wandb_text(folder: Path) -> bytes:
-    """What the one offline run under `folder` says: its file's records, joined (it is written as LevelDB's log: blocks of 32 KiB, headers of 7 bytes)."""
+    """The records of the one offline run under `folder`, joined.
+
+    Its file is written as LevelDB's log: blocks of 32 KiB, headers of 7 bytes.
+    """
     (path,) = folder.glob("wandb/offline-run-*/*.wandb")
     data, place, text = path.read_bytes(), 7, b""
     while place + 7 <= len(data):
