@@ -9,6 +9,7 @@ prints it as markdown; `python -m runs.tables` puts it into the page. Takes seco
 """
 
 import math
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 
 from gka import gaussian_attention, testing
 from gka.masking import Mask
+from trainkit import cli
 from trainkit.progress import read_lines
 from trainkit.results import append_result
 
@@ -30,6 +32,14 @@ MASKS = (Mask(causal=False), Mask(causal=True))
 KINDS = (*testing.KINDS, "all+10", "all+100")
 ROUTES = ("plain", "reference", "sdpa", "sdpa constant_norm")
 NAMES = ("y", "dx", "dlog_sigma")
+
+
+@dataclass
+class OperatorErrorConfig:
+    """Measure the error of every operator route that a CPU can run, against float64."""
+
+    results: Path = RESULTS
+    """The file of JSON lines to rewrite."""
 
 
 def measure(kind: str, dtype: torch.dtype, route: str, mask: Mask) -> dict[str, float]:
@@ -94,15 +104,14 @@ def markdown(measured: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def main(config: OperatorErrorConfig) -> None:
     torch.set_num_threads(1)  # the order of a parallel reduction would show in the last digit
-    RESULTS.unlink(missing_ok=True)
+    config.results.unlink(missing_ok=True)
     for row in rows():
-        append_result(
-            RESULTS, "operator_error", {"shape": SHAPE, "sigma_squared": SIGMA_SQUARED}, row, torch.device("cpu")
-        )
-    print(markdown([record["metrics"] for record in read_lines(RESULTS)]))
+        settings = {"shape": SHAPE, "sigma_squared": SIGMA_SQUARED}
+        append_result(config.results, "operator_error", settings, row, torch.device("cpu"))
+    print(markdown([record["metrics"] for record in read_lines(config.results)]))
 
 
 if __name__ == "__main__":
-    main()
+    cli.run(main, OperatorErrorConfig)
