@@ -14,6 +14,7 @@ from nanochat_gka.data.tokenizer import Tokenizer
 from nanochat_gka.generation.engine import Engine
 from nanochat_gka.generation.sampling import Sampling
 from tiny_gpt import SHAPE, awake, write_run
+from trainkit.cli import UserError
 
 pytest.importorskip("lm_eval")
 
@@ -125,3 +126,11 @@ def test_a_missing_run_is_one_line(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as exit_info:
         harness.main()
     assert exit_info.value.code == 2 and capsys.readouterr().err.splitlines()[-1].startswith("error: no checkpoint in")
+
+
+def test_a_missing_gpu_is_one_line(monkeypatch):
+    from nanochat_gka import harness
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match="pass --device cpu"):
+        harness.GKAModel("no run", device="cuda:0")
