@@ -100,9 +100,8 @@ def test_without_a_gpu_pretraining_says_what_to_run_instead(make):
         done = make(target)
         assert done.returncode == 2
         assert "no GPU is visible" in done.stderr and 'Run "make demo"' in done.stderr
-    # The alternative it names must get past that check: here it fails later, at the missing Python.
-    done = make("pretrain-d20", "ARGS=--device-type cpu", "PYTHON=python-is-missing")
-    assert "no GPU is visible" not in done.stderr and "python-is-missing" in done.stderr
+    # The alternative that it names passes the check.
+    assert make("check-gpu", "ARGS=--device-type cpu --num-iterations 100").returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -218,6 +217,18 @@ def posix_cksum(text):
 def test_asking_for_the_cpu_is_a_device(args, device, monkeypatch):
     monkeypatch.setattr(names, "count_gpus", lambda: 0)
     assert names.has_device({"ARGS": args}) == device
+
+
+@pytest.mark.parametrize("target", ["help", "tokenize", "eval-bpb"])
+def test_a_missing_python_is_one_line(make, ready, target):
+    """Without the names that it works out, commands would run with empty paths."""
+    done = make("-n", target, "PYTHON=python-is-missing")
+    assert done.returncode == 2 and not done.stdout and "set PYTHON=python3.x" in done.stderr
+
+
+def test_help_may_be_cut_short():
+    done = subprocess.run("make -s help | head -n 1", shell=True, cwd=ROOT, capture_output=True, text=True)
+    assert "make help" in done.stdout and "Traceback" not in done.stderr
 
 
 def test_names_need_nothing_but_an_old_python():
