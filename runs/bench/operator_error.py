@@ -9,6 +9,7 @@ prints it as markdown; `python -m runs.tables` puts it into the page. Takes seco
 """
 
 import math
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 
 from gka import gaussian_attention, testing
 from gka.masking import Mask
+from trainkit.cli import run
 from trainkit.progress import read_lines
 from trainkit.results import append_result
 
@@ -76,13 +78,8 @@ def rows():
 
 def markdown(measured: list[dict]) -> str:
     """The table of gka/README.md: a line per kind and route, float32 beside bfloat16."""
-    titles = [
-        "features",
-        "max x²/σ²",
-        "cond",
-        "route",
-        *(f"{dtype} {name}" for dtype in ("fp32", "bf16") for name in ("y", "dx", "dlogσ")),
-    ]
+    titles = ["features", "max x²/σ²", "cond", "route"]
+    titles += [f"{dtype} {name}" for dtype in ("fp32", "bf16") for name in ("y", "dx", "dlogσ")]
     lines = [f"| {' | '.join(titles)} |", "|---|---:|---:|---|" + "---:|" * 6]
     paired: dict[tuple[str, str], list[dict]] = {}
     for row in measured:
@@ -94,15 +91,20 @@ def markdown(measured: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+@dataclass
+class ErrorConfig:
+    """Measure the relative errors of the operator's routes on a CPU, rewrite runs/results/operator_error.jsonl and
+    print its table."""
+
+
+def main(config: ErrorConfig) -> None:
     torch.set_num_threads(1)  # the order of a parallel reduction would show in the last digit
     RESULTS.unlink(missing_ok=True)
+    settings = {"shape": SHAPE, "sigma_squared": SIGMA_SQUARED}
     for row in rows():
-        append_result(
-            RESULTS, "operator_error", {"shape": SHAPE, "sigma_squared": SIGMA_SQUARED}, row, torch.device("cpu")
-        )
+        append_result(RESULTS, "operator_error", settings, row, torch.device("cpu"))
     print(markdown([record["metrics"] for record in read_lines(RESULTS)]))
 
 
 if __name__ == "__main__":
-    main()
+    run(main, ErrorConfig)
