@@ -14,7 +14,7 @@ time.sleep(60)
 """
 
 
-def test_sigterm_reaches_the_command_which_saves_and_the_next_does_not_start():
+def test_sigterm_ends_the_command_and_the_sequence():
     parent = "import sys; from runs import launch; [launch.run(['-c', sys.argv[1]]) for _ in range(2)]"
     words = [sys.executable, "-c", parent, TRAINER]
     with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:

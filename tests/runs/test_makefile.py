@@ -77,7 +77,7 @@ def test_a_finished_step_is_not_run_again(make, tmp_path, ready):
     )
 
 
-def test_every_corpus_has_its_own_names_and_args_go_to_the_named_target(make, tmp_path):
+def test_every_corpus_has_its_own_folders(make, tmp_path):
     for folder in ("a/text", "b/text"):
         (tmp_path / folder).mkdir(parents=True)
     lines = {
@@ -128,7 +128,7 @@ def test_the_ablation_trains_on_the_images_and_reads_the_runs(make):
         (("RUN=elsewhere",), "elsewhere"),
     ],
 )
-def test_vision_evaluation_takes_the_named_run_or_the_models(make, setting, run):
+def test_vision_evaluation_takes_the_named_run(make, setting, run):
     assert f"deit_gka.evaluate --run {run} --data 'digits'" in make("-n", "eval-deit", "DATA=digits", *setting).stdout
 
 
@@ -190,7 +190,7 @@ def test_a_missing_corpus_folder_is_one_line(make, ready):
     assert "error: CORPUS=no/such/folder is neither fineweb nor builtin nor a folder" in done.stderr
 
 
-def test_fetched_shards_are_linked_to_the_corpus_of_so_many(tmp_path):
+def test_a_corpus_links_the_first_fetched_shards(tmp_path):
     fetched = tmp_path / "corpus/fineweb"
     fetched.mkdir(parents=True)
     for number in range(4):
@@ -202,7 +202,7 @@ def test_fetched_shards_are_linked_to_the_corpus_of_so_many(tmp_path):
     assert (linked / "shard_2.parquet").samefile(fetched / "shard_2.parquet")
 
 
-def test_own_corpora_are_told_apart_by_the_checksum_of_their_path():
+def test_own_corpora_have_a_checksum_in_their_name():
     """The names of folders made before must stay, or everything is packed again."""
     assert names.dataset("/some/where/text/", "170") == "text-" + posix_cksum("/some/where/text")
     assert names.dataset("/else/where/text", "170") != names.dataset("/some/where/text", "170")
