@@ -34,8 +34,7 @@ OWN_FLAGS = {"name": "--model", "pretrained": "--pretrained of evaluate", "input
 
 
 def parse_kwargs(words: Iterable[str]) -> dict[str, Any]:
-    """["depth=4", "sigma_squared=1.0", "attention=GGGA"] as a dictionary: values that are JSON are read so, others are
-    text.
+    """["depth=4", "attention=GGGA"] as {"depth": 4, "attention": "GGGA"}: values are JSON, or else text.
 
     Raises UserError for words of another form, and for names and values that cannot be.
     """
@@ -95,8 +94,7 @@ def build(
 
 
 def check_patches(model: nn.Module, size: int | list[int] | None) -> None:
-    """Raises UserError if patches do not cover the image: the convolution that cuts them would silently leave
-    pixels out."""
+    """Raises UserError if patches do not cover the image, whose last pixels the model would silently ignore."""
     patch = getattr(getattr(model, "patch_embed", None), "patch_size", None)
     sizes = size if isinstance(size, list) else [size, size]
     if size and isinstance(patch, tuple) and any(side % part for side, part in zip(sizes, patch)):
@@ -161,8 +159,10 @@ def open_data(data: str, split: str, run: Path | None) -> Source | Stream:
 
 
 def load_run(found: Checkpoint, weights: str, device: torch.device | str) -> nn.Module:
-    """The model of one of our checkpoints; weights: "ema" or "model" (the raw ones). Raises UserError if it lacks
-    them."""
+    """The model of one of our checkpoints; weights: "ema" or "model" (the raw ones).
+
+    Raises UserError if the checkpoint lacks them.
+    """
     if not (found.path / f"{weights}.safetensors").exists():
         others = " or ".join(other for other in WEIGHTS if other != weights)
         raise UserError(f"{found.path} has no {weights} weights; choose --weights {others}")
@@ -193,11 +193,8 @@ def export(found: Checkpoint, weights: str, folder: Path) -> Path:
     """
     model = load_run(found, weights, "cpu")
     recipe, classes = found.state["train_config"], found.state["classes"]
-    data_config = {
-        "crop_pct": recipe["crop_pct"],
-        "interpolation": "bicubic",
-        "input_size": (3, recipe["input_size"], recipe["input_size"]),
-    }
+    size = (3, recipe["input_size"], recipe["input_size"])
+    data_config = {"input_size": size, "crop_pct": recipe["crop_pct"], "interpolation": "bicubic"}
     model_config = {"label_names": classes} if len(classes) == model.num_classes else {}
     about = dict(model_config=model_config, data_config=data_config)
     timm.models.save_for_hf(model, str(folder), safe_serialization=True, **about)
