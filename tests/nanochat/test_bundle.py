@@ -53,7 +53,7 @@ def test_numbers_become_text():
     ],
     ids=str,
 )
-def test_an_example_that_cannot_be_judged_is_refused(kind, record):
+def test_unusable_examples_are_refused(kind, record):
     with pytest.raises((KeyError, TypeError, ValueError)):
         parse_example(record, kind)
 
@@ -108,7 +108,7 @@ NO_BUNDLES = {
 
 
 @pytest.mark.parametrize("case", NO_BUNDLES)
-def test_a_folder_that_is_not_a_bundle_is_one_error(case, tmp_path):
+def test_other_folders_are_one_error(case, tmp_path):
     change, message = NO_BUNDLES[case]
     bundle = tiny_core.write_bundle(tmp_path / "bundle")
     change(bundle)

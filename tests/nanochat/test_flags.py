@@ -58,7 +58,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("command,flag,value", CASES)
-def test_a_refused_number_is_one_line_that_says_what_is_allowed(command, flag, value, capsys, tmp_path, monkeypatch):
+def test_refused_number_names_the_allowed_range(command, flag, value, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     main, config = COMMANDS[command]
     with pytest.raises(SystemExit) as left:

@@ -23,7 +23,7 @@ from trainkit.cli import UserError, run
 from trainkit.distributed import Runtime
 
 
-def test_finished_run_learned_and_says_what_it_did(packed, uninterrupted):
+def test_finished_run_learned_and_is_recorded(packed, uninterrupted):
     log = [json.loads(line) for line in (uninterrupted / "run" / "log.jsonl").read_text().splitlines()]
     losses = [record["loss"] for record in log if record["event"] == "train"]
     assert losses[-1] < losses[0] - 0.5
@@ -37,7 +37,7 @@ def test_finished_run_learned_and_says_what_it_did(packed, uninterrupted):
     assert "already trained" in again.stdout
 
 
-def test_a_finished_run_leaves_as_a_folder_that_says_what_it_was_trained_on(uninterrupted, tmp_path):
+def test_finished_run_is_exported_with_its_corpus(uninterrupted, tmp_path):
     run(export.main, export.ExportConfig, ["--run", str(uninterrupted / "run"), "--out", str(tmp_path / "out")])
     loaded, tokens = load(tmp_path / "out"), STEPS * 8 * tiny.SEQUENCE_LEN
     assert (loaded.name, loaded.step, loaded.training["tokens"], loaded.training["settings"]["depth"]) == (
@@ -99,7 +99,7 @@ def test_evaluation_finds_the_rows_of_the_run(packed, tmp_path):
     assert "val bpb: " in evaluate(run, "--data", tmp_path / "hidden").stdout
 
 
-def test_a_run_of_an_earlier_version_asks_for_its_rows():
+def test_older_run_asks_for_its_rows():
     data = {"tokenizer_sha256": "f" * 64, "sequence_len": 32, "source": [["a.parquet", 1], ["b.parquet", 1]]}
     with pytest.raises(
         UserError, match=r"of an earlier version.*give --data FOLDER with rows of 32 tokens of tokenizer ffffffffffff"
@@ -233,7 +233,7 @@ def test_seven_ranks_train_two_steps(packed, tmp_path):
     assert "finished" in done.stdout
 
 
-def test_every_form_of_gka_has_a_run_name_of_its_own():
+def test_each_form_of_gka_has_its_own_run_name():
     def tag(**settings):
         return TrainConfig(depth=20, **settings).tag
 
@@ -246,7 +246,7 @@ def test_every_form_of_gka_has_a_run_name_of_its_own():
     )
 
 
-def test_wandb_offline_needs_no_account_and_has_the_numbers(packed, tmp_path):
+def test_wandb_offline_has_the_numbers(packed, tmp_path):
     done = tiny.call(
         MODULE,
         *flags(packed, tmp_path, "--wandb", "offline", "--num-iterations", 2),

@@ -17,10 +17,11 @@ import processes
 from processes import HANG_AFTER, environment
 
 SEQUENCE_LEN = 32
-WORDS = (
+TEXT = (
     "the a kernel token row mixes every head learns one bandwidth and nothing else so that "
     "past values come back with weights of its own"
-).split()
+)
+WORDS = TEXT.split()
 TRAIN_FLAGS = ["--depth", "2", "--aspect-ratio", "16", "--head-dim", "16", "--window-pattern", "SL",
                "--total-batch-size", str(8 * SEQUENCE_LEN), "--device-batch-size", "3", "--eval-every", "-1",
                "--eval-tokens", "256", "--sample-every", "-1", "--device-type", "cpu"]  # fmt: skip
