@@ -162,11 +162,15 @@ def test_unusable_zip_leaves_nothing(tmp_path):
     content[60] ^= 1
     (tmp_path / "damaged.zip").write_bytes(content)
     (tmp_path / "cut.zip").write_bytes(path.read_bytes()[:-30])
+    content = bytearray(path.read_bytes())
+    content[content.rfind(b"PK\x01\x02") + 10] = 99  # the compression method
+    (tmp_path / "method.zip").write_bytes(content)
     make_zip(tmp_path / "other.zip", [("readme", "")])
     usable = "is not a usable zip file"
     for name, message in {
         "damaged": usable,
         "cut": usable,
+        "method": usable,
         "other": "is not a CORE bundle: it has no core.yaml",
     }.items():
         with pytest.raises(UserError, match=message):

@@ -52,18 +52,23 @@ def test_both_trainers_have_the_shared_flags():
 class Toy(RunConfig):
     rate: float = 1.0
     sizes: tuple[int, ...] = (1, 2)
+    offsets: str = ""
     data: MayChange[Path] = Path("here")
     workers: MayChange[Count] = 1
 
 
 def test_first_differing_flag_is_named():
     saved = json.loads(json.dumps(Toy(model_tag="run").identity()))
-    assert saved == {"seed": 42, "rate": 1.0, "sizes": [1, 2]}
+    assert saved == {"seed": 42, "rate": 1.0, "sizes": [1, 2], "offsets": ""}
     Toy(model_tag="other", data=Path("there"), workers=3, keep=9, out=Path("/elsewhere")).check_continues(saved)
     with pytest.raises(UserError, match=r"--rate is 2.0 but the run in out/runs/run has 1.0; use its value, or"):
         Toy(model_tag="run", rate=2.0).check_continues(saved)
     with pytest.raises(UserError, match=r"--sizes is \[3\] but the run in out/runs/run has \[1, 2\]"):
         Toy(model_tag="run", sizes=(3,)).check_continues(saved)
+    with pytest.raises(UserError, match="--offsets is PS but the run in out/runs/run has none; use its value"):
+        Toy(model_tag="run", offsets="PS").check_continues(saved)
+    with pytest.raises(UserError, match="--offsets is none but the run in out/runs/run has PS"):
+        Toy(model_tag="run").check_continues({**saved, "offsets": "PS"})
 
 
 def test_flag_newer_than_the_run_had_its_default():
