@@ -96,12 +96,6 @@ def test_same_command_continues_a_broken_download(hub, tmp_path, capsys):
     assert len(list(ParquetCorpus(out).documents("train"))) == 400
 
 
-@pytest.mark.parametrize("count", [1, 1824])
-def test_impossible_numbers_of_shards(tmp_path, count):
-    with pytest.raises(UserError, match=f"--num-shards must be between 2 and 1823, got {count}"):
-        corpus.main(corpus.CorpusConfig("fineweb", tmp_path, count))
-
-
 def test_builtin_corpus_is_fixed_and_without_repeats(tmp_path, capsys):
     """It is written here, and at the same time by a process with another hash seed."""
     command = tiny.command("nanochat_gka.corpus", "--source", "builtin", "--out", tmp_path / "second")

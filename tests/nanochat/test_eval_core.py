@@ -109,7 +109,7 @@ def test_score_identity_covers_all_settings(world, tmp_path):
     task = read_tasks(world[3], ["jeopardy"])[0]
 
     def identity(task=task, evaluated=evaluated, **flags):
-        return eval_core.Evaluation(CoreConfig(out=tmp_path, **flags), runtime, evaluated).file.identity(task)
+        return eval_core.open_file(CoreConfig(out=tmp_path, **flags), runtime, evaluated).identity(task)
 
     other = tmp_path / "other.jsonl"
     other.write_text("{}")
