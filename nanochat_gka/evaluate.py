@@ -41,7 +41,7 @@ class EvaluateConfig(Sampling):
     device_batch_size: RowsAtOnce = "auto"
     """Rows that a process computes at once; auto = what fits the memory."""
     prompt: list[str] = field(default_factory=lambda: list(SAMPLE_PROMPTS))
-    """Texts to continue; by default nanochat's, as it does: 16 tokens, greedily."""
+    """Texts to continue. By default nanochat's prompts, continued as nanochat does: by 16 tokens, greedily."""
     max_tokens: Count = 16
     """Length of a continuation, in tokens."""
     temperature: Annotated[float, Bounds(0)] = 0.0

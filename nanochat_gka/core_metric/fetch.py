@@ -28,7 +28,7 @@ class BundleFlags:
     bundle: MayChange[Path | None] = None
     """CORE's questions: the folder of the bundle, or eval_bundle.zip. None = fetch it."""
     bundle_url: MayChange[str] = URL
-    """Where to fetch it from."""
+    """Address to fetch the bundle from."""
 
     def open_bundle(self, folder: Path) -> Path:
         """The bundle's folder. If need be it is fetched to `folder`/eval_bundle, or unpacked in `folder`.
