@@ -133,7 +133,7 @@ def test_a_bare_repository_and_a_folder_are_sources(project, source, kind):
     else:
         shutil.copytree(source, given, ignore=shutil.ignore_patterns(".git"))
     call(project, "vendor", src=given)
-    assert "there already" in call(project, "vendor", src=given)
+    assert "already there" in call(project, "vendor", src=given)
     call(project, "apply")
     assert b"import new" in files(project / "vendor" / "small")["lib/model.py"]
     call(project, "reverse")
