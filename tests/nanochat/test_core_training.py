@@ -65,18 +65,8 @@ def scored(packed, bundle, tmp_path_factory):
 def test_scores_when_due_equal_eval_core(scored, bundle, tmp_path, capsys):
     assert [record["step"] for record in events(scored, "core")] == [2, 4, 6]
     assert [record["asked"]["task"] for record in events(scored, "core_task")] == [*tiny_core.TASKS] * 3
-    flags = [
-        "--run",
-        scored / "runs/run",
-        "--bundle",
-        bundle,
-        "--out",
-        tmp_path,
-        "--device-type",
-        "cpu",
-        "--max-per-task",
-        8,
-    ]
+    flags = ["--run", scored / "runs/run", "--bundle", bundle, "--out", tmp_path, "--device-type", "cpu"]
+    flags += ["--max-per-task", 8]
     run(eval_core.main, eval_core.CoreConfig, list(map(str, flags)))
     lines = [json.loads(line) for line in (tmp_path / f"run_step{STEPS:06d}.jsonl").read_text().splitlines()]
     last = events(scored, "core")[-1]

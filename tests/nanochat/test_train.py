@@ -21,6 +21,7 @@ from nanochat_gka.train import TrainConfig
 from nanochat_gka.training.optim import MuonAdamW, OptimConfig, parameter_groups
 from trainkit.cli import UserError, run
 from trainkit.distributed import Runtime
+from trainkit.progress import read_events
 
 
 def test_finished_run_learned_and_is_recorded(packed, uninterrupted):
@@ -52,20 +53,9 @@ def test_finished_run_is_exported_with_its_corpus(uninterrupted, tmp_path):
 
 
 def evaluate(run, *more, check=True):
-    flags = [
-        "--run",
-        run,
-        "--eval",
-        "bpb",
-        "--split-tokens",
-        512,
-        "--device-type",
-        "cpu",
-        "--results",
-        run.parent / "bpb.jsonl",
-        *more,
-    ]
-    return tiny.call("nanochat_gka.evaluate", *flags, check=check)
+    flags = ["--eval", "bpb", "--split-tokens", 512, "--device-type", "cpu"]
+    places = ["--run", run, "--results", run.parent / "bpb.jsonl"]
+    return tiny.call("nanochat_gka.evaluate", *places, *flags, *more, check=check)
 
 
 def test_evaluation_finds_the_rows_of_the_run(packed, tmp_path):
@@ -130,23 +120,8 @@ def test_the_trainer_follows_the_schedule(packed, tmp_path):
     Base rates that matter, warm-up, warm-down to a fraction, and decay; one micro-batch per step, so that sums have one
     order.
     """
-    steps, more = (
-        8,
-        [
-            "--warmup-ratio",
-            0.25,
-            "--warmdown-ratio",
-            0.5,
-            "--final-lr-frac",
-            0.1,
-            "--device-batch-size",
-            8,
-            "--matrix-lr",
-            0.5,
-            "--weight-decay",
-            2,
-        ],
-    )
+    schedule = ["--warmup-ratio", 0.25, "--warmdown-ratio", 0.5, "--final-lr-frac", 0.1]
+    steps, more = 8, [*schedule, "--device-batch-size", 8, "--matrix-lr", 0.5, "--weight-decay", 2]
     tiny.call(MODULE, *flags(packed, tmp_path, "--num-iterations", steps, *more))
     torch.set_num_threads(1)
     torch.manual_seed(42)
@@ -180,25 +155,10 @@ def test_the_trainer_follows_the_schedule(packed, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("attention", ["softmax", "gka", "GGGA"])
 def test_training_on_cuda_compiled_in_bfloat16(packed, tmp_path, attention):
-    more = [
-        "--device-type",
-        "cuda",
-        "--num-iterations",
-        40,
-        "--attention",
-        attention,
-        "--head-dim",
-        32,
-        "--aspect-ratio",
-        64,
-    ]
-    done = tiny.call(MODULE, *flags(packed, tmp_path, *more))
+    shape = ["--attention", attention, "--head-dim", 32, "--aspect-ratio", 64]
+    done = tiny.call(MODULE, *flags(packed, tmp_path, "--device-type", "cuda", "--num-iterations", 40, *shape))
     assert "finished" in done.stdout
-    losses = [
-        record["loss"]
-        for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()
-        if (record := json.loads(line))["event"] == "train"
-    ]
+    losses = [record["loss"] for record in read_events(tmp_path / "run" / "log.jsonl", "train")]
     assert losses[-1] < losses[0] - 0.2
 
 
@@ -241,9 +201,8 @@ def test_each_form_of_gka_has_its_own_run_name():
     assert tag(attention="gka", gka_values="normalised") == "d20-gka-normalised"
     assert tag(attention="gka", gka_values="normalised", head_offsets="PS") == "d20-gka-PS-normalised"
     assert tag(attention="GGGA", gka_values="raw") == "d20-GGGA-raw"
-    assert (
-        tag(attention="softmax") == "d20-softmax" and tag(attention="gka", gka_values="raw", model_tag="mine") == "mine"
-    )
+    assert tag(attention="softmax") == "d20-softmax"
+    assert tag(attention="gka", gka_values="raw", model_tag="mine") == "mine"
 
 
 def test_wandb_offline_has_the_numbers(packed, tmp_path):

@@ -33,10 +33,9 @@ def handlers():
 
 @pytest.fixture
 def config(tmp_path):
-    return ToyConfig(
-        out=tmp_path, results=tmp_path / "results.jsonl", model_tag="run", device_type="cpu", steps=STEPS, save_every=3,
-        eval_every=4, log_every=1,
-    )  # fmt: skip
+    every = dict(save_every=3, eval_every=4, log_every=1)
+    where = dict(out=tmp_path, results=tmp_path / "results.jsonl", device_type="cpu")
+    return ToyConfig(model_tag="run", steps=STEPS, **every, **where)
 
 
 def events(config, event):
@@ -172,10 +171,9 @@ def test_stopped_run_prints_the_command_that_continues_it(config, capsys, monkey
 def test_nonfinite_numbers_end_the_run(config):
     with pytest.raises(UserError) as raised:
         launch(replace(config, rate=1e10), ToyTrainer)
-    assert re.fullmatch(
-        r"the weights are not finite at round \d+; they were not saved. Last checkpoint: .*step_0000000\d. "
-        r"Start a new --model-tag with a lower --rate", str(raised.value)
-    )  # fmt: skip
+    reason = r"the weights are not finite at round \d+; they were not saved"
+    advice = "Start a new --model-tag with a lower --rate"
+    assert re.fullmatch(rf"{reason}. Last checkpoint: .*step_0000000\d. {advice}", str(raised.value))
     trainer = ToyTrainer(replace(config, model_tag="new"), Runtime(0, 1, ToyTrainer.CPU))
     message = str(trainer.diverged("the sum is nan"))
     assert message.startswith(

@@ -80,11 +80,18 @@ def test_only_workers_module_starts_processes():
 
 def test_server_has_no_threads_and_blocks_signals():
     """With libraries that start threads when they are imported, and no variable that keeps them from it."""
-    code = ("import numpy, pyarrow, torch, time; from multiprocessing import forkserver; from trainkit import workers\n"
-            "workers.context('numpy', 'pyarrow', 'datasets')\n"
-            "worker = workers.context().Process(target=time.sleep, args=(60,), daemon=True); worker.start()\n"
-            "pid = forkserver._forkserver._forkserver_pid\n"
-            "print(open(f'/proc/{pid}/status').read()); worker.kill()")  # fmt: skip
+    code = """
+import numpy, pyarrow, torch, time
+from multiprocessing import forkserver
+from trainkit import workers
+
+workers.context("numpy", "pyarrow", "datasets")
+worker = workers.context().Process(target=time.sleep, args=(60,), daemon=True)
+worker.start()
+pid = forkserver._forkserver._forkserver_pid
+print(open(f"/proc/{pid}/status").read())
+worker.kill()
+"""
     environment = {
         key: value for key, value in os.environ.items() if key not in ("OMP_NUM_THREADS", *workers.NO_THREADS)
     }
