@@ -190,9 +190,8 @@ CANNOT_SERVE = {
 def test_unusable_corpus_is_refused(packed, tmp_path, damage):
     shutil.copytree(packed / "corpus", tmp_path / "corpus")
     damage(tmp_path / "corpus")
-    with pytest.raises(UserError, match=CANNOT_SERVE[damage]) as raised:
+    with tiny.one_line_error(CANNOT_SERVE[damage]):
         pack.main(config(tmp_path, tmp_path / "packed", tokenizer=packed / "tokenizer"))
-    assert "\n" not in str(raised.value)
 
 
 def test_nulls_and_empty_documents(packed, tmp_path):
