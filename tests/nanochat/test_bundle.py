@@ -110,17 +110,8 @@ NO_BUNDLES = {
 }
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize("case", NO_BUNDLES)
-def test_other_folders_are_one_error(case, tmp_path):
-    change, message = NO_BUNDLES[case]
-    bundle = tiny_core.write_bundle(tmp_path / "bundle")
-    change(bundle)
-    with pytest.raises(UserError, match=message) as caught:
-=======
 @pytest.mark.parametrize("damage,message", NO_BUNDLES.values(), ids=NO_BUNDLES)
-def test_a_folder_that_is_not_a_bundle_is_one_error(damage, message, bundle):
+def test_other_folders_are_one_error(damage, message, bundle):
     damage(bundle)
     with tiny.one_line_error(message):
->>>>>>> main
         read_tasks(bundle)
