@@ -125,6 +125,15 @@ def test_the_command_leaves_with_2_for_a_mistake(tmp_path):
     assert done.returncode == 2 and done.stderr.strip().splitlines()[-1].startswith("error: --shapes: expected BxTxHxD")
 
 
+@pytest.mark.parametrize("flag", ["--help", "--rseults"])
+def test_operator_error_measures_nothing_if_asked_for_help_or_misspelt(flag, tmp_path):
+    results = tmp_path / "errors.jsonl"
+    results.write_text("measured before\n")
+    with pytest.raises(SystemExit):
+        cli.run(operator_error.main, operator_error.OperatorErrorConfig, ["--results", str(results), flag])
+    assert results.read_text() == "measured before\n"
+
+
 @pytest.mark.gpu
 def test_the_operator_benchmark_on_cuda(tmp_path):
     shapes = ["8x197x3x64", "2x512x4x128cn", "2x512x4x128cw256n", "4x1024x4x128nd"]
