@@ -179,6 +179,7 @@ def show_targets(makefile):
 
 def main(words):
     """Do what the first word says, with the settings in the others."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `make help | head` ends quietly
     if not words or words[0] in ("-h", "--help"):
         print(__doc__.strip())
         return
@@ -194,7 +195,6 @@ def main(words):
     if asked == "make":
         print(as_make(names(given)))
     elif asked == "help":
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # for `make help | head`
         show_targets(Path("Makefile").read_text())
         settings = {**DEFAULTS, "NGPU": count_gpus(), **given, "RUN": names(given)["GKA_RUN"]}
         print(HELP.format(**settings))
