@@ -179,11 +179,12 @@ def show_targets(makefile):
 
 def main(words):
     """Do what the first word says, with the settings in the others."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `make help | head` ends quietly
     if not words or words[0] in ("-h", "--help"):
         print(__doc__.strip())
         return
-    asked, settings = words[0], (word.split("=", 1) for word in words[1:])
-    given = {name: value for name, value in settings if value}
+    asked, pairs = words[0], (word.split("=", 1) for word in words[1:])
+    given = {name: value for name, value in pairs if value}
     steps = {
         "check-python": check_python,
         "check-gpu": check_gpu,
@@ -194,7 +195,6 @@ def main(words):
     if asked == "make":
         print(as_make(names(given)))
     elif asked == "help":
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # for `make help | head`
         show_targets(Path("Makefile").read_text())
         settings = {**DEFAULTS, "NGPU": count_gpus(), **given, "RUN": names(given)["GKA_RUN"]}
         print(HELP.format(**settings))

@@ -158,3 +158,16 @@ def test_the_operator_benchmark_on_cuda(tmp_path):
             key,
             [each["metrics"]["note"] for each in right],
         )
+
+
+def test_help_measures_nothing():
+    results = operator_error.RESULTS.read_bytes()
+    words = [sys.executable, "-m", "runs.bench.operator_error", "--help"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.startswith("usage: python -m runs.bench.operator_error")
+    assert operator_error.RESULTS.read_bytes() == results
+
+
+def test_the_demos_help_names_its_command():
+    done = subprocess.run([sys.executable, "-m", "runs.demo", "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.startswith("usage: python -m runs.demo [")
