@@ -178,6 +178,9 @@ def show_targets(makefile):
 
 def main(words):
     """Do what the first word says, with the settings in the others."""
+    if not words or words[0] in ("-h", "--help"):
+        print(__doc__.strip())
+        return
     asked, settings = words[0], (word.split("=", 1) for word in words[1:])
     given = {name: value for name, value in settings if value}
     steps = {

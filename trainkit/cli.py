@@ -71,12 +71,12 @@ def flag_of(field: str) -> str:
 def check_bounds(config: Any) -> None:
     """Raises UserError for the first field of `config`, of any class with annotations, that is out of its Bounds.
 
-    Every value of a tuple must be in them. Strings and None have no bounds.
+    Every value of a tuple or list must be in them. Strings and None have no bounds.
     """
     for name, hint in get_type_hints(type(config), include_extras=True).items():
         value = getattr(config, name, None)
         for bounds in getattr(hint, "__metadata__", ()):
-            for number in value if isinstance(value, tuple) else (value,):
+            for number in value if isinstance(value, (tuple, list)) else (value,):
                 if isinstance(bounds, Bounds) and isinstance(number, (int, float)):
                     bounds.check(flag_of(name), number)
 

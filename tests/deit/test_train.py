@@ -227,20 +227,8 @@ def test_compiled_training_is_the_same_training(uninterrupted, pictures, tmp_pat
 @pytest.mark.gpu
 @pytest.mark.parametrize("model", ["deit_tiny_gka_patch16_224", "deit_tiny_vlt_patch16_224", "deit_tiny_patch16_224"])
 def test_training_on_cuda_compiled_in_bfloat16(pictures, tmp_path, model):
-    more = [
-        "--device-type",
-        "cuda",
-        "--model",
-        model,
-        "--model-kwargs",
-        "patch_size=4",
-        "embed_dim=64",
-        "depth=2",
-        "num_heads=2",
-        "--epochs",
-        10,
-    ]
-    done = tiny.call(TRAIN, *flags(pictures, tmp_path, *more))
+    shape = ["--model", model, "--model-kwargs", "patch_size=4", "embed_dim=64", "depth=2", "num_heads=2"]
+    done = tiny.call(TRAIN, *flags(pictures, tmp_path, "--device-type", "cuda", "--epochs", 10, *shape))
     assert "finished" in done.stdout
     last = records(tmp_path, "eval")[-1]
     assert last["memory_mib"] > 0 and last["top1"] > 40

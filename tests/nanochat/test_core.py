@@ -14,17 +14,11 @@ from nanochat_gka.core_metric.bundle import Task, read_tasks
 from nanochat_gka.core_metric.prompt_tree import PromptTree
 from nanochat_gka.core_metric.questions import Question, common_prefix, question, shuffled
 from nanochat_gka.core_metric.scoring import Verdict, answer, batches, judge
-from nanochat_gka.data.tokenizer import Tokenizer
 from runs.bench.core_naive import naive_task
 from tiny_gpt import SHAPE, VARIANTS, awake
 from trainkit.cli import UserError
 
 ALL = 10**6  # tokens: no cropping, no limit on a batch
-
-
-@pytest.fixture(scope="module")
-def tokenizer(packed):
-    return Tokenizer.load(packed / "tokenizer")
 
 
 @pytest.fixture(scope="module")

@@ -196,9 +196,8 @@ CANNOT_SERVE = {
 def test_a_corpus_that_cannot_serve(packed, tmp_path, damage):
     shutil.copytree(packed / "corpus", tmp_path / "corpus")
     damage(tmp_path / "corpus")
-    with pytest.raises(UserError, match=CANNOT_SERVE[damage]) as raised:
+    with tiny.one_line_error(CANNOT_SERVE[damage]):
         pack.main(config(tmp_path, tmp_path / "packed", tokenizer=packed / "tokenizer"))
-    assert "\n" not in str(raised.value)
 
 
 def test_nulls_are_left_out_and_an_empty_document_is_its_bos(packed, tmp_path):

@@ -7,16 +7,10 @@ import random
 import pytest
 import torch
 
-from nanochat_gka.data.tokenizer import Tokenizer
 from nanochat_gka.generation.engine import Continuation, Engine
 from nanochat_gka.generation.sampling import Sampling, pick
 from tiny_gpt import SHAPE, VARIANTS, awake
 from trainkit.cli import UserError
-
-
-@pytest.fixture(scope="module")
-def tokenizer(packed):
-    return Tokenizer.load(packed / "tokenizer")
 
 
 @pytest.fixture(scope="module")

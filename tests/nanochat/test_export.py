@@ -21,19 +21,6 @@ from trainkit.cli import UserError, run
 from trainkit.files import sha256
 
 
-@pytest.fixture(scope="module")
-def tokenizer(packed):
-    return Tokenizer.load(packed / "tokenizer")
-
-
-@pytest.fixture(scope="module")
-def trained(packed, tokenizer, tmp_path_factory):
-    """A run folder and its model."""
-    form = dict(attention="GGA", head_offsets="PS", gka_values="normalised", n_layer=3)
-    model = awake(dataclasses.replace(SHAPE, vocab_size=tokenizer.vocab_size, **form))
-    return write_run(tmp_path_factory.mktemp("export") / "tiny-run", model, packed / "tokenizer"), model
-
-
 def exported(trained, out):
     run(export.main, export.ExportConfig, ["--run", str(trained[0]), "--out", str(out)])
     return out

@@ -9,24 +9,10 @@ import torch
 
 import tiny
 from nanochat_gka import generate
-from nanochat_gka.data.tokenizer import Tokenizer
 from nanochat_gka.generation.engine import Engine
 from nanochat_gka.generation.sampling import Sampling
 from tiny_gpt import SHAPE, awake, write_run
 from trainkit.cli import run
-
-
-@pytest.fixture(scope="module")
-def tokenizer(packed):
-    return Tokenizer.load(packed / "tokenizer")
-
-
-@pytest.fixture(scope="module")
-def trained(packed, tokenizer, tmp_path_factory):
-    """A run folder and its model."""
-    form = dict(attention="GGA", head_offsets="PS", gka_values="normalised", n_layer=3)
-    model = awake(dataclasses.replace(SHAPE, vocab_size=tokenizer.vocab_size, **form))
-    return write_run(tmp_path_factory.mktemp("generate") / "tiny-run", model, packed / "tokenizer"), model
 
 
 def write(trained, *flags):

@@ -180,19 +180,8 @@ def test_the_trainer_follows_the_schedule(packed, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("attention", ["softmax", "gka", "GGGA"])
 def test_training_on_cuda_compiled_in_bfloat16(packed, tmp_path, attention):
-    more = [
-        "--device-type",
-        "cuda",
-        "--num-iterations",
-        40,
-        "--attention",
-        attention,
-        "--head-dim",
-        32,
-        "--aspect-ratio",
-        64,
-    ]
-    done = tiny.call(MODULE, *flags(packed, tmp_path, *more))
+    shape = ["--attention", attention, "--head-dim", 32, "--aspect-ratio", 64]
+    done = tiny.call(MODULE, *flags(packed, tmp_path, "--device-type", "cuda", "--num-iterations", 40, *shape))
     assert "finished" in done.stdout
     losses = [
         record["loss"]

@@ -11,13 +11,7 @@ import pytest
 from PIL import Image
 from safetensors.torch import load_file
 
-from upstream_trees import (
-    PROJECT,
-    SCRIPTS,
-    assert_equal,
-    assert_patched,
-    run,
-)
+from upstream_trees import PROJECT, SCRIPTS, assert_equal, assert_patched, run
 
 pytestmark = pytest.mark.upstream
 

@@ -15,13 +15,7 @@ from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.gpt import build
 from nanochat_gka.training.optim import MuonAdamW, OptimConfig, parameter_groups
 from trainkit.distributed import Runtime
-from upstream_trees import (
-    PROJECT,
-    SCRIPTS,
-    assert_equal,
-    assert_patched,
-    run,
-)
+from upstream_trees import PROJECT, SCRIPTS, assert_equal, assert_patched, run
 
 pytestmark = pytest.mark.upstream
 SIZE = "--depth 2 --aspect-ratio 32 --head-dim 32 --max-seq-len 64 --device-batch-size 2 --total-batch-size 128"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from runs.bench import attention, deit, gpt, report
+from runs.bench import attention, deit, gpt, operator_error, report
 from trainkit import cli
 from trainkit.progress import read_lines
 
@@ -123,6 +123,15 @@ def test_the_command_leaves_with_2_for_a_mistake(tmp_path):
     command = [sys.executable, "-m", "runs.bench.attention", *flags]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.strip().splitlines()[-1].startswith("error: --shapes: expected BxTxHxD")
+
+
+@pytest.mark.parametrize("flag", ["--help", "--rseults"])
+def test_operator_error_measures_nothing_if_asked_for_help_or_misspelt(flag, tmp_path):
+    results = tmp_path / "errors.jsonl"
+    results.write_text("measured before\n")
+    with pytest.raises(SystemExit):
+        cli.run(operator_error.main, operator_error.OperatorErrorConfig, ["--results", str(results), flag])
+    assert results.read_text() == "measured before\n"
 
 
 @pytest.mark.gpu

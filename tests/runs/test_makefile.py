@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from runs import names
-from runs.paper import deit
 
 ROOT = Path(__file__).resolve().parents[2]
 MAKEFILE = (ROOT / "Makefile").read_text()
@@ -233,14 +232,3 @@ def test_help_lists_every_public_target(make):
     listed = re.findall(r"^  make ([a-z0-9-]+)", make("help").stdout, re.MULTILINE)
     assert {name for name in declared if not name.startswith("check-")} == set(listed)
     assert "NGPU=0 processes" in make("help", "NGPU=0").stdout
-
-
-def test_the_pages_name_real_targets():
-    pages = [ROOT / "README.md", *ROOT.glob("*/README.md")]
-    targets = {
-        name for page in pages for name in re.findall(r"(?:`|^)make ([a-z][a-z0-9-]+)", page.read_text(), re.MULTILINE)
-    }
-    rules = " ".join(re.findall(r"^([a-z][a-z0-9 -]*):", MAKEFILE, re.MULTILINE)).split()
-    assert {"demo", "test", "pretrain-d20", "eval-bpb"} <= targets
-    for target in targets - {"train-deit-", *rules}:
-        assert deit.model_of(target.removeprefix("train-deit-")), target

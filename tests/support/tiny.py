@@ -1,5 +1,6 @@
 """A corpus, a tokenizer and packed rows small enough to train on in a second, and helpers to run the real commands."""
 
+import contextlib
 import json
 import os
 import random
@@ -12,15 +13,16 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
 import processes
 from processes import HANG_AFTER, environment
+from trainkit.cli import UserError
 
 SEQUENCE_LEN = 32
-WORDS = (
-    "the a kernel token row mixes every head learns one bandwidth and nothing else so that "
-    "past values come back with weights of its own"
-).split()
+WORDS = ["the", "a", "kernel", "token", "row", "mixes", "every", "head", "learns", "one", "bandwidth",
+         "and", "nothing", "else", "so", "that", "past", "values", "come", "back", "with", "weights", "of",
+         "its", "own"]  # fmt: skip
 TRAIN_FLAGS = ["--depth", "2", "--aspect-ratio", "16", "--head-dim", "16", "--window-pattern", "SL",
                "--total-batch-size", str(8 * SEQUENCE_LEN), "--device-batch-size", "3", "--eval-every", "-1",
                "--eval-tokens", "256", "--sample-every", "-1", "--device-type", "cpu"]  # fmt: skip
@@ -131,6 +133,14 @@ def without_account(home: Path) -> dict[str, str]:
         "HOME": str(home),
         "NETRC": str(home / "none"),
     }
+
+
+@contextlib.contextmanager
+def one_line_error(pattern: str):
+    """A UserError of one line comes out of what is inside."""
+    with pytest.raises(UserError, match=pattern) as raised:
+        yield
+    assert "\n" not in str(raised.value)
 
 
 def assert_one_line_error(done: subprocess.CompletedProcess, pattern: str) -> None:
