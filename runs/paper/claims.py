@@ -28,8 +28,8 @@ FIELDS = ("name", "place", "quote", "support", "check", "command")
 WIDTH = 120
 INTRODUCTION = """\
 Written by `python -m runs.paper.claims` from [claims.json](claims.json), the paper's printed figures, the cost models
-and the files in [runs/results](../results). Code decides every verdict (`evidence/`); `--only NAME` decides one again,
-`--check` fails if this page is out of date.
+and the files in [runs/results](../results). Claims are quoted or shortened. Code decides every verdict (`evidence/`);
+`--only NAME` decides one again, `--check` fails if this page is out of date.
 
 - **holds here**: measured or computed with this code, at the scale that is named; no more than that.
 - **does not hold**: a measurement here, or the paper's own figures, say otherwise.

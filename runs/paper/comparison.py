@@ -1,6 +1,5 @@
 """The paper's tables 1 to 8 beside ours: rows of text, and under each table what was not run and how to run it."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from runs.paper.paper_table import NOT_RUN, PaperTable, Row, compare, percent, s
 
 BUILT = {"Standard Attention": "softmax", "GKA": "gka"}  # methods of table 1 that this project has
 LAYER = (192, 3, 197)  # width, heads and tokens of size Ti, for table 1
+HEADINGS = ["Model", "Measure", "Paper", "Ours", "Ours - paper"]
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,11 @@ class Sources:
         return measured.finished_runs(self.base, self.results)
 
 
-def table(
-    name: str, headings: Row, rows: list[Row], remarks: Iterable[str] = (), commands: Iterable[str] = (), **more: Any
-):
-    """The published table `name` with its own title and notes."""
+def table(name: str, headings: Row, rows: list[Row], remarks: Row, commands: Row, **more: Any) -> PaperTable:
+    """The published table `name` with its own title and notes. commands: those that fill what was not run."""
     about = published.TABLES[name]
     notes = [*about["notes"], *remarks]
     return PaperTable(about["number"], about["caption"], headings, rows, notes, list(dict.fromkeys(commands)), **more)
-
-
-HEADINGS = ["Model", "Measure", "Paper", "Ours", "Ours - paper"]
 
 
 def training_command(label: str) -> str:
@@ -66,7 +61,7 @@ def related_methods(sources: Sources) -> PaperTable:
     headings = ["Method", "Kernel type", "QKV projection", "Domain", "Notes", "Ours: projections"]
     headings += ["Ours: parameters of a layer", "Ours: MFLOPs of a layer", "Parameters against softmax, %"]
     remark = f"Ours: one layer of width {dim}, {heads} heads, {tokens} tokens; the other methods are not built here."
-    return table("related_methods", headings, rows, [remark], text_columns=6)
+    return table("related_methods", headings, rows, [remark], [], text_columns=6)
 
 
 def vision_numbers(label: str, runs: list[measured.FinishedRun]) -> dict[str, float | None]:
@@ -122,33 +117,33 @@ def ablation(sources: Sources) -> PaperTable:
 
 def runtime(sources: Sources) -> PaperTable:
     """Training rows twice: the paper's total over its GPUs, and a GPU's share."""
-    benchmark, runs, rows = measured.runtime(sources.results), sources.runs(), []
+    benchmark, runs, gpus, rows = measured.runtime(sources.results), sources.runs(), measured.GPUS, []
     for label, printed in published.rows("runtime").items():
-        best = benchmark.best_inference(label) if benchmark else None
-        batch, line = best or (None, {})
-        rows.append([label, "inference img/s, 1 GPU", *compare(printed["inference"], line.get("items_per_second"))])
-        rows.append([label, "inference batch", *compare(printed["batch"], batch)])
-        rows.append([label, "inference MB", *compare(printed["inference_memory"], line.get("peak_mib"))])
+        batch, line = (benchmark.best_inference(label) if benchmark else None) or (None, {})
+        cells = [
+            ("inference img/s, 1 GPU", printed["inference"], line.get("items_per_second")),
+            ("inference batch", printed["batch"], batch),
+            ("inference MB", printed["inference_memory"], line.get("peak_mib")),
+        ]
         for size in (64, 128):
             line = (benchmark.line(label, size, "training") if benchmark else None) or {}
-            total, name = printed[f"training_{size}"], f"training img/s, {size} a GPU"
-            rows.append(
-                [label, f"{name}, total of {measured.GPUS}", *compare(total, measured.total_rate(label, size, runs))]
-            )
-            share = f"{int(total) / measured.GPUS:.0f}"
-            rows.append([label, f"{name}, per GPU", *compare(share, line.get("items_per_second"))])
-            rows.append(
-                [label, f"training MB, {size} a GPU", *compare(printed[f"memory_{size}"], line.get("peak_mib"))]
-            )
+            total, rate = printed[f"training_{size}"], f"training img/s, {size} a GPU"
+            share = f"{int(total) / gpus:.0f}"
+            cells += [
+                (f"{rate}, total of {gpus}", total, measured.total_rate(label, size, runs)),
+                (f"{rate}, per GPU", share, line.get("items_per_second")),
+                (f"training MB, {size} a GPU", printed[f"memory_{size}"], line.get("peak_mib")),
+            ]
+        rows += [[label, measure, *compare(paper, ours)] for measure, paper, ours in cells]
     where = f"Ours: {benchmark.hardware}." if benchmark else "No GPU has run ours yet."
-    remarks = [
-        f"The paper's training rates per GPU are its totals over {measured.GPUS} GPUs divided by {measured.GPUS}.",
-        where,
-    ]
-    short = f"--batch-size {64 * measured.GPUS} --epochs 1 --warmup-epochs 0 --model-tag ti-64"
-    total = f'make train-deit-ti DATA=/imagenet NGPU={measured.GPUS} ARGS="{short}"'
+    remarks = [f"The paper's training rates per GPU are its totals over {gpus} GPUs divided by {gpus}.", where]
     remarks.append("Our totals are of short trainings, loading of images included.")
-    return table("runtime", HEADINGS, rows, remarks, ["python -m runs.bench.deit", total])
+    totals = [row[3] for row in rows if "total" in row[1]]
+    commands = ["python -m runs.bench.deit"] if any(r[3] == NOT_RUN and "total" not in r[1] for r in rows) else []
+    if NOT_RUN in totals:
+        short = f"--batch-size {64 * gpus} --epochs 1 --warmup-epochs 0 --model-tag ti-64"
+        commands.append(f'make train-deit-ti DATA=/imagenet NGPU={gpus} ARGS="{short}"')
+    return table("runtime", HEADINGS, rows, remarks, commands)
 
 
 LANGUAGE_COMMANDS = {
@@ -178,7 +173,7 @@ def compute(sources: Sources) -> PaperTable:
     base, gka = counts.values()
     for key, printed in published.TABLES["compute"]["ratios"].items():
         rows.append(["GKA / nanochat_base", columns[key], *compare(printed, gka[key] / base[key])])
-    return table("compute", HEADINGS, rows)
+    return table("compute", HEADINGS, rows, [], [])
 
 
 def with_error(value: float, error: float, sign: str = "") -> str:

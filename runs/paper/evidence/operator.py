@@ -25,9 +25,9 @@ def _weights(**mask) -> torch.Tensor:
 
 
 def rows_sum_to_one() -> Finding:
-    """Up to the epsilon of eq. 5."""
+    """Up to the epsilon of eq. 4."""
     off = (_weights().sum(-1) - 1).abs().max().item()
-    return holds(off < EPS, FLOAT64, f"Rows of W sum to 1 within the ε of equation 5, {EPS:.0e}.")
+    return holds(off < EPS, FLOAT64, f"Rows of W sum to 1 within the ε of equation 4, {EPS:.0e}.")
 
 
 def distance_identity() -> Finding:
