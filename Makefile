@@ -6,12 +6,12 @@ PY         := .venv/bin/python
 READY      := .venv/.installed
 BASE       ?= out
 WANDB_MODE ?= disabled
-
 quoted     = '$(subst ','\'',$(1))'
 SETTINGS   := BASE CORPUS SHARDS VOCAB SEQ DEPTH NGPU RUN MODEL DATA ARGS
 GIVEN      = $(strip $(foreach name,$(SETTINGS),$(if $($(name)),$(name)=$(call quoted,$($(name))))))
 NAMES      = $(PYTHON) -m runs.names
 $(foreach word,$(shell $(NAMES) make $(GIVEN)),$(eval $(subst |, ,$(word))))
+$(if $(LAUNCH),,$(error $(PYTHON) cannot run runs/names.py: set PYTHON=python3.x))
 PIP        = $(PY) -m pip install --quiet --disable-pip-version-check
 # ARGS goes to the target that was named, not to what it needs first.
 args_of    = $(if $(filter $(1),$(MAKECMDGOALS)),$(ARGS))

@@ -8,8 +8,10 @@ from deit_gka.model.attention import TimmAttention
 
 @torch.inference_mode()
 def attention_maps(model: nn.Module, images: torch.Tensor) -> list[torch.Tensor]:
-    """The row-stochastic W of every layer, float32 (B, H, N, N) each, from one forward pass of normalised (B, 3, S,
-    S)."""
+    """The row-stochastic W of every layer, float32 (B, H, N, N), from one forward pass.
+
+    images: normalised, (B, 3, S, S).
+    """
     maps: list[torch.Tensor] = []
 
     def keep(attention: nn.Module, args: tuple, kwargs: dict) -> None:

@@ -81,13 +81,8 @@ def rows():
 
 def markdown(measured: list[dict]) -> str:
     """The table of gka/README.md: a line per kind and route, float32 beside bfloat16."""
-    titles = [
-        "features",
-        "max x²/σ²",
-        "cond",
-        "route",
-        *(f"{dtype} {name}" for dtype in ("fp32", "bf16") for name in ("y", "dx", "dlogσ")),
-    ]
+    titles = ["features", "max x²/σ²", "cond", "route"]
+    titles += [f"{dtype} {name}" for dtype in ("fp32", "bf16") for name in ("y", "dx", "dlogσ")]
     lines = [f"| {' | '.join(titles)} |", "|---|---:|---:|---|" + "---:|" * 6]
     paired: dict[tuple[str, str], list[dict]] = {}
     for row in measured:

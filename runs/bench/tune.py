@@ -72,9 +72,9 @@ class TuneConfig(CaseConfig):
     """Time tile sizes of the Triton kernels on this GPU."""
 
     dtype: str = "bfloat16"
-    """bfloat16, float16 or float32"""
+    """Type of the features: bfloat16, float16 or float32."""
     candidates: list[str] = field(default_factory=list)
-    """instead of the built-in grid: rows x columns x warps x stages, such as 128x64x8x3"""
+    """Time these instead of the built-in grid: rows x columns x warps x stages, such as 128x64x8x3."""
 
     def check(self) -> None:
         super().check()

@@ -21,7 +21,7 @@ from vision_runs import (
 )
 
 
-def test_a_loss_that_is_not_finite_stops_and_names_the_last_checkpoint(pictures, tmp_path):
+def test_a_loss_that_is_not_finite_ends_the_run(pictures, tmp_path):
     done = train(pictures, tmp_path, "--lr", 1e30, "--save-every", 1, check=False)
     tiny.assert_one_line_error(
         done,
@@ -33,9 +33,7 @@ def test_a_loss_that_is_not_finite_stops_and_names_the_last_checkpoint(pictures,
     assert (tmp_path / "run/checkpoints").exists() and not (tmp_path / "results.jsonl").read_text()
 
 
-def test_weights_that_are_not_finite_are_not_said_to_be_untouched_and_not_saved(
-    pictures, tmp_path, monkeypatch, capsys
-):
+def test_weights_that_are_not_finite_are_not_saved(pictures, tmp_path, monkeypatch, capsys):
     """A first update that ruins the weights: its loss and gradient were fine."""
     monkeypatch.setattr(
         torch.optim.AdamW,
@@ -53,7 +51,7 @@ def test_weights_that_are_not_finite_are_not_said_to_be_untouched_and_not_saved(
         assert not (tmp_path / f"run{save_every}/checkpoints").exists()
 
 
-def test_a_gradient_that_is_never_finite_ends_a_run_in_float16(pictures, tmp_path, monkeypatch, capsys):
+def test_a_gradient_never_finite_ends_a_float16_run(pictures, tmp_path, monkeypatch, capsys):
     """Its updates are left out one by one while the scale falls, and nothing would ever be learned."""
     unscale = torch.amp.GradScaler.unscale_
 

@@ -58,7 +58,7 @@ def test_numbers_become_text():
     ],
     ids=str,
 )
-def test_an_example_that_cannot_be_judged_is_refused(kind, record):
+def test_unusable_examples_are_refused(kind, record):
     with pytest.raises((KeyError, TypeError, ValueError)):
         parse_example(record, kind)
 
@@ -111,7 +111,7 @@ NO_BUNDLES = {
 
 
 @pytest.mark.parametrize("damage,message", NO_BUNDLES.values(), ids=NO_BUNDLES)
-def test_a_folder_that_is_not_a_bundle_is_one_error(damage, message, bundle):
+def test_other_folders_are_one_error(damage, message, bundle):
     damage(bundle)
     with tiny.one_line_error(message):
         read_tasks(bundle)

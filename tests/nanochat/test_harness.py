@@ -77,7 +77,7 @@ def nats(model, prompt, start):
     return torch.nn.functional.cross_entropy(logits, targets, reduction="sum").item()
 
 
-def test_the_harness_scores_as_a_plain_computation_does(world, tmp_path):
+def test_harness_scores_equal_a_plain_computation(world, tmp_path):
     root, model, tokenizer, docs = world
     flags = ["--model", "gka", "--model_args", f"run={root / 'run'},batch_tokens=300", "--device", "cpu"]
     flags += ["--tasks", "tiny_choices,tiny_generate,tiny_rolling", "--include_path", root / "tasks"]

@@ -57,7 +57,7 @@ def test_interrupted_is_130(capsys):
     assert capsys.readouterr().err == "interrupted\n"
 
 
-def test_what_the_terminal_cannot_show_ends_nothing(monkeypatch):
+def test_unprintable_characters_become_question_marks(monkeypatch):
     shown = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr("sys.stdout", shown)
     run(lambda config: print("\N{GREEK SMALL LETTER SIGMA} = 2"), Command, [])
