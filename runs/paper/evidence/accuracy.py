@@ -11,7 +11,7 @@ from runs.sections.sources import vision_records
 
 DIGITS = "(two seeds; such differences are noise there)"
 CLOSE = 0.5  # points of top-1: seeds and rounding
-DEIT_PUBLISHED = {"DeiT-Ti": "72.2", "DeiT-S": "79.8", "DeiT-B": "81.8"}  # arXiv 2012.12877, table 5, without EMA
+DEIT_PUBLISHED = {"DeiT-Ti": "72.2", "DeiT-S": "79.8", "DeiT-B": "81.8"}  # arXiv 2012.12877, without EMA
 
 
 def _demo(kind: str) -> list[dict[str, Any]]:
