@@ -41,7 +41,7 @@ def test_a_checkpoint_of_another_kind_is_refused_in_one_line(tmp_path):
 
 def test_an_exported_folder_is_not_a_run(tmp_path):
     (tmp_path / "model.safetensors").touch()
-    with pytest.raises(UserError, match="is an exported model; give --model NAME --checkpoint .*/model.safetensors"):
+    with pytest.raises(UserError, match=r"exported model; give --model NAME --checkpoint .*/model\.safetensors"):
         model_io.find_checkpoint(tmp_path)
 
 
