@@ -12,6 +12,7 @@ SETTINGS   := BASE CORPUS SHARDS VOCAB SEQ DEPTH NGPU RUN MODEL DATA IMAGE ARGS
 GIVEN      = $(strip $(foreach name,$(SETTINGS),$(if $($(name)),$(name)=$(call quoted,$($(name))))))
 NAMES      = $(PYTHON) -m runs.names
 $(foreach word,$(shell $(NAMES) make $(GIVEN)),$(eval $(subst |, ,$(word))))
+$(if $(LAUNCH),,$(error $(PYTHON) cannot run runs/names.py: set PYTHON=python3.x))
 
 PIP        = $(PY) -m pip install --quiet --disable-pip-version-check
 # ARGS goes to the target that was named, not to what it needs first.
@@ -86,8 +87,7 @@ figures: | $(READY)  ## the paper's figures of a vision run (RUN=folder or MODEL
 vendor:  ## clone upstream nanochat and DeiT into vendor/ at the commits of patches/ (or take NANOCHAT_SRC, DEIT_SRC)
 	@$(PYTHON) patches/apply.py vendor
 diff: vendor  ## patch them there, and show what GKA changes in each
-	@$(PYTHON) patches/apply.py apply
-	@$(PYTHON) patches/apply.py diff
+	@$(PYTHON) patches/apply.py apply && $(PYTHON) patches/apply.py diff
 unpatch:  ## take the patches out of vendor/ again
 	@$(PYTHON) patches/apply.py reverse
 test-patches: $(READY) $(if $(NANOCHAT_SRC)$(wildcard vendor/nanochat),.venv/.patches)  ## test the patches on vendor/

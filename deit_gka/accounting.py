@@ -22,26 +22,22 @@ class AccountingConfig:
     """Print parameters, FLOPs and MiB of DeiT with every kind of attention in three sizes, as the paper counts them."""
 
     attention: str = ""
-    """Show one more row a size, for this pattern by layer: letters of the kinds, such as GGGA."""
+    """Add a row to every size for this pattern by layer: letters of the kinds, such as GGGA."""
 
 
 def main(config: AccountingConfig) -> None:
-    patterns = [*filter(ATTENTION.get, KINDS), *filter(None, [config.attention])]
-    check_attention(patterns[-1])
+    patterns = [kind for kind in KINDS if kind in ATTENTION]
+    if config.attention:
+        check_attention(config.attention)
+        patterns.append(config.attention)
     print(line(HEADINGS))
     for size, shape in SIZES.items():
         dim, depth, num_heads = shape["embed_dim"], shape["depth"], shape["num_heads"]
         base = vit_cost(patterns[0], dim, depth, num_heads)
         for pattern in patterns:
             cost = vit_cost(pattern, dim, depth, num_heads)
-            counts = [f"{count:,}" for count in (cost.parameters, cost.attention, cost.mlp)]
-            cells = [
-                f"{pattern} {size}",
-                *counts,
-                str(cost.bandwidths or "-"),
-                f"{cost.flops / 1e9:.4f}",
-                f"{cost.raw_mib:.2f}",
-            ]
+            cells = [f"{pattern} {size}", *(f"{count:,}" for count in (cost.parameters, cost.attention, cost.mlp))]
+            cells += [str(cost.bandwidths or "-"), f"{cost.flops / 1e9:.4f}", f"{cost.raw_mib:.2f}"]
             if pattern != patterns[0]:
                 cells += [f"{cost.parameters / base.parameters - 1:+.2%}", f"{cost.flops / base.flops - 1:+.2%}"]
             print(line(cells))
@@ -49,10 +45,8 @@ def main(config: AccountingConfig) -> None:
 
 def line(cells) -> str:
     """The cells in columns, the first one flush left."""
-    aligned = [
-        f"{cell:{'<' if number == 0 else '>'}{width}}" for number, (cell, width) in enumerate(zip(cells, WIDTHS))
-    ]
-    return "".join(aligned)
+    first, *others = zip(cells, WIDTHS)
+    return f"{first[0]:<{first[1]}}" + "".join(f"{cell:>{width}}" for cell, width in others)
 
 
 if __name__ == "__main__":

@@ -31,15 +31,14 @@ from trainkit.results import append_result
 
 @dataclass
 class EvaluateConfig:
-    """Measure top-1 and top-5 accuracy of a run (--run) or of a timm model (--model with --checkpoint or
-    --pretrained)."""
+    """Measure top-1 and top-5 accuracy of a run (--run), or of a timm model (--model with its weights)."""
 
     run: Path | None = None
     """The run's folder, or one checkpoint folder in it."""
     weights: list[Literal["ema", "model"]] = field(default_factory=lambda: list(WEIGHTS))
-    """Of the run: the average, the raw weights, or both."""
+    """Which weights of the run: the average, the raw ones, or both."""
     best: bool = False
-    """Of the run: the checkpoint with the best accuracy instead of the newest."""
+    """Take the run's checkpoint with the best accuracy instead of the newest."""
     model: str = ""
     """A timm name, when there is no --run."""
     model_kwargs: tuple[str, ...] = ()
@@ -54,10 +53,7 @@ class EvaluateConfig:
     split: Literal["val", "train"] = "val"
     """Which images to evaluate on."""
     crop_pct: Annotated[float, Bounds(0, 1, open_least=True, other=(-1, "the run's"))] = -1.0
-    """The part of the resized image that is looked at.
-
-    -1 = the run's, or timm's for --model (DeiT's own figures: 0.875).
-    """
+    """Part of the resized image that is looked at; -1 = the run's, or timm's for --model (DeiT's figures: 0.875)."""
     device_batch_size: Count = 256
     """Images per process at once."""
     num_workers: WorkerCount = -1
@@ -65,7 +61,7 @@ class EvaluateConfig:
     amp: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """The autocast type. auto = bfloat16 on CUDA, float32 on CPU."""
     device_type: Literal["auto", "cuda", "cpu"] = "auto"
-    """auto takes CUDA if there is one."""
+    """Where to compute; auto takes CUDA if there is one."""
     results: Path = Path("out/results.jsonl")
     """The file to append the numbers to."""
 
@@ -145,12 +141,8 @@ def main(config: EvaluateConfig) -> None:
     with running(config.device_type) as runtime:
         metrics = measure(config, runtime)
         if runtime.is_main:
-            about = {
-                "run": config.run.name if config.run else None,
-                "model": config.model or None,
-                "data": config.data,
-                "split": config.split,
-            }
+            about = {"run": config.run.name if config.run else None, "model": config.model or None}
+            about |= {"data": config.data, "split": config.split}
             append_result(config.results, "evaluate_deit", about, metrics, runtime.device, runtime.world_size)
 
 

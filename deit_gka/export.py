@@ -32,10 +32,10 @@ class ExportConfig:
 
 
 def main(config: ExportConfig) -> None:
-    found = find_checkpoint(config.run, config.best)
-    file = export(found, config.weights, config.out)
-    model = found.state["model"]
-    print(f"{file}: {config.weights} weights at epoch {found.state['epoch']:g}; after import deit_gka")
+    checkpoint = find_checkpoint(config.run, config.best)
+    file = export(checkpoint, config.weights, config.out)
+    model = checkpoint.state["model"]
+    print(f"{file}: {config.weights} weights at epoch {checkpoint.state['epoch']:g}; after import deit_gka")
     print(f'timm.create_model("local-dir:{config.out}", pretrained=True) loads it, or')
     print(f'create_model("{model["name"]}", checkpoint_path="{file}", num_classes={model["num_classes"]}, ...)')
 

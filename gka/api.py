@@ -4,7 +4,7 @@ Layout everywhere: (B, T, H, D). Legend: B batch, T tokens (Tq queries, Tk keys)
 """
 
 import contextlib
-from typing import Any, Literal, Protocol, overload
+from typing import Any, Protocol
 
 import torch
 
@@ -31,38 +31,6 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Prepared = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, Mask]
 
 
-@overload
-def gaussian_attention(
-    x: torch.Tensor,
-    log_sigma: torch.Tensor,
-    *,
-    keys: torch.Tensor | None = None,
-    values: torch.Tensor | None = None,
-    causal: bool = False,
-    window: int | None = None,
-    constant_norm: bool = False,
-    eps: float = EPS,
-    return_weights: Literal[False] = False,
-    impl: str = "auto",
-) -> torch.Tensor: ...
-
-
-@overload
-def gaussian_attention(
-    x: torch.Tensor,
-    log_sigma: torch.Tensor,
-    *,
-    keys: torch.Tensor | None = None,
-    values: torch.Tensor | None = None,
-    causal: bool = False,
-    window: int | None = None,
-    constant_norm: bool = False,
-    eps: float = EPS,
-    return_weights: Literal[True],
-    impl: str = "auto",
-) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-
 def gaussian_attention(
     x: torch.Tensor,
     log_sigma: torch.Tensor,
@@ -75,7 +43,7 @@ def gaussian_attention(
     eps: float = EPS,
     return_weights: bool = False,
     impl: str = "auto",
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Any:  # torch.Tensor, or with return_weights a pair of them: typed callers need no cast
     """y_i = sum_j W_ij v_j with W = row-normalised exp(-|x_i - k_j|^2 / (2 sigma_h^2)) (paper eq. 3, 4 and 7).
 
     Args:

@@ -25,7 +25,7 @@ class CorpusConfig:
     out: Path | None = None
     """Folder for the parquet files. None = out/corpus/SOURCE."""
     num_shards: Annotated[int, fineweb.SHARDS] = 170
-    """Of fineweb, how many shards of about 100 MB (d20 trains on some 160; the last is the validation split)."""
+    """Shards of FineWeb-Edu, about 100 MB each; d20 trains on about 160, and the last is the validation split."""
 
 
 def main(config: CorpusConfig) -> None:

@@ -80,34 +80,27 @@ def open_model(config: CoreConfig, device: torch.device) -> EvaluatedModel:
     return EvaluatedModel(model, loaded.tokenizer, loaded.name, loaded.step, loaded.sha256, model.rotary.length, about)
 
 
-class Evaluation:
-    """One model on the tasks of one bundle: what is in its file already, and what must be asked."""
+def open_file(config: CoreConfig, runtime: Runtime, evaluated: EvaluatedModel) -> ScoreFile:
+    """The file of the model's scores, for tasks that are asked as `config` says."""
+    limit = evaluated.limit
+    max_seq_len = min(limit, config.max_seq_len) if config.max_seq_len > 0 else limit
+    return ScoreFile(config.out, evaluated, runtime, config.max_per_task, max_seq_len)
 
-    def __init__(self, config: CoreConfig, runtime: Runtime, evaluated: EvaluatedModel):
-        self.max_per_task, limit = config.max_per_task, evaluated.limit
-        max_seq_len = min(limit, config.max_seq_len) if config.max_seq_len > 0 else limit
-        batch_tokens = BATCH_TOKENS[runtime.device.type] // (HUGGING_FACE_SHARE if config.hf_path else 1)
-        self.scorer = TaskScorer(
-            evaluated.model,
-            evaluated.tokenizer,
-            runtime,
-            max_seq_len,
-            config.batch_tokens or batch_tokens,
-            config.prefix_reuse,
-        )
-        path = config.out / f"{evaluated.label}.jsonl"
-        self.file = ScoreFile(path, evaluated, runtime, config.max_per_task, max_seq_len)
-        limits = {"max": config.max_per_task, "len": max_seq_len if max_seq_len < limit else -1}
-        suffix = "".join(f"_{name}{value}" for name, value in limits.items() if value > 0)
-        self.csv = config.out / f"{evaluated.label}{suffix}.csv"
 
-    def score(self, task: Task) -> Score:
-        """The task's score. Raises UserError naming file and line for data that cannot be used."""
-        examples = task.examples()
-        if (known := self.file.score(task)) is not None:
-            return known
-        with progress_bar() as bar:
-            return self.file.add(task, self.scorer.measure(task, shuffled(examples, self.max_per_task), bar))
+def make_scorer(config: CoreConfig, runtime: Runtime, evaluated: EvaluatedModel, max_seq_len: int) -> TaskScorer:
+    """The model, ready to be asked."""
+    default = BATCH_TOKENS[runtime.device.type] // (HUGGING_FACE_SHARE if config.hf_path else 1)
+    batch_tokens, model, tokenizer = config.batch_tokens or default, evaluated.model, evaluated.tokenizer
+    return TaskScorer(model, tokenizer, runtime, max_seq_len, batch_tokens, config.prefix_reuse)
+
+
+def score(task: Task, scorer: TaskScorer, file: ScoreFile) -> Score:
+    """The task's score, from the file if it is there. Raises UserError for data that cannot be used."""
+    examples = task.examples()
+    if (known := file.score(task)) is not None:
+        return known
+    with progress_bar() as bar:
+        return file.add(task, scorer.measure(task, shuffled(examples, file.max_per_task), bar))
 
 
 def evaluate(config: CoreConfig, runtime: Runtime) -> list[str]:
@@ -116,25 +109,27 @@ def evaluate(config: CoreConfig, runtime: Runtime) -> list[str]:
     bundle = config.open_on_all(config.out, runtime)
     tasks = runtime.agree(lambda: read_tasks(bundle, config.tasks))
     check_enough(tasks, config.max_per_task, "--max-per-task")
-    evaluation, scores, problems = Evaluation(config, runtime, evaluated), [], []
-    runtime.agree(lambda: check_appendable(evaluation.file.path))
+    file = open_file(config, runtime, evaluated)
+    runtime.agree(lambda: check_appendable(file.path))
+    scorer = make_scorer(config, runtime, evaluated, file.max_seq_len)
+    scores, problems = [], []
     runtime.print(f"{evaluated.about}; {len(tasks)} tasks of {bundle}")
     for number, task in enumerate(tasks, start=1):
         place = f"[{number}/{len(tasks)}] {task.label}"
         try:
-            score = evaluation.score(task)
+            result = score(task, scorer, file)
         except UserError as error:
             problems.append(str(error))
             runtime.print(f"{place}: cannot be scored")
             continue
-        scores.append(score)
-        asked = f"{score.shots} shots, {score.examples:,} examples"
-        runtime.print(f"{place}: accuracy {score.accuracy:.4f}, centred {score.centered:.4f} ({asked})")
+        scores.append(result)
+        asked = f"{result.shots} shots, {result.examples:,} examples"
+        runtime.print(f"{place}: accuracy {result.accuracy:.4f}, centred {result.centered:.4f} ({asked})")
     if scores and runtime.is_main:
-        write_csv(evaluation.csv, evaluation.file.scores(read_tasks(bundle)))
+        write_csv(file.csv, file.scores(read_tasks(bundle)))
         show(scores, evaluated.label)
-        name, value = evaluation.file.add_mean(scores)
-        console.print(f"{name}: {value:.4f}    {evaluation.csv}, {evaluation.file.path}", highlight=False, markup=False)
+        name, value = file.add_mean(scores)
+        console.print(f"{name}: {value:.4f}    {file.csv}, {file.path}", highlight=False, markup=False)
     return problems
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
+from nanochat_gka.data import SPLITS
 from nanochat_gka.data.loader import EvalRows, PackedData, rows_of_run
 from nanochat_gka.generation.engine import Engine
 from nanochat_gka.generation.sampling import SAMPLE_PROMPTS, Sampling
@@ -19,12 +20,10 @@ from trainkit.distributed import Runtime, running
 from trainkit.progress import console
 from trainkit.results import append_result
 
-SPLITS = ("train", "val")
-
 
 @dataclass
 class EvaluateConfig(Sampling):
-    """Bits per byte and samples of a trained model."""
+    """Measure bits per byte of a trained model, and write samples of its text."""
 
     run: Path = Path("out/runs/d20-gka")
     """Run folder, one checkpoint folder in it, or an exported model."""
@@ -42,7 +41,7 @@ class EvaluateConfig(Sampling):
     device_batch_size: RowsAtOnce = "auto"
     """Rows that a process computes at once; auto = what fits the memory."""
     prompt: list[str] = field(default_factory=lambda: list(SAMPLE_PROMPTS))
-    """Texts to continue; by default nanochat's, as it does: 16 tokens, greedily."""
+    """Texts to continue. By default nanochat's prompts, continued as nanochat does: by 16 tokens, greedily."""
     max_tokens: Count = 16
     """Length of a continuation, in tokens."""
     temperature: Annotated[float, Bounds(0)] = 0.0
@@ -71,9 +70,12 @@ def evaluate(config: EvaluateConfig, runtime: Runtime) -> dict:
 def measure_splits(config: EvaluateConfig, runtime: Runtime, loaded: Loaded) -> dict:
     """Bits per byte of both splits, and their gap."""
     model, tokenizer, device = loaded.model, loaded.tokenizer, runtime.device
-    data = runtime.agree(
-        lambda: PackedData(config.data or rows_of_run(loaded.data, run_folder(config.run)), verify=runtime.is_main)
-    )
+
+    def open_data() -> PackedData:
+        folder = config.data or rows_of_run(loaded.data, run_folder(config.run))
+        return PackedData(folder, verify=runtime.is_main)
+
+    data = runtime.agree(open_data)
     if data.tokenizer.sha256 != tokenizer.sha256:
         raise UserError(f"{data.folder} was packed with another tokenizer than {config.run} was trained with")
     size = config.device_batch_size
@@ -104,7 +106,6 @@ def write_samples(config: EvaluateConfig, engine: Engine) -> dict:
 
 
 def main(config: EvaluateConfig) -> None:
-    config.check_sampling()
     if not config.eval or not config.prompt:
         raise UserError("--eval and --prompt need at least one word each")
     with running(config.device_type, config.seed) as runtime:

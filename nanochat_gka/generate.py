@@ -140,7 +140,6 @@ def say(message: str) -> None:
 
 
 def main(config: GenerateConfig) -> None:
-    config.check_sampling()
     if config.prompts_file and (config.stream or config.interactive):
         raise UserError("--prompts-file writes a JSON line per prompt: leave --stream and --interactive out")
     if not config.prompt:

@@ -35,7 +35,7 @@ MAX_NEW_TOKENS = 256  # the harness's own default where a task does not say
 
 @register_model("gka")
 class GKAModel(TemplateLM):
-    """A language model of this project for the harness. Raises UserError if there is no model in `run`."""
+    """A language model of this project for the harness. Raises UserError if `run` or `device` is missing."""
 
     def __init__(
         self,
@@ -50,6 +50,8 @@ class GKAModel(TemplateLM):
     ):
         super().__init__()
         self._device = torch.device(device) if device else setup().device
+        if self._device.type == "cuda" and not torch.cuda.is_available():
+            raise UserError(f"--device {device}, the harness's default, needs a GPU: pass --device cpu")
         self.loaded = load(run, step, self._device)
         model = self.loaded.model
         self.max_length = min(int(max_length or model.config.sequence_len), model.rotary.length - 1)

@@ -13,7 +13,7 @@ from nanochat_gka.data.corpora import ParquetCorpus
 from nanochat_gka.data.pool import pack_units
 from nanochat_gka.data.tokenizer import Tokenizer
 from nanochat_gka.data.units import plan_units
-from trainkit.cli import Bounds, check_bounds, run
+from trainkit.cli import Bounds, run
 from trainkit.files import locked, remove_stale_temporaries
 
 
@@ -34,7 +34,6 @@ class PackConfig:
 
 
 def main(config: PackConfig) -> None:
-    check_bounds(config)
     corpus, tokenizer, out = ParquetCorpus(config.corpus), Tokenizer.load(config.tokenizer), config.out
     identity = {
         "format": shards.FORMAT,

@@ -36,7 +36,7 @@ class PatchError(Exception):
 
 @functools.cache
 def environment() -> dict[str, str]:
-    """Ours without the variables that name a repository: in a hook, git sets them to the one that it runs for."""
+    """This process's environment without the variables by which git, in a hook, names the repository of the hook."""
     command = ["git", "rev-parse", "--local-env-vars"]
     local = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     return {name: value for name, value in os.environ.items() if name not in local}
@@ -51,8 +51,8 @@ def git(*arguments: str | Path, at: Path, stdin: bytes = b"", **variables: str) 
     done = subprocess.run(["git", "-C", at, *arguments], env=settings, input=stdin, capture_output=True)
     if done.returncode:
         lines = done.stderr.decode(errors="replace").strip().splitlines() or ["git failed"]
-        found = [re.sub("^(error|fatal): ", "", line) for line in lines if line.startswith(("error: ", "fatal: "))]
-        raise PatchError("; ".join(line for line in found if "patch does not apply" not in line) or lines[-1])
+        errors = [re.sub("^(error|fatal): ", "", line) for line in lines if line.startswith(("error: ", "fatal: "))]
+        raise PatchError("; ".join(line for line in errors if "patch does not apply" not in line) or lines[-1])
     return done.stdout
 
 
@@ -213,7 +213,7 @@ def vendor(upstream: Upstream, tree: Path) -> None:
     if tree.exists():
         if changed_files(upstream, tree):
             raise PatchError(f"this is not {upstream.name} at {upstream.commit[:12]}: delete it, and run this again")
-        print(f"{tree}: there already")
+        print(f"{tree}: already there")
         return
     source = os.path.expanduser(os.environ.get(upstream.source, "")) or upstream.repository
     tree.parent.mkdir(parents=True, exist_ok=True)
@@ -284,7 +284,7 @@ def main(argv: list[str] | None = None) -> int:
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 141
-        except (PatchError, OSError, shutil.Error) as error:
+        except (PatchError, OSError) as error:
             print(f"error: {tree}: {error}", file=sys.stderr)
             status = 2
         except KeyboardInterrupt:

@@ -1,6 +1,7 @@
 """Command lines of the project's modules: one process, or torchrun for several; shown as one would type them."""
 
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -25,12 +26,23 @@ def show(words: Sequence[str]) -> list[str]:
 
 
 def run(words: Sequence[str]) -> None:
-    """Show and run one command; leave with its exit code if it fails. Ctrl-C lets it save first."""
+    """Show and run one command; leave with its exit code if it fails. Ctrl-C and SIGTERM let it save first."""
     process = subprocess.Popen(show(words))
+    received: list[int] = []
+
+    def pass_on(number: int, frame: Any) -> None:
+        received.append(number)
+        process.terminate()
+
+    before = signal.signal(signal.SIGTERM, pass_on)
     try:
         code = process.wait()
     except KeyboardInterrupt:
         process.wait()
         raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    if received:
+        sys.exit(128 + received[0])
     if code:
         sys.exit(code)

@@ -10,6 +10,7 @@ Settings are given as NAME=value; an empty value is the same as none.
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -96,13 +97,13 @@ def names(given):
     prepared = corpus in ("fineweb", "builtin")
     name = dataset(corpus, setting["SHARDS"])
     documents = f"{base}/corpus/{name}" if prepared else corpus
-    tokenizer = "{}/tokenizer/{}-{}".format(base, name, setting["VOCAB"])
-    packed = "{}/packed/{}-{}-{}".format(base, name, setting["VOCAB"], setting["SEQ"])
+    tokenizer = f"{base}/tokenizer/{name}-{setting['VOCAB']}"
+    packed = f"{base}/packed/{name}-{setting['VOCAB']}-{setting['SEQ']}"
     ngpu = given.get("NGPU") or str(count_gpus())
     ranks = "1" if ngpu == "0" else ngpu
     run = given.get("RUN")
-    demo = [f"--ranks {ranks}"] if "NGPU" in given and ranks != "1" else []
-    demo += ["--depth {}".format(given["DEPTH"])] if "DEPTH" in given else []
+    demo = ["--ranks " + ranks] if "NGPU" in given and ranks != "1" else []
+    demo += ["--depth " + given["DEPTH"]] if "DEPTH" in given else []
     named_rows = any(key in given for key in ("CORPUS", "SHARDS", "VOCAB", "SEQ"))
     return {
         "PREPARED": documents + "/.complete" if prepared else "",  # a file that is made when the corpus is complete
@@ -119,18 +120,18 @@ def names(given):
         "DEMO_FLAGS": " ".join(demo),
         # The rows are those the run was trained on, unless others are named.
         "ROWS": "--data " + packed if named_rows else "",
-        "GKA_RUN": run or "{}/runs/d{}-gka".format(base, setting["DEPTH"]),
-        "BASE_RUN": run or "{}/runs/d{}-softmax".format(base, setting["DEPTH"]),
-        "DRAWN": f"--out {base}/figures --demo {base}/demo" + (" --run " + run if run else ""),
+        "GKA_RUN": run or f"{base}/runs/d{setting['DEPTH']}-gka",
+        "BASE_RUN": run or f"{base}/runs/d{setting['DEPTH']}-softmax",
+        "DRAWN": f"--out {base}/figures --demo {base}/demo" + (f" --run {run}" if run else ""),
         "MODEL_FLAG": "--model " + given["MODEL"] if "MODEL" in given else "",
-        "DEIT_RUN": run or "{}/runs/{}".format(base, given.get("MODEL") or "deit_tiny_gka_patch16_224"),
+        "DEIT_RUN": run or f"{base}/runs/{given.get('MODEL', 'deit_tiny_gka_patch16_224')}",
     }
 
 
 def as_make(variables):
     """The variables as words of make, NAME:=value with the spaces of a value as |, which the Makefile turns back."""
     escaped = {name: value.replace("$", "$$").replace("#", "\\#") for name, value in variables.items()}
-    return " ".join("{}:={}".format(name, value.replace(" ", "|")) for name, value in escaped.items())
+    return " ".join(f"{name}:={value.replace(' ', '|')}" for name, value in escaped.items())
 
 
 def has_device(given):
@@ -156,8 +157,8 @@ def check_gpu(given):
 def check_images(given):
     """Raises Problem if there are no images, or a vision model would train on a CPU unasked."""
     if not given.get("DATA"):
-        lacking = "no images" if has_device(given) else "no images and no GPU"
-        raise Problem(f'{lacking}. {GIVE_DATA}, or run "make demo", which needs neither')
+        missing = "no images" if has_device(given) else "no images and no GPU"
+        raise Problem(f'{missing}. {GIVE_DATA}, or run "make demo", which needs neither')
     if not has_device(given):
         start = 'no GPU is visible, and 300 epochs would take years without one. Run "make demo", or try the command'
         raise Problem(f'{start} small: DATA=digits BASE=out/small ARGS="{SMALL_VISION}"')
@@ -179,8 +180,12 @@ def show_targets(makefile):
 
 def main(words):
     """Do what the first word says, with the settings in the others."""
-    asked, settings = words[0], (word.split("=", 1) for word in words[1:])
-    given = {name: value for name, value in settings if value}
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `make help | head` ends quietly
+    if not words or words[0] in ("-h", "--help"):
+        print(__doc__.strip())
+        return
+    asked, pairs = words[0], (word.split("=", 1) for word in words[1:])
+    given = {name: value for name, value in pairs if value}
     steps = {
         "check-python": check_python,
         "check-gpu": check_gpu,
@@ -192,8 +197,8 @@ def main(words):
         print(as_make(names(given)))
     elif asked == "help":
         show_targets(Path("Makefile").read_text())
-        ngpu = given.get("NGPU") or count_gpus()
-        print(HELP.format(**dict(DEFAULTS, **dict(given, NGPU=ngpu, RUN=names(given)["GKA_RUN"]))))
+        settings = {**DEFAULTS, "NGPU": count_gpus(), **given, "RUN": names(given)["GKA_RUN"]}
+        print(HELP.format(**settings))
     else:
         try:
             steps[asked](given)

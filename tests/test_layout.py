@@ -4,14 +4,13 @@ runs -> nanochat_gka | deit_gka -> trainkit, gka; gka and trainkit do not know e
 """
 
 import ast
-import re
 import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
 
 import pytest
 
-from sources import PACKAGES, ROOT, dependencies, imports, modules, tracked
+from sources import ENTRY_POINT, PACKAGES, ROOT, dependencies, imports, modules, tracked
 
 ALLOWED = {
     "gka": {"gka"},
@@ -20,7 +19,6 @@ ALLOWED = {
     "deit_gka": {"deit_gka", "trainkit", "gka"},
     "runs": set(PACKAGES),
 }
-ENTRY_POINT = re.compile(r'^if __name__ == "__main__":', re.MULTILINE)
 
 
 def files(package):
@@ -29,7 +27,7 @@ def files(package):
 
 def entry_points(package):
     """The commands on top of a package: `python -m package.name`."""
-    return {f"{package}.{path.stem}" for path in (ROOT / package).glob("*.py") if ENTRY_POINT.search(path.read_text())}
+    return {f"{package}.{path.stem}" for path in (ROOT / package).glob("*.py") if ENTRY_POINT in path.read_text()}
 
 
 @pytest.mark.parametrize("package", ALLOWED)

@@ -71,12 +71,12 @@ def flag_of(field: str) -> str:
 def check_bounds(config: Any) -> None:
     """Raises UserError for the first field of `config`, of any class with annotations, that is out of its Bounds.
 
-    Every value of a tuple must be in them. Strings and None have no bounds.
+    Every value of a tuple or list must be in them. Strings and None have no bounds.
     """
     for name, hint in get_type_hints(type(config), include_extras=True).items():
         value = getattr(config, name, None)
         for bounds in getattr(hint, "__metadata__", ()):
-            for number in value if isinstance(value, tuple) else (value,):
+            for number in value if isinstance(value, (tuple, list)) else (value,):
                 if isinstance(bounds, Bounds) and isinstance(number, (int, float)):
                     bounds.check(flag_of(name), number)
 
@@ -101,8 +101,8 @@ def run(main: Callable[[Any], None], config_class: type, argv: list[str] | None 
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a character that the terminal cannot show becomes "?"
             stream.reconfigure(errors="replace")
-    program = sys.modules["__main__"].__spec__
-    prog = f"python -m {program.name}" if program else None
+    name = module_name()
+    prog = f"python -m {name}" if name else None
     try:
         config = tyro.cli(config_class, args=argv, prog=prog, description=inspect.getdoc(config_class))
         check_bounds(config)
@@ -156,9 +156,14 @@ def _exit(code) -> None:
     sys.exit(code)
 
 
+def module_name() -> str:
+    """The name after `python -m` that this process was started with; empty for a file or an interpreter."""
+    program = sys.modules["__main__"].__spec__
+    return program.name.removesuffix(".__main__") if program else ""
+
+
 def command_line() -> str:
     """The command this process was started with, as one would type it."""
-    program = sys.modules["__main__"].__spec__
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    name, ranks = module_name(), int(os.environ.get("WORLD_SIZE", "1"))
     launcher = "python" if ranks == 1 else f"torchrun --standalone --nproc-per-node {ranks}"
-    return shlex.join([*launcher.split(), *(["-m", program.name] if program else sys.argv[:1]), *sys.argv[1:]])
+    return shlex.join([*launcher.split(), *(["-m", name] if name else sys.argv[:1]), *sys.argv[1:]])

@@ -74,8 +74,12 @@ class RunConfig:
             had = saved.get(name, defaults[name])
             if had != value:
                 tag = "" if replace(self, **{name: had}).tag == self.tag else f" with --model-tag {self.tag}"
-                differs = f"{flag_of(name)} is {value} but the run in {self.folder} has {had}"
+                differs = f"{flag_of(name)} is {_shown(value)} but the run in {self.folder} has {_shown(had)}"
                 raise UserError(f"{differs}; use its value{tag}, or another --model-tag")
+
+
+def _shown(value: Any) -> Any:
+    return "none" if value in ("", None) else value
 
 
 def _as_json(settings: dict[str, Any]) -> dict[str, Any]:

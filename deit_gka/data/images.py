@@ -59,14 +59,12 @@ def _with_neighbours(made: list) -> list:
     intact = [place for place, pair in enumerate(made) if pair is not None]
     if not intact:
         return made
-    return [
-        made[next((other for other in intact if other > place), intact[0])] if pair is None else pair
-        for place, pair in enumerate(made)
-    ]
+    stand_ins = [next((other for other in intact if other >= place), intact[0]) for place in range(len(made))]
+    return [made[place] for place in stand_ins]
 
 
 def assemble(units: Iterator[Batch], size: int) -> Batch:
-    """The next `size` images as one batch; the unit itself if one of them has no readable image."""
+    """The next `size` images as one batch; a unit without any readable image ends it and is returned alone."""
     parts: list[Batch] = []
     while sum(len(part.images) for part in parts) < size:
         parts.append(next(units))

@@ -3,8 +3,7 @@
 - An update is a fixed set of images whatever the number of processes. They are dealt out in pairs, because Mixup and
   CutMix mix pairs.
 - Every image has its own random seed, from (run seed, epoch, place in the epoch). So neither the number of processes
-  nor
-  of workers, nor where a run was interrupted, changes what is drawn.
+  or workers, nor where a run was interrupted, changes what is drawn.
 """
 
 import queue

@@ -35,8 +35,10 @@ class LayerMaps:
 
 
 def attention_maps(model: nn.Module, images: torch.Tensor) -> list[torch.Tensor]:
-    """The row-stochastic W of every layer, float32 (B, H, N, N) each, from one forward pass of normalised (B, 3, S,
-    S)."""
+    """The row-stochastic W of every layer, float32 (B, H, N, N), from one forward pass.
+
+    images: normalised, (B, 3, S, S).
+    """
     return [layer.weights for layer in extract(model, images)]
 
 

@@ -53,23 +53,20 @@ def vit_cost(
     """
     patches, prefix = (image_size // patch_size) ** 2, 1 + distilled
     tokens, hidden, pixels = patches + prefix, int(mlp_ratio * dim), channels * patch_size**2
-    layers = [
-        attention_cost(kind, dim, num_heads, tokens, value_bias=value_bias) for kind in layer_kinds(attention, depth)
-    ]
+    kinds = layer_kinds(attention, depth)
+    layers = [attention_cost(kind, dim, num_heads, tokens, value_bias=value_bias) for kind in kinds]
     sublayers = sum(layer.parameters for layer in layers)
     mlps = depth * (2 * dim * hidden + hidden + dim)
     heads = prefix * (dim * classes + classes) if classes else 0
     norms = (2 * depth + 1) * 2 * dim
     embedding = (pixels * dim + dim) + prefix * dim + tokens * dim  # patches, special tokens, positions
+    flops = 2 * patches * pixels * dim + depth * 4 * tokens * dim * hidden + prefix * 2 * dim * classes
     return ModelCost(
         parameters=embedding + sublayers + mlps + norms + heads,
         attention=sublayers,
         mlp=mlps,
         bandwidths=sum(layer.bandwidths for layer in layers),
-        flops=2 * patches * pixels * dim
-        + sum(layer.flops for layer in layers)
-        + depth * 4 * tokens * dim * hidden
-        + prefix * 2 * dim * classes,
+        flops=flops + sum(layer.flops for layer in layers),
     )
 
 

@@ -29,8 +29,7 @@ ATTENTION: dict[str, type[nn.Module]] = {"softmax": Attention}
 
 
 class TimmAttention(nn.Module):
-    """What our kinds share: the call, dropout, and the explicit path that builds W for hooks, masks and attention
-    dropout.
+    """What our kinds share: the call, dropout, and the path that builds W for hooks, masks and attention dropout.
 
     A subclass gives `mix` (fused: the heads' outputs, (B, N, H, D)), `weights` (W, (B, H, N, N)) and `values`
     ((B, N, H, D)), and has a `proj`. Like timm's own attention it builds W when `timm.layers.set_fused_attn(False)`
@@ -184,10 +183,9 @@ def operators_of(model: nn.Module) -> list[str]:
 
 
 def with_settings(kind: str, **settings) -> type[nn.Module]:
-    """The class of `kind` with arguments of its SETTINGS filled in: timm takes a class, but not a partial or a
-    function.
+    """The class of `kind` with arguments of its SETTINGS filled in; its layers can be pickled.
 
-    Its layers can be pickled.
+    timm takes a class, but neither a partial nor a function.
     """
     return _class_with(kind, tuple(sorted(settings.items()))) if settings else ATTENTION[kind]
 
@@ -223,7 +221,7 @@ def attention_by_layer(pattern: str, **settings) -> type[nn.Module]:
     def layer(cls, dim: int, *, depth: int, **kwargs) -> nn.Module:
         return classes[layer_kinds(pattern, depth + 1)[depth]](dim, **kwargs)
 
-    # To subclasses of DiffAttention alone does timm pass the layer's number; what __new__ returns is not one.
+    # timm passes a layer's number only to subclasses of DiffAttention; the layer that __new__ returns is not one.
     return type("AttentionByLayer", (DiffAttention,), {"__new__": layer})
 
 

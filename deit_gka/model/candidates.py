@@ -23,12 +23,12 @@ def of_run(
 
     Raises UserError if the classes of `data` are not its own.
     """
-    found = find_checkpoint(run, best)
-    check_same_classes(run, found.state["classes"], data, classes)
-    recipe = found.state["train_config"]
+    checkpoint = find_checkpoint(run, best)
+    check_same_classes(run, checkpoint.state["classes"], data, classes)
+    recipe = checkpoint.state["train_config"]
     settings = {"input_size": recipe["input_size"], "crop_pct": recipe["crop_pct"]}
-    available = [name for name in weights if (found.path / f"{name}.safetensors").exists()]
-    return {name: load_run(found, name, device) for name in available or weights}, settings
+    available = [name for name in weights if (checkpoint.path / f"{name}.safetensors").exists()]
+    return {name: load_run(checkpoint, name, device) for name in available or weights}, settings
 
 
 def of_timm(

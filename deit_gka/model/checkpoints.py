@@ -15,8 +15,7 @@ from deit_gka.data.sources import Source, Stream, open_source
 from deit_gka.model.registry import takes_attention
 from deit_gka.recipe import Recipe
 from gka import layer_kinds
-from trainkit import checkpoint
-from trainkit.checkpoint import Checkpoint
+from trainkit.checkpoint import Checkpoint, load, load_newest
 from trainkit.cli import Bounds, UserError, reason_of
 
 WEIGHTS = ("ema", "model")
@@ -34,8 +33,7 @@ OWN_FLAGS = {"name": "--model", "pretrained": "--pretrained of evaluate", "input
 
 
 def parse_kwargs(words: Iterable[str]) -> dict[str, Any]:
-    """["depth=4", "sigma_squared=1.0", "attention=GGGA"] as a dictionary: values that are JSON are read so, others are
-    text.
+    """["depth=4", "attention=GGGA"] as {"depth": 4, "attention": "GGGA"}: values are JSON, or else text.
 
     Raises UserError for words of another form, and for names and values that cannot be.
     """
@@ -95,8 +93,7 @@ def build(
 
 
 def check_patches(model: nn.Module, size: int | list[int] | None) -> None:
-    """Raises UserError if patches do not cover the image: the convolution that cuts them would silently leave
-    pixels out."""
+    """Raises UserError if patches do not cover the image, whose last pixels the model would silently ignore."""
     patch = getattr(getattr(model, "patch_embed", None), "patch_size", None)
     sizes = size if isinstance(size, list) else [size, size]
     if size and isinstance(patch, tuple) and any(side % part for side, part in zip(sizes, patch)):
@@ -128,17 +125,17 @@ def find_checkpoint(path: Path, best: bool = False) -> Checkpoint:
     """
     path = Path(path)
     if (path / "manifest.json").exists():
-        return _of_vision(checkpoint.load(path))
-    found = checkpoint.load_newest(path / ("best" if best else "checkpoints"))
-    if found is None:
+        return _of_vision(load(path))
+    checkpoint = load_newest(path / ("best" if best else "checkpoints"))
+    if checkpoint is None:
         raise UserError(f"no checkpoint in {path}; train one first (make demo, make train-deit-ti)")
-    return _of_vision(found)
+    return _of_vision(checkpoint)
 
 
-def _of_vision(found: Checkpoint) -> Checkpoint:
-    if "classes" not in found.state:
-        raise UserError(f"{found.path} is not of a vision run; nanochat_gka evaluates and exports language models")
-    return found
+def _of_vision(checkpoint: Checkpoint) -> Checkpoint:
+    if "classes" not in checkpoint.state:
+        raise UserError(f"{checkpoint.path} is not of a vision run; nanochat_gka evaluates and exports language models")
+    return checkpoint
 
 
 def trained_on(state: dict[str, Any]) -> str:
@@ -154,21 +151,24 @@ def open_data(data: str, split: str, run: Path | None) -> Source | Stream:
     try:
         return open_source(data, split)
     except UserError as error:
-        found = None
+        checkpoint = None
         with contextlib.suppress(UserError):
-            found = find_checkpoint(run) if run and run.is_dir() else None
-        raise UserError(f"{error}. {run} was trained on {trained_on(found.state)}" if found else str(error)) from None
+            checkpoint = find_checkpoint(run) if run and run.is_dir() else None
+        needs = f". {run} was trained on {trained_on(checkpoint.state)}" if checkpoint else ""
+        raise UserError(f"{error}{needs}") from None
 
 
-def load_run(found: Checkpoint, weights: str, device: torch.device | str) -> nn.Module:
-    """The model of one of our checkpoints; weights: "ema" or "model" (the raw ones). Raises UserError if it lacks
-    them."""
-    if not (found.path / f"{weights}.safetensors").exists():
+def load_run(checkpoint: Checkpoint, weights: str, device: torch.device | str) -> nn.Module:
+    """The model of one of our checkpoints; weights: "ema" or "model" (the raw ones).
+
+    Raises UserError if the checkpoint lacks them.
+    """
+    if not (checkpoint.path / f"{weights}.safetensors").exists():
         others = " or ".join(other for other in WEIGHTS if other != weights)
-        raise UserError(f"{found.path} has no {weights} weights; choose --weights {others}")
-    about = found.state["model"]
+        raise UserError(f"{checkpoint.path} has no {weights} weights; choose --weights {others}")
+    about = checkpoint.state["model"]
     model = build(about["name"], about["num_classes"], about["input_size"], **about["kwargs"])
-    model.load_state_dict(found.tensors(weights))
+    model.load_state_dict(checkpoint.tensors(weights))
     return model.to(device).eval()
 
 
@@ -186,18 +186,15 @@ def load_file(path: Path, model: nn.Module) -> nn.Module:
     return model.eval()
 
 
-def export(found: Checkpoint, weights: str, folder: Path) -> Path:
+def export(checkpoint: Checkpoint, weights: str, folder: Path) -> Path:
     """Write model.safetensors and config.json, and return the path of the former.
 
     timm loads them by create_model("local-dir:FOLDER", pretrained=True) or create_model(NAME, checkpoint_path=FILE).
     """
-    model = load_run(found, weights, "cpu")
-    recipe, classes = found.state["train_config"], found.state["classes"]
-    data_config = {
-        "crop_pct": recipe["crop_pct"],
-        "interpolation": "bicubic",
-        "input_size": (3, recipe["input_size"], recipe["input_size"]),
-    }
+    model = load_run(checkpoint, weights, "cpu")
+    recipe, classes = checkpoint.state["train_config"], checkpoint.state["classes"]
+    size = (3, recipe["input_size"], recipe["input_size"])
+    data_config = {"input_size": size, "crop_pct": recipe["crop_pct"], "interpolation": "bicubic"}
     model_config = {"label_names": classes} if len(classes) == model.num_classes else {}
     about = dict(model_config=model_config, data_config=data_config)
     timm.models.save_for_hf(model, str(folder), safe_serialization=True, **about)

@@ -42,30 +42,26 @@ def takes_attention(name: str) -> bool:
 
 
 def _configuration(distilled: bool) -> dict:
-    return dict(
-        url="", num_classes=1000, input_size=(3, 224, 224), pool_size=None, crop_pct=CROP_PCT, interpolation="bicubic",
-        fixed_input_size=True, mean=IMAGENET_DEFAULT_MEAN, std=IMAGENET_DEFAULT_STD, first_conv="patch_embed.proj",
-        classifier=("head", "head_dist") if distilled else "head", license="mit",
-    )  # fmt: skip
+    """What timm keeps of a model beside its architecture."""
+    images = dict(input_size=(3, 224, 224), fixed_input_size=True, crop_pct=CROP_PCT, interpolation="bicubic")
+    images |= dict(mean=IMAGENET_DEFAULT_MEAN, std=IMAGENET_DEFAULT_STD)
+    layers = dict(first_conv="patch_embed.proj", classifier=("head", "head_dist") if distilled else "head")
+    return dict(url="", license="mit", num_classes=1000, pool_size=None, **images, **layers)
 
 
 def _entry_point(size: str, kind: str, distilled: bool):
     """The function that timm calls for `model_name(size, kind, distilled)`."""
     name = model_name(size, kind, distilled)
+    architecture = VisionTransformerDistilled if distilled else VisionTransformer
 
     def create(pretrained: bool = False, attention: str = kind, **kwargs) -> VisionTransformer:
         names = {setting for ours in OUR_KINDS for setting in settings_of(ours)}
         settings = {setting: kwargs.pop(setting) for setting in names & kwargs.keys()}
         settings = {setting: value for setting, value in settings.items() if value is not None}
-        arguments = dict(patch_size=16, **SIZES[size], attn_layer=attention_by_layer(attention, **settings))
-        return build_model_with_cfg(
-            VisionTransformerDistilled if distilled else VisionTransformer,
-            name,
-            pretrained,
-            pretrained_filter_fn=checkpoint_filter_fn,
-            feature_cfg=dict(out_indices=kwargs.pop("out_indices", 3), feature_cls="getter"),
-            **dict(arguments, **kwargs),
-        )
+        features = dict(out_indices=kwargs.pop("out_indices", 3), feature_cls="getter")
+        arguments = dict(patch_size=16, **SIZES[size], attn_layer=attention_by_layer(attention, **settings)) | kwargs
+        arguments |= dict(pretrained_filter_fn=checkpoint_filter_fn, feature_cfg=features)
+        return build_model_with_cfg(architecture, name, pretrained, **arguments)
 
     shape = SIZES[size]
     cost = vit_cost(kind, shape["embed_dim"], shape["depth"], shape["num_heads"], distilled=distilled)

@@ -62,8 +62,9 @@ def read_weights(source: str) -> Tensors:
     if path.is_dir():
         exported = path / "model.safetensors"
         if (path / "checkpoints").exists() or (path / "manifest.json").exists() or not exported.exists():
-            found = find_checkpoint(path)
-            return found.tensors(next(name for name in WEIGHTS if (found.path / f"{name}.safetensors").exists()))
+            checkpoint = find_checkpoint(path)
+            available = [name for name in WEIGHTS if (checkpoint.path / f"{name}.safetensors").exists()]
+            return checkpoint.tensors(available[0])
         path = exported
     if path.is_file():
         return _read_file(path)

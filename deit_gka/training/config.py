@@ -55,12 +55,12 @@ class TrainConfig(Recipe, RunConfig):
         return self.model_tag or "-".join(filter(None, (self.model, self.attention)))
 
     def timm_arguments(self) -> dict[str, Any]:
-        """What --model-kwargs and --attention say about the model."""
+        """Arguments for timm from --model-kwargs and --attention."""
         return {**parse_kwargs(self.model_kwargs), **({"attention": self.attention} if self.attention else {})}
 
     def identity(self) -> dict[str, Any]:
         settings = super().identity()
-        if self.distillation_type == "none":  # what is said about a teacher decides nothing
+        if self.distillation_type == "none":  # the flags of a teacher change nothing
             for name in ("teacher_model", "teacher_path", "distillation_alpha", "distillation_tau"):
                 del settings[name]
         return settings

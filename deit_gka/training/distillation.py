@@ -37,9 +37,8 @@ class Teacher(nn.Module):
     ):
         super().__init__()
         self.model, self.size = model.eval().requires_grad_(False), size
-        student_mean, student_std, mean, std = (
-            torch.tensor(values).view(1, 3, 1, 1) for values in (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, mean, std)
-        )
+        values = (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, mean, std)
+        student_mean, student_std, mean, std = (torch.tensor(value).view(1, 3, 1, 1) for value in values)
         self.register_buffer("scale", student_std / std)
         self.register_buffer("shift", (student_mean - mean) / std)
 
@@ -64,19 +63,16 @@ def load_teacher(name: str, path: str, classes: list[str]) -> Teacher:
     if folder.is_dir() and not (folder / "config.json").exists():
         checkpoint = find_checkpoint(folder)
         if checkpoint.state["classes"] != classes and set(checkpoint.state["classes"]) & set(classes):
-            raise UserError(
-                f"--teacher-model {name} was trained on other classes than the data's; "
-                "give a teacher of the same classes"
-            )
+            differ = f"--teacher-model {name} was trained on other classes than the data's"
+            raise UserError(f"{differ}; give a teacher of the same classes")
         model = load_run(checkpoint, "ema" if (checkpoint.path / "ema.safetensors").exists() else "model", "cpu")
     elif path:
         model = load_file(Path(path), build(name, len(classes)))
     else:
         model = timm_weights(f"local-dir:{folder}" if folder.is_dir() else name, "--teacher-model")
     if model.num_classes != len(classes):
-        raise UserError(
-            f"--teacher-model {name} tells {model.num_classes} classes apart but the data has {len(classes)}"
-        )
+        count = f"{model.num_classes} classes apart but the data has {len(classes)}"
+        raise UserError(f"--teacher-model {name} tells {count}")
     about, size = resolve_model_data_config(model), None
     if not getattr(model, "dynamic_img_size", False):  # a convolutional network takes any size, and says so nowhere
         fixed = about["input_size"][-2:] if model.pretrained_cfg.get("fixed_input_size") else None

@@ -149,21 +149,15 @@ def evaluate(
                     logits = model.eval()(images)
                 best = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
                 loss = F.cross_entropy(logits.float(), labels, reduction="sum")
-                sums[place, :4] += torch.stack(
-                    [best[:, 0].sum(), best.sum(), loss, torch.tensor(len(labels), device=loss.device)]
-                ).double()
+                count = torch.tensor(len(labels), device=loss.device)
+                sums[place, :4] += torch.stack([best[:, 0].sum(), best.sum(), loss, count]).double()
         advance(batch)
     results = {}
     for name, (top1, top5, loss, count, broken) in zip(models, runtime.sum(sums).tolist()):
         if not count:
             raise UserError("there is no readable image to evaluate on")
-        results[name] = {
-            "top1": 100 * top1 / count,
-            "top5": 100 * top5 / count,
-            "loss": loss / count,
-            "images": int(count),
-            "broken": int(broken),
-        }
+        accuracy = {"top1": 100 * top1 / count, "top5": 100 * top5 / count, "loss": loss / count}
+        results[name] = {**accuracy, "images": int(count), "broken": int(broken)}
     return results
 
 

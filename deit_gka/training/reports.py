@@ -2,30 +2,60 @@
 
 from typing import Any
 
+from torch import nn
+
+from deit_gka.model.accounting import cost_of
+from deit_gka.training.config import TrainConfig
+from deit_gka.training.images import RunImages
+from trainkit.distributed import Runtime
+
 EVAL_KEYS = ("epoch", "images", "broken")  # what an evaluation's record must have to count, beside its metric
 ACCURACY_KEYS = ("top1", "top5", "loss", "ema_top1", "ema_top5", "ema_loss", "images", "broken")
 BROKEN_SHARE = 0.01  # of the validation images
 
 
+def opening_lines(
+    config: TrainConfig, runtime: Runtime, model: nn.Module, images: RunImages, operators: list[str]
+) -> list[str]:
+    """What a run says before its first update: its model, images, schedule and operators."""
+    parameters, cost = sum(parameter.numel() for parameter in model.parameters()), cost_of(model)
+    flops = f", {cost.flops / 1e9:.4g} GFLOPs an image" if cost else ""
+    attention = f", attention {config.attention}" if config.attention else ""
+    counts = f"{len(images.train_set):,} training and {len(images.val_set):,} validation images"
+    order = images.order
+    updates = f"{order.steps_per_epoch:,} updates of {config.batch_size:,} images"
+    pieces = f"{len(order.pieces)} x {len(order.pieces[0].places)} images each"
+    rate = f"peak learning rate {config.scaled_lr:.4g}"
+    lines = [
+        f"{config.model}{attention}: {parameters:,} parameters{flops}",
+        f"{config.data}: {counts} in {len(images.classes)} classes",
+        f"{config.epochs} epochs of {updates}: {runtime.world_size} x {runtime.device.type}, {pieces}; {rate}; "
+        f"{images.num_workers} loading workers each",
+    ]
+    if operators:
+        lines.append(f"Gaussian kernel attention by {', '.join(operators)}")
+    if config.repeated_aug > 1:
+        versions = f"{config.repeated_aug} versions each of a 1/{config.repeated_aug} of the images"
+        lines.append(f"repeated augmentation: an epoch draws {versions}")
+    return lines
+
+
 def trusted(records: list[dict[str, Any]], *others: dict[str, Any]) -> list[dict[str, Any]]:
     """The evaluations among `records` that may be the best.
 
-    Files that are broken for good are left out of every evaluation. One that left out many more than the evaluation
-    that read the most (`others` count too) met a trouble that will pass.
+    Every evaluation leaves out the files that are broken for good. One that left out many more than the evaluation that
+    left out the fewest (`others` count too) could not read them for a reason that will pass, such as a slow disk.
     """
     fewest = min((record["broken"] for record in [*records, *others]), default=0)
-    return [
-        record
-        for record in records
-        if record["broken"] - fewest <= BROKEN_SHARE * (record["images"] + record["broken"])
-    ]
+
+    def may_be_best(record: dict[str, Any]) -> bool:
+        return record["broken"] - fewest <= BROKEN_SHARE * (record["images"] + record["broken"])
+
+    return [record for record in records if may_be_best(record)]
 
 
 def accuracy_text(values: dict[str, Any]) -> str:
-    """Accuracy and loss on the validation images, of the raw weights and, in the same order, of the average.
-
-    And how many images could not be judged.
-    """
+    """Accuracy and loss of the raw weights and, in the same order, of the average; and how many images are broken."""
     text = f"top-1 {values['top1']:.2f} top-5 {values['top5']:.2f} loss {values['loss']:.3f}"
     if "ema_top1" in values:
         text += f" | EMA {values['ema_top1']:.2f} {values['ema_top5']:.2f} {values['ema_loss']:.3f}"
@@ -33,10 +63,7 @@ def accuracy_text(values: dict[str, Any]) -> str:
 
 
 def epoch_text(values: dict[str, Any], speed: dict[str, float], sigma: dict[str, list[float]]) -> str:
-    """What an epoch's line says in 130 columns; the rest is in log.jsonl.
-
-    Accuracy and loss, how far the bandwidths spread, and the speed.
-    """
+    """Accuracy and loss, how far the bandwidths spread, and the speed, in 130 columns; the rest is in log.jsonl."""
     heads = [value for layer in sigma.values() for value in layer]
     text = accuracy_text(values) + (f" | sigma {min(heads):.2f}-{max(heads):.2f}" if heads else "")
     return text + (f" | {speed['images_per_second']:,.0f} img/s" if speed["images_per_second"] else "")

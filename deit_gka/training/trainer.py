@@ -28,7 +28,7 @@ from deit_gka.training.engine import Mixer, Update, accumulate_gradients, bandwi
 from deit_gka.training.images import RunImages
 from deit_gka.training.meter import UPDATES_NOT_TIMED, Meter
 from deit_gka.training.optim import load_state_tensors, make_average, make_optimizer, make_schedule, state_tensors
-from deit_gka.training.reports import ACCURACY_KEYS, EVAL_KEYS, accuracy_text, epoch_text, trusted
+from deit_gka.training.reports import ACCURACY_KEYS, EVAL_KEYS, accuracy_text, epoch_text, opening_lines, trusted
 from trainkit.checkpoint import Checkpoint, Tensors
 from trainkit.cli import UserError
 from trainkit.distributed import Runtime, Stop
@@ -100,27 +100,9 @@ class Trainer(BaseTrainer):
     # Before the first update
 
     def announce(self) -> dict[str, Any]:
-        config, runtime, images, say = self.config, self.runtime, self.images, self.runtime.print
-        cost, parameters = cost_of(self.model), sum(parameter.numel() for parameter in self.model.parameters())
-        say(
-            f"{config.model}: {parameters:,} parameters" + (f", {cost.flops / 1e9:.4g} GFLOPs an image" if cost else "")
-        )
-        say(
-            f"{config.data}: {len(images.train_set):,} training and {len(images.val_set):,} validation images "
-            f"in {len(images.classes)} classes"
-        )
-        say(
-            f"{config.epochs} epochs of {self.steps_per_epoch:,} updates of {config.batch_size:,} images: "
-            f"{runtime.world_size} x {runtime.device.type}, {len(self.pieces)} x "
-            f"{len(self.pieces[0].places)} images each; peak learning rate {config.scaled_lr:.4g}; "
-            f"{images.num_workers} loading workers each"
-        )
         operators = operators_of(self.model)
-        if operators:
-            say(f"Gaussian kernel attention by {', '.join(operators)}")
-        if config.repeated_aug > 1:
-            versions = f"{config.repeated_aug} versions each of a 1/{config.repeated_aug} of the images"
-            say(f"repeated augmentation: an epoch draws {versions}")
+        for line in opening_lines(self.config, self.runtime, self.model, self.images, operators):
+            self.runtime.print(line)
         return {"operators": operators, "initial_weights": self.initial_weights}
 
     # An update
@@ -189,9 +171,8 @@ class Trainer(BaseTrainer):
         self.model.train()
         self.optimizer.zero_grad(set_to_none=len(self.pieces) == 1)
         try:
-            update = accumulate_gradients(
-                network, self.pieces, next_batch, self.mixer, step, self.runtime, self.scaler.scale, self.objective
-            )
+            own = network, self.pieces, next_batch, self.mixer, step, self.runtime
+            update = accumulate_gradients(*own, self.scaler.scale, self.objective)
         except ValueError:  # on a CPU the operator refuses bandwidths that are not finite
             if self.is_finite():
                 raise
@@ -205,7 +186,7 @@ class Trainer(BaseTrainer):
         return super().diverged(reason, details, consequence)
 
     def learning_rate(self) -> float:
-        """Of the last update."""
+        """The learning rate of the last update."""
         return self.optimizer.param_groups[0]["lr"]
 
     def status(self, numbers: dict[str, float]) -> str:
@@ -274,26 +255,24 @@ class Trainer(BaseTrainer):
             )
 
     def evaluate(self, bar: Progress) -> dict[str, Any]:
-        """Accuracy of the raw weights and, as ema_*, of the average."""
-        runtime, models = self.runtime, {"": self.model}
+        """Accuracy of the raw weights and, as ema_*, of the average; how many images were judged, and were broken."""
+        models = {"": self.model}
         if self.average is not None:
             models["ema_"] = self.average.module
         for model in models.values():  # a ViT has no buffers; where there are some, those of rank 0 are saved
-            runtime.broadcast(model.buffers())
-        task = bar.add_task("evaluating", total=-(-len(self.images.val_set) // runtime.world_size), status="")
+            self.runtime.broadcast(model.buffers())
+        total = -(-len(self.images.val_set) // self.runtime.world_size)
+        task = bar.add_task("evaluating", total=total, status="")
 
         def advance(batch: Batch) -> None:
             bar.advance(task, len(batch.labels))
             self.broken.report(batch.broken, "left out of the evaluation")
 
         with closing(self.images.validation_batches()) as loader:
-            results = evaluate(models, loader, runtime, self.config.amp, advance)
+            results = evaluate(models, loader, self.runtime, self.config.amp, advance)
         bar.remove_task(task)
-        counts = {key: results[""][key] for key in ("images", "broken")}
-        accuracy = {
-            f"{prefix}{key}": result[key] for prefix, result in results.items() for key in ("top1", "top5", "loss")
-        }
-        return {**accuracy, **counts}
+        values = {f"{prefix}{key}": value for prefix, result in results.items() for key, value in result.items()}
+        return {key: values[key] for key in ACCURACY_KEYS if key in values}
 
     def summary(self, log: RunLog) -> dict[str, Any]:
         evaluations, cost = log.records("eval", *EVAL_KEYS, self.metric), cost_of(self.model)
@@ -325,5 +304,5 @@ class Trainer(BaseTrainer):
         return f" | {self.memory():,.0f} MiB" if self.runtime.device.type == "cuda" else ""
 
     def sigma(self) -> dict[str, list[float]]:
-        """Learned bandwidths of the gka layers, per head."""
+        """Learned bandwidths of the GKA layers, per head."""
         return {f"layer_{layer}": [round(value, 4) for value in values] for layer, values in bandwidths(self.model)}

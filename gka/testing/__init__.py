@@ -1,7 +1,7 @@
 """What tests, benchmarks and tuning share: seeded features, the float64 oracle with all gradients, plain PyTorch, and
 the error budget.
 
-    check(partial(gaussian_attention, impl="sdpa"), x, log_sigma, values, grad_y)
+    check(partial(gaussian_attention, impl="sdpa"), Problem.seeded("normal", (2, 197, 3, 64)))
 
 raises if the output or a gradient is further from float64 than the budget allows; `judge` returns the reason. A route
 is called as route(x, log_sigma, keys=keys, values=values), like `gaussian_attention`.
@@ -22,10 +22,12 @@ from gka.testing.budget import (
     log_sigma_condition,
     output_floor,
 )
-from gka.testing.results import KINDS, Result, make_features, oracle, plain, plain_attention, run
+from gka.testing.problem import KINDS, Problem, make_features, make_log_sigma
+from gka.testing.results import Result, oracle, plain, plain_attention, run
 
 __all__ = [
     "KINDS",
+    "Problem",
     "Result",
     "check",
     "coarse_floors",
@@ -36,6 +38,7 @@ __all__ = [
     "judge",
     "log_sigma_condition",
     "make_features",
+    "make_log_sigma",
     "oracle",
     "output_floor",
     "plain",

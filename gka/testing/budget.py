@@ -4,73 +4,48 @@ route keeps to it.
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from gka.api import EPS
 from gka.bandwidth import inverse_variance
+from gka.impl import reference
 from gka.kernel import log_kernel, squared_distances
-from gka.masking import Mask
-from gka.testing.results import FULL, Front, Optional, Route, definition, oracle, plain, run
+from gka.testing.problem import Problem
+from gka.testing.results import Route, oracle, plain, run
 
 LARGEST_FLOOR = 0.1  # in half precision the worst case of log_sigma's gradient, which cancels, would allow anything
 ZERO = 1e-5  # the largest number allowed where the exact gradient is 0
 Tensors = Mapping[str, torch.Tensor]
 
 
-def check(
-    route: Route,
-    x: torch.Tensor,
-    log_sigma: torch.Tensor,
-    values: Optional = None,
-    grad_y: Optional = None,
-    mask: Mask = FULL,
-    **options: Any,
-) -> None:
+def check(route: Route, problem: Problem, **options: Any) -> None:
     """Raises AssertionError, with the name and the numbers, if y or a gradient of the route is outside the budget.
 
-    Arguments as `judge`.
+    Options as `judge`.
     """
-    if reason := judge(route, x, log_sigma, values, grad_y, mask, **options):
+    if reason := judge(route, problem, **options):
         raise AssertionError(reason)
 
 
 def judge(
-    route: Route,
-    x: torch.Tensor,
-    log_sigma: torch.Tensor,
-    values: Optional = None,
-    grad_y: Optional = None,
-    mask: Mask = FULL,
-    *,
-    keys: Optional = None,
-    front: Front | None = None,
-    eps: float = 0.0,
-    slack: float = 0.0,
-    constant_norm: bool = False,
-    by_terms: bool = False,
+    route: Route, problem: Problem, *, slack: float = 0.0, constant_norm: bool = False, by_terms: bool = False
 ) -> str | None:
-    """Why route(x, log_sigma, keys=keys, values=values) is wrong, or None. Without grad_y only y is looked at.
+    """Why route(x, log_sigma, keys=keys, values=values) is wrong, or None.
 
-    front: applied to x and keys before every route, such as the norm that makes heads constant; gradients are taken in
-    front of it.
-    eps: what the oracle adds to the row sum. slack: what an eps that the route adds or drops is worth, relative to y.
+    slack: what an eps that the route adds or drops is worth, relative to y.
     constant_norm: x are normalised features, whose norms are constant only up to the rounding of x.
     by_terms: add the floors up term by term (`floors`; self-attention without front only), also where gradients are
     exactly 0.
     """
-    tensors = x, log_sigma, values, grad_y
-    want = oracle(*tensors, mask, eps, keys=keys, front=front).named()
-    by_plain = plain(*tensors, mask, eps, keys=keys, front=front).named()
-    got = run(route, *tensors, keys=keys, front=front).named()
-    if got["y"].dtype != x.dtype:
-        return f"y is {got['y'].dtype}, expected {x.dtype}"
-    if by_terms and grad_y is not None:
-        return disagreement(got, want, by_plain, floors(x, log_sigma, values, grad_y, mask), absolute=True)
-    if front is not None:
-        x, keys = front(x), None if keys is None else front(keys)
-    limits = coarse_floors(x, log_sigma, values, grad_y, mask, keys=keys, slack=slack, constant_norm=constant_norm)
+    want, by_plain, got = oracle(problem).named(), plain(problem).named(), run(route, problem).named()
+    if got["y"].dtype != problem.x.dtype:
+        return f"y is {got['y'].dtype}, expected {problem.x.dtype}"
+    if by_terms and problem.grad_y is not None:
+        return disagreement(got, want, by_plain, floors(problem), absolute=True)
+    limits = coarse_floors(problem.behind_front(), slack=slack, constant_norm=constant_norm)
     return disagreement(got, want, by_plain, limits)
 
 
@@ -96,37 +71,25 @@ def disagreement(
     return None
 
 
-def coarse_floors(
-    x: torch.Tensor,
-    log_sigma: torch.Tensor,
-    values: Optional = None,
-    grad_y: Optional = None,
-    mask: Mask = FULL,
-    *,
-    keys: Optional = None,
-    slack: float = 0.0,
-    constant_norm: bool = False,
-) -> dict[str, float]:
-    """The rounding floor of y and of each gradient, relative to its norm. Arguments as `judge`.
+def coarse_floors(problem: Problem, *, slack: float = 0.0, constant_norm: bool = False) -> dict[str, float]:
+    """The rounding floor of y and of each gradient, relative to its norm. Options as `judge`.
 
     In half precision the exponents are float32, so that only the rounding of inputs and outputs is left, unless norms
     were rounded to be constant.
     """
-    if x.dtype.itemsize == 2 and not constant_norm:
-        floor = of_y = torch.finfo(x.dtype).eps
+    if problem.x.dtype.itemsize == 2 and not constant_norm:
+        floor = of_y = torch.finfo(problem.x.dtype).eps
     else:
-        floor = exponent_ulp(x if keys is None else torch.cat([x, keys], dim=1), log_sigma)
-        of_y = output_floor(x, log_sigma, values, mask, keys)
+        floor, of_y = exponent_ulp(problem), output_floor(problem)
     limits: dict[str, float] = {"y": slack + of_y}
-    if grad_y is not None:
+    if problem.grad_y is not None:
         floor = slack + floor
-        condition = log_sigma_condition(x, log_sigma, values, grad_y, mask, keys)
         # x enters as query, as key and as norm: three roundings.
         limits |= {
             "dx": 3 * floor,
             "dkeys": 3 * floor,
             "dvalues": floor,
-            "dlog_sigma": min(LARGEST_FLOOR, floor * condition),
+            "dlog_sigma": min(LARGEST_FLOOR, floor * log_sigma_condition(problem)),
         }
     return limits
 
@@ -136,65 +99,57 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
     return ((got.double() - want).norm() / want.norm()).item()
 
 
-def exponent_ulp(x: torch.Tensor, log_sigma: torch.Tensor) -> float:
-    """The rounding floor of gradients: eps of the dtype times (1 + the largest |x|^2 / sigma^2)."""
-    largest = (x.double().square().sum(-1) * inverse_variance(log_sigma.double())).max().item()
-    return torch.finfo(x.dtype).eps * (1 + largest)
+def exponent_ulp(problem: Problem) -> float:
+    """The rounding floor of gradients: eps of the dtype times (1 + the largest |x|^2 / sigma^2), keys included."""
+    inverse = inverse_variance(problem.log_sigma.double())
+    features = (problem.x, problem.request().key_features)
+    largest = max((t.double().square().sum(-1) * inverse).max().item() for t in features)
+    return torch.finfo(problem.x.dtype).eps * (1 + largest)
 
 
-def output_floor(
-    x: torch.Tensor, log_sigma: torch.Tensor, values: Optional = None, mask: Mask = FULL, keys: Optional = None
-) -> float:
+def output_floor(problem: Problem) -> float:
     """The rounding floor of y, relative to y in norm: eps of the dtype times (1 + |sum_j W_ij r_ij |v_j - y_i|| / |y|).
 
     Exponents off by delta_ij move y_i by sum_j W_ij delta_ij (v_j - y_i); and |delta_ij| <= eps r_ij, for the score
     x_i.k_j / sigma^2 - |k_j|^2 / (2 sigma^2) is known to eps r_ij = eps (|x_i| |k_j| + |k_j|^2 / 2) / sigma^2. Peaked
     rows have little to move.
     """
-    eps = torch.finfo(x.dtype).eps
-    x, keys, values, log_sigma = _doubles(x, keys, values, log_sigma)
-    y, weights = definition(x, log_sigma, keys, values, mask, None)
-    norm_x, norm_k = (t.norm(dim=-1).transpose(1, 2)[..., None] for t in (x, keys))  # (B, H, T, 1)
-    size = (norm_x * norm_k.mT + 0.5 * norm_k.mT.square()) * inverse_variance(log_sigma)[:, None, None]
-    moved = (weights * size * _distances(y.transpose(1, 2), values.transpose(1, 2))).sum(-1)
-    return eps * (1 + moved.norm() / y.norm()).item()
+    exact = problem.double().request()
+    y, weights = reference.output_and_weights(exact)
+    norm_x, norm_k = (t.norm(dim=-1).mT[..., None] for t in (exact.x, exact.key_features))  # (B, H, T, 1)
+    size = (norm_x * norm_k.mT + 0.5 * norm_k.mT.square()) * inverse_variance(exact.log_sigma)[:, None, None]
+    moved = (weights * size * _distances(y.transpose(1, 2), exact.value_features.transpose(1, 2))).sum(-1)
+    return torch.finfo(problem.x.dtype).eps * (1 + moved.norm() / y.norm()).item()
 
 
-def log_sigma_condition(
-    x: torch.Tensor,
-    log_sigma: torch.Tensor,
-    values: Optional,
-    grad_y: torch.Tensor,
-    mask: Mask = FULL,
-    keys: Optional = None,
-) -> float:
+def log_sigma_condition(problem: Problem) -> float:
     """How much dlog_sigma = -2 sum dS S cancels: sum |dS S| over |sum dS S|, in norm over heads.
 
-    Its floor grows by this factor.
+    Its floor grows by this factor. The problem needs grad_y.
     """
-    eps = EPS if keys is None else None
-    x, keys, values, log_sigma = _doubles(x, keys, values, log_sigma)
-    y, weights = definition(x, log_sigma, keys, values, mask, eps)
-    q, k, g, v = (t.transpose(1, 2) for t in (x, keys, grad_y.double(), values))
-    terms = weights * (g @ v.mT - (g * y.transpose(1, 2)).sum(-1, keepdim=True)) * log_kernel(q, k, log_sigma)
+    assert problem.grad_y is not None
+    exact = problem.double().request(EPS)
+    y, weights = reference.output_and_weights(exact)
+    tensors = (exact.x, exact.key_features, exact.value_features, problem.grad_y.double(), y)
+    q, k, v, g, y = (t.transpose(1, 2) for t in tensors)
+    terms = weights * (g @ v.mT - (g * y).sum(-1, keepdim=True)) * log_kernel(q, k, exact.log_sigma)
     return (terms.abs().sum((0, 2, 3)).norm() / terms.sum((0, 2, 3)).norm()).item()
 
 
-def floors(
-    x: torch.Tensor, log_sigma: torch.Tensor, values: Optional, grad_y: torch.Tensor, mask: Mask = FULL
-) -> dict[str, float]:
+def floors(problem: Problem) -> dict[str, float]:
     """The rounding floor of y and of each gradient in norm, term by term (gka/README.md, Error model), for
-    self-attention computed in float32, or in x.dtype if that is wider: centred where nothing is causal, S_ij the sum of
-    three terms of size r_ij, results rounded to x.dtype.
+    self-attention with grad_y, computed in float32, or in x.dtype if that is wider: centred where nothing is causal,
+    S_ij the sum of three terms of size r_ij, results rounded to x.dtype.
     """
-    eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
-    want = oracle(x, log_sigma, values, grad_y, mask, eps=0.0)
-    q, g = (t.double().transpose(1, 2) for t in (x, grad_y))
-    q = q if mask.causal else q - q.mean(2, keepdim=True)
-    v = q if values is None else values.double().transpose(1, 2)
-    log_sigma, inverse = log_sigma.double(), inverse_variance(log_sigma.double())[:, None, None]
-    y, w = definition(q.transpose(1, 2), log_sigma, None, v.transpose(1, 2), mask, None)
-    y, (norm, norm_g, norm_v) = y.transpose(1, 2), (t.norm(dim=-1, keepdim=True) for t in (q, g, v))
+    eps = torch.finfo(torch.promote_types(problem.x.dtype, torch.float32)).eps
+    assert problem.grad_y is not None
+    exact = problem.double().request()
+    if not exact.mask.causal:
+        exact = replace(exact, x=exact.x - exact.x.mean(1, keepdim=True))
+    y, w = reference.output_and_weights(exact)
+    q, g, v, y = (t.transpose(1, 2) for t in (exact.x, problem.grad_y.double(), exact.value_features, y))
+    norm, norm_g, norm_v = (t.norm(dim=-1, keepdim=True) for t in (q, g, v))
+    log_sigma, inverse = exact.log_sigma, inverse_variance(exact.log_sigma)[:, None, None]
 
     r = 0.5 * inverse * (norm + norm.mT).square()  # |dS_ij| <= eps r_ij
     # |dW_ij| <= eps off_w_ij, as dW_ij = W_ij (dS_ij - sum_l W_il dS_il)
@@ -209,24 +164,15 @@ def floors(
         "dvalues": (off_w * norm_g).sum(-2),
         "dlog_sigma": 2 * (w * factor * r + off_g * (log_kernel(q, q, log_sigma).abs() + eps * r)).sum((0, 2, 3)),
     }
-    if values is None:
+    if problem.values is None:
         terms["dx"] = terms["dx"] + terms["dvalues"]
-    stored = {name: torch.finfo(torch.float32 if name == "dlog_sigma" else x.dtype) for name in terms}
+    stored = {name: torch.finfo(torch.float32 if name == "dlog_sigma" else problem.x.dtype) for name in terms}
     return {
         name: eps * terms[name].norm().item()
-        + stored[name].eps * exact.norm().item()
-        + stored[name].smallest_normal * stored[name].eps * exact.numel() ** 0.5
-        for name, exact in want.named().items()
+        + stored[name].eps * want.norm().item()
+        + stored[name].smallest_normal * stored[name].eps * want.numel() ** 0.5
+        for name, want in oracle(replace(problem, eps=0.0)).named().items()
     }
-
-
-def _doubles(
-    x: torch.Tensor, keys: Optional, values: Optional, log_sigma: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """In float64, with keys and values that are given elsewhere put in their places."""
-    x, log_sigma = x.double(), log_sigma.double()
-    keys = x if keys is None else keys.double()
-    return x, keys, keys if values is None else values.double(), log_sigma
 
 
 def _distances(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

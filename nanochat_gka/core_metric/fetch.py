@@ -1,4 +1,4 @@
-"""The bundle is fetched, by a download that resumes and is checked, and unpacked."""
+"""Fetch the bundle, by a download that resumes and is checked, and unpack it."""
 
 import hashlib
 import http.client
@@ -28,7 +28,7 @@ class BundleFlags:
     bundle: MayChange[Path | None] = None
     """CORE's questions: the folder of the bundle, or eval_bundle.zip. None = fetch it."""
     bundle_url: MayChange[str] = URL
-    """Where to fetch it from."""
+    """Address to fetch the bundle from."""
 
     def open_bundle(self, folder: Path) -> Path:
         """The bundle's folder. If need be it is fetched to `folder`/eval_bundle, or unpacked in `folder`.
@@ -62,7 +62,7 @@ def fetch_bundle(folder: Path, url: str = URL) -> Path:
     if not url.startswith(("https://", "http://")):
         raise UserError(f"--bundle-url must begin with https:// or http://, got {url}")
     with locked(folder.parent, "fetching a bundle into"):
-        if (folder / MANIFEST).exists():  # by now
+        if (folder / MANIFEST).exists():  # another process has fetched it meanwhile
             return folder
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             problem = f"{folder} is in the way: it is not a CORE bundle (it has no {MANIFEST})"
@@ -155,5 +155,5 @@ def unpack(archive: Path, folder: Path) -> None:
                 if path.is_relative_to(root):
                     member.filename = str(path.relative_to(root))
                     bundle.extract(member, incoming)
-    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:  # the last: encrypted, unknown method
         raise UserError(f"{archive} is not a usable zip file ({error}); fetch it again") from None

@@ -36,13 +36,28 @@ class EvaluatedModel:
 
 @dataclass(frozen=True)
 class ScoreFile:
-    """The JSON-lines file of one model's scores. max_per_task, max_seq_len: how its tasks are asked now."""
+    """The JSON-lines file in `folder` of one model's scores.
 
-    path: Path
+    max_per_task, max_seq_len: how its tasks are asked now.
+    """
+
+    folder: Path
     evaluated: EvaluatedModel
     runtime: Runtime
     max_per_task: int
     max_seq_len: int
+
+    @property
+    def path(self) -> Path:
+        return self.folder / f"{self.evaluated.label}.jsonl"
+
+    @property
+    def csv(self) -> Path:
+        """The table of the scores. Its name says which limits the tasks were asked with."""
+        cropped = self.max_seq_len < self.evaluated.limit
+        suffix = f"_max{self.max_per_task}" if self.max_per_task > 0 else ""
+        suffix += f"_len{self.max_seq_len}" if cropped else ""
+        return self.folder / f"{self.evaluated.label}{suffix}.csv"
 
     def identity(self, task: Task) -> dict[str, Any]:
         """What decides a score: the weights, the data, how it is asked. A line with this identity is not made again."""

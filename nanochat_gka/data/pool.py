@@ -22,7 +22,7 @@ def pack_units(units: list[Unit], corpus: Path, sequence_len: int, out: Path, wo
     records = {unit.name: {"new": False, **record} for unit in units if (record := read_record(unit, out))}
     missing = [unit for unit in units if unit.name not in records]
     if records:
-        print(f"{out}: continuing, {len(records)} of {len(units)} units are there")
+        print(f"{out}: continuing, {len(records)} of {len(units)} units are packed")
     processes = max(1, min(workers or os.cpu_count() or 1, len(missing)))
     started, packed_bytes = time.perf_counter(), 0
     with (

@@ -16,7 +16,7 @@ from nanochat_gka.data.tokenizer import Tokenizer
 from nanochat_gka.generation.sampling import Sampling, pick
 from nanochat_gka.model.cache import KVCache
 from nanochat_gka.model.gpt import GPT
-from trainkit.cli import UserError
+from trainkit.cli import UserError, check_bounds
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Engine:
         max_tokens, or where the model's positions end. Raises UserError for a bad sampling value, a prompt longer than
         the model takes or an empty stop text; TypeError for a text in place of a list.
         """
-        sampling.check_sampling()
+        check_bounds(sampling)
         if isinstance(prompts, str) or isinstance(stop, str):
             raise TypeError("prompts and stop must be lists of texts, got one text")
         if not all(stop):

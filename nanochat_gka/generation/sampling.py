@@ -6,7 +6,7 @@ from typing import Annotated
 
 import torch
 
-from trainkit.cli import Bounds, Count, Seed, UserError, check_bounds
+from trainkit.cli import Bounds, Count, Seed, UserError
 
 # What upstream nanochat asks its base models to continue, in training and afterwards: greedily, by 16 tokens.
 SAMPLE_PROMPTS = (
@@ -36,10 +36,6 @@ class Sampling:
     """Sample among the most likely tokens that together have this probability; 1 = all."""
     seed: Seed = 42
     """Seed of the samples: the same seed gives the same text, however many prompts and samples run together."""
-
-    def check_sampling(self) -> None:
-        """Raises UserError naming a value out of bounds."""
-        check_bounds(self)
 
     def draws(self, prompt: str, sample: int) -> random.Random:
         """The uniform numbers of one continuation: its own, so that other prompts, batch and device do not matter."""

@@ -6,10 +6,12 @@ from typing import Annotated, Any, Literal
 
 from nanochat_gka.core_metric.fetch import BundleFlags
 from nanochat_gka.data.loader import EvalRows
+from nanochat_gka.model.accounting import Horizon, plan
 from nanochat_gka.model.config import BEFORE_ROTATED, GKA_VALUES, ModelFlags, has_gka
+from nanochat_gka.model.gpt import GPT
 from nanochat_gka.training.memory import RowsAtOnce
 from nanochat_gka.training.optim import OptimConfig
-from trainkit.cli import Bounds, CountOrAll, CountOrAutomatic, CountOrOff, MayChange
+from trainkit.cli import Bounds, CountOrAll, CountOrAutomatic, CountOrOff, MayChange, UserError
 from trainkit.run_config import RunConfig
 
 PositiveOrOff = Annotated[float, Bounds(0, open_least=True, other=(-1, "off"))]
@@ -37,9 +39,9 @@ class TrainConfig(OptimConfig, ModelFlags, BundleFlags, RunConfig):
 
     # Horizon: the first of these that is set decides
     num_iterations: CountOrOff = -1
-    """Number of steps."""
+    """Number of steps; -1 leaves it to the training FLOPs."""
     target_flops: PositiveOrOff = -1.0
-    """Total training FLOPs."""
+    """Total training FLOPs; -1 leaves the number of steps to the ratio."""
     target_param_data_ratio: PositiveOrOff = 10.5
     """Training tokens per scaling parameter (matrices and head)."""
 
@@ -63,7 +65,7 @@ class TrainConfig(OptimConfig, ModelFlags, BundleFlags, RunConfig):
     core_metric_max_per_task: MayChange[CountOrAll] = 500
     """Examples of each of CORE's tasks; -1 = all."""
     eval_rows: MayChange[EvalRows] = "upstream"
-    """Rows of a split: upstream = the first that nanochat's loader would give (the paper's way), or evenly spaced."""
+    """Rows of a split: upstream = the first of nanochat's loader (the paper's way), spaced = evenly spaced."""
     sample_every: MayChange[CountOrOff] = 2000
     """Steps between samples of text, nanochat's seven prompts; -1 = never."""
 
@@ -81,3 +83,22 @@ class TrainConfig(OptimConfig, ModelFlags, BundleFlags, RunConfig):
 
     def check_continues(self, saved: dict[str, Any]) -> None:
         super().check_continues({"gka_values": BEFORE_ROTATED, **saved})
+
+    def horizon(self, model: GPT, processes: int) -> Horizon:
+        """How long `model` trains. Raises UserError if a step's tokens are not rows enough for every process."""
+        length, vocab_size = model.config.sequence_len, model.config.vocab_size
+        horizon = plan(
+            model,
+            lambda depth: self.shape(depth, length, vocab_size),
+            ratio=self.target_param_data_ratio,
+            total_batch_size=self.total_batch_size,
+            num_iterations=self.num_iterations,
+            target_flops=self.target_flops,
+        )
+        tokens = horizon.total_batch_size
+        if tokens % length:
+            raise UserError(f"--total-batch-size must be a multiple of the context length {length}, got {tokens}")
+        if tokens // length < processes:
+            problem = f"a step has {tokens // length} rows for {processes} processes"
+            raise UserError(f"{problem}; raise --total-batch-size")
+        return horizon

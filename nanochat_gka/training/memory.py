@@ -52,7 +52,7 @@ def parameters(config: GPTConfig) -> tuple[int, int, int]:
 def fixed_bytes(config: GPTConfig, device_type: str, ranks: int = 1) -> tuple[int, int]:
     """Bytes of weights, gradients and optimiser state; and of what the optimiser's step needs beside them.
 
-    The latter when the activations are freed.
+    The step needs the latter after the activations are freed.
     """
     tables, matrices, others = parameters(config)
     entry = 2 if device_type == "cuda" else 4
@@ -65,7 +65,7 @@ def fixed_bytes(config: GPTConfig, device_type: str, ranks: int = 1) -> tuple[in
 def row_bytes(config: GPTConfig, device_type: str, training: bool = True) -> int:
     """Bytes of one row's activations: from forward to backward, or (not training) of a forward pass alone.
 
-    That frees a layer's activations when the layer is done.
+    Such a pass frees a layer's activations when the layer is done.
     """
     size, widths = (2 if device_type == "cuda" else 4), []
     for layer in range(config.n_layer):

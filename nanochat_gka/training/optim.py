@@ -53,7 +53,7 @@ class OptimConfig:
     adam_beta1: Beta = 0.8
     """AdamW's averaging of the gradient."""
     adam_beta2: Beta = 0.95
-    """AdamW's averaging of its square."""
+    """AdamW's averaging of the squared gradient."""
 
 
 @dataclass

@@ -15,11 +15,12 @@ from rich.progress import Progress
 
 from nanochat_gka.core_metric.during_training import CoreMetric
 from nanochat_gka.core_metric.task_scorer import BATCH_TOKENS, TaskScorer
+from nanochat_gka.data import SPLITS
 from nanochat_gka.data.loader import PackedData, Stream, micro_batches
 from nanochat_gka.data.tokenizer import FILE_NAME
 from nanochat_gka.generation.engine import Engine
 from nanochat_gka.generation.sampling import SAMPLE_PROMPTS, Sampling
-from nanochat_gka.model.accounting import Horizon, flops_per_token, parameter_counts, plan
+from nanochat_gka.model.accounting import flops_per_token, parameter_counts
 from nanochat_gka.model.gpt import GPT, build
 from nanochat_gka.training import memory
 from nanochat_gka.training.bits_per_byte import bits_per_byte
@@ -38,6 +39,7 @@ from trainkit.trainer import Trainer as BaseTrainer
 LOSS_MEMORY = 0.9  # of the printed loss, a running average
 STEPS_NOT_TIMED = 3  # by every process: they compile and fill caches
 # What is read back from the log; a record without does not count.
+COST_KEYS = ("parameters", "flops_per_token", "train_tokens", "train_flops")
 EVAL_KEYS, CORE_KEYS = ("train_bpb", "val_bpb"), ("name", "metric", "standard_error")
 
 
@@ -45,10 +47,7 @@ class Trainer(BaseTrainer):
     """One pretraining run. Raises UserError for data or flags that cannot be trained with."""
 
     KIND, LOWER = "pretrain", "lower learning rates"
-    FINISH_KEYS = (
-        *("parameters", "flops_per_token", "train_tokens", "train_flops"),
-        *(*EVAL_KEYS, "gap", "tokens_per_second", "sigma"),
-    )
+    FINISH_KEYS = (*COST_KEYS, *EVAL_KEYS, "gap", "tokens_per_second", "sigma")
 
     def __init__(self, config: TrainConfig, runtime: Runtime, checkpoint: Checkpoint | None = None):
         super().__init__(config, runtime)
@@ -69,7 +68,7 @@ class Trainer(BaseTrainer):
         compiled = config.compile == "on" or (config.compile == "auto" and runtime.device.type == "cuda")
         self.compiled = torch.compile(self.model, dynamic=False) if compiled else self.model
         # Horizon
-        self.horizon = self._plan(sequence_len, vocab_size)
+        self.horizon = config.horizon(self.model, runtime.world_size)
         self.steps, self.rows = self.horizon.steps, self.horizon.total_batch_size // sequence_len
         self.batch_size = config.device_batch_size
         if self.batch_size == "auto":
@@ -84,26 +83,6 @@ class Trainer(BaseTrainer):
         self.core: CoreMetric | None = None
         if checkpoint is not None:
             self._load(checkpoint)
-
-    def _plan(self, sequence_len: int, vocab_size: int) -> Horizon:
-        config, processes = self.config, self.runtime.world_size
-        horizon = plan(
-            self.model,
-            lambda depth: config.shape(depth, sequence_len, vocab_size),
-            ratio=config.target_param_data_ratio,
-            total_batch_size=config.total_batch_size,
-            num_iterations=config.num_iterations,
-            target_flops=config.target_flops,
-        )
-        rows, rest = divmod(horizon.total_batch_size, sequence_len)
-        if rest:
-            raise UserError(
-                f"--total-batch-size must be a multiple of the context length {sequence_len}, "
-                f"got {horizon.total_batch_size}"
-            )
-        if rows < processes:
-            raise UserError(f"a step has {rows} rows for {processes} processes; raise --total-batch-size")
-        return horizon
 
     def _load(self, checkpoint: Checkpoint) -> None:
         self.data.check_same(checkpoint.state["data"], self.folder)
@@ -149,9 +128,8 @@ class Trainer(BaseTrainer):
         """Fetch and read the bundle. Raises UserError for a wrong one now, and not in 2,000 steps."""
         config, runtime = self.config, self.runtime
         bundle = config.open_on_all(config.out.parent / "core", runtime)
-        scorer = TaskScorer(
-            self.model, self.data.tokenizer, runtime, self.model.rotary.length, BATCH_TOKENS[runtime.device.type]
-        )
+        limits = {"max_seq_len": self.model.rotary.length, "batch_tokens": BATCH_TOKENS[runtime.device.type]}
+        scorer = TaskScorer(self.model, self.data.tokenizer, runtime, **limits)
         return runtime.agree(lambda: CoreMetric(scorer, bundle, config.core_metric_max_per_task))
 
     # A step
@@ -170,9 +148,7 @@ class Trainer(BaseTrainer):
             raise self.diverged(f"the loss is {mean_loss}")
         if not math.isfinite(largest):
             raise self.diverged("the gradient is not finite")
-        self.optimizer.step(
-            self.lr_multiplier(step), muon_momentum(step), weight_decay_multiplier(step, self.horizon.steps)
-        )
+        self.optimizer.step(self.lr_multiplier(step), muon_momentum(step), weight_decay_multiplier(step, self.steps))
         self.runtime.synchronize()
         state["step"] = step + 1
         state["loss_average"] = LOSS_MEMORY * state["loss_average"] + (1 - LOSS_MEMORY) * mean_loss
@@ -265,7 +241,7 @@ class Trainer(BaseTrainer):
     def evaluate(self) -> dict[str, float]:
         """Bits per byte on both splits."""
         config, values = self.config, {}
-        for split in ("train", "val"):
+        for split in SPLITS:
             rows = self.data.eval_rows(split, config.eval_tokens, config.eval_rows)
             values[f"{split}_bpb"] = bits_per_byte(self.compiled, rows, self.token_bytes, self.runtime, self.batch_size)
         return values

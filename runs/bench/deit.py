@@ -15,7 +15,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
+from typing import Annotated, Literal
 
 import timm
 import torch
@@ -27,24 +27,14 @@ from deit_gka.recipe import Recipe
 from deit_gka.training.engine import autocast
 from deit_gka.training.optim import make_optimizer
 from gka import GaussianKernelAttention
+from runs.bench import models
 from runs.bench.config import CaseConfig
 from runs.bench.device import release_memory
 from runs.bench.measurement import Measurement, Plan
-from runs.bench.models import (
-    HELD,
-    MODEL_KINDS,
-    ROLES,
-    HeldToCudnn,
-    compiled,
-    default_kinds,
-    gradient,
-    model_gate,
-    tensors_mib,
-)
 from runs.bench.results import Recorder
 from runs.bench.timing import interleave
 from runs.paper.deit import SIZE_NAMES
-from trainkit.cli import UserError, run
+from trainkit.cli import Bounds, UserError, run
 from trainkit.distributed import setup
 from trainkit.progress import progress_bar
 
@@ -53,6 +43,7 @@ CLASSES, PIXELS = 1000, 224
 SEED = 0
 RECIPE = Recipe(lr=1e-6)  # the optimiser at work, on weights that stay what they are
 INFERENCE, TRAINING = "inference", "training"
+Counts = Annotated[list[int], Bounds(1)]
 PLANS = {"cuda": Plan(rounds=100, graph=True), "cpu": Plan(rounds=60, warmup=2, seconds=20)}
 
 
@@ -65,11 +56,11 @@ class DeitConfig(CaseConfig):
 
     sizes: list[Literal[tuple(SIZE_NAMES)]] = field(default_factory=list)
     """Sizes to time; empty = all on CUDA, ti on a CPU."""
-    kinds: list[Literal[MODEL_KINDS]] = field(default_factory=list)
+    kinds: list[Literal[models.MODEL_KINDS]] = field(default_factory=list)
     """Kinds of attention; empty = softmax, softmax-cudnn (CUDA only) and gka."""
-    batch_sizes: list[int] = field(default_factory=list)
+    batch_sizes: Counts = field(default_factory=list)
     """Batches of inference; empty = 32 64 128 256 512 on CUDA, 8 16 on a CPU."""
-    train_batch_sizes: list[int] = field(default_factory=list)
+    train_batch_sizes: Counts = field(default_factory=list)
     """Batches of the training step; empty = 64 128 on CUDA, 8 on a CPU."""
     phases: list[Literal["inference", "training"]] = field(default_factory=lambda: [INFERENCE, TRAINING])
     """What to time."""
@@ -81,9 +72,6 @@ class DeitConfig(CaseConfig):
 
     def check(self) -> None:
         super().check()
-        for key in ("batch_sizes", "train_batch_sizes"):
-            if any(size < 1 for size in getattr(self, key)):
-                raise UserError(f"--{key.replace('_', '-')} must be at least 1, got {min(getattr(self, key))}")
         try:
             GaussianKernelAttention(64, 1, impl=self.impl or "auto")
         except ValueError as error:
@@ -98,7 +86,7 @@ class DeitConfig(CaseConfig):
         return replace(
             self,
             sizes=self.sizes or (["ti"] if self.quick or not cuda else list(SIZE_NAMES)),
-            kinds=self.kinds or default_kinds(cuda),
+            kinds=self.kinds or models.default_kinds(cuda),
             batch_sizes=self.batch_sizes or inference,
             train_batch_sizes=self.train_batch_sizes or training,
             compile_mode=("max-autotune" if cuda else "default") if self.compile_mode == "auto" else self.compile_mode,
@@ -112,8 +100,7 @@ class Candidate:
         self.kind, self.size, self.phase, self.device = kind, size, phase, device
         torch.manual_seed(SEED)
         self.model = create(kind, size, config.impl).to(device).train(phase == TRAINING)
-        held = HeldToCudnn(self.model) if kind == HELD else self.model
-        self.network = compiled(held, config.compile_mode)
+        self.network = models.compiled(self.model, kind, config.compile_mode)
         generator = torch.Generator(device).manual_seed(SEED)
         self.images = torch.randn(batch, 3, PIXELS, PIXELS, generator=generator, device=device)
         self.targets = torch.rand(batch, CLASSES, generator=generator, device=device).softmax(-1)
@@ -150,7 +137,7 @@ class Candidate:
                     autocast(self.device, "auto" if images.dtype == torch.float32 else "float32"),
                 ):
                     return network(images)[few].double()
-            return gradient(model, lambda: loss(network, images, targets, self.device))
+            return models.gradient(model, lambda: loss(network, images, targets, self.device))
 
         # The other images have targets of zero, so the gradient is the mean over the batch of these two alone.
         targets = torch.zeros_like(self.targets)
@@ -160,7 +147,7 @@ class Candidate:
         plain = share * answer(literal, literal, self.images[few], self.targets[few])
         literal = literal.double()
         want = share * answer(literal, literal, self.images[few].double(), self.targets[few].double())
-        return model_gate(
+        return models.model_gate(
             "logits" if self.phase == INFERENCE else "gradient", got, want, plain, half=self.device.type == "cuda"
         )
 
@@ -169,12 +156,12 @@ class Candidate:
         state = (
             [value for values in self.optimizer.state.values() for value in values.values()] if self.optimizer else []
         )
-        return tensors_mib([*self.model.parameters(), *self.model.buffers(), *state, self.images])
+        return models.tensors_mib([*self.model.parameters(), *self.model.buffers(), *state, self.images])
 
 
 def create(kind: str, size: str, impl: str) -> nn.Module:
     """The paper's model of this kind; softmax is timm's own."""
-    name = model_name(SIZE_NAMES[size], "softmax" if kind == HELD else kind)
+    name = model_name(SIZE_NAMES[size], "softmax" if kind == models.HELD else kind)
     return timm.create_model(name, **({"impl": impl} if kind == "gka" and impl else {}))
 
 
@@ -200,9 +187,7 @@ def measure(
     measured = interleave(
         {kind: c.step for kind, c in candidates.items()}, device, plan, {kind: c.gate for kind, c in candidates.items()}
     )
-    for kind, measurement in measured.items():
-        if measurement.peak_mib is not None:
-            measurement.peak_mib += candidates[kind].held_mib()
+    models.add_held(measured, candidates)
     return {kind: (failed | measured)[kind] for kind in config.kinds}
 
 
@@ -227,7 +212,7 @@ def main(config: DeitConfig) -> None:
             measured = measure(size, phase, batch, config, plan, device)
             settings = {"size": size, "batch": batch, "impl": config.impl, "compile_mode": config.compile_mode}
             settings["dtype"] = "bfloat16" if device.type == "cuda" else "float32"
-            recorder.record(name, phase, measured, ROLES, settings, partial(throughput, batch))
+            recorder.record(name, phase, measured, models.ROLES, settings, partial(throughput, batch))
             release_memory()
             bar.advance(task)
 

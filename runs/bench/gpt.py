@@ -16,7 +16,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 
@@ -27,23 +27,13 @@ from nanochat_gka.model.config import GKA_VALUES, GPTConfig
 from nanochat_gka.model.gpt import IGNORE_INDEX, build
 from nanochat_gka.training.hardware import peak_flops
 from nanochat_gka.training.optim import MuonAdamW, OptimConfig, parameter_groups
+from runs.bench import models
 from runs.bench.config import CaseConfig
 from runs.bench.device import release_memory
 from runs.bench.measurement import Measurement, Plan
-from runs.bench.models import (
-    HELD,
-    MODEL_KINDS,
-    ROLES,
-    HeldToCudnn,
-    compiled,
-    default_kinds,
-    gradient,
-    model_gate,
-    tensors_mib,
-)
 from runs.bench.results import Recorder
 from runs.bench.timing import interleave
-from trainkit.cli import UserError, run
+from trainkit.cli import Bounds, UserError, run
 from trainkit.distributed import Runtime, setup
 from trainkit.progress import progress_bar
 
@@ -55,6 +45,7 @@ SEED, WINDOWS = 0, "SSSL"
 # Of the flags, what a line of the results says.
 SETTINGS = ("depth", "sequence_len", "vocab_size", "window_pattern", "head_offsets", "compile")
 GATE_TOKENS = 512  # float64 attention builds T x T matrices
+CountOrDefault = Annotated[int, Bounds(1, other=(0, "the device's own"))]
 # No CUDA graph: the optimiser sends its rates to the device at every step, and a step is long enough to hide launches.
 PLANS = {"cuda": Plan(rounds=30, seconds=60), "cpu": Plan(rounds=20, warmup=2, seconds=15)}
 
@@ -66,20 +57,20 @@ class GPTBenchConfig(CaseConfig):
     Appends to RESULTS/bench_gpt_<hardware>.jsonl.
     """
 
-    kinds: list[Literal[(*MODEL_KINDS, *DECODE_ONLY)]] = field(default_factory=list)
+    kinds: list[Literal[(*models.MODEL_KINDS, *DECODE_ONLY)]] = field(default_factory=list)
     """Kinds of attention; empty = softmax, softmax-cudnn (CUDA only), gka; for decoding also gka-normalised and
     gka-keys, with values before rotation."""
     phases: list[Literal["training", "prefill", "decode-1", "decode-8"]] = field(
         default_factory=lambda: [TRAINING, PREFILL, *DECODE]
     )
     """What to time."""
-    depth: int = 0
+    depth: CountOrDefault = 0
     """Number of layers; 0 = 20 on CUDA, 4 on a CPU."""
-    batch_size: int = 0
+    batch_size: CountOrDefault = 0
     """Rows of a training step; 0 = 16 on CUDA, 4 on a CPU."""
-    sequence_len: int = 0
+    sequence_len: CountOrDefault = 0
     """Tokens of a row; 0 = 2048 on CUDA, 512 on a CPU."""
-    vocab_size: int = 0
+    vocab_size: CountOrDefault = 0
     """Tokens in the vocabulary; 0 = 32768 on CUDA, 4096 on a CPU."""
     window_pattern: str = WINDOWS
     """Windows by layer, as the trainer's: L full context, S half of it."""
@@ -87,14 +78,6 @@ class GPTBenchConfig(CaseConfig):
     """Head offsets of the gka model, as the trainer's."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Whether to use torch.compile; auto = on CUDA."""
-
-    def check(self) -> None:
-        super().check()
-        for key in ("depth", "batch_size", "sequence_len", "vocab_size"):
-            if getattr(self, key) < 0:
-                raise UserError(
-                    f"--{key.replace('_', '-')} must be at least 1, or 0 for the device's own, got {getattr(self, key)}"
-                )
 
     def case(self, device_type: str) -> str:
         """The case's name: d20 or d4, with what is not the device's own setting, so that no target is judged by it."""
@@ -109,7 +92,7 @@ class GPTBenchConfig(CaseConfig):
         depth, batch_size, sequence_len, vocab_size = (20, 16, 2048, 32768) if cuda else (4, 4, 512, 4096)
         return replace(
             self,
-            kinds=self.kinds or [*default_kinds(cuda), *DECODE_ONLY],
+            kinds=self.kinds or [*models.default_kinds(cuda), *DECODE_ONLY],
             depth=self.depth or depth,
             batch_size=self.batch_size or batch_size,
             sequence_len=self.sequence_len or sequence_len,
@@ -149,9 +132,8 @@ class Candidate:
         for block in self.model.transformer.h:
             for linear in (block.attn.c_proj, block.mlp.c_proj):
                 fill_uniform(linear.weight, linear.in_features)
-        held = HeldToCudnn(self.model) if kind == HELD else self.model
         mode = "default" if config.compile == "on" else "off"
-        self.network = compiled(held, mode)
+        self.network = models.compiled(self.model, kind, mode)
         self.optimizer = MuonAdamW(
             parameter_groups(self.model, OptimConfig(), lr_scale=1e-3), runtime, compile=mode != "off"
         )
@@ -203,7 +185,7 @@ class Candidate:
                 got, self.cache = self.decode(1)(0)[:, 0].double(), cache
                 plain = self.model(self.ids[:1])[:, -1]
                 want = copy.deepcopy(self.model).double()(self.ids[:1])[:, -1]
-            return model_gate("logits", got, want, plain, half=self.device.type == "cuda")
+            return models.model_gate("logits", got, want, plain, half=self.device.type == "cuda")
         twin = copy.deepcopy(self.model)
         few = slice(0, 1), slice(0, GATE_TOKENS)
         targets = torch.full_like(self.targets, IGNORE_INDEX)
@@ -211,7 +193,7 @@ class Candidate:
 
         def answer(network, model, ids, targets) -> torch.Tensor:
             if phase == TRAINING:
-                return gradient(model, lambda: network(ids, targets))
+                return models.gradient(model, lambda: network(ids, targets))
             with torch.inference_mode():
                 return network(ids)[few].double()
 
@@ -220,14 +202,14 @@ class Candidate:
         plain = answer(twin, twin, self.ids[few], targets[few])
         twin = twin.double()
         want = answer(twin, twin, self.ids[few], targets[few])
-        return model_gate(
+        return models.model_gate(
             "logits" if phase == PREFILL else "gradient", got, want, plain, half=self.device.type == "cuda"
         )
 
     def held_mib(self) -> float:
         """What the model holds between steps: weights, optimiser state and the batch."""
         state = [value for group in self.optimizer.groups for value in group.state.values()]
-        return tensors_mib([*self.model.parameters(), *self.model.buffers(), *state, self.ids, self.targets])
+        return models.tensors_mib([*self.model.parameters(), *self.model.buffers(), *state, self.ids, self.targets])
 
 
 def measure(phase: str, candidates: dict[str, Candidate], device: torch.device, plan: Plan) -> dict[str, Measurement]:
@@ -240,9 +222,7 @@ def measure(phase: str, candidates: dict[str, Candidate], device: torch.device, 
 
     steps = {kind: step(candidate) for kind, candidate in candidates.items()}
     measured = interleave(steps, device, plan, {kind: partial(c.gate, phase) for kind, c in candidates.items()})
-    for kind, measurement in measured.items():
-        if measurement.peak_mib is not None:
-            measurement.peak_mib += candidates[kind].held_mib()
+    models.add_held(measured, candidates)
     return measured
 
 
@@ -251,7 +231,7 @@ def takes_part(kind: str, phase: str) -> bool:
     that differs in the kernel of long attention everywhere else."""
     if kind in DECODE_ONLY:
         return phase in DECODE
-    return kind != HELD or phase not in DECODE
+    return kind != models.HELD or phase not in DECODE
 
 
 def main(config: GPTBenchConfig) -> None:
@@ -261,7 +241,7 @@ def main(config: GPTBenchConfig) -> None:
     name, config = config.case(device.type), config.fill(device.type)
     config.select([name])
     recorder, plan = Recorder(config, BENCHMARK, device), PLANS[device.type].adjust(config)
-    roles = ROLES | dict.fromkeys(DECODE_ONLY, "variant")
+    roles = models.ROLES | dict.fromkeys(DECODE_ONLY, "variant")
     settings = {key: getattr(config, key) for key in SETTINGS}
     settings["dtype"] = "bfloat16" if device.type == "cuda" else "float32"
     for kind in config.kinds:

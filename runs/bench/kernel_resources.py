@@ -1,4 +1,4 @@
-"""Compile the Triton kernels for GPUs that are not there, and list what each shipped configuration needs.
+"""Compile the Triton kernels for GPUs that this machine need not have, and list what each shipped configuration needs.
 
     python -m runs.bench.kernel_resources            prints the table of tests/golden/kernel_resources.txt
     python -m runs.bench.kernel_resources --write    rewrites that file
@@ -40,16 +40,8 @@ SHARED_LIMIT = {80: 166912, 90: 232448, 120: 101376}  # bytes a block may use
 # for may need a little.
 KNOWN_SPILLS = {(120, "queries", 128, 4): 16}
 SPILLS_OF_OTHER_VERSIONS = 64
-HALF = (
-    "p_x",
-    "p_k",
-    "p_v",
-    "p_y",
-    "p_dy",
-    "p_dx",
-    "p_dk",
-    "p_dv",
-)  # pointers in the features' dtype; the others are float32
+# Pointers in the features' dtype; the others are float32.
+HALF = ("p_x", "p_k", "p_v", "p_y", "p_dy", "p_dx", "p_dk", "p_dv")
 
 KERNELS = {
     "forward": triton_forward.gka_forward_kernel,
@@ -149,15 +141,13 @@ class Resources(NamedTuple):
         name = "HGMMA" if build.capability == 90 and half and build.kernel != "decode" else "HMMA"
         cores = self.instructions.get(name) or (not half and self.instructions.get("HGMMA"))
         spills = KNOWN_SPILLS.get(build[:4], 0) if GOLDEN.read_text().startswith(header()) else SPILLS_OF_OTHER_VERSIONS
+        limit = SHARED_LIMIT[build.capability]
+        pipelined = half and build.kernel != "head" and build.config.stages > 1
         checks = {
             f"spills {self.stack} bytes per thread": self.stack > spills,
-            f"needs {self.shared} bytes of shared memory, the device has {SHARED_LIMIT[build.capability]}": self.shared
-            > SHARED_LIMIT[build.capability],
+            f"needs {self.shared} bytes of shared memory, the device has {limit}": self.shared > limit,
             f"has no {name}: no tensor cores": not cores,
-            "has no LDGSTS: copies are not asynchronous": half
-            and build.kernel != "head"
-            and build.config.stages > 1
-            and not self.instructions.get("LDGSTS"),
+            "has no LDGSTS: copies are not asynchronous": pipelined and not self.instructions.get("LDGSTS"),
         }
         return [text for text, broken in checks.items() if broken]
 
@@ -168,18 +158,17 @@ def shipped(every: bool = False) -> list[Build]:
     for name, table in triton_configs.TABLES.items():
         capability = int(name.removeprefix("sm_"))
         for (kernel, head_dim, size), config in table.entries.items():
-            cases = list(CASES[kernel])
-            builds += [
-                Build(capability, kernel, head_dim, size, case, config) for case in (cases if every else cases[:1])
-            ]
+            builds += [Build(capability, kernel, head_dim, size, case, config) for case in cases_of(kernel, every)]
         if table.head:
-            cases = list(CASES["head"])
-            builds += [
-                Build(capability, "head", d, 2, case, triton_configs.HEAD)
-                for d in (32, 64)
-                for case in (cases if every else cases[:1])
-            ]
+            cases = cases_of("head", every)
+            builds += [Build(capability, "head", d, 2, case, triton_configs.HEAD) for d in (32, 64) for case in cases]
     return builds
+
+
+def cases_of(kernel: str, every: bool) -> list[str]:
+    """The kernel's heaviest case or, with `every`, all its cases."""
+    cases = list(CASES[kernel])
+    return cases if every else cases[:1]
 
 
 def compile_one(build: Build) -> Resources:
@@ -200,9 +189,8 @@ def compile_one(build: Build) -> Resources:
         for i, name in enumerate(names)
         if name not in constants and re.match(r"p_|s.?_[bth]$", name)
     }
-    source = ASTSource(
-        fn=function, signature=signature, constexprs={(names.index(k),): v for k, v in constants.items()}, attrs=aligned
-    )
+    constexprs = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=function, signature=signature, constexprs=constexprs, attrs=aligned)
     options = dict(num_warps=build.config.warps, num_stages=build.config.stages)
     compiled = triton.compile(source, target=GPUTarget("cuda", build.capability, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -230,9 +218,9 @@ def header() -> str:
 
 @dataclass
 class ResourcesConfig:
-    """Compile the Triton kernels for GPUs that are not there, and list what each shipped configuration needs.
+    """List the registers, spills, shared memory and important instructions of each shipped Triton configuration.
 
-    Exits with 1 if a configuration breaks a limit.
+    It compiles them for GPUs that this machine need not have, and exits with 1 if a configuration breaks a limit.
     """
 
     write: bool = False

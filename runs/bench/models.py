@@ -1,6 +1,7 @@
 """What the benchmarks of whole models share: their kinds, compilation, and the gate on logits or gradients."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -8,6 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gka.kinds import KINDS
 from gka.testing import disagreement
+from runs.bench.measurement import Measurement
 
 # Logits and gradients pass many layers: in float32 another order of additions may differ by more than twice plain
 # PyTorch's error.
@@ -38,12 +40,13 @@ class HeldToCudnn(nn.Module):
             return self.model(*arguments, **options)
 
 
-def compiled(model: nn.Module, mode: str) -> Callable:
-    """The model under torch.compile; "off" leaves it as it is.
+def compiled(model: nn.Module, kind: str, mode: str) -> Callable:
+    """The model of a kind under torch.compile; "off" leaves it as it is.
 
     max-autotune is torch's without its CUDA graphs: the benchmark captures the whole step itself, alike for every
     candidate. That also shows how much memory each takes, as torch's own graphs of several models share one pool.
     """
+    model = HeldToCudnn(model) if kind == HELD else model
     if mode == "off":
         return model
     # Twins share the compiler's memory of a piece of code, and torch stops at eight programs for one.
@@ -68,6 +71,13 @@ def model_gate(name: str, got: torch.Tensor, want: torch.Tensor, plain: torch.Te
     """
     floor = torch.finfo(torch.bfloat16).eps if half else FLOAT32_ROUNDINGS * torch.finfo(torch.float32).eps
     return disagreement({name: got}, {name: want}, {name: plain}, {name: floor})
+
+
+def add_held(measured: Mapping[str, Measurement], candidates: Mapping[str, Any]) -> None:
+    """Count what each candidate holds between steps (its `held_mib`) into its peak."""
+    for kind, measurement in measured.items():
+        if measurement.peak_mib is not None:
+            measurement.peak_mib += candidates[kind].held_mib()
 
 
 def tensors_mib(tensors: Iterable[torch.Tensor]) -> float:

@@ -1,14 +1,15 @@
 """Relative error of every operator route a CPU can run, against the float64 oracle: the table in gka/README.md.
 
-    python -m runs.bench.operator_error
+    python -m runs.bench.operator_error                        rewrite runs/results/operator_error.jsonl
+    python -m runs.bench.operator_error --results FILE.jsonl   rewrite another file
 
 For each kind of features and dtype: y, dx and dlog_sigma, relative Frobenius norm, the worse of full and causal, on
 inputs as rounded to the dtype. Routes that apply eps are compared with the oracle at that eps, routes that drop it with
-the oracle at eps = 0. Rewrites runs/results/operator_error.jsonl (one run, one line per kind, dtype and route) and
-prints it as markdown; `python -m runs.tables` puts it into the page. Takes seconds.
+the oracle at eps = 0. The file gets one line for each kind, dtype and route, and is printed as markdown;
+`python -m runs.tables` puts it into the page. Takes seconds.
 """
 
-import math
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -16,15 +17,16 @@ import torch
 import torch.nn.functional as F
 
 from gka import gaussian_attention, testing
+from gka.api import EPS
 from gka.masking import Mask
+from trainkit.cli import run
 from trainkit.progress import read_lines
 from trainkit.results import append_result
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "runs/results/operator_error.jsonl"
 SHAPE = (2, 197, 2, 64)  # DeiT's token count and head size: neither a multiple of a tile
-# One per head; not powers of two, or x / sigma^2 would be exact.
-SIGMA_SQUARED = (1.3 * math.sqrt(SHAPE[-1]), 1.3 * SHAPE[-1])
+SIGMA_SQUARED = (10.4, 83.2)  # of the heads, as `testing.make_log_sigma` has them
 DTYPES = (torch.float32, torch.bfloat16)
 MASKS = (Mask(causal=False), Mask(causal=True))
 KINDS = (*testing.KINDS, "all+10", "all+100")
@@ -32,33 +34,36 @@ ROUTES = ("plain", "reference", "sdpa", "sdpa constant_norm")
 NAMES = ("y", "dx", "dlog_sigma")
 
 
+@dataclass
+class OperatorErrorConfig:
+    """Measure the error of every operator route that a CPU can run, and rewrite the file of the results."""
+
+    results: Path = RESULTS
+    """File of the JSON lines: one for each kind of features, dtype and route."""
+
+
 def measure(kind: str, dtype: torch.dtype, route: str, mask: Mask) -> dict[str, float]:
     """The errors of one route, with what the error model needs to explain them."""
-    log_sigma = 0.5 * torch.log(torch.tensor(SIGMA_SQUARED))
-    x = testing.make_features(kind, SHAPE, dtype)
-    grad_y = testing.make_features("normal", SHAPE, dtype, seed=2)
-
-    arguments = x, log_sigma, None, grad_y
     attend = partial(gaussian_attention, causal=mask.causal)
+    applied = EPS if route in ("plain", "reference") else 0.0
+    problem = testing.Problem.seeded(kind, SHAPE, dtype, mask=mask, eps=applied)
     if route == "plain":
-        got, want = testing.plain(*arguments, mask), testing.oracle(*arguments, mask)
+        got = testing.plain(problem)
     elif route == "reference":
-        got, want = testing.run(partial(attend, impl="reference"), *arguments), testing.oracle(*arguments, mask)
+        got = testing.run(partial(attend, impl="reference"), problem)
     elif route == "sdpa":
-        got, want = testing.run(partial(attend, impl="sdpa"), *arguments), testing.oracle(*arguments, mask, eps=0.0)
+        got = testing.run(partial(attend, impl="sdpa"), problem)
     else:
         # Dropping the constant norm is exact only for what lies before the normalisation: gradients are taken there.
         norm = partial(F.rms_norm, normalized_shape=SHAPE[-1:])
-        x = testing.make_features("normal", SHAPE, dtype)
-        arguments = x, log_sigma, None, grad_y
-        got = testing.run(partial(attend, constant_norm=True, impl="sdpa"), *arguments, front=norm)
-        want = testing.oracle(*arguments, mask, eps=0.0, front=norm)
-        x = norm(x)
-    largest = (x.double().square().sum(-1) / torch.tensor(SIGMA_SQUARED)).max().item()
+        problem = replace(problem, x=testing.make_features("normal", SHAPE, dtype), front=norm)
+        got = testing.run(partial(attend, constant_norm=True, impl="sdpa"), problem)
+    want, seen = testing.oracle(problem), problem.behind_front()
+    largest = (seen.x.double().square().sum(-1) / torch.tensor(SIGMA_SQUARED)).max().item()
     return {
         **{name: testing.error(getattr(got, name), getattr(want, name)) for name in NAMES},
         "max_norm2_over_sigma2": largest,
-        "log_sigma_condition": testing.log_sigma_condition(x, log_sigma, None, grad_y, mask),
+        "log_sigma_condition": testing.log_sigma_condition(seen),
     }
 
 
@@ -94,15 +99,15 @@ def markdown(measured: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def main(config: OperatorErrorConfig) -> None:
     torch.set_num_threads(1)  # the order of a parallel reduction would show in the last digit
-    RESULTS.unlink(missing_ok=True)
-    for row in rows():
-        append_result(
-            RESULTS, "operator_error", {"shape": SHAPE, "sigma_squared": SIGMA_SQUARED}, row, torch.device("cpu")
-        )
-    print(markdown([record["metrics"] for record in read_lines(RESULTS)]))
+    settings = {"shape": SHAPE, "sigma_squared": SIGMA_SQUARED}
+    measured = list(rows())
+    config.results.unlink(missing_ok=True)
+    for row in measured:
+        append_result(config.results, "operator_error", settings, row, torch.device("cpu"))
+    print(markdown([record["metrics"] for record in read_lines(config.results)]))
 
 
 if __name__ == "__main__":
-    main()
+    run(main, OperatorErrorConfig)

@@ -230,8 +230,9 @@ def gate(operator: Operator, case: Case, phase: str, device: torch.device, dtype
 
     # Some implementations drop eps, and so does the oracle.
     x, sigma, *cache = few
-    options = dict(keys=cache[0] if cache else None, front=front(case), slack=EPS)
-    return testing.judge(route, x, sigma, None, grad_y, case.mask, **options)
+    keys = cache[0] if cache else None
+    problem = testing.Problem(x, sigma, grad_y=grad_y, keys=keys, mask=case.mask, front=front(case))
+    return testing.judge(route, problem, slack=EPS)
 
 
 def _softmax_disagreement(function, tensors: Tensors, grad_y: torch.Tensor | None, mask: Mask) -> str | None:

@@ -84,9 +84,8 @@ def draw_sweep(sweep: dict[tuple[str, str], Comparison], hardware: str, out: Pat
     """Tokens per second and memory against N, a column for each phase."""
     phases = list(dict.fromkeys(phase for _, phase in sweep))
     with_memory = any(line["metrics"]["peak_mib"] is not None for c in sweep.values() for line in c.lines)
-    figure, axes = subplots(
-        1 + with_memory, len(phases), figsize=(6 * len(phases), 4 * (1 + with_memory)), squeeze=False
-    )
+    rows, columns = 1 + with_memory, len(phases)
+    figure, axes = subplots(rows, columns, figsize=(6 * columns, 4 * rows), squeeze=False)
     for column, phase in enumerate(phases):
         curves: dict[str, list[tuple[int, float, float | None]]] = {}
         for (_, where), comparison in sweep.items():
@@ -101,10 +100,9 @@ def draw_sweep(sweep: dict[tuple[str, str], Comparison], hardware: str, out: Pat
             axes[0][column].plot([n for n, _, _ in points], [speed for _, speed, _ in points], **style)
             if with_memory:
                 axes[1][column].plot([n for n, _, _ in points], [memory for _, _, memory in points], **style)
-        for row, label in enumerate(("tokens per second", "memory of one call, MiB")[: 1 + with_memory]):
-            axes[row][column].set(
-                yscale="log", xlabel="N, tokens in a sequence (equal tokens in all)", ylabel=label, title=phase
-            )
+        for row, label in enumerate(("tokens per second", "memory of one call, MiB")[:rows]):
+            length = "N, tokens in a sequence (equal tokens in all)"
+            axes[row][column].set(yscale="log", xlabel=length, ylabel=label, title=phase)
             axes[row][column].set_xscale("log", base=2)
             axes[row][column].grid(alpha=0.3)
             axes[row][column].legend(fontsize=7)
@@ -112,7 +110,7 @@ def draw_sweep(sweep: dict[tuple[str, str], Comparison], hardware: str, out: Pat
 
 
 def draw_roofline(comparisons: list[Comparison], hardware: str, peaks: Peaks, out: Path) -> Path:
-    """Two bars for every comparison, softmax's fastest and ours, each with the line no kernel can pass under."""
+    """Two bars for every comparison, softmax's fastest and ours, each with the shortest time that is possible."""
     figure, axes = subplots(figsize=(max(8, 0.9 * len(comparisons)), 5))
     labels = []
     for place, comparison in enumerate(comparisons):
@@ -122,18 +120,11 @@ def draw_roofline(comparisons: list[Comparison], hardware: str, peaks: Peaks, ou
             bound = bound_ms(line["config"], comparison.phase, family, peaks)
             middle, name = place + offset, KINDS[family].label if place == 0 else None
             axes.bar(middle, line["metrics"]["median_ms"], width=0.38, color=COLOURS[family], label=name)
-            axes.hlines(
-                bound,
-                middle - 0.19,
-                middle + 0.19,
-                color="black",
-                linewidth=2,
-                label="bound" if name and family == "softmax" else None,
-            )
+            bound_name = "bound" if name and family == "softmax" else None
+            axes.hlines(bound, middle - 0.19, middle + 0.19, color="black", linewidth=2, label=bound_name)
     axes.set_xticks(range(len(labels)), labels, rotation=60, fontsize=7, ha="right")
-    assumed = (
-        f"assuming {peaks.flops / 1e12:.0f} TFLOP/s, {peaks.bytes / 1e12:.1f} TB/s, {peaks.exps / 1e12:.1f}e12 exp/s"
-    )
+    flops, moved, exps = (peak / 1e12 for peak in (peaks.flops, peaks.bytes, peaks.exps))
+    assumed = f"assuming {flops:.0f} TFLOP/s, {moved:.1f} TB/s, {exps:.1f}e12 exp/s"
     axes.set(yscale="log", ylabel="ms", title=f"measured and bound, {assumed}")
     axes.grid(alpha=0.3, axis="y")
     axes.legend()

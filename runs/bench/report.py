@@ -29,7 +29,7 @@ TITLES = {"attention": "The operator", "deit": "Vision transformers", "gpt": "La
 UNITS = {"attention": "", "deit": "images/s", "gpt": "tokens/s"}
 SOFTMAX, GKA = KINDS["softmax"].label, KINDS["gka"].label
 WIDE = 160
-QUIET_CORES = 0.1  # as many that others use disturb nothing
+QUIET_CORES = 0.1  # this much work of other processes disturbs nothing
 
 
 @dataclass
@@ -37,7 +37,7 @@ class ReportConfig(BenchConfig):
     """Print the benchmarks' tables and targets, and draw them, from the files of one hardware."""
 
     hardware: str = ""
-    """Its name or the end of its files' names; empty = this machine's device."""
+    """Hardware to report: its name, or the end of its files' names; empty = this machine's device."""
     out: Path = Path("out/bench")
     """Folder for the page and the pictures."""
 
@@ -146,10 +146,10 @@ def candidate_rows(comparisons: Iterable[Comparison]) -> tuple[list[str], list[l
 
 
 def target_rows(promises: list[Target]) -> tuple[list[str], list[list[str]]]:
-    rows = [
-        [t.name, f"{'<=' if t.at_most else '>='} {t.wanted:.2f}", number(t.measured, "{:.2f}"), t.verdict]
-        for t in promises
-    ]
+    rows = []
+    for target in promises:
+        wanted = f"{'<=' if target.at_most else '>='} {target.wanted:.2f}"
+        rows.append([target.name, wanted, number(target.measured, "{:.2f}"), target.verdict])
     return ["target", "wanted", "measured", ""], rows
 
 

@@ -12,7 +12,7 @@ line of RESULTS/bench_tune_<hardware>.jsonl; the table is edited by hand, and `p
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from gka.api import EPS
 from gka.impl.triton import configs as triton_configs
 from gka.impl.triton.configs import Config
 from gka.masking import Mask
+from gka.testing import Problem
 from runs.bench.config import CaseConfig
 from runs.bench.device import release_memory
 from runs.bench.measurement import Measurement, Plan
@@ -38,7 +39,7 @@ PLAN = Plan(rounds=20, seconds=3, sample_ms=1.0, graph=True)
 
 
 @dataclass(frozen=True)
-class Problem:
+class Workload:
     """What a kernel is tuned on: the sizes it meets in the two trainers."""
 
     kernel: str
@@ -56,13 +57,13 @@ class Problem:
         return f"{self.kernel}-d{self.head_dim}"
 
 
-PROBLEMS = [
-    *(Problem("forward", 16, 2048, 1280 // d, d, causal=True, window=512, with_values=True) for d in (32, 64, 128)),
-    *(Problem("symmetric", 256, 197, 192 // d, d) for d in (32, 64)),
-    Problem("symmetric", 64, 197, 6, 128),
-    *(Problem("queries", 16, 2048, 1280 // d, d, causal=True, window=512, with_values=True) for d in (32, 64, 128)),
-    *(Problem("keys", 16, 2048, 1280 // d, d, causal=True, window=512, with_values=True) for d in (32, 64, 128)),
-    *(Problem("decode", 32, 2048, 1280 // d, d, causal=True, queries=1) for d in (32, 64, 128)),
+WORKLOADS = [
+    *(Workload("forward", 16, 2048, 1280 // d, d, causal=True, window=512, with_values=True) for d in (32, 64, 128)),
+    *(Workload("symmetric", 256, 197, 192 // d, d) for d in (32, 64)),
+    Workload("symmetric", 64, 197, 6, 128),
+    *(Workload("queries", 16, 2048, 1280 // d, d, causal=True, window=512, with_values=True) for d in (32, 64, 128)),
+    *(Workload("keys", 16, 2048, 1280 // d, d, causal=True, window=512, with_values=True) for d in (32, 64, 128)),
+    *(Workload("decode", 32, 2048, 1280 // d, d, causal=True, queries=1) for d in (32, 64, 128)),
 ]
 
 
@@ -71,9 +72,9 @@ class TuneConfig(CaseConfig):
     """Time tile sizes of the Triton kernels on this GPU."""
 
     dtype: str = "bfloat16"
-    """bfloat16, float16 or float32"""
+    """Type of the features: bfloat16, float16 or float32."""
     candidates: list[str] = field(default_factory=list)
-    """instead of the built-in grid: rows x columns x warps x stages, such as 128x64x8x3"""
+    """Time these instead of the built-in grid: rows x columns x warps x stages, such as 128x64x8x3."""
 
     def check(self) -> None:
         super().check()
@@ -92,55 +93,50 @@ def grid(kernel: str) -> list[Config]:
 
 
 class Work:
-    """A problem's inputs on the device: `call` to time, `judge` to decide whether a configuration computes the right
+    """A workload's inputs on the device: `call` to time, `judge` to decide whether a configuration computes the right
     thing.
     """
 
-    def __init__(self, problem: Problem, dtype: torch.dtype, device: torch.device):
-        shape = (problem.batch, problem.tokens, problem.heads, problem.head_dim)
-        self.problem, self.constant_norm = problem, problem.causal
-        self.mask = Mask(problem.causal, problem.window)
-        self.attend = partial(
-            gaussian_attention,
-            causal=problem.causal,
-            window=problem.window,
-            constant_norm=self.constant_norm,
-            impl="triton",
-        )
-        x = testing.make_features("unit_norm" if self.constant_norm else "normal", shape, dtype).to(device)
-        self.keys = x if problem.queries else None
-        self.x = x[:, -problem.queries :].clone() if problem.queries else x
-        self.values = testing.make_features("normal", shape, dtype, 1).to(device) if problem.with_values else None
-        self.log_sigma = torch.full((problem.heads,), 0.25 + 0.25 * math.log(problem.head_dim), device=device)
-        backward = problem.kernel not in ("forward", "decode")
-        self.grad_y = testing.make_features("normal", shape, dtype, 2).to(device) if backward else None
+    def __init__(self, workload: Workload, dtype: torch.dtype, device: torch.device):
+        self.workload, self.constant_norm = workload, workload.causal
+        mask = Mask(workload.causal, workload.window)
+        options = dict(causal=mask.causal, window=mask.window, constant_norm=self.constant_norm, impl="triton")
+        self.attend = partial(gaussian_attention, **options)
+        shape = (workload.batch, workload.tokens, workload.heads, workload.head_dim)
+        log_sigma = torch.full((workload.heads,), 0.25 + 0.25 * math.log(workload.head_dim), device=device)
+        backward, kind = workload.kernel not in ("forward", "decode"), "unit_norm" if self.constant_norm else "normal"
+        fields = dict(with_values=workload.with_values, with_gradients=backward, mask=mask, log_sigma=log_sigma)
+        problem = Problem.seeded(kind, shape, dtype, device=device, **fields)
+        if workload.queries:
+            problem = replace(problem, x=problem.x[:, -workload.queries :].clone(), keys=problem.x)
         if backward:
-            self.leaves = [t.requires_grad_() for t in (self.x, self.values) if t is not None]
+            self.leaves = [t.requires_grad_() for t in (problem.x, problem.values) if t is not None]
+        self.problem = problem
 
     def call(self) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """What the clock sees: forward for the forward kernels, else forward and backward."""
-        y = self.attend(self.x, self.log_sigma, keys=self.keys, values=self.values)
-        return y if self.grad_y is None else torch.autograd.grad(y, self.leaves, self.grad_y)
+        p = self.problem
+        y = self.attend(p.x, p.log_sigma, keys=p.keys, values=p.values)
+        return y if p.grad_y is None else torch.autograd.grad(y, self.leaves, p.grad_y)
 
     def judge(self) -> str | None:
         """`testing.judge` of as many sequences as float64 has memory for."""
-        pairs = self.x.shape[1] * self.problem.tokens * self.problem.heads
-        few = slice(max(1, min(self.problem.batch, MOST_JUDGED // pairs)))
-        x, values, grad_y, keys = (None if t is None else t[few] for t in (self.x, self.values, self.grad_y, self.keys))
-        options = dict(keys=keys, slack=EPS, constant_norm=self.constant_norm)
-        return testing.judge(self.attend, x, self.log_sigma, values, grad_y, self.mask, **options)
+        pairs = self.problem.x.shape[1] * self.workload.tokens * self.workload.heads
+        count = max(1, min(self.workload.batch, MOST_JUDGED // pairs))
+        few = self.problem.map(lambda t: t[:count] if t.dim() == 4 else t)
+        return testing.judge(self.attend, few, slack=EPS, constant_norm=self.constant_norm)
 
 
 def tune(
-    problem: Problem, candidates: list[Config], dtype: torch.dtype, device: torch.device, plan: Plan
+    workload: Workload, candidates: list[Config], dtype: torch.dtype, device: torch.device, plan: Plan
 ) -> dict[str, Measurement]:
     """Every candidate's time beside the shipped configuration's, which comes first; named rows x columns x warps x
     stages.
     """
     name = triton_configs.generation(device)
-    key = (problem.kernel, max(32, problem.head_dim), dtype.itemsize)
+    key = (workload.kernel, max(32, workload.head_dim), dtype.itemsize)
     shipped = triton_configs.TABLES[name].entries.get(key)
-    work = Work(problem, dtype, device)
+    work = Work(workload, dtype, device)
 
     def with_config(config: Config, method: Callable[[], Any], *_buffer: int):
         with triton_configs.override(name, entries={key: config}, head=False):
@@ -157,18 +153,18 @@ def main(config: TuneConfig) -> None:
     device, dtype = setup(config.device_type).device, getattr(torch, config.dtype)
     if device.type != "cuda":
         raise UserError("tuning needs a CUDA device; without one the shipped table is not used either")
-    problems = {problem.name: problem for problem in PROBLEMS}
+    workloads = {workload.name: workload for workload in WORKLOADS}
     recorder = Recorder(config, "tune", device)
     with progress_bar() as bar:
-        names = config.select(list(problems))
+        names = config.select(list(workloads))
         task = bar.add_task("tuning", total=len(names), status="")
         for name in names:
             bar.update(task, status=name)
             measured = tune(
-                problems[name], config.parsed or grid(problems[name].kernel), dtype, device, PLAN.adjust(config)
+                workloads[name], config.parsed or grid(workloads[name].kernel), dtype, device, PLAN.adjust(config)
             )
             roles = {text: "other" if n else "ours" for n, text in enumerate(measured)}
-            recorder.record(name, "tune", measured, roles, {**asdict(problems[name]), "dtype": config.dtype})
+            recorder.record(name, "tune", measured, roles, {**asdict(workloads[name]), "dtype": config.dtype})
             right = [text for text in measured if measured[text].status == "ok"]
             best = min(right, key=lambda text: measured[text].median_ms, default="none was right")
             console.print(

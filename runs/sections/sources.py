@@ -16,7 +16,7 @@ def measured(record: dict, file: str) -> str:
 def table(headings: list[str], rows: list[list[str]], left: int = 1) -> str:
     """A markdown table; the first `left` columns are text, the others numbers."""
     alignment = "|---" * left + "|---:" * (len(headings) - left) + "|"
-    return "\n".join([line(headings).replace("|  |", "| |"), alignment, *map(line, rows)])
+    return "\n".join([line(headings), alignment, *map(line, rows)])
 
 
 def line(cells: list[str]) -> str:

@@ -39,13 +39,13 @@ def gaussian_weights(x, sigma, visible=1.0):
     return affinity / affinity.sum(-1, keepdim=True)
 
 
-def gaussian_by_definition(layer, x, visible=1.0):
+def gaussian_by_definition(layer, x, visible):
     heads = x.unflatten(-1, (layer.num_heads, -1))
     mixed = gaussian_weights(heads, layer.log_sigma.to(x.dtype).exp(), visible) @ heads.transpose(1, 2)
     return mixed.transpose(1, 2).flatten(2) @ layer.proj.weight.T + layer.proj.bias
 
 
-def value_less_by_definition(layer, x, logit_bias=0.0):
+def value_less_by_definition(layer, x, logit_bias):
     """softmax(Q K^T / sqrt(D)) applied to x itself (paper section 4.4), heads joined, W_O."""
     w_q, w_k = layer.qk.weight.chunk(2)
     b_q, b_k = layer.qk.bias.chunk(2)
@@ -58,6 +58,13 @@ def value_less_by_definition(layer, x, logit_bias=0.0):
     return (exp / exp.sum(-1, keepdim=True) @ values).transpose(1, 2).flatten(2) @ layer.proj.weight.T + layer.proj.bias
 
 
+def by_definition(kind, visible):
+    """The definition of a kind as a function of (layer, x). visible: factors on the affinities."""
+    if kind == "gka":
+        return lambda layer, x: gaussian_by_definition(layer, x, visible.to(x.dtype))
+    return lambda layer, x: value_less_by_definition(layer, x, visible.log().to(x.dtype))
+
+
 def make_layer(kind, shape, **settings):
     """A layer with unequal bandwidths, sigma^2 not a power of two, and biases that are not zero."""
     batch, tokens, heads, dim = shape
@@ -66,7 +73,7 @@ def make_layer(kind, shape, **settings):
         if "bias" in name:
             nn.init.normal_(p)
     if kind == "gka":
-        layer.log_sigma.data.copy_(0.5 * torch.log(torch.linspace(1.3 * dim**0.5, 1.3 * dim, heads)))
+        layer.log_sigma.data.copy_(testing.make_log_sigma(heads, dim))
     return layer, torch.randn(batch, tokens, heads * dim)
 
 
@@ -86,11 +93,9 @@ def check(kind, layer, x, definition, call, eps=0.0):
     split = (layer.num_heads, -1)
     if kind == "gka":
         heads, upstream = x.unflatten(-1, split), (grad_y @ layer.proj.weight.detach()).unflatten(-1, split)
-        floor = testing.exponent_ulp(heads, layer.log_sigma.detach())
-        conditions = {
-            "log_sigma": testing.log_sigma_condition(heads, layer.log_sigma.detach(), None, upstream),
-            "dx": 3.0,
-        }
+        problem = testing.Problem(heads, layer.log_sigma.detach(), grad_y=upstream)
+        floor = testing.exponent_ulp(problem)
+        conditions = {"log_sigma": testing.log_sigma_condition(problem), "dx": 3.0}
     else:
         largest = (
             layer.qk(x).detach().unflatten(-1, (2, *split)).norm(dim=-1).amax((0, 1, 3)).prod()
@@ -130,24 +135,25 @@ def tokens_seen(mask: str, shape):
     return mask, mask.double()
 
 
-@shapes
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "explicit"])
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-def test_gka_equals_its_definition(shape, fused, is_causal, request):
-    if not fused:
+@pytest.fixture(params=[True, False], ids=["fused", "explicit"])
+def fused(request):
+    """Whether layers take the fused path; both are tried."""
+    if not request.param:
         request.getfixturevalue("explicit")
-    layer, x = make_layer("gka", shape)
+    return request.param
+
+
+@shapes
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@kinds
+def test_layers_equal_their_definitions(kind, shape, fused, is_causal):
+    layer, x = make_layer(kind, shape)
     assert layer.fused_attn is fused
-    visible = torch.ones(shape[1], shape[1]).tril() if is_causal else 1.0
-    # The explicit path adds the paper's epsilon to row sums of at least 1.
-    check(
-        "gka",
-        layer,
-        x,
-        lambda f, x: gaussian_by_definition(f, x, visible),
-        lambda f, x: f(x, is_causal=is_causal),
-        eps=0 if fused else EPS,
-    )
+    visible = torch.ones(shape[1], shape[1])
+    # The explicit path of GKA adds the paper's epsilon to row sums of at least 1.
+    eps = EPS if kind == "gka" and not fused else 0.0
+    definition = by_definition(kind, visible.tril() if is_causal else visible)
+    check(kind, layer, x, definition, lambda f, x: f(x, is_causal=is_causal), eps)
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
@@ -167,28 +173,13 @@ def test_second_derivatives_between_equal_tokens(is_causal, explicit):
     torch.testing.assert_close(got, torch.from_numpy(sum(want)).view(1, 5, 6), rtol=1e-11, atol=1e-13)
 
 
-@shapes
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "explicit"])
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-def test_vlt_equals_its_definition(shape, fused, is_causal, request):
-    if not fused:
-        request.getfixturevalue("explicit")
-    layer, x = make_layer("vlt", shape)
-    bias = torch.full((shape[1], shape[1]), float("-inf")).triu(1) if is_causal else 0.0
-    check("vlt", layer, x, lambda f, x: value_less_by_definition(f, x, bias), lambda f, x: f(x, is_causal=is_causal))
-
-
 @pytest.mark.parametrize("mask", ["pairs", "padding", "heads", "added"])
 @kinds
 def test_masks_renormalise_rows(kind, mask):
     shape = (3, 11, 2, 8)
     layer, x = make_layer(kind, shape)
     attn_mask, visible = tokens_seen(mask, shape)
-    definitions = {
-        "gka": lambda f, x: gaussian_by_definition(f, x, visible.to(x.dtype)),
-        "vlt": lambda f, x: value_less_by_definition(f, x, visible.log().to(x.dtype)),
-    }
-    check(kind, layer, x, definitions[kind], lambda f, x: f(x, attn_mask=attn_mask), eps=EPS)
+    check(kind, layer, x, by_definition(kind, visible), lambda f, x: f(x, attn_mask=attn_mask), eps=EPS)
 
 
 @pytest.mark.parametrize("shift", [100.0, -100.0])
@@ -243,7 +234,7 @@ def test_attention_dropout_acts_in_training_only(kind):
     torch.testing.assert_close(after[kept], before[kept] / 0.6)
     values = x.unflatten(-1, (2, 8)) + (layer.value_bias.unflatten(-1, (2, 8)) if kind == "vlt" else 0)
     torch.testing.assert_close(y, layer.proj((after @ values.transpose(1, 2)).transpose(1, 2).flatten(2)))
-    definition = {"gka": gaussian_by_definition, "vlt": value_less_by_definition}[kind]
+    definition = by_definition(kind, torch.ones(9, 9))
     torch.testing.assert_close(layer.eval()(x), definition(layer, x), rtol=1e-4, atol=1e-5)
 
 

@@ -44,7 +44,7 @@ def test_broken_images_are_counted_and_listed(pictures, tmp_path, ranks):
     assert json.loads((tmp_path / "out/results.jsonl").read_text())["metrics"]["broken_train"] == last["broken_train"]
 
 
-def test_a_broken_file_with_a_name_of_any_bytes_does_not_end_a_run(pictures, tmp_path):
+def test_a_broken_file_may_have_any_name(pictures, tmp_path):
     shutil.copytree(pictures, tmp_path / "data")
     folder = next((tmp_path / "data/val").iterdir())
     (folder / os.fsdecode(b"caf\xe9.jpg")).touch()
@@ -54,7 +54,7 @@ def test_a_broken_file_with_a_name_of_any_bytes_does_not_end_a_run(pictures, tmp
     assert b"caf\xe9.jpg\tthe file is empty" in (tmp_path / "out/run/broken_images.txt").read_bytes()
 
 
-def test_an_evaluation_that_could_not_read_many_images_is_not_the_best():
+def test_an_evaluation_of_few_images_is_not_the_best():
     disk_trouble, fine = {"images": 500, "broken": 100, "top1": 90.0}, {"images": 598, "broken": 2, "top1": 60.0}
     assert trusted([disk_trouble, fine]) == [fine] and trusted([disk_trouble], fine) == []
     always_broken = [{"images": 117, "broken": 3, "top1": accuracy} for accuracy in (10.0, 20.0)]

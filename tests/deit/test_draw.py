@@ -110,7 +110,7 @@ def test_a_run_and_its_twin(figures, tmp_path, photo, capsys):
     assert [axis.get_ylabel() for axis in figures["rollout.png"].axes if axis.get_ylabel()][:2] == ["ours", "twin"]
     said = capsys.readouterr().out
     assert said.count("relative error") == 2 and str(tmp_path / "out" / "ours" / "rollout.png") in said
-    drawn("--run", gka / "checkpoints" / "step_00000007", "--image", photo, "--family", "distance")
+    drawn("--run", gka / "checkpoints" / "step_00000007", "--image", photo, "--family", "distance", "--out", tmp_path)
     assert about in words(figures["distance.png"])
 
 

@@ -1,5 +1,6 @@
 """sdpa and flex against the float64 oracle: outputs and all gradients, odd sizes, masks, sigma^2 not a power of two."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -8,7 +9,8 @@ import torch.nn.functional as F
 
 from gka import dot_product_attention, gaussian_attention, select_impl, testing
 from gka.masking import Mask
-from operator_cases import MASKS, check, problem, sigmas
+from gka.testing import Problem, make_log_sigma
+from operator_cases import MASKS, check
 
 SHAPES = [(2, 1, 2, 16), (1, 63, 2, 32), (2, 111, 3, 24), (1, 197, 1, 64), (1, 129, 2, 1)]
 
@@ -44,14 +46,13 @@ def test_sdpa_is_as_accurate_as_plain_pytorch(dtype, offset, sigma, causal, with
 
     Floors are absolute, in norm, term by term.
     """
-    mask, log_sigma = Mask(causal), torch.tensor([sigma, 1.3 * sigma]).log()
-    x, _, values, grad_y = problem((2, 57, 2, 32), dtype, f"all+{offset}", with_values)
+    fields = dict(with_values=with_values, mask=Mask(causal), log_sigma=torch.tensor([sigma, 1.3 * sigma]).log())
+    problem = Problem.seeded(f"all+{offset}", (2, 57, 2, 32), dtype, **fields)
     attend = partial(gaussian_attention, causal=causal)
-    testing.check(partial(attend, impl="sdpa"), x, log_sigma, values, grad_y, mask, by_terms=True)
+    testing.check(partial(attend, impl="sdpa"), problem, by_terms=True)
     # flex keeps to the floor alone, and its backward pass runs on CUDA alone.
-    want = testing.oracle(x, log_sigma, values, mask=mask, eps=0.0).y
-    off = attend(x, log_sigma, values=values, impl="flex").double() - want
-    assert off.norm() <= testing.floors(x, log_sigma, values, grad_y, mask)["y"]
+    y = attend(problem.x, problem.log_sigma, values=problem.values, impl="flex")
+    assert (y.double() - testing.oracle(problem).y).norm() <= testing.floors(problem)["y"]
 
 
 @pytest.mark.parametrize("with_values", [False, True], ids=["own", "values"])
@@ -81,26 +82,20 @@ def test_foreign_keys_and_values_have_gradients_of_their_own(causal, with_values
 @pytest.mark.parametrize("kind", ["x10", "x50", "+50", "+500"])
 def test_bfloat16_carries_the_norms_in_full(kind, causal):
     """Foreign values, as own ones hide what is lost."""
-    x, _, values, _ = problem((1, 111, 2, 32), torch.bfloat16, kind, with_values=True)
     log_sigma = 0.5 * torch.log(torch.tensor([8.0, 32.0]))
-    got = gaussian_attention(x, log_sigma, values=values, causal=causal, impl="sdpa")
-    want = gaussian_attention(
-        x.double(), log_sigma.double(), values=values.double(), causal=causal, eps=0.0, impl="reference"
-    )
-    assert testing.error(got, want) <= torch.finfo(torch.bfloat16).eps
+    fields = dict(with_values=True, mask=Mask(causal), log_sigma=log_sigma, with_gradients=False)
+    problem = Problem.seeded(kind, (1, 111, 2, 32), torch.bfloat16, **fields)
+    got = testing.run(partial(gaussian_attention, causal=causal, impl="sdpa"), problem).y
+    assert testing.error(got, testing.oracle(problem).y) <= torch.finfo(torch.bfloat16).eps
 
 
 def test_full_attention_does_not_see_a_common_offset():
     """The budget is that of the centred features; own values would be large with the offset and hide the error."""
-    x, log_sigma, values, _ = problem((1, 111, 2, 32), torch.float32, "+50", with_values=True)
-    centred = x - x.mean(1, keepdim=True)
-    centred_y, plain_y = (f(centred, log_sigma, values, eps=0.0).y for f in (testing.oracle, testing.plain))
-    got, want = (
-        gaussian_attention(x, log_sigma, values=values, impl="sdpa"),
-        testing.oracle(x, log_sigma, values, eps=0.0).y,
-    )
-    floor = testing.output_floor(centred, log_sigma, values)
-    assert testing.error(got, want) <= 2 * testing.error(plain_y, centred_y) + floor
+    problem = Problem.seeded("+50", (1, 111, 2, 32), with_values=True, with_gradients=False)
+    centred = replace(problem, x=problem.x - problem.x.mean(1, keepdim=True))
+    got = testing.run(partial(gaussian_attention, impl="sdpa"), problem).y
+    by_plain = testing.error(testing.plain(centred).y, testing.oracle(centred).y)
+    assert testing.error(got, testing.oracle(problem).y) <= 2 * by_plain + testing.output_floor(centred)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -109,27 +104,25 @@ def test_constant_norm_through_the_normalisation(causal, window, dtype):
     """With heads normalised in front, dropping |x|^2 leaves outputs and gradients (with respect to the raw features)
     exact.
     """
-    shape, mask = (2, 63, 2, 32), Mask(causal, window)
-    arguments = x, log_sigma, _, grad_y = problem(shape, dtype, "normal")
+    shape = (2, 63, 2, 32)
     norm = partial(F.rms_norm, normalized_shape=shape[-1:])
+    problem = Problem.seeded("normal", shape, dtype, mask=Mask(causal, window), front=norm)
     fast = partial(gaussian_attention, causal=causal, window=window, constant_norm=True, impl="sdpa")
-    want = testing.oracle(*arguments, mask, eps=0.0, front=norm).named()
-    for name, value in testing.run(fast, *arguments, front=norm).named().items():
-        condition = testing.log_sigma_condition(x, log_sigma, None, grad_y, mask) if name == "dlog_sigma" else 1.0
-        floor = 2 * torch.finfo(dtype).eps * (1 + shape[-1] / log_sigma.mul(2).exp().min().item())
+    want = testing.oracle(problem).named()
+    floor = 2 * torch.finfo(dtype).eps * (1 + shape[-1] / problem.log_sigma.mul(2).exp().min().item())
+    for name, value in testing.run(fast, problem).named().items():
+        condition = testing.log_sigma_condition(problem) if name == "dlog_sigma" else 1.0
         assert testing.error(value, want[name]) <= floor * condition, name
 
 
 @pytest.mark.parametrize("causal,window", [(False, None), (True, None), (True, 20), (False, 9)])
 @pytest.mark.parametrize("constant_norm", [False, True])
 def test_flex_forward_on_cpu(causal, window, constant_norm):
-    shape = (2, 63, 2, 32)
-    x, log_sigma, values, _ = problem(shape, torch.float32, "unit_norm", with_values=True)
-    mask = Mask(causal, window)
-    want = testing.oracle(x, log_sigma, values, mask=mask, eps=0.0).y
-    options = dict(causal=causal, window=window, constant_norm=constant_norm)
-    got = gaussian_attention(x, log_sigma, values=values, impl="flex", **options)
-    assert testing.error(got, want) <= testing.output_floor(x, log_sigma, values, mask)
+    fields = dict(with_values=True, mask=Mask(causal, window), with_gradients=False)
+    problem = Problem.seeded("unit_norm", (2, 63, 2, 32), **fields)
+    options = dict(causal=causal, window=window, constant_norm=constant_norm, impl="flex")
+    got = testing.run(partial(gaussian_attention, **options), problem).y
+    assert testing.error(got, testing.oracle(problem).y) <= testing.output_floor(problem)
 
 
 @pytest.mark.gpu
@@ -147,7 +140,7 @@ def test_one_query_against_a_cache(impl, window):
     """Decoding: the last row of the full pass, from the last query and the whole cache."""
     assert select_impl(torch.zeros(1, 1, 2, 16), impl=impl) == impl
     x = testing.make_features("normal", (2, 40, 2, 16))
-    log_sigma = sigmas(2, 16)
+    log_sigma = make_log_sigma(2, 16)
     full = gaussian_attention(x, log_sigma, causal=True, window=window, eps=0.0, impl=impl)
     last = gaussian_attention(x[:, -1:], log_sigma, keys=x, causal=True, window=window, impl=impl)
     torch.testing.assert_close(last, full[:, -1:], rtol=1e-5, atol=1e-6)
@@ -166,27 +159,23 @@ def test_dot_product_baseline_agrees_with_its_definition():
 
 
 def test_float16_keeps_the_norms_that_do_not_fit_its_range():
-    x = testing.make_features("normal", (1, 20, 1, 4), torch.float16) + 300
-    log_sigma = torch.tensor([-0.3])
-    assert (
-        testing.error(gaussian_attention(x, log_sigma, impl="sdpa"), testing.oracle(x, log_sigma, None, x).y)
-        <= torch.finfo(torch.float16).eps
-    )
+    problem = Problem(testing.make_features("normal", (1, 20, 1, 4), torch.float16) + 300, torch.tensor([-0.3]))
+    got = testing.run(partial(gaussian_attention, impl="sdpa"), problem).y
+    assert testing.error(got, testing.oracle(problem).y) <= torch.finfo(torch.float16).eps
 
 
 def test_an_outlier_first_token_does_not_hurt_the_others():
     """The usual attention sink: nothing may be measured relative to it."""
-    x, log_sigma, _, grad_y = problem((1, 63, 2, 16), torch.float32, "normal")
-    x[:, 0] *= 100
-    want, plain = (f(x, log_sigma, None, grad_y, Mask(True), eps=0.0) for f in (testing.oracle, testing.plain))
-    got = gaussian_attention(x, log_sigma, causal=True, impl="sdpa")
-    floor = testing.exponent_ulp(x[:, 1:], log_sigma)
-    assert testing.error(got[:, 1:], want.y[:, 1:]) <= 2 * testing.error(plain.y[:, 1:], want.y[:, 1:]) + floor
+    problem = Problem.seeded("normal", (1, 63, 2, 16), mask=Mask(True), with_gradients=False)
+    problem.x[:, 0] *= 100
+    results = testing.run(partial(gaussian_attention, causal=True, impl="sdpa"), problem), testing.plain(problem)
+    got, plain, want = (result.y[:, 1:] for result in (*results, testing.oracle(problem)))
+    floor = testing.exponent_ulp(replace(problem, x=problem.x[:, 1:]))
+    assert testing.error(got, want) <= 2 * testing.error(plain, want) + floor
 
 
 def test_eps_is_worth_at_most_its_own_size():
-    x, log_sigma, _, _ = problem((1, 63, 2, 16), torch.float64, "normal")
-    log_sigma = log_sigma.double()
+    x, log_sigma = testing.make_features("normal", (1, 63, 2, 16), torch.float64), make_log_sigma(2, 16).double()
     with_eps, without = (
         gaussian_attention(x, log_sigma, causal=True, eps=eps, impl="reference") for eps in (1e-6, 0.0)
     )

@@ -6,7 +6,8 @@ import torch
 from gka import dot_product_attention, gaussian_attention, testing
 from gka.impl import flex
 from gka.masking import Mask
-from operator_cases import check, problem, sigmas
+from gka.testing import make_log_sigma
+from operator_cases import check
 
 
 @pytest.mark.parametrize("impl", ["sdpa", "flex"])
@@ -57,14 +58,15 @@ def test_flex_compiles_once_for_lengths_that_fill_the_same_tiles(monkeypatch):
     monkeypatch.setattr(flex, "flex_attention", torch.compile(flex.flex_attention, backend=counter, dynamic=False))
     for length in range(100, 106):
         x = testing.make_features("normal", (1, length, 2, 32))
-        gaussian_attention(x, sigmas(2, 32), causal=True, window=20, impl="flex")
+        gaussian_attention(x, make_log_sigma(2, 32), causal=True, window=20, impl="flex")
     assert counter.frame_count == 1
 
 
 def test_flex_masks_first_used_in_inference_mode_can_be_saved_for_training():
     flex._block_mask.cache_clear()
+    x = testing.make_features("normal", (1, 30, 2, 16))
     with torch.inference_mode():
-        gaussian_attention(testing.make_features("normal", (1, 30, 2, 16)), sigmas(2, 16), causal=True, impl="flex")
+        gaussian_attention(x, make_log_sigma(2, 16), causal=True, impl="flex")
     block_mask = flex._block_mask(Mask(True), 30, 30, torch.device("cpu"))
     assert flex._block_mask.cache_info().hits == 1
     captured = [cell.cell_contents for cell in block_mask.mask_mod.__closure__]
@@ -73,7 +75,7 @@ def test_flex_masks_first_used_in_inference_mode_can_be_saved_for_training():
 
 
 def test_autocast_takes_its_dtype_and_keeps_the_float32_norms():
-    x, log_sigma, _, _ = problem((2, 63, 2, 32), torch.float32, "x10")
+    x, log_sigma = testing.make_features("x10", (2, 63, 2, 32)), make_log_sigma(2, 32)
     with torch.autocast("cpu", torch.bfloat16):
         got = gaussian_attention(x, log_sigma, impl="sdpa")
     assert got.dtype == torch.bfloat16
@@ -83,7 +85,8 @@ def test_autocast_takes_its_dtype_and_keeps_the_float32_norms():
 
 def test_autocast_accepts_mixed_dtypes():
     """As a normalisation that stays float32 in front of keys and queries leaves them, beside bfloat16 values."""
-    x, log_sigma, values, _ = problem((2, 21, 2, 16), torch.float32, "normal", with_values=True)
+    x, values = (testing.make_features("normal", (2, 21, 2, 16), seed=seed) for seed in (0, 1))
+    log_sigma = make_log_sigma(2, 16)
     mixed = dict(values=values.bfloat16(), causal=True)
     with torch.autocast("cpu", torch.bfloat16):
         got, baseline = gaussian_attention(x, log_sigma, **mixed), dot_product_attention(x, x, values.bfloat16())

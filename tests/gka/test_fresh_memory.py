@@ -5,7 +5,8 @@ import torch
 
 from gka import gaussian_attention
 from gka.impl.triton import launch
-from operator_cases import DEVICE, MASKS, check, features, sigmas, tiles
+from gka.testing import make_log_sigma
+from operator_cases import DEVICE, MASKS, check, features, tiles
 
 pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow) encountered:RuntimeWarning")
 
@@ -52,5 +53,5 @@ def test_the_kernels_write_every_element(causal, window):
         check("triton", (1, 45, 2, 24), causal=causal, window=window, with_values=True)
     check("triton", (1, 70, 2, 64), torch.float16, causal=causal, window=window)
     k = features("normal", (1, 600, 2, 32))
-    y = gaussian_attention(k[:, -2:], sigmas(2, 32, DEVICE), keys=k, causal=True, window=window, impl="triton")
+    y = gaussian_attention(k[:, -2:], make_log_sigma(2, 32, DEVICE), keys=k, causal=True, window=window, impl="triton")
     assert torch.isfinite(y).all()

@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gka import gaussian_attention, testing
+from gka.api import EPS
 from gka.impl.triton.configs import generation, override
-from operator_cases import DEVICE, MASKS, check, features, sigmas, tiles
+from gka.testing import Problem, make_log_sigma
+from operator_cases import DEVICE, MASKS, check, features, tiles
 
 SHAPES = [(2, 1, 2, 16), (2, 63, 2, 32), (1, 111, 3, 24), (1, 197, 2, 64), (1, 130, 1, 96), (1, 161, 1, 128)]
 
@@ -112,7 +114,7 @@ def test_foreign_keys(queries, keys, causal, window, constant_norm):
         want = gaussian_attention(
             x.double(), log_sigma.double(), keys=doubles[0], values=doubles[1], impl="reference", **options
         )
-        floor = testing.exponent_ulp(torch.cat([x, k], 1), log_sigma)
+        floor = testing.exponent_ulp(Problem(x, log_sigma, keys=k))
         assert testing.error(got, want) <= floor
 
 
@@ -127,7 +129,7 @@ def test_gradients_of_foreign_keys(num_queries, num_keys, causal, window, with_v
             features("normal", (2, n, 2, 32), seed=n).to(dtype).requires_grad_()
             for n in (num_queries, num_keys, num_keys + 1)
         ]
-        log_sigma = sigmas(2, 32, DEVICE).to(torch.promote_types(dtype, torch.float32)).requires_grad_()
+        log_sigma = make_log_sigma(2, 32, DEVICE).to(torch.promote_types(dtype, torch.float32)).requires_grad_()
         x, keys = (nn.functional.rms_norm(t, (32,)) for t in raw[:2])
         values = raw[2][:, :num_keys] if with_values else None
         y = gaussian_attention(x, log_sigma, keys=keys, values=values, causal=causal, window=window, **options)
@@ -144,8 +146,8 @@ def test_gradients_of_foreign_keys(num_queries, num_keys, causal, window, with_v
 
 def test_a_clamped_bandwidth_learns_nothing():
     x, log_sigma = features("normal", (1, 20, 3, 16)), torch.tensor([-21.0, 0.5, 30.0], device=DEVICE)
-    got = testing.run(partial(gaussian_attention, impl="triton"), x, log_sigma, grad_y=x)
-    want = testing.oracle(x, log_sigma, grad_y=x)
+    problem = Problem(x, log_sigma, grad_y=x, eps=EPS)
+    got, want = testing.run(partial(gaussian_attention, impl="triton"), problem), testing.oracle(problem)
     assert got.dlog_sigma[[0, 2]].tolist() == [0, 0] and want.dlog_sigma[[0, 2]].tolist() == [0, 0]
     torch.testing.assert_close(got.y.double(), want.y, rtol=1e-5, atol=1e-6)
 
@@ -159,7 +161,8 @@ def test_bandwidths_too_small_for_float32(dtype, causal, with_values):
     """
     x, log_sigma = features("normal", (1, 100, 2, 64), dtype), torch.full((2,), -8.5, device=DEVICE)
     values = features("normal", (1, 100, 2, 64), dtype, 1) if with_values else None
-    got = testing.run(partial(gaussian_attention, causal=causal, impl="triton"), x, log_sigma, values, x)
+    route = partial(gaussian_attention, causal=causal, impl="triton")
+    got = testing.run(route, Problem(x, log_sigma, values, grad_y=x))
     torch.testing.assert_close(got.y, x if values is None else values, rtol=2e-3, atol=1e-5)
     assert all(torch.isfinite(t).all() for t in got.named().values())
     # Where W is known to float32's last digits no longer, it is still no more than 1.

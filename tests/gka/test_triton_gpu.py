@@ -14,7 +14,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gka import GaussianKernelAttention, gaussian_attention, testing
+from gka.api import EPS
 from gka.masking import Mask
+from gka.testing import Problem
 
 pytestmark = pytest.mark.gpu
 
@@ -30,11 +32,9 @@ SHAPES = [
 ]
 
 
-def problem(shape, dtype, constant_norm, with_values):
-    kinds = ("unit_norm" if constant_norm else "normal", "normal", "normal")
-    x, values, grad_y = (testing.make_features(kind, shape, dtype, seed).cuda() for seed, kind in enumerate(kinds))
-    log_sigma = 0.5 * torch.log(torch.linspace(1.3 * math.sqrt(shape[3]), 1.3 * shape[3], shape[2])).cuda()
-    return x, log_sigma, values if with_values else None, grad_y
+def seeded(shape, dtype, causal, window, with_values, constant_norm=False):
+    fields = dict(with_values=with_values, device="cuda", mask=Mask(causal, window), eps=EPS)
+    return Problem.seeded("unit_norm" if constant_norm else "normal", shape, dtype, **fields)
 
 
 def flash_errors(x, grad_y, causal) -> dict[str, float]:
@@ -59,15 +59,14 @@ def flash_errors(x, grad_y, causal) -> dict[str, float]:
 @pytest.mark.parametrize("shape,causal,window", SHAPES)
 def test_no_less_accurate_than_flash_attention(shape, causal, window, dtype, with_values, constant_norm):
     """At most twice flash attention's own error, in y, dx and dvalues."""
-    x, log_sigma, values, grad_y = problem(shape, dtype, constant_norm, with_values)
+    problem = seeded(shape, dtype, causal, window, with_values, constant_norm)
     options = dict(causal=causal, window=window, constant_norm=constant_norm, impl="triton")
-    got = testing.run(partial(gaussian_attention, **options), x, log_sigma, values, grad_y)
-    want = testing.oracle(x, log_sigma, values, grad_y, Mask(causal, window))
-    limits = flash_errors(x, grad_y, causal)
+    got, want = testing.run(partial(gaussian_attention, **options), problem), testing.oracle(problem)
+    limits = flash_errors(problem.x, problem.grad_y, causal)
     limits = {"y": limits["y"], "dx": limits["dx"], "dvalues": limits["dx"]}
     if constant_norm:  # the norms are constant up to the rounding of the features
         limits = {
-            name: limit + torch.finfo(dtype).eps * shape[3] / log_sigma.mul(2).exp().min().item()
+            name: limit + torch.finfo(dtype).eps * shape[3] / problem.log_sigma.mul(2).exp().min().item()
             for name, limit in limits.items()
         }
     for name, limit in limits.items():
@@ -78,10 +77,9 @@ def test_no_less_accurate_than_flash_attention(shape, causal, window, dtype, wit
 @pytest.mark.parametrize("shape,causal,window", SHAPES)
 def test_float32_is_not_tf32(shape, causal, window):
     """tf32 products would be off by 1e-3."""
-    x, log_sigma, values, grad_y = problem(shape, torch.float32, False, True)
+    problem = seeded(shape, torch.float32, causal, window, with_values=True)
     route = partial(gaussian_attention, causal=causal, window=window, impl="triton")
-    got = testing.run(route, x, log_sigma, values, grad_y)
-    want = testing.oracle(x, log_sigma, values, grad_y, Mask(causal, window))
+    got, want = testing.run(route, problem), testing.oracle(problem)
     for name in ("y", "dx", "dvalues"):
         assert testing.error(getattr(got, name), getattr(want, name)) <= 1e-5, name
 
@@ -90,14 +88,14 @@ def test_float32_is_not_tf32(shape, causal, window):
 @pytest.mark.parametrize("shape,causal,window", SHAPES)
 def test_memory_that_was_full_of_nan_changes_nothing(shape, causal, window, with_values):
     """The allocator hands out poisoned blocks; twenty runs are equal to the bit."""
-    x, log_sigma, values, grad_y = problem(shape, torch.bfloat16, False, with_values)
+    problem = seeded(shape, torch.bfloat16, causal, window, with_values)
 
     def run(poisoned):
         if poisoned:
             junk = [torch.full((2**22,), float("nan"), device="cuda") for _ in range(16)]
             del junk
         route = partial(gaussian_attention, causal=causal, window=window, impl="triton")
-        return testing.run(route, x, log_sigma, values, grad_y).named()
+        return testing.run(route, problem).named()
 
     first = run(poisoned=False)
     assert all(torch.isfinite(t).all() for t in first.values())

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from gka import gaussian_attention, testing
-from operator_cases import DEVICE, features, problem, sigmas
+from gka.testing import Problem, make_log_sigma
+from operator_cases import DEVICE, features
 
 pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow) encountered:RuntimeWarning")
 
@@ -27,7 +28,7 @@ def variants():
 @pytest.mark.parametrize("causal", [False, True])
 def test_strided_features_among_nans(causal):
     """No copy is needed, and nothing outside the features is read: NaN lies around them."""
-    log_sigma, grad_y = sigmas(2, 32, DEVICE), features("normal", (2, 37, 2, 32), seed=2)
+    log_sigma, grad_y = make_log_sigma(2, 32, DEVICE), features("normal", (2, 37, 2, 32), seed=2)
 
     def run(x, values=None):
         x = x.detach().requires_grad_()
@@ -53,7 +54,7 @@ def test_strided_features_among_nans(causal):
 
 
 def test_a_gradient_without_strides():
-    x, log_sigma = features("normal", (2, 37, 2, 32)).requires_grad_(), sigmas(2, 32, DEVICE)
+    x, log_sigma = features("normal", (2, 37, 2, 32)).requires_grad_(), make_log_sigma(2, 32, DEVICE)
     y = gaussian_attention(x, log_sigma, impl="triton")
     assert torch.equal(
         *(
@@ -82,7 +83,7 @@ def test_bandwidths_anywhere_in_memory():
 @pytest.mark.parametrize("causal", [False, True])
 def test_nan_is_not_hidden(causal, with_values):
     """A NaN token reaches every row that sees it, a NaN bandwidth its whole head: the loss must show it."""
-    x, log_sigma = features("normal", (1, 40, 2, 16)), sigmas(2, 16, DEVICE)
+    x, log_sigma = features("normal", (1, 40, 2, 16)), make_log_sigma(2, 16, DEVICE)
     values = features("normal", (1, 40, 2, 16), seed=1) if with_values else None
     x[0, 7, 0] = float("nan")
     y = gaussian_attention(x, log_sigma, values=values, causal=causal, impl="triton")
@@ -95,7 +96,7 @@ def test_nan_is_not_hidden(causal, with_values):
 
 @pytest.mark.parametrize("with_values", [False, True])
 def test_repeated_runs_are_equal_to_the_bit(with_values):
-    arguments = problem((2, 70, 2, 32), torch.float32, "normal", with_values, DEVICE)
+    problem = Problem.seeded("normal", (2, 70, 2, 32), with_values=with_values, device=DEVICE)
     route = partial(gaussian_attention, causal=with_values, impl="triton")
-    first, second = (testing.run(route, *arguments).named() for _ in range(2))
+    first, second = (testing.run(route, problem).named() for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)

@@ -9,25 +9,17 @@ import torch
 
 from gka import GaussianKernelAttention, gaussian_attention, select_impl
 from gka.impl.triton.configs import TABLES, generation
-from operator_cases import DEVICE, KERNELS, features, sigmas
+from gka.testing import make_log_sigma
+from operator_cases import DEVICE, KERNELS, features
 
 pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow) encountered:RuntimeWarning")
 
-
+LOG_SIGMA = make_log_sigma(2, 32, DEVICE)
 CALLS = {
-    "full": lambda x: (x, None, None, sigmas(2, 32, DEVICE), -1, -1, False, 1e-6),
-    "causal": lambda x: (x, None, None, sigmas(2, 32, DEVICE).requires_grad_(), -1, 0, True, 1e-6),
-    "window, values": lambda x: (
-        x,
-        None,
-        torch.randn_like(x).requires_grad_(),
-        sigmas(2, 32, DEVICE),
-        5,
-        0,
-        True,
-        1e-6,
-    ),
-    "foreign": lambda x: (x, torch.randn_like(x).requires_grad_(), None, sigmas(2, 32, DEVICE), -1, 0, True, 0.0),
+    "full": lambda x: (x, None, None, LOG_SIGMA, -1, -1, False, 1e-6),
+    "causal": lambda x: (x, None, None, LOG_SIGMA.clone().requires_grad_(), -1, 0, True, 1e-6),
+    "window, values": lambda x: (x, None, torch.randn_like(x).requires_grad_(), LOG_SIGMA, 5, 0, True, 1e-6),
+    "foreign": lambda x: (x, torch.randn_like(x).requires_grad_(), None, LOG_SIGMA, -1, 0, True, 0.0),
 }
 
 
@@ -66,7 +58,7 @@ def test_works_under_activation_checkpointing_and_autocast():
 
 def test_second_derivatives_are_refused():
     x = features("normal", (1, 10, 2, 16)).requires_grad_()
-    y = gaussian_attention(x, sigmas(2, 16, DEVICE), impl="triton")
+    y = gaussian_attention(x, make_log_sigma(2, 16, DEVICE), impl="triton")
     (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
     with pytest.raises(NotImplementedError, match='impl="triton" has no second derivatives; use impl="reference"'):
         gradient.sum().backward()

@@ -9,10 +9,10 @@ import functools
 import pytest
 import timm
 import torch
-from safetensors.torch import load_file
 
 import deit_gka.model.registry  # noqa: F401 (registers the GKA models in timm)
 import tiny_vision
+import vision_runs
 from gka import gaussian_attention
 from nanochat_gka.model import attention
 from nanochat_gka.model.config import GPTConfig
@@ -97,26 +97,13 @@ def test_vit(steps):
 def test_two_processes_under_ddp(tmp_path):
     """The vision trainer with torchrun: two ranks take the step that one takes, dlog_sigma included."""
     pictures = tiny_vision.write_pictures(tmp_path / "pictures")
-    common = ["--epochs", 1, "--warmup-epochs", 0, "--batch-size", 8, "--group-size", 4, "--lr", 0.2, "--drop-path", 0,
-              "--num-workers", 1, "--log-every", 1, "--stop-after", 2]  # fmt: skip
-    micro = [*tiny_vision.MICRO[:1], "impl=triton", *tiny_vision.MICRO[1:]]
+    more = ["--model-kwargs", "impl=triton", *(f"{name}={value}" for name, value in tiny_vision.SHAPE.items())]
+    more += ["--epochs", 1, "--warmup-epochs", 0, "--batch-size", 8, "--group-size", 4, "--drop-path", 0]
     weights = []
     for ranks in (1, 2):
         out = tmp_path / f"ranks{ranks}"
-        flags = [
-            "--data",
-            pictures,
-            "--out",
-            out,
-            "--results",
-            out / "results.jsonl",
-            "--model-tag",
-            "run",
-            *micro,
-            *common,
-        ]
-        done = tiny_vision.call("deit_gka.train", *flags, ranks=ranks, folder=out)
+        done = vision_runs.train(pictures, out, *more, "--num-workers", 1, "--stop-after", 2, ranks=ranks)
         assert "Gaussian kernel attention by triton" in done.stdout
-        weights.append(load_file(out / "run" / "checkpoints" / "step_00000002" / "model.safetensors"))
+        weights.append(vision_runs.checkpoint(out, 2, "model"))
     for name, value in weights[0].items():
         torch.testing.assert_close(weights[1][name], value, rtol=1e-4, atol=1e-5, msg=name)

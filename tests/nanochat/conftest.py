@@ -1,9 +1,13 @@
-"""A finished language run that the tests of training share. None of them may change it."""
+"""Language runs that the tests of several files share. None of them may change one."""
+
+import dataclasses
 
 import pytest
 
 import gpt_runs
 import tiny
+from nanochat_gka.data.tokenizer import Tokenizer
+from tiny_gpt import SHAPE, awake, write_run
 
 
 @pytest.fixture(scope="session")
@@ -13,3 +17,16 @@ def uninterrupted(packed, tmp_path_factory):
     done = tiny.call(gpt_runs.MODULE, *gpt_runs.flags(packed, out))
     assert "finished, validation bpb" in done.stdout
     return out
+
+
+@pytest.fixture(scope="module")
+def tokenizer(packed):
+    return Tokenizer.load(packed / "tokenizer")
+
+
+@pytest.fixture(scope="module")
+def trained(packed, tokenizer, tmp_path_factory):
+    """The folder of a run that never trained, and its model."""
+    form = dict(attention="GGA", head_offsets="PS", gka_values="normalised", n_layer=3)
+    model = awake(dataclasses.replace(SHAPE, vocab_size=tokenizer.vocab_size, **form))
+    return write_run(tmp_path_factory.mktemp("trained") / "tiny-run", model, packed / "tokenizer"), model

@@ -4,13 +4,18 @@ import json
 
 import pytest
 
+import tiny
 import tiny_core
 from nanochat_gka.core_metric.bundle import parse_example, read_tasks
 from trainkit.cli import UserError
 
 
-def test_tasks_are_chosen_by_label_and_by_set(tmp_path):
-    bundle = tiny_core.write_bundle(tmp_path / "bundle")
+@pytest.fixture
+def bundle(tmp_path):
+    return tiny_core.write_bundle(tmp_path / "bundle")
+
+
+def test_tasks_are_chosen_by_label_and_by_set(bundle):
     assert [task.label for task in read_tasks(bundle)] == list(tiny_core.TASKS)
     assert [task.label for task in read_tasks(bundle, ["jeopardy", "copa"])] == ["copa", "jeopardy"]
     task = read_tasks(bundle, ["arc_easy"])[0]
@@ -53,7 +58,7 @@ def test_numbers_become_text():
     ],
     ids=str,
 )
-def test_an_example_that_cannot_be_judged_is_refused(kind, record):
+def test_unusable_examples_are_refused(kind, record):
     with pytest.raises((KeyError, TypeError, ValueError)):
         parse_example(record, kind)
 
@@ -83,13 +88,11 @@ BAD_TASKS = {
 }
 
 
-@pytest.mark.parametrize("case", BAD_TASKS)
-def test_a_bad_task_leaves_the_others_readable(case, tmp_path):
-    change, message = BAD_TASKS[case]
-    bundle = tiny_core.write_bundle(tmp_path / "bundle")
-    change(bundle)
+@pytest.mark.parametrize("damage,message", BAD_TASKS.values(), ids=BAD_TASKS)
+def test_a_bad_task_leaves_the_others_readable(damage, message, bundle):
+    damage(bundle)
     tasks = read_tasks(bundle)
-    with pytest.raises(UserError, match=message):
+    with tiny.one_line_error(message):
         tasks[0].examples()
     assert all(task.examples() for task in tasks[1:])
 
@@ -107,11 +110,8 @@ NO_BUNDLES = {
 }
 
 
-@pytest.mark.parametrize("case", NO_BUNDLES)
-def test_a_folder_that_is_not_a_bundle_is_one_error(case, tmp_path):
-    change, message = NO_BUNDLES[case]
-    bundle = tiny_core.write_bundle(tmp_path / "bundle")
-    change(bundle)
-    with pytest.raises(UserError, match=message) as caught:
+@pytest.mark.parametrize("damage,message", NO_BUNDLES.values(), ids=NO_BUNDLES)
+def test_other_folders_are_one_error(damage, message, bundle):
+    damage(bundle)
+    with tiny.one_line_error(message):
         read_tasks(bundle)
-    assert "\n" not in str(caught.value)

@@ -69,7 +69,7 @@ def same_files(a, b):
     return files(a) == files(b)
 
 
-def test_a_download_that_is_cut_twice_continues(flags, bundle, tmp_path):
+def test_interrupted_download_continues(flags, bundle, tmp_path):
     Server.cuts, out = [700, 300], tmp_path / "out"
     folder = flags.open_bundle(out)
     assert Server.requests == [0, 700, 1000]
@@ -77,7 +77,7 @@ def test_a_download_that_is_cut_twice_continues(flags, bundle, tmp_path):
     assert flags.open_bundle(out) == folder and len(Server.requests) == 3  # not again
 
 
-def test_the_next_run_continues_unless_the_file_has_changed(flags, bundle, tmp_path):
+def test_next_run_continues_an_unchanged_file(flags, bundle, tmp_path):
     Server.cuts = [200] + [0] * 20
     message = r"could not download http.*: 200 of \d+ bytes arrived. Check the network and run the same command again"
     with pytest.raises(UserError, match=message):
@@ -88,7 +88,7 @@ def test_the_next_run_continues_unless_the_file_has_changed(flags, bundle, tmp_p
     assert Server.requests == [0, 50]
 
 
-def test_a_damaged_download_is_fetched_again(flags, bundle, tmp_path):
+def test_damaged_download_is_fetched_again(flags, bundle, tmp_path):
     good = Server.content
     Server.content = good[:500] + bytes([good[500] ^ 1]) + good[501:]
     with pytest.raises(UserError, match="it arrived damaged, its MD5 is not the server's"):
@@ -97,14 +97,14 @@ def test_a_damaged_download_is_fetched_again(flags, bundle, tmp_path):
     assert same_files(flags.open_bundle(tmp_path / "out"), bundle)
 
 
-def test_a_folder_in_the_way_costs_no_download(flags, tmp_path):
+def test_nothing_is_fetched_if_a_folder_is_in_the_way(flags, tmp_path):
     (tmp_path / "out/eval_bundle/mine").mkdir(parents=True)
     with pytest.raises(UserError, match="eval_bundle is in the way"):
         flags.open_bundle(tmp_path / "out")
     assert Server.requests == [] and (tmp_path / "out/eval_bundle/mine").is_dir()
 
 
-def test_an_interrupted_unpacking_costs_no_second_download(flags, bundle, tmp_path, monkeypatch):
+def test_interrupted_unpacking_needs_no_second_download(flags, bundle, tmp_path, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
@@ -115,7 +115,7 @@ def test_an_interrupted_unpacking_costs_no_second_download(flags, bundle, tmp_pa
     assert same_files(flags.open_bundle(tmp_path / "out"), bundle) and Server.requests == [0]
 
 
-def test_an_address_that_is_not_there_is_one_line(flags, tmp_path):
+def test_missing_address_is_one_line(flags, tmp_path):
     with pytest.raises(UserError, match=r"could not download http://127\.0\.0\.1:9/"):
         BundleFlags(bundle_url="http://127.0.0.1:9/x.zip").open_bundle(tmp_path / "out")
     with pytest.raises(UserError, match="must begin with https:// or http://"):
@@ -140,7 +140,7 @@ EVIL = ["../evil", "../../../evil", "TMP/evil", "a\\..\\..\\evil", "C:/evil", "x
 
 @pytest.mark.parametrize("root", ["", "a/b/"], ids=["top", "nested"])
 @pytest.mark.parametrize("evil", EVIL)
-def test_nothing_is_unpacked_outside_of_the_folder(evil, root, tmp_path):
+def test_members_stay_inside_the_folder(evil, root, tmp_path):
     evil = root + evil.replace("TMP", str(tmp_path))
     path = make_zip(tmp_path / "bad.zip", [(f"{root}core.yaml", ""), (evil, "x")])
     folder = BundleFlags(bundle=path).open_bundle(tmp_path / "out")
@@ -148,7 +148,7 @@ def test_nothing_is_unpacked_outside_of_the_folder(evil, root, tmp_path):
     assert outside == {path, tmp_path / "out", tmp_path / "out/.lock"} and folder.parent == tmp_path / "out"
 
 
-def test_a_link_is_unpacked_as_a_file(tmp_path):
+def test_link_is_unpacked_as_a_file(tmp_path):
     members = [("core.yaml", ""), (link("eval_data"), str(tmp_path)), ("eval_data/evil", "x")]
     path = make_zip(tmp_path / "bad.zip", members)
     with pytest.raises(OSError):  # a folder and a file of one name
@@ -156,17 +156,21 @@ def test_a_link_is_unpacked_as_a_file(tmp_path):
     assert not (tmp_path / "evil").exists() and os.listdir(tmp_path / "out") == [".lock"]
 
 
-def test_a_zip_without_a_bundle_or_damaged_leaves_nothing(tmp_path):
+def test_unusable_zip_leaves_nothing(tmp_path):
     path = make_zip(tmp_path / "bundle.zip", [("core.yaml", "icl_tasks: []" * 50)])
     content = bytearray(path.read_bytes())
     content[60] ^= 1
     (tmp_path / "damaged.zip").write_bytes(content)
     (tmp_path / "cut.zip").write_bytes(path.read_bytes()[:-30])
+    content = bytearray(path.read_bytes())
+    content[content.rfind(b"PK\x01\x02") + 10] = 99  # the compression method
+    (tmp_path / "method.zip").write_bytes(content)
     make_zip(tmp_path / "other.zip", [("readme", "")])
     usable = "is not a usable zip file"
     for name, message in {
         "damaged": usable,
         "cut": usable,
+        "method": usable,
         "other": "is not a CORE bundle: it has no core.yaml",
     }.items():
         with pytest.raises(UserError, match=message):
@@ -174,7 +178,7 @@ def test_a_zip_without_a_bundle_or_damaged_leaves_nothing(tmp_path):
     assert os.listdir(tmp_path / "out") == [".lock"]
 
 
-def test_a_zip_of_the_users_own_is_unpacked_once(bundle, tmp_path):
+def test_users_zip_is_unpacked_once(bundle, tmp_path):
     files = [file for file in bundle.rglob("*") if file.is_file()]
     members = [(f"x/y/{file.relative_to(bundle)}", file.read_bytes()) for file in files]
     flags = BundleFlags(bundle=make_zip(tmp_path / "mine.zip", members))

@@ -18,7 +18,7 @@ LOGITS = dict(rtol=0, atol=1e-5)
 @pytest.mark.parametrize("pattern", ["SL", "S", "L"])
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @torch.inference_mode()
-def test_chunks_and_single_tokens_give_the_full_pass(variant, pattern):
+def test_chunks_give_the_full_pass(variant, pattern):
     model = awake(dataclasses.replace(SHAPE, window_pattern=pattern, **variant))
     ids = torch.randint(70, (3, TOKENS))
     want = model(ids)
@@ -44,7 +44,7 @@ def test_last_only_gives_the_last_tokens_logits(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @torch.inference_mode()
-def test_rows_of_different_lengths_do_not_see_each_other(variant):
+def test_rows_of_different_lengths_are_independent(variant):
     """Prompts of 3, 12, 12, 1 tokens; all grow together, by several tokens or one; one leaves, another replaces it."""
     model = awake(dataclasses.replace(SHAPE, **variant))
     ids = torch.randint(70, (4, TOKENS))
@@ -78,7 +78,7 @@ def test_rows_of_different_lengths_do_not_see_each_other(variant):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("variant", [VARIANTS[0], VARIANTS[2], VARIANTS[3], VARIANTS[6], VARIANTS[8]], ids=str)
-def test_bfloat16_caches_what_the_full_pass_computes(variant, device):
+def test_bfloat16_cache_equals_the_full_pass(variant, device):
     """As the trainer's models on a GPU.
 
     Keys derived from the cache are those of the full pass to the last bit, so what differs is the kernels' rounding.
@@ -113,7 +113,7 @@ FORMS = [dict(), dict(attention="vlt"), dict(attention="gka"), dict(attention="g
 
 
 @pytest.mark.parametrize("fields", FORMS, ids=str)
-def test_keys_are_kept_only_where_they_would_be_computed_again(fields):
+def test_only_derived_keys_can_be_kept(fields):
     model = awake(dataclasses.replace(SHAPE, **fields))
     with pytest.raises(ValueError, match="keep_keys is for gka layers whose values are not rotated"):
         model.new_cache(1, 4, keep_keys=True)
@@ -121,7 +121,7 @@ def test_keys_are_kept_only_where_they_would_be_computed_again(fields):
 
 @pytest.mark.parametrize("values", ["rotated", "normalised"])
 @torch.inference_mode()
-def test_the_papers_form_decodes_without_work_on_past_tokens(values, monkeypatch):
+def test_papers_form_reuses_cached_features(values, monkeypatch):
     """A layer rotates one token; the operator reads the cache itself: keys and values are one view of its tensor."""
     model = awake(dataclasses.replace(SHAPE, attention="gka", gka_values=values, window_pattern="S"))  # 8, at last 16
     cache, rotated, asked = model.new_cache(2, TOKENS), [], []

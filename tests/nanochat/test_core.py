@@ -14,17 +14,11 @@ from nanochat_gka.core_metric.bundle import Task, read_tasks
 from nanochat_gka.core_metric.prompt_tree import PromptTree
 from nanochat_gka.core_metric.questions import Question, common_prefix, question, shuffled
 from nanochat_gka.core_metric.scoring import Verdict, answer, batches, judge
-from nanochat_gka.data.tokenizer import Tokenizer
 from runs.bench.core_naive import naive_task
 from tiny_gpt import SHAPE, VARIANTS, awake
 from trainkit.cli import UserError
 
 ALL = 10**6  # tokens: no cropping, no limit on a batch
-
-
-@pytest.fixture(scope="module")
-def tokenizer(packed):
-    return Tokenizer.load(packed / "tokenizer")
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +56,7 @@ def test_the_answers_are_the_naive_scorers(variant, limit, bundle, tokenizer, mo
             assert got == (want.predictions, want.correct), (task.label, batch_tokens, prefix_reuse)
 
 
-def test_language_modelling_is_right_if_every_token_is(bundle, tokenizer):
+def test_language_modelling_needs_every_token_right(bundle, tokenizer):
     """A model that predicts each next token of one text, and models that are wrong about one of them."""
     task = next(task for task in read_tasks(bundle) if task.label == "lambada_openai")
     asked = question(task, task.examples(), 0, tokenizer, ALL)
@@ -113,7 +107,7 @@ PROMPT_GROUPS = st.lists(st.lists(PROMPT, min_size=1, max_size=3), min_size=1, m
 
 
 @given(prompts=PROMPT_GROUPS, share=st.booleans(), draw=st.randoms())
-def test_the_tree_holds_every_prompt_and_no_beginning_twice(prompts, share, draw):
+def test_tree_holds_each_beginning_once(prompts, share, draw):
     """With the operator replaced by "every token sees all before it": each prompt comes back, each token once."""
     rows = [prompt for group in prompts for prompt in group]
     starts = [draw.randint(1, len(row)) for row in rows]  # the last of these judges nothing
@@ -135,7 +129,7 @@ def test_the_tree_holds_every_prompt_and_no_beginning_twice(prompts, share, draw
     ]
 
 
-def test_batches_hold_every_question_once_within_their_size(bundle, tokenizer):
+def test_batches_hold_every_question_once(bundle, tokenizer):
     task = next(task for task in read_tasks(bundle) if task.label == "arc_easy")
     examples = shuffled(task.examples())
     asked = [question(task, examples, index, tokenizer, ALL) for index in range(len(examples))]
@@ -210,7 +204,7 @@ def test_cropping_keeps_the_end_of_a_prompt():
     assert short.starts == [1, 3]  # d, e and f are judged: nothing is left that predicts c
 
 
-def test_a_continuation_merged_into_its_context_is_an_error():
+def test_merged_continuation_is_an_error():
     class Merges(Letters):
         def encode(self, text):
             return [999] if text.endswith("c") else super().encode(text)
@@ -221,7 +215,7 @@ def test_a_continuation_merged_into_its_context_is_an_error():
         question(task, [{"context": "a b", "continuation": "c"}], 0, Merges(), ALL)
 
 
-def test_examples_are_shuffled_and_shots_drawn_with_upstreams_seeds():
+def test_order_and_shots_follow_upstreams_seeds():
     assert shuffled([*range(10)]) == [0, 3, 7, 2, 1, 6, 4, 5, 8, 9]
     assert shuffled([*range(10)], 3) == [0, 3, 7]
     examples = [{"context": str(number), "continuation": "x"} for number in range(10)]

@@ -26,7 +26,7 @@ def scores_of(accuracies, most=10**6):
 
 
 @pytest.mark.parametrize("number", range(4), ids=published.GPT2_MODELS)
-def test_published_gpt2_accuracies_give_the_published_core(number):
+def test_published_accuracies_give_the_published_core(number):
     scores = scores_of({label: accuracy[number] for label, accuracy in published.GPT2_ACCURACY.items()})
     name, value = aggregate(scores)
     assert name == "CORE" and value == pytest.approx(published.GPT2_CORE[number], abs=2e-6)  # six printed digits
@@ -61,7 +61,7 @@ def test_the_csv_is_nanochats(tmp_path):
         (("copa",), 500, "mean of 1 task"),
     ],
 )
-def test_the_means_name_says_what_is_missing(labels, most, name, tmp_path):
+def test_name_of_the_mean_says_what_is_missing(labels, most, name, tmp_path):
     scores = scores_of(dict.fromkeys(labels, 0.5), most)
     assert aggregate(scores)[0] == name
     write_csv(tmp_path / "x.csv", scores)
@@ -70,7 +70,7 @@ def test_the_means_name_says_what_is_missing(labels, most, name, tmp_path):
     assert len(last) == len("Task".ljust(35)) + 2 * 12
 
 
-def test_the_smallest_gpt2_was_scored_on_tasks_of_these_sizes():
+def test_task_sizes_explain_the_smallest_gpt2():
     for label, accuracies in published.GPT2_ACCURACY.items():
         assert round(round(accuracies[0] * CORE_SIZES[label]) / CORE_SIZES[label], 6) == accuracies[0], label
 
@@ -82,7 +82,7 @@ def fits(printed, baseline, examples):
     return any(round(centered(count / examples, baseline), 4) == printed for count in counts)
 
 
-def test_the_papers_gka_scores_are_of_200_examples():
+def test_papers_gka_scores_fit_200_examples():
     """What the captions say of the paper's digits; rounding of a printed tie would only make more numbers fit."""
     rows = published.PAPER_CENTERED.items()
 
@@ -105,7 +105,7 @@ def test_standard_errors():
     assert standard_error(84 / 200, 25, 200) == pytest.approx(0.0465, abs=5e-5)  # of the paper's HellaSwag
 
 
-def test_the_table_shows_errors_and_numbers_of_examples(capsys, monkeypatch):
+def test_table_shows_errors_and_example_counts(capsys, monkeypatch):
     show(scores_of(dict.fromkeys(CORE_TASKS, 0.5)), "a model")
     printed = capsys.readouterr().out
     row = next(line for line in printed.splitlines() if line.lstrip().startswith("hellaswag_zeroshot")).split()

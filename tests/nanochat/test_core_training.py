@@ -62,21 +62,11 @@ def scored(packed, bundle, tmp_path_factory):
     return out
 
 
-def test_scores_come_when_due_and_are_those_of_eval_core(scored, bundle, tmp_path, capsys):
+def test_scores_when_due_equal_eval_core(scored, bundle, tmp_path, capsys):
     assert [record["step"] for record in events(scored, "core")] == [2, 4, 6]
     assert [record["asked"]["task"] for record in events(scored, "core_task")] == [*tiny_core.TASKS] * 3
-    flags = [
-        "--run",
-        scored / "runs/run",
-        "--bundle",
-        bundle,
-        "--out",
-        tmp_path,
-        "--device-type",
-        "cpu",
-        "--max-per-task",
-        8,
-    ]
+    flags = ["--run", scored / "runs/run", "--bundle", bundle, "--out", tmp_path, "--device-type", "cpu"]
+    flags += ["--max-per-task", 8]
     run(eval_core.main, eval_core.CoreConfig, list(map(str, flags)))
     lines = [json.loads(line) for line in (tmp_path / f"run_step{STEPS:06d}.jsonl").read_text().splitlines()]
     last = events(scored, "core")[-1]
@@ -94,7 +84,7 @@ def test_scores_come_when_due_and_are_those_of_eval_core(scored, bundle, tmp_pat
     assert result["metrics"]["core"] == {key: last[key] for key in ("name", "metric", "standard_error")}
 
 
-def test_training_does_not_notice(scored, packed, tmp_path):
+def test_scoring_leaves_training_unchanged(scored, packed, tmp_path):
     run(main, TrainConfig, flags(packed, tmp_path))
     assert weights(tmp_path) == weights(scored)
     assert events(tmp_path, "core") == [] and [r["loss"] for r in events(tmp_path, "train")] == [
@@ -102,7 +92,7 @@ def test_training_does_not_notice(scored, packed, tmp_path):
     ]
 
 
-def test_charts_show_every_task_under_its_name(packed, bundle, tmp_path, monkeypatch):
+def test_charts_name_every_task(packed, bundle, tmp_path, monkeypatch):
     """Tasks of one step under one name would be one point, of the last task."""
     charted = []
 
@@ -119,9 +109,7 @@ def test_charts_show_every_task_under_its_name(packed, bundle, tmp_path, monkeyp
     assert {(STEPS, f"core/centered/{task}") for task in tiny_core.TASKS} < set(names)
 
 
-def test_a_signal_waits_for_one_task_and_the_others_are_scored_by_the_next_process(
-    scored, packed, bundle, tmp_path, monkeypatch, capsys
-):
+def test_next_process_scores_what_a_signal_left(scored, packed, bundle, tmp_path, monkeypatch, capsys):
     asked, measure = [], TaskScorer.measure
 
     def interrupted(self, task, examples, bar):
@@ -147,7 +135,7 @@ def test_two_processes_score_alike(scored, packed, bundle, tmp_path):
     assert [r["centered"] for r in events(tmp_path, "core")] == [events(scored, "core")[0]["centered"]]
 
 
-def test_a_task_that_cannot_be_scored_costs_its_score_and_not_the_run(packed, bundle, tmp_path, capsys):
+def test_run_goes_on_without_an_unusable_task(packed, bundle, tmp_path, capsys):
     mine = tmp_path / "bundle"
     shutil.copytree(bundle, mine)
     manifest = (mine / "core.yaml").read_text()
@@ -173,7 +161,7 @@ def test_a_task_that_cannot_be_scored_costs_its_score_and_not_the_run(packed, bu
         (lambda bundle: None, "--core-metric-max-per-task 3 is too few for jeopardy: 3 shots and a question"),
     ],
 )
-def test_what_is_wrong_with_a_bundle_is_known_before_the_first_step(damage, message, packed, bundle, tmp_path, capsys):
+def test_bad_bundle_is_refused_before_the_first_step(damage, message, packed, bundle, tmp_path, capsys):
     mine = tmp_path / "bundle"
     shutil.copytree(bundle, mine)
     damage(mine)
@@ -191,7 +179,7 @@ def test_what_is_wrong_with_a_bundle_is_known_before_the_first_step(damage, mess
     assert events(tmp_path, "eval") == events(tmp_path, "train") == []
 
 
-def test_the_printed_lines_say_how_long_it_still_takes_and_what_memory_it_took(packed, tmp_path, capsys):
+def test_printed_lines_have_eta_and_peak_memory(packed, tmp_path, capsys):
     run(main, TrainConfig, flags(packed, tmp_path, "--log-every", 1, "--sample-every", 4))
     printed = capsys.readouterr().out.splitlines()
     steps = [line for line in printed if line.startswith("step 0000") and "loss" in line]
@@ -212,9 +200,7 @@ def test_the_printed_lines_say_how_long_it_still_takes_and_what_memory_it_took(p
     assert sum(line.startswith("sample: ") for line in printed) == 2 * len(SAMPLE_PROMPTS)
 
 
-def test_without_a_bundle_and_a_network_it_is_said_before_the_first_step_and_off_is_the_default(
-    packed, tmp_path, capsys
-):
+def test_missing_bundle_is_refused_before_the_first_step(packed, tmp_path, capsys):
     more = ["--core-metric-every", 5, "--bundle-url", "http://127.0.0.1:9/eval_bundle.zip"]
     with pytest.MonkeyPatch.context() as patched, pytest.raises(SystemExit):
         patched.setattr("nanochat_gka.core_metric.fetch.time.sleep", lambda seconds: None)

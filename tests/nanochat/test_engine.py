@@ -7,16 +7,10 @@ import random
 import pytest
 import torch
 
-from nanochat_gka.data.tokenizer import Tokenizer
 from nanochat_gka.generation.engine import Continuation, Engine
 from nanochat_gka.generation.sampling import Sampling, pick
 from tiny_gpt import SHAPE, VARIANTS, awake
 from trainkit.cli import UserError
-
-
-@pytest.fixture(scope="module")
-def tokenizer(packed):
-    return Tokenizer.load(packed / "tokenizer")
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +33,7 @@ def naive(model, tokenizer, prompt, sampling, sample=0):
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_prompts_and_samples_together_are_as_if_alone(variant, tokenizer):
+def test_prompts_and_samples_are_independent(variant, tokenizer):
     """Whatever the number of rows: 4 prompts of different lengths, 2 samples each, which end at different times."""
     model = awake(dataclasses.replace(SHAPE, vocab_size=tokenizer.vocab_size, **variant))
     prompts = ["the kernel", "", "every head learns one bandwidth and nothing else", "a"]
@@ -62,7 +56,7 @@ def test_greedy_is_repeated_argmax(model, tokenizer):
     assert engine.complete(["the kernel"], Sampling(max_tokens=20, top_p=1e-9, top_k=0, seed=9)) == [[want]]
 
 
-def test_a_prompt_runs_once_however_many_samples_it_has(model, tokenizer, monkeypatch):
+def test_prompt_runs_once_for_all_samples(model, tokenizer, monkeypatch):
     shapes, forward = [], type(model).forward
 
     def spy(self, ids, **arguments):
@@ -127,7 +121,7 @@ FORMS = [dict(), dict(attention="vlt"), dict(attention="gka"), dict(attention="g
 
 
 @pytest.mark.parametrize("fields", FORMS, ids=str)
-def test_keys_that_are_kept_anyway_cannot_be_asked_for(fields, tokenizer):
+def test_keep_keys_needs_derived_keys(fields, tokenizer):
     model = awake(dataclasses.replace(SHAPE, **fields))
     with pytest.raises(UserError, match=r"--keep-keys is for models of --gka-values normalised or raw.*leave it out"):
         Engine(model, tokenizer, keep_keys=True)
@@ -173,7 +167,7 @@ def test_half_characters_wait_for_their_other_half():
     assert feed([], b"a\xff", b"b", None)[0] == ["a�", "b", ""]
 
 
-def test_a_stop_text_ends_the_text_even_across_tokens():
+def test_stop_text_across_tokens_ends_the_text():
     texts, row = feed(["\n\nQ:"], b"one\n", b"\n", b"two\n", b"\nQ", b": three")
     assert texts == ["one", "", "\n\ntwo", "", ""] and row.finished
     assert "".join(feed(["stop"], b"a st", b"o", b"ne", None)[0]) == "a stone"

@@ -78,7 +78,7 @@ def test_scores_are_the_naive_scorers(world, tmp_path, capsys, monkeypatch):
     assert len(read_lines(tmp_path / "tiny-gka_step000007.jsonl")) == 6  # nothing is new
 
 
-def test_it_continues_and_scores_again_what_changed(world, tmp_path, capsys):
+def test_only_changed_tasks_are_scored_again(world, tmp_path, capsys):
     bundle = tmp_path / "bundle"
     shutil.copytree(world[3], bundle)
     out = tmp_path / "out"
@@ -102,14 +102,14 @@ def test_it_continues_and_scores_again_what_changed(world, tmp_path, capsys):
     assert scored_again == [("copa", tiny_core.COUNT + 1)]
 
 
-def test_a_score_is_identified_by_all_it_depends_on(world, tmp_path):
+def test_score_identity_covers_all_settings(world, tmp_path):
     """A line of the file is used again only if the weights, the data, and how it was asked are the same."""
     device = torch.device("cpu")
     runtime, evaluated = Runtime(0, 1, device), eval_core.open_model(CoreConfig(run=world[0]), device)
     task = read_tasks(world[3], ["jeopardy"])[0]
 
     def identity(task=task, evaluated=evaluated, **flags):
-        return eval_core.Evaluation(CoreConfig(out=tmp_path, **flags), runtime, evaluated).file.identity(task)
+        return eval_core.open_file(CoreConfig(out=tmp_path, **flags), runtime, evaluated).identity(task)
 
     other = tmp_path / "other.jsonl"
     other.write_text("{}")
@@ -121,7 +121,7 @@ def test_a_score_is_identified_by_all_it_depends_on(world, tmp_path):
     assert identity() == identity(batch_tokens=7, prefix_reuse=False, max_seq_len=10**9)  # these change nothing
 
 
-def test_a_bad_task_is_one_error_and_the_others_are_scored(world, tmp_path):
+def test_other_tasks_are_scored_beside_a_bad_one(world, tmp_path):
     bundle = tmp_path / "bundle"
     shutil.copytree(world[3], bundle)
     path = bundle / "eval_data/language/winograd.jsonl"
@@ -156,7 +156,7 @@ def test_a_line_cut_short_is_scored_again(world, tmp_path):
     assert [line["config"]["task"] for line in tasks_of(log)] == ["copa", "winograd"]
 
 
-def test_an_unwritable_place_is_named_before_scoring(world, tmp_path, capsys, monkeypatch):
+def test_unwritable_folder_is_named_before_scoring(world, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(task_scorer, "judge", lambda *_: pytest.fail("scored"))
     (tmp_path / "tiny-gka_step000007.jsonl").mkdir()
     assert evaluate(world, tmp_path) == 2
@@ -168,7 +168,7 @@ def test_names_with_brackets_are_shown_as_they_are(world, tmp_path, capsys):
     assert "x[bold]y[" in capsys.readouterr().out.replace("\n", "")
 
 
-def test_a_question_that_cannot_be_asked_is_named_on_any_rank(world, tmp_path):
+def test_any_rank_names_an_unusable_question(world, tmp_path):
     """A continuation that the tokenizer merges into its context, in the second rank's share.
 
     Both ranks must go on, and score the other tasks.

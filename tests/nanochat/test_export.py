@@ -21,19 +21,6 @@ from trainkit.cli import UserError, run
 from trainkit.files import sha256
 
 
-@pytest.fixture(scope="module")
-def tokenizer(packed):
-    return Tokenizer.load(packed / "tokenizer")
-
-
-@pytest.fixture(scope="module")
-def trained(packed, tokenizer, tmp_path_factory):
-    """A run folder and its model."""
-    form = dict(attention="GGA", head_offsets="PS", gka_values="normalised", n_layer=3)
-    model = awake(dataclasses.replace(SHAPE, vocab_size=tokenizer.vocab_size, **form))
-    return write_run(tmp_path_factory.mktemp("export") / "tiny-run", model, packed / "tokenizer"), model
-
-
 def exported(trained, out):
     run(export.main, export.ExportConfig, ["--run", str(trained[0]), "--out", str(out)])
     return out
@@ -50,7 +37,7 @@ def test_an_exported_model_gives_the_same_logits(variant, packed, tokenizer, tmp
     assert not loaded.model.training
 
 
-def test_an_exported_folder_says_what_it_is(trained, tmp_path, tokenizer):
+def test_exported_readme_describes_the_model(trained, tmp_path, tokenizer):
     out = exported(trained, tmp_path / "out")
     assert {path.name for path in out.iterdir()} == {"model.safetensors", "config.json", "tokenizer.json", "README.md"}
     about = json.loads((out / "config.json").read_text())
@@ -73,7 +60,7 @@ def test_an_exported_folder_says_what_it_is(trained, tmp_path, tokenizer):
     assert exported(trained, out) == out  # again, the same model
 
 
-def test_an_export_of_bfloat16_tables_is_the_same_model(packed, tokenizer, tmp_path):
+def test_bfloat16_export_is_the_same_model(packed, tokenizer, tmp_path):
     """Trained on CUDA the embedding tables are bfloat16, on a CPU they load, and leave, as float32."""
     model = awake(dataclasses.replace(SHAPE, vocab_size=tokenizer.vocab_size))
     model.embeddings_to(torch.bfloat16)
@@ -92,7 +79,7 @@ def test_an_export_overwrites_nothing_else(trained, tmp_path, capsys):
     assert (tmp_path / "README.md").read_text() == "mine"
 
 
-def test_an_export_that_was_cut_off_is_made_again(trained, tmp_path, monkeypatch):
+def test_interrupted_export_is_made_again(trained, tmp_path, monkeypatch):
     def full(*_):
         raise OSError("full")
 
@@ -132,7 +119,7 @@ def test_the_cards_code_runs(trained, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.strip()
 
 
-def test_a_damaged_or_foreign_folder_is_refused(trained, packed, tokenizer, tmp_path):
+def test_damaged_and_foreign_folders_are_refused(trained, packed, tokenizer, tmp_path):
     out = exported(trained, tmp_path / "out")
     for name in ("model.safetensors", "tokenizer.json"):
         content = (out / name).read_bytes()
@@ -179,7 +166,7 @@ def test_an_older_export_keeps_its_form(stated, packed, tokenizer, tmp_path):
     assert torch.equal(load(tmp_path / "out").model(ids), model(ids))
 
 
-def test_every_command_refuses_another_models_tokenizer(trained, tokenizer, tmp_path, monkeypatch, capsys):
+def test_commands_refuse_another_models_tokenizer(trained, tokenizer, tmp_path, monkeypatch, capsys):
     pytest.importorskip("lm_eval")
     from nanochat_gka import harness
 

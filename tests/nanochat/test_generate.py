@@ -9,24 +9,10 @@ import torch
 
 import tiny
 from nanochat_gka import generate
-from nanochat_gka.data.tokenizer import Tokenizer
 from nanochat_gka.generation.engine import Engine
 from nanochat_gka.generation.sampling import Sampling
 from tiny_gpt import SHAPE, awake, write_run
 from trainkit.cli import run
-
-
-@pytest.fixture(scope="module")
-def tokenizer(packed):
-    return Tokenizer.load(packed / "tokenizer")
-
-
-@pytest.fixture(scope="module")
-def trained(packed, tokenizer, tmp_path_factory):
-    """A run folder and its model."""
-    form = dict(attention="GGA", head_offsets="PS", gka_values="normalised", n_layer=3)
-    model = awake(dataclasses.replace(SHAPE, vocab_size=tokenizer.vocab_size, **form))
-    return write_run(tmp_path_factory.mktemp("generate") / "tiny-run", model, packed / "tokenizer"), model
 
 
 def write(trained, *flags):
@@ -54,7 +40,7 @@ def test_a_stream_is_the_same_text(trained, tokenizer, capsys):
     assert capsys.readouterr().out == "".join("the kernel" + text + "\n" for text in texts)
 
 
-def test_prompts_from_a_file_become_json_lines_in_order(trained, tokenizer, tmp_path, capsys):
+def test_prompts_file_gives_json_lines_in_order(trained, tokenizer, tmp_path, capsys):
     (tmp_path / "prompts.txt").write_text('the kernel\n\n"two\\nlines"\nevery head\n')
     flags = ["--num-samples", 3, "--max-rows", 2, "--temperature", 1.5]
     assert write(trained, "--prompts-file", tmp_path / "prompts.txt", *flags) == 0
@@ -86,7 +72,7 @@ def test_a_text_does_not_depend_on_other_prompts(trained, capsys):
     assert capsys.readouterr().out.endswith(alone)
 
 
-def test_a_closed_pipe_ends_it_quietly(trained):
+def test_closed_pipe_ends_generation_quietly(trained):
     flags = ("--stream", "--num-samples", 500, "--device-type", "cpu")
     command = tiny.command("nanochat_gka.generate", "--run", trained[0], *flags)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=tiny.environment())
@@ -118,7 +104,7 @@ def test_interactive_continues_what_is_typed(trained, tokenizer):
     assert b"error: the prompt has" in done.stderr and b"Traceback" not in done.stderr
 
 
-def test_interactive_gives_the_same_prompt_another_text(trained):
+def test_repeated_interactive_prompt_gives_another_text(trained):
     flags = ("--interactive", "--temperature", 2, "--top-k", 0, "--device-type", "cpu")
     command = tiny.command("nanochat_gka.generate", "--run", trained[0], *flags)
     typed = b"the\n" * 2

@@ -14,41 +14,38 @@ from nanochat_gka.data.tokenizer import Tokenizer
 from nanochat_gka.generation.engine import Engine
 from nanochat_gka.generation.sampling import Sampling
 from tiny_gpt import SHAPE, awake, write_run
+from trainkit.cli import UserError
 
 pytest.importorskip("lm_eval")
 
-CHOICES = """
-task: tiny_choices
+HEAD = """
+task: tiny_NAME
 dataset_path: json
 dataset_kwargs: {data_files: {test: DATA}}
 test_split: test
+"""
+TASKS = {
+    "choices": """
 output_type: multiple_choice
 doc_to_text: "{{query}}"
 doc_to_choice: "{{choices}}"
 doc_to_target: gold
 metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
-"""
-GENERATE = """
-task: tiny_generate
-dataset_path: json
-dataset_kwargs: {data_files: {test: DATA}}
-test_split: test
+""",
+    "generate": """
 output_type: generate_until
 doc_to_text: "{{query}}"
 doc_to_target: "{{choices[0]}}"
 generation_kwargs: {until: ["e"], max_gen_toks: 12, do_sample: false}
 metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
-"""
-ROLLING = """
-task: tiny_rolling
-dataset_path: json
-dataset_kwargs: {data_files: {test: DATA}}
-test_split: test
+""",
+    "rolling": """
 output_type: loglikelihood_rolling
 doc_to_text: ""
 doc_to_target: "{{query}}"
 metric_list: [{metric: bits_per_byte}]
-"""
+""",
+}
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +62,10 @@ def world(packed, tmp_path_factory):
         query, *choices = (" ".join(rng.choices(tiny.WORDS, k=rng.randint(2, 40 if i == 0 else 5))) for i in range(4))
         docs.append({"query": query, "choices": choices, "gold": rng.randrange(3)})
     (root / "data.jsonl").write_text("".join(json.dumps(doc) + "\n" for doc in docs))
-    for name, text in (("choices", CHOICES), ("generate", GENERATE), ("rolling", ROLLING)):
-        (root / "tasks").mkdir(exist_ok=True)
-        (root / "tasks" / f"{name}.yaml").write_text(text.replace("DATA", str(root / "data.jsonl")))
+    (root / "tasks").mkdir()
+    for name, text in TASKS.items():
+        head = HEAD.replace("NAME", name).replace("DATA", str(root / "data.jsonl"))
+        (root / "tasks" / f"{name}.yaml").write_text(head + text)
     return root, model, tokenizer, docs
 
 
@@ -79,7 +77,7 @@ def nats(model, prompt, start):
     return torch.nn.functional.cross_entropy(logits, targets, reduction="sum").item()
 
 
-def test_the_harness_scores_as_a_plain_computation_does(world, tmp_path):
+def test_harness_scores_equal_a_plain_computation(world, tmp_path):
     root, model, tokenizer, docs = world
     flags = ["--model", "gka", "--model_args", f"run={root / 'run'},batch_tokens=300", "--device", "cpu"]
     flags += ["--tasks", "tiny_choices,tiny_generate,tiny_rolling", "--include_path", root / "tasks"]
@@ -88,8 +86,7 @@ def test_the_harness_scores_as_a_plain_computation_does(world, tmp_path):
     options = dict(capture_output=True, text=True, env=environment, timeout=tiny.HANG_AFTER)
     done = subprocess.run(list(map(str, command)), **options)
     assert done.returncode == 0, done.stderr[-3000:]
-    names = ("choices", "generate", "rolling")
-    samples = {name: sorted(_samples(tmp_path, name), key=lambda sample: sample["doc_id"]) for name in names}
+    samples = {name: sorted(_samples(tmp_path, name), key=lambda sample: sample["doc_id"]) for name in TASKS}
     assert all(len(found) == len(docs) for found in samples.values())
 
     limit, total, size = 65, 0.0, 0  # max_length and the token that is only predicted
@@ -125,3 +122,11 @@ def test_a_missing_run_is_one_line(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as exit_info:
         harness.main()
     assert exit_info.value.code == 2 and capsys.readouterr().err.splitlines()[-1].startswith("error: no checkpoint in")
+
+
+def test_a_missing_gpu_is_one_line(monkeypatch):
+    from nanochat_gka import harness
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match="pass --device cpu"):
+        harness.GKAModel("no run", device="cuda:0")

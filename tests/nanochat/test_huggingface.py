@@ -78,7 +78,7 @@ class Plain:
 
 
 @pytest.mark.parametrize("kind,bos", [("gpt2", "<|endoftext|>"), ("llama", "<s>")])
-def test_scores_are_the_naive_scorers_at_the_models_length(kind, bos, bundle, tmp_path, capsys):
+def test_scores_equal_the_naive_scorer_at_any_length(kind, bos, bundle, tmp_path, capsys):
     model, folder = write_model(tmp_path / "tiny-model", kind), tmp_path / "tiny-model"
     assert evaluate(folder, bundle, tmp_path / "out", "--batch-tokens", 200) == 0
     records = read_lines(tmp_path / "out/tiny-model.jsonl")
@@ -123,7 +123,7 @@ def test_each_answer_is_the_naive_one(bundle, tmp_path):
             assert found == want.predictions, (task.label, prefix_reuse)
 
 
-def test_weights_and_vocabulary_are_its_identity(tmp_path):
+def test_identity_covers_weights_and_vocabulary(tmp_path):
     from nanochat_gka.core_metric.huggingface import load_hugging_face
 
     model = write_model(tmp_path / "a", "gpt2")
@@ -164,7 +164,7 @@ def test_models_that_cannot_be_loaded_are_one_line(bundle, tmp_path, capsys):
     check(tmp_path / "small", r"the tokenizer has ids up to \d+, the model has 100 embeddings")
 
 
-def test_without_transformers_the_error_says_what_to_install(bundle, tmp_path, monkeypatch, capsys):
+def test_missing_transformers_names_the_package(bundle, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert evaluate("gpt2", bundle, tmp_path) == 2
     assert 'pip install "transformers>=4.57"' in capsys.readouterr().err

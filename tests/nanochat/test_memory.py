@@ -68,7 +68,7 @@ def test_activations_are_what_autograd_keeps(fields):
 
 
 @pytest.mark.parametrize("fields", KINDS, ids=str)
-def test_parameters_and_state_are_counted_without_a_model(fields):
+def test_memory_is_counted_without_a_model(fields):
     config = shape(**fields)
     assert sum(memory.parameters(config)) == parameter_counts(meta_model(config))["total"]
     model = build(config, "cpu")
@@ -196,13 +196,12 @@ def test_auto_is_the_same_update(packed, tmp_path):
             assert (one - two).norm() <= 1e-5 * one.norm()
 
 
-def test_a_model_beyond_the_memory_is_refused_before_it_is_built(packed, tmp_path, capsys):
+def test_too_large_model_is_refused_before_building(packed, tmp_path, capsys):
     with pytest.raises(SystemExit) as left:
         argv = ["--data", packed / "packed", "--out", tmp_path, "--results", tmp_path / "results.jsonl"]
         run(train.main, train.TrainConfig, [*map(str, argv), "--depth", "100000", "--device-type", "cpu"])
     assert left.value.code == 2
     message = capsys.readouterr().err
-    assert (
-        message.startswith("error: --depth 100000 is a model of 4.9") and "e+19 parameters (width 6,400,000)" in message
-    )
+    assert message.startswith("error: --depth 100000 is a model of 4.9")
+    assert "e+19 parameters (width 6,400,000)" in message
     assert message.count("\n") == 1 and "GB of memory and there are" in message

@@ -63,9 +63,8 @@ def test_short_windows_hide_old_tokens():
     x = torch.randn(1, 16, 64)
     changed = x.clone()
     changed[:, 0] += 1
-    same = (
-        (layer.mix(x, None, rotary, whole(x)) == layer.mix(changed, None, rotary, whole(changed))).flatten(2).all(-1)[0]
-    )
+    before, after = (layer.mix(each, None, rotary, whole(each)) for each in (x, changed))
+    same = (before == after).flatten(2).all(-1)[0]
     assert layer.window == 8
     assert same.tolist() == [False] * 9 + [True] * 7  # query i sees i - 8 <= j
 
@@ -95,7 +94,7 @@ def test_gka_is_the_papers_section_5_1():
 
 
 @pytest.mark.parametrize("form", ["rotated", "normalised", "raw"])
-def test_head_offsets_pair_keys_and_values_one_token_apart(form):
+def test_head_offsets_shift_keys_or_values(form):
     """Against the definition: head by head, keys and values shifted by hand, distances to the shifted keys."""
     layer, rotary, x, heads = one_layer(head_offsets="NPS", gka_values=form)
     features = norm(rotary(heads, slice(0, 16)))
@@ -117,7 +116,7 @@ def test_head_offsets_pair_keys_and_values_one_token_apart(form):
         torch.testing.assert_close(got[:, :, one], want, rtol=1e-4, atol=1e-5)
 
 
-def test_a_peaked_predecessor_head_reads_the_previous_token():
+def test_predecessor_head_reads_the_previous_token():
     config = dataclasses.replace(SHAPE, attention="gka", head_offsets="P", sigma_squared=0.01, gka_values="normalised")
     layer = GKAAttention(config, layer=0)
     layer.init_weights()
@@ -204,7 +203,7 @@ def test_bad_shapes(fields, message):
         dataclasses.replace(SHAPE, **fields)
 
 
-def test_rotary_turns_by_minus_theta_with_bfloat16_tables():
+def test_rotary_turns_by_minus_theta():
     """Numbers printed by upstream: x = [1, 2, 3, 4] at positions 1 and 3."""
     rotary = Rotary(4, 8)
     rotary.init_weights()
@@ -245,7 +244,7 @@ def test_upstream_checkpoint_folder_loads(tmp_path):
 
 
 @pytest.mark.parametrize("stated,values", [({}, "normalised"), ({"gka_values": "rotated"}, "rotated")], ids=str)
-def test_a_checkpoint_of_a_patched_nanochat_keeps_its_form(tmp_path, stated, values):
+def test_patched_nanochat_checkpoint_keeps_its_form(tmp_path, stated, values):
     """The first patches mixed normalised values and did not write so."""
     model = awake(dataclasses.replace(SHAPE, attention="gka", gka_values=values))
     torch.save(model.state_dict(), tmp_path / "model_000001.pt")

@@ -95,7 +95,7 @@ def odd(tmp_path_factory):
 
 
 @pytest.mark.parametrize("split,name", [("val", "val"), ("train", "train_first")])
-def test_rows_for_evaluation_are_upstreams_until_the_file_ends(odd, split, name):
+def test_rows_for_evaluation_are_upstreams(odd, split, name):
     data = PackedData(odd / "packed")
     (record,) = (shard for shard in data.manifest["shards"] if shard["split"] == name)
     count = record["upstream_rows"]
@@ -106,7 +106,7 @@ def test_rows_for_evaluation_are_upstreams_until_the_file_ends(odd, split, name)
     assert torch.cat([ids, targets[:, -1:]], dim=1).tolist() == want
 
 
-def test_more_training_rows_than_are_kept_give_a_note(odd):
+def test_note_when_more_rows_are_asked_than_kept(odd):
     """The first of two training files is kept."""
     data, said = PackedData(odd / "packed"), []
     kept, whole = len(data.split("train_first")), len(data.split("train"))
@@ -119,7 +119,7 @@ def test_more_training_rows_than_are_kept_give_a_note(odd):
     assert len(said) == 1 and f"first {kept:,} rows of the training text, and {kept + 1:,} are evaluated" in said[0]
 
 
-def test_a_first_file_of_less_than_a_row_is_not_an_earlier_version(odd, tmp_path):
+def test_small_first_file_is_not_an_earlier_version(odd, tmp_path):
     shutil.copytree(odd / "corpus", tmp_path / "corpus")
     pq.write_table(pa.table({"text": ["short"]}), tmp_path / "corpus" / "0.parquet")
     pack.main(config(tmp_path, tmp_path / "packed", tokenizer=odd / "tokenizer"))
@@ -181,7 +181,7 @@ def test_a_folder_of_an_earlier_version_serves(odd, tmp_path, capsys):
     assert bins(out) == bins(odd / "packed") and names[0] == names[1]
 
 
-def test_validation_rows_of_an_earlier_version_are_packed_again(tmp_path):
+def test_older_validation_rows_are_packed_again(tmp_path):
     """A file of at most eight row groups was one unit then, too, of other rows.
 
     Batches went across row groups, and empty documents were left out.
@@ -216,7 +216,7 @@ def test_another_tokenizer_length_or_corpus_is_refused(packed, tmp_path):
     pack.main(config(packed, out))
 
 
-def test_a_corpus_too_small_for_the_length_packs_at_a_lower_one(packed, tmp_path):
+def test_small_corpus_packs_at_a_lower_length(packed, tmp_path):
     counts = "0 training and 0 validation rows"
     with pytest.raises(UserError, match=f"too small for rows of 100000 tokens: {counts}.*lower --sequence-len"):
         pack.main(config(packed, tmp_path / "packed", sequence_len=100_000))

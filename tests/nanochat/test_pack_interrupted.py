@@ -122,7 +122,7 @@ def test_the_same_command_continues_after_kill_9(fat, tmp_path, capsys):
 
     capsys.readouterr()
     pack.main(config(fat, out))
-    continued = re.search(r"continuing, (\d+) of 52 units are there", capsys.readouterr().out)
+    continued = re.search(r"continuing, (\d+) of 52 units are packed", capsys.readouterr().out)
     # A kill may fall between a unit's rows and its record.
     assert int(continued[1]) in (len(finished) - 1, len(finished) - 2)
     assert sum(path.stat().st_mtime_ns == then for path, then in finished.items()) == int(continued[1])
@@ -137,7 +137,7 @@ def test_the_same_command_continues_after_kill_9(fat, tmp_path, capsys):
 
 @linux
 @pytest.mark.parametrize("wait", [servers, workers])
-def test_kill_9_while_the_workers_start_leaves_none_behind(fat, tmp_path, wait):
+def test_kill_9_at_the_start_leaves_no_workers(fat, tmp_path, wait):
     process = start_alone(fat, tmp_path / "packed", "--workers", 1)
     assert wait_for(lambda: wait(process.pid))
     kill_and_expect_every_process_to_end(process)

@@ -50,7 +50,7 @@ def test_text_comes_back(tokenizer, text):
 
 
 @given(text=st.text())
-def test_any_text_comes_back_and_documents_open_with_bos(tokenizer, text):
+def test_any_text_comes_back(tokenizer, text):
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     document = tokenizer.encode_document(text)
@@ -64,7 +64,7 @@ def test_special_strings_are_ordinary_text(tokenizer):
     assert max(tokenizer.encode_document(text)[1:]) < tokenizer.bos_id
 
 
-def test_special_tokens_follow_the_merges_in_nanochats_order(tokenizer):
+def test_special_tokens_have_nanochats_order(tokenizer):
     assert tokenizer.vocab_size == 400 and tokenizer.bos_id == 391
     assert [tokenizer.decode([i]) for i in range(391, 400)] == [f"<|{name}|>" for name in NAMES.split()]
 
@@ -82,7 +82,7 @@ def test_digits_go_in_pairs_at_most(tokenizer):
     assert pieces == ["20", "24", " ", "12", "34", "56", "7"]
 
 
-def test_saved_and_loaded_it_is_the_same(tokenizer, tmp_path):
+def test_saved_tokenizer_loads_the_same(tokenizer, tmp_path):
     tokenizer.save(tmp_path)
     loaded = Tokenizer.load(tmp_path)
     assert loaded.sha256 == tokenizer.sha256
@@ -111,7 +111,7 @@ def test_impossible_vocabulary_sizes(size):
         Tokenizer.train(TEXT, size)
 
 
-def test_the_smallest_vocabulary_and_a_text_with_too_few_pairs():
+def test_smallest_vocabulary():
     assert Tokenizer.train(TEXT, 265).vocab_size == 265
     few = Tokenizer.train(["aaaa aaaa"], 60000)
     assert 265 < few.vocab_size < 280
@@ -142,7 +142,7 @@ def test_a_broken_file_is_one_clear_error(tokenizer, tmp_path):
         assert "\n" not in str(raised.value)
 
 
-def test_training_text_has_a_limit_per_document_and_in_all(packed):
+def test_limits_of_the_training_text(packed):
     corpus = ParquetCorpus(packed / "corpus")
     assert list(training_documents(corpus, 10_000, 10**9)) == tiny.documents(400, 0)
     cut = list(training_documents(corpus, 50, 1000))
@@ -186,7 +186,7 @@ def test_a_tokenizer_trained_otherwise_is_refused(packed, tmp_path):
     assert (tmp_path / "tokenizer" / "tokenizer.json").read_bytes() == before
 
 
-def test_minus_one_character_is_all_of_the_text(packed):
+def test_max_chars_minus_one_reads_all(packed):
     """The document that reaches the limit is the last one; -1 sets no limit."""
     corpus = ParquetCorpus(packed / "corpus")
     everything = [text[:100] for text in corpus.documents("train")]

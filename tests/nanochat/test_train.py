@@ -21,9 +21,10 @@ from nanochat_gka.train import TrainConfig
 from nanochat_gka.training.optim import MuonAdamW, OptimConfig, parameter_groups
 from trainkit.cli import UserError, run
 from trainkit.distributed import Runtime
+from trainkit.progress import read_events
 
 
-def test_finished_run_learned_and_says_what_it_did(packed, uninterrupted):
+def test_finished_run_learned_and_is_recorded(packed, uninterrupted):
     log = [json.loads(line) for line in (uninterrupted / "run" / "log.jsonl").read_text().splitlines()]
     losses = [record["loss"] for record in log if record["event"] == "train"]
     assert losses[-1] < losses[0] - 0.5
@@ -37,7 +38,7 @@ def test_finished_run_learned_and_says_what_it_did(packed, uninterrupted):
     assert "already trained" in again.stdout
 
 
-def test_a_finished_run_leaves_as_a_folder_that_says_what_it_was_trained_on(uninterrupted, tmp_path):
+def test_finished_run_is_exported_with_its_corpus(uninterrupted, tmp_path):
     run(export.main, export.ExportConfig, ["--run", str(uninterrupted / "run"), "--out", str(tmp_path / "out")])
     loaded, tokens = load(tmp_path / "out"), STEPS * 8 * tiny.SEQUENCE_LEN
     assert (loaded.name, loaded.step, loaded.training["tokens"], loaded.training["settings"]["depth"]) == (
@@ -52,20 +53,9 @@ def test_a_finished_run_leaves_as_a_folder_that_says_what_it_was_trained_on(unin
 
 
 def evaluate(run, *more, check=True):
-    flags = [
-        "--run",
-        run,
-        "--eval",
-        "bpb",
-        "--split-tokens",
-        512,
-        "--device-type",
-        "cpu",
-        "--results",
-        run.parent / "bpb.jsonl",
-        *more,
-    ]
-    return tiny.call("nanochat_gka.evaluate", *flags, check=check)
+    flags = ["--eval", "bpb", "--split-tokens", 512, "--device-type", "cpu"]
+    places = ["--run", run, "--results", run.parent / "bpb.jsonl"]
+    return tiny.call("nanochat_gka.evaluate", *places, *flags, *more, check=check)
 
 
 def test_evaluation_finds_the_rows_of_the_run(packed, tmp_path):
@@ -99,7 +89,7 @@ def test_evaluation_finds_the_rows_of_the_run(packed, tmp_path):
     assert "val bpb: " in evaluate(run, "--data", tmp_path / "hidden").stdout
 
 
-def test_a_run_of_an_earlier_version_asks_for_its_rows():
+def test_older_run_asks_for_its_rows():
     data = {"tokenizer_sha256": "f" * 64, "sequence_len": 32, "source": [["a.parquet", 1], ["b.parquet", 1]]}
     with pytest.raises(
         UserError, match=r"of an earlier version.*give --data FOLDER with rows of 32 tokens of tokenizer ffffffffffff"
@@ -130,23 +120,8 @@ def test_the_trainer_follows_the_schedule(packed, tmp_path):
     Base rates that matter, warm-up, warm-down to a fraction, and decay; one micro-batch per step, so that sums have one
     order.
     """
-    steps, more = (
-        8,
-        [
-            "--warmup-ratio",
-            0.25,
-            "--warmdown-ratio",
-            0.5,
-            "--final-lr-frac",
-            0.1,
-            "--device-batch-size",
-            8,
-            "--matrix-lr",
-            0.5,
-            "--weight-decay",
-            2,
-        ],
-    )
+    schedule = ["--warmup-ratio", 0.25, "--warmdown-ratio", 0.5, "--final-lr-frac", 0.1]
+    steps, more = 8, [*schedule, "--device-batch-size", 8, "--matrix-lr", 0.5, "--weight-decay", 2]
     tiny.call(MODULE, *flags(packed, tmp_path, "--num-iterations", steps, *more))
     torch.set_num_threads(1)
     torch.manual_seed(42)
@@ -180,25 +155,10 @@ def test_the_trainer_follows_the_schedule(packed, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("attention", ["softmax", "gka", "GGGA"])
 def test_training_on_cuda_compiled_in_bfloat16(packed, tmp_path, attention):
-    more = [
-        "--device-type",
-        "cuda",
-        "--num-iterations",
-        40,
-        "--attention",
-        attention,
-        "--head-dim",
-        32,
-        "--aspect-ratio",
-        64,
-    ]
-    done = tiny.call(MODULE, *flags(packed, tmp_path, *more))
+    shape = ["--attention", attention, "--head-dim", 32, "--aspect-ratio", 64]
+    done = tiny.call(MODULE, *flags(packed, tmp_path, "--device-type", "cuda", "--num-iterations", 40, *shape))
     assert "finished" in done.stdout
-    losses = [
-        record["loss"]
-        for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()
-        if (record := json.loads(line))["event"] == "train"
-    ]
+    losses = [record["loss"] for record in read_events(tmp_path / "run" / "log.jsonl", "train")]
     assert losses[-1] < losses[0] - 0.2
 
 
@@ -233,7 +193,7 @@ def test_seven_ranks_train_two_steps(packed, tmp_path):
     assert "finished" in done.stdout
 
 
-def test_every_form_of_gka_has_a_run_name_of_its_own():
+def test_each_form_of_gka_has_its_own_run_name():
     def tag(**settings):
         return TrainConfig(depth=20, **settings).tag
 
@@ -241,12 +201,11 @@ def test_every_form_of_gka_has_a_run_name_of_its_own():
     assert tag(attention="gka", gka_values="normalised") == "d20-gka-normalised"
     assert tag(attention="gka", gka_values="normalised", head_offsets="PS") == "d20-gka-PS-normalised"
     assert tag(attention="GGGA", gka_values="raw") == "d20-GGGA-raw"
-    assert (
-        tag(attention="softmax") == "d20-softmax" and tag(attention="gka", gka_values="raw", model_tag="mine") == "mine"
-    )
+    assert tag(attention="softmax") == "d20-softmax"
+    assert tag(attention="gka", gka_values="raw", model_tag="mine") == "mine"
 
 
-def test_wandb_offline_needs_no_account_and_has_the_numbers(packed, tmp_path):
+def test_wandb_offline_has_the_numbers(packed, tmp_path):
     done = tiny.call(
         MODULE,
         *flags(packed, tmp_path, "--wandb", "offline", "--num-iterations", 2),

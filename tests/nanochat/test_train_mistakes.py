@@ -67,7 +67,7 @@ def test_errors_of_a_real_process(packed, tmp_path):
     tiny.assert_one_line_error(done, "no packed data in .*nowhere.*run make tokenize")
 
 
-def test_an_error_on_rank_0_alone_ends_all_ranks_at_once(packed, tmp_path):
+def test_error_on_rank_0_ends_all_ranks(packed, tmp_path):
     """Checksums are verified by rank 0; the others must not wait for it in a collective, nor speak."""
     shutil.copytree(packed / "packed", tmp_path / "packed")
     shard = next((tmp_path / "packed").glob("train_*.bin"))
@@ -78,13 +78,13 @@ def test_an_error_on_rank_0_alone_ends_all_ranks_at_once(packed, tmp_path):
     assert "RuntimeError" not in done.stderr
 
 
-def test_a_file_where_a_folder_is_expected_is_one_line(packed, tmp_path):
+def test_file_in_place_of_a_folder_is_one_line(packed, tmp_path):
     (tmp_path / "file").touch()
     done = tiny.call(MODULE, *flags(packed, tmp_path, "--out", tmp_path / "file"), check=False)
     tiny.assert_one_line_error(done, "file")
 
 
-def test_a_second_trainer_is_kept_out(packed, tmp_path):
+def test_second_trainer_is_refused(packed, tmp_path):
     process = tiny.start(MODULE, *flags(packed, tmp_path, "--num-iterations", 100000))
     while process.poll() is None and not log_steps(tmp_path):
         time.sleep(0.01)
@@ -94,7 +94,7 @@ def test_a_second_trainer_is_kept_out(packed, tmp_path):
     tiny.assert_one_line_error(done, "another process is training in")
 
 
-def test_a_loss_that_is_not_finite_stops_and_names_the_last_checkpoint(packed, tmp_path):
+def test_nonfinite_loss_names_the_last_checkpoint(packed, tmp_path):
     tiny.call(MODULE, *flags(packed, tmp_path, "--stop-after", 4, "--embedding-lr", "1e38"), check=False)
     done = tiny.call(MODULE, *flags(packed, tmp_path, "--embedding-lr", "1e38"), check=False)
     tiny.assert_one_line_error(
@@ -102,7 +102,7 @@ def test_a_loss_that_is_not_finite_stops_and_names_the_last_checkpoint(packed, t
     )
 
 
-def test_weights_that_an_earlier_step_has_ruined_are_not_called_untouched(packed, tmp_path):
+def test_ruined_weights_are_reported(packed, tmp_path):
     words = [str(word) for word in flags(packed, tmp_path)]
     trainer = Trainer(tyro.cli(TrainConfig, args=words), Runtime(0, 1, torch.device("cpu")))
     with torch.no_grad():
@@ -111,7 +111,7 @@ def test_weights_that_an_earlier_step_has_ruined_are_not_called_untouched(packed
         trainer.step(asked_to_stop=False)
 
 
-def test_wandb_online_without_a_key_is_one_line_and_no_question(packed, tmp_path):
+def test_wandb_online_without_a_key_is_one_line(packed, tmp_path):
     done = tiny.call(
         MODULE, *flags(packed, tmp_path, "--wandb", "online"), check=False, env=tiny.without_account(tmp_path)
     )
@@ -124,7 +124,7 @@ def test_wandb_online_without_a_key_is_one_line_and_no_question(packed, tmp_path
     tiny.assert_one_line_error(done, "--wandb online: .*--wandb offline needs no account")
 
 
-def test_without_the_wandb_package_it_is_said_what_to_install(packed, tmp_path, monkeypatch, capsys):
+def test_missing_wandb_names_the_package(packed, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(SystemExit):
         run(main, TrainConfig, [str(flag) for flag in flags(packed, tmp_path, "--wandb", "offline")])

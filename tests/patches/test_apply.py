@@ -133,7 +133,7 @@ def test_a_bare_repository_and_a_folder_are_sources(project, source, kind):
     else:
         shutil.copytree(source, given, ignore=shutil.ignore_patterns(".git"))
     call(project, "vendor", src=given)
-    assert "there already" in call(project, "vendor", src=given)
+    assert "already there" in call(project, "vendor", src=given)
     call(project, "apply")
     assert b"import new" in files(project / "vendor" / "small")["lib/model.py"]
     call(project, "reverse")
@@ -162,7 +162,7 @@ def test_other_trees_are_refused(project, source):
         assert "not a git repository" in call(project, "apply", "small", "--tree", tree, code=2)
 
 
-def test_a_version_where_a_line_has_no_place_is_left_alone(project, source):
+def test_version_without_a_place_stays_unchanged(project, source):
     (source / "lib" / "model.py").write_text(MODEL.replace("return 5\n", "return 55\n"))
     commit(source)
     before = files(source)
@@ -172,7 +172,7 @@ def test_a_version_where_a_line_has_no_place_is_left_alone(project, source):
         assert files(source) == before
 
 
-def test_a_version_where_all_lines_have_a_place_needs_merge(project, source):
+def test_version_with_every_place_needs_merge(project, source):
     (source / "lib" / "model.py").write_text('"""More above."""\n\n\n' + MODEL)
     commit(source)
     before = files(source)
@@ -185,7 +185,7 @@ def test_a_version_where_all_lines_have_a_place_needs_merge(project, source):
     assert files(source) == before
 
 
-def test_a_version_without_the_history_says_so(project, source):
+def test_shallow_history_is_one_error(project, source):
     (source / "lib" / "model.py").write_text("import os\n" + MODEL)
     commit(source)
     shallow = source.parent / "shallow"
@@ -193,7 +193,7 @@ def test_a_version_without_the_history_says_so(project, source):
     assert "run git fetch, with --unshallow" in call(project, "apply", "small", "--tree", shallow, code=2)
 
 
-def test_a_version_with_the_same_files_is_as_good(project, source):
+def test_later_version_with_the_same_files_is_patched(project, source):
     (source / "README").write_text("later\n")
     commit(source)
     call(project, "apply", "small", "--tree", source)
@@ -201,7 +201,7 @@ def test_a_version_with_the_same_files_is_as_good(project, source):
 
 
 @pytest.mark.parametrize("path", ["lib/model.py", "lib/new.py"])
-def test_changes_of_the_users_own_are_left_alone(project, source, path):
+def test_users_own_changes_stay(project, source, path):
     (source / path).write_text("mine\n")
     before = files(source)
     message = call(project, "apply", "small", "--tree", source, code=2)
@@ -209,7 +209,7 @@ def test_changes_of_the_users_own_are_left_alone(project, source, path):
     assert files(source) == before
 
 
-def test_changes_of_the_users_own_elsewhere_in_a_file_stay(project, source):
+def test_users_own_changes_elsewhere_in_a_file_stay(project, source):
     (source / "lib" / "model.py").write_text(MODEL.replace("return 2\n", "return 22\n"))
     before = files(source)
     call(project, "apply", "small", "--tree", source)
@@ -237,7 +237,7 @@ def test_a_committed_patch_counts_as_patched(project, source):
 
 
 @pytest.mark.parametrize("action", ["apply", "reverse"])
-def test_a_run_that_was_cut_off_is_finished_or_undone(project, source, action):
+def test_interrupted_run_is_finished_or_undone(project, source, action):
     before = files(source)
     call(project, "apply", "small", "--tree", source)
     patched = files(source)
@@ -254,7 +254,7 @@ def test_all_files_change_or_none(project, source):
     assert files(source) == before
 
 
-def test_another_repository_in_the_environment_is_left_alone(project, source):
+def test_repository_of_the_environment_stays_unchanged(project, source):
     """As in a hook, where git sets these."""
     mine, plain = source.parent / "mine", source.parent / "plain"
     shutil.copytree(source, plain, ignore=shutil.ignore_patterns(".git"))
@@ -285,7 +285,7 @@ def test_the_users_git_settings_change_nothing(project, source):
         shutil.rmtree(project / "vendor")
 
 
-def test_without_git_it_says_so(project, source):
+def test_missing_git_is_one_error(project, source):
     assert "git is not installed" in call(project, "vendor", src=source, code=2, PATH="/nowhere")
 
 

@@ -11,13 +11,7 @@ import pytest
 from PIL import Image
 from safetensors.torch import load_file
 
-from upstream_trees import (
-    PROJECT,
-    SCRIPTS,
-    assert_equal,
-    assert_patched,
-    run,
-)
+from upstream_trees import PROJECT, SCRIPTS, assert_equal, assert_patched, run
 
 pytestmark = pytest.mark.upstream
 
@@ -87,7 +81,7 @@ def test_deits_softmax_is_untouched_bit_by_bit(tree, tmp_path):
     assert_equal(load_file(tmp_path / "False"), load_file(tmp_path / "True"))
 
 
-def test_evaluating_the_average_changes_nothing_else(tree, images, tmp_path, tmp_path_factory):
+def test_evaluating_the_average_keeps_training_the_same(tree, images, tmp_path, tmp_path_factory):
     """Upstream's main.py does not start with today's timm, so the tree to compare with has the first patch alone."""
     first = tmp_path_factory.mktemp("first")
     git = ["git", "-C", str(tree("deit", patched=False))]

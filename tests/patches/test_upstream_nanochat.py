@@ -15,13 +15,7 @@ from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.gpt import build
 from nanochat_gka.training.optim import MuonAdamW, OptimConfig, parameter_groups
 from trainkit.distributed import Runtime
-from upstream_trees import (
-    PROJECT,
-    SCRIPTS,
-    assert_equal,
-    assert_patched,
-    run,
-)
+from upstream_trees import PROJECT, SCRIPTS, assert_equal, assert_patched, run
 
 pytestmark = pytest.mark.upstream
 SIZE = "--depth 2 --aspect-ratio 32 --head-dim 32 --max-seq-len 64 --device-batch-size 2 --total-batch-size 128"
@@ -129,7 +123,7 @@ def test_nanochats_softmax_does_not_need_gka(tree):
     assert "pip install" in run(tree("nanochat"), "-c", script)
 
 
-def test_nanochat_trains_generates_saves_and_resumes_gka(tree, base):
+def test_nanochat_trains_samples_and_resumes_gka(tree, base):
     at = tree("nanochat")
     printed = pretrain(at, base, "gka", "--attention", "gka")
     bpb = [float(value) for value in re.findall(r"Validation bpb: ([\d.]+)", printed)]
@@ -148,7 +142,7 @@ def test_nanochat_trains_generates_saves_and_resumes_gka(tree, base):
     assert re.search(r"val bpb: ([\d.]+)", evaluate(at, base, "gka", "sample,bpb"))
 
 
-def test_a_checkpoint_of_earlier_patches_keeps_its_form(tree, base):
+def test_older_patched_checkpoint_keeps_its_form(tree, base):
     """Those mixed normalised values, which their checkpoints do not say; they are evaluated and resumed as that."""
     at, forms = tree("nanochat"), ("--attention", "gka", "--gka-values", "normalised")
     pretrain(at, base, "earlier", *forms)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from runs.bench import attention, deit, gpt, report
+from runs.bench import attention, deit, gpt, operator_error, report
 from trainkit import cli
 from trainkit.progress import read_lines
 
@@ -125,6 +125,15 @@ def test_the_command_leaves_with_2_for_a_mistake(tmp_path):
     assert done.returncode == 2 and done.stderr.strip().splitlines()[-1].startswith("error: --shapes: expected BxTxHxD")
 
 
+@pytest.mark.parametrize("flag", ["--help", "--rseults"])
+def test_operator_error_measures_nothing_if_asked_for_help_or_misspelt(flag, tmp_path):
+    results = tmp_path / "errors.jsonl"
+    results.write_text("measured before\n")
+    with pytest.raises(SystemExit):
+        cli.run(operator_error.main, operator_error.OperatorErrorConfig, ["--results", str(results), flag])
+    assert results.read_text() == "measured before\n"
+
+
 @pytest.mark.gpu
 def test_the_operator_benchmark_on_cuda(tmp_path):
     shapes = ["8x197x3x64", "2x512x4x128cn", "2x512x4x128cw256n", "4x1024x4x128nd"]
@@ -149,3 +158,16 @@ def test_the_operator_benchmark_on_cuda(tmp_path):
             key,
             [each["metrics"]["note"] for each in right],
         )
+
+
+def test_help_measures_nothing():
+    results = operator_error.RESULTS.read_bytes()
+    words = [sys.executable, "-m", "runs.bench.operator_error", "--help"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.startswith("usage: python -m runs.bench.operator_error")
+    assert operator_error.RESULTS.read_bytes() == results
+
+
+def test_the_demos_help_names_its_command():
+    done = subprocess.run([sys.executable, "-m", "runs.demo", "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.startswith("usage: python -m runs.demo [")

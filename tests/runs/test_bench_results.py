@@ -78,7 +78,7 @@ def test_hardware_has_a_file_of_its_own(tmp_path, monkeypatch):
     assert (record["metrics"]["status"], record["metrics"]["reason"], record["metrics"]["more"]) == ("failed", "why", 2)
 
 
-def test_the_newest_comparison_counts_and_quick_ones_only_when_asked(tmp_path):
+def test_the_newest_comparison_counts_unless_it_was_quick(tmp_path):
     old = [line("gka triton", "ours", 1.0, group="1"), line("softmax flash", "baseline", 9.0, group="1")]
     new = [line("gka triton", "ours", 1.0, group="2"), line("softmax cudnn", "baseline", 3.0, group="2")]
     quick = [

@@ -47,7 +47,7 @@ def test_a_failing_command_ends_all_with_its_last_line_and_code(tmp_path, capfd)
     assert jobs[1].process.poll() is not None
 
 
-def test_a_silently_killed_command_is_named_without_older_output(tmp_path, capfd):
+def test_a_killed_command_is_named_without_older_output(tmp_path, capfd):
     (tmp_path / "output.txt").write_text("of an earlier start\n")
     with pytest.raises(SystemExit) as left:
         run_side_by_side([job(tmp_path, "dies", "import os; os.kill(os.getpid(), 9)")], 1, Outlook({"training": 1.0}))
@@ -95,7 +95,7 @@ def test_damaged_log_lines_are_left_out(tmp_path):
     assert pictures.draw_losses({"softmax": row}, tmp_path / "losses.png").stat().st_size > 1000
 
 
-def test_the_demo_samples_again_when_its_samples_were_cut_short(tmp_path):
+def test_the_demo_makes_incomplete_samples_again(tmp_path):
     trained = {"GKA": Job("GKA", "nanochat_gka.train", [], tmp_path, steps=1)}
     (tmp_path / "log.jsonl").write_text('{"event": "train", "step": 400, "loss": 3.5}\n')
     (tmp_path / language.SAMPLES).write_text('{"kind": "evaluate", "metr')
@@ -106,7 +106,7 @@ def test_the_demo_samples_again_when_its_samples_were_cut_short(tmp_path):
     assert language.sample_jobs(trained) == []
 
 
-def test_the_demo_trains_the_papers_form_and_names_what_is_ours():
+def test_the_demo_names_our_form_beside_the_papers():
     """d4-gka-400 of older demos is another form, which must not be taken for the paper's."""
     forms = {name: tyro.cli(ModelFlags, args=variant.flags) for name, variant in VARIANTS.items()}
     assert (forms["gka-paper"].gka_values, forms["gka-paper"].head_offsets) == ("rotated", "")

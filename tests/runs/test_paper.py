@@ -29,7 +29,7 @@ def percent(ours, base):
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_every_experiment_opens_with_its_table_command_hours_and_expected_number(name):
+def test_experiments_open_with_what_they_reproduce(name):
     opening = (FOLDER / f"{name}.py").read_text().split('"""')[1]
     assert re.search(r"[Tt]ables? \d", opening.splitlines()[0] + opening.splitlines()[1])
     for word in ("Command:   make ", "Hours: ", "Hardware: ", "Expected: ", "not run here yet"):
@@ -38,7 +38,7 @@ def test_every_experiment_opens_with_its_table_command_hours_and_expected_number
 
 
 @pytest.mark.parametrize("module", [gpt_d20_gka, gpt_d20_softmax])
-def test_the_language_experiments_start_the_trainer_with_the_papers_budget(module):
+def test_language_experiments_have_the_papers_budget(module):
     attention, ratio = {gpt_d20_gka: ("gka", 8.25), gpt_d20_softmax: ("softmax", 10.5)}[module]
     config = gpt_d20.LanguageConfig(base=Path("b"), ngpu=7, data=Path("rows"), wandb="offline")
     words = " ".join(gpt_d20.words(config, module.RECIPE, ["--device-batch-size", "8"]))
@@ -85,7 +85,7 @@ def test_what_follows_the_dashes_goes_to_the_command():
 # The ablation's table
 
 
-def test_the_ablation_trains_one_model_of_every_kind_and_the_hybrid():
+def test_the_ablation_trains_every_kind_and_the_hybrid():
     config = ablation.AblationConfig(data="images", base=Path("b"))
     commands = [" ".join(words) for words in ablation.training(config, ["--epochs", 2])]
     assert len(commands) == len(KINDS) + 1 and len(ablation.training(replace(config, hybrid=""), [])) == len(KINDS)
@@ -119,7 +119,7 @@ def test_the_ablation_table_puts_runs_beside_the_paper(tmp_path, capfd):
 # The printed tables
 
 
-def test_every_table_of_the_paper_is_there_with_its_label_and_columns():
+def test_every_table_of_the_paper_has_label_and_columns():
     assert [table["number"] for table in published.TABLES.values()] == list(range(1, 9))
     for table in published.TABLES.values():
         assert table["label"].startswith("tab:") and table["section"] and table["caption"]
@@ -128,7 +128,7 @@ def test_every_table_of_the_paper_is_there_with_its_label_and_columns():
 
 
 @pytest.mark.parametrize("size", ["Ti", "S", "B"])
-def test_the_reductions_of_size_are_those_of_the_printed_figures(size):
+def test_size_reductions_follow_from_the_figures(size):
     """Within rounding of both figures; table 3's of FLOPs of size S need 9.22 or 9.20 alike."""
     for name, columns, step in (
         ("main_results", ("params", "flops"), 0.1),
@@ -144,7 +144,7 @@ def test_the_reductions_of_size_are_those_of_the_printed_figures(size):
 
 
 @pytest.mark.parametrize("size", ["Ti", "S", "B"])
-def test_the_differences_of_speed_and_memory_are_those_of_the_printed_figures(size):
+def test_speed_and_memory_differences_follow_from_the_figures(size):
     ours, base = (published.rows("runtime")[f"{model}-{size}"] for model in ("GKA", "DeiT"))
     printed = published.TABLES["runtime"]["differences"][size]
     implied = {key: percent(ours[key], base[key]) for key in printed}
@@ -171,13 +171,13 @@ def test_our_counts_are_the_language_tables_figures(model, attention, ratio):
         assert f"{counts[key]:.4e}".replace("e+", "e").replace("e0", "e") == printed[key]
 
 
-def test_the_core_differences_are_those_of_the_printed_scores():
+def test_core_differences_follow_from_the_scores():
     printed = {task: number(row["difference"]) for task, row in published.rows("core_subset").items()}
     assert printed.pop("mean") == pytest.approx(PAPER_MEAN[1] - PAPER_MEAN[0], abs=1e-9)
     assert printed == pytest.approx({task: gka - base for task, (base, gka) in PAPER_CENTERED.items()}, abs=1e-9)
 
 
-def test_the_contradictions_between_tables_are_the_noted_ones():
+def test_contradictions_between_tables_are_noted():
     """The same model's figure in two tables; whatever differs has a note."""
     different = set()
     tables = {name: published.rows(name) for name in ("main_results", "efficiency", "ablation")}

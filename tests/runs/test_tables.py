@@ -61,7 +61,7 @@ def test_an_incomplete_result_file_is_named_by_its_table(tmp_path, monkeypatch):
         tables.section("demo", "README.md")
 
 
-def test_the_results_table_has_a_row_for_each_subject_and_links_to_its_section():
+def test_the_results_table_links_every_row_to_its_section():
     rows = [line for line in summary.results().splitlines() if line.startswith("| ")][1:]
     assert 6 <= len(rows) <= 8
     for row in rows:
@@ -70,7 +70,7 @@ def test_the_results_table_has_a_row_for_each_subject_and_links_to_its_section()
         assert page.startswith(folder) and section in [heading.lower().replace(" ", "-") for heading in headings], row
 
 
-def test_the_demos_table_leaves_out_forms_that_it_no_longer_trains(tmp_path, monkeypatch):
+def test_the_demos_table_leaves_out_older_forms(tmp_path, monkeypatch):
     """Before rotated values were the default, d4-gka-400 was the name of another form of GKA."""
     runs = {"d4-softmax-400": 7001, "d4-gka-400": 7002, "d4-gka-paper-400": 7003}
     metrics = dict.fromkeys(COLUMNS, 1)
@@ -101,7 +101,7 @@ def test_the_decoding_table_leaves_out_results_of_other_kinds(tmp_path, monkeypa
     assert set(benchmarks.DECODERS) == {"softmax", "gka", *bench_gpt.DECODE_ONLY}
 
 
-def test_the_measured_vision_demo_reaches_what_it_promises():
+def test_the_measured_vision_demo_is_as_good_as_promised():
     """Every model, with both seeds, raw and averaged weights, on the third of the digits that was held out."""
     records = [json.loads(line) for line in (ROOT / "runs/results/demo_vision.jsonl").read_text().splitlines()]
     found = sorted((record["label"], record["config"]["seed"]) for record in records)

@@ -18,7 +18,7 @@ from runs.bench.timing import interleave
 CPU = torch.device("cpu")
 
 
-def test_candidates_take_turns_and_every_round_starts_with_another():
+def test_candidates_take_turns():
     seen = []
     calls = {name: lambda n, name=name: seen.append((name, n)) for name in "abc"}
     measured = interleave(calls, CPU, Plan(rounds=6, warmup=0, buffers=2))
@@ -51,7 +51,7 @@ def test_median_and_spread_are_quantiles_of_one_call(monkeypatch):
     )
 
 
-def test_short_calls_are_repeated_until_a_sample_is_long_enough(monkeypatch):
+def test_short_calls_are_repeated(monkeypatch):
     calls = []
 
     def elapsed(work, device):  # every call takes a millisecond
@@ -71,7 +71,7 @@ def test_the_first_call_is_measured_apart(monkeypatch):
     assert measured.first_ms == 100 > measured.high_ms
 
 
-def test_a_comparison_ends_when_its_time_is_up_but_not_before_three_rounds():
+def test_a_comparison_takes_its_time_or_three_rounds():
     assert (
         interleave({"a": lambda n: time.sleep(1e-3)}, CPU, Plan(rounds=1000, seconds=1e-4))["a"].samples == MIN_ROUNDS
     )
@@ -93,7 +93,7 @@ def test_a_busy_machine_shows():
     )
 
 
-def test_what_is_wrong_or_fails_is_not_timed_and_says_why():
+def test_wrong_and_failing_candidates_give_a_reason():
     counts = dict.fromkeys(("right", "wrong", "unsupported", "unjudged", "breaks later"), 0)
 
     def calls(name):
@@ -126,7 +126,7 @@ def test_what_is_wrong_or_fails_is_not_timed_and_says_why():
     assert measured["right"].samples == 5
 
 
-def test_a_graph_that_cannot_be_captured_is_a_note_and_the_rest_replay(monkeypatch):
+def test_a_graph_that_cannot_be_captured_is_noted(monkeypatch):
     """A stand-in for torch's graphs, as there is no GPU: it records the calls made inside, and counts replays."""
     replayed, made = [], []
 

@@ -1,7 +1,6 @@
 """Inputs for tests of the operator, and its implementations held to the error budget on them."""
 
 import itertools
-import math
 from functools import partial
 
 import torch
@@ -10,22 +9,10 @@ from gka import gaussian_attention, testing
 from gka.api import EPS
 from gka.impl.triton.configs import Config, generation, override
 from gka.masking import Mask
+from gka.testing import Problem
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MASKS = [(False, None), (True, None), (True, 20), (False, 9), (True, 500)]  # causal, window
-
-
-def sigmas(heads: int, dim: int, device: str = "cpu") -> torch.Tensor:
-    """log_sigma for sigma^2 from sqrt(D) to D, never a power of two."""
-    return 0.5 * torch.log(torch.linspace(1.3 * math.sqrt(dim), 1.3 * dim, heads)).to(device)
-
-
-def problem(shape, dtype, kind, with_values=False, device="cpu"):
-    """(x, log_sigma, values or None, grad_y)."""
-    x = testing.make_features(kind, shape, dtype).to(device)
-    values = testing.make_features("normal", shape, dtype, 1).to(device) if with_values else None
-    grad_y = testing.make_features("normal", shape, dtype, 2).to(device)
-    return x, sigmas(shape[2], shape[3], device), values, grad_y
 
 
 def check(
@@ -41,11 +28,11 @@ def check(
     device=DEVICE,
 ):
     """y and all gradients of an implementation are within the budget; sdpa and flex are the kernel with eps = 0."""
-    arguments = problem(shape, dtype, "unit_norm" if constant_norm else kind, with_values, device)
+    kind, applied = "unit_norm" if constant_norm else kind, eps if impl == "triton" else 0.0
+    fields = dict(with_values=with_values, device=device, mask=Mask(causal, window), eps=applied)
     options = dict(causal=causal, window=window, constant_norm=constant_norm, eps=eps, impl=impl)
-    applied = eps if impl == "triton" else 0.0
-    route, mask = partial(gaussian_attention, **options), Mask(causal, window)
-    testing.check(route, *arguments, mask, eps=applied, constant_norm=constant_norm)
+    problem = Problem.seeded(kind, shape, dtype, **fields)
+    testing.check(partial(gaussian_attention, **options), problem, constant_norm=constant_norm)
 
 
 # Triton's kernels

@@ -109,11 +109,8 @@ class Running:
         context, argv = server(), [str(flag) for flag in flags]
         self.processes = []
         for rank in range(ranks):
-            places = (
-                {key: str(value) for key, value in {**group, "RANK": rank, "LOCAL_RANK": rank}.items()}
-                if ranks > 1
-                else {}
-            )
+            places = {**group, "RANK": rank, "LOCAL_RANK": rank} if ranks > 1 else {}
+            places = {key: str(value) for key, value in places.items()}
             process = context.Process(target=_run, args=(module, argv, places, str(self.out), str(self.err), library))
             process.start()
             self.processes.append(process)

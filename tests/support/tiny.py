@@ -1,5 +1,6 @@
 """A corpus, a tokenizer and packed rows small enough to train on in a second, and helpers to run the real commands."""
 
+import contextlib
 import json
 import os
 import random
@@ -12,18 +13,22 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
 import processes
 from processes import HANG_AFTER, environment
+from trainkit.cli import UserError
 
 SEQUENCE_LEN = 32
-WORDS = (
+TEXT = (
     "the a kernel token row mixes every head learns one bandwidth and nothing else so that "
     "past values come back with weights of its own"
+)
+WORDS = TEXT.split()
+TRAIN_FLAGS = (
+    "--depth 2 --aspect-ratio 16 --head-dim 16 --window-pattern SL --device-batch-size 3 --eval-every -1 "
+    f"--eval-tokens 256 --sample-every -1 --device-type cpu --total-batch-size {8 * SEQUENCE_LEN}"
 ).split()
-TRAIN_FLAGS = ["--depth", "2", "--aspect-ratio", "16", "--head-dim", "16", "--window-pattern", "SL",
-               "--total-batch-size", str(8 * SEQUENCE_LEN), "--device-batch-size", "3", "--eval-every", "-1",
-               "--eval-tokens", "256", "--sample-every", "-1", "--device-type", "cpu"]  # fmt: skip
 
 
 def documents(count: int, seed: int) -> list[str]:
@@ -41,18 +46,10 @@ def write_corpus(folder: Path, files: int = 2, docs: int = 400, row_group: int =
 
 
 def command(module: str, *flags, ranks: int = 1) -> list[str]:
-    start = (
-        [sys.executable]
-        if ranks == 1
-        else [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    )
-    return [
-        *start,
-        "-m",
-        *(["--"] if ranks > 1 else []),
-        module,
-        *map(str, flags),
-    ]  # the dashes keep torchrun from taking our --run
+    start = [sys.executable, "-m"]
+    if ranks > 1:  # the dashes keep torchrun from taking our --run
+        start += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "--"]
+    return [*start, module, *map(str, flags)]
 
 
 def call(
@@ -95,10 +92,23 @@ def kill_tree(process: subprocess.Popen) -> None:
     process.communicate()
 
 
-NOT_OF_THIS_RUN = ["{}", "[]", "null", "5", "not JSON", '{"event": "train"}', '{"step": 1}', '{"event": 5, "step": 2}',
-                   '{"event": "eval", "step": "x"}', '{"event": "eval", "step": null}', '{"event": "eval", "step": 1}',
-                   '{"event": "train", "step": 1}', '{"event": "fin', '{"event": "core", "step": 1}',
-                   '{"event": "start", "step": 1.5}']  # fmt: skip
+NOT_OF_THIS_RUN = """\
+{}
+[]
+null
+5
+not JSON
+{"event": "train"}
+{"step": 1}
+{"event": 5, "step": 2}
+{"event": "eval", "step": "x"}
+{"event": "eval", "step": null}
+{"event": "eval", "step": 1}
+{"event": "train", "step": 1}
+{"event": "fin
+{"event": "core", "step": 1}
+{"event": "start", "step": 1.5}
+""".splitlines()
 
 
 def damage_log(path: Path, **missing: str) -> None:
@@ -131,6 +141,14 @@ def without_account(home: Path) -> dict[str, str]:
         "HOME": str(home),
         "NETRC": str(home / "none"),
     }
+
+
+@contextlib.contextmanager
+def one_line_error(pattern: str):
+    """A UserError of one line comes out of what is inside."""
+    with pytest.raises(UserError, match=pattern) as raised:
+        yield
+    assert "\n" not in str(raised.value)
 
 
 def assert_one_line_error(done: subprocess.CompletedProcess, pattern: str) -> None:

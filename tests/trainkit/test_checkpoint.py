@@ -30,7 +30,7 @@ def steps(folder):
     return sorted(int(path.name[5:]) for path in folder.glob("step_*"))
 
 
-def test_what_went_in_comes_out(tmp_path):
+def test_saved_checkpoint_loads_the_same(tmp_path):
     tensors = {
         "model": {
             "bf16": torch.randn(5, 3).bfloat16(),
@@ -57,7 +57,7 @@ def test_what_went_in_comes_out(tmp_path):
                 assert loaded[key].dtype == value.dtype and torch.equal(loaded[key], value.detach()), key
 
 
-def test_a_copied_checkpoint_knows_its_step_from_its_state(tmp_path):
+def test_copied_checkpoint_keeps_its_step(tmp_path):
     shutil.copytree(save(tmp_path / "run", 7), tmp_path / "best")
     assert checkpoint.load(tmp_path / "best").step == 7
 
@@ -72,7 +72,7 @@ def test_only_the_newest_are_kept(tmp_path):
     assert checkpoint.load_newest(tmp_path, warn=pytest.fail).step == 12
 
 
-def test_nothing_there_is_none(tmp_path):
+def test_missing_folder_has_no_checkpoint(tmp_path):
     assert checkpoint.load_newest(tmp_path / "nowhere") is None
     assert checkpoint.load_newest(tmp_path) is None
     with pytest.raises(UserError, match=r"step_00000001 is damaged: manifest not found"):
@@ -128,7 +128,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
-def test_a_damaged_newest_one_is_passed_over_and_said_so(tmp_path, damage):
+def test_damaged_checkpoint_is_skipped_with_a_warning(tmp_path, damage):
     save(tmp_path, 1)
     newest = save(tmp_path, 2)
     assert checkpoint.find_damage(newest) is None
@@ -145,7 +145,7 @@ def test_a_damaged_newest_one_is_passed_over_and_said_so(tmp_path, damage):
         checkpoint.load_newest(tmp_path, warnings.append)
 
 
-def test_a_flipped_bit_in_a_manifest_is_harmless_or_noticed(tmp_path):
+def test_flipped_bit_in_a_manifest(tmp_path):
     path = save(tmp_path, 1)
     intact, manifest = (path / "manifest.json").read_bytes(), json.loads((path / "manifest.json").read_text())
     for position in range(len(intact)):
@@ -156,7 +156,7 @@ def test_a_flipped_bit_in_a_manifest_is_harmless_or_noticed(tmp_path):
         assert damage or json.loads(content) == manifest, content
 
 
-def test_the_same_step_may_be_saved_again_after_a_fall_back(tmp_path):
+def test_step_is_saved_again_after_a_fall_back(tmp_path):
     save(tmp_path, 1)
     missing_file(save(tmp_path, 2))
     save(tmp_path, 2)
@@ -164,14 +164,14 @@ def test_the_same_step_may_be_saved_again_after_a_fall_back(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000001", "step_00000002"]
 
 
-def test_a_step_that_is_there_and_intact_stays_as_it_is(tmp_path):
+def test_intact_step_is_not_overwritten(tmp_path):
     path = save(tmp_path, 1)
     before = {file: file.stat().st_ino for file in path.iterdir()}
     assert checkpoint.save(tmp_path, 1, {}, {}) == path
     assert before == {file: file.stat().st_ino for file in path.iterdir()}
 
 
-def test_saving_after_a_fall_back_never_deletes_the_only_intact_one(tmp_path):
+def test_fall_back_keeps_the_only_intact_checkpoint(tmp_path):
     save(tmp_path, 16)
     flipped_byte(save(tmp_path, 20))
     assert checkpoint.load_newest(tmp_path, warn=len).step == 16
@@ -180,7 +180,7 @@ def test_saving_after_a_fall_back_never_deletes_the_only_intact_one(tmp_path):
     assert steps(tmp_path) == [18]
 
 
-def test_what_a_killed_save_leaves_is_ignored_and_cleaned(tmp_path):
+def test_remains_of_a_killed_save_are_deleted(tmp_path):
     save(tmp_path, 1)
     shutil.copytree(save(tmp_path, 2), tmp_path / ".tmp-step_00000003")
     assert checkpoint.load_newest(tmp_path, warn=pytest.fail).step == 2
@@ -188,7 +188,7 @@ def test_what_a_killed_save_leaves_is_ignored_and_cleaned(tmp_path):
     assert not list(tmp_path.glob(".tmp-*"))
 
 
-def test_a_failing_save_leaves_the_others(tmp_path):
+def test_failed_save_keeps_the_others(tmp_path):
     save(tmp_path, 1)
     with pytest.raises(TypeError):
         checkpoint.save(tmp_path, 2, TENSORS, {"step": object()})
@@ -218,7 +218,7 @@ for _ in sys.stdin:  # a line: begin saving in a fresh process, until someone ki
 """
 
 
-def test_kill_9_in_the_middle_of_saving_never_costs_a_finished_checkpoint(tmp_path):
+def test_kill_9_while_saving_keeps_finished_checkpoints(tmp_path):
     """Ten processes save 20 MB over and over, each killed at another moment of a save.
 
     They are forked from one, which imports torch once.

@@ -11,6 +11,8 @@ from dataclasses import dataclass, fields
 
 import pytest
 
+import processes
+from sources import ENTRY_POINT, ROOT, tracked
 from trainkit.cli import UserError, run
 
 CONFIGS = {
@@ -21,6 +23,7 @@ CONFIGS = {
     "nanochat_gka.evaluate": "EvaluateConfig",
     "nanochat_gka.accounting": "AccountingConfig",
 }
+COMMANDS = [path for path in tracked(".py") if path.parts[0] != "tests" and ENTRY_POINT in (ROOT / path).read_text()]
 
 
 @dataclass
@@ -54,7 +57,7 @@ def test_interrupted_is_130(capsys):
     assert capsys.readouterr().err == "interrupted\n"
 
 
-def test_what_the_terminal_cannot_show_ends_nothing(monkeypatch):
+def test_unprintable_characters_become_question_marks(monkeypatch):
     shown = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr("sys.stdout", shown)
     run(lambda config: print("\N{GREEK SMALL LETTER SIGMA} = 2"), Command, [])
@@ -106,6 +109,22 @@ def test_help_names_and_explains_every_flag(module, name, capsys):
         assert re.search(rf"--{field.replace('_', '-')}[ ,\n]", text), field
         assert re.sub(r"\s", "", doc) in unwrapped, field
     assert re.sub(r"\s", "", inspect.getdoc(config_class)) in unwrapped
+
+
+def state_of_the_tree():
+    return {path: (ROOT / path).stat().st_mtime_ns for path in tracked()}
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=str)
+def test_help_is_a_sentence_and_does_nothing_else(path, tmp_path):
+    if path.stem == "harness":
+        pytest.importorskip("lm_eval")
+    before = state_of_the_tree()
+    module = ".".join(path.with_suffix("").parts).removesuffix(".__main__")
+    done = processes.call(module, "--help", folder=tmp_path)
+    text = " ".join(re.sub("[│╭╰─╮╯]", " ", done.stdout).split())
+    assert re.search(r"(^| )[A-Z][a-z]+ [^.]*\w\.( |$)", text) and not done.stderr, done
+    assert state_of_the_tree() == before
 
 
 @pytest.mark.parametrize("module,name", CONFIGS.items(), ids=CONFIGS.values())

@@ -33,10 +33,9 @@ def handlers():
 
 @pytest.fixture
 def config(tmp_path):
-    return ToyConfig(
-        out=tmp_path, results=tmp_path / "results.jsonl", model_tag="run", device_type="cpu", steps=STEPS, save_every=3,
-        eval_every=4, log_every=1,
-    )  # fmt: skip
+    every = dict(save_every=3, eval_every=4, log_every=1)
+    where = dict(out=tmp_path, results=tmp_path / "results.jsonl", device_type="cpu")
+    return ToyConfig(model_tag="run", steps=STEPS, **every, **where)
 
 
 def events(config, event):
@@ -54,7 +53,7 @@ def whole(config, tmp_path):
     return weights(replace(config, out=tmp_path / "whole"))
 
 
-def test_a_run_saves_before_it_evaluates_and_records_its_end_once(config, capsys):
+def test_saves_before_evaluating_and_finishes_once(config, capsys):
     launch(config, ToyTrainer)
     assert events(config, "train") == list(range(1, STEPS + 1)) and events(config, "eval") == [0, 4, 8, 12]
     assert [record["saved"] for record in read_events(config.folder / "log.jsonl", "eval")] == [
@@ -78,7 +77,7 @@ def test_a_run_saves_before_it_evaluates_and_records_its_end_once(config, capsys
 
 
 @pytest.mark.parametrize("stop", range(1, STEPS))
-def test_a_run_stopped_anywhere_goes_on_to_the_same_weights(config, whole, stop, capsys):
+def test_stopped_run_ends_with_the_same_weights(config, whole, stop, capsys):
     launch(replace(config, stop_after=stop), ToyTrainer)
     printed = capsys.readouterr().out
     assert f"stopped at round {stop} of {STEPS}, saved; continue with: " in printed and "finished" not in printed
@@ -89,7 +88,7 @@ def test_a_run_stopped_anywhere_goes_on_to_the_same_weights(config, whole, stop,
     assert events(config, "eval") == [0, 4, 8, 12] and len(read_results(config.results)) == 1
 
 
-def test_a_signal_ends_the_loop_after_its_step_and_a_save(config, whole, monkeypatch, capsys):
+def test_signal_finishes_the_step_and_saves(config, whole, monkeypatch, capsys):
     step = ToyTrainer.step
 
     def interrupted(self, asked_to_stop):
@@ -106,7 +105,7 @@ def test_a_signal_ends_the_loop_after_its_step_and_a_save(config, whole, monkeyp
     assert weights(config) == whole
 
 
-def test_an_evaluation_that_a_signal_cut_short_is_made_by_the_next_process(config, whole, monkeypatch):
+def test_next_process_makes_an_interrupted_evaluation(config, whole, monkeypatch):
     monkeypatch.setattr(ToyTrainer, "evaluate", lambda trainer, stop: trainer.state["step"] < 8)
     launch(config, ToyTrainer)
     assert events(config, "eval") == [0, 4] and checkpoint.load_newest(config.folder / "checkpoints").step == 8
@@ -115,7 +114,7 @@ def test_an_evaluation_that_a_signal_cut_short_is_made_by_the_next_process(confi
     assert events(config, "eval") == [0, 4, 8, 12] and weights(config) == whole
 
 
-def test_kill_9_at_any_moment_goes_on_to_the_same_weights(config, whole):
+def test_killed_run_ends_with_the_same_weights(config, whole):
     command = [sys.executable, "-m", "toy_trainer", "--out", config.out, "--results", config.results, "--steps", STEPS]
     command += shlex.split(
         "--model-tag run --device-type cpu --save-every 3 --eval-every 4 --log-every 1 --seconds 0.05"
@@ -132,7 +131,7 @@ def test_kill_9_at_any_moment_goes_on_to_the_same_weights(config, whole):
     assert len(read_results(config.results)) == 1
 
 
-def test_a_damaged_newest_checkpoint_falls_back_to_the_same_weights(config, whole, capsys):
+def test_damaged_checkpoint_ends_with_the_same_weights(config, whole, capsys):
     launch(replace(config, stop_after=10), ToyTrainer)
     file = config.folder / "checkpoints/step_00000010/model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"?")
@@ -142,7 +141,7 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_same_weights(config, whol
     assert weights(config) == whole and events(config, "train") == list(range(1, STEPS + 1))
 
 
-def test_a_kill_before_the_record_of_the_end_loses_nothing(config, whole):
+def test_kill_before_the_finish_record_loses_nothing(config, whole):
     launch(config, ToyTrainer)
     log = config.folder / "log.jsonl"
     for missing in (("finish",), ("eval", "finish")):
@@ -154,7 +153,7 @@ def test_a_kill_before_the_record_of_the_end_loses_nothing(config, whole):
     assert len(totals) == 3 and len(set(totals)) == 1
 
 
-def test_a_finish_record_that_lacks_a_value_does_not_count(config):
+def test_incomplete_finish_record_does_not_count(config):
     launch(config, ToyTrainer)
     tiny.damage_log(config.folder / "log.jsonl", finish="total")
     assert finish_record(config.folder, ToyTrainer.FINISH_KEYS) is None
@@ -162,20 +161,19 @@ def test_a_finish_record_that_lacks_a_value_does_not_count(config):
     assert finish_record(config.folder, ToyTrainer.FINISH_KEYS) is not None and len(read_results(config.results)) == 2
 
 
-def test_the_command_that_continues_a_stopped_run_is_this_processs(config, capsys, monkeypatch):
+def test_stopped_run_prints_the_command_that_continues_it(config, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train", "--out", "two words"])
     launch(replace(config, stop_after=2), ToyTrainer)
     command = re.search("continue with: (.*)", capsys.readouterr().out)[1]
     assert shlex.split(command)[-2:] == ["--out", "two words"]
 
 
-def test_numbers_that_are_not_finite_end_a_run_and_name_the_last_checkpoint(config):
+def test_nonfinite_numbers_end_the_run(config):
     with pytest.raises(UserError) as raised:
         launch(replace(config, rate=1e10), ToyTrainer)
-    assert re.fullmatch(
-        r"the weights are not finite at round \d+; they were not saved. Last checkpoint: .*step_0000000\d. "
-        r"Start a new --model-tag with a lower --rate", str(raised.value)
-    )  # fmt: skip
+    reason = r"the weights are not finite at round \d+; they were not saved"
+    advice = "Start a new --model-tag with a lower --rate"
+    assert re.fullmatch(rf"{reason}. Last checkpoint: .*step_0000000\d. {advice}", str(raised.value))
     trainer = ToyTrainer(replace(config, model_tag="new"), Runtime(0, 1, ToyTrainer.CPU))
     message = str(trainer.diverged("the sum is nan"))
     assert message.startswith(
@@ -185,7 +183,7 @@ def test_numbers_that_are_not_finite_end_a_run_and_name_the_last_checkpoint(conf
     assert "; an earlier round has ruined the weights." in str(trainer.diverged("the sum is nan"))
 
 
-def test_what_a_trainer_started_is_ended_however_training_ends(config, monkeypatch):
+def test_trainer_is_closed_however_training_ends(config, monkeypatch):
     closed = []
     monkeypatch.setattr(ToyTrainer, "close", lambda trainer: closed.append(trainer.state["step"]))
     launch(config, ToyTrainer)
@@ -195,7 +193,7 @@ def test_what_a_trainer_started_is_ended_however_training_ends(config, monkeypat
     assert closed == [STEPS, 0]
 
 
-def test_a_run_continues_with_its_own_settings_or_names_the_flag(config, capsys):
+def test_other_settings_are_refused_by_flag(config, capsys):
     launch(replace(config, stop_after=4), ToyTrainer)
     with pytest.raises(
         UserError, match=r"--rate is 2.0 but the run in .*/run has 1.0; use its value, or another --model-tag"

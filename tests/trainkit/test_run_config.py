@@ -28,7 +28,7 @@ VISION = {*(field.name for field in fields(Recipe)), "model", "model_kwargs", "a
     [(LanguageConfig(attention="gka"), LANGUAGE), (VisionConfig(distillation_type="hard"), VISION)],
     ids=["language", "vision"],
 )
-def test_every_setting_decides_what_is_computed_or_may_change(config, settings):
+def test_settings_that_may_change(config, settings):
     assert set(config.identity()) == settings
     assert set(config.record()) == settings | {"model_tag"} | ({"data"} if isinstance(config, VisionConfig) else set())
     json.dumps(config.record())
@@ -36,7 +36,7 @@ def test_every_setting_decides_what_is_computed_or_may_change(config, settings):
         assert field.name in settings or config.identity() == replace(config, **{field.name: "other"}).identity()
 
 
-def test_settings_that_mean_nothing_in_a_run_are_not_part_of_it():
+def test_settings_without_meaning_are_left_out():
     assert set(LanguageConfig(attention="softmax").identity()) == LANGUAGE - {"gka_values"}
     teacher = {"teacher_model", "teacher_path", "distillation_alpha", "distillation_tau"}
     assert set(VisionConfig().identity()) == VISION - teacher
@@ -52,27 +52,32 @@ def test_both_trainers_have_the_shared_flags():
 class Toy(RunConfig):
     rate: float = 1.0
     sizes: tuple[int, ...] = (1, 2)
+    offsets: str = ""
     data: MayChange[Path] = Path("here")
     workers: MayChange[Count] = 1
 
 
-def test_a_run_is_continued_with_its_settings_or_the_flag_is_named():
+def test_first_differing_flag_is_named():
     saved = json.loads(json.dumps(Toy(model_tag="run").identity()))
-    assert saved == {"seed": 42, "rate": 1.0, "sizes": [1, 2]}
+    assert saved == {"seed": 42, "rate": 1.0, "sizes": [1, 2], "offsets": ""}
     Toy(model_tag="other", data=Path("there"), workers=3, keep=9, out=Path("/elsewhere")).check_continues(saved)
     with pytest.raises(UserError, match=r"--rate is 2.0 but the run in out/runs/run has 1.0; use its value, or"):
         Toy(model_tag="run", rate=2.0).check_continues(saved)
     with pytest.raises(UserError, match=r"--sizes is \[3\] but the run in out/runs/run has \[1, 2\]"):
         Toy(model_tag="run", sizes=(3,)).check_continues(saved)
+    with pytest.raises(UserError, match="--offsets is PS but the run in out/runs/run has none; use its value"):
+        Toy(model_tag="run", offsets="PS").check_continues(saved)
+    with pytest.raises(UserError, match="--offsets is none but the run in out/runs/run has PS"):
+        Toy(model_tag="run").check_continues({**saved, "offsets": "PS"})
 
 
-def test_a_flag_that_is_younger_than_the_run_had_its_default_there():
+def test_flag_newer_than_the_run_had_its_default():
     Toy(model_tag="run").check_continues({"seed": 42})
     with pytest.raises(UserError, match=r"--rate is 2.0 but the run in out/runs/run has 1.0"):
         Toy(model_tag="run", rate=2.0).check_continues({"seed": 42})
 
 
-def test_a_run_whose_name_follows_from_a_setting_is_continued_by_its_tag():
+def test_message_gives_a_derived_name_as_model_tag():
     @dataclass(frozen=True)
     class Named(Toy):
         tag = property(lambda self: self.model_tag or f"rate-{self.rate:g}")
@@ -82,12 +87,12 @@ def test_a_run_whose_name_follows_from_a_setting_is_continued_by_its_tag():
 
 
 @pytest.mark.parametrize("tag", ["", "a/b", ".hidden"])
-def test_a_runs_name_is_a_plain_folder_name(tag):
+def test_run_name_is_a_plain_folder_name(tag):
     with pytest.raises(UserError, match="--model-tag must be a plain folder name"):
         Toy(model_tag=tag).check()
 
 
-def test_bounds_are_checked_through_what_may_change():
+def test_changeable_flags_keep_their_bounds():
     with pytest.raises(UserError, match="--workers must be at least 1, got 0"):
         check_bounds(Toy(model_tag="run", workers=0))
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -55,7 +55,7 @@ def pictures(tmp_path_factory):
 # --- Nothing forks ---
 
 
-def test_one_module_decides_where_worker_processes_come_from():
+def test_only_workers_module_starts_processes():
     """Others may neither fork nor choose; subprocess is fine, which executes another program at once."""
     for package in ("gka", "deit_gka", "nanochat_gka", "runs", "patches"):
         for path in (ROOT / package).rglob("*.py"):
@@ -78,13 +78,20 @@ def test_one_module_decides_where_worker_processes_come_from():
     assert re.findall(r"get_context\((.*?)\)", source) == ['"forkserver"']
 
 
-def test_the_server_has_no_threads_and_blocks_the_signals_of_a_group():
+def test_server_has_no_threads_and_blocks_signals():
     """With libraries that start threads when they are imported, and no variable that keeps them from it."""
-    code = ("import numpy, pyarrow, torch, time; from multiprocessing import forkserver; from trainkit import workers\n"
-            "workers.context('numpy', 'pyarrow', 'datasets')\n"
-            "worker = workers.context().Process(target=time.sleep, args=(60,), daemon=True); worker.start()\n"
-            "pid = forkserver._forkserver._forkserver_pid\n"
-            "print(open(f'/proc/{pid}/status').read()); worker.kill()")  # fmt: skip
+    code = """
+import numpy, pyarrow, torch, time
+from multiprocessing import forkserver
+from trainkit import workers
+
+workers.context("numpy", "pyarrow", "datasets")
+worker = workers.context().Process(target=time.sleep, args=(60,), daemon=True)
+worker.start()
+pid = forkserver._forkserver._forkserver_pid
+print(open(f"/proc/{pid}/status").read())
+worker.kill()
+"""
     environment = {
         key: value for key, value in os.environ.items() if key not in ("OMP_NUM_THREADS", *workers.NO_THREADS)
     }
@@ -121,7 +128,7 @@ def test_a_fork_beside_such_threads_hangs(head_lock):
     assert int(done.stdout) >= 5, done.stdout
 
 
-def test_training_and_evaluating_beside_such_threads_does_not_hang(head_lock, pictures, tmp_path):
+def test_training_beside_such_threads_does_not_hang(head_lock, pictures, tmp_path):
     process = tiny_vision.start(
         TRAIN, *flags(pictures, tmp_path, "--epochs", 3), folder=tmp_path / "output", library=head_lock
     )
@@ -151,7 +158,7 @@ def test_kill_9_leaves_neither_workers_nor_server(pictures, tmp_path):
 # --- Silent and dead workers ---
 
 
-def test_a_silent_worker_is_one_line_that_says_how_to_go_on(pictures, tmp_path, capsys, monkeypatch):
+def test_silent_worker_is_one_line(pictures, tmp_path, capsys, monkeypatch):
     """A named pipe that nobody writes to: reading it takes as long as a disk that is gone."""
     shutil.copytree(pictures, tmp_path / "data")
     (tmp_path / "data/val/class_1/000.jpg").unlink()
@@ -168,7 +175,7 @@ def test_a_silent_worker_is_one_line_that_says_how_to_go_on(pictures, tmp_path, 
     assert not still_there(set(tiny_vision.descendants(os.getpid())) - set(before))
 
 
-def test_workers_that_hear_nothing_end_with_the_evaluation():
+def test_idle_workers_end_with_the_evaluation():
     """As those do that wait for a disk: the process's own end would wait for them."""
     transform, runtime = eval_transform(16, 1.0), Runtime(0, 1, torch.device("cpu"))
     before = tiny_vision.descendants(os.getpid())
@@ -196,7 +203,7 @@ def test_an_error_in_an_evaluation_ends_its_workers(pictures, tmp_path, capsys, 
     assert not still_there(set(tiny_vision.descendants(os.getpid())) - set(before)) and caught.tb
 
 
-def test_there_are_as_many_workers_as_cores_also_where_a_system_does_not_say_which(monkeypatch):
+def test_default_workers_are_the_cores(monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 2, 3}, raising=False)
     assert loader_workers.default_workers() == 3
@@ -207,14 +214,14 @@ def test_there_are_as_many_workers_as_cores_also_where_a_system_does_not_say_whi
     assert loader_workers.default_workers() == 1
 
 
-def test_patience_is_minutes_and_less_than_other_ranks_have():
+def test_loader_waits_less_than_other_ranks():
     from trainkit.distributed import COLLECTIVE_TIMEOUT
 
     assert 300 <= loader_workers.BATCH_TIMEOUT <= COLLECTIVE_TIMEOUT.total_seconds() / 2
 
 
 @pytest.mark.parametrize("ranks,ended", [(1, "signal 9"), (2, "signal 9"), (1, "exit code 255")])
-def test_a_killed_worker_is_one_line_that_says_how_to_go_on(pictures, tmp_path, ranks, ended):
+def test_killed_worker_is_one_line(pictures, tmp_path, ranks, ended):
     """As the kernel does when memory runs out. The server tells the trainer, which is not its parent, or ends."""
     process = tiny_vision.start(
         TRAIN, *flags(pictures, tmp_path, "--epochs", 1000), ranks=ranks, folder=tmp_path / "output"

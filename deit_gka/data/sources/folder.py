@@ -1,8 +1,7 @@
 """A folder with a subfolder of images for every class.
 
 torchvision's and timm's listings follow links in circles, take hidden files for images, and keep a list of paths that
-is
-copied into every worker: 67 MB for ImageNet. timm's also numbers classes in another order.
+is copied into every worker: 67 MB for ImageNet. timm's also numbers classes in another order.
 """
 
 import os

@@ -1,8 +1,8 @@
 """webdataset tars, read in place by random access.
 
-timm reads such tars as a stream through the webdataset package, and others with their folders for classes: neither
-gives the label in KEY.cls by index, which every image's own seed needs, and a tar that is cut short passes for a whole
-one.
+timm reads such tars as a stream through the webdataset package, and other tars with their folders as classes. Neither
+gives an image and its label in KEY.cls by index, which every image's own seed needs, and neither notices a tar that is
+cut short.
 """
 
 import json
@@ -100,9 +100,8 @@ def _index(path: str) -> list[tuple[str, int, int, int]]:
                     elif extension in (".cls", ".json"):
                         notes[key + extension] = (member.size, member.offset_data)
             file.seek(tar.offset)
-            if (
-                file.read(tarfile.BLOCKSIZE) != tarfile.NUL * tarfile.BLOCKSIZE
-            ):  # tarfile stops at damage without an error
+            # tarfile stops at damage without an error; a whole archive ends with a block of zeros.
+            if file.read(tarfile.BLOCKSIZE) != tarfile.NUL * tarfile.BLOCKSIZE:
                 raise tarfile.ReadError(f"damaged or cut short at byte {tar.offset:,}")
             return [(*image, _label(path, image[0], file.fileno(), notes)) for image in images]
     except (tarfile.TarError, OSError, ValueError) as error:
