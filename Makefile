@@ -6,14 +6,12 @@ PY         := .venv/bin/python
 READY      := .venv/.installed
 BASE       ?= out
 WANDB_MODE ?= disabled
-
 quoted     = '$(subst ','\'',$(1))'
 SETTINGS   := BASE CORPUS SHARDS VOCAB SEQ DEPTH NGPU RUN MODEL DATA IMAGE ARGS
 GIVEN      = $(strip $(foreach name,$(SETTINGS),$(if $($(name)),$(name)=$(call quoted,$($(name))))))
 NAMES      = $(PYTHON) -m runs.names
 $(foreach word,$(shell $(NAMES) make $(GIVEN)),$(eval $(subst |, ,$(word))))
 $(if $(LAUNCH),,$(error $(PYTHON) cannot run runs/names.py: set PYTHON=python3.x))
-
 PIP        = $(PY) -m pip install --quiet --disable-pip-version-check
 # ARGS goes to the target that was named, not to what it needs first.
 args_of    = $(if $(filter $(1),$(MAKECMDGOALS)),$(ARGS))
@@ -22,7 +20,7 @@ PAPER      = --base $(BASE) --ngpu $(RANKS)
 
 .PHONY: help setup demo test test-gpu lint bench data tokenizer tokenize pretrain-d20 pretrain-d20-base eval-bpb \
         eval-bpb-base eval-core eval-core-base sample export train-deit-ti train-deit-s train-deit-b eval-deit \
-        ablate-projections figures vendor diff unpatch test-patches check-gpu check-images clean
+        ablate-projections figures tables claims vendor diff unpatch test-patches check-gpu check-images clean
 
 help:  ## list the targets
 	@$(NAMES) help $(GIVEN)
@@ -83,6 +81,8 @@ eval-deit: | $(READY)  ## top-1 and top-5 of a vision run (MODEL=name or RUN=fol
 	$(LAUNCH) deit_gka.evaluate --run $(DEIT_RUN) $(if $(DATA),--data '$(DATA)') --results $(BASE)/results.jsonl $(ARGS)
 figures: | $(READY)  ## the paper's figures of a vision run (RUN=folder or MODEL=name; IMAGE=file), else of the demo's
 	$(PY) -m deit_gka.draw $(DRAWN) $(MODEL_FLAG) $(if $(IMAGE),--image $(call quoted,$(IMAGE))) $(ARGS)
+tables claims: | $(READY)  ## the paper's tables beside ours (BASE=folder); its claims beside what was measured
+	$(PY) -m runs.paper.$@ $(if $(filter tables,$@),--base $(BASE)) $(ARGS)
 
 vendor:  ## clone upstream nanochat and DeiT into vendor/ at the commits of patches/ (or take NANOCHAT_SRC, DEIT_SRC)
 	@$(PYTHON) patches/apply.py vendor

@@ -127,6 +127,8 @@ def find_checkpoint(path: Path, best: bool = False) -> Checkpoint:
     if (path / "manifest.json").exists():
         return _of_vision(load(path))
     checkpoint = load_newest(path / ("best" if best else "checkpoints"))
+    if checkpoint is None and (path / "model.safetensors").exists():
+        raise UserError(f"{path} is an exported model; give --model NAME --checkpoint {path}/model.safetensors")
     if checkpoint is None:
         raise UserError(f"no checkpoint in {path}; train one first (make demo, make train-deit-ti)")
     return _of_vision(checkpoint)

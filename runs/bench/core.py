@@ -19,7 +19,7 @@ from nanochat_gka.core_metric.scoring import answer, batches, judge
 from nanochat_gka.model.checkpoints import Loaded, load
 from runs.bench.core_naive import naive_task
 from runs.bench.results import RESULTS, result_file
-from trainkit.cli import Count, UserError, run
+from trainkit.cli import Count, CountOrAll, UserError, run
 from trainkit.distributed import setup
 from trainkit.progress import console, progress_bar
 from trainkit.results import append_result, describe_hardware
@@ -37,7 +37,7 @@ class CoreBenchConfig:
     """Folder of the bundle."""
     tasks: list[str] = field(default_factory=lambda: ["paper"])
     """Labels or sets of tasks, as for eval_core."""
-    max_per_task: int = -1
+    max_per_task: CountOrAll = -1
     """Examples of each task; -1 = all."""
     rounds: Count = 3
     """Turns of the scorers; the median counts."""

@@ -39,6 +39,12 @@ def test_a_checkpoint_of_another_kind_is_refused_in_one_line(tmp_path):
             model_io.find_checkpoint(path)
 
 
+def test_an_exported_folder_is_not_a_run(tmp_path):
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(UserError, match="is an exported model; give --model NAME --checkpoint .*/model.safetensors"):
+        model_io.find_checkpoint(tmp_path)
+
+
 def test_data_that_are_gone_are_named(uninterrupted, pictures, tmp_path, capsys):
     """Evaluating and resuming say what the run needs; evaluating finds it alone."""
     argv = [

@@ -1,0 +1,117 @@
+"""The ledger of the paper's claims: what would support each, what was measured, and the verdict.
+
+    python -m runs.paper.claims                     writes runs/paper/CLAIMS.md
+    python -m runs.paper.claims --check             exits with 1 if the page does not say what code and results say
+    python -m runs.paper.claims --only core-gains   decides one claim again and prints it
+
+claims.json has the claims; the functions that decide them are in runs/paper/evidence. No verdict is typed.
+"""
+
+import importlib
+import json
+import sys
+import textwrap
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from runs.paper.evidence import VERDICTS, Finding
+from trainkit.cli import UserError, run
+from trainkit.progress import console
+
+FOLDER = Path(__file__).parent
+PAGE = FOLDER / "CLAIMS.md"
+GROUPS: list[dict[str, Any]] = json.loads((FOLDER / "claims.json").read_text())["groups"]
+CLAIMS: dict[str, dict[str, str]] = {claim["name"]: claim for group in GROUPS for claim in group["claims"]}
+FIELDS = ("name", "place", "quote", "support", "check", "command")
+WIDTH = 120
+INTRODUCTION = """\
+Written by `python -m runs.paper.claims` from [claims.json](claims.json), the paper's printed figures, the cost models
+and the files in [runs/results](../results). Claims are quoted or shortened. Code decides every verdict (`evidence/`);
+`--only NAME` decides one again, `--check` fails if this page is out of date.
+
+- **holds here**: measured or computed with this code, at the scale that is named; no more than that.
+- **does not hold**: a measurement here, or the paper's own figures, say otherwise.
+- **follows from arithmetic**: the printed figures or exact counts imply it. It says nothing about who measured them.
+- **untested**: nothing here decides it. The command would.
+
+No model of the paper's size has been trained here, and no GPU has timed anything, unless a line below says so. ± is one
+standard error."""
+
+
+@dataclass
+class ClaimsConfig:
+    """Write the ledger of the paper's claims from code and result files."""
+
+    check: bool = False
+    """Write nothing; exit with 1 if the page is out of date."""
+    only: list[str] = field(default_factory=list)
+    """Names of claims to decide again and print; empty = write the page."""
+
+
+def decide(claim: dict[str, str]) -> Finding:
+    """The finding of a claim's function. Raises UserError if a result file that it reads is incomplete."""
+    module, function = claim["check"].split(".")
+    try:
+        return getattr(importlib.import_module(f"runs.paper.evidence.{module}"), function)()
+    except (KeyError, IndexError, StopIteration, TypeError) as error:
+        again = "measure them again, or git checkout runs/results"
+        raise UserError(f"the results behind the claim {claim['name']} are incomplete ({error!r}); {again}") from error
+
+
+def item(text: str) -> str:
+    """A list item that is wrapped to the pages' width; a number and its percent sign stay together."""
+    joined = text.replace(" %", "\0%")
+    wrapped = textwrap.wrap(joined, WIDTH, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False)
+    return "\n".join(wrapped).replace("\0", " ")
+
+
+def entry(claim: dict[str, str], finding: Finding) -> str:
+    """One claim of the page."""
+    quote = textwrap.fill(f'{claim["place"]}: "{claim["quote"]}"', WIDTH, break_on_hyphens=False)
+    parts = [f"### {claim['name']}", "", quote, ""]
+    parts.append(item(f"**{finding.verdict}** ({finding.scale}). {finding.measured}"))
+    parts.append(item(f"What would support it: {claim['support']}"))
+    parts.append(f"- Again: `{claim['command']}`")
+    return "\n".join(parts)
+
+
+def summary(findings: dict[str, Finding]) -> str:
+    """How many claims have which verdict, and a line for each claim."""
+    counts = Counter(finding.verdict for finding in findings.values())
+    total = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS)
+    rows = [f"{len(findings)} claims: {total}.", ""]
+    rows += ["| claim | place | verdict | at which scale |", "|---|---|---|---|"]
+    for name, finding in findings.items():
+        rows.append(f"| [{name}](#{name}) | {CLAIMS[name]['place']} | {finding.verdict} | {finding.scale} |")
+    return "\n".join(rows)
+
+
+def page() -> str:
+    """The whole page."""
+    findings = {name: decide(claim) for name, claim in CLAIMS.items()}
+    parts = ["# The paper's claims", INTRODUCTION, summary(findings)]
+    for group in GROUPS:
+        parts.append(f"## {group['title']}")
+        parts += [entry(claim, findings[claim["name"]]) for claim in group["claims"]]
+    return "\n\n".join(parts) + "\n"
+
+
+def main(config: ClaimsConfig) -> None:
+    for name in config.only:
+        if name not in CLAIMS:
+            raise UserError(f"--only: there is no claim {name}; they are {', '.join(CLAIMS)}")
+        console.print(entry(CLAIMS[name], decide(CLAIMS[name])) + "\n", highlight=False, markup=False)
+    if config.only:
+        return
+    text = page()
+    if not PAGE.exists() or PAGE.read_text() != text:
+        if config.check:
+            print(f"{PAGE.name} is out of date: run python -m runs.paper.claims", file=sys.stderr)
+            sys.exit(1)
+        PAGE.write_text(text)
+
+
+if __name__ == "__main__":
+    run(main, ClaimsConfig)

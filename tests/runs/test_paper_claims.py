@@ -1,0 +1,147 @@
+"""The ledger of the paper's claims: complete entries, commands that exist, verdicts that the files decide."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from deit_gka.training.config import TrainConfig
+from runs.paper import claims, core_scores, measured, published
+from runs.paper.evidence import FAILS, HOLDS, UNTESTED, VERDICTS, accuracy, language, operator, runtime, sizes
+from runs.sections import sources as result_files
+from sources import ROOT, modules
+from trainkit.cli import UserError
+from trainkit.progress import read_lines
+
+MODULE = re.compile(r"^python -m ([\w.]+)")
+TARGET = re.compile(r"^make ([\w-]+)")
+MAKEFILE = (ROOT / "Makefile").read_text()
+
+
+def write(path, *records):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def test_the_page_says_what_code_and_results_say():
+    claims.main(claims.ClaimsConfig(check=True))
+
+
+def test_a_page_out_of_date_ends_the_check_with_1(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(claims, "PAGE", tmp_path / "CLAIMS.md")
+    monkeypatch.setattr(claims, "page", lambda: "new\n")
+    (tmp_path / "CLAIMS.md").write_text("old\n")
+    with pytest.raises(SystemExit) as left:
+        claims.main(claims.ClaimsConfig(check=True))
+    assert (
+        left.value.code == 1 and "CLAIMS.md is out of date: run python -m runs.paper.claims" in capsys.readouterr().err
+    )
+    claims.main(claims.ClaimsConfig())
+    claims.main(claims.ClaimsConfig(check=True))
+    assert (tmp_path / "CLAIMS.md").read_text() == "new\n"
+
+
+def test_every_claim_has_all_fields_a_name_of_its_own_and_a_command_that_exists():
+    entries = [claim for group in claims.GROUPS for claim in group["claims"]]
+    assert len(entries) == len(claims.CLAIMS) >= 40
+    names = modules()
+    for claim in entries:
+        assert set(claim) == set(claims.FIELDS) and all(claim.values()), claim["name"]
+        if module := MODULE.match(claim["command"]):
+            assert '__name__ == "__main__"' in names[module[1]].read_text(), claim["command"]
+        else:
+            target = TARGET.match(claim["command"])[1]
+            assert re.search(rf"^(?:[\w -]+ )?{target}[ :]", MAKEFILE, re.MULTILINE) or target.startswith("train-deit-")
+
+
+def test_every_function_of_the_evidence_decides_a_claim():
+    used = {claim["check"] for claim in claims.CLAIMS.values()}
+    written = {
+        f"{module.__name__.rpartition('.')[2]}.{name}"
+        for module in (sizes, runtime, language, operator, accuracy)
+        for name in re.findall(r"^def ([a-z]\w*)\(\) -> Finding", Path(module.__file__).read_text(), re.MULTILINE)
+    }
+    assert used == written
+
+
+@pytest.mark.parametrize("name", ["introduction", "core-gains", "row-stochastic"])
+def test_one_claim_can_be_decided_again(name, capsys):
+    claims.main(claims.ClaimsConfig(only=[name]))
+    printed = capsys.readouterr().out
+    assert f"### {name}" in printed and any(f"**{verdict}**" in printed for verdict in VERDICTS)
+
+
+def test_an_unknown_claim_is_one_line():
+    with pytest.raises(UserError, match="there is no claim x; they are one-scalar, "):
+        claims.main(claims.ClaimsConfig(only=["x"]))
+
+
+def test_arithmetic_on_the_printed_figures():
+    assert core_scores.fitting_caps(core_scores.GKA) == [200]
+    base = core_scores.fitting_caps(core_scores.BASE)
+    assert max(core_scores.CAPS) in base and 200 not in base
+    whole = language.same_examples()
+    assert whole.verdict == FAILS and "84/200, 65/100, 80/200, 55/200, 128/200, 109/200" in whole.measured
+    assert "0.49x, but parameters 0.42x" in language.both_ratios_in_the_introduction().measured
+    assert "10.50" in language.budgets_differ().measured and "8.25" in language.budgets_differ().measured
+    assert "Ti -2 %, S -5 %" in runtime.more_memory().measured and "2.07x" in runtime.more_memory().measured
+    assert "38.7 GB" in runtime.batch_of_256_fits().measured
+    assert "9.20, table 3 9.22" in sizes.flops_of_deit_s().measured
+    assert "-23.33 and -20.85" in sizes.differences_of_size_ti().measured
+    assert "rounded they are 897M and 379M" in language.parameters_in_millions().measured
+
+
+def test_other_printed_figures_give_other_verdicts(monkeypatch):
+    rows = json.loads(json.dumps(published.TABLES["runtime"]["rows"]))
+    for label in ("GKA-Ti", "GKA-S"):
+        rows[label]["inference_memory"] = "900"
+    monkeypatch.setitem(published.TABLES["runtime"], "rows", rows)
+    assert runtime.more_memory().verdict != FAILS
+
+
+def test_guessing_is_what_the_bundle_says():
+    paths = (measured.RESULTS / "core").glob("*.jsonl")
+    lines = [line for path in paths for line in read_lines(path) if line["kind"] == "core"]
+    baselines = {line["config"]["task"]: line["metrics"]["baseline"] for line in lines}
+    assert baselines == core_scores.GUESSING
+
+
+def test_finished_runs_decide_what_is_untested(tmp_path, monkeypatch):
+    def line(label, top1):
+        config = TrainConfig(model=measured.timm_name(label), data="x")
+        metrics = {"parameters": measured.cost(label).parameters, "ema_top1": top1, "images": 50_000, "broken": 0}
+        return {"kind": "train_deit", "command": "x", "config": config.record(), "metrics": metrics}
+
+    assert accuracy.base_size().verdict == UNTESTED
+    original = measured.finished_runs
+    monkeypatch.setattr(measured, "finished_runs", lambda base: original(base, tmp_path))
+    for top1, verdict in ((80.1, HOLDS), (78.0, FAILS)):
+        write(tmp_path / "imagenet.jsonl", line("DeiT-B", 81.8), line("GKA-B", top1))
+        assert accuracy.base_size().verdict == verdict
+    write(tmp_path / "imagenet.jsonl", line("GKA-B", 80.3))
+    assert accuracy.base_size().verdict == UNTESTED
+
+
+def test_core_scores_of_depth_20_decide_the_gains(monkeypatch):
+    assert language.improves_two_tasks().verdict == UNTESTED
+    base = {task: core_scores.printed(task, core_scores.BASE) for task in core_scores.GUESSING}
+    for gain, verdict in ((0.2, HOLDS), (0.0, FAILS)):
+        gka = {task: replace(score, accuracy=score.accuracy + gain) for task, score in base.items()}
+        monkeypatch.setattr(language, "_scored", lambda gka=gka: [base, gka])
+        assert language.improves_two_tasks().verdict == verdict
+        assert language.matches_copa().verdict == (FAILS if verdict == HOLDS else HOLDS)
+
+
+def test_the_demos_results_decide_the_demos_claims(tmp_path, monkeypatch):
+    assert language.higher_bpb().verdict == HOLDS
+    lines = read_lines(measured.RESULTS / "demo.jsonl")
+    for record in lines:
+        if record["config"]["attention"] == "gka":
+            record["metrics"]["val_bpb"] = 1.0
+    write(tmp_path / "demo.jsonl", *lines)
+    monkeypatch.setattr(result_files, "RESULTS", tmp_path)
+    assert language.higher_bpb().verdict == FAILS
+    with pytest.raises(UserError, match="results behind the claim vision-sigma are incomplete"):
+        claims.decide(claims.CLAIMS["vision-sigma"])

@@ -1,0 +1,217 @@
+"""The paper's tables beside ours: counts, finished runs of the very configuration, and the three formats."""
+
+import json
+import re
+
+import pytest
+
+from deit_gka.training.config import TrainConfig as VisionTraining
+from nanochat_gka.core_metric.bundle import CORE_SIZES, PAPER_TASKS
+from nanochat_gka.training.config import TrainConfig as LanguageTraining
+from runs.paper import core_scores, formats, measured, published, tables
+from runs.paper.comparison import BUILDERS, Sources
+from runs.paper.measured import GPUS, IMAGENET_VALIDATION
+from runs.paper.paper_table import NOT_RUN, PaperTable, compare
+from trainkit.cli import UserError
+
+DEMO_IMAGES = 599
+
+
+def write(path, *records):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def vision_records(label="GKA-Ti", images=IMAGENET_VALIDATION, **changed):
+    """Settings and numbers of a finished vision run; `changed` settings make it another one."""
+    config = VisionTraining(model=measured.timm_name(label), data="x", **changed)
+    finish = {"parameters": measured.cost(label).parameters, "ema_top1": 71.25, "images": images, "broken": 0}
+    return config, finish
+
+
+def vision_folder(base, label="GKA-Ti", images=IMAGENET_VALIDATION, steps=300 * 715, **changed):
+    config, finish = vision_records(label, images, **changed)
+    start = {"event": "start", "step": 0, "config": config.identity(), "world_size": 7, "initial_weights": None}
+    write(base / "runs" / config.tag / "log.jsonl", start, {"event": "finish", "step": steps, **finish})
+
+
+def language_folder(base, model="GKA", **changed):
+    recipe = {name.replace("-", "_"): value for name, value in measured.RECIPES[model].items()}
+    config = LanguageTraining(**{"depth": 20, **recipe, **changed})
+    counts = {key: measured.language_counts(model)[key] for key in ("parameters", "flops_per_token", "train_tokens")}
+    finish = {"event": "finish", "step": 2650, **counts, "train_bpb": 0.8, "val_bpb": 0.81, "gap": 0.01}
+    write(base / "runs" / config.tag / "log.jsonl", {"event": "start", "step": 0, "config": config.identity()}, finish)
+    return config.tag
+
+
+def cells(number, base, results=measured.RESULTS):
+    """(first cell, second cell) -> the rest of the row."""
+    return {(row[0], row[1]): row[2:] for row in BUILDERS[number](Sources(base, results)).rows}
+
+
+def test_every_number_of_the_published_file_is_in_its_table(tmp_path):
+    for about in published.TABLES.values():
+        shown = {cell for row in BUILDERS[about["number"]](Sources(tmp_path)).rows for cell in row}
+        figures = {figure for row in about["rows"].values() for figure in row.values()}
+        if about["number"] == 7:  # with standard errors, 0 as +0.0000
+            shown = {re.sub(r" ±.*", "", cell) for cell in shown}
+            figures = {f"{float(figure):+.4f}" for figure in figures}
+        if about["number"] == 1:
+            assert shown >= set(about["rows"])
+        assert figures <= shown, figures - shown
+
+
+@pytest.mark.parametrize("number", [2, 3, 5, 8])
+def test_counts_agree_with_the_printed_figures_to_their_last_digit(number, tmp_path):
+    for (model, measure), (paper, ours, difference) in cells(number, tmp_path).items():
+        if ours == NOT_RUN or measure == "Projections" or "%" in measure:
+            continue
+        known = {("DeiT-S", "FLOPs (G)"): 0.03, ("nanochat_base", "Params (in M)"): 1, ("GKA", "Params (in M)"): 1}
+        last_digit = 10.0 ** -len(paper.partition(".")[2]) if "e" not in paper else 0.01
+        assert abs(float(difference.rstrip(" %"))) <= known.get((model, measure), last_digit), (model, measure, ours)
+
+
+def test_unmeasured_cells_say_not_run_and_the_caption_has_the_command(tmp_path):
+    commands = {2: "make train-deit-b-base DATA=", 4: "runs.bench.deit", 5: "make train-deit-ti-vlt "}
+    for number, command in commands.items():
+        table = BUILDERS[number](Sources(tmp_path, tmp_path))
+        assert any(NOT_RUN in row for row in table.rows) and command in table.caption
+    assert cells(6, tmp_path)["GKA", "Val BPB"] == ["0.819080", NOT_RUN, ""]
+    assert "`make pretrain-d20 NGPU=7`" in BUILDERS[6](Sources(tmp_path)).caption
+    assert "`make eval-core NGPU=7`" in BUILDERS[7](Sources(tmp_path)).caption
+    assert NOT_RUN not in BUILDERS[3](Sources(tmp_path)).caption
+
+
+def test_finished_run_of_the_very_configuration_fills_its_cell(tmp_path):
+    vision_folder(tmp_path)
+    for number in (2, 5):
+        assert cells(number, tmp_path)["GKA-Ti", "Top-1 (%)"] == ["71.54", "71.250", "-0.290"]
+        assert cells(number, tmp_path)["DeiT-Ti", "Top-1 (%)"][1] == NOT_RUN
+        assert "make train-deit-ti DATA" not in BUILDERS[number](Sources(tmp_path)).caption
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"epochs": 299},
+        {"model_kwargs": ("depth=4",)},
+        {"batch_size": 32},
+        {"images": DEMO_IMAGES},
+        {"steps": 300 * 70},
+        {"label": "VLT-Ti"},
+        {"input_size": 16},
+    ],
+)
+def test_vision_run_of_another_configuration_fills_no_cell(tmp_path, changed):
+    vision_folder(tmp_path, **changed)
+    assert cells(2, tmp_path)["GKA-Ti", "Top-1 (%)"][1] == NOT_RUN
+
+
+def test_the_demos_results_fill_no_cell(tmp_path):
+    """runs/results holds the demo's records alone."""
+    runs = measured.finished_runs(tmp_path)
+    assert len(runs) > 5
+    assert not any(measured.vision_run(label, runs) for label in published.VISION)
+    assert not any(measured.language_run(model, runs) for model in measured.RECIPES)
+
+
+def test_result_lines_count_as_run_folders_do(tmp_path):
+    config, finish = vision_records("DeiT-S")
+    line = {"kind": "train_deit", "command": "x", "config": config.record(), "metrics": {**finish, "ema_top1": 79.9}}
+    write(tmp_path / "results.jsonl", {**line, "command": "x --initial-weights y"})
+    assert cells(2, tmp_path)["DeiT-S", "Top-1 (%)"][1] == NOT_RUN
+    write(tmp_path / "results.jsonl", {**line, "config": {**config.record(), "lr": 2e-3}}, line)
+    assert cells(2, tmp_path)["DeiT-S", "Top-1 (%)"][1] == "79.90"
+
+
+def test_language_run_fills_its_cells_and_other_ratios_do_not(tmp_path):
+    language_folder(tmp_path, target_param_data_ratio=10.5)
+    assert cells(6, tmp_path)["GKA", "Val BPB"][1] == NOT_RUN
+    language_folder(tmp_path, head_offsets="PS")
+    assert cells(6, tmp_path)["GKA", "Val BPB"][1] == NOT_RUN
+    language_folder(tmp_path)
+    assert cells(6, tmp_path)["GKA", "Val BPB"] == ["0.819080", "0.8100000", "-0.0090800"]
+    assert cells(6, tmp_path)["nanochat_base", "Val BPB"][1] == NOT_RUN
+
+
+def test_core_has_differences_with_standard_errors_of_each_columns_examples(tmp_path):
+    for model, accuracy in (("nanochat_base", 0.5), ("GKA", 0.6)):
+        name = language_folder(tmp_path, model)
+        step = measured.language_counts(model)["steps"]
+        lines = []
+        for task in PAPER_TASKS:
+            metrics = {"accuracy": accuracy, "baseline": core_scores.GUESSING[task], "examples": 100}
+            lines.append({"config": {"model": name, "step": step, "task": task}, "metrics": metrics})
+        write(tmp_path / "core" / "a.jsonl", *lines) if model == "GKA" else write(tmp_path / "core" / "b.jsonl", *lines)
+    table = BUILDERS[7](Sources(tmp_path))
+    row = next(row for row in table.rows if row[0] == "copa")
+    assert row[1:4] == ["0.3000 ± 0.095 (n = 100)", "0.3000 ± 0.095 (n = 100)", "+0.0000 ± 0.135"]
+    assert row[4:] == ["0.0000 ± 0.100 (n = 100)", "0.2000 ± 0.098 (n = 100)", "+0.2000 ± 0.140", "+0.2000"]
+    assert table.rows[-1][0] == "mean" and not table.commands
+    assert "(n = 200)" in table.rows[0][2] and f"(n = {CORE_SIZES['hellaswag_zeroshot']:,})" in table.rows[0][1]
+
+
+def test_the_runtime_table_has_totals_and_gpus_shares(tmp_path):
+    def line(phase, batch, kind, rate):
+        config = {"case": f"deit-ti-b{batch}", "phase": phase, "candidate": kind, "quick": False}
+        config |= {"role": "ours" if kind == "gka" else "baseline", "group": f"{phase}{batch}"}
+        metrics = {"status": "ok", "median_ms": 1e3 / rate, "items_per_second": rate, "peak_mib": 300.5}
+        return {"hardware": "NVIDIA H100", "config": config, "metrics": metrics}
+
+    lines = [line("inference", 64, "gka", 40_000), line("inference", 128, "gka", 50_000)]
+    lines += [line("training", 64, "gka", 1_500), line("training", 64, "softmax", 1_600)]
+    write(tmp_path / "bench_deit_a-cpu-2-threads.jsonl", line("inference", 64, "gka", 9))
+    assert cells(4, tmp_path, tmp_path)["GKA-Ti", "inference img/s, 1 GPU"][1] == NOT_RUN
+    write(tmp_path / "bench_deit_nvidia-h100.jsonl", *lines)
+    shown = cells(4, tmp_path, tmp_path)
+    assert shown["GKA-Ti", "inference img/s, 1 GPU"] == ["37806", "50,000", "+32.25 %"]
+    assert shown["GKA-Ti", "inference batch"] == ["128", "128", "0"]
+    assert shown["GKA-Ti", "training img/s, 64 a GPU, per GPU"][:2] == [f"{7567 / 7:.0f}", "1,500"]
+    assert shown["DeiT-Ti", "training MB, 64 a GPU"][:2] == ["1245", "300.5"]
+    assert shown["GKA-Ti", "training img/s, 64 a GPU, total of 7"][1] == NOT_RUN
+    config, finish = vision_records(batch_size=64 * GPUS, epochs=1, warmup_epochs=0, model_tag="ti-64")
+    metrics = {**finish, "images_per_second": 9_999.0, "memory_mib": 2.0}
+    record = {"kind": "train_deit", "processes": GPUS, "config": config.record(), "metrics": metrics}
+    write(tmp_path / "results.jsonl", record)
+    assert cells(4, tmp_path, tmp_path)["GKA-Ti", "training img/s, 64 a GPU, total of 7"][1] == "9,999"
+
+
+def test_differences_are_absolute_and_relative_from_a_thousand_up():
+    assert compare("5.72", 5.7174) == ["5.72", "5.717", "-0.003"]
+    assert compare("36", 36) == ["36", "36", "0"]
+    assert compare("3.0042e9", 3_004_190_720.0) == ["3.0042e9", "3.00419e9", "0"]
+    assert compare("2000", 1500.4) == ["2000", "1,500", "-24.98 %"]
+    assert compare("72.2", None) == ["72.2", NOT_RUN, ""]
+
+
+def test_latex_escapes_everything_and_closes_what_it_opens(tmp_path, capsys):
+    table = PaperTable(9, "50 % of #1 & a_b", ["{x}", "~^"], [["\\a", "-0.5"], ["b$", "±2"]], ["`make a_b --c`"])
+    text = formats.latex(table, "tab:x")
+    assert r"50 \% of \#1 \& a\_b \texttt{make a\_b -{}-c}" in text
+    assert r"\{x\} & \textasciitilde{}\textasciicircum{} \\" in text and r"\textbackslash{}a & $-0.5$ \\" in text
+    assert r"b\$ & $\pm$2" in text
+    tables.main(tables.PaperTablesConfig(tmp_path, "latex"))
+    printed = capsys.readouterr().out
+    begun, ended = (re.findall(rf"\\{word}{{(\w+)}}", printed) for word in ("begin", "end"))
+    assert begun.count("tabular") == begun.count("table") == 8 and sorted(begun) == sorted(ended)
+    bare = re.sub(r"\\[\\{}%&#$_]", "", printed)
+    assert bare.count("{") == bare.count("}") and not re.search(r"[^\x00-\x7fö]", printed)
+    for body in re.findall(r"\\begin{tabular}{(\w+)}(.*?)\\end{tabular}", printed, re.DOTALL):
+        rows = [line for line in body[1].splitlines() if line.endswith(r"\\")]
+        assert rows and all(row.replace(r"\&", "").count("&") == len(body[0]) - 1 for row in rows)
+
+
+def test_markdown_rows_have_as_many_cells_as_headings(tmp_path, capsys):
+    tables.main(tables.PaperTablesConfig(tmp_path, "markdown"))
+    printed = capsys.readouterr().out
+    assert printed.count("| ---") >= 8
+    for block in re.findall(r"(?:^\|.*\n)+", printed, re.MULTILINE):
+        assert len({line.count("|") for line in block.splitlines()}) == 1
+
+
+def test_the_terminal_shows_the_tables_that_were_asked_for(tmp_path, capsys):
+    tables.main(tables.PaperTablesConfig(tmp_path, only=[6, 2]))
+    printed = capsys.readouterr().out
+    assert printed.index("Table 6 of the paper") < printed.index("Table 2 of the paper") and "Table 1 of" not in printed
+    with pytest.raises(UserError, match="--only takes numbers from 1 to 8, got 9"):
+        tables.main(tables.PaperTablesConfig(tmp_path, only=[9]))
