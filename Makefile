@@ -7,7 +7,7 @@ READY      := .venv/.installed
 BASE       ?= out
 WANDB_MODE ?= disabled
 quoted     = '$(subst ','\'',$(1))'
-SETTINGS   := BASE CORPUS SHARDS VOCAB SEQ DEPTH NGPU RUN MODEL DATA ARGS
+SETTINGS   := BASE CORPUS SHARDS VOCAB SEQ DEPTH NGPU RUN MODEL DATA IMAGE ARGS
 GIVEN      = $(strip $(foreach name,$(SETTINGS),$(if $($(name)),$(name)=$(call quoted,$($(name))))))
 NAMES      = $(PYTHON) -m runs.names
 $(foreach word,$(shell $(NAMES) make $(GIVEN)),$(eval $(subst |, ,$(word))))
@@ -20,7 +20,7 @@ PAPER      = --base $(BASE) --ngpu $(RANKS)
 
 .PHONY: help setup demo test test-gpu lint bench data tokenizer tokenize pretrain-d20 pretrain-d20-base eval-bpb \
         eval-bpb-base eval-core eval-core-base sample export train-deit-ti train-deit-s train-deit-b eval-deit \
-        ablate-projections tables claims vendor diff unpatch test-patches check-gpu check-images clean
+        ablate-projections figures tables claims vendor diff unpatch test-patches check-gpu check-images clean
 
 help:  ## list the targets
 	@$(NAMES) help $(GIVEN)
@@ -39,8 +39,7 @@ test: $(READY)  ## run the tests (no GPU, no network)
 test-gpu: $(READY)  ## run the tests that need a CUDA device
 	$(PY) -m pytest -m gpu $(ARGS)
 lint: $(READY)  ## ruff: errors and formatting; mypy: types
-	.venv/bin/ruff check .
-	.venv/bin/ruff format --check .
+	.venv/bin/ruff check . && .venv/bin/ruff format --check .
 	.venv/bin/mypy
 bench: $(READY)  ## time attention, DeiT and GPT, GKA beside softmax, on the GPU or else the CPU (ARGS goes to all four)
 	$(PY) -m runs.bench.attention $(ARGS)
@@ -80,14 +79,15 @@ ablate-projections: check-images | $(READY)  ## the paper's ablation: every kind
 	$(PY) -m runs.paper.ablation --runs $(BASE)/runs --data '$(DATA)' $(PAPER) --wandb $(WANDB_MODE) -- $(ARGS)
 eval-deit: | $(READY)  ## top-1 and top-5 of a vision run (MODEL=name or RUN=folder) on its own images, or DATA
 	$(LAUNCH) deit_gka.evaluate --run $(DEIT_RUN) $(if $(DATA),--data '$(DATA)') --results $(BASE)/results.jsonl $(ARGS)
+figures: | $(READY)  ## the paper's figures of a vision run (RUN=folder or MODEL=name; IMAGE=file), else of the demo's
+	$(PY) -m deit_gka.draw $(DRAWN) $(MODEL_FLAG) $(if $(IMAGE),--image $(call quoted,$(IMAGE))) $(ARGS)
 tables claims: | $(READY)  ## the paper's tables beside ours (BASE=folder); its claims beside what was measured
 	$(PY) -m runs.paper.$@ $(if $(filter tables,$@),--base $(BASE)) $(ARGS)
 
 vendor:  ## clone upstream nanochat and DeiT into vendor/ at the commits of patches/ (or take NANOCHAT_SRC, DEIT_SRC)
 	@$(PYTHON) patches/apply.py vendor
 diff: vendor  ## patch them there, and show what GKA changes in each
-	@$(PYTHON) patches/apply.py apply
-	@$(PYTHON) patches/apply.py diff
+	@$(PYTHON) patches/apply.py apply && $(PYTHON) patches/apply.py diff
 unpatch:  ## take the patches out of vendor/ again
 	@$(PYTHON) patches/apply.py reverse
 test-patches: $(READY) $(if $(NANOCHAT_SRC)$(wildcard vendor/nanochat),.venv/.patches)  ## test the patches on vendor/

@@ -34,7 +34,7 @@ GIVE_DATA = (
 HELP = """
   NGPU={NGPU} processes, DEPTH={DEPTH} layers (the demo has 4), SHARDS={SHARDS}, VOCAB={VOCAB}, SEQ={SEQ}
   CORPUS={CORPUS} (fineweb, builtin or a folder of parquet files), BASE={BASE} (outputs)
-  RUN={RUN} (what eval-bpb, eval-core, sample and export take; eval-deit takes MODEL's)
+  RUN={RUN} (what eval-bpb, eval-core, sample and export take; eval-deit takes MODEL's, figures the demo's)
   DATA=folder of images with train/ and val/ (or hf:NAME, hf-stream:NAME, wds:FOLDER, digits)
   MODEL=any timm name, WANDB_MODE=disabled (offline, online), ARGS='flags for the command of the target'"""
 
@@ -122,6 +122,7 @@ def names(given):
         "ROWS": "--data " + packed if named_rows else "",
         "GKA_RUN": run or f"{base}/runs/d{setting['DEPTH']}-gka",
         "BASE_RUN": run or f"{base}/runs/d{setting['DEPTH']}-softmax",
+        "DRAWN": f"--out {base}/figures --demo {base}/demo" + (f" --run {run}" if run else ""),
         "MODEL_FLAG": "--model " + given["MODEL"] if "MODEL" in given else "",
         "DEIT_RUN": run or f"{base}/runs/{given.get('MODEL', 'deit_tiny_gka_patch16_224')}",
     }

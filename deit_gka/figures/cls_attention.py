@@ -1,5 +1,6 @@
 """What the CLS token looks at: its row of W over the patches, laid over the image (paper, supplement)."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,7 +9,20 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import nn
 
 from deit_gka.figures.maps import attention_maps
-from trainkit.plots import save, subplots
+from deit_gka.figures.measures import diagonal_mass, entropy
+from deit_gka.figures.sheet import (
+    Subject,
+    bare,
+    cell_size,
+    label_layers,
+    linear,
+    overlay,
+    save,
+    scale_below,
+    sheet,
+    to_pixels,
+)
+from trainkit import plots
 
 
 def draw_cls_attention(
@@ -22,7 +36,7 @@ def draw_cls_attention(
     mean, std = torch.tensor(IMAGENET_DEFAULT_MEAN), torch.tensor(IMAGENET_DEFAULT_STD)
     pixels = (images.movedim(1, -1) * std + mean).clamp(0, 1)
     rows, columns = 1 + len(models), len(images)
-    figure, axes = subplots(rows, columns, figsize=(1.4 * columns, 1.5 * rows), squeeze=False)
+    figure, axes = plots.subplots(rows, columns, figsize=(1.4 * columns, 1.5 * rows), squeeze=False)
     for axis in axes.flat:
         axis.set(xticks=[], yticks=[])
     for row in axes:
@@ -33,9 +47,9 @@ def draw_cls_attention(
     for row, (label, model) in zip(axes[1:], models.items()):
         patches = cls_map(attention_maps(model, images)[layer], model.patch_embed.grid_size)
         row[0].set_ylabel(label, fontsize=9)
-        for axis, overlay in zip(row, to_pixels(patches.mean(1, keepdim=True), images.shape[-1])):
-            axis.imshow(overlay[0], cmap="inferno", alpha=0.6)
-    return save(figure, path, dpi=140)
+        for axis, shown in zip(row, to_pixels(patches.mean(1, keepdim=True), images.shape[-1])):
+            axis.imshow(shown[0], cmap="inferno", alpha=0.6)
+    return plots.save(figure, path, dpi=140)
 
 
 def cls_map(weights: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
@@ -43,9 +57,33 @@ def cls_map(weights: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
     return weights[:, :, 0, -grid[0] * grid[1] :].unflatten(-1, grid)
 
 
-def to_pixels(maps: torch.Tensor, size: int) -> torch.Tensor:
-    """Maps (B, H, *grid) at (B, H, size, size): bicubic, and clamped at 0, below which bicubic overshoots.
+def draw_cls_maps(subjects: Sequence[Subject], folder: Path) -> list[Path]:
+    """Draw a contact sheet for every image: layers across, heads down, one scale for a layer. Returns the files."""
+    return [_draw_sheet(subject, subject.file(folder, "cls_maps")) for subject in subjects]
 
-    The paper's supplement says bilinear in one section and bicubic in another.
-    """
-    return nn.functional.interpolate(maps, size=(size, size), mode="bicubic", align_corners=False).clamp(min=0)
+
+def _draw_sheet(subject: Subject, path: Path) -> Path:
+    tokens, depth = subject.tokens, len(subject.layers)
+    caption = subject.caption(
+        f"{tokens.reader[0].upper()}{tokens.reader[1:]} of W over the patches, of every head, on one scale for a "
+        "layer (the bar below it), bicubic, clamped. Below a map: the weight that "
+        f"{'the class token gives itself' if tokens.has_class else 'patches give themselves, the mean'}, and the "
+        f"entropy of the row in nats (uniform: {math.log(tokens.count):.2f}).",
+    )
+    margins, size = (0.5, 0.3, 0.75, 0.52), cell_size(subject, 1.3)
+    title = "CLS attention by layer and head" if tokens.has_class else "Mean attention by layer and head"
+    figure, axes = sheet(subject.num_heads, depth, size, title, caption, margins, (0.1, 0.22))
+    bare(axes, fontsize=7)
+    label_layers(axes, subject)
+    for column, layer in zip(axes.T, subject.layers):
+        rows = tokens.read(layer.weights)
+        maps = tokens.patches(rows)
+        norm = linear(maps)
+        own = rows[:, 0] if tokens.has_class else diagonal_mass(layer.weights[:, tokens.prefix :, tokens.prefix :])
+        for axis, patches, self_weight, nats in zip(column, maps, own, entropy(rows)):
+            axis.imshow(overlay(subject.pixels, patches, norm))
+            axis.set_xlabel(f"self {self_weight:.3f}, {nats:.2f} nats", labelpad=2)
+        scale_below(figure, norm, column[-1], size[1], gap=0.26)
+    for head, axis in enumerate(axes[:, 0], start=1):
+        axis.set_ylabel(f"head {head}", fontsize=9)
+    return save(figure, path)

@@ -131,6 +131,12 @@ def test_vision_evaluation_takes_the_named_run(make, setting, run):
     assert f"deit_gka.evaluate --run {run} --data 'digits'" in make("-n", "eval-deit", "DATA=digits", *setting).stdout
 
 
+def test_figures_are_of_the_named_run_and_image_or_the_demos(make):
+    last = make("-n", "figures", "RUN=elsewhere", "IMAGE=my cat.jpg", "BASE=b").stdout.splitlines()[-1]
+    assert "deit_gka.draw --out b/figures --demo b/demo --run elsewhere" in last and "--image 'my cat.jpg'" in last
+    assert "--run" not in make("-n", "figures").stdout.splitlines()[-1]
+
+
 def test_core_takes_the_named_run_and_bundle(make):
     last = make("-n", "eval-core", "BUNDLE=a b", "RUN=elsewhere", "NGPU=2").stdout.splitlines()[-1]
     assert "runs.paper.core --run elsewhere --bundle 'a b' --base out --ngpu 2 -- " in last

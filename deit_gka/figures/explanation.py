@@ -1,0 +1,190 @@
+"""The paper's two explanations, drawn from a model: the block (Figure 1), and the operator on a few tokens
+(Figure 2)."""
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from deit_gka.figures.matrices import matrix_picture, off_diagonal
+from deit_gka.figures.patch_to_patch import BOX, box
+from deit_gka.figures.sheet import Subject, bare, coloured, linear, logarithmic, save, sheet
+from gka import KINDS, attention_cost, gaussian_attention
+
+FACTORS = (0.5, 1.0, 2.0)  # of the model's own sigma
+FEW = 6
+MIDDLE = 4.4  # where the block's boxes are, of 10 across
+SHADE = {"learned": "#cfe0f5", "fixed": "#f3f3f3", "kernel": "#fbe3b5"}
+# What is above the output projection in a block, from below: (text, which shade).
+MIXING = {
+    "softmax": [("queries, keys, values: W_Q, W_K, W_V", "learned"), ("softmax(q·k / √d), weighted sum of v", "fixed")],
+    "gka": [
+        ("split x into heads", "fixed"),
+        ("exp(−|x_i − x_j|² / 2σ²), rows ÷ their sum,\nweighted sum of x", "kernel"),
+    ],
+}
+
+
+def choose_tokens(features: torch.Tensor, query: int, first: int, count: int = FEW) -> list[int]:
+    """Tokens from the query itself to the one that is farthest from it, evenly spread in the order of distance.
+
+    features: (N, D) of one head. first: the first token that may be chosen.
+    """
+    distances = (features[first:] - features[query]).norm(dim=-1)
+    distances[query - first] = -1  # itself comes first, also where others are equal to it
+    order = first + distances.argsort(stable=True)
+    return order[torch.linspace(0, len(order) - 1, min(count, len(order))).round().long()].tolist()
+
+
+def few_weights(features: torch.Tensor, sigma: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """K (paper eq. 3) and W (eq. 4) of a few tokens, (T, T) each, float64. features: (T, D) of one head."""
+    features = features.double()
+    _, weights = gaussian_attention(
+        features[None, :, None], torch.tensor([sigma]).log().float(), eps=0.0, return_weights=True
+    )
+    weights = weights[0, 0]
+    return weights / weights.diagonal()[:, None], weights  # K_ii = 1
+
+
+def draw_operator(subjects: Sequence[Subject], folder: Path) -> list[Path]:
+    """Draw, for every image, a few tokens of the first GKA layer at three σ: affinities, W, and the weighted sum."""
+    return [_draw_operator(subject, subject.file(folder, "operator")) for subject in subjects]
+
+
+def _draw_operator(subject: Subject, path: Path) -> Path:
+    number = _first_layer(subject)
+    layer, tokens = subject.layers[number], subject.tokens
+    features, sigma = layer.features[:, 0], float(layer.sigma[0])
+    query = tokens.token(*tokens.queries()[1])
+    chosen = choose_tokens(features, query, tokens.prefix)
+    places = [divmod(token - tokens.prefix, tokens.grid[1]) for token in chosen]
+    pieces = [_piece(subject, place) for place in places]
+    distances = ", ".join(f"{float((features[token] - features[query]).norm()):.1f}" for token in chosen)
+    caption = subject.caption(
+        f"{len(chosen)} patches of layer {number + 1}, head 1, at half, one and two times its σ = {sigma:.2f}: i, the "
+        f"central one, and others from near to far in features (|x_i − x_j| = {distances}). Affinities K_ij = "
+        "exp(−|x_i − x_j|² / 2σ²); rows divided by their sum are W; the output of i is the weighted sum of row i. The "
+        "operator sums features; the sum of the patches' pixels is shown because it can be seen."
+    )
+    figure, axes = sheet(
+        3, 5, (1.9, 1.9), "Gaussian kernel attention on a few tokens", caption, (0.75, 0.25, 0.95, 0.45), (0.42, 0.5)
+    )
+    _draw_patches(axes[:, 0], subject, places, pieces)
+    for row, factor in zip(axes, FACTORS):
+        affinities, weights = few_weights(features[chosen], factor * sigma)
+        for axis, matrix in zip(row[1:3], (affinities, weights)):
+            _draw_matrix(axis, matrix)
+        bars = row[3].bar(range(len(chosen)), weights[0], color="#4878a8")
+        row[3].bar_label(bars, fmt="%.2f", fontsize=7, padding=1)
+        row[3].set(ylim=(0, 1.12), yticks=[0, 0.5, 1])
+        row[3].tick_params(labelsize=7)
+        row[4].imshow(np.einsum("t,thwc->hwc", weights[0].numpy(), pieces), interpolation="none")
+        bare(row[4])
+        row[1].set_ylabel(f"σ = {factor * sigma:.2f}", fontsize=9, fontweight="bold")
+        for axis in row[1:4]:
+            axis.set_xticks(range(len(chosen)), labels=_names(chosen), fontsize=8)
+    titles = ("tokens", "1. affinities K", "2. rows ÷ their sum: W", "3. row i of W", "4. output of i: Σ_j W_ij x_j")
+    for axis, title in zip(axes[0], titles):
+        axis.set_title(title, fontsize=9)
+    return save(figure, path)
+
+
+def _first_layer(subject: Subject) -> int:
+    return next(number for number, layer in enumerate(subject.layers) if layer.sigma is not None)
+
+
+def _names(chosen: Sequence[int]) -> list[str]:
+    return ["i", *"abcdefghj"[: len(chosen) - 1]]
+
+
+def _piece(subject: Subject, place: tuple[int, int]) -> np.ndarray:
+    (row, column), (height, width) = place, subject.tokens.patch
+    return subject.pixels[row * height : (row + 1) * height, column * width : (column + 1) * width]
+
+
+def _draw_patches(axes, subject: Subject, places: Sequence[tuple[int, int]], pieces: Sequence[np.ndarray]) -> None:
+    """The image with the chosen patches outlined, and below it the patches."""
+    image, first, second = axes
+    bare(axes)
+    image.imshow(subject.pixels)
+    half = (len(places) + 1) // 2
+    for name, place in zip(_names(places), places):
+        box(image, place, subject.tokens.patch, shift=0.5)
+        (row, column), (height, width) = place, subject.tokens.patch
+        centre = (column + 0.5) * width
+        image.text(centre, row * height - 1, name, color=BOX, fontsize=8, ha="center", va="bottom", fontweight="bold")
+    for axis, start in ((first, 0), (second, half)):
+        group = pieces[start : start + half]
+        if group:
+            white = np.ones((group[0].shape[0], max(1, group[0].shape[1] // 8), 3))
+            axis.imshow(np.concatenate([part for piece in group for part in (piece, white)][:-1], axis=1))
+            step = group[0].shape[1] + white.shape[1]
+            for number, name in enumerate(_names(places)[start : start + half]):
+                centre = number * step + group[0].shape[1] / 2 - 0.5
+                axis.text(centre, -0.8, name, ha="center", va="bottom", fontsize=9)
+
+
+def _draw_matrix(axis, matrix: torch.Tensor) -> None:
+    """A small matrix with its values; row i, the first, is framed."""
+    axis.imshow(coloured(matrix, linear(torch.tensor([0.0, 1.0]))), interpolation="none")
+    for (row, column), value in np.ndenumerate(matrix.numpy()):
+        colour = "black" if value > 0.6 else "white"
+        axis.text(column, row, f"{value:.2f}".removeprefix("0"), ha="center", va="center", fontsize=6.5, color=colour)
+    axis.set_yticks(range(len(matrix)), labels=_names(range(len(matrix))), fontsize=8)
+    box(axis, (0, 0), (1, len(matrix)), shift=0.5)
+    axis.tick_params(length=0)
+    axis.spines[:].set_visible(False)
+
+
+def draw_block(subjects: Sequence[Subject], folder: Path) -> list[Path]:
+    """Draw the block with projections and the block with the kernel side by side, with what they learn."""
+    subject = subjects[0]
+    number = _first_layer(subject)
+    layer = subject.layers[number]
+    heads, head_dim = layer.features.shape[1:]
+    costs = {kind: attention_cost(kind, heads * head_dim, heads, subject.tokens.count) for kind in MIXING}
+    saved = 1 - costs["gka"].parameters / costs["softmax"].parameters
+    caption = (
+        f"{subject.about}. Blue: learned. The kernel replaces the three input projections; it learns one σ for each of "
+        f"{heads} heads. Parameters of attention with width {heads * head_dim}: "
+        f"{costs['softmax'].parameters:,} with projections, {costs['gka'].parameters:,} with the kernel "
+        f"({saved:.0%} fewer). Right of the kernel: W of layer {number + 1}, head 1, on the image {subject.image}, its "
+        "diagonal grey."
+    )
+    figure, axes = sheet(1, 2, (4.0, 5.2), "The block: projections, or the kernel", caption, (0.2, 0.2, 0.75, 0.1))
+    for axis, kind in zip(axes[0], MIXING):
+        _draw_column(axis, kind, costs[kind].parameters)
+    weights = layer.weights[0]
+    inset = axes[0, 1].inset_axes((0.79, 0.315, 0.2, 0.2 * 4.0 / 5.2))
+    picture = matrix_picture(weights, logarithmic(off_diagonal(weights), decades=3), subject.tokens.prefix)
+    inset.imshow(picture, interpolation="none")
+    inset.set_xlabel("W", labelpad=2)
+    bare(inset)
+    return [save(figure, folder / "block.png")]
+
+
+def _draw_column(axis, kind: str, parameters: int) -> None:
+    bare(axis)
+    axis.set(xlim=(0, 10), ylim=(0, 13))
+    axis.set_title(f"{KINDS[kind].label}: {parameters:,} parameters in attention", fontsize=9)
+    parts = [("LayerNorm", "learned"), *MIXING[kind], ("output projection W_O", "learned"), ("LayerNorm", "learned"),
+             ("MLP", "learned")]  # fmt: skip
+    heights = [0.9, 0.9, 1.4, 0.9, 0.9, 0.9]
+    bottom, middles = 1.0, []
+    for number, ((text, shade), height) in enumerate(zip(parts, heights)):
+        axis.text(
+            MIDDLE, bottom + height / 2, text, ha="center", va="center", fontsize=8,
+            bbox=dict(boxstyle="round,pad=0.45", facecolor=SHADE[shade], edgecolor="black", linewidth=0.7),
+        )  # fmt: skip
+        middles.append(bottom + height / 2)
+        bottom += height + (1.25 if number == 3 else 0.7)
+    arrow = dict(arrowstyle="->", linewidth=0.9)
+    stops = [0.2, *middles, 12.6]
+    for low, high in itertools.pairwise(stops):
+        axis.annotate("", (MIDDLE, high - 0.3 * (high < 12)), (MIDDLE, low + 0.4 * (low > 1)), arrowprops=arrow)
+    for start, end in ((0.6, middles[3] + 0.95), (middles[3] + 1.2, 12.1)):
+        axis.plot([MIDDLE, 0.4, 0.4, MIDDLE], [start, start, end, end], color="grey", linewidth=0.9)
+        axis.text(MIDDLE, end, "+", ha="center", va="center", fontsize=9,
+                  bbox=dict(boxstyle="circle,pad=0.1", facecolor="white", linewidth=0.7))  # fmt: skip

@@ -1,0 +1,73 @@
+"""W as it is, of every layer and head, the diagonal masked (paper, supplement)."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from deit_gka.figures.measures import diagonal_mass
+from deit_gka.figures.sheet import GREY, Subject, bare, coloured, label_layers, linear, save, sheet
+
+SATURATED = 0.995  # a few pairs of equal patches would leave the rest dark
+
+
+def off_diagonal(weights: torch.Tensor) -> torch.Tensor:
+    """The entries of square matrices without their diagonals, (..., N, N) -> (..., N (N - 1))."""
+    size = weights.shape[-1]
+    return weights[..., ~torch.eye(size, dtype=torch.bool)]
+
+
+def subsample(weights: torch.Tensor, tokens: int) -> torch.Tensor:
+    """The rows and columns of `tokens` tokens, evenly spread from the first to the last; all if there are no more."""
+    count = weights.shape[-1]
+    if not 0 < tokens < count:
+        return weights
+    kept = torch.linspace(0, count - 1, tokens).round().long()
+    return weights[..., kept, :][..., kept]
+
+
+def matrix_picture(weights: torch.Tensor, norm, prefix: int) -> np.ndarray:
+    """W, (N, N), in colours: the diagonal grey, rows and columns of the `prefix` broad and apart from the patches'."""
+    picture = coloured(weights, norm)
+    picture[range(len(weights)), range(len(weights))] = np.uint8(np.multiply(255, GREY))
+    if not prefix:
+        return picture
+    broad = max(1, len(weights) // 40)
+    for axis in (0, 1):
+        before, patches = np.split(picture, [prefix], axis=axis)
+        before = np.repeat(before, broad, axis=axis)
+        gap = np.full_like(np.take(before, [0], axis=axis).repeat(max(1, broad // 2), axis=axis), 255)
+        picture = np.concatenate([before, gap, patches], axis=axis)
+    return picture
+
+
+def draw_matrices(subjects: Sequence[Subject], folder: Path, tokens: int = -1) -> list[Path]:
+    """Draw a contact sheet for every image: layers across, heads down. tokens: how many are drawn, -1 = all."""
+    return [_draw_sheet(subject, subject.file(folder, "matrices"), tokens) for subject in subjects]
+
+
+def _draw_sheet(subject: Subject, path: Path, tokens: int) -> Path:
+    count, depth = subject.tokens.count, len(subject.layers)
+    drawn = min(count, tokens) if tokens > 0 else count
+    prefix = subject.tokens.prefix if drawn == count else int(subject.tokens.has_class)
+    before = f" The tokens before the patches ({prefix}) are drawn broad, apart from them." if prefix else ""
+    caption = subject.caption(
+        f"W of every head, {drawn} × {drawn} of {count} × {count}: queries down, keys across.{before} The diagonal is "
+        "grey; below a matrix: its mass (the mean weight that a token gives itself) and the largest weight off it. "
+        f"The colours of a matrix run over its own range off the diagonal, up to the {SATURATED:.1%} quantile."
+    )
+    margins, title = (0.5, 0.3, 0.75, 0.3), "Attention matrices W without their diagonal"
+    figure, axes = sheet(subject.num_heads, depth, (1.45, 1.45), title, caption, margins, (0.1, 0.24))
+    bare(axes, fontsize=7)
+    label_layers(axes, subject)
+    for column, layer in zip(axes.T, subject.layers):
+        for axis, weights, mass in zip(column, layer.weights, diagonal_mass(layer.weights)):
+            shown = subsample(weights, tokens)
+            off = off_diagonal(shown)
+            picture = matrix_picture(shown, linear(off[off <= float(np.quantile(off.numpy(), SATURATED))]), prefix)
+            axis.imshow(picture, interpolation="none")
+            axis.set_xlabel(f"diagonal {mass:.3f}, max {off_diagonal(weights).max():#.2g}", labelpad=2)
+    for head, axis in enumerate(axes[:, 0], start=1):
+        axis.set_ylabel(f"head {head}", fontsize=9)
+    return save(figure, path)

@@ -1,0 +1,90 @@
+"""Where the tokens of an image are, and numbers that say in short what a matrix W does.
+
+Tokens are the prefix (class, distillation, registers: timm puts them first) and then the patches row by row, so that
+the patch in row r and column c is token prefix + columns * r + c.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The layout of a ViT's tokens."""
+
+    grid: tuple[int, int]  # rows, columns of patches
+    patch: tuple[int, int]  # height, width in pixels
+    prefix: int = 1
+    has_class: bool = True  # the first token of the prefix is the class token
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "Tokens":
+        """The layout of one of timm's vision transformers."""
+        embed, prefix = model.patch_embed, model.num_prefix_tokens
+        return cls(embed.grid_size, embed.patch_size, prefix, prefix > 0 and model.has_class_token)
+
+    @property
+    def count(self) -> int:
+        return self.prefix + self.grid[0] * self.grid[1]
+
+    @property
+    def reader(self) -> str:
+        """Whose row `read` gives, in words."""
+        return "CLS row" if self.has_class else "mean row of the patches (the model has no class token)"
+
+    def token(self, row: int, column: int) -> int:
+        """The number of the token of a patch."""
+        return self.prefix + self.grid[1] * row + column
+
+    def read(self, weights: torch.Tensor) -> torch.Tensor:
+        """The row that stands for the image, (..., N, N) -> (..., N): the class token's, else the patches' mean."""
+        return weights[..., 0, :] if self.has_class else weights[..., self.prefix :, :].mean(-2)
+
+    def patches(self, rows: torch.Tensor) -> torch.Tensor:
+        """The weights of the patches where these are in the image, (..., N) -> (..., *grid)."""
+        return rows[..., self.prefix :].unflatten(-1, self.grid)
+
+    def queries(self) -> list[tuple[int, int]]:
+        """The paper's four patches, (row, column): upper left, centre, lower right, upper right."""
+        quarter, half, three = ([side * part // 4 for side in self.grid] for part in (1, 2, 3))
+        return [(quarter[0], quarter[1]), (half[0], half[1]), (three[0], three[1]), (quarter[0], three[1])]
+
+    def distances(self) -> torch.Tensor:
+        """Pixels between the centres of any two patches, (R * C, R * C)."""
+        rows, columns = (torch.arange(side) * pixels for side, pixels in zip(self.grid, self.patch))
+        centres = torch.cartesian_prod(rows, columns).float()
+        return torch.cdist(centres, centres, compute_mode="donot_use_mm_for_euclid_dist")
+
+
+def diagonal_mass(weights: torch.Tensor) -> torch.Tensor:
+    """The mean weight that a token gives itself, (..., N, N) -> (...)."""
+    return weights.diagonal(dim1=-2, dim2=-1).mean(-1)
+
+
+def entropy(rows: torch.Tensor) -> torch.Tensor:
+    """Entropy in nats, (..., N) -> (...); 0 log 0 is 0."""
+    return torch.special.entr(rows).sum(-1)
+
+
+def effective_tokens(weights: torch.Tensor) -> torch.Tensor:
+    """exp(entropy) of a row, the mean over rows: 1 for the identity, N for uniform W. (..., N, N) -> (...)."""
+    return entropy(weights).exp().mean(-1)
+
+
+def median_distance(features: torch.Tensor) -> torch.Tensor:
+    """The median of |x_i - x_j| over the pairs of different tokens, by head: (N, H, D) -> (H,)."""
+    heads = features.transpose(0, 1)
+    pairs = torch.ones(heads.shape[1], heads.shape[1]).triu(1).bool()
+    return torch.cdist(heads, heads)[:, pairs].median(-1).values
+
+
+def attended_distance(weights: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+    """How far patches look, in pixels: the distance to the patches, weighted by W. (..., N, N) -> (...).
+
+    W is normalised over the patches, and the mean is over the queries. Weight on the query itself is at distance 0.
+    """
+    among = weights[..., tokens.prefix :, tokens.prefix :]
+    among = among / among.sum(-1, keepdim=True).clamp(min=torch.finfo(among.dtype).tiny)
+    return (among * tokens.distances()).sum(-1).mean(-1)

@@ -1,0 +1,69 @@
+"""Attention rollout: how much of every patch reaches the CLS token through all layers (paper, supplement; Abnar and
+Zuidema 2020, arXiv 2005.00928)."""
+
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from deit_gka.figures.measures import Tokens
+from deit_gka.figures.sheet import Subject, bare, cell_size, linear, overlay, save, scale, sheet
+
+DISCARD_RATIOS = (0.0, 0.5, 0.9)
+
+
+def rollout(weights: Sequence[torch.Tensor], tokens: Tokens, discard: float = 0.0) -> torch.Tensor:
+    """R = Â_L ... Â_1, (N, N), whose rows sum to 1. weights: W of every layer, (H, N, N).
+
+    Â is the mean over heads, without what is below its `discard` quantile, plus I, normalised by rows. The last layer
+    comes first in the product: its CLS row is what leaves the network. What a token gives the class token is never
+    discarded. A token that loses its whole row keeps itself, by I.
+    """
+    total = torch.eye(tokens.count, dtype=torch.float64)
+    for layer in weights:
+        mean = layer.double().mean(0)
+        if discard:
+            low = mean < float(np.quantile(mean.numpy(), discard))
+            if tokens.has_class:
+                low[:, 0] = False
+            mean = mean.masked_fill(low, 0)
+        augmented = 0.5 * mean + 0.5 * torch.eye(len(mean), dtype=mean.dtype)
+        total = augmented / augmented.sum(-1, keepdim=True) @ total
+    return total
+
+
+def draw_rollout(subjects: Sequence[Subject], folder: Path) -> list[Path]:
+    """Draw a row for every subject: the image, then the rollout at the discard ratios over it, on one scale."""
+    heading = "Attention rollout: what reaches the " + ("CLS token" if subjects[0].tokens.has_class else "mean patch")
+    abouts = ". ".join(dict.fromkeys(subject.about for subject in subjects))
+    caption = (
+        f"{abouts}. R = Â_L ⋯ Â_1 with Â = ½ mean over heads + ½ I, rows normalised; {subjects[0].tokens.reader} of R "
+        "over the patches, in multiples of an equal share (1 / tokens), on one scale for a row. Weights below the "
+        "quantile are zeroed before I is added; those to the class token are kept. Below a map: the part of that "
+        "row that is on patches, the rest is on the tokens before them."
+    )
+    size = cell_size(subjects[0], 2.3)
+    names = ["\n".join(textwrap.wrap(subject.model, int(size[1] * 15))) for subject in subjects]
+    left = 0.3 + 0.12 * max(1 + name.count("\n") for name in names)
+    figure, axes = sheet(
+        len(subjects), 1 + len(DISCARD_RATIOS), size, heading, caption, (left, 0.75, 0.72, 0.32), (0.06, 0.3)
+    )
+    bare(axes)
+    for axis, ratio in zip(axes[0, 1:], DISCARD_RATIOS):
+        axis.set_title(f"discard ratio {ratio:g}", fontsize=9)
+    for row, name, subject in zip(axes, names, subjects):
+        layers, tokens = [layer.weights for layer in subject.layers], subject.tokens
+        rows = [tokens.read(rollout(layers, tokens, ratio)) for ratio in DISCARD_RATIOS]
+        maps = [tokens.patches(values * tokens.count).float() for values in rows]
+        norm = linear(torch.stack(maps))
+        row[0].imshow(subject.pixels)
+        row[0].set_ylabel(name, fontsize=7)
+        row[0].set_xlabel(subject.image)
+        for axis, values, patches in zip(row[1:], rows, maps):
+            axis.imshow(overlay(subject.pixels, patches, norm))
+            share = float(values[tokens.prefix :].sum())
+            axis.set_xlabel(f"{share:.1%} on patches" if share > 1e-6 else "nothing left on patches")
+        scale(figure, norm, row[-1], (1.04, 0, 0.06, 1), "× equal share")
+    return [save(figure, folder / "rollout.png")]

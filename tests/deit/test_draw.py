@@ -1,0 +1,155 @@
+"""The command that draws the figures: which files, what the captions say, which mistakes it names."""
+
+import pytest
+from matplotlib.figure import Figure
+from PIL import Image
+
+import tiny_vision
+from deit_gka import draw
+from deit_gka.draw import FAMILIES, NEED_SIGMA, DrawConfig, demo_run, main, photographs
+from deit_gka.model.checkpoints import build
+from tiny_vision import SHAPE, SIZE
+from trainkit import checkpoint
+from trainkit.cli import run
+from vision_runs import in_process
+
+PER_IMAGE = ("cls_maps", "patch_to_patch", "evolution", "matrices", "operator")
+TINY = ["--model-kwargs", "img_size=16", *(f"{key}={value}" for key, value in SHAPE.items())]
+GKA, SOFTMAX = "deit_tiny_gka_patch16_224", "deit_tiny_patch16_224"
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """File name -> the figure that would be written there; nothing is rendered."""
+    kept = {}
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, **options: kept.update({path.name: self}))
+    return kept
+
+
+@pytest.fixture
+def photo(tmp_path):
+    path = tmp_path / "stripes.png"
+    tiny_vision.photo(0).save(path)
+    return path
+
+
+def drawn(*flags):
+    run(main, DrawConfig, [str(flag) for flag in flags])
+
+
+def words(figure):
+    """Title and caption in one line."""
+    return " ".join(" ".join(text.get_text() for text in figure.texts).split())
+
+
+def vision_run(folder, name=GKA):
+    """A run's folder with one checkpoint and no training behind it."""
+    about = {"name": name, "num_classes": 10, "input_size": SIZE, "kwargs": SHAPE}
+    model = build(name, 10, SIZE, **SHAPE)
+    recipe = {"crop_pct": 1.0, "input_size": SIZE}
+    state = {"classes": list("0123456789"), "model": about, "train_config": recipe, "epoch": 3, "trained_on": "digits"}
+    checkpoint.save(folder / "checkpoints", 7, {"model": dict(model.state_dict())}, state)
+    return folder
+
+
+def test_every_family_is_written_as_png_and_pdf(tmp_path, photo):
+    drawn("--model", GKA, *TINY, "--image", photo, "--out", tmp_path / "out", "--tokens", 9)
+    (folder,) = (tmp_path / "out").iterdir()
+    names = {f"{family}-stripes" if family in PER_IMAGE else family for family in FAMILIES}
+    assert {path.name for path in folder.iterdir()} == {f"{name}.{form}" for name in names for form in ("png", "pdf")}
+    for name in names:
+        assert min(Image.open(folder / f"{name}.png").size) > 300
+        assert (folder / f"{name}.pdf").read_bytes().startswith(b"%PDF")
+
+
+def test_untrained_models_and_the_two_photographs_are_named(figures, tmp_path):
+    drawn("--model", GKA, *TINY, "--out", tmp_path)
+    assert {"cls_maps-china.png", "cls_maps-flower.png", "rollout.pdf"} <= figures.keys()
+    assert len(figures) == 2 * (len(FAMILIES) + len(PER_IMAGE))
+    for name, figure in figures.items():
+        assert "random initialisation" in words(figure), name
+        assert "china" in words(figure) + str([axis.get_xlabel() for axis in figure.axes]) or "flower" in name
+
+
+def test_models_without_bandwidth_skip_what_needs_one(figures, tmp_path, photo, capsys):
+    drawn("--model", SOFTMAX, *TINY, "--image", photo, "--out", tmp_path)
+    assert len(figures) == 2 * (len(FAMILIES) - len(NEED_SIGMA))
+    said = capsys.readouterr().out
+    assert all(f"{family}: not drawn" in said for family in NEED_SIGMA)
+
+
+@pytest.mark.parametrize(
+    "name, settings",
+    [
+        (GKA, ["img_size=[16,24]"]),
+        (GKA, ["attention=GA", "reg_tokens=2"]),
+        ("deit_tiny_gka_distilled_patch16_224", []),
+        ("vit_tiny_patch16_224", ["attn_layer=gka", "class_token=false", "global_pool=avg"]),
+        ("vit_tiny_patch16_224", ["attn_layer=AG", "class_token=false", "global_pool=avg", "reg_tokens=2"]),
+    ],
+    ids=str,
+)
+def test_other_layouts_of_tokens_are_drawn(name, settings, figures, tmp_path, photo):
+    drawn("--model", name, *TINY, *settings, "--image", photo, "--out", tmp_path, "--tokens", 5)
+    assert len(figures) == 2 * len(FAMILIES)
+    no_class = "class_token=false" in settings
+    assert ("no class token" in words(figures["cls_maps-stripes.png"])) == no_class
+    assert ("mean patch" in words(figures["rollout.png"])) == no_class
+
+
+def test_another_image_size_changes_the_grid(figures, tmp_path, photo):
+    drawn("--model", GKA, *TINY, "--image", photo, "--image-size", 24, 32, "--family", "matrices", "--out", tmp_path)
+    assert "24 × 32 pixels; 49 tokens: 6 × 8 patches and 1 before them" in words(figures["matrices-stripes.png"])
+
+
+def test_a_run_and_its_twin(figures, tmp_path, photo, capsys):
+    gka, softmax = (vision_run(tmp_path / name, model) for name, model in (("ours", GKA), ("twin", SOFTMAX)))
+    drawn("--run", gka, "--twin", softmax, "--image", photo, "--out", tmp_path / "out", "--family", "rollout", "sigma")
+    about = f"ours ({GKA}), raw weights after 3 epochs of digits"
+    assert about in words(figures["sigma.png"]) and f"twin ({SOFTMAX})" in words(figures["rollout.png"])
+    assert [axis.get_ylabel() for axis in figures["rollout.png"].axes if axis.get_ylabel()][:2] == ["ours", "twin"]
+    said = capsys.readouterr().out
+    assert said.count("relative error") == 2 and str(tmp_path / "out" / "ours" / "rollout.png") in said
+    drawn("--run", gka / "checkpoints" / "step_00000007", "--image", photo, "--family", "distance", "--out", tmp_path)
+    assert about in words(figures["distance.png"])
+
+
+def test_the_demos_model_is_the_default(figures, tmp_path, photo):
+    demo = tmp_path / "demo"
+    assert demo_run(demo) is None
+    vision_run(demo / "runs" / "digits-gka-50-seed1")
+    first = vision_run(demo / "runs" / "digits-gka-50-seed0")
+    assert demo_run(demo) == first
+    drawn("--demo", demo, "--image", photo, "--family", "distance", "--out", tmp_path)
+    assert "digits-gka-50-seed0" in words(figures["distance.png"])
+    assert draw.of_timm(DrawConfig()).about == f"{GKA}, random initialisation (seed 0)"
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (("--run", "x", "--model", GKA), "give either --run"),
+        (("--pretrained",), "go with --model"),
+        (("--model", GKA, "--image-size", 0), "--image-size is one side or height and width"),
+        (("--model", GKA, *TINY, "--image-size", 18), "multiples of the patch, 4 × 4"),
+        (("--model", "resnet18"), "is not a vision transformer"),
+        (("--run", "no/such/run"), "no checkpoint in no/such/run"),
+        (("--model", GKA, *TINY, "--tokens", 0), "--tokens must be at least 1"),
+    ],
+)
+def test_mistakes_are_one_line(flags, message, capsys):
+    assert message in in_process(main, DrawConfig, *flags, capsys=capsys)
+
+
+def test_mistakes_about_images_are_one_line(tmp_path, photo, capsys):
+    text, flags = tmp_path / "text.png", ("--model", GKA, *TINY)
+    text.write_text("not an image")
+    assert "is not an image" in in_process(main, DrawConfig, *flags, "--image", text, capsys=capsys)
+    missing = in_process(main, DrawConfig, *flags, "--image", tmp_path / "none.png", capsys=capsys)
+    assert "none.png: No such file" in missing
+    twice = in_process(main, DrawConfig, *flags, "--image", photo, photo, capsys=capsys)
+    assert "two images are called stripes" in twice
+
+
+def test_the_photographs_come_with_scikit_learn():
+    assert {name: image.size for name, image in photographs(()).items()} == {"china": (640, 427), "flower": (640, 427)}
