@@ -117,7 +117,7 @@ def _samples(folder, name):
 def test_a_missing_run_is_one_line(tmp_path, monkeypatch, capsys):
     from nanochat_gka import harness
 
-    flags = ["--model", "gka", "--model_args", f"run={tmp_path}", "--tasks", "wikitext"]
+    flags = ["--model", "gka", "--model_args", f"run={tmp_path}", "--tasks", "wikitext", "--device", "cpu"]
     monkeypatch.setattr(sys, "argv", ["harness", *flags])
     with pytest.raises(SystemExit) as exit_info:
         harness.main()
