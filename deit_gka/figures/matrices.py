@@ -19,7 +19,7 @@ def off_diagonal(weights: torch.Tensor) -> torch.Tensor:
 
 
 def subsample(weights: torch.Tensor, tokens: int) -> torch.Tensor:
-    """The rows and columns of `tokens` tokens, evenly spread from the first to the last; all if there are no more."""
+    """The rows and columns of `tokens` tokens, evenly spread from first to last; all if there are fewer."""
     count = weights.shape[-1]
     if not 0 < tokens < count:
         return weights

@@ -136,7 +136,7 @@ def evaluate(
     """Accuracy and cross entropy of every model over the images of all processes, each counted once, in one pass.
 
     models: left in evaluation mode. advance: called after every batch. Returns, by name, top1 and top5 (percent), loss,
-    images, broken (left out). Raises UserError if there was no image to judge.
+    images, broken (left out). Raises UserError if every image is left out.
     """
     # Right at 1, right at 5, loss, images, broken
     sums = torch.zeros(len(models), 5, dtype=torch.float64, device=runtime.device)

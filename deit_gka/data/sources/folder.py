@@ -17,7 +17,7 @@ from trainkit.cli import UserError
 class Folder(Source):
     """`folder`/<class>/**/*: a class per subfolder, numbered in sorted order as torchvision does.
 
-    Raises UserError if there are no images, or a class has none.
+    Raises UserError if the folder, or a class in it, lacks images.
     """
 
     def __init__(self, name: str, split: str, folder: Path):

@@ -25,7 +25,7 @@ MAX_CLASSES = 1_000_000  # a larger label is a mistake
 class Tars(Source):
     """webdataset shards: KEY.jpg beside KEY.cls (an integer) or KEY.json (with "label" or "cls"). Nothing is extracted.
 
-    Raises UserError if there are no images or one has no label, and for a damaged tar.
+    Raises UserError if images or labels are missing, and for a damaged tar.
     """
 
     def __init__(self, name: str, split: str, root: Path, shards: list[Path]):
