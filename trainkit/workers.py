@@ -11,6 +11,8 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import BaseContext
 
@@ -48,6 +50,26 @@ def context(*packages: str) -> BaseContext:
         os.environ.update(own_values)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
     return server_context
+
+
+@contextmanager
+def interrupt_held_back() -> Iterator[None]:
+    """Let Ctrl-C act after the block, in which workers start.
+
+    A worker whose start is interrupted is in no list of processes to end: it would go on by itself, and complain that
+    the queues which it was to use are gone.
+    """
+    if threading.current_thread() is not threading.main_thread():  # which alone gets signals and may set handlers
+        yield
+        return
+    held_back: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, _: held_back.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if held_back:
+            signal.raise_signal(signal.SIGINT)
 
 
 def begin(on_sigterm=signal.SIG_DFL) -> None:

@@ -11,7 +11,7 @@ from nanochat_gka.data.tokenizer import Tokenizer
 from nanochat_gka.data.units import Unit, pack_unit, read_record
 from trainkit.cli import UserError
 from trainkit.progress import progress_bar
-from trainkit.workers import begin, context
+from trainkit.workers import begin, context, interrupt_held_back
 
 
 def pack_units(units: list[Unit], corpus: Path, sequence_len: int, out: Path, workers: int) -> list[dict]:
@@ -31,7 +31,8 @@ def pack_units(units: list[Unit], corpus: Path, sequence_len: int, out: Path, wo
     ):
         task = bar.add_task("packing", total=len(units), completed=len(records), status="")
         try:
-            futures = [pool.submit(_pack, unit, corpus, sequence_len, out) for unit in missing]
+            with interrupt_held_back():
+                futures = [pool.submit(_pack, unit, corpus, sequence_len, out) for unit in missing]
             for future in as_completed(futures):
                 record = future.result()
                 records[record["name"]] = {"new": True, **record}
