@@ -1,6 +1,7 @@
 """What the figures share: their subject, contact sheets with a caption, colours, PNG and PDF files."""
 
 import textwrap
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +33,7 @@ class Subject:
     pixels: np.ndarray  # (height, width, 3), 0 to 1
     tokens: Tokens
     layers: list[LayerMaps]  # without their B
+    probabilities: Callable[[torch.Tensor], torch.Tensor] | None = None  # pixels (B, height, width, 3) -> (B, classes)
 
     @property
     def num_heads(self) -> int:
