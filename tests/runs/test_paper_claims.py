@@ -30,7 +30,7 @@ def test_the_page_says_what_code_and_results_say():
 
 
 def test_a_page_out_of_date_ends_the_check_with_1(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(claims, "PAGE", tmp_path / "CLAIMS.md")
+    monkeypatch.setattr(claims, "FOLDER", tmp_path)
     monkeypatch.setattr(claims, "page", lambda: "new\n")
     (tmp_path / "CLAIMS.md").write_text("old\n")
     with pytest.raises(SystemExit) as left:
