@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from deit_gka.training.config import TrainConfig
+from nanochat_gka.core_metric.bundle import CORE_SIZES, PAPER_TASKS
 from runs.paper import claims, core_scores, measured, published
 from runs.paper.evidence import FAILS, HOLDS, UNTESTED, VERDICTS, accuracy, language, operator, runtime, sizes
 from runs.sections import sources as result_files
@@ -82,6 +83,10 @@ def test_arithmetic_on_the_printed_figures():
     assert core_scores.fitting_caps(core_scores.GKA) == [200]
     base = core_scores.fitting_caps(core_scores.BASE)
     assert max(core_scores.CAPS) in base and 200 not in base
+    note = published.notes("core_subset")[1]
+    assert f"fit {len(base):,} caps, the smallest {min(base):,}" in note
+    whole = [task for task in PAPER_TASKS if CORE_SIZES[task] <= min(base)]
+    assert f"{', '.join(whole[:-1])} and {whole[-1]} whole" in note
     whole = language.same_examples()
     assert whole.verdict == FAILS and "84/200, 65/100, 80/200, 55/200, 128/200, 109/200" in whole.measured
     assert "0.49x, but parameters 0.42x" in language.both_ratios_in_the_introduction().measured
