@@ -8,6 +8,7 @@ import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import nn
 
+from deit_gka.figures.groups import by_image
 from deit_gka.figures.maps import attention_maps
 from deit_gka.figures.measures import diagonal_mass, entropy
 from deit_gka.figures.sheet import (
@@ -23,6 +24,7 @@ from deit_gka.figures.sheet import (
     to_pixels,
 )
 from trainkit import plots
+from trainkit.plots import Figure
 
 
 def draw_cls_attention(
@@ -57,12 +59,12 @@ def cls_map(weights: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
     return weights[:, :, 0, -grid[0] * grid[1] :].unflatten(-1, grid)
 
 
-def draw_cls_maps(subjects: Sequence[Subject], folder: Path) -> list[Path]:
+def draw_cls_maps(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
     """Draw a contact sheet for every image: layers across, heads down, one scale for a layer. Returns the files."""
-    return [_draw_sheet(subject, subject.file(folder, "cls_maps")) for subject in subjects]
+    return [_draw_sheet(models[0], models[0].file(folder, "cls_maps")) for models in by_image(subjects)]
 
 
-def _draw_sheet(subject: Subject, path: Path) -> Path:
+def _draw_sheet(subject: Subject, path: Path) -> Figure:
     tokens, depth = subject.tokens, len(subject.layers)
     caption = subject.caption(
         f"{tokens.reader[0].upper()}{tokens.reader[1:]} of W over the patches, of every head, on one scale for a "
@@ -75,15 +77,18 @@ def _draw_sheet(subject: Subject, path: Path) -> Path:
     figure, axes = sheet(subject.num_heads, depth, size, title, caption, margins, (0.1, 0.22))
     bare(axes, fontsize=7)
     label_layers(axes, subject)
-    for column, layer in zip(axes.T, subject.layers):
+    table = []
+    for number, (column, layer) in enumerate(zip(axes.T, subject.layers), start=1):
         rows = tokens.read(layer.weights)
         maps = tokens.patches(rows)
         norm = linear(maps)
         own = rows[:, 0] if tokens.has_class else diagonal_mass(layer.weights[:, tokens.prefix :, tokens.prefix :])
-        for axis, patches, self_weight, nats in zip(column, maps, own, entropy(rows)):
+        numbers = zip(own.tolist(), entropy(rows).tolist())
+        for head, (axis, patches, (self_weight, nats)) in enumerate(zip(column, maps, numbers), start=1):
             axis.imshow(overlay(subject.pixels, patches, norm))
             axis.set_xlabel(f"self {self_weight:.3f}, {nats:.2f} nats", labelpad=2)
+            table.append({"layer": number, "head": head, "self-weight": self_weight, "entropy, nats": nats})
         scale_below(figure, norm, column[-1], size[1], gap=0.26)
     for head, axis in enumerate(axes[:, 0], start=1):
         axis.set_ylabel(f"head {head}", fontsize=9)
-    return save(figure, path)
+    return Figure(save(figure, path), title, caption, table)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from deit_gka.figures.groups import by_image
 from deit_gka.figures.matrices import matrix_picture, off_diagonal
 from deit_gka.figures.measures import diagonal_mass, effective_tokens
 from deit_gka.figures.sheet import (
@@ -19,14 +20,15 @@ from deit_gka.figures.sheet import (
     scale,
     sheet,
 )
+from trainkit.plots import Figure
 
 
-def draw_evolution(subjects: Sequence[Subject], folder: Path) -> list[Path]:
+def draw_evolution(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
     """Draw a sheet for every image: layers across; down, W, its CLS row, and that row over the image."""
-    return [_draw_sheet(subject, subject.file(folder, "evolution")) for subject in subjects]
+    return [_draw_sheet(models[0], models[0].file(folder, "evolution")) for models in by_image(subjects)]
 
 
-def _draw_sheet(subject: Subject, path: Path) -> Path:
+def _draw_sheet(subject: Subject, path: Path) -> Figure:
     tokens, depth = subject.tokens, len(subject.layers)
     means = torch.stack([layer.weights.mean(0) for layer in subject.layers])
     maps = tokens.patches(tokens.read(means))
@@ -43,15 +45,18 @@ def _draw_sheet(subject: Subject, path: Path) -> Path:
     for axis in axes.flat:
         axis.set_anchor("N")
     label_layers(axes, subject)
+    rows = []
     for column, layer, mean, patches in zip(axes.T, subject.layers, means, maps):
         column[0].imshow(matrix_picture(mean, off, tokens.prefix), interpolation="none")
         column[1].imshow(coloured(patches, norm), interpolation="none")
         column[2].imshow(overlay(subject.pixels, patches, norm))
-        sigma = "" if layer.sigma is None else f"\nσ {layer.sigma.mean():.2f}"
-        mass, effective = diagonal_mass(mean), effective_tokens(layer.weights).mean()
-        column[0].set_xlabel(f"diagonal {mass:.3f}{sigma}, eff. {effective:.0f}", labelpad=2)
+        sigma = None if layer.sigma is None else float(layer.sigma.mean())
+        mass, effective = float(diagonal_mass(mean)), float(effective_tokens(layer.weights).mean())
+        rows.append({"layer": len(rows) + 1, "sigma": sigma, "diagonal mass": mass, "effective tokens": effective})
+        words = "" if sigma is None else f"\nσ {sigma:.2f}"
+        column[0].set_xlabel(f"diagonal {mass:.3f}{words}, eff. {effective:.0f}", labelpad=2)
     for axis, name in zip(axes[:, 0], ("W", "CLS row" if tokens.has_class else "mean row", "over the image")):
         axis.set_ylabel(name, fontsize=9)
     for axis, chosen in zip(axes[:2, -1], (off, norm)):
         scale(figure, chosen, axis, (1.06, 0, 0.06, 1))
-    return save(figure, path)
+    return Figure(save(figure, path), title, caption, rows)

@@ -6,8 +6,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from deit_gka.figures.groups import by_image
 from deit_gka.figures.measures import diagonal_mass
 from deit_gka.figures.sheet import GREY, Subject, bare, coloured, label_layers, linear, save, sheet
+from trainkit.plots import Figure
 
 SATURATED = 0.995  # a few pairs of equal patches would leave the rest dark
 
@@ -42,12 +44,12 @@ def matrix_picture(weights: torch.Tensor, norm, prefix: int) -> np.ndarray:
     return picture
 
 
-def draw_matrices(subjects: Sequence[Subject], folder: Path, tokens: int = -1) -> list[Path]:
+def draw_matrices(subjects: Sequence[Subject], folder: Path, tokens: int = -1) -> list[Figure]:
     """Draw a contact sheet for every image: layers across, heads down. tokens: how many are drawn, -1 = all."""
-    return [_draw_sheet(subject, subject.file(folder, "matrices"), tokens) for subject in subjects]
+    return [_draw_sheet(models[0], models[0].file(folder, "matrices"), tokens) for models in by_image(subjects)]
 
 
-def _draw_sheet(subject: Subject, path: Path, tokens: int) -> Path:
+def _draw_sheet(subject: Subject, path: Path, tokens: int) -> Figure:
     count, depth = subject.tokens.count, len(subject.layers)
     drawn = min(count, tokens) if tokens > 0 else count
     prefix = subject.tokens.prefix if drawn == count else int(subject.tokens.has_class)
@@ -61,13 +63,17 @@ def _draw_sheet(subject: Subject, path: Path, tokens: int) -> Path:
     figure, axes = sheet(subject.num_heads, depth, (1.45, 1.45), title, caption, margins, (0.1, 0.24))
     bare(axes, fontsize=7)
     label_layers(axes, subject)
-    for column, layer in zip(axes.T, subject.layers):
-        for axis, weights, mass in zip(column, layer.weights, diagonal_mass(layer.weights)):
+    rows = []
+    for number, (column, layer) in enumerate(zip(axes.T, subject.layers), start=1):
+        masses = diagonal_mass(layer.weights).tolist()
+        for head, (axis, weights, mass) in enumerate(zip(column, layer.weights, masses), start=1):
             shown = subsample(weights, tokens)
             off = off_diagonal(shown)
             picture = matrix_picture(shown, linear(off[off <= float(np.quantile(off.numpy(), SATURATED))]), prefix)
             axis.imshow(picture, interpolation="none")
-            axis.set_xlabel(f"diagonal {mass:.3f}, max {off_diagonal(weights).max():#.2g}", labelpad=2)
+            most = float(off_diagonal(weights).max())
+            axis.set_xlabel(f"diagonal {mass:.3f}, max {most:#.2g}", labelpad=2)
+            rows.append({"layer": number, "head": head, "diagonal mass": mass, "largest off it": most})
     for head, axis in enumerate(axes[:, 0], start=1):
         axis.set_ylabel(f"head {head}", fontsize=9)
-    return save(figure, path)
+    return Figure(save(figure, path), title, caption, rows)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from deit_gka.figures.groups import by_image, by_model
 from deit_gka.figures.measures import Tokens, attended_distance
 from deit_gka.figures.sheet import (
     Subject,
@@ -18,6 +19,7 @@ from deit_gka.figures.sheet import (
     scale_below,
     sheet,
 )
+from trainkit.plots import Figure
 
 BOX = "cyan"
 
@@ -28,12 +30,12 @@ def query_maps(weights: torch.Tensor, tokens: Tokens) -> torch.Tensor:
     return tokens.patches(weights.mean(0)[rows])
 
 
-def draw_patch_to_patch(subjects: Sequence[Subject], folder: Path) -> list[Path]:
+def draw_patch_to_patch(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
     """Draw a contact sheet for every image: layers across; down, every query's map and the map over the image."""
-    return [_draw_sheet(subject, subject.file(folder, "patch_to_patch")) for subject in subjects]
+    return [_draw_sheet(models[0], models[0].file(folder, "patch_to_patch")) for models in by_image(subjects)]
 
 
-def _draw_sheet(subject: Subject, path: Path) -> Path:
+def _draw_sheet(subject: Subject, path: Path) -> Figure:
     tokens, depth = subject.tokens, len(subject.layers)
     names = ", ".join(f"({row}, {column})" for row, column in tokens.queries())
     caption = subject.caption(
@@ -45,10 +47,12 @@ def _draw_sheet(subject: Subject, path: Path) -> Path:
     figure, axes = sheet(8, depth, size, title, caption, margins=(0.7, 0.3, 0.75, 0.35))
     bare(axes)
     label_layers(axes, subject)
-    for column, layer in zip(axes.T, subject.layers):
+    rows = []
+    for depth, (column, layer) in enumerate(zip(axes.T, subject.layers), start=1):
         maps = query_maps(layer.weights, tokens)
         norm = logarithmic(maps)
         for number, (query, patches) in enumerate(zip(tokens.queries(), maps)):
+            rows.append({"layer": depth, "patch": str(query), "self-weight": float(patches[query])})
             raw, over = column[2 * number : 2 * number + 2]
             raw.imshow(coloured(patches, norm), interpolation="none")
             over.imshow(overlay(subject.pixels, patches, norm))
@@ -58,7 +62,7 @@ def _draw_sheet(subject: Subject, path: Path) -> Path:
     for number, (row, column) in enumerate(tokens.queries()):
         axes[2 * number, 0].set_ylabel(f"patch ({row}, {column})", fontsize=9)
         axes[2 * number + 1, 0].set_ylabel("over the image", fontsize=8)
-    return save(figure, path)
+    return Figure(save(figure, path), title, caption, rows)
 
 
 def box(axis, query: tuple[int, int], side: tuple[int, int], shift: float) -> None:
@@ -70,8 +74,9 @@ def box(axis, query: tuple[int, int], side: tuple[int, int], shift: float) -> No
     axis.add_patch(Rectangle(corner, width, height, fill=False, edgecolor=BOX, linewidth=1.2, clip_on=False, zorder=9))
 
 
-def draw_distances(subjects: Sequence[Subject], folder: Path) -> list[Path]:
+def draw_distances(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
     """Draw the mean attended distance in pixels over depth, a line for every head. Returns the file."""
+    subjects = by_model(subjects)[0]
     first, images = subjects[0], ", ".join(subject.image for subject in subjects)
     each = torch.stack(
         [torch.stack([attended_distance(layer.weights, s.tokens) for layer in s.layers]) for s in subjects]
@@ -82,7 +87,8 @@ def draw_distances(subjects: Sequence[Subject], folder: Path) -> list[Path]:
         f"in pixels of the model's {first.pixels.shape[0]} × {first.pixels.shape[1]}; mean over patches and over "
         f"{images}. Dashed: uniform attention, {uniform:.1f}. Dotted: one patch, {first.tokens.patch[1]}."
     )
-    figure, axes = sheet(1, 1, (7, 3.4), "Mean attended distance", caption, margins=(0.8, 1.5, 0.6, 0.6))
+    title = "Mean attended distance"
+    figure, axes = sheet(1, 1, (7, 3.4), title, caption, margins=(0.8, 1.5, 0.6, 0.6))
     axis, layers = axes[0, 0], range(1, len(first.layers) + 1)
     for head, line in enumerate(distances.T, start=1):
         axis.plot(layers, line, marker="o", markersize=4, label=f"head {head}")
@@ -91,4 +97,9 @@ def draw_distances(subjects: Sequence[Subject], folder: Path) -> list[Path]:
     axis.set(xlabel="layer", ylabel="pixels", xticks=layers, ylim=(0, None))
     axis.grid(alpha=0.3)
     axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
-    return [save(figure, folder / "distance.png")]
+    rows = [
+        {"layer": layer, "head": head, "pixels": float(value)}
+        for layer, heads in enumerate(distances, start=1)
+        for head, value in enumerate(heads, start=1)
+    ]
+    return [Figure(save(figure, folder / "distance.png"), title, caption, rows)]

@@ -1,5 +1,6 @@
 """What the figures share: their subject, pictures over the image, and the sheets and scales of `trainkit.figures`."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +38,7 @@ class Subject:
     pixels: np.ndarray  # (height, width, 3), 0 to 1
     tokens: Tokens
     layers: list[LayerMaps]  # without their B
+    probabilities: Callable[[torch.Tensor], torch.Tensor] | None = None  # pixels (B, height, width, 3) -> (B, classes)
 
     @property
     def num_heads(self) -> int:
