@@ -9,9 +9,12 @@ import torch
 from matplotlib.colors import Normalize
 
 from nanochat_gka.figures.measures import MEASURES, uniform
-from nanochat_gka.figures.subject import Subject, offsets_note
+from nanochat_gka.figures.subjects import Subject, caption
 from trainkit.figures.charts import heat_map
 from trainkit.figures.sheet import name_above, save, sheet
+from trainkit.plots import Figure
+
+UNIFORM = "uniform"  # the name of the row below the heads
 
 
 def head_table(subject: Subject, measure) -> np.ndarray:
@@ -21,28 +24,32 @@ def head_table(subject: Subject, measure) -> np.ndarray:
     )
 
 
-def draw_heads(subjects: Sequence[Subject], folder: Path) -> list[Path]:
-    """Draw a table for every measure, models side by side on one scale. Returns the file."""
-    first = subjects[0]
-    caption = first.caption(
+def draw_heads(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
+    """Draw a table for every measure, models side by side on one scale."""
+    words = caption(
+        subjects,
         "Means over the queries of the text from the second token on; the lowest row of a table is what a head that "
         "weights all tokens it sees alike would have. Effective tokens: exp(entropy of a row of W). The weight of "
         "the token itself is the mass of the diagonal; of the first token: what heads may leave there. The mean "
         "distance counts tokens back, weighted by W.",
-        *[f"Beside it: {subject.about}." for subject in subjects[1:]],
-        offsets_note(*subjects),
     )
     depth, heads = max(len(s.layers) for s in subjects), max(s.num_heads for s in subjects)
-    figure, axes = sheet(
-        len(MEASURES), len(subjects), (max(2.6, 0.42 * depth), max(1.4, 0.24 * (heads + 1))), "What every head does", caption,
-        (0.95, 0.75, 0.85, 0.5), (1.75, 0.75),
-    )  # fmt: skip
-    for row, (name, measure) in zip(axes, MEASURES.items()):
-        tables = [head_table(subject, measure) for subject in subjects]
-        norm = Normalize(min(map(np.min, tables)), max(map(np.max, tables)))
-        for axis, subject, values in zip(row, subjects, tables):
-            heat_map(figure, axis, values, name, norm, [*subject.head_names(), "uniform"])
+    cell, title = (max(2.6, 0.42 * depth), max(1.4, 0.24 * (heads + 1))), "What every head does"
+    margins, gaps = (0.95, 0.75, 0.85, 0.5), (1.75, 0.75)
+    figure, axes = sheet(len(MEASURES), len(subjects), cell, title, words, margins, gaps)
+    tables = {name: [head_table(subject, measure) for subject in subjects] for name, measure in MEASURES.items()}
+    for row, (name, values) in zip(axes, tables.items()):
+        norm = Normalize(min(map(np.min, values)), max(map(np.max, values)))
+        for axis, subject, of_model in zip(row, subjects, values):
+            heat_map(figure, axis, of_model, name, norm, [*subject.head_names(), UNIFORM])
             axis.axhline(subject.num_heads - 0.5, color="white", linewidth=3)
     for axis, subject in zip(axes[0], subjects):
-        name_above(axis, subject.name)
-    return [save(figure, folder / "heads.png")]
+        name_above(axis, subject.model)
+    rows = [
+        {"model": subject.model, "layer": number + 1, "head": head,
+         **{name: float(values[place][number, column]) for name, values in tables.items()}}
+        for place, subject in enumerate(subjects)
+        for number, layer in enumerate(subject.layers)
+        for column, head in enumerate([*subject.head_names(layer), UNIFORM])
+    ]  # fmt: skip
+    return [Figure(save(figure, folder / "heads.png"), title, words, rows)]
