@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from matplotlib.ticker import MaxNLocator
 
 from nanochat_gka.figures.subjects import Subject, caption
 from trainkit.figures.charts import heat_map
@@ -29,8 +30,8 @@ def draw_distances(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
     words = caption(
         subjects,
         "Above: σ over the median distance |x_i − x_j| of two tokens' features, after rotation and norm, by layer and "
-        "head. Below: both of them, and the line where they are equal. Two tokens at the median distance d have the "
-        "affinity exp(−d² / 2σ²): 0.61 where σ = d, 0.14 where it is half of d, 0.88 where it is twice d. σ alone "
+        "head. Below: one against the other; dashed: where they are equal. Two tokens at the median distance d have "
+        "the affinity exp(−d² / 2σ²): 0.61 where σ = d, 0.14 where it is half of d, 0.88 where it is twice d. σ alone "
         "cannot be compared across layers.",
     )
     depth, heads = max(len(s.layers) for s in subjects), max(s.num_heads for s in subjects)
@@ -43,16 +44,19 @@ def draw_distances(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
         name_above(table, subject.model)
         for number, layer in enumerate(subject.layers):
             if layer.sigma is not None:
-                chart.scatter(medians[number], sigmas[number], s=18, label=f"layer {number + 1}")
                 rows += [
                     {"model": subject.model, "layer": number + 1, "head": name, "σ": float(sigma),
                      "median distance": float(median), "σ / median distance": float(sigma / median)}
                     for name, sigma, median in zip(subject.head_names(), sigmas[number], medians[number])
                 ]  # fmt: skip
+        numbers = np.repeat(np.arange(1, len(medians) + 1), medians.shape[1])
+        points = chart.scatter(medians.ravel(), sigmas.ravel(), c=numbers, s=18, cmap="viridis", vmin=1, vmax=depth)
         end = 1.08 * max(np.nanmax(medians), np.nanmax(sigmas))
-        chart.plot((0, end), (0, end), color="black", linestyle="--", linewidth=1, label="equal")
+        chart.plot((0, end), (0, end), color="black", linestyle="--", linewidth=1)
         chart.set(xlabel="median distance", ylabel="σ", xlim=(0, end), ylim=(0, end))
         chart.grid(alpha=0.3)
-        columns = 1 + depth // 14
-        chart.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, ncols=columns)
+        box = chart.get_position()
+        bar = figure.colorbar(points, cax=figure.add_axes((box.x1 + 0.01, box.y0, 0.008, box.height)), label="layer")
+        bar.ax.yaxis.set_major_locator(MaxNLocator(integer=True))
+        bar.ax.tick_params(labelsize=7)
     return [Figure(save(figure, folder / "distances.png"), title, words, rows)]

@@ -17,12 +17,25 @@ from trainkit.plots import Figure
 
 WIDTH, LARGEST, SMALLEST = 12.0, 2.4, 1.45  # inches: of all pictures beside each other, of one at most, at least
 SMALLEST_FONT = 3.2  # points
+MOST_COLUMNS = 24  # of a sheet with models side by side
 HIDDEN = 232  # grey of what the mask hides
 
 
 def scale_of(count: int) -> LogNorm:
     """From a tenth of an equal share of `count` tokens, rounded down to a power of ten, up to 1."""
     return LogNorm(10.0 ** math.floor(math.log10(0.1 / count)), 1.0, clip=True)
+
+
+def arrange(subjects: Sequence[Subject]) -> tuple[tuple[int, int], list[tuple[int, int]]]:
+    """Rows and columns of the sheet, and of every model its first row and column.
+
+    Models are side by side with an empty column between them, or, if they have many layers, below each other.
+    """
+    heads = [subject.num_heads + 1 for subject in subjects]  # and an empty one after them
+    depths = [len(subject.layers) + 1 for subject in subjects]
+    if sum(depths) - 1 <= MOST_COLUMNS:
+        return (max(heads) - 1, sum(depths) - 1), [(0, sum(depths[:number])) for number in range(len(subjects))]
+    return (sum(heads) - 1, max(depths) - 1), [(sum(heads[:number]), 0) for number in range(len(subjects))]
 
 
 def matrix_picture(weights: torch.Tensor, norm) -> np.ndarray:
@@ -33,14 +46,14 @@ def matrix_picture(weights: torch.Tensor, norm) -> np.ndarray:
 
 
 def draw_matrices(subjects: Sequence[Subject], folder: Path, tokens: int = TOKENS) -> list[Figure]:
-    """Draw a contact sheet: layers across, heads down, the models side by side.
+    """Draw a contact sheet: layers across, heads down, the models side by side or below each other.
 
     tokens: how many of the text are drawn, -1 = all. No query sees what comes later, so these rows are whole.
     """
     first = subjects[0]
     count = len(first.words) if tokens < 0 else min(tokens, len(first.words))
-    columns = sum(len(subject.layers) + 1 for subject in subjects) - 1  # an empty one between two models
-    side = min(LARGEST, max(SMALLEST, WIDTH / columns))
+    shape, corners = arrange(subjects)
+    side = min(LARGEST, max(SMALLEST, WIDTH / shape[1]))
     font = min(7.0, 0.85 * 72 * side / count)
     part = "" if count == len(first.words) else f"The first {count} of {len(first.words)} tokens are drawn."
     words = caption(
@@ -53,17 +66,16 @@ def draw_matrices(subjects: Sequence[Subject], folder: Path, tokens: int = TOKEN
     labels = first.words[:count] if font >= SMALLEST_FONT else []
     longest = max(map(len, labels), default=0) * font * 0.62 / 72
     margins = (0.5 + longest, 0.9, 0.85, 0.3 + longest)
-    heads, title = max(subject.num_heads for subject in subjects), "Attention matrices W over tokens"
-    figure, axes = sheet(heads, columns, (side, side), title, words, margins, (0.1, 0.25))
+    title = "Attention matrices W over tokens"
+    figure, axes = sheet(*shape, (side, side), title, words, margins, (0.1, 0.25))
     bare(axes, fontsize=6.5)
-    norm, left, table = scale_of(count), 0, []
-    for subject in subjects:
-        right = left + len(subject.layers)
-        table += _draw_subject(axes[: subject.num_heads, left:right], subject, count, norm)
-        _label(axes[: subject.num_heads, left:right], labels, font)
-        for unused in [*axes[subject.num_heads :, left:right].flat, *axes[:, right : right + 1].flat]:
-            unused.set_visible(False)
-        left = right + 1
+    for axis in axes.flat:
+        axis.set_visible(False)
+    norm, table = scale_of(count), []
+    for subject, (top, left) in zip(subjects, corners):
+        block = axes[top : top + subject.num_heads, left : left + len(subject.layers)]
+        table += _draw_subject(block, subject, count, norm)
+        _label(block, labels, font)
     scale(figure, norm, axes[0, -1], (1.06, 0, 0.06, 1), "weight")
     return [Figure(save(figure, folder / "matrices.png"), title, words, table)]
 
@@ -73,6 +85,8 @@ def _draw_subject(axes, subject: Subject, count: int, norm) -> list[dict]:
     label_layers(axes, subject)
     name_above(axes[0, 0], subject.model)
     table = []
+    for axis in axes.flat:
+        axis.set_visible(True)
     for number, (column, layer) in enumerate(zip(axes.T, subject.layers), start=1):
         shown, names = layer.reads[:, :count, :count], subject.head_names(layer)
         masses = self_weight(shown).tolist(), previous_weight(shown).tolist()

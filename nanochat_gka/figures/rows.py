@@ -17,9 +17,11 @@ LINE_CHARACTERS = 110
 FONT_SIZE = 6.5  # points
 CHARACTER = FONT_SIZE / 72 * 1233 / 2048  # inches; the font's width of every character over its height
 LINE = 0.13  # inches
-MOST_LINES = 64  # of one query, if the layers are not named
+MOST_LINES = 96  # of one query, if the layers are not named
 TOKENS = 64  # of the text that are drawn
+AFTER = 10  # tokens after the last query, which no row weights
 CMAP, EDGE, HIDDEN = "YlOrRd", "tab:blue", "0.78"
+DARK = 0.45  # the weight from which on the colour is too dark for black letters
 
 
 def draw_rows(
@@ -37,6 +39,7 @@ def draw_rows(
     first = subjects[0]
     words = first.words if tokens < 0 else first.words[:tokens]
     queries = queries or choose(words)
+    words = words[: max(queries) + 1 + AFTER]
     places, depth = place_words(words), max(len(subject.layers) for subject in subjects)
     lines, width = 1 + places[-1][0], max(column + len(word) for word, (_, column) in zip(words, places))
     chosen = layers or spread_layers(depth, lines * first.num_heads)
@@ -105,7 +108,8 @@ def _draw_block(axis, subject: Subject, chosen: Sequence[int], words, places, qu
             axis.text(-1, top + 0.5, f"layer {number + 1} head {name}", ha="right", **font)
             axis.text(right, top + 0.5, f"{effective:5.1f}", **font)
             for token, (word, (line, column)) in enumerate(zip(words, places)):
-                axis.text(column, top + line + 0.5, word, color="black" if token in visible else HIDDEN, **font)
+                colour = HIDDEN if token not in visible else "white" if row[token] > DARK else "black"
+                axis.text(column, top + line + 0.5, word, color=colour, **font)
             corners = [_corners(words[token], places[token], top) for token in visible]
             colours = coloured(row[visible.start : visible.stop], norm, CMAP) / 255
             axis.add_collection(PolyCollection(corners, facecolors=colours, linewidths=0))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from gka import KINDS
 from nanochat_gka.figures.maps import LayerMaps, extract
-from nanochat_gka.figures.words import shown
+from nanochat_gka.figures.words import printable, shown
 from nanochat_gka.model.checkpoints import Loaded, load, run_folder
 from nanochat_gka.model.config import OFFSET_LETTERS, GPTConfig
 from trainkit.cli import UserError
@@ -65,7 +65,7 @@ class Subject:
 def caption(subjects: Sequence[Subject], *sentences: str) -> str:
     """What the models are and read, the sentences, and what letters at heads mean, where there are any."""
     first = subjects[0]
-    text = textwrap.shorten(first.text, QUOTED, placeholder=" …")
+    text = printable(textwrap.shorten(first.text, QUOTED, placeholder=" …"))
     read = f'Text: "{text}", {len(first.words)} tokens; the first one begins the document.'
     offsets = OFFSETS if any(subject.config.head_offsets for subject in subjects) else ""
     return " ".join(filter(None, [f"{'; '.join(s.about for s in subjects)}.", read, *sentences, offsets]))

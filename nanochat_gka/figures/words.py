@@ -14,10 +14,14 @@ SHOWN_AS = {"\n": "↵", "\r": "↵", "\t": "→"}
 
 def shown(tokenizer: Tokenizer, token: int) -> str:
     """A token as it is printed: line breaks and tabs as arrows, other bytes as \\x.., glyphs the font lacks as ▯."""
-    text = tokenizer.encoding.decode_single_token_bytes(token).decode(errors="backslashreplace")
-    text = "".join(SHOWN_AS.get(character, character) for character in text)
-    text = "".join(character if ord(character) in _glyphs() else "▯" for character in text)
+    text = printable(tokenizer.encoding.decode_single_token_bytes(token).decode(errors="backslashreplace"))
     return text if len(text) <= LONGEST_WORD else text[: LONGEST_WORD - 1] + "…"
+
+
+def printable(text: str) -> str:
+    """The text with arrows for line breaks and tabs, and ▯ for every character that the font lacks."""
+    arrows = "".join(SHOWN_AS.get(character, character) for character in text)
+    return "".join(character if ord(character) in _glyphs() else "▯" for character in arrows)
 
 
 @cache

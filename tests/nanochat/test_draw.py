@@ -104,6 +104,7 @@ def test_a_page_has_the_words_and_numbers_of_every_figure(runs, figures, tmp_pat
     for name, draw in FAMILIES.items():
         (figure,) = draw(subjects, tmp_path)
         assert figure.path == tmp_path / f"{name}.png" and figure.path.name in figures
+        assert not any(text.get_parse_math() for text in figures[figure.path.name].texts)  # the text has two $
         assert "".join(words(figures[figure.path.name]).split()) == "".join((figure.title + figure.caption).split())
         assert figure.rows and len({tuple(row) for row in figure.rows}) == 1 and "NaN" not in json.dumps(figure.rows)
         with_sigma = {"gka", "offsets"}

@@ -24,11 +24,17 @@ def heat_map(
     for layer, head in np.ndindex(depth, heads):
         value = values[layer, head]
         colour = "white" if value > middle else "black"
-        words = "–" if np.isnan(value) else f"{value:#.3g}"
+        words = "–" if np.isnan(value) else in_cell(value)
         axis.text(layer, head, words, ha="center", va="center", fontsize=7, color=colour)
     box = axis.get_position()
     bar = figure.colorbar(shown, cax=figure.add_axes((box.x1 + 0.01, box.y0, 0.008, box.height)))
     bar.ax.tick_params(labelsize=7)
+
+
+def in_cell(value: float) -> str:
+    """A number of at least 0 with three digits that count, but never more than three after the point."""
+    decimals = 2 - int(np.floor(np.log10(max(value, 0.1))))
+    return f"{value:.{max(0, decimals)}f}"
 
 
 def lines(axis, values: np.ndarray, title: str, label: str) -> None:
