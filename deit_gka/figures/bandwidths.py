@@ -9,6 +9,7 @@ import numpy as np
 from deit_gka.figures.groups import by_model
 from deit_gka.figures.measures import effective_tokens, median_distance
 from deit_gka.figures.sheet import Subject, save, sheet
+from trainkit.figures.charts import heat_map, lines
 from trainkit.plots import Figure
 
 
@@ -71,31 +72,3 @@ def draw_bandwidths(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
 def number(value: np.floating) -> float | None:
     """A cell of a table; None where there is nothing to measure."""
     return None if np.isnan(value) else float(value)
-
-
-def heat_map(figure, axis, values: np.ndarray, title: str) -> None:
-    """Heads down, layers across, the values written into the cells. values: (L, H); NaN is grey."""
-    shown = axis.imshow(values.T, cmap="YlOrRd", aspect="auto")
-    axis.set_facecolor("lightgrey")
-    depth, heads = values.shape
-    axis.set(xticks=range(depth), yticks=range(heads), xticklabels=range(1, depth + 1))
-    axis.set(yticklabels=range(1, heads + 1), xlabel="layer", ylabel="head")
-    axis.set_title(title, fontsize=10)
-    middle = (np.nanmin(values) + np.nanmax(values)) / 2
-    for layer, head in np.ndindex(depth, heads):
-        value = values[layer, head]
-        colour = "white" if value > middle else "black"
-        words = "–" if np.isnan(value) else f"{value:#.3g}"
-        axis.text(layer, head, words, ha="center", va="center", fontsize=7, color=colour)
-    box = axis.get_position()
-    bar = figure.colorbar(shown, cax=figure.add_axes((box.x1 + 0.01, box.y0, 0.008, box.height)))
-    bar.ax.tick_params(labelsize=7)
-
-
-def lines(axis, values: np.ndarray, title: str, label: str) -> None:
-    """A line for every head over depth. values: (L, H)."""
-    for head, line in enumerate(values.T, start=1):
-        axis.plot(range(1, len(line) + 1), line, marker="o", markersize=4, label=f"head {head}")
-    axis.set(xlabel="layer", ylabel=label, xticks=range(1, len(values) + 1))
-    axis.set_title(title, fontsize=10)
-    axis.grid(alpha=0.3)

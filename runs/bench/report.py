@@ -23,7 +23,7 @@ from runs.bench.targets import Target, flops_ratio, over, targets
 from trainkit.cli import UserError, run
 from trainkit.distributed import setup
 from trainkit.progress import console
-from trainkit.results import describe_hardware
+from trainkit.results import describe_hardware, is_processor
 
 TITLES = {"attention": "The operator", "deit": "Vision transformers", "gpt": "Language models"}
 UNITS = {"attention": "", "deit": "images/s", "gpt": "tokens/s"}
@@ -174,8 +174,7 @@ def main(config: ReportConfig) -> None:
     for name, comparisons in results.items():
         if comparisons:
             page += benchmark_page(name, list(comparisons.values()))
-    # A processor is described with its number of threads; an accelerator is not.
-    promises = targets(results, cuda=not slug(hardware).endswith("-threads"))
+    promises = targets(results, cuda=not is_processor(hardware))
     headings, rows = target_rows(promises)
     show(f"Targets: the fastest softmax attention over {GKA}", headings, rows)
     verdicts = [promise.verdict for promise in promises]

@@ -9,19 +9,19 @@ claims.json has the claims; the functions that decide them are in runs/paper/evi
 
 import importlib
 import json
-import sys
 import textwrap
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from runs import pages
 from runs.paper.evidence import VERDICTS, Finding
 from trainkit.cli import UserError, run
 from trainkit.progress import console
 
 FOLDER = Path(__file__).parent
-PAGE = FOLDER / "CLAIMS.md"
+PAGE = "CLAIMS.md"
 GROUPS: list[dict[str, Any]] = json.loads((FOLDER / "claims.json").read_text())["groups"]
 CLAIMS: dict[str, dict[str, str]] = {claim["name"]: claim for group in GROUPS for claim in group["claims"]}
 FIELDS = ("name", "place", "quote", "support", "check", "command")
@@ -105,12 +105,7 @@ def main(config: ClaimsConfig) -> None:
         console.print(entry(CLAIMS[name], decide(CLAIMS[name])) + "\n", highlight=False, markup=False)
     if config.only:
         return
-    text = page()
-    if not PAGE.exists() or PAGE.read_text() != text:
-        if config.check:
-            print(f"{PAGE.name} is out of date: run python -m runs.paper.claims", file=sys.stderr)
-            sys.exit(1)
-        PAGE.write_text(text)
+    pages.update(FOLDER, {PAGE: page()}, "python -m runs.paper.claims", config.check)
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def related_methods(sources: Sources) -> PaperTable:
     headings = ["Method", "Kernel type", "QKV projection", "Domain", "Notes", "Ours: projections"]
     headings += ["Ours: parameters of a layer", "Ours: MFLOPs of a layer", "Parameters against softmax, %"]
     remark = f"Ours: one layer of width {dim}, {heads} heads, {tokens} tokens; the other methods are not built here."
-    return table("related_methods", headings, rows, [remark], [], text_columns=6)
+    return table("related_methods", headings, rows, [remark], [], text_columns=6, paper_columns=frozenset(range(1, 5)))
 
 
 def vision_numbers(label: str, runs: list[measured.FinishedRun]) -> dict[str, float | None]:

@@ -1,5 +1,6 @@
-"""A table of the paper as terminal, Markdown or LaTeX text."""
+"""A table of the paper as terminal, Markdown, LaTeX or HTML text; the paper's figures are in italics."""
 
+import html as escapes
 import re
 
 from rich import box
@@ -81,3 +82,31 @@ def latex(table: PaperTable, label: str) -> str:
         last = row[0]
         lines.append("    " + " & ".join(map(latex_cell, row)) + r" \\")
     return "\n".join([*lines, r"    \bottomrule", r"  \end{tabular}}", r"\end{table}", ""])
+
+
+def html_text(text: str) -> str:
+    """Escaped text; code in backticks becomes a code element."""
+    parts = CODE.split(escapes.escape(text))
+    return "".join(f"<code>{part}</code>" if place % 2 else part for place, part in enumerate(parts))
+
+
+def html(table: PaperTable) -> str:
+    """A table element without style. Classes: `paper` on the paper's figures, `number` on columns of numbers."""
+
+    def cell(place: int, text: str) -> str:
+        paper, number = place in table.paper_columns, place >= table.text_columns
+        names = " ".join(name for name, given in (("paper", paper), ("number", number)) if given)
+        inside = f"<i>{html_text(text)}</i>" if paper and text else html_text(text)
+        return f'<td class="{names}">{inside}</td>' if names else f"<td>{inside}</td>"
+
+    lines = [f'<table id="table-{table.number}">', f"<caption>{html_text(table.caption)}</caption>", "<thead>"]
+    lines.append("<tr>" + "".join(f'<th scope="col">{html_text(text)}</th>' for text in table.headings) + "</tr>")
+    lines.append("</thead>")
+    for rows in table.groups:
+        scope = f'rowgroup" rowspan="{len(rows)}' if len(rows) > 1 else "row"
+        lines.append("<tbody>")
+        for place, row in enumerate(rows):
+            first = "" if place else f'<th scope="{scope}">{html_text(row[0])}</th>'
+            lines.append("<tr>" + first + "".join(cell(1 + n, text) for n, text in enumerate(row[1:])) + "</tr>")
+        lines.append("</tbody>")
+    return "\n".join([*lines, "</table>", ""])

@@ -20,7 +20,7 @@ from runs.paper import gpt_d20_gka, gpt_d20_softmax
 from runs.paper.deit import PAPER_NAMES, SIZE_NAMES
 from trainkit.loop import LOG, finish_record
 from trainkit.progress import read_events
-from trainkit.results import read_results
+from trainkit.results import is_processor, read_results
 
 RESULTS = bench_results.RESULTS
 KIND_OF = {label: kind for kind, label in PAPER_NAMES.items()}
@@ -171,9 +171,7 @@ class Runtime:
 def runtime(results: Path = RESULTS) -> Runtime | None:
     """The benchmark on a GPU, the paper's RTX 5090 before others; a processor's does not count."""
     names = [path.stem.removeprefix("bench_deit_") for path in results.glob("bench_deit_*.jsonl")]
-    gpus = sorted(
-        (name for name in names if not name.endswith("-threads")), key=lambda name: ("5090" not in name, name)
-    )
+    gpus = sorted((name for name in names if not is_processor(name)), key=lambda name: ("5090" not in name, name))
     for hardware in gpus:
         if compared := bench_results.load(results, "deit", hardware):
             return Runtime(next(iter(compared.values())).lines[0]["hardware"], compared)

@@ -1,5 +1,6 @@
 """A table of the paper beside ours, and how its cells are written."""
 
+import itertools
 from dataclasses import dataclass, field
 
 NOT_RUN = "not run"
@@ -17,11 +18,21 @@ class PaperTable:
     remarks: list[str] = field(default_factory=list)
     commands: list[str] = field(default_factory=list)
     text_columns: int = 2
+    paper_columns: frozenset[int] = frozenset()  # those with the paper's figures, which are set in italics
+
+    def __post_init__(self) -> None:
+        named = {place for place, heading in enumerate(self.headings) if heading.startswith("Paper")}
+        self.paper_columns = self.paper_columns or frozenset(named)
 
     @property
     def grouped(self) -> bool:
         """Whether rows come in groups of the same first cell."""
         return len({row[0] for row in self.rows}) < len(self.rows)
+
+    @property
+    def groups(self) -> list[list[Row]]:
+        """Neighbouring rows with the same first cell; every row alone if there are none."""
+        return [list(rows) for _, rows in itertools.groupby(self.rows, key=lambda row: row[0])]
 
     @property
     def caption(self) -> str:

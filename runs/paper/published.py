@@ -1,7 +1,7 @@
 """Every table of the paper as printed, read from published.json: label, section, columns, rows and contradictions.
 
-CORE's scores are the exception: nanochat_gka/core_metric/published.py holds them, because eval_core prints them and the
-trainers never import from `runs`. published.json has that table's differences alone.
+CORE's scores are also in nanochat_gka/core_metric/published.py, because eval_core prints them and the trainers never
+import from `runs`. A test compares the two.
 """
 
 import json

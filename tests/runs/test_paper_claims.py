@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from deit_gka.training.config import TrainConfig
+from nanochat_gka.core_metric.bundle import CORE_SIZES, PAPER_TASKS
 from runs.paper import claims, core_scores, measured, published
 from runs.paper.evidence import FAILS, HOLDS, UNTESTED, VERDICTS, accuracy, language, operator, runtime, sizes
 from runs.sections import sources as result_files
@@ -30,7 +31,7 @@ def test_the_page_says_what_code_and_results_say():
 
 
 def test_a_page_out_of_date_ends_the_check_with_1(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(claims, "PAGE", tmp_path / "CLAIMS.md")
+    monkeypatch.setattr(claims, "FOLDER", tmp_path)
     monkeypatch.setattr(claims, "page", lambda: "new\n")
     (tmp_path / "CLAIMS.md").write_text("old\n")
     with pytest.raises(SystemExit) as left:
@@ -82,6 +83,10 @@ def test_arithmetic_on_the_printed_figures():
     assert core_scores.fitting_caps(core_scores.GKA) == [200]
     base = core_scores.fitting_caps(core_scores.BASE)
     assert max(core_scores.CAPS) in base and 200 not in base
+    note = published.notes("core_subset")[1]
+    assert f"fit {len(base):,} caps, the smallest {min(base):,}" in note
+    whole = [task for task in PAPER_TASKS if CORE_SIZES[task] <= min(base)]
+    assert f"{', '.join(whole[:-1])} and {whole[-1]} whole" in note
     whole = language.same_examples()
     assert whole.verdict == FAILS and "84/200, 65/100, 80/200, 55/200, 128/200, 109/200" in whole.measured
     assert "0.49x, but parameters 0.42x" in language.both_ratios_in_the_introduction().measured

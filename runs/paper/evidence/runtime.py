@@ -9,6 +9,7 @@ from runs.paper.evidence.sizes import SIZES
 from runs.paper.paper_table import percent
 from runs.sections.sources import benchmarks
 from trainkit.progress import read_lines
+from trainkit.results import is_processor
 
 TRAINING = ("training_64", "training_128")
 MEMORY = ("inference_memory", "memory_64", "memory_128")
@@ -67,7 +68,7 @@ def _written(speeds: dict[str, dict[str, float]]) -> str:
 
 
 def _where(speeds: dict[str, dict[str, float]]) -> str:
-    only_processors = all(hardware.endswith("threads") for hardware in speeds)
+    only_processors = all(map(is_processor, speeds))
     return ", ".join(speeds) + ("; no GPU yet" if only_processors else "")
 
 
