@@ -28,7 +28,7 @@ class DrawConfig:
     """The run's folder, or one checkpoint folder in it. Without it and --model: the demo's GKA run on digits, or
     deit_tiny_gka_patch16_224 with random weights if the demo was not run."""
     twin: tuple[Path, ...] = ()
-    """Other runs, such as the softmax twin, whose rollout is drawn below the model's."""
+    """Other runs, such as the softmax twin, that are drawn below the model or beside it."""
     weights: Literal["ema", "model"] = "ema"
     """Of a run: the average, if it has one, or the raw weights."""
     best: bool = False
@@ -103,6 +103,9 @@ def main(config: DrawConfig) -> None:
         draw = functools.partial(draw_matrices, tokens=config.tokens) if family == "matrices" else FAMILIES[family]
         for figure in draw(subjects, folder):
             print(f"{figure.path} and .pdf")
+            if family == "deletion":
+                for row in figure.rows:
+                    print(f"  area {row['area under the curve']:#.3g}: {row['model']}, {row['image']}, {row['order']}")
     print(f"drawn in {time.perf_counter() - started:.0f} s")
 
 
