@@ -24,6 +24,7 @@ from trainkit.results import is_processor, read_results
 
 RESULTS = bench_results.RESULTS
 KIND_OF = {label: kind for kind, label in PAPER_NAMES.items()}
+ROLES_OF = {"softmax": ["baseline"], "gka": ["ours", "unfused"]}  # in the benchmark of table 4
 DEPTH = 20
 GPUS = 7  # of the paper's training in table 4
 RECIPES = {"nanochat_base": gpt_d20_softmax.RECIPE, "GKA": gpt_d20_gka.RECIPE}  # rows of the language tables
@@ -150,17 +151,16 @@ class Runtime:
     hardware: str
     compared: dict[tuple[str, str], Comparison]
 
-    def line(self, label: str, batch: int, phase: str) -> dict[str, Any] | None:
-        """The metrics of a row of the runtime table; None if it was not timed."""
-        paper_name, size = label.split("-")
+    def line(self, label: str, batch: int, phase: str, role: str) -> dict[str, Any] | None:
+        """The metrics of a row of the runtime table (`role`: one of ROLES_OF its kind); None if it was not timed."""
+        size = label.split("-")[1]
         comparison = self.compared.get((f"deit-{size.lower()}-b{batch}", phase))
-        role = "baseline" if KIND_OF[paper_name] == "softmax" else "ours"
         fastest = comparison.fastest(role) if comparison else None
         return fastest["metrics"] if fastest else None
 
-    def best_inference(self, label: str) -> tuple[int, dict[str, Any]] | None:
+    def best_inference(self, label: str, role: str) -> tuple[int, dict[str, Any]] | None:
         """The batch of 32 to 512 with the most images per second, and its metrics."""
-        timed = [(batch, self.line(label, batch, "inference")) for batch in (32, 64, 128, 256, 512)]
+        timed = [(batch, self.line(label, batch, "inference", role)) for batch in (32, 64, 128, 256, 512)]
         return max(
             ((batch, line) for batch, line in timed if line),
             key=lambda pair: pair[1]["items_per_second"],

@@ -155,12 +155,14 @@ def test_core_has_differences_with_standard_errors_of_each_columns_examples(tmp_
 def test_the_runtime_table_has_totals_and_gpus_shares(tmp_path):
     def line(phase, batch, kind, rate):
         config = {"case": f"deit-ti-b{batch}", "phase": phase, "candidate": kind, "quick": False}
-        config |= {"role": "ours" if kind == "gka" else "baseline", "group": f"{phase}{batch}"}
+        role = {"gka": "ours", "softmax": "baseline", "gka-unfused": "unfused"}[kind]
+        config |= {"role": role, "group": f"{phase}{batch}"}
         metrics = {"status": "ok", "median_ms": 1e3 / rate, "items_per_second": rate, "peak_mib": 300.5}
         return {"hardware": "NVIDIA H100", "config": config, "metrics": metrics}
 
     lines = [line("inference", 64, "gka", 40_000), line("inference", 128, "gka", 50_000)]
     lines += [line("training", 64, "gka", 1_500), line("training", 64, "softmax", 1_600)]
+    lines += [line("inference", 64, "gka-unfused", 20_000), line("training", 64, "gka-unfused", 700)]
     write(tmp_path / "bench_deit_a-cpu-2-threads.jsonl", line("inference", 64, "gka", 9))
     assert cells(4, tmp_path, tmp_path)["GKA-Ti", "inference img/s, 1 GPU"][1] == NOT_RUN
     write(tmp_path / "bench_deit_nvidia-h100.jsonl", *lines)
@@ -169,6 +171,10 @@ def test_the_runtime_table_has_totals_and_gpus_shares(tmp_path):
     assert shown["GKA-Ti", "inference batch"] == ["128", "128", "0"]
     assert shown["GKA-Ti", "training img/s, 64 a GPU, per GPU"][:2] == [f"{7567 / 7:.0f}", "1,500"]
     assert shown["DeiT-Ti", "training MB, 64 a GPU"][:2] == ["1245", "300.5"]
+    assert shown["GKA-Ti, unfused", "inference img/s, 1 GPU"] == ["37806", "20,000", "-47.10 %"]
+    assert shown["GKA-Ti, unfused", "training img/s, 64 a GPU, per GPU"][:2] == ["1081", "700"]
+    assert shown["GKA-Ti, unfused", "training MB, 128 a GPU"][:2] == ["4876", NOT_RUN]
+    assert not any("total" in measure for label, measure in shown if "unfused" in label)
     assert shown["GKA-Ti", "training img/s, 64 a GPU, total of 7"][1] == NOT_RUN
     config, finish = vision_records(batch_size=64 * GPUS, epochs=1, warmup_epochs=0, model_tag="ti-64")
     metrics = {**finish, "images_per_second": 9_999.0, "memory_mib": 2.0}

@@ -1,17 +1,26 @@
 """Charts of a number for every layer and head: heat maps, and lines over depth."""
 
+from collections.abc import Sequence
+
 import numpy as np
+from matplotlib.colors import Normalize
 
 
-def heat_map(figure, axis, values: np.ndarray, title: str) -> None:
-    """Heads down, layers across, the values written into the cells. values: (L, H); NaN is grey."""
-    shown = axis.imshow(values.T, cmap="YlOrRd", aspect="auto")
+def heat_map(
+    figure, axis, values: np.ndarray, title: str, norm: Normalize | None = None, names: Sequence[str] = ()
+) -> None:
+    """Heads down, layers across, the values written into the cells. values: (L, H); NaN is grey.
+
+    norm: a scale that several maps share. names: of the rows, instead of their numbers.
+    """
+    norm = Normalize(np.nanmin(values), np.nanmax(values)) if norm is None else norm
+    shown = axis.imshow(values.T, norm=norm, cmap="YlOrRd", aspect="auto")
     axis.set_facecolor("lightgrey")
     depth, heads = values.shape
     axis.set(xticks=range(depth), yticks=range(heads), xticklabels=range(1, depth + 1))
-    axis.set(yticklabels=range(1, heads + 1), xlabel="layer", ylabel="head")
+    axis.set(yticklabels=names or range(1, heads + 1), xlabel="layer", ylabel="head")
     axis.set_title(title, fontsize=10)
-    middle = (np.nanmin(values) + np.nanmax(values)) / 2
+    middle = (norm.vmin + norm.vmax) / 2
     for layer, head in np.ndindex(depth, heads):
         value = values[layer, head]
         colour = "white" if value > middle else "black"
