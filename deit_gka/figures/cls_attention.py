@@ -90,7 +90,7 @@ def _draw_block(figure, axes, subject: Subject, inches: float) -> list[dict]:
             axis.imshow(overlay(subject.pixels, patches, norm))
             axis.set_xlabel(f"self {self_weight:.3f}, {nats:.2f} nats", labelpad=2)
             place = {"model": subject.model, "layer": number, "head": head}
-            table.append({**place, "self-weight": self_weight, "entropy, nats": nats})
+            table.append({**place, "self-weight": self_weight, "entropy (nats)": nats})
         scale_below(figure, norm, column[-1], inches, gap=0.26)
     for head, axis in enumerate(axes[:, 0], start=1):
         axis.set_ylabel(f"head {head}", fontsize=9)

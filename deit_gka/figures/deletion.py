@@ -12,8 +12,8 @@ from deit_gka.figures.rollout import rollout
 from deit_gka.figures.sheet import Subject, save, sheet
 from trainkit.plots import Figure
 
-STEPS = 20
-RANDOM_ORDERS = 3
+STEPS = 16
+RANDOM_ORDERS = 4
 BATCH = 16  # images in a forward pass
 STYLES = {"rollout": "-", "CLS": "--", "random": ":"}
 

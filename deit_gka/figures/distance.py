@@ -22,8 +22,8 @@ def draw_distances(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
         f"pixels of the model's {side}; mean over patches and over {images}. Dashed: uniform attention, "
         f"{_uniform(first):.1f}. Dotted: one patch, {first.tokens.patch[1]}."
     )
-    title, width = "Mean attended distance", 7 if len(models) == 1 else 5
-    figure, axes = sheet(1, len(models), (width, 3.4), title, text, (0.8, 1.5, 0.75, 0.6), (1.5, 0.06))
+    title, width = "Mean attended distance", 7 if len(models) == 1 else 4
+    figure, axes = sheet(1, len(models), (width, 3.2), title, text, (0.8, 1.5, 0.75, 0.6), (0.5, 0.06))
     rows, top = [], 0.0
     for axis, of_model in zip(axes[0], models):
         subject, distances = of_model[0], mean_distances(of_model)
@@ -38,6 +38,10 @@ def draw_distances(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
         ]
     for axis in axes[0]:
         axis.set_ylim(0, top)
+    axes[0, 0].set_ylabel("pixels")
+    most = max(axes[0], key=lambda axis: len(axis.lines))
+    beside = dict(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    axes[0, -1].legend(*most.get_legend_handles_labels(), fontsize=7, **beside)
     return [Figure(save(figure, folder / "distance.png"), title, text, rows)]
 
 
@@ -57,6 +61,5 @@ def _draw_lines(axis, subject: Subject, distances: torch.Tensor) -> None:
         axis.plot(layers, line, marker="o", markersize=4, label=f"head {head}")
     axis.axhline(_uniform(subject), color="black", linestyle="--", linewidth=1, label="uniform")
     axis.axhline(subject.tokens.patch[1], color="black", linestyle=":", linewidth=1, label="one patch")
-    axis.set(xlabel="layer", ylabel="pixels", xticks=layers)
+    axis.set(xlabel="layer", xticks=layers)
     axis.grid(alpha=0.3)
-    axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)

@@ -8,6 +8,7 @@ import numpy as np
 from deit_gka.figures.sheet import Subject, bare, label_layers, sheet
 
 LAYERS, HEADING = 0.3, 0.28  # inches above a block: for the numbers of the layers, and for the name of the model
+MOST_COLUMNS = 18  # of a sheet that has models side by side
 
 
 def by_image(subjects: Sequence[Subject]) -> list[list[Subject]]:
@@ -51,27 +52,32 @@ def blocks(
     gaps: tuple[float, float] = (0.06, 0.06),
     fontsize: int = 8,
 ) -> tuple:
-    """A figure, and for every model axes for pictures, (its rows, its layers), one block below the other.
+    """A figure, and for every model axes for pictures, (its rows, its layers).
 
-    The arguments are those of `sheet`; the bottom margin is below every block, and the names of the models are above
-    their blocks if there are several.
+    The arguments are those of `sheet`; the margins are around every block. Blocks of few layers are side by side,
+    others one below the other. The names of the models are above them if there are several.
     """
     left, right, top, bottom = margins
-    heading = HEADING if len(models) > 1 else 0
-    depth, between = max(len(subject.layers) for subject in models), bottom + LAYERS + heading
-    margins = (left, right, top + heading, bottom + between * (len(models) - 1))
-    figure, axes = sheet(sum(rows), depth, cell, title, caption, margins, gaps)
+    columns, heading = [len(subject.layers) for subject in models], HEADING if len(models) > 1 else 0
+    beside = sum(columns) <= MOST_COLUMNS
+    count, step = len(models) - 1, (left + right - gaps[0], 0) if beside else (0, bottom + LAYERS + heading - gaps[1])
+    margins = (left, right + count * step[0], top + heading, bottom + count * step[1])
+    shape = (max(rows), sum(columns)) if beside else (sum(rows), max(columns))
+    figure, axes = sheet(*shape, cell, title, caption, margins, gaps)
     bare(axes, fontsize)
-    width, height = figure.get_size_inches()
-    parts = np.split(axes, np.cumsum(rows)[:-1])
-    for number, (subject, part) in enumerate(zip(models, parts)):
+    size, parts = figure.get_size_inches(), []
+    for number, part in enumerate(np.split(axes, np.cumsum(columns if beside else rows)[:-1], axis=int(beside))):
         for axis in part.flat:
             box = axis.get_position()
-            axis.set_position((box.x0, box.y0 - number * between / height, box.width, box.height))
-        for axis in part[:, len(subject.layers) :].flat:
+            place = (box.x0 + number * step[0] / size[0], box.y0 - number * step[1] / size[1])
+            axis.set_position((*place, box.width, box.height))
+        part, hidden = part[: rows[number], : columns[number]], (part[rows[number] :], part[:, columns[number] :])
+        for axis in [axis for some in hidden for axis in some.flat]:
             axis.set_visible(False)
-        label_layers(part, subject)
+        label_layers(part, models[number])
         if heading:
-            above = part[0, 0].get_position().y1 + LAYERS / height
-            figure.text(0.12 / width, above, subject.about, fontsize=9, fontweight="bold", va="bottom")
-    return figure, [part[:, : len(subject.layers)] for subject, part in zip(models, parts)]
+            box = part[0, 0].get_position()
+            place = (box.x0 - (left - 0.12) / size[0], box.y1 + LAYERS / size[1])
+            figure.text(*place, models[number].model, fontsize=9, fontweight="bold", va="bottom")
+        parts.append(part)
+    return figure, parts

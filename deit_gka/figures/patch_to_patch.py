@@ -77,7 +77,7 @@ def _draw_mean_block(figure, axes, subject: Subject, inches: float) -> list[dict
             box(raw, query, (1, 1), shift=0.5)
             box(over, query, tokens.patch, shift=0.5)
             place = {"model": subject.model, "layer": number, "patch": str(query)}
-            rows.append({**place, "self-weight": float(patches[query]), "mean distance, pixels": pixels})
+            rows.append({**place, "self-weight": float(patches[query]), "mean distance (pixels)": pixels})
         scale_below(figure, norm, column[-1], inches, gap=0.08)
     for query, raw, over in zip(queries, axes[::2, 0], axes[1::2, 0]):
         raw.set_ylabel(f"patch {query}", fontsize=9)
@@ -112,7 +112,7 @@ def _draw_heads_block(figure, axes, subject: Subject, inches: float) -> list[dic
                 box(axis, query, tokens.patch, shift=0.5)
                 axis.set_xlabel(f"{pixels:.0f} px, self {own:.2f}", labelpad=2)
                 place = {"model": subject.model, "layer": number, "head": head + 1, "patch": str(query)}
-                rows.append({**place, "self-weight": own, "mean distance, pixels": pixels})
+                rows.append({**place, "self-weight": own, "mean distance (pixels)": pixels})
         scale_below(figure, norm, column[-1], inches, gap=0.26)
     for index, query in enumerate(tokens.queries()):
         for head in range(heads):
