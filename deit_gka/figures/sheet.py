@@ -39,6 +39,7 @@ class Subject:
     tokens: Tokens
     layers: list[LayerMaps]  # without their B
     probabilities: Callable[[torch.Tensor], torch.Tensor] | None = None  # pixels (B, height, width, 3) -> (B, classes)
+    repeats: str = ""  # `about` of the model of the same recipe and another seed
 
     @property
     def num_heads(self) -> int:

@@ -37,10 +37,14 @@ def in_cell(value: float) -> str:
     return f"{value:.{max(0, decimals)}f}"
 
 
-def lines(axis, values: np.ndarray, title: str, label: str) -> None:
-    """A line for every head over depth. values: (L, H)."""
-    for head, line in enumerate(values.T, start=1):
-        axis.plot(range(1, len(line) + 1), line, marker="o", markersize=4, label=f"head {head}")
-    axis.set(xlabel="layer", ylabel=label, xticks=range(1, len(values) + 1))
+def lines(axis, values: np.ndarray, title: str, label: str, spread: tuple | None = None, names: str = "head") -> None:
+    """A line for every head over depth. values: (L, H). spread: lower and upper edge of bands, (L, H) each."""
+    layers = range(1, len(values) + 1)
+    for head, line in enumerate(values.T):
+        (drawn,) = axis.plot(layers, line, marker="o", markersize=4, label=f"{names} {head + 1}")
+        if spread is not None:
+            edges = (edge[:, head] for edge in spread)
+            axis.fill_between(layers, *edges, color=drawn.get_color(), alpha=0.2, linewidth=0)
+    axis.set(xlabel="layer", ylabel=label, xticks=layers)
     axis.set_title(title, fontsize=10)
     axis.grid(alpha=0.3)

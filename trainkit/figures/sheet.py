@@ -82,7 +82,7 @@ def scale(
     axis = figure.add_axes((left, bottom, place[2] * box.width, place[3] * box.height))
     orientation = "horizontal" if across else "vertical"
     bar = figure.colorbar(ScalarMappable(norm, cmap), cax=axis, orientation=orientation)
-    bar.ax.tick_params(labelsize=7, length=2, pad=1)
+    bar.ax.tick_params(which="both", labelsize=7, length=2, pad=1)
     bar.outline.set_linewidth(0.4)
     bar.set_label(label, fontsize=8)
     return bar
