@@ -11,12 +11,13 @@ from nanochat_gka.figures import measures
 from nanochat_gka.figures.distances import medians_and_sigmas
 from nanochat_gka.figures.heads import head_table
 from nanochat_gka.figures.maps import extract
-from nanochat_gka.figures.matrices import HIDDEN, matrix_picture, scale_of
+from nanochat_gka.figures.matrices import HIDDEN, arrange, matrix_picture, scale_of
 from nanochat_gka.figures.rows import place_words, spread_layers
 from nanochat_gka.figures.subjects import Subject, form
 from nanochat_gka.figures.words import choose, find
 from tiny import one_line_error
 from tiny_gpt import SHAPE, VARIANTS, awake
+from trainkit.figures.charts import in_cell
 
 TOKENS = 21  # more than both windows of SHAPE, 8 and 16
 IDS = torch.arange(TOKENS) * 7 % SHAPE.vocab_size
@@ -185,7 +186,7 @@ def test_queries_are_found_by_their_words():
 
 def test_words_are_set_in_lines_without_breaking_one():
     assert place_words(["ab", " cde", " f", "ghijklmnop"], width=6) == [(0, 0), (0, 2), (1, 0), (2, 0)]
-    assert spread_layers(4, 16) == [0, 1, 2, 3] and spread_layers(20, 10) == [0, 4, 8, 11, 15, 19]
+    assert spread_layers(4, 16) == [0, 1, 2, 3] and spread_layers(20, 16) == [0, 4, 8, 11, 15, 19]
     assert spread_layers(20, 100) == [19]
 
 
@@ -195,6 +196,19 @@ def test_hidden_tokens_are_grey_on_the_scale_of_all():
     picture = matrix_picture(WEIGHTS, norm)
     assert (picture[0, 1:] == HIDDEN).all() and (picture[1, 2] == HIDDEN).all()
     assert not (picture[2] == HIDDEN).all(-1).any() and picture[0, 0].sum() > picture[2, 0].sum()
+
+
+def test_models_of_few_layers_are_side_by_side():
+    few, many = subject_of(), dataclasses.replace(subject_of(), layers=subject_of().layers * 5)  # 4 and 20 layers
+    assert arrange([few]) == ((4, 4), [(0, 0)])
+    assert arrange([few, few, few]) == ((4, 14), [(0, 0), (0, 5), (0, 10)])
+    assert arrange([many, few]) == ((9, 20), [(0, 0), (5, 0)])
+
+
+def test_numbers_fit_their_cells():
+    assert [in_cell(x) for x in (0, 0.0123, 0.35449, 1, 5.6569, 11.87, 104.4)] == [
+        "0.000", "0.012", "0.354", "1.00", "5.66", "11.9", "104",
+    ]  # fmt: skip
 
 
 def test_heads_and_models_are_called_by_their_form():
