@@ -19,8 +19,8 @@ from trainkit.progress import read_events
 
 QUOTED = 120  # characters of the text in a caption
 OFFSETS = (
-    "Heads marked P pair a key with the value of the token before it, heads marked S with the value of the token after "
-    "it; weights are shown at the token whose value is mixed."
+    "In GKA layers heads marked P pair a key with the value of the token before it, heads marked S with the value of "
+    "the token after it; weights are shown at the token whose value is mixed."
 )
 
 

@@ -92,7 +92,7 @@ def test_a_run_and_its_twins_are_side_by_side(runs, figures, tmp_path):
     for family in ("rows", "matrices", "heads"):
         said = words(figures[f"{family}.png"])
         assert "gka (GKA; depth 4), weights after 7 steps and 7,000 tokens; softmax (softmax; depth 4)" in said
-        assert f'Text: "{READ}"' in said and "Heads marked P pair a key" in said
+        assert f'Text: "{READ}"' in said and "heads marked P pair a key" in said
     assert "softmax (" not in words(figures["distances.png"])
     names = [text.get_text() for axis in figures["heads.png"].axes for text in axis.texts]
     assert [name for name in names if name in FORMS] == list(FORMS)
