@@ -82,7 +82,7 @@ def find_queries(config: DrawConfig, words: list[str]) -> list[int]:
     try:
         return find(drawn, config.query)
     except KeyError as error:
-        known = " ".join(dict.fromkeys(word.strip() for word in drawn))
+        known = " ".join(dict.fromkeys(word.strip() for word in drawn if word.strip()))
         raise UserError(f"--query {error.args[0]} is not one of the tokens that are drawn: {known}") from None
 
 

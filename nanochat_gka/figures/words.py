@@ -39,8 +39,9 @@ def find(words: Sequence[str], asked: Sequence[str]) -> list[int]:
 
 def choose(words: Sequence[str], most: int = 3) -> list[int]:
     """Tokens whose rows tell something: the longest words that came before in the text, else evenly spread tokens."""
-    places = {word.strip(): place for place, word in enumerate(words)}
-    repeated = [place for word, place in places.items() if word.isalpha() and words.index(words[place]) < place]
+    stripped = [word.strip() for word in words]
+    last = {word: place for place, word in enumerate(stripped)}
+    repeated = [place for word, place in last.items() if word.isalpha() and stripped.index(word) < place]
     chosen = sorted(repeated, key=lambda place: (-len(words[place]), -place))[:most]
     spread = np.linspace(len(words) - 1, 0, most, endpoint=False).round().astype(int).tolist()
     chosen += [place for place in dict.fromkeys(spread) if place not in chosen][: most - len(chosen)]

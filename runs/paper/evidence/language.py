@@ -162,7 +162,8 @@ def _mean_difference() -> tuple[float, float]:
 def _scored() -> list[dict[str, Score]] | None:
     """Our CORE scores of nanochat_base and GKA at depth 20; None while a task is missing."""
     nowhere = Path("no outputs: the page is of runs/results alone")
-    scores = [measured.core_scores(model, run, nowhere) for model, run in _finished().items()]
+    steps = [counts["steps"] for counts in _counts()]
+    scores = [measured.core_scores(run, step, nowhere) for run, step in zip(_finished().values(), steps)]
     return scores if all(column.keys() >= set(PAPER_TASKS) for column in scores) else None
 
 
