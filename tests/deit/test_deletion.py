@@ -6,11 +6,14 @@ import numpy as np
 import pytest
 import torch
 
+from deit_gka.data.transforms import eval_transform
 from deit_gka.figures.deletion import deletion_curve, draw_deletion, orders, without
 from deit_gka.figures.measures import Tokens
 from deit_gka.figures.patch_to_patch import grey_patch, query_distances, query_maps, without_own
 from deit_gka.figures.rollout import rollout
-from figure_runs import GKA, SOFTMAX, tiny_subjects
+from deit_gka.figures.subjects import of_timm, subjects_of
+from figure_runs import GKA, SOFTMAX, TINY, tiny_subjects
+from tiny_vision import photo
 
 WIDE = "img_size=[8,16]"  # 2 × 4 patches
 
@@ -72,6 +75,14 @@ def test_the_curves_of_a_model_start_at_its_own_probability(figures, tmp_path):
         assert whole.sum() == pytest.approx(1) and line.get_xdata()[-1] == 1
         assert row["area under the curve"] == pytest.approx(np.trapezoid(line.get_ydata(), line.get_xdata()))
         assert f"{row['area under the curve']:#.3g}" in line.get_label() and row["model"] in line.get_label()
+
+
+def test_the_probabilities_are_the_models_own():
+    drawn, image = of_timm(GKA, [*TINY[1:], WIDE, "num_classes=3"]), photo(0)
+    (subject,) = subjects_of(drawn, {"stripes": image})
+    found = subject.probabilities(torch.as_tensor(subject.pixels)[None])
+    normalised = eval_transform((8, 16), **drawn.settings)(image)
+    torch.testing.assert_close(found, drawn.model(normalised[None]).softmax(-1).detach())
 
 
 # Patch-to-patch by head
