@@ -56,17 +56,17 @@ def deletion_curve(subject: Subject, order: torch.Tensor) -> tuple[np.ndarray, n
 def draw_deletion(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
     """Draw a panel for every image: the probability of the class against the share deleted, by order and model."""
     images = by_image(subjects)
-    abouts = "; ".join(dict.fromkeys(subject.about for models in images for subject in models))
+    names = {subject.about: subject.model for models in images for subject in models}
     text = (
-        f"{abouts}. Patches are deleted (painted in the image's mean colour) in the order of rollout without "
-        f"discarding, of the last layer's {images[0][0].tokens.reader} (the mean over heads), or of {RANDOM_ORDERS} "
-        "random orders (their mean; their range is shaded). Drawn is the probability of the class that the model gives "
-        "the whole image. Beside a line: the area under it, which is small where an order names first what the model "
-        "needs."
+        f"{'; '.join(names)}. Images: {', '.join(models[0].image for models in images)}. Patches are deleted (painted "
+        "in the image's mean colour) in the order of rollout without discarding, of the last layer's "
+        f"{images[0][0].tokens.reader} (the mean over heads), or of {RANDOM_ORDERS} random orders (their mean; their "
+        "range is shaded). Drawn is the probability of the class that the model gives the whole image. Beside a line: "
+        "the area under it, which is small where an order names first what the model needs."
     )
     title, columns = "Deletion: does the model need the patches that it attends to?", min(len(images), 3)
-    lines = -(-len(images) // columns)
-    figure, axes = sheet(lines, columns, (3.6, 2.6), title, text, (0.8, 2.6, 0.75, 0.6), (3.0, 0.85))
+    lines, legend = -(-len(images) // columns), 1.3 + (0.07 * max(map(len, names.values())) if len(names) > 1 else 0)
+    figure, axes = sheet(lines, columns, (3.6, 2.6), title, text, (0.95, legend, 0.75, 0.6), (legend + 0.75, 0.85))
     for axis in axes.flat[len(images) :]:
         axis.set_visible(False)
     rows = [row for axis, models in zip(axes.flat, images) for row in _draw_panel(axis, models)]

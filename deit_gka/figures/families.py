@@ -33,9 +33,5 @@ NEED_SIGMA = ("sigma", "block", "operator")
 
 def why_not(family: str, subjects: Sequence[Subject]) -> str:
     """Why the family cannot be drawn of these subjects, the model's first; empty if it can."""
-    first = subjects[0]
-    if family in NEED_SIGMA and not first.has_sigma:
-        return f"{first.model} has no layer with a bandwidth"
-    if family == "deletion" and any(subject.probabilities is None for subject in subjects):
-        return "a model without classes has no probability to lose"
-    return ""
+    missing = family in NEED_SIGMA and not subjects[0].has_sigma
+    return f"{subjects[0].model} has no layer with a bandwidth" if missing else ""

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from deit_gka.figures.sheet import Subject, bare, label_layers, sheet
+from trainkit.figures.sheet import name_above
 
 LAYERS, HEADING = 0.3, 0.28  # inches above a block: for the numbers of the layers, and for the name of the model
 MOST_COLUMNS = 18  # of a sheet that has models side by side
@@ -76,8 +77,6 @@ def blocks(
             axis.set_visible(False)
         label_layers(part, models[number])
         if heading:
-            box = part[0, 0].get_position()
-            place = (box.x0 - (left - 0.12) / size[0], box.y1 + LAYERS / size[1])
-            figure.text(*place, models[number].model, fontsize=9, fontweight="bold", va="bottom")
+            name_above(part[0, 0], models[number].model)
         parts.append(part)
     return figure, parts

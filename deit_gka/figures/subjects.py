@@ -145,6 +145,6 @@ def subjects_of(drawn: Drawn, images: dict[str, Image.Image], repeats: str = "")
 
     return [
         Subject(drawn.name, drawn.about, name, pixels[i], tokens, [layer.of_image(i) for layer in layers],
-                probabilities if model.num_classes else None, repeats)
+                probabilities, repeats)
         for i, name in enumerate(images)
     ]  # fmt: skip
