@@ -13,6 +13,7 @@ COMMANDS = {
     "nanochat_base": f"make pretrain-d20-base NGPU={measured.GPUS}",
     "GKA": f"make pretrain-d20 NGPU={measured.GPUS}",
 }
+CORPUS = "A run's record does not name its corpus: train on the paper's, FineWeb-Edu, which `make data` fetches."
 Value = tuple[float, float]  # with its standard error
 
 
@@ -26,7 +27,7 @@ def bpb(sources: Sources) -> PaperTable:
             rows.append([model, heading, *compare(printed[key], run.metrics.get(key) if run else None)])
         if run is None:
             commands.append(COMMANDS[model])
-    return sources.remark(table("bpb", rows + other_rows(sources, "bpb"), [], commands))
+    return sources.remark(table("bpb", rows + other_rows(sources, "bpb"), [CORPUS], commands))
 
 
 def compute(sources: Sources) -> PaperTable:
@@ -91,8 +92,8 @@ def core_subset(sources: Sources) -> PaperTable:
         if len(six) == len(PAPER_TASKS):
             rows.append(["mean", run.name, "", with_error((aggregate(six)[1], _error(six))), ""])
     rows.sort(key=lambda row: [*PAPER_TASKS, "mean"].index(row[0]))
-    remark = "± is one standard error, from the n of each column; the paper does not state its n, its digits do."
-    return sources.remark(table("core_subset", rows, [remark], commands, about="Task"))
+    remark = "± is one standard error, from the n of each column."
+    return sources.remark(table("core_subset", rows, [remark, CORPUS], commands, about="Task"))
 
 
 def differences(paper: Value, ours: Value | None) -> Row:
