@@ -7,7 +7,7 @@ READY      := .venv/.installed
 BASE       ?= out
 WANDB_MODE ?= disabled
 quoted     = '$(subst ','\'',$(1))'
-SETTINGS   := BASE CORPUS SHARDS VOCAB SEQ DEPTH NGPU RUN MODEL DATA IMAGE ARGS
+SETTINGS   := BASE CORPUS SHARDS VOCAB SEQ DEPTH NGPU RUN MODEL DATA IMAGE TEXT ARGS
 GIVEN      = $(strip $(foreach name,$(SETTINGS),$(if $($(name)),$(name)=$(call quoted,$($(name))))))
 NAMES      = $(PYTHON) -m runs.names
 $(foreach word,$(shell $(NAMES) make $(GIVEN)),$(eval $(subst |, ,$(word))))
@@ -17,7 +17,6 @@ PIP        = $(PY) -m pip install --quiet --disable-pip-version-check
 args_of    = $(if $(filter $(1),$(MAKECMDGOALS)),$(ARGS))
 THE_RUN    = $(if $(findstring -base,$@),$(BASE_RUN),$(GKA_RUN))
 PAPER      = --base $(BASE) --ngpu $(RANKS)
-
 .PHONY: help setup demo test test-gpu lint bench data tokenizer tokenize pretrain-d20 pretrain-d20-base eval-bpb \
         eval-bpb-base eval-core eval-core-base sample export train-deit-ti train-deit-s train-deit-b eval-deit \
         ablate-projections figures tables claims vendor diff unpatch test-patches check-gpu check-images clean
@@ -79,8 +78,9 @@ ablate-projections: check-images | $(READY)  ## the paper's ablation: every kind
 	$(PY) -m runs.paper.ablation --runs $(BASE)/runs --data '$(DATA)' $(PAPER) --wandb $(WANDB_MODE) -- $(ARGS)
 eval-deit: | $(READY)  ## top-1 and top-5 of a vision run (MODEL=name or RUN=folder) on its own images, or DATA
 	$(LAUNCH) deit_gka.evaluate --run $(DEIT_RUN) $(if $(DATA),--data '$(DATA)') --results $(BASE)/results.jsonl $(ARGS)
-figures: | $(READY)  ## the paper's figures of a vision run (RUN=folder or MODEL=name; IMAGE=file), else of the demo's
-	$(PY) -m deit_gka.draw $(DRAWN) $(MODEL_FLAG) $(if $(IMAGE),--image $(call quoted,$(IMAGE))) $(ARGS)
+figures: | $(READY)  ## the paper's figures of a run (RUN=folder, MODEL=name; IMAGE=file, TEXT='...'), else the demo's
+	$(foreach draw,$(DRAW),$(PY) -m $(draw) $(DRAWN) $(MODEL_FLAG) $(if $(IMAGE),--image $(call quoted,$(IMAGE))) \
+	  $(if $(TEXT),--text $(call quoted,$(TEXT))) $(ARGS) &&) true
 tables claims: | $(READY)  ## the paper's tables beside ours (BASE=folder); its claims beside what was measured
 	$(PY) -m runs.paper.$@ $(if $(filter tables,$@),--base $(BASE)) $(ARGS)
 

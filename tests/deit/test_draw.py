@@ -1,12 +1,15 @@
 """The command that draws the figures: which files, what the captions say, which mistakes it names."""
 
+import json
+
 import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
 import tiny_vision
-from deit_gka import draw
-from deit_gka.draw import FAMILIES, NEED_SIGMA, DrawConfig, demo_run, main, photographs
+from deit_gka.draw import DrawConfig, demo_run, main
+from deit_gka.figures.families import FAMILIES, NEED_SIGMA
+from deit_gka.figures.subjects import of_timm, photographs, subjects_of
 from deit_gka.model.checkpoints import build
 from tiny_vision import SHAPE, SIZE
 from trainkit import checkpoint
@@ -71,6 +74,18 @@ def test_untrained_models_and_the_two_photographs_are_named(figures, tmp_path):
         assert "china" in words(figure) + str([axis.get_xlabel() for axis in figure.axes]) or "flower" in name
 
 
+def test_a_page_has_the_words_and_numbers_of_every_figure(figures, tmp_path):
+    model = of_timm(GKA, [*TINY[1:], "attention=GA"])
+    subjects = subjects_of(model, {"stripes": tiny_vision.photo(0)})
+    for name, draw in FAMILIES.items():
+        for figure in draw(subjects, tmp_path):
+            assert figure.path.parent == tmp_path and figure.path.stem.startswith(name) and figure.path.name in figures
+            assert "".join(words(figures[figure.path.name]).split()) == "".join((figure.title + figure.caption).split())
+            assert figure.rows and len({tuple(row) for row in figure.rows}) == 1 and figure.alt.startswith(figure.title)
+            assert "NaN" not in json.dumps(figure.rows)
+            assert "\n" not in figure.alt
+
+
 def test_models_without_bandwidth_skip_what_needs_one(figures, tmp_path, photo, capsys):
     drawn("--model", SOFTMAX, *TINY, "--image", photo, "--out", tmp_path)
     assert len(figures) == 2 * (len(FAMILIES) - len(NEED_SIGMA))
@@ -122,7 +137,7 @@ def test_the_demos_model_is_the_default(figures, tmp_path, photo):
     assert demo_run(demo) == first
     drawn("--demo", demo, "--image", photo, "--family", "distance", "--out", tmp_path)
     assert "digits-gka-50-seed0" in words(figures["distance.png"])
-    assert draw.of_timm(DrawConfig()).about == f"{GKA}, random initialisation (seed 0)"
+    assert of_timm(GKA).about == f"{GKA}, random initialisation (seed 0)"
 
 
 @pytest.mark.parametrize(
