@@ -6,7 +6,7 @@ from nanochat_gka.core_metric.report import Score, aggregate, error_of_mean
 from runs.paper import core_scores, measured, published
 from runs.paper.deit import SOFTMAX_TARGET
 from runs.paper.measured import Sources
-from runs.paper.paper_table import NOT_RUN, PaperTable, Row, compare, signed, written
+from runs.paper.paper_table import NOT_RUN, PaperTable, Row, alone, compare, signed
 from runs.paper.published import table
 
 COMMANDS = {
@@ -50,7 +50,7 @@ def other_rows(sources: Sources, name: str) -> list[Row]:
         numbers = {**run.metrics, "parameters": run.metrics["parameters"] / 1e6}
         for key, heading in published.TABLES[name]["columns"].items():
             if numbers.get(key) is not None:
-                rows.append([run.name, heading, "", written(float(numbers[key]), printed[key]), ""])
+                rows.append([run.name, heading, "", alone(float(numbers[key]), printed[key]), ""])
     return rows
 
 
