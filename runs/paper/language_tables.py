@@ -6,13 +6,14 @@ from nanochat_gka.core_metric.report import Score, aggregate, error_of_mean
 from runs.paper import core_scores, measured, published
 from runs.paper.deit import SOFTMAX_TARGET
 from runs.paper.measured import Sources
-from runs.paper.paper_table import NOT_RUN, PaperTable, Row, compare, signed, written
+from runs.paper.paper_table import NOT_RUN, PaperTable, Row, alone, compare, signed
 from runs.paper.published import table
 
 COMMANDS = {
     "nanochat_base": f"make pretrain-d20-base NGPU={measured.GPUS}",
     "GKA": f"make pretrain-d20 NGPU={measured.GPUS}",
 }
+CORPUS = "A run's record does not name its corpus: train on the paper's, FineWeb-Edu, which `make data` fetches."
 Value = tuple[float, float]  # with its standard error
 
 
@@ -26,7 +27,7 @@ def bpb(sources: Sources) -> PaperTable:
             rows.append([model, heading, *compare(printed[key], run.metrics.get(key) if run else None)])
         if run is None:
             commands.append(COMMANDS[model])
-    return sources.remark(table("bpb", rows + other_rows(sources, "bpb"), [], commands))
+    return sources.remark(table("bpb", rows + other_rows(sources, "bpb"), [CORPUS], commands))
 
 
 def compute(sources: Sources) -> PaperTable:
@@ -49,7 +50,7 @@ def other_rows(sources: Sources, name: str) -> list[Row]:
         numbers = {**run.metrics, "parameters": run.metrics["parameters"] / 1e6}
         for key, heading in published.TABLES[name]["columns"].items():
             if numbers.get(key) is not None:
-                rows.append([run.name, heading, "", written(float(numbers[key]), printed[key]), ""])
+                rows.append([run.name, heading, "", alone(float(numbers[key]), printed[key]), ""])
     return rows
 
 
@@ -91,8 +92,8 @@ def core_subset(sources: Sources) -> PaperTable:
         if len(six) == len(PAPER_TASKS):
             rows.append(["mean", run.name, "", with_error((aggregate(six)[1], _error(six))), ""])
     rows.sort(key=lambda row: [*PAPER_TASKS, "mean"].index(row[0]))
-    remark = "± is one standard error, from the n of each column; the paper does not state its n, its digits do."
-    return sources.remark(table("core_subset", rows, [remark], commands, about="Task"))
+    remark = "± is one standard error, from the n of each column."
+    return sources.remark(table("core_subset", rows, [remark, CORPUS], commands, about="Task"))
 
 
 def differences(paper: Value, ours: Value | None) -> Row:

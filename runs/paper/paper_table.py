@@ -78,6 +78,11 @@ def written(value: float, printed: str) -> str:
     return f"{value:,.{places + 1}f}"
 
 
+def alone(value: float, printed: str) -> str:
+    """Our number of a run of any size, which the paper has no figure for; `printed` is another in its column."""
+    return written(value, printed) if "e" in printed else f"{value:,.5g}"
+
+
 def signed(value: float, places: int) -> str:
     text = f"{value:+,.{places}f}"
     return text if text.strip("+-0.,") else "0"

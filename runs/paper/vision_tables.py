@@ -5,7 +5,7 @@ from gka.kinds import KINDS
 from runs.paper import measured, published
 from runs.paper.deit import DEFAULT_KIND, SOFTMAX_TARGET
 from runs.paper.measured import FinishedRun, Sources
-from runs.paper.paper_table import NOT_RUN, PaperTable, compare, percent, written
+from runs.paper.paper_table import NOT_RUN, PaperTable, alone, compare, percent
 from runs.paper.published import table
 
 BUILT = {"Standard Attention": "softmax", "GKA": "gka"}  # methods of table 1 that this project has
@@ -87,7 +87,7 @@ def main_results(sources: Sources) -> PaperTable:
         flops, top1 = run.metrics.get("flops"), run.metrics.get("ema_top1", run.metrics["top1"])
         numbers = {"params": run.metrics["parameters"] / 1e6, "gflops": flops and flops / 1e9, "top1": top1}
         for key, value in numbers.items():
-            shown.rows += [[run.name, columns[key], "", written(value, printed[key]), ""]] if value is not None else []
+            shown.rows += [[run.name, columns[key], "", alone(value, printed[key]), ""]] if value is not None else []
     return sources.remark(shown)
 
 

@@ -224,7 +224,7 @@ def test_runs_with_other_settings_have_rows_of_their_own(tmp_path):
     named = {row[0] for row in table.rows} - published.rows("main_results").keys()
     assert named == {other} and "Runs with other settings" in table.caption
     assert cells(2, tmp_path)[other, "Top-1 (%)"] == ["", "71.25", ""]
-    assert cells(6, tmp_path)[name, "Val BPB"] == ["", "0.81000", ""]
+    assert cells(6, tmp_path)[name, "Val BPB"] == ["", "0.81", ""]
     assert cells(8, tmp_path)[name, "Train tokens"] == ["", "2.77873e9", ""]
     assert cells(7, tmp_path)["copa", name] == ["", "0.3333 ± 0.222 (n = 9)", ""] and ("mean", name) in cells(
         7, tmp_path
