@@ -137,6 +137,13 @@ def test_figures_are_of_the_named_run_and_image_or_the_demos(make):
     assert "--run" not in make("-n", "figures").stdout.splitlines()[-1]
 
 
+def test_the_report_is_of_the_named_run_or_of_all(make):
+    last = make("-n", "report", "RUN=elsewhere", "IMAGE=my cat.jpg", "TEXT=It's so", "BASE=b").stdout.splitlines()[-1]
+    places, shown = ["--base", "b", "--run", "elsewhere"], ["--image", "my cat.jpg", "--text", "It's so"]
+    assert shlex.split(last)[1:] == ["-m", "runs.report", *places, *shown]
+    assert shlex.split(make("-n", "report").stdout.splitlines()[-1])[1:] == ["-m", "runs.report", "--base", "out"]
+
+
 @pytest.mark.parametrize(
     "file, content",
     [
