@@ -20,7 +20,7 @@ PAPER      = --base $(BASE) --ngpu $(RANKS)
 SHOWN      = $(if $(IMAGE),--image $(call quoted,$(IMAGE))) $(if $(TEXT),--text $(call quoted,$(TEXT)))
 .PHONY: help setup demo test test-gpu lint bench data tokenizer tokenize pretrain-d20 pretrain-d20-base eval-bpb \
         eval-bpb-base eval-core eval-core-base sample export train-deit-ti train-deit-s train-deit-b eval-deit \
-        ablate-projections figures tables claims report vendor diff unpatch test-patches check-gpu check-images clean
+        ablate-projections figures tables claims report explore vendor diff unpatch test-patches check-gpu clean
 
 help:  ## list the targets
 	@$(NAMES) help $(GIVEN)
@@ -80,6 +80,8 @@ figures: | $(READY)  ## the paper's figures of a run (RUN=folder, MODEL=name; IM
 	$(foreach draw,$(DRAW),$(PY) -m $(draw) $(DRAWN) $(MODEL_FLAG) $(SHOWN) $(ARGS) &&) true
 report: | $(READY)  ## all of it in one HTML page: runs, figures, tables, claims (RUN=folder, else all of BASE)
 	$(PY) -m runs.report $(REPORTED) $(SHOWN) $(ARGS)
+explore: | $(READY)  ## a page in the browser: your image or text, scaled bandwidths (RUN=folder, else the demo's)
+	$(PY) -m runs.explore $(EXPLORED) $(MODEL_FLAG) $(ARGS)
 tables claims: | $(READY)  ## the paper's tables beside ours (BASE=folder); its claims beside what was measured
 	$(PY) -m runs.paper.$@ $(if $(filter tables,$@),--base $(BASE)) $(ARGS)
 

@@ -178,6 +178,12 @@ def test_figures_of_the_demo_are_of_both_trainers(make, tmp_path, ready, setting
     assert re.findall(r"-m (\w+)\.draw", make("-n", "figures", *settings).stdout) == drawn
 
 
+def test_the_page_is_of_the_named_run_or_the_demos(make):
+    last = make("-n", "explore", "BASE=b", "RUN=elsewhere", "ARGS=--port 8000").stdout.splitlines()[-1]
+    assert last.split()[1:] == ["-m", "runs.explore", "--demo", "b/demo", "--run", "elsewhere", "--port", "8000"]
+    assert "--run" not in make("-n", "explore").stdout.splitlines()[-1]
+
+
 def test_core_takes_the_named_run_and_bundle(make):
     last = make("-n", "eval-core", "BUNDLE=a b", "RUN=elsewhere", "NGPU=2").stdout.splitlines()[-1]
     assert "runs.paper.core --run elsewhere --bundle 'a b' --base out --ngpu 2 -- " in last
