@@ -199,11 +199,29 @@ def test_a_phone_shows_the_page_without_sideways_scrolling(browser, base, text, 
         assert tab.evaluate("document.documentElement.scrollWidth") == PHONE["width"]
         wide = "[...document.querySelectorAll('.scroll')].filter((box) => box.scrollWidth > box.clientWidth).length"
         assert tab.evaluate(wide) > 3
+        cut = "[...document.querySelectorAll('caption')].filter((words) => words.clientWidth > innerWidth).length"
+        assert tab.evaluate(cut) == 0
         dark = max(map(int, re.findall(r"\d+", tab.evaluate("getComputedStyle(document.body).backgroundColor")))) < 128
         ink = tab.evaluate("getComputedStyle(document.querySelector('svg.chart text')).fill")
         assert dark == (scheme == "dark") == (min(map(int, re.findall(r"\d+", ink)[:3])) > 128)
         tab.tap("canvas")
         assert not problems and requests == [address]
+
+
+def test_paper_is_white_and_has_claims_and_commands_but_no_controls(browser, base, text):
+    with watched(browser, color_scheme="dark") as (tab, problems, _):
+        tab.goto((base / "report.html").as_uri())
+        closed = "document.querySelectorAll('section > details:not([open])').length"
+        before = tab.evaluate(closed)
+        assert before >= len(CLAIMS)
+        tab.emulate_media(media="print", color_scheme="dark")
+        tab.evaluate("dispatchEvent(new Event('beforeprint'))")
+        assert tab.evaluate(closed) == 0
+        assert tab.evaluate("getComputedStyle(document.body).color") == "rgb(28, 29, 33)"
+        assert not tab.locator(".controls").first.is_visible() and not tab.locator("figure details").first.is_visible()
+        assert tab.evaluate("getComputedStyle(document.querySelector('.text span')).printColorAdjust") == "exact"
+        tab.evaluate("dispatchEvent(new Event('afterprint'))")
+        assert tab.evaluate(closed) == before and not problems
 
 
 def test_the_policy_forbids_connections_and_other_scripts(browser, base, text):

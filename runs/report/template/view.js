@@ -231,6 +231,13 @@ for (const root of document.querySelectorAll("[data-view]")) {
 for (const bar of document.querySelectorAll(".bar")) {
   bar.style.background = `linear-gradient(to right, ${COLOURS.map((c) => `rgb(${c.join(" ")})`).join(", ")})`;
 }
+
+// On paper nothing can be opened: claims and commands are, and closed again.
+const opened = [];
 addEventListener("beforeprint", () => {
-  for (const details of document.querySelectorAll("details.claim")) details.open = true;
+  opened.push(...document.querySelectorAll("section > details:not([open])"));
+  for (const details of opened) details.open = true;
+});
+addEventListener("afterprint", () => {
+  for (const details of opened.splice(0)) details.open = false;
 });
