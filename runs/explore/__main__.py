@@ -7,6 +7,7 @@ make explore RUN=out/runs/deit_tiny_gka_patch16_224
 import importlib.util
 import os
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -45,6 +46,13 @@ def main(config: ExploreConfig) -> None:
         raise UserError('the page needs Gradio: run pip install "gka[explore]"')
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
+    if config.host != LOOPBACK:
+        print(f"warning: everybody who can reach {config.host} can use this page", file=sys.stderr)
+    try:  # Gradio would try a hundred ports on a host that is not this machine, for minutes
+        socket.create_server((config.host, config.port)).close()
+    except OSError as error:
+        place = f"{config.host}, port {config.port}"
+        raise UserError(f"cannot listen on {place}: {error.strerror}; choose another --host or --port") from error
     models = load(config.run, config.twin, config.demo, config.model)
     for model in (*models.vision, *models.language):
         print(model.about)
@@ -52,13 +60,8 @@ def main(config: ExploreConfig) -> None:
         os.environ["GRADIO_TEMP_DIR"] = folder  # of uploads and pictures; Gradio reads it when it is imported
         from runs.explore import page
 
-        if config.host != LOOPBACK:
-            print(f"warning: everybody who can reach {config.host} can use this page", file=sys.stderr)
-        try:
-            served = page.build(models)
-            address = page.serve(served, config.host, config.port)
-        except OSError as error:
-            raise UserError(f"cannot listen on {config.host}, port {config.port}; choose another --port") from error
+        served = page.build(models)
+        address = page.serve(served, config.host, config.port)
         print(f"open {address} in a browser; Ctrl-C ends it", flush=True)
         try:
             threading.Event().wait()

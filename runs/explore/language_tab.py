@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import gradio as gr
+import torch
 
 from runs.explore import controls, markup
 from runs.explore.controls import Choice, before_and_after, html
@@ -96,14 +97,15 @@ def _panel(model: LanguageModel, number: int) -> Panel:
 def _note(read, row, choice: Choice, token: int) -> str:
     layer = read.layers[choice.layer]
     most = row.topk(min(NAMED, token + 1))
-    shares = ", ".join(f"{markup.visible(read.tokens[i])} {v:.3f}" for v, i in zip(most.values, most.indices.tolist()))
+    named = [markup.visible(text) for text in read.tokens]
+    shares = ", ".join(f"“{named[place]}” {share:.3f}" for share, place in zip(*map(torch.Tensor.tolist, most)))
     if layer.sigma is None:
         sigma = "This layer has no σ."
     elif choice.head is None:
         sigma = f"σ = {layer.sigma.mean():.3g} (mean over heads)."
     else:
         sigma = f"σ = {layer.sigma[choice.head]:.3g}."
-    return markup.note(f"Token {token}, {markup.visible(read.tokens[token])}, takes most from: {shares}. {sigma}")
+    return markup.note(f"Token {token}, “{named[token]}”, takes most from: {shares}. {sigma}")
 
 
 def _continuations(model: LanguageModel, text: str, scaling: Scaling) -> str:

@@ -28,6 +28,9 @@ CSS = """
   background: color-mix(in srgb, var(--color-accent) var(--part), transparent)}
 .tokens button[aria-pressed=true] {border-color: currentColor}
 .text {white-space: pre-wrap; overflow-wrap: anywhere; font: .9em ui-monospace, monospace}
+[role=tab][aria-selected=true] {color: inherit !important}
+input:focus-visible, label:has(input[type=radio]:focus-visible) {
+  outline: 2px solid var(--color-accent) !important; outline-offset: 2px}
 @media (max-width: 640px) {.panels {order: -1}}
 """
 

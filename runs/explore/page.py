@@ -9,6 +9,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from runs.explore import language_tab, vision_tab
+from runs.explore.events import Page
 from runs.explore.markup import CSS
 from runs.explore.models import Models
 from runs.explore.photos import MAX_BYTES, bundled
@@ -25,7 +26,7 @@ FONTS = dict(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monos
 
 def build(models: Models) -> gr.Blocks:
     """The page of these models."""
-    with gr.Blocks(title=TITLE, analytics_enabled=False, delete_cache=(CACHE_SECONDS, CACHE_SECONDS)) as page:
+    with Page(title=TITLE, analytics_enabled=False, delete_cache=(CACHE_SECONDS, CACHE_SECONDS)) as page:
         gr.Markdown(INTRODUCTION)
         with gr.Tab("Images"):
             vision_tab.build(models.vision, bundled(), page)
@@ -44,7 +45,7 @@ def serve(page: gr.Blocks, host: str, port: int) -> str:
     address = page.launch(
         server_name=host,
         server_port=port or None,
-        theme=gr.themes.Default(**FONTS),
+        theme=gr.themes.Default(**FONTS).set(body_text_color_subdued="*neutral_500"),
         css=CSS,
         app_kwargs={"middleware": [Middleware(TrustedHostMiddleware, allowed_hosts=known_hosts)]},
         share=False,

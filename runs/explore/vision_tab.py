@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import gradio as gr
 
+from deit_gka.figures.rollout import DISCARD_RATIOS
 from runs.explore import controls, markup
 from runs.explore.controls import Choice, before_and_after, html
 from runs.explore.events import ONE_AT_A_TIME, WHILE_CHANGING, plain
@@ -64,16 +65,18 @@ def build(models: list[VisionModel], photos: dict[str, Photo], page: gr.Blocks) 
     with gr.Row():
         with gr.Column(scale=1, min_width=260):
             view = gr.Radio(VIEWS, value=VIEWS[0], label="Map", info="Click on the image to choose a patch.")
+            ratios = [(f"{ratio:g}", ratio) for ratio in DISCARD_RATIOS]
+            discard = gr.Radio(ratios, value=DISCARD_RATIOS[0], label="Discard ratio of the rollout")
             last = first.tokens.grid[0] * first.tokens.grid[1] - 1
             patch = gr.Slider(0, max(1, last), value=last // 2, step=1, label="Patch, row by row from the upper left")
             panel = controls.build(first.shape[0], first.shape[1], first.has_sigma)
         with gr.Column(scale=3, min_width=300, elem_classes="panels"), gr.Row():
             panels = [_panel(model, number) for number, model in enumerate(models)]
-    inputs, outputs = [photo, view, patch, *panel.all], [part for panel in panels for part in panel.all]
+    inputs, outputs = [photo, view, patch, discard, *panel.all], [part for panel in panels for part in panel.all]
 
-    def draw(photo: Photo, view: str, patch: float, *values) -> list:
+    def draw(photo: Photo, view: str, patch: float, discard: float, *values) -> list:
         choice = Choice.of(*values)
-        shown = View(view, choice.layer, choice.head, int(patch))
+        shown = View(view, choice.layer, choice.head, int(patch), discard)
         scalings = [choice.scaling, Scaling()]
         return [value for panel, scaling in zip(panels, scalings) for value in panel.show(photo, shown, scaling)]
 
@@ -92,7 +95,7 @@ def build(models: list[VisionModel], photos: dict[str, Photo], page: gr.Blocks) 
         mine = read_upload(content)
         return [mine, None, *draw(mine, *rest)]
 
-    changes = [component.input for component in (view, patch, *panel.all)]
+    changes = [component.input for component in (view, patch, discard, *panel.all)]
     gr.on([page.load, *changes], plain(draw), inputs, outputs, **WHILE_CHANGING)
     for shown in panels:
         shown.image.select(click_on(shown.model), inputs, [view, patch, *outputs], **WHILE_CHANGING)

@@ -138,10 +138,29 @@ def test_the_slider_changes_map_and_prediction_and_leaves_the_twin(page):
     page.wait_for_function("!document.querySelector('#chances-0').innerText.includes('σ ×')")
 
 
+@pytest.mark.parametrize("typed, heading", [("-1", "σ × 0.5"), ("-", ""), ("100", "σ × 16")])
+def test_numbers_can_be_typed_key_by_key_and_stop_at_the_sliders_ends(page, typed, heading):
+    """A minus sign alone, or nothing, is the start: σ as it is."""
+    page.get_by_role("tab", name="Images").click()
+    box = page.locator(POWER).first
+    box.fill("3")
+    wait_for(page, "#chances-0", "σ × 8")
+    box.press("Control+a")
+    box.press_sequentially(typed)
+    wait_for(page, "#chances-0", f"as it is\\s+{heading}" if heading else "as it is\\n")
+    assert page.locator(".toast-body").count() == 0
+    set_power(page, 0, tab=0)
+    page.wait_for_function("!document.querySelector('#chances-0').innerText.includes('σ ×')")
+
+
 def test_rollout_and_another_image(page):
     page.get_by_role("tab", name="Images").click()
-    page.get_by_label("rollout").check()
+    page.get_by_label("rollout", exact=True).check()
     wait_for(page, "#note-0", "Rollout through all layers")
+    before = source(page, 0)
+    page.get_by_label("0.9", exact=True).check()
+    wait_for(page, "#note-0", "the smallest 90% of the weights")
+    assert source(page, 0) != before
     before = source(page, 0)
     page.get_by_label("Image", exact=True).click()
     page.get_by_role("option", name="flower").click()
@@ -231,4 +250,5 @@ def test_ctrl_c_ends_the_command_and_deletes_its_files(server):
     assert list(server.folder.glob("gka-explore-*/*"))
     code, errors = server.end()
     assert code == 130 and errors.endswith("interrupted\n") and "KeyboardInterrupt" not in errors
+    assert "Traceback" not in errors and errors.count("refused a request") == 1, errors
     assert not list(server.folder.glob("gka-explore-*"))

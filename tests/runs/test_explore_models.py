@@ -16,15 +16,19 @@ import tiny_vision
 from deit_gka.figures.maps import attention_layers
 from figure_runs import vision_run
 from gka import gaussian_attention
+from nanochat_gka.export import ExportConfig
+from nanochat_gka.export import main as export
 from processes import signals_kept
 from runs.explore import photos
 from runs.explore.__main__ import ExploreConfig, main
+from runs.explore.controls import WHERE, Choice
 from runs.explore.language import MAX_CHARACTERS, MAX_TOKENS
 from runs.explore.models import load
 from runs.explore.photos import Photo, bundled, read_upload
 from runs.explore.scaling import Scaling, scaled
 from runs.explore.vision import CLS, PATCH, ROLLOUT, View
 from tiny import one_line_error
+from trainkit.cli import run
 from vision_runs import in_process
 
 PHOTO = Photo.of("stripes", tiny_vision.photo(0))
@@ -83,6 +87,28 @@ def test_the_whole_model_runs_with_the_scaled_bandwidths(models):
     changed = (before.layers[1].weights - last.layers[1].weights).abs().amax((1, 2))
     assert changed[0] == 0 and changed[1] > 1e-3
     assert (before.probabilities - last.probabilities).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_back_at_the_start_the_result_is_exactly_that_of_the_model(models, where):
+    choice = Choice.of(2, "head 2", 0.0, where)
+    vision, words = models.vision[0], models.language[0]
+    for scaling in (choice.scaling, Scaling(1.0, layer=1, head=1)):
+        seen, read = vision._look(PHOTO, scaling), words._read(TEXT, scaling)
+        assert torch.equal(seen.probabilities, vision.look(PHOTO, Scaling()).probabilities)
+        assert torch.equal(read.probabilities, words.read(TEXT, Scaling()).probabilities)
+
+
+@pytest.mark.filterwarnings("ignore:gaussian_attention")  # says that features are long, measured in such a σ
+@pytest.mark.parametrize("factor", [0.01, 100.0])
+def test_kernels_far_too_narrow_or_wide_give_finite_maps_and_predictions(models, factor):
+    seen, read = models.vision[0].look(PHOTO, Scaling(factor)), models.language[0].read(TEXT, Scaling(factor))
+    for result in (seen, read):
+        assert result.probabilities.isfinite().all() and result.probabilities.sum() == pytest.approx(1, abs=1e-5)
+    assert all(layer.weights.sum(-1).sub(1).abs().max() < 1e-3 for layer in seen.layers)
+    for name, discard in ((CLS, 0), (PATCH, 0), (ROLLOUT, 0.9)):
+        norm = models.vision[0].picture(seen, View(name, 1, None, 5, discard)).norm
+        assert norm.vmin < norm.vmax
 
 
 def test_requests_at_the_same_time_do_not_mix(models):
@@ -191,6 +217,15 @@ def test_without_a_demo_there_is_an_untrained_model(tmp_path):
     assert len(model.classes) == 1000 and "tench" in model.classes[0]
 
 
+def test_an_exported_model_reads_as_its_run_does(models, demo, tmp_path):
+    run = next(demo.glob("runs/d2-gka-offsets-*"))
+    export(ExportConfig(run=run, out=tmp_path / "alone"))
+    (alone,) = load((tmp_path / "alone",), (), tmp_path / "no demo", "deit_tiny_gka_patch16_224").language
+    assert torch.equal(
+        alone.read(TEXT, Scaling(2.0)).probabilities, models.language[0].read(TEXT, Scaling(2.0)).probabilities
+    )
+
+
 def test_runs_that_do_not_go_together_are_refused(demo, tmp_path):
     runs = demo / "runs"
     with one_line_error("cannot stand beside"):
@@ -212,6 +247,15 @@ def test_runs_that_do_not_go_together_are_refused(demo, tmp_path):
 def test_mistakes_on_the_command_line_are_one_line(flags, message, capsys):
     with signals_kept():
         assert message in in_process(main, ExploreConfig, *flags, capsys=capsys)
+
+
+def test_another_host_is_warned_of_and_one_of_another_machine_refused(demo, capsys):
+    """192.0.2.1 is an address of nobody's (RFC 5737)."""
+    with signals_kept(), pytest.raises(SystemExit) as left:
+        run(main, ExploreConfig, ["--demo", str(demo), "--host", "192.0.2.1"])
+    warning, error = capsys.readouterr().err.splitlines()
+    assert warning == "warning: everybody who can reach 192.0.2.1 can use this page"
+    assert left.value.code == 2 and error.startswith("error: cannot listen on 192.0.2.1, port")
 
 
 def test_without_gradio_the_command_says_what_to_install(monkeypatch, capsys):
