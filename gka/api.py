@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from gka import validation
-from gka.impl import flex, reference, sdpa, triton
+from gka.impl import cpu, flex, reference, sdpa, triton
 from gka.masking import Mask
 from gka.request import GaussianRequest, SoftmaxRequest
 
@@ -24,7 +24,13 @@ class Implementation(Protocol):
         """y, (B, Tq, H, D) in the dtype of x."""
 
 
-IMPLEMENTATIONS: dict[str, Implementation] = {"reference": reference, "triton": triton, "flex": flex, "sdpa": sdpa}
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    "reference": reference,
+    "triton": triton,
+    "cpu": cpu,
+    "flex": flex,
+    "sdpa": sdpa,
+}
 BASELINES: dict[str, Any] = {name: impl for name, impl in IMPLEMENTATIONS.items() if hasattr(impl, "dot_product")}
 EPS = 1e-6
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
