@@ -60,7 +60,7 @@ def expand(request: GaussianRequest) -> Expansion:
 
 
 def warn_if_lost(largest: float, dtype: torch.dtype, stacklevel: int = 4) -> None:
-    """Warn where rounding in `dtype` is most of what is left of exponents of size `largest`, the largest |x|^2 / sigma^2.
+    """Warn where rounding in `dtype` is most of what is left of exponents of size `largest`, a |x|^2 / sigma^2.
 
     Once per line that calls the operator (Python's rule for equal warnings); `stacklevel` reaches it.
     """

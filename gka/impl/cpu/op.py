@@ -24,7 +24,17 @@ def unavailable(request: GaussianRequest) -> str | None:
         return f"the CPU kernel takes float32, got {x.dtype}"
     if request.head_dim > MAX_HEAD_DIM:
         return f"the CPU kernel needs head_dim <= {MAX_HEAD_DIM}, got {request.head_dim}"
+    if not torch.compiler.is_compiling() and _is_transformed():
+        return "the CPU kernel has no forward mode, and of torch.func's transforms vmap alone"
     return build.obstacle()
+
+
+def _is_transformed() -> bool:
+    """Whether a forward-mode derivative is being taken, which torch would silently call 0, or a torch.func one."""
+    if torch.autograd.forward_ad._current_level >= 0:
+        return True
+    interpreters = torch._C._functorch.get_interpreter_stack() or ()
+    return any(interpreter.key() != torch._C._functorch.TransformType.Vmap for interpreter in interpreters)
 
 
 def gaussian(request: GaussianRequest) -> torch.Tensor:

@@ -11,46 +11,46 @@ namespace {
 using namespace gka;
 
 struct Backward : Head {
-  Tokens value, grad;
-  float *delta, *level = nullptr, *query_sum, *key_sum, *dx, *dkeys, *dvalues, *k, *m;
-  double* dlog_sigma;  // sum of M times exponents
+  Tokens grad;
+  float *delta, *level, *query_sum, *key_sum, *dx, *dkeys, *dvalues, *k, *m;
+  double* dlog_sigma;        // sum of M times exponents
+  int64_t sums, sums_end;    // where in the slot lies what is added up
 
-  Backward(const GkaRequest& q, const Plan& plan, Arena& arena) : Head(q), value(key), grad(query) {
-    take(q, arena);
-    if (q.own_values) value = key;
-    else value.take(arena, true, false);
+  Backward(const GkaRequest& q, const Plan& plan, Arena& arena) : Head(q, arena, true), grad(query) {
     grad.take(arena, true, false);
     delta = arena.take(query.padded);
     level = own_keys ? nullptr : arena.take(query.padded);
-    dlog_sigma = reinterpret_cast<double*>(arena.take(2));
     sums = arena.used;
+    dlog_sigma = reinterpret_cast<double*>(arena.take(2));
     query_sum = arena.take(query.padded);
     key_sum = own_keys ? query_sum : arena.take(key.padded);
     dx = arena.take(query.padded * query.channels);
     dkeys = own_keys ? dx : arena.take(key.padded * key.channels);
-    dvalues = q.own_values ? dkeys : arena.take(key.padded * key.channels);
+    dvalues = own_values ? dkeys : arena.take(key.padded * key.channels);
     sums_end = arena.used;
     k = arena.take(plan.block * block_stride(plan));
     m = arena.take(plan.block * block_stride(plan));
   }
-  int64_t sums, sums_end;  // where in the slot all that is added up lies
 
   void fill_gradients(const GkaRequest& q, int64_t index) {
     const Source from(q.grad_y, q, index), y(q.y, q, index);
-    const float* shift = mean && q.own_values ? mean : nullptr;
-    std::fill(grad.rows, grad.rows + grad.padded * grad.channels, 0.0f);
-    std::fill(delta, delta + query.padded, 0.0f);
-    if (level) std::fill(level, level + query.padded, 0.0f);
+    const bool shifted = mean && own_values;
     for (int64_t i = 0; i < query.count; i++) {
-      const float kept = q.level[index * q.num_queries + i], share = own_keys ? 1.0f / kept : 1.0f;
-      const float *g = from.row(i), *mixed = y.row(i);
-      float *row = grad.row(i), sum = 0.0f;
-      for (int64_t d = 0; d < head_dim; d++) row[d] = g[d] * share;
-      for (int64_t d = 0; d < head_dim; d++) sum += row[d] * (shift ? mixed[d] - shift[d] : mixed[d]);
-      delta[i] = sum;
+      const float kept = q.level[index * q.num_queries + i];
+      const Vector share = Vector::all(own_keys ? 1.0f / kept : 1.0f);
+      Vector sum = Vector::all(0.0f);
+      for (int64_t d = 0; d < grad.channels; d += Vector::LANES) {
+        Vector g = load_channels(from.row(i), d, head_dim) * share, mixed = load_channels(y.row(i), d, head_dim);
+        g.store(grad.row(i) + d);
+        sum = fma(g, shifted ? mixed - Vector::load(mean + d) : mixed, sum);
+      }
+      delta[i] = sum.sum();
       if (level) level[i] = kept;
     }
-    grad.finish(head_dim);
+    std::fill(grad.row(grad.count), grad.row(grad.padded), 0.0f);
+    std::fill(delta + query.count, delta + query.padded, 0.0f);
+    if (level) std::fill(level + query.count, level + query.padded, 0.0f);
+    grad.fill_panels(head_dim, own_values ? 1.0f / factor : 1.0f);  // against the scaled panels of the values
   }
 };
 
@@ -77,7 +77,7 @@ struct GradientTile {
     clear(acc);
     multiply(head.key.panel(r0), head.query.panel(c0), head.head_dim, acc);
     GKA_UNROLL for (int v = 0; v < V; v++) down[v] = Vector::all(0.0f);
-    const Vector scale = head.scale(), inverse = Vector::all(head.inverse), zero = Vector::all(0.0f);
+    const Vector inverse = Vector::all(head.inverse), zero = Vector::all(0.0f);
     Vector pairs = zero, twice = zero;  // M times exponents; in diagonal units every pair comes twice
     GKA_UNROLL for (int i = 0; i < TILE_ROWS; i++) {
       const int64_t r = r0 + i;
@@ -85,7 +85,7 @@ struct GradientTile {
       Vector delta = Vector::all(head.reach.symmetric ? head.delta[r] : 0.0f);
       GKA_UNROLL for (int v = 0; v < V; v++) {
         const int64_t c = c0 + v * L, o = block.at(r, c);
-        Vector e = exponent(acc[i][v], norm, Vector::load(head.query.half_norm + c), scale);
+        Vector e = exponent(acc[i][v], norm, Vector::load(head.query.half_norm + c));
         Vector k = exp2(head.own_keys ? e : e - Vector::load(head.level + c));
         if (masked) k = visible(head.reach, r, c, k, zero);
         k.store(block.k + o);
@@ -95,7 +95,7 @@ struct GradientTile {
         else pairs = fma(m, e, pairs);
         m = m * inverse;
         m.store(block.m + o);
-        if (!(diagonal && head.own_keys)) down[v] = down[v] + m;
+        if (!diagonal) down[v] = down[v] + m;
         across = across + m;
       }
       head.key_sum[r] += across.sum();
@@ -110,7 +110,7 @@ struct GradientTile {
 
 void mix(const Backward& head, const Block& block) {
   const Term by_key{block.m, head.key.rows}, by_query{block.m, head.query.rows}, by_gradient{block.k, head.grad.rows};
-  const bool own_values = head.dvalues == head.dkeys;
+  const bool own_values = head.own_values;
   const int64_t channels = head.query.channels;
   if (head.reach.symmetric && own_values) {
     gather_by_queries<true>(head.reach, block, by_query, by_gradient, head.dx, channels);
@@ -131,10 +131,8 @@ void run_part(const GkaRequest& q, const Plan& plan, int64_t index, int64_t part
   Arena arena{scratch};
   Backward head(q, plan, arena);
   head.fill(q, index);
-  if (!q.own_values) pack(Source(q.values, q, index), q.head_dim, nullptr, head.value);
   head.fill_gradients(q, index);
   std::fill(scratch + head.sums, scratch + head.sums_end, 0.0f);
-  *head.dlog_sigma = 0.0;
   each_block(plan, head, part, [&](Range keys, Range queries) {
     Block block{keys, queries, block_stride(plan), head.k, head.m};
     each_tile(head.reach, block, GradientTile{head, block});
@@ -151,8 +149,11 @@ void write(const GkaRequest& q, const Plan& plan, int64_t i, int64_t slot_size, 
     sum += sums ? sums[part * slot_size + i] : 0.0f;
     for (int64_t d = 0; d < q.head_dim; d++) mixed[d] += mixed[part * slot_size + d];
   }
-  const float* x = tokens.row(i);
-  for (int64_t d = 0; d < q.head_dim; d++) out[d] = sums ? mixed[d] - sum * x[d] : mixed[d];
+  for (int64_t d = 0; d < q.head_dim; d += Vector::LANES) {
+    Vector gradient = Vector::load(mixed + d);
+    if (sums) gradient = gradient - Vector::all(sum) * Vector::load(tokens.row(i) + d);
+    store_channels(gradient, out, d, q.head_dim);
+  }
 }
 
 void finish(const GkaRequest& q, const Plan& plan, int64_t index, Range tokens, float* scratch, int64_t slot_size) {

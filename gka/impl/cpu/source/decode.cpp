@@ -27,9 +27,7 @@ struct Decode {
   }
   float* query(int64_t batch, int64_t h, int64_t i) const { return running(batch, parts, h, i); }  // padded with zeros
 
-  GKA_INLINE Vector channel(const float* token, int64_t d) const {
-    return d + Vector::LANES <= q.head_dim ? Vector::load(token + d) : Vector::load_first(token + d, std::max<int64_t>(q.head_dim - d, 0));
-  }
+  GKA_INLINE Vector channel(const float* token, int64_t d) const { return load_channels(token, d, q.head_dim); }
 
   // log2 K of the keys from j on, minus infinity for those that query i does not see. Returns the largest.
   float scores(const float* x, const Source& keys, int64_t j, int64_t count, int64_t i, float factor, float* score) const {

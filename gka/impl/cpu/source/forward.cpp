@@ -9,13 +9,10 @@ namespace {
 using namespace gka;
 
 struct Forward : Head {
-  Tokens value;
-  float *sum = nullptr, *top = nullptr, *peak = nullptr, *y = nullptr, *block = nullptr;  // per query; K
+  float *sum, *top = nullptr, *peak = nullptr;  // per query: of K; the largest exponent, of all and of a block
+  float *y, *block;
 
-  Forward(const GkaRequest& q, const Plan& plan, Arena& arena) : Head(q), value(key) {
-    take(q, arena);
-    if (q.own_values) value = key;
-    else value.take(arena, false, false);
+  Forward(const GkaRequest& q, const Plan& plan, Arena& arena) : Head(q, arena, false) {
     sum = arena.take(query.padded);
     top = own_keys ? nullptr : arena.take(query.padded);
     peak = own_keys ? nullptr : arena.take(query.padded);
@@ -36,13 +33,13 @@ struct OwnTile {
     clear(acc);
     multiply(head.key.panel(r0), head.query.panel(c0), head.head_dim, acc);
     GKA_UNROLL for (int v = 0; v < V; v++) down[v] = Vector::all(0.0f);
-    const Vector scale = head.scale(), zero = Vector::all(0.0f);
+    const Vector zero = Vector::all(0.0f);
     GKA_UNROLL for (int i = 0; i < TILE_ROWS; i++) {
       const int64_t r = r0 + i;
       Vector norm = Vector::all(head.key.half_norm[r]), across = zero;
       GKA_UNROLL for (int v = 0; v < V; v++) {
         const int64_t c = c0 + v * L;
-        Vector k = exp2(exponent(acc[i][v], norm, Vector::load(head.query.half_norm + c), scale));
+        Vector k = exp2(exponent(acc[i][v], norm, Vector::load(head.query.half_norm + c)));
         if (masked) k = visible(head.reach, r, c, k, zero);
         k.store(block.k + block.at(r, c));
         if (!on_diagonal(head.reach, r, c)) down[v] = down[v] + k;
@@ -69,13 +66,13 @@ struct ForeignTile {
     clear(acc);
     multiply(head.key.panel(r0), head.query.panel(c0), head.head_dim, acc);
     GKA_UNROLL for (int v = 0; v < V; v++) peak[v] = Vector::load(head.peak + c0 + v * L);
-    const Vector scale = head.scale(), hidden = Vector::all(-INFINITY);
+    const Vector hidden = Vector::all(-INFINITY);
     GKA_UNROLL for (int i = 0; i < TILE_ROWS; i++) {
       const int64_t r = r0 + i;
       Vector norm = Vector::all(head.key.half_norm[r]);
       GKA_UNROLL for (int v = 0; v < V; v++) {
         const int64_t c = c0 + v * L;
-        Vector e = exponent(acc[i][v], norm, Vector::load(head.query.half_norm + c), scale);
+        Vector e = exponent(acc[i][v], norm, Vector::load(head.query.half_norm + c));
         if (masked) e = visible(head.reach, r, c, e, hidden);
         e.store(block.k + block.at(r, c));
         peak[v] = greater(e, peak[v]);
@@ -103,8 +100,11 @@ void exponentiate(const Forward& head, const Block& block) {
     sum.store(head.sum + c);
     float factors[L];
     factor.store(factors);
-    for (int64_t i = 0; i < L; i++)
-      for (int64_t d = 0; factors[i] != 1.0f && d < head.value.channels; d++) head.y[(c + i) * head.value.channels + d] *= factors[i];
+    for (int64_t i = 0; i < L; i++) {
+      if (factors[i] == 1.0f) continue;
+      float* y = head.y + (c + i) * head.query.channels;
+      for (int64_t d = 0; d < head.query.channels; d += L) (Vector::load(y + d) * Vector::all(factors[i])).store(y + d);
+    }
   }
 }
 
@@ -113,7 +113,6 @@ void run_part(const GkaRequest& q, const Plan& plan, int64_t index, int64_t part
   Arena arena{scratch};
   Forward head(q, plan, arena);
   head.fill(q, index);
-  if (!q.own_values) pack(Source(q.values, q, index), q.head_dim, nullptr, head.value);
   std::fill(head.sum, head.sum + head.query.padded, 0.0f);
   std::fill(head.y, head.y + head.query.padded * head.query.channels, 0.0f);
   if (head.top) std::fill(head.top, head.top + head.query.padded, LOWEST);
@@ -127,34 +126,34 @@ void run_part(const GkaRequest& q, const Plan& plan, int64_t index, int64_t part
       each_tile(head.reach, block, ForeignTile{head, block});
       exponentiate(head, block);
     }
-    gather_by_queries<false>(head.reach, block, term, term, head.y, head.value.channels);
-    if (head.reach.symmetric) gather_by_keys<false>(head.reach, block, term, term, head.y, head.value.channels);
+    gather_by_queries<false>(head.reach, block, term, term, head.y, head.query.channels);
+    if (head.reach.symmetric) gather_by_keys<false>(head.reach, block, term, term, head.y, head.query.channels);
   });
 }
 
 // y and level of some queries, from the sums of all parts. Returns the largest |x|^2 / sigma^2 among them.
 float finish(const GkaRequest& q, const Plan& plan, int64_t index, Range queries, float* scratch, int64_t slot_size) {
   Arena arena{scratch};
-  Forward head(q, plan, arena);
+  const Forward head(q, plan, arena);
   float largest = 0.0f;
-  head.inverse = inverse_variance(q, index);
-  const int64_t channels = head.value.channels;
   for (int64_t i = queries.begin; i < queries.end; i++) {
-    float* mixed = head.y + i * channels;
+    float sum = head.sum[i], *mixed = head.y + i * head.query.channels;
     for (int64_t part = 1; part < plan.parts; part++) {
       const int64_t o = part * slot_size;
-      head.sum[i] += head.sum[o + i];
+      sum += head.sum[o + i];
       if (head.top) head.top[i] = std::max(head.top[i], head.top[o + i]);  // of the one part that has this query
-      for (int64_t d = 0; d < channels; d++) mixed[d] += mixed[o + d];
+      for (int64_t d = 0; d < head.query.channels; d++) mixed[d] += mixed[o + d];
     }
-    const float total = head.sum[i] + (q.own_keys ? q.eps : 0.0f), share = 1.0f / total;
-    const float rest = head.mean && q.own_values ? head.sum[i] * share : 0.0f;
+    const float total = sum + (q.own_keys ? q.eps : 0.0f), share = 1.0f / total;
+    const bool shifted = head.mean && q.own_values;
     float* y = writable(q.y, q, index, i);
-    for (int64_t d = 0; d < q.head_dim; d++) y[d] = mixed[d] * share;
-    if (rest != 0.0f)
-      for (int64_t d = 0; d < q.head_dim; d++) y[d] += head.mean[d] * rest;
+    for (int64_t d = 0; d < q.head_dim; d += Vector::LANES) {
+      Vector mean = Vector::all(share) * Vector::load(mixed + d);
+      if (shifted) mean = fma(Vector::load(head.mean + d), Vector::all(sum * share), mean);
+      store_channels(mean, y, d, q.head_dim);
+    }
     q.level[index * q.num_queries + i] = q.own_keys ? total : head.top[i] + std::log2(total);
-    largest = std::max(largest, 2.0f * head.query.half_norm[i] * head.inverse);
+    largest = std::max(largest, 2.0f / LOG2_E * head.query.half_norm[i]);
   }
   return largest;
 }

@@ -18,7 +18,7 @@ namespace gka {
 constexpr int64_t UNIT = 16;
 constexpr int64_t PANEL = 48;                // queries that a tile reads side by side
 constexpr int64_t WHOLE = 240, BLOCK = 192;  // up to WHOLE tokens K is one block, which the L2 cache holds
-constexpr float PAD = 1e37f;                 // |x|^2 / 2 of padding: K is 0 there at any bandwidth
+constexpr float PAD = 1e37f;                 // half the squared norm of padding, in scaled panels: K is 0 there
 
 GKA_INLINE int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 GKA_INLINE int64_t unit_of(int64_t n) { return n & -UNIT; }  // rounds down, negative numbers too
@@ -89,24 +89,27 @@ struct Plan {
   int64_t tasks() const { return heads * parts; }
 };
 
-// Tokens of one head: as rows of padded channels, and as panels of PANEL tokens in which channels are rows.
+// Tokens of one head: as rows of padded channels, and as panels of PANEL tokens in which channels are rows. Panels may
+// be scaled: those of queries and keys by sqrt(log2 e) / sigma, so that a tile finds exponents without a product.
 struct Tokens {
   int64_t count, padded, channels;
   float *rows = nullptr, *panels = nullptr, *half_norm = nullptr;
 
-  Tokens(int64_t count, int64_t head_dim) : count(count), padded(round_up(count, UNIT)), channels(round_up(head_dim, 16)) {}
+  Tokens(int64_t count, int64_t head_dim)
+      : count(count), padded(round_up(count, UNIT)), channels(round_up(head_dim, 16)) {}
   void take(Arena& arena, bool with_panels, bool with_norms) {
     rows = arena.take(padded * channels);
     panels = with_panels ? arena.take(round_up(padded, PANEL) * channels) : nullptr;
     half_norm = with_norms ? arena.take(padded) : nullptr;
   }
-  GKA_INLINE const float* panel(int64_t i) const { return panels + i / PANEL * PANEL * channels + i % PANEL; }
+  GKA_INLINE float* panel(int64_t i) const { return panels + i / PANEL * PANEL * channels + i % PANEL; }
   GKA_INLINE float* row(int64_t i) const { return rows + i * channels; }
 
-  // Fill the panels, and half the squared norms in the order in which a tile multiplies: K_ii is then exactly 1.
-  void finish(int64_t head_dim) {
+  // Fill the panels, and half their squared norms in the order in which a tile multiplies: K_ii is then exactly 1.
+  void fill_panels(int64_t head_dim, float factor) const {
     for (int64_t i = 0; i < padded; i += 4)
-      for (int64_t d = 0; d < channels; d += 4) transpose4(row(i) + d, channels, const_cast<float*>(panel(i)) + d * PANEL, PANEL);
+      for (int64_t d = 0; d < channels; d += 4)
+        transpose4(row(i) + d, channels, factor, panel(i) + d * PANEL, PANEL);
     if (!half_norm) return;
     for (int64_t i = 0; i < padded; i += Vector::LANES) {
       Vector sum = Vector::all(0.0f);
@@ -133,26 +136,24 @@ GKA_INLINE float* writable(const GkaTensor& t, const GkaRequest& q, int64_t head
   return const_cast<float*>(Source(t, q, head).row(i));
 }
 
-// Copy the rows of a head, less `mean` if there is one.
-inline void pack(const Source& source, int64_t head_dim, const float* mean, Tokens& to) {
-  for (int64_t i = 0; i < to.padded; i++) {
-    float* row = to.row(i);
-    const float* from = i < to.count ? source.row(i) : nullptr;
-    const int64_t filled = from ? head_dim : 0;
-    if (from && mean)
-      for (int64_t d = 0; d < filled; d++) row[d] = from[d] - mean[d];
-    else if (from)
-      std::memcpy(row, from, filled * sizeof(float));
-    std::fill(row + filled, row + to.channels, 0.0f);
-  }
-  if (to.panels) to.finish(head_dim);
+// Copy the rows of a head, less `mean` if there is one, and fill the panels if there are any.
+inline void pack(const Source& source, int64_t head_dim, const float* mean, float factor, const Tokens& to) {
+  for (int64_t i = 0; i < to.count; i++)
+    for (int64_t d = 0; d < to.channels; d += Vector::LANES) {
+      Vector x = load_channels(source.row(i), d, head_dim);
+      (mean ? x - Vector::load(mean + d) : x).store(to.row(i) + d);
+    }
+  std::fill(to.row(to.count), to.row(to.padded), 0.0f);
+  if (to.panels) to.fill_panels(head_dim, factor);
 }
 
+// Padded with zeros.
 inline void mean_of(const Source& source, int64_t count, int64_t head_dim, float* mean) {
-  std::fill(mean, mean + head_dim, 0.0f);
-  for (int64_t i = 0; i < count; i++)
-    for (int64_t d = 0; d < head_dim; d++) mean[d] += source.row(i)[d];
-  for (int64_t d = 0; d < head_dim; d++) mean[d] /= float(count);
+  for (int64_t d = 0; d < round_up(head_dim, 16); d += Vector::LANES) {
+    Vector sum = Vector::all(0.0f);
+    for (int64_t i = 0; i < count; i++) sum = sum + load_channels(source.row(i), d, head_dim);
+    (sum * Vector::all(1.0f / float(count))).store(mean + d);
+  }
 }
 
 // exp(-2 log_sigma), clamped; NaN stays.
@@ -164,28 +165,31 @@ inline float inverse_variance(const GkaRequest& q, int64_t head) {
 
 // What forward and backward have in common.
 struct Head {
-  Tokens query, key;
+  Tokens query, key, value;
   Reach reach;
-  bool own_keys;
+  bool own_keys, own_values;
   int64_t head_dim;
-  float inverse = 0.0f;  // 1 / sigma^2
-  float* mean = nullptr;
+  float inverse = 0.0f, factor = 1.0f;  // 1 / sigma^2; that of the panels of queries and keys
+  float* mean = nullptr;                // of the keys, if it is subtracted
 
-  Head(const GkaRequest& q)
-      : query(q.num_queries, q.head_dim), key(q.num_keys, q.head_dim), reach(q), own_keys(q.own_keys), head_dim(q.head_dim) {}
-  void take(const GkaRequest& q, Arena& arena) {
+  Head(const GkaRequest& q, Arena& arena, bool value_panels)
+      : query(q.num_queries, q.head_dim), key(q.num_keys, q.head_dim), value(key), reach(q), own_keys(q.own_keys),
+        own_values(q.own_values), head_dim(q.head_dim) {
     query.take(arena, true, true);
     if (own_keys) key = query;
     else key.take(arena, true, true);
+    if (own_values) value = key;
+    else value.take(arena, value_panels, false);
     mean = q.centred ? arena.take(query.channels) : nullptr;
   }
   void fill(const GkaRequest& q, int64_t head) {
     inverse = inverse_variance(q, head);
+    factor = std::sqrt(LOG2_E * inverse);
     if (mean) mean_of(Source(q.keys, q, head), q.num_keys, head_dim, mean);
-    pack(Source(q.x, q, head), head_dim, mean, query);
-    if (!own_keys) pack(Source(q.keys, q, head), head_dim, mean, key);
+    pack(Source(q.x, q, head), head_dim, mean, factor, query);
+    if (!own_keys) pack(Source(q.keys, q, head), head_dim, mean, factor, key);
+    if (!own_values) pack(Source(q.values, q, head), head_dim, nullptr, 1.0f, value);
   }
-  GKA_INLINE Vector scale() const { return Vector::all(inverse * LOG2_E); }  // of exponents to base 2
 };
 
 // What gka_scratch_float32 answers for each phase.

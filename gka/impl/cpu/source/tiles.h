@@ -34,10 +34,9 @@ GKA_INLINE void clear(Vector (&acc)[TILE_ROWS][V]) {
     GKA_UNROLL for (int v = 0; v < V; v++) acc[r][v] = Vector::all(0.0f);
 }
 
-// log2 K from x.k - |x|^2/2 - |k|^2/2. Equal tokens give exactly 0, and rounding gives nothing above it.
-GKA_INLINE Vector exponent(Vector product, Vector half_norm_key, Vector half_norm_query, Vector scale) {
-  Vector e = (product - half_norm_key - half_norm_query) * scale;
-  return greater(Vector::all(LOWEST), lesser(Vector::all(0.0f), e));
+// log2 K from x.k, |k|^2/2 and |x|^2/2, all scaled. Equal tokens give exactly 0, and rounding gives nothing above it.
+GKA_INLINE Vector exponent(Vector product, Vector half_norm_key, Vector half_norm_query) {
+  return lesser(Vector::all(0.0f), product - half_norm_key - half_norm_query);
 }
 
 // Lanes of the vector from query c on that see key r.

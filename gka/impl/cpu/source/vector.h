@@ -11,7 +11,7 @@
 namespace gka {
 
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
-constexpr float LOWEST = -1e38f;  // stands for minus infinity where differences must not be NaN
+constexpr float LOWEST = -1e38f;  // below every exponent; stands for minus infinity where differences must not be NaN
 
 #if defined(__AVX512F__)
 
@@ -24,6 +24,9 @@ struct Vector {
   }
   static GKA_INLINE Vector all(float a) { return {_mm512_set1_ps(a)}; }
   GKA_INLINE void store(float* p) const { _mm512_storeu_ps(p, v); }
+  GKA_INLINE void store_first(float* p, int64_t count) const {
+    _mm512_mask_storeu_ps(p, static_cast<__mmask16>((1u << count) - 1), v);
+  }
   GKA_INLINE Vector operator+(Vector o) const { return {_mm512_add_ps(v, o.v)}; }
   GKA_INLINE Vector operator-(Vector o) const { return {_mm512_sub_ps(v, o.v)}; }
   GKA_INLINE Vector operator*(Vector o) const { return {_mm512_mul_ps(v, o.v)}; }
@@ -54,11 +57,15 @@ struct Vector {
   __m256 v;
   static GKA_INLINE Vector load(const float* p) { return {_mm256_loadu_ps(p)}; }
   static GKA_INLINE Vector load_first(const float* p, int64_t count) {  // zeros after them; reads nothing beyond
+    return {_mm256_maskload_ps(p, first(count))};
+  }
+  static GKA_INLINE __m256i first(int64_t count) {
     const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-    return {_mm256_maskload_ps(p, _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(count)), lane))};
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(count)), lane);
   }
   static GKA_INLINE Vector all(float a) { return {_mm256_set1_ps(a)}; }
   GKA_INLINE void store(float* p) const { _mm256_storeu_ps(p, v); }
+  GKA_INLINE void store_first(float* p, int64_t count) const { _mm256_maskstore_ps(p, first(count), v); }
   GKA_INLINE Vector operator+(Vector o) const { return {_mm256_add_ps(v, o.v)}; }
   GKA_INLINE Vector operator-(Vector o) const { return {_mm256_sub_ps(v, o.v)}; }
   GKA_INLINE Vector operator*(Vector o) const { return {_mm256_mul_ps(v, o.v)}; }
@@ -111,10 +118,22 @@ GKA_INLINE Vector exp2(Vector a) {
   return scale(p, clamped - r, a);
 }
 
-// The 4 x 4 numbers at `from`, transposed.
-GKA_INLINE void transpose4(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
-  __m128 a = _mm_loadu_ps(from), b = _mm_loadu_ps(from + from_stride);
-  __m128 c = _mm_loadu_ps(from + 2 * from_stride), d = _mm_loadu_ps(from + 3 * from_stride);
+// Channels d .. of a token with head_dim of them, zeros after the last; and back.
+GKA_INLINE Vector load_channels(const float* token, int64_t d, int64_t head_dim) {
+  if (d + Vector::LANES <= head_dim) return Vector::load(token + d);
+  return d < head_dim ? Vector::load_first(token + d, head_dim - d) : Vector::all(0.0f);
+}
+
+GKA_INLINE void store_channels(Vector a, float* token, int64_t d, int64_t head_dim) {
+  if (d + Vector::LANES <= head_dim) a.store(token + d);
+  else if (d < head_dim) a.store_first(token + d, head_dim - d);
+}
+
+// The 4 x 4 numbers at `from`, transposed and multiplied.
+GKA_INLINE void transpose4(const float* from, int64_t from_stride, float factor, float* to, int64_t to_stride) {
+  const __m128 f = _mm_set1_ps(factor);
+  __m128 a = _mm_mul_ps(f, _mm_loadu_ps(from)), b = _mm_mul_ps(f, _mm_loadu_ps(from + from_stride));
+  __m128 c = _mm_mul_ps(f, _mm_loadu_ps(from + 2 * from_stride)), d = _mm_mul_ps(f, _mm_loadu_ps(from + 3 * from_stride));
   _MM_TRANSPOSE4_PS(a, b, c, d);
   _mm_storeu_ps(to, a), _mm_storeu_ps(to + to_stride, b);
   _mm_storeu_ps(to + 2 * to_stride, c), _mm_storeu_ps(to + 3 * to_stride, d);
