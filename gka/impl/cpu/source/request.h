@@ -18,8 +18,8 @@ struct GkaRequest {
   GkaTensor grad_y;                  // read by backward
   GkaTensor dx, dkeys, dvalues;      // written by backward; dkeys and dvalues only where keys and values are not own
   const float* log_sigma;            // (H,)
-  float* level;                      // (B, H, Tq), written by forward for backward. Own keys: D_i + eps. Others: log2 of
-                                     // the row sum
+  float* level;                      // (B, H, Tq), written by forward for backward: D_i + eps with own keys, log2 of
+                                     // the row sum with others
   float* largest;                    // (1,), written by forward: the largest |x|^2 / sigma^2 after centring
   float* dlog_sigma;                 // (H,), written by backward
   float* scratch;                    // gka_scratch_* numbers, aligned to 64 bytes, with anything in them
