@@ -7,11 +7,11 @@ A table stands between `<!-- table:NAME -->` and `<!-- /table -->`, in any of PA
 """
 
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from runs import pages
 from runs.sections import benchmarks, core, demo, models, summary
 from trainkit.cli import UserError, run
 
@@ -56,15 +56,8 @@ def render(page: str, text: str) -> str:
 
 
 def main(config: TablesConfig) -> None:
-    for page in PAGES:
-        path = ROOT / page
-        text = path.read_text()
-        rendered = render(page, text)
-        if rendered != text:
-            if config.check:
-                print(f"{page} is out of date: run python -m runs.tables", file=sys.stderr)
-                sys.exit(1)
-            path.write_text(rendered)
+    rendered = {page: render(page, (ROOT / page).read_text()) for page in PAGES}
+    pages.update(ROOT, rendered, "python -m runs.tables", config.check)
 
 
 if __name__ == "__main__":

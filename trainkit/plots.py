@@ -1,6 +1,25 @@
 """Pictures: figures drawn without a display. Matplotlib is imported when the first one is begun."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A picture in a file, and what a page needs to show it to everybody."""
+
+    path: Path  # the PNG; a PDF may be beside it
+    title: str
+    caption: str  # model, weights, image, and how to read the picture
+    rows: Sequence[dict[str, Any]] = field(default_factory=list)  # the numbers drawn: every row has the same columns
+
+    @property
+    def alt(self) -> str:
+        """The picture in words, in one line: its title, and what its numbers are."""
+        columns = f"; a table gives {', '.join(self.rows[0])}" if self.rows else ""
+        return f"{self.title}. {self.caption.split('. ')[0].rstrip('.')}{columns}."
 
 
 def subplots(rows: int = 1, columns: int = 1, figsize: tuple[float, float] | None = None, squeeze: bool = True):

@@ -4,6 +4,7 @@ import datetime
 import json
 import os
 import platform
+import re
 import resource
 import subprocess
 import sys
@@ -27,7 +28,13 @@ def describe_hardware(device: torch.device) -> str:
         lines = cpuinfo.read_text().splitlines()
         models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     model = models[0] if models else platform.processor() or platform.machine()
-    return f"{model}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"{model}, {threads} thread{'s' if threads > 1 else ''}"
+
+
+def is_processor(hardware: str) -> bool:
+    """Whether `describe_hardware`, or a file named after it, means a processor: an accelerator has no threads."""
+    return bool(re.search(r"\b\d+[ -]threads?$", hardware))
 
 
 def peak_memory(device: torch.device) -> float:

@@ -6,8 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
+from deit_gka.figures.groups import runs_of_recipe
 from deit_gka.figures.measures import effective_tokens, median_distance
 from deit_gka.figures.sheet import Subject, save, sheet
+from trainkit.figures.charts import heat_map, lines
+from trainkit.plots import Figure
 
 
 def relative_bandwidths(subject: Subject) -> np.ndarray:
@@ -26,62 +29,69 @@ def widths(subject: Subject) -> np.ndarray:
     return np.stack([effective_tokens(layer.weights).numpy() for layer in subject.layers])
 
 
-def draw_bandwidths(subjects: Sequence[Subject], folder: Path) -> list[Path]:
+def numbers_of(subjects: Sequence[Subject]) -> np.ndarray:
+    """σ, σ over the median distance and effective tokens of a model, means over images: (3, L, H)."""
+    relative = np.mean([relative_bandwidths(subject) for subject in subjects], axis=0)
+    return np.stack([subjects[0].sigmas, relative, np.mean([widths(subject) for subject in subjects], axis=0)])
+
+
+def ranked(numbers: np.ndarray) -> np.ndarray:
+    """`numbers_of` a model, (3, L, H), heads sorted by σ in every layer, by effective tokens in layers without σ."""
+    sigma, _, effective = numbers
+    order = np.where(np.isnan(sigma), effective, sigma).argsort(axis=-1, kind="stable")
+    return np.take_along_axis(numbers, order[None], axis=-1)
+
+
+def draw_bandwidths(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
     """Draw σ as the paper does (heat map, lines over depth), then σ over the median distance and effective tokens.
 
-    subjects: one model on one image or more; the means over images are drawn.
+    Of the first model, the mean over images; with runs that repeat it, the mean and the range over the runs.
     """
-    first, images = subjects[0], ", ".join(subject.image for subject in subjects)
-    sigma, count = first.sigmas, first.tokens.count
-    relative = np.mean([relative_bandwidths(subject) for subject in subjects], axis=0)
-    effective = np.mean([widths(subject) for subject in subjects], axis=0)
+    runs = runs_of_recipe(subjects)
+    first, title = runs[0][0], "Learned bandwidths"
+    every = np.stack([numbers_of(run) if len(runs) == 1 else ranked(numbers_of(run)) for run in runs])
+    (sigma, relative, effective), low, high = every.mean(0), every.min(0), every.max(0)
+    spread = [(low[i], high[i]) if len(runs) > 1 else None for i in (0, 2)]
+    name, count, depth = "head" if len(runs) == 1 else "rank", first.tokens.count, len(first.layers)
     initial = next(layer.initial_sigma for layer in first.layers if layer.sigma is not None)
-    same = {layer.initial_sigma for layer in first.layers if layer.sigma is not None} == {initial}
-    caption = (
-        f"{first.about}. Left: σ, from {np.nanmin(sigma):.3f} to {np.nanmax(sigma):.3f}, which started at "
-        f"{initial:.3f}. Right: σ over the median distance of two tokens' features in that layer and head, and "
-        f"effective tokens, exp(entropy of a row of W), the mean over rows; {count} is a uniform W, 1 the identity. "
-        f"These two depend on the image: the mean over {images}. σ alone cannot be compared across layers."
-    )
-    heads, depth = first.num_heads, len(first.layers)
-    figure, axes = sheet(
-        2, 2, (max(5.2, 0.48 * depth), max(2.3, 0.25 * heads)), "Learned bandwidths", caption,
-        margins=(0.7, 0.9, 0.75, 0.5), gaps=(1.95, 0.85),
-    )  # fmt: skip
+    text = _caption(runs, np.nanmin(low[0]), np.nanmax(high[0]), initial)
+    cell = (max(5.2, 0.48 * depth), max(2.3, 0.25 * first.num_heads))
+    figure, axes = sheet(2, 2, cell, title, text, margins=(0.7, 0.9, 0.75, 0.5), gaps=(1.95, 0.85))
     heat_map(figure, axes[0, 0], sigma, "(a) σ")
     heat_map(figure, axes[0, 1], relative, "(c) σ / median distance")
-    lines(axes[1, 0], sigma, "(b) σ over depth", "σ")
-    if same:
+    lines(axes[1, 0], sigma, "(b) σ over depth", "σ", spread[0], name)
+    if {layer.initial_sigma for layer in first.layers if layer.sigma is not None} == {initial}:
         axes[1, 0].axhline(initial, color="black", linestyle="--", linewidth=1, label=f"initial, {initial:.2f}")
-    lines(axes[1, 1], effective, "(d) effective tokens over depth", f"effective tokens of {count}")
-    for axis in axes[1]:
-        axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
-    return [save(figure, folder / "sigma.png")]
+    lines(axes[1, 1], effective, "(d) effective tokens over depth", f"effective tokens of {count}", spread[1], name)
+    for above, below in axes.T:
+        above.set_ylabel(name)
+        below.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    values = {"sigma": sigma, "sigma / median distance": relative, "effective tokens": effective}
+    if len(runs) > 1:
+        values |= {"least sigma": low[0], "largest sigma": high[0]}
+    rows = [
+        {"layer": layer + 1, name: head + 1, **{key: _cell(value[layer, head]) for key, value in values.items()}}
+        for layer, head in np.ndindex(sigma.shape)
+    ]
+    return [Figure(save(figure, folder / "sigma.png"), title, text, rows)]
 
 
-def heat_map(figure, axis, values: np.ndarray, title: str) -> None:
-    """Heads down, layers across, the values written into the cells. values: (L, H); NaN is grey."""
-    shown = axis.imshow(values.T, cmap="YlOrRd", aspect="auto")
-    axis.set_facecolor("lightgrey")
-    depth, heads = values.shape
-    axis.set(xticks=range(depth), yticks=range(heads), xticklabels=range(1, depth + 1))
-    axis.set(yticklabels=range(1, heads + 1), xlabel="layer", ylabel="head")
-    axis.set_title(title, fontsize=10)
-    middle = (np.nanmin(values) + np.nanmax(values)) / 2
-    for layer, head in np.ndindex(depth, heads):
-        value = values[layer, head]
-        colour = "white" if value > middle else "black"
-        words = "–" if np.isnan(value) else f"{value:#.3g}"
-        axis.text(layer, head, words, ha="center", va="center", fontsize=7, color=colour)
-    box = axis.get_position()
-    bar = figure.colorbar(shown, cax=figure.add_axes((box.x1 + 0.01, box.y0, 0.008, box.height)))
-    bar.ax.tick_params(labelsize=7)
+def _caption(runs: Sequence[Sequence[Subject]], least: float, most: float, initial: float) -> str:
+    first, images = runs[0][0], ", ".join(subject.image for subject in runs[0])
+    seeds = (
+        f" The cells and lines are means over these {len(runs)} runs, which differ in their seeds, and the bands reach "
+        "from the least to the most. Head 1 of a run is not head 1 of another, so heads are ranked by σ in every "
+        "layer: rank 1 is the narrowest."
+    )
+    return (
+        f"{'; '.join(run[0].about for run in runs)}.{seeds if len(runs) > 1 else ''} Left: σ, from {least:.3f} to "
+        f"{most:.3f}, which started at {initial:.3f}. Right: σ over the median distance of two tokens' features in "
+        "that layer and head, and effective tokens, exp(entropy of a row of W), the mean over rows; "
+        f"{first.tokens.count} is a uniform W, 1 the identity. These two depend on the image: the mean over {images}. "
+        "σ alone cannot be compared across layers."
+    )
 
 
-def lines(axis, values: np.ndarray, title: str, label: str) -> None:
-    """A line for every head over depth. values: (L, H)."""
-    for head, line in enumerate(values.T, start=1):
-        axis.plot(range(1, len(line) + 1), line, marker="o", markersize=4, label=f"head {head}")
-    axis.set(xlabel="layer", ylabel=label, xticks=range(1, len(values) + 1))
-    axis.set_title(title, fontsize=10)
-    axis.grid(alpha=0.3)
+def _cell(value: np.floating) -> float | None:
+    """A number for a table; None where there is nothing to measure."""
+    return None if np.isnan(value) else float(value)

@@ -8,10 +8,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from deit_gka.figures.groups import by_image
 from deit_gka.figures.matrices import matrix_picture, off_diagonal
 from deit_gka.figures.patch_to_patch import BOX, box
 from deit_gka.figures.sheet import Subject, bare, coloured, linear, logarithmic, save, sheet
 from gka import KINDS, attention_cost, gaussian_attention
+from trainkit.plots import Figure
 
 FACTORS = (0.5, 1.0, 2.0)  # of the model's own sigma
 FEW = 6
@@ -48,12 +50,12 @@ def few_weights(features: torch.Tensor, sigma: float) -> tuple[torch.Tensor, tor
     return weights / weights.diagonal()[:, None], weights  # K_ii = 1
 
 
-def draw_operator(subjects: Sequence[Subject], folder: Path) -> list[Path]:
+def draw_operator(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
     """Draw, for every image, a few tokens of the first GKA layer at three σ: affinities, W, and the weighted sum."""
-    return [_draw_operator(subject, subject.file(folder, "operator")) for subject in subjects]
+    return [_draw_operator(models[0], models[0].file(folder, "operator")) for models in by_image(subjects)]
 
 
-def _draw_operator(subject: Subject, path: Path) -> Path:
+def _draw_operator(subject: Subject, path: Path) -> Figure:
     number = _first_layer(subject)
     layer, tokens = subject.layers[number], subject.tokens
     features, sigma = layer.features[:, 0], float(layer.sigma[0])
@@ -68,12 +70,13 @@ def _draw_operator(subject: Subject, path: Path) -> Path:
         "exp(−|x_i − x_j|² / 2σ²); rows divided by their sum are W; the output of i is the weighted sum of row i. The "
         "operator sums features; the sum of the patches' pixels is shown because it can be seen."
     )
-    figure, axes = sheet(
-        3, 5, (1.9, 1.9), "Gaussian kernel attention on a few tokens", caption, (0.75, 0.25, 0.95, 0.45), (0.42, 0.5)
-    )
+    title, table = "Gaussian kernel attention on a few tokens", []
+    figure, axes = sheet(3, 5, (1.9, 1.9), title, caption, (0.75, 0.25, 0.95, 0.45), (0.42, 0.5))
     _draw_patches(axes[:, 0], subject, places, pieces)
     for row, factor in zip(axes, FACTORS):
         affinities, weights = few_weights(features[chosen], factor * sigma)
+        for name, place, weight in zip(_names(chosen), places, weights[0].tolist()):
+            table.append({"sigma": factor * sigma, "token": name, "patch": str(place), "weight in row i": weight})
         for axis, matrix in zip(row[1:3], (affinities, weights)):
             _draw_matrix(axis, matrix)
         bars = row[3].bar(range(len(chosen)), weights[0], color="#4878a8")
@@ -86,9 +89,9 @@ def _draw_operator(subject: Subject, path: Path) -> Path:
         for axis in row[1:4]:
             axis.set_xticks(range(len(chosen)), labels=_names(chosen), fontsize=8)
     titles = ("tokens", "1. affinities K", "2. rows ÷ their sum: W", "3. row i of W", "4. output of i: Σ_j W_ij x_j")
-    for axis, title in zip(axes[0], titles):
-        axis.set_title(title, fontsize=9)
-    return save(figure, path)
+    for axis, words in zip(axes[0], titles):
+        axis.set_title(words, fontsize=9)
+    return Figure(save(figure, path), title, caption, table)
 
 
 def _first_layer(subject: Subject) -> int:
@@ -138,7 +141,7 @@ def _draw_matrix(axis, matrix: torch.Tensor) -> None:
     axis.spines[:].set_visible(False)
 
 
-def draw_block(subjects: Sequence[Subject], folder: Path) -> list[Path]:
+def draw_block(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
     """Draw the block with projections and the block with the kernel side by side, with what they learn."""
     subject = subjects[0]
     number = _first_layer(subject)
@@ -153,7 +156,8 @@ def draw_block(subjects: Sequence[Subject], folder: Path) -> list[Path]:
         f"({saved:.0%} fewer). Right of the kernel: W of layer {number + 1}, head 1, on the image {subject.image}, its "
         "diagonal grey."
     )
-    figure, axes = sheet(1, 2, (4.0, 5.2), "The block: projections, or the kernel", caption, (0.2, 0.2, 0.75, 0.1))
+    title = "The block: projections, or the kernel"
+    figure, axes = sheet(1, 2, (4.0, 5.2), title, caption, (0.2, 0.2, 0.75, 0.1))
     for axis, kind in zip(axes[0], MIXING):
         _draw_column(axis, kind, costs[kind].parameters)
     weights = layer.weights[0]
@@ -162,7 +166,10 @@ def draw_block(subjects: Sequence[Subject], folder: Path) -> list[Path]:
     inset.imshow(picture, interpolation="none")
     inset.set_xlabel("W", labelpad=2)
     bare(inset)
-    return [save(figure, folder / "block.png")]
+    rows = [
+        {"attention": KINDS[kind].label, "parameters of attention": cost.parameters} for kind, cost in costs.items()
+    ]
+    return [Figure(save(figure, folder / "block.png"), title, caption, rows)]
 
 
 def _draw_column(axis, kind: str, parameters: int) -> None:

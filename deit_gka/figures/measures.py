@@ -9,6 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from trainkit.figures.measures import (  # noqa: F401 (the figures take all of these from here)
+    diagonal_mass,
+    effective_tokens,
+    entropy,
+    median_distance,
+)
+
 
 @dataclass(frozen=True)
 class Tokens:
@@ -56,28 +63,6 @@ class Tokens:
         rows, columns = (torch.arange(side) * pixels for side, pixels in zip(self.grid, self.patch))
         centres = torch.cartesian_prod(rows, columns).float()
         return torch.cdist(centres, centres, compute_mode="donot_use_mm_for_euclid_dist")
-
-
-def diagonal_mass(weights: torch.Tensor) -> torch.Tensor:
-    """The mean weight that a token gives itself, (..., N, N) -> (...)."""
-    return weights.diagonal(dim1=-2, dim2=-1).mean(-1)
-
-
-def entropy(rows: torch.Tensor) -> torch.Tensor:
-    """Entropy in nats, (..., N) -> (...); 0 log 0 is 0."""
-    return torch.special.entr(rows).sum(-1)
-
-
-def effective_tokens(weights: torch.Tensor) -> torch.Tensor:
-    """exp(entropy) of a row, the mean over rows: 1 for the identity, N for uniform W. (..., N, N) -> (...)."""
-    return entropy(weights).exp().mean(-1)
-
-
-def median_distance(features: torch.Tensor) -> torch.Tensor:
-    """The median of |x_i - x_j| over the pairs of different tokens, by head: (N, H, D) -> (H,)."""
-    heads = features.transpose(0, 1)
-    pairs = torch.ones(heads.shape[1], heads.shape[1]).triu(1).bool()
-    return torch.cdist(heads, heads)[:, pairs].median(-1).values
 
 
 def attended_distance(weights: torch.Tensor, tokens: Tokens) -> torch.Tensor:

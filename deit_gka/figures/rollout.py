@@ -8,8 +8,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from deit_gka.figures.groups import by_image
 from deit_gka.figures.measures import Tokens
 from deit_gka.figures.sheet import Subject, bare, cell_size, linear, overlay, save, scale, sheet
+from trainkit.plots import Figure
 
 DISCARD_RATIOS = (0.0, 0.5, 0.9)
 
@@ -34,10 +36,11 @@ def rollout(weights: Sequence[torch.Tensor], tokens: Tokens, discard: float = 0.
     return total
 
 
-def draw_rollout(subjects: Sequence[Subject], folder: Path) -> list[Path]:
-    """Draw a row for every subject: the image, then the rollout at the discard ratios over it, on one scale."""
+def draw_rollout(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
+    """Draw a row for every model on every image: the image, and the rollout over it at the discard ratios."""
+    subjects = [subject for models in by_image(subjects) for subject in models]
     heading = "Attention rollout: what reaches the " + ("CLS token" if subjects[0].tokens.has_class else "mean patch")
-    abouts = ". ".join(dict.fromkeys(subject.about for subject in subjects))
+    abouts = "; ".join(dict.fromkeys(subject.about for subject in subjects))
     caption = (
         f"{abouts}. R = Â_L ⋯ Â_1 with Â = ½ mean over heads + ½ I, rows normalised; {subjects[0].tokens.reader} of R "
         "over the patches, in multiples of an equal share (1 / tokens), on one scale for a row. Weights below the "
@@ -53,6 +56,7 @@ def draw_rollout(subjects: Sequence[Subject], folder: Path) -> list[Path]:
     bare(axes)
     for axis, ratio in zip(axes[0, 1:], DISCARD_RATIOS):
         axis.set_title(f"discard ratio {ratio:g}", fontsize=9)
+    table = []
     for row, name, subject in zip(axes, names, subjects):
         layers, tokens = [layer.weights for layer in subject.layers], subject.tokens
         rows = [tokens.read(rollout(layers, tokens, ratio)) for ratio in DISCARD_RATIOS]
@@ -61,9 +65,10 @@ def draw_rollout(subjects: Sequence[Subject], folder: Path) -> list[Path]:
         row[0].imshow(subject.pixels)
         row[0].set_ylabel(name, fontsize=7)
         row[0].set_xlabel(subject.image)
-        for axis, values, patches in zip(row[1:], rows, maps):
+        for axis, ratio, values, patches in zip(row[1:], DISCARD_RATIOS, rows, maps):
             axis.imshow(overlay(subject.pixels, patches, norm))
             share = float(values[tokens.prefix :].sum())
             axis.set_xlabel(f"{share:.1%} on patches" if share > 1e-6 else "nothing left on patches")
+            table.append({"model": subject.model, "image": subject.image, "discard ratio": ratio, "on patches": share})
         scale(figure, norm, row[-1], (1.04, 0, 0.06, 1), "× equal share")
-    return [save(figure, folder / "rollout.png")]
+    return [Figure(save(figure, folder / "rollout.png"), heading, caption, table)]

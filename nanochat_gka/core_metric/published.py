@@ -10,9 +10,9 @@ PAPER_CENTERED = {
     "winogrande": (0.0671, 0.0900),
 }
 PAPER_MEAN = (0.2418, 0.2286)
-# Examples of each task, at most, that these scores come from. The paper does not say; its digits do: the first column
-# is whole numbers of correct answers out of the full tasks and cannot be out of 200, the second fits 200 and no other
-# number from 20 to 10,042 (a test tries them all).
+# Examples of each task, at most, that these scores come from (None: all). The paper does not say. Of all caps from 20
+# to 10,042, 200 alone prints the second column. The first fits 3,122 caps, from 1,326 up: only hellaswag_zeroshot and
+# lambada_openai may be cut, and None takes them as whole (a test tries every cap).
 PAPER_EXAMPLES = (None, 200)
 
 # Accuracy of OpenAI's GPT-2 checkpoints as printed by nanochat's evaluation. The three larger models were evidently

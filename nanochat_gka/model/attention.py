@@ -5,6 +5,7 @@ tensor, which is both or which the keys follow from), then attends. While text i
 Legend: B batch, T tokens, n tokens so far, H heads, D head_dim, C = H * D.
 """
 
+import math
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from gka import KINDS, Kind, dot_product_attention, gaussian_attention, initial_log_sigma, select_impl
+from gka.masking import Mask
 from nanochat_gka.model.blocks import Linear, Rotary, fill_uniform, norm
 from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.context import Context, Tensors
@@ -75,6 +77,15 @@ class Attention(nn.Module, ABC):
     def attend(self, rotary: Rotary, queries: torch.Tensor, stored: Tensors) -> torch.Tensor:
         """Mix what is stored of n tokens, (B, n, H, D) each, for the queries of the last T of them, (B, T, H, D)."""
 
+    def keys_and_values(self, rotary: Rotary, num_queries: int, stored: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the heads of the last `num_queries` tokens read, (B, n, H, D) each, of what is `stored` of n tokens."""
+        keys, values = stored
+        return keys, values
+
+    @abstractmethod
+    def weights(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """W of whole sequences, (B, H, T, T), from (B, T, H, D) each. For pictures: fused operators never build it."""
+
     @property
     def cached_tensors(self) -> int:
         """How many (B, n, H, D) tensors a cache must keep."""
@@ -110,7 +121,13 @@ class SoftmaxAttention(Attention, kind="softmax"):
         return queries, (keys, self.add_value_embedding(self.values(x), x, value_embedding))
 
     def attend(self, rotary, queries, stored):
-        return dot_product_attention(queries, *stored, causal=True, window=self.window)
+        keys, values = self.keys_and_values(rotary, queries.shape[1], stored)
+        return dot_product_attention(queries, keys, values, causal=True, window=self.window)
+
+    def weights(self, queries, keys):
+        logits = torch.einsum("bihd,bjhd->bhij", queries, keys) * self.config.head_dim**-0.5
+        visible = Mask(causal=True, window=self.window).dense(queries.shape[1], keys.shape[1], logits.device)
+        return logits.masked_fill(~visible, -math.inf).softmax(dim=-1)
 
 
 class VLTAttention(SoftmaxAttention, kind="vlt"):
@@ -170,13 +187,13 @@ class GKAAttention(Attention, kind="gka"):
         values = self.add_value_embedding(values, x, value_embedding)
         return features, (features,) if values is features else (values, features)
 
-    def attend(self, rotary, queries, stored):
+    def keys_and_values(self, rotary, num_queries, stored):
         values, keys, num_tokens = stored[0], stored[-1], stored[0].shape[1]
         keys_are_missing = self.derives_keys and len(stored) == 1
         has_offsets = bool(self.late_values or self.late_keys)
-        if keys_are_missing or (has_offsets and queries.shape[1] < num_tokens):  # what follows is work on every token
+        if keys_are_missing or (has_offsets and num_queries < num_tokens):  # what follows is work on every token
             # The earliest token in reach of a query, and its predecessor.
-            first = max(0, num_tokens - queries.shape[1] - self.window - 1)
+            first = max(0, num_tokens - num_queries - self.window - 1)
             values, keys = values[:, first:], keys[:, first:]
             if keys_are_missing:
                 keys = norm(rotary(values, slice(first, num_tokens)))
@@ -184,10 +201,20 @@ class GKAAttention(Attention, kind="gka"):
             values = _one_later(values, self.late_values)
         if self.late_keys:
             keys = _one_later(keys, self.late_keys)
+        return keys, values
+
+    def attend(self, rotary, queries, stored):
+        keys, values = self.keys_and_values(rotary, queries.shape[1], stored)
         keys = None if keys is queries else keys
         return gaussian_attention(
             queries, self.log_sigma, keys=keys, values=values, causal=True, window=self.window, constant_norm=True
         )
+
+    def weights(self, queries, keys):
+        _, weights = gaussian_attention(
+            queries, self.log_sigma, keys=keys, causal=True, window=self.window, return_weights=True
+        )
+        return weights
 
     def operator(self, dtype):
         shape = (1, self.config.sequence_len, self.config.n_head, self.config.head_dim)

@@ -14,7 +14,10 @@ from runs.paper import formats, published
 from runs.paper.comparison import BUILDERS, Sources
 from trainkit.cli import UserError, run
 
-PREAMBLE = "% Needs \\usepackage{booktabs}, \\usepackage{graphicx} and \\usepackage[T1]{fontenc}."
+PREAMBLES = {
+    "latex": "% Needs \\usepackage{booktabs}, \\usepackage{graphicx} and \\usepackage[T1]{fontenc}.",
+    "html": '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<title>The paper\'s tables beside ours</title>',
+}
 
 
 @dataclass
@@ -23,7 +26,7 @@ class PaperTablesConfig:
 
     base: Path = Path("out")
     """Folder of all outputs: finished runs are read from BASE/runs, BASE/results.jsonl and BASE/core."""
-    format: Literal["terminal", "markdown", "latex"] = "terminal"
+    format: Literal["terminal", "markdown", "latex", "html"] = "terminal"
     """How the tables are written."""
     only: list[int] = field(default_factory=list)
     """Numbers of the tables to print; empty = all."""
@@ -38,14 +41,16 @@ class PaperTablesConfig:
 def main(config: PaperTablesConfig) -> None:
     config.check()
     labels = {table["number"]: table["label"] for table in published.TABLES.values()}
-    if config.format == "latex":
-        print(PREAMBLE)
+    if config.format in PREAMBLES:
+        print(PREAMBLES[config.format])
     for number in config.only or sorted(BUILDERS):
         table = BUILDERS[number](Sources(config.base))
         if config.format == "terminal":
             formats.terminal(table)
+        elif config.format == "latex":
+            print(formats.latex(table, labels[number]))
         else:
-            print(formats.markdown(table) if config.format == "markdown" else formats.latex(table, labels[number]))
+            print({"markdown": formats.markdown, "html": formats.html}[config.format](table))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """Where the tables' numbers come from: the result files, and the line that names commit and hardware."""
 
+import re
+
 from runs.bench import results as bench_results
 from runs.demo.language import VARIANTS, run_tag
 from trainkit.progress import read_lines
@@ -9,7 +11,8 @@ RESULTS = bench_results.RESULTS
 
 def measured(record: dict, file: str) -> str:
     """The line under a table: when, where and of which commit its numbers are."""
-    where = f"at commit {record['commit']} on {record['hardware']}, torch {record['torch']}"
+    hardware = re.sub(r"\b1 threads$", "1 thread", record["hardware"])  # as older records say
+    where = f"at commit {record['commit']} on {hardware}, torch {record['torch']}"
     return f"\nMeasured {record['date'][:10]} {where} (`runs/results/{file}`)."
 
 

@@ -1,55 +1,22 @@
 """The command that draws the figures: which files, what the captions say, which mistakes it names."""
 
+import json
+
 import pytest
-from matplotlib.figure import Figure
 from PIL import Image
 
-import tiny_vision
-from deit_gka import draw
-from deit_gka.draw import FAMILIES, NEED_SIGMA, DrawConfig, demo_run, main, photographs
-from deit_gka.model.checkpoints import build
-from tiny_vision import SHAPE, SIZE
-from trainkit import checkpoint
+from deit_gka.draw import DrawConfig, demo_run, main
+from deit_gka.figures.families import FAMILIES, NEED_SIGMA
+from deit_gka.figures.subjects import of_timm, photographs
+from figure_runs import GKA, SOFTMAX, TINY, tiny_subjects, vision_run, words
 from trainkit.cli import run
 from vision_runs import in_process
 
-PER_IMAGE = ("cls_maps", "patch_to_patch", "evolution", "matrices", "operator")
-TINY = ["--model-kwargs", "img_size=16", *(f"{key}={value}" for key, value in SHAPE.items())]
-GKA, SOFTMAX = "deit_tiny_gka_patch16_224", "deit_tiny_patch16_224"
-
-
-@pytest.fixture
-def figures(monkeypatch):
-    """File name -> the figure that would be written there; nothing is rendered."""
-    kept = {}
-    monkeypatch.setattr(Figure, "savefig", lambda self, path, **options: kept.update({path.name: self}))
-    return kept
-
-
-@pytest.fixture
-def photo(tmp_path):
-    path = tmp_path / "stripes.png"
-    tiny_vision.photo(0).save(path)
-    return path
+PER_IMAGE = ("cls_maps", "patch_to_patch", "patch_to_patch_heads", "evolution", "matrices", "operator")
 
 
 def drawn(*flags):
     run(main, DrawConfig, [str(flag) for flag in flags])
-
-
-def words(figure):
-    """Title and caption in one line."""
-    return " ".join(" ".join(text.get_text() for text in figure.texts).split())
-
-
-def vision_run(folder, name=GKA):
-    """A run's folder with one checkpoint and no training behind it."""
-    about = {"name": name, "num_classes": 10, "input_size": SIZE, "kwargs": SHAPE}
-    model = build(name, 10, SIZE, **SHAPE)
-    recipe = {"crop_pct": 1.0, "input_size": SIZE}
-    state = {"classes": list("0123456789"), "model": about, "train_config": recipe, "epoch": 3, "trained_on": "digits"}
-    checkpoint.save(folder / "checkpoints", 7, {"model": dict(model.state_dict())}, state)
-    return folder
 
 
 def test_every_family_is_written_as_png_and_pdf(tmp_path, photo):
@@ -69,6 +36,17 @@ def test_untrained_models_and_the_two_photographs_are_named(figures, tmp_path):
     for name, figure in figures.items():
         assert "random initialisation" in words(figure), name
         assert "china" in words(figure) + str([axis.get_xlabel() for axis in figure.axes]) or "flower" in name
+
+
+def test_a_page_has_the_words_and_numbers_of_every_figure(figures, tmp_path):
+    subjects = tiny_subjects(GKA, "attention=GA")
+    for name, draw in FAMILIES.items():
+        for figure in draw(subjects, tmp_path):
+            assert figure.path.parent == tmp_path and figure.path.stem.startswith(name) and figure.path.name in figures
+            assert "".join(words(figures[figure.path.name]).split()) == "".join((figure.title + figure.caption).split())
+            assert figure.rows and len({tuple(row) for row in figure.rows}) == 1 and figure.alt.startswith(figure.title)
+            assert "NaN" not in json.dumps(figure.rows)
+            assert "\n" not in figure.alt
 
 
 def test_models_without_bandwidth_skip_what_needs_one(figures, tmp_path, photo, capsys):
@@ -122,7 +100,7 @@ def test_the_demos_model_is_the_default(figures, tmp_path, photo):
     assert demo_run(demo) == first
     drawn("--demo", demo, "--image", photo, "--family", "distance", "--out", tmp_path)
     assert "digits-gka-50-seed0" in words(figures["distance.png"])
-    assert draw.of_timm(DrawConfig()).about == f"{GKA}, random initialisation (seed 0)"
+    assert of_timm(GKA).about == f"{GKA}, random initialisation (seed 0)"
 
 
 @pytest.mark.parametrize(
@@ -135,6 +113,7 @@ def test_the_demos_model_is_the_default(figures, tmp_path, photo):
         (("--model", "resnet18"), "is not a vision transformer"),
         (("--run", "no/such/run"), "no checkpoint in no/such/run"),
         (("--model", GKA, *TINY, "--tokens", 0), "--tokens must be at least 1"),
+        (("--model", GKA, *TINY, "--seeds", "no/such/run"), "no checkpoint in no/such/run"),
     ],
 )
 def test_mistakes_are_one_line(flags, message, capsys):

@@ -45,11 +45,16 @@ def test_any_page_takes_any_table_between_its_markers():
 
 def test_a_page_out_of_date_ends_the_check_with_1(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tables, "ROOT", tmp_path)
-    monkeypatch.setattr(tables, "PAGES", ["README.md"])
+    monkeypatch.setattr(tables, "PAGES", ["README.md", "gka.md"])
     (tmp_path / "README.md").write_text("<!-- table:errors -->\nold\n<!-- /table -->\n")
+    (tmp_path / "gka.md").write_text("<!-- table:sizes -->\nold\n<!-- /table -->\n")
     with pytest.raises(SystemExit) as left:
         tables.main(tables.TablesConfig(check=True))
-    assert left.value.code == 1 and "README.md is out of date: run python -m runs.tables" in capsys.readouterr().err
+    said = capsys.readouterr().err.splitlines()
+    assert left.value.code == 1 and said == [
+        f"{name} is out of date: run python -m runs.tables" for name in ("README.md", "gka.md")
+    ]
+    assert "old" in (tmp_path / "gka.md").read_text()
     tables.main(tables.TablesConfig())
     tables.main(tables.TablesConfig(check=True))
 

@@ -15,7 +15,7 @@ from trainkit.cli import UserError
 from trainkit.distributed import setup
 from trainkit.files import atomic, atomic_folder, locked, read_json, remove_stale_temporaries, write_json
 from trainkit.progress import Pace, RunLog, clock_text, read_events, read_lines
-from trainkit.results import append_result, peak_memory
+from trainkit.results import append_result, describe_hardware, is_processor, peak_memory
 
 # Files
 
@@ -242,5 +242,13 @@ def test_result_line_names_commit_command_and_hardware(tmp_path):
     assert record["config"] == {"out": "out/runs", "depth": 20} and record["metrics"] == {"val_bpb": 0.25}
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d", record["date"])
     assert re.fullmatch(r"[0-9a-f]{7,}\+?|unknown", record["commit"])
-    assert record["command"].startswith("python ") and "threads" in record["hardware"]
+    assert record["command"].startswith("python ") and is_processor(record["hardware"])
     assert returned["metrics"] == record["metrics"]
+
+
+@pytest.mark.parametrize("threads, words", [(1, "1 thread"), (2, "2 threads")])
+def test_a_processor_is_described_with_its_number_of_threads(threads, words, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    name = describe_hardware(torch.device("cpu"))
+    assert name.endswith(f", {words}") and is_processor(name)
+    assert is_processor("intel-xeon-processor-1-threads") and not is_processor("NVIDIA H100 80GB HBM3")

@@ -1,0 +1,150 @@
+"""What to draw: a model from a run or from timm, images, and what the model does with them.
+
+images = photographs()
+subjects = [subject for run in (ours, its_twin) for subject in subjects_of(of_run(run), images)]
+figures = FAMILIES["cls_maps"](subjects, folder)  # of families.py
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, UnidentifiedImageError
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, resolve_input_data_config
+from timm.models import VisionTransformer
+from torch import nn
+
+from deit_gka.data.transforms import eval_transform
+from deit_gka.figures.maps import extract
+from deit_gka.figures.measures import Tokens
+from deit_gka.figures.sheet import Subject
+from deit_gka.model.checkpoints import WEIGHTS, build, find_checkpoint, load_file, load_run, parse_kwargs, timm_weights
+from trainkit.cli import UserError, reason_of
+
+
+@dataclass
+class Drawn:
+    """A model to draw."""
+
+    name: str
+    about: str
+    model: nn.Module
+    settings: dict[str, Any]  # of eval_transform
+    recipe: dict[str, Any] = field(default_factory=dict)  # of a run: all that it was trained with
+
+
+def of_run(path: Path, weights: str = "ema", best: bool = False, image_size: Sequence[int] = ()) -> Drawn:
+    """The model of a run, at its own image size or another.
+
+    path: the run's folder or one checkpoint folder in it. weights: ema, which falls back to the raw ones in a run
+    without an average, or model. best: the checkpoint with the best accuracy instead of the newest. Raises UserError.
+    """
+    found = find_checkpoint(path, best)
+    available = [name for name in WEIGHTS if (found.path / f"{name}.safetensors").exists()]
+    weights = weights if weights in available else available[0]
+    state, recipe, folder = found.state, found.state["train_config"], path.resolve()
+    name = folder.parents[1].name if (folder / "manifest.json").exists() else folder.name
+    data = Path(state["trained_on"]).name if "trained_on" in state else "its images"
+    kind = {"ema": "EMA", "model": "raw"}[weights]
+    about = f"{name} ({state['model']['name']}), {kind} weights after {state['epoch']:g} epochs of {data}"
+    drawn = Drawn(name, about, load_run(found, weights, "cpu"), {"crop_pct": recipe["crop_pct"]}, recipe)
+    return _at_size(drawn, image_size)
+
+
+def of_timm(
+    name: str,
+    kwargs: Sequence[str] = (),
+    checkpoint: Path | None = None,
+    pretrained: bool = False,
+    image_size: Sequence[int] = (),
+) -> Drawn:
+    """A timm model with the weights of a file, with timm's own, or with random ones. kwargs: KEY=VALUE each.
+
+    Raises UserError.
+    """
+    parsed = parse_kwargs(kwargs)
+    torch.manual_seed(0)
+    if pretrained:
+        timm_weights(name, "--model")  # says why there are none
+    model = build(name, pretrained=pretrained, **parsed).eval()
+    if checkpoint is not None:
+        load_file(checkpoint, model)
+    source = checkpoint.name if checkpoint else "timm" if pretrained else "random"
+    words = "random initialisation (seed 0)" if source == "random" else f"weights: {source}"
+    resolved = resolve_input_data_config(model)
+    settings = {key: resolved[key] for key in ("crop_pct", "crop_mode", "interpolation", "mean", "std")}
+    label = " ".join([name, *kwargs])
+    folder = re.sub(r"[^\w.=-]+", "_", f"{label} {Path(source).stem}")
+    return _at_size(Drawn(folder, f"{label}, {words}", model, settings), image_size)
+
+
+def _at_size(drawn: Drawn, image_size: Sequence[int]) -> Drawn:
+    """The model, changed to take images of `image_size` if there is one: a side, or height and width."""
+    if not isinstance(drawn.model, VisionTransformer):
+        raise UserError(f"{drawn.about} is not a vision transformer of timm's: it has no W to draw")
+    if image_size:
+        size = (tuple(image_size) * 2)[:2]
+        patch = drawn.model.patch_embed.patch_size
+        if size[0] % patch[0] or size[1] % patch[1]:
+            raise UserError(f"--image-size must be multiples of the patch, {patch[0]} × {patch[1]}")
+        drawn.model.set_input_size(img_size=size)
+    return drawn
+
+
+def check_repeats(drawn: Drawn, first: Drawn) -> None:
+    """Raises UserError unless the runs differ in their seeds alone."""
+    names = drawn.recipe.keys() | first.recipe.keys()
+    differ = sorted(name for name in names - {"seed"} if drawn.recipe.get(name) != first.recipe.get(name))
+    if not first.recipe:
+        raise UserError("--seeds goes with --run: a model without a run has no recipe to repeat")
+    if differ:
+        raise UserError(
+            f"--seeds takes runs of one recipe: {drawn.name} and {first.name} differ in {', '.join(differ)}"
+        )
+
+
+def photographs(paths: Sequence[Path] = ()) -> dict[str, Image.Image]:
+    """Images by name; without paths the two of scikit-learn. Raises UserError for files that are not images."""
+    if not paths:
+        from sklearn.datasets import load_sample_images
+
+        bundled = load_sample_images()
+        return {Path(name).stem: Image.fromarray(image) for name, image in zip(bundled.filenames, bundled.images)}
+    images: dict[str, Image.Image] = {}
+    for path in paths:
+        if path.stem in images:
+            raise UserError(f"two images are called {path.stem}: their figures would have the same names")
+        try:
+            images[path.stem] = Image.open(path).convert("RGB")
+        except UnidentifiedImageError as error:
+            raise UserError(f"{path} is not an image: {reason_of(error)}") from None
+    return images
+
+
+def subjects_of(drawn: Drawn, images: dict[str, Image.Image], repeats: str = "") -> list[Subject]:
+    """What the model does with each of the images, from one forward pass of all of them.
+
+    repeats: `about` of another model, if this one is the same but for its seed. It is then drawn as a part of that
+    one's mean and range, and not by itself. Raises UserError for attention whose W cannot be computed again.
+    """
+    model = drawn.model
+    transform = eval_transform(model.patch_embed.img_size, **drawn.settings)
+    batch = torch.stack([transform(image) for image in images.values()])
+    mean, std = (torch.tensor(drawn.settings.get(name, default)) for name, default in
+                 (("mean", IMAGENET_DEFAULT_MEAN), ("std", IMAGENET_DEFAULT_STD)))  # fmt: skip
+    pixels = np.asarray((batch.movedim(1, -1) * std + mean).clamp(0, 1))
+    layers, tokens = extract(model, batch), Tokens.of(model)
+
+    @torch.inference_mode()
+    def probabilities(images: torch.Tensor) -> torch.Tensor:
+        return model(((images - mean) / std).movedim(-1, 1)).softmax(-1)
+
+    return [
+        Subject(drawn.name, drawn.about, name, pixels[i], tokens, [layer.of_image(i) for layer in layers],
+                probabilities, repeats)
+        for i, name in enumerate(images)
+    ]  # fmt: skip

@@ -1,0 +1,219 @@
+"""The figures of language models: W of every kind and its check, the numbers read off it."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from gka import gaussian_attention
+from nanochat_gka.figures import measures
+from nanochat_gka.figures.distances import medians_and_sigmas
+from nanochat_gka.figures.heads import head_table
+from nanochat_gka.figures.maps import extract
+from nanochat_gka.figures.matrices import HIDDEN, arrange, matrix_picture, scale_of
+from nanochat_gka.figures.rows import place_words, spread_layers
+from nanochat_gka.figures.subjects import Subject, form
+from nanochat_gka.figures.words import choose, find
+from tiny import one_line_error
+from tiny_gpt import SHAPE, VARIANTS, awake
+from trainkit.figures.charts import in_cell
+
+TOKENS = 21  # more than both windows of SHAPE, 8 and 16
+IDS = torch.arange(TOKENS) * 7 % SHAPE.vocab_size
+
+
+def tiny_model(**form):
+    model = awake(dataclasses.replace(SHAPE, **form))
+    with torch.no_grad():
+        for layer in model.attentions:
+            if layer.kind.has_bandwidth:
+                layer.log_sigma += torch.linspace(-1, 0.5, len(layer.log_sigma))
+    return model
+
+
+def projected(model, ids):
+    """What the projections of softmax and VLT layers gave: layer -> queries and keys, (H, T, D)."""
+    seen = {}
+    hooks = [
+        getattr(layer, name).register_forward_hook(
+            lambda _, args, output, place=(layer.layer, name): seen.update({place: output})
+        )
+        for layer in model.attentions
+        for name in ("c_q", "c_k")
+        if hasattr(layer, name)
+    ]
+    with torch.no_grad():
+        model(ids[None])
+    for hook in hooks:
+        hook.remove()
+    heads = {place: output[0].unflatten(-1, (SHAPE.n_head, -1)) for place, output in seen.items()}
+    positions = slice(0, len(ids))
+    turned = {place: model.rotary(features[None], positions)[0] for place, features in heads.items()}
+    return {place: (f / f.square().mean(-1, keepdim=True).sqrt()).transpose(0, 1) for place, f in turned.items()}
+
+
+# W
+
+
+@pytest.mark.parametrize("form", VARIANTS, ids=str)
+def test_weights_follow_from_the_equations(form):
+    """Softmax from its queries and keys; GKA from features, bandwidths, window and offsets alone."""
+    model = tiny_model(**form)
+    queries_and_keys, layers = projected(model, IDS), extract(model, IDS)
+    i, j = torch.arange(TOKENS)[:, None], torch.arange(TOKENS)
+    for number, layer in enumerate(layers):
+        assert layer.error < 1e-5 and layer.kind == model.config.layer_attention(number)
+        assert layer.window == (16 if number in (1, 3) or number == len(layers) - 1 else 8)
+        visible = (j <= i) & (j >= i - layer.window)
+        assert not layer.weights[:, ~visible].any()
+        torch.testing.assert_close(layer.weights.sum(-1), torch.ones(4, TOKENS))
+        if layer.kind == "gka":
+            _, expected = gaussian_attention(
+                layer.features[None], layer.sigma.log(), keys=layer.keys[None], causal=True, window=layer.window,
+                return_weights=True,
+            )  # fmt: skip
+            expected = expected[0]
+            torch.testing.assert_close(layer.sigma, model.attentions[number].log_sigma.exp().detach())
+            assert layer.initial_sigma == pytest.approx(2.0 if model.config.head_offsets else 4.0)
+        else:
+            queries, keys = (queries_and_keys[number, name] for name in ("c_q", "c_k"))
+            scores = (queries @ keys.transpose(1, 2) / SHAPE.head_dim**0.5).exp() * visible
+            expected = scores / scores.sum(-1, keepdim=True)
+            assert layer.sigma is layer.features is layer.keys is layer.initial_sigma is None
+        torch.testing.assert_close(layer.weights, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_head_offsets_say_which_token_a_slot_holds():
+    first = extract(tiny_model(attention="gka", head_offsets="NPS"), IDS)[0]
+    assert first.value_offsets.tolist() == [0, 1, 0, 0] and first.key_offsets.tolist() == [0, 0, 1, 0]
+    before = torch.arange(TOKENS).sub(1).clamp(min=0)
+    for head, moved in enumerate([False, False, True, False]):
+        expected = first.features[before if moved else slice(None), head]
+        torch.testing.assert_close(first.keys[:, head], expected, atol=0, rtol=0)
+    torch.testing.assert_close(first.reads.sum(-1), torch.ones(4, TOKENS))
+    shifted = torch.zeros(TOKENS, TOKENS)  # the head that pairs key j with value j - 1
+    for slot in range(TOKENS):
+        shifted[:, max(0, slot - 1)] += first.weights[1, :, slot]
+    torch.testing.assert_close(first.reads[1], shifted)
+    assert first.reads[1].diagonal()[1:].max() == 0 < first.weights[1].diagonal().min()
+    torch.testing.assert_close(first.reads[[0, 2, 3]], first.weights[[0, 2, 3]], atol=0, rtol=0)
+
+
+def test_the_default_projection_of_untrained_models_proves_the_weights_too():
+    """W_O starts at 0: what the heads mixed is compared, before it."""
+    model = tiny_model(attention="GA")
+    for layer in model.attentions:
+        torch.nn.init.zeros_(layer.c_proj.weight)
+    assert all(0 < layer.error < 1e-5 for layer in extract(model, IDS))
+    model.attentions[1].attend = lambda rotary, queries, stored: torch.zeros_like(queries)
+    with one_line_error("recomputed W of layer 2 does not give the model's output"):
+        extract(model, IDS)
+
+
+def test_a_layer_that_puts_out_something_else_is_refused():
+    model = tiny_model(attention="GA")
+    model.attentions[2].register_forward_hook(lambda layer, args, output: 1.01 * output)
+    with one_line_error("layer 3 does not give the model's output"):
+        extract(model, IDS)
+    assert len(model.attentions[2]._forward_hooks) == 1  # the hooks of the extraction are gone, this one is not
+
+
+@pytest.mark.parametrize("count", [0, 161])
+def test_texts_that_do_not_fit_are_refused(count):
+    with one_line_error(f"the text must have 1 to 160 tokens, it has {count}"):
+        extract(tiny_model(), [1] * count)
+
+
+# Measures
+
+
+WEIGHTS = torch.tensor([[1, 0, 0], [0.25, 0.75, 0], [0.2, 0.3, 0.5]])
+
+
+@pytest.mark.parametrize(
+    "measure, expected",
+    [
+        (measures.self_weight, (0.75 + 0.5) / 2),
+        (measures.previous_weight, (0.25 + 0.3) / 2),
+        (measures.first_weight, (0.25 + 0.2) / 2),
+        (measures.attended_distance, (0.25 + 2 * 0.2 + 0.3) / 2),
+        (measures.effective, (0.25**-0.25 * 0.75**-0.75 + 0.2**-0.2 * 0.3**-0.3 * 0.5**-0.5) / 2),
+    ],
+)
+def test_measures_against_values_by_hand(measure, expected):
+    assert float(measure(WEIGHTS)) == pytest.approx(expected)
+    assert measure(WEIGHTS.expand(2, 4, 3, 3)).shape == (2, 4)
+
+
+def subject_of(**form):
+    model = tiny_model(**form)
+    words = [f"word{number}" for number in range(TOKENS)]
+    return Subject("tiny", "tiny", model.config, "words", words, extract(model, IDS), [])
+
+
+def test_tables_end_with_a_head_that_weights_all_it_sees_alike():
+    subject = subject_of(attention="GA")
+    table = head_table(subject, measures.effective)
+    assert table.shape == (4, 5)
+    np.testing.assert_allclose(table[1, :4], measures.effective(subject.layers[1].weights))
+    seen = [[min(query, window) + 1 for query in range(1, TOKENS)] for window in (8, 16)]  # of layers 1 and 2
+    np.testing.assert_allclose(table[:2, 4], np.mean(seen, axis=1), rtol=1e-6)
+    np.testing.assert_allclose(head_table(subject, measures.self_weight)[0, 4], np.mean([1 / n for n in seen[0]]))
+
+
+def test_bandwidths_are_compared_with_the_features_distances():
+    subject = subject_of(attention="GA")
+    medians, sigmas = medians_and_sigmas(subject)
+    assert np.isnan(medians[[1, 3]]).all() and np.isnan(sigmas[[1, 3]]).all()
+    features = subject.layers[2].features[:, 1]
+    pairs = [float((features[i] - features[j]).norm()) for i in range(TOKENS) for j in range(i)]
+    assert medians[2, 1] == pytest.approx(sorted(pairs)[104])  # of 210, torch takes the lower one in the middle
+    np.testing.assert_allclose(sigmas[2], subject.layers[2].sigma)
+
+
+# Words and pictures
+
+
+def test_queries_are_found_by_their_words():
+    words = ["<|bos|>", "the", " list", " of", " the", " list", ",", " of", "."]
+    assert find(words, ["the", "list"]) == [4, 5] and find(words, [","]) == [6]
+    with pytest.raises(KeyError, match="cat"):
+        find(words, ["list", "cat"])
+    assert choose(words) == [4, 5, 7] and choose(words, most=1) == [5]
+    assert choose(list("abcdef")) == [2, 3, 5] and choose(["a"]) == [0]
+
+
+def test_words_are_set_in_lines_without_breaking_one():
+    assert place_words(["ab", " cde", " f", "ghijklmnop"], width=6) == [(0, 0), (0, 2), (1, 0), (2, 0)]
+    assert spread_layers(4, 16) == [0, 1, 2, 3] and spread_layers(20, 16) == [0, 4, 8, 11, 15, 19]
+    assert spread_layers(20, 100) == [19]
+
+
+def test_hidden_tokens_are_grey_on_the_scale_of_all():
+    norm = scale_of(25)
+    assert (norm.vmin, norm.vmax) == (1e-3, 1.0)
+    picture = matrix_picture(WEIGHTS, norm)
+    assert (picture[0, 1:] == HIDDEN).all() and (picture[1, 2] == HIDDEN).all()
+    assert not (picture[2] == HIDDEN).all(-1).any() and picture[0, 0].sum() > picture[2, 0].sum()
+
+
+def test_models_of_few_layers_are_side_by_side():
+    few, many = subject_of(), dataclasses.replace(subject_of(), layers=subject_of().layers * 5)  # 4 and 20 layers
+    assert arrange([few]) == ((4, 4), [(0, 0)])
+    assert arrange([few, few, few]) == ((4, 14), [(0, 0), (0, 5), (0, 10)])
+    assert arrange([many, few]) == ((9, 20), [(0, 0), (5, 0)])
+
+
+def test_numbers_fit_their_cells():
+    assert [in_cell(x) for x in (0, 0.0123, 0.35449, 1, 5.6569, 11.87, 104.4)] == [
+        "0.000", "0.012", "0.354", "1.00", "5.66", "11.9", "104",
+    ]  # fmt: skip
+
+
+def test_heads_and_models_are_called_by_their_form():
+    hybrid = subject_of(attention="GA", head_offsets="NPS", gka_values="raw")
+    assert form(hybrid.config) == "pattern GA, head offsets NPS, values raw"
+    assert hybrid.head_names(hybrid.layers[0]) == ["1", "2 P", "3 S", "4"]
+    assert hybrid.head_names(hybrid.layers[1]) == ["1", "2", "3", "4"]
+    assert form(dataclasses.replace(SHAPE, attention="vlt", value_embeds="all")) == "VLT, value embeddings all"

@@ -1,0 +1,25 @@
+"""Numbers that say in short what a matrix W of weights, whose rows sum to 1, does."""
+
+import torch
+
+
+def diagonal_mass(weights: torch.Tensor) -> torch.Tensor:
+    """The mean weight that a token gives itself, (..., N, N) -> (...)."""
+    return weights.diagonal(dim1=-2, dim2=-1).mean(-1)
+
+
+def entropy(rows: torch.Tensor) -> torch.Tensor:
+    """Entropy in nats, (..., N) -> (...); 0 log 0 is 0."""
+    return torch.special.entr(rows).sum(-1)
+
+
+def effective_tokens(weights: torch.Tensor) -> torch.Tensor:
+    """exp(entropy) of a row, the mean over rows: 1 for the identity, N for uniform W. (..., N, N) -> (...)."""
+    return entropy(weights).exp().mean(-1)
+
+
+def median_distance(features: torch.Tensor) -> torch.Tensor:
+    """The median of |x_i - x_j| over the pairs of different tokens, by head: (N, H, D) -> (H,)."""
+    heads = features.transpose(0, 1)
+    pairs = torch.ones(heads.shape[1], heads.shape[1]).triu(1).bool()
+    return torch.cdist(heads, heads)[:, pairs].median(-1).values

@@ -1,0 +1,134 @@
+"""What pictures of matrices share: contact sheets with a caption, colour scales, PNG and PDF files."""
+
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import torch
+from matplotlib import colormaps
+from matplotlib.colors import LogNorm, Normalize
+
+from trainkit.plots import subplots
+
+CMAP = "inferno"
+GREY = (0.72, 0.72, 0.72)
+DPI = 150
+CHARACTERS_PER_INCH, LINE_INCHES = 16, 0.16  # of the caption, 8 points
+EDGE = 0.12  # inches between the caption and the edge
+TITLE_INCHES = 0.32  # from the upper edge to below the title
+
+
+def sheet(
+    rows: int,
+    columns: int,
+    cell: tuple[float, float],
+    title: str,
+    caption: str,
+    margins: tuple[float, float, float, float] = (0.6, 0.2, 0.7, 0.2),
+    gaps: tuple[float, float] = (0.06, 0.06),
+):
+    """A figure and its axes, (rows, columns), in inches: cells of (width, height) with `gaps` (across, down) between.
+
+    margins: left, right, top, bottom. The caption is below, as many lines as it needs.
+    """
+    left, right, top, bottom = margins
+    width = left + columns * cell[0] + (columns - 1) * gaps[0] + right
+    lines = caption_lines(caption, width)
+    bottom += caption_inches(lines)
+    height = top + rows * cell[1] + (rows - 1) * gaps[1] + bottom
+    figure, axes = subplots(rows, columns, figsize=(width, height), squeeze=False)
+    figure.subplots_adjust(
+        left / width, bottom / height, 1 - right / width, 1 - top / height, gaps[0] / cell[0], gaps[1] / cell[1]
+    )
+    words = dict(parse_math=False)  # a text may have two dollar signs
+    figure.text(EDGE / width, 1 - EDGE / height, title, va="top", fontsize=11, fontweight="bold", **words)
+    figure.text(EDGE / width, EDGE / height, "\n".join(lines), va="bottom", fontsize=8, linespacing=1.3, **words)
+    return figure, axes
+
+
+def caption_lines(caption: str, width: float) -> list[str]:
+    """The lines of a caption below a sheet of that many inches."""
+    return textwrap.wrap(caption, int((width - 2 * EDGE) * CHARACTERS_PER_INCH))
+
+
+def caption_inches(lines: list[str]) -> float:
+    """How high the caption is; a page that has the words as text leaves out so much, and TITLE_INCHES."""
+    return EDGE + LINE_INCHES * len(lines)
+
+
+def name_above(axis, name: str) -> None:
+    """Write a name above the title of an axis, at its left."""
+    place = dict(xytext=(0, 22), xycoords="axes fraction", textcoords="offset points")
+    axis.annotate(name, (0, 1), fontsize=9, fontweight="bold", parse_math=False, **place)
+
+
+def bare(axes, fontsize: int = 8) -> None:
+    """Take ticks and frames from axes that hold pictures."""
+    for axis in np.asarray(axes).flat:
+        axis.set(xticks=[], yticks=[])
+        axis.spines[:].set_visible(False)
+        axis.xaxis.label.set_size(fontsize)
+
+
+def label_layers(axes, subject) -> None:
+    """Write the numbers and kinds of `subject.layers` above the columns of axes."""
+    for number, (axis, layer) in enumerate(zip(axes[0], subject.layers), start=1):
+        axis.set_title(f"layer {number}" + (f" ({layer.kind})" if layer.kind != "gka" else ""), fontsize=9)
+
+
+def scale(
+    figure,
+    norm,
+    beside,
+    place: tuple[float, float, float, float],
+    label: str = "",
+    across: bool = False,
+    cmap: str = CMAP,
+):
+    """A colour bar at `place` (left, bottom, width, height), in parts of the axis `beside`. Returns it."""
+    from matplotlib.cm import ScalarMappable
+
+    box = beside.get_position()
+    left, bottom = box.x0 + place[0] * box.width, box.y0 + place[1] * box.height
+    axis = figure.add_axes((left, bottom, place[2] * box.width, place[3] * box.height))
+    orientation = "horizontal" if across else "vertical"
+    bar = figure.colorbar(ScalarMappable(norm, cmap), cax=axis, orientation=orientation)
+    bar.ax.tick_params(which="both", labelsize=7, length=2, pad=1)
+    bar.outline.set_linewidth(0.4)
+    bar.set_label(label, fontsize=8)
+    return bar
+
+
+def scale_below(figure, norm, axis, inches: float, gap: float) -> None:
+    """A colour bar below `axis`, a picture `inches` high, with its two ends written at its ends."""
+    bar = scale(figure, norm, axis, (0.04, -(gap + 0.05) / inches, 0.92, 0.05 / inches), across=True)
+    bar.minorticks_off()
+    bar.set_ticks([norm.vmin, norm.vmax], labels=[f"{norm.vmin:.2g}", f"{norm.vmax:.2g}"], fontsize=6.5)
+    for label, side in zip(bar.ax.get_xticklabels(), ("left", "right")):
+        label.set_horizontalalignment(side)
+
+
+def linear(values: torch.Tensor) -> Normalize:
+    """A scale over the range of `values`, which is made wider where they are all the same."""
+    least, most = float(values.min()), float(values.max())
+    return Normalize(least, most if most > least else least + 1e-12, clip=True)
+
+
+def logarithmic(values: torch.Tensor, decades: float = 4) -> LogNorm:
+    """A logarithmic scale up to the largest of `values`, over at most so many decades."""
+    most = max(float(values.max()), 1e-30)
+    least = max(float(values.min()), most * 10**-decades)
+    return LogNorm(min(least, most * 0.999), most, clip=True)
+
+
+def coloured(values: torch.Tensor, norm, cmap: str = CMAP) -> np.ndarray:
+    """A map as bytes of red, green and blue."""
+    return np.uint8(np.rint(255 * colormaps[cmap](norm(values.numpy()))[..., :3]))
+
+
+def save(figure, path: Path) -> Path:
+    """Write the figure as PNG to `path` and as PDF beside it. Returns the path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=DPI)
+    figure.savefig(path.with_suffix(".pdf"), dpi=DPI, metadata={"CreationDate": None})
+    return path
