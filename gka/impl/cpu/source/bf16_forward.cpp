@@ -1,0 +1,123 @@
+// Forward in bfloat16: y_i = sum_j K_ij v_j / (sum_j K_ij + eps) for own keys. K_ii = 1 is the largest of its row, so
+// nothing is subtracted from exponents and nothing rescaled.
+#include "request.h"
+#if defined(__AVX512F__)
+#include "bf16_head.h"
+
+BF16_BEGIN
+
+namespace {
+
+using namespace gka;
+
+struct Forward {
+  Reach reach;
+  HalfTokens x, value;
+  float *norm, *products, *mixed;
+  Half* k;
+  float inverse = 0.0f, largest = 0.0f;
+
+  Forward(const GkaRequest& q, const Plan&, Arena& arena) : reach(q), x(q.num_keys, q.head_dim), value(x) {
+    x.take(arena, q.own_values);
+    if (q.own_values) value = x;
+    else value.take(arena, true);
+    norm = arena.take(x.padded);
+    products = arena.take(2 * PRODUCTS);
+    mixed = arena.take(STRIPE * x.outputs * UNIT);
+    k = HalfTokens::halves(arena, STRIPE * CHUNK);
+  }
+
+  void fill(const GkaRequest& q, int64_t index) {
+    inverse = inverse_variance(q, index);
+    x.copy(HalfSource(q.x, q, index));
+    x.reorder(true);
+    if (!q.own_values) value.copy(HalfSource(q.values, q, index)), value.reorder(true);
+    largest = 2.0f * x.half_norms(inverse * LOG2_E, norm) * LN_2;
+  }
+
+  // A block of K, rounded, as two tiles.
+  template <bool EDGE>
+  GKA_INLINE void block(int64_t row, int64_t c, const float* products, Half* to) const {
+    const __m512 scale = _mm512_set1_ps(inverse * LOG2_E);
+    const __m512 norm_low = _mm512_load_ps(norm + c), norm_high = _mm512_load_ps(norm + c + UNIT);
+    for (int64_t i = 0; i < STRIPE; i++, products += STRIPE, to += STRIPE) {
+      const __m512 norm_row = _mm512_set1_ps(norm[row + i]);
+      __m512 low = exp2_half<true>(exponents(products, scale, norm_low, norm_row));
+      __m512 high = exp2_half<true>(exponents(products + UNIT, scale, norm_high, norm_row));
+      if (EDGE) {
+        const uint32_t seen = lanes(seen_from(reach, row + i), c), own = lanes({row + i, row + i + 1}, c);
+        const __m512 one = _mm512_set1_ps(1.0f);
+        low = _mm512_mask_mov_ps(_mm512_maskz_mov_ps(seen, low), own, one);
+        high = _mm512_mask_mov_ps(_mm512_maskz_mov_ps(seen >> UNIT, high), own >> UNIT, one);
+      }
+      _mm512_store_si512(to, join(low, high));
+    }
+  }
+
+  // sum_j K_ij v_j of a stripe of queries. Products are one block ahead, as they are computed beside exponentials.
+  void mix_stripe(int64_t row) {
+    std::fill(mixed, mixed + STRIPE * x.outputs * UNIT, 0.0f);
+    const Range queries{row, row + STRIPE};
+    const Range keys = stripes({seen_from(reach, row).begin, seen_from(reach, row + STRIPE - 1).end}, x.padded);
+    auto multiply_keys = [&](int64_t c) {
+      multiply({x.left(row), x.right(c)}, {nullptr, nullptr}, x.steps, products + (c / STRIPE & 1) * PRODUCTS);
+    };
+    multiply_keys(keys.begin);
+    for (int64_t begin = keys.begin; begin < keys.end; begin += CHUNK) {
+      const int64_t end = std::min(begin + CHUNK, keys.end);
+      for (int64_t c = begin; c < end; c += STRIPE) {
+        if (c + STRIPE < keys.end) multiply_keys(c + STRIPE);
+        const float* block_products = products + (c / STRIPE & 1) * PRODUCTS;
+        Half* to = k + (c - begin) * STRIPE;
+        if (c == row || reach.hides({c, c + STRIPE}, queries)) block<true>(row, c, block_products, to);
+        else block<false>(row, c, block_products, to);
+      }
+      mix(k, value.mixed_from(begin), (end - begin) / STRIPE, x.outputs, mixed);
+    }
+  }
+
+  // y and level of a stripe.
+  void write(const GkaRequest& q, int64_t index, int64_t row) const {
+    const HalfSource y(q.y, q, index);
+    for (int64_t i = row; i < std::min(row + STRIPE, q.num_queries); i++) {
+      const float* from = mixed + (i - row) * x.outputs * UNIT;
+      const float total = from[q.head_dim] + q.eps;
+      const __m512 share = _mm512_set1_ps(1.0f / total);
+      for (int64_t d = 0; d < q.head_dim; d += UNIT)
+        store_half(y.row(i) + d, q.head_dim - d, _mm512_mul_ps(_mm512_load_ps(from + d), share));
+      q.level[index * q.num_queries + i] = total;
+    }
+  }
+};
+
+}  // namespace
+
+namespace gka {
+int64_t forward_scratch_bfloat16(const GkaRequest& q) {
+  const Plan plan(q);
+  return plan.slots * slot_size_of<Forward>(q, plan);
+}
+}  // namespace gka
+
+void gka_forward_bfloat16(const GkaRequest* request) {
+  const GkaRequest& q = *request;
+  const Plan plan(q);
+  float largest = 0.0f;
+  auto run = [&](const GkaRequest& q, const Plan& plan, int64_t index, int64_t part, float* scratch) {
+    TileState tiles;
+    Arena arena{scratch};
+    Forward head(q, plan, arena);
+    head.fill(q, index);
+    for (int64_t row = part * STRIPE; row < head.x.padded; row += plan.parts * STRIPE) {
+      head.mix_stripe(row);
+      head.write(q, index, row);
+    }
+#pragma omp critical(gka_largest)
+    largest = std::max(largest, head.largest);
+  };
+  in_parallel(q, plan, slot_size_of<Forward>(q, plan), 0, run, [](auto&&...) {});
+  *q.largest = largest;
+}
+
+BF16_END
+#endif
