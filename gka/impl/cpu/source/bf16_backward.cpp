@@ -15,6 +15,8 @@ namespace {
 
 using namespace gka;
 
+constexpr int ROWS = 2;  // that are computed side by side
+
 enum Roles { QUERY, KEY, BOTH, EDGE };  // of the rows of a block; EDGE: it depends on the element
 
 struct Backward {
@@ -32,7 +34,7 @@ struct Backward {
     grad.take(arena, true);
     norm = arena.take(x.padded);
     delta = arena.take(x.padded);
-    products = arena.take(2 * 3 * PRODUCTS);
+    products = arena.take(3 * PRODUCTS);
     dx = arena.take(STRIPE * x.outputs * UNIT);
     dvalues = q.own_values ? dx : arena.take(STRIPE * x.outputs * UNIT);
     k = HalfTokens::halves(arena, STRIPE * CHUNK);
@@ -62,89 +64,85 @@ struct Backward {
     grad.reorder(false);
   }
 
-  Roles roles(int64_t row, int64_t c, Range seen, Range seeing) const {
+  Roles roles_of(int64_t row, int64_t c, Range seen, Range seeing) const {
     const Range rows{row, row + STRIPE}, columns{c, c + STRIPE};
     const bool query = !columns.within(seen).empty(), key = !columns.within(seeing).empty();
     if (row == c || (query && reach.hides(columns, rows)) || (key && reach.hides(rows, columns))) return EDGE;
     return query && key ? BOTH : query ? QUERY : KEY;
   }
 
-  // x.x, and g.v for the rows' roles: one behind the other, in EDGE blocks each by itself.
-  void multiply_block(int64_t row, int64_t c, Roles roles, float* to) const {
+  // x.x, and g.v for the rows' roles: as one sum, in EDGE blocks each by itself.
+  void multiply_block(int64_t row, int64_t c, Roles roles) const {
     const Factors none{nullptr, nullptr}, as_query{grad.left(row), value.right(c)}, as_key{value.left(row), grad.right(c)};
-    multiply({x.left(row), x.right(c)}, none, x.steps, to);
-    if (roles == BOTH) multiply(as_query, as_key, x.steps, to + PRODUCTS);
-    else multiply(roles == KEY ? as_key : as_query, none, x.steps, to + PRODUCTS);
-    if (roles == EDGE) multiply(as_key, none, x.steps, to + 2 * PRODUCTS);
+    multiply({x.left(row), x.right(c)}, none, x.steps, products);
+    multiply(roles == KEY ? as_key : as_query, roles == BOTH ? as_key : none, x.steps, products + PRODUCTS);
+    if (roles == EDGE) multiply(as_key, none, x.steps, products + 2 * PRODUCTS);
   }
 
-  // M without 1 / sigma^2, and K for the rows as keys, of row i and the 16 columns from c on.
+  // M and K of a block (K for the rows as keys) as two tiles each.
   template <Roles ROLES>
-  GKA_INLINE __m512 element(int64_t i, int64_t c, const float* products, __m512& k, __m512& moments) const {
-    const __m512 e = exponents(products, _mm512_set1_ps(inverse * LOG2_E), _mm512_load_ps(norm + c), _mm512_set1_ps(norm[i]));
-    k = exp2_half<false>(e);
-    __m512 f = _mm512_load_ps(products + PRODUCTS);
-    const __m512 delta_row = _mm512_set1_ps(delta[i]), delta_column = _mm512_load_ps(delta + c);
-    if (ROLES == QUERY || ROLES == BOTH || ROLES == EDGE) f = _mm512_sub_ps(f, delta_row);
-    if (ROLES == KEY || ROLES == BOTH) f = _mm512_sub_ps(f, delta_column);
-    __m512 w;
-    if (ROLES == EDGE) {
-      const __mmask16 own = lanes({i, i + 1}, c), query = lanes(seen_from(reach, i), c) & ~own;
-      const __mmask16 key = lanes(reach.seen_by(i), c) & ~own;
-      const __m512 of_key = _mm512_sub_ps(_mm512_load_ps(products + 2 * PRODUCTS), delta_column);
-      // Hidden elements must not meet a K that is not a number.
-      w = _mm512_maskz_mul_ps(query | key, k, _mm512_add_ps(_mm512_maskz_mov_ps(query, f), _mm512_maskz_mov_ps(key, of_key)));
-      k = _mm512_mask_mov_ps(_mm512_maskz_mov_ps(key, k), own, _mm512_set1_ps(1.0f));
-      moments = _mm512_mask3_fmadd_ps(w, e, moments, query | key);
-    } else {
-      w = _mm512_mul_ps(k, f);
-      moments = _mm512_fmadd_ps(w, e, moments);
-    }
-    return w;
-  }
-
-  template <Roles ROLES>
-  GKA_INLINE void block(int64_t row, int64_t c, const float* products, Half* to_k, Half* to_m) {
+  GKA_INLINE void block(int64_t row, int64_t c, Half* to_k, Half* to_m) {
+    const float* products = this->products;
+    using V = Vectors<2 * ROWS>;
     __m512 moments = _mm512_setzero_ps();
-    const __m512 scale = _mm512_set1_ps(inverse);
-    for (int64_t i = 0; i < STRIPE; i++, products += STRIPE) {
-      __m512 k_low, k_high;
-      const __m512 low = element<ROLES>(row + i, c, products, k_low, moments);
-      const __m512 high = element<ROLES>(row + i, c + UNIT, products + UNIT, k_high, moments);
-      _mm512_store_si512(to_m + i * STRIPE, join(rounded(_mm512_mul_ps(low, scale)), rounded(_mm512_mul_ps(high, scale))));
-      if (ROLES != QUERY) _mm512_store_si512(to_k + i * STRIPE, join(rounded(k_low), rounded(k_high)));
+    const __m512 scale = _mm512_set1_ps(inverse * LOG2_E), factor = _mm512_set1_ps(inverse), one = _mm512_set1_ps(1.0f);
+    const __m512 delta_columns[2] = {_mm512_load_ps(delta + c), _mm512_load_ps(delta + c + UNIT)};
+    for (int64_t i = 0; i < STRIPE; i += ROWS, products += ROWS * STRIPE) {
+      auto e = exponents<2 * ROWS>(products, scale, norm + row + i, norm + c);
+      auto k = exp2_half<false>(e);
+      auto f = V::of([&](int v) { return _mm512_load_ps(products + PRODUCTS + v * UNIT); });
+      if (ROLES != KEY) f = V::of([&](int v) { return _mm512_sub_ps(f.v[v], _mm512_set1_ps(delta[row + i + v / 2])); });
+      if (ROLES == KEY || ROLES == BOTH) f = V::of([&](int v) { return _mm512_sub_ps(f.v[v], delta_columns[v % 2]); });
+      if (ROLES == EDGE) {
+        // Hidden elements must not meet a K that is not a number, and those on the diagonal move nothing.
+        GKA_UNROLL for (int v = 0; v < 2 * ROWS; v++) {
+          const int64_t token = row + i + v / 2, column = c + v % 2 * UNIT;
+          const __mmask16 own = lanes({token, token + 1}, column);
+          const __mmask16 query = lanes(seen_from(reach, token), column) & ~own;
+          const __mmask16 key = lanes(reach.seen_by(token), column) & ~own;
+          const __m512 of_key = _mm512_sub_ps(_mm512_load_ps(products + 2 * PRODUCTS + v * UNIT), delta_columns[v % 2]);
+          f.v[v] = _mm512_add_ps(_mm512_maskz_mov_ps(query, f.v[v]), _mm512_maskz_mov_ps(key, of_key));
+          f.v[v] = _mm512_maskz_mul_ps(query | key, k.v[v], f.v[v]);
+          moments = _mm512_mask3_fmadd_ps(f.v[v], e.v[v], moments, query | key);
+          k.v[v] = _mm512_mask_mov_ps(_mm512_maskz_mov_ps(key, k.v[v]), own, one);
+        }
+      } else {
+        f = V::of([&](int v) { return _mm512_mul_ps(k.v[v], f.v[v]); });
+        GKA_UNROLL for (int v = 0; v < 2 * ROWS; v++) moments = _mm512_fmadd_ps(f.v[v], e.v[v], moments);
+      }
+      f = V::of([&](int v) { return rounded(_mm512_mul_ps(f.v[v], factor)); });
+      k = V::of([&](int v) { return rounded(k.v[v]); });
+      GKA_UNROLL for (int r = 0; r < ROWS; r++) {
+        _mm512_store_si512(to_m + (i + r) * STRIPE, join(f.v[2 * r], f.v[2 * r + 1]));
+        if (ROLES != QUERY) _mm512_store_si512(to_k + (i + r) * STRIPE, join(k.v[2 * r], k.v[2 * r + 1]));
+      }
     }
     moment += _mm512_reduce_add_ps(moments);
   }
 
-  // What a stripe gathers, in dx and dvalues. Products are one block ahead, as they are computed beside exponentials.
+  // What a stripe gathers, in dx and dvalues.
   void gather_stripe(int64_t row) {
-    std::fill(dx, dx + STRIPE * x.outputs * UNIT, 0.0f);
-    std::fill(dvalues, dvalues + STRIPE * x.outputs * UNIT, 0.0f);
+    bool values_begun = dvalues == dx;
     const Range seen = stripes({seen_from(reach, row).begin, seen_from(reach, row + STRIPE - 1).end}, x.padded);
     const Range seeing = stripes({reach.seen_by(row).begin, reach.seen_by(row + STRIPE - 1).end}, x.padded);
     const Range both{std::min(seen.begin, seeing.begin), std::max(seen.end, seeing.end)};
-    auto products_of = [&](int64_t c) { return products + (c / STRIPE & 1) * 3 * PRODUCTS; };
-    Roles next = roles(row, both.begin, seen, seeing);
-    multiply_block(row, both.begin, next, products_of(both.begin));
     for (int64_t begin = both.begin; begin < both.end; begin += CHUNK) {
       const Range chunk{begin, std::min(begin + CHUNK, both.end)};
       for (int64_t c = begin; c < chunk.end; c += STRIPE) {
-        const Roles now = next;
-        if (c + STRIPE < both.end) {
-          next = roles(row, c + STRIPE, seen, seeing);
-          multiply_block(row, c + STRIPE, next, products_of(c + STRIPE));
-        }
+        const Roles roles = roles_of(row, c, seen, seeing);
+        multiply_block(row, c, roles);
         Half *to_k = k + (c - begin) * STRIPE, *to_m = m + (c - begin) * STRIPE;
-        if (now == BOTH) block<BOTH>(row, c, products_of(c), to_k, to_m);
-        else if (now == QUERY) block<QUERY>(row, c, products_of(c), to_k, to_m);
-        else if (now == KEY) block<KEY>(row, c, products_of(c), to_k, to_m);
-        else block<EDGE>(row, c, products_of(c), to_k, to_m);
+        if (roles == BOTH) block<BOTH>(row, c, to_k, to_m);
+        else if (roles == QUERY) block<QUERY>(row, c, to_k, to_m);
+        else if (roles == KEY) block<KEY>(row, c, to_k, to_m);
+        else block<EDGE>(row, c, to_k, to_m);
       }
-      mix(m, x.mixed_from(begin), (chunk.end - begin) / STRIPE, x.outputs, dx);
+      mix(m, x.mixed_from(begin), (chunk.end - begin) / STRIPE, x.outputs, begin > both.begin, dx);
       const Range keys = seeing.within(chunk);
       if (keys.empty()) continue;
-      mix(k + (keys.begin - begin) * STRIPE, grad.mixed_from(keys.begin), (keys.end - keys.begin) / STRIPE, x.outputs, dvalues);
+      mix(k + (keys.begin - begin) * STRIPE, grad.mixed_from(keys.begin), (keys.end - keys.begin) / STRIPE, x.outputs,
+          values_begun, dvalues);
+      values_begun = true;
     }
   }
 
@@ -186,7 +184,10 @@ void gka_backward_bfloat16(const GkaRequest* request) {
     Arena arena{scratch};
     Backward head(q, plan, arena);
     head.fill(q, index);
+    const Prefetch next(q, plan, index);
     for (int64_t stripe = part; stripe < stripes; stripe += plan.parts) {
+      for (const GkaTensor* t : {&q.x, &q.y, &q.grad_y}) next.fetch(*t, stripe * STRIPE);
+      if (!q.own_values) next.fetch(q.values, stripe * STRIPE);
       head.moment = 0.0;
       head.gather_stripe(stripe * STRIPE);
       head.write(q, index, stripe * STRIPE);

@@ -10,6 +10,8 @@ namespace {
 
 using namespace gka;
 
+constexpr int ROWS = 4;  // that are computed side by side
+
 struct Forward {
   Reach reach;
   HalfTokens x, value;
@@ -22,7 +24,7 @@ struct Forward {
     if (q.own_values) value = x;
     else value.take(arena, true);
     norm = arena.take(x.padded);
-    products = arena.take(2 * PRODUCTS);
+    products = arena.take(PRODUCTS);
     mixed = arena.take(STRIPE * x.outputs * UNIT);
     k = HalfTokens::halves(arena, STRIPE * CHUNK);
   }
@@ -37,42 +39,36 @@ struct Forward {
 
   // A block of K, rounded, as two tiles.
   template <bool EDGE>
-  GKA_INLINE void block(int64_t row, int64_t c, const float* products, Half* to) const {
-    const __m512 scale = _mm512_set1_ps(inverse * LOG2_E);
-    const __m512 norm_low = _mm512_load_ps(norm + c), norm_high = _mm512_load_ps(norm + c + UNIT);
-    for (int64_t i = 0; i < STRIPE; i++, products += STRIPE, to += STRIPE) {
-      const __m512 norm_row = _mm512_set1_ps(norm[row + i]);
-      __m512 low = exp2_half<true>(exponents(products, scale, norm_low, norm_row));
-      __m512 high = exp2_half<true>(exponents(products + UNIT, scale, norm_high, norm_row));
-      if (EDGE) {
-        const uint32_t seen = lanes(seen_from(reach, row + i), c), own = lanes({row + i, row + i + 1}, c);
-        const __m512 one = _mm512_set1_ps(1.0f);
-        low = _mm512_mask_mov_ps(_mm512_maskz_mov_ps(seen, low), own, one);
-        high = _mm512_mask_mov_ps(_mm512_maskz_mov_ps(seen >> UNIT, high), own >> UNIT, one);
+  GKA_INLINE void block(int64_t row, int64_t c, Half* to) const {
+    const __m512 scale = _mm512_set1_ps(inverse * LOG2_E), one = _mm512_set1_ps(1.0f);
+    for (int64_t i = 0; i < STRIPE; i += ROWS) {
+      auto weights = exp2_half<true>(exponents<2 * ROWS>(products + i * STRIPE, scale, norm + row + i, norm + c));
+      GKA_UNROLL for (int r = 0; r < ROWS; r++) {
+        __m512 &low = weights.v[2 * r], &high = weights.v[2 * r + 1];
+        if (EDGE) {
+          const int64_t query = row + i + r;
+          const uint32_t seen = lanes(seen_from(reach, query), c), own = lanes({query, query + 1}, c);
+          low = _mm512_mask_mov_ps(_mm512_maskz_mov_ps(seen, low), own, one);
+          high = _mm512_mask_mov_ps(_mm512_maskz_mov_ps(seen >> UNIT, high), own >> UNIT, one);
+        }
+        _mm512_store_si512(to + (i + r) * STRIPE, join(low, high));
       }
-      _mm512_store_si512(to, join(low, high));
     }
   }
 
-  // sum_j K_ij v_j of a stripe of queries. Products are one block ahead, as they are computed beside exponentials.
+  // sum_j K_ij v_j of a stripe of queries.
   void mix_stripe(int64_t row) {
-    std::fill(mixed, mixed + STRIPE * x.outputs * UNIT, 0.0f);
     const Range queries{row, row + STRIPE};
     const Range keys = stripes({seen_from(reach, row).begin, seen_from(reach, row + STRIPE - 1).end}, x.padded);
-    auto multiply_keys = [&](int64_t c) {
-      multiply({x.left(row), x.right(c)}, {nullptr, nullptr}, x.steps, products + (c / STRIPE & 1) * PRODUCTS);
-    };
-    multiply_keys(keys.begin);
     for (int64_t begin = keys.begin; begin < keys.end; begin += CHUNK) {
       const int64_t end = std::min(begin + CHUNK, keys.end);
       for (int64_t c = begin; c < end; c += STRIPE) {
-        if (c + STRIPE < keys.end) multiply_keys(c + STRIPE);
-        const float* block_products = products + (c / STRIPE & 1) * PRODUCTS;
+        multiply({x.left(row), x.right(c)}, {nullptr, nullptr}, x.steps, products);
         Half* to = k + (c - begin) * STRIPE;
-        if (c == row || reach.hides({c, c + STRIPE}, queries)) block<true>(row, c, block_products, to);
-        else block<false>(row, c, block_products, to);
+        if (c == row || reach.hides({c, c + STRIPE}, queries)) block<true>(row, c, to);
+        else block<false>(row, c, to);
       }
-      mix(k, value.mixed_from(begin), (end - begin) / STRIPE, x.outputs, mixed);
+      mix(k, value.mixed_from(begin), (end - begin) / STRIPE, x.outputs, begin > keys.begin, mixed);
     }
   }
 
@@ -108,7 +104,10 @@ void gka_forward_bfloat16(const GkaRequest* request) {
     Arena arena{scratch};
     Forward head(q, plan, arena);
     head.fill(q, index);
+    const Prefetch next(q, plan, index);
     for (int64_t row = part * STRIPE; row < head.x.padded; row += plan.parts * STRIPE) {
+      next.fetch(q.x, row);
+      if (!q.own_values) next.fetch(q.values, row);
       head.mix_stripe(row);
       head.write(q, index, row);
     }

@@ -63,17 +63,21 @@ GKA_INLINE void tile_multiply() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(TO), "i"(LEFT), "i"(RIGHT));
 }
 
-// A product: rows of a left operand, and tiles of a right operand.
-struct Factors {
-  const Half *left, *right;
-};
-
-// The block left . right, plus other.left . other.right if there is one: 32 tokens x 32, over steps of 32 channels.
-GKA_INLINE void multiply(Factors first, Factors other, int64_t steps, float* to) {
+GKA_INLINE void clear_tiles() {
   tile_zero<0>();
   tile_zero<1>();
   tile_zero<2>();
   tile_zero<3>();
+}
+
+// 32 tokens x 32: rows of a left operand times tiles of a right operand.
+struct Factors {
+  const Half *left, *right;
+};
+
+// The block left . right, plus other.left . other.right if there is one, over steps of 32 channels.
+GKA_INLINE void multiply(Factors first, Factors other, int64_t steps, float* to) {
+  clear_tiles();
   const int64_t row = steps * STRIPE * sizeof(Half), width = STRIPE * sizeof(float);
   for (Factors f : {first, other}) {
     if (!f.left) break;
@@ -96,13 +100,17 @@ GKA_INLINE void multiply(Factors first, Factors other, int64_t steps, float* to)
 
 // Two or, at the end, one of the tiles of channels that `mix` computes.
 template <bool TWO>
-GKA_INLINE void mix_channels(const Half* weights, const Half* rows, int64_t count, int64_t outputs, float* to) {
+GKA_INLINE void mix_channels(const Half* weights, const Half* rows, int64_t count, int64_t outputs, bool add, float* to) {
   const int64_t width = outputs * UNIT * sizeof(float);
   float* lower = to + UNIT * outputs * UNIT;
-  tile_load<0>(to, width);
-  tile_load<2>(lower, width);
-  if (TWO) tile_load<1>(to + UNIT, width);
-  if (TWO) tile_load<3>(lower + UNIT, width);
+  if (add) {
+    tile_load<0>(to, width);
+    tile_load<2>(lower, width);
+    if (TWO) tile_load<1>(to + UNIT, width);
+    if (TWO) tile_load<3>(lower + UNIT, width);
+  } else {
+    clear_tiles();
+  }
   for (int64_t s = 0; s < count; s++, weights += 2 * TILE, rows += outputs * TILE) {
     tile_load<4>(weights, TILE_ROW);
     tile_load<6>(rows, TILE_ROW);
@@ -119,12 +127,12 @@ GKA_INLINE void mix_channels(const Half* weights, const Half* rows, int64_t coun
   if (TWO) tile_store<3>(lower + UNIT, width);
 }
 
-// to (32 x 16 `outputs`) += weights . rows: weights are `count` pairs of tiles, one for each stripe of keys, rows are
+// to (32 x 16 `outputs`) = or, with `add`, += weights . rows: weights are `count` pairs of tiles, one for each stripe of keys, rows are
 // `outputs` tiles for each.
-inline void mix(const Half* weights, const Half* rows, int64_t count, int64_t outputs, float* to) {
+inline void mix(const Half* weights, const Half* rows, int64_t count, int64_t outputs, bool add, float* to) {
   int64_t d = 0;
-  for (; d + 1 < outputs; d += 2) mix_channels<true>(weights, rows + d * TILE, count, outputs, to + d * UNIT);
-  if (d < outputs) mix_channels<false>(weights, rows + d * TILE, count, outputs, to + d * UNIT);
+  for (; d + 1 < outputs; d += 2) mix_channels<true>(weights, rows + d * TILE, count, outputs, add, to + d * UNIT);
+  if (d < outputs) mix_channels<false>(weights, rows + d * TILE, count, outputs, add, to + d * UNIT);
 }
 
 // The 16 x 16 words at `from`, transposed into a tile.
@@ -177,16 +185,28 @@ GKA_INLINE __m512 rounded(__m512 v) {
   return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(v), _mm512_set1_epi32(0x8000)));
 }
 
+// Several vectors at once, operation by operation: one after the other, each would wait for its own results.
+template <int N>
+struct Vectors {
+  __m512 v[N];
+  template <typename F>
+  GKA_INLINE static Vectors of(F f) {
+    Vectors out;
+    GKA_UNROLL for (int i = 0; i < N; i++) out.v[i] = f(i);
+    return out;
+  }
+};
+
 // 2^a, to 4e-6 of itself and exact at integers: degree 4 between two integers, where the polynomial is in [1, 2]. With
 // ROUNDING half of bfloat16's last place is in its first coefficient, which makes cutting off round for free.
-template <bool ROUNDING>
-GKA_INLINE __m512 exp2_half(__m512 a) {
-  const __m512 r = _mm512_reduce_ps(a, 1);  // a minus the integer below it
-  __m512 p = _mm512_fmadd_ps(_mm512_set1_ps(0.0135557472f), r, _mm512_set1_ps(0.05203236906f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.2413797629f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.6930321208f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(ROUNDING ? 1.00390625f : 1.0f));
-  return _mm512_scalef_ps(p, a);  // times 2^(the integer below a)
+template <bool ROUNDING, int N>
+GKA_INLINE Vectors<N> exp2_half(const Vectors<N>& a) {
+  const __m512 first = _mm512_set1_ps(0.0135557472f);
+  auto r = Vectors<N>::of([&](int i) { return _mm512_reduce_ps(a.v[i], 1); });  // a minus the integer below it
+  auto p = Vectors<N>::of([&](int i) { return _mm512_fmadd_ps(first, r.v[i], _mm512_set1_ps(0.05203236906f)); });
+  for (float coefficient : {0.2413797629f, 0.6930321208f, ROUNDING ? 1.00390625f : 1.0f})
+    p = Vectors<N>::of([&](int i) { return _mm512_fmadd_ps(p.v[i], r.v[i], _mm512_set1_ps(coefficient)); });
+  return Vectors<N>::of([&](int i) { return _mm512_scalef_ps(p.v[i], a.v[i]); });  // times 2^(the integer below a)
 }
 
 }  // namespace gka
