@@ -4,6 +4,8 @@
 The custom operators are opaque to torch.compile, which needs no graph break for them.
 """
 
+from dataclasses import replace
+
 import torch
 
 from gka.expansion import warn_if_lost
@@ -12,6 +14,7 @@ from gka.request import GaussianRequest
 from gka.validation import readable
 
 MAX_HEAD_DIM = 128
+HALF = (torch.bfloat16, torch.float16)
 DECODE_QUERIES = 16  # up to here a request without gradients is bound by reading the keys
 
 
@@ -20,8 +23,8 @@ def unavailable(request: GaussianRequest) -> str | None:
     x = request.x
     if x.device.type != "cpu":
         return f"the CPU kernel takes CPU tensors, got {x.device.type}"
-    if x.dtype != torch.float32:
-        return f"the CPU kernel takes float32, got {x.dtype}"
+    if x.dtype not in (torch.float32, *HALF):
+        return f"the CPU kernel takes float32, bfloat16 or float16, got {x.dtype}"
     if request.head_dim > MAX_HEAD_DIM:
         return f"the CPU kernel needs head_dim <= {MAX_HEAD_DIM}, got {request.head_dim}"
     if not torch.compiler.is_compiling() and _is_transformed():
@@ -38,7 +41,12 @@ def _is_transformed() -> bool:
 
 
 def gaussian(request: GaussianRequest) -> torch.Tensor:
-    """y, (B, Tq, H, D) float32. The norms are computed, constant or not."""
+    """y, (B, Tq, H, D) in x.dtype. The norms are computed, constant or not.
+
+    Half precision is computed in float32, but for bfloat16 self-attention where the processor has AMX.
+    """
+    if request.x.dtype in HALF and not (request.x.dtype == torch.bfloat16 and request.own_keys and call.has_bfloat16()):
+        return gaussian(_single(request)).to(request.x.dtype)
     before, after = (-1 if limit is None else limit for limit in request.mask.reach)
     keys = None if request.keys is None else _addressable(request.keys)
     values = None if request.values is None else _addressable(request.values)
@@ -49,8 +57,14 @@ def gaussian(request: GaussianRequest) -> torch.Tensor:
     eps = 0.0 if request.eps is None else request.eps
     y, _, largest = attend(x, keys, values, log_sigma, before, after, centred, eps)
     if not request.constant_norm and readable(largest):
-        warn_if_lost(largest.item(), x.dtype)
+        warn_if_lost(largest.item(), torch.float32)
     return y
+
+
+def _single(request: GaussianRequest) -> GaussianRequest:
+    """The request in float32."""
+    keys, values = (None if t is None else t.float() for t in (request.keys, request.values))
+    return replace(request, x=request.x.float(), keys=keys, values=values)
 
 
 def _addressable(t: torch.Tensor) -> torch.Tensor:

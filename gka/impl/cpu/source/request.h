@@ -40,3 +40,9 @@ GKA_EXPORT int64_t gka_scratch_float32(const GkaRequest* request, int32_t phase)
 GKA_EXPORT void gka_forward_float32(const GkaRequest* request);
 GKA_EXPORT void gka_backward_float32(const GkaRequest* request);
 GKA_EXPORT void gka_decode_float32(const GkaRequest* request);  // few foreign queries, forward only
+
+// In bfloat16, on AMX: x, values, y and their gradients are bfloat16, all else is float32. Own keys only.
+GKA_EXPORT int32_t gka_ready_bfloat16();  // 0 if this machine cannot run the functions below
+GKA_EXPORT int64_t gka_scratch_bfloat16(const GkaRequest* request, int32_t phase);
+GKA_EXPORT void gka_forward_bfloat16(const GkaRequest* request);
+GKA_EXPORT void gka_backward_bfloat16(const GkaRequest* request);
