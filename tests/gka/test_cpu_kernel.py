@@ -169,9 +169,9 @@ def test_a_forked_process_computes_although_it_lost_the_threads(threads):
 
 
 CALLS = {
-    "full": lambda x: op.attend(x, None, None, torch.zeros(2), -1, -1, True, 1e-6),
-    "values": lambda x: op.attend(x, None, x.detach() + 1, torch.zeros(2).requires_grad_(), 5, 0, False, 1e-6),
-    "foreign": lambda x: op.attend(x, x.detach().requires_grad_(), None, torch.zeros(2), -1, 0, False, 0.0),
+    "full": lambda x: op.attend(x, None, None, torch.zeros(2), -1, -1, True, 1e-6, True),
+    "values": lambda x: op.attend(x, None, x.detach() + 1, torch.zeros(2).requires_grad_(), 5, 0, False, 1e-6, True),
+    "foreign": lambda x: op.attend(x, x.detach().requires_grad_(), None, torch.zeros(2), -1, 0, False, 0.0, True),
 }
 
 

@@ -55,7 +55,7 @@ def gaussian(request: GaussianRequest) -> torch.Tensor:
         return decode(x, keys, values, log_sigma, before, after)
     centred = not request.mask.causal  # rounding would leak the future
     eps = 0.0 if request.eps is None else request.eps
-    y, _, largest = attend(x, keys, values, log_sigma, before, after, centred, eps)
+    y, _, largest, _ = attend(x, keys, values, log_sigma, before, after, centred, eps, request.needs_grad)
     if not request.constant_norm and readable(largest):
         warn_if_lost(largest.item(), torch.float32)
     return y
@@ -82,19 +82,20 @@ def attend(
     after: int,
     centred: bool,
     eps: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(y, level, largest): y (B, Tq, H, D); what the backward pass needs of each row (B, H, Tq); the largest
-    |x|^2 / sigma^2, (1,).
+    differentiable: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(y, level, largest, rest): y (B, Tq, H, D); what the backward pass needs of each row (B, H, Tq); the largest
+    |x|^2 / sigma^2, (1,); in bfloat16, if differentiable, what rounding took from y, else nothing.
 
     keys None: x. values None: the keys. before, after: how far a query looks, -1 without limit. centred: subtract the
     mean of the keys first.
     """
-    return call.forward(x, keys, values, log_sigma, before, after, centred, eps)
+    return call.forward(x, keys, values, log_sigma, before, after, centred, eps, differentiable)
 
 
 @attend.register_fake
-def _(x, keys, values, log_sigma, before, after, centred, eps):
-    return call.output_like(x)
+def _(x, keys, values, log_sigma, before, after, centred, eps, differentiable):
+    return call.output_like(x, differentiable)
 
 
 @torch.library.custom_op("gka::cpu_attend_backward", mutates_args=())
@@ -106,16 +107,17 @@ def attend_backward(
     log_sigma: torch.Tensor,
     y: torch.Tensor,
     level: torch.Tensor,
+    rest: torch.Tensor,
     before: int,
     after: int,
     centred: bool,
 ) -> list[torch.Tensor]:
     """[dx, dlog_sigma] and, if they are not x, dkeys, dvalues."""
-    return call.backward(_addressable(grad_y), x, keys, values, log_sigma, y, level, before, after, centred)
+    return call.backward(_addressable(grad_y), x, keys, values, log_sigma, y, level, rest, before, after, centred)
 
 
 @attend_backward.register_fake
-def _(grad_y, x, keys, values, log_sigma, y, level, before, after, centred):
+def _(grad_y, x, keys, values, log_sigma, y, level, rest, before, after, centred):
     return call.gradients_like(x, keys, values, log_sigma)
 
 
@@ -138,22 +140,22 @@ def _(x, keys, values, log_sigma, before, after):
 
 
 def _save(ctx, inputs, output):
-    x, keys, values, log_sigma, before, after, centred, _ = inputs
-    y, level, largest = output
+    x, keys, values, log_sigma, before, after, centred, *_ = inputs
+    y, level, largest, rest = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(level, largest)
-    ctx.save_for_backward(x, keys, values, log_sigma, y, level)
+    ctx.mark_non_differentiable(level, largest, rest)
+    ctx.save_for_backward(x, keys, values, log_sigma, y, level, rest)
     ctx.options = (before, after, centred)
 
 
-def _differentiate(ctx, grad_y, grad_level, grad_largest):
+def _differentiate(ctx, grad_y, grad_level, grad_largest, grad_rest):
     if grad_y is None:
-        return (None,) * 8
-    x, keys, values, log_sigma, y, level = ctx.saved_tensors
-    dx, dlog_sigma, *others = attend_backward(grad_y, x, keys, values, log_sigma, y, level, *ctx.options)
+        return (None,) * 9
+    x, keys, values, log_sigma, y, level, rest = ctx.saved_tensors
+    dx, dlog_sigma, *others = attend_backward(grad_y, x, keys, values, log_sigma, y, level, rest, *ctx.options)
     others = iter(others)
     dkeys, dvalues = (None if t is None else next(others) for t in (keys, values))
-    return dx, dkeys, dvalues, dlog_sigma, None, None, None, None
+    return dx, dkeys, dvalues, dlog_sigma, None, None, None, None, None
 
 
 def _refuse(ctx, *grads):

@@ -1,4 +1,5 @@
-// Backward in bfloat16 for own keys (gka/README.md, Gradients). With g_i = grad_y_i / (D_i + eps), delta_i = g_i.y_i:
+// Backward in bfloat16 for own keys (gka/README.md, Gradients). With g_i = grad_y_i / (D_i + eps) and delta_i = g_i.y_i
+// of y before it was rounded, as g_i.v_j - delta_i cancels where tokens have an offset in common:
 //
 //   dx_i = (1 / sigma^2) sum_j M_ij (x_j - x_i) + sum_j [j sees i] K_ij g_j
 //   M_ij = K_ij ([i sees j] (g_i.v_j - delta_i) + [j sees i] (v_i.g_j - delta_j))
@@ -47,7 +48,7 @@ struct Backward {
     x.reorder(true);
     if (!q.own_values) value.copy(HalfSource(q.values, q, index)), value.reorder(false);
     x.half_norms(inverse * LOG2_E, norm);
-    const HalfSource from(q.grad_y, q, index), y(q.y, q, index);
+    const HalfSource from(q.grad_y, q, index), y(q.y, q, index), rest(q.rest, q, index);
     grad.copy(from);
     std::fill(delta, delta + x.padded, 0.0f);
     for (int64_t i = 0; i < x.count; i++) {
@@ -57,7 +58,10 @@ struct Backward {
         Half* row = grad.rows + i * grad.depth() + d;
         const __m256i g = narrow(_mm512_mul_ps(load_half(row, UNIT), share));
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(row), g);
-        sum = _mm512_fmadd_ps(widen(g), load_half(y.row(i) + d, q.head_dim - d), sum);
+        const int64_t left = q.head_dim - d;
+        __m512 mixed = load_half(y.row(i) + d, left);
+        if (q.rest.data) mixed = _mm512_add_ps(mixed, load_half(rest.row(i) + d, left));
+        sum = _mm512_fmadd_ps(widen(g), mixed, sum);
       }
       delta[i] = _mm512_reduce_add_ps(sum);
     }
@@ -73,7 +77,7 @@ struct Backward {
 
   // x.x, and g.v for the rows' roles: as one sum, in EDGE blocks each by itself.
   void multiply_block(int64_t row, int64_t c, Roles roles) const {
-    const Factors none{nullptr, nullptr}, as_query{grad.left(row), value.right(c)}, as_key{value.left(row), grad.right(c)};
+    const Factors as_query{grad.left(row), value.right(c)}, as_key{value.left(row), grad.right(c)}, none{};
     multiply({x.left(row), x.right(c)}, none, x.steps, products);
     multiply(roles == KEY ? as_key : as_query, roles == BOTH ? as_key : none, x.steps, products + PRODUCTS);
     if (roles == EDGE) multiply(as_key, none, x.steps, products + 2 * PRODUCTS);

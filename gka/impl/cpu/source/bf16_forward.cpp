@@ -63,7 +63,7 @@ struct Forward {
     for (int64_t begin = keys.begin; begin < keys.end; begin += CHUNK) {
       const int64_t end = std::min(begin + CHUNK, keys.end);
       for (int64_t c = begin; c < end; c += STRIPE) {
-        multiply({x.left(row), x.right(c)}, {nullptr, nullptr}, x.steps, products);
+        multiply({x.left(row), x.right(c)}, {}, x.steps, products);
         Half* to = k + (c - begin) * STRIPE;
         if (c == row || reach.hides({c, c + STRIPE}, queries)) block<true>(row, c, to);
         else block<false>(row, c, to);
@@ -74,13 +74,16 @@ struct Forward {
 
   // y and level of a stripe.
   void write(const GkaRequest& q, int64_t index, int64_t row) const {
-    const HalfSource y(q.y, q, index);
+    const HalfSource y(q.y, q, index), rest(q.rest, q, index);
     for (int64_t i = row; i < std::min(row + STRIPE, q.num_queries); i++) {
       const float* from = mixed + (i - row) * x.outputs * UNIT;
       const float total = from[q.head_dim] + q.eps;
       const __m512 share = _mm512_set1_ps(1.0f / total);
-      for (int64_t d = 0; d < q.head_dim; d += UNIT)
-        store_half(y.row(i) + d, q.head_dim - d, _mm512_mul_ps(_mm512_load_ps(from + d), share));
+      for (int64_t d = 0; d < q.head_dim; d += UNIT) {
+        const __m512 exact = _mm512_mul_ps(_mm512_load_ps(from + d), share);
+        store_half(y.row(i) + d, q.head_dim - d, exact);
+        if (q.rest.data) store_half(rest.row(i) + d, q.head_dim - d, _mm512_sub_ps(exact, widen(narrow(exact))));
+      }
       q.level[index * q.num_queries + i] = total;
     }
   }

@@ -35,7 +35,8 @@ struct Prefetch {
     if (!wanted) return;
     const HalfSource from(tensor, q, head);
     for (int64_t i = row; i < std::min(row + STRIPE, q.num_keys); i++)
-      for (int64_t d = 0; d < q.head_dim; d += STRIPE) _mm_prefetch(reinterpret_cast<const char*>(from.row(i) + d), _MM_HINT_T1);
+      for (int64_t d = 0; d < q.head_dim; d += STRIPE)
+        _mm_prefetch(reinterpret_cast<const char*>(from.row(i) + d), _MM_HINT_T1);
   }
 };
 
@@ -128,16 +129,18 @@ GKA_INLINE Range stripes(Range r, int64_t padded) {
 
 // Which of the 32 tokens from c on are in the range.
 GKA_INLINE uint32_t lanes(Range r, int64_t c) {
-  const int64_t first = std::min(std::max<int64_t>(r.begin - c, 0), STRIPE), last = std::min(std::max(r.end - c, first), STRIPE);
+  const int64_t first = std::min(std::max<int64_t>(r.begin - c, 0), STRIPE);
+  const int64_t last = std::min(std::max(r.end - c, first), STRIPE);
   return static_cast<uint32_t>((1ull << last) - (1ull << first));
 }
 
-// log2 K of some rows and 32 columns, two vectors a row; 0 at most, and NaN stays.
+// log2 K of some rows and 32 columns, two vectors a row, from their norm terms; 0 at most, and NaN stays.
 template <int N>
-GKA_INLINE Vectors<N> exponents(const float* products, __m512 scale, const float* norm_rows, const float* norm_columns) {
-  const __m512 columns[2] = {_mm512_load_ps(norm_columns), _mm512_load_ps(norm_columns + UNIT)};
-  auto e = Vectors<N>::of([&](int i) { return _mm512_fmsub_ps(_mm512_load_ps(products + i * UNIT), scale, columns[i % 2]); });
-  e = Vectors<N>::of([&](int i) { return _mm512_sub_ps(e.v[i], _mm512_set1_ps(norm_rows[i / 2])); });
+GKA_INLINE Vectors<N> exponents(const float* products, __m512 scale, const float* rows, const float* columns) {
+  const __m512 norm[2] = {_mm512_load_ps(columns), _mm512_load_ps(columns + UNIT)};
+  auto e = Vectors<N>::of([&](int i) { return _mm512_load_ps(products + i * UNIT); });
+  e = Vectors<N>::of([&](int i) { return _mm512_fmsub_ps(e.v[i], scale, norm[i % 2]); });
+  e = Vectors<N>::of([&](int i) { return _mm512_sub_ps(e.v[i], _mm512_set1_ps(rows[i / 2])); });
   return Vectors<N>::of([&](int i) { return _mm512_min_ps(_mm512_setzero_ps(), e.v[i]); });
 }
 

@@ -72,7 +72,7 @@ GKA_INLINE void clear_tiles() {
 
 // 32 tokens x 32: rows of a left operand times tiles of a right operand.
 struct Factors {
-  const Half *left, *right;
+  const Half *left = nullptr, *right = nullptr;
 };
 
 // The block left . right, plus other.left . other.right if there is one, over steps of 32 channels.
@@ -100,7 +100,8 @@ GKA_INLINE void multiply(Factors first, Factors other, int64_t steps, float* to)
 
 // Two or, at the end, one of the tiles of channels that `mix` computes.
 template <bool TWO>
-GKA_INLINE void mix_channels(const Half* weights, const Half* rows, int64_t count, int64_t outputs, bool add, float* to) {
+GKA_INLINE void mix_channels(const Half* weights, const Half* rows, int64_t count, int64_t outputs, bool add,
+                             float* to) {
   const int64_t width = outputs * UNIT * sizeof(float);
   float* lower = to + UNIT * outputs * UNIT;
   if (add) {
@@ -127,8 +128,8 @@ GKA_INLINE void mix_channels(const Half* weights, const Half* rows, int64_t coun
   if (TWO) tile_store<3>(lower + UNIT, width);
 }
 
-// to (32 x 16 `outputs`) = or, with `add`, += weights . rows: weights are `count` pairs of tiles, one for each stripe of keys, rows are
-// `outputs` tiles for each.
+// to (32 x 16 `outputs`) = or, with `add`, += weights . rows: weights are `count` pairs of tiles, one for each stripe
+// of keys, rows are `outputs` tiles for each.
 inline void mix(const Half* weights, const Half* rows, int64_t count, int64_t outputs, bool add, float* to) {
   int64_t d = 0;
   for (; d + 1 < outputs; d += 2) mix_channels<true>(weights, rows + d * TILE, count, outputs, add, to + d * UNIT);
@@ -177,7 +178,8 @@ GKA_INLINE void store_half(Half* p, int64_t count, __m512 v) {
 
 // Words of two numbers, cut off to bfloat16: `low` in the low half.
 GKA_INLINE __m512i join(__m512 low, __m512 high) {
-  return _mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32(_mm512_castps_si512(low), 16), _mm512_castps_si512(high));
+  const __m512i shifted = _mm512_srli_epi32(_mm512_castps_si512(low), 16);
+  return _mm512_mask_blend_epi16(0xaaaaaaaau, shifted, _mm512_castps_si512(high));
 }
 
 // Adding half of bfloat16's last place makes cutting off round.
