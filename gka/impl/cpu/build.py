@@ -35,7 +35,6 @@ class Unavailable(Exception):
     """Why there is no library, in one line or, if the compiler said more, in several."""
 
 
-@torch.compiler.assume_constant_result
 def obstacle() -> str | None:
     """Why there is no library, or None. The first call loads or builds it, also while torch.compile traces."""
     global _outcome
@@ -49,6 +48,11 @@ def obstacle() -> str | None:
                     reason = _outcome.splitlines()[0]
                     LOG.warning('gka: no CPU kernel, impl="auto" uses sdpa on CPUs: %s', reason)
     return _outcome if isinstance(_outcome, str) else None
+
+
+# torch.compile calls it while it traces and keeps the answer, as torch.compiler.assume_constant_result would have it,
+# which imports all of torch._dynamo.
+obstacle._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def library() -> ctypes.CDLL:

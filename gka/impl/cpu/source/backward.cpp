@@ -13,8 +13,8 @@ using namespace gka;
 struct Backward : Head {
   Tokens grad;
   float *delta, *level, *query_sum, *key_sum, *dx, *dkeys, *dvalues, *k, *m;
-  double* dlog_sigma;        // sum of M times exponents
-  int64_t sums, sums_end;    // where in the slot lies what is added up
+  double* dlog_sigma;      // sum of M times exponents
+  int64_t sums, sums_end;  // where in the slot lies what is added up
 
   Backward(const GkaRequest& q, const Plan& plan, Arena& arena) : Head(q, arena, true), grad(query) {
     grad.take(arena, true, false);
@@ -116,7 +116,8 @@ void mix(const Backward& head, const Block& block) {
     gather_by_queries<true>(head.reach, block, by_query, by_gradient, head.dx, channels);
   } else {
     gather_by_queries<false>(head.reach, block, by_key, by_key, head.dx, channels);
-    if (head.reach.symmetric) gather_by_queries<false>(head.reach, block, by_gradient, by_gradient, head.dvalues, channels);
+    if (head.reach.symmetric)
+      gather_by_queries<false>(head.reach, block, by_gradient, by_gradient, head.dvalues, channels);
   }
   if (own_values) {
     gather_by_keys<true>(head.reach, block, by_query, by_gradient, head.dkeys, channels);
@@ -160,7 +161,8 @@ void finish(const GkaRequest& q, const Plan& plan, int64_t index, Range tokens, 
   Arena arena{scratch};
   const Backward head(q, plan, arena);
   for (int64_t i = tokens.begin; i < tokens.end; i++) {
-    if (i < q.num_queries) write(q, plan, i, slot_size, head.dx, head.query_sum, head.query, writable(q.dx, q, index, i));
+    if (i < q.num_queries)
+      write(q, plan, i, slot_size, head.dx, head.query_sum, head.query, writable(q.dx, q, index, i));
     if (i >= q.num_keys) continue;
     if (!q.own_keys) write(q, plan, i, slot_size, head.dkeys, head.key_sum, head.key, writable(q.dkeys, q, index, i));
     if (!q.own_values) write(q, plan, i, slot_size, head.dvalues, nullptr, head.key, writable(q.dvalues, q, index, i));

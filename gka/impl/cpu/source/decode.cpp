@@ -30,7 +30,8 @@ struct Decode {
   GKA_INLINE Vector channel(const float* token, int64_t d) const { return load_channels(token, d, q.head_dim); }
 
   // log2 K of the keys from j on, minus infinity for those that query i does not see. Returns the largest.
-  float scores(const float* x, const Source& keys, int64_t j, int64_t count, int64_t i, float factor, float* score) const {
+  float scores(const float* x, const Source& keys, int64_t j, int64_t count, int64_t i, float factor,
+               float* score) const {
     float top = LOWEST;
     for (int64_t n = 0; n < KEYS; n++) score[n] = -INFINITY;
     for (int64_t n = 0; n < count; n++) {
@@ -74,7 +75,8 @@ struct Decode {
       GKA_UNROLL for (int v = 0; v < WIDE; v++) acc[v] = Vector::load(mixed + d + v * L);
       for (int64_t n = 0; n < count; n++) {
         const float* value = values.row(j + n) + d;
-        GKA_UNROLL for (int v = 0; v < WIDE; v++) acc[v] = fma(Vector::all(weights[n]), Vector::load(value + v * L), acc[v]);
+        const Vector weight = Vector::all(weights[n]);
+        GKA_UNROLL for (int v = 0; v < WIDE; v++) acc[v] = fma(weight, Vector::load(value + v * L), acc[v]);
       }
       GKA_UNROLL for (int v = 0; v < WIDE; v++) acc[v].store(mixed + d + v * L);
     }

@@ -128,7 +128,8 @@ struct Source {
   const float* data;
   int64_t token;
   Source(const GkaTensor& t, const GkaRequest& q, int64_t head)
-      : data(static_cast<const float*>(t.data) + head / q.num_heads * t.batch + head % q.num_heads * t.head), token(t.token) {}
+      : data(static_cast<const float*>(t.data) + head / q.num_heads * t.batch + head % q.num_heads * t.head),
+        token(t.token) {}
   GKA_INLINE const float* row(int64_t i) const { return data + i * token; }
 };
 
@@ -219,7 +220,8 @@ inline void each_block(const Plan& plan, const Head& head, int64_t part, Work wo
 // Run the parts of all heads, run(q, plan, head, part, slot), and finish(q, plan, head, tokens, slot, slot_size) every
 // head when all of its parts are done. What is computed depends on the plan alone, not on who computes it.
 template <typename Run, typename Finish>
-inline void in_parallel(const GkaRequest& q, const Plan& plan, int64_t slot_size, int64_t tokens, Run run, Finish finish) {
+inline void in_parallel(const GkaRequest& q, const Plan& plan, int64_t slot_size, int64_t tokens, Run run,
+                        Finish finish) {
   constexpr int64_t PIECE = 64;
   const int64_t pieces = (tokens + PIECE - 1) / PIECE, parts = plan.parts;
 #pragma omp parallel num_threads(std::min<int64_t>(q.threads, plan.tasks()))

@@ -13,7 +13,8 @@ struct Block {
   GKA_INLINE int64_t at(int64_t r, int64_t c) const { return (r - keys.begin) * stride + (c - queries.begin); }
 };
 
-inline int64_t block_stride(const Plan& plan) { return plan.block + (plan.block % 64 ? 0 : 16); }  // not into one cache set
+// Rows must not lie in one set of the L1 cache.
+inline int64_t block_stride(const Plan& plan) { return plan.block + (plan.block % 64 ? 0 : 16); }
 
 // acc[r][v] += sum_d a[d][r] b[d][c] over two panels.
 template <int V>

@@ -105,8 +105,7 @@ constexpr int MIX_VECTORS = 2;                  // of channels, times up to 6 to
 
 #endif
 
-// 2^a for a <= 0, to 1e-7 of itself, exactly 1 at 0: Taylor's series of degree 6 around the nearest integer, whose
-// coefficients are fitted (Cephes).
+// 2^a for a <= 0, to 1e-7 of itself, exactly 1 at 0: a polynomial around the nearest integer (Cephes, exp2f).
 GKA_INLINE Vector exp2(Vector a) {
   Vector clamped = exponent_range(a), r = fraction(clamped), p = Vector::all(1.535336188319500e-4f);
   p = fma(p, r, Vector::all(1.339887440266574e-3f));
@@ -133,7 +132,8 @@ GKA_INLINE void store_channels(Vector a, float* token, int64_t d, int64_t head_d
 GKA_INLINE void transpose4(const float* from, int64_t from_stride, float factor, float* to, int64_t to_stride) {
   const __m128 f = _mm_set1_ps(factor);
   __m128 a = _mm_mul_ps(f, _mm_loadu_ps(from)), b = _mm_mul_ps(f, _mm_loadu_ps(from + from_stride));
-  __m128 c = _mm_mul_ps(f, _mm_loadu_ps(from + 2 * from_stride)), d = _mm_mul_ps(f, _mm_loadu_ps(from + 3 * from_stride));
+  __m128 c = _mm_mul_ps(f, _mm_loadu_ps(from + 2 * from_stride));
+  __m128 d = _mm_mul_ps(f, _mm_loadu_ps(from + 3 * from_stride));
   _MM_TRANSPOSE4_PS(a, b, c, d);
   _mm_storeu_ps(to, a), _mm_storeu_ps(to + to_stride, b);
   _mm_storeu_ps(to + 2 * to_stride, c), _mm_storeu_ps(to + 3 * to_stride, d);
