@@ -7,7 +7,7 @@ READY      := .venv/.installed
 BASE       ?= out
 WANDB_MODE ?= disabled
 quoted     = '$(subst ','\'',$(1))'
-SETTINGS   := BASE CORPUS SHARDS VOCAB SEQ DEPTH NGPU RUN MODEL DATA IMAGE ARGS
+SETTINGS   := BASE CORPUS SHARDS VOCAB SEQ DEPTH NGPU RUN MODEL DATA IMAGE TEXT ARGS
 GIVEN      = $(strip $(foreach name,$(SETTINGS),$(if $($(name)),$(name)=$(call quoted,$($(name))))))
 NAMES      = $(PYTHON) -m runs.names
 $(foreach word,$(shell $(NAMES) make $(GIVEN)),$(eval $(subst |, ,$(word))))
@@ -17,10 +17,10 @@ PIP        = $(PY) -m pip install --quiet --disable-pip-version-check
 args_of    = $(if $(filter $(1),$(MAKECMDGOALS)),$(ARGS))
 THE_RUN    = $(if $(findstring -base,$@),$(BASE_RUN),$(GKA_RUN))
 PAPER      = --base $(BASE) --ngpu $(RANKS)
-
+SHOWN      = $(if $(IMAGE),--image $(call quoted,$(IMAGE))) $(if $(TEXT),--text $(call quoted,$(TEXT)))
 .PHONY: help setup demo test test-gpu lint bench data tokenizer tokenize pretrain-d20 pretrain-d20-base eval-bpb \
         eval-bpb-base eval-core eval-core-base sample export train-deit-ti train-deit-s train-deit-b eval-deit \
-        ablate-projections figures tables claims vendor diff unpatch test-patches check-gpu check-images clean
+        ablate-projections figures tables claims report explore vendor diff unpatch test-patches check-gpu clean
 
 help:  ## list the targets
 	@$(NAMES) help $(GIVEN)
@@ -39,13 +39,10 @@ test: $(READY)  ## run the tests (no GPU, no network)
 test-gpu: $(READY)  ## run the tests that need a CUDA device
 	$(PY) -m pytest -m gpu $(ARGS)
 lint: $(READY)  ## ruff: errors and formatting; mypy: types
-	.venv/bin/ruff check . && .venv/bin/ruff format --check .
-	.venv/bin/mypy
+	.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy
 bench: $(READY)  ## time attention, DeiT and GPT, GKA beside softmax, on the GPU or else the CPU (ARGS goes to all four)
-	$(PY) -m runs.bench.attention $(ARGS)
-	$(PY) -m runs.bench.deit $(ARGS)
-	$(PY) -m runs.bench.gpt $(ARGS)
-	$(PY) -m runs.bench.report $(ARGS)
+	$(PY) -m runs.bench.attention $(ARGS) && $(PY) -m runs.bench.deit $(ARGS)
+	$(PY) -m runs.bench.gpt $(ARGS) && $(PY) -m runs.bench.report $(ARGS)
 
 data: $(PREPARED) $(OWN_CORPUS)  ## fetch or write the corpus: FineWeb-Edu shards, or CORPUS=builtin
 $(PREPARED): | $(READY)
@@ -79,8 +76,12 @@ ablate-projections: check-images | $(READY)  ## the paper's ablation: every kind
 	$(PY) -m runs.paper.ablation --runs $(BASE)/runs --data '$(DATA)' $(PAPER) --wandb $(WANDB_MODE) -- $(ARGS)
 eval-deit: | $(READY)  ## top-1 and top-5 of a vision run (MODEL=name or RUN=folder) on its own images, or DATA
 	$(LAUNCH) deit_gka.evaluate --run $(DEIT_RUN) $(if $(DATA),--data '$(DATA)') --results $(BASE)/results.jsonl $(ARGS)
-figures: | $(READY)  ## the paper's figures of a vision run (RUN=folder or MODEL=name; IMAGE=file), else of the demo's
-	$(PY) -m deit_gka.draw $(DRAWN) $(MODEL_FLAG) $(if $(IMAGE),--image $(call quoted,$(IMAGE))) $(ARGS)
+figures: | $(READY)  ## the paper's figures of a run (RUN=folder, MODEL=name; IMAGE=file, TEXT='...'), else the demo's
+	$(foreach draw,$(DRAW),$(PY) -m $(draw) $(DRAWN) $(MODEL_FLAG) $(SHOWN) $(ARGS) &&) true
+report: | $(READY)  ## all of it in one HTML page: runs, figures, tables, claims (RUN=folder, else all of BASE)
+	$(PY) -m runs.report $(REPORTED) $(SHOWN) $(ARGS)
+explore: | $(READY)  ## a page in the browser: your image or text, scaled bandwidths (RUN=folder, else the demo's)
+	$(PY) -m runs.explore $(EXPLORED) $(MODEL_FLAG) $(ARGS)
 tables claims: | $(READY)  ## the paper's tables beside ours (BASE=folder); its claims beside what was measured
 	$(PY) -m runs.paper.$@ $(if $(filter tables,$@),--base $(BASE)) $(ARGS)
 

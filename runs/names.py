@@ -7,6 +7,7 @@ make reads this before there is an environment: it needs the standard library al
 Settings are given as NAME=value; an empty value is the same as none.
 """
 
+import json
 import os
 import re
 import shutil
@@ -83,6 +84,30 @@ def finish_corpus(given):
     complete.touch()
 
 
+def is_language(folder):
+    """Whether a folder is a language run, one of its checkpoints or an exported language model."""
+    for path in [folder / "config.json", folder / "state.json", *sorted(folder.glob("checkpoints/*/state.json"))]:
+        try:
+            about = json.loads(path.read_text())
+        except (OSError, ValueError):
+            continue
+        if isinstance(about, dict) and ("model_config" in about or about.get("model_type") == "gka-gpt"):
+            return True
+    return False
+
+
+def draw_commands(given, base):
+    """What `make figures` runs: the command for what is named, or else of the demo's vision and language models."""
+    vision, language = "deit_gka.draw", "nanochat_gka.draw"
+    if "RUN" in given:
+        return [language if is_language(Path(given["RUN"])) else vision]
+    if "MODEL" in given or "IMAGE" in given:
+        return [vision]
+    if "TEXT" in given:
+        return [language]
+    return [vision, language] if any(Path(base, "demo", "runs").glob("d*-gka-paper-*")) else [vision]
+
+
 def launcher(ranks):
     """What runs a module; the dashes keep torchrun from taking our --run for its --run-path."""
     if ranks != "1":
@@ -123,6 +148,9 @@ def names(given):
         "GKA_RUN": run or f"{base}/runs/d{setting['DEPTH']}-gka",
         "BASE_RUN": run or f"{base}/runs/d{setting['DEPTH']}-softmax",
         "DRAWN": f"--out {base}/figures --demo {base}/demo" + (f" --run {run}" if run else ""),
+        "REPORTED": f"--base {base}" + (f" --run {run}" if run else ""),
+        "EXPLORED": f"--demo {base}/demo" + (f" --run {run}" if run else ""),
+        "DRAW": " ".join(draw_commands(given, base)),
         "MODEL_FLAG": "--model " + given["MODEL"] if "MODEL" in given else "",
         "DEIT_RUN": run or f"{base}/runs/{given.get('MODEL', 'deit_tiny_gka_patch16_224')}",
     }
