@@ -188,10 +188,7 @@ void gka_backward_bfloat16(const GkaRequest* request) {
     Arena arena{scratch};
     Backward head(q, plan, arena);
     head.fill(q, index);
-    const Prefetch next(q, plan, index);
     for (int64_t stripe = part; stripe < stripes; stripe += plan.parts) {
-      for (const GkaTensor* t : {&q.x, &q.y, &q.grad_y}) next.fetch(*t, stripe * STRIPE);
-      if (!q.own_values) next.fetch(q.values, stripe * STRIPE);
       head.moment = 0.0;
       head.gather_stripe(stripe * STRIPE);
       head.write(q, index, stripe * STRIPE);

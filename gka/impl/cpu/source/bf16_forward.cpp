@@ -107,10 +107,7 @@ void gka_forward_bfloat16(const GkaRequest* request) {
     Arena arena{scratch};
     Forward head(q, plan, arena);
     head.fill(q, index);
-    const Prefetch next(q, plan, index);
     for (int64_t row = part * STRIPE; row < head.x.padded; row += plan.parts * STRIPE) {
-      next.fetch(q.x, row);
-      if (!q.own_values) next.fetch(q.values, row);
       head.mix_stripe(row);
       head.write(q, index, row);
     }

@@ -22,24 +22,6 @@ struct HalfSource {
   GKA_INLINE Half* row(int64_t i) const { return data + i * token; }
 };
 
-// Brings the head that this thread is likely to compute next into the L2 cache while it computes. Short heads would
-// wait for memory about a fifth of their time.
-struct Prefetch {
-  const GkaRequest& q;
-  int64_t head;
-  bool wanted;
-
-  Prefetch(const GkaRequest& q, const Plan& plan, int64_t index)
-      : q(q), head(index + q.threads), wanted(plan.parts == 1 && head < plan.heads) {}
-  void fetch(const GkaTensor& tensor, int64_t row) const {
-    if (!wanted) return;
-    const HalfSource from(tensor, q, head);
-    for (int64_t i = row; i < std::min(row + STRIPE, q.num_keys); i++)
-      for (int64_t d = 0; d < q.head_dim; d += STRIPE)
-        _mm_prefetch(reinterpret_cast<const char*>(from.row(i) + d), _MM_HINT_T1);
-  }
-};
-
 // Tokens as left operand (rows), as right operand of K's products (columns), and as what K mixes (mixed), where a
 // channel of ones behind the others makes the mixing add up the weights: of the weights as they were rounded, so that
 // an offset common to all tokens cancels.
