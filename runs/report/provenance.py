@@ -8,7 +8,7 @@ from runs.bench.results import RESULTS
 from runs.report.blocks import Row, Table, number
 from runs.report.trained import TrainedRun
 from trainkit.progress import read_lines
-from trainkit.results import read_results
+from trainkit.results import hardware_of, read_results
 
 FACTS = ("hardware", "processes", "torch", "commit")
 NOT_RECORDED = "not recorded"
@@ -19,7 +19,7 @@ def run_facts(runs: list[TrainedRun]) -> Table:
     rows = []
     for run in runs:
         day = str(run.result["date"])[:10] if "date" in run.result else NOT_RECORDED
-        rows.append([run.name, day, *(number(run.result.get(fact, NOT_RECORDED)) for fact in FACTS)])
+        rows.append([run.name, day, *(number(fact_of(run.result, fact) or NOT_RECORDED) for fact in FACTS)])
     return Table("The runs of this report", ["run", "date", *FACTS], rows, text_columns=len(FACTS) + 2)
 
 
@@ -37,7 +37,12 @@ def file_facts(results: Path = RESULTS) -> Table:
 
 
 def distinct(lines: Iterable[dict[str, Any]], fact: str) -> Row:
-    return sorted({str(line[fact]) for line in lines if line.get(fact)})
+    return sorted({str(fact_of(line, fact)) for line in lines if line.get(fact)})
+
+
+def fact_of(record: dict[str, Any], fact: str) -> Any:
+    """What the record says; None if it does not."""
+    return hardware_of(record) if fact == "hardware" and fact in record else record.get(fact)
 
 
 def commands(runs: list[TrainedRun], results: Path = RESULTS) -> list[tuple[str, list[str]]]:

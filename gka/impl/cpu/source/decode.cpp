@@ -32,21 +32,25 @@ struct Decode {
   // log2 K of the keys from j on, minus infinity for those that query i does not see. Returns the largest.
   float scores(const float* x, const Source& keys, int64_t j, int64_t count, int64_t i, float factor,
                float* score) const {
+    constexpr int64_t L = Vector::LANES;
     float top = LOWEST;
     for (int64_t n = 0; n < KEYS; n++) score[n] = -INFINITY;
     for (int64_t n = 0; n < count; n++) {
       const int64_t place = i + reach.shift;
       if (j + n < place - reach.before || j + n > place + reach.after) continue;
-      Vector even = Vector::all(0.0f), odd = even;
       const float* key = keys.row(j + n);
-      for (int64_t d = 0; d < channels; d += 16) {
+      Vector even = Vector::all(0.0f), odd = even;
+      int64_t d = 0;
+      for (; d + 2 * L <= q.head_dim; d += 2 * L) {
+        Vector a = Vector::load(x + d) - Vector::load(key + d), b = Vector::load(x + d + L) - Vector::load(key + d + L);
+        even = fma(a, a, even), odd = fma(b, b, odd);
+      }
+      for (; d < channels; d += L) {
         Vector a = Vector::load(x + d) - channel(key, d);
         even = fma(a, a, even);
-        if (Vector::LANES == 16) continue;
-        Vector b = Vector::load(x + d + 8) - channel(key, d + 8);
-        odd = fma(b, b, odd);
       }
-      score[n] = std::max(LOWEST, (even + odd).sum() * factor);
+      const float e = (even + odd).sum() * factor;
+      score[n] = e < LOWEST ? LOWEST : e;
       if (!(score[n] <= top)) top = score[n];  // NaN too
     }
     return top;
