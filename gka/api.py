@@ -70,8 +70,8 @@ def gaussian_attention(
       eps: added to the row sum (paper eq. 4) by the implementations that apply it: reference, triton and cpu. sdpa and
         flex drop it; as K_ii = 1 that changes y by less than a relative `eps`.
       return_weights: also return W, (B, H, Tq, Tk). Only the reference builds W; "auto" then means it.
-      impl: "reference" (the literal equations), "triton" (the fused kernels, CUDA), "cpu" (the fused kernel in C++,
-        float32), "sdpa" (any device), "flex" (CUDA; forward only on CPU), or "auto", see `select_impl`. All have first
+      impl: "reference" (the literal equations), "triton" (the fused kernels, CUDA), "cpu" (the fused kernel in C++, no
+        float64), "sdpa" (any device), "flex" (CUDA; forward only on CPU), or "auto", see `select_impl`. All have first
         derivatives in reverse mode; the reference has those of any order, forward mode and torch.func.
 
     Precision: the reference takes differences, in float32 for half precision. Without constant_norm sdpa and flex
@@ -79,8 +79,8 @@ def gaussian_attention(
     offset common to all features is subtracted first unless there is a causal mask; with one, features that are far
     from 0 on the scale of sigma are best normalised. Where that product passes 1 %, a UserWarning says so, on CPU
     tensors outside torch.compile. With constant_norm sdpa and flex round x / sigma^2 to x.dtype and leave the offset.
-    triton keeps exponents in float32 and leaves the offset; cpu subtracts it as sdpa does, with constant_norm too.
-    float64 features are computed in float64. Norms above 1e19 overflow float32.
+    triton keeps exponents in float32 and leaves the offset; cpu subtracts it as sdpa does, with constant_norm too, but
+    in bfloat16 on AMX does as triton. float64 features are computed in float64. Norms above 1e19 overflow float32.
 
     Returns: y, (B, Tq, H, D) in x.dtype; with return_weights, (y, W).
 

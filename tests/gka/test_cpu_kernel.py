@@ -169,9 +169,9 @@ def test_a_forked_process_computes_although_it_lost_the_threads(threads):
 
 
 CALLS = {
-    "full": lambda x: op.attend(x, None, None, torch.zeros(2), -1, -1, True, 1e-6),
-    "values": lambda x: op.attend(x, None, x.detach() + 1, torch.zeros(2).requires_grad_(), 5, 0, False, 1e-6),
-    "foreign": lambda x: op.attend(x, x.detach().requires_grad_(), None, torch.zeros(2), -1, 0, False, 0.0),
+    "full": lambda x: op.attend(x, None, None, torch.zeros(2), -1, -1, True, 1e-6, True),
+    "values": lambda x: op.attend(x, None, x.detach() + 1, torch.zeros(2).requires_grad_(), 5, 0, False, 1e-6, True),
+    "foreign": lambda x: op.attend(x, x.detach().requires_grad_(), None, torch.zeros(2), -1, 0, False, 0.0, True),
 }
 
 
@@ -224,8 +224,7 @@ def test_vmap_is_a_loop_and_other_transforms_go_to_sdpa():
 def test_what_it_cannot_serve_is_said_and_goes_to_sdpa():
     log_sigma = torch.zeros(2)
     for x, reason in [
-        (torch.zeros(1, 4, 2, 16, dtype=torch.float64), "the CPU kernel takes float32, got torch.float64"),
-        (torch.zeros(1, 4, 2, 16, dtype=torch.float16), "the CPU kernel takes float32, got torch.float16"),
+        (torch.zeros(1, 4, 2, 16, dtype=torch.float64), "takes float32, bfloat16 or float16, got torch.float64"),
         (torch.zeros(1, 4, 2, 136), "the CPU kernel needs head_dim <= 128, got 136"),
         (torch.zeros(1, 4, 2, 16, device="meta"), "the CPU kernel takes CPU tensors, got meta"),
     ]:

@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import logging
 import os
 from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p, pointer
 
@@ -11,6 +12,8 @@ from gka.bandwidth import LOG_SIGMA_BOUND
 from gka.impl.cpu.build import library
 
 FORWARD, BACKWARD, DECODE = range(3)
+PHASES = ("forward", "backward", "decode")
+LOG = logging.getLogger("gka")
 _process = os.getpid()
 
 
@@ -24,7 +27,7 @@ class Request(ctypes.Structure):
     """GkaRequest; what a phase does not read stays 0."""
 
     _fields_ = (
-        *((name, Tensor) for name in ("x", "keys", "values", "y", "grad_y", "dx", "dkeys", "dvalues")),
+        *((name, Tensor) for name in ("x", "keys", "values", "y", "grad_y", "dx", "dkeys", "dvalues", "rest")),
         *((name, c_void_p) for name in ("log_sigma", "level", "largest", "dlog_sigma", "scratch")),
         *((name, c_int64) for name in ("batch", "num_queries", "num_keys", "num_heads", "head_dim", "before", "after")),
         *((name, c_float) for name in ("eps", "bound")),
@@ -32,24 +35,24 @@ class Request(ctypes.Structure):
     )
 
 
-def forward(x, keys, values, log_sigma, before: int, after: int, centred: bool, eps: float):
+def forward(x, keys, values, log_sigma, before: int, after: int, centred: bool, eps: float, differentiable: bool):
     """What `gka::cpu_attend` returns."""
-    y, level, largest = output_like(x)
+    y, level, largest, rest = output_like(x, differentiable)
     _call(
         FORWARD, x, keys, values, log_sigma, before, after, y=_tensor(y), level=level.data_ptr(),
-        largest=largest.data_ptr(), centred=centred, eps=eps,
+        largest=largest.data_ptr(), rest=_tensor(rest), centred=centred, eps=eps,
     )  # fmt: skip
-    return y, level, largest
+    return y, level, largest, rest
 
 
-def backward(grad_y, x, keys, values, log_sigma, y, level, before: int, after: int, centred: bool):
+def backward(grad_y, x, keys, values, log_sigma, y, level, rest, before: int, after: int, centred: bool):
     """What `gka::cpu_attend_backward` returns."""
     gradients = gradients_like(x, keys, values, log_sigma)
     dx, dlog_sigma, *others = gradients
     wanted = [name for name, t in (("dkeys", keys), ("dvalues", values)) if t is not None]
     _call(
         BACKWARD, x, keys, values, log_sigma, before, after, y=_tensor(y), level=level.data_ptr(),
-        grad_y=_tensor(grad_y), dx=_tensor(dx), dlog_sigma=dlog_sigma.data_ptr(), centred=centred,
+        grad_y=_tensor(grad_y), rest=_tensor(rest), dx=_tensor(dx), dlog_sigma=dlog_sigma.data_ptr(), centred=centred,
         **{name: _tensor(t) for name, t in zip(wanted, others, strict=True)},
     )  # fmt: skip
     return gradients
@@ -62,10 +65,12 @@ def decode(x, keys, values, log_sigma, before: int, after: int):
     return y
 
 
-def output_like(x):
-    """(y, level, largest) of `gka::cpu_attend`, not yet written."""
+def output_like(x, differentiable: bool):
+    """(y, level, largest, rest) of `gka::cpu_attend`, not yet written."""
     batch, length, heads, _ = x.shape
-    return x.new_empty(x.shape), x.new_empty((batch, heads, length)), x.new_empty(1)
+    single = {"dtype": torch.float32}
+    rest = x.new_empty(x.shape if differentiable and x.dtype == torch.bfloat16 else (0, 0, 0, 0))
+    return x.new_empty(x.shape), x.new_empty((batch, heads, length), **single), x.new_empty(1, **single), rest
 
 
 def gradients_like(x, keys, values, log_sigma) -> list[torch.Tensor]:
@@ -75,7 +80,7 @@ def gradients_like(x, keys, values, log_sigma) -> list[torch.Tensor]:
 
 
 def _call(phase: int, x, keys, values, log_sigma, before: int, after: int, **fields) -> None:
-    kernel = _library()
+    scratch_size, kernel = _functions(x.dtype, phase)
     batch, num_queries, num_heads, head_dim = x.shape
     features = _tensor(x)
     own_keys, own_values = keys is None, values is None
@@ -87,20 +92,31 @@ def _call(phase: int, x, keys, values, log_sigma, before: int, after: int, **fie
         after=after, bound=LOG_SIGMA_BOUND, own_keys=own_keys, own_values=own_values, threads=_threads(), **fields,
     )  # fmt: skip
     address = pointer(request)
-    scratch = x.new_empty(kernel.gka_scratch_float32(address, phase))
+    scratch = x.new_empty(scratch_size(address, phase), dtype=torch.float32)
     request.scratch = scratch.data_ptr()
-    (kernel.gka_forward_float32, kernel.gka_backward_float32, kernel.gka_decode_float32)[phase](address)
+    kernel(address)
 
 
 @functools.cache
-def _library() -> ctypes.CDLL:
-    """The library, with the types of its functions."""
-    kernel = library()
-    kernel.gka_scratch_float32.argtypes = (POINTER(Request), c_int32)
-    kernel.gka_scratch_float32.restype = c_int64
-    for function in (kernel.gka_forward_float32, kernel.gka_backward_float32, kernel.gka_decode_float32):
-        function.argtypes, function.restype = (POINTER(Request),), None
-    return kernel
+def has_bfloat16() -> bool:
+    """Whether this machine has the kernels in bfloat16 (AMX). Says so once if it has not."""
+    ready = bool(library().gka_ready_bfloat16())
+    if not ready:
+        LOG.warning("gka: no AMX here, the CPU kernel computes bfloat16 features in float32")
+    return ready
+
+
+has_bfloat16._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as build.obstacle
+
+
+@functools.cache
+def _functions(dtype: torch.dtype, phase: int):
+    """(the size of a request's scratch, the kernel) for features of a dtype."""
+    suffix = str(dtype).removeprefix("torch.")
+    size, kernel = (getattr(library(), f"gka_{name}_{suffix}") for name in ("scratch", PHASES[phase]))
+    size.argtypes, size.restype = (POINTER(Request), c_int32), c_int64
+    kernel.argtypes, kernel.restype = (POINTER(Request),), None
+    return size, kernel
 
 
 def _tensor(t: torch.Tensor) -> Tensor:

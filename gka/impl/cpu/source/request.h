@@ -17,6 +17,8 @@ struct GkaRequest {
   GkaTensor y;                       // written by forward and decode, read by backward
   GkaTensor grad_y;                  // read by backward
   GkaTensor dx, dkeys, dvalues;      // written by backward; dkeys and dvalues only where keys and values are not own
+  GkaTensor rest;                    // bfloat16 alone: what rounding took from y; written by forward, unless null, for
+                                     // backward
   const float* log_sigma;            // (H,)
   float* level;                      // (B, H, Tq), written by forward for backward: D_i + eps with own keys, log2 of
                                      // the row sum with others
@@ -40,3 +42,9 @@ GKA_EXPORT int64_t gka_scratch_float32(const GkaRequest* request, int32_t phase)
 GKA_EXPORT void gka_forward_float32(const GkaRequest* request);
 GKA_EXPORT void gka_backward_float32(const GkaRequest* request);
 GKA_EXPORT void gka_decode_float32(const GkaRequest* request);  // few foreign queries, forward only
+
+// In bfloat16, on AMX: x, values, y, rest and the gradients are bfloat16, all else is float32. Own keys only.
+GKA_EXPORT int32_t gka_ready_bfloat16();  // 0 if this machine cannot run the functions below
+GKA_EXPORT int64_t gka_scratch_bfloat16(const GkaRequest* request, int32_t phase);
+GKA_EXPORT void gka_forward_bfloat16(const GkaRequest* request);
+GKA_EXPORT void gka_backward_bfloat16(const GkaRequest* request);
