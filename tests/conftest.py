@@ -23,6 +23,13 @@ settings.register_profile("gka", deadline=None, derandomize=True, print_blob=Tru
 settings.load_profile("gka")
 
 
+def pytest_sessionstart():
+    """Compile the CPU kernel if need be: a command under test that did it would say so among its errors."""
+    from gka.impl.cpu import build
+
+    build.obstacle()
+
+
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
