@@ -16,10 +16,14 @@ PIP        = $(PY) -m pip install --quiet --disable-pip-version-check
 # ARGS goes to the target that was named, not to what it needs first.
 args_of    = $(if $(filter $(1),$(MAKECMDGOALS)),$(ARGS))
 THE_RUN    = $(if $(findstring -base,$@),$(BASE_RUN),$(GKA_RUN))
+# By value: a $ in a text is a $.
+IMAGE_FLAG = $(if $(value IMAGE),--image $(call quoted,$(value IMAGE)))
+TEXT_FLAG  = $(if $(value TEXT),--text $(call quoted,$(value TEXT)))
 PAPER      = --base $(BASE) --ngpu $(RANKS)
 .PHONY: help setup demo test test-gpu lint bench data tokenizer tokenize pretrain-d20 pretrain-d20-base eval-bpb \
         eval-bpb-base eval-core eval-core-base sample export train-deit-ti train-deit-s train-deit-b eval-deit \
-        ablate-projections figures tables claims vendor diff unpatch test-patches check-gpu check-images clean
+        ablate-projections figures tables claims vendor diff unpatch test-patches check-gpu check-images check-figures \
+        clean
 
 help:  ## list the targets
 	@$(NAMES) help $(GIVEN)
@@ -67,7 +71,7 @@ eval-bpb eval-bpb-base: | $(READY)  ## bits per byte and samples of a run (RUN=f
 eval-core eval-core-base: | $(READY)  ## DCLM's CORE of a run (RUN=folder, BUNDLE=folder or zip, else it is fetched)
 	$(PY) -m runs.paper.core --run $(THE_RUN) $(if $(BUNDLE),--bundle $(call quoted,$(BUNDLE))) $(PAPER) -- $(ARGS)
 sample: | $(READY)  ## text from a run (RUN=folder, PROMPT='...')
-	$(PY) -m nanochat_gka.generate --run $(GKA_RUN) --prompt $(call quoted,$(or $(PROMPT),The)) --stream $(ARGS)
+	$(PY) -m nanochat_gka.generate --run $(GKA_RUN) --prompt $(call quoted,$(or $(value PROMPT),The)) --stream $(ARGS)
 export: | $(READY)  ## a run as a folder of its own, RUN-export: safetensors, configuration, tokenizer, README
 	$(PY) -m nanochat_gka.export --run $(GKA_RUN) --out $(GKA_RUN)-export $(ARGS)
 
@@ -78,9 +82,8 @@ ablate-projections: check-images | $(READY)  ## the paper's ablation: every kind
 	$(PY) -m runs.paper.ablation --runs $(BASE)/runs --data '$(DATA)' $(PAPER) --wandb $(WANDB_MODE) -- $(ARGS)
 eval-deit: | $(READY)  ## top-1 and top-5 of a vision run (MODEL=name or RUN=folder) on its own images, or DATA
 	$(LAUNCH) deit_gka.evaluate --run $(DEIT_RUN) $(if $(DATA),--data '$(DATA)') --results $(BASE)/results.jsonl $(ARGS)
-figures: | $(READY)  ## the paper's figures of a run (RUN=folder, MODEL=name; IMAGE=file, TEXT='...'), else the demo's
-	$(foreach draw,$(DRAW),$(PY) -m $(draw) $(DRAWN) $(MODEL_FLAG) $(if $(IMAGE),--image $(call quoted,$(IMAGE))) \
-	  $(if $(TEXT),--text $(call quoted,$(TEXT))) $(ARGS) &&) true
+figures: check-figures | $(READY)  ## the paper's figures of RUN=folder or MODEL=name (IMAGE=file, TEXT=...) or the demo
+	$(foreach draw,$(DRAW),$(PY) -m $(draw) $(DRAWN) $(MODEL_FLAG) $(IMAGE_FLAG) $(TEXT_FLAG) $(ARGS) &&) true
 tables claims: | $(READY)  ## the paper's tables beside ours (BASE=folder); its claims beside what was measured
 	$(PY) -m runs.paper.$@ $(if $(filter tables,$@),--base $(BASE)) $(ARGS)
 
@@ -94,6 +97,6 @@ test-patches: $(READY) $(if $(NANOCHAT_SRC)$(wildcard vendor/nanochat),.venv/.pa
 	$(PY) -m pytest -rs -m 'upstream or not upstream' tests/patches $(ARGS)
 .venv/.patches: patches/requirements.txt | $(READY)
 	-$(PIP) -r $< && touch $@
-check-gpu check-images: ; @$(NAMES) $@ $(GIVEN)
+check-gpu check-images check-figures: ; @$(NAMES) $@ $(GIVEN)
 clean:  ## delete the environment, keep the outputs
 	rm -rf .venv *.egg-info .pytest_cache .ruff_cache .hypothesis
