@@ -149,5 +149,13 @@ def test_images_of_other_modes_are_drawn_as_they_look(tmp_path):
     assert red > 200 and max(green, blue) < 60
 
 
+def test_dollars_in_names_are_not_mathematics(tmp_path, photo):
+    image = photo.rename(tmp_path / r"$\5$.png")
+    run_of_it = vision_run(tmp_path / r"$\model$")
+    families = ["--family", "rollout", "deletion", "distance"]
+    drawn("--run", run_of_it, "--twin", vision_run(tmp_path / "twin"), "--image", image, *families, "--out", tmp_path)
+    assert len(list((tmp_path / run_of_it.name).glob("*.pdf"))) == 3
+
+
 def test_the_photographs_come_with_scikit_learn():
     assert {name: image.size for name, image in photographs(()).items()} == {"china": (640, 427), "flower": (640, 427)}

@@ -45,6 +45,11 @@ def sheet(
     return figure, axes
 
 
+def plain(name: str) -> str:
+    """A name for a label or title, in which Matplotlib would take two dollar signs for mathematics."""
+    return name.replace("$", r"\$")
+
+
 def name_above(axis, name: str) -> None:
     """Write a name above the title of an axis, at its left."""
     place = dict(xytext=(0, 22), xycoords="axes fraction", textcoords="offset points")
