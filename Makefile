@@ -16,14 +16,14 @@ PIP        = $(PY) -m pip install --quiet --disable-pip-version-check
 # ARGS goes to the target that was named, not to what it needs first.
 args_of    = $(if $(filter $(1),$(MAKECMDGOALS)),$(ARGS))
 THE_RUN    = $(if $(findstring -base,$@),$(BASE_RUN),$(GKA_RUN))
-# By value: a $ in a text is a $.
-IMAGE_FLAG = $(if $(value IMAGE),--image $(call quoted,$(value IMAGE)))
-TEXT_FLAG  = $(if $(value TEXT),--text $(call quoted,$(value TEXT)))
 PAPER      = --base $(BASE) --ngpu $(RANKS)
+as_given   = $(if $(value $(1)),$(2) $(call quoted,$(value $(1))))
+# By value: a $ in a text is a $.
+SHOWN      = $(call as_given,IMAGE,--image) $(call as_given,TEXT,--text)
 .PHONY: help setup demo test test-gpu lint bench data tokenizer tokenize pretrain-d20 pretrain-d20-base eval-bpb \
         eval-bpb-base eval-core eval-core-base sample export train-deit-ti train-deit-s train-deit-b eval-deit \
-        ablate-projections figures tables claims vendor diff unpatch test-patches check-gpu check-images check-figures \
-        clean
+        ablate-projections figures tables claims report explore vendor diff unpatch test-patches check-gpu \
+        check-images check-figures clean
 
 help:  ## list the targets
 	@$(NAMES) help $(GIVEN)
@@ -42,13 +42,10 @@ test: $(READY)  ## run the tests (no GPU, no network)
 test-gpu: $(READY)  ## run the tests that need a CUDA device
 	$(PY) -m pytest -m gpu $(ARGS)
 lint: $(READY)  ## ruff: errors and formatting; mypy: types
-	.venv/bin/ruff check . && .venv/bin/ruff format --check .
-	.venv/bin/mypy
+	.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy
 bench: $(READY)  ## time attention, DeiT and GPT, GKA beside softmax, on the GPU or else the CPU (ARGS goes to all four)
-	$(PY) -m runs.bench.attention $(ARGS)
-	$(PY) -m runs.bench.deit $(ARGS)
-	$(PY) -m runs.bench.gpt $(ARGS)
-	$(PY) -m runs.bench.report $(ARGS)
+	$(PY) -m runs.bench.attention $(ARGS) && $(PY) -m runs.bench.deit $(ARGS)
+	$(PY) -m runs.bench.gpt $(ARGS) && $(PY) -m runs.bench.report $(ARGS)
 
 data: $(PREPARED) $(OWN_CORPUS)  ## fetch or write the corpus: FineWeb-Edu shards, or CORPUS=builtin
 $(PREPARED): | $(READY)
@@ -83,7 +80,11 @@ ablate-projections: check-images | $(READY)  ## the paper's ablation: every kind
 eval-deit: | $(READY)  ## top-1 and top-5 of a vision run (MODEL=name or RUN=folder) on its own images, or DATA
 	$(LAUNCH) deit_gka.evaluate --run $(DEIT_RUN) $(if $(DATA),--data '$(DATA)') --results $(BASE)/results.jsonl $(ARGS)
 figures: check-figures | $(READY)  ## the paper's figures of RUN=folder or MODEL=name (IMAGE=file, TEXT=...) or the demo
-	$(foreach draw,$(DRAW),$(PY) -m $(draw) $(DRAWN) $(MODEL_FLAG) $(IMAGE_FLAG) $(TEXT_FLAG) $(ARGS) &&) true
+	$(foreach draw,$(DRAW),$(PY) -m $(draw) $(DRAWN) $(MODEL_FLAG) $(SHOWN) $(ARGS) &&) true
+report: | $(READY)  ## all of it in one HTML page: runs, figures, tables, claims (RUN=folder, else all of BASE)
+	$(PY) -m runs.report $(REPORTED) $(SHOWN) $(ARGS)
+explore: | $(READY)  ## a page in the browser: your image or text, scaled bandwidths (RUN=folder, else the demo's)
+	$(PY) -m runs.explore $(EXPLORED) $(MODEL_FLAG) $(ARGS)
 tables claims: | $(READY)  ## the paper's tables beside ours (BASE=folder); its claims beside what was measured
 	$(PY) -m runs.paper.$@ $(if $(filter tables,$@),--base $(BASE)) $(ARGS)
 

@@ -149,6 +149,8 @@ def names(given):
         "GKA_RUN": run or f"{base}/runs/d{setting['DEPTH']}-gka",
         "BASE_RUN": run or f"{base}/runs/d{setting['DEPTH']}-softmax",
         "DRAWN": f"--out {base}/figures --demo {base}/demo" + (f" --run {run}" if run else ""),
+        "REPORTED": f"--base {base}" + (f" --run {run}" if run else ""),
+        "EXPLORED": f"--demo {base}/demo" + (f" --run {run}" if run else ""),
         "DRAW": " ".join(draw_commands(given, base)),
         "MODEL_FLAG": "--model " + shlex.quote(given["MODEL"]) if "MODEL" in given else "",
         "DEIT_RUN": run or f"{base}/runs/{given.get('MODEL', 'deit_tiny_gka_patch16_224')}",

@@ -70,3 +70,12 @@ def packed(tokenized):
         )
     )
     return root
+
+
+@pytest.fixture(scope="module")  # Playwright keeps an event loop running in its thread, which other tests must not meet
+def browser():
+    """A headless Chromium; see `tests/support/browser.py`."""
+    import browser as support
+
+    with support.launch() as chromium:
+        yield chromium
