@@ -17,10 +17,13 @@ PIP        = $(PY) -m pip install --quiet --disable-pip-version-check
 args_of    = $(if $(filter $(1),$(MAKECMDGOALS)),$(ARGS))
 THE_RUN    = $(if $(findstring -base,$@),$(BASE_RUN),$(GKA_RUN))
 PAPER      = --base $(BASE) --ngpu $(RANKS)
-SHOWN      = $(if $(IMAGE),--image $(call quoted,$(IMAGE))) $(if $(TEXT),--text $(call quoted,$(TEXT)))
+as_given   = $(if $(value $(1)),$(2) $(call quoted,$(value $(1))))
+# By value: a $ in a text is a $.
+SHOWN      = $(call as_given,IMAGE,--image) $(call as_given,TEXT,--text)
 .PHONY: help setup demo test test-gpu lint bench data tokenizer tokenize pretrain-d20 pretrain-d20-base eval-bpb \
         eval-bpb-base eval-core eval-core-base sample export train-deit-ti train-deit-s train-deit-b eval-deit \
-        ablate-projections figures tables claims report explore vendor diff unpatch test-patches check-gpu clean
+        ablate-projections figures tables claims report explore vendor diff unpatch test-patches check-gpu \
+        check-images check-figures clean
 
 help:  ## list the targets
 	@$(NAMES) help $(GIVEN)
@@ -65,7 +68,7 @@ eval-bpb eval-bpb-base: | $(READY)  ## bits per byte and samples of a run (RUN=f
 eval-core eval-core-base: | $(READY)  ## DCLM's CORE of a run (RUN=folder, BUNDLE=folder or zip, else it is fetched)
 	$(PY) -m runs.paper.core --run $(THE_RUN) $(if $(BUNDLE),--bundle $(call quoted,$(BUNDLE))) $(PAPER) -- $(ARGS)
 sample: | $(READY)  ## text from a run (RUN=folder, PROMPT='...')
-	$(PY) -m nanochat_gka.generate --run $(GKA_RUN) --prompt $(call quoted,$(or $(PROMPT),The)) --stream $(ARGS)
+	$(PY) -m nanochat_gka.generate --run $(GKA_RUN) --prompt $(call quoted,$(or $(value PROMPT),The)) --stream $(ARGS)
 export: | $(READY)  ## a run as a folder of its own, RUN-export: safetensors, configuration, tokenizer, README
 	$(PY) -m nanochat_gka.export --run $(GKA_RUN) --out $(GKA_RUN)-export $(ARGS)
 
@@ -76,7 +79,7 @@ ablate-projections: check-images | $(READY)  ## the paper's ablation: every kind
 	$(PY) -m runs.paper.ablation --runs $(BASE)/runs --data '$(DATA)' $(PAPER) --wandb $(WANDB_MODE) -- $(ARGS)
 eval-deit: | $(READY)  ## top-1 and top-5 of a vision run (MODEL=name or RUN=folder) on its own images, or DATA
 	$(LAUNCH) deit_gka.evaluate --run $(DEIT_RUN) $(if $(DATA),--data '$(DATA)') --results $(BASE)/results.jsonl $(ARGS)
-figures: | $(READY)  ## the paper's figures of a run (RUN=folder, MODEL=name; IMAGE=file, TEXT='...'), else the demo's
+figures: check-figures | $(READY)  ## the paper's figures of RUN=folder or MODEL=name (IMAGE=file, TEXT=...) or the demo
 	$(foreach draw,$(DRAW),$(PY) -m $(draw) $(DRAWN) $(MODEL_FLAG) $(SHOWN) $(ARGS) &&) true
 report: | $(READY)  ## all of it in one HTML page: runs, figures, tables, claims (RUN=folder, else all of BASE)
 	$(PY) -m runs.report $(REPORTED) $(SHOWN) $(ARGS)
@@ -95,6 +98,6 @@ test-patches: $(READY) $(if $(NANOCHAT_SRC)$(wildcard vendor/nanochat),.venv/.pa
 	$(PY) -m pytest -rs -m 'upstream or not upstream' tests/patches $(ARGS)
 .venv/.patches: patches/requirements.txt | $(READY)
 	-$(PIP) -r $< && touch $@
-check-gpu check-images: ; @$(NAMES) $@ $(GIVEN)
+check-gpu check-images check-figures: ; @$(NAMES) $@ $(GIVEN)
 clean:  ## delete the environment, keep the outputs
 	rm -rf .venv *.egg-info .pytest_cache .ruff_cache .hypothesis
