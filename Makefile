@@ -17,13 +17,11 @@ PIP        = $(PY) -m pip install --quiet --disable-pip-version-check
 args_of    = $(if $(filter $(1),$(MAKECMDGOALS)),$(ARGS))
 THE_RUN    = $(if $(findstring -base,$@),$(BASE_RUN),$(GKA_RUN))
 PAPER      = --base $(BASE) --ngpu $(RANKS)
-as_given   = $(if $(value $(1)),$(2) $(call quoted,$(value $(1))))
-# By value: a $ in a text is a $.
+as_given   = $(if $(value $(1)),$(2) $(call quoted,$(value $(1))))# by value: a $ in a text is a $
 SHOWN      = $(call as_given,IMAGE,--image) $(call as_given,TEXT,--text)
 .PHONY: help setup demo test test-gpu lint bench data tokenizer tokenize pretrain-d20 pretrain-d20-base eval-bpb \
         eval-bpb-base eval-core eval-core-base sample export train-deit-ti train-deit-s train-deit-b eval-deit \
-        ablate-projections figures tables claims report explore vendor diff unpatch test-patches check-gpu \
-        check-images check-figures clean
+        ablate-projections figures tables claims report explore vendor diff unpatch test-patches clean
 
 help:  ## list the targets
 	@$(NAMES) help $(GIVEN)
