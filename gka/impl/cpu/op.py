@@ -27,6 +27,8 @@ def unavailable(request: GaussianRequest) -> str | None:
         return f"the CPU kernel takes float32, bfloat16 or float16, got {x.dtype}"
     if request.head_dim > MAX_HEAD_DIM:
         return f"the CPU kernel needs head_dim <= {MAX_HEAD_DIM}, got {request.head_dim}"
+    if torch.jit.is_tracing():
+        return "torch.jit.trace would write an operator into its graph that other programs do not have"
     if not torch.compiler.is_compiling() and _is_transformed():
         return "the CPU kernel has no forward mode, and of torch.func's transforms vmap alone"
     return build.obstacle()
