@@ -31,6 +31,8 @@ class TrainConfig(OptimConfig, ModelFlags, BundleFlags, RunConfig):
     """Name of the run; empty takes d<depth>-<attention>, with offsets and values unlike the paper's: d20-gka-PS-raw."""
     compile: MayChange[Literal["auto", "on", "off"]] = "auto"
     """Whether to use torch.compile; auto does on CUDA."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """What activations and products are rounded to, matrices are float32; auto = bfloat16 on CUDA, else float32."""
     verify_data: MayChange[bool] = True
     """Check the data's checksums before training."""
 
