@@ -74,7 +74,8 @@ class TrainConfig(OptimConfig, ModelFlags, BundleFlags, RunConfig):
     @property
     def tag(self) -> str:
         values = "" if self.gka_values == GKA_VALUES[0] or not has_gka(self.attention, self.depth) else self.gka_values
-        parts = f"d{self.depth}", self.attention, self.head_offsets, values
+        everywhere = "everywhere" if self.offset_layers == "all" else ""
+        parts = f"d{self.depth}", self.attention, self.head_offsets, everywhere, values
         return self.model_tag or "-".join(part for part in parts if part)
 
     def identity(self) -> dict[str, Any]:
