@@ -8,6 +8,7 @@ BASE       ?= out
 WANDB_MODE ?= disabled
 quoted     = '$(subst ','\'',$(1))'
 SETTINGS   := BASE CORPUS SHARDS VOCAB SEQ DEPTH NGPU RUN MODEL DATA IMAGE ARGS
+$(if $(filter study,$(MAKECMDGOALS)),$(foreach own,CORPUS?=builtin VOCAB?=4096 SEQ?=512,$(eval $(own))))
 GIVEN      = $(strip $(foreach name,$(SETTINGS),$(if $($(name)),$(name)=$(call quoted,$($(name))))))
 NAMES      = $(PYTHON) -m runs.names
 $(foreach word,$(shell $(NAMES) make $(GIVEN)),$(eval $(subst |, ,$(word))))
@@ -17,11 +18,9 @@ PIP        = $(PY) -m pip install --quiet --disable-pip-version-check
 args_of    = $(if $(filter $(1),$(MAKECMDGOALS)),$(ARGS))
 THE_RUN    = $(if $(findstring -base,$@),$(BASE_RUN),$(GKA_RUN))
 PAPER      = --base $(BASE) --ngpu $(RANKS)
-
 .PHONY: help setup demo test test-gpu lint bench data tokenizer tokenize pretrain-d20 pretrain-d20-base eval-bpb \
         eval-bpb-base eval-core eval-core-base sample export train-deit-ti train-deit-s train-deit-b eval-deit \
-        ablate-projections figures tables claims vendor diff unpatch test-patches check-gpu check-images clean
-
+        ablate-projections figures tables claims study vendor diff unpatch test-patches check-gpu check-images clean
 help:  ## list the targets
 	@$(NAMES) help $(GIVEN)
 setup: $(READY)  ## create .venv and install everything (the other targets do it once by themselves)
@@ -31,7 +30,6 @@ $(READY): requirements.txt pyproject.toml
 	$(PIP) -r requirements.txt
 	$(PIP) --no-deps --editable .
 	@touch $@
-
 demo: $(READY)  ## train small language and vision models, GKA beside softmax, in minutes on a CPU
 	$(PY) -m runs.demo --out $(BASE)/demo $(DEMO_FLAGS) --wandb $(WANDB_MODE) $(ARGS)
 test: $(READY)  ## run the tests (no GPU, no network)
@@ -83,6 +81,8 @@ figures: | $(READY)  ## the paper's figures of a vision run (RUN=folder or MODEL
 	$(PY) -m deit_gka.draw $(DRAWN) $(MODEL_FLAG) $(if $(IMAGE),--image $(call quoted,$(IMAGE))) $(ARGS)
 tables claims: | $(READY)  ## the paper's tables beside ours (BASE=folder); its claims beside what was measured
 	$(PY) -m runs.paper.$@ $(if $(filter tables,$@),--base $(BASE)) $(ARGS)
+study: $(PACKED)/manifest.json  ## train what is left of the controlled study (ARGS=--list shows it), builtin by default
+	$(PY) -m runs.study --data $(PACKED) --runs $(BASE)/study $(ARGS)
 
 vendor:  ## clone upstream nanochat and DeiT into vendor/ at the commits of patches/ (or take NANOCHAT_SRC, DEIT_SRC)
 	@$(PYTHON) patches/apply.py vendor

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from runs.study import data
 from runs.study.cells import Cell
+from runs.study.data import load
 from runs.study.grid import GROUPS, RATES
 from runs.study.pace import Pace
 from runs.study.pool import Pool
 from runs.study.rows import Study
 from trainkit import cli
-from trainkit.cli import Bounds, Count, UserError
+from trainkit.cli import Bounds, UserError
 from trainkit.progress import clock_text, console
 from trainkit.workers import cores
 
@@ -32,14 +32,10 @@ class StudyConfig:
     A finished run is not trained again. SIGTERM or Ctrl-C lets the trainings save; the same command continues them.
     """
 
-    base: Path = Path("out")
-    """Folder of the corpus, the rows and the runs."""
-    corpus: str = "builtin"
-    """builtin, fineweb or a folder of parquet files."""
-    shards: Count = 170
-    """Shards of FineWeb-Edu."""
-    data: Path | None = None
-    """Folder of packed rows to use in place of a corpus."""
+    data: Path = Path("out/packed/builtin-4096-512")
+    """Folder of packed rows (make study packs those of CORPUS)."""
+    runs: Path = Path("out/study")
+    """Folder of the runs."""
     results: Path = Path("runs/results/study")
     """Folder of the results, a file of JSON lines for each corpus."""
     groups: list[str] = field(default_factory=lambda: list(DEFAULT_GROUPS))
@@ -93,14 +89,10 @@ def main(config: StudyConfig) -> None:
     unknown = [name for name in config.groups if name not in (*GROUPS, "all")]
     if unknown:
         raise UserError(f"--groups {unknown[0]}: the groups are {', '.join(GROUPS)}, or all")
-    packed, name = config.data, config.data and config.data.resolve().name
-    if packed is None:
-        data.prepare(config.base, config.corpus, config.shards)
-        packed = data.packed_folder(config.base, config.corpus, config.shards)
-        name = data.corpus_name(config.corpus, config.shards)
+    text = load(config.data)
     groups = list(GROUPS) if config.only or "all" in config.groups else config.groups
-    places = {"results": config.results / f"{name}.jsonl", "runs": config.base / "study" / name}
-    study = Study(data.load(packed), **places, groups=groups, retry_failed=config.retry_failed)
+    places = {"results": config.results / f"{text.name}.jsonl", "runs": config.runs / text.name}
+    study = Study(text, **places, groups=groups, retry_failed=config.retry_failed)
     if config.list:
         show_left(study)
         return
