@@ -7,7 +7,6 @@ A softmax model has nanochat's parameter names, initialisation and arithmetic: i
 """
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from nanochat_gka.model.attention import Attention
@@ -15,9 +14,7 @@ from nanochat_gka.model.blocks import MLP, ROTARY_OVERALLOCATION, Linear, Rotary
 from nanochat_gka.model.cache import KVCache
 from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.context import Context
-
-LOGIT_CAP = 20.0
-IGNORE_INDEX = -1
+from nanochat_gka.model.loss import capped, cross_entropy
 
 
 class Block(nn.Module):
@@ -106,10 +103,10 @@ class GPT(nn.Module):
         Returns logits (B, T, vocab_size), of fewer tokens where the context selects some; or the loss.
         Raises ValueError if positions exceed the rotary table.
         """
-        logits = self.logits(self.hidden(ids, context))
+        hidden = self.hidden(ids, context)
         if targets is None:
-            return logits
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction=reduction)
+            return self.logits(hidden)
+        return cross_entropy(self.raw_logits(hidden).flatten(0, 1), targets.flatten(), reduction)
 
     def hidden(self, ids: torch.Tensor, context: Context | None = None) -> torch.Tensor:
         """The first part of `forward`: what the head reads, (B, T, n_embd). For callers who need few of the logits."""
@@ -131,8 +128,11 @@ class GPT(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The second part of `forward`: capped float32 logits (..., vocab_size) of hidden states (..., n_embd)."""
-        logits = self.lm_head(hidden)[..., : self.config.vocab_size].float()
-        return LOGIT_CAP * torch.tanh(logits / LOGIT_CAP)
+        return capped(self.raw_logits(hidden))
+
+    def raw_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits that are not capped yet, in the dtype of the hidden states."""
+        return self.lm_head(hidden)[..., : self.config.vocab_size]
 
     def new_cache(
         self, rows: int, capacity: int, in_use: int | None = None, keep_keys: bool = False, last_only: bool = False
