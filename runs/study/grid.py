@@ -4,6 +4,7 @@ A group is a function of the finished cells: seeds are trained at the best rate 
 finds. A new question is a function here and its line in `GROUPS`.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -47,6 +48,12 @@ SEEDS = (0, 1, 2)
 SMALLEST = dict(depth=2, tokens=2**20)
 
 
+SCALED = ("softmax", "softmax + offsets", "GKA", "GKA + offsets", "GKA + offsets + half VE", "GGGA + offsets")
+BUDGETS = {2: (2**21, 2**22, 2**23), 4: (2**21, 2**22, 2**23), 6: (2**21, 2**22), 8: (2**21, 2**22)}
+# Muon's step takes a quarter of the time at depth 8 and 4,096 tokens a step; the trainer scales rates to the batch.
+BATCH_AT_DEPTH = {2: 2048, 4: 2048, 6: 4096, 8: 4096}
+
+
 def tried_rates(family: dict, done: Done) -> list[float]:
     """The three rates; and one beyond the end, as long as an end is the best of all that are finished."""
     rates = list(RATES)
@@ -72,7 +79,7 @@ def _best_of(family: dict, rates: Iterable[float], done: Done) -> float | None:
 
 def rates(done: Done) -> list[Cell]:
     """Which learning rate is best for each family, at the smallest size?"""
-    return [Cell(**SMALLEST, **family, rate=rate) for family in FAMILIES.values() for rate in tried_rates(family, done)]
+    return _at_every_rate(FAMILIES, done)
 
 
 def seeds(done: Done) -> list[Cell]:
@@ -82,7 +89,7 @@ def seeds(done: Done) -> list[Cell]:
 
 def further_rates(done: Done) -> list[Cell]:
     """The same as rates, for hybrids and other value embeddings."""
-    return [Cell(**SMALLEST, **family, rate=rate) for family in FURTHER.values() for rate in tried_rates(family, done)]
+    return _at_every_rate(FURTHER, done)
 
 
 def further_seeds(done: Done) -> list[Cell]:
@@ -101,10 +108,14 @@ def longer(done: Done) -> list[Cell]:
 
 
 def sizes(done: Done) -> list[Cell]:
-    """Loss over compute: four depths, three budgets."""
-    families = {**FAMILIES, **{name: FURTHER[name] for name in ("GGGA + offsets", "GGGGGA + offsets")}}
-    places = [dict(depth=depth, tokens=tokens) for depth in (2, 4, 6, 8) for tokens in (2**21, 2**22, 2**23)]
-    return _at_best_rate(families, done, places)
+    """How does the loss fall with compute, at four depths and three budgets?"""
+    families = {name: FAMILIES[name] for name in SCALED if name in FAMILIES}
+    families |= {name: FURTHER[name] for name in SCALED if name in FURTHER}
+    return [
+        replace(cell, batch=BATCH_AT_DEPTH[cell.depth])
+        for depth, budgets in BUDGETS.items()
+        for cell in _at_best_rate(families, done, [dict(depth=depth, tokens=tokens) for tokens in budgets])
+    ]
 
 
 def largest_rates(done: Done) -> list[Cell]:
@@ -140,6 +151,14 @@ def precision(done: Done) -> list[Cell]:
     """Does bfloat16 change the loss? The same cells in float32."""
     families = {name: FAMILIES[name] for name in ("softmax", "GKA", "GKA + offsets")}
     return _at_best_rate(families, done, [dict(SMALLEST, dtype="float32")])
+
+
+def _at_every_rate(families: dict[str, dict], done: Done) -> list[Cell]:
+    """Every family at the middle rate, then at those around it: a first comparison comes early."""
+    cells = [
+        Cell(**SMALLEST, **family, rate=rate) for family in families.values() for rate in tried_rates(family, done)
+    ]
+    return sorted(cells, key=lambda cell: abs(math.log2(cell.rate / RATES[1])))
 
 
 def _at_best_rate(families: dict[str, dict], done: Done, places: list[dict], seeds=SEEDS) -> list[Cell]:
