@@ -14,7 +14,7 @@ from typing import Literal
 
 from deit_gka.figures.families import FAMILIES, why_not
 from deit_gka.figures.matrices import draw_matrices
-from deit_gka.figures.subjects import Drawn, of_run, of_timm, photographs, subjects_of
+from deit_gka.figures.subjects import Drawn, check_repeats, of_run, of_timm, photographs, subjects_of
 from trainkit.cli import CountOrAll, UserError, run
 
 DEFAULT_MODEL = "deit_tiny_gka_patch16_224"
@@ -28,7 +28,9 @@ class DrawConfig:
     """The run's folder, or one checkpoint folder in it. Without it and --model: the demo's GKA run on digits, or
     deit_tiny_gka_patch16_224 with random weights if the demo was not run."""
     twin: tuple[Path, ...] = ()
-    """Other runs, such as the softmax twin, whose rollout is drawn below the model's."""
+    """Other runs, such as the softmax twin, that are drawn below the model or beside it."""
+    seeds: tuple[Path, ...] = ()
+    """Other runs of the same recipe with other seeds: `sigma` draws the mean and the range over them and the model."""
     weights: Literal["ema", "model"] = "ema"
     """Of a run: the average, if it has one, or the raw weights."""
     best: bool = False
@@ -72,25 +74,35 @@ def demo_run(demo: Path) -> Path | None:
     return next(iter(sorted(demo.glob("runs/digits-gka-*"))), None)
 
 
-def load(config: DrawConfig) -> list[Drawn]:
-    """The model and its twins, at the size to draw them."""
+def load(config: DrawConfig) -> tuple[list[Drawn], list[Drawn]]:
+    """The model and its twins, at the size to draw them, and the runs that repeat the model."""
     chosen = config.run or (None if config.model else demo_run(config.demo))
-    runs = [path for path in (chosen, *config.twin) if path is not None]
-    models = [of_run(path, config.weights, config.best, config.image_size) for path in runs]
+
+    def runs(*paths: Path) -> list[Drawn]:
+        return [of_run(path, config.weights, config.best, config.image_size) for path in paths]
+
     if chosen is None:
         name = config.model or DEFAULT_MODEL
         first = of_timm(name, config.model_kwargs, config.checkpoint, config.pretrained, config.image_size)
-        models.insert(0, first)
-    return models
+    else:
+        (first,) = runs(chosen)
+    models, seeds = [first, *runs(*config.twin)], runs(*config.seeds)
+    for drawn in seeds:
+        check_repeats(drawn, first)
+    abouts = [drawn.about for drawn in models + seeds]
+    twice = next((about for about in abouts if abouts.count(about) > 1), None)
+    if twice:
+        raise UserError(f"{twice} is given twice: drawn together, models need names of their own")
+    return models, seeds
 
 
 def main(config: DrawConfig) -> None:
     check(config)
     started = time.perf_counter()
-    models, images = load(config), photographs(config.image)
+    (models, seeds), images = load(config), photographs(config.image)
     subjects = []
-    for drawn in models:
-        of_model = subjects_of(drawn, images)
+    for drawn in models + seeds:
+        of_model = subjects_of(drawn, images, models[0].about if drawn in seeds else "")
         error, depth = max(layer.error for layer in of_model[0].layers), len(of_model[0].layers)
         print(f"{drawn.about}: W of {depth} layers gives the model's output, relative error up to {error:.1e}")
         subjects += of_model
@@ -103,6 +115,9 @@ def main(config: DrawConfig) -> None:
         draw = functools.partial(draw_matrices, tokens=config.tokens) if family == "matrices" else FAMILIES[family]
         for figure in draw(subjects, folder):
             print(f"{figure.path} and .pdf")
+            if family == "deletion":
+                for row in figure.rows:
+                    print(f"  area {row['area under the curve']:#.3g}: {row['model']}, {row['image']}, {row['order']}")
     print(f"drawn in {time.perf_counter() - started:.0f} s")
 
 

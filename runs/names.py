@@ -7,6 +7,7 @@ make reads this before there is an environment: it needs the standard library al
 Settings are given as NAME=value; an empty value is the same as none.
 """
 
+import json
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ import sys
 from pathlib import Path
 
 DEFAULTS = {"BASE": "out", "CORPUS": "fineweb", "SHARDS": "170", "VOCAB": "32768", "SEQ": "2048", "DEPTH": "20"}
+STUDY = {"CORPUS": "builtin", "VOCAB": "4096", "SEQ": "512"}  # what make study takes in place of some of them
 VENV = ".venv/bin"
 # A small vision model that learns digits in a minute or two, without the augmentation that large ones need.
 SMALL_VISION = (
@@ -83,6 +85,30 @@ def finish_corpus(given):
     complete.touch()
 
 
+def is_language(folder):
+    """Whether a folder is a language run, one of its checkpoints or an exported language model."""
+    for path in [folder / "config.json", folder / "state.json", *sorted(folder.glob("checkpoints/*/state.json"))]:
+        try:
+            about = json.loads(path.read_text())
+        except (OSError, ValueError):
+            continue
+        if isinstance(about, dict) and ("model_config" in about or about.get("model_type") == "gka-gpt"):
+            return True
+    return False
+
+
+def draw_commands(given, base):
+    """What `make figures` runs: the command for what is named, or else of the demo's vision and language models."""
+    vision, language = "deit_gka.draw", "nanochat_gka.draw"
+    if "RUN" in given:
+        return [language if is_language(Path(given["RUN"])) else vision]
+    if "MODEL" in given or "IMAGE" in given:
+        return [vision]
+    if "TEXT" in given:
+        return [language]
+    return [vision, language] if any(Path(base, "demo", "runs").glob("d*-gka-paper-*")) else [vision]
+
+
 def launcher(ranks):
     """What runs a module; the dashes keep torchrun from taking our --run for its --run-path."""
     if ranks != "1":
@@ -123,6 +149,7 @@ def names(given):
         "GKA_RUN": run or f"{base}/runs/d{setting['DEPTH']}-gka",
         "BASE_RUN": run or f"{base}/runs/d{setting['DEPTH']}-softmax",
         "DRAWN": f"--out {base}/figures --demo {base}/demo" + (f" --run {run}" if run else ""),
+        "DRAW": " ".join(draw_commands(given, base)),
         "MODEL_FLAG": "--model " + given["MODEL"] if "MODEL" in given else "",
         "DEIT_RUN": run or f"{base}/runs/{given.get('MODEL', 'deit_tiny_gka_patch16_224')}",
     }
@@ -186,6 +213,8 @@ def main(words):
         return
     asked, pairs = words[0], (word.split("=", 1) for word in words[1:])
     given = {name: value for name, value in pairs if value}
+    if given.pop("FOR", "") == "study":
+        given = {**STUDY, **given}
     steps = {
         "check-python": check_python,
         "check-gpu": check_gpu,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from deit_gka.figures.groups import by_model
+from deit_gka.figures.groups import runs_of_recipe
 from deit_gka.figures.measures import effective_tokens, median_distance
 from deit_gka.figures.sheet import Subject, save, sheet
 from trainkit.figures.charts import heat_map, lines
@@ -29,46 +29,69 @@ def widths(subject: Subject) -> np.ndarray:
     return np.stack([effective_tokens(layer.weights).numpy() for layer in subject.layers])
 
 
+def numbers_of(subjects: Sequence[Subject]) -> np.ndarray:
+    """σ, σ over the median distance and effective tokens of a model, means over images: (3, L, H)."""
+    relative = np.mean([relative_bandwidths(subject) for subject in subjects], axis=0)
+    return np.stack([subjects[0].sigmas, relative, np.mean([widths(subject) for subject in subjects], axis=0)])
+
+
+def ranked(numbers: np.ndarray) -> np.ndarray:
+    """`numbers_of` a model, (3, L, H), heads sorted by σ in every layer, by effective tokens in layers without σ."""
+    sigma, _, effective = numbers
+    order = np.where(np.isnan(sigma), effective, sigma).argsort(axis=-1, kind="stable")
+    return np.take_along_axis(numbers, order[None], axis=-1)
+
+
 def draw_bandwidths(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
     """Draw σ as the paper does (heat map, lines over depth), then σ over the median distance and effective tokens.
 
-    subjects: of the first model, the means over images are drawn.
+    Of the first model, the mean over images; with runs that repeat it, the mean and the range over the runs.
     """
-    subjects = by_model(subjects)[0]
-    first, images = subjects[0], ", ".join(subject.image for subject in subjects)
-    sigma, count = first.sigmas, first.tokens.count
-    relative = np.mean([relative_bandwidths(subject) for subject in subjects], axis=0)
-    effective = np.mean([widths(subject) for subject in subjects], axis=0)
+    runs = runs_of_recipe(subjects)
+    first, title = runs[0][0], "Learned bandwidths"
+    every = np.stack([numbers_of(run) if len(runs) == 1 else ranked(numbers_of(run)) for run in runs])
+    (sigma, relative, effective), low, high = every.mean(0), every.min(0), every.max(0)
+    spread = [(low[i], high[i]) if len(runs) > 1 else None for i in (0, 2)]
+    name, count, depth = "head" if len(runs) == 1 else "rank", first.tokens.count, len(first.layers)
     initial = next(layer.initial_sigma for layer in first.layers if layer.sigma is not None)
-    same = {layer.initial_sigma for layer in first.layers if layer.sigma is not None} == {initial}
-    caption = (
-        f"{first.about}. Left: σ, from {np.nanmin(sigma):.3f} to {np.nanmax(sigma):.3f}, which started at "
-        f"{initial:.3f}. Right: σ over the median distance of two tokens' features in that layer and head, and "
-        f"effective tokens, exp(entropy of a row of W), the mean over rows; {count} is a uniform W, 1 the identity. "
-        f"These two depend on the image: the mean over {images}. σ alone cannot be compared across layers."
-    )
-    heads, depth = first.num_heads, len(first.layers)
-    title = "Learned bandwidths"
-    figure, axes = sheet(
-        2, 2, (max(5.2, 0.48 * depth), max(2.3, 0.25 * heads)), title, caption,
-        margins=(0.7, 0.9, 0.75, 0.5), gaps=(1.95, 0.85),
-    )  # fmt: skip
+    text = _caption(runs, np.nanmin(low[0]), np.nanmax(high[0]), initial)
+    cell = (max(5.2, 0.48 * depth), max(2.3, 0.25 * first.num_heads))
+    figure, axes = sheet(2, 2, cell, title, text, margins=(0.7, 0.9, 0.75, 0.5), gaps=(1.95, 0.85))
     heat_map(figure, axes[0, 0], sigma, "(a) σ")
     heat_map(figure, axes[0, 1], relative, "(c) σ / median distance")
-    lines(axes[1, 0], sigma, "(b) σ over depth", "σ")
-    if same:
+    lines(axes[1, 0], sigma, "(b) σ over depth", "σ", spread[0], name)
+    if {layer.initial_sigma for layer in first.layers if layer.sigma is not None} == {initial}:
         axes[1, 0].axhline(initial, color="black", linestyle="--", linewidth=1, label=f"initial, {initial:.2f}")
-    lines(axes[1, 1], effective, "(d) effective tokens over depth", f"effective tokens of {count}")
-    for axis in axes[1]:
-        axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    lines(axes[1, 1], effective, "(d) effective tokens over depth", f"effective tokens of {count}", spread[1], name)
+    for above, below in axes.T:
+        above.set_ylabel(name)
+        below.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    values = {"sigma": sigma, "sigma / median distance": relative, "effective tokens": effective}
+    if len(runs) > 1:
+        values |= {"least sigma": low[0], "largest sigma": high[0]}
     rows = [
-        {"layer": layer + 1, "head": head + 1, "sigma": number(sigma[layer, head]),
-         "sigma / median distance": number(relative[layer, head]), "effective tokens": number(effective[layer, head])}
-        for layer, head in np.ndindex(depth, heads)
-    ]  # fmt: skip
-    return [Figure(save(figure, folder / "sigma.png"), title, caption, rows)]
+        {"layer": layer + 1, name: head + 1, **{key: _cell(value[layer, head]) for key, value in values.items()}}
+        for layer, head in np.ndindex(sigma.shape)
+    ]
+    return [Figure(save(figure, folder / "sigma.png"), title, text, rows)]
 
 
-def number(value: np.floating) -> float | None:
-    """A cell of a table; None where there is nothing to measure."""
+def _caption(runs: Sequence[Sequence[Subject]], least: float, most: float, initial: float) -> str:
+    first, images = runs[0][0], ", ".join(subject.image for subject in runs[0])
+    seeds = (
+        f" The cells and lines are means over these {len(runs)} runs, which differ in their seeds, and the bands reach "
+        "from the least to the most. Head 1 of a run is not head 1 of another, so heads are ranked by σ in every "
+        "layer: rank 1 is the narrowest."
+    )
+    return (
+        f"{'; '.join(run[0].about for run in runs)}.{seeds if len(runs) > 1 else ''} Left: σ, from {least:.3f} to "
+        f"{most:.3f}, which started at {initial:.3f}. Right: σ over the median distance of two tokens' features in "
+        "that layer and head, and effective tokens, exp(entropy of a row of W), the mean over rows; "
+        f"{first.tokens.count} is a uniform W, 1 the identity. These two depend on the image: the mean over {images}. "
+        "σ alone cannot be compared across layers."
+    )
+
+
+def _cell(value: np.floating) -> float | None:
+    """A number for a table; None where there is nothing to measure."""
     return None if np.isnan(value) else float(value)

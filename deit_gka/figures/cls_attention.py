@@ -8,19 +8,16 @@ import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import nn
 
-from deit_gka.figures.groups import by_image
+from deit_gka.figures.groups import blocks, by_image, caption
 from deit_gka.figures.maps import attention_maps
 from deit_gka.figures.measures import diagonal_mass, entropy
 from deit_gka.figures.sheet import (
     Subject,
-    bare,
     cell_size,
-    label_layers,
     linear,
     overlay,
     save,
     scale_below,
-    sheet,
     to_pixels,
 )
 from trainkit import plots
@@ -60,24 +57,29 @@ def cls_map(weights: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
 
 
 def draw_cls_maps(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
-    """Draw a contact sheet for every image: layers across, heads down, one scale for a layer. Returns the files."""
-    return [_draw_sheet(models[0], models[0].file(folder, "cls_maps")) for models in by_image(subjects)]
+    """Draw a contact sheet for every image: layers across, heads down, one scale for a layer; models one by one."""
+    return [_draw_sheet(models, models[0].file(folder, "cls_maps")) for models in by_image(subjects)]
 
 
-def _draw_sheet(subject: Subject, path: Path) -> Figure:
-    tokens, depth = subject.tokens, len(subject.layers)
-    caption = subject.caption(
-        f"{tokens.reader[0].upper()}{tokens.reader[1:]} of W over the patches, of every head, on one scale for a "
+def _draw_sheet(models: Sequence[Subject], path: Path) -> Figure:
+    first = models[0].tokens
+    text = caption(
+        models,
+        f"{first.reader[0].upper()}{first.reader[1:]} of W over the patches, of every head, on one scale for a "
         "layer (the bar below it), bicubic, clamped. Below a map: the weight that "
-        f"{'the class token gives itself' if tokens.has_class else 'patches give themselves, the mean'}, and the "
-        f"entropy of the row in nats (uniform: {math.log(tokens.count):.2f}).",
+        f"{'the class token gives itself' if first.has_class else 'patches give themselves, the mean'}, and the "
+        f"entropy of the row in nats (uniform: {math.log(first.count):.2f}).",
     )
-    margins, size = (0.5, 0.3, 0.75, 0.52), cell_size(subject, 1.3)
-    title = "CLS attention by layer and head" if tokens.has_class else "Mean attention by layer and head"
-    figure, axes = sheet(subject.num_heads, depth, size, title, caption, margins, (0.1, 0.22))
-    bare(axes, fontsize=7)
-    label_layers(axes, subject)
-    table = []
+    title = f"{'CLS' if first.has_class else 'Mean'} attention by layer and head"
+    heads, size = [subject.num_heads for subject in models], cell_size(models[0], 1.3)
+    figure, parts = blocks(models, heads, size, title, text, (0.5, 0.3, 0.75, 0.52), (0.1, 0.22), fontsize=7)
+    rows = [row for subject, axes in zip(models, parts) for row in _draw_block(figure, axes, subject, size[1])]
+    return Figure(save(figure, path), title, text, rows)
+
+
+def _draw_block(figure, axes, subject: Subject, inches: float) -> list[dict]:
+    """Draw a model's maps, `inches` high. Returns their numbers."""
+    tokens, table = subject.tokens, []
     for number, (column, layer) in enumerate(zip(axes.T, subject.layers), start=1):
         rows = tokens.read(layer.weights)
         maps = tokens.patches(rows)
@@ -87,8 +89,9 @@ def _draw_sheet(subject: Subject, path: Path) -> Figure:
         for head, (axis, patches, (self_weight, nats)) in enumerate(zip(column, maps, numbers), start=1):
             axis.imshow(overlay(subject.pixels, patches, norm))
             axis.set_xlabel(f"self {self_weight:.3f}, {nats:.2f} nats", labelpad=2)
-            table.append({"layer": number, "head": head, "self-weight": self_weight, "entropy, nats": nats})
-        scale_below(figure, norm, column[-1], size[1], gap=0.26)
+            place = {"model": subject.model, "layer": number, "head": head}
+            table.append({**place, "self-weight": self_weight, "entropy (nats)": nats})
+        scale_below(figure, norm, column[-1], inches, gap=0.26)
     for head, axis in enumerate(axes[:, 0], start=1):
         axis.set_ylabel(f"head {head}", fontsize=9)
-    return Figure(save(figure, path), title, caption, table)
+    return table

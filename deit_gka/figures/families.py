@@ -5,19 +5,23 @@ from pathlib import Path
 
 from deit_gka.figures.bandwidths import draw_bandwidths
 from deit_gka.figures.cls_attention import draw_cls_maps
+from deit_gka.figures.deletion import draw_deletion
+from deit_gka.figures.distance import draw_distances
 from deit_gka.figures.evolution import draw_evolution
 from deit_gka.figures.explanation import draw_block, draw_operator
 from deit_gka.figures.matrices import draw_matrices
-from deit_gka.figures.patch_to_patch import draw_distances, draw_patch_to_patch
+from deit_gka.figures.patch_to_patch import draw_patch_to_patch, draw_patch_to_patch_heads
 from deit_gka.figures.rollout import draw_rollout
 from deit_gka.figures.sheet import Subject
 from trainkit.plots import Figure
 
 FAMILIES: dict[str, Callable[[Sequence[Subject], Path], list[Figure]]] = {
     "rollout": draw_rollout,
+    "deletion": draw_deletion,
     "sigma": draw_bandwidths,
     "cls_maps": draw_cls_maps,
     "patch_to_patch": draw_patch_to_patch,
+    "patch_to_patch_heads": draw_patch_to_patch_heads,
     "distance": draw_distances,
     "evolution": draw_evolution,
     "matrices": draw_matrices,
@@ -29,7 +33,5 @@ NEED_SIGMA = ("sigma", "block", "operator")
 
 def why_not(family: str, subjects: Sequence[Subject]) -> str:
     """Why the family cannot be drawn of these subjects, the model's first; empty if it can."""
-    first = subjects[0]
-    if family in NEED_SIGMA and not first.has_sigma:
-        return f"{first.model} has no layer with a bandwidth"
-    return ""
+    missing = family in NEED_SIGMA and not subjects[0].has_sigma
+    return f"{subjects[0].model} has no layer with a bandwidth" if missing else ""

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from deit_gka.figures.groups import by_image
+from deit_gka.figures.groups import blocks, by_image, caption
 from deit_gka.figures.measures import diagonal_mass
-from deit_gka.figures.sheet import GREY, Subject, bare, coloured, label_layers, linear, save, sheet
+from deit_gka.figures.sheet import GREY, Subject, coloured, linear, save
 from trainkit.plots import Figure
 
 SATURATED = 0.995  # a few pairs of equal patches would leave the rest dark
@@ -45,35 +45,48 @@ def matrix_picture(weights: torch.Tensor, norm, prefix: int) -> np.ndarray:
 
 
 def draw_matrices(subjects: Sequence[Subject], folder: Path, tokens: int = -1) -> list[Figure]:
-    """Draw a contact sheet for every image: layers across, heads down. tokens: how many are drawn, -1 = all."""
-    return [_draw_sheet(models[0], models[0].file(folder, "matrices"), tokens) for models in by_image(subjects)]
+    """Draw a contact sheet for every image: layers across, heads down, models one by one.
+
+    tokens: how many are drawn, -1 = all.
+    """
+    return [_draw_sheet(models, models[0].file(folder, "matrices"), tokens) for models in by_image(subjects)]
 
 
-def _draw_sheet(subject: Subject, path: Path, tokens: int) -> Figure:
-    count, depth = subject.tokens.count, len(subject.layers)
+def _drawn(subject: Subject, tokens: int) -> tuple[int, int]:
+    """How many tokens are drawn, and how many of them are before the patches."""
+    count = subject.tokens.count
     drawn = min(count, tokens) if tokens > 0 else count
-    prefix = subject.tokens.prefix if drawn == count else int(subject.tokens.has_class)
+    return drawn, subject.tokens.prefix if drawn == count else int(subject.tokens.has_class)
+
+
+def _draw_sheet(models: Sequence[Subject], path: Path, tokens: int) -> Figure:
+    count, (drawn, prefix) = models[0].tokens.count, _drawn(models[0], tokens)
     before = f" The tokens before the patches ({prefix}) are drawn broad, apart from them." if prefix else ""
-    caption = subject.caption(
+    text = caption(
+        models,
         f"W of every head, {drawn} × {drawn} of {count} × {count}: queries down, keys across.{before} The diagonal is "
         "grey; below a matrix: its mass (the mean weight that a token gives itself) and the largest weight off it. "
-        f"The colours of a matrix run over its own range off the diagonal, up to the {SATURATED:.1%} quantile."
+        f"The colours of a matrix run over its own range off the diagonal, up to the {SATURATED:.1%} quantile.",
     )
-    margins, title = (0.5, 0.3, 0.75, 0.3), "Attention matrices W without their diagonal"
-    figure, axes = sheet(subject.num_heads, depth, (1.45, 1.45), title, caption, margins, (0.1, 0.24))
-    bare(axes, fontsize=7)
-    label_layers(axes, subject)
-    rows = []
+    title, heads = "Attention matrices W without their diagonal", [subject.num_heads for subject in models]
+    figure, parts = blocks(models, heads, (1.45, 1.45), title, text, (0.5, 0.3, 0.75, 0.3), (0.1, 0.24), fontsize=7)
+    rows = [row for subject, axes in zip(models, parts) for row in _draw_block(axes, subject, tokens)]
+    return Figure(save(figure, path), title, text, rows)
+
+
+def _draw_block(axes, subject: Subject, tokens: int) -> list[dict]:
+    """Draw a model's matrices. Returns their numbers."""
+    rows, (_, prefix) = [], _drawn(subject, tokens)
     for number, (column, layer) in enumerate(zip(axes.T, subject.layers), start=1):
         masses = diagonal_mass(layer.weights).tolist()
         for head, (axis, weights, mass) in enumerate(zip(column, layer.weights, masses), start=1):
             shown = subsample(weights, tokens)
-            off = off_diagonal(shown)
+            off, most = off_diagonal(shown), float(off_diagonal(weights).max())
             picture = matrix_picture(shown, linear(off[off <= float(np.quantile(off.numpy(), SATURATED))]), prefix)
             axis.imshow(picture, interpolation="none")
-            most = float(off_diagonal(weights).max())
             axis.set_xlabel(f"diagonal {mass:.3f}, max {most:#.2g}", labelpad=2)
-            rows.append({"layer": number, "head": head, "diagonal mass": mass, "largest off it": most})
+            place = {"model": subject.model, "layer": number, "head": head}
+            rows.append({**place, "diagonal mass": mass, "largest off it": most})
     for head, axis in enumerate(axes[:, 0], start=1):
         axis.set_ylabel(f"head {head}", fontsize=9)
-    return Figure(save(figure, path), title, caption, rows)
+    return rows

@@ -40,7 +40,7 @@ def draw_rollout(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
     """Draw a row for every model on every image: the image, and the rollout over it at the discard ratios."""
     subjects = [subject for models in by_image(subjects) for subject in models]
     heading = "Attention rollout: what reaches the " + ("CLS token" if subjects[0].tokens.has_class else "mean patch")
-    abouts = ". ".join(dict.fromkeys(subject.about for subject in subjects))
+    abouts = "; ".join(dict.fromkeys(subject.about for subject in subjects))
     caption = (
         f"{abouts}. R = Â_L ⋯ Â_1 with Â = ½ mean over heads + ½ I, rows normalised; {subjects[0].tokens.reader} of R "
         "over the patches, in multiples of an equal share (1 / tokens), on one scale for a row. Weights below the "

@@ -38,7 +38,8 @@ class Subject:
     pixels: np.ndarray  # (height, width, 3), 0 to 1
     tokens: Tokens
     layers: list[LayerMaps]  # without their B
-    probabilities: Callable[[torch.Tensor], torch.Tensor] | None = None  # pixels (B, height, width, 3) -> (B, classes)
+    probabilities: Callable[[torch.Tensor], torch.Tensor]  # pixels (B, height, width, 3) -> (B, classes)
+    repeats: str = ""  # `about` of the model of the same recipe and another seed
 
     @property
     def num_heads(self) -> int:

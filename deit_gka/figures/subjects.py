@@ -7,7 +7,7 @@ figures = FAMILIES["cls_maps"](subjects, folder)  # of families.py
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ class Drawn:
     about: str
     model: nn.Module
     settings: dict[str, Any]  # of eval_transform
+    recipe: dict[str, Any] = field(default_factory=dict)  # of a run: all that it was trained with
 
 
 def of_run(path: Path, weights: str = "ema", best: bool = False, image_size: Sequence[int] = ()) -> Drawn:
@@ -50,7 +51,7 @@ def of_run(path: Path, weights: str = "ema", best: bool = False, image_size: Seq
     data = Path(state["trained_on"]).name if "trained_on" in state else "its images"
     kind = {"ema": "EMA", "model": "raw"}[weights]
     about = f"{name} ({state['model']['name']}), {kind} weights after {state['epoch']:g} epochs of {data}"
-    drawn = Drawn(name, about, load_run(found, weights, "cpu"), {"crop_pct": recipe["crop_pct"]})
+    drawn = Drawn(name, about, load_run(found, weights, "cpu"), {"crop_pct": recipe["crop_pct"]}, recipe)
     return _at_size(drawn, image_size)
 
 
@@ -94,6 +95,18 @@ def _at_size(drawn: Drawn, image_size: Sequence[int]) -> Drawn:
     return drawn
 
 
+def check_repeats(drawn: Drawn, first: Drawn) -> None:
+    """Raises UserError unless the runs differ in their seeds alone."""
+    names = drawn.recipe.keys() | first.recipe.keys()
+    differ = sorted(name for name in names - {"seed"} if drawn.recipe.get(name) != first.recipe.get(name))
+    if not first.recipe:
+        raise UserError("--seeds goes with --run: a model without a run has no recipe to repeat")
+    if differ:
+        raise UserError(
+            f"--seeds takes runs of one recipe: {drawn.name} and {first.name} differ in {', '.join(differ)}"
+        )
+
+
 def photographs(paths: Sequence[Path] = ()) -> dict[str, Image.Image]:
     """Images by name; without paths the two of scikit-learn. Raises UserError for files that are not images."""
     if not paths:
@@ -112,10 +125,11 @@ def photographs(paths: Sequence[Path] = ()) -> dict[str, Image.Image]:
     return images
 
 
-def subjects_of(drawn: Drawn, images: dict[str, Image.Image]) -> list[Subject]:
+def subjects_of(drawn: Drawn, images: dict[str, Image.Image], repeats: str = "") -> list[Subject]:
     """What the model does with each of the images, from one forward pass of all of them.
 
-    Raises UserError for attention whose W cannot be computed again.
+    repeats: `about` of another model, if this one is the same but for its seed. It is then drawn as a part of that
+    one's mean and range, and not by itself. Raises UserError for attention whose W cannot be computed again.
     """
     model = drawn.model
     transform = eval_transform(model.patch_embed.img_size, **drawn.settings)
@@ -131,6 +145,6 @@ def subjects_of(drawn: Drawn, images: dict[str, Image.Image]) -> list[Subject]:
 
     return [
         Subject(drawn.name, drawn.about, name, pixels[i], tokens, [layer.of_image(i) for layer in layers],
-                probabilities if model.num_classes else None)
+                probabilities, repeats)
         for i, name in enumerate(images)
     ]  # fmt: skip

@@ -142,9 +142,9 @@ def table(scores: Sequence[Score], title: str, gpt2_models: Sequence[int] = SHOW
 
 def _caption(scores: Sequence[Score], gpt2_models: Sequence[int]) -> str:
     parts = ["Centred scores, 0 is guessing; ± is one standard error, n the number of examples."]
-    parts.append(f"The paper's base{' and GPT-2 124M' if gpt2_models else ''}: full tasks.")
+    parts.append("The paper's base: errors as of full tasks.")
     if gpt2_models:
-        parts.append("GPT-2 1.5B: at most 1,000 examples each.")
+        parts.append("GPT-2 124M: full tasks; GPT-2 1.5B: at most 1,000 examples each.")
     if any(score.label in PAPER_TASKS for score in scores):
         parts.append(f"The paper's GKA: n = {PAPER_EXAMPLES[1]} (copa 100), which it does not say but its digits do.")
     return " ".join(parts)

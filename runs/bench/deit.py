@@ -6,8 +6,10 @@
 
 Protocol: inference at batch 32 to 512 (the best images/s counts), a training step (forward, backward, AdamW) at 64 and
 128, bfloat16 autocast, torch.compile(max-autotune) on both sides, 100 turns after the warm-up, on random images.
-Softmax is timm's deit_*_patch16_224 with fused SDPA, as torch chooses its kernel and held to cuDNN's. On a CPU: size
-Ti, inference at batch 8 and 16, training at 8, float32, torch.compile's default mode on both sides.
+Softmax is timm's deit_*_patch16_224 with fused SDPA, as torch chooses its kernel and held to cuDNN's. "gka-unfused" is
+GKA as the paper's implementation has it: distances, W and the mixture as N x N matrices in PyTorch, under the same
+autocast and compiler. On a CPU: size Ti, inference at batch 8 and 16, training at 8, float32, torch.compile's default
+mode on all sides.
 `python -m runs.bench.report` prints the tables.
 """
 
@@ -22,11 +24,13 @@ import torch
 from timm.loss import SoftTargetCrossEntropy
 from torch import nn
 
+from deit_gka.model.attention import GKA
 from deit_gka.model.registry import model_name  # importing it registers the models
 from deit_gka.recipe import Recipe
 from deit_gka.training.engine import autocast
 from deit_gka.training.optim import make_optimizer
 from gka import GaussianKernelAttention
+from gka.testing import plain_attention
 from runs.bench import models
 from runs.bench.config import CaseConfig
 from runs.bench.device import release_memory
@@ -43,21 +47,23 @@ CLASSES, PIXELS = 1000, 224
 SEED = 0
 RECIPE = Recipe(lr=1e-6)  # the optimiser at work, on weights that stay what they are
 INFERENCE, TRAINING = "inference", "training"
+UNFUSED = "gka-unfused"
+ROLES = models.ROLES | {UNFUSED: "unfused"}
 Counts = Annotated[list[int], Bounds(1)]
 PLANS = {"cuda": Plan(rounds=100, graph=True), "cpu": Plan(rounds=60, warmup=2, seconds=20)}
 
 
 @dataclass
 class DeitConfig(CaseConfig):
-    """Time DeiT with softmax attention and with GKA, inference and training.
+    """Time DeiT with softmax attention and with GKA, fused and unfused: inference and training.
 
     Appends to RESULTS/bench_deit_<hardware>.jsonl.
     """
 
     sizes: list[Literal[tuple(SIZE_NAMES)]] = field(default_factory=list)
     """Sizes to time; empty = all on CUDA, ti on a CPU."""
-    kinds: list[Literal[models.MODEL_KINDS]] = field(default_factory=list)
-    """Kinds of attention; empty = softmax, softmax-cudnn (CUDA only) and gka."""
+    kinds: list[Literal[(*models.MODEL_KINDS, UNFUSED)]] = field(default_factory=list)
+    """Kinds of attention; empty = softmax, softmax-cudnn (CUDA only), gka and gka-unfused, which builds W."""
     batch_sizes: Counts = field(default_factory=list)
     """Batches of inference; empty = 32 64 128 256 512 on CUDA, 8 16 on a CPU."""
     train_batch_sizes: Counts = field(default_factory=list)
@@ -86,11 +92,20 @@ class DeitConfig(CaseConfig):
         return replace(
             self,
             sizes=self.sizes or (["ti"] if self.quick or not cuda else list(SIZE_NAMES)),
-            kinds=self.kinds or models.default_kinds(cuda),
+            kinds=self.kinds or [*models.default_kinds(cuda), UNFUSED],
             batch_sizes=self.batch_sizes or inference,
             train_batch_sizes=self.train_batch_sizes or training,
             compile_mode=("max-autotune" if cuda else "default") if self.compile_mode == "auto" else self.compile_mode,
         )
+
+
+class UnfusedGKA(GKA):
+    """GKA as one writes it in PyTorch from the paper (section 4.3: N x N intermediates), in autocast's dtypes."""
+
+    def mix(self, x, heads, is_causal):
+        if self.impl == "reference":
+            return super().mix(x, heads, is_causal)
+        return plain_attention(heads, self._log_sigma())
 
 
 class Candidate:
@@ -125,9 +140,8 @@ class Candidate:
         Its first two images are compared with the same weights in float64, for GKA by the literal equations.
         """
         literal = copy.deepcopy(self.model)
-        if self.kind == "gka":
-            for block in literal.blocks:
-                block.attn.impl = "reference"
+        if self.kind != UNFUSED:  # whose own arithmetic is plain PyTorch's
+            by_the_equations(literal)
         few = slice(0, min(2, len(self.images)))
 
         def answer(network, model, images, targets) -> torch.Tensor:
@@ -145,7 +159,7 @@ class Candidate:
         got = answer(self.network, self.model, self.images, targets)
         share = 1.0 if self.phase == INFERENCE else len(self.targets[few]) / len(self.targets)
         plain = share * answer(literal, literal, self.images[few], self.targets[few])
-        literal = literal.double()
+        literal = by_the_equations(literal).double()
         want = share * answer(literal, literal, self.images[few].double(), self.targets[few].double())
         return models.model_gate(
             "logits" if self.phase == INFERENCE else "gradient", got, want, plain, half=self.device.type == "cuda"
@@ -161,8 +175,18 @@ class Candidate:
 
 def create(kind: str, size: str, impl: str) -> nn.Module:
     """The paper's model of this kind; softmax is timm's own."""
-    name = model_name(SIZE_NAMES[size], "softmax" if kind == models.HELD else kind)
+    name = model_name(SIZE_NAMES[size], {models.HELD: "softmax", UNFUSED: "gka"}.get(kind, kind))
+    if kind == UNFUSED:
+        return timm.create_model(name, attn_layer=UnfusedGKA)
     return timm.create_model(name, **({"impl": impl} if kind == "gka" and impl else {}))
+
+
+def by_the_equations(model: nn.Module) -> nn.Module:
+    """The model with the reference in its GKA layers; softmax models stay as they are."""
+    for block in model.blocks:
+        if isinstance(block.attn, GKA):
+            block.attn.impl = "reference"
+    return model
 
 
 def loss(network, images, targets, device: torch.device) -> torch.Tensor:
@@ -212,7 +236,7 @@ def main(config: DeitConfig) -> None:
             measured = measure(size, phase, batch, config, plan, device)
             settings = {"size": size, "batch": batch, "impl": config.impl, "compile_mode": config.compile_mode}
             settings["dtype"] = "bfloat16" if device.type == "cuda" else "float32"
-            recorder.record(name, phase, measured, models.ROLES, settings, partial(throughput, batch))
+            recorder.record(name, phase, measured, ROLES, settings, partial(throughput, batch))
             release_memory()
             bar.advance(task)
 

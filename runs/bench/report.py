@@ -55,7 +55,7 @@ def summary_rows(name: str, comparisons: Iterable[Comparison]) -> tuple[list[str
     unit = UNITS[name]
     measures = ("ms", unit) if unit else ("ms",)
     headings = ["", *(f"{side} {measure}" for side in (SOFTMAX, GKA) for measure in measures), "speed-up", "memory"]
-    headings += {"attention": ["over eager"], "gpt": ["FLOPs ratio"]}.get(name, [])
+    headings += {"attention": ["over eager"], "deit": ["over unfused"], "gpt": ["FLOPs ratio"]}.get(name, [])
     rows = []
     for comparison in comparisons:
         row = [f"{comparison.case} {comparison.phase}"]
@@ -64,10 +64,8 @@ def summary_rows(name: str, comparisons: Iterable[Comparison]) -> tuple[list[str
             row.append(number(line["metrics"]["median_ms"]) + in_brackets(line) if line else "none")
             row += [number(line["metrics"]["items_per_second"] if line else None, "{:,.0f}")] if unit else []
         row += [times(comparison.ratio()), times(over(1.0, comparison.ratio(metric="peak_mib")))]
-        if name == "attention":
-            row.append(times(comparison.ratio("eager")))
-        if name == "gpt":
-            row.append(times(flops_ratio(comparison)))
+        last = {"attention": comparison.ratio("eager"), "deit": comparison.ratio("unfused")}
+        row.append(times(last[name] if name in last else flops_ratio(comparison)))
         rows.append(row)
     filled = [place for place in range(len(headings)) if any(row[place] for row in rows)]  # a CPU has no memory column
     return [headings[place] for place in filled], [[row[place] for place in filled] for row in rows]

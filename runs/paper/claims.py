@@ -24,15 +24,17 @@ FOLDER = Path(__file__).parent
 PAGE = "CLAIMS.md"
 GROUPS: list[dict[str, Any]] = json.loads((FOLDER / "claims.json").read_text())["groups"]
 CLAIMS: dict[str, dict[str, str]] = {claim["name"]: claim for group in GROUPS for claim in group["claims"]}
-FIELDS = ("name", "place", "quote", "support", "check", "command")
+FIELDS = ("name", "place", "support", "check", "command")  # and quote, the paper's words, or figures, what it prints
 WIDTH = 120
 INTRODUCTION = """\
 Written by `python -m runs.paper.claims` from [claims.json](claims.json), the paper's printed figures, the cost models
-and the files in [runs/results](../results). Claims are quoted or shortened. Code decides every verdict (`evidence/`);
-`--only NAME` decides one again, `--check` fails if this page is out of date.
+and the files in [runs/results](../results). Words between quotation marks are the paper's; " ... " stands for what is
+left out. Code decides every verdict (`evidence/`); `--only NAME` decides one again, `--check` fails if this page is out
+of date.
 
 - **holds here**: measured or computed with this code, at the scale that is named; no more than that.
-- **does not hold**: a measurement here, or the paper's own figures, say otherwise.
+- **not seen here**: a measurement at a scale that is named does not show it, which does not refute the paper's.
+- **does not hold**: exact computation, a measurement of the very thing, or the paper's own figures say otherwise.
 - **follows from arithmetic**: the printed figures or exact counts imply it. It says nothing about who measured them.
 - **untested**: nothing here decides it. The command would.
 
@@ -69,7 +71,8 @@ def item(text: str) -> str:
 
 def entry(claim: dict[str, str], finding: Finding) -> str:
     """One claim of the page."""
-    quote = textwrap.fill(f'{claim["place"]}: "{claim["quote"]}"', WIDTH, break_on_hyphens=False)
+    words = f'"{claim["quote"]}"' if "quote" in claim else claim["figures"]
+    quote = textwrap.fill(f"{claim['place']}: {words}", WIDTH, break_on_hyphens=False)
     parts = [f"### {claim['name']}", "", quote, ""]
     parts.append(item(f"**{finding.verdict}** ({finding.scale}). {finding.measured}"))
     parts.append(item(f"What would support it: {claim['support']}"))

@@ -16,14 +16,16 @@ from nanochat_gka.core_metric.report import Score, score_of
 from nanochat_gka.training.config import TrainConfig as LanguageTraining
 from runs.bench import results as bench_results
 from runs.bench.results import Comparison
-from runs.paper import gpt_d20_gka, gpt_d20_softmax
+from runs.paper import gpt_d20_gka, gpt_d20_softmax, published
 from runs.paper.deit import PAPER_NAMES, SIZE_NAMES
+from runs.paper.paper_table import PaperTable
 from trainkit.loop import LOG, finish_record
 from trainkit.progress import read_events
 from trainkit.results import is_processor, read_results
 
 RESULTS = bench_results.RESULTS
 KIND_OF = {label: kind for kind, label in PAPER_NAMES.items()}
+ROLES_OF = {"softmax": ["baseline"], "gka": ["ours", "unfused"]}  # in the benchmark of table 4
 DEPTH = 20
 GPUS = 7  # of the paper's training in table 4
 RECIPES = {"nanochat_base": gpt_d20_softmax.RECIPE, "GKA": gpt_d20_gka.RECIPE}  # rows of the language tables
@@ -60,6 +62,30 @@ def finished_runs(base: Path, results: Path = RESULTS) -> list[FinishedRun]:
                 warm_start, processes = warm in line.get("command", ""), line.get("processes", 1)
                 runs.append(FinishedRun(name, config, line["metrics"], None, warm_start, processes))
     return runs
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where ours come from."""
+
+    base: Path = Path("out")
+    results: Path = RESULTS
+
+    def runs(self) -> list[FinishedRun]:
+        return finished_runs(self.base, self.results)
+
+    def other_runs(self, metric: str) -> list[FinishedRun]:
+        """The runs of BASE alone with this metric that fill no cell of the paper's, each name once."""
+        runs = [run for run in finished_runs(self.base, self.base / "nothing") if run.metrics.get(metric) is not None]
+        papers = [vision_run(label, runs) for label in published.VISION] + [language_run(row, runs) for row in RECIPES]
+        return list({run.name: run for run in reversed(runs) if run not in papers}.values())[::-1]
+
+    def remark(self, table: PaperTable) -> PaperTable:
+        """The table with a remark if rows or columns of other runs are in it."""
+        others = {run.name for metric in ("top1", "flops_per_token") for run in self.other_runs(metric)}
+        if any(others & set(row[:2]) for row in table.rows):
+            table.remarks.append("Runs with other settings are named; the paper has no figures for them.")
+        return table
 
 
 def has_settings(run: FinishedRun, identity: dict[str, Any]) -> bool:
@@ -126,12 +152,11 @@ def language_run(model: str, runs: list[FinishedRun]) -> FinishedRun | None:
     return None
 
 
-def core_scores(model: str, run: FinishedRun | None, base: Path, results: Path = RESULTS) -> dict[str, Score]:
-    """Task -> the score of a finished run of a row of the language tables, of the most examples it was asked."""
+def core_scores(run: FinishedRun | None, steps: int | None, base: Path, results: Path = RESULTS) -> dict[str, Score]:
+    """Task -> the score of a run after so many steps, of the most examples it was asked."""
     scores: dict[str, Score] = {}
     if run is None:
         return scores
-    steps = language_counts(model)["steps"]
     for folder in (results / "core", base / "core"):
         for path in sorted(folder.glob("*.jsonl")):
             for line in read_results(path, "accuracy", "baseline", "examples"):
@@ -150,17 +175,16 @@ class Runtime:
     hardware: str
     compared: dict[tuple[str, str], Comparison]
 
-    def line(self, label: str, batch: int, phase: str) -> dict[str, Any] | None:
-        """The metrics of a row of the runtime table; None if it was not timed."""
-        paper_name, size = label.split("-")
+    def line(self, label: str, batch: int, phase: str, role: str) -> dict[str, Any] | None:
+        """The metrics of a row of the runtime table (`role`: one of ROLES_OF its kind); None if it was not timed."""
+        size = label.split("-")[1]
         comparison = self.compared.get((f"deit-{size.lower()}-b{batch}", phase))
-        role = "baseline" if KIND_OF[paper_name] == "softmax" else "ours"
         fastest = comparison.fastest(role) if comparison else None
         return fastest["metrics"] if fastest else None
 
-    def best_inference(self, label: str) -> tuple[int, dict[str, Any]] | None:
+    def best_inference(self, label: str, role: str) -> tuple[int, dict[str, Any]] | None:
         """The batch of 32 to 512 with the most images per second, and its metrics."""
-        timed = [(batch, self.line(label, batch, "inference")) for batch in (32, 64, 128, 256, 512)]
+        timed = [(batch, self.line(label, batch, "inference", role)) for batch in (32, 64, 128, 256, 512)]
         return max(
             ((batch, line) for batch, line in timed if line),
             key=lambda pair: pair[1]["items_per_second"],

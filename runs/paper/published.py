@@ -8,6 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from runs.paper.paper_table import HEADINGS, PaperTable, Row
+
 TABLES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("published.json").read_text())["tables"]
 
 
@@ -19,6 +21,16 @@ def rows(table: str) -> dict[str, dict[str, str]]:
 def notes(table: str) -> list[str]:
     """What a reader of the table has to know: contradictions, and what a figure is of."""
     return TABLES[table]["notes"]
+
+
+def table(name: str, rows: list[Row], remarks: Row, commands: Row, about: str = "Model") -> PaperTable:
+    """A published table beside ours, with its own title and notes.
+
+    commands: those that fill what was not run. about: heading of the first column.
+    """
+    published, headings = TABLES[name], [about, *HEADINGS]
+    notes = [*published["notes"], *remarks]
+    return PaperTable(published["number"], published["caption"], headings, rows, notes, list(dict.fromkeys(commands)))
 
 
 # The language models, with the names that the trainer's records use; parameters as "896M".

@@ -22,7 +22,9 @@ SCORERS = {
 
 
 def speed() -> str:
-    """Whole models and the operator, softmax's fastest over ours, a row for each hardware's newest comparisons."""
+    """Whole models and the operator, softmax's fastest over ours, of each hardware's newest comparisons; and the form
+    of GKA that builds W, where it was timed.
+    """
     parts = []
     for hardware, compared in benchmarks("deit").items():
         for name in ("gpt", "attention"):
@@ -31,11 +33,12 @@ def speed() -> str:
         for (case, phase), comparison in compared.items():
             sides = [comparison.fastest(role) for role in ("baseline", "ours")]
             if all(sides) and not case.startswith("sweep") and not phase.startswith("decode"):
-                times = [f"{side['metrics']['median_ms']:,.4g} ms" for side in sides]
+                sides.append(comparison.fastest("unfused", "eager"))
+                times = [f"{side['metrics']['median_ms']:,.4g} ms" if side else "" for side in sides]
                 rows.append([f"{case}, {phase}", *times, f"{comparison.ratio():.2f}x"])
         newest = next(iter(compared.values())).lines[0]
         source = measured(newest, f"bench_*_{hardware}.jsonl")
-        parts.append("\n".join([table(["", KINDS["softmax"].label, GKA, "speed-up"], rows), source]))
+        parts.append("\n".join([table(["", KINDS["softmax"].label, GKA, f"{GKA}, unfused", "speed-up"], rows), source]))
     return "\n\n".join(parts)
 
 

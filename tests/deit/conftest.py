@@ -3,6 +3,7 @@
 import pytest
 import timm.layers
 import torch
+from matplotlib.figure import Figure
 
 import digit_runs
 import tiny
@@ -22,6 +23,22 @@ def explicit():
 def images():
     """Two images for `tiny_vit.small`, (2, 3, 32, 32)."""
     return torch.randn(2, 3, 32, 32)
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """File name -> the figure that would be written there; nothing is rendered."""
+    kept = {}
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, **options: kept.update({path.name: self}))
+    return kept
+
+
+@pytest.fixture
+def photo(tmp_path):
+    """The path of a picture of stripes."""
+    path = tmp_path / "stripes.png"
+    tiny_vision.photo(0).save(path)
+    return path
 
 
 @pytest.fixture(scope="session")

@@ -3,56 +3,20 @@
 import json
 
 import pytest
-from matplotlib.figure import Figure
 from PIL import Image
 
-import tiny_vision
 from deit_gka.draw import DrawConfig, demo_run, main
 from deit_gka.figures.families import FAMILIES, NEED_SIGMA
-from deit_gka.figures.subjects import of_timm, photographs, subjects_of
-from deit_gka.model.checkpoints import build
-from tiny_vision import SHAPE, SIZE
-from trainkit import checkpoint
+from deit_gka.figures.subjects import of_timm, photographs
+from figure_runs import GKA, SOFTMAX, TINY, tiny_subjects, vision_run, words
 from trainkit.cli import run
 from vision_runs import in_process
 
-PER_IMAGE = ("cls_maps", "patch_to_patch", "evolution", "matrices", "operator")
-TINY = ["--model-kwargs", "img_size=16", *(f"{key}={value}" for key, value in SHAPE.items())]
-GKA, SOFTMAX = "deit_tiny_gka_patch16_224", "deit_tiny_patch16_224"
-
-
-@pytest.fixture
-def figures(monkeypatch):
-    """File name -> the figure that would be written there; nothing is rendered."""
-    kept = {}
-    monkeypatch.setattr(Figure, "savefig", lambda self, path, **options: kept.update({path.name: self}))
-    return kept
-
-
-@pytest.fixture
-def photo(tmp_path):
-    path = tmp_path / "stripes.png"
-    tiny_vision.photo(0).save(path)
-    return path
+PER_IMAGE = ("cls_maps", "patch_to_patch", "patch_to_patch_heads", "evolution", "matrices", "operator")
 
 
 def drawn(*flags):
     run(main, DrawConfig, [str(flag) for flag in flags])
-
-
-def words(figure):
-    """Title and caption in one line."""
-    return " ".join(" ".join(text.get_text() for text in figure.texts).split())
-
-
-def vision_run(folder, name=GKA):
-    """A run's folder with one checkpoint and no training behind it."""
-    about = {"name": name, "num_classes": 10, "input_size": SIZE, "kwargs": SHAPE}
-    model = build(name, 10, SIZE, **SHAPE)
-    recipe = {"crop_pct": 1.0, "input_size": SIZE}
-    state = {"classes": list("0123456789"), "model": about, "train_config": recipe, "epoch": 3, "trained_on": "digits"}
-    checkpoint.save(folder / "checkpoints", 7, {"model": dict(model.state_dict())}, state)
-    return folder
 
 
 def test_every_family_is_written_as_png_and_pdf(tmp_path, photo):
@@ -75,8 +39,7 @@ def test_untrained_models_and_the_two_photographs_are_named(figures, tmp_path):
 
 
 def test_a_page_has_the_words_and_numbers_of_every_figure(figures, tmp_path):
-    model = of_timm(GKA, [*TINY[1:], "attention=GA"])
-    subjects = subjects_of(model, {"stripes": tiny_vision.photo(0)})
+    subjects = tiny_subjects(GKA, "attention=GA")
     for name, draw in FAMILIES.items():
         for figure in draw(subjects, tmp_path):
             assert figure.path.parent == tmp_path and figure.path.stem.startswith(name) and figure.path.name in figures
@@ -150,6 +113,7 @@ def test_the_demos_model_is_the_default(figures, tmp_path, photo):
         (("--model", "resnet18"), "is not a vision transformer"),
         (("--run", "no/such/run"), "no checkpoint in no/such/run"),
         (("--model", GKA, *TINY, "--tokens", 0), "--tokens must be at least 1"),
+        (("--model", GKA, *TINY, "--seeds", "no/such/run"), "no checkpoint in no/such/run"),
     ],
 )
 def test_mistakes_are_one_line(flags, message, capsys):

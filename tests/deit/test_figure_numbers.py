@@ -20,8 +20,10 @@ from deit_gka.figures.measures import (
 from deit_gka.figures.patch_to_patch import query_maps
 from deit_gka.figures.rollout import rollout
 from deit_gka.figures.sheet import Subject, linear, logarithmic, overlay
+from deit_gka.figures.subjects import Drawn, subjects_of
 from deit_gka.model.checkpoints import build
 from gka import gaussian_attention
+from tiny_vision import photo
 from trainkit.cli import UserError
 
 TINY = dict(embed_dim=16, depth=2, num_heads=2, patch_size=4, img_size=[8, 12])
@@ -48,8 +50,7 @@ def random_weights(*shape: int) -> torch.Tensor:
 
 def subject_of(name: str, **settings) -> Subject:
     model = build(name, **{**TINY, **settings})
-    layers = [layer.of_image(0) for layer in extract(model, torch.randn(1, 3, 8, 12))]
-    return Subject("tiny", "tiny, random initialisation", "noise", np.zeros((8, 12, 3)), Tokens.of(model), layers)
+    return subjects_of(Drawn("tiny", "tiny", model, {"crop_pct": 1.0}), {"stripes": photo(0)})[0]
 
 
 # W
@@ -107,7 +108,7 @@ def test_the_four_queries_are_the_papers():
     assert square.token(3, 10) == 1 + 14 * 3 + 10
     assert Tokens((2, 3), (4, 4)).queries() == [(0, 0), (1, 1), (1, 2), (0, 2)]
     weights = random_weights(3, 197, 197)
-    maps = query_maps(weights, square)
+    maps = query_maps(weights.mean(0), square)
     assert maps.shape == (4, 14, 14)
     torch.testing.assert_close(maps[3, 5, 6], weights[:, 53, 1 + 14 * 5 + 6].mean())
 

@@ -2,13 +2,22 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
 from gka import gaussian_attention
+from nanochat_gka.figures import measures
+from nanochat_gka.figures.distances import medians_and_sigmas
+from nanochat_gka.figures.heads import head_table
 from nanochat_gka.figures.maps import extract
+from nanochat_gka.figures.matrices import HIDDEN, arrange, matrix_picture, scale_of
+from nanochat_gka.figures.rows import place_words, spread_layers
+from nanochat_gka.figures.subjects import Subject, form
+from nanochat_gka.figures.words import choose, find
 from tiny import one_line_error
 from tiny_gpt import SHAPE, VARIANTS, awake
+from trainkit.figures.charts import in_cell
 
 TOKENS = 21  # more than both windows of SHAPE, 8 and 16
 IDS = torch.arange(TOKENS) * 7 % SHAPE.vocab_size
@@ -116,3 +125,97 @@ def test_a_layer_that_puts_out_something_else_is_refused():
 def test_texts_that_do_not_fit_are_refused(count):
     with one_line_error(f"the text must have 1 to 160 tokens, it has {count}"):
         extract(tiny_model(), [1] * count)
+
+
+# Measures
+
+
+WEIGHTS = torch.tensor([[1, 0, 0], [0.25, 0.75, 0], [0.2, 0.3, 0.5]])
+
+
+@pytest.mark.parametrize(
+    "measure, expected",
+    [
+        (measures.self_weight, (0.75 + 0.5) / 2),
+        (measures.previous_weight, (0.25 + 0.3) / 2),
+        (measures.first_weight, (0.25 + 0.2) / 2),
+        (measures.attended_distance, (0.25 + 2 * 0.2 + 0.3) / 2),
+        (measures.effective, (0.25**-0.25 * 0.75**-0.75 + 0.2**-0.2 * 0.3**-0.3 * 0.5**-0.5) / 2),
+    ],
+)
+def test_measures_against_values_by_hand(measure, expected):
+    assert float(measure(WEIGHTS)) == pytest.approx(expected)
+    assert measure(WEIGHTS.expand(2, 4, 3, 3)).shape == (2, 4)
+
+
+def subject_of(**form):
+    model = tiny_model(**form)
+    words = [f"word{number}" for number in range(TOKENS)]
+    return Subject("tiny", "tiny", model.config, "words", words, extract(model, IDS), [])
+
+
+def test_tables_end_with_a_head_that_weights_all_it_sees_alike():
+    subject = subject_of(attention="GA")
+    table = head_table(subject, measures.effective)
+    assert table.shape == (4, 5)
+    np.testing.assert_allclose(table[1, :4], measures.effective(subject.layers[1].weights))
+    seen = [[min(query, window) + 1 for query in range(1, TOKENS)] for window in (8, 16)]  # of layers 1 and 2
+    np.testing.assert_allclose(table[:2, 4], np.mean(seen, axis=1), rtol=1e-6)
+    np.testing.assert_allclose(head_table(subject, measures.self_weight)[0, 4], np.mean([1 / n for n in seen[0]]))
+
+
+def test_bandwidths_are_compared_with_the_features_distances():
+    subject = subject_of(attention="GA")
+    medians, sigmas = medians_and_sigmas(subject)
+    assert np.isnan(medians[[1, 3]]).all() and np.isnan(sigmas[[1, 3]]).all()
+    features = subject.layers[2].features[:, 1]
+    pairs = [float((features[i] - features[j]).norm()) for i in range(TOKENS) for j in range(i)]
+    assert medians[2, 1] == pytest.approx(sorted(pairs)[104])  # of 210, torch takes the lower one in the middle
+    np.testing.assert_allclose(sigmas[2], subject.layers[2].sigma)
+
+
+# Words and pictures
+
+
+def test_queries_are_found_by_their_words():
+    words = ["<|bos|>", "the", " list", " of", " the", " list", ",", " of", "."]
+    assert find(words, ["the", "list"]) == [4, 5] and find(words, [","]) == [6]
+    with pytest.raises(KeyError, match="cat"):
+        find(words, ["list", "cat"])
+    assert choose(words) == [4, 5, 7] and choose(words, most=1) == [5]
+    assert choose(list("abcdef")) == [2, 3, 5] and choose(["a"]) == [0]
+
+
+def test_words_are_set_in_lines_without_breaking_one():
+    assert place_words(["ab", " cde", " f", "ghijklmnop"], width=6) == [(0, 0), (0, 2), (1, 0), (2, 0)]
+    assert spread_layers(4, 16) == [0, 1, 2, 3] and spread_layers(20, 16) == [0, 4, 8, 11, 15, 19]
+    assert spread_layers(20, 100) == [19]
+
+
+def test_hidden_tokens_are_grey_on_the_scale_of_all():
+    norm = scale_of(25)
+    assert (norm.vmin, norm.vmax) == (1e-3, 1.0)
+    picture = matrix_picture(WEIGHTS, norm)
+    assert (picture[0, 1:] == HIDDEN).all() and (picture[1, 2] == HIDDEN).all()
+    assert not (picture[2] == HIDDEN).all(-1).any() and picture[0, 0].sum() > picture[2, 0].sum()
+
+
+def test_models_of_few_layers_are_side_by_side():
+    few, many = subject_of(), dataclasses.replace(subject_of(), layers=subject_of().layers * 5)  # 4 and 20 layers
+    assert arrange([few]) == ((4, 4), [(0, 0)])
+    assert arrange([few, few, few]) == ((4, 14), [(0, 0), (0, 5), (0, 10)])
+    assert arrange([many, few]) == ((9, 20), [(0, 0), (5, 0)])
+
+
+def test_numbers_fit_their_cells():
+    assert [in_cell(x) for x in (0, 0.0123, 0.35449, 1, 5.6569, 11.87, 104.4)] == [
+        "0.000", "0.012", "0.354", "1.00", "5.66", "11.9", "104",
+    ]  # fmt: skip
+
+
+def test_heads_and_models_are_called_by_their_form():
+    hybrid = subject_of(attention="GA", head_offsets="NPS", gka_values="raw")
+    assert form(hybrid.config) == "pattern GA, head offsets NPS, values raw"
+    assert hybrid.head_names(hybrid.layers[0]) == ["1", "2 P", "3 S", "4"]
+    assert hybrid.head_names(hybrid.layers[1]) == ["1", "2", "3", "4"]
+    assert form(dataclasses.replace(SHAPE, attention="vlt", value_embeds="all")) == "VLT, value embeddings all"

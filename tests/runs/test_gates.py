@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from gka import testing
 from runs.bench import deit, gpt
@@ -62,10 +63,34 @@ def test_the_gate_of_a_whole_language_model_stops_what_is_wrong(kind):
         assert testing.error(gradient(model, lambda: model(candidate.ids, candidate.targets)), before) > 0.01
 
 
-@pytest.mark.parametrize("phase", [deit.INFERENCE, deit.TRAINING])
-def test_the_gate_of_a_whole_vision_model_stops_what_is_wrong(phase):
-    candidate = deit.Candidate("gka", "ti", phase, 3, deit.DeitConfig(compile_mode="off").fill("cpu"), CPU)
+@pytest.mark.parametrize(
+    "kind, phase", [("gka", deit.INFERENCE), ("gka", deit.TRAINING), (deit.UNFUSED, deit.TRAINING)]
+)
+def test_the_gate_of_a_whole_vision_model_stops_what_is_wrong(kind, phase):
+    candidate = deit.Candidate(kind, "ti", phase, 3, deit.DeitConfig(compile_mode="off").fill("cpu"), CPU)
     assert candidate.gate() is None
     right = candidate.network
     candidate.network = lambda images: 1.01 * right(images)
     assert "is off by" in candidate.gate()
+
+
+def test_the_unfused_model_builds_w_and_gives_the_fused_models_logits():
+    """With the same weights; the sums of W's rows are what its fused twin never has."""
+    fused, unfused = (deit.create(kind, "ti", "").eval() for kind in ("gka", deit.UNFUSED))
+    unfused.load_state_dict(fused.state_dict())
+    images, seen = torch.randn(2, 3, deit.PIXELS, deit.PIXELS), []
+
+    class Products(TorchFunctionMode):
+        def __torch_function__(self, function, types, arguments=(), options=None):
+            result = function(*arguments, **(options or {}))
+            if isinstance(result, torch.Tensor) and result.shape[-2:] == (197, 197):
+                seen.append(function)
+            return result
+
+    with torch.inference_mode():
+        with Products():
+            logits = fused(images)
+        assert not seen
+        with Products():
+            assert torch.allclose(unfused(images), logits, rtol=1e-4, atol=1e-5)
+    assert len(seen) >= 3 * len(unfused.blocks)  # distances, affinities, W

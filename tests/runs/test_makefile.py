@@ -137,6 +137,40 @@ def test_figures_are_of_the_named_run_and_image_or_the_demos(make):
     assert "--run" not in make("-n", "figures").stdout.splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    "file, content",
+    [
+        ("checkpoints/step_00000007/state.json", '{"model_config": {}}'),
+        ("state.json", '{"model_config": {}}'),
+        ("config.json", '{"model_type": "gka-gpt"}'),
+    ],
+)
+def test_figures_of_a_language_run_are_of_a_text(make, tmp_path, ready, file, content):
+    path = tmp_path / "elsewhere" / file
+    path.parent.mkdir(parents=True)
+    path.write_text(content)
+    (line,) = make("-n", "figures", "RUN=elsewhere", "TEXT=It's a cat").stdout.splitlines()
+    words = shlex.split(line)
+    assert "nanochat_gka.draw --out out/figures --demo out/demo --run elsewhere" in line
+    assert words[words.index("--text") + 1] == "It's a cat"
+    path.write_text("damaged")
+    assert "deit_gka.draw" in make("-n", "figures", "RUN=elsewhere").stdout
+
+
+@pytest.mark.parametrize(
+    "settings, drawn",
+    [
+        ((), ["deit_gka", "nanochat_gka"]),
+        (("TEXT=a cat",), ["nanochat_gka"]),
+        (("IMAGE=cat.jpg",), ["deit_gka"]),
+        (("MODEL=deit_small_patch16_224",), ["deit_gka"]),
+    ],
+)
+def test_figures_of_the_demo_are_of_both_trainers(make, tmp_path, ready, settings, drawn):
+    (tmp_path / "out/demo/runs/d4-gka-paper-400").mkdir(parents=True)
+    assert re.findall(r"-m (\w+)\.draw", make("-n", "figures", *settings).stdout) == drawn
+
+
 def test_core_takes_the_named_run_and_bundle(make):
     last = make("-n", "eval-core", "BUNDLE=a b", "RUN=elsewhere", "NGPU=2").stdout.splitlines()[-1]
     assert "runs.paper.core --run elsewhere --bundle 'a b' --base out --ngpu 2 -- " in last

@@ -25,7 +25,13 @@ def write(path, *records):
 def vision_records(label="GKA-Ti", images=IMAGENET_VALIDATION, **changed):
     """Settings and numbers of a finished vision run; `changed` settings make it another one."""
     config = VisionTraining(model=measured.timm_name(label), data="x", **changed)
-    finish = {"parameters": measured.cost(label).parameters, "ema_top1": 71.25, "images": images, "broken": 0}
+    finish = {
+        "parameters": measured.cost(label).parameters,
+        "top1": 71.0,
+        "ema_top1": 71.25,
+        "images": images,
+        "broken": 0,
+    }
     return config, finish
 
 
@@ -51,8 +57,8 @@ def cells(number, base, results=measured.RESULTS):
 
 def test_every_number_of_the_published_file_is_in_its_table(tmp_path):
     for about in published.TABLES.values():
-        shown = {cell for row in BUILDERS[about["number"]](Sources(tmp_path)).rows for cell in row}
-        figures = {figure for row in about["rows"].values() for figure in row.values()}
+        shown = {cell.replace(",", "") for row in BUILDERS[about["number"]](Sources(tmp_path)).rows for cell in row}
+        figures = {figure.replace(",", "") for row in about["rows"].values() for figure in row.values()}
         if about["number"] == 7:  # with standard errors, differences with a sign
             shown = {re.sub(r" ±.*", "", cell) for cell in shown}
             differences = {row["difference"] for row in about["rows"].values()}
@@ -145,43 +151,50 @@ def test_core_has_differences_with_standard_errors_of_each_columns_examples(tmp_
             lines.append({"config": {"model": name, "step": step, "task": task}, "metrics": metrics})
         write(tmp_path / "core" / "a.jsonl", *lines) if model == "GKA" else write(tmp_path / "core" / "b.jsonl", *lines)
     table = BUILDERS[7](Sources(tmp_path))
-    row = next(row for row in table.rows if row[0] == "copa")
-    assert row[1:4] == ["0.3000 ± 0.095 (n = 100)", "0.3000 ± 0.095 (n = 100)", "+0.0000 ± 0.135"]
-    assert row[4:] == ["0.0000 ± 0.100 (n = 100)", "0.2000 ± 0.098 (n = 100)", "+0.2000 ± 0.140", "+0.2000"]
-    assert table.rows[-1][0] == "mean" and not table.commands
-    assert "(n = 200)" in table.rows[0][2] and f"(n = {CORE_SIZES['hellaswag_zeroshot']:,})" in table.rows[0][1]
+    base, gka, difference = [row[2:] for row in table.rows if row[0] == "copa"]
+    assert base == ["0.3000 ± 0.095 (n = 100)", "0.0000 ± 0.100 (n = 100)", "-0.3000 ± 0.138"]
+    assert gka == ["0.3000 ± 0.095 (n = 100)", "0.2000 ± 0.098 (n = 100)", "-0.1000 ± 0.137"]
+    assert difference == ["+0.0000 ± 0.135", "+0.2000 ± 0.140", "+0.2000"]
+    assert [row[0] for row in table.rows[-3:]] == ["mean"] * 3 and not table.commands
+    assert "(n = 200)" in table.rows[1][2] and f"(n = {CORE_SIZES['hellaswag_zeroshot']:,})" in table.rows[0][2]
 
 
 def test_the_runtime_table_has_totals_and_gpus_shares(tmp_path):
     def line(phase, batch, kind, rate):
         config = {"case": f"deit-ti-b{batch}", "phase": phase, "candidate": kind, "quick": False}
-        config |= {"role": "ours" if kind == "gka" else "baseline", "group": f"{phase}{batch}"}
+        role = {"gka": "ours", "softmax": "baseline", "gka-unfused": "unfused"}[kind]
+        config |= {"role": role, "group": f"{phase}{batch}"}
         metrics = {"status": "ok", "median_ms": 1e3 / rate, "items_per_second": rate, "peak_mib": 300.5}
         return {"hardware": "NVIDIA H100", "config": config, "metrics": metrics}
 
     lines = [line("inference", 64, "gka", 40_000), line("inference", 128, "gka", 50_000)]
     lines += [line("training", 64, "gka", 1_500), line("training", 64, "softmax", 1_600)]
+    lines += [line("inference", 64, "gka-unfused", 20_000), line("training", 64, "gka-unfused", 700)]
     write(tmp_path / "bench_deit_a-cpu-2-threads.jsonl", line("inference", 64, "gka", 9))
-    assert cells(4, tmp_path, tmp_path)["GKA-Ti", "inference img/s, 1 GPU"][1] == NOT_RUN
+    assert cells(4, tmp_path, tmp_path)["GKA-Ti", "inference: img/s, 1 GPU"][1] == NOT_RUN
     write(tmp_path / "bench_deit_nvidia-h100.jsonl", *lines)
     shown = cells(4, tmp_path, tmp_path)
-    assert shown["GKA-Ti", "inference img/s, 1 GPU"] == ["37806", "50,000", "+32.25 %"]
-    assert shown["GKA-Ti", "inference batch"] == ["128", "128", "0"]
-    assert shown["GKA-Ti", "training img/s, 64 a GPU, per GPU"][:2] == [f"{7567 / 7:.0f}", "1,500"]
-    assert shown["DeiT-Ti", "training MB, 64 a GPU"][:2] == ["1245", "300.5"]
-    assert shown["GKA-Ti", "training img/s, 64 a GPU, total of 7"][1] == NOT_RUN
+    assert shown["GKA-Ti", "inference: img/s, 1 GPU"] == ["37,806", "50,000", "+32.25 %"]
+    assert shown["GKA-Ti", "inference: batch"] == ["128", "128", "0"]
+    assert shown["GKA-Ti", "training bs 64: img/s, 1 GPU"][:2] == [f"{7567 / 7:,.0f}", "1,500"]
+    assert shown["DeiT-Ti", "training bs 64: MB, 1 GPU"][:2] == ["1,245", "300.5"]
+    assert shown["GKA-Ti, unfused", "inference: img/s, 1 GPU"] == ["37,806", "20,000", "-47.10 %"]
+    assert shown["GKA-Ti, unfused", "training bs 64: img/s, 1 GPU"][:2] == ["1,081", "700"]
+    assert shown["GKA-Ti, unfused", "training bs 128: MB, 1 GPU"][:2] == ["4,876", NOT_RUN]
+    assert not any("7 GPUs" in measure for label, measure in shown if "unfused" in label)
+    assert shown["GKA-Ti", "training bs 64: img/s, 7 GPUs"][1] == NOT_RUN
     config, finish = vision_records(batch_size=64 * GPUS, epochs=1, warmup_epochs=0, model_tag="ti-64")
     metrics = {**finish, "images_per_second": 9_999.0, "memory_mib": 2.0}
     record = {"kind": "train_deit", "processes": GPUS, "config": config.record(), "metrics": metrics}
     write(tmp_path / "results.jsonl", record)
-    assert cells(4, tmp_path, tmp_path)["GKA-Ti", "training img/s, 64 a GPU, total of 7"][1] == "9,999"
+    assert cells(4, tmp_path, tmp_path)["GKA-Ti", "training bs 64: img/s, 7 GPUs"][1] == "9,999"
 
 
 def test_differences_are_absolute_and_relative_from_a_thousand_up():
     assert compare("5.72", 5.7174) == ["5.72", "5.717", "-0.003"]
     assert compare("36", 36) == ["36", "36", "0"]
     assert compare("3.0042e9", 3_004_190_720.0) == ["3.0042e9", "3.00419e9", "0"]
-    assert compare("2000", 1500.4) == ["2000", "1,500", "-24.98 %"]
+    assert compare("2000", 1500.4) == ["2,000", "1,500", "-24.98 %"]
     assert compare("72.2", None) == ["72.2", NOT_RUN, ""]
 
 
@@ -191,3 +204,29 @@ def test_the_terminal_shows_the_tables_that_were_asked_for(tmp_path, capsys):
     assert printed.index("Table 6 of the paper") < printed.index("Table 2 of the paper") and "Table 1 of" not in printed
     with pytest.raises(UserError, match="--only takes numbers from 1 to 8, got 9"):
         tables.main(tables.PaperTablesConfig(tmp_path, only=[9]))
+
+
+def test_runs_with_other_settings_have_rows_of_their_own(tmp_path):
+    """Of BASE alone; the one of the paper's configuration fills the paper's row and has no other."""
+    vision_folder(tmp_path, epochs=7)
+    vision_folder(tmp_path, "DeiT-Ti")
+    name = language_folder(tmp_path, head_offsets="PS", model_tag="with-offsets")
+    scores = [
+        {
+            "config": {"model": name, "step": 2650, "task": task},
+            "metrics": {"accuracy": 0.5, "baseline": 25, "examples": 9},
+        }
+        for task in PAPER_TASKS
+    ]
+    write(tmp_path / "core" / "a.jsonl", *scores)
+    other = next(path.name for path in (tmp_path / "runs").iterdir() if "gka" in path.name)
+    table = BUILDERS[2](Sources(tmp_path))
+    named = {row[0] for row in table.rows} - published.rows("main_results").keys()
+    assert named == {other} and "Runs with other settings" in table.caption
+    assert cells(2, tmp_path)[other, "Top-1 (%)"] == ["", "71.25", ""]
+    assert cells(6, tmp_path)[name, "Val BPB"] == ["", "0.81", ""]
+    assert cells(8, tmp_path)[name, "Train tokens"] == ["", "2.77873e9", ""]
+    assert cells(7, tmp_path)["copa", name] == ["", "0.3333 ± 0.222 (n = 9)", ""] and ("mean", name) in cells(
+        7, tmp_path
+    )
+    assert "Runs with other settings" not in BUILDERS[6](Sources(tmp_path / "nothing")).caption

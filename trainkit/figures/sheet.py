@@ -39,9 +39,16 @@ def sheet(
     figure.subplots_adjust(
         left / width, bottom / height, 1 - right / width, 1 - top / height, gaps[0] / cell[0], gaps[1] / cell[1]
     )
-    figure.text(EDGE / width, 1 - EDGE / height, title, va="top", fontsize=11, fontweight="bold")
-    figure.text(EDGE / width, EDGE / height, "\n".join(lines), va="bottom", fontsize=8, linespacing=1.3)
+    words = dict(parse_math=False)  # a text may have two dollar signs
+    figure.text(EDGE / width, 1 - EDGE / height, title, va="top", fontsize=11, fontweight="bold", **words)
+    figure.text(EDGE / width, EDGE / height, "\n".join(lines), va="bottom", fontsize=8, linespacing=1.3, **words)
     return figure, axes
+
+
+def name_above(axis, name: str) -> None:
+    """Write a name above the title of an axis, at its left."""
+    place = dict(xytext=(0, 22), xycoords="axes fraction", textcoords="offset points")
+    axis.annotate(name, (0, 1), fontsize=9, fontweight="bold", parse_math=False, **place)
 
 
 def bare(axes, fontsize: int = 8) -> None:
@@ -58,7 +65,15 @@ def label_layers(axes, subject) -> None:
         axis.set_title(f"layer {number}" + (f" ({layer.kind})" if layer.kind != "gka" else ""), fontsize=9)
 
 
-def scale(figure, norm, beside, place: tuple[float, float, float, float], label: str = "", across: bool = False):
+def scale(
+    figure,
+    norm,
+    beside,
+    place: tuple[float, float, float, float],
+    label: str = "",
+    across: bool = False,
+    cmap: str = CMAP,
+):
     """A colour bar at `place` (left, bottom, width, height), in parts of the axis `beside`. Returns it."""
     from matplotlib.cm import ScalarMappable
 
@@ -66,8 +81,8 @@ def scale(figure, norm, beside, place: tuple[float, float, float, float], label:
     left, bottom = box.x0 + place[0] * box.width, box.y0 + place[1] * box.height
     axis = figure.add_axes((left, bottom, place[2] * box.width, place[3] * box.height))
     orientation = "horizontal" if across else "vertical"
-    bar = figure.colorbar(ScalarMappable(norm, CMAP), cax=axis, orientation=orientation)
-    bar.ax.tick_params(labelsize=7, length=2, pad=1)
+    bar = figure.colorbar(ScalarMappable(norm, cmap), cax=axis, orientation=orientation)
+    bar.ax.tick_params(which="both", labelsize=7, length=2, pad=1)
     bar.outline.set_linewidth(0.4)
     bar.set_label(label, fontsize=8)
     return bar
@@ -95,9 +110,9 @@ def logarithmic(values: torch.Tensor, decades: float = 4) -> LogNorm:
     return LogNorm(min(least, most * 0.999), most, clip=True)
 
 
-def coloured(values: torch.Tensor, norm) -> np.ndarray:
+def coloured(values: torch.Tensor, norm, cmap: str = CMAP) -> np.ndarray:
     """A map as bytes of red, green and blue."""
-    return np.uint8(np.rint(255 * colormaps[CMAP](norm(values.numpy()))[..., :3]))
+    return np.uint8(np.rint(255 * colormaps[cmap](norm(values.numpy()))[..., :3]))
 
 
 def save(figure, path: Path) -> Path:

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 HOLDS, FAILS = "holds here", "does not hold"
-ARITHMETIC, UNTESTED = "follows from arithmetic", "untested"
-VERDICTS = (HOLDS, FAILS, ARITHMETIC, UNTESTED)
+NOT_SEEN, ARITHMETIC, UNTESTED = "not seen here", "follows from arithmetic", "untested"
+VERDICTS = (HOLDS, NOT_SEEN, FAILS, ARITHMETIC, UNTESTED)
 
 # Scales
 PRINTED = "the paper's printed figures"
@@ -28,5 +28,10 @@ def follows(true: bool, scale: str, measured: str) -> Finding:
 
 
 def holds(true: bool, scale: str, measured: str) -> Finding:
-    """Of a claim that a measurement decides."""
+    """Of a claim that a measurement at the claim's own scale, or an exact computation, decides."""
     return Finding(HOLDS if true else FAILS, scale, measured)
+
+
+def seen(true: bool, scale: str, measured: str) -> Finding:
+    """Of a claim about large models that small ones may show, but cannot refute."""
+    return Finding(HOLDS if true else NOT_SEEN, scale, measured)

@@ -1,0 +1,29 @@
+"""The table of the families: what `FAMILIES[name](subjects, folder)` draws, and what a family needs of the models."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from nanochat_gka.figures.distances import draw_distances
+from nanochat_gka.figures.heads import draw_heads
+from nanochat_gka.figures.matrices import draw_matrices
+from nanochat_gka.figures.rows import draw_rows
+from nanochat_gka.figures.subjects import Subject
+from nanochat_gka.figures.training import draw_training
+from trainkit.plots import Figure
+
+FAMILIES: dict[str, Callable[[Sequence[Subject], Path], list[Figure]]] = {
+    "rows": draw_rows,
+    "matrices": draw_matrices,
+    "heads": draw_heads,
+    "sigma": draw_training,
+    "distances": draw_distances,
+}
+
+
+def why_not(family: str, subjects: Sequence[Subject]) -> str:
+    """Why the family cannot be drawn of these models; empty if it can."""
+    if family in ("sigma", "distances") and not any(subject.has_sigma for subject in subjects):
+        return f"{subjects[0].model} has no layer with a bandwidth"
+    if family == "sigma" and not any(subject.history for subject in subjects):
+        return f"the log of {subjects[0].model} has no evaluations with bandwidths"
+    return ""

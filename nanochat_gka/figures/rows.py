@@ -1,0 +1,131 @@
+"""What a token looks at: its row of W as the text itself, every token on the colour of its weight."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.collections import PolyCollection
+from matplotlib.colors import PowerNorm
+
+from nanochat_gka.figures.subjects import Subject, caption
+from nanochat_gka.figures.words import FONT, choose
+from trainkit.figures.measures import effective_tokens
+from trainkit.figures.sheet import bare, coloured, name_above, save, scale, sheet
+from trainkit.plots import Figure
+
+LINE_CHARACTERS = 110
+FONT_SIZE = 6.5  # points
+CHARACTER = FONT_SIZE / 72 * 1233 / 2048  # inches; the font's width of every character over its height
+LINE = 0.13  # inches
+MOST_LINES = 96  # of one query, if the layers are not named
+TOKENS = 64  # of the text that are drawn
+AFTER = 10  # tokens after the last query, which no row weights
+CMAP, EDGE, HIDDEN = "YlOrRd", "tab:blue", "0.78"
+DARK = 0.45  # the weight from which on the colour is too dark for black letters
+
+
+def draw_rows(
+    subjects: Sequence[Subject],
+    folder: Path,
+    queries: Sequence[int] = (),
+    layers: Sequence[int] = (),
+    tokens: int = TOKENS,
+) -> list[Figure]:
+    """Draw rows of W as the text: a block for every query, models side by side.
+
+    queries: tokens from 0; without any three are chosen. layers: from 0; without any all, or as many as fit. tokens:
+    how many of the text are shown, -1 = all.
+    """
+    first = subjects[0]
+    words = first.words if tokens < 0 else first.words[:tokens]
+    queries = queries or choose(words)
+    words = words[: max(queries) + 1 + AFTER]
+    places, depth = place_words(words), max(len(subject.layers) for subject in subjects)
+    lines, width = 1 + places[-1][0], max(column + len(word) for word, (_, column) in zip(words, places))
+    chosen = layers or spread_layers(depth, lines * first.num_heads)
+    names = ", ".join(f'"{words[query].strip()}" (token {query + 1})' for query in queries)
+    some = "" if len(chosen) == depth else f"Layers {', '.join(str(layer + 1) for layer in chosen)} of {depth}."
+    words_of_it = caption(
+        subjects,
+        f"Rows of W of {names}, framed, by layer and head: the colour behind a token is its weight. Tokens in grey are "
+        "hidden by the causal mask, the window or an offset. Right: effective tokens, exp(entropy of the row).",
+        some,
+    )
+    title = "What a token looks at"
+    height = max(_height(subject, chosen, lines) for subject in subjects)
+    cell = (max(width * CHARACTER, 2.0), height * LINE)
+    margins, gaps = (1.1, 0.95, 0.85, 0.1), (1.75, 0.3)
+    figure, axes = sheet(len(queries), len(subjects), cell, title, words_of_it, margins, gaps)
+    bare(axes)
+    norm, table = PowerNorm(0.5, 0, 1, clip=True), []
+    for row, query in zip(axes, queries):
+        for axis, subject in zip(row, subjects):
+            axis.set(xlim=(0, cell[0] / CHARACTER), ylim=(height, 0))
+            axis.set_title(f'row of "{words[query].strip()}"', fontsize=8, loc="left", pad=3, parse_math=False)
+            axis.set_title("eff.", fontsize=7, x=1.0 + 0.35 / cell[0], pad=3)
+            table += _draw_block(axis, subject, chosen, words, places, query, norm)
+    for axis, subject in zip(axes[0], subjects):
+        name_above(axis, subject.model)
+    bar = scale(figure, norm, axes[0, -1], (1 + 0.55 / cell[0], 0.1, 0.1 / cell[0], 0.8), cmap=CMAP)
+    bar.set_ticks([0, 0.05, 0.2, 0.5, 1])
+    return [Figure(save(figure, folder / "rows.png"), title, words_of_it, table)]
+
+
+def place_words(words: Sequence[str], width: int = LINE_CHARACTERS) -> list[tuple[int, int]]:
+    """The (line, column) where every word begins, in characters; a word goes to the next line if it does not fit."""
+    places, line, column = [], 0, 0
+    for word in words:
+        if column and column + len(word) > width:
+            line, column = line + 1, 0
+        places.append((line, column))
+        column += len(word)
+    return places
+
+
+def spread_layers(depth: int, lines_of_layer: int) -> list[int]:
+    """Layers, from 0, evenly spread from the first to the last, as many as fit; all of them if they do."""
+    count = min(depth, max(1, MOST_LINES // lines_of_layer))
+    return sorted(set(np.linspace(depth - 1, 0, count).round().astype(int).tolist()))
+
+
+def _height(subject: Subject, chosen: Sequence[int], lines: int) -> float:
+    """Of a block, in lines: half a line follows every layer."""
+    return sum(layer < len(subject.layers) for layer in chosen) * (lines * subject.num_heads + 0.5)
+
+
+def _draw_block(axis, subject: Subject, chosen: Sequence[int], words, places, query: int, norm) -> list[dict]:
+    """The row of one query in every head of the chosen layers of one model. Returns what it says in numbers."""
+    lines, top, right, table = 1 + places[-1][0], 0.0, axis.get_xlim()[1] + 1, []
+    font = dict(family=FONT, fontsize=FONT_SIZE, va="center", parse_math=False)
+    for number in chosen:
+        if number >= len(subject.layers):
+            continue
+        layer = subject.layers[number]
+        for head, name in enumerate(subject.head_names(layer)):
+            row, offset = layer.reads[head, query], int(layer.value_offsets[head])
+            visible = range(max(0, query - layer.window - offset), max(1, query + 1 - offset))
+            effective, most = float(effective_tokens(row[None])), int(row.argmax())
+            axis.text(-1, top + 0.5, f"layer {number + 1} head {name}", ha="right", **font)
+            axis.text(right, top + 0.5, f"{effective:5.1f}", **font)
+            for token, (word, (line, column)) in enumerate(zip(words, places)):
+                colour = HIDDEN if token not in visible else "white" if row[token] > DARK else "black"
+                axis.text(column, top + line + 0.5, word, color=colour, **font)
+            corners = [_corners(words[token], places[token], top) for token in visible]
+            colours = coloured(row[visible.start : visible.stop], norm, CMAP) / 255
+            axis.add_collection(PolyCollection(corners, facecolors=colours, linewidths=0))
+            frame = [_corners(words[query], places[query], top)]
+            axis.add_collection(PolyCollection(frame, facecolors="none", edgecolors=EDGE, linewidths=0.8, zorder=5))
+            table.append(
+                {"model": subject.model, "token": words[query].strip(), "layer": number + 1, "head": name,
+                 "effective tokens": effective, "largest weight": float(row[most]), "on": words[most].strip()}
+            )  # fmt: skip
+            top += lines
+        top += 0.5
+    return table
+
+
+def _corners(word: str, place: tuple[int, int], top: float) -> list[tuple[float, float]]:
+    """The box of a word, (x, y) in characters and lines."""
+    (line, left), right = place, place[1] + len(word)
+    low, high = top + line + 0.04, top + line + 0.96
+    return [(left, low), (right, low), (right, high), (left, high)]

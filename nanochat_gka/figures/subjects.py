@@ -1,0 +1,124 @@
+"""What is drawn: one model's attention on one text, and how its bandwidths got where they are.
+
+subjects = subjects_of([run, its_twin], "The text that they read.")
+figures = FAMILIES["rows"](subjects, folder)  # of families.py
+"""
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gka import KINDS
+from nanochat_gka.figures.maps import LayerMaps, extract
+from nanochat_gka.figures.words import printable, shown
+from nanochat_gka.model.checkpoints import Loaded, load, run_folder
+from nanochat_gka.model.config import OFFSET_LETTERS, GPTConfig
+from trainkit.cli import UserError
+from trainkit.progress import read_events
+
+QUOTED = 120  # characters of the text in a caption
+OFFSETS = (
+    "In GKA layers heads marked P pair a key with the value of the token before it, heads marked S with the value of "
+    "the token after it; weights are shown at the token whose value is mixed."
+)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The bandwidths at one evaluation of a training run."""
+
+    tokens: int  # trained on so far
+    sigma: dict[int, list[float]]  # by layer from 0, one for every head
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One model's attention on one text."""
+
+    model: str  # the name of its run, and of its folder of figures
+    about: str  # model and weights, in words
+    config: GPTConfig
+    text: str
+    words: list[str]  # every token as it is shown, T of them; the first one begins the document
+    layers: list[LayerMaps]
+    history: list[Evaluation]  # in order; empty if there is no log
+
+    @property
+    def num_heads(self) -> int:
+        return self.config.n_head
+
+    @property
+    def has_sigma(self) -> bool:
+        return any(layer.sigma is not None for layer in self.layers)
+
+    def head_names(self, layer: LayerMaps | None = None) -> list[str]:
+        """1, 2, ... and the letter of an offset, unless `layer` is of a kind that has none."""
+        names = [str(head) for head in range(1, self.num_heads + 1)]
+        if layer is None or layer.sigma is not None:
+            for letter in "PS":
+                for heads in self.config.heads_with(OFFSET_LETTERS[letter]):
+                    names[heads] = [f"{name} {letter}" for name in names[heads]]
+        return names
+
+
+def caption(subjects: Sequence[Subject], *sentences: str) -> str:
+    """What the models are and read, the sentences, and what letters at heads mean, where there are any."""
+    first = subjects[0]
+    text = printable(textwrap.shorten(first.text, QUOTED, placeholder=" …"))
+    read = f'Text: "{text}", {len(first.words)} tokens; the first one begins the document.'
+    offsets = OFFSETS if any(subject.config.head_offsets for subject in subjects) else ""
+    return " ".join(filter(None, [f"{'; '.join(s.about for s in subjects)}.", read, *sentences, offsets]))
+
+
+def form(config: GPTConfig) -> str:
+    """The attention of a model in words: its kind or pattern, and what is not the paper's form."""
+    words = [KINDS[config.attention].label if config.attention in KINDS else f"pattern {config.attention.upper()}"]
+    words += [f"head offsets {config.head_offsets.upper()}"] if config.head_offsets else []
+    words += [f"values {config.gka_values}"] if config.gka_values != "rotated" else []
+    words += [f"value embeddings {config.value_embeds}"] if config.value_embeds != "auto" else []
+    return ", ".join(words)
+
+
+def subjects_of(paths: Sequence[Path], text: str, step: int = -1) -> list[Subject]:
+    """What the models of some runs do with a text. step: the checkpoint of the first, -1 = the newest.
+
+    paths: run folders, checkpoint folders or exported models. Raises UserError for anything else, for tokenizers that
+    differ, for a text that is too long, and for attention whose W cannot be computed again.
+    """
+    loaded = [load(path, step if number == 0 else -1) for number, path in enumerate(paths)]
+    for path, twin in zip(paths, loaded):
+        if twin.tokenizer.sha256 != loaded[0].tokenizer.sha256:
+            raise UserError(f"{path} has another tokenizer than {paths[0]}: they do not read the same tokens")
+    return [_subject(path, model, text) for path, model in zip(paths, loaded)]
+
+
+def _subject(path: Path, loaded: Loaded, text: str) -> Subject:
+    ids, config = [loaded.tokenizer.bos_id, *loaded.tokenizer.encode(text)], loaded.model.config
+    trained = f"{loaded.step:,} steps and {loaded.training['tokens']:,} tokens"
+    return Subject(
+        model=loaded.name,
+        about=f"{loaded.name} ({form(config)}; depth {config.n_layer}), weights after {trained}",
+        config=config,
+        text=text,
+        words=[shown(loaded.tokenizer, token) for token in ids],
+        layers=extract(loaded.model, ids),
+        history=read_history(run_folder(path) / "log.jsonl", config),
+    )
+
+
+def read_history(log: Path, config: GPTConfig) -> list[Evaluation]:
+    """The bandwidths at the evaluations in a run's log, in order; lines of other programs and shapes are left out."""
+    wanted = [number for number in range(config.n_layer) if KINDS[config.layer_attention(number)].has_bandwidth]
+    history = {}
+    for event in read_events(log, "eval", "sigma", "tokens"):
+        named = event["sigma"] if isinstance(event["sigma"], dict) else {}
+        sigma = {number: named.get(f"layer_{number}") for number in wanted}
+        if sigma and all(_are_numbers(values, config.n_head) for values in sigma.values()):
+            history[event["tokens"]] = Evaluation(event["tokens"], sigma)
+    return [history[tokens] for tokens in sorted(history)]
+
+
+def _are_numbers(values: object, count: int) -> bool:
+    is_list = isinstance(values, list) and len(values) == count
+    return is_list and all(isinstance(value, (int, float)) for value in values)

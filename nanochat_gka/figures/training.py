@@ -1,0 +1,100 @@
+"""The learned bandwidths over training: σ of every layer and head, from the runs' logs."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from nanochat_gka.figures.subjects import Subject, form
+from trainkit.figures.sheet import name_above, save, sheet
+from trainkit.plots import Figure
+
+ACROSS = 5  # layers beside each other
+
+
+def draw_training(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
+    """Draw σ over training: a panel for every layer with a bandwidth, a line for every head, its start dashed.
+
+    Of the models that have a log of bandwidths. Those of one shape, such as seeds, are one line, their mean, in a band
+    from the least to the most.
+    """
+    groups = same_shape([subject for subject in subjects if subject.history])
+    panels = [layers_of(group[0]) for group in groups]
+    columns = min(ACROSS, max(map(len, panels)))
+    rows = [(g, layers[i : i + columns]) for g, layers in zip(groups, panels) for i in range(0, len(layers), columns)]
+    words = (
+        "σ of every head at the evaluations of the training run; dashed: where it started. A band is from the least to "
+        "the most of several runs, the line their mean. The kernel is exp(−|x_i − x_j|² / 2σ²): a σ that grows without "
+        "end makes W the average of all tokens that it sees. " + " ".join(map(growth, groups))
+    )
+    title = "Bandwidths over training"
+    figure, axes = sheet(len(rows), columns, (2.3, 1.9), title, words, (0.7, 1.0, 0.85, 0.55), (0.42, 1.05))
+    for row, (group, layers) in zip(axes, rows):
+        _draw_panels(row, group, layers)
+        others = f" and {len(group) - 1} more" if len(group) > 1 else ""
+        name_above(row[0], f"{group[0].model}{others}: {form(group[0].config)}")
+    table = [
+        {"model": subject.model, "layer": layer + 1, "head": name, "training tokens": subject.history[-1].tokens,
+         "σ at the start": subject.layers[layer].initial_sigma, "σ at the end": subject.history[-1].sigma[layer][head]}
+        for group in groups
+        for subject in group
+        for layer in layers_of(subject)
+        for head, name in enumerate(subject.head_names())
+    ]  # fmt: skip
+    return [Figure(save(figure, folder / "sigma.png"), title, words, table)]
+
+
+def same_shape(subjects: Sequence[Subject]) -> list[list[Subject]]:
+    """Models of one shape that were evaluated at the same steps together, in the order of the first of each."""
+    groups: dict[object, list[Subject]] = {}
+    for subject in subjects:
+        groups.setdefault((subject.config, tuple(e.tokens for e in subject.history)), []).append(subject)
+    return list(groups.values())
+
+
+def layers_of(subject: Subject) -> list[int]:
+    """The layers with a bandwidth, from 0."""
+    return [number for number, layer in enumerate(subject.layers) if layer.sigma is not None]
+
+
+def bandwidths(group: Sequence[Subject], layer: int) -> np.ndarray:
+    """σ of a layer in every run of a group, at every evaluation, of every head: (runs, E, H)."""
+    return np.array([[evaluation.sigma[layer] for evaluation in subject.history] for subject in group])
+
+
+def growth(group: Sequence[Subject]) -> str:
+    """How far σ² went, and whether it still moves: a sentence."""
+    squares = np.stack([bandwidths(group, layer) for layer in layers_of(group[0])]) ** 2  # (L, runs, E, H)
+    start = group[0].layers[layers_of(group[0])[0]].initial_sigma ** 2
+    ends, runs = squares[:, :, -1] / start, " and ".join(subject.about for subject in group)
+    words = f"{runs}: σ² ended at {ends.min():.2f} to {ends.max():.2f} times its start, {start:.3g}"
+    if squares.shape[2] > 1:
+        change = squares[:, :, -1] / squares[:, :, -2] - 1
+        changed = f", and changed by {change.min():+.0%} to {change.max():+.0%} between the last two evaluations"
+        words += changed.replace("-", "−")
+    return words + "."
+
+
+def _draw_panels(axes, group: Sequence[Subject], layers: Sequence[int]) -> None:
+    """The panels of some layers of the runs of one shape, on one scale."""
+    for axis in axes[len(layers) :]:
+        axis.set_visible(False)
+    axes, tokens = axes[: len(layers)], np.array([evaluation.tokens for evaluation in group[0].history]) / 1e6
+    for axis, layer in zip(axes, layers):
+        for name, sigma in zip(group[0].head_names(), np.moveaxis(bandwidths(group, layer), -1, 0)):
+            (line,) = axis.plot(tokens, sigma.mean(0), marker=".", markersize=5, linewidth=1.2, label=f"head {name}")
+            if len(group) > 1:
+                axis.fill_between(
+                    tokens, sigma.min(0), sigma.max(0), color=line.get_color(), alpha=0.2, linewidth=0
+                )  # fmt: skip
+        initial = group[0].layers[layer].initial_sigma
+        axis.axhline(initial, color="black", linestyle="--", linewidth=1, label=f"start, {initial:.2f}")
+        axis.set_title(f"layer {layer + 1}", fontsize=9)
+        axis.tick_params(labelsize=7)
+        axis.grid(alpha=0.3)
+        axis.set_xlabel("training tokens (millions)", fontsize=8)
+    lows, highs = zip(*(axis.get_ylim() for axis in axes))
+    for axis in axes:
+        axis.set_ylim(min(lows), max(highs))
+    axes[0].set_ylabel("σ", fontsize=9)
+    axes[-1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)

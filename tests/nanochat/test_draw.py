@@ -1,0 +1,214 @@
+"""The command that draws language models: which files, what they say, which mistakes it names."""
+
+import dataclasses
+import json
+
+import pytest
+from matplotlib.figure import Figure
+from PIL import Image
+
+import tiny
+from nanochat_gka.draw import TEXT, DrawConfig, demo_runs, main
+from nanochat_gka.figures.families import FAMILIES
+from nanochat_gka.figures.rows import draw_rows
+from nanochat_gka.figures.subjects import read_history, subjects_of
+from nanochat_gka.figures.words import LONGEST_WORD, shown
+from nanochat_gka.model.checkpoints import export, load
+from tiny_gpt import SHAPE, awake, write_run
+from trainkit.cli import run
+
+READ = "the kernel mixes $5 and $6"
+FORMS = {
+    "gka": dict(attention="gka"),
+    "softmax": dict(attention="softmax"),
+    "offsets": dict(attention="GA", head_offsets="PSN", gka_values="normalised", n_layer=3),
+}
+
+
+def write_log(folder, *sigmas, layers=(0, 1, 2, 3), heads=4, step=10):
+    """A training log with an evaluation for every σ, which all heads have, among lines of other programs."""
+    events = [
+        {"event": "eval", "step": step * place, "tokens": 1000 * step * place,
+         "sigma": {f"layer_{layer}": [sigma + layer] * heads for layer in layers}}
+        for place, sigma in enumerate(sigmas)
+    ]  # fmt: skip
+    lines = [*tiny.NOT_OF_THIS_RUN, *map(json.dumps, events), '{"event": "eval", "step": 3, "sigma": 5, "tokens": 9}']
+    (folder / "log.jsonl").write_text("\n".join(lines) + "\n")
+
+
+@pytest.fixture(scope="module")
+def runs(packed, tokenizer, tmp_path_factory):
+    """Run folders by name; the two with bandwidths have logs."""
+    shape, folder = dataclasses.replace(SHAPE, vocab_size=tokenizer.vocab_size), tmp_path_factory.mktemp("runs")
+    made = {
+        name: write_run(folder / name, awake(dataclasses.replace(shape, **form)), packed / "tokenizer")
+        for name, form in FORMS.items()
+    }
+    write_log(made["gka"], 4, 6, 8)
+    write_log(made["offsets"], 4, 2, layers=(0, 2))
+    return made
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """File name -> the figure that would be written there; nothing is rendered."""
+    kept = {}
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, **options: kept.update({path.name: self}))
+    return kept
+
+
+def drawn(*flags):
+    run(main, DrawConfig, [str(flag) for flag in flags])
+
+
+def words(figure):
+    """Title and caption in one line."""
+    return " ".join(" ".join(text.get_text() for text in figure.texts).split())
+
+
+def mistake(capsys, *flags):
+    """The one line that a wrong command prints."""
+    with pytest.raises(SystemExit) as left:
+        drawn(*flags)
+    said = capsys.readouterr().err
+    assert left.value.code == 2 and said.startswith("error: ") and said.count("\n") == 1
+    return said
+
+
+def test_every_family_is_written_as_png_and_pdf(runs, tmp_path, capsys):
+    drawn("--run", runs["gka"], "--text", "the kernel", "--out", tmp_path)
+    files = {path.name for path in (tmp_path / "gka").iterdir()}
+    assert files == {f"{family}.{form}" for family in FAMILIES for form in ("png", "pdf")}
+    for family in FAMILIES:
+        assert min(Image.open(tmp_path / "gka" / f"{family}.png").size) > 300
+        assert (tmp_path / "gka" / f"{family}.pdf").read_bytes().startswith(b"%PDF")
+    assert "W of 4 layers gives the model's output, relative error up to" in capsys.readouterr().out
+
+
+def test_a_run_and_its_twins_are_side_by_side(runs, figures, tmp_path):
+    twins = ["--twin", runs["softmax"], runs["offsets"]]
+    drawn("--run", runs["gka"], *twins, "--text", READ, "--query", "mixes", "--out", tmp_path)
+    assert len(figures) == 2 * len(FAMILIES)
+    for family in ("rows", "matrices", "heads"):
+        said = words(figures[f"{family}.png"])
+        assert "gka (GKA; depth 4), weights after 7 steps and 7,000 tokens; softmax (softmax; depth 4)" in said
+        assert f'Text: "{READ}"' in said and "heads marked P pair a key" in said
+    assert "softmax (" not in words(figures["distances.png"])
+    names = [text.get_text() for axis in figures["heads.png"].axes for text in axis.texts]
+    assert [name for name in names if name in FORMS] == list(FORMS)
+    assert figures["heads.png"].axes[2].get_yticklabels()[1].get_text() == "2 S"
+
+
+def test_a_page_has_the_words_and_numbers_of_every_figure(runs, figures, tmp_path):
+    subjects = subjects_of(list(runs.values()), READ)
+    for name, draw in FAMILIES.items():
+        (figure,) = draw(subjects, tmp_path)
+        assert figure.path == tmp_path / f"{name}.png" and figure.path.name in figures
+        assert not any(text.get_parse_math() for text in figures[figure.path.name].texts)  # the text has two $
+        assert "".join(words(figures[figure.path.name]).split()) == "".join((figure.title + figure.caption).split())
+        assert figure.rows and len({tuple(row) for row in figure.rows}) == 1 and "NaN" not in json.dumps(figure.rows)
+        with_sigma = {"gka", "offsets"}
+        assert {row["model"] for row in figure.rows} == (with_sigma if name in ("sigma", "distances") else set(FORMS))
+
+
+def test_bandwidths_over_training_are_those_of_the_logs(runs, figures, tmp_path, packed):
+    log, shape = runs["gka"] / "log.jsonl", load(runs["gka"]).model.config
+    assert [(e.tokens, e.sigma[1]) for e in read_history(log, shape)] == [
+        (0, [5] * 4),
+        (10_000, [7] * 4),
+        (20_000, [9] * 4),
+    ]
+    assert not read_history(log, dataclasses.replace(shape, n_head=2, n_kv_head=2))
+    seed = write_run(tmp_path / "seed", load(runs["gka"]).model, packed / "tokenizer")
+    write_log(seed, 4, 8, 12)
+    subjects = subjects_of([runs["gka"], runs["offsets"], seed], "the kernel")
+    (figure,) = FAMILIES["sigma"](subjects, tmp_path)
+    panels = [axis for axis in figures["sigma.png"].axes if axis.get_visible()]
+    assert [axis.get_title() for axis in panels] == [*(f"layer {n}" for n in (1, 2, 3, 4)), "layer 1", "layer 3"]
+    head = panels[1].lines[0]
+    assert head.get_xdata().tolist() == [0, 0.01, 0.02] and head.get_ydata().tolist() == [5, 8, 11]  # of two seeds
+    band = panels[1].collections[0].get_paths()[0].vertices[:, 1]
+    assert {5, 7, 9, 13} <= set(band)
+    assert panels[0].lines[-1].get_linestyle() == "--" and set(panels[0].lines[-1].get_ydata()) == {4.0}
+    # From 8² / 16 in the first layer of one run to 15² / 16 in the last one of the other; (11 / 9)² and (12 / 8)².
+    assert "σ² ended at 4.00 to 14.06 times its start, 16, and changed by +49% to +125%" in figure.caption
+
+
+def test_rows_show_the_asked_tokens_layers_and_beginning_of_the_text(runs, figures, tmp_path):
+    flags = ["--family", "rows", "--layer", 3, 1, "--tokens", 6, "--query", "kernel", "mixes"]
+    drawn("--run", runs["gka"], "--text", READ, *flags, "--out", tmp_path)
+    blocks = [axis for axis in figures["rows.png"].axes if axis.get_title(loc="left").startswith("row of")]
+    assert [axis.get_title(loc="left") for axis in blocks] == ['row of "kernel"', 'row of "mixes"']
+    labels = [text.get_text() for text in blocks[0].texts]
+    assert [label for label in labels if label.startswith("layer ")] == [
+        f"layer {layer} head {head}" for layer in (3, 1) for head in (1, 2, 3, 4)
+    ]
+    assert "Layers 3, 1 of 4." in words(figures["rows.png"]) and labels.count("<|bos|>") == 8
+    subject = subjects_of([runs["gka"]], READ)[0]
+    (figure,) = draw_rows([subject], tmp_path, queries=[3], layers=[2], tokens=6)
+    for head, row in enumerate(figure.rows):
+        weights = subject.layers[2].weights[head, 3]
+        assert row["largest weight"] == float(weights.max()) and row["token"] == subject.words[3].strip()
+        assert row["on"] == subject.words[int(weights.argmax())].strip()
+
+
+def test_models_without_bandwidth_or_log_say_what_is_not_drawn(runs, figures, tmp_path, capsys):
+    drawn("--run", runs["softmax"], "--text", READ, "--out", tmp_path)
+    said = capsys.readouterr().out
+    assert all(f"{name}: not drawn, softmax has no layer with a bandwidth" in said for name in ("sigma", "distances"))
+    assert {path.rpartition(".")[0] for path in figures} == {"rows", "matrices", "heads"}
+    export(load(runs["gka"]), tmp_path / "exported")
+    drawn("--run", tmp_path / "exported", "--text", READ, "--out", tmp_path, "--family", "sigma", "distances")
+    assert "sigma: not drawn, the log of gka has no evaluations" in capsys.readouterr().out
+    assert "distances.png" in figures
+
+
+def test_the_demos_runs_are_the_default(runs, figures, tmp_path, packed):
+    demo = tmp_path / "demo"
+    assert demo_runs(demo) == []
+    model = load(runs["gka"]).model
+    names = ["d4-gka-offsets-9", "d4-gka-paper-9", "d4-softmax-9"]
+    for name in [*names, "d6-softmax-9", "digits-gka-9"]:
+        write_run(demo / "runs" / name, model, packed / "tokenizer")
+    assert [path.name for path in demo_runs(demo)] == ["d4-gka-paper-9", "d4-softmax-9", "d4-gka-offsets-9"]
+    drawn("--demo", demo, "--family", "heads", "--out", tmp_path)
+    assert f'"{TEXT}"' in words(figures["heads.png"]) and "d4-softmax-9 (GKA" in words(figures["heads.png"])
+
+
+def test_mistakes_are_one_line(runs, tmp_path, capsys, tokenizer):
+    gka, (latin, empty) = ("--run", runs["gka"]), (tmp_path / name for name in ("latin.txt", "empty.txt"))
+    latin.write_bytes("für".encode("latin-1"))
+    empty.write_text(" \n")
+    assert "no language runs: give --run, or train some with make demo" in mistake(capsys, "--demo", tmp_path)
+    assert "no checkpoint in no/such/run" in mistake(capsys, "--run", "no/such/run")
+    assert "give either --text or --text-file" in mistake(capsys, *gka, "--text", "a", "--text-file", empty)
+    assert "the text is empty" in mistake(capsys, *gka, "--text-file", empty)
+    assert "latin.txt is not UTF-8" in mistake(capsys, *gka, "--text-file", latin)
+    assert "none.txt: No such file" in mistake(capsys, *gka, "--text-file", tmp_path / "none.txt")
+    assert "the text must have 1 to 160 tokens, it has" in mistake(capsys, *gka, "--text", "kernel " * 200)
+    unknown = mistake(capsys, *gka, "--text", "the kernel mixes", "--query", "cat")
+    assert "--query cat is not one of the tokens that are drawn: <|bos|> " in unknown
+    assert "--layer is at most 4, got 5" in mistake(capsys, *gka, "--text", "the", "--layer", 5)
+    assert "--tokens must be at least 1" in mistake(capsys, *gka, "--tokens", 0)
+
+
+def test_twins_read_the_same_tokens(runs, tmp_path, capsys, packed):
+    other = tmp_path / "tokenizer"
+    other.mkdir()
+    data = json.loads((packed / "tokenizer" / "tokenizer.json").read_text())
+    data["special_tokens"][-1] = "<|another|>"
+    (other / "tokenizer.json").write_text(json.dumps(data))
+    twin = write_run(tmp_path / "twin", load(runs["gka"]).model, other)
+    said = mistake(capsys, "--run", runs["gka"], "--twin", twin)
+    assert f"{twin} has another tokenizer than {runs['gka']}" in said
+
+
+def test_tokens_are_shown_as_one_can_print_them(tokenizer):
+    def show(text):
+        return "".join(shown(tokenizer, token) for token in tokenizer.encode(text))
+
+    assert show(" kernel") == " kernel" and show("a\tb\n") == "a→b↵"
+    assert shown(tokenizer, tokenizer.bos_id) == "<|bos|>"
+    assert show("é") in ("é", r"\xc3\xa9")  # one token, or one for each byte
+    assert shown(tokenizer, tokenizer.ranks[b"\xff"]) == r"\xff" and shown(tokenizer, tokenizer.ranks[b"\x01"]) == "▯"
+    assert max(len(shown(tokenizer, token)) for token in range(tokenizer.vocab_size)) <= LONGEST_WORD
