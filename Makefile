@@ -84,7 +84,6 @@ tables claims: | $(READY)  ## the paper's tables beside ours (BASE=folder); its 
 	$(PY) -m runs.paper.$@ $(if $(filter tables,$@),--base $(BASE)) $(ARGS)
 study: $(PACKED)/manifest.json  ## train what is left of the controlled study (ARGS=--list shows it), builtin by default
 	$(PY) -m runs.study --data $(PACKED) --runs $(BASE)/study $(ARGS)
-
 vendor:  ## clone upstream nanochat and DeiT into vendor/ at the commits of patches/ (or take NANOCHAT_SRC, DEIT_SRC)
 	@$(PYTHON) patches/apply.py vendor
 diff: vendor  ## patch them there, and show what GKA changes in each
