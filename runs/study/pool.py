@@ -15,7 +15,6 @@ from trainkit.progress import console, progress_bar
 
 LOOK_EVERY = 0.3  # seconds between two looks at the running trainings
 MOST_STARTS = 3  # of a training that a signal ended, such as the system's when memory is short
-REFUSED = 2  # a command's exit code for what its user can mend
 
 
 class Pool:
@@ -25,7 +24,8 @@ class Pool:
         self.study, self.at_once, self.threads, self.device_type = study, at_once, threads, device_type
         self.running: dict[Cell, Job] = {}
         self.starts: Counter[Cell] = Counter()
-        self.recorded = 0  # by this pool
+        self.recorded = 0  # rows of finished cells by this pool
+        self.failed: set[Cell] = set()  # in this pool, which does not try them again
         self.stopping = False
 
     def run(self, only: Cell | None = None) -> bool:
@@ -37,7 +37,8 @@ class Pool:
                     if cell not in self.running:
                         bar.remove_task(tasks.pop(cell))
                 for cell, job in self.running.items():
-                    tasks.setdefault(cell, bar.add_task(cell.label, total=cell.steps, status=""))
+                    if cell not in tasks:
+                        tasks[cell] = bar.add_task(cell.label, total=cell.steps, status="")
                     step, status = job.progress()
                     bar.update(tasks[cell], completed=step, status=status)
                 bar.update(whole, completed=self.recorded, total=self.recorded + waiting, status=f"{waiting} left")
@@ -52,7 +53,7 @@ class Pool:
                 self._ended(cell, job)
         if self.stopping:
             return len(self.running)
-        left = [cell for cell in self.study.left() if only in (None, cell)]
+        left = [cell for cell in self.study.left() if only in (None, cell) and cell not in self.failed]
         for cell in left:
             if len(self.running) >= self.at_once:
                 break
@@ -84,6 +85,7 @@ class Pool:
         printed = (job.folder / "output.txt").read_text(errors="replace")[job.printed :].strip().splitlines()
         reason = printed[-1] if printed else "nothing was printed"
         self.study.fail(cell, code, reason.removeprefix("error: "))
+        self.failed.add(cell)
         console.print(f"{cell.label}: failed with exit code {code}: {reason}", highlight=False, markup=False)
 
     def _stop(self) -> None:
