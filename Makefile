@@ -18,9 +18,11 @@ PIP        = $(PY) -m pip install --quiet --disable-pip-version-check
 args_of    = $(if $(filter $(1),$(MAKECMDGOALS)),$(ARGS))
 THE_RUN    = $(if $(findstring -base,$@),$(BASE_RUN),$(GKA_RUN))
 PAPER      = --base $(BASE) --ngpu $(RANKS)
+as_given   = $(if $(value $(1)),$(2) $(call quoted,$(value $(1))))# by value: a $ in a text is a $
+SHOWN      = $(call as_given,IMAGE,--image) $(call as_given,TEXT,--text)
 .PHONY: help setup demo test test-gpu lint bench data tokenizer tokenize pretrain-d20 pretrain-d20-base eval-bpb \
         eval-bpb-base eval-core eval-core-base sample export train-deit-ti train-deit-s train-deit-b eval-deit \
-        ablate-projections figures tables claims study vendor diff unpatch test-patches check-gpu check-images clean
+        ablate-projections figures tables claims report explore study vendor diff unpatch test-patches clean
 help:  ## list the targets
 	@$(NAMES) help $(GIVEN)
 setup: $(READY)  ## create .venv and install everything (the other targets do it once by themselves)
@@ -37,13 +39,10 @@ test: $(READY)  ## run the tests (no GPU, no network)
 test-gpu: $(READY)  ## run the tests that need a CUDA device
 	$(PY) -m pytest -m gpu $(ARGS)
 lint: $(READY)  ## ruff: errors and formatting; mypy: types
-	.venv/bin/ruff check . && .venv/bin/ruff format --check .
-	.venv/bin/mypy
+	.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy
 bench: $(READY)  ## time attention, DeiT and GPT, GKA beside softmax, on the GPU or else the CPU (ARGS goes to all four)
-	$(PY) -m runs.bench.attention $(ARGS)
-	$(PY) -m runs.bench.deit $(ARGS)
-	$(PY) -m runs.bench.gpt $(ARGS)
-	$(PY) -m runs.bench.report $(ARGS)
+	$(PY) -m runs.bench.attention $(ARGS) && $(PY) -m runs.bench.deit $(ARGS)
+	$(PY) -m runs.bench.gpt $(ARGS) && $(PY) -m runs.bench.report $(ARGS)
 
 data: $(PREPARED) $(OWN_CORPUS)  ## fetch or write the corpus: FineWeb-Edu shards, or CORPUS=builtin
 $(PREPARED): | $(READY)
@@ -66,7 +65,7 @@ eval-bpb eval-bpb-base: | $(READY)  ## bits per byte and samples of a run (RUN=f
 eval-core eval-core-base: | $(READY)  ## DCLM's CORE of a run (RUN=folder, BUNDLE=folder or zip, else it is fetched)
 	$(PY) -m runs.paper.core --run $(THE_RUN) $(if $(BUNDLE),--bundle $(call quoted,$(BUNDLE))) $(PAPER) -- $(ARGS)
 sample: | $(READY)  ## text from a run (RUN=folder, PROMPT='...')
-	$(PY) -m nanochat_gka.generate --run $(GKA_RUN) --prompt $(call quoted,$(or $(PROMPT),The)) --stream $(ARGS)
+	$(PY) -m nanochat_gka.generate --run $(GKA_RUN) --prompt $(call quoted,$(or $(value PROMPT),The)) --stream $(ARGS)
 export: | $(READY)  ## a run as a folder of its own, RUN-export: safetensors, configuration, tokenizer, README
 	$(PY) -m nanochat_gka.export --run $(GKA_RUN) --out $(GKA_RUN)-export $(ARGS)
 
@@ -77,9 +76,12 @@ ablate-projections: check-images | $(READY)  ## the paper's ablation: every kind
 	$(PY) -m runs.paper.ablation --runs $(BASE)/runs --data '$(DATA)' $(PAPER) --wandb $(WANDB_MODE) -- $(ARGS)
 eval-deit: | $(READY)  ## top-1 and top-5 of a vision run (MODEL=name or RUN=folder) on its own images, or DATA
 	$(LAUNCH) deit_gka.evaluate --run $(DEIT_RUN) $(if $(DATA),--data '$(DATA)') --results $(BASE)/results.jsonl $(ARGS)
-figures: | $(READY)  ## the paper's figures of a run (RUN=folder, MODEL=name; IMAGE=file, TEXT='...'), else the demo's
-	$(foreach draw,$(DRAW),$(PY) -m $(draw) $(DRAWN) $(MODEL_FLAG) $(if $(IMAGE),--image $(call quoted,$(IMAGE))) \
-	  $(if $(TEXT),--text $(call quoted,$(TEXT))) $(ARGS) &&) true
+figures: check-figures | $(READY)  ## the paper's figures of RUN=folder or MODEL=name (IMAGE=file, TEXT=...) or the demo
+	$(foreach draw,$(DRAW),$(PY) -m $(draw) $(DRAWN) $(MODEL_FLAG) $(SHOWN) $(ARGS) &&) true
+report: | $(READY)  ## all of it in one HTML page: runs, figures, tables, claims (RUN=folder, else all of BASE)
+	$(PY) -m runs.report $(REPORTED) $(SHOWN) $(ARGS)
+explore: | $(READY)  ## a page in the browser: your image or text, scaled bandwidths (RUN=folder, else the demo's)
+	$(PY) -m runs.explore $(EXPLORED) $(MODEL_FLAG) $(ARGS)
 tables claims: | $(READY)  ## the paper's tables beside ours (BASE=folder); its claims beside what was measured
 	$(PY) -m runs.paper.$@ $(if $(filter tables,$@),--base $(BASE)) $(ARGS)
 study: $(PACKED)/manifest.json  ## train what is left of the controlled study (ARGS=--list shows it), builtin by default
@@ -94,6 +96,6 @@ test-patches: $(READY) $(if $(NANOCHAT_SRC)$(wildcard vendor/nanochat),.venv/.pa
 	$(PY) -m pytest -rs -m 'upstream or not upstream' tests/patches $(ARGS)
 .venv/.patches: patches/requirements.txt | $(READY)
 	-$(PIP) -r $< && touch $@
-check-gpu check-images: ; @$(NAMES) $@ $(GIVEN)
+check-gpu check-images check-figures: ; @$(NAMES) $@ $(GIVEN)
 clean:  ## delete the environment, keep the outputs
 	rm -rf .venv *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -32,6 +32,11 @@ def describe_hardware(device: torch.device) -> str:
     return f"{model}, {threads} thread{'s' if threads > 1 else ''}"
 
 
+def hardware_of(record: dict[str, Any]) -> str:
+    """The hardware of a record, in words. Older records count "1 threads"."""
+    return re.sub(r"\b1 threads$", "1 thread", str(record["hardware"]))
+
+
 def is_processor(hardware: str) -> bool:
     """Whether `describe_hardware`, or a file named after it, means a processor: an accelerator has no threads."""
     return bool(re.search(r"\b\d+[ -]threads?$", hardware))

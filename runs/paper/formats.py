@@ -120,7 +120,9 @@ def html(table: PaperTable) -> str:
         return f'<td class="{names}">{inside}</td>' if names else f"<td>{inside}</td>"
 
     lines = [f'<table id="table-{table.number}">', f"<caption>{html_text(table.caption)}</caption>", "<thead>"]
-    lines.append("<tr>" + "".join(f'<th scope="col">{html_text(text)}</th>' for text in table.headings) + "</tr>")
+    kinds = ["" if place < table.text_columns else ' class="number"' for place in range(len(table.headings))]
+    headings = [f'<th scope="col"{kind}>{html_text(text)}</th>' for kind, text in zip(kinds, table.headings)]
+    lines.append(f"<tr>{''.join(headings)}</tr>")
     lines.append("</thead>")
     for rows in table.groups:
         scope = f'rowgroup" rowspan="{len(rows)}' if len(rows) > 1 else "row"

@@ -1,18 +1,16 @@
 """Where the tables' numbers come from: the result files, and the line that names commit and hardware."""
 
-import re
-
 from runs.bench import results as bench_results
 from runs.demo.language import VARIANTS, run_tag
 from trainkit.progress import read_lines
+from trainkit.results import hardware_of
 
 RESULTS = bench_results.RESULTS
 
 
 def measured(record: dict, file: str) -> str:
     """The line under a table: when, where and of which commit its numbers are."""
-    hardware = re.sub(r"\b1 threads$", "1 thread", record["hardware"])  # as older records say
-    where = f"at commit {record['commit']} on {hardware}, torch {record['torch']}"
+    where = f"at commit {record['commit']} on {hardware_of(record)}, torch {record['torch']}"
     return f"\nMeasured {record['date'][:10]} {where} (`runs/results/{file}`)."
 
 

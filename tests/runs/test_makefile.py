@@ -143,6 +143,15 @@ def test_figures_are_of_the_named_run_and_image_or_the_demos(make):
     last = make("-n", "figures", "RUN=elsewhere", "IMAGE=my cat.jpg", "BASE=b").stdout.splitlines()[-1]
     assert "deit_gka.draw --out b/figures --demo b/demo --run elsewhere" in last and "--image 'my cat.jpg'" in last
     assert "--run" not in make("-n", "figures").stdout.splitlines()[-1]
+    refused = make("figures", "RUN=elsewhere", "TEXT=a cat")
+    assert refused.returncode == 2 and "error: figures of a vision model take IMAGE=file, not TEXT" in refused.stderr
+
+
+def test_the_report_is_of_the_named_run_or_of_all(make):
+    last = make("-n", "report", "RUN=elsewhere", "IMAGE=my cat.jpg", "TEXT=It's so", "BASE=b").stdout.splitlines()[-1]
+    places, shown = ["--base", "b", "--run", "elsewhere"], ["--image", "my cat.jpg", "--text", "It's so"]
+    assert shlex.split(last)[1:] == ["-m", "runs.report", *places, *shown]
+    assert shlex.split(make("-n", "report").stdout.splitlines()[-1])[1:] == ["-m", "runs.report", "--base", "out"]
 
 
 @pytest.mark.parametrize(
@@ -154,15 +163,18 @@ def test_figures_are_of_the_named_run_and_image_or_the_demos(make):
     ],
 )
 def test_figures_of_a_language_run_are_of_a_text(make, tmp_path, ready, file, content):
-    path = tmp_path / "elsewhere" / file
+    path = tmp_path / "else where" / file
     path.parent.mkdir(parents=True)
     path.write_text(content)
-    (line,) = make("-n", "figures", "RUN=elsewhere", "TEXT=It's a cat").stdout.splitlines()
+    *_, line = make("-n", "figures", "RUN=else where", "TEXT=It's $5 for a $cat").stdout.splitlines()
     words = shlex.split(line)
-    assert "nanochat_gka.draw --out out/figures --demo out/demo --run elsewhere" in line
-    assert words[words.index("--text") + 1] == "It's a cat"
+    assert "nanochat_gka.draw --out out/figures --demo out/demo" in line
+    assert words[words.index("--run") + 1] == "else where"
+    assert words[words.index("--text") + 1] == "It's $5 for a $cat"
+    refused = make("figures", "RUN=else where", "IMAGE=cat.jpg")
+    assert "error: figures of a language run take TEXT='...', not IMAGE or MODEL\n" in refused.stderr
     path.write_text("damaged")
-    assert "deit_gka.draw" in make("-n", "figures", "RUN=elsewhere").stdout
+    assert "deit_gka.draw" in make("-n", "figures", "RUN=else where").stdout
 
 
 @pytest.mark.parametrize(
@@ -177,6 +189,12 @@ def test_figures_of_a_language_run_are_of_a_text(make, tmp_path, ready, file, co
 def test_figures_of_the_demo_are_of_both_trainers(make, tmp_path, ready, settings, drawn):
     (tmp_path / "out/demo/runs/d4-gka-paper-400").mkdir(parents=True)
     assert re.findall(r"-m (\w+)\.draw", make("-n", "figures", *settings).stdout) == drawn
+
+
+def test_the_page_is_of_the_named_run_or_the_demos(make):
+    last = make("-n", "explore", "BASE=b", "RUN=elsewhere", "ARGS=--port 8000").stdout.splitlines()[-1]
+    assert last.split()[1:] == ["-m", "runs.explore", "--demo", "b/demo", "--run", "elsewhere", "--port", "8000"]
+    assert "--run" not in make("-n", "explore").stdout.splitlines()[-1]
 
 
 def test_core_takes_the_named_run_and_bundle(make):

@@ -15,6 +15,7 @@ GREY = (0.72, 0.72, 0.72)
 DPI = 150
 CHARACTERS_PER_INCH, LINE_INCHES = 16, 0.16  # of the caption, 8 points
 EDGE = 0.12  # inches between the caption and the edge
+TITLE_INCHES = 0.32  # from the upper edge to below the title
 
 
 def sheet(
@@ -32,8 +33,8 @@ def sheet(
     """
     left, right, top, bottom = margins
     width = left + columns * cell[0] + (columns - 1) * gaps[0] + right
-    lines = textwrap.wrap(caption, int((width - 2 * EDGE) * CHARACTERS_PER_INCH))
-    bottom += EDGE + LINE_INCHES * len(lines)
+    lines = caption_lines(caption, width)
+    bottom += caption_inches(lines)
     height = top + rows * cell[1] + (rows - 1) * gaps[1] + bottom
     figure, axes = subplots(rows, columns, figsize=(width, height), squeeze=False)
     figure.subplots_adjust(
@@ -43,6 +44,21 @@ def sheet(
     figure.text(EDGE / width, 1 - EDGE / height, title, va="top", fontsize=11, fontweight="bold", **words)
     figure.text(EDGE / width, EDGE / height, "\n".join(lines), va="bottom", fontsize=8, linespacing=1.3, **words)
     return figure, axes
+
+
+def plain(name: str) -> str:
+    """A name for a label or title, in which Matplotlib would take two dollar signs for mathematics."""
+    return name.replace("$", r"\$")
+
+
+def caption_lines(caption: str, width: float) -> list[str]:
+    """The lines of a caption below a sheet of that many inches."""
+    return textwrap.wrap(caption, int((width - 2 * EDGE) * CHARACTERS_PER_INCH))
+
+
+def caption_inches(lines: list[str]) -> float:
+    """How high the caption is; a page that has the words as text leaves out so much, and TITLE_INCHES."""
+    return EDGE + LINE_INCHES * len(lines)
 
 
 def name_above(axis, name: str) -> None:

@@ -1,0 +1,1 @@
+"""A page to explore trained models with: their attention, and what follows when the bandwidths are scaled."""

@@ -1,0 +1,70 @@
+"""A page in the browser to explore models with: attention on an image or text of yours, σ scaled, and what follows.
+
+make explore                                (python -m runs.explore)
+make explore RUN=out/runs/deit_tiny_gka_patch16_224
+"""
+
+import importlib.util
+import os
+import signal
+import sys
+import tempfile
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from deit_gka.draw import DEFAULT_MODEL
+from runs.explore.models import load
+from trainkit.cli import Bounds, UserError, run
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass
+class ExploreConfig:
+    """Serve a page, on this machine alone, to look at what models attend to. Choose an image or type a text, a layer
+    and a head; scale the bandwidths and see the model run again. Ctrl-C ends it."""
+
+    run: tuple[Path, ...] = ()
+    """Folders of runs: a vision run, a language run, or both. Without one of a kind: the demo's."""
+    twin: tuple[Path, ...] = ()
+    """Runs of the same shape to show beside them, such as the softmax twin."""
+    model: str = DEFAULT_MODEL
+    """A timm name: the vision model, with random weights, where there is neither --run nor a demo."""
+    demo: Path = Path("out/demo")
+    """Where the demo's runs are."""
+    host: str = LOOPBACK
+    """The address to listen on. Any other than the default lets other machines use the page."""
+    port: Annotated[int, Bounds(0, 65535)] = 0
+    """The port to listen on; 0 = the first free one from 7860."""
+
+
+def main(config: ExploreConfig) -> None:
+    if importlib.util.find_spec("gradio") is None:
+        raise UserError('the page needs Gradio: run pip install "gka[explore]"')
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+    models = load(config.run, config.twin, config.demo, config.model)
+    for model in (*models.vision, *models.language):
+        print(model.about)
+    with tempfile.TemporaryDirectory(prefix="gka-explore-") as folder:
+        os.environ["GRADIO_TEMP_DIR"] = folder  # of uploads and pictures; Gradio reads it when it is imported
+        from runs.explore import page
+
+        if config.host != LOOPBACK:
+            print(f"warning: everybody who can reach {config.host} can use this page", file=sys.stderr)
+        try:
+            served = page.build(models)
+            address = page.serve(served, config.host, config.port)
+        except OSError as error:
+            raise UserError(f"cannot listen on {config.host}, port {config.port}; choose another --port") from error
+        print(f"open {address} in a browser; Ctrl-C ends it", flush=True)
+        try:
+            threading.Event().wait()
+        finally:
+            served.close(verbose=False)
+
+
+if __name__ == "__main__":
+    run(main, ExploreConfig)

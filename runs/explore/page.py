@@ -1,0 +1,64 @@
+"""The page, and how it is served: on this machine, with nothing from elsewhere and no access to its files."""
+
+import os
+
+os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when Gradio is imported
+
+import gradio as gr
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+
+from runs.explore import language_tab, vision_tab
+from runs.explore.markup import CSS
+from runs.explore.models import Models
+from runs.explore.photos import MAX_BYTES, bundled
+
+LOOPBACK = "127.0.0.1"
+TITLE = "Gaussian kernel attention"
+INTRODUCTION = """# Gaussian kernel attention
+What a trained model attends to, and what becomes of its predictions when the bandwidths σ of its kernels are scaled."""
+NO_LANGUAGE = "There is no language model here. `make demo` trains one; `make explore RUN=folder` shows another."
+QUEUE, SESSIONS = 32, 64
+CACHE_SECONDS = 60  # after which a picture or an upload is deleted
+FONTS = dict(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
+
+
+def build(models: Models) -> gr.Blocks:
+    """The page of these models."""
+    with gr.Blocks(title=TITLE, analytics_enabled=False, delete_cache=(CACHE_SECONDS, CACHE_SECONDS)) as page:
+        gr.Markdown(INTRODUCTION)
+        with gr.Tab("Images"):
+            vision_tab.build(models.vision, bundled(), page)
+        with gr.Tab("Text"):
+            if models.language:
+                language_tab.build(models.language, page)
+            else:
+                gr.Markdown(NO_LANGUAGE)
+    return page.queue(max_size=QUEUE, default_concurrency_limit=1, api_open=False)
+
+
+def serve(page: gr.Blocks, host: str, port: int) -> str:
+    """Serve the page in threads of this process. Returns its address. OSError if the port is taken."""
+    # A page elsewhere whose name was made to point here sends its own name.
+    known_hosts = [host, "localhost"] if host == LOOPBACK else ["*"]
+    address = page.launch(
+        server_name=host,
+        server_port=port or None,
+        theme=gr.themes.Default(**FONTS),
+        css=CSS,
+        app_kwargs={"middleware": [Middleware(TrustedHostMiddleware, allowed_hosts=known_hosts)]},
+        share=False,
+        allowed_paths=[],
+        max_file_size=MAX_BYTES,
+        state_session_capacity=SESSIONS,
+        footer_links=[],
+        run_history=False,
+        ssr_mode=False,
+        pwa=False,
+        mcp_server=False,
+        enable_monitoring=False,
+        inbrowser=False,
+        prevent_thread_lock=True,
+        quiet=True,
+    )[1]
+    return address

@@ -1,0 +1,137 @@
+"""What the page shows of a vision model: a map over the image, and the prediction, for any scaling of σ."""
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+
+from deit_gka.data.transforms import eval_transform
+from deit_gka.figures.maps import LayerMaps, attention_layers, extract
+from deit_gka.figures.measures import Tokens, effective_tokens
+from deit_gka.figures.rollout import rollout
+from deit_gka.figures.sheet import linear, logarithmic, overlay
+from deit_gka.figures.subjects import Drawn
+from runs.explore.photos import Photo
+from runs.explore.scaling import Scaling, scaled
+
+CLS, PATCH, ROLLOUT = "CLS map", "patch to patch", "rollout"
+VIEWS = (CLS, PATCH, ROLLOUT)
+WIDTH = 448  # pixels of a picture on the page, about
+BOX = (0, 255, 255)  # cyan, as in the figures
+KEPT = 16  # results that a model remembers, so that another view of the same pass does not run it again
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a model did with an image. pixels: (height, width, 3), 0 to 1. probabilities: (classes,)."""
+
+    pixels: np.ndarray
+    layers: list[LayerMaps]
+    probabilities: torch.Tensor
+
+
+@dataclass(frozen=True)
+class View:
+    """Which map to draw. layer, head, patch: from 0; the mean over heads for None."""
+
+    name: str
+    layer: int
+    head: int | None
+    patch: int
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A map over the image, as bytes (height, width, 3), its scale, and what it is in a sentence or two."""
+
+    pixels: np.ndarray
+    norm: object  # of matplotlib
+    caption: str
+
+
+class VisionModel:
+    """A model and its last results. classes: their names."""
+
+    def __init__(self, drawn: Drawn, classes: list[str]):
+        self.about, self.model, self.classes = drawn.about, drawn.model, classes
+        self.tokens, self.layers = Tokens.of(drawn.model), attention_layers(drawn.model)
+        self.transform = eval_transform(drawn.model.patch_embed.img_size, **drawn.settings)
+        self.mean, self.std = (
+            torch.tensor(drawn.settings.get(name, default))
+            for name, default in (("mean", IMAGENET_DEFAULT_MEAN), ("std", IMAGENET_DEFAULT_STD))
+        )
+        self.look = functools.lru_cache(KEPT)(self._look)
+
+    @property
+    def untrained(self) -> bool:
+        return "random initialisation" in self.about
+
+    @property
+    def shape(self) -> tuple[int, int, tuple[int, int]]:
+        """Layers, heads, grid: what a twin must share."""
+        return len(self.layers), max(layer.num_heads for layer in self.layers), self.tokens.grid
+
+    @property
+    def has_sigma(self) -> bool:
+        return any(hasattr(layer, "log_sigma") for layer in self.layers)
+
+    def _look(self, photo: Photo, scaling: Scaling) -> Seen:
+        """Run the model on the image with scaled bandwidths. Cached as `look`."""
+        batch, logits = self.transform(photo.image)[None], []
+        model = scaled(self.model, attention_layers, scaling)
+        model.register_forward_hook(lambda module, inputs, output: logits.append(output))
+        layers = [layer.of_image(0) for layer in extract(model, batch)]
+        pixels = (batch[0].movedim(0, -1) * self.std + self.mean).clamp(0, 1).numpy()
+        return Seen(pixels, layers, logits[0][0].softmax(-1))
+
+    def picture(self, seen: Seen, view: View) -> Picture:
+        """Draw one of VIEWS."""
+        layer, tokens = seen.layers[view.layer], self.tokens
+        weights = layer.weights.mean(0) if view.head is None else layer.weights[view.head]
+        if view.name == ROLLOUT:
+            row = tokens.read(rollout([layer.weights for layer in seen.layers], tokens)).float() * tokens.count
+            values = tokens.patches(row)
+            norm, caption = linear(values), f"Rollout through all layers, {tokens.reader}, × an equal share."
+        elif view.name == PATCH:
+            values = tokens.patches(weights[tokens.prefix + view.patch])
+            place = divmod(view.patch, tokens.grid[1])
+            norm, caption = logarithmic(values), f"W of patch (row {place[0]}, column {place[1]}), logarithmic scale."
+        else:
+            values = tokens.patches(tokens.read(weights))
+            norm, caption = linear(values), f"W, {tokens.reader}."
+        times = _times(seen.pixels.shape)
+        pixels = overlay(seen.pixels.repeat(times, 0).repeat(times, 1), values, norm)
+        if view.name == PATCH:
+            self._frame(pixels, view.patch, times)
+        return Picture(pixels, norm, caption if view.name == ROLLOUT else f"{caption} {_words(layer, view.head)}")
+
+    def _frame(self, pixels: np.ndarray, patch: int, times: int) -> None:
+        """Draw the outline of a patch."""
+        row, column = divmod(patch, self.tokens.grid[1])
+        height, width = (side * times for side in self.tokens.patch)
+        place = pixels[row * height : (row + 1) * height, column * width : (column + 1) * width]
+        place[:3] = place[-3:] = place[:, :3] = place[:, -3:] = BOX
+
+    def patch_at(self, x: int, y: int) -> int:
+        """The patch under a pixel of a picture."""
+        times = _times(self.model.patch_embed.img_size)
+        (rows, columns), (height, width) = self.tokens.grid, self.tokens.patch
+        row, column = min(y // (height * times), rows - 1), min(x // (width * times), columns - 1)
+        return max(row, 0) * columns + max(column, 0)
+
+
+def _times(size: tuple[int, ...]) -> int:
+    """By how much an image is enlarged for the page."""
+    return max(1, round(WIDTH / max(size)))
+
+
+def _words(layer: LayerMaps, head: int | None) -> str:
+    """σ and effective tokens of a head, or their mean."""
+    weights = layer.weights if head is None else layer.weights[head : head + 1]
+    words = f"Effective tokens {effective_tokens(weights).mean():.1f} of {weights.shape[-1]}."
+    if layer.sigma is None:
+        return f"This layer has no σ. {words}"
+    sigma = layer.sigma.mean() if head is None else layer.sigma[head]
+    return f"σ = {sigma:.3g}{' (mean over heads)' if head is None else ''}. {words}"

@@ -1,0 +1,136 @@
+"""Attention pictures of a vision model, and what the live view of an image needs, from one pass through the model.
+
+The model is the report's first vision run, one with bandwidths if there is one; without any run at all, the paper's
+smallest model, which nobody trained.
+"""
+
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from PIL import Image
+
+from deit_gka.data.sources import Stream, decode, open_source
+from deit_gka.figures.families import FAMILIES, why_not
+from deit_gka.figures.sheet import Subject
+from deit_gka.figures.subjects import Drawn, check_repeats, of_run, of_timm, photographs, subjects_of
+from deit_gka.model.checkpoints import find_checkpoint
+from runs.report.blocks import Picture, Table, image_element, number
+from runs.report.trained import TrainedRun, first_that_works
+from trainkit.cli import UserError
+from trainkit.figures.sheet import DPI, TITLE_INCHES, caption_inches, caption_lines
+from trainkit.plots import Figure
+
+UNTRAINED = "deit_tiny_gka_patch16_224"
+NUM_IMAGES, NUM_TWINS = 4, 2
+# Which families are on the page: of how many images, and whether of softmax and VLT too. `make figures` draws them all.
+ON_THE_PAGE = {
+    "rollout": (2, True),
+    "deletion": (1, True),
+    "sigma": (NUM_IMAGES, False),
+    "cls_maps": (1, False),
+    "patch_to_patch": (1, False),
+    "distance": (NUM_IMAGES, True),
+    "evolution": (1, False),
+    "matrices": (1, False),
+    "block": (1, False),
+    "operator": (1, False),
+}
+WITH_SEEDS = ("sigma", "distance")  # families that draw bands over seeds
+
+
+def subjects(runs: Sequence[TrainedRun], images: Sequence[Path]) -> tuple[list[Subject], str]:
+    """What the model does with each image, then its twins, then its other seeds; and why nothing, if a run has no W.
+
+    images: files; without any, held-out ones that the run was trained for, or scikit-learn's photographs. Raises
+    UserError for files that are not images.
+    """
+    given = photographs(images) if images or not runs else {}
+    if not runs:
+        return subjects_of(of_timm(UNTRAINED), given), ""
+    vision = sorted((run for run in runs if run.is_vision), key=lambda run: not run.has_sigma)
+
+    def look(run: TrainedRun) -> tuple[TrainedRun, Drawn, dict[str, Image.Image], list[Subject]]:
+        drawn, chosen = of_run(run.folder), given or own_images(run) or photographs()
+        return run, drawn, chosen, subjects_of(drawn, chosen)
+
+    found, reason = first_that_works(vision, look)
+    if found is None:
+        return [], reason
+    ours, first, chosen, seen = found
+    for twin in twins_of(ours, vision):
+        with suppress(UserError):  # a convolutional network has no W, a run that just began no checkpoint
+            seen += subjects_of(of_run(twin.folder), chosen)
+    for run in vision:
+        if run.family == ours.family and run is not ours:
+            with suppress(UserError):  # of another length, for example
+                check_repeats(drawn := of_run(run.folder), first)
+                seen += subjects_of(drawn, chosen, first.about)
+    return seen, ""
+
+
+def twins_of(ours: TrainedRun, vision: Sequence[TrainedRun]) -> list[TrainedRun]:
+    """The first runs of other models without bandwidths that see images of the same size."""
+    families: dict[str, TrainedRun] = {}
+    for run in vision:
+        if not run.has_sigma and run.config["input_size"] == ours.config["input_size"] and run.family != ours.family:
+            families.setdefault(run.family, run)
+    return list(families.values())[:NUM_TWINS]
+
+
+def own_images(run: TrainedRun) -> dict[str, Image.Image]:
+    """The first held-out image of some classes that the run was trained on; none if these images are not here."""
+    data = find_checkpoint(run.folder).state.get("trained_on", "")
+    if not data or data.startswith(("hf:", "hf-stream:")):  # reading those may need a network
+        return {}
+    with suppress(UserError):
+        source = open_source(data, "val")
+        if not isinstance(source, Stream):
+            return first_of_classes(source)
+    return {}
+
+
+def first_of_classes(source) -> dict[str, Image.Image]:
+    """Name of a class -> its first image, for the first classes."""
+    found: dict[str, Image.Image] = {}
+    for index in range(len(source)):
+        image, label, _ = source.read(index)
+        name = f"{source.name.rstrip('/').rpartition('/')[2]} {source.classes[label]}"
+        if name not in found:
+            found[name] = decode(image)
+        if len(found) == NUM_IMAGES:
+            break
+    return found
+
+
+def pictures(seen: Sequence[Subject]) -> list[Picture]:
+    """The families of the page that can be drawn of the first model; none without one."""
+    if not seen:
+        return []
+    images, first = list(dict.fromkeys(subject.image for subject in seen)), seen[0].about
+    drawn = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name, (count, with_twins) in ON_THE_PAGE.items():
+            models = {s.about for s in seen if (name in WITH_SEEDS if s.repeats else with_twins or s.about == first)}
+            chosen = [s for s in seen if s.about in models and s.image in images[:count]]
+            if not why_not(name, chosen):
+                drawn += [embedded(figure) for figure in FAMILIES[name](chosen, Path(folder))]
+    return drawn
+
+
+def embedded(figure: Figure) -> Picture:
+    """A figure's file as a picture of the page, its numbers as a table."""
+    with Image.open(figure.path) as image:
+        markup = image_element(without_words(image.convert("RGB"), figure.caption), figure.alt)
+    headings = list(figure.rows[0]) if figure.rows else []
+    rows = [[number(row[heading]) for heading in headings] for row in figure.rows]
+    words = [heading for heading in headings if isinstance(figure.rows[0][heading], str)]
+    table = Table(figure.title, headings, rows, text_columns=max(1, len(words))) if rows else None
+    return Picture(figure.title, figure.caption, markup, table, wide=True)
+
+
+def without_words(image: Image.Image, caption: str) -> Image.Image:
+    """A sheet without its title and its caption, which the page has as text."""
+    height = round(DPI * caption_inches(caption_lines(caption, image.width / DPI)))
+    return image.crop((0, round(DPI * TITLE_INCHES), image.width, image.height - height))

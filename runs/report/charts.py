@@ -1,0 +1,137 @@
+"""Charts as SVG inside the page: colours that follow light and dark mode, alternative text, a table of the points."""
+
+import io
+import re
+from dataclasses import dataclass
+
+import matplotlib
+from markupsafe import Markup, escape
+
+from runs.report.blocks import Picture, Row, Table, number
+from trainkit.plots import subplots
+
+WIDTH, HEIGHT = 5.4, 3.3  # inches; a phone shows the text at nearly its own size
+INK, SERIES = "#00fe01", "#fe00{:02x}"  # placeholders: the page's text colour, and those that its style sheet names
+NUM_COLOURS = 8
+LINE_STYLES = ("-", "--", ":", "-.")
+STYLE = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "report",
+    "font.size": 10,
+    "legend.fontsize": 8.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.alpha": 0.15,
+    "legend.frameon": False,
+    "lines.linewidth": 1.6,
+} | dict.fromkeys(
+    ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "grid.color"),
+    INK,
+)
+
+
+@dataclass(frozen=True)
+class Series:
+    """A line: its points (x, y) in order. colour, style: numbers; lines with one colour belong together.
+
+    band: for every point the lowest and highest of what y is the mean of.
+    """
+
+    label: str
+    points: list[tuple[float, float]]
+    colour: int = 0
+    style: int = 0
+    band: list[tuple[float, float]] | None = None
+    marker: bool = False
+
+
+def colour(place: int) -> str:
+    return SERIES.format(place % NUM_COLOURS)
+
+
+def lines(title: str, caption: str, x: str, y: str, series: list[Series], logarithmic: bool = False) -> Picture:
+    """A chart of lines over x; its table has a row for every x. logarithmic: both axes, x in powers of two."""
+    with matplotlib.rc_context(STYLE):
+        figure, axis = subplots(figsize=(WIDTH, HEIGHT))
+        for line in series:
+            marker = "o" if line.marker or len(line.points) < 2 else None
+            look = dict(color=colour(line.colour), linestyle=LINE_STYLES[line.style % 4], marker=marker, markersize=3.5)
+            axis.plot(*zip(*line.points), label=line.label, **look)
+            if line.band:
+                xs = [place for place, _ in line.points]
+                axis.fill_between(xs, *zip(*line.band), color=colour(line.colour), alpha=0.15, linewidth=0)
+        if logarithmic:
+            axis.set_xscale("log", base=2)
+            axis.set_yscale("log")
+            places = sorted({place for line in series for place, _ in line.points})
+            axis.set_xticks(places, [number(place) for place in places])
+        axis.set(xlabel=x, ylabel=y)
+        axis.grid()
+        _legend(figure, axis, len(series))
+        ends = [f"{line.label} from {number(line.points[0][1])} to {number(line.points[-1][1])}" for line in series]
+        alternative = f"Line chart, {title}: {y} over {x}. {'; '.join(ends)}."
+        return Picture(title, caption, svg(figure, alternative), table_of(title, x, series))
+
+
+def _legend(figure, axis, count: int) -> None:
+    """The legend above the axes, where it hides no line, in as many rows as it needs."""
+    columns = 2 if count > 1 else 1
+    rows = -(-count // columns)
+    figure.set_size_inches(WIDTH, HEIGHT + 0.19 * rows)
+    axis.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns, borderaxespad=0.2, handlelength=2.2)
+
+
+def table_of(title: str, x: str, series: list[Series]) -> Table:
+    """The points of a chart: a row for every x, a column for every line, its range beside it where it has one."""
+    places = sorted({place for line in series for place, _ in line.points})
+    headings, columns = [x], []
+    for line in series:
+        headings.append(line.label)
+        columns.append({place: number(value) for place, value in line.points})
+        if line.band:
+            headings.append("range")
+            ranges = zip(line.points, line.band)
+            columns.append({place: f"{number(low)} to {number(high)}" for (place, _), (low, high) in ranges})
+    rows: list[Row] = [[number(place), *(column.get(place, "") for column in columns)] for place in places]
+    return Table(title, headings, rows)
+
+
+def bars(title: str, caption: str, x: str, values: dict[str, float], table: Table, line_at: float) -> Picture:
+    """Horizontal bars with their values written at their ends. line_at: where a line crosses all of them."""
+    with matplotlib.rc_context(STYLE):
+        figure, axis = subplots(figsize=(WIDTH, 0.8 + 0.27 * len(values)))
+        labels = list(values)[::-1]
+        drawn = axis.barh(labels, [values[label] for label in labels], color=colour(0), height=0.7)
+        axis.bar_label(drawn, [f"{values[label]:.2f}" for label in labels], padding=3, fontsize=8.5, color=INK)
+        axis.axvline(line_at, color=INK, linewidth=1, linestyle="--")
+        axis.set(xlabel=x)
+        axis.tick_params(axis="y", length=0)
+        axis.margins(x=0.12, y=0.02)
+        words = "; ".join(f"{label} {value:.2f}" for label, value in values.items())
+        return Picture(title, caption, svg(figure, f"Bar chart, {title}: {x}. {words}."), table)
+
+
+def svg(figure, alternative: str) -> Markup:
+    """The figure as an svg element for a page: as wide as its box, the same bytes each time, in the page's colours."""
+    figure.tight_layout(pad=0.4)
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    for part in ("metadata", "style"):  # the style would be of the whole page; ours has it
+        text = re.sub(rf"<{part}.*?</{part}>", "", text, flags=re.DOTALL)
+    head, rest = text.split(">", 1)
+    box = re.search(r'viewBox="[^"]*"', head)[0]
+    names = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
+    rest = _own_ids(rest, re.sub(r"\W+", "-", alternative.split(":")[0].lower()))
+    rest = rest.replace(INK, "currentColor")
+    for place in range(NUM_COLOURS):
+        rest = rest.replace(colour(place), f"var(--series-{place})")
+    return Markup(f'<svg class="chart" {names} {box} role="img" aria-label="{escape(alternative)}">{rest}')
+
+
+def _own_ids(text: str, prefix: str) -> str:
+    """The SVG without the ids that nothing refers to; the others are the chart's own among all on a page."""
+    used = set(re.findall(r"#([\w-]+)", text))
+    text = re.sub(r' id="([^"]+)"', lambda found: found[0] if found[1] in used else "", text)
+    return re.sub(r'(?<= id=")([\w-]+)(?=")|(?<=[("]#)([\w-]+)', lambda found: f"{prefix}-{found[0]}", text)

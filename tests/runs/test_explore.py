@@ -1,0 +1,234 @@
+"""The page to explore models, served by the real command and driven in a browser."""
+
+import json
+import re
+import signal
+import subprocess
+import urllib.error
+import urllib.request
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+import tiny_demo
+import tiny_vision
+from browser import watched
+from processes import environment
+from tiny import command
+
+TIMEOUT = 120_000  # milliseconds; tells a hang from a machine that has other things to do
+POWER = "input[type=number][aria-label*='to the power of']"
+
+
+class Server:
+    """The command, once it serves. address: of the page. files: its folder of temporary files."""
+
+    def __init__(self, demo: Path, folder: Path):
+        self.folder = folder
+        self.process = subprocess.Popen(
+            command("runs.explore", "--demo", demo),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**environment(), "TMPDIR": str(folder)},
+        )
+        said = iter(self.process.stdout.readline, "")
+        line = next((line for line in said if line.startswith("open ")), None)
+        assert line, self.process.communicate()[1]
+        self.address = line.split()[1].rstrip("/")
+
+    def get(self, path: str, **headers: str) -> tuple[int, str]:
+        """Status and text of an answer."""
+        try:
+            with urllib.request.urlopen(
+                urllib.request.Request(self.address + path, headers=headers), timeout=60
+            ) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    def post(self, path: str, body: dict) -> dict:
+        data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
+        with urllib.request.urlopen(urllib.request.Request(self.address + path, data, headers), timeout=60) as answer:
+            return json.load(answer)
+
+    def end(self) -> tuple[int, str]:
+        """Press Ctrl-C. Returns exit code and standard error."""
+        self.process.send_signal(signal.SIGINT)
+        errors = self.process.communicate(timeout=TIMEOUT / 1000)[1]
+        return self.process.returncode, errors
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    root = tmp_path_factory.mktemp("explore")
+    (root / "temporary").mkdir()
+    running = Server(tiny_demo.write(root / "demo"), root / "temporary")
+    yield running
+    running.process.kill()
+    running.process.communicate()
+
+
+@pytest.fixture(scope="module")
+def page(browser, server):
+    """The page on a desktop, loaded once; whatever it did, nothing went wrong and nothing left the machine."""
+    with watched(browser, viewport={"width": 1280, "height": 900}) as (opened, problems, requests):
+        opened.set_default_timeout(TIMEOUT)
+        opened.goto(server.address)
+        opened.wait_for_selector("#map-0 img")
+        opened.wait_for_selector("#chances-1 td")
+        yield opened
+        addresses = [address for address in requests if not address.startswith(("data:", "blob:"))]
+        assert len(addresses) > 20 and {urlsplit(address).hostname for address in addresses} == {"127.0.0.1"}
+        assert [problem for problem in problems if "queue/data" not in problem] == []
+
+
+def wait_for(page, selector: str, pattern: str) -> str:
+    """The text of an element as soon as it matches."""
+    page.wait_for_function(
+        "([selector, pattern]) => new RegExp(pattern).test(document.querySelector(selector)?.innerText)",
+        arg=[selector, pattern],
+    )
+    return page.inner_text(selector)
+
+
+def source(page, number: int) -> str:
+    return page.get_attribute(f"#map-{number} img", "src")
+
+
+def set_power(page, value: float, tab: int) -> None:
+    slider = page.locator(POWER).nth(tab)
+    slider.fill(str(value))
+    slider.press("Enter")
+
+
+def chances(text: str) -> dict[str, list[float]]:
+    """Row -> its percentages, from the text of a table."""
+    rows = re.findall(r"^(\S.*?)\t([\d.%\t]+)$", text, re.MULTILINE)
+    return {name: [float(cell.rstrip("%")) for cell in cells.split("\t")] for name, cells in rows}
+
+
+def test_a_click_on_a_patch_changes_the_maps(page):
+    page.get_by_role("tab", name="Images").click()
+    before = [source(page, number) for number in (0, 1)]
+    assert "CLS row" in page.inner_text("#note-0")
+    box = page.locator("#map-0 img").bounding_box()
+    page.locator("#map-0 img").click(position={"x": 0.6 * box["width"], "y": 0.1 * box["height"]})
+    assert "row 0, column 2" in wait_for(page, "#note-0", "W of patch") and "σ =" in page.inner_text("#note-0")
+    assert "row 0, column 2" in wait_for(page, "#note-1", "W of patch") and "no σ" in page.inner_text("#note-1")
+    assert all(source(page, number) != old for number, old in enumerate(before))
+
+
+def test_the_slider_changes_map_and_prediction_and_leaves_the_twin(page):
+    page.get_by_role("tab", name="Images").click()
+    before, twin = source(page, 0), (source(page, 1), page.inner_text("#chances-1"))
+    set_power(page, -2, tab=0)
+    everywhere = wait_for(page, "#chances-0", "σ × 0.25")
+    rows = chances(everywhere)
+    assert len(rows) >= 5 and all(len(values) == 2 for values in rows.values())
+    assert max(abs(old - new) for old, new in rows.values()) > 1
+    assert source(page, 0) != before
+    assert page.locator("#map-1 img").is_visible() and (source(page, 1), page.inner_text("#chances-1")) == twin
+    page.get_by_label("this layer", exact=True).first.check()
+    page.wait_for_function(
+        "old => document.querySelector('#chances-0').innerText != old", arg=page.inner_text("#chances-0")
+    )
+    set_power(page, 0, tab=0)
+    page.wait_for_function("!document.querySelector('#chances-0').innerText.includes('σ ×')")
+
+
+def test_rollout_and_another_image(page):
+    page.get_by_role("tab", name="Images").click()
+    page.get_by_label("rollout").check()
+    wait_for(page, "#note-0", "Rollout through all layers")
+    before = source(page, 0)
+    page.get_by_label("Image", exact=True).click()
+    page.get_by_role("option", name="flower").click()
+    page.wait_for_function("old => document.querySelector('#map-0 img').src != old", arg=before)
+
+
+@pytest.mark.parametrize(
+    "name, content, place, message",
+    [
+        ("notes.png", b"not an image", ".toast-body", "The file is not a JPEG, PNG or WebP image"),
+        ("large.png", bytes(9 * 2**20), "#too-large", "large.png is larger than 8 MiB; give a smaller one."),
+    ],
+    ids=["text", "bytes"],
+)
+def test_files_that_are_not_images_or_too_large_are_refused_in_a_sentence(
+    page, tmp_path, name, content, place, message
+):
+    page.get_by_role("tab", name="Images").click()
+    before, file = source(page, 0), tmp_path / name
+    file.write_bytes(content)
+    page.locator("input[type=file]").first.set_input_files(file)
+    assert message in wait_for(page, place, message)
+    assert source(page, 0) == before and page.locator("#map-0 img").is_visible()
+
+
+def test_an_uploaded_image_is_shown(page):
+    page.get_by_role("tab", name="Images").click()
+    before, content = source(page, 0), tiny_vision.encoded(tiny_vision.photo(3, 2), "WEBP")
+    file = {"name": "mine.webp", "mimeType": "image/webp", "buffer": content}
+    page.locator("input[type=file]").first.set_input_files(file)
+    page.wait_for_function("old => document.querySelector('#map-0 img').src != old", arg=before)
+
+
+def test_a_token_and_the_slider_change_the_row_and_the_next_token(page):
+    page.get_by_role("tab", name="Text").click()
+    first = wait_for(page, "#row-0", "Token")
+    page.locator("#tokens-0 button").nth(3).click()
+    assert wait_for(page, "#row-0", "Token 3,") != first and "Token 3," in wait_for(page, "#row-1", "Token 3,")
+    assert page.locator("#tokens-0 button[aria-pressed=true]").get_attribute("data-token") == "3"
+    set_power(page, 3, tab=1)
+    rows = chances(wait_for(page, "#next-0", "σ × 8"))
+    assert max(abs(old - new) for old, new in rows.values()) > 0.5
+    page.get_by_role("button", name="Continue the text").click()
+    assert "σ × 8" in wait_for(page, "#continuation-0", "Continuation, σ")
+    assert "Continuation, as it is" in wait_for(page, "#continuation-1", "Continuation")
+    page.get_by_label("Text", exact=True).fill("the kernel")
+    wait_for(page, "#tokens-0", "^\\W+bos\\W+the␣kernel$")
+    page.get_by_label("Text", exact=True).fill("no " * 200)
+    wait_for(page, ".toast-wrap", "The text has \\d+ tokens; the page takes at most 128: shorten it.")
+
+
+def test_nothing_is_wider_than_a_phone(browser, server):
+    with watched(browser, viewport={"width": 390, "height": 844}, color_scheme="dark") as (phone, problems, _):
+        phone.set_default_timeout(TIMEOUT)
+        phone.goto(server.address)
+        for tab, ready in (("Images", "#chances-1 td"), ("Text", "#next-1 td")):
+            phone.get_by_role("tab", name=tab).click()
+            phone.wait_for_selector(ready)
+            assert phone.evaluate("document.documentElement.scrollWidth") == 390
+        assert [problem for problem in problems if "queue/data" not in problem] == []
+
+
+def test_no_file_of_the_machine_is_served(server):
+    for path in ("/etc/passwd", "Makefile", "../../etc/passwd"):
+        status, text = server.get(f"/gradio_api/file={path}")
+        assert status == 403 and "root:" not in text
+    assert server.get("/config", Host="elsewhere.example")[0] == 400
+
+
+def test_events_cannot_name_a_file_of_the_machine(server):
+    """A request by hand for the upload's event, with a path that was not uploaded."""
+    config = json.loads(server.get("/config")[1])
+    upload = next(part["id"] for part in config["components"] if part["type"] == "uploadbutton")
+    event = next(event for event in config["dependencies"] if upload in event["inputs"])
+    values = [part["props"].get("value") for id in event["inputs"] for part in config["components"] if part["id"] == id]
+    values[event["inputs"].index(upload)] = {"path": "/etc/passwd", "meta": {"_type": "gradio.FileData"}}
+    body = {"data": values, "fn_index": event["id"], "session_hash": "byhand", "trigger_id": upload}
+    server.post("/gradio_api/queue/join", body)
+    _, text = server.get("/gradio_api/queue/data?session_hash=byhand")
+    done = next(json.loads(line[6:]) for line in text.splitlines() if "process_completed" in line)
+    assert not done["success"] and "root:" not in text
+    assert json.loads(server.get("/gradio_api/info")[1]) == {"named_endpoints": {}, "unnamed_endpoints": {}}
+
+
+def test_ctrl_c_ends_the_command_and_deletes_its_files(server):
+    """The last test: the others need the server."""
+    assert list(server.folder.glob("gka-explore-*/*"))
+    code, errors = server.end()
+    assert code == 130 and errors.endswith("interrupted\n") and "KeyboardInterrupt" not in errors
+    assert not list(server.folder.glob("gka-explore-*"))

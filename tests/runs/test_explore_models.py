@@ -1,0 +1,220 @@
+"""What the page computes: scaled bandwidths beside untouched weights, limits of uploads, and which models it takes."""
+
+import io
+import struct
+import sys
+import threading
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from PIL import Image
+
+import tiny_demo
+import tiny_vision
+from deit_gka.figures.maps import attention_layers
+from figure_runs import vision_run
+from gka import gaussian_attention
+from processes import signals_kept
+from runs.explore import photos
+from runs.explore.__main__ import ExploreConfig, main
+from runs.explore.language import MAX_CHARACTERS, MAX_TOKENS
+from runs.explore.models import load
+from runs.explore.photos import Photo, bundled, read_upload
+from runs.explore.scaling import Scaling, scaled
+from runs.explore.vision import CLS, PATCH, ROLLOUT, View
+from tiny import one_line_error
+from vision_runs import in_process
+
+PHOTO = Photo.of("stripes", tiny_vision.photo(0))
+TEXT = "the kernel mixes every token"
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    return tiny_demo.write(tmp_path_factory.mktemp("demo"))
+
+
+@pytest.fixture(scope="module")
+def models(demo):
+    return load((), (), demo, "unused")
+
+
+def weights_of(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("kind", ["vision", "language"])
+def test_scaling_shares_the_weights_and_leaves_the_model_as_it_is(models, kind):
+    model = getattr(models, kind)[0].model
+    before = weights_of(model)
+    layers = attention_layers if kind == "vision" else lambda gpt: gpt.attentions
+    changed = scaled(model, layers, Scaling(0.5, layer=1, head=0))
+    stored = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
+    own = [name for name, tensor in changed.state_dict().items() if tensor.data_ptr() != stored[name]]
+    assert len(own) == 1 and own[0].endswith("1.attn.log_sigma")
+    ratio = (changed.state_dict()[own[0]] - before[own[0]]).exp()
+    assert torch.allclose(ratio, torch.tensor([0.5, 1.0]))
+    run = models.vision[0].look if kind == "vision" else models.language[0].read
+    run(PHOTO if kind == "vision" else TEXT, Scaling(3.0))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_the_whole_model_runs_with_the_scaled_bandwidths(models):
+    """W of the first layer is the operator's at the scaled σ; the second layer sees other features; so does the
+    prediction."""
+    model = models.vision[0]
+    plain, wide = model.look(PHOTO, Scaling()), model.look(PHOTO, Scaling(4.0, layer=0))
+    features, log_sigma = (
+        plain.layers[0].features.double()[None],
+        model.layers[0].log_sigma.detach() + torch.tensor(4.0).log(),
+    )
+    _, expected = gaussian_attention(features, log_sigma, eps=0.0, return_weights=True)
+    assert torch.allclose(wide.layers[0].weights.double(), expected[0], atol=1e-6)
+    assert torch.equal(plain.layers[1].sigma, wide.layers[1].sigma)
+    assert not torch.allclose(plain.layers[1].features, wide.layers[1].features, atol=1e-3)
+    assert (plain.probabilities - wide.probabilities).abs().max() > 1e-3
+    text = models.language[0]
+    last = text.read(TEXT, Scaling(4.0, layer=1, head=1))
+    before = text.read(TEXT, Scaling())
+    assert torch.equal(before.layers[0].weights, last.layers[0].weights)
+    changed = (before.layers[1].weights - last.layers[1].weights).abs().amax((1, 2))
+    assert changed[0] == 0 and changed[1] > 1e-3
+    assert (before.probabilities - last.probabilities).abs().max() > 1e-4
+
+
+def test_requests_at_the_same_time_do_not_mix(models):
+    model, factors = models.vision[0], (0.25, 0.5, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0)
+    alone = [model._look(PHOTO, Scaling(factor)).probabilities for factor in factors]
+    gate = threading.Barrier(4)
+
+    def together(factor):
+        gate.wait()
+        return model._look(PHOTO, Scaling(factor)).probabilities
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(torch.equal(a, b) for a, b in zip(alone, pool.map(together, factors)))
+
+
+def test_pictures_have_the_size_of_the_page_and_the_clicked_patch_is_framed(models):
+    model = models.vision[0]
+    seen = model.look(PHOTO, Scaling())
+    pictures = {name: model.picture(seen, View(name, 1, 0, 6)) for name in (CLS, PATCH, ROLLOUT)}
+    assert {picture.pixels.shape for picture in pictures.values()} == {(448, 448, 3)}
+    framed = (pictures[PATCH].pixels == (0, 255, 255)).all(-1).nonzero()
+    assert {model.patch_at(int(x), int(y)) for y, x in zip(*framed)} == {6}
+    assert "row 1, column 2" in pictures[PATCH].caption
+    assert model.patch_at(447, 447) == 15 and model.patch_at(9999, 0) == 3
+
+
+def test_the_same_pass_is_not_run_again_for_another_view(models):
+    model = models.vision[0]
+    assert model.look(PHOTO, Scaling(1.5)) is model.look(PHOTO, Scaling(1.5))
+
+
+def test_long_texts_are_refused_in_a_sentence(models):
+    model = models.language[0]
+    with one_line_error("1,001 characters; the page takes at most 1,000"):
+        model.read("a" * (MAX_CHARACTERS + 1), Scaling())
+    with one_line_error(f"tokens; the page takes at most {MAX_TOKENS}"):
+        model.continuation("ß" * MAX_TOKENS, Scaling())
+    assert len(model.read("", Scaling()).tokens) == 1
+
+
+def encoded(form, size=(64, 48), **options):
+    buffer = io.BytesIO()
+    Image.new("RGB", size, "orange").save(buffer, form, **options)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("form", photos.FORMATS)
+def test_images_of_three_formats_can_be_uploaded(form):
+    photo = read_upload(encoded(form))
+    assert photo.size == (64, 48) and photo.image.mode == "RGB"
+
+
+def test_large_images_are_made_smaller_and_turned_as_the_camera_says():
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    assert read_upload(encoded("JPEG", (2000, 1000), exif=exif)).size == (512, 1024)
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"root:x:0:0", "is not a JPEG, PNG or WebP image"),
+        (b"", "is not a JPEG, PNG or WebP image"),
+        (encoded("GIF"), "is not a JPEG, PNG or WebP image"),
+        (encoded("PNG")[:60], "is not a JPEG, PNG or WebP image, or it is damaged"),
+        (bytes(photos.MAX_BYTES + 1), "has 8.0 MiB; give one of at most 8 MiB"),
+    ],
+    ids=["text", "empty", "gif", "cut", "bytes"],
+)
+def test_other_files_are_refused_in_a_sentence(content, message):
+    with one_line_error(message):
+        read_upload(content)
+
+
+@pytest.mark.parametrize("side", [6000, 20000])
+def test_too_many_pixels_are_refused_before_they_are_decoded(side, monkeypatch):
+    monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("the pixels were decoded"))
+    header = bytearray(encoded_header(side))
+    with one_line_error("at most 25 million pixels"):
+        read_upload(bytes(header))
+
+
+def encoded_header(side):
+    """A PNG that says it has so many pixels a side."""
+    chunk = b"IHDR" + struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    start = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk + struct.pack(">I", zlib.crc32(chunk))
+    data = b"IDAT" + zlib.compress(bytes(1000))
+    return start + struct.pack(">I", len(data) - 4) + data + struct.pack(">I", zlib.crc32(data))
+
+
+def test_bundled_images_are_every_digit_and_two_photographs():
+    assert list(bundled()) == [*(f"digit {digit}" for digit in range(10)), "china", "flower"]
+
+
+def test_the_demos_models_and_their_twins_are_the_default(models, demo):
+    assert [model.about.split()[0] for model in models.vision] == ["digits-gka-1-seed0", "digits-softmax-1-seed0"]
+    assert [model.about.split(":")[0] for model in models.language] == ["d2-gka-offsets-1", "d2-softmax-1"]
+    named = load((demo / "runs" / "d2-softmax-1", demo / "runs" / "digits-softmax-1-seed0"), (), demo, "unused")
+    assert [len(named.vision), len(named.language)] == [1, 1] and not named.vision[0].has_sigma
+
+
+def test_without_a_demo_there_is_an_untrained_model(tmp_path):
+    models = load((), (), tmp_path, "deit_tiny_gka_patch16_224")
+    (model,) = models.vision
+    assert model.untrained and "random initialisation" in model.about and not models.language
+    assert len(model.classes) == 1000 and "tench" in model.classes[0]
+
+
+def test_runs_that_do_not_go_together_are_refused(demo, tmp_path):
+    runs = demo / "runs"
+    with one_line_error("cannot stand beside"):
+        tiny = load((), (vision_run(tmp_path / "other"),), tmp_path, "deit_tiny_gka_patch16_224")
+        pytest.fail(str(tiny))
+    with one_line_error("give one run of a kind"):
+        load((), (runs / "d2-softmax-1",) * 2, demo, "unused")
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (("--run", "nowhere"), "no checkpoint in nowhere"),
+        (("--model", "resnet18", "--demo", "nowhere"), "is not a vision transformer"),
+        (("--port", 70000), "--port must be between 0 and 65535"),
+    ],
+    ids=str,
+)
+def test_mistakes_on_the_command_line_are_one_line(flags, message, capsys):
+    with signals_kept():
+        assert message in in_process(main, ExploreConfig, *flags, capsys=capsys)
+
+
+def test_without_gradio_the_command_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "gradio", None)
+    with signals_kept():
+        assert 'pip install "gka[explore]"' in in_process(main, ExploreConfig, capsys=capsys)
