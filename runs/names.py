@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 
 DEFAULTS = {"BASE": "out", "CORPUS": "fineweb", "SHARDS": "170", "VOCAB": "32768", "SEQ": "2048", "DEPTH": "20"}
+STUDY = {"CORPUS": "builtin", "VOCAB": "4096", "SEQ": "512"}  # what make study takes in place of some of them
 VENV = ".venv/bin"
 # A small vision model that learns digits in a minute or two, without the augmentation that large ones need.
 SMALL_VISION = (
@@ -224,6 +225,8 @@ def main(words):
         return
     asked, pairs = words[0], (word.split("=", 1) for word in words[1:])
     given = {name: value for name, value in pairs if value}
+    if given.pop("FOR", "") == "study":
+        given = {**STUDY, **given}
     steps = {
         "check-python": check_python,
         "check-gpu": check_gpu,

@@ -59,6 +59,14 @@ def test_dry_run_of_pretraining_shows_the_whole_chain(make):
     assert last.endswith("--depth 12 --base b --ngpu 1 --wandb offline -- --device-batch-size 8")
 
 
+def test_the_study_packs_short_rows_of_the_builtin_text_unless_told_otherwise(make):
+    lines = make("-n", "study", "ARGS=--list").stdout.splitlines()
+    assert lines[-1].endswith("-m runs.study --data out/packed/builtin-4096-512 --runs out/study --list")
+    assert "--list" not in lines[-2] and "--sequence-len 512" in lines[-2] and "source builtin" in "".join(lines)
+    last = make("-n", "study", "CORPUS=fineweb", "SHARDS=8", "BASE=b").stdout.splitlines()[-1]
+    assert last.endswith("--data b/packed/fineweb-8-4096-512 --runs b/study ")
+
+
 def test_a_finished_step_is_not_run_again(make, tmp_path, ready):
     (tmp_path / "out/packed/fineweb-170-32768-2048").mkdir(parents=True)
     (tmp_path / "out/tokenizer/fineweb-170-32768").mkdir(parents=True)
