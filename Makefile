@@ -8,7 +8,8 @@ BASE       ?= out
 WANDB_MODE ?= disabled
 quoted     = '$(subst ','\'',$(1))'
 SETTINGS   := BASE CORPUS SHARDS VOCAB SEQ DEPTH NGPU RUN MODEL DATA IMAGE TEXT ARGS
-GIVEN      = $(strip $(foreach name,$(SETTINGS),$(if $($(name)),$(name)=$(call quoted,$($(name))))))
+STUDY      = $(if $(filter study,$(MAKECMDGOALS)),FOR=study)
+GIVEN      = $(strip $(STUDY) $(foreach name,$(SETTINGS),$(if $($(name)),$(name)=$(call quoted,$($(name))))))
 NAMES      = $(PYTHON) -m runs.names
 $(foreach word,$(shell $(NAMES) make $(GIVEN)),$(eval $(subst |, ,$(word))))
 $(if $(LAUNCH),,$(error $(PYTHON) cannot run runs/names.py: set PYTHON=python3.x))
@@ -17,11 +18,11 @@ PIP        = $(PY) -m pip install --quiet --disable-pip-version-check
 args_of    = $(if $(filter $(1),$(MAKECMDGOALS)),$(ARGS))
 THE_RUN    = $(if $(findstring -base,$@),$(BASE_RUN),$(GKA_RUN))
 PAPER      = --base $(BASE) --ngpu $(RANKS)
-SHOWN      = $(if $(IMAGE),--image $(call quoted,$(IMAGE))) $(if $(TEXT),--text $(call quoted,$(TEXT)))
+as_given   = $(if $(value $(1)),$(2) $(call quoted,$(value $(1))))# by value: a $ in a text is a $
+SHOWN      = $(call as_given,IMAGE,--image) $(call as_given,TEXT,--text)
 .PHONY: help setup demo test test-gpu lint bench data tokenizer tokenize pretrain-d20 pretrain-d20-base eval-bpb \
         eval-bpb-base eval-core eval-core-base sample export train-deit-ti train-deit-s train-deit-b eval-deit \
-        ablate-projections figures tables claims report explore vendor diff unpatch test-patches check-gpu clean
-
+        ablate-projections figures tables claims report explore study vendor diff unpatch test-patches clean
 help:  ## list the targets
 	@$(NAMES) help $(GIVEN)
 setup: $(READY)  ## create .venv and install everything (the other targets do it once by themselves)
@@ -31,7 +32,6 @@ $(READY): requirements.txt pyproject.toml
 	$(PIP) -r requirements.txt
 	$(PIP) --no-deps --editable .
 	@touch $@
-
 demo: $(READY)  ## train small language and vision models, GKA beside softmax, in minutes on a CPU
 	$(PY) -m runs.demo --out $(BASE)/demo $(DEMO_FLAGS) --wandb $(WANDB_MODE) $(ARGS)
 test: $(READY)  ## run the tests (no GPU, no network)
@@ -65,7 +65,7 @@ eval-bpb eval-bpb-base: | $(READY)  ## bits per byte and samples of a run (RUN=f
 eval-core eval-core-base: | $(READY)  ## DCLM's CORE of a run (RUN=folder, BUNDLE=folder or zip, else it is fetched)
 	$(PY) -m runs.paper.core --run $(THE_RUN) $(if $(BUNDLE),--bundle $(call quoted,$(BUNDLE))) $(PAPER) -- $(ARGS)
 sample: | $(READY)  ## text from a run (RUN=folder, PROMPT='...')
-	$(PY) -m nanochat_gka.generate --run $(GKA_RUN) --prompt $(call quoted,$(or $(PROMPT),The)) --stream $(ARGS)
+	$(PY) -m nanochat_gka.generate --run $(GKA_RUN) --prompt $(call quoted,$(or $(value PROMPT),The)) --stream $(ARGS)
 export: | $(READY)  ## a run as a folder of its own, RUN-export: safetensors, configuration, tokenizer, README
 	$(PY) -m nanochat_gka.export --run $(GKA_RUN) --out $(GKA_RUN)-export $(ARGS)
 
@@ -76,7 +76,7 @@ ablate-projections: check-images | $(READY)  ## the paper's ablation: every kind
 	$(PY) -m runs.paper.ablation --runs $(BASE)/runs --data '$(DATA)' $(PAPER) --wandb $(WANDB_MODE) -- $(ARGS)
 eval-deit: | $(READY)  ## top-1 and top-5 of a vision run (MODEL=name or RUN=folder) on its own images, or DATA
 	$(LAUNCH) deit_gka.evaluate --run $(DEIT_RUN) $(if $(DATA),--data '$(DATA)') --results $(BASE)/results.jsonl $(ARGS)
-figures: | $(READY)  ## the paper's figures of a run (RUN=folder, MODEL=name; IMAGE=file, TEXT='...'), else the demo's
+figures: check-figures | $(READY)  ## the paper's figures of RUN=folder or MODEL=name (IMAGE=file, TEXT=...) or the demo
 	$(foreach draw,$(DRAW),$(PY) -m $(draw) $(DRAWN) $(MODEL_FLAG) $(SHOWN) $(ARGS) &&) true
 report: | $(READY)  ## all of it in one HTML page: runs, figures, tables, claims (RUN=folder, else all of BASE)
 	$(PY) -m runs.report $(REPORTED) $(SHOWN) $(ARGS)
@@ -84,7 +84,8 @@ explore: | $(READY)  ## a page in the browser: your image or text, scaled bandwi
 	$(PY) -m runs.explore $(EXPLORED) $(MODEL_FLAG) $(ARGS)
 tables claims: | $(READY)  ## the paper's tables beside ours (BASE=folder); its claims beside what was measured
 	$(PY) -m runs.paper.$@ $(if $(filter tables,$@),--base $(BASE)) $(ARGS)
-
+study: $(PACKED)/manifest.json  ## train what is left of the controlled study (ARGS=--list shows it), builtin by default
+	$(PY) -m runs.study --data $(PACKED) --runs $(BASE)/study $(ARGS)
 vendor:  ## clone upstream nanochat and DeiT into vendor/ at the commits of patches/ (or take NANOCHAT_SRC, DEIT_SRC)
 	@$(PYTHON) patches/apply.py vendor
 diff: vendor  ## patch them there, and show what GKA changes in each
@@ -95,6 +96,6 @@ test-patches: $(READY) $(if $(NANOCHAT_SRC)$(wildcard vendor/nanochat),.venv/.pa
 	$(PY) -m pytest -rs -m 'upstream or not upstream' tests/patches $(ARGS)
 .venv/.patches: patches/requirements.txt | $(READY)
 	-$(PIP) -r $< && touch $@
-check-gpu check-images: ; @$(NAMES) $@ $(GIVEN)
+check-gpu check-images check-figures: ; @$(NAMES) $@ $(GIVEN)
 clean:  ## delete the environment, keep the outputs
 	rm -rf .venv *.egg-info .pytest_cache .ruff_cache .hypothesis

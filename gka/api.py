@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from gka import validation
-from gka.impl import flex, reference, sdpa, triton
+from gka.impl import cpu, flex, reference, sdpa, triton
 from gka.masking import Mask
 from gka.request import GaussianRequest, SoftmaxRequest
 
@@ -24,7 +24,13 @@ class Implementation(Protocol):
         """y, (B, Tq, H, D) in the dtype of x."""
 
 
-IMPLEMENTATIONS: dict[str, Implementation] = {"reference": reference, "triton": triton, "flex": flex, "sdpa": sdpa}
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    "reference": reference,
+    "triton": triton,
+    "cpu": cpu,
+    "flex": flex,
+    "sdpa": sdpa,
+}
 BASELINES: dict[str, Any] = {name: impl for name, impl in IMPLEMENTATIONS.items() if hasattr(impl, "dot_product")}
 EPS = 1e-6
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -59,22 +65,22 @@ def gaussian_attention(
       window: query i sees i - window <= j <= i (with causal; window + 1 keys), |i - j| <= window without. None: no
         limit. The paper's W counts the token itself: window = W - 1.
       constant_norm: a promise that all keys of a head have the same norm, for example after a per-head RMS norm.
-        |k_j|^2 then cancels and the fused paths become plain attention. It is not checked; the reference does not use
-        it.
-      eps: added to the row sum (paper eq. 4) by the implementations that apply it, reference and triton. sdpa and flex
-        drop it; as K_ii = 1 that changes y by less than a relative `eps`.
+        |k_j|^2 then cancels and the fused paths become plain attention. It is not checked; reference and cpu do not
+        use it.
+      eps: added to the row sum (paper eq. 4) by the implementations that apply it: reference, triton and cpu. sdpa and
+        flex drop it; as K_ii = 1 that changes y by less than a relative `eps`.
       return_weights: also return W, (B, H, Tq, Tk). Only the reference builds W; "auto" then means it.
-      impl: "reference" (the literal equations), "triton" (the fused kernels, CUDA), "sdpa" (any device), "flex" (CUDA;
-        forward only on CPU), or "auto", see `select_impl`. All have first derivatives in reverse mode; the reference
-        has those of any order, forward mode and torch.func.
+      impl: "reference" (the literal equations), "triton" (the fused kernels, CUDA), "cpu" (the fused kernel in C++, no
+        float64), "sdpa" (any device), "flex" (CUDA; forward only on CPU), or "auto", see `select_impl`. All have first
+        derivatives in reverse mode; the reference has those of any order, forward mode and torch.func.
 
     Precision: the reference takes differences, in float32 for half precision. Without constant_norm sdpa and flex
     compute in float32 too, but expand |x - k|^2: gradients are known to about machine epsilon times |x|^2 / sigma^2. An
     offset common to all features is subtracted first unless there is a causal mask; with one, features that are far
     from 0 on the scale of sigma are best normalised. Where that product passes 1 %, a UserWarning says so, on CPU
     tensors outside torch.compile. With constant_norm sdpa and flex round x / sigma^2 to x.dtype and leave the offset.
-    triton keeps exponents in float32 and leaves the offset. float64 features are computed in float64. Norms above 1e19
-    overflow float32.
+    triton keeps exponents in float32 and leaves the offset; cpu subtracts it as sdpa does, with constant_norm too, but
+    in bfloat16 on AMX does as triton. float64 features are computed in float64. Norms above 1e19 overflow float32.
 
     Returns: y, (B, Tq, H, D) in x.dtype; with return_weights, (y, W).
 
@@ -135,7 +141,8 @@ def select_impl(
     """The name of the implementation that `gaussian_attention` runs for these arguments; never "auto".
 
     auto: "reference" if W is wanted; on CUDA "triton", or where it cannot serve the request "flex" if SDPA would need a
-    dense mask or extra channels; else "sdpa". Raises ValueError if `impl` is unknown or cannot serve the request.
+    dense mask or extra channels; on CPUs "cpu", whose library the first question loads or builds; else "sdpa". Raises
+    ValueError if `impl` is unknown or cannot serve the request.
     """
     log_sigma = x.new_zeros(x.shape[2], dtype=torch.float32) if log_sigma is None else log_sigma
     request = _gaussian_request(x, log_sigma, keys, values, causal, window, constant_norm, EPS, return_weights, impl)
@@ -220,7 +227,7 @@ def _choose(request: GaussianRequest, return_weights: bool, impl: str) -> str:
             raise _unavailable(impl, obstacle)
         return impl
     if not request.x.is_cuda:
-        return "sdpa"
+        return "sdpa" if cpu.unavailable(request) else "cpu"
     if not triton.unavailable(request):
         return "triton"
     dense_or_extra = request.mask.window is not None or not request.constant_norm

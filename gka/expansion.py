@@ -54,14 +54,15 @@ def expand(request: GaussianRequest) -> Expansion:
     inverse = inverse_variance(request.log_sigma).to(compute)
     b = -0.5 * torch.linalg.vecdot(keys, keys) * inverse
     a = b if request.own_keys else -0.5 * torch.linalg.vecdot(x, x) * inverse
-    _warn_if_lost(a, b)
+    if readable(a) and readable(b):  # on CPU tensors
+        warn_if_lost(-2 * min(a.detach().min().item(), b.detach().min().item()), compute, stacklevel=5)
     return Expansion(x * inverse[:, None], keys, values, a, b, offset)
 
 
-def _warn_if_lost(a: torch.Tensor, b: torch.Tensor) -> None:
-    """Once per calling line (Python's rule for equal warnings), on CPU tensors, whose values can be read."""
-    if not (readable(a) and readable(b)):
-        return
-    largest = -2 * min(a.detach().min().item(), b.detach().min().item())
-    if torch.finfo(a.dtype).eps * (1 + largest) > COARSEST:
-        warnings.warn(LOST, UserWarning, stacklevel=5)
+def warn_if_lost(largest: float, dtype: torch.dtype, stacklevel: int = 4) -> None:
+    """Warn where rounding in `dtype` is most of what is left of exponents of size `largest`, a |x|^2 / sigma^2.
+
+    Once per line that calls the operator (Python's rule for equal warnings); `stacklevel` reaches it.
+    """
+    if torch.finfo(dtype).eps * (1 + largest) > COARSEST:
+        warnings.warn(LOST, UserWarning, stacklevel=stacklevel)

@@ -83,7 +83,7 @@ def find_queries(config: DrawConfig, words: list[str]) -> list[int]:
         return find(drawn, config.query)
     except KeyError as error:
         known = " ".join(dict.fromkeys(word.strip() for word in drawn if word.strip()))
-        raise UserError(f"--query {error.args[0]} is not one of the tokens that are drawn: {known}") from None
+        raise UserError(f'--query "{error.args[0]}" is not one of the tokens that are drawn: {known}') from None
 
 
 def main(config: DrawConfig) -> None:
@@ -92,6 +92,10 @@ def main(config: DrawConfig) -> None:
     if not paths:
         raise UserError(f"{config.demo} has no language runs: give --run, or train some with make demo")
     subjects = subjects_of([*paths, *config.twin], text, config.step)
+    abouts = [subject.about for subject in subjects]
+    twice = next((about for about in abouts if abouts.count(about) > 1), None)
+    if twice:
+        raise UserError(f"{twice} is given twice: drawn together, models need names of their own")
     for subject in subjects:
         error = max(layer.error for layer in subject.layers)
         depth = len(subject.layers)

@@ -10,6 +10,7 @@ Settings are given as NAME=value; an empty value is the same as none.
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import sys
 from pathlib import Path
 
 DEFAULTS = {"BASE": "out", "CORPUS": "fineweb", "SHARDS": "170", "VOCAB": "32768", "SEQ": "2048", "DEPTH": "20"}
+STUDY = {"CORPUS": "builtin", "VOCAB": "4096", "SEQ": "512"}  # what make study takes in place of some of them
 VENV = ".venv/bin"
 # A small vision model that learns digits in a minute or two, without the augmentation that large ones need.
 SMALL_VISION = (
@@ -126,7 +128,7 @@ def names(given):
     packed = f"{base}/packed/{name}-{setting['VOCAB']}-{setting['SEQ']}"
     ngpu = given.get("NGPU") or str(count_gpus())
     ranks = "1" if ngpu == "0" else ngpu
-    run = given.get("RUN")
+    run = shlex.quote(given["RUN"]) if "RUN" in given else ""
     demo = ["--ranks " + ranks] if "NGPU" in given and ranks != "1" else []
     demo += ["--depth " + given["DEPTH"]] if "DEPTH" in given else []
     named_rows = any(key in given for key in ("CORPUS", "SHARDS", "VOCAB", "SEQ"))
@@ -151,7 +153,7 @@ def names(given):
         "REPORTED": f"--base {base}" + (f" --run {run}" if run else ""),
         "EXPLORED": f"--demo {base}/demo" + (f" --run {run}" if run else ""),
         "DRAW": " ".join(draw_commands(given, base)),
-        "MODEL_FLAG": "--model " + given["MODEL"] if "MODEL" in given else "",
+        "MODEL_FLAG": "--model " + shlex.quote(given["MODEL"]) if "MODEL" in given else "",
         "DEIT_RUN": run or f"{base}/runs/{given.get('MODEL', 'deit_tiny_gka_patch16_224')}",
     }
 
@@ -192,6 +194,15 @@ def check_images(given):
         raise Problem(f'{start} small: DATA=digits BASE=out/small ARGS="{SMALL_VISION}"')
 
 
+def check_figures(given):
+    """Raises Problem if what is drawn cannot be drawn of what is given."""
+    drawn = draw_commands(given, given.get("BASE", DEFAULTS["BASE"]))
+    if drawn == ["nanochat_gka.draw"] and ("IMAGE" in given or "MODEL" in given):
+        raise Problem("figures of a language run take TEXT='...', not IMAGE or MODEL")
+    if drawn == ["deit_gka.draw"] and "TEXT" in given:
+        raise Problem("figures of a vision model take IMAGE=file, not TEXT; RUN=folder may name a language run")
+
+
 def check_corpus(given):
     """Raises Problem if CORPUS is not a corpus."""
     corpus = given.get("CORPUS", DEFAULTS["CORPUS"])
@@ -214,11 +225,14 @@ def main(words):
         return
     asked, pairs = words[0], (word.split("=", 1) for word in words[1:])
     given = {name: value for name, value in pairs if value}
+    if given.pop("FOR", "") == "study":
+        given = {**STUDY, **given}
     steps = {
         "check-python": check_python,
         "check-gpu": check_gpu,
         "check-images": check_images,
         "check-corpus": check_corpus,
+        "check-figures": check_figures,
         "finish-corpus": finish_corpus,
     }
     if asked == "make":

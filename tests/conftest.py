@@ -23,6 +23,13 @@ settings.register_profile("gka", deadline=None, derandomize=True, print_blob=Tru
 settings.load_profile("gka")
 
 
+def pytest_sessionstart():
+    """Compile the CPU kernel if need be: a command under test that did it would say so among its errors."""
+    from gka.impl.cpu import build
+
+    build.obstacle()
+
+
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
@@ -40,16 +47,26 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="session")
-def packed(tmp_path_factory):
-    """A folder with corpus/, tokenizer/ and packed/, made by the real commands' functions."""
-    import processes
+def tokenized(tmp_path_factory):
+    """A folder with corpus/ and tokenizer/, made by the real command's function."""
     import tiny
-    from nanochat_gka import pack, tokenizer
+    from nanochat_gka import tokenizer
 
     root = tmp_path_factory.mktemp("tiny")
-    processes.server()  # before packing starts one that lacks the libraries
     tiny.write_corpus(root / "corpus")
     tokenizer.main(tokenizer.TokenizerConfig(corpus=root / "corpus", out=root / "tokenizer", vocab_size=300))
+    return root
+
+
+@pytest.fixture(scope="session")
+def packed(tokenized):
+    """The same folder, with packed/ too."""
+    import processes
+    import tiny
+    from nanochat_gka import pack
+
+    root = tokenized
+    processes.server()  # before packing starts one that lacks the libraries
     pack.main(
         pack.PackConfig(
             corpus=root / "corpus",

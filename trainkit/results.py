@@ -98,6 +98,12 @@ def append_result(
         "config": config,
         "metrics": metrics,
     }
+    append_line(path, record)
+    return record
+
+
+def append_line(path: Path, record: dict[str, Any]) -> None:
+    """Append a record to the JSON-lines file `path`, also after a line that was cut short."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a+b") as file:
@@ -106,4 +112,3 @@ def append_result(
             if file.read() != b"\n":  # the last line was cut short; it ends here
                 file.write(b"\n")
         file.write((json.dumps(finite(record), default=str) + "\n").encode())
-    return record

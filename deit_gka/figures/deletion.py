@@ -9,7 +9,7 @@ import torch
 
 from deit_gka.figures.groups import by_image
 from deit_gka.figures.rollout import rollout
-from deit_gka.figures.sheet import Subject, save, sheet
+from deit_gka.figures.sheet import Subject, plain, save, sheet
 from trainkit.plots import Figure
 
 STEPS = 16
@@ -82,13 +82,13 @@ def _draw_panel(axis, models: Sequence[Subject]) -> list[dict]:
             shares, curves = shares[0], np.stack(curves)
             curve, area = curves.mean(0), float(np.trapezoid(curves.mean(0), shares))
             label = name if len(models) == 1 else f"{subject.model}, {name}"
-            axis.plot(shares, curve, STYLES[name], color=f"C{number}", label=f"{label}: {area:#.3g}")
+            axis.plot(shares, curve, STYLES[name], color=f"C{number}", label=f"{plain(label)}: {area:#.3g}")
             if len(curves) > 1:
                 axis.fill_between(shares, curves.min(0), curves.max(0), color=f"C{number}", alpha=0.12, linewidth=0)
             place = {"model": subject.model, "image": subject.image, "order": name}
             rows.append({**place, "probability of the whole image": float(curve[0]), "area under the curve": area})
     axis.set(xlabel="share of the patches that is deleted", ylabel="probability", xlim=(0, 1), ylim=(0, None))
-    axis.set_title(models[0].image, fontsize=10)
+    axis.set_title(plain(models[0].image), fontsize=10)
     axis.grid(alpha=0.3)
     axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, title="area", title_fontsize=7)
     return rows

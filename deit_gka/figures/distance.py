@@ -7,7 +7,7 @@ import torch
 
 from deit_gka.figures.groups import by_model
 from deit_gka.figures.measures import attended_distance
-from deit_gka.figures.sheet import Subject, save, sheet
+from deit_gka.figures.sheet import Subject, plain, save, sheet
 from trainkit.plots import Figure
 
 
@@ -30,7 +30,7 @@ def draw_distances(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
         top = max(top, 1.05 * _uniform(subject), 1.05 * float(distances.max()))
         _draw_lines(axis, subject, distances)
         if len(models) > 1:
-            axis.set_title(subject.model, fontsize=9)
+            axis.set_title(plain(subject.model), fontsize=9)
         rows += [
             {"model": subject.model, "layer": layer, "head": head, "pixels": value}
             for layer, heads in enumerate(distances.tolist(), start=1)

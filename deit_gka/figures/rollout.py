@@ -10,7 +10,7 @@ import torch
 
 from deit_gka.figures.groups import by_image
 from deit_gka.figures.measures import Tokens
-from deit_gka.figures.sheet import Subject, bare, cell_size, linear, overlay, save, scale, sheet
+from deit_gka.figures.sheet import Subject, bare, cell_size, linear, overlay, plain, save, scale, sheet
 from trainkit.plots import Figure
 
 DISCARD_RATIOS = (0.0, 0.5, 0.9)
@@ -63,8 +63,8 @@ def draw_rollout(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
         maps = [tokens.patches(values * tokens.count).float() for values in rows]
         norm = linear(torch.stack(maps))
         row[0].imshow(subject.pixels)
-        row[0].set_ylabel(name, fontsize=7)
-        row[0].set_xlabel(subject.image)
+        row[0].set_ylabel(plain(name), fontsize=7)
+        row[0].set_xlabel(plain(subject.image))
         for axis, ratio, values, patches in zip(row[1:], DISCARD_RATIOS, rows, maps):
             axis.imshow(overlay(subject.pixels, patches, norm))
             share = float(values[tokens.prefix :].sum())

@@ -19,6 +19,7 @@ from trainkit.figures.sheet import (  # noqa: F401 (the figures take all of thes
     label_layers,
     linear,
     logarithmic,
+    plain,
     save,
     scale,
     scale_below,

@@ -13,17 +13,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, resolve_input_data_config
 from timm.models import VisionTransformer
 from torch import nn
 
+from deit_gka.data.sources.decode import BrokenImage, decode
 from deit_gka.data.transforms import eval_transform
 from deit_gka.figures.maps import extract
 from deit_gka.figures.measures import Tokens
 from deit_gka.figures.sheet import Subject
 from deit_gka.model.checkpoints import WEIGHTS, build, find_checkpoint, load_file, load_run, parse_kwargs, timm_weights
-from trainkit.cli import UserError, reason_of
+from trainkit.cli import UserError
+
+MOST_PATCHES = 4096  # 1024 × 1024 pixels: W of 12 layers and 12 heads takes 10 GB
 
 
 @dataclass
@@ -91,6 +94,8 @@ def _at_size(drawn: Drawn, image_size: Sequence[int]) -> Drawn:
         patch = drawn.model.patch_embed.patch_size
         if size[0] % patch[0] or size[1] % patch[1]:
             raise UserError(f"--image-size must be multiples of the patch, {patch[0]} × {patch[1]}")
+        if size[0] // patch[0] * (size[1] // patch[1]) > MOST_PATCHES:
+            raise UserError(f"--image-size gives more than {MOST_PATCHES:,} patches: W would not fit into memory")
         drawn.model.set_input_size(img_size=size)
     return drawn
 
@@ -108,7 +113,7 @@ def check_repeats(drawn: Drawn, first: Drawn) -> None:
 
 
 def photographs(paths: Sequence[Path] = ()) -> dict[str, Image.Image]:
-    """Images by name; without paths the two of scikit-learn. Raises UserError for files that are not images."""
+    """Images by name; without paths the two of scikit-learn. Raises UserError for files that cannot be decoded."""
     if not paths:
         from sklearn.datasets import load_sample_images
 
@@ -119,9 +124,9 @@ def photographs(paths: Sequence[Path] = ()) -> dict[str, Image.Image]:
         if path.stem in images:
             raise UserError(f"two images are called {path.stem}: their figures would have the same names")
         try:
-            images[path.stem] = Image.open(path).convert("RGB")
-        except UnidentifiedImageError as error:
-            raise UserError(f"{path} is not an image: {reason_of(error)}") from None
+            images[path.stem] = decode(path.read_bytes())
+        except BrokenImage as error:
+            raise UserError(f"{path} cannot be drawn: {error}") from None
     return images
 
 

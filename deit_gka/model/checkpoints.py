@@ -136,7 +136,7 @@ def find_checkpoint(path: Path, best: bool = False) -> Checkpoint:
 
 def _of_vision(checkpoint: Checkpoint) -> Checkpoint:
     if "classes" not in checkpoint.state:
-        raise UserError(f"{checkpoint.path} is not of a vision run; nanochat_gka evaluates and exports language models")
+        raise UserError(f"{checkpoint.path} is not of a vision run; nanochat_gka's commands take language models")
     return checkpoint
 
 

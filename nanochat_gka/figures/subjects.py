@@ -13,7 +13,7 @@ from gka import KINDS
 from nanochat_gka.figures.maps import LayerMaps, extract
 from nanochat_gka.figures.words import printable, shown
 from nanochat_gka.model.checkpoints import Loaded, load, run_folder
-from nanochat_gka.model.config import OFFSET_LETTERS, GPTConfig
+from nanochat_gka.model.config import GPTConfig
 from trainkit.cli import UserError
 from trainkit.progress import read_events
 
@@ -55,10 +55,10 @@ class Subject:
     def head_names(self, layer: LayerMaps | None = None) -> list[str]:
         """1, 2, ... and the letter of an offset, unless `layer` is of a kind that has none."""
         names = [str(head) for head in range(1, self.num_heads + 1)]
-        if layer is None or layer.sigma is not None:
-            for letter in "PS":
-                for heads in self.config.heads_with(OFFSET_LETTERS[letter]):
-                    names[heads] = [f"{name} {letter}" for name in names[heads]]
+        for one in self.layers if layer is None else [layer]:
+            for letter, offsets in (("P", one.value_offsets), ("S", one.key_offsets)):
+                for head in offsets.nonzero()[:, 0].tolist():
+                    names[head] = f"{head + 1} {letter}"
         return names
 
 

@@ -22,7 +22,13 @@ GATE_CHANNELS = 32
 
 
 class Attention(nn.Module, ABC):
-    """What all kinds share: the bias-free projections of the kind's row (nanochat's names), W_O and the value gate."""
+    """What all kinds share: the bias-free projections of the kind's row (nanochat's names), W_O and the value gate.
+
+    `head_offsets`: whole heads pair keys and values one token apart. That is a fixed, parameter-free case of KV
+    shifting attention (Xu et al., ICML 2025, arXiv 2411.19574), which learns how much of a key and a value comes from
+    the token before. Partial key offset (modded-nanogpt PR 169), Canon layers (arXiv 2512.17351) and RWKV's token shift
+    are related. Softmax gains from it too. Ours is only the use in an operator without projections.
+    """
 
     CLASSES: ClassVar[dict[str, type["Attention"]]] = {}
     kind: ClassVar[Kind]
@@ -42,6 +48,7 @@ class Attention(nn.Module, ABC):
             setattr(self, name, Linear(config.n_embd, config.n_embd))
         self.c_proj = Linear(config.n_embd, config.n_embd)
         self.ve_gate = Linear(GATE_CHANNELS, config.n_head) if config.has_value_embedding(layer) else None
+        self.late_values, self.late_keys = (config.heads_with(of, layer) for of in ("predecessor", "successor"))
 
     def init_weights(self) -> None:
         for name in self.projections:
@@ -80,6 +87,26 @@ class Attention(nn.Module, ABC):
     def keys_and_values(self, rotary: Rotary, num_queries: int, stored: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         """What the heads of the last `num_queries` tokens read, (B, n, H, D) each, of what is `stored` of n tokens."""
         keys, values = stored
+        if self.has_offsets and num_queries < keys.shape[1]:
+            first = self.first_in_reach(num_queries, keys.shape[1])
+            keys, values = keys[:, first:], values[:, first:]
+        return self.with_offsets(keys, values)
+
+    @property
+    def has_offsets(self) -> bool:
+        """Whether some head pairs keys and values one token apart."""
+        return bool(self.late_values or self.late_keys)
+
+    def first_in_reach(self, num_queries: int, num_tokens: int) -> int:
+        """Of `num_tokens`, the predecessor of the earliest one that the last `num_queries` see."""
+        return max(0, num_tokens - num_queries - self.window - 1)
+
+    def with_offsets(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values, (B, n, H, D), with those of some heads moved one token later."""
+        if self.late_values:
+            values = _one_later(values, self.late_values)
+        if self.late_keys:
+            keys = _one_later(keys, self.late_keys)
         return keys, values
 
     @abstractmethod
@@ -149,10 +176,7 @@ class GKAAttention(Attention, kind="gka"):
     - `gka_values` normalised or raw: values are not rotated. Keys follow from them and the position, so the values are
       what is stored.
     - Value embeddings: keys no longer follow from the values, so both are stored.
-    - `head_offsets`: whole heads pair keys and values one token apart. That is a fixed, parameter-free case of KV
-      shifting attention (Xu et al., ICML 2025, arXiv 2411.19574), which learns how much of a key and a value comes from
-      the token before. Partial key offset (modded-nanogpt PR 169), Canon layers (arXiv 2512.17351) and RWKV's token
-      shift are related. Softmax gains from it too. Ours is only the use in an operator without projections.
+    - `head_offsets`, see `Attention`.
     """
 
     # Values before and after their norm, rotated features, features, scaled queries, output. One or two fewer where
@@ -162,7 +186,6 @@ class GKAAttention(Attention, kind="gka"):
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__(config, layer)
         self.log_sigma = nn.Parameter(torch.empty(config.n_head, dtype=torch.float32))
-        self.late_values, self.late_keys = config.heads_with("predecessor"), config.heads_with("successor")
 
     def init_weights(self) -> None:
         super().init_weights()
@@ -190,18 +213,12 @@ class GKAAttention(Attention, kind="gka"):
     def keys_and_values(self, rotary, num_queries, stored):
         values, keys, num_tokens = stored[0], stored[-1], stored[0].shape[1]
         keys_are_missing = self.derives_keys and len(stored) == 1
-        has_offsets = bool(self.late_values or self.late_keys)
-        if keys_are_missing or (has_offsets and num_queries < num_tokens):  # what follows is work on every token
-            # The earliest token in reach of a query, and its predecessor.
-            first = max(0, num_tokens - num_queries - self.window - 1)
+        if keys_are_missing or (self.has_offsets and num_queries < num_tokens):  # what follows is work on every token
+            first = self.first_in_reach(num_queries, num_tokens)
             values, keys = values[:, first:], keys[:, first:]
             if keys_are_missing:
                 keys = norm(rotary(values, slice(first, num_tokens)))
-        if self.late_values:
-            values = _one_later(values, self.late_values)
-        if self.late_keys:
-            keys = _one_later(keys, self.late_keys)
-        return keys, values
+        return self.with_offsets(keys, values)
 
     def attend(self, rotary, queries, stored):
         keys, values = self.keys_and_values(rotary, queries.shape[1], stored)

@@ -10,7 +10,8 @@ from trainkit.cli import Bounds, Count, UserError
 OFFSET_LETTERS = {"N": "none", "P": "predecessor", "S": "successor"}
 GKA_VALUES = ("rotated", "normalised", "raw")  # the paper's form first, which is the default
 BEFORE_ROTATED = "normalised"  # the default until 2026-11-22; a saved shape that does not say its values has these
-VALUE_EMBEDS = ("auto", "all", "none")
+VALUE_EMBEDS = ("auto", "all", "every-layer", "none")
+OFFSET_LAYERS = ("gka", "all")
 
 
 @dataclass(frozen=True)
@@ -19,12 +20,12 @@ class GPTConfig:
 
     attention: the name of a row of `gka.KINDS`, or one letter per layer (A softmax, G gka, V vlt), tiled: GGGA.
     value_embeds: which layers may have nanochat's gated value embeddings (every second layer, the last one always):
-      auto = those among them whose attention learns W_V, all, none.
+      auto = those among them whose attention learns W_V, all, none. every-layer is ours: the others have them too.
     gka_values: what gka heads mix. rotated is the paper's section 5.1: the features that are in the kernel, after
       rotation and norm. Ours are normalised (after the norm, before the rotation) and raw (the block input as it is).
-    head_offsets: for gka layers, one letter per head, tiled: N pairs key j with value j, P (predecessor) key j with
-      value j - 1, S (successor) key j - 1 with value j. Empty is the paper's form, all N.
-      A fixed case of KV shifting attention (arXiv 2411.19574), see `attention.GKAAttention`.
+    head_offsets: one letter per head, tiled: N pairs key j with value j, P (predecessor) key j with value j - 1, S
+      (successor) key j - 1 with value j. Empty is the paper's form, all N. offset_layers: gka layers have them, or all.
+      A fixed case of KV shifting attention (arXiv 2411.19574), see `attention.Attention`.
     sigma_squared: starting sigma^2 of gka heads; 0 = head_dim without head offsets, head_dim / 4 with them.
     Raises ValueError naming the field.
     """
@@ -41,6 +42,7 @@ class GPTConfig:
     head_offsets: str = ""
     gka_values: str = "rotated"
     sigma_squared: float = 0.0
+    offset_layers: str = "gka"
 
     def __post_init__(self):
         for name in ("sequence_len", "vocab_size", "n_layer", "n_head", "n_embd"):
@@ -59,7 +61,8 @@ class GPTConfig:
         layer_kinds(self.attention, self.n_layer)
         if self.head_offsets:
             _check_letters("head_offsets", self.head_offsets, OFFSET_LETTERS)
-        for name, choices in (("gka_values", GKA_VALUES), ("value_embeds", VALUE_EMBEDS)):
+        choices_of = {"gka_values": GKA_VALUES, "value_embeds": VALUE_EMBEDS, "offset_layers": OFFSET_LAYERS}
+        for name, choices in choices_of.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
         if not (math.isfinite(self.sigma_squared) and self.sigma_squared >= 0):
@@ -67,6 +70,8 @@ class GPTConfig:
             raise ValueError(f"sigma_squared must be {allowed}, got {self.sigma_squared}")
         if not has_gka(self.attention, self.n_layer):
             for name, default in (("head_offsets", ""), ("gka_values", GKA_VALUES[0]), ("sigma_squared", 0.0)):
+                if name == "head_offsets" and self.offset_layers == "all":
+                    continue
                 if getattr(self, name) != default:
                     none = f"attention={self.attention} has none in {self.n_layer} layers"
                     raise ValueError(f"{name} is for gka layers, and {none}")
@@ -115,13 +120,16 @@ class GPTConfig:
         return self.sequence_len if long else self.sequence_len // 2
 
     def has_value_embedding(self, layer: int) -> bool:
+        if self.value_embeds == "every-layer":
+            return True
         every_second = layer % 2 == (self.n_layer - 1) % 2
         learns_values = "V" in KINDS[self.layer_attention(layer)].input_projections
         return every_second and (self.value_embeds == "all" or (self.value_embeds == "auto" and learns_values))
 
-    def heads_with(self, offset: str) -> list[slice]:
-        """The heads whose offset is "predecessor" or "successor": a slice of the H heads for each such letter."""
-        letters = self.head_offsets.upper()
+    def heads_with(self, offset: str, layer: int) -> list[slice]:
+        """A layer's heads whose offset is "predecessor" or "successor": a slice of the H heads for each such letter."""
+        has_offsets = self.offset_layers == "all" or self.layer_attention(layer) == "gka"
+        letters = self.head_offsets.upper() if has_offsets else ""
         return [
             slice(place, self.n_head, len(letters))
             for place, letter in enumerate(letters[: self.n_head])
@@ -160,16 +168,19 @@ class ModelFlags:
     """A letter per layer, tiled: L full context, S half of it; the last layer is always L."""
     attention: str = "softmax"
     """Kind of attention, such as softmax, gka or vlt, or a letter per layer (A softmax, G gka, V vlt), tiled: GGGA."""
-    value_embeds: Literal["auto", "all", "none"] = "auto"
-    """Layers with gated value embeddings; auto = nanochat's, where attention learns values."""
+    value_embeds: Literal["auto", "all", "every-layer", "none"] = "auto"
+    """Layers with gated value embeddings; auto = nanochat's: every second layer, if its attention learns values; all =
+    every second layer of any kind; every-layer = the other layers too."""
     head_offsets: str = ""
-    """For gka: a letter per head, tiled: N pairs key j with value j, P with value j-1, S key j-1 with value j; empty =
-    the paper's form. A fixed case of KV shifting attention (arXiv 2411.19574)."""
+    """A letter per head of gka layers, tiled: N pairs key j with value j, P with value j-1, S key j-1 with value j;
+    empty = the paper's form. A fixed case of KV shifting attention (arXiv 2411.19574)."""
     gka_values: Literal["rotated", "normalised", "raw"] = "rotated"
     """What gka heads mix: rotated = the features that are in the kernel (the paper's section 5.1). Ours: normalised =
     the same before rotation, raw = the block input."""
     sigma_squared: Annotated[float, Bounds(0)] = 0.0
     """Starting sigma^2 of gka heads; 0 = head_dim, or head_dim / 4 with head offsets."""
+    offset_layers: Literal["gka", "all"] = "gka"
+    """Layers that have the head offsets; all gives them to softmax and vlt layers too, as a control."""
 
     def shape(self, depth: int, sequence_len: int, vocab_size: int) -> GPTConfig:
         """The model's shape at `depth` with these settings. Raises UserError naming the setting."""

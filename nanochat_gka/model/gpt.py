@@ -7,7 +7,6 @@ A softmax model has nanochat's parameter names, initialisation and arithmetic: i
 """
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from nanochat_gka.model.attention import Attention
@@ -15,9 +14,7 @@ from nanochat_gka.model.blocks import MLP, ROTARY_OVERALLOCATION, Linear, Rotary
 from nanochat_gka.model.cache import KVCache
 from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.context import Context
-
-LOGIT_CAP = 20.0
-IGNORE_INDEX = -1
+from nanochat_gka.model.loss import capped, cross_entropy
 
 
 class Block(nn.Module):
@@ -49,6 +46,7 @@ class GPT(nn.Module):
         layers = [layer for layer in range(config.n_layer) if config.has_value_embedding(layer)]
         self.value_embeds = nn.ModuleDict({str(layer): nn.Embedding(rows, width) for layer in layers})
         self.rotary = Rotary(config.head_dim, config.sequence_len)
+        self.rounded_to: torch.dtype | None = None  # what activations are rounded to; None: the tables' dtype
 
     @torch.no_grad()
     def init_weights(self) -> None:
@@ -71,6 +69,22 @@ class GPT(nn.Module):
         for embedding in (self.transformer.wte, *self.value_embeds.values()):
             embedding.to(dtype)
 
+    def compute_in(self, dtype: torch.dtype) -> None:
+        """Set the dtype of everything between the embedding tables and the logits. Matrices stay float32.
+
+        On CUDA the tables have it too, as upstream's. On a CPU they stay float32, for there the gradient of a bfloat16
+        table is summed in bfloat16: a frequent token's stops growing after some hundred addends.
+        """
+        if self.device.type == "cuda":
+            self.embeddings_to(dtype)
+        else:
+            self.rounded_to = dtype
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of everything between the embedding tables and the logits."""
+        return self.rounded_to or self.transformer.wte.weight.dtype
+
     @property
     def device(self) -> torch.device:
         return self.transformer.wte.weight.device
@@ -89,10 +103,10 @@ class GPT(nn.Module):
         Returns logits (B, T, vocab_size), of fewer tokens where the context selects some; or the loss.
         Raises ValueError if positions exceed the rotary table.
         """
-        logits = self.logits(self.hidden(ids, context))
+        hidden = self.hidden(ids, context)
         if targets is None:
-            return logits
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction=reduction)
+            return self.logits(hidden)
+        return cross_entropy(self.raw_logits(hidden).flatten(0, 1), targets.flatten(), reduction)
 
     def hidden(self, ids: torch.Tensor, context: Context | None = None) -> torch.Tensor:
         """The first part of `forward`: what the head reads, (B, T, n_embd). For callers who need few of the logits."""
@@ -101,18 +115,24 @@ class GPT(nn.Module):
         if context.longest > self.rotary.length:
             limit = f"at most {self.rotary.length} tokens ({ROTARY_OVERALLOCATION} x sequence_len)"
             raise ValueError(f"ids must have {limit}, got {context.longest}")
-        x = x0 = norm(self.transformer.wte(ids))
+        x = x0 = norm(self.transformer.wte(ids).to(self.dtype))
         for layer, block in enumerate(self.transformer.h):
             x = self.resid_lambdas[layer].to(x.dtype) * x + self.x0_lambdas[layer].to(x.dtype) * x0
-            value_embedding = self.value_embeds[str(layer)](ids) if str(layer) in self.value_embeds else None
-            x = block(x, value_embedding, self.rotary, context)
+            x = block(x, self.value_embedding(layer, ids), self.rotary, context)
         context.end()
         return norm(x)
 
+    def value_embedding(self, layer: int, ids: torch.Tensor) -> torch.Tensor | None:
+        """The layer's own embedding of token ids (B, T), (B, T, n_embd); None in a layer without."""
+        return self.value_embeds[str(layer)](ids).to(self.dtype) if str(layer) in self.value_embeds else None
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The second part of `forward`: capped float32 logits (..., vocab_size) of hidden states (..., n_embd)."""
-        logits = self.lm_head(hidden)[..., : self.config.vocab_size].float()
-        return LOGIT_CAP * torch.tanh(logits / LOGIT_CAP)
+        return capped(self.raw_logits(hidden))
+
+    def raw_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits that are not capped yet, in the dtype of the hidden states."""
+        return self.lm_head(hidden)[..., : self.config.vocab_size]
 
     def new_cache(
         self, rows: int, capacity: int, in_use: int | None = None, keep_keys: bool = False, last_only: bool = False
@@ -124,9 +144,9 @@ class GPT(nn.Module):
         """
         if keep_keys and not self.derives_keys:
             raise ValueError("keep_keys is for gka layers whose values are not rotated, and this model has none")
-        shape, like = (rows, capacity, self.config.n_head, self.config.head_dim), self.transformer.wte.weight
+        shape = (rows, capacity, self.config.n_head, self.config.head_dim)
         counts = [attn.cached_tensors + (keep_keys and attn.derives_keys) for attn in self.attentions]
-        layers = [tuple(torch.empty(shape, dtype=like.dtype, device=like.device) for _ in range(n)) for n in counts]
+        layers = [tuple(torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(n)) for n in counts]
         return KVCache(layers, rows if in_use is None else in_use, last_only)
 
     @property
@@ -141,7 +161,7 @@ class GPT(nn.Module):
 
     def operators(self) -> list[str]:
         """Which implementations of the operator train this model's layers where they are, without repetition."""
-        names = {attn.operator(self.transformer.wte.weight.dtype) for attn in self.attentions}
+        names = {attn.operator(self.dtype) for attn in self.attentions}
         return sorted(name for name in names if name)
 
     def bandwidths(self) -> dict[int, torch.Tensor]:

@@ -31,6 +31,8 @@ class TrainConfig(OptimConfig, ModelFlags, BundleFlags, RunConfig):
     """Name of the run; empty takes d<depth>-<attention>, with offsets and values unlike the paper's: d20-gka-PS-raw."""
     compile: MayChange[Literal["auto", "on", "off"]] = "auto"
     """Whether to use torch.compile; auto does on CUDA."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """What activations and products are rounded to, matrices are float32; auto = bfloat16 on CUDA, else float32."""
     verify_data: MayChange[bool] = True
     """Check the data's checksums before training."""
 
@@ -72,7 +74,8 @@ class TrainConfig(OptimConfig, ModelFlags, BundleFlags, RunConfig):
     @property
     def tag(self) -> str:
         values = "" if self.gka_values == GKA_VALUES[0] or not has_gka(self.attention, self.depth) else self.gka_values
-        parts = f"d{self.depth}", self.attention, self.head_offsets, values
+        everywhere = "everywhere" if self.offset_layers == "all" else ""
+        parts = f"d{self.depth}", self.attention, self.head_offsets, everywhere, values
         return self.model_tag or "-".join(part for part in parts if part)
 
     def identity(self) -> dict[str, Any]:

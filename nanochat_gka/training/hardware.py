@@ -1,5 +1,6 @@
-"""Peak bf16 rates of known GPUs, for the model FLOPs utilisation."""
+"""What is known of devices: peak bf16 rates of GPUs, for the model FLOPs utilisation; processors without bfloat16."""
 
+import platform
 import re
 
 import torch
@@ -28,3 +29,11 @@ def peak_flops(device: torch.device) -> float | None:
         return None
     name = torch.cuda.get_device_name(device).upper()
     return next((tflops * 1e12 for known, tflops in PEAK_TFLOPS.items() if re.search(rf"\b{known}\b", name)), None)
+
+
+def slow_bfloat16(dtype: torch.dtype, device: torch.device) -> str | None:
+    """A note if `dtype` is bfloat16 and `device` a processor that has no instructions for it."""
+    is_x86 = platform.machine() in ("x86_64", "AMD64")
+    if dtype != torch.bfloat16 or device.type != "cpu" or not is_x86 or torch.cpu._is_avx512_bf16_supported():
+        return None
+    return "note: this processor has no instructions for bfloat16, so --dtype float32 is faster here"

@@ -22,11 +22,10 @@ from nanochat_gka.generation.engine import Engine
 from nanochat_gka.generation.sampling import SAMPLE_PROMPTS, Sampling
 from nanochat_gka.model.accounting import flops_per_token, parameter_counts
 from nanochat_gka.model.gpt import GPT, build
-from nanochat_gka.training import memory
+from nanochat_gka.training import hardware, memory
 from nanochat_gka.training.bits_per_byte import bits_per_byte
 from nanochat_gka.training.config import TrainConfig
 from nanochat_gka.training.gradients import accumulate_gradients, dry_step
-from nanochat_gka.training.hardware import peak_flops
 from nanochat_gka.training.optim import MuonAdamW, check_decay, parameter_groups
 from nanochat_gka.training.schedule import lr_multiplier, muon_momentum, weight_decay_multiplier
 from trainkit.checkpoint import Checkpoint, Tensors
@@ -65,6 +64,8 @@ class Trainer(BaseTrainer):
         shape = config.shape(config.depth, sequence_len, vocab_size)
         memory.check_fits(shape, runtime.device, runtime.world_size)
         self.model: GPT = build(shape, runtime.device)
+        if config.dtype != "auto":
+            self.model.compute_in(getattr(torch, config.dtype))
         compiled = config.compile == "on" or (config.compile == "auto" and runtime.device.type == "cuda")
         self.compiled = torch.compile(self.model, dynamic=False) if compiled else self.model
         # Horizon
@@ -109,6 +110,8 @@ class Trainer(BaseTrainer):
         sizes = ", ".join(map(str, pieces[:8])) + (", ..." if len(pieces) > 8 else "")
         say(f"rows of a step, for this process: {sizes} at once")
         self.data.warn_of_rows(config.eval_rows, config.eval_tokens, say)
+        if note := hardware.slow_bfloat16(self.model.dtype, runtime.device):
+            say(note)
         operators = self.model.operators()
         if operators:
             say(f"Gaussian kernel attention by {', '.join(operators)}")
@@ -169,7 +172,7 @@ class Trainer(BaseTrainer):
     def throughput(self) -> tuple[float, float | None]:
         """Tokens per second over all ranks since the start, and the model FLOPs utilisation if the device is known."""
         speed = self.state["timed_tokens"] / self.state["seconds"] if self.state["seconds"] else 0.0
-        peak = peak_flops(self.runtime.device)
+        peak = hardware.peak_flops(self.runtime.device)
         return speed, speed * flops_per_token(self.model) / (peak * self.runtime.world_size) if peak else None
 
     def status(self, numbers: dict[str, float]) -> str:

@@ -24,7 +24,8 @@ from nanochat_gka.model.accounting import flops_per_token, parameter_counts
 from nanochat_gka.model.blocks import fill_uniform
 from nanochat_gka.model.cache import KVCache
 from nanochat_gka.model.config import GKA_VALUES, GPTConfig
-from nanochat_gka.model.gpt import IGNORE_INDEX, build
+from nanochat_gka.model.gpt import build
+from nanochat_gka.model.loss import IGNORE_INDEX
 from nanochat_gka.training.hardware import peak_flops
 from nanochat_gka.training.optim import MuonAdamW, OptimConfig, parameter_groups
 from runs.bench import models

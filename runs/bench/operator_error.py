@@ -30,7 +30,7 @@ SIGMA_SQUARED = (10.4, 83.2)  # of the heads, as `testing.make_log_sigma` has th
 DTYPES = (torch.float32, torch.bfloat16)
 MASKS = (Mask(causal=False), Mask(causal=True))
 KINDS = (*testing.KINDS, "all+10", "all+100")
-ROUTES = ("plain", "reference", "sdpa", "sdpa constant_norm")
+ROUTES = ("plain", "reference", "cpu", "sdpa", "sdpa constant_norm")
 NAMES = ("y", "dx", "dlog_sigma")
 
 
@@ -45,14 +45,12 @@ class OperatorErrorConfig:
 def measure(kind: str, dtype: torch.dtype, route: str, mask: Mask) -> dict[str, float]:
     """The errors of one route, with what the error model needs to explain them."""
     attend = partial(gaussian_attention, causal=mask.causal)
-    applied = EPS if route in ("plain", "reference") else 0.0
+    applied = 0.0 if route.startswith("sdpa") else EPS
     problem = testing.Problem.seeded(kind, SHAPE, dtype, mask=mask, eps=applied)
     if route == "plain":
         got = testing.plain(problem)
-    elif route == "reference":
-        got = testing.run(partial(attend, impl="reference"), problem)
-    elif route == "sdpa":
-        got = testing.run(partial(attend, impl="sdpa"), problem)
+    elif route != "sdpa constant_norm":
+        got = testing.run(partial(attend, impl=route), problem)
     else:
         # Dropping the constant norm is exact only for what lies before the normalisation: gradients are taken there.
         norm = partial(F.rms_norm, normalized_shape=SHAPE[-1:])

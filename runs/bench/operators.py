@@ -133,7 +133,7 @@ def operators(case: Case, device: torch.device, dtype: torch.dtype, phase: str) 
     options = dict(causal=case.causal, window=case.window, constant_norm=case.constant_norm)
     auto = select_impl(x, log_sigma=sigma, keys=cache[0] if cache else None, **options)
     candidates = {}
-    for impl in dict.fromkeys((auto, "triton", *(("flex",) if cuda else ()), "sdpa")):
+    for impl in dict.fromkeys((auto, "triton", "flex" if cuda else "cpu", "sdpa")):
         for constant_norm in dict.fromkeys((case.constant_norm, False)):
             name = f"gka {impl}" + (", general norms" if case.constant_norm and not constant_norm else "")
             role = "ours" if impl == auto and constant_norm == case.constant_norm else "variant"

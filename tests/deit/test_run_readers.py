@@ -33,9 +33,7 @@ from vision_runs import (
 def test_a_checkpoint_of_another_kind_is_refused_in_one_line(tmp_path):
     folder = save_checkpoint(tmp_path / "run/checkpoints", 1, {"model": {"w": torch.zeros(1)}}, {"train_config": {}})
     for path in (tmp_path / "run", folder):
-        with pytest.raises(
-            UserError, match="is not of a vision run; nanochat_gka evaluates and exports language models"
-        ):
+        with pytest.raises(UserError, match="is not of a vision run; nanochat_gka's commands take language models"):
             model_io.find_checkpoint(path)
 
 

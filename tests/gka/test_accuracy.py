@@ -1,4 +1,4 @@
-"""sdpa and flex against the float64 oracle: outputs and all gradients, odd sizes, masks, sigma^2 not a power of two."""
+"""sdpa, cpu and flex against the float64 oracle: outputs, all gradients, odd sizes, masks, sigma^2 not a power of 2."""
 
 from dataclasses import replace
 from functools import partial
@@ -10,16 +10,17 @@ import torch.nn.functional as F
 from gka import dot_product_attention, gaussian_attention, select_impl, testing
 from gka.masking import Mask
 from gka.testing import Problem, make_log_sigma
-from operator_cases import MASKS, check
+from operator_cases import AUTO_ON_CPU, CPU, MASKS, check
 
 SHAPES = [(2, 1, 2, 16), (1, 63, 2, 32), (2, 111, 3, 24), (1, 197, 1, 64), (1, 129, 2, 1)]
 
 
+@pytest.mark.parametrize("impl", ["sdpa", CPU])
 @pytest.mark.parametrize("causal,window", MASKS)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
-def test_sdpa_float32(shape, causal, window):
-    check("sdpa", shape, causal=causal, window=window, device="cpu")
-    check("sdpa", shape, causal=causal, window=window, with_values=True, device="cpu")
+def test_float32(shape, causal, window, impl):
+    check(impl, shape, causal=causal, window=window, device="cpu")
+    check(impl, shape, causal=causal, window=window, with_values=True, device="cpu")
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -29,10 +30,11 @@ def test_sdpa_half_precision(kind, dtype, causal):
     check("sdpa", (2, 63, 2, 32), dtype, kind, causal, device="cpu")
 
 
+@pytest.mark.parametrize("impl", ["sdpa", CPU])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("kind", ["clusters", "x10", "x50", "+50"])
-def test_sdpa_outlier_channels(kind, causal):
-    check("sdpa", (1, 111, 2, 32), kind=kind, causal=causal, device="cpu")
+def test_outlier_channels(kind, causal, impl):
+    check(impl, (1, 111, 2, 32), kind=kind, causal=causal, device="cpu")
 
 
 @pytest.mark.parametrize("with_values", [False, True], ids=["own", "values"])
@@ -41,8 +43,9 @@ def test_sdpa_outlier_channels(kind, causal):
 @pytest.mark.parametrize("offset", [0, 10, 100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.filterwarnings("ignore:gaussian_attention. the features are so long")
-def test_sdpa_is_as_accurate_as_plain_pytorch(dtype, offset, sigma, causal, with_values):
-    """Any bandwidth, any common offset: y and all gradients, also where the true gradient is 0.
+def test_as_accurate_as_plain_pytorch(dtype, offset, sigma, causal, with_values):
+    """sdpa, and cpu in float32: any bandwidth, any common offset, y and all gradients, also where the true gradient is
+    0.
 
     Floors are absolute, in norm, term by term.
     """
@@ -50,6 +53,8 @@ def test_sdpa_is_as_accurate_as_plain_pytorch(dtype, offset, sigma, causal, with
     problem = Problem.seeded(f"all+{offset}", (2, 57, 2, 32), dtype, **fields)
     attend = partial(gaussian_attention, causal=causal)
     testing.check(partial(attend, impl="sdpa"), problem, by_terms=True)
+    if dtype == torch.float32 and AUTO_ON_CPU == "cpu":
+        testing.check(partial(attend, impl="cpu", eps=0.0), problem, by_terms=True)
     # flex keeps to the floor alone, and its backward pass runs on CUDA alone.
     y = attend(problem.x, problem.log_sigma, values=problem.values, impl="flex")
     assert (y.double() - testing.oracle(problem).y).norm() <= testing.floors(problem)["y"]
@@ -89,11 +94,12 @@ def test_bfloat16_carries_the_norms_in_full(kind, causal):
     assert testing.error(got, testing.oracle(problem).y) <= torch.finfo(torch.bfloat16).eps
 
 
-def test_full_attention_does_not_see_a_common_offset():
+@pytest.mark.parametrize("impl", ["sdpa", CPU])
+def test_full_attention_does_not_see_a_common_offset(impl):
     """The budget is that of the centred features; own values would be large with the offset and hide the error."""
     problem = Problem.seeded("+50", (1, 111, 2, 32), with_values=True, with_gradients=False)
     centred = replace(problem, x=problem.x - problem.x.mean(1, keepdim=True))
-    got = testing.run(partial(gaussian_attention, impl="sdpa"), problem).y
+    got = testing.run(partial(gaussian_attention, impl=impl), problem).y
     by_plain = testing.error(testing.plain(centred).y, testing.oracle(centred).y)
     assert testing.error(got, testing.oracle(problem).y) <= 2 * by_plain + testing.output_floor(centred)
 
@@ -134,7 +140,7 @@ def test_fast_paths_on_cuda(shape, impl, dtype, causal, window):
     check(impl, shape, dtype, causal=causal, window=window, with_values=True, device="cuda")
 
 
-@pytest.mark.parametrize("impl", ["sdpa", "flex", "reference"])
+@pytest.mark.parametrize("impl", ["sdpa", CPU, "flex", "reference"])
 @pytest.mark.parametrize("window", [None, 5])
 def test_one_query_against_a_cache(impl, window):
     """Decoding: the last row of the full pass, from the last query and the whole cache."""
@@ -164,11 +170,12 @@ def test_float16_keeps_the_norms_that_do_not_fit_its_range():
     assert testing.error(got, testing.oracle(problem).y) <= torch.finfo(torch.float16).eps
 
 
-def test_an_outlier_first_token_does_not_hurt_the_others():
+@pytest.mark.parametrize("impl", ["sdpa", CPU])
+def test_an_outlier_first_token_does_not_hurt_the_others(impl):
     """The usual attention sink: nothing may be measured relative to it."""
     problem = Problem.seeded("normal", (1, 63, 2, 16), mask=Mask(True), with_gradients=False)
     problem.x[:, 0] *= 100
-    results = testing.run(partial(gaussian_attention, causal=True, impl="sdpa"), problem), testing.plain(problem)
+    results = testing.run(partial(gaussian_attention, causal=True, impl=impl), problem), testing.plain(problem)
     got, plain, want = (result.y[:, 1:] for result in (*results, testing.oracle(problem)))
     floor = testing.exponent_ulp(replace(problem, x=problem.x[:, 1:]))
     assert testing.error(got, want) <= 2 * testing.error(plain, want) + floor

@@ -7,7 +7,7 @@ from gka import dot_product_attention, gaussian_attention, testing
 from gka.impl import flex
 from gka.masking import Mask
 from gka.testing import make_log_sigma
-from operator_cases import check
+from operator_cases import CPU, check
 
 
 @pytest.mark.parametrize("impl", ["sdpa", "flex"])
@@ -19,7 +19,7 @@ def test_the_baseline_compiles_without_graph_breaks(impl):
     torch.testing.assert_close(compiled(q), dot_product_attention(q, q, q, causal=True, window=7, impl=impl))
 
 
-@pytest.mark.parametrize("impl", ["sdpa", "flex"])
+@pytest.mark.parametrize("impl", ["sdpa", CPU, "flex"])
 @pytest.mark.parametrize("constant_norm", [False, True])
 def test_compiles_without_graph_breaks(constant_norm, impl):
     x, log_sigma = testing.make_features("normal", (1, 24, 2, 16)), torch.zeros(2)
@@ -31,7 +31,7 @@ def test_compiles_without_graph_breaks(constant_norm, impl):
     torch.testing.assert_close(compiled(x, log_sigma), function(x, log_sigma))
 
 
-@pytest.mark.parametrize("impl", ["sdpa", "triton"])
+@pytest.mark.parametrize("impl", ["sdpa", CPU, "triton"])
 def test_compiles_with_dynamic_shapes(impl):
     log_sigma = torch.zeros(2)
 

@@ -10,7 +10,7 @@ import torch
 from gka import GaussianKernelAttention, gaussian_attention, select_impl
 from gka.impl.triton.configs import TABLES, generation
 from gka.testing import make_log_sigma
-from operator_cases import DEVICE, KERNELS, features
+from operator_cases import AUTO_ON_CPU, DEVICE, KERNELS, features
 
 pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow) encountered:RuntimeWarning")
 
@@ -73,7 +73,7 @@ def test_what_it_cannot_serve_is_said():
     with pytest.raises(ValueError, match="gradients for foreign keys only with constant_norm"):
         gaussian_attention(x.requires_grad_(), log_sigma, keys=x.detach().clone(), impl="triton")
     assert select_impl(x, impl="triton") == "triton"
-    assert select_impl(x) == ("triton" if DEVICE == "cuda" else "sdpa")
+    assert select_impl(x) == ("triton" if DEVICE == "cuda" else AUTO_ON_CPU)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU is there")

@@ -13,6 +13,7 @@ from gka import (
     initial_log_sigma,
     select_impl,
 )
+from operator_cases import AUTO_ON_CPU
 
 X = torch.randn(2, 5, 3, 16)
 S = torch.zeros(3)
@@ -70,7 +71,7 @@ CASES = [
     (ValueError, "eps must be finite and >= 0", lambda: gaussian_attention(X, S, eps=-1.0)),
     (
         ValueError,
-        "impl must be one of auto, reference, triton, flex, sdpa, got 'cuda'",
+        "impl must be one of auto, reference, triton, cpu, flex, sdpa, got 'cuda'",
         lambda: gaussian_attention(X, S, impl="cuda"),
     ),
     (
@@ -105,7 +106,7 @@ CASES = [
     (TypeError, "causal must be a bool", lambda: GaussianKernelAttention(32, 2, causal=1)),
     (
         ValueError,
-        "impl must be one of auto, reference, triton, flex, sdpa, got 'cuda'",
+        "impl must be one of auto, reference, triton, cpu, flex, sdpa, got 'cuda'",
         lambda: GaussianKernelAttention(32, 2, impl="cuda"),
     ),
     (
@@ -131,7 +132,8 @@ def test_bad_input(error, message, call):
 
 
 def test_what_ran_can_be_asked():
-    assert select_impl(X) == "sdpa"
+    assert select_impl(X) == AUTO_ON_CPU
+    assert select_impl(X.double(), log_sigma=S.double()) == "sdpa"
     assert select_impl(X, impl="reference") == "reference"
     assert select_impl(X, impl="flex") == "flex"
     assert select_impl(X, return_weights=True) == "reference"

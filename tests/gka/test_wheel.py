@@ -85,6 +85,9 @@ def test_every_module_imports_with_torch_alone(wheel, tmp_path):
     assert not skipped or "triton" not in allowed, skipped
 
 
-def test_the_wheel_carries_types_and_no_tests(wheel):
+def test_the_wheel_carries_types_and_the_kernel_and_no_tests(wheel):
     assert (wheel / "gka/py.typed").exists()
+    sources = {path.name for path in (ROOT / "gka/impl/cpu/source").iterdir()}
+    assert {"request.h", "forward.cpp"} <= sources
+    assert {path.name for path in (wheel / "gka/impl/cpu/source").iterdir()} == sources
     assert not list(wheel.rglob("test_*.py"))

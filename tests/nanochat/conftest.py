@@ -20,8 +20,8 @@ def uninterrupted(packed, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def tokenizer(packed):
-    return Tokenizer.load(packed / "tokenizer")
+def tokenizer(tokenized):
+    return Tokenizer.load(tokenized / "tokenizer")
 
 
 @pytest.fixture(scope="module")

@@ -37,11 +37,11 @@ def write_log(folder, *sigmas, layers=(0, 1, 2, 3), heads=4, step=10):
 
 
 @pytest.fixture(scope="module")
-def runs(packed, tokenizer, tmp_path_factory):
+def runs(tokenized, tokenizer, tmp_path_factory):
     """Run folders by name; the two with bandwidths have logs."""
     shape, folder = dataclasses.replace(SHAPE, vocab_size=tokenizer.vocab_size), tmp_path_factory.mktemp("runs")
     made = {
-        name: write_run(folder / name, awake(dataclasses.replace(shape, **form)), packed / "tokenizer")
+        name: write_run(folder / name, awake(dataclasses.replace(shape, **form)), tokenized / "tokenizer")
         for name, form in FORMS.items()
     }
     write_log(made["gka"], 4, 6, 8)
@@ -49,12 +49,27 @@ def runs(packed, tokenizer, tmp_path_factory):
     return made
 
 
-@pytest.fixture
-def figures(monkeypatch):
+def keep_figures(monkeypatch):
     """File name -> the figure that would be written there; nothing is rendered."""
     kept = {}
     monkeypatch.setattr(Figure, "savefig", lambda self, path, **options: kept.update({path.name: self}))
     return kept
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    return keep_figures(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def side_by_side(runs, tmp_path_factory):
+    """Of the three models together: family -> the figure as a page gets it, and as Matplotlib has it."""
+    folder, subjects = tmp_path_factory.mktemp("figures"), subjects_of(list(runs.values()), READ)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        kept = keep_figures(monkeypatch)
+        made = {name: draw(subjects, folder) for name, draw in FAMILIES.items()}
+    assert all(figure.path == folder / f"{name}.png" for name, (figure,) in made.items())
+    return {name: (figure, kept[f"{name}.png"]) for name, (figure,) in made.items()}
 
 
 def drawn(*flags):
@@ -85,33 +100,36 @@ def test_every_family_is_written_as_png_and_pdf(runs, tmp_path, capsys):
     assert "W of 4 layers gives the model's output, relative error up to" in capsys.readouterr().out
 
 
-def test_a_run_and_its_twins_are_side_by_side(runs, figures, tmp_path):
-    twins = ["--twin", runs["softmax"], runs["offsets"]]
-    drawn("--run", runs["gka"], *twins, "--text", READ, "--query", "mixes", "--out", tmp_path)
-    assert len(figures) == 2 * len(FAMILIES)
+def test_a_run_and_its_twins_are_side_by_side(side_by_side):
     for family in ("rows", "matrices", "heads"):
-        said = words(figures[f"{family}.png"])
+        said = words(side_by_side[family][1])
         assert "gka (GKA; depth 4), weights after 7 steps and 7,000 tokens; softmax (softmax; depth 4)" in said
         assert f'Text: "{READ}"' in said and "heads marked P pair a key" in said
-    assert "softmax (" not in words(figures["distances.png"])
-    names = [text.get_text() for axis in figures["heads.png"].axes for text in axis.texts]
-    assert [name for name in names if name in FORMS] == list(FORMS)
-    assert figures["heads.png"].axes[2].get_yticklabels()[1].get_text() == "2 S"
+    assert "softmax (" not in words(side_by_side["distances"][1])
+    axes = side_by_side["heads"][1].axes
+    assert [text.get_text() for axis in axes for text in axis.texts if text.get_text() in FORMS] == list(FORMS)
+    assert axes[2].get_yticklabels()[1].get_text() == "2 S"
 
 
-def test_a_page_has_the_words_and_numbers_of_every_figure(runs, figures, tmp_path):
-    subjects = subjects_of(list(runs.values()), READ)
-    for name, draw in FAMILIES.items():
-        (figure,) = draw(subjects, tmp_path)
-        assert figure.path == tmp_path / f"{name}.png" and figure.path.name in figures
-        assert not any(text.get_parse_math() for text in figures[figure.path.name].texts)  # the text has two $
-        assert "".join(words(figures[figure.path.name]).split()) == "".join((figure.title + figure.caption).split())
+def test_twins_are_drawn_in_the_order_given(runs, figures, tmp_path):
+    twins = ["--twin", runs["softmax"], runs["offsets"]]
+    drawn("--run", runs["gka"], *twins, "--text", READ, "--family", "rows", "--query", "mixes", "--out", tmp_path)
+    assert figures.keys() == {"rows.png", "rows.pdf"}
+    texts = [text.get_text() for axis in figures["rows.png"].axes for text in axis.texts]
+    assert [text for text in texts if text in FORMS] == list(FORMS)
+
+
+def test_a_page_has_the_words_and_numbers_of_every_figure(side_by_side):
+    assert side_by_side.keys() == FAMILIES.keys()
+    for name, (figure, drawing) in side_by_side.items():
+        assert not any(text.get_parse_math() for text in drawing.texts)  # the text has two $
+        assert "".join(words(drawing).split()) == "".join((figure.title + figure.caption).split())
         assert figure.rows and len({tuple(row) for row in figure.rows}) == 1 and "NaN" not in json.dumps(figure.rows)
         with_sigma = {"gka", "offsets"}
         assert {row["model"] for row in figure.rows} == (with_sigma if name in ("sigma", "distances") else set(FORMS))
 
 
-def test_bandwidths_over_training_are_those_of_the_logs(runs, figures, tmp_path, packed):
+def test_bandwidths_over_training_are_those_of_the_logs(runs, figures, tmp_path, tokenized):
     log, shape = runs["gka"] / "log.jsonl", load(runs["gka"]).model.config
     assert [(e.tokens, e.sigma[1]) for e in read_history(log, shape)] == [
         (0, [5] * 4),
@@ -119,7 +137,7 @@ def test_bandwidths_over_training_are_those_of_the_logs(runs, figures, tmp_path,
         (20_000, [9] * 4),
     ]
     assert not read_history(log, dataclasses.replace(shape, n_head=2, n_kv_head=2))
-    seed = write_run(tmp_path / "seed", load(runs["gka"]).model, packed / "tokenizer")
+    seed = write_run(tmp_path / "seed", load(runs["gka"]).model, tokenized / "tokenizer")
     write_log(seed, 4, 8, 12)
     subjects = subjects_of([runs["gka"], runs["offsets"], seed], "the kernel")
     (figure,) = FAMILIES["sigma"](subjects, tmp_path)
@@ -153,26 +171,26 @@ def test_rows_show_the_asked_tokens_layers_and_beginning_of_the_text(runs, figur
 
 
 def test_models_without_bandwidth_or_log_say_what_is_not_drawn(runs, figures, tmp_path, capsys):
-    drawn("--run", runs["softmax"], "--text", READ, "--out", tmp_path)
+    drawn("--run", runs["softmax"], "--text", READ, "--out", tmp_path, "--family", "rows", "sigma", "distances")
     said = capsys.readouterr().out
     assert all(f"{name}: not drawn, softmax has no layer with a bandwidth" in said for name in ("sigma", "distances"))
-    assert {path.rpartition(".")[0] for path in figures} == {"rows", "matrices", "heads"}
+    assert figures.keys() == {"rows.png", "rows.pdf"}
     export(load(runs["gka"]), tmp_path / "exported")
     drawn("--run", tmp_path / "exported", "--text", READ, "--out", tmp_path, "--family", "sigma", "distances")
     assert "sigma: not drawn, the log of gka has no evaluations" in capsys.readouterr().out
     assert "distances.png" in figures
 
 
-def test_the_demos_runs_are_the_default(runs, figures, tmp_path, packed):
+def test_the_demos_runs_are_the_default(runs, figures, tmp_path, tokenized):
     demo = tmp_path / "demo"
     assert demo_runs(demo) == []
     model = load(runs["gka"]).model
     names = ["d4-gka-offsets-9", "d4-gka-paper-9", "d4-softmax-9"]
     for name in [*names, "d6-softmax-9", "digits-gka-9"]:
-        write_run(demo / "runs" / name, model, packed / "tokenizer")
+        write_run(demo / "runs" / name, model, tokenized / "tokenizer")
     assert [path.name for path in demo_runs(demo)] == ["d4-gka-paper-9", "d4-softmax-9", "d4-gka-offsets-9"]
-    drawn("--demo", demo, "--family", "heads", "--out", tmp_path)
-    assert f'"{TEXT}"' in words(figures["heads.png"]) and "d4-softmax-9 (GKA" in words(figures["heads.png"])
+    drawn("--demo", demo, "--family", "distances", "--out", tmp_path)
+    assert f'"{TEXT}"' in words(figures["distances.png"]) and "d4-softmax-9 (GKA" in words(figures["distances.png"])
 
 
 def test_mistakes_are_one_line(runs, tmp_path, capsys, tokenizer):
@@ -187,15 +205,16 @@ def test_mistakes_are_one_line(runs, tmp_path, capsys, tokenizer):
     assert "none.txt: No such file" in mistake(capsys, *gka, "--text-file", tmp_path / "none.txt")
     assert "the text must have 1 to 160 tokens, it has" in mistake(capsys, *gka, "--text", "kernel " * 200)
     unknown = mistake(capsys, *gka, "--text", "the kernel mixes", "--query", "cat")
-    assert "--query cat is not one of the tokens that are drawn: <|bos|> " in unknown
+    assert '--query "cat" is not one of the tokens that are drawn: <|bos|> ' in unknown
+    assert "7,000 tokens is given twice" in mistake(capsys, *gka, "--twin", runs["gka"], "--text", "the")
     assert "--layer is at most 4, got 5" in mistake(capsys, *gka, "--text", "the", "--layer", 5)
     assert "--tokens must be at least 1" in mistake(capsys, *gka, "--tokens", 0)
 
 
-def test_twins_read_the_same_tokens(runs, tmp_path, capsys, packed):
+def test_twins_read_the_same_tokens(runs, tmp_path, capsys, tokenized):
     other = tmp_path / "tokenizer"
     other.mkdir()
-    data = json.loads((packed / "tokenizer" / "tokenizer.json").read_text())
+    data = json.loads((tokenized / "tokenizer" / "tokenizer.json").read_text())
     data["special_tokens"][-1] = "<|another|>"
     (other / "tokenizer.json").write_text(json.dumps(data))
     twin = write_run(tmp_path / "twin", load(runs["gka"]).model, other)

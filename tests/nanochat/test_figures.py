@@ -78,6 +78,8 @@ def test_weights_follow_from_the_equations(form):
             assert layer.initial_sigma == pytest.approx(2.0 if model.config.head_offsets else 4.0)
         else:
             queries, keys = (queries_and_keys[number, name] for name in ("c_q", "c_k"))
+            for head in layer.key_offsets.nonzero()[:, 0].tolist():
+                keys[head, 1:] = keys[head, :-1].clone()
             scores = (queries @ keys.transpose(1, 2) / SHAPE.head_dim**0.5).exp() * visible
             expected = scores / scores.sum(-1, keepdim=True)
             assert layer.sigma is layer.features is layer.keys is layer.initial_sigma is None

@@ -116,6 +116,31 @@ def test_head_offsets_shift_keys_or_values(form):
         torch.testing.assert_close(got[:, :, one], want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["softmax", "vlt"])
+def test_controls_have_the_same_offsets(kind):
+    """Softmax and VLT heads, against those without offsets on keys and values that are shifted by hand."""
+    torch.manual_seed(1)
+    config = dataclasses.replace(SHAPE, attention=kind, head_offsets="NPS", offset_layers="all", window_pattern="L")
+    shifted, plain = (
+        Attention.CLASSES[kind](one, 1) for one in (config, dataclasses.replace(config, head_offsets="N"))
+    )
+    queries, keys, values = torch.randn(3, 2, 16, 4, 16)
+    got, previous = shifted.attend(None, queries, (keys, values)), torch.tensor([0, *range(15)])
+    for head, letter in enumerate("NPSN"):
+        keys_of_head = keys[:, previous] if letter == "S" else keys
+        values_of_head = values[:, previous] if letter == "P" else values
+        want = plain.attend(None, queries, (keys_of_head, values_of_head))
+        torch.testing.assert_close(got[:, :, head], want[:, :, head])
+    gka_alone = dataclasses.replace(config, attention="GA", head_offsets="PS", offset_layers="gka")
+    assert [attn.has_offsets for attn in meta_model(gka_alone).attentions] == [True, False, True, False]
+
+
+def test_value_embeddings_in_every_layer():
+    for value_embeds, layers in (("auto", "13"), ("all", "13"), ("every-layer", "0123")):
+        model = meta_model(dataclasses.replace(SHAPE, value_embeds=value_embeds))
+        assert "".join(sorted(model.value_embeds)) == layers
+
+
 def test_predecessor_head_reads_the_previous_token():
     config = dataclasses.replace(SHAPE, attention="gka", head_offsets="P", sigma_squared=0.01, gka_values="normalised")
     layer = GKAAttention(config, layer=0)

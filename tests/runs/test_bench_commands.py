@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from gka.impl.cpu import build
 from runs.bench import attention, deit, gpt, operator_error, report
 from trainkit import cli
 from trainkit.progress import read_lines
@@ -32,16 +33,16 @@ def test_the_benchmarks_run_end_to_end(tmp_path, capsys):
     )
     files = {path.name.split("_")[1]: read_lines(path) for path in tmp_path.iterdir()}
     assert {what: len(lines) for what, lines in files.items()} == {
-        "attention": 3 + 3 + 5 + 5 + 5,
+        "attention": 4 + 4 + 7 + 7 + 7,
         "deit": 2 * 3,
         "gpt": 2 + 2 + 4 + 4,
     }
+    absent = ("gka triton", "gka cpu") if build.obstacle() else ("gka triton",)
     for lines in files.values():
         for each in lines:
             metrics, config = each["metrics"], each["config"]
-            assert metrics["status"] == "ok" or "triton" in config["candidate"], (
-                each
-            )  # where there is no interpreter it says why
+            # Where there is no interpreter, or no compiler, it says why.
+            assert metrics["status"] == "ok" or config["candidate"].startswith(absent), each
             assert bool(metrics["reason"]) == (metrics["median_ms"] is None) == (metrics["status"] != "ok")
     assert {each["config"]["case"] for each in files["gpt"]} == {"d1-b2-t16-v64"}
     assert all(each["metrics"]["items_per_second"] > 0 for each in files["gpt"])
@@ -57,7 +58,7 @@ def test_the_benchmarks_run_end_to_end(tmp_path, capsys):
         "deit-ti-b1 inference",
         "d1-b2-t16-v64 training",
         "DeiT-Ti forward",
-        "1 not measured",
+        " not measured",
     ):
         assert words in said
 

@@ -59,6 +59,14 @@ def test_dry_run_of_pretraining_shows_the_whole_chain(make):
     assert last.endswith("--depth 12 --base b --ngpu 1 --wandb offline -- --device-batch-size 8")
 
 
+def test_the_study_packs_short_rows_of_the_builtin_text_unless_told_otherwise(make):
+    lines = make("-n", "study", "ARGS=--list").stdout.splitlines()
+    assert lines[-1].endswith("-m runs.study --data out/packed/builtin-4096-512 --runs out/study --list")
+    assert "--list" not in lines[-2] and "--sequence-len 512" in lines[-2] and "source builtin" in "".join(lines)
+    last = make("-n", "study", "CORPUS=fineweb", "SHARDS=8", "BASE=b").stdout.splitlines()[-1]
+    assert last.endswith("--data b/packed/fineweb-8-4096-512 --runs b/study ")
+
+
 def test_a_finished_step_is_not_run_again(make, tmp_path, ready):
     (tmp_path / "out/packed/fineweb-170-32768-2048").mkdir(parents=True)
     (tmp_path / "out/tokenizer/fineweb-170-32768").mkdir(parents=True)
@@ -135,6 +143,8 @@ def test_figures_are_of_the_named_run_and_image_or_the_demos(make):
     last = make("-n", "figures", "RUN=elsewhere", "IMAGE=my cat.jpg", "BASE=b").stdout.splitlines()[-1]
     assert "deit_gka.draw --out b/figures --demo b/demo --run elsewhere" in last and "--image 'my cat.jpg'" in last
     assert "--run" not in make("-n", "figures").stdout.splitlines()[-1]
+    refused = make("figures", "RUN=elsewhere", "TEXT=a cat")
+    assert refused.returncode == 2 and "error: figures of a vision model take IMAGE=file, not TEXT" in refused.stderr
 
 
 def test_the_report_is_of_the_named_run_or_of_all(make):
@@ -153,15 +163,18 @@ def test_the_report_is_of_the_named_run_or_of_all(make):
     ],
 )
 def test_figures_of_a_language_run_are_of_a_text(make, tmp_path, ready, file, content):
-    path = tmp_path / "elsewhere" / file
+    path = tmp_path / "else where" / file
     path.parent.mkdir(parents=True)
     path.write_text(content)
-    (line,) = make("-n", "figures", "RUN=elsewhere", "TEXT=It's a cat").stdout.splitlines()
+    *_, line = make("-n", "figures", "RUN=else where", "TEXT=It's $5 for a $cat").stdout.splitlines()
     words = shlex.split(line)
-    assert "nanochat_gka.draw --out out/figures --demo out/demo --run elsewhere" in line
-    assert words[words.index("--text") + 1] == "It's a cat"
+    assert "nanochat_gka.draw --out out/figures --demo out/demo" in line
+    assert words[words.index("--run") + 1] == "else where"
+    assert words[words.index("--text") + 1] == "It's $5 for a $cat"
+    refused = make("figures", "RUN=else where", "IMAGE=cat.jpg")
+    assert "error: figures of a language run take TEXT='...', not IMAGE or MODEL\n" in refused.stderr
     path.write_text("damaged")
-    assert "deit_gka.draw" in make("-n", "figures", "RUN=elsewhere").stdout
+    assert "deit_gka.draw" in make("-n", "figures", "RUN=else where").stdout
 
 
 @pytest.mark.parametrize(

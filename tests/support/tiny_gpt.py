@@ -21,6 +21,8 @@ VARIANTS = [
     dict(attention="gka", gka_values="raw"),
     dict(attention="GGGA"),
     dict(attention="VAG", value_embeds="none"),
+    dict(attention="softmax", head_offsets="PS", offset_layers="all", value_embeds="every-layer"),
+    dict(attention="VGA", head_offsets="PNSS", offset_layers="all"),
 ]
 
 

@@ -46,6 +46,11 @@ def sheet(
     return figure, axes
 
 
+def plain(name: str) -> str:
+    """A name for a label or title, in which Matplotlib would take two dollar signs for mathematics."""
+    return name.replace("$", r"\$")
+
+
 def caption_lines(caption: str, width: float) -> list[str]:
     """The lines of a caption below a sheet of that many inches."""
     return textwrap.wrap(caption, int((width - 2 * EDGE) * CHARACTERS_PER_INCH))

@@ -59,8 +59,8 @@ def diffusion_is_symmetric() -> Finding:
     heads = x.transpose(1, 2)
     kernel, weights = log_kernel(heads, heads, log_sigma).exp(), _weights()
     apart = [(matrix - matrix.mT).abs().max().item() for matrix in (kernel, weights)]
-    text = f"K equals its transpose. W, whose rows are normalised, does not: up to {apart[1]:.2f} apart: the mixing"
-    return holds(apart[0] < 1e-12, "of K; not of W", f"{text} itself is not symmetric.")
+    text = f"K equals its transpose. W, whose rows are normalised, differs from its own by up to {apart[1]:.2f}:"
+    return holds(apart[0] < 1e-12, "of K; not of W", f"{text} the mixing itself is not symmetric.")
 
 
 def sigma_is_a_locality_scale() -> Finding:

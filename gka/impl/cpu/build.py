@@ -1,0 +1,138 @@
+"""The compiled kernel: taken from the user's cache folder, or built into it by the system's compiler at the first use.
+
+The file's name is a hash of everything that decides what is in it: source, flags, compiler and instruction set. The
+instruction set is named, never "native", so a home folder that machines share serves each of them.
+"""
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import torch
+
+SWITCH = "GKA_CPU_KERNEL"  # 0 turns the kernel off
+FOLDER = "GKA_CACHE_DIR"  # where it is kept
+SOURCE = Path(__file__).with_name("source")
+COMPILERS = ("g++", "c++", "clang++")
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp", "-fvisibility=hidden", "-ffp-contract=off", "-w")
+INSTRUCTIONS = {"AVX512": ("-mavx512f", "-mavx512dq", "-mavx2", "-mfma"), "AVX2": ("-mavx2", "-mfma")}
+TIMEOUT = 600  # seconds
+LOG = logging.getLogger("gka")
+
+_lock = threading.Lock()
+_outcome: ctypes.CDLL | str | None = None  # the library, or why there is none; None: not asked for yet
+
+
+class Unavailable(Exception):
+    """Why there is no library, in one line or, if the compiler said more, in several."""
+
+
+def obstacle() -> str | None:
+    """Why there is no library, or None. The first call loads or builds it, also while torch.compile traces."""
+    global _outcome
+    with _lock:
+        if _outcome is None:
+            try:
+                _outcome = _load()
+            except Unavailable as error:
+                _outcome = str(error)
+                if not switched_off():
+                    reason = _outcome.splitlines()[0]
+                    LOG.warning('gka: no CPU kernel, impl="auto" uses sdpa on CPUs: %s', reason)
+    return _outcome if isinstance(_outcome, str) else None
+
+
+# torch.compile calls it while it traces and keeps the answer, as torch.compiler.assume_constant_result would have it,
+# which imports all of torch._dynamo.
+obstacle._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def library() -> ctypes.CDLL:
+    """The loaded library; RuntimeError where there is none."""
+    if reason := obstacle():
+        raise RuntimeError(f"the CPU kernel is unavailable: {reason}")
+    assert isinstance(_outcome, ctypes.CDLL)
+    return _outcome
+
+
+def switched_off() -> bool:
+    return os.environ.get(SWITCH, "1") == "0"
+
+
+def _load() -> ctypes.CDLL:
+    """The library from the cache, built first if it is not there. Raises Unavailable."""
+    if switched_off():
+        raise Unavailable(f"{SWITCH}=0 turns the CPU kernel off")
+    if sys.platform != "linux":
+        raise Unavailable(f"the CPU kernel is built on Linux, this is {sys.platform}")
+    instructions = torch.backends.cpu.get_cpu_capability()
+    if platform.machine() != "x86_64" or instructions not in INSTRUCTIONS:
+        raise Unavailable(f"the CPU kernel needs AVX-512 or AVX2, torch reports {instructions} ({platform.machine()})")
+    try:
+        return ctypes.CDLL(str(_built(instructions)))
+    except OSError as error:  # a folder that cannot be written, or from which nothing may be run
+        raise Unavailable(f"{error}; {FOLDER} chooses another folder") from None
+
+
+def cache_folder() -> Path:
+    """$GKA_CACHE_DIR, or gka in $XDG_CACHE_HOME or ~/.cache."""
+    if chosen := os.environ.get(FOLDER):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gka"
+
+
+def _built(instructions: str) -> Path:
+    """Path of the library; raises Unavailable if the compiler is missing or fails, OSError for the folder."""
+    import fcntl  # not on every system
+
+    compiler = _compiler()
+    command = [compiler, *FLAGS, *INSTRUCTIONS[instructions]]
+    folder = cache_folder()
+    path = folder / f"kernel-{instructions.lower()}-{_digest(command)}.so"
+    if path.exists():
+        return path
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the system lets go of it if this process dies
+        if not path.exists():
+            LOG.warning("gka: compiling the CPU kernel, once, for a few seconds: %s", path)
+            with tempfile.TemporaryDirectory(dir=folder, prefix="building-") as scratch:
+                output = Path(scratch) / path.name
+                _run([*command, *sorted(map(str, SOURCE.glob("*.cpp"))), "-o", str(output)])
+                os.replace(output, path)
+    return path
+
+
+def _compiler() -> str:
+    """Path of $CXX or of the first compiler that is installed."""
+    for name in [os.environ["CXX"]] if os.environ.get("CXX") else COMPILERS:
+        if path := shutil.which(name):
+            return path
+    raise Unavailable(f"no C++ compiler was found (CXX, {', '.join(COMPILERS)}); install one, such as g++")
+
+
+def _digest(command: list[str]) -> str:
+    digest = hashlib.sha256(" ".join(command).encode())
+    digest.update(_run([command[0], "--version"]).encode())
+    for path in sorted(SOURCE.iterdir()):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _run(command: list[str]) -> str:
+    """What the command prints; Unavailable with its words if it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Unavailable(f"the compiler did not run: {error}") from None
+    if done.returncode:
+        raise Unavailable(f"{command[0]} failed with exit code {done.returncode}:\n{done.stderr.strip()}")
+    return done.stdout

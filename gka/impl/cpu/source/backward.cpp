@@ -1,0 +1,197 @@
+// Backward (gka/README.md, Gradients): one pass over the tiles makes K and the gradient of its exponents, and each is
+// mixed along both of its sides. With g_i = grad_y_i / (D_i + eps) and delta_i = g_i.y_i,
+//
+//   M_rc = K_rc (v_r.g_c - delta_c)  (+ the same with r and c exchanged where half of a symmetric K stands for all)
+//
+// Foreign keys: K is W itself, 2^(exponent - level), and g_i = grad_y_i.
+#include "tiles.h"
+
+namespace {
+
+using namespace gka;
+
+struct Backward : Head {
+  Tokens grad;
+  float *delta, *level, *query_sum, *key_sum, *dx, *dkeys, *dvalues, *k, *m;
+  double* dlog_sigma;      // sum of M times exponents
+  int64_t sums, sums_end;  // where in the slot lies what is added up
+
+  Backward(const GkaRequest& q, const Plan& plan, Arena& arena) : Head(q, arena, true), grad(query) {
+    grad.take(arena, true, false);
+    delta = arena.take(query.padded);
+    level = own_keys ? nullptr : arena.take(query.padded);
+    sums = arena.used;
+    dlog_sigma = reinterpret_cast<double*>(arena.take(2));
+    query_sum = arena.take(query.padded);
+    key_sum = own_keys ? query_sum : arena.take(key.padded);
+    dx = arena.take(query.padded * query.channels);
+    dkeys = own_keys ? dx : arena.take(key.padded * key.channels);
+    dvalues = own_values ? dkeys : arena.take(key.padded * key.channels);
+    sums_end = arena.used;
+    k = arena.take(plan.block * block_stride(plan));
+    m = arena.take(plan.block * block_stride(plan));
+  }
+
+  void fill_gradients(const GkaRequest& q, int64_t index) {
+    const Source from(q.grad_y, q, index), y(q.y, q, index);
+    const bool shifted = mean && own_values;
+    for (int64_t i = 0; i < query.count; i++) {
+      const float kept = q.level[index * q.num_queries + i];
+      const Vector share = Vector::all(own_keys ? 1.0f / kept : 1.0f);
+      Vector sum = Vector::all(0.0f);
+      for (int64_t d = 0; d < grad.channels; d += Vector::LANES) {
+        Vector g = load_channels(from.row(i), d, head_dim) * share, mixed = load_channels(y.row(i), d, head_dim);
+        g.store(grad.row(i) + d);
+        sum = fma(g, shifted ? mixed - Vector::load(mean + d) : mixed, sum);
+      }
+      delta[i] = sum.sum();
+      if (level) level[i] = kept;
+    }
+    std::fill(grad.row(grad.count), grad.row(grad.padded), 0.0f);
+    std::fill(delta + query.count, delta + query.padded, 0.0f);
+    if (level) std::fill(level + query.count, level + query.padded, 0.0f);
+    grad.fill_panels(head_dim, own_values ? 1.0f / factor : 1.0f);  // against the scaled panels of the values
+  }
+};
+
+struct GradientTile {
+  const Backward& head;
+  const Block& block;
+
+  // v_r.g_c, for a symmetric K + g_r.v_c, into the block.
+  template <int V>
+  GKA_INLINE void products(int64_t r0, int64_t c0) const {
+    Vector acc[TILE_ROWS][V];
+    clear(acc);
+    multiply(head.value.panel(r0), head.grad.panel(c0), head.head_dim, acc);
+    if (head.reach.symmetric) multiply(head.grad.panel(r0), head.value.panel(c0), head.head_dim, acc);
+    GKA_UNROLL for (int i = 0; i < TILE_ROWS; i++)
+      GKA_UNROLL for (int v = 0; v < V; v++) acc[i][v].store(block.m + block.at(r0 + i, c0 + v * Vector::LANES));
+  }
+
+  template <int V>
+  void run(int64_t r0, int64_t c0, bool masked) const {
+    constexpr int64_t L = Vector::LANES;
+    products<V>(r0, c0);
+    Vector acc[TILE_ROWS][V], down[V];
+    clear(acc);
+    multiply(head.key.panel(r0), head.query.panel(c0), head.head_dim, acc);
+    GKA_UNROLL for (int v = 0; v < V; v++) down[v] = Vector::all(0.0f);
+    const Vector inverse = Vector::all(head.inverse), zero = Vector::all(0.0f);
+    Vector pairs = zero, twice = zero;  // M times exponents; in diagonal units every pair comes twice
+    GKA_UNROLL for (int i = 0; i < TILE_ROWS; i++) {
+      const int64_t r = r0 + i;
+      Vector norm = Vector::all(head.key.half_norm[r]), across = zero;
+      Vector delta = Vector::all(head.reach.symmetric ? head.delta[r] : 0.0f);
+      GKA_UNROLL for (int v = 0; v < V; v++) {
+        const int64_t c = c0 + v * L, o = block.at(r, c);
+        Vector e = exponent(acc[i][v], norm, Vector::load(head.query.half_norm + c));
+        Vector k = exp2(head.own_keys ? e : e - Vector::load(head.level + c));
+        if (masked) k = visible(head.reach, r, c, k, zero);
+        k.store(block.k + o);
+        Vector m = k * (Vector::load(block.m + o) - Vector::load(head.delta + c) - delta);
+        const bool diagonal = on_diagonal(head.reach, r, c);
+        if (diagonal) twice = fma(m, e, twice);
+        else pairs = fma(m, e, pairs);
+        m = m * inverse;
+        m.store(block.m + o);
+        if (!diagonal) down[v] = down[v] + m;
+        across = across + m;
+      }
+      head.key_sum[r] += across.sum();
+    }
+    GKA_UNROLL for (int v = 0; v < V; v++) {
+      float* sum = head.query_sum + c0 + v * L;
+      (Vector::load(sum) + down[v]).store(sum);
+    }
+    *head.dlog_sigma += double(pairs.sum()) + 0.5 * double(twice.sum());
+  }
+};
+
+void mix(const Backward& head, const Block& block) {
+  const Term by_key{block.m, head.key.rows}, by_query{block.m, head.query.rows}, by_gradient{block.k, head.grad.rows};
+  const bool own_values = head.own_values;
+  const int64_t channels = head.query.channels;
+  if (head.reach.symmetric && own_values) {
+    gather_by_queries<true>(head.reach, block, by_query, by_gradient, head.dx, channels);
+  } else {
+    gather_by_queries<false>(head.reach, block, by_key, by_key, head.dx, channels);
+    if (head.reach.symmetric)
+      gather_by_queries<false>(head.reach, block, by_gradient, by_gradient, head.dvalues, channels);
+  }
+  if (own_values) {
+    gather_by_keys<true>(head.reach, block, by_query, by_gradient, head.dkeys, channels);
+  } else {
+    gather_by_keys<false>(head.reach, block, by_query, by_query, head.dkeys, channels);
+    gather_by_keys<false>(head.reach, block, by_gradient, by_gradient, head.dvalues, channels);
+  }
+}
+
+// One part of one head, up to the sums.
+void run_part(const GkaRequest& q, const Plan& plan, int64_t index, int64_t part, float* scratch) {
+  Arena arena{scratch};
+  Backward head(q, plan, arena);
+  head.fill(q, index);
+  head.fill_gradients(q, index);
+  std::fill(scratch + head.sums, scratch + head.sums_end, 0.0f);
+  each_block(plan, head, part, [&](Range keys, Range queries) {
+    Block block{keys, queries, block_stride(plan), head.k, head.m};
+    each_tile(head.reach, block, GradientTile{head, block});
+    mix(head, block);
+  });
+}
+
+// out_i = mixed_i - sum_i x_i, from what all parts of the head have added up.
+void write(const GkaRequest& q, const Plan& plan, int64_t i, int64_t slot_size, float* mixed, const float* sums,
+           const Tokens& tokens, float* out) {
+  mixed += i * tokens.channels;
+  float sum = sums ? sums[i] : 0.0f;
+  for (int64_t part = 1; part < plan.parts; part++) {
+    sum += sums ? sums[part * slot_size + i] : 0.0f;
+    for (int64_t d = 0; d < q.head_dim; d++) mixed[d] += mixed[part * slot_size + d];
+  }
+  for (int64_t d = 0; d < q.head_dim; d += Vector::LANES) {
+    Vector gradient = Vector::load(mixed + d);
+    if (sums) gradient = gradient - Vector::all(sum) * Vector::load(tokens.row(i) + d);
+    store_channels(gradient, out, d, q.head_dim);
+  }
+}
+
+void finish(const GkaRequest& q, const Plan& plan, int64_t index, Range tokens, float* scratch, int64_t slot_size) {
+  Arena arena{scratch};
+  const Backward head(q, plan, arena);
+  for (int64_t i = tokens.begin; i < tokens.end; i++) {
+    if (i < q.num_queries)
+      write(q, plan, i, slot_size, head.dx, head.query_sum, head.query, writable(q.dx, q, index, i));
+    if (i >= q.num_keys) continue;
+    if (!q.own_keys) write(q, plan, i, slot_size, head.dkeys, head.key_sum, head.key, writable(q.dkeys, q, index, i));
+    if (!q.own_values) write(q, plan, i, slot_size, head.dvalues, nullptr, head.key, writable(q.dvalues, q, index, i));
+  }
+}
+
+}  // namespace
+
+int64_t gka::backward_scratch(const GkaRequest& q) {
+  const Plan plan(q);
+  return plan.slots * slot_size_of<Backward>(q, plan) + round_up(2 * plan.tasks(), 16);
+}
+
+void gka_backward_float32(const GkaRequest* request) {
+  const GkaRequest& q = *request;
+  const Plan plan(q);
+  const int64_t slot_size = slot_size_of<Backward>(q, plan);
+  double* partial = reinterpret_cast<double*>(q.scratch + plan.slots * slot_size);
+  auto run = [&](const GkaRequest& q, const Plan& plan, int64_t index, int64_t part, float* scratch) {
+    run_part(q, plan, index, part, scratch);
+    Arena arena{scratch};
+    partial[index * plan.parts + part] = *Backward(q, plan, arena).dlog_sigma;
+  };
+  in_parallel(q, plan, slot_size, std::max(q.num_queries, q.num_keys), run, finish);
+  for (int64_t h = 0; h < q.num_heads; h++) {
+    double sum = 0.0;
+    for (int64_t task = 0; task < plan.tasks(); task++)
+      if (task / plan.parts % q.num_heads == h) sum += partial[task];
+    const bool clamped = std::abs(q.log_sigma[h]) > q.bound;
+    q.dlog_sigma[h] = clamped ? 0.0f : float(-2.0 * double(LN_2) * sum);
+  }
+}

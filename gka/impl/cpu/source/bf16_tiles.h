@@ -1,0 +1,216 @@
+// AMX: tiles of 16 rows x 64 bytes, products of bfloat16 pairs into float32.
+//
+// An instruction multiplies 16 rows of 32 numbers with 16 words of pairs x 16 columns. So the left operand keeps 32
+// numbers of a row side by side, and the right one keeps pairs of rows in words. Which 32 numbers are contracted, and
+// in which order, is free as long as both agree: a word pairs token i with token i + 16 of a stripe, which costs a
+// shift and a blend where neighbours would cost a permutation.
+//
+// Needs the instruction sets that BF16_BEGIN names; the caller has asked the processor and the kernel (bf16_ready).
+#pragma once
+#include "head.h"
+
+#if defined(__clang__)
+#define BF16_BEGIN                                                                                                     \
+  _Pragma("clang attribute push(__attribute__((target(\"avx512bw,avx512vl,avx512bf16\"))), apply_to=function)")
+#define BF16_END _Pragma("clang attribute pop")
+#else
+#define BF16_BEGIN                                                                                                     \
+  _Pragma("GCC push_options") _Pragma("GCC target(\"avx512bw,avx512vl,avx512bf16\")")
+#define BF16_END _Pragma("GCC pop_options")
+#endif
+
+BF16_BEGIN
+
+namespace gka {
+
+using Half = uint16_t;  // the bits of a bfloat16
+
+constexpr int64_t STRIPE = 32;      // queries and keys of the blocks in which K is computed, masked and mixed
+constexpr int64_t TILE = 512;       // numbers of bfloat16 in a tile
+constexpr int64_t TILE_ROW = 64;    // bytes
+constexpr int64_t PRODUCTS = 1024;  // numbers of float32 in a block of products: 2 x 2 tiles
+
+// The tiles of a thread while it computes.
+struct TileState {
+  struct __attribute__((packed)) Config {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {};
+    uint8_t rows[16] = {};
+  };
+  TileState() {
+    alignas(64) Config config;
+    for (int i = 0; i < 8; i++) config.row_bytes[i] = 64, config.rows[i] = 16;
+    asm volatile("ldtilecfg %0" ::"m"(config));
+  }
+  ~TileState() { asm volatile("tilerelease"); }
+};
+
+// The instructions. The compiler's own intrinsics do not say that a load reads memory.
+template <int T>
+GKA_INLINE void tile_load(const void* from, int64_t bytes_apart) {
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(bytes_apart), "i"(T) : "memory");
+}
+template <int T>
+GKA_INLINE void tile_store(void* to, int64_t bytes_apart) {
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(bytes_apart), "i"(T) : "memory");
+}
+template <int T>
+GKA_INLINE void tile_zero() {
+  asm volatile("tilezero %%tmm%c0" ::"i"(T));
+}
+template <int TO, int LEFT, int RIGHT>
+GKA_INLINE void tile_multiply() {
+  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(TO), "i"(LEFT), "i"(RIGHT));
+}
+
+GKA_INLINE void clear_tiles() {
+  tile_zero<0>();
+  tile_zero<1>();
+  tile_zero<2>();
+  tile_zero<3>();
+}
+
+// 32 tokens x 32: rows of a left operand times tiles of a right operand.
+struct Factors {
+  const Half *left = nullptr, *right = nullptr;
+};
+
+// The block left . right, plus other.left . other.right if there is one, over steps of 32 channels.
+GKA_INLINE void multiply(Factors first, Factors other, int64_t steps, float* to) {
+  clear_tiles();
+  const int64_t row = steps * STRIPE * sizeof(Half), width = STRIPE * sizeof(float);
+  for (Factors f : {first, other}) {
+    if (!f.left) break;
+    for (int64_t s = 0; s < steps; s++) {
+      tile_load<4>(f.left + s * STRIPE, row);
+      tile_load<6>(f.right + s * TILE, TILE_ROW);
+      tile_load<7>(f.right + (steps + s) * TILE, TILE_ROW);
+      tile_load<5>(f.left + (UNIT * steps + s) * STRIPE, row);
+      tile_multiply<0, 4, 6>();
+      tile_multiply<1, 4, 7>();
+      tile_multiply<2, 5, 6>();
+      tile_multiply<3, 5, 7>();
+    }
+  }
+  tile_store<0>(to, width);
+  tile_store<1>(to + UNIT, width);
+  tile_store<2>(to + UNIT * STRIPE, width);
+  tile_store<3>(to + UNIT * STRIPE + UNIT, width);
+}
+
+// Two or, at the end, one of the tiles of channels that `mix` computes.
+template <bool TWO>
+GKA_INLINE void mix_channels(const Half* weights, const Half* rows, int64_t count, int64_t outputs, bool add,
+                             float* to) {
+  const int64_t width = outputs * UNIT * sizeof(float);
+  float* lower = to + UNIT * outputs * UNIT;
+  if (add) {
+    tile_load<0>(to, width);
+    tile_load<2>(lower, width);
+    if (TWO) tile_load<1>(to + UNIT, width);
+    if (TWO) tile_load<3>(lower + UNIT, width);
+  } else {
+    clear_tiles();
+  }
+  for (int64_t s = 0; s < count; s++, weights += 2 * TILE, rows += outputs * TILE) {
+    tile_load<4>(weights, TILE_ROW);
+    tile_load<6>(rows, TILE_ROW);
+    if (TWO) tile_load<7>(rows + TILE, TILE_ROW);
+    tile_load<5>(weights + TILE, TILE_ROW);
+    tile_multiply<0, 4, 6>();
+    if (TWO) tile_multiply<1, 4, 7>();
+    tile_multiply<2, 5, 6>();
+    if (TWO) tile_multiply<3, 5, 7>();
+  }
+  tile_store<0>(to, width);
+  tile_store<2>(lower, width);
+  if (TWO) tile_store<1>(to + UNIT, width);
+  if (TWO) tile_store<3>(lower + UNIT, width);
+}
+
+// to (32 x 16 `outputs`) = or, with `add`, += weights . rows: weights are `count` pairs of tiles, one for each stripe
+// of keys, rows are `outputs` tiles for each.
+inline void mix(const Half* weights, const Half* rows, int64_t count, int64_t outputs, bool add, float* to) {
+  int64_t d = 0;
+  for (; d + 1 < outputs; d += 2) mix_channels<true>(weights, rows + d * TILE, count, outputs, add, to + d * UNIT);
+  if (d < outputs) mix_channels<false>(weights, rows + d * TILE, count, outputs, add, to + d * UNIT);
+}
+
+// The 16 x 16 words at `from`, transposed into a tile.
+inline void transpose_words(const Half* from, int64_t stride, Half* to) {
+  __m512i a[16], b[16];
+  GKA_UNROLL for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(from + i * stride);
+  GKA_UNROLL for (int i = 0; i < 8; i++) {
+    b[2 * i] = _mm512_unpacklo_epi32(a[2 * i], a[2 * i + 1]);
+    b[2 * i + 1] = _mm512_unpackhi_epi32(a[2 * i], a[2 * i + 1]);
+  }
+  GKA_UNROLL for (int i = 0; i < 4; i++)
+    GKA_UNROLL for (int j = 0; j < 2; j++) {
+      a[4 * i + 2 * j] = _mm512_unpacklo_epi64(b[4 * i + j], b[4 * i + 2 + j]);
+      a[4 * i + 2 * j + 1] = _mm512_unpackhi_epi64(b[4 * i + j], b[4 * i + 2 + j]);
+    }
+  GKA_UNROLL for (int i = 0; i < 2; i++)
+    GKA_UNROLL for (int j = 0; j < 4; j++) {
+      b[8 * i + j] = _mm512_shuffle_i32x4(a[8 * i + j], a[8 * i + 4 + j], 0x88);
+      b[8 * i + 4 + j] = _mm512_shuffle_i32x4(a[8 * i + j], a[8 * i + 4 + j], 0xdd);
+    }
+  GKA_UNROLL for (int j = 0; j < 8; j++) {
+    _mm512_store_si512(to + j * STRIPE, _mm512_shuffle_i32x4(b[j], b[8 + j], 0x88));
+    _mm512_store_si512(to + (8 + j) * STRIPE, _mm512_shuffle_i32x4(b[j], b[8 + j], 0xdd));
+  }
+}
+
+// ---- vectors of float32 from and to bfloat16 ----
+
+GKA_INLINE __m512 widen(__m256i halves) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+}
+GKA_INLINE __m256i narrow(__m512 v) { return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(v)); }
+
+// The first `count` (of 16, or all) channels from p; 0 in the rest.
+GKA_INLINE __mmask16 first_lanes(int64_t count) { return count >= 16 ? 0xffff : (1u << count) - 1; }
+GKA_INLINE __m512 load_half(const Half* p, int64_t count) {
+  return widen(_mm256_maskz_loadu_epi16(first_lanes(count), p));
+}
+GKA_INLINE void store_half(Half* p, int64_t count, __m512 v) {
+  _mm256_mask_storeu_epi16(p, first_lanes(count), narrow(v));
+}
+
+// Words of two numbers, cut off to bfloat16: `low` in the low half.
+GKA_INLINE __m512i join(__m512 low, __m512 high) {
+  const __m512i shifted = _mm512_srli_epi32(_mm512_castps_si512(low), 16);
+  return _mm512_mask_blend_epi16(0xaaaaaaaau, shifted, _mm512_castps_si512(high));
+}
+
+// Adding half of bfloat16's last place makes cutting off round.
+GKA_INLINE __m512 rounded(__m512 v) {
+  return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(v), _mm512_set1_epi32(0x8000)));
+}
+
+// Several vectors at once, operation by operation: one after the other, each would wait for its own results.
+template <int N>
+struct Vectors {
+  __m512 v[N];
+  template <typename F>
+  GKA_INLINE static Vectors of(F f) {
+    Vectors out;
+    GKA_UNROLL for (int i = 0; i < N; i++) out.v[i] = f(i);
+    return out;
+  }
+};
+
+// 2^a, to 4e-6 of itself and exact at integers: degree 4 between two integers, where the polynomial is in [1, 2]. With
+// ROUNDING half of bfloat16's last place is in its first coefficient, which makes cutting off round for free.
+template <bool ROUNDING, int N>
+GKA_INLINE Vectors<N> exp2_half(const Vectors<N>& a) {
+  const __m512 first = _mm512_set1_ps(0.0135557472f);
+  auto r = Vectors<N>::of([&](int i) { return _mm512_reduce_ps(a.v[i], 1); });  // a minus the integer below it
+  auto p = Vectors<N>::of([&](int i) { return _mm512_fmadd_ps(first, r.v[i], _mm512_set1_ps(0.05203236906f)); });
+  for (float coefficient : {0.2413797629f, 0.6930321208f, ROUNDING ? 1.00390625f : 1.0f})
+    p = Vectors<N>::of([&](int i) { return _mm512_fmadd_ps(p.v[i], r.v[i], _mm512_set1_ps(coefficient)); });
+  return Vectors<N>::of([&](int i) { return _mm512_scalef_ps(p.v[i], a.v[i]); });  // times 2^(the integer below a)
+}
+
+}  // namespace gka
+
+BF16_END

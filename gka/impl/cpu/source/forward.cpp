@@ -1,0 +1,178 @@
+// Forward: y_c = sum_r K_rc v_r / (sum_r K_rc + eps), without W.
+//
+// Own keys: K_cc = 1 is the largest of its row, so nothing is subtracted from exponents and nothing rescaled. Others:
+// exponents stay in the block until the largest of their rows so far is known.
+#include "tiles.h"
+
+namespace {
+
+using namespace gka;
+
+struct Forward : Head {
+  float *sum, *top = nullptr, *peak = nullptr;  // per query: of K; the largest exponent, of all and of a block
+  float *y, *block;
+
+  Forward(const GkaRequest& q, const Plan& plan, Arena& arena) : Head(q, arena, false) {
+    sum = arena.take(query.padded);
+    top = own_keys ? nullptr : arena.take(query.padded);
+    peak = own_keys ? nullptr : arena.take(query.padded);
+    y = arena.take(query.padded * query.channels);
+    block = arena.take(plan.block * block_stride(plan));
+  }
+};
+
+// K of own keys, and its row sums.
+struct OwnTile {
+  const Forward& head;
+  const Block& block;
+
+  template <int V>
+  void run(int64_t r0, int64_t c0, bool masked) const {
+    constexpr int64_t L = Vector::LANES;
+    Vector acc[TILE_ROWS][V], down[V];
+    clear(acc);
+    multiply(head.key.panel(r0), head.query.panel(c0), head.head_dim, acc);
+    GKA_UNROLL for (int v = 0; v < V; v++) down[v] = Vector::all(0.0f);
+    const Vector zero = Vector::all(0.0f);
+    GKA_UNROLL for (int i = 0; i < TILE_ROWS; i++) {
+      const int64_t r = r0 + i;
+      Vector norm = Vector::all(head.key.half_norm[r]), across = zero;
+      GKA_UNROLL for (int v = 0; v < V; v++) {
+        const int64_t c = c0 + v * L;
+        Vector k = exp2(exponent(acc[i][v], norm, Vector::load(head.query.half_norm + c)));
+        if (masked) k = visible(head.reach, r, c, k, zero);
+        k.store(block.k + block.at(r, c));
+        if (!on_diagonal(head.reach, r, c)) down[v] = down[v] + k;
+        across = across + k;
+      }
+      if (head.reach.symmetric) head.sum[r] += across.sum();
+    }
+    GKA_UNROLL for (int v = 0; v < V; v++) {
+      float* sum = head.sum + c0 + v * L;
+      (Vector::load(sum) + down[v]).store(sum);
+    }
+  }
+};
+
+// Exponents of foreign keys, and the largest of the block for each query.
+struct ForeignTile {
+  const Forward& head;
+  const Block& block;
+
+  template <int V>
+  void run(int64_t r0, int64_t c0, bool masked) const {
+    constexpr int64_t L = Vector::LANES;
+    Vector acc[TILE_ROWS][V], peak[V];
+    clear(acc);
+    multiply(head.key.panel(r0), head.query.panel(c0), head.head_dim, acc);
+    GKA_UNROLL for (int v = 0; v < V; v++) peak[v] = Vector::load(head.peak + c0 + v * L);
+    const Vector hidden = Vector::all(-INFINITY);
+    GKA_UNROLL for (int i = 0; i < TILE_ROWS; i++) {
+      const int64_t r = r0 + i;
+      Vector norm = Vector::all(head.key.half_norm[r]);
+      GKA_UNROLL for (int v = 0; v < V; v++) {
+        const int64_t c = c0 + v * L;
+        Vector e = exponent(acc[i][v], norm, Vector::load(head.query.half_norm + c));
+        if (masked) e = visible(head.reach, r, c, e, hidden);
+        e.store(block.k + block.at(r, c));
+        peak[v] = greater(e, peak[v]);
+      }
+    }
+    GKA_UNROLL for (int v = 0; v < V; v++) peak[v].store(head.peak + c0 + v * L);
+  }
+};
+
+// The block's exponents become K, relative to the largest exponent so far, to which sums and y are brought as well.
+void exponentiate(const Forward& head, const Block& block) {
+  constexpr int64_t L = Vector::LANES;
+  for (int64_t c = block.queries.begin; c < block.queries.end; c += L) {
+    Range keys = head.reach.keys(unit_of(c)).within(block.keys);
+    if (keys.empty()) continue;
+    Vector old = Vector::load(head.top + c), top = greater(old, Vector::load(head.peak + c)), factor = exp2(old - top);
+    Vector sum = Vector::load(head.sum + c) * factor;
+    top.store(head.top + c);
+    for (int64_t r = keys.begin; r < keys.end; r++) {
+      float* k = block.k + block.at(r, c);
+      Vector weight = exp2(Vector::load(k) - top);
+      weight.store(k);
+      sum = sum + weight;
+    }
+    sum.store(head.sum + c);
+    float factors[L];
+    factor.store(factors);
+    for (int64_t i = 0; i < L; i++) {
+      if (factors[i] == 1.0f) continue;
+      float* y = head.y + (c + i) * head.query.channels;
+      for (int64_t d = 0; d < head.query.channels; d += L) (Vector::load(y + d) * Vector::all(factors[i])).store(y + d);
+    }
+  }
+}
+
+// One part of one head, up to the sums.
+void run_part(const GkaRequest& q, const Plan& plan, int64_t index, int64_t part, float* scratch) {
+  Arena arena{scratch};
+  Forward head(q, plan, arena);
+  head.fill(q, index);
+  std::fill(head.sum, head.sum + head.query.padded, 0.0f);
+  std::fill(head.y, head.y + head.query.padded * head.query.channels, 0.0f);
+  if (head.top) std::fill(head.top, head.top + head.query.padded, LOWEST);
+  if (head.peak) std::fill(head.peak, head.peak + head.query.padded, LOWEST);
+  each_block(plan, head, part, [&](Range keys, Range queries) {
+    Block block{keys, queries, block_stride(plan), head.block, nullptr};
+    const Term term{block.k, head.value.rows};
+    if (head.own_keys) {
+      each_tile(head.reach, block, OwnTile{head, block});
+    } else {
+      each_tile(head.reach, block, ForeignTile{head, block});
+      exponentiate(head, block);
+    }
+    gather_by_queries<false>(head.reach, block, term, term, head.y, head.query.channels);
+    if (head.reach.symmetric) gather_by_keys<false>(head.reach, block, term, term, head.y, head.query.channels);
+  });
+}
+
+// y and level of some queries, from the sums of all parts. Returns the largest |x|^2 / sigma^2 among them.
+float finish(const GkaRequest& q, const Plan& plan, int64_t index, Range queries, float* scratch, int64_t slot_size) {
+  Arena arena{scratch};
+  const Forward head(q, plan, arena);
+  float largest = 0.0f;
+  for (int64_t i = queries.begin; i < queries.end; i++) {
+    float sum = head.sum[i], *mixed = head.y + i * head.query.channels;
+    for (int64_t part = 1; part < plan.parts; part++) {
+      const int64_t o = part * slot_size;
+      sum += head.sum[o + i];
+      if (head.top) head.top[i] = std::max(head.top[i], head.top[o + i]);  // of the one part that has this query
+      for (int64_t d = 0; d < head.query.channels; d++) mixed[d] += mixed[o + d];
+    }
+    const float total = sum + (q.own_keys ? q.eps : 0.0f), share = 1.0f / total;
+    const bool shifted = head.mean && q.own_values;
+    float* y = writable(q.y, q, index, i);
+    for (int64_t d = 0; d < q.head_dim; d += Vector::LANES) {
+      Vector mean = Vector::all(share) * Vector::load(mixed + d);
+      if (shifted) mean = fma(Vector::load(head.mean + d), Vector::all(sum * share), mean);
+      store_channels(mean, y, d, q.head_dim);
+    }
+    q.level[index * q.num_queries + i] = q.own_keys ? total : head.top[i] + std::log2(total);
+    largest = std::max(largest, 2.0f / LOG2_E * head.query.half_norm[i]);
+  }
+  return largest;
+}
+
+}  // namespace
+
+int64_t gka::forward_scratch(const GkaRequest& q) {
+  const Plan plan(q);
+  return plan.slots * slot_size_of<Forward>(q, plan);
+}
+
+void gka_forward_float32(const GkaRequest* request) {
+  const GkaRequest& q = *request;
+  const Plan plan(q);
+  float largest = 0.0f;
+  in_parallel(q, plan, slot_size_of<Forward>(q, plan), q.num_queries, run_part, [&](auto&&... arguments) {
+    const float found = finish(arguments...);
+#pragma omp critical(gka_largest)
+    largest = std::max(largest, found);
+  });
+  *q.largest = largest;
+}

@@ -1,0 +1,162 @@
+// Tiles of float32: the exponents of K, what forward and backward make of them while they are in registers, and
+// mixing. K[r][c] is for key r and query c, vectors run along the queries.
+#pragma once
+#include "head.h"
+
+namespace gka {
+
+// A block of K (and in the backward pass of M, the gradient of its exponents) in the L2 cache.
+struct Block {
+  Range keys, queries;
+  int64_t stride;
+  float *k, *m;
+  GKA_INLINE int64_t at(int64_t r, int64_t c) const { return (r - keys.begin) * stride + (c - queries.begin); }
+};
+
+// Rows must not lie in one set of the L1 cache.
+inline int64_t block_stride(const Plan& plan) { return plan.block + (plan.block % 64 ? 0 : 16); }
+
+// acc[r][v] += sum_d a[d][r] b[d][c] over two panels.
+template <int V>
+GKA_INLINE void multiply(const float* a, const float* b, int64_t head_dim, Vector (&acc)[TILE_ROWS][V]) {
+  for (int64_t d = 0; d < head_dim; d++, a += PANEL, b += PANEL) {
+    Vector column[V];
+    GKA_UNROLL for (int v = 0; v < V; v++) column[v] = Vector::load(b + v * Vector::LANES);
+    GKA_UNROLL for (int r = 0; r < TILE_ROWS; r++) {
+      Vector row = Vector::all(a[r]);
+      GKA_UNROLL for (int v = 0; v < V; v++) acc[r][v] = fma(row, column[v], acc[r][v]);
+    }
+  }
+}
+
+template <int V>
+GKA_INLINE void clear(Vector (&acc)[TILE_ROWS][V]) {
+  GKA_UNROLL for (int r = 0; r < TILE_ROWS; r++)
+    GKA_UNROLL for (int v = 0; v < V; v++) acc[r][v] = Vector::all(0.0f);
+}
+
+// log2 K from x.k, |k|^2/2 and |x|^2/2, all scaled. Equal tokens give exactly 0, and rounding gives nothing above it.
+GKA_INLINE Vector exponent(Vector product, Vector half_norm_key, Vector half_norm_query) {
+  return lesser(Vector::all(0.0f), product - half_norm_key - half_norm_query);
+}
+
+// Lanes of the vector from query c on that see key r.
+GKA_INLINE Vector visible(const Reach& reach, int64_t r, int64_t c, Vector value, Vector hidden) {
+  Range seen = reach.seen_by(r);
+  return value.keep(seen.begin - c, seen.end - 1 - c, hidden);
+}
+
+// A unit on the diagonal of a symmetric K is whole: its sums along rows are those along columns.
+GKA_INLINE bool on_diagonal(const Reach& reach, int64_t r, int64_t c) {
+  return reach.symmetric && unit_of(r) == unit_of(c);
+}
+
+// Call tile.template run<V>(r, c, masked) for tiles that cover all units of the block with a visible element.
+template <typename Tile>
+inline void each_tile(const Reach& reach, const Block& block, const Tile& tile) {
+  constexpr int64_t L = Vector::LANES;
+  for (int64_t c0 = block.queries.begin; c0 < block.queries.end; c0 += PANEL)
+    for (int64_t unit = block.keys.begin; unit < block.keys.end; unit += UNIT) {
+      Range queries = reach.queries(unit).within({c0, std::min(c0 + PANEL, block.queries.end)});
+      if (queries.empty()) continue;
+      const bool masked = reach.hides({unit, unit + UNIT}, queries);
+      for (int64_t r = unit; r < unit + UNIT; r += TILE_ROWS)
+        for (int64_t c = queries.begin; c < queries.end;) {
+          int64_t rest = (queries.end - c) / L, vectors = rest == 4 ? 2 : std::min<int64_t>(rest, TILE_VECTORS);
+          if (vectors == 3) tile.template run<3>(r, c, masked);
+          else if (vectors == 2) tile.template run<2>(r, c, masked);
+          else tile.template run<1>(r, c, masked);
+          c += vectors * L;
+        }
+    }
+}
+
+// y[t] += sum_j k(j, t) rows[j] (+ the same of a second pair) for ROWS tokens t and V vectors of channels; k(j, t) is
+// K[j][t] if DOWN, along a column, else K[t][j].
+template <int ROWS, int V, bool DOWN, bool TWO>
+inline void mix_tile(const float* k, const float* k2, int64_t stride, const float* x, const float* x2, int64_t count,
+                     float* y, int64_t channels) {
+  constexpr int64_t L = Vector::LANES;
+  Vector acc[ROWS][V];
+  GKA_UNROLL for (int t = 0; t < ROWS; t++)
+    GKA_UNROLL for (int v = 0; v < V; v++) acc[t][v] = Vector::load(y + t * channels + v * L);
+  const int64_t step = DOWN ? stride : 1, side = DOWN ? 1 : stride;
+  auto add = [&](const float* weights, const float* from) __attribute__((always_inline)) {
+    Vector channel[V];
+    GKA_UNROLL for (int v = 0; v < V; v++) channel[v] = Vector::load(from + v * L);
+    GKA_UNROLL for (int t = 0; t < ROWS; t++) {
+      Vector weight = Vector::all(weights[t * side]);
+      GKA_UNROLL for (int v = 0; v < V; v++) acc[t][v] = fma(weight, channel[v], acc[t][v]);
+    }
+  };
+  for (int64_t j = 0; j < count; j++) {
+    add(k + j * step, x + j * channels);
+    if (TWO) add(k2 + j * step, x2 + j * channels);
+  }
+  GKA_UNROLL for (int t = 0; t < ROWS; t++)
+    GKA_UNROLL for (int v = 0; v < V; v++) acc[t][v].store(y + t * channels + v * L);
+}
+
+// A matrix and the rows that it mixes; the second of two may be empty.
+struct Term {
+  const float *matrix, *rows;
+};
+
+// The UNIT tokens from y on, as mix_tile.
+template <bool DOWN, bool TWO>
+inline void mix_unit(Term a, Term b, int64_t stride, int64_t count, float* y, int64_t channels) {
+  constexpr int64_t L = Vector::LANES;
+  const int64_t vectors = channels / L, passes = (vectors + MIX_VECTORS - 1) / MIX_VECTORS;
+  for (int64_t pass = 0, done = 0; pass < passes; pass++) {
+    const int64_t width = (vectors - done) / (passes - pass), d = done * L;
+    auto part = [&](auto rows, auto v, int64_t t) __attribute__((always_inline)) {
+      const int64_t o = DOWN ? t : t * stride;
+      mix_tile<decltype(rows)::value, decltype(v)::value, DOWN, TWO>(
+          a.matrix + o, TWO ? b.matrix + o : nullptr, stride, a.rows + d, TWO ? b.rows + d : nullptr, count,
+          y + t * channels + d, channels);
+    };
+    auto unit = [&](auto v) __attribute__((always_inline)) {  // 6 + 5 + 5 tokens
+      part(std::integral_constant<int, 6>(), v, 0);
+      part(std::integral_constant<int, 5>(), v, 6);
+      part(std::integral_constant<int, 5>(), v, 11);
+    };
+    if (width == 1) unit(std::integral_constant<int, 1>());
+    else if (width == 2) unit(std::integral_constant<int, 2>());
+    else if (width == 3) unit(std::integral_constant<int, std::min(3, MIX_VECTORS)>());
+    else unit(std::integral_constant<int, MIX_VECTORS>());
+    done += width;
+  }
+}
+
+constexpr int64_t MIX_CHUNK = 96;  // tokens whose rows stay in the L1 cache while everybody mixes them
+
+// to_c += sum_r a[r][c] a.rows_r (+ b): the queries of the block gather its keys.
+template <bool TWO>
+inline void gather_by_queries(const Reach& reach, const Block& block, Term a, Term b, float* to, int64_t channels) {
+  const int64_t chunk = TWO ? MIX_CHUNK / 2 : MIX_CHUNK;
+  for (int64_t j = block.keys.begin; j < block.keys.end; j += chunk)
+    for (int64_t c = block.queries.begin; c < block.queries.end; c += UNIT) {
+      Range keys = reach.keys(c).within({j, std::min(j + chunk, block.keys.end)});
+      if (reach.symmetric) keys.end = std::min(keys.end, c);  // its diagonal unit is gathered by the keys
+      if (keys.empty()) continue;
+      const int64_t o = block.at(keys.begin, c), from = keys.begin * channels;
+      mix_unit<true, TWO>({a.matrix + o, a.rows + from}, {b.matrix + o, b.rows + from}, block.stride,
+                          keys.end - keys.begin, to + c * channels, channels);
+    }
+}
+
+// to_r += sum_c a[r][c] a.rows_c (+ b): the keys of the block gather its queries.
+template <bool TWO>
+inline void gather_by_keys(const Reach& reach, const Block& block, Term a, Term b, float* to, int64_t channels) {
+  const int64_t chunk = TWO ? MIX_CHUNK / 2 : MIX_CHUNK;
+  for (int64_t j = block.queries.begin; j < block.queries.end; j += chunk)
+    for (int64_t r = block.keys.begin; r < block.keys.end; r += UNIT) {
+      Range queries = reach.queries(r).within({j, std::min(j + chunk, block.queries.end)});
+      if (queries.empty()) continue;
+      const int64_t o = block.at(r, queries.begin), from = queries.begin * channels;
+      mix_unit<false, TWO>({a.matrix + o, a.rows + from}, {b.matrix + o, b.rows + from}, block.stride,
+                           queries.end - queries.begin, to + r * channels, channels);
+    }
+}
+
+}  // namespace gka

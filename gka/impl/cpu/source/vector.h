@@ -1,0 +1,149 @@
+// One register of floats, so that the kernels are written once for AVX-512 and AVX2.
+//
+// Every minimum and maximum keeps NaN: the instructions return their second argument if either is NaN.
+#pragma once
+#include <immintrin.h>
+#include <cstdint>
+
+#define GKA_INLINE inline __attribute__((always_inline))
+#define GKA_UNROLL _Pragma("GCC unroll 8")
+
+namespace gka {
+
+constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
+constexpr float LOWEST = -1e38f;  // below every exponent; stands for minus infinity where differences must not be NaN
+
+#if defined(__AVX512F__)
+
+struct Vector {
+  static constexpr int LANES = 16;
+  __m512 v;
+  static GKA_INLINE Vector load(const float* p) { return {_mm512_loadu_ps(p)}; }
+  static GKA_INLINE Vector load_first(const float* p, int64_t count) {  // zeros after them; reads nothing beyond
+    return {_mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << count) - 1), p)};
+  }
+  static GKA_INLINE Vector all(float a) { return {_mm512_set1_ps(a)}; }
+  GKA_INLINE void store(float* p) const { _mm512_storeu_ps(p, v); }
+  GKA_INLINE void store_first(float* p, int64_t count) const {
+    _mm512_mask_storeu_ps(p, static_cast<__mmask16>((1u << count) - 1), v);
+  }
+  GKA_INLINE Vector operator+(Vector o) const { return {_mm512_add_ps(v, o.v)}; }
+  GKA_INLINE Vector operator-(Vector o) const { return {_mm512_sub_ps(v, o.v)}; }
+  GKA_INLINE Vector operator*(Vector o) const { return {_mm512_mul_ps(v, o.v)}; }
+  GKA_INLINE float sum() const { return _mm512_reduce_add_ps(v); }
+
+  // Lanes first .. last, and `other` in the rest.
+  GKA_INLINE Vector keep(int64_t first, int64_t last, Vector other) const {
+    uint32_t lanes = first > 15 || last < 0 ? 0 : 0xffffu << (first < 0 ? 0 : first);
+    if (last < 15) lanes &= (2u << (last < 0 ? 0 : last)) - 1;
+    return {_mm512_mask_mov_ps(other.v, static_cast<__mmask16>(lanes), v)};
+  }
+};
+
+GKA_INLINE Vector fma(Vector a, Vector b, Vector c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+GKA_INLINE Vector lesser(Vector a, Vector b) { return {_mm512_min_ps(a.v, b.v)}; }
+GKA_INLINE Vector greater(Vector a, Vector b) { return {_mm512_max_ps(a.v, b.v)}; }
+GKA_INLINE Vector fraction(Vector a) { return {_mm512_reduce_ps(a.v, 0)}; }  // a minus the nearest integer
+GKA_INLINE Vector scale(Vector a, Vector power, Vector) { return {_mm512_scalef_ps(a.v, power.v)}; }
+GKA_INLINE Vector exponent_range(Vector a) { return a; }
+
+constexpr int TILE_ROWS = 8, TILE_VECTORS = 3;  // of K: 24 accumulators of 32 registers
+constexpr int MIX_VECTORS = 4;                  // of channels, times up to 6 tokens
+
+#else
+
+struct Vector {
+  static constexpr int LANES = 8;
+  __m256 v;
+  static GKA_INLINE Vector load(const float* p) { return {_mm256_loadu_ps(p)}; }
+  static GKA_INLINE Vector load_first(const float* p, int64_t count) {  // zeros after them; reads nothing beyond
+    return {_mm256_maskload_ps(p, first(count))};
+  }
+  static GKA_INLINE __m256i first(int64_t count) {
+    const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(count)), lane);
+  }
+  static GKA_INLINE Vector all(float a) { return {_mm256_set1_ps(a)}; }
+  GKA_INLINE void store(float* p) const { _mm256_storeu_ps(p, v); }
+  GKA_INLINE void store_first(float* p, int64_t count) const { _mm256_maskstore_ps(p, first(count), v); }
+  GKA_INLINE Vector operator+(Vector o) const { return {_mm256_add_ps(v, o.v)}; }
+  GKA_INLINE Vector operator-(Vector o) const { return {_mm256_sub_ps(v, o.v)}; }
+  GKA_INLINE Vector operator*(Vector o) const { return {_mm256_mul_ps(v, o.v)}; }
+  GKA_INLINE float sum() const {
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+  }
+
+  // Lanes first .. last, and `other` in the rest.
+  GKA_INLINE Vector keep(int64_t first, int64_t last, Vector other) const {
+    const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    int low = first < 0 ? 0 : first > 8 ? 8 : static_cast<int>(first);
+    int high = last < -1 ? -1 : last > 7 ? 7 : static_cast<int>(last);
+    __m256i out = _mm256_or_si256(_mm256_cmpgt_epi32(_mm256_set1_epi32(low), lane),
+                                  _mm256_cmpgt_epi32(lane, _mm256_set1_epi32(high)));
+    return {_mm256_blendv_ps(v, other.v, _mm256_castsi256_ps(out))};
+  }
+};
+
+GKA_INLINE Vector fma(Vector a, Vector b, Vector c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
+GKA_INLINE Vector lesser(Vector a, Vector b) { return {_mm256_min_ps(a.v, b.v)}; }
+GKA_INLINE Vector greater(Vector a, Vector b) { return {_mm256_max_ps(a.v, b.v)}; }
+GKA_INLINE Vector fraction(Vector a) {
+  return {_mm256_sub_ps(a.v, _mm256_round_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))};
+}
+// a * 2^power through the exponent's bits, and 0 where the unclamped exponent was out of range.
+GKA_INLINE Vector scale(Vector a, Vector power, Vector unclamped) {
+  __m256i bits = _mm256_slli_epi32(_mm256_cvtps_epi32(power.v), 23);
+  __m256 scaled = _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a.v), bits));
+  return {_mm256_and_ps(scaled, _mm256_cmp_ps(unclamped.v, _mm256_set1_ps(-126.0f), _CMP_NLT_UQ))};
+}
+GKA_INLINE Vector exponent_range(Vector a) { return greater(Vector::all(-126.0f), a); }
+
+constexpr int TILE_ROWS = 4, TILE_VECTORS = 3;  // of K: 12 accumulators of 16 registers
+constexpr int MIX_VECTORS = 2;                  // of channels, times up to 6 tokens
+
+#endif
+
+// 2^a for a <= 0, to 1e-7 of itself, exactly 1 at 0: a polynomial around the nearest integer (Cephes, exp2f).
+GKA_INLINE Vector exp2(Vector a) {
+  Vector clamped = exponent_range(a), r = fraction(clamped), p = Vector::all(1.535336188319500e-4f);
+  p = fma(p, r, Vector::all(1.339887440266574e-3f));
+  p = fma(p, r, Vector::all(9.618437357674640e-3f));
+  p = fma(p, r, Vector::all(5.550332471162809e-2f));
+  p = fma(p, r, Vector::all(2.402264791363012e-1f));
+  p = fma(p, r, Vector::all(6.931472028550421e-1f));
+  p = fma(p, r, Vector::all(1.0f));
+  return scale(p, clamped - r, a);
+}
+
+// Channels d .. of a token with head_dim of them, zeros after the last; and back.
+GKA_INLINE Vector load_channels(const float* token, int64_t d, int64_t head_dim) {
+  if (d + Vector::LANES <= head_dim) return Vector::load(token + d);
+  return d < head_dim ? Vector::load_first(token + d, head_dim - d) : Vector::all(0.0f);
+}
+
+GKA_INLINE void store_channels(Vector a, float* token, int64_t d, int64_t head_dim) {
+  if (d + Vector::LANES <= head_dim) a.store(token + d);
+  else if (d < head_dim) a.store_first(token + d, head_dim - d);
+}
+
+// The 4 x 4 numbers at `from`, transposed and multiplied.
+GKA_INLINE void transpose4(const float* from, int64_t from_stride, float factor, float* to, int64_t to_stride) {
+  const __m128 f = _mm_set1_ps(factor);
+  __m128 a = _mm_mul_ps(f, _mm_loadu_ps(from)), b = _mm_mul_ps(f, _mm_loadu_ps(from + from_stride));
+  __m128 c = _mm_mul_ps(f, _mm_loadu_ps(from + 2 * from_stride));
+  __m128 d = _mm_mul_ps(f, _mm_loadu_ps(from + 3 * from_stride));
+  _MM_TRANSPOSE4_PS(a, b, c, d);
+  _mm_storeu_ps(to, a), _mm_storeu_ps(to + to_stride, b);
+  _mm_storeu_ps(to + 2 * to_stride, c), _mm_storeu_ps(to + 3 * to_stride, d);
+}
+
+// Denormal numbers, which are slow, count as 0 while this lives on a thread.
+struct FlushDenormals {
+  unsigned before = _mm_getcsr();
+  FlushDenormals() { _mm_setcsr(before | 0x8040); }
+  ~FlushDenormals() { _mm_setcsr(before); }
+};
+
+}  // namespace gka

@@ -1,0 +1,117 @@
+"""One cell of the study: a model and its training, as data; the trainer's flags for it, its key, and its cost."""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, fields
+from functools import cache
+from typing import Any
+
+from nanochat_gka.model.accounting import flops_per_token, meta_model
+from nanochat_gka.model.config import ModelFlags
+from nanochat_gka.training.optim import OptimConfig
+
+ASPECT_RATIO, HEAD_DIM = 64, 64  # nanochat's width, 64 per layer; half its head_dim: a depth of 2 has two heads
+EVAL_TOKENS = 2**17  # of each split
+EVALUATE_ALONG_FROM = 2**22  # tokens; shorter runs are evaluated at their end alone
+SAVE_EVERY = 2**18  # tokens
+CURVE_POINTS = 64
+# The trainer shrinks rates by the root of a step's tokens over 2^19. Times 16, rate 1 is nanochat's own rate at 2,048.
+BATCH_FACTOR = 16
+RATES = ("embedding_lr", "unembedding_lr", "matrix_lr", "scalar_lr", "sigma_lr")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What one run computes. The first fields shape the model, as the trainer's flags of the same names do.
+
+    rate: multiplies every learning rate; 1 is nanochat's at `batch` 2,048. tokens: of the whole training. batch: tokens
+    of a step.
+    """
+
+    depth: int
+    attention: str
+    head_offsets: str = ""
+    offset_layers: str = "gka"
+    value_embeds: str = "auto"
+    gka_values: str = "rotated"
+    sigma_squared: float = 0.0
+    window_pattern: str = "L"
+    rate: float = 1.0
+    seed: int = 0
+    tokens: int = 2**20
+    batch: int = 2048
+    dtype: str = "bfloat16"
+
+    @classmethod
+    def from_row(cls, saved: dict[str, Any]) -> "Cell":
+        """The cell that a row of the results states. Raises TypeError for one of another version."""
+        return cls(**saved)
+
+    @property
+    def steps(self) -> int:
+        return self.tokens // self.batch
+
+    @property
+    def label(self) -> str:
+        """What differs from the defaults, for people: d2 gka PS normalised rate 2 seed 1 1,048,576 tokens."""
+        own = [f"d{self.depth}", self.attention]
+        for field in fields(self)[2:]:
+            value = getattr(self, field.name)
+            if value != field.default and field.name not in ("rate", "seed", "tokens"):
+                own.append(str(value) if isinstance(value, str) else f"{field.name} {value:g}")
+        return " ".join([*own, f"rate {self.rate:g}", f"seed {self.seed}", f"{self.tokens:,} tokens"])
+
+    def computed(self) -> dict[str, Any]:
+        """The trainer's settings that decide what is computed, by flag."""
+        shape = {name: getattr(self, name) for name in _names(ModelFlags) if hasattr(self, name)}
+        defaults = OptimConfig()
+        return {
+            **shape,
+            "aspect_ratio": ASPECT_RATIO,
+            "head_dim": HEAD_DIM,
+            "num_iterations": self.steps,
+            "total_batch_size": self.batch,
+            "seed": self.seed,
+            "dtype": self.dtype,
+            **{name: round(getattr(defaults, name) * BATCH_FACTOR * self.rate, 9) for name in RATES},
+        }
+
+    def flags(self) -> list[Any]:
+        """Words for the trainer, without the places of data and results."""
+        along = self.steps // 4 if self.tokens >= EVALUATE_ALONG_FROM else -1
+        reports = {
+            "eval_every": along,
+            "eval_tokens": EVAL_TOKENS,
+            "sample_every": -1,
+            "save_every": max(1, SAVE_EVERY // self.batch),
+            "keep": 1,
+            "log_every": max(1, self.steps // CURVE_POINTS),
+        }
+        settings = {name: value for name, value in {**self.computed(), **reports}.items() if value != ""}
+        return [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", value)]
+
+    def key(self, data: dict[str, Any]) -> str:
+        """A hash of everything that is computed, and of the identity of the rows it is computed from."""
+        said = {name: value for name, value in self.computed().items() if value != _default(name)}
+        said = {**said, "eval_tokens": EVAL_TOKENS, "data": data}
+        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
+
+    def flops(self, sequence_len: int, vocab_size: int) -> int:
+        """Of its training, by the project's accounting."""
+        return self.tokens * _flops_per_token(self, sequence_len, vocab_size)
+
+
+def _names(config: type) -> list[str]:
+    return [field.name for field in fields(config)]
+
+
+def _default(name: str) -> Any:
+    """A shaping flag's default: settings that have it are left out of keys, so that a new flag changes no old key."""
+    return next((field.default for field in fields(ModelFlags) if field.name == name), None)
+
+
+@cache
+def _flops_per_token(cell: Cell, sequence_len: int, vocab_size: int) -> int:
+    shape = {name: value for name, value in asdict(cell).items() if name in _names(ModelFlags)}
+    flags = ModelFlags(**shape, aspect_ratio=ASPECT_RATIO, head_dim=HEAD_DIM)
+    return flops_per_token(meta_model(flags.shape(cell.depth, sequence_len, vocab_size)))

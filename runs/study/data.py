@@ -1,0 +1,30 @@
+"""The text of the study: a folder of packed rows, and what identifies them on every machine."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nanochat_gka.data.loader import SAME_ROWS
+from nanochat_gka.data.shards import MANIFEST
+from trainkit.cli import UserError
+from trainkit.files import read_json
+
+
+@dataclass(frozen=True)
+class Text:
+    """Packed rows. name: of the corpus. identity: what two folders of the same rows have in common."""
+
+    packed: Path
+    name: str
+    sequence_len: int
+    vocab_size: int
+    identity: dict[str, Any]
+
+
+def load(packed: Path) -> Text:
+    """The rows in a folder. Raises UserError if there are none."""
+    if not (packed / MANIFEST).exists():
+        raise UserError(f"no packed rows in {packed}; make study packs them (CORPUS=builtin, fineweb or a folder)")
+    manifest = read_json(packed / MANIFEST, "manifest of packed rows")
+    identity = {name: manifest[name] for name in SAME_ROWS}
+    return Text(packed, Path(manifest["corpus"]).name, manifest["sequence_len"], manifest["vocab_size"], identity)

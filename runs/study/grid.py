@@ -1,0 +1,202 @@
+"""The grid as data: families of models, and groups of cells that each answer a question.
+
+A group is a function of the finished cells: seeds are trained at the best rate of their family, which the first group
+finds. A new question is a function here and its line in `GROUPS`.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from runs.study.cells import Cell
+
+
+class Done(dict[Cell, float]):
+    """Validation bits per byte of finished cells. assumed_rate: the best one of families where it is not known."""
+
+    assumed_rate: float | None = None
+
+
+OFFSETS = dict(head_offsets="PS")
+EVERYWHERE = dict(head_offsets="PS", offset_layers="all")
+UNROTATED = dict(gka_values="normalised")
+# auto gives softmax value embeddings in half of its layers, as nanochat does, and GKA and VLT none.
+FAMILIES = {
+    "softmax": dict(attention="softmax"),
+    "softmax + offsets": dict(attention="softmax", **EVERYWHERE),
+    "softmax + VE": dict(attention="softmax", value_embeds="every-layer"),
+    "GKA": dict(attention="gka"),
+    "GKA unrotated": dict(attention="gka", **UNROTATED),
+    "GKA + offsets": dict(attention="gka", **OFFSETS, **UNROTATED),
+    "GKA + offsets + VE": dict(attention="gka", value_embeds="every-layer", **OFFSETS, **UNROTATED),
+    "VLT + offsets": dict(attention="vlt", **EVERYWHERE),
+}
+# Trained after the first ones have their rates: the same at other settings, and hybrids.
+FURTHER = {
+    "softmax without VE": dict(attention="softmax", value_embeds="none"),
+    "softmax + offsets + VE": dict(attention="softmax", value_embeds="every-layer", **EVERYWHERE),
+    "GKA + offsets rotated": dict(attention="gka", **OFFSETS),
+    "GKA + offsets + half VE": dict(attention="gka", value_embeds="all", **OFFSETS, **UNROTATED),
+    "VLT": dict(attention="vlt"),
+    "GGGA": dict(attention="GGGA", **UNROTATED),
+    "GGGA + offsets": dict(attention="GGGA", **EVERYWHERE, **UNROTATED),
+    "GGGGGA + offsets": dict(attention="GGGGGA", **EVERYWHERE, **UNROTATED),
+}
+RATES = (1.0, 2.0, 4.0)
+LEAST_RATE, MOST_RATE = 0.25, 16.0
+SEEDS = (0, 1, 2)
+SMALLEST = dict(depth=2, tokens=2**20)
+
+
+SCALED = ("softmax", "softmax + offsets", "GKA", "GKA + offsets", "GKA + offsets + half VE", "GGGA + offsets")
+BUDGETS = {2: (2**21, 2**22, 2**23), 4: (2**21, 2**22, 2**23), 6: (2**21, 2**22), 8: (2**21, 2**22)}
+# Muon's step takes a quarter of the time at depth 8 and 4,096 tokens a step; the trainer scales rates to the batch.
+BATCH_AT_DEPTH = {2: 2048, 4: 2048, 6: 4096, 8: 4096}
+
+
+def tried_rates(family: dict, done: Done) -> list[float]:
+    """The three rates; and one beyond the end, as long as an end is the best of all that are finished."""
+    rates = list(RATES)
+    while best := _best_of(family, rates, done):
+        if best == min(rates) and best / 2 >= LEAST_RATE:
+            rates.append(best / 2)
+        elif best == max(rates) and best * 2 <= MOST_RATE:
+            rates.append(best * 2)
+        else:
+            break
+    return sorted(rates)
+
+
+def best_rate(family: dict, done: Done) -> float | None:
+    """The family's best rate at the smallest size, seed 0. Until every rate that must be tried is finished, unknown."""
+    return _best_of(family, tried_rates(family, done), done) or done.assumed_rate
+
+
+def _best_of(family: dict, rates: Iterable[float], done: Done) -> float | None:
+    scores = {rate: done.get(Cell(**SMALLEST, **family, rate=rate)) for rate in rates}
+    return None if None in scores.values() else min(scores, key=scores.get)
+
+
+def rates(done: Done) -> list[Cell]:
+    """Which learning rate is best for each family, at the smallest size?"""
+    return _at_every_rate(FAMILIES, done)
+
+
+def seeds(done: Done) -> list[Cell]:
+    """How much does each family's best vary over seeds?"""
+    return _at_best_rate(FAMILIES, done, [SMALLEST])
+
+
+def further_rates(done: Done) -> list[Cell]:
+    """The same as rates, for hybrids and other value embeddings."""
+    return _at_every_rate(FURTHER, done)
+
+
+def further_seeds(done: Done) -> list[Cell]:
+    """The same as seeds, for hybrids and other value embeddings."""
+    return _at_best_rate(FURTHER, done, [SMALLEST])
+
+
+def depth_4(done: Done) -> list[Cell]:
+    """Do the families keep their order at four layers?"""
+    return _at_best_rate(FAMILIES, done, [dict(depth=4, tokens=2**20)])
+
+
+def longer(done: Done) -> list[Cell]:
+    """What does training longer do to each family, and to sigma in the paper's form?"""
+    return _at_best_rate(FAMILIES, done, [dict(depth=2, tokens=tokens) for tokens in (2**21, 2**22, 2**23)])
+
+
+def sizes(done: Done) -> list[Cell]:
+    """How does the loss fall with compute, at four depths and three budgets?"""
+    families = {name: FAMILIES[name] for name in SCALED if name in FAMILIES}
+    families |= {name: FURTHER[name] for name in SCALED if name in FURTHER}
+    return [
+        replace(cell, batch=BATCH_AT_DEPTH[cell.depth])
+        for depth, budgets in BUDGETS.items()
+        for cell in _at_best_rate(families, done, [dict(depth=depth, tokens=tokens) for tokens in budgets])
+    ]
+
+
+def largest_rates(done: Done) -> list[Cell]:
+    """Is the transferred rate still best at the largest size?"""
+    cells = _at_best_rate(FAMILIES, done, [dict(depth=8, tokens=2**21)], seeds=(0,))
+    return [replace(cell, rate=cell.rate * factor) for cell in cells for factor in (0.5, 1.0, 2.0)]
+
+
+def sigma_starts(done: Done) -> list[Cell]:
+    """Where should sigma^2 start, in the paper's form and with offsets (head_dim is 64)?"""
+    starts = [dict(depth=4, tokens=2**21, sigma_squared=value) for value in (1.0, 4.0, 16.0, 64.0, 256.0)]
+    return _at_best_rate({name: FAMILIES[name] for name in ("GKA", "GKA unrotated", "GKA + offsets")}, done, starts)
+
+
+def windows(done: Done) -> list[Cell]:
+    """What do half windows in three layers of four cost?"""
+    places = [dict(depth=4, tokens=2**21, window_pattern=pattern) for pattern in ("L", "SSSL")]
+    return _at_best_rate(FAMILIES, done, places)
+
+
+def offset_patterns(done: Done) -> list[Cell]:
+    """Which pattern of heads is best, at four layers with four heads?"""
+    family = FAMILIES["GKA + offsets"]
+    rate = best_rate(family, done)
+    patterns = ("P", "S", "N", "PS", "PPS", "PSS", "PNS", "PNSS")
+    settings = [{**family, "head_offsets": "" if pattern == "N" else pattern} for pattern in patterns]
+    # Without offsets sigma^2 would start elsewhere.
+    shared = dict(depth=4, tokens=2**21, sigma_squared=16.0, rate=rate)
+    return [Cell(**shared, **setting, seed=seed) for setting in settings for seed in SEEDS] if rate else []
+
+
+def precision(done: Done) -> list[Cell]:
+    """Does bfloat16 change the loss? The same cells in float32."""
+    families = {name: FAMILIES[name] for name in ("softmax", "GKA", "GKA + offsets")}
+    return _at_best_rate(families, done, [dict(SMALLEST, dtype="float32")])
+
+
+def speed(done: Done) -> list[Cell]:
+    """How many tokens/s does training take in float32 and bfloat16? 16 steps, for a quiet machine and --at-once 1."""
+    families = (FAMILIES["softmax"], FAMILIES["GKA + offsets"])
+    places = [dict(depth=depth, batch=4096, tokens=16 * 4096, rate=1.0) for depth in (2, 4, 6, 8)]
+    return [
+        Cell(**place, **family, dtype=dtype)
+        for place in places
+        for family in families
+        for dtype in ("float32", "bfloat16")
+    ]
+
+
+def _at_every_rate(families: dict[str, dict], done: Done) -> list[Cell]:
+    """Every family at the middle rate, then at those around it: a first comparison comes early."""
+    cells = [
+        Cell(**SMALLEST, **family, rate=rate) for family in families.values() for rate in tried_rates(family, done)
+    ]
+    return sorted(cells, key=lambda cell: abs(math.log2(cell.rate / RATES[1])))
+
+
+def _at_best_rate(families: dict[str, dict], done: Done, places: list[dict], seeds=SEEDS) -> list[Cell]:
+    """Every family whose rate is known, at every place, with every seed; seeds in turn, so that all have one first."""
+    known = [(family, best_rate(family, done)) for family in families.values()]
+    return [
+        Cell(**{**family, **place}, rate=rate, seed=seed)
+        for place in places
+        for seed in seeds
+        for family, rate in known
+        if rate is not None
+    ]
+
+
+GROUPS: dict[str, Callable[[Done], list[Cell]]] = {
+    "rates": rates,
+    "seeds": seeds,
+    "precision": precision,
+    "speed": speed,
+    "depth-4": depth_4,
+    "longer": longer,
+    "further-rates": further_rates,
+    "further-seeds": further_seeds,
+    "sigma-starts": sigma_starts,
+    "windows": windows,
+    "offset-patterns": offset_patterns,
+    "sizes": sizes,
+    "largest-rates": largest_rates,
+}

@@ -1,0 +1,111 @@
+"""Train cells, some at a time, until none is left or a signal comes; every outcome becomes a row."""
+
+import contextlib
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+from nanochat_gka.training.trainer import Trainer
+from runs.demo.commands import Job
+from runs.study.cells import Cell
+from runs.study.pace import Pace
+from runs.study.rows import RECORD, Study
+from trainkit.progress import console, progress_bar
+
+LOOK_EVERY = 0.3  # seconds between two looks at the running trainings
+MOST_STARTS = 3  # of a training that a signal ended, such as the system's when memory is short
+
+
+class Pool:
+    """Trainings that run side by side, each with `threads` threads."""
+
+    def __init__(self, study: Study, at_once: int, threads: int, device_type: str):
+        self.study, self.at_once, self.threads, self.device_type = study, at_once, threads, device_type
+        self.running: dict[Cell, Job] = {}
+        self.starts: Counter[Cell] = Counter()
+        self.recorded = 0  # rows of finished cells by this pool
+        self.failed: set[Cell] = set()  # in this pool, which does not try them again
+        self.stopping = False
+
+    def run(self, only: Cell | None = None) -> bool:
+        """Train what is left, or one cell. Returns False if a signal ended it; trainings have saved then."""
+        with stop_on_signals(self._stop), progress_bar() as bar:
+            whole, tasks = bar.add_task("study", total=None, status=""), {}
+            while waiting := self._look(only):
+                for cell in list(tasks):
+                    if cell not in self.running:
+                        bar.remove_task(tasks.pop(cell))
+                for cell, job in self.running.items():
+                    if cell not in tasks:
+                        tasks[cell] = bar.add_task(cell.label, total=cell.steps, status="")
+                    step, status = job.progress()
+                    bar.update(tasks[cell], completed=step, status=status)
+                bar.update(whole, completed=self.recorded, total=self.recorded + waiting, status=f"{waiting} left")
+                time.sleep(LOOK_EVERY)
+        return not self.stopping
+
+    def _look(self, only: Cell | None) -> int:
+        """Record what has ended, start what is next. Returns how many cells are left or run; 0 ends the pool."""
+        for cell, job in list(self.running.items()):
+            if job.process.poll() is not None:
+                del self.running[cell]
+                self._ended(cell, job)
+        if self.stopping:
+            return len(self.running)
+        left = [cell for cell in self.study.left() if only in (None, cell) and cell not in self.failed]
+        for cell in left:
+            if len(self.running) >= self.at_once:
+                break
+            if cell not in self.running and not self.study.is_busy(cell) and not self.study.collect(cell):
+                self._start(cell)
+        return len(left)
+
+    def _start(self, cell: Cell) -> None:
+        folder = self.study.folder(cell)
+        places = ["--data", self.study.text.packed, "--out", folder.parent, "--model-tag", folder.name]
+        places += ["--results", folder / RECORD, "--device-type", self.device_type]
+        flags = [*places, *cell.flags()]
+        job = Job(cell.label, "nanochat_gka.train", flags, folder, cell.steps, finish_keys=Trainer.FINISH_KEYS)
+        console.print(f"\n{cell.label}: about {Pace(self.study).seconds(cell) / 60:.1f} min", highlight=False)
+        job.start(self.threads)
+        self.running[cell] = job
+        self.starts[cell] += 1
+
+    def _ended(self, cell: Cell, job: Job) -> None:
+        if self.study.collect(cell):
+            self.recorded += 1
+            score = self.study.done()[cell]
+            console.print(f"{cell.label}: validation BPB {score:.4f}", highlight=False)
+            return
+        code = job.process.returncode
+        ended_by_signal = code <= 0  # a trainer that is asked to stop saves and leaves with 0
+        if self.stopping or (ended_by_signal and self.starts[cell] < MOST_STARTS):
+            return
+        printed = (job.folder / "output.txt").read_text(errors="replace")[job.printed :].strip().splitlines()
+        reason = printed[-1] if printed else "nothing was printed"
+        self.study.fail(cell, code, reason.removeprefix("error: "))
+        self.failed.add(cell)
+        console.print(f"{cell.label}: failed with exit code {code}: {reason}", highlight=False, markup=False)
+
+    def _stop(self) -> None:
+        self.stopping = True
+        for job in self.running.values():
+            with contextlib.suppress(ProcessLookupError):
+                job.process.terminate()
+
+
+@contextlib.contextmanager
+def stop_on_signals(stop) -> Iterator[None]:
+    """Call `stop` on SIGTERM and Ctrl-C inside the block, once; the second Ctrl-C interrupts."""
+
+    def handle(number, frame):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        stop()
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,134 @@
+"""Building the CPU kernel: once, into a folder that can be chosen, and without a compiler sdpa takes over."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from gka.impl.cpu import build
+from sources import ROOT
+
+ASK = """
+import torch
+from gka import gaussian_attention, select_impl
+
+x, log_sigma = torch.randn(1, 9, 2, 16), torch.zeros(2)
+print(select_impl(x), gaussian_attention(x, log_sigma).shape[1])
+try:
+    gaussian_attention(x, log_sigma, impl="cpu")
+except ValueError as error:
+    print(error)
+"""
+COMPILER = next((path for path in map(build.shutil.which, build.COMPILERS) if path), None)
+needs_compiler = pytest.mark.skipif(build.obstacle() is not None, reason=str(build.obstacle()))
+
+
+def environment(folder, **variables) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in ("CXX", build.SWITCH)}
+    return {**kept, "PYTHONPATH": str(ROOT), build.FOLDER: str(folder), "OMP_NUM_THREADS": "1", **variables}
+
+
+def ask(folder, **variables):
+    """Two lines of what a fresh process does, and what it says."""
+    command = [sys.executable, "-c", ASK]
+    done = subprocess.run(command, env=environment(folder, **variables), capture_output=True, text=True, check=True)
+    return done.stdout.splitlines(), done.stderr
+
+
+def wrapper(folder, text: str):
+    """A compiler that is a shell script; REAL is the real one."""
+    path = folder / "compiler"
+    path.write_text("#!/bin/sh\n" + text.replace("REAL", str(COMPILER)))
+    path.chmod(0o755)
+    return str(path)
+
+
+@needs_compiler
+def test_two_processes_build_once_and_later_ones_load(tmp_path):
+    """The compiler is the real one, without its optimiser, and counts its runs."""
+    count, cache = tmp_path / "runs", tmp_path / "cache"
+    text = f'case "$*" in *--version*) ;; *) echo run >> {count};; esac\nexec REAL "$@" -O0\n'
+    variables = environment(cache, CXX=wrapper(tmp_path, text))
+    command = [sys.executable, "-c", ASK]
+    both = [subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(2)]
+    said = [process.communicate()[1].decode() for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    assert count.read_text() == "run\n"
+    assert sum("compiling the CPU kernel, once" in text for text in said) == 1
+    lines, after = ask(cache, CXX=variables["CXX"])
+    assert lines == ["cpu 9"] and after == "" and count.read_text() == "run\n"
+    assert len(list(cache.iterdir())) == 2  # the library and the lock: nothing half-made
+
+
+@pytest.mark.parametrize(
+    "script,words",
+    [
+        ("echo 'kernel.cpp:1: error: no such instruction' >&2; exit 3", "no such instruction"),
+        ('case "$*" in *--version*) ;; *) exit 1;; esac', "failed with exit code 1"),
+    ],
+    ids=["at once", "while compiling"],
+)
+def test_a_broken_compiler_is_quoted_and_sdpa_takes_over(tmp_path, script, words):
+    lines, said = ask(tmp_path / "cache", CXX=wrapper(tmp_path, script + "\n"))
+    assert lines[0] == "sdpa 9" and 'impl="cpu" is unavailable: ' in lines[1] and words in "\n".join(lines)
+    assert said.count('no CPU kernel, impl="auto" uses sdpa on CPUs') == 1
+    assert not list(tmp_path.glob("cache/building-*"))
+
+
+def test_without_a_compiler_one_line_says_so(tmp_path):
+    lines, said = ask(tmp_path / "cache", PATH=str(tmp_path))
+    assert lines[0] == "sdpa 9"
+    assert lines[1].startswith('impl="cpu" is unavailable: no C++ compiler was found')
+    assert said.splitlines() == [
+        'gka: no CPU kernel, impl="auto" uses sdpa on CPUs: no C++ compiler was found (CXX, g++, c++, clang++); '
+        "install one, such as g++"
+    ]
+
+
+def test_the_switch_turns_it_off_without_a_word(tmp_path):
+    lines, said = ask(tmp_path / "cache", **{build.SWITCH: "0"})
+    assert lines == ["sdpa 9", f'impl="cpu" is unavailable: {build.SWITCH}=0 turns the CPU kernel off; use impl="auto"']
+    assert said == "" and not (tmp_path / "cache").exists()
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no compiler")
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    lines, _ = ask(tmp_path / "file" / "cache")
+    assert lines[0] == "sdpa 9" and "Not a directory" in lines[1] and f"{build.FOLDER} chooses another" in lines[1]
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no compiler")
+def test_a_damaged_library_is_named(tmp_path):
+    """Not built again: whoever damaged it may do so again. The line says what to remove."""
+    ask(tmp_path / "cache", CXX=wrapper(tmp_path, 'REAL "$@" -O0\n'))
+    (path,) = (tmp_path / "cache").glob("*.so")
+    path.write_bytes(b"not a library")
+    lines, _ = ask(tmp_path / "cache", CXX=str(tmp_path / "compiler"))
+    assert lines[0] == "sdpa 9" and str(path) in lines[1]
+
+
+def test_what_decides_the_library_is_in_its_name(monkeypatch, tmp_path):
+    monkeypatch.setattr(build, "_run", lambda command: "a compiler 1.0")
+    (tmp_path / "a.cpp").write_text("int a;")
+    monkeypatch.setattr(build, "SOURCE", tmp_path)
+    names = {build._digest(["g++", "-O3"]), build._digest(["g++", "-O2"])}
+    (tmp_path / "a.cpp").write_text("int b;")
+    names.add(build._digest(["g++", "-O3"]))
+    monkeypatch.setattr(build, "_run", lambda command: "a compiler 2.0")
+    names.add(build._digest(["g++", "-O3"]))
+    assert len(names) == 4
+    assert not any("native" in flag for flags in (build.FLAGS, *build.INSTRUCTIONS.values()) for flag in flags)
+
+
+def test_the_cache_folder_can_be_chosen(monkeypatch, tmp_path):
+    monkeypatch.delenv(build.FOLDER, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert build.cache_folder() == tmp_path / "gka"
+    monkeypatch.setenv(build.FOLDER, str(tmp_path / "here"))
+    assert build.cache_folder() == tmp_path / "here"
+    monkeypatch.delenv(build.FOLDER)
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert build.cache_folder() == tmp_path / ".cache" / "gka"

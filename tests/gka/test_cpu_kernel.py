@@ -1,0 +1,247 @@
+"""The CPU kernel: every mask and padding within the budget, bit-equal runs, threads, memory, forks, refusals."""
+
+import multiprocessing
+from functools import partial
+
+import pytest
+import torch
+
+from gka import GaussianKernelAttention, gaussian_attention, select_impl, testing
+from gka.bandwidth import LOG_SIGMA_BOUND
+from gka.impl.cpu import build, op
+from gka.masking import Mask
+from gka.testing import Problem, make_features, make_log_sigma
+from operator_cases import check
+
+pytestmark = pytest.mark.skipif(build.obstacle() is not None, reason=str(build.obstacle()))
+
+# No window or length is a multiple of a tile: 16 x 16 units, 48 queries side by side, blocks of 192.
+MASKS = [(False, None), (True, None), (True, 21), (False, 9), (True, 0), (False, 0), (True, 117), (False, 77)]
+attend = partial(gaussian_attention, impl="cpu")
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def foreign(num_queries: int, num_keys: int, head_dim: int, mask: Mask, with_values: bool, with_gradients: bool = True):
+    """A problem whose keys are not its queries."""
+
+    def draw(tokens: int, seed: int) -> torch.Tensor:
+        return make_features("normal", (2, tokens, 2, head_dim), seed=seed)
+
+    others = dict(keys=draw(num_keys, 3), values=draw(num_keys, 1) if with_values else None)
+    grad_y = draw(num_queries, 2) if with_gradients else None
+    return Problem(draw(num_queries, 0), make_log_sigma(2, head_dim), mask=mask, grad_y=grad_y, **others)
+
+
+@pytest.mark.parametrize("with_values", [False, True], ids=["own", "values"])
+@pytest.mark.parametrize("causal,window", MASKS)
+def test_outputs_and_gradients_keep_to_the_budget(causal, window, with_values):
+    for shape in [(2, 1, 2, 16), (1, 7, 1, 1), (2, 33, 2, 20), (1, 250, 1, 80), (1, 401, 1, 8), (1, 197, 1, 128)]:
+        check("cpu", shape, causal=causal, window=window, with_values=with_values, device="cpu")
+
+
+@pytest.mark.parametrize("kind", ["unit_norm", "clusters", "x50", "+50"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_any_features_keep_to_the_budget(kind, causal):
+    check("cpu", (1, 197, 2, 64), kind=kind, causal=causal, device="cpu")
+    check("cpu", (1, 63, 2, 64), kind=kind, causal=causal, constant_norm=kind == "unit_norm", device="cpu")
+
+
+@pytest.mark.parametrize("with_values", [False, True], ids=["own", "values"])
+@pytest.mark.parametrize("causal,window", [(False, None), (True, None), (True, 21), (False, 9)])
+def test_foreign_keys_keep_to_the_budget(causal, window, with_values):
+    route = partial(attend, causal=causal, window=window)
+    for sizes in [(9, 21, 16), (50, 50, 20), (100, 301, 64)]:
+        testing.check(route, foreign(*sizes, Mask(causal, window), with_values))
+
+
+@pytest.mark.parametrize("with_values", [False, True], ids=["own", "values"])
+@pytest.mark.parametrize("causal,window", [(False, None), (True, None), (True, 21)])
+def test_decoding_keeps_to_the_budget(causal, window, with_values):
+    """Few queries without gradients have a kernel of their own."""
+    route = partial(attend, causal=causal, window=window)
+    for sizes in [(1, 1, 8), (1, 30, 20), (3, 300, 64), (16, 77, 128)]:
+        testing.check(route, foreign(*sizes, Mask(causal, window), with_values, with_gradients=False))
+
+
+def test_eps_is_applied_exactly():
+    """One as large as a row sum, so that leaving it out or adding it twice shows, in gradients too."""
+    for with_values in (False, True):
+        for mask in (Mask(), Mask(causal=True, window=5)):
+            problem = Problem.seeded("normal", (1, 63, 2, 32), with_values=with_values, mask=mask, eps=3.0)
+            testing.check(partial(attend, causal=mask.causal, window=mask.window, eps=3.0), problem)
+
+
+def gradients(x, log_sigma, keys=None, **options):
+    leaves = [t.detach().requires_grad_() for t in (x, log_sigma, *(() if keys is None else (keys,)))]
+    y = attend(*leaves[:2], keys=leaves[2] if keys is not None else None, **options)
+    return [y, *torch.autograd.grad(y.square().sum(), leaves)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 7])
+@pytest.mark.parametrize("causal", [False, True])
+def test_runs_with_the_same_threads_are_equal_to_the_bit(threads, count, causal):
+    """Heads fewer than threads, whose queries are then split, and more."""
+    threads(count)
+    for batch, length in [(1, 301), (5, 70)]:
+        x, keys = (make_features("normal", (batch, length, 2, 32), seed=seed) for seed in (0, 1))
+        for foreign_keys in (None, keys):
+            runs = [gradients(x, make_log_sigma(2, 32), foreign_keys, causal=causal) for _ in range(3)]
+            for again in runs[1:]:
+                assert all(torch.equal(a, b) for a, b in zip(runs[0], again, strict=True))
+
+
+@pytest.mark.parametrize("count", [2, 5])
+@pytest.mark.parametrize("causal,window", MASKS[:4])
+def test_split_heads_keep_to_the_budget(threads, count, causal, window):
+    threads(count)
+    check("cpu", (1, 301, 1, 32), causal=causal, window=window, device="cpu")
+    check("cpu", (1, 99, 3, 16), causal=causal, window=window, with_values=True, device="cpu")
+    route = partial(attend, causal=causal, window=window)
+    testing.check(route, foreign(100, 301, 16, Mask(causal, window), with_values=True))
+    testing.check(route, foreign(2, 900, 16, Mask(causal, window), with_values=False, with_gradients=False))
+
+
+def test_strided_and_expanded_tensors_are_read_where_they_are():
+    tensor = make_features("normal", (2, 16, 64, 3))
+    x = tensor.permute(0, 2, 3, 1)[:, ::2]  # channels apart, every other token
+    for route in (x, tensor.permute(0, 3, 2, 1).transpose(1, 2)[:, :32]):
+        want = attend(route.contiguous(), make_log_sigma(3, 16))
+        assert torch.equal(attend(route, make_log_sigma(3, 16)), want)
+    leaf = x.detach().requires_grad_()
+    attend(leaf, make_log_sigma(3, 16)).sum().backward()  # its gradient is one number, expanded
+    assert leaf.grad.isfinite().all()
+
+
+def test_extreme_bandwidths_stay_finite():
+    """sigma -> 0 is the identity, sigma -> infinity the mean; outside the clamp the gradient is 0."""
+    x = make_features("normal", (1, 60, 2, 16))
+    for log_sigma, want in [(-100.0, x), (100.0, x.mean(1, keepdim=True).expand_as(x))]:
+        y, dx, dlog_sigma = gradients(x, torch.full((2,), log_sigma))
+        torch.testing.assert_close(y, want)
+        assert dx.isfinite().all() and torch.equal(dlog_sigma, torch.zeros(2))
+    assert gradients(x, torch.full((2,), LOG_SIGMA_BOUND))[2].isfinite().all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_nan_and_infinity_show_and_do_not_leak_into_other_heads_or_the_past(bad):
+    x = make_features("normal", (2, 50, 2, 20))
+    x[1, 30, 1, 3] = bad
+    for keys in (None, x.clone()):
+        y = attend(x, torch.zeros(2), keys=keys, causal=True)
+        assert y[1, 30, 1].isnan().any() and y[1, 40, 1].isnan().any()
+        assert y[0].isfinite().all() and y[:, :, 0].isfinite().all()
+    decoded = attend(x[:, -2:], torch.zeros(2), keys=x, causal=True)
+    assert decoded[1, :, 1].isnan().any() and decoded[0].isfinite().all()
+    _, dx, dlog_sigma = gradients(x, torch.zeros(2), causal=True)
+    assert dx[1, :, 1].isnan().any() and dx[0].isfinite().all() and dlog_sigma.isnan().tolist() == [False, True]
+
+
+def test_denormal_numbers_work_again_afterwards():
+    x = make_features("normal", (1, 20, 2, 16))
+    gradients(x, torch.zeros(2))
+    attend(x[:, :1], torch.zeros(2), keys=x)
+    assert (torch.tensor([1e-38]) / 10).item() > 0
+
+
+def _in_a_child(x, queue):
+    queue.put(attend(x, torch.zeros(2), causal=True).sum().item())
+
+
+def test_a_forked_process_computes_although_it_lost_the_threads(threads):
+    threads(2)
+    x = make_features("normal", (4, 50, 2, 16))
+    want = attend(x, torch.zeros(2), causal=True).sum().item()
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    child = context.Process(target=_in_a_child, args=(x, queue))
+    child.start()
+    try:
+        assert queue.get(timeout=60) == pytest.approx(want, rel=1e-4)
+    finally:
+        child.kill()
+        child.join()
+
+
+CALLS = {
+    "full": lambda x: op.attend(x, None, None, torch.zeros(2), -1, -1, True, 1e-6, True),
+    "values": lambda x: op.attend(x, None, x.detach() + 1, torch.zeros(2).requires_grad_(), 5, 0, False, 1e-6, True),
+    "foreign": lambda x: op.attend(x, x.detach().requires_grad_(), None, torch.zeros(2), -1, 0, False, 0.0, True),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_the_operator_is_a_proper_one(call, monkeypatch):
+    """Schema, fake tensors, autograd registration, dynamic shapes: torch's own check."""
+    seen = []
+    monkeypatch.setattr(op, "attend", lambda *arguments: seen.extend(arguments))
+    CALLS[call](make_features("normal", (1, 20, 2, 32)).requires_grad_())
+    torch.library.opcheck(torch.ops.gka.cpu_attend.default, tuple(seen))
+
+
+def test_the_decoding_operator_is_a_proper_one():
+    x = make_features("normal", (1, 20, 2, 32))
+    torch.library.opcheck(torch.ops.gka.cpu_decode.default, (x[:, :3], x, None, torch.zeros(2), -1, 0))
+
+
+def test_compiles_and_exports_without_graph_breaks():
+    layer = GaussianKernelAttention(64, 2, causal=True, impl="cpu")
+    x = torch.randn(2, 24, 64, requires_grad=True)
+    want = torch.autograd.grad(layer(x).square().sum(), (x, *layer.parameters()))
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for a, b in zip(torch.autograd.grad(compiled(x).square().sum(), (x, *layer.parameters())), want, strict=True):
+        torch.testing.assert_close(a, b)
+    exported = torch.export.export(layer, (x.detach(),)).module()
+    torch.testing.assert_close(exported(x), layer(x))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_vmap_is_a_loop_and_other_transforms_go_to_sdpa():
+    x, log_sigma = make_features("normal", (1, 20, 2, 16)), torch.zeros(2)
+    stacked = torch.stack([x, 2 * x])
+    got = torch.func.vmap(lambda x: attend(x, log_sigma))(stacked)
+    assert all(torch.equal(a, attend(b, log_sigma)) for a, b in zip(got, stacked, strict=True))
+    names = []
+
+    def energy(x):
+        names.append(select_impl(x))
+        return gaussian_attention(x, log_sigma).square().sum()
+
+    got = torch.func.grad(energy)(x)
+    assert names == ["sdpa"]
+    leaf = x.clone().requires_grad_()
+    torch.testing.assert_close(got, torch.autograd.grad(energy(leaf), leaf)[0], rtol=1e-4, atol=1e-4)
+    assert names == ["sdpa", "cpu"]
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(ValueError, match="has no forward mode"):
+        attend(torch.autograd.forward_ad.make_dual(x, x), log_sigma)
+
+
+def test_what_it_cannot_serve_is_said_and_goes_to_sdpa():
+    log_sigma = torch.zeros(2)
+    for x, reason in [
+        (torch.zeros(1, 4, 2, 16, dtype=torch.float64), "takes float32, bfloat16 or float16, got torch.float64"),
+        (torch.zeros(1, 4, 2, 136), "the CPU kernel needs head_dim <= 128, got 136"),
+        (torch.zeros(1, 4, 2, 16, device="meta"), "the CPU kernel takes CPU tensors, got meta"),
+    ]:
+        with pytest.raises(ValueError, match=reason):
+            select_impl(x, log_sigma=log_sigma.to(x.device), impl="cpu")
+        assert select_impl(x, log_sigma=log_sigma.to(x.device)) == "sdpa"
+    assert select_impl(torch.zeros(1, 4, 2, 128)) == "cpu"
+
+
+def test_second_derivatives_are_refused():
+    x = make_features("normal", (1, 10, 2, 16)).requires_grad_()
+    (gradient,) = torch.autograd.grad(attend(x, torch.zeros(2)).square().sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match='impl="cpu" has no second derivatives; use impl="reference"'):
+        gradient.sum().backward()
+
+
+def test_lost_exponents_are_warned_of():
+    x = make_features("normal", (1, 20, 2, 16)) + 1000
+    with pytest.warns(UserWarning, match="so long, measured in sigma"):
+        attend(x, torch.zeros(2), causal=True)

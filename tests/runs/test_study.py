@@ -1,0 +1,185 @@
+"""The study: cells with real trainings that are recorded, skipped, killed, stopped and refused; the grid; the list."""
+
+import json
+import os
+import signal
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import tyro
+
+import processes
+from nanochat_gka.training.config import TrainConfig
+from runs.study import grid
+from runs.study.__main__ import StudyConfig, find, main, show_left
+from runs.study.cells import Cell
+from runs.study.data import load
+from runs.study.grid import FAMILIES, FURTHER, GROUPS, RATES, SMALLEST, Done
+from runs.study.pool import Pool
+from runs.study.rows import Study
+from trainkit.cli import UserError
+from trainkit.progress import read_events
+
+TINY = Cell(depth=1, attention="gka", gka_values="normalised", tokens=64 * 60, batch=64, dtype="bfloat16")
+REFUSED = replace(TINY, rate=1e6)  # its weight decay would take whole matrices away
+HANG_AFTER = processes.HANG_AFTER
+
+
+@pytest.fixture(autouse=True)
+def tiny_grid(monkeypatch):
+    monkeypatch.setattr("runs.study.cells.SAVE_EVERY", 64 * 5)
+    monkeypatch.setitem(GROUPS, "tiny", lambda done: [TINY])
+    monkeypatch.setitem(GROUPS, "refused", lambda done: [REFUSED])
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def study(packed, folder, *groups, **settings):
+    return Study(load(packed / "packed"), folder / "rows.jsonl", folder / "runs", list(groups or ["tiny"]), **settings)
+
+
+def steps_of(one, cell=TINY):
+    events = read_events(one.folder(cell) / "log.jsonl", "train")
+    return events[-1]["step"] if events else 0
+
+
+def disturb(one, pool, act, at_step):
+    """From another thread, `act` on the running trainer's process when it has done `at_step` steps."""
+
+    def wait_and_act():
+        end = time.monotonic() + HANG_AFTER
+        while time.monotonic() < end and not (pool.running and steps_of(one) >= at_step):
+            time.sleep(0.005)
+        act(next(iter(pool.running.values())).process.pid)
+
+    thread = threading.Thread(target=wait_and_act)
+    thread.start()
+    return thread
+
+
+@pytest.fixture(scope="module")
+def trained(packed, tmp_path_factory):
+    """A study whose one cell is finished and whose other cell is refused by the trainer."""
+    folder = tmp_path_factory.mktemp("study")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("runs.study.cells.SAVE_EVERY", 64 * 5)
+        patch.setitem(GROUPS, "tiny", lambda done: [TINY])
+        patch.setitem(GROUPS, "refused", lambda done: [REFUSED])
+        one = study(packed, folder, "tiny", "refused", retry_failed=True)
+        assert Pool(one, at_once=2, threads=1, device_type="cpu").run()  # it ends: once in a pool is enough
+    return folder
+
+
+def test_a_finished_cell_is_one_row_with_all_that_was_measured(packed, trained):
+    one = study(packed, trained)
+    [row] = one.rows().values()
+    assert Cell.from_row(row["cell"]) == TINY and row["key"] == one.key(TINY)
+    assert {"commit", "hardware", "date", "torch", "data"} <= row.keys() and row["config"]["dtype"] == "bfloat16"
+    metrics = row["metrics"]
+    assert metrics["train_tokens"] == TINY.tokens and metrics["train_flops"] == TINY.flops(32, 300)
+    assert len(metrics["curve"]) == TINY.steps and metrics["curve"][-1][0] == TINY.tokens
+    assert metrics["evaluations"][-1][2] == metrics["val_bpb"] < metrics["evaluations"][0][2] - 0.5
+    assert len(metrics["sigma"]["layer_0"]) == 1 and metrics["tokens_per_second"] > 0
+    assert str(trained) not in json.dumps(row)  # no paths of this machine
+
+
+def test_finished_and_failed_cells_are_skipped(packed, trained):
+    one = study(packed, trained, "tiny", "refused")
+    before = one.results.read_text()
+    [failed] = one.failed().values()
+    assert failed["exit_code"] == 2 and failed["reason"].startswith("--weight-decay with --matrix-lr would take")
+    assert one.left() == []
+    assert Pool(one, 1, 1, "cpu").run() and one.results.read_text() == before
+    assert study(packed, trained, "tiny", "refused", retry_failed=True).left() == [REFUSED]
+
+
+def test_a_stopped_and_killed_cell_continues_to_the_same_result(packed, trained, tmp_path, capsys):
+    one = study(packed, tmp_path)
+    pool = Pool(one, 1, 1, "cpu")
+    thread = disturb(one, pool, lambda pid: os.kill(os.getpid(), signal.SIGTERM), at_step=10)
+    assert not pool.run()
+    thread.join()
+    assert 10 <= steps_of(one) < TINY.steps and not one.results.exists() and not pool.running
+    pool = Pool(one, 1, 1, "cpu")
+    thread = disturb(one, pool, lambda pid: os.kill(pid, signal.SIGKILL), at_step=steps_of(one) + 10)
+    assert pool.run()
+    thread.join()
+    assert pool.starts[TINY] == 2
+    assert (one.folder(TINY) / "output.txt").read_text().count("resuming at step") == 2
+    assert one.done() == study(packed, trained).done()
+
+
+def test_a_cell_that_another_process_trains_is_left_to_it(packed, tmp_path):
+    from trainkit.files import locked
+
+    one = study(packed, tmp_path)
+    with locked(one.folder(TINY), "training in"):
+        pool = Pool(one, 1, 1, "cpu")
+        assert pool._look(None) == 1 and not pool.running
+    assert not one.is_busy(TINY)
+
+
+def test_another_configuration_or_text_is_another_cell(packed, trained):
+    one = study(packed, trained)
+    changed = dict(
+        depth=2, attention="softmax", head_offsets="PS", value_embeds="all", gka_values="raw", sigma_squared=3.0
+    )
+    changed |= dict(window_pattern="S", rate=2.0, seed=1, tokens=6400, batch=32, dtype="float32", offset_layers="all")
+    assert changed.keys() == TINY.__dataclass_fields__.keys()
+    keys = {one.key(TINY), *(one.key(replace(TINY, **{name: value})) for name, value in changed.items())}
+    assert len(keys) == len(changed) + 1
+    other = replace(one.text, identity={**one.text.identity, "tokenizer_sha256": "another"})
+    one.text = other
+    assert one.key(TINY) not in keys and one.done() == {} and one._work_out_left() == [TINY]
+
+
+def test_keys_stay_what_they_were():
+    """Rows of earlier versions would be trained again, and look like others."""
+    assert Cell(depth=2, attention="gka").key({"text": 1}) == "a164469405d16640"
+
+
+def test_the_trainer_reads_a_cells_flags_as_it_means_them():
+    for family in (*FAMILIES.values(), *FURTHER.values()):
+        cell = Cell(depth=6, rate=4.0, seed=3, **family)
+        config = tyro.cli(TrainConfig, args=[str(word) for word in cell.flags()])
+        assert {**config.identity(), **cell.computed()} | {"gka_values": ""} == config.identity() | {"gka_values": ""}
+        assert config.matrix_lr * (2048 / 2**19) ** 0.5 == pytest.approx(0.02 * 4)  # the trainer's rule
+
+
+def test_seeds_wait_for_rates_and_an_end_that_is_best_is_passed():
+    family = FAMILIES["GKA"]
+    done = Done({Cell(**SMALLEST, **family, rate=rate): loss for rate, loss in zip(RATES, (2.0, 1.9, 1.8))})
+    assert grid.best_rate(family, done) is None and grid.tried_rates(family, done) == [1.0, 2.0, 4.0, 8.0]
+    assert grid.seeds(done) == []
+    done[Cell(**SMALLEST, **family, rate=8.0)] = 1.85
+    assert grid.best_rate(family, done) == 4.0
+    assert {(cell.seed, cell.rate) for cell in grid.seeds(done)} == {(seed, 4.0) for seed in grid.SEEDS}
+
+
+def test_every_group_has_cells_that_can_be_built():
+    done = Done()
+    done.assumed_rate = 2.0
+    cells = [cell for name, group in GROUPS.items() if name not in ("tiny", "refused") for cell in group(done)]
+    assert all(cell.flops(512, 4096) > 0 for cell in cells)
+    assert len({cell.key({}) for cell in cells}) == len(set(cells)) > 200
+
+
+def test_the_list_shows_what_is_left_and_the_time_it_needs(packed, trained, capsys):
+    one = study(packed, trained, "tiny", "refused", "rates", "seeds")
+    show_left(one)
+    printed = capsys.readouterr().out
+    assert "tiny: 0 of 1 left" in printed and "refused: 0 of 1 left, 1 failed" in printed
+    assert f"rates: {len(grid.rates(Done()))} of" in printed and "(rate unknown)" in printed
+    assert "from the speed of finished cells" in printed
+    assert f"{one.key(Cell(**SMALLEST, **FAMILIES['softmax'], rate=1.0))}  " in printed
+    assert find(one, one.key(TINY)) == TINY
+    with pytest.raises(UserError, match="--only nothing is not the key of a cell"):
+        find(one, "nothing")
+
+
+def test_wrong_groups_and_missing_rows_are_one_line(packed, tmp_path):
+    with pytest.raises(UserError, match="--groups nothing: the groups are rates, seeds"):
+        main(StudyConfig(groups=["nothing"]))
+    with pytest.raises(UserError, match=r"no packed rows in .*make study packs them"):
+        main(StudyConfig(data=tmp_path))
