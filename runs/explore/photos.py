@@ -61,7 +61,10 @@ def read_upload(data: bytes) -> Photo:
                 most = f"at most {MAX_PIXELS // 10**6} million pixels"
                 raise UserError(f"the image has {image.width:,} × {image.height:,} pixels; give one of {most}")
             image.draft("RGB", (SIDE, SIDE))
-            image = ImageOps.exif_transpose(image).convert("RGB")
+            image = ImageOps.exif_transpose(image)
+            if image.mode.startswith("I"):  # greys of 16 bits, which convert would cut off at 255
+                image = image.point(lambda grey: grey * (1 / 256)).convert("L")
+            image = image.convert("RGB")
             image.thumbnail((SIDE, SIDE))
             return Photo.of("your image", image)
     except Image.DecompressionBombError:

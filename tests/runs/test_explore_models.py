@@ -167,6 +167,12 @@ def test_large_images_are_made_smaller_and_turned_as_the_camera_says():
     assert read_upload(encoded("JPEG", (2000, 1000), exif=exif)).size == (512, 1024)
 
 
+def test_greys_of_16_bits_keep_their_brightness():
+    buffer = io.BytesIO()
+    Image.new("I;16", (4, 4), 100 * 256).save(buffer, "PNG")
+    assert read_upload(buffer.getvalue()).image.getpixel((0, 0)) == (100, 100, 100)
+
+
 @pytest.mark.parametrize(
     "content, message",
     [
