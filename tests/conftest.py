@@ -30,15 +30,16 @@ def pytest_sessionstart():
     build.obstacle()
 
 
+LONG_FILES = ("test_triton_compile.py", "test_train.py", "test_workers.py", "test_study.py", "test_resume.py")
+
+
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(
-        key=lambda item: item.path.name != "test_triton_compile.py"
-    )  # the longest test of all, so that no worker is left alone with it
+    items.sort(key=lambda item: item.path.name not in LONG_FILES)  # no worker shall be left alone with one at the end
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="no CUDA device")
         for item in items:

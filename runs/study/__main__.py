@@ -15,8 +15,8 @@ from runs.study.cells import Cell
 from runs.study.data import load
 from runs.study.grid import GROUPS, RATES
 from runs.study.pace import Pace
-from runs.study.pool import Pool
 from runs.study.rows import Study
+from runs.study.trainings import Trainings
 from trainkit import cli
 from trainkit.cli import Bounds, UserError
 from trainkit.progress import clock_text, console
@@ -98,9 +98,9 @@ def main(config: StudyConfig) -> None:
         return
     os.nice(config.nice)
     threads = config.threads or max(1, cores() // config.at_once)
-    pool = Pool(study, config.at_once, threads, config.device_type)
+    trainings = Trainings(study, config.at_once, threads, config.device_type)
     only = find(study, config.only) if config.only else None
-    if not pool.run(only):
+    if not trainings.run(only):
         console.print("stopped; every training has saved. The same command continues.", highlight=False)
         sys.exit(130)
     failed = study.failed()

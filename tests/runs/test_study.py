@@ -17,8 +17,8 @@ from runs.study.__main__ import StudyConfig, find, main, show_left
 from runs.study.cells import Cell
 from runs.study.data import load
 from runs.study.grid import FAMILIES, FURTHER, GROUPS, RATES, SMALLEST, Done
-from runs.study.pool import Pool
 from runs.study.rows import Study
+from runs.study.trainings import Trainings
 from trainkit.cli import UserError
 from trainkit.progress import read_events
 
@@ -44,14 +44,14 @@ def steps_of(one, cell=TINY):
     return events[-1]["step"] if events else 0
 
 
-def disturb(one, pool, act, at_step):
+def disturb(one, trainings, act, at_step):
     """From another thread, `act` on the running trainer's process when it has done `at_step` steps."""
 
     def wait_and_act():
         end = time.monotonic() + HANG_AFTER
-        while time.monotonic() < end and not (pool.running and steps_of(one) >= at_step):
+        while time.monotonic() < end and not (trainings.running and steps_of(one) >= at_step):
             time.sleep(0.005)
-        act(next(iter(pool.running.values())).process.pid)
+        act(next(iter(trainings.running.values())).process.pid)
 
     thread = threading.Thread(target=wait_and_act)
     thread.start()
@@ -67,7 +67,7 @@ def trained(packed, tmp_path_factory):
         patch.setitem(GROUPS, "tiny", lambda done: [TINY])
         patch.setitem(GROUPS, "refused", lambda done: [REFUSED])
         one = study(packed, folder, "tiny", "refused", retry_failed=True)
-        assert Pool(one, at_once=2, threads=1, device_type="cpu").run()  # it ends: once in a pool is enough
+        assert Trainings(one, at_once=2, threads=1, device_type="cpu").run()  # it ends: a failed cell is tried once
     return folder
 
 
@@ -90,22 +90,22 @@ def test_finished_and_failed_cells_are_skipped(packed, trained):
     [failed] = one.failed().values()
     assert failed["exit_code"] == 2 and failed["reason"].startswith("--weight-decay with --matrix-lr would take")
     assert one.left() == []
-    assert Pool(one, 1, 1, "cpu").run() and one.results.read_text() == before
+    assert Trainings(one, 1, 1, "cpu").run() and one.results.read_text() == before
     assert study(packed, trained, "tiny", "refused", retry_failed=True).left() == [REFUSED]
 
 
 def test_a_stopped_and_killed_cell_continues_to_the_same_result(packed, trained, tmp_path, capsys):
     one = study(packed, tmp_path)
-    pool = Pool(one, 1, 1, "cpu")
-    thread = disturb(one, pool, lambda pid: os.kill(os.getpid(), signal.SIGTERM), at_step=10)
-    assert not pool.run()
+    trainings = Trainings(one, 1, 1, "cpu")
+    thread = disturb(one, trainings, lambda pid: os.kill(os.getpid(), signal.SIGTERM), at_step=10)
+    assert not trainings.run()
     thread.join()
-    assert 10 <= steps_of(one) < TINY.steps and not one.results.exists() and not pool.running
-    pool = Pool(one, 1, 1, "cpu")
-    thread = disturb(one, pool, lambda pid: os.kill(pid, signal.SIGKILL), at_step=steps_of(one) + 10)
-    assert pool.run()
+    assert 10 <= steps_of(one) < TINY.steps and not one.results.exists() and not trainings.running
+    trainings = Trainings(one, 1, 1, "cpu")
+    thread = disturb(one, trainings, lambda pid: os.kill(pid, signal.SIGKILL), at_step=steps_of(one) + 10)
+    assert trainings.run()
     thread.join()
-    assert pool.starts[TINY] == 2
+    assert trainings.starts[TINY] == 2
     assert (one.folder(TINY) / "output.txt").read_text().count("resuming at step") == 2
     assert one.done() == study(packed, trained).done()
 
@@ -115,8 +115,8 @@ def test_a_cell_that_another_process_trains_is_left_to_it(packed, tmp_path):
 
     one = study(packed, tmp_path)
     with locked(one.folder(TINY), "training in"):
-        pool = Pool(one, 1, 1, "cpu")
-        assert pool._look(None) == 1 and not pool.running
+        trainings = Trainings(one, 1, 1, "cpu")
+        assert trainings._look(None) == 1 and not trainings.running
     assert not one.is_busy(TINY)
 
 

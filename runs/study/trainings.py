@@ -17,15 +17,15 @@ LOOK_EVERY = 0.3  # seconds between two looks at the running trainings
 MOST_STARTS = 3  # of a training that a signal ended, such as the system's when memory is short
 
 
-class Pool:
+class Trainings:
     """Trainings that run side by side, each with `threads` threads."""
 
     def __init__(self, study: Study, at_once: int, threads: int, device_type: str):
         self.study, self.at_once, self.threads, self.device_type = study, at_once, threads, device_type
         self.running: dict[Cell, Job] = {}
         self.starts: Counter[Cell] = Counter()
-        self.recorded = 0  # rows of finished cells by this pool
-        self.failed: set[Cell] = set()  # in this pool, which does not try them again
+        self.recorded = 0  # rows of finished cells by this object
+        self.failed: set[Cell] = set()  # here, where they are not tried again
         self.stopping = False
 
     def run(self, only: Cell | None = None) -> bool:
@@ -46,7 +46,7 @@ class Pool:
         return not self.stopping
 
     def _look(self, only: Cell | None) -> int:
-        """Record what has ended, start what is next. Returns how many cells are left or run; 0 ends the pool."""
+        """Record what has ended, start what is next. Returns how many cells are left or run; 0 ends it all."""
         for cell, job in list(self.running.items()):
             if job.process.poll() is not None:
                 del self.running[cell]
