@@ -42,7 +42,7 @@ class Subject:
     text: str
     words: list[str]  # every token as it is shown, T of them; the first one begins the document
     layers: list[LayerMaps]
-    history: list[Evaluation]  # in order; empty if there is no log
+    history: list[Evaluation]  # in order; empty without a log
 
     @property
     def num_heads(self) -> int:

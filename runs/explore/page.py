@@ -18,7 +18,7 @@ LOOPBACK = "127.0.0.1"
 TITLE = "Gaussian kernel attention"
 INTRODUCTION = """# Gaussian kernel attention
 What a trained model attends to, and what becomes of its predictions when the bandwidths σ of its kernels are scaled."""
-NO_LANGUAGE = "There is no language model here. `make demo` trains one; `make explore RUN=folder` shows another."
+NO_LANGUAGE = "A language model is missing here. `make demo` trains one; `make explore RUN=folder` shows another."
 QUEUE, SESSIONS = 32, 64
 CACHE_SECONDS = 60  # after which a picture or an upload is deleted
 FONTS = dict(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])

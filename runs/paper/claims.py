@@ -104,7 +104,7 @@ def page() -> str:
 def main(config: ClaimsConfig) -> None:
     for name in config.only:
         if name not in CLAIMS:
-            raise UserError(f"--only: there is no claim {name}; they are {', '.join(CLAIMS)}")
+            raise UserError(f"--only: {name} is not a claim; they are {', '.join(CLAIMS)}")
         console.print(entry(CLAIMS[name], decide(CLAIMS[name])) + "\n", highlight=False, markup=False)
     if config.only:
         return

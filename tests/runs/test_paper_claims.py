@@ -78,7 +78,7 @@ def test_one_claim_can_be_decided_again(name, capsys):
 
 
 def test_an_unknown_claim_is_one_line():
-    with pytest.raises(UserError, match="there is no claim x; they are one-scalar, "):
+    with pytest.raises(UserError, match="x is not a claim; they are one-scalar, "):
         claims.main(claims.ClaimsConfig(only=["x"]))
 
 

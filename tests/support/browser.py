@@ -14,7 +14,7 @@ def launch():
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     path = next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:
-        pytest.skip(f"there is no browser: none of {', '.join(NAMES)} is on the PATH")
+        pytest.skip(f"no browser was found: none of {', '.join(NAMES)} is on the PATH")
     with playwright.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield browser

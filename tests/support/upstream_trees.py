@@ -28,7 +28,7 @@ def make_tree(name, patched, folder):
     variable = f"{name.upper()}_SRC"
     source = os.environ.get(variable) or PROJECT / "vendor" / name
     if not Path(source).exists():
-        pytest.skip(f"there is no {name} here: run `make vendor`, or set {variable}")
+        pytest.skip(f"{name} was not found: run `make vendor`, or set {variable}")
     for module in IMPORTED[name]:
         if importlib.util.find_spec(module) is None:
             pytest.skip(f"{name} imports {module}: pip install -r patches/requirements.txt")

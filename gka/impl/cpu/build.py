@@ -28,15 +28,15 @@ TIMEOUT = 600  # seconds
 LOG = logging.getLogger("gka")
 
 _lock = threading.Lock()
-_outcome: ctypes.CDLL | str | None = None  # the library, or why there is none; None: not asked for yet
+_outcome: ctypes.CDLL | str | None = None  # the library, or why it is missing; None: not asked for yet
 
 
 class Unavailable(Exception):
-    """Why there is no library, in one line or, if the compiler said more, in several."""
+    """Why the library is missing, in one line or, if the compiler said more, in several."""
 
 
 def obstacle() -> str | None:
-    """Why there is no library, or None. The first call loads or builds it, also while torch.compile traces."""
+    """Why the library is missing, or None. The first call loads or builds it, also while torch.compile traces."""
     global _outcome
     with _lock:
         if _outcome is None:
