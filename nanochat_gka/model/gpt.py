@@ -45,7 +45,7 @@ class GPT(nn.Module):
         self.lm_head = Linear(width, rows)
         layers = [layer for layer in range(config.n_layer) if config.has_value_embedding(layer)]
         self.value_embeds = nn.ModuleDict({str(layer): nn.Embedding(rows, width) for layer in layers})
-        self.rotary = Rotary(config.head_dim, config.sequence_len)
+        self.rotary = Rotary(config.head_dim, config.sequence_len, half=config.rotary == "half")
         self.rounded_to: torch.dtype | None = None  # what activations are rounded to; None: the tables' dtype
 
     @torch.no_grad()
@@ -147,7 +147,10 @@ class GPT(nn.Module):
         shape = (rows, capacity, self.config.n_head, self.config.head_dim)
         counts = [attn.cached_tensors + (keep_keys and attn.derives_keys) for attn in self.attentions]
         layers = [tuple(torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(n)) for n in counts]
-        return KVCache(layers, rows if in_use is None else in_use, last_only)
+        reaches = [attn.blend.reach if attn.blend else 0 for attn in self.attentions]
+        # What precedes a sequence is 0.
+        tails = [torch.zeros(rows, n, self.config.n_embd, dtype=self.dtype, device=self.device) for n in reaches]
+        return KVCache(layers, tails, rows if in_use is None else in_use, last_only)
 
     @property
     def attentions(self) -> list[Attention]:

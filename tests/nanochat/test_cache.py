@@ -8,7 +8,7 @@ import torch
 from gka import attention_cost
 from nanochat_gka.model import attention
 from nanochat_gka.model.blocks import Rotary
-from tiny_gpt import SHAPE, VARIANTS, awake
+from tiny_gpt import MIXED, SHAPE, VARIANTS, awake
 
 TOKENS = 40  # beyond the short window (8), the context (16) and one more
 # float32: a logit is a sum over 64 channels of unit size, capped at 20; four layers add their roundings.
@@ -16,7 +16,7 @@ LOGITS = dict(rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("pattern", ["SL", "S", "L"])
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS + MIXED, ids=str)
 @torch.inference_mode()
 def test_chunks_give_the_full_pass(variant, pattern):
     model = awake(dataclasses.replace(SHAPE, window_pattern=pattern, **variant))
@@ -31,7 +31,7 @@ def test_chunks_give_the_full_pass(variant, pattern):
         assert cache.lengths == [TOKENS] * 3
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS + MIXED, ids=str)
 @torch.inference_mode()
 def test_last_only_gives_the_last_tokens_logits(variant):
     model = awake(dataclasses.replace(SHAPE, **variant))
@@ -42,7 +42,7 @@ def test_last_only_gives_the_last_tokens_logits(variant):
         torch.testing.assert_close(got, want[:, end - 1 : end], **LOGITS)
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS + MIXED, ids=str)
 @torch.inference_mode()
 def test_rows_of_different_lengths_are_independent(variant):
     """Prompts of 3, 12, 12, 1 tokens; all grow together, by several tokens or one; one leaves, another replaces it."""
