@@ -71,6 +71,8 @@ def extract(model: GPT, ids: Sequence[int] | torch.Tensor) -> list[LayerMaps]:
     ids = torch.as_tensor(ids, dtype=torch.long, device=model.device)
     if not 1 <= len(ids) <= model.rotary.length:
         raise UserError(f"the text must have 1 to {model.rotary.length:,} tokens, it has {len(ids):,}")
+    if model.config.kernel in ("none", "tied-softmax"):
+        raise UserError(f"figures draw what gka layers weigh, and those of kernel={model.config.kernel} are not known")
     inputs: dict[Attention, tuple] = {}
     mixed: dict[Attention, torch.Tensor] = {}
     outputs: dict[Attention, torch.Tensor] = {}
@@ -93,7 +95,7 @@ def extract(model: GPT, ids: Sequence[int] | torch.Tensor) -> list[LayerMaps]:
 
 def _maps(attention: Attention, x, value_embedding, rotary, mixed: torch.Tensor, output: torch.Tensor) -> LayerMaps:
     """The maps of a layer from its arguments, what its heads mixed, (1, T, C), and its output, (1, T, C)."""
-    num_tokens, has_sigma = x.shape[1], attention.kind.has_bandwidth
+    num_tokens, has_sigma = x.shape[1], attention.has_bandwidth
     if not isinstance(attention.pairing, HeadOffsets | None):
         raise UserError(f"figures know slots of one token each, not those of mixing={attention.config.mixing}")
     value_embedding = None if value_embedding is None else value_embedding.double()

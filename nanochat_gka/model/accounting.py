@@ -49,7 +49,7 @@ def scaling_parameters(model: GPT) -> int:
 def flops_per_token(model: GPT) -> int:
     """Training FLOPs (forward and backward) per token."""
     width, layers = model.config.n_embd, model.attentions
-    attention = sum(12 * width * layer.window for layer in layers)
+    attention = sum(12 * width * layer.window for layer in layers if layer.compares)
     pairings = [layer.pairing for layer in layers if layer.pairing is not None]  # their scalars meet a whole head
     products = sum(6 * (pairing.products * width - _count(pairing)) for pairing in pairings)
     return 6 * scaling_parameters(model) + attention + products

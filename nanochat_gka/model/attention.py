@@ -30,11 +30,16 @@ class Attention(nn.Module, ABC):
     CLASSES: ClassVar[dict[str, type["Attention"]]] = {}
     kind: ClassVar[Kind]
     activation_widths: ClassVar[int]  # (B, T, C) tensors kept for the backward pass, for `training.memory`
+    has_bandwidth: ClassVar[bool]  # one learned sigma per head
+    compares: ClassVar[bool] = True  # every query with every key in its window; False costs no FLOPs
+    has_output: ClassVar[bool] = True  # W_O
 
-    def __init_subclass__(cls, kind: str, **arguments):
+    def __init_subclass__(cls, kind: str = "", **arguments):
+        """kind: a row of the table, for its class; a variation of that class has none of its own."""
         super().__init_subclass__(**arguments)
-        cls.kind = KINDS[kind]
-        Attention.CLASSES[kind] = cls
+        if kind:
+            cls.kind, cls.has_bandwidth = KINDS[kind], KINDS[kind].has_bandwidth
+            Attention.CLASSES[kind] = cls
 
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
@@ -177,10 +182,13 @@ class GKAAttention(Attention, kind="gka"):
 
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__(config, layer)
-        self.log_sigma = nn.Parameter(torch.empty(config.n_head, dtype=torch.float32))
+        if self.has_bandwidth:
+            self.log_sigma = nn.Parameter(torch.empty(config.n_head, dtype=torch.float32))
 
     def init_weights(self) -> None:
         super().init_weights()
+        if not self.has_bandwidth:
+            return
         with torch.no_grad():
             self.log_sigma.copy_(initial_log_sigma(self.config.n_head, self.config.initial_sigma_squared))
 

@@ -14,6 +14,7 @@ VALUE_EMBEDS = ("auto", "all", "every-layer", "none")
 OFFSET_LAYERS = ("gka", "all")
 MIXINGS = ("none", "kv-shift", "partial", "token-shift", "canon")
 ROTARY = ("full", "half")
+KERNELS = ("gaussian", "mean", "previous", "tied-softmax", "none")
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class GPTConfig:
       A fixed case of KV shifting attention (arXiv 2411.19574), see `mixing`.
     sigma_squared: starting sigma^2 of gka heads; 0 = head_dim without head offsets and mixing, head_dim / 4 with them.
     mixing: other ways to meet the token before, of the same layers as head_offsets and in their place; see `mixing`.
+    kernel: what gka layers weigh tokens by; gaussian, or a baseline for studies, see `baselines`.
     rotary: full, or half: the slower half of the frequencies is not rotated, in all layers.
     Raises ValueError naming the field.
     """
@@ -49,6 +51,7 @@ class GPTConfig:
     offset_layers: str = "gka"
     mixing: str = "none"
     rotary: str = "full"
+    kernel: str = "gaussian"
 
     def __post_init__(self):
         for name in ("sequence_len", "vocab_size", "n_layer", "n_head", "n_embd"):
@@ -68,7 +71,7 @@ class GPTConfig:
         if self.head_offsets:
             _check_letters("head_offsets", self.head_offsets, OFFSET_LETTERS)
         choices_of = {"gka_values": GKA_VALUES, "value_embeds": VALUE_EMBEDS, "offset_layers": OFFSET_LAYERS}
-        choices_of |= {"mixing": MIXINGS, "rotary": ROTARY}
+        choices_of |= {"mixing": MIXINGS, "rotary": ROTARY, "kernel": KERNELS}
         for name, choices in choices_of.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
@@ -76,9 +79,10 @@ class GPTConfig:
             allowed = "positive and finite, or 0 for the default"
             raise ValueError(f"sigma_squared must be {allowed}, got {self.sigma_squared}")
         self._check_mixing()
+        self._check_kernel()
         if not has_gka(self.attention, self.n_layer):
             everywhere = ("head_offsets", "mixing") if self.offset_layers == "all" else ()
-            for name in ("head_offsets", "mixing", "gka_values", "sigma_squared"):
+            for name in ("head_offsets", "mixing", "gka_values", "sigma_squared", "kernel"):
                 if name not in everywhere and getattr(self, name) != getattr(type(self), name):
                     none = f"attention={self.attention} has none in {self.n_layer} layers"
                     advice = "; offset_layers=all gives it to all" if name in ("head_offsets", "mixing") else ""
@@ -91,6 +95,13 @@ class GPTConfig:
             raise ValueError("mixing=partial moves the channels that are not rotated; it needs rotary=half")
         if self.rotary == "half" and self.head_dim % 4:
             raise ValueError(f"rotary=half needs a head_dim that is a multiple of 4, got {self.head_dim}")
+
+    def _check_kernel(self) -> None:
+        if self.kernel in ("mean", "previous", "none") and self.sigma_squared:
+            raise ValueError(f"sigma_squared is for kernels with a bandwidth, and kernel={self.kernel} has none")
+        mixes = self.head_offsets or self.mixing != "none" or self.value_embeds in ("all", "every-layer")
+        if self.kernel == "none" and mixes:
+            raise ValueError("kernel=none mixes nothing; leave head_offsets, mixing and value_embeds out")
 
     @classmethod
     def from_depth(cls, depth: int, *, aspect_ratio: int = 64, head_dim: int = 128, **fields) -> "GPTConfig":
@@ -215,6 +226,9 @@ class ModelFlags:
     (modded-nanogpt PR 169) mix keys and values, token-shift (RWKV) and canon (arXiv 2512.17351) the layer's input."""
     rotary: Literal["full", "half"] = "full"
     """Channels that are rotated; half leaves those of the slower frequencies alone, in all layers."""
+    kernel: Literal["gaussian", "mean", "previous", "tied-softmax", "none"] = "gaussian"
+    """What gka layers weigh tokens by. For studies: mean weighs all alike, previous takes the token before,
+    tied-softmax compares by dot products, none leaves attention out."""
 
     def shape(self, depth: int, sequence_len: int, vocab_size: int) -> GPTConfig:
         """The model's shape at `depth` with these settings. Raises UserError naming the setting."""

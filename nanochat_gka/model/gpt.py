@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from nanochat_gka.model.attention import Attention
+from nanochat_gka.model.baselines import attention_class
 from nanochat_gka.model.blocks import MLP, ROTARY_OVERALLOCATION, Linear, Rotary, fill_uniform, norm
 from nanochat_gka.model.cache import KVCache
 from nanochat_gka.model.config import GPTConfig
@@ -22,7 +23,7 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
-        self.attn = Attention.CLASSES[config.layer_attention(layer)](config, layer)
+        self.attn = attention_class(config, layer)(config, layer)
         self.mlp = MLP(config.n_embd)
 
     def forward(self, x, value_embedding, rotary: Rotary, context: Context) -> torch.Tensor:
@@ -169,7 +170,7 @@ class GPT(nn.Module):
 
     def bandwidths(self) -> dict[int, torch.Tensor]:
         """Learned sigma per head, (H,), of every layer that has them."""
-        return {a.layer: a.log_sigma.detach().exp() for a in self.attentions if a.kind.has_bandwidth}
+        return {a.layer: a.log_sigma.detach().exp() for a in self.attentions if a.has_bandwidth}
 
 
 def build(config: GPTConfig, device: torch.device | str) -> GPT:

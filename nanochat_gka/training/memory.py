@@ -23,9 +23,9 @@ from typing import Annotated, Literal
 
 import torch
 
-from gka import KINDS, layer_kinds
+from gka import layer_kinds
 from nanochat_gka.model import mixing
-from nanochat_gka.model.attention import Attention
+from nanochat_gka.model.baselines import attention_class
 from nanochat_gka.model.config import GPTConfig
 from trainkit.cli import Bounds, UserError
 from trainkit.distributed import Runtime
@@ -43,10 +43,10 @@ def parameters(config: GPTConfig) -> tuple[int, int, int]:
     tables, matrices, others = 1, 0, rows * width + 2 * config.n_layer
     mixed = mixing_costs(config)
     for layer in range(config.n_layer):
-        kind = KINDS[config.layer_attention(layer)]
-        matrices += (len(kind.input_projections) + 1 + 8) * width * width
-        others += config.n_head if kind.has_bandwidth else 0
-        others += mixed[kind.name][0]
+        attention = attention_class(config, layer)
+        matrices += (len(attention.kind.input_projections) + attention.has_output + 8) * width * width
+        others += config.n_head if attention.has_bandwidth else 0
+        others += mixed[attention.kind.name][0]
         if config.has_value_embedding(layer):
             tables, matrices = tables + 1, matrices + 32 * config.n_head
     return tables * rows * width, matrices, others
@@ -84,7 +84,7 @@ def row_bytes(config: GPTConfig, device_type: str, training: bool = True) -> int
     """
     size, widths, mixed = (2 if device_type == "cuda" else 4), [], mixing_costs(config)
     for layer in range(config.n_layer):
-        attention = Attention.CLASSES[config.layer_attention(layer)].activation_widths
+        attention = attention_class(config, layer).activation_widths
         attention += mixed[config.layer_attention(layer)][1]
         widths.append(LAYER_WIDTHS + attention + VALUE_EMBEDDING_WIDTHS * config.has_value_embedding(layer))
     layers = FINAL_WIDTHS + (sum(widths) if training else max(widths))

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from runs.sections.sources import RESULTS, measured, table
-from runs.study.families import FAMILIES, FURTHER, Family
+from runs.study.families import ALL, FAMILIES, FURTHER, KERNELS, REFERENCES, REPAIRS, Family
 from runs.study.grid import BATCH_AT_DEPTH, BUDGETS, SCALED, SMALLEST
 from runs.study.scores import Place, Result, Scores
 from runs.study.statistics import Interval, Scaling, crossing, scaling
@@ -13,13 +13,12 @@ from runs.study.statistics import Interval, Scaling, crossing, scaling
 NOT_RUN = "not run"
 ROWS = RESULTS / "study"
 LONGER = [dict(depth=2, tokens=tokens) for tokens in (2**20, 2**21, 2**22, 2**23)]
-ALL = {**FAMILIES, **FURTHER}
 PROVISIONAL = "Rates marked * are provisional: not every rate that must be tried has been."
 
 
 def families(folder: Path = ROWS) -> str:
     """Question 3, at the smallest size: every family at its best rate, and its difference from nanochat's softmax."""
-    return _of_every_text(folder, lambda scores: _comparison(scores, ALL, SMALLEST, dict.fromkeys(ALL, "softmax")))
+    return _of_every_text(folder, lambda scores: _comparison(scores, {**FAMILIES, **FURTHER}, SMALLEST, "softmax"))
 
 
 def longer(folder: Path = ROWS) -> str:
@@ -29,7 +28,24 @@ def longer(folder: Path = ROWS) -> str:
 
 def longer_families() -> dict[str, Family]:
     """What is trained longer, and compared with the paper's form."""
-    return {name: ALL[name] for name in ("softmax", "GKA", "GKA unrotated", "GKA + offsets")}
+    names = ("softmax", "GKA", "GKA unrotated", "GKA + offsets")
+    return {name: ALL[name] for name in names} | REFERENCES
+
+
+def repairs(folder: Path = ROWS) -> str:
+    """Question 2: what repairs GKA, and what the same does for softmax."""
+    unrepaired = {"GKA unrotated": "GKA unrotated", "softmax": "softmax"}
+    names = ["GKA unrotated", "GKA + offsets", "softmax", "softmax + offsets", *REPAIRS]
+    own = {name: unrepaired["GKA unrotated" if name.startswith("GKA") else "softmax"] for name in names}
+    chosen = {name: ALL[name] for name in sorted(names, key=lambda name: own[name])}
+    return _of_every_text(folder, lambda scores: _comparison(scores, chosen, SMALLEST, own))
+
+
+def kernels(folder: Path = ROWS) -> str:
+    """Question 4: GKA + offsets with something else in the place of its kernel."""
+    names = ("GKA + offsets", "softmax + offsets", "VLT + offsets", "GKA unrotated", *KERNELS)
+    chosen = {name: ALL[name] for name in names}
+    return _of_every_text(folder, lambda scores: _comparison(scores, chosen, SMALLEST, "GKA + offsets"))
 
 
 def fits(folder: Path = ROWS) -> str:
@@ -47,14 +63,15 @@ def _of_every_text(folder: Path, one: Callable[[Scores], str]) -> str:
     return "\n\n".join(parts) or NOT_RUN
 
 
-def _comparison(scores: Scores, families: dict[str, Family], place: Place, baselines: dict[str, str]) -> str:
-    """Families at one place, and the difference of each from its baseline, which `baselines` names."""
+def _comparison(scores: Scores, families: dict[str, Family], place: Place, baseline: str | dict[str, str]) -> str:
+    """Families at one place, and the difference of each from its baseline: one for all, or each one's own."""
+    baselines = dict.fromkeys(families, baseline) if isinstance(baseline, str) else baseline
     results = {name: scores.at(family, place) for name, family in families.items()}
     own = {name: scores.at(ALL[name], place) for name in set(baselines.values())}
     rows = []
     for name, result in results.items():
-        baseline = own.get(baselines.get(name, ""))
-        compared = result.over(baseline) if result and baseline and baselines[name] != name else None
+        other = own[baselines[name]]
+        compared = result.over(other) if result and other and baselines[name] != name else None
         counts = [f"{result['parameters']:,}", f"{result['flops_per_token']:,}"] if result else ["", ""]
         rows.append([name, loss_of(result), rate_of(result), seeds_of(result), difference_of(compared), *counts])
     of = " and ".join(dict.fromkeys(baselines.values()))
@@ -145,3 +162,4 @@ def _note(results: Iterable[Result | None]) -> str:
 
 
 TABLES: dict[str, Callable[..., str]] = {"study-families": families, "study-longer": longer, "study-fits": fits}
+TABLES |= {"study-repairs": repairs, "study-kernels": kernels}

@@ -39,9 +39,9 @@ def awake(config: GPTConfig, seed: int = 0) -> GPT:
     torch.manual_seed(seed)
     model = build(config, "cpu")
     with torch.no_grad():
-        for block in model.transformer.h:
-            for weight in (block.attn.c_proj.weight, block.mlp.c_proj.weight):
-                weight.normal_(std=0.1)
+        for name, parameter in model.named_parameters():
+            if name.endswith("c_proj.weight"):
+                parameter.normal_(std=0.1)
         for name, parameter in model.named_parameters():
             if ".blend." in name:
                 parameter.uniform_(0.2, 0.8)
