@@ -7,24 +7,56 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from gka import testing
+from gka.impl.cpu import build
+from gka.masking import Mask
 from runs.bench import deit, gpt
+from runs.bench.baselines import sdpa_in_blocks
 from runs.bench.models import gradient
 from runs.bench.operators import FORWARD, FULL, Case, gate, operators
 from trainkit.distributed import setup
 
 CPU = torch.device("cpu")
-CASES = ["2x19x2x16", "3x19x2x16c", "2x33x2x16cw7n", "2x19x2x16n", "2x20x2x16nd"]
+ABSENT = ("triton", "gka cpu") if build.obstacle() else ("triton",)
+CASES = ["2x19x2x16", "3x19x2x16c", "2x70x2x16cw7n", "2x70x2x16w66", "2x19x2x16n", "2x20x2x16nd", "2x20x2x16ndk"]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("text", CASES)
-def test_every_operator_of_a_cpu_passes_its_gate(text):
+def test_every_operator_of_a_cpu_passes_its_gate(text, dtype):
     case = Case.parse(text)
     for phase in (FORWARD,) if case.queries else (FORWARD, FULL):
-        candidates = operators(case, CPU, torch.float32, phase)
+        candidates = operators(case, CPU, dtype, phase)
         assert [operator.role == "ours" for operator in candidates.values()] == [True] + [False] * (len(candidates) - 1)
         for name, operator in candidates.items():
-            if "triton" not in name:
-                assert gate(operator, case, phase, CPU, torch.float32) is None, name
+            if not any(absent in name for absent in ABSENT):
+                assert gate(operator, case, phase, CPU) is None, name
+
+
+def test_bfloat16_is_compared_with_both_dtypes_of_softmax_and_a_window_with_blocks():
+    candidates = operators(Case.parse("2x70x2x16cw7n"), CPU, torch.bfloat16, FULL)
+    softmax = {name: each.dtype for name, each in candidates.items() if each.role == "baseline"}
+    kernels = ["softmax dense mask", "softmax blocks of 64"]
+    assert softmax == {**dict.fromkeys(kernels, torch.bfloat16)} | {
+        f"{name}, float32": torch.float32 for name in kernels
+    }
+    assert {each.dtype for each in candidates.values() if each.family == "gka"} == {torch.bfloat16}
+    assert "softmax blocks of 64" not in operators(Case.parse("2x70x2x16cn"), CPU, torch.float32, FULL)
+
+
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_the_gate_stops_a_window_that_is_off_by_one(shift):
+    case = Case.parse("2x150x1x16cw70")
+    wrong = sdpa_in_blocks(Mask(True, case.window + shift), 64)
+    operator = replace(operators(case, CPU, torch.float32, FORWARD)["softmax blocks of 64"], function=wrong)
+    assert "y is off" in gate(operator, case, FORWARD, CPU)
+
+
+def test_the_gate_stops_keys_that_are_derived_wrongly():
+    """A layer whose rotation is one position behind."""
+    case = Case.parse("2x20x2x16ndk")
+    right = operators(case, CPU, torch.float32, FORWARD)["gka model"]
+    late = replace(right, function=lambda x, sigma, cache: right.function(x, sigma, cache.roll(1, 1)).roll(0, 1))
+    assert "y is off" in gate(late, case, FORWARD, CPU)
 
 
 @pytest.mark.parametrize("family", ["gka", "softmax"])
@@ -34,7 +66,7 @@ def test_the_gate_stops_what_is_wrong(family):
 
     def judge(change, phase=FULL):
         changed = replace(right, function=lambda *tensors: change(right.function(*tensors), tensors))
-        return gate(changed, case, phase, CPU, torch.float32)
+        return gate(changed, case, phase, CPU)
 
     assert judge(lambda y, tensors: y) is None
     assert "y is off by 1.0e-03" in judge(lambda y, tensors: 1.001 * y, FORWARD)
