@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runs import pages
-from runs.sections import benchmarks, core, demo, models, summary
+from runs.sections import benchmarks, core, demo, models, speed, summary
 from trainkit.cli import UserError, run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -22,13 +22,14 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "demo": demo.language,
     "vision": demo.vision,
     "sizes": models.sizes,
-    "bench": benchmarks.speed,
+    "operator": speed.operator,
+    "models": speed.models,
     "decode": benchmarks.decode,
     "scorer": benchmarks.scorer,
     "errors": benchmarks.errors,
     "core": core.core,
 }
-BLOCK = re.compile(r"<!-- table:(\S+) -->\n(?:.*?\n)?<!-- /table -->", re.DOTALL)
+BLOCK = re.compile(r"<!-- table:(\S+) -->\n(?:(?!<!-- /table -->).*\n)*<!-- /table -->")
 
 
 @dataclass

@@ -47,6 +47,7 @@ class CaseConfig(BenchConfig):
 
 # On each kind of device the usual dtype of features, which the names of cases leave out.
 USUAL_DTYPE = {"cuda": "bfloat16", "cpu": "float32"}
+SUFFIXES = {"bfloat16": "-bf16", "float32": "-fp32"}
 Counts = Annotated[list[int], Bounds(1)]
 
 
@@ -75,5 +76,9 @@ class ComparisonConfig(CaseConfig):
 
 def with_dtype(case: str, dtype: str, device_type: str) -> str:
     """The case's name, which says what dtype it has unless that is the device's usual one: vit-ti-bf16 on a CPU."""
-    short = {"bfloat16": "bf16", "float32": "fp32"}[dtype]
-    return case if dtype == USUAL_DTYPE[device_type] else f"{case}-{short}"
+    return case if dtype == USUAL_DTYPE[device_type] else case + SUFFIXES[dtype]
+
+
+def is_unusual(case: str) -> bool:
+    """Whether a case's name says its dtype."""
+    return case.endswith(tuple(SUFFIXES.values()))

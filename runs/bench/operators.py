@@ -77,12 +77,15 @@ class Case:
     def parse(cls, text: str) -> "Case":
         """A shape as the command line gives it: BxTxHxD, then c, wN, n or d. Raises ValueError for anything else.
 
-        c: causal. wN: window N. n: RMS-normalised heads. d: decode. dk: decode with derived keys, which needs n.
+        c: causal. wN: window N. n: RMS-normalised heads. d: decode. dk: decode with derived keys, which needs n and a
+        model's heads, of an even number of channels and at least 32 together.
         """
         match = re.fullmatch(r"(\d+)x(\d+)x(\d+)x(\d+)(c?)(?:w(\d+))?(n?)(?:(d)((?<=nd)k)?)?", text)
         if not match or 0 in (sizes := [int(match[i]) for i in range(1, 5)]):
             raise ValueError(f"expected BxTxHxD such as 16x2048x10x128, then c, wN, n, d or ndk, got {text!r}")
         causal, window, normalised, decode, derived = match.groups()[4:]
+        if derived and (sizes[3] % 2 or sizes[2] * sizes[3] < 32):
+            raise ValueError(f"dk needs heads of even size with at least 32 channels together, got {text!r}")
         window = int(window) if window else None
         return cls(text, *sizes, bool(causal), window, bool(normalised), 1 if decode else 0, bool(derived))
 
