@@ -70,7 +70,7 @@ def compile_kernel(function, constants: dict, capability: int, itemsize: int, wa
         file.write(compiled.asm["cubin"])
         file.flush()
         usage = subprocess.run([TOOLS / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True)
-        assembly = subprocess.run([TOOLS / "nvdisasm", "-c", file.name], capture_output=True, text=True).stdout
+        assembly = subprocess.run([TOOLS / "nvdisasm", "-c", "-ndf", file.name], capture_output=True, text=True).stdout
     match = re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout + usage.stderr)
     return Code(int(match[1]), int(match[2]), compiled.metadata.shared, assembly)
 
