@@ -42,7 +42,8 @@ In Hugging Face's transformers, with `pip install "gka[hf]"`:
 import nanochat_gka.hf  # registers the model; nothing remote is executed
 from transformers import pipeline
 
-print(pipeline("text-generation", model="{folder}")("The ", max_new_tokens=32)[0]["generated_text"])
+write = pipeline("text-generation", model="{folder}")
+print(write("The ", max_new_tokens=32)[0]["generated_text"])
 ```
 
 Or `python -m nanochat_gka.generate --run {folder} --prompt "The " --stream`, and
