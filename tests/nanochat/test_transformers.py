@@ -1,4 +1,4 @@
-"""Exported models in Hugging Face's transformers: logits, generation, loss, training, placement, and the tokenizer."""
+"""Exported models in Hugging Face's transformers: logits, generation, loss, training, placement."""
 
 import copy
 import dataclasses
@@ -11,13 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import tiny_core
 from nanochat_gka import eval_core, export
-from nanochat_gka.data import huggingface_tokenizer
-from nanochat_gka.data.tokenizer import SPECIAL_TOKENS, Tokenizer
 from nanochat_gka.generation.engine import Engine
 from nanochat_gka.generation.sampling import Sampling
 from nanochat_gka.model.checkpoints import load
@@ -33,19 +29,6 @@ transformers.utils.logging.disable_progress_bar()
 
 PROMPTS = ["the", "a kernel token row mixes every head learns", "past values come"]
 WAYS = [{}, {"num_beams": 3}, {"cache_implementation": "static"}, {"use_cache": False}]
-ODD = [
-    "",
-    "   ",
-    " " * 700 + "x",
-    "\r\n\r\n \r\n\t  \n",
-    "\x00\x01\x7f\u0085\ufeff\u2028",
-    "🦜👩‍👩‍👧‍👦 e\u0301 é",
-    "東京 Москва עברית ไทย ᠮᠣᠩᠭᠣᠯ ½Ⅷ٣",
-    "'ſ DON'T we'll 'LL 1234567",
-    "".join(SPECIAL_TOKENS) + "<|bos|",
-    b"caf\xc3 \xff\xfe\xe6\x9d".decode(errors="replace"),
-    "aba" * 300 + "aab" * 77,
-]
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +176,7 @@ def test_saved_model_comes_back_and_claims_nothing_false(models, encoder, tmp_pa
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     ids = torch.randint(70, (1, 20))
     assert torch.equal(again(ids).logits, model(ids).logits) and again.config.shape() == model.config.shape()
-    assert transformers.AutoTokenizer.from_pretrained(tmp_path)(ODD[8]).input_ids == encoder(ODD[8]).input_ids
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path)("a<|bos|>").input_ids == encoder("a<|bos|>").input_ids
     assert not {"sha256", "sigma", "checkpoint_sha256"} & set(json.loads((tmp_path / "config.json").read_text()))
     with pytest.raises(UserError, match=r"was saved by transformers.*--hf-path of nanochat_gka.eval_core scores it"):
         load(tmp_path)
@@ -286,48 +269,6 @@ def test_lora_trains_and_its_adapter_comes_back(models, encoder, tmp_path):
     wanted = model.eval()(**batch).logits
     assert torch.equal(again(**batch).logits, wanted)
     torch.testing.assert_close(again.merge_and_unload()(**batch).logits, wanted, rtol=0, atol=1e-4)
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    """A tokenizer of periodic, mixed and blank text, ours and as transformers loads it."""
-    texts = [
-        "aabab abaaba " * 50,
-        "   \n\n\n\t\t" * 99,
-        "naïve café, 東京 🦜🦜 don't we'll\r\n\tx = [1]" * 40,
-        *PROMPTS * 9,
-    ]
-    ours, folder = Tokenizer.train(texts, 420), tmp_path_factory.mktemp("tokenizer")
-    huggingface_tokenizer.save(ours, folder, 100)
-    return ours, transformers.AutoTokenizer.from_pretrained(folder)
-
-
-@pytest.mark.parametrize("text", ODD)
-def test_odd_text_has_our_ids_and_comes_back(pair, text):
-    ours, theirs = pair
-    ids = theirs(text).input_ids
-    assert ids == [ours.bos_id, *ours.encode(text)] and theirs.decode(ids, skip_special_tokens=True) == text
-
-
-@given(
-    text=st.one_of(st.text(), st.text("ab \n"), st.text("ab'slL1 é東🦜\r\n")),
-    ids=st.lists(st.integers(0, 419), max_size=30),
-)
-def test_any_text_has_our_ids_and_any_ids_our_text(pair, text, ids):
-    ours, theirs = pair
-    assert theirs(text, add_special_tokens=False).input_ids == ours.encode(text)
-    ids = [number for number in ids if number < ours.vocab_size]
-    assert theirs.decode(ids) == ours.decode(ids)
-
-
-def test_special_tokens_are_there_for_who_asks(pair):
-    ours, theirs = pair
-    assert theirs.bos_token == theirs.eos_token == theirs.pad_token == SPECIAL_TOKENS[0]
-    assert theirs.convert_tokens_to_ids(list(SPECIAL_TOKENS)) == list(ours.special.values())
-    text = "a<|user_start|>"
-    assert theirs(text, split_special_tokens=False).input_ids == [ours.bos_id, *ours.encode("a"), ours.bos_id + 1]
-    assert max(theirs(text).input_ids[1:]) < ours.bos_id and len(theirs) == ours.vocab_size
-    assert theirs.padding_side == "left" and theirs.model_max_length == 100
 
 
 def test_without_transformers_one_line_names_the_extra(monkeypatch):
