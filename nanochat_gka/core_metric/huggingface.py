@@ -73,7 +73,7 @@ def load_hugging_face(path: str, device: torch.device) -> EvaluatedModel:
         import transformers
     except ImportError:
         raise UserError('--hf-path needs the transformers package: pip install "transformers>=4.57"') from None
-    with contextlib.suppress(UserError):  # older transformers read other models
+    with contextlib.suppress(ImportError):  # older transformers read other models
         importlib.import_module("nanochat_gka.hf")  # ours, trained further or not
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

@@ -7,17 +7,14 @@ model = AutoModelForCausalLM.from_pretrained("d20-gka")  # a folder that nanocha
 tokenizer = AutoTokenizer.from_pretrained("d20-gka")
 """
 
-from trainkit.cli import UserError
+from trainkit.extras import require
 
-try:
-    from transformers import AutoConfig, AutoModelForCausalLM
+require(__name__, "hf", "transformers")
 
-    from nanochat_gka.hf.config import GKAConfig
-    from nanochat_gka.hf.model import GKAForCausalLM
-except ImportError as error:
-    if not (error.name or "").startswith("transformers"):
-        raise
-    raise UserError('nanochat_gka.hf needs transformers 5: pip install "gka[hf]"') from None
+from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+
+from nanochat_gka.hf.config import GKAConfig  # noqa: E402
+from nanochat_gka.hf.model import GKAForCausalLM  # noqa: E402
 
 __all__ = ["GKAConfig", "GKAForCausalLM"]
 

@@ -21,6 +21,7 @@ from nanochat_gka.model.gpt import build
 from sources import ROOT, imports
 from tiny_gpt import SHAPE, VARIANTS, awake, write_run
 from trainkit.cli import UserError, run
+from trainkit.extras import MissingExtra
 from trainkit.progress import read_lines
 
 transformers = pytest.importorskip("transformers", "5.23", reason='needs transformers: pip install -e ".[hf]"')
@@ -275,7 +276,7 @@ def test_without_transformers_one_line_names_the_extra(monkeypatch):
     """Nothing else imports it: the other commands work without."""
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.delitem(sys.modules, "nanochat_gka.hf")
-    with pytest.raises(UserError, match=re.escape('needs transformers 5: pip install "gka[hf]"')):
+    with pytest.raises(MissingExtra, match=re.escape('transformers is not installed: run pip install "gka[hf]"')):
         importlib.import_module("nanochat_gka.hf")
     libraries = {"transformers", "tokenizers", "peft", "accelerate"}
     files = [
