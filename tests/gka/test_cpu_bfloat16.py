@@ -15,7 +15,7 @@ from operator_cases import check
 
 pytestmark = pytest.mark.skipif(build.obstacle() is not None, reason=str(build.obstacle()))
 HAS_TILES = build.obstacle() is None and call.has_bfloat16()
-needs_tiles = pytest.mark.skipif(not HAS_TILES, reason="no AMX on this machine")
+needs_tiles = pytest.mark.skipif(not HAS_TILES, reason=build.obstacle() or "no AMX on this machine")
 
 # No window or length is a multiple of a block of 32 x 32; 321 keys are mixed in two chunks.
 MASKS = [(False, None), (True, None), (True, 21), (False, 9), (True, 0), (False, 0), (True, 117), (False, 77)]
