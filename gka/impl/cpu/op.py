@@ -179,11 +179,11 @@ def _save(ctx, inputs, output):
 def _differentiate(ctx, grad_y, *_):
     if grad_y is None:
         return (None,) * 9
-    x, keys, values, *_ = saved = ctx.saved_tensors
+    saved = ctx.saved_tensors
     route = call.backward if _is_plain(grad_y, *saved) and not torch.is_grad_enabled() else attend_backward
     dx, dlog_sigma, *others = route(grad_y, *saved, *ctx.options)
     others = iter(others)
-    dkeys, dvalues = (None if t is None else next(others) for t in (keys, values))
+    dkeys, dvalues = (None if t is None else next(others) for t in saved[1:3])
     return dx, dkeys, dvalues, dlog_sigma, None, None, None, None, None
 
 
