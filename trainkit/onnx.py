@@ -86,7 +86,8 @@ def quantise(path: Path, out: Path) -> None:
     root.setLevel(logging.ERROR)  # it advises a preparation that the exporter has made
     try:
         with atomic(out) as temporary:
-            quantize_dynamic(model, str(temporary), per_channel=True, weight_type=QuantType.QInt8)
+            others = {"DefaultTensorType": onnx.TensorProto.FLOAT}  # of what operators beyond the standard give
+            quantize_dynamic(model, str(temporary), per_channel=True, weight_type=QuantType.QInt8, extra_options=others)
     finally:
         root.setLevel(level)
 
@@ -113,6 +114,13 @@ def run(session, *inputs: torch.Tensor | np.ndarray) -> list[torch.Tensor]:
 def about(session) -> dict[str, Any]:
     """What `write` was told about the model."""
     return {key: json.loads(text) for key, text in session.get_modelmeta().custom_metadata_map.items()}
+
+
+def version() -> str:
+    """Of onnxruntime."""
+    import onnxruntime
+
+    return onnxruntime.__version__
 
 
 def size_mb(paths: Iterable[Path]) -> str:

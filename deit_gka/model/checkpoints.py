@@ -191,7 +191,7 @@ def load_file(path: Path, model: nn.Module) -> nn.Module:
 
 
 def about_images(state: dict[str, Any]) -> dict[str, Any]:
-    """What images the model of a checkpoint's `state` takes: names, types and meanings are timm's data configuration."""
+    """What images the model of a checkpoint's `state` takes, in the names of timm's data configuration."""
     recipe = state["train_config"]
     size = (3, recipe["input_size"], recipe["input_size"])
     normalised = {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}  # as `data.transforms` does
