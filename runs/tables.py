@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runs import pages
-from runs.sections import benchmarks, core, demo, models, study, summary
+from runs.sections import benchmarks, core, demo, instructions, models, speed, study, summary
 from trainkit.cli import UserError, run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,11 +29,13 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "demo": demo.language,
     "vision": demo.vision,
     "sizes": models.sizes,
-    "bench": benchmarks.speed,
+    "operator": speed.operator,
+    "models": speed.models,
     "decode": benchmarks.decode,
     "scorer": benchmarks.scorer,
     "errors": benchmarks.errors,
     "core": core.core,
+    "instructions": instructions.instructions,
     **study.TABLES,
 }
 BLOCK = re.compile(r"<!-- table:(\S+) -->\n(?:.*?\n)??<!-- /table -->", re.DOTALL)
