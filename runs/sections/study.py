@@ -5,13 +5,16 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from runs.sections.sources import RESULTS, measured, table
+from runs.study.cells import Cell
 from runs.study.families import ALL, FAMILIES, FURTHER, KERNELS, REFERENCES, REPAIRS, Family
 from runs.study.grid import BATCH_AT_DEPTH, BUDGETS, SCALED, SMALLEST
 from runs.study.scores import Place, Result, Scores
 from runs.study.statistics import Interval, Scaling, crossing, scaling
+from trainkit.progress import read_lines
 
 NOT_RUN = "not run"
 ROWS = RESULTS / "study"
+HEADS = RESULTS / "study_heads.jsonl"
 LONGER = [dict(depth=2, tokens=tokens) for tokens in (2**20, 2**21, 2**22, 2**23)]
 PROVISIONAL = "Rates marked * are provisional: not every rate that must be tried has been."
 
@@ -128,6 +131,34 @@ def _crossing_of(own: Scaling, baseline: Scaling | None) -> str:
     return ("nowhere in reach" if where is None else interval_of(where, ".2e")) + shares
 
 
+def heads(_: Path = ROWS) -> str:
+    """Question 5: what trained models do in their context, and the range of their heads."""
+    newest = {record["config"]["sha256"]: record for record in read_lines(HEADS) if record.get("kind") == "study-heads"}
+    if not newest:
+        return f"{NOT_RUN}: `.venv/bin/python -m runs.study.heads --run RUN`"
+    labels = {row["key"]: Cell.from_row(row["cell"]).label for path in ROWS.glob("*.jsonl") for row in _rows(path)}
+    rows = []
+    for record in newest.values():
+        metrics, name = record["metrics"], record["config"]["name"]
+        probes = (metrics["induction"], metrics["copying"])
+        cells = [f"{probe['accuracy']:.1%}; {probe['gain']:+.2f}" for probe in probes]
+        tokens = [head["effective tokens"] for head in metrics["heads"]]
+        sigmas = [head["sigma"] for head in metrics["heads"] if head["sigma"] is not None]
+        losses = list(metrics["loss_by_position"].values())
+        late = losses[-2] if len(losses) > 2 else losses[-1]  # the last group may be one token
+        rows.append([labels.get(name, name), *cells, _range(tokens), _range(sigmas), f"{losses[2] - late:.3f}"])
+    headings = ["", "induction: right; gain", "copying: right; gain", "effective tokens", "σ", "gain from context"]
+    return table(headings, rows) + "\n" + measured(record, HEADS.name)
+
+
+def _rows(path: Path) -> list[dict]:
+    return Scores.read(path).rows
+
+
+def _range(values: list[float]) -> str:
+    return f"{min(values):.3g} to {max(values):.3g}" if values else ""
+
+
 # Cells
 
 
@@ -162,4 +193,4 @@ def _note(results: Iterable[Result | None]) -> str:
 
 
 TABLES: dict[str, Callable[..., str]] = {"study-families": families, "study-longer": longer, "study-fits": fits}
-TABLES |= {"study-repairs": repairs, "study-kernels": kernels}
+TABLES |= {"study-repairs": repairs, "study-kernels": kernels, "study-heads": heads}
