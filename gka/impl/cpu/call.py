@@ -11,8 +11,8 @@ import torch
 from gka.bandwidth import LOG_SIGMA_BOUND
 from gka.impl.cpu.build import library
 
-FORWARD, BACKWARD, DECODE = range(3)
-PHASES = ("forward", "backward", "decode")
+FORWARD, BACKWARD = range(2)
+PHASES = ("forward", "backward")
 LOG = logging.getLogger("gka")
 _process = os.getpid()
 
@@ -56,13 +56,6 @@ def backward(grad_y, x, keys, values, log_sigma, y, level, rest, before: int, af
         **{name: _tensor(t) for name, t in zip(wanted, others, strict=True)},
     )  # fmt: skip
     return gradients
-
-
-def decode(x, keys, values, log_sigma, before: int, after: int):
-    """What `gka::cpu_decode` returns."""
-    y = x.new_empty(x.shape)
-    _call(DECODE, x, keys, values, log_sigma, before, after, y=_tensor(y))
-    return y
 
 
 def output_like(x, differentiable: bool):

@@ -4,12 +4,13 @@
 The custom operators are opaque to torch.compile, which needs no graph break for them.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from gka.expansion import warn_if_lost
-from gka.impl.cpu import build, call
+from gka.impl.cpu import build, call, decoding
 from gka.request import GaussianRequest
 from gka.validation import readable
 
@@ -45,22 +46,45 @@ def _is_transformed() -> bool:
 def gaussian(request: GaussianRequest) -> torch.Tensor:
     """y, (B, Tq, H, D) in x.dtype. The norms are computed, constant or not.
 
-    Half precision is computed in float32, but for bfloat16 self-attention where the processor has AMX.
+    Half precision is computed in float32, but for bfloat16 decoding, and self-attention where the processor has AMX.
     """
-    if request.x.dtype in HALF and not (request.x.dtype == torch.bfloat16 and request.own_keys and call.has_bfloat16()):
+    decodes = not request.own_keys and request.num_queries <= DECODE_QUERIES and not request.needs_grad
+    has_kernel = request.x.dtype == torch.bfloat16 and (decodes or (request.own_keys and call.has_bfloat16()))
+    if request.x.dtype in HALF and not has_kernel:
         return gaussian(_single(request)).to(request.x.dtype)
     before, after = (-1 if limit is None else limit for limit in request.mask.reach)
     keys = None if request.keys is None else _addressable(request.keys)
     values = None if request.values is None else _addressable(request.values)
     x, log_sigma = _addressable(request.x), request.log_sigma.contiguous()
-    if keys is not None and request.num_queries <= DECODE_QUERIES and not request.needs_grad:
-        return decode(x, keys, values, log_sigma, before, after)
+    if keys is not None and decodes:
+        keys, values = (None, keys) if values is None else (keys, values)
+        return decoding.decode(x, keys, values, log_sigma, before=before, after=after)
     centred = not request.mask.causal  # rounding would leak the future
     eps = 0.0 if request.eps is None else request.eps
     y, _, largest, _ = attend(x, keys, values, log_sigma, before, after, centred, eps, request.needs_grad)
     if not request.constant_norm and readable(largest):
         warn_if_lost(largest.item(), torch.float32)
     return y
+
+
+def can_decode(x: torch.Tensor, log_sigma: torch.Tensor, cached: Sequence[torch.Tensor], tables) -> bool:
+    """Whether `decoding.decode` can serve queries x against a cache of `cached` tensors."""
+    features = (x, *cached)
+    return (
+        x.device.type == "cpu"
+        and x.dtype in decoding.DTYPES
+        and x.shape[1] <= DECODE_QUERIES
+        and x.shape[3] <= MAX_HEAD_DIM
+        and log_sigma.dtype == torch.float32
+        and all(t.stride(-1) == 1 for t in (*features, log_sigma))
+        and all(t.device.type == "cpu" and t.dtype in decoding.DTYPES and t.is_contiguous() for t in tables)
+        and len({t.dtype for t in tables}) <= 1
+        and not (torch.is_grad_enabled() and any(t.requires_grad for t in (*features, log_sigma)))
+        and not torch.is_autocast_enabled("cpu")
+        and not torch.jit.is_tracing()
+        and (torch.compiler.is_compiling() or not _is_transformed())
+        and build.obstacle() is None
+    )
 
 
 def _single(request: GaussianRequest) -> GaussianRequest:
@@ -121,24 +145,6 @@ def attend_backward(
 @attend_backward.register_fake
 def _(grad_y, x, keys, values, log_sigma, y, level, rest, before, after, centred):
     return call.gradients_like(x, keys, values, log_sigma)
-
-
-@torch.library.custom_op("gka::cpu_decode", mutates_args=())
-def decode(
-    x: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor | None,
-    log_sigma: torch.Tensor,
-    before: int,
-    after: int,
-) -> torch.Tensor:
-    """y, (B, Tq, H, D), of a few queries; arguments as `attend`. It has no gradients."""
-    return call.decode(x, keys, values, log_sigma, before, after)
-
-
-@decode.register_fake
-def _(x, keys, values, log_sigma, before, after):
-    return x.new_empty(x.shape)
 
 
 def _save(ctx, inputs, output):
