@@ -71,8 +71,11 @@ def decode_attention(
         is_own = group_keys is group_values and tuple(key_delays) == tuple(value_delays)
         group_keys = _delayed(group_keys, key_delays)
         group_values = group_keys if is_own else _delayed(group_values, value_delays)
-        options = dict(causal=True, window=window, constant_norm=constant_norm)
-        parts.append(gaussian_attention(x[rows], log_sigma, keys=group_keys, values=group_values, **options))
+        y = gaussian_attention(
+            x[rows], log_sigma, keys=group_keys, values=group_values, causal=True, window=window,
+            constant_norm=constant_norm,
+        )  # fmt: skip
+        parts.append(y)
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
