@@ -16,6 +16,9 @@ import pytest
 import torch
 from hypothesis import settings
 
+import watchdog
+
+watchdog.start()
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported: its kernels run on CPU tensors
 

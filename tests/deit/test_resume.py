@@ -17,6 +17,7 @@ import tiny
 import tiny_vision
 from deit_gka import train as training
 from deit_gka.training.config import TrainConfig
+from processes import still_there
 from trainkit.checkpoint import save as save_checkpoint
 from vision_runs import (
     EPOCHS,
@@ -30,7 +31,6 @@ from vision_runs import (
     in_process,
     records,
     steps_of,
-    still_there,
     train,
     wait_for_step,
 )
