@@ -14,6 +14,7 @@ from gka.api import gaussian_attention
 from gka.impl.cpu import decoding, op
 
 Tables = tuple[torch.Tensor, torch.Tensor]
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def decode_attention(
@@ -59,22 +60,15 @@ def decode_attention(
         return decoding.decode(
             x, keys, values, log_sigma, tables, lengths or (), key_delays, value_delays, before=before, after=0
         )
-    groups = [(slice(0, len(x)), values.shape[1])] if lengths is None else _rows_of_equal_length(lengths)
-    longest_delay, parts = max((0, *key_delays, *value_delays)), []
-    for rows, length in groups:
-        first = 0 if window is None else max(0, length - x.shape[1] - window - longest_delay)
-        group_values = values[rows, first:length]
-        if rotary is not None:
-            group_keys = _derived(group_values, *(table[first:length] for table in rotary))
-        else:
-            group_keys = group_values if keys is None else keys[rows, first:length]
-        is_own = group_keys is group_values and tuple(key_delays) == tuple(value_delays)
-        group_keys = _delayed(group_keys, key_delays)
-        group_values = group_keys if is_own else _delayed(group_values, value_delays)
+    lengths = [values.shape[1]] * len(x) if lengths is None else lengths
+    parts = []
+    for rows, length in _rows_of_equal_length(lengths):
+        first = 0 if window is None else max(0, length - x.shape[1] - window - max((0, *key_delays, *value_delays)))
+        pair = _keys_and_values(*(None if t is None else t[rows, first:length] for t in (keys, values)), rotary, first)
+        pair = _delayed(pair, key_delays, value_delays)
         y = gaussian_attention(
-            x[rows], log_sigma, keys=group_keys, values=group_values, causal=True, window=window,
-            constant_norm=constant_norm,
-        )  # fmt: skip
+            x[rows], log_sigma, keys=pair[0], values=pair[1], causal=True, window=window, constant_norm=constant_norm
+        )
         parts.append(y)
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -115,17 +109,25 @@ def _rows_of_equal_length(lengths: Sequence[int]) -> list[tuple[slice, int]]:
     return groups
 
 
-def _derived(values: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """The keys that follow from values, (B, n, H, D), and their rows of the tables, (n, D / 2)."""
+def _keys_and_values(keys: torch.Tensor | None, values: torch.Tensor, rotary: Tables | None, first: int) -> Pair:
+    """Both of the tokens from `first` on, (B, n, H, D); one tensor if they are the same."""
+    if keys is not None or rotary is None:
+        return (values if keys is None else keys), values
     a, b = values.chunk(2, dim=-1)
-    cos, sin = cos[:, None], sin[:, None]
+    cos, sin = (table[first : first + values.shape[1], None] for table in rotary)
     turned = torch.cat([a * cos + b * sin, b * cos - a * sin], dim=-1).to(values.dtype)
-    return F.rms_norm(turned, turned.shape[-1:])
+    return F.rms_norm(turned, turned.shape[-1:]), values
 
 
-def _delayed(t: torch.Tensor, delays: Sequence[int]) -> torch.Tensor:
-    """(B, n, H, D) with every head as many tokens later as `delays` says."""
-    if not any(delays):
-        return t
-    places = torch.arange(t.shape[1], device=t.device)[:, None] - torch.tensor(delays, device=t.device)
-    return t.gather(1, places.clamp(min=0)[None, :, :, None].expand(t.shape))
+def _delayed(pair: Pair, key_delays: Sequence[int], value_delays: Sequence[int]) -> Pair:
+    """Keys and values with every head as many tokens later as its delay says; one tensor if they are the same."""
+
+    def later(t: torch.Tensor, delays: Sequence[int]) -> torch.Tensor:
+        if not any(delays):
+            return t
+        places = torch.arange(t.shape[1], device=t.device)[:, None] - torch.tensor(delays, device=t.device)
+        return t.gather(1, places.clamp(min=0)[None, :, :, None].expand(t.shape))
+
+    keys = later(pair[0], key_delays)
+    is_own = pair[0] is pair[1] and tuple(key_delays) == tuple(value_delays)
+    return keys, keys if is_own else later(pair[1], value_delays)
