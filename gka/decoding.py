@@ -64,7 +64,8 @@ def decode_attention(
     parts = []
     for rows, length in _rows_of_equal_length(lengths):
         first = 0 if window is None else max(0, length - x.shape[1] - window - max((0, *key_delays, *value_delays)))
-        pair = _keys_and_values(*(None if t is None else t[rows, first:length] for t in (keys, values)), rotary, first)
+        cached_keys = None if keys is None else keys[rows, first:length]
+        pair = _keys_and_values(cached_keys, values[rows, first:length], rotary, first)
         pair = _delayed(pair, key_delays, value_delays)
         y = gaussian_attention(
             x[rows], log_sigma, keys=pair[0], values=pair[1], causal=True, window=window, constant_norm=constant_norm
