@@ -10,19 +10,14 @@ than the device has, no tensor cores, no asynchronous copies. Needs the triton p
 """
 
 import collections
-import concurrent.futures
 import os
 import re
-import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from gka.bandwidth import LOG_SIGMA_BOUND
 from gka.impl.triton import backward as triton_backward
@@ -30,18 +25,15 @@ from gka.impl.triton import configs as triton_configs
 from gka.impl.triton import forward as triton_forward
 from gka.impl.triton import head as triton_head
 from gka.impl.triton.tiles import NORM_COMPUTED, NORM_CONSTANT, NORM_LOADED
+from runs.bench.machine_code import compile_kernel, in_processes
 from trainkit.cli import Count, run
-from trainkit.workers import begin, context
 
 GOLDEN = Path(__file__).resolve().parents[2] / "tests" / "golden" / "kernel_resources.txt"
-TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SHARED_LIMIT = {80: 166912, 90: 232448, 120: 101376}  # bytes a block may use
 # Bytes per thread. float32 with head_dim 128 does not fit otherwise; other versions of Triton than the table was made
 # for may need a little.
 KNOWN_SPILLS = {(120, "queries", 128, 4): 16}
 SPILLS_OF_OTHER_VERSIONS = 64
-# Pointers in the features' dtype; the others are float32.
-HALF = ("p_x", "p_k", "p_v", "p_y", "p_dy", "p_dx", "p_dk", "p_dv")
 
 KERNELS = {
     "forward": triton_forward.gka_forward_kernel,
@@ -82,12 +74,14 @@ CASES = {
         "causal, values": dict(CONSTANT=True, OWN_VALUES=False, **CAUSAL),
         "causal": dict(CONSTANT=True, OWN_VALUES=True, **CAUSAL),
         "causal, general": dict(CONSTANT=False, OWN_VALUES=True, **CAUSAL),
+        "full, general": dict(CONSTANT=False, OWN_VALUES=True, **FULL),
     },
     "keys": {
         "window, values": dict(CONSTANT=True, **VALUES, **WINDOW),
         "causal, values": dict(CONSTANT=True, **VALUES, **CAUSAL),
         "causal": dict(CONSTANT=True, **OWN, **CAUSAL),
         "causal, general": dict(CONSTANT=False, **OWN, **CAUSAL),
+        "full, general": dict(CONSTANT=False, **OWN, **FULL),
         "window, foreign": dict(CONSTANT=True, OWN_KEYS=False, OWN_VALUES=False, **WINDOW),
     },
     "head": {
@@ -173,43 +167,12 @@ def cases_of(kernel: str, every: bool) -> list[str]:
 
 def compile_one(build: Build) -> Resources:
     """Compile for the architecture, without a device, and read what the assembler says."""
-    function, constants = KERNELS[build.kernel], build.constants
-    names = function.arg_names
-    features = {2: "*bf16", 4: "*fp32"}[build.size]
-
-    def type_of(name: str) -> str:
-        if name.startswith("p_"):
-            return features if name in HALF else "*fp32"
-        return "fp32" if name == "eps" else "i32"
-
-    signature = {name: "constexpr" if name in constants else type_of(name) for name in names}
-    # At run time the JIT finds pointers and strides divisible by 16; without that there are no asynchronous copies.
-    aligned = {
-        (i,): [["tt.divisibility", 16]]
-        for i, name in enumerate(names)
-        if name not in constants and re.match(r"p_|s.?_[bth]$", name)
-    }
-    constexprs = {(names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(fn=function, signature=signature, constexprs=constexprs, attrs=aligned)
-    options = dict(num_warps=build.config.warps, num_stages=build.config.stages)
-    compiled = triton.compile(source, target=GPUTarget("cuda", build.capability, 32), options=options)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        usage = subprocess.run([TOOLS / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True)
-        assembly = subprocess.run([TOOLS / "nvdisasm", "-c", file.name], capture_output=True, text=True).stdout
-    match = re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout + usage.stderr)
-    counts = collections.Counter(re.findall(r"\b(HGMMA|HMMA|LDGSTS)\b", assembly))
-    return Resources(int(match[1]), int(match[2]), compiled.metadata.shared, dict(counts))
-
-
-def compile_all(builds: list[Build], processes: int):
-    """(build, resources) in order."""
-    if processes == 1:
-        yield from ((build, compile_one(build)) for build in builds)
-        return
-    with concurrent.futures.ProcessPoolExecutor(processes, context("triton"), begin) as pool:
-        yield from zip(builds, pool.map(compile_one, builds), strict=True)
+    config = build.config
+    code = compile_kernel(
+        KERNELS[build.kernel], build.constants, build.capability, build.size, config.warps, config.stages
+    )
+    counts = collections.Counter(re.findall(r"\b(HGMMA|HMMA|LDGSTS)\b", code.assembly))
+    return Resources(code.registers, code.stack, code.shared, dict(counts))
 
 
 def header() -> str:
@@ -234,7 +197,7 @@ class ResourcesConfig:
 def main(config: ResourcesConfig) -> None:
     lines, broken = [header()], []
     print(lines[0], flush=True)
-    for build, resources in compile_all(shipped(config.every), config.processes):
+    for build, resources in in_processes(compile_one, shipped(config.every), config.processes):
         lines.append(f"{build} {resources}")
         print(lines[-1], flush=True)
         broken += [f"{' '.join(str(build).split())}: {reason}" for reason in resources.broken(build)]

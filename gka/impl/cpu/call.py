@@ -4,7 +4,7 @@ import ctypes
 import functools
 import logging
 import os
-from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p, pointer
+from ctypes import POINTER, addressof, c_float, c_int32, c_int64, c_void_p, pointer
 
 import torch
 
@@ -36,18 +36,18 @@ class Request(ctypes.Structure):
 
 
 def forward(x, keys, values, log_sigma, before: int, after: int, centred: bool, eps: float, differentiable: bool):
-    """What `gka::cpu_attend` returns."""
-    y, level, largest, rest = output_like(x, differentiable)
+    """What `gka::cpu_attend` returns, and the largest |x|^2 / sigma^2, a float."""
+    (y, level, rest), largest = output_like(x, differentiable), c_float()
     _call(
         FORWARD, x, keys, values, log_sigma, before, after, y=_tensor(y), level=level.data_ptr(),
-        largest=largest.data_ptr(), rest=_tensor(rest), centred=centred, eps=eps,
+        largest=addressof(largest), rest=_tensor(rest), centred=centred, eps=eps,
     )  # fmt: skip
-    return y, level, largest, rest
+    return y, level, rest, largest.value
 
 
 def backward(grad_y, x, keys, values, log_sigma, y, level, rest, before: int, after: int, centred: bool):
     """What `gka::cpu_attend_backward` returns."""
-    gradients = gradients_like(x, keys, values, log_sigma)
+    grad_y, gradients = addressable(grad_y), gradients_like(x, keys, values, log_sigma)
     dx, dlog_sigma, *others = gradients
     wanted = [name for name, t in (("dkeys", keys), ("dvalues", values)) if t is not None]
     _call(
@@ -65,12 +65,16 @@ def decode(x, keys, values, log_sigma, before: int, after: int):
     return y
 
 
+def addressable(t: torch.Tensor) -> torch.Tensor:
+    """`t`, copied only if its channels lie apart."""
+    return t if t.stride(-1) == 1 else t.contiguous()
+
+
 def output_like(x, differentiable: bool):
-    """(y, level, largest, rest) of `gka::cpu_attend`, not yet written."""
+    """(y, level, rest) of `gka::cpu_attend`, not yet written."""
     batch, length, heads, _ = x.shape
-    single = {"dtype": torch.float32}
     rest = x.new_empty(x.shape if differentiable and x.dtype == torch.bfloat16 else (0, 0, 0, 0))
-    return x.new_empty(x.shape), x.new_empty((batch, heads, length), **single), x.new_empty(1, **single), rest
+    return x.new_empty(x.shape), x.new_empty((batch, heads, length), dtype=torch.float32), rest
 
 
 def gradients_like(x, keys, values, log_sigma) -> list[torch.Tensor]:

@@ -1,20 +1,23 @@
 """The fused CPU kernel as torch operators: exact, eps included, true norms, deterministic, O(T * D) memory
 (gka/README.md, The CPU kernel).
 
-The custom operators are opaque to torch.compile, which needs no graph break for them.
+The operators are opaque to torch.compile, which needs no graph break for them. A call that nothing traces or transforms
+goes past them, straight to the library: for small tensors the way there costs as much as the kernel.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
 from gka.expansion import warn_if_lost
 from gka.impl.cpu import build, call
+from gka.impl.cpu.call import addressable
 from gka.request import GaussianRequest
-from gka.validation import readable
 
 MAX_HEAD_DIM = 128
 HALF = (torch.bfloat16, torch.float16)
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 DECODE_QUERIES = 16  # up to here a request without gradients is bound by reading the keys
 
 
@@ -50,16 +53,19 @@ def gaussian(request: GaussianRequest) -> torch.Tensor:
     if request.x.dtype in HALF and not (request.x.dtype == torch.bfloat16 and request.own_keys and call.has_bfloat16()):
         return gaussian(_single(request)).to(request.x.dtype)
     before, after = (-1 if limit is None else limit for limit in request.mask.reach)
-    keys = None if request.keys is None else _addressable(request.keys)
-    values = None if request.values is None else _addressable(request.values)
-    x, log_sigma = _addressable(request.x), request.log_sigma.contiguous()
+    keys = None if request.keys is None else addressable(request.keys)
+    values = None if request.values is None else addressable(request.values)
+    x, log_sigma = addressable(request.x), request.log_sigma.contiguous()
     if keys is not None and request.num_queries <= DECODE_QUERIES and not request.needs_grad:
         return decode(x, keys, values, log_sigma, before, after)
     centred = not request.mask.causal  # rounding would leak the future
     eps = 0.0 if request.eps is None else request.eps
-    y, _, largest, _ = attend(x, keys, values, log_sigma, before, after, centred, eps, request.needs_grad)
-    if not request.constant_norm and readable(largest):
-        warn_if_lost(largest.item(), torch.float32)
+    arguments = (x, keys, values, log_sigma, before, after, centred, eps, request.needs_grad)
+    if not _is_plain(x, keys, values, log_sigma):
+        return attend(*arguments)[0]
+    y, *_, largest = (_Attend.apply if request.needs_grad else call.forward)(*arguments)
+    if not request.constant_norm:
+        warn_if_lost(largest, torch.float32)
     return y
 
 
@@ -69,12 +75,31 @@ def _single(request: GaussianRequest) -> GaussianRequest:
     return replace(request, x=request.x.float(), keys=keys, values=values)
 
 
-def _addressable(t: torch.Tensor) -> torch.Tensor:
-    """`t`, copied only if its channels lie apart."""
-    return t if t.stride(-1) == 1 else t.contiguous()
+def _is_plain(*tensors: torch.Tensor | None) -> bool:
+    """Whether these are numbers in memory, and nothing traces, fakes or transforms what is done with them."""
+    watched = (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+    )
+    return not watched and all(t is None or (type(t) in PLAIN and not t.is_neg()) for t in tensors)
 
 
-@torch.library.custom_op("gka::cpu_attend", mutates_args=())
+def _operator(name: str) -> Callable:
+    """Register a function as operator gka::name, for CPU tensors: torch.library.custom_op without its checks, which
+    take as long as a small kernel.
+    """
+
+    def register(function: Callable):
+        schema = torch.library.infer_schema(function, mutates_args=())
+        torch.library.define(f"gka::{name}", schema, tags=(torch.Tag.pt2_compliant_tag,))
+        torch.library.impl(f"gka::{name}", "CPU", function)
+        return getattr(torch.ops.gka, name).default
+
+    return register
+
+
+@_operator("cpu_attend")
 def attend(
     x: torch.Tensor,
     keys: torch.Tensor | None,
@@ -85,22 +110,23 @@ def attend(
     centred: bool,
     eps: float,
     differentiable: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(y, level, largest, rest): y (B, Tq, H, D); what the backward pass needs of each row (B, H, Tq); the largest
-    |x|^2 / sigma^2, (1,); in bfloat16, if differentiable, what rounding took from y, else nothing.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(y, level, rest): y (B, Tq, H, D); what the backward pass needs of each row (B, H, Tq); in bfloat16, if
+    differentiable, what rounding took from y, else nothing.
 
     keys None: x. values None: the keys. before, after: how far a query looks, -1 without limit. centred: subtract the
     mean of the keys first.
     """
-    return call.forward(x, keys, values, log_sigma, before, after, centred, eps, differentiable)
+    y, level, rest, _ = call.forward(x, keys, values, log_sigma, before, after, centred, eps, differentiable)
+    return y, level, rest
 
 
-@attend.register_fake
+@torch.library.register_fake("gka::cpu_attend")
 def _(x, keys, values, log_sigma, before, after, centred, eps, differentiable):
     return call.output_like(x, differentiable)
 
 
-@torch.library.custom_op("gka::cpu_attend_backward", mutates_args=())
+@_operator("cpu_attend_backward")
 def attend_backward(
     grad_y: torch.Tensor,
     x: torch.Tensor,
@@ -115,15 +141,15 @@ def attend_backward(
     centred: bool,
 ) -> list[torch.Tensor]:
     """[dx, dlog_sigma] and, if they are not x, dkeys, dvalues."""
-    return call.backward(_addressable(grad_y), x, keys, values, log_sigma, y, level, rest, before, after, centred)
+    return call.backward(grad_y, x, keys, values, log_sigma, y, level, rest, before, after, centred)
 
 
-@attend_backward.register_fake
+@torch.library.register_fake("gka::cpu_attend_backward")
 def _(grad_y, x, keys, values, log_sigma, y, level, rest, before, after, centred):
     return call.gradients_like(x, keys, values, log_sigma)
 
 
-@torch.library.custom_op("gka::cpu_decode", mutates_args=())
+@_operator("cpu_decode")
 def decode(
     x: torch.Tensor,
     keys: torch.Tensor,
@@ -136,27 +162,28 @@ def decode(
     return call.decode(x, keys, values, log_sigma, before, after)
 
 
-@decode.register_fake
+@torch.library.register_fake("gka::cpu_decode")
 def _(x, keys, values, log_sigma, before, after):
     return x.new_empty(x.shape)
 
 
 def _save(ctx, inputs, output):
     x, keys, values, log_sigma, before, after, centred, *_ = inputs
-    y, level, largest, rest = output
+    y, level, rest, *_ = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(level, largest, rest)
+    ctx.mark_non_differentiable(level, rest)
     ctx.save_for_backward(x, keys, values, log_sigma, y, level, rest)
     ctx.options = (before, after, centred)
 
 
-def _differentiate(ctx, grad_y, grad_level, grad_largest, grad_rest):
+def _differentiate(ctx, grad_y, *_):
     if grad_y is None:
         return (None,) * 9
-    x, keys, values, log_sigma, y, level, rest = ctx.saved_tensors
-    dx, dlog_sigma, *others = attend_backward(grad_y, x, keys, values, log_sigma, y, level, rest, *ctx.options)
+    saved = ctx.saved_tensors
+    route = call.backward if _is_plain(grad_y, *saved) and not torch.is_grad_enabled() else attend_backward
+    dx, dlog_sigma, *others = route(grad_y, *saved, *ctx.options)
     others = iter(others)
-    dkeys, dvalues = (None if t is None else next(others) for t in (keys, values))
+    dkeys, dvalues = (None if t is None else next(others) for t in saved[1:3])
     return dx, dkeys, dvalues, dlog_sigma, None, None, None, None, None
 
 
@@ -164,5 +191,17 @@ def _refuse(ctx, *grads):
     raise NotImplementedError('impl="cpu" has no second derivatives; use impl="reference" for double backward')
 
 
-attend.register_autograd(_differentiate, setup_context=_save)
-attend_backward.register_autograd(_refuse)
+torch.library.register_autograd("gka::cpu_attend", _differentiate, setup_context=_save)
+torch.library.register_autograd("gka::cpu_attend_backward", _refuse)
+
+
+class _Attend(torch.autograd.Function):
+    """`attend` on plain tensors, which tells the largest |x|^2 / sigma^2 too."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = call.forward(*inputs)
+        _save(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(_differentiate)

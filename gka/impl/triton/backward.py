@@ -26,6 +26,7 @@ from gka.impl.triton.tiles import (
     head_of,
     in_reach,
     inverse_variance,
+    load_row,
     load_tile,
     program,
     reload_tile,
@@ -37,25 +38,30 @@ from gka.impl.triton.tiles import (
 
 @triton.jit
 def gka_rows_kernel(p_dy, p_y, p_log_sigma, p_norm, p_level, p_delta, p_share, H, Tq, D: tl.constexpr,
-                    BLOCK_D: tl.constexpr, BM: tl.constexpr, SHARES: tl.constexpr, BOUND: tl.constexpr):  # fmt: skip
-    """delta_i = g_i.y_i and, with SHARES, share_i = 1 / row sum = 2^(peak_i - level_i), (B, H, Tq) float32; dy and y
-    (B, Tq, H, D) contiguous.
+                    BLOCK_D: tl.constexpr, BM: tl.constexpr, OWN_VALUES: tl.constexpr, SHARES: tl.constexpr,
+                    BOUND: tl.constexpr):  # fmt: skip
+    """delta_i = g_i.y_i, with OWN_VALUES times 1/sigma^2, and, with SHARES, share_i = 1 / row sum = 2^(peak_i -
+    level_i), (B, H, Tq) float32; dy and y (B, Tq, H, D) contiguous.
     """
     row_block, bh = program(Tq, BM)
     o_t = row_block * BM + tl.arange(0, BM)
     rows = bh.to(tl.int64) * Tq + o_t
     b_dy = load_tile(head_of(p_dy, bh, H, Tq * H * D, D), o_t, H * D, Tq, D, BLOCK_D, True)
     b_y = load_tile(head_of(p_y, bh, H, Tq * H * D, D), o_t, H * D, Tq, D, BLOCK_D, True)
-    tl.store(p_delta + rows, tl.sum(b_dy.to(tl.float32) * b_y.to(tl.float32), 1), mask=o_t < Tq)
+    b_delta = tl.sum(b_dy.to(tl.float32) * b_y.to(tl.float32), 1)
+    inverse = inverse_variance(p_log_sigma, bh % H, BOUND)
+    if OWN_VALUES:
+        b_delta *= inverse
+    tl.store(p_delta + rows, b_delta, mask=o_t < Tq)
     if SHARES:
-        half = 0.5 * LOG2_E * inverse_variance(p_log_sigma, bh % H, BOUND)
+        half = 0.5 * LOG2_E * inverse
         b_norm = tl.load(p_norm + rows, mask=o_t < Tq, other=0.0)
         b_level = tl.load(p_level + rows, mask=o_t < Tq, other=0.0)
         tl.store(p_share + rows, tl.exp2(half * b_norm - b_level), mask=o_t < Tq)
 
 
 @triton.jit
-def _queries_tile(acc, b_total, b_dls, b_x, b_dy, b_peak, b_level, b_delta, scale, p_k, p_v, p_norm, sk_t, sv_t, n0,
+def _queries_tile(acc, b_total, b_dls, b_x, b_dy, b_level, b_delta, scale, p_k, p_v, p_norm, sk_t, sv_t, n0,
                 o_i, Tk, before, after, D: tl.constexpr, BLOCK_D: tl.constexpr, BN: tl.constexpr,
                 CONSTANT: tl.constexpr, OWN_VALUES: tl.constexpr, HAS_BEFORE: tl.constexpr, HAS_AFTER: tl.constexpr,
                 MASKED: tl.constexpr):  # fmt: skip
@@ -67,13 +73,14 @@ def _queries_tile(acc, b_total, b_dls, b_x, b_dy, b_peak, b_level, b_delta, scal
         b_v = load_tile(p_v, o_j, sv_t, Tk, D, BLOCK_D, MASKED)
     b_s = tl.dot(b_x, tl.trans(b_k), input_precision=PRECISION) * scale
     if not CONSTANT:
-        b_s -= (tl.load(p_norm + o_j, mask=o_j < Tk, other=0.0) * (0.5 * scale))[None, :]
-    b_w = tl.exp2(tl.minimum(b_s - b_level[:, None], 0.0))
+        b_s -= (load_row(p_norm, o_j, Tk, MASKED) * (0.5 * scale))[None, :]
+    b_s -= b_level[:, None]
+    b_w = tl.exp2(tl.minimum(b_s, 0.0))
     if MASKED:
         b_w = tl.where(in_reach(o_i, o_j, Tk, before, after, HAS_BEFORE, HAS_AFTER), b_w, 0.0)
     b_g = b_w * (tl.dot(b_dy, tl.trans(b_v), input_precision=PRECISION) - b_delta[:, None])
     b_total += tl.sum(b_g, 1)
-    b_dls += tl.sum(b_g * (b_s - b_peak[:, None]), 1)
+    b_dls += tl.sum(b_g * b_s, 1)
     return tl.dot(b_g.to(b_k.dtype), b_k, acc, input_precision=PRECISION), b_total, b_dls
 
 
@@ -92,7 +99,7 @@ def _keys_tile(acc, acc_v, b_total, b_k, b_v, b_half, scale, inverse, p_x, p_dy,
     b_s = tl.dot(b_k, tl.trans(b_x), input_precision=PRECISION) * scale
     if not CONSTANT:
         b_s -= b_half[:, None]
-    b_level = tl.load(p_level + o_i, mask=o_i < Tq, other=0.0)
+    b_level = load_row(p_level, o_i, Tq, MASKED)
     b_w = tl.exp2(tl.minimum(b_s - b_level[None, :], 0.0))
     if MASKED:
         b_w = tl.where(in_reach(o_j, o_i, Tq, after, before, HAS_AFTER, HAS_BEFORE), b_w, 0.0)
@@ -100,11 +107,12 @@ def _keys_tile(acc, acc_v, b_total, b_k, b_v, b_half, scale, inverse, p_x, p_dy,
         acc = tl.dot(b_w.to(b_dy.dtype), b_dy, acc, input_precision=PRECISION)
     else:
         acc_v = tl.dot(b_w.to(b_dy.dtype), b_dy, acc_v, input_precision=PRECISION)
-    b_delta = tl.load(p_delta + o_i, mask=o_i < Tq, other=0.0)
-    b_g = b_w * (tl.dot(b_v, tl.trans(b_dy), input_precision=PRECISION) - b_delta[None, :])
-    b_total += tl.sum(b_g, 1)
+    b_delta = load_row(p_delta, o_i, Tq, MASKED)
+    b_dw = tl.dot(b_v, tl.trans(b_dy), input_precision=PRECISION)
     if OWN_VALUES:
-        b_g *= inverse
+        b_dw *= inverse
+    b_g = b_w * (b_dw - b_delta[None, :])
+    b_total += tl.sum(b_g, 1)
     return tl.dot(b_g.to(b_x.dtype), b_x, acc, input_precision=PRECISION), acc_v, b_total
 
 
@@ -125,15 +133,15 @@ def _symmetric_tile(acc, b_total, b_dls, b_x, b_dy, b_peak, b_weight, b_delta, s
     o_j = n0 + tl.arange(0, BN)
     b_xb = load_tile(p_x, o_j, sx_t, T, D, BLOCK_D, MASKED)
     b_dyb = load_tile(p_dy, o_j, sdy_t, T, D, BLOCK_D, MASKED)
-    b_weightb = tl.load(p_weight + o_j, mask=o_j < T, other=0.0)
-    b_deltab = tl.load(p_delta + o_j, mask=o_j < T, other=0.0)
+    b_weightb = load_row(p_weight, o_j, T, MASKED)
+    b_deltab = load_row(p_delta, o_j, T, MASKED)
     b_s = tl.dot(b_x, tl.trans(b_xb), input_precision=PRECISION) * scale
     if CONSTANT:
         b_wab = tl.exp2(tl.minimum(b_s - b_weight[:, None], 0.0))
         b_wba = tl.exp2(tl.minimum(b_s - b_weightb[None, :], 0.0))
         b_s -= b_peak[:, None]
     else:
-        b_peakb = tl.load(p_norm + o_j, mask=o_j < T, other=0.0) * (0.5 * scale)
+        b_peakb = load_row(p_norm, o_j, T, MASKED) * (0.5 * scale)
         b_s = tl.minimum(b_s - (b_peak[:, None] + b_peakb[None, :]), 0.0)
         b_kernel = tl.exp2(b_s)
         b_wab = b_kernel * b_weight[:, None]
@@ -142,12 +150,12 @@ def _symmetric_tile(acc, b_total, b_dls, b_x, b_dy, b_peak, b_weight, b_delta, s
         seen = in_reach(o_i, o_j, T, reach, reach, HAS_REACH, HAS_REACH)
         b_wab = tl.where(seen, b_wab, 0.0)
         b_wba = tl.where(seen, b_wba, 0.0)
-    b_g = b_wab * (tl.dot(b_dy, tl.trans(b_xb), input_precision=PRECISION) - b_delta[:, None])
+    b_g = b_wab * (tl.dot(b_dy, tl.trans(b_xb), input_precision=PRECISION) * inverse - b_delta[:, None])
     b_dls += tl.sum(b_g * b_s, 1)
-    b_g += b_wba * (tl.dot(b_x, tl.trans(b_dyb), input_precision=PRECISION) - b_deltab[None, :])
+    b_g += b_wba * (tl.dot(b_x, tl.trans(b_dyb), input_precision=PRECISION) * inverse - b_deltab[None, :])
     b_total += tl.sum(b_g, 1)
     acc = tl.dot(b_wba.to(b_dyb.dtype), b_dyb, acc, input_precision=PRECISION)
-    return tl.dot((b_g * inverse).to(b_xb.dtype), b_xb, acc, input_precision=PRECISION), b_total, b_dls
+    return tl.dot(b_g.to(b_xb.dtype), b_xb, acc, input_precision=PRECISION), b_total, b_dls
 
 
 @triton.jit(do_not_specialize=["before", "after"])
@@ -171,6 +179,8 @@ def gka_queries_kernel(p_x, p_k, p_v, p_log_sigma, p_dy, p_norm, p_level, p_delt
     b_dy = load_tile(head_of(p_dy, bh, H, Tq * H * D, D), o_t, H * D, Tq, D, BLOCK_D, True)
     b_level = tl.load(p_level + rows, mask=o_t < Tq, other=0.0)
     b_delta = tl.load(p_delta + rows, mask=o_t < Tq, other=0.0)
+    if OWN_VALUES:
+        b_delta /= inverse
     b_peak = squared_norm(b_x) * (scale if CONSTANT else 0.5 * scale)
     acc = tl.zeros([BM, BLOCK_D], tl.float32)
     b_total = tl.zeros([BM], tl.float32)
@@ -183,10 +193,11 @@ def gka_queries_kernel(p_x, p_k, p_v, p_log_sigma, p_dy, p_norm, p_level, p_delt
         if span != 0 or HAS_BEFORE:
             for n0 in range(bounds[span], bounds[span + 1], BN):
                 acc, b_total, b_dls = _queries_tile(
-                    acc, b_total, b_dls, b_x, b_dy, b_peak, b_level, b_delta, scale, p_k, p_v, p_norm, sk_t, sv_t, n0,
+                    acc, b_total, b_dls, b_x, b_dy, b_level, b_delta, scale, p_k, p_v, p_norm, sk_t, sv_t, n0,
                     o_t + offset, Tk, before, after, D, BLOCK_D, BN, CONSTANT, OWN_VALUES, HAS_BEFORE, HAS_AFTER,
                     span != 1)  # fmt: skip
 
+    b_dls += b_total * (b_level - b_peak)  # the tiles' exponents are those of W, S_ij lies a row's log2 D_i above
     acc = inverse * (acc - b_total[:, None] * reload_tile(p_x, o_t, sx_t, Tq, D, BLOCK_D).to(tl.float32))
     store_tile(head_of(p_dx, bh, H, Tq * H * D, D), o_t, H * D, acc, Tq, D, BLOCK_D)
     _store_partial(p_dls, b_dls, p_log_sigma, bh, H, row_block, tl.cdiv(Tq, BM), BOUND)
@@ -236,8 +247,9 @@ def gka_keys_kernel(p_x, p_k, p_v, p_log_sigma, p_dy, p_norm, p_level, p_delta, 
 
     if not OWN_VALUES:
         acc *= inverse
+        b_total *= inverse
         store_tile(head_of(p_dv, bh, H, Tk * H * D, D), o_t, H * D, acc_v, Tk, D, BLOCK_D)
-    acc -= (b_total * inverse)[:, None] * reload_tile(p_k, o_t, sk_t, Tk, D, BLOCK_D).to(tl.float32)
+    acc -= b_total[:, None] * reload_tile(p_k, o_t, sk_t, Tk, D, BLOCK_D).to(tl.float32)
     if OWN_KEYS:
         acc += reload_tile(p_dk, o_t, H * D, Tk, D, BLOCK_D).to(tl.float32)
     store_tile(p_dk, o_t, H * D, acc, Tk, D, BLOCK_D)
@@ -280,6 +292,6 @@ def gka_symmetric_kernel(p_x, p_log_sigma, p_dy, p_norm, p_weight, p_delta, p_dx
                     p_weight, p_delta, sx_t, H * D, n0, o_t, T, reach, D, BLOCK_D, TAIL if span == 2 else BN, CONSTANT,
                     HAS_REACH, span != 1)  # fmt: skip
 
-    acc -= (b_total * inverse)[:, None] * reload_tile(p_x, o_t, sx_t, T, D, BLOCK_D).to(tl.float32)
+    acc -= b_total[:, None] * reload_tile(p_x, o_t, sx_t, T, D, BLOCK_D).to(tl.float32)
     store_tile(head_of(p_dx, bh, H, T * H * D, D), o_t, H * D, acc, T, D, BLOCK_D)
-    _store_partial(p_dls, b_dls, p_log_sigma, bh, H, row_block, tl.cdiv(T, BM), BOUND)
+    _store_partial(p_dls, b_dls / inverse, p_log_sigma, bh, H, row_block, tl.cdiv(T, BM), BOUND)

@@ -82,8 +82,8 @@ def backward(
     delta = torch.empty_like(level)
     share = torch.empty_like(level) if symmetric is not None and not constant_norm else level
     gka_rows_kernel[(batch * heads * triton.cdiv(length, 64),)](
-        grad_y, y, log_sigma, norm, level, delta, share, heads, length, BM=64, SHARES=share is not level, **shape
-    )
+        grad_y, y, log_sigma, norm, level, delta, share, heads, length, BM=64, OWN_VALUES=own_values,
+        SHARES=share is not level, **shape)  # fmt: skip
     strides = [stride for t in (x, keys, values) for stride in t.stride()[:3]]
     masked = dict(HAS_BEFORE=before >= 0, HAS_AFTER=after >= 0)
 

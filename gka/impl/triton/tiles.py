@@ -43,6 +43,15 @@ def load_tile(p, o_t, s_t, T, D: tl.constexpr, BLOCK_D: tl.constexpr, CHECKED: t
 
 
 @triton.jit
+def load_row(p, o_t, T, CHECKED: tl.constexpr):
+    """One number for each token o_t, zero beyond T if CHECKED."""
+    if CHECKED:
+        return tl.load(p + o_t, mask=o_t < T, other=0.0)
+    else:
+        return tl.load(p + o_t)
+
+
+@triton.jit
 def reload_tile(p, o_t, s_t, T, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """`load_tile` again.
 

@@ -119,7 +119,7 @@ struct Decode {
       const float found = running(batch, part, h, i)[channels + 1];
       if (!(found <= top)) top = found;
     }
-    float* y = writable(q.y, q, batch * q.num_heads + h, i);
+    float* y = Source(q.y, q, batch * q.num_heads + h).writable(i);
     std::fill(y, y + q.head_dim, 0.0f);
     for (int64_t part = 0; part < parts; part++) {
       const float *mixed = running(batch, part, h, i), factor = std::exp2(mixed[channels + 1] - top);
