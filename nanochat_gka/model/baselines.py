@@ -26,6 +26,9 @@ class Baseline(GKAAttention):
     def operator(self, dtype):
         return None
 
+    def attend_cached(self, rotary, queries, stored, lengths):
+        return Attention.attend_cached(self, rotary, queries, stored, lengths)
+
 
 class MeanAttention(Baseline):
     has_bandwidth, compares = False, False
