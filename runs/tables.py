@@ -29,7 +29,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "core": core.core,
     "instructions": instructions.instructions,
 }
-BLOCK = re.compile(r"<!-- table:(\S+) -->\n(?:.*?\n)?<!-- /table -->", re.DOTALL)
+BLOCK = re.compile(r"<!-- table:(\S+) -->\n(?:.*?\n)??<!-- /table -->", re.DOTALL)
 
 
 @dataclass
