@@ -7,17 +7,19 @@ READY      := .venv/.installed
 BASE       ?= out
 WANDB_MODE ?= disabled
 quoted     = '$(subst ','\'',$(1))'
-SETTINGS   := BASE CORPUS SHARDS VOCAB SEQ DEPTH NGPU RUN MODEL DATA IMAGE TEXT ARGS
+SETTINGS   := BASE CORPUS SHARDS VOCAB SEQ DEPTH NGPU NNODES RDZV RESTARTS RUN MODEL DATA IMAGE TEXT ARGS
+# Restarted workers get a store of their own; otherwise they meet the addresses of dead ones, and hang.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE := 1
 STUDY      = $(if $(filter study,$(MAKECMDGOALS)),FOR=study)
 GIVEN      = $(strip $(STUDY) $(foreach name,$(SETTINGS),$(if $($(name)),$(name)=$(call quoted,$($(name))))))
 NAMES      = $(PYTHON) -m runs.names
 $(foreach word,$(shell $(NAMES) make $(GIVEN)),$(eval $(subst |, ,$(word))))
-$(if $(LAUNCH),,$(error $(PYTHON) cannot run runs/names.py: set PYTHON=python3.x))
+$(if $(LAUNCH),,$(error no settings: see the line above, or set PYTHON=python3.x))
 PIP        = $(PY) -m pip install --quiet --disable-pip-version-check
 # ARGS goes to the target that was named, not to what it needs first.
 args_of    = $(if $(filter $(1),$(MAKECMDGOALS)),$(ARGS))
 THE_RUN    = $(if $(findstring -base,$@),$(BASE_RUN),$(GKA_RUN))
-PAPER      = --base $(BASE) --ngpu $(RANKS)
+PAPER      = --base $(BASE) $(PROCESSES)
 as_given   = $(if $(value $(1)),$(2) $(call quoted,$(value $(1))))# by value: a $ in a text is a $
 SHOWN      = $(call as_given,IMAGE,--image) $(call as_given,TEXT,--text)
 .PHONY: help setup demo test test-gpu lint bench data tokenizer tokenize pretrain-d20 pretrain-d20-base eval-bpb \

@@ -4,4 +4,8 @@ Importing this package registers deit_{tiny,small,base}_{gka,vlt}[_distilled]_pa
 by layer such as "GGGA" names that the `attn_layer` of timm's ViTs takes.
 """
 
-from deit_gka.model import registry as registry  # registers
+from trainkit.extras import require
+
+require(__name__, "vision", "numpy", "safetensors", "filelock", "rich", "tyro", "torchvision", "timm")
+
+from deit_gka.model import registry as registry  # noqa: E402 - registers

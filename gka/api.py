@@ -157,9 +157,13 @@ def check_impl(impl: str) -> None:
 
 def without_autocast(device_type: str) -> contextlib.AbstractContextManager:
     """A context in which operations keep their arguments' dtype, also on devices without autocast, such as meta."""
-    if torch.amp.is_autocast_available(device_type):
+    if _autocasts(device_type):
         return torch.autocast(device_type, enabled=False)
     return contextlib.nullcontext()
+
+
+def _autocasts(device_type: str) -> bool:
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
 def _gaussian_request(
@@ -249,7 +253,7 @@ def _to_autocast_dtype(x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     one tensor stay one.
     """
     kind = x.device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
+    if not _autocasts(kind) or x.dtype == torch.float64:
         return x, keys, values
     dtype = torch.get_autocast_dtype(kind)
 

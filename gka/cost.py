@@ -22,6 +22,11 @@ class AttentionCost:
     cache_bytes: int  # decode cache for `tokens` tokens, whole batch
 
 
+def operator_flops(batch: int, queries: int, heads: int, head_dim: int, *, keys: int) -> int:
+    """FLOPs of scores and mixing, forward: every query with `keys` keys in reach."""
+    return 4 * batch * queries * keys * heads * head_dim
+
+
 def attention_cost(
     kind: str,
     dim: int,
@@ -55,7 +60,8 @@ def attention_cost(
         + (dim if kind == "vlt" and bias and value_bias else 0)
         + bandwidths,
         bandwidths=bandwidths,
-        flops=batch * tokens * (2 * linears * dim * dim + 4 * keys * dim),
+        flops=2 * batch * tokens * linears * dim * dim
+        + operator_flops(batch, tokens, num_heads, dim // num_heads, keys=keys),
         operator_bytes=KINDS[kind].operator_tensors * tensor_bytes,
         matrix_bytes=batch * num_heads * tokens * tokens * itemsize,
         cache_bytes=KINDS[kind].cached_tensors * tensor_bytes,

@@ -67,8 +67,8 @@ def check_log_sigma(log_sigma: object, x: torch.Tensor) -> None:
         raise ValueError(f"log_sigma must have shape (H,) = ({x.shape[2]},), got {tuple(log_sigma.shape)}")
     if log_sigma.device != x.device:
         raise ValueError(f"log_sigma must be on the device of the features, {x.device}, got {log_sigma.device}")
-    if readable(log_sigma) and not torch.isfinite(log_sigma.detach()).all():
-        raise ValueError(f"log_sigma must be finite, got {log_sigma.detach().tolist()}")
+    if readable(log_sigma) and not all(map(math.isfinite, values := log_sigma.tolist())):
+        raise ValueError(f"log_sigma must be finite, got {values}")
 
 
 def readable(t: torch.Tensor) -> bool:

@@ -10,12 +10,16 @@ from typing import Any
 from trainkit.progress import console
 
 
-def command(module: str, flags: Iterable[Any], ranks: int = 1) -> list[str]:
-    """The words after `python` that run `module`, with `ranks` processes."""
+def command(module: str, flags: Iterable[Any], ranks: int = 1, torchrun: str = "") -> list[str]:
+    """The words after `python` that run `module`, with `ranks` processes on this machine; torchrun: more of its flags.
+
+    --standalone stands for those if there are none.
+    """
     launcher = ["-m"]
-    if ranks > 1:
+    if ranks > 1 or torchrun:
+        where = shlex.split(torchrun) or ["--standalone"]
         # The last dashes keep torchrun from taking our --run for its --run-path.
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "--"]
+        launcher = ["-m", "torch.distributed.run", *where, "--nproc-per-node", str(ranks), "-m", "--"]
     return [*launcher, module, *map(str, flags)]
 
 

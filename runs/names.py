@@ -36,6 +36,7 @@ GIVE_DATA = (
 )
 HELP = """
   NGPU={NGPU} processes, DEPTH={DEPTH} layers (the demo has 4), SHARDS={SHARDS}, VOCAB={VOCAB}, SEQ={SEQ}
+  NNODES=1 (machines, each with NGPU processes, that meet at RDZV=host:port), RESTARTS=0 (after a crash)
   CORPUS={CORPUS} (fineweb, builtin or a folder of parquet files), BASE={BASE} (outputs)
   RUN={RUN} (what eval-bpb, eval-core, sample and export take; eval-deit takes MODEL's, figures the demo's)
   DATA=folder of images with train/ and val/ (or hf:NAME, hf-stream:NAME, wds:FOLDER, digits)
@@ -110,10 +111,21 @@ def draw_commands(given, base):
     return [vision, language] if any(Path(base, "demo", "runs").glob("d*-gka-paper-*")) else [vision]
 
 
-def launcher(ranks):
+def torchrun_flags(given):
+    """What torchrun is told beside the number of processes: NNODES machines that meet at RDZV, and RESTARTS."""
+    nodes, restarts = given.get("NNODES", "1"), given.get("RESTARTS", "0")
+    flags = ["--standalone"] if nodes == "1" and restarts != "0" else []
+    if nodes != "1":
+        if "RDZV" not in given:
+            raise Problem(f"NNODES={nodes} needs RDZV=host:port, the same on every machine: one of them, a free port")
+        flags = [f"--nnodes {nodes} --rdzv-backend c10d --rdzv-id gka --rdzv-endpoint {shlex.quote(given['RDZV'])}"]
+    return " ".join(flags + ([f"--max-restarts {restarts}"] if restarts != "0" else []))
+
+
+def launcher(ranks, torchrun):
     """What runs a module; the dashes keep torchrun from taking our --run for its --run-path."""
-    if ranks != "1":
-        return f"{VENV}/torchrun --standalone --nproc-per-node {ranks} -m --"
+    if ranks != "1" or torchrun:
+        return f"{VENV}/torchrun {torchrun or '--standalone'} --nproc-per-node {ranks} -m --"
     return VENV + "/python -m"
 
 
@@ -128,6 +140,7 @@ def names(given):
     packed = f"{base}/packed/{name}-{setting['VOCAB']}-{setting['SEQ']}"
     ngpu = given.get("NGPU") or str(count_gpus())
     ranks = "1" if ngpu == "0" else ngpu
+    torchrun = torchrun_flags(given)
     run = shlex.quote(given["RUN"]) if "RUN" in given else ""
     demo = ["--ranks " + ranks] if "NGPU" in given and ranks != "1" else []
     demo += ["--depth " + given["DEPTH"]] if "DEPTH" in given else []
@@ -142,8 +155,8 @@ def names(given):
         "DEPTH_FLAG": "--depth " + setting["DEPTH"],
         "TOKENIZER": tokenizer,
         "PACKED": packed,
-        "RANKS": ranks,
-        "LAUNCH": launcher(ranks),
+        "PROCESSES": f"--ngpu {ranks}" + (f" --torchrun={shlex.quote(torchrun)}" if torchrun else ""),
+        "LAUNCH": launcher(ranks, torchrun),
         "DEMO_FLAGS": " ".join(demo),
         # The rows are those the run was trained on, unless others are named.
         "ROWS": "--data " + packed if named_rows else "",
@@ -236,7 +249,10 @@ def main(words):
         "finish-corpus": finish_corpus,
     }
     if asked == "make":
-        print(as_make(names(given)))
+        try:
+            print(as_make(names(given)))
+        except Problem as problem:
+            sys.exit(f"error: {problem}")
     elif asked == "help":
         show_targets(Path("Makefile").read_text())
         settings = {**DEFAULTS, "NGPU": count_gpus(), **given, "RUN": names(given)["GKA_RUN"]}

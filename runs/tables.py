@@ -12,22 +12,31 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runs import pages
-from runs.sections import benchmarks, core, demo, instructions, models, summary
+from runs.sections import benchmarks, core, demo, instructions, models, speed, study, summary
 from trainkit.cli import UserError, run
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "gka/README.md", "nanochat_gka/README.md", "deit_gka/README.md", "runs/README.md")
+PAGES = (
+    "README.md",
+    "gka/README.md",
+    "nanochat_gka/README.md",
+    "deit_gka/README.md",
+    "runs/README.md",
+    "runs/study/README.md",
+)
 SECTIONS: dict[str, Callable[[], str]] = {
     "results": summary.results,  # the front page's
     "demo": demo.language,
     "vision": demo.vision,
     "sizes": models.sizes,
-    "bench": benchmarks.speed,
+    "operator": speed.operator,
+    "models": speed.models,
     "decode": benchmarks.decode,
     "scorer": benchmarks.scorer,
     "errors": benchmarks.errors,
     "core": core.core,
     "instructions": instructions.instructions,
+    **study.TABLES,
 }
 BLOCK = re.compile(r"<!-- table:(\S+) -->\n(?:.*?\n)??<!-- /table -->", re.DOTALL)
 

@@ -16,6 +16,9 @@ import pytest
 import torch
 from hypothesis import settings
 
+import watchdog
+
+watchdog.start()
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported: its kernels run on CPU tensors
 
@@ -27,10 +30,18 @@ def pytest_sessionstart():
     """Compile the CPU kernel if need be: a command under test that did it would say so among its errors."""
     from gka.impl.cpu import build
 
+    os.environ.setdefault(build.FOLDER, str(build.cache_folder()))  # for commands with a HOME of their own
     build.obstacle()
 
 
-LONG_FILES = ("test_triton_compile.py", "test_train.py", "test_workers.py", "test_study.py", "test_resume.py")
+# Those that take 10 s or more start first: no worker shall be left alone with one at the end.
+LONG_FILES = {"test_triton_compile.py", "test_train.py", "test_resume.py", "test_study.py", "test_workers.py"}
+LONG_FILES |= {"test_explore.py", "test_report.py", "test_cpu_build.py", "test_bench_commands.py", "test_cut_off.py"}
+LONG_FILES |= {"test_train_mistakes.py", "test_corpus.py", "test_generate.py", "test_pack_interrupted.py"}
+
+
+def pytest_configure(config):
+    config.option.loadscopereorder = False  # xdist would start files by their number of tests
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +50,7 @@ def _seed():
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: item.path.name not in LONG_FILES)  # no worker shall be left alone with one at the end
+    items.sort(key=lambda item: item.path.name not in LONG_FILES)
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="no CUDA device")
         for item in items:

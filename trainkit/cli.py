@@ -5,6 +5,7 @@ import inspect
 import math
 import os
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -13,6 +14,11 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 # The flags to lower when a GPU's memory is full, whichever a command has: they change the speed, not the result.
 BATCH_FLAGS = ("device_batch_size", "batch_tokens", "max_rows", "batch_size")
+
+
+TORCHRUN = ("torchrun", "torch.distributed.run")
+# Of torchrun: 1 gives restarted workers a store of their own. Without it they meet dead peers' addresses and hang.
+STORE_SWITCH = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
 class UserError(Exception):
@@ -152,6 +158,8 @@ def _exit(code) -> None:
     if _is_distributed() and isinstance(code, int):
         sys.stdout.flush()
         sys.stderr.flush()
+        if code == 2 and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
+            os.kill(os.getppid(), signal.SIGTERM)  # a restart would meet the user's mistake again
         os._exit(code)
     sys.exit(code)
 
@@ -163,7 +171,21 @@ def module_name() -> str:
 
 
 def command_line() -> str:
-    """The command this process was started with, as one would type it."""
+    """The command this process was started with, as one would type it; one of several processes' is torchrun's."""
     name, ranks = module_name(), int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > 1 and (given := _torchrun_line()):
+        return given
     launcher = "python" if ranks == 1 else f"torchrun --standalone --nproc-per-node {ranks}"
     return shlex.join([*launcher.split(), *(["-m", name] if name else sys.argv[:1]), *sys.argv[1:]])
+
+
+def _torchrun_line() -> str:
+    """The command of the torchrun that started this process; empty if something else did."""
+    import psutil
+
+    words = psutil.Process(os.getppid()).cmdline()
+    started = next((i for i, word in enumerate(words) if os.path.basename(word) in TORCHRUN), None)
+    if started is None:
+        return ""
+    shared = [f"{STORE_SWITCH}={value}"] if (value := os.environ.get(STORE_SWITCH)) else []
+    return shlex.join([*shared, "torchrun", *words[started + 1 :]])

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from trainkit.cli import UserError
+from trainkit.cli import STORE_SWITCH, UserError
 
 # How long a process waits for the others: one may compile, or read ahead in a stream, much longer than another.
 COLLECTIVE_TIMEOUT = datetime.timedelta(hours=1)
@@ -77,6 +77,23 @@ class Runtime:
             time.sleep(6)  # torchrun ends everyone with the first to leave; the failed rank must print its error first
             sys.exit(2)
         return result
+
+    def check_same(self, describe: Callable[[], dict[str, str]]) -> None:
+        """Raises UserError, on every rank, unless every rank's description of its files is the same.
+
+        On one machine they do, unless files change meanwhile; on several each may have its own.
+        """
+        if self.world_size == 1:
+            return
+        said: list = [None] * self.world_size
+        dist.all_gather_object(said, describe())
+        for key, value in said[0].items():
+            others = [str(rank) for rank, other in enumerate(said) if other[key] != value]
+            if others:
+                raise UserError(
+                    f"process 0 has {key}: {value}; processes {', '.join(others)} have "
+                    f"{said[int(others[0])][key]}. Give every machine the same files, by a shared folder or copies"
+                )
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -143,6 +160,8 @@ def setup(device_type: str = "auto", seed: int = 42) -> Runtime:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+    if rank == 0 and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) and os.environ.get(STORE_SWITCH) != "1":
+        print(f"warning: without {STORE_SWITCH}=1 before torchrun, restarted processes may hang", file=sys.stderr)
     if world_size > 1 and not dist.is_initialized():
         backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
         dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=device_id)

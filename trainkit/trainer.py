@@ -70,6 +70,10 @@ class Trainer(ABC):
     def tensors(self) -> dict[str, Tensors]:
         """What a checkpoint keeps as tensors, by file. Waiting for other processes is fine here."""
 
+    def identity(self) -> dict[str, str]:
+        """What must be the same for every process beside the progress: by its name, a hash or a few words."""
+        return {}
+
     @abstractmethod
     def about(self) -> dict[str, Any]:
         """What else a checkpoint says, JSON. On rank 0."""

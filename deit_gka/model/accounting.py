@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from timm.models import VisionTransformer
 from torch import nn
 
+import gka.flops  # noqa: F401  torch's FLOP counter then sees these FLOPs too
 from deit_gka.model.attention import kind_of
 from gka import KINDS, attention_cost, layer_kinds
 

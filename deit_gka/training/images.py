@@ -7,6 +7,7 @@ from typing import Any
 from deit_gka.data.images import Batch, Images
 from deit_gka.data.order import Order
 from deit_gka.data.sources import Stream, check_classes, located
+from deit_gka.data.sources.base import list_hash
 from deit_gka.data.transforms import eval_transform, train_transform
 from deit_gka.data.workers import BatchLoader, batches, default_workers, evaluation_batches, worker_context
 from deit_gka.model.checkpoints import open_data, trained_on
@@ -43,6 +44,11 @@ class RunImages:
     def about(self) -> dict[str, Any]:
         """What a checkpoint says of the images."""
         return {"classes": self.classes, "data": self._counts(), "trained_on": located(self.config.data)}
+
+    def identity(self) -> dict[str, str]:
+        """What every process must have: the same images in the same order."""
+        sets = {"training": self.train_set, "validation": self.val_set}
+        return {f"{name} images with the hash": list_hash(images) for name, images in sets.items()}
 
     def check_same(self, saved: dict[str, Any]) -> None:
         """Raises UserError if these are not the images of the run whose checkpoint says `saved`."""

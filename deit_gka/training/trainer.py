@@ -214,6 +214,9 @@ class Trainer(BaseTrainer):
         average = {} if self.average is None else {"ema": self.average.module.state_dict()}
         return {"model": self.model.state_dict(), **average, "optimizer": state_tensors(self.optimizer, self.model)}
 
+    def identity(self) -> dict[str, str]:
+        return self.images.identity()
+
     def about(self) -> dict[str, Any]:
         """All randomness is a function of the seed and the update's number: no state of a random generator is here."""
         return {

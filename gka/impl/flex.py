@@ -7,16 +7,18 @@ ignored.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from gka.bandwidth import inverse_variance
 from gka.expansion import expand
 from gka.masking import Mask
 from gka.request import GaussianRequest, Request, SoftmaxRequest
+
+if TYPE_CHECKING:  # imported where it is used: it brings SymPy, a quarter of the time that `import gka` takes
+    from torch.nn.attention.flex_attention import BlockMask
 
 TILE = 128
 MIN_HEAD_DIM = 16
@@ -58,6 +60,8 @@ def gaussian(request: GaussianRequest) -> torch.Tensor:
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float, score_mod: Any = None):
+    from torch.nn.attention.flex_attention import flex_attention
+
     num_queries, num_keys = q.shape[1], k.shape[1]
     block_mask = _block_mask(mask, num_queries, num_keys, q.device)
     # Whole tiles: FlexAttention's gradients are NaN for ragged lengths with a score_mod (pytorch#153799).
@@ -71,12 +75,16 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale
 
 @functools.cache
 def _compiled() -> Callable:
+    from torch.nn.attention.flex_attention import flex_attention
+
     return torch.compile(flex_attention, dynamic=False)
 
 
 @functools.lru_cache(maxsize=64)
-def _block_mask(mask: Mask, num_queries: int, num_keys: int, device: torch.device) -> BlockMask:
+def _block_mask(mask: Mask, num_queries: int, num_keys: int, device: torch.device) -> "BlockMask":
     """The mask over whole tiles, padded keys hidden; never an inference tensor, which training could not save."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
     with torch.inference_mode(False), torch.no_grad():
         offset: int | torch.Tensor = num_keys - num_queries
         end: int | torch.Tensor = num_keys

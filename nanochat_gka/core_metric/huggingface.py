@@ -5,7 +5,9 @@ prompts cut on the left, float32 weights, bfloat16 arithmetic on CUDA. Beyond it
 length limit of any model, not of GPT-2 alone.
 """
 
+import contextlib
 import hashlib
+import importlib
 import inspect
 from pathlib import Path
 from types import SimpleNamespace
@@ -70,7 +72,9 @@ def load_hugging_face(path: str, device: torch.device) -> EvaluatedModel:
     try:
         import transformers
     except ImportError:
-        raise UserError('--hf-path needs the transformers package: pip install "transformers>=4.57"') from None
+        raise UserError('--hf-path needs the transformers package: pip install "transformers>=5.23"') from None
+    with contextlib.suppress(ImportError):  # older transformers read other models
+        importlib.import_module("nanochat_gka.hf")  # ours, trained further or not
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     safely = {"trust_remote_code": False}

@@ -5,6 +5,8 @@ every epoch.
 """
 
 import contextlib
+import hashlib
+import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -87,6 +89,11 @@ class PackedData:
     def _count(self, split: str, tokens: int) -> int:
         rows = len(self._rows[split])
         return rows if tokens < 0 else max(1, min(rows, tokens // self.sequence_len))
+
+    def rows_hash(self) -> str:
+        """Hash of what makes rows the same rows, wherever they are."""
+        same = {key: self.manifest[key] for key in (*SAME_ROWS, "shards")}
+        return hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()
 
     def identity(self, run: Path) -> dict[str, Any]:
         """What checkpoints of the run in `run` say of their data: what it is and where, also relative to the run."""

@@ -22,6 +22,7 @@ _NAMES = "bos user_start user_end assistant_start assistant_end python_start pyt
 SPECIAL_TOKENS = tuple(f"<|{name}|>" for name in _NAMES.split())
 VOCAB = Bounds(256 + len(SPECIAL_TOKENS), 2**16)  # bytes and special tokens at least; ids are stored as uint16
 FILE_NAME = "tokenizer.json"
+EXPORTED_NAME = "gka_tokenizer.json"  # in an exported folder, where tokenizer.json is Hugging Face's
 
 
 class Tokenizer:
@@ -47,9 +48,9 @@ class Tokenizer:
         return cls({bytes(token): rank for token, rank in trainer.get_mergeable_ranks()})
 
     @classmethod
-    def load(cls, folder: Path) -> "Tokenizer":
-        """Read `folder`/tokenizer.json. Raises UserError if it is absent or is not a tokenizer."""
-        path = Path(folder) / FILE_NAME
+    def load(cls, folder: Path, name: str = FILE_NAME) -> "Tokenizer":
+        """Read the file `name` in `folder`. Raises UserError if it is absent or is not a tokenizer."""
+        path = Path(folder) / name
         data = read_json(path, "tokenizer")
         try:
             ranks = {base64.b64decode(token): rank for rank, token in enumerate(data["tokens"])}
@@ -65,8 +66,8 @@ class Tokenizer:
             "tokens": [base64.b64encode(token).decode() for token in ordered],
         }
 
-    def save(self, folder: Path) -> None:
-        write_json(Path(folder) / FILE_NAME, self.to_json())
+    def save(self, folder: Path, name: str = FILE_NAME) -> None:
+        write_json(Path(folder) / name, self.to_json())
 
     @cached_property
     def sha256(self) -> str:

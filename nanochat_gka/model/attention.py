@@ -7,12 +7,21 @@ Legend: B batch, T tokens, n tokens so far, H heads, D head_dim, C = H * D.
 
 import math
 from abc import ABC, abstractmethod
+from itertools import groupby
 from typing import ClassVar
 
 import torch
 from torch import nn
 
-from gka import KINDS, Kind, dot_product_attention, gaussian_attention, initial_log_sigma, select_impl
+from gka import (
+    KINDS,
+    Kind,
+    decode_attention,
+    dot_product_attention,
+    gaussian_attention,
+    initial_log_sigma,
+    select_impl,
+)
 from gka.masking import Mask
 from nanochat_gka.model.blocks import Linear, Rotary, fill_uniform, norm
 from nanochat_gka.model.config import GPTConfig
@@ -83,6 +92,15 @@ class Attention(nn.Module, ABC):
     @abstractmethod
     def attend(self, rotary: Rotary, queries: torch.Tensor, stored: Tensors) -> torch.Tensor:
         """Mix what is stored of n tokens, (B, n, H, D) each, for the queries of the last T of them, (B, T, H, D)."""
+
+    def attend_cached(self, rotary: Rotary, queries: torch.Tensor, stored: Tensors, lengths: list[int]) -> torch.Tensor:
+        """As `attend`, of rows that have `lengths` tokens each in what a cache stores, (B, capacity, H, D)."""
+        mixed, first = [], 0
+        for length, members in groupby(lengths):  # neighbours of equal length share a call, without padding or masks
+            rows = slice(first, first + len(list(members)))
+            mixed.append(self.attend(rotary, queries[rows], tuple(tensor[rows, :length] for tensor in stored)))
+            first = rows.stop
+        return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
     def keys_and_values(self, rotary: Rotary, num_queries: int, stored: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         """What the heads of the last `num_queries` tokens read, (B, n, H, D) each, of what is `stored` of n tokens."""
@@ -211,14 +229,7 @@ class GKAAttention(Attention, kind="gka"):
         return features, (features,) if values is features else (values, features)
 
     def keys_and_values(self, rotary, num_queries, stored):
-        values, keys, num_tokens = stored[0], stored[-1], stored[0].shape[1]
-        keys_are_missing = self.derives_keys and len(stored) == 1
-        if keys_are_missing or (self.has_offsets and num_queries < num_tokens):  # what follows is work on every token
-            first = self.first_in_reach(num_queries, num_tokens)
-            values, keys = values[:, first:], keys[:, first:]
-            if keys_are_missing:
-                keys = norm(rotary(values, slice(first, num_tokens)))
-        return self.with_offsets(keys, values)
+        return super().keys_and_values(rotary, num_queries, (stored[-1], stored[0]))
 
     def attend(self, rotary, queries, stored):
         keys, values = self.keys_and_values(rotary, queries.shape[1], stored)
@@ -226,6 +237,20 @@ class GKAAttention(Attention, kind="gka"):
         return gaussian_attention(
             queries, self.log_sigma, keys=keys, values=values, causal=True, window=self.window, constant_norm=True
         )
+
+    def attend_cached(self, rotary, queries, stored, lengths):
+        tables = rotary.tables if self.derives_keys and len(stored) == 1 else None
+        keys = stored[1] if len(stored) == 2 else None
+        delays = dict(key_delays=self.delays(self.late_keys), value_delays=self.delays(self.late_values))
+        return decode_attention(
+            queries, self.log_sigma, stored[0], keys=keys, rotary=tables, lengths=lengths, window=self.window,
+            constant_norm=True, **delays
+        )  # fmt: skip
+
+    def delays(self, late: list[slice]) -> tuple[int, ...]:
+        """Of every head, 1 in the slices of heads that are `late`; empty if there are none."""
+        heads = range(self.config.n_head)
+        return tuple(int(any(head in heads[part] for part in late)) for head in heads) if late else ()
 
     def weights(self, queries, keys):
         _, weights = gaussian_attention(

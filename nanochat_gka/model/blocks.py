@@ -57,6 +57,11 @@ class Rotary(nn.Module):
         self.cos.copy_(angles.cos())
         self.sin.copy_(angles.sin())
 
+    @property
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(cos, sin) of every position, (length, D / 2) each."""
+        return self.cos.view(self.length, -1), self.sin.view(self.length, -1)
+
     def forward(self, x: torch.Tensor, positions: slice | torch.Tensor) -> torch.Tensor:
         """Rotate (B, T, H, D) features at `positions`: a slice of T, or integers (B, T)."""
         first, second = x.chunk(2, dim=-1)

@@ -2,21 +2,19 @@
 
 One tensor per layer for GKA, whose features are keys and values at once, two for softmax attention: at equal heads
 half the bytes. In our forms whose values are not rotated the one tensor is the values, and keys are computed from them
-again for every token; `keep_keys` saves that time for the other half of the bytes.
+again for every token: on CPUs in registers, elsewhere `keep_keys` saves that time for the other half of the bytes.
 Legend: B rows (sequences) in use, T new tokens of each, H heads, D head_dim.
 """
 
-from itertools import groupby
-
 import torch
 
-from nanochat_gka.model.context import Context, Tensors, map_distinct
+from nanochat_gka.model.context import Context, Tensors
 
 
 class KVCache(Context):
     """The context of `model(ids, context=cache)`: T new tokens of every row in use follow those that the row has.
 
-    Rows may differ in length: neighbours of equal length share one call of the operator, without padding or masks.
+    Rows may differ in length.
     layers: per layer, tensors (rows, capacity, H, D). lengths: tokens of each row in use.
     last_only: the model returns the logits of each row's last token alone.
     """
@@ -38,14 +36,9 @@ class KVCache(Context):
         self.longest, self.new_tokens = max(self.lengths) + num_tokens, num_tokens
         if self.longest > self.capacity:
             raise ValueError(f"the cache holds {self.capacity} tokens a row, got {self.longest}")
-        self.groups, first = [], 0  # rows of equal length, and that length
-        for length, members in groupby(self.lengths):
-            rows = slice(first, first + len(list(members)))
-            self.groups.append((rows, length))
-            first = rows.stop
-        if len(self.groups) == 1:
+        if len(set(self.lengths)) == 1:
             self.positions = slice(self.lengths[0], self.longest)
-            self.places = (self.groups[0][0], self.positions)
+            self.places = (slice(0, len(self.lengths)), self.positions)
         else:
             device = self.layers[0][0].device
             start = torch.tensor(self.lengths, device=device)[:, None]
@@ -58,14 +51,10 @@ class KVCache(Context):
             tensor[self.places] = new_entries
         if self.last_only and layer.is_last:
             queries = queries[:, -1:]
-        mixed = []
-        for rows, length in self.groups:
-            if length == 0:  # `new` may hold more than is stored
-                group, *visible = map_distinct(lambda tensor, rows=rows: tensor[rows], queries, *new)
-            else:
-                group, visible = queries[rows], [tensor[rows, : length + self.new_tokens] for tensor in stored]
-            mixed.append(layer.attend(rotary, group, tuple(visible)))
-        return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
+        if not any(self.lengths):  # `new` may hold more than is stored
+            return layer.attend(rotary, queries, new)
+        in_use = tuple(tensor[: len(self.lengths)] for tensor in stored)
+        return layer.attend_cached(rotary, queries, in_use, [length + self.new_tokens for length in self.lengths])
 
     def select(self, layer, x):
         return x[:, -1:] if self.last_only and layer.is_last else x

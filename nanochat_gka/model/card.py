@@ -36,6 +36,16 @@ loaded = load("{folder}")
 print(Engine(loaded.model, loaded.tokenizer).complete(["The "], Sampling())[0][0])
 ```
 
+In Hugging Face's transformers, with `pip install "gka[hf]"`:
+
+```python
+import nanochat_gka.hf  # registers the model; nothing remote is executed
+from transformers import pipeline
+
+write = pipeline("text-generation", model="{folder}")
+print(write("The ", max_new_tokens=32)[0]["generated_text"])
+```
+
 Or `python -m nanochat_gka.generate --run {folder} --prompt "The " --stream`, and
 `python -m nanochat_gka.eval_core --run {folder}`. The settings of the training run are in `config.json`, with every
 head's sigma.

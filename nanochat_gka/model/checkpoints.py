@@ -11,7 +11,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from nanochat_gka.data.tokenizer import FILE_NAME, Tokenizer
+from nanochat_gka.data import huggingface_tokenizer
+from nanochat_gka.data.tokenizer import EXPORTED_NAME, FILE_NAME, Tokenizer
 from nanochat_gka.model.accounting import parameter_counts
 from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.gpt import GPT, build
@@ -22,7 +23,9 @@ from trainkit.files import atomic_folder, read_json, sha256, write_json
 from trainkit.results import git_commit
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
-MODEL_TYPE = "gka-gpt"
+MODEL_TYPE, ARCHITECTURE = "gka-gpt", "GKAForCausalLM"  # transformers' names for it, see `nanochat_gka.hf`
+# Keys of config.json that say something of the files beside it; a model that is trained further has others.
+FACTS_OF_THE_FILES = ("attention", "sigma", "parameters", "exported_at_commit", "checkpoint_sha256", "sha256")
 
 
 @dataclass
@@ -97,11 +100,11 @@ def find_checkpoint(path: Path, step: int = -1) -> Checkpoint:
     return saved
 
 
-def _tokenizer(folder: Path, model: GPT) -> Tokenizer:
-    tokenizer, expected = Tokenizer.load(folder), model.config.vocab_size
+def _tokenizer(folder: Path, model: GPT, name: str = FILE_NAME) -> Tokenizer:
+    tokenizer, expected = Tokenizer.load(folder, name), model.config.vocab_size
     if tokenizer.vocab_size != expected:
         raise UserError(
-            f"{folder / FILE_NAME} has {tokenizer.vocab_size} tokens and the model beside it {expected}: it belongs to "
+            f"{folder / name} has {tokenizer.vocab_size} tokens and the model beside it {expected}: it belongs to "
             "another model; put back the one that the run was trained with"
         )
     return tokenizer
@@ -131,10 +134,11 @@ def _build(shape: dict[str, Any], weights: dict[str, torch.Tensor], device: torc
 
 
 def export(loaded: Loaded, folder: Path) -> dict[str, Any]:
-    """Write model.safetensors, tokenizer.json and config.json to `folder`, which `load` reads.
+    """Write model.safetensors, config.json and the tokenizer to `folder`, which `load` and transformers read.
 
-    The folder appears when it is complete. Returns the content of config.json. Raises UserError if the folder holds
-    another model, or something else.
+    The tokenizer is in there twice: in our form, and in Hugging Face's, for `nanochat_gka.hf`. The folder appears when
+    it is complete. Returns the content of config.json. Raises UserError if the folder holds another model, or something
+    else.
     """
     if (folder / CONFIG).exists():
         if _exported(folder)["checkpoint_sha256"] != loaded.sha256:
@@ -143,8 +147,12 @@ def export(loaded: Loaded, folder: Path) -> dict[str, Any]:
         raise UserError(f"{folder} is not empty and does not hold an exported model; choose another --out")
     model = loaded.model
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    special = {f"{use}_token_id": loaded.tokenizer.bos_id for use in ("bos", "eos", "pad")}  # of what we generate
     about = {
         "model_type": MODEL_TYPE,
+        "architectures": [ARCHITECTURE],
+        "dtype": str(model.transformer.wte.weight.dtype).removeprefix("torch."),
+        **special,
         "name": loaded.name,
         "step": loaded.step,
         "attention": [model.config.layer_attention(layer) for layer in range(model.config.n_layer)],
@@ -158,9 +166,12 @@ def export(loaded: Loaded, folder: Path) -> dict[str, Any]:
     with atomic_folder(folder) as incoming:
         if folder.is_dir():  # the same model, again; what else is there stays
             shutil.copytree(folder, incoming, dirs_exist_ok=True)
-        save_file(weights, incoming / WEIGHTS)
-        loaded.tokenizer.save(incoming)
-        about["sha256"] = {name: sha256(incoming / name) for name in (WEIGHTS, FILE_NAME)}
+        save_file(weights, incoming / WEIGHTS, metadata={"format": "pt"})
+        loaded.tokenizer.save(incoming, EXPORTED_NAME)
+        huggingface_tokenizer.save(loaded.tokenizer, incoming, model.config.sequence_len)
+        ends = list(loaded.tokenizer.special.values())  # any of them, as for `generation.Engine`
+        write_json(incoming / "generation_config.json", {**special, "eos_token_id": ends})
+        about["sha256"] = {name: sha256(incoming / name) for name in (WEIGHTS, EXPORTED_NAME)}
         write_json(incoming / CONFIG, about)
     return about
 
@@ -168,11 +179,14 @@ def export(loaded: Loaded, folder: Path) -> dict[str, Any]:
 def _exported(folder: Path) -> dict[str, Any]:
     """The content of an exported model's config.json. Raises UserError if it is not one."""
     about = read_json(folder / CONFIG, "configuration")
+    if about.get("model_type") == MODEL_TYPE and "transformers_version" in about:
+        advice = "nanochat_gka.hf reads it, and --hf-path of nanochat_gka.eval_core scores it"
+        raise UserError(f"{folder} was saved by transformers, without our tokenizer and checksums; {advice}")
     types = {"name": str, "step": int, "model": dict, "training": dict, "sha256": dict, "checkpoint_sha256": str}
     if (
         about.get("model_type") != MODEL_TYPE
         or not all(isinstance(about.get(key), expected) for key, expected in types.items())
-        or set(about["sha256"]) != {WEIGHTS, FILE_NAME}
+        or set(about["sha256"]) not in ({WEIGHTS, EXPORTED_NAME}, {WEIGHTS, FILE_NAME})  # the latter until 2026-11-22
     ):
         raise UserError(f"{folder / CONFIG} is not of a model that this project exported, or it is damaged")
     return about
@@ -191,7 +205,8 @@ def _load_exported(folder: Path, step: int, device: torch.device | str) -> Loade
     except SafetensorError as error:
         raise UserError(f"{folder / WEIGHTS} is not a safetensors file ({error})") from None
     model = _build(about["model"], weights, device, folder)
-    tokenizer = _tokenizer(folder, model)
+    [tokenizer_name] = set(about["sha256"]) - {WEIGHTS}
+    tokenizer = _tokenizer(folder, model, tokenizer_name)
     return Loaded(model, tokenizer, about["name"], about["step"], about["checkpoint_sha256"], about["training"])
 
 

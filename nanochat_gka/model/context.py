@@ -19,6 +19,8 @@ class AttentionLayer(Protocol):
 
     def attend(self, rotary, queries: torch.Tensor, stored: Tensors) -> torch.Tensor: ...
 
+    def attend_cached(self, rotary, queries: torch.Tensor, stored: Tensors, lengths: list[int]) -> torch.Tensor: ...
+
 
 class Context:
     """B whole sequences, from their first token on. Subclasses: `cache.KVCache` and `core_metric.PromptTree`.

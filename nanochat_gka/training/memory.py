@@ -3,11 +3,11 @@
 Legend: C width, L layers, V vocabulary, T tokens, H heads, D head_dim, P parameters; s bytes of an activation, e of an
 embedding entry (2 and 2 on CUDA, where both are bfloat16; 4 and 4 on a CPU).
 
-Held all the time: weights and gradients, 2 e for an embedding entry and 8 for any other parameter; AdamW's two moments,
-on every rank, in the parameter's dtype; Muon's momentum, 4 bytes a matrix entry, divided by the ranks; on CUDA a
-bfloat16 copy of every float32 matrix, which backward keeps. The optimiser's step works beside that, when activations
-are freed: Muon stacks all gradients and all matrices (8 bytes an entry), and its update of one shape needs about 16
-bytes an entry of that shape's matrices on this rank.
+Held all the time: weights and gradients, 2 e for an embedding entry and 8 for any other parameter; AdamW's two moments
+in the parameter's dtype and Muon's momentum, 4 bytes a matrix entry, both divided by the ranks; on CUDA a bfloat16 copy
+of every float32 matrix, which backward keeps. The optimiser's step works beside that, when activations are freed: Muon
+stacks all gradients and all matrices (8 bytes an entry), and its update of one shape needs about 16 bytes an entry of
+that shape's matrices on this rank.
 
 Held per token from forward to backward, counted in uncompiled operations (compiled ones recompute some, and need less):
   every layer: the input of the residual scale, of both norms, and what the norms give (5 C); the MLP after relu and
@@ -56,7 +56,7 @@ def fixed_bytes(config: GPTConfig, device_type: str, ranks: int = 1) -> tuple[in
     """
     tables, matrices, others = parameters(config)
     entry = 2 if device_type == "cuda" else 4
-    held = 4 * entry * tables + 16 * others + (8 + 4 / ranks) * matrices
+    held = (2 + 2 / ranks) * entry * tables + (8 + 8 / ranks) * others + (8 + 4 / ranks) * matrices
     held += 2 * (matrices + others) if device_type == "cuda" else 0
     largest = 4 * config.n_embd * config.n_embd * config.n_layer
     return int(held), int(8 * matrices + 16 * largest / ranks)

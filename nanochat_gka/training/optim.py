@@ -1,11 +1,11 @@
 """Muon for the blocks' matrices, AdamW for the rest: nanochat's groups and rules, on any number of ranks.
 
-Gradients are summed over ranks (the loss is already divided by the global token count). Muon's matrices of one shape
-are stacked and dealt out: each rank reduces, updates and keeps the state of its own share, then the results are
-gathered. AdamW's tensors are all-reduced and updated everywhere. Every transfer is started before any is waited for.
+Gradients are summed over ranks (the loss is already divided by the global token count). Work and state are dealt out:
+Muon's matrices of one shape, stacked; each large tensor of AdamW's, flat. Every rank reduces, updates and keeps the
+state of its own share, then the results are gathered. AdamW's small tensors are all-reduced and updated everywhere.
+Every transfer is started before any is waited for.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -13,19 +13,17 @@ import torch
 import torch.distributed as dist
 
 from nanochat_gka.model.gpt import GPT
+from nanochat_gka.training.dealing import Dealer, wait
 from nanochat_gka.training.muon import muon_update, second_moment_shape
 from trainkit.cli import Bounds, UserError
 from trainkit.distributed import Runtime
-
-# Newer torch renames the two collectives and warns about the old names.
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 MUON_BETA2 = 0.95
 ADAM_EPS = 1e-10
 X0_BETAS = (0.96, 0.95)
 LAMBDA_LR_FACTOR = 0.01  # resid_lambdas learn a hundred times slower than x0_lambdas
 REFERENCE_WIDTH = 768
+SMALLEST_DEALT = 1024  # numbers; dealing out a smaller tensor of AdamW's would save nothing
 
 Rate = Annotated[float, Bounds(0, 1e38)]  # and its scaled value is a float32
 Beta = Annotated[float, Bounds(0, 0.999999)]  # 1 in float32 would divide by 1 - beta = 0
@@ -126,20 +124,21 @@ class MuonAdamW:
     """
 
     def __init__(self, groups: list[Group], runtime: Runtime, compile: bool = False):
-        self.groups, self.runtime, self.steps = groups, runtime, 0
+        self.groups, self.runtime, self.steps, self.deal = groups, runtime, 0, Dealer(runtime)
         self._adamw, self._muon = (
             torch.compile(f, dynamic=False) if compile else f for f in (adamw_update, muon_update)
         )
         for group in groups:
             first = group.parameters[0]
             if group.kind == "muon":
-                share = self._share(group)
+                share = self.deal.share(len(group.parameters))
                 group.state["momentum_buffer"] = first.new_zeros(share, *first.shape)
                 group.state["second_momentum_buffer"] = first.new_zeros(share, *second_moment_shape(first.shape))
                 continue
             for name, parameter in zip(group.names, group.parameters):
-                group.state[f"{name}.exp_avg"] = torch.zeros_like(parameter)
-                group.state[f"{name}.exp_avg_sq"] = torch.zeros_like(parameter)
+                shape = self.deal.share(parameter.numel()) if self._is_dealt(parameter) else parameter.shape
+                group.state[f"{name}.exp_avg"] = parameter.new_zeros(shape)
+                group.state[f"{name}.exp_avg_sq"] = parameter.new_zeros(shape)
 
     def zero_grad(self) -> None:
         for group in self.groups:
@@ -154,92 +153,114 @@ class MuonAdamW:
             for parameter in group.parameters:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-        reductions = [self._start_reduce(group) for group in self.groups]
+        reductions = [self._reduce_muon(g) if g.kind == "muon" else self._reduce_adamw(g) for g in self.groups]
         gathers = []
         for group, (gradients, works) in zip(self.groups, reductions):
-            _wait(works)
+            wait(works)
             lr = self._scalar(group.initial_lr * lr_multiplier)
             if group.kind == "muon":
-                gathers.append((group, *self._update_muon(group, gradients, lr, momentum, weight_decay_multiplier)))
+                gathers.append(self._update_muon(group, gradients, lr, momentum, weight_decay_multiplier))
             else:
-                beta1, beta2, step = (self._scalar(value) for value in (*group.betas, self.steps))
-                for name, parameter, gradient in zip(group.names, group.parameters, gradients):
-                    moments = (group.state[f"{name}.exp_avg"], group.state[f"{name}.exp_avg_sq"])
-                    self._adamw(parameter, gradient, *moments, step, lr, beta1, beta2)
-        for group, stacked, works in gathers:
-            _wait(works)
-            torch._foreach_copy_(group.parameters, list(stacked[: len(group.parameters)].unbind()))
+                gathers += self._update_adamw(group, gradients, lr)
+        for parameters, updated, works in gathers:
+            wait(works)
+            if parameters:
+                torch._foreach_copy_(parameters, updated)
 
     def _scalar(self, value: float) -> torch.Tensor:
         """A hyperparameter as a 0-d tensor on the device: a number would be compiled in."""
         return torch.tensor(float(value), device=self.runtime.device)
 
-    def _share(self, group: Group) -> int:
-        """Matrices of a Muon group per rank; the last ranks may hold padding."""
-        return -(-len(group.parameters) // self.runtime.world_size)
+    # Muon
 
-    def _start_reduce(self, group: Group):
-        gradients = [parameter.grad for parameter in group.parameters]
-        if group.kind == "muon":
-            stacked = self._stack(group, gradients)
-            if self.runtime.world_size == 1:
-                return stacked, []
-            own = torch.empty_like(stacked[: self._share(group)])
-            return own, [reduce_scatter(own, stacked, async_op=True)]
-        if self.runtime.world_size == 1:
-            return gradients, []
-        return gradients, [dist.all_reduce(gradient, async_op=True) for gradient in gradients]
+    def _reduce_muon(self, group: Group):
+        return self.deal.reduce(self.deal.pad(torch.stack([parameter.grad for parameter in group.parameters])))
 
     def _update_muon(self, group: Group, gradients, lr, momentum, weight_decay_multiplier):
-        share, rank = self._share(group), self.runtime.rank
-        stacked = self._stack(group, group.parameters)
-        own = stacked[rank * share : (rank + 1) * share]
-        count = max(0, min(share, len(group.parameters) - rank * share))  # the rest of the share is padding
-        if count:
-            state = (group.state[name][:count] for name in ("momentum_buffer", "second_momentum_buffer"))
+        """(parameters, their new values, the transfers to wait for)."""
+        count, share = len(group.parameters), self.deal.share(len(group.parameters))
+        stacked = self.deal.pad(torch.stack(group.parameters))
+        own, mine = self.deal.own(stacked), max(0, min(share, count - self.runtime.rank * share))  # the rest is padding
+        if mine:
+            state = (group.state[name][:mine] for name in ("momentum_buffer", "second_momentum_buffer"))
             momentum, weight_decay, beta2 = (
                 self._scalar(v) for v in (momentum, group.weight_decay * weight_decay_multiplier, group.betas[1])
             )
-            self._muon(own[:count], gradients[:count], *state, momentum, lr, weight_decay, beta2)
-        if self.runtime.world_size == 1:
-            return stacked, []
-        return stacked, [all_gather(stacked, own.clone(), async_op=True)]
+            self._muon(own[:mine], gradients[:mine], *state, momentum, lr, weight_decay, beta2)
+        return group.parameters, list(stacked[:count].unbind()), self.deal.gather(stacked)
 
-    def _stack(self, group: Group, tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-        """(share * ranks, r, c), zero-padded."""
-        stacked = torch.stack(list(tensors))
-        padding = self._share(group) * self.runtime.world_size - len(stacked)
-        return stacked if not padding else torch.cat([stacked, stacked.new_zeros(padding, *stacked.shape[1:])])
+    # AdamW
+
+    def _is_dealt(self, parameter: torch.Tensor) -> bool:
+        return self.runtime.world_size > 1 and parameter.numel() >= SMALLEST_DEALT
+
+    def _reduce_adamw(self, group: Group):
+        gradients, works = [], []
+        for parameter in group.parameters:
+            if self._is_dealt(parameter):
+                own, started = self.deal.reduce(self.deal.pad(parameter.grad.flatten()))
+            else:
+                own, started = parameter.grad, []
+                if self.runtime.world_size > 1:
+                    started = [dist.all_reduce(own, async_op=True)]
+            gradients.append(own)
+            works += started
+        return gradients, works
+
+    def _update_adamw(self, group: Group, gradients, lr):
+        """(parameters, their new values, the transfers to wait for) of each tensor that is dealt out."""
+        beta1, beta2, step = (self._scalar(value) for value in (*group.betas, self.steps))
+        gathers = []
+        for name, parameter, gradient in zip(group.names, group.parameters, gradients):
+            moments = (group.state[f"{name}.exp_avg"], group.state[f"{name}.exp_avg_sq"])
+            dealt = self._is_dealt(parameter)
+            whole = self.deal.pad(parameter.flatten()) if dealt else parameter
+            self._adamw(self.deal.own(whole) if dealt else whole, gradient, *moments, step, lr, beta1, beta2)
+            if dealt:
+                updated = whole[: parameter.numel()].view_as(parameter)
+                padded = whole.data_ptr() != parameter.data_ptr()  # otherwise they are the same memory
+                gathers.append(([parameter] * padded, [updated] * padded, self.deal.gather(whole)))
+        return gathers
+
+    # State
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """All optimiser state by parameter name, gathered from every rank (a collective: call it on all of them)."""
+        """All optimiser state by parameter name, gathered from every rank (a collective: call it on all of them).
+
+        With several ranks only rank 0 gets it, on the CPU: together it may not fit a GPU.
+        """
         state = {"steps": torch.tensor(self.steps)}
+        several = self.runtime.world_size > 1
+
+        def keep(key: str, value: torch.Tensor) -> None:
+            if self.runtime.is_main:
+                state[key] = value.to("cpu", copy=True) if several else value
+
         for group in self.groups:
-            if group.kind == "adamw":
-                state |= group.state
+            if group.kind == "muon":
+                for key, own in group.state.items():
+                    whole = self.deal.whole(own, len(group.names))
+                    for name, value in zip(group.names, whole):
+                        keep(f"{name}.{key}", value)
                 continue
-            for key, own in group.state.items():
-                whole = own
-                if self.runtime.world_size > 1:
-                    whole = own.new_empty(self._share(group) * self.runtime.world_size, *own.shape[1:])
-                    all_gather(whole, own)
-                state |= {f"{name}.{key}": whole[k] for k, name in enumerate(group.names)}
+            for name, parameter in zip(group.names, group.parameters):
+                for key in (f"{name}.exp_avg", f"{name}.exp_avg_sq"):
+                    own = group.state[key]
+                    dealt = self._is_dealt(parameter)
+                    keep(key, self.deal.whole(own, parameter.numel()).view_as(parameter) if dealt else own)
         return state
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Take this rank's part of a state saved by any number of ranks. Raises KeyError if a tensor is missing."""
         self.steps = int(state["steps"])
         for group in self.groups:
-            if group.kind == "adamw":
-                for key, value in group.state.items():
-                    value.copy_(state[key])
+            if group.kind == "muon":
+                first = self.runtime.rank * self.deal.share(len(group.names))
+                for key, own in group.state.items():
+                    for slot, name in zip(own, group.names[first : first + len(own)]):
+                        slot.copy_(state[f"{name}.{key}"])
                 continue
-            first = self.runtime.rank * self._share(group)
-            for key, own in group.state.items():
-                for slot, name in zip(own, group.names[first : first + len(own)]):
-                    slot.copy_(state[f"{name}.{key}"])
-
-
-def _wait(works) -> None:
-    for work in works:
-        work.wait()
+            for name, parameter in zip(group.names, group.parameters):
+                for key in (f"{name}.exp_avg", f"{name}.exp_avg_sq"):
+                    dealt = self._is_dealt(parameter)
+                    group.state[key].copy_(self.deal.own(self.deal.pad(state[key].flatten())) if dealt else state[key])

@@ -198,6 +198,9 @@ class Trainer(BaseTrainer):
     def tensors(self) -> dict[str, Tensors]:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
+    def identity(self) -> dict[str, str]:
+        return {"packed rows with the hash": self.data.rows_hash()}
+
     def about(self) -> dict[str, Any]:
         return {
             "commit": self.commit,

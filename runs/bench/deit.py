@@ -8,64 +8,57 @@ Protocol: inference at batch 32 to 512 (the best images/s counts), a training st
 128, bfloat16 autocast, torch.compile(max-autotune) on both sides, 100 turns after the warm-up, on random images.
 Softmax is timm's deit_*_patch16_224 with fused SDPA, as torch chooses its kernel and held to cuDNN's. "gka-unfused" is
 GKA as the paper's implementation has it: distances, W and the mixture as N x N matrices in PyTorch, under the same
-autocast and compiler. On a CPU: size Ti, inference at batch 8 and 16, training at 8, float32, torch.compile's default
-mode on all sides.
+autocast and compiler.
+
+On a CPU: inference at batch 1, 8 and 16, training at 8, in float32 and under bfloat16 autocast (-bf16), every model
+both eager and compiled, block by block (torch.compile's default mode; whole models are as fast and take twice as long
+to compile). The faster counts, and in bfloat16 that of softmax attention in either dtype. "gka-unfused": size Ti at 8.
 `python -m runs.bench.report` prints the tables.
 """
 
-import copy
-from collections.abc import Callable
+import functools
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Annotated, Literal
+from typing import Literal
 
-import timm
 import torch
-from timm.loss import SoftTargetCrossEntropy
-from torch import nn
 
-from deit_gka.model.attention import GKA
-from deit_gka.model.registry import model_name  # importing it registers the models
-from deit_gka.recipe import Recipe
-from deit_gka.training.engine import autocast
-from deit_gka.training.optim import make_optimizer
+from deit_gka.model.accounting import cost_of
 from gka import GaussianKernelAttention
-from gka.testing import plain_attention
 from runs.bench import models
-from runs.bench.config import CaseConfig
+from runs.bench.config import ComparisonConfig, Counts, with_dtype
+from runs.bench.deit_models import INFERENCE, TRAINING, UNFUSED, Candidate, Subject, create
 from runs.bench.device import release_memory
 from runs.bench.measurement import Measurement, Plan
+from runs.bench.models import Key
 from runs.bench.results import Recorder
 from runs.bench.timing import interleave
 from runs.paper.deit import SIZE_NAMES
-from trainkit.cli import Bounds, UserError, run
+from trainkit.cli import UserError, run
 from trainkit.distributed import setup
 from trainkit.progress import progress_bar
 
 BENCHMARK = "deit"
-CLASSES, PIXELS = 1000, 224
-SEED = 0
-RECIPE = Recipe(lr=1e-6)  # the optimiser at work, on weights that stay what they are
-INFERENCE, TRAINING = "inference", "training"
-UNFUSED = "gka-unfused"
 ROLES = models.ROLES | {UNFUSED: "unfused"}
-Counts = Annotated[list[int], Bounds(1)]
-PLANS = {"cuda": Plan(rounds=100, graph=True), "cpu": Plan(rounds=60, warmup=2, seconds=20)}
+UNFUSED_ON_CPU = ("ti", 8)
+EAGER = "eager"
+PLANS = {"cuda": Plan(rounds=100, graph=True), "cpu": Plan(rounds=40, warmup=1, seconds=12)}
 
 
 @dataclass
-class DeitConfig(CaseConfig):
+class DeitConfig(ComparisonConfig):
     """Time DeiT with softmax attention and with GKA, fused and unfused: inference and training.
 
     Appends to RESULTS/bench_deit_<hardware>.jsonl.
     """
 
     sizes: list[Literal[tuple(SIZE_NAMES)]] = field(default_factory=list)
-    """Sizes to time; empty = all on CUDA, ti on a CPU."""
+    """Sizes to time; empty = all."""
     kinds: list[Literal[(*models.MODEL_KINDS, UNFUSED)]] = field(default_factory=list)
     """Kinds of attention; empty = softmax, softmax-cudnn (CUDA only), gka and gka-unfused, which builds W."""
     batch_sizes: Counts = field(default_factory=list)
-    """Batches of inference; empty = 32 64 128 256 512 on CUDA, 8 16 on a CPU."""
+    """Batches of inference; empty = 32 64 128 256 512 on CUDA, 1 8 16 on a CPU."""
     train_batch_sizes: Counts = field(default_factory=list)
     """Batches of the training step; empty = 64 128 on CUDA, 8 on a CPU."""
     phases: list[Literal["inference", "training"]] = field(default_factory=lambda: [INFERENCE, TRAINING])
@@ -73,8 +66,8 @@ class DeitConfig(CaseConfig):
     impl: str = ""
     """Implementation of gaussian_attention in the gka models; empty = the models' own choice."""
     compile_mode: Literal["auto", "off", "default", "max-autotune"] = "auto"
-    """Mode of torch.compile; auto = max-autotune on CUDA, default on a CPU. On CUDA the whole step becomes one CUDA
-    graph in every mode."""
+    """Mode of torch.compile; auto = max-autotune on CUDA, default on a CPU, where eager models take part too. On CUDA
+    the whole step becomes one CUDA graph in every mode."""
 
     def check(self) -> None:
         super().check()
@@ -86,139 +79,63 @@ class DeitConfig(CaseConfig):
     def fill(self, device_type: str) -> "DeitConfig":
         """The configuration with the device's defaults in the empty places."""
         cuda = device_type == "cuda"
-        inference, training = [8, 16], [8]
+        inference, training = ([8] if self.quick else [1, 8, 16]), [8]
         if cuda:
             inference, training = ([128], [64]) if self.quick else ([32, 64, 128, 256, 512], [64, 128])
         return replace(
             self,
-            sizes=self.sizes or (["ti"] if self.quick or not cuda else list(SIZE_NAMES)),
+            sizes=self.sizes or (["ti"] if self.quick else list(SIZE_NAMES)),
             kinds=self.kinds or [*models.default_kinds(cuda), UNFUSED],
             batch_sizes=self.batch_sizes or inference,
             train_batch_sizes=self.train_batch_sizes or training,
+            dtypes=self.dtypes_on(device_type),
             compile_mode=("max-autotune" if cuda else "default") if self.compile_mode == "auto" else self.compile_mode,
         )
 
 
-class UnfusedGKA(GKA):
-    """GKA as one writes it in PyTorch from the paper (section 4.3: N x N intermediates), in autocast's dtypes."""
-
-    def mix(self, x, heads, is_causal):
-        if self.impl == "reference":
-            return super().mix(x, heads, is_causal)
-        return plain_attention(heads, self._log_sigma())
-
-
-class Candidate:
-    """One model in one phase at one batch size. `step(n)` does the work once."""
-
-    def __init__(self, kind: str, size: str, phase: str, batch: int, config: DeitConfig, device: torch.device):
-        self.kind, self.size, self.phase, self.device = kind, size, phase, device
-        torch.manual_seed(SEED)
-        self.model = create(kind, size, config.impl).to(device).train(phase == TRAINING)
-        self.network = models.compiled(self.model, kind, config.compile_mode)
-        generator = torch.Generator(device).manual_seed(SEED)
-        self.images = torch.randn(batch, 3, PIXELS, PIXELS, generator=generator, device=device)
-        self.targets = torch.rand(batch, CLASSES, generator=generator, device=device).softmax(-1)
-        self.optimizer = make_optimizer(self.model, RECIPE) if phase == TRAINING else None
-        if self.optimizer and device.type == "cuda":
-            for group in self.optimizer.param_groups:
-                group["capturable"] = True
-        self.step: Callable[[int], None] = self.train if phase == TRAINING else self.infer
-
-    def infer(self, n: int) -> None:
-        with torch.inference_mode(), autocast(self.device, "auto"):
-            self.network(self.images)
-
-    def train(self, n: int) -> None:
-        loss(self.network, self.images, self.targets, self.device).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-
-    def gate(self) -> str | None:
-        """Why the model is wrong, or None.
-
-        Its first two images are compared with the same weights in float64, for GKA by the literal equations.
-        """
-        literal = copy.deepcopy(self.model)
-        if self.kind != UNFUSED:  # whose own arithmetic is plain PyTorch's
-            by_the_equations(literal)
-        few = slice(0, min(2, len(self.images)))
-
-        def answer(network, model, images, targets) -> torch.Tensor:
-            if self.phase == INFERENCE:
-                with (
-                    torch.inference_mode(),
-                    autocast(self.device, "auto" if images.dtype == torch.float32 else "float32"),
-                ):
-                    return network(images)[few].double()
-            return models.gradient(model, lambda: loss(network, images, targets, self.device))
-
-        # The other images have targets of zero, so the gradient is the mean over the batch of these two alone.
-        targets = torch.zeros_like(self.targets)
-        targets[few] = self.targets[few]
-        got = answer(self.network, self.model, self.images, targets)
-        share = 1.0 if self.phase == INFERENCE else len(self.targets[few]) / len(self.targets)
-        plain = share * answer(literal, literal, self.images[few], self.targets[few])
-        literal = by_the_equations(literal).double()
-        want = share * answer(literal, literal, self.images[few].double(), self.targets[few].double())
-        return models.model_gate(
-            "logits" if self.phase == INFERENCE else "gradient", got, want, plain, half=self.device.type == "cuda"
-        )
-
-    def held_mib(self) -> float:
-        """What the model holds between steps: weights, optimiser state and the batch."""
-        state = (
-            [value for values in self.optimizer.state.values() for value in values.values()] if self.optimizer else []
-        )
-        return models.tensors_mib([*self.model.parameters(), *self.model.buffers(), *state, self.images])
-
-
-def create(kind: str, size: str, impl: str) -> nn.Module:
-    """The paper's model of this kind; softmax is timm's own."""
-    name = model_name(SIZE_NAMES[size], {models.HELD: "softmax", UNFUSED: "gka"}.get(kind, kind))
-    if kind == UNFUSED:
-        return timm.create_model(name, attn_layer=UnfusedGKA)
-    return timm.create_model(name, **({"impl": impl} if kind == "gka" and impl else {}))
-
-
-def by_the_equations(model: nn.Module) -> nn.Module:
-    """The model with the reference in its GKA layers; softmax models stay as they are."""
-    for block in model.blocks:
-        if isinstance(block.attn, GKA):
-            block.attn.impl = "reference"
-    return model
-
-
-def loss(network, images, targets, device: torch.device) -> torch.Tensor:
-    """As the trainer: the model under autocast, then cross entropy with soft targets."""
-    with autocast(device, "auto" if images.dtype == torch.float32 else "float32"):
-        return SoftTargetCrossEntropy()(network(images), targets)
+def takes_part(kind: str, size: str, batch: int, device: torch.device) -> bool:
+    """Whether a kind is timed at a size and batch: the unfused one shows on a CPU in one place what fusion is worth."""
+    return kind != UNFUSED or device.type == "cuda" or (size, batch) == UNFUSED_ON_CPU
 
 
 def measure(
     size: str, phase: str, batch: int, config: DeitConfig, plan: Plan, device: torch.device
-) -> dict[str, Measurement]:
-    """One comparison of the kinds."""
+) -> dict[Key, Measurement]:
+    """One comparison of the kinds, in all dtypes."""
     torch._dynamo.reset()  # programs of other batch sizes hold memory
-    candidates: dict[str, Candidate] = {}
-    failed: dict[str, Measurement] = {}
+    candidates: dict[Key, Candidate] = {}
+    measured: dict[Key, Measurement] = {}
     for kind in config.kinds:
+        if not takes_part(kind, size, batch, device):
+            continue
+        keys = {
+            Key(kind, dtype, mode): compile_mode
+            for dtype in config.dtypes
+            for mode, compile_mode in modes(kind, config, device)
+            if kind != UNFUSED or dtype == config.dtypes[0]
+        }
+        measured |= {key: Measurement() for key in keys}
         try:
-            candidates[kind] = Candidate(kind, size, phase, batch, config, device)
+            subject = Subject(kind, size, phase, batch, config.impl, device)
+            candidates |= {key: Candidate(subject, key.dtype, compile_mode) for key, compile_mode in keys.items()}
         except (ValueError, torch.OutOfMemoryError) as error:
-            failed[kind] = Measurement()
-            failed[kind].fail(error)
-    measured = interleave(
-        {kind: c.step for kind, c in candidates.items()}, device, plan, {kind: c.gate for kind, c in candidates.items()}
-    )
-    models.add_held(measured, candidates)
-    return {kind: (failed | measured)[kind] for kind in config.kinds}
+            for key in keys:
+                measured[key].fail(error)
+    calls = {key: candidate.step for key, candidate in candidates.items()}
+    timed = interleave(calls, device, plan, {key: candidate.gate for key, candidate in candidates.items()})
+    models.add_held(timed, candidates)
+    return measured | timed
 
 
-def main(config: DeitConfig) -> None:
-    config.check()
-    device = setup(config.device_type).device
-    config = config.fill(device.type)
+def modes(kind: str, config: DeitConfig, device: torch.device) -> Iterator[tuple[str, str]]:
+    """(what names say of it, mode of torch.compile) for a kind."""
+    yield "", config.compile_mode
+    if device.type == "cpu" and config.compile_mode != "off" and kind != UNFUSED:
+        yield EAGER, "off"
+
+
+def cases_of(config: DeitConfig) -> list[tuple[str, str, str, int]]:
+    """(name, size, phase, batch) of every comparison that is asked for."""
     batches = {INFERENCE: config.batch_sizes, TRAINING: config.train_batch_sizes}
     cases = [
         (f"deit-{size}-b{batch}", size, phase, batch)
@@ -227,22 +144,43 @@ def main(config: DeitConfig) -> None:
         for batch in batches[phase]
     ]
     wanted = config.select(list(dict.fromkeys(name for name, *_ in cases)))
-    cases = [case for case in cases if case[0] in wanted]
-    recorder, plan = Recorder(config, BENCHMARK, device), PLANS[device.type].adjust(config)
+    return [case for case in cases if case[0] in wanted]
+
+
+def main(config: DeitConfig) -> None:
+    config.check()
+    device = setup(config.device_type).device
+    config = config.fill(device.type)
+    cases, plan = cases_of(config), PLANS[device.type].adjust(config)
     with progress_bar() as bar:
-        task = bar.add_task("deit", total=len(cases), status="")
-        for name, size, phase, batch in cases:
-            bar.update(task, status=f"{name} {phase}")
-            measured = measure(size, phase, batch, config, plan, device)
-            settings = {"size": size, "batch": batch, "impl": config.impl, "compile_mode": config.compile_mode}
-            settings["dtype"] = "bfloat16" if device.type == "cuda" else "float32"
-            recorder.record(name, phase, measured, ROLES, settings, partial(throughput, batch))
-            release_memory()
-            bar.advance(task)
+        for threads in config.with_threads():
+            recorder = Recorder(config, BENCHMARK, device)
+            task = bar.add_task(f"deit, {threads} threads", total=len(cases), status="")
+            for name, size, phase, batch in cases:
+                bar.update(task, status=f"{name} {phase}")
+                measured = measure(size, phase, batch, config, plan, device)
+                for dtype in config.dtypes:
+                    named = models.comparison(measured, dtype, ROLES)
+                    lines = {label: measured[key] for label, key in named.items()}
+                    roles = {label: ROLES[key.kind] for label, key in named.items()}
+                    settings = {"size": size, "batch": batch, "impl": config.impl, "dtype": dtype}
+                    settings["compile_mode"] = config.compile_mode
+                    extra = partial(rates, {label: key.kind for label, key in named.items()}, size, batch)
+                    recorder.record(with_dtype(name, dtype, device.type), phase, lines, roles, settings, extra)
+                release_memory()
+                bar.advance(task)
 
 
-def throughput(batch: int, name: str, measurement: Measurement) -> dict:
-    return {"items_per_second": batch / measurement.median_ms * 1e3 if measurement.median_ms else None}
+def rates(kinds: dict[str, str], size: str, batch: int, name: str, measurement: Measurement) -> dict:
+    """Images per second, and what the cost model counts for one image's forward pass."""
+    speed = batch / measurement.median_ms * 1e3 if measurement.median_ms else None
+    return {"items_per_second": speed, "flops_per_image": flops_per_image(kinds[name], size)}
+
+
+@functools.cache
+def flops_per_image(kind: str, size: str) -> int:
+    with torch.device("meta"):
+        return cost_of(create(kind, size, "")).flops
 
 
 if __name__ == "__main__":

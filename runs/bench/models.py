@@ -1,7 +1,8 @@
-"""What the benchmarks of whole models share: their kinds, compilation, and the gate on logits or gradients."""
+"""What the benchmarks of whole models share: their kinds, twins, compilation, and the gate on logits or gradients."""
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,6 +19,30 @@ HELD = "softmax-cudnn"  # softmax attention held to cuDNN's kernel; CUDA only
 MODEL_KINDS = ("softmax", HELD, *(kind for kind in KINDS if kind != "softmax"))
 # What a kind is in a comparison: ratios are of the fastest baseline over ours.
 ROLES = dict.fromkeys(KINDS, "other") | {"softmax": "baseline", HELD: "baseline", "gka": "ours"}
+
+
+class Key(NamedTuple):
+    """A candidate of a comparison that has every dtype at once."""
+
+    kind: str
+    dtype: str
+    mode: str = ""  # "eager" beside compiled models
+
+    def name(self, dtype: str) -> str:
+        """What it is called among candidates of `dtype`."""
+        kind = f"{self.kind} {self.mode}".strip()
+        return kind if self.dtype == dtype else f"{kind}, {self.dtype}"
+
+
+def comparison(measured: Mapping[Key, Any], dtype: str, roles: Mapping[str, str] = ROLES) -> dict[str, Key]:
+    """Name -> candidate of the comparison in one dtype: all that have it, and softmax attention in float32 too.
+
+    On CPUs torch's attention can be slower in bfloat16 than in float32, and the faster counts.
+    """
+    takes_part = {
+        key for key in measured if key.dtype == dtype or (key.dtype == "float32" and roles[key.kind] == "baseline")
+    }
+    return {key.name(dtype): key for key in measured if key in takes_part}
 
 
 def default_kinds(cuda: bool) -> list[str]:
@@ -38,6 +63,11 @@ class HeldToCudnn(nn.Module):
     def forward(self, *arguments, **options):
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             return self.model(*arguments, **options)
+
+
+def twin(model: nn.Module) -> nn.Module:
+    """Another model with the same parameters."""
+    return copy.deepcopy(model, memo={id(p): p for p in model.parameters()})
 
 
 def compiled(model: nn.Module, kind: str, mode: str) -> Callable:

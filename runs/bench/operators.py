@@ -4,7 +4,7 @@ Layout (B, T, H, D) for all; where a library wants another, the transposed views
 Legend: B batch, T tokens, H heads, D head_dim.
 """
 
-import contextlib
+import functools
 import math
 import re
 from collections.abc import Callable
@@ -13,11 +13,15 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
 from gka import dot_product_attention, gaussian_attention, select_impl, testing
 from gka.api import EPS
 from gka.masking import Mask
+from nanochat_gka.model.attention import GKAAttention
+from nanochat_gka.model.blocks import Rotary
+from nanochat_gka.model.config import GPTConfig
+from runs.bench import baselines
 
 FORWARD, FULL = "forward", "forward+backward"
 GATE_TOKENS = {"cuda": 2048, "cpu": 512}  # float64 builds T x T matrices
@@ -25,11 +29,16 @@ GATE_TOKENS = {"cuda": 2048, "cpu": 512}  # float64 builds T x T matrices
 SIGMA_FACTOR = 1.3
 
 Tensors = tuple[torch.Tensor, ...]
+Candidates = dict[str, tuple[str, Callable[..., torch.Tensor]]]  # name -> role and function
 
 
 @dataclass(frozen=True)
 class Case:
-    """A shape to time. `queries` 1 is decoding: one query for each sequence against a cache of `tokens`."""
+    """A shape to time. `queries` 1 is decoding: one query for each sequence against a cache of `tokens`.
+
+    derived: the cache holds values before rotation, and the keys are their rotation and norm (our form of GKA; the
+    default's keys are its values). The softmax side has keys and values in both.
+    """
 
     name: str
     batch: int
@@ -40,6 +49,7 @@ class Case:
     window: int | None = None  # earlier tokens a query sees beside itself, as in gaussian_attention
     constant_norm: bool = False  # heads are RMS-normalised, as in nanochat
     queries: int = 0  # 0: every token is a query
+    derived: bool = False
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -60,20 +70,24 @@ class Case:
             "window": self.window,
             "constant_norm": self.constant_norm,
             "queries": self.queries or self.tokens,
+            "derived": self.derived,
         }
 
     @classmethod
     def parse(cls, text: str) -> "Case":
         """A shape as the command line gives it: BxTxHxD, then c, wN, n or d. Raises ValueError for anything else.
 
-        c: causal. wN: window N. n: RMS-normalised heads. d: decode.
+        c: causal. wN: window N. n: RMS-normalised heads. d: decode. dk: decode with derived keys, which needs n and a
+        model's heads, of an even number of channels and at least 32 together.
         """
-        match = re.fullmatch(r"(\d+)x(\d+)x(\d+)x(\d+)(c?)(?:w(\d+))?(n?)(d?)", text)
+        match = re.fullmatch(r"(\d+)x(\d+)x(\d+)x(\d+)(c?)(?:w(\d+))?(n?)(?:(d)((?<=nd)k)?)?", text)
         if not match or 0 in (sizes := [int(match[i]) for i in range(1, 5)]):
-            raise ValueError(f"expected BxTxHxD such as 16x2048x10x128, then c, wN, n or d, got {text!r}")
-        causal, window, normalised, decode = match.groups()[4:]
+            raise ValueError(f"expected BxTxHxD such as 16x2048x10x128, then c, wN, n, d or ndk, got {text!r}")
+        causal, window, normalised, decode, derived = match.groups()[4:]
+        if derived and (sizes[3] % 2 or sizes[2] * sizes[3] < 32):
+            raise ValueError(f"dk needs heads of even size with at least 32 channels together, got {text!r}")
         window = int(window) if window else None
-        return cls(text, *sizes, bool(causal), window, bool(normalised), queries=1 if decode else 0)
+        return cls(text, *sizes, bool(causal), window, bool(normalised), 1 if decode else 0, bool(derived))
 
 
 @dataclass(frozen=True)
@@ -83,7 +97,7 @@ class Operator:
     role: str  # see runs/bench/results.py
     family: str  # gka or softmax
     function: Callable[..., torch.Tensor]
-    constant_norm: bool = False
+    dtype: torch.dtype
 
 
 def log_sigma(case: Case, device) -> torch.Tensor:
@@ -116,48 +130,92 @@ def normalise(case: Case, tensors: Tensors) -> Tensors:
     return tensors if norm is None else tuple(norm(t) if t.dim() == 4 else t for t in tensors)
 
 
-def softmax_definition(q, k, v, mask: Mask):
-    """softmax(q.k / sqrt(D)) v with T x T matrices, in the inputs' dtype: float64 makes it the oracle of the
-    baselines.
-    """
-    scores = torch.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(q.shape[-1])
-    scores = scores.masked_fill(~mask.dense(q.shape[1], k.shape[1], q.device), float("-inf"))
-    return torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v)
-
-
 def operators(case: Case, device: torch.device, dtype: torch.dtype, phase: str) -> dict[str, Operator]:
     """Every candidate for the case on this device, ours first. One that cannot serve says so when it is called."""
-    cuda, masked = device.type == "cuda", case.mask != Mask()
-    tensors = (t.requires_grad_(phase == FULL) for t in inputs(replace(case, batch=1), "gka", device, dtype, 0))
-    x, sigma, *cache = tensors
+    ours = derived_candidates(case, device) if case.derived else gka_candidates(case, device, dtype, phase)
+    candidates = {name: Operator(role, "gka", function, dtype) for name, (role, function) in ours.items()}
+    softmax = softmax_candidates(case, device)
+    candidates |= {name: Operator(role, "softmax", function, dtype) for name, (role, function) in softmax.items()}
+    if device.type == "cpu" and dtype == torch.bfloat16:  # torch's own is slower there in bfloat16 than in float32
+        candidates |= {
+            f"{name}, float32": Operator(role, "softmax", function, torch.float32)
+            for name, (role, function) in softmax.items()
+        }
+    return candidates
+
+
+def gka_candidates(case: Case, device: torch.device, dtype: torch.dtype, phase: str) -> Candidates:
+    """Our implementations, and GKA written out."""
+    x, sigma, *cache = (
+        t.requires_grad_(phase == FULL) for t in inputs(replace(case, batch=1), "gka", device, dtype, 0)
+    )
     options = dict(causal=case.causal, window=case.window, constant_norm=case.constant_norm)
     auto = select_impl(x, log_sigma=sigma, keys=cache[0] if cache else None, **options)
-    candidates = {}
-    for impl in dict.fromkeys((auto, "triton", "flex" if cuda else "cpu", "sdpa")):
-        for constant_norm in dict.fromkeys((case.constant_norm, False)):
+    candidates: Candidates = {}
+    for impl in dict.fromkeys((auto, "triton", "flex" if device.type == "cuda" else "cpu", "sdpa")):
+        # The CPU kernel computes norms, constant or not.
+        for constant_norm in dict.fromkeys((case.constant_norm, case.constant_norm and impl == "cpu")):
             name = f"gka {impl}" + (", general norms" if case.constant_norm and not constant_norm else "")
             role = "ours" if impl == auto and constant_norm == case.constant_norm else "variant"
-            candidates[name] = Operator(role, "gka", _gaussian(case, impl, constant_norm), constant_norm)
-    visible = case.mask.dense(case.queries or case.tokens, case.tokens, device).to(dtype) if masked else None
+            candidates[name] = role, _gaussian(case, impl, constant_norm)
+    dense = functools.cache(lambda *lengths: case.mask.dense(*lengths, device).to(dtype))
 
     def eager(x, log_sigma, cache=None):
+        num_keys = (x if cache is None else cache).shape[1]
+        visible = dense(x.shape[1], num_keys) if case.mask != Mask() else None
         return testing.plain_attention(x, log_sigma, keys=cache, visible=visible)
 
-    candidates["gka eager"] = Operator("eager", "gka", eager)
-    if not cuda:
-        return candidates | {"softmax sdpa": Operator("baseline", "softmax", _sdpa(case, None))}
+    return candidates | {"gka eager": ("eager", eager)}
+
+
+def derived_candidates(case: Case, device: torch.device) -> Candidates:
+    """A decoding step of the language model whose values are not rotated, from its layer on; and GKA written out."""
+    shape = dict(sequence_len=case.tokens, n_head=case.heads, n_kv_head=case.heads, n_embd=case.heads * case.head_dim)
+    layer = GKAAttention(GPTConfig(n_layer=1, attention="gka", gka_values="normalised", **shape), 0).to(device)
+    derive, rotary = derived_keys(case, device)
+    with torch.no_grad():
+        layer.log_sigma.copy_(log_sigma(case, device))
+
+    def attend(x, _log_sigma, cache):
+        return layer.attend(rotary, x, (cache,))
+
+    def eager(x, log_sigma, cache):
+        return testing.plain_attention(x, log_sigma, keys=derive(cache), values=cache)
+
+    return {"gka model": ("ours", attend), "gka eager": ("eager", eager)}
+
+
+def derived_keys(case: Case, device: torch.device) -> tuple[Callable[[torch.Tensor], torch.Tensor], Rotary]:
+    """(keys of a cache: its rotation and norm, the rotation)."""
+    rotary = Rotary(case.head_dim, case.tokens).to(device)
+    rotary.init_weights()
+    return lambda cache: F.rms_norm(rotary(cache, slice(0, case.tokens)), (case.head_dim,)), rotary
+
+
+def softmax_candidates(case: Case, device: torch.device) -> Candidates:
+    """The baselines."""
+    mask, windowed = case.mask, case.window is not None
+    if device.type != "cuda":
+        candidates: Candidates = {
+            "softmax dense mask" if windowed else "softmax sdpa": ("baseline", baselines.sdpa(mask))
+        }
+        if windowed and not case.queries:
+            for block in baselines.BLOCKS:
+                if block < case.tokens:
+                    candidates[f"softmax blocks of {block}"] = "baseline", baselines.sdpa_in_blocks(mask, block)
+        return candidates
 
     def flex(q, k, v):
         return dot_product_attention(q, k, v, causal=case.causal, window=case.window, impl="flex")
 
     # Flash has no windows in torch: there everything that is right and windowed counts.
-    fallback = "baseline" if case.window is not None else "other"
-    return candidates | {
-        "softmax flash": Operator("baseline", "softmax", _sdpa(case, SDPBackend.FLASH_ATTENTION)),
-        "softmax cudnn": Operator("baseline", "softmax", _sdpa(case, SDPBackend.CUDNN_ATTENTION)),
-        "softmax efficient": Operator(fallback, "softmax", _sdpa(case, SDPBackend.EFFICIENT_ATTENTION)),
-        "softmax flex": Operator(fallback, "softmax", flex),
-        "softmax fa3": Operator("baseline", "softmax", _flash_attention_3(case)),
+    fallback = "baseline" if windowed else "other"
+    return {
+        "softmax flash": ("baseline", baselines.sdpa(mask, SDPBackend.FLASH_ATTENTION)),
+        "softmax cudnn": ("baseline", baselines.sdpa(mask, SDPBackend.CUDNN_ATTENTION)),
+        "softmax efficient": (fallback, baselines.sdpa(mask, SDPBackend.EFFICIENT_ATTENTION)),
+        "softmax flex": (fallback, flex),
+        "softmax fa3": ("baseline", baselines.flash_attention_3(mask)),
     }
 
 
@@ -170,47 +228,16 @@ def _gaussian(case: Case, impl: str, constant_norm: bool):
     return attend
 
 
-def _sdpa(case: Case, backend: SDPBackend | None):
-    """torch's softmax attention held to one kernel; None leaves the choice to torch.
-
-    A dense mask only where the kernel has no other way.
-    """
-    dense: dict[torch.device, torch.Tensor] = {}
-
-    def attend(q, k, v):
-        mask = None
-        if case.window is not None:
-            mask = dense.get(q.device)
-            if mask is None or mask.shape != (q.shape[1], k.shape[1]):
-                mask = dense[q.device] = case.mask.dense(q.shape[1], k.shape[1], q.device)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        with sdpa_kernel(backend) if backend else contextlib.nullcontext():
-            return F.scaled_dot_product_attention(q, k, v, mask, is_causal=case.causal and mask is None).transpose(1, 2)
-
-    return attend
-
-
-def _flash_attention_3(case: Case):
-    def attend(q, k, v):
-        try:
-            from flash_attn_interface import flash_attn_func
-        except ImportError:
-            raise RuntimeError("flash_attn_interface is not installed") from None
-        window = (-1, -1) if case.window is None else (case.window, 0 if case.causal else case.window)
-        y = flash_attn_func(q, k, v, causal=case.causal, window_size=window)
-        return y[0] if isinstance(y, tuple) else y
-
-    return attend
-
-
-def gate(operator: Operator, case: Case, phase: str, device: torch.device, dtype: torch.dtype) -> str | None:
+def gate(operator: Operator, case: Case, phase: str, device: torch.device) -> str | None:
     """Why the operator is wrong on fresh inputs of this kind, or None.
 
     It works on the whole batch, but only the first and last sequence are judged and get a gradient: float64 needs no
     others. The gradient of normalised heads is taken before their norm, where dropping it is exact. More than
     GATE_TOKENS tokens are judged on that many.
     """
-    case = replace(case, tokens=min(case.tokens, GATE_TOKENS[device.type]))
+    dtype = operator.dtype
+    # A layer's window and rotation are of the case's own length.
+    case = case if case.derived else replace(case, tokens=min(case.tokens, GATE_TOKENS[device.type]))
     tensors = inputs(case, operator.family, device, dtype, seed=1)
     judged = torch.tensor(sorted({0, case.batch - 1}), device=device)
     few = tuple(t[judged] if t.dim() == 4 else t for t in tensors)
@@ -225,13 +252,21 @@ def gate(operator: Operator, case: Case, phase: str, device: torch.device, dtype
     if operator.family == "softmax":
         return _softmax_disagreement(function, few, grad_y, case.mask)
 
-    def route(x, log_sigma, *, keys, values):
-        return function(x, log_sigma) if keys is None else function(x, log_sigma, keys)
-
     # Some implementations drop eps, and so does the oracle.
     x, sigma, *cache = few
-    keys = cache[0] if cache else None
-    problem = testing.Problem(x, sigma, grad_y=grad_y, keys=keys, mask=case.mask, front=front(case))
+    if case.derived:
+        x, values = normalise(case, (x, *cache))
+        keys = derived_keys(case, device)[0](values.double()).to(dtype)
+        problem = testing.Problem(x, sigma, keys=keys, values=values)
+    else:
+        problem = testing.Problem(
+            x, sigma, grad_y=grad_y, keys=cache[0] if cache else None, mask=case.mask, front=front(case)
+        )
+
+    def route(x, log_sigma, *, keys, values):
+        cached = keys if values is None else values
+        return function(x, log_sigma) if cached is None else function(x, log_sigma, cached)
+
     return testing.judge(route, problem, slack=EPS)
 
 
@@ -246,7 +281,7 @@ def _softmax_disagreement(function, tensors: Tensors, grad_y: torch.Tensor | Non
             return {"y": y}
         return {"y": y.detach(), **dict(zip(names, torch.autograd.grad(y, leaves, grad_y.to(y.dtype)), strict=True))}
 
-    definition = partial(softmax_definition, mask=mask)
+    definition = partial(baselines.definition, mask=mask)
     want = results(definition, tuple(t.double() for t in tensors), grad_y)
     dtype, head_dim = tensors[0].dtype, tensors[0].shape[-1]
     floor = torch.finfo(dtype).eps * (1 if dtype.itemsize == 2 else 1 + head_dim**0.5)  # scores reach about sqrt(D)

@@ -1,6 +1,6 @@
 """The benchmarks' tables, targets and pictures, from their result files.
 
-    python -m runs.bench.report                              of this machine's hardware
+    python -m runs.bench.report                              of this machine's hardware, every number of threads
     python -m runs.bench.report --hardware "NVIDIA H200"     of another's
 
 Prints a line for every comparison, why candidates were not timed, and the targets with pass or miss. Writes a page with
@@ -8,6 +8,7 @@ every candidate (OUT/bench_<hardware>.md) and, where there is something to draw,
 --quick count only with --quick.
 """
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from trainkit.results import describe_hardware, is_processor
 
 TITLES = {"attention": "The operator", "deit": "Vision transformers", "gpt": "Language models"}
 UNITS = {"attention": "", "deit": "images/s", "gpt": "tokens/s"}
+WHOLE_MODELS = ("deit", "gpt")
 SOFTMAX, GKA = KINDS["softmax"].label, KINDS["gka"].label
 WIDE = 160
 QUIET_CORES = 0.1  # this much work of other processes disturbs nothing
@@ -37,7 +39,8 @@ class ReportConfig(BenchConfig):
     """Print the benchmarks' tables and targets, and draw them, from the files of one hardware."""
 
     hardware: str = ""
-    """Hardware to report: its name, or the end of its files' names; empty = this machine's device."""
+    """Hardware to report: its name, or the end of its files' names; empty = this machine's device, a CPU with every
+    number of threads that was timed."""
     out: Path = Path("out/bench")
     """Folder for the page and the pictures."""
 
@@ -55,7 +58,8 @@ def summary_rows(name: str, comparisons: Iterable[Comparison]) -> tuple[list[str
     unit = UNITS[name]
     measures = ("ms", unit) if unit else ("ms",)
     headings = ["", *(f"{side} {measure}" for side in (SOFTMAX, GKA) for measure in measures), "speed-up", "memory"]
-    headings += {"attention": ["over eager"], "deit": ["over unfused"], "gpt": ["FLOPs ratio"]}.get(name, [])
+    headings += {"attention": ["over eager"], "deit": ["over unfused"]}.get(name, [])
+    headings += ["FLOPs ratio"] if name in WHOLE_MODELS else []
     rows = []
     for comparison in comparisons:
         row = [f"{comparison.case} {comparison.phase}"]
@@ -65,7 +69,8 @@ def summary_rows(name: str, comparisons: Iterable[Comparison]) -> tuple[list[str
             row += [number(line["metrics"]["items_per_second"] if line else None, "{:,.0f}")] if unit else []
         row += [times(comparison.ratio()), times(over(1.0, comparison.ratio(metric="peak_mib")))]
         last = {"attention": comparison.ratio("eager"), "deit": comparison.ratio("unfused")}
-        row.append(times(last[name] if name in last else flops_ratio(comparison)))
+        row += [times(last[name])] if name in last else []
+        row += [times(flops_ratio(comparison))] if name in WHOLE_MODELS else []
         rows.append(row)
     filled = [place for place in range(len(headings)) if any(row[place] for row in rows)]  # a CPU has no memory column
     return [headings[place] for place in filled], [[row[place] for place in filled] for row in rows]
@@ -73,7 +78,7 @@ def summary_rows(name: str, comparisons: Iterable[Comparison]) -> tuple[list[str
 
 def in_brackets(line: dict) -> str:
     """The candidate's kernel or implementation, without its kind."""
-    name = line["config"]["candidate"].removeprefix("softmax").removeprefix("gka").strip(" -")
+    name = line["config"]["candidate"].removeprefix("softmax").removeprefix("gka").strip(" ,-")
     return f" ({name})" if name else ""
 
 
@@ -162,12 +167,36 @@ def benchmark_page(name: str, comparisons: Iterable[Comparison]) -> list[str]:
     return [*page, "Every candidate:", markdown(*candidate_rows(comparisons))]
 
 
+def same_machine(results: Path, hardware: str) -> list[str]:
+    """`hardware`, and if it is a processor, the slugs of its files with other numbers of threads, fewer first."""
+    if not is_processor(hardware):
+        return [hardware]
+    processor = re.sub(r"-\d+-threads?$", "", slug(hardware))
+    files = [
+        path.stem.split("_", 2)[2] for name in TITLES for path in results.glob(f"bench_{name}_{processor}-*.jsonl")
+    ]
+    counts = {int(found[1]): each for each in files if (found := re.fullmatch(rf"{processor}-(\d+)-threads?", each))}
+    own = int(re.search(r"(\d+) threads?$", hardware)[1])
+    counts[own] = hardware
+    return [counts[threads] for threads in sorted(counts)]
+
+
 def main(config: ReportConfig) -> None:
-    hardware = config.hardware or describe_hardware(setup(config.device_type).device)
-    results = {name: load(config.results, name, hardware, config.quick) for name in TITLES}
-    if not any(results.values()):
+    own = config.hardware or describe_hardware(setup(config.device_type).device)
+    places = [own] if config.hardware else same_machine(config.results, own)
+    loaded = {
+        hardware: {name: load(config.results, name, hardware, config.quick) for name in TITLES} for hardware in places
+    }
+    if not any(any(results.values()) for results in loaded.values()):
         quick = "" if config.quick else " (runs made with --quick count only with --quick)"
-        raise UserError(f"{config.results} has no benchmark of {hardware}{quick}; make bench makes one")
+        raise UserError(f"{config.results} has no benchmark of {own}{quick}; make bench makes one")
+    for hardware, results in loaded.items():
+        if any(results.values()):
+            show_hardware(hardware, results, config)
+
+
+def show_hardware(hardware: str, results: dict[str, dict[tuple[str, str], Comparison]], config: ReportConfig) -> None:
+    """Print and write everything of one hardware, its name or its slug."""
     page = [f"# Benchmarks on {hardware}"]
     for name, comparisons in results.items():
         if comparisons:

@@ -46,9 +46,13 @@ def ratio(
 
 
 def flops_ratio(comparison: Comparison | None) -> float | None:
-    """FLOPs per token of the softmax model over GKA's."""
+    """FLOPs of the softmax model over GKA's, for a token's training or an image's forward pass."""
     lines = comparison.lines if comparison else []
-    flops = {line["config"]["role"]: line["metrics"].get("flops_per_token") for line in lines}
+    counts = ("flops_per_token", "flops_per_image")
+    flops = {
+        line["config"]["role"]: next((line["metrics"][name] for name in counts if line["metrics"].get(name)), None)
+        for line in lines
+    }
     return over(flops.get("baseline"), flops.get("ours"))
 
 
@@ -58,12 +62,25 @@ def targets(results: dict[str, Comparisons], cuda: bool) -> list[Target]:
     if cuda:
         step = Target("d20 training step", 1.18, ratio(gpt, "d20", "training"))
         return [*operator_targets(attention), *decode_targets(attention), *deit_targets(deit), step]
-    flops = flops_ratio(gpt.get(("d4", "training")))
-    step_ratio = ratio(gpt, "d4", "training") if flops else None
+    both = attention | deit | gpt
     return [
-        Target("DeiT-Ti forward", 1.15, over(best(deit, "ti", "ours"), best(deit, "ti", "baseline"))),
-        Target("d4 training step, 0.95 x its FLOPs ratio", 0.95 * (flops or 1.0), step_ratio),
+        Target(f"{case}, {phase}", wanted, ratio(both, case, phase)) for (case, phase), wanted in on_cpu(gpt).items()
     ]
+
+
+def on_cpu(gpt: Comparisons) -> dict[tuple[str, str], float]:
+    """(case, phase) -> the ratio that is promised on a CPU. Of a GPT it is its FLOPs ratio (1 if it was not timed)."""
+    promised = {}
+    for case in (*(f"vit-{size}" for size in SIZE_NAMES), "lm-full", "lm-short-full"):
+        promised |= {(case, phase): 1.5 for phase in (FORWARD, FULL)}
+    promised |= {(f"vit-{size}-bf16", FORWARD): 1.8 for size in SIZE_NAMES}
+    promised |= {(f"{kind}-b{rows}-1024", FORWARD): 2.5 for kind in ("decode", "decode-derived") for rows in (1, 8)}
+    for size in SIZE_NAMES:
+        for dtype in ("", "-bf16"):
+            promised |= {(f"deit-{size}-b{batch}{dtype}", "inference"): 1.25 for batch in (1, 8, 16)}
+            promised |= {(f"deit-{size}-b8{dtype}", "training"): 1.25}
+    steps = [(f"d{depth}{dtype}", "training") for depth in (4, 6, 8) for dtype in ("", "-bf16")]
+    return promised | {step: flops_ratio(gpt.get(step)) or 1.0 for step in steps}
 
 
 def operator_targets(attention: Comparisons) -> list[Target]:

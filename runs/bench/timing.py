@@ -93,9 +93,10 @@ class Sampler:
         graph = self._capture(sweep, measurement) if plan.graph and device.type == "cuda" else None
         measurement.graphed = graph is not None
         self.sweep, self.repeats = graph.replay if graph else sweep, 1
-        self.sample()
-        sweep_ms = self.sample() * plan.buffers
-        self.repeats = max(1, min(MAX_REPEATS, math.ceil(plan.sample_ms / max(sweep_ms, 1e-3))))
+        if plan.sample_ms:
+            self.sample()
+            sweep_ms = self.sample() * plan.buffers
+            self.repeats = max(1, min(MAX_REPEATS, math.ceil(plan.sample_ms / max(sweep_ms, 1e-3))))
 
     def _capture(self, sweep, measurement: Measurement):
         """The sweep as one CUDA graph, so that small kernels wait for nothing; None, with a note, if it cannot be."""

@@ -51,7 +51,9 @@ def hybrid_run(pattern: str) -> str:
 
 def training(config: AblationConfig, extra: list[Any]) -> list[list[str]]:
     """The commands that train the models."""
-    vision = deit.VisionConfig(base=config.base, ngpu=config.ngpu, wandb=config.wandb, data=config.data)
+    vision = deit.VisionConfig(
+        base=config.base, ngpu=config.ngpu, torchrun=config.torchrun, wandb=config.wandb, data=config.data
+    )
     commands = [deit.words(vision, model, extra) for model in models().values()]
     if config.hybrid:
         pattern = ["--attention", config.hybrid]

@@ -21,7 +21,13 @@ class Experiment:
     base: Path = Path("out")
     """Folder of all outputs: runs go to BASE/runs, their numbers to BASE/results.jsonl."""
     ngpu: Count = 1
-    """Processes, one for each GPU."""
+    """Processes on this machine, one for each GPU."""
+    torchrun: str = ""
+    """Flags for torchrun beside the number of processes (the Makefile's NNODES, RDZV and RESTARTS)."""
+
+    def command(self, module: str, flags: list[Any]) -> list[str]:
+        """The words after `python` that run `module` in these processes."""
+        return launch.command(module, flags, self.ngpu, self.torchrun)
 
 
 @dataclass

@@ -11,7 +11,6 @@ Expected:  mean of the six tasks 0.2418 for the baseline, all examples; 0.2286 f
 from dataclasses import dataclass
 from pathlib import Path
 
-from runs.launch import command
 from runs.paper import common
 
 
@@ -29,7 +28,7 @@ def words(config: CoreConfig, extra: list[str]) -> list[str]:
     """The evaluation's command line."""
     bundle = ["--bundle", config.bundle] if config.bundle else []
     flags = ["--run", config.run, "--out", config.base / "core", *bundle, *extra]
-    return command("nanochat_gka.eval_core", flags, config.ngpu)
+    return config.command("nanochat_gka.eval_core", flags)
 
 
 def main(config: CoreConfig, extra: list[str]) -> None:

@@ -18,7 +18,6 @@ import tyro
 
 from deit_gka.model.registry import model_name
 from gka.kinds import KINDS
-from runs.launch import command
 from runs.paper import common
 from trainkit.cli import UserError
 
@@ -52,7 +51,7 @@ def model_of(name: str) -> str:
 
 def words(config: VisionConfig, model: str, extra: list[Any]) -> list[str]:
     """The trainer's command line for one model."""
-    return command("deit_gka.train", ["--data", config.data, *config.places, "--model", model, *extra], config.ngpu)
+    return config.command("deit_gka.train", ["--data", config.data, *config.places, "--model", model, *extra])
 
 
 def main(config: VisionConfig, extra: list[str]) -> None:

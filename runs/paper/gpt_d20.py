@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runs.launch import command
 from runs.paper import common
 from trainkit.cli import Count
 
@@ -24,7 +23,7 @@ def words(config: LanguageConfig, recipe: dict[str, Any], extra: list[str]) -> l
     """The trainer's command line. recipe: what the experiment is about."""
     own = ["--data", config.data, *config.places, "--depth", config.depth]
     chosen = [word for flag, value in recipe.items() for word in (f"--{flag}", value)]
-    return command("nanochat_gka.train", [*own, *chosen, *extra], config.ngpu)
+    return config.command("nanochat_gka.train", [*own, *chosen, *extra])
 
 
 def experiment(recipe: dict[str, Any]) -> Callable[[LanguageConfig, list[str]], None]:

@@ -1,4 +1,4 @@
-"""The benchmarks' tables: softmax attention beside GKA, text generation, the CORE scorer, and the operator's errors."""
+"""The benchmarks' other tables: text generation, the CORE scorer, and the operator's errors (speed: speed.py)."""
 
 from gka.kinds import KINDS
 from runs.bench import operator_error
@@ -19,27 +19,6 @@ SCORERS = {
     "batched": "batched",
     "batched, beginnings shared": "beginnings shared",
 }
-
-
-def speed() -> str:
-    """Whole models and the operator, softmax's fastest over ours, of each hardware's newest comparisons; and the form
-    of GKA that builds W, where it was timed.
-    """
-    parts = []
-    for hardware, compared in benchmarks("deit").items():
-        for name in ("gpt", "attention"):
-            compared = compared | benchmarks(name).get(hardware, {})
-        rows = []
-        for (case, phase), comparison in compared.items():
-            sides = [comparison.fastest(role) for role in ("baseline", "ours")]
-            if all(sides) and not case.startswith("sweep") and not phase.startswith("decode"):
-                sides.append(comparison.fastest("unfused", "eager"))
-                times = [f"{side['metrics']['median_ms']:,.4g} ms" if side else "" for side in sides]
-                rows.append([f"{case}, {phase}", *times, f"{comparison.ratio():.2f}x"])
-        newest = next(iter(compared.values())).lines[0]
-        source = measured(newest, f"bench_*_{hardware}.jsonl")
-        parts.append("\n".join([table(["", KINDS["softmax"].label, GKA, f"{GKA}, unfused", "speed-up"], rows), source]))
-    return "\n\n".join(parts)
 
 
 def decode() -> str:

@@ -1,4 +1,4 @@
-"""The grid as data: families of models, and groups of cells that each answer a question.
+"""The grid as data: groups of cells that each answer a question.
 
 A group is a function of the finished cells: seeds are trained at the best rate of their family, which the first group
 finds. A new question is a function here and its line in `GROUPS`.
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from runs.study.cells import Cell
+from runs.study.families import FAMILIES, FURTHER
 
 
 class Done(dict[Cell, float]):
@@ -17,31 +18,6 @@ class Done(dict[Cell, float]):
     assumed_rate: float | None = None
 
 
-OFFSETS = dict(head_offsets="PS")
-EVERYWHERE = dict(head_offsets="PS", offset_layers="all")
-UNROTATED = dict(gka_values="normalised")
-# auto gives softmax value embeddings in half of its layers, as nanochat does, and GKA and VLT none.
-FAMILIES = {
-    "softmax": dict(attention="softmax"),
-    "softmax + offsets": dict(attention="softmax", **EVERYWHERE),
-    "softmax + VE": dict(attention="softmax", value_embeds="every-layer"),
-    "GKA": dict(attention="gka"),
-    "GKA unrotated": dict(attention="gka", **UNROTATED),
-    "GKA + offsets": dict(attention="gka", **OFFSETS, **UNROTATED),
-    "GKA + offsets + VE": dict(attention="gka", value_embeds="every-layer", **OFFSETS, **UNROTATED),
-    "VLT + offsets": dict(attention="vlt", **EVERYWHERE),
-}
-# Trained after the first ones have their rates: the same at other settings, and hybrids.
-FURTHER = {
-    "softmax without VE": dict(attention="softmax", value_embeds="none"),
-    "softmax + offsets + VE": dict(attention="softmax", value_embeds="every-layer", **EVERYWHERE),
-    "GKA + offsets rotated": dict(attention="gka", **OFFSETS),
-    "GKA + offsets + half VE": dict(attention="gka", value_embeds="all", **OFFSETS, **UNROTATED),
-    "VLT": dict(attention="vlt"),
-    "GGGA": dict(attention="GGGA", **UNROTATED),
-    "GGGA + offsets": dict(attention="GGGA", **EVERYWHERE, **UNROTATED),
-    "GGGGGA + offsets": dict(attention="GGGGGA", **EVERYWHERE, **UNROTATED),
-}
 RATES = (1.0, 2.0, 4.0)
 LEAST_RATE, MOST_RATE = 0.25, 16.0
 SEEDS = (0, 1, 2)

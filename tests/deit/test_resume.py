@@ -7,7 +7,6 @@ import re
 import shlex
 import shutil
 import signal
-import time
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ import tiny
 import tiny_vision
 from deit_gka import train as training
 from deit_gka.training.config import TrainConfig
+from processes import still_there
 from trainkit.checkpoint import save as save_checkpoint
 from vision_runs import (
     EPOCHS,
@@ -30,7 +30,6 @@ from vision_runs import (
     in_process,
     records,
     steps_of,
-    still_there,
     train,
     wait_for_step,
 )
@@ -57,14 +56,11 @@ def test_a_run_killed_at_random_resumes_bit_identically(uninterrupted, pictures,
 def test_two_ranks_killed_resume_bit_identically(pictures, tmp_path):
     whole, killed, common = tmp_path / "whole", tmp_path / "killed", ["--epochs", 3, "--save-every", 2]
     train(pictures, whole, *common, ranks=2)
-    process = tiny.start(TRAIN, *flags(pictures, killed, *common), ranks=2)
-    while process.poll() is None and (steps_of(killed) or [0])[-1] < 9:
-        time.sleep(0.002)
-    workers = tiny_vision.descendants(process.pid)
-    tiny.kill_tree(process)
-    assert (
-        9 <= steps_of(killed)[-1] < 18 and len(workers) >= 10
-    )  # 2 ranks, each with a tracker of resources, a server and 2 loaders
+    process = begin(pictures, killed, *common, ranks=2)
+    wait_for_step(process, killed, 9)
+    workers = [pid for rank in process.processes for pid in tiny_vision.descendants(rank.pid)]
+    process.kill()
+    assert 9 <= steps_of(killed)[-1] < 18 and len(workers) >= 6  # of each rank: a server and 2 loaders
     assert not still_there(workers)
     done = train(pictures, killed, *common, ranks=2)
     assert "resuming at update" in done.stdout and "2 x cpu" in done.stdout

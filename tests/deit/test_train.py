@@ -217,6 +217,7 @@ def test_an_epochs_line_fits_the_screen(uninterrupted):
     assert len(f"epoch 300/300 | {widest} | 81,920 MiB") <= 130
 
 
+@tiny.needs_compiler
 def test_compiled_training_is_the_same_training(uninterrupted, pictures, tmp_path):
     train(pictures, tmp_path, "--compile", "default", "--stop-after", 3, "--drop-path", 0, ranks=1)
     train(pictures, tmp_path / "off", "--stop-after", 3, "--drop-path", 0)

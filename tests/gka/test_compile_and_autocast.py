@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention import flex_attention
 
 from gka import dot_product_attention, gaussian_attention, testing
 from gka.impl import flex
@@ -54,8 +56,9 @@ def test_flex_compiles_once_for_lengths_that_fill_the_same_tiles_on_cuda():
 
 
 def test_flex_compiles_once_for_lengths_that_fill_the_same_tiles(monkeypatch):
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    monkeypatch.setattr(flex, "flex_attention", torch.compile(flex.flex_attention, backend=counter, dynamic=False))
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(flex_attention.flex_attention, backend=counter, dynamic=False)
+    monkeypatch.setattr(flex_attention, "flex_attention", compiled)
     for length in range(100, 106):
         x = testing.make_features("normal", (1, length, 2, 32))
         gaussian_attention(x, make_log_sigma(2, 32), causal=True, window=20, impl="flex")

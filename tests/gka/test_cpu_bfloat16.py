@@ -15,7 +15,7 @@ from operator_cases import check
 
 pytestmark = pytest.mark.skipif(build.obstacle() is not None, reason=str(build.obstacle()))
 HAS_TILES = build.obstacle() is None and call.has_bfloat16()
-needs_tiles = pytest.mark.skipif(not HAS_TILES, reason="no AMX on this machine")
+needs_tiles = pytest.mark.skipif(not HAS_TILES, reason=build.obstacle() or "no AMX on this machine")
 
 # No window or length is a multiple of a block of 32 x 32; 321 keys are mixed in two chunks.
 MASKS = [(False, None), (True, None), (True, 21), (False, 9), (True, 0), (False, 0), (True, 117), (False, 77)]
@@ -106,6 +106,28 @@ def test_equal_tokens_weigh_the_same_and_tokens_far_from_0_keep_their_rows():
     offset[:, 25:] = 1008
     y = attend(offset, torch.tensor([4.0]), causal=True).float()
     assert (y[:, :25] == 1000).all() and (y[:, 25:] >= 1000).all() and (y[:, 25:] <= 1008).all()
+
+
+@needs_tiles
+@pytest.mark.parametrize("with_values", [False, True], ids=["own", "values"])
+def test_weights_are_rounded_and_not_cut_off(with_values):
+    """One weight of 1 among many just below a bfloat16 number, which cutting off moves by a whole last place.
+
+    A row's common error would cancel in its sum; this one does not. Rounded, K is off by `below` of itself, and y or a
+    gradient by 2^-9 / sqrt(3) in the mean square: that of `heads` different numbers has a mean near 0.
+    """
+    heads, tokens, below = 64, 32, 2.0**-14
+    scale = 1 + torch.rand(heads).bfloat16().double()
+    level = torch.tensor([0.5, 0.75, 0.625, 0.25]).double().repeat(heads // 4) * (1 - below)
+    x = (torch.eye(tokens)[None, :, None] * scale[:, None]).bfloat16()  # any two tokens are as far apart
+    log_sigma = (scale.square() / -level.log()).log().div(2).float()
+    values = x.clone().requires_grad_()
+    y = attend(x, log_sigma, values=values if with_values else None, eps=0.0)
+    outputs = [y, *(torch.autograd.grad(y, values, x) if with_values else [])]
+    for output in outputs:
+        own = output.detach().double().diagonal(dim1=1, dim2=3).mean(-1)[0]  # W_ii x_ii: (H,)
+        error = own * (1 + (tokens - 1) * level) / scale - 1
+        assert error.mean().abs() < below + 5 * 2**-9 / (3 * heads) ** 0.5
 
 
 @needs_tiles

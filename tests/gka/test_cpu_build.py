@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from gka.impl.cpu import build
 from sources import ROOT
@@ -100,13 +101,15 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
 
 
 @pytest.mark.skipif(COMPILER is None, reason="no compiler")
-def test_a_damaged_library_is_named(tmp_path):
+def test_a_damaged_library_is_named(tmp_path, monkeypatch):
     """Not built again: whoever damaged it may do so again. The line says what to remove."""
-    ask(tmp_path / "cache", CXX=wrapper(tmp_path, 'REAL "$@" -O0\n'))
-    (path,) = (tmp_path / "cache").glob("*.so")
-    path.write_bytes(b"not a library")
-    lines, _ = ask(tmp_path / "cache", CXX=str(tmp_path / "compiler"))
-    assert lines[0] == "sdpa 9" and str(path) in lines[1]
+    text = 'case "$*" in *--version*) exec REAL "$@";; esac\nfor output; do :; done\necho "no library" > "$output"\n'
+    monkeypatch.setenv("CXX", wrapper(tmp_path, text))
+    monkeypatch.setenv(build.FOLDER, str(tmp_path / "cache"))
+    path = build._built(torch.backends.cpu.get_cpu_capability())
+    path.write_text("damaged")
+    lines, _ = ask(tmp_path / "cache", CXX=os.environ["CXX"])
+    assert lines[0] == "sdpa 9" and str(path) in lines[1] and path.read_text() == "damaged"
 
 
 def test_what_decides_the_library_is_in_its_name(monkeypatch, tmp_path):

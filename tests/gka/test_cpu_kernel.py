@@ -5,6 +5,8 @@ from functools import partial
 
 import pytest
 import torch
+import torch.utils.checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gka import GaussianKernelAttention, gaussian_attention, select_impl, testing
 from gka.bandwidth import LOG_SIGMA_BOUND
@@ -184,11 +186,6 @@ def test_the_operator_is_a_proper_one(call, monkeypatch):
     torch.library.opcheck(torch.ops.gka.cpu_attend.default, tuple(seen))
 
 
-def test_the_decoding_operator_is_a_proper_one():
-    x = make_features("normal", (1, 20, 2, 32))
-    torch.library.opcheck(torch.ops.gka.cpu_decode.default, (x[:, :3], x, None, torch.zeros(2), -1, 0))
-
-
 def test_compiles_and_exports_without_graph_breaks():
     layer = GaussianKernelAttention(64, 2, causal=True, impl="cpu")
     x = torch.randn(2, 24, 64, requires_grad=True)
@@ -219,6 +216,41 @@ def test_vmap_is_a_loop_and_other_transforms_go_to_sdpa():
     assert names == ["sdpa", "cpu"]
     with torch.autograd.forward_ad.dual_level(), pytest.raises(ValueError, match="has no forward mode"):
         attend(torch.autograd.forward_ad.make_dual(x, x), log_sigma)
+
+
+class Operators(TorchDispatchMode):
+    """The names of the operators that run under it."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.name())
+        return function(*args, **(kwargs or {}))
+
+
+def test_who_records_operators_sees_it_and_others_get_the_same_numbers():
+    """Otherwise a call goes straight to the library."""
+    x = make_features("normal", (1, 20, 2, 16))
+    want = gradients(x, torch.zeros(2))
+    with Operators() as seen:
+        got = gradients(x, torch.zeros(2))
+    assert {"gka::cpu_attend", "gka::cpu_attend_backward"} <= set(seen.names)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_numbers_that_are_not_in_memory_are_made_first():
+    """torch has views whose sign it remembers, such as the imaginary part of a conjugate."""
+    x = torch._neg_view(make_features("normal", (1, 20, 2, 16)))
+    assert torch.equal(attend(x, torch.zeros(2)), attend(x.resolve_neg(), torch.zeros(2)))
+
+
+def test_activation_checkpoints_give_the_same_gradients():
+    x, log_sigma = make_features("normal", (1, 20, 2, 16)).requires_grad_(), torch.zeros(2)
+    ways = attend, partial(torch.utils.checkpoint.checkpoint, attend, use_reentrant=False)
+    want, got = (torch.autograd.grad(way(x, log_sigma).square().sum(), x)[0] for way in ways)
+    assert torch.equal(got, want)
 
 
 def test_what_it_cannot_serve_is_said_and_goes_to_sdpa():

@@ -12,6 +12,7 @@ from nanochat_gka.accounting import AccountingConfig, account
 from nanochat_gka.model.accounting import flops_per_token, meta_model, parameter_counts, plan, scaling_parameters
 from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.gpt import build
+from operator_cases import CPU
 from trainkit.cli import UserError
 
 
@@ -91,15 +92,19 @@ def test_projections_are_what_gka_saves():
     assert counts["softmax"] - counts["gka"] == 4 * (3 * width**2 - heads)
 
 
-def test_flops_match_the_matrix_products_that_run():
+@pytest.mark.parametrize("kind", ["softmax", pytest.param("gka", marks=CPU.marks)])
+def test_flops_match_the_matrix_products_that_run(kind):
     """6 x parameters + 12 C T, against torch's count of forward and backward products (full windows, T x T scores)."""
     from torch.utils.flop_counter import FlopCounterMode
 
+    import gka.flops  # noqa: F401
+
     sizes = dict(aspect_ratio=32, head_dim=16, vocab_size=64, sequence_len=16)
-    config = GPTConfig.from_depth(2, window_pattern="L", attention="softmax", value_embeds="none", **sizes)
+    config = GPTConfig.from_depth(2, window_pattern="L", attention=kind, value_embeds="none", **sizes)
     model = build(config, "cpu")
     ids = torch.randint(64, (1, 16))
     with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         model(ids, ids).backward()
     # The embedding is free, so the first layer's inputs need gradients like any other: nothing is left out.
-    assert counter.get_total_flops() == 16 * flops_per_token(model)
+    bandwidths = sum(p.numel() for name, p in model.named_parameters() if "log_sigma" in name)
+    assert counter.get_total_flops() == 16 * (flops_per_token(model) - 6 * bandwidths)

@@ -39,7 +39,12 @@ def test_an_exported_model_gives_the_same_logits(variant, packed, tokenizer, tmp
 
 def test_exported_readme_describes_the_model(trained, tmp_path, tokenizer):
     out = exported(trained, tmp_path / "out")
-    assert {path.name for path in out.iterdir()} == {"model.safetensors", "config.json", "tokenizer.json", "README.md"}
+    ours = {"model.safetensors", "config.json", "gka_tokenizer.json", "README.md"}
+    assert {path.name for path in out.iterdir()} - ours == {
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+    }
     about = json.loads((out / "config.json").read_text())
     assert about["attention"] == ["gka", "gka", "softmax"] and set(about["sigma"]) == {"0", "1"}
     torch.testing.assert_close(torch.tensor(about["sigma"]["1"]), trained[1].bandwidths()[1])
@@ -121,7 +126,7 @@ def test_the_cards_code_runs(trained, tmp_path, monkeypatch, capsys):
 
 def test_damaged_and_foreign_folders_are_refused(trained, packed, tokenizer, tmp_path):
     out = exported(trained, tmp_path / "out")
-    for name in ("model.safetensors", "tokenizer.json"):
+    for name in ("model.safetensors", "gka_tokenizer.json"):
         content = (out / name).read_bytes()
         (out / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         with pytest.raises(UserError, match=f"{name} is missing or damaged"):
@@ -164,6 +169,25 @@ def test_an_older_export_keeps_its_form(stated, packed, tokenizer, tmp_path):
     (tmp_path / "out" / "config.json").write_text(json.dumps(about))
     ids = torch.randint(70, (1, 16))
     assert torch.equal(load(tmp_path / "out").model(ids), model(ids))
+
+
+def test_an_export_of_the_first_layout_still_loads(trained, tokenizer, tmp_path):
+    """Until 2026-11-22 our own tokenizer had the name of Hugging Face's. Exporting again brings the files of today."""
+    out = exported(trained, tmp_path / "out")
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        (out / name).unlink()
+    (out / "gka_tokenizer.json").rename(out / "tokenizer.json")
+    about = json.loads((out / "config.json").read_text())
+    about["sha256"]["tokenizer.json"] = about["sha256"].pop("gka_tokenizer.json")
+    newer = ("architectures", "dtype", "bos_token_id", "eos_token_id", "pad_token_id")
+    old = {key: value for key, value in about.items() if key not in newer}
+    (out / "config.json").write_text(json.dumps(old))
+    loaded, ids = load(out), torch.randint(70, (1, 16))
+    assert loaded.tokenizer.sha256 == tokenizer.sha256 and torch.equal(loaded.model(ids), trained[1](ids))
+    exported(trained, out)
+    assert load(out).tokenizer.sha256 == tokenizer.sha256 and "model" in json.loads(
+        (out / "tokenizer.json").read_text()
+    )
 
 
 def test_commands_refuse_another_models_tokenizer(trained, tokenizer, tmp_path, monkeypatch, capsys):

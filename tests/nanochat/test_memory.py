@@ -199,9 +199,9 @@ def test_auto_is_the_same_update(packed, tmp_path):
 def test_too_large_model_is_refused_before_building(packed, tmp_path, capsys):
     with pytest.raises(SystemExit) as left:
         argv = ["--data", packed / "packed", "--out", tmp_path, "--results", tmp_path / "results.jsonl"]
-        run(train.main, train.TrainConfig, [*map(str, argv), "--depth", "100000", "--device-type", "cpu"])
+        run(train.main, train.TrainConfig, [*map(str, argv), "--depth", "10000", "--device-type", "cpu"])
     assert left.value.code == 2
     message = capsys.readouterr().err
-    assert message.startswith("error: --depth 100000 is a model of 4.9")
-    assert "e+19 parameters (width 6,400,000)" in message
+    assert message.startswith("error: --depth 10000 is a model of 4.9")
+    assert "e+16 parameters (width 640,000)" in message
     assert message.count("\n") == 1 and "GB of memory and there are" in message

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+import processes
 import tiny
 from gpt_runs import MODULE, STEPS, final, flags, log_steps
 from nanochat_gka.model.checkpoints import load
@@ -20,12 +21,11 @@ from trainkit.files import sha256
 def test_killed_run_resumes_bit_identical(packed, uninterrupted, tmp_path):
     rng = random.Random(7)
     for kill_at in sorted(rng.sample(range(5, STEPS - 5), 2)):
-        process = tiny.start(MODULE, *flags(packed, tmp_path))
-        while process.poll() is None and (log_steps(tmp_path) or [0])[-1] < kill_at:
+        process = processes.start(MODULE, *flags(packed, tmp_path), folder=tmp_path / "output")
+        while process.alive() and (log_steps(tmp_path) or [0])[-1] < kill_at:
             time.sleep(0.002)
         process.kill()
-        process.communicate()
-        assert process.returncode == -signal.SIGKILL
+        assert process.processes[0].exitcode == -signal.SIGKILL
     done = tiny.call(MODULE, *flags(packed, tmp_path))
     assert "resuming at step" in done.stdout
     assert final(tmp_path) == final(uninterrupted)
@@ -41,7 +41,7 @@ def test_killed_ranks_resume_bit_identical(packed, tmp_path):
         time.sleep(0.002)
     tiny.kill_tree(process)
     assert (log_steps(killed) or [0])[-1] < 24
-    tiny.call(MODULE, *flags(packed, killed, *common), ranks=2, real=True)
+    tiny.call(MODULE, *flags(packed, killed, *common), ranks=2)
     assert final(killed, 24) == final(whole, 24)
 
 
@@ -61,12 +61,12 @@ def test_kill_before_the_result_loses_nothing(packed, uninterrupted, tmp_path):
 
 
 def test_sigterm_saves_the_step_it_is_at(packed, uninterrupted, tmp_path):
-    process = tiny.start(MODULE, *flags(packed, tmp_path, "--save-every", "-1"))
-    while process.poll() is None and len(log_steps(tmp_path)) < 5:
+    process = processes.start(MODULE, *flags(packed, tmp_path, "--save-every", "-1"), folder=tmp_path / "output")
+    while process.alive() and len(log_steps(tmp_path)) < 5:
         time.sleep(0.002)
-    process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=tiny.HANG_AFTER)
-    assert process.returncode == 0 and "saved; continue with: " in output, output
+    process.signal(signal.SIGTERM)
+    done = process.wait()
+    assert done.returncode == 0 and "saved; continue with: " in done.stdout, done.stdout + done.stderr
     tiny.call(MODULE, *flags(packed, tmp_path))
     assert final(tmp_path) == final(uninterrupted)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import tyro
 
+import processes
 import tiny
 from gpt_runs import MODULE, flags, log_steps
 from nanochat_gka.train import TrainConfig, main
@@ -85,12 +86,12 @@ def test_file_in_place_of_a_folder_is_one_line(packed, tmp_path):
 
 
 def test_second_trainer_is_refused(packed, tmp_path):
-    process = tiny.start(MODULE, *flags(packed, tmp_path, "--num-iterations", 100000))
-    while process.poll() is None and not log_steps(tmp_path):
+    words = flags(packed, tmp_path, "--num-iterations", 100000)
+    process = processes.start(MODULE, *words, folder=tmp_path / "output")
+    while process.alive() and not log_steps(tmp_path):
         time.sleep(0.01)
-    done = tiny.call(MODULE, *flags(packed, tmp_path, "--num-iterations", 100000), check=False)
+    done = tiny.call(MODULE, *words, check=False)
     process.kill()
-    process.communicate()
     tiny.assert_one_line_error(done, "another process is training in")
 
 

@@ -5,37 +5,31 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from gka.impl.cpu import build
 from runs.bench import attention, deit, gpt, operator_error, report
 from trainkit import cli
 from trainkit.progress import read_lines
 
+OWN = torch.get_num_threads()
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_benchmarks_run_end_to_end(tmp_path, capsys):
     common = ["--device-type", "cpu", "--results", str(tmp_path), "--rounds", "2", "--seconds", "1"]
-    cli.run(
-        attention.main,
-        attention.AttentionConfig,
-        [*common, "--shapes", "2x9x1x16", "1x12x1x16cw4n", "1x12x1x16nd", "--skip", "eager"],
-    )
-    cli.run(
-        deit.main,
-        deit.DeitConfig,
-        [*common, "--batch-sizes", "1", "--train-batch-sizes", "1", "--compile-mode", "off"],
-    )
-    cli.run(
-        gpt.main,
-        gpt.GPTBenchConfig,
-        [*common, "--depth", "1", "--batch-size", "2", "--sequence-len", "16", "--vocab-size", "64"],
-    )
-    files = {path.name.split("_")[1]: read_lines(path) for path in tmp_path.iterdir()}
+    shapes = ["2x9x1x16", "1x12x1x16cw4n", "1x12x2x16ndk"]
+    cli.run(attention.main, attention.AttentionConfig, [*common, "--shapes", *shapes, "--skip", "eager", "general"])
+    tiny = ["--batch-sizes", "1", "--train-batch-sizes", "1", "--compile-mode", "off", "--sizes", "ti"]
+    cli.run(deit.main, deit.DeitConfig, [*common, *tiny])
+    tiny = ["--depth", "1", "2", "--batch-size", "2", "--sequence-len", "16", "--vocab-size", "64"]
+    cli.run(gpt.main, gpt.GPTBenchConfig, [*common, *tiny])
+    files = {path.name.split("_")[1]: read_lines(path) for path in sorted(tmp_path.glob("*-1-thread.jsonl"))}
+    files |= {path.name.split("_")[1]: read_lines(path) for path in tmp_path.glob(f"*-{OWN}-thread*.jsonl")}
     assert {what: len(lines) for what, lines in files.items()} == {
-        "attention": 4 + 4 + 7 + 7 + 7,
-        "deit": 2 * 3,
-        "gpt": 2 + 2 + 4 + 4,
+        "attention": 2 * (4 + 5) + 2 * (4 + 5) + 2 + 3,  # bfloat16 has softmax in float32 too
+        "deit": 2 * (2 + 3),
+        "gpt": 2 * (3 + 4) + (2 + 3) + (4 + 4),  # d2 is trained alone
     }
     absent = ("gka triton", "gka cpu") if build.obstacle() else ("gka triton",)
     for lines in files.values():
@@ -44,23 +38,47 @@ def test_the_benchmarks_run_end_to_end(tmp_path, capsys):
             # Where there is no interpreter, or no compiler, it says why.
             assert metrics["status"] == "ok" or config["candidate"].startswith(absent), each
             assert bool(metrics["reason"]) == (metrics["median_ms"] is None) == (metrics["status"] != "ok")
-    assert {each["config"]["case"] for each in files["gpt"]} == {"d1-b2-t16-v64"}
+            assert config["case"].endswith("-bf16") == (config["dtype"] == "bfloat16")
+    cases = [f"d{depth}-b2-t16-v64{dtype}" for depth in (1, 2) for dtype in ("", "-bf16")]
+    assert sorted({each["config"]["case"] for each in files["gpt"]}) == sorted(cases)
     assert all(each["metrics"]["items_per_second"] > 0 for each in files["gpt"])
+    flops = {each["config"]["role"]: each["metrics"]["flops_per_image"] for each in files["deit"]}
+    assert round(flops["baseline"] / flops["ours"], 2) == 1.26  # table 3 of the paper: 2.51 and 1.98 GFLOPs
     capsys.readouterr()
-    cli.run(
-        report.main,
-        report.ReportConfig,
-        ["--device-type", "cpu", "--results", str(tmp_path), "--out", str(tmp_path / "out")],
-    )
+    flags = ["--device-type", "cpu", "--results", str(tmp_path), "--out", str(tmp_path / "out")]
+    cli.run(report.main, report.ReportConfig, flags)
     said = capsys.readouterr().out
-    for words in (
-        "2x9x1x16 forward ",
-        "deit-ti-b1 inference",
-        "d1-b2-t16-v64 training",
-        "DeiT-Ti forward",
-        " not measured",
-    ):
+    for words in ("2x9x1x16 forward ", "deit-ti-b1-bf16 inference", "d1-b2-t16-v64 training", " not measured"):
         assert words in said
+
+
+def test_every_number_of_threads_has_a_file_and_is_reported(tmp_path, capsys):
+    flags = ["--device-type", "cpu", "--results", str(tmp_path)]
+    timed = [
+        "--shapes",
+        "1x8x1x16",
+        "--skip",
+        "triton",
+        "--dtypes",
+        "float32",
+        "--threads",
+        "1",
+        "3",
+        "--rounds",
+        "1",
+        "--seconds",
+        "1",
+    ]
+    before = torch.get_num_threads()
+    cli.run(attention.main, attention.AttentionConfig, [*flags, *timed])
+    assert torch.get_num_threads() == before
+    names = sorted(path.stem.rpartition("-")[0][-1] + path.stem.rpartition("-")[2] for path in tmp_path.iterdir())
+    assert names == ["1thread", "3threads"]
+    capsys.readouterr()
+    cli.run(report.main, report.ReportConfig, [*flags, "--out", str(tmp_path / "out")])
+    said = capsys.readouterr().out
+    assert said.index(", 1 thread,") < said.index(", 3 threads,")
+    assert len(list((tmp_path / "out").glob("bench_*.md"))) == 2
 
 
 @pytest.mark.parametrize(
@@ -76,8 +94,15 @@ def test_the_benchmarks_run_end_to_end(tmp_path, capsys):
             attention.main,
             attention.AttentionConfig,
             ["--only", "swep"],
-            "--only swep: no such case; there are vit-ti, lm-full,",
+            "--only swep: no such case; there are vit-ti, vit-ti-bf16, vit-s,",
         ),
+        (
+            attention.main,
+            attention.AttentionConfig,
+            ["--shapes", "1x9x1x16ndk"],
+            "--shapes: dk needs heads of even size",
+        ),
+        (attention.main, attention.AttentionConfig, ["--threads", "0"], "--threads must be at least 1, got 0"),
         (
             attention.main,
             attention.AttentionConfig,
@@ -94,8 +119,8 @@ def test_the_benchmarks_run_end_to_end(tmp_path, capsys):
         (
             gpt.main,
             gpt.GPTBenchConfig,
-            ["--depth", "-1"],
-            "--depth must be at least 1, or 0 for the device's own, got -1",
+            ["--depth", "4", "0"],
+            "--depth must be at least 1, got 0",
         ),
         (
             gpt.main,

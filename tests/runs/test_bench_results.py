@@ -130,15 +130,20 @@ def test_targets_of_a_cpu_are_its_own():
         ]
         return {(case, phase): Comparison(case, phase, lines)}
 
-    deit = group("deit-ti-b8", "inference", 1.0, 1.1) | group("deit-ti-b16", "inference", 0.5, 1.0)
-    gpt = group("d4", "training", 1.0, 1.13, flops_per_token=120.0)
+    deit = group("deit-ti-b8-bf16", "inference", 1.0, 1.1) | group("deit-ti-b16", "inference", 0.5, 1.0)
+    gpt = group("d4", "training", 1.0, 1.19, flops_per_token=120.0)
     gpt["d4", "training"].lines[1]["metrics"]["flops_per_token"] = 100.0
-    promises = targets.targets({"attention": {}, "deit": deit, "gpt": gpt}, cuda=False)
-    assert [(target.verdict, round(target.measured, 2)) for target in promises] == [("pass", 2.0), ("miss", 1.13)]
-    assert promises[1].wanted == pytest.approx(0.95 * 1.2)
-    assert {target.verdict for target in targets.targets({"attention": {}, "deit": {}, "gpt": {}}, cuda=False)} == {
-        "not measured"
+    attention = group("vit-s", "forward", 1.0, 1.7) | group("vit-s-bf16", "forward", 1.0, 1.7)
+    promises = targets.targets({"attention": attention, "deit": deit, "gpt": gpt}, cuda=False)
+    decided = {each.name: (each.verdict, each.wanted) for each in promises if each.verdict != "not measured"}
+    assert decided == {
+        "vit-s, forward": ("pass", 1.5),
+        "vit-s-bf16, forward": ("miss", 1.8),
+        "deit-ti-b16, inference": ("pass", 1.25),
+        "deit-ti-b8-bf16, inference": ("miss", 1.25),
+        "d4, training": ("miss", pytest.approx(1.2)),
     }
+    assert len(promises) > 40 and len({each.name for each in promises}) == len(promises)
     memory = targets.Target("memory", 0.85, 0.8, at_most=True)
     assert memory.verdict == "pass" and replace(memory, measured=0.9).verdict == "miss"
 

@@ -7,24 +7,57 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from gka import testing
-from runs.bench import deit, gpt
+from gka.impl.cpu import build
+from gka.masking import Mask
+from runs.bench import deit, deit_models, gpt
+from runs.bench.baselines import sdpa_in_blocks
+from runs.bench.gpt_models import Candidate, Subject
 from runs.bench.models import gradient
 from runs.bench.operators import FORWARD, FULL, Case, gate, operators
 from trainkit.distributed import setup
 
 CPU = torch.device("cpu")
-CASES = ["2x19x2x16", "3x19x2x16c", "2x33x2x16cw7n", "2x19x2x16n", "2x20x2x16nd"]
+ABSENT = ("triton", "gka cpu") if build.obstacle() else ("triton",)
+CASES = ["2x19x2x16", "3x19x2x16c", "2x70x2x16cw7n", "2x70x2x16w66", "2x19x2x16n", "2x20x2x16nd", "2x20x2x16ndk"]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("text", CASES)
-def test_every_operator_of_a_cpu_passes_its_gate(text):
+def test_every_operator_of_a_cpu_passes_its_gate(text, dtype):
     case = Case.parse(text)
     for phase in (FORWARD,) if case.queries else (FORWARD, FULL):
-        candidates = operators(case, CPU, torch.float32, phase)
+        candidates = operators(case, CPU, dtype, phase)
         assert [operator.role == "ours" for operator in candidates.values()] == [True] + [False] * (len(candidates) - 1)
         for name, operator in candidates.items():
-            if "triton" not in name:
-                assert gate(operator, case, phase, CPU, torch.float32) is None, name
+            if not any(absent in name for absent in ABSENT):
+                assert gate(operator, case, phase, CPU) is None, name
+
+
+def test_bfloat16_is_compared_with_both_dtypes_of_softmax_and_a_window_with_blocks():
+    candidates = operators(Case.parse("2x70x2x16cw7n"), CPU, torch.bfloat16, FULL)
+    softmax = {name: each.dtype for name, each in candidates.items() if each.role == "baseline"}
+    kernels = ["softmax dense mask", "softmax blocks of 64"]
+    assert softmax == {**dict.fromkeys(kernels, torch.bfloat16)} | {
+        f"{name}, float32": torch.float32 for name in kernels
+    }
+    assert {each.dtype for each in candidates.values() if each.family == "gka"} == {torch.bfloat16}
+    assert "softmax blocks of 64" not in operators(Case.parse("2x70x2x16cn"), CPU, torch.float32, FULL)
+
+
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_the_gate_stops_a_window_that_is_off_by_one(shift):
+    case = Case.parse("2x150x1x16cw70")
+    wrong = sdpa_in_blocks(Mask(True, case.window + shift), 64)
+    operator = replace(operators(case, CPU, torch.float32, FORWARD)["softmax blocks of 64"], function=wrong)
+    assert "y is off" in gate(operator, case, FORWARD, CPU)
+
+
+def test_the_gate_stops_keys_that_are_derived_wrongly():
+    """A layer whose rotation is one position behind."""
+    case = Case.parse("2x20x2x16ndk")
+    right = operators(case, CPU, torch.float32, FORWARD)["gka model"]
+    late = replace(right, function=lambda x, sigma, cache: right.function(x, sigma, cache.roll(1, 1)).roll(0, 1))
+    assert "y is off" in gate(late, case, FORWARD, CPU)
 
 
 @pytest.mark.parametrize("family", ["gka", "softmax"])
@@ -34,7 +67,7 @@ def test_the_gate_stops_what_is_wrong(family):
 
     def judge(change, phase=FULL):
         changed = replace(right, function=lambda *tensors: change(right.function(*tensors), tensors))
-        return gate(changed, case, phase, CPU, torch.float32)
+        return gate(changed, case, phase, CPU)
 
     assert judge(lambda y, tensors: y) is None
     assert "y is off by 1.0e-03" in judge(lambda y, tensors: 1.001 * y, FORWARD)
@@ -46,16 +79,16 @@ def test_the_gate_stops_what_is_wrong(family):
     assert name in judge(lambda y, tensors: y + (tensors[place] - tensors[place].detach()).sum() * 0.01)
 
 
-@pytest.mark.parametrize("kind", ["softmax", "gka"])
-def test_the_gate_of_a_whole_language_model_stops_what_is_wrong(kind):
-    config = gpt.GPTBenchConfig(depth=1, batch_size=2, sequence_len=16, vocab_size=64).fill("cpu")
-    candidate = gpt.Candidate(kind, config, setup("cpu"))
+@pytest.mark.parametrize("kind, dtype", [("softmax", "float32"), ("gka", "float32"), (gpt.OFFSETS, "bfloat16")])
+def test_the_gate_of_a_whole_language_model_stops_what_is_wrong(kind, dtype):
+    config = gpt.GPTBenchConfig(sequence_len=16, vocab_size=64).fill("cpu").model_config(kind, 1)
+    candidate = Candidate(Subject(kind, config, batch_size=2, compile=False, runtime=setup("cpu")), dtype)
     right, model = candidate.network, candidate.model
     for phase in (gpt.TRAINING, gpt.PREFILL):
         candidate.network = right
         assert candidate.gate(phase) is None
-        candidate.network = lambda *arguments: 1.001 * right(*arguments)
-        assert "is off by 1.0e-03" in candidate.gate(phase)
+        candidate.network = lambda *arguments: (1.001 if dtype == "float32" else 1.1) * right(*arguments)
+        assert "is off by 1.0e-0" in candidate.gate(phase)
     if kind == "gka":  # attention matters in the timed model: another bandwidth is another gradient
         before = gradient(model, lambda: model(candidate.ids, candidate.targets))
         with torch.no_grad():
@@ -63,22 +96,44 @@ def test_the_gate_of_a_whole_language_model_stops_what_is_wrong(kind):
         assert testing.error(gradient(model, lambda: model(candidate.ids, candidate.targets)), before) > 0.01
 
 
+def test_candidates_of_one_kind_share_weights_and_leave_them_as_they_are():
+    subject = deit_models.Subject("gka", "ti", deit.TRAINING, 2, "", CPU)
+    before = [p.detach().clone() for p in subject.model.parameters()]
+    for dtype in ("float32", "bfloat16"):
+        deit_models.Candidate(subject, dtype, "off").step(0)
+    assert all(map(torch.equal, before, subject.model.parameters()))
+    config = gpt.GPTBenchConfig(sequence_len=16, vocab_size=64).fill("cpu").model_config("gka", 1)
+    shared = Subject("gka", config, batch_size=2, compile=False, runtime=setup("cpu"))
+    single, half = (Candidate(shared, dtype) for dtype in ("float32", "bfloat16"))
+    assert all(a is b for a, b in zip(single.model.parameters(), half.model.parameters(), strict=True))
+    before = [p.detach().clone() for p in shared.model.parameters()]
+    for candidate in (single, half):
+        candidate.train(0)
+    assert all(map(torch.equal, before, shared.model.parameters()))
+    assert (single.network(single.ids).dtype, half.model.dtype) == (torch.float32, torch.bfloat16)
+
+
 @pytest.mark.parametrize(
-    "kind, phase", [("gka", deit.INFERENCE), ("gka", deit.TRAINING), (deit.UNFUSED, deit.TRAINING)]
+    "kind, phase, dtype",
+    [
+        ("gka", deit.INFERENCE, "float32"),
+        ("gka", deit.TRAINING, "bfloat16"),
+        (deit.UNFUSED, deit.TRAINING, "float32"),
+    ],
 )
-def test_the_gate_of_a_whole_vision_model_stops_what_is_wrong(kind, phase):
-    candidate = deit.Candidate(kind, "ti", phase, 3, deit.DeitConfig(compile_mode="off").fill("cpu"), CPU)
+def test_the_gate_of_a_whole_vision_model_stops_what_is_wrong(kind, phase, dtype):
+    candidate = deit_models.Candidate(deit_models.Subject(kind, "ti", phase, 3, "", CPU), dtype, "off")
     assert candidate.gate() is None
     right = candidate.network
-    candidate.network = lambda images: 1.01 * right(images)
+    candidate.network = lambda images: (1.01 if dtype == "float32" else 1.1) * right(images)
     assert "is off by" in candidate.gate()
 
 
 def test_the_unfused_model_builds_w_and_gives_the_fused_models_logits():
     """With the same weights; the sums of W's rows are what its fused twin never has."""
-    fused, unfused = (deit.create(kind, "ti", "").eval() for kind in ("gka", deit.UNFUSED))
+    fused, unfused = (deit_models.create(kind, "ti", "").eval() for kind in ("gka", deit.UNFUSED))
     unfused.load_state_dict(fused.state_dict())
-    images, seen = torch.randn(2, 3, deit.PIXELS, deit.PIXELS), []
+    images, seen = torch.randn(2, 3, deit_models.PIXELS, deit_models.PIXELS), []
 
     class Products(TorchFunctionMode):
         def __torch_function__(self, function, types, arguments=(), options=None):

@@ -11,7 +11,7 @@ import pytest
 from runs import tables
 from runs.bench import gpt as bench_gpt
 from runs.demo.report import COLUMNS
-from runs.sections import benchmarks, demo, sources, summary
+from runs.sections import benchmarks, demo, sources, speed, summary
 from trainkit.cli import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,6 +39,7 @@ def test_any_page_takes_any_table_between_its_markers():
         "<!-- /table -->\nafter\n"
     )
     assert tables.render("runs/README.md", filled) == filled
+    assert tables.render("runs/README.md", 2 * empty) == 2 * filled
     with pytest.raises(UserError, match=r"README\.md has a block table:speeds; the tables are results, demo,"):
         tables.render("README.md", empty.replace("errors", "speeds"))
 
@@ -104,6 +105,54 @@ def test_the_decoding_table_leaves_out_results_of_other_kinds(tmp_path, monkeypa
     write(path, [*compared(older, 111), *compared(benchmarks.DECODERS, 222)])
     assert benchmarks.decode().count("| 222 | 222 |") == 4
     assert set(benchmarks.DECODERS) == {"softmax", "gka", *bench_gpt.DECODE_ONLY}
+
+
+def timed(hardware: str, case: str, phase: str, times: dict[str, tuple[str, float]], **settings):
+    """Lines of one comparison; times: candidate -> role and milliseconds."""
+    for candidate, (role, milliseconds) in times.items():
+        where = {"case": case, "phase": phase, "group": f"{case} {phase}", "quick": False}
+        metrics = {"status": "ok", "median_ms": milliseconds, **settings.get("metrics", {}).get(role, {})}
+        config = {**where, "candidate": candidate, "role": role, **settings.get("config", {})}
+        kind = settings.get("kind", "bench_attention")
+        yield {**RECORD, "kind": kind, "hardware": hardware, "config": config, "metrics": metrics}
+
+
+def test_the_table_of_the_operator_names_the_baseline_and_has_threads_side_by_side(tmp_path, monkeypatch):
+    shape = {"batch": 1, "tokens": 512, "queries": 512, "heads": 4, "head_dim": 32, "causal": True, "window": 64}
+    shape["dtype"] = "bfloat16"
+    for threads, (dense, blocks, single) in {"1 thread": (90.0, 40.0, 30.0), "2 threads": (50.0, 19.0, 21.0)}.items():
+        softmax = {
+            "softmax dense mask": dense,
+            "softmax blocks of 64": blocks,
+            "softmax blocks of 128, float32": single,
+        }
+        times = {"gka cpu": ("ours", 10.0)} | {name: ("baseline", time) for name, time in softmax.items()}
+        lines = timed(f"a CPU, {threads}", "lm-window-bf16", "forward", times, config=shape)
+        write(tmp_path / f"bench_attention_a-cpu-{threads.replace(' ', '-')}.jsonl", lines)
+    monkeypatch.setattr(sources, "RESULTS", tmp_path)
+    best, dense = [line for line in speed.operator().splitlines() if "forward" in line]
+    assert best.startswith("| causal, 1 × 512 × 4 × 32, window 64 | forward | bfloat16 | 1 / 2 |")
+    assert "| 30 (blocks of 128, float32) / 19 (blocks of 64, bfloat16) | 10 / 10 | 3.00x / 1.90x |" in best
+    assert "| 90 / 50 (dense mask, bfloat16) | 10 / 10 | 9.00x / 5.00x |" in dense
+
+
+def test_the_table_of_models_has_the_flops_ratio_as_a_gpts_target_and_its_offsets(tmp_path, monkeypatch):
+    config = {"depth": 4, "batch": 4, "sequence_len": 512, "dtype": "float32"}
+    flops = {"baseline": {"flops_per_token": 120.0}, "ours": {"flops_per_token": 100.0}}
+    times = {"softmax": ("baseline", 1300.0), "gka": ("ours", 1000.0), "gka-offsets": ("variant", 650.0)}
+    lines = timed("a CPU, 2 threads", "d4", "training", times, config=config, metrics=flops, kind="bench_gpt")
+    write(tmp_path / "bench_gpt_a-cpu-2-threads.jsonl", lines)
+    times = {"softmax": ("baseline", 5.0), "softmax eager": ("baseline", 4.0), "gka": ("ours", 2.0)}
+    shape = {"size": "b", "batch": 1, "dtype": "float32"}
+    lines = timed("a CPU, 2 threads", "deit-b-b1", "inference", times, config=shape, kind="bench_deit")
+    write(tmp_path / "bench_deit_a-cpu-2-threads.jsonl", lines)
+    monkeypatch.setattr(sources, "RESULTS", tmp_path)
+    rows = [line for line in speed.models().splitlines() if "float32" in line]
+    assert rows == [
+        "| DeiT-B, 1 image | inference | float32 | 2 | 4 (eager) | 2 | 2.00x |  | ≥ 1.25x |",
+        "| GPT of depth 4, 4 × 512 tokens | training | float32 | 2 | 1,300 | 1,000 | 1.30x | 1.20x | ≥ 1.20x |",
+        "| the same with head offsets (ours) | training | float32 | 2 | 1,300 | 650 | 2.00x | 1.20x | ≥ 1.20x |",
+    ]
 
 
 def test_the_measured_vision_demo_is_as_good_as_promised():

@@ -163,6 +163,20 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
+def still_there(pids, seconds: float = 120) -> list[int]:
+    """The processes that still run; none, sooner or later."""
+    end = time.monotonic() + seconds
+    while True:
+        left = []
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX":
+                    left.append(pid)
+        if not left or time.monotonic() > end:
+            return left
+        time.sleep(0.02)
+
+
 @contextlib.contextmanager
 def signals_kept():
     """A trainer in this process sets handlers; take them back."""

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,6 +30,11 @@ TRAIN_FLAGS = (
     "--depth 2 --aspect-ratio 16 --head-dim 16 --window-pattern SL --device-batch-size 3 --eval-every -1 "
     f"--eval-tokens 256 --sample-every -1 --device-type cpu --total-batch-size {8 * SEQUENCE_LEN}"
 ).split()
+
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which(os.environ.get("CXX") or "g++") is None, reason="torch.compile needs a C++ compiler on a CPU"
+)
 
 
 def documents(count: int, seed: int) -> list[str]:

@@ -1,9 +1,7 @@
 """Vision runs of a few updates: their flags, what they leave, and a process to interrupt."""
 
-import contextlib
 import json
 import time
-from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
@@ -95,17 +93,3 @@ def in_process(main, config, *argv, capsys):
 class Code:
     def __reduce__(self):
         return exec, ("import pathlib; pathlib.Path('/tmp/gka-was-here').touch()",)
-
-
-def still_there(pids):
-    """The processes that still run; none, sooner or later."""
-    end = time.monotonic() + 120
-    while True:
-        left = []
-        for pid in pids:
-            with contextlib.suppress(OSError):
-                if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX":
-                    left.append(pid)
-        if not left or time.monotonic() > end:
-            return left
-        time.sleep(0.02)

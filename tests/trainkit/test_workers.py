@@ -21,12 +21,12 @@ from deit_gka.data.sources.base import Names
 from deit_gka.data.transforms import eval_transform
 from deit_gka.training import trainer
 from deit_gka.training.config import TrainConfig
-from processes import signals_kept
+from processes import signals_kept, still_there
 from sources import ROOT, imports
 from trainkit import workers
 from trainkit.cli import UserError
 from trainkit.distributed import Runtime
-from vision_runs import TRAIN, flags, in_process, records, still_there, wait_for_step
+from vision_runs import TRAIN, flags, in_process, records, wait_for_step
 
 CONTROL = """
 import ctypes, os, signal, sys, time

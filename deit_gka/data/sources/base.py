@@ -1,5 +1,6 @@
 """What every kind of data shares: the interface, names and listings of files."""
 
+import hashlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,9 +28,21 @@ class Source(ABC):
     @abstractmethod
     def __len__(self) -> int: ...
 
+    def index(self) -> list[torch.Tensor]:
+        """The list of images as tensors, where there is one."""
+        return []
+
     @abstractmethod
     def read(self, index: int) -> Record:
         """The image of `index`, from 0. Raises OSError if the file is gone or cut short."""
+
+
+def list_hash(images) -> str:
+    """Hash of the list of images of a source or stream, not of what is in them."""
+    digest = hashlib.sha256("\0".join([*images.classes, str(len(images))]).encode())
+    for part in images.index() if isinstance(images, Source) else ():
+        digest.update(part.contiguous().numpy().data)
+    return digest.hexdigest()
 
 
 class Names(Sequence):
@@ -42,6 +55,10 @@ class Names(Sequence):
 
     def __len__(self) -> int:
         return len(self._ends) - 1
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [self._text, self._ends]
 
     def __getitem__(self, index: int) -> str:
         return os.fsdecode(self._text[self._ends[index] : self._ends[index + 1]].numpy().tobytes())

@@ -44,6 +44,9 @@ class Folder(Source):
     def __len__(self) -> int:
         return len(self._labels)
 
+    def index(self) -> list[torch.Tensor]:
+        return [*self._paths.tensors, self._labels]
+
     def read(self, index: int) -> Record:
         path = os.path.join(self._folder, self._paths[index])
         with open(path, "rb") as file:

@@ -48,6 +48,9 @@ class Tars(Source):
     def __len__(self) -> int:
         return len(self._rows)
 
+    def index(self) -> list[torch.Tensor]:
+        return [*self._names.tensors, self._rows[:, 1:]]
+
     def read(self, index: int) -> Record:
         shard, offset, size, label = self._rows[index].tolist()
         file = self._files.get(shard)

@@ -4,15 +4,15 @@ import ctypes
 import functools
 import logging
 import os
-from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p, pointer
+from ctypes import POINTER, addressof, c_float, c_int32, c_int64, c_void_p, pointer
 
 import torch
 
 from gka.bandwidth import LOG_SIGMA_BOUND
 from gka.impl.cpu.build import library
 
-FORWARD, BACKWARD, DECODE = range(3)
-PHASES = ("forward", "backward", "decode")
+FORWARD, BACKWARD = range(2)
+PHASES = ("forward", "backward")
 LOG = logging.getLogger("gka")
 _process = os.getpid()
 
@@ -36,18 +36,18 @@ class Request(ctypes.Structure):
 
 
 def forward(x, keys, values, log_sigma, before: int, after: int, centred: bool, eps: float, differentiable: bool):
-    """What `gka::cpu_attend` returns."""
-    y, level, largest, rest = output_like(x, differentiable)
+    """What `gka::cpu_attend` returns, and the largest |x|^2 / sigma^2, a float."""
+    (y, level, rest), largest = output_like(x, differentiable), c_float()
     _call(
         FORWARD, x, keys, values, log_sigma, before, after, y=_tensor(y), level=level.data_ptr(),
-        largest=largest.data_ptr(), rest=_tensor(rest), centred=centred, eps=eps,
+        largest=addressof(largest), rest=_tensor(rest), centred=centred, eps=eps,
     )  # fmt: skip
-    return y, level, largest, rest
+    return y, level, rest, largest.value
 
 
 def backward(grad_y, x, keys, values, log_sigma, y, level, rest, before: int, after: int, centred: bool):
     """What `gka::cpu_attend_backward` returns."""
-    gradients = gradients_like(x, keys, values, log_sigma)
+    grad_y, gradients = addressable(grad_y), gradients_like(x, keys, values, log_sigma)
     dx, dlog_sigma, *others = gradients
     wanted = [name for name, t in (("dkeys", keys), ("dvalues", values)) if t is not None]
     _call(
@@ -58,19 +58,16 @@ def backward(grad_y, x, keys, values, log_sigma, y, level, rest, before: int, af
     return gradients
 
 
-def decode(x, keys, values, log_sigma, before: int, after: int):
-    """What `gka::cpu_decode` returns."""
-    y = x.new_empty(x.shape)
-    _call(DECODE, x, keys, values, log_sigma, before, after, y=_tensor(y))
-    return y
+def addressable(t: torch.Tensor) -> torch.Tensor:
+    """`t`, copied only if its channels lie apart."""
+    return t if t.stride(-1) == 1 else t.contiguous()
 
 
 def output_like(x, differentiable: bool):
-    """(y, level, largest, rest) of `gka::cpu_attend`, not yet written."""
+    """(y, level, rest) of `gka::cpu_attend`, not yet written."""
     batch, length, heads, _ = x.shape
-    single = {"dtype": torch.float32}
     rest = x.new_empty(x.shape if differentiable and x.dtype == torch.bfloat16 else (0, 0, 0, 0))
-    return x.new_empty(x.shape), x.new_empty((batch, heads, length), **single), x.new_empty(1, **single), rest
+    return x.new_empty(x.shape), x.new_empty((batch, heads, length), dtype=torch.float32), rest
 
 
 def gradients_like(x, keys, values, log_sigma) -> list[torch.Tensor]:
@@ -89,7 +86,7 @@ def _call(phase: int, x, keys, values, log_sigma, before: int, after: int, **fie
         x=features, keys=key_features, values=key_features if own_values else _tensor(values),
         log_sigma=log_sigma.data_ptr(), batch=batch, num_queries=num_queries,
         num_keys=num_queries if own_keys else keys.shape[1], num_heads=num_heads, head_dim=head_dim, before=before,
-        after=after, bound=LOG_SIGMA_BOUND, own_keys=own_keys, own_values=own_values, threads=_threads(), **fields,
+        after=after, bound=LOG_SIGMA_BOUND, own_keys=own_keys, own_values=own_values, threads=num_threads(), **fields,
     )  # fmt: skip
     address = pointer(request)
     scratch = x.new_empty(scratch_size(address, phase), dtype=torch.float32)
@@ -123,6 +120,6 @@ def _tensor(t: torch.Tensor) -> Tensor:
     return Tensor(t.data_ptr(), *t.stride()[:3])
 
 
-def _threads() -> int:
+def num_threads() -> int:
     """torch's number, and 1 in a forked process, which has lost the threads that OpenMP would wait for."""
     return torch.get_num_threads() if os.getpid() == _process else 1

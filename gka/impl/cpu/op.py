@@ -1,17 +1,20 @@
 """The fused CPU kernel as torch operators: exact, eps included, true norms, deterministic, O(T * D) memory
 (gka/README.md, The CPU kernel).
 
-The custom operators are opaque to torch.compile, which needs no graph break for them.
+The operators are opaque to torch.compile, which needs no graph break for them. A call that nothing traces or transforms
+goes past them, straight to the library: for small tensors the way there costs as much as the kernel.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from gka.expansion import warn_if_lost
-from gka.impl.cpu import build, call
+from gka.impl.cpu import build, call, decoding
+from gka.impl.cpu.call import addressable
+from gka.impl.cpu.registering import is_plain, operator
 from gka.request import GaussianRequest
-from gka.validation import readable
 
 MAX_HEAD_DIM = 128
 HALF = (torch.bfloat16, torch.float16)
@@ -45,22 +48,48 @@ def _is_transformed() -> bool:
 def gaussian(request: GaussianRequest) -> torch.Tensor:
     """y, (B, Tq, H, D) in x.dtype. The norms are computed, constant or not.
 
-    Half precision is computed in float32, but for bfloat16 self-attention where the processor has AMX.
+    Half precision is computed in float32, but for bfloat16 decoding, and self-attention where the processor has AMX.
     """
-    if request.x.dtype in HALF and not (request.x.dtype == torch.bfloat16 and request.own_keys and call.has_bfloat16()):
+    decodes = not request.own_keys and request.num_queries <= DECODE_QUERIES and not request.needs_grad
+    has_kernel = request.x.dtype == torch.bfloat16 and (decodes or (request.own_keys and call.has_bfloat16()))
+    if request.x.dtype in HALF and not has_kernel:
         return gaussian(_single(request)).to(request.x.dtype)
     before, after = (-1 if limit is None else limit for limit in request.mask.reach)
-    keys = None if request.keys is None else _addressable(request.keys)
-    values = None if request.values is None else _addressable(request.values)
-    x, log_sigma = _addressable(request.x), request.log_sigma.contiguous()
-    if keys is not None and request.num_queries <= DECODE_QUERIES and not request.needs_grad:
-        return decode(x, keys, values, log_sigma, before, after)
+    keys = None if request.keys is None else addressable(request.keys)
+    values = None if request.values is None else addressable(request.values)
+    x, log_sigma = addressable(request.x), request.log_sigma.contiguous()
+    if keys is not None and decodes:
+        keys, values = (None, keys) if values is None else (keys, values)
+        return decoding.decode(x, keys, values, log_sigma, before=before, after=after)
     centred = not request.mask.causal  # rounding would leak the future
     eps = 0.0 if request.eps is None else request.eps
-    y, _, largest, _ = attend(x, keys, values, log_sigma, before, after, centred, eps, request.needs_grad)
-    if not request.constant_norm and readable(largest):
-        warn_if_lost(largest.item(), torch.float32)
+    arguments = (x, keys, values, log_sigma, before, after, centred, eps, request.needs_grad)
+    if not is_plain(x, keys, values, log_sigma):
+        return attend(*arguments)[0]
+    y, *_, largest = (_Attend.apply if request.needs_grad else call.forward)(*arguments)
+    if not request.constant_norm:
+        warn_if_lost(largest, torch.float32)
     return y
+
+
+def can_decode(x: torch.Tensor, log_sigma: torch.Tensor, cached: Sequence[torch.Tensor], tables) -> bool:
+    """Whether `decoding.decode` can serve queries x against a cache of `cached` tensors."""
+    features = (x, *cached)
+    return (
+        x.device.type == "cpu"
+        and x.dtype in decoding.DTYPES
+        and x.shape[1] <= DECODE_QUERIES
+        and x.shape[3] <= MAX_HEAD_DIM
+        and log_sigma.dtype == torch.float32
+        and all(t.stride(-1) == 1 for t in (*features, log_sigma))
+        and all(t.device.type == "cpu" and t.dtype in decoding.DTYPES and t.is_contiguous() for t in tables)
+        and len({t.dtype for t in tables}) <= 1
+        and not (torch.is_grad_enabled() and any(t.requires_grad for t in (*features, log_sigma)))
+        and not torch.is_autocast_enabled("cpu")
+        and not torch.jit.is_tracing()
+        and (torch.compiler.is_compiling() or not _is_transformed())
+        and build.obstacle() is None
+    )
 
 
 def _single(request: GaussianRequest) -> GaussianRequest:
@@ -69,12 +98,7 @@ def _single(request: GaussianRequest) -> GaussianRequest:
     return replace(request, x=request.x.float(), keys=keys, values=values)
 
 
-def _addressable(t: torch.Tensor) -> torch.Tensor:
-    """`t`, copied only if its channels lie apart."""
-    return t if t.stride(-1) == 1 else t.contiguous()
-
-
-@torch.library.custom_op("gka::cpu_attend", mutates_args=())
+@operator("cpu_attend")
 def attend(
     x: torch.Tensor,
     keys: torch.Tensor | None,
@@ -85,22 +109,23 @@ def attend(
     centred: bool,
     eps: float,
     differentiable: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(y, level, largest, rest): y (B, Tq, H, D); what the backward pass needs of each row (B, H, Tq); the largest
-    |x|^2 / sigma^2, (1,); in bfloat16, if differentiable, what rounding took from y, else nothing.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(y, level, rest): y (B, Tq, H, D); what the backward pass needs of each row (B, H, Tq); in bfloat16, if
+    differentiable, what rounding took from y, else nothing.
 
     keys None: x. values None: the keys. before, after: how far a query looks, -1 without limit. centred: subtract the
     mean of the keys first.
     """
-    return call.forward(x, keys, values, log_sigma, before, after, centred, eps, differentiable)
+    y, level, rest, _ = call.forward(x, keys, values, log_sigma, before, after, centred, eps, differentiable)
+    return y, level, rest
 
 
-@attend.register_fake
+@torch.library.register_fake("gka::cpu_attend")
 def _(x, keys, values, log_sigma, before, after, centred, eps, differentiable):
     return call.output_like(x, differentiable)
 
 
-@torch.library.custom_op("gka::cpu_attend_backward", mutates_args=())
+@operator("cpu_attend_backward")
 def attend_backward(
     grad_y: torch.Tensor,
     x: torch.Tensor,
@@ -115,48 +140,31 @@ def attend_backward(
     centred: bool,
 ) -> list[torch.Tensor]:
     """[dx, dlog_sigma] and, if they are not x, dkeys, dvalues."""
-    return call.backward(_addressable(grad_y), x, keys, values, log_sigma, y, level, rest, before, after, centred)
+    return call.backward(grad_y, x, keys, values, log_sigma, y, level, rest, before, after, centred)
 
 
-@attend_backward.register_fake
+@torch.library.register_fake("gka::cpu_attend_backward")
 def _(grad_y, x, keys, values, log_sigma, y, level, rest, before, after, centred):
     return call.gradients_like(x, keys, values, log_sigma)
 
 
-@torch.library.custom_op("gka::cpu_decode", mutates_args=())
-def decode(
-    x: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor | None,
-    log_sigma: torch.Tensor,
-    before: int,
-    after: int,
-) -> torch.Tensor:
-    """y, (B, Tq, H, D), of a few queries; arguments as `attend`. It has no gradients."""
-    return call.decode(x, keys, values, log_sigma, before, after)
-
-
-@decode.register_fake
-def _(x, keys, values, log_sigma, before, after):
-    return x.new_empty(x.shape)
-
-
 def _save(ctx, inputs, output):
     x, keys, values, log_sigma, before, after, centred, *_ = inputs
-    y, level, largest, rest = output
+    y, level, rest, *_ = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(level, largest, rest)
+    ctx.mark_non_differentiable(level, rest)
     ctx.save_for_backward(x, keys, values, log_sigma, y, level, rest)
     ctx.options = (before, after, centred)
 
 
-def _differentiate(ctx, grad_y, grad_level, grad_largest, grad_rest):
+def _differentiate(ctx, grad_y, *_):
     if grad_y is None:
         return (None,) * 9
-    x, keys, values, log_sigma, y, level, rest = ctx.saved_tensors
-    dx, dlog_sigma, *others = attend_backward(grad_y, x, keys, values, log_sigma, y, level, rest, *ctx.options)
+    saved = ctx.saved_tensors
+    route = call.backward if is_plain(grad_y, *saved) and not torch.is_grad_enabled() else attend_backward
+    dx, dlog_sigma, *others = route(grad_y, *saved, *ctx.options)
     others = iter(others)
-    dkeys, dvalues = (None if t is None else next(others) for t in (keys, values))
+    dkeys, dvalues = (None if t is None else next(others) for t in saved[1:3])
     return dx, dkeys, dvalues, dlog_sigma, None, None, None, None, None
 
 
@@ -164,5 +172,17 @@ def _refuse(ctx, *grads):
     raise NotImplementedError('impl="cpu" has no second derivatives; use impl="reference" for double backward')
 
 
-attend.register_autograd(_differentiate, setup_context=_save)
-attend_backward.register_autograd(_refuse)
+torch.library.register_autograd("gka::cpu_attend", _differentiate, setup_context=_save)
+torch.library.register_autograd("gka::cpu_attend_backward", _refuse)
+
+
+class _Attend(torch.autograd.Function):
+    """`attend` on plain tensors, which tells the largest |x|^2 / sigma^2 too."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = call.forward(*inputs)
+        _save(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(_differentiate)

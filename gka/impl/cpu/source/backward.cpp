@@ -36,6 +36,7 @@ struct Backward : Head {
     const Source from(q.grad_y, q, index), y(q.y, q, index);
     const bool shifted = mean && own_values;
     for (int64_t i = 0; i < query.count; i++) {
+      if (i + AHEAD < query.count) prefetch(from.row(i + AHEAD), head_dim), prefetch(y.row(i + AHEAD), head_dim);
       const float kept = q.level[index * q.num_queries + i];
       const Vector share = Vector::all(own_keys ? 1.0f / kept : 1.0f);
       Vector sum = Vector::all(0.0f);
@@ -141,32 +142,34 @@ void run_part(const GkaRequest& q, const Plan& plan, int64_t index, int64_t part
   });
 }
 
-// out_i = mixed_i - sum_i x_i, from what all parts of the head have added up.
-void write(const GkaRequest& q, const Plan& plan, int64_t i, int64_t slot_size, float* mixed, const float* sums,
-           const Tokens& tokens, float* out) {
-  mixed += i * tokens.channels;
-  float sum = sums ? sums[i] : 0.0f;
-  for (int64_t part = 1; part < plan.parts; part++) {
-    sum += sums ? sums[part * slot_size + i] : 0.0f;
-    for (int64_t d = 0; d < q.head_dim; d++) mixed[d] += mixed[part * slot_size + d];
-  }
-  for (int64_t d = 0; d < q.head_dim; d += Vector::LANES) {
-    Vector gradient = Vector::load(mixed + d);
-    if (sums) gradient = gradient - Vector::all(sum) * Vector::load(tokens.row(i) + d);
-    store_channels(gradient, out, d, q.head_dim);
+// out_i = mixed_i - sum_i x_i for a range of tokens, from what all parts of the head have added up.
+void write(Range range, const Plan& plan, int64_t slot_size, float* mixed, const float* sums, const Tokens& tokens,
+           const Source& out, int64_t head_dim) {
+  range = range.within({0, tokens.count});
+  for (int64_t i = range.begin; i < range.end; i++) {
+    if (i + AHEAD < range.end) prefetch<true>(out.row(i + AHEAD), head_dim);
+    float *total = mixed + i * tokens.channels, sum = sums ? sums[i] : 0.0f;
+    for (int64_t part = 1; part < plan.parts; part++) {
+      sum += sums ? sums[part * slot_size + i] : 0.0f;
+      for (int64_t d = 0; d < head_dim; d++) total[d] += total[part * slot_size + d];
+    }
+    for (int64_t d = 0; d < head_dim; d += Vector::LANES) {
+      Vector gradient = Vector::load(total + d);
+      if (sums) gradient = gradient - Vector::all(sum) * Vector::load(tokens.row(i) + d);
+      store_channels(gradient, out.writable(i), d, head_dim);
+    }
   }
 }
 
-void finish(const GkaRequest& q, const Plan& plan, int64_t index, Range tokens, float* scratch, int64_t slot_size) {
+void finish(const GkaRequest& q, const Plan& plan, int64_t index, Range range, float* scratch, int64_t slot_size) {
   Arena arena{scratch};
   const Backward head(q, plan, arena);
-  for (int64_t i = tokens.begin; i < tokens.end; i++) {
-    if (i < q.num_queries)
-      write(q, plan, i, slot_size, head.dx, head.query_sum, head.query, writable(q.dx, q, index, i));
-    if (i >= q.num_keys) continue;
-    if (!q.own_keys) write(q, plan, i, slot_size, head.dkeys, head.key_sum, head.key, writable(q.dkeys, q, index, i));
-    if (!q.own_values) write(q, plan, i, slot_size, head.dvalues, nullptr, head.key, writable(q.dvalues, q, index, i));
-  }
+  auto write_to = [&](const GkaTensor& t, float* mixed, const float* sums, const Tokens& tokens) {
+    write(range, plan, slot_size, mixed, sums, tokens, Source(t, q, index), q.head_dim);
+  };
+  write_to(q.dx, head.dx, head.query_sum, head.query);
+  if (!q.own_keys) write_to(q.dkeys, head.dkeys, head.key_sum, head.key);
+  if (!q.own_values) write_to(q.dvalues, head.dvalues, nullptr, head.key);
 }
 
 }  // namespace

@@ -135,8 +135,10 @@ void run_part(const GkaRequest& q, const Plan& plan, int64_t index, int64_t part
 float finish(const GkaRequest& q, const Plan& plan, int64_t index, Range queries, float* scratch, int64_t slot_size) {
   Arena arena{scratch};
   const Forward head(q, plan, arena);
-  float largest = 0.0f;
+  float largest = 0.0f, *level = q.level + index * q.num_queries;
+  const Source to(q.y, q, index);
   for (int64_t i = queries.begin; i < queries.end; i++) {
+    if (i + AHEAD < queries.end) prefetch<true>(to.row(i + AHEAD), q.head_dim);
     float sum = head.sum[i], *mixed = head.y + i * head.query.channels;
     for (int64_t part = 1; part < plan.parts; part++) {
       const int64_t o = part * slot_size;
@@ -146,13 +148,13 @@ float finish(const GkaRequest& q, const Plan& plan, int64_t index, Range queries
     }
     const float total = sum + (q.own_keys ? q.eps : 0.0f), share = 1.0f / total;
     const bool shifted = head.mean && q.own_values;
-    float* y = writable(q.y, q, index, i);
+    float* y = to.writable(i);
     for (int64_t d = 0; d < q.head_dim; d += Vector::LANES) {
       Vector mean = Vector::all(share) * Vector::load(mixed + d);
       if (shifted) mean = fma(Vector::load(head.mean + d), Vector::all(sum * share), mean);
       store_channels(mean, y, d, q.head_dim);
     }
-    q.level[index * q.num_queries + i] = q.own_keys ? total : head.top[i] + std::log2(total);
+    level[i] = q.own_keys ? total : head.top[i] + std::log2(total);
     largest = std::max(largest, 2.0f / LOG2_E * head.query.half_norm[i]);
   }
   return largest;
@@ -175,4 +177,8 @@ void gka_forward_float32(const GkaRequest* request) {
     largest = std::max(largest, found);
   });
   *q.largest = largest;
+}
+
+int64_t gka_scratch_float32(const GkaRequest* request, int32_t phase) {
+  return phase == GKA_FORWARD ? gka::forward_scratch(*request) : gka::backward_scratch(*request);
 }

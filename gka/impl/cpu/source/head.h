@@ -131,29 +131,43 @@ struct Source {
       : data(static_cast<const float*>(t.data) + head / q.num_heads * t.batch + head % q.num_heads * t.head),
         token(t.token) {}
   GKA_INLINE const float* row(int64_t i) const { return data + i * token; }
+  GKA_INLINE float* writable(int64_t i) const { return const_cast<float*>(row(i)); }
 };
 
-GKA_INLINE float* writable(const GkaTensor& t, const GkaRequest& q, int64_t head, int64_t i) {
-  return const_cast<float*>(Source(t, q, head).row(i));
+// Fetch a row that is needed soon from memory. Rows of a head lie apart, where the processor does not expect them.
+constexpr int64_t AHEAD = 16;  // rows
+template <bool TO_WRITE = false>
+GKA_INLINE void prefetch(const float* row, int64_t head_dim) {
+  for (int64_t d = 0; d < head_dim; d += 16) __builtin_prefetch(row + d, TO_WRITE);
 }
 
 // Copy the rows of a head, less `mean` if there is one, and fill the panels if there are any.
 inline void pack(const Source& source, int64_t head_dim, const float* mean, float factor, const Tokens& to) {
-  for (int64_t i = 0; i < to.count; i++)
+  for (int64_t i = 0; i < to.count; i++) {
+    if (i + AHEAD < to.count) prefetch(source.row(i + AHEAD), head_dim);
     for (int64_t d = 0; d < to.channels; d += Vector::LANES) {
       Vector x = load_channels(source.row(i), d, head_dim);
       (mean ? x - Vector::load(mean + d) : x).store(to.row(i) + d);
     }
+  }
   std::fill(to.row(to.count), to.row(to.padded), 0.0f);
   if (to.panels) to.fill_panels(head_dim, factor);
 }
 
 // Padded with zeros.
 inline void mean_of(const Source& source, int64_t count, int64_t head_dim, float* mean) {
-  for (int64_t d = 0; d < round_up(head_dim, 16); d += Vector::LANES) {
-    Vector sum = Vector::all(0.0f);
-    for (int64_t i = 0; i < count; i++) sum = sum + load_channels(source.row(i), d, head_dim);
-    (sum * Vector::all(1.0f / float(count))).store(mean + d);
+  constexpr int64_t L = Vector::LANES, SIDE_BY_SIDE = 4;
+  const int64_t channels = round_up(head_dim, 16);
+  for (int64_t d = 0; d < channels; d += SIDE_BY_SIDE * L) {
+    Vector sum[SIDE_BY_SIDE];
+    GKA_UNROLL for (int v = 0; v < SIDE_BY_SIDE; v++) sum[v] = Vector::all(0.0f);
+    for (int64_t i = 0; i < count; i++) {
+      if (i + AHEAD < count) prefetch(source.row(i + AHEAD), head_dim);
+      GKA_UNROLL for (int v = 0; v < SIDE_BY_SIDE; v++)
+        sum[v] = sum[v] + load_channels(source.row(i), d + v * L, head_dim);
+    }
+    for (int64_t v = 0; v < SIDE_BY_SIDE && d + v * L < channels; v++)
+      (sum[v] * Vector::all(1.0f / float(count))).store(mean + d + v * L);
   }
 }
 
@@ -196,7 +210,6 @@ struct Head {
 // What gka_scratch_float32 answers for each phase.
 int64_t forward_scratch(const GkaRequest& q);
 int64_t backward_scratch(const GkaRequest& q);
-int64_t decode_scratch(const GkaRequest& q);
 
 // Numbers of scratch that a part of a head takes.
 template <typename Kernel>
@@ -209,11 +222,12 @@ inline int64_t slot_size_of(const GkaRequest& q, const Plan& plan) {
 // Call work(keys, queries) for every block of K in which a query of `part` sees a key, always in one order.
 template <typename Work>
 inline void each_block(const Plan& plan, const Head& head, int64_t part, Work work) {
-  for (int64_t c = part * plan.block; c < head.query.padded; c += plan.parts * plan.block) {
-    Range queries{c, std::min(c + plan.block, head.query.padded)};
-    Range seen = Range{head.reach.keys(c).begin, head.reach.keys(queries.end - UNIT).end}.within({0, head.key.padded});
+  for (int64_t c = part * plan.block; c < head.query.count; c += plan.parts * plan.block) {
+    const Range queries{c, std::min(c + plan.block, head.query.count)};
+    const int64_t last = unit_of(queries.end - 1);
+    const Range seen = Range{head.reach.keys(c).begin, head.reach.keys(last).end}.within({0, head.key.count});
     for (int64_t r = seen.begin / plan.block * plan.block; r < seen.end; r += plan.block)
-      work(Range{r, std::min(r + plan.block, head.key.padded)}, queries);
+      work(Range{r, std::min(r + plan.block, head.key.count)}, queries);
   }
 }
 

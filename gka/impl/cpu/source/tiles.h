@@ -5,7 +5,8 @@
 
 namespace gka {
 
-// A block of K (and in the backward pass of M, the gradient of its exponents) in the L2 cache.
+// A block of K (and in the backward pass of M, the gradient of its exponents) in the L2 cache. Its ranges end with the
+// last token: padding fills up tiles, and is not mixed.
 struct Block {
   Range keys, queries;
   int64_t stride;
@@ -60,9 +61,9 @@ inline void each_tile(const Reach& reach, const Block& block, const Tile& tile) 
       Range queries = reach.queries(unit).within({c0, std::min(c0 + PANEL, block.queries.end)});
       if (queries.empty()) continue;
       const bool masked = reach.hides({unit, unit + UNIT}, queries);
-      for (int64_t r = unit; r < unit + UNIT; r += TILE_ROWS)
+      for (int64_t r = unit; r < std::min(unit + UNIT, block.keys.end); r += TILE_ROWS)
         for (int64_t c = queries.begin; c < queries.end;) {
-          int64_t rest = (queries.end - c) / L, vectors = rest == 4 ? 2 : std::min<int64_t>(rest, TILE_VECTORS);
+          int64_t rest = (queries.end - c + L - 1) / L, vectors = rest == 4 ? 2 : std::min<int64_t>(rest, TILE_VECTORS);
           if (vectors == 3) tile.template run<3>(r, c, masked);
           else if (vectors == 2) tile.template run<2>(r, c, masked);
           else tile.template run<1>(r, c, masked);
@@ -102,14 +103,15 @@ struct Term {
   const float *matrix, *rows;
 };
 
-// The UNIT tokens from y on, as mix_tile.
+// The tokens from y on, up to a UNIT, as mix_tile.
 template <bool DOWN, bool TWO>
-inline void mix_unit(Term a, Term b, int64_t stride, int64_t count, float* y, int64_t channels) {
+inline void mix_unit(Term a, Term b, int64_t stride, int64_t count, float* y, int64_t channels, int64_t tokens) {
   constexpr int64_t L = Vector::LANES;
   const int64_t vectors = channels / L, passes = (vectors + MIX_VECTORS - 1) / MIX_VECTORS;
   for (int64_t pass = 0, done = 0; pass < passes; pass++) {
     const int64_t width = (vectors - done) / (passes - pass), d = done * L;
     auto part = [&](auto rows, auto v, int64_t t) __attribute__((always_inline)) {
+      if (t >= tokens) return;
       const int64_t o = DOWN ? t : t * stride;
       mix_tile<decltype(rows)::value, decltype(v)::value, DOWN, TWO>(
           a.matrix + o, TWO ? b.matrix + o : nullptr, stride, a.rows + d, TWO ? b.rows + d : nullptr, count,
@@ -141,7 +143,7 @@ inline void gather_by_queries(const Reach& reach, const Block& block, Term a, Te
       if (keys.empty()) continue;
       const int64_t o = block.at(keys.begin, c), from = keys.begin * channels;
       mix_unit<true, TWO>({a.matrix + o, a.rows + from}, {b.matrix + o, b.rows + from}, block.stride,
-                          keys.end - keys.begin, to + c * channels, channels);
+                          keys.end - keys.begin, to + c * channels, channels, block.queries.end - c);
     }
 }
 
@@ -155,7 +157,7 @@ inline void gather_by_keys(const Reach& reach, const Block& block, Term a, Term 
       if (queries.empty()) continue;
       const int64_t o = block.at(r, queries.begin), from = queries.begin * channels;
       mix_unit<false, TWO>({a.matrix + o, a.rows + from}, {b.matrix + o, b.rows + from}, block.stride,
-                           queries.end - queries.begin, to + r * channels, channels);
+                           queries.end - queries.begin, to + r * channels, channels, block.keys.end - r);
     }
 }
 

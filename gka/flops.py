@@ -1,0 +1,53 @@
+"""What torch's FLOP counter counts of the fused operators, which it cannot look into: the cost model's products.
+
+    import gka.flops  # once, before FlopCounterMode is made; a module of its own because torch's takes long to import
+
+Forward 2 products of queries, keys in reach and channels; backward twice that, by the same convention (gka/cost.py):
+what a kernel computes again is not counted.
+"""
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from gka.cost import operator_flops
+from gka.impl.cpu import op as _cpu  # noqa: F401  defines torch.ops.gka.cpu_*
+from gka.impl.triton import op as _triton  # noqa: F401  defines torch.ops.gka.attend*
+
+Shape = tuple[int, ...]
+
+
+@register_flop_formula([torch.ops.gka.cpu_attend, torch.ops.gka.attend])
+def forward_flops(
+    x: Shape, keys: Shape | None, values: Shape | None, log_sigma: Shape, before: int, after: int, *_, **__
+) -> int:
+    """Of a forward pass, from the arguments of the operators; tensors are their shapes."""
+    num_keys = (x if keys is None else keys)[1]
+    in_reach = num_keys if before < 0 else min(before + 1 + max(after, 0), num_keys)
+    return operator_flops(*x, keys=in_reach)
+
+
+@register_flop_formula([torch.ops.gka.cpu_decode])
+def decoding_flops(
+    x: Shape,
+    keys: Shape | None,
+    values: Shape,
+    log_sigma: Shape,
+    tables,
+    lengths,
+    delays,
+    more_delays,
+    before: int,
+    *_,
+    **__,
+) -> int:
+    """Of a decoding step. Sequences shorter than the cache count as whole ones."""
+    return forward_flops(x, values, None, log_sigma, before, 0)
+
+
+@register_flop_formula([torch.ops.gka.cpu_attend_backward, torch.ops.gka.attend_backward])
+def backward_flops(
+    grad_y: Shape, x: Shape, keys: Shape | None, values: Shape | None, log_sigma: Shape, *saved_and_limits, **__
+) -> int:
+    """Of a backward pass; after `log_sigma` come saved tensors, then before and after."""
+    before, after = [argument for argument in saved_and_limits if isinstance(argument, int)][:2]
+    return 2 * forward_flops(x, keys, values, log_sigma, before, after)

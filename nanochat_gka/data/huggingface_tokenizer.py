@@ -1,0 +1,98 @@
+"""Our tokenizer in Hugging Face's own files: the same ids, without a library to write them.
+
+`tokenizer.json` is what the tokenizers library reads, `tokenizer_config.json` what transformers adds to it.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from nanochat_gka.data.tokenizer import Tokenizer
+from trainkit.files import write_json
+
+# GPT-2's letters for bytes: printable ones stand for themselves, the others follow from U+0100 on.
+_PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+LETTERS = {byte: chr(byte if byte in _PRINTABLE else 0x100 + _OTHERS.index(byte)) for byte in range(256)}
+
+
+def save(tokenizer: Tokenizer, folder: Path, longest: int) -> None:
+    """Write both files to `folder`. longest: tokens of context, from which on transformers warns."""
+    write_json(Path(folder) / "tokenizer.json", backend(tokenizer))
+    write_json(Path(folder) / "tokenizer_config.json", settings(tokenizer, longest))
+
+
+def backend(tokenizer: Tokenizer) -> dict[str, Any]:
+    """The content of tokenizer.json: byte-level BPE, and BOS before every text."""
+    bos = _bos(tokenizer)
+    split = {"type": "Split", "pattern": {"Regex": tokenizer.pattern}, "behavior": "Isolated", "invert": False}
+    bytewise = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    first, second = ({"Sequence": {"id": name, "type_id": number}} for number, name in enumerate("AB"))
+    openings = [{"SpecialToken": {"id": bos, "type_id": number}} for number in range(2)]
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": number, "content": token, **_AS_IT_IS} for token, number in tokenizer.special.items()],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, bytewise]},
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [openings[0], first],
+            "pair": [openings[0], first, openings[1], second],
+            "special_tokens": {bos: {"id": bos, "ids": [tokenizer.bos_id], "tokens": [bos]}},
+        },
+        "decoder": bytewise,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": True,  # as tiktoken: a chunk that is a token is that token, whatever its merges are
+            "vocab": {_letters(token): rank for token, rank in tokenizer.ranks.items()},
+            "merges": [[_letters(left), _letters(right)] for left, right in merges(tokenizer.ranks)],
+        },
+    }
+
+
+def settings(tokenizer: Tokenizer, longest: int) -> dict[str, Any]:
+    """The content of tokenizer_config.json.
+
+    BOS begins every document, so it ends the one before and pads. Special tokens inside a text are ordinary text, as
+    `Tokenizer.encode` has it, unless the caller passes split_special_tokens=False.
+    """
+    bos = _bos(tokenizer)
+    others = [token for token in tokenizer.special if token != bos]
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": bos,
+        "eos_token": bos,
+        "pad_token": bos,
+        "extra_special_tokens": others,
+        "split_special_tokens": True,
+        "padding_side": "left",
+        "truncation_side": "left",
+        "clean_up_tokenization_spaces": False,
+        "model_input_names": ["input_ids", "attention_mask"],
+        "model_max_length": longest,
+    }
+
+
+def merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
+    """All pairs of tokens that are a token together, in the order of its rank: tiktoken merges any of them."""
+    ordered = sorted(ranks, key=ranks.__getitem__)
+    pairs = ((token[:cut], token[cut:]) for token in ordered for cut in range(1, len(token)))
+    return [(left, right) for left, right in pairs if left in ranks and right in ranks]
+
+
+_AS_IT_IS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+
+
+def _bos(tokenizer: Tokenizer) -> str:
+    return next(token for token, number in tokenizer.special.items() if number == tokenizer.bos_id)
+
+
+def _letters(token: bytes) -> str:
+    return "".join(LETTERS[byte] for byte in token)

@@ -1,0 +1,113 @@
+"""A GPT as a transformers model: it calls ours, and translates arguments, masks, caches and results."""
+
+import torch
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
+
+from nanochat_gka.hf.config import GKAConfig
+from nanochat_gka.hf.context import Batch
+from nanochat_gka.model.blocks import Rotary
+from nanochat_gka.model.gpt import GPT
+
+NOT_AVAILABLE = {
+    "inputs_embeds": "value embeddings are looked up by token; pass input_ids",
+    "output_hidden_states": "call model.gpt.hidden(ids) for the last ones",
+    "output_attentions": "fused operators do not build them; nanochat_gka.figures.maps computes them",
+}
+
+
+class GKAForCausalLM(PreTrainedModel, GenerationMixin):
+    """Any model of this project (softmax, GKA, VLT, hybrids) for generate(), pipelines, Trainer, PEFT and accelerate.
+
+    `gpt` is ours. Other weights than a GPT's are not accepted, nor fewer.
+    """
+
+    config_class = GKAConfig
+    base_model_prefix = "gpt"
+    _supports_sdpa = True  # scripts ask for it; which operator runs is the layer's own choice
+    _no_split_modules = ("GPT",)  # a forward pass mixes tensors of all layers: accelerate places them together
+    _keep_in_fp32_modules_strict = ("log_sigma",)  # the operator wants it so, whatever the features are
+
+    def __init__(self, config: GKAConfig):
+        super().__init__(config)
+        self.gpt = GPT(config.shape())
+        self.post_init()
+
+    @classmethod
+    def from_pretrained(cls, *arguments, **options):
+        """As transformers', from safetensors alone: nothing is unpickled."""
+        return super().from_pretrained(*arguments, **{"use_safetensors": True, **options})
+
+    def _init_weights(self, module):
+        """Fill what was not read from a file: the rotary tables, or a whole new model."""
+        if isinstance(module, Rotary):
+            module.init_weights()
+            return
+        weights = dict(self.gpt.named_parameters())  # on the meta device: they are read from the disk when needed
+        missing = [name for name, w in weights.items() if not (hasattr(w, "_is_hf_initialized") or w.is_meta)]
+        if len(missing) == len(weights):
+            if module is self.gpt:
+                self.gpt.init_weights()
+        elif missing:
+            advice = "copy the model or export it again"
+            raise ValueError(f"{len(missing)} of {len(weights)} weights are missing, first {missing[0]}; {advice}")
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **others,
+    ) -> CausalLMOutputWithPast:
+        """Capped float32 logits (B, T, vocab_size) of token ids (B, T), or of the `logits_to_keep` last.
+
+        attention_mask: (B, past and new tokens), 0 for padding, on the left where text is generated. labels: (B, T),
+        -100 ignored; they are shifted here, and the loss is their mean cross-entropy in nats. others: what
+        transformers' loss takes. Raises ValueError for what the model cannot give.
+        """
+        for name, advice in NOT_AVAILABLE.items():
+            given = others.pop(name, None)
+            if given is not None and given is not False:
+                raise ValueError(f"{name} is not available: {advice}")
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        keep = logits_to_keep if isinstance(logits_to_keep, int) else 0
+        logits = self.gpt(input_ids, context=Batch(past_key_values, attention_mask, position_ids, keep))
+        if not isinstance(logits_to_keep, int):
+            logits = logits[:, logits_to_keep]
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **others)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+
+    def get_input_embeddings(self):
+        return self.gpt.transformer.wte
+
+    def set_input_embeddings(self, value):
+        self.gpt.transformer.wte = value
+
+    def get_output_embeddings(self):
+        return self.gpt.lm_head
+
+    def resize_token_embeddings(self, new_num_tokens=None, *arguments, **options):
+        """Returns the embedding as it is. Raises ValueError for another size than the vocabulary's."""
+        if new_num_tokens not in (None, self.config.vocab_size):
+            raise ValueError(f"the vocabulary keeps its size, {self.config.vocab_size}: value embeddings share it")
+        return self.get_input_embeddings()
+
+    @staticmethod
+    def create_masks_for_generate(attention_mask=None, **arguments):
+        """The mask as it is, where transformers would build one of all pairs of tokens for a static cache."""
+        return attention_mask
+
+    def _valid_auto_compile_criteria(self, *arguments) -> bool:
+        return False  # lengths are numbers in the code: every new token would compile again

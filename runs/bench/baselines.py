@@ -1,0 +1,98 @@
+"""Softmax attention, the baseline: torch's kernels, what skips the keys that a window hides, and the definition.
+
+All are functions of q, k and v, (B, T, H, D).
+"""
+
+import contextlib
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from gka.masking import Mask
+
+Softmax = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+BLOCKS = (64, 128, 256)  # queries that share a call; the fastest counts
+
+
+def definition(q, k, v, mask: Mask):
+    """softmax(q.k / sqrt(D)) v with T x T matrices, in the inputs' dtype: float64 makes it the oracle of the
+    baselines.
+    """
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(q.shape[-1])
+    scores = scores.masked_fill(~mask.dense(q.shape[1], k.shape[1], q.device), float("-inf"))
+    return torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v)
+
+
+def sdpa(mask: Mask, backend: SDPBackend | None = None) -> Softmax:
+    """torch's softmax attention held to one kernel; None leaves the choice to torch.
+
+    A dense mask only where the kernel has no other way.
+    """
+    masks = Masks(mask)
+
+    def attend(q, k, v):
+        dense = None if mask.window is None else masks.of(k.shape[1] - q.shape[1], k.shape[1], 0, k.shape[1], q)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        with sdpa_kernel(backend) if backend else contextlib.nullcontext():
+            y = F.scaled_dot_product_attention(q, k, v, dense, is_causal=mask.causal and dense is None)
+        return y.transpose(1, 2)
+
+    return attend
+
+
+def sdpa_in_blocks(mask: Mask, block: int) -> Softmax:
+    """Windowed self-attention as a call of SDPA for every `block` queries, with the keys that one of them sees alone.
+
+    The blocks in the middle of the sequence share one small mask.
+    """
+    masks = Masks(mask)
+    before, after = mask.reach
+
+    def attend(q, k, v):
+        tokens = q.shape[1]
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        parts = []
+        for first in range(0, tokens, block):
+            last = min(first + block, tokens)
+            begin, end = max(0, first - before), min(tokens, last + after)
+            visible = masks.of(first, last, begin, end, q)
+            keys, values = (t[:, :, begin:end] for t in (k, v))
+            parts.append(F.scaled_dot_product_attention(q[:, :, first:last], keys, values, visible))
+        return torch.cat(parts, dim=2).transpose(1, 2)
+
+    return attend
+
+
+class Masks:
+    """A windowed mask as what SDPA adds to the scores, (rows, columns): made once for each part that is asked for."""
+
+    def __init__(self, mask: Mask):
+        self.mask = mask
+        self.made: dict[tuple, torch.Tensor] = {}
+
+    def of(self, first: int, last: int, begin: int, end: int, like: torch.Tensor) -> torch.Tensor:
+        """For queries at the positions first to last and keys at begin to end, in the dtype of `like`."""
+        key = (last - first, first - begin, end - begin, like.dtype, like.device)
+        if key not in self.made:
+            queries, keys = torch.arange(first, last)[:, None], torch.arange(begin, end)
+            hidden = ~self.mask.visible(queries, keys)
+            self.made[key] = torch.zeros(hidden.shape, dtype=like.dtype).masked_fill(hidden, -math.inf).to(like.device)
+        return self.made[key]
+
+
+def flash_attention_3(mask: Mask) -> Softmax:
+    """The flash_attn_interface package's, where it is installed."""
+
+    def attend(q, k, v):
+        try:
+            from flash_attn_interface import flash_attn_func
+        except ImportError:
+            raise RuntimeError("flash_attn_interface is not installed") from None
+        window = (-1, -1) if mask.window is None else (mask.window, 0 if mask.causal else mask.window)
+        y = flash_attn_func(q, k, v, causal=mask.causal, window_size=window)
+        return y[0] if isinstance(y, tuple) else y
+
+    return attend

@@ -1,0 +1,147 @@
+"""The study's tables, one or two for each of its questions; what is not trained yet is called not run."""
+
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from runs.sections.sources import RESULTS, measured, table
+from runs.study.families import FAMILIES, FURTHER, Family
+from runs.study.grid import BATCH_AT_DEPTH, BUDGETS, SCALED, SMALLEST
+from runs.study.scores import Place, Result, Scores
+from runs.study.statistics import Interval, Scaling, crossing, scaling
+
+NOT_RUN = "not run"
+ROWS = RESULTS / "study"
+LONGER = [dict(depth=2, tokens=tokens) for tokens in (2**20, 2**21, 2**22, 2**23)]
+ALL = {**FAMILIES, **FURTHER}
+PROVISIONAL = "Rates marked * are provisional: not every rate that must be tried has been."
+
+
+def families(folder: Path = ROWS) -> str:
+    """Question 3, at the smallest size: every family at its best rate, and its difference from nanochat's softmax."""
+    return _of_every_text(folder, lambda scores: _comparison(scores, ALL, SMALLEST, dict.fromkeys(ALL, "softmax")))
+
+
+def longer(folder: Path = ROWS) -> str:
+    """Question 1: bits per byte and sigma^2 of the paper's form as training gets longer."""
+    return _of_every_text(folder, lambda scores: _by_budget(scores, longer_families()))
+
+
+def longer_families() -> dict[str, Family]:
+    """What is trained longer, and compared with the paper's form."""
+    return {name: ALL[name] for name in ("softmax", "GKA", "GKA unrotated", "GKA + offsets")}
+
+
+def fits(folder: Path = ROWS) -> str:
+    """Question 3: L(C) = a + b C^-c of every family's frontier, and where it crosses softmax's."""
+    return _of_every_text(folder, _fits)
+
+
+def _of_every_text(folder: Path, one: Callable[[Scores], str]) -> str:
+    """A table for each file of results, under its name, with when and where it was measured."""
+    parts = []
+    for path in sorted(folder.glob("*.jsonl")):
+        scores = Scores.read(path)
+        if scores.done:
+            parts.append(f"{path.stem}:\n\n{one(scores)}\n{measured(scores.rows[-1], f'study/{path.name}')}")
+    return "\n\n".join(parts) or NOT_RUN
+
+
+def _comparison(scores: Scores, families: dict[str, Family], place: Place, baselines: dict[str, str]) -> str:
+    """Families at one place, and the difference of each from its baseline, which `baselines` names."""
+    results = {name: scores.at(family, place) for name, family in families.items()}
+    own = {name: scores.at(ALL[name], place) for name in set(baselines.values())}
+    rows = []
+    for name, result in results.items():
+        baseline = own.get(baselines.get(name, ""))
+        compared = result.over(baseline) if result and baseline and baselines[name] != name else None
+        counts = [f"{result['parameters']:,}", f"{result['flops_per_token']:,}"] if result else ["", ""]
+        rows.append([name, loss_of(result), rate_of(result), seeds_of(result), difference_of(compared), *counts])
+    of = " and ".join(dict.fromkeys(baselines.values()))
+    headings = ["", "validation bits per byte", "rate", "seeds", f"over {of}", "parameters", "FLOPs/token"]
+    return table(headings, rows) + _note(results.values())
+
+
+def _by_budget(scores: Scores, families: dict[str, Family]) -> str:
+    """Families down, budgets across: bits per byte, and the median sigma^2 of all heads."""
+    rows = []
+    for name, family in families.items():
+        results = [scores.at(family, place) for place in LONGER]
+        sigmas = [result and result.sigma_squared for result in results]
+        cells = [loss_of(result) + (f"; σ² {s:.3g}" if s else "") for result, s in zip(results, sigmas)]
+        rows.append([name, *cells])
+    return table(["", *(f"{place['tokens']:,} tokens" for place in LONGER)], rows)
+
+
+def scalings(scores: Scores) -> dict[str, Scaling | None]:
+    """The fit of every family that `sizes` trains; None where there are too few points."""
+    return {name: scaling(points(scores, ALL[name])) for name in SCALED}
+
+
+def points(scores: Scores, family: Family) -> dict[str, tuple[float, list[float]]]:
+    """Training FLOPs and losses of the places of `sizes` that are finished."""
+    places = [
+        dict(depth=depth, tokens=tokens, batch=BATCH_AT_DEPTH[depth])
+        for depth, budgets in BUDGETS.items()
+        for tokens in budgets
+    ]
+    results = {str(place): scores.at(family, place) for place in places}
+    return {place: (result["train_flops"], list(result.losses.values())) for place, result in results.items() if result}
+
+
+def _fits(scores: Scores) -> str:
+    fitted, rows = scalings(scores), []
+    for name, own in fitted.items():
+        done = len(points(scores, ALL[name]))
+        if own is None:
+            rows.append([name, f"{done} of {sum(map(len, BUDGETS.values()))}", *[NOT_RUN] * 4])
+            continue
+        baseline = fitted["softmax"]
+        cells = [interval_of(own.interval(part)) for part in "abc"]
+        rows.append([name, str(done), *cells, "" if name == "softmax" else _crossing_of(own, baseline)])
+    headings = ["", "finished sizes and budgets", "a", "b", "c", "crosses softmax at FLOPs (share of draws)"]
+    return table(headings, rows)
+
+
+def _crossing_of(own: Scaling, baseline: Scaling | None) -> str:
+    if baseline is None:
+        return NOT_RUN
+    where, share = crossing(own, baseline)
+    shares = "" if math.isnan(share) else f" ({share:.0%})"
+    return ("nowhere in reach" if where is None else interval_of(where, ".2e")) + shares
+
+
+# Cells
+
+
+def loss_of(result: Result | None) -> str:
+    """The mean over seeds, and their standard deviation."""
+    if result is None:
+        return NOT_RUN
+    return f"{result.mean:.4f}" + ("" if math.isnan(result.spread) else f" ± {result.spread:.4f}")
+
+
+def rate_of(result: Result | None) -> str:
+    return "" if result is None else f"{result.rate:g}" + ("" if result.settled else "*")
+
+
+def seeds_of(result: Result | None) -> str:
+    return "" if result is None else str(len(result.runs))
+
+
+def difference_of(difference: Interval | None) -> str:
+    return "" if difference is None else interval_of(difference, "+.4f")
+
+
+def interval_of(interval: Interval, form: str = ".3g") -> str:
+    """The value, and in brackets what holds 95 %."""
+    if math.isnan(interval.low):
+        return f"{interval.value:{form}}"
+    return f"{interval.value:{form}} [{interval.low:{form}}, {interval.high:{form}}]"
+
+
+def _note(results: Iterable[Result | None]) -> str:
+    return f"\n\n{PROVISIONAL}" if any(result and not result.settled for result in results) else ""
+
+
+TABLES: dict[str, Callable[..., str]] = {"study-families": families, "study-longer": longer, "study-fits": fits}

@@ -1,0 +1,43 @@
+"""Say what the study's finished rows show: print its tables, and draw its pictures.
+
+python -m runs.study.findings                the tables are those that `python -m runs.tables` writes into the page
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from runs.sections.sources import RESULTS
+from runs.sections.study import TABLES
+from runs.study import pictures
+from runs.study.scores import Scores
+from trainkit.cli import UserError, run
+from trainkit.progress import console
+
+
+@dataclass
+class FindingsConfig:
+    """Print the study's tables, and draw its pictures, from the rows in runs/results/study."""
+
+    results: Path = RESULTS / "study"
+    """Folder of the results, a file of JSON lines for each corpus."""
+    out: Path = RESULTS / "pictures"
+    """Folder for the pictures."""
+
+
+def main(config: FindingsConfig) -> None:
+    files = sorted(config.results.glob("*.jsonl"))
+    if not files:
+        raise UserError(f"no results in {config.results}; make study writes some")
+    config.out.mkdir(parents=True, exist_ok=True)
+    for name, section in TABLES.items():
+        print(f"\n{name}\n\n{section(config.results)}")
+    for path in files:
+        scores = Scores.read(path)
+        for draw in (pictures.compute, pictures.longer):
+            figure = draw(scores, config.out, path.stem)
+            said = f"drew {figure.path}" if figure else f"nothing to draw of {draw.__name__} for {path.stem}: not run"
+            console.print(said, highlight=False, markup=False)
+
+
+if __name__ == "__main__":
+    run(main, FindingsConfig)

@@ -1,0 +1,80 @@
+"""The study's pictures: loss against compute with fits and spread, and the loss and sigma^2 of longer trainings."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+
+from runs.sections.study import ALL, LONGER, longer_families, points, scalings
+from runs.study.scores import Result, Scores
+from trainkit.plots import Figure, save, subplots
+
+CAPTION = "Every family at its own best learning rate; bars are one standard deviation over seeds, where there are any."
+
+
+def compute(scores: Scores, folder: Path, name: str) -> Figure | None:
+    """Loss against training FLOPs for the families of the scaling question; None if none of them is finished."""
+    figure, axis = subplots(figsize=(7.5, 5))
+    rows = []
+    for number, (family, fitted) in enumerate(scalings(scores).items()):
+        own, colour = points(scores, ALL[family]), f"C{number}"
+        if not own:
+            continue
+        spent = [flops for flops, _ in own.values()]
+        means = [float(np.mean(losses)) for _, losses in own.values()]
+        spreads = [float(np.std(losses, ddof=1)) if len(losses) > 1 else 0.0 for _, losses in own.values()]
+        axis.errorbar(spent, means, spreads, fmt="o", color=colour, markersize=4, label=family)
+        rows += [{"family": family, "FLOPs": flops, "loss": loss} for flops, loss in zip(spent, means)]
+        if fitted is None:
+            continue
+        reach = np.geomspace(*fitted.reach, 60)
+        axis.plot(reach, fitted.fit(reach), color=colour, linewidth=1)
+        if fitted.draws:
+            drawn = np.stack([draw(reach) for draw in fitted.draws])
+            axis.fill_between(reach, *np.percentile(drawn, (2.5, 97.5), axis=0), color=colour, alpha=0.15, linewidth=0)
+    if not rows:
+        return None
+    axis.set(xscale="log", xlabel="training FLOPs", ylabel="validation bits per byte")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    title = f"Loss against compute on {name}"
+    axis.set_title(title, fontsize=10)
+    caption = f"{CAPTION} Lines: a + b C^-c through what is better than everything cheaper; bands: 95 % of a bootstrap."
+    return Figure(save(figure, folder / f"study-compute-{name}.png"), title, caption, rows)
+
+
+def longer(scores: Scores, folder: Path, name: str) -> Figure | None:
+    """Loss and sigma^2 against the tokens of the training, at depth 2; None if nothing is finished."""
+    figure, (left, right) = subplots(1, 2, figsize=(10, 4.2))
+    rows = []
+    for number, (family, form) in enumerate(longer_families().items()):
+        found = [(place["tokens"], result) for place in LONGER if (result := scores.at(form, place))]
+        if not found:
+            continue
+        tokens, results = [tokens for tokens, _ in found], [result for _, result in found]
+        spreads = [0.0 if math.isnan(result.spread) else result.spread for result in results]
+        style = dict(color=f"C{number}", marker="o", markersize=4, label=family)
+        left.errorbar(tokens, [result.mean for result in results], spreads, **style)
+        sigmas = [sigma_of(result) for result in results]
+        if not np.isnan(sigmas).all():
+            right.plot(tokens, sigmas, **style)
+        rows += [
+            {"family": family, "tokens": count, "loss": result.mean, "sigma^2": sigma}
+            for count, result, sigma in zip(tokens, results, sigmas)
+        ]
+    if not rows:
+        return None
+    for axis, label in ((left, "validation bits per byte"), (right, "median σ² of all heads (head_dim is 64)")):
+        axis.set(xlabel="training tokens", ylabel=label)
+        axis.set_xscale("log", base=2)
+        axis.grid(alpha=0.3)
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend(fontsize=7)
+    right.set_yscale("log")
+    title = f"Two layers, trained longer, on {name}"
+    figure.suptitle(title, fontsize=10)
+    return Figure(save(figure, folder / f"study-longer-{name}.png"), title, CAPTION, rows)
+
+
+def sigma_of(result: Result) -> float:
+    return float("nan") if result.sigma_squared is None else result.sigma_squared

@@ -1,0 +1,145 @@
+"""Means over seeds, paired differences, and L(C) = a + b C^-c, each with its uncertainty."""
+
+from dataclasses import dataclass
+from statistics import mean, stdev
+from zlib import crc32
+
+import numpy as np
+
+# Two-sided 95 % quantiles of Student's t, for 1, 2, ... degrees of freedom.
+T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+EXPONENTS = np.geomspace(0.02, 2.0, 160)  # c is searched among these
+DRAWS = 200  # of the bootstrap
+LEAST_POINTS, LEAST_RANGE = 4, 4.0  # of a fit: points, and the largest compute over the smallest
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A value between two others, which hold 95 % of it; NaN where nothing is known of it."""
+
+    value: float
+    low: float
+    high: float
+
+    @classmethod
+    def of_draws(cls, value: float, draws: np.ndarray) -> "Interval":
+        """From the values of a bootstrap's draws, NaN left out."""
+        known = draws[np.isfinite(draws)]
+        low, high = np.percentile(known, (2.5, 97.5)) if len(known) else (np.nan, np.nan)
+        return cls(value, float(low), float(high))
+
+
+def spread(values: list[float]) -> float:
+    """The standard deviation over seeds; NaN for one seed."""
+    return stdev(values) if len(values) > 1 else float("nan")
+
+
+def paired_difference(ours: dict[int, float], baseline: dict[int, float]) -> Interval | None:
+    """Mean of ours - baseline over the seeds that both have, with a 95 % t-interval; None if they share no seed."""
+    differences = [ours[seed] - baseline[seed] for seed in sorted(ours.keys() & baseline.keys())]
+    if not differences:
+        return None
+    middle, count = mean(differences), len(differences)
+    if count == 1:
+        return Interval(middle, float("nan"), float("nan"))
+    half = T_QUANTILES[min(count - 1, len(T_QUANTILES)) - 1] * stdev(differences) / count**0.5
+    return Interval(middle, middle - half, middle + half)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """L(C) = a + b (C / unit)^-c; C and unit in FLOPs, L in bits per byte, a and b not negative."""
+
+    a: float
+    b: float
+    c: float
+    unit: float
+
+    def __call__(self, compute: np.ndarray) -> np.ndarray:
+        return self.a + self.b * (np.asarray(compute, dtype=float) / self.unit) ** -self.c
+
+
+def fit(compute: np.ndarray, loss: np.ndarray) -> Fit:
+    """Least squares: for every c of a grid a and b are linear. compute, loss: (n,)."""
+    unit = float(np.exp(np.log(compute).mean()))
+    x = (compute / unit) ** -EXPONENTS[:, None]  # (exponents, n)
+    x_mean, y_mean = x.mean(1), loss.mean()
+    b = ((x - x_mean[:, None]) * (loss - y_mean)).sum(1) / ((x - x_mean[:, None]) ** 2).sum(1)
+    a = y_mean - b * x_mean
+    # Where a would be negative it is 0, and b alone is fitted.
+    b = np.where(a < 0, (x * loss).sum(1) / (x**2).sum(1), b).clip(min=0)
+    a = np.where(a < 0, 0.0, np.where(b > 0, a, y_mean))
+    errors = ((a[:, None] + b[:, None] * x - loss) ** 2).sum(1)
+    best = int(errors.argmin())
+    return Fit(float(a[best]), float(b[best]), float(EXPONENTS[best]), unit)
+
+
+Points = dict[str, tuple[float, list[float]]]  # place -> compute, and the losses of its seeds
+
+
+def frontier(compute: np.ndarray, loss: np.ndarray) -> np.ndarray:
+    """Which points, in order of compute, are better than everything that costs less."""
+    order = np.argsort(compute, kind="stable")
+    best, kept = np.inf, []
+    for place in order:
+        if loss[place] < best:
+            best = loss[place]
+            kept.append(place)
+    return np.array(kept)
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """The fit to a family's frontier, and the fits of a bootstrap over seeds; `reach`: least and most compute."""
+
+    fit: Fit
+    draws: list[Fit]
+    reach: tuple[float, float]
+
+    def interval(self, name: str) -> Interval:
+        """Of a, b or c."""
+        return Interval.of_draws(getattr(self.fit, name), np.array([getattr(draw, name) for draw in self.draws]))
+
+
+def scaling(points: Points) -> Scaling | None:
+    """The fit to points that are enough of them, else None. The draws of two families take the same seeds."""
+    compute = np.array([compute for compute, _ in points.values()])
+    means = np.array([mean(losses) for _, losses in points.values()])
+    chosen = frontier(compute, means) if len(points) else []
+    if len(chosen) < LEAST_POINTS or compute[chosen].max() < LEAST_RANGE * compute[chosen].min():
+        return None
+    drawn = np.stack([_redrawn(place, losses) for place, (_, losses) in points.items()])  # (places, DRAWS)
+    draws = []
+    for column in drawn.T:
+        kept = frontier(compute, column)
+        draws.append(fit(compute[kept], column[kept]))
+    enough_seeds = all(len(losses) > 1 for _, losses in points.values())
+    reach = float(compute[chosen].min()), float(compute[chosen].max())
+    return Scaling(fit(compute[chosen], means[chosen]), draws if enough_seeds else [], reach)
+
+
+def _redrawn(place: str, losses: list[float]) -> np.ndarray:
+    """Means of seeds drawn with replacement, (DRAWS,). Which seeds follows from the place and their number alone."""
+    chooser = np.random.default_rng([crc32(place.encode()), len(losses)])
+    return np.array(losses)[chooser.integers(0, len(losses), (DRAWS, len(losses)))].mean(1)
+
+
+def crossing(ours: Scaling, baseline: Scaling) -> tuple[Interval | None, float]:
+    """Where two fits cross within the compute that both were trained with, and the share of draws in which they do.
+
+    None if the fits themselves do not cross there. The share is NaN without draws.
+    """
+    low, high = max(ours.reach[0], baseline.reach[0]), min(ours.reach[1], baseline.reach[1])
+    if low >= high:
+        return None, float("nan")
+    compute = np.geomspace(low, high, 200)
+    here = _first_crossing(compute, ours.fit, baseline.fit)
+    draws = np.array([_first_crossing(compute, *pair) for pair in zip(ours.draws, baseline.draws)])
+    share = float(np.isfinite(draws).mean()) if len(draws) else float("nan")
+    return (Interval.of_draws(here, draws) if np.isfinite(here) else None), share
+
+
+def _first_crossing(compute: np.ndarray, one: Fit, other: Fit) -> float:
+    signs = np.sign(one(compute) - other(compute))
+    changes = np.flatnonzero(signs[1:] * signs[:-1] < 0)
+    return float(compute[changes[0]]) if len(changes) else float("nan")

@@ -1,0 +1,83 @@
+"""Training by two torchrun agents that meet on the loopback interface, as two machines would; crashes and mistakes."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+import tiny
+from gpt_runs import MODULE, final, flags, log_steps
+from processes import HANG_AFTER, environment
+from trainkit.cli import STORE_SWITCH
+
+STEPS = 40
+pytestmark = pytest.mark.slow
+
+
+def start_agent(port: int, out, command) -> subprocess.Popen:
+    """One machine's torchrun, with one process and two restarts."""
+    meet = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "test"]
+    meet += ["--rdzv-endpoint", f"localhost:{port}", "--local-addr", "127.0.0.1", "--max-restarts", "2"]
+    words = [sys.executable, "-m", "torch.distributed.run", *meet, "-m", "--", MODULE, *map(str, command)]
+    with open(out, "w") as file:
+        return subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, env={**environment(), STORE_SWITCH: "1"})
+
+
+def train(folder, commands, meanwhile=lambda agents: None) -> tuple[list[int], str]:
+    """Exit codes of the two agents, and what both printed."""
+    folder.mkdir()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    outputs = [folder / f"{number}.txt" for number in range(2)]
+    agents = [start_agent(port, out, command) for out, command in zip(outputs, commands)]
+    try:
+        meanwhile(agents)
+        codes = [agent.wait(HANG_AFTER) for agent in agents]
+    finally:
+        for agent in agents:
+            if agent.poll() is None:
+                tiny.kill_tree(agent)
+    return codes, "".join(out.read_text() for out in outputs)
+
+
+def test_a_killed_worker_is_restarted_and_the_run_ends_with_the_same_bits(packed, tmp_path):
+    settings = ["--num-iterations", STEPS, "--save-every", 5]
+    shutil.copytree(packed, tmp_path / "own")  # the other machine's disk
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    codes, _ = train(whole, [flags(data, whole, *settings) for data in (packed, tmp_path / "own")])
+    assert codes == [0, 0]
+
+    def kill_one(agents):
+        while len(log_steps(killed)) < 12:
+            assert agents[0].poll() is None
+            time.sleep(0.01)
+        (worker,) = psutil.Process(agents[1].pid).children()
+        os.kill(worker.pid, signal.SIGKILL)
+
+    codes, said = train(killed, [flags(data, killed, *settings) for data in (packed, tmp_path / "own")], kill_one)
+    assert codes == [0, 0] and "resuming at step" in said, said
+    assert final(killed, STEPS) == final(whole, STEPS)
+
+
+def test_machines_with_other_data_are_told_so_and_not_restarted(packed, tmp_path):
+    shutil.copytree(packed, tmp_path / "own")
+    manifest = tmp_path / "own/packed/manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "source": "another text"}))
+    codes, said = train(tmp_path / "out", [flags(data, tmp_path / "out") for data in (packed, tmp_path / "own")])
+    assert 0 not in codes and said.count("error: process 0 has packed rows") in (1, 2), said
+
+
+def test_a_stopped_run_names_the_command_that_was_given(packed, tmp_path):
+    settings = ["--num-iterations", STEPS, "--stop-after", 3]
+    codes, said = train(tmp_path / "out", [flags(packed, tmp_path / "out", *settings)] * 2)
+    assert codes == [0, 0]
+    given = f"continue with: {STORE_SWITCH}=1 torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d"
+    assert said.count(given) == 1 and "--stop-after 3" in said, said

@@ -1,0 +1,286 @@
+"""Exported models in Hugging Face's transformers: logits, generation, loss, training, placement."""
+
+import copy
+import dataclasses
+import importlib
+import json
+import re
+import sys
+from functools import cache
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import tiny_core
+from nanochat_gka import eval_core, export
+from nanochat_gka.generation.engine import Engine
+from nanochat_gka.generation.sampling import Sampling
+from nanochat_gka.model.checkpoints import load
+from nanochat_gka.model.gpt import build
+from sources import ROOT, imports
+from tiny_gpt import SHAPE, VARIANTS, awake, write_run
+from trainkit.cli import UserError, run
+from trainkit.extras import MissingExtra
+from trainkit.progress import read_lines
+
+transformers = pytest.importorskip("transformers", "5.23", reason='needs transformers: pip install -e ".[hf]"')
+hf = importlib.import_module("nanochat_gka.hf")
+transformers.utils.logging.disable_progress_bar()
+
+PROMPTS = ["the", "a kernel token row mixes every head learns", "past values come"]
+WAYS = [{}, {"num_beams": 3}, {"cache_implementation": "static"}, {"use_cache": False}]
+
+
+@pytest.fixture(scope="module")
+def models(tokenized, tokenizer, tmp_path_factory):
+    """A function: some fields of a shape to the exported folder of such a model, ours, and what transformers loads."""
+    root = tmp_path_factory.mktemp("exports")
+
+    @cache
+    def make(fields):
+        model = awake(dataclasses.replace(SHAPE, vocab_size=tokenizer.vocab_size, **dict(fields))).eval()
+        place = root / str(len(list(root.iterdir())))
+        trained = write_run(place / "run", model, tokenized / "tokenizer")
+        run(export.main, export.ExportConfig, ["--run", str(trained), "--out", str(place / "out")])
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(place / "out")
+        return SimpleNamespace(folder=place / "out", ours=model, theirs=theirs)
+
+    return lambda **fields: make(tuple(sorted(fields.items())))
+
+
+@pytest.fixture(scope="module")
+def encoder(models):
+    return transformers.AutoTokenizer.from_pretrained(models(attention="gka").folder)
+
+
+def generate(model, batch, **options):
+    """The new tokens of every row."""
+    with torch.inference_mode():
+        rows = model.generate(**batch, **{"max_new_tokens": 10, "do_sample": False, **options})
+    return rows[:, batch["input_ids"].shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_logits_are_ours_to_the_bit(variant, models, tokenizer):
+    model = models(**variant)
+    assert isinstance(model.theirs, hf.GKAForCausalLM) and not model.theirs.training
+    ids = torch.randint(tokenizer.vocab_size, (2, 24))
+    with torch.inference_mode():
+        wanted = model.ours(ids)
+        for use_cache in (True, False):
+            assert torch.equal(model.theirs(ids, use_cache=use_cache).logits, wanted)
+        kept = model.theirs(ids, logits_to_keep=2).logits
+        torch.testing.assert_close(kept, wanted[:, -2:], rtol=0, atol=1e-5)
+        chosen = model.theirs(ids, logits_to_keep=torch.tensor([3, 7])).logits
+    assert kept.shape[1] == 2 and torch.equal(chosen, wanted[:, [3, 7]])
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_greedy_text_is_the_engines(variant, models, tokenizer, encoder):
+    model = models(**variant)
+    wanted = [piece.token for piece in Engine(model.ours, tokenizer).stream(["the row"], Sampling(1, 12, 0.0))]
+    batch = encoder("the row", return_tensors="pt")
+    assert generate(model.theirs, batch, max_new_tokens=12)[0][: len(wanted)] == wanted and len(wanted) > 1
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_padded_rows_continue_as_single_ones(variant, models, encoder):
+    model = models(**variant).theirs
+    batch = encoder(PROMPTS, return_tensors="pt", padding=True)
+    assert (batch["attention_mask"] == 0).any()
+    for way in WAYS:
+        together = generate(model, batch, **way)
+        for row, prompt in zip(together, PROMPTS):
+            [alone] = generate(model, encoder(prompt, return_tensors="pt"), **way)
+            assert encoder.decode(row, skip_special_tokens=True) == encoder.decode(alone, skip_special_tokens=True)
+    short = batch["attention_mask"][0].argmax()
+    with torch.inference_mode():
+        padded = model(**batch).logits[0, short:]
+        torch.testing.assert_close(padded, model(batch["input_ids"][:1, short:]).logits[0], rtol=0, atol=1e-5)
+
+
+def test_ways_of_generating_agree(models, encoder):
+    """With and without a cache, one token at a time or several that are checked at once."""
+    model = models(attention="gka", head_offsets="PS").theirs
+    batch = encoder(PROMPTS[1], return_tensors="pt")
+    wanted = generate(model, batch, max_new_tokens=30)
+    assert generate(model, batch, max_new_tokens=30, prompt_lookup_num_tokens=3) == wanted
+    for options in ({"do_sample": True, "top_k": 20, "num_return_sequences": 3}, {"num_beams": 4}):
+        rows = []
+        for use_cache in (True, False):
+            torch.manual_seed(7)
+            rows.append(generate(model, batch, use_cache=use_cache, **options))
+        assert rows[0] == rows[1]
+    assert len(rows[0]) == 1
+
+
+def test_cache_of_gka_is_half_of_softmaxs(models, encoder):
+    def nbytes(**variant):
+        cache = models(**variant).theirs(**encoder(PROMPTS[1], return_tensors="pt")).past_key_values
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+
+    assert 0 < 2 * nbytes(attention="gka") == nbytes(attention="softmax")
+    assert nbytes(attention="gka", gka_values="normalised") == nbytes(attention="gka")
+
+
+def test_loss_and_gradients_are_ours(models, encoder):
+    """Hugging Face shifts labels itself, ignores -100 and pads on either side; Trainer divides by its own count."""
+    model = models(attention="GGGA")
+    ours, theirs = copy.deepcopy(model.ours), copy.deepcopy(model.theirs).train()
+    batch = encoder(PROMPTS[:2], return_tensors="pt", padding=True, padding_side="right")
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    loss = theirs(**batch, labels=labels).loss
+    wanted = ours(batch["input_ids"], shifted.masked_fill(shifted == -100, -1))
+    assert torch.equal(loss, wanted)
+    loss.backward()
+    wanted.backward()
+    for (name, weight), other in zip(ours.named_parameters(), theirs.gpt.parameters()):
+        assert torch.equal(weight.grad, other.grad), name
+    counted = theirs(**batch, labels=labels, num_items_in_batch=100).loss
+    torch.testing.assert_close(counted, loss * (shifted != -100).sum() / 100)
+    left = encoder(PROMPTS[:2], return_tensors="pt", padding=True)
+    labels = left["input_ids"].masked_fill(left["input_ids"] == encoder.bos_token_id, -100)  # BOS pads, too
+    torch.testing.assert_close(theirs(**left, labels=labels).loss, loss)
+
+
+def test_what_the_model_cannot_do_is_said(models):
+    model, ids = models(attention="gka").theirs, torch.zeros(1, 6, dtype=torch.long)
+    sliding_layer = transformers.cache_utils.DynamicSlidingWindowLayer
+    hole = torch.tensor([[1, 1, 0, 1, 1, 1]])
+    small = transformers.StaticCache(config=model.config, max_cache_len=4)
+    sliding = transformers.Cache(layers=[sliding_layer(8) for _ in range(4)])
+    mistakes = [
+        ({"attention_mask": hole}, "must not hide tokens between others: pad on the left"),
+        ({"attention_mask": hole[:, 1:]}, r"attention_mask must be \(rows, 6\), past tokens included, got \(1, 5\)"),
+        ({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}, "several documents are not supported"),
+        ({"past_key_values": small}, "the cache holds 4 tokens a row, got 6"),
+        ({"past_key_values": sliding}, "StaticCache .* got a cache with a DynamicSlidingWindowLayer"),
+        ({"output_attentions": True}, r"output_attentions is not available: .*figures\.maps computes them"),
+        ({"inputs_embeds": torch.zeros(1, 6, 64)}, "inputs_embeds is not available: .* pass input_ids"),
+        ({"input_ids": torch.zeros(1, 161, dtype=torch.long)}, "at most 160 tokens"),
+    ]
+    for arguments, message in mistakes:
+        with pytest.raises(ValueError, match=message):
+            model(**{"input_ids": ids, **arguments})
+    with pytest.raises(ValueError, match="the vocabulary keeps its size"):
+        model.resize_token_embeddings(400)
+
+
+def test_saved_model_comes_back_and_claims_nothing_false(models, encoder, tmp_path):
+    model = copy.deepcopy(models(attention="gka", head_offsets="PNSS", value_embeds="all").theirs)
+    with torch.no_grad():
+        model.gpt.lm_head.weight.mul_(1.5)  # as if it had been trained further
+    model.save_pretrained(tmp_path)
+    encoder.save_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids = torch.randint(70, (1, 20))
+    assert torch.equal(again(ids).logits, model(ids).logits) and again.config.shape() == model.config.shape()
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path)("a<|bos|>").input_ids == encoder("a<|bos|>").input_ids
+    assert not {"sha256", "sigma", "checkpoint_sha256"} & set(json.loads((tmp_path / "config.json").read_text()))
+    with pytest.raises(UserError, match=r"was saved by transformers.*--hf-path of nanochat_gka.eval_core scores it"):
+        load(tmp_path)
+
+
+def test_only_whole_models_from_safetensors_are_loaded(models, tmp_path):
+    model = models(attention="gka").theirs
+    weights = model.state_dict()
+    model.config.save_pretrained(tmp_path)
+    torch.save(weights, tmp_path / "pytorch_model.bin")
+    with pytest.raises(OSError, match=re.escape("model.safetensors")):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    weights.pop("gpt.transformer.h.1.mlp.c_fc.weight")
+    model.save_pretrained(tmp_path, state_dict=weights)
+    with pytest.raises(ValueError, match=r"1 of \d+ weights are missing, first transformer.h.1.mlp.c_fc.weight"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_other_dtypes_and_new_models(models):
+    model = models(attention="gka")
+    narrow = transformers.AutoModelForCausalLM.from_pretrained(model.folder, dtype=torch.bfloat16)
+    assert narrow.gpt.dtype == torch.bfloat16 and narrow.gpt.transformer.h[0].attn.log_sigma.dtype == torch.float32
+    ids = torch.randint(70, (1, 20))
+    assert (narrow(ids).logits - model.ours(ids)).abs().max() < 0.5
+    fresh, wanted = transformers.AutoModelForCausalLM.from_config(model.theirs.config), build(model.ours.config, "cpu")
+    for (name, weight), other in zip(wanted.named_parameters(), fresh.gpt.parameters()):
+        torch.testing.assert_close(weight.norm(), other.norm(), rtol=0.05, atol=0, msg=name)
+    assert torch.equal(fresh.gpt.rotary.cos, wanted.rotary.cos)
+
+
+def test_pipeline_writes_the_engines_text(models, tokenizer):
+    model = models(attention="gka", gka_values="normalised", head_offsets="PS")
+    pipeline = transformers.pipeline("text-generation", model=str(model.folder))
+    texts = pipeline(PROMPTS, max_new_tokens=8, do_sample=False, batch_size=3, return_full_text=False)
+    wanted = Engine(model.ours, tokenizer).complete(PROMPTS, Sampling(max_tokens=8, temperature=0))
+    assert [text["generated_text"] for [text] in texts] == [text for [text] in wanted]
+
+
+def test_the_cards_code_for_transformers_runs(models, monkeypatch, capsys):
+    model = models(attention="gka")
+    card = (model.folder / "README.md").read_text()
+    exec(compile(card.split("```python")[2].split("```")[0], "card", "exec"), {})
+    assert capsys.readouterr().out.startswith("The ")
+
+
+def test_core_scores_are_the_same_through_transformers(models, tmp_path):
+    folder, bundle = models(attention="GGGA").folder, tiny_core.write_bundle(tmp_path / "bundle")
+    flags = ["--bundle", bundle, "--device-type", "cpu", "--max-seq-len", 16]
+    accuracies = []
+    for way in ("--run", "--hf-path"):
+        run(eval_core.main, eval_core.CoreConfig, [*map(str, [way, folder, "--out", tmp_path / way, *flags])])
+        [file] = (tmp_path / way).glob("*.jsonl")
+        lines = [line for line in read_lines(file) if line["kind"] == "core"]
+        accuracies.append({line["config"]["task"]: line["metrics"]["accuracy"] for line in lines})
+    assert accuracies[0] == accuracies[1] and len(accuracies[0]) >= 5
+
+
+def test_weights_may_wait_on_the_disk(models, encoder, tmp_path):
+    """device_map="auto" with too little memory: accelerate reads each module's weights when it runs."""
+    pytest.importorskip("accelerate", reason='needs accelerate: pip install -e ".[hf]"')
+    model, batch = models(attention="GGGA"), encoder(PROMPTS, return_tensors="pt", padding=True)
+    place = {"device_map": "auto", "max_memory": {"cpu": "100KB"}, "offload_folder": tmp_path}
+    offloaded = transformers.AutoModelForCausalLM.from_pretrained(model.folder, **place)
+    assert offloaded.hf_device_map == {"gpt": "disk"} and offloaded.gpt.lm_head.weight.is_meta
+    assert generate(offloaded, batch) == generate(model.theirs, batch)
+    placed = transformers.AutoModelForCausalLM.from_pretrained(model.folder, device_map="auto")
+    assert generate(placed, batch) == generate(model.theirs, batch)
+
+
+def test_lora_trains_and_its_adapter_comes_back(models, encoder, tmp_path):
+    peft = pytest.importorskip("peft", reason='needs peft: pip install -e ".[hf]"')
+    pytest.importorskip("accelerate", reason='needs accelerate: pip install -e ".[hf]"')
+    folder, batch = models(attention="GGGA").folder, encoder(PROMPTS[1], return_tensors="pt")
+    settings = peft.LoraConfig(r=4, target_modules=["c_fc", "c_proj"], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(folder), settings)
+    options = dict(output_dir=tmp_path / "out", max_steps=12, learning_rate=1e-2, per_device_train_batch_size=3)
+    quiet = dict(report_to=[], disable_tqdm=True, save_strategy="no", use_cpu=True, logging_steps=1)
+    trainer = transformers.Trainer(
+        model=model,
+        args=transformers.TrainingArguments(**options, **quiet),
+        train_dataset=[encoder(text) for text in PROMPTS],
+        data_collator=transformers.DataCollatorForLanguageModeling(encoder, mlm=False),
+    )
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert float(losses[-1]) < 0.8 * float(losses[0]), losses
+    model.save_pretrained(tmp_path / "adapter")
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    again = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    wanted = model.eval()(**batch).logits
+    assert torch.equal(again(**batch).logits, wanted)
+    torch.testing.assert_close(again.merge_and_unload()(**batch).logits, wanted, rtol=0, atol=1e-4)
+
+
+def test_without_transformers_one_line_names_the_extra(monkeypatch):
+    """Nothing else imports it: the other commands work without."""
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "nanochat_gka.hf")
+    with pytest.raises(MissingExtra, match=re.escape('transformers is not installed: run pip install "gka[hf]"')):
+        importlib.import_module("nanochat_gka.hf")
+    libraries = {"transformers", "tokenizers", "peft", "accelerate"}
+    files = [
+        path for path in (ROOT / "nanochat_gka").rglob("*.py") if libraries & {n.split(".")[0] for n in imports(path)}
+    ]
+    folders = {str(path.relative_to(ROOT / "nanochat_gka").parent) for path in files}
+    assert folders == {"hf", "core_metric"}

@@ -1,0 +1,119 @@
+"""What is said of the study's rows: means, paired differences, fits of a known law, crossings, and what is not run."""
+
+import json
+import math
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+
+from runs.sections import study
+from runs.study import findings, statistics
+from runs.study.cells import Cell
+from runs.study.families import FAMILIES
+from runs.study.grid import BATCH_AT_DEPTH, BUDGETS, SMALLEST
+from runs.study.scores import Scores
+from trainkit.cli import UserError
+
+DATA = {"tokenizer_sha256": "of a test", "sequence_len": 512}
+NOISE = {0: 0.004, 1: -0.001, 2: -0.003}  # of a seed, the same for every family
+
+
+def row(cell, loss, **metrics):
+    flops = cell.flops(512, 4096)
+    counts = {"parameters": 1000, "flops_per_token": flops // cell.tokens, "train_flops": flops, "sigma": {}}
+    about = {"kind": "study", "date": "2026-11-22 12:00", "commit": "abc1234", "hardware": "a CPU", "torch": "2.14"}
+    about |= {"key": cell.key(DATA), "cell": asdict(cell), "data": DATA}
+    return {**about, "metrics": {**counts, "val_bpb": loss, **metrics}}
+
+
+def write(folder, rows):
+    folder.mkdir(exist_ok=True)
+    (folder / "words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def law(flops, a, b, c):
+    return a + b * (flops / 1e14) ** -c
+
+
+LAWS = {"softmax": (1.0, 0.5, 0.3), "GKA + offsets": (1.0, 0.5, 0.4), "GKA": (1.4, 0.5, 0.3)}
+
+
+@pytest.fixture(scope="module")
+def scaled(tmp_path_factory):
+    """Rows of a world in which every family follows its law, whatever the depth, with the noise of seeds."""
+    rows = []
+    for family, numbers in LAWS.items():
+        for depth, budgets in BUDGETS.items():
+            for tokens in budgets:
+                cell = Cell(depth=depth, tokens=tokens, batch=BATCH_AT_DEPTH[depth], **FAMILIES[family])
+                loss = law(cell.flops(512, 4096), *numbers)
+                rows += [row(replace(cell, seed=seed), loss + noise) for seed, noise in NOISE.items()]
+    return write(tmp_path_factory.mktemp("scaled") / "study", rows)
+
+
+def test_differences_are_paired_over_seeds():
+    ours, baseline = {0: 1.90, 1: 1.80, 2: 1.85, 7: 9.9}, {0: 1.91, 1: 1.83, 2: 1.87}
+    difference = statistics.paired_difference(ours, baseline)
+    assert difference.value == pytest.approx(-0.02)
+    # stdev of (-.01, -.03, -.02) is 0.01; t with 2 degrees of freedom is 4.303.
+    assert difference.high - difference.low == pytest.approx(2 * 4.303 * 0.01 / 3**0.5)
+    alone = statistics.paired_difference({0: 1.0}, {0: 2.0, 1: 3.0})
+    assert alone.value == -1.0 and math.isnan(alone.low)
+    assert statistics.paired_difference({0: 1.0}, {1: 2.0}) is None
+
+
+@pytest.mark.parametrize("numbers", [(1.0, 0.5, 0.3), (0.0, 2.0, 0.05), (1.5, 0.2, 1.0)])
+def test_a_known_law_is_found(numbers):
+    flops = np.geomspace(1e13, 1e16, 8)
+    fitted = statistics.fit(flops, law(flops, *numbers))
+    assert fitted(flops) == pytest.approx(law(flops, *numbers), abs=2e-3)
+    assert fitted.c == pytest.approx(numbers[2], rel=0.05) and fitted.a == pytest.approx(numbers[0], abs=0.1)
+
+
+def test_only_what_is_better_than_everything_cheaper_is_fitted():
+    flops, loss = np.array([4.0, 1.0, 2.0, 3.0]), np.array([1.0, 4.0, 3.0, 3.5])
+    assert statistics.frontier(flops, loss).tolist() == [1, 2, 0]
+
+
+def test_fits_have_intervals_that_hold_the_truth_and_cross_where_the_laws_do(scaled):
+    fitted = study.scalings(Scores.read(scaled / "words.jsonl"))
+    for family, (a, _, c) in LAWS.items():
+        for name, truth in (("a", a), ("c", c)):
+            interval = fitted[family].interval(name)
+            assert interval.low < truth < interval.high, (family, name, interval)
+    where, share = statistics.crossing(fitted["GKA + offsets"], fitted["softmax"])
+    assert where.low < 1e14 < where.high and where.value == pytest.approx(1e14, rel=0.3) and share > 0.9
+    assert statistics.crossing(fitted["GKA"], fitted["softmax"]) == (None, 0.0)
+    table = study.fits(scaled)
+    assert (
+        "| GKA | 10 |" in table and "nowhere in reach (0%)" in table and "GGGA + offsets | 0 of 10 | not run" in table
+    )
+
+
+def test_families_are_compared_at_the_rate_with_most_seeds(tmp_path):
+    softmax, gka = (Cell(**SMALLEST, **FAMILIES[name]) for name in ("softmax", "GKA"))
+    rows = [row(replace(softmax, rate=2.0, seed=seed), 1.9 + noise) for seed, noise in NOISE.items()]
+    rows += [row(replace(softmax, rate=1.0), 1.85)]  # better, but of one seed
+    rows += [row(replace(gka, rate=rate), 2.0 + rate / 10, sigma={"layer_0": [2.0, 4.0, 3.0]}) for rate in (1.0, 2.0)]
+    stale = row(replace(gka, rate=0.5), 0.1)
+    rows += [{**stale, "key": "of another version"}, {**stale, "data": {"another": "text"}}]
+    rows += [row(replace(softmax, rate=4.0), 1.95)]
+    table = study.families(write(tmp_path / "study", rows))
+    assert "| softmax | 1.9000 ± 0.0036 | 2* | 3 |" in table
+    assert "| GKA | 2.1000 | 1* | 1 | +0.1960 |" in table  # over softmax of the same seed, 1.904
+    assert "| VLT + offsets | not run |" in table and study.PROVISIONAL in table
+    assert "| GKA | 2.1000; σ² 9 | not run |" in study.longer(tmp_path / "study")
+
+
+def test_the_command_prints_every_table_and_draws_what_there_is(scaled, tmp_path, capsys):
+    findings.main(findings.FindingsConfig(results=scaled, out=tmp_path / "pictures"))
+    printed = capsys.readouterr().out
+    assert "study-families" in printed and "study-fits" in printed
+    names = {path.name for path in (tmp_path / "pictures").iterdir()}
+    assert names == {"study-compute-words.png", "study-longer-words.png"}
+    findings.main(findings.FindingsConfig(results=write(tmp_path / "study", []), out=tmp_path / "none"))
+    assert "nothing to draw of compute for words: not run" in " ".join(capsys.readouterr().out.split())
+    with pytest.raises(UserError, match="make study writes some"):
+        findings.main(findings.FindingsConfig(results=tmp_path / "nothing"))

@@ -1,0 +1,64 @@
+"""The installed package: its commands run the modules that they name, and a missing extra is one line."""
+
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+import gka
+from sources import ENTRY_POINT, ROOT
+from trainkit.console import GROUP, main
+from trainkit.extras import MissingExtra, require
+
+COMMANDS = {command.name: command.value for command in entry_points(group=GROUP)}
+NEEDS_MORE = """
+from trainkit.extras import require
+require(__name__, "lm", "os", "a_module_that_nobody_has")
+"""
+
+
+def test_every_script_names_a_module_that_is_a_command():
+    scripts = {script.name for script in entry_points(group="console_scripts") if script.name.startswith("gka-")}
+    assert scripts == set(COMMANDS) and len(scripts) > 5
+    for module in COMMANDS.values():
+        assert ENTRY_POINT in (ROOT / Path(*module.split("."))).with_suffix(".py").read_text(), module
+
+
+def test_a_script_is_its_module(tmp_path):
+    start = "import sys; sys.argv[0] = '/somewhere/bin/gka-pack'; from trainkit.console import main; main()"
+    done = subprocess.run([sys.executable, "-c", start, "--corpus"], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2 and "python -m nanochat_gka.pack" in done.stderr, done
+
+
+def test_a_missing_extra_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys):
+    (tmp_path / "needs_more").mkdir()
+    (tmp_path / "needs_more/__init__.py").write_text(NEEDS_MORE)
+    monkeypatch.syspath_prepend(tmp_path)
+    command = entry_points(group=GROUP)["gka-pack"]
+    object.__setattr__(command, "value", "needs_more.pack")
+    monkeypatch.setattr("trainkit.console.entry_points", lambda **wanted: [command])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 2
+    expected = 'error: a_module_that_nobody_has is not installed: run pip install "gka[lm]"\n'
+    assert capsys.readouterr().err == expected
+
+
+def test_python_m_shows_a_missing_extra_in_one_line(tmp_path):
+    (tmp_path / "needs_more").mkdir()
+    (tmp_path / "needs_more/__init__.py").write_text(NEEDS_MORE)
+    command = [sys.executable, "-m", "needs_more.pack"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and '"gka[lm]"' in done.stderr
+
+
+def test_what_is_there_is_not_asked_for():
+    require(__name__, "lm", "os", "sys")
+    with pytest.raises(MissingExtra, match="a_b, c_d are not installed"):
+        require(__name__, "lm", "a_b", "os", "c_d")
+
+
+def test_the_citation_names_the_version():
+    assert f"\nversion: {gka.__version__}\n" in (ROOT / "CITATION.cff").read_text()
