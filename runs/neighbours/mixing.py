@@ -15,7 +15,7 @@ class About:
     """What tables say of a method.
 
     label: its row in the paper's Table 1. projections: letters of the W_Q, W_K, W_V that it learns; all have W_O.
-    causal: whether its definition has a causal form. complexity: of the mixing, in N tokens and m features or landmarks.
+    causal: whether its definition has a causal form. complexity: of the mixing, in N tokens, m features or landmarks.
     """
 
     label: str

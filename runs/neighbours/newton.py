@@ -6,7 +6,7 @@ ITERATIONS = 6
 
 
 def iterative_inverse(matrix: torch.Tensor, iterations: int = ITERATIONS) -> torch.Tensor:
-    """An approximate inverse of (..., m, m) matrices (Razavi et al.; Nyströmformer, eq. 15): from
+    """An approximate inverse of (..., m, m) matrices (Razavi et al., as in Nyströmformer): from
     Z = A^T / (|A|_1 |A|_inf), Z <- Z (13 I - A Z (15 I - A Z (7 I - A Z))) / 4.
     """
     identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)

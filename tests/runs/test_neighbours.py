@@ -1,4 +1,4 @@
-"""The methods of Table 1: each against its own equation in float64, causal forms, costs, and what they are known for."""
+"""The methods of Table 1: each against its own equation in float64, causal forms, costs, known limits."""
 
 import math
 
@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import gka.flops  # noqa: F401  torch's counter then knows the operator of non-local means
 import runs.neighbours.methods  # noqa: F401  registers them
 from runs.neighbours.feature_maps import orthogonal_features, positive_exponents
+from runs.neighbours.methods.skyformer import GAMMA, kernel
 from runs.neighbours.mixing import Mixing, MixingLayer
 from runs.neighbours.newton import iterative_inverse
 
@@ -49,7 +50,7 @@ def test_gradients_are_those_of_the_equation(name, causal):
     mixing = build(name, 29, causal).double()
     leaves = [t.clone().requires_grad_() for t in inputs(name, 29)]
     given = leaves if mixing.about.projections else leaves[:1] * 3
-    wanted = [t for t in (*given, *mixing.parameters())]
+    wanted = [*leaves[: 3 if mixing.about.projections else 1], *mixing.parameters()]
     by_equation, got = (torch.autograd.grad(f(*given).square().sum(), wanted) for f in (mixing.exact, mixing.forward))
     for a, b in zip(got, by_equation):
         torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-9)
@@ -94,8 +95,8 @@ def test_flops_are_what_torch_counts(name, causal):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_half_precision_inputs_of_a_layer_are_finite_and_learn(name):
-    """A layer at its own sizes: outputs and all gradients are finite, and every parameter gets one."""
+def test_all_parameters_of_a_layer_learn(name):
+    """At the sizes that are measured, all gradients are finite and none is 0."""
     torch.manual_seed(0)
     layer = MixingLayer(METHODS[name](HEADS, 64, 65))
     x = torch.randn(2, 65, 192, requires_grad=True)
@@ -114,7 +115,7 @@ def softmax(q, k, v):
 def test_positive_random_features_approach_the_exponential():
     """Performer, lemma 1: the mean over omega of phi(x).phi(y) is exp(x.y)."""
     torch.manual_seed(0)
-    x, y = 0.4 * torch.randn(2, 16)
+    x, y = 0.2 * torch.randn(2, 16)
     off = {}
     for features in (64, 65536):
         omega = orthogonal_features(features, 16)
@@ -131,7 +132,7 @@ def test_orthogonal_features_are_orthogonal_in_blocks():
 
 
 def test_performer_with_many_features_is_close_to_softmax():
-    given = [0.5 * t for t in inputs("performer", 40)]
+    given = [0.3 * t for t in inputs("performer", 40)]
     errors = [
         (build("performer", 40, size=size).double()(*given) - softmax(*given)).norm() / softmax(*given).norm()
         for size in (8, 8192)
@@ -190,8 +191,6 @@ def test_skyformer_with_all_rows_as_landmarks_is_the_kernel():
     v = inputs("skyformer", 5)[2]
     k = q + 20 * torch.randn(q.shape, generator=torch.Generator().manual_seed(1), dtype=q.dtype)
     k[..., 0, :] = q[..., 0, :] + 1.5
-    from runs.neighbours.methods.skyformer import GAMMA, kernel
-
     mixed = build("skyformer", 5, size=10).double()(q, k, v)
     wanted = kernel(q, k) @ v
     near = wanted.abs() > 1e-3

@@ -1,9 +1,10 @@
 """Krause attention: Liu et al., "Krause Synchronization Transformers", 2026, arXiv 2602.11534.
 
-Affinities s_ij = exp(-|q_i - k_j|^2 / (2 sigma_h^2)) with a learned sigma of each head, kept for the `size` keys nearest
-to q_i among the neighbours of token i (bounded confidence) and normalised over them. Neighbours: in a causal sequence the
-last WINDOW tokens; else tokens are a CLS token and patches of a grid row by row, whose neighbours are the 5 x 5 around
-them and the CLS token, and the CLS token sees all (as its authors' vision models do). Sigma^2 starts at sqrt(D), as GKA's.
+Affinities s_ij = exp(-|q_i - k_j|^2 / (2 sigma_h^2)) with a learned sigma of each head, kept for the `size` keys
+nearest to q_i among the neighbours of token i (bounded confidence) and normalised over them. Neighbours: in a causal
+sequence the last WINDOW tokens; else tokens are a CLS token and patches of a grid row by row, whose neighbours are the
+5 x 5 around them and the CLS token, and the CLS token sees all (as its authors' vision models do). Sigma^2 starts at
+sqrt(D), as GKA's.
 """
 
 import math
@@ -17,21 +18,19 @@ WINDOW, REACH = 64, 2
 
 
 def neighbours(tokens: int, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices of every token's neighbours, (N, W), and which of them are there; token 0 of a grid has a place of none."""
+    """Indices of every token's neighbours, (N, W), and which of them exist; the CLS token of a grid has only itself."""
     token = torch.arange(tokens)[:, None]
     if causal:
         index = token - torch.arange(min(WINDOW, tokens))
         return index.clamp(min=0), index >= 0
     side = math.isqrt(max(0, tokens - 2)) + 1  # of the grid that tokens 1, 2, ... fill row by row
     steps = torch.arange(-REACH, REACH + 1)
-    row, column = (
-        (token - 1) // side + steps.repeat_interleave(len(steps)),
-        (token - 1) % side + steps.repeat(len(steps)),
-    )
+    row = (token - 1) // side + steps.repeat_interleave(len(steps))
+    column = (token - 1) % side + steps.repeat(len(steps))
     index = 1 + row * side + column
-    there = (row >= 0) & (column >= 0) & (column < side) & (index < tokens) & (token > 0)
+    exists = (row >= 0) & (column >= 0) & (column < side) & (index < tokens) & (token > 0)
     index = torch.cat([torch.zeros_like(token), index.clamp(0, tokens - 1)], dim=1)
-    return index, torch.cat([torch.ones_like(token, dtype=torch.bool), there], dim=1)
+    return index, torch.cat([torch.ones_like(token, dtype=torch.bool), exists], dim=1)
 
 
 def mix(logits: torch.Tensor, nearest: int) -> torch.Tensor:
@@ -56,9 +55,9 @@ class Krause(Mixing, name="krause"):
         return -squared / (2 * (2 * self.log_sigma).exp().view(-1, *[1] * (squared.dim() - 2)))
 
     def forward(self, q, k, v):
-        index, there = (t.to(q.device) for t in neighbours(q.shape[2], self.causal))
+        index, exists = (t.to(q.device) for t in neighbours(q.shape[2], self.causal))
         near_k, near_v = (t.index_select(2, index.flatten()).unflatten(2, index.shape) for t in (k, v))
-        logits = self._logits((q[..., None, :] - near_k).square().sum(-1)).masked_fill(~there, -math.inf)
+        logits = self._logits((q[..., None, :] - near_k).square().sum(-1)).masked_fill(~exists, -math.inf)
         y = torch.einsum("bhnw,bhnwd->bhnd", mix(logits, self.size), near_v)
         if self.causal:
             return y

@@ -1,8 +1,8 @@
 """Linear transformer: Katharopoulos et al., "Transformers are RNNs: Fast Autoregressive Transformers with Linear
-Attention", ICML 2020, arXiv 2006.16236, equations 4 to 7.
+Attention", ICML 2020, arXiv 2006.16236.
 
 y_i = phi(q_i)^T sum_j phi(k_j) v_j^T / phi(q_i)^T sum_j phi(k_j), with phi(x) = elu(x) + 1. The causal form sums over
-j <= i (equations 8 to 12).
+j <= i.
 """
 
 import torch.nn.functional as F

@@ -1,12 +1,11 @@
-"""Linformer: Wang et al., "Linformer: Self-Attention with Linear Complexity", arXiv 2006.04768, equation 7.
+"""Linformer: Wang et al., "Linformer: Self-Attention with Linear Complexity", arXiv 2006.04768.
 
 y = softmax(q (E k)^T / sqrt(D)) F v, with learned E and F of shape (m, N), the same for all heads of a layer (headwise
-sharing, section 4). They start as in theorem 1, with variance 1 / m. A compressed token holds all tokens, so that there
+sharing). They start with variance 1 / m, as in its theorem. A compressed token holds all tokens, so that there
 is no causal form.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from runs.neighbours.mixing import About, Mixing, scores
@@ -29,7 +28,8 @@ class Linformer(Mixing, name="linformer"):
         return self.compress_keys[:, :tokens] @ k, self.compress_values[:, :tokens] @ v
 
     def forward(self, q, k, v):
-        return F.scaled_dot_product_attention(q, *self._compressed(k, v))
+        keys, values = self._compressed(k, v)
+        return scores(q, keys).softmax(-1) @ values
 
     def exact(self, q, k, v):
         keys = torch.einsum("mn,bhnd->bhmd", self.compress_keys[:, : k.shape[2]], k)

@@ -1,4 +1,4 @@
-"""Nyströmformer: Xiong et al., AAAI 2021, arXiv 2102.03902, equations 13 to 15.
+"""Nyströmformer: Xiong et al., AAAI 2021, arXiv 2102.03902.
 
 softmax(q k^T) is replaced by softmax(q k~^T) Z softmax(q~ k^T), scores divided by sqrt(D), where q~ and k~ are means of
 m segments of the sequence and Z is the iterative inverse of softmax(q~ k~^T). Segments may differ in length by one.

@@ -1,8 +1,8 @@
 """Performer: Choromanski et al., "Rethinking Attention with Performers", ICLR 2021, arXiv 2009.14794, FAVOR+.
 
 exp(q.k / sqrt(D)) is the mean over omega of phi(q) phi(k) with phi(x) = exp(omega.x - |x|^2 / 2) / sqrt(m), x scaled by
-D^(-1/4) (lemma 1, equations 4 and 7), omega orthogonal in blocks (section 2.4). m = D ln D features, as its authors use.
-omega is drawn once. Exponents are shifted, per query and over all keys, which cancels; causal keys are not shifted.
+D^(-1/4) (lemma 1), omega orthogonal in blocks (section 2.4). m = D ln D features, as its authors use. omega is drawn
+once. Exponents are shifted, per query and over all keys, which cancels; causal keys are not shifted.
 """
 
 import math
