@@ -10,6 +10,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from runs.bench.measurement import one_line
 from runs.neighbours.layers import DIM, by_equation, cost, layer
 from trainkit.distributed import keep_freed_memory
 from trainkit.progress import console
-from trainkit.results import peak_memory
 
 MEMORY_LIMIT = 8 * 2**30  # bytes
 GATE_TOKENS = 211
@@ -92,21 +92,31 @@ def time_layers(names: list[str], tokens: int, rounds: int) -> tuple[dict[str, d
 
 
 def peak_of_pass(name: str, tokens: int) -> dict[str, Any]:
-    """MiB that a forward and backward pass takes beyond layer and input; or the reason that it could not. Call it in a
-    process of its own.
+    """MiB that a forward and backward pass takes beyond layer and input; or the reason that it could not.
+
+    Call it in a process of its own; on Linux.
     """
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_LIMIT, MEMORY_LIMIT))
     torch.manual_seed(0)
     pass_through(layer(name, 64), inputs(64))  # loads the kernels
     built, x = layer(name, tokens), inputs(tokens)
-    before = peak_memory(torch.device("cpu"))
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew at what is held now (Linux, proc(5))
+    before = peak_rss_mib()
     try:
         pass_through(built, x)
     except (RuntimeError, MemoryError) as error:
         if "memory" not in str(error).lower():
             raise
         return {"failed": f"needs more than {MEMORY_LIMIT // 2**30} GiB"}
-    return {"peak_mib": peak_memory(torch.device("cpu")) - before}
+    return {"peak_mib": peak_rss_mib() - before}
+
+
+def peak_rss_mib() -> float:
+    """The most that this process has held in memory since its peak was set back. (A child's ru_maxrss begins with its
+    parent's.)
+    """
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields["VmHWM"].split()[0]) / 2**10
 
 
 def measure_peak(name: str, tokens: int) -> dict[str, Any]:
