@@ -1,8 +1,8 @@
 """Linformer: Wang et al., "Linformer: Self-Attention with Linear Complexity", arXiv 2006.04768.
 
 y = softmax(q (E k)^T / sqrt(D)) F v, with learned E and F of shape (m, N), the same for all heads of a layer (headwise
-sharing). They start with variance 1 / m, as in its theorem. A compressed token holds all tokens, so that there
-is no causal form.
+sharing). They start with variance 1 / m, as in its theorem. A compressed token holds all tokens, so that it
+has no causal form.
 """
 
 import torch

@@ -3,7 +3,7 @@
 softmax(q k^T) is replaced by softmax(q k~^T) Z softmax(q~ k^T), scores divided by sqrt(D), where q~ and k~ are means of
 m segments of the sequence and Z is the iterative inverse of softmax(q~ k~^T). Segments may differ in length by one.
 The depthwise convolution of the values that its authors add beside it is left out. The weights may be negative. A
-landmark holds later tokens, so that there is no causal form.
+landmark holds later tokens, so that it has no causal form.
 """
 
 import torch

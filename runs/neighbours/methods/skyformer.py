@@ -4,7 +4,7 @@ arXiv 2111.00035.
 y = C v with C_ij = kappa(q_i, k_j) = exp(-|q_i - k_j|^2 / (2 sqrt(D))), not normalised, and C replaced by
 kappa(q, z) (kappa(z, z) + gamma I)^-1 kappa(z, k) with m landmarks z of the queries and keys together: those are the
 rows of a positive definite matrix, as C alone is not. The inverse is iterative, of the matrix with its row sums divided
-out on both sides. Landmarks are evenly spaced here, not drawn; gamma is its authors' 0.1. There is no causal form.
+out on both sides. Landmarks are evenly spaced here, not drawn; gamma is its authors' 0.1. It has no causal form.
 """
 
 import torch
