@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runs import pages
-from runs.sections import benchmarks, core, demo, instructions, models, speed, study, summary
+from runs.sections import approximations, benchmarks, core, demo, instructions, models, speed, study, summary
 from trainkit.cli import UserError, run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -23,6 +23,7 @@ PAGES = (
     "deit_gka/README.md",
     "runs/README.md",
     "runs/study/README.md",
+    "runs/neighbours/approximations/README.md",
 )
 SECTIONS: dict[str, Callable[[], str]] = {
     "results": summary.results,  # the front page's
@@ -37,6 +38,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "core": core.core,
     "instructions": instructions.instructions,
     **study.TABLES,
+    **approximations.TABLES,
 }
 BLOCK = re.compile(r"<!-- table:(\S+) -->\n(?:.*?\n)??<!-- /table -->", re.DOTALL)
 
