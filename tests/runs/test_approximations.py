@@ -16,6 +16,7 @@ from runs.neighbours.approximations.measure import Truth
 from runs.neighbours.approximations.random_features import directions
 from runs.neighbours.approximations.rows import Approximations
 from runs.neighbours.approximations.sums import Sums, kernel
+from runs.neighbours.approximations.truncation import nearest_keys
 from runs.sections import approximations as tables
 from tiny_gpt import SHAPE, awake, write_run
 from trainkit.cli import UserError
@@ -50,6 +51,8 @@ def test_as_many_landmarks_or_keys_as_tokens_are_exact(name, causal):
     case = small_case(causal, 600)
     case = replace(case, bank=case.keys)
     y = FORMS[name](case, 600, 0).output
+    rows = some_rows(600, 50)
+    assert testing.error(FORMS["nearest keys"](case, 9, 0, rows).output, nearest_keys(case, 9).output[:, rows]) < 1e-12
     tolerance = 1e-3 if "Nyström" in name else 1e-9  # of its ridge
     assert testing.error(y, oracle(case, torch.arange(600))) < tolerance
 

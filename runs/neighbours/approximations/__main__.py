@@ -113,7 +113,7 @@ def measure_errors(config: ApproximationsConfig, results: Results) -> None:
                 if row["form"] == FUSED:
                     results.add(row, {**truth.errors(case.fused()), "causal": case.causal, "sigma_squared": sigma})
                 else:
-                    results.add(row, truth.judge(FORMS[row["form"]](case, row["size"], row["seed"])))
+                    results.add(row, truth.judge(FORMS[row["form"]](case, row["size"], row["seed"], truth.places)))
 
 
 def measure_time(config: ApproximationsConfig, results: Results) -> None:

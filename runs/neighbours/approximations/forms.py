@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import torch
+
 from runs.neighbours.approximations.case import Case
 from runs.neighbours.approximations.landmarks import cluster_sums, k_means, nystrom, uniform
 from runs.neighbours.approximations.random_features import positive, trigonometric
@@ -18,13 +20,13 @@ NYSTROM = "Williams and Seeger 2001, NIPS; in attention arXiv 2102.03902, 2111.0
 
 @dataclass(frozen=True)
 class Form:
-    """An approximation: `features` of (case, size, seed), or `sums` of (case, size) where there are none."""
+    """An approximation: `features` of (case, size, seed), or `sums` where there are none."""
 
     source: str
     equation: str
     features: Callable[[Case, int, int], Features] | None = None
     near: bool = False  # keys of near blocks are weighted exactly
-    sums: Callable[[Case, int], Sums] | None = None
+    sums: Callable[..., Sums] | None = None  # of (case, size), and the rows that are wanted
     random: bool = True  # whether a seed changes it
     sizes: tuple[int, ...] | None = None  # None: any; (0,): it has none
 
@@ -35,7 +37,10 @@ class Form:
         features = self.features(case, size, seed)
         return lambda given: attend(given, features, self.near)
 
-    def __call__(self, case: Case, size: int, seed: int) -> Sums:
+    def __call__(self, case: Case, size: int, seed: int, rows: torch.Tensor | None = None) -> Sums:
+        """The sums of all queries; what costs as much as exact attention computes `rows` alone, if they are given."""
+        if self.sums is not None:
+            return self.sums(case, size, rows)
         return self.prepare(case, size, seed)(case)
 
 

@@ -6,16 +6,17 @@ from runs.neighbours.approximations.case import Case
 from runs.neighbours.approximations.sums import BLOCK, Sums, kernel
 
 
-def nearest_keys(case: Case, size: int) -> Sums:
-    """Only the `size` largest K_ij of a row count; of equal ones all."""
-    weighted, rows = [], []
-    for start in range(0, case.queries.shape[1], BLOCK):
-        queries = case.queries[:, start : start + BLOCK]
-        stop = start + queries.shape[1] if case.causal else case.keys.shape[1]
-        weights = kernel(queries, case.keys[:, :stop], case.sigma)
-        weights = weights.tril(start) if case.causal else weights
+def nearest_keys(case: Case, size: int, rows: torch.Tensor | None = None) -> Sums:
+    """Only the `size` largest K_ij of a row count; of equal ones all. rows: of these queries alone, in order."""
+    places = torch.arange(case.keys.shape[1])
+    parts, totals = [], []
+    for chosen in (places if rows is None else rows).split(BLOCK):
+        stop = int(chosen[-1]) + 1 if case.causal else len(places)
+        weights = kernel(case.queries[:, chosen], case.keys[:, :stop], case.sigma)
+        if case.causal:
+            weights = weights * (places[:stop] <= chosen[:, None])
         smallest = weights.topk(min(size, stop), dim=-1).values[..., -1:]
         weights = torch.where(weights >= smallest, weights, 0)
-        weighted.append(weights @ case.values[:, :stop])
-        rows.append(weights.sum(-1))
-    return Sums(torch.cat(weighted, 1), torch.cat(rows, 1))
+        parts.append(weights @ case.values[:, :stop])
+        totals.append(weights.sum(-1))
+    return Sums(torch.cat(parts, 1), torch.cat(totals, 1))
