@@ -37,6 +37,8 @@ class ApproximationsConfig:
     """What to do: errors against the float64 oracle, time and memory (on a quiet machine), the picture of both."""
     run: list[Path] = field(default_factory=lambda: list(RUNS))
     """Folders of trained runs, whose features and bandwidths are taken; random features are measured beside them."""
+    random: bool = True
+    """Measure random features too."""
     forms: list[str] = field(default_factory=lambda: list(FORMS))
     """Names of the forms to measure."""
     lengths: list[int] = field(default_factory=lambda: [1024])
@@ -97,7 +99,7 @@ def grid(config: ApproximationsConfig, tokens: int) -> list[tuple[str, int]]:
 @torch.inference_mode()
 def measure_errors(config: ApproximationsConfig, results: Results) -> None:
     """A row for every source, length, form, size and seed, and one for the fused operator itself."""
-    for source in (*RANDOM, *map(str, config.run)):
+    for source in (*(RANDOM if config.random else ()), *map(str, config.run)):
         label = source if source in RANDOM else Path(source).name
         for tokens in config.lengths:
             left = []
