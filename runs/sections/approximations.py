@@ -26,7 +26,8 @@ def errors(path: Path = RESULTS / FILE) -> str:
 
     def cell(source: str, tokens: int, name: str) -> str:
         sizes = (0,) if name == FUSED else FORMS[name].sizes or [size for size in SIZES if size <= tokens]
-        return " / ".join(_number(results.error(source, tokens, name, size)) for size in sizes)
+        cells = [_number(results.error(source, tokens, name, size)) for size in sizes]
+        return NOT_RUN if set(cells) == {NOT_RUN} else " / ".join(cells)
 
     def one(tokens: int) -> str:
         return table(["", *sources], [[name, *(cell(s, tokens, name) for s in sources)] for name in (FUSED, *FORMS)])

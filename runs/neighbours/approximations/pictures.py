@@ -34,8 +34,10 @@ def draw(results: Approximations, folder: Path, tokens: int = TOKENS) -> Figure 
         for name, colour in ((FUSED, "black"), (SOFTMAX, "grey")):
             if (name, 0) in times:
                 axis.axvline(times[name, 0]["median_ms"], color=colour, linestyle="--", linewidth=1, label=name)
-        axis.axhline(results.error(source, tokens, MEAN, 0), color="grey", linestyle=":", linewidth=1)
-        axis.set(xscale="log", yscale="log", xlabel="ms", ylim=(1e-3, 3))
+        mean = results.error(source, tokens, MEAN, 0)
+        if mean is not None:
+            axis.axhline(mean, color="grey", linestyle=":", linewidth=1)
+        axis.set(xscale="log", yscale="log", xlabel="ms", ylim=(1e-3, 10))
         axis.set_title(source, fontsize=9)
         axis.grid(alpha=0.3)
     axes[0, 0].set_ylabel("relative error of y")
