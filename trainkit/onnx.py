@@ -113,7 +113,8 @@ def run(session, *inputs: torch.Tensor | np.ndarray) -> list[torch.Tensor]:
 
 def about(session) -> dict[str, Any]:
     """What `write` was told about the model."""
-    return {key: json.loads(text) for key, text in session.get_modelmeta().custom_metadata_map.items()}
+    texts = session.get_modelmeta().custom_metadata_map
+    return {key: json.loads(text) for key, text in texts.items() if not key.startswith("onnx.")}  # the quantiser's
 
 
 def version() -> str:

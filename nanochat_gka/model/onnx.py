@@ -65,7 +65,8 @@ class PlainCache(Context):
             values, keys = stored[0], norm(rotary(stored[0], self.everyone))
         else:
             values, keys = stored[0], stored[-1]
-        keys, values = layer.with_offsets(keys, values)
+        if layer.pairing is not None:
+            keys, values = layer.pairing(keys, values)
         return values, keys
 
     def _mask(self, window: int) -> torch.Tensor:
@@ -85,6 +86,8 @@ def write(model: GPT, folder: Path, about: dict[str, Any]) -> Path:
     the training length. about: what the file's metadata say. Raises UserError if onnx is not installed.
     """
     onnx.require()
+    if model.config.kernel != "gaussian" or any(block.attn.blend is not None for block in model.transformer.h):
+        raise UserError("this form of attention, of the study alone, cannot be written as ONNX")
     simple = copy.deepcopy(model).cpu().float().eval()
     simple.rounded_to = None
     simple.rotary.cos, simple.rotary.sin = (table.float() for table in (simple.rotary.cos, simple.rotary.sin))
