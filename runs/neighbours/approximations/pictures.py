@@ -20,7 +20,7 @@ def draw(results: Approximations, folder: Path, tokens: int = TOKENS) -> Figure 
     sources = [source for source in results.values("error", "source") if _points(results, source, tokens)]
     if not sources:
         return None
-    figure, axes = subplots(1, len(sources), figsize=(1 + 3.6 * len(sources), 4.6), squeeze=False)
+    figure, axes = subplots(1, len(sources), figsize=(2.6 + 3.6 * len(sources), 4.2), squeeze=False)
     rows = []
     for axis, source in zip(axes[0], sources):
         times = results.times(tokens, results.is_causal(source))
@@ -41,11 +41,9 @@ def draw(results: Approximations, folder: Path, tokens: int = TOKENS) -> Figure 
         axis.set_title(source, fontsize=9)
         axis.grid(alpha=0.3)
     axes[0, 0].set_ylabel("relative error of y")
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, fontsize=7, ncols=5, loc="outside lower center")
+    axes[0, -1].legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.02, 1))
     title = f"Approximations of GKA at N = {tokens:,}: error against time"
     figure.suptitle(title, fontsize=10)
-    figure.tight_layout(rect=(0, 0.12, 1, 1))
     return Figure(save(figure, folder / "approximations.png"), title, CAPTION, rows)
 
 
