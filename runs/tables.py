@@ -12,7 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runs import pages
-from runs.sections import benchmarks, core, demo, instructions, models, neighbours, speed, study, summary
+from runs.sections import (
+    approximations,
+    benchmarks,
+    core,
+    demo,
+    instructions,
+    models,
+    neighbours,
+    speed,
+    study,
+    summary,
+)
 from trainkit.cli import UserError, run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -24,6 +35,7 @@ PAGES = (
     "runs/README.md",
     "runs/study/README.md",
     "runs/neighbours/README.md",
+    "runs/neighbours/approximations/README.md",
 )
 SECTIONS: dict[str, Callable[[], str]] = {
     "results": summary.results,  # the front page's
@@ -39,6 +51,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "instructions": instructions.instructions,
     **study.TABLES,
     **neighbours.TABLES,
+    **approximations.TABLES,
 }
 BLOCK = re.compile(r"<!-- table:(\S+) -->\n(?:.*?\n)??<!-- /table -->", re.DOTALL)
 
