@@ -95,14 +95,14 @@ def test_every_unit_is_in_one_part(whole, count):
 def test_wrong_parts_are_one_line(whole, tmp_path):
     out = tmp_path / "packed"
     for text in ("0/3", "4/3", "2", "a/b", "-1/2", "1/0"):
-        with pytest.raises(UserError, match="--part must be NUMBER/COUNT .* such as 2/8, got"):
+        with pytest.raises(UserError, match=r"--part must be NUMBER/COUNT .* such as 2/8, got"):
             pack.main(config(whole, out, part=text))
     pack.main(config(whole, out, part="1/2", sequence_len=33))
     with pytest.raises(UserError, match=r"part-1-of-2 was packed with sequence length 33"):
         pack.main(config(whole, out))
     shutil.rmtree(out)
     pack.main(config(whole, out, part="1/2"))
-    with locked(out / "part-1-of-2", "packing"), pytest.raises(UserError, match="another process is packing .*part-1"):
+    with locked(out / "part-1-of-2", "packing"), pytest.raises(UserError, match=r"another process is packing .*part-1"):
         pack.main(config(whole, out))
     (out / "part-1-of-2/plan.json").unlink()
     with pytest.raises(UserError, match=r"part-1-of-2 has no plan.json; copy the whole folder"):
