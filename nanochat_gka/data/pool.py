@@ -17,7 +17,7 @@ from trainkit.cli import UserError
 from trainkit.progress import progress_bar
 from trainkit.workers import begin, context, interrupt_held_back
 
-AHEAD = 2  # units per process that wait or run: for all units at once the queue would take more memory than the records
+AHEAD = 2  # units per process that wait or run, so that the queue does not grow with the corpus
 
 
 @dataclass
