@@ -3,6 +3,7 @@
 from gka.api import dot_product_attention, gaussian_attention, select_impl, without_autocast
 from gka.bandwidth import initial_log_sigma, inverse_variance
 from gka.cost import AttentionCost, attention_cost
+from gka.decoding import decode_attention
 from gka.kernel import log_kernel
 from gka.kinds import KINDS, Kind, layer_kinds
 from gka.layer import GaussianKernelAttention
@@ -13,6 +14,7 @@ __all__ = [
     "GaussianKernelAttention",
     "Kind",
     "attention_cost",
+    "decode_attention",
     "dot_product_attention",
     "gaussian_attention",
     "initial_log_sigma",

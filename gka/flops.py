@@ -16,14 +16,32 @@ from gka.impl.triton import op as _triton  # noqa: F401  defines torch.ops.gka.a
 Shape = tuple[int, ...]
 
 
-@register_flop_formula([torch.ops.gka.cpu_attend, torch.ops.gka.attend, torch.ops.gka.cpu_decode])
+@register_flop_formula([torch.ops.gka.cpu_attend, torch.ops.gka.attend])
 def forward_flops(
     x: Shape, keys: Shape | None, values: Shape | None, log_sigma: Shape, before: int, after: int, *_, **__
 ) -> int:
-    """Of a forward pass or a decoding step, from the arguments of the operators; tensors are their shapes."""
+    """Of a forward pass, from the arguments of the operators; tensors are their shapes."""
     num_keys = (x if keys is None else keys)[1]
     in_reach = num_keys if before < 0 else min(before + 1 + max(after, 0), num_keys)
     return operator_flops(*x, keys=in_reach)
+
+
+@register_flop_formula([torch.ops.gka.cpu_decode])
+def decoding_flops(
+    x: Shape,
+    keys: Shape | None,
+    values: Shape,
+    log_sigma: Shape,
+    tables,
+    lengths,
+    delays,
+    more_delays,
+    before: int,
+    *_,
+    **__,
+) -> int:
+    """Of a decoding step. Sequences shorter than the cache count as whole ones."""
+    return forward_flops(x, values, None, log_sigma, before, 0)
 
 
 @register_flop_formula([torch.ops.gka.cpu_attend_backward, torch.ops.gka.attend_backward])

@@ -43,6 +43,8 @@ def account(config: AccountingConfig) -> dict:
         "depth": config.depth,
         "attention": config.attention,
         **({"gka_values": config.gka_values} if has_gka(config.attention, config.depth) else {}),
+        **({"mixing": config.mixing} if config.mixing != "none" else {}),
+        **({"kernel": config.kernel} if config.kernel != "gaussian" else {}),
         "n_embd": model.config.n_embd,
         "n_head": model.config.n_head,
         "parameters": counts.pop("total"),

@@ -11,10 +11,12 @@ then, anywhere with this package:
 from dataclasses import dataclass
 from pathlib import Path
 
+from nanochat_gka.model import onnx
 from nanochat_gka.model.card import card
 from nanochat_gka.model.checkpoints import export, load
 from trainkit.cli import run
 from trainkit.files import atomic
+from trainkit.onnx import require, size_mb
 
 
 @dataclass
@@ -27,14 +29,22 @@ class ExportConfig:
     """Folder to write to."""
     step: int = -1
     """Checkpoint to take; -1 = the newest."""
+    onnx: bool = False
+    """Also write model.onnx, for onnxruntime and other programs: tokens and a cache in, logits and the cache out."""
 
 
 def main(config: ExportConfig) -> None:
-    about = export(load(config.run, config.step), config.out)
+    if config.onnx:
+        require()
+    loaded = load(config.run, config.step)
+    about = export(loaded, config.out)
     with atomic(config.out / "README.md") as temporary:
         temporary.write_text(card(about, config.out))
     reader = f'nanochat_gka.model.checkpoints.load("{config.out}")'
     print(f"{config.out}: {about['name']} at step {about['step']:,}; {reader} reads it")
+    if config.onnx:
+        said = {key: about[key] for key in ("name", "step", "checkpoint_sha256", "model")}
+        print(f"{size_mb([onnx.write(loaded.model, config.out, said)])}: nanochat_gka/README.md shows how to use it")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from typing import Any
 
 import timm
 import torch
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import nn
 
 from deit_gka.data.sources import Source, Stream, open_source
@@ -17,6 +18,7 @@ from deit_gka.recipe import Recipe
 from gka import layer_kinds
 from trainkit.checkpoint import Checkpoint, load, load_newest
 from trainkit.cli import Bounds, UserError, reason_of
+from trainkit.files import read_json, write_json
 
 WEIGHTS = ("ema", "model")
 # Of the arguments that most timm models share; timm refuses the others itself.
@@ -188,16 +190,27 @@ def load_file(path: Path, model: nn.Module) -> nn.Module:
     return model.eval()
 
 
+def about_images(state: dict[str, Any]) -> dict[str, Any]:
+    """What images the model of a checkpoint's `state` takes, in the names of timm's data configuration."""
+    recipe = state["train_config"]
+    size = (3, recipe["input_size"], recipe["input_size"])
+    normalised = {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}  # as `data.transforms` does
+    return {"input_size": size, "crop_pct": recipe["crop_pct"], "interpolation": "bicubic", **normalised}
+
+
 def export(checkpoint: Checkpoint, weights: str, folder: Path) -> Path:
     """Write model.safetensors and config.json, and return the path of the former.
 
-    timm loads them by create_model("local-dir:FOLDER", pretrained=True) or create_model(NAME, checkpoint_path=FILE).
+    timm loads them by create_model("local-dir:FOLDER", pretrained=True) or create_model(NAME, checkpoint_path=FILE),
+    transformers by AutoModelForImageClassification.from_pretrained(FOLDER) or its pipeline; all after import deit_gka.
     """
     model = load_run(checkpoint, weights, "cpu")
-    recipe, classes = checkpoint.state["train_config"], checkpoint.state["classes"]
-    size = (3, recipe["input_size"], recipe["input_size"])
-    data_config = {"input_size": size, "crop_pct": recipe["crop_pct"], "interpolation": "bicubic"}
+    classes = checkpoint.state["classes"]
     model_config = {"label_names": classes} if len(classes) == model.num_classes else {}
-    about = dict(model_config=model_config, data_config=data_config)
+    about = dict(model_config=model_config, data_config=about_images(checkpoint.state))
     timm.models.save_for_hf(model, str(folder), safe_serialization=True, **about)
+    path = Path(folder) / "config.json"
+    config = read_json(path, "configuration")
+    config.get("model_args", {}).pop("num_classes", None)  # said above it too; transformers refuses it twice
+    write_json(path, config)
     return Path(folder) / "model.safetensors"

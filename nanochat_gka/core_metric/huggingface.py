@@ -72,7 +72,7 @@ def load_hugging_face(path: str, device: torch.device) -> EvaluatedModel:
     try:
         import transformers
     except ImportError:
-        raise UserError('--hf-path needs the transformers package: pip install "transformers>=4.57"') from None
+        raise UserError('--hf-path needs the transformers package: pip install "transformers>=5.23"') from None
     with contextlib.suppress(ImportError):  # older transformers read other models
         importlib.import_module("nanochat_gka.hf")  # ours, trained further or not
     transformers.utils.logging.set_verbosity_error()

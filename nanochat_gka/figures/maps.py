@@ -10,7 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from nanochat_gka.model.attention import Attention
+from nanochat_gka.model.context import Context
 from nanochat_gka.model.gpt import GPT
+from nanochat_gka.model.mixing import HeadOffsets
 from trainkit.cli import UserError
 
 TOLERANCE = 1e-3  # float32 outputs differ from float64 ones by 1e-6
@@ -69,6 +71,8 @@ def extract(model: GPT, ids: Sequence[int] | torch.Tensor) -> list[LayerMaps]:
     ids = torch.as_tensor(ids, dtype=torch.long, device=model.device)
     if not 1 <= len(ids) <= model.rotary.length:
         raise UserError(f"the text must have 1 to {model.rotary.length:,} tokens, it has {len(ids):,}")
+    if model.config.kernel in ("none", "tied-softmax"):
+        raise UserError(f"figures draw what gka layers weigh, and those of kernel={model.config.kernel} are not known")
     inputs: dict[Attention, tuple] = {}
     mixed: dict[Attention, torch.Tensor] = {}
     outputs: dict[Attention, torch.Tensor] = {}
@@ -91,9 +95,12 @@ def extract(model: GPT, ids: Sequence[int] | torch.Tensor) -> list[LayerMaps]:
 
 def _maps(attention: Attention, x, value_embedding, rotary, mixed: torch.Tensor, output: torch.Tensor) -> LayerMaps:
     """The maps of a layer from its arguments, what its heads mixed, (1, T, C), and its output, (1, T, C)."""
-    num_tokens, has_sigma = x.shape[1], attention.kind.has_bandwidth
+    num_tokens, has_sigma = x.shape[1], attention.has_bandwidth
+    if not isinstance(attention.pairing, HeadOffsets | None):
+        raise UserError(f"figures know slots of one token each, not those of mixing={attention.config.mixing}")
     value_embedding = None if value_embedding is None else value_embedding.double()
-    queries, stored = attention.project(x.double(), value_embedding, rotary, slice(0, num_tokens))
+    x = attention.blended(x.double(), Context())
+    queries, stored = attention.project(x, value_embedding, rotary, slice(0, num_tokens))
     keys, values = attention.keys_and_values(rotary, num_tokens, stored)
     weights = attention.weights(queries, keys)
     again = torch.einsum("bhij,bjhd->bihd", weights, values).flatten(2)
@@ -108,8 +115,8 @@ def _maps(attention: Attention, x, value_embedding, rotary, mixed: torch.Tensor,
         window=attention.window,
         weights=weights[0].float().cpu(),
         error=error,
-        key_offsets=_ones_at(getattr(attention, "late_keys", ()), queries.shape[2]),
-        value_offsets=_ones_at(getattr(attention, "late_values", ()), queries.shape[2]),
+        key_offsets=_ones_at(getattr(attention.pairing, "late_keys", ()), queries.shape[2]),
+        value_offsets=_ones_at(getattr(attention.pairing, "late_values", ()), queries.shape[2]),
         sigma=attention.log_sigma.exp().float().cpu() if has_sigma else None,
         initial_sigma=attention.config.initial_sigma_squared**0.5 if has_sigma else None,
         features=queries[0].float().cpu() if has_sigma else None,

@@ -7,13 +7,23 @@ Legend: B batch, T tokens, n tokens so far, H heads, D head_dim, C = H * D.
 
 import math
 from abc import ABC, abstractmethod
+from itertools import groupby
 from typing import ClassVar
 
 import torch
 from torch import nn
 
-from gka import KINDS, Kind, dot_product_attention, gaussian_attention, initial_log_sigma, select_impl
+from gka import (
+    KINDS,
+    Kind,
+    decode_attention,
+    dot_product_attention,
+    gaussian_attention,
+    initial_log_sigma,
+    select_impl,
+)
 from gka.masking import Mask
+from nanochat_gka.model import mixing
 from nanochat_gka.model.blocks import Linear, Rotary, fill_uniform, norm
 from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.context import Context, Tensors
@@ -22,22 +32,23 @@ GATE_CHANNELS = 32
 
 
 class Attention(nn.Module, ABC):
-    """What all kinds share: the bias-free projections of the kind's row (nanochat's names), W_O and the value gate.
-
-    `head_offsets`: whole heads pair keys and values one token apart. That is a fixed, parameter-free case of KV
-    shifting attention (Xu et al., ICML 2025, arXiv 2411.19574), which learns how much of a key and a value comes from
-    the token before. Partial key offset (modded-nanogpt PR 169), Canon layers (arXiv 2512.17351) and RWKV's token shift
-    are related. Softmax gains from it too. Ours is only the use in an operator without projections.
+    """What all kinds share: the bias-free projections of the kind's row (nanochat's names), W_O, the value gate, and
+    how the layer meets the token before (`mixing`): a pairing of keys and values, a blend of its input, or neither.
     """
 
     CLASSES: ClassVar[dict[str, type["Attention"]]] = {}
     kind: ClassVar[Kind]
     activation_widths: ClassVar[int]  # (B, T, C) tensors kept for the backward pass, for `training.memory`
+    has_bandwidth: ClassVar[bool]  # one learned sigma per head
+    compares: ClassVar[bool] = True  # every query with every key in its window; False costs no FLOPs
+    has_output: ClassVar[bool] = True  # W_O
 
-    def __init_subclass__(cls, kind: str, **arguments):
+    def __init_subclass__(cls, kind: str = "", **arguments):
+        """kind: a row of the table, for its class; a variation of that class has none of its own."""
         super().__init_subclass__(**arguments)
-        cls.kind = KINDS[kind]
-        Attention.CLASSES[kind] = cls
+        if kind:
+            cls.kind, cls.has_bandwidth = KINDS[kind], KINDS[kind].has_bandwidth
+            Attention.CLASSES[kind] = cls
 
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
@@ -48,7 +59,7 @@ class Attention(nn.Module, ABC):
             setattr(self, name, Linear(config.n_embd, config.n_embd))
         self.c_proj = Linear(config.n_embd, config.n_embd)
         self.ve_gate = Linear(GATE_CHANNELS, config.n_head) if config.has_value_embedding(layer) else None
-        self.late_values, self.late_keys = (config.heads_with(of, layer) for of in ("predecessor", "successor"))
+        self.pairing, self.blend = mixing.pairing(config, layer), mixing.blend(config, layer)
 
     def init_weights(self) -> None:
         for name in self.projections:
@@ -56,6 +67,8 @@ class Attention(nn.Module, ABC):
         nn.init.zeros_(self.c_proj.weight)
         if self.ve_gate is not None:
             nn.init.zeros_(self.ve_gate.weight)  # 2 * sigmoid(0) = 1: the value embedding as it is
+        for part in filter(None, (self.pairing, self.blend)):
+            part.init_weights()
 
     def forward(
         self, x: torch.Tensor, value_embedding: torch.Tensor | None, rotary: Rotary, context: Context
@@ -70,8 +83,12 @@ class Attention(nn.Module, ABC):
 
         x: the normalised block input, (B, T, C). value_embedding: (B, T, C), None in layers without.
         """
-        queries, new = self.project(x, value_embedding, rotary, context.positions)
+        queries, new = self.project(self.blended(x, context), value_embedding, rotary, context.positions)
         return context.attend(self, rotary, queries, new)
+
+    def blended(self, x: torch.Tensor, context: Context) -> torch.Tensor:
+        """What the layer reads in place of its input x, (B, T, C)."""
+        return x if self.blend is None else self.blend(x, context.earlier(self, x, self.blend.reach))
 
     @abstractmethod
     def project(self, x, value_embedding, rotary: Rotary, positions) -> tuple[torch.Tensor, Tensors]:
@@ -84,30 +101,28 @@ class Attention(nn.Module, ABC):
     def attend(self, rotary: Rotary, queries: torch.Tensor, stored: Tensors) -> torch.Tensor:
         """Mix what is stored of n tokens, (B, n, H, D) each, for the queries of the last T of them, (B, T, H, D)."""
 
+    def attend_cached(self, rotary: Rotary, queries: torch.Tensor, stored: Tensors, lengths: list[int]) -> torch.Tensor:
+        """As `attend`, of rows that have `lengths` tokens each in what a cache stores, (B, capacity, H, D)."""
+        mixed, first = [], 0
+        for length, members in groupby(lengths):  # neighbours of equal length share a call, without padding or masks
+            rows = slice(first, first + len(list(members)))
+            mixed.append(self.attend(rotary, queries[rows], tuple(tensor[rows, :length] for tensor in stored)))
+            first = rows.stop
+        return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
+
     def keys_and_values(self, rotary: Rotary, num_queries: int, stored: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         """What the heads of the last `num_queries` tokens read, (B, n, H, D) each, of what is `stored` of n tokens."""
         keys, values = stored
-        if self.has_offsets and num_queries < keys.shape[1]:
+        if self.pairing is None:
+            return keys, values
+        if num_queries < keys.shape[1]:
             first = self.first_in_reach(num_queries, keys.shape[1])
             keys, values = keys[:, first:], values[:, first:]
-        return self.with_offsets(keys, values)
-
-    @property
-    def has_offsets(self) -> bool:
-        """Whether some head pairs keys and values one token apart."""
-        return bool(self.late_values or self.late_keys)
+        return self.pairing(keys, values)
 
     def first_in_reach(self, num_queries: int, num_tokens: int) -> int:
         """Of `num_tokens`, the predecessor of the earliest one that the last `num_queries` see."""
         return max(0, num_tokens - num_queries - self.window - 1)
-
-    def with_offsets(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values, (B, n, H, D), with those of some heads moved one token later."""
-        if self.late_values:
-            values = _one_later(values, self.late_values)
-        if self.late_keys:
-            keys = _one_later(keys, self.late_keys)
-        return keys, values
 
     @abstractmethod
     def weights(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -176,19 +191,22 @@ class GKAAttention(Attention, kind="gka"):
     - `gka_values` normalised or raw: values are not rotated. Keys follow from them and the position, so the values are
       what is stored.
     - Value embeddings: keys no longer follow from the values, so both are stored.
-    - `head_offsets`, see `Attention`.
+    - `head_offsets` and `mixing`, see `mixing`.
     """
 
     # Values before and after their norm, rotated features, features, scaled queries, output. One or two fewer where
-    # values are rotated or raw, one more with head offsets.
+    # values are rotated or raw.
     activation_widths = 6
 
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__(config, layer)
-        self.log_sigma = nn.Parameter(torch.empty(config.n_head, dtype=torch.float32))
+        if self.has_bandwidth:
+            self.log_sigma = nn.Parameter(torch.empty(config.n_head, dtype=torch.float32))
 
     def init_weights(self) -> None:
         super().init_weights()
+        if not self.has_bandwidth:
+            return
         with torch.no_grad():
             self.log_sigma.copy_(initial_log_sigma(self.config.n_head, self.config.initial_sigma_squared))
 
@@ -213,12 +231,13 @@ class GKAAttention(Attention, kind="gka"):
     def keys_and_values(self, rotary, num_queries, stored):
         values, keys, num_tokens = stored[0], stored[-1], stored[0].shape[1]
         keys_are_missing = self.derives_keys and len(stored) == 1
-        if keys_are_missing or (self.has_offsets and num_queries < num_tokens):  # what follows is work on every token
+        pairs_old_ones = self.pairing is not None and num_queries < num_tokens
+        if keys_are_missing or pairs_old_ones:  # what follows is work on every token
             first = self.first_in_reach(num_queries, num_tokens)
             values, keys = values[:, first:], keys[:, first:]
             if keys_are_missing:
                 keys = norm(rotary(values, slice(first, num_tokens)))
-        return self.with_offsets(keys, values)
+        return (keys, values) if self.pairing is None else self.pairing(keys, values)
 
     def attend(self, rotary, queries, stored):
         keys, values = self.keys_and_values(rotary, queries.shape[1], stored)
@@ -226,6 +245,23 @@ class GKAAttention(Attention, kind="gka"):
         return gaussian_attention(
             queries, self.log_sigma, keys=keys, values=values, causal=True, window=self.window, constant_norm=True
         )
+
+    def attend_cached(self, rotary, queries, stored, lengths):
+        if not isinstance(self.pairing, mixing.HeadOffsets | None):
+            return super().attend_cached(rotary, queries, stored, lengths)
+        tables = rotary.tables if self.derives_keys and len(stored) == 1 else None
+        keys = stored[1] if len(stored) == 2 else None
+        late_keys, late_values = (self.pairing.late_keys, self.pairing.late_values) if self.pairing else ([], [])
+        delays = dict(key_delays=self.delays(late_keys), value_delays=self.delays(late_values))
+        return decode_attention(
+            queries, self.log_sigma, stored[0], keys=keys, rotary=tables, lengths=lengths, window=self.window,
+            constant_norm=True, **delays
+        )  # fmt: skip
+
+    def delays(self, late: list[slice]) -> tuple[int, ...]:
+        """Of every head, 1 in the slices of heads that are `late`; empty if there are none."""
+        heads = range(self.config.n_head)
+        return tuple(int(any(head in heads[part] for part in late)) for head in heads) if late else ()
 
     def weights(self, queries, keys):
         _, weights = gaussian_attention(
@@ -236,13 +272,5 @@ class GKAAttention(Attention, kind="gka"):
     def operator(self, dtype):
         shape = (1, self.config.sequence_len, self.config.n_head, self.config.head_dim)
         x = torch.empty(shape, dtype=dtype, device=self.log_sigma.device, requires_grad=True)
-        keys = torch.empty_like(x) if self.late_keys else None
+        keys = torch.empty_like(x) if self.pairing is not None and self.pairing.moves_keys else None
         return select_impl(x, keys=keys, causal=True, window=self.window, constant_norm=True)
-
-
-def _one_later(x: torch.Tensor, head_slices: list[slice]) -> torch.Tensor:
-    """(B, T, H, D) with some heads moved one token later; their first token stays, so that its norm stays constant."""
-    moved = x.clone()
-    for heads in head_slices:
-        moved[:, 1:, heads] = x[:, :-1, heads]
-    return moved

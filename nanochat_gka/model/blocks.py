@@ -41,9 +41,10 @@ class Rotary(nn.Module):
     upstream's; they are buffers outside the state dict.
     """
 
-    def __init__(self, head_dim: int, sequence_len: int):
+    def __init__(self, head_dim: int, sequence_len: int, half: bool = False):
+        """half: the slower half of the frequencies is 0."""
         super().__init__()
-        self.head_dim, self.length = head_dim, sequence_len * ROTARY_OVERALLOCATION
+        self.head_dim, self.length, self.half = head_dim, sequence_len * ROTARY_OVERALLOCATION, half
         shape = (1, self.length, 1, head_dim // 2)
         for name in ("cos", "sin"):
             self.register_buffer(name, torch.empty(shape, dtype=torch.bfloat16), persistent=False)
@@ -52,10 +53,17 @@ class Rotary(nn.Module):
         device = self.cos.device
         channel = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device)
         frequencies = 1.0 / (ROTARY_BASE ** (channel / self.head_dim))
+        if self.half:
+            frequencies[self.head_dim // 4 :] = 0.0
         positions = torch.arange(self.length, dtype=torch.float32, device=device)
         angles = torch.outer(positions, frequencies)[None, :, None, :]
         self.cos.copy_(angles.cos())
         self.sin.copy_(angles.sin())
+
+    @property
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(cos, sin) of every position, (length, D / 2) each."""
+        return self.cos.view(self.length, -1), self.sin.view(self.length, -1)
 
     def forward(self, x: torch.Tensor, positions: slice | torch.Tensor) -> torch.Tensor:
         """Rotate (B, T, H, D) features at `positions`: a slice of T, or integers (B, T)."""

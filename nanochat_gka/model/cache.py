@@ -2,27 +2,26 @@
 
 One tensor per layer for GKA, whose features are keys and values at once, two for softmax attention: at equal heads
 half the bytes. In our forms whose values are not rotated the one tensor is the values, and keys are computed from them
-again for every token; `keep_keys` saves that time for the other half of the bytes.
+again for every token: on CPUs in registers, elsewhere `keep_keys` saves that time for the other half of the bytes.
 Legend: B rows (sequences) in use, T new tokens of each, H heads, D head_dim.
 """
 
-from itertools import groupby
-
 import torch
 
-from nanochat_gka.model.context import Context, Tensors, map_distinct
+from nanochat_gka.model.context import Context, Tensors, shifted
 
 
 class KVCache(Context):
     """The context of `model(ids, context=cache)`: T new tokens of every row in use follow those that the row has.
 
-    Rows may differ in length: neighbours of equal length share one call of the operator, without padding or masks.
+    Rows may differ in length.
     layers: per layer, tensors (rows, capacity, H, D). lengths: tokens of each row in use.
+    tails: per layer, the last tokens of its input, (rows, count, C), of as many tokens as its `blend` reaches back.
     last_only: the model returns the logits of each row's last token alone.
     """
 
-    def __init__(self, layers: list[Tensors], rows_in_use: int, last_only: bool = False):
-        self.layers, self.lengths, self.last_only = layers, [0] * rows_in_use, last_only
+    def __init__(self, layers: list[Tensors], tails: list[torch.Tensor], rows_in_use: int, last_only: bool = False):
+        self.layers, self.tails, self.lengths, self.last_only = layers, tails, [0] * rows_in_use, last_only
 
     @property
     def capacity(self) -> int:
@@ -31,21 +30,16 @@ class KVCache(Context):
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(tensor.nbytes for layer in self.layers for tensor in layer)
+        return sum(tensor.nbytes for layer in (*self.layers, self.tails) for tensor in layer)
 
     def begin(self, num_tokens):
         """Raises ValueError if a row outgrows the capacity."""
         self.longest, self.new_tokens = max(self.lengths) + num_tokens, num_tokens
         if self.longest > self.capacity:
             raise ValueError(f"the cache holds {self.capacity} tokens a row, got {self.longest}")
-        self.groups, first = [], 0  # rows of equal length, and that length
-        for length, members in groupby(self.lengths):
-            rows = slice(first, first + len(list(members)))
-            self.groups.append((rows, length))
-            first = rows.stop
-        if len(self.groups) == 1:
+        if len(set(self.lengths)) == 1:
             self.positions = slice(self.lengths[0], self.longest)
-            self.places = (self.groups[0][0], self.positions)
+            self.places = (slice(0, len(self.lengths)), self.positions)
         else:
             device = self.layers[0][0].device
             start = torch.tensor(self.lengths, device=device)[:, None]
@@ -58,14 +52,16 @@ class KVCache(Context):
             tensor[self.places] = new_entries
         if self.last_only and layer.is_last:
             queries = queries[:, -1:]
-        mixed = []
-        for rows, length in self.groups:
-            if length == 0:  # `new` may hold more than is stored
-                group, *visible = map_distinct(lambda tensor, rows=rows: tensor[rows], queries, *new)
-            else:
-                group, visible = queries[rows], [tensor[rows, : length + self.new_tokens] for tensor in stored]
-            mixed.append(layer.attend(rotary, group, tuple(visible)))
-        return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
+        if not any(self.lengths):  # `new` may hold more than is stored
+            return layer.attend(rotary, queries, new)
+        in_use = tuple(tensor[: len(self.lengths)] for tensor in stored)
+        return layer.attend_cached(rotary, queries, in_use, [length + self.new_tokens for length in self.lengths])
+
+    def earlier(self, layer, x, count):
+        tail = self.tails[layer.layer][: len(x)]
+        padded = torch.cat([tail, x], dim=1)
+        tail.copy_(padded[:, -count:])
+        return shifted(padded, count)
 
     def select(self, layer, x):
         return x[:, -1:] if self.last_only and layer.is_last else x
@@ -91,3 +87,5 @@ class KVCache(Context):
         for to_layer, from_layer in zip(self.layers, source.layers):
             for to_tensor, from_tensor in zip(to_layer, from_layer):
                 to_tensor[to_row, :length] = from_tensor[from_row, :length]
+        for to_tail, from_tail in zip(self.tails, source.tails):
+            to_tail[to_row] = from_tail[from_row]

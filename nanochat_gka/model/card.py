@@ -91,4 +91,7 @@ def _mixes(model: dict[str, Any], kinds: list[str]) -> str:
         "normalised": "normalised features before rotation, not the paper's form",
         "raw": "the block input as it is, not the paper's form",
     }[model["gka_values"]]
-    return values + (f"; head offsets {model['head_offsets']}" if model["head_offsets"] else "")
+    offsets = f"; head offsets {model['head_offsets']}" if model["head_offsets"] else ""
+    if model.get("kernel", "gaussian") != "gaussian":
+        offsets += f"; {model['kernel']} in place of the Gaussian kernel"
+    return values + offsets + (f"; mixing {model['mixing']}" if model.get("mixing", "none") != "none" else "")

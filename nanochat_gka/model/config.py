@@ -12,6 +12,9 @@ GKA_VALUES = ("rotated", "normalised", "raw")  # the paper's form first, which i
 BEFORE_ROTATED = "normalised"  # the default until 2026-11-22; a saved shape that does not say its values has these
 VALUE_EMBEDS = ("auto", "all", "every-layer", "none")
 OFFSET_LAYERS = ("gka", "all")
+MIXINGS = ("none", "kv-shift", "partial", "token-shift", "canon")
+ROTARY = ("full", "half")
+KERNELS = ("gaussian", "mean", "previous", "tied-softmax", "none")
 
 
 @dataclass(frozen=True)
@@ -25,8 +28,11 @@ class GPTConfig:
       rotation and norm. Ours are normalised (after the norm, before the rotation) and raw (the block input as it is).
     head_offsets: one letter per head, tiled: N pairs key j with value j, P (predecessor) key j with value j - 1, S
       (successor) key j - 1 with value j. Empty is the paper's form, all N. offset_layers: gka layers have them, or all.
-      A fixed case of KV shifting attention (arXiv 2411.19574), see `attention.Attention`.
-    sigma_squared: starting sigma^2 of gka heads; 0 = head_dim without head offsets, head_dim / 4 with them.
+      A fixed case of KV shifting attention (arXiv 2411.19574), see `mixing`.
+    sigma_squared: starting sigma^2 of gka heads; 0 = head_dim without head offsets and mixing, head_dim / 4 with them.
+    mixing: other ways to meet the token before, of the same layers as head_offsets and in their place; see `mixing`.
+    kernel: what gka layers weigh tokens by; gaussian, or a baseline for studies, see `baselines`.
+    rotary: full, or half: the slower half of the frequencies is not rotated, in all layers.
     Raises ValueError naming the field.
     """
 
@@ -43,6 +49,9 @@ class GPTConfig:
     gka_values: str = "rotated"
     sigma_squared: float = 0.0
     offset_layers: str = "gka"
+    mixing: str = "none"
+    rotary: str = "full"
+    kernel: str = "gaussian"
 
     def __post_init__(self):
         for name in ("sequence_len", "vocab_size", "n_layer", "n_head", "n_embd"):
@@ -62,19 +71,37 @@ class GPTConfig:
         if self.head_offsets:
             _check_letters("head_offsets", self.head_offsets, OFFSET_LETTERS)
         choices_of = {"gka_values": GKA_VALUES, "value_embeds": VALUE_EMBEDS, "offset_layers": OFFSET_LAYERS}
+        choices_of |= {"mixing": MIXINGS, "rotary": ROTARY, "kernel": KERNELS}
         for name, choices in choices_of.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
         if not (math.isfinite(self.sigma_squared) and self.sigma_squared >= 0):
             allowed = "positive and finite, or 0 for the default"
             raise ValueError(f"sigma_squared must be {allowed}, got {self.sigma_squared}")
+        self._check_mixing()
+        self._check_kernel()
         if not has_gka(self.attention, self.n_layer):
-            for name, default in (("head_offsets", ""), ("gka_values", GKA_VALUES[0]), ("sigma_squared", 0.0)):
-                if name == "head_offsets" and self.offset_layers == "all":
-                    continue
-                if getattr(self, name) != default:
+            everywhere = ("head_offsets", "mixing") if self.offset_layers == "all" else ()
+            for name in ("head_offsets", "mixing", "gka_values", "sigma_squared", "kernel"):
+                if name not in everywhere and getattr(self, name) != getattr(type(self), name):
                     none = f"attention={self.attention} has none in {self.n_layer} layers"
-                    raise ValueError(f"{name} is for gka layers, and {none}")
+                    advice = "; offset_layers=all gives it to all" if name in ("head_offsets", "mixing") else ""
+                    raise ValueError(f"{name} is for gka layers, and {none}{advice}")
+
+    def _check_mixing(self) -> None:
+        if self.mixing != "none" and self.head_offsets:
+            raise ValueError(f"head_offsets and mixing={self.mixing} do the same in two ways; choose one of them")
+        if self.mixing == "partial" and self.rotary != "half":
+            raise ValueError("mixing=partial moves the channels that are not rotated; it needs rotary=half")
+        if self.rotary == "half" and self.head_dim % 4:
+            raise ValueError(f"rotary=half needs a head_dim that is a multiple of 4, got {self.head_dim}")
+
+    def _check_kernel(self) -> None:
+        if self.kernel in ("mean", "previous", "none") and self.sigma_squared:
+            raise ValueError(f"sigma_squared is for kernels with a bandwidth, and kernel={self.kernel} has none")
+        mixes = self.head_offsets or self.mixing != "none" or self.value_embeds in ("all", "every-layer")
+        if self.kernel == "none" and mixes:
+            raise ValueError("kernel=none mixes nothing; leave head_offsets, mixing and value_embeds out")
 
     @classmethod
     def from_depth(cls, depth: int, *, aspect_ratio: int = 64, head_dim: int = 128, **fields) -> "GPTConfig":
@@ -108,7 +135,8 @@ class GPTConfig:
 
     @property
     def initial_sigma_squared(self) -> float:
-        return self.sigma_squared or (self.head_dim / 4 if self.head_offsets else float(self.head_dim))
+        has_mixing = self.head_offsets or self.mixing != "none"
+        return self.sigma_squared or (self.head_dim / 4 if has_mixing else float(self.head_dim))
 
     def layer_attention(self, layer: int) -> str:
         """The name of the layer's kind, see `gka.KINDS`."""
@@ -126,10 +154,22 @@ class GPTConfig:
         learns_values = "V" in KINDS[self.layer_attention(layer)].input_projections
         return every_second and (self.value_embeds == "all" or (self.value_embeds == "auto" and learns_values))
 
+    @property
+    def unrotated_channels(self) -> list[slice]:
+        """Of a head's D: rotary pairs a channel of the first half with one of the second."""
+        quarter = self.head_dim // 4
+        return [slice(quarter, 2 * quarter), slice(3 * quarter, None)] if self.rotary == "half" else []
+
+    def layer_mixing(self, layer: int) -> str:
+        """The mixing of a layer, "none" in layers that have neither mixing nor head offsets."""
+        return self.mixing if self._is_mixed(layer) else "none"
+
+    def _is_mixed(self, layer: int) -> bool:
+        return self.offset_layers == "all" or self.layer_attention(layer) == "gka"
+
     def heads_with(self, offset: str, layer: int) -> list[slice]:
         """A layer's heads whose offset is "predecessor" or "successor": a slice of the H heads for each such letter."""
-        has_offsets = self.offset_layers == "all" or self.layer_attention(layer) == "gka"
-        letters = self.head_offsets.upper() if has_offsets else ""
+        letters = self.head_offsets.upper() if self._is_mixed(layer) else ""
         return [
             slice(place, self.n_head, len(letters))
             for place, letter in enumerate(letters[: self.n_head])
@@ -178,9 +218,17 @@ class ModelFlags:
     """What gka heads mix: rotated = the features that are in the kernel (the paper's section 5.1). Ours: normalised =
     the same before rotation, raw = the block input."""
     sigma_squared: Annotated[float, Bounds(0)] = 0.0
-    """Starting sigma^2 of gka heads; 0 = head_dim, or head_dim / 4 with head offsets."""
+    """Starting sigma^2 of gka heads; 0 = head_dim, or head_dim / 4 with head offsets or mixing."""
     offset_layers: Literal["gka", "all"] = "gka"
-    """Layers that have the head offsets; all gives them to softmax and vlt layers too, as a control."""
+    """Layers that have the head offsets or mixing; all gives them to softmax and vlt layers too, as a control."""
+    mixing: Literal["none", "kv-shift", "partial", "token-shift", "canon"] = "none"
+    """How attention meets the token before, in place of head offsets: kv-shift (arXiv 2411.19574) and partial
+    (modded-nanogpt PR 169) mix keys and values, token-shift (RWKV) and canon (arXiv 2512.17351) the layer's input."""
+    rotary: Literal["full", "half"] = "full"
+    """Channels that are rotated; half leaves those of the slower frequencies alone, in all layers."""
+    kernel: Literal["gaussian", "mean", "previous", "tied-softmax", "none"] = "gaussian"
+    """What gka layers weigh tokens by. For studies: mean weighs all alike, previous takes the token before,
+    tied-softmax compares by dot products, none leaves attention out."""
 
     def shape(self, depth: int, sequence_len: int, vocab_size: int) -> GPTConfig:
         """The model's shape at `depth` with these settings. Raises UserError naming the setting."""

@@ -75,7 +75,10 @@ class TrainConfig(OptimConfig, ModelFlags, BundleFlags, RunConfig):
     def tag(self) -> str:
         values = "" if self.gka_values == GKA_VALUES[0] or not has_gka(self.attention, self.depth) else self.gka_values
         everywhere = "everywhere" if self.offset_layers == "all" else ""
-        parts = f"d{self.depth}", self.attention, self.head_offsets, everywhere, values
+        mixing = "" if self.mixing == "none" else self.mixing
+        kernel = "" if self.kernel == "gaussian" else self.kernel
+        rotary = "half-rotary" if self.rotary == "half" else ""
+        parts = f"d{self.depth}", self.attention, self.head_offsets, mixing, everywhere, values, rotary, kernel
         return self.model_tag or "-".join(part for part in parts if part)
 
     def identity(self) -> dict[str, Any]:

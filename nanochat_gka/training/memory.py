@@ -12,7 +12,7 @@ that shape's matrices on this rank.
 Held per token from forward to backward, counted in uncompiled operations (compiled ones recompute some, and need less):
   every layer: the input of the residual scale, of both norms, and what the norms give (5 C); the MLP after relu and
     squared (8 C).
-  attention: `activation_widths` of its class.
+  attention: `activation_widths` of its class, and of its pairing or blend.
   a value embedding: 2 C. The final norm: 2 C.
   the loss: float32 logits after tanh and after log_softmax, and in backward two gradients as large: 16 V bytes.
 """
@@ -23,8 +23,9 @@ from typing import Annotated, Literal
 
 import torch
 
-from gka import KINDS
-from nanochat_gka.model.attention import Attention
+from gka import layer_kinds
+from nanochat_gka.model import mixing
+from nanochat_gka.model.baselines import attention_class
 from nanochat_gka.model.config import GPTConfig
 from trainkit.cli import Bounds, UserError
 from trainkit.distributed import Runtime
@@ -40,13 +41,27 @@ def parameters(config: GPTConfig) -> tuple[int, int, int]:
     """(entries of embedding tables, of the blocks' matrices, of the head and scalars), without building the model."""
     width, rows = config.n_embd, config.padded_vocab_size
     tables, matrices, others = 1, 0, rows * width + 2 * config.n_layer
+    mixed = mixing_costs(config)
     for layer in range(config.n_layer):
-        kind = KINDS[config.layer_attention(layer)]
-        matrices += (len(kind.input_projections) + 1 + 8) * width * width
-        others += config.n_head if kind.has_bandwidth else 0
+        attention = attention_class(config, layer)
+        matrices += (len(attention.kind.input_projections) + attention.has_output + 8) * width * width
+        others += config.n_head if attention.has_bandwidth else 0
+        others += mixed[attention.kind.name][0]
         if config.has_value_embedding(layer):
             tables, matrices = tables + 1, matrices + 32 * config.n_head
     return tables * rows * width, matrices, others
+
+
+def mixing_costs(config: GPTConfig) -> dict[str, tuple[int, int]]:
+    """By kind of layer, the parameters and the activation widths of its pairing or blend."""
+    kinds, costs = layer_kinds(config.attention, config.n_layer), {}
+    for kind in dict.fromkeys(kinds):
+        layer = kinds.index(kind)
+        with torch.device("meta"):
+            parts = [part for part in (mixing.pairing(config, layer), mixing.blend(config, layer)) if part is not None]
+        learned = sum(parameter.numel() for part in parts for parameter in part.parameters())
+        costs[kind] = learned, sum(part.activation_widths for part in parts)
+    return costs
 
 
 def fixed_bytes(config: GPTConfig, device_type: str, ranks: int = 1) -> tuple[int, int]:
@@ -67,9 +82,10 @@ def row_bytes(config: GPTConfig, device_type: str, training: bool = True) -> int
 
     Such a pass frees a layer's activations when the layer is done.
     """
-    size, widths = (2 if device_type == "cuda" else 4), []
+    size, widths, mixed = (2 if device_type == "cuda" else 4), [], mixing_costs(config)
     for layer in range(config.n_layer):
-        attention = Attention.CLASSES[config.layer_attention(layer)].activation_widths
+        attention = attention_class(config, layer).activation_widths
+        attention += mixed[config.layer_attention(layer)][1]
         widths.append(LAYER_WIDTHS + attention + VALUE_EMBEDDING_WIDTHS * config.has_value_embedding(layer))
     layers = FINAL_WIDTHS + (sum(widths) if training else max(widths))
     return config.sequence_len * (layers * config.n_embd * size + LOGIT_BYTES * config.padded_vocab_size)

@@ -21,7 +21,7 @@ from trainkit.distributed import Runtime
 MUON_BETA2 = 0.95
 ADAM_EPS = 1e-10
 X0_BETAS = (0.96, 0.95)
-LAMBDA_LR_FACTOR = 0.01  # resid_lambdas learn a hundred times slower than x0_lambdas
+LAMBDA_LR_FACTOR = 0.01  # resid_lambdas and what mixing learns are a hundred times slower than x0_lambdas
 REFERENCE_WIDTH = 768
 SMALLEST_DEALT = 1024  # numbers; dealing out a smaller tensor of AdamW's would save nothing
 
@@ -43,7 +43,7 @@ class OptimConfig:
     matrix_lr: Rate = 0.02
     """Base learning rate of the blocks' matrices (Muon)."""
     scalar_lr: Rate = 0.5
-    """Base learning rate of the residual scalars (AdamW)."""
+    """Base learning rate of the residual scalars, and times 0.01 of what --mixing learns (AdamW)."""
     sigma_lr: Rate = 0.005
     """Base learning rate of log sigma (AdamW)."""
     weight_decay: Rate = 0.2
@@ -86,6 +86,7 @@ def parameter_groups(
         adamw(("resid_lambdas",), config.scalar_lr * LAMBDA_LR_FACTOR),
         adamw(("x0_lambdas",), config.scalar_lr, X0_BETAS),
         adamw(tuple(name for name in named if name.endswith("log_sigma")), config.sigma_lr),
+        adamw(tuple(n for n in named if ".pairing." in n or ".blend." in n), config.scalar_lr * LAMBDA_LR_FACTOR),
     ]
     for shape in sorted({tuple(p.shape) for p in named.values()}):
         names = [name for name, p in named.items() if tuple(p.shape) == shape]

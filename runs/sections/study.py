@@ -5,21 +5,23 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from runs.sections.sources import RESULTS, measured, table
-from runs.study.families import FAMILIES, FURTHER, Family
+from runs.study.cells import Cell
+from runs.study.families import ALL, FAMILIES, FURTHER, KERNELS, REFERENCES, REPAIRS, Family
 from runs.study.grid import BATCH_AT_DEPTH, BUDGETS, SCALED, SMALLEST
 from runs.study.scores import Place, Result, Scores
 from runs.study.statistics import Interval, Scaling, crossing, scaling
+from trainkit.progress import read_lines
 
 NOT_RUN = "not run"
 ROWS = RESULTS / "study"
+HEADS = RESULTS / "study_heads.jsonl"
 LONGER = [dict(depth=2, tokens=tokens) for tokens in (2**20, 2**21, 2**22, 2**23)]
-ALL = {**FAMILIES, **FURTHER}
 PROVISIONAL = "Rates marked * are provisional: not every rate that must be tried has been."
 
 
 def families(folder: Path = ROWS) -> str:
     """Question 3, at the smallest size: every family at its best rate, and its difference from nanochat's softmax."""
-    return _of_every_text(folder, lambda scores: _comparison(scores, ALL, SMALLEST, dict.fromkeys(ALL, "softmax")))
+    return _of_every_text(folder, lambda scores: _comparison(scores, {**FAMILIES, **FURTHER}, SMALLEST, "softmax"))
 
 
 def longer(folder: Path = ROWS) -> str:
@@ -29,7 +31,24 @@ def longer(folder: Path = ROWS) -> str:
 
 def longer_families() -> dict[str, Family]:
     """What is trained longer, and compared with the paper's form."""
-    return {name: ALL[name] for name in ("softmax", "GKA", "GKA unrotated", "GKA + offsets")}
+    names = ("softmax", "GKA", "GKA unrotated", "GKA + offsets")
+    return {name: ALL[name] for name in names} | REFERENCES
+
+
+def repairs(folder: Path = ROWS) -> str:
+    """Question 2: what repairs GKA, and what the same does for softmax."""
+    unrepaired = {"GKA unrotated": "GKA unrotated", "softmax": "softmax"}
+    names = ["GKA unrotated", "GKA + offsets", "softmax", "softmax + offsets", *REPAIRS]
+    own = {name: unrepaired["GKA unrotated" if name.startswith("GKA") else "softmax"] for name in names}
+    chosen = {name: ALL[name] for name in sorted(names, key=lambda name: own[name])}
+    return _of_every_text(folder, lambda scores: _comparison(scores, chosen, SMALLEST, own))
+
+
+def kernels(folder: Path = ROWS) -> str:
+    """Question 4: GKA + offsets with something else in the place of its kernel."""
+    names = ("GKA + offsets", "softmax + offsets", "VLT + offsets", "GKA unrotated", *KERNELS)
+    chosen = {name: ALL[name] for name in names}
+    return _of_every_text(folder, lambda scores: _comparison(scores, chosen, SMALLEST, "GKA + offsets"))
 
 
 def fits(folder: Path = ROWS) -> str:
@@ -47,14 +66,15 @@ def _of_every_text(folder: Path, one: Callable[[Scores], str]) -> str:
     return "\n\n".join(parts) or NOT_RUN
 
 
-def _comparison(scores: Scores, families: dict[str, Family], place: Place, baselines: dict[str, str]) -> str:
-    """Families at one place, and the difference of each from its baseline, which `baselines` names."""
+def _comparison(scores: Scores, families: dict[str, Family], place: Place, baseline: str | dict[str, str]) -> str:
+    """Families at one place, and the difference of each from its baseline: one for all, or each one's own."""
+    baselines = dict.fromkeys(families, baseline) if isinstance(baseline, str) else baseline
     results = {name: scores.at(family, place) for name, family in families.items()}
     own = {name: scores.at(ALL[name], place) for name in set(baselines.values())}
     rows = []
     for name, result in results.items():
-        baseline = own.get(baselines.get(name, ""))
-        compared = result.over(baseline) if result and baseline and baselines[name] != name else None
+        other = own[baselines[name]]
+        compared = result.over(other) if result and other and baselines[name] != name else None
         counts = [f"{result['parameters']:,}", f"{result['flops_per_token']:,}"] if result else ["", ""]
         rows.append([name, loss_of(result), rate_of(result), seeds_of(result), difference_of(compared), *counts])
     of = " and ".join(dict.fromkeys(baselines.values()))
@@ -111,6 +131,34 @@ def _crossing_of(own: Scaling, baseline: Scaling | None) -> str:
     return ("nowhere in reach" if where is None else interval_of(where, ".2e")) + shares
 
 
+def heads(_: Path = ROWS) -> str:
+    """Question 5: what trained models do in their context, and the range of their heads."""
+    newest = {record["config"]["sha256"]: record for record in read_lines(HEADS) if record.get("kind") == "study-heads"}
+    if not newest:
+        return f"{NOT_RUN}: `.venv/bin/python -m runs.study.heads --run RUN`"
+    labels = {row["key"]: Cell.from_row(row["cell"]).label for path in ROWS.glob("*.jsonl") for row in _rows(path)}
+    rows = []
+    for record in newest.values():
+        metrics, name = record["metrics"], record["config"]["name"]
+        probes = (metrics["induction"], metrics["copying"])
+        cells = [f"{probe['accuracy']:.1%}; {probe['gain']:+.2f}" for probe in probes]
+        tokens = [head["effective tokens"] for head in metrics["heads"]]
+        sigmas = [head["sigma"] for head in metrics["heads"] if head["sigma"] is not None]
+        losses = list(metrics["loss_by_position"].values())
+        late = losses[-2] if len(losses) > 2 else losses[-1]  # the last group may be one token
+        rows.append([labels.get(name, name), *cells, _range(tokens), _range(sigmas), f"{losses[2] - late:.3f}"])
+    headings = ["", "induction: right; gain", "copying: right; gain", "effective tokens", "σ", "gain from context"]
+    return table(headings, rows) + "\n" + measured(record, HEADS.name)
+
+
+def _rows(path: Path) -> list[dict]:
+    return Scores.read(path).rows
+
+
+def _range(values: list[float]) -> str:
+    return f"{min(values):.3g} to {max(values):.3g}" if values else ""
+
+
 # Cells
 
 
@@ -145,3 +193,4 @@ def _note(results: Iterable[Result | None]) -> str:
 
 
 TABLES: dict[str, Callable[..., str]] = {"study-families": families, "study-longer": longer, "study-fits": fits}
+TABLES |= {"study-repairs": repairs, "study-kernels": kernels, "study-heads": heads}

@@ -25,7 +25,7 @@ class Cell:
     """What one run computes. The first fields shape the model, as the trainer's flags of the same names do.
 
     rate: multiplies every learning rate; 1 is nanochat's at `batch` 2,048. tokens: of the whole training. batch: tokens
-    of a step.
+    of a step. learn_sigma: False keeps the bandwidths where they start.
     """
 
     depth: int
@@ -41,6 +41,10 @@ class Cell:
     tokens: int = 2**20
     batch: int = 2048
     dtype: str = "bfloat16"
+    mixing: str = "none"
+    rotary: str = "full"
+    kernel: str = "gaussian"
+    learn_sigma: bool = True
 
     @classmethod
     def from_row(cls, saved: dict[str, Any]) -> "Cell":
@@ -57,7 +61,9 @@ class Cell:
         own = [f"d{self.depth}", self.attention]
         for field in fields(self)[2:]:
             value = getattr(self, field.name)
-            if value != field.default and field.name not in ("rate", "seed", "tokens"):
+            if field.name == "learn_sigma":
+                own += [] if value else ["fixed sigma"]
+            elif value != field.default and field.name not in ("rate", "seed", "tokens"):
                 own.append(str(value) if isinstance(value, str) else f"{field.name} {value:g}")
         return " ".join([*own, f"rate {self.rate:g}", f"seed {self.seed}", f"{self.tokens:,} tokens"])
 
@@ -65,6 +71,9 @@ class Cell:
         """The trainer's settings that decide what is computed, by flag."""
         shape = {name: getattr(self, name) for name in _names(ModelFlags) if hasattr(self, name)}
         defaults = OptimConfig()
+        rates = {name: round(getattr(defaults, name) * BATCH_FACTOR * self.rate, 9) for name in RATES}
+        if not self.learn_sigma:
+            rates["sigma_lr"] = 0.0
         return {
             **shape,
             "aspect_ratio": ASPECT_RATIO,
@@ -73,7 +82,7 @@ class Cell:
             "total_batch_size": self.batch,
             "seed": self.seed,
             "dtype": self.dtype,
-            **{name: round(getattr(defaults, name) * BATCH_FACTOR * self.rate, 9) for name in RATES},
+            **rates,
         }
 
     def flags(self) -> list[Any]:

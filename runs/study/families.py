@@ -29,3 +29,30 @@ FURTHER = {
     "GGGA + offsets": dict(attention="GGGA", **EVERYWHERE, **UNROTATED),
     "GGGGGA + offsets": dict(attention="GGGGGA", **EVERYWHERE, **UNROTATED),
 }
+# What attention is compared with: none of it, and weights that do not depend on what is compared.
+REFERENCES = {
+    "no attention": dict(attention="gka", kernel="none"),
+    "causal mean": dict(attention="gka", kernel="mean", **UNROTATED),
+    "previous token": dict(attention="gka", kernel="previous", **UNROTATED),
+}
+# Relatives of head offsets, each on GKA and on softmax. Half of the rotation alone is the partial offset's control.
+MIXINGS = {
+    "KV shift": dict(mixing="kv-shift"),
+    "token shift": dict(mixing="token-shift"),
+    "Canon": dict(mixing="canon"),
+    "partial offset": dict(mixing="partial", rotary="half"),
+}
+REPAIRS = {
+    **{f"GKA + {name}": dict(attention="gka", **UNROTATED, **mixing) for name, mixing in MIXINGS.items()},
+    **{f"softmax + {n}": dict(attention="softmax", offset_layers="all", **mixing) for n, mixing in MIXINGS.items()},
+    "GKA unrotated, half rotary": dict(attention="gka", rotary="half", **UNROTATED),
+    "softmax, half rotary": dict(attention="softmax", rotary="half"),
+}
+# GKA + offsets with something else in the place of the kernel, or bandwidths that stay where they start.
+KERNELS = {
+    "offsets, fixed sigma": dict(attention="gka", learn_sigma=False, **OFFSETS, **UNROTATED),
+    "offsets, causal mean": dict(attention="gka", kernel="mean", **OFFSETS, **UNROTATED),
+    "offsets, tied softmax": dict(attention="gka", kernel="tied-softmax", **OFFSETS, **UNROTATED),
+    "tied softmax": dict(attention="gka", kernel="tied-softmax", **UNROTATED),
+}
+ALL = {**FAMILIES, **FURTHER, **REFERENCES, **REPAIRS, **KERNELS}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from runs.study.cells import Cell
-from runs.study.families import FAMILIES, FURTHER
+from runs.study.families import FAMILIES, FURTHER, KERNELS, REFERENCES, REPAIRS
 
 
 class Done(dict[Cell, float]):
@@ -22,6 +22,7 @@ RATES = (1.0, 2.0, 4.0)
 LEAST_RATE, MOST_RATE = 0.25, 16.0
 SEEDS = (0, 1, 2)
 SMALLEST = dict(depth=2, tokens=2**20)
+REPAIRED = [SMALLEST, dict(depth=4, tokens=2**20)]
 
 
 SCALED = ("softmax", "softmax + offsets", "GKA", "GKA + offsets", "GKA + offsets + half VE", "GGGA + offsets")
@@ -123,6 +124,37 @@ def offset_patterns(done: Done) -> list[Cell]:
     return [Cell(**shared, **setting, seed=seed) for setting in settings for seed in SEEDS] if rate else []
 
 
+def reference_rates(done: Done) -> list[Cell]:
+    """The same as rates, for no attention, the causal mean and the previous token."""
+    return _at_every_rate(REFERENCES, done)
+
+
+def references(done: Done) -> list[Cell]:
+    """What is the paper's form worth beside no attention, a mean and the previous token, as training gets longer?"""
+    budgets = [dict(depth=2, tokens=tokens) for tokens in (2**20, 2**21, 2**22, 2**23)]
+    return _at_best_rate(REFERENCES, done, budgets)
+
+
+def repair_rates(done: Done) -> list[Cell]:
+    """The same as rates, for KV shift, token shift, Canon and partial offset, on GKA and on softmax."""
+    return _at_every_rate(REPAIRS, done)
+
+
+def repairs(done: Done) -> list[Cell]:
+    """Which is the least that repairs GKA, and what does it do for softmax? At two layers, then at four."""
+    return _at_best_rate(REPAIRS, done, REPAIRED)
+
+
+def kernel_rates(done: Done) -> list[Cell]:
+    """The same as rates, for GKA + offsets without its kernel."""
+    return _at_every_rate(KERNELS, done)
+
+
+def kernels(done: Done) -> list[Cell]:
+    """How much is the offset and how much the kernel? At two layers, then at four."""
+    return _at_best_rate(KERNELS, done, REPAIRED)
+
+
 def precision(done: Done) -> list[Cell]:
     """Does bfloat16 change the loss? The same cells in float32."""
     families = {name: FAMILIES[name] for name in ("softmax", "GKA", "GKA + offsets")}
@@ -173,6 +205,12 @@ GROUPS: dict[str, Callable[[Done], list[Cell]]] = {
     "sigma-starts": sigma_starts,
     "windows": windows,
     "offset-patterns": offset_patterns,
+    "reference-rates": reference_rates,
+    "references": references,
+    "repair-rates": repair_rates,
+    "repairs": repairs,
+    "kernel-rates": kernel_rates,
+    "kernels": kernels,
     "sizes": sizes,
     "largest-rates": largest_rates,
 }

@@ -186,11 +186,6 @@ def test_the_operator_is_a_proper_one(call, monkeypatch):
     torch.library.opcheck(torch.ops.gka.cpu_attend.default, tuple(seen))
 
 
-def test_the_decoding_operator_is_a_proper_one():
-    x = make_features("normal", (1, 20, 2, 32))
-    torch.library.opcheck(torch.ops.gka.cpu_decode.default, (x[:, :3], x, None, torch.zeros(2), -1, 0))
-
-
 def test_compiles_and_exports_without_graph_breaks():
     layer = GaussianKernelAttention(64, 2, causal=True, impl="cpu")
     x = torch.randn(2, 24, 64, requires_grad=True)

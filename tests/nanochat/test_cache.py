@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from gka import attention_cost
+from gka.impl.cpu import op as operator
 from nanochat_gka.model import attention
 from nanochat_gka.model.blocks import Rotary
-from tiny_gpt import SHAPE, VARIANTS, awake
+from tiny_gpt import MIXED, SHAPE, VARIANTS, awake
 
 TOKENS = 40  # beyond the short window (8), the context (16) and one more
 # float32: a logit is a sum over 64 channels of unit size, capped at 20; four layers add their roundings.
@@ -16,7 +17,7 @@ LOGITS = dict(rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("pattern", ["SL", "S", "L"])
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS + MIXED, ids=str)
 @torch.inference_mode()
 def test_chunks_give_the_full_pass(variant, pattern):
     model = awake(dataclasses.replace(SHAPE, window_pattern=pattern, **variant))
@@ -31,7 +32,7 @@ def test_chunks_give_the_full_pass(variant, pattern):
         assert cache.lengths == [TOKENS] * 3
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS + MIXED, ids=str)
 @torch.inference_mode()
 def test_last_only_gives_the_last_tokens_logits(variant):
     model = awake(dataclasses.replace(SHAPE, **variant))
@@ -42,7 +43,7 @@ def test_last_only_gives_the_last_tokens_logits(variant):
         torch.testing.assert_close(got, want[:, end - 1 : end], **LOGITS)
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS + MIXED, ids=str)
 @torch.inference_mode()
 def test_rows_of_different_lengths_are_independent(variant):
     """Prompts of 3, 12, 12, 1 tokens; all grow together, by several tokens or one; one leaves, another replaces it."""
@@ -121,32 +122,48 @@ def test_only_derived_keys_can_be_kept(fields):
 
 @pytest.mark.parametrize("values", ["rotated", "normalised"])
 @torch.inference_mode()
-def test_papers_form_reuses_cached_features(values, monkeypatch):
-    """A layer rotates one token; the operator reads the cache itself: keys and values are one view of its tensor."""
-    model = awake(dataclasses.replace(SHAPE, attention="gka", gka_values=values, window_pattern="S"))  # 8, at last 16
-    cache, rotated, asked = model.new_cache(2, TOKENS), [], []
+def test_decoding_reads_the_cache_where_it_is(values, monkeypatch):
+    """A layer turns one token; the operator gets a view of the layer's tensor, and the tables if keys are derived."""
+    model = awake(dataclasses.replace(SHAPE, attention="gka", gka_values=values))
+    cache, turned, asked = model.new_cache(2, TOKENS), [], []
     model(torch.randint(70, (2, 20)), context=cache)
-    forward, operator = Rotary.forward, attention.gaussian_attention
+    forward, decode = Rotary.forward, attention.decode_attention
 
     def spy_rotary(self, x, positions):
-        rotated.append(x.shape[1])
+        turned.append(x.shape[1])
         return forward(self, x, positions)
 
-    def spy_operator(x, sigma, **request):
-        asked.append(request)
-        return operator(x, sigma, **request)
+    def spy_operator(x, sigma, values, **request):
+        asked.append((values, request))
+        return decode(x, sigma, values, **request)
 
     monkeypatch.setattr(Rotary, "forward", spy_rotary)
-    monkeypatch.setattr(attention, "gaussian_attention", spy_operator)
+    monkeypatch.setattr(attention, "decode_attention", spy_operator)
     model(torch.randint(70, (2, 1)), context=cache)
-    assert len(asked) == 4
-    if values == "rotated":
-        assert rotated == [1] * 4
-        for request, [stored] in zip(asked, cache.layers):
-            assert request["keys"] is request["values"]
-            assert request["keys"].untyped_storage().data_ptr() == stored.untyped_storage().data_ptr()
-    else:
-        assert rotated == [1, 10] * 3 + [1, 18]  # the new token, then the window, the token itself and a predecessor
+    assert turned == [1] * 4 and len(asked) == 4
+    for (read, request), [stored] in zip(asked, cache.layers):
+        assert request["keys"] is None and (request["rotary"] is not None) == (values == "normalised")
+        assert read.untyped_storage().data_ptr() == stored.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v["attention"] == "gka"], ids=str)
+@torch.inference_mode()
+def test_logits_are_the_same_with_and_without_the_kernel(variant, monkeypatch):
+    """Rows of different lengths, in a cache that is larger than they are."""
+    model = awake(dataclasses.replace(SHAPE, **variant))
+    ids = torch.randint(70, (3, TOKENS))
+
+    def decoded() -> torch.Tensor:
+        cache = model.new_cache(3, TOKENS, in_use=0)
+        for row, length in enumerate((5, 30, 17)):
+            prompt = model.new_cache(1, length)
+            model(ids[row : row + 1, :length], context=prompt)
+            cache.take(prompt)
+        return torch.cat([model(part, context=cache) for part in ids[:, 30:].split([1, 3, 1, 1, 2, 1, 1], dim=1)], 1)
+
+    with_kernel = decoded()
+    monkeypatch.setattr(operator, "can_decode", lambda *_: False)
+    torch.testing.assert_close(with_kernel, decoded(), **LOGITS)
 
 
 def test_a_full_cache_is_an_error():

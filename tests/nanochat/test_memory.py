@@ -17,10 +17,12 @@ from nanochat_gka.training.trainer import Trainer
 from trainkit.cli import UserError, run
 from trainkit.distributed import Runtime
 
+MIXINGS = ("kv-shift", "token-shift", "canon")
 GKA_FORMS = [dict(gka_values="rotated"), dict(gka_values="raw"), dict(head_offsets="PS")]
 GKA_FORMS += [dict(head_offsets="PNSS", value_embeds="all")]
 KINDS = [dict(attention=attention) for attention in ("softmax", "vlt", "gka", "GGGA")]
-KINDS += [dict(attention="gka", **form) for form in GKA_FORMS]
+KINDS += [dict(attention="gka", **form) for form in (*GKA_FORMS, dict(mixing="partial", rotary="half"))]
+KINDS += [dict(attention=a, mixing=m, offset_layers="all") for a in ("gka", "vlt") for m in MIXINGS]
 CPU = torch.device("cpu")
 GIB = 2**30
 

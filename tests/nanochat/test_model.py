@@ -15,7 +15,7 @@ from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.context import Context
 from nanochat_gka.model.gpt import GPT, build
 from nanochat_gka.training.optim import OptimConfig, parameter_groups
-from tiny_gpt import SHAPE, VARIANTS, awake
+from tiny_gpt import MIXED, SHAPE, VARIANTS, awake
 from trainkit.cli import UserError
 
 
@@ -31,7 +31,7 @@ def test_every_kind_has_a_class():
     assert all(attention.kind.name == name for name, attention in Attention.CLASSES.items())
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS + MIXED, ids=str)
 def test_later_tokens_change_nothing(variant):
     model = awake(dataclasses.replace(SHAPE, **variant))
     ids = torch.randint(70, (2, 16))
@@ -41,7 +41,7 @@ def test_later_tokens_change_nothing(variant):
     assert not torch.allclose(model(ids)[:, 9:], model(changed)[:, 9:])
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS + MIXED, ids=str)
 def test_every_parameter_learns(variant):
     model = awake(dataclasses.replace(SHAPE, **variant))
     ids = torch.randint(70, (2, 17))
@@ -132,7 +132,7 @@ def test_controls_have_the_same_offsets(kind):
         want = plain.attend(None, queries, (keys_of_head, values_of_head))
         torch.testing.assert_close(got[:, :, head], want[:, :, head])
     gka_alone = dataclasses.replace(config, attention="GA", head_offsets="PS", offset_layers="gka")
-    assert [attn.has_offsets for attn in meta_model(gka_alone).attentions] == [True, False, True, False]
+    assert [attn.pairing is not None for attn in meta_model(gka_alone).attentions] == [True, False, True, False]
 
 
 def test_value_embeddings_in_every_layer():

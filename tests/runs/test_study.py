@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import tyro
@@ -16,7 +17,8 @@ from runs.study import grid
 from runs.study.__main__ import StudyConfig, find, main, show_left
 from runs.study.cells import Cell
 from runs.study.data import load
-from runs.study.grid import FAMILIES, FURTHER, GROUPS, RATES, SMALLEST, Done
+from runs.study.families import ALL, FAMILIES
+from runs.study.grid import GROUPS, RATES, SMALLEST, Done
 from runs.study.rows import Study
 from runs.study.trainings import Trainings
 from trainkit.cli import UserError
@@ -126,6 +128,7 @@ def test_another_configuration_or_text_is_another_cell(packed, trained):
         depth=2, attention="softmax", head_offsets="PS", value_embeds="all", gka_values="raw", sigma_squared=3.0
     )
     changed |= dict(window_pattern="S", rate=2.0, seed=1, tokens=6400, batch=32, dtype="float32", offset_layers="all")
+    changed |= dict(mixing="canon", rotary="half", kernel="mean", learn_sigma=False)
     assert changed.keys() == TINY.__dataclass_fields__.keys()
     keys = {one.key(TINY), *(one.key(replace(TINY, **{name: value})) for name, value in changed.items())}
     assert len(keys) == len(changed) + 1
@@ -137,10 +140,12 @@ def test_another_configuration_or_text_is_another_cell(packed, trained):
 def test_keys_stay_what_they_were():
     """Rows of earlier versions would be trained again, and look like others."""
     assert Cell(depth=2, attention="gka").key({"text": 1}) == "a164469405d16640"
+    rows = [json.loads(line) for line in Path("runs/results/study/text_large.jsonl").read_text().splitlines()]
+    assert len(rows) >= 10 and all(Cell.from_row(row["cell"]).key(row["data"]) == row["key"] for row in rows)
 
 
 def test_the_trainer_reads_a_cells_flags_as_it_means_them():
-    for family in (*FAMILIES.values(), *FURTHER.values()):
+    for family in ALL.values():
         cell = Cell(depth=6, rate=4.0, seed=3, **family)
         config = tyro.cli(TrainConfig, args=[str(word) for word in cell.flags()])
         assert {**config.identity(), **cell.computed()} | {"gka_values": ""} == config.identity() | {"gka_values": ""}

@@ -24,6 +24,14 @@ VARIANTS = [
     dict(attention="softmax", head_offsets="PS", offset_layers="all", value_embeds="every-layer"),
     dict(attention="VGA", head_offsets="PNSS", offset_layers="all"),
 ]
+MIXED = [
+    dict(attention="gka", mixing="kv-shift", gka_values="normalised"),
+    dict(attention="softmax", mixing="kv-shift", offset_layers="all"),
+    dict(attention="gka", mixing="partial", rotary="half"),
+    dict(attention="VGA", mixing="partial", rotary="half", offset_layers="all", value_embeds="all"),
+    dict(attention="gka", mixing="token-shift", gka_values="normalised"),
+    dict(attention="GAV", mixing="canon", offset_layers="all"),
+]
 
 
 def awake(config: GPTConfig, seed: int = 0) -> GPT:
@@ -31,9 +39,12 @@ def awake(config: GPTConfig, seed: int = 0) -> GPT:
     torch.manual_seed(seed)
     model = build(config, "cpu")
     with torch.no_grad():
-        for block in model.transformer.h:
-            for weight in (block.attn.c_proj.weight, block.mlp.c_proj.weight):
-                weight.normal_(std=0.1)
+        for name, parameter in model.named_parameters():
+            if name.endswith("c_proj.weight"):
+                parameter.normal_(std=0.1)
+        for name, parameter in model.named_parameters():
+            if ".blend." in name:
+                parameter.uniform_(0.2, 0.8)
         model.lm_head.weight.normal_(std=0.1)
     return model
 

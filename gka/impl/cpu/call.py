@@ -11,8 +11,8 @@ import torch
 from gka.bandwidth import LOG_SIGMA_BOUND
 from gka.impl.cpu.build import library
 
-FORWARD, BACKWARD, DECODE = range(3)
-PHASES = ("forward", "backward", "decode")
+FORWARD, BACKWARD = range(2)
+PHASES = ("forward", "backward")
 LOG = logging.getLogger("gka")
 _process = os.getpid()
 
@@ -58,13 +58,6 @@ def backward(grad_y, x, keys, values, log_sigma, y, level, rest, before: int, af
     return gradients
 
 
-def decode(x, keys, values, log_sigma, before: int, after: int):
-    """What `gka::cpu_decode` returns."""
-    y = x.new_empty(x.shape)
-    _call(DECODE, x, keys, values, log_sigma, before, after, y=_tensor(y))
-    return y
-
-
 def addressable(t: torch.Tensor) -> torch.Tensor:
     """`t`, copied only if its channels lie apart."""
     return t if t.stride(-1) == 1 else t.contiguous()
@@ -93,7 +86,7 @@ def _call(phase: int, x, keys, values, log_sigma, before: int, after: int, **fie
         x=features, keys=key_features, values=key_features if own_values else _tensor(values),
         log_sigma=log_sigma.data_ptr(), batch=batch, num_queries=num_queries,
         num_keys=num_queries if own_keys else keys.shape[1], num_heads=num_heads, head_dim=head_dim, before=before,
-        after=after, bound=LOG_SIGMA_BOUND, own_keys=own_keys, own_values=own_values, threads=_threads(), **fields,
+        after=after, bound=LOG_SIGMA_BOUND, own_keys=own_keys, own_values=own_values, threads=num_threads(), **fields,
     )  # fmt: skip
     address = pointer(request)
     scratch = x.new_empty(scratch_size(address, phase), dtype=torch.float32)
@@ -127,6 +120,6 @@ def _tensor(t: torch.Tensor) -> Tensor:
     return Tensor(t.data_ptr(), *t.stride()[:3])
 
 
-def _threads() -> int:
+def num_threads() -> int:
     """torch's number, and 1 in a forked process, which has lost the threads that OpenMP would wait for."""
     return torch.get_num_threads() if os.getpid() == _process else 1

@@ -5,19 +5,19 @@ The operators are opaque to torch.compile, which needs no graph break for them. 
 goes past them, straight to the library: for small tensors the way there costs as much as the kernel.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from gka.expansion import warn_if_lost
-from gka.impl.cpu import build, call
+from gka.impl.cpu import build, call, decoding
 from gka.impl.cpu.call import addressable
+from gka.impl.cpu.registering import is_plain, operator
 from gka.request import GaussianRequest
 
 MAX_HEAD_DIM = 128
 HALF = (torch.bfloat16, torch.float16)
-PLAIN = (torch.Tensor, torch.nn.Parameter)
 DECODE_QUERIES = 16  # up to here a request without gradients is bound by reading the keys
 
 
@@ -48,25 +48,48 @@ def _is_transformed() -> bool:
 def gaussian(request: GaussianRequest) -> torch.Tensor:
     """y, (B, Tq, H, D) in x.dtype. The norms are computed, constant or not.
 
-    Half precision is computed in float32, but for bfloat16 self-attention where the processor has AMX.
+    Half precision is computed in float32, but for bfloat16 decoding, and self-attention where the processor has AMX.
     """
-    if request.x.dtype in HALF and not (request.x.dtype == torch.bfloat16 and request.own_keys and call.has_bfloat16()):
+    decodes = not request.own_keys and request.num_queries <= DECODE_QUERIES and not request.needs_grad
+    has_kernel = request.x.dtype == torch.bfloat16 and (decodes or (request.own_keys and call.has_bfloat16()))
+    if request.x.dtype in HALF and not has_kernel:
         return gaussian(_single(request)).to(request.x.dtype)
     before, after = (-1 if limit is None else limit for limit in request.mask.reach)
     keys = None if request.keys is None else addressable(request.keys)
     values = None if request.values is None else addressable(request.values)
     x, log_sigma = addressable(request.x), request.log_sigma.contiguous()
-    if keys is not None and request.num_queries <= DECODE_QUERIES and not request.needs_grad:
-        return decode(x, keys, values, log_sigma, before, after)
+    if keys is not None and decodes:
+        keys, values = (None, keys) if values is None else (keys, values)
+        return decoding.decode(x, keys, values, log_sigma, before=before, after=after)
     centred = not request.mask.causal  # rounding would leak the future
     eps = 0.0 if request.eps is None else request.eps
     arguments = (x, keys, values, log_sigma, before, after, centred, eps, request.needs_grad)
-    if not _is_plain(x, keys, values, log_sigma):
+    if not is_plain(x, keys, values, log_sigma):
         return attend(*arguments)[0]
     y, *_, largest = (_Attend.apply if request.needs_grad else call.forward)(*arguments)
     if not request.constant_norm:
         warn_if_lost(largest, torch.float32)
     return y
+
+
+def can_decode(x: torch.Tensor, log_sigma: torch.Tensor, cached: Sequence[torch.Tensor], tables) -> bool:
+    """Whether `decoding.decode` can serve queries x against a cache of `cached` tensors."""
+    features = (x, *cached)
+    return (
+        x.device.type == "cpu"
+        and x.dtype in decoding.DTYPES
+        and x.shape[1] <= DECODE_QUERIES
+        and x.shape[3] <= MAX_HEAD_DIM
+        and log_sigma.dtype == torch.float32
+        and all(t.stride(-1) == 1 for t in (*features, log_sigma))
+        and all(t.device.type == "cpu" and t.dtype in decoding.DTYPES and t.is_contiguous() for t in tables)
+        and len({t.dtype for t in tables}) <= 1
+        and not (torch.is_grad_enabled() and any(t.requires_grad for t in (*features, log_sigma)))
+        and not torch.is_autocast_enabled("cpu")
+        and not torch.jit.is_tracing()
+        and (torch.compiler.is_compiling() or not _is_transformed())
+        and build.obstacle() is None
+    )
 
 
 def _single(request: GaussianRequest) -> GaussianRequest:
@@ -75,31 +98,7 @@ def _single(request: GaussianRequest) -> GaussianRequest:
     return replace(request, x=request.x.float(), keys=keys, values=values)
 
 
-def _is_plain(*tensors: torch.Tensor | None) -> bool:
-    """Whether these are numbers in memory, and nothing traces, fakes or transforms what is done with them."""
-    watched = (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._are_functorch_transforms_active()
-    )
-    return not watched and all(t is None or (type(t) in PLAIN and not t.is_neg()) for t in tensors)
-
-
-def _operator(name: str) -> Callable:
-    """Register a function as operator gka::name, for CPU tensors: torch.library.custom_op without its checks, which
-    take as long as a small kernel.
-    """
-
-    def register(function: Callable):
-        schema = torch.library.infer_schema(function, mutates_args=())
-        torch.library.define(f"gka::{name}", schema, tags=(torch.Tag.pt2_compliant_tag,))
-        torch.library.impl(f"gka::{name}", "CPU", function)
-        return getattr(torch.ops.gka, name).default
-
-    return register
-
-
-@_operator("cpu_attend")
+@operator("cpu_attend")
 def attend(
     x: torch.Tensor,
     keys: torch.Tensor | None,
@@ -126,7 +125,7 @@ def _(x, keys, values, log_sigma, before, after, centred, eps, differentiable):
     return call.output_like(x, differentiable)
 
 
-@_operator("cpu_attend_backward")
+@operator("cpu_attend_backward")
 def attend_backward(
     grad_y: torch.Tensor,
     x: torch.Tensor,
@@ -149,24 +148,6 @@ def _(grad_y, x, keys, values, log_sigma, y, level, rest, before, after, centred
     return call.gradients_like(x, keys, values, log_sigma)
 
 
-@_operator("cpu_decode")
-def decode(
-    x: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor | None,
-    log_sigma: torch.Tensor,
-    before: int,
-    after: int,
-) -> torch.Tensor:
-    """y, (B, Tq, H, D), of a few queries; arguments as `attend`. It has no gradients."""
-    return call.decode(x, keys, values, log_sigma, before, after)
-
-
-@torch.library.register_fake("gka::cpu_decode")
-def _(x, keys, values, log_sigma, before, after):
-    return x.new_empty(x.shape)
-
-
 def _save(ctx, inputs, output):
     x, keys, values, log_sigma, before, after, centred, *_ = inputs
     y, level, rest, *_ = output
@@ -180,7 +161,7 @@ def _differentiate(ctx, grad_y, *_):
     if grad_y is None:
         return (None,) * 9
     saved = ctx.saved_tensors
-    route = call.backward if _is_plain(grad_y, *saved) and not torch.is_grad_enabled() else attend_backward
+    route = call.backward if is_plain(grad_y, *saved) and not torch.is_grad_enabled() else attend_backward
     dx, dlog_sigma, *others = route(grad_y, *saved, *ctx.options)
     others = iter(others)
     dkeys, dvalues = (None if t is None else next(others) for t in saved[1:3])

@@ -181,7 +181,6 @@ def gka_queries_kernel(p_x, p_k, p_v, p_log_sigma, p_dy, p_norm, p_level, p_delt
     b_delta = tl.load(p_delta + rows, mask=o_t < Tq, other=0.0)
     if OWN_VALUES:
         b_delta /= inverse
-    b_peak = squared_norm(b_x) * (scale if CONSTANT else 0.5 * scale)
     acc = tl.zeros([BM, BLOCK_D], tl.float32)
     b_total = tl.zeros([BM], tl.float32)
     b_dls = tl.zeros([BM], tl.float32)
@@ -197,8 +196,10 @@ def gka_queries_kernel(p_x, p_k, p_v, p_log_sigma, p_dy, p_norm, p_level, p_delt
                     o_t + offset, Tk, before, after, D, BLOCK_D, BN, CONSTANT, OWN_VALUES, HAS_BEFORE, HAS_AFTER,
                     span != 1)  # fmt: skip
 
+    b_x = reload_tile(p_x, o_t, sx_t, Tq, D, BLOCK_D).to(tl.float32)
+    b_peak = squared_norm(b_x) * (scale if CONSTANT else 0.5 * scale)
     b_dls += b_total * (b_level - b_peak)  # the tiles' exponents are those of W, S_ij lies a row's log2 D_i above
-    acc = inverse * (acc - b_total[:, None] * reload_tile(p_x, o_t, sx_t, Tq, D, BLOCK_D).to(tl.float32))
+    acc = inverse * (acc - b_total[:, None] * b_x)
     store_tile(head_of(p_dx, bh, H, Tq * H * D, D), o_t, H * D, acc, Tq, D, BLOCK_D)
     _store_partial(p_dls, b_dls, p_log_sigma, bh, H, row_block, tl.cdiv(Tq, BM), BOUND)
 

@@ -1,163 +1,236 @@
-// Decoding: a few queries against a cache of keys, which is bound by reading it. Distances are taken from differences,
-// so nothing cancels and no norms are needed; each key is read once, a few at a time, and mixed while it is in the L1
-// cache. Sequences are cut into parts where there are fewer of them than threads.
-#include "head.h"
+// Decoding: a few queries against a cache of keys, which is bound by reading it. Each token is read once: as many as a
+// register has lanes give their scores together, and are mixed while they are in the L1 cache.
+//
+// Distances are taken from differences, so nothing cancels and no norms are needed.
+#include "decode_group.h"
 
 namespace {
 
 using namespace gka;
 
-constexpr int64_t KEYS = 16;          // that are read together
-constexpr int64_t SMALLEST_PART = 64;  // keys that are worth a task
+constexpr int64_t SMALLEST_PART = 4 * KEYS;  // that are worth a thread
 
-struct Decode {
-  const GkaRequest& q;
-  Reach reach;
-  int64_t parts, part_keys, channels, row;  // row: numbers of a running result: channels, sum, top
+// A part of the work: some groups of keys of some sequences, in the order of memory. A sequence that several parts
+// share has a running result in each of them: mixed channels, a register of row sums, and the largest score.
+struct Parts {
+  const GkaDecode& q;
+  float* memory;
+  int64_t channels, row, results, total = 0, parts;
 
-  explicit Decode(const GkaRequest& q) : q(q), reach(q), channels(round_up(q.head_dim, 16)), row(channels + 16) {
-    parts = std::min((q.threads + q.batch - 1) / q.batch, (q.num_keys + SMALLEST_PART - 1) / SMALLEST_PART);
-    part_keys = round_up((q.num_keys + parts - 1) / parts, KEYS);
-    parts = (q.num_keys + part_keys - 1) / part_keys;
+  Parts(const GkaDecode& q, float* memory)
+      : q(q), memory(memory), channels(round_up(q.head_dim, 16)), row(channels + 32),
+        results(q.num_heads * q.num_queries) {
+    for (int64_t b = 0; b < q.batch; b++) total += groups(b);
+    parts = std::max<int64_t>(1, std::min(q.threads, total * KEYS / SMALLEST_PART));
   }
-  int64_t results() const { return q.num_heads * q.num_queries; }  // of a sequence
-  int64_t scratch() const { return q.batch * (parts + 1) * results() * row; }
-  float* running(int64_t batch, int64_t part, int64_t h, int64_t i) const {
-    return q.scratch + ((batch * (parts + 1) + part) * results() + h * q.num_queries + i) * row;
+  int64_t length(int64_t b) const { return q.lengths ? q.lengths[b] : q.num_keys; }
+  int64_t first(int64_t b) const {  // the first token that a query sees
+    return q.before < 0 ? 0 : std::max<int64_t>(0, length(b) - q.num_queries - q.before);
   }
-  float* query(int64_t batch, int64_t h, int64_t i) const { return running(batch, parts, h, i); }  // padded with zeros
-
-  GKA_INLINE Vector channel(const float* token, int64_t d) const { return load_channels(token, d, q.head_dim); }
-
-  // log2 K of the keys from j on, minus infinity for those that query i does not see. Returns the largest.
-  float scores(const float* x, const Source& keys, int64_t j, int64_t count, int64_t i, float factor,
-               float* score) const {
-    constexpr int64_t L = Vector::LANES;
-    float top = LOWEST;
-    for (int64_t n = 0; n < KEYS; n++) score[n] = -INFINITY;
-    for (int64_t n = 0; n < count; n++) {
-      const int64_t place = i + reach.shift;
-      if (j + n < place - reach.before || j + n > place + reach.after) continue;
-      const float* key = keys.row(j + n);
-      Vector even = Vector::all(0.0f), odd = even;
-      int64_t d = 0;
-      for (; d + 2 * L <= q.head_dim; d += 2 * L) {
-        Vector a = Vector::load(x + d) - Vector::load(key + d), b = Vector::load(x + d + L) - Vector::load(key + d + L);
-        even = fma(a, a, even), odd = fma(b, b, odd);
-      }
-      for (; d < channels; d += L) {
-        Vector a = Vector::load(x + d) - channel(key, d);
-        even = fma(a, a, even);
-      }
-      const float e = (even + odd).sum() * factor;
-      score[n] = e < LOWEST ? LOWEST : e;
-      if (!(score[n] <= top)) top = score[n];  // NaN too
-    }
-    return top;
+  int64_t groups(int64_t b) const { return (length(b) - first(b) + KEYS - 1) / KEYS; }
+  int64_t begin(int64_t part) const { return total * part / parts; }
+  // Part and sequence never both go back, so their sum numbers the pairs.
+  int64_t scratch() const { return (q.batch + parts) * results * row + q.batch * results * channels + q.num_heads; }
+  float* running(int64_t b, int64_t part, int64_t result) const {
+    return memory + ((b + part) * results + result) * row;
+  }
+  float* query(int64_t b, int64_t result) const {
+    return memory + (q.batch + parts) * results * row + (b * results + result) * channels;
   }
 
-  // Add some keys to the running result of a query.
-  void add(const float* score, float found, const Source& values, int64_t j, int64_t count, float* mixed) const {
-    constexpr int64_t L = Vector::LANES, WIDE = 4;
-    float &sum = mixed[channels], &top = mixed[channels + 1];
-    if (!(found <= top)) {
-      const float factor = std::exp2(top - found);
-      for (int64_t d = 0; d < channels; d++) mixed[d] *= factor;
-      sum *= factor, top = found;
-    }
-    float weights[KEYS];
-    Vector total = Vector::all(0.0f);
-    for (int64_t n = 0; n < KEYS; n += L) {
-      Vector weight = exp2(Vector::load(score + n) - Vector::all(top));
-      weight.store(weights + n);
-      total = total + weight;
-    }
-    sum += total.sum();
-    int64_t d = 0;
-    for (; d + WIDE * L <= q.head_dim; d += WIDE * L) {
-      Vector acc[WIDE];
-      GKA_UNROLL for (int v = 0; v < WIDE; v++) acc[v] = Vector::load(mixed + d + v * L);
-      for (int64_t n = 0; n < count; n++) {
-        const float* value = values.row(j + n) + d;
-        const Vector weight = Vector::all(weights[n]);
-        GKA_UNROLL for (int v = 0; v < WIDE; v++) acc[v] = fma(weight, Vector::load(value + v * L), acc[v]);
-      }
-      GKA_UNROLL for (int v = 0; v < WIDE; v++) acc[v].store(mixed + d + v * L);
-    }
-    for (; d < channels; d += L) {
-      Vector acc = Vector::load(mixed + d);
-      for (int64_t n = 0; n < count; n++) acc = fma(Vector::all(weights[n]), channel(values.row(j + n), d), acc);
-      acc.store(mixed + d);
-    }
-  }
+  float* factors() const { return query(q.batch, 0); }  // (H,)
 
-  void run(int64_t batch, int64_t part) const {
-    for (int64_t h = 0; h < q.num_heads; h++)
-      for (int64_t i = 0; i < q.num_queries; i++) {
-        float* mixed = running(batch, part, h, i);
-        std::fill(mixed, mixed + channels + 1, 0.0f);
-        mixed[channels + 1] = LOWEST;
-      }
-    const int64_t end = std::min((part + 1) * part_keys, q.num_keys);
-    float score[KEYS];
-    for (int64_t j = part * part_keys; j < end; j += KEYS)
-      for (int64_t h = 0; h < q.num_heads; h++) {
-        const int64_t head = batch * q.num_heads + h, count = std::min(KEYS, end - j);
-        const Source keys(q.keys, q, head), values(q.values, q, head);
-        const float factor = -0.5f * LOG2_E * inverse_variance(q, head);
-        for (int64_t i = 0; i < q.num_queries; i++) {
-          const float found = scores(query(batch, h, i), keys, j, count, i, factor, score);
-          add(score, found, values, j, count, running(batch, part, h, i));
-        }
-      }
-  }
-
-  // y of a query from the running results of all parts.
-  void finish(int64_t batch, int64_t h, int64_t i) const {
-    float top = LOWEST, sum = 0.0f;
-    for (int64_t part = 0; part < parts; part++) {
-      const float found = running(batch, part, h, i)[channels + 1];
-      if (!(found <= top)) top = found;
+  // Call work(sequence, groups of it) for all that `part` has.
+  template <typename Work>
+  void each_sequence(int64_t part, Work work) const {
+    for (int64_t b = 0, before = 0; b < q.batch; before += groups(b), b++) {
+      const Range mine = Range{begin(part) - before, begin(part + 1) - before}.within({0, groups(b)});
+      if (!mine.empty()) work(b, mine);
     }
-    float* y = Source(q.y, q, batch * q.num_heads + h).writable(i);
-    std::fill(y, y + q.head_dim, 0.0f);
-    for (int64_t part = 0; part < parts; part++) {
-      const float *mixed = running(batch, part, h, i), factor = std::exp2(mixed[channels + 1] - top);
-      sum += factor * mixed[channels];
-      for (int64_t d = 0; d < q.head_dim; d++) y[d] += factor * mixed[d];
-    }
-    for (int64_t d = 0; d < q.head_dim; d++) y[d] /= sum;
   }
 };
 
-}  // namespace
+// log2 K of a query and the keys of a group, less what all of them have in common: one score in each lane. CHANNELS: how
+// many there are, if known, so that the query stays in registers.
+template <int64_t CHANNELS>
+GKA_INLINE Vector scores_of(const float* x, const Group& keys, float factor) {
+  constexpr int64_t L = Vector::LANES;
+  const int64_t channels = CHANNELS ? CHANNELS : keys.channels;
+  Vector squares[KEYS];
+  for (int64_t n = keys.count; n < KEYS; n++) squares[n] = Vector::all(0.0f);
+  for (int64_t n = 0; n < keys.count; n++) {
+    const float* key = keys.row(n);
+    keys.next.prefetch(n, keys.next.middle, keys.next.bytes);
+    const Vector scale = Vector::all(-keys.scale[n]);
+    Vector sum[2] = {Vector::all(0.0f), Vector::all(0.0f)};
+    GKA_UNROLL for (int64_t d = 0; d < channels; d += L) {
+      const Vector a = fma(scale, Vector::load(key + d), Vector::load(x + d));
+      sum[d / L % 2] = fma(a, a, sum[d / L % 2]);
+    }
+    squares[n] = sum[0] + sum[1];
+  }
+  return sums(squares) * Vector::all(factor);
+}
 
-int64_t gka::decode_scratch(const GkaRequest& q) { return Decode(q).scratch(); }
+GKA_INLINE Vector scores(const float* x, const Group& keys, float factor) {
+  if (keys.channels == 128) return scores_of<128>(x, keys, factor);
+  return keys.channels == 64 ? scores_of<64>(x, keys, factor) : scores_of<0>(x, keys, factor);
+}
 
-void gka_decode_float32(const GkaRequest* request) {
-  const GkaRequest& q = *request;
-  const Decode decode(q);
-  for (int64_t batch = 0; batch < q.batch; batch++)
-    for (int64_t h = 0; h < q.num_heads; h++)
-      for (int64_t i = 0; i < q.num_queries; i++) {
-        float* padded = decode.query(batch, h, i);
-        std::memcpy(padded, Source(q.x, q, batch * q.num_heads + h).row(i), q.head_dim * sizeof(float));
-        std::fill(padded + q.head_dim, padded + decode.channels, 0.0f);
+// Add the values of some tokens to WIDE registers of channels.
+template <int WIDE>
+GKA_INLINE void mix(const float* weights, const Group& values, Range seen, int64_t d, float* mixed) {
+  constexpr int64_t L = Vector::LANES;
+  Vector sum[WIDE];
+  GKA_UNROLL for (int v = 0; v < WIDE; v++) sum[v] = Vector::load(mixed + d + v * L);
+  for (int64_t n = seen.begin; n < seen.end; n++) {
+    const float* value = values.row(n) + d;
+    const Vector weight = Vector::all(weights[n]);
+    GKA_UNROLL for (int v = 0; v < WIDE; v++) sum[v] = fma(weight, Vector::load(value + v * L), sum[v]);
+  }
+  GKA_UNROLL for (int v = 0; v < WIDE; v++) sum[v].store(mixed + d + v * L);
+}
+
+// Add the tokens of a group that a query sees to its running result.
+GKA_INLINE void add(Vector score, const Group& values, Range seen, float* mixed) {
+  constexpr int64_t L = Vector::LANES;
+  const int64_t channels = values.channels;
+  float *sum = mixed + channels, &top = mixed[channels + L];
+  const float found = score.keep(seen.begin, seen.end - 1, Vector::all(LOWEST)).max();
+  if (found > top) {
+    const Vector factor = Vector::all(std::exp2(top - found));
+    for (int64_t d = 0; d < channels + L; d += L) (Vector::load(mixed + d) * factor).store(mixed + d);
+    top = found;
+  }
+  alignas(64) float weights[KEYS];
+  const Vector weight = exp2(score - Vector::all(top)).keep(seen.begin, seen.end - 1, Vector::all(0.0f));
+  weight.store(weights);
+  (Vector::load(sum) + weight).store(sum);
+  int64_t d = 0;
+  for (; d + 8 * L <= channels; d += 8 * L) mix<8>(weights, values, seen, d, mixed);
+  for (; d + 4 * L <= channels; d += 4 * L) mix<4>(weights, values, seen, d, mixed);
+  for (; d < channels; d += L) mix<1>(weights, values, seen, d, mixed);
+}
+
+template <typename T, typename Table>
+struct Decode {
+  const GkaDecode& q;
+  const Parts plan;
+  const bool derived, own_values;  // own_values: a key is the value of its token
+
+  Decode(const GkaDecode& q, float* scratch)
+      : q(q), plan(q, scratch), derived(q.cos), own_values(!derived && q.keys.data == q.values.data) {}
+
+  float factor(int64_t h) const {  // of a squared distance in log2 K
+    const double s = q.log_sigma[h], clamped = s > q.bound ? q.bound : s < -q.bound ? -q.bound : s;
+    return float(-0.5 * double(LOG2_E) * std::exp(-2.0 * clamped));
+  }
+  void prepare() const {
+    for (int64_t h = 0; h < q.num_heads; h++) plan.factors()[h] = factor(h);
+    for (int64_t b = 0; b < q.batch; b++) pack_queries(b);
+  }
+  void pack_queries(int64_t b) const {  // padded with zeros
+    for (int64_t result = 0; result < plan.results; result++) {
+      const T* x = Rows<T>(q.x, b, result / q.num_queries, nullptr).row(result % q.num_queries);
+      for (int64_t d = 0; d < plan.channels; d += Vector::LANES)
+        channels_from(x, d, q.head_dim).store(plan.query(b, result) + d);
+    }
+  }
+
+  void run(int64_t part) const {
+    Group key(q.head_dim), value(q.head_dim);
+    plan.each_sequence(part, [&](int64_t b, Range groups) {
+      for (int64_t result = 0; result < plan.results; result++) {
+        float* mixed = plan.running(b, part, result);
+        std::fill(mixed, mixed + plan.channels + Vector::LANES, 0.0f);
+        mixed[plan.channels + Vector::LANES] = LOWEST;
       }
-#pragma omp parallel num_threads(std::min<int64_t>(q.threads, q.batch * decode.parts))
+      for (int64_t group = groups.begin; group < groups.end; group++)
+        for (int64_t h = 0; h < q.num_heads; h++) run_group(b, part, h, plan.first(b) + group * KEYS, key, value);
+    });
+  }
+
+  // The same tokens of the next head, or the next tokens of the first one.
+  Next next(const Rows<T>& values, int64_t h, int64_t j) const {
+    constexpr int64_t BYTES = sizeof(T);
+    const T* row = h + 1 < q.num_heads ? values.data + q.values.head + j * values.apart
+                                       : values.data - h * q.values.head + (j + KEYS) * values.apart;
+    const int64_t bytes = q.head_dim * BYTES;
+    return {reinterpret_cast<const char*>(row), values.apart * BYTES, derived ? bytes / 2 : 0, bytes};
+  }
+
+  void run_group(int64_t b, int64_t part, int64_t h, int64_t j, Group& key, Group& value) const {
+    const int64_t count = std::min(KEYS, plan.length(b) - j), shift = plan.length(b) - q.num_queries;
+    const Rows<T> values(q.values, b, h, q.value_delays);
+    value.read(values, j, count, q.head_dim);
+    key.next = value.next = next(values, h, j);
+    const Group* keys = &key;
+    if (derived) {
+      const Rows<T> source(q.values, b, h, q.key_delays);
+      if (q.head_dim == 128) key.template derive<64, Table>(source, q, j, count);
+      else if (q.head_dim == 64) key.template derive<32, Table>(source, q, j, count);
+      else key.template derive<0, Table>(source, q, j, count);
+    } else {
+      const Rows<T> source(q.keys, b, h, q.key_delays);
+      if (own_values && source.delay == values.delay) keys = &value;
+      else key.read(source, j, count, q.head_dim);
+    }
+    for (int64_t i = 0; i < q.num_queries; i++) {
+      const int64_t first = q.before < 0 ? 0 : i + shift - q.before;
+      const int64_t end = q.after < 0 ? plan.length(b) : i + shift + q.after + 1;
+      const Range seen = Range{first - j, end - j}.within({0, count});
+      if (seen.empty()) continue;
+      const int64_t result = h * q.num_queries + i;
+      add(scores(plan.query(b, result), *keys, plan.factors()[h]), value, seen, plan.running(b, part, result));
+    }
+  }
+
+  // y of a query from the running results of all parts that have some of its sequence.
+  void finish(int64_t b, int64_t result) const {
+    constexpr int64_t L = Vector::LANES;
+    int64_t before = 0;
+    for (int64_t earlier = 0; earlier < b; earlier++) before += plan.groups(earlier);
+    float top = LOWEST, y[MAX_CHANNELS] = {};
+    Vector sum = Vector::all(0.0f);
+    auto each_part = [&](auto work) {
+      for (int64_t part = 0; part < plan.parts; part++)
+        if (plan.begin(part) < before + plan.groups(b) && plan.begin(part + 1) > before)
+          work(plan.running(b, part, result));
+    };
+    each_part([&](const float* mixed) { top = std::max(top, mixed[plan.channels + L]); });
+    each_part([&](const float* mixed) {
+      const Vector share = Vector::all(std::exp2(mixed[plan.channels + L] - top));
+      sum = fma(share, Vector::load(mixed + plan.channels), sum);
+      for (int64_t d = 0; d < plan.channels; d += L)
+        fma(share, Vector::load(mixed + d), Vector::load(y + d)).store(y + d);
+    });
+    const float total = sum.sum();
+    T* to = Rows<T>(q.y, b, result / q.num_queries, nullptr).row(result % q.num_queries);
+    for (int64_t d = 0; d < q.head_dim; d++) write(to + d, y[d] / total);
+  }
+};
+
+template <typename T, typename Table>
+void decode(const GkaDecode& q, float* scratch) {
+  const Decode<T, Table> decode(q, scratch);
+  decode.prepare();
+#pragma omp parallel num_threads(decode.plan.parts)
   {
     FlushDenormals flush;
+#pragma omp for schedule(static, 1)
+    for (int64_t part = 0; part < decode.plan.parts; part++) decode.run(part);
 #pragma omp for schedule(static)
-    for (int64_t task = 0; task < q.batch * decode.parts; task++) decode.run(task / decode.parts, task % decode.parts);
-#pragma omp for schedule(static)
-    for (int64_t task = 0; task < q.batch * decode.results(); task++) {
-      const int64_t result = task % decode.results();
-      decode.finish(task / decode.results(), result / q.num_queries, result % q.num_queries);
-    }
+    for (int64_t task = 0; task < q.batch * decode.plan.results; task++)
+      decode.finish(task / decode.plan.results, task % decode.plan.results);
   }
 }
 
-int64_t gka_scratch_float32(const GkaRequest* request, int32_t phase) {
-  if (phase == GKA_FORWARD) return gka::forward_scratch(*request);
-  return phase == GKA_BACKWARD ? gka::backward_scratch(*request) : gka::decode_scratch(*request);
+}  // namespace
+
+int64_t gka_decode_scratch(const GkaDecode* request) { return Parts(*request, nullptr).scratch(); }
+
+void gka_decode(const GkaDecode* request, float* scratch) {
+  const GkaDecode& q = *request;
+  if (q.half) q.half_tables ? decode<uint16_t, uint16_t>(q, scratch) : decode<uint16_t, float>(q, scratch);
+  else q.half_tables ? decode<float, uint16_t>(q, scratch) : decode<float, float>(q, scratch);
 }

@@ -178,3 +178,7 @@ void gka_forward_float32(const GkaRequest* request) {
   });
   *q.largest = largest;
 }
+
+int64_t gka_scratch_float32(const GkaRequest* request, int32_t phase) {
+  return phase == GKA_FORWARD ? gka::forward_scratch(*request) : gka::backward_scratch(*request);
+}

@@ -210,7 +210,6 @@ struct Head {
 // What gka_scratch_float32 answers for each phase.
 int64_t forward_scratch(const GkaRequest& q);
 int64_t backward_scratch(const GkaRequest& q);
-int64_t decode_scratch(const GkaRequest& q);
 
 // Numbers of scratch that a part of a head takes.
 template <typename Kernel>

@@ -14,7 +14,7 @@ struct GkaTensor {
 struct GkaRequest {
   GkaTensor x;                       // queries (B, Tq, H, D)
   GkaTensor keys, values;            // (B, Tk, H, D); equal to x, equal to the keys, where the two flags below say so
-  GkaTensor y;                       // written by forward and decode, read by backward
+  GkaTensor y;                       // written by forward, read by backward
   GkaTensor grad_y;                  // read by backward
   GkaTensor dx, dkeys, dvalues;      // written by backward; dkeys and dvalues only where keys and values are not own
   GkaTensor rest;                    // bfloat16 alone: what rounding took from y; written by forward, unless null, for
@@ -34,14 +34,13 @@ struct GkaRequest {
   int32_t threads;                   // the result may depend on it in the last bits, and on nothing else
 };
 
-enum GkaPhase { GKA_FORWARD = 0, GKA_BACKWARD = 1, GKA_DECODE = 2 };
+enum GkaPhase { GKA_FORWARD = 0, GKA_BACKWARD = 1 };
 
 // One set of functions for each dtype of the features: gka_*_float32 here.
 #define GKA_EXPORT extern "C" __attribute__((visibility("default")))
 GKA_EXPORT int64_t gka_scratch_float32(const GkaRequest* request, int32_t phase);  // numbers of scratch
 GKA_EXPORT void gka_forward_float32(const GkaRequest* request);
 GKA_EXPORT void gka_backward_float32(const GkaRequest* request);
-GKA_EXPORT void gka_decode_float32(const GkaRequest* request);  // few foreign queries, forward only
 
 // In bfloat16, on AMX: x, values, y, rest and the gradients are bfloat16, all else is float32. Own keys only.
 GKA_EXPORT int32_t gka_ready_bfloat16();  // 0 if this machine cannot run the functions below

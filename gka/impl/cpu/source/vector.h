@@ -22,6 +22,10 @@ struct Vector {
   static GKA_INLINE Vector load_first(const float* p, int64_t count) {  // zeros after them; reads nothing beyond
     return {_mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << count) - 1), p)};
   }
+  static GKA_INLINE Vector widen(const uint16_t* p) {  // from bfloat16
+    const __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(words, 16))};
+  }
   static GKA_INLINE Vector all(float a) { return {_mm512_set1_ps(a)}; }
   GKA_INLINE void store(float* p) const { _mm512_storeu_ps(p, v); }
   GKA_INLINE void store_first(float* p, int64_t count) const {
@@ -30,7 +34,10 @@ struct Vector {
   GKA_INLINE Vector operator+(Vector o) const { return {_mm512_add_ps(v, o.v)}; }
   GKA_INLINE Vector operator-(Vector o) const { return {_mm512_sub_ps(v, o.v)}; }
   GKA_INLINE Vector operator*(Vector o) const { return {_mm512_mul_ps(v, o.v)}; }
+  GKA_INLINE Vector operator/(Vector o) const { return {_mm512_div_ps(v, o.v)}; }
+  GKA_INLINE Vector sqrt() const { return {_mm512_sqrt_ps(v)}; }
   GKA_INLINE float sum() const { return _mm512_reduce_add_ps(v); }
+  GKA_INLINE float max() const { return _mm512_reduce_max_ps(v); }
 
   // Lanes first .. last, and `other` in the rest.
   GKA_INLINE Vector keep(int64_t first, int64_t last, Vector other) const {
@@ -41,11 +48,29 @@ struct Vector {
 };
 
 GKA_INLINE Vector fma(Vector a, Vector b, Vector c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+GKA_INLINE Vector negated_fma(Vector a, Vector b, Vector c) { return {_mm512_fnmadd_ps(a.v, b.v, c.v)}; }  // c - a b
 GKA_INLINE Vector lesser(Vector a, Vector b) { return {_mm512_min_ps(a.v, b.v)}; }
 GKA_INLINE Vector greater(Vector a, Vector b) { return {_mm512_max_ps(a.v, b.v)}; }
 GKA_INLINE Vector fraction(Vector a) { return {_mm512_reduce_ps(a.v, 0)}; }  // a minus the nearest integer
 GKA_INLINE Vector scale(Vector a, Vector power, Vector) { return {_mm512_scalef_ps(a.v, power.v)}; }
 GKA_INLINE Vector exponent_range(Vector a) { return a; }
+
+// The sum of each register's lanes, that of the first one in the first lane.
+GKA_INLINE Vector sums(const Vector* of) {
+  __m512 four[4];  // registers each, in every quarter
+  GKA_UNROLL for (int i = 0; i < 4; i++) {
+    const Vector* r = of + 4 * i;
+    const __m512 a = _mm512_add_ps(_mm512_unpacklo_ps(r[0].v, r[1].v), _mm512_unpackhi_ps(r[0].v, r[1].v));
+    const __m512 b = _mm512_add_ps(_mm512_unpacklo_ps(r[2].v, r[3].v), _mm512_unpackhi_ps(r[2].v, r[3].v));
+    const __m512d c = _mm512_castps_pd(a), d = _mm512_castps_pd(b);
+    four[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(c, d)), _mm512_castpd_ps(_mm512_unpackhi_pd(c, d)));
+  }
+  auto halved = [](__m512 a, __m512 b) {
+    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+  };
+  const __m512 a = halved(four[0], four[1]), b = halved(four[2], four[3]);
+  return {_mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd))};
+}
 
 constexpr int TILE_ROWS = 8, TILE_VECTORS = 3;  // of K: 24 accumulators of 32 registers
 constexpr int MIX_VECTORS = 4;                  // of channels, times up to 6 tokens
@@ -63,6 +88,10 @@ struct Vector {
     const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
     return _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(count)), lane);
   }
+  static GKA_INLINE Vector widen(const uint16_t* p) {  // from bfloat16
+    const __m256i words = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(words, 16))};
+  }
   static GKA_INLINE Vector all(float a) { return {_mm256_set1_ps(a)}; }
   GKA_INLINE void store(float* p) const { _mm256_storeu_ps(p, v); }
   GKA_INLINE void store_first(float* p, int64_t count) const { _mm256_maskstore_ps(p, first(count), v); }
@@ -74,6 +103,13 @@ struct Vector {
     __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
   }
+  GKA_INLINE float max() const {
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
+  }
+  GKA_INLINE Vector operator/(Vector o) const { return {_mm256_div_ps(v, o.v)}; }
+  GKA_INLINE Vector sqrt() const { return {_mm256_sqrt_ps(v)}; }
 
   // Lanes first .. last, and `other` in the rest.
   GKA_INLINE Vector keep(int64_t first, int64_t last, Vector other) const {
@@ -87,6 +123,7 @@ struct Vector {
 };
 
 GKA_INLINE Vector fma(Vector a, Vector b, Vector c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
+GKA_INLINE Vector negated_fma(Vector a, Vector b, Vector c) { return {_mm256_fnmadd_ps(a.v, b.v, c.v)}; }  // c - a b
 GKA_INLINE Vector lesser(Vector a, Vector b) { return {_mm256_min_ps(a.v, b.v)}; }
 GKA_INLINE Vector greater(Vector a, Vector b) { return {_mm256_max_ps(a.v, b.v)}; }
 GKA_INLINE Vector fraction(Vector a) {
@@ -99,6 +136,17 @@ GKA_INLINE Vector scale(Vector a, Vector power, Vector unclamped) {
   return {_mm256_and_ps(scaled, _mm256_cmp_ps(unclamped.v, _mm256_set1_ps(-126.0f), _CMP_NLT_UQ))};
 }
 GKA_INLINE Vector exponent_range(Vector a) { return greater(Vector::all(-126.0f), a); }
+
+// The sum of each register's lanes, that of the first one in the first lane.
+GKA_INLINE Vector sums(const Vector* of) {
+  __m256 four[2];  // registers each, in every half
+  GKA_UNROLL for (int i = 0; i < 2; i++) {
+    const Vector* r = of + 4 * i;
+    four[i] = _mm256_hadd_ps(_mm256_hadd_ps(r[0].v, r[1].v), _mm256_hadd_ps(r[2].v, r[3].v));
+  }
+  return {_mm256_add_ps(_mm256_permute2f128_ps(four[0], four[1], 0x20),
+                        _mm256_permute2f128_ps(four[0], four[1], 0x31))};
+}
 
 constexpr int TILE_ROWS = 4, TILE_VECTORS = 3;  // of K: 12 accumulators of 16 registers
 constexpr int MIX_VECTORS = 2;                  // of channels, times up to 6 tokens

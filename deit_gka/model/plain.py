@@ -1,0 +1,136 @@
+"""A vision transformer in plain matrix operations, as few as it takes: what exporters to other runtimes want.
+
+It computes what the model computes (to rounding) with less work in between:
+- Tokens of all images are the rows of one matrix wherever a layer treats them alike.
+- GKA: the norm before it measures the features in sigma, and distances do not see its bias, so both move into its
+  weights and those of W_O. The exponent is then h_i.h_j - |h_j|^2 / 2, a product of features with one more channel.
+- Softmax and VLT: the scale moves into W_Q, a bias of the keys cancels in the softmax, one of the values passes through
+  the rows of W, which sum to 1, into the bias of W_O.
+Legend: B images, N tokens, H heads, D head_dim, C = H * D.
+"""
+
+import copy
+
+import torch
+import torch.nn.functional as F
+from timm.models.vision_transformer import Block, VisionTransformer
+from torch import nn
+
+from deit_gka.model.attention import GKA, VLT, kind_of
+from gka.bandwidth import inverse_variance
+from trainkit.cli import UserError
+
+
+def plain(model: nn.Module) -> nn.Module:
+    """A copy of the model, in evaluation mode, that computes the same. Raises UserError for other architectures."""
+    if not isinstance(model, VisionTransformer) or any(type(block) is not Block for block in model.blocks):
+        raise UserError(f"{type(model).__name__} is not a ViT of timm's usual blocks, which --onnx needs")
+    model = copy.deepcopy(model).eval()
+    for block in model.blocks:
+        block.attn = FORMS[kind_of(block.attn)](block)
+        block.mlp = ByToken(block.mlp)
+    return model
+
+
+class ByToken(nn.Module):
+    """A layer that treats every token alike, (B, N, C), on all of them as one matrix: its bias joins the product."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x.flatten(0, 1)).unflatten(0, (-1, x.shape[1]))
+
+
+class PlainAttention(nn.Module):
+    """softmax(queries keys^T) values, then W_O; a subclass gives the three, (B, H, N, ...) each."""
+
+    def __init__(self, num_heads: int, proj: nn.Linear):
+        super().__init__()
+        self.num_heads, self.proj = num_heads, proj
+
+    def heads(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+
+    def forward(self, x: torch.Tensor, attn_mask: None = None, is_causal: bool = False) -> torch.Tensor:
+        queries, keys, values = self.project(x)
+        y = (queries @ keys.transpose(2, 3)).softmax(-1) @ values
+        return self.proj(y.transpose(1, 2).flatten(2).flatten(0, 1)).unflatten(0, (-1, x.shape[1]))
+
+
+class PlainGKA(PlainAttention):
+    """Gaussian kernel attention of the block, whose first norm it changes."""
+
+    def __init__(self, block: Block):
+        attn: GKA = block.attn
+        norm, proj = block.norm1, attn.proj
+        inverse_sigma = inverse_variance(attn._log_sigma().double()).sqrt().repeat_interleave(attn.head_dim)
+        bias = norm.bias.double()
+        with torch.no_grad():
+            norm.weight.copy_(norm.weight.double() * inverse_sigma)
+            norm.bias.zero_()
+        super().__init__(attn.num_heads, linear(proj.weight / inverse_sigma, moved(proj, bias)))
+
+    def project(self, x):
+        heads = self.heads(x)
+        squares = (heads * heads).sum(-1, keepdim=True)
+        return F.pad(heads, (0, 1), value=-0.5), torch.cat([heads, squares], dim=-1), heads
+
+
+class PlainSoftmax(PlainAttention):
+    """timm's softmax attention of the block; each matrix by itself, so that its product needs no splitting."""
+
+    def __init__(self, block: Block):
+        attn = block.attn
+        (weights, biases), scale = parts(attn.qkv, 3), attn.head_dim**-0.5
+        super().__init__(attn.num_heads, linear(attn.proj.weight, moved(attn.proj, biases[2])))
+        self.q = ByToken(linear(weights[0] * scale, biases[0] * scale))
+        self.k, self.v = (ByToken(linear(weight, None)) for weight in weights[1:])
+
+    def project(self, x):
+        return self.heads(self.q(x)), self.heads(self.k(x)), self.heads(self.v(x))
+
+
+class PlainVLT(PlainAttention):
+    """Value-less attention of the block: as softmax, with the features for values."""
+
+    def __init__(self, block: Block):
+        attn: VLT = block.attn
+        scale = (attn.proj.in_features // attn.num_heads) ** -0.5
+        (query, key), (query_bias, _) = parts(attn.qk, 2)
+        bias = None if attn.value_bias is None else attn.value_bias.double()
+        super().__init__(attn.num_heads, linear(attn.proj.weight, moved(attn.proj, bias)))
+        self.q = ByToken(linear(query * scale, query_bias * scale))
+        self.k = ByToken(linear(key, None))
+
+    def project(self, x):
+        return self.heads(self.q(x)), self.heads(self.k(x)), self.heads(x)
+
+
+def parts(layer: nn.Linear, count: int) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """The matrices and biases, in float64, that a layer holds `count` of in one; biases it lacks are 0."""
+    bias = layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias
+    return layer.weight.double().chunk(count), bias.double().chunk(count)
+
+
+def moved(proj: nn.Linear, shift: torch.Tensor | None) -> torch.Tensor | None:
+    """The bias of W_O, if its input has lost the `shift`, (C,)."""
+    bias = None if proj.bias is None else proj.bias.double()
+    if shift is None:
+        return bias
+    added = proj.weight.double() @ shift
+    return added if bias is None else bias + added
+
+
+def linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
+    """A float32 layer of these."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+    with torch.no_grad():
+        layer.weight.copy_(weight)
+        if bias is not None:
+            layer.bias.copy_(bias)
+    return layer
+
+
+FORMS = {"softmax": PlainSoftmax, "gka": PlainGKA, "vlt": PlainVLT}

@@ -1,0 +1,134 @@
+"""Decoding: the last tokens of growing sequences against a cache of what all their tokens have stored.
+
+Layout everywhere: (B, T, H, D). Legend: B sequences, Tq new tokens, Tk tokens of the cache, H heads, D head_dim.
+"""
+
+from collections.abc import Sequence
+from itertools import groupby
+
+import torch
+import torch.nn.functional as F
+
+from gka import validation
+from gka.api import gaussian_attention
+from gka.impl.cpu import decoding, op
+
+Tables = tuple[torch.Tensor, torch.Tensor]
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def decode_attention(
+    x: torch.Tensor,
+    log_sigma: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    keys: torch.Tensor | None = None,
+    rotary: Tables | None = None,
+    lengths: Sequence[int] | None = None,
+    window: int | None = None,
+    key_delays: Sequence[int] = (),
+    value_delays: Sequence[int] = (),
+    constant_norm: bool = False,
+) -> torch.Tensor:
+    """`gaussian_attention`, causal, of the last Tq tokens of each sequence against a cache (paper section 5.1).
+
+    On CPUs up to 16 queries without gradients, in float32 or bfloat16, are one pass over the cache, which is not copied
+    whatever its strides are; keys are derived in registers. Elsewhere the same is computed with torch's operations and
+    `gaussian_attention`, for sequences of equal length together.
+
+    Args:
+      x: queries, (B, Tq, H, D).
+      log_sigma: (H,), float32.
+      values: (B, Tk, H, D), such as a view of a larger cache.
+      keys: (B, Tk, H, D); None: the values or, with `rotary`, what follows from them.
+      rotary: tables (cos, sin), (Tk or more, D / 2) each, float32 or bfloat16. The key of token j is then the RMS norm
+        of [a cos_j + b sin_j, b cos_j - a sin_j], a and b being the two halves of its value.
+      lengths: tokens that each sequence has of Tk, B whole numbers from Tq to Tk; None: Tk. What lies behind them is
+        not read.
+      window: a query sees itself and so many tokens before it; None: all.
+      key_delays, value_delays: H whole numbers >= 0; empty: none. Token j of a head stands for the key (value) of token
+        j - delay, and of token 0 where there is none.
+      constant_norm: as in `gaussian_attention`.
+
+    Returns: y, (B, Tq, H, D) in x.dtype. Raises: TypeError or ValueError naming the argument.
+    """
+    _check(x, log_sigma, values, keys, rotary, lengths, window, (key_delays, value_delays))
+    others = (values,) if keys is None else (values, keys)
+    if op.can_decode(x, log_sigma, others, rotary or ()):
+        tables = () if rotary is None else rotary
+        before = -1 if window is None else window
+        return decoding.decode(
+            x, keys, values, log_sigma, tables, lengths or (), key_delays, value_delays, before=before, after=0
+        )
+    lengths = [values.shape[1]] * len(x) if lengths is None else lengths
+    parts = []
+    for rows, length in _rows_of_equal_length(lengths):
+        first = 0 if window is None else max(0, length - x.shape[1] - window - max((0, *key_delays, *value_delays)))
+        cached_keys = None if keys is None else keys[rows, first:length]
+        pair = _keys_and_values(cached_keys, values[rows, first:length], rotary, first)
+        pair = _delayed(pair, key_delays, value_delays)
+        y = gaussian_attention(
+            x[rows], log_sigma, keys=pair[0], values=pair[1], causal=True, window=window, constant_norm=constant_norm
+        )
+        parts.append(y)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _check(x, log_sigma, values, keys, rotary, lengths, window, delays) -> None:
+    """Raises TypeError or ValueError naming the argument."""
+    validation.check_features("x", x)
+    validation.check_features("values", values, like=x)
+    batch, num_queries, num_heads, head_dim = x.shape
+    num_keys = values.shape[1]
+    validation.check_lengths(num_queries, num_keys, num_keys, masked=True)
+    validation.check_mask(True, window)
+    if tuple(log_sigma.shape) != (num_heads,):
+        raise ValueError(f"log_sigma must have shape (H,) = ({num_heads},), got {tuple(log_sigma.shape)}")
+    if keys is not None:
+        if rotary is not None:
+            raise ValueError("keys are given or derived by rotary, not both")
+        validation.check_features("keys", keys, like=x)
+        validation.check_lengths(num_queries, keys.shape[1], num_keys, masked=True)
+    for table in rotary or ():
+        if head_dim % 2 or table.dim() != 2 or len(table) < num_keys or table.shape[1] * 2 != head_dim:
+            expected = f"({num_keys} or more, {head_dim} / 2)"
+            raise ValueError(f"rotary must be two tables of {expected} numbers, got {tuple(table.shape)}")
+    if lengths is not None and not (len(lengths) == batch and all(num_queries <= n <= num_keys for n in lengths)):
+        raise ValueError(f"lengths must be {batch} numbers from {num_queries} to {num_keys}, got {list(lengths)}")
+    for name, given in zip(("key_delays", "value_delays"), delays):
+        if given and not (len(given) == num_heads and min(given) >= 0):
+            raise ValueError(f"{name} must be {num_heads} numbers >= 0, one a head, got {list(given)}")
+
+
+def _rows_of_equal_length(lengths: Sequence[int]) -> list[tuple[slice, int]]:
+    """Neighbours of equal length, and that length."""
+    groups, first = [], 0
+    for length, members in groupby(lengths):
+        rows = slice(first, first + len(list(members)))
+        groups.append((rows, length))
+        first = rows.stop
+    return groups
+
+
+def _keys_and_values(keys: torch.Tensor | None, values: torch.Tensor, rotary: Tables | None, first: int) -> Pair:
+    """Both of the tokens from `first` on, (B, n, H, D); one tensor if they are the same."""
+    if keys is not None or rotary is None:
+        return (values if keys is None else keys), values
+    a, b = values.chunk(2, dim=-1)
+    cos, sin = (table[first : first + values.shape[1], None] for table in rotary)
+    turned = torch.cat([a * cos + b * sin, b * cos - a * sin], dim=-1).to(values.dtype)
+    return F.rms_norm(turned, turned.shape[-1:]), values
+
+
+def _delayed(pair: Pair, key_delays: Sequence[int], value_delays: Sequence[int]) -> Pair:
+    """Keys and values with every head as many tokens later as its delay says; one tensor if they are the same."""
+
+    def later(t: torch.Tensor, delays: Sequence[int]) -> torch.Tensor:
+        if not any(delays):
+            return t
+        places = torch.arange(t.shape[1], device=t.device)[:, None] - torch.tensor(delays, device=t.device)
+        return t.gather(1, places.clamp(min=0)[None, :, :, None].expand(t.shape))
+
+    keys = later(pair[0], key_delays)
+    is_own = pair[0] is pair[1] and tuple(key_delays) == tuple(value_delays)
+    return keys, keys if is_own else later(pair[1], value_delays)

@@ -1,0 +1,93 @@
+"""Decoding on a CPU: a few queries against a cache, as a torch operator without gradients (source/decode.h).
+
+One call is short, tens of microseconds, so outside torch.compile and other modes the library is called directly.
+"""
+
+import ctypes
+import functools
+import struct
+from collections.abc import Sequence
+from ctypes import c_int64
+
+import torch
+
+from gka.bandwidth import LOG_SIGMA_BOUND
+from gka.impl.cpu.build import library
+from gka.impl.cpu.call import num_threads
+from gka.impl.cpu.registering import is_plain, operator
+
+DTYPES = (torch.float32, torch.bfloat16)
+REQUEST = struct.Struct("32q2d")  # GkaDecode
+NORM_EPS = torch.finfo(torch.float32).eps  # of F.rms_norm, whatever the features are
+
+
+def decode(
+    x: torch.Tensor,
+    keys: torch.Tensor | None,
+    values: torch.Tensor,
+    log_sigma: torch.Tensor,
+    tables: Sequence[torch.Tensor] = (),
+    lengths: Sequence[int] = (),
+    key_delays: Sequence[int] = (),
+    value_delays: Sequence[int] = (),
+    before: int = -1,
+    after: int = -1,
+) -> torch.Tensor:
+    """y, (B, Tq, H, D), of a few queries; see `gka.decode_attention`. keys None: the values or, with tables (cos, sin)
+    of D / 2 channels, the values turned and normalised. Empty lengths: Tk each; empty delays: none. before, after: how
+    far a query looks, -1 without limit. Features are float32 or bfloat16, tables too; channels lie side by side.
+    """
+    run = _call if is_plain(x, keys, values, log_sigma, *tables) else attend_cached
+    return run(x, keys, values, log_sigma, tables, lengths, key_delays, value_delays, before, after)
+
+
+def _call(x, keys, values, log_sigma, tables, lengths, key_delays, value_delays, before, after) -> torch.Tensor:
+    scratch_size, kernel = _functions()
+    y = torch.empty(x.shape, dtype=x.dtype)
+    batch, num_queries, num_heads, head_dim = x.shape
+    source = values if keys is None else keys
+    cos, sin = (table.data_ptr() for table in tables) if tables else (0, 0)
+    numbers = [(c_int64 * len(given))(*given) if given else None for given in (lengths, key_delays, value_delays)]
+    request = REQUEST.pack(
+        x.data_ptr(), *x.stride()[:3], source.data_ptr(), *source.stride()[:3], values.data_ptr(),
+        *values.stride()[:3], y.data_ptr(), *y.stride()[:3], cos, sin, *map(_address, numbers), log_sigma.data_ptr(),
+        batch, num_queries, values.shape[1], num_heads, head_dim, before, after, x.dtype == torch.bfloat16,
+        bool(tables) and tables[0].dtype == torch.bfloat16, num_threads(), LOG_SIGMA_BOUND, NORM_EPS,
+    )  # fmt: skip
+    scratch = torch.empty(scratch_size(request), dtype=torch.float32)
+    kernel(request, scratch.data_ptr())
+    return y
+
+
+def _address(numbers) -> int:
+    return 0 if numbers is None else ctypes.addressof(numbers)
+
+
+@functools.cache
+def _functions():
+    """(the size of a request's scratch, the kernel)."""
+    size, kernel = library().gka_decode_scratch, library().gka_decode
+    size.argtypes, size.restype = (ctypes.c_char_p,), c_int64
+    kernel.argtypes, kernel.restype = (ctypes.c_char_p, ctypes.c_void_p), None
+    return size, kernel
+
+
+@operator("cpu_decode")
+def attend_cached(
+    x: torch.Tensor,
+    keys: torch.Tensor | None,
+    values: torch.Tensor,
+    log_sigma: torch.Tensor,
+    tables: Sequence[torch.Tensor],
+    lengths: Sequence[int],
+    key_delays: Sequence[int],
+    value_delays: Sequence[int],
+    before: int,
+    after: int,
+) -> torch.Tensor:
+    return _call(x, keys, values, log_sigma, tables, lengths, key_delays, value_delays, before, after)
+
+
+@torch.library.register_fake("gka::cpu_decode")
+def _(x, keys, values, log_sigma, tables, lengths, key_delays, value_delays, before, after):
+    return x.new_empty(x.shape)

@@ -1,0 +1,146 @@
+"""Vision models elsewhere: as ONNX in onnxruntime, exported folders in transformers."""
+
+import importlib.util
+import json
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+
+import deit_gka.export
+from deit_gka.data.sources import decode, open_source
+from deit_gka.data.transforms import eval_transform
+from deit_gka.model import onnx as vision
+from deit_gka.model.checkpoints import about_images, find_checkpoint, load_run
+from deit_gka.model.plain import plain
+from tiny_vit import SMALL, small
+from trainkit import onnx
+from trainkit.cli import UserError
+from vision_runs import in_process
+
+needs_onnx = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in onnx.NEEDED),
+    reason='needs the extra: pip install -e ".[onnx]"',
+)
+IMAGES = {"input_size": (3, 32, 32)}
+
+
+def trained(model):
+    """The model with biases, norms and bandwidths that are not what they were at the start."""
+    for name, p in model.named_parameters():
+        if p.ndim == 1:
+            torch.nn.init.normal_(p, mean=0.5 if "norm" in name else 0.0, std=0.3)
+    return model.eval()
+
+
+def assert_computes_the_same(model, given, images):
+    """Twice plain float32's error, and the roundings that models' gates allow."""
+    with torch.no_grad():
+        torchs, expected = model(images).double(), model.double()(images.double())
+    model.float()
+    allowed = 2 * (torchs - expected).norm() + 32 * torch.finfo(torch.float32).eps * expected.norm()
+    assert (given.double() - expected).norm() <= allowed
+
+
+@pytest.mark.parametrize("attention", ["softmax", "gka", "vlt", "GAV"])
+@pytest.mark.parametrize("qkv_bias", [True, False])
+def test_plain_form_computes_the_same(attention, qkv_bias, images):
+    if attention == "softmax":
+        model = trained(small("softmax", qkv_bias=qkv_bias))
+    else:
+        model = trained(small(attention=attention, qkv_bias=qkv_bias, depth=3))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        assert_computes_the_same(model, plain(model)(images), images)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_other_architectures_are_refused():
+    model = timm.create_model("vit_tiny_patch16_224", block_fn=timm.models.vision_transformer.ResPostBlock, **SMALL)
+    with pytest.raises(UserError, match="is not a ViT of timm's usual blocks"):
+        plain(model)
+
+
+@needs_onnx
+@pytest.mark.parametrize("attention", ["A", "G", "V"])
+def test_onnx_computes_what_the_model_does_for_any_batch(attention, tmp_path):
+    model = trained(small("softmax") if attention == "A" else small(attention=attention))
+    (path,) = vision.write(model, tmp_path, IMAGES)
+    session = onnx.session(path, threads=1)
+    for batch in (1, 2, 5):
+        images = torch.randn(batch, 3, 32, 32)
+        assert_computes_the_same(model, onnx.run(session, images)[0], images)
+    assert onnx.about(session) == {"input_size": [3, 32, 32]}
+
+
+@needs_onnx
+def test_onnx_takes_any_image_size_without_learned_positions(tmp_path):
+    model = trained(small(pos_embed="none", dynamic_img_size=True))
+    session = onnx.session(vision.write(model, tmp_path, IMAGES)[0], threads=1)
+    for size in ((32, 32), (64, 48)):
+        images = torch.randn(3, 3, *size)
+        assert_computes_the_same(model, onnx.run(session, images)[0], images)
+
+
+@pytest.fixture(scope="module")
+def exported(digits, tmp_path_factory):
+    """The digits' run, the options of its export, its folder."""
+    folder = tmp_path_factory.mktemp("exported")
+    config = deit_gka.export.ExportConfig(run=digits / "run", out=folder, weights="model", onnx=True, int8=True)
+    deit_gka.export.main(config)
+    return config
+
+
+@needs_onnx
+def test_int8_agrees_on_digits(exported):
+    """Top-1 of the held-out digits: float32 as torch's on all of them, int8 on 97 of 100."""
+    checkpoint = find_checkpoint(exported.run)
+    model, about = load_run(checkpoint, "model", "cpu"), about_images(checkpoint.state)
+    source, transform = open_source("digits", "val"), eval_transform(about["input_size"][-1], about["crop_pct"])
+    images = torch.stack([transform(decode(source.read(place)[0])) for place in range(len(source))])
+    with torch.no_grad():
+        expected = model(images).argmax(-1)
+    answers = {}
+    for name in (onnx.MODEL, onnx.INT8_MODEL):
+        session = onnx.session(exported.out / name, threads=1)
+        assert onnx.about(session)["classes"] == [str(digit) for digit in range(10)]
+        answers[name] = (onnx.run(session, images)[0].argmax(-1) == expected).double().mean().item()
+    assert answers[onnx.MODEL] == 1.0 and answers[onnx.INT8_MODEL] >= 0.97
+    sizes = [(exported.out / name).stat().st_size for name in (onnx.INT8_MODEL, onnx.MODEL)]
+    assert sizes[0] < 0.6 * sizes[1]
+
+
+@needs_onnx
+def test_exported_folder_classifies_in_transformers(exported):
+    transformers = pytest.importorskip("transformers")
+    classify = transformers.pipeline("image-classification", model=str(exported.out))
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 255, (40, 50, 3), dtype=np.uint8))
+    by_label = {answer["label"]: answer["score"] for answer in classify(picture, top_k=10)}
+    model = timm.create_model(f"local-dir:{exported.out}", pretrained=True).eval()
+    checkpoint = find_checkpoint(exported.run)
+    about = about_images(checkpoint.state)
+    pixels = eval_transform(about["input_size"][-1], about["crop_pct"])(picture)[None]
+    with torch.no_grad():
+        logits = model(pixels)
+        torch.testing.assert_close(classify.model(pixel_values=pixels).logits, logits, rtol=0, atol=0)
+    probabilities = dict(zip(checkpoint.state["classes"], logits.softmax(-1)[0].tolist()))
+    assert by_label == pytest.approx(probabilities, rel=1e-4)
+
+
+def test_exported_configuration_carries_classes_and_preprocessing(exported):
+    config = json.loads((exported.out / "config.json").read_text())
+    assert config["label_names"] == [str(digit) for digit in range(10)] and config["num_classes"] == 10
+    images = config["pretrained_cfg"]
+    assert images["mean"] == [0.485, 0.456, 0.406] and images["std"] == [0.229, 0.224, 0.225]
+    assert images["input_size"] == [3, 32, 32] and images["interpolation"] == "bicubic" and images["crop_pct"] == 0.875
+
+
+def test_missing_extra_is_one_line(digits, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(onnx, "NEEDED", ("onnx_of_nobody",))
+    argv = ["--run", digits / "run", "--out", tmp_path / "out"]
+    export = deit_gka.export
+    said = in_process(export.main, export.ExportConfig, *argv, "--onnx", capsys=capsys)
+    assert 'ONNX needs onnx_of_nobody: pip install -e ".[onnx]"' in said and not (tmp_path / "out").exists()
+    assert "--int8 is for --onnx" in in_process(export.main, export.ExportConfig, *argv, "--int8", capsys=capsys)

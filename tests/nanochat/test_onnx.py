@@ -1,0 +1,61 @@
+"""Language models in onnxruntime: prefill, and decoding token by token, beside torch."""
+
+import dataclasses
+import importlib.util
+
+import pytest
+import torch
+
+from nanochat_gka import export
+from nanochat_gka.model import onnx as language
+from tiny_gpt import SHAPE, awake
+from trainkit import onnx
+from trainkit.cli import run
+
+pytestmark = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in onnx.NEEDED),
+    reason='needs the extra: pip install -e ".[onnx]"',
+)
+FORMS = [
+    dict(attention="softmax"),
+    dict(attention="gka"),
+    dict(attention="VGA", head_offsets="PNSS", offset_layers="all", gka_values="raw", value_embeds="all", n_layer=3),
+]
+
+
+@pytest.mark.parametrize("form", [FORMS[0], FORMS[2]], ids=str)
+def test_onnx_prefills_and_decodes_as_torch(form, tmp_path):
+    """Three rows of more tokens than the windows: at once, in two parts, and one by one."""
+    model = awake(dataclasses.replace(SHAPE, **{"n_layer": 2, **form})).eval()
+    session = onnx.session(language.write(model, tmp_path, {"name": "tiny"}), threads=1)
+    assert onnx.about(session) == {"name": "tiny"}
+    ids = torch.randint(70, (3, 21))
+    with torch.no_grad():
+        expected = model(ids)
+    for parts in ([21], [13, 8], [1] * 21):
+        past, logits = language.empty_cache(model, 3), []
+        for part in ids.split(parts, dim=1):
+            one, *past = onnx.run(session, part, *past)
+            logits.append(one)
+        torch.testing.assert_close(torch.cat(logits, 1), expected, rtol=1e-5, atol=1e-5)
+    assert [tuple(t.shape) for t in past] == [(3, 21, 4, 16)] * len(language.cache_names(model))
+
+
+def test_gka_has_half_the_cache():
+    names = [len(language.cache_names(awake(dataclasses.replace(SHAPE, **form)))) for form in FORMS[:2]]
+    assert names == [8, 4]
+
+
+def test_export_writes_onnx_that_says_greedy_what_the_model_says(trained, tmp_path, capsys):
+    folder, model = trained
+    run(export.main, export.ExportConfig, ["--run", str(folder), "--out", str(tmp_path / "out"), "--onnx"])
+    assert "model.onnx" in capsys.readouterr().out
+    session = onnx.session(tmp_path / "out/model.onnx", threads=1)
+    assert onnx.about(session)["model"]["attention"] == "GGA"
+    ids, past, step = [3, 1, 4], language.empty_cache(model, 1), torch.tensor([[3, 1, 4]])
+    for _ in range(12):
+        logits, *past = onnx.run(session, step, *past)
+        step = logits[:, -1:].argmax(-1)
+        with torch.no_grad():
+            assert step.item() == model(torch.tensor([ids]))[0, -1].argmax().item()
+        ids.append(step.item())

@@ -1,0 +1,129 @@
+"""ONNX files: written by torch's exporter, quantised and run by onnxruntime. All of it needs the extra `onnx`.
+
+Opset 20 is the first with a GELU, and what every runtime reads today.
+"""
+
+import importlib.util
+import json
+import logging
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from trainkit.cli import UserError
+from trainkit.files import atomic
+
+NEEDED = ("onnx", "onnxscript", "onnxruntime")
+OPSET = 20
+LARGEST_FILE = 1_900_000_000  # bytes of weights: protobuf ends at 2 GiB; beyond, they lie in PATH.data
+MODEL, INT8_MODEL = "model.onnx", "model-int8.onnx"
+
+
+def require() -> None:
+    """Raises UserError, naming the extra, unless everything is installed."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(f'ONNX needs {", ".join(missing)}: pip install -e ".[onnx]"')
+
+
+def write(
+    model: nn.Module,
+    inputs: tuple[Any, ...],
+    path: Path,
+    names: tuple[list[str], list[str]],
+    dynamic_shapes: tuple[Any, ...],
+    about: dict[str, Any],
+) -> None:
+    """Write `model`, as traced on `inputs`, to `path`; weights of almost 2 GB and more to `path`.data beside it.
+
+    names: of the inputs and of the outputs. dynamic_shapes: as in torch.export. about: what the file says of itself,
+    JSON texts in its metadata.
+    """
+    require()
+    chatty = logging.getLogger("onnxscript"), logging.getLogger("torch.onnx")
+    levels = [logger.level for logger in chatty]
+    for logger in chatty:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the exporter's, about itself
+            program = torch.onnx.export(
+                model, inputs, dynamo=True, opset_version=OPSET, input_names=names[0], output_names=names[1],
+                dynamic_shapes=dynamic_shapes, verbose=False,
+            )  # fmt: skip
+    finally:
+        for logger, level in zip(chatty, levels):
+            logger.setLevel(level)
+    program.model.metadata_props.update({key: json.dumps(value) for key, value in about.items()})
+    for node in program.model.graph:  # where in our source each node comes from: longer than the graph itself
+        node.metadata_props.clear()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if sum(tensor.nbytes for tensor in model.state_dict().values()) > LARGEST_FILE:
+        program.save(str(path), external_data=True)  # two files that name each other: no renaming afterwards
+        return
+    with atomic(path) as temporary:
+        program.save(str(temporary), external_data=False)
+
+
+def quantise(path: Path, out: Path) -> None:
+    """Write the model at `path` with matrices in int8, one scale for each column, and activations rounded as they come.
+
+    Products of two activations, such as attention's, stay float32.
+    """
+    require()
+    import onnx
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    model = onnx.load(str(path))
+    del model.graph.value_info[:]  # the exporter's shapes contradict those of the quantised graph
+    root = logging.getLogger()
+    level = root.level
+    root.setLevel(logging.ERROR)  # it advises a preparation that the exporter has made
+    try:
+        with atomic(out) as temporary:
+            others = {"DefaultTensorType": onnx.TensorProto.FLOAT}  # of what operators beyond the standard give
+            quantize_dynamic(model, str(temporary), per_channel=True, weight_type=QuantType.QInt8, extra_options=others)
+    finally:
+        root.setLevel(level)
+
+
+def session(path: Path, threads: int = 0):
+    """An onnxruntime session on the CPU; threads 0 is onnxruntime's own choice, a thread for each core."""
+    require()
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3  # errors
+    # Threads that wait for work would else take a core from what runs between two calls.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
+def run(session, *inputs: torch.Tensor | np.ndarray) -> list[torch.Tensor]:
+    """All outputs of a session for its inputs in order."""
+    feed = {node.name: np.asarray(value) for node, value in zip(session.get_inputs(), inputs, strict=True)}
+    return [torch.from_numpy(output) for output in session.run(None, feed)]
+
+
+def about(session) -> dict[str, Any]:
+    """What `write` was told about the model."""
+    texts = session.get_modelmeta().custom_metadata_map
+    return {key: json.loads(text) for key, text in texts.items() if not key.startswith("onnx.")}  # the quantiser's
+
+
+def version() -> str:
+    """Of onnxruntime."""
+    import onnxruntime
+
+    return onnxruntime.__version__
+
+
+def size_mb(paths: Iterable[Path]) -> str:
+    """The sizes of files in words."""
+    return ", ".join(f"{path.name} {path.stat().st_size / 1e6:.1f} MB" for path in paths)
