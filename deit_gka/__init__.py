@@ -1,11 +1,14 @@
 """GKA vision transformers on timm.
 
 Importing this package registers deit_{tiny,small,base}_{gka,vlt}[_distilled]_patch16_224 with timm, and makes patterns
-by layer such as "GGGA" names that the `attn_layer` of timm's ViTs takes.
+by layer such as "GGGA" names that the `attn_layer` of timm's ViTs takes. `attention_maps` gives W of every layer, of
+timm's own ViTs too.
 """
 
 from trainkit.extras import require
 
 require(__name__, "vision", "numpy", "safetensors", "filelock", "rich", "tyro", "torchvision", "timm")
 
+from deit_gka.figures.maps import LayerMaps as LayerMaps  # noqa: E402
+from deit_gka.figures.maps import attention_maps as attention_maps  # noqa: E402
 from deit_gka.model import registry as registry  # noqa: E402 - registers

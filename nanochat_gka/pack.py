@@ -1,6 +1,7 @@
 """Tokenise a corpus and pack it into training rows on disk: in parallel, resumable, checksummed.
 
 python -m nanochat_gka.pack --corpus out/corpus/fineweb --tokenizer out/tokenizer --out out/packed
+python -m nanochat_gka.pack ... --part 2/8        # on the second of eight machines; then once without --part
 """
 
 import time
@@ -10,6 +11,7 @@ from typing import Annotated
 
 from nanochat_gka.data import shards
 from nanochat_gka.data.corpora import ParquetCorpus
+from nanochat_gka.data.parts import Part, join
 from nanochat_gka.data.pool import pack_units
 from nanochat_gka.data.tokenizer import Tokenizer
 from nanochat_gka.data.units import plan_units
@@ -31,10 +33,14 @@ class PackConfig:
     """Context length T; rows hold T + 1 ids."""
     workers: Annotated[int, Bounds(0)] = 0
     """Processes. 0 = one per core."""
+    part: str = ""
+    """Pack one part of several, such as 2/8, on each of as many machines; a last call without --part joins them."""
 
 
 def main(config: PackConfig) -> None:
-    corpus, tokenizer, out = ParquetCorpus(config.corpus), Tokenizer.load(config.tokenizer), config.out
+    corpus, tokenizer = ParquetCorpus(config.corpus), Tokenizer.load(config.tokenizer)
+    part = Part.parse(config.part) if config.part else None
+    out = part.folder(config.out) if part else config.out
     identity = {
         "format": shards.FORMAT,
         "sequence_len": config.sequence_len,
@@ -42,22 +48,36 @@ def main(config: PackConfig) -> None:
         "tokenizer_sha256": tokenizer.sha256,
         "source": [[path.name, path.stat().st_size] for path in corpus.paths()],
     }
+    if part and _reused(config.out):
+        return
     with locked(out, "packing"):
         remove_stale_temporaries(out)
         shards.check_plan(out, identity)
         tokenizer.save(out)
-        if manifest := shards.read_intact(out):
-            print(f"{out}: reusing the tokenised data that is there ({shards.describe(manifest)})")
+        if _reused(out):
             return
         shards.begin(out, identity)
+        if not part:
+            join(out, identity)
+        units = plan_units(corpus)
         started = time.perf_counter()
-        records = pack_units(plan_units(corpus), config.corpus, config.sequence_len, out, config.workers)
-        seconds = time.perf_counter() - started
-        manifest = {**identity, "corpus": str(config.corpus), "shards": records}
+        packed = pack_units(part.of(units) if part else units, config.corpus, config.sequence_len, out, config.workers)
+        took = f"{packed.speed():.1f} MB/s of text per worker, {time.perf_counter() - started:.1f} s"
+        if part:
+            joins = "when all parts are packed, the same command without --part joins them"
+            print(f"{out}: {len(packed.records):,} of {len(units):,} units; {took}; {joins}")
+            return
+        manifest = {**identity, "corpus": str(config.corpus), "shards": packed.records}
         shards.finish(out, manifest)
-        new = [record for record in records if record["new"]]
-        speed = sum(record["bytes"] for record in new) / 1e6 / (sum(record["seconds"] for record in new) or 1.0)
-        print(f"{out}: {shards.describe(manifest)}; {speed:.1f} MB/s of text per worker, {seconds:.1f} s")
+        print(f"{out}: {shards.describe(manifest)}; {took}")
+
+
+def _reused(folder: Path) -> bool:
+    """Whether `folder` holds everything; then says so."""
+    manifest = shards.read_intact(folder)
+    if manifest:
+        print(f"{folder}: reusing the tokenised data that is there ({shards.describe(manifest)})")
+    return manifest is not None
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "models": speed.models,
     "decode": benchmarks.decode,
     "scorer": benchmarks.scorer,
+    "packing": benchmarks.packing,
     "errors": benchmarks.errors,
     "core": core.core,
     "instructions": instructions.instructions,

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import secrets
 import shutil
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,7 +40,9 @@ def atomic(path: Path):
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
+    temporary = path.with_name(
+        f".tmp-{path.name}-{secrets.token_hex(4)}"
+    )  # processes of several machines may have one id
     try:
         yield temporary
         fsync(temporary)
@@ -83,8 +86,9 @@ def _put_back(replaced: Path, path: Path) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as indented JSON, atomically."""
-    with atomic(path) as temporary:
-        temporary.write_text(json.dumps(value, indent=1) + "\n")
+    with atomic(path) as temporary, open(temporary, "w") as file:
+        json.dump(value, file, indent=1)  # piece by piece: as one string a large list takes several times its memory
+        file.write("\n")
 
 
 def read_json(path: Path, name: str) -> dict[str, Any]:

@@ -44,7 +44,7 @@ def draw_cls_attention(
     for axis, title in zip(axes[0], titles):
         axis.set_title(title, fontsize=9)
     for row, (label, model) in zip(axes[1:], models.items()):
-        patches = cls_map(attention_maps(model, images)[layer], model.patch_embed.grid_size)
+        patches = cls_map(attention_maps(model, images)[layer].weights, model.patch_embed.grid_size)
         row[0].set_ylabel(label, fontsize=9)
         for axis, shown in zip(row, to_pixels(patches.mean(1, keepdim=True), images.shape[-1])):
             axis.imshow(shown[0], cmap="inferno", alpha=0.6)

@@ -1,20 +1,23 @@
 """The attention matrices W of a ViT, layer by layer, whatever kinds of attention its layers have.
 
-Fused attention never builds W, so it is computed again in float64 from the layer's own input, and checked: applied to
-the layer's values it must give the layer's own output.
+Fused attention never builds W. A copy of the layer in float64 therefore repeats the layer's own call without fusion,
+and shows W where it passes through `attn_drop`, as our attention and timm's have it. It is checked: the copy must give
+the layer's own output.
 """
 
 import copy
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from timm.layers import Attention
 from torch import nn
 
-from deit_gka.model.attention import TimmAttention, kind_of
-from trainkit.cli import UserError
+from deit_gka.model.attention import kind_of
+from gka import without_autocast
+from trainkit.cli import UserError, reason_of
 
 TOLERANCE = 1e-3  # float32 outputs differ from float64 ones by 1e-6
+ROUNDINGS = 8  # how many times its own epsilon a half-precision output may be off
 
 
 @dataclass(frozen=True)
@@ -34,51 +37,74 @@ class LayerMaps:
         return replace(self, weights=self.weights[index], features=features)
 
 
-def attention_maps(model: nn.Module, images: torch.Tensor) -> list[torch.Tensor]:
-    """The row-stochastic W of every layer, float32 (B, H, N, N), from one forward pass.
+@dataclass(frozen=True)
+class Call:
+    """What a layer was called with, and what it returned."""
 
-    images: normalised, (B, 3, S, S).
+    attention: nn.Module
+    args: tuple
+    kwargs: dict[str, Any]
+    output: torch.Tensor
+
+
+@torch.no_grad()
+def attention_maps(model: nn.Module, images: torch.Tensor) -> list[LayerMaps]:
+    """W of every layer, and the bandwidths where there are some, from one forward pass in evaluation mode.
+
+    model: one of ours, or of timm's with blocks whose attention has `attn_drop` (ViT, DeiT, DINOv2 and 3, SigLIP, EVA,
+    BEiT, ...), in any mode, dtype and place; it stays as it is. images: normalised, (B, 3, height, width), where the
+    model is. Raises UserError, naming the layer, for attention whose W cannot be had, is not row-stochastic, or does
+    not give the layer's output.
     """
-    return [layer.weights for layer in extract(model, images)]
+    calls: list[Call] = []
 
+    def keep(attention: nn.Module, args: tuple, kwargs: dict[str, Any], output: torch.Tensor) -> None:
+        calls.append(Call(attention, args, kwargs, output))
 
-@torch.inference_mode()
-def extract(model: nn.Module, images: torch.Tensor) -> list[LayerMaps]:
-    """The maps of every layer, from one forward pass of normalised images (B, 3, height, width).
-
-    Raises UserError for attention that is neither ours nor timm's, or whose W does not give the layer's output.
-    """
-    seen: list[tuple[nn.Module, torch.Tensor, torch.Tensor]] = []
-
-    def keep(attention: nn.Module, args: tuple, output: torch.Tensor) -> None:
-        seen.append((attention, args[0], output))
-
-    hooks = [attention.register_forward_hook(keep) for attention in attention_layers(model)]
+    layers, modes = attention_layers(model), {module: module.training for module in model.modules()}
+    hooks = [attention.register_forward_hook(keep, with_kwargs=True) for attention in layers]
     try:
         model.eval()(images)
     finally:
         for hook in hooks:
             hook.remove()
-    return [_maps(number, *layer) for number, layer in enumerate(seen, start=1)]
+        for module, mode in modes.items():
+            module.training = mode
+    return [_maps(number, call) for number, call in enumerate(calls, start=1)]
 
 
 def attention_layers(model: nn.Module) -> list[nn.Module]:
     """The attention layers of a ViT in order. Raises UserError if W of one of them is not known here."""
-    layers = [getattr(block, "attn", None) for block in getattr(model, "blocks", [])]
-    if not layers or not all(isinstance(layer, (TimmAttention, Attention)) for layer in layers):
-        name = type(model).__name__
+    blocks, name = list(getattr(model, "blocks", [])), type(model).__name__
+    if not blocks:
         raise UserError(f"the attention of {name} is not known here; give a vision transformer such as deit_*, vit_*")
+    layers = [getattr(block, "attn", None) for block in blocks]
+    for number, layer in enumerate(layers, start=1):
+        if not isinstance(getattr(layer, "attn_drop", None), nn.Module) or not hasattr(layer, "num_heads"):
+            what = f"{type(blocks[number - 1]).__name__} with {type(layer).__name__}"
+            raise UserError(f"the attention of {name} is not known here: layer {number} is a {what}, without attn_drop")
     return layers
 
 
-def _maps(number: int, attention: nn.Module, x: torch.Tensor, output: torch.Tensor) -> LayerMaps:
-    """The maps of layer `number` (from 1), from its input (B, N, C) and its output."""
-    exact, x = _exact(attention), x.double()
-    weights, again = _weights_and_output(exact, x)
+def _maps(number: int, call: Call) -> LayerMaps:
+    """The maps of layer `number`, from 1."""
+    attention, x = call.attention, call.args[0]
+    layer = f"layer {number} ({type(attention).__name__})"
+    try:
+        weights, again = _weights_and_output(call)
+    except RuntimeError as error:
+        raise UserError(f"W of {layer} cannot be computed in float64: {reason_of(error)}") from error
+    shape = (*x.shape[:1], attention.num_heads, *x.shape[1:2] * 2)
+    if weights is None or weights.shape != shape:
+        shown = "nothing" if weights is None else f"a tensor of shape {tuple(weights.shape)}"
+        raise UserError(f"W of {layer} is not known here: {shown} came to attn_drop instead of {shape}")
+    if not (weights.sum(-1) - 1).abs().max() < TOLERANCE:
+        raise UserError(f"W of {layer} is not known here: rows of what came to attn_drop do not sum to 1")
+    output = call.output.to(again)
     error = float((again - output).norm() / output.norm().clamp(min=1e-30))
-    if not error < TOLERANCE:
+    if not error < max(TOLERANCE, ROUNDINGS * torch.finfo(call.output.dtype).eps):
         raise UserError(
-            f"the recomputed W of layer {number} does not give the model's output (relative error {error:.1e}): "
+            f"the recomputed W of {layer} does not give the model's output (relative error {error:.1e}): "
             "its attention is not one that these figures know"
         )
     has_sigma = hasattr(attention, "log_sigma")
@@ -92,24 +118,22 @@ def _maps(number: int, attention: nn.Module, x: torch.Tensor, output: torch.Tens
     )
 
 
-def _exact(attention: nn.Module) -> nn.Module:
-    """A copy in float64, without the hooks that its parts may have."""
-    exact = copy.deepcopy(attention).double()
-    for module in exact.modules():
+def _weights_and_output(call: Call) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """What came to `attn_drop` when a copy in float64 repeated the call without fusion, and what the copy returned."""
+    place = torch.device("cpu") if call.output.device.type == "mps" else call.output.device  # MPS has no float64
+    attention = copy.deepcopy(call.attention).to(place, torch.float64).eval()
+    for module in attention.modules():  # it may have others' hooks
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
-    return exact
+    attention.fused_attn = False
+    seen: list[torch.Tensor] = []
+    attention.attn_drop.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
 
+    def exact(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return value.to(place, torch.float64 if value.is_floating_point() else value.dtype)
 
-def _weights_and_output(attention: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """W, (B, H, N, N), of one layer for its input (B, N, C), and the output (B, N, C) that follows from it."""
-    if isinstance(attention, TimmAttention):
-        heads = x.unflatten(-1, (attention.num_heads, -1))
-        weights = attention.weights(x, heads, None, False)
-        return weights, attention.proj(torch.einsum("bhij,bjhd->bihd", weights, attention.values(heads)).flatten(2))
-    queries, keys, values = attention.qkv(x).unflatten(-1, (3, attention.num_heads, -1)).unbind(2)
-    queries, keys = attention.q_norm(queries), attention.k_norm(keys)
-    weights = (torch.einsum("bihd,bjhd->bhij", queries, keys) * attention.scale).softmax(dim=-1)
-    mixed = attention.norm(torch.einsum("bhij,bjhd->bihd", weights, values).flatten(2))
-    gate = getattr(attention, "gate", None)
-    return weights, attention.proj(mixed if gate is None else mixed * gate(x).sigmoid())
+    with without_autocast(place.type):
+        output = attention(*map(exact, call.args), **{name: exact(value) for name, value in call.kwargs.items()})
+    return seen[-1] if seen else None, output

@@ -20,7 +20,7 @@ from torch import nn
 
 from deit_gka.data.sources.decode import BrokenImage, decode
 from deit_gka.data.transforms import eval_transform
-from deit_gka.figures.maps import extract
+from deit_gka.figures.maps import attention_maps
 from deit_gka.figures.measures import Tokens
 from deit_gka.figures.sheet import Subject
 from deit_gka.model.checkpoints import WEIGHTS, build, find_checkpoint, load_file, load_run, parse_kwargs, timm_weights
@@ -142,7 +142,7 @@ def subjects_of(drawn: Drawn, images: dict[str, Image.Image], repeats: str = "")
     mean, std = (torch.tensor(drawn.settings.get(name, default)) for name, default in
                  (("mean", IMAGENET_DEFAULT_MEAN), ("std", IMAGENET_DEFAULT_STD)))  # fmt: skip
     pixels = np.asarray((batch.movedim(1, -1) * std + mean).clamp(0, 1))
-    layers, tokens = extract(model, batch), Tokens.of(model)
+    layers, tokens = attention_maps(model, batch), Tokens.of(model)
 
     @torch.inference_mode()
     def probabilities(images: torch.Tensor) -> torch.Tensor:

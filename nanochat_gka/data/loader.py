@@ -24,6 +24,7 @@ from trainkit.files import read_json, sha256
 
 EvalRows = Literal["upstream", "spaced"]
 SAME_ROWS = ("tokenizer_sha256", "sequence_len", "source")  # what the manifests of equal rows have in common
+SAME_SHARD = ("name", "split", "rows", "sha256")
 Batch = tuple[torch.Tensor, torch.Tensor]  # ids and targets, both (rows, T) int64
 
 
@@ -92,7 +93,8 @@ class PackedData:
 
     def rows_hash(self) -> str:
         """Hash of what makes rows the same rows, wherever they are."""
-        same = {key: self.manifest[key] for key in (*SAME_ROWS, "shards")}
+        shards = [{key: shard[key] for key in SAME_SHARD} for shard in self.manifest["shards"]]
+        same = {**{key: self.manifest[key] for key in SAME_ROWS}, "shards": shards}
         return hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()
 
     def identity(self, run: Path) -> dict[str, Any]:

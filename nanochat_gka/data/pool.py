@@ -1,9 +1,13 @@
 """The processes that pack: units are dealt to them, and their records collected."""
 
 import os
+import sys
 import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from itertools import islice
 from multiprocessing import active_children
 from pathlib import Path
 
@@ -13,32 +17,47 @@ from trainkit.cli import UserError
 from trainkit.progress import progress_bar
 from trainkit.workers import begin, context, interrupt_held_back
 
+AHEAD = 2  # units per process that wait or run, so that the queue does not grow with the corpus
 
-def pack_units(units: list[Unit], corpus: Path, sequence_len: int, out: Path, workers: int) -> list[dict]:
-    """Pack the units that `out` lacks, with the tokenizer in it. Returns all records in order, `new` if packed now.
+
+@dataclass
+class Packed:
+    """The units' records in order, and of those packed now: how many, bytes of text, and seconds over all workers."""
+
+    records: list[dict] = field(default_factory=list)
+    new: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+    def add(self, record: dict, new: bool) -> None:
+        # Records are the same wherever and however often a unit is packed; their keys are one string each.
+        self.records.append({sys.intern(key): value for key, value in record.items() if key != "seconds"})
+        if new:
+            self.new, self.bytes = self.new + 1, self.bytes + record["bytes"]
+            self.seconds += record["seconds"]
+
+    def speed(self) -> float:
+        """MB of text that a worker packs in a second."""
+        return self.bytes / 1e6 / self.seconds if self.new else 0.0
+
+
+def pack_units(units: list[Unit], corpus: Path, sequence_len: int, out: Path, workers: int) -> Packed:
+    """Pack the units that `out` lacks, with the tokenizer in it. Those that it holds are checked and kept.
 
     workers: processes; 0 = one per core. Raises UserError if one of them is killed.
     """
-    records = {unit.name: {"new": False, **record} for unit in units if (record := read_record(unit, out))}
-    missing = [unit for unit in units if unit.name not in records]
-    if records:
-        print(f"{out}: continuing, {len(records)} of {len(units)} units are packed")
-    processes = max(1, min(workers or os.cpu_count() or 1, len(missing)))
-    started, packed_bytes = time.perf_counter(), 0
+    processes = max(1, min(workers or os.cpu_count() or 1, len(units)))
+    packed, started = Packed(), time.perf_counter()
     with (
         ProcessPoolExecutor(processes, context("nanochat_gka"), _start_worker, (out,)) as pool,
         progress_bar() as bar,
     ):
-        task = bar.add_task("packing", total=len(units), completed=len(records), status="")
+        task = bar.add_task("packing", total=len(units), status="")
         try:
-            with interrupt_held_back():
-                futures = [pool.submit(_pack, unit, corpus, sequence_len, out) for unit in missing]
-            for future in as_completed(futures):
-                record = future.result()
-                records[record["name"]] = {"new": True, **record}
-                packed_bytes += record["bytes"]
-                speed = packed_bytes / 1e6 / (time.perf_counter() - started)
-                bar.update(task, advance=1, status=f"{speed:.1f} MB/s")
+            for record, new in _in_any_order(pool, units, processes * AHEAD, (corpus, sequence_len, out)):
+                packed.add(record, new)
+                speed = packed.bytes / 1e6 / (time.perf_counter() - started)
+                bar.update(task, advance=1, status=f"{speed:.1f} MB/s" if packed.new else "checking")
         except BrokenProcessPool:
             advice = "run the same command again, perhaps with fewer --workers"
             raise UserError(f"a worker process was killed (out of memory?); {advice}") from None
@@ -46,7 +65,24 @@ def pack_units(units: list[Unit], corpus: Path, sequence_len: int, out: Path, wo
             for worker in active_children():
                 worker.kill()
             raise
-    return [records[unit.name] for unit in units]
+    order = {unit.name: place for place, unit in enumerate(units)}
+    packed.records.sort(key=lambda record: order[record["name"]])
+    if kept := len(units) - packed.new:
+        print(f"{out}: {kept} of {len(units)} units were packed before")
+    return packed
+
+
+def _in_any_order(pool: ProcessPoolExecutor, units: list[Unit], most: int, where: tuple) -> Iterator[tuple[dict, bool]]:
+    """What `_pack` returns for every unit; at most `most` units are with the processes."""
+    waiting, running = iter(units), set()
+    while True:
+        with interrupt_held_back():  # processes start here
+            running |= {pool.submit(_pack, unit, *where) for unit in islice(waiting, most - len(running))}
+        if not running:
+            return
+        done, running = wait(running, return_when=FIRST_COMPLETED)
+        for future in done:
+            yield future.result()
 
 
 _worker: dict[str, Tokenizer] = {}
@@ -58,5 +94,8 @@ def _start_worker(tokenizer_folder: Path) -> None:
     _worker["tokenizer"] = Tokenizer.load(tokenizer_folder)
 
 
-def _pack(unit: Unit, corpus: Path, sequence_len: int, out: Path) -> dict:
-    return pack_unit(unit, corpus, _worker["tokenizer"], sequence_len, out)
+def _pack(unit: Unit, corpus: Path, sequence_len: int, out: Path) -> tuple[dict, bool]:
+    """The unit's record, and whether it had to be packed."""
+    if record := read_record(unit, out):
+        return record, False
+    return pack_unit(unit, corpus, _worker["tokenizer"], sequence_len, out), True

@@ -8,7 +8,7 @@ import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from deit_gka.data.transforms import eval_transform
-from deit_gka.figures.maps import LayerMaps, attention_layers, extract
+from deit_gka.figures.maps import LayerMaps, attention_layers, attention_maps
 from deit_gka.figures.measures import Tokens, effective_tokens
 from deit_gka.figures.rollout import rollout
 from deit_gka.figures.sheet import linear, logarithmic, overlay
@@ -83,7 +83,7 @@ class VisionModel:
         batch, logits = self.transform(photo.image)[None], []
         model = scaled(self.model, attention_layers, scaling)
         model.register_forward_hook(lambda module, inputs, output: logits.append(output))
-        layers = [layer.of_image(0) for layer in extract(model, batch)]
+        layers = [layer.of_image(0) for layer in attention_maps(model, batch)]
         pixels = (batch[0].movedim(0, -1) * self.std + self.mean).clamp(0, 1).numpy()
         return Seen(pixels, layers, logits[0][0].softmax(-1))
 

@@ -2,6 +2,7 @@
 
 from gka.kinds import KINDS
 from runs.bench import operator_error
+from runs.bench.packing import FILE as PACKING
 from runs.demo.language import VARIANTS, run_tag
 from runs.sections.sources import RESULTS, benchmarks, measured, table
 from trainkit.progress import read_lines
@@ -78,3 +79,14 @@ def scorer() -> str:
 def errors() -> str:
     """The relative errors of every operator route."""
     return operator_error.markdown([record["metrics"] for record in read_lines(operator_error.RESULTS)])
+
+
+def packing() -> str:
+    """Text tokenised and packed per second, by the number of processes; the newest line of each."""
+    newest = {record["config"]["packing_processes"]: record for record in read_lines(RESULTS / PACKING)}
+    rows = [
+        [str(count), f"{metrics['mb_per_second']:.1f}", f"{metrics['mb_per_second_and_process']:.1f}"]
+        for count, metrics in sorted((count, record["metrics"]) for count, record in newest.items())
+    ]
+    last = next(iter(newest.values()))
+    return "\n".join([table(["processes", "MB/s of text", "MB/s and process"], rows), measured(last, PACKING)])

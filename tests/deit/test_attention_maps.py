@@ -21,7 +21,7 @@ def test_attention_maps_are_the_weights_the_model_used(name):
         return lambda module, args, output: outputs.update({layer: (args[0], output)})
 
     hooks = [block.attn.register_forward_hook(keep(layer)) for layer, block in enumerate(model.blocks)]
-    maps = figures.attention_maps(model, images)
+    maps = [layer.weights for layer in figures.attention_maps(model, images)]
     for hook in hooks:
         hook.remove()
     assert [weights.shape for weights in maps] == [(2, 2, 17, 17)] * 2 and not torch.equal(maps[0], maps[1])

@@ -7,7 +7,7 @@ import torch
 import tiny_vit
 from deit_gka.figures.bandwidths import relative_bandwidths, widths
 from deit_gka.figures.explanation import choose_tokens, few_weights
-from deit_gka.figures.maps import attention_layers, extract
+from deit_gka.figures.maps import attention_layers, attention_maps
 from deit_gka.figures.matrices import matrix_picture, off_diagonal, subsample
 from deit_gka.figures.measures import (
     Tokens,
@@ -59,7 +59,7 @@ def subject_of(name: str, **settings) -> Subject:
 @pytest.mark.parametrize("attention", ["A", "V", "G", "GA", "GVGA"])
 def test_the_recomputed_weights_give_the_output_of_every_kind(attention, images):
     model = tiny_vit.create("gka", attention=attention, depth=4)
-    for kind, layer in zip((attention * 4)[:4], extract(model, images)):
+    for kind, layer in zip((attention * 4)[:4], attention_maps(model, images)):
         assert layer.error < 1e-5 and layer.weights.shape == (2, 3, 5, 5)
         torch.testing.assert_close(layer.weights.sum(-1), torch.ones(2, 3, 5))
         assert (layer.sigma is not None) == (kind == "G") == (layer.features is not None)
@@ -68,7 +68,7 @@ def test_the_recomputed_weights_give_the_output_of_every_kind(attention, images)
 @pytest.mark.parametrize("settings", [dict(qk_norm=True), dict(scale_attn_norm=True)], ids=str)
 def test_variants_of_softmax_attention_of_timm_are_recomputed(settings):
     model = build("vit_tiny_patch16_224", **TINY, **settings)
-    assert all(layer.error < 1e-5 for layer in extract(model, torch.randn(1, 3, 8, 12)))
+    assert all(layer.error < 1e-5 for layer in attention_maps(model, torch.randn(1, 3, 8, 12)))
 
 
 def test_the_weights_are_the_operators():
@@ -82,8 +82,8 @@ def test_the_weights_are_the_operators():
 def test_attention_that_does_something_else_is_refused(images):
     model = tiny_vit.create()
     model.blocks[1].attn.register_forward_hook(lambda layer, args, output: 2 * output)
-    with pytest.raises(UserError, match="layer 2 does not give the model's output"):
-        extract(model, images)
+    with pytest.raises(UserError, match=r"layer 2 \(GKA\) does not give the model's output"):
+        attention_maps(model, images)
     with pytest.raises(UserError, match="attention of ResNet is not known"):
         attention_layers(build("resnet18"))
 

@@ -136,7 +136,7 @@ def test_bandwidths_and_maps_of_a_hybrid(images):
     for layer, block in enumerate(model.blocks):
         block.attn.proj.register_forward_pre_hook(lambda m, args, layer=layer: outputs.update({layer: args[0]}))
         block.norm1.register_forward_hook(lambda m, args, output, layer=layer: inputs.update({layer: output}))
-    maps = attention_maps(model, images)
+    maps = [layer.weights for layer in attention_maps(model, images)]
     for layer, (weights, block) in enumerate(zip(maps, model.blocks)):
         assert weights.shape == (2, 3, 5, 5)
         torch.testing.assert_close(weights.sum(-1), torch.ones(2, 3, 5))

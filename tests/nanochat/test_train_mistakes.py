@@ -12,6 +12,7 @@ import tyro
 import processes
 import tiny
 from gpt_runs import MODULE, flags, log_steps
+from nanochat_gka.data.loader import micro_batches
 from nanochat_gka.train import TrainConfig, main
 from nanochat_gka.training.trainer import Trainer
 from trainkit.cli import UserError, run
@@ -61,6 +62,19 @@ def test_bad_flags_are_one_line(packed, uninterrupted, more, message, capsys):
         run(main, TrainConfig, [str(flag) for flag in flags(packed, uninterrupted, *more)])
     assert exit_info.value.code == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_any_number_of_processes_that_have_a_row_each(packed, tmp_path):
+    """A step has 8 rows. Nothing need divide anything, and rows at once may be more than a process has."""
+    config = tyro.cli(TrainConfig, args=[str(word) for word in flags(packed, tmp_path, "--device-batch-size", 1000)])
+    for processes_given in (3, 5, 7, 8):
+        runtimes = [Runtime(rank, processes_given, torch.device("cpu")) for rank in range(processes_given)]
+        trainer = Trainer(config, runtimes[0])
+        pieces = [list(micro_batches(runtime.share(trainer.rows), trainer.batch_size)) for runtime in runtimes]
+        assert [row for rank in pieces for piece in rank for row in piece] == list(range(8))
+        assert all(len(rank) == 1 for rank in pieces)
+    with pytest.raises(UserError, match=r"a step has 8 rows for 9 processes; raise --total-batch-size"):
+        Trainer(config, Runtime(0, 9, torch.device("cpu")))
 
 
 def test_errors_of_a_real_process(packed, tmp_path):

@@ -53,6 +53,13 @@ class Names(Sequence):
         self._text = torch.from_numpy(np.frombuffer(b"".join(encoded), np.uint8).copy())
         self._ends = torch.from_numpy(np.cumsum([0, *map(len, encoded)], dtype=np.int64))
 
+    @classmethod
+    def of(cls, text: torch.Tensor, ends: torch.Tensor) -> "Names":
+        """The names of another one's `tensors`."""
+        names = cls(())
+        names._text, names._ends = text, ends
+        return names
+
     def __len__(self) -> int:
         return len(self._ends) - 1
 

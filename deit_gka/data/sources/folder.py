@@ -7,10 +7,10 @@ is copied into every worker: 67 MB for ImageNet. timm's also numbers classes in 
 import os
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from deit_gka.data.sources.base import EXTENSIONS, Names, Record, Source, is_image, listing, tracked
+from deit_gka.data.sources.kept import Note, Tensors, kept
 from trainkit.cli import UserError
 
 
@@ -26,20 +26,17 @@ class Folder(Source):
         if not self.classes and any(is_image(file) for file in loose):
             flat = f"{folder} has images but no class folders (as ImageNet's val comes)"
             raise UserError(f"{flat}; sort them into {folder.name}/<class>/ as in train/")
-        paths, counts, self.ignored = [], [], len(loose)
-        for number in tracked(range(len(self.classes)), f"{split}: listing images"):
-            images, others = _images_under(str(folder / self.classes[number]))
-            paths += [path[len(str(folder)) + 1 :] for path in sorted(images)]
-            counts.append(len(images))
-            self.ignored += others
-        if not paths:
+        key = ("class folders", str(folder), *self.classes, *sorted(EXTENSIONS))
+        tensors = kept(key, lambda note: _read(folder, self.classes, f"{split}: listing images", note))
+        counts, self.ignored = tensors["counts"], len(loose) + int(tensors["others"])
+        if not counts.sum():
             wanted = f"<class>/*{{{','.join(sorted(EXTENSIONS))}}}"
             raise UserError(f"no images in {folder}; it needs {wanted}, it has: {listing(folder)}")
         if 0 in counts:
-            empty = folder / self.classes[counts.index(0)]
+            empty = folder / self.classes[counts.tolist().index(0)]
             raise UserError(f"class folder {empty} has no images; add some, or remove it from train and val")
-        self._folder, self._paths = str(folder), Names(paths)
-        self._labels = torch.from_numpy(np.repeat(np.arange(len(counts), dtype=np.int32), counts))
+        self._folder, self._paths = str(folder), Names.of(tensors["text"], tensors["ends"])
+        self._labels = torch.arange(len(counts), dtype=torch.int32).repeat_interleave(counts)
 
     def __len__(self) -> int:
         return len(self._labels)
@@ -58,17 +55,31 @@ def class_folders(folder: Path) -> list[str]:
     return sorted(entry.name for entry in os.scandir(folder) if not entry.name.startswith(".") and entry.is_dir())
 
 
-def _images_under(folder: str, above: tuple[str, ...] = ()) -> tuple[list[str], int]:
+def _read(folder: Path, classes: list[str], description: str, note: Note) -> Tensors:
+    """The paths below `folder` of all images, how many every class has, and how many other files there are."""
+    paths, counts, others = [], [], 0
+    for name in tracked(classes, description):
+        images, more = _images_under(str(folder / name), note)
+        paths += [path[len(str(folder)) + 1 :] for path in sorted(images)]
+        counts.append(len(images))
+        others += more
+    text, ends = Names(paths).tensors
+    counted = {"counts": torch.tensor(counts, dtype=torch.int64), "others": torch.tensor(others)}
+    return {"text": text, "ends": ends, **counted}
+
+
+def _images_under(folder: str, note: Note, above: tuple[str, ...] = ()) -> tuple[list[str], int]:
     """Paths of the images in `folder` and below, and the number of other files."""
     above = (*above, os.path.realpath(folder))
     images, others = [], 0
+    note(folder)
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.name.startswith("."):
                 continue
             if entry.is_dir():
                 if os.path.realpath(entry.path) not in above:  # a link to a folder above would never end
-                    inner = _images_under(entry.path, above)
+                    inner = _images_under(entry.path, note, above)
                     images, others = images + inner[0], others + inner[1]
             elif is_image(entry.name):
                 images.append(entry.path)

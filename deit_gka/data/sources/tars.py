@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from deit_gka.data.sources.base import FOLDERS, Names, Record, Source, is_image, tracked
+from deit_gka.data.sources.base import EXTENSIONS, FOLDERS, Names, Record, Source, is_image, tracked
+from deit_gka.data.sources.kept import Note, Tensors, kept
 from trainkit.cli import UserError, reason_of
 
 SHARD_WORD = re.compile("(?<![a-z])(train|val|eval)")  # starts a word, so "retrieval-train-0.tar" is training data
@@ -30,13 +31,10 @@ class Tars(Source):
 
     def __init__(self, name: str, split: str, root: Path, shards: list[Path]):
         self._shards, self._files = [str(shard) for shard in shards], {}
-        keys, rows = [], [np.empty((0, 4), np.int64)]
-        for number in tracked(range(len(shards)), f"{split}: listing tars"):
-            images = _index(self._shards[number])
-            keys += [f"{shards[number].name}:{key}" for key, *_ in images]
-            rows.append(np.array([(number, *row) for _, *row in images], np.int64).reshape(-1, 4))
-        self._names, self._rows = Names(keys), torch.from_numpy(np.concatenate(rows))
-        if not keys:
+        key = ("tars", *self._shards, *sorted(EXTENSIONS))
+        tensors = kept(key, lambda note: _read(self._shards, f"{split}: listing tars", note))
+        self._names, self._rows = Names.of(tensors["text"], tensors["ends"]), tensors["rows"]
+        if not len(self._names):
             files = f"the {len(shards)} {split} tar files of {root}"
             raise UserError(f"no images in {files}; they need members KEY.jpg and KEY.cls")
         count = int(self._rows[:, 3].max()) + 1
@@ -88,6 +86,18 @@ def _class_names(file: Path, count: int, split: str) -> list[str]:
         last = f"{split} has an image of class {count - 1} (counted from 0)"
         raise UserError(f"{file} has {len(classes)} lines, but {last}")
     return classes
+
+
+def _read(shards: list[str], description: str, note: Note) -> Tensors:
+    """SHARD:KEY of every image, and rows of (shard, offset, size, label)."""
+    keys, rows = [], [np.empty((0, 4), np.int64)]
+    for number in tracked(range(len(shards)), description):
+        note(shards[number])
+        images = _index(shards[number])
+        keys += [f"{os.path.basename(shards[number])}:{key}" for key, *_ in images]
+        rows.append(np.array([(number, *row) for _, *row in images], np.int64).reshape(-1, 4))
+    text, ends = Names(keys).tensors
+    return {"text": text, "ends": ends, "rows": torch.from_numpy(np.concatenate(rows))}
 
 
 def _index(path: str) -> list[tuple[str, int, int, int]]:

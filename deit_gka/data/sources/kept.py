@@ -1,0 +1,61 @@
+"""Lists of images, kept between starts in `$GKA_CACHE_DIR`, else `$XDG_CACHE_HOME/gka`, else `~/.cache/gka`.
+
+A list is kept with the stamps of every place that it was read from: class folders and the folders below them, or tars.
+A stamp is inode, size, and the times of the last change and of the last change of status, which nobody can set back. A
+folder's stamp changes when a name in it comes, goes or changes; a tar's when anything is written to it. A place that
+changed just before it was read may change again within the same tick of its clock: such a list is not kept.
+"""
+
+import contextlib
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterable
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from deit_gka.data.sources.base import Names
+from gka.impl.cpu.build import cache_folder
+from trainkit.files import atomic
+
+SWITCH = "GKA_KEEP_LISTS"  # 0: neither read nor write them
+FORMAT = "1"
+WORTH_KEEPING = 1.0  # seconds that reading a list takes; shorter ones are read every time
+SETTLED = 2.0  # seconds since the last change: file systems count time in steps of up to two seconds
+PLACES, STAMPS = ("places.text", "places.ends"), "places.stamps"
+Tensors = dict[str, torch.Tensor]
+Note = Callable[[str], None]
+
+
+def kept(key: Iterable[str], read: Callable[[Note], Tensors]) -> Tensors:
+    """The tensors of `read`, or those that an earlier call kept, if every place is now as it was then.
+
+    key: what the list is of. read: calls its argument with the path of every place before it reads that place. Where
+    the cache folder cannot be written, nothing is kept.
+    """
+    if os.environ.get(SWITCH) == "0":
+        return read(lambda place: None)
+    digest = hashlib.sha256("\0".join([FORMAT, *key]).encode(errors="surrogateescape")).hexdigest()
+    path = cache_folder() / "lists" / f"{digest}.safetensors"
+    with contextlib.suppress(OSError, SafetensorError, KeyError):  # absent, damaged, or a place is gone
+        known = load_file(path)
+        places = Names.of(*(known.pop(name) for name in PLACES))
+        if torch.equal(torch.tensor([stamp(place) for place in places]), known.pop(STAMPS)):
+            return known
+    noted: dict[str, tuple[int, ...]] = {}
+    clock, started = time.time(), time.perf_counter()
+    tensors = read(lambda place: noted.update({place: stamp(place)}))
+    latest = max((moment for found in noted.values() for moment in found[2:]), default=0)
+    if latest < (clock - SETTLED) * 1e9 and time.perf_counter() - started >= WORTH_KEEPING:
+        places = dict(zip(PLACES, Names(noted).tensors))
+        with contextlib.suppress(OSError), atomic(path) as temporary:
+            save_file({**tensors, **places, STAMPS: torch.tensor(list(noted.values()))}, temporary)
+    return tensors
+
+
+def stamp(place: str) -> tuple[int, ...]:
+    """What changes when a place does; links are followed. Raises OSError if it is gone."""
+    found = os.stat(place)
+    return found.st_ino & (2**63 - 1), found.st_size, found.st_mtime_ns, found.st_ctime_ns

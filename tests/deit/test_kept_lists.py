@@ -1,0 +1,181 @@
+"""Lists of images that are kept between starts: equal to fresh ones, and read again after any change."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import tiny
+from deit_gka.data.sources import kept, open_source
+from deit_gka.data.sources.base import list_hash
+from image_files import error, pair, png, value_of, write, write_tar
+
+TICK = 0.02  # seconds in which every file system's clock has moved on
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    """The cache folder; also short and fresh lists are kept."""
+    monkeypatch.setenv("GKA_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(kept, "WORTH_KEEPING", 0.0)
+    monkeypatch.setattr(kept, "SETTLED", -60.0)
+    return tmp_path / "cache/lists"
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    for name, value in (("a/1.png", 1), ("a/2.png", 2), ("a/deep/er/3.png", 3), ("b/4.png", 4)):
+        write(tmp_path / "data/train" / name, png(value))
+    write(tmp_path / "elsewhere/5.png", png(5))
+    (tmp_path / "data/train/c").symlink_to(tmp_path / "elsewhere")
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def tars(tmp_path) -> Path:
+    for number in range(3):
+        write_tar(tmp_path / f"tars/train-{number}.tar", [*pair("x", number, number), *pair("y", 9, 0)])
+    return tmp_path / "tars"
+
+
+def contents(data: Path) -> list[tuple[int, int]]:
+    source = open_source(str(data), "train")
+    return [(value_of(source.read(index)), source.read(index)[1]) for index in range(len(source))]
+
+
+def reads(monkeypatch, data: Path) -> int:
+    """How many times the places of `data` are listed when it is opened."""
+    seen = []
+    with monkeypatch.context() as patched:
+        for module, name in (("folder", "_images_under"), ("tars", "_index")):
+            whole = getattr(sys.modules[f"deit_gka.data.sources.{module}"], name)
+            patched.setattr(
+                f"deit_gka.data.sources.{module}.{name}", lambda *args, whole=whole: seen.append(args) or whole(*args)
+            )
+        open_source(str(data), "train")
+    return len(seen)
+
+
+@pytest.mark.parametrize("data", ["folder", "tars"])
+def test_kept_lists_are_equal(data, cache, request, monkeypatch):
+    data = request.getfixturevalue(data)
+    monkeypatch.setenv(kept.SWITCH, "0")
+    fresh, want = open_source(str(data), "train"), contents(data)
+    assert not cache.exists()
+    monkeypatch.delenv(kept.SWITCH)
+    assert reads(monkeypatch, data) > 0 and len(list(cache.iterdir())) == 1
+    assert reads(monkeypatch, data) == 0
+    again = open_source(str(data), "train")
+    assert list_hash(again) == list_hash(fresh) and again.ignored == fresh.ignored and contents(data) == want
+    assert [(old.dtype, old.shape) for old in again.index()] == [(new.dtype, new.shape) for new in fresh.index()]
+    monkeypatch.setenv(kept.SWITCH, "0")
+    assert reads(monkeypatch, data) > 0
+
+
+def set_back(path: Path, then: os.stat_result) -> None:
+    os.utime(path, ns=(then.st_atime_ns, then.st_mtime_ns))
+
+
+def replace_link(folder: Path) -> None:
+    shutil.copytree(folder / "train/b", folder.parent / "other")
+    (folder / "train/c").unlink()
+    (folder / "train/c").symlink_to(folder.parent / "other")
+
+
+CHANGES = {
+    "added": lambda folder: write(folder / "train/b/0.png", png(7)),
+    "added below": lambda folder: write(folder / "train/a/deep/er/9.png", png(7)),
+    "added behind a link": lambda folder: write(folder.parent / "elsewhere/9.png", png(7)),
+    "removed": lambda folder: (folder / "train/a/1.png").unlink(),
+    "renamed": lambda folder: (folder / "train/a/1.png").rename(folder / "train/a/7.png"),
+    "moved": lambda folder: (folder / "train/a/1.png").rename(folder / "train/b/1.png"),
+    "a folder below": lambda folder: write(folder / "train/b/new/1.png", png(7)),
+    "a new class": lambda folder: write(folder / "train/aa/1.png", png(7)),
+    "a class less": lambda folder: shutil.rmtree(folder / "train/a"),
+    "a class renamed": lambda folder: (folder / "train/a").rename(folder / "train/z"),
+    "another link": replace_link,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_every_change_of_names_is_noticed(change, folder, cache, monkeypatch):
+    """Also if somebody sets the folders' times of the last change back, as archives and copies do."""
+    before = contents(folder)
+    places = [path for path in folder.rglob("*") if path.is_dir()]
+    times = {path: path.stat() for path in places}
+    time.sleep(TICK)
+    CHANGES[change](folder)
+    for path, then in times.items():
+        if path.exists() and path.stat().st_mtime_ns != then.st_mtime_ns:
+            set_back(path, then)
+    after = contents(folder)
+    monkeypatch.setenv(kept.SWITCH, "0")
+    assert after == contents(folder) != before
+
+
+def test_changed_tars_are_noticed(tars, cache, monkeypatch):
+    assert contents(tars) == [(0, 0), (9, 0), (1, 1), (9, 0), (2, 2), (9, 0)]
+    path = tars / "train-1.tar"
+    time.sleep(TICK)
+    then, whole = path.stat(), path.read_bytes()
+    write_tar(path, [*pair("y", 8, 0), *pair("x", 7, 1)])
+    assert path.stat().st_size == then.st_size
+    set_back(path, then)
+    assert contents(tars)[2:4] == [(8, 0), (7, 1)]
+    path.rename(tars / "train-9.tar")
+    assert contents(tars)[2:] == [(2, 2), (9, 0), (8, 0), (7, 1)]
+    (tars / "train-9.tar").unlink()
+    assert contents(tars) == [(0, 0), (9, 0), (2, 2), (9, 0)]
+    path.write_bytes(whole[:700])
+    assert "fetch it again" in error(tars)
+
+
+def test_quick_and_fresh_lists_are_not_kept(folder, cache, monkeypatch):
+    """A folder that changed in the tick in which it was read would look unchanged after the next change."""
+    with monkeypatch.context() as patched:
+        patched.setattr(kept, "WORTH_KEEPING", 100.0)
+        contents(folder)
+    monkeypatch.setattr(kept, "SETTLED", 2.0)
+    contents(folder)
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize("damage", [b"", b"not a list", None, "torn"])
+def test_damaged_lists_are_read_again(damage, folder, cache, monkeypatch):
+    want = contents(folder)
+    (path,) = cache.iterdir()
+    whole = path.read_bytes()
+    if damage is None:
+        path.unlink()
+        path.mkdir()  # cannot be replaced either
+    else:
+        path.write_bytes(whole[: len(whole) // 2] if damage == "torn" else damage)
+    assert contents(folder) == want
+    assert damage is None or (path.read_bytes() == whole and reads(monkeypatch, folder) == 0)
+
+
+START = """
+import shutil, sys
+from deit_gka.data.sources import kept, open_source
+from deit_gka.data.sources.base import list_hash
+kept.WORTH_KEEPING, kept.SETTLED = 0.0, -60.0
+seen = set()
+for number in range(40):
+    seen.add(list_hash(open_source(sys.argv[1], "train")))
+    if number % 2:
+        for path in kept.cache_folder().glob("lists/*.safetensors"):
+            path.unlink(missing_ok=True)
+print(len(seen))
+"""
+
+
+def test_processes_that_start_together_all_read_whole_lists(folder, cache):
+    words = [sys.executable, "-c", START, str(folder)]
+    env = {**tiny.environment(), "GKA_CACHE_DIR": str(cache.parent)}
+    started = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=env) for _ in range(2)]
+    assert [process.communicate()[0].split()[-1] for process in started] == ["1"] * 2
+    assert not list(cache.glob(".tmp-*"))
