@@ -12,7 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runs import pages
-from runs.sections import benchmarks, core, demo, instructions, models, speed, study, summary
+from runs.sections import (
+    approximations,
+    benchmarks,
+    core,
+    demo,
+    instructions,
+    models,
+    neighbours,
+    speed,
+    study,
+    summary,
+)
 from trainkit.cli import UserError, run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -23,6 +34,8 @@ PAGES = (
     "deit_gka/README.md",
     "runs/README.md",
     "runs/study/README.md",
+    "runs/neighbours/README.md",
+    "runs/neighbours/approximations/README.md",
 )
 SECTIONS: dict[str, Callable[[], str]] = {
     "results": summary.results,  # the front page's
@@ -38,6 +51,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "core": core.core,
     "instructions": instructions.instructions,
     **study.TABLES,
+    **neighbours.TABLES,
+    **approximations.TABLES,
 }
 BLOCK = re.compile(r"<!-- table:(\S+) -->\n(?:.*?\n)??<!-- /table -->", re.DOTALL)
 

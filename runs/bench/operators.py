@@ -15,12 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
-from gka import dot_product_attention, gaussian_attention, select_impl, testing
+from gka import decode_attention, dot_product_attention, gaussian_attention, select_impl, testing
 from gka.api import EPS
 from gka.masking import Mask
-from nanochat_gka.model.attention import GKAAttention
 from nanochat_gka.model.blocks import Rotary
-from nanochat_gka.model.config import GPTConfig
 from runs.bench import baselines
 
 FORWARD, FULL = "forward", "forward+backward"
@@ -158,6 +156,12 @@ def gka_candidates(case: Case, device: torch.device, dtype: torch.dtype, phase: 
             name = f"gka {impl}" + (", general norms" if case.constant_norm and not constant_norm else "")
             role = "ours" if impl == auto and constant_norm == case.constant_norm else "variant"
             candidates[name] = role, _gaussian(case, impl, constant_norm)
+    if case.queries:  # what a model calls while it decodes
+        candidates = {name: ("variant", function) for name, (_, function) in candidates.items()}
+        candidates = {
+            "gka decoding": ("ours", partial(decode_attention, constant_norm=case.constant_norm)),
+            **candidates,
+        }
     dense = functools.cache(lambda *lengths: case.mask.dense(*lengths, device).to(dtype))
 
     def eager(x, log_sigma, cache=None):
@@ -169,20 +173,14 @@ def gka_candidates(case: Case, device: torch.device, dtype: torch.dtype, phase: 
 
 
 def derived_candidates(case: Case, device: torch.device) -> Candidates:
-    """A decoding step of the language model whose values are not rotated, from its layer on; and GKA written out."""
-    shape = dict(sequence_len=case.tokens, n_head=case.heads, n_kv_head=case.heads, n_embd=case.heads * case.head_dim)
-    layer = GKAAttention(GPTConfig(n_layer=1, attention="gka", gka_values="normalised", **shape), 0).to(device)
+    """A decoding step of a language model whose values are not rotated; and GKA written out."""
     derive, rotary = derived_keys(case, device)
-    with torch.no_grad():
-        layer.log_sigma.copy_(log_sigma(case, device))
-
-    def attend(x, _log_sigma, cache):
-        return layer.attend(rotary, x, (cache,))
 
     def eager(x, log_sigma, cache):
         return testing.plain_attention(x, log_sigma, keys=derive(cache), values=cache)
 
-    return {"gka model": ("ours", attend), "gka eager": ("eager", eager)}
+    ours = partial(decode_attention, rotary=rotary.tables, constant_norm=True)
+    return {"gka decoding": ("ours", ours), "gka eager": ("eager", eager)}
 
 
 def derived_keys(case: Case, device: torch.device) -> tuple[Callable[[torch.Tensor], torch.Tensor], Rotary]:

@@ -1,0 +1,59 @@
+"""All methods of the comparison in the paper's order, ours among them, as layers (B, N, C) -> (B, N, C)."""
+
+import copy
+
+import torch
+from torch import nn
+
+import runs.neighbours.methods  # noqa: F401  registers the methods
+from deit_gka.model.attention import ATTENTION
+from gka import KINDS, attention_cost
+from runs.neighbours.mixing import About, Mixing, MixingLayer
+from trainkit.cli import UserError
+
+DIM, HEADS = 192, 3  # DeiT-Ti's
+KIND_ROWS = {"softmax": "Standard Attention", "gka": "GKA", "vlt": "VLT"}  # VLT is the paper's ablation, not in Table 1
+REFERENCES = {"softmax": "arXiv 1706.03762", "gka": "the paper, section 3", "vlt": "the paper, section 4.4"}
+OURS = {
+    name: About(label, REFERENCES[name], KINDS[name].input_projections, causal=True, complexity="N² D")
+    for name, label in KIND_ROWS.items()
+}
+BUILT = {name: method.about for name, method in Mixing.METHODS.items()}
+ORDER = ("softmax", "non-local-means", "linear-transformer", "performer", "linformer", "nystromformer")
+ORDER += ("kernelized-rpe", "skyformer", "krause", "gka", "vlt")
+ABOUT: dict[str, About] = {name: (OURS | BUILT)[name] for name in ORDER}
+
+
+def check_names(names: list[str]) -> list[str]:
+    """The names, in the table's order; all of them if none is given. Raises UserError for another name."""
+    for name in names:
+        if name not in ABOUT:
+            raise UserError(f"--methods must be of {', '.join(ABOUT)}; got {name}")
+    return [name for name in ABOUT if not names or name in names]
+
+
+def layer(name: str, tokens: int, dim: int = DIM, heads: int = HEADS) -> nn.Module:
+    """A freshly initialised layer for sequences of `tokens`, without a causal mask."""
+    if name in OURS:
+        return ATTENTION[name](dim, num_heads=heads, qkv_bias=True)
+    return MixingLayer(Mixing.METHODS[name](heads, dim // heads, tokens))
+
+
+def cost(name: str, tokens: int, dim: int = DIM, heads: int = HEADS) -> dict[str, int]:
+    """Parameters of a layer, FLOPs of its matrix products for one sequence, forward, and its other FLOPs."""
+    if name in OURS:
+        known = attention_cost(name, dim, heads, tokens, value_bias=True)
+        return {"parameters": known.parameters, "flops": known.flops, "other_flops": 0}
+    built = layer(name, tokens, dim, heads)
+    parameters = sum(parameter.numel() for parameter in built.parameters())
+    return {"parameters": parameters, "flops": built.flops(tokens), "other_flops": built.mixing.other_flops(tokens)}
+
+
+def by_equation(built: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """A copy of a layer that builds every weight as the equation has it."""
+    copied = copy.deepcopy(built).to(dtype)
+    if isinstance(copied, MixingLayer):
+        copied.mixing.forward = copied.mixing.exact
+    else:
+        copied.fused_attn = False
+    return copied

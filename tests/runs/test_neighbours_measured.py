@@ -1,0 +1,143 @@
+"""How the methods of Table 1 are measured: the gate, the hooks into both trainers' models, rows and their table."""
+
+import json
+
+import pytest
+import timm
+import torch
+
+from nanochat_gka.model.config import GPTConfig
+from nanochat_gka.model.gpt import build
+from runs.neighbours import __main__ as command
+from runs.neighbours import speed, trainings
+from runs.neighbours.layers import ABOUT, BUILT, by_equation, check_names, layer
+from runs.neighbours.methods.performer import Performer
+from runs.neighbours.mixing import MixingLayer
+from runs.sections import neighbours
+from trainkit.cli import UserError
+
+CAUSAL = [name for name in BUILT if ABOUT[name].causal]
+
+
+@pytest.mark.parametrize("name", ABOUT)
+def test_every_layer_passes_the_gate(name):
+    assert speed.gate(name, 29) is None
+
+
+def test_the_gate_refuses_a_layer_that_is_not_its_equation(monkeypatch):
+    right = Performer.forward
+    monkeypatch.setattr(Performer, "forward", lambda self, q, k, v: right(self, q, k, v) * 1.001)
+    assert "y is off by" in speed.gate("performer", 29)
+
+
+def test_a_layer_by_its_equation_is_another_computation():
+    """The oracle of our kinds builds W; that of the others runs `exact`."""
+    assert by_equation(layer("gka", 8)).fused_attn is False
+    copied = by_equation(layer("krause", 8))
+    assert copied.mixing.forward == copied.mixing.exact
+
+
+def test_a_wrong_layer_is_a_row_with_its_reason_and_is_not_timed(monkeypatch):
+    monkeypatch.setattr(speed, "gate", lambda name: "y is wrong" if name == "krause" else None)
+    measured, _ = speed.time_layers(["krause", "linformer"], 17, rounds=2)
+    assert measured["krause"] == {"failed": "y is wrong"}
+    assert measured["linformer"]["samples"] == 2
+    assert 0 < measured["linformer"]["forward_ms"] < measured["linformer"]["both_ms"]
+
+
+def test_timm_builds_its_vit_with_the_method():
+    arguments = dict(patch_size=4, embed_dim=64, depth=2, num_heads=4, img_size=16, num_classes=10)
+    model = timm.create_model("deit_tiny_patch16_224", attn_layer=trainings.timm_name("linformer"), **arguments)
+    assert all(isinstance(block.attn, MixingLayer) for block in model.blocks)
+    assert model.blocks[0].attn.mixing.compress_keys.shape == (8, trainings.DIGIT_TOKENS)
+    assert model(torch.randn(2, 3, 16, 16)).shape == (2, 10)
+    # timm initialises the linear maps as its own attention's
+    assert model.blocks[0].attn.inputs.weight.std().item() == pytest.approx(0.02, rel=0.1)
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_a_gpt_mixes_with_the_method_and_sees_no_later_token(name):
+    torch.manual_seed(0)
+    config = GPTConfig(sequence_len=16, vocab_size=50, n_layer=2, n_head=2, n_kv_head=2, n_embd=64, value_embeds="none")
+    model, untouched = build(config, "cpu"), build(config, "cpu")
+    trainings.plug(model, name)
+    untouched.load_state_dict({k: v for k, v in model.state_dict().items() if ".mixing." not in k})
+    for gpt in (model, untouched):
+        for block in gpt.transformer.h:  # projections to the residual start at 0
+            torch.nn.init.normal_(block.attn.c_proj.weight, std=0.1, generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(50, (1, 16), generator=torch.Generator().manual_seed(2))
+    changed = ids.clone()
+    changed[:, 9:] = (ids[:, 9:] + 7) % 50
+    with torch.no_grad():
+        logits, later, softmax = model(ids), model(changed), untouched(ids)
+    torch.testing.assert_close(later[:, :9], logits[:, :9], rtol=1e-3, atol=1e-6)
+    assert not torch.allclose(later[:, 9:], logits[:, 9:], atol=1e-5)
+    assert not torch.allclose(softmax, logits, atol=1e-5)
+
+
+def test_what_a_method_learns_of_positions_is_not_a_matrix_to_the_optimiser():
+    config = trainings.language_config("kernelized-rpe", 0, 4, "packed", trainings.Path("out"))
+    model = build(GPTConfig(sequence_len=16, vocab_size=50, n_layer=2, n_head=2, n_kv_head=2, n_embd=64), "cpu")
+    trainings.plug(model, "kernelized-rpe")
+    kinds = {n: g.kind for g in trainings.groups_of(model, config, config.horizon(model, 1)) for n in g.names}
+    assert kinds["transformer.h.0.attn.mixing.bias"] == "adamw"
+    assert kinds["transformer.h.0.attn.c_q.weight"] == "muon"
+    assert kinds.keys() == dict(model.named_parameters()).keys()
+
+
+def test_names_are_checked():
+    with pytest.raises(UserError, match="got reformer"):
+        check_names(["gka", "reformer"])
+    assert check_names(["gka", "softmax"]) == ["softmax", "gka"]
+
+
+# Rows and table
+
+
+def row(part, metrics, **case):
+    about = {"kind": part, "date": "2026-11-22 12:00", "commit": "abc1234", "hardware": "a CPU", "torch": "2.14"}
+    return json.dumps({**about, "config": {"case": case}, "metrics": metrics}) + "\n"
+
+
+def cell(text, label, column):
+    lines = [[c.strip() for c in line.split("|")] for line in text.splitlines() if line.startswith("|")]
+    return next(line for line in lines if line[1] == label)[lines[0].index(column)]
+
+
+def test_a_measured_row_is_not_measured_again(tmp_path, monkeypatch):
+    config = command.NeighboursConfig(
+        what=["speed"], methods=["gka", "krause"], tokens=[17], rounds=1, results=tmp_path
+    )
+    asked = []
+
+    def timed(names, tokens, rounds):
+        asked.append(names)
+        return {name: {"failed": "of a test"} for name in names}, None
+
+    monkeypatch.setattr(speed, "time_layers", timed)
+    (tmp_path / "speed.jsonl").write_text(row("speed", {}, method="gka", tokens=17))
+    command.main(config)
+    command.main(config)
+    assert asked == [["krause"]]
+
+
+def test_the_table_has_means_over_seeds_and_says_what_is_not_run(tmp_path):
+    rows = [("gka", 0, 50, 97.0), ("gka", 1, 50, 98.0), ("gka", 1, 50, 99.0), ("krause", 0, 1, 10.0)]
+    lines = [row("digits", {"ema_top1": v}, method=m, seed=s, epochs=e) for m, s, e, v in rows]
+    (tmp_path / "digits.jsonl").write_text("".join(lines))
+    text = neighbours.table_1(tmp_path)
+    assert cell(text, "GKA", "digits: top-1 %") == "98.00 ± 1.41 (2 seeds)"  # the last row of a seed counts
+    assert cell(text, "Krause", "digits: top-1 %") == "not run"  # one epoch is not the table's fifty
+    assert cell(text, "GKA", "language: bits per byte") == "not run"
+    assert cell(text, "Linformer", "language: bits per byte") == "no causal form"
+    assert cell(text, "Non-Local NN", "parameters") == "not built"
+    assert cell(text, "GKA", "parameters") == "37,059"
+
+
+def test_the_table_of_speed_has_times_memory_and_reasons(tmp_path):
+    (tmp_path / "speed.jsonl").write_text(row("speed", {"forward_ms": 1.5, "both_ms": 4.0}, method="gka", tokens=197))
+    (tmp_path / "memory.jsonl").write_text(row("memory", {"failed": "needs more than 8 GiB"}, method="gka", tokens=197))
+    text = neighbours.speed(tmp_path)
+    assert cell(text, "GKA", "N = 197: ms") == "1.5 / 4.0"
+    assert cell(text, "GKA", "MiB") == "needs more than 8 GiB"
+    assert cell(text, "Performer", "N = 197: ms") == "not run"
