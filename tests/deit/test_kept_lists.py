@@ -2,17 +2,16 @@
 
 import os
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
-import tiny
 from deit_gka.data.sources import kept, open_source
 from deit_gka.data.sources.base import list_hash
-from image_files import error, pair, png, value_of, write, write_tar
+from image_files import error, hashes_of_lists, pair, png, value_of, write, write_tar
+from trainkit import workers
 
 TICK = 0.02  # seconds in which every file system's clock has moved on
 
@@ -158,24 +157,9 @@ def test_damaged_lists_are_read_again(damage, folder, cache, monkeypatch):
     assert damage is None or (path.read_bytes() == whole and reads(monkeypatch, folder) == 0)
 
 
-START = """
-import shutil, sys
-from deit_gka.data.sources import kept, open_source
-from deit_gka.data.sources.base import list_hash
-kept.WORTH_KEEPING, kept.SETTLED = 0.0, -60.0
-seen = set()
-for number in range(40):
-    seen.add(list_hash(open_source(sys.argv[1], "train")))
-    if number % 2:
-        for path in kept.cache_folder().glob("lists/*.safetensors"):
-            path.unlink(missing_ok=True)
-print(len(seen))
-"""
-
-
 def test_processes_that_start_together_all_read_whole_lists(folder, cache):
-    words = [sys.executable, "-c", START, str(folder)]
-    env = {**tiny.environment(), "GKA_CACHE_DIR": str(cache.parent)}
-    started = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=env) for _ in range(2)]
-    assert [process.communicate()[0].split()[-1] for process in started] == ["1"] * 2
+    """Every other time each of them deletes what the others may be reading."""
+    want = list_hash(open_source(str(folder), "train"))
+    with workers.context("deit_gka").Pool(2, workers.begin) as pool:
+        assert pool.map(hashes_of_lists, [(str(folder), str(cache.parent))] * 2, chunksize=1) == [{want}] * 2
     assert not list(cache.glob(".tmp-*"))

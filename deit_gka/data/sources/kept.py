@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save_file
 
 from deit_gka.data.sources.base import Names
 from gka.impl.cpu.build import cache_folder
@@ -40,7 +40,7 @@ def kept(key: Iterable[str], read: Callable[[Note], Tensors]) -> Tensors:
     digest = hashlib.sha256("\0".join([FORMAT, *key]).encode(errors="surrogateescape")).hexdigest()
     path = cache_folder() / "lists" / f"{digest}.safetensors"
     with contextlib.suppress(OSError, SafetensorError, KeyError):  # absent, damaged, or a place is gone
-        known = load_file(path)
+        known = load(path.read_bytes())  # load_file opens it twice; another process may replace it in between
         places = Names.of(*(known.pop(name) for name in PLACES))
         if torch.equal(torch.tensor([stamp(place) for place in places]), known.pop(STAMPS)):
             return known
