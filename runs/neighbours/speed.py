@@ -4,12 +4,12 @@ Only a layer that agrees with its own equation in float64 is timed. All take tur
 of a fresh process each, which may not take more than MEMORY_LIMIT.
 """
 
+import json
 import resource
 import statistics
+import subprocess
+import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from torch import nn
 
 from gka.testing.budget import disagreement
 from runs.bench.load import LoadWatch
-from runs.bench.measurement import one_line
 from runs.neighbours.layers import DIM, by_equation, cost, layer
 from trainkit.distributed import keep_freed_memory
 from trainkit.progress import console
@@ -27,6 +26,11 @@ MEMORY_LIMIT = 8 * 2**30  # bytes
 GATE_TOKENS = 211
 FLOOR = 64 * torch.finfo(torch.float32).eps
 WARM_UP_TO = 8192  # tokens; a longer pass takes so long that the first one is timed
+PEAK = """
+import json, sys
+from runs.neighbours.speed import peak_of_pass
+print(json.dumps(peak_of_pass(sys.argv[1], int(sys.argv[2]))))
+"""
 Times = dict[str, list[tuple[float, float]]]
 
 
@@ -122,8 +126,5 @@ def peak_rss_mib() -> float:
 def measure_peak(name: str, tokens: int) -> dict[str, Any]:
     """`peak_of_pass` in a fresh process."""
     console.print(f"memory of {name} at {tokens:,} tokens", highlight=False)
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        try:
-            return pool.submit(peak_of_pass, name, tokens).result()
-        except BrokenProcessPool as error:
-            return {"failed": one_line(error)}
+    done = subprocess.run([sys.executable, "-c", PEAK, name, str(tokens)], stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout) if not done.returncode else {"failed": f"ended with code {done.returncode}"}

@@ -53,9 +53,9 @@ def test_the_gate_stops_a_window_that_is_off_by_one(shift):
 
 
 def test_the_gate_stops_keys_that_are_derived_wrongly():
-    """A layer whose rotation is one position behind."""
+    """A step whose cache is one position behind."""
     case = Case.parse("2x20x2x16ndk")
-    right = operators(case, CPU, torch.float32, FORWARD)["gka model"]
+    right = operators(case, CPU, torch.float32, FORWARD)["gka decoding"]
     late = replace(right, function=lambda x, sigma, cache: right.function(x, sigma, cache.roll(1, 1)).roll(0, 1))
     assert "y is off" in gate(late, case, FORWARD, CPU)
 
