@@ -13,7 +13,7 @@ from trainkit.progress import console
 def command(module: str, flags: Iterable[Any], ranks: int = 1, torchrun: str = "") -> list[str]:
     """The words after `python` that run `module`, with `ranks` processes on this machine; torchrun: more of its flags.
 
-    --standalone stands for those if there are none.
+    --standalone takes their place if it is empty.
     """
     launcher = ["-m"]
     if ranks > 1 or torchrun:

@@ -23,6 +23,7 @@ Blends act on the block input x, (B, T, C), before anything reads it; x_-1 is 0.
                    4 C parameters. Canon A, Allen-Zhu, NeurIPS 2025, arXiv 2512.17351.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -36,17 +37,19 @@ Tensor = torch.Tensor
 ALL = slice(None)
 
 
-class Pairing(nn.Module):
+class Pairing(nn.Module, ABC):
     """(keys, values), (B, n, H, D) each, of n tokens to those of n slots. Slot j holds tokens j and j - 1 at most."""
 
     moves_keys: bool = True  # whether a slot's key is not its token's
     products: ClassVar[int] = 0  # of a number with a parameter, per token and channel
     activation_widths: ClassVar[int] = 1  # (B, T, C) tensors kept for the backward pass
 
-    def init_weights(self) -> None: ...
+    def init_weights(self) -> None:
+        """Set the parameters to their starting values."""
 
+    @abstractmethod
     def forward(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError
+        """The keys and values of the slots."""
 
 
 class HeadOffsets(Pairing):
@@ -100,17 +103,19 @@ class PartialOffset(Pairing):
         return norm(_one_later(keys, [(ALL, channels) for channels in self.unrotated])), values
 
 
-class Blend(nn.Module):
+class Blend(nn.Module, ABC):
     """x, (B, T, C), and the `reach` tokens before each, nearest first, to what the layer reads in place of x."""
 
     reach: ClassVar[int]
     activation_widths: ClassVar[int]
 
+    @abstractmethod
     def init_weights(self) -> None:
-        raise NotImplementedError
+        """Set the parameters to their starting values."""
 
+    @abstractmethod
     def forward(self, x: Tensor, earlier: Sequence[Tensor]) -> Tensor:
-        raise NotImplementedError
+        """What the layer reads, (B, T, C)."""
 
 
 class TokenShift(Blend):

@@ -56,7 +56,7 @@ def compile_kernel(function, constants: dict, capability: int, itemsize: int, wa
         return "fp32" if name in FLOATS else "i32"
 
     signature = {name: "constexpr" if name in constants else type_of(name) for name in names}
-    # At run time the JIT finds pointers and strides divisible by 16; without that there are no asynchronous copies.
+    # At run time the JIT finds pointers and strides divisible by 16; without that no copy is asynchronous.
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(names)

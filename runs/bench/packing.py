@@ -22,7 +22,6 @@ from nanochat_gka.data.corpora import ParquetCorpus
 from nanochat_gka.data.pool import pack_units
 from nanochat_gka.data.tokenizer import Tokenizer
 from nanochat_gka.data.units import plan_units
-from runs.bench.results import RESULTS
 from trainkit.cli import Bounds, Count, run
 from trainkit.results import append_result
 from trainkit.workers import cores
@@ -46,7 +45,7 @@ class PackingConfig:
     """Turns; the median counts."""
     sequence_len: Annotated[int, Bounds(1, 2**20)] = 2048
     """Context length T; rows hold T + 1 ids."""
-    results: Path = RESULTS / FILE
+    results: Path = Path("runs/results") / FILE
     """File of the JSON lines."""
 
 

@@ -14,7 +14,6 @@ import torch
 from runs.demo import language
 from runs.neighbours import speed, trainings
 from runs.neighbours.layers import ABOUT, DIM, HEADS, check_names
-from runs.sections.sources import RESULTS
 from trainkit import cli
 from trainkit.cli import Count
 from trainkit.progress import console
@@ -49,7 +48,7 @@ class NeighboursConfig:
     """Folder of packed rows for language; missing ones are made of the demo's text."""
     out: Path = Path("out/neighbours")
     """Folder for what the trainings write."""
-    results: Path = RESULTS / "neighbours"
+    results: Path = Path("runs/results/neighbours")
     """Folder of the results, a file of JSON lines for each part."""
     device_type: Literal["cpu"] = "cpu"
     """Device to measure on."""

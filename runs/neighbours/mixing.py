@@ -3,6 +3,7 @@
 Legend: B batch, H heads, N tokens, D head_dim, C = H * D. Tensors of a mixing are (B, H, N, D).
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -25,7 +26,7 @@ class About:
     complexity: str
 
 
-class Mixing(nn.Module):
+class Mixing(nn.Module, ABC):
     """A method: `forward` as one computes it, `exact` as its equation is written, with every weight built.
 
     tokens: the length that learned parameters are for; shorter inputs use a part of them. size: the number of features,
@@ -48,20 +49,20 @@ class Mixing(nn.Module):
         self.size = self.default_size() if size is None else size
 
     def default_size(self) -> int:
-        """m of the method; 0 where there is none."""
+        """m of the method; 0 where it has none."""
         return 0
 
+    @abstractmethod
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """y, (B, H, N, D), of three tensors of that shape."""
-        raise NotImplementedError
 
+    @abstractmethod
     def exact(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """The same, from the N x N weights of the paper's equation."""
-        raise NotImplementedError
 
+    @abstractmethod
     def flops(self, tokens: int) -> int:
         """FLOPs of a forward pass of one sequence: 2 x multiply-accumulates of the matrix products (gka/cost.py)."""
-        raise NotImplementedError
 
     def other_flops(self, tokens: int) -> int:
         """What Fourier transforms and differences of features add, which are not matrix products."""

@@ -30,7 +30,7 @@ def related_methods(sources: Sources) -> PaperTable:
             }
         rows += [[method, heading, text[key], ours.pop(heading, ""), ""] for key, heading in columns.items()]
         rows += [[method, measure, "", value, ""] for measure, value in ours.items()]
-    remark = f"Ours: one layer of width {dim}, {heads} heads, {tokens} tokens. The other methods are not built here."
+    remark = f"Ours: one layer of width {dim}, {heads} heads, {tokens} tokens. Most others: runs/neighbours."
     shown = table("related_methods", rows, [remark], [], about="Method")
     return replace(shown, text_columns=len(shown.headings))
 

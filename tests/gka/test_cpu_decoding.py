@@ -1,11 +1,10 @@
 """Decoding from a cache: within the error of float64, for ragged rows, derived keys, delays, windows, any stride."""
 
-import multiprocessing
-
 import pytest
 import torch
 import torch.nn.functional as F
 
+import processes
 from gka import decode_attention, gaussian_attention
 from gka.impl.cpu import build, decoding, op
 from gka.testing import make_features, make_log_sigma
@@ -167,24 +166,13 @@ def test_gaussian_attention_decodes_by_the_same_kernel():
         )
 
 
-def _in_a_child(arguments, queue):
-    queue.put(decode_attention(*arguments).sum().item())
-
-
 @needs_kernel
 def test_a_forked_process_computes_although_it_lost_the_threads(threads):
     threads(2)
     arguments = draw(1, 300)
     want = decode_attention(*arguments).sum().item()
-    context = multiprocessing.get_context("fork")
-    queue = context.Queue()
-    child = context.Process(target=_in_a_child, args=(arguments, queue))
-    child.start()
-    try:
-        assert queue.get(timeout=60) == pytest.approx(want, rel=1e-4)
-    finally:
-        child.kill()
-        child.join()
+    got = processes.in_a_forked_child(lambda: decode_attention(*arguments).sum().item())
+    assert got == pytest.approx(want, rel=1e-4)
 
 
 def test_gradients_go_another_way():

@@ -1,6 +1,5 @@
 """The CPU kernel: every mask and padding within the budget, bit-equal runs, threads, memory, forks, refusals."""
 
-import multiprocessing
 from functools import partial
 
 import pytest
@@ -8,6 +7,7 @@ import torch
 import torch.utils.checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import processes
 from gka import GaussianKernelAttention, gaussian_attention, select_impl, testing
 from gka.bandwidth import LOG_SIGMA_BOUND
 from gka.impl.cpu import build, op
@@ -151,23 +151,12 @@ def test_denormal_numbers_work_again_afterwards():
     assert (torch.tensor([1e-38]) / 10).item() > 0
 
 
-def _in_a_child(x, queue):
-    queue.put(attend(x, torch.zeros(2), causal=True).sum().item())
-
-
 def test_a_forked_process_computes_although_it_lost_the_threads(threads):
     threads(2)
     x = make_features("normal", (4, 50, 2, 16))
     want = attend(x, torch.zeros(2), causal=True).sum().item()
-    context = multiprocessing.get_context("fork")
-    queue = context.Queue()
-    child = context.Process(target=_in_a_child, args=(x, queue))
-    child.start()
-    try:
-        assert queue.get(timeout=60) == pytest.approx(want, rel=1e-4)
-    finally:
-        child.kill()
-        child.join()
+    got = processes.in_a_forked_child(lambda: attend(x, torch.zeros(2), causal=True).sum().item())
+    assert got == pytest.approx(want, rel=1e-4)
 
 
 CALLS = {

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from runs.sections import benchmarks, demo, sources, speed, summary
 from trainkit.cli import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "runs/results"
 RECORD = {"date": "2026-11-21 17:04", "commit": "a14f06e", "hardware": "a CPU, 2 threads", "torch": "2.14"}
 
 
@@ -25,6 +27,14 @@ def write(path, lines):
 def test_the_pages_say_what_the_result_files_say():
     done = subprocess.run([sys.executable, "-m", "runs.tables", "--check"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.rglob("*.jsonl")), ids=lambda path: str(path.relative_to(RESULTS)))
+def test_commands_of_results_can_be_given_anywhere(path):
+    """They are of the repository's root, and no path of the machine that ran them is in them."""
+    for line in path.read_text().splitlines():
+        words = shlex.split(json.loads(line)["command"])
+        assert not [word for word in words if word.startswith(("/", "~")) or "=/" in word], words
 
 
 def test_every_table_is_on_one_page():

@@ -155,6 +155,19 @@ def call(module: str, *flags, ranks: int = 1, check: bool = True, folder: Path) 
     return done
 
 
+def in_a_forked_child(compute, timeout: float = 60):
+    """What `compute()` gives in a child that is forked from this process, with whatever threads that has lost."""
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    child = context.Process(target=lambda: queue.put(compute()))
+    child.start()
+    try:
+        return queue.get(timeout=timeout)
+    finally:
+        child.kill()
+        child.join()
+
+
 def descendants(pid: int) -> list[int]:
     found = []
     with contextlib.suppress(OSError):
