@@ -91,6 +91,16 @@ def packed(tokenized):
     return root
 
 
+@pytest.fixture
+def no_compiler():
+    """torch.compile finds no C++ compiler in this process."""
+    from torch._inductor import config
+
+    torch._dynamo.reset()  # what is compiled needs no compiler
+    with config.patch({"cpp.cxx": (None, "no-such-compiler")}):
+        yield
+
+
 @pytest.fixture(scope="module")  # Playwright keeps an event loop running in its thread, which other tests must not meet
 def browser():
     """A headless Chromium; see `tests/support/browser.py`."""

@@ -144,6 +144,14 @@ def test_a_mistake_is_one_line(main, config, flags, words, tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    "main, config, flags",
+    [(deit.main, deit.DeitConfig, ["--compile-mode", "default"]), (gpt.main, gpt.GPTBenchConfig, ["--compile", "on"])],
+)
+def test_a_benchmark_that_cannot_compile_is_one_line(no_compiler, main, config, flags, tmp_path, capsys):
+    test_a_mistake_is_one_line(main, config, flags, f"{' '.join(flags)}: torch.compile fails here", tmp_path, capsys)
+
+
 def test_the_command_leaves_with_2_for_a_mistake(tmp_path):
     flags = ["--results", tmp_path, "--device-type", "cpu", "--shapes", "1x0x1x16"]
     command = [sys.executable, "-m", "runs.bench.attention", *flags]
