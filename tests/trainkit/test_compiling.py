@@ -15,7 +15,7 @@ def test_training_compiled_needs_a_compiler(packed, tmp_path):
     """A real process whose PATH has nothing, not even compiled programs of before in a cache."""
     variables = {name: value for name, value in environment().items() if name != "CXX"}
     variables |= {"PATH": str(tmp_path / "none"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    done = tiny.call(MODULE, *flags(packed, tmp_path, "--compile", "on"), env=variables, check=False)
+    done = tiny.call(MODULE, *flags(packed, tmp_path, "--compile", "on"), real=True, env=variables, check=False)
     words = r"--compile on: torch\.compile fails here: .*compiler.*; install g\+\+, or use --compile off$"
     tiny.assert_one_line_error(done, words)
     assert "step 0" not in done.stdout and not (tmp_path / "run" / "checkpoints").exists()
