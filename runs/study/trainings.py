@@ -35,7 +35,7 @@ class Trainings:
                         bar.remove_task(tasks.pop(cell))
                 for cell, job in self.running.items():
                     if cell not in tasks:
-                        tasks[cell] = bar.add_task(cell.label, total=cell.steps, status="")
+                        tasks[cell] = bar.add_task(cell.label, total=job.steps, status="")
                     step, status = job.progress()
                     bar.update(tasks[cell], completed=step, status=status)
                 bar.update(whole, completed=self.recorded, total=self.recorded + waiting, status=f"{waiting} left")
