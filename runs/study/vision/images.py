@@ -39,14 +39,22 @@ PHOTOS = Setting(
 )
 
 
+def setting_of(name: str) -> Setting:
+    """The model and recipe for images of that name."""
+    return DIGITS if name == "digits" else PHOTOS
+
+
 @dataclass(frozen=True)
 class Images:
     """name: in results. data: for the trainer's --data. identity: what the same images have in common everywhere."""
 
     name: str
     data: str
-    setting: Setting
     identity: dict[str, Any]
+
+    @property
+    def setting(self) -> Setting:
+        return setting_of(self.name)
 
 
 def load(data: str, base: Path) -> Images:
@@ -60,14 +68,14 @@ def load(data: str, base: Path) -> Images:
     check_classes(sources["train"], sources["val"])
     counts = {f"{split} images": len(source) for split, source in sources.items()}
     if data == "digits":
-        return Images("digits", "digits", DIGITS, {"images": "digits", **counts})
+        return Images("digits", "digits", {"images": "digits", **counts})
     name = Path(data.partition(":")[2] or data).resolve().name
     identity = {"images": name, **counts, "short_side": SHORT_SIDE, "sha256": fingerprint(sources)}
     folder = base / f"{name}-{SHORT_SIDE}-{identity['sha256'][:8]}"
     if not (folder / MANIFEST).exists() or read_json(folder / MANIFEST, "manifest of small images") != identity:
         write_small(sources, folder)
         write_json(folder / MANIFEST, identity)
-    return Images(name, str(folder), PHOTOS, identity)
+    return Images(name, str(folder), identity)
 
 
 def fingerprint(sources: dict[str, Source]) -> str:

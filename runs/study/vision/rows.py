@@ -2,6 +2,7 @@
 
 import statistics
 from pathlib import Path
+from typing import Any
 
 from deit_gka.training.trainer import Trainer
 from runs.demo.commands import START_SECONDS, Job
@@ -62,14 +63,18 @@ class VisionStudy(Ledger):
         return record["metrics"]
 
     def score(self, metrics) -> tuple[float, float]:
-        """Errors of the averaged weights in percent; of equal ones, the loss."""
-        return 100 - metrics["ema_top1"], metrics["ema_loss"]
+        return score(metrics)
 
     def said(self, cell: VisionCell) -> str:
         return f"EMA top-1 {100 - self.done()[cell][0]:.2f} %"
 
     def command(self, cell: VisionCell) -> str:
         return f"python -m runs.study.vision --data {self.images.name} --only {self.key(cell)}"
+
+
+def score(metrics: dict[str, Any]) -> tuple[float, float]:
+    """By which runs are compared: errors of the averaged weights in percent, and of equal ones the loss."""
+    return 100 - metrics["ema_top1"], metrics["ema_loss"]
 
 
 def depth_of(images: Images) -> int:
