@@ -1,6 +1,7 @@
 """Question 6 on some images: what trains a cell, and what a finished one's row says."""
 
 import statistics
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,15 @@ REPORTS = ("--eval-every", -1, "--num-workers", 0, "--log-every", 30, "--save-ev
 
 
 class VisionPace:
-    """Images/s of training and evaluation together, median over the finished cells."""
+    """Images/s of training, median over the finished cells that were long enough to be timed."""
 
-    def __init__(self, images: Images, rows: list[dict]):
-        self.images, self.measured = images, {"images/s": [row["metrics"]["images_per_second"] for row in rows]}
-        self.measured = self.measured if rows else {}
+    def __init__(self, images: Images, rows: Iterable[dict[str, Any]]):
+        speeds = [speed for row in rows if (speed := row["metrics"]["images_per_second"])]
+        self.images, self.measured = images, {"images/s": statistics.median(speeds)} if speeds else {}
 
     def seconds(self, cell: VisionCell) -> float:
         setting = self.images.setting
-        speed = statistics.median(self.measured.get("images/s", [setting.images_per_second]))
+        speed = self.measured.get("images/s", setting.images_per_second)
         return START_SECONDS + setting.epochs * self.images.identity["train images"] / speed
 
 
@@ -57,7 +58,7 @@ class VisionStudy(Ledger):
         return Job(cell.label, "deit_gka.train", flags, folder, self.steps(), finish_keys=self.FINISH_KEYS)
 
     def pace(self) -> VisionPace:
-        return VisionPace(self.images, list(self.rows().values()))
+        return VisionPace(self.images, self.rows().values())
 
     def metrics(self, record, cell: VisionCell):
         return record["metrics"]
