@@ -30,7 +30,7 @@ TINY = Setting(
     batch=12,
     images_per_second=100,
 )
-HYBRID, REFUSED = VisionCell("GA", "LU", seed=1), VisionCell("gka", "LURB")
+HYBRID = VisionCell("GA", "LU", seed=1)
 
 
 @pytest.fixture(scope="module")
@@ -40,15 +40,15 @@ def pictures(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def study(pictures, tmp_path_factory):
-    """A study of the pictures whose one cell is finished and whose other cell has failed."""
+    """A study of the pictures whose one cell is finished."""
     folder = tmp_path_factory.mktemp("study")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(settings, "PHOTOS", TINY)
         patch.setattr(settings, "SHORT_SIDE", 16)
         patch.setenv("OMP_NUM_THREADS", "1")
         one = VisionStudy(load(str(pictures), folder / "images"), folder / "rows.jsonl", folder / "runs", ["some"])
-        one.GROUPS = {"some": lambda done: [HYBRID, REFUSED]}
-        assert Trainings(one, at_once=2, threads=1, device_type="cpu").run()
+        one.GROUPS = {"some": lambda done: [HYBRID]}
+        assert Trainings(one, at_once=1, threads=1, device_type="cpu").run()
         yield one
 
 
@@ -60,8 +60,6 @@ def test_a_finished_cell_is_a_row_without_places_of_this_machine(study, pictures
     assert 0 <= row["metrics"]["ema_top1"] <= 100 and row["metrics"]["parameters"] > 0
     assert row["config"]["attention"] == "GA" and row["config"]["seed"] == 1
     assert "spatial_offsets=LU" in row["config"]["model_kwargs"] and str(pictures) not in json.dumps(row)
-    [failed] = study.failed().values()
-    assert "LURB has 4 letters but there are 2 heads" in failed["reason"]
 
 
 def test_finished_cells_are_not_trained_again_and_are_scored_by_errors(study):
@@ -142,7 +140,7 @@ def test_the_table_has_means_spreads_and_paired_intervals(tmp_path):
 
 def test_the_list_and_mistakes_are_short(study, capsys, tmp_path):
     show_left(study)
-    assert "some: 0 of 2 left, 1 failed" in capsys.readouterr().out
+    assert "some: 0 of 1 left" in capsys.readouterr().out
     with pytest.raises(UserError, match="--groups nothing: the groups are rates, seeds, or all"):
         main(VisionStudyConfig(groups=["nothing"], runs=tmp_path))
     with pytest.raises(UserError, match="does not exist"):
