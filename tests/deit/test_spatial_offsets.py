@@ -125,9 +125,9 @@ def test_every_implementation_of_the_operator_serves_them(impl):
 
 
 def test_pattern_starts_again_in_every_layer_and_its_case_does_not_matter(images):
-    model = small(spatial_offsets="nl", depth=3).eval()
-    assert [block.attn.offsets.pattern for block in model.blocks] == ["NL"] * 3
-    twin = small(spatial_offsets="NLN", depth=3).eval()
+    model = small(spatial_offsets="ln", depth=3).eval()
+    assert [block.attn.offsets.pattern for block in model.blocks] == ["LN"] * 3
+    twin = small(spatial_offsets="LNL", depth=3).eval()
     twin.load_state_dict(model.state_dict())
     assert torch.equal(twin(images), model(images))
 
