@@ -23,8 +23,9 @@ PAPER      = --base $(BASE) $(PROCESSES)
 as_given   = $(if $(value $(1)),$(2) $(call quoted,$(value $(1))))# by value: a $ in a text is a $
 SHOWN      = $(call as_given,IMAGE,--image) $(call as_given,TEXT,--text)
 .PHONY: help setup demo test test-gpu lint bench data tokenizer tokenize pretrain-d20 pretrain-d20-base \
-        pretrain-d20-best eval-bpb eval-bpb-base eval-core eval-core-base sample export train-deit-ti train-deit-s train-deit-b eval-deit \
-        ablate-projections figures tables claims report explore study vendor diff unpatch test-patches clean
+        pretrain-d20-best eval-bpb eval-bpb-base eval-core eval-core-base sample export train-deit-ti train-deit-s \
+        train-deit-b eval-deit ablate-projections figures tables claims report explore study vendor diff unpatch \
+        test-patches clean
 help:  ## list the targets
 	@$(NAMES) help $(GIVEN)
 setup: $(READY)  ## create .venv and install everything (the other targets do it once by themselves)
