@@ -20,7 +20,6 @@ from runs.neighbours.approximations.measure import CPU, EXACT, Truth, time_in_tu
 from runs.neighbours.approximations.pictures import draw
 from runs.neighbours.approximations.rows import FUSED, Approximations
 from runs.neighbours.approximations.sources import RANDOM, case_of
-from runs.sections.sources import RESULTS
 from trainkit.cli import Bounds, UserError, run
 from trainkit.progress import console
 from trainkit.results import append_line, append_result, read_results
@@ -59,9 +58,9 @@ class ApproximationsConfig:
     """Threads; 0 leaves torch's own number."""
     nice: Annotated[int, Bounds(0, 19)] = 0
     """How far other programs go first."""
-    results: Path = RESULTS / "neighbours/approximations.jsonl"
+    results: Path = Path("runs/results/neighbours/approximations.jsonl")
     """File of the results."""
-    pictures: Path = RESULTS / "pictures"
+    pictures: Path = Path("runs/results/pictures")
     """Folder of the picture."""
 
 
