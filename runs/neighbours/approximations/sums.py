@@ -59,31 +59,33 @@ def kernel(queries: torch.Tensor, keys: torch.Tensor, sigma: torch.Tensor) -> to
     return exponent.div_(sigma.to(queries.dtype).square()[:, None, None]).clamp_(max=0).exp_()
 
 
-def attend(case: Case, features: Features, near: bool = False) -> Sums:
+def attend(case: Case, features: Features, near: bool = False, block: int = BLOCK) -> Sums:
     """The sums of a case. near: keys of a query's own block and of those beside it are weighted exactly."""
     ones = case.values.new_ones(*case.values.shape[:2], 1)
     values = torch.cat([case.values, ones], dim=-1)
-    shares = _Shares(case, features, values)
+    shares = _Shares(case, features, values, block)
     states = _prefixes(shares, near) if case.causal else _others(shares, near)
-    result = torch.empty_like(values)
+    mixed = []
     for place, state in zip(shares.places, states):
         queries = features.of_queries(case.queries[:, place])
-        result[:, place] = queries @ features.through_middle(state)
+        part = queries @ features.through_middle(state)
         if near:
-            result[:, place] += _exactly(case, values, place)
+            part = part + _exactly(case, values, place, block)
         elif case.causal:  # the block itself, which the prefix does not hold
             weights = queries @ features.through_middle(features.of_keys(case.keys[:, place]).mT)
-            result[:, place] += weights.tril() @ values[:, place]
+            part = part + weights.tril() @ values[:, place]
+        mixed.append(part)
+    result = torch.cat(mixed, dim=1)
     return Sums(result[..., :-1], result[..., -1])
 
 
 class _Shares:
     """sum_j psi(k_j) [v_j, 1] of each block, (H, m, D + 1), computed when it is asked for."""
 
-    def __init__(self, case: Case, features: Features, values: torch.Tensor):
+    def __init__(self, case: Case, features: Features, values: torch.Tensor, block: int):
         self.case, self.features, self.values = case, features, values
         tokens = values.shape[1]
-        self.places = [slice(start, min(start + BLOCK, tokens)) for start in range(0, tokens, BLOCK)]
+        self.places = [slice(start, min(start + block, tokens)) for start in range(0, tokens, block)]
 
     def __len__(self) -> int:
         return len(self.places)
@@ -114,10 +116,10 @@ def _others(shares: _Shares, near: bool) -> Iterator[torch.Tensor]:
         yield total - sum(beside.values())
 
 
-def _exactly(case: Case, values: torch.Tensor, place: slice) -> torch.Tensor:
+def _exactly(case: Case, values: torch.Tensor, place: slice, block: int) -> torch.Tensor:
     """The share of near keys in the sums of a block, (H, n, D + 1)."""
-    after = place.stop if case.causal else place.stop + BLOCK
-    around = slice(max(0, place.start - BLOCK), min(after, values.shape[1]))
+    after = place.stop if case.causal else place.stop + block
+    around = slice(max(0, place.start - block), min(after, values.shape[1]))
     weights = kernel(case.queries[:, place], case.keys[:, around], case.sigma)
     if case.causal:
         weights = weights.tril(place.start - around.start)
