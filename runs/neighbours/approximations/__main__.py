@@ -15,7 +15,6 @@ from typing import Annotated, Any, Literal
 import torch
 
 from runs.bench.measurement import Plan
-from runs.neighbours import trainings
 from runs.neighbours.approximations import training
 from runs.neighbours.approximations.case import random_case
 from runs.neighbours.approximations.forms import FORMS
@@ -66,7 +65,7 @@ class ApproximationsConfig:
     """What is trained."""
     epochs: Count = 8
     """Epochs of each vision model."""
-    steps: Count = trainings.STEPS
+    steps: Count = 300
     """Steps of each language model."""
     out: Path = Path("out/neighbours")
     """Folder for what the trainings write."""

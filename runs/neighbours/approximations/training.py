@@ -94,9 +94,9 @@ def timm_name(form: str) -> str:
 
 
 def train_digits(form: str, seed: int, epochs: int, out: Path) -> Numbers | None:
-    """The demo's vision recipe at 32 pixels and patches of 2: 257 tokens. None if a signal ended the run."""
-    kwargs = [word for word in vision.MODEL_FLAGS[1:] if not word.startswith("patch_size")]
-    kwargs += [f"patch_size={PATCH}", f"attn_layer={timm_name(form)}"]
+    """The demo's vision recipe at depth 2, 32 pixels, patches of 2: 257 tokens. None if a signal ended the run."""
+    kwargs = [word for word in vision.MODEL_FLAGS[1:] if not word.startswith(("patch_size", "depth"))]
+    kwargs += [f"patch_size={PATCH}", f"depth={trainings.DEPTH}", f"attn_layer={timm_name(form)}"]
     tag = f"{form.replace(' ', '')}-{epochs}-seed{seed}"
     recipe = trainings.vision_config("gka", seed, epochs, out / "approximations")
     own = dict(model_kwargs=tuple(kwargs), input_size=IMAGE_SIZE, warmup_epochs=1)  # the demo's 5 are for 50 epochs
