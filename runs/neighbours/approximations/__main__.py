@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import torch
 
 from runs.bench.measurement import Plan
-from runs.neighbours.approximations import training
+from runs.neighbours.approximations import rows, training
 from runs.neighbours.approximations.case import random_case
 from runs.neighbours.approximations.forms import FORMS
 from runs.neighbours.approximations.measure import CPU, EXACT, Truth, time_in_turns
@@ -146,7 +146,7 @@ def measure_time(config: ApproximationsConfig, results: Results) -> None:
 
 def measure_training(config: ApproximationsConfig, results: Results) -> None:
     """A row for every task, seed and form, the exact operator's first."""
-    forms = (training.EXACT, *(form for form in training.APPROXIMATE if form in config.forms))
+    forms = (rows.EXACT, *(form for form in rows.APPROXIMATE if form in config.forms))
     for task, seed, form in itertools.product(config.tasks, range(config.seeds), forms):
         length = config.epochs if task == "digits" else config.steps
         row = dict(part="training", task=task, form=form, seed=seed, length=length)

@@ -97,6 +97,6 @@ def _prefixes(shares: Iterable[torch.Tensor], near: bool) -> Iterator[torch.Tens
 
 def _others(shares: list[torch.Tensor], near: bool) -> Iterator[torch.Tensor]:
     """For every block the sum of all shares; with near without its own and those beside it."""
-    total = torch.stack(shares).sum(0)
+    total = sum(shares)
     for block in range(len(shares)):
-        yield total - torch.stack(shares[max(0, block - 1) : block + 2]).sum(0) if near else total
+        yield total - sum(shares[max(0, block - 1) : block + 2]) if near else total

@@ -24,11 +24,10 @@ from runs.neighbours import trainings
 from runs.neighbours.approximations.case import Case
 from runs.neighbours.approximations.forms import FORMS
 from runs.neighbours.approximations.landmarks import nystrom
+from runs.neighbours.approximations.rows import BEST, EXACT, WINDOW
 from runs.neighbours.approximations.sums import Features, attend
 from trainkit.loop import finish_record, launch
 
-EXACT, BEST, WINDOW = "exact", "window + Nyström", "window"
-APPROXIMATE = (BEST, WINDOW)
 Task = Literal["digits", "language", "language, offsets"]
 IMAGE_SIZE, PATCH = 32, 2  # pixels: 256 patches and CLS
 SEQUENCE_LEN = 2048
