@@ -89,10 +89,11 @@ def answer(path: Path = RESULTS / FILE) -> str:
 
 
 def trained(path: Path = RESULTS / FILE) -> str:
-    """What models reach with the exact operator and with approximations; a row for each task and length of training."""
+    """What models reach with the exact operator and with approximations, in the longest trainings of each task."""
     results, rows = Approximations.read(path), []
     records = [record for record in results.records if record["config"]["part"] == "training"]
-    for task, length in dict.fromkeys((r["config"]["task"], r["config"]["length"]) for r in records):
+    for task in dict.fromkeys(r["config"]["task"] for r in records):
+        length = max(r["config"]["length"] for r in records if r["config"]["task"] == task)
         key, form, unit = TRAINED["digits" if task == "digits" else "language"]
         cells = []
         for name in (EXACT, *APPROXIMATE):
