@@ -30,7 +30,7 @@ class TrainConfig(OptimConfig, ModelFlags, BundleFlags, RunConfig):
     model_tag: MayChange[str] = ""
     """Name of the run; empty takes d<depth>-<attention>, with offsets and values unlike the paper's: d20-gka-PS-raw."""
     compile: MayChange[Literal["auto", "on", "off"]] = "auto"
-    """Whether to use torch.compile; auto does on CUDA."""
+    """Whether to use torch.compile; auto does on CUDA if a compiler is installed."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """What activations and products are rounded to, matrices are float32; auto = bfloat16 on CUDA, else float32."""
     verify_data: MayChange[bool] = True
