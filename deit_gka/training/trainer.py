@@ -20,6 +20,7 @@ from deit_gka.data.workers import BatchLoader
 from deit_gka.model.accounting import cost_of
 from deit_gka.model.attention import operators_of
 from deit_gka.model.checkpoints import build, describe
+from deit_gka.model.origin import read_origin
 from deit_gka.model.warm_start import check_same, fingerprint, read_weights, warm_start
 from deit_gka.training.broken import BrokenList
 from deit_gka.training.config import TrainConfig
@@ -60,7 +61,7 @@ class Trainer(BaseTrainer):
         prepare_student(self.model, config, config.model)
         teacher = None
         if config.distillation_type != "none":
-            teacher = load_teacher(config.teacher_model, config.teacher_path, classes).to(runtime.device)
+            teacher = load_teacher(config, classes).to(runtime.device)
         if config.grad_checkpointing:
             self.model.set_grad_checkpointing(True)
         self.average = make_average(self.model, config)
@@ -94,9 +95,12 @@ class Trainer(BaseTrainer):
 
     def _start_from(self, source: str) -> None:
         """Take what fits of the weights in `source`, and say what that is."""
-        weights = read_weights(source)
+        weights, origin = read_weights(source), read_origin(source)
         self.initial_weights = {"from": source, "hash": fingerprint(weights)}
-        self.runtime.print(f"starting from {source}: {warm_start(self.model, weights, source)}")
+        done = warm_start(self.model, weights, source, origin.classes, self.images.classes)
+        self.runtime.print(f"starting from {source}: {done}")
+        for warning in origin.warnings(source, self.images.classes, self.config):
+            self.runtime.print(f"warning: {warning}")
         if self.average is not None:
             self.average.set(self.model)
 

@@ -34,7 +34,7 @@ class TrainConfig(OptimConfig, ModelFlags, BundleFlags, RunConfig):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """What activations and products are rounded to, matrices are float32; auto = bfloat16 on CUDA, else float32."""
     verify_data: MayChange[bool] = True
-    """Check the data's checksums before training."""
+    """Check the data's checksums before training, on every machine."""
 
     max_seq_len: Annotated[int, Bounds(1, other=(-1, "the data's"))] = -1
     """Context length T; -1 takes the data's."""

@@ -52,7 +52,7 @@ class Trainer(BaseTrainer):
     def __init__(self, config: TrainConfig, runtime: Runtime, checkpoint: Checkpoint | None = None):
         super().__init__(config, runtime)
         # Data
-        self.data = PackedData(config.data, verify=config.verify_data and runtime.is_main)
+        self.data = PackedData(config.data, verify=config.verify_data and runtime.is_first_here)
         sequence_len, vocab_size = self.data.sequence_len, self.data.tokenizer.vocab_size
         if config.max_seq_len not in (-1, sequence_len):
             raise UserError(
