@@ -22,6 +22,8 @@ from runs.sections import (
     neighbours,
     speed,
     study,
+    study_next,
+    study_vision,
     summary,
 )
 from trainkit.cli import UserError, run
@@ -53,6 +55,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "core": core.core,
     "instructions": instructions.instructions,
     **study.TABLES,
+    **study_vision.TABLES,
+    **study_next.TABLES,
     **neighbours.TABLES,
     **approximations.TABLES,
 }

@@ -30,6 +30,7 @@ from deit_gka.training.images import RunImages
 from deit_gka.training.meter import UPDATES_NOT_TIMED, Meter
 from deit_gka.training.optim import load_state_tensors, make_average, make_optimizer, make_schedule, state_tensors
 from deit_gka.training.reports import ACCURACY_KEYS, EVAL_KEYS, accuracy_text, epoch_text, opening_lines, trusted
+from trainkit import compiling
 from trainkit.checkpoint import Checkpoint, Tensors
 from trainkit.cli import UserError
 from trainkit.distributed import Runtime, Stop
@@ -51,6 +52,8 @@ class Trainer(BaseTrainer):
         self.steps_per_epoch = self.images.order.steps_per_epoch
         self.steps = config.epochs * self.steps_per_epoch
         # Model
+        automatic = "max-autotune" if runtime.device.type == "cuda" else compiling.OFF
+        self.compile_mode = compiling.mode("--compile", config.compile, automatic, runtime)
         self.kwargs = config.timm_arguments()
         drop_path = config.drop_path_of(config.model)
         settings = {**({"drop_path_rate": drop_path} if drop_path else {}), **self.kwargs}
@@ -114,7 +117,7 @@ class Trainer(BaseTrainer):
     @cached_property
     def network(self) -> nn.Module:
         """`model` as it is trained, with the gradients of all processes: made, on all of them, for the first update."""
-        network = compiled_and_joined(self.model, self.config.compile, self.runtime)
+        network = compiled_and_joined(self.model, self.compile_mode, self.runtime)
         if len(self.pieces) > 1:  # gradients outlive a backward: not in memory that CUDA graphs use again
             for parameter in self.model.parameters():
                 parameter.grad = torch.zeros_like(parameter)

@@ -1,23 +1,20 @@
 """The benchmarks as commands: end to end on tiny shapes, and mistakes as one line."""
 
 import re
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import timm
 import torch
 
+import processes
 from gka.impl.cpu import build
 from runs.bench import attention, deit, gpt, onnx, operator_error, report
 from trainkit import cli
 from trainkit.progress import read_lines
 
 OWN = torch.get_num_threads()
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_benchmarks_run_end_to_end(tmp_path, capsys):
@@ -181,10 +178,17 @@ def test_a_mistake_is_one_line(main, config, flags, words, tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    "main, config, flags",
+    [(deit.main, deit.DeitConfig, ["--compile-mode", "default"]), (gpt.main, gpt.GPTBenchConfig, ["--compile", "on"])],
+)
+def test_a_benchmark_that_cannot_compile_is_one_line(no_compiler, main, config, flags, tmp_path, capsys):
+    test_a_mistake_is_one_line(main, config, flags, f"{' '.join(flags)}: torch.compile fails here", tmp_path, capsys)
+
+
 def test_the_command_leaves_with_2_for_a_mistake(tmp_path):
     flags = ["--results", tmp_path, "--device-type", "cpu", "--shapes", "1x0x1x16"]
-    command = [sys.executable, "-m", "runs.bench.attention", *flags]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = processes.call("runs.bench.attention", *flags, check=False, folder=tmp_path / "output")
     assert done.returncode == 2 and done.stderr.strip().splitlines()[-1].startswith("error: --shapes: expected BxTxHxD")
 
 
@@ -223,14 +227,13 @@ def test_the_operator_benchmark_on_cuda(tmp_path):
         )
 
 
-def test_help_measures_nothing():
+def test_help_measures_nothing(tmp_path):
     results = operator_error.RESULTS.read_bytes()
-    words = [sys.executable, "-m", "runs.bench.operator_error", "--help"]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    done = processes.call("runs.bench.operator_error", "--help", folder=tmp_path)
     assert done.stdout.startswith("usage: python -m runs.bench.operator_error")
     assert operator_error.RESULTS.read_bytes() == results
 
 
-def test_the_demos_help_names_its_command():
-    done = subprocess.run([sys.executable, "-m", "runs.demo", "--help"], cwd=ROOT, capture_output=True, text=True)
+def test_the_demos_help_names_its_command(tmp_path):
+    done = processes.call("runs.demo", "--help", folder=tmp_path)
     assert done.stdout.startswith("usage: python -m runs.demo [")

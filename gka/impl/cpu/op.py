@@ -84,7 +84,7 @@ def can_decode(x: torch.Tensor, log_sigma: torch.Tensor, cached: Sequence[torch.
         and all(t.stride(-1) == 1 for t in (*features, log_sigma))
         and all(t.device.type == "cpu" and t.dtype in decoding.DTYPES and t.is_contiguous() for t in tables)
         and len({t.dtype for t in tables}) <= 1
-        and not (torch.is_grad_enabled() and any(t.requires_grad for t in (*features, log_sigma)))
+        and not (torch.is_grad_enabled() and any(t.requires_grad for t in (*features, *tables, log_sigma)))
         and not torch.is_autocast_enabled("cpu")
         and not torch.jit.is_tracing()
         and (torch.compiler.is_compiling() or not _is_transformed())
