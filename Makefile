@@ -43,9 +43,10 @@ test-gpu: $(READY)  ## run the tests that need a CUDA device
 	$(PY) -m pytest -m gpu $(ARGS)
 lint: $(READY)  ## ruff: errors and formatting; mypy: types
 	.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy
-bench: $(READY)  ## time attention, DeiT and GPT, GKA beside softmax, on the GPU or else the CPU (ARGS goes to all four)
+bench: $(READY)  ## time attention, DeiT and GPT, GKA beside softmax, on the GPU or else the CPU (ARGS goes to all five)
 	$(PY) -m runs.bench.attention $(ARGS) && $(PY) -m runs.bench.deit $(ARGS)
-	$(PY) -m runs.bench.gpt $(ARGS) && $(PY) -m runs.bench.report $(ARGS)
+	$(PY) -m runs.bench.gpt $(ARGS) && $(PY) -m runs.bench.onnx $(ARGS)
+	$(PY) -m runs.bench.report $(ARGS)
 
 data: $(PREPARED) $(OWN_CORPUS)  ## fetch or write the corpus: FineWeb-Edu shards, or CORPUS=builtin
 $(PREPARED): | $(READY)

@@ -46,6 +46,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "sizes": models.sizes,
     "operator": speed.operator,
     "models": speed.models,
+    "onnx": speed.onnx,
     "decode": benchmarks.decode,
     "scorer": benchmarks.scorer,
     "packing": benchmarks.packing,

@@ -36,7 +36,10 @@ def feature_flops(heads: int, tokens: int, features: int, head_dim: int, causal:
 
 
 def orthogonal_features(features: int, head_dim: int) -> torch.Tensor:
-    """omega, (m, D): rows orthogonal in blocks of D, with the lengths of Gaussian vectors (Performer, section 2.4)."""
+    """omega, (m, D): rows orthogonal in blocks of D, with the lengths of Gaussian vectors (Performer, section 2.4).
+
+    As its authors' code: the signs of a plain QR are not random, so that many features keep a small bias.
+    """
     blocks = [torch.linalg.qr(torch.randn(head_dim, head_dim))[0] for _ in range(-(-features // head_dim))]
     lengths = torch.randn(features, head_dim).norm(dim=-1, keepdim=True)
     return torch.cat(blocks)[:features] * lengths

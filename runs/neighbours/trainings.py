@@ -4,6 +4,7 @@ The vision runs are the trainer's own with another `attn_layer`. The language ru
 rates, schedule and optimiser; queries, keys and values are nanochat's, and only their mixing is another.
 """
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -85,11 +86,14 @@ def plug(model: GPT, name: str) -> None:
         attention.attend = attend
 
 
-def language_config(name: str, seed: int, steps: int, packed: Path, out: Path) -> LanguageConfig:
-    """The demo's settings at depth 2, without value embeddings, which GKA does not have."""
+def language_config(
+    name: str, seed: int, steps: int, packed: Path, out: Path, flags: Sequence[str] = ()
+) -> LanguageConfig:
+    """The demo's settings at depth 2, without value embeddings, which GKA does not have. flags: words of others."""
     own = {"data": packed, "depth": DEPTH, "num-iterations": steps, "seed": seed, "out": out / "language"}
     own |= {"attention": name if name in OURS else "softmax", "value-embeds": "none", "window-pattern": "L"}
-    return tyro.cli(LanguageConfig, args=[str(word) for word in language.words(language.TRAIN_FLAGS | own)])
+    words = [*language.words(language.TRAIN_FLAGS | own), *flags]
+    return tyro.cli(LanguageConfig, args=[str(word) for word in words])
 
 
 def groups_of(model: GPT, config: LanguageConfig, horizon) -> list[Group]:
@@ -107,14 +111,22 @@ def groups_of(model: GPT, config: LanguageConfig, horizon) -> list[Group]:
 
 
 def train_language(
-    name: str, seed: int, steps: int, packed: Path, out: Path
-) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """Settings and numbers of a language run, which is not kept."""
-    config, data = language_config(name, seed, steps, packed, out), PackedData(packed)
+    name: str,
+    seed: int,
+    steps: int,
+    packed: Path,
+    out: Path,
+    flags: Sequence[str] = (),
+    change: Callable[[GPT], None] | None = None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Settings and numbers of a language run, which is not kept. change: what is done to the model that was built."""
+    config, data = language_config(name, seed, steps, packed, out, flags), PackedData(packed)
     with running("cpu", seed) as runtime:
         model = build(config.shape(DEPTH, data.sequence_len, data.tokenizer.vocab_size), runtime.device)
         if name not in OURS:
             plug(model, name)
+        if change is not None:
+            change(model)
         horizon, stream = config.horizon(model, 1), Stream(data.split("train"), seed)
         rows = horizon.total_batch_size // data.sequence_len
         optimizer = MuonAdamW(groups_of(model, config, horizon), runtime)

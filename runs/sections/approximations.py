@@ -1,17 +1,18 @@
-"""The tables of the approximations of GKA: errors, signs, times, and the answer to when one of them wins."""
+"""The tables of the approximations of GKA: errors, signs, times, when one of them wins, and what models learn."""
 
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from runs.neighbours.approximations.forms import FORMS
-from runs.neighbours.approximations.rows import FUSED, MEAN, SOFTMAX, Approximations
+from runs.neighbours.approximations.rows import APPROXIMATE, EXACT, FUSED, MEAN, SOFTMAX, Approximations
 from runs.sections.sources import RESULTS, measured, table
 
 FILE = "neighbours/approximations.jsonl"
 NOT_RUN = "not run"
 SIZES = (64, 256, 1024)
 SIZE_OF_TIMES = 256
+TRAINED = {"digits": ("ema_top1", ".2f", "top-1 %"), "language": ("val_bpb", ".4f", "bits per byte")}
 
 
 def forms() -> str:
@@ -87,6 +88,24 @@ def answer(path: Path = RESULTS / FILE) -> str:
     return _noted(results, "time", [table(headings, rows, left=1)] if rows else [])
 
 
+def trained(path: Path = RESULTS / FILE) -> str:
+    """What models reach with the exact operator and with approximations, in the longest trainings of each task."""
+    results, rows = Approximations.read(path), []
+    records = [record for record in results.records if record["config"]["part"] == "training"]
+    for task in dict.fromkeys(r["config"]["task"] for r in records):
+        length = max(r["config"]["length"] for r in records if r["config"]["task"] == task)
+        key, form, unit = TRAINED["digits" if task == "digits" else "language"]
+        cells = []
+        for name in (EXACT, *APPROXIMATE):
+            case = dict(task=task, length=length, form=name)
+            values = [r["metrics"][key] for r in records if case.items() <= r["config"].items()]
+            seeds = f" ({len(values)} seed{'s' * (len(values) > 1)})"
+            cells.append(", ".join(f"{value:{form}}" for value in values) + seeds if values else NOT_RUN)
+        rows.append([task, unit, f"{length:,}", *cells])
+    headings = ["", "", "epochs or steps", EXACT, *APPROXIMATE]
+    return _noted(results, "training", [table(headings, rows, left=2)] if rows else [])
+
+
 def _named(form: str, size: int) -> str:
     return f"{form}, {size:,}" if size else form
 
@@ -116,4 +135,5 @@ TABLES: dict[str, Callable[..., str]] = {
     "approximations-signs": signs,
     "approximations-time": times,
     "approximations-answer": answer,
+    "approximations-training": trained,
 }

@@ -5,6 +5,7 @@ python -m runs.neighbours.approximations --parts time --lengths 16384           
 python -m runs.neighbours.approximations --parts picture
 """
 
+import itertools
 import os
 import uuid
 from dataclasses import dataclass, field
@@ -14,14 +15,14 @@ from typing import Annotated, Any, Literal
 import torch
 
 from runs.bench.measurement import Plan
+from runs.neighbours.approximations import rows, training
 from runs.neighbours.approximations.case import random_case
 from runs.neighbours.approximations.forms import FORMS
 from runs.neighbours.approximations.measure import CPU, EXACT, Truth, time_in_turns
 from runs.neighbours.approximations.pictures import draw
 from runs.neighbours.approximations.rows import FUSED, Approximations
 from runs.neighbours.approximations.sources import RANDOM, case_of
-from runs.sections.sources import RESULTS
-from trainkit.cli import Bounds, UserError, run
+from trainkit.cli import Bounds, Count, UserError, run
 from trainkit.progress import console
 from trainkit.results import append_line, append_result, read_results
 
@@ -33,8 +34,9 @@ KIND = "approximation"
 class ApproximationsConfig:
     """Measure approximations of Gaussian kernel attention. What the file of the results has is not measured again."""
 
-    parts: list[Literal["errors", "time", "picture"]] = field(default_factory=lambda: ["errors"])
-    """What to do: errors against the float64 oracle, time and memory (on a quiet machine), the picture of both."""
+    parts: list[Literal["errors", "time", "picture", "training"]] = field(default_factory=lambda: ["errors"])
+    """What to do: errors against the float64 oracle, time and memory (on a quiet machine), the picture of both,
+    trainings with the best forms beside the exact operator."""
     run: list[Path] = field(default_factory=lambda: list(RUNS))
     """Folders of trained runs, whose features and bandwidths are taken; random features are measured beside them."""
     random: bool = True
@@ -50,7 +52,7 @@ class ApproximationsConfig:
     causal: bool = True
     """Whether the random features that are timed have a causal mask."""
     exact: bool = True
-    """Time exact fused attention and fused softmax attention in turns with the forms."""
+    """Time exact fused attention and fused softmax attention in turns with the forms; train with exact attention."""
     rounds: Annotated[int, Bounds(1)] = 5
     """Timed rounds."""
     warmup: Annotated[int, Bounds(0)] = 1
@@ -59,9 +61,17 @@ class ApproximationsConfig:
     """Threads; 0 leaves torch's own number."""
     nice: Annotated[int, Bounds(0, 19)] = 0
     """How far other programs go first."""
-    results: Path = RESULTS / "neighbours/approximations.jsonl"
+    tasks: list[training.Task] = field(default_factory=lambda: list(training.TRAIN))
+    """What is trained."""
+    epochs: Count = 12
+    """Epochs of each vision model."""
+    steps: Count = 300
+    """Steps of each language model."""
+    out: Path = Path("out/neighbours")
+    """Folder for what the trainings write."""
+    results: Path = Path("runs/results/neighbours/approximations.jsonl")
     """File of the results."""
-    pictures: Path = RESULTS / "pictures"
+    pictures: Path = Path("runs/results/pictures")
     """Folder of the picture."""
 
 
@@ -134,6 +144,20 @@ def measure_time(config: ApproximationsConfig, results: Results) -> None:
             results.add(timed(tokens, config.causal, *key), {**metrics, "group": group})
 
 
+def measure_training(config: ApproximationsConfig, results: Results) -> None:
+    """A row for every task, seed and form, the exact operator's first."""
+    forms = [rows.EXACT] * config.exact + [form for form in rows.APPROXIMATE if form in config.forms]
+    for task, seed, form in itertools.product(config.tasks, range(config.seeds), forms):
+        length = config.epochs if task == "digits" else config.steps
+        row = dict(part="training", task=task, form=form, seed=seed, length=length)
+        if results.has(row):
+            continue
+        numbers = training.TRAIN[task](form, seed, length, config.out)
+        if numbers is None:
+            return
+        results.add(row, numbers)
+
+
 def timed(tokens: int, causal: bool, form: str, size: int) -> dict[str, Any]:
     """The configuration of a row of time."""
     return dict(part="time", tokens=tokens, causal=causal, form=form, size=size)
@@ -151,6 +175,8 @@ def main(config: ApproximationsConfig) -> None:
         measure_errors(config, results)
     if "time" in config.parts:
         measure_time(config, results)
+    if "training" in config.parts:
+        measure_training(config, results)
     if "picture" in config.parts:
         config.pictures.mkdir(parents=True, exist_ok=True)
         figure = draw(Approximations.read(config.results), config.pictures)

@@ -36,8 +36,8 @@ def nearest(points: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
 def nystrom(case: Case, landmarks: torch.Tensor) -> Features:
     """K = K_QL (K_LL + ridge)^-1 K_LK; the inverse in float64. Row sums may be negative."""
     exact = landmarks.double()
-    square = kernel(exact, exact, case.sigma.double())
-    square += RIDGE * torch.eye(square.shape[-1], dtype=square.dtype)
+    ridge = RIDGE * torch.eye(exact.shape[1], dtype=exact.dtype)
+    square = kernel(exact, exact, case.sigma.double()) + ridge
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(square)).to(landmarks.dtype)
 
     def similarity(x: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,8 @@ from statistics import mean
 from trainkit.results import read_results
 
 FUSED, SOFTMAX, MEAN = "exact, fused", "softmax, fused", "mean"
+EXACT, BEST, WINDOW = "exact", "window + Nyström", "window"
+APPROXIMATE = (BEST, WINDOW)  # what is trained beside the exact operator
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ A form approximates K_ij by phi(q_i).M.psi(k_j). Then sum_j K_ij v_j = phi(q_i).
 query sees j <= i, that sum is a prefix sum (Katharopoulos et al. 2020, arXiv 2006.16236, eq. 9 to 12), taken by blocks.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -52,73 +52,51 @@ class Sums:
 
 
 def kernel(queries: torch.Tensor, keys: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
-    """K, (H, n, m), from expanded squares."""
-    half_norms = (0.5 * x.square().sum(-1) for x in (queries, keys))
-    of_queries, of_keys = half_norms
-    exponent = queries @ keys.mT - of_queries[..., None] - of_keys[..., None, :]
-    return exponent.div_(sigma.to(queries.dtype).square()[:, None, None]).clamp_(max=0).exp_()
+    """K, (H, n, m): exp of one matrix product, of [q, 1, -|q|^2 / 2] and [k, -|k|^2 / 2, 1], features over sigma."""
+    queries, keys = (x / sigma.to(x.dtype)[:, None, None] for x in (queries, keys))
+    of_queries, of_keys = (-0.5 * x.square().sum(-1, keepdim=True) for x in (queries, keys))
+    left = torch.cat([queries, torch.ones_like(of_queries), of_queries], dim=-1)
+    right = torch.cat([keys, of_keys, torch.ones_like(of_keys)], dim=-1)
+    return (left @ right.mT).exp_()
 
 
-def attend(case: Case, features: Features, near: bool = False) -> Sums:
+def attend(case: Case, features: Features, near: bool = False, block: int = BLOCK) -> Sums:
     """The sums of a case. near: keys of a query's own block and of those beside it are weighted exactly."""
-    ones = case.values.new_ones(*case.values.shape[:2], 1)
-    values = torch.cat([case.values, ones], dim=-1)
-    shares = _Shares(case, features, values)
-    states = _prefixes(shares, near) if case.causal else _others(shares, near)
-    result = torch.empty_like(values)
-    for place, state in zip(shares.places, states):
-        queries = features.of_queries(case.queries[:, place])
-        result[:, place] = queries @ features.through_middle(state)
+    with_ones = torch.cat([case.values, torch.ones_like(case.values[..., :1])], dim=-1)
+    queries, keys, values = (tensor.split(block, dim=1) for tensor in (case.queries, case.keys, with_ones))
+    shares = (features.of_keys(k).mT @ v for k, v in zip(keys, values))  # of each block, (H, m, D + 1)
+    states = _prefixes(shares, near) if case.causal else _others(list(shares), near)
+    mixed = []
+    for number, state in enumerate(states):
+        of_queries = features.of_queries(queries[number])
+        part = of_queries @ features.through_middle(state)
         if near:
-            result[:, place] += _exactly(case, values, place)
+            around = slice(max(0, number - 1), number + (1 if case.causal else 2))
+            weights = kernel(queries[number], torch.cat(keys[around], dim=1), case.sigma)
+            if case.causal:
+                weights = weights.tril(block * (number - around.start))
+            part = part + weights @ torch.cat(values[around], dim=1)
         elif case.causal:  # the block itself, which the prefix does not hold
-            weights = queries @ features.through_middle(features.of_keys(case.keys[:, place]).mT)
-            result[:, place] += weights.tril() @ values[:, place]
-    return Sums(result[..., :-1], result[..., -1])
+            weights = of_queries @ features.through_middle(features.of_keys(keys[number]).mT)
+            part = part + weights.tril() @ values[number]
+        mixed.append(part)
+    sums = torch.cat(mixed, dim=1)
+    return Sums(sums[..., :-1], sums[..., -1])
 
 
-class _Shares:
-    """sum_j psi(k_j) [v_j, 1] of each block, (H, m, D + 1), computed when it is asked for."""
-
-    def __init__(self, case: Case, features: Features, values: torch.Tensor):
-        self.case, self.features, self.values = case, features, values
-        tokens = values.shape[1]
-        self.places = [slice(start, min(start + BLOCK, tokens)) for start in range(0, tokens, BLOCK)]
-
-    def __len__(self) -> int:
-        return len(self.places)
-
-    def __getitem__(self, block: int) -> torch.Tensor:
-        place = self.places[block]  # raises IndexError at the end
-        return self.features.of_keys(self.case.keys[:, place]).mT @ self.values[:, place]
-
-
-def _prefixes(shares: _Shares, near: bool) -> Iterator[torch.Tensor]:
-    """For every block the sum of the earlier ones; with near without the one before it."""
-    first = shares[0]
-    state, waiting = torch.zeros_like(first), [torch.zeros_like(first)] if near else []
-    for block in range(len(shares)):
+def _prefixes(shares: Iterable[torch.Tensor], near: bool) -> Iterator[torch.Tensor]:
+    """For every block the sum of the earlier shares; with near without the one before it."""
+    state, waiting = None, []
+    for share in shares:
+        if state is None:
+            state, waiting = torch.zeros_like(share), [torch.zeros_like(share)] if near else []
         yield state
-        waiting.append(first if block == 0 else shares[block])
+        waiting.append(share)
         state = state + waiting.pop(0)
 
 
-def _others(shares: _Shares, near: bool) -> Iterator[torch.Tensor]:
-    """For every block the sum of all; with near without its own and those beside it."""
-    total = sum(shares[block] for block in range(len(shares)))
-    beside: dict[int, torch.Tensor] = {}
+def _others(shares: list[torch.Tensor], near: bool) -> Iterator[torch.Tensor]:
+    """For every block the sum of all shares; with near without its own and those beside it."""
+    total = sum(shares)
     for block in range(len(shares)):
-        if near:
-            wanted = range(max(0, block - 1), min(len(shares), block + 2))
-            beside = {other: beside[other] if other in beside else shares[other] for other in wanted}
-        yield total - sum(beside.values())
-
-
-def _exactly(case: Case, values: torch.Tensor, place: slice) -> torch.Tensor:
-    """The share of near keys in the sums of a block, (H, n, D + 1)."""
-    after = place.stop if case.causal else place.stop + BLOCK
-    around = slice(max(0, place.start - BLOCK), min(after, values.shape[1]))
-    weights = kernel(case.queries[:, place], case.keys[:, around], case.sigma)
-    if case.causal:
-        weights = weights.tril(place.start - around.start)
-    return weights @ values[:, around]
+        yield total - sum(shares[max(0, block - 1) : block + 2]) if near else total

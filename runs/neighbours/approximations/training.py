@@ -1,0 +1,146 @@
+"""Models that learn with an approximation in place of the exact operator: digits of 257 tokens, texts of 2,048.
+
+Everything else is the GKA model's own: its layers, initial bandwidths, recipe and optimiser. What is approximated is
+one call of a layer.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import timm.models.vision_transformer as vit
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from deit_gka.model.attention import GKA
+from deit_gka.training.trainer import Trainer as VisionTrainer
+from nanochat_gka.model.gpt import GPT
+from runs.demo import language, vision
+from runs.launch import command, run
+from runs.neighbours import trainings
+from runs.neighbours.approximations.case import Case
+from runs.neighbours.approximations.forms import FORMS
+from runs.neighbours.approximations.landmarks import nystrom
+from runs.neighbours.approximations.rows import BEST, EXACT, WINDOW
+from runs.neighbours.approximations.sums import Features, attend
+from trainkit.loop import finish_record, launch
+
+Task = Literal["digits", "language", "language, offsets"]
+IMAGE_SIZE, PATCH = 32, 2  # pixels: 256 patches and CLS
+SEQUENCE_LEN = 2048
+
+
+class Size(NamedTuple):
+    """How far a model's approximation sees exactly, and how many landmarks it has."""
+
+    block: int
+    landmarks: int
+
+
+SIZES: dict[Task, Size] = {"digits": Size(32, 32), "language": Size(128, 64), "language, offsets": Size(128, 64)}
+Numbers = dict[str, Any]
+
+
+class Approximation(nn.Module):
+    """y of one layer: exact on a block of tokens and those beside it, elsewhere through landmarks that are learned.
+
+    form: a name of APPROXIMATE; `window` has nothing elsewhere, and no landmarks. Landmarks are (H, m,
+    D), start at normalised normal vectors, and belong to the layer: those of a sequence would tell of its future.
+    """
+
+    def __init__(self, form: str, size: Size, heads: int, head_dim: int):
+        super().__init__()
+        self.form, self.block = form, size.block
+        drawn = F.rms_norm(torch.randn(heads, size.landmarks, head_dim), (head_dim,))
+        self.landmarks = nn.Parameter(drawn) if form == BEST else None
+
+    def forward(self, queries, keys, values, log_sigma: torch.Tensor, causal: bool) -> torch.Tensor:
+        """y, (B, N, H, D), of tensors of that shape; log_sigma (H,)."""
+        batch = len(queries)
+        q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (queries, keys, values))  # (B H, N, D)
+        case = Case(q, k, v, log_sigma.exp().repeat(batch), causal, bank=k[:, :0])
+        y = attend(case, self._features(case, batch), near=True, block=self.block).output
+        return y.unflatten(0, (batch, -1)).transpose(1, 2)
+
+    def _features(self, case: Case, batch: int) -> Features:
+        if self.landmarks is None:
+            return FORMS[WINDOW].features(case, 0, 0)
+        return nystrom(case, self.landmarks.repeat(batch, 1, 1))
+
+
+class ApproximatedGKA(GKA):
+    """GKA's layer of a vision transformer with an approximation for its operator."""
+
+    def __init__(self, dim: int, num_heads: int = 8, *, form: str, **settings):
+        super().__init__(dim, num_heads, **settings)
+        self.approximation = Approximation(form, SIZES["digits"], num_heads, dim // num_heads)
+
+    def mix(self, x, heads, is_causal):
+        return self.approximation(heads, heads, heads, self._log_sigma(), is_causal)
+
+
+def timm_name(form: str) -> str:
+    """The name under which timm builds the layers."""
+    if form == EXACT:
+        return "gka"
+    own = {"__init__": lambda layer, *arguments, **settings: base.__init__(layer, *arguments, form=form, **settings)}
+    base, name = ApproximatedGKA, "gka-" + form.replace(" ", "")
+    vit.ATTN_LAYERS[name] = type("ApproximatedGKA", (base,), own)
+    return name
+
+
+def train_digits(form: str, seed: int, epochs: int, out: Path) -> Numbers | None:
+    """The demo's vision recipe at depth 2, 32 pixels, patches of 2: 257 tokens. None if a signal ended the run."""
+    kwargs = [word for word in vision.MODEL_FLAGS[1:] if not word.startswith(("patch_size", "depth"))]
+    kwargs += [f"patch_size={PATCH}", f"depth={trainings.DEPTH}", f"attn_layer={timm_name(form)}"]
+    tag = f"{form.replace(' ', '')}-{epochs}-seed{seed}"
+    recipe = trainings.vision_config("gka", seed, epochs, out / "approximations")
+    own = dict(model_kwargs=tuple(kwargs), input_size=IMAGE_SIZE, warmup_epochs=1)  # the demo's 5 are for 50 epochs
+    config = replace(recipe, model_tag=tag, **own)
+    launch(config, VisionTrainer)
+    record = finish_record(config.folder, VisionTrainer.FINISH_KEYS)
+    if record is None:
+        return None
+    numbers = {key: record[key] for key in ("parameters", "top1", "ema_top1")}
+    return {**numbers, "settings": config.identity() | SIZES["digits"]._asdict()}
+
+
+def plug(model: GPT, form: str, size: Size) -> None:
+    """Let every layer of a GKA model mix with an approximation."""
+    for attention in model.attentions:
+        attention.mixing = Approximation(form, size, model.config.n_head, model.config.head_dim)
+
+        def attend_approximately(rotary, queries, stored, layer=attention):
+            keys, values = layer.keys_and_values(rotary, queries.shape[1], stored)
+            return layer.mixing(queries, keys, values, layer.log_sigma, causal=True)
+
+        attention.attend = attend_approximately
+
+
+def prepare_text(out: Path) -> Path:
+    """Rows of 2,048 tokens of the demo's text, which are made if they are missing."""
+    text, packed = out / "text", out / f"text/packed-{SEQUENCE_LEN}"
+    if not (text / "packed").exists():
+        language.prepare(text)
+    if not packed.exists():
+        made_of = ["--corpus", text / "corpus", "--tokenizer", text / "tokenizer"]
+        run(command("nanochat_gka.pack", [*made_of, "--sequence-len", SEQUENCE_LEN, "--out", packed]))
+    return packed
+
+
+def train_language(task: Task, form: str, seed: int, steps: int, out: Path) -> Numbers:
+    """The language model of the comparison of methods on rows of 2,048 tokens; with offsets as the demo's has them."""
+    flags = language.VARIANTS["gka-offsets"].flags[2:] if "offsets" in task else ()
+    change = None if form == EXACT else partial(plug, form=form, size=SIZES[task])
+    settings, numbers = trainings.train_language("gka", seed, steps, prepare_text(out), out, flags, change)
+    return {**numbers, "settings": settings | SIZES[task]._asdict()}
+
+
+TRAIN: dict[Task, Callable[[str, int, int, Path], Numbers | None]] = {
+    "digits": train_digits,
+    "language": partial(train_language, "language"),
+    "language, offsets": partial(train_language, "language, offsets"),
+}
