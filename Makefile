@@ -22,9 +22,10 @@ THE_RUN    = $(if $(findstring -base,$@),$(BASE_RUN),$(GKA_RUN))
 PAPER      = --base $(BASE) $(PROCESSES)
 as_given   = $(if $(value $(1)),$(2) $(call quoted,$(value $(1))))# by value: a $ in a text is a $
 SHOWN      = $(call as_given,IMAGE,--image) $(call as_given,TEXT,--text)
-.PHONY: help setup demo test test-gpu lint bench data tokenizer tokenize pretrain-d20 pretrain-d20-base eval-bpb \
-        eval-bpb-base eval-core eval-core-base sample export train-deit-ti train-deit-s train-deit-b eval-deit \
-        ablate-projections figures tables claims report explore study vendor diff unpatch test-patches clean
+.PHONY: help setup demo test test-gpu lint bench data tokenizer tokenize pretrain-d20 pretrain-d20-base \
+        pretrain-d20-best eval-bpb eval-bpb-base eval-core eval-core-base sample export train-deit-ti train-deit-s \
+        train-deit-b eval-deit ablate-projections figures tables claims report explore study vendor diff unpatch \
+        test-patches clean
 help:  ## list the targets
 	@$(NAMES) help $(GIVEN)
 setup: $(READY)  ## create .venv and install everything (the other targets do it once by themselves)
@@ -42,9 +43,10 @@ test-gpu: $(READY)  ## run the tests that need a CUDA device
 	$(PY) -m pytest -m gpu $(ARGS)
 lint: $(READY)  ## ruff: errors and formatting; mypy: types
 	.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy
-bench: $(READY)  ## time attention, DeiT and GPT, GKA beside softmax, on the GPU or else the CPU (ARGS goes to all four)
+bench: $(READY)  ## time attention, DeiT and GPT, GKA beside softmax, on the GPU or else the CPU (ARGS goes to all five)
 	$(PY) -m runs.bench.attention $(ARGS) && $(PY) -m runs.bench.deit $(ARGS)
-	$(PY) -m runs.bench.gpt $(ARGS) && $(PY) -m runs.bench.report $(ARGS)
+	$(PY) -m runs.bench.gpt $(ARGS) && $(PY) -m runs.bench.onnx $(ARGS)
+	$(PY) -m runs.bench.report $(ARGS)
 
 data: $(PREPARED) $(OWN_CORPUS)  ## fetch or write the corpus: FineWeb-Edu shards, or CORPUS=builtin
 $(PREPARED): | $(READY)
@@ -62,6 +64,8 @@ pretrain-d20: check-gpu $(PACKED)/manifest.json  ## the paper's GKA run: depth 2
 	$(PY) -m runs.paper.gpt_d20_gka --data $(PACKED) $(DEPTH_FLAG) $(PAPER) --wandb $(WANDB_MODE) -- $(ARGS)
 pretrain-d20-base: check-gpu $(PACKED)/manifest.json  ## the paper's softmax baseline: depth 20, 4.6e9 tokens
 	$(PY) -m runs.paper.gpt_d20_softmax --data $(PACKED) $(DEPTH_FLAG) $(PAPER) --wandb $(WANDB_MODE) -- $(ARGS)
+pretrain-d20-best: check-gpu $(PACKED)/manifest.json  ## the GKA run that runs/study favours: head offsets, same cost
+	$(PY) -m runs.study.gpt_d20_best --data $(PACKED) $(DEPTH_FLAG) $(PAPER) --wandb $(WANDB_MODE) -- $(ARGS)
 eval-bpb eval-bpb-base: | $(READY)  ## bits per byte and samples of a run (RUN=folder), on its own data
 	$(LAUNCH) nanochat_gka.evaluate --results $(BASE)/results.jsonl $(ROWS) --run $(THE_RUN) $(ARGS)
 eval-core eval-core-base: | $(READY)  ## DCLM's CORE of a run (RUN=folder, BUNDLE=folder or zip, else it is fetched)

@@ -21,7 +21,7 @@ from deit_gka.data.workers import WorkerCount, default_workers, evaluation_batch
 from deit_gka.model import candidates
 from deit_gka.model.accounting import cost_of
 from deit_gka.model.candidates import Candidates
-from deit_gka.model.checkpoints import WEIGHTS, find_checkpoint, open_data, parse_kwargs, trained_on
+from deit_gka.model.checkpoints import WEIGHTS, find_checkpoint, is_export, open_data, parse_kwargs, trained_on
 from deit_gka.training.engine import evaluate
 from trainkit.cli import Bounds, Count, UserError, run
 from trainkit.distributed import Runtime, running
@@ -34,7 +34,7 @@ class EvaluateConfig:
     """Measure top-1 and top-5 accuracy of a run (--run), or of a timm model (--model with its weights)."""
 
     run: Path | None = None
-    """The run's folder, or one checkpoint folder in it."""
+    """The run's folder, one checkpoint folder in it, or an exported folder."""
     weights: list[Literal["ema", "model"]] = field(default_factory=lambda: list(WEIGHTS))
     """Which weights of the run: the average, the raw ones, or both."""
     best: bool = False
@@ -80,6 +80,8 @@ def check(config: EvaluateConfig) -> None:
 
 def data_of(run: Path) -> str:
     """The data a run was trained on. Raises UserError if it did not write that down."""
+    if is_export(run):
+        raise UserError(f"--data is missing: {run} is an exported model, which does not say where its images are")
     state = find_checkpoint(run).state
     if "trained_on" not in state:
         raise UserError(f"--data is missing, and {run} did not write down where its data is: {trained_on(state)}")
@@ -88,6 +90,8 @@ def data_of(run: Path) -> str:
 
 def load_models(config: EvaluateConfig, classes: list[str], device: torch.device) -> Candidates:
     """Every model to evaluate. Raises UserError if its classes are not the data's."""
+    if config.run is not None and is_export(config.run):
+        return candidates.of_export(config.run, config.data, classes, device)
     if config.run is not None:
         return candidates.of_run(config.run, config.best, config.weights, config.data, classes, device)
     arguments = parse_kwargs(config.model_kwargs)

@@ -7,11 +7,14 @@ follows.
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+
 from trainkit.cli import Bounds, Probability, Seed, Share, UserError, check_bounds, flag_of
 
 Even = Annotated[int, Bounds(2)]  # images are mixed in pairs
 Rate = Annotated[float, Bounds(0, 1e30, open_least=True)]
 Strength = Annotated[float, Bounds(0, 1000)]
+Colour = tuple[float, float, float]  # red, green, blue
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,10 @@ class Recipe:
     # Augmentation
     input_size: Annotated[int, Bounds(1, 8192)] = 224
     """Pixels a side (paper: 224)."""
+    mean: Annotated[Colour, Bounds(0, 1)] = IMAGENET_DEFAULT_MEAN
+    """Mean of red, green and blue, which is taken from every pixel (DeiT: ImageNet's)."""
+    std: Annotated[Colour, Bounds(0, 1, open_least=True)] = IMAGENET_DEFAULT_STD
+    """Standard deviation of red, green and blue, by which it is divided then (DeiT: ImageNet's)."""
     scale: Annotated[tuple[float, float], Bounds(0, 1, open_least=True)] = (0.08, 1.0)
     """Area of the random resized crop (paper: 0.08, 1)."""
     ratio: Annotated[tuple[float, float], Bounds(0, open_least=True)] = (3 / 4, 4 / 3)

@@ -56,7 +56,7 @@ def decode_attention(
     others = (values,) if keys is None else (values, keys)
     if op.can_decode(x, log_sigma, others, rotary or ()):
         tables = () if rotary is None else rotary
-        before = -1 if window is None else window
+        before = -1 if window is None else min(window, values.shape[1])  # windows may not fit into 64 bits
         return decoding.decode(
             x, keys, values, log_sigma, tables, lengths or (), key_delays, value_delays, before=before, after=0
         )

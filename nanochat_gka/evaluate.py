@@ -73,7 +73,7 @@ def measure_splits(config: EvaluateConfig, runtime: Runtime, loaded: Loaded) -> 
 
     def open_data() -> PackedData:
         folder = config.data or rows_of_run(loaded.data, run_folder(config.run))
-        return PackedData(folder, verify=runtime.is_main)
+        return PackedData(folder, verify=runtime.is_first_here)
 
     data = runtime.agree(open_data)
     if data.tokenizer.sha256 != tokenizer.sha256:

@@ -48,8 +48,10 @@ def main(config: PackConfig) -> None:
         "tokenizer_sha256": tokenizer.sha256,
         "source": [[path.name, path.stat().st_size] for path in corpus.paths()],
     }
-    if part and _reused(config.out):
-        return
+    if part:
+        shards.check_plan(config.out, identity)
+        if _reused(config.out):
+            return
     with locked(out, "packing"):
         remove_stale_temporaries(out)
         shards.check_plan(out, identity)

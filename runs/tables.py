@@ -22,6 +22,8 @@ from runs.sections import (
     neighbours,
     speed,
     study,
+    study_next,
+    study_vision,
     summary,
 )
 from trainkit.cli import UserError, run
@@ -44,6 +46,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "sizes": models.sizes,
     "operator": speed.operator,
     "models": speed.models,
+    "onnx": speed.onnx,
     "decode": benchmarks.decode,
     "scorer": benchmarks.scorer,
     "packing": benchmarks.packing,
@@ -51,6 +54,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "core": core.core,
     "instructions": instructions.instructions,
     **study.TABLES,
+    **study_vision.TABLES,
+    **study_next.TABLES,
     **neighbours.TABLES,
     **approximations.TABLES,
 }

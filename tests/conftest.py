@@ -2,6 +2,7 @@
 
 import os
 import signal
+from pathlib import Path
 
 if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
@@ -34,10 +35,22 @@ def pytest_sessionstart():
     build.obstacle()
 
 
-# Those that take 10 s or more start first: no worker shall be left alone with one at the end.
-LONG_FILES = {"test_triton_compile.py", "test_train.py", "test_resume.py", "test_study.py", "test_workers.py"}
-LONG_FILES |= {"test_explore.py", "test_report.py", "test_cpu_build.py", "test_bench_commands.py", "test_cut_off.py"}
-LONG_FILES |= {"test_train_mistakes.py", "test_corpus.py", "test_generate.py", "test_pack_interrupted.py"}
+# Those of 5 s or more start first, the longest before all, so that both workers end together.
+LONG_FILES = [
+    *("nanochat/test_train", "deit/test_train", "gka/test_triton_compile", "gka/test_triton_accuracy"),
+    *("deit/test_resume", "runs/test_study", "nanochat/test_resume", "runs/test_bench_commands", "nanochat/test_onnx"),
+    *("nanochat/test_pack_interrupted", "trainkit/test_workers", "nanochat/test_harness", "runs/test_report"),
+    *("runs/test_explore", "nanochat/test_train_mistakes", "nanochat/test_corpus", "gka/test_derivatives"),
+    *("gka/test_triton_training", "nanochat/test_generate", "nanochat/test_export", "nanochat/test_engine"),
+    *("nanochat/test_cache", "gka/test_cpu_build", "nanochat/test_eval_core", "tests/test_cut_off", "deit/test_onnx"),
+    *("runs/test_demo", "deit/test_broken_images", "trainkit/test_compiling"),
+]
+
+
+def place(path: Path) -> int:
+    """Of a test's file in the list of the long ones, or after it."""
+    name = f"{path.parent.name}/{path.stem}"
+    return LONG_FILES.index(name) if name in LONG_FILES else len(LONG_FILES)
 
 
 def pytest_configure(config):
@@ -50,7 +63,7 @@ def _seed():
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: item.path.name not in LONG_FILES)
+    items.sort(key=lambda item: place(item.path))
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="no CUDA device")
         for item in items:
@@ -89,6 +102,16 @@ def packed(tokenized):
         )
     )
     return root
+
+
+@pytest.fixture
+def no_compiler():
+    """torch.compile finds no C++ compiler in this process."""
+    from torch._inductor import config
+
+    torch._dynamo.reset()  # what is compiled needs no compiler
+    with config.patch({"cpp.cxx": (None, "no-such-compiler")}):
+        yield
 
 
 @pytest.fixture(scope="module")  # Playwright keeps an event loop running in its thread, which other tests must not meet

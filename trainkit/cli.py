@@ -14,8 +14,6 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 # The flags to lower when a GPU's memory is full, whichever a command has: they change the speed, not the result.
 BATCH_FLAGS = ("device_batch_size", "batch_tokens", "max_rows", "batch_size")
-
-
 TORCHRUN = ("torchrun", "torch.distributed.run")
 # Of torchrun: 1 gives restarted workers a store of their own. Without it they meet dead peers' addresses and hang.
 STORE_SWITCH = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
@@ -183,7 +181,10 @@ def _torchrun_line() -> str:
     """The command of the torchrun that started this process; empty if something else did."""
     import psutil
 
-    words = psutil.Process(os.getppid()).cmdline()
+    try:
+        words = psutil.Process(os.getppid()).cmdline()
+    except psutil.Error:  # it has ended, or is another user's
+        return ""
     started = next((i for i, word in enumerate(words) if os.path.basename(word) in TORCHRUN), None)
     if started is None:
         return ""

@@ -38,6 +38,11 @@ class Runtime:
         """Whether this is rank 0."""
         return self.rank == 0
 
+    @property
+    def is_first_here(self) -> bool:
+        """Whether this is the first process of its machine."""
+        return os.environ.get("LOCAL_RANK", "0") == "0"
+
     def print(self, *args) -> None:
         """Print on rank 0."""
         if self.is_main:

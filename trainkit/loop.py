@@ -48,7 +48,7 @@ def launch(config: RunConfig, make_trainer: Callable[[Any, Runtime, Checkpoint |
 
         trainer, log = runtime.agree(prepare)
         held.callback(trainer.close)
-        done = f"a run in {config.folder} that has done this many {trainer.STEP}s"
+        done = f"a run that has done this many {trainer.STEP}s"  # machines may mount its folder in different places
         runtime.check_same(lambda: {done: str(trainer.state["step"]), **trainer.identity()})
         runtime.broadcast(trainer.model.parameters())
         if runtime.any(log.enabled and finish_record(config.folder, trainer.FINISH_KEYS, trainer.steps) is not None):

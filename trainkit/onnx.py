@@ -3,7 +3,6 @@
 Opset 20 is the first with a GELU, and what every runtime reads today.
 """
 
-import importlib.util
 import json
 import logging
 import warnings
@@ -15,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from trainkit import extras
 from trainkit.cli import UserError
 from trainkit.files import atomic
 
@@ -24,11 +24,15 @@ LARGEST_FILE = 1_900_000_000  # bytes of weights: protobuf ends at 2 GiB; beyond
 MODEL, INT8_MODEL = "model.onnx", "model-int8.onnx"
 
 
+def missing() -> str:
+    """What is not installed and how to install it, in one line; empty if everything is there."""
+    return extras.missing("onnx", *NEEDED)
+
+
 def require() -> None:
     """Raises UserError, naming the extra, unless everything is installed."""
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UserError(f'ONNX needs {", ".join(missing)}: pip install -e ".[onnx]"')
+    if reason := missing():
+        raise UserError(reason)
 
 
 def write(

@@ -7,7 +7,7 @@ section 3.2).
 import random
 
 from PIL import Image, ImageFilter
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, create_transform
+from timm.data import create_transform
 from timm.data.transforms import RandomResizedCropAndInterpolation
 from torchvision import transforms
 from torchvision.transforms import InterpolationMode
@@ -42,6 +42,8 @@ def train_transform(recipe: Recipe):
             auto_augment=recipe.aa or None,
             color_jitter=None,
             interpolation="bicubic",
+            mean=recipe.mean,
+            std=recipe.std,
             re_prob=recipe.reprob,
             re_mode="pixel",
             re_count=1,
@@ -64,7 +66,7 @@ def three_augment(recipe: Recipe) -> transforms.Compose:
         crop = [RandomResizedCropAndInterpolation(size, recipe.scale, recipe.ratio, interpolation="bicubic")]
     three = [transforms.Grayscale(3), transforms.RandomSolarize(threshold=128, p=1.0), Blur()]
     colours = [transforms.ColorJitter(jitter, jitter, jitter)] if jitter else []
-    normalised = [transforms.ToTensor(), transforms.Normalize(IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)]
+    normalised = [transforms.ToTensor(), transforms.Normalize(recipe.mean, recipe.std)]
     flip = transforms.RandomHorizontalFlip(recipe.hflip)
     return transforms.Compose([*crop, flip, transforms.RandomChoice(three), *colours, *normalised])
 

@@ -23,7 +23,17 @@ from deit_gka.data.transforms import eval_transform
 from deit_gka.figures.maps import attention_maps
 from deit_gka.figures.measures import Tokens
 from deit_gka.figures.sheet import Subject
-from deit_gka.model.checkpoints import WEIGHTS, build, find_checkpoint, load_file, load_run, parse_kwargs, timm_weights
+from deit_gka.model.checkpoints import (
+    WEIGHTS,
+    about_images,
+    build,
+    eval_settings,
+    find_checkpoint,
+    load_file,
+    load_run,
+    parse_kwargs,
+    timm_weights,
+)
 from trainkit.cli import UserError
 
 MOST_PATCHES = 4096  # 1024 × 1024 pixels: W of 12 layers and 12 heads takes 10 GB
@@ -54,7 +64,7 @@ def of_run(path: Path, weights: str = "ema", best: bool = False, image_size: Seq
     data = Path(state["trained_on"]).name if "trained_on" in state else "its images"
     kind = {"ema": "EMA", "model": "raw"}[weights]
     about = f"{name} ({state['model']['name']}), {kind} weights after {state['epoch']:g} epochs of {data}"
-    drawn = Drawn(name, about, load_run(found, weights, "cpu"), {"crop_pct": recipe["crop_pct"]}, recipe)
+    drawn = Drawn(name, about, load_run(found, weights, "cpu"), eval_settings(about_images(state)), recipe)
     return _at_size(drawn, image_size)
 
 
@@ -78,8 +88,7 @@ def of_timm(
         load_file(checkpoint, model)
     source = checkpoint.name if checkpoint else "timm" if pretrained else "random"
     words = "random initialisation (seed 0)" if source == "random" else f"weights: {source}"
-    resolved = resolve_input_data_config(model)
-    settings = {key: resolved[key] for key in ("crop_pct", "crop_mode", "interpolation", "mean", "std")}
+    settings = eval_settings(resolve_input_data_config(model))
     label = " ".join([name, *kwargs])
     folder = re.sub(r"[^\w.=-]+", "_", f"{label} {Path(source).stem}")
     return _at_size(Drawn(folder, f"{label}, {words}", model, settings), image_size)

@@ -13,6 +13,7 @@ from timm.layers import Attention, DiffAttention, maybe_add_mask, resolve_self_a
 from timm.models import VisionTransformer
 from torch import nn
 
+from deit_gka.model.offsets import SpatialOffsets, ValueOffsetProjection
 from gka import (
     KINDS,
     GaussianKernelAttention,
@@ -24,21 +25,36 @@ from gka import (
     without_autocast,
 )
 
+
+class Softmax(Attention):
+    """timm's own attention, and what we add to it: spatial offsets of the values ("" = none), as our kinds have."""
+
+    SETTINGS: ClassVar[tuple[str, ...]] = ("spatial_offsets",)
+
+    def __init__(self, dim: int, num_heads: int = 8, qkv_bias: bool = False, spatial_offsets: str = "", **others):
+        super().__init__(dim, num_heads, qkv_bias=qkv_bias, **others)
+        self.offsets = SpatialOffsets(spatial_offsets, num_heads) if spatial_offsets else None
+        if self.offsets:
+            placed = dict(device=others.get("device"), dtype=others.get("dtype"))
+            self.qkv = ValueOffsetProjection(dim, qkv_bias, self.offsets, num_heads, **placed)
+
+
 # The class of every kind; those below add theirs.
-ATTENTION: dict[str, type[nn.Module]] = {"softmax": Attention}
+ATTENTION: dict[str, type[nn.Module]] = {"softmax": Softmax}
 
 
 class TimmAttention(nn.Module):
     """What our kinds share: the call, dropout, and the path that builds W for hooks, masks and attention dropout.
 
-    A subclass gives `mix` (fused: the heads' outputs, (B, N, H, D)), `weights` (W, (B, H, N, N)) and `values`
-    ((B, N, H, D)), and has a `proj`. Like timm's own attention it builds W when `timm.layers.set_fused_attn(False)`
+    A subclass gives `mix` (fused: the heads' outputs, (B, N, H, D)), `weights` (W, (B, H, N, N)) and `own_values` (of
+    each token, (B, N, H, D)), and has a `proj`. Like timm's own attention it builds W when `set_fused_attn(False)`
     was called before the model was built; W then passes through `attn_drop`, where timm's AttentionExtract finds it.
     """
 
     kind: ClassVar[str]
     SETTINGS: ClassVar[tuple[str, ...]] = ()  # arguments of __init__ for which timm's call has no room
     num_heads: int
+    offsets: SpatialOffsets | None
 
     def __init_subclass__(cls, kind: str = "", **kwargs):
         super().__init_subclass__(**kwargs)
@@ -46,11 +62,17 @@ class TimmAttention(nn.Module):
             cls.kind = KINDS[kind].name
             ATTENTION[kind] = cls
 
-    def _init_shared(self, attn_drop=0.0, proj_drop=0.0, qk_norm=False, scale_norm=False, **unused) -> None:
-        """Take what a layer of any kind does with the rest of timm's arguments."""
+    def _init_shared(
+        self, attn_drop=0.0, proj_drop=0.0, qk_norm=False, scale_norm=False, spatial_offsets="", **unused
+    ) -> None:
+        """Take what a layer of any kind does with the rest of the arguments, most of which are timm's.
+
+        spatial_offsets: whose value a token holds, a letter per head (offsets.py); "" = its own on all heads.
+        """
         if qk_norm or scale_norm:
             raise ValueError(f"{type(self).__name__} has no qk_norm or scale_norm: leave both False")
         self.fused_attn = use_fused_attn()
+        self.offsets = SpatialOffsets(spatial_offsets, self.num_heads) if spatial_offsets else None
         self.attn_drop, self.proj_drop = nn.Dropout(attn_drop), nn.Dropout(proj_drop)
 
     def forward(self, x: torch.Tensor, attn_mask: torch.Tensor | None = None, is_causal: bool = False) -> torch.Tensor:
@@ -67,6 +89,11 @@ class TimmAttention(nn.Module):
             y = torch.einsum("bhij,bjhd->bihd", weights.to(values.dtype), values)
         return self.proj_drop(self.proj(y.flatten(2)))
 
+    def values(self, heads: torch.Tensor) -> torch.Tensor:
+        """What W mixes: the values that the tokens hold, (B, N, H, D)."""
+        values = self.own_values(heads)
+        return values if self.offsets is None else self.offsets(values)
+
 
 class GKA(TimmAttention, GaussianKernelAttention, kind="gka"):
     """Paper section 3: no W_Q, W_K, W_V; a bandwidth per head and W_O are learned. State: log_sigma (H,) float32, proj.
@@ -75,7 +102,7 @@ class GKA(TimmAttention, GaussianKernelAttention, kind="gka"):
     impl: as in `gaussian_attention`; "sdpa" can be exported without an operator of ours.
     """
 
-    SETTINGS = ("sigma_squared", "impl")
+    SETTINGS = ("sigma_squared", "impl", "spatial_offsets")
 
     def __init__(
         self,
@@ -101,11 +128,12 @@ class GKA(TimmAttention, GaussianKernelAttention, kind="gka"):
     def _log_sigma(self) -> torch.Tensor:
         return self.log_sigma.to(torch.promote_types(self.log_sigma.dtype, torch.float32))
 
-    def values(self, heads):
+    def own_values(self, heads):
         return heads
 
     def mix(self, x, heads, is_causal):
-        return gaussian_attention(heads, self._log_sigma(), causal=is_causal, impl=self.impl)
+        values = None if self.offsets is None else self.values(heads)  # None: the features themselves
+        return gaussian_attention(heads, self._log_sigma(), values=values, causal=is_causal, impl=self.impl)
 
     def weights(self, x, heads, attn_mask, is_causal):
         # In logs, so that a mask that hides a token from itself leaves something to normalise.
@@ -122,7 +150,7 @@ class VLT(TimmAttention, kind="vlt"):
     (rows of W sum to 1), but only with it does VLT-Ti have the paper's 5.28M parameters.
     """
 
-    SETTINGS = ("value_bias",)
+    SETTINGS = ("value_bias", "spatial_offsets")
 
     def __init__(
         self,
@@ -155,7 +183,7 @@ class VLT(TimmAttention, kind="vlt"):
         self.proj.reset_parameters()
         self.init_weights()
 
-    def values(self, heads):
+    def own_values(self, heads):
         return heads if self.value_bias is None else heads + self.value_bias.unflatten(-1, (self.num_heads, -1))
 
     def _queries_and_keys(self, x):

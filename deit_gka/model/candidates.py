@@ -10,8 +10,17 @@ import torch
 from timm.data import resolve_input_data_config
 from torch import nn
 
-from deit_gka.model.checkpoints import build, find_checkpoint, load_file, load_run
+from deit_gka.model.checkpoints import (
+    about_images,
+    build,
+    eval_settings,
+    find_checkpoint,
+    load_file,
+    load_run,
+    timm_weights,
+)
 from trainkit.cli import UserError
+from trainkit.files import read_json
 
 Candidates = tuple[dict[str, nn.Module], dict[str, Any]]  # models by name, and the arguments of eval_transform
 
@@ -25,10 +34,21 @@ def of_run(
     """
     checkpoint = find_checkpoint(run, best)
     check_same_classes(run, checkpoint.state["classes"], data, classes)
-    recipe = checkpoint.state["train_config"]
-    settings = {"input_size": recipe["input_size"], "crop_pct": recipe["crop_pct"]}
+    about = about_images(checkpoint.state)
+    settings = {"input_size": about["input_size"][-2:], **eval_settings(about)}
     available = [name for name in weights if (checkpoint.path / f"{name}.safetensors").exists()]
     return {name: load_run(checkpoint, name, device) for name in available or weights}, settings
+
+
+def of_export(folder: Path, data: str, classes: list[str], device: torch.device) -> Candidates:
+    """The model of an exported folder, with the preprocessing that its config.json names.
+
+    Raises UserError if timm cannot build it, or if the classes of `data` are not its own.
+    """
+    model = timm_weights(f"local-dir:{folder}", "--run").to(device).eval()
+    names = read_json(folder / "config.json", "configuration").get("label_names")
+    check_same_classes(folder, names or [str(number) for number in range(model.num_classes)], data, classes)
+    return {folder.name: model}, _settings_of(model)
 
 
 def of_timm(
@@ -43,10 +63,12 @@ def of_timm(
         load_file(checkpoint, model)
     if model.num_classes != len(classes):
         raise UserError(f"{name} tells {model.num_classes} classes apart but {data} has {len(classes)}")
-    configuration = resolve_input_data_config(model)
-    settings = {key: configuration[key] for key in ("crop_pct", "crop_mode", "interpolation", "mean", "std")}
-    settings["input_size"] = tuple(configuration["input_size"][-2:])
-    return {name: model.to(device).eval()}, settings
+    return {name: model.to(device).eval()}, _settings_of(model)
+
+
+def _settings_of(model: nn.Module) -> dict[str, Any]:
+    about = resolve_input_data_config(model)
+    return {"input_size": tuple(about["input_size"][-2:]), **eval_settings(about)}
 
 
 def check_same_classes(run: Path, trained: list[str], data: str, classes: list[str]) -> None:

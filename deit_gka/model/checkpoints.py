@@ -136,6 +136,12 @@ def find_checkpoint(path: Path, best: bool = False) -> Checkpoint:
     return _of_vision(checkpoint)
 
 
+def is_export(path: Path) -> bool:
+    """Whether a folder is an exported model, and not a run."""
+    is_run = (path / "checkpoints").exists() or (path / "manifest.json").exists()
+    return (path / "model.safetensors").exists() and not is_run
+
+
 def _of_vision(checkpoint: Checkpoint) -> Checkpoint:
     if "classes" not in checkpoint.state:
         raise UserError(f"{checkpoint.path} is not of a vision run; nanochat_gka's commands take language models")
@@ -194,8 +200,15 @@ def about_images(state: dict[str, Any]) -> dict[str, Any]:
     """What images the model of a checkpoint's `state` takes, in the names of timm's data configuration."""
     recipe = state["train_config"]
     size = (3, recipe["input_size"], recipe["input_size"])
-    normalised = {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}  # as `data.transforms` does
+    # Older runs do not say by what they normalised: ImageNet's, as today's do unless asked otherwise.
+    colours = {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}
+    normalised = {name: tuple(recipe.get(name, value)) for name, value in colours.items()}
     return {"input_size": size, "crop_pct": recipe["crop_pct"], "interpolation": "bicubic", **normalised}
+
+
+def eval_settings(about: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `data.transforms.eval_transform`, all but the size, out of timm's data configuration."""
+    return {name: about[name] for name in ("crop_pct", "crop_mode", "interpolation", "mean", "std") if name in about}
 
 
 def export(checkpoint: Checkpoint, weights: str, folder: Path) -> Path:

@@ -44,17 +44,22 @@ class ByToken(nn.Module):
 
 
 class PlainAttention(nn.Module):
-    """softmax(queries keys^T) values, then W_O; a subclass gives the three, (B, H, N, ...) each."""
+    """softmax(queries keys^T) values, then W_O; a subclass gives the three, (B, H, N, ...) each.
 
-    def __init__(self, num_heads: int, proj: nn.Linear):
+    attn: the layer whose heads and spatial offsets it has.
+    """
+
+    def __init__(self, attn: nn.Module, proj: nn.Linear):
         super().__init__()
-        self.num_heads, self.proj = num_heads, proj
+        self.num_heads, self.offsets, self.proj = attn.num_heads, getattr(attn, "offsets", None), proj
 
     def heads(self, x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
     def forward(self, x: torch.Tensor, attn_mask: None = None, is_causal: bool = False) -> torch.Tensor:
         queries, keys, values = self.project(x)
+        if self.offsets:
+            values = self.offsets(values.transpose(1, 2)).transpose(1, 2)
         y = (queries @ keys.transpose(2, 3)).softmax(-1) @ values
         return self.proj(y.transpose(1, 2).flatten(2).flatten(0, 1)).unflatten(0, (-1, x.shape[1]))
 
@@ -70,7 +75,7 @@ class PlainGKA(PlainAttention):
         with torch.no_grad():
             norm.weight.copy_(norm.weight.double() * inverse_sigma)
             norm.bias.zero_()
-        super().__init__(attn.num_heads, linear(proj.weight / inverse_sigma, moved(proj, bias)))
+        super().__init__(attn, linear(proj.weight / inverse_sigma, moved(proj, bias)))
 
     def project(self, x):
         heads = self.heads(x)
@@ -84,7 +89,7 @@ class PlainSoftmax(PlainAttention):
     def __init__(self, block: Block):
         attn = block.attn
         (weights, biases), scale = parts(attn.qkv, 3), attn.head_dim**-0.5
-        super().__init__(attn.num_heads, linear(attn.proj.weight, moved(attn.proj, biases[2])))
+        super().__init__(attn, linear(attn.proj.weight, moved(attn.proj, biases[2])))
         self.q = ByToken(linear(weights[0] * scale, biases[0] * scale))
         self.k, self.v = (ByToken(linear(weight, None)) for weight in weights[1:])
 
@@ -100,7 +105,7 @@ class PlainVLT(PlainAttention):
         scale = (attn.proj.in_features // attn.num_heads) ** -0.5
         (query, key), (query_bias, _) = parts(attn.qk, 2)
         bias = None if attn.value_bias is None else attn.value_bias.double()
-        super().__init__(attn.num_heads, linear(attn.proj.weight, moved(attn.proj, bias)))
+        super().__init__(attn, linear(attn.proj.weight, moved(attn.proj, bias)))
         self.q = ByToken(linear(query * scale, query_bias * scale))
         self.k = ByToken(linear(key, None))
 

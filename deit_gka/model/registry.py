@@ -6,6 +6,7 @@ import timm, deit_gka
 model = timm.create_model("deit_tiny_gka_patch16_224")                            # the paper's GKA-Ti
 model = timm.create_model("deit_small_gka_patch16_224", sigma_squared=1.0)        # another starting bandwidth
 model = timm.create_model("deit_tiny_gka_patch16_224", attention="GGGA")          # softmax in every fourth layer
+model = timm.create_model("deit_tiny_gka_patch16_224", spatial_offsets="LUD")     # neighbours' values, see offsets.py
 model = timm.create_model("vit_small_patch16_224", attn_layer="GGGA")             # any timm ViT; "gka" for all layers
 """
 
@@ -17,6 +18,7 @@ from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_
 
 from deit_gka.model.accounting import vit_cost
 from deit_gka.model.attention import ATTENTION, AttentionNames, TimmAttention, attention_by_layer, settings_of
+from deit_gka.model.offsets import place_offsets
 from gka import KINDS
 
 SIZES = {
@@ -25,6 +27,11 @@ SIZES = {
     "base": dict(embed_dim=768, depth=12, num_heads=12),
 }
 OUR_KINDS = [kind for kind in KINDS if issubclass(ATTENTION.get(kind, object), TimmAttention)]
+# Names of the settings, and the kinds that have each.
+SETTINGS = {
+    setting: [kind for kind in ATTENTION if setting in settings_of(kind)]
+    for setting in dict.fromkeys(setting for kind in ATTENTION for setting in settings_of(kind))
+}
 CROP_PCT = 0.875  # resize to 256, crop 224, as DeiT evaluates (timm's own deit entries say 0.9)
 
 vit.ATTN_LAYERS = AttentionNames(vit.ATTN_LAYERS | ATTENTION)
@@ -55,13 +62,14 @@ def _entry_point(size: str, kind: str, distilled: bool):
     architecture = VisionTransformerDistilled if distilled else VisionTransformer
 
     def create(pretrained: bool = False, attention: str = kind, **kwargs) -> VisionTransformer:
-        names = {setting for ours in OUR_KINDS for setting in settings_of(ours)}
-        settings = {setting: kwargs.pop(setting) for setting in names & kwargs.keys()}
+        settings = {setting: kwargs.pop(setting) for setting in SETTINGS.keys() & kwargs.keys()}
         settings = {setting: value for setting, value in settings.items() if value is not None}
         features = dict(out_indices=kwargs.pop("out_indices", 3), feature_cls="getter")
         arguments = dict(patch_size=16, **SIZES[size], attn_layer=attention_by_layer(attention, **settings)) | kwargs
         arguments |= dict(pretrained_filter_fn=checkpoint_filter_fn, feature_cfg=features)
-        return build_model_with_cfg(architecture, name, pretrained, **arguments)
+        model = build_model_with_cfg(architecture, name, pretrained, **arguments)
+        place_offsets(model)
+        return model
 
     shape = SIZES[size]
     cost = vit_cost(kind, shape["embed_dim"], shape["depth"], shape["num_heads"], distilled=distilled)
@@ -70,7 +78,7 @@ def _entry_point(size: str, kind: str, distilled: bool):
         f"DeiT-{size} with {kind} attention{' and a distillation token' * distilled}: "
         f"{cost.parameters / 1e6:.2f}M parameters, {cost.flops / 1e9:.2f} GFLOPs at 224 pixels.\n\n"
         "attention: another kind, or a pattern by layer such as GGGA. Settings of the kinds: "
-        f"{', '.join(f'{setting} ({ours})' for ours in OUR_KINDS for setting in settings_of(ours))}."
+        f"{', '.join(f'{setting} ({chr(32).join(kinds)})' for setting, kinds in SETTINGS.items())}."
     )
     return create
 

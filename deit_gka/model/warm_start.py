@@ -10,7 +10,7 @@ import hashlib
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from timm.layers import resample_abs_pos_embed, resample_patch_embed
 from timm.models import load_state_dict
 from torch import nn
 
-from deit_gka.model.checkpoints import WEIGHTS, find_checkpoint, timm_weights
+from deit_gka.model.checkpoints import WEIGHTS, find_checkpoint, is_export, timm_weights
 from trainkit.cli import UserError
 
 Tensors = dict[str, torch.Tensor]
@@ -37,11 +37,13 @@ class WarmStart:
     resized: list[str] = field(default_factory=list)
     new: list[str] = field(default_factory=list)  # left at their initialisation
     unused: list[str] = field(default_factory=list)  # of the weights that were given
+    known_classes: str = ""  # how many of the model's classes the head had, where it was fitted by their names
 
     def __str__(self) -> str:
         share = f"{math.floor(1000 * self.share) / 10}% of the parameters, with those resized"
         lists = {"resized": self.resized, "left at their initialisation": self.new, "not used": self.unused}
         parts = [f"{description}: {shortened(names)}" for description, names in lists.items() if names]
+        parts += [f"head by class name: {self.known_classes}"] if self.known_classes else []
         return "; ".join([f"{len(self.taken)} tensors as they are ({share})", *parts])
 
 
@@ -60,12 +62,11 @@ def read_weights(source: str) -> Tensors:
     """
     path = Path(source).expanduser()
     if path.is_dir():
-        exported = path / "model.safetensors"
-        if (path / "checkpoints").exists() or (path / "manifest.json").exists() or not exported.exists():
+        if not is_export(path):
             checkpoint = find_checkpoint(path)
             available = [name for name in WEIGHTS if (checkpoint.path / f"{name}.safetensors").exists()]
             return checkpoint.tensors(available[0])
-        path = exported
+        path = path / "model.safetensors"
     if path.is_file():
         return _read_file(path)
     if not timm.is_model(source):
@@ -112,17 +113,28 @@ def check_same(source: str, saved: dict[str, str] | None, folder: Path) -> None:
 
 
 @torch.no_grad()
-def warm_start(model: nn.Module, weights: Tensors, source: str) -> WarmStart:
+def warm_start(
+    model: nn.Module, weights: Tensors, source: str, theirs: Sequence[str] = (), ours: Sequence[str] = ()
+) -> WarmStart:
     """Copy what fits of `weights` into `model`, on its device.
 
-    Raises UserError if that is less than half of the parameters outside the head, or not finite.
+    theirs, ours: names of the classes of the weights and of the model, if known. Where they differ but share some, a
+    head takes the rows of the shared ones, and the others keep their start. Raises UserError if what fits is less than
+    half of the parameters outside the head, or not finite.
     """
     state = model.state_dict()
     weights = _with_queries_and_keys(weights, state)
-    done = WarmStart(0.0)
+    done, heads = WarmStart(0.0), set(_head(model))
+    places = {} if list(theirs) == list(ours) else _shared(theirs, ours)
     for name, target in state.items():
         value = weights.get(name)
-        fitted = None if value is None else value if value.shape == target.shape else _resized(name, value, model)
+        if value is None:
+            fitted = None
+        elif places and name in heads and len(value) == len(theirs) and value.shape[1:] == target.shape[1:]:
+            fitted = _rows(value, target, places)
+            done.known_classes = f"{len(places)} of {len(ours)} classes"
+        else:
+            fitted = value if value.shape == target.shape else _resized(name, value, model)
         if fitted is None:
             done.new.append(name)
             continue
@@ -131,7 +143,7 @@ def warm_start(model: nn.Module, weights: Tensors, source: str) -> WarmStart:
         (done.taken if fitted is value else done.resized).append(name)
         target.copy_(fitted)
     done.unused = [name for name in weights if name not in state]
-    parameters, heads = dict(model.named_parameters()), set(_head(model))
+    parameters = dict(model.named_parameters())
     fitting = set(done.taken + done.resized)
     done.share = _count(parameters, fitting) / _count(parameters, parameters)
     trunk = parameters.keys() - heads
@@ -155,6 +167,19 @@ def _head(model: nn.Module) -> list[str]:
     heads = classifiers if isinstance(classifiers, tuple) else (classifiers,)
     ids = {id(parameter) for head in heads for parameter in head.parameters()}
     return [name for name, parameter in model.named_parameters() if id(parameter) in ids]
+
+
+def _shared(theirs: Sequence[str], ours: Sequence[str]) -> dict[int, int]:
+    """Number of a class among ours -> its number among theirs, for the names that both have."""
+    numbers = {name: number for number, name in enumerate(theirs)}
+    return {number: numbers[name] for number, name in enumerate(ours) if name in numbers}
+
+
+def _rows(value: torch.Tensor, target: torch.Tensor, places: dict[int, int]) -> torch.Tensor:
+    """A head's `target` with the rows of `value` at their places."""
+    rows = target.clone()
+    rows[list(places)] = value[list(places.values())].to(rows.device, rows.dtype)
+    return rows
 
 
 def _with_queries_and_keys(weights: Tensors, state: Tensors) -> Tensors:

@@ -38,7 +38,7 @@ class TrainConfig(Recipe, RunConfig):
     num_workers: MayChange[WorkerCount] = -1
     """Processes that load images, for each training process; -1 takes its share of the cores."""
     compile: MayChange[Literal["auto", "off", "default", "max-autotune"]] = "auto"
-    """How torch.compile is used; auto takes max-autotune on CUDA (paper) and off on CPU."""
+    """How torch.compile is used; auto takes max-autotune on CUDA (paper), and off on a CPU or without a compiler."""
     grad_checkpointing: MayChange[bool] = False
     """Recompute activations in backward: less memory, slower."""
 

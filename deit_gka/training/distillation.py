@@ -15,7 +15,7 @@ from timm.loss import SoftTargetCrossEntropy
 from torch import nn
 
 from deit_gka.model.checkpoints import build, find_checkpoint, load_file, load_run, timm_weights
-from deit_gka.recipe import Recipe
+from deit_gka.recipe import Colour, Recipe
 from trainkit.cli import UserError
 
 Outputs = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -24,8 +24,9 @@ Outputs = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 class Teacher(nn.Module):
     """A model that answers in evaluation mode, without gradients, whatever mode it is put in.
 
-    mean, std, size: the teacher's own. A student's images, which are normalised by ImageNet's mean and deviation, mixed
-    or not, are brought there by an affine map of every channel and resized; size None takes them as large as they are.
+    mean, std, size: the teacher's own. student: mean and deviation that the student's images are normalised by. Mixed
+    or not, they are brought to the teacher's by an affine map of every channel and resized; size None takes them as
+    large as they are.
     """
 
     def __init__(
@@ -34,10 +35,11 @@ class Teacher(nn.Module):
         mean=IMAGENET_DEFAULT_MEAN,
         std=IMAGENET_DEFAULT_STD,
         size: tuple[int, int] | None = None,
+        student: tuple[Colour, Colour] = (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD),
     ):
         super().__init__()
         self.model, self.size = model.eval().requires_grad_(False), size
-        values = (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, mean, std)
+        values = (*student, mean, std)
         student_mean, student_std, mean, std = (torch.tensor(value).view(1, 3, 1, 1) for value in values)
         self.register_buffer("scale", student_std / std)
         self.register_buffer("shift", (student_mean - mean) / std)
@@ -53,12 +55,13 @@ class Teacher(nn.Module):
         return self.model(images)
 
 
-def load_teacher(name: str, path: str, classes: list[str]) -> Teacher:
-    """The teacher called `name`: a run or exported folder of ours, or a timm model.
+def load_teacher(recipe: Recipe, classes: list[str]) -> Teacher:
+    """The recipe's teacher: a run or exported folder of ours, or a timm model, with timm's weights or those of a file.
 
-    path: the file with a timm model's weights; empty takes timm's own. Raises UserError if the weights cannot be had,
+    Raises UserError if the weights cannot be had,
     or if the teacher has another number of classes.
     """
+    name, path = recipe.teacher_model, recipe.teacher_path
     folder = Path(name).expanduser()
     if folder.is_dir() and not (folder / "config.json").exists():
         checkpoint = find_checkpoint(folder)
@@ -77,7 +80,8 @@ def load_teacher(name: str, path: str, classes: list[str]) -> Teacher:
     if not getattr(model, "dynamic_img_size", False):  # a convolutional network takes any size, and says so nowhere
         fixed = about["input_size"][-2:] if model.pretrained_cfg.get("fixed_input_size") else None
         size = getattr(getattr(model, "patch_embed", None), "img_size", None) or fixed
-    return Teacher(model, about["mean"], about["std"], tuple(size) if size else None)
+    student = recipe.mean, recipe.std
+    return Teacher(model, about["mean"], about["std"], tuple(size) if size else None, student)
 
 
 @dataclass

@@ -16,6 +16,7 @@ from deit_gka.data.seeds import seed_of
 from deit_gka.recipe import Recipe
 from deit_gka.training.distillation import Objective
 from trainkit.cli import UserError
+from trainkit.compiling import OFF
 from trainkit.distributed import Runtime
 
 
@@ -105,14 +106,13 @@ def accumulate_gradients(
     return update
 
 
-def compiled_and_joined(model: torch.nn.Module, compile: str, runtime: Runtime) -> torch.nn.Module:
-    """`model`, compiled as the flag of this name says, and with its gradients averaged over processes if there are any.
+def compiled_and_joined(model: torch.nn.Module, mode: str, runtime: Runtime) -> torch.nn.Module:
+    """`model`, compiled in torch's `mode` or "off", and with its gradients averaged over processes if there are any.
 
     The weights are the model's own. A collective.
     """
     device = runtime.device
-    mode = ("max-autotune" if device.type == "cuda" else "off") if compile == "auto" else compile
-    network = model if mode == "off" else torch.compile(model, mode=mode, dynamic=False)
+    network = model if mode == OFF else torch.compile(model, mode=mode, dynamic=False)
     if runtime.world_size == 1:
         return network
     ids = [device.index] if device.type == "cuda" else None

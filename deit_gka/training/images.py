@@ -38,7 +38,8 @@ class RunImages:
 
     def validation_batches(self) -> Iterator[Batch]:
         """This process's part of the validation images."""
-        config, transform = self.config, eval_transform(self.config.input_size, self.config.crop_pct)
+        config = self.config
+        transform = eval_transform(config.input_size, config.crop_pct, mean=config.mean, std=config.std)
         return evaluation_batches(self.val_set, transform, self.runtime, config.device_batch_size, self.num_workers)
 
     def about(self) -> dict[str, Any]:

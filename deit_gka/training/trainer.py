@@ -20,6 +20,7 @@ from deit_gka.data.workers import BatchLoader
 from deit_gka.model.accounting import cost_of
 from deit_gka.model.attention import operators_of
 from deit_gka.model.checkpoints import build, describe
+from deit_gka.model.origin import read_origin
 from deit_gka.model.warm_start import check_same, fingerprint, read_weights, warm_start
 from deit_gka.training.broken import BrokenList
 from deit_gka.training.config import TrainConfig
@@ -29,6 +30,7 @@ from deit_gka.training.images import RunImages
 from deit_gka.training.meter import UPDATES_NOT_TIMED, Meter
 from deit_gka.training.optim import load_state_tensors, make_average, make_optimizer, make_schedule, state_tensors
 from deit_gka.training.reports import ACCURACY_KEYS, EVAL_KEYS, accuracy_text, epoch_text, opening_lines, trusted
+from trainkit import compiling
 from trainkit.checkpoint import Checkpoint, Tensors
 from trainkit.cli import UserError
 from trainkit.distributed import Runtime, Stop
@@ -50,6 +52,8 @@ class Trainer(BaseTrainer):
         self.steps_per_epoch = self.images.order.steps_per_epoch
         self.steps = config.epochs * self.steps_per_epoch
         # Model
+        automatic = "max-autotune" if runtime.device.type == "cuda" else compiling.OFF
+        self.compile_mode = compiling.mode("--compile", config.compile, automatic, runtime)
         self.kwargs = config.timm_arguments()
         drop_path = config.drop_path_of(config.model)
         settings = {**({"drop_path_rate": drop_path} if drop_path else {}), **self.kwargs}
@@ -57,7 +61,7 @@ class Trainer(BaseTrainer):
         prepare_student(self.model, config, config.model)
         teacher = None
         if config.distillation_type != "none":
-            teacher = load_teacher(config.teacher_model, config.teacher_path, classes).to(runtime.device)
+            teacher = load_teacher(config, classes).to(runtime.device)
         if config.grad_checkpointing:
             self.model.set_grad_checkpointing(True)
         self.average = make_average(self.model, config)
@@ -91,9 +95,12 @@ class Trainer(BaseTrainer):
 
     def _start_from(self, source: str) -> None:
         """Take what fits of the weights in `source`, and say what that is."""
-        weights = read_weights(source)
+        weights, origin = read_weights(source), read_origin(source)
         self.initial_weights = {"from": source, "hash": fingerprint(weights)}
-        self.runtime.print(f"starting from {source}: {warm_start(self.model, weights, source)}")
+        done = warm_start(self.model, weights, source, origin.classes, self.images.classes)
+        self.runtime.print(f"starting from {source}: {done}")
+        for warning in origin.warnings(source, self.images.classes, self.config):
+            self.runtime.print(f"warning: {warning}")
         if self.average is not None:
             self.average.set(self.model)
 
@@ -110,7 +117,7 @@ class Trainer(BaseTrainer):
     @cached_property
     def network(self) -> nn.Module:
         """`model` as it is trained, with the gradients of all processes: made, on all of them, for the first update."""
-        network = compiled_and_joined(self.model, self.config.compile, self.runtime)
+        network = compiled_and_joined(self.model, self.compile_mode, self.runtime)
         if len(self.pieces) > 1:  # gradients outlive a backward: not in memory that CUDA graphs use again
             for parameter in self.model.parameters():
                 parameter.grad = torch.zeros_like(parameter)

@@ -19,7 +19,8 @@ from nanochat_gka.core_metric.score_file import EvaluatedModel
 from trainkit.cli import UserError
 
 BOS_TOKENS = ("<|bos|>", "<|endoftext|>")  # the first that a vocabulary has
-LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len")  # names of the longest sequence in a configuration
+# Names of the longest sequence in a configuration; the first is ours.
+LENGTHS = ("rotary_positions", "max_position_embeddings", "n_positions", "max_seq_len")
 UNLIMITED = 2**30
 
 

@@ -16,6 +16,7 @@ from trainkit.files import atomic
 VAL_FRACTION = 16  # one text in 16 is held out
 MIN_PARAGRAPH = 40  # characters
 DOCUMENT_CHARS = 400  # keeps cropping near a tenth at T = 256
+STATEMENTS_IN = ("body", "handlers", "orelse", "finalbody", "cases")  # fields of statements, in their order
 EXCLUDED = {"test", "tests", "idlelib", "site-packages", "lib2to3", "__pycache__", "pydoc_data"}
 
 
@@ -63,9 +64,12 @@ def _docstrings(path: Path) -> Iterator[str]:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (SyntaxError, UnicodeDecodeError, ValueError):
         return
-    for node in ast.walk(tree):
+    nodes: list[ast.AST] = [tree]
+    for node in nodes:  # in the order of ast.walk, without the expressions, which are most nodes
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             yield ast.get_docstring(node) or ""
+        for field in STATEMENTS_IN:
+            nodes += getattr(node, field, ())
 
 
 def _cut(text: str) -> Iterator[str]:

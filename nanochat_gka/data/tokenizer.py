@@ -85,7 +85,9 @@ class Tokenizer:
     def encode_document(self, text: str) -> np.ndarray:
         """uint16 ids of a document, opened by BOS."""
         ids = self.encoding.encode_to_numpy(text, allowed_special=set(), disallowed_special=())
-        return np.concatenate([np.array([self.bos_id], dtype=np.uint16), ids.astype(np.uint16)])
+        document = np.empty(len(ids) + 1, dtype=np.uint16)
+        document[0], document[1:] = self.bos_id, ids
+        return document
 
     def decode(self, ids: Iterable[int]) -> str:
         return self.encoding.decode(list(ids))

@@ -4,6 +4,7 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
+from nanochat_gka.model.blocks import ROTARY_OVERALLOCATION
 from nanochat_gka.model.checkpoints import FACTS_OF_THE_FILES, MODEL_TYPE
 from nanochat_gka.model.config import GPTConfig
 
@@ -56,3 +57,8 @@ class GKAConfig(PreTrainedConfig):
     @property
     def max_position_embeddings(self) -> int:
         return self.shape().sequence_len
+
+    @property
+    def rotary_positions(self) -> int:
+        """Where the model's positions end: far beyond the length it was trained on."""
+        return ROTARY_OVERALLOCATION * self.shape().sequence_len

@@ -88,11 +88,10 @@ class Batch(Context):
     def _check_positions(self) -> None:
         if self.stated is None:
             return
-        ours, real = self.positions, True
+        ours = self.positions
         if isinstance(ours, slice):
             ours = torch.arange(ours.start, ours.stop, device=self.stated.device)
-        else:
-            real = self.mask[:, self.seen : self.total] != 0
+        real = self.mask is None or self.mask[:, self.seen : self.total] != 0  # padding may have any position
         if bool(((self.stated != ours) & real).any()):
             advice = "rows that hold several documents are not supported: give each document a row"
             raise ValueError(f"position_ids must count the tokens of each row from its first one ({advice})")

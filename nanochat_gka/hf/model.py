@@ -28,11 +28,14 @@ class GKAForCausalLM(PreTrainedModel, GenerationMixin):
     base_model_prefix = "gpt"
     _supports_sdpa = True  # scripts ask for it; which operator runs is the layer's own choice
     _no_split_modules = ("GPT",)  # a forward pass mixes tensors of all layers: accelerate places them together
-    _keep_in_fp32_modules_strict = ("log_sigma",)  # the operator wants it so, whatever the features are
 
     def __init__(self, config: GKAConfig):
         super().__init__(config)
-        self.gpt = GPT(config.shape())
+        shape = config.shape()
+        if setting := shape.needs_own_cache:
+            advice = "nanochat_gka.model.checkpoints.load reads it"
+            raise ValueError(f"{setting} needs another cache than transformers has; {advice}")
+        self.gpt = GPT(shape)
         self.post_init()
 
     @classmethod

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from nanochat_gka.model.config import GPTConfig
+
 CARD = """---
 library_name: gka
 pipeline_tag: text-generation
@@ -36,7 +38,12 @@ loaded = load("{folder}")
 print(Engine(loaded.model, loaded.tokenizer).complete(["The "], Sampling())[0][0])
 ```
 
-In Hugging Face's transformers, with `pip install "gka[hf]"`:
+{transformers}Or `python -m nanochat_gka.generate --run {folder} --prompt "The " --stream`, and
+`python -m nanochat_gka.eval_core --run {folder}`. The settings of the training run are in `config.json`, with every
+head's sigma.
+"""
+
+TRANSFORMERS = """In Hugging Face's transformers, with `pip install "gka[hf]"`:
 
 ```python
 import nanochat_gka.hf  # registers the model; nothing remote is executed
@@ -46,9 +53,6 @@ write = pipeline("text-generation", model="{folder}")
 print(write("The ", max_new_tokens=32)[0]["generated_text"])
 ```
 
-Or `python -m nanochat_gka.generate --run {folder} --prompt "The " --stream`, and
-`python -m nanochat_gka.eval_core --run {folder}`. The settings of the training run are in `config.json`, with every
-head's sigma.
 """
 
 
@@ -79,6 +83,7 @@ def card(about: dict[str, Any], folder: Path) -> str:
         exported_at_commit=about["exported_at_commit"],
         digest=about["sha256"]["model.safetensors"],
         folder=folder,
+        transformers="" if GPTConfig.from_saved(model).needs_own_cache else TRANSFORMERS.format(folder=folder),
     )
 
 

@@ -160,6 +160,13 @@ class GPTConfig:
         quarter = self.head_dim // 4
         return [slice(quarter, 2 * quarter), slice(3 * quarter, None)] if self.rotary == "half" else []
 
+    @property
+    def needs_own_cache(self) -> str:
+        """The setting, or "", for which keys and values of past tokens are not what a cache must hold."""
+        if self.mixing in ("token-shift", "canon"):  # they read the inputs of earlier tokens
+            return f"mixing={self.mixing}"
+        return "kernel=none" if self.kernel == "none" else ""
+
     def layer_mixing(self, layer: int) -> str:
         """The mixing of a layer, "none" in layers that have neither mixing nor head offsets."""
         return self.mixing if self._is_mixed(layer) else "none"

@@ -1,4 +1,4 @@
-"""Cross-entropy of capped logits; in bfloat16 on a CPU some rows at a time, so that a step stays in the cache."""
+"""Cross-entropy of capped logits; on a CPU in bfloat16 or without gradients by rows, which stay in the cache."""
 
 import torch
 import torch.nn.functional as F
@@ -15,11 +15,18 @@ def capped(logits: torch.Tensor) -> torch.Tensor:
 
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, reduction: str) -> torch.Tensor:
     """Of logits (N, V), not yet capped, and targets (N,), -1 ignored: float32 nats, reduced as in torch."""
-    by_rows = logits.device.type == "cpu" and logits.dtype == torch.bfloat16 and logits.requires_grad
-    if not by_rows or reduction == "none" or torch.compiler.is_compiling():
-        return F.cross_entropy(capped(logits), targets, ignore_index=IGNORE_INDEX, reduction=reduction)
+    in_cache = logits.device.type == "cpu" and not torch.compiler.is_compiling()
+    if in_cache and reduction == "none" and not logits.requires_grad:
+        pairs = zip(logits.split(ROWS_AT_ONCE), targets.split(ROWS_AT_ONCE))
+        return torch.cat([_of_rows(some, own, "none") for some, own in pairs])
+    if not in_cache or reduction == "none" or not (logits.dtype == torch.bfloat16 and logits.requires_grad):
+        return _of_rows(logits, targets, reduction)
     total = _SumByRows.apply(logits, targets)
     return total if reduction == "sum" else total / (targets != IGNORE_INDEX).sum()
+
+
+def _of_rows(logits: torch.Tensor, targets: torch.Tensor, reduction: str) -> torch.Tensor:
+    return F.cross_entropy(capped(logits), targets, ignore_index=IGNORE_INDEX, reduction=reduction)
 
 
 class _SumByRows(torch.autograd.Function):

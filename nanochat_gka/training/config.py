@@ -30,11 +30,11 @@ class TrainConfig(OptimConfig, ModelFlags, BundleFlags, RunConfig):
     model_tag: MayChange[str] = ""
     """Name of the run; empty takes d<depth>-<attention>, with offsets and values unlike the paper's: d20-gka-PS-raw."""
     compile: MayChange[Literal["auto", "on", "off"]] = "auto"
-    """Whether to use torch.compile; auto does on CUDA."""
+    """Whether to use torch.compile; auto does on CUDA if a compiler is installed."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """What activations and products are rounded to, matrices are float32; auto = bfloat16 on CUDA, else float32."""
     verify_data: MayChange[bool] = True
-    """Check the data's checksums before training."""
+    """Check the data's checksums before training, on every machine."""
 
     max_seq_len: Annotated[int, Bounds(1, other=(-1, "the data's"))] = -1
     """Context length T; -1 takes the data's."""

@@ -28,6 +28,7 @@ from nanochat_gka.training.config import TrainConfig
 from nanochat_gka.training.gradients import accumulate_gradients, dry_step
 from nanochat_gka.training.optim import MuonAdamW, check_decay, parameter_groups
 from nanochat_gka.training.schedule import lr_multiplier, muon_momentum, weight_decay_multiplier
+from trainkit import compiling
 from trainkit.checkpoint import Checkpoint, Tensors
 from trainkit.cli import UserError
 from trainkit.distributed import Runtime, Stop
@@ -51,7 +52,7 @@ class Trainer(BaseTrainer):
     def __init__(self, config: TrainConfig, runtime: Runtime, checkpoint: Checkpoint | None = None):
         super().__init__(config, runtime)
         # Data
-        self.data = PackedData(config.data, verify=config.verify_data and runtime.is_main)
+        self.data = PackedData(config.data, verify=config.verify_data and runtime.is_first_here)
         sequence_len, vocab_size = self.data.sequence_len, self.data.tokenizer.vocab_size
         if config.max_seq_len not in (-1, sequence_len):
             raise UserError(
@@ -61,12 +62,13 @@ class Trainer(BaseTrainer):
         self.stream = Stream(self.data.split("train"), config.seed)
         self.token_bytes = self.data.tokenizer.token_bytes()
         # Model
+        automatic = "on" if runtime.device.type == "cuda" else compiling.OFF
+        compiled = compiling.mode("--compile", config.compile, automatic, runtime) != compiling.OFF
         shape = config.shape(config.depth, sequence_len, vocab_size)
         memory.check_fits(shape, runtime.device, runtime.world_size)
         self.model: GPT = build(shape, runtime.device)
         if config.dtype != "auto":
             self.model.compute_in(getattr(torch, config.dtype))
-        compiled = config.compile == "on" or (config.compile == "auto" and runtime.device.type == "cuda")
         self.compiled = torch.compile(self.model, dynamic=False) if compiled else self.model
         # Horizon
         self.horizon = config.horizon(self.model, runtime.world_size)

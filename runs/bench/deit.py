@@ -35,6 +35,7 @@ from runs.bench.models import Key
 from runs.bench.results import Recorder
 from runs.bench.timing import interleave
 from runs.paper.deit import SIZE_NAMES
+from trainkit import compiling
 from trainkit.cli import UserError, run
 from trainkit.distributed import setup
 from trainkit.progress import progress_bar
@@ -149,8 +150,10 @@ def cases_of(config: DeitConfig) -> list[tuple[str, str, str, int]]:
 
 def main(config: DeitConfig) -> None:
     config.check()
-    device = setup(config.device_type).device
+    runtime = setup(config.device_type)
+    device, asked = runtime.device, config.compile_mode
     config = config.fill(device.type)
+    config = replace(config, compile_mode=compiling.mode("--compile-mode", asked, config.compile_mode, runtime))
     cases, plan = cases_of(config), PLANS[device.type].adjust(config)
     with progress_bar() as bar:
         for threads in config.with_threads():

@@ -33,6 +33,7 @@ from runs.bench.measurement import Measurement, Plan
 from runs.bench.models import Key
 from runs.bench.results import Recorder
 from runs.bench.timing import interleave
+from trainkit import compiling
 from trainkit.cli import Bounds, UserError, run
 from trainkit.distributed import Runtime, setup
 from trainkit.progress import progress_bar
@@ -178,6 +179,7 @@ def main(config: GPTBenchConfig) -> None:
     runtime = setup(config.device_type)
     device, asked = runtime.device, config
     config = config.fill(device.type)
+    config = replace(config, compile=compiling.mode("--compile", asked.compile, config.compile, runtime))
     names = {depth: asked.case(depth, device.type) for depth in config.depth}
     wanted = config.select(list(names.values()))
     for kind in config.kinds:

@@ -15,6 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
+from triton.runtime.cache import get_cache_manager
 
 from trainkit.workers import begin, context
 
@@ -66,13 +67,23 @@ def compile_kernel(function, constants: dict, capability: int, itemsize: int, wa
     source = ASTSource(fn=function, signature=signature, constexprs=constexprs, attrs=aligned)
     options = dict(num_warps=warps, num_stages=stages)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, WARP), options=options)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        usage = subprocess.run([TOOLS / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True)
-        assembly = subprocess.run([TOOLS / "nvdisasm", "-c", "-ndf", file.name], capture_output=True, text=True).stdout
-    match = re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout + usage.stderr)
+    usage, assembly = (said_by(tool, compiled) for tool in (("cuobjdump", "-res-usage"), ("nvdisasm", "-c", "-ndf")))
+    match = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     return Code(int(match[1]), int(match[2]), compiled.metadata.shared, assembly)
+
+
+def said_by(tool: tuple[str, ...], compiled) -> str:
+    """What a tool says of a kernel's machine code. Triton's cache keeps it beside the kernel, as long as that is the
+    same.
+    """
+    cache, name = get_cache_manager(compiled.hash), f"{tool[0]}.txt"
+    if not (path := cache.get_file(name)):
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(compiled.asm["cubin"])
+            file.flush()
+            done = subprocess.run([TOOLS / tool[0], *tool[1:], file.name], capture_output=True, text=True, check=True)
+        path = cache.put(done.stdout + done.stderr, name)
+    return Path(path).read_text()
 
 
 def in_processes(function: Callable, items: list, processes: int) -> Iterator[tuple[Any, Any]]:

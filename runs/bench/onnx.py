@@ -1,15 +1,16 @@
 """Time DeiT-Ti and DeiT-S as ONNX in onnxruntime on the CPU: softmax attention and GKA, float32 and int8.
 
     python -m runs.bench.onnx                                  every size, batch and number of threads
-    python -m runs.bench.onnx --only onnx-ti-b1 --models /tmp/onnx    one case; the ONNX files are kept there
+    python -m runs.bench.onnx --only onnx-ti-b1 --models out/onnx     one case; the ONNX files are kept there
 
-Both sides are written by the exporter that users have (deit_gka.export --onnx), in as few operations as their attention
-takes. "softmax-fused" is the same with onnxruntime's own attention operator (MultiHeadAttention) in place of products
-and softmax: the quicker of the two is the baseline. Random weights and images; the logits are checked first.
+It is a part of `make bench`; where onnxruntime is not installed it says so in one line and times nothing. Both sides
+are written by the exporter that users have (deit_gka.export --onnx), in as few operations as their attention takes.
+"softmax-fused" is the same with onnxruntime's own attention operator (MultiHeadAttention) in place of products and
+softmax: the quicker of the two is the baseline. Random weights and images; the logits are checked first.
 """
 
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -31,7 +32,7 @@ from runs.paper.deit import SIZE_NAMES
 from trainkit import onnx
 from trainkit.cli import Bounds, run
 from trainkit.distributed import setup
-from trainkit.progress import progress_bar
+from trainkit.progress import console, progress_bar
 
 BENCHMARK = "onnx"
 PIXELS = 224
@@ -40,6 +41,7 @@ FUSED = "softmax-fused"
 ROLES = KIND_ROLES | {FUSED: "baseline"}
 FILES = {"float32": onnx.MODEL, "int8": onnx.INT8_MODEL}
 LARGEST_INT8_ERROR = 0.05  # relative, of the logits
+SIZES, BATCH_SIZES, THREADS = ("ti", "s"), (1, 8), (1, 2)  # what the targets are about
 PLAN = Plan(rounds=60, warmup=2, seconds=12)
 Counts = Annotated[list[int], Bounds(1)]
 
@@ -51,16 +53,21 @@ class OnnxConfig(CaseConfig):
     Appends to RESULTS/bench_onnx_<hardware>.jsonl.
     """
 
-    sizes: list[Literal[tuple(SIZE_NAMES)]] = field(default_factory=lambda: ["ti", "s"])
-    """Sizes to time."""
-    batch_sizes: Counts = field(default_factory=lambda: [1, 8])
-    """Images in a call."""
-    threads: Counts = field(default_factory=lambda: [1, 2])
+    sizes: list[Literal[tuple(SIZE_NAMES)]] = field(default_factory=list)
+    """Sizes to time; empty = ti and s, ti alone with --quick."""
+    batch_sizes: Counts = field(default_factory=list)
+    """Images in a call; empty = 1 and 8, 1 alone with --quick."""
+    threads: Counts = field(default_factory=lambda: list(THREADS))
     """Threads of onnxruntime."""
     dtypes: list[Literal["float32", "int8"]] = field(default_factory=lambda: ["float32", "int8"])
     """Of the matrices; int8 has activations rounded as they come."""
     models: Path | None = None
     """A folder to keep the ONNX files in and to take them from; empty = write them anew."""
+
+    def fill(self) -> "OnnxConfig":
+        """The configuration with the defaults in the empty places."""
+        sizes, batch_sizes = (SIZES[:1], BATCH_SIZES[:1]) if self.quick else (SIZES, BATCH_SIZES)
+        return replace(self, sizes=self.sizes or list(sizes), batch_sizes=self.batch_sizes or list(batch_sizes))
 
 
 class FusedSoftmax(plain.PlainSoftmax):
@@ -112,10 +119,12 @@ def compare(written: dict[str, Written], batch: int, threads: int, dtype: str, p
 
 def main(config: OnnxConfig) -> None:
     config.check()
-    onnx.require()
-    device = setup("cpu").device
+    if missing := onnx.missing():
+        console.print(f"nothing is timed: {missing}", highlight=False, markup=False)
+        return
+    device, config = setup("cpu").device, config.fill()
     cases = {
-        f"onnx-{size}-b{batch}-t{threads}": (size, batch, threads)
+        case_name(size, batch, threads): (size, batch, threads)
         for size in config.sizes
         for batch in config.batch_sizes
         for threads in config.threads
@@ -135,8 +144,16 @@ def main(config: OnnxConfig) -> None:
                 measured = compare(written[size], batch, threads, dtype, plan)
                 settings = {"size": size, "batch": batch, "threads": threads, "dtype": dtype}
                 settings["runtime"] = f"onnxruntime {onnx.version()}"
-                recorder.record(name, f"inference {dtype}", measured, ROLES, settings, partial(throughput, batch))
+                recorder.record(name, phase_name(dtype), measured, ROLES, settings, partial(throughput, batch))
                 bar.advance(task)
+
+
+def case_name(size: str, batch: int, threads: int) -> str:
+    return f"{BENCHMARK}-{size}-b{batch}-t{threads}"
+
+
+def phase_name(dtype: str) -> str:
+    return f"inference {dtype}"
 
 
 def throughput(batch: int, name: str, measurement: Measurement) -> dict:

@@ -26,8 +26,13 @@ from trainkit.distributed import setup
 from trainkit.progress import console
 from trainkit.results import describe_hardware, is_processor
 
-TITLES = {"attention": "The operator", "deit": "Vision transformers", "gpt": "Language models"}
-UNITS = {"attention": "", "deit": "images/s", "gpt": "tokens/s"}
+TITLES = {
+    "attention": "The operator",
+    "deit": "Vision transformers",
+    "gpt": "Language models",
+    "onnx": "Vision transformers in onnxruntime",
+}
+UNITS = {"attention": "", "deit": "images/s", "gpt": "tokens/s", "onnx": "images/s"}
 WHOLE_MODELS = ("deit", "gpt")
 SOFTMAX, GKA = KINDS["softmax"].label, KINDS["gka"].label
 WIDE = 160

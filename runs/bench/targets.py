@@ -1,7 +1,9 @@
 """The project's promises of speed and memory, and whether a hardware's comparisons keep them."""
 
+import itertools
 from dataclasses import dataclass
 
+from runs.bench import onnx
 from runs.bench.operators import FORWARD, FULL
 from runs.bench.results import Comparison
 from runs.paper.deit import SIZE_NAMES
@@ -62,9 +64,9 @@ def targets(results: dict[str, Comparisons], cuda: bool) -> list[Target]:
     if cuda:
         step = Target("d20 training step", 1.18, ratio(gpt, "d20", "training"))
         return [*operator_targets(attention), *decode_targets(attention), *deit_targets(deit), step]
-    both = attention | deit | gpt
+    every = attention | deit | gpt | results["onnx"]
     return [
-        Target(f"{case}, {phase}", wanted, ratio(both, case, phase)) for (case, phase), wanted in on_cpu(gpt).items()
+        Target(f"{case}, {phase}", wanted, ratio(every, case, phase)) for (case, phase), wanted in on_cpu(gpt).items()
     ]
 
 
@@ -79,6 +81,8 @@ def on_cpu(gpt: Comparisons) -> dict[tuple[str, str], float]:
         for dtype in ("", "-bf16"):
             promised |= {(f"deit-{size}-b{batch}{dtype}", "inference"): 1.25 for batch in (1, 8, 16)}
             promised |= {(f"deit-{size}-b8{dtype}", "training"): 1.25}
+    timed = itertools.product(onnx.SIZES, onnx.BATCH_SIZES, onnx.THREADS)
+    promised |= {(onnx.case_name(*settings), onnx.phase_name("float32")): 1.2 for settings in timed}
     steps = [(f"d{depth}{dtype}", "training") for depth in (4, 6, 8) for dtype in ("", "-bf16")]
     return promised | {step: flops_ratio(gpt.get(step)) or 1.0 for step in steps}
 

@@ -4,7 +4,6 @@ make explore                                (python -m runs.explore)
 make explore RUN=out/runs/deit_tiny_gka_patch16_224
 """
 
-import importlib.util
 import os
 import signal
 import socket
@@ -17,6 +16,7 @@ from typing import Annotated
 
 from deit_gka.draw import DEFAULT_MODEL
 from runs.explore.models import load
+from trainkit import extras
 from trainkit.cli import Bounds, UserError, run
 
 LOOPBACK = "127.0.0.1"
@@ -42,8 +42,8 @@ class ExploreConfig:
 
 
 def main(config: ExploreConfig) -> None:
-    if importlib.util.find_spec("gradio") is None:
-        raise UserError('the page needs Gradio: run pip install "gka[explore]"')
+    if reason := extras.missing("explore", "gradio"):
+        raise UserError(reason)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     if config.host != LOOPBACK:

@@ -60,6 +60,31 @@ def models() -> str:
     return "\n\n".join(parts)
 
 
+def onnx() -> str:
+    """Vision transformers in onnxruntime, whose own threads these are."""
+    headings = ["", "phase", "dtype", "threads", f"{SOFTMAX}, ms", f"{GKA}, ms", "speed-up", "target"]
+    promised = on_cpu({})
+    parts = []
+    for compared in benchmarks("onnx").values():
+        cases: ByThreads = {}
+        targets = {}
+        for key, comparison in sorted(compared.items(), key=lambda item: threads_of(item[1])):
+            label = model_label(comparison), comparison.phase
+            cases.setdefault(label, {})[threads_of(comparison)] = comparison
+            targets[label] = promised.get(key)
+        rows = [
+            each
+            for (name, phase), by_threads in cases.items()
+            for each in row(name, phase.partition(" ")[0], by_threads, targets[name, phase])
+        ]
+        parts += [part(headings, rows, cases)]
+    return "\n\n".join(parts) or "Not run yet: `python -m runs.bench.onnx`."
+
+
+def threads_of(comparison: Comparison) -> int:
+    return comparison.lines[0]["config"]["threads"]
+
+
 def machines(name: str) -> dict[str, ByThreads]:
     """Machine (the slug of its file with every number of threads as "n-threads") -> what it measured."""
     found: dict[str, ByThreads] = {}
@@ -99,7 +124,7 @@ def in_words(times: list[str], kinds: list[str]) -> str:
     """Times with what they are of, which is said once if it is one."""
     if len(set(kinds)) == 1:
         return " / ".join(times) + (f" ({kinds[0]})" if kinds[0] else "")
-    return " / ".join(f"{time} ({kind})" for time, kind in zip(times, kinds, strict=True))
+    return " / ".join(f"{time} ({kind})" if kind else time for time, kind in zip(times, kinds, strict=True))
 
 
 def which(line: dict) -> str:

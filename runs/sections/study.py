@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from nanochat_gka.accounting import AccountingConfig, account
 from runs.sections.sources import RESULTS, measured, table
 from runs.study.cells import Cell
 from runs.study.families import ALL, FAMILIES, FURTHER, KERNELS, REFERENCES, REPAIRS, Family
@@ -16,12 +17,24 @@ NOT_RUN = "not run"
 ROWS = RESULTS / "study"
 HEADS = RESULTS / "study_heads.jsonl"
 LONGER = [dict(depth=2, tokens=tokens) for tokens in (2**20, 2**21, 2**22, 2**23)]
+BEST = {
+    "GKA": "GKA, the paper's form",
+    "GKA + offsets": "GKA + offsets, values not rotated: the preset",
+    "GKA + offsets + VE": "the same + value embeddings in every layer",
+    "softmax": "softmax (nanochat)",
+    "softmax + offsets": "softmax + offsets",
+}
 PROVISIONAL = "Rates marked * are provisional: not every rate that must be tried has been."
 
 
 def families(folder: Path = ROWS) -> str:
     """Question 3, at the smallest size: every family at its best rate, and its difference from nanochat's softmax."""
     return _of_every_text(folder, lambda scores: _comparison(scores, {**FAMILIES, **FURTHER}, SMALLEST, "softmax"))
+
+
+def best(folder: Path = ROWS) -> str:
+    """Why `make pretrain-d20-best` has its form: the smallest size, and what it would have at depth 20."""
+    return _of_every_text(folder, _best)
 
 
 def longer(folder: Path = ROWS) -> str:
@@ -80,6 +93,17 @@ def _comparison(scores: Scores, families: dict[str, Family], place: Place, basel
     of = " and ".join(dict.fromkeys(baselines.values()))
     headings = ["", "validation bits per byte", "rate", "seeds", f"over {of}", "parameters", "FLOPs/token"]
     return table(headings, rows) + _note(results.values())
+
+
+def _best(scores: Scores) -> str:
+    rows = []
+    for name, label in BEST.items():
+        result = scores.at(ALL[name], SMALLEST)
+        deep = account(AccountingConfig(depth=20, **ALL[name]))["parameters"]
+        own = [loss_of(result), seeds_of(result), f"{result['parameters']:,}" if result else ""]
+        rows.append([label, *own, f"{deep:,}"])
+    tokens = f"{SMALLEST['tokens']:,} tokens"
+    return table(["", f"validation bits per byte, {tokens}", "seeds", "parameters", "parameters at depth 20"], rows)
 
 
 def _by_budget(scores: Scores, families: dict[str, Family]) -> str:
@@ -177,8 +201,8 @@ def seeds_of(result: Result | None) -> str:
     return "" if result is None else str(len(result.runs))
 
 
-def difference_of(difference: Interval | None) -> str:
-    return "" if difference is None else interval_of(difference, "+.4f")
+def difference_of(difference: Interval | None, form: str = "+.4f") -> str:
+    return "" if difference is None else interval_of(difference, form)
 
 
 def interval_of(interval: Interval, form: str = ".3g") -> str:
@@ -193,4 +217,4 @@ def _note(results: Iterable[Result | None]) -> str:
 
 
 TABLES: dict[str, Callable[..., str]] = {"study-families": families, "study-longer": longer, "study-fits": fits}
-TABLES |= {"study-repairs": repairs, "study-kernels": kernels, "study-heads": heads}
+TABLES |= {"study-repairs": repairs, "study-kernels": kernels, "study-heads": heads, "study-best": best}

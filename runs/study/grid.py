@@ -7,22 +7,27 @@ finds. A new question is a function here and its line in `GROUPS`.
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import ClassVar
 
 from runs.study.cells import Cell
 from runs.study.families import FAMILIES, FURTHER, KERNELS, REFERENCES, REPAIRS
-
-
-class Done(dict[Cell, float]):
-    """Validation bits per byte of finished cells. assumed_rate: the best one of families where it is not known."""
-
-    assumed_rate: float | None = None
-
 
 RATES = (1.0, 2.0, 4.0)
 LEAST_RATE, MOST_RATE = 0.25, 16.0
 SEEDS = (0, 1, 2)
 SMALLEST = dict(depth=2, tokens=2**20)
 REPAIRED = [SMALLEST, dict(depth=4, tokens=2**20)]
+
+
+class Done(dict):
+    """Validation bits per byte of finished cells. assumed_rate: the best one of families where it is not known."""
+
+    rates: ClassVar[tuple[float, ...]] = RATES
+    assumed_rate: float | None = None
+
+    def first_cell(self, family: dict, rate: float) -> Cell:
+        """What decides about a family's rate."""
+        return Cell(**SMALLEST, **family, rate=rate)
 
 
 SCALED = ("softmax", "softmax + offsets", "GKA", "GKA + offsets", "GKA + offsets + half VE", "GGGA + offsets")
@@ -33,7 +38,7 @@ BATCH_AT_DEPTH = {2: 2048, 4: 2048, 6: 4096, 8: 4096}
 
 def tried_rates(family: dict, done: Done) -> list[float]:
     """The three rates; and one beyond the end, as long as an end is the best of all that are finished."""
-    rates = list(RATES)
+    rates = list(done.rates)
     while best := _best_of(family, rates, done):
         if best == min(rates) and best / 2 >= LEAST_RATE:
             rates.append(best / 2)
@@ -50,7 +55,7 @@ def best_rate(family: dict, done: Done) -> float | None:
 
 
 def _best_of(family: dict, rates: Iterable[float], done: Done) -> float | None:
-    scores = {rate: done.get(Cell(**SMALLEST, **family, rate=rate)) for rate in rates}
+    scores = {rate: done.get(done.first_cell(family, rate)) for rate in rates}
     return None if None in scores.values() else min(scores, key=scores.get)
 
 

@@ -2,20 +2,21 @@
 
 import statistics
 from collections import defaultdict
+from collections.abc import Iterable
 
 from runs.study.cells import EVAL_TOKENS, EVALUATE_ALONG_FROM, Cell
-from runs.study.rows import Study
+from runs.study.data import Text
 
 GUESSED_FLOPS = 8e10  # FLOP/s of one thread, before anything is measured
 START_SECONDS = 8.0  # of a process, most of it for importing PyTorch
 
 
 class Pace:
-    """The FLOP/s of training, median over the finished cells of a depth and dtype."""
+    """The FLOP/s of training, median over the finished cells (`rows`) of a depth and dtype."""
 
-    def __init__(self, study: Study):
-        self.text, measured = study.text, defaultdict(list)
-        for row in study.rows().values():
+    def __init__(self, text: Text, rows: Iterable[dict]):
+        self.text, measured = text, defaultdict(list)
+        for row in rows:
             speed = row["metrics"]["tokens_per_second"] * row["metrics"]["flops_per_token"]
             measured[row["cell"]["depth"], row["cell"]["dtype"]].append(speed)
         self.measured = {place: statistics.median(speeds) for place, speeds in measured.items()}

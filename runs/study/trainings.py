@@ -6,11 +6,8 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 
-from nanochat_gka.training.trainer import Trainer
 from runs.demo.commands import Job
-from runs.study.cells import Cell
-from runs.study.pace import Pace
-from runs.study.rows import RECORD, Study
+from runs.study.ledger import Ledger
 from trainkit.progress import console, progress_bar
 
 LOOK_EVERY = 0.3  # seconds between two looks at the running trainings
@@ -20,15 +17,15 @@ MOST_STARTS = 3  # of a training that a signal ended, such as the system's when 
 class Trainings:
     """Trainings that run side by side, each with `threads` threads."""
 
-    def __init__(self, study: Study, at_once: int, threads: int, device_type: str):
+    def __init__(self, study: Ledger, at_once: int, threads: int, device_type: str):
         self.study, self.at_once, self.threads, self.device_type = study, at_once, threads, device_type
-        self.running: dict[Cell, Job] = {}
-        self.starts: Counter[Cell] = Counter()
+        self.running: dict[object, Job] = {}
+        self.starts: Counter = Counter()
         self.recorded = 0  # rows of finished cells by this object
-        self.failed: set[Cell] = set()  # here, where they are not tried again
+        self.failed: set = set()  # here, where they are not tried again
         self.stopping = False
 
-    def run(self, only: Cell | None = None) -> bool:
+    def run(self, only=None) -> bool:
         """Train what is left, or one cell. Returns False if a signal ended it; trainings have saved then."""
         with stop_on_signals(self._stop), progress_bar() as bar:
             whole, tasks = bar.add_task("study", total=None, status=""), {}
@@ -38,14 +35,14 @@ class Trainings:
                         bar.remove_task(tasks.pop(cell))
                 for cell, job in self.running.items():
                     if cell not in tasks:
-                        tasks[cell] = bar.add_task(cell.label, total=cell.steps, status="")
+                        tasks[cell] = bar.add_task(cell.label, total=job.steps, status="")
                     step, status = job.progress()
                     bar.update(tasks[cell], completed=step, status=status)
                 bar.update(whole, completed=self.recorded, total=self.recorded + waiting, status=f"{waiting} left")
                 time.sleep(LOOK_EVERY)
         return not self.stopping
 
-    def _look(self, only: Cell | None) -> int:
+    def _look(self, only) -> int:
         """Record what has ended, start what is next. Returns how many cells are left or run; 0 ends it all."""
         for cell, job in list(self.running.items()):
             if job.process.poll() is not None:
@@ -61,22 +58,17 @@ class Trainings:
                 self._start(cell)
         return len(left)
 
-    def _start(self, cell: Cell) -> None:
-        folder = self.study.folder(cell)
-        places = ["--data", self.study.text.packed, "--out", folder.parent, "--model-tag", folder.name]
-        places += ["--results", folder / RECORD, "--device-type", self.device_type]
-        flags = [*places, *cell.flags()]
-        job = Job(cell.label, "nanochat_gka.train", flags, folder, cell.steps, finish_keys=Trainer.FINISH_KEYS)
-        console.print(f"\n{cell.label}: about {Pace(self.study).seconds(cell) / 60:.1f} min", highlight=False)
+    def _start(self, cell) -> None:
+        job = self.study.job(cell, self.device_type)
+        console.print(f"\n{cell.label}: about {self.study.pace().seconds(cell) / 60:.1f} min", highlight=False)
         job.start(self.threads)
         self.running[cell] = job
         self.starts[cell] += 1
 
-    def _ended(self, cell: Cell, job: Job) -> None:
+    def _ended(self, cell, job: Job) -> None:
         if self.study.collect(cell):
             self.recorded += 1
-            score = self.study.done()[cell]
-            console.print(f"{cell.label}: validation BPB {score:.4f}", highlight=False)
+            console.print(f"{cell.label}: {self.study.said(cell)}", highlight=False)
             return
         code = job.process.returncode
         ended_by_signal = code <= 0  # a trainer that is asked to stop saves and leaves with 0

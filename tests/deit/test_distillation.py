@@ -64,6 +64,10 @@ def test_teacher_normalises_and_is_never_trained():
     expected = model.eval()((raw - 0.5) / torch.tensor([0.25, 0.5, 1.0]).view(3, 1, 1))
     answers = teacher.train()((raw - mean) / std)
     torch.testing.assert_close(answers, expected.detach(), rtol=1e-4, atol=1e-5)
+    student = (0.1, 0.2, 0.3), (0.5, 1.0, 0.2)
+    teacher = Teacher(model, (0.5, 0.5, 0.5), (0.25, 0.5, 1.0), (8, 8), student)
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in student)
+    torch.testing.assert_close(teacher((raw - mean) / std), expected.detach(), rtol=1e-4, atol=1e-5)
     assert (
         not answers.requires_grad
         and not model.training
@@ -77,7 +81,9 @@ def test_teacher_normalises_and_is_never_trained():
 )
 def test_teacher_of_a_fixed_size_sees_that_size(tmp_path, name, size):
     save_file(build(name, 3).state_dict(), tmp_path / "teacher.safetensors")
-    teacher = load_teacher(name, str(tmp_path / "teacher.safetensors"), ["a", "b", "c"])
+    teacher = load_teacher(
+        Recipe(teacher_model=name, teacher_path=str(tmp_path / "teacher.safetensors")), ["a", "b", "c"]
+    )
     assert teacher.size == size and teacher(torch.rand(1, 3, 32, 32)).shape == (1, 3)
 
 
@@ -102,7 +108,7 @@ def test_learning_from_the_teacher_alone(digits, tmp_path, capsys):
     assert accuracy(tmp_path) > 30
     weights = newest(tmp_path)
     assert not weights["head.bias"].any() and weights["head_dist.bias"].abs().max() > 1e-3
-    teacher = load_teacher(str(digits / "run"), "", [str(digit) for digit in range(10)])
+    teacher = load_teacher(Recipe(teacher_model=str(digits / "run")), [str(digit) for digit in range(10)])
     assert torch.equal(
         teacher.model.state_dict()["pos_embed"], newest(digits, "ema")["pos_embed"]
     ) and teacher.size == (32, 32)

@@ -142,5 +142,5 @@ def test_missing_extra_is_one_line(digits, tmp_path, monkeypatch, capsys):
     argv = ["--run", digits / "run", "--out", tmp_path / "out"]
     export = deit_gka.export
     said = in_process(export.main, export.ExportConfig, *argv, "--onnx", capsys=capsys)
-    assert 'ONNX needs onnx_of_nobody: pip install -e ".[onnx]"' in said and not (tmp_path / "out").exists()
+    assert 'onnx_of_nobody is not installed: run pip install "gka[onnx]"' in said and not (tmp_path / "out").exists()
     assert "--int8 is for --onnx" in in_process(export.main, export.ExportConfig, *argv, "--int8", capsys=capsys)

@@ -22,6 +22,7 @@ PAPER = dict(  # paper, section 4.1
 )  # fmt: skip
 DEIT = dict(  # left open by the paper: the recipe it follows
     warmup_lr=1e-6, ratio=(3 / 4, 4 / 3), hflip=0.5, aa="rand-m9-mstd0.5-inc1", crop_pct=0.875, seed=0,
+    mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225),
 )  # fmt: skip
 OURS = dict(drop_path=-1.0, model_ema_warmup=True, amp="auto")
 NOT_THE_PAPERS = dict(  # DeiT's distillation and DeiT III's loss and augmentation: off here
@@ -46,6 +47,7 @@ IMPOSSIBLE = dict(
     weight_decay=(-0.1, math.nan), warmup_epochs=(-1.0, 301), mixup=(-0.1,), cutmix=(-0.1,), seed=(-1,), min_lr=(0.0,),
     lr=(0.0, -1.0, math.nan), warmup_lr=(0.0,), hflip=(-0.1, 1.1), reprob=(1.5, math.nan), smoothing=(1.0, -0.1),
     model_ema_decay=(1.0, -0.5), opt_betas=((0.9, 1.0), (-0.1, 0.9)), crop_pct=(0.0, 1.1), drop_path=(1.0, -0.5),
+    mean=((-0.1, 0.5, 0.5), (0.5, 0.5, 1.5)), std=((0.5, 0.0, 0.5), (0.5, 0.5, math.nan)),
     scale=((0.0, 1.0), (0.5, 0.1), (0.5, 1.5)), ratio=((0.0, 1.0), (2.0, 1.0)),
 )  # fmt: skip
 

@@ -100,6 +100,11 @@ def test_mistakes_are_one_line(uninterrupted, pictures, more, capsys):
     assert re.search(MISTAKES[more], in_process(training.main, TrainConfig, *argv, capsys=capsys))
 
 
+def test_compiling_without_a_compiler_is_one_line(no_compiler, pictures, tmp_path, capsys):
+    argv = flags(pictures, tmp_path, "--compile", "max-autotune")
+    assert "--compile max-autotune: torch.compile fails" in in_process(training.main, TrainConfig, *argv, capsys=capsys)
+
+
 REFUSED = {
     "--epochs": (0, 2_000_000), "--batch-size": (0, -2, 7), "--group-size": (0, 3), "--device-batch-size": (0, 1),
     "--lr": ("nan", "inf", 0, -1), "--warmup-lr": ("nan", "inf", 0, 1), "--min-lr": ("nan", "inf", -1e-6, 1),

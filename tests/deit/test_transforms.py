@@ -4,6 +4,7 @@ import json
 import math
 import pickle
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -38,6 +39,16 @@ def test_transforms_are_deits():
     )
     text = str(eval_transform(224, 0.875))
     assert "Resize(size=256, interpolation=bicubic" in text and "CenterCrop(size=(224, 224))" in text
+
+
+@pytest.mark.parametrize("three_augment", [False, True])
+def test_pixels_are_normalised_as_asked(three_augment):
+    """Grey 100 stays grey under all that three-augment does to it but solarising, which leaves darker pixels alone."""
+    recipe = Recipe(mean=(0.1, 0.2, 0.3), std=(0.5, 1.0, 0.25), input_size=16, aa="", reprob=0, color_jitter=0)
+    pixels = train_transform(replace(recipe, three_augment=three_augment))(Image.new("RGB", (20, 20), (100, 100, 100)))
+    grey = 100 / 255
+    expected = torch.tensor([(grey - 0.1) / 0.5, grey - 0.2, (grey - 0.3) / 0.25])
+    torch.testing.assert_close(pixels.mean(dim=(1, 2)), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_strongest_posterize_is_black():

@@ -185,13 +185,45 @@ def test_gradients_go_another_way():
     want = gaussian_attention(x, log_sigma, keys=keys, values=leaf)
     grads = [torch.autograd.grad(of.square().sum(), leaf, retain_graph=True)[0] for of in (y, want)]
     torch.testing.assert_close(*grads, rtol=0, atol=1e-6)
+    turned = tuple(table.float().requires_grad_() for table in rotary)
+    assert decode_attention(x, log_sigma, cache, rotary=turned).requires_grad
+
+
+@needs_kernel
+def test_a_default_device_does_not_move_the_buffers():
+    x, log_sigma, cache = draw(1, 30)
+    want = decode_attention(x, log_sigma, cache)
+    with torch.device("meta"):
+        assert torch.equal(decode_attention(x, log_sigma, cache), want)
+
+
+@needs_kernel
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("form", ["values", "derived"])
+def test_vmap_is_a_loop(form):
+    x, log_sigma, cache = draw(1, 30, batch=3)
+
+    def decode(x, values):
+        return decode_attention(x, log_sigma, values, **FORMS[form](values), lengths=[20])
+
+    x, cache = x[:, None], cache[:, None]
+    got = torch.func.vmap(decode)(x, cache)
+    assert torch.equal(got, torch.stack([decode(*one) for one in zip(x, cache)]))
+
+
+@needs_kernel
+def test_a_window_wider_than_any_cache_hides_nothing():
+    x, log_sigma, cache = draw(16, 30)
+    want = decode_attention(x, log_sigma, cache)
+    for window in (30, 2**63 - 1, 2**64):
+        assert torch.equal(decode_attention(x, log_sigma, cache, window=window), want)
 
 
 @needs_kernel
 def test_the_operator_is_a_proper_one_and_compiles():
     x, log_sigma, cache = draw(1, 30)
     cache = cache.contiguous()
-    arguments = (x, None, cache, log_sigma, list(tables(30, 16)), [30, 12], [0, 1], [], 9, 0)
+    arguments = (x, None, cache, log_sigma, *tables(30, 16), [30, 12], [0, 1], [], 9, 0)
     torch.library.opcheck(torch.ops.gka.cpu_decode.default, arguments)
     compiled = torch.compile(decode_attention, fullgraph=True, backend="aot_eager")
     with torch.no_grad():

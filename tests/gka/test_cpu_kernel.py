@@ -187,6 +187,18 @@ def test_compiles_and_exports_without_graph_breaks():
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("others", [0, 1, 2])
+def test_batched_gradients_are_those_of_a_loop(others):
+    leaves = [torch.randn(2, 9, 2, 8, requires_grad=True) for _ in range(1 + others)]
+    log_sigma = torch.zeros(2, requires_grad=True)
+    leaves.append(log_sigma)
+    y = attend(leaves[0], log_sigma, **dict(zip(("keys", "values"), leaves[1:-1])))
+    gradients = torch.randn(3, *y.shape)
+    each = [torch.autograd.grad(y, leaves, gradient, retain_graph=True) for gradient in gradients]
+    got = torch.autograd.grad(y, leaves, gradients, is_grads_batched=True)
+    assert all(torch.equal(batch, torch.stack(one)) for batch, one in zip(got, zip(*each), strict=True))
+
+
 def test_vmap_is_a_loop_and_other_transforms_go_to_sdpa():
     x, log_sigma = make_features("normal", (1, 20, 2, 16)), torch.zeros(2)
     stacked = torch.stack([x, 2 * x])

@@ -21,7 +21,7 @@ from gka.impl.triton.configs import generation, override
 from gka.testing import Problem, make_log_sigma
 from operator_cases import DEVICE, MASKS, check, features, tiles
 
-SHAPES = [(2, 1, 2, 16), (2, 63, 2, 32), (1, 111, 3, 24), (1, 197, 2, 64), (1, 130, 1, 96), (1, 161, 1, 128)]
+SHAPES = [(2, 1, 2, 16), (2, 63, 2, 32), (1, 111, 3, 24), (1, 197, 1, 64), (1, 130, 1, 96), (1, 161, 1, 128)]
 
 pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow) encountered:RuntimeWarning")
 

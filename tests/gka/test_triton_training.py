@@ -1,7 +1,7 @@
 """Models train with the Triton kernels as with the literal reference: the same weights and batches give the same
 losses.
 
-Ten steps in `make test`; 200 where there is a GPU (`make test-gpu`) or with `-m slow`.
+Six steps in `make test`; 200 where there is a GPU (`make test-gpu`) or with `-m slow`.
 """
 
 import functools
@@ -20,7 +20,7 @@ from nanochat_gka.model.gpt import build
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LONG = pytest.mark.gpu if DEVICE == "cuda" else pytest.mark.slow
-STEPS = [10, pytest.param(200, marks=LONG)]
+STEPS = [6, pytest.param(200, marks=LONG)]
 
 pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow) encountered:RuntimeWarning")
 

@@ -21,25 +21,16 @@ from tiny_pack import config
 from trainkit.cli import UserError
 
 
-def start_fineweb(port: int, out: Path) -> subprocess.Popen:
+def start_fineweb(port: int, out: Path, *python: str) -> subprocess.Popen:
+    """python: what to run in place of `-m nanochat_gka.corpus`."""
     command = tiny.command("nanochat_gka.corpus", "--source", "fineweb", "--num-shards", 2, "--out", out)
+    command[1:3] = python or command[1:3]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(port))
 
 
 def finish(process: subprocess.Popen) -> subprocess.CompletedProcess:
     output, errors = process.communicate(timeout=tiny.HANG_AFTER)
     return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def unreachable(tmp_path_factory):
-    """The hub's client tries for 23 s to reach a port without a listener: it starts now, for the last test."""
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        unreachable = start_fineweb(silent.getsockname()[1], tmp_path_factory.mktemp("unreachable"))
-        yield unreachable
-        unreachable.kill()
-        unreachable.communicate()
 
 
 @pytest.fixture
@@ -217,7 +208,17 @@ def test_nulls_and_empty_documents(packed, tmp_path):
     assert rows[0].read_bytes() == rows[1].read_bytes()
 
 
-def test_an_unreachable_hub_says_what_to_do(unreachable):
-    done = finish(unreachable)
+IMPATIENT = """
+import runpy, time
+time.sleep = lambda seconds: None
+runpy.run_module("nanochat_gka.corpus", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_an_unreachable_hub_says_what_to_do(tmp_path):
+    """The hub's client waits for 23 s between its attempts to reach a port without a listener; here it does not."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        done = finish(start_fineweb(silent.getsockname()[1], tmp_path, "-c", IMPATIENT))
     advice = r"Check the network and run the same command again.* CORPUS=builtin"
     tiny.assert_one_line_error(done, rf"could not download shard_00000.parquet .*[^.]\. {advice}")

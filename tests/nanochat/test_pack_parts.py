@@ -95,6 +95,8 @@ def test_wrong_parts_are_one_line(whole, tmp_path):
     for text in ("0/3", "4/3", "2", "a/b", "-1/2", "1/0"):
         with pytest.raises(UserError, match=r"--part must be NUMBER/COUNT .* such as 2/8, got"):
             pack.main(config(whole, out, part=text))
+    with pytest.raises(UserError, match=r"packed was packed with sequence length 32; choose another --out"):
+        pack.main(config(whole, whole / "packed", part="1/2", sequence_len=33))
     pack.main(config(whole, out, part="1/2", sequence_len=33))
     with pytest.raises(UserError, match=r"part-1-of-2 was packed with sequence length 33"):
         pack.main(config(whole, out))

@@ -77,6 +77,20 @@ def test_any_number_of_processes_that_have_a_row_each(packed, tmp_path):
         Trainer(config, Runtime(0, 9, torch.device("cpu")))
 
 
+def test_every_machine_checks_its_own_copy_of_the_rows(packed, tmp_path, monkeypatch):
+    """By its first process; one byte of a copy is wrong, of which its manifest says nothing."""
+    shutil.copytree(packed / "packed", tmp_path / "packed")
+    shard = next((tmp_path / "packed").glob("train_0*.bin"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\x7f")
+    config = tyro.cli(TrainConfig, args=[str(word) for word in flags(tmp_path, tmp_path)])
+    other_machine = Runtime(2, 4, torch.device("cpu"))
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(UserError, match=r"train_0\d+.bin is corrupt \(wrong checksum\)"):
+        Trainer(config, other_machine)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    Trainer(config, other_machine)
+
+
 def test_errors_of_a_real_process(packed, tmp_path):
     done = tiny.call(MODULE, *flags(packed, tmp_path, "--data", tmp_path / "nowhere"), check=False)
     tiny.assert_one_line_error(done, "no packed data in .*nowhere.*run make tokenize")

@@ -147,6 +147,9 @@ def test_loss_and_gradients_are_ours(models, encoder):
 
 def test_what_the_model_cannot_do_is_said(models):
     model, ids = models(attention="gka").theirs, torch.zeros(1, 6, dtype=torch.long)
+    counted = torch.tensor([[0, 1, 2, 3, 1, 1]])  # as generate() counts a row that is padded on the right
+    right = model(ids, attention_mask=(torch.arange(6) < 4)[None], position_ids=counted).logits
+    assert torch.equal(right[:, :4], model(ids).logits[:, :4])
     sliding_layer = transformers.cache_utils.DynamicSlidingWindowLayer
     hole = torch.tensor([[1, 1, 0, 1, 1, 1]])
     small = transformers.StaticCache(config=model.config, max_cache_len=4)
@@ -164,8 +167,22 @@ def test_what_the_model_cannot_do_is_said(models):
     for arguments, message in mistakes:
         with pytest.raises(ValueError, match=message):
             model(**{"input_ids": ids, **arguments})
+    with pytest.raises(ValueError, match=r"pad on the left \(padding_side='left'\)"):
+        model.generate(ids, attention_mask=(torch.arange(6) < 4)[None], max_new_tokens=3, eos_token_id=None)
     with pytest.raises(ValueError, match="the vocabulary keeps its size"):
         model.resize_token_embeddings(400)
+
+
+@pytest.mark.parametrize("form", [dict(mixing="canon"), dict(mixing="token-shift"), dict(kernel="none")], ids=str)
+def test_forms_that_transformers_caches_cannot_serve_are_refused(form, tokenized, tokenizer, tmp_path):
+    """Blends read the inputs of earlier tokens, which these caches do not hold; the card does not promise them."""
+    model = awake(dataclasses.replace(SHAPE, vocab_size=tokenizer.vocab_size, attention="gka", **form))
+    trained = write_run(tmp_path / "run", model, tokenized / "tokenizer")
+    run(export.main, export.ExportConfig, ["--run", str(trained), "--out", str(tmp_path / "out")])
+    [(name, value)] = form.items()
+    with pytest.raises(ValueError, match=f"{name}={value} .* nanochat_gka.model.checkpoints.load reads it"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert "nanochat_gka.hf" not in (tmp_path / "out/README.md").read_text()
 
 
 def test_saved_model_comes_back_and_claims_nothing_false(models, encoder, tmp_path):
@@ -224,8 +241,9 @@ def test_the_cards_code_for_transformers_runs(models, monkeypatch, capsys):
 
 
 def test_core_scores_are_the_same_through_transformers(models, tmp_path):
+    """Also of prompts that are longer than the rows of training."""
     folder, bundle = models(attention="GGGA").folder, tiny_core.write_bundle(tmp_path / "bundle")
-    flags = ["--bundle", bundle, "--device-type", "cpu", "--max-seq-len", 16]
+    flags = ["--bundle", bundle, "--device-type", "cpu"]
     accuracies = []
     for way in ("--run", "--hf-path"):
         run(eval_core.main, eval_core.CoreConfig, [*map(str, [way, folder, "--out", tmp_path / way, *flags])])

@@ -1,19 +1,20 @@
 """The benchmarks as commands: end to end on tiny shapes, and mistakes as one line."""
 
-import subprocess
-import sys
-from pathlib import Path
+import re
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
+import timm
 import torch
 
+import processes
 from gka.impl.cpu import build
-from runs.bench import attention, deit, gpt, operator_error, report
+from runs.bench import attention, deit, gpt, onnx, operator_error, report
 from trainkit import cli
 from trainkit.progress import read_lines
 
 OWN = torch.get_num_threads()
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_benchmarks_run_end_to_end(tmp_path, capsys):
@@ -50,6 +51,38 @@ def test_the_benchmarks_run_end_to_end(tmp_path, capsys):
     said = capsys.readouterr().out
     for words in ("2x9x1x16 forward ", "deit-ti-b1-bf16 inference", "d1-b2-t16-v64 training", " not measured"):
         assert words in said
+
+
+def test_onnx_is_timed_beside_softmax_and_reported(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("onnxruntime")
+    monkeypatch.setattr(onnx, "PIXELS", 32)
+    small = {"img_size": 32, "depth": 1, "embed_dim": 24, "num_heads": 3, "num_classes": 5}
+    monkeypatch.setattr(onnx, "timm", SimpleNamespace(create_model=partial(timm.create_model, **small)))
+    common = ["--results", str(tmp_path / "results"), "--quick"]
+    wanted = ["--threads", "1", "--rounds", "3", "--models", str(tmp_path / "models")]
+    cli.run(onnx.main, onnx.OnnxConfig, [*common, *wanted])
+    (path,) = (tmp_path / "results").iterdir()
+    assert path.name.startswith("bench_onnx_")
+    lines = read_lines(path)
+    phases = [onnx.phase_name(dtype) for dtype in ("float32", "int8")]
+    assert {(each["config"]["case"], each["config"]["phase"], each["config"]["role"]) for each in lines} == {
+        ("onnx-ti-b1-t1", phase, role) for phase in phases for role in ("baseline", "ours")
+    }
+    assert len(lines) == 6 and all(each["metrics"]["status"] == "ok" for each in lines), lines
+    assert len(list((tmp_path / "models").glob("*/model*.onnx"))) == 6
+    capsys.readouterr()
+    flags = ["--device-type", "cpu", *common, "--out", str(tmp_path / "out")]
+    cli.run(report.main, report.ReportConfig, flags)
+    said = capsys.readouterr().out
+    assert "Vision transformers in onnxruntime" in said and "onnx-ti-b1-t1 inference int8" in said
+    assert re.search(r"onnx-ti-b1-t1, inference float32 .*1\.20.* (pass|miss) ", said)
+
+
+def test_without_onnxruntime_its_benchmark_is_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("trainkit.onnx.NEEDED", ("onnxruntime_of_nobody",))
+    cli.run(onnx.main, onnx.OnnxConfig, ["--results", str(tmp_path)])
+    advice = 'onnxruntime_of_nobody is not installed: run pip install "gka[onnx]"'
+    assert capsys.readouterr().out == f"nothing is timed: {advice}\n" and not list(tmp_path.iterdir())
 
 
 def test_every_number_of_threads_has_a_file_and_is_reported(tmp_path, capsys):
@@ -128,6 +161,7 @@ def test_every_number_of_threads_has_a_file_and_is_reported(tmp_path, capsys):
             ["--window-pattern", "X"],
             "window_pattern must be made of the letters S, L, got 'X'",
         ),
+        (onnx.main, onnx.OnnxConfig, ["--only", "onnx-x"], "--only onnx-x: no such case; there are onnx-ti-b1-t1,"),
         (
             report.main,
             report.ReportConfig,
@@ -144,10 +178,17 @@ def test_a_mistake_is_one_line(main, config, flags, words, tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    "main, config, flags",
+    [(deit.main, deit.DeitConfig, ["--compile-mode", "default"]), (gpt.main, gpt.GPTBenchConfig, ["--compile", "on"])],
+)
+def test_a_benchmark_that_cannot_compile_is_one_line(no_compiler, main, config, flags, tmp_path, capsys):
+    test_a_mistake_is_one_line(main, config, flags, f"{' '.join(flags)}: torch.compile fails here", tmp_path, capsys)
+
+
 def test_the_command_leaves_with_2_for_a_mistake(tmp_path):
     flags = ["--results", tmp_path, "--device-type", "cpu", "--shapes", "1x0x1x16"]
-    command = [sys.executable, "-m", "runs.bench.attention", *flags]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = processes.call("runs.bench.attention", *flags, check=False, folder=tmp_path / "output")
     assert done.returncode == 2 and done.stderr.strip().splitlines()[-1].startswith("error: --shapes: expected BxTxHxD")
 
 
@@ -186,14 +227,13 @@ def test_the_operator_benchmark_on_cuda(tmp_path):
         )
 
 
-def test_help_measures_nothing():
+def test_help_measures_nothing(tmp_path):
     results = operator_error.RESULTS.read_bytes()
-    words = [sys.executable, "-m", "runs.bench.operator_error", "--help"]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    done = processes.call("runs.bench.operator_error", "--help", folder=tmp_path)
     assert done.stdout.startswith("usage: python -m runs.bench.operator_error")
     assert operator_error.RESULTS.read_bytes() == results
 
 
-def test_the_demos_help_names_its_command():
-    done = subprocess.run([sys.executable, "-m", "runs.demo", "--help"], cwd=ROOT, capture_output=True, text=True)
+def test_the_demos_help_names_its_command(tmp_path):
+    done = processes.call("runs.demo", "--help", folder=tmp_path)
     assert done.stdout.startswith("usage: python -m runs.demo [")

@@ -134,7 +134,8 @@ def test_targets_of_a_cpu_are_its_own():
     gpt = group("d4", "training", 1.0, 1.19, flops_per_token=120.0)
     gpt["d4", "training"].lines[1]["metrics"]["flops_per_token"] = 100.0
     attention = group("vit-s", "forward", 1.0, 1.7) | group("vit-s-bf16", "forward", 1.0, 1.7)
-    promises = targets.targets({"attention": attention, "deit": deit, "gpt": gpt}, cuda=False)
+    onnx = group("onnx-ti-b1-t2", "inference float32", 1.0, 1.3) | group("onnx-s-b8-t1", "inference int8", 1.0, 1.3)
+    promises = targets.targets({"attention": attention, "deit": deit, "gpt": gpt, "onnx": onnx}, cuda=False)
     decided = {each.name: (each.verdict, each.wanted) for each in promises if each.verdict != "not measured"}
     assert decided == {
         "vit-s, forward": ("pass", 1.5),
@@ -142,6 +143,7 @@ def test_targets_of_a_cpu_are_its_own():
         "deit-ti-b16, inference": ("pass", 1.25),
         "deit-ti-b8-bf16, inference": ("miss", 1.25),
         "d4, training": ("miss", pytest.approx(1.2)),
+        "onnx-ti-b1-t2, inference float32": ("pass", 1.2),
     }
     assert len(promises) > 40 and len({each.name for each in promises}) == len(promises)
     memory = targets.Target("memory", 0.85, 0.8, at_most=True)

@@ -58,6 +58,8 @@ def test_dry_run_of_pretraining_shows_the_whole_chain(make):
     last = make("-n", "pretrain-d20-base", *settings).stdout.splitlines()[-1]
     assert last.startswith(".venv/bin/python -m runs.paper.gpt_d20_softmax --data b/packed/fineweb-170-32768-2048")
     assert last.endswith("--depth 12 --base b --ngpu 1 --wandb offline -- --device-batch-size 8")
+    best = make("-n", "pretrain-d20-best", *settings).stdout.splitlines()[-1]
+    assert best == last.replace("runs.paper.gpt_d20_softmax", "runs.study.gpt_d20_best")
 
 
 def test_the_study_packs_short_rows_of_the_builtin_text_unless_told_otherwise(make):
@@ -104,7 +106,7 @@ def test_every_corpus_has_its_own_folders(make, tmp_path):
 
 @pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine may have a GPU")
 def test_without_a_gpu_pretraining_says_what_to_run_instead(make):
-    for target in ("pretrain-d20", "pretrain-d20-base"):
+    for target in ("pretrain-d20", "pretrain-d20-base", "pretrain-d20-best"):
         done = make(target)
         assert done.returncode == 2
         assert "no GPU is visible" in done.stderr and 'Run "make demo"' in done.stderr

@@ -14,12 +14,13 @@ import tyro
 import processes
 from nanochat_gka.training.config import TrainConfig
 from runs.study import grid
-from runs.study.__main__ import StudyConfig, find, main, show_left
+from runs.study.__main__ import StudyConfig, main
 from runs.study.cells import Cell
 from runs.study.data import load
 from runs.study.families import ALL, FAMILIES
 from runs.study.grid import GROUPS, RATES, SMALLEST, Done
 from runs.study.rows import Study
+from runs.study.runner import find, show_left
 from runs.study.trainings import Trainings
 from trainkit.cli import UserError
 from trainkit.progress import read_events

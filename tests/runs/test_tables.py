@@ -3,8 +3,6 @@
 import json
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -25,8 +23,7 @@ def write(path, lines):
 
 
 def test_the_pages_say_what_the_result_files_say():
-    done = subprocess.run([sys.executable, "-m", "runs.tables", "--check"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    tables.main(tables.TablesConfig(check=True))
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.rglob("*.jsonl")), ids=lambda path: str(path.relative_to(RESULTS)))
@@ -163,6 +160,20 @@ def test_the_table_of_models_has_the_flops_ratio_as_a_gpts_target_and_its_offset
         "| GPT of depth 4, 4 × 512 tokens | training | float32 | 2 | 1,300 | 1,000 | 1.30x | 1.20x | ≥ 1.20x |",
         "| the same with head offsets (ours) | training | float32 | 2 | 1,300 | 650 | 2.00x | 1.20x | ≥ 1.20x |",
     ]
+
+
+def test_the_table_of_onnx_has_its_threads_side_by_side_and_names_the_fused_softmax(tmp_path, monkeypatch):
+    lines = []
+    for threads, softmax in (("2", 3.0), ("1", 5.0)):
+        times = {"softmax": ("baseline", 4.0), "softmax-fused": ("baseline", softmax), "gka": ("ours", 2.0)}
+        config = {"size": "ti", "batch": 8, "dtype": "float32", "threads": int(threads)}
+        case = f"onnx-ti-b8-t{threads}"
+        lines += timed("a CPU, 2 threads", case, "inference float32", times, config=config, kind="bench_onnx")
+    monkeypatch.setattr(sources, "RESULTS", tmp_path)
+    assert speed.onnx() == "Not run yet: `python -m runs.bench.onnx`."
+    write(tmp_path / "bench_onnx_a-cpu-2-threads.jsonl", lines)
+    row = "| DeiT-Ti, 8 images | inference | float32 | 1 / 2 | 4 / 3 (fused) | 2 / 2 | 2.00x / 1.50x | ≥ 1.20x |"
+    assert row in speed.onnx()
 
 
 def test_the_measured_vision_demo_is_as_good_as_promised():

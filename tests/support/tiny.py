@@ -61,11 +61,11 @@ def command(module: str, *flags, ranks: int = 1) -> list[str]:
 def call(
     module: str, *flags, ranks: int = 1, check: bool = True, real: bool = False, env: dict[str, str] | None = None
 ):
-    """Run a command to its end, forked from a process that has imported PyTorch.
+    """Run a command to its end, with the variables of `env`, forked from a process that has imported PyTorch.
 
-    real, or an env: started as a user's shell and torchrun start it.
+    real: started as a user's shell and torchrun start it.
     """
-    if real or env:
+    if real:
         done = subprocess.run(
             command(module, *flags, ranks=ranks),
             capture_output=True,
@@ -75,7 +75,7 @@ def call(
         )
     else:
         with tempfile.TemporaryDirectory() as folder:
-            done = processes.call(module, *flags, ranks=ranks, check=False, folder=Path(folder))
+            done = processes.call(module, *flags, ranks=ranks, check=False, folder=Path(folder), env=env)
     assert not check or done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done
 

@@ -6,6 +6,7 @@ import inspect
 import io
 import itertools
 import re
+import subprocess
 import textwrap
 from dataclasses import dataclass, fields
 
@@ -13,7 +14,7 @@ import pytest
 
 import processes
 from sources import ENTRY_POINT, ROOT, tracked
-from trainkit.cli import UserError, run
+from trainkit.cli import UserError, command_line, run
 
 CONFIGS = {
     "nanochat_gka.train": "TrainConfig",
@@ -47,6 +48,15 @@ def test_a_mistake_is_one_line_and_exit_code_2(capsys):
     assert call(refuse, "--depth", 99) == 2
     captured = capsys.readouterr()
     assert captured.err == "error: --depth 99 is too deep\n" and not captured.out
+
+
+def test_a_launcher_that_cannot_be_seen_is_not_named(monkeypatch):
+    """Its process has ended, or belongs to somebody else: an error here would lose a finished run's numbers."""
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("os.getppid", lambda: gone.pid)
+    assert command_line().startswith("torchrun --standalone --nproc-per-node 2 ")
 
 
 def test_interrupted_is_130(capsys):

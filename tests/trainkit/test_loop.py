@@ -201,3 +201,12 @@ def test_other_settings_are_refused_by_flag(config, capsys):
         launch(replace(config, rate=2.0), ToyTrainer)
     launch(replace(config, save_every=1, keep=9, log_every=5, eval_every=-1), ToyTrainer)
     assert "resuming at round 4" in capsys.readouterr().out and events(config, "eval") == [0, 12]
+
+
+def test_machines_may_have_the_shared_folder_in_different_places(config, monkeypatch, tmp_path):
+    """What processes compare at the start does not have the folder's path in it."""
+    said = []
+    monkeypatch.setattr(Runtime, "check_same", lambda self, describe: said.append(describe()))
+    for mounted in ("a", "b"):
+        launch(replace(config, out=tmp_path / mounted), ToyTrainer)
+    assert said[0] == said[1] == {"a run that has done this many rounds": "0"}

@@ -12,7 +12,7 @@ import torch
 
 import tiny
 from trainkit.cli import UserError
-from trainkit.distributed import setup
+from trainkit.distributed import Runtime, setup
 from trainkit.files import atomic, atomic_folder, locked, read_json, remove_stale_temporaries, write_json
 from trainkit.progress import Pace, RunLog, clock_text, read_events, read_lines
 from trainkit.results import append_result, describe_hardware, is_processor, peak_memory
@@ -118,6 +118,23 @@ def test_the_seed_decides_the_numbers():
         drawn.append(torch.rand(3).tolist())
     assert drawn[0] == drawn[2] != drawn[1]
     assert (runtime.rank, runtime.world_size, runtime.device.type) == (0, 1, "cpu")
+
+
+def check_same(monkeypatch, *descriptions: dict[str, str]) -> None:
+    """`Runtime.check_same` on rank 0 of as many ranks as there are descriptions."""
+
+    def gather(into, own):
+        into[:] = [own, *descriptions[1:]]
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    Runtime(0, len(descriptions), torch.device("cpu")).check_same(lambda: descriptions[0])
+
+
+def test_processes_with_other_files_are_named(monkeypatch):
+    same = {"rows": "abc", "steps": "3"}
+    check_same(monkeypatch, same, dict(same))
+    with pytest.raises(UserError, match=r"process 0 has rows: abc; processes 1, 3 have xyz\. Give every machine"):
+        check_same(monkeypatch, same, {**same, "rows": "xyz"}, same, {**same, "rows": "xyz"})
 
 
 # Logs and results

@@ -38,4 +38,4 @@ def _rgb(image: Image.Image) -> Image.Image:
         return Image.fromarray(values.astype(np.uint8)).convert("RGB")
     if image.mode == "F":
         raise BrokenImage("floating-point pixels, whose range is not known")
-    return image.convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")  # which would copy it

@@ -50,7 +50,7 @@ def kept(key: Iterable[str], read: Callable[[Note], Tensors]) -> Tensors:
     latest = max((moment for found in noted.values() for moment in found[2:]), default=0)
     if latest < (clock - SETTLED) * 1e9 and time.perf_counter() - started >= WORTH_KEEPING:
         places = dict(zip(PLACES, Names(noted).tensors))
-        with contextlib.suppress(OSError), atomic(path) as temporary:
+        with contextlib.suppress(OSError, SafetensorError), atomic(path) as temporary:
             save_file({**tensors, **places, STAMPS: torch.tensor(list(noted.values()))}, temporary)
     return tensors
 

@@ -46,14 +46,14 @@ def forward(x, keys, values, log_sigma, before: int, after: int, centred: bool, 
 
 
 def backward(grad_y, x, keys, values, log_sigma, y, level, rest, before: int, after: int, centred: bool):
-    """What `gka::cpu_attend_backward` returns."""
+    """(dx, dlog_sigma, dkeys, dvalues), the last two None if they are x's."""
     grad_y, gradients = addressable(grad_y), gradients_like(x, keys, values, log_sigma)
-    dx, dlog_sigma, *others = gradients
-    wanted = [name for name, t in (("dkeys", keys), ("dvalues", values)) if t is not None]
+    dx, dlog_sigma, dkeys, dvalues = gradients
+    others = {name: _tensor(t) for name, t in (("dkeys", dkeys), ("dvalues", dvalues)) if t is not None}
     _call(
         BACKWARD, x, keys, values, log_sigma, before, after, y=_tensor(y), level=level.data_ptr(),
         grad_y=_tensor(grad_y), rest=_tensor(rest), dx=_tensor(dx), dlog_sigma=dlog_sigma.data_ptr(), centred=centred,
-        **{name: _tensor(t) for name, t in zip(wanted, others, strict=True)},
+        **others,
     )  # fmt: skip
     return gradients
 
@@ -70,10 +70,9 @@ def output_like(x, differentiable: bool):
     return x.new_empty(x.shape), x.new_empty((batch, heads, length), dtype=torch.float32), rest
 
 
-def gradients_like(x, keys, values, log_sigma) -> list[torch.Tensor]:
-    """[dx, dlog_sigma] and, if they are not x, dkeys and dvalues, not yet written."""
-    others = [t.new_empty(t.shape) for t in (keys, values) if t is not None]
-    return [x.new_empty(x.shape), log_sigma.new_empty(log_sigma.shape), *others]
+def gradients_like(x, keys, values, log_sigma):
+    """What `backward` returns, not yet written."""
+    return tuple(None if t is None else t.new_empty(t.shape) for t in (x, log_sigma, keys, values))
 
 
 def _call(phase: int, x, keys, values, log_sigma, before: int, after: int, **fields) -> None:

@@ -37,24 +37,25 @@ def decode(
     of D / 2 channels, the values turned and normalised. Empty lengths: Tk each; empty delays: none. before, after: how
     far a query looks, -1 without limit. Features are float32 or bfloat16, tables too; channels lie side by side.
     """
-    run = _call if is_plain(x, keys, values, log_sigma, *tables) else attend_cached
-    return run(x, keys, values, log_sigma, tables, lengths, key_delays, value_delays, before, after)
+    cos, sin = tables if tables else (None, None)
+    run = _call if is_plain(x, keys, values, log_sigma, cos, sin) else attend_cached
+    return run(x, keys, values, log_sigma, cos, sin, lengths, key_delays, value_delays, before, after)
 
 
-def _call(x, keys, values, log_sigma, tables, lengths, key_delays, value_delays, before, after) -> torch.Tensor:
+def _call(x, keys, values, log_sigma, cos, sin, lengths, key_delays, value_delays, before, after) -> torch.Tensor:
     scratch_size, kernel = _functions()
-    y = torch.empty(x.shape, dtype=x.dtype)
+    y = x.new_empty(x.shape)
     batch, num_queries, num_heads, head_dim = x.shape
     source = values if keys is None else keys
-    cos, sin = (table.data_ptr() for table in tables) if tables else (0, 0)
+    tables = (0, 0) if cos is None else (cos.data_ptr(), sin.data_ptr())
     numbers = [(c_int64 * len(given))(*given) if given else None for given in (lengths, key_delays, value_delays)]
     request = REQUEST.pack(
         x.data_ptr(), *x.stride()[:3], source.data_ptr(), *source.stride()[:3], values.data_ptr(),
-        *values.stride()[:3], y.data_ptr(), *y.stride()[:3], cos, sin, *map(_address, numbers), log_sigma.data_ptr(),
+        *values.stride()[:3], y.data_ptr(), *y.stride()[:3], *tables, *map(_address, numbers), log_sigma.data_ptr(),
         batch, num_queries, values.shape[1], num_heads, head_dim, before, after, x.dtype == torch.bfloat16,
-        bool(tables) and tables[0].dtype == torch.bfloat16, num_threads(), LOG_SIGMA_BOUND, NORM_EPS,
+        cos is not None and cos.dtype == torch.bfloat16, num_threads(), LOG_SIGMA_BOUND, NORM_EPS,
     )  # fmt: skip
-    scratch = torch.empty(scratch_size(request), dtype=torch.float32)
+    scratch = log_sigma.new_empty(scratch_size(request))
     kernel(request, scratch.data_ptr())
     return y
 
@@ -78,16 +79,17 @@ def attend_cached(
     keys: torch.Tensor | None,
     values: torch.Tensor,
     log_sigma: torch.Tensor,
-    tables: Sequence[torch.Tensor],
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
     lengths: Sequence[int],
     key_delays: Sequence[int],
     value_delays: Sequence[int],
     before: int,
     after: int,
 ) -> torch.Tensor:
-    return _call(x, keys, values, log_sigma, tables, lengths, key_delays, value_delays, before, after)
+    return _call(x, keys, values, log_sigma, cos, sin, lengths, key_delays, value_delays, before, after)
 
 
 @torch.library.register_fake("gka::cpu_decode")
-def _(x, keys, values, log_sigma, tables, lengths, key_delays, value_delays, before, after):
+def _(x, keys, values, log_sigma, cos, sin, lengths, key_delays, value_delays, before, after):
     return x.new_empty(x.shape)

@@ -84,7 +84,7 @@ def can_decode(x: torch.Tensor, log_sigma: torch.Tensor, cached: Sequence[torch.
         and all(t.stride(-1) == 1 for t in (*features, log_sigma))
         and all(t.device.type == "cpu" and t.dtype in decoding.DTYPES and t.is_contiguous() for t in tables)
         and len({t.dtype for t in tables}) <= 1
-        and not (torch.is_grad_enabled() and any(t.requires_grad for t in (*features, log_sigma)))
+        and not (torch.is_grad_enabled() and any(t.requires_grad for t in (*features, *tables, log_sigma)))
         and not torch.is_autocast_enabled("cpu")
         and not torch.jit.is_tracing()
         and (torch.compiler.is_compiling() or not _is_transformed())
@@ -138,14 +138,18 @@ def attend_backward(
     before: int,
     after: int,
     centred: bool,
-) -> list[torch.Tensor]:
-    """[dx, dlog_sigma] and, if they are not x, dkeys, dvalues."""
-    return call.backward(grad_y, x, keys, values, log_sigma, y, level, rest, before, after, centred)
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dx, dlog_sigma, dkeys, dvalues), the last two empty if they are x's. A list could not be batched."""
+    return _without_none(x, call.backward(grad_y, x, keys, values, log_sigma, y, level, rest, before, after, centred))
 
 
 @torch.library.register_fake("gka::cpu_attend_backward")
 def _(grad_y, x, keys, values, log_sigma, y, level, rest, before, after, centred):
-    return call.gradients_like(x, keys, values, log_sigma)
+    return _without_none(x, call.gradients_like(x, keys, values, log_sigma))
+
+
+def _without_none(x, gradients):
+    return tuple(x.new_empty(0) if t is None else t for t in gradients)
 
 
 def _save(ctx, inputs, output):
@@ -161,10 +165,11 @@ def _differentiate(ctx, grad_y, *_):
     if grad_y is None:
         return (None,) * 9
     saved = ctx.saved_tensors
-    route = call.backward if is_plain(grad_y, *saved) and not torch.is_grad_enabled() else attend_backward
+    batched = torch._C._functorch.is_legacy_batchedtensor(grad_y)  # is_grads_batched=True: torch loops over operators
+    plain = is_plain(grad_y, *saved) and not batched and not torch.is_grad_enabled()
+    route = call.backward if plain else attend_backward
     dx, dlog_sigma, *others = route(grad_y, *saved, *ctx.options)
-    others = iter(others)
-    dkeys, dvalues = (None if t is None else next(others) for t in saved[1:3])
+    dkeys, dvalues = (None if t is None else gradient for t, gradient in zip(saved[1:3], others, strict=True))
     return dx, dkeys, dvalues, dlog_sigma, None, None, None, None, None
 
 

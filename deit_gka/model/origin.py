@@ -1,0 +1,56 @@
+"""What weights come with: the names of their classes, and how their images were normalised."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import timm
+
+from deit_gka.model.checkpoints import about_images, find_checkpoint, is_export
+from deit_gka.recipe import Recipe
+from trainkit.files import read_json
+
+
+@dataclass
+class Origin:
+    """What is known of weights; what nobody wrote down is empty."""
+
+    classes: Sequence[str] = ()
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+
+    def warnings(self, source: str, classes: Sequence[str], recipe: Recipe) -> list[str]:
+        """What a run on images of `classes` should know before it starts from these weights."""
+        found = []
+        if len(self.classes) == len(classes) and not set(self.classes) & set(classes):
+            example = f"'{classes[0]}' for '{self.classes[0]}'"
+            found.append(f"{source} has other names for its classes ({example}); its head is taken in their order")
+        for name in ("mean", "std"):
+            theirs, ours = getattr(self, name), getattr(recipe, name)
+            if theirs and any(abs(one - other) > 1e-3 for one, other in zip(theirs, ours)):
+                flag = " ".join([f"--{name}", *(f"{value:g}" for value in theirs)])
+                found.append(f"{source} saw images with another {name} than this run's {ours}; {flag} keeps it")
+        return found
+
+
+def read_origin(source: str) -> Origin:
+    """What is known of the weights that `warm_start.read_weights` reads from `source`.
+
+    A run and an exported folder say all of it, as does the file in an exported folder; a timm name says the mean and
+    the deviation, another file nothing.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir() and not is_export(path):
+        state = find_checkpoint(path).state
+        return _origin(state["classes"], about_images(state))
+    exported = path / "config.json" if path.is_dir() else path.parent / "config.json"
+    if path.exists():
+        config = read_json(exported, "configuration") if exported.exists() else {}
+        return _origin(config.get("label_names", ()), config.get("pretrained_cfg", {}))
+    known = timm.get_pretrained_cfg(source)
+    return _origin((), known.to_dict() if known else {})
+
+
+def _origin(classes: Sequence[str], about: dict[str, Any]) -> Origin:
+    return Origin(tuple(classes), tuple(about.get("mean") or ()), tuple(about.get("std") or ()))

@@ -1,0 +1,150 @@
+"""What is on disk of a study: a line of the results for every finished or failed cell, and each run's folder."""
+
+import datetime
+from abc import ABC, abstractmethod
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+from runs.demo.commands import Job
+from runs.study.grid import Done
+from trainkit.cli import UserError
+from trainkit.files import locked
+from trainkit.progress import read_lines
+from trainkit.results import append_line, git_commit, read_results
+
+RECORD = "results.jsonl"  # in a run's folder, by the trainer
+FAILED = "-failed"
+
+
+class Pace(Protocol):
+    """How long a cell takes. measured: by finished cells; empty before there are some."""
+
+    measured: dict
+
+    def seconds(self, cell) -> float: ...
+
+
+@dataclass
+class Ledger(ABC):
+    """The cells of some groups, and where their rows and runs are, whatever a cell is."""
+
+    results: Path
+    runs: Path
+    groups: list[str]
+    retry_failed: bool = False
+    _left: tuple[int, list] = (-1, [])  # the size of the results when it was worked out
+
+    KIND: ClassVar[str]  # of the rows of finished cells; those of failed ones have "-failed" after it
+    CELL: ClassVar[type]
+    DONE: ClassVar[type[Done]]
+    GROUPS: ClassVar[dict]  # name -> the function that makes its cells of the finished ones
+    FINISH_KEYS: ClassVar[tuple[str, ...]]  # what a finished run's record has
+
+    @property
+    @abstractmethod
+    def identity(self) -> dict[str, Any]:
+        """What the data have in common on every machine."""
+
+    @abstractmethod
+    def job(self, cell, device_type: str) -> Job:
+        """What trains the cell."""
+
+    @abstractmethod
+    def pace(self) -> "Pace":
+        """How long cells take, as far as finished ones tell."""
+
+    @abstractmethod
+    def metrics(self, record: dict[str, Any], cell) -> dict[str, Any]:
+        """What its row says, of the record of a finished run."""
+
+    @abstractmethod
+    def score(self, metrics: dict[str, Any]) -> Any:
+        """By which runs are compared; less is better."""
+
+    @abstractmethod
+    def said(self, cell) -> str:
+        """The score of a finished cell, in words."""
+
+    @abstractmethod
+    def command(self, cell) -> str:
+        """What computes this cell alone."""
+
+    def folder(self, cell) -> Path:
+        """Of the cell's run."""
+        return self.runs / self.key(cell)
+
+    def key(self, cell) -> str:
+        return cell.key(self.identity)
+
+    def rows(self, ending: str = "") -> dict[str, dict[str, Any]]:
+        """The rows of finished cells by key; the last one of a key counts. Lines of other versions are left out."""
+        kind = self.KIND + ending
+        lines = [line for line in read_lines(self.results) if line.get("kind") == kind]
+        return {line["key"]: line for line in lines if isinstance(line.get("cell"), dict) and "key" in line}
+
+    def failed(self) -> dict[str, dict[str, Any]]:
+        """Rows of cells that failed and did not finish later."""
+        finished = self.rows()
+        return {key: row for key, row in self.rows(FAILED).items() if key not in finished}
+
+    def done(self) -> Done:
+        """The score of every finished cell on these data."""
+        scores = self.DONE()
+        for row in self.rows().values():
+            try:
+                cell = self.CELL.from_row(row["cell"])
+            except TypeError:
+                continue
+            if row["key"] == self.key(cell):
+                scores[cell] = self.score(row["metrics"])
+        return scores
+
+    def cells(self, assumed_rate: float | None = None) -> dict[str, list]:
+        """The cells that are known by now, by group; a cell of two groups stands in the first.
+
+        assumed_rate: of families whose best one is not known, to see what is to come.
+        """
+        done, seen, groups = self.done(), set(), {}
+        done.assumed_rate = assumed_rate
+        for name in self.groups:
+            cells = [cell for cell in self.GROUPS[name](done) if not (cell in seen or seen.add(cell))]
+            groups[name] = cells
+        return groups
+
+    def left(self) -> list:
+        """What is neither finished nor failed, in order. Worked out anew when the results have grown."""
+        size = self.results.stat().st_size if self.results.exists() else 0
+        if size != self._left[0]:
+            self._left = size, self._work_out_left()
+        return self._left[1]
+
+    def _work_out_left(self) -> list:
+        over = self.rows().keys() | (() if self.retry_failed else self.failed().keys())
+        return [cell for cells in self.cells().values() for cell in cells if self.key(cell) not in over]
+
+    def collect(self, cell) -> bool:
+        """Append the row of a run that its trainer has finished. Returns False if it has not."""
+        folder = self.folder(cell)
+        records = read_results(folder / RECORD, *self.FINISH_KEYS)
+        if not records:
+            return False
+        metrics = self.metrics(records[-1], cell)
+        places = {"kind": self.KIND, "key": self.key(cell), "command": self.command(cell), "cell": asdict(cell)}
+        append_line(self.results, {**records[-1], **places, "data": self.identity, "metrics": metrics})
+        return True
+
+    def fail(self, cell, code: int, reason: str) -> None:
+        """Append a row that says why there is none."""
+        date = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M")
+        about = {"kind": self.KIND + FAILED, "key": self.key(cell), "date": date, "commit": git_commit()}
+        row = {**about, "command": self.command(cell), "cell": asdict(cell), "exit_code": code, "reason": reason}
+        append_line(self.results, row)
+
+    def is_busy(self, cell) -> bool:
+        """Whether a process trains it: another runner's, or one that outlived a runner that was killed."""
+        try:
+            with locked(self.folder(cell), "training in"):
+                return False
+        except UserError:
+            return True

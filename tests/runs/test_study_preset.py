@@ -1,0 +1,50 @@
+"""make pretrain-d20-best: the form that the study favours, through the chain of the paper's runs."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import processes
+import tiny
+from nanochat_gka.accounting import AccountingConfig, account
+from nanochat_gka.generation.engine import Engine
+from nanochat_gka.generation.sampling import Sampling
+from nanochat_gka.model.checkpoints import load
+from runs.paper import gpt_d20, gpt_d20_gka
+from runs.study import gpt_d20_best
+
+BEST = dict(head_offsets="PS", gka_values="normalised")
+
+
+def test_the_preset_is_the_papers_run_in_another_form_at_the_same_cost():
+    words = gpt_d20.words(gpt_d20.LanguageConfig(), gpt_d20_best.RECIPE, [])
+    paper = gpt_d20.words(gpt_d20.LanguageConfig(), gpt_d20_gka.RECIPE, [])
+    assert words == [*paper, "--head-offsets", "PS", "--gka-values", "normalised"]
+    literal, every = (
+        account(AccountingConfig(depth=20, attention="gka", target_param_data_ratio=8.25, **form))
+        for form in ({}, dict(value_embeds="every-layer", **BEST))
+    )
+    counts = account(AccountingConfig(depth=20, attention="gka", target_param_data_ratio=8.25, **BEST))
+    assert counts == {**literal, "gka_values": "normalised"}
+    opening = " ".join(gpt_d20_best.__doc__.split())
+    for number in (counts["parameters"], counts["train_tokens"], every["parameters"]):
+        assert f"{number:,}" in opening
+    assert f"{counts['train_flops']:.3e}".replace("e+", "e") in opening and "not run here yet" in opening
+    page = Path("nanochat_gka/README.md").read_text()
+    [row] = re.findall(r"^\| `make pretrain-d20-best` .*$", page, re.MULTILINE)
+    assert f"{counts['parameters']:,}" in row and f"{counts['train_tokens']:,}" in row
+
+
+def test_a_small_run_of_the_preset_trains_decodes_with_half_the_cache_and_exports(packed, tmp_path):
+    config = gpt_d20.LanguageConfig(base=tmp_path, ngpu=1, data=packed / "packed", depth=2)
+    _, module, *flags = gpt_d20.words(config, gpt_d20_best.RECIPE, [*tiny.TRAIN_FLAGS[2:], "--num-iterations", "3"])
+    processes.call(module, *flags, folder=tmp_path / "output")
+    run = tmp_path / "runs" / "d2-gka-PS-normalised"
+    loaded = load(run)
+    assert dataclasses.asdict(loaded.model.config).items() >= BEST.items()
+    engine = Engine(loaded.model, loaded.tokenizer)
+    [[text]] = engine.complete(["the kernel"], Sampling(num_samples=1, max_tokens=4, temperature=0))
+    assert text
+    assert [len(tensors) for tensors in engine._new_cache(rows=1, capacity=8).layers] == [1, 1]
+    processes.call("nanochat_gka.export", "--run", run, "--out", tmp_path / "exported", folder=tmp_path / "output")
+    assert "PS" in (tmp_path / "exported" / "config.json").read_text()

@@ -1,0 +1,147 @@
+"""Question 6 of the study: images and their small copies, real trainings that become rows, the grid, and the table."""
+
+import json
+import statistics
+from dataclasses import replace
+
+import pytest
+import tyro
+
+import tiny_vision
+from deit_gka.training.config import TrainConfig
+from runs.demo import vision as demo
+from runs.demo.commands import START_SECONDS
+from runs.sections import study_vision
+from runs.study.runner import show_left
+from runs.study.trainings import Trainings
+from runs.study.vision import images as settings
+from runs.study.vision.__main__ import VisionStudyConfig, main
+from runs.study.vision.cells import Setting, VisionCell
+from runs.study.vision.families import DEEPER, FAMILIES, SEEDS, VisionDone, families_of, groups
+from runs.study.vision.images import DIGITS, PHOTOS, load
+from runs.study.vision.rows import VisionPace, VisionStudy
+from trainkit.cli import UserError
+
+TINY = Setting(
+    model=("patch_size=8", "embed_dim=16", "depth=2", "num_heads=2"),
+    flags=("--input-size", 16, *settings.PLAIN[:-2], "--warmup-epochs", 0, "--scale", 1, 1),
+    lr=0.2,
+    epochs=1,
+    batch=12,
+    images_per_second=100,
+)
+HYBRID = VisionCell("GA", "LU", seed=1)
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    return tiny_vision.write_pictures(tmp_path_factory.mktemp("pictures") / "shapes", train=8, val=4)
+
+
+@pytest.fixture(scope="module")
+def study(pictures, tmp_path_factory):
+    """A study of the pictures whose one cell is finished."""
+    folder = tmp_path_factory.mktemp("study")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(settings, "PHOTOS", TINY)
+        patch.setattr(settings, "SHORT_SIDE", 16)
+        patch.setenv("OMP_NUM_THREADS", "1")
+        one = VisionStudy(load(str(pictures), folder / "images"), folder / "rows.jsonl", folder / "runs", ["some"])
+        one.GROUPS = {"some": lambda done: [HYBRID]}
+        assert Trainings(one, at_once=1, threads=1, device_type="cpu").run()
+        yield one
+
+
+def test_a_finished_cell_is_a_row_without_places_of_this_machine(study, pictures):
+    [[key, row]] = study.rows().items()
+    assert VisionCell.from_row(row["cell"]) == HYBRID and row["kind"] == "study-vision" and not study.left()
+    assert row["command"] == f"python -m runs.study.vision --data shapes --only {key}" and key == study.key(HYBRID)
+    assert row["data"]["images"] == "shapes" and row["data"]["train images"] == 24
+    assert 0 <= row["metrics"]["ema_top1"] <= 100 and row["metrics"]["parameters"] > 0
+    assert row["config"]["attention"] == "GA" and row["config"]["seed"] == 1
+    assert "spatial_offsets=LU" in row["config"]["model_kwargs"] and str(pictures) not in json.dumps(row)
+
+
+def test_finished_cells_are_not_trained_again_and_are_scored_by_errors(study):
+    before = study.results.read_text()
+    assert Trainings(study, 1, 1, "cpu").run() and study.results.read_text() == before
+    metrics = study.rows()[study.key(HYBRID)]["metrics"]
+    assert study.done()[HYBRID] == (100 - metrics["ema_top1"], metrics["ema_loss"])
+    assert study.said(HYBRID) == f"EMA top-1 {metrics['ema_top1']:.2f} %"
+    assert not study.pace().measured  # two updates are not timed
+    timed = [{"metrics": {"images_per_second": speed}} for speed in (0.0, 4.0, 2.0, 9.0)]
+    assert VisionPace(study.images, timed).seconds(HYBRID) == START_SECONDS + 24 / 4
+
+
+def test_small_copies_are_made_once_and_known_by_content(pictures, tmp_path, capsys):
+    one = load(str(pictures), tmp_path / "a")
+    copies = sorted((tmp_path / "a").glob("*/*/*/*.png"))
+    assert len(copies) == 24 + 12 and "small copies" in capsys.readouterr().out
+    times = [path.stat().st_mtime_ns for path in copies]
+    assert load(str(pictures), tmp_path / "a") == one and [path.stat().st_mtime_ns for path in copies] == times
+    tiny_vision.write_pictures(tmp_path / "shapes", train=8, val=4)
+    assert load(str(tmp_path / "shapes"), tmp_path / "b").identity == one.identity
+    (tmp_path / "shapes/val/class_1/001.jpg").write_bytes((tmp_path / "shapes/val/class_1/002.jpg").read_bytes())
+    assert load(str(tmp_path / "shapes"), tmp_path / "b").identity["sha256"] != one.identity["sha256"]
+
+
+def test_another_cell_recipe_or_set_of_images_has_another_key():
+    cell, data = VisionCell("gka"), {"images": "digits"}
+    changed = dict(attention="vlt", spatial_offsets="LU", rate=2.0, seed=1)
+    assert changed.keys() == VisionCell.__dataclass_fields__.keys()
+    keys = {replace(cell, **{name: value}).key(data, DIGITS) for name, value in changed.items()}
+    keys |= {cell.key(data, DIGITS), cell.key(data, PHOTOS), cell.key({"images": "others"}, DIGITS)}
+    keys.add(cell.key(data, replace(DIGITS, epochs=51)))
+    assert len(keys) == len(changed) + 4
+
+
+def test_digits_are_trained_as_in_the_demo_and_every_flag_is_the_trainers():
+    ours = tyro.cli(TrainConfig, args=[str(word) for word in [*VisionCell("gka").flags(DIGITS), "--data", "digits"]])
+    theirs = [*demo.MODEL_FLAGS, *demo.DATA_FLAGS, *demo.RECIPE_FLAGS, "--epochs", 50, "--attention", "gka"]
+    theirs += ["--warmup-epochs", demo.WARMUP_EPOCHS]
+    assert ours.identity() == tyro.cli(TrainConfig, args=[str(word) for word in theirs]).identity()
+    for family in families_of(6).values():
+        config = tyro.cli(TrainConfig, args=[str(w) for w in [*VisionCell(**family).flags(PHOTOS), "--data", "x"]])
+        assert config.lr == 0.032 and config.attention == family["attention"]
+
+
+def test_seeds_follow_the_best_rate_and_hybrids_fit_the_depth():
+    assert families_of(4) == FAMILIES and families_of(6).keys() - FAMILIES == DEEPER.keys()
+    family, done = FAMILIES["GKA + NLUD"], VisionDone()
+    own = groups({"GKA + NLUD": family})
+    assert [cell.rate for cell in own["rates"](done)] == [1.0, 0.5, 2.0] and own["seeds"](done) == []
+    for rate, score in ((0.5, (3.0, 0.4)), (1.0, (3.0, 0.3)), (2.0, (5.0, 0.2))):  # equal errors: the loss decides
+        done[VisionCell(**family, rate=rate)] = score
+    assert own["seeds"](done) == [VisionCell(**family, rate=1.0, seed=seed) for seed in SEEDS]
+    done[VisionCell(**family, rate=2.0)] = (1.0, 0.9)
+    assert own["seeds"](done) == [] and own["rates"](done)[-1].rate == 4.0
+
+
+def test_the_table_has_means_spreads_and_paired_intervals(tmp_path):
+    top1 = {"softmax": (97.0, 98.0, 97.5), "GKA": (95.0, 97.0, 96.5), "GKA + NLUD": (98.0, 98.5, 99.0)}
+    data = {"images": "digits", "train images": 1198, "val images": 599}
+    about = dict(kind="study-vision", date="2026-01-01", commit="abc", hardware="CPU, 1 thread", torch="2", data=data)
+    with (tmp_path / "vision_digits.jsonl").open("w") as file:
+        for name, values in top1.items():
+            for seed, value in enumerate(values):
+                cell = VisionCell(**FAMILIES[name], seed=seed)
+                metrics = dict(ema_top1=value, ema_loss=0.1, parameters=1000, flops=2.5e6)
+                row = {**about, "key": cell.key(data, DIGITS), "cell": vars(cell), "metrics": metrics}
+                file.write(json.dumps(row) + "\n" + json.dumps({**row, "key": "of another version"}) + "\n")
+    text = study_vision.images(tmp_path)
+    [row] = [line for line in text.splitlines() if line.startswith("| GKA + NLUD |")]
+    gains = [ours - softmax for ours, softmax in zip(top1["GKA + NLUD"], top1["softmax"])]
+    half = 4.303 * statistics.stdev(gains) / 3**0.5
+    middle = statistics.mean(gains)
+    assert f"| 98.50 ± 0.50 | 1* | 3 | {middle:+.2f} [{middle - half:+.2f}, {middle + half:+.2f}] |" in row
+    assert row.endswith("| 1,000 | 2.50 |") and "| VLT | not run |" in text and "GGGGGA" not in text
+    assert study_vision.images(tmp_path / "empty") == "not run: `.venv/bin/python -m runs.study.vision`"
+
+
+def test_the_list_and_mistakes_are_short(study, capsys, tmp_path):
+    show_left(study)
+    assert "some: 0 of 1 left" in capsys.readouterr().out
+    with pytest.raises(UserError, match="--groups nothing: the groups are rates, seeds, or all"):
+        main(VisionStudyConfig(groups=["nothing"], runs=tmp_path))
+    with pytest.raises(UserError, match="does not exist"):
+        main(VisionStudyConfig(data=str(tmp_path / "none"), runs=tmp_path))
