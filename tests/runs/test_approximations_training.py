@@ -119,3 +119,11 @@ def test_trainings_are_rows_once_and_a_table(tmp_path, monkeypatch):
     monkeypatch.setitem(training.TRAIN, "language", lambda *arguments: None)  # a signal ended it
     command.main(command.ApproximationsConfig(**{**vars(config), "seeds": 3}))
     assert tables.trained(config.results) == text
+
+
+def test_the_example_of_the_page_runs(capsys):
+    page = Path(training.__file__).with_name("README.md").read_text()
+    torch.manual_seed(0)
+    exec(compile(page.split("```python")[1].split("```")[0], "example", "exec"), {})
+    off = int(capsys.readouterr().out.split("off by ")[1].split("%")[0])
+    assert 0 < off < 10  # the window alone is off by 26
