@@ -50,6 +50,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "decode": benchmarks.decode,
     "scorer": benchmarks.scorer,
     "packing": benchmarks.packing,
+    "listing": benchmarks.listing,
     "errors": benchmarks.errors,
     "core": core.core,
     "instructions": instructions.instructions,

@@ -121,13 +121,6 @@ def about(session) -> dict[str, Any]:
     return {key: json.loads(text) for key, text in texts.items() if not key.startswith("onnx.")}  # the quantiser's
 
 
-def version() -> str:
-    """Of onnxruntime."""
-    import onnxruntime
-
-    return onnxruntime.__version__
-
-
 def size_mb(paths: Iterable[Path]) -> str:
     """The sizes of files in words."""
     return ", ".join(f"{path.name} {path.stat().st_size / 1e6:.1f} MB" for path in paths)

@@ -84,6 +84,8 @@ def build(
         kwargs.setdefault("img_size", input_size)
     if num_classes is not None:
         kwargs["num_classes"] = num_classes
+    if "spatial_offsets" in kwargs and not takes_attention(name):
+        raise UserError(f"{name} has no spatial_offsets; deit_*_gka_* and deit_*_vlt_* have, with any --attention")
     if "attention" in kwargs and not takes_attention(name):
         kwargs["attn_layer"] = kwargs.pop("attention")
     try:

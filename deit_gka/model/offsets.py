@@ -94,7 +94,8 @@ def place_offsets(model: nn.Module) -> None:
         offsets = [module for module in vit.modules() if isinstance(module, SpatialOffsets)]
         if not offsets or not isinstance(vit, VisionTransformer):
             continue
-        if vit.dynamic_img_size or not isinstance(vit.patch_drop, nn.Identity):
-            raise ValueError("spatial_offsets need all patches of one grid: leave dynamic_img_size and patch_drop_rate")
+        if not (vit.patch_embed.strict_img_size and isinstance(vit.patch_drop, nn.Identity)):
+            advice = "leave dynamic_img_size, strict_img_size and patch_drop_rate as they are"
+            raise ValueError(f"spatial_offsets need all patches of one grid: {advice}")
         for module in offsets:
             module.place(vit.patch_embed, vit.num_prefix_tokens)

@@ -7,11 +7,15 @@ It is a part of `make bench`; where onnxruntime is not installed it says so in o
 are written by the exporter that users have (deit_gka.export --onnx), in as few operations as their attention takes.
 "softmax-fused" is the same with onnxruntime's own attention operator (MultiHeadAttention) in place of products and
 softmax: the quicker of the two is the baseline. Random weights and images; the logits are checked first.
+--runtime openvino, which needs pip install openvino, times the two other files in float32.
 """
 
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -37,13 +41,14 @@ from trainkit.progress import console, progress_bar
 BENCHMARK = "onnx"
 PIXELS = 224
 SEED = 0
-FUSED = "softmax-fused"
+FUSED, OPENVINO = "softmax-fused", "openvino"
 ROLES = KIND_ROLES | {FUSED: "baseline"}
 FILES = {"float32": onnx.MODEL, "int8": onnx.INT8_MODEL}
 LARGEST_INT8_ERROR = 0.05  # relative, of the logits
 SIZES, BATCH_SIZES, THREADS = ("ti", "s"), (1, 8), (1, 2)  # what the targets are about
 PLAN = Plan(rounds=60, warmup=2, seconds=12)
 Counts = Annotated[list[int], Bounds(1)]
+Call = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass
@@ -59,15 +64,19 @@ class OnnxConfig(CaseConfig):
     """Images in a call; empty = 1 and 8, 1 alone with --quick."""
     threads: Counts = field(default_factory=lambda: list(THREADS))
     """Threads of onnxruntime."""
-    dtypes: list[Literal["float32", "int8"]] = field(default_factory=lambda: ["float32", "int8"])
-    """Of the matrices; int8 has activations rounded as they come."""
+    dtypes: list[Literal["float32", "int8"]] = field(default_factory=list)
+    """Of the matrices; int8 has activations rounded as they come. Empty = both, float32 alone in OpenVINO."""
+    runtime: Literal["onnxruntime", "openvino"] = "onnxruntime"
+    """What runs the files."""
     models: Path | None = None
     """A folder to keep the ONNX files in and to take them from; empty = write them anew."""
 
     def fill(self) -> "OnnxConfig":
         """The configuration with the defaults in the empty places."""
         sizes, batch_sizes = (SIZES[:1], BATCH_SIZES[:1]) if self.quick else (SIZES, BATCH_SIZES)
-        return replace(self, sizes=self.sizes or list(sizes), batch_sizes=self.batch_sizes or list(batch_sizes))
+        dtypes = self.dtypes or (["float32"] if self.runtime == OPENVINO else list(FILES))
+        sizes, batch_sizes = self.sizes or list(sizes), self.batch_sizes or list(batch_sizes)
+        return replace(self, sizes=sizes, batch_sizes=batch_sizes, dtypes=dtypes)
 
 
 class FusedSoftmax(plain.PlainSoftmax):
@@ -96,40 +105,58 @@ class Written:
         finally:
             plain.FORMS["softmax"] = usual
 
-    def gate(self, session, images: torch.Tensor, dtype: str) -> str | None:
+    def gate(self, call: Call, images: torch.Tensor, dtype: str) -> str | None:
         """Why the logits are wrong, or None: float32 by the models' error budget, int8 by LARGEST_INT8_ERROR."""
         few = images[:2]
         with torch.inference_mode():
             expected, torchs = self.model.double()(few.double()), self.model.float()(few)
-        given = onnx.run(session, few)[0].double()
+        given = call(few).double()
         if dtype == "float32":
             return model_gate("logits", given, expected, torchs, half=False)
         error = ((given - expected).norm() / expected.norm()).item()
         return None if error < LARGEST_INT8_ERROR else f"logits are off by {error:.2f}, relative"
 
 
-def compare(written: dict[str, Written], batch: int, threads: int, dtype: str, plan: Plan) -> dict[str, Measurement]:
+def loaded(path: Path, threads: int, runtime: str) -> Call:
+    """The model of a file in a runtime: images to logits."""
+    if runtime == OPENVINO:
+        import openvino
+
+        options = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
+        model = openvino.Core().compile_model(str(path), "CPU", options)
+        return lambda images: torch.from_numpy(model(images.numpy())[0])
+    session = onnx.session(path, threads)
+    return lambda images: onnx.run(session, images)[0]
+
+
+def compare(
+    written: dict[str, Written], batch: int, threads: int, dtype: str, plan: Plan, runtime: str
+) -> dict[str, Measurement]:
     """One comparison of the kinds."""
     images = torch.randn(batch, 3, PIXELS, PIXELS, generator=torch.Generator().manual_seed(SEED))
-    sessions = {kind: onnx.session(one.folder / FILES[dtype], threads) for kind, one in written.items()}
-    calls = {kind: (lambda n, session=session: onnx.run(session, images)) for kind, session in sessions.items()}
-    gates = {kind: partial(one.gate, sessions[kind], images, dtype) for kind, one in written.items()}
+    models = {kind: loaded(one.folder / FILES[dtype], threads, runtime) for kind, one in written.items()}
+    calls = {kind: (lambda n, model=model: model(images)) for kind, model in models.items()}
+    gates = {kind: partial(one.gate, models[kind], images, dtype) for kind, one in written.items()}
     return interleave(calls, torch.device("cpu"), plan, gates)
 
 
 def main(config: OnnxConfig) -> None:
     config.check()
-    if missing := onnx.missing():
+    missing = onnx.missing()
+    if config.runtime == OPENVINO and find_spec(OPENVINO) is None:
+        missing = "openvino is not installed: run pip install openvino"
+    if missing:
         console.print(f"nothing is timed: {missing}", highlight=False, markup=False)
         return
     device, config = setup("cpu").device, config.fill()
     cases = {
-        case_name(size, batch, threads): (size, batch, threads)
+        case_name(size, batch, threads, config.runtime): (size, batch, threads)
         for size in config.sizes
         for batch in config.batch_sizes
         for threads in config.threads
     }
     wanted = config.select(list(cases))
+    kinds = ("softmax", "gka") if config.runtime == OPENVINO else ("softmax", FUSED, "gka")
     recorder, plan = Recorder(config, BENCHMARK, device), PLAN.adjust(config)
     with tempfile.TemporaryDirectory() as temporary, progress_bar() as bar:
         task = bar.add_task("onnx", total=len(wanted) * len(config.dtypes), status="")
@@ -139,17 +166,17 @@ def main(config: OnnxConfig) -> None:
             bar.update(task, status=f"{name}")
             if size not in written:
                 folder = config.models or Path(temporary)
-                written[size] = {kind: Written(kind, size, folder) for kind in ("softmax", FUSED, "gka")}
+                written[size] = {kind: Written(kind, size, folder) for kind in kinds}
             for dtype in config.dtypes:
-                measured = compare(written[size], batch, threads, dtype, plan)
+                measured = compare(written[size], batch, threads, dtype, plan, config.runtime)
                 settings = {"size": size, "batch": batch, "threads": threads, "dtype": dtype}
-                settings["runtime"] = f"onnxruntime {onnx.version()}"
+                settings["runtime"] = f"{config.runtime} {version(config.runtime)}"
                 recorder.record(name, phase_name(dtype), measured, ROLES, settings, partial(throughput, batch))
                 bar.advance(task)
 
 
-def case_name(size: str, batch: int, threads: int) -> str:
-    return f"{BENCHMARK}-{size}-b{batch}-t{threads}"
+def case_name(size: str, batch: int, threads: int, runtime: str = "onnxruntime") -> str:
+    return f"{OPENVINO if runtime == OPENVINO else BENCHMARK}-{size}-b{batch}-t{threads}"
 
 
 def phase_name(dtype: str) -> str:

@@ -30,7 +30,7 @@ TITLES = {
     "attention": "The operator",
     "deit": "Vision transformers",
     "gpt": "Language models",
-    "onnx": "Vision transformers in onnxruntime",
+    "onnx": "Vision transformers as ONNX",
 }
 UNITS = {"attention": "", "deit": "images/s", "gpt": "tokens/s", "onnx": "images/s"}
 WHOLE_MODELS = ("deit", "gpt")

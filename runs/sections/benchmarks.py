@@ -1,6 +1,7 @@
 """The benchmarks' other tables: text generation, the CORE scorer, and the operator's errors (speed: speed.py)."""
 
 from gka.kinds import KINDS
+from runs.bench import listing as bench_listing
 from runs.bench import operator_error
 from runs.bench.packing import FILE as PACKING
 from runs.demo.language import VARIANTS, run_tag
@@ -90,3 +91,22 @@ def packing() -> str:
     ]
     last = next(iter(newest.values()))
     return "\n".join([table(["processes", "MB/s of text", "MB/s and process"], rows), measured(last, PACKING)])
+
+
+def listing() -> str:
+    """Seconds until all images of a data set are known, at a first start and at a later one; the newest lines."""
+    path = RESULTS / bench_listing.FILE
+    records = read_lines(path) if path.exists() else []
+    newest = {(record["config"]["form"], record["config"]["start"]): record for record in records}
+    rows = []
+    for form in bench_listing.FORMS:
+        if (form, "first") not in newest:
+            continue
+        starts = [newest[form, start]["metrics"] for start in ("first", "later")]
+        times = [f"{metrics[name]:.2f}" for metrics in starts for name in ("seconds", "processor_seconds")]
+        rows.append([f"{newest[form, 'first']['config']['images']:,} in {form}", *times])
+    if not rows:
+        return "Not run yet: `python -m runs.bench.listing`."
+    headings = ["", "first start, s", "of processor time", "later start, s", "of processor time"]
+    sources = dict.fromkeys(measured(record, bench_listing.FILE) for record in newest.values())
+    return "\n".join([table(headings, rows), *sources])

@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 
 from gka.kinds import KINDS
+from runs.bench.onnx import OPENVINO
 from runs.bench.results import Comparison
 from runs.bench.targets import flops_ratio, on_cpu
 from runs.sections.sources import benchmarks, measured, table
@@ -61,7 +62,7 @@ def models() -> str:
 
 
 def onnx() -> str:
-    """Vision transformers in onnxruntime, whose own threads these are."""
+    """Vision transformers as ONNX; the threads are the runtime's own."""
     headings = ["", "phase", "dtype", "threads", f"{SOFTMAX}, ms", f"{GKA}, ms", "speed-up", "target"]
     promised = on_cpu({})
     parts = []
@@ -69,7 +70,8 @@ def onnx() -> str:
         cases: ByThreads = {}
         targets = {}
         for key, comparison in sorted(compared.items(), key=lambda item: threads_of(item[1])):
-            label = model_label(comparison), comparison.phase
+            elsewhere = ", in OpenVINO" if comparison.case.startswith(OPENVINO) else ""
+            label = model_label(comparison) + elsewhere, comparison.phase
             cases.setdefault(label, {})[threads_of(comparison)] = comparison
             targets[label] = promised.get(key)
         rows = [

@@ -10,7 +10,7 @@ from runs.study.cells import Cell
 from runs.study.families import ALL, FAMILIES, FURTHER, KERNELS, REFERENCES, REPAIRS, Family
 from runs.study.grid import BATCH_AT_DEPTH, BUDGETS, SCALED, SMALLEST
 from runs.study.scores import Place, Result, Scores
-from runs.study.statistics import Interval, Scaling, crossing, scaling
+from runs.study.statistics import UNIT, Interval, Scaling, crossing, scaling
 from trainkit.progress import read_lines
 
 NOT_RUN = "not run"
@@ -65,7 +65,7 @@ def kernels(folder: Path = ROWS) -> str:
 
 
 def fits(folder: Path = ROWS) -> str:
-    """Question 3: L(C) = a + b C^-c of every family's frontier, and where it crosses softmax's."""
+    """Question 3: L(C) = a + b (C / UNIT)^-c of every family's frontier, and where it crosses softmax's."""
     return _of_every_text(folder, _fits)
 
 
@@ -143,7 +143,14 @@ def _fits(scores: Scores) -> str:
         baseline = fitted["softmax"]
         cells = [interval_of(own.interval(part)) for part in "abc"]
         rows.append([name, str(done), *cells, "" if name == "softmax" else _crossing_of(own, baseline)])
-    headings = ["", "finished sizes and budgets", "a", "b", "c", "crosses softmax at FLOPs (share of draws)"]
+    headings = [
+        "",
+        "finished sizes and budgets",
+        "a",
+        f"b at {UNIT:g} FLOPs",
+        "c",
+        "crosses softmax at FLOPs (share of draws)",
+    ]
     return table(headings, rows)
 
 

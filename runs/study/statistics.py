@@ -10,6 +10,7 @@ import numpy as np
 T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 EXPONENTS = np.geomspace(0.02, 2.0, 160)  # c is searched among these
 DRAWS = 200  # of the bootstrap
+UNIT = 1e14  # FLOPs; the same for all fits, so that their b compare
 LEAST_POINTS, LEAST_RANGE = 4, 4.0  # of a fit: points, and the largest compute over the smallest
 
 
@@ -48,21 +49,19 @@ def paired_difference(ours: dict[int, float], baseline: dict[int, float]) -> Int
 
 @dataclass(frozen=True)
 class Fit:
-    """L(C) = a + b (C / unit)^-c; C and unit in FLOPs, L in bits per byte, a and b not negative."""
+    """L(C) = a + b (C / UNIT)^-c; C in FLOPs, L in bits per byte, a and b not negative."""
 
     a: float
     b: float
     c: float
-    unit: float
 
     def __call__(self, compute: np.ndarray) -> np.ndarray:
-        return self.a + self.b * (np.asarray(compute, dtype=float) / self.unit) ** -self.c
+        return self.a + self.b * (np.asarray(compute, dtype=float) / UNIT) ** -self.c
 
 
 def fit(compute: np.ndarray, loss: np.ndarray) -> Fit:
     """Least squares: for every c of a grid a and b are linear. compute, loss: (n,)."""
-    unit = float(np.exp(np.log(compute).mean()))
-    x = (compute / unit) ** -EXPONENTS[:, None]  # (exponents, n)
+    x = (compute / UNIT) ** -EXPONENTS[:, None]  # (exponents, n)
     x_mean, y_mean = x.mean(1), loss.mean()
     b = ((x - x_mean[:, None]) * (loss - y_mean)).sum(1) / ((x - x_mean[:, None]) ** 2).sum(1)
     a = y_mean - b * x_mean
@@ -71,7 +70,7 @@ def fit(compute: np.ndarray, loss: np.ndarray) -> Fit:
     a = np.where(a < 0, 0.0, np.where(b > 0, a, y_mean))
     errors = ((a[:, None] + b[:, None] * x - loss) ** 2).sum(1)
     best = int(errors.argmin())
-    return Fit(float(a[best]), float(b[best]), float(EXPONENTS[best]), unit)
+    return Fit(float(a[best]), float(b[best]), float(EXPONENTS[best]))
 
 
 Points = dict[str, tuple[float, list[float]]]  # place -> compute, and the losses of its seeds
@@ -120,8 +119,11 @@ def scaling(points: Points) -> Scaling | None:
 
 def _redrawn(place: str, losses: list[float]) -> np.ndarray:
     """Means of seeds drawn with replacement, (DRAWS,). Which seeds follows from the place and their number alone."""
-    chooser = np.random.default_rng([crc32(place.encode()), len(losses)])
-    return np.array(losses)[chooser.integers(0, len(losses), (DRAWS, len(losses)))].mean(1)
+    count = len(losses)
+    chooser = np.random.default_rng([crc32(place.encode()), count])
+    drawn = np.array(losses)[chooser.integers(0, count, (DRAWS, count))].mean(1)
+    # Draws from n seeds spread by a factor of sqrt((n - 1) / n) less than means of n seeds do.
+    return mean(losses) + (drawn - mean(losses)) * (count / max(1, count - 1)) ** 0.5
 
 
 def crossing(ours: Scaling, baseline: Scaling) -> tuple[Interval | None, float]:

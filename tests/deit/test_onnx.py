@@ -64,9 +64,9 @@ def test_other_architectures_are_refused():
 
 
 @needs_onnx
-@pytest.mark.parametrize("attention", ["A", "G", "V"])
-def test_onnx_computes_what_the_model_does_for_any_batch(attention, tmp_path):
-    model = trained(small("softmax") if attention == "A" else small(attention=attention))
+@pytest.mark.parametrize("attention, offsets", [("A", ""), ("G", ""), ("V", ""), ("AG", "LUD")])
+def test_onnx_computes_what_the_model_does_for_any_batch(attention, offsets, tmp_path):
+    model = trained(small("softmax") if attention == "A" else small(attention=attention, spatial_offsets=offsets))
     (path,) = vision.write(model, tmp_path, IMAGES)
     session = onnx.session(path, threads=1)
     for batch in (1, 2, 5):

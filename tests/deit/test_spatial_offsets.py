@@ -175,6 +175,8 @@ def test_another_grid_is_followed_or_refused(images):
 def test_wrong_patterns_are_one_line(pattern, message):
     with pytest.raises(UserError, match=message):
         build("deit_tiny_gka_patch16_224", 5, SIZE, attention="GA", spatial_offsets=pattern)
+    with pytest.raises(UserError, match="deit_tiny_patch16_224 has no spatial_offsets; deit_"):
+        build("deit_tiny_patch16_224", 5, SIZE, spatial_offsets="LU")
     with pytest.raises(ValueError, match="which know the patches' grid"):
         with_settings("gka", spatial_offsets="LU")(24, 3)(torch.randn(1, 5, 24))
 

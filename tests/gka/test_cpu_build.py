@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -67,8 +69,9 @@ def test_two_processes_build_once_and_later_ones_load(tmp_path):
     [
         ("echo 'kernel.cpp:1: error: no such instruction' >&2; exit 3", "no such instruction"),
         ('case "$*" in *--version*) ;; *) exit 1;; esac', "failed with exit code 1"),
+        ("printf 'unit\\351 inconnue' >&2; exit 3", "inconnue"),
     ],
-    ids=["at once", "while compiling"],
+    ids=["at once", "while compiling", "in Latin-1"],
 )
 def test_a_broken_compiler_is_quoted_and_sdpa_takes_over(tmp_path, script, words):
     lines, said = ask(tmp_path / "cache", CXX=wrapper(tmp_path, script + "\n"))
@@ -112,15 +115,58 @@ def test_a_damaged_library_is_named(tmp_path, monkeypatch):
     assert lines[0] == "sdpa 9" and str(path) in lines[1] and path.read_text() == "damaged"
 
 
+@needs_compiler
+def test_a_library_cut_short_is_named_and_not_loaded(tmp_path, monkeypatch):
+    """The system would end the process where it reads behind the end of the file."""
+    library = build._built(torch.backends.cpu.get_cpu_capability())
+    text = f'case "$*" in *--version*) exec REAL "$@";; esac\nfor output; do :; done\ncp {library} "$output"\n'
+    monkeypatch.setenv("CXX", wrapper(tmp_path, text))
+    monkeypatch.setenv(build.FOLDER, str(tmp_path / "cache"))
+    path = build._built(torch.backends.cpu.get_cpu_capability())
+    assert ask(tmp_path / "cache", CXX=os.environ["CXX"])[0] == ["cpu 9"]
+    os.truncate(path, path.stat().st_size // 2)
+    lines, _ = ask(tmp_path / "cache", CXX=os.environ["CXX"])
+    assert lines[0] == "sdpa 9" and f"{path} is damaged; remove it" in lines[1]
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no compiler")
+def test_a_user_without_a_home_folder_is_told_of_the_setting(monkeypatch):
+    for name in ("HOME", "XDG_CACHE_HOME", build.FOLDER):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    monkeypatch.setattr(build, "_outcome", None)
+    assert build.obstacle() == f"Could not determine home directory; {build.FOLDER} chooses another folder"
+
+
+def test_a_compiler_that_hangs_is_ended_with_its_children(tmp_path, monkeypatch):
+    script = f'case "$*" in *--version*) exit;; esac\nsleep 600 & echo $! > {tmp_path}/child\nwait\n'
+    monkeypatch.setenv("CXX", wrapper(tmp_path, script))
+    monkeypatch.setenv(build.FOLDER, str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "TIMEOUT", 2)
+    with pytest.raises(build.Unavailable, match=r"compiler did not finish in 2 seconds$"):
+        build._built("AVX2")
+    state = Path(f"/proc/{int((tmp_path / 'child').read_text())}/stat")
+    deadline = time.monotonic() + 60
+    while state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z":  # gone, or waited for by nobody
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no compiler")
+def test_the_named_compiler_may_have_arguments(monkeypatch):
+    monkeypatch.setenv("CXX", f"{COMPILER} -pipe")
+    assert build._compiler() == [COMPILER, "-pipe"]
+
+
 def test_what_decides_the_library_is_in_its_name(monkeypatch, tmp_path):
-    monkeypatch.setattr(build, "_run", lambda command: "a compiler 1.0")
+    monkeypatch.setattr(build, "_run", lambda command, seconds: "a compiler 1.0")
     (tmp_path / "a.cpp").write_text("int a;")
     monkeypatch.setattr(build, "SOURCE", tmp_path)
-    names = {build._digest(["g++", "-O3"]), build._digest(["g++", "-O2"])}
+    names = {build._digest(["g++", "-O3"], ["g++"]), build._digest(["g++", "-O2"], ["g++"])}
     (tmp_path / "a.cpp").write_text("int b;")
-    names.add(build._digest(["g++", "-O3"]))
-    monkeypatch.setattr(build, "_run", lambda command: "a compiler 2.0")
-    names.add(build._digest(["g++", "-O3"]))
+    names.add(build._digest(["g++", "-O3"], ["g++"]))
+    monkeypatch.setattr(build, "_run", lambda command, seconds: "a compiler 2.0")
+    names.add(build._digest(["g++", "-O3"], ["g++"]))
     assert len(names) == 4
     assert not any("native" in flag for flags in (build.FLAGS, *build.INSTRUCTIONS.values()) for flag in flags)
 

@@ -1,5 +1,6 @@
 """Corpora: the built-in one repeats nothing, a download survives trouble, and a bad folder is one clear error."""
 
+import ast
 import json
 import os
 import shutil
@@ -113,6 +114,40 @@ def test_builtin_corpus_is_fixed_and_without_repeats(tmp_path, capsys):
     with pytest.raises(UserError, match="builtin holds parquet files of builtin; choose another --out for fineweb"):
         corpus.main(corpus.CorpusConfig("fineweb", tmp_path / "builtin"))
     assert written == {path: path.stat().st_mtime_ns for path in first.paths()}
+
+
+EVERYWHERE = """
+'''module'''
+try:
+    def a(): "in try"
+except ValueError:
+    class B:
+        "in except"
+        async def c(self): "in a class"
+else:
+    def d(): "in else"
+finally:
+    def e(): "in finally"
+match 1:
+    case 1:
+        def f(): "in a case"
+while g():
+    with h():
+        for i in j:
+            if i:
+                def k(): "in four blocks"
+            else:
+                def l(): return lambda: "not a docstring"
+def m(): "last"
+"""
+
+
+def test_docstrings_are_all_of_the_syntax_tree_in_its_order(tmp_path):
+    (tmp_path / "everywhere.py").write_text(EVERYWHERE)
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for path in (tmp_path / "everywhere.py", Path(ast.__file__)):
+        nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds)]
+        assert list(builtin._docstrings(path)) == [ast.get_docstring(node) or "" for node in nodes]
 
 
 @pytest.mark.parametrize("source", ["builtin", "fineweb"])

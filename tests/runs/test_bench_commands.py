@@ -74,7 +74,7 @@ def test_onnx_is_timed_beside_softmax_and_reported(tmp_path, monkeypatch, capsys
     flags = ["--device-type", "cpu", *common, "--out", str(tmp_path / "out")]
     cli.run(report.main, report.ReportConfig, flags)
     said = capsys.readouterr().out
-    assert "Vision transformers in onnxruntime" in said and "onnx-ti-b1-t1 inference int8" in said
+    assert "Vision transformers as ONNX" in said and "onnx-ti-b1-t1 inference int8" in said
     assert re.search(r"onnx-ti-b1-t1, inference float32 .*1\.20.* (pass|miss) ", said)
 
 

@@ -77,10 +77,17 @@ def test_only_what_is_better_than_everything_cheaper_is_fitted():
     assert statistics.frontier(flops, loss).tolist() == [1, 2, 0]
 
 
+def test_a_bootstrap_of_three_seeds_spreads_as_their_mean_does():
+    losses = [1.90, 1.93, 1.88]
+    drawn = statistics._redrawn("a place", losses)
+    assert drawn.std() == pytest.approx(np.std(losses, ddof=1) / 3**0.5, rel=0.1)
+    assert drawn.mean() == pytest.approx(np.mean(losses), abs=0.003)
+
+
 def test_fits_have_intervals_that_hold_the_truth_and_cross_where_the_laws_do(scaled):
     fitted = study.scalings(Scores.read(scaled / "words.jsonl"))
-    for family, (a, _, c) in LAWS.items():
-        for name, truth in (("a", a), ("c", c)):
+    for family, numbers in LAWS.items():
+        for name, truth in zip("abc", numbers):
             interval = fitted[family].interval(name)
             assert interval.low < truth < interval.high, (family, name, interval)
     where, share = statistics.crossing(fitted["GKA + offsets"], fitted["softmax"])

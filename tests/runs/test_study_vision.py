@@ -127,7 +127,8 @@ def test_the_table_has_means_spreads_and_paired_intervals(tmp_path):
                 cell = VisionCell(**FAMILIES[name], seed=seed)
                 metrics = dict(ema_top1=value, ema_loss=0.1, parameters=1000, flops=2.5e6)
                 row = {**about, "key": cell.key(data, DIGITS), "cell": vars(cell), "metrics": metrics}
-                file.write(json.dumps(row) + "\n" + json.dumps({**row, "key": "of another version"}) + "\n")
+                other = {**row, "key": f"of another version, {name} {seed}", "metrics": {**metrics, "ema_top1": 50.0}}
+                file.write(json.dumps(row) + "\n" + json.dumps(other) + "\n")
     text = study_vision.images(tmp_path)
     [row] = [line for line in text.splitlines() if line.startswith("| GKA + NLUD |")]
     gains = [ours - softmax for ours, softmax in zip(top1["GKA + NLUD"], top1["softmax"])]

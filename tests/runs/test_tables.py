@@ -171,7 +171,11 @@ def test_the_table_of_onnx_has_its_threads_side_by_side_and_names_the_fused_soft
         lines += timed("a CPU, 2 threads", case, "inference float32", times, config=config, kind="bench_onnx")
     monkeypatch.setattr(sources, "RESULTS", tmp_path)
     assert speed.onnx() == "Not run yet: `python -m runs.bench.onnx`."
+    times = {"softmax": ("baseline", 4.0), "gka": ("ours", 2.0)}
+    config["threads"] = 1
+    lines += timed("a CPU", "openvino-ti-b8-t1", "inference float32", times, config=config, kind="bench_onnx")
     write(tmp_path / "bench_onnx_a-cpu-2-threads.jsonl", lines)
+    assert "| DeiT-Ti, 8 images, in OpenVINO | inference | float32 | 1 | 4 | 2 | 2.00x |  |" in speed.onnx()
     row = "| DeiT-Ti, 8 images | inference | float32 | 1 / 2 | 4 / 3 (fused) | 2 / 2 | 2.00x / 1.50x | ≥ 1.20x |"
     assert row in speed.onnx()
 

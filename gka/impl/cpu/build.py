@@ -9,12 +9,15 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,7 +27,7 @@ SOURCE = Path(__file__).with_name("source")
 COMPILERS = ("g++", "c++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp", "-fvisibility=hidden", "-ffp-contract=off", "-w")
 INSTRUCTIONS = {"AVX512": ("-mavx512f", "-mavx512dq", "-mavx2", "-mfma"), "AVX2": ("-mavx2", "-mfma")}
-TIMEOUT = 600  # seconds
+TIMEOUT, VERSION_TIMEOUT = 600, 60  # seconds: of compiling, and of asking for the compiler's version
 LOG = logging.getLogger("gka")
 
 _lock = threading.Lock()
@@ -78,8 +81,8 @@ def _load() -> ctypes.CDLL:
         raise Unavailable(f"the CPU kernel needs AVX-512 or AVX2, torch reports {instructions} ({platform.machine()})")
     try:
         return ctypes.CDLL(str(_built(instructions)))
-    except OSError as error:  # a folder that cannot be written, or from which nothing may be run
-        raise Unavailable(f"{error}; {FOLDER} chooses another folder") from None
+    except (OSError, RuntimeError) as error:  # no folder, or one to which nothing is written or from which nothing runs
+        raise Unavailable(f"{str(error).rstrip('.')}; {FOLDER} chooses another folder") from None
 
 
 def cache_folder() -> Path:
@@ -94,11 +97,11 @@ def _built(instructions: str) -> Path:
     import fcntl  # not on every system
 
     compiler = _compiler()
-    command = [compiler, *FLAGS, *INSTRUCTIONS[instructions]]
-    folder = cache_folder()
-    path = folder / f"kernel-{instructions.lower()}-{_digest(command)}.so"
+    command = [*compiler, *FLAGS, *INSTRUCTIONS[instructions]]
+    folder, end = cache_folder(), _digest(command, compiler).encode()
+    path = folder / f"gka-{instructions.lower()}-{end.decode()}.so"
     if path.exists():
-        return path
+        return _whole(path, end)
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the system lets go of it if this process dies
@@ -106,33 +109,52 @@ def _built(instructions: str) -> Path:
             LOG.warning("gka: compiling the CPU kernel, once, for a few seconds: %s", path)
             with tempfile.TemporaryDirectory(dir=folder, prefix="building-") as scratch:
                 output = Path(scratch) / path.name
-                _run([*command, *sorted(map(str, SOURCE.glob("*.cpp"))), "-o", str(output)])
+                _run([*command, *sorted(map(str, SOURCE.glob("*.cpp"))), "-o", str(output)], TIMEOUT)
+                with open(output, "ab") as file:
+                    file.write(end)
                 os.replace(output, path)
+    return _whole(path, end)
+
+
+def _whole(path: Path, end: bytes) -> Path:
+    """`path`, if the file ends as it was written: the system ends a process that loads one cut short."""
+    if not path.read_bytes().endswith(end):
+        raise Unavailable(f"{path} is damaged; remove it")
     return path
 
 
-def _compiler() -> str:
-    """Path of $CXX or of the first compiler that is installed."""
-    for name in [os.environ["CXX"]] if os.environ.get("CXX") else COMPILERS:
-        if path := shutil.which(name):
-            return path
+def _compiler() -> list[str]:
+    """Path of $CXX, with its arguments, or of the first compiler that is installed."""
+    chosen = shlex.split(os.environ.get("CXX", ""))
+    for words in [chosen] if chosen else [[name] for name in COMPILERS]:
+        if path := shutil.which(words[0]):
+            return [path, *words[1:]]
     raise Unavailable(f"no C++ compiler was found (CXX, {', '.join(COMPILERS)}); install one, such as g++")
 
 
-def _digest(command: list[str]) -> str:
+def _digest(command: list[str], compiler: list[str]) -> str:
     digest = hashlib.sha256(" ".join(command).encode())
-    digest.update(_run([command[0], "--version"]).encode())
+    digest.update(_run([*compiler, "--version"], VERSION_TIMEOUT).encode())
     for path in sorted(SOURCE.iterdir()):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def _run(command: list[str]) -> str:
-    """What the command prints; Unavailable with its words if it fails."""
+def _run(command: list[str], seconds: int) -> str:
+    """What the command prints; Unavailable with its words if it fails, or if it takes longer."""
+    pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace")
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
-    except (OSError, subprocess.TimeoutExpired) as error:
+        process = subprocess.Popen(command, **pipes, start_new_session=True)
+    except OSError as error:
         raise Unavailable(f"the compiler did not run: {error}") from None
-    if done.returncode:
-        raise Unavailable(f"{command[0]} failed with exit code {done.returncode}:\n{done.stderr.strip()}")
-    return done.stdout
+    with process:
+        try:
+            printed, complaints = process.communicate(timeout=seconds)
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)  # with its children: what is called may be a script
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise Unavailable(f"{command[0]} did not finish in {seconds} seconds") from None
+            raise
+    if process.returncode:
+        raise Unavailable(f"{command[0]} failed with exit code {process.returncode}:\n{complaints.strip()}")
+    return printed
