@@ -31,10 +31,13 @@ LIBRARIES = [
 ]
 
 
+def without_kernel() -> dict[str, str]:
+    """Where the CPU kernel cannot be built: the variable that keeps commands under test from saying so every time."""
+    return {build.SWITCH: "0"} if build.obstacle() else {}
+
+
 def environment() -> dict[str, str]:
-    """The variables of a command under test. Where the CPU kernel cannot be built it shall not say so every time."""
-    without_kernel = {build.SWITCH: "0"} if build.obstacle() else {}
-    return {**os.environ, **without_kernel, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    return {**os.environ, **without_kernel(), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
 def _run(
@@ -117,7 +120,7 @@ class Running:
         self.processes = []
         for rank in range(ranks):
             places = {**group, "RANK": rank, "LOCAL_RANK": rank} if ranks > 1 else {}
-            variables = given | {key: str(value) for key, value in places.items()}
+            variables = without_kernel() | given | {key: str(value) for key, value in places.items()}
             arguments = (module, argv, variables, str(self.out), str(self.err), library)
             process = context.Process(target=_run, args=arguments)
             process.start()
