@@ -1,6 +1,6 @@
 """lm-evaluation-harness on our models: its command line, with one more kind of model, `gka`.
 
-    pip install -e ".[lm-eval]"
+    pip install "gka[lm-eval]"
     python -m nanochat_gka.harness --model gka --model_args run=out/runs/d20-gka --tasks hellaswag --num_fewshot 0
 
 `run` is a run folder, a checkpoint folder or an exported model. Further model_args: step, max_length (tokens of
@@ -28,7 +28,7 @@ try:
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
 except ImportError:
-    sys.exit('error: lm-evaluation-harness is not installed: pip install -e ".[lm-eval]"')
+    sys.exit('error: lm-evaluation-harness is not installed: pip install "gka[lm-eval]"')
 
 MAX_NEW_TOKENS = 256  # the harness's own default where a task does not say
 
