@@ -115,6 +115,7 @@ REFUSED = {
     "--reprob": ("nan", 2), "--repeated-aug": (0, 10**9), "--mixup": ("nan", "inf", -1), "--cutmix": ("nan", "inf", -1),
     "--smoothing": ("nan", 1, -0.1), "--drop-path": ("nan", 1, -0.5), "--model-ema-decay": ("nan", 1, -0.1),
     "--distillation-alpha": ("nan", -0.1, 1.1), "--distillation-tau": ("nan", 0, "inf"),
+    "--mean": (("nan", 0, 0), (0.5, 0.5, 1.5), (-0.1, 0, 0)), "--std": (("nan", 1, 1), (1, 1, 0), (1, "inf", 1)),
     "--crop-pct": ("nan", 0, 1.5), "--seed": (-1, 2**63), "--num-workers": (-3, 10**6), "--eval-every": (0, -2),
     "--save-every": (0, -2), "--keep": (0,), "--log-every": (0, -1), "--stop-after": (0, -2),
     "--model-kwargs": (
