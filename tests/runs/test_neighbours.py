@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import gka.flops  # noqa: F401  torch's counter then knows the operator of non-local means
 import runs.neighbours.methods  # noqa: F401  registers them
+from gka.impl.cpu import build as cpu_kernel
 from runs.neighbours.feature_maps import orthogonal_features, positive_exponents
 from runs.neighbours.methods.skyformer import GAMMA, kernel
 from runs.neighbours.mixing import Mixing, MixingLayer
@@ -87,6 +88,8 @@ def test_shorter_inputs_use_a_part_of_the_parameters(name, causal):
 
 @pytest.mark.parametrize("name, causal", CASES)
 def test_flops_are_what_torch_counts(name, causal):
+    if name == "non-local-means" and (obstacle := cpu_kernel.obstacle()):
+        pytest.skip(f"torch does not count its own attention on CPUs, which takes the kernel's place: {obstacle}")
     tokens = 150
     layer = MixingLayer(build(name, tokens, causal))
     with FlopCounterMode(display=False) as counter, torch.no_grad():
