@@ -38,6 +38,7 @@ def draw(results: Approximations, folder: Path, tokens: int = TOKENS) -> Figure 
         if mean is not None:
             axis.axhline(mean, color="grey", linestyle=":", linewidth=1)
         axis.set(xscale="log", yscale="log", xlabel="ms", ylim=(1e-3, 10))
+        axis.tick_params(axis="x", which="minor", labelbottom=False)  # they would overlap
         axis.set_title(source, fontsize=9)
         axis.grid(alpha=0.3)
     axes[0, 0].set_ylabel("relative error of y")
