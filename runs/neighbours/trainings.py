@@ -33,7 +33,7 @@ from trainkit.progress import console, progress_bar
 DIGIT_TOKENS = (vision.IMAGE_SIZE // 4) ** 2 + 1  # patches of 4 pixels and the CLS token
 # Of 17 tokens low-rank methods get half, so that they are approximations here too; Performer has its own D ln D.
 DIGIT_SIZES = {"linformer": 8, "nystromformer": 8, "skyformer": 16, "krause": 8, "kernelized-rpe": 8}
-DEPTH, STEPS = 2, 400
+DEPTH, STEPS = 4, 400  # of the language model
 
 
 def timm_name(name: str) -> str:
@@ -87,10 +87,10 @@ def plug(model: GPT, name: str) -> None:
 
 
 def language_config(
-    name: str, seed: int, steps: int, packed: Path, out: Path, flags: Sequence[str] = ()
+    name: str, seed: int, steps: int, packed: Path, out: Path, flags: Sequence[str] = (), depth: int = DEPTH
 ) -> LanguageConfig:
-    """The demo's settings at depth 2, without value embeddings, which GKA does not have. flags: words of others."""
-    own = {"data": packed, "depth": DEPTH, "num-iterations": steps, "seed": seed, "out": out / "language"}
+    """The demo's settings without value embeddings, which GKA does not have. flags: words of others."""
+    own = {"data": packed, "depth": depth, "num-iterations": steps, "seed": seed, "out": out / "language"}
     own |= {"attention": name if name in OURS else "softmax", "value-embeds": "none", "window-pattern": "L"}
     words = [*language.words(language.TRAIN_FLAGS | own), *flags]
     return tyro.cli(LanguageConfig, args=[str(word) for word in words])
@@ -118,11 +118,12 @@ def train_language(
     out: Path,
     flags: Sequence[str] = (),
     change: Callable[[GPT], None] | None = None,
+    depth: int = DEPTH,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Settings and numbers of a language run, which is not kept. change: what is done to the model that was built."""
-    config, data = language_config(name, seed, steps, packed, out, flags), PackedData(packed)
+    config, data = language_config(name, seed, steps, packed, out, flags, depth), PackedData(packed)
     with running("cpu", seed) as runtime:
-        model = build(config.shape(DEPTH, data.sequence_len, data.tokenizer.vocab_size), runtime.device)
+        model = build(config.shape(depth, data.sequence_len, data.tokenizer.vocab_size), runtime.device)
         if name not in OURS:
             plug(model, name)
         if change is not None:
@@ -142,6 +143,6 @@ def train_language(
             evaluated = data.eval_rows("val", config.eval_tokens, config.eval_rows)
             loss = bits_per_byte(model, evaluated, data.tokenizer.token_bytes(), runtime, rows)
     console.print(f"{name}, seed {seed}: {loss:.4f} validation bits per byte", highlight=False)
-    settings = {"depth": DEPTH, "steps": steps, "seed": seed, "tokens": steps * horizon.total_batch_size}
+    settings = {"depth": depth, "steps": steps, "seed": seed, "tokens": steps * horizon.total_batch_size}
     settings |= {"width": model.config.n_embd, "sequence_len": data.sequence_len, "rates": config.matrix_lr}
     return settings, {"parameters": sum(p.numel() for p in model.parameters()), "val_bpb": loss}

@@ -31,6 +31,7 @@ from trainkit.loop import finish_record, launch
 Task = Literal["digits", "language", "language, offsets"]
 IMAGE_SIZE, PATCH = 32, 2  # pixels: 256 patches and CLS
 SEQUENCE_LEN = 2048
+DEPTH = 2  # of all models
 
 
 class Size(NamedTuple):
@@ -95,7 +96,7 @@ def timm_name(form: str) -> str:
 def train_digits(form: str, seed: int, epochs: int, out: Path) -> Numbers | None:
     """The demo's vision recipe at depth 2, 32 pixels, patches of 2: 257 tokens. None if a signal ended the run."""
     kwargs = [word for word in vision.MODEL_FLAGS[1:] if not word.startswith(("patch_size", "depth"))]
-    kwargs += [f"patch_size={PATCH}", f"depth={trainings.DEPTH}", f"attn_layer={timm_name(form)}"]
+    kwargs += [f"patch_size={PATCH}", f"depth={DEPTH}", f"attn_layer={timm_name(form)}"]
     tag = f"{form.replace(' ', '')}-{epochs}-seed{seed}"
     recipe = trainings.vision_config("gka", seed, epochs, out / "approximations")
     own = dict(model_kwargs=tuple(kwargs), input_size=IMAGE_SIZE, warmup_epochs=1)  # the demo's 5 are for 50 epochs
@@ -132,10 +133,10 @@ def prepare_text(out: Path) -> Path:
 
 
 def train_language(task: Task, form: str, seed: int, steps: int, out: Path) -> Numbers:
-    """The language model of the comparison of methods on rows of 2,048 tokens; with offsets as the demo's has them."""
+    """The comparison's language model, two layers deep, on rows of 2,048 tokens; with offsets as the demo has them."""
     flags = language.VARIANTS["gka-offsets"].flags[2:] if "offsets" in task else ()
     change = None if form == EXACT else partial(plug, form=form, size=SIZES[task])
-    settings, numbers = trainings.train_language("gka", seed, steps, prepare_text(out), out, flags, change)
+    settings, numbers = trainings.train_language("gka", seed, steps, prepare_text(out), out, flags, change, DEPTH)
     return {**numbers, "settings": settings | SIZES[task]._asdict()}
 
 
