@@ -7,8 +7,8 @@ from pathlib import Path
 from nanochat_gka.accounting import AccountingConfig, account
 from runs.sections.sources import RESULTS, measured, table
 from runs.study.cells import Cell
-from runs.study.families import ALL, FAMILIES, FURTHER, KERNELS, REFERENCES, REPAIRS, Family
-from runs.study.grid import BATCH_AT_DEPTH, BUDGETS, SCALED, SMALLEST
+from runs.study.families import ALL, FAMILIES, FURTHER, KERNELS, REPAIRS, Family
+from runs.study.grid import LONGER, SCALED, SMALLEST, longer_families, scaled_places
 from runs.study.scores import Place, Result, Scores
 from runs.study.statistics import UNIT, Interval, Scaling, crossing, scaling
 from trainkit.progress import read_lines
@@ -16,7 +16,6 @@ from trainkit.progress import read_lines
 NOT_RUN = "not run"
 ROWS = RESULTS / "study"
 HEADS = RESULTS / "study_heads.jsonl"
-LONGER = [dict(depth=2, tokens=tokens) for tokens in (2**20, 2**21, 2**22, 2**23)]
 BEST = {
     "GKA": "GKA, the paper's form",
     "GKA + offsets": "GKA + offsets, values not rotated: the preset",
@@ -40,12 +39,6 @@ def best(folder: Path = ROWS) -> str:
 def longer(folder: Path = ROWS) -> str:
     """Question 1: bits per byte and sigma^2 of the paper's form as training gets longer."""
     return _of_every_text(folder, lambda scores: _by_budget(scores, longer_families()))
-
-
-def longer_families() -> dict[str, Family]:
-    """What is trained longer, and compared with the paper's form."""
-    names = ("softmax", "GKA", "GKA unrotated", "GKA + offsets")
-    return {name: ALL[name] for name in names} | REFERENCES
 
 
 def repairs(folder: Path = ROWS) -> str:
@@ -124,12 +117,7 @@ def scalings(scores: Scores) -> dict[str, Scaling | None]:
 
 def points(scores: Scores, family: Family) -> dict[str, tuple[float, list[float]]]:
     """Training FLOPs and losses of the places of `sizes` that are finished."""
-    places = [
-        dict(depth=depth, tokens=tokens, batch=BATCH_AT_DEPTH[depth])
-        for depth, budgets in BUDGETS.items()
-        for tokens in budgets
-    ]
-    results = {str(place): scores.at(family, place) for place in places}
+    results = {str(place): scores.at(family, place) for place in scaled_places()}
     return {place: (result["train_flops"], list(result.losses.values())) for place, result in results.items() if result}
 
 
@@ -138,7 +126,7 @@ def _fits(scores: Scores) -> str:
     for name, own in fitted.items():
         done = len(points(scores, ALL[name]))
         if own is None:
-            rows.append([name, f"{done} of {sum(map(len, BUDGETS.values()))}", *[NOT_RUN] * 4])
+            rows.append([name, f"{done} of {len(scaled_places())}", *[NOT_RUN] * 4])
             continue
         baseline = fitted["softmax"]
         cells = [interval_of(own.interval(part)) for part in "abc"]

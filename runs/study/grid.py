@@ -10,13 +10,14 @@ from dataclasses import replace
 from typing import ClassVar
 
 from runs.study.cells import Cell
-from runs.study.families import FAMILIES, FURTHER, KERNELS, REFERENCES, REPAIRS
+from runs.study.families import ALL, FAMILIES, FURTHER, KERNELS, REFERENCES, REPAIRS, Family
 
 RATES = (1.0, 2.0, 4.0)
 LEAST_RATE, MOST_RATE = 0.25, 16.0
 SEEDS = (0, 1, 2)
 SMALLEST = dict(depth=2, tokens=2**20)
-REPAIRED = [SMALLEST, dict(depth=4, tokens=2**20)]
+LONGER = [dict(depth=2, tokens=tokens) for tokens in (2**20, 2**21, 2**22)]
+DEEPER = dict(depth=4, tokens=2**20)
 
 
 class Done(dict):
@@ -30,8 +31,12 @@ class Done(dict):
         return Cell(**SMALLEST, **family, rate=rate)
 
 
-SCALED = ("softmax", "softmax + offsets", "GKA", "GKA + offsets", "GKA + offsets + half VE", "GGGA + offsets")
-BUDGETS = {2: (2**21, 2**22, 2**23), 4: (2**21, 2**22, 2**23), 6: (2**21, 2**22), 8: (2**21, 2**22)}
+SCALED = (
+    *("softmax", "softmax + offsets", "GKA", "GKA + offsets", "VLT + offsets"),
+    *("softmax without VE", "GKA + offsets + half VE", "GGGA + offsets"),
+)
+# Three budgets at the sizes where they cost minutes, and the least of them at every size.
+BUDGETS = {2: (2**20, 2**21, 2**22), 4: (2**20, 2**21, 2**22), 6: (2**20, 2**21), 8: (2**20,)}
 # Muon's step takes a quarter of the time at depth 8 and 4,096 tokens a step; the trainer scales rates to the batch.
 BATCH_AT_DEPTH = {2: 2048, 4: 2048, 6: 4096, 8: 4096}
 
@@ -80,42 +85,52 @@ def further_seeds(done: Done) -> list[Cell]:
 
 
 def depth_4(done: Done) -> list[Cell]:
-    """Do the families keep their order at four layers?"""
-    return _at_best_rate(FAMILIES, done, [dict(depth=4, tokens=2**20)])
+    """Do the families, the repairs and the kernels keep their order at four layers?"""
+    return _at_best_rate({**FAMILIES, **KERNELS, **REPAIRS}, done, [DEEPER])
 
 
 def longer(done: Done) -> list[Cell]:
-    """What does training longer do to each family, and to sigma in the paper's form?"""
-    return _at_best_rate(FAMILIES, done, [dict(depth=2, tokens=tokens) for tokens in (2**21, 2**22, 2**23)])
+    """What does training longer do to the paper's form, to sigma in it, and to what it is compared with?"""
+    return _seeds_in_turn(_at_best_rate(longer_families(), done, LONGER))
+
+
+def longer_families() -> dict[str, Family]:
+    """What is trained longer, and compared with the paper's form."""
+    names = ("softmax", "GKA", "GKA unrotated", "GKA + offsets")
+    return {name: FAMILIES[name] for name in names} | REFERENCES
 
 
 def sizes(done: Done) -> list[Cell]:
     """How does the loss fall with compute, at four depths and three budgets?"""
-    families = {name: FAMILIES[name] for name in SCALED if name in FAMILIES}
-    families |= {name: FURTHER[name] for name in SCALED if name in FURTHER}
+    return _seeds_in_turn(_at_best_rate({name: ALL[name] for name in SCALED}, done, scaled_places()))
+
+
+def scaled_places() -> list[dict]:
+    """Sizes and budgets of `sizes`, with the tokens of a step."""
     return [
-        replace(cell, batch=BATCH_AT_DEPTH[cell.depth])
+        dict(depth=depth, tokens=tokens, batch=BATCH_AT_DEPTH[depth])
         for depth, budgets in BUDGETS.items()
-        for cell in _at_best_rate(families, done, [dict(depth=depth, tokens=tokens) for tokens in budgets])
+        for tokens in budgets
     ]
 
 
 def largest_rates(done: Done) -> list[Cell]:
     """Is the transferred rate still best at the largest size?"""
-    cells = _at_best_rate(FAMILIES, done, [dict(depth=8, tokens=2**21)], seeds=(0,))
+    families = {name: FAMILIES[name] for name in ("softmax", "softmax + offsets", "GKA", "GKA + offsets")}
+    cells = _at_best_rate(families, done, [scaled_places()[-1]], seeds=(0,))
     return [replace(cell, rate=cell.rate * factor) for cell in cells for factor in (0.5, 1.0, 2.0)]
 
 
 def sigma_starts(done: Done) -> list[Cell]:
     """Where should sigma^2 start, in the paper's form and with offsets (head_dim is 64)?"""
-    starts = [dict(depth=4, tokens=2**21, sigma_squared=value) for value in (1.0, 4.0, 16.0, 64.0, 256.0)]
+    starts = [dict(SMALLEST, sigma_squared=value) for value in (1.0, 4.0, 16.0, 64.0, 256.0)]
     return _at_best_rate({name: FAMILIES[name] for name in ("GKA", "GKA unrotated", "GKA + offsets")}, done, starts)
 
 
 def windows(done: Done) -> list[Cell]:
     """What do half windows in three layers of four cost?"""
-    places = [dict(depth=4, tokens=2**21, window_pattern=pattern) for pattern in ("L", "SSSL")]
-    return _at_best_rate(FAMILIES, done, places)
+    families = {name: FAMILIES[name] for name in ("softmax", "GKA", "GKA + offsets")}
+    return _at_best_rate(families, done, [dict(DEEPER, window_pattern=pattern) for pattern in ("L", "SSSL")])
 
 
 def offset_patterns(done: Done) -> list[Cell]:
@@ -125,7 +140,7 @@ def offset_patterns(done: Done) -> list[Cell]:
     patterns = ("P", "S", "N", "PS", "PPS", "PSS", "PNS", "PNSS")
     settings = [{**family, "head_offsets": "" if pattern == "N" else pattern} for pattern in patterns]
     # Without offsets sigma^2 would start elsewhere.
-    shared = dict(depth=4, tokens=2**21, sigma_squared=16.0, rate=rate)
+    shared = dict(DEEPER, sigma_squared=16.0, rate=rate)
     return [Cell(**shared, **setting, seed=seed) for setting in settings for seed in SEEDS] if rate else []
 
 
@@ -134,20 +149,14 @@ def reference_rates(done: Done) -> list[Cell]:
     return _at_every_rate(REFERENCES, done)
 
 
-def references(done: Done) -> list[Cell]:
-    """What is the paper's form worth beside no attention, a mean and the previous token, as training gets longer?"""
-    budgets = [dict(depth=2, tokens=tokens) for tokens in (2**20, 2**21, 2**22, 2**23)]
-    return _at_best_rate(REFERENCES, done, budgets)
-
-
 def repair_rates(done: Done) -> list[Cell]:
     """The same as rates, for KV shift, token shift, Canon and partial offset, on GKA and on softmax."""
     return _at_every_rate(REPAIRS, done)
 
 
 def repairs(done: Done) -> list[Cell]:
-    """Which is the least that repairs GKA, and what does it do for softmax? At two layers, then at four."""
-    return _at_best_rate(REPAIRS, done, REPAIRED)
+    """Which is the least that repairs GKA, and what does it do for softmax?"""
+    return _at_best_rate(REPAIRS, done, [SMALLEST])
 
 
 def kernel_rates(done: Done) -> list[Cell]:
@@ -156,8 +165,8 @@ def kernel_rates(done: Done) -> list[Cell]:
 
 
 def kernels(done: Done) -> list[Cell]:
-    """How much is the offset and how much the kernel? At two layers, then at four."""
-    return _at_best_rate(KERNELS, done, REPAIRED)
+    """How much is the offset and how much the kernel?"""
+    return _at_best_rate(KERNELS, done, [SMALLEST])
 
 
 def precision(done: Done) -> list[Cell]:
@@ -198,6 +207,11 @@ def _at_best_rate(families: dict[str, dict], done: Done, places: list[dict], see
     ]
 
 
+def _seeds_in_turn(cells: list[Cell]) -> list[Cell]:
+    """Everything with the first seed comes before anything with the second."""
+    return sorted(cells, key=lambda cell: cell.seed)
+
+
 GROUPS: dict[str, Callable[[Done], list[Cell]]] = {
     "rates": rates,
     "seeds": seeds,
@@ -211,7 +225,6 @@ GROUPS: dict[str, Callable[[Done], list[Cell]]] = {
     "windows": windows,
     "offset-patterns": offset_patterns,
     "reference-rates": reference_rates,
-    "references": references,
     "repair-rates": repair_rates,
     "repairs": repairs,
     "kernel-rates": kernel_rates,

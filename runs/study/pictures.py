@@ -5,8 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from runs.sections.study import LONGER, longer_families, points, scalings
+from runs.sections.study import points, scalings
 from runs.study.families import ALL
+from runs.study.grid import LONGER, longer_families
 from runs.study.scores import Result, Scores
 from trainkit.plots import Figure, save, subplots
 

@@ -11,7 +11,7 @@ from runs.sections import study
 from runs.study import findings, statistics
 from runs.study.cells import Cell
 from runs.study.families import FAMILIES
-from runs.study.grid import BATCH_AT_DEPTH, BUDGETS, SMALLEST
+from runs.study.grid import SMALLEST, scaled_places
 from runs.study.scores import Scores
 from trainkit.cli import UserError
 
@@ -45,11 +45,10 @@ def scaled(tmp_path_factory):
     """Rows of a world in which every family follows its law, whatever the depth, with the noise of seeds."""
     rows = []
     for family, numbers in LAWS.items():
-        for depth, budgets in BUDGETS.items():
-            for tokens in budgets:
-                cell = Cell(depth=depth, tokens=tokens, batch=BATCH_AT_DEPTH[depth], **FAMILIES[family])
-                loss = law(cell.flops(512, 4096), *numbers)
-                rows += [row(replace(cell, seed=seed), loss + noise) for seed, noise in NOISE.items()]
+        for place in scaled_places():
+            cell = Cell(**place, **FAMILIES[family])
+            loss = law(cell.flops(512, 4096), *numbers)
+            rows += [row(replace(cell, seed=seed), loss + noise) for seed, noise in NOISE.items()]
     return write(tmp_path_factory.mktemp("scaled") / "study", rows)
 
 
@@ -91,12 +90,11 @@ def test_fits_have_intervals_that_hold_the_truth_and_cross_where_the_laws_do(sca
             interval = fitted[family].interval(name)
             assert interval.low < truth < interval.high, (family, name, interval)
     where, share = statistics.crossing(fitted["GKA + offsets"], fitted["softmax"])
-    assert where.low < 1e14 < where.high and where.value == pytest.approx(1e14, rel=0.3) and share > 0.9
+    # Both families have the noise of the same seeds, so the crossing hardly moves with them.
+    assert where.low <= where.value <= where.high and where.value == pytest.approx(1e14, rel=0.05) and share > 0.9
     assert statistics.crossing(fitted["GKA"], fitted["softmax"]) == (None, 0.0)
     table = study.fits(scaled)
-    assert (
-        "| GKA | 10 |" in table and "nowhere in reach (0%)" in table and "GGGA + offsets | 0 of 10 | not run" in table
-    )
+    assert "| GKA | 9 |" in table and "nowhere in reach (0%)" in table and "GGGA + offsets | 0 of 9 | not run" in table
 
 
 def test_families_are_compared_at_the_rate_with_most_seeds(tmp_path):
