@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import processes
 from gka.impl.cpu import build
 from sources import ROOT
 
@@ -181,3 +182,9 @@ def test_the_cache_folder_can_be_chosen(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert build.cache_folder() == tmp_path / ".cache" / "gka"
+
+
+def test_a_child_forked_while_a_thread_builds_does_not_wait_for_it():
+    outcome = build.obstacle()
+    with build._lock:
+        assert processes.in_a_forked_child(lambda: build.obstacle() == outcome, timeout=20)
