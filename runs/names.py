@@ -252,7 +252,7 @@ def main(words):
         try:
             print(as_make(names(given)))
         except Problem as problem:
-            sys.exit(f"error: {problem}")
+            print(as_make({"PROBLEM": str(problem)}))  # which make says itself, in one line
     elif asked == "help":
         show_targets(Path("Makefile").read_text())
         settings = {**DEFAULTS, "NGPU": count_gpus(), **given, "RUN": names(given)["GKA_RUN"]}

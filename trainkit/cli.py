@@ -1,4 +1,4 @@
-"""Command lines: a dataclass becomes flags, a mistake becomes one line and exit code 2."""
+"""Command lines: a dataclass becomes flags, a mistake one line and exit code 2, a passing fault one line and 75."""
 
 import errno
 import inspect
@@ -17,10 +17,27 @@ BATCH_FLAGS = ("device_batch_size", "batch_tokens", "max_rows", "batch_size")
 TORCHRUN = ("torchrun", "torch.distributed.run")
 # Of torchrun: 1 gives restarted workers a store of their own. Without it they meet dead peers' addresses and hang.
 STORE_SWITCH = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+# Of torchrun too: the seconds that processes have for their step and a save after a signal.
+SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+# Errors of files that the same command may not meet again: a disk or a machine on the network does not answer.
+PASSING = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, errno.ENOTCONN, errno.ESHUTDOWN}
+PASSING |= {errno.ECONNRESET, errno.ECONNABORTED, errno.ECONNREFUSED, errno.EHOSTDOWN, errno.EHOSTUNREACH}
+PASSING |= {errno.ENETDOWN, errno.ENETRESET, errno.ENETUNREACH}
 
 
 class UserError(Exception):
     """Something the user can mend: the message says what to do. Commands print it alone and exit with 2."""
+
+    code = 2
+
+
+class PassingFault(UserError):
+    """A fault that may be gone at the next try, such as a lost network. Commands print it alone and exit with 75.
+
+    That is EX_TEMPFAIL of sysexits.h. torchrun's restarts try again after it, and not after a mistake of the user.
+    """
+
+    code = 75
 
 
 def reason_of(error: BaseException) -> str:
@@ -98,7 +115,8 @@ def run(main: Callable[[Any], None], config_class: type, argv: list[str] | None 
     """Parse `argv` (default: the process's) into `config_class` and call `main` with it.
 
     The docstring of `config_class` is the help text, the docstrings of its fields are the flags' help, and values out
-    of the fields' Bounds are refused. `UserError`, a file that cannot be used and Ctrl-C exit with 2, 2 and 130.
+    of the fields' Bounds are refused. `UserError`, a file that cannot be used and Ctrl-C exit with 2, 2 and 130;
+    `PassingFault`, and a file that the next try may be able to use, with 75.
     """
     import tyro
 
@@ -112,7 +130,7 @@ def run(main: Callable[[Any], None], config_class: type, argv: list[str] | None 
         check_bounds(config)
         main(config)
     except UserError as error:
-        _leave(str(error))
+        _leave(str(error), error.code)
     except BrokenPipeError:  # the reader has left: keep the interpreter from flushing the rest
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         _exit(141)
@@ -121,6 +139,8 @@ def run(main: Callable[[Any], None], config_class: type, argv: list[str] | None 
             _leave("the disk is full; free some space and run the same command again")
         if error.filename is None:  # not about a path the user gave
             raise
+        if error.errno in PASSING:
+            _leave(f"{error.filename}: {error.strerror}; run the same command again", PassingFault.code)
         _leave(f"{error.filename}: {error.strerror}")
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":  # torch's, which is not imported for its name alone
@@ -141,23 +161,24 @@ def _is_distributed() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
-def _leave(message: str) -> None:
+def _leave(message: str, code: int = UserError.code) -> None:
     if os.environ.get("RANK", "0") != "0":
         time.sleep(3)  # rank 0 prints the same and ends everyone; this rank speaks only if it is alone
     print(f"error: {message}", file=sys.stderr)
-    _exit(2)
+    _exit(code)
 
 
 def _exit(code) -> None:
-    """Leave; one of several processes leaves at once.
+    """Leave; one of several processes leaves at once. A user's mistake ends a torchrun that would try it again.
 
     A thread of gloo's may ask for the interpreter while that closes down, and then aborts the process.
     """
+    if code == UserError.code and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) and _torchrun_line():
+        sys.stdout.flush()
+        os.kill(os.getppid(), signal.SIGTERM)
     if _is_distributed() and isinstance(code, int):
         sys.stdout.flush()
         sys.stderr.flush()
-        if code == 2 and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
-            os.kill(os.getppid(), signal.SIGTERM)  # a restart would meet the user's mistake again
         os._exit(code)
     sys.exit(code)
 
@@ -169,16 +190,21 @@ def module_name() -> str:
 
 
 def command_line() -> str:
-    """The command this process was started with, as one would type it; one of several processes' is torchrun's."""
-    name, ranks = module_name(), int(os.environ.get("WORLD_SIZE", "1"))
-    if ranks > 1 and (given := _torchrun_line()):
+    """The command this process was started with, as one would type it; that of torchrun's processes is torchrun's."""
+    if given := _torchrun_line():
         return given
+    name, ranks = module_name(), int(os.environ.get("WORLD_SIZE", "1"))
     launcher = "python" if ranks == 1 else f"torchrun --standalone --nproc-per-node {ranks}"
     return shlex.join([*launcher.split(), *(["-m", name] if name else sys.argv[:1]), *sys.argv[1:]])
 
 
 def _torchrun_line() -> str:
-    """The command of the torchrun that started this process; empty if something else did."""
+    """The command of the torchrun that started this process; empty if something else did.
+
+    A program in this folder is named by its path from here, another one by its name.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return ""
     import psutil
 
     try:
@@ -188,5 +214,7 @@ def _torchrun_line() -> str:
     started = next((i for i, word in enumerate(words) if os.path.basename(word) in TORCHRUN), None)
     if started is None:
         return ""
-    shared = [f"{STORE_SWITCH}={value}"] if (value := os.environ.get(STORE_SWITCH)) else []
-    return shlex.join([*shared, "torchrun", *words[started + 1 :]])
+    program, *flags = words if words[started - 1] == "-m" else words[started:]  # a module of Python, or a script
+    path = os.path.relpath(program)
+    settings = [f"{name}={os.environ[name]}" for name in (STORE_SWITCH, SHUTDOWN_TIMEOUT) if os.environ.get(name)]
+    return shlex.join([*settings, os.path.basename(program) if path.startswith(os.pardir) else path, *flags])

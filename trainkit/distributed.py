@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from trainkit.cli import STORE_SWITCH, UserError
+from trainkit.cli import STORE_SWITCH, PassingFault, UserError
 
 # How long a process waits for the others: one may compile, or read ahead in a stream, much longer than another.
 COLLECTIVE_TIMEOUT = datetime.timedelta(hours=1)
@@ -67,7 +67,7 @@ class Runtime:
     def agree(self, prepare: Callable[[], T]) -> T:
         """Run `prepare` on every rank, and end on every rank if it raises UserError on any.
 
-        That rank raises its error, the others leave quietly with exit code 2. Without this, ranks that saw nothing
+        That rank raises its error, the others leave quietly with its exit code. Without this, ranks that saw nothing
         wrong would wait in their next collective for the failed one.
         """
         result = error = None
@@ -75,12 +75,13 @@ class Runtime:
             result = prepare()
         except UserError as caught:
             error = caught
-        failed = self.any(error is not None)
+        # A mistake comes before a passing fault: trying again does not mend it.
+        codes = [kind.code for kind in (UserError, PassingFault) if self.any(getattr(error, "code", 0) == kind.code)]
         if error is not None:
             raise error
-        if failed:
+        if codes:
             time.sleep(6)  # torchrun ends everyone with the first to leave; the failed rank must print its error first
-            sys.exit(2)
+            sys.exit(codes[0])
         return result
 
     def check_same(self, describe: Callable[[], dict[str, str]]) -> None:

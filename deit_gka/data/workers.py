@@ -13,7 +13,7 @@ from deit_gka.data.images import Batch, Images, join
 from deit_gka.data.order import UNIT, Key
 from deit_gka.data.sources import Source, Stream
 from trainkit import workers
-from trainkit.cli import Bounds, UserError, command_line
+from trainkit.cli import Bounds, PassingFault, command_line
 from trainkit.distributed import Runtime, keep_freed_memory
 
 MAX_WORKERS = 16
@@ -32,7 +32,7 @@ class BatchLoader(Iterator[Batch]):
         self._checks = round(timeout / loader.timeout) if loader.timeout else 1
 
     def __next__(self) -> Batch:
-        """Raises UserError if the workers have sent nothing for too long, or one has died."""
+        """Raises PassingFault if the workers have sent nothing for too long, or one has died."""
         for _ in range(self._checks):  # counted, not timed: a machine may have slept
             try:
                 return next(self._loader)
@@ -44,7 +44,7 @@ class BatchLoader(Iterator[Batch]):
                         raise
                     break
         # Not within `except`: the traceback would keep the workers' semaphores, and the process's end would complain.
-        raise UserError(f"{self._failure()}; continue with: {command_line()}")
+        raise PassingFault(f"{self._failure()}; continue with: {command_line()}")
 
     def _failure(self) -> str:
         codes = [worker.exitcode for worker in self._workers if worker.exitcode is not None]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from nanochat_gka.core_metric.bundle import MANIFEST
-from trainkit.cli import MayChange, UserError
+from trainkit.cli import MayChange, PassingFault, UserError
 from trainkit.distributed import Runtime
 from trainkit.files import atomic_folder, locked, read_json, sha256, write_json
 from trainkit.progress import progress_bar
@@ -55,7 +55,8 @@ class BundleFlags:
 def fetch_bundle(folder: Path, url: str = URL) -> Path:
     """The bundle at `url`, unpacked to `folder`; fetched if it is not there yet.
 
-    Raises UserError if it cannot be fetched (what has arrived stays, the next call continues) or is not a bundle.
+    Raises PassingFault if the network fails (what has arrived stays, the next call continues), and UserError if the
+    server refuses or the file is not a bundle.
     """
     if (folder / MANIFEST).exists():
         return folder
@@ -91,7 +92,7 @@ def download(url: str, path: Path) -> None:
             except (OSError, http.client.HTTPException) as error:  # URLError and timeouts are OSErrors
                 refused = isinstance(error, urllib.error.HTTPError) and error.code in (401, 403, 404)
                 if attempt == ATTEMPTS or refused:
-                    raise UserError(
+                    raise (UserError if refused else PassingFault)(
                         f"could not download {url}: {getattr(error, 'reason', None) or error}. Check the network and "
                         "run the same command again (it continues where it stopped), or pass --bundle FOLDER (or "
                         "eval_bundle.zip)"

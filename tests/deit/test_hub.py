@@ -7,7 +7,7 @@ import pytest
 
 from deit_gka.data.sources import Source, Stream, check_classes, open_source
 from image_files import error, png, value_of, write
-from trainkit.cli import UserError
+from trainkit.cli import PassingFault, UserError
 
 datasets = pytest.importorskip("datasets")
 
@@ -138,6 +138,19 @@ def test_hub_mistakes(parquet, tmp_path, monkeypatch):
     )
 
 
+@pytest.mark.parametrize(
+    "error, kind", [(ConnectionError("Couldn't reach it"), PassingFault), (PermissionError("gated"), UserError)]
+)
+def test_only_a_hub_that_cannot_be_reached_is_worth_another_try(error, kind, monkeypatch):
+    def fail(name):
+        raise error
+
+    monkeypatch.setattr(datasets, "get_dataset_split_names", fail)
+    with pytest.raises(UserError, match="cannot be loaded") as caught:
+        open_source("hf-stream:someone/images", "train")
+    assert caught.type is kind
+
+
 def drain(stream, *args, **options) -> list[int]:
     records = list(stream.records(*args, **options))
     assert all(label == value_of((data,)) % 2 for data, label, _ in records)
@@ -194,5 +207,5 @@ def test_broken_stream_is_one_line(tmp_path):
     write_parquet(tmp_path, "train", [3, 3])
     stream = open_source(f"hf-stream:{tmp_path}", "train")
     write(tmp_path / "data/train-00001-of-00002.parquet", b"gone")
-    with pytest.raises(UserError, match=r"broke off .*run the same command again"):
+    with pytest.raises(PassingFault, match=r"broke off .*run the same command again"):
         list(stream.records(0, 0, 1))

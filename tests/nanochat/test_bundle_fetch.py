@@ -12,7 +12,7 @@ import pytest
 import tiny_core
 from nanochat_gka.core_metric import fetch
 from nanochat_gka.core_metric.fetch import BundleFlags
-from trainkit.cli import UserError
+from trainkit.cli import PassingFault, UserError
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_interrupted_download_continues(flags, bundle, tmp_path):
 def test_next_run_continues_an_unchanged_file(flags, bundle, tmp_path):
     Server.cuts = [200] + [0] * 20
     message = r"could not download http.*: 200 of \d+ bytes arrived. Check the network and run the same command again"
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(PassingFault, match=message):
         flags.open_bundle(tmp_path / "out")
     Server.cuts, Server.requests = [50], []
     Server.etag = '"another"'

@@ -1,7 +1,6 @@
 """The Makefile as a user meets it: what it would run, and what it says when it cannot."""
 
 import ast
-import os
 import re
 import shlex
 import shutil
@@ -16,33 +15,8 @@ from runs import names
 
 ROOT = Path(__file__).resolve().parents[2]
 MAKEFILE = (ROOT / "Makefile").read_text()
-SETTINGS = re.search(r"^SETTINGS +:= (.*)$", MAKEFILE, re.MULTILINE)[1].split()
 
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-
-
-@pytest.fixture
-def make(tmp_path):
-    """Run make in a bare copy of the tree: no environment, no outputs."""
-    for name in ("Makefile", "requirements.txt", "pyproject.toml", "runs/names.py"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        shutil.copy(ROOT / name, tmp_path / name)
-    # These tests run under `make test`: its settings and its talk of entering folders are not theirs.
-    settings = {"PYTHON", "WANDB_MODE", "BUNDLE", "PROMPT", "MFLAGS", *SETTINGS}
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("MAKE") and key not in settings}
-    kept.pop("PYTHONPATH", None)
-
-    def run(*words):
-        return subprocess.run(["make", *words], cwd=tmp_path, capture_output=True, text=True, env=kept)
-
-    return run
-
-
-@pytest.fixture
-def ready(tmp_path):
-    """An environment that make takes for installed."""
-    (tmp_path / ".venv").mkdir()
-    (tmp_path / ".venv" / ".installed").touch()
 
 
 def test_dry_run_of_pretraining_shows_the_whole_chain(make):

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 import tiny_vision
 from deit_gka.model.checkpoints import build
 from tiny_vision import MICRO, SHAPE, SIZE
-from trainkit.cli import run
+from trainkit.cli import UserError, run
 
 TRAIN, EVALUATE, EXPORT = "deit_gka.train", "deit_gka.evaluate", "deit_gka.export"
 EPOCHS, STEPS_PER_EPOCH = 5, 6
@@ -81,12 +81,12 @@ def evaluations(out):
     ]
 
 
-def in_process(main, config, *argv, capsys):
-    """The message of a command that leaves with exit code 2 and one line."""
+def in_process(main, config, *argv, capsys, code=UserError.code):
+    """The message of a command that leaves with this exit code and one line."""
     with pytest.raises(SystemExit) as left:
         run(main, config, [str(flag) for flag in argv])
     message = capsys.readouterr().err
-    assert left.value.code == 2 and message.startswith("error: ") and message.count("\n") == 1, message
+    assert left.value.code == code and message.startswith("error: ") and message.count("\n") == 1, message
     return message
 
 

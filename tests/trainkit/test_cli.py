@@ -1,10 +1,12 @@
-"""Command lines: every flag explained, every mistake one line and exit code 2."""
+"""Command lines: every flag explained, every mistake one line and exit code 2, every passing fault one line and 75."""
 
 import ast
+import errno
 import importlib
 import inspect
 import io
 import itertools
+import os
 import re
 import subprocess
 import textwrap
@@ -55,6 +57,7 @@ def test_a_launcher_that_cannot_be_seen_is_not_named(monkeypatch):
     gone = subprocess.Popen(["true"])
     gone.wait()
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "gone")
     monkeypatch.setattr("os.getppid", lambda: gone.pid)
     assert command_line().startswith("torchrun --standalone --nproc-per-node 2 ")
 
@@ -82,6 +85,20 @@ def test_a_full_disk_is_one_line(capsys):
 
     assert call(fill) == 2
     assert capsys.readouterr().err == "error: the disk is full; free some space and run the same command again\n"
+
+
+@pytest.mark.parametrize(
+    "number, code",
+    [(errno.ESTALE, 75), (errno.ETIMEDOUT, 75), (errno.ENOENT, 2), (errno.EACCES, 2), (errno.EDQUOT, 2)],
+    ids=["stale handle", "timeout", "missing", "forbidden", "over quota"],
+)
+def test_a_file_that_fails_is_one_line_and_75_if_the_next_try_may_read_it(number, code, capsys):
+    def read(config):
+        raise OSError(number, os.strerror(number), "/data/rows.bin")
+
+    assert call(read) == code
+    advice = "; run the same command again" if code == 75 else ""
+    assert capsys.readouterr().err == f"error: /data/rows.bin: {os.strerror(number)}{advice}\n"
 
 
 def test_a_bug_keeps_its_traceback():

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tiny
-from trainkit.cli import UserError
+from trainkit.cli import PassingFault, UserError
 from trainkit.distributed import Runtime, setup
 from trainkit.files import atomic, atomic_folder, locked, read_json, remove_stale_temporaries, write_json
 from trainkit.progress import Pace, RunLog, clock_text, read_events, read_lines
@@ -135,6 +135,23 @@ def test_processes_with_other_files_are_named(monkeypatch):
     check_same(monkeypatch, same, dict(same))
     with pytest.raises(UserError, match=r"process 0 has rows: abc; processes 1, 3 have xyz\. Give every machine"):
         check_same(monkeypatch, same, {**same, "rows": "xyz"}, same, {**same, "rows": "xyz"})
+
+
+@pytest.mark.parametrize("others, code", [([PassingFault], 75), ([UserError], 2), ([PassingFault, UserError], 2)])
+def test_a_process_leaves_with_the_code_of_those_that_failed(others, code, monkeypatch):
+    """A mistake on one of them decides: torchrun need not try it again."""
+
+    def reduce(flag):
+        """Add what the other processes give; each asks for the codes in turn."""
+        asked = UserError if not sums else PassingFault
+        sums.append(flag.add_(sum(other is asked for other in others)))
+
+    sums: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.distributed, "all_reduce", reduce)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    with pytest.raises(SystemExit) as left:
+        Runtime(0, 3, torch.device("cpu")).agree(lambda: "ready")
+    assert left.value.code == code
 
 
 # Logs and results

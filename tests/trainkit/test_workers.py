@@ -24,7 +24,7 @@ from deit_gka.training.config import TrainConfig
 from processes import signals_kept, still_there
 from sources import ROOT, imports
 from trainkit import workers
-from trainkit.cli import UserError
+from trainkit.cli import PassingFault, UserError
 from trainkit.distributed import Runtime
 from vision_runs import TRAIN, flags, in_process, records, wait_for_step
 
@@ -166,7 +166,8 @@ def test_silent_worker_is_one_line(pictures, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(loader_workers, "BATCH_TIMEOUT", 0.5)
     before = tiny_vision.descendants(os.getpid())
     with signals_kept():
-        message = in_process(training.main, TrainConfig, *flags(tmp_path / "data", tmp_path), capsys=capsys)
+        argv = flags(tmp_path / "data", tmp_path)
+        message = in_process(training.main, TrainConfig, *argv, capsys=capsys, code=PassingFault.code)
     assert re.fullmatch(
         r"error: no loading worker has sent images for 0\.00833 minutes; does the disk that they are on still "
         r"answer\?; continue with: .+\n",
@@ -233,7 +234,7 @@ def test_killed_worker_is_one_line(pictures, tmp_path, ranks, ended):
     for pid in loading if ended == "signal 9" else [server]:
         os.kill(pid, signal.SIGKILL)
     process.processes[-1].join(300)
-    assert process.processes[-1].exitcode == 2
+    assert process.processes[-1].exitcode == PassingFault.code
     for member in process.processes:
         member.kill()
         member.join()

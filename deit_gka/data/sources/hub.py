@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from deit_gka.data.sources.base import Record, Source
-from trainkit.cli import UserError, reason_of
+from trainkit.cli import PassingFault, UserError, reason_of
 
 HUB_SPLITS = {"train": ("train",), "val": ("validation", "val", "valid")}
 SHUFFLE_BUFFER = 1000  # records of a stream
@@ -56,7 +56,7 @@ class Stream:
     def records(self, epoch: int, rank: int, world_size: int, seed: int = 0) -> Iterator[Record]:
         """This rank's part of one pass; every record is in one part. Training data is shuffled: shards and a buffer.
 
-        Raises UserError if the stream breaks off, or an image has no label.
+        Raises PassingFault if the stream breaks off, UserError if an image has no label.
         """
         from datasets.distributed import split_dataset_by_node
 
@@ -76,7 +76,7 @@ class Stream:
         except Exception as error:  # every file system and transport has its own
             reason = f"{type(error).__name__}: {reason_of(error)}"
             todo = "check the network and run the same command again"
-            raise UserError(f"{self.name} broke off ({reason}); {todo}") from None
+            raise PassingFault(f"{self.name} broke off ({reason}); {todo}") from None
 
     def _record(self, row: dict, name: str) -> Record:
         image, label = row[self._image], row[self._label]
@@ -90,7 +90,10 @@ class Stream:
 
 
 def _load(data: str, split: str, name: str, streaming: bool):
-    """(dataset of undecoded images and labels, its image column, its label column, classes). Raises UserError."""
+    """(dataset of undecoded images and labels, its image column, its label column, classes).
+
+    Raises UserError; PassingFault if the hub cannot be reached.
+    """
     try:
         import datasets
     except ImportError:
@@ -106,7 +109,8 @@ def _load(data: str, split: str, name: str, streaming: bool):
             cause = cause.__cause__
         conditions = f"A gated dataset needs its conditions accepted at https://huggingface.co/datasets/{name}"
         hint = "" if os.path.exists(path) else f". {conditions} and `hf auth login`; or use a local copy"
-        raise UserError(f"{data} cannot be loaded, {type(cause).__name__}: {reason_of(cause)}{hint}") from None
+        kind = PassingFault if isinstance(cause, (ConnectionError, TimeoutError)) else UserError
+        raise kind(f"{data} cannot be loaded, {type(cause).__name__}: {reason_of(cause)}{hint}") from None
     if chosen is None:
         raise UserError(f"{data} has no {' or '.join(HUB_SPLITS[split])} split; it has: {', '.join(splits)}")
     features = dataset.features or {}
