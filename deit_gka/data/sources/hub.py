@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from deit_gka.data.sources.base import Record, Source
+from trainkit import extras
 from trainkit.cli import UserError, reason_of
 
 HUB_SPLITS = {"train": ("train",), "val": ("validation", "val", "valid")}
@@ -91,10 +92,10 @@ class Stream:
 
 def _load(data: str, split: str, name: str, streaming: bool):
     """(dataset of undecoded images and labels, its image column, its label column, classes). Raises UserError."""
-    try:
-        import datasets
-    except ImportError:
-        raise UserError(f"{data} needs the datasets package: pip install datasets") from None
+    if reason := extras.missing("vision", "datasets"):
+        raise UserError(f"{data}: {reason}")
+    import datasets
+
     path = os.path.expanduser(name)
     try:
         splits = datasets.get_dataset_split_names(path)
