@@ -18,6 +18,7 @@ from typing import Literal
 
 from deit_gka.model import onnx
 from deit_gka.model.checkpoints import about_images, export, find_checkpoint, load_run
+from deit_gka.model.plain import check_blocks
 from trainkit.cli import UserError, run
 from trainkit.onnx import require, size_mb
 
@@ -46,6 +47,9 @@ def main(config: ExportConfig) -> None:
     if config.onnx:
         require()
     checkpoint = find_checkpoint(config.run, config.best)
+    if config.onnx:
+        vit = load_run(checkpoint, config.weights, "cpu")
+        check_blocks(vit)
     file = export(checkpoint, config.weights, config.out)
     model = checkpoint.state["model"]
     print(f"{file}: {config.weights} weights at epoch {checkpoint.state['epoch']:g}; after import deit_gka")
@@ -53,7 +57,7 @@ def main(config: ExportConfig) -> None:
     print(f'create_model("{model["name"]}", checkpoint_path="{file}", num_classes={model["num_classes"]}, ...)')
     if config.onnx:
         about = {"classes": checkpoint.state["classes"], **about_images(checkpoint.state)}
-        files = onnx.write(load_run(checkpoint, config.weights, "cpu"), config.out, about, config.int8)
+        files = onnx.write(vit, config.out, about, config.int8)
         print(f"{size_mb(files)}: {onnx.INPUT} in, {onnx.OUTPUT} out; classes and preprocessing are in the metadata")
 
 

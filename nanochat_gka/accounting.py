@@ -1,4 +1,4 @@
-"""Print parameters, FLOPs and training horizon of a model (the paper's size and compute table).
+"""Print parameters, FLOPs, training horizon and memory of a model (the paper's size and compute table).
 
 python -m nanochat_gka.accounting --depth 20 --attention gka --target-param-data-ratio 8.25
 """
@@ -9,12 +9,17 @@ from typing import Annotated
 
 from nanochat_gka.model.accounting import flops_per_token, meta_model, parameter_counts, plan, scaling_parameters
 from nanochat_gka.model.config import GPTConfig, ModelFlags, has_gka
+from nanochat_gka.training.memory import fixed_bytes
 from trainkit.cli import Bounds, Count, CountOrAutomatic, run
 
 
 @dataclass(frozen=True)
 class AccountingConfig(ModelFlags):
-    """Print the size and compute of a model, without building it in memory."""
+    """Print the size and compute of a model, without building it in memory.
+
+    least_bytes_on_8_gpus is what training needs on each of them, by arithmetic: weights, gradients, optimiser state,
+    and room for the optimiser's step. Activations have that room before; many rows at once need more.
+    """
 
     depth: Annotated[int, Bounds(1, 1000)] = 20
     """Number of layers; width, heads, horizon and learning rates follow from it."""
@@ -55,6 +60,8 @@ def account(config: AccountingConfig) -> dict:
         "steps": horizon.steps,
         "train_tokens": horizon.tokens,
         "train_flops": horizon.tokens * flops_per_token(model),
+        "least_bytes_on_1_gpu": sum(fixed_bytes(model.config, "cuda")),
+        "least_bytes_on_8_gpus": sum(fixed_bytes(model.config, "cuda", ranks=8)),
     }
 
 

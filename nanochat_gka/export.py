@@ -37,6 +37,8 @@ def main(config: ExportConfig) -> None:
     if config.onnx:
         require()
     loaded = load(config.run, config.step)
+    if config.onnx:
+        onnx.check_form(loaded.model)
     about = export(loaded, config.out)
     with atomic(config.out / "README.md") as temporary:
         temporary.write_text(card(about, config.out))

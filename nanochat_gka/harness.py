@@ -1,7 +1,7 @@
 """lm-evaluation-harness on our models: its command line, with one more kind of model, `gka`.
 
-    pip install "gka[lm-eval]"
-    python -m nanochat_gka.harness --model gka --model_args run=out/runs/d20-gka --tasks hellaswag --num_fewshot 0
+    .venv/bin/python -m pip install -e ".[lm-eval]"
+    .venv/bin/python -m nanochat_gka.harness --model gka --model_args run=out/runs/d20-gka --tasks hellaswag
 
 `run` is a run folder, a checkpoint folder or an exported model. Further model_args: step, max_length (tokens of
 context, default the model's own), batch_tokens and max_rows (the size of a batch of scoring and of generation). All
@@ -21,6 +21,7 @@ from nanochat_gka.generation.sampling import Sampling
 from nanochat_gka.model.checkpoints import load
 from trainkit.cli import UserError
 from trainkit.distributed import setup
+from trainkit.extras import advice
 from trainkit.progress import progress_bar
 
 try:
@@ -28,7 +29,7 @@ try:
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
 except ImportError:
-    sys.exit('error: lm-evaluation-harness is not installed: pip install "gka[lm-eval]"')
+    sys.exit(f"error: lm_eval is not installed: {advice('lm-eval')}")
 
 MAX_NEW_TOKENS = 256  # the harness's own default where a task does not say
 

@@ -1,6 +1,8 @@
 """What a package needs and the operator does not: named in one line where it is missing."""
 
+import importlib.metadata
 import importlib.util
+import re
 
 
 class MissingExtra(ModuleNotFoundError):
@@ -13,10 +15,26 @@ def missing(extra: str, *modules: str) -> str:
     if not absent:
         return ""
     verb = "is" if len(absent) == 1 else "are"
-    return f'{", ".join(absent)} {verb} not installed: run pip install "gka[{extra}]"'
+    return f"{', '.join(absent)} {verb} not installed: {advice(extra)}"
+
+
+def advice(extra: str) -> str:
+    """What installs an extra."""
+    return f'run pip install "gka[{extra}]" (in a checkout: pip install -e ".[{extra}]")'
 
 
 def require(package: str, extra: str, *modules: str) -> None:
     """Raises MissingExtra unless all of `modules`, which gka[extra] installs for `package`, can be found."""
     if reason := missing(extra, *modules):
         raise MissingExtra(reason, name=package)  # python -m says it in one line if the name is its package's
+
+
+def require_version(package: str, extra: str, distribution: str, oldest: str) -> None:
+    """Raises MissingExtra if an installed distribution is older than `oldest`, such as 5.23."""
+    version = importlib.metadata.version(distribution)
+    if _release(version) < _release(oldest):
+        raise MissingExtra(f"{distribution} {version} is older than {oldest}: {advice(extra)}", name=package)
+
+
+def _release(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:2]]

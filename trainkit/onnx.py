@@ -22,6 +22,8 @@ NEEDED = ("onnx", "onnxscript", "onnxruntime")
 OPSET = 20
 LARGEST_FILE = 1_900_000_000  # bytes of weights: protobuf ends at 2 GiB; beyond, they lie in PATH.data
 MODEL, INT8_MODEL = "model.onnx", "model-int8.onnx"
+FILES = (MODEL, f"{MODEL}.data", INT8_MODEL)  # of an exported folder
+LARGEST_ERROR = 1e-3  # relative, of logits in float32
 
 
 def missing() -> str:
@@ -113,6 +115,22 @@ def run(session, *inputs: torch.Tensor | np.ndarray) -> list[torch.Tensor]:
     """All outputs of a session for its inputs in order."""
     feed = {node.name: np.asarray(value) for node, value in zip(session.get_inputs(), inputs, strict=True)}
     return [torch.from_numpy(output) for output in session.run(None, feed)]
+
+
+def check(path: Path, expected: torch.Tensor, *inputs: torch.Tensor) -> None:
+    """Compare the file's first output for `inputs` with what the model gives. A file that fails is deleted.
+
+    Raises UserError if the relative error is LARGEST_ERROR or more.
+    """
+    try:
+        given = run(session(path), *inputs)[0]
+        error = ((given - expected).norm() / expected.norm()).item()
+        if not error < LARGEST_ERROR:
+            raise UserError(f"{path} differed from the model by {error:.1e}, relative, and was deleted")
+    except BaseException:
+        for written in (path, path.with_name(f"{path.name}.data")):
+            written.unlink(missing_ok=True)
+        raise
 
 
 def about(session) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from trainkit import extras
 from trainkit.cli import UserError, reason_of
 from trainkit.files import atomic
 
@@ -181,10 +182,10 @@ def clock_text(seconds: float) -> str:
 
 def _start_wandb(mode: str, name: str, config: dict[str, Any], folder: Path):
     """Start a wandb run without asking the user: "online" without a key is a UserError."""
-    try:
-        import wandb
-    except ImportError:
-        raise UserError("--wandb needs the wandb package: pip install wandb, or leave --wandb disabled") from None
+    if reason := extras.missing("wandb", "wandb"):
+        raise UserError(f"--wandb {mode}: {reason}, or leave --wandb disabled")
+    import wandb
+
     try:
         if mode == "online" and not wandb.login(prompt=False):
             raise UserError(

@@ -34,6 +34,7 @@ from deit_gka.model.checkpoints import (
     parse_kwargs,
     timm_weights,
 )
+from trainkit import extras
 from trainkit.cli import UserError
 
 MOST_PATCHES = 4096  # 1024 × 1024 pixels: W of 12 layers and 12 heads takes 10 GB
@@ -124,6 +125,8 @@ def check_repeats(drawn: Drawn, first: Drawn) -> None:
 def photographs(paths: Sequence[Path] = ()) -> dict[str, Image.Image]:
     """Images by name; without paths the two of scikit-learn. Raises UserError for files that cannot be decoded."""
     if not paths:
+        if reason := extras.missing("vision", "sklearn"):
+            raise UserError(f"scikit-learn's photographs, drawn without --image: {reason}")
         from sklearn.datasets import load_sample_images
 
         bundled = load_sample_images()

@@ -9,6 +9,8 @@ from typing import Any
 
 import timm
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file as load_safetensors
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import nn
 
@@ -16,6 +18,7 @@ from deit_gka.data.sources import Source, Stream, open_source
 from deit_gka.model.registry import takes_attention
 from deit_gka.recipe import Recipe
 from gka import layer_kinds
+from trainkit import exports
 from trainkit.checkpoint import Checkpoint, load, load_newest
 from trainkit.cli import Bounds, UserError, reason_of
 from trainkit.files import read_json, write_json
@@ -131,8 +134,8 @@ def find_checkpoint(path: Path, best: bool = False) -> Checkpoint:
     if (path / "manifest.json").exists():
         return _of_vision(load(path))
     checkpoint = load_newest(path / ("best" if best else "checkpoints"))
-    if checkpoint is None and (path / "model.safetensors").exists():
-        raise UserError(f"{path} is an exported model; give --model NAME --checkpoint {path}/model.safetensors")
+    if checkpoint is None and (path / exports.WEIGHTS).exists():
+        raise UserError(f"{path} is an exported model; give --model NAME --checkpoint {path / exports.WEIGHTS}")
     if checkpoint is None:
         raise UserError(f"no checkpoint in {path}; train one first (make demo, make train-deit-ti)")
     return _of_vision(checkpoint)
@@ -141,7 +144,7 @@ def find_checkpoint(path: Path, best: bool = False) -> Checkpoint:
 def is_export(path: Path) -> bool:
     """Whether a folder is an exported model, and not a run."""
     is_run = (path / "checkpoints").exists() or (path / "manifest.json").exists()
-    return (path / "model.safetensors").exists() and not is_run
+    return (path / exports.WEIGHTS).exists() and not is_run
 
 
 def _of_vision(checkpoint: Checkpoint) -> Checkpoint:
@@ -218,14 +221,26 @@ def export(checkpoint: Checkpoint, weights: str, folder: Path) -> Path:
 
     timm loads them by create_model("local-dir:FOLDER", pretrained=True) or create_model(NAME, checkpoint_path=FILE),
     transformers by AutoModelForImageClassification.from_pretrained(FOLDER) or its pipeline; all after import deit_gka.
+    The folder appears when it is complete, without ONNX files of an earlier export. Raises UserError if it holds
+    another model, or something else.
     """
     model = load_run(checkpoint, weights, "cpu")
     classes = checkpoint.state["classes"]
     model_config = {"label_names": classes} if len(classes) == model.num_classes else {}
     about = dict(model_config=model_config, data_config=about_images(checkpoint.state))
-    timm.models.save_for_hf(model, str(folder), safe_serialization=True, **about)
-    path = Path(folder) / "config.json"
-    config = read_json(path, "configuration")
-    config.get("model_args", {}).pop("num_classes", None)  # said above it too; transformers refuses it twice
-    write_json(path, config)
-    return Path(folder) / "model.safetensors"
+    with exports.export_folder(folder, lambda: _has_weights(folder / exports.WEIGHTS, model)) as incoming:
+        timm.models.save_for_hf(model, str(incoming), safe_serialization=True, **about)
+        config = read_json(incoming / exports.CONFIG, "configuration")
+        config.get("model_args", {}).pop("num_classes", None)  # said above it too; transformers refuses it twice
+        write_json(incoming / exports.CONFIG, config)
+    return folder / exports.WEIGHTS
+
+
+def _has_weights(file: Path, model: nn.Module) -> bool:
+    """Whether a safetensors file holds the model's weights and nothing else."""
+    try:
+        saved = load_safetensors(file)
+    except (OSError, SafetensorError):
+        return False
+    weights = model.state_dict()
+    return saved.keys() == weights.keys() and all(torch.equal(saved[name], weights[name]) for name in weights)

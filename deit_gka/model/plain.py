@@ -21,10 +21,15 @@ from gka.bandwidth import inverse_variance
 from trainkit.cli import UserError
 
 
-def plain(model: nn.Module) -> nn.Module:
-    """A copy of the model, in evaluation mode, that computes the same. Raises UserError for other architectures."""
+def check_blocks(model: nn.Module) -> None:
+    """Raises UserError for an architecture that has no plain form."""
     if not isinstance(model, VisionTransformer) or any(type(block) is not Block for block in model.blocks):
         raise UserError(f"{type(model).__name__} is not a ViT of timm's usual blocks, which --onnx needs")
+
+
+def plain(model: nn.Module) -> nn.Module:
+    """A copy of the model, in evaluation mode, that computes the same. Raises UserError as `check_blocks` does."""
+    check_blocks(model)
     model = copy.deepcopy(model).eval()
     for block in model.blocks:
         block.attn = FORMS[kind_of(block.attn)](block)

@@ -16,6 +16,7 @@ import torch
 
 from nanochat_gka.core_metric.prompt_tree import PromptTree
 from nanochat_gka.core_metric.score_file import EvaluatedModel
+from trainkit import extras
 from trainkit.cli import UserError
 
 BOS_TOKENS = ("<|bos|>", "<|endoftext|>")  # the first that a vocabulary has
@@ -70,10 +71,10 @@ def load_hugging_face(path: str, device: torch.device) -> EvaluatedModel:
     Nothing of it is executed or unpickled: safetensors and known architectures only. Raises UserError if transformers
     is not installed, and for whatever keeps the model from being loaded.
     """
-    try:
-        import transformers
-    except ImportError:
-        raise UserError('--hf-path needs the transformers package: pip install "transformers>=5.23"') from None
+    if reason := extras.missing("hf", "transformers"):
+        raise UserError(f"--hf-path {path}: {reason}")
+    import transformers
+
     with contextlib.suppress(ImportError):  # older transformers read other models
         importlib.import_module("nanochat_gka.hf")  # ours, trained further or not
     transformers.utils.logging.set_verbosity_error()

@@ -43,7 +43,7 @@ print(Engine(loaded.model, loaded.tokenizer).complete(["The "], Sampling())[0][0
 head's sigma.
 """
 
-TRANSFORMERS = """In Hugging Face's transformers, with `pip install "gka[hf]"`:
+TRANSFORMERS = """In Hugging Face's transformers, with this package and its extra `hf` installed:
 
 ```python
 import nanochat_gka.hf  # registers the model; nothing remote is executed

@@ -1,7 +1,6 @@
 """Models from disk: our runs and checkpoints, exported models, and upstream nanochat's checkpoints."""
 
 import re
-import shutil
 import sys
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -19,10 +18,10 @@ from nanochat_gka.model.gpt import GPT, build
 from trainkit import checkpoint
 from trainkit.checkpoint import Checkpoint
 from trainkit.cli import UserError
-from trainkit.files import atomic_folder, read_json, sha256, write_json
+from trainkit.exports import CONFIG, WEIGHTS, export_folder
+from trainkit.files import read_json, sha256, write_json
 from trainkit.results import git_commit
 
-WEIGHTS, CONFIG = "model.safetensors", "config.json"
 MODEL_TYPE, ARCHITECTURE = "gka-gpt", "GKAForCausalLM"  # transformers' names for it, see `nanochat_gka.hf`
 # Keys of config.json that say something of the files beside it; a model that is trained further has others.
 FACTS_OF_THE_FILES = ("attention", "sigma", "parameters", "exported_at_commit", "checkpoint_sha256", "sha256")
@@ -137,14 +136,9 @@ def export(loaded: Loaded, folder: Path) -> dict[str, Any]:
     """Write model.safetensors, config.json and the tokenizer to `folder`, which `load` and transformers read.
 
     The tokenizer is in there twice: in our form, and in Hugging Face's, for `nanochat_gka.hf`. The folder appears when
-    it is complete. Returns the content of config.json. Raises UserError if the folder holds another model, or something
-    else.
+    it is complete, without ONNX files of an earlier export. Returns the content of config.json. Raises UserError if the
+    folder holds another model, or something else.
     """
-    if (folder / CONFIG).exists():
-        if _exported(folder)["checkpoint_sha256"] != loaded.sha256:
-            raise UserError(f"{folder} holds another model; choose another --out or delete the folder")
-    elif folder.exists() and any(folder.iterdir()):
-        raise UserError(f"{folder} is not empty and does not hold an exported model; choose another --out")
     model = loaded.model
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     special = {f"{use}_token_id": loaded.tokenizer.bos_id for use in ("bos", "eos", "pad")}  # of what we generate
@@ -163,9 +157,7 @@ def export(loaded: Loaded, folder: Path) -> dict[str, Any]:
         "model": asdict(model.config),
         "checkpoint_sha256": loaded.sha256,
     }
-    with atomic_folder(folder) as incoming:
-        if folder.is_dir():  # the same model, again; what else is there stays
-            shutil.copytree(folder, incoming, dirs_exist_ok=True)
+    with export_folder(folder, lambda: _exported(folder)["checkpoint_sha256"] == loaded.sha256) as incoming:
         save_file(weights, incoming / WEIGHTS, metadata={"format": "pt"})
         loaded.tokenizer.save(incoming, EXPORTED_NAME)
         huggingface_tokenizer.save(loaded.tokenizer, incoming, model.config.sequence_len)

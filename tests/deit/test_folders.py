@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from deit_gka.data.sources import BrokenImage, Source, check_classes, decode, located, open_source
+from deit_gka.figures.subjects import photographs
 from image_files import error, png, value_of, write
 from tiny_vision import encoded
 from trainkit.cli import UserError
@@ -42,10 +43,12 @@ def test_digits_are_scaled_to_255():
 
 
 def test_missing_packages_are_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    assert "pip install scikit-learn" in error("digits")
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    assert "pip install datasets" in error("hf:some/thing") and "pip install datasets" in error("hf-stream:some/thing")
+    for package in ("sklearn", "datasets"):
+        monkeypatch.setitem(sys.modules, package, None)
+    for data, package in (("digits", "sklearn"), ("hf:some/thing", "datasets"), ("hf-stream:some/thing", "datasets")):
+        assert f'{data}: {package} is not installed: run pip install "gka[vision]"' in error(data)
+    with pytest.raises(UserError, match=r'without --image: sklearn is not installed: run pip install "gka\[vision\]"'):
+        photographs()
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import timm
 import torch
 from PIL import Image
 
-import deit_gka.export
+import deit_gka.export as export
 from deit_gka.data.sources import decode, open_source
 from deit_gka.data.transforms import eval_transform
 from deit_gka.model import onnx as vision
@@ -88,8 +89,8 @@ def test_onnx_takes_any_image_size_without_learned_positions(tmp_path):
 def exported(digits, tmp_path_factory):
     """The digits' run, the options of its export, its folder."""
     folder = tmp_path_factory.mktemp("exported")
-    config = deit_gka.export.ExportConfig(run=digits / "run", out=folder, weights="model", onnx=True, int8=True)
-    deit_gka.export.main(config)
+    config = export.ExportConfig(run=digits / "run", out=folder, weights="model", onnx=True, int8=True)
+    export.main(config)
     return config
 
 
@@ -129,6 +130,7 @@ def test_exported_folder_classifies_in_transformers(exported):
     assert by_label == pytest.approx(probabilities, rel=1e-4)
 
 
+@needs_onnx
 def test_exported_configuration_carries_classes_and_preprocessing(exported):
     config = json.loads((exported.out / "config.json").read_text())
     assert config["label_names"] == [str(digit) for digit in range(10)] and config["num_classes"] == 10
@@ -137,10 +139,43 @@ def test_exported_configuration_carries_classes_and_preprocessing(exported):
     assert images["input_size"] == [3, 32, 32] and images["interpolation"] == "bicubic" and images["crop_pct"] == 0.875
 
 
+@needs_onnx
+def test_an_export_holds_one_model(exported, tmp_path, capsys):
+    """Again, the same weights: its ONNX files are of then and leave. Other weights, or another folder, are refused."""
+    out, said = tmp_path / "out", {"capsys": capsys}
+    shutil.copytree(exported.out, out)
+    (out / "notes.txt").write_text("mine")
+    before = (out / "model.safetensors").read_bytes()
+    argv = ["--run", exported.run, "--out"]
+    assert "holds another model" in in_process(export.main, export.ExportConfig, *argv, out, "--onnx", **said)
+    assert {path.name for path in out.glob("*.onnx")} == {onnx.MODEL, onnx.INT8_MODEL}
+    export.main(export.ExportConfig(run=exported.run, out=out, weights="model"))
+    assert {path.name for path in out.iterdir()} == {"model.safetensors", "config.json", "notes.txt"}
+    assert (out / "model.safetensors").read_bytes() == before
+    foreign = in_process(export.main, export.ExportConfig, *argv, exported.run, **said)
+    assert "is not empty and does not hold an exported model" in foreign
+
+
+@needs_onnx
+def test_onnx_that_differs_from_the_model_does_not_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(onnx, "LARGEST_ERROR", 0.0)
+    with pytest.raises(UserError, match=r"differed from the model .* and was deleted"):
+        vision.write(small(depth=1), tmp_path, IMAGES)
+    assert not list(tmp_path.iterdir())
+
+
+@needs_onnx
+def test_what_cannot_be_onnx_is_refused_before_anything_is_written(digits, tmp_path, monkeypatch, capsys):
+    other = timm.create_model("vit_tiny_patch16_224", block_fn=timm.models.vision_transformer.ResPostBlock, **SMALL)
+    monkeypatch.setattr(export, "load_run", lambda *_: other)
+    argv = ["--run", digits / "run", "--out", tmp_path / "out", "--onnx"]
+    assert "is not a ViT" in in_process(export.main, export.ExportConfig, *argv, capsys=capsys)
+    assert not (tmp_path / "out").exists()
+
+
 def test_missing_extra_is_one_line(digits, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(onnx, "NEEDED", ("onnx_of_nobody",))
     argv = ["--run", digits / "run", "--out", tmp_path / "out"]
-    export = deit_gka.export
     said = in_process(export.main, export.ExportConfig, *argv, "--onnx", capsys=capsys)
     assert 'onnx_of_nobody is not installed: run pip install "gka[onnx]"' in said and not (tmp_path / "out").exists()
     assert "--int8 is for --onnx" in in_process(export.main, export.ExportConfig, *argv, "--int8", capsys=capsys)

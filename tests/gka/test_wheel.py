@@ -1,17 +1,21 @@
-"""The wheel: the operator imports where torch alone is installed, and its types travel with it."""
+"""Wheel and source archive hold what is tracked; the operator imports where torch alone is installed."""
 
 import contextlib
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from sources import ROOT, tracked
+
+INSTALLED = {"gka", "trainkit", "nanochat_gka", "deit_gka"}
 
 # Imports every module of the wheel; beside the standard library only the given top-level packages are found.
 IMPORT_ALL = """
@@ -58,13 +62,21 @@ def normalised(distribution: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
+def source(tmp_path_factory):
+    """A copy of the tracked files: what a clone has."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("needs a clone: what is tracked is compared with what is packed")
+    copy = tmp_path_factory.mktemp("clone")
+    for path in tracked():
+        (copy / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / path, copy / path)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def wheel(source, tmp_path_factory):
     """The built wheel, unpacked; without the network."""
     out = tmp_path_factory.mktemp("wheel")
-    source = out / "source"
-    source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE", "gka"):
-        (source / name).symlink_to(ROOT / name)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", out, source]
     subprocess.run(command, check=True, capture_output=True, text=True, cwd=out)
     (path,) = out.glob("gka-*.whl")
@@ -76,7 +88,7 @@ def wheel(tmp_path_factory):
 def test_every_module_imports_with_torch_alone(wheel, tmp_path):
     allowed = packages_of("torch") | packages_of("triton")
     assert "torch" in allowed and not allowed & {"numpy", "timm", "tyro", "safetensors"}
-    command = [sys.executable, "-P", "-c", IMPORT_ALL, wheel, *sorted(allowed)]
+    command = [sys.executable, "-B", "-P", "-c", IMPORT_ALL, wheel, *sorted(allowed)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env={"PATH": os.environ["PATH"]})
     assert done.returncode == 0, done.stderr
     modules = {path.relative_to(ROOT).with_suffix("") for path in (ROOT / "gka").rglob("*.py")}
@@ -85,9 +97,19 @@ def test_every_module_imports_with_torch_alone(wheel, tmp_path):
     assert not skipped or "triton" not in allowed, skipped
 
 
-def test_the_wheel_carries_types_and_the_kernel_and_no_tests(wheel):
-    assert (wheel / "gka/py.typed").exists()
-    sources = {path.name for path in (ROOT / "gka/impl/cpu/source").iterdir()}
-    assert {"request.h", "forward.cpp"} <= sources
-    assert {path.name for path in (wheel / "gka/impl/cpu/source").iterdir()} == sources
-    assert not list(wheel.rglob("test_*.py"))
+def test_the_wheel_holds_every_tracked_file_of_its_packages_and_no_other(wheel):
+    files = {path.relative_to(wheel) for path in wheel.rglob("*") if path.is_file()}
+    expected = {path for path in tracked() if path.parts[0] in INSTALLED}
+    assert {path for path in files if not path.parts[0].endswith(".dist-info")} == expected
+    assert {Path("gka/py.typed"), Path("gka/impl/cpu/source/forward.cpp"), Path("deit_gka/README.md")} <= expected
+
+
+def test_the_source_archive_holds_every_tracked_file(source, tmp_path):
+    build = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", build, tmp_path], check=True, capture_output=True, text=True, cwd=source)
+    (path,) = tmp_path.glob("gka-*.tar.gz")
+    with tarfile.open(path) as archive:
+        files = {Path(*Path(member.name).parts[1:]) for member in archive if member.isfile()}
+    assert set(tracked()) - files == set()
+    made = {path for path in files - set(tracked()) if path.parts[0] != "gka.egg-info"}
+    assert made == {Path("PKG-INFO"), Path("setup.cfg")}

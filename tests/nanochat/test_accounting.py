@@ -32,6 +32,10 @@ def test_the_papers_baseline_row():
     assert numbers["flops_per_token"] == 3_004_189_440
     assert (numbers["train_tokens"], numbers["steps"], numbers["total_batch_size"]) == (4_568_645_632, 4357, 2**20)
     assert f"{numbers['train_flops']:.4e}" == "1.3725e+19"
+    embeddings, others = 11 * 32768 * 1280, 896_535_720 - 11 * 32768 * 1280  # bfloat16 and float32
+    weights_and_gradients = 4 * embeddings + 8 * others
+    alone, dealt = numbers["least_bytes_on_1_gpu"], numbers["least_bytes_on_8_gpus"]
+    assert 1.5 * weights_and_gradients < dealt < alone - 4 * embeddings * 7 // 8 < 3 * weights_and_gradients
 
 
 @pytest.mark.parametrize(

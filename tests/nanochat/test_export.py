@@ -62,7 +62,10 @@ def test_exported_readme_describes_the_model(trained, tmp_path, tokenizer):
         about["sha256"]["model.safetensors"],
     )
     assert all(fact in card for fact in facts)
+    for name in ("model.onnx", "notes.txt"):
+        (out / name).write_text("of an earlier day")
     assert exported(trained, out) == out  # again, the same model
+    assert not (out / "model.onnx").exists() and (out / "notes.txt").exists()
 
 
 def test_bfloat16_export_is_the_same_model(packed, tokenizer, tmp_path):

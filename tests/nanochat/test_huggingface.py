@@ -167,4 +167,4 @@ def test_models_that_cannot_be_loaded_are_one_line(bundle, tmp_path, capsys):
 def test_missing_transformers_names_the_package(bundle, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert evaluate("gpt2", bundle, tmp_path) == 2
-    assert 'pip install "transformers>=5.23"' in capsys.readouterr().err
+    assert 'transformers is not installed: run pip install "gka[hf]"' in capsys.readouterr().err

@@ -82,6 +82,20 @@ def test_memory_is_counted_without_a_model(fields):
     )  # Muon's second moments are not counted
 
 
+@pytest.mark.parametrize("fields", [KINDS[0], KINDS[6], KINDS[-1]], ids=str)
+def test_the_optimizers_state_is_dealt_out(fields):
+    """On each of three ranks: what the optimiser allocates, padding and small tensors that all ranks keep included."""
+    config = shape(n_layer=6, **fields)
+    model = build(config, "cpu")
+    held = [sum(8 * parameter.numel() for parameter in model.parameters())] * 3
+    for rank in range(3):
+        optimizer = MuonAdamW(parameter_groups(model, OptimConfig()), Runtime(rank, 3, CPU))
+        held[rank] += sum(4 * tensor.numel() for group in optimizer.groups for tensor in group.state.values())
+    assert len(set(held)) == 1
+    assert memory.fixed_bytes(config, "cpu", ranks=3)[0] == pytest.approx(held[0], rel=0.01)
+    assert memory.fixed_bytes(config, "cpu")[0] > 1.2 * held[0]
+
+
 def test_the_papers_model_on_the_usual_gpus():
     """d20 at 2,048 tokens: rows grow with the memory, from a card of 24 GB on, to upstream's 32 rows and no more."""
     for attention in ("softmax", "gka"):

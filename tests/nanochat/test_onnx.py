@@ -8,9 +8,9 @@ import torch
 
 from nanochat_gka import export
 from nanochat_gka.model import onnx as language
-from tiny_gpt import SHAPE, awake
+from tiny_gpt import SHAPE, awake, write_run
 from trainkit import onnx
-from trainkit.cli import run
+from trainkit.cli import UserError, run
 
 pytestmark = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in onnx.NEEDED),
@@ -59,3 +59,19 @@ def test_export_writes_onnx_that_says_greedy_what_the_model_says(trained, tmp_pa
         with torch.no_grad():
             assert step.item() == model(torch.tensor([ids]))[0, -1].argmax().item()
         ids.append(step.item())
+
+
+def test_onnx_that_differs_from_the_model_does_not_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(onnx, "LARGEST_ERROR", 0.0)
+    with pytest.raises(UserError, match=r"differed from the model .* and was deleted"):
+        language.write(awake(dataclasses.replace(SHAPE, n_layer=1)).eval(), tmp_path, {})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("form", [dict(mixing="canon"), dict(kernel="none")], ids=str)
+def test_forms_of_the_study_are_refused_before_anything_is_written(form, packed, tokenizer, tmp_path, capsys):
+    model = awake(dataclasses.replace(SHAPE, vocab_size=tokenizer.vocab_size, n_layer=2, attention="gka", **form))
+    folder = write_run(tmp_path / "run", model, packed / "tokenizer")
+    with pytest.raises(SystemExit):
+        run(export.main, export.ExportConfig, ["--run", str(folder), "--out", str(tmp_path / "out"), "--onnx"])
+    assert "cannot be written as ONNX" in capsys.readouterr().err and not (tmp_path / "out").exists()

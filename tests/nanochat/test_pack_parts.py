@@ -1,10 +1,13 @@
 """Packing by several machines, and at size: the parts joined are what one machine makes, in memory of a fixed size."""
 
+import errno
 import json
 import os
 import shutil
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -80,6 +83,38 @@ def test_killed_join_is_continued(whole, tmp_path, monkeypatch):
     pack.main(config(whole, out))
     assert contents(out) == contents(whole / "packed")
     assert before == {path.name: path.stat().st_mtime_ns for path in out.glob("*.bin")}  # nothing was packed again
+
+
+def test_rows_that_arrive_before_their_record_are_not_deleted(whole, tmp_path, capsys):
+    """Another machine's copy is under way: the join does without these rows, and the next one takes them away."""
+    out = tmp_path / "packed"
+    pack.main(config(whole, out, part="1/2"))
+    part, record = out / "part-1-of-2", out / "part-1-of-2/train_000003.json"
+    text, rows = record.read_text(), record.with_suffix(".bin").read_bytes()
+    record.unlink()
+    pack.main(config(whole, out))
+    assert "part-1-of-2 stays: train_000003.bin has no record" in capsys.readouterr().out
+    assert (part / "train_000003.bin").read_bytes() == rows and contents(out) == contents(whole / "packed")
+    record.write_text(text)
+    (out / "manifest.json").unlink()
+    pack.main(config(whole, out))
+    assert not part.exists() and contents(out) == contents(whole / "packed")
+
+
+def test_parts_that_are_links_or_on_another_disk_are_one_line(whole, tmp_path, monkeypatch):
+    out, part = tmp_path / "packed", tmp_path / "packed/part-1-of-2"
+    pack.main(config(whole, out, part="1/2"))
+    with monkeypatch.context() as patched:
+        full = OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+        patched.setattr(parts, "os", SimpleNamespace(replace=Mock(side_effect=full)))
+        with pytest.raises(UserError, match=r"part-1-of-2 cannot be joined \(.*\); it must be .* on the disk of"):
+            pack.main(config(whole, out))
+    files = sorted(part.iterdir())
+    part.rename(tmp_path / "elsewhere")
+    part.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="part-1-of-2 is a link; put the part's folder itself into"):
+        pack.main(config(whole, out))
+    assert sorted(part.iterdir()) == files
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 12, 40])

@@ -157,4 +157,6 @@ def test_missing_wandb_names_the_package(packed, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(SystemExit):
         run(main, TrainConfig, [str(flag) for flag in flags(packed, tmp_path, "--wandb", "offline")])
-    assert "pip install wandb, or leave --wandb disabled" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert message.startswith('error: --wandb offline: wandb is not installed: run pip install "gka[wandb]"'), message
+    assert message.endswith(", or leave --wandb disabled\n") and message.count("\n") == 1

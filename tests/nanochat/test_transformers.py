@@ -290,11 +290,17 @@ def test_lora_trains_and_its_adapter_comes_back(models, encoder, tmp_path):
     torch.testing.assert_close(again.merge_and_unload()(**batch).logits, wanted, rtol=0, atol=1e-4)
 
 
-def test_without_transformers_one_line_names_the_extra(monkeypatch):
+def test_without_transformers_or_with_an_older_one_one_line_names_the_extra(monkeypatch):
     """Nothing else imports it: the other commands work without."""
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.delitem(sys.modules, "nanochat_gka.hf")
     with pytest.raises(MissingExtra, match=re.escape('transformers is not installed: run pip install "gka[hf]"')):
+        importlib.import_module("nanochat_gka.hf")
+    monkeypatch.undo()
+    monkeypatch.delitem(sys.modules, "nanochat_gka.hf")
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "4.57.1")
+    [oldest] = re.findall(r'"transformers>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    with pytest.raises(MissingExtra, match=f"transformers 4.57.1 is older than {oldest}: run pip install"):
         importlib.import_module("nanochat_gka.hf")
     libraries = {"transformers", "tokenizers", "peft", "accelerate"}
     files = [

@@ -10,7 +10,7 @@ import pytest
 import gka
 from sources import ENTRY_POINT, ROOT
 from trainkit.console import GROUP, main
-from trainkit.extras import MissingExtra, require
+from trainkit.extras import MissingExtra, require, require_version
 
 COMMANDS = {command.name: command.value for command in entry_points(group=GROUP)}
 NEEDS_MORE = """
@@ -42,8 +42,8 @@ def test_a_missing_extra_is_one_line_and_exit_code_2(tmp_path, monkeypatch, caps
     with pytest.raises(SystemExit) as left:
         main()
     assert left.value.code == 2
-    expected = 'error: a_module_that_nobody_has is not installed: run pip install "gka[lm]"\n'
-    assert capsys.readouterr().err == expected
+    advice = 'run pip install "gka[lm]" (in a checkout: pip install -e ".[lm]")'
+    assert capsys.readouterr().err == f"error: a_module_that_nobody_has is not installed: {advice}\n"
 
 
 def test_python_m_shows_a_missing_extra_in_one_line(tmp_path):
@@ -58,6 +58,15 @@ def test_what_is_there_is_not_asked_for():
     require(__name__, "lm", "os", "sys")
     with pytest.raises(MissingExtra, match="a_b, c_d are not installed"):
         require(__name__, "lm", "a_b", "os", "c_d")
+
+
+@pytest.mark.parametrize("version, enough", [("5.9.1", False), ("5.23.0.dev1", True), ("10.0", True), ("4.57", False)])
+def test_an_older_version_is_named(version, enough, monkeypatch):
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
+    if enough:
+        return require_version(__name__, "hf", "transformers", "5.23")
+    with pytest.raises(MissingExtra, match=rf'transformers {version} is older than 5.23: run pip install "gka\[hf\]"'):
+        require_version(__name__, "hf", "transformers", "5.23")
 
 
 def test_the_citation_names_the_version():

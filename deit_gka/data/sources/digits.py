@@ -4,6 +4,7 @@ import numpy as np
 from PIL import Image
 
 from deit_gka.data.sources.base import Record, Source
+from trainkit import extras
 from trainkit.cli import UserError
 
 
@@ -11,11 +12,11 @@ class Digits(Source):
     """A third of the digits is `val`, every class alike, always the same ones."""
 
     def __init__(self, split: str):
-        try:
-            from sklearn.datasets import load_digits
-            from sklearn.model_selection import train_test_split
-        except ImportError:
-            raise UserError("digits come with scikit-learn: pip install scikit-learn") from None
+        if reason := extras.missing("vision", "sklearn"):
+            raise UserError(f"digits: {reason}")
+        from sklearn.datasets import load_digits
+        from sklearn.model_selection import train_test_split
+
         digits = load_digits()
         parts = train_test_split(np.arange(len(digits.target)), test_size=1 / 3, random_state=0, stratify=digits.target)
         super().__init__("digits", split, [str(digit) for digit in range(10)])

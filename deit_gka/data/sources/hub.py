@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from deit_gka.data.sources.base import Record, Source
+from trainkit import extras
 from trainkit.cli import PassingFault, UserError, reason_of
 
 HUB_SPLITS = {"train": ("train",), "val": ("validation", "val", "valid")}
@@ -94,10 +95,10 @@ def _load(data: str, split: str, name: str, streaming: bool):
 
     Raises UserError; PassingFault if the hub cannot be reached.
     """
-    try:
-        import datasets
-    except ImportError:
-        raise UserError(f"{data} needs the datasets package: pip install datasets") from None
+    if reason := extras.missing("vision", "datasets"):
+        raise UserError(f"{data}: {reason}")
+    import datasets
+
     path = os.path.expanduser(name)
     try:
         splits = datasets.get_dataset_split_names(path)

@@ -1,0 +1,31 @@
+"""Folders that trained models are exported to: one model each, whole or absent."""
+
+import shutil
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+
+from trainkit import onnx
+from trainkit.cli import UserError
+from trainkit.files import atomic_folder
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+
+
+@contextmanager
+def export_folder(folder: Path, holds_this_model: Callable[[], bool]):
+    """Yield a folder to write an export into; it becomes `folder` when the block succeeds.
+
+    ONNX files of an earlier export of this model are deleted, other files in `folder` stay. holds_this_model: whether
+    the export in `folder` is of this model; it is called if there is one. Raises UserError if it is of another model,
+    or if `folder` holds something else.
+    """
+    if (folder / CONFIG).exists():
+        if not holds_this_model():
+            raise UserError(f"{folder} holds another model; choose another --out or delete the folder")
+    elif folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise UserError(f"{folder} is not empty and does not hold an exported model; choose another --out")
+    with atomic_folder(folder) as incoming:
+        if folder.is_dir():
+            shutil.copytree(folder, incoming, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*onnx.FILES))
+        yield incoming
