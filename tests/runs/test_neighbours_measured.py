@@ -14,6 +14,7 @@ from runs.neighbours.layers import ABOUT, BUILT, by_equation, check_names, layer
 from runs.neighbours.methods.performer import Performer
 from runs.neighbours.mixing import MixingLayer
 from runs.sections import neighbours
+from runs.sections.sources import measured
 from trainkit.cli import UserError
 
 CAUSAL = [name for name in BUILT if ABOUT[name].causal]
@@ -170,6 +171,26 @@ def test_the_table_has_means_over_seeds_and_says_what_is_not_run(tmp_path):
     assert cell(text, "Linformer", "language: bits per byte") == "no causal form"
     assert cell(text, "Non-Local NN", "parameters") == "not built"
     assert cell(text, "GKA", "parameters") == "37,059"
+
+
+def test_models_of_another_depth_or_width_are_not_in_the_table(tmp_path):
+    lines = []
+    for seed, (depth, width) in enumerate([(4, 128), (2, 64), (4, 64), (2, 128)]):
+        line = json.loads(row("language", {"val_bpb": 2.0 + seed}, method="gka", seed=seed, steps=400))
+        line["config"] |= {"depth": depth, "width": width}
+        lines.append(json.dumps({**line, "commit": f"commit{seed}"}) + "\n")
+    (tmp_path / "language.jsonl").write_text("".join(lines))
+    text = neighbours.table_1(tmp_path)
+    assert cell(text, "GKA", "language: bits per byte") == "2.0000 (1 seed)"
+    assert "at commit commit0 on" in text and "commit1" not in text
+
+
+def test_all_commits_and_machines_of_a_table_are_named():
+    about = {"date": "2026-11-22 12:00", "commit": "aaa", "hardware": "a CPU", "torch": "2.14"}
+    records = [about, {**about, "commit": "bbb", "date": "2026-11-23 12:00"}, about, {**about, "hardware": "another"}]
+    said = measured(records, "x.jsonl").strip()
+    first = "Measured 2026-11-22 to 2026-11-23 at commits aaa, bbb on a CPU, torch 2.14"
+    assert said == f"{first}; 2026-11-22 at commit aaa on another, torch 2.14 (`runs/results/x.jsonl`)."
 
 
 def test_the_table_of_speed_has_times_memory_and_reasons(tmp_path):
