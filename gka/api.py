@@ -231,7 +231,9 @@ def _choose(request: GaussianRequest, return_weights: bool, impl: str) -> str:
             raise _unavailable(impl, obstacle)
         return impl
     if not request.x.is_cuda:
-        return "sdpa" if cpu.unavailable(request) else "cpu"
+        if obstacle := cpu.unavailable(request):
+            cpu.say_once(request, obstacle)
+        return "sdpa" if obstacle else "cpu"
     if not triton.unavailable(request):
         return "triton"
     dense_or_extra = request.mask.window is not None or not request.constant_norm

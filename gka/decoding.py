@@ -46,8 +46,8 @@ def decode_attention(
       lengths: tokens that each sequence has of Tk, B whole numbers from Tq to Tk; None: Tk. What lies behind them is
         not read.
       window: a query sees itself and so many tokens before it; None: all.
-      key_delays, value_delays: H whole numbers >= 0; empty: none. Token j of a head stands for the key (value) of token
-        j - delay, and of token 0 where there is none.
+      key_delays, value_delays: H whole numbers from 0 to 2^31 - 1; empty: none. Token j of a head stands for the key
+        (value) of token j - delay, and of token 0 where there is none.
       constant_norm: as in `gaussian_attention`.
 
     Returns: y, (B, Tq, H, D) in x.dtype. Raises: TypeError or ValueError naming the argument.
@@ -82,8 +82,7 @@ def _check(x, log_sigma, values, keys, rotary, lengths, window, delays) -> None:
     num_keys = values.shape[1]
     validation.check_lengths(num_queries, num_keys, num_keys, masked=True)
     validation.check_mask(True, window)
-    if tuple(log_sigma.shape) != (num_heads,):
-        raise ValueError(f"log_sigma must have shape (H,) = ({num_heads},), got {tuple(log_sigma.shape)}")
+    validation.check_log_sigma(log_sigma, x)
     if keys is not None:
         if rotary is not None:
             raise ValueError("keys are given or derived by rotary, not both")
@@ -96,8 +95,8 @@ def _check(x, log_sigma, values, keys, rotary, lengths, window, delays) -> None:
     if lengths is not None and not (len(lengths) == batch and all(num_queries <= n <= num_keys for n in lengths)):
         raise ValueError(f"lengths must be {batch} numbers from {num_queries} to {num_keys}, got {list(lengths)}")
     for name, given in zip(("key_delays", "value_delays"), delays):
-        if given and not (len(given) == num_heads and min(given) >= 0):
-            raise ValueError(f"{name} must be {num_heads} numbers >= 0, one a head, got {list(given)}")
+        if given and not (len(given) == num_heads and min(given) >= 0 and max(given) < 2**31):
+            raise ValueError(f"{name} must be {num_heads} numbers from 0 to 2^31 - 1, one a head, got {list(given)}")
 
 
 def _rows_of_equal_length(lengths: Sequence[int]) -> list[tuple[slice, int]]:

@@ -20,7 +20,10 @@ PROJECT = Path(__file__).resolve().parents[1]
 
 
 def describe_hardware(device: torch.device) -> str:
-    """The GPU's name; or the processor's, with the number of threads that PyTorch uses."""
+    """The GPU's name; or the processor's, with the number of threads that PyTorch uses.
+
+    Instructions to which ATEN_CPU_CAPABILITY holds PyTorch are named: with them it is another machine.
+    """
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpuinfo, models = Path("/proc/cpuinfo"), []
@@ -28,6 +31,8 @@ def describe_hardware(device: torch.device) -> str:
         lines = cpuinfo.read_text().splitlines()
         models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     model = models[0] if models else platform.processor() or platform.machine()
+    if held_to := os.environ.get("ATEN_CPU_CAPABILITY"):
+        model += f" held to {held_to.upper()}"
     threads = torch.get_num_threads()
     return f"{model}, {threads} thread{'s' if threads > 1 else ''}"
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import processes
 from gka.impl.cpu import build
 from sources import ROOT
 
@@ -181,3 +182,27 @@ def test_the_cache_folder_can_be_chosen(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert build.cache_folder() == tmp_path / ".cache" / "gka"
+
+
+def test_a_child_forked_while_a_thread_builds_does_not_wait_for_it():
+    outcome = build.obstacle()
+    with build._lock:
+        assert processes.in_a_forked_child(lambda: build.obstacle() == outcome, timeout=20)
+
+
+@needs_compiler
+def test_the_kernel_for_avx2_keeps_to_the_budgets():
+    shown = "from gka.impl.cpu import build; print(build._built(build.torch.backends.cpu.get_cpu_capability()).name)"
+    environ = {**os.environ, "ATEN_CPU_CAPABILITY": "avx2", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", shown], env=environ, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("gka-avx2-")
+    tests = [str(ROOT / f"tests/gka/test_cpu_{name}.py") for name in ("kernel", "decoding")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
+    done = subprocess.run(
+        [*command, "-k", "any_features or foreign_keys or ragged or number_of_threads"],
+        cwd=ROOT,
+        env=environ,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout

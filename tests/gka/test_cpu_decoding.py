@@ -235,7 +235,8 @@ def test_the_operator_is_a_proper_one_and_compiles():
     [
         (dict(lengths=[30, 31]), r"lengths must be 2 numbers from 2 to 30, got \[30, 31\]"),
         (dict(lengths=[1, 30]), "lengths must be 2 numbers from 2 to 30"),
-        (dict(key_delays=[1]), "key_delays must be 2 numbers >= 0, one a head"),
+        (dict(key_delays=[1]), "key_delays must be 2 numbers from 0 to 2.31 - 1, one a head"),
+        (dict(value_delays=[0, 2**64 - 5]), "value_delays must be 2 numbers from 0"),
         (dict(rotary=tables(29, 16)), r"rotary must be two tables of \(30 or more, 16 / 2\) numbers, got \(29, 8\)"),
         (dict(rotary=tables(30, 16), keys=torch.zeros(2, 30, 2, 16)), "keys are given or derived by rotary, not both"),
         (dict(window=-1), "window must be >= 0"),
@@ -245,3 +246,11 @@ def test_wrong_arguments_are_named(options, message):
     x, log_sigma, cache = draw(2, 30)
     with pytest.raises(ValueError, match=message):
         decode_attention(x, log_sigma, cache, **options)
+
+
+def test_log_sigma_is_checked_as_in_attention():
+    x, log_sigma, cache = draw(2, 30)
+    with pytest.raises(ValueError, match=r"log_sigma must be finite, got \[nan"):
+        decode_attention(x, log_sigma * float("nan"), cache)
+    with pytest.raises(TypeError, match="log_sigma must be a torch"):
+        decode_attention(x, log_sigma.tolist(), cache)

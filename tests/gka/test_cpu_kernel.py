@@ -255,7 +255,8 @@ def test_activation_checkpoints_give_the_same_gradients():
     assert torch.equal(got, want)
 
 
-def test_what_it_cannot_serve_is_said_and_goes_to_sdpa():
+def test_what_it_cannot_serve_is_said_once_and_goes_to_sdpa(caplog):
+    op._said.cache_clear()
     log_sigma = torch.zeros(2)
     for x, reason in [
         (torch.zeros(1, 4, 2, 16, dtype=torch.float64), "takes float32, bfloat16 or float16, got torch.float64"),
@@ -266,6 +267,11 @@ def test_what_it_cannot_serve_is_said_and_goes_to_sdpa():
             select_impl(x, log_sigma=log_sigma.to(x.device), impl="cpu")
         assert select_impl(x, log_sigma=log_sigma.to(x.device)) == "sdpa"
     assert select_impl(torch.zeros(1, 4, 2, 128)) == "cpu"
+    for _ in range(2):
+        select_impl(torch.zeros(1, 4, 2, 136), log_sigma=log_sigma)
+    said = [record.message for record in caplog.records]
+    assert said.count('gka: impl="auto" takes sdpa: the CPU kernel needs head_dim <= 128, got 136') == 1
+    assert len(said) == 2 and "torch.float64" in said[0]
 
 
 def test_second_derivatives_are_refused():

@@ -268,4 +268,7 @@ def test_a_processor_is_described_with_its_number_of_threads(threads, words, mon
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     name = describe_hardware(torch.device("cpu"))
     assert name.endswith(f", {words}") and is_processor(name)
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    held = describe_hardware(torch.device("cpu"))
+    assert held == name.replace(f", {words}", f" held to AVX2, {words}") and is_processor(held)
     assert is_processor("intel-xeon-processor-1-threads") and not is_processor("NVIDIA H100 80GB HBM3")

@@ -34,6 +34,16 @@ _lock = threading.Lock()
 _outcome: ctypes.CDLL | str | None = None  # the library, or why it is missing; None: not asked for yet
 
 
+def _renew_lock() -> None:
+    """In a forked child: a thread that it does not have may have held the lock."""
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):  # not on every system
+    os.register_at_fork(after_in_child=_renew_lock)
+
+
 class Unavailable(Exception):
     """Why the library is missing, in one line or, if the compiler said more, in several."""
 
@@ -56,6 +66,11 @@ def obstacle() -> str | None:
 # torch.compile calls it while it traces and keeps the answer, as torch.compiler.assume_constant_result would have it,
 # which imports all of torch._dynamo.
 obstacle._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def has_said(reason: str) -> bool:
+    """Whether `obstacle` has found this reason."""
+    return _outcome == reason
 
 
 def library() -> ctypes.CDLL:

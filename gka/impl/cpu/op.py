@@ -5,6 +5,7 @@ The operators are opaque to torch.compile, which needs no graph break for them. 
 goes past them, straight to the library: for small tensors the way there costs as much as the kernel.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -35,6 +36,17 @@ def unavailable(request: GaussianRequest) -> str | None:
     if not torch.compiler.is_compiling() and _is_transformed():
         return "the CPU kernel has no forward mode, and of torch.func's transforms vmap alone"
     return build.obstacle()
+
+
+def say_once(request: GaussianRequest, obstacle: str) -> None:
+    """Log that `auto` takes sdpa for CPU tensors, once for each reason. A missing library says so by itself."""
+    if request.x.device.type == "cpu" and not torch.compiler.is_compiling() and not build.has_said(obstacle):
+        _said(obstacle)
+
+
+@functools.cache
+def _said(obstacle: str) -> None:
+    build.LOG.warning('gka: impl="auto" takes sdpa: %s', obstacle)
 
 
 def _is_transformed() -> bool:

@@ -5,7 +5,7 @@
 // in which order, is free as long as both agree: a word pairs token i with token i + 16 of a stripe, which costs a
 // shift and a blend where neighbours would cost a permutation.
 //
-// Needs the instruction sets that BF16_BEGIN names; the caller has asked the processor and the kernel (bf16_ready).
+// Needs the instruction sets that BF16_BEGIN names; the caller has asked gka_ready_bfloat16.
 #pragma once
 #include "head.h"
 

@@ -22,7 +22,7 @@ struct GkaRequest {
   const float* log_sigma;            // (H,)
   float* level;                      // (B, H, Tq), written by forward for backward: D_i + eps with own keys, log2 of
                                      // the row sum with others
-  float* largest;                    // (1,), written by forward: the largest |x|^2 / sigma^2 after centring
+  float* largest;                    // (1,), written by forward: the largest |x|^2 / sigma^2, in float32 after centring
   float* dlog_sigma;                 // (H,), written by backward
   float* scratch;                    // gka_scratch_* numbers, aligned to 64 bytes, with anything in them
   int64_t batch, num_queries, num_keys, num_heads, head_dim;

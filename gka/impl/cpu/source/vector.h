@@ -1,6 +1,6 @@
 // One register of floats, so that the kernels are written once for AVX-512 and AVX2.
 //
-// Every minimum and maximum keeps NaN: the instructions return their second argument if either is NaN.
+// The instructions of lesser and greater return their second argument if either is NaN: what must be kept stands there.
 #pragma once
 #include <immintrin.h>
 #include <cstdint>
