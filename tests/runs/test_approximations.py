@@ -161,7 +161,7 @@ def test_the_command_measures_once_and_its_rows_become_tables_and_a_picture(trai
     assert figure.path.stat().st_size > 10_000 and {row["form"] for row in figure.rows} == {*chosen} - {"mean"}
     error = results.error("vision", 80, "clusters", 64)
     assert f"{error:.2g}" in tables.errors(file) and "not run" in tables.errors(file)
-    assert " 8 and 64 features or landmarks" in figure.caption
+    assert ": 8 and 64 features or landmarks" in figure.caption
     signs = dict(part.split(":", 1) for part in tables.signs(file).split("N = ")[1:])
     assert list(signs) == ["80"] and "| trigonometric | 64 |" in signs["80"]
     assert (
