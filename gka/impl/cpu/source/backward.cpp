@@ -55,6 +55,7 @@ struct Backward : Head {
   }
 };
 
+template <bool SYMMETRIC>
 struct GradientTile {
   const Backward& head;
   const Block& block;
@@ -65,7 +66,7 @@ struct GradientTile {
     Vector acc[TILE_ROWS][V];
     clear(acc);
     multiply(head.value.panel(r0), head.grad.panel(c0), head.head_dim, acc);
-    if (head.reach.symmetric) multiply(head.grad.panel(r0), head.value.panel(c0), head.head_dim, acc);
+    if (SYMMETRIC) multiply(head.grad.panel(r0), head.value.panel(c0), head.head_dim, acc);
     GKA_UNROLL for (int i = 0; i < TILE_ROWS; i++)
       GKA_UNROLL for (int v = 0; v < V; v++) acc[i][v].store(block.m + block.at(r0 + i, c0 + v * Vector::LANES));
   }
@@ -83,7 +84,7 @@ struct GradientTile {
     GKA_UNROLL for (int i = 0; i < TILE_ROWS; i++) {
       const int64_t r = r0 + i;
       Vector norm = Vector::all(head.key.half_norm[r]), across = zero;
-      Vector delta = Vector::all(head.reach.symmetric ? head.delta[r] : 0.0f);
+      Vector delta = Vector::all(SYMMETRIC ? head.delta[r] : 0.0f);
       GKA_UNROLL for (int v = 0; v < V; v++) {
         const int64_t c = c0 + v * L, o = block.at(r, c);
         Vector e = exponent(acc[i][v], norm, Vector::load(head.query.half_norm + c));
@@ -91,7 +92,7 @@ struct GradientTile {
         if (masked) k = visible(head.reach, r, c, k, zero);
         k.store(block.k + o);
         Vector m = k * (Vector::load(block.m + o) - Vector::load(head.delta + c) - delta);
-        const bool diagonal = on_diagonal(head.reach, r, c);
+        const bool diagonal = on_diagonal<SYMMETRIC>(r, c);
         if (diagonal) twice = fma(m, e, twice);
         else pairs = fma(m, e, pairs);
         m = m * inverse;
@@ -137,7 +138,8 @@ void run_part(const GkaRequest& q, const Plan& plan, int64_t index, int64_t part
   std::fill(scratch + head.sums, scratch + head.sums_end, 0.0f);
   each_block(plan, head, part, [&](Range keys, Range queries) {
     Block block{keys, queries, block_stride(plan), head.k, head.m};
-    each_tile(head.reach, block, GradientTile{head, block});
+    if (head.reach.symmetric) each_tile(head.reach, block, GradientTile<true>{head, block});
+    else each_tile(head.reach, block, GradientTile<false>{head, block});
     mix(head, block);
   });
 }

@@ -21,7 +21,9 @@ struct Forward : Head {
   }
 };
 
-// K of own keys, and its row sums.
+// K of own keys, and its row sums. What the mask decides is known when it is compiled: asked inside the loops, it cost
+// a tenth of them.
+template <bool SYMMETRIC>
 struct OwnTile {
   const Forward& head;
   const Block& block;
@@ -42,10 +44,10 @@ struct OwnTile {
         Vector k = exp2(exponent(acc[i][v], norm, Vector::load(head.query.half_norm + c)));
         if (masked) k = visible(head.reach, r, c, k, zero);
         k.store(block.k + block.at(r, c));
-        if (!on_diagonal(head.reach, r, c)) down[v] = down[v] + k;
-        across = across + k;
+        if (!on_diagonal<SYMMETRIC>(r, c)) down[v] = down[v] + k;
+        if (SYMMETRIC) across = across + k;
       }
-      if (head.reach.symmetric) head.sum[r] += across.sum();
+      if (SYMMETRIC) head.sum[r] += across.sum();
     }
     GKA_UNROLL for (int v = 0; v < V; v++) {
       float* sum = head.sum + c0 + v * L;
@@ -120,8 +122,10 @@ void run_part(const GkaRequest& q, const Plan& plan, int64_t index, int64_t part
   each_block(plan, head, part, [&](Range keys, Range queries) {
     Block block{keys, queries, block_stride(plan), head.block, nullptr};
     const Term term{block.k, head.value.rows};
-    if (head.own_keys) {
-      each_tile(head.reach, block, OwnTile{head, block});
+    if (head.reach.symmetric) {
+      each_tile(head.reach, block, OwnTile<true>{head, block});
+    } else if (head.own_keys) {
+      each_tile(head.reach, block, OwnTile<false>{head, block});
     } else {
       each_tile(head.reach, block, ForeignTile{head, block});
       exponentiate(head, block);

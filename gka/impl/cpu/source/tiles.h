@@ -48,8 +48,9 @@ GKA_INLINE Vector visible(const Reach& reach, int64_t r, int64_t c, Vector value
 }
 
 // A unit on the diagonal of a symmetric K is whole: its sums along rows are those along columns.
-GKA_INLINE bool on_diagonal(const Reach& reach, int64_t r, int64_t c) {
-  return reach.symmetric && unit_of(r) == unit_of(c);
+template <bool SYMMETRIC>
+GKA_INLINE bool on_diagonal(int64_t r, int64_t c) {
+  return SYMMETRIC && unit_of(r) == unit_of(c);
 }
 
 // Call tile.template run<V>(r, c, masked) for tiles that cover all units of the block with a visible element.
