@@ -32,11 +32,11 @@ def check_names(names: list[str]) -> list[str]:
     return [name for name in ABOUT if not names or name in names]
 
 
-def layer(name: str, tokens: int, dim: int = DIM, heads: int = HEADS) -> nn.Module:
-    """A freshly initialised layer for sequences of `tokens`, without a causal mask."""
+def layer(name: str, tokens: int, dim: int = DIM, heads: int = HEADS, causal: bool = False) -> nn.Module:
+    """A freshly initialised layer for sequences of `tokens`; ours take `is_causal` when they are called."""
     if name in OURS:
         return ATTENTION[name](dim, num_heads=heads, qkv_bias=True)
-    return MixingLayer(Mixing.METHODS[name](heads, dim // heads, tokens))
+    return MixingLayer(Mixing.METHODS[name](heads, dim // heads, tokens, causal=causal))
 
 
 def cost(name: str, tokens: int, dim: int = DIM, heads: int = HEADS) -> dict[str, int]:

@@ -4,12 +4,14 @@ Only a layer that agrees with its own equation in float64 is timed. All take tur
 of a fresh process each, which may not take more than MEMORY_LIMIT.
 """
 
+import itertools
 import json
 import resource
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,12 @@ from torch import nn
 
 from gka.testing.budget import disagreement
 from runs.bench.load import LoadWatch
-from runs.neighbours.layers import DIM, by_equation, cost, layer
+from runs.neighbours.layers import ABOUT, DIM, by_equation, cost, layer
 from trainkit.distributed import keep_freed_memory
 from trainkit.progress import console
 
 MEMORY_LIMIT = 8 * 2**30  # bytes
-GATE_TOKENS = 211
+GATE_TOKENS = (63, 211)  # one length is within a causal form's first block
 FLOOR = 64 * torch.finfo(torch.float32).eps
 WARM_UP_TO = 8192  # tokens; a longer pass takes so long that the first one is timed
 PEAK = """
@@ -40,21 +42,26 @@ def inputs(tokens: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(1, tokens, DIM, generator=generator)
 
 
-def pass_through(built: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """y and the gradient of x that a fixed gradient of y gives."""
+def pass_through(built: nn.Module, x: torch.Tensor, causal: bool = False) -> dict[str, torch.Tensor]:
+    """y, and the gradients of x and of every parameter that a fixed gradient of y gives."""
     x = x.detach().clone().requires_grad_()
-    y = built(x)
+    y = built(x, is_causal=causal)
     y.backward(inputs(x.shape[1], seed=1).to(x.dtype))
-    return {"y": y.detach(), "dx": x.grad}
+    return {"y": y.detach(), "dx": x.grad, **{f"d {name}": p.grad for name, p in built.named_parameters()}}
 
 
-def gate(name: str, tokens: int = GATE_TOKENS) -> str | None:
-    """Why a layer is not its equation, or None: it may be off by twice the error of the equation in float32."""
-    torch.manual_seed(0)
-    built, x = layer(name, tokens), inputs(tokens)
-    exact, plain = by_equation(built), by_equation(built, torch.float32)
-    results = pass_through(built, x), pass_through(exact, x.double()), pass_through(plain, x)
-    return disagreement(*results, dict.fromkeys(("y", "dx"), FLOOR))
+def gate(name: str, lengths: Sequence[int] = GATE_TOKENS) -> str | None:
+    """Why a layer is not its equation, or None: y and all gradients, without a mask and in the causal form where there
+    is one, may be off by twice the error of the equation in float32.
+    """
+    for tokens, causal in itertools.product(lengths, (False, True)[: 1 + ABOUT[name].causal]):
+        torch.manual_seed(0)
+        built, x = layer(name, tokens, causal=causal), inputs(tokens)
+        exact, plain = by_equation(built), by_equation(built, torch.float32)
+        results = [pass_through(*pair, causal) for pair in ((built, x), (exact, x.double()), (plain, x))]
+        if reason := disagreement(*results, dict.fromkeys(results[0], FLOOR)):
+            return f"{reason} ({tokens} tokens{', causal' * causal})"
+    return None
 
 
 def timed_pass(built: nn.Module, x: torch.Tensor, grad_y: torch.Tensor) -> tuple[float, float]:

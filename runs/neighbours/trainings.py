@@ -1,7 +1,8 @@
 """Small models with the attention of every method: the demo's vision transformer on digits, and a language model.
 
 The vision runs are the trainer's own with another `attn_layer`. The language runs take the trainer's model, rows,
-rates, schedule and optimiser; queries, keys and values are nanochat's, and only their mixing is another.
+rates, schedule and optimiser; queries, keys and values are nanochat's, or GKA's features for a method without
+projections, and only their mixing is another.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from nanochat_gka.training.gradients import accumulate_gradients
 from nanochat_gka.training.optim import Group, MuonAdamW, parameter_groups
 from nanochat_gka.training.schedule import lr_multiplier, muon_momentum, weight_decay_multiplier
 from runs.demo import language, vision
-from runs.neighbours.layers import OURS
+from runs.neighbours.layers import ABOUT, OURS
 from runs.neighbours.mixing import Mixing, MixingLayer
 from trainkit.distributed import running
 from trainkit.loop import finish_record, launch
@@ -74,16 +75,23 @@ def train_digits(name: str, seed: int, epochs: int, out: Path) -> tuple[dict[str
 
 
 def plug(model: GPT, name: str) -> None:
-    """Let every layer of a softmax GPT mix with the causal form of a method."""
+    """Let every layer of a GPT, as `language_config` has it, mix with the causal form of a method."""
     shape = model.config
     for attention in model.attentions:
         attention.mixing = Mixing.METHODS[name](shape.n_head, shape.head_dim, shape.sequence_len, causal=True)
 
         def attend(rotary, queries, stored, mixing=attention.mixing):
-            q, k, v = (t.transpose(1, 2) for t in (queries, *stored))
+            q, k, v = (t.transpose(1, 2) for t in (queries, stored[0], stored[-1]))  # features are stored once
             return mixing(q, k, v).transpose(1, 2)
 
         attention.attend = attend
+
+
+def base(name: str) -> dict[str, str]:
+    """The flags of the trainer's layers that a method is plugged into: those with its projections and no bandwidth."""
+    if name in OURS:
+        return {"attention": name}
+    return {"attention": "softmax"} if ABOUT[name].projections else {"attention": "gka", "kernel": "mean"}
 
 
 def language_config(
@@ -91,7 +99,7 @@ def language_config(
 ) -> LanguageConfig:
     """The demo's settings without value embeddings, which GKA does not have. flags: words of others."""
     own = {"data": packed, "depth": depth, "num-iterations": steps, "seed": seed, "out": out / "language"}
-    own |= {"attention": name if name in OURS else "softmax", "value-embeds": "none", "window-pattern": "L"}
+    own |= {"value-embeds": "none", "window-pattern": "L"} | base(name)
     words = [*language.words(language.TRAIN_FLAGS | own), *flags]
     return tyro.cli(LanguageConfig, args=[str(word) for word in words])
 

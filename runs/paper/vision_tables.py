@@ -2,36 +2,33 @@
 
 from dataclasses import replace
 
-from gka import attention_cost
 from gka.kinds import KINDS
+from runs.neighbours.layers import ABOUT, DIM, HEADS
 from runs.paper import measured, published
 from runs.paper.deit import DEFAULT_KIND, SOFTMAX_TARGET
 from runs.paper.measured import FinishedRun, Sources
 from runs.paper.paper_table import NOT_RUN, PaperTable, alone, compare, percent
 from runs.paper.published import table
+from runs.sections import neighbours
 
-BUILT = {"Standard Attention": "softmax", "GKA": "gka"}  # methods of table 1 that this project has
-LAYER = (192, 3, 197)  # width, heads and tokens of size Ti, for table 1
 Cell = tuple[str, str, float | None]  # measure, the paper's figure, ours
 
 
 def related_methods(sources: Sources) -> PaperTable:
-    dim, heads, tokens = LAYER
+    """The paper's words, and below them what runs/neighbours counts and measures of every method that it builds."""
     columns, rows = published.TABLES["related_methods"]["columns"], []
     for method, text in published.rows("related_methods").items():
-        ours = {}
-        if method in BUILT:
-            kind = KINDS[BUILT[method]]
-            cost = attention_cost(kind.name, dim, heads, tokens)
-            ours = {
-                columns["projections"]: kind.input_projections or "none",
-                "Parameters": f"{cost.parameters:,}",
-                "MFLOPs": f"{cost.flops / 1e6:.1f}",
-            }
-        rows += [[method, heading, text[key], ours.pop(heading, ""), ""] for key, heading in columns.items()]
+        ours = neighbours.measures(method, sources.results / "neighbours")
+        learned = (ABOUT[neighbours.BY_LABEL[method]].projections or "none") if ours else neighbours.NOT_BUILT
+        rows += [[method, heading, text[key], learned * (key == "projections"), ""] for key, heading in columns.items()]
         rows += [[method, measure, "", value, ""] for measure, value in ours.items()]
-    remark = f"Ours: one layer of width {dim}, {heads} heads, {tokens} tokens. Most others: runs/neighbours."
-    shown = table("related_methods", rows, [remark], [], about="Method")
+    remarks = [
+        f"Ours: the letters of W that a layer learns beside W_O; one layer of width {DIM}, {HEADS} heads and N tokens.",
+        "Times and memory are of a forward and backward pass on a CPU, top-1 and bits per byte of small models "
+        "(runs/neighbours/README.md).",
+    ]
+    commands = ["python -m runs.neighbours"] if any(NOT_RUN in row for row in rows) else []
+    shown = table("related_methods", rows, remarks, commands, about="Method")
     return replace(shown, text_columns=len(shown.headings))
 
 

@@ -1,10 +1,12 @@
 """The tables of the approximations of GKA: errors, signs, times, when one of them wins, and what models learn."""
 
 import math
+import textwrap
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from runs.neighbours.approximations.forms import FORMS
+from runs.neighbours.approximations.pictures import PICTURE, TOKENS, caption
 from runs.neighbours.approximations.rows import APPROXIMATE, EXACT, FUSED, MEAN, SOFTMAX, Approximations
 from runs.sections.sources import RESULTS, measured, table
 
@@ -38,27 +40,33 @@ def errors(path: Path = RESULTS / FILE) -> str:
 
 
 def signs(path: Path = RESULTS / FILE) -> str:
-    """The share of rows with a negative and with an undefined sum, of the forms that have some, over all seeds."""
-    results, rows = Approximations.read(path), []
+    """The share of rows with a negative and with an undefined sum, of the forms that have some, over all seeds; a table
+    for every length.
+    """
+    results, parts = Approximations.read(path), []
     sources = results.values("error", "source")
-    tokens = min(results.values("error", "tokens"), default=0)
 
-    def share(source: str, name: str, size: int) -> tuple[float, float] | None:
+    def share(source: str, tokens: int, name: str, size: int) -> tuple[float, float] | None:
         seeds = results.errors(source, tokens, name, size)
         total = sum(metrics["rows"] for metrics in seeds)
         return tuple(sum(m[kind] for m in seeds) / total for kind in ("negative", "undefined")) if total else None
 
-    for name in FORMS:
-        for size in FORMS[name].sizes or SIZES:
-            shares = [share(source, name, size) for source in sources]
+    for tokens in sorted(results.values("error", "tokens")):
+        rows = []
+        for name, size in ((name, size) for name, form in FORMS.items() for size in form.sizes or SIZES):
+            shares = [share(source, tokens, name, size) for source in sources]
             if any(any(pair) for pair in shares if pair):
-                cells = [f"{pair[0]:.2%} / {pair[1]:.2%}" if pair else NOT_RUN for pair in shares]
+                cells = [" / ".join(map(_percent, pair)) if pair else NOT_RUN for pair in shares]
                 rows.append([name, str(size), *cells])
-    return _noted(results, "error", [f"N = {tokens:,}:\n\n{table(['', 'size', *sources], rows)}"] if rows else [])
+        if rows:
+            parts.append(f"N = {tokens:,}:\n\n{table(['', 'size', *sources], rows)}")
+    return _noted(results, "error", parts)
 
 
 def times(path: Path = RESULTS / FILE) -> str:
-    """Milliseconds, in brackets over the exact operator's, and MiB, against N; a table for each mask."""
+    """Milliseconds, in brackets over the exact operator's, and MiB, against N; a table for each mask. Headings say of
+    how many samples the milliseconds are the median.
+    """
     results = Approximations.read(path)
     lengths, parts = sorted(results.values("time", "tokens")), []
     for causal in sorted(results.values("time", "causal"), reverse=True):
@@ -67,8 +75,15 @@ def times(path: Path = RESULTS / FILE) -> str:
         keys += [(name, 0 if form.sizes else SIZE_OF_TIMES) for name, form in FORMS.items()]
         rows = [[_named(*key), *(_time(timed.get(key)) for timed in by_length)] for key in keys]
         heading = "With a causal mask:" if causal else "Without a mask:"
-        parts.append(f"{heading}\n\n{table(['', *(f'N = {n:,}' for n in lengths)], rows)}")
+        headings = [f"N = {n:,}{_samples(timed)}" for n, timed in zip(lengths, by_length)]
+        parts.append(f"{heading}\n\n{table(['', *headings], rows)}")
     return _noted(results, "time", parts)
+
+
+def picture(path: Path = RESULTS / FILE) -> str:
+    """The picture as a page shows it, with its caption; `python -m runs.neighbours.approximations --parts picture`."""
+    drawn = textwrap.fill(caption(Approximations.read(path)), 120)
+    return f"![Error against time at N = {TOKENS:,}](../../results/pictures/{PICTURE})\n\n{drawn}" if drawn else NOT_RUN
 
 
 def answer(path: Path = RESULTS / FILE) -> str:
@@ -82,28 +97,55 @@ def answer(path: Path = RESULTS / FILE) -> str:
             faster = sorted(pair for pair in faster if pair[0] is not None and pair[1][0] != MEAN)
             if not ratios or mean is None:
                 continue
-            best = [_named(*faster[0][1]), _number(faster[0][0]), f"{ratios[faster[0][1]]:.2f}"] if faster else ["none"]
-            rows.append([source, f"{tokens:,}", *best, *[""] * (3 - len(best)), _number(mean)])
-    headings = ["features of", "N", "best of what is faster", "its error", "its time over exact", "error of the mean"]
+            best = ["none", "", "", ""]
+            if faster:
+                error, key = faster[0]
+                worst = max(metrics["worst_head"] for metrics in results.errors(source, tokens, *key))
+                best = [_named(*key), _number(error), _number(worst), f"{ratios[key]:.2f}"]
+            rows.append([source, f"{tokens:,}", *best, _number(mean)])
+    headings = ["features of", "N", "best of what is faster", "its error", "of its worst head", "its time over exact"]
+    headings.append("error of the mean")
     return _noted(results, "time", [table(headings, rows, left=1)] if rows else [])
 
 
 def trained(path: Path = RESULTS / FILE) -> str:
-    """What models reach with the exact operator and with approximations, in the longest trainings of each task."""
-    results, rows = Approximations.read(path), []
-    records = [record for record in results.records if record["config"]["part"] == "training"]
-    for task in dict.fromkeys(r["config"]["task"] for r in records):
-        length = max(r["config"]["length"] for r in records if r["config"]["task"] == task)
+    """What models reach with the exact operator and with approximations, in the longest trainings of each task and
+    shape of model.
+    """
+    groups: dict[tuple[str, str], list[dict]] = {}
+    for record in Approximations.read(path).records:
+        if record["config"]["part"] == "training":
+            groups.setdefault((record["config"]["task"], shape_of(record["metrics"]["settings"])), []).append(record)
+    rows, shown = [], []
+    for (task, shape), records in groups.items():
+        length = max(record["config"]["length"] for record in records)
+        records = [record for record in records if record["config"]["length"] == length]
         key, form, unit = TRAINED["digits" if task == "digits" else "language"]
         cells = []
         for name in (EXACT, *APPROXIMATE):
-            case = dict(task=task, length=length, form=name)
-            values = [r["metrics"][key] for r in records if case.items() <= r["config"].items()]
+            values = [r["metrics"][key] for r in records if r["config"]["form"] == name]
             seeds = f" ({len(values)} seed{'s' * (len(values) > 1)})"
             cells.append(", ".join(f"{value:{form}}" for value in values) + seeds if values else NOT_RUN)
-        rows.append([task, unit, f"{length:,}", *cells])
-    headings = ["", "", "epochs or steps", EXACT, *APPROXIMATE]
-    return _noted(results, "training", [table(headings, rows, left=2)] if rows else [])
+        rows.append([task, shape, unit, f"{length:,}", *cells])
+        shown += records
+    headings = ["", "depth, width", "", "epochs or steps", EXACT, *APPROXIMATE]
+    return f"{table(headings, rows, left=3)}\n{measured(shown, FILE)}" if rows else NOT_RUN
+
+
+def shape_of(settings: dict) -> str:
+    """Depth and width of a language model, or of a vision model, whose settings have them as words for timm."""
+    words = dict(word.split("=") for word in settings.get("model_kwargs", []))
+    return f"{settings.get('depth', words.get('depth'))}, {settings.get('width', words.get('embed_dim'))}"
+
+
+def _percent(share: float) -> str:
+    return "< 0.01%" if 0 < share < 1e-4 else f"{share:.2%}"
+
+
+def _samples(timed: dict) -> str:
+    """Of how many samples the times are, in words; nothing where none were taken."""
+    counts = sorted({metrics["samples"] for metrics in timed.values()})
+    return f" ({' or '.join(map(str, counts))} sample{'s' * (counts != [1])})" if counts else ""
 
 
 def _named(form: str, size: int) -> str:
@@ -123,10 +165,10 @@ def _time(metrics: dict | None) -> str:
 
 
 def _noted(results: Approximations, part: str, parts: Iterable[str]) -> str:
-    """The parts, and where the newest row of their kind was measured."""
+    """The parts, and where the rows of their kind were measured."""
     text = "\n\n".join(parts)
     records = [record for record in results.records if record["config"]["part"] == part]
-    return f"{text}\n{measured(records[-1], FILE)}" if text else NOT_RUN
+    return f"{text}\n{measured(records, FILE)}" if text else NOT_RUN
 
 
 TABLES: dict[str, Callable[..., str]] = {
@@ -134,6 +176,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "approximations-errors": errors,
     "approximations-signs": signs,
     "approximations-time": times,
+    "approximations-picture": picture,
     "approximations-answer": answer,
     "approximations-training": trained,
 }

@@ -8,10 +8,17 @@ from trainkit.results import hardware_of
 RESULTS = bench_results.RESULTS
 
 
-def measured(record: dict, file: str) -> str:
-    """The line under a table: when, where and of which commit its numbers are."""
-    where = f"at commit {record['commit']} on {hardware_of(record)}, torch {record['torch']}"
-    return f"\nMeasured {record['date'][:10]} {where} (`runs/results/{file}`)."
+def measured(records: dict | list[dict], file: str) -> str:
+    """The line under a table: when, where and of which commits its numbers are, of one record or of all of them."""
+    by_machine: dict[str, list[dict]] = {}
+    for record in [records] if isinstance(records, dict) else records:
+        by_machine.setdefault(f"{hardware_of(record)}, torch {record['torch']}", []).append(record)
+    parts = []
+    for machine, rows in by_machine.items():
+        days, commits = sorted({row["date"][:10] for row in rows}), list(dict.fromkeys(row["commit"] for row in rows))
+        when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+        parts.append(f"{when} at commit{'s' * (len(commits) > 1)} {', '.join(commits)} on {machine}")
+    return f"\nMeasured {'; '.join(parts)} (`runs/results/{file}`)."
 
 
 def table(headings: list[str], rows: list[list[str]], left: int = 1) -> str:

@@ -20,6 +20,7 @@ from runs.neighbours.approximations.truncation import nearest_keys
 from runs.sections import approximations as tables
 from tiny_gpt import SHAPE, awake, write_run
 from trainkit.cli import UserError
+from trainkit.results import append_line
 
 N, D = 1100, 4  # five blocks, the last one not full
 MADE_OF_FEATURES = [name for name, form in FORMS.items() if form.features]
@@ -160,12 +161,30 @@ def test_the_command_measures_once_and_its_rows_become_tables_and_a_picture(trai
     assert figure.path.stat().st_size > 10_000 and {row["form"] for row in figure.rows} == {*chosen} - {"mean"}
     error = results.error("vision", 80, "clusters", 64)
     assert f"{error:.2g}" in tables.errors(file) and "not run" in tables.errors(file)
-    assert "N = 80" in tables.times(file) and "random, causal" in tables.answer(file) + tables.errors(file)
+    assert ": 8 and 64 features or landmarks" in figure.caption
+    signs = dict(part.split(":", 1) for part in tables.signs(file).split("N = ")[1:])
+    assert list(signs) == ["80"] and "| trigonometric | 64 |" in signs["80"]
+    assert (
+        "of its worst head" in tables.answer(file)
+        and "N = 80 (1 sample)" in tables.times(file)
+        and "random, causal" in tables.answer(file) + tables.errors(file)
+    )
     with pytest.raises(UserError, match="the forms are positive"):
         command.main(replace(config, forms=["none"]))
 
 
+def test_negative_rows_of_every_length_are_in_the_table(tmp_path):
+    about = {"date": "2026-11-22", "commit": "abc", "hardware": "a CPU", "torch": "2"}
+    for tokens, negative in ((1024, 10), (16384, 40), (32768, 0)):
+        config = dict(part="error", source="random", tokens=tokens, form="trigonometric", size=64, seed=0)
+        append_line(tmp_path / "rows", {**about, "config": config, "metrics": dict(
+            rows=100, negative=negative, undefined=0)})  # fmt: skip
+    parts = tables.signs(tmp_path / "rows").split("N = ")[1:]
+    assert [part.split(":")[0] for part in parts] == ["1,024", "16,384"]
+    assert "10.00% / 0.00%" in parts[0] and "40.00% / 0.00%" in parts[1]
+
+
 def test_pages_say_not_run_without_results(tmp_path):
-    for write in (tables.errors, tables.signs, tables.times, tables.answer):
+    for write in (tables.errors, tables.signs, tables.times, tables.picture, tables.answer, tables.trained):
         assert write(tmp_path / "none") == "not run"
     assert pictures.draw(Approximations([]), tmp_path) is None

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import gka.flops  # noqa: F401  torch's counter then knows the operator of non-local means
@@ -95,6 +96,30 @@ def test_flops_are_what_torch_counts(name, causal):
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         layer(torch.randn(1, tokens, HEADS * HEAD_DIM))
     assert layer.flops(tokens) == counter.get_total_flops()
+
+
+class ConvolutionFlops(TorchDispatchMode):
+    """Counts real and complex products of (B, H, D + 1, m, N) tensors, and Fourier transforms."""
+
+    total = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), settings=None):
+        result = function(*arguments, **(settings or {}))
+        name = function.overloadpacket.__name__
+        if name == "mul" and result.dim() == 5:
+            self.total += result.numel() * (6 if result.is_complex() else 1)
+        elif name in ("_fft_r2c", "_fft_c2r"):
+            real = arguments[0] if name == "_fft_r2c" else result
+            self.total += real.numel() * 5 * math.log2(real.shape[-1]) / 2
+        return result
+
+
+def test_flops_of_convolutions_are_products_and_transforms():
+    tokens = 150
+    mixing, given = build("kernelized-rpe", tokens), inputs("kernelized-rpe", tokens, batch=1)
+    with ConvolutionFlops() as counter, torch.no_grad():
+        mixing(*given)
+    assert mixing.other_flops(tokens) == counter.total
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -14,6 +14,7 @@ from runs.neighbours.layers import ABOUT, BUILT, by_equation, check_names, layer
 from runs.neighbours.methods.performer import Performer
 from runs.neighbours.mixing import MixingLayer
 from runs.sections import neighbours
+from runs.sections.sources import measured
 from trainkit.cli import UserError
 
 CAUSAL = [name for name in BUILT if ABOUT[name].causal]
@@ -21,13 +22,38 @@ CAUSAL = [name for name in BUILT if ABOUT[name].causal]
 
 @pytest.mark.parametrize("name", ABOUT)
 def test_every_layer_passes_the_gate(name):
-    assert speed.gate(name, 29) is None
+    assert speed.gate(name, [29]) is None
 
 
 def test_the_gate_refuses_a_layer_that_is_not_its_equation(monkeypatch):
     right = Performer.forward
     monkeypatch.setattr(Performer, "forward", lambda self, q, k, v: right(self, q, k, v) * 1.001)
-    assert "y is off by" in speed.gate("performer", 29)
+    assert "y is off by" in speed.gate("performer", [29])
+
+
+def test_the_gate_compares_the_causal_form_too(monkeypatch):
+    right = Performer.forward
+
+    def forward(self, q, k, v):
+        y = right(self, q, k, v)
+        return y.roll(1, 2) if self.causal else y
+
+    monkeypatch.setattr(Performer, "forward", forward)
+    assert "y is off by" in (said := speed.gate("performer", [29])) and said.endswith("(29 tokens, causal)")
+
+
+PARAMETERS = [(name, key) for name in ABOUT for key, _ in layer(name, 8).named_parameters()]
+
+
+@pytest.mark.parametrize("name, parameter", PARAMETERS)
+def test_the_gate_refuses_a_wrong_gradient_of_a_parameter(name, parameter, monkeypatch):
+    def wrong(*arguments, **settings):
+        built = layer(*arguments, **settings)
+        built.get_parameter(parameter).register_hook(lambda gradient: gradient * 1.001)  # copies have no hooks
+        return built
+
+    monkeypatch.setattr(speed, "layer", wrong)
+    assert f"d {parameter} is off by" in speed.gate(name, [29])
 
 
 def test_a_layer_by_its_equation_is_another_computation():
@@ -58,7 +84,8 @@ def test_timm_builds_its_vit_with_the_method():
 @pytest.mark.parametrize("name", CAUSAL)
 def test_a_gpt_mixes_with_the_method_and_sees_no_later_token(name):
     torch.manual_seed(0)
-    config = GPTConfig(sequence_len=16, vocab_size=50, n_layer=2, n_head=2, n_kv_head=2, n_embd=64, value_embeds="none")
+    shape = dict(sequence_len=16, vocab_size=50, n_layer=2, n_head=2, n_kv_head=2, n_embd=64, value_embeds="none")
+    config = GPTConfig(**shape, **trainings.base(name))
     model, untouched = build(config, "cpu"), build(config, "cpu")
     trainings.plug(model, name)
     untouched.load_state_dict({k: v for k, v in model.state_dict().items() if ".mixing." not in k})
@@ -69,10 +96,22 @@ def test_a_gpt_mixes_with_the_method_and_sees_no_later_token(name):
     changed = ids.clone()
     changed[:, 9:] = (ids[:, 9:] + 7) % 50
     with torch.no_grad():
-        logits, later, softmax = model(ids), model(changed), untouched(ids)
-    torch.testing.assert_close(later[:, :9], logits[:, :9], rtol=1e-3, atol=1e-6)
+        logits, later, by_base = model(ids), model(changed), untouched(ids)
+    if name == "kernelized-rpe":  # Fourier transforms carry their rounding to all tokens
+        torch.testing.assert_close(later[:, :9], logits[:, :9], rtol=1e-3, atol=1e-6)
+    else:
+        assert torch.equal(later[:, :9], logits[:, :9])
     assert not torch.allclose(later[:, 9:], logits[:, 9:], atol=1e-5)
-    assert not torch.allclose(softmax, logits, atol=1e-5)
+    assert not torch.allclose(by_base, logits, atol=1e-5)
+
+
+def test_a_gpt_has_the_projections_of_its_method():
+    model = {name: build(trainings.language_config(name, 0, 4, "packed", trainings.Path("out")).shape(2, 16, 50), "cpu")
+             for name in ("performer", "non-local-means")}  # fmt: skip
+    learned = {
+        name: {key.split(".")[-2] for key, _ in gpt.attentions[0].named_parameters()} for name, gpt in model.items()
+    }
+    assert learned == {"performer": {"c_q", "c_k", "c_v", "c_proj"}, "non-local-means": {"c_proj"}}
 
 
 def test_what_a_method_learns_of_positions_is_not_a_matrix_to_the_optimiser():
@@ -132,6 +171,26 @@ def test_the_table_has_means_over_seeds_and_says_what_is_not_run(tmp_path):
     assert cell(text, "Linformer", "language: bits per byte") == "no causal form"
     assert cell(text, "Non-Local NN", "parameters") == "not built"
     assert cell(text, "GKA", "parameters") == "37,059"
+
+
+def test_models_of_another_depth_or_width_are_not_in_the_table(tmp_path):
+    lines = []
+    for seed, (depth, width) in enumerate([(4, 128), (2, 64), (4, 64), (2, 128)]):
+        line = json.loads(row("language", {"val_bpb": 2.0 + seed}, method="gka", seed=seed, steps=400))
+        line["config"] |= {"depth": depth, "width": width}
+        lines.append(json.dumps({**line, "commit": f"commit{seed}"}) + "\n")
+    (tmp_path / "language.jsonl").write_text("".join(lines))
+    text = neighbours.table_1(tmp_path)
+    assert cell(text, "GKA", "language: bits per byte") == "2.0000 (1 seed)"
+    assert "at commit commit0 on" in text and "commit1" not in text
+
+
+def test_all_commits_and_machines_of_a_table_are_named():
+    about = {"date": "2026-11-22 12:00", "commit": "aaa", "hardware": "a CPU", "torch": "2.14"}
+    records = [about, {**about, "commit": "bbb", "date": "2026-11-23 12:00"}, about, {**about, "hardware": "another"}]
+    said = measured(records, "x.jsonl").strip()
+    first = "Measured 2026-11-22 to 2026-11-23 at commits aaa, bbb on a CPU, torch 2.14"
+    assert said == f"{first}; 2026-11-22 at commit aaa on another, torch 2.14 (`runs/results/x.jsonl`)."
 
 
 def test_the_table_of_speed_has_times_memory_and_reasons(tmp_path):

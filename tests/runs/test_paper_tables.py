@@ -68,6 +68,28 @@ def test_every_number_of_the_published_file_is_in_its_table(tmp_path):
         assert figures <= shown, figures - shown
 
 
+def test_related_methods_have_what_their_layers_cost_and_reach(tmp_path):
+    assert cells(1, tmp_path, tmp_path)["Krause", "MiB, N = 197"] == ["", NOT_RUN, ""]
+    assert "`python -m runs.neighbours`" in BUILDERS[1](Sources(tmp_path, tmp_path)).caption
+    about = {"method": "krause", "tokens": 197}
+    line = {"date": "2026-11-22", "commit": "abc", "hardware": "a CPU", "torch": "2"}
+    layer = {"config": {"case": about}, "metrics": {"forward_ms": 1.5, "both_ms": 4.0}}
+    trained = [
+        {"config": {"case": {"method": "krause", "seed": seed, "epochs": 50}}, "metrics": {"ema_top1": 97.0 + seed}}
+        for seed in range(2)
+    ]
+    write(tmp_path / "neighbours" / "speed.jsonl", line | layer)
+    write(tmp_path / "neighbours" / "digits.jsonl", *(line | row for row in trained))
+    shown = cells(1, tmp_path, tmp_path)
+    assert shown["Krause", "ms, forward / both, N = 197"] == ["", "1.5 / 4.0", ""]
+    assert shown["Krause", "digits: top-1 %"] == ["", "97.50 ± 0.71 (2 seeds)", ""]
+    assert shown["Krause", "Kernel Type"] == ["Distance+RBF", "", ""]
+    assert shown["Krause", "QKV Projection"][1] == "QKV" and shown["GKA", "QKV Projection"][1] == "none"
+    assert shown["Linformer", "language: bits per byte"][1] == "no causal form"
+    assert shown["Linformer", "parameters"][1] == f"{173_440:,} / {148_224 + 2 * 64 * 16_384:,}"
+    assert shown["Non-Local NN", "QKV Projection"][1] == "not built" and ("Non-Local NN", "parameters") not in shown
+
+
 @pytest.mark.parametrize("number", [2, 3, 5, 8])
 def test_counts_agree_with_the_printed_figures_to_their_last_digit(number, tmp_path):
     for (model, measure), (paper, ours, difference) in cells(number, tmp_path).items():

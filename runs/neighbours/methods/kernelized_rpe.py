@@ -64,7 +64,9 @@ class KernelizedRPE(Mixing, name="kernelized-rpe"):
         return self.heads * tokens * self.size * (4 * self.head_dim + 2 * (self.head_dim + 1))
 
     def other_flops(self, tokens):
-        """5 L log2 L for each complex transform of length L, half for a real one (there and back)."""
-        length = self._length(tokens)
-        one = 5 * length * max(1, math.ceil(math.log2(length))) // 2
-        return self.heads * (2 * self.size * (self.head_dim + 1) + 1) * one
+        """phi(k) v^T, 5 L log2 L for each complex transform of length L and half for a real one (there and back), and 6
+        for each complex product of spectra, which are half as long.
+        """
+        length, rows = self._length(tokens), self.size * (self.head_dim + 1)
+        transform = 5 * length * math.ceil(math.log2(length)) // 2
+        return self.heads * ((2 * rows + 1) * transform + rows * (tokens + 6 * (length // 2 + 1)))
