@@ -54,6 +54,7 @@ def test_two_processes_build_once_and_later_ones_load(tmp_path):
     count, cache = tmp_path / "runs", tmp_path / "cache"
     text = f'case "$*" in *--version*) ;; *) echo run >> {count};; esac\nexec REAL "$@" -O0\n'
     variables = environment(cache, CXX=wrapper(tmp_path, text))
+    (cache / "building-killed").mkdir(parents=True)  # of a build that was killed
     command = [sys.executable, "-c", ASK]
     both = [subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(2)]
     said = [process.communicate()[1].decode() for process in both]

@@ -120,6 +120,8 @@ def _built(instructions: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the system lets go of it if this process dies
+        for left in folder.glob("building-*"):  # by a process that was killed: nobody else builds here now
+            shutil.rmtree(left, ignore_errors=True)
         if not path.exists():
             LOG.warning("gka: compiling the CPU kernel, once, for a few seconds: %s", path)
             with tempfile.TemporaryDirectory(dir=folder, prefix="building-") as scratch:
