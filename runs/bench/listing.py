@@ -1,11 +1,12 @@
 """How long the trainers take to know all images of a data set of ImageNet's size, at the first start and later.
 
-    python -m runs.bench.listing                          class folders and tars, in a temporary folder
+    python -m runs.bench.listing                          all forms, in a temporary folder
     python -m runs.bench.listing --folder out/listing     kept there, and taken from there the next time
 
-The images are empty and named as ImageNet's: listing reads names, and of tars headers and labels. The first start has
-no kept list (deit_gka/README.md, Images), a later one has. All was written or read just before, so the operating
-system's cache is warm; a cold disk adds its own time. Appends a line for each: medians of wall and processor time.
+The images are empty and named as ImageNet's: listing reads names, and of tars headers and labels. Parquet files are of
+the Hub's form, which `hf:` reads. The first start has no kept list (deit_gka/README.md, Images) or, of parquet files,
+no copy of the `datasets` library, a later one has. All was written or read just before, so the operating system's cache
+is warm; a cold disk adds its own time. Appends a line for each: medians of wall and processor time.
 """
 
 import io
@@ -19,6 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Literal
 
+import datasets
 import torch
 
 from deit_gka.data.sources import kept, open_source
@@ -27,7 +29,7 @@ from trainkit.results import append_result
 
 FILE = "listing.jsonl"
 CLASSES = 1000
-FORMS = ("class folders", "tars")
+FORMS = ("class folders", "tars", PARQUET := "parquet files")
 
 
 @dataclass
@@ -56,11 +58,12 @@ def main(config: ListingConfig) -> None:
                 (root / "written").touch()
                 time.sleep(kept.SETTLED)  # a list of what has just changed is not kept
             os.environ["GKA_CACHE_DIR"] = cache = str(Path(temporary) / "cache")
+            datasets.config.HF_DATASETS_CACHE = Path(cache) / "datasets"
             measured = {"first": [], "later": []}
             for _ in range(config.rounds):
                 shutil.rmtree(cache, ignore_errors=True)
                 for times in measured.values():
-                    times.append(timed(root, config.images))
+                    times.append(timed(f"hf:{root}" if form == PARQUET else str(root), config.images))
             for start, times in measured.items():
                 wall, processor = (median(values) for values in zip(*times))
                 settings = {"form": form, "images": config.images, "start": start, "page_cache": "warm"}
@@ -69,12 +72,12 @@ def main(config: ListingConfig) -> None:
                 print(f"{form}, {start} start: {wall:.2f} s, {processor:.2f} s of processor time", flush=True)
 
 
-def timed(root: Path, images: int) -> tuple[float, float]:
+def timed(data: str, images: int) -> tuple[float, float]:
     """Seconds, and seconds of the processor, that opening the training split takes."""
     started = time.perf_counter(), time.process_time()
-    source = open_source(str(root), "train")
+    source = open_source(data, "train")
     taken = time.perf_counter() - started[0], time.process_time() - started[1]
-    assert len(source) == images, f"{root} has {len(source):,} images, not {images:,}: delete it"
+    assert len(source) == images, f"{data} has {len(source):,} images, not {images:,}: delete it"
     return taken
 
 
@@ -111,7 +114,20 @@ def write_tars(folder: Path, counts: list[int]) -> None:
                     tar.addfile(member, io.BytesIO(data))
 
 
-WRITERS = dict(zip(FORMS, (write_folders, write_tars), strict=True))
+def write_parquet(folder: Path, counts: list[int]) -> None:
+    """Parquet files of empty images and labels, one for ten classes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    labels = datasets.ClassLabel(names=[f"n{number:08d}" for number in range(len(counts))])
+    features = datasets.Features(image=datasets.Image(), label=labels)
+    for first in range(0, len(counts), 10):
+        classes = [number for number in range(first, min(first + 10, len(counts))) for _ in range(counts[number])]
+        names = [f"n{number:08d}_{image}.JPEG" for image, number in enumerate(classes)]
+        images = [{"bytes": b"", "path": name} for name in names]
+        rows = datasets.Dataset.from_dict(dict(image=images, label=classes), features)
+        rows.to_parquet(folder / f"train-{first // 10:05d}.parquet")
+
+
+WRITERS = dict(zip(FORMS, (write_folders, write_tars, write_parquet), strict=True))
 
 if __name__ == "__main__":
     run(main, ListingConfig)

@@ -9,21 +9,21 @@ from trainkit import cli
 from trainkit.progress import read_lines
 
 
-def test_first_and_later_starts_are_measured_for_folders_and_tars(tmp_path, monkeypatch):
+def test_first_and_later_starts_are_measured_for_every_form(tmp_path, monkeypatch):
     monkeypatch.setattr(kept, "WORTH_KEEPING", 0.0)
     monkeypatch.setattr(listing, "CLASSES", 3)
     monkeypatch.setenv("GKA_CACHE_DIR", "restored after the test")
     lists, timed = [], listing.timed
 
-    def counted(root, images):
+    def counted(data, images):
         folder = kept.cache_folder() / "lists"
         lists.append(len(os.listdir(folder)) if folder.exists() else 0)
-        return timed(root, images)
+        return timed(data, images)
 
     monkeypatch.setattr(listing, "timed", counted)
     flags = ["--images", "20", "--rounds", "2", "--folder", str(tmp_path / "data"), "--results", str(tmp_path / "rows")]
     cli.run(listing.main, listing.ListingConfig, flags)
-    assert lists == [0, 1, 0, 1] * 2  # no list at a first start, one at a later one
+    assert lists == [0, 1, 0, 1] * 2 + [0] * 4  # no list at a first start, one at a later one; `datasets` keeps its own
     rows = read_lines(tmp_path / "rows")
     starts = [(form, start) for form in listing.FORMS for start in ("first", "later")]
     assert [(row["config"]["form"], row["config"]["start"]) for row in rows] == starts
