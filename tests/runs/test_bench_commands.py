@@ -81,8 +81,8 @@ def test_onnx_is_timed_beside_softmax_and_reported(tmp_path, monkeypatch, capsys
 def test_without_onnxruntime_its_benchmark_is_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("trainkit.onnx.NEEDED", ("onnxruntime_of_nobody",))
     cli.run(onnx.main, onnx.OnnxConfig, ["--results", str(tmp_path)])
-    advice = 'onnxruntime_of_nobody is not installed: run pip install "gka[onnx]"'
-    assert capsys.readouterr().out == f"nothing is timed: {advice}\n" and not list(tmp_path.iterdir())
+    said = 'nothing is timed: onnxruntime_of_nobody is not installed: run pip install "gka[onnx]" (in a checkout:'
+    assert capsys.readouterr().out == f'{said} pip install -e ".[onnx]")\n' and not list(tmp_path.iterdir())
 
 
 def test_every_number_of_threads_has_a_file_and_is_reported(tmp_path, capsys):
