@@ -59,7 +59,10 @@ class Rows:
 
     def __init__(self, config: NeighboursConfig, part: str):
         self.path, self.part = config.results / f"{part}.jsonl", part
-        self.done = {tuple(sorted(line["config"]["case"].items())) for line in read_results(self.path)}
+        configs = [line["config"] for line in read_results(self.path)]
+        # A language model of another depth is another case; the other parts state no depth.
+        current = [config["case"] for config in configs if config.get("depth", trainings.DEPTH) == trainings.DEPTH]
+        self.done = {tuple(sorted(case.items())) for case in current}
 
     def has(self, **case: Any) -> bool:
         return tuple(sorted(case.items())) in self.done

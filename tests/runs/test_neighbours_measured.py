@@ -160,6 +160,16 @@ def test_a_measured_row_is_not_measured_again(tmp_path, monkeypatch):
     assert asked == [["krause"]]
 
 
+def test_a_language_model_of_another_depth_is_trained_again(tmp_path):
+    case = dict(method="gka", seed=0, steps=400)
+    lines = [json.loads(row("language", {}, **case)) for _ in range(2)]
+    for line, depth in zip(lines, (2, trainings.DEPTH)):
+        line["config"]["depth"] = depth
+        (tmp_path / "language.jsonl").write_text(json.dumps(line) + "\n")
+        found = command.Rows(command.NeighboursConfig(results=tmp_path), "language").has(**case)
+        assert found == (depth == trainings.DEPTH)
+
+
 def test_the_table_has_means_over_seeds_and_says_what_is_not_run(tmp_path):
     rows = [("gka", 0, 50, 97.0), ("gka", 1, 50, 98.0), ("gka", 1, 50, 99.0), ("krause", 0, 1, 10.0)]
     lines = [row("digits", {"ema_top1": v}, method=m, seed=s, epochs=e) for m, s, e, v in rows]
