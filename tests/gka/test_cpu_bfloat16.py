@@ -1,4 +1,4 @@
-"""The CPU kernel in half precision: AMX for bfloat16 self-attention, the float32 kernels for all else."""
+"""The CPU kernel in half precision: AMX for bfloat16, the float32 kernels for all else. Self-attention."""
 
 import logging
 from functools import partial
@@ -20,13 +20,6 @@ needs_tiles = pytest.mark.skipif(not HAS_TILES, reason=build.obstacle() or "no A
 # No window or length is a multiple of a block of 32 x 32; 321 keys are mixed in two chunks.
 MASKS = [(False, None), (True, None), (True, 21), (False, 9), (True, 0), (False, 0), (True, 117), (False, 77)]
 attend = partial(gaussian_attention, impl="cpu")
-
-
-@pytest.fixture
-def threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=["AMX", "float32"])
@@ -203,12 +196,13 @@ def test_autocast_and_compile_give_what_bfloat16_features_give(kernel):
 
 
 @pytest.mark.parametrize("dtype", op.HALF, ids=str)
-def test_what_tiles_do_not_serve_is_computed_in_float32(dtype):
-    """Foreign keys, decoding, float16: as if the caller had converted, y rounded once."""
+def test_what_tiles_do_not_serve_is_computed_in_float32(dtype, monkeypatch):
+    """float16, decoding, and all without AMX: as if the caller had converted, y rounded once."""
+    monkeypatch.setattr(call, "has_bfloat16", lambda: False)
     x, keys, values = (make_features("normal", (1, 40, 2, 20), dtype, seed) for seed in (0, 1, 2))
     log_sigma = make_log_sigma(2, 20)
-    calls = [(x, dict(keys=keys)), (x[:, :1], dict(keys=keys, values=values)), (x[:, :1], dict(keys=keys, causal=True))]
-    for query, options in calls + ([(x, {}), (x, dict(values=values))] if dtype == torch.float16 else []):
+    decoding = [(x[:, :1], dict(keys=keys, values=values)), (x[:, :1], dict(keys=keys, causal=True))]
+    for query, options in [(x, {}), (x, dict(values=values)), (x, dict(keys=keys)), *decoding]:
         single = {name: t.float() if isinstance(t, torch.Tensor) else t for name, t in options.items()}
         got = attend(query, log_sigma, **options)
         assert got.dtype == dtype and torch.equal(got, attend(query.float(), log_sigma, **single).to(dtype))

@@ -13,31 +13,13 @@ from gka.bandwidth import LOG_SIGMA_BOUND
 from gka.impl.cpu import build, op
 from gka.masking import Mask
 from gka.testing import Problem, make_features, make_log_sigma
-from operator_cases import check
+from operator_cases import check, foreign
 
 pytestmark = pytest.mark.skipif(build.obstacle() is not None, reason=str(build.obstacle()))
 
 # No window or length is a multiple of a tile: 16 x 16 units, 48 queries side by side, blocks of 192.
 MASKS = [(False, None), (True, None), (True, 21), (False, 9), (True, 0), (False, 0), (True, 117), (False, 77)]
 attend = partial(gaussian_attention, impl="cpu")
-
-
-@pytest.fixture
-def threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
-def foreign(num_queries: int, num_keys: int, head_dim: int, mask: Mask, with_values: bool, with_gradients: bool = True):
-    """A problem whose keys are not its queries."""
-
-    def draw(tokens: int, seed: int) -> torch.Tensor:
-        return make_features("normal", (2, tokens, 2, head_dim), seed=seed)
-
-    others = dict(keys=draw(num_keys, 3), values=draw(num_keys, 1) if with_values else None)
-    grad_y = draw(num_queries, 2) if with_gradients else None
-    return Problem(draw(num_queries, 0), make_log_sigma(2, head_dim), mask=mask, grad_y=grad_y, **others)
 
 
 @pytest.mark.parametrize("with_values", [False, True], ids=["own", "values"])

@@ -39,6 +39,20 @@ def check(
     testing.check(partial(gaussian_attention, **options), problem, constant_norm=constant_norm)
 
 
+def foreign(
+    num_queries, num_keys, head_dim, mask, with_values, with_gradients=True, dtype=torch.float32, kind="normal"
+):
+    """A problem of two sequences and two heads whose keys are not its queries."""
+
+    def draw(tokens: int, seed: int, kind: str = "normal") -> torch.Tensor:
+        return testing.make_features(kind, (2, tokens, 2, head_dim), dtype, seed)
+
+    others = dict(keys=draw(num_keys, 3, kind), values=draw(num_keys, 1) if with_values else None)
+    grad_y = draw(num_queries, 2) if with_gradients else None
+    log_sigma = testing.make_log_sigma(2, head_dim)
+    return Problem(draw(num_queries, 0, kind), log_sigma, mask=mask, grad_y=grad_y, **others)
+
+
 # Triton's kernels
 
 KERNELS = ("forward", "decode", "symmetric", "queries", "keys")

@@ -60,10 +60,10 @@ def _is_transformed() -> bool:
 def gaussian(request: GaussianRequest) -> torch.Tensor:
     """y, (B, Tq, H, D) in x.dtype. The norms are computed, constant or not.
 
-    Half precision is computed in float32, but for bfloat16 decoding, and self-attention where the processor has AMX.
+    Half precision is computed in float32, except bfloat16 where the processor has AMX, and in decoding.
     """
     decodes = not request.own_keys and request.num_queries <= DECODE_QUERIES and not request.needs_grad
-    has_kernel = request.x.dtype == torch.bfloat16 and (decodes or (request.own_keys and call.has_bfloat16()))
+    has_kernel = request.x.dtype == torch.bfloat16 and (decodes or call.has_bfloat16())
     if request.x.dtype in HALF and not has_kernel:
         return gaussian(_single(request)).to(request.x.dtype)
     before, after = (-1 if limit is None else limit for limit in request.mask.reach)

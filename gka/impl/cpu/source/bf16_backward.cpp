@@ -1,11 +1,15 @@
-// Backward in bfloat16 for own keys (gka/README.md, Gradients). With g_i = grad_y_i / (D_i + eps) and delta_i = g_i.y_i
-// of y before it was rounded, as g_i.v_j - delta_i cancels where tokens have an offset in common:
+// Backward in bfloat16 (gka/README.md, Gradients). With g_i = grad_y_i / (D_i + eps) and delta_i = g_i.y_i of y before
+// it was rounded, as g_i.v_j - delta_i cancels where tokens have an offset in common:
 //
 //   dx_i = (1 / sigma^2) sum_j M_ij (x_j - x_i) + sum_j [j sees i] K_ij g_j
 //   M_ij = K_ij ([i sees j] (g_i.v_j - delta_i) + [j sees i] (v_i.g_j - delta_j))
 //
+// Foreign keys: K is W itself, 2^(exponent - level), and g_i = grad_y_i. A query gathers with the first of M's two terms,
+// a key with the second, and K_ij g_j for its value. As M's rows sum to 0, exponents may be measured from anywhere for
+// dlog_sigma: from the row's mean weight, where what rounding left of that sum has the least effect.
+//
 // Every token gathers its gradient from all tokens that it sees and all that see it, so nothing is added up across
-// stripes, and no transposed copies are needed. Under a causal mask K is computed twice for that.
+// stripes, and no transposed copies are needed. Where the mask or K is not symmetric, K is computed twice for that.
 #include "request.h"
 #if defined(__AVX512F__)
 #include "bf16_head.h"
@@ -18,26 +22,35 @@ using namespace gka;
 
 constexpr int ROWS = 2;  // that are computed side by side
 
-enum Roles { QUERY, KEY, BOTH, EDGE };  // of the rows of a block; EDGE: it depends on the element
+enum Roles { QUERY, KEY, BOTH };  // of the rows of a block; BOTH: own keys alone
 
 struct Backward {
   Reach reach;
-  HalfTokens x, value, grad;
-  float *norm, *delta, *products, *dx, *dvalues;
+  HalfTokens x, key, value, grad;
+  bool own_keys;
+  float *query_term, *key_term;  // what is subtracted from x_i.k_j: norms; of queries of foreign keys the level
+  float* even;                   // log2 of how many foreign keys a query sees
+  float *delta, *products, *gradient, *dvalues;
   Half *k, *m;
   float inverse = 0.0f;
-  double moment = 0.0;  // sum of M times exponents
+  double moment = 0.0;  // sum of M times exponents; for foreign keys of M times log2(W / (1 / seen keys))
 
-  Backward(const GkaRequest& q, const Plan&, Arena& arena) : reach(q), x(q.num_keys, q.head_dim), value(x), grad(x) {
+  Backward(const GkaRequest& q, const Plan&, Arena& arena)
+      : reach(q), x(q.num_queries, q.head_dim), key(q.num_keys, q.head_dim), value(key), grad(x),
+        own_keys(q.own_keys) {
     x.take(arena, true);
-    if (q.own_values) value = x;
+    if (own_keys) key = x;
+    else key.take(arena, true);
+    if (q.own_values) value = key;
     else value.take(arena, false);
     grad.take(arena, true);
-    norm = arena.take(x.padded);
+    key_term = arena.take(key.padded);
+    query_term = own_keys ? key_term : arena.take(x.padded);
+    even = arena.take(x.padded);
     delta = arena.take(x.padded);
     products = arena.take(3 * PRODUCTS);
-    dx = arena.take(STRIPE * x.outputs * UNIT);
-    dvalues = q.own_values ? dx : arena.take(STRIPE * x.outputs * UNIT);
+    gradient = arena.take(STRIPE * x.outputs * UNIT);
+    dvalues = q.own_values ? gradient : arena.take(STRIPE * x.outputs * UNIT);
     k = HalfTokens::halves(arena, STRIPE * CHUNK);
     m = HalfTokens::halves(arena, STRIPE * CHUNK);
   }
@@ -46,13 +59,28 @@ struct Backward {
     inverse = inverse_variance(q, index);
     x.copy(HalfSource(q.x, q, index));
     x.reorder(true);
+    if (!own_keys) key.copy(HalfSource(q.keys, q, index)), key.reorder(true);
     if (!q.own_values) value.copy(HalfSource(q.values, q, index)), value.reorder(false);
-    x.half_norms(inverse * LOG2_E, norm);
+    key.half_norms(inverse * LOG2_E, key_term);
+    const float* level = q.level + index * q.num_queries;
+    std::fill(even, even + x.padded, 0.0f);
+    if (!own_keys) {
+      std::copy(level, level + x.count, query_term);
+      std::fill(query_term + x.count, query_term + x.padded, FAR);
+      for (int64_t i = 0; i < x.count; i++) {
+        const Range seen = seen_from(reach, i).within({0, key.count});
+        even[i] = std::log2(float(std::max<int64_t>(seen.end - seen.begin, 1)));
+      }
+    }
+    fill_gradients(q, index, level);
+  }
+
+  void fill_gradients(const GkaRequest& q, int64_t index, const float* level) {
     const HalfSource from(q.grad_y, q, index), y(q.y, q, index), rest(q.rest, q, index);
     grad.copy(from);
     std::fill(delta, delta + x.padded, 0.0f);
     for (int64_t i = 0; i < x.count; i++) {
-      const __m512 share = _mm512_set1_ps(1.0f / q.level[index * q.num_queries + i]);
+      const __m512 share = _mm512_set1_ps(own_keys ? 1.0f / level[i] : 1.0f);
       __m512 sum = _mm512_setzero_ps();
       for (int64_t d = 0; d < q.head_dim; d += UNIT) {
         Half* row = grad.rows + i * grad.depth() + d;
@@ -68,44 +96,60 @@ struct Backward {
     grad.reorder(false);
   }
 
-  Roles roles_of(int64_t row, int64_t c, Range seen, Range seeing) const {
-    const Range rows{row, row + STRIPE}, columns{c, c + STRIPE};
+  // The roles of the rows of own keys against some columns.
+  Roles roles_of(int64_t c, Range seen, Range seeing) const {
+    const Range columns{c, c + STRIPE};
     const bool query = !columns.within(seen).empty(), key = !columns.within(seeing).empty();
-    if (row == c || (query && reach.hides(columns, rows)) || (key && reach.hides(rows, columns))) return EDGE;
     return query && key ? BOTH : query ? QUERY : KEY;
   }
 
-  // x.x, and g.v for the rows' roles: as one sum, in EDGE blocks each by itself.
-  void multiply_block(int64_t row, int64_t c, Roles roles) const {
+  // Whether roles depend on the element; on the diagonal of own keys tokens meet themselves.
+  bool masks(Roles roles, int64_t row, int64_t c) const {
+    const Range rows{row, row + STRIPE}, columns{c, c + STRIPE};
+    return (own_keys && row == c) || (roles != KEY && reach.hides(columns, rows)) ||
+           (roles != QUERY && reach.hides(rows, columns));
+  }
+
+  // x.k, and g.v for the rows' roles: of both as one sum, or if masked each by itself.
+  void multiply_block(Roles roles, bool masked, int64_t row, int64_t c) const {
     const Factors as_query{grad.left(row), value.right(c)}, as_key{value.left(row), grad.right(c)}, none{};
-    multiply({x.left(row), x.right(c)}, none, x.steps, products);
-    multiply(roles == KEY ? as_key : as_query, roles == BOTH ? as_key : none, x.steps, products + PRODUCTS);
-    if (roles == EDGE) multiply(as_key, none, x.steps, products + 2 * PRODUCTS);
+    multiply(roles == KEY ? Factors{key.left(row), x.right(c)} : Factors{x.left(row), key.right(c)}, none, x.steps,
+             products);
+    multiply(roles == KEY ? as_key : as_query, roles == BOTH && !masked ? as_key : none, x.steps, products + PRODUCTS);
+    if (roles == BOTH && masked) multiply(as_key, none, x.steps, products + 2 * PRODUCTS);
   }
 
   // M and K of a block (K for the rows as keys) as two tiles each.
-  template <Roles ROLES>
+  template <Roles ROLES, bool MASKED>
   GKA_INLINE void block(int64_t row, int64_t c, Half* to_k, Half* to_m) {
+    constexpr bool SEPARATE = ROLES == BOTH && MASKED;
     const float* products = this->products;
+    const float* row_terms = (ROLES == KEY ? key_term : query_term) + row;
+    const float* column_terms = (ROLES == KEY ? query_term : key_term) + c;
     using V = Vectors<2 * ROWS>;
-    __m512 moments = _mm512_setzero_ps();
+    __m512 moments = _mm512_setzero_ps(), delta_columns[2];
     const __m512 scale = _mm512_set1_ps(inverse * LOG2_E), factor = _mm512_set1_ps(inverse), one = _mm512_set1_ps(1.0f);
-    const __m512 delta_columns[2] = {_mm512_load_ps(delta + c), _mm512_load_ps(delta + c + UNIT)};
+    if (ROLES != QUERY)
+      for (int v = 0; v < 2; v++) delta_columns[v] = _mm512_load_ps(delta + c + v * UNIT);
     for (int64_t i = 0; i < STRIPE; i += ROWS, products += ROWS * STRIPE) {
-      auto e = exponents<2 * ROWS>(products, scale, norm + row + i, norm + c);
+      auto e = exponents<2 * ROWS>(products, scale, row_terms + i, column_terms);
       auto k = exp2_half<false>(e);
+      if (ROLES == QUERY) e = V::of([&](int v) { return _mm512_add_ps(e.v[v], _mm512_set1_ps(even[row + i + v / 2])); });
       auto f = V::of([&](int v) { return _mm512_load_ps(products + PRODUCTS + v * UNIT); });
       if (ROLES != KEY) f = V::of([&](int v) { return _mm512_sub_ps(f.v[v], _mm512_set1_ps(delta[row + i + v / 2])); });
-      if (ROLES == KEY || ROLES == BOTH) f = V::of([&](int v) { return _mm512_sub_ps(f.v[v], delta_columns[v % 2]); });
-      if (ROLES == EDGE) {
+      if (ROLES != QUERY && !SEPARATE) f = V::of([&](int v) { return _mm512_sub_ps(f.v[v], delta_columns[v % 2]); });
+      if (MASKED) {
         // Hidden elements must not meet a K that is not a number, and those on the diagonal move nothing.
         GKA_UNROLL for (int v = 0; v < 2 * ROWS; v++) {
           const int64_t token = row + i + v / 2, column = c + v % 2 * UNIT;
-          const __mmask16 own = lanes({token, token + 1}, column);
-          const __mmask16 query = lanes(seen_from(reach, token), column) & ~own;
-          const __mmask16 key = lanes(reach.seen_by(token), column) & ~own;
-          const __m512 of_key = _mm512_sub_ps(_mm512_load_ps(products + 2 * PRODUCTS + v * UNIT), delta_columns[v % 2]);
-          f.v[v] = _mm512_add_ps(_mm512_maskz_mov_ps(query, f.v[v]), _mm512_maskz_mov_ps(key, of_key));
+          const __mmask16 own = ROLES == BOTH ? lanes({token, token + 1}, column) : 0;
+          const __mmask16 query = ROLES == KEY ? 0 : lanes(seen_from(reach, token), column) & ~own;
+          const __mmask16 key = ROLES == QUERY ? 0 : lanes(reach.seen_by(token), column) & ~own;
+          if (SEPARATE) {
+            const __m512 of_key = _mm512_load_ps(products + 2 * PRODUCTS + v * UNIT);
+            f.v[v] = _mm512_add_ps(_mm512_maskz_mov_ps(query, f.v[v]),
+                                   _mm512_maskz_sub_ps(key, of_key, delta_columns[v % 2]));
+          }
           f.v[v] = _mm512_maskz_mul_ps(query | key, k.v[v], f.v[v]);
           moments = _mm512_mask3_fmadd_ps(f.v[v], e.v[v], moments, query | key);
           k.v[v] = _mm512_mask_mov_ps(_mm512_maskz_mov_ps(key, k.v[v]), own, one);
@@ -121,27 +165,39 @@ struct Backward {
         if (ROLES != QUERY) _mm512_store_si512(to_k + (i + r) * STRIPE, join(k.v[2 * r], k.v[2 * r + 1]));
       }
     }
-    moment += _mm512_reduce_add_ps(moments);
+    if (own_keys || ROLES == QUERY) moment += _mm512_reduce_add_ps(moments);
   }
 
-  // What a stripe gathers, in dx and dvalues.
-  void gather_stripe(int64_t row) {
-    bool values_begun = dvalues == dx;
-    const Range seen = stripes({seen_from(reach, row).begin, seen_from(reach, row + STRIPE - 1).end}, x.padded);
-    const Range seeing = stripes({reach.seen_by(row).begin, reach.seen_by(row + STRIPE - 1).end}, x.padded);
+  void fill_block(Roles roles, int64_t row, int64_t c, Half* to_k, Half* to_m) {
+    const bool masked = masks(roles, row, c);
+    if (own_keys && masked) roles = BOTH;
+    multiply_block(roles, masked, row, c);
+    if (roles == BOTH) masked ? block<BOTH, true>(row, c, to_k, to_m) : block<BOTH, false>(row, c, to_k, to_m);
+    else if (roles == QUERY) masked ? block<QUERY, true>(row, c, to_k, to_m) : block<QUERY, false>(row, c, to_k, to_m);
+    else masked ? block<KEY, true>(row, c, to_k, to_m) : block<KEY, false>(row, c, to_k, to_m);
+  }
+
+  // What a stripe of tokens in these roles gathers, in gradient and dvalues.
+  void gather_stripe(Roles roles, int64_t row) {
+    bool values_begun = dvalues == gradient;
+    Range seen{0, 0}, seeing{0, 0};
+    if (roles != KEY)
+      seen = stripes({seen_from(reach, row).begin, seen_from(reach, row + STRIPE - 1).end}, key.padded);
+    if (roles != QUERY)
+      seeing = stripes({reach.seen_by(row).begin, reach.seen_by(row + STRIPE - 1).end}, x.padded);
     const Range both{std::min(seen.begin, seeing.begin), std::max(seen.end, seeing.end)};
-    for (int64_t begin = both.begin; begin < both.end; begin += CHUNK) {
-      const Range chunk{begin, std::min(begin + CHUNK, both.end)};
-      for (int64_t c = begin; c < chunk.end; c += STRIPE) {
-        const Roles roles = roles_of(row, c, seen, seeing);
-        multiply_block(row, c, roles);
-        Half *to_k = k + (c - begin) * STRIPE, *to_m = m + (c - begin) * STRIPE;
-        if (roles == BOTH) block<BOTH>(row, c, to_k, to_m);
-        else if (roles == QUERY) block<QUERY>(row, c, to_k, to_m);
-        else if (roles == KEY) block<KEY>(row, c, to_k, to_m);
-        else block<EDGE>(row, c, to_k, to_m);
-      }
-      mix(m, x.mixed_from(begin), (chunk.end - begin) / STRIPE, x.outputs, begin > both.begin, dx);
+    const Range met = roles == QUERY ? seen : roles == KEY ? seeing : both;
+    if (met.empty()) {
+      std::fill(gradient, gradient + STRIPE * x.outputs * UNIT, 0.0f);
+      std::fill(dvalues, dvalues + STRIPE * x.outputs * UNIT, 0.0f);
+    }
+    for (int64_t begin = met.begin; begin < met.end; begin += CHUNK) {
+      const Range chunk{begin, std::min(begin + CHUNK, met.end)};
+      for (int64_t c = begin; c < chunk.end; c += STRIPE)
+        fill_block(roles == BOTH ? roles_of(c, seen, seeing) : roles, row, c, k + (c - begin) * STRIPE,
+                   m + (c - begin) * STRIPE);
+      const HalfTokens& others = roles == KEY ? x : key;
+      mix(m, others.mixed_from(begin), (chunk.end - begin) / STRIPE, x.outputs, begin > met.begin, gradient);
       const Range keys = seeing.within(chunk);
       if (keys.empty()) continue;
       mix(k + (keys.begin - begin) * STRIPE, grad.mixed_from(keys.begin), (keys.end - keys.begin) / STRIPE, x.outputs,
@@ -150,24 +206,28 @@ struct Backward {
     }
   }
 
-  void write(const GkaRequest& q, int64_t index, int64_t row) const {
-    const HalfSource to(q.dx, q, index);
-    for (int64_t i = row; i < std::min(row + STRIPE, x.count); i++) {
-      const float* from = dx + (i - row) * x.outputs * UNIT;
+  void write(const GkaRequest& q, int64_t index, Roles roles, int64_t row) const {
+    const HalfTokens& tokens = roles == KEY ? key : x;
+    const HalfSource to(roles == KEY ? q.dkeys : q.dx, q, index), to_values(q.dvalues, q, index);
+    for (int64_t i = row; i < std::min(row + STRIPE, tokens.count); i++) {
+      const float* from = gradient + (i - row) * x.outputs * UNIT;
       const __m512 sum = _mm512_set1_ps(from[q.head_dim]);
       for (int64_t d = 0; d < q.head_dim; d += UNIT) {
-        const __m512 own = load_half(x.left(i) + d, UNIT);
+        const __m512 own = load_half(tokens.left(i) + d, UNIT);
         store_half(to.row(i) + d, q.head_dim - d, _mm512_fnmadd_ps(sum, own, _mm512_load_ps(from + d)));
       }
-      if (q.own_values) continue;
-      const HalfSource to_values(q.dvalues, q, index);
+      if (q.own_values || roles == QUERY) continue;
       for (int64_t d = 0; d < q.head_dim; d += UNIT)
         store_half(to_values.row(i) + d, q.head_dim - d, _mm512_load_ps(dvalues + (i - row) * x.outputs * UNIT + d));
     }
   }
 };
 
-int64_t stripes_of(const GkaRequest& q) { return round_up(q.num_keys, STRIPE) / STRIPE; }
+// Stripes of queries come first, then those of foreign keys.
+int64_t stripes_of(int64_t tokens) { return round_up(tokens, STRIPE) / STRIPE; }
+int64_t stripes_of(const GkaRequest& q) {
+  return stripes_of(q.num_queries) + (q.own_keys ? 0 : stripes_of(q.num_keys));
+}
 
 }  // namespace
 
@@ -182,6 +242,7 @@ void gka_backward_bfloat16(const GkaRequest* request) {
   const GkaRequest& q = *request;
   const Plan plan(q);
   const int64_t slot_size = slot_size_of<Backward>(q, plan), stripes = stripes_of(q);
+  const int64_t of_queries = stripes_of(q.num_queries);
   double* moments = reinterpret_cast<double*>(q.scratch + plan.slots * slot_size);  // (B, H, stripes)
   auto run = [&](const GkaRequest& q, const Plan& plan, int64_t index, int64_t part, float* scratch) {
     TileState tiles;
@@ -189,9 +250,12 @@ void gka_backward_bfloat16(const GkaRequest* request) {
     Backward head(q, plan, arena);
     head.fill(q, index);
     for (int64_t stripe = part; stripe < stripes; stripe += plan.parts) {
+      const bool of_keys = stripe >= of_queries;
+      const Roles roles = q.own_keys ? BOTH : of_keys ? KEY : QUERY;
+      const int64_t row = (of_keys ? stripe - of_queries : stripe) * STRIPE;
       head.moment = 0.0;
-      head.gather_stripe(stripe * STRIPE);
-      head.write(q, index, stripe * STRIPE);
+      head.gather_stripe(roles, row);
+      head.write(q, index, roles, row);
       moments[index * stripes + stripe] = head.moment;
     }
   };
@@ -201,7 +265,7 @@ void gka_backward_bfloat16(const GkaRequest* request) {
     for (int64_t i = 0; i < plan.heads * stripes; i++)
       if (i / stripes % q.num_heads == h) sum += moments[i];
     const bool clamped = std::abs(q.log_sigma[h]) > q.bound;
-    q.dlog_sigma[h] = clamped ? 0.0f : float(-double(LN_2) * sum);  // every pair was met twice
+    q.dlog_sigma[h] = clamped ? 0.0f : float(-(q.own_keys ? 1 : 2) * double(LN_2) * sum);  // own pairs were met twice
   }
 }
 

@@ -1,5 +1,8 @@
-// Forward in bfloat16: y_i = sum_j K_ij v_j / (sum_j K_ij + eps) for own keys. K_ii = 1 is the largest of its row, so
-// nothing is subtracted from exponents and nothing rescaled.
+// Forward in bfloat16: y_i = sum_j K_ij v_j / (sum_j K_ij + eps).
+//
+// Own keys: K_ii = 1 is the largest of its row, so nothing is subtracted from exponents and nothing rescaled. Foreign
+// keys: K is 1 at most, and a float reaches far down. Only where the sum of a row of a stripe is close to the smallest
+// float are the rows' largest exponents found and subtracted, and the stripe is computed once more.
 #include "request.h"
 #if defined(__AVX512F__)
 #include "bf16_head.h"
@@ -10,20 +13,27 @@ namespace {
 
 using namespace gka;
 
-constexpr int ROWS = 4;  // that are computed side by side
+constexpr int ROWS = 4;            // that are computed side by side
+constexpr float LEAST = 0x1p-64f;  // row sum: floats end at 2^-126, so weights down to 2^-62 of it count
 
 struct Forward {
   Reach reach;
-  HalfTokens x, value;
-  float *norm, *products, *mixed;
+  HalfTokens x, key, value;
+  bool own_keys;
+  float *query_term, *key_term;  // what is subtracted from x_i.k_j: norms, or for a query the largest score
+  float *products, *mixed;
   Half* k;
   float inverse = 0.0f, largest = 0.0f;
 
-  Forward(const GkaRequest& q, const Plan&, Arena& arena) : reach(q), x(q.num_keys, q.head_dim), value(x) {
-    x.take(arena, q.own_values);
-    if (q.own_values) value = x;
+  Forward(const GkaRequest& q, const Plan&, Arena& arena)
+      : reach(q), x(q.num_queries, q.head_dim), key(q.num_keys, q.head_dim), value(key), own_keys(q.own_keys) {
+    key.take(arena, q.own_values);
+    if (own_keys) x = key;
+    else x.take(arena, false);
+    if (q.own_values) value = key;
     else value.take(arena, true);
-    norm = arena.take(x.padded);
+    key_term = arena.take(key.padded);
+    query_term = own_keys ? key_term : arena.take(x.padded);
     products = arena.take(PRODUCTS);
     mixed = arena.take(STRIPE * x.outputs * UNIT);
     k = HalfTokens::halves(arena, STRIPE * CHUNK);
@@ -31,23 +41,32 @@ struct Forward {
 
   void fill(const GkaRequest& q, int64_t index) {
     inverse = inverse_variance(q, index);
-    x.copy(HalfSource(q.x, q, index));
-    x.reorder(true);
+    key.copy(HalfSource(q.keys, q, index));
+    key.reorder(true);
+    if (!own_keys) x.copy(HalfSource(q.x, q, index)), x.reorder(false);
     if (!q.own_values) value.copy(HalfSource(q.values, q, index)), value.reorder(true);
-    largest = 2.0f * x.half_norms(inverse * LOG2_E, norm) * LN_2;
+    float norm = key.half_norms(inverse * LOG2_E, key_term);
+    if (!own_keys) norm = x.half_norms(inverse * LOG2_E, query_term);
+    largest = 2.0f * norm * LN_2;
   }
+
+  Range seen_by_stripe(int64_t row) const {
+    return stripes({seen_from(reach, row).begin, seen_from(reach, row + STRIPE - 1).end}, key.padded);
+  }
+  bool hides(int64_t row, int64_t c) const { return reach.hides({c, c + STRIPE}, {row, row + STRIPE}); }
 
   // A block of K, rounded, as two tiles.
   template <bool EDGE>
   GKA_INLINE void block(int64_t row, int64_t c, Half* to) const {
     const __m512 scale = _mm512_set1_ps(inverse * LOG2_E), one = _mm512_set1_ps(1.0f);
     for (int64_t i = 0; i < STRIPE; i += ROWS) {
-      auto weights = exp2_half<true>(exponents<2 * ROWS>(products + i * STRIPE, scale, norm + row + i, norm + c));
+      const float *rows = query_term + row + i, *from = products + i * STRIPE;
+      auto weights = exp2_half<true>(exponents<2 * ROWS>(from, scale, rows, key_term + c));
       GKA_UNROLL for (int r = 0; r < ROWS; r++) {
         __m512 &low = weights.v[2 * r], &high = weights.v[2 * r + 1];
         if (EDGE) {
           const int64_t query = row + i + r;
-          const uint32_t seen = lanes(seen_from(reach, query), c), own = lanes({query, query + 1}, c);
+          const uint32_t seen = lanes(seen_from(reach, query), c), own = own_keys ? lanes({query, query + 1}, c) : 0;
           low = _mm512_mask_mov_ps(_mm512_maskz_mov_ps(seen, low), own, one);
           high = _mm512_mask_mov_ps(_mm512_maskz_mov_ps(seen >> UNIT, high), own >> UNIT, one);
         }
@@ -58,33 +77,69 @@ struct Forward {
 
   // sum_j K_ij v_j of a stripe of queries.
   void mix_stripe(int64_t row) {
-    const Range queries{row, row + STRIPE};
-    const Range keys = stripes({seen_from(reach, row).begin, seen_from(reach, row + STRIPE - 1).end}, x.padded);
+    const Range keys = seen_by_stripe(row);
+    if (keys.empty()) std::fill(mixed, mixed + STRIPE * x.outputs * UNIT, 0.0f);
     for (int64_t begin = keys.begin; begin < keys.end; begin += CHUNK) {
       const int64_t end = std::min(begin + CHUNK, keys.end);
       for (int64_t c = begin; c < end; c += STRIPE) {
-        multiply({x.left(row), x.right(c)}, {}, x.steps, products);
+        multiply({x.left(row), key.right(c)}, {}, x.steps, products);
         Half* to = k + (c - begin) * STRIPE;
-        if (c == row || reach.hides({c, c + STRIPE}, queries)) block<true>(row, c, to);
+        if ((own_keys && c == row) || hides(row, c)) block<true>(row, c, to);
         else block<false>(row, c, to);
       }
       mix(k, value.mixed_from(begin), (end - begin) / STRIPE, x.outputs, begin > keys.begin, mixed);
     }
   }
 
+  // Whether the sum of a row of the stripe is too small. One that is not a number is not.
+  bool underflows(int64_t row) const {
+    bool any = false;
+    for (int64_t i = row; i < std::min(row + STRIPE, x.count); i++)
+      any |= mixed[(i - row) * x.outputs * UNIT + x.head_dim] < LEAST;
+    return any;
+  }
+
+  // From now on each row's exponents are relative to the largest, which becomes exactly 0.
+  void subtract_largest(int64_t row) {
+    const __m512 scale = _mm512_set1_ps(inverse * LOG2_E), lowest = _mm512_set1_ps(LOWEST);
+    const Range keys = seen_by_stripe(row);
+    __m512 largest[STRIPE];
+    std::fill(largest, largest + STRIPE, lowest);
+    for (int64_t c = keys.begin; c < keys.end; c += STRIPE) {
+      multiply({x.left(row), key.right(c)}, {}, x.steps, products);
+      for (int64_t i = 0; i < STRIPE; i++) {
+        const uint32_t seen = lanes(seen_from(reach, row + i), c);
+        for (int64_t u = 0; u < STRIPE; u += UNIT) {
+          const __m512 product = _mm512_load_ps(products + i * STRIPE + u);
+          const __m512 score = _mm512_fmsub_ps(product, scale, _mm512_load_ps(key_term + c + u));
+          // In this order NaN is passed over; K will have it.
+          largest[i] = _mm512_mask_max_ps(largest[i], seen >> u, score, largest[i]);
+        }
+      }
+    }
+    for (int64_t i = 0; i < STRIPE; i++) query_term[row + i] = _mm512_reduce_max_ps(largest[i]);
+  }
+
+  void attend_stripe(int64_t row) {
+    mix_stripe(row);
+    if (own_keys || !underflows(row)) return;
+    subtract_largest(row);
+    mix_stripe(row);
+  }
+
   // y and level of a stripe.
   void write(const GkaRequest& q, int64_t index, int64_t row) const {
     const HalfSource y(q.y, q, index), rest(q.rest, q, index);
-    for (int64_t i = row; i < std::min(row + STRIPE, q.num_queries); i++) {
+    for (int64_t i = row; i < std::min(row + STRIPE, x.count); i++) {
       const float* from = mixed + (i - row) * x.outputs * UNIT;
-      const float total = from[q.head_dim] + q.eps;
+      const float total = from[q.head_dim] + (own_keys ? q.eps : 0.0f);
       const __m512 share = _mm512_set1_ps(1.0f / total);
       for (int64_t d = 0; d < q.head_dim; d += UNIT) {
         const __m512 exact = _mm512_mul_ps(_mm512_load_ps(from + d), share);
         store_half(y.row(i) + d, q.head_dim - d, exact);
         if (q.rest.data) store_half(rest.row(i) + d, q.head_dim - d, _mm512_sub_ps(exact, widen(narrow(exact))));
       }
-      q.level[index * q.num_queries + i] = total;
+      q.level[index * q.num_queries + i] = own_keys ? total : query_term[i] + std::log2(total);
     }
   }
 };
@@ -108,7 +163,7 @@ void gka_forward_bfloat16(const GkaRequest* request) {
     Forward head(q, plan, arena);
     head.fill(q, index);
     for (int64_t row = part * STRIPE; row < head.x.padded; row += plan.parts * STRIPE) {
-      head.mix_stripe(row);
+      head.attend_stripe(row);
       head.write(q, index, row);
     }
 #pragma omp critical(gka_largest)

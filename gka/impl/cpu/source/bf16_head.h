@@ -10,7 +10,7 @@ BF16_BEGIN
 namespace gka {
 
 constexpr int64_t CHUNK = 8 * STRIPE;     // keys whose K stays in the L1 cache until it is mixed
-constexpr float FAR = 1e30f;              // the norm term of padding: K is 0 there
+constexpr float FAR = 1e37f;              // the norm term of padding: K is 0 there
 constexpr Half ONE = 0x3f80;
 
 // A head of one of the request's tensors.

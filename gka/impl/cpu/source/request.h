@@ -21,7 +21,7 @@ struct GkaRequest {
                                      // backward
   const float* log_sigma;            // (H,)
   float* level;                      // (B, H, Tq), written by forward for backward: D_i + eps with own keys, log2 of
-                                     // the row sum with others
+                                     // the row sum with others, in bfloat16 plus |x_i|^2 / (2 sigma^2) in that unit
   float* largest;                    // (1,), written by forward: the largest |x|^2 / sigma^2, in float32 after centring
   float* dlog_sigma;                 // (H,), written by backward
   float* scratch;                    // gka_scratch_* numbers, aligned to 64 bytes, with anything in them
@@ -42,7 +42,7 @@ GKA_EXPORT int64_t gka_scratch_float32(const GkaRequest* request, int32_t phase)
 GKA_EXPORT void gka_forward_float32(const GkaRequest* request);
 GKA_EXPORT void gka_backward_float32(const GkaRequest* request);
 
-// In bfloat16, on AMX: x, values, y, rest and the gradients are bfloat16, all else is float32. Own keys only.
+// In bfloat16, on AMX: x, values, y, rest and the gradients are bfloat16, all else is float32.
 GKA_EXPORT int32_t gka_ready_bfloat16();  // 0 if this machine cannot run the functions below
 GKA_EXPORT int64_t gka_scratch_bfloat16(const GkaRequest* request, int32_t phase);
 GKA_EXPORT void gka_forward_bfloat16(const GkaRequest* request);
