@@ -157,11 +157,12 @@ def test_an_export_holds_one_model(exported, tmp_path, capsys):
 
 
 @needs_onnx
-def test_onnx_that_differs_from_the_model_does_not_stay(tmp_path, monkeypatch):
-    monkeypatch.setattr(onnx, "LARGEST_ERROR", 0.0)
+@pytest.mark.parametrize("bound, stays", [("LARGEST_ERROR", set()), ("LARGEST_INT8_ERROR", {onnx.MODEL})])
+def test_onnx_that_differs_from_the_model_does_not_stay(bound, stays, tmp_path, monkeypatch):
+    monkeypatch.setattr(onnx, bound, 0.0)
     with pytest.raises(UserError, match=r"differed from the model .* and was deleted"):
-        vision.write(small(depth=1), tmp_path, IMAGES)
-    assert not list(tmp_path.iterdir())
+        vision.write(small(depth=1), tmp_path, IMAGES, int8=True)
+    assert {path.name for path in tmp_path.iterdir()} == stays
 
 
 @needs_onnx

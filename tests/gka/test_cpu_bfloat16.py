@@ -1,6 +1,8 @@
 """The CPU kernel in half precision: AMX for bfloat16, the float32 kernels for all else. Self-attention."""
 
 import logging
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -212,14 +214,40 @@ def test_what_tiles_do_not_serve_is_computed_in_float32(dtype, monkeypatch):
     assert leaf.grad.dtype == dtype and leaf.grad.isfinite().all()
 
 
+@needs_tiles
+def test_asking_for_tiles_does_not_break_the_graph():
+    layer = torch.compile(GaussianKernelAttention(64, 2, impl="cpu").bfloat16(), fullgraph=True, backend="eager")
+    assert layer(torch.randn(2, 20, 64, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+RUN_ELSEWHERE = """
+import sys, torch, gka
+x, log_sigma, want = torch.load(sys.argv[1], weights_only=True)
+assert torch.equal(torch.ops.gka.cpu_attend(x, None, None, log_sigma, -1, -1, True, 1e-6, False)[0], want)
+"""
+
+
+@needs_tiles
+def test_an_exported_program_asks_for_tiles_before_it_uses_them(tmp_path, monkeypatch):
+    """In a process that has chosen no kernel: the same bits. On a machine without AMX: one line, not a crash."""
+    x, log_sigma = features(1, 20, 2, 32), torch.zeros(2)
+    arguments = (x, None, None, log_sigma, -1, -1, True, 1e-6, False)
+    torch.save([x, log_sigma, torch.ops.gka.cpu_attend(*arguments)[0]], tmp_path / "tensors")
+    subprocess.run([sys.executable, "-c", RUN_ELSEWHERE, tmp_path / "tensors"], check=True)
+    monkeypatch.setattr(call, "has_bfloat16", lambda: False)
+    monkeypatch.setattr(call, "_functions", call._functions.__wrapped__)
+    with pytest.raises(RuntimeError, match="needs a processor with AMX"):
+        torch.ops.gka.cpu_attend(*arguments)
+
+
 def test_a_machine_without_tiles_says_so_once(monkeypatch, caplog):
     without = type("Library", (), {"gka_ready_bfloat16": staticmethod(lambda: 0)})
     monkeypatch.setattr(call, "library", without)
-    call.has_bfloat16.cache_clear()
+    call._has_tiles.cache_clear()
     try:
         with caplog.at_level(logging.WARNING, "gka"):
             assert [call.has_bfloat16(), call.has_bfloat16()] == [False, False]
     finally:
-        call.has_bfloat16.cache_clear()
+        call._has_tiles.cache_clear()
     said = [record.getMessage() for record in caplog.records]
     assert said == ["gka: no AMX here, the CPU kernel computes bfloat16 features in float32"]

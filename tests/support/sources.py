@@ -12,6 +12,11 @@ GENERATED = re.compile(r"<!-- table:.*?<!-- /table -->", re.DOTALL)
 FENCE = re.compile(r"^```.*?^```[^\S\n]*$", re.MULTILINE | re.DOTALL)
 
 
+def page_blocks(path, language):
+    """The fenced blocks of a page in one language, without their fences."""
+    return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
+
+
 def tracked(*suffixes):
     """The tracked files that exist, relative to the root, with one of the suffixes; all of them without suffixes."""
     listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout

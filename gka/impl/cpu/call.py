@@ -93,21 +93,31 @@ def _call(phase: int, x, keys, values, log_sigma, before: int, after: int, **fie
     kernel(address)
 
 
-@functools.cache
 def has_bfloat16() -> bool:
     """Whether this machine has the kernels in bfloat16 (AMX). Says so once if it has not."""
+    return _has_tiles()
+
+
+has_bfloat16._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as build.obstacle; not seen under a cache
+
+
+@functools.cache
+def _has_tiles() -> bool:
     ready = bool(library().gka_ready_bfloat16())
     if not ready:
         LOG.warning("gka: no AMX here, the CPU kernel computes bfloat16 features in float32")
     return ready
 
 
-has_bfloat16._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as build.obstacle
-
-
 @functools.cache
 def _functions(dtype: torch.dtype, phase: int):
-    """(the size of a request's scratch, the kernel) for features of a dtype."""
+    """(the size of a request's scratch, the kernel) for features of a dtype.
+
+    A program that was exported elsewhere comes here without `op.gaussian`'s choice. Raises RuntimeError if the
+    processor lacks what the kernel needs.
+    """
+    if dtype == torch.bfloat16 and not has_bfloat16():
+        raise RuntimeError("gka::cpu_attend needs a processor with AMX for bfloat16 features; convert them to float32")
     suffix = str(dtype).removeprefix("torch.")
     size, kernel = (getattr(library(), f"gka_{name}_{suffix}") for name in ("scratch", PHASES[phase]))
     size.argtypes, size.restype = (POINTER(Request), c_int32), c_int64

@@ -1,0 +1,38 @@
+"""The Python of every page does what it says, block after block, where a reader would run it."""
+
+import importlib.util
+
+import pytest
+
+from nanochat_gka import export
+from sources import ROOT, page_blocks, tracked
+
+NEEDS = {"nanochat_gka/README.md": ("transformers", "peft", "onnxruntime", "onnxscript")}
+EXAMPLES = {str(path): blocks for path in tracked(".md") if (blocks := page_blocks(ROOT / path, "python"))}
+
+
+@pytest.fixture(scope="module")
+def checkout(trained, tmp_path_factory):
+    """A folder with what the pages say was made before: the demo's run (here a tiny one) and its exports."""
+    root, (run, _) = tmp_path_factory.mktemp("checkout"), trained
+    runs = root / "out/demo/runs"
+    runs.mkdir(parents=True)
+    (runs / "d4-gka-offsets-400").symlink_to(run)
+    export.main(export.ExportConfig(run=run, out=runs / "d4-gka-offsets-400-export"))
+    if not any(importlib.util.find_spec(name) is None for name in NEEDS["nanochat_gka/README.md"]):
+        export.main(export.ExportConfig(run=run, out=root / "d4-gka", onnx=True))
+    return root
+
+
+def test_pages_have_examples():
+    assert {"README.md", "deit_gka/README.md", "nanochat_gka/README.md"} <= set(EXAMPLES)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_run(name, checkout, monkeypatch):
+    for needed in NEEDS.get(name, ()):
+        pytest.importorskip(needed, reason=f"needs {needed}: pip install -e '.[hf,onnx]'")
+    monkeypatch.chdir(checkout)
+    known: dict[str, object] = {}
+    for block in EXAMPLES[name]:
+        exec(compile(block, name, "exec"), known)
