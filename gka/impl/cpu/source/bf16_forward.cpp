@@ -103,8 +103,8 @@ struct Forward {
   void subtract_largest(int64_t row) {
     const __m512 scale = _mm512_set1_ps(inverse * LOG2_E), lowest = _mm512_set1_ps(LOWEST);
     const Range keys = seen_by_stripe(row);
-    __m512 largest[STRIPE];
-    std::fill(largest, largest + STRIPE, lowest);
+    __m512 peaks[STRIPE];
+    std::fill(peaks, peaks + STRIPE, lowest);
     for (int64_t c = keys.begin; c < keys.end; c += STRIPE) {
       multiply({x.left(row), key.right(c)}, {}, x.steps, products);
       for (int64_t i = 0; i < STRIPE; i++) {
@@ -113,11 +113,11 @@ struct Forward {
           const __m512 product = _mm512_load_ps(products + i * STRIPE + u);
           const __m512 score = _mm512_fmsub_ps(product, scale, _mm512_load_ps(key_term + c + u));
           // In this order NaN is passed over; K will have it.
-          largest[i] = _mm512_mask_max_ps(largest[i], seen >> u, score, largest[i]);
+          peaks[i] = _mm512_mask_max_ps(peaks[i], seen >> u, score, peaks[i]);
         }
       }
     }
-    for (int64_t i = 0; i < STRIPE; i++) query_term[row + i] = _mm512_reduce_max_ps(largest[i]);
+    for (int64_t i = 0; i < STRIPE; i++) query_term[row + i] = _mm512_reduce_max_ps(peaks[i]);
   }
 
   void attend_stripe(int64_t row) {
