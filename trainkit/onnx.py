@@ -24,7 +24,7 @@ LARGEST_FILE = 1_900_000_000  # bytes of weights: protobuf ends at 2 GiB; beyond
 MODEL, INT8_MODEL = "model.onnx", "model-int8.onnx"
 FILES = (MODEL, f"{MODEL}.data", INT8_MODEL)  # of an exported folder
 LARGEST_ERROR = 1e-3  # relative, of logits in float32
-LARGEST_INT8_ERROR = 0.5  # eight bits cost a few hundredths; half is what nothing but a broken file reaches
+BROKEN_INT8_ERROR = 0.5  # eight bits cost a few hundredths; half is what nothing but a broken file reaches
 
 
 def missing() -> str:
@@ -121,9 +121,9 @@ def run(session, *inputs: torch.Tensor | np.ndarray) -> list[torch.Tensor]:
 def check(path: Path, expected: torch.Tensor, *inputs: torch.Tensor) -> float:
     """The relative error of the file's first output for `inputs`, beside what the model gives.
 
-    Raises UserError if it is LARGEST_ERROR or more, LARGEST_INT8_ERROR for INT8_MODEL; the file is deleted then.
+    Raises UserError if it is LARGEST_ERROR or more, BROKEN_INT8_ERROR for INT8_MODEL; the file is deleted then.
     """
-    largest = LARGEST_INT8_ERROR if path.name == INT8_MODEL else LARGEST_ERROR
+    largest = BROKEN_INT8_ERROR if path.name == INT8_MODEL else LARGEST_ERROR
     try:
         given = run(session(path), *inputs)[0]
         error = ((given - expected).norm() / expected.norm()).item()

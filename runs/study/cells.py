@@ -15,6 +15,7 @@ EVAL_TOKENS = 2**17  # of each split
 EVALUATE_ALONG_FROM = 2**22  # tokens; shorter runs are evaluated at their end alone
 SAVE_EVERY = 2**18  # tokens
 CURVE_POINTS = 64
+COMPILED_FROM = 4  # layers; below, compiling costs more than it saves, though programs are kept for the next run
 # The trainer shrinks rates by the root of a step's tokens over 2^19. Times 16, rate 1 is nanochat's own rate at 2,048.
 BATCH_FACTOR = 16
 RATES = ("embedding_lr", "unembedding_lr", "matrix_lr", "scalar_lr", "sigma_lr")
@@ -88,7 +89,8 @@ class Cell:
     def flags(self) -> list[Any]:
         """Words for the trainer, without the places of data and results."""
         along = self.steps // 4 if self.tokens >= EVALUATE_ALONG_FROM else -1
-        reports = {
+        ways = {
+            "compile": "on" if self.depth >= COMPILED_FROM else "off",
             "eval_every": along,
             "eval_tokens": EVAL_TOKENS,
             "sample_every": -1,
@@ -96,7 +98,7 @@ class Cell:
             "keep": 1,
             "log_every": max(1, self.steps // CURVE_POINTS),
         }
-        settings = {name: value for name, value in {**self.computed(), **reports}.items() if value != ""}
+        settings = {name: value for name, value in {**self.computed(), **ways}.items() if value != ""}
         return [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", value)]
 
     def key(self, data: dict[str, Any]) -> str:

@@ -157,7 +157,7 @@ def test_an_export_holds_one_model(exported, tmp_path, capsys):
 
 
 @needs_onnx
-@pytest.mark.parametrize("bound, stays", [("LARGEST_ERROR", set()), ("LARGEST_INT8_ERROR", {onnx.MODEL})])
+@pytest.mark.parametrize("bound, stays", [("LARGEST_ERROR", set()), ("BROKEN_INT8_ERROR", {onnx.MODEL})])
 def test_onnx_that_differs_from_the_model_does_not_stay(bound, stays, tmp_path, monkeypatch):
     monkeypatch.setattr(onnx, bound, 0.0)
     with pytest.raises(UserError, match=r"differed from the model .* and was deleted"):
