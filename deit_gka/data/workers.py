@@ -2,6 +2,7 @@
 
 import os
 import threading
+import warnings
 from collections.abc import Iterable, Iterator
 from multiprocessing.connection import wait
 from typing import Annotated
@@ -88,7 +89,10 @@ def batches(images: Images, keys: Iterable[list[Key]], num_workers: int, device:
     if num_workers:
         options |= dict(num_workers=num_workers, prefetch_factor=2, worker_init_fn=_start_worker)
         options |= dict(multiprocessing_context=worker_context(), timeout=min(BATCH_TIMEOUT, CHECK_INTERVAL))
-    return BatchLoader(DataLoader(images, **options), BATCH_TIMEOUT)
+    with warnings.catch_warnings():
+        # How many workers there are was chosen; torch would say so twice where there are fewer cores.
+        warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
+        return BatchLoader(DataLoader(images, **options), BATCH_TIMEOUT)
 
 
 def evaluation_batches(

@@ -46,7 +46,7 @@ def models() -> str:
     parts = []
     deit, gpt = machines("deit"), machines("gpt")
     for machine in dict.fromkeys([*deit, *gpt]):
-        cases = deit.get(machine, {}) | gpt.get(machine, {})
+        cases = dict(sorted(deit.get(machine, {}).items(), key=size_and_batch)) | gpt.get(machine, {})
         rows = []
         for (case, phase), by_threads in cases.items():
             if phase.startswith("decode"):
@@ -116,6 +116,13 @@ def row(label: str, phase: str, by_threads: dict[int, Comparison | None], target
     threads = " / ".join(str(threads) for threads in by_threads if threads)
     wanted = f"≥ {target:.2f}x" if target else ""
     return [[label, PHASES.get(phase, phase), dtype, threads, *cells, speeds, *more, wanted]]
+
+
+def size_and_batch(case: tuple[tuple[str, str], dict[int, Comparison]]) -> tuple[int, bool, int]:
+    """Small models come first, inference before training."""
+    comparison = next(iter(case[1].values()))
+    config = comparison.lines[0]["config"]
+    return list(SIZES).index(config["size"]), comparison.phase == "training", config["batch"]
 
 
 def both_compiled(by_threads: dict[int, Comparison]) -> str:
