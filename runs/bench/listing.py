@@ -117,6 +117,7 @@ def write_tars(folder: Path, counts: list[int]) -> None:
 def write_parquet(folder: Path, counts: list[int]) -> None:
     """Parquet files of empty images and labels, one for ten classes."""
     folder.mkdir(parents=True, exist_ok=True)
+    datasets.disable_progress_bars()  # one for each file
     labels = datasets.ClassLabel(names=[f"n{number:08d}" for number in range(len(counts))])
     features = datasets.Features(image=datasets.Image(), label=labels)
     for first in range(0, len(counts), 10):

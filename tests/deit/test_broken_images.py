@@ -63,9 +63,8 @@ def test_an_evaluation_of_few_images_is_not_the_best():
 
 def test_a_disk_that_is_gone_is_one_line(pictures, tmp_path):
     shutil.copytree(pictures, tmp_path / "data")
-    process = begin(
-        tmp_path / "data", tmp_path / "out", "--epochs", 1000, "--num-workers", 3
-    )  # torch warns on two cores
+    more = ["--epochs", 1000, "--num-workers", 3]  # on fewer cores torch would warn
+    process = begin(tmp_path / "data", tmp_path / "out", *more)
     wait_for_step(process, tmp_path / "out", 8)
     (tmp_path / "data/train").rename(tmp_path / "data/elsewhere")
     done = process.wait()

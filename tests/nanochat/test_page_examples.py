@@ -1,4 +1,4 @@
-"""The Python of every page does what it says, block after block, where a reader would run it."""
+"""The Python of every page runs as printed, block after block, where a reader would run it."""
 
 import importlib.util
 
@@ -8,6 +8,7 @@ from nanochat_gka import export
 from sources import ROOT, page_blocks, tracked
 
 NEEDS = {"nanochat_gka/README.md": ("transformers", "peft", "onnxruntime", "onnxscript")}
+PRINTS = {"deit_gka/README.md": "softmax torch.Size([2, 6, 261, 261]) None"}
 EXAMPLES = {str(path): blocks for path in tracked(".md") if (blocks := page_blocks(ROOT / path, "python"))}
 
 
@@ -29,10 +30,11 @@ def test_pages_have_examples():
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_examples_run(name, checkout, monkeypatch):
+def test_examples_run(name, checkout, monkeypatch, capsys):
     for needed in NEEDS.get(name, ()):
         pytest.importorskip(needed, reason=f"needs {needed}: pip install -e '.[hf,onnx]'")
     monkeypatch.chdir(checkout)
     known: dict[str, object] = {}
     for block in EXAMPLES[name]:
         exec(compile(block, name, "exec"), known)
+    assert PRINTS.get(name, "") in capsys.readouterr().out

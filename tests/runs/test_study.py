@@ -150,6 +150,7 @@ def test_the_trainer_reads_a_cells_flags_as_it_means_them():
         cell = Cell(depth=6, rate=4.0, seed=3, **family)
         config = tyro.cli(TrainConfig, args=[str(word) for word in cell.flags()])
         assert {**config.identity(), **cell.computed()} | {"gka_values": ""} == config.identity() | {"gka_values": ""}
+        assert config.compile == "on" and "off" in replace(cell, depth=2).flags()
         assert config.matrix_lr * (2048 / 2**19) ** 0.5 == pytest.approx(0.02 * 4)  # the trainer's rule
 
 

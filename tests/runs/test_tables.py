@@ -150,12 +150,15 @@ def test_the_table_of_models_has_the_flops_ratio_as_a_gpts_target_and_its_offset
     lines = timed("a CPU, 2 threads", "d4", "training", times, config=config, metrics=flops, kind="bench_gpt")
     write(tmp_path / "bench_gpt_a-cpu-2-threads.jsonl", lines)
     times = {"softmax": ("baseline", 5.0), "softmax eager": ("baseline", 4.0), "gka": ("ours", 2.0)}
-    shape = {"size": "b", "batch": 1, "dtype": "float32"}
-    lines = timed("a CPU, 2 threads", "deit-b-b1", "inference", times, config=shape, kind="bench_deit")
+    lines = []
+    for size in "b", "ti":
+        shape = {"size": size, "batch": 1, "dtype": "float32"}
+        lines += timed("a CPU, 2 threads", f"deit-{size}-b1", "inference", times, config=shape, kind="bench_deit")
     write(tmp_path / "bench_deit_a-cpu-2-threads.jsonl", lines)
     monkeypatch.setattr(sources, "RESULTS", tmp_path)
     rows = [line for line in speed.models().splitlines() if "float32" in line]
     assert rows == [
+        "| DeiT-Ti, 1 image | inference | float32 | 2 | 4 (eager) | 2 | 2.00x | 2.50x |  | ≥ 1.25x |",
         "| DeiT-B, 1 image | inference | float32 | 2 | 4 (eager) | 2 | 2.00x | 2.50x |  | ≥ 1.25x |",
         "| GPT of depth 4, 4 × 512 tokens | training | float32 | 2 | 1,300 | 1,000 | 1.30x |  | 1.20x | ≥ 1.20x |",
         "| the same with head offsets (ours) | training | float32 | 2 | 1,300 | 650 | 2.00x |  | 1.20x | ≥ 1.20x |",
