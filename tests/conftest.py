@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+import processes
 import watchdog
 
 watchdog.start()
@@ -33,6 +34,8 @@ def pytest_sessionstart():
 
     os.environ.setdefault(build.FOLDER, str(build.cache_folder()))  # for commands with a HOME of their own
     build.obstacle()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        processes.server()  # before a test makes a command's function start one that lacks the libraries
 
 
 # Those of 5 s or more start first, the longest before all, so that both workers end together.

@@ -56,6 +56,7 @@ def _run(
         with mock.patch.object(multiprocessing.util, "spawnv_passfds", _fork_in_place_of_exec):
             workers.context()
         sys.addaudithook(_ForbidForks())
+    sys.modules.pop(module, None)  # a server of the command's own may have imported it, of which runpy warns
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     finally:
