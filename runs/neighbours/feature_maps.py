@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-CHUNK = 128  # tokens whose products are built at once in the causal form
+from gka.related_costs import CHUNK
 
 
 def feature_attention(
@@ -26,13 +26,6 @@ def feature_attention(
     else:
         mixed = queries @ (keys.mT @ values)
     return mixed[..., :-1] / mixed[..., -1:]
-
-
-def feature_flops(heads: int, tokens: int, features: int, head_dim: int, causal: bool, chunk: int = CHUNK) -> int:
-    """FLOPs of `feature_attention` for one sequence."""
-    padded = -(-tokens // chunk) * chunk if causal else tokens
-    inside = 2 * padded * chunk * (features + head_dim + 1) if causal else 0
-    return heads * (4 * padded * features * (head_dim + 1) + inside)
 
 
 def orthogonal_features(features: int, head_dim: int) -> torch.Tensor:

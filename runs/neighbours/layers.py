@@ -1,6 +1,7 @@
 """All methods of the comparison in the paper's order, ours among them, as layers (B, N, C) -> (B, N, C)."""
 
 import copy
+from dataclasses import asdict
 
 import torch
 from torch import nn
@@ -8,6 +9,7 @@ from torch import nn
 import runs.neighbours.methods  # noqa: F401  registers the methods
 from deit_gka.model.attention import ATTENTION
 from gka import KINDS, attention_cost
+from gka.related_costs import related_cost
 from runs.neighbours.mixing import About, Mixing, MixingLayer
 from trainkit.cli import UserError
 
@@ -44,9 +46,8 @@ def cost(name: str, tokens: int, dim: int = DIM, heads: int = HEADS) -> dict[str
     if name in OURS:
         known = attention_cost(name, dim, heads, tokens, value_bias=True)
         return {"parameters": known.parameters, "flops": known.flops, "other_flops": 0}
-    built = layer(name, tokens, dim, heads)
-    parameters = sum(parameter.numel() for parameter in built.parameters())
-    return {"parameters": parameters, "flops": built.flops(tokens), "other_flops": built.mixing.other_flops(tokens)}
+    size = Mixing.METHODS[name](heads, dim // heads, tokens).size
+    return asdict(related_cost(name, dim, heads, tokens, size=size))
 
 
 def by_equation(built: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:

@@ -60,14 +60,6 @@ class Mixing(nn.Module, ABC):
     def exact(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """The same, from the N x N weights of the paper's equation."""
 
-    @abstractmethod
-    def flops(self, tokens: int) -> int:
-        """FLOPs of a forward pass of one sequence: 2 x multiply-accumulates of the matrix products (gka/cost.py)."""
-
-    def other_flops(self, tokens: int) -> int:
-        """What Fourier transforms and differences of features add, which are not matrix products."""
-        return 0
-
     def hidden(self, tokens: int, device: torch.device) -> torch.Tensor:
         """(N, N), True where a query must not look: nowhere, or at later tokens."""
         nothing = torch.zeros(tokens, tokens, dtype=torch.bool, device=device)
@@ -93,12 +85,6 @@ class MixingLayer(nn.Module):
         else:
             q, k, v = self.inputs(x).unflatten(-1, shape).permute(2, 0, 3, 1, 4)
         return self.proj(self.mixing(q, k, v).transpose(1, 2).flatten(2))
-
-    def flops(self, tokens: int) -> int:
-        """FLOPs of one sequence with the projections; see `Mixing.flops`."""
-        dim = self.mixing.heads * self.mixing.head_dim
-        linears = 2 * tokens * dim * dim * (len(self.mixing.about.projections) + 1)
-        return linears + self.mixing.flops(tokens)
 
 
 def normalised(affinity: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

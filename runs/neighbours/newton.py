@@ -2,7 +2,7 @@
 
 import torch
 
-ITERATIONS = 6
+from gka.related_costs import ITERATIONS
 
 
 def iterative_inverse(matrix: torch.Tensor, iterations: int = ITERATIONS) -> torch.Tensor:
@@ -17,8 +17,3 @@ def iterative_inverse(matrix: torch.Tensor, iterations: int = ITERATIONS) -> tor
         product = matrix @ inverse
         inverse = inverse @ (13 * identity - product @ (15 * identity - product @ (7 * identity - product))) / 4
     return inverse
-
-
-def inverse_flops(landmarks: int, iterations: int = ITERATIONS) -> int:
-    """FLOPs of `iterative_inverse` of one matrix: four products an iteration."""
-    return iterations * 4 * 2 * landmarks**3

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from gka.kinds import KINDS
-from runs.neighbours.layers import ABOUT, DIM, HEADS
+from runs.neighbours.layers import DIM, HEADS
 from runs.paper import measured, published
 from runs.paper.deit import DEFAULT_KIND, SOFTMAX_TARGET
 from runs.paper.measured import FinishedRun, Sources
@@ -15,13 +15,16 @@ Cell = tuple[str, str, float | None]  # measure, the paper's figure, ours
 
 
 def related_methods(sources: Sources) -> PaperTable:
-    """The paper's words, and below them what runs/neighbours counts and measures of every method that it builds."""
-    columns, rows = published.TABLES["related_methods"]["columns"], []
-    for method, text in published.rows("related_methods").items():
+    """The paper's words, and below them what runs/neighbours counts and measures; VLT, its ablation, comes last."""
+    columns, printed, rows = published.TABLES["related_methods"]["columns"], published.rows("related_methods"), []
+    for method in dict.fromkeys([*printed, *neighbours.BY_LABEL]):
         ours = neighbours.measures(method, sources.results / "neighbours")
-        learned = (ABOUT[neighbours.BY_LABEL[method]].projections or "none") if ours else neighbours.NOT_BUILT
-        rows += [[method, heading, text[key], learned * (key == "projections"), ""] for key, heading in columns.items()]
+        learned = ours.pop(neighbours.LEARNED)
+        for key, heading in columns.items():
+            own = learned if key == "projections" else ""
+            rows += [[method, heading, printed.get(method, {}).get(key, ""), own, ""]]
         rows += [[method, measure, "", value, ""] for measure, value in ours.items()]
+    rows = [row for row in rows if any(row[2:])]
     remarks = [
         f"Ours: the letters of W that a layer learns beside W_O; one layer of width {DIM}, {HEADS} heads and N tokens.",
         "Times and memory are of a forward and backward pass on a CPU, top-1 and bits per byte of small models "

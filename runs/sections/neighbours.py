@@ -11,6 +11,7 @@ from runs.sections.sources import RESULTS, measured, table
 from trainkit.results import read_results
 
 NOT_RUN, NOT_BUILT = "not run", "not built"
+LEARNED = "learns W of"
 LENGTHS = (197, 2048, 8192, 16384)
 SHORT_AND_LONG = (LENGTHS[0], LENGTHS[-1])
 # Trainings that a table shows: runs of another length, depth or width are not compared with them.
@@ -33,29 +34,36 @@ def rows_of(folder: Path, part: str) -> dict[tuple[str, int], Row]:
 def table_1(folder: Path = RESULTS / "neighbours") -> str:
     """The paper's methods in its order, with what this project knows and measured of each."""
     kernels = {label: row["kernel"] for label, row in published.rows("related_methods").items()}
-    words = ["learns W of", "causal form", "complexity of mixing"]
-    numbers, shown = [*costs("gka"), *TRAINED], []
-    for label in [*kernels, *(label for label in BY_LABEL if label not in kernels)]:
-        cells = [NOT_BUILT] * len([*words, *numbers])
-        if label in BY_LABEL:
-            name = BY_LABEL[label]
-            about = ABOUT[name]
-            cells = [about.projections or "none", "yes" if about.causal else "no", about.complexity]
-            cells += [*costs(name).values(), *trained(folder, name).values()]
+    headings = ["", "kernel, the paper's words", *words("gka"), *costs("gka"), *TRAINED]
+    shown = []
+    for label in dict.fromkeys([*kernels, *BY_LABEL]):
+        cells = [NOT_BUILT] * len(headings[2:])
+        if name := BY_LABEL.get(label):
+            cells = (words(name) | costs(name) | trained(folder, name)).values()
         shown.append([label, f"*{kernels[label]}*" if label in kernels else "", *cells])
-    headings = ["", "kernel, the paper's words", *words, *numbers]
     return "\n".join([table(headings, shown, left=5), *_sources(folder, "digits", "language")])
 
 
 def measures(label: str, folder: Path) -> dict[str, str]:
-    """Measure -> cell: a row of the paper's Table 1 as counted and measured here; empty if it is not built."""
+    """Measure -> cell: a row of the paper's Table 1 as known, counted and measured here."""
     if label not in BY_LABEL:
-        return {}
-    name, cells = BY_LABEL[label], costs(BY_LABEL[label])
-    for tokens in SHORT_AND_LONG:
+        return {LEARNED: NOT_BUILT}
+    name = BY_LABEL[label]
+    cells = words(name) | costs(name)
+    for tokens in LENGTHS:
         ms, mib = timed(folder, name, tokens)
         cells |= {f"ms, forward / both, N = {tokens:,}": ms, f"MiB, N = {tokens:,}": mib}
     return cells | trained(folder, name)
+
+
+def words(name: str) -> dict[str, str]:
+    """What is known of a method without counting."""
+    about = ABOUT[name]
+    return {
+        LEARNED: about.projections or "none",
+        "causal form": "yes" if about.causal else "no",
+        "complexity of mixing": about.complexity,
+    }
 
 
 def costs(name: str) -> dict[str, str]:

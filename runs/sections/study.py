@@ -7,8 +7,8 @@ from pathlib import Path
 from nanochat_gka.accounting import AccountingConfig, account
 from runs.sections.sources import RESULTS, measured, table
 from runs.study.cells import Cell
-from runs.study.families import ALL, FAMILIES, FURTHER, KERNELS, REPAIRS, Family
-from runs.study.grid import LONGER, SCALED, SMALLEST, longer_families, scaled_places
+from runs.study.families import ALL, FAMILIES, FURTHER, HYBRIDS, KERNELS, REPAIRS, Family, fits_depth
+from runs.study.grid import DEEPER, LONGER, SCALED, SMALLEST, longer_families, scaled_places
 from runs.study.scores import Place, Result, Scores
 from runs.study.statistics import UNIT, Interval, Scaling, crossing, scaling
 from trainkit.progress import read_lines
@@ -29,6 +29,14 @@ PROVISIONAL = "Rates marked * are provisional: not every rate that must be tried
 def families(folder: Path = ROWS) -> str:
     """Question 3, at the smallest size: every family at its best rate, and its difference from nanochat's softmax."""
     return _of_every_text(folder, lambda scores: _comparison(scores, {**FAMILIES, **FURTHER}, SMALLEST, "softmax"))
+
+
+def deeper(folder: Path = ROWS) -> str:
+    """Questions 2 to 4 at four layers: families, hybrids, repairs and kernels."""
+    chosen = {**FAMILIES, **{name: ALL[name] for name in HYBRIDS if fits_depth(ALL[name], DEEPER["depth"])}}
+    return _of_every_text(
+        folder, lambda scores: _comparison(scores, {**chosen, **REPAIRS, **KERNELS}, DEEPER, "softmax")
+    )
 
 
 def best(folder: Path = ROWS) -> str:
@@ -55,6 +63,11 @@ def kernels(folder: Path = ROWS) -> str:
     names = ("GKA + offsets", "softmax + offsets", "VLT + offsets", "GKA unrotated", *KERNELS)
     chosen = {name: ALL[name] for name in names}
     return _of_every_text(folder, lambda scores: _comparison(scores, chosen, SMALLEST, "GKA + offsets"))
+
+
+def sizes(folder: Path = ROWS) -> str:
+    """Question 3: bits per byte of every family at every size and budget."""
+    return _of_every_text(folder, _sizes)
 
 
 def fits(folder: Path = ROWS) -> str:
@@ -110,6 +123,17 @@ def _by_budget(scores: Scores, families: dict[str, Family]) -> str:
     return table(["", *(f"{place['tokens']:,} tokens" for place in LONGER)], rows)
 
 
+def _sizes(scores: Scores) -> str:
+    """Families down, depths and budgets across."""
+    rows = []
+    for name in SCALED:
+        losses = [loss_of(scores.at(ALL[name], place)) for place in scaled_places()]
+        own = [fits_depth(ALL[name], place["depth"]) for place in scaled_places()]
+        rows.append([name, *(loss if has_form else "" for loss, has_form in zip(losses, own))])
+    headings = (f"depth {place['depth']}, {place['tokens']:,} tokens" for place in scaled_places())
+    return table(["", *headings], rows)
+
+
 def scalings(scores: Scores) -> dict[str, Scaling | None]:
     """The fit of every family that `sizes` trains; None where there are too few points."""
     return {name: scaling(points(scores, ALL[name])) for name in SCALED}
@@ -125,8 +149,9 @@ def _fits(scores: Scores) -> str:
     fitted, rows = scalings(scores), []
     for name, own in fitted.items():
         done = len(points(scores, ALL[name]))
+        places = sum(fits_depth(ALL[name], place["depth"]) for place in scaled_places())
         if own is None:
-            rows.append([name, f"{done} of {len(scaled_places())}", *[NOT_RUN] * 4])
+            rows.append([name, f"{done} of {places}", *[NOT_RUN] * 4])
             continue
         baseline = fitted["softmax"]
         cells = [interval_of(own.interval(part)) for part in "abc"]
@@ -211,5 +236,6 @@ def _note(results: Iterable[Result | None]) -> str:
     return f"\n\n{PROVISIONAL}" if any(result and not result.settled for result in results) else ""
 
 
-TABLES: dict[str, Callable[..., str]] = {"study-families": families, "study-longer": longer, "study-fits": fits}
+TABLES: dict[str, Callable[..., str]] = {"study-families": families, "study-longer": longer, "study-sizes": sizes}
+TABLES |= {"study-fits": fits, "study-deeper": deeper}
 TABLES |= {"study-repairs": repairs, "study-kernels": kernels, "study-heads": heads, "study-best": best}

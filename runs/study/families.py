@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from gka.kinds import KINDS
+
 Family = dict[str, Any]  # fields of a cell
 
 OFFSETS = dict(head_offsets="PS")
@@ -18,17 +20,21 @@ FAMILIES = {
     "GKA + offsets + VE": dict(attention="gka", value_embeds="every-layer", **OFFSETS, **UNROTATED),
     "VLT + offsets": dict(attention="vlt", **EVERYWHERE),
 }
-# Trained after the first ones have their rates: the same at other settings, and hybrids.
+# Trained after the first ones have their rates: the same at other settings.
 FURTHER = {
     "softmax without VE": dict(attention="softmax", value_embeds="none"),
     "softmax + offsets + VE": dict(attention="softmax", value_embeds="every-layer", **EVERYWHERE),
     "GKA + offsets rotated": dict(attention="gka", **OFFSETS),
     "GKA + offsets + half VE": dict(attention="gka", value_embeds="all", **OFFSETS, **UNROTATED),
     "VLT": dict(attention="vlt"),
+}
+# A pattern of layers needs the depth, so that the smallest size cannot choose a rate: it comes from the family named.
+HYBRIDS = {
     "GGGA": dict(attention="GGGA", **UNROTATED),
     "GGGA + offsets": dict(attention="GGGA", **EVERYWHERE, **UNROTATED),
     "GGGGGA + offsets": dict(attention="GGGGGA", **EVERYWHERE, **UNROTATED),
 }
+RATE_OF = {"GGGA": "GKA unrotated", "GGGA + offsets": "GKA + offsets", "GGGGGA + offsets": "GKA + offsets"}
 # What attention is compared with: none of it, and weights that do not depend on what is compared.
 REFERENCES = {
     "no attention": dict(attention="gka", kernel="none"),
@@ -55,4 +61,15 @@ KERNELS = {
     "offsets, tied softmax": dict(attention="gka", kernel="tied-softmax", **OFFSETS, **UNROTATED),
     "tied softmax": dict(attention="gka", kernel="tied-softmax", **UNROTATED),
 }
-ALL = {**FAMILIES, **FURTHER, **REFERENCES, **REPAIRS, **KERNELS}
+ALL = {**FAMILIES, **FURTHER, **HYBRIDS, **REFERENCES, **REPAIRS, **KERNELS}
+
+
+def rate_source(family: Family) -> Family:
+    """The family whose learning rate this one takes: itself, but for hybrids."""
+    name = next((name for name in RATE_OF if ALL[name] == family), None)
+    return ALL[RATE_OF[name]] if name else family
+
+
+def fits_depth(family: Family, depth: int) -> bool:
+    """Whether a model of this depth has the whole of the family's pattern of layers."""
+    return family["attention"] in KINDS or len(family["attention"]) <= depth

@@ -10,11 +10,23 @@ from dataclasses import replace
 from typing import ClassVar
 
 from runs.study.cells import Cell
-from runs.study.families import ALL, FAMILIES, FURTHER, KERNELS, REFERENCES, REPAIRS, Family
+from runs.study.families import (
+    ALL,
+    FAMILIES,
+    FURTHER,
+    HYBRIDS,
+    KERNELS,
+    REFERENCES,
+    REPAIRS,
+    Family,
+    fits_depth,
+    rate_source,
+)
 
 RATES = (1.0, 2.0, 4.0)
 LEAST_RATE, MOST_RATE = 0.25, 16.0
 SEEDS = (0, 1, 2)
+FIRST_SEED = SEEDS[:1]
 SMALLEST = dict(depth=2, tokens=2**20)
 LONGER = [dict(depth=2, tokens=tokens) for tokens in (2**20, 2**21, 2**22)]
 DEEPER = dict(depth=4, tokens=2**20)
@@ -31,12 +43,10 @@ class Done(dict):
         return Cell(**SMALLEST, **family, rate=rate)
 
 
-SCALED = (
-    *("softmax", "softmax + offsets", "GKA", "GKA + offsets", "VLT + offsets"),
-    *("softmax without VE", "GKA + offsets + half VE", "GGGA + offsets"),
-)
+HEADLINE = ("softmax", "softmax + offsets", "GKA", "GKA + offsets")
+SCALED = (*HEADLINE, "VLT + offsets", "softmax without VE", "GKA + offsets + half VE", "GGGA + offsets")
 # Three budgets at the sizes where they cost minutes, and the least of them at every size.
-BUDGETS = {2: (2**20, 2**21, 2**22), 4: (2**20, 2**21, 2**22), 6: (2**20, 2**21), 8: (2**20,)}
+BUDGETS = {2: (2**20, 2**21, 2**22), 4: (2**20, 2**21, 2**22), 6: (2**20,), 8: (2**20,)}
 # Muon's step takes a quarter of the time at depth 8 and 4,096 tokens a step; the trainer scales rates to the batch.
 BATCH_AT_DEPTH = {2: 2048, 4: 2048, 6: 4096, 8: 4096}
 
@@ -56,7 +66,8 @@ def tried_rates(family: dict, done: Done) -> list[float]:
 
 def best_rate(family: dict, done: Done) -> float | None:
     """The family's best rate at the smallest size, seed 0. Until every rate that must be tried is finished, unknown."""
-    return _best_of(family, tried_rates(family, done), done) or done.assumed_rate
+    source = rate_source(family)
+    return _best_of(source, tried_rates(source, done), done) or done.assumed_rate
 
 
 def _best_of(family: dict, rates: Iterable[float], done: Done) -> float | None:
@@ -75,23 +86,26 @@ def seeds(done: Done) -> list[Cell]:
 
 
 def further_rates(done: Done) -> list[Cell]:
-    """The same as rates, for hybrids and other value embeddings."""
+    """The same as rates, for other value embeddings and VLT."""
     return _at_every_rate(FURTHER, done)
 
 
 def further_seeds(done: Done) -> list[Cell]:
-    """The same as seeds, for hybrids and other value embeddings."""
+    """The same as seeds, for other value embeddings and VLT."""
     return _at_best_rate(FURTHER, done, [SMALLEST])
 
 
 def depth_4(done: Done) -> list[Cell]:
-    """Do the families, the repairs and the kernels keep their order at four layers?"""
-    return _at_best_rate({**FAMILIES, **KERNELS, **REPAIRS}, done, [DEEPER])
+    """Do the families, the repairs and the kernels keep their order at four layers? One seed of the last two."""
+    others = _at_best_rate({**KERNELS, **REPAIRS, **HYBRIDS}, done, [DEEPER], FIRST_SEED)
+    return _seeds_in_turn([*_at_best_rate(FAMILIES, done, [DEEPER]), *others])
 
 
 def longer(done: Done) -> list[Cell]:
     """What does training longer do to the paper's form, to sigma in it, and to what it is compared with?"""
-    return _seeds_in_turn(_at_best_rate(longer_families(), done, LONGER))
+    names = longer_families().keys() - REFERENCES.keys()
+    compared = _at_best_rate({name: ALL[name] for name in ALL if name in names}, done, LONGER)
+    return _seeds_in_turn([*compared, *_at_best_rate(REFERENCES, done, LONGER, FIRST_SEED)])
 
 
 def longer_families() -> dict[str, Family]:
@@ -101,8 +115,10 @@ def longer_families() -> dict[str, Family]:
 
 
 def sizes(done: Done) -> list[Cell]:
-    """How does the loss fall with compute, at four depths and three budgets?"""
-    return _seeds_in_turn(_at_best_rate({name: ALL[name] for name in SCALED}, done, scaled_places()))
+    """How does the loss fall with compute, at four depths and three budgets? Three seeds of the headline."""
+    headline, others = ({name: ALL[name] for name in SCALED if (name in HEADLINE) == first} for first in (True, False))
+    cells = _at_best_rate(headline, done, scaled_places())
+    return _seeds_in_turn([*cells, *_at_best_rate(others, done, scaled_places(), FIRST_SEED)])
 
 
 def scaled_places() -> list[dict]:
@@ -116,21 +132,22 @@ def scaled_places() -> list[dict]:
 
 def largest_rates(done: Done) -> list[Cell]:
     """Is the transferred rate still best at the largest size?"""
-    families = {name: FAMILIES[name] for name in ("softmax", "softmax + offsets", "GKA", "GKA + offsets")}
-    cells = _at_best_rate(families, done, [scaled_places()[-1]], seeds=(0,))
+    families = {name: FAMILIES[name] for name in ("softmax + offsets", "GKA + offsets")}
+    cells = _at_best_rate(families, done, [scaled_places()[-1]], FIRST_SEED)
     return [replace(cell, rate=cell.rate * factor) for cell in cells for factor in (0.5, 1.0, 2.0)]
 
 
 def sigma_starts(done: Done) -> list[Cell]:
     """Where should sigma^2 start, in the paper's form and with offsets (head_dim is 64)?"""
     starts = [dict(SMALLEST, sigma_squared=value) for value in (1.0, 4.0, 16.0, 64.0, 256.0)]
-    return _at_best_rate({name: FAMILIES[name] for name in ("GKA", "GKA unrotated", "GKA + offsets")}, done, starts)
+    families = {name: FAMILIES[name] for name in ("GKA", "GKA unrotated", "GKA + offsets")}
+    return _at_best_rate(families, done, starts, FIRST_SEED)
 
 
 def windows(done: Done) -> list[Cell]:
     """What do half windows in three layers of four cost?"""
     families = {name: FAMILIES[name] for name in ("softmax", "GKA", "GKA + offsets")}
-    return _at_best_rate(families, done, [dict(DEEPER, window_pattern=pattern) for pattern in ("L", "SSSL")])
+    return _at_best_rate(families, done, [dict(DEEPER, window_pattern=name) for name in ("L", "SSSL")], FIRST_SEED)
 
 
 def offset_patterns(done: Done) -> list[Cell]:
@@ -141,7 +158,7 @@ def offset_patterns(done: Done) -> list[Cell]:
     settings = [{**family, "head_offsets": "" if pattern == "N" else pattern} for pattern in patterns]
     # Without offsets sigma^2 would start elsewhere.
     shared = dict(DEEPER, sigma_squared=16.0, rate=rate)
-    return [Cell(**shared, **setting, seed=seed) for setting in settings for seed in SEEDS] if rate else []
+    return [Cell(**shared, **setting) for setting in settings] if rate else []
 
 
 def reference_rates(done: Done) -> list[Cell]:
@@ -203,7 +220,7 @@ def _at_best_rate(families: dict[str, dict], done: Done, places: list[dict], see
         for place in places
         for seed in seeds
         for family, rate in known
-        if rate is not None
+        if rate is not None and fits_depth(family, place["depth"])
     ]
 
 

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import gka.flops  # noqa: F401  torch's counter then knows the operator of non-local means
 import runs.neighbours.methods  # noqa: F401  registers them
 from gka.impl.cpu import build as cpu_kernel
+from gka.related_costs import related_cost
 from runs.neighbours.feature_maps import orthogonal_features, positive_exponents
 from runs.neighbours.methods.skyformer import GAMMA, kernel
 from runs.neighbours.mixing import Mixing, MixingLayer
@@ -88,14 +89,16 @@ def test_shorter_inputs_use_a_part_of_the_parameters(name, causal):
 
 
 @pytest.mark.parametrize("name, causal", CASES)
-def test_flops_are_what_torch_counts(name, causal):
+def test_costs_are_what_torch_counts(name, causal):
     if name == "non-local-means" and (obstacle := cpu_kernel.obstacle()):
         pytest.skip(f"torch does not count its own attention on CPUs, which takes the kernel's place: {obstacle}")
     tokens = 150
     layer = MixingLayer(build(name, tokens, causal))
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         layer(torch.randn(1, tokens, HEADS * HEAD_DIM))
-    assert layer.flops(tokens) == counter.get_total_flops()
+    known = related_cost(name, HEADS * HEAD_DIM, HEADS, tokens, size=layer.mixing.size, causal=causal)
+    assert known.flops == counter.get_total_flops()
+    assert known.parameters == sum(parameter.numel() for parameter in layer.parameters())
 
 
 class ConvolutionFlops(TorchDispatchMode):
@@ -119,7 +122,8 @@ def test_flops_of_convolutions_are_products_and_transforms():
     mixing, given = build("kernelized-rpe", tokens), inputs("kernelized-rpe", tokens, batch=1)
     with ConvolutionFlops() as counter, torch.no_grad():
         mixing(*given)
-    assert mixing.other_flops(tokens) == counter.total
+    known = related_cost("kernelized-rpe", HEADS * HEAD_DIM, HEADS, tokens, size=mixing.size)
+    assert known.other_flops == counter.total
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -85,6 +85,8 @@ def test_related_methods_have_what_their_layers_cost_and_reach(tmp_path):
     assert shown["Krause", "digits: top-1 %"] == ["", "97.50 ± 0.71 (2 seeds)", ""]
     assert shown["Krause", "Kernel Type"] == ["Distance+RBF", "", ""]
     assert shown["Krause", "QKV Projection"][1] == "QKV" and shown["GKA", "QKV Projection"][1] == "none"
+    assert shown["Krause", "complexity of mixing"] == ["", "N W D", ""] and shown["VLT", "causal form"][1] == "yes"
+    assert {name for name, measure in shown if measure == "ms, forward / both, N = 8,192"} >= {"VLT", "Skyformer"}
     assert shown["Linformer", "language: bits per byte"][1] == "no causal form"
     assert shown["Linformer", "parameters"][1] == f"{173_440:,} / {148_224 + 2 * 64 * 16_384:,}"
     assert shown["Non-Local NN", "QKV Projection"][1] == "not built" and ("Non-Local NN", "parameters") not in shown

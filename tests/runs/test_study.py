@@ -164,6 +164,15 @@ def test_seeds_wait_for_rates_and_an_end_that_is_best_is_passed():
     assert {(cell.seed, cell.rate) for cell in grid.seeds(done)} == {(seed, 4.0) for seed in grid.SEEDS}
 
 
+def test_a_hybrid_takes_the_rate_of_its_form_without_softmax_and_needs_its_depth():
+    family, done = FAMILIES["GKA + offsets"], Done()
+    for rate, loss in zip(RATES, (2.0, 1.9, 1.95)):
+        done[Cell(**SMALLEST, **family, rate=rate)] = loss
+    hybrids = [cell for cell in grid.sizes(done) + grid.depth_4(done) if cell.attention in ("GGGA", "GGGGGA")]
+    assert {(cell.depth, cell.attention) for cell in hybrids} == {(4, "GGGA"), (6, "GGGA"), (8, "GGGA")}
+    assert {cell.rate for cell in hybrids} == {2.0} and {cell.seed for cell in hybrids} == {0}
+
+
 def test_every_group_has_cells_that_can_be_built():
     done = Done()
     done.assumed_rate = 2.0

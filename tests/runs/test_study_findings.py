@@ -94,7 +94,7 @@ def test_fits_have_intervals_that_hold_the_truth_and_cross_where_the_laws_do(sca
     assert where.low <= where.value <= where.high and where.value == pytest.approx(1e14, rel=0.05) and share > 0.9
     assert statistics.crossing(fitted["GKA"], fitted["softmax"]) == (None, 0.0)
     table = study.fits(scaled)
-    assert "| GKA | 9 |" in table and "nowhere in reach (0%)" in table and "GGGA + offsets | 0 of 9 | not run" in table
+    assert "| GKA | 8 |" in table and "nowhere in reach (0%)" in table and "GGGA + offsets | 0 of 5 | not run" in table
 
 
 def test_families_are_compared_at_the_rate_with_most_seeds(tmp_path):

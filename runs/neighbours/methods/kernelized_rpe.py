@@ -7,12 +7,11 @@ Toeplitz matrix, by the Fourier transform. Causal: e^b = 0 for j > i; the transf
 tokens.
 """
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from gka.related_costs import transform_length
 from runs.neighbours.feature_maps import orthogonal_features, positive_exponents
 from runs.neighbours.mixing import About, Mixing, normalised
 
@@ -39,7 +38,7 @@ class KernelizedRPE(Mixing, name="kernelized-rpe"):
         return weights * (torch.arange(1 - tokens, tokens, device=weights.device) <= 0)
 
     def forward(self, q, k, v):
-        tokens, length = q.shape[2], self._length(q.shape[2])
+        tokens, length = q.shape[2], transform_length(q.shape[2])
         queries, keys = self._features(q), self._features(k)
         values = torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)
         outer = (keys[..., None] * values[..., None, :]).transpose(2, 4)  # (B, H, D + 1, m, N)
@@ -55,18 +54,3 @@ class KernelizedRPE(Mixing, name="kernelized-rpe"):
         relative = self.bias[:, token - token[:, None] + self.tokens - 1].exp()  # (H, N, N)
         affinity = relative * (self._features(q) @ self._features(k).mT)
         return normalised(affinity.masked_fill(self.hidden(tokens, q.device), 0), v)
-
-    def _length(self, tokens: int) -> int:
-        """A power of two at which what wraps around stays in front of the places that are read."""
-        return 2 ** math.ceil(math.log2(2 * tokens - 1))
-
-    def flops(self, tokens):
-        return self.heads * tokens * self.size * (4 * self.head_dim + 2 * (self.head_dim + 1))
-
-    def other_flops(self, tokens):
-        """phi(k) v^T, 5 L log2 L for each complex transform of length L and half for a real one (there and back), and 6
-        for each complex product of spectra, which are half as long.
-        """
-        length, rows = self._length(tokens), self.size * (self.head_dim + 1)
-        transform = 5 * length * math.ceil(math.log2(length)) // 2
-        return self.heads * ((2 * rows + 1) * transform + rows * (tokens + 6 * (length // 2 + 1)))

@@ -12,9 +12,8 @@ import math
 import torch
 from torch import nn
 
+from gka.related_costs import REACH, WINDOW
 from runs.neighbours.mixing import About, Mixing, normalised
-
-WINDOW, REACH = 64, 2
 
 
 def neighbours(tokens: int, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,12 +76,3 @@ class Krause(Mixing, name="krause"):
         affinity = (-(q[..., :, None, :] - k[..., None, :, :]).square().sum(-1) / (2 * sigma**2)).exp() * near
         order = affinity.masked_fill(~near, -1).argsort(dim=-1, descending=True).argsort(dim=-1)
         return normalised(affinity * (order < self.size), v)
-
-    def _pairs(self, tokens: int) -> int:
-        return tokens * (neighbours(tokens, self.causal)[0].shape[1] + (not self.causal))
-
-    def flops(self, tokens):
-        return 2 * self.heads * self._pairs(tokens) * self.head_dim
-
-    def other_flops(self, tokens):
-        return 3 * self.heads * self._pairs(tokens) * self.head_dim  # difference, square, sum

@@ -7,7 +7,7 @@ j <= i.
 
 import torch.nn.functional as F
 
-from runs.neighbours.feature_maps import feature_attention, feature_flops
+from runs.neighbours.feature_maps import feature_attention
 from runs.neighbours.mixing import About, Mixing, normalised
 
 
@@ -20,6 +20,3 @@ class LinearTransformer(Mixing, name="linear-transformer"):
     def exact(self, q, k, v):
         affinity = (F.elu(q) + 1) @ (F.elu(k) + 1).mT
         return normalised(affinity.masked_fill(self.hidden(q.shape[2], q.device), 0), v)
-
-    def flops(self, tokens):
-        return feature_flops(self.heads, tokens, self.head_dim, self.head_dim, self.causal)

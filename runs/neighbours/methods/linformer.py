@@ -36,6 +36,3 @@ class Linformer(Mixing, name="linformer"):
         weights = scores(q, keys).exp()
         weights = weights / weights.sum(-1, keepdim=True)
         return (weights @ self.compress_values[:, : k.shape[2]]) @ v  # N x N weights of the tokens
-
-    def flops(self, tokens):
-        return 4 * self.heads * self.size * tokens * self.head_dim * 2

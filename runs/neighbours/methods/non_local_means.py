@@ -11,7 +11,6 @@ import math
 import torch
 
 from gka import gaussian_attention
-from gka.cost import operator_flops
 from runs.neighbours.mixing import About, Mixing, normalised
 
 H = 1.0
@@ -32,6 +31,3 @@ class NonLocalMeans(Mixing, name="non-local-means"):
         affinity = (-(x[:, :, None] - x[:, None]).square().mean(-1) / H**2).exp()
         affinity = affinity.masked_fill(self.hidden(x.shape[1], x.device), 0)
         return normalised(affinity, x).unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)
-
-    def flops(self, tokens):
-        return operator_flops(1, tokens, 1, self.heads * self.head_dim, keys=tokens)

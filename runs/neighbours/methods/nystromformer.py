@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from runs.neighbours.mixing import About, Mixing, scores
-from runs.neighbours.newton import inverse_flops, iterative_inverse
+from runs.neighbours.newton import iterative_inverse
 
 
 class Nystromformer(Mixing, name="nystromformer"):
@@ -36,8 +36,3 @@ class Nystromformer(Mixing, name="nystromformer"):
         inner = iterative_inverse(scores(queries, keys).softmax(-1))
         weights = scores(q, keys).softmax(-1) @ inner @ scores(queries, k).softmax(-1)  # N x N
         return weights @ v
-
-    def flops(self, tokens):
-        m = min(self.size, tokens)
-        products = 2 * self.head_dim * (4 * tokens * m + 2 * m * m)
-        return self.heads * (products + inverse_flops(m))

@@ -7,7 +7,7 @@ once. Exponents are shifted, per query and over all keys, which cancels; causal 
 
 import math
 
-from runs.neighbours.feature_maps import feature_attention, feature_flops, orthogonal_features, positive_exponents
+from runs.neighbours.feature_maps import feature_attention, orthogonal_features, positive_exponents
 from runs.neighbours.mixing import About, Mixing, normalised
 
 
@@ -34,7 +34,3 @@ class Performer(Mixing, name="performer"):
     def exact(self, q, k, v):
         affinity = self._exponents(q).exp() @ self._exponents(k).exp().mT / self.size
         return normalised(affinity.masked_fill(self.hidden(q.shape[2], q.device), 0), v)
-
-    def flops(self, tokens):
-        features = 2 * 2 * self.heads * tokens * self.head_dim * self.size
-        return features + feature_flops(self.heads, tokens, self.size, self.head_dim, self.causal)

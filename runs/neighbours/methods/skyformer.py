@@ -10,7 +10,7 @@ out on both sides. Landmarks are evenly spaced here, not drawn; gamma is its aut
 import torch
 
 from runs.neighbours.mixing import About, Mixing
-from runs.neighbours.newton import inverse_flops, iterative_inverse
+from runs.neighbours.newton import iterative_inverse
 
 GAMMA = 0.1
 
@@ -49,8 +49,3 @@ class Skyformer(Mixing, name="skyformer"):
         inner = kappa(z, z) + GAMMA * torch.eye(z.shape[2], dtype=q.dtype, device=q.device)
         root = torch.diag_embed(inner.sum(-1).rsqrt())
         return kappa(q, z) @ root @ iterative_inverse(root @ inner @ root) @ root @ kappa(z, k) @ v
-
-    def flops(self, tokens):
-        m = min(self.size, 2 * tokens)
-        products = 2 * self.head_dim * (4 * tokens * m + 2 * m * m)
-        return self.heads * (products + inverse_flops(m))
