@@ -3,27 +3,18 @@
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
+import ask_cpu_kernel
 import processes
 from gka.impl.cpu import build
 from sources import ROOT
 
-ASK = """
-import torch
-from gka import gaussian_attention, select_impl
-
-x, log_sigma = torch.randn(1, 9, 2, 16), torch.zeros(2)
-print(select_impl(x), gaussian_attention(x, log_sigma).shape[1])
-try:
-    gaussian_attention(x, log_sigma, impl="cpu")
-except ValueError as error:
-    print(error)
-"""
 COMPILER = next((path for path in map(build.shutil.which, build.COMPILERS) if path), None)
 needs_compiler = pytest.mark.skipif(build.obstacle() is not None, reason=str(build.obstacle()))
 
@@ -34,9 +25,9 @@ def environment(folder, **variables) -> dict[str, str]:
 
 
 def ask(folder, **variables):
-    """Two lines of what a fresh process does, and what it says."""
-    command = [sys.executable, "-c", ASK]
-    done = subprocess.run(command, env=environment(folder, **variables), capture_output=True, text=True, check=True)
+    """Two lines of what a process does that has not looked for the kernel yet, and what it says."""
+    with tempfile.TemporaryDirectory() as output:
+        done = processes.call("ask_cpu_kernel", folder=Path(output), env=environment(folder, **variables))
     return done.stdout.splitlines(), done.stderr
 
 
@@ -55,7 +46,7 @@ def test_two_processes_build_once_and_later_ones_load(tmp_path):
     text = f'case "$*" in *--version*) ;; *) echo run >> {count};; esac\nexec REAL "$@" -O0\n'
     variables = environment(cache, CXX=wrapper(tmp_path, text))
     (cache / "building-killed").mkdir(parents=True)  # of a build that was killed
-    command = [sys.executable, "-c", ASK]
+    command = [sys.executable, ask_cpu_kernel.__file__]
     both = [subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(2)]
     said = [process.communicate()[1].decode() for process in both]
     assert [process.returncode for process in both] == [0, 0]

@@ -24,10 +24,11 @@ def random(*shape, seed=0):
 class Problem:
     """x, keys, values and log_sigma as four tensors, and which of them are one argument."""
 
-    def __init__(self, case: str, causal: bool):
+    def __init__(self, case: str, causal: bool, batch: int = 2):
         self.causal, self.foreign = causal, case == "keys with the queries"
-        x = random(2, 5, 2, 3) if case == "distinct tokens" else random(2, 5, 2, 3)[:, REPEATED]
-        keys = torch.cat([random(2, 3, 2, 3, seed=1), x], dim=1) if self.foreign else x
+        x = random(batch, 5, 2, 3)
+        x = x if case == "distinct tokens" else x[:, REPEATED]
+        keys = torch.cat([random(batch, 3, 2, 3, seed=1), x], dim=1) if self.foreign else x
         self.own_values = case == "own values"
         values = keys if self.own_values else random(*keys.shape, seed=2)
         self.eps = 0.0 if self.foreign else 1e-3
@@ -126,8 +127,10 @@ def test_second_derivatives_in_every_mixture_of_modes(problem):
     close(torch.func.jacfwd(along, indices)(*arguments), want)
 
 
-def test_gradgradcheck_with_repeated_tokens(problem):
-    """Against finite differences; forward over reverse by dual numbers and batched gradients too."""
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_gradgradcheck_with_repeated_tokens(case, causal):
+    """Against finite differences, of one sequence; forward over reverse by dual numbers and batched gradients too."""
+    problem = Problem(case, causal, batch=1)
     leaves = tuple(t.clone().requires_grad_() for t in problem.arguments)
     assert torch.autograd.gradcheck(problem.function, leaves, check_forward_ad=True, check_batched_grad=True)
     assert torch.autograd.gradgradcheck(problem.function, leaves, check_fwd_over_rev=True, check_batched_grad=True)

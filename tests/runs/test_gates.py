@@ -122,7 +122,7 @@ def test_candidates_of_one_kind_share_weights_and_leave_them_as_they_are():
     ],
 )
 def test_the_gate_of_a_whole_vision_model_stops_what_is_wrong(kind, phase, dtype):
-    candidate = deit_models.Candidate(deit_models.Subject(kind, "ti", phase, 3, "", CPU), dtype, "off")
+    candidate = deit_models.Candidate(deit_models.Subject(kind, "ti", phase, 1, "", CPU), dtype, "off")
     assert candidate.gate() is None
     right = candidate.network
     candidate.network = lambda images: (1.01 if dtype == "float32" else 1.1) * right(images)
