@@ -27,6 +27,8 @@ LATEX = {
     "σ": r"$\sigma$",
     "±": r"$\pm$",
     "×": r"$\times$",
+    "²": r"$^2$",
+    "³": r"$^3$",
 } | {character: f"\\{character}" for character in "&%$#_{}"}
 # Matrices and bandwidths with an index, a minus sign (not a hyphen), powers of ten, any other character.
 TOKEN = re.compile(r"(?P<symbol>[Wσ]_\w)|(?P<sign>(?<!\w)[-+](?=[ \d]))|(?<=\d)e(?P<power>\d+)\b|.", re.DOTALL)

@@ -32,11 +32,14 @@ def families(folder: Path = ROWS) -> str:
 
 
 def deeper(folder: Path = ROWS) -> str:
-    """Questions 2 to 4 at four layers: families, hybrids, repairs and kernels."""
-    chosen = {**FAMILIES, **{name: ALL[name] for name in HYBRIDS if fits_depth(ALL[name], DEEPER["depth"])}}
-    return _of_every_text(
-        folder, lambda scores: _comparison(scores, {**chosen, **REPAIRS, **KERNELS}, DEEPER, "softmax")
-    )
+    """Questions 2 to 4 at four layers: families, hybrids, repairs and kernels, as far as they are trained."""
+
+    def one(scores: Scores) -> str:
+        chosen = {**FAMILIES, **HYBRIDS, **REPAIRS, **KERNELS}
+        trained = {name: family for name, family in chosen.items() if scores.at(family, DEEPER)}
+        return _comparison(scores, trained, DEEPER, "softmax") if trained else f"{NOT_RUN}\n"
+
+    return _of_every_text(folder, one)
 
 
 def best(folder: Path = ROWS) -> str:
@@ -130,7 +133,7 @@ def _sizes(scores: Scores) -> str:
         losses = [loss_of(scores.at(ALL[name], place)) for place in scaled_places()]
         own = [fits_depth(ALL[name], place["depth"]) for place in scaled_places()]
         rows.append([name, *(loss if has_form else "" for loss, has_form in zip(losses, own))])
-    headings = (f"depth {place['depth']}, {place['tokens']:,} tokens" for place in scaled_places())
+    headings = (f"depth {place['depth']}, 2^{place['tokens'].bit_length() - 1}" for place in scaled_places())
     return table(["", *headings], rows)
 
 
