@@ -1,5 +1,6 @@
 """Seeds, thread count and the GPU marker for every test."""
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -28,13 +29,13 @@ settings.register_profile("gka", deadline=None, derandomize=True, print_blob=Tru
 settings.load_profile("gka")
 
 
-def pytest_sessionstart():
+def pytest_sessionstart(session):
     """Compile the CPU kernel if need be: a command under test that did it would say so among its errors."""
     from gka.impl.cpu import build
 
     os.environ.setdefault(build.FOLDER, str(build.cache_folder()))  # for commands with a HOME of their own
     build.obstacle()
-    if "PYTEST_XDIST_WORKER" in os.environ:
+    if "PYTEST_XDIST_WORKER" in os.environ and session.config.rootpath == Path(__file__).parents[1]:
         processes.server()  # before a test makes a command's function start one that lacks the libraries
 
 
@@ -54,6 +55,12 @@ def place(path: Path) -> int:
     """Of a test's file in the list of the long ones, or after it."""
     name = f"{path.parent.name}/{path.stem}"
     return LONG_FILES.index(name) if name in LONG_FILES else len(LONG_FILES)
+
+
+def pytest_collection_finish():
+    """What is imported stays: the garbage collector need not look through it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_configure(config):

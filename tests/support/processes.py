@@ -7,6 +7,7 @@ own server, of loading workers, is forked too, before there are threads; a fork 
 import atexit
 import contextlib
 import ctypes
+import gc
 import itertools
 import multiprocessing
 import multiprocessing.forkserver
@@ -43,6 +44,7 @@ def environment() -> dict[str, str]:
 def _run(
     module: str, argv: list[str], environment: dict[str, str | None], output: str, errors: str, library: Path | None
 ) -> None:
+    gc.freeze()  # the libraries stay
     for path, descriptor in ((output, 1), (errors, 2)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     for name, value in environment.items():
