@@ -3,13 +3,16 @@
     python -m runs.bench.kernel_resources            prints the table of tests/golden/kernel_resources.txt
     python -m runs.bench.kernel_resources --write    rewrites that file
     python -m runs.bench.kernel_resources --every    every case of every configuration, not only the heaviest (minutes)
+    python -m runs.bench.kernel_resources --sample 8    eight of the lines
 
 Per configuration: registers per thread, bytes of spilled registers (STACK), shared memory, tensor-core instructions
 (HGMMA on Hopper, HMMA), asynchronous copies (LDGSTS). Ends with 1 if one breaks a limit: spills, more shared memory
 than the device has, no tensor cores, no asynchronous copies. Needs the triton package and no GPU.
 """
 
+import ast
 import collections
+import hashlib
 import os
 import re
 import sys
@@ -26,8 +29,9 @@ from gka.impl.triton import forward as triton_forward
 from gka.impl.triton import head as triton_head
 from gka.impl.triton.tiles import NORM_COMPUTED, NORM_CONSTANT, NORM_LOADED
 from runs.bench.machine_code import compile_kernel, in_processes
-from trainkit.cli import Count, run
+from trainkit.cli import Count, CountOrAll, UserError, run
 
+VERSION = f"# Triton {triton.__version__},"
 GOLDEN = Path(__file__).resolve().parents[2] / "tests" / "golden" / "kernel_resources.txt"
 SHARED_LIMIT = {80: 166912, 90: 232448, 120: 101376}  # bytes a block may use
 # Bytes per thread. float32 with head_dim 128 does not fit otherwise; other versions of Triton than the table was made
@@ -134,7 +138,7 @@ class Resources(NamedTuple):
         half = build.size == 2
         name = "HGMMA" if build.capability == 90 and half and build.kernel != "decode" else "HMMA"
         cores = self.instructions.get(name) or (not half and self.instructions.get("HGMMA"))
-        spills = KNOWN_SPILLS.get(build[:4], 0) if GOLDEN.read_text().startswith(header()) else SPILLS_OF_OTHER_VERSIONS
+        spills = KNOWN_SPILLS.get(build[:4], 0) if GOLDEN.read_text().startswith(VERSION) else SPILLS_OF_OTHER_VERSIONS
         limit = SHARED_LIMIT[build.capability]
         pipelined = half and build.kernel != "head" and build.config.stages > 1
         checks = {
@@ -176,7 +180,17 @@ def compile_one(build: Build) -> Resources:
 
 
 def header() -> str:
-    return f"# Triton {triton.__version__}. Written by `python -m runs.bench.kernel_resources --write`."
+    """What the list follows from: the version of Triton, and the sources of kernels, configurations and cases."""
+    return f"{VERSION} sources {sources()}. Written by `python -m runs.bench.kernel_resources --write`."
+
+
+def sources() -> str:
+    """A hash of the code that is compiled and of the code that chooses it, without comments and layout."""
+    root = Path(__file__).resolve().parents[2]
+    paths = [*sorted(root.glob("gka/impl/triton/*.py")), root / "gka/bandwidth.py"]
+    paths += [root / f"runs/bench/{name}.py" for name in ("kernel_resources", "machine_code")]
+    code = "\n".join(ast.unparse(ast.parse(path.read_text())) for path in paths)
+    return hashlib.sha256(code.encode()).hexdigest()[:16]
 
 
 @dataclass
@@ -187,25 +201,32 @@ class ResourcesConfig:
     """
 
     write: bool = False
-    """Rewrite tests/golden/kernel_resources.txt."""
+    """Rewrite tests/golden/kernel_resources.txt, if no configuration breaks a limit."""
     every: bool = False
     """Compile every case of every configuration."""
+    sample: CountOrAll = -1
+    """Compile only so many configurations, spread over the list."""
     processes: Count = os.cpu_count() or 1
     """How many compile at once."""
 
 
 def main(config: ResourcesConfig) -> None:
+    if config.write and config.sample > 0:
+        raise UserError("--write needs all configurations; leave out --sample")
+    builds = shipped(config.every)
+    if config.sample > 0:
+        builds = builds[:: -(-len(builds) // config.sample)]
     lines, broken = [header()], []
     print(lines[0], flush=True)
-    for build, resources in in_processes(compile_one, shipped(config.every), config.processes):
+    for build, resources in in_processes(compile_one, builds, config.processes):
         lines.append(f"{build} {resources}")
         print(lines[-1], flush=True)
         broken += [f"{' '.join(str(build).split())}: {reason}" for reason in resources.broken(build)]
-    if config.write:
-        GOLDEN.write_text("\n".join(lines) + "\n")
     if broken:
         print(*broken, sep="\n", file=sys.stderr)
         sys.exit(1)
+    if config.write:
+        GOLDEN.write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":
