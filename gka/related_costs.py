@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from gka.cost import operator_flops
 
+# Settings of the methods as they are built here, which take them from this file.
 CHUNK = 128  # tokens whose products are built at once in the causal form of feature maps
 ITERATIONS = 6  # of the inverse of Nyströmformer and Skyformer, four products each
 WINDOW, REACH = 64, 2  # Krause: tokens in reach of causal text, and rows and columns to each side in a grid of patches
@@ -40,15 +41,20 @@ def related_cost(
 ) -> RelatedCost:
     """Cost of `method`, a name of `RELATED`, over (1, tokens, dim).
 
-    size: m of a method that has features, landmarks or compressed tokens. Raises ValueError for an unknown method, a
-    num_heads that does not divide dim, and sizes below their least.
+    size: m of a method that has features, landmarks or compressed tokens, at least 1 there. Raises ValueError for an
+    unknown method, a num_heads that does not divide dim, too few tokens, a size that is missing, and causal=True for a
+    method without a causal form.
     """
     if method not in RELATED:
         raise ValueError(f"method must be one of {', '.join(RELATED)}, got {method!r}")
     if num_heads < 1 or dim % num_heads:
         raise ValueError(f"num_heads must divide dim, got dim={dim} and num_heads={num_heads}")
-    if tokens < 1 or size < 0:
-        raise ValueError(f"tokens must be at least 1 and size at least 0, got {tokens} and {size}")
+    if tokens < 1:
+        raise ValueError(f"tokens must be at least 1, got {tokens}")
+    if size < (method in SIZED):
+        raise ValueError(f"{method} needs a size of at least 1, got {size}")
+    if causal and method in NOT_CAUSAL:
+        raise ValueError(f"{method} has no causal form")
     projections, mixing = RELATED[method]
     of_mixing = mixing(Shape(num_heads, dim // num_heads, tokens, size, causal))
     linears = projections + 1
@@ -129,8 +135,8 @@ def krause(s: Shape) -> RelatedCost:
     Other: difference, square and sum.
     """
     in_reach = min(WINDOW, s.tokens) if s.causal else (2 * REACH + 1) ** 2 + 2
-    pairs = s.heads * s.tokens * in_reach * s.head_dim
-    return RelatedCost(s.heads, 2 * pairs, 3 * pairs)
+    pairs = s.heads * s.tokens * in_reach
+    return RelatedCost(s.heads, 2 * pairs * s.head_dim, 3 * pairs * s.head_dim)
 
 
 # Method -> how many of W_Q, W_K and W_V it learns, and the cost of its mixing.
@@ -144,3 +150,5 @@ RELATED: dict[str, tuple[int, Callable[[Shape], RelatedCost]]] = {
     "skyformer": (3, skyformer),
     "krause": (3, krause),
 }
+SIZED = {"performer", "linformer", "nystromformer", "kernelized-rpe", "skyformer"}
+NOT_CAUSAL = {"linformer", "nystromformer", "skyformer"}

@@ -180,7 +180,7 @@ def compile_one(build: Build) -> Resources:
 
 
 def header() -> str:
-    """What the list follows from: the version of Triton, and the sources of kernels, configurations and cases."""
+    """The first line of the list: the version of Triton, and a hash of kernels, configurations and cases."""
     return f"{VERSION} sources {sources()}. Written by `python -m runs.bench.kernel_resources --write`."
 
 
@@ -215,7 +215,8 @@ def main(config: ResourcesConfig) -> None:
         raise UserError("--write needs all configurations; leave out --sample")
     builds = shipped(config.every)
     if config.sample > 0:
-        builds = builds[:: -(-len(builds) // config.sample)]
+        number = min(config.sample, len(builds))
+        builds = [builds[place * len(builds) // number] for place in range(number)]
     lines, broken = [header()], []
     print(lines[0], flush=True)
     for build, resources in in_processes(compile_one, builds, config.processes):

@@ -15,7 +15,7 @@ Cell = tuple[str, str, float | None]  # measure, the paper's figure, ours
 
 
 def related_methods(sources: Sources) -> PaperTable:
-    """The paper's words, and below them what runs/neighbours counts and measures; VLT, its ablation, comes last."""
+    """The paper's words, and below them what runs/neighbours counts and measures; the ablation, VLT, comes last."""
     columns, printed, rows = published.TABLES["related_methods"]["columns"], published.rows("related_methods"), []
     for method in dict.fromkeys([*printed, *neighbours.BY_LABEL]):
         ours = neighbours.measures(method, sources.results / "neighbours")

@@ -44,7 +44,14 @@ class Done(dict):
 
 
 HEADLINE = ("softmax", "softmax + offsets", "GKA", "GKA + offsets")
-SCALED = (*HEADLINE, "VLT + offsets", "softmax without VE", "GKA + offsets + half VE", "GGGA + offsets")
+SCALED = (
+    *HEADLINE,
+    "VLT + offsets",
+    "softmax without VE",
+    "GKA + offsets + half VE",
+    "GGGA + offsets",
+    "GGGGGA + offsets",
+)
 # Three budgets at the sizes where they cost minutes, and the least of them at every size.
 BUDGETS = {2: (2**20, 2**21, 2**22), 4: (2**20, 2**21, 2**22), 6: (2**20,), 8: (2**20,)}
 # Muon's step takes a quarter of the time at depth 8 and 4,096 tokens a step; the trainer scales rates to the batch.
@@ -65,7 +72,10 @@ def tried_rates(family: dict, done: Done) -> list[float]:
 
 
 def best_rate(family: dict, done: Done) -> float | None:
-    """The family's best rate at the smallest size, seed 0. Until every rate that must be tried is finished, unknown."""
+    """The family's best rate at the smallest size, seed 0; a hybrid takes another family's (`RATE_OF`).
+
+    Until every rate that must be tried is finished, unknown.
+    """
     source = rate_source(family)
     return _best_of(source, tried_rates(source, done), done) or done.assumed_rate
 
@@ -96,7 +106,7 @@ def further_seeds(done: Done) -> list[Cell]:
 
 
 def depth_4(done: Done) -> list[Cell]:
-    """Do the families, the repairs and the kernels keep their order at four layers? One seed of the last two."""
+    """Do families, repairs and kernels keep their order at four layers? All but the families have one seed."""
     others = _at_best_rate({**KERNELS, **REPAIRS, **HYBRIDS}, done, [DEEPER], FIRST_SEED)
     return _seeds_in_turn([*_at_best_rate(FAMILIES, done, [DEEPER]), *others])
 

@@ -26,8 +26,9 @@ def environment(folder, **variables) -> dict[str, str]:
 
 def ask(folder, **variables):
     """Two lines of what a process does that has not looked for the kernel yet, and what it says."""
+    variables = {build.SWITCH: None, **environment(folder, **variables)}  # None: it is not set
     with tempfile.TemporaryDirectory() as output:
-        done = processes.call("ask_cpu_kernel", folder=Path(output), env=environment(folder, **variables))
+        done = processes.call("ask_cpu_kernel", folder=Path(output), env=variables)
     return done.stdout.splitlines(), done.stderr
 
 

@@ -12,6 +12,7 @@ import runs.neighbours.methods  # noqa: F401  registers them
 from gka.impl.cpu import build as cpu_kernel
 from gka.related_costs import related_cost
 from runs.neighbours.feature_maps import orthogonal_features, positive_exponents
+from runs.neighbours.methods.krause import neighbours
 from runs.neighbours.methods.skyformer import GAMMA, kernel
 from runs.neighbours.mixing import Mixing, MixingLayer
 from runs.neighbours.newton import iterative_inverse
@@ -88,17 +89,39 @@ def test_shorter_inputs_use_a_part_of_the_parameters(name, causal):
     torch.testing.assert_close(mixing(*given), mixing.exact(*given), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("tokens", [2, 150])  # fewer than landmarks, and more
 @pytest.mark.parametrize("name, causal", CASES)
-def test_costs_are_what_torch_counts(name, causal):
+def test_costs_are_what_torch_counts(name, causal, tokens):
     if name == "non-local-means" and (obstacle := cpu_kernel.obstacle()):
         pytest.skip(f"torch does not count its own attention on CPUs, which takes the kernel's place: {obstacle}")
-    tokens = 150
     layer = MixingLayer(build(name, tokens, causal))
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         layer(torch.randn(1, tokens, HEADS * HEAD_DIM))
     known = related_cost(name, HEADS * HEAD_DIM, HEADS, tokens, size=layer.mixing.size, causal=causal)
     assert known.flops == counter.get_total_flops()
     assert known.parameters == sum(parameter.numel() for parameter in layer.parameters())
+
+
+@pytest.mark.parametrize("causal, tokens", [(False, 150), (True, 150), (True, 20)])
+def test_krause_is_charged_for_differences_to_neighbours(causal, tokens):
+    in_reach = neighbours(tokens, causal)[0].shape[1] + (not causal)  # the CLS token sees all tokens besides
+    known = related_cost("krause", HEADS * HEAD_DIM, HEADS, tokens, causal=causal)
+    assert known.other_flops == 3 * HEADS * HEAD_DIM * tokens * in_reach
+
+
+@pytest.mark.parametrize(
+    "words, arguments, options",
+    [
+        ("method must be one of", ("softmax", 192, 3, 197), {}),
+        ("num_heads must divide dim", ("krause", 192, 5, 197), {}),
+        ("tokens must be at least 1", ("krause", 192, 3, 0), {}),
+        ("linformer needs a size of at least 1", ("linformer", 192, 3, 197), {}),
+        ("skyformer has no causal form", ("skyformer", 192, 3, 197), {"size": 8, "causal": True}),
+    ],
+)
+def test_costs_of_what_cannot_be_are_refused(words, arguments, options):
+    with pytest.raises(ValueError, match=words):
+        related_cost(*arguments, **options)
 
 
 class ConvolutionFlops(TorchDispatchMode):

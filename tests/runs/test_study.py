@@ -169,7 +169,8 @@ def test_a_hybrid_takes_the_rate_of_its_form_without_softmax_and_needs_its_depth
     for rate, loss in zip(RATES, (2.0, 1.9, 1.95)):
         done[Cell(**SMALLEST, **family, rate=rate)] = loss
     hybrids = [cell for cell in grid.sizes(done) + grid.depth_4(done) if cell.attention in ("GGGA", "GGGGGA")]
-    assert {(cell.depth, cell.attention) for cell in hybrids} == {(4, "GGGA"), (6, "GGGA"), (8, "GGGA")}
+    assert {cell.depth for cell in hybrids if cell.attention == "GGGA"} == {4, 6, 8}
+    assert {cell.depth for cell in hybrids if cell.attention == "GGGGGA"} == {6, 8}
     assert {cell.rate for cell in hybrids} == {2.0} and {cell.seed for cell in hybrids} == {0}
 
 
