@@ -10,7 +10,6 @@ Per configuration: registers per thread, bytes of spilled registers (STACK), sha
 than the device has, no tensor cores, no asynchronous copies. Needs the triton package and no GPU.
 """
 
-import ast
 import collections
 import hashlib
 import os
@@ -185,12 +184,11 @@ def header() -> str:
 
 
 def sources() -> str:
-    """A hash of the code that is compiled and of the code that chooses it, without comments and layout."""
+    """A hash of the files that are compiled and of those that choose what is."""
     root = Path(__file__).resolve().parents[2]
     paths = [*sorted(root.glob("gka/impl/triton/*.py")), root / "gka/bandwidth.py"]
     paths += [root / f"runs/bench/{name}.py" for name in ("kernel_resources", "machine_code")]
-    code = "\n".join(ast.unparse(ast.parse(path.read_text())) for path in paths)
-    return hashlib.sha256(code.encode()).hexdigest()[:16]
+    return hashlib.sha256("\n".join(path.read_text() for path in paths).encode()).hexdigest()[:16]
 
 
 @dataclass

@@ -130,7 +130,11 @@ MEASURE = {
 def main(config: NeighboursConfig) -> None:
     check_names(config.methods)
     for part in config.what:
+        path = config.results / f"{part}.jsonl"
+        size = path.stat().st_size if path.exists() else 0
         MEASURE[part](config)
+        if size and path.stat().st_size == size:
+            console.print(f"{part}: nothing new; rows that {path} has are not measured again", highlight=False)
 
 
 if __name__ == "__main__":

@@ -131,8 +131,8 @@ def _sizes(scores: Scores) -> str:
     rows = []
     for name in SCALED:
         losses = [loss_of(scores.at(ALL[name], place)) for place in scaled_places()]
-        own = [fits_depth(ALL[name], place["depth"]) for place in scaled_places()]
-        rows.append([name, *(loss if has_form else "" for loss, has_form in zip(losses, own))])
+        possible = [fits_depth(ALL[name], place["depth"]) for place in scaled_places()]
+        rows.append([name, *(loss if has_form else "" for loss, has_form in zip(losses, possible))])
     headings = (f"depth {place['depth']}, 2^{place['tokens'].bit_length() - 1}" for place in scaled_places())
     return table(["", *headings], rows)
 

@@ -43,6 +43,7 @@ class Done(dict):
         return Cell(**SMALLEST, **family, rate=rate)
 
 
+TRAINED_LONGER = {name: FAMILIES[name] for name in ("softmax", "GKA", "GKA unrotated", "GKA + offsets")}
 HEADLINE = ("softmax", "softmax + offsets", "GKA", "GKA + offsets")
 SCALED = (
     *HEADLINE,
@@ -113,15 +114,13 @@ def depth_4(done: Done) -> list[Cell]:
 
 def longer(done: Done) -> list[Cell]:
     """What does training longer do to the paper's form, to sigma in it, and to what it is compared with?"""
-    names = longer_families().keys() - REFERENCES.keys()
-    compared = _at_best_rate({name: ALL[name] for name in ALL if name in names}, done, LONGER)
-    return _seeds_in_turn([*compared, *_at_best_rate(REFERENCES, done, LONGER, FIRST_SEED)])
+    references = _at_best_rate(REFERENCES, done, LONGER, FIRST_SEED)
+    return _seeds_in_turn([*_at_best_rate(TRAINED_LONGER, done, LONGER), *references])
 
 
 def longer_families() -> dict[str, Family]:
     """What is trained longer, and compared with the paper's form."""
-    names = ("softmax", "GKA", "GKA unrotated", "GKA + offsets")
-    return {name: FAMILIES[name] for name in names} | REFERENCES
+    return TRAINED_LONGER | REFERENCES
 
 
 def sizes(done: Done) -> list[Cell]:

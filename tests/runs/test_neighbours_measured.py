@@ -143,7 +143,7 @@ def cell(text, label, column):
     return next(line for line in lines if line[1] == label)[lines[0].index(column)]
 
 
-def test_a_measured_row_is_not_measured_again(tmp_path, monkeypatch):
+def test_a_measured_row_is_not_measured_again(tmp_path, monkeypatch, capsys):
     config = command.NeighboursConfig(
         what=["speed"], methods=["gka", "krause"], tokens=[17], rounds=1, results=tmp_path
     )
@@ -156,7 +156,9 @@ def test_a_measured_row_is_not_measured_again(tmp_path, monkeypatch):
     monkeypatch.setattr(speed, "time_layers", timed)
     (tmp_path / "speed.jsonl").write_text(row("speed", {}, method="gka", tokens=17))
     command.main(config)
+    assert "nothing new" not in capsys.readouterr().out
     command.main(config)
+    assert "nothing new" in capsys.readouterr().out
     assert asked == [["krause"]]
 
 
