@@ -92,5 +92,7 @@ def answer(asked: Question, verdicts: list[Verdict]) -> int:
     """
     if asked.greedy:
         return int(verdicts[0].greedy)
-    means = [verdict.mean for verdict in verdicts]
+    # Cropping can make prompts equal; in a batch their losses differ by rounding, which must not choose.
+    prompts = list(zip(asked.prompts, asked.starts))
+    means = [verdicts[prompts.index(prompt)].mean for prompt in prompts]
     return means.index(min(means))
