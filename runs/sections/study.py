@@ -10,7 +10,7 @@ from runs.study.cells import Cell
 from runs.study.families import ALL, FAMILIES, FURTHER, HYBRIDS, KERNELS, REPAIRS, Family, fits_depth
 from runs.study.grid import DEEPER, LONGER, SCALED, SMALLEST, longer_families, scaled_places
 from runs.study.scores import Place, Result, Scores
-from runs.study.statistics import UNIT, Interval, Scaling, crossing, scaling
+from runs.study.statistics import UNIT, Interval, Scaling, SeedNoise, crossing, scaling
 from trainkit.progress import read_lines
 
 NOT_RUN = "not run"
@@ -139,7 +139,9 @@ def _sizes(scores: Scores) -> str:
 
 def scalings(scores: Scores) -> dict[str, Scaling | None]:
     """The fit of every family that `sizes` trains; None where there are too few points."""
-    return {name: scaling(points(scores, ALL[name])) for name in SCALED}
+    own = {name: points(scores, ALL[name]) for name in SCALED}
+    of_all = SeedNoise.pooled(losses for places in own.values() for _, losses in places.values())
+    return {name: scaling(places, of_all) for name, places in own.items()}
 
 
 def points(scores: Scores, family: Family) -> dict[str, tuple[float, list[float]]]:

@@ -45,14 +45,7 @@ class Done(dict):
 
 TRAINED_LONGER = {name: FAMILIES[name] for name in ("softmax", "GKA", "GKA unrotated", "GKA + offsets")}
 HEADLINE = ("softmax", "softmax + offsets", "GKA", "GKA + offsets")
-SCALED = (
-    *HEADLINE,
-    "VLT + offsets",
-    "softmax without VE",
-    "GKA + offsets + half VE",
-    "GGGA + offsets",
-    "GGGGGA + offsets",
-)
+SCALED = (*HEADLINE, "VLT + offsets", "softmax without VE", "GGGA + offsets", "GGGGGA + offsets")
 # Three budgets at the sizes where they cost minutes, and the least of them at every size.
 BUDGETS = {2: (2**20, 2**21, 2**22), 4: (2**20, 2**21, 2**22), 6: (2**20,), 8: (2**20,)}
 # Muon's step takes a quarter of the time at depth 8 and 4,096 tokens a step; the trainer scales rates to the batch.
@@ -107,9 +100,9 @@ def further_seeds(done: Done) -> list[Cell]:
 
 
 def depth_4(done: Done) -> list[Cell]:
-    """Do families, repairs and kernels keep their order at four layers? All but the families have one seed."""
-    others = _at_best_rate({**KERNELS, **REPAIRS, **HYBRIDS}, done, [DEEPER], FIRST_SEED)
-    return _seeds_in_turn([*_at_best_rate(FAMILIES, done, [DEEPER]), *others])
+    """Do families, repairs and kernels keep their order at four layers? With three seeds: `HEADLINE`."""
+    all_once = _at_best_rate({**FAMILIES, **HYBRIDS, **REPAIRS, **KERNELS}, done, [DEEPER], FIRST_SEED)
+    return [*all_once, *_at_best_rate({name: ALL[name] for name in HEADLINE}, done, [DEEPER], SEEDS[1:])]
 
 
 def longer(done: Done) -> list[Cell]:
@@ -124,10 +117,10 @@ def longer_families() -> dict[str, Family]:
 
 
 def sizes(done: Done) -> list[Cell]:
-    """How does the loss fall with compute, at four depths and three budgets? Three seeds of the headline."""
+    """How does the loss fall with compute, at four depths and three budgets? Other groups have the seeds."""
     headline, others = ({name: ALL[name] for name in SCALED if (name in HEADLINE) == first} for first in (True, False))
-    cells = _at_best_rate(headline, done, scaled_places())
-    return _seeds_in_turn([*cells, *_at_best_rate(others, done, scaled_places(), FIRST_SEED)])
+    cells = _at_best_rate(headline, done, scaled_places(), FIRST_SEED)
+    return [*cells, *_at_best_rate(others, done, scaled_places(), FIRST_SEED)]
 
 
 def scaled_places() -> list[dict]:

@@ -1,7 +1,8 @@
 """Means over seeds, paired differences, and L(C) = a + b C^-c, each with its uncertainty."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from statistics import mean, stdev
+from statistics import mean, stdev, variance
 from zlib import crc32
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 # Two-sided 95 % quantiles of Student's t, for 1, 2, ... degrees of freedom.
 T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 EXPONENTS = np.geomspace(0.02, 2.0, 160)  # c is searched among these
-DRAWS = 200  # of the bootstrap
+DRAWS = 500  # of what other seeds might have given
 UNIT = 1e14  # FLOPs; the same for all fits, so that their b compare
 LEAST_POINTS, LEAST_RANGE = 4, 4.0  # of a fit: points, and the largest compute over the smallest
 
@@ -89,7 +90,7 @@ def frontier(compute: np.ndarray, loss: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Scaling:
-    """The fit to a family's frontier, and the fits of a bootstrap over seeds; `reach`: least and most compute."""
+    """The fit to a family's frontier, the fits to draws of other seeds, and `reach`: least and most compute."""
 
     fit: Fit
     draws: list[Fit]
@@ -100,30 +101,48 @@ class Scaling:
         return Interval.of_draws(getattr(self.fit, name), np.array([getattr(draw, name) for draw in self.draws]))
 
 
-def scaling(points: Points) -> Scaling | None:
-    """The fit to points that are enough of them, else None. The draws of two families take the same seeds."""
+@dataclass(frozen=True)
+class SeedNoise:
+    """The standard deviation of a loss over seeds, taken to be the same at all places, and its degrees of freedom."""
+
+    deviation: float
+    freedom: int
+
+    @classmethod
+    def pooled(cls, places: Iterable[list[float]]) -> "SeedNoise | None":
+        """From the losses of places with two seeds or more; None if no place has."""
+        repeated = [losses for losses in places if len(losses) > 1]
+        freedom = sum(len(losses) - 1 for losses in repeated)
+        if not freedom:
+            return None
+        squares = sum(variance(losses) * (len(losses) - 1) for losses in repeated)
+        return cls((squares / freedom) ** 0.5, freedom)
+
+    def draw(self, points: Points) -> np.ndarray:
+        """What other seeds might have given, (places, DRAWS): the means with normal noise.
+
+        A deviation from few seeds is uncertain itself, so that each draw has its own (a place alone is Student's t).
+        """
+        means, counts = (np.array([how(losses) for _, losses in points.values()])[:, None] for how in (mean, len))
+        chooser = np.random.default_rng(crc32(repr(points).encode()))
+        deviations = self.deviation * (self.freedom / chooser.chisquare(self.freedom, DRAWS)) ** 0.5
+        return means + chooser.standard_normal((len(points), DRAWS)) * deviations / counts**0.5
+
+
+def scaling(points: Points, noise: SeedNoise | None = None) -> Scaling | None:
+    """The fit to points that are enough of them, else None. noise: for a family without two seeds anywhere."""
     compute = np.array([compute for compute, _ in points.values()])
     means = np.array([mean(losses) for _, losses in points.values()])
     chosen = frontier(compute, means) if len(points) else []
     if len(chosen) < LEAST_POINTS or compute[chosen].max() < LEAST_RANGE * compute[chosen].min():
         return None
-    drawn = np.stack([_redrawn(place, losses) for place, (_, losses) in points.items()])  # (places, DRAWS)
+    noise = SeedNoise.pooled(losses for _, losses in points.values()) or noise
     draws = []
-    for column in drawn.T:
+    for column in noise.draw(points).T if noise else ():
         kept = frontier(compute, column)
         draws.append(fit(compute[kept], column[kept]))
-    enough_seeds = all(len(losses) > 1 for _, losses in points.values())
     reach = float(compute[chosen].min()), float(compute[chosen].max())
-    return Scaling(fit(compute[chosen], means[chosen]), draws if enough_seeds else [], reach)
-
-
-def _redrawn(place: str, losses: list[float]) -> np.ndarray:
-    """Means of seeds drawn with replacement, (DRAWS,). Which seeds follows from the place and their number alone."""
-    count = len(losses)
-    chooser = np.random.default_rng([crc32(place.encode()), count])
-    drawn = np.array(losses)[chooser.integers(0, count, (DRAWS, count))].mean(1)
-    # Draws from n seeds spread by a factor of sqrt((n - 1) / n) less than means of n seeds do.
-    return mean(losses) + (drawn - mean(losses)) * (count / max(1, count - 1)) ** 0.5
+    return Scaling(fit(compute[chosen], means[chosen]), draws, reach)
 
 
 def crossing(ours: Scaling, baseline: Scaling) -> tuple[Interval | None, float]:

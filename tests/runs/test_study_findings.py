@@ -76,11 +76,27 @@ def test_only_what_is_better_than_everything_cheaper_is_fitted():
     assert statistics.frontier(flops, loss).tolist() == [1, 2, 0]
 
 
-def test_a_bootstrap_of_three_seeds_spreads_as_their_mean_does():
+def test_draws_of_other_seeds_spread_as_students_t():
     losses = [1.90, 1.93, 1.88]
-    drawn = statistics._redrawn("a place", losses)
-    assert drawn.std() == pytest.approx(np.std(losses, ddof=1) / 3**0.5, rel=0.1)
-    assert drawn.mean() == pytest.approx(np.mean(losses), abs=0.003)
+    points = {"three seeds": (1.0, losses), "one seed": (2.0, [1.5])}
+    noise = statistics.SeedNoise.pooled([losses, [1.5]])
+    assert noise.deviation == pytest.approx(np.std(losses, ddof=1)) and noise.freedom == 2
+    # Quartiles of Student's t with 2 degrees of freedom are at 0.816.
+    for (_, seeds), drawn in zip(points.values(), noise.draw(points)):
+        low, middle, high = np.percentile(drawn, (25, 50, 75))
+        half = 0.816 * noise.deviation / len(seeds) ** 0.5
+        assert middle == pytest.approx(np.mean(seeds), abs=0.3 * half)
+        assert (high - low) / 2 == pytest.approx(half, rel=0.2)
+    assert statistics.SeedNoise.pooled([[1.0], [2.0]]) is None
+
+
+def test_noise_of_seeds_is_pooled_over_places():
+    pooled = statistics.SeedNoise.pooled([[1.0, 3.0], [5.0, 5.0, 5.0], [7.0]])
+    assert pooled.deviation == pytest.approx((2.0 / 3) ** 0.5) and pooled.freedom == 3
+    places = {str(flops): (flops, [law(flops, 1.0, 0.5, 0.3)]) for flops in np.geomspace(1e13, 1e15, 5)}
+    assert math.isnan(statistics.scaling(places).interval("a").low)  # nothing is known of other seeds
+    borrowed = statistics.scaling(places, statistics.SeedNoise(0.005, 4)).interval("c")
+    assert borrowed.low < 0.3 < borrowed.high
 
 
 def test_fits_have_intervals_that_hold_the_truth_and_cross_where_the_laws_do(scaled):
@@ -90,7 +106,6 @@ def test_fits_have_intervals_that_hold_the_truth_and_cross_where_the_laws_do(sca
             interval = fitted[family].interval(name)
             assert interval.low < truth < interval.high, (family, name, interval)
     where, share = statistics.crossing(fitted["GKA + offsets"], fitted["softmax"])
-    # Both families have the noise of the same seeds, so the crossing hardly moves with them.
     assert where.low <= where.value <= where.high and where.value == pytest.approx(1e14, rel=0.05) and share > 0.9
     assert statistics.crossing(fitted["GKA"], fitted["softmax"]) == (None, 0.0)
     table = study.fits(scaled)
