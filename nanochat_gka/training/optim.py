@@ -126,8 +126,10 @@ class MuonAdamW:
 
     def __init__(self, groups: list[Group], runtime: Runtime, compile: bool = False):
         self.groups, self.runtime, self.steps, self.deal = groups, runtime, 0, Dealer(runtime)
+        # For a CPU one program serves many shapes: it is as fast as one for each, and compiled sooner.
+        dynamic = runtime.device.type == "cpu"
         self._adamw, self._muon = (
-            torch.compile(f, dynamic=False) if compile else f for f in (adamw_update, muon_update)
+            torch.compile(f, dynamic=dynamic) if compile else f for f in (adamw_update, muon_update)
         )
         for group in groups:
             first = group.parameters[0]
