@@ -41,7 +41,7 @@ def compute(scores: Scores, folder: Path, name: str) -> Figure | None:
     axis.legend(fontsize=8)
     title = f"Loss against compute on {name}"
     axis.set_title(title, fontsize=10)
-    caption = f"{CAPTION} Lines: a + b C^-c through what is better than everything cheaper; bands: 95 % of draws of other seeds."
+    caption = f"{CAPTION} Lines: a + b C^-c through what is better than everything cheaper; bands: 95 % of other seeds."
     return Figure(save(figure, folder / f"study-compute-{name}.png"), title, caption, rows)
 
 
