@@ -84,7 +84,8 @@ def _of_every_text(folder: Path, one: Callable[[Scores], str]) -> str:
     for path in sorted(folder.glob("*.jsonl")):
         scores = Scores.read(path)
         if scores.done:
-            parts.append(f"{path.stem}:\n\n{one(scores)}\n{measured(scores.rows[-1], f'study/{path.name}')}")
+            shown = one(scores)
+            parts.append(f"{path.stem}:\n\n{shown}\n{measured(scores.used or scores.rows, f'study/{path.name}')}")
     return "\n\n".join(parts) or NOT_RUN
 
 
@@ -197,7 +198,7 @@ def heads(_: Path = ROWS) -> str:
         late = losses[-2] if len(losses) > 2 else losses[-1]  # the last group may be one token
         rows.append([labels.get(name, name), *cells, _range(tokens), _range(sigmas), f"{losses[2] - late:.3f}"])
     headings = ["", "induction: right; gain", "copying: right; gain", "effective tokens", "σ", "gain from context"]
-    return table(headings, rows) + "\n" + measured(record, HEADS.name)
+    return table(headings, rows) + "\n" + measured(list(newest.values()), HEADS.name)
 
 
 def _rows(path: Path) -> list[dict]:

@@ -57,6 +57,7 @@ class Scores:
 
     def __init__(self, rows: list[dict[str, Any]]):
         self.rows, self.done = rows, Done()
+        self.used: list[dict[str, Any]] = []  # what `at` has given so far
         self.by_form: dict[Cell, dict[float, dict[int, dict]]] = {}  # without rate and seed; then rate, then seed
         for row in rows:
             try:
@@ -67,7 +68,7 @@ class Scores:
                 continue  # of another text, or of a cell that would compute something else today
             self.done[cell] = row["metrics"]["val_bpb"]
             form = replace(cell, rate=1.0, seed=0)
-            self.by_form.setdefault(form, {}).setdefault(cell.rate, {})[cell.seed] = row["metrics"]
+            self.by_form.setdefault(form, {}).setdefault(cell.rate, {})[cell.seed] = row
 
     @classmethod
     def read(cls, path: Path) -> "Scores":
@@ -82,7 +83,9 @@ class Scores:
             return None
 
         def order(rate: float) -> tuple[int, float]:
-            return -len(rates[rate]), mean(run["val_bpb"] for run in rates[rate].values())
+            return -len(rates[rate]), mean(row["metrics"]["val_bpb"] for row in rates[rate].values())
 
         rate = min(rates, key=order)
-        return Result(rate, best_rate(family, self.done) is not None, rates[rate])
+        self.used += rates[rate].values()
+        runs = {seed: row["metrics"] for seed, row in rates[rate].items()}
+        return Result(rate, best_rate(family, self.done) is not None, runs)

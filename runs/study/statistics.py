@@ -137,12 +137,9 @@ def scaling(points: Points, noise: SeedNoise | None = None) -> Scaling | None:
     if len(chosen) < LEAST_POINTS or compute[chosen].max() < LEAST_RANGE * compute[chosen].min():
         return None
     noise = SeedNoise.pooled(losses for _, losses in points.values()) or noise
-    draws = []
-    for column in noise.draw(points).T if noise else ():
-        kept = frontier(compute, column)
-        draws.append(fit(compute[kept], column[kept]))
+    drawn = noise.draw(points)[chosen].T if noise else ()
     reach = float(compute[chosen].min()), float(compute[chosen].max())
-    return Scaling(fit(compute[chosen], means[chosen]), draws, reach)
+    return Scaling(fit(compute[chosen], means[chosen]), [fit(compute[chosen], column) for column in drawn], reach)
 
 
 def crossing(ours: Scaling, baseline: Scaling) -> tuple[Interval | None, float]:

@@ -120,10 +120,12 @@ def test_families_are_compared_at_the_rate_with_most_seeds(tmp_path):
     stale = row(replace(gka, rate=0.5), 0.1)
     rows += [{**stale, "key": "of another version"}, {**stale, "data": {"another": "text"}}]
     rows += [row(replace(softmax, rate=4.0), 1.95)]
+    rows[1]["hardware"] = "another CPU"
     table = study.families(write(tmp_path / "study", rows))
     assert "| softmax | 1.9000 ± 0.0036 | 2* | 3 |" in table
     assert "| GKA | 2.1000 | 1* | 1 | +0.1960 |" in table  # over softmax of the same seed, 1.904
     assert "| VLT + offsets | not run |" in table and study.PROVISIONAL in table
+    assert "abc1234 on a CPU, torch 2.14; 2026-11-22 at commit abc1234 on another CPU" in table
     assert "| GKA | 2.1000; σ² 9 | not run |" in study.longer(tmp_path / "study")
 
 
