@@ -10,7 +10,7 @@ import pytest
 from runs.sections import study
 from runs.study import findings, statistics
 from runs.study.cells import Cell
-from runs.study.families import FAMILIES
+from runs.study.families import ALL, FAMILIES
 from runs.study.grid import SMALLEST, scaled_places
 from runs.study.scores import Scores
 from trainkit.cli import UserError
@@ -121,11 +121,13 @@ def test_families_are_compared_at_the_rate_with_most_seeds(tmp_path):
     rows += [{**stale, "key": "of another version"}, {**stale, "data": {"another": "text"}}]
     rows += [row(replace(softmax, rate=4.0), 1.95)]
     rows[1]["hardware"] = "another CPU"
+    rows += [{**row(Cell(**SMALLEST, **ALL["GKA + Canon"]), 1.9), "hardware": "the CPU of a row that is not shown"}]
     table = study.families(write(tmp_path / "study", rows))
     assert "| softmax | 1.9000 ± 0.0036 | 2* | 3 |" in table
     assert "| GKA | 2.1000 | 1* | 1 | +0.1960 |" in table  # over softmax of the same seed, 1.904
     assert "| VLT + offsets | not run |" in table and study.PROVISIONAL in table
     assert "abc1234 on a CPU, torch 2.14; 2026-11-22 at commit abc1234 on another CPU" in table
+    assert "not shown" not in table
     assert "| GKA | 2.1000; σ² 9 | not run |" in study.longer(tmp_path / "study")
 
 
