@@ -142,7 +142,8 @@ def test_keys_stay_what_they_were():
     """Rows of earlier versions would be trained again, and look like others."""
     assert Cell(depth=2, attention="gka").key({"text": 1}) == "a164469405d16640"
     rows = [json.loads(line) for line in Path("runs/results/study/text_large.jsonl").read_text().splitlines()]
-    assert len(rows) >= 10 and all(Cell.from_row(row["cell"]).key(row["data"]) == row["key"] for row in rows)
+    finished = [row for row in rows if row["kind"] == "study"]  # a line of failure has no data
+    assert len(finished) >= 10 and all(Cell.from_row(row["cell"]).key(row["data"]) == row["key"] for row in finished)
 
 
 def test_the_trainer_reads_a_cells_flags_as_it_means_them():
