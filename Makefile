@@ -8,10 +8,6 @@ BASE       ?= out
 WANDB_MODE ?= disabled
 quoted     = '$(subst ','\'',$(1))'
 SETTINGS   := BASE CORPUS SHARDS VOCAB SEQ DEPTH NGPU NNODES RDZV RESTARTS RUN MODEL DATA IMAGE TEXT ARGS
-# Restarted workers get a store of their own; otherwise they meet the addresses of dead ones, and hang.
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE := 1
-# Seconds that torchrun gives its processes for a step and a save after SIGTERM or Ctrl-C; its own 30 may be too few.
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT ?= 300
 STUDY      = $(if $(filter study,$(MAKECMDGOALS)),FOR=study)
 GIVEN      = $(strip $(STUDY) $(foreach name,$(SETTINGS),$(if $($(name)),$(name)=$(call quoted,$($(name))))))
 NAMES      = $(PYTHON) -m runs.names

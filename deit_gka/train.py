@@ -1,7 +1,7 @@
 """Training a vision transformer: the command that trains one, or continues a run that was stopped.
 
     python -m deit_gka.train --data digits --input-size 32 --batch-size 64 --epochs 2 --warmup-epochs 1
-    torchrun --standalone --nproc-per-node 7 -m deit_gka.train --data /imagenet
+    python -m trainkit.torchrun --standalone --nproc-per-node 7 -m -- deit_gka.train --data /imagenet
 
 In run order: the flags (`training/config.py`, with the recipe), then the loop (`trainkit/loop.py`), which builds and
 drives `training/trainer.py`: images, model, optimiser; updates and reports; the run's numbers.

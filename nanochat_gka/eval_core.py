@@ -3,7 +3,7 @@
     python -m nanochat_gka.eval_core --run out/runs/d20-gka
     python -m nanochat_gka.eval_core --run out/runs/d20-gka --tasks paper --max-per-task 500
     python -m nanochat_gka.eval_core --hf-path openai-community/gpt2
-    torchrun --standalone --nproc-per-node 7 -m -- nanochat_gka.eval_core --run out/runs/d20-gka
+    python -m trainkit.torchrun --standalone --nproc-per-node 7 -m -- nanochat_gka.eval_core --run out/runs/d20-gka
 
 A task's score is on disk as soon as the task is finished: the same command continues with the next one, and a command
 for some of the tasks keeps the scores of the others.

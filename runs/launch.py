@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from trainkit.cli import OUR_TORCHRUN, as_typed
 from trainkit.progress import console
 
 
@@ -19,13 +20,14 @@ def command(module: str, flags: Iterable[Any], ranks: int = 1, torchrun: str = "
     if ranks > 1 or torchrun:
         where = shlex.split(torchrun) or ["--standalone"]
         # The last dashes keep torchrun from taking our --run for its --run-path.
-        launcher = ["-m", "torch.distributed.run", *where, "--nproc-per-node", str(ranks), "-m", "--"]
+        launcher = ["-m", OUR_TORCHRUN, *where, "--nproc-per-node", str(ranks), "-m", "--"]
     return [*launcher, module, *map(str, flags)]
 
 
 def show(words: Sequence[str]) -> list[str]:
     """Print the command as one would type it; returns it with this interpreter before it."""
-    console.print(f"\n$ {shlex.join(['python', *words])}", style="bold", highlight=False, markup=False, soft_wrap=True)
+    typed = shlex.join([as_typed(sys.executable), *words])
+    console.print(f"\n$ {typed}", style="bold", highlight=False, markup=False, soft_wrap=True)
     return [sys.executable, *words]
 
 

@@ -30,6 +30,9 @@ SMALL_LANGUAGE = (
     "make pretrain-d20 DEPTH=4 CORPUS=builtin VOCAB=4096 SEQ=256 "
     'ARGS="--device-type cpu --num-iterations 100 --total-batch-size 8192"'
 )
+# Settings that are whole numbers, and their least and most; the commands, later in the chain, take no others.
+WHOLE = {"NNODES": (1, None), "RESTARTS": (0, None), "NGPU": (0, None), "DEPTH": (1, None), "SHARDS": (2, 1823)}
+WHOLE.update({"VOCAB": (265, 65536), "SEQ": (1, 2**20)})
 GIVE_DATA = (
     "Give DATA=folder with train/ and val/ (ImageNet as class folders, or webdataset tars) "
     'or DATA=hf:ILSVRC/imagenet-1k (after "hf auth login")'
@@ -111,9 +114,20 @@ def draw_commands(given, base):
     return [vision, language] if any(Path(base, "demo", "runs").glob("d*-gka-paper-*")) else [vision]
 
 
+def check_numbers(given):
+    """Raises Problem for the first setting that is not a whole number, or out of its range."""
+    for name, (least, most) in WHOLE.items():
+        value = given.get(name, str(least))
+        if not re.fullmatch("[0-9]+", value) or int(value) < least or (most and int(value) > most):
+            in_range = f"between {least} and {most}" if most else f"of {least} or more"
+            raise Problem(f"{name}={value} must be a whole number {in_range}")
+
+
 def torchrun_flags(given):
     """What torchrun is told beside the number of processes: NNODES machines that meet at RDZV, and RESTARTS."""
     nodes, restarts = given.get("NNODES", "1"), given.get("RESTARTS", "0")
+    if nodes == "1" and "RDZV" in given:
+        raise Problem(f"RDZV={given['RDZV']} is where several machines meet: give their number too, NNODES=2 or more")
     flags = ["--standalone"] if nodes == "1" and restarts != "0" else []
     if nodes != "1":
         if "RDZV" not in given:
@@ -125,12 +139,13 @@ def torchrun_flags(given):
 def launcher(ranks, torchrun):
     """What runs a module; the dashes keep torchrun from taking our --run for its --run-path."""
     if ranks != "1" or torchrun:
-        return f"{VENV}/torchrun {torchrun or '--standalone'} --nproc-per-node {ranks} -m --"
+        return f"{VENV}/python -m trainkit.torchrun {torchrun or '--standalone'} --nproc-per-node {ranks} -m --"
     return VENV + "/python -m"
 
 
 def names(given):
     """The make variables, from the settings that were given."""
+    check_numbers(given)
     setting = dict(DEFAULTS, **given)
     base, corpus = setting["BASE"], setting["CORPUS"]
     prepared = corpus in ("fineweb", "builtin")

@@ -2,9 +2,11 @@
 
 import errno
 import inspect
+import json
 import math
 import os
 import shlex
+import shutil
 import signal
 import sys
 import time
@@ -14,7 +16,10 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 # The flags to lower when a GPU's memory is full, whichever a command has: they change the speed, not the result.
 BATCH_FLAGS = ("device_batch_size", "batch_tokens", "max_rows", "batch_size")
-TORCHRUN = ("torchrun", "torch.distributed.run")
+OUR_TORCHRUN = "trainkit.torchrun"
+TORCHRUN = ("torchrun", "torch.distributed.run", OUR_TORCHRUN)
+console_script = ""  # the path of the installed command that this process was started as; `trainkit.console` sets it
+LAST_ERROR = "GKA_LAST_ERROR"  # from `trainkit.torchrun`: the file for an error that it repeats as the last line
 # Of torchrun: 1 gives restarted workers a store of their own. Without it they meet dead peers' addresses and hang.
 STORE_SWITCH = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 # Of torchrun too: the seconds that processes have for their step and a save after a signal.
@@ -123,8 +128,7 @@ def run(main: Callable[[Any], None], config_class: type, argv: list[str] | None 
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a character that the terminal cannot show becomes "?"
             stream.reconfigure(errors="replace")
-    name = module_name()
-    prog = f"python -m {name}" if name else None
+    prog = shlex.join(_program())
     try:
         config = tyro.cli(config_class, args=argv, prog=prog, description=inspect.getdoc(config_class))
         check_bounds(config)
@@ -165,6 +169,9 @@ def _leave(message: str, code: int = UserError.code) -> None:
     if os.environ.get("RANK", "0") != "0":
         time.sleep(3)  # rank 0 prints the same and ends everyone; this rank speaks only if it is alone
     print(f"error: {message}", file=sys.stderr)
+    if note := os.environ.get(LAST_ERROR):
+        with open(note, "w") as file:
+            json.dump({"message": message, "code": code}, file)
     _exit(code)
 
 
@@ -189,20 +196,36 @@ def module_name() -> str:
     return program.name.removesuffix(".__main__") if program else ""
 
 
+def as_typed(program: str) -> str:
+    """What one types here for a program: its name if the shell finds it by that, else its path, from here if near."""
+    name, path = os.path.basename(program), os.path.abspath(program)
+    if name == program or shutil.which(name) == path:
+        return name
+    near = os.path.relpath(path)
+    return path if near.startswith(os.pardir) else near if os.sep in near else os.path.join(os.curdir, near)
+
+
+def _program() -> list[str]:
+    """The words before the flags that started this process, as one would type them."""
+    if console_script:
+        return [as_typed(console_script)]
+    name = module_name()
+    return [as_typed(sys.executable), *(["-m", name] if name else sys.argv[:1])]
+
+
 def command_line() -> str:
     """The command this process was started with, as one would type it; that of torchrun's processes is torchrun's."""
     if given := _torchrun_line():
         return given
-    name, ranks = module_name(), int(os.environ.get("WORLD_SIZE", "1"))
-    launcher = "python" if ranks == 1 else f"torchrun --standalone --nproc-per-node {ranks}"
-    return shlex.join([*launcher.split(), *(["-m", name] if name else sys.argv[:1]), *sys.argv[1:]])
+    program, ranks = _program(), int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > 1:
+        launcher = ["-m", OUR_TORCHRUN, "--standalone", "--nproc-per-node", str(ranks)]
+        program = [program[0], *launcher, *program[1:-1], "--", program[-1]]
+    return shlex.join([*program, *sys.argv[1:]])
 
 
 def _torchrun_line() -> str:
-    """The command of the torchrun that started this process; empty if something else did.
-
-    A program in this folder is named by its path from here, another one by its name.
-    """
+    """The command of the torchrun that started this process; empty if something else did."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return ""
     import psutil
@@ -215,6 +238,6 @@ def _torchrun_line() -> str:
     if started is None:
         return ""
     program, *flags = words if words[started - 1] == "-m" else words[started:]  # a module of Python, or a script
-    path = os.path.relpath(program)
-    settings = [f"{name}={os.environ[name]}" for name in (STORE_SWITCH, SHUTDOWN_TIMEOUT) if os.environ.get(name)]
-    return shlex.join([*settings, os.path.basename(program) if path.startswith(os.pardir) else path, *flags])
+    given = {name: os.environ.get(name) for name in (STORE_SWITCH, SHUTDOWN_TIMEOUT) if OUR_TORCHRUN not in words}
+    settings = [f"{name}={value}" for name, value in given.items() if value]
+    return shlex.join([*settings, as_typed(program), *flags])

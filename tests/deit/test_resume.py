@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import signal
+import sys
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from deit_gka import train as training
 from deit_gka.training.config import TrainConfig
 from processes import still_there
 from trainkit.checkpoint import save as save_checkpoint
+from trainkit.cli import as_typed
 from vision_runs import (
     EPOCHS,
     STEPS,
@@ -83,8 +85,11 @@ def test_sigterm_saves_and_says_how_to_continue(uninterrupted, pictures, tmp_pat
     assert line.startswith(f"stopped at update {step} of {STEPS}, saved; continue with: ") and step < STEPS
     assert [path.name for path in sorted((tmp_path / "run/checkpoints").iterdir())][-1] == f"step_{step:08d}"
     command = shlex.split(line.split("continue with: ")[1])
-    launcher = ["python"] if ranks == 1 else ["torchrun", "--standalone", "--nproc-per-node", "2"]
-    assert command == [*launcher, "-m", TRAIN, *map(str, flags(pictures, tmp_path, "--save-every", "-1"))]
+    torchrun = [] if ranks == 1 else ["-m", "trainkit.torchrun", "--standalone", "--nproc-per-node", "2"]
+    dashes = ["--"] if ranks > 1 else []
+    python = as_typed(sys.executable)
+    given = map(str, flags(pictures, tmp_path, "--save-every", "-1"))
+    assert command == [python, *torchrun, "-m", *dashes, TRAIN, *given]
     if ranks == 1:
         train(pictures, tmp_path, "--save-every", "-1")
         assert final(tmp_path) == final(uninterrupted)

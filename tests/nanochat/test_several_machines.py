@@ -16,7 +16,6 @@ import pytest
 import tiny
 from gpt_runs import MODULE, final, flags, log_steps
 from processes import HANG_AFTER, environment
-from trainkit.cli import STORE_SWITCH
 
 STEPS = 40
 pytestmark = pytest.mark.slow
@@ -26,9 +25,9 @@ def start_agent(port: int, out, command) -> subprocess.Popen:
     """One machine's torchrun, with one process and two restarts."""
     meet = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "test"]
     meet += ["--rdzv-endpoint", f"localhost:{port}", "--local-addr", "127.0.0.1", "--max-restarts", "2"]
-    words = [sys.executable, "-m", "torch.distributed.run", *meet, "-m", "--", MODULE, *map(str, command)]
+    words = [sys.executable, "-m", "trainkit.torchrun", *meet, "-m", "--", MODULE, *map(str, command)]
     with open(out, "w") as file:
-        return subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, env={**environment(), STORE_SWITCH: "1"})
+        return subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, env=environment())
 
 
 def train(folder, commands, meanwhile=lambda agents: None) -> tuple[list[int], str]:
@@ -80,5 +79,5 @@ def test_a_stopped_run_names_the_command_that_was_given(packed, tmp_path):
     settings = ["--num-iterations", STEPS, "--stop-after", 3]
     codes, said = train(tmp_path / "out", [flags(packed, tmp_path / "out", *settings)] * 2)
     assert codes == [0, 0]
-    given = "-m torch.distributed.run --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d .* --stop-after 3"
-    assert len(re.findall(rf"continue with: {STORE_SWITCH}=1 .*{given}", said)) == 1, said
+    given = "-m trainkit.torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d .* --stop-after 3"
+    assert len(re.findall(rf"continue with: \S*python\S* {given}", said)) == 1, said

@@ -8,10 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.cli import SHUTDOWN_TIMEOUT, STORE_SWITCH
-
 ROOT = Path(__file__).resolve().parents[2]
-SWITCHES = (STORE_SWITCH, SHUTDOWN_TIMEOUT)
 
 
 @pytest.fixture
@@ -22,7 +19,7 @@ def make(tmp_path):
         shutil.copy(ROOT / name, tmp_path / name)
     # These tests run under `make test`: its settings and its talk of entering folders are not theirs.
     given = re.search(r"^SETTINGS +:= (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
-    settings = {"PYTHON", "WANDB_MODE", "BUNDLE", "PROMPT", "MFLAGS", *SWITCHES, *given}
+    settings = {"PYTHON", "WANDB_MODE", "BUNDLE", "PROMPT", "MFLAGS", *given}
     kept = {key: value for key, value in os.environ.items() if not key.startswith("MAKE") and key not in settings}
     kept.pop("PYTHONPATH", None)
 

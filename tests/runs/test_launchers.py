@@ -6,13 +6,18 @@ import shlex
 import shutil
 import subprocess
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 import tyro
 from torch.distributed import run as torchrun
 
+from nanochat_gka.data import fineweb, tokenizer
+from nanochat_gka.pack import PackConfig
+from runs import names
 from runs.paper import common
-from trainkit.cli import SHUTDOWN_TIMEOUT, STORE_SWITCH
+from trainkit.cli import SHUTDOWN_TIMEOUT
+from trainkit.torchrun import SETTINGS
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = ROOT / "runs/several_machines.sbatch"
@@ -26,7 +31,7 @@ def taken(line: str) -> dict:
     own, _ = common.split(shlex.split(line))
     experiment, _ = tyro.cli(common.Training, args=own, return_unknown_args=True)
     words = experiment.command("nanochat_gka.train", ["--run", "x"])
-    assert words[:2] == ["-m", "torch.distributed.run"]
+    assert words[:2] == ["-m", "trainkit.torchrun"]
     return vars(torchrun.parse_args(words[2:]))
 
 
@@ -45,8 +50,9 @@ def test_settings_reach_torchrun(make, settings, expected):
     found = taken(trained.partition("gpt_d20_gka ")[2])
     assert {name: found[name] for name in expected} == expected and found["training_script"] == "nanochat_gka.train"
     evaluated = shlex.split(make("-n", "eval-bpb", *settings, "RUN=x").stdout.splitlines()[-1])
-    found = vars(torchrun.parse_args(evaluated[1:]))
-    assert {name: found[name] for name in expected} == expected and evaluated[0] == ".venv/bin/torchrun"
+    assert evaluated[:3] == [".venv/bin/python", "-m", "trainkit.torchrun"]
+    found = vars(torchrun.parse_args(evaluated[3:]))
+    assert {name: found[name] for name in expected} == expected
 
 
 @needs_make
@@ -57,13 +63,28 @@ def test_machines_without_a_place_to_meet_are_one_line(make):
 
 
 @needs_make
-def test_make_sets_what_torchrun_reads(make, ready, tmp_path):
-    python = tmp_path / ".venv/bin/python"
-    python.parent.mkdir()
-    python.write_text(f'#!/bin/sh\necho "${STORE_SWITCH} ${SHUTDOWN_TIMEOUT}"\n')
-    python.chmod(0o755)
-    assert make("-s", "report").stdout.split() == ["1", "300"]
-    assert make("-s", "report", f"{SHUTDOWN_TIMEOUT}=60").stdout.split() == ["1", "60"]
+@pytest.mark.parametrize(
+    "setting, expected",
+    [
+        ("RDZV=first:29500", "RDZV=first:29500 is where several machines meet: give their number too, NNODES=2"),
+        ("NNODES=0", "NNODES=0 must be a whole number of 1 or more"),
+        ("RESTARTS=x", "RESTARTS=x must be a whole number of 0 or more"),
+        ("NGPU=-1", "NGPU=-1 must be a whole number of 0 or more"),
+        ("DEPTH=1.5", "DEPTH=1.5 must be a whole number of 1 or more"),
+        ("SHARDS=1", "SHARDS=1 must be a whole number between 2 and 1823"),
+        ("VOCAB=264", "VOCAB=264 must be a whole number between 265 and 65536"),
+        ("SEQ=0", "SEQ=0 must be a whole number between 1 and 1048576"),
+    ],
+)
+def test_a_setting_that_no_command_takes_is_one_line_before_anything_starts(make, setting, expected):
+    done = make("-n", "pretrain-d20", setting)
+    assert done.returncode == 2 and not done.stdout and done.stderr.count("\n") == 1 and expected in done.stderr
+
+
+def test_settings_have_the_bounds_of_the_flags_that_they_become():
+    flags = {"SHARDS": fineweb.SHARDS, "VOCAB": tokenizer.VOCAB}
+    flags["SEQ"] = get_type_hints(PackConfig, include_extras=True)["sequence_len"].__metadata__[0]
+    assert {name: names.WHOLE[name] for name in flags} == {name: (b.least, b.most) for name, b in flags.items()}
 
 
 def stub(folder: Path, name: str, script: str) -> None:
@@ -73,7 +94,7 @@ def stub(folder: Path, name: str, script: str) -> None:
 
 def test_the_job_of_slurm_starts_one_torchrun_on_each_machine(tmp_path):
     stub(tmp_path, "scontrol", 'echo "$@" > asked\nprintf "first\\nsecond\\n"\n')
-    stub(tmp_path, "srun", f'for word; do echo "$word"; done > started\necho "${STORE_SWITCH} ${SHUTDOWN_TIMEOUT}"\n')
+    stub(tmp_path, "srun", 'for word; do echo "$word"; done > started\n')
     slurm = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "8", "SLURM_JOB_ID": "77"}
     slurm |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "BASE": "/shared/out"}
     words = ["bash", str(JOB), "--save-every", "500"]
@@ -88,5 +109,4 @@ def test_the_job_of_slurm_starts_one_torchrun_on_each_machine(tmp_path):
     expected = {**MEET, "rdzv_id": "77", "nproc_per_node": "8", "max_restarts": 3}
     assert {name: found[name] for name in expected} == expected
     (warning,) = re.findall(r"^#SBATCH --signal=TERM@(\d+) ", JOB.read_text(), re.MULTILINE)
-    switch, timeout = done.stdout.split()
-    assert switch == "1" and 30 < int(timeout) < int(warning)  # torchrun must not outlive the job
+    assert 30 < int(SETTINGS[SHUTDOWN_TIMEOUT]) < int(warning)  # torchrun must not outlive the job

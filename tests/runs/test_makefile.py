@@ -192,9 +192,10 @@ def test_torchrun_leaves_our_flags_to_us(make, tmp_path, target):
     line = make(
         "-n", target, "NGPU=2", "DATA=digits", f"RUN={tmp_path}/none", "ARGS=--device-type cpu"
     ).stdout.splitlines()[-1]
-    launcher, *words = shlex.split(line)
+    python, m, launcher, *words = shlex.split(line)
     taken = torchrun.parse_args(words)
-    assert launcher == ".venv/bin/torchrun" and taken.nproc_per_node == "2" and taken.run_path is False
+    assert (python, m, launcher) == (".venv/bin/python", "-m", "trainkit.torchrun")
+    assert taken.nproc_per_node == "2" and taken.run_path is False
     ours = taken.training_script_args
     assert ours[ours.index("--run") + 1] == f"{tmp_path}/none" and ours[-2:] == ["--device-type", "cpu"]
     assert taken.training_script == {"eval-deit": "deit_gka.evaluate", "eval-bpb": "nanochat_gka.evaluate"}[target]

@@ -42,9 +42,7 @@ def test_language_experiments_have_the_papers_budget(module):
     attention, ratio = {gpt_d20_gka: ("gka", 8.25), gpt_d20_softmax: ("softmax", 10.5)}[module]
     config = gpt_d20.LanguageConfig(base=Path("b"), ngpu=7, data=Path("rows"), wandb="offline")
     words = " ".join(gpt_d20.words(config, module.RECIPE, ["--device-batch-size", "8"]))
-    assert words.startswith(
-        "-m torch.distributed.run --standalone --nproc-per-node 7 -m -- nanochat_gka.train --data rows"
-    )
+    assert words.startswith("-m trainkit.torchrun --standalone --nproc-per-node 7 -m -- nanochat_gka.train --data rows")
     assert "--out b/runs --results b/results.jsonl --wandb offline --depth 20" in words
     assert words.endswith(f"--attention {attention} --target-param-data-ratio {ratio} --device-batch-size 8")
 

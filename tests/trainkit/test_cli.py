@@ -59,7 +59,7 @@ def test_a_launcher_that_cannot_be_seen_is_not_named(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "gone")
     monkeypatch.setattr("os.getppid", lambda: gone.pid)
-    assert command_line().startswith("torchrun --standalone --nproc-per-node 2 ")
+    assert " -m trainkit.torchrun --standalone --nproc-per-node 2 " in command_line()
 
 
 def test_interrupted_is_130(capsys):

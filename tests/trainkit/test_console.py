@@ -1,5 +1,7 @@
 """The installed package: its commands run the modules that they name, and a missing extra is one line."""
 
+import os
+import shutil
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -29,7 +31,25 @@ def test_every_script_names_a_module_that_is_a_command():
 def test_a_script_is_its_module(tmp_path):
     start = "import sys; sys.argv[0] = '/somewhere/bin/gka-pack'; from trainkit.console import main; main()"
     done = subprocess.run([sys.executable, "-c", start, "--corpus"], capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 2 and "python -m nanochat_gka.pack" in done.stderr, done
+    assert done.returncode == 2 and "/somewhere/bin/gka-pack --help" in done.stderr, done
+
+
+def test_a_script_names_itself_where_a_run_is_continued(tmp_path):
+    """As a console script starts, up to the module, which here prints its command."""
+    (tmp_path / "says").mkdir()
+    (tmp_path / "says/it.py").write_text("from trainkit.cli import command_line\nprint(command_line())\n")
+    (tmp_path / "gka-pack").write_text(
+        f"#!{sys.executable}\nimport sys\nsys.path.insert(0, {str(tmp_path)!r})\n"
+        "from importlib.metadata import EntryPoint\nfrom trainkit import console\n"
+        "console.entry_points = lambda **wanted: [EntryPoint('gka-pack', 'says.it', console.GROUP)]\nconsole.main()\n"
+    )
+    (tmp_path / "gka-pack").chmod(0o755)
+    variables = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    for typed, folder in (("gka-pack", ROOT), ("./gka-pack", tmp_path), (str(tmp_path / "gka-pack"), ROOT)):
+        path = variables["PATH"] if typed == "gka-pack" else os.environ["PATH"]
+        words = [shutil.which(typed, path=path) or typed, "--out", "two words"]
+        done = subprocess.run(words, capture_output=True, text=True, cwd=folder, env={**variables, "PATH": path})
+        assert done.stdout == f"{typed} --out 'two words'\n", done
 
 
 def test_a_missing_extra_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys):
@@ -38,6 +58,7 @@ def test_a_missing_extra_is_one_line_and_exit_code_2(tmp_path, monkeypatch, caps
     monkeypatch.syspath_prepend(tmp_path)
     command = entry_points(group=GROUP)["gka-pack"]
     object.__setattr__(command, "value", "needs_more.pack")
+    monkeypatch.setattr("trainkit.cli.console_script", "")  # and back
     monkeypatch.setattr("trainkit.console.entry_points", lambda **wanted: [command])
     with pytest.raises(SystemExit) as left:
         main()

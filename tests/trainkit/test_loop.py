@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -165,7 +166,8 @@ def test_stopped_run_prints_the_command_that_continues_it(config, capsys, monkey
     monkeypatch.setattr(sys, "argv", ["train", "--out", "two words"])
     launch(replace(config, stop_after=2), ToyTrainer)
     command = re.search("continue with: (.*)", capsys.readouterr().out)[1]
-    assert shlex.split(command)[-2:] == ["--out", "two words"]
+    words = shlex.split(command)
+    assert words[-2:] == ["--out", "two words"] and shutil.which(words[0]) and "python" in words[0]
 
 
 def test_nonfinite_numbers_end_the_run(config):

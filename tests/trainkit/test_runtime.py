@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tiny
-from trainkit.cli import PassingFault, UserError
+from trainkit.cli import PassingFault, UserError, as_typed
 from trainkit.distributed import Runtime, setup
 from trainkit.files import atomic, atomic_folder, locked, read_json, remove_stale_temporaries, write_json
 from trainkit.progress import Pace, RunLog, clock_text, read_events, read_lines
@@ -276,7 +276,7 @@ def test_result_line_names_commit_command_and_hardware(tmp_path):
     assert record["config"] == {"out": "out/runs", "depth": 20} and record["metrics"] == {"val_bpb": 0.25}
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d", record["date"])
     assert re.fullmatch(r"[0-9a-f]{7,}\+?|unknown", record["commit"])
-    assert record["command"].startswith("python ") and is_processor(record["hardware"])
+    assert record["command"].startswith(as_typed(sys.executable)) and is_processor(record["hardware"])
     assert returned["metrics"] == record["metrics"]
 
 

@@ -1,6 +1,5 @@
-"""A real torchrun with one process: what it tries again, and the command that continues a run."""
+"""A real torchrun with one process: what it tries again, how it ends, and the command that continues a run."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +8,9 @@ import pytest
 
 from processes import environment
 from sources import ROOT
-from trainkit.cli import SHUTDOWN_TIMEOUT, STORE_SWITCH
+from trainkit.cli import OUR_TORCHRUN as OURS
+from trainkit.cli import as_typed
+from trainkit.torchrun import SETTINGS
 
 SCRIPT = """
 import sys
@@ -36,22 +37,27 @@ def fail(launcher, kind, folder) -> tuple[list[str], subprocess.CompletedProcess
     script, log = folder / "failing.py", folder / "log"
     script.write_text(SCRIPT)
     words = [*launcher, "--standalone", "--max-restarts", "2", "--", str(script), "--fails", kind, "--log", str(log)]
-    settings = {"PYTHONPATH": str(ROOT), STORE_SWITCH: "1", SHUTDOWN_TIMEOUT: "300"}
+    settings = {"PYTHONPATH": str(ROOT), **({} if OURS in launcher else SETTINGS)}
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env={**environment(), **settings})
     return log.read_text().splitlines(), done
 
 
 @pytest.mark.parametrize(
-    "launcher, kind, tries",
+    "launcher, kind, tries, code",
     [
-        ([sys.executable, "-m", "torch.distributed.run"], "UserError", 1),
-        ([str(Path(sys.executable).with_name("torchrun"))], "PassingFault", 3),
+        ([sys.executable, "-m", OURS], "UserError", 1, 2),
+        ([sys.executable, "-m", OURS], "PassingFault", 3, 75),
+        ([str(Path(sys.executable).with_name("torchrun"))], "UserError", 1, 1),
     ],
 )
-def test_a_mistake_is_not_tried_again_and_a_passing_fault_is(launcher, kind, tries, tmp_path):
+def test_a_mistake_is_not_tried_again_and_a_passing_fault_is(launcher, kind, tries, code, tmp_path, monkeypatch):
     lines, done = fail(launcher, kind, tmp_path)
-    assert len(lines) == done.stderr.count("error: it failed\n") == tries and done.returncode, done.stderr
-    path = os.path.relpath(launcher[0], ROOT)
-    typed = " ".join([Path(path).name if path.startswith(os.pardir) else path, *launcher[1:]])
-    given = f"{STORE_SWITCH}=1 {SHUTDOWN_TIMEOUT}=300 {typed} --standalone --max-restarts 2 -- {tmp_path}/failing.py"
-    assert lines == [f"{given} --fails {kind} --log {tmp_path}/log"] * tries
+    repeated = int(OURS in launcher)
+    assert len(lines) == done.stderr.count("error: it failed\n") - repeated == tries, done.stderr
+    assert done.returncode == code
+    if repeated:
+        assert done.stderr.endswith("\nerror: it failed\n") and "Traceback" not in done.stderr
+    monkeypatch.chdir(ROOT)
+    settings = [] if repeated else [f"{name}={value}" for name, value in SETTINGS.items()]
+    words = [*settings, as_typed(launcher[0]), *launcher[1:], "--standalone", "--max-restarts", "2"]
+    assert lines == [" ".join([*words, f"-- {tmp_path}/failing.py --fails {kind} --log {tmp_path}/log"])] * tries

@@ -240,7 +240,7 @@ def test_killed_worker_is_one_line(pictures, tmp_path, ranks, ended):
         member.join()
     assert re.search(
         rf"(?m)^error: a loading worker ended with {ended} \(out of memory.*lower --num-workers; "
-        r"continue with: .* -m deit_gka\.train .*--epochs 1000",
+        r"continue with: .* -m (-- )?deit_gka\.train .*--epochs 1000",
         process.err.read_text(),
     )
 
