@@ -29,7 +29,8 @@ try:
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
 except ImportError:
-    sys.exit(f"error: lm_eval is not installed: {advice('lm-eval')}")
+    print(f"error: lm_eval is not installed: {advice('lm-eval')}", file=sys.stderr)
+    sys.exit(UserError.code)
 
 MAX_NEW_TOKENS = 256  # the harness's own default where a task does not say
 

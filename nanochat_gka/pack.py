@@ -64,7 +64,8 @@ def main(config: PackConfig) -> None:
         units = plan_units(corpus)
         started = time.perf_counter()
         packed = pack_units(part.of(units) if part else units, config.corpus, config.sequence_len, out, config.workers)
-        took = f"{packed.speed():.1f} MB/s of text per worker, {time.perf_counter() - started:.1f} s"
+        speed = f"{packed.speed():.1f} MB/s of text per worker, " if packed.new else ""  # joining packs nothing
+        took = f"{speed}{time.perf_counter() - started:.1f} s"
         if part:
             joins = "when all parts are packed, the same command without --part joins them"
             print(f"{out}: {len(packed.records):,} of {len(units):,} units; {took}; {joins}")

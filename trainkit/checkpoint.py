@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from trainkit.cli import UserError
-from trainkit.files import atomic_folder, read_json, sha256, write_json
+from trainkit.files import atomic_folder, read_json, sha256, usual_mode, write_json
 
 Tensors = dict[str, torch.Tensor]
 _NAME = re.compile(r"step_(\d{8})")
@@ -61,7 +61,7 @@ def save(
     _delete(folder.glob(".tmp-*step_*"))  # of a killed process, of any step
     with atomic_folder(final) as temporary:
         for name, group in tensors.items():
-            _write(group, temporary / f"{name}.safetensors")
+            write_tensors(group, temporary / f"{name}.safetensors")
         for name, source in (files or {}).items():
             shutil.copyfile(source, temporary / name)
         write_json(temporary / "state.json", state)
@@ -71,9 +71,11 @@ def save(
     return final
 
 
-def _write(tensors: Tensors, path: Path) -> None:
+def write_tensors(tensors: Tensors, path: Path, metadata: dict[str, str] | None = None) -> None:
+    """A safetensors file, which others may read as any new file. Raises OSError if the disk is full."""
     try:
-        save_file({key: value.detach().contiguous().cpu() for key, value in tensors.items()}, path)
+        with usual_mode(path):
+            save_file({key: value.detach().contiguous().cpu() for key, value in tensors.items()}, path, metadata)
     except SafetensorError as error:
         if f"os error {errno.ENOSPC}" in str(error):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from None

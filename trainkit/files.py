@@ -84,6 +84,15 @@ def _put_back(replaced: Path, path: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
+@contextmanager
+def usual_mode(path: Path):
+    """What the block writes at `path` gets the mode of any new file; safetensors 0.8 lets only the owner read."""
+    path.touch()
+    mode = path.stat().st_mode
+    yield
+    path.chmod(mode)
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as indented JSON, atomically."""
     with atomic(path) as temporary, open(temporary, "w") as file:

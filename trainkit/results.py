@@ -1,6 +1,7 @@
 """Numbers live in files: every finished run appends one JSON line that says what was run, where, and what came out."""
 
 import datetime
+import importlib.metadata
 import json
 import os
 import platform
@@ -59,9 +60,9 @@ def peak_memory(device: torch.device) -> float:
 
 
 def git_commit() -> str:
-    """The short commit of the code, with + if the tree was changed; "unknown" outside a checkout."""
+    """The short commit of the code, with + if the tree was changed; outside a checkout the version of the package."""
     if not (PROJECT / ".git").exists():  # installed: a repository around it is another project's
-        return "unknown"
+        return f"gka {importlib.metadata.version('gka')}, installed"
     git = ["git", "-C", str(PROJECT)]
     try:
         commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)

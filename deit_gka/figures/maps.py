@@ -53,9 +53,11 @@ def attention_maps(model: nn.Module, images: torch.Tensor) -> list[LayerMaps]:
 
     model: one of ours, or of timm's with blocks whose attention has `attn_drop` (ViT, DeiT, DINOv2 and 3, SigLIP, EVA,
     BEiT, ...), in any mode, dtype and place; it stays as it is. images: normalised, (B, 3, height, width), where the
-    model is. Raises UserError, naming the layer, for attention whose W cannot be had, is not row-stochastic, or does
-    not give the layer's output.
+    model is. Raises UserError for images of another shape, and, naming the layer, for attention whose W cannot be had,
+    is not row-stochastic, or does not give the layer's output.
     """
+    if images.ndim != 4:
+        raise UserError(f"images must be (B, 3, height, width), got {tuple(images.shape)}; one image is image[None]")
     calls: list[Call] = []
 
     def keep(attention: nn.Module, args: tuple, kwargs: dict[str, Any], output: torch.Tensor) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from deit_gka.model.checkpoints import (
     about_images,
     build,
+    check_export,
     eval_settings,
     find_checkpoint,
     load_file,
@@ -43,8 +44,9 @@ def of_run(
 def of_export(folder: Path, data: str, classes: list[str], device: torch.device) -> Candidates:
     """The model of an exported folder, with the preprocessing that its config.json names.
 
-    Raises UserError if timm cannot build it, or if the classes of `data` are not its own.
+    Raises UserError if timm cannot build it, if it is a language model, or if the classes of `data` are not its own.
     """
+    check_export(folder)
     model = timm_weights(f"local-dir:{folder}", "--run").to(device).eval()
     names = read_json(folder / "config.json", "configuration").get("label_names")
     check_same_classes(folder, names or [str(number) for number in range(model.num_classes)], data, classes)

@@ -21,7 +21,7 @@ from gka import layer_kinds
 from trainkit import exports
 from trainkit.checkpoint import Checkpoint, load, load_newest
 from trainkit.cli import Bounds, UserError, reason_of
-from trainkit.files import read_json, write_json
+from trainkit.files import read_json, usual_mode, write_json
 
 WEIGHTS = ("ema", "model")
 # Of the arguments that most timm models share; timm refuses the others itself.
@@ -134,8 +134,10 @@ def find_checkpoint(path: Path, best: bool = False) -> Checkpoint:
     if (path / "manifest.json").exists():
         return _of_vision(load(path))
     checkpoint = load_newest(path / ("best" if best else "checkpoints"))
-    if checkpoint is None and (path / exports.WEIGHTS).exists():
-        raise UserError(f"{path} is an exported model; give --model NAME --checkpoint {path / exports.WEIGHTS}")
+    if checkpoint is None and is_export(path):
+        check_export(path)
+        advice = f"or, where a command has them, --model NAME --checkpoint {path / exports.WEIGHTS}"
+        raise UserError(f"{path} is an exported model: give the run that it was exported from, {advice}")
     if checkpoint is None:
         raise UserError(f"no checkpoint in {path}; train one first (make demo, make train-deit-ti)")
     return _of_vision(checkpoint)
@@ -145,6 +147,12 @@ def is_export(path: Path) -> bool:
     """Whether a folder is an exported model, and not a run."""
     is_run = (path / "checkpoints").exists() or (path / "manifest.json").exists()
     return (path / exports.WEIGHTS).exists() and not is_run
+
+
+def check_export(folder: Path) -> None:
+    """Raises UserError unless an exported folder holds a vision model."""
+    if "architecture" not in read_json(folder / exports.CONFIG, "configuration"):
+        raise UserError(f"{folder} is not an exported vision model; nanochat_gka's commands take language models")
 
 
 def _of_vision(checkpoint: Checkpoint) -> Checkpoint:
@@ -229,7 +237,8 @@ def export(checkpoint: Checkpoint, weights: str, folder: Path) -> Path:
     model_config = {"label_names": classes} if len(classes) == model.num_classes else {}
     about = dict(model_config=model_config, data_config=about_images(checkpoint.state))
     with exports.export_folder(folder, lambda: _has_weights(folder / exports.WEIGHTS, model)) as incoming:
-        timm.models.save_for_hf(model, str(incoming), safe_serialization=True, **about)
+        with usual_mode(incoming / exports.WEIGHTS):
+            timm.models.save_for_hf(model, str(incoming), safe_serialization=True, **about)
         config = read_json(incoming / exports.CONFIG, "configuration")
         config.get("model_args", {}).pop("num_classes", None)  # said above it too; transformers refuses it twice
         write_json(incoming / exports.CONFIG, config)

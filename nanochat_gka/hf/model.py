@@ -79,6 +79,11 @@ class GKAForCausalLM(PreTrainedModel, GenerationMixin):
             given = others.pop(name, None)
             if given is not None and given is not False:
                 raise ValueError(f"{name} is not available: {advice}")
+        if input_ids is None or input_ids.ndim != 2:
+            found = "none" if input_ids is None else f"a tensor of shape {tuple(input_ids.shape)}"
+            raise ValueError(f"input_ids must be (rows, tokens), got {found}")
+        if attention_mask is not None and attention_mask.shape[0] != len(input_ids):
+            raise ValueError(f"attention_mask has {len(attention_mask)} rows, input_ids {len(input_ids)}")
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         if use_cache and past_key_values is None:

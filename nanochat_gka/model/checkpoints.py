@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from nanochat_gka.data import huggingface_tokenizer
 from nanochat_gka.data.tokenizer import EXPORTED_NAME, FILE_NAME, Tokenizer
@@ -140,7 +140,6 @@ def export(loaded: Loaded, folder: Path) -> dict[str, Any]:
     folder holds another model, or something else.
     """
     model = loaded.model
-    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     special = {f"{use}_token_id": loaded.tokenizer.bos_id for use in ("bos", "eos", "pad")}  # of what we generate
     about = {
         "model_type": MODEL_TYPE,
@@ -158,7 +157,7 @@ def export(loaded: Loaded, folder: Path) -> dict[str, Any]:
         "checkpoint_sha256": loaded.sha256,
     }
     with export_folder(folder, lambda: _exported(folder)["checkpoint_sha256"] == loaded.sha256) as incoming:
-        save_file(weights, incoming / WEIGHTS, metadata={"format": "pt"})
+        checkpoint.write_tensors(model.state_dict(), incoming / WEIGHTS, metadata={"format": "pt"})
         loaded.tokenizer.save(incoming, EXPORTED_NAME)
         huggingface_tokenizer.save(loaded.tokenizer, incoming, model.config.sequence_len)
         ends = list(loaded.tokenizer.special.values())  # any of them, as for `generation.Engine`
@@ -174,6 +173,8 @@ def _exported(folder: Path) -> dict[str, Any]:
     if about.get("model_type") == MODEL_TYPE and "transformers_version" in about:
         advice = "nanochat_gka.hf reads it, and --hf-path of nanochat_gka.eval_core scores it"
         raise UserError(f"{folder} was saved by transformers, without our tokenizer and checksums; {advice}")
+    if "architecture" in about:
+        raise UserError(f"{folder} is an exported vision model; timm and deit_gka.evaluate take it")
     types = {"name": str, "step": int, "model": dict, "training": dict, "sha256": dict, "checkpoint_sha256": str}
     if (
         about.get("model_type") != MODEL_TYPE

@@ -95,6 +95,12 @@ REFUSED = {
 }
 
 
+def test_one_image_without_a_batch_is_refused(images):
+    model = timm.create_model("deit_tiny_gka_patch16_224", img_size=images.shape[-1], depth=1)
+    with pytest.raises(UserError, match=r"images must be \(B, 3, height, width\), got \(3, .*image\[None\]"):
+        deit_gka.attention_maps(model, images[0])
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_attention_is_refused_by_layer_and_hooks_go(name, images):
     settings, message = REFUSED[name]

@@ -12,6 +12,7 @@ import torch
 import tiny_vision
 from deit_gka import evaluate
 from deit_gka import train as training
+from deit_gka.model import candidates
 from deit_gka.model import checkpoints as model_io
 from deit_gka.training.config import TrainConfig
 from tiny_vision import SHAPE, SIZE
@@ -37,10 +38,17 @@ def test_a_checkpoint_of_another_kind_is_refused_in_one_line(tmp_path):
             model_io.find_checkpoint(path)
 
 
-def test_an_exported_folder_is_not_a_run(tmp_path):
+def test_an_exported_folder_is_not_a_run_and_a_language_model_is_named(tmp_path):
     (tmp_path / "model.safetensors").touch()
-    with pytest.raises(UserError, match=r"exported model; give --model NAME --checkpoint .*/model\.safetensors"):
+    (tmp_path / "config.json").write_text('{"architecture": "deit_tiny_gka_patch16_224"}')
+    advice = r"give the run that it was exported from, or.* --model NAME --checkpoint .*/model\.safetensors"
+    with pytest.raises(UserError, match=advice):
         model_io.find_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "gka-gpt"}')
+    readers = (model_io.find_checkpoint, lambda folder: candidates.of_export(folder, "digits", ["0"], "cpu"))
+    for read in readers:
+        with pytest.raises(UserError, match="not an exported vision model; nanochat_gka's commands take language"):
+            read(tmp_path)
 
 
 def test_data_that_are_gone_are_named(uninterrupted, pictures, tmp_path, capsys):
@@ -163,6 +171,8 @@ def test_an_exported_run_is_timms(uninterrupted, tmp_path, weights):
     )
     assert "epoch 5" in done.stdout and str(folder) in done.stdout
     images = torch.randn(4, 3, SIZE, SIZE)
+    modes = {file.stat().st_mode for file in (*folder.iterdir(), tmp_path / "output/stdout")}
+    assert len(modes) == 1  # what any new file has
     model = micro(3).eval()
     model.load_state_dict(checkpoint(uninterrupted, STEPS, weights))
     by_folder = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()

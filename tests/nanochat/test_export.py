@@ -45,6 +45,7 @@ def test_exported_readme_describes_the_model(trained, tmp_path, tokenizer):
         "tokenizer_config.json",
         "generation_config.json",
     }
+    assert len({path.stat().st_mode for path in out.iterdir()}) == 1
     about = json.loads((out / "config.json").read_text())
     assert about["attention"] == ["gka", "gka", "softmax"] and set(about["sigma"]) == {"0", "1"}
     torch.testing.assert_close(torch.tensor(about["sigma"]["1"]), trained[1].bandwidths()[1])
@@ -151,6 +152,9 @@ def test_damaged_and_foreign_folders_are_refused(trained, packed, tokenizer, tmp
         (out / "config.json").write_text(json.dumps({**config, **damage}))
         with pytest.raises(UserError, match="not of a model that this project exported, or it is damaged"):
             load(out)
+    (out / "config.json").write_text(json.dumps({"architecture": "deit_tiny_gka_patch16_224"}))
+    with pytest.raises(UserError, match=r"is an exported vision model; timm and deit_gka\.evaluate take it"):
+        load(out)
     (out / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(UserError, match="not of a model that this project exported"):
         load(out)

@@ -1,6 +1,7 @@
 """lm-evaluation-harness on a model of ours: its command line, on tasks written here, against a plain computation."""
 
 import dataclasses
+import importlib
 import json
 import random
 import sys
@@ -123,6 +124,15 @@ def test_a_missing_run_is_one_line(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as exit_info:
         harness.main()
     assert exit_info.value.code == 2 and capsys.readouterr().err.splitlines()[-1].startswith("error: no checkpoint in")
+
+
+def test_without_the_harness_one_line_names_the_extra(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.delitem(sys.modules, "nanochat_gka.harness", raising=False)
+    with pytest.raises(SystemExit) as exit_info:
+        importlib.import_module("nanochat_gka.harness")
+    assert exit_info.value.code == 2
+    assert capsys.readouterr().err.startswith('error: lm_eval is not installed: run pip install "gka[lm-eval]"')
 
 
 def test_a_missing_gpu_is_one_line(monkeypatch):

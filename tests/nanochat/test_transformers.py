@@ -163,6 +163,9 @@ def test_what_the_model_cannot_do_is_said(models):
         ({"output_attentions": True}, r"output_attentions is not available: .*figures\.maps computes them"),
         ({"inputs_embeds": torch.zeros(1, 6, 64)}, "inputs_embeds is not available: .* pass input_ids"),
         ({"input_ids": torch.zeros(1, 161, dtype=torch.long)}, "at most 160 tokens"),
+        ({"input_ids": None}, r"input_ids must be \(rows, tokens\), got none"),
+        ({"input_ids": ids[0]}, r"input_ids must be \(rows, tokens\), got a tensor of shape \(6,\)"),
+        ({"attention_mask": torch.ones(2, 6)}, "attention_mask has 2 rows, input_ids 1"),
     ]
     for arguments, message in mistakes:
         with pytest.raises(ValueError, match=message):

@@ -57,6 +57,15 @@ def test_saved_checkpoint_loads_the_same(tmp_path):
                 assert loaded[key].dtype == value.dtype and torch.equal(loaded[key], value.detach()), key
 
 
+def test_others_may_read_what_the_umask_lets_them(tmp_path):
+    before = os.umask(0o027)
+    try:
+        path = save(tmp_path, 1)
+    finally:
+        os.umask(before)
+    assert {file.stat().st_mode & 0o777 for file in path.iterdir()} == {0o640}
+
+
 def test_copied_checkpoint_keeps_its_step(tmp_path):
     shutil.copytree(save(tmp_path / "run", 7), tmp_path / "best")
     assert checkpoint.load(tmp_path / "best").step == 7

@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterable
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, save_file
+from safetensors.torch import load
 
 from deit_gka.data.sources.base import Names
 from gka.impl.cpu.build import cache_folder
+from trainkit.checkpoint import write_tensors
 from trainkit.files import atomic
 
 SWITCH = "GKA_KEEP_LISTS"  # 0: neither read nor write them
@@ -51,7 +52,7 @@ def kept(key: Iterable[str], read: Callable[[Note], Tensors]) -> Tensors:
     if latest < (clock - SETTLED) * 1e9 and time.perf_counter() - started >= WORTH_KEEPING:
         places = dict(zip(PLACES, Names(noted).tensors))
         with contextlib.suppress(OSError, SafetensorError), atomic(path) as temporary:
-            save_file({**tensors, **places, STAMPS: torch.tensor(list(noted.values()))}, temporary)
+            write_tensors({**tensors, **places, STAMPS: torch.tensor(list(noted.values()))}, temporary)
     return tensors
 
 
