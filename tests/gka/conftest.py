@@ -1,7 +1,20 @@
 """Every buffer that is allocated without being written is full of NaN in the operator's tests; a number of threads."""
 
+import importlib.util
+
 import pytest
 import torch
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _quick_interpreter():
+    if importlib.util.find_spec("triton") is None:
+        yield
+        return
+    import interpreter
+
+    with interpreter.patched_once_a_launch():
+        yield
 
 
 @pytest.fixture(autouse=True)
