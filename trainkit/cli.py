@@ -19,7 +19,7 @@ BATCH_FLAGS = ("device_batch_size", "batch_tokens", "max_rows", "batch_size")
 OUR_TORCHRUN = "trainkit.torchrun"
 TORCHRUN = ("torchrun", "torch.distributed.run", OUR_TORCHRUN)
 console_script = ""  # the path of the installed command that this process was started as; `trainkit.console` sets it
-LAST_ERROR = "GKA_LAST_ERROR"  # from `trainkit.torchrun`: the file for an error that it repeats as the last line
+LAST_ERROR = "GKA_LAST_ERROR"  # from `trainkit.torchrun`: the file for the error that it prints as the last line
 # Of torchrun: 1 gives restarted workers a store of their own. Without it they meet dead peers' addresses and hang.
 STORE_SWITCH = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 # Of torchrun too: the seconds that processes have for their step and a save after a signal.
@@ -168,10 +168,12 @@ def _is_distributed() -> bool:
 def _leave(message: str, code: int = UserError.code) -> None:
     if os.environ.get("RANK", "0") != "0":
         time.sleep(3)  # rank 0 prints the same and ends everyone; this rank speaks only if it is alone
-    print(f"error: {message}", file=sys.stderr)
     if note := os.environ.get(LAST_ERROR):
-        with open(note, "w") as file:
+        with open(f"{note}.{os.getpid()}", "w") as file:
             json.dump({"message": message, "code": code}, file)
+        os.replace(file.name, note)
+    if not note or code != UserError.code:  # a fault may be tried again: the reason should stand before that
+        print(f"error: {message}", file=sys.stderr)
     _exit(code)
 
 

@@ -33,21 +33,21 @@ def main(words: Sequence[str]) -> int:
         try:
             run.main(words)
         except ChildFailedError as failed:
-            if not _repeat(note, failed.get_first_failure()[1].exitcode):
-                raise
+            if code := _say(note, {failure.exitcode for failure in failed.failures.values()}):
+                return code
+            raise
         except SignalException as signalled:  # from outside, or from a command whose mistake must not be tried again
-            return UserError.code if _repeat(note, UserError.code) else 128 + signalled.sigval
-        else:
-            return 0
-        return json.loads(note.read_text())["code"]
+            return _say(note, {UserError.code}) or 128 + signalled.sigval
+    return 0
 
 
-def _repeat(note: Path, code: int) -> bool:
-    """Print the error that a command left in `note`, if it left with `code`; returns whether it did."""
-    if not note.exists() or (error := json.loads(note.read_text()))["code"] != code:
-        return False
+def _say(note: Path, codes: set[int]) -> int:
+    """Print the error that a command left in `note` with one of `codes`, and return that; 0 if there is none."""
+    error = json.loads(note.read_text()) if note.exists() else {"code": 0}
+    if error["code"] not in codes:
+        return 0
     print(f"error: {error['message']}", file=sys.stderr)
-    return True
+    return error["code"]
 
 
 if __name__ == "__main__":

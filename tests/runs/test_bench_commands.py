@@ -1,6 +1,7 @@
 """The benchmarks as commands: end to end on tiny shapes, and mistakes as one line."""
 
 import re
+import sys
 from functools import partial
 from types import SimpleNamespace
 
@@ -230,10 +231,10 @@ def test_the_operator_benchmark_on_cuda(tmp_path):
 def test_help_measures_nothing(tmp_path):
     results = operator_error.RESULTS.read_bytes()
     done = processes.call("runs.bench.operator_error", "--help", folder=tmp_path)
-    assert done.stdout.startswith("usage: python -m runs.bench.operator_error")
+    assert done.stdout.startswith(f"usage: {cli.as_typed(sys.executable)} -m runs.bench.operator_error")
     assert operator_error.RESULTS.read_bytes() == results
 
 
 def test_the_demos_help_names_its_command(tmp_path):
     done = processes.call("runs.demo", "--help", folder=tmp_path)
-    assert done.stdout.startswith("usage: python -m runs.demo [")
+    assert done.stdout.startswith(f"usage: {cli.as_typed(sys.executable)} -m runs.demo [")
