@@ -185,10 +185,10 @@ def test_any_rank_names_an_unusable_question(world, tmp_path):
     good[order[5]] = {"context": "the ker", "continuation": "nel"}
     path.write_text("".join(json.dumps(example) + "\n" for example in good))
     flags = ["--run", world[0], "--bundle", bundle, "--out", tmp_path / "out", "--device-type", "cpu"]
-    done = tiny.call(MODULE, *flags, ranks=2, check=False, real=True)
+    done = tiny.call(MODULE, *flags, ranks=2, check=False)
     assert done.returncode != 0
     message = "lambada_openai cannot be asked with this tokenizer: it merges 'nel' into its context"
-    assert done.stderr.count(f"lambada.jsonl: {message}") == 1
+    assert f"lambada.jsonl: {message}" in done.stderr
     evaluate(world, tmp_path / "one")
     two, one = (table(tmp_path / name / "tiny-gka_step000007.csv") for name in ("out", "one"))
     others = set(tiny_core.TASKS) - {"lambada_openai"}

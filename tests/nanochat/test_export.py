@@ -3,12 +3,12 @@
 import dataclasses
 import json
 import shutil
-import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+import harness_command
 import tiny_core
 from nanochat_gka import eval_core, evaluate, export, generate
 from nanochat_gka.data.tokenizer import Tokenizer
@@ -197,10 +197,8 @@ def test_an_export_of_the_first_layout_still_loads(trained, tokenizer, tmp_path)
     )
 
 
-def test_commands_refuse_another_models_tokenizer(trained, tokenizer, tmp_path, monkeypatch, capsys):
+def test_commands_refuse_another_models_tokenizer(trained, tokenizer, tmp_path, capsys):
     pytest.importorskip("lm_eval")
-    from nanochat_gka import harness
-
     folder = tmp_path / "run"
     shutil.copytree(trained[0], folder)
     (saved,) = (folder / "checkpoints").glob("step_*")
@@ -221,10 +219,8 @@ def test_commands_refuse_another_models_tokenizer(trained, tokenizer, tmp_path, 
             run(module.main, config, list(map(str, ["--run", folder, *flags])))
         assert exit_info.value.code == 2
         errors.append(capsys.readouterr().err)
-    flags = ["--model", "gka", "--model_args", f"run={folder}", "--tasks", "wikitext", "--device", "cpu"]
-    monkeypatch.setattr(sys, "argv", ["harness", *flags])
     with pytest.raises(SystemExit) as exit_info:
-        harness.main()
+        harness_command.call_on_nothing(folder, tmp_path)
     assert exit_info.value.code == 2
     errors.append(capsys.readouterr().err.splitlines()[-1])
     size = tokenizer.vocab_size

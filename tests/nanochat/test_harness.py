@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+import harness_command
 import tiny
 from nanochat_gka.data.tokenizer import Tokenizer
 from nanochat_gka.generation.engine import Engine
@@ -65,7 +66,7 @@ def world(packed, tmp_path_factory):
     (root / "tasks").mkdir()
     for name, text in TASKS.items():
         head = HEAD.replace("NAME", name).replace("DATA", str(root / "data.jsonl"))
-        (root / "tasks" / f"{name}.yaml").write_text(head + text)
+        (root / "tasks" / f"tiny_{name}.yaml").write_text(head + text)
     return root, model, tokenizer, docs
 
 
@@ -80,14 +81,9 @@ def nats(model, prompt, start):
 def test_harness_scores_equal_a_plain_computation(world, tmp_path, monkeypatch):
     import datasets
 
-    from nanochat_gka import harness
-
     root, model, tokenizer, docs = world
-    flags = ["--model", "gka", "--model_args", f"run={root / 'run'},batch_tokens=300", "--device", "cpu"]
-    flags += ["--tasks", "tiny_choices,tiny_generate,tiny_rolling", "--include_path", root / "tasks"]
-    monkeypatch.setattr(sys, "argv", ["harness", *map(str, flags), "--output_path", str(tmp_path), "--log_samples"])
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    harness.main()
+    harness_command.call(root / "run", root / "tasks", "--output_path", tmp_path, "--log_samples")
     samples = {name: sorted(_samples(tmp_path, name), key=lambda sample: sample["doc_id"]) for name in TASKS}
     assert all(len(found) == len(docs) for found in samples.values())
 
@@ -116,13 +112,9 @@ def _samples(folder, name):
     return [json.loads(line) for line in next(folder.rglob(f"samples_tiny_{name}_*.jsonl")).read_text().splitlines()]
 
 
-def test_a_missing_run_is_one_line(tmp_path, monkeypatch, capsys):
-    from nanochat_gka import harness
-
-    flags = ["--model", "gka", "--model_args", f"run={tmp_path}", "--tasks", "wikitext", "--device", "cpu"]
-    monkeypatch.setattr(sys, "argv", ["harness", *flags])
+def test_a_missing_run_is_one_line(tmp_path, capsys):
     with pytest.raises(SystemExit) as exit_info:
-        harness.main()
+        harness_command.call_on_nothing(tmp_path, tmp_path)
     assert exit_info.value.code == 2 and capsys.readouterr().err.splitlines()[-1].startswith("error: no checkpoint in")
 
 

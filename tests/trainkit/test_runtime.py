@@ -250,11 +250,15 @@ def test_pace_leaves_out_the_first_steps():
 
 
 def test_peak_memory_of_this_process_in_mib():
-    before = peak_memory(torch.device("cpu"))
-    held = bytearray(int(before * 2**20) + 2**26)  # more than was ever there
+    held = bytearray(2**26)
     for place in range(0, len(held), 4096):
         held[place] = 1
-    assert before + 64 <= peak_memory(torch.device("cpu")) < 3 * before + 200 and before > 20
+    peak = peak_memory(torch.device("cpu"))
+    assert 100 < peak < 2**16  # torch alone takes more, and tests less: neither KiB nor bytes
+    status = Path("/proc/self/status")
+    if status.exists():  # Linux's own count, which is lower if what this process was before was larger
+        kib = int(re.search(r"VmHWM:\s+(\d+) kB", status.read_text())[1])
+        assert peak >= 0.99 * kib / 2**10
 
 
 def test_result_line_names_commit_command_and_hardware(tmp_path):

@@ -1,0 +1,31 @@
+"""lm-evaluation-harness's command on a model of ours, on tasks of a folder alone.
+
+It would index its own tasks at every start, 14,000 files, which takes seconds.
+"""
+
+import functools
+import sys
+from pathlib import Path
+from unittest import mock
+
+
+def call(run: Path, tasks: Path, *flags) -> None:
+    """The command on the tasks of the folder `tasks`, each named as its file. Further model_args follow `run`."""
+    from lm_eval.tasks import TaskManager
+
+    from nanochat_gka import harness
+
+    names = ",".join(path.stem for path in tasks.glob("*.yaml"))
+    words = ["--model", "gka", "--model_args", f"run={run},batch_tokens=300", "--device", "cpu"]
+    words += ["--tasks", names, "--include_path", str(tasks), *map(str, flags)]
+    alone = functools.partialmethod(TaskManager.__init__, include_defaults=False)
+    with mock.patch.object(sys, "argv", ["harness", *words]), mock.patch.object(TaskManager, "__init__", alone):
+        harness.main()
+
+
+def call_on_nothing(run: Path, folder: Path) -> None:
+    """The command on a task without questions, in a new folder below `folder`: it gets as far as reading the run."""
+    tasks = folder / "no-questions"
+    tasks.mkdir()
+    (tasks / "nothing.yaml").write_text("task: nothing\ndataset_path: json\noutput_type: generate_until\n")
+    call(run, tasks)
