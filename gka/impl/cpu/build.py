@@ -4,6 +4,7 @@ The file's name is a hash of everything that decides what is in it: source, flag
 instruction set is named, never "native", so a home folder that machines share serves each of them.
 """
 
+import contextlib
 import ctypes
 import hashlib
 import logging
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -125,8 +127,10 @@ def _built(instructions: str) -> Path:
         if not path.exists():
             LOG.warning("gka: compiling the CPU kernel, once, for a few seconds: %s", path)
             with tempfile.TemporaryDirectory(dir=folder, prefix="building-") as scratch:
-                output = Path(scratch) / path.name
-                _run([*command, *sorted(map(str, SOURCE.glob("*.cpp"))), "-o", str(output)], TIMEOUT)
+                output, sources = Path(scratch) / path.name, sorted(SOURCE.glob("*.cpp"))
+                objects = [str(Path(scratch) / f"{source.stem}.o") for source in sources]
+                _run_at_once([[*command, "-c", str(cpp), "-o", o] for cpp, o in zip(sources, objects)], TIMEOUT)
+                _run([*command, *objects, "-o", str(output)], TIMEOUT)
                 with open(output, "ab") as file:
                     file.write(end)
                 os.replace(output, path)
@@ -157,21 +161,34 @@ def _digest(command: list[str], compiler: list[str]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _run(command: list[str], seconds: int) -> str:
+def _run(command: list[str], seconds: float) -> str:
     """What the command prints; Unavailable with its words if it fails, or if it takes longer."""
+    return _run_at_once([command], seconds)
+
+
+def _run_at_once(commands: list[list[str]], seconds: float) -> str:
+    """What the commands print, in their order. All run at the same time, and end with the first that fails."""
     pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace")
-    try:
-        process = subprocess.Popen(command, **pipes, start_new_session=True)
-    except OSError as error:
-        raise Unavailable(f"the compiler did not run: {error}") from None
-    with process:
+    end, printed = time.monotonic() + seconds, []
+    with contextlib.ExitStack() as running:
         try:
-            printed, complaints = process.communicate(timeout=seconds)
-        except BaseException as error:
-            os.killpg(process.pid, signal.SIGKILL)  # with its children: what is called may be a script
-            if isinstance(error, subprocess.TimeoutExpired):
-                raise Unavailable(f"{command[0]} did not finish in {seconds} seconds") from None
-            raise
-    if process.returncode:
-        raise Unavailable(f"{command[0]} failed with exit code {process.returncode}:\n{complaints.strip()}")
-    return printed
+            processes = [running.enter_context(_Ended(words, **pipes, start_new_session=True)) for words in commands]
+            for process in processes:
+                said, complaints = process.communicate(timeout=max(0.0, end - time.monotonic()))
+                printed.append(said)
+                if code := process.returncode:
+                    raise Unavailable(f"{commands[0][0]} failed with exit code {code}:\n{complaints.strip()}")
+        except OSError as error:
+            raise Unavailable(f"the compiler did not run: {error}") from None
+        except subprocess.TimeoutExpired:
+            raise Unavailable(f"{commands[0][0]} did not finish in {seconds} seconds") from None
+    return "".join(printed)
+
+
+class _Ended(subprocess.Popen):
+    """A process that does not outlive its `with`, nor do its children: what is called may be a script."""
+
+    def __exit__(self, *error):
+        if self.poll() is None:
+            os.killpg(self.pid, signal.SIGKILL)
+        super().__exit__(*error)
