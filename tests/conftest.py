@@ -41,13 +41,18 @@ def pytest_sessionstart(session):
 
 # Those of 5 s or more start first, the longest before all, so that both workers end together.
 LONG_FILES = [
-    *("nanochat/test_train", "deit/test_train", "gka/test_triton_compile", "gka/test_triton_accuracy"),
-    *("deit/test_resume", "runs/test_study", "nanochat/test_resume", "runs/test_bench_commands", "nanochat/test_onnx"),
-    *("nanochat/test_pack_interrupted", "trainkit/test_workers", "nanochat/test_harness", "runs/test_report"),
-    *("runs/test_explore", "nanochat/test_train_mistakes", "nanochat/test_corpus", "gka/test_derivatives"),
-    *("gka/test_triton_training", "nanochat/test_generate", "nanochat/test_export", "nanochat/test_engine"),
-    *("nanochat/test_cache", "gka/test_cpu_build", "nanochat/test_eval_core", "tests/test_cut_off", "deit/test_onnx"),
-    *("runs/test_demo", "deit/test_broken_images", "trainkit/test_compiling"),
+    *("nanochat/test_train", "gka/test_triton_accuracy", "deit/test_train", "trainkit/test_workers"),
+    *("gka/test_cpu_build", "deit/test_resume", "nanochat/test_pack_interrupted", "nanochat/test_onnx"),
+    *("runs/test_study", "nanochat/test_resume", "deit/test_onnx", "runs/test_report", "runs/test_bench_commands"),
+    *("gka/test_triton_compile", "trainkit/test_cli", "nanochat/test_page_examples", "runs/test_makefile"),
+    *("gka/test_properties", "runs/test_explore", "nanochat/test_corpus", "gka/test_accuracy"),
+    *("nanochat/test_generate", "runs/test_paper_tables", "deit/test_draw", "trainkit/test_compiling"),
+    *("tests/test_cut_off", "nanochat/test_train_mistakes", "gka/test_derivatives", "runs/test_approximations"),
+    *("nanochat/test_core", "gka/test_compile_and_autocast", "deit/test_distillation", "trainkit/test_torchrun"),
+    *("nanochat/test_draw", "tests/test_layout", "trainkit/test_loop", "runs/test_study_vision"),
+    *("deit/test_accounting", "nanochat/test_transformers", "deit/test_twins", "patches/test_apply"),
+    *("runs/test_bench_listing", "nanochat/test_eval_core", "deit/test_broken_images", "nanochat/test_cache"),
+    *("runs/test_demo", "deit/test_timm", "gka/test_wheel"),
 ]
 
 
