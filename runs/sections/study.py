@@ -14,6 +14,7 @@ from runs.study.statistics import UNIT, Interval, Scaling, SeedNoise, crossing, 
 from trainkit.progress import read_lines
 
 NOT_RUN = "not run"
+TOO_FEW = "too few points"
 ROWS = RESULTS / "study"
 HEADS = RESULTS / "study_heads.jsonl"
 BEST = {
@@ -157,7 +158,7 @@ def _fits(scores: Scores) -> str:
         done = len(points(scores, ALL[name]))
         places = sum(fits_depth(ALL[name], place["depth"]) for place in scaled_places())
         if own is None:
-            rows.append([name, f"{done} of {places}", *[NOT_RUN] * 4])
+            rows.append([name, f"{done} of {places}", *[NOT_RUN if done < places else TOO_FEW] * 4])
             continue
         baseline = fitted["softmax"]
         cells = [interval_of(own.interval(part)) for part in "abc"]
