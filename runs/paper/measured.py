@@ -4,6 +4,7 @@ A run counts only if every setting is the recipe's and its counts are those of t
 small models never do. Looked for in the run folders and results.jsonl of BASE and in runs/results.
 """
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,7 @@ def total_rate(label: str, per_gpu: int, runs: list[FinishedRun]) -> float | Non
     return None
 
 
+@functools.cache
 def language_counts(model: str) -> dict[str, Any]:
     """Size and compute of a row of the language tables, from the cost model."""
     return account(AccountingConfig(depth=DEPTH, **_recipe(model)))

@@ -138,20 +138,24 @@ def test_help_names_and_explains_every_flag(module, name, capsys):
     assert re.sub(r"\s", "", inspect.getdoc(config_class)) in unwrapped
 
 
+@pytest.fixture(scope="module")
+def tree():
+    return state_of_the_tree()
+
+
 def state_of_the_tree():
     return {path: (ROOT / path).stat().st_mtime_ns for path in tracked()}
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=str)
-def test_help_is_a_sentence_and_does_nothing_else(path, tmp_path):
+def test_help_is_a_sentence_and_does_nothing_else(path, tmp_path, tree):
     if path.stem == "harness":
         pytest.importorskip("lm_eval")
-    before = state_of_the_tree()
     module = ".".join(path.with_suffix("").parts).removesuffix(".__main__")
     done = processes.call(module, "--help", folder=tmp_path)
     text = " ".join(re.sub("[│╭╰─╮╯]", " ", done.stdout).split())
     assert re.search(r"(^| )[A-Z][a-z]+ [^.]*\w\.( |$)", text) and not done.stderr, done
-    assert state_of_the_tree() == before
+    assert state_of_the_tree() == tree
 
 
 @pytest.mark.parametrize("module,name", CONFIGS.items(), ids=CONFIGS.values())
