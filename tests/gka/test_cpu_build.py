@@ -148,6 +148,12 @@ def test_the_named_compiler_may_have_arguments(monkeypatch):
     assert build._compiler() == [COMPILER, "-pipe"]
 
 
+def test_a_compiler_that_is_not_a_command_is_one_line(monkeypatch):
+    monkeypatch.setenv("CXX", 'g++ "')
+    with pytest.raises(build.Unavailable, match=r'^CXX=g\+\+ " is not a command: No closing quotation$'):
+        build._compiler()
+
+
 def test_what_decides_the_library_is_in_its_name(monkeypatch, tmp_path):
     monkeypatch.setattr(build, "_run", lambda command, seconds: "a compiler 1.0")
     (tmp_path / "a.cpp").write_text("int a;")

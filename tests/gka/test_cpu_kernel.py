@@ -169,6 +169,31 @@ def test_compiles_and_exports_without_graph_breaks():
     torch.testing.assert_close(exported(x), layer(x))
 
 
+class _Foreign(torch.nn.Module):
+    def forward(self, x, keys, values, log_sigma):
+        return gaussian_attention(x, log_sigma, keys=keys, values=values, impl="cpu")
+
+
+def spread(t):
+    """The same numbers, the last dimension not side by side."""
+    return torch.stack([t, t], dim=-1)[..., 0]
+
+
+@pytest.mark.parametrize("queries", [3, 40], ids=["decoding", "attention"])
+def test_an_exported_program_takes_other_strides_than_its_example(queries):
+    """torch.export keeps the copies that its example needed, and does not look at strides again."""
+    draw = [torch.randn(2, n, 4, 16) for n in (queries, 50, 50)]
+    arguments = (*draw, torch.randn(4) / 4)
+    program = torch.export.export(_Foreign(), arguments).module()
+    want = program(*arguments)
+    torch.testing.assert_close(want, _Foreign()(*arguments), rtol=0, atol=0)
+    torch.testing.assert_close(program(*map(spread, arguments)), want, rtol=0, atol=0)
+    image = torch.randn(2, 64, queries).transpose(1, 2)  # as a ViT's patches come
+    layer = GaussianKernelAttention(64, 4, impl="cpu").eval()
+    program = torch.export.export(layer, (image.contiguous(),)).module()
+    torch.testing.assert_close(program(image), program(image.contiguous()), rtol=0, atol=0)
+
+
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("others", [0, 1, 2])
 def test_batched_gradients_are_those_of_a_loop(others):

@@ -146,7 +146,10 @@ def _whole(path: Path, end: bytes) -> Path:
 
 def _compiler() -> list[str]:
     """Path of $CXX, with its arguments, or of the first compiler that is installed."""
-    chosen = shlex.split(os.environ.get("CXX", ""))
+    try:
+        chosen = shlex.split(os.environ.get("CXX", ""))
+    except ValueError as error:
+        raise Unavailable(f"CXX={os.environ['CXX']} is not a command: {error}") from None
     for words in [chosen] if chosen else [[name] for name in COMPILERS]:
         if path := shutil.which(words[0]):
             return [path, *words[1:]]

@@ -77,6 +77,9 @@ def gradients_like(x, keys, values, log_sigma):
 
 def _call(phase: int, x, keys, values, log_sigma, before: int, after: int, **fields) -> None:
     scratch_size, kernel = _functions(x.dtype, phase)
+    # An exported program comes here with the strides of today's tensors and the copies that its example needed.
+    x, keys, values = (None if t is None else addressable(t) for t in (x, keys, values))
+    log_sigma = log_sigma.contiguous()
     batch, num_queries, num_heads, head_dim = x.shape
     features = _tensor(x)
     own_keys, own_values = keys is None, values is None

@@ -13,7 +13,7 @@ import torch
 
 from gka.bandwidth import LOG_SIGMA_BOUND
 from gka.impl.cpu.build import library
-from gka.impl.cpu.call import num_threads
+from gka.impl.cpu.call import addressable, num_threads
 from gka.impl.cpu.registering import is_plain, operator
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -44,6 +44,9 @@ def decode(
 
 def _call(x, keys, values, log_sigma, cos, sin, lengths, key_delays, value_delays, before, after) -> torch.Tensor:
     scratch_size, kernel = _functions()
+    # As in `call`: an exported program chose its copies by its example.
+    x, keys, values = (None if t is None else addressable(t) for t in (x, keys, values))
+    cos, sin, log_sigma = (None if t is None else t.contiguous() for t in (cos, sin, log_sigma))
     y = x.new_empty(x.shape)
     batch, num_queries, num_heads, head_dim = x.shape
     source = values if keys is None else keys
