@@ -33,7 +33,8 @@ def main(words: Sequence[str]) -> int:
         try:
             run.main(words)
         except ChildFailedError as failed:
-            if code := _say(note, {failure.exitcode for failure in failed.failures.values()}):
+            # A mistake counts also where its process was ended before it could leave.
+            if code := _say(note, {UserError.code, *(failure.exitcode for failure in failed.failures.values())}):
                 return code
             raise
         except SignalException as signalled:  # from outside, or from a command whose mistake must not be tried again
