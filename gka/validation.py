@@ -72,8 +72,8 @@ def check_log_sigma(log_sigma: object, x: torch.Tensor) -> None:
 
 
 def readable(t: torch.Tensor) -> bool:
-    """Whether t's values can be looked at: on an accelerator that would stall every call, in a graph or under
-    torch.func it cannot be done.
+    """Whether t's values can be looked at: on an accelerator that would stall every call, in a graph, under torch.func
+    and of torch's fake tensors it cannot be done.
 
     What is not looked at shows in y; the trainers stop on gradients that are not finite.
     """
@@ -81,6 +81,7 @@ def readable(t: torch.Tensor) -> bool:
         t.device.type == "cpu"
         and not torch.compiler.is_compiling()
         and not torch._C._functorch.is_functorch_wrapped_tensor(t)
+        and not isinstance(t, torch._subclasses.FakeTensor)
     )
 
 

@@ -1,5 +1,6 @@
 """The CPU kernel: every mask and padding within the budget, bit-equal runs, threads, memory, forks, refusals."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -37,11 +38,20 @@ def test_any_features_keep_to_the_budget(kind, causal):
 
 
 @pytest.mark.parametrize("with_values", [False, True], ids=["own", "values"])
-@pytest.mark.parametrize("causal,window", [(False, None), (True, None), (True, 21), (False, 9)])
+@pytest.mark.parametrize("causal,window", [(False, None), (True, None), (True, 21), (False, 9), (True, 0), (False, 0)])
 def test_foreign_keys_keep_to_the_budget(causal, window, with_values):
     route = partial(attend, causal=causal, window=window)
     for sizes in [(9, 21, 16), (50, 50, 20), (100, 301, 64)]:
         testing.check(route, foreign(*sizes, Mask(causal, window), with_values))
+
+
+@pytest.mark.parametrize("with_values", [False, True], ids=["own", "values"])
+@pytest.mark.parametrize("log_sigma", [-3.0, -1.0, 0.3, 5.0])
+def test_rows_of_foreign_keys_with_one_weight_or_equal_ones_keep_to_the_budget(log_sigma, with_values):
+    """Far keys: what rounding leaves of the sums of M, which are 0, would be multiplied by large distances."""
+    for sizes in [(1, 1, 64), (50, 50, 64), (70, 250, 20)]:
+        problem = replace(foreign(*sizes, Mask(), with_values), log_sigma=torch.full((2,), log_sigma))
+        testing.check(attend, problem)
 
 
 @pytest.mark.parametrize("with_values", [False, True], ids=["own", "values"])

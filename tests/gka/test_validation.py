@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from gka import (
     GaussianKernelAttention,
@@ -146,3 +147,11 @@ def test_the_kernels_refuse_what_32_bits_cannot_address_keys_included():
         with pytest.raises(ValueError, match=r"fewer than 2\^31 numbers per sequence, got \(1, 4194304, 8, 64\)"):
             select_impl(x, keys=keys, impl="triton")
     assert select_impl(short, keys=short, impl="triton") == "triton"
+
+
+def test_fake_tensors_are_not_looked_into():
+    """As torch's tools that estimate memory call a model."""
+    with FakeTensorMode():
+        x = torch.empty(2, 5, 3, 16, requires_grad=True)
+        gaussian_attention(x, torch.empty(3)).sum().backward()
+        assert x.grad.shape == x.shape

@@ -3,7 +3,9 @@
 //
 //   M_rc = K_rc (v_r.g_c - delta_c)  (+ the same with r and c exchanged where half of a symmetric K stands for all)
 //
-// Foreign keys: K is W itself, 2^(exponent - level), and g_i = grad_y_i.
+// Foreign keys: K is W itself, g_i = grad_y_i, and delta_i = sum_j W_ij g_i.v_j of the very numbers that M has: rounding
+// cancels in rows with one key that counts. As that key may be far, where with own keys it is x_i itself, what g_i.y_i
+// would leave of it moved much. A block therefore has all keys that its queries see.
 #include "tiles.h"
 
 namespace {
@@ -13,6 +15,7 @@ using namespace gka;
 struct Backward : Head {
   Tokens grad;
   float *delta, *level, *query_sum, *key_sum, *dx, *dkeys, *dvalues, *k, *m;
+  float *weight, *centre;  // of foreign keys, per query: the sum of 2^(exponent - level), the mean exponent
   double* dlog_sigma;      // sum of M times exponents
   int64_t sums, sums_end;  // where in the slot lies what is added up
 
@@ -20,6 +23,8 @@ struct Backward : Head {
     grad.take(arena, true, false);
     delta = arena.take(query.padded);
     level = own_keys ? nullptr : arena.take(query.padded);
+    weight = own_keys ? nullptr : arena.take(query.padded);
+    centre = own_keys ? nullptr : arena.take(query.padded);
     sums = arena.used;
     dlog_sigma = reinterpret_cast<double*>(arena.take(2));
     query_sum = arena.take(query.padded);
@@ -28,8 +33,8 @@ struct Backward : Head {
     dkeys = own_keys ? dx : arena.take(key.padded * key.channels);
     dvalues = own_values ? dkeys : arena.take(key.padded * key.channels);
     sums_end = arena.used;
-    k = arena.take(plan.block * block_stride(plan));
-    m = arena.take(plan.block * block_stride(plan));
+    k = arena.take(plan.keys * block_stride(plan));
+    m = arena.take(plan.keys * block_stride(plan));
   }
 
   void fill_gradients(const GkaRequest& q, int64_t index) {
@@ -41,8 +46,10 @@ struct Backward : Head {
       const Vector share = Vector::all(own_keys ? 1.0f / kept : 1.0f);
       Vector sum = Vector::all(0.0f);
       for (int64_t d = 0; d < grad.channels; d += Vector::LANES) {
-        Vector g = load_channels(from.row(i), d, head_dim) * share, mixed = load_channels(y.row(i), d, head_dim);
+        const Vector g = load_channels(from.row(i), d, head_dim) * share;
         g.store(grad.row(i) + d);
+        if (!own_keys) continue;
+        const Vector mixed = load_channels(y.row(i), d, head_dim);
         sum = fma(g, shifted ? mixed - Vector::load(mean + d) : mixed, sum);
       }
       delta[i] = sum.sum();
@@ -50,31 +57,36 @@ struct Backward : Head {
     }
     std::fill(grad.row(grad.count), grad.row(grad.padded), 0.0f);
     std::fill(delta + query.count, delta + query.padded, 0.0f);
-    if (level) std::fill(level + query.count, level + query.padded, 0.0f);
+    if (!own_keys) {
+      std::fill(level + query.count, level + query.padded, 0.0f);
+      std::fill(weight, weight + query.padded, 0.0f);
+      std::fill(centre, centre + query.padded, 0.0f);
+    }
     grad.fill_panels(head_dim, own_values ? 1.0f / factor : 1.0f);  // against the scaled panels of the values
   }
 };
 
+// v_r.g_c, if both ways + g_r.v_c, into the block.
+template <int V, bool BOTH_WAYS>
+GKA_INLINE void pull(const Backward& head, const Block& block, int64_t r0, int64_t c0) {
+  Vector acc[TILE_ROWS][V];
+  clear(acc);
+  multiply(head.value.panel(r0), head.grad.panel(c0), head.head_dim, acc);
+  if (BOTH_WAYS) multiply(head.grad.panel(r0), head.value.panel(c0), head.head_dim, acc);
+  GKA_UNROLL for (int i = 0; i < TILE_ROWS; i++)
+    GKA_UNROLL for (int v = 0; v < V; v++) acc[i][v].store(block.m + block.at(r0 + i, c0 + v * Vector::LANES));
+}
+
+// K and M of own keys, and the sums of M.
 template <bool SYMMETRIC>
-struct GradientTile {
+struct OwnTile {
   const Backward& head;
   const Block& block;
-
-  // v_r.g_c, for a symmetric K + g_r.v_c, into the block.
-  template <int V>
-  GKA_INLINE void products(int64_t r0, int64_t c0) const {
-    Vector acc[TILE_ROWS][V];
-    clear(acc);
-    multiply(head.value.panel(r0), head.grad.panel(c0), head.head_dim, acc);
-    if (SYMMETRIC) multiply(head.grad.panel(r0), head.value.panel(c0), head.head_dim, acc);
-    GKA_UNROLL for (int i = 0; i < TILE_ROWS; i++)
-      GKA_UNROLL for (int v = 0; v < V; v++) acc[i][v].store(block.m + block.at(r0 + i, c0 + v * Vector::LANES));
-  }
 
   template <int V>
   void run(int64_t r0, int64_t c0, bool masked) const {
     constexpr int64_t L = Vector::LANES;
-    products<V>(r0, c0);
+    pull<V, SYMMETRIC>(head, block, r0, c0);
     Vector acc[TILE_ROWS][V], down[V];
     clear(acc);
     multiply(head.key.panel(r0), head.query.panel(c0), head.head_dim, acc);
@@ -88,7 +100,7 @@ struct GradientTile {
       GKA_UNROLL for (int v = 0; v < V; v++) {
         const int64_t c = c0 + v * L, o = block.at(r, c);
         Vector e = exponent(acc[i][v], norm, Vector::load(head.query.half_norm + c));
-        Vector k = exp2(head.own_keys ? e : e - Vector::load(head.level + c));
+        Vector k = exp2(e);
         if (masked) k = visible(head.reach, r, c, k, zero);
         k.store(block.k + o);
         Vector m = k * (Vector::load(block.m + o) - Vector::load(head.delta + c) - delta);
@@ -109,6 +121,69 @@ struct GradientTile {
     *head.dlog_sigma += double(pairs.sum()) + 0.5 * double(twice.sum());
   }
 };
+
+// Exponents of foreign keys, and what each query needs of all its keys.
+struct ForeignTile {
+  const Backward& head;
+  const Block& block;
+
+  template <int V>
+  void run(int64_t r0, int64_t c0, bool masked) const {
+    constexpr int64_t L = Vector::LANES;
+    pull<V, false>(head, block, r0, c0);
+    Vector acc[TILE_ROWS][V];
+    clear(acc);
+    multiply(head.key.panel(r0), head.query.panel(c0), head.head_dim, acc);
+    GKA_UNROLL for (int v = 0; v < V; v++) {
+      const int64_t c = c0 + v * L;
+      const Vector norm = Vector::load(head.query.half_norm + c), level = Vector::load(head.level + c);
+      Vector weight = Vector::load(head.weight + c), delta = Vector::load(head.delta + c);
+      Vector centre = Vector::load(head.centre + c);
+      GKA_UNROLL for (int i = 0; i < TILE_ROWS; i++) {
+        const int64_t r = r0 + i, o = block.at(r, c);
+        Vector e = exponent(acc[i][v], Vector::all(head.key.half_norm[r]), norm);
+        if (masked) e = visible(head.reach, r, c, e, Vector::all(LOWEST));
+        e.store(block.k + o);
+        const Vector w = exp2(e - level);
+        weight = weight + w;
+        delta = fma(w, Vector::load(block.m + o), delta);
+        centre = fma(w, e, centre);
+      }
+      weight.store(head.weight + c), delta.store(head.delta + c), centre.store(head.centre + c);
+    }
+  }
+};
+
+// The exponents and products of a block of foreign keys become W and M.
+void weigh(const Backward& head, const Block& block) {
+  constexpr int64_t L = Vector::LANES;
+  const Vector inverse = Vector::all(head.inverse);
+  for (int64_t c = block.queries.begin; c < block.queries.end; c += L) {
+    const Vector weight = greater(Vector::all(1e-30f), Vector::load(head.weight + c));  // 0 of a query that sees nothing
+    const Vector share = Vector::all(1.0f) / weight, delta = Vector::load(head.delta + c) / weight;
+    const Vector centre = Vector::load(head.centre + c) / weight, level = Vector::load(head.level + c);
+    Vector moment = Vector::all(0.0f), sum = Vector::all(0.0f);
+    const Range keys = head.reach.keys(unit_of(c)).within(block.keys);
+    for (int64_t r = keys.begin; r < keys.end; r += L) {
+      Vector m[L];
+      GKA_UNROLL for (int64_t i = 0; i < L; i++) {
+        m[i] = Vector::all(0.0f);
+        if (r + i >= keys.end) continue;
+        const int64_t o = block.at(r + i, c);
+        const Vector e = Vector::load(block.k + o), w = exp2(e - level) * share;
+        w.store(block.k + o);
+        m[i] = w * (Vector::load(block.m + o) - delta);
+        moment = fma(m[i], e - centre, moment);
+        m[i] = m[i] * inverse;
+        m[i].store(block.m + o);
+        sum = sum + m[i];
+      }
+      (Vector::load(head.key_sum + r) + sums(m)).store(head.key_sum + r);
+    }
+    sum.store(head.query_sum + c);
+    *head.dlog_sigma += double(moment.sum());
+  }
+}
 
 void mix(const Backward& head, const Block& block) {
   const Term by_key{block.m, head.key.rows}, by_query{block.m, head.query.rows}, by_gradient{block.k, head.grad.rows};
@@ -138,8 +213,14 @@ void run_part(const GkaRequest& q, const Plan& plan, int64_t index, int64_t part
   std::fill(scratch + head.sums, scratch + head.sums_end, 0.0f);
   each_block(plan, head, part, [&](Range keys, Range queries) {
     Block block{keys, queries, block_stride(plan), head.k, head.m};
-    if (head.reach.symmetric) each_tile(head.reach, block, GradientTile<true>{head, block});
-    else each_tile(head.reach, block, GradientTile<false>{head, block});
+    if (head.reach.symmetric) {
+      each_tile(head.reach, block, OwnTile<true>{head, block});
+    } else if (head.own_keys) {
+      each_tile(head.reach, block, OwnTile<false>{head, block});
+    } else {
+      each_tile(head.reach, block, ForeignTile{head, block});
+      weigh(head, block);
+    }
     mix(head, block);
   });
 }
@@ -177,13 +258,13 @@ void finish(const GkaRequest& q, const Plan& plan, int64_t index, Range range, f
 }  // namespace
 
 int64_t gka::backward_scratch(const GkaRequest& q) {
-  const Plan plan(q);
+  const Plan plan(q, !q.own_keys);
   return plan.slots * slot_size_of<Backward>(q, plan) + round_up(2 * plan.tasks(), 16);
 }
 
 void gka_backward_float32(const GkaRequest* request) {
   const GkaRequest& q = *request;
-  const Plan plan(q);
+  const Plan plan(q, !q.own_keys);
   const int64_t slot_size = slot_size_of<Backward>(q, plan);
   double* partial = reinterpret_cast<double*>(q.scratch + plan.slots * slot_size);
   auto run = [&](const GkaRequest& q, const Plan& plan, int64_t index, int64_t part, float* scratch) {

@@ -17,7 +17,7 @@ struct Forward : Head {
     top = own_keys ? nullptr : arena.take(query.padded);
     peak = own_keys ? nullptr : arena.take(query.padded);
     y = arena.take(query.padded * query.channels);
-    block = arena.take(plan.block * block_stride(plan));
+    block = arena.take(plan.keys * block_stride(plan));
   }
 };
 

@@ -70,12 +70,13 @@ struct Arena {
   }
 };
 
-// How the heads are cut into tasks, and K into blocks. With fewer heads than threads the queries of a head are dealt
-// out by blocks; each part then has scratch of its own, which is added up at the end in a fixed order.
+// How the heads are cut into tasks, and K into blocks of queries by keys. With fewer heads than threads the queries of a
+// head are dealt out by blocks; each part then has scratch of its own, which is added up at the end in a fixed order.
+// Where rows must be known whole, a block has all keys that its queries see, and the fewer queries.
 struct Plan {
-  int64_t heads, parts = 1, block, slots;
+  int64_t heads, parts = 1, block, keys, slots;
 
-  explicit Plan(const GkaRequest& q) : heads(q.batch * q.num_heads) {
+  explicit Plan(const GkaRequest& q, bool whole_rows = false) : heads(q.batch * q.num_heads) {
     const int64_t tokens = round_up(std::max(q.num_queries, q.num_keys), UNIT);
     const int64_t queries = round_up(q.num_queries, UNIT), most = (queries + PANEL - 1) / PANEL;
     auto rounds = [&](int64_t parts) { return double((heads * parts + q.threads - 1) / q.threads) / double(parts); };
@@ -84,6 +85,12 @@ struct Plan {
       if (rounds(n) < 0.85 * rounds(parts)) parts = n;
     block = tokens <= WHOLE ? tokens : BLOCK;
     if (parts > 1) block = std::max(PANEL, std::min(BLOCK, round_up(queries / (2 * parts), PANEL)));
+    keys = block;
+    if (whole_rows) {
+      const Reach reach(q);
+      keys = std::min(round_up(q.num_keys, UNIT), round_up(block + reach.before + reach.after, UNIT) + 3 * UNIT);
+      block = std::min(block, std::max(PANEL, WHOLE * WHOLE / std::max<int64_t>(keys, 1) / PANEL * PANEL));
+    }
     slots = parts > 1 ? tasks() : std::min<int64_t>(q.threads, heads);
   }
   int64_t tasks() const { return heads * parts; }
@@ -226,8 +233,7 @@ inline void each_block(const Plan& plan, const Head& head, int64_t part, Work wo
     const Range queries{c, std::min(c + plan.block, head.query.count)};
     const int64_t last = unit_of(queries.end - 1);
     const Range seen = Range{head.reach.keys(c).begin, head.reach.keys(last).end}.within({0, head.key.count});
-    for (int64_t r = seen.begin / plan.block * plan.block; r < seen.end; r += plan.block)
-      work(Range{r, std::min(r + plan.block, head.key.count)}, queries);
+    for (int64_t r = seen.begin; r < seen.end; r += plan.keys) work(Range{r, std::min(r + plan.keys, seen.end)}, queries);
   }
 }
 
