@@ -23,6 +23,7 @@ from runs.sections import (
     speed,
     study,
     study_next,
+    study_settings,
     study_vision,
     summary,
 )
@@ -55,6 +56,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "core": core.core,
     "instructions": instructions.instructions,
     **study.TABLES,
+    **study_settings.TABLES,
     **study_vision.TABLES,
     **study_next.TABLES,
     **neighbours.TABLES,

@@ -29,7 +29,7 @@ PROVISIONAL = "Rates marked * are provisional: not every rate that must be tried
 
 def families(folder: Path = ROWS) -> str:
     """Question 3, at the smallest size: every family at its best rate, and its difference from nanochat's softmax."""
-    return _of_every_text(folder, lambda scores: _comparison(scores, {**FAMILIES, **FURTHER}, SMALLEST, "softmax"))
+    return of_every_text(folder, lambda scores: _comparison(scores, {**FAMILIES, **FURTHER}, SMALLEST, "softmax"))
 
 
 def deeper(folder: Path = ROWS) -> str:
@@ -40,17 +40,17 @@ def deeper(folder: Path = ROWS) -> str:
         trained = {name: family for name, family in chosen.items() if scores.at(family, DEEPER)}
         return _comparison(scores, trained, DEEPER, "softmax") if trained else f"{NOT_RUN}\n"
 
-    return _of_every_text(folder, one)
+    return of_every_text(folder, one)
 
 
 def best(folder: Path = ROWS) -> str:
     """Why `make pretrain-d20-best` has its form: the smallest size, and what it would have at depth 20."""
-    return _of_every_text(folder, _best)
+    return of_every_text(folder, _best)
 
 
 def longer(folder: Path = ROWS) -> str:
     """Question 1: bits per byte and sigma^2 of the paper's form as training gets longer."""
-    return _of_every_text(folder, lambda scores: _by_budget(scores, longer_families()))
+    return of_every_text(folder, lambda scores: _by_budget(scores, longer_families()))
 
 
 def repairs(folder: Path = ROWS) -> str:
@@ -59,27 +59,27 @@ def repairs(folder: Path = ROWS) -> str:
     names = ["GKA unrotated", "GKA + offsets", "softmax", "softmax + offsets", *REPAIRS]
     own = {name: unrepaired["GKA unrotated" if name.startswith("GKA") else "softmax"] for name in names}
     chosen = {name: ALL[name] for name in sorted(names, key=lambda name: own[name])}
-    return _of_every_text(folder, lambda scores: _comparison(scores, chosen, SMALLEST, own))
+    return of_every_text(folder, lambda scores: _comparison(scores, chosen, SMALLEST, own))
 
 
 def kernels(folder: Path = ROWS) -> str:
     """Question 4: GKA + offsets with something else in the place of its kernel."""
     names = ("GKA + offsets", "softmax + offsets", "VLT + offsets", "GKA unrotated", *KERNELS)
     chosen = {name: ALL[name] for name in names}
-    return _of_every_text(folder, lambda scores: _comparison(scores, chosen, SMALLEST, "GKA + offsets"))
+    return of_every_text(folder, lambda scores: _comparison(scores, chosen, SMALLEST, "GKA + offsets"))
 
 
 def sizes(folder: Path = ROWS) -> str:
     """Question 3: bits per byte of every family at every size and budget."""
-    return _of_every_text(folder, _sizes)
+    return of_every_text(folder, _sizes)
 
 
 def fits(folder: Path = ROWS) -> str:
     """Question 3: L(C) = a + b (C / UNIT)^-c of every family's frontier, and where it crosses softmax's."""
-    return _of_every_text(folder, _fits)
+    return of_every_text(folder, _fits)
 
 
-def _of_every_text(folder: Path, one: Callable[[Scores], str]) -> str:
+def of_every_text(folder: Path, one: Callable[[Scores], str]) -> str:
     """A table for each file of results, under its name, with when and where it was measured."""
     parts = []
     for path in sorted(folder.glob("*.jsonl")):

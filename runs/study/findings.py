@@ -6,8 +6,8 @@ python -m runs.study.findings                the tables are those that `python -
 from dataclasses import dataclass
 from pathlib import Path
 
+from runs.sections import study, study_settings
 from runs.sections.sources import RESULTS
-from runs.sections.study import TABLES
 from runs.study import pictures
 from runs.study.scores import Scores
 from trainkit.cli import UserError, run
@@ -29,7 +29,7 @@ def main(config: FindingsConfig) -> None:
     if not files:
         raise UserError(f"no results in {config.results}; make study writes some")
     config.out.mkdir(parents=True, exist_ok=True)
-    for name, section in TABLES.items():
+    for name, section in (study.TABLES | study_settings.TABLES).items():
         print(f"\n{name}\n\n{section(config.results)}")
     for path in files:
         scores = Scores.read(path)

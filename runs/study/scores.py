@@ -77,15 +77,24 @@ class Scores:
         return cls(list({line["key"]: line for line in lines if isinstance(line.get("cell"), dict)}.values()))
 
     def at(self, family: Family, place: Place) -> Result | None:
-        """The family at its best rate there: the one with most seeds, and among those of the lowest loss."""
-        rates = self.by_form.get(Cell(**{**family, **place}))
+        """The family at its rate there: the one with most seeds, among those what the smallest size chose, or else the
+        one of the lowest loss.
+        """
+        cell = Cell(**{**family, **place})
+        rates, chosen = self.by_form.get(cell), best_rate(family, self.done)
         if not rates:
             return None
 
-        def order(rate: float) -> tuple[int, float]:
-            return -len(rates[rate]), mean(row["metrics"]["val_bpb"] for row in rates[rate].values())
+        def order(rate: float) -> tuple[int, bool, float]:
+            return -len(rates[rate]), rate != chosen, mean(row["metrics"]["val_bpb"] for row in rates[rate].values())
 
-        rate = min(rates, key=order)
-        self.used += rates[rate].values()
-        runs = {seed: row["metrics"] for seed, row in rates[rate].items()}
-        return Result(rate, best_rate(family, self.done) is not None, runs)
+        result = self.of(replace(cell, rate=min(rates, key=order)))
+        return result and replace(result, settled=chosen is not None)
+
+    def of(self, cell: Cell) -> Result | None:
+        """The cell with every seed that it was trained with."""
+        rows = self.by_form.get(replace(cell, rate=1.0, seed=0), {}).get(cell.rate)
+        if not rows:
+            return None
+        self.used += rows.values()
+        return Result(cell.rate, True, {seed: row["metrics"] for seed, row in rows.items()})

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 
-from runs.sections import study
+from runs.sections import study, study_settings
 from runs.study import findings, statistics
 from runs.study.cells import Cell
 from runs.study.families import ALL, FAMILIES
@@ -131,10 +131,28 @@ def test_families_are_compared_at_the_rate_with_most_seeds(tmp_path):
     assert "| GKA | 2.1000; σ² 9 | not run |" in study.longer(tmp_path / "study")
 
 
+def test_settings_are_compared_at_the_transferred_rate_and_paired_over_seeds(tmp_path):
+    place, gka = scaled_places()[-1], FAMILIES["GKA + offsets"]
+    rows = [
+        row(Cell(**SMALLEST, **gka, rate=rate), loss)
+        for rate, loss in ((1.0, 1.8), (2.0, 1.9), (4.0, 2.0), (0.5, 1.85))
+    ]
+    rows += [row(Cell(**place, **gka, rate=rate), 1.7 - rate / 10) for rate in (0.5, 1.0, 2.0)]
+    single = Cell(**SMALLEST, **gka, dtype="float32")
+    rows += [row(replace(single, seed=seed), 1.79 + noise) for seed, noise in NOISE.items()]
+    rows += [row(replace(single, seed=seed, dtype="bfloat16"), 1.81 + noise) for seed, noise in NOISE.items()]
+    folder = write(tmp_path / "study", rows)
+    assert "| GKA + offsets | 1.6500 | 1.6000 | 1.5000 |" in study_settings.largest_rates(folder)
+    sizes = study.sizes(folder)
+    assert "1.6000 |" in sizes and "1.5000" not in sizes  # one try for every family
+    pairs = study_settings.precision(folder)
+    assert "| GKA + offsets | 1.7900 ± 0.0036 | 1.8100 ± 0.0036 | +0.0200 [+0.0200, +0.0200] |" in pairs
+
+
 def test_the_command_prints_every_table_and_draws_what_there_is(scaled, tmp_path, capsys):
     findings.main(findings.FindingsConfig(results=scaled, out=tmp_path / "pictures"))
     printed = capsys.readouterr().out
-    assert "study-families" in printed and "study-fits" in printed
+    assert all(name in printed for name in ("study-families", "study-fits", "study-patterns"))
     names = {path.name for path in (tmp_path / "pictures").iterdir()}
     assert names == {"study-compute-words.png", "study-longer-words.png"}
     findings.main(findings.FindingsConfig(results=write(tmp_path / "study", []), out=tmp_path / "none"))

@@ -1,0 +1,84 @@
+"""The study's tables of one setting each: its values across, families down, everything else equal."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from runs.sections.sources import table
+from runs.sections.study import NOT_RUN, ROWS, difference_of, loss_of, of_every_text
+from runs.study import grid
+from runs.study.cells import Cell
+from runs.study.families import ALL
+from runs.study.scores import Scores
+
+FORM = {field for family in ALL.values() for field in family}
+
+
+def largest_rates(folder: Path = ROWS) -> str:
+    """Question 3: whether the rate that the smallest size chose is still the best at the largest."""
+    return of_every_text(folder, lambda s: _across(s, grid.largest_rates(s.done), "rate", "rate {:g}"))
+
+
+def patterns(folder: Path = ROWS) -> str:
+    """Question 2: which offsets the heads of a layer have."""
+    return of_every_text(folder, lambda s: _across(s, grid.offset_patterns(s.done), "head_offsets", "`{}`"))
+
+
+def sigma_starts(folder: Path = ROWS) -> str:
+    """Question 4: where sigma^2 starts."""
+    return of_every_text(folder, lambda s: _across(s, grid.sigma_starts(s.done), "sigma_squared", "σ² = {:g}"))
+
+
+def windows(folder: Path = ROWS) -> str:
+    """What half windows in three layers of four cost, paired over seeds."""
+
+    def one(scores: Scores) -> str:
+        cells = [cell for cell in grid.windows(scores.done) if cell.window_pattern == "L"]
+        return _pairs(scores, cells, "window_pattern", "SSSL", ["full windows", "half windows", "difference"])
+
+    return of_every_text(folder, one)
+
+
+def precision(folder: Path = ROWS) -> str:
+    """What bfloat16 changes, paired over seeds."""
+    headings = ["float32", "bfloat16", "difference"]
+    return of_every_text(folder, lambda s: _pairs(s, grid.precision(s.done), "dtype", "bfloat16", headings))
+
+
+def _across(scores: Scores, cells: Iterable[Cell], field: str, heading: str) -> str:
+    """Every value of a field."""
+    losses: dict[str, dict[Any, str]] = {}
+    for cell in cells:
+        losses.setdefault(_family_of(cell, field), {})[getattr(cell, field)] = loss_of(scores.of(cell))
+    values = list(dict.fromkeys(value for by_value in losses.values() for value in by_value))
+    rows = [[name, *(by_value.get(value, NOT_RUN) for value in values)] for name, by_value in losses.items()]
+    return table(["", *(heading.format(value or "none") for value in values)], rows)
+
+
+def _pairs(scores: Scores, cells: Iterable[Cell], field: str, other: Any, headings: list[str]) -> str:
+    """The cells, the same with another value of a field, and the difference that it makes."""
+    rows = {}
+    for cell in cells:
+        before, after = scores.of(cell), scores.of(replace(cell, **{field: other}))
+        difference = after.over(before) if before and after else None
+        rows[_family_of(cell, field)] = [loss_of(before), loss_of(after), difference_of(difference)]
+    return table(["", *headings], [[name, *losses] for name, losses in rows.items()])
+
+
+def _family_of(cell: Cell, varied: str) -> str:
+    """The name of the first family that has the cell's form, whatever the varied field is."""
+
+    def form(cell: Cell) -> list[Any]:
+        return [getattr(cell, field) for field in sorted(FORM - {varied})]
+
+    return next(name for name, family in ALL.items() if form(Cell(cell.depth, **family)) == form(cell))
+
+
+TABLES: dict[str, Callable[..., str]] = {
+    "study-largest-rates": largest_rates,
+    "study-patterns": patterns,
+    "study-sigma-starts": sigma_starts,
+    "study-windows": windows,
+    "study-precision": precision,
+}
