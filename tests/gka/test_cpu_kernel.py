@@ -46,10 +46,12 @@ def test_foreign_keys_keep_to_the_budget(causal, window, with_values):
 
 
 @pytest.mark.parametrize("with_values", [False, True], ids=["own", "values"])
-@pytest.mark.parametrize("log_sigma", [-3.0, -1.0, 0.3, 5.0])
+@pytest.mark.parametrize("log_sigma", [-3.0, -1.0, 0.3, 5.0, 10.0])
 def test_rows_of_foreign_keys_with_one_weight_or_equal_ones_keep_to_the_budget(log_sigma, with_values):
-    """Far keys: what rounding leaves of the sums of M, which are 0, would be multiplied by large distances."""
-    for sizes in [(1, 1, 64), (50, 50, 64), (70, 250, 20)]:
+    """Far keys: what rounding leaves of the sums of M, which are 0, would be multiplied by large distances. Many equal
+    weights: added one after another they would all round one way.
+    """
+    for sizes in [(1, 1, 64), (50, 50, 64), (70, 250, 20), (30, 1000, 16)]:
         problem = replace(foreign(*sizes, Mask(), with_values), log_sigma=torch.full((2,), log_sigma))
         testing.check(attend, problem)
 
@@ -135,6 +137,15 @@ def test_nan_and_infinity_show_and_do_not_leak_into_other_heads_or_earlier_units
     assert decoded[1, :, 1].isnan().any() and decoded[0].isfinite().all()
     _, dx, dlog_sigma = gradients(x, torch.zeros(2), causal=True)
     assert dx[1, :, 1].isnan().any() and dx[0].isfinite().all() and dlog_sigma.isnan().tolist() == [False, True]
+
+
+def test_a_bad_query_reaches_the_values_that_it_sees_and_no_others():
+    x, keys, values = (make_features("normal", (1, 50, 1, 20), seed=seed).requires_grad_() for seed in range(3))
+    weight = torch.ones(50)
+    weight[30] = torch.nan
+    y = attend(x * weight[:, None, None], torch.zeros(1), keys=keys, values=values, causal=True, window=9)
+    (gradient,) = torch.autograd.grad(y.sum(), values)
+    assert gradient.isnan().any(-1).flatten().nonzero().flatten().tolist() == list(range(21, 31))
 
 
 def test_denormal_numbers_work_again_afterwards():

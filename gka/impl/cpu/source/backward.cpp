@@ -3,28 +3,41 @@
 //
 //   M_rc = K_rc (v_r.g_c - delta_c)  (+ the same with r and c exchanged where half of a symmetric K stands for all)
 //
-// Foreign keys: K is W itself, g_i = grad_y_i, and delta_i = sum_j W_ij g_i.v_j of the very numbers that M has: rounding
-// cancels in rows with one key that counts. As that key may be far, where with own keys it is x_i itself, what g_i.y_i
-// would leave of it moved much. A block therefore has all keys that its queries see.
+// Foreign keys: K is W itself, g_i = grad_y_i, and delta_i = sum_j W_ij g_i.v_j of the numbers that M has: rounding
+// cancels in rows with one key that counts. That key may be far, where with own keys it is x_i itself, and would move
+// much with what g_i.y_i leaves of it. A block therefore has all keys that its queries see.
 #include "tiles.h"
 
 namespace {
 
 using namespace gka;
 
+// A number of each query that many are added to, with what rounding takes from it: equal ones would all round one way.
+struct Total {
+  float *sum, *rest;
+
+  void take(Arena& arena, int64_t queries) { sum = arena.take(queries), rest = arena.take(queries); }
+  void clear(int64_t queries) const { std::fill(sum, sum + queries, 0.0f), std::fill(rest, rest + queries, 0.0f); }
+  GKA_INLINE void add(int64_t c, Vector more) const {
+    const Vector before = Vector::load(sum + c), after = before + more, added = after - before;
+    const Vector lost = (before - (after - added)) + (more - added);
+    after.store(sum + c), (Vector::load(rest + c) + lost).store(rest + c);
+  }
+  GKA_INLINE Vector get(int64_t c) const { return Vector::load(sum + c) + Vector::load(rest + c); }
+};
+
 struct Backward : Head {
   Tokens grad;
   float *delta, *level, *query_sum, *key_sum, *dx, *dkeys, *dvalues, *k, *m;
-  float *weight, *centre;  // of foreign keys, per query: the sum of 2^(exponent - level), the mean exponent
-  double* dlog_sigma;      // sum of M times exponents
-  int64_t sums, sums_end;  // where in the slot lies what is added up
+  Total weight, pulled, centre;  // of foreign keys: sums of 2^(exponent - level), and of that times g.v and exponents
+  double* dlog_sigma;            // sum of M times exponents
+  int64_t sums, sums_end;        // where in the slot lies what is added up
 
   Backward(const GkaRequest& q, const Plan& plan, Arena& arena) : Head(q, arena, true), grad(query) {
     grad.take(arena, true, false);
     delta = arena.take(query.padded);
     level = own_keys ? nullptr : arena.take(query.padded);
-    weight = own_keys ? nullptr : arena.take(query.padded);
-    centre = own_keys ? nullptr : arena.take(query.padded);
+    for (Total* total : {&weight, &pulled, &centre}) total->take(arena, own_keys ? 0 : query.padded);
     sums = arena.used;
     dlog_sigma = reinterpret_cast<double*>(arena.take(2));
     query_sum = arena.take(query.padded);
@@ -59,8 +72,7 @@ struct Backward : Head {
     std::fill(delta + query.count, delta + query.padded, 0.0f);
     if (!own_keys) {
       std::fill(level + query.count, level + query.padded, 0.0f);
-      std::fill(weight, weight + query.padded, 0.0f);
-      std::fill(centre, centre + query.padded, 0.0f);
+      for (const Total& total : {weight, pulled, centre}) total.clear(query.padded);
     }
     grad.fill_panels(head_dim, own_values ? 1.0f / factor : 1.0f);  // against the scaled panels of the values
   }
@@ -137,19 +149,19 @@ struct ForeignTile {
     GKA_UNROLL for (int v = 0; v < V; v++) {
       const int64_t c = c0 + v * L;
       const Vector norm = Vector::load(head.query.half_norm + c), level = Vector::load(head.level + c);
-      Vector weight = Vector::load(head.weight + c), delta = Vector::load(head.delta + c);
-      Vector centre = Vector::load(head.centre + c);
+      const Vector zero = Vector::all(0.0f), hidden = Vector::all(LOWEST);
+      Vector weight = zero, pulled = zero, centre = zero;
       GKA_UNROLL for (int i = 0; i < TILE_ROWS; i++) {
         const int64_t r = r0 + i, o = block.at(r, c);
-        Vector e = exponent(acc[i][v], Vector::all(head.key.half_norm[r]), norm);
-        if (masked) e = visible(head.reach, r, c, e, Vector::all(LOWEST));
+        Vector e = exponent(acc[i][v], Vector::all(head.key.half_norm[r]), norm), f = Vector::load(block.m + o);
+        if (masked) e = visible(head.reach, r, c, e, hidden), f = visible(head.reach, r, c, f, zero);
         e.store(block.k + o);
         const Vector w = exp2(e - level);
         weight = weight + w;
-        delta = fma(w, Vector::load(block.m + o), delta);
+        pulled = fma(w, f, pulled);
         centre = fma(w, e, centre);
       }
-      weight.store(head.weight + c), delta.store(head.delta + c), centre.store(head.centre + c);
+      head.weight.add(c, weight), head.pulled.add(c, pulled), head.centre.add(c, centre);
     }
   }
 };
@@ -159,20 +171,24 @@ void weigh(const Backward& head, const Block& block) {
   constexpr int64_t L = Vector::LANES;
   const Vector inverse = Vector::all(head.inverse);
   for (int64_t c = block.queries.begin; c < block.queries.end; c += L) {
-    const Vector weight = greater(Vector::all(1e-30f), Vector::load(head.weight + c));  // 0 of a query that sees nothing
-    const Vector share = Vector::all(1.0f) / weight, delta = Vector::load(head.delta + c) / weight;
-    const Vector centre = Vector::load(head.centre + c) / weight, level = Vector::load(head.level + c);
-    Vector moment = Vector::all(0.0f), sum = Vector::all(0.0f);
+    const Vector weight = greater(Vector::all(1e-30f), head.weight.get(c));  // 0 of a query that sees nothing
+    const Vector share = Vector::all(1.0f) / weight, delta = head.pulled.get(c) / weight;
+    const Vector centre = head.centre.get(c) / weight, level = Vector::load(head.level + c);
+    const Vector zero = Vector::all(0.0f);
     const Range keys = head.reach.keys(unit_of(c)).within(block.keys);
+    Vector moment = zero, sum = zero;
     for (int64_t r = keys.begin; r < keys.end; r += L) {
+      const bool masked = head.reach.hides({r, r + L}, {c, c + L});
       Vector m[L];
       GKA_UNROLL for (int64_t i = 0; i < L; i++) {
-        m[i] = Vector::all(0.0f);
+        m[i] = zero;
         if (r + i >= keys.end) continue;
         const int64_t o = block.at(r + i, c);
-        const Vector e = Vector::load(block.k + o), w = exp2(e - level) * share;
-        w.store(block.k + o);
+        const Vector e = Vector::load(block.k + o);
+        Vector w = exp2(e - level) * share;
         m[i] = w * (Vector::load(block.m + o) - delta);
+        if (masked) w = visible(head.reach, r + i, c, w, zero), m[i] = visible(head.reach, r + i, c, m[i], zero);
+        w.store(block.k + o);
         moment = fma(m[i], e - centre, moment);
         m[i] = m[i] * inverse;
         m[i].store(block.m + o);

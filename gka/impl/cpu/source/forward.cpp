@@ -93,13 +93,18 @@ void exponentiate(const Forward& head, const Block& block) {
     Vector old = Vector::load(head.top + c), top = greater(old, Vector::load(head.peak + c)), factor = exp2(old - top);
     Vector sum = Vector::load(head.sum + c) * factor;
     top.store(head.top + c);
-    for (int64_t r = keys.begin; r < keys.end; r++) {
-      float* k = block.k + block.at(r, c);
-      Vector weight = exp2(Vector::load(k) - top);
-      weight.store(k);
-      sum = sum + weight;
+    Vector of_block = Vector::all(0.0f);  // added up by units first: many equal numbers would all round one way
+    for (int64_t unit = keys.begin; unit < keys.end; unit += UNIT) {
+      Vector of_unit = Vector::all(0.0f);
+      for (int64_t r = unit; r < std::min(unit + UNIT, keys.end); r++) {
+        float* k = block.k + block.at(r, c);
+        Vector weight = exp2(Vector::load(k) - top);
+        weight.store(k);
+        of_unit = of_unit + weight;
+      }
+      of_block = of_block + of_unit;
     }
-    sum.store(head.sum + c);
+    (sum + of_block).store(head.sum + c);
     float factors[L];
     factor.store(factors);
     for (int64_t i = 0; i < L; i++) {

@@ -70,9 +70,9 @@ struct Arena {
   }
 };
 
-// How the heads are cut into tasks, and K into blocks of queries by keys. With fewer heads than threads the queries of a
-// head are dealt out by blocks; each part then has scratch of its own, which is added up at the end in a fixed order.
-// Where rows must be known whole, a block has all keys that its queries see, and the fewer queries.
+// How the heads are cut into tasks, and K into blocks of queries by keys. With fewer heads than threads the queries of
+// a head are dealt out by blocks; each part then has scratch of its own, added up at the end in a fixed order. Where
+// rows must be known whole, a block has all keys that its queries see, and the fewer queries.
 struct Plan {
   int64_t heads, parts = 1, block, keys, slots;
 
@@ -88,8 +88,12 @@ struct Plan {
     keys = block;
     if (whole_rows) {
       const Reach reach(q);
-      keys = std::min(round_up(q.num_keys, UNIT), round_up(block + reach.before + reach.after, UNIT) + 3 * UNIT);
-      block = std::min(block, std::max(PANEL, WHOLE * WHOLE / std::max<int64_t>(keys, 1) / PANEL * PANEL));
+      block = std::min(block, round_up(q.num_queries, UNIT));
+      auto rows = [&] {
+        return std::min(round_up(q.num_keys, UNIT), round_up(block + reach.before + reach.after, UNIT) + 3 * UNIT);
+      };
+      block = std::min(block, std::max(PANEL, WHOLE * WHOLE / rows() / PANEL * PANEL));
+      keys = rows();
     }
     slots = parts > 1 ? tasks() : std::min<int64_t>(q.threads, heads);
   }
@@ -233,7 +237,8 @@ inline void each_block(const Plan& plan, const Head& head, int64_t part, Work wo
     const Range queries{c, std::min(c + plan.block, head.query.count)};
     const int64_t last = unit_of(queries.end - 1);
     const Range seen = Range{head.reach.keys(c).begin, head.reach.keys(last).end}.within({0, head.key.count});
-    for (int64_t r = seen.begin; r < seen.end; r += plan.keys) work(Range{r, std::min(r + plan.keys, seen.end)}, queries);
+    for (int64_t r = seen.begin; r < seen.end; r += plan.keys)
+      work(Range{r, std::min(r + plan.keys, seen.end)}, queries);
   }
 }
 
