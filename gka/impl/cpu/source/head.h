@@ -90,7 +90,8 @@ struct Plan {
       const Reach reach(q);
       block = std::min(block, round_up(q.num_queries, UNIT));
       auto rows = [&] {
-        return std::min(round_up(q.num_keys, UNIT), round_up(block + reach.before + reach.after, UNIT) + 3 * UNIT);
+        const int64_t all = std::max(UNIT, round_up(q.num_keys, UNIT));
+        return std::min(all, round_up(block + reach.before + reach.after, UNIT) + 3 * UNIT);
       };
       block = std::min(block, std::max(PANEL, WHOLE * WHOLE / rows() / PANEL * PANEL));
       keys = rows();
