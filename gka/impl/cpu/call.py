@@ -45,7 +45,7 @@ def forward(x, keys, values, log_sigma, before: int, after: int, centred: bool, 
     return y, level, rest, largest.value
 
 
-def backward(grad_y, x, keys, values, log_sigma, y, level, rest, before: int, after: int, centred: bool):
+def backward(grad_y, x, keys, values, log_sigma, y, level, rest, before: int, after: int, centred: bool, eps: float):
     """(dx, dlog_sigma, dkeys, dvalues), the last two None if they are x's."""
     grad_y, gradients = addressable(grad_y), gradients_like(x, keys, values, log_sigma)
     dx, dlog_sigma, dkeys, dvalues = gradients
@@ -53,7 +53,7 @@ def backward(grad_y, x, keys, values, log_sigma, y, level, rest, before: int, af
     _call(
         BACKWARD, x, keys, values, log_sigma, before, after, y=_tensor(y), level=level.data_ptr(),
         grad_y=_tensor(grad_y), rest=_tensor(rest), dx=_tensor(dx), dlog_sigma=dlog_sigma.data_ptr(), centred=centred,
-        **others,
+        eps=eps, **others,
     )  # fmt: skip
     return gradients
 

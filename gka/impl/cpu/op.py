@@ -150,13 +150,15 @@ def attend_backward(
     before: int,
     after: int,
     centred: bool,
+    eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dx, dlog_sigma, dkeys, dvalues), the last two empty if they are x's. A list could not be batched."""
-    return _without_none(x, call.backward(grad_y, x, keys, values, log_sigma, y, level, rest, before, after, centred))
+    options = (before, after, centred, eps)
+    return _without_none(x, call.backward(grad_y, x, keys, values, log_sigma, y, level, rest, *options))
 
 
 @torch.library.register_fake("gka::cpu_attend_backward")
-def _(grad_y, x, keys, values, log_sigma, y, level, rest, before, after, centred):
+def _(grad_y, x, keys, values, log_sigma, y, level, rest, before, after, centred, eps):
     return _without_none(x, call.gradients_like(x, keys, values, log_sigma))
 
 
@@ -165,12 +167,12 @@ def _without_none(x, gradients):
 
 
 def _save(ctx, inputs, output):
-    x, keys, values, log_sigma, before, after, centred, *_ = inputs
+    x, keys, values, log_sigma, *options, _ = inputs
     y, level, rest, *_ = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(level, rest)
     ctx.save_for_backward(x, keys, values, log_sigma, y, level, rest)
-    ctx.options = (before, after, centred)
+    ctx.options = options  # before, after, centred, eps
 
 
 def _differentiate(ctx, grad_y, *_):

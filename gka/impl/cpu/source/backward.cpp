@@ -6,77 +6,11 @@
 // Foreign keys: K is W itself, g_i = grad_y_i, and delta_i = sum_j W_ij g_i.v_j of the numbers that M has: rounding
 // cancels in rows with one key that counts. That key may be far, where with own keys it is x_i itself, and would move
 // much with what g_i.y_i leaves of it. A block therefore has all keys that its queries see.
-#include "tiles.h"
+#include "backward_head.h"
 
 namespace {
 
 using namespace gka;
-
-// A number of each query that many are added to, with what rounding takes from it: equal ones would all round one way.
-struct Total {
-  float *sum, *rest;
-
-  void take(Arena& arena, int64_t queries) { sum = arena.take(queries), rest = arena.take(queries); }
-  void clear(int64_t queries) const { std::fill(sum, sum + queries, 0.0f), std::fill(rest, rest + queries, 0.0f); }
-  GKA_INLINE void add(int64_t c, Vector more) const {
-    const Vector before = Vector::load(sum + c), after = before + more, added = after - before;
-    const Vector lost = (before - (after - added)) + (more - added);
-    after.store(sum + c), (Vector::load(rest + c) + lost).store(rest + c);
-  }
-  GKA_INLINE Vector get(int64_t c) const { return Vector::load(sum + c) + Vector::load(rest + c); }
-};
-
-struct Backward : Head {
-  Tokens grad;
-  float *delta, *level, *query_sum, *key_sum, *dx, *dkeys, *dvalues, *k, *m;
-  Total weight, pulled, centre;  // of foreign keys: sums of 2^(exponent - level), and of that times g.v and exponents
-  double* dlog_sigma;            // sum of M times exponents
-  int64_t sums, sums_end;        // where in the slot lies what is added up
-
-  Backward(const GkaRequest& q, const Plan& plan, Arena& arena) : Head(q, arena, true), grad(query) {
-    grad.take(arena, true, false);
-    delta = arena.take(query.padded);
-    level = own_keys ? nullptr : arena.take(query.padded);
-    for (Total* total : {&weight, &pulled, &centre}) total->take(arena, own_keys ? 0 : query.padded);
-    sums = arena.used;
-    dlog_sigma = reinterpret_cast<double*>(arena.take(2));
-    query_sum = arena.take(query.padded);
-    key_sum = own_keys ? query_sum : arena.take(key.padded);
-    dx = arena.take(query.padded * query.channels);
-    dkeys = own_keys ? dx : arena.take(key.padded * key.channels);
-    dvalues = own_values ? dkeys : arena.take(key.padded * key.channels);
-    sums_end = arena.used;
-    k = arena.take(plan.keys * block_stride(plan));
-    m = arena.take(plan.keys * block_stride(plan));
-  }
-
-  void fill_gradients(const GkaRequest& q, int64_t index) {
-    const Source from(q.grad_y, q, index), y(q.y, q, index);
-    const bool shifted = mean && own_values;
-    for (int64_t i = 0; i < query.count; i++) {
-      if (i + AHEAD < query.count) prefetch(from.row(i + AHEAD), head_dim), prefetch(y.row(i + AHEAD), head_dim);
-      const float kept = q.level[index * q.num_queries + i];
-      const Vector share = Vector::all(own_keys ? 1.0f / kept : 1.0f);
-      Vector sum = Vector::all(0.0f);
-      for (int64_t d = 0; d < grad.channels; d += Vector::LANES) {
-        const Vector g = load_channels(from.row(i), d, head_dim) * share;
-        g.store(grad.row(i) + d);
-        if (!own_keys) continue;
-        const Vector mixed = load_channels(y.row(i), d, head_dim);
-        sum = fma(g, shifted ? mixed - Vector::load(mean + d) : mixed, sum);
-      }
-      delta[i] = sum.sum();
-      if (level) level[i] = kept;
-    }
-    std::fill(grad.row(grad.count), grad.row(grad.padded), 0.0f);
-    std::fill(delta + query.count, delta + query.padded, 0.0f);
-    if (!own_keys) {
-      std::fill(level + query.count, level + query.padded, 0.0f);
-      for (const Total& total : {weight, pulled, centre}) total.clear(query.padded);
-    }
-    grad.fill_panels(head_dim, own_values ? 1.0f / factor : 1.0f);  // against the scaled panels of the values
-  }
-};
 
 // v_r.g_c, if both ways + g_r.v_c, into the block.
 template <int V, bool BOTH_WAYS>
@@ -117,6 +51,7 @@ struct OwnTile {
         k.store(block.k + o);
         Vector m = k * (Vector::load(block.m + o) - Vector::load(head.delta + c) - delta);
         const bool diagonal = on_diagonal<SYMMETRIC>(r, c);
+        e = e - Vector::load(head.usual + c);
         if (diagonal) twice = fma(m, e, twice);
         else pairs = fma(m, e, pairs);
         m = m * inverse;
@@ -179,7 +114,7 @@ void weigh(const Backward& head, const Block& block) {
     Vector moment = zero, sum = zero;
     for (int64_t r = keys.begin; r < keys.end; r += L) {
       const bool masked = head.reach.hides({r, r + L}, {c, c + L});
-      Vector m[L];
+      Vector m[L], moments = zero, column = zero;  // of a few keys first: many small numbers would round one way
       GKA_UNROLL for (int64_t i = 0; i < L; i++) {
         m[i] = zero;
         if (r + i >= keys.end) continue;
@@ -189,11 +124,12 @@ void weigh(const Backward& head, const Block& block) {
         m[i] = w * (Vector::load(block.m + o) - delta);
         if (masked) w = visible(head.reach, r + i, c, w, zero), m[i] = visible(head.reach, r + i, c, m[i], zero);
         w.store(block.k + o);
-        moment = fma(m[i], e - centre, moment);
+        moments = fma(m[i], e - centre, moments);
         m[i] = m[i] * inverse;
         m[i].store(block.m + o);
-        sum = sum + m[i];
+        column = column + m[i];
       }
+      moment = moment + moments, sum = sum + column;
       (Vector::load(head.key_sum + r) + sums(m)).store(head.key_sum + r);
     }
     sum.store(head.query_sum + c);
@@ -227,6 +163,7 @@ void run_part(const GkaRequest& q, const Plan& plan, int64_t index, int64_t part
   head.fill(q, index);
   head.fill_gradients(q, index);
   std::fill(scratch + head.sums, scratch + head.sums_end, 0.0f);
+  if (part == 0) *head.dlog_sigma = head.left;  // what `usual` takes from all
   each_block(plan, head, part, [&](Range keys, Range queries) {
     Block block{keys, queries, block_stride(plan), head.k, head.m};
     if (head.reach.symmetric) {

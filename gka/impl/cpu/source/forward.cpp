@@ -163,7 +163,7 @@ float finish(const GkaRequest& q, const Plan& plan, int64_t index, Range queries
       if (shifted) mean = fma(Vector::load(head.mean + d), Vector::all(sum * share), mean);
       store_channels(mean, y, d, q.head_dim);
     }
-    level[i] = q.own_keys ? total : head.top[i] + std::log2(total);
+    level[i] = q.own_keys ? total : total == 0.0f ? 0.0f : head.top[i];
     largest = std::max(largest, 2.0f / LOG2_E * head.query.half_norm[i]);
   }
   return largest;

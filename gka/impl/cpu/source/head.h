@@ -16,6 +16,7 @@
 namespace gka {
 
 constexpr int64_t UNIT = 16;
+constexpr int64_t CHANNELS_AT_ONCE = 64;     // that products add up one after another, for rounding grows with them
 constexpr int64_t PANEL = 48;                // queries that a tile reads side by side
 constexpr int64_t WHOLE = 240, BLOCK = 192;  // up to WHOLE tokens K is one block, which the L2 cache holds
 constexpr float PAD = 1e37f;                 // half the squared norm of padding, in scaled panels: K is 0 there
@@ -124,10 +125,12 @@ struct Tokens {
         transpose4(row(i) + d, channels, factor, panel(i) + d * PANEL, PANEL);
     if (!half_norm) return;
     for (int64_t i = 0; i < padded; i += Vector::LANES) {
-      Vector sum = Vector::all(0.0f);
+      Vector sum = Vector::all(0.0f), some = sum;
       for (int64_t d = 0; d < head_dim; d++) {
         Vector x = Vector::load(panel(i) + d * PANEL);
-        sum = fma(x, x, sum);
+        some = fma(x, x, some);
+        if ((d + 1) % CHANNELS_AT_ONCE && d + 1 < head_dim) continue;
+        sum = sum + some, some = Vector::all(0.0f);
       }
       (sum * Vector::all(0.5f)).store(half_norm + i);
     }
@@ -166,20 +169,26 @@ inline void pack(const Source& source, int64_t head_dim, const float* mean, floa
   if (to.panels) to.fill_panels(head_dim, factor);
 }
 
-// Padded with zeros.
+// Padded with zeros. Rounded to what the largest numbers of a channel are multiples of, for then x - mean is exact for
+// them: else it rounds alike for all x of one magnitude, and y of wide sigma, which is hardly more than the mean, keeps
+// that.
 inline void mean_of(const Source& source, int64_t count, int64_t head_dim, float* mean) {
   constexpr int64_t L = Vector::LANES, SIDE_BY_SIDE = 4;
   const int64_t channels = round_up(head_dim, 16);
   for (int64_t d = 0; d < channels; d += SIDE_BY_SIDE * L) {
-    Vector sum[SIDE_BY_SIDE];
-    GKA_UNROLL for (int v = 0; v < SIDE_BY_SIDE; v++) sum[v] = Vector::all(0.0f);
+    Vector sum[SIDE_BY_SIDE], least[SIDE_BY_SIDE], most[SIDE_BY_SIDE];
+    GKA_UNROLL for (int v = 0; v < SIDE_BY_SIDE; v++) sum[v] = least[v] = most[v] = Vector::all(0.0f);
     for (int64_t i = 0; i < count; i++) {
       if (i + AHEAD < count) prefetch(source.row(i + AHEAD), head_dim);
-      GKA_UNROLL for (int v = 0; v < SIDE_BY_SIDE; v++)
-        sum[v] = sum[v] + load_channels(source.row(i), d + v * L, head_dim);
+      GKA_UNROLL for (int v = 0; v < SIDE_BY_SIDE; v++) {
+        const Vector x = load_channels(source.row(i), d + v * L, head_dim);
+        sum[v] = sum[v] + x, least[v] = lesser(x, least[v]), most[v] = greater(x, most[v]);
+      }
     }
-    for (int64_t v = 0; v < SIDE_BY_SIDE && d + v * L < channels; v++)
-      (sum[v] * Vector::all(1.0f / float(count))).store(mean + d + v * L);
+    for (int64_t v = 0; v < SIDE_BY_SIDE && d + v * L < channels; v++) {
+      const Vector anchor = Vector::all(4.0f) * (most[v] - least[v]);
+      (fma(sum[v], Vector::all(1.0f / float(count)), anchor) - anchor).store(mean + d + v * L);
+    }
   }
 }
 

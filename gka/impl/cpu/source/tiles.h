@@ -17,10 +17,10 @@ struct Block {
 // Rows must not lie in one set of the L1 cache.
 inline int64_t block_stride(const Plan& plan) { return plan.block + (plan.block % 64 ? 0 : 16); }
 
-// acc[r][v] += sum_d a[d][r] b[d][c] over two panels.
+// acc[r][v] += sum_d a[d][r] b[d][c] over some channels of two panels.
 template <int V>
-GKA_INLINE void multiply(const float* a, const float* b, int64_t head_dim, Vector (&acc)[TILE_ROWS][V]) {
-  for (int64_t d = 0; d < head_dim; d++, a += PANEL, b += PANEL) {
+GKA_INLINE void multiply_some(const float* a, const float* b, int64_t channels, Vector (&acc)[TILE_ROWS][V]) {
+  for (int64_t d = 0; d < channels; d++, a += PANEL, b += PANEL) {
     Vector column[V];
     GKA_UNROLL for (int v = 0; v < V; v++) column[v] = Vector::load(b + v * Vector::LANES);
     GKA_UNROLL for (int r = 0; r < TILE_ROWS; r++) {
@@ -30,10 +30,23 @@ GKA_INLINE void multiply(const float* a, const float* b, int64_t head_dim, Vecto
   }
 }
 
-template <int V>
-GKA_INLINE void clear(Vector (&acc)[TILE_ROWS][V]) {
-  GKA_UNROLL for (int r = 0; r < TILE_ROWS; r++)
+template <int ROWS, int V>
+GKA_INLINE void clear(Vector (&acc)[ROWS][V]) {
+  GKA_UNROLL for (int r = 0; r < ROWS; r++)
     GKA_UNROLL for (int v = 0; v < V; v++) acc[r][v] = Vector::all(0.0f);
+}
+
+// The same over all channels, as half norms are added up: K_ii is then exactly 1.
+template <int V>
+GKA_INLINE void multiply(const float* a, const float* b, int64_t head_dim, Vector (&acc)[TILE_ROWS][V]) {
+  multiply_some(a, b, std::min(head_dim, CHANNELS_AT_ONCE), acc);
+  for (int64_t d = CHANNELS_AT_ONCE; d < head_dim; d += CHANNELS_AT_ONCE) {
+    Vector some[TILE_ROWS][V];
+    clear(some);
+    multiply_some(a + d * PANEL, b + d * PANEL, std::min(head_dim - d, CHANNELS_AT_ONCE), some);
+    GKA_UNROLL for (int r = 0; r < TILE_ROWS; r++)
+      GKA_UNROLL for (int v = 0; v < V; v++) acc[r][v] = acc[r][v] + some[r][v];
+  }
 }
 
 // log2 K from x.k, |k|^2/2 and |x|^2/2, all scaled. Equal tokens give exactly 0, and rounding gives nothing above it.
@@ -80,8 +93,7 @@ inline void mix_tile(const float* k, const float* k2, int64_t stride, const floa
                      float* y, int64_t channels) {
   constexpr int64_t L = Vector::LANES;
   Vector acc[ROWS][V];
-  GKA_UNROLL for (int t = 0; t < ROWS; t++)
-    GKA_UNROLL for (int v = 0; v < V; v++) acc[t][v] = Vector::load(y + t * channels + v * L);
+  clear(acc);
   const int64_t step = DOWN ? stride : 1, side = DOWN ? 1 : stride;
   auto add = [&](const float* weights, const float* from) __attribute__((always_inline)) {
     Vector channel[V];
@@ -96,7 +108,10 @@ inline void mix_tile(const float* k, const float* k2, int64_t stride, const floa
     if (TWO) add(k2 + j * step, x2 + j * channels);
   }
   GKA_UNROLL for (int t = 0; t < ROWS; t++)
-    GKA_UNROLL for (int v = 0; v < V; v++) acc[t][v].store(y + t * channels + v * L);
+    GKA_UNROLL for (int v = 0; v < V; v++) {
+      float* sum = y + t * channels + v * L;
+      (Vector::load(sum) + acc[t][v]).store(sum);
+    }
 }
 
 // A matrix and the rows that it mixes; the second of two may be empty.

@@ -1,0 +1,109 @@
+// What the backward pass has of one head: its gradients, the sums that M needs and makes, and blocks of K and M.
+#pragma once
+#include "tiles.h"
+
+namespace gka {
+
+// A number of each query that many are added to, with what rounding takes from it: equal ones would all round one way.
+struct Total {
+  float *sum, *rest;
+
+  void take(Arena& arena, int64_t queries) { sum = arena.take(queries), rest = arena.take(queries); }
+  void clear(int64_t queries) const { std::fill(sum, sum + queries, 0.0f), std::fill(rest, rest + queries, 0.0f); }
+  GKA_INLINE void add(int64_t c, Vector more) const {
+    const Vector before = Vector::load(sum + c), after = before + more, added = after - before;
+    const Vector lost = (before - (after - added)) + (more - added);
+    after.store(sum + c), (Vector::load(rest + c) + lost).store(rest + c);
+  }
+  GKA_INLINE Vector get(int64_t c) const { return Vector::load(sum + c) + Vector::load(rest + c); }
+};
+
+// About the mean exponent of own keys, weighted by K: sums of M times exponents less that are free of what rounding
+// leaves of the sum of M, which is nearly 0. Where K_ii = 1 is most of the row, its exact exponent 0 is the better one.
+inline double usual_exponent(double row_sum, double others) {
+  const double sum = row_sum - 1.0, squared = row_sum * row_sum;
+  return sum > 0.0 && others > 0.0 ? sum / row_sum * std::log2(sum / others) * squared / (squared + 9.0) : 0.0;
+}
+
+struct Backward : Head {
+  Tokens grad;
+  float *delta, *level, *query_sum, *key_sum, *dx, *dkeys, *dvalues, *k, *m;
+  Total weight, pulled, centre;  // of foreign keys: sums of 2^(exponent - level), of that times g.v and exponents
+  double* dlog_sigma;            // sum of M times exponents
+  float* usual;                  // of each query with own keys, about the mean of its exponents
+  double left = 0.0;             // sum of M times that
+  int64_t sums, sums_end;        // where in the slot lies what is added up
+
+  Backward(const GkaRequest& q, const Plan& plan, Arena& arena) : Head(q, arena, true), grad(query) {
+    grad.take(arena, true, false);
+    delta = arena.take(query.padded);
+    level = own_keys ? nullptr : arena.take(query.padded);
+    usual = own_keys ? arena.take(query.padded) : nullptr;
+    for (Total* total : {&weight, &pulled, &centre}) total->take(arena, own_keys ? 0 : query.padded);
+    sums = arena.used;
+    dlog_sigma = reinterpret_cast<double*>(arena.take(2));
+    query_sum = arena.take(query.padded);
+    key_sum = own_keys ? query_sum : arena.take(key.padded);
+    dx = arena.take(query.padded * query.channels);
+    dkeys = own_keys ? dx : arena.take(key.padded * key.channels);
+    dvalues = own_values ? dkeys : arena.take(key.padded * key.channels);
+    sums_end = arena.used;
+    k = arena.take(plan.keys * block_stride(plan));
+    m = arena.take(plan.keys * block_stride(plan));
+  }
+
+  void fill_gradients(const GkaRequest& q, int64_t index) {
+    const Source from(q.grad_y, q, index), y(q.y, q, index);
+    const bool shifted = mean && own_values;
+    for (int64_t i = 0; i < query.count; i++) {
+      if (i + AHEAD < query.count) prefetch(from.row(i + AHEAD), head_dim), prefetch(y.row(i + AHEAD), head_dim);
+      const float kept = q.level[index * q.num_queries + i];
+      const Vector share = Vector::all(own_keys ? 1.0f / kept : 1.0f);
+      Vector sum = Vector::all(0.0f);
+      for (int64_t d = 0; d < grad.channels; d += Vector::LANES) {
+        const Vector g = load_channels(from.row(i), d, head_dim) * share;
+        g.store(grad.row(i) + d);
+        if (!own_keys) continue;
+        const Vector mixed = load_channels(y.row(i), d, head_dim);
+        sum = fma(g, shifted ? mixed - Vector::load(mean + d) : mixed, sum);
+      }
+      delta[i] = sum.sum();
+      if (level) level[i] = kept;
+    }
+    std::fill(grad.row(grad.count), grad.row(grad.padded), 0.0f);
+    std::fill(delta + query.count, delta + query.padded, 0.0f);
+    if (!own_keys) {
+      std::fill(level + query.count, level + query.padded, 0.0f);
+      for (const Total& total : {weight, pulled, centre}) total.clear(query.padded);
+    } else {
+      fill_usual(q.level + index * q.num_queries, double(q.eps), shifted);
+    }
+    grad.fill_panels(head_dim, own_values ? 1.0f / factor : 1.0f);  // against the scaled panels of the values
+  }
+
+  // M of a query adds up to eps g.y, and delta is g.y, less what the mean that was subtracted has of it.
+  void fill_usual(const float* row_sums, double eps, bool shifted) {
+    double sums_of_m = 0.0, sums_of_k = 0.0, pairs = 0.0;
+    for (int64_t i = 0; i < query.count; i++) {
+      Vector of_mean = Vector::all(0.0f);
+      for (int64_t d = 0; shifted && d < grad.channels; d += Vector::LANES)
+        of_mean = fma(Vector::load(grad.row(i) + d), Vector::load(mean + d), of_mean);
+      const double sum_of_m = eps * double(delta[i] + of_mean.sum());
+      const Range others = Range{i - reach.before, i + reach.after}.within({0, query.count - 1});
+      const double count = double(others.end - others.begin);
+      sums_of_m += sum_of_m, sums_of_k += row_sums[i], pairs += count;
+      if (reach.symmetric) continue;
+      usual[i] = float(usual_exponent(row_sums[i], count));
+      left += usual[i] * sum_of_m;
+    }
+    if (reach.symmetric) {  // M has both of its queries in one number, so that all have the same
+      const double count = double(query.count);
+      const float common = float(usual_exponent(sums_of_k / count, pairs / count));
+      std::fill(usual, usual + query.count, common);
+      left = common * sums_of_m;
+    }
+    std::fill(usual + query.count, usual + query.padded, 0.0f);
+  }
+};
+
+}  // namespace gka
