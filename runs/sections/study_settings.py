@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from runs.sections.sources import table
-from runs.sections.study import NOT_RUN, ROWS, difference_of, loss_of, of_every_text
+from runs.sections.study import ROWS, difference_of, loss_of, of_every_text
 from runs.study import grid
 from runs.study.cells import Cell
 from runs.study.families import ALL
@@ -52,7 +52,9 @@ def _across(scores: Scores, cells: Iterable[Cell], field: str, heading: str) -> 
     for cell in cells:
         losses.setdefault(_family_of(cell, field), {})[getattr(cell, field)] = loss_of(scores.of(cell))
     values = list(dict.fromkeys(value for by_value in losses.values() for value in by_value))
-    rows = [[name, *(by_value.get(value, NOT_RUN) for value in values)] for name, by_value in losses.items()]
+    if all(isinstance(value, float) for value in values):
+        values.sort()
+    rows = [[name, *(by_value.get(value, "") for value in values)] for name, by_value in losses.items()]
     return table(["", *(heading.format(value or "none") for value in values)], rows)
 
 

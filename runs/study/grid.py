@@ -7,6 +7,7 @@ finds. A new question is a function here and its line in `GROUPS`.
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import ClassVar
 
 from runs.study.cells import Cell
@@ -42,6 +43,10 @@ class Done(dict):
         """What decides about a family's rate."""
         return Cell(**SMALLEST, **family, rate=rate)
 
+    def score(self, family: dict, rate: float) -> float | None:
+        """Of that cell, if it is finished."""
+        return self.get(self.first_cell(family, rate))
+
 
 TRAINED_LONGER = {name: FAMILIES[name] for name in ("softmax", "GKA", "GKA unrotated", "GKA + offsets")}
 HEADLINE = ("softmax", "softmax + offsets", "GKA", "GKA + offsets")
@@ -54,8 +59,12 @@ BATCH_AT_DEPTH = {2: 2048, 4: 2048, 6: 4096, 8: 4096}
 
 def tried_rates(family: dict, done: Done) -> list[float]:
     """The three rates; and one beyond the end, as long as an end is the best of all that are finished."""
-    rates = list(done.rates)
-    while best := _best_of(family, rates, done):
+    return _enclosing(done.rates, partial(done.score, family))
+
+
+def _enclosing(first: Iterable[float], score_of: Callable[[float], float | None]) -> list[float]:
+    rates = list(first)
+    while best := _best_of(rates, score_of):
         if best == min(rates) and best / 2 >= LEAST_RATE:
             rates.append(best / 2)
         elif best == max(rates) and best * 2 <= MOST_RATE:
@@ -71,11 +80,11 @@ def best_rate(family: dict, done: Done) -> float | None:
     Until every rate that must be tried is finished, unknown.
     """
     source = rate_source(family)
-    return _best_of(source, tried_rates(source, done), done) or done.assumed_rate
+    return _best_of(tried_rates(source, done), partial(done.score, source)) or done.assumed_rate
 
 
-def _best_of(family: dict, rates: Iterable[float], done: Done) -> float | None:
-    scores = {rate: done.get(done.first_cell(family, rate)) for rate in rates}
+def _best_of(rates: Iterable[float], score_of: Callable[[float], float | None]) -> float | None:
+    scores = {rate: score_of(rate) for rate in rates}
     return None if None in scores.values() else min(scores, key=scores.get)
 
 
@@ -100,9 +109,10 @@ def further_seeds(done: Done) -> list[Cell]:
 
 
 def depth_4(done: Done) -> list[Cell]:
-    """Do families, repairs and kernels keep their order at four layers? With three seeds: `HEADLINE`."""
+    """Do families, repairs and kernels keep their order at four layers? `HEADLINE` and a hybrid with three seeds."""
     all_once = _at_best_rate({**FAMILIES, **HYBRIDS, **REPAIRS, **KERNELS}, done, [DEEPER], FIRST_SEED)
-    return [*all_once, *_at_best_rate({name: ALL[name] for name in HEADLINE}, done, [DEEPER], SEEDS[1:])]
+    often = {name: ALL[name] for name in (*HEADLINE, "GGGA + offsets")}
+    return [*all_once, *_at_best_rate(often, done, [DEEPER], SEEDS[1:])]
 
 
 def longer(done: Done) -> list[Cell]:
@@ -133,10 +143,14 @@ def scaled_places() -> list[dict]:
 
 
 def largest_rates(done: Done) -> list[Cell]:
-    """Is the transferred rate still best at the largest size?"""
+    """Is the transferred rate still best at the largest size? Half and twice of it, and beyond as in `tried_rates`."""
     families = {name: FAMILIES[name] for name in ("softmax + offsets", "GKA + offsets")}
-    cells = _at_best_rate(families, done, [scaled_places()[-1]], FIRST_SEED)
-    return [replace(cell, rate=cell.rate * factor) for cell in cells for factor in (0.5, 1.0, 2.0)]
+    cells = []
+    for cell in _at_best_rate(families, done, [scaled_places()[-1]], FIRST_SEED):
+        first = [cell.rate * factor for factor in (0.5, 1.0, 2.0)]
+        rates = _enclosing(first, lambda rate, cell=cell: done.get(replace(cell, rate=rate)))
+        cells += [replace(cell, rate=rate) for rate in rates]
+    return cells
 
 
 def sigma_starts(done: Done) -> list[Cell]:
