@@ -53,6 +53,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "packing": benchmarks.packing,
     "listing": benchmarks.listing,
     "errors": benchmarks.errors,
+    "errors-over-seeds": benchmarks.errors_over_seeds,
     "core": core.core,
     "instructions": instructions.instructions,
     **study.TABLES,

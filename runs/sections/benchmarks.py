@@ -1,8 +1,8 @@
 """The benchmarks' other tables: text generation, the CORE scorer, and the operator's errors (speed: speed.py)."""
 
 from gka.kinds import KINDS
+from runs.bench import error_over_seeds, operator_error
 from runs.bench import listing as bench_listing
-from runs.bench import operator_error
 from runs.bench.packing import FILE as PACKING
 from runs.demo.language import VARIANTS, run_tag
 from runs.sections.sources import RESULTS, benchmarks, measured, table
@@ -80,6 +80,19 @@ def scorer() -> str:
 def errors() -> str:
     """The relative errors of every operator route."""
     return operator_error.markdown([record["metrics"] for record in read_lines(operator_error.RESULTS)])
+
+
+def errors_over_seeds() -> str:
+    """The CPU kernel's errors in float32, and how many times plain PyTorch's they are."""
+    names = {"y": "y", "dx": "dx", "dkeys": "dkeys", "dvalues": "dvalues", "dlog_sigma": "dlogσ"}
+    records = read_lines(error_over_seeds.RESULTS)
+    found = {(record["config"]["case"], record["config"]["route"]): record["metrics"] for record in records}
+    rows = []
+    for case in dict.fromkeys(case for case, _ in found):
+        plain, cpu = found[case, "plain"], found[case, "cpu"]
+        shown = (f"{cpu[name]:.1e} ({cpu[name] / plain[name]:.2f})" if name in cpu else "" for name in names)
+        rows.append([case, *shown])
+    return "\n".join([table(["", *names.values()], rows), measured(records, error_over_seeds.RESULTS.name)])
 
 
 def packing() -> str:

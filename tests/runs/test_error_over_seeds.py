@@ -1,0 +1,27 @@
+"""In float32 the CPU kernel is as accurate as plain PyTorch, over seeds and without the budget's floors."""
+
+import pytest
+
+from gka.impl.cpu import build
+from runs.bench.error_over_seeds import CASES, FULL, Case, measure
+
+pytestmark = pytest.mark.skipif(build.obstacle() is not None, reason=str(build.obstacle()))
+WIDE = [Case(197, mask, own_values=own, log_sigma=4.0, label="") for mask in (CASES[2].mask, FULL) for own in (0, 1)]
+
+
+def ratios(case: Case, seeds: int) -> dict[str, float]:
+    errors = measure(case, seeds)
+    return {name: error / errors["plain"][name] for name, error in errors["cpu"].items()}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.label)
+def test_errors_are_about_those_of_plain_pytorch(case):
+    """Many numbers make a norm, so that two seeds are enough; two heads make dlog_sigma's."""
+    found = ratios(case, 2)
+    assert found.pop("dlog_sigma") < 3 and max(found.values()) < 1.5
+
+
+@pytest.mark.parametrize("case", WIDE, ids=lambda case: f"{case.mask}, own values {bool(case.own_values)}")
+def test_dlog_sigma_of_wide_kernels_is_better_than_plain_pytorchs(case):
+    """All exponents are nearly the same there, and the sum of M, which is 0, comes with what rounding leaves of it."""
+    assert ratios(case, 16)["dlog_sigma"] < 1
