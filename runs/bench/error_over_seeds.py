@@ -38,6 +38,7 @@ class Case:
     own_values: bool = True
     log_sigma: float | None = None
     head_dim: int = 64
+    with_gradients: bool = True
     label: str = field(kw_only=True)
 
     def problem(self, seed: int) -> testing.Problem:
@@ -52,7 +53,7 @@ class Case:
             usual if self.log_sigma is None else torch.full((HEADS,), self.log_sigma),
             keys=None if self.keys is None else draw(self.keys, 1),
             values=None if self.own_values else draw(self.keys or self.queries, 2),
-            grad_y=draw(self.queries, 3),
+            grad_y=draw(self.queries, 3) if self.with_gradients else None,
             mask=self.mask,
             eps=EPS if self.keys is None else 0.0,  # not used with others' keys
         )
@@ -69,6 +70,7 @@ CASES = (
     Case(64, keys=8000, log_sigma=2.0, label="64 queries, 8,000 other keys, log σ = 2"),
     Case(64, keys=8000, own_values=False, log_sigma=4.0, label="64 queries, 8,000 keys and values, log σ = 4"),
     Case(4000, keys=64, own_values=False, log_sigma=4.0, label="4,000 queries, 64 keys and values, log σ = 4"),
+    Case(8, keys=8000, with_gradients=False, log_sigma=2.0, label="decoding 8 queries, 8,000 keys, log σ = 2"),
     Case(300, CAUSAL, log_sigma=1.5, head_dim=128, label="300 tokens, causal, D = 128, log σ = 1.5"),
     Case(300, keys=300, own_values=False, log_sigma=1.0, head_dim=128, label="300 other keys, D = 128, log σ = 1"),
 )

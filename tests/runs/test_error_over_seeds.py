@@ -18,7 +18,7 @@ def ratios(case: Case, seeds: int) -> dict[str, float]:
 def test_errors_are_about_those_of_plain_pytorch(case):
     """Many numbers make a norm, so that two seeds are enough; two heads make dlog_sigma's."""
     found = ratios(case, 2)
-    assert found.pop("dlog_sigma") < 3 and max(found.values()) < 1.5
+    assert found.pop("dlog_sigma", 0) < 3 and max(found.values()) < 1.5
 
 
 @pytest.mark.parametrize("case", WIDE, ids=lambda case: f"{case.mask}, own values {bool(case.own_values)}")

@@ -9,19 +9,21 @@ namespace {
 using namespace gka;
 
 constexpr int64_t SMALLEST_PART = 4 * KEYS;  // that are worth a thread
+constexpr int64_t LARGEST_PART = 1024;       // that are added up one group after another, for rounding grows with them
 
 // A part of the work: some groups of keys of some sequences, in the order of memory. A sequence that several parts
 // share has a running result in each of them: mixed channels, a register of row sums, and the largest score.
 struct Parts {
   const GkaDecode& q;
   float* memory;
-  int64_t channels, row, results, total = 0, parts;
+  int64_t channels, row, results, total = 0, threads, parts;
 
   Parts(const GkaDecode& q, float* memory)
       : q(q), memory(memory), channels(round_up(q.head_dim, 16)), row(channels + 32),
         results(q.num_heads * q.num_queries) {
     for (int64_t b = 0; b < q.batch; b++) total += groups(b);
-    parts = std::max<int64_t>(1, std::min(q.threads, total * KEYS / SMALLEST_PART));
+    threads = std::max<int64_t>(1, std::min(q.threads, total * KEYS / SMALLEST_PART));
+    parts = threads * (1 + total * KEYS / (threads * LARGEST_PART));
   }
   int64_t length(int64_t b) const { return q.lengths ? q.lengths[b] : q.num_keys; }
   int64_t first(int64_t b) const {  // the first token that a query sees
@@ -82,13 +84,14 @@ template <int WIDE>
 GKA_INLINE void mix(const float* weights, const Group& values, Range seen, int64_t d, float* mixed) {
   constexpr int64_t L = Vector::LANES;
   Vector sum[WIDE];
-  GKA_UNROLL for (int v = 0; v < WIDE; v++) sum[v] = Vector::load(mixed + d + v * L);
-  for (int64_t n = seen.begin; n < seen.end; n++) {
-    const float* value = values.row(n) + d;
+  const float* value = values.row(seen.begin) + d;
+  GKA_UNROLL for (int v = 0; v < WIDE; v++) sum[v] = Vector::all(weights[seen.begin]) * Vector::load(value + v * L);
+  for (int64_t n = seen.begin + 1; n < seen.end; n++) {
+    value += values.apart;
     const Vector weight = Vector::all(weights[n]);
     GKA_UNROLL for (int v = 0; v < WIDE; v++) sum[v] = fma(weight, Vector::load(value + v * L), sum[v]);
   }
-  GKA_UNROLL for (int v = 0; v < WIDE; v++) sum[v].store(mixed + d + v * L);
+  GKA_UNROLL for (int v = 0; v < WIDE; v++) (Vector::load(mixed + d + v * L) + sum[v]).store(mixed + d + v * L);
 }
 
 // Add the tokens of a group that a query sees to its running result.
@@ -214,10 +217,10 @@ template <typename T, typename Table>
 void decode(const GkaDecode& q, float* scratch) {
   const Decode<T, Table> decode(q, scratch);
   decode.prepare();
-#pragma omp parallel num_threads(decode.plan.parts)
+#pragma omp parallel num_threads(decode.plan.threads)
   {
     FlushDenormals flush;
-#pragma omp for schedule(static, 1)
+#pragma omp for schedule(static)
     for (int64_t part = 0; part < decode.plan.parts; part++) decode.run(part);
 #pragma omp for schedule(static)
     for (int64_t task = 0; task < q.batch * decode.plan.results; task++)
