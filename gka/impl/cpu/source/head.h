@@ -186,7 +186,7 @@ inline void mean_of(const Source& source, int64_t count, int64_t head_dim, float
       }
     }
     for (int64_t v = 0; v < SIDE_BY_SIDE && d + v * L < channels; v++) {
-      const Vector anchor = Vector::all(4.0f) * (most[v] - least[v]);
+      const Vector anchor = lesser(Vector::all(4.0f) * (most[v] - least[v]), Vector::all(1e38f));
       (fma(sum[v], Vector::all(1.0f / float(count)), anchor) - anchor).store(mean + d + v * L);
     }
   }
