@@ -270,6 +270,20 @@ def test_who_records_operators_sees_it_and_others_get_the_same_numbers():
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
+@pytest.mark.parametrize("before,after", [(-1, -1), (-1, 0)])
+def test_a_program_that_was_compiled_before_eps_was_passed_goes_on(before, after):
+    """torch keeps compiled programs, and finds them again by a graph that does not show the operator's arguments."""
+    x, log_sigma, grad_y = (
+        make_features("normal", (1, 50, 2, 16)),
+        torch.ones(2),
+        make_features("normal", (1, 50, 2, 16)),
+    )
+    y, *kept = torch.ops.gka.cpu_attend(x, None, None, log_sigma, before, after, after < 0, 3.0, True)
+    arguments = (grad_y, x, None, None, log_sigma, y, *kept, before, after, after < 0)
+    old, new = torch.ops.gka.cpu_attend_backward(*arguments), torch.ops.gka.cpu_attend_backward(*arguments, 3.0)
+    torch.testing.assert_close(old, new)
+
+
 def test_numbers_that_are_not_in_memory_are_made_first():
     """torch has views whose sign it remembers, such as the imaginary part of a conjugate."""
     x = torch._neg_view(make_features("normal", (1, 20, 2, 16)))

@@ -150,15 +150,19 @@ def attend_backward(
     before: int,
     after: int,
     centred: bool,
-    eps: float,
+    eps: float = -1.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dx, dlog_sigma, dkeys, dvalues), the last two empty if they are x's. A list could not be batched."""
+    """(dx, dlog_sigma, dkeys, dvalues), the last two empty if they are x's. A list could not be batched.
+
+    eps below 0: not known, as in programs that torch compiled and kept before it was passed; dlog_sigma of wide kernels
+    is then less exact.
+    """
     options = (before, after, centred, eps)
     return _without_none(x, call.backward(grad_y, x, keys, values, log_sigma, y, level, rest, *options))
 
 
 @torch.library.register_fake("gka::cpu_attend_backward")
-def _(grad_y, x, keys, values, log_sigma, y, level, rest, before, after, centred, eps):
+def _(grad_y, x, keys, values, log_sigma, y, level, rest, before, after, centred, eps=-1.0):
     return _without_none(x, call.gradients_like(x, keys, values, log_sigma))
 
 
