@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from nanochat_gka.accounting import AccountingConfig, account
 from runs.sections.sources import RESULTS, measured, table
@@ -182,28 +183,32 @@ def _crossing_of(own: Scaling, baseline: Scaling | None) -> str:
     return ("nowhere in reach" if where is None else interval_of(where, ".2e")) + shares
 
 
-def heads(_: Path = ROWS) -> str:
+def heads(folder: Path = ROWS) -> str:
     """Question 5: what trained models do in their context, and the range of their heads."""
-    newest = {record["config"]["sha256"]: record for record in read_lines(HEADS) if record.get("kind") == "study-heads"}
-    if not newest:
+    probed = list(probed_models(folder))
+    if not probed:
         return f"{NOT_RUN}: `.venv/bin/python -m runs.study.heads --run RUN`"
-    labels = {row["key"]: Cell.from_row(row["cell"]).label for path in ROWS.glob("*.jsonl") for row in _rows(path)}
     rows = []
-    for record in newest.values():
-        metrics, name = record["metrics"], record["config"]["name"]
+    for cell, record in probed:
+        metrics, name = record["metrics"], cell.label if cell else record["config"]["name"]
         probes = (metrics["induction"], metrics["copying"])
         cells = [f"{probe['accuracy']:.1%}; {probe['gain']:+.2f}" for probe in probes]
         tokens = [head["effective tokens"] for head in metrics["heads"]]
         sigmas = [head["sigma"] for head in metrics["heads"] if head["sigma"] is not None]
         losses = list(metrics["loss_by_position"].values())
         late = losses[-2] if len(losses) > 2 else losses[-1]  # the last group may be one token
-        rows.append([labels.get(name, name), *cells, _range(tokens), _range(sigmas), f"{losses[2] - late:.3f}"])
+        rows.append([name, *cells, _range(tokens), _range(sigmas), f"{losses[2] - late:.3f}"])
     headings = ["", "induction: right; gain", "copying: right; gain", "effective tokens", "σ", "gain from context"]
-    return table(headings, rows) + "\n" + measured(list(newest.values()), HEADS.name)
+    return table(headings, rows) + "\n" + measured([record for _, record in probed], HEADS.name)
 
 
-def _rows(path: Path) -> list[dict]:
-    return Scores.read(path).rows
+def probed_models(folder: Path = ROWS) -> Iterable[tuple[Cell | None, dict[str, Any]]]:
+    """Every model whose heads were looked at: its cell, if it is the study's, and the newest record."""
+    lines = read_lines(folder.with_name(HEADS.name))
+    newest = {record["config"]["sha256"]: record for record in lines if record.get("kind") == "study-heads"}
+    rows = [row for path in folder.glob("*.jsonl") for row in Scores.read(path).rows]
+    cells = {row["key"]: Cell.from_row(row["cell"]) for row in rows}
+    return ((cells.get(record["config"]["name"]), record) for record in newest.values())
 
 
 def _range(values: list[float]) -> str:

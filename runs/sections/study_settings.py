@@ -9,10 +9,7 @@ from runs.sections.sources import table
 from runs.sections.study import ROWS, difference_of, loss_of, of_every_text
 from runs.study import grid
 from runs.study.cells import Cell
-from runs.study.families import ALL
-from runs.study.scores import Scores
-
-FORM = {field for family in ALL.values() for field in family}
+from runs.study.scores import Scores, family_of
 
 
 def largest_rates(folder: Path = ROWS) -> str:
@@ -50,7 +47,7 @@ def _across(scores: Scores, cells: Iterable[Cell], field: str, heading: str) -> 
     """Every value of a field."""
     losses: dict[str, dict[Any, str]] = {}
     for cell in cells:
-        losses.setdefault(_family_of(cell, field), {})[getattr(cell, field)] = loss_of(scores.of(cell))
+        losses.setdefault(family_of(cell, field), {})[getattr(cell, field)] = loss_of(scores.of(cell))
     values = list(dict.fromkeys(value for by_value in losses.values() for value in by_value))
     if all(isinstance(value, float) for value in values):
         values.sort()
@@ -64,17 +61,8 @@ def _pairs(scores: Scores, cells: Iterable[Cell], field: str, other: Any, headin
     for cell in cells:
         before, after = scores.of(cell), scores.of(replace(cell, **{field: other}))
         difference = after.over(before) if before and after else None
-        rows[_family_of(cell, field)] = [loss_of(before), loss_of(after), difference_of(difference)]
+        rows[family_of(cell, field)] = [loss_of(before), loss_of(after), difference_of(difference)]
     return table(["", *headings], [[name, *losses] for name, losses in rows.items()])
-
-
-def _family_of(cell: Cell, varied: str) -> str:
-    """The name of the first family that has the cell's form, whatever the varied field is."""
-
-    def form(cell: Cell) -> list[Any]:
-        return [getattr(cell, field) for field in sorted(FORM - {varied})]
-
-    return next(name for name, family in ALL.items() if form(Cell(cell.depth, **family)) == form(cell))
 
 
 TABLES: dict[str, Callable[..., str]] = {

@@ -48,8 +48,18 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     return [row for key, row in rows.items() if key == VisionCell.from_row(row["cell"]).key(data, setting)]
 
 
+def results_of(folder: Path = ROWS) -> dict[str, dict[str, VisionResult]]:
+    """By set of images, by family, of what is finished."""
+    found = {path.stem.removeprefix("vision_"): _results(_rows(path)) for path in sorted(folder.glob("vision_*.jsonl"))}
+    return {name: {f: r for f, r in results.items() if r} for name, results in found.items() if any(results.values())}
+
+
+def _results(rows: list[dict[str, Any]]) -> dict[str, VisionResult | None]:
+    return {name: _at_best_rate(family, rows) for name, family in {**FAMILIES, **DEEPER}.items()}
+
+
 def _table(rows: list[dict[str, Any]]) -> str:
-    results = {name: _at_best_rate(family, rows) for name, family in {**FAMILIES, **DEEPER}.items()}
+    results = _results(rows)
     lines = []
     for name, result in results.items():
         if result is None and name in DEEPER:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from runs.sections import study, study_settings
 from runs.sections.sources import RESULTS
-from runs.study import pictures
+from runs.study import pictures, pictures_of_forms
 from runs.study.scores import Scores
 from trainkit.cli import UserError, run
+from trainkit.plots import Figure
 from trainkit.progress import console
 
 
@@ -31,12 +32,17 @@ def main(config: FindingsConfig) -> None:
     config.out.mkdir(parents=True, exist_ok=True)
     for name, section in (study.TABLES | study_settings.TABLES).items():
         print(f"\n{name}\n\n{section(config.results)}")
-    for path in files:
+
+    def say(figure: Figure | None, what: str) -> None:
+        said = f"drew {figure.path}" if figure else f"nothing to draw of {what}: not run"
+        console.print(said, highlight=False, markup=False)
+
+    for path in (path for path in files if not path.name.startswith("vision_")):
         scores = Scores.read(path)
-        for draw in (pictures.compute, pictures.longer):
-            figure = draw(scores, config.out, path.stem)
-            said = f"drew {figure.path}" if figure else f"nothing to draw of {draw.__name__} for {path.stem}: not run"
-            console.print(said, highlight=False, markup=False)
+        for draw in (pictures.compute, pictures.longer, pictures_of_forms.forms):
+            say(draw(scores, config.out, path.stem), f"{draw.__name__} for {path.stem}")
+    say(pictures_of_forms.context(config.results, config.out), "heads")
+    say(pictures_of_forms.images(config.results, config.out), "images")
 
 
 if __name__ == "__main__":

@@ -6,12 +6,13 @@ from statistics import mean, median
 from typing import Any
 
 from runs.study.cells import Cell
-from runs.study.families import Family
+from runs.study.families import ALL, Family
 from runs.study.grid import Done, best_rate
 from runs.study.rows import FINISHED
 from runs.study.statistics import Interval, paired_difference, spread
 from trainkit.progress import read_lines
 
+FORM = {field for family in ALL.values() for field in family}
 Place = dict[str, Any]  # what else a cell says: depth, tokens, batch, ...
 
 
@@ -98,3 +99,12 @@ class Scores:
             return None
         self.used += rows.values()
         return Result(cell.rate, True, {seed: row["metrics"] for seed, row in rows.items()})
+
+
+def family_of(cell: Cell, varied: str = "") -> str:
+    """The name of the first family that has the cell's form, whatever the varied field is."""
+
+    def form(cell: Cell) -> list[Any]:
+        return [getattr(cell, field) for field in sorted(FORM - {varied})]
+
+    return next(name for name, family in ALL.items() if form(Cell(cell.depth, **family)) == form(cell))

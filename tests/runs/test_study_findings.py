@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from runs.sections import study, study_settings
-from runs.study import findings, statistics
+from runs.study import findings, pictures_of_forms, statistics
 from runs.study.cells import Cell
 from runs.study.families import ALL, FAMILIES
-from runs.study.grid import SMALLEST, scaled_places
+from runs.study.grid import DEEPER, SMALLEST, scaled_places
 from runs.study.scores import Scores
 from trainkit.cli import UserError
 
@@ -147,6 +147,37 @@ def test_settings_are_compared_at_the_transferred_rate_and_paired_over_seeds(tmp
     assert "1.6000 |" in sizes and "1.5000" not in sizes  # one try for every family
     pairs = study_settings.precision(folder)
     assert "| GKA + offsets | 1.7900 ± 0.0036 | 1.8100 ± 0.0036 | +0.0200 [+0.0200, +0.0200] |" in pairs
+
+
+def test_repairs_and_kernels_are_drawn_over_what_they_change(tmp_path):
+    losses = {"GKA unrotated": 1.96, "GKA + offsets": 1.85, "softmax": 1.87, "softmax + offsets": 1.81}
+    rows = [
+        row(Cell(**SMALLEST, **ALL[name], seed=seed), loss + noise)
+        for name, loss in losses.items()
+        for seed, noise in NOISE.items()
+    ]
+    rows += [row(Cell(**DEEPER, **ALL[name]), losses[name] - 0.1) for name in ("GKA unrotated", "GKA + offsets")]
+    figure = pictures_of_forms.forms(Scores.read(write(tmp_path / "study", rows) / "words.jsonl"), tmp_path, "words")
+    assert figure.path.exists()
+    drawn = {(row["family"], row["over"], row["layers"]): row for row in figure.rows}
+    assert drawn["GKA + offsets", "GKA unrotated", 2]["difference"] == pytest.approx(-0.11)
+    assert drawn["softmax + offsets", "softmax", 2]["high"] == pytest.approx(-0.06)  # paired: the noise is equal
+    assert drawn["softmax + offsets", "GKA + offsets", 2]["difference"] == pytest.approx(-0.04)
+    assert math.isnan(drawn["GKA + offsets", "GKA unrotated", 4]["low"]) and len(drawn) == 4
+
+
+def test_losses_along_a_row_are_drawn_of_models_that_were_looked_at(tmp_path):
+    cell = Cell(**pictures_of_forms.PROBED, **ALL["GKA"])
+    folder = write(tmp_path / "study", [row(cell, 1.9)])
+    by_position = {"1": 4.2, "2-3": 4.1, "4": 4.5}  # the last group, which may be one token, is left out
+    metrics = {"loss_by_position": by_position, "heads": [{"effective tokens": 3.0}, {"effective tokens": 200.0}]}
+    named = {"name": cell.key(DATA), "sha256": "a model"}
+    lines = [{"kind": "study-heads", "config": {**named, "sha256": other}, "metrics": metrics} for other in "ab"]
+    lines[1]["config"]["name"] = "of nobody's cell"
+    (tmp_path / "study_heads.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    figure = pictures_of_forms.context(folder, tmp_path)
+    assert figure.path.exists()
+    assert [tuple(row.values()) for row in figure.rows] == [("GKA", "1", 4.2), ("GKA", "2-3", 4.1)]
 
 
 def test_the_command_prints_every_table_and_draws_what_there_is(scaled, tmp_path, capsys):
