@@ -19,10 +19,12 @@ struct Total {
 };
 
 // About the mean exponent of own keys, weighted by K: sums of M times exponents less that are free of what rounding
-// leaves of the sum of M, which is nearly 0. Where K_ii = 1 is most of the row, its exact exponent 0 is the better one.
+// leaves of the sum of M, which is nearly 0. Where K_ii = 1 is most of the row it is less: the exponent 0 of K_ii keeps
+// the rounding of M_ii out, about three times that of delta.
 inline double usual_exponent(double row_sum, double others) {
+  constexpr double OWN = 3.0 * 3.0;
   const double sum = row_sum - 1.0, squared = row_sum * row_sum;
-  return sum > 0.0 && others > 0.0 ? sum / row_sum * std::log2(sum / others) * squared / (squared + 9.0) : 0.0;
+  return sum > 0.0 && others > 0.0 ? sum / row_sum * std::log2(sum / others) * squared / (squared + OWN) : 0.0;
 }
 
 struct Backward : Head {
@@ -30,8 +32,8 @@ struct Backward : Head {
   float *delta, *level, *query_sum, *key_sum, *dx, *dkeys, *dvalues, *k, *m;
   Total weight, pulled, centre;  // of foreign keys: sums of 2^(exponent - level), of that times g.v and exponents
   double* dlog_sigma;            // sum of M times exponents
-  float* usual;                  // of each query with own keys, about the mean of its exponents
-  double left = 0.0;             // sum of M times that
+  float* usual;                  // of each query with own keys: `usual_exponent`
+  double left = 0.0;             // what taking it from all exponents takes from that sum
   int64_t sums, sums_end;        // where in the slot lies what is added up
 
   Backward(const GkaRequest& q, const Plan& plan, Arena& arena) : Head(q, arena, true), grad(query) {
