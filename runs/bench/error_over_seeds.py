@@ -17,8 +17,9 @@ import torch
 
 from gka import gaussian_attention, testing
 from gka.api import EPS
+from gka.impl.cpu import build
 from gka.masking import Mask
-from trainkit.cli import run
+from trainkit.cli import UserError, run
 from trainkit.results import append_result
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -100,6 +101,8 @@ def measure(case: Case, seeds: int = SEEDS) -> dict[str, dict[str, float]]:
 
 
 def main(config: ErrorOverSeedsConfig) -> None:
+    if reason := build.obstacle():
+        raise UserError(reason)
     torch.set_num_threads(1)  # the order of a parallel reduction would show in the last digit
     measured = {}
     for case in CASES:

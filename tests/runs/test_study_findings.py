@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 
-from runs.sections import study, study_settings
+from runs.sections import study, study_equal, study_settings
 from runs.study import findings, pictures_of_forms, statistics
 from runs.study.cells import Cell
 from runs.study.families import ALL, FAMILIES
@@ -110,6 +110,19 @@ def test_fits_have_intervals_that_hold_the_truth_and_cross_where_the_laws_do(sca
     assert statistics.crossing(fitted["GKA"], fitted["softmax"]) == (None, 0.0)
     table = study.fits(scaled)
     assert "| GKA | 8 |" in table and "nowhere in reach (0%)" in table and "GGGA + offsets | 0 of 5 | not run" in table
+
+
+def test_equal_flops_are_a_place_on_the_baselines_curve(scaled):
+    [line] = [line for line in study_equal.equal(scaled).splitlines() if line.startswith("| GKA + offsets | softmax |")]
+    at_depth_6 = [float(cell) for cell in line.split("|")[6:9]]
+    own, other = (
+        Cell(**scaled_places()[-2], **FAMILIES[name]).flops(512, 4096) for name in ("GKA + offsets", "softmax")
+    )
+    assert own < other
+    ours = law(own, *LAWS["GKA + offsets"])  # the noise of three seeds adds up to 0
+    assert at_depth_6[0] == pytest.approx(ours - law(other, *LAWS["softmax"]), abs=1e-3)
+    assert at_depth_6[1] == pytest.approx(ours - law(own, *LAWS["softmax"]), abs=5e-3)  # law and chord differ a little
+    assert "| GGGA + offsets | softmax |  |" in study_equal.equal(scaled)
 
 
 def test_families_are_compared_at_the_rate_with_most_seeds(tmp_path):
