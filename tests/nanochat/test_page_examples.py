@@ -21,7 +21,7 @@ def checkout(trained, tmp_path_factory):
     (runs / "d4-gka-offsets-400").symlink_to(run)
     export.main(export.ExportConfig(run=run, out=runs / "d4-gka-offsets-400-export"))
     if not any(importlib.util.find_spec(name) is None for name in NEEDS["nanochat_gka/README.md"]):
-        export.main(export.ExportConfig(run=run, out=root / "d4-gka", onnx=True))
+        export.main(export.ExportConfig(run=run, out=root / "out/d4-gka", onnx=True))
     return root
 
 
