@@ -6,6 +6,10 @@ from gka.impl.cpu import build
 from runs.bench.error_over_seeds import CASES, FULL, Case, measure
 
 pytestmark = pytest.mark.skipif(build.obstacle() is not None, reason=str(build.obstacle()))
+LONGER = (  # than the page's, so that each chunk that a sum is cut into shows
+    Case(8, keys=20000, with_gradients=False, log_sigma=1.0, label="decoding 8 queries, 20,000 keys"),
+    Case(16, keys=30000, own_values=False, log_sigma=4.0, label="16 queries, 30,000 keys and values"),
+)
 WIDE = [Case(197, mask, own_values=own, log_sigma=4.0, label="") for mask in (CASES[2].mask, FULL) for own in (0, 1)]
 
 
@@ -14,7 +18,7 @@ def ratios(case: Case, seeds: int) -> dict[str, float]:
     return {name: error / errors["plain"][name] for name, error in errors["cpu"].items()}
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.label)
+@pytest.mark.parametrize("case", CASES + LONGER, ids=lambda case: case.label)
 def test_errors_are_about_those_of_plain_pytorch(case):
     found = ratios(case, 1)
     found.pop("dlog_sigma", None)  # two numbers, where chance decides
