@@ -144,7 +144,7 @@ def scaled_places() -> list[dict]:
 
 def largest_rates(done: Done) -> list[Cell]:
     """Is the transferred rate still best at the largest size? Half and twice of it, and beyond as in `tried_rates`."""
-    families = {name: FAMILIES[name] for name in ("softmax + offsets", "GKA + offsets")}
+    families = {name: ALL[name] for name in SCALED}
     cells = []
     for cell in _at_best_rate(families, done, [scaled_places()[-1]], FIRST_SEED):
         first = [cell.rate * factor for factor in (0.5, 1.0, 2.0)]
