@@ -12,11 +12,15 @@ namespace {
 
 using namespace gka;
 
-// v_r.g_c, if both ways + g_r.v_c, into the block.
+// v_r.g_c - delta_c, if both ways + g_r.v_c - delta_r, into the block. Taken from sums that are done, delta would round
+// alike in most of a row.
 template <int V, bool BOTH_WAYS>
 GKA_INLINE void pull(const Backward& head, const Block& block, int64_t r0, int64_t c0) {
   Vector acc[TILE_ROWS][V];
-  clear(acc);
+  GKA_UNROLL for (int i = 0; i < TILE_ROWS; i++) {
+    const Vector of_key = Vector::all(BOTH_WAYS ? -head.delta[r0 + i] : 0.0f);
+    GKA_UNROLL for (int v = 0; v < V; v++) acc[i][v] = of_key - Vector::load(head.delta + c0 + v * Vector::LANES);
+  }
   multiply(head.value.panel(r0), head.grad.panel(c0), head.head_dim, acc);
   if (BOTH_WAYS) multiply(head.grad.panel(r0), head.value.panel(c0), head.head_dim, acc);
   GKA_UNROLL for (int i = 0; i < TILE_ROWS; i++)
@@ -42,14 +46,13 @@ struct OwnTile {
     GKA_UNROLL for (int i = 0; i < TILE_ROWS; i++) {
       const int64_t r = r0 + i;
       Vector norm = Vector::all(head.key.half_norm[r]), across = zero;
-      Vector delta = Vector::all(SYMMETRIC ? head.delta[r] : 0.0f);
       GKA_UNROLL for (int v = 0; v < V; v++) {
         const int64_t c = c0 + v * L, o = block.at(r, c);
         Vector e = exponent(acc[i][v], norm, Vector::load(head.query.half_norm + c));
         Vector k = exp2(e);
         if (masked) k = visible(head.reach, r, c, k, zero);
         k.store(block.k + o);
-        Vector m = k * (Vector::load(block.m + o) - Vector::load(head.delta + c) - delta);
+        Vector m = k * Vector::load(block.m + o);
         const bool diagonal = on_diagonal<SYMMETRIC>(r, c);
         e = e - Vector::load(head.usual + c);
         if (diagonal) twice = fma(m, e, twice);
@@ -59,12 +62,9 @@ struct OwnTile {
         if (!diagonal) down[v] = down[v] + m;
         across = across + m;
       }
-      head.key_sum[r] += across.sum();
+      head.key_sum[r] += double(across.sum());
     }
-    GKA_UNROLL for (int v = 0; v < V; v++) {
-      float* sum = head.query_sum + c0 + v * L;
-      (Vector::load(sum) + down[v]).store(sum);
-    }
+    GKA_UNROLL for (int v = 0; v < V; v++) down[v].add_to(head.query_sum + c0 + v * L);
     *head.dlog_sigma += double(pairs.sum()) + 0.5 * double(twice.sum());
   }
 };
@@ -96,7 +96,7 @@ struct ForeignTile {
         pulled = fma(w, f, pulled);
         centre = fma(w, e, centre);
       }
-      head.weight.add(c, weight), head.pulled.add(c, pulled), head.centre.add(c, centre);
+      weight.add_to(head.weight + c), pulled.add_to(head.pulled + c), centre.add_to(head.centre + c);
     }
   }
 };
@@ -106,9 +106,9 @@ void weigh(const Backward& head, const Block& block) {
   constexpr int64_t L = Vector::LANES;
   const Vector inverse = Vector::all(head.inverse);
   for (int64_t c = block.queries.begin; c < block.queries.end; c += L) {
-    const Vector weight = greater(Vector::all(1e-30f), head.weight.get(c));  // 0 of a query that sees nothing
-    const Vector share = Vector::all(1.0f) / weight, delta = head.pulled.get(c) / weight;
-    const Vector centre = head.centre.get(c) / weight, level = Vector::load(head.level + c);
+    const Vector weight = greater(Vector::all(1e-30f), Vector::load(head.weight + c));  // 0 if a query sees nothing
+    const Vector share = Vector::all(1.0f) / weight, delta = Vector::load(head.pulled + c) / weight;
+    const Vector centre = Vector::load(head.centre + c) / weight, level = Vector::load(head.level + c);
     const Vector zero = Vector::all(0.0f);
     const Range keys = head.reach.keys(unit_of(c)).within(block.keys);
     Vector moment = zero, sum = zero;
@@ -121,7 +121,8 @@ void weigh(const Backward& head, const Block& block) {
         const int64_t o = block.at(r + i, c);
         const Vector e = Vector::load(block.k + o);
         Vector w = exp2(e - level) * share;
-        m[i] = w * (Vector::load(block.m + o) - delta);
+        const Vector f = Vector::load(block.m + o), above = f - delta;
+        m[i] = fma(w, above, w * ((f - above) - delta));  // with what rounding takes from above, alike in most of a row
         if (masked) w = visible(head.reach, r + i, c, w, zero), m[i] = visible(head.reach, r + i, c, m[i], zero);
         w.store(block.k + o);
         moments = fma(m[i], e - centre, moments);
@@ -130,9 +131,9 @@ void weigh(const Backward& head, const Block& block) {
         column = column + m[i];
       }
       moment = moment + moments, sum = sum + column;
-      (Vector::load(head.key_sum + r) + sums(m)).store(head.key_sum + r);
+      sums(m).add_to(head.key_sum + r);
     }
-    sum.store(head.query_sum + c);
+    sum.add_to(head.query_sum + c);
     *head.dlog_sigma += double(moment.sum());
   }
 }
@@ -140,19 +141,18 @@ void weigh(const Backward& head, const Block& block) {
 void mix(const Backward& head, const Block& block) {
   const Term by_key{block.m, head.key.rows}, by_query{block.m, head.query.rows}, by_gradient{block.k, head.grad.rows};
   const bool own_values = head.own_values;
-  const int64_t channels = head.query.channels;
   if (head.reach.symmetric && own_values) {
-    gather_by_queries<true>(head.reach, block, by_query, by_gradient, head.dx, channels);
+    gather_by_queries<true>(head.reach, block, by_query, by_gradient, head.dx);
   } else {
-    gather_by_queries<false>(head.reach, block, by_key, by_key, head.dx, channels);
+    gather_by_queries<false>(head.reach, block, by_key, by_key, head.dx);
     if (head.reach.symmetric)
-      gather_by_queries<false>(head.reach, block, by_gradient, by_gradient, head.dvalues, channels);
+      gather_by_queries<false>(head.reach, block, by_gradient, by_gradient, head.dvalues);
   }
   if (own_values) {
-    gather_by_keys<true>(head.reach, block, by_query, by_gradient, head.dkeys, channels);
+    gather_by_keys<true>(head.reach, block, by_query, by_gradient, head.dkeys);
   } else {
-    gather_by_keys<false>(head.reach, block, by_query, by_query, head.dkeys, channels);
-    gather_by_keys<false>(head.reach, block, by_gradient, by_gradient, head.dvalues, channels);
+    gather_by_keys<false>(head.reach, block, by_query, by_query, head.dkeys);
+    gather_by_keys<false>(head.reach, block, by_gradient, by_gradient, head.dvalues);
   }
 }
 
@@ -162,7 +162,7 @@ void run_part(const GkaRequest& q, const Plan& plan, int64_t index, int64_t part
   Backward head(q, plan, arena);
   head.fill(q, index);
   head.fill_gradients(q, index);
-  std::fill(scratch + head.sums, scratch + head.sums_end, 0.0f);
+  std::memset(scratch + head.sums, 0, (head.sums_end - head.sums) * sizeof(float));
   if (part == 0) *head.dlog_sigma = head.left;  // what `usual` takes from all
   each_block(plan, head, part, [&](Range keys, Range queries) {
     Block block{keys, queries, block_stride(plan), head.k, head.m};
@@ -179,19 +179,16 @@ void run_part(const GkaRequest& q, const Plan& plan, int64_t index, int64_t part
 }
 
 // out_i = mixed_i - sum_i x_i for a range of tokens, from what all parts of the head have added up.
-void write(Range range, const Plan& plan, int64_t slot_size, float* mixed, const float* sums, const Tokens& tokens,
-           const Source& out, int64_t head_dim) {
+void write(Range range, const Plan& plan, int64_t slot_size, const Sums& mixed, const double* sums,
+           const Tokens& tokens, const Source& out, int64_t head_dim) {
   range = range.within({0, tokens.count});
   for (int64_t i = range.begin; i < range.end; i++) {
     if (i + AHEAD < range.end) prefetch<true>(out.row(i + AHEAD), head_dim);
-    float *total = mixed + i * tokens.channels, sum = sums ? sums[i] : 0.0f;
-    for (int64_t part = 1; part < plan.parts; part++) {
-      sum += sums ? sums[part * slot_size + i] : 0.0f;
-      for (int64_t d = 0; d < head_dim; d++) total[d] += total[part * slot_size + d];
-    }
+    double sum = 0.0;
+    for (int64_t part = 0; sums && part < plan.parts; part++) sum += in_slot(sums, part * slot_size)[i];
     for (int64_t d = 0; d < head_dim; d += Vector::LANES) {
-      Vector gradient = Vector::load(total + d);
-      if (sums) gradient = gradient - Vector::all(sum) * Vector::load(tokens.row(i) + d);
+      Vector gradient = mixed.get(i * tokens.channels + d, plan.parts, slot_size);
+      if (sums) gradient = negated_fma(Vector::all(float(sum)), Vector::load(tokens.row(i) + d), gradient);
       store_channels(gradient, out.writable(i), d, head_dim);
     }
   }
@@ -200,7 +197,7 @@ void write(Range range, const Plan& plan, int64_t slot_size, float* mixed, const
 void finish(const GkaRequest& q, const Plan& plan, int64_t index, Range range, float* scratch, int64_t slot_size) {
   Arena arena{scratch};
   const Backward head(q, plan, arena);
-  auto write_to = [&](const GkaTensor& t, float* mixed, const float* sums, const Tokens& tokens) {
+  auto write_to = [&](const GkaTensor& t, const Sums& mixed, const double* sums, const Tokens& tokens) {
     write(range, plan, slot_size, mixed, sums, tokens, Source(t, q, index), q.head_dim);
   };
   write_to(q.dx, head.dx, head.query_sum, head.query);

@@ -4,20 +4,6 @@
 
 namespace gka {
 
-// A number of each query that many are added to, with what rounding takes from it: equal ones would all round one way.
-struct Total {
-  float *sum, *rest;
-
-  void take(Arena& arena, int64_t queries) { sum = arena.take(queries), rest = arena.take(queries); }
-  void clear(int64_t queries) const { std::fill(sum, sum + queries, 0.0f), std::fill(rest, rest + queries, 0.0f); }
-  GKA_INLINE void add(int64_t c, Vector more) const {
-    const Vector before = Vector::load(sum + c), after = before + more, added = after - before;
-    const Vector lost = (before - (after - added)) + (more - added);
-    after.store(sum + c), (Vector::load(rest + c) + lost).store(rest + c);
-  }
-  GKA_INLINE Vector get(int64_t c) const { return Vector::load(sum + c) + Vector::load(rest + c); }
-};
-
 // About the mean exponent of own keys, weighted by K: sums of M times exponents less that are free of what rounding
 // leaves of the sum of M, which is nearly 0. Where K_ii = 1 is most of the row it is less: the exponent 0 of K_ii keeps
 // the rounding of M_ii out, about three times that of delta.
@@ -29,26 +15,30 @@ inline double usual_exponent(double row_sum, double others) {
 
 struct Backward : Head {
   Tokens grad;
-  float *delta, *level, *query_sum, *key_sum, *dx, *dkeys, *dvalues, *k, *m;
-  Total weight, pulled, centre;  // of foreign keys: sums of 2^(exponent - level), of that times g.v and exponents
-  double* dlog_sigma;            // sum of M times exponents
-  float* usual;                  // of each query with own keys: `usual_exponent`
-  double left = 0.0;             // what taking it from all exponents takes from that sum
-  int64_t sums, sums_end;        // where in the slot lies what is added up
+  float *delta, *level, *k, *m;
+  Sums dx, dkeys, dvalues;
+  double *query_sum, *key_sum;       // of M
+  double *weight, *pulled, *centre;  // of foreign keys: sums of 2^(exponent - level), of that times g.v and exponents
+  double* dlog_sigma;                // sum of M times exponents
+  float* usual;                      // of each query with own keys: `usual_exponent`
+  double left = 0.0;                 // what taking it from all exponents takes from that sum
+  int64_t sums, sums_end;            // where in the slot lies what is added up
 
   Backward(const GkaRequest& q, const Plan& plan, Arena& arena) : Head(q, arena, true), grad(query) {
-    grad.take(arena, true, false);
+    grad.take(arena, true, 0);
     delta = arena.take(query.padded);
     level = own_keys ? nullptr : arena.take(query.padded);
     usual = own_keys ? arena.take(query.padded) : nullptr;
-    for (Total* total : {&weight, &pulled, &centre}) total->take(arena, own_keys ? 0 : query.padded);
     sums = arena.used;
-    dlog_sigma = reinterpret_cast<double*>(arena.take(2));
-    query_sum = arena.take(query.padded);
-    key_sum = own_keys ? query_sum : arena.take(key.padded);
-    dx = arena.take(query.padded * query.channels);
-    dkeys = own_keys ? dx : arena.take(key.padded * key.channels);
-    dvalues = own_values ? dkeys : arena.take(key.padded * key.channels);
+    dlog_sigma = arena.take_doubles(1);
+    query_sum = arena.take_doubles(query.padded);
+    key_sum = own_keys ? query_sum : arena.take_doubles(key.padded);
+    for (double** sum : {&weight, &pulled, &centre}) *sum = arena.take_doubles(own_keys ? 0 : query.padded);
+    dx.take(arena, query, seen(key.count));
+    if (own_keys) dkeys = dx;
+    else dkeys.take(arena, key, seen(query.count));
+    if (own_values) dvalues = dkeys;
+    else dvalues.take(arena, key, seen(query.count));
     sums_end = arena.used;
     k = arena.take(plan.keys * block_stride(plan));
     m = arena.take(plan.keys * block_stride(plan));
@@ -76,7 +66,6 @@ struct Backward : Head {
     std::fill(delta + query.count, delta + query.padded, 0.0f);
     if (!own_keys) {
       std::fill(level + query.count, level + query.padded, 0.0f);
-      for (const Total& total : {weight, pulled, centre}) total.clear(query.padded);
     } else {
       fill_usual(q.level + index * q.num_queries, double(q.eps), shifted);
     }

@@ -9,14 +9,16 @@ namespace {
 using namespace gka;
 
 struct Forward : Head {
-  float *sum, *top = nullptr, *peak = nullptr;  // per query: of K; the largest exponent, of all and of a block
-  float *y, *block;
+  double* sum;                            // per query: of K
+  float *top = nullptr, *peak = nullptr;  // per query: the largest exponent, of all and of a block
+  Sums y;
+  float* block;
 
   Forward(const GkaRequest& q, const Plan& plan, Arena& arena) : Head(q, arena, false) {
-    sum = arena.take(query.padded);
+    sum = arena.take_doubles(query.padded);
     top = own_keys ? nullptr : arena.take(query.padded);
     peak = own_keys ? nullptr : arena.take(query.padded);
-    y = arena.take(query.padded * query.channels);
+    y.take(arena, query, seen(key.count));
     block = arena.take(plan.keys * block_stride(plan));
   }
 };
@@ -47,12 +49,9 @@ struct OwnTile {
         if (!on_diagonal<SYMMETRIC>(r, c)) down[v] = down[v] + k;
         if (SYMMETRIC) across = across + k;
       }
-      if (SYMMETRIC) head.sum[r] += across.sum();
+      if (SYMMETRIC) head.sum[r] += double(across.sum());
     }
-    GKA_UNROLL for (int v = 0; v < V; v++) {
-      float* sum = head.sum + c0 + v * L;
-      (Vector::load(sum) + down[v]).store(sum);
-    }
+    GKA_UNROLL for (int v = 0; v < V; v++) down[v].add_to(head.sum + c0 + v * L);
   }
 };
 
@@ -91,7 +90,6 @@ void exponentiate(const Forward& head, const Block& block) {
     Range keys = head.reach.keys(unit_of(c)).within(block.keys);
     if (keys.empty()) continue;
     Vector old = Vector::load(head.top + c), top = greater(old, Vector::load(head.peak + c)), factor = exp2(old - top);
-    Vector sum = Vector::load(head.sum + c) * factor;
     top.store(head.top + c);
     Vector of_block = Vector::all(0.0f);  // added up by units first: many equal numbers would all round one way
     for (int64_t unit = keys.begin; unit < keys.end; unit += UNIT) {
@@ -104,14 +102,11 @@ void exponentiate(const Forward& head, const Block& block) {
       }
       of_block = of_block + of_unit;
     }
-    (sum + of_block).store(head.sum + c);
     float factors[L];
     factor.store(factors);
-    for (int64_t i = 0; i < L; i++) {
-      if (factors[i] == 1.0f) continue;
-      float* y = head.y + (c + i) * head.query.channels;
-      for (int64_t d = 0; d < head.query.channels; d += L) (Vector::load(y + d) * Vector::all(factors[i])).store(y + d);
-    }
+    for (int64_t i = 0; i < L; i++)
+      if (factors[i] != 1.0f) head.sum[c + i] *= factors[i], head.y.scale(c + i, factors[i]);
+    of_block.add_to(head.sum + c);
   }
 }
 
@@ -120,8 +115,8 @@ void run_part(const GkaRequest& q, const Plan& plan, int64_t index, int64_t part
   Arena arena{scratch};
   Forward head(q, plan, arena);
   head.fill(q, index);
-  std::fill(head.sum, head.sum + head.query.padded, 0.0f);
-  std::fill(head.y, head.y + head.query.padded * head.query.channels, 0.0f);
+  std::fill(head.sum, head.sum + head.query.padded, 0.0);
+  head.y.clear();
   if (head.top) std::fill(head.top, head.top + head.query.padded, LOWEST);
   if (head.peak) std::fill(head.peak, head.peak + head.query.padded, LOWEST);
   each_block(plan, head, part, [&](Range keys, Range queries) {
@@ -135,8 +130,8 @@ void run_part(const GkaRequest& q, const Plan& plan, int64_t index, int64_t part
       each_tile(head.reach, block, ForeignTile{head, block});
       exponentiate(head, block);
     }
-    gather_by_queries<false>(head.reach, block, term, term, head.y, head.query.channels);
-    if (head.reach.symmetric) gather_by_keys<false>(head.reach, block, term, term, head.y, head.query.channels);
+    gather_by_queries<false>(head.reach, block, term, term, head.y);
+    if (head.reach.symmetric) gather_by_keys<false>(head.reach, block, term, term, head.y);
   });
 }
 
@@ -148,19 +143,18 @@ float finish(const GkaRequest& q, const Plan& plan, int64_t index, Range queries
   const Source to(q.y, q, index);
   for (int64_t i = queries.begin; i < queries.end; i++) {
     if (i + AHEAD < queries.end) prefetch<true>(to.row(i + AHEAD), q.head_dim);
-    float sum = head.sum[i], *mixed = head.y + i * head.query.channels;
-    for (int64_t part = 1; part < plan.parts; part++) {
-      const int64_t o = part * slot_size;
-      sum += head.sum[o + i];
-      if (head.top) head.top[i] = std::max(head.top[i], head.top[o + i]);  // of the one part that has this query
-      for (int64_t d = 0; d < head.query.channels; d++) mixed[d] += mixed[o + d];
+    double sum = 0.0;
+    for (int64_t part = 0; part < plan.parts; part++) {
+      sum += in_slot(head.sum, part * slot_size)[i];
+      if (head.top) head.top[i] = std::max(head.top[i], head.top[part * slot_size + i]);  // one part has this query
     }
-    const float total = sum + (q.own_keys ? q.eps : 0.0f), share = 1.0f / total;
+    const double exact = sum + (q.own_keys ? double(q.eps) : 0.0);
+    const float total = float(exact), share = float(1.0 / exact);
     const bool shifted = head.mean && q.own_values;
     float* y = to.writable(i);
     for (int64_t d = 0; d < q.head_dim; d += Vector::LANES) {
-      Vector mean = Vector::all(share) * Vector::load(mixed + d);
-      if (shifted) mean = fma(Vector::load(head.mean + d), Vector::all(sum * share), mean);
+      Vector mean = Vector::all(share) * head.y.get(i * head.query.channels + d, plan.parts, slot_size);
+      if (shifted) mean = fma(Vector::load(head.mean + d), Vector::all(float(sum / exact)), mean);
       store_channels(mean, y, d, q.head_dim);
     }
     level[i] = q.own_keys ? total : total == 0.0f ? 0.0f : head.top[i];

@@ -16,7 +16,7 @@
 namespace gka {
 
 constexpr int64_t UNIT = 16;
-constexpr int64_t CHANNELS_AT_ONCE = 64;     // that products add up one after another, for rounding grows with them
+constexpr int64_t CHANNELS_AT_ONCE = 32;     // that products add up one after another, for rounding grows with them
 constexpr int64_t PANEL = 48;                // queries that a tile reads side by side
 constexpr int64_t WHOLE = 240, BLOCK = 192;  // up to WHOLE tokens K is one block, which the L2 cache holds
 constexpr float PAD = 1e37f;                 // half the squared norm of padding, in scaled panels: K is 0 there
@@ -69,7 +69,13 @@ struct Arena {
     used += round_up(numbers, 16);
     return piece;
   }
+  double* take_doubles(int64_t numbers) { return reinterpret_cast<double*>(take(2 * numbers)); }
 };
+
+// The same piece of another slot, so many numbers of 4 bytes further on.
+GKA_INLINE const double* in_slot(const double* piece, int64_t offset) {
+  return reinterpret_cast<const double*>(reinterpret_cast<const char*>(piece) + 4 * offset);
+}
 
 // How the heads are cut into tasks, and K into blocks of queries by keys. With fewer heads than threads the queries of
 // a head are dealt out by blocks; each part then has scratch of its own, added up at the end in a fixed order. Where
@@ -105,20 +111,22 @@ struct Plan {
 // Tokens of one head: as rows of padded channels, and as panels of PANEL tokens in which channels are rows. Panels may
 // be scaled: those of queries and keys by sqrt(log2 e) / sigma, so that a tile finds exponents without a product.
 struct Tokens {
-  int64_t count, padded, channels;
+  int64_t count, padded, channels, norm_channels = 0;  // the last: that norms add up one after another
   float *rows = nullptr, *panels = nullptr, *half_norm = nullptr;
 
   Tokens(int64_t count, int64_t head_dim)
       : count(count), padded(round_up(count, UNIT)), channels(round_up(head_dim, 16)) {}
-  void take(Arena& arena, bool with_panels, bool with_norms) {
+  void take(Arena& arena, bool with_panels, int64_t channels_of_norms) {
+    norm_channels = channels_of_norms;
     rows = arena.take(padded * channels);
     panels = with_panels ? arena.take(round_up(padded, PANEL) * channels) : nullptr;
-    half_norm = with_norms ? arena.take(padded) : nullptr;
+    half_norm = norm_channels ? arena.take(padded) : nullptr;
   }
   GKA_INLINE float* panel(int64_t i) const { return panels + i / PANEL * PANEL * channels + i % PANEL; }
   GKA_INLINE float* row(int64_t i) const { return rows + i * channels; }
 
-  // Fill the panels, and half their squared norms in the order in which a tile multiplies: K_ii is then exactly 1.
+  // Fill the panels, and half their squared norms. Those of own keys in the order in which a tile multiplies: K_ii is
+  // then exactly 1.
   void fill_panels(int64_t head_dim, float factor) const {
     for (int64_t i = 0; i < padded; i += 4)
       for (int64_t d = 0; d < channels; d += 4)
@@ -129,7 +137,7 @@ struct Tokens {
       for (int64_t d = 0; d < head_dim; d++) {
         Vector x = Vector::load(panel(i) + d * PANEL);
         some = fma(x, x, some);
-        if ((d + 1) % CHANNELS_AT_ONCE && d + 1 < head_dim) continue;
+        if ((d + 1) % norm_channels && d + 1 < head_dim) continue;
         sum = sum + some, some = Vector::all(0.0f);
       }
       (sum * Vector::all(0.5f)).store(half_norm + i);
@@ -211,13 +219,16 @@ struct Head {
   Head(const GkaRequest& q, Arena& arena, bool value_panels)
       : query(q.num_queries, q.head_dim), key(q.num_keys, q.head_dim), value(key), reach(q), own_keys(q.own_keys),
         own_values(q.own_values), head_dim(q.head_dim) {
-    query.take(arena, true, true);
+    const int64_t of_norms = own_keys ? CHANNELS_AT_ONCE : 8;
+    query.take(arena, true, of_norms);
     if (own_keys) key = query;
-    else key.take(arena, true, true);
+    else key.take(arena, true, of_norms);
     if (own_values) value = key;
-    else value.take(arena, value_panels, false);
+    else value.take(arena, value_panels, 0);
     mean = q.centred ? arena.take(query.channels) : nullptr;
   }
+  // How many of so many tokens another one sees at most.
+  int64_t seen(int64_t tokens) const { return std::min(tokens, reach.before + reach.after + 1); }
   void fill(const GkaRequest& q, int64_t head) {
     inverse = inverse_variance(q, head);
     factor = std::sqrt(LOG2_E * inverse);

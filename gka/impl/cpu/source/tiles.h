@@ -86,11 +86,38 @@ inline void each_tile(const Reach& reach, const Block& block, const Tile& tile) 
     }
 }
 
+// Rows of channels to which many are added. Long sums keep what rounding takes from them, `rest` numbers further on.
+struct Sums {
+  static constexpr int64_t LONG = 2048;
+  float* sum = nullptr;
+  int64_t channels = 0, size = 0, rest = 0;
+
+  void take(Arena& arena, const Tokens& tokens, int64_t terms) {
+    channels = tokens.channels, size = tokens.padded * channels, rest = terms > LONG ? size : 0;
+    sum = arena.take(size + rest);
+  }
+  void clear() const { std::fill(sum, sum + size + rest, 0.0f); }
+  GKA_INLINE void scale(int64_t row, float factor) const {
+    for (int64_t o = row * channels; o < size + rest; o += size)
+      for (int64_t d = o; d < o + channels; d += Vector::LANES)
+        (Vector::load(sum + d) * Vector::all(factor)).store(sum + d);
+  }
+  // A vector, of all parts together. Where a sum is infinite, what rounding takes is not a number.
+  GKA_INLINE Vector get(int64_t o, int64_t parts, int64_t slot_size) const {
+    Vector total = Vector::all(0.0f);
+    for (int64_t part = 0; part < parts; part++, o += slot_size) {
+      total = total + Vector::load(sum + o);
+      if (rest) total = total + Vector::load(sum + o + rest).or_zero();
+    }
+    return total;
+  }
+};
+
 // y[t] += sum_j k(j, t) rows[j] (+ the same of a second pair) for ROWS tokens t and V vectors of channels; k(j, t) is
-// K[j][t] if DOWN, along a column, else K[t][j].
+// K[j][t] if DOWN, along a column, else K[t][j]. What rounding takes from y is added to y[rest], unless rest is 0.
 template <int ROWS, int V, bool DOWN, bool TWO>
 inline void mix_tile(const float* k, const float* k2, int64_t stride, const float* x, const float* x2, int64_t count,
-                     float* y, int64_t channels) {
+                     float* y, int64_t rest, int64_t channels) {
   constexpr int64_t L = Vector::LANES;
   Vector acc[ROWS][V];
   clear(acc);
@@ -107,11 +134,16 @@ inline void mix_tile(const float* k, const float* k2, int64_t stride, const floa
     add(k + j * step, x + j * channels);
     if (TWO) add(k2 + j * step, x2 + j * channels);
   }
-  GKA_UNROLL for (int t = 0; t < ROWS; t++)
-    GKA_UNROLL for (int v = 0; v < V; v++) {
-      float* sum = y + t * channels + v * L;
-      (Vector::load(sum) + acc[t][v]).store(sum);
-    }
+  auto each = [&](auto add_to) __attribute__((always_inline)) {
+    GKA_UNROLL for (int t = 0; t < ROWS; t++)
+      GKA_UNROLL for (int v = 0; v < V; v++) add_to(y + t * channels + v * L, acc[t][v]);
+  };
+  if (!rest) return each([](float* sum, Vector more) { (Vector::load(sum) + more).store(sum); });
+  each([rest](float* sum, Vector more) {
+    const Vector before = Vector::load(sum), after = before + more, added = after - before;
+    const Vector lost = (before - (after - added)) + (more - added);
+    after.store(sum), (Vector::load(sum + rest) + lost).store(sum + rest);
+  });
 }
 
 // A matrix and the rows that it mixes; the second of two may be empty.
@@ -121,7 +153,8 @@ struct Term {
 
 // The tokens from y on, up to a UNIT, as mix_tile.
 template <bool DOWN, bool TWO>
-inline void mix_unit(Term a, Term b, int64_t stride, int64_t count, float* y, int64_t channels, int64_t tokens) {
+inline void mix_unit(Term a, Term b, int64_t stride, int64_t count, float* y, int64_t rest, int64_t channels,
+                     int64_t tokens) {
   constexpr int64_t L = Vector::LANES;
   const int64_t vectors = channels / L, passes = (vectors + MIX_VECTORS - 1) / MIX_VECTORS;
   for (int64_t pass = 0, done = 0; pass < passes; pass++) {
@@ -131,7 +164,7 @@ inline void mix_unit(Term a, Term b, int64_t stride, int64_t count, float* y, in
       const int64_t o = DOWN ? t : t * stride;
       mix_tile<decltype(rows)::value, decltype(v)::value, DOWN, TWO>(
           a.matrix + o, TWO ? b.matrix + o : nullptr, stride, a.rows + d, TWO ? b.rows + d : nullptr, count,
-          y + t * channels + d, channels);
+          y + t * channels + d, rest, channels);
     };
     auto unit = [&](auto v) __attribute__((always_inline)) {  // 6 + 5 + 5 tokens
       part(std::integral_constant<int, 6>(), v, 0);
@@ -146,12 +179,17 @@ inline void mix_unit(Term a, Term b, int64_t stride, int64_t count, float* y, in
   }
 }
 
-constexpr int64_t MIX_CHUNK = 96;  // tokens whose rows stay in the L1 cache while everybody mixes them
+// Tokens that everybody mixes before the next ones: their rows stay in the L1 cache. They are added up one after
+// another, so that rounding grows with them; where their sum is added with what rounding takes, they are more.
+template <bool TWO>
+GKA_INLINE int64_t at_once(const Sums& to) {
+  return (to.rest ? 96 : 48) / (TWO ? 2 : 1);
+}
 
 // to_c += sum_r a[r][c] a.rows_r (+ b): the queries of the block gather its keys.
 template <bool TWO>
-inline void gather_by_queries(const Reach& reach, const Block& block, Term a, Term b, float* to, int64_t channels) {
-  const int64_t chunk = TWO ? MIX_CHUNK / 2 : MIX_CHUNK;
+inline void gather_by_queries(const Reach& reach, const Block& block, Term a, Term b, const Sums& to) {
+  const int64_t chunk = at_once<TWO>(to), channels = to.channels;
   for (int64_t j = block.keys.begin; j < block.keys.end; j += chunk)
     for (int64_t c = block.queries.begin; c < block.queries.end; c += UNIT) {
       Range keys = reach.keys(c).within({j, std::min(j + chunk, block.keys.end)});
@@ -159,21 +197,21 @@ inline void gather_by_queries(const Reach& reach, const Block& block, Term a, Te
       if (keys.empty()) continue;
       const int64_t o = block.at(keys.begin, c), from = keys.begin * channels;
       mix_unit<true, TWO>({a.matrix + o, a.rows + from}, {b.matrix + o, b.rows + from}, block.stride,
-                          keys.end - keys.begin, to + c * channels, channels, block.queries.end - c);
+                          keys.end - keys.begin, to.sum + c * channels, to.rest, channels, block.queries.end - c);
     }
 }
 
 // to_r += sum_c a[r][c] a.rows_c (+ b): the keys of the block gather its queries.
 template <bool TWO>
-inline void gather_by_keys(const Reach& reach, const Block& block, Term a, Term b, float* to, int64_t channels) {
-  const int64_t chunk = TWO ? MIX_CHUNK / 2 : MIX_CHUNK;
+inline void gather_by_keys(const Reach& reach, const Block& block, Term a, Term b, const Sums& to) {
+  const int64_t chunk = at_once<TWO>(to), channels = to.channels;
   for (int64_t j = block.queries.begin; j < block.queries.end; j += chunk)
     for (int64_t r = block.keys.begin; r < block.keys.end; r += UNIT) {
       Range queries = reach.queries(r).within({j, std::min(j + chunk, block.queries.end)});
       if (queries.empty()) continue;
       const int64_t o = block.at(r, queries.begin), from = queries.begin * channels;
       mix_unit<false, TWO>({a.matrix + o, a.rows + from}, {b.matrix + o, b.rows + from}, block.stride,
-                           queries.end - queries.begin, to + r * channels, channels, block.keys.end - r);
+                           queries.end - queries.begin, to.sum + r * channels, to.rest, channels, block.keys.end - r);
     }
 }
 

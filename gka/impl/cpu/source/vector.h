@@ -36,6 +36,18 @@ struct Vector {
   GKA_INLINE Vector operator*(Vector o) const { return {_mm512_mul_ps(v, o.v)}; }
   GKA_INLINE Vector operator/(Vector o) const { return {_mm512_div_ps(v, o.v)}; }
   GKA_INLINE Vector sqrt() const { return {_mm512_sqrt_ps(v)}; }
+  static GKA_INLINE Vector load(const double* p) {
+    const __m256 low = _mm512_cvtpd_ps(_mm512_loadu_pd(p)), high = _mm512_cvtpd_ps(_mm512_loadu_pd(p + 8));
+    return {_mm512_insertf32x8(_mm512_castps256_ps512(low), high, 1)};
+  }
+  GKA_INLINE void add_to(double* p) const {
+    const __m256 low = _mm512_castps512_ps256(v), high = _mm512_extractf32x8_ps(v, 1);
+    _mm512_storeu_pd(p, _mm512_add_pd(_mm512_loadu_pd(p), _mm512_cvtps_pd(low)));
+    _mm512_storeu_pd(p + 8, _mm512_add_pd(_mm512_loadu_pd(p + 8), _mm512_cvtps_pd(high)));
+  }
+  GKA_INLINE Vector or_zero() const {  // instead of NaN
+    return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(v, v, _CMP_ORD_Q), v)};
+  }
   GKA_INLINE float sum() const { return _mm512_reduce_add_ps(v); }
   GKA_INLINE float max() const { return _mm512_reduce_max_ps(v); }
 
@@ -98,6 +110,15 @@ struct Vector {
   GKA_INLINE Vector operator+(Vector o) const { return {_mm256_add_ps(v, o.v)}; }
   GKA_INLINE Vector operator-(Vector o) const { return {_mm256_sub_ps(v, o.v)}; }
   GKA_INLINE Vector operator*(Vector o) const { return {_mm256_mul_ps(v, o.v)}; }
+  static GKA_INLINE Vector load(const double* p) {
+    return {_mm256_set_m128(_mm256_cvtpd_ps(_mm256_loadu_pd(p + 4)), _mm256_cvtpd_ps(_mm256_loadu_pd(p)))};
+  }
+  GKA_INLINE void add_to(double* p) const {
+    const __m128 low = _mm256_castps256_ps128(v), high = _mm256_extractf128_ps(v, 1);
+    _mm256_storeu_pd(p, _mm256_add_pd(_mm256_loadu_pd(p), _mm256_cvtps_pd(low)));
+    _mm256_storeu_pd(p + 4, _mm256_add_pd(_mm256_loadu_pd(p + 4), _mm256_cvtps_pd(high)));
+  }
+  GKA_INLINE Vector or_zero() const { return {_mm256_and_ps(v, _mm256_cmp_ps(v, v, _CMP_ORD_Q))}; }  // instead of NaN
   GKA_INLINE float sum() const {
     __m128 four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
     __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
