@@ -1,9 +1,11 @@
 """In float32 the CPU kernel is as accurate as plain PyTorch, over seeds and without the budget's floors."""
 
 import pytest
+import torch
 
 from gka.impl.cpu import build
-from runs.bench.error_over_seeds import CASES, FULL, Case, measure
+from runs.bench.error_over_seeds import CASES, FULL, RESULTS, Case, measure
+from trainkit.results import read_lines
 
 pytestmark = pytest.mark.skipif(build.obstacle() is not None, reason=str(build.obstacle()))
 LONGER = (  # than the page's, so that each chunk that a sum is cut into shows
@@ -11,6 +13,15 @@ LONGER = (  # than the page's, so that each chunk that a sum is cut into shows
     Case(16, keys=30000, own_values=False, log_sigma=4.0, label="16 queries, 30,000 keys and values"),
 )
 WIDE = [Case(197, mask, own_values=own, log_sigma=4.0, label="") for mask in (CASES[2].mask, FULL) for own in (0, 1)]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """As the page's figures are measured; in parallel tests it is faster too."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def ratios(case: Case, seeds: int) -> dict[str, float]:
@@ -23,6 +34,17 @@ def test_errors_are_about_those_of_plain_pytorch(case):
     found = ratios(case, 1)
     found.pop("dlog_sigma", None)  # two numbers, where chance decides
     assert max(found.values()) < 1.5
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.with_gradients], ids=lambda case: case.label)
+def test_errors_are_those_of_the_page(case):
+    """Each of the kernel's ways to keep rounding small gives more than the margin of four seeds and of AVX2."""
+    settings = {"case": case.label, "route": "cpu"}
+    (shown,) = [row["metrics"] for row in read_lines(RESULTS) if settings.items() <= row["config"].items()]
+    found = measure(case, 4)["cpu"]
+    assert {name: found[name] / shown[name] for name in shown if name != "dlog_sigma"} == pytest.approx(
+        dict.fromkeys(set(shown) - {"dlog_sigma"}, 1.0), abs=0.2
+    )
 
 
 @pytest.mark.parametrize("case", WIDE, ids=lambda case: f"{case.mask}, own values {bool(case.own_values)}")

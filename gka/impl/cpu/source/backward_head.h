@@ -25,7 +25,7 @@ struct Backward : Head {
   int64_t sums, sums_end;            // where in the slot lies what is added up
 
   Backward(const GkaRequest& q, const Plan& plan, Arena& arena) : Head(q, arena, true), grad(query) {
-    grad.take(arena, true, 0);
+    grad.take(arena, true, false);
     delta = arena.take(query.padded);
     level = own_keys ? nullptr : arena.take(query.padded);
     usual = own_keys ? arena.take(query.padded) : nullptr;

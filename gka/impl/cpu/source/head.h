@@ -111,22 +111,20 @@ struct Plan {
 // Tokens of one head: as rows of padded channels, and as panels of PANEL tokens in which channels are rows. Panels may
 // be scaled: those of queries and keys by sqrt(log2 e) / sigma, so that a tile finds exponents without a product.
 struct Tokens {
-  int64_t count, padded, channels, norm_channels = 0;  // the last: that norms add up one after another
+  int64_t count, padded, channels;
   float *rows = nullptr, *panels = nullptr, *half_norm = nullptr;
 
   Tokens(int64_t count, int64_t head_dim)
       : count(count), padded(round_up(count, UNIT)), channels(round_up(head_dim, 16)) {}
-  void take(Arena& arena, bool with_panels, int64_t channels_of_norms) {
-    norm_channels = channels_of_norms;
+  void take(Arena& arena, bool with_panels, bool with_norms) {
     rows = arena.take(padded * channels);
     panels = with_panels ? arena.take(round_up(padded, PANEL) * channels) : nullptr;
-    half_norm = norm_channels ? arena.take(padded) : nullptr;
+    half_norm = with_norms ? arena.take(padded) : nullptr;
   }
   GKA_INLINE float* panel(int64_t i) const { return panels + i / PANEL * PANEL * channels + i % PANEL; }
   GKA_INLINE float* row(int64_t i) const { return rows + i * channels; }
 
-  // Fill the panels, and half their squared norms. Those of own keys in the order in which a tile multiplies: K_ii is
-  // then exactly 1.
+  // Fill the panels, and half their squared norms in the order in which a tile multiplies: K_ii is then exactly 1.
   void fill_panels(int64_t head_dim, float factor) const {
     for (int64_t i = 0; i < padded; i += 4)
       for (int64_t d = 0; d < channels; d += 4)
@@ -137,7 +135,7 @@ struct Tokens {
       for (int64_t d = 0; d < head_dim; d++) {
         Vector x = Vector::load(panel(i) + d * PANEL);
         some = fma(x, x, some);
-        if ((d + 1) % norm_channels && d + 1 < head_dim) continue;
+        if ((d + 1) % CHANNELS_AT_ONCE && d + 1 < head_dim) continue;
         sum = sum + some, some = Vector::all(0.0f);
       }
       (sum * Vector::all(0.5f)).store(half_norm + i);
@@ -219,12 +217,11 @@ struct Head {
   Head(const GkaRequest& q, Arena& arena, bool value_panels)
       : query(q.num_queries, q.head_dim), key(q.num_keys, q.head_dim), value(key), reach(q), own_keys(q.own_keys),
         own_values(q.own_values), head_dim(q.head_dim) {
-    const int64_t of_norms = own_keys ? CHANNELS_AT_ONCE : 8;
-    query.take(arena, true, of_norms);
+    query.take(arena, true, true);
     if (own_keys) key = query;
-    else key.take(arena, true, of_norms);
+    else key.take(arena, true, true);
     if (own_values) value = key;
-    else value.take(arena, value_panels, 0);
+    else value.take(arena, value_panels, false);
     mean = q.centred ? arena.take(query.channels) : nullptr;
   }
   // How many of so many tokens another one sees at most.
