@@ -16,13 +16,15 @@
 namespace gka {
 
 constexpr int64_t UNIT = 16;
-constexpr int64_t CHANNELS_AT_ONCE = 32;     // that products add up one after another, for rounding grows with them
 constexpr int64_t PANEL = 48;                // queries that a tile reads side by side
 constexpr int64_t WHOLE = 240, BLOCK = 192;  // up to WHOLE tokens K is one block, which the L2 cache holds
 constexpr float PAD = 1e37f;                 // half the squared norm of padding, in scaled panels: K is 0 there
 
 GKA_INLINE int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 GKA_INLINE int64_t unit_of(int64_t n) { return n & -UNIT; }  // rounds down, negative numbers too
+
+// Channels that products add up one after another: rounding grows with them.
+GKA_INLINE int64_t channels_at_once(int64_t head_dim) { return std::clamp<int64_t>(head_dim / 4, 8, 16); }
 
 struct Range {
   int64_t begin, end;
@@ -130,12 +132,13 @@ struct Tokens {
       for (int64_t d = 0; d < channels; d += 4)
         transpose4(row(i) + d, channels, factor, panel(i) + d * PANEL, PANEL);
     if (!half_norm) return;
+    const int64_t at_once = channels_at_once(head_dim);
     for (int64_t i = 0; i < padded; i += Vector::LANES) {
       Vector sum = Vector::all(0.0f), some = sum;
       for (int64_t d = 0; d < head_dim; d++) {
         Vector x = Vector::load(panel(i) + d * PANEL);
         some = fma(x, x, some);
-        if ((d + 1) % CHANNELS_AT_ONCE && d + 1 < head_dim) continue;
+        if ((d + 1) % at_once && d + 1 < head_dim) continue;
         sum = sum + some, some = Vector::all(0.0f);
       }
       (sum * Vector::all(0.5f)).store(half_norm + i);

@@ -39,11 +39,12 @@ GKA_INLINE void clear(Vector (&acc)[ROWS][V]) {
 // The same over all channels, as half norms are added up: K_ii is then exactly 1.
 template <int V>
 GKA_INLINE void multiply(const float* a, const float* b, int64_t head_dim, Vector (&acc)[TILE_ROWS][V]) {
-  multiply_some(a, b, std::min(head_dim, CHANNELS_AT_ONCE), acc);
-  for (int64_t d = CHANNELS_AT_ONCE; d < head_dim; d += CHANNELS_AT_ONCE) {
+  const int64_t at_once = channels_at_once(head_dim);
+  multiply_some(a, b, std::min(head_dim, at_once), acc);
+  for (int64_t d = at_once; d < head_dim; d += at_once) {
     Vector some[TILE_ROWS][V];
     clear(some);
-    multiply_some(a + d * PANEL, b + d * PANEL, std::min(head_dim - d, CHANNELS_AT_ONCE), some);
+    multiply_some(a + d * PANEL, b + d * PANEL, std::min(head_dim - d, at_once), some);
     GKA_UNROLL for (int r = 0; r < TILE_ROWS; r++)
       GKA_UNROLL for (int v = 0; v < V; v++) acc[r][v] = acc[r][v] + some[r][v];
   }
@@ -182,14 +183,14 @@ inline void mix_unit(Term a, Term b, int64_t stride, int64_t count, float* y, in
 // Tokens that everybody mixes before the next ones: their rows stay in the L1 cache. They are added up one after
 // another, so that rounding grows with them; where their sum is added with what rounding takes, they are more.
 template <bool TWO>
-GKA_INLINE int64_t at_once(const Sums& to) {
+GKA_INLINE int64_t tokens_at_once(const Sums& to) {
   return (to.rest ? 96 : 48) / (TWO ? 2 : 1);
 }
 
 // to_c += sum_r a[r][c] a.rows_r (+ b): the queries of the block gather its keys.
 template <bool TWO>
 inline void gather_by_queries(const Reach& reach, const Block& block, Term a, Term b, const Sums& to) {
-  const int64_t chunk = at_once<TWO>(to), channels = to.channels;
+  const int64_t chunk = tokens_at_once<TWO>(to), channels = to.channels;
   for (int64_t j = block.keys.begin; j < block.keys.end; j += chunk)
     for (int64_t c = block.queries.begin; c < block.queries.end; c += UNIT) {
       Range keys = reach.keys(c).within({j, std::min(j + chunk, block.keys.end)});
@@ -204,7 +205,7 @@ inline void gather_by_queries(const Reach& reach, const Block& block, Term a, Te
 // to_r += sum_c a[r][c] a.rows_c (+ b): the keys of the block gather its queries.
 template <bool TWO>
 inline void gather_by_keys(const Reach& reach, const Block& block, Term a, Term b, const Sums& to) {
-  const int64_t chunk = at_once<TWO>(to), channels = to.channels;
+  const int64_t chunk = tokens_at_once<TWO>(to), channels = to.channels;
   for (int64_t j = block.queries.begin; j < block.queries.end; j += chunk)
     for (int64_t r = block.keys.begin; r < block.keys.end; r += UNIT) {
       Range queries = reach.queries(r).within({j, std::min(j + chunk, block.queries.end)});
