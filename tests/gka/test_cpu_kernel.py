@@ -139,6 +139,14 @@ def test_nan_and_infinity_show_and_do_not_leak_into_other_heads_or_earlier_units
     assert dx[1, :, 1].isnan().any() and dx[0].isfinite().all() and dlog_sigma.isnan().tolist() == [False, True]
 
 
+def test_gradients_of_tokens_that_see_only_themselves_are_exactly_zero():
+    for length, mask in [(100, dict(window=0)), (1, {}), (1, dict(causal=True))]:
+        x, values = (make_features("normal", (1, length, 2, 64), seed=seed).requires_grad_() for seed in (0, 1))
+        y = attend(x, torch.full((2,), 2.0), values=values, **mask)
+        (dx,) = torch.autograd.grad(y, x, make_features("normal", y.shape, seed=2))
+        assert dx.count_nonzero() == 0
+
+
 def test_a_bad_query_reaches_the_values_that_it_sees_and_no_others():
     x, keys, values = (make_features("normal", (1, 50, 1, 20), seed=seed).requires_grad_() for seed in range(3))
     weight = torch.ones(50)

@@ -122,7 +122,8 @@ void weigh(const Backward& head, const Block& block) {
         const Vector e = Vector::load(block.k + o);
         Vector w = exp2(e - level) * share;
         const Vector f = Vector::load(block.m + o), above = f - delta;
-        m[i] = fma(w, above, w * ((f - above) - delta));  // with what rounding takes from above, alike in most of a row
+        const Vector lost = ((f - above) - delta).or_zero();  // by rounding, alike in most of a row; NaN if infinite
+        m[i] = fma(w, above, w * lost);
         if (masked) w = visible(head.reach, r + i, c, w, zero), m[i] = visible(head.reach, r + i, c, m[i], zero);
         w.store(block.k + o);
         moments = fma(m[i], e - centre, moments);
@@ -162,7 +163,7 @@ void run_part(const GkaRequest& q, const Plan& plan, int64_t index, int64_t part
   Backward head(q, plan, arena);
   head.fill(q, index);
   head.fill_gradients(q, index);
-  std::memset(scratch + head.sums, 0, (head.sums_end - head.sums) * sizeof(float));
+  std::memset(scratch + head.totals, 0, (head.totals_end - head.totals) * sizeof(float));
   if (part == 0) *head.dlog_sigma = head.left;  // what `usual` takes from all
   each_block(plan, head, part, [&](Range keys, Range queries) {
     Block block{keys, queries, block_stride(plan), head.k, head.m};
@@ -188,7 +189,8 @@ void write(Range range, const Plan& plan, int64_t slot_size, const Sums& mixed, 
     for (int64_t part = 0; sums && part < plan.parts; part++) sum += in_slot(sums, part * slot_size)[i];
     for (int64_t d = 0; d < head_dim; d += Vector::LANES) {
       Vector gradient = mixed.get(i * tokens.channels + d, plan.parts, slot_size);
-      if (sums) gradient = negated_fma(Vector::all(float(sum)), Vector::load(tokens.row(i) + d), gradient);
+      // Two roundings, as mixed_i has: where M_ii x_i is all of it, the difference is then 0.
+      if (sums) gradient = gradient - Vector::all(float(sum)) * Vector::load(tokens.row(i) + d);
       store_channels(gradient, out.writable(i), d, head_dim);
     }
   }

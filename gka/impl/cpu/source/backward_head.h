@@ -22,14 +22,14 @@ struct Backward : Head {
   double* dlog_sigma;                // sum of M times exponents
   float* usual;                      // of each query with own keys: `usual_exponent`
   double left = 0.0;                 // what taking it from all exponents takes from that sum
-  int64_t sums, sums_end;            // where in the slot lies what is added up
+  int64_t totals, totals_end;        // where in the slot lies what is added up
 
   Backward(const GkaRequest& q, const Plan& plan, Arena& arena) : Head(q, arena, true), grad(query) {
     grad.take(arena, true, false);
     delta = arena.take(query.padded);
     level = own_keys ? nullptr : arena.take(query.padded);
     usual = own_keys ? arena.take(query.padded) : nullptr;
-    sums = arena.used;
+    totals = arena.used;
     dlog_sigma = arena.take_doubles(1);
     query_sum = arena.take_doubles(query.padded);
     key_sum = own_keys ? query_sum : arena.take_doubles(key.padded);
@@ -39,7 +39,7 @@ struct Backward : Head {
     else dkeys.take(arena, key, seen(query.count));
     if (own_values) dvalues = dkeys;
     else dvalues.take(arena, key, seen(query.count));
-    sums_end = arena.used;
+    totals_end = arena.used;
     k = arena.take(plan.keys * block_stride(plan));
     m = arena.take(plan.keys * block_stride(plan));
   }

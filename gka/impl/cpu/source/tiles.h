@@ -89,12 +89,12 @@ inline void each_tile(const Reach& reach, const Block& block, const Tile& tile) 
 
 // Rows of channels to which many are added. Long sums keep what rounding takes from them, `rest` numbers further on.
 struct Sums {
-  static constexpr int64_t LONG = 2048;
+  static constexpr int64_t LONG = 2048;  // tokens that a token sees, each of which adds one to four terms
   float* sum = nullptr;
   int64_t channels = 0, size = 0, rest = 0;
 
-  void take(Arena& arena, const Tokens& tokens, int64_t terms) {
-    channels = tokens.channels, size = tokens.padded * channels, rest = terms > LONG ? size : 0;
+  void take(Arena& arena, const Tokens& tokens, int64_t seen) {
+    channels = tokens.channels, size = tokens.padded * channels, rest = seen > LONG ? size : 0;
     sum = arena.take(size + rest);
   }
   void clear() const { std::fill(sum, sum + size + rest, 0.0f); }
@@ -105,12 +105,12 @@ struct Sums {
   }
   // A vector, of all parts together. Where a sum is infinite, what rounding takes is not a number.
   GKA_INLINE Vector get(int64_t o, int64_t parts, int64_t slot_size) const {
-    Vector total = Vector::all(0.0f);
+    Vector total = Vector::all(0.0f), lost = total;
     for (int64_t part = 0; part < parts; part++, o += slot_size) {
       total = total + Vector::load(sum + o);
-      if (rest) total = total + Vector::load(sum + o + rest).or_zero();
+      if (rest) lost = lost + Vector::load(sum + o + rest).or_zero();
     }
-    return total;
+    return total + lost;
   }
 };
 
