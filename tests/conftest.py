@@ -77,6 +77,20 @@ def _seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def threads():
+    """Sets torch's number of threads until the test ends."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def one_thread(threads):
+    """More threads do not help what is small, and wait for one another on a busy machine."""
+    threads(1)
+
+
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: place(item.path))
     if not torch.cuda.is_available():

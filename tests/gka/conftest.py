@@ -27,11 +27,3 @@ def _fresh_memory_is_nan():
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-
-
-@pytest.fixture
-def threads():
-    """Sets torch's number of threads until the test ends."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)

@@ -13,13 +13,6 @@ needs_kernel = pytest.mark.skipif(build.obstacle() is not None, reason=str(build
 FLOAT32, BFLOAT16 = 2e-6, 5e-3  # y relative to the largest: a few roundings; that of y to bfloat16
 
 
-@pytest.fixture
-def threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 def draw(num_queries, num_keys, heads=2, head_dim=16, batch=2, dtype=torch.float32):
     """Queries, bandwidths, and a cache in a view of a larger tensor whose rest is NaN."""
     x = make_features("unit_norm", (batch, num_queries, heads, head_dim), seed=0).to(dtype)

@@ -8,9 +8,9 @@ import torch
 import torch.utils.checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import operator_cases
 import processes
 from gka import GaussianKernelAttention, gaussian_attention, select_impl, testing
-from gka.bandwidth import LOG_SIGMA_BOUND
 from gka.impl.cpu import build, op
 from gka.masking import Mask
 from gka.testing import Problem, make_features, make_log_sigma
@@ -21,6 +21,7 @@ pytestmark = pytest.mark.skipif(build.obstacle() is not None, reason=str(build.o
 # No window or length is a multiple of a tile: 16 x 16 units, 48 queries side by side, blocks of 192.
 MASKS = [(False, None), (True, None), (True, 21), (False, 9), (True, 0), (False, 0), (True, 117), (False, 77)]
 attend = partial(gaussian_attention, impl="cpu")
+gradients = partial(operator_cases.gradients, impl="cpu")
 
 
 @pytest.mark.parametrize("with_values", [False, True], ids=["own", "values"])
@@ -73,12 +74,6 @@ def test_eps_is_applied_exactly():
             testing.check(partial(attend, causal=mask.causal, window=mask.window, eps=3.0), problem)
 
 
-def gradients(x, log_sigma, keys=None, **options):
-    leaves = [t.detach().requires_grad_() for t in (x, log_sigma, *(() if keys is None else (keys,)))]
-    y = attend(*leaves[:2], keys=leaves[2] if keys is not None else None, **options)
-    return [y, *torch.autograd.grad(y.square().sum(), leaves)]
-
-
 @pytest.mark.parametrize("count", [1, 2, 7])
 @pytest.mark.parametrize("causal", [False, True])
 def test_runs_with_the_same_threads_are_equal_to_the_bit(threads, count, causal):
@@ -112,55 +107,6 @@ def test_strided_and_expanded_tensors_are_read_where_they_are():
     leaf = x.detach().requires_grad_()
     attend(leaf, make_log_sigma(3, 16)).sum().backward()  # its gradient is one number, expanded
     assert leaf.grad.isfinite().all()
-
-
-def test_extreme_bandwidths_stay_finite():
-    """sigma -> 0 is the identity, sigma -> infinity the mean; outside the clamp the gradient is 0."""
-    x = make_features("normal", (1, 60, 2, 16))
-    for log_sigma, want in [(-100.0, x), (100.0, x.mean(1, keepdim=True).expand_as(x))]:
-        y, dx, dlog_sigma = gradients(x, torch.full((2,), log_sigma))
-        torch.testing.assert_close(y, want)
-        assert dx.isfinite().all() and torch.equal(dlog_sigma, torch.zeros(2))
-    assert gradients(x, torch.full((2,), LOG_SIGMA_BOUND))[2].isfinite().all()
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_nan_and_infinity_show_and_do_not_leak_into_other_heads_or_earlier_units(bad):
-    """They do reach the queries of the same unit of 16 that do not see them: a weight of 0 times NaN is NaN."""
-    x = make_features("normal", (2, 50, 2, 20))
-    x[1, 30, 1, 3] = bad
-    for keys in (None, x.clone()):
-        y = attend(x, torch.zeros(2), keys=keys, causal=True)
-        assert y[1, 30, 1].isnan().any() and y[1, 40, 1].isnan().any()
-        assert y[0].isfinite().all() and y[:, :, 0].isfinite().all() and y[1, :16].isfinite().all()
-    decoded = attend(x[:, -2:], torch.zeros(2), keys=x, causal=True)
-    assert decoded[1, :, 1].isnan().any() and decoded[0].isfinite().all()
-    _, dx, dlog_sigma = gradients(x, torch.zeros(2), causal=True)
-    assert dx[1, :, 1].isnan().any() and dx[0].isfinite().all() and dlog_sigma.isnan().tolist() == [False, True]
-
-
-def test_gradients_of_tokens_that_see_only_themselves_are_exactly_zero():
-    for length, mask in [(100, dict(window=0)), (1, {}), (1, dict(causal=True))]:
-        x, values = (make_features("normal", (1, length, 2, 64), seed=seed).requires_grad_() for seed in (0, 1))
-        y = attend(x, torch.full((2,), 2.0), values=values, **mask)
-        (dx,) = torch.autograd.grad(y, x, make_features("normal", y.shape, seed=2))
-        assert dx.count_nonzero() == 0
-
-
-def test_a_bad_query_reaches_the_values_that_it_sees_and_no_others():
-    x, keys, values = (make_features("normal", (1, 50, 1, 20), seed=seed).requires_grad_() for seed in range(3))
-    weight = torch.ones(50)
-    weight[30] = torch.nan
-    y = attend(x * weight[:, None, None], torch.zeros(1), keys=keys, values=values, causal=True, window=9)
-    (gradient,) = torch.autograd.grad(y.sum(), values)
-    assert gradient.isnan().any(-1).flatten().nonzero().flatten().tolist() == list(range(21, 31))
-
-
-def test_denormal_numbers_work_again_afterwards():
-    x = make_features("normal", (1, 20, 2, 16))
-    gradients(x, torch.zeros(2))
-    attend(x[:, :1], torch.zeros(2), keys=x)
-    assert (torch.tensor([1e-38]) / 10).item() > 0
 
 
 def test_a_forked_process_computes_although_it_lost_the_threads(threads):

@@ -23,16 +23,8 @@ from nanochat_gka.training.bits_per_byte import bits_per_byte, nats_and_bytes
 from tiny_pack import config
 from trainkit.distributed import Runtime
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """More threads do not help models this small, and wait for one another on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

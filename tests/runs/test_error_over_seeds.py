@@ -1,27 +1,20 @@
 """In float32 the CPU kernel is as accurate as plain PyTorch, over seeds and without the budget's floors."""
 
 import pytest
-import torch
 
 from gka.impl.cpu import build
 from runs.bench.error_over_seeds import CASES, FULL, RESULTS, Case, measure
 from trainkit.results import read_lines
 
-pytestmark = pytest.mark.skipif(build.obstacle() is not None, reason=str(build.obstacle()))
+pytestmark = [
+    pytest.mark.skipif(build.obstacle() is not None, reason=str(build.obstacle())),
+    pytest.mark.usefixtures("one_thread"),  # as the page's figures are measured
+]
 LONGER = (  # than the page's, so that each chunk that a sum is cut into shows
     Case(8, keys=20000, with_gradients=False, log_sigma=1.0, label="decoding 8 queries, 20,000 keys"),
     Case(16, keys=30000, own_values=False, log_sigma=4.0, label="16 queries, 30,000 keys and values"),
 )
 WIDE = [Case(197, mask, own_values=own, log_sigma=4.0, label="") for mask in (CASES[2].mask, FULL) for own in (0, 1)]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """As the page's figures are measured; in parallel tests it is faster too."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def ratios(case: Case, seeds: int) -> dict[str, float]:
