@@ -75,6 +75,8 @@ CASES = (
     Case(3, keys=3000, own_values=False, log_sigma=4.0, label="3 queries, 3,000 keys and values, log σ = 4"),
     Case(8, keys=8000, with_gradients=False, log_sigma=2.0, label="decoding 8 queries, 8,000 keys, log σ = 2"),
     Case(500, CAUSAL, log_sigma=1.0, head_dim=16, label="500 tokens, causal, D = 16, log σ = 1"),
+    Case(60, CAUSAL, log_sigma=1.0, head_dim=16, label="60 tokens, causal, D = 16, log σ = 1"),
+    Case(8, CAUSAL, own_values=False, log_sigma=1.0, label="8 tokens, causal, other values, log σ = 1"),
     Case(300, CAUSAL, log_sigma=1.5, head_dim=128, label="300 tokens, causal, D = 128, log σ = 1.5"),
     Case(300, keys=300, own_values=False, log_sigma=1.0, head_dim=128, label="300 other keys, D = 128, log σ = 1"),
 )

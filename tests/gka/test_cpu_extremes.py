@@ -49,6 +49,15 @@ def test_gradients_of_tokens_that_see_only_themselves_are_exactly_zero():
         assert dx.count_nonzero() == 0
 
 
+def test_gradients_of_tokens_that_hardly_see_another_round_once():
+    """K is 1 for the token itself and 0 for others: dx is grad_y divided by the row's sum and nothing else."""
+    x, grad_y = (make_features("normal", (1, 50, 2, 64), seed=seed) for seed in (0, 1))
+    for mask in (dict(), dict(causal=True), dict(window=5)):
+        leaf = x.clone().requires_grad_()
+        (dx,) = torch.autograd.grad(attend(leaf, torch.full((2,), -1.0), eps=1e-3, **mask), leaf, grad_y)
+        assert torch.equal(dx, grad_y / torch.tensor(1.001))
+
+
 def test_a_bad_query_reaches_the_values_that_it_sees_and_no_others():
     x, keys, values = (make_features("normal", (1, 50, 1, 20), seed=seed).requires_grad_() for seed in range(3))
     weight = torch.ones(50)

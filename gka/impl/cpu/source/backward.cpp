@@ -58,6 +58,7 @@ struct OwnTile {
         if (diagonal) twice = fma(m, e, twice);
         else pairs = fma(m, e, pairs);
         m = m * inverse;
+        if (r >= c && r < c + L) m = zero.keep(r - c, r - c, m);  // x_i - x_i = 0, of which rounding would leave some
         m.store(block.m + o);
         if (!diagonal) down[v] = down[v] + m;
         across = across + m;
@@ -189,8 +190,7 @@ void write(Range range, const Plan& plan, int64_t slot_size, const Sums& mixed, 
     for (int64_t part = 0; sums && part < plan.parts; part++) sum += in_slot(sums, part * slot_size)[i];
     for (int64_t d = 0; d < head_dim; d += Vector::LANES) {
       Vector gradient = mixed.get(i * tokens.channels + d, plan.parts, slot_size);
-      // Two roundings, as mixed_i has: where M_ii x_i is all of it, the difference is then 0.
-      if (sums) gradient = gradient - Vector::all(float(sum)) * Vector::load(tokens.row(i) + d);
+      if (sums) gradient = negated_fma(Vector::all(float(sum)), Vector::load(tokens.row(i) + d), gradient);
       store_channels(gradient, out.writable(i), d, head_dim);
     }
   }
@@ -230,6 +230,6 @@ void gka_backward_float32(const GkaRequest* request) {
     for (int64_t task = 0; task < plan.tasks(); task++)
       if (task / plan.parts % q.num_heads == h) sum += partial[task];
     const bool clamped = std::abs(q.log_sigma[h]) > q.bound;
-    q.dlog_sigma[h] = clamped ? 0.0f : float(-2.0 * double(LN_2) * sum);
+    q.dlog_sigma[h] = clamped ? 0.0f : float(-2.0 * LN_2 * sum);
   }
 }

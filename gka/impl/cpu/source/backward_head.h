@@ -50,10 +50,10 @@ struct Backward : Head {
     for (int64_t i = 0; i < query.count; i++) {
       if (i + AHEAD < query.count) prefetch(from.row(i + AHEAD), head_dim), prefetch(y.row(i + AHEAD), head_dim);
       const float kept = q.level[index * q.num_queries + i];
-      const Vector share = Vector::all(own_keys ? 1.0f / kept : 1.0f);
+      const Vector row_sum = Vector::all(own_keys ? kept : 1.0f);
       Vector sum = Vector::all(0.0f);
       for (int64_t d = 0; d < grad.channels; d += Vector::LANES) {
-        const Vector g = load_channels(from.row(i), d, head_dim) * share;
+        const Vector g = load_channels(from.row(i), d, head_dim) / row_sum;
         g.store(grad.row(i) + d);
         if (!own_keys) continue;
         const Vector mixed = load_channels(y.row(i), d, head_dim);

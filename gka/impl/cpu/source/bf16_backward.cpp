@@ -4,8 +4,8 @@
 //   dx_i = (1 / sigma^2) sum_j M_ij (x_j - x_i) + sum_j [j sees i] K_ij g_j
 //   M_ij = K_ij ([i sees j] (g_i.v_j - delta_i) + [j sees i] (v_i.g_j - delta_j))
 //
-// Foreign keys: K is W itself, 2^(exponent - level), and g_i = grad_y_i. A query gathers with the first of M's two terms,
-// a key with the second, and K_ij g_j for its value. As M's rows sum to 0, exponents may be measured from anywhere for
+// Foreign keys: K is W itself, 2^(exponent - level), and g_i = grad_y_i. A query gathers with the first of M's two
+// terms, a key with the second, and K_ij g_j for its value. As M's rows sum to 0, exponents may be measured from anywhere for
 // dlog_sigma: from the row's mean weight, where what rounding left of that sum has the least effect.
 //
 // Every token gathers its gradient from all tokens that it sees and all that see it, so nothing is added up across
@@ -56,12 +56,12 @@ struct Backward {
   }
 
   void fill(const GkaRequest& q, int64_t index) {
-    inverse = inverse_variance(q, index);
+    inverse = float(inverse_variance(q, index));
     x.copy(HalfSource(q.x, q, index));
     x.reorder(true);
     if (!own_keys) key.copy(HalfSource(q.keys, q, index)), key.reorder(true);
     if (!q.own_values) value.copy(HalfSource(q.values, q, index)), value.reorder(false);
-    key.half_norms(inverse * LOG2_E, key_term);
+    key.half_norms(float(inverse * LOG2_E), key_term);
     const float* level = q.level + index * q.num_queries;
     std::fill(even, even + x.padded, 0.0f);
     if (!own_keys) {
@@ -128,13 +128,15 @@ struct Backward {
     const float* column_terms = (ROLES == KEY ? query_term : key_term) + c;
     using V = Vectors<2 * ROWS>;
     __m512 moments = _mm512_setzero_ps(), delta_columns[2];
-    const __m512 scale = _mm512_set1_ps(inverse * LOG2_E), factor = _mm512_set1_ps(inverse), one = _mm512_set1_ps(1.0f);
+    const __m512 scale = _mm512_set1_ps(float(inverse * LOG2_E)), factor = _mm512_set1_ps(inverse);
+    const __m512 one = _mm512_set1_ps(1.0f);
     if (ROLES != QUERY)
       for (int v = 0; v < 2; v++) delta_columns[v] = _mm512_load_ps(delta + c + v * UNIT);
     for (int64_t i = 0; i < STRIPE; i += ROWS, products += ROWS * STRIPE) {
       auto e = exponents<2 * ROWS>(products, scale, row_terms + i, column_terms);
       auto k = exp2_half<false>(e);
-      if (ROLES == QUERY) e = V::of([&](int v) { return _mm512_add_ps(e.v[v], _mm512_set1_ps(even[row + i + v / 2])); });
+      if (ROLES == QUERY)
+        e = V::of([&](int v) { return _mm512_add_ps(e.v[v], _mm512_set1_ps(even[row + i + v / 2])); });
       auto f = V::of([&](int v) { return _mm512_load_ps(products + PRODUCTS + v * UNIT); });
       if (ROLES != KEY) f = V::of([&](int v) { return _mm512_sub_ps(f.v[v], _mm512_set1_ps(delta[row + i + v / 2])); });
       if (ROLES != QUERY && !SEPARATE) f = V::of([&](int v) { return _mm512_sub_ps(f.v[v], delta_columns[v % 2]); });
@@ -265,7 +267,7 @@ void gka_backward_bfloat16(const GkaRequest* request) {
     for (int64_t i = 0; i < plan.heads * stripes; i++)
       if (i / stripes % q.num_heads == h) sum += moments[i];
     const bool clamped = std::abs(q.log_sigma[h]) > q.bound;
-    q.dlog_sigma[h] = clamped ? 0.0f : float(-(q.own_keys ? 1 : 2) * double(LN_2) * sum);  // own pairs were met twice
+    q.dlog_sigma[h] = clamped ? 0.0f : float(-(q.own_keys ? 1 : 2) * LN_2 * sum);  // own pairs were met twice
   }
 }
 

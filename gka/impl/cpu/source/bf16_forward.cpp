@@ -40,13 +40,13 @@ struct Forward {
   }
 
   void fill(const GkaRequest& q, int64_t index) {
-    inverse = inverse_variance(q, index);
+    inverse = float(inverse_variance(q, index));
     key.copy(HalfSource(q.keys, q, index));
     key.reorder(true);
     if (!own_keys) x.copy(HalfSource(q.x, q, index)), x.reorder(false);
     if (!q.own_values) value.copy(HalfSource(q.values, q, index)), value.reorder(true);
-    float norm = key.half_norms(inverse * LOG2_E, key_term);
-    if (!own_keys) norm = x.half_norms(inverse * LOG2_E, query_term);
+    float norm = key.half_norms(float(inverse * LOG2_E), key_term);
+    if (!own_keys) norm = x.half_norms(float(inverse * LOG2_E), query_term);
     largest = 2.0f * norm * LN_2;
   }
 
@@ -58,7 +58,7 @@ struct Forward {
   // A block of K, rounded, as two tiles.
   template <bool EDGE>
   GKA_INLINE void block(int64_t row, int64_t c, Half* to) const {
-    const __m512 scale = _mm512_set1_ps(inverse * LOG2_E), one = _mm512_set1_ps(1.0f);
+    const __m512 scale = _mm512_set1_ps(float(inverse * LOG2_E)), one = _mm512_set1_ps(1.0f);
     for (int64_t i = 0; i < STRIPE; i += ROWS) {
       const float *rows = query_term + row + i, *from = products + i * STRIPE;
       auto weights = exp2_half<true>(exponents<2 * ROWS>(from, scale, rows, key_term + c));
@@ -101,7 +101,7 @@ struct Forward {
 
   // From now on each row's exponents are relative to the largest, which becomes exactly 0.
   void subtract_largest(int64_t row) {
-    const __m512 scale = _mm512_set1_ps(inverse * LOG2_E), lowest = _mm512_set1_ps(LOWEST);
+    const __m512 scale = _mm512_set1_ps(float(inverse * LOG2_E)), lowest = _mm512_set1_ps(LOWEST);
     const Range keys = seen_by_stripe(row);
     __m512 peaks[STRIPE];
     std::fill(peaks, peaks + STRIPE, lowest);

@@ -52,8 +52,8 @@ struct Parts {
   }
 };
 
-// log2 K of a query and the keys of a group, less what all of them have in common: one score in each lane. CHANNELS: how
-// many there are, if known, so that the query stays in registers.
+// log2 K of a query and the keys of a group, less what all of them have in common: one score in each lane. CHANNELS:
+// how many there are, if known, so that the query stays in registers.
 template <int64_t CHANNELS>
 GKA_INLINE Vector scores_of(const float* x, const Group& keys, float factor) {
   constexpr int64_t L = Vector::LANES;
@@ -126,7 +126,7 @@ struct Decode {
 
   float factor(int64_t h) const {  // of a squared distance in log2 K
     const double s = q.log_sigma[h], clamped = s > q.bound ? q.bound : s < -q.bound ? -q.bound : s;
-    return float(-0.5 * double(LOG2_E) * std::exp(-2.0 * clamped));
+    return float(-0.5 * LOG2_E * std::exp(-2.0 * clamped));
   }
   void prepare() const {
     for (int64_t h = 0; h < q.num_heads; h++) plan.factors()[h] = factor(h);

@@ -1,5 +1,5 @@
-// Tokens of a cache as decoding computes with them: a few of one head, in float32, in whole registers. What the cache does
-// not hold like this goes through a buffer: bfloat16, odd numbers of channels, and keys that are derived from values.
+// Tokens of a cache as decoding computes with them: a few of one head, in float32, in whole registers. What the cache
+// does not hold like this goes through a buffer: bfloat16, odd numbers of channels, and keys that are derived from values.
 #pragma once
 #include "decode.h"
 #include "head.h"
@@ -74,8 +74,8 @@ struct Group {
     }
   }
 
-  // Keys: the two halves of a value, turned by the table's row of its token; `scale` normalises them. HALF: the channels
-  // of a half, if known.
+  // Keys: the two halves of a value, turned by the table's row of its token; `scale` normalises them. HALF: the
+  // channels of a half, if known.
   template <int64_t HALF, typename Table, typename T>
   GKA_INLINE void derive(const Rows<T>& values, const GkaDecode& q, int64_t j, int64_t how_many) {
     const int64_t half = HALF ? HALF : q.head_dim / 2;

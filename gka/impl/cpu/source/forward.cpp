@@ -158,7 +158,7 @@ float finish(const GkaRequest& q, const Plan& plan, int64_t index, Range queries
       store_channels(mean, y, d, q.head_dim);
     }
     level[i] = q.own_keys ? total : total == 0.0f ? 0.0f : head.top[i];
-    largest = std::max(largest, 2.0f / LOG2_E * head.query.half_norm[i]);
+    largest = std::max(largest, float(2.0 / LOG2_E) * head.query.half_norm[i]);
   }
   return largest;
 }

@@ -202,10 +202,10 @@ inline void mean_of(const Source& source, int64_t count, int64_t head_dim, float
 }
 
 // exp(-2 log_sigma), clamped; NaN stays.
-inline float inverse_variance(const GkaRequest& q, int64_t head) {
+inline double inverse_variance(const GkaRequest& q, int64_t head) {
   float s = q.log_sigma[head % q.num_heads];
   s = s > q.bound ? q.bound : s < -q.bound ? -q.bound : s;
-  return float(std::exp(-2.0 * double(s)));
+  return std::exp(-2.0 * double(s));
 }
 
 // What forward and backward have in common.
@@ -230,8 +230,8 @@ struct Head {
   // How many of so many tokens another one sees at most.
   int64_t seen(int64_t tokens) const { return std::min(tokens, reach.before + reach.after + 1); }
   void fill(const GkaRequest& q, int64_t head) {
-    inverse = inverse_variance(q, head);
-    factor = std::sqrt(LOG2_E * inverse);
+    const double precise = inverse_variance(q, head);  // what rounding leaves in the factor changes all exponents alike
+    inverse = float(precise), factor = float(std::sqrt(LOG2_E * precise));
     if (mean) mean_of(Source(q.keys, q, head), q.num_keys, head_dim, mean);
     pack(Source(q.x, q, head), head_dim, mean, factor, query);
     if (!own_keys) pack(Source(q.keys, q, head), head_dim, mean, factor, key);

@@ -10,7 +10,7 @@
 
 namespace gka {
 
-constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
+constexpr double LOG2_E = 1.4426950408889634, LN_2 = 0.6931471805599453;
 constexpr float LOWEST = -1e38f;  // below every exponent; stands for minus infinity where differences must not be NaN
 
 #if defined(__AVX512F__)
