@@ -22,8 +22,9 @@ UNPLAIN = (
     r"\bwhat is there\b",
     r"\bgone data\b",
 )
+SUFFIXES = {".py", ".md", ".toml", ".yml", ".sh", ".cff", ".h", ".cpp"}
 PAGES = tracked(".md")
-TEXTS = [path for path in tracked() if path.suffix in {".py", ".md", ".toml", ".yml", ".sh", ".cff"}]
+TEXTS = [path for path in tracked() if path.suffix in SUFFIXES]
 TEXTS += [path for path in (Path("Makefile"), Path(".ci/run")) if (ROOT / path).exists()]
 CODE = tracked(".py")
 

@@ -5,8 +5,8 @@
 //   M_ij = K_ij ([i sees j] (g_i.v_j - delta_i) + [j sees i] (v_i.g_j - delta_j))
 //
 // Foreign keys: K is W itself, 2^(exponent - level), and g_i = grad_y_i. A query gathers with the first of M's two
-// terms, a key with the second, and K_ij g_j for its value. As M's rows sum to 0, exponents may be measured from anywhere for
-// dlog_sigma: from the row's mean weight, where what rounding left of that sum has the least effect.
+// terms, a key with the second, and K_ij g_j for its value. As M's rows sum to 0, exponents may be measured from
+// anywhere for dlog_sigma: from the row's mean weight, where what rounding left of that sum has the least effect.
 //
 // Every token gathers its gradient from all tokens that it sees and all that see it, so nothing is added up across
 // stripes, and no transposed copies are needed. Where the mask or K is not symmetric, K is computed twice for that.

@@ -1,5 +1,5 @@
 // Tokens of a cache as decoding computes with them: a few of one head, in float32, in whole registers. What the cache
-// does not hold like this goes through a buffer: bfloat16, odd numbers of channels, and keys that are derived from values.
+// does not hold like this goes through a buffer: bfloat16, odd numbers of channels, keys that are derived from values.
 #pragma once
 #include "decode.h"
 #include "head.h"
