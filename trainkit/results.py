@@ -18,20 +18,27 @@ from trainkit.cli import command_line
 from trainkit.progress import finite, read_lines
 
 PROJECT = Path(__file__).resolve().parents[1]
+CPUINFO = Path("/proc/cpuinfo")
+
+
+def processor_name(cpuinfo: str) -> str:
+    """The processor's name, from the text of /proc/cpuinfo, with its family and model if it has no number."""
+    entries = dict(re.findall(r"^([\w ]+?)\s*:\s*(.*?)\s*$", cpuinfo.split("\n\n")[0], re.MULTILINE))
+    name = entries.get("model name") or platform.processor() or platform.machine()
+    if re.search(r"\d", name) or not {"cpu family", "model"} <= entries.keys():
+        return name
+    return f"{name} family {entries['cpu family']} model {entries['model']}"
 
 
 def describe_hardware(device: torch.device) -> str:
     """The GPU's name; or the processor's, with the number of threads that PyTorch uses.
 
-    Instructions to which ATEN_CPU_CAPABILITY holds PyTorch are named: with them it is another machine.
+    A processor whose name has no number, as virtual machines give it, has its family and model added. Instructions to
+    which ATEN_CPU_CAPABILITY holds PyTorch are named: with them it is another machine.
     """
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    cpuinfo, models = Path("/proc/cpuinfo"), []
-    if cpuinfo.exists():
-        lines = cpuinfo.read_text().splitlines()
-        models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    model = models[0] if models else platform.processor() or platform.machine()
+    model = processor_name(CPUINFO.read_text() if CPUINFO.exists() else "")
     if held_to := os.environ.get("ATEN_CPU_CAPABILITY"):
         model += f" held to {held_to.upper()}"
     threads = torch.get_num_threads()

@@ -15,7 +15,7 @@ from trainkit.cli import PassingFault, UserError, as_typed
 from trainkit.distributed import Runtime, setup
 from trainkit.files import atomic, atomic_folder, locked, read_json, remove_stale_temporaries, write_json
 from trainkit.progress import Pace, RunLog, clock_text, read_events, read_lines
-from trainkit.results import append_result, describe_hardware, is_processor, peak_memory
+from trainkit.results import append_result, describe_hardware, is_processor, peak_memory, processor_name
 
 # Files
 
@@ -282,6 +282,19 @@ def test_result_line_names_commit_command_and_hardware(tmp_path):
     assert re.fullmatch(r"[0-9a-f]{7,}\+?|unknown", record["commit"])
     assert record["command"].startswith(as_typed(sys.executable)) and is_processor(record["hardware"])
     assert returned["metrics"] == record["metrics"]
+
+
+@pytest.mark.parametrize(
+    "name, want",
+    [
+        ("AMD EPYC", "AMD EPYC family 25 model 17"),
+        ("Intel(R) Xeon(R) Platinum 8488C",) * 2,
+    ],
+)
+def test_processors_without_a_number_are_told_apart(name, want):
+    entries = f"processor\t: 0\ncpu family\t: 25\nmodel\t\t: 17\nmodel name\t: {name}\nflags\t\t: fpu\n"
+    assert processor_name(f"{entries}\n{entries.replace('17', '18')}") == want
+    assert processor_name(f"model name\t: {name}\n") == name
 
 
 @pytest.mark.parametrize("threads, words", [(1, "1 thread"), (2, "2 threads")])
