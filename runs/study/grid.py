@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from runs.study.cells import Cell
 from runs.study.families import (
@@ -24,6 +24,7 @@ from runs.study.families import (
     rate_source,
 )
 
+Tried = TypeVar("Tried")  # a rate or a cell
 RATES = (1.0, 2.0, 4.0)
 LEAST_RATE, MOST_RATE = 0.25, 16.0
 SEEDS = (0, 1, 2)
@@ -50,6 +51,7 @@ class Done(dict):
 
 TRAINED_LONGER = {name: FAMILIES[name] for name in ("softmax", "GKA", "GKA unrotated", "GKA + offsets")}
 HEADLINE = ("softmax", "softmax + offsets", "GKA", "GKA + offsets")
+REPEATED = (*HEADLINE, "GGGA + offsets")  # with three seeds beyond the smallest size
 SCALED = (*HEADLINE, "VLT + offsets", "softmax without VE", "GGGA + offsets", "GGGGGA + offsets")
 # Three budgets at the sizes where they cost minutes, and the least of them at every size.
 BUDGETS = {2: (2**20, 2**21, 2**22), 4: (2**20, 2**21, 2**22), 6: (2**20,), 8: (2**20,)}
@@ -83,9 +85,9 @@ def best_rate(family: dict, done: Done) -> float | None:
     return _best_of(tried_rates(source, done), partial(done.score, source)) or done.assumed_rate
 
 
-def _best_of(rates: Iterable[float], score_of: Callable[[float], float | None]) -> float | None:
-    scores = {rate: score_of(rate) for rate in rates}
-    return None if None in scores.values() else min(scores, key=scores.get)
+def _best_of(tried: Iterable[Tried], score_of: Callable[[Tried], float | None]) -> Tried | None:
+    scores = {one: score_of(one) for one in tried}
+    return None if not scores or None in scores.values() else min(scores, key=scores.get)
 
 
 def rates(done: Done) -> list[Cell]:
@@ -111,8 +113,7 @@ def further_seeds(done: Done) -> list[Cell]:
 def depth_4(done: Done) -> list[Cell]:
     """Do families, repairs and kernels keep their order at four layers? `HEADLINE` and a hybrid with three seeds."""
     all_once = _at_best_rate({**FAMILIES, **HYBRIDS, **REPAIRS, **KERNELS}, done, [DEEPER], FIRST_SEED)
-    often = {name: ALL[name] for name in (*HEADLINE, "GGGA + offsets")}
-    return [*all_once, *_at_best_rate(often, done, [DEEPER], SEEDS[1:])]
+    return [*all_once, *_at_best_rate(_repeated(), done, [DEEPER], SEEDS[1:])]
 
 
 def longer(done: Done) -> list[Cell]:
@@ -144,13 +145,31 @@ def scaled_places() -> list[dict]:
 
 def largest_rates(done: Done) -> list[Cell]:
     """Is the transferred rate still best at the largest size? Half and twice of it, and beyond as in `tried_rates`."""
-    families = {name: ALL[name] for name in SCALED}
+    return [cell for name in SCALED for cell in _largest_at_rates(ALL[name], done)]
+
+
+def _largest_at_rates(family: Family, done: Done) -> list[Cell]:
     cells = []
-    for cell in _at_best_rate(families, done, [scaled_places()[-1]], FIRST_SEED):
+    for cell in _at_best_rate({"": family}, done, [scaled_places()[-1]], FIRST_SEED):
         first = [cell.rate * factor for factor in (0.5, 1.0, 2.0)]
         rates = _enclosing(first, lambda rate, cell=cell: done.get(replace(cell, rate=rate)))
         cells += [replace(cell, rate=rate) for rate in rates]
     return cells
+
+
+def sizes_seeds(done: Done) -> list[Cell]:
+    """How much does `sizes` vary over seeds, below the largest size? The deepest first."""
+    return _at_best_rate(_repeated(), done, scaled_places()[-2::-1], SEEDS[1:])
+
+
+def largest_seeds(done: Done) -> list[Cell]:
+    """Does the order at the largest size hold over seeds, each family at its best rate of `largest-rates`?"""
+    best = [_best_of(_largest_at_rates(family, done), done.get) for family in _repeated().values()]
+    return [replace(cell, seed=seed) for seed in SEEDS[1:] for cell in best if cell]
+
+
+def _repeated() -> dict[str, Family]:
+    return {name: ALL[name] for name in REPEATED}
 
 
 def sigma_starts(done: Done) -> list[Cell]:
@@ -263,5 +282,7 @@ GROUPS: dict[str, Callable[[Done], list[Cell]]] = {
     "kernel-rates": kernel_rates,
     "kernels": kernels,
     "sizes": sizes,
+    "sizes-seeds": sizes_seeds,
     "largest-rates": largest_rates,
+    "largest-seeds": largest_seeds,
 }

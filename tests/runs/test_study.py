@@ -189,6 +189,17 @@ def test_a_rate_beyond_the_end_is_tried_at_the_largest_size_too():
             done[cells[min(tried)]] = loss
 
 
+def test_the_largest_size_has_seeds_at_its_own_best_rate_once_all_are_tried():
+    family, done = FAMILIES["GKA + offsets"], Done()
+    for rate, loss in zip(RATES, (2.0, 1.9, 1.95)):
+        done[Cell(**SMALLEST, **family, rate=rate)] = loss
+    tried = [cell for cell in grid.largest_rates(done) if cell.attention == "gka"]
+    done.update({cell: 1.8 for cell in tried[:-1]})
+    assert grid.largest_seeds(done) == []
+    done.update({cell: 1.8 + abs(cell.rate - 2.0) for cell in tried})
+    assert grid.largest_seeds(done) == [replace(tried[1], seed=seed) for seed in (1, 2)]
+
+
 def test_every_group_has_cells_that_can_be_built():
     done = Done()
     done.assumed_rate = 2.0
