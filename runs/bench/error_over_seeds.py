@@ -9,6 +9,7 @@ runs.tables` puts it into the page. Takes about a minute.
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,7 +32,7 @@ FULL, CAUSAL = Mask(), Mask(causal=True)
 
 @dataclass(frozen=True)
 class Case:
-    """Normal features; keys None: x; log_sigma None: sigma^2 of 1.3 sqrt(D) and 1.3 D, as `testing.make_log_sigma`."""
+    """keys None: x; log_sigma None: sigma^2 of 1.3 sqrt(D) and 1.3 D, as `testing.make_log_sigma`."""
 
     queries: int
     mask: Mask = FULL
@@ -40,13 +41,14 @@ class Case:
     log_sigma: float | None = None
     head_dim: int = 64
     with_gradients: bool = True
+    features: str = "normal"
     label: str = field(kw_only=True)
 
     def problem(self, seed: int) -> testing.Problem:
         """Of one sequence and two heads."""
 
         def draw(tokens: int, role: int) -> torch.Tensor:
-            return testing.make_features("normal", (1, tokens, HEADS, self.head_dim), seed=10 * seed + role)
+            return testing.make_features(self.features, (1, tokens, HEADS, self.head_dim), seed=10 * seed + role)
 
         usual = testing.make_log_sigma(HEADS, self.head_dim)
         return testing.Problem(
@@ -92,17 +94,26 @@ class ErrorOverSeedsConfig:
 
 def measure(case: Case, seeds: int = SEEDS) -> dict[str, dict[str, float]]:
     """The error of y and of each gradient, of every route: root mean square over seeds, of the exact one's."""
-    attend = partial(gaussian_attention, causal=case.mask.causal, impl="cpu", eps=EPS)
     exact: Counter[str] = Counter()
     wrong: dict[str, Counter[str]] = {route: Counter() for route in ROUTES}
+    for of_one, wrong_of_one in squares(case, seeds):
+        exact.update(of_one)
+        for route in ROUTES:
+            wrong[route].update(wrong_of_one[route])
+    return {route: {name: (total[name] / exact[name]) ** 0.5 for name in exact} for route, total in wrong.items()}
+
+
+def squares(case: Case, seeds: int) -> Iterator[tuple[dict[str, float], dict[str, dict[str, float]]]]:
+    """For each seed the sum of squares of what is exact, and of every route's errors, by name."""
+    attend = partial(gaussian_attention, causal=case.mask.causal, window=case.mask.window, impl="cpu", eps=EPS)
     for seed in range(seeds):
         problem = case.problem(seed)
         want = testing.oracle(problem).named()
-        exact.update({name: tensor.square().sum().item() for name, tensor in want.items()})
+        wrong = {}
         for route in ROUTES:
             got = (testing.plain(problem) if route == "plain" else testing.run(attend, problem)).named()
-            wrong[route].update({name: (got[name] - want[name]).square().sum().item() for name in want})
-    return {route: {name: (total[name] / exact[name]) ** 0.5 for name in exact} for route, total in wrong.items()}
+            wrong[route] = {name: (got[name] - want[name]).square().sum().item() for name in want}
+        yield {name: tensor.square().sum().item() for name, tensor in want.items()}, wrong
 
 
 def main(config: ErrorOverSeedsConfig) -> None:

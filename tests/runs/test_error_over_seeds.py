@@ -3,6 +3,7 @@
 import pytest
 
 from gka.impl.cpu import build
+from runs.bench import error_sweep
 from runs.bench.error_over_seeds import CASES, FULL, RESULTS, Case, measure
 from trainkit.results import read_lines
 
@@ -44,3 +45,10 @@ def test_errors_are_those_of_the_page(case):
 def test_dlog_sigma_of_wide_kernels_is_better_than_plain_pytorchs(case):
     """All exponents are nearly the same there, and the sum of M, which is 0, comes with what rounding leaves of it."""
     assert ratios(case, 8)["dlog_sigma"] < 1
+
+
+@pytest.mark.parametrize("case", list(error_sweep.cases())[::97], ids=lambda case: case.label)
+def test_cases_of_the_sweep_are_about_as_accurate_as_plain_pytorch(case):
+    found = error_sweep.ratios(case, 3)
+    found.pop("dlog_sigma", None)
+    assert max(found.values()) < 1.5

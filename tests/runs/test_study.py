@@ -194,7 +194,7 @@ def test_the_largest_size_has_seeds_at_its_own_best_rate_once_all_are_tried():
     for rate, loss in zip(RATES, (2.0, 1.9, 1.95)):
         done[Cell(**SMALLEST, **family, rate=rate)] = loss
     tried = [cell for cell in grid.largest_rates(done) if cell.attention == "gka"]
-    done.update({cell: 1.8 for cell in tried[:-1]})
+    done.update(dict.fromkeys(tried[:-1], 1.8))
     assert grid.largest_seeds(done) == []
     done.update({cell: 1.8 + abs(cell.rate - 2.0) for cell in tried})
     assert grid.largest_seeds(done) == [replace(tried[1], seed=seed) for seed in (1, 2)]

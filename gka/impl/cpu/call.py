@@ -67,7 +67,8 @@ def output_like(x, differentiable: bool):
     """(y, level, rest) of `gka::cpu_attend`, not yet written."""
     batch, length, heads, _ = x.shape
     rest = x.new_empty(x.shape if differentiable and x.dtype == torch.bfloat16 else (0, 0, 0, 0))
-    return x.new_empty(x.shape), x.new_empty((batch, heads, length), dtype=torch.float32), rest
+    level = torch.float64 if x.dtype == torch.float32 else torch.float32
+    return x.new_empty(x.shape), x.new_empty((batch, heads, length), dtype=level), rest
 
 
 def gradients_like(x, keys, values, log_sigma):

@@ -7,6 +7,7 @@
 // cancels in rows with one key that counts. That key may be far, where with own keys it is x_i itself, and would move
 // much with what g_i.y_i leaves of it. A block therefore has all keys that its queries see.
 #include "backward_head.h"
+#include "few.h"
 
 namespace {
 
@@ -108,7 +109,13 @@ void weigh(const Backward& head, const Block& block) {
   const Vector inverse = Vector::all(head.inverse);
   for (int64_t c = block.queries.begin; c < block.queries.end; c += L) {
     const Vector weight = greater(Vector::all(1e-30f), Vector::load(head.weight + c));  // 0 if a query sees nothing
-    const Vector share = Vector::all(1.0f) / weight, delta = Vector::load(head.pulled + c) / weight;
+    const Vector delta = Vector::load(head.pulled + c) / weight;
+    float high[L], low[L];
+    for (int64_t i = 0; i < L; i++) {
+      const Factor share(head.weight[c + i] < 1e-30 ? 1e30 : 1.0 / head.weight[c + i]);
+      high[i] = share.high, low[i] = share.low;
+    }
+    const Vector share = Vector::load(high), share_left = Vector::load(low);
     const Vector centre = Vector::load(head.centre + c) / weight, level = Vector::load(head.level + c);
     const Vector zero = Vector::all(0.0f);
     const Range keys = head.reach.keys(unit_of(c)).within(block.keys);
@@ -121,7 +128,8 @@ void weigh(const Backward& head, const Block& block) {
         if (r + i >= keys.end) continue;
         const int64_t o = block.at(r + i, c);
         const Vector e = Vector::load(block.k + o);
-        Vector w = exp2(e - level) * share;
+        Vector w = exp2(e - level);
+        w = fma(w, share, w * share_left);
         const Vector f = Vector::load(block.m + o), above = f - delta;
         const Vector lost = ((f - above) - delta).or_zero();  // by rounding, alike in most of a row; NaN if infinite
         m[i] = fma(w, above, w * lost);
@@ -216,6 +224,7 @@ int64_t gka::backward_scratch(const GkaRequest& q) {
 
 void gka_backward_float32(const GkaRequest* request) {
   const GkaRequest& q = *request;
+  if (sees_few(q)) return backward_of_few(q);
   const Plan plan(q, !q.own_keys);
   const int64_t slot_size = slot_size_of<Backward>(q, plan);
   double* partial = reinterpret_cast<double*>(q.scratch + plan.slots * slot_size);

@@ -46,34 +46,34 @@ struct Backward : Head {
 
   void fill_gradients(const GkaRequest& q, int64_t index) {
     const Source from(q.grad_y, q, index), y(q.y, q, index);
+    const double* kept = static_cast<const double*>(q.level) + index * q.num_queries;
     const bool shifted = mean && own_values;
     for (int64_t i = 0; i < query.count; i++) {
       if (i + AHEAD < query.count) prefetch(from.row(i + AHEAD), head_dim), prefetch(y.row(i + AHEAD), head_dim);
-      const float kept = q.level[index * q.num_queries + i];
-      const Vector row_sum = Vector::all(own_keys ? kept : 1.0f);
+      const Factor share(own_keys ? 1.0 / kept[i] : 1.0);
       Vector sum = Vector::all(0.0f);
       for (int64_t d = 0; d < grad.channels; d += Vector::LANES) {
-        const Vector g = load_channels(from.row(i), d, head_dim) / row_sum;
+        const Vector g = share.times(load_channels(from.row(i), d, head_dim));
         g.store(grad.row(i) + d);
         if (!own_keys) continue;
         const Vector mixed = load_channels(y.row(i), d, head_dim);
         sum = fma(g, shifted ? mixed - Vector::load(mean + d) : mixed, sum);
       }
       delta[i] = sum.sum();
-      if (level) level[i] = kept;
+      if (level) level[i] = float(kept[i]);
     }
     std::fill(grad.row(grad.count), grad.row(grad.padded), 0.0f);
     std::fill(delta + query.count, delta + query.padded, 0.0f);
     if (!own_keys) {
       std::fill(level + query.count, level + query.padded, 0.0f);
     } else {
-      fill_usual(q.level + index * q.num_queries, double(q.eps), shifted);
+      fill_usual(kept, double(q.eps), shifted);
     }
     grad.fill_panels(head_dim, own_values ? 1.0f / factor : 1.0f);  // against the scaled panels of the values
   }
 
   // M of a query adds up to eps g.y, and delta is g.y, less what the mean that was subtracted has of it.
-  void fill_usual(const float* row_sums, double eps, bool shifted) {
+  void fill_usual(const double* row_sums, double eps, bool shifted) {
     if (eps < 0.0) return std::fill(usual, usual + query.padded, 0.0f);  // not known
     double sums_of_m = 0.0, sums_of_k = 0.0, pairs = 0.0;
     for (int64_t i = 0; i < query.count; i++) {

@@ -62,7 +62,7 @@ struct Backward {
     if (!own_keys) key.copy(HalfSource(q.keys, q, index)), key.reorder(true);
     if (!q.own_values) value.copy(HalfSource(q.values, q, index)), value.reorder(false);
     key.half_norms(float(inverse * LOG2_E), key_term);
-    const float* level = q.level + index * q.num_queries;
+    const float* level = static_cast<const float*>(q.level) + index * q.num_queries;
     std::fill(even, even + x.padded, 0.0f);
     if (!own_keys) {
       std::copy(level, level + x.count, query_term);

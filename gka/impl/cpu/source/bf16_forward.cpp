@@ -139,7 +139,7 @@ struct Forward {
         store_half(y.row(i) + d, q.head_dim - d, exact);
         if (q.rest.data) store_half(rest.row(i) + d, q.head_dim - d, _mm512_sub_ps(exact, widen(narrow(exact))));
       }
-      q.level[index * q.num_queries + i] = own_keys ? total : query_term[i] + std::log2(total);
+      static_cast<float*>(q.level)[index * q.num_queries + i] = own_keys ? total : query_term[i] + std::log2(total);
     }
   }
 };

@@ -2,6 +2,7 @@
 //
 // Own keys: K_cc = 1 is the largest of its row, so nothing is subtracted from exponents and nothing rescaled. Others:
 // exponents stay in the block until the largest of their rows so far is known.
+#include "few.h"
 #include "tiles.h"
 
 namespace {
@@ -139,7 +140,8 @@ void run_part(const GkaRequest& q, const Plan& plan, int64_t index, int64_t part
 float finish(const GkaRequest& q, const Plan& plan, int64_t index, Range queries, float* scratch, int64_t slot_size) {
   Arena arena{scratch};
   const Forward head(q, plan, arena);
-  float largest = 0.0f, *level = q.level + index * q.num_queries;
+  float largest = 0.0f;
+  double* level = static_cast<double*>(q.level) + index * q.num_queries;
   const Source to(q.y, q, index);
   for (int64_t i = queries.begin; i < queries.end; i++) {
     if (i + AHEAD < queries.end) prefetch<true>(to.row(i + AHEAD), q.head_dim);
@@ -149,15 +151,19 @@ float finish(const GkaRequest& q, const Plan& plan, int64_t index, Range queries
       if (head.top) head.top[i] = std::max(head.top[i], head.top[part * slot_size + i]);  // one part has this query
     }
     const double exact = sum + (q.own_keys ? double(q.eps) : 0.0);
-    const float total = float(exact), share = float(1.0 / exact);
+    const Factor share(1.0 / exact);
+    const Vector less = Vector::all(q.own_keys ? q.eps / float(exact) : 0.0f);  // of the mean
     const bool shifted = head.mean && q.own_values;
     float* y = to.writable(i);
     for (int64_t d = 0; d < q.head_dim; d += Vector::LANES) {
-      Vector mean = Vector::all(share) * head.y.get(i * head.query.channels + d, plan.parts, slot_size);
-      if (shifted) mean = fma(Vector::load(head.mean + d), Vector::all(float(sum / exact)), mean);
+      Vector mean = share.times(head.y.get(i * head.query.channels + d, plan.parts, slot_size));
+      if (shifted) {
+        const Vector of_keys = Vector::load(head.mean + d);
+        mean = of_keys + negated_fma(of_keys, less, mean);
+      }
       store_channels(mean, y, d, q.head_dim);
     }
-    level[i] = q.own_keys ? total : total == 0.0f ? 0.0f : head.top[i];
+    level[i] = q.own_keys ? exact : exact == 0.0 ? 0.0 : double(head.top[i]);
     largest = std::max(largest, float(2.0 / LOG2_E) * head.query.half_norm[i]);
   }
   return largest;
@@ -172,6 +178,7 @@ int64_t gka::forward_scratch(const GkaRequest& q) {
 
 void gka_forward_float32(const GkaRequest* request) {
   const GkaRequest& q = *request;
+  if (gka::sees_few(q)) return gka::forward_of_few(q);
   const Plan plan(q);
   float largest = 0.0f;
   in_parallel(q, plan, slot_size_of<Forward>(q, plan), q.num_queries, run_part, [&](auto&&... arguments) {
@@ -183,5 +190,6 @@ void gka_forward_float32(const GkaRequest* request) {
 }
 
 int64_t gka_scratch_float32(const GkaRequest* request, int32_t phase) {
+  if (gka::sees_few(*request)) return gka::few_scratch(*request, phase);
   return phase == GKA_FORWARD ? gka::forward_scratch(*request) : gka::backward_scratch(*request);
 }

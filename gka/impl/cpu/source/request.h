@@ -20,9 +20,9 @@ struct GkaRequest {
   GkaTensor rest;                    // bfloat16 alone: what rounding took from y; written by forward, unless null, for
                                      // backward
   const float* log_sigma;            // (H,)
-  float* level;                      // (B, H, Tq), written by forward for backward: D_i + eps with own keys; with
-                                     // others log2 of the largest K, in bfloat16 of the row sum without the query's
-                                     // norm
+  void* level;                       // (B, H, Tq), double, in bfloat16 float; written by forward for backward: D_i +
+                                     // eps with own keys; with others log2 of the largest K, in bfloat16 of the row
+                                     // sum without the query's norm
   float* largest;                    // (1,), written by forward: the largest |x|^2 / sigma^2, in float32 after centring
   float* dlog_sigma;                 // (H,), written by backward
   float* scratch;                    // gka_scratch_* numbers, aligned to 64 bytes, with anything in them

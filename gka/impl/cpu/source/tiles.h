@@ -89,12 +89,14 @@ inline void each_tile(const Reach& reach, const Block& block, const Tile& tile) 
 
 // Rows of channels to which many are added. Long sums keep what rounding takes from them, `rest` numbers further on.
 struct Sums {
-  static constexpr int64_t LONG = 2048;  // tokens that a token sees, each of which adds one to four terms
+  static constexpr int64_t SOME = 48, LONG = 2048;  // tokens that a token sees, each of which adds one to four terms
   float* sum = nullptr;
   int64_t channels = 0, size = 0, rest = 0;
+  int64_t at_once = 48;  // terms that are added up one after another, and rounded each time
 
   void take(Arena& arena, const Tokens& tokens, int64_t seen) {
     channels = tokens.channels, size = tokens.padded * channels, rest = seen > LONG ? size : 0;
+    at_once = seen > LONG ? 96 : seen > SOME ? 48 : 8;
     sum = arena.take(size + rest);
   }
   void clear() const { std::fill(sum, sum + size + rest, 0.0f); }
@@ -180,17 +182,11 @@ inline void mix_unit(Term a, Term b, int64_t stride, int64_t count, float* y, in
   }
 }
 
-// Tokens that everybody mixes before the next ones: their rows stay in the L1 cache. They are added up one after
-// another, so that rounding grows with them; where their sum is added with what rounding takes, they are more.
-template <bool TWO>
-GKA_INLINE int64_t tokens_at_once(const Sums& to) {
-  return (to.rest ? 96 : 48) / (TWO ? 2 : 1);
-}
-
-// to_c += sum_r a[r][c] a.rows_r (+ b): the queries of the block gather its keys.
+// to_c += sum_r a[r][c] a.rows_r (+ b): the queries of the block gather its keys. The rows of those at once stay in the
+// L1 cache.
 template <bool TWO>
 inline void gather_by_queries(const Reach& reach, const Block& block, Term a, Term b, const Sums& to) {
-  const int64_t chunk = tokens_at_once<TWO>(to), channels = to.channels;
+  const int64_t chunk = to.at_once / (TWO ? 2 : 1), channels = to.channels;
   for (int64_t j = block.keys.begin; j < block.keys.end; j += chunk)
     for (int64_t c = block.queries.begin; c < block.queries.end; c += UNIT) {
       Range keys = reach.keys(c).within({j, std::min(j + chunk, block.keys.end)});
@@ -205,7 +201,7 @@ inline void gather_by_queries(const Reach& reach, const Block& block, Term a, Te
 // to_r += sum_c a[r][c] a.rows_c (+ b): the keys of the block gather its queries.
 template <bool TWO>
 inline void gather_by_keys(const Reach& reach, const Block& block, Term a, Term b, const Sums& to) {
-  const int64_t chunk = tokens_at_once<TWO>(to), channels = to.channels;
+  const int64_t chunk = to.at_once / (TWO ? 2 : 1), channels = to.channels;
   for (int64_t j = block.queries.begin; j < block.queries.end; j += chunk)
     for (int64_t r = block.keys.begin; r < block.keys.end; r += UNIT) {
       Range queries = reach.queries(r).within({j, std::min(j + chunk, block.queries.end)});

@@ -174,6 +174,13 @@ constexpr int MIX_VECTORS = 2;                  // of channels, times up to 6 to
 
 #endif
 
+// A factor above 0 in two floats, whose products are rounded once. Neither part is 0, so that infinity stays infinite.
+struct Factor {
+  float high, low;
+  explicit Factor(double a) : high(float(a) * 0.99999994f), low(float(a - double(high))) {}
+  GKA_INLINE Vector times(Vector a) const { return fma(a, Vector::all(high), a * Vector::all(low)); }
+};
+
 // 2^a for a <= 0, to 1e-7 of itself, exactly 1 at 0: a polynomial around the nearest integer (Cephes, exp2f).
 GKA_INLINE Vector exp2(Vector a) {
   Vector clamped = exponent_range(a), r = fraction(clamped), p = Vector::all(1.535336188319500e-4f);
