@@ -13,8 +13,8 @@ from runs.study.scores import Scores, family_of
 
 
 def largest_rates(folder: Path = ROWS) -> str:
-    """Question 3: whether the rate that the smallest size chose is still the best at the largest."""
-    return of_every_text(folder, lambda s: _across(s, grid.largest_rates(s.done), "rate", "rate {:g}"))
+    """Question 3: whether the rate that the smallest size chose is still the best at the largest, seed 0 of each."""
+    return of_every_text(folder, lambda s: _across(s, grid.largest_rates(s.done), "rate", "rate {:g}", seed=0))
 
 
 def patterns(folder: Path = ROWS) -> str:
@@ -43,11 +43,14 @@ def precision(folder: Path = ROWS) -> str:
     return of_every_text(folder, lambda s: _pairs(s, grid.precision(s.done), "dtype", "bfloat16", headings))
 
 
-def _across(scores: Scores, cells: Iterable[Cell], field: str, heading: str) -> str:
-    """Every value of a field."""
+def _across(scores: Scores, cells: Iterable[Cell], field: str, heading: str, seed: int | None = None) -> str:
+    """Every value of a field; of one seed if it is given."""
     losses: dict[str, dict[Any, str]] = {}
     for cell in cells:
-        losses.setdefault(family_of(cell, field), {})[getattr(cell, field)] = loss_of(scores.of(cell))
+        result = scores.of(cell)
+        if result and seed is not None:
+            result = replace(result, runs={seed: result.runs[seed]})
+        losses.setdefault(family_of(cell, field), {})[getattr(cell, field)] = loss_of(result)
     values = list(dict.fromkeys(value for by_value in losses.values() for value in by_value))
     if all(isinstance(value, float) for value in values):
         values.sort()

@@ -51,7 +51,7 @@ class Done(dict):
 
 TRAINED_LONGER = {name: FAMILIES[name] for name in ("softmax", "GKA", "GKA unrotated", "GKA + offsets")}
 HEADLINE = ("softmax", "softmax + offsets", "GKA", "GKA + offsets")
-REPEATED = (*HEADLINE, "GGGA + offsets")  # with three seeds beyond the smallest size
+REPEATED = (*HEADLINE, "GGGA + offsets")  # with more seeds at four layers and above
 SCALED = (*HEADLINE, "VLT + offsets", "softmax without VE", "GGGA + offsets", "GGGGGA + offsets")
 # Three budgets at the sizes where they cost minutes, and the least of them at every size.
 BUDGETS = {2: (2**20, 2**21, 2**22), 4: (2**20, 2**21, 2**22), 6: (2**20,), 8: (2**20,)}

@@ -41,7 +41,7 @@ inline double sum_of(int64_t head_dim, Term term) {
   return ((sums[0] + sums[4]) + (sums[1] + sums[5])) + ((sums[2] + sums[6]) + (sums[3] + sums[7]));
 }
 
-// Exponents of the keys that a query sees, K of them relative to the largest one (own keys: to K_ii), and the row's sum.
+// Exponents of the keys that a query sees, K relative to the largest of them (own keys: to K_ii), and the row's sum.
 struct Row {
   Range seen;
   double exponent[FEW], k[FEW], top = 0.0, sum = 0.0;
