@@ -302,7 +302,7 @@ def test_without_transformers_or_with_an_older_one_one_line_names_the_extra(monk
     monkeypatch.undo()
     monkeypatch.delitem(sys.modules, "nanochat_gka.hf")
     monkeypatch.setattr("importlib.metadata.version", lambda name: "4.57.1")
-    [oldest] = re.findall(r'"transformers>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    [oldest] = re.findall(r'"transformers>=([\d.]+)[,"]', (ROOT / "pyproject.toml").read_text())
     with pytest.raises(MissingExtra, match=f"transformers 4.57.1 is older than {oldest}: run pip install"):
         importlib.import_module("nanochat_gka.hf")
     libraries = {"transformers", "tokenizers", "peft", "accelerate"}
