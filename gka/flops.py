@@ -10,13 +10,13 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from gka.cost import operator_flops
-from gka.impl.cpu import op as _cpu  # noqa: F401  defines torch.ops.gka.cpu_*
+from gka.impl.cpu import decoding, op
 from gka.impl.triton import op as _triton  # noqa: F401  defines torch.ops.gka.attend*
 
 Shape = tuple[int, ...]
 
 
-@register_flop_formula([torch.ops.gka.cpu_attend, torch.ops.gka.attend])
+@register_flop_formula([op.attend.overloadpacket, torch.ops.gka.attend])
 def forward_flops(
     x: Shape, keys: Shape | None, values: Shape | None, log_sigma: Shape, before: int, after: int, *_, **__
 ) -> int:
@@ -26,7 +26,7 @@ def forward_flops(
     return operator_flops(*x, keys=in_reach)
 
 
-@register_flop_formula([torch.ops.gka.cpu_decode])
+@register_flop_formula([decoding.attend_cached.overloadpacket])
 def decoding_flops(
     x: Shape,
     keys: Shape | None,
@@ -45,7 +45,7 @@ def decoding_flops(
     return forward_flops(x, values, None, log_sigma, before, 0)
 
 
-@register_flop_formula([torch.ops.gka.cpu_attend_backward, torch.ops.gka.attend_backward])
+@register_flop_formula([op.attend_backward.overloadpacket, torch.ops.gka.attend_backward])
 def backward_flops(
     grad_y: Shape, x: Shape, keys: Shape | None, values: Shape | None, log_sigma: Shape, *saved_and_limits, **__
 ) -> int:

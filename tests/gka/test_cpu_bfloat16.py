@@ -174,8 +174,8 @@ def test_the_operator_is_a_proper_one():
     """Schema, fake tensors, autograd registration, dynamic shapes: torch's own check."""
     x, values = features(1, 20, 2, 32).requires_grad_(), features(1, 20, 2, 32, seed=1)
     log_sigma = torch.zeros(2).requires_grad_()
-    torch.library.opcheck(torch.ops.gka.cpu_attend.default, (x, None, None, log_sigma, -1, -1, True, 1e-6, True))
-    torch.library.opcheck(torch.ops.gka.cpu_attend.default, (x, None, values, log_sigma, 5, 0, False, 1e-6, True))
+    torch.library.opcheck(op.attend, (x, None, None, log_sigma, -1, -1, True, 1e-6, True))
+    torch.library.opcheck(op.attend, (x, None, values, log_sigma, 5, 0, False, 1e-6, True))
 
 
 def test_autocast_and_compile_give_what_bfloat16_features_give(kernel):
@@ -221,9 +221,10 @@ def test_asking_for_tiles_does_not_break_the_graph():
 
 
 RUN_ELSEWHERE = """
-import sys, torch, gka
+import sys, torch
+from gka.impl.cpu import op
 x, log_sigma, want = torch.load(sys.argv[1], weights_only=True)
-assert torch.equal(torch.ops.gka.cpu_attend(x, None, None, log_sigma, -1, -1, True, 1e-6, False)[0], want)
+assert torch.equal(op.attend(x, None, None, log_sigma, -1, -1, True, 1e-6, False)[0], want)
 """
 
 
@@ -232,12 +233,12 @@ def test_an_exported_program_asks_for_tiles_before_it_uses_them(tmp_path, monkey
     """In a process that has chosen no kernel: the same bits. On a machine without AMX: one line, not a crash."""
     x, log_sigma = features(1, 20, 2, 32), torch.zeros(2)
     arguments = (x, None, None, log_sigma, -1, -1, True, 1e-6, False)
-    torch.save([x, log_sigma, torch.ops.gka.cpu_attend(*arguments)[0]], tmp_path / "tensors")
+    torch.save([x, log_sigma, op.attend(*arguments)[0]], tmp_path / "tensors")
     subprocess.run([sys.executable, "-c", RUN_ELSEWHERE, tmp_path / "tensors"], check=True)
     monkeypatch.setattr(call, "has_bfloat16", lambda: False)
     monkeypatch.setattr(call, "_functions", call._functions.__wrapped__)
     with pytest.raises(RuntimeError, match="needs a processor with AMX"):
-        torch.ops.gka.cpu_attend(*arguments)
+        op.attend(*arguments)
 
 
 def test_a_machine_without_tiles_says_so_once(monkeypatch, caplog):

@@ -7,7 +7,7 @@ import torch
 
 from gka import gaussian_attention, testing
 from gka.bandwidth import LOG_SIGMA_BOUND
-from gka.impl.cpu import build, call
+from gka.impl.cpu import build, call, op
 from gka.masking import Mask
 from gka.testing import Problem, make_features, make_log_sigma
 from operator_cases import foreign
@@ -170,7 +170,7 @@ def test_the_operator_is_a_proper_one_and_vmap_is_a_loop():
     x, keys, values = features(20, 0).requires_grad_(), features(30, 1).requires_grad_(), features(30, 2)
     log_sigma = torch.zeros(2).requires_grad_()
     for others in ((keys, None, log_sigma, -1, -1, True), (keys, values, log_sigma, 5, 0, False)):
-        torch.library.opcheck(torch.ops.gka.cpu_attend.default, (x, *others, 0.0, True))
+        torch.library.opcheck(op.attend, (x, *others, 0.0, True))
     stacked = torch.stack([x, 2 * x]).detach()
     got = torch.func.vmap(lambda x: attend(x, log_sigma, keys=keys, causal=True))(stacked)
     assert all(torch.equal(a, attend(b, log_sigma, keys=keys, causal=True)) for a, b in zip(got, stacked, strict=True))

@@ -217,7 +217,7 @@ def test_the_operator_is_a_proper_one_and_compiles():
     x, log_sigma, cache = draw(1, 30)
     cache = cache.contiguous()
     arguments = (x, None, cache, log_sigma, *tables(30, 16), [30, 12], [0, 1], [], 9, 0)
-    torch.library.opcheck(torch.ops.gka.cpu_decode.default, arguments)
+    torch.library.opcheck(decoding.attend_cached, arguments)
     compiled = torch.compile(decode_attention, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         assert torch.equal(compiled(x, log_sigma, cache), decoding.decode(x, None, cache, log_sigma, after=0))

@@ -6,11 +6,10 @@ from functools import partial
 import pytest
 import torch
 import torch.utils.checkpoint
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import operator_cases
 import processes
-from gka import GaussianKernelAttention, gaussian_attention, select_impl, testing
+from gka import gaussian_attention, select_impl, testing
 from gka.impl.cpu import build, op
 from gka.masking import Mask
 from gka.testing import Problem, make_features, make_log_sigma
@@ -115,127 +114,6 @@ def test_a_forked_process_computes_although_it_lost_the_threads(threads):
     want = attend(x, torch.zeros(2), causal=True).sum().item()
     got = processes.in_a_forked_child(lambda: attend(x, torch.zeros(2), causal=True).sum().item())
     assert got == pytest.approx(want, rel=1e-4)
-
-
-CALLS = {
-    "full": lambda x: op.attend(x, None, None, torch.zeros(2), -1, -1, True, 1e-6, True),
-    "values": lambda x: op.attend(x, None, x.detach() + 1, torch.zeros(2).requires_grad_(), 5, 0, False, 1e-6, True),
-    "foreign": lambda x: op.attend(x, x.detach().requires_grad_(), None, torch.zeros(2), -1, 0, False, 0.0, True),
-}
-
-
-@pytest.mark.parametrize("call", CALLS)
-def test_the_operator_is_a_proper_one(call, monkeypatch):
-    """Schema, fake tensors, autograd registration, dynamic shapes: torch's own check."""
-    seen = []
-    monkeypatch.setattr(op, "attend", lambda *arguments: seen.extend(arguments))
-    CALLS[call](make_features("normal", (1, 20, 2, 32)).requires_grad_())
-    torch.library.opcheck(torch.ops.gka.cpu_attend.default, tuple(seen))
-
-
-def test_compiles_and_exports_without_graph_breaks():
-    layer = GaussianKernelAttention(64, 2, causal=True, impl="cpu")
-    x = torch.randn(2, 24, 64, requires_grad=True)
-    want = torch.autograd.grad(layer(x).square().sum(), (x, *layer.parameters()))
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    for a, b in zip(torch.autograd.grad(compiled(x).square().sum(), (x, *layer.parameters())), want, strict=True):
-        torch.testing.assert_close(a, b)
-    exported = torch.export.export(layer, (x.detach(),)).module()
-    torch.testing.assert_close(exported(x), layer(x))
-
-
-class _Foreign(torch.nn.Module):
-    def forward(self, x, keys, values, log_sigma):
-        return gaussian_attention(x, log_sigma, keys=keys, values=values, impl="cpu")
-
-
-def spread(t):
-    """The same numbers, the last dimension not side by side."""
-    return torch.stack([t, t], dim=-1)[..., 0]
-
-
-@pytest.mark.parametrize("queries", [3, 40], ids=["decoding", "attention"])
-def test_an_exported_program_takes_other_strides_than_its_example(queries):
-    """torch.export keeps the copies that its example needed, and does not look at strides again."""
-    draw = [torch.randn(2, n, 4, 16) for n in (queries, 50, 50)]
-    arguments = (*draw, torch.randn(4) / 4)
-    program = torch.export.export(_Foreign(), arguments).module()
-    want = program(*arguments)
-    torch.testing.assert_close(want, _Foreign()(*arguments), rtol=0, atol=0)
-    torch.testing.assert_close(program(*map(spread, arguments)), want, rtol=0, atol=0)
-    image = torch.randn(2, 64, queries).transpose(1, 2)  # as a ViT's patches come
-    layer = GaussianKernelAttention(64, 4, impl="cpu").eval()
-    program = torch.export.export(layer, (image.contiguous(),)).module()
-    torch.testing.assert_close(program(image), program(image.contiguous()), rtol=0, atol=0)
-
-
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-@pytest.mark.parametrize("others", [0, 1, 2])
-def test_batched_gradients_are_those_of_a_loop(others):
-    leaves = [torch.randn(2, 9, 2, 8, requires_grad=True) for _ in range(1 + others)]
-    log_sigma = torch.zeros(2, requires_grad=True)
-    leaves.append(log_sigma)
-    y = attend(leaves[0], log_sigma, **dict(zip(("keys", "values"), leaves[1:-1])))
-    gradients = torch.randn(3, *y.shape)
-    each = [torch.autograd.grad(y, leaves, gradient, retain_graph=True) for gradient in gradients]
-    got = torch.autograd.grad(y, leaves, gradients, is_grads_batched=True)
-    assert all(torch.equal(batch, torch.stack(one)) for batch, one in zip(got, zip(*each), strict=True))
-
-
-def test_vmap_is_a_loop_and_other_transforms_go_to_sdpa():
-    x, log_sigma = make_features("normal", (1, 20, 2, 16)), torch.zeros(2)
-    stacked = torch.stack([x, 2 * x])
-    got = torch.func.vmap(lambda x: attend(x, log_sigma))(stacked)
-    assert all(torch.equal(a, attend(b, log_sigma)) for a, b in zip(got, stacked, strict=True))
-    names = []
-
-    def energy(x):
-        names.append(select_impl(x))
-        return gaussian_attention(x, log_sigma).square().sum()
-
-    got = torch.func.grad(energy)(x)
-    assert names == ["sdpa"]
-    leaf = x.clone().requires_grad_()
-    torch.testing.assert_close(got, torch.autograd.grad(energy(leaf), leaf)[0], rtol=1e-4, atol=1e-4)
-    assert names == ["sdpa", "cpu"]
-    with torch.autograd.forward_ad.dual_level(), pytest.raises(ValueError, match="has no forward mode"):
-        attend(torch.autograd.forward_ad.make_dual(x, x), log_sigma)
-
-
-class Operators(TorchDispatchMode):
-    """The names of the operators that run under it."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names.append(function.name())
-        return function(*args, **(kwargs or {}))
-
-
-def test_who_records_operators_sees_it_and_others_get_the_same_numbers():
-    """Otherwise a call goes straight to the library."""
-    x = make_features("normal", (1, 20, 2, 16))
-    want = gradients(x, torch.zeros(2))
-    with Operators() as seen:
-        got = gradients(x, torch.zeros(2))
-    assert {"gka::cpu_attend", "gka::cpu_attend_backward"} <= set(seen.names)
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-
-
-@pytest.mark.parametrize("before,after", [(-1, -1), (-1, 0)])
-def test_a_program_that_was_compiled_before_eps_was_passed_goes_on(before, after):
-    """torch keeps compiled programs, and finds them again by a graph that does not show the operator's arguments."""
-    x, log_sigma, grad_y = (
-        make_features("normal", (1, 50, 2, 16)),
-        torch.ones(2),
-        make_features("normal", (1, 50, 2, 16)),
-    )
-    y, *kept = torch.ops.gka.cpu_attend(x, None, None, log_sigma, before, after, after < 0, 3.0, True)
-    arguments = (grad_y, x, None, None, log_sigma, y, *kept, before, after, after < 0)
-    old, new = torch.ops.gka.cpu_attend_backward(*arguments), torch.ops.gka.cpu_attend_backward(*arguments, 3.0)
-    torch.testing.assert_close(old, new)
 
 
 def test_numbers_that_are_not_in_memory_are_made_first():

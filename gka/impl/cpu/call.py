@@ -36,7 +36,7 @@ class Request(ctypes.Structure):
 
 
 def forward(x, keys, values, log_sigma, before: int, after: int, centred: bool, eps: float, differentiable: bool):
-    """What `gka::cpu_attend` returns, and the largest |x|^2 / sigma^2, a float."""
+    """What `op.attend` returns, and the largest |x|^2 / sigma^2, a float."""
     (y, level, rest), largest = output_like(x, differentiable), c_float()
     _call(
         FORWARD, x, keys, values, log_sigma, before, after, y=_tensor(y), level=level.data_ptr(),
@@ -64,7 +64,7 @@ def addressable(t: torch.Tensor) -> torch.Tensor:
 
 
 def output_like(x, differentiable: bool):
-    """(y, level, rest) of `gka::cpu_attend`, not yet written."""
+    """(y, level, rest) of `op.attend`, not yet written."""
     batch, length, heads, _ = x.shape
     rest = x.new_empty(x.shape if differentiable and x.dtype == torch.bfloat16 else (0, 0, 0, 0))
     level = torch.float64 if x.dtype == torch.float32 else torch.float32
@@ -121,7 +121,7 @@ def _functions(dtype: torch.dtype, phase: int):
     processor lacks what the kernel needs.
     """
     if dtype == torch.bfloat16 and not has_bfloat16():
-        raise RuntimeError("gka::cpu_attend needs a processor with AMX for bfloat16 features; convert them to float32")
+        raise RuntimeError("the CPU kernel needs a processor with AMX for bfloat16 features; convert them to float32")
     suffix = str(dtype).removeprefix("torch.")
     size, kernel = (getattr(library(), f"gka_{name}_{suffix}") for name in ("scratch", PHASES[phase]))
     size.argtypes, size.restype = (POINTER(Request), c_int32), c_int64

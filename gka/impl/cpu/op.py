@@ -132,7 +132,7 @@ def attend(
     return y, level, rest
 
 
-@torch.library.register_fake("gka::cpu_attend")
+@torch.library.register_fake(attend)
 def _(x, keys, values, log_sigma, before, after, centred, eps, differentiable):
     return call.output_like(x, differentiable)
 
@@ -150,19 +150,15 @@ def attend_backward(
     before: int,
     after: int,
     centred: bool,
-    eps: float = -1.0,
+    eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dx, dlog_sigma, dkeys, dvalues), the last two empty if they are x's. A list could not be batched.
-
-    eps below 0: not known, as in programs that torch compiled and kept before it was passed; dlog_sigma of wide kernels
-    is then less exact.
-    """
+    """(dx, dlog_sigma, dkeys, dvalues), the last two empty if they are x's. A list could not be batched."""
     options = (before, after, centred, eps)
     return _without_none(x, call.backward(grad_y, x, keys, values, log_sigma, y, level, rest, *options))
 
 
-@torch.library.register_fake("gka::cpu_attend_backward")
-def _(grad_y, x, keys, values, log_sigma, y, level, rest, before, after, centred, eps=-1.0):
+@torch.library.register_fake(attend_backward)
+def _(grad_y, x, keys, values, log_sigma, y, level, rest, before, after, centred, eps):
     return _without_none(x, call.gradients_like(x, keys, values, log_sigma))
 
 
@@ -195,8 +191,8 @@ def _refuse(ctx, *grads):
     raise NotImplementedError('impl="cpu" has no second derivatives; use impl="reference" for double backward')
 
 
-torch.library.register_autograd("gka::cpu_attend", _differentiate, setup_context=_save)
-torch.library.register_autograd("gka::cpu_attend_backward", _refuse)
+torch.library.register_autograd(attend, _differentiate, setup_context=_save)
+torch.library.register_autograd(attend_backward, _refuse)
 
 
 class _Attend(torch.autograd.Function):

@@ -74,7 +74,6 @@ struct Backward : Head {
 
   // M of a query adds up to eps g.y, and delta is g.y, less what the mean that was subtracted has of it.
   void fill_usual(const double* row_sums, double eps, bool shifted) {
-    if (eps < 0.0) return std::fill(usual, usual + query.padded, 0.0f);  // not known
     double sums_of_m = 0.0, sums_of_k = 0.0, pairs = 0.0;
     for (int64_t i = 0; i < query.count; i++) {
       Vector of_mean = Vector::all(0.0f);

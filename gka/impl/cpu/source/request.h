@@ -28,7 +28,7 @@ struct GkaRequest {
   float* scratch;                    // gka_scratch_* numbers, aligned to 64 bytes, with anything in them
   int64_t batch, num_queries, num_keys, num_heads, head_dim;
   int64_t before, after;             // a query at i sees the keys i - before .. i + after; -1: no limit
-  float eps;                         // added to the row sums of own keys; below 0 in backward: not known
+  float eps;                         // added to the row sums of own keys
   float bound;                       // |log_sigma| is clamped to it, with gradient 0 outside
   int32_t own_keys, own_values;      // the keys are x; the values are the keys
   int32_t centred;                   // subtract the mean of the keys, which distances do not see

@@ -1,0 +1,160 @@
+"""The CPU kernel as torch operators: checked by torch, compiled, exported, batched, and named by a revision."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import operator_cases
+from gka import GaussianKernelAttention, gaussian_attention, select_impl
+from gka.impl.cpu import build, decoding, op
+from gka.testing import make_features
+
+pytestmark = pytest.mark.skipif(build.obstacle() is not None, reason=str(build.obstacle()))
+
+attend = partial(gaussian_attention, impl="cpu")
+gradients = partial(operator_cases.gradients, impl="cpu")
+
+CALLS = {
+    "full": lambda x: op.attend(x, None, None, torch.zeros(2), -1, -1, True, 1e-6, True),
+    "values": lambda x: op.attend(x, None, x.detach() + 1, torch.zeros(2).requires_grad_(), 5, 0, False, 1e-6, True),
+    "foreign": lambda x: op.attend(x, x.detach().requires_grad_(), None, torch.zeros(2), -1, 0, False, 0.0, True),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_the_operator_is_a_proper_one(call, monkeypatch):
+    """Schema, fake tensors, autograd registration, dynamic shapes: torch's own check."""
+    seen = []
+    operator = op.attend
+    monkeypatch.setattr(op, "attend", lambda *arguments: seen.extend(arguments))
+    CALLS[call](make_features("normal", (1, 20, 2, 32)).requires_grad_())
+    torch.library.opcheck(operator, tuple(seen))
+
+
+def test_compiles_and_exports_without_graph_breaks():
+    layer = GaussianKernelAttention(64, 2, causal=True, impl="cpu")
+    x = torch.randn(2, 24, 64, requires_grad=True)
+    want = torch.autograd.grad(layer(x).square().sum(), (x, *layer.parameters()))
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for a, b in zip(torch.autograd.grad(compiled(x).square().sum(), (x, *layer.parameters())), want, strict=True):
+        torch.testing.assert_close(a, b)
+    exported = torch.export.export(layer, (x.detach(),)).module()
+    torch.testing.assert_close(exported(x), layer(x))
+
+
+class _Foreign(torch.nn.Module):
+    def forward(self, x, keys, values, log_sigma):
+        return gaussian_attention(x, log_sigma, keys=keys, values=values, impl="cpu")
+
+
+def spread(t):
+    """The same numbers, the last dimension not side by side."""
+    return torch.stack([t, t], dim=-1)[..., 0]
+
+
+@pytest.mark.parametrize("queries", [3, 40], ids=["decoding", "attention"])
+def test_an_exported_program_takes_other_strides_than_its_example(queries):
+    """torch.export keeps the copies that its example needed, and does not look at strides again."""
+    draw = [torch.randn(2, n, 4, 16) for n in (queries, 50, 50)]
+    arguments = (*draw, torch.randn(4) / 4)
+    program = torch.export.export(_Foreign(), arguments).module()
+    want = program(*arguments)
+    torch.testing.assert_close(want, _Foreign()(*arguments), rtol=0, atol=0)
+    torch.testing.assert_close(program(*map(spread, arguments)), want, rtol=0, atol=0)
+    image = torch.randn(2, 64, queries).transpose(1, 2)  # as a ViT's patches come
+    layer = GaussianKernelAttention(64, 4, impl="cpu").eval()
+    program = torch.export.export(layer, (image.contiguous(),)).module()
+    torch.testing.assert_close(program(image), program(image.contiguous()), rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("others", [0, 1, 2])
+def test_batched_gradients_are_those_of_a_loop(others):
+    leaves = [torch.randn(2, 9, 2, 8, requires_grad=True) for _ in range(1 + others)]
+    log_sigma = torch.zeros(2, requires_grad=True)
+    leaves.append(log_sigma)
+    y = attend(leaves[0], log_sigma, **dict(zip(("keys", "values"), leaves[1:-1])))
+    gradients = torch.randn(3, *y.shape)
+    each = [torch.autograd.grad(y, leaves, gradient, retain_graph=True) for gradient in gradients]
+    got = torch.autograd.grad(y, leaves, gradients, is_grads_batched=True)
+    assert all(torch.equal(batch, torch.stack(one)) for batch, one in zip(got, zip(*each), strict=True))
+
+
+def test_vmap_is_a_loop_and_other_transforms_go_to_sdpa():
+    x, log_sigma = make_features("normal", (1, 20, 2, 16)), torch.zeros(2)
+    stacked = torch.stack([x, 2 * x])
+    got = torch.func.vmap(lambda x: attend(x, log_sigma))(stacked)
+    assert all(torch.equal(a, attend(b, log_sigma)) for a, b in zip(got, stacked, strict=True))
+    names = []
+
+    def energy(x):
+        names.append(select_impl(x))
+        return gaussian_attention(x, log_sigma).square().sum()
+
+    got = torch.func.grad(energy)(x)
+    assert names == ["sdpa"]
+    leaf = x.clone().requires_grad_()
+    torch.testing.assert_close(got, torch.autograd.grad(energy(leaf), leaf)[0], rtol=1e-4, atol=1e-4)
+    assert names == ["sdpa", "cpu"]
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(ValueError, match="has no forward mode"):
+        attend(torch.autograd.forward_ad.make_dual(x, x), log_sigma)
+
+
+class Operators(TorchDispatchMode):
+    """The names of the operators that run under it."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.name())
+        return function(*args, **(kwargs or {}))
+
+
+def test_who_records_operators_sees_it_and_others_get_the_same_numbers():
+    """Otherwise a call goes straight to the library."""
+    x = make_features("normal", (1, 20, 2, 16))
+    want = gradients(x, torch.zeros(2))
+    with Operators() as seen:
+        got = gradients(x, torch.zeros(2))
+    assert {op.attend.name(), op.attend_backward.name()} <= set(seen.names)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+WHAT_OPERATORS_TAKE_AND_GIVE_BACK = """
+gka::cpu_attend_v2(Tensor x, Tensor? keys, Tensor? values, Tensor log_sigma, SymInt before, SymInt after, bool \
+centred, float eps, bool differentiable) -> (Tensor, Tensor, Tensor)
+gka::cpu_attend_backward_v2(Tensor grad_y, Tensor x, Tensor? keys, Tensor? values, Tensor log_sigma, Tensor y, \
+Tensor level, Tensor rest, SymInt before, SymInt after, bool centred, float eps) -> (Tensor, Tensor, Tensor, Tensor)
+gka::cpu_decode_v2(Tensor x, Tensor? keys, Tensor values, Tensor log_sigma, Tensor? cos, Tensor? sin, SymInt[] \
+lengths, SymInt[] key_delays, SymInt[] value_delays, SymInt before, SymInt after) -> Tensor
+attend: float32 (2, 9, 3, 16), float64 (2, 3, 9), float32 (0, 0, 0, 0)
+attend: bfloat16 (2, 9, 3, 16), float32 (2, 3, 9), bfloat16 (2, 9, 3, 16)
+attend_backward: float32 (2, 9, 3, 16), float32 (3,), float32 (2, 9, 3, 16), float32 (0,)
+decode: float32 (2, 9, 3, 16)
+"""
+
+
+def test_the_operators_names_change_with_what_they_take_and_give_back():
+    """If this fails, raise REVISION. torch keeps compiled programs, also over an update of this package, and finds them
+    again by the names and arguments of operators; a program that expects other results ends training.
+    """
+    operators = op.attend, op.attend_backward, decoding.attend_cached
+    lines = [str(operator._schema) for operator in operators]
+
+    def call(operator, *arguments):
+        given = operator(*arguments)
+        shown = (f"{str(t.dtype)[6:]} {tuple(t.shape)}" for t in (given if isinstance(given, tuple) else [given]))
+        lines.append(f"{operator.name()[9:-3]}: {', '.join(shown)}")
+        return given
+
+    with torch._subclasses.FakeTensorMode():
+        x, log_sigma, options = torch.empty(2, 9, 3, 16), torch.empty(3), (-1, 0, False, 1e-6)
+        kept = call(op.attend, x, None, None, log_sigma, *options, True)
+        call(op.attend, x.bfloat16(), None, None, log_sigma, *options, True)
+        call(op.attend_backward, x, x, x, None, log_sigma, *kept, *options)
+        call(decoding.attend_cached, x, None, x, log_sigma, None, None, [9], [], [], -1, 0)
+    assert lines == WHAT_OPERATORS_TAKE_AND_GIVE_BACK.strip().splitlines()
