@@ -55,6 +55,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "listing": benchmarks.listing,
     "errors": benchmarks.errors,
     "errors-over-seeds": benchmarks.errors_over_seeds,
+    "errors-of-sweep": benchmarks.errors_of_sweep,
     "core": core.core,
     "instructions": instructions.instructions,
     **study.TABLES,

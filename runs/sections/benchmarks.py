@@ -1,7 +1,7 @@
 """The benchmarks' other tables: text generation, the CORE scorer, and the operator's errors (speed: speed.py)."""
 
 from gka.kinds import KINDS
-from runs.bench import error_over_seeds, operator_error
+from runs.bench import error_over_seeds, error_sweep, operator_error
 from runs.bench import listing as bench_listing
 from runs.bench.packing import FILE as PACKING
 from runs.demo.language import VARIANTS, run_tag
@@ -21,6 +21,7 @@ SCORERS = {
     "batched": "batched",
     "batched, beginnings shared": "beginnings shared",
 }
+OUTPUTS = {"y": "y", "dx": "dx", "dkeys": "dkeys", "dvalues": "dvalues", "dlog_sigma": "dlogσ"}
 
 
 def decode() -> str:
@@ -84,15 +85,28 @@ def errors() -> str:
 
 def errors_over_seeds() -> str:
     """The CPU kernel's errors in float32, and how many times plain PyTorch's they are."""
-    names = {"y": "y", "dx": "dx", "dkeys": "dkeys", "dvalues": "dvalues", "dlog_sigma": "dlogσ"}
     records = read_lines(error_over_seeds.RESULTS)
     found = {(record["config"]["case"], record["config"]["route"]): record["metrics"] for record in records}
     rows = []
     for case in dict.fromkeys(case for case, _ in found):
         plain, cpu = found[case, "plain"], found[case, "cpu"]
-        shown = (f"{cpu[name]:.1e} ({cpu[name] / plain[name]:.2f})" if name in cpu else "" for name in names)
+        shown = (f"{cpu[name]:.1e} ({cpu[name] / plain[name]:.2f})" if name in cpu else "" for name in OUTPUTS)
         rows.append([case, *shown])
-    return "\n".join([table(["", *names.values()], rows), measured(records, error_over_seeds.RESULTS.name)])
+    return "\n".join([table(["", *OUTPUTS.values()], rows), measured(records, error_over_seeds.RESULTS.name)])
+
+
+def errors_of_sweep() -> str:
+    """How many times plain PyTorch's error the CPU kernel makes in float32, over many small cases."""
+    records = read_lines(error_sweep.RESULTS)
+    rows = []
+    for record in records:
+        shown, config = record["metrics"], record["config"]
+        counts = f"{shown['above_1']} of {config['cases']:,}"
+        rows.append(
+            [OUTPUTS[config["output"]], f"{shown['median']:.2f}", f"{shown['most']:.2f}", counts, shown["worst"]]
+        )
+    headings = ["times plain PyTorch's error", "median", "most", "cases above 1", "where it is most"]
+    return "\n".join([table(headings, rows), measured(records, error_sweep.RESULTS.name)])
 
 
 def packing() -> str:

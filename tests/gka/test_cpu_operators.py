@@ -125,13 +125,13 @@ def test_who_records_operators_sees_it_and_others_get_the_same_numbers():
 
 
 WHAT_OPERATORS_TAKE_AND_GIVE_BACK = """
-gka::cpu_attend_v2(Tensor x, Tensor? keys, Tensor? values, Tensor log_sigma, SymInt before, SymInt after, bool \
+gka::cpu_attend_v3(Tensor x, Tensor? keys, Tensor? values, Tensor log_sigma, SymInt before, SymInt after, bool \
 centred, float eps, bool differentiable) -> (Tensor, Tensor, Tensor)
-gka::cpu_attend_backward_v2(Tensor grad_y, Tensor x, Tensor? keys, Tensor? values, Tensor log_sigma, Tensor y, \
+gka::cpu_attend_backward_v3(Tensor grad_y, Tensor x, Tensor? keys, Tensor? values, Tensor log_sigma, Tensor y, \
 Tensor level, Tensor rest, SymInt before, SymInt after, bool centred, float eps) -> (Tensor, Tensor, Tensor, Tensor)
-gka::cpu_decode_v2(Tensor x, Tensor? keys, Tensor values, Tensor log_sigma, Tensor? cos, Tensor? sin, SymInt[] \
+gka::cpu_decode_v3(Tensor x, Tensor? keys, Tensor values, Tensor log_sigma, Tensor? cos, Tensor? sin, SymInt[] \
 lengths, SymInt[] key_delays, SymInt[] value_delays, SymInt before, SymInt after) -> Tensor
-attend: float32 (2, 9, 3, 16), float64 (2, 3, 9), float32 (0, 0, 0, 0)
+attend: float32 (2, 9, 3, 16), float64 (2, 3, 9, 2), float32 (0, 0, 0, 0)
 attend: bfloat16 (2, 9, 3, 16), float32 (2, 3, 9), bfloat16 (2, 9, 3, 16)
 attend_backward: float32 (2, 9, 3, 16), float32 (3,), float32 (2, 9, 3, 16), float32 (0,)
 decode: float32 (2, 9, 3, 16)

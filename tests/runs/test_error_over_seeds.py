@@ -4,7 +4,7 @@ import pytest
 
 from gka.impl.cpu import build
 from runs.bench import error_sweep
-from runs.bench.error_over_seeds import CASES, FULL, RESULTS, Case, measure
+from runs.bench.error_over_seeds import CASES, CAUSAL, FULL, RESULTS, Case, measure
 from trainkit.results import read_lines
 
 pytestmark = [
@@ -45,6 +45,12 @@ def test_errors_are_those_of_the_page(case):
 def test_dlog_sigma_of_wide_kernels_is_better_than_plain_pytorchs(case):
     """All exponents are nearly the same there, and the sum of M, which is 0, comes with what rounding leaves of it."""
     assert ratios(case, 8)["dlog_sigma"] < 1
+
+
+@pytest.mark.parametrize("tokens,mask", [(60, FULL), (300, FULL), (300, CAUSAL)], ids=str)
+def test_dlog_sigma_of_tokens_in_clusters_is_better_than_plain_pytorchs(tokens, mask):
+    """K is near 1 or near 0 there, and the mean of exponents is not the logarithm of a mean of K."""
+    assert ratios(Case(tokens, mask, features="clusters", label=""), 16)["dlog_sigma"] < 1
 
 
 @pytest.mark.parametrize("case", list(error_sweep.cases())[::97], ids=lambda case: case.label)

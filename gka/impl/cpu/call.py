@@ -67,8 +67,9 @@ def output_like(x, differentiable: bool):
     """(y, level, rest) of `op.attend`, not yet written."""
     batch, length, heads, _ = x.shape
     rest = x.new_empty(x.shape if differentiable and x.dtype == torch.bfloat16 else (0, 0, 0, 0))
-    level = torch.float64 if x.dtype == torch.float32 else torch.float32
-    return x.new_empty(x.shape), x.new_empty((batch, heads, length), dtype=level), rest
+    single = x.dtype == torch.float32
+    rows = (batch, heads, length, 2) if single else (batch, heads, length)
+    return x.new_empty(x.shape), x.new_empty(rows, dtype=torch.float64 if single else torch.float32), rest
 
 
 def gradients_like(x, keys, values, log_sigma):

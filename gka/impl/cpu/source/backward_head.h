@@ -4,13 +4,12 @@
 
 namespace gka {
 
-// About the mean exponent of own keys, weighted by K: sums of M times exponents less that are free of what rounding
-// leaves of the sum of M, which is nearly 0. Where K_ii = 1 is most of the row it is less: the exponent 0 of K_ii keeps
-// the rounding of M_ii out, about three times that of delta.
-inline double usual_exponent(double row_sum, double others) {
+// The mean exponent of own keys, weighted by K: sums of M times exponents less that are free of what rounding leaves of
+// the sum of M, which is nearly 0. Where K_ii = 1 is most of the row it is less: the exponent 0 of K_ii keeps the
+// rounding of M_ii out, about three times that of delta.
+inline float usual_exponent(double row_sum, double moment) {
   constexpr double OWN = 3.0 * 3.0;
-  const double sum = row_sum - 1.0, squared = row_sum * row_sum;
-  return sum > 0.0 && others > 0.0 ? sum / row_sum * std::log2(sum / others) * squared / (squared + OWN) : 0.0;
+  return float(moment * row_sum / (row_sum * row_sum + OWN));
 }
 
 struct Backward : Head {
@@ -46,11 +45,11 @@ struct Backward : Head {
 
   void fill_gradients(const GkaRequest& q, int64_t index) {
     const Source from(q.grad_y, q, index), y(q.y, q, index);
-    const double* kept = static_cast<const double*>(q.level) + index * q.num_queries;
+    const GkaRow* kept = static_cast<const GkaRow*>(q.level) + index * q.num_queries;
     const bool shifted = mean && own_values;
     for (int64_t i = 0; i < query.count; i++) {
       if (i + AHEAD < query.count) prefetch(from.row(i + AHEAD), head_dim), prefetch(y.row(i + AHEAD), head_dim);
-      const Factor share(own_keys ? 1.0 / kept[i] : 1.0);
+      const Factor share(own_keys ? 1.0 / kept[i].level : 1.0);
       Vector sum = Vector::all(0.0f);
       for (int64_t d = 0; d < grad.channels; d += Vector::LANES) {
         const Vector g = share.times(load_channels(from.row(i), d, head_dim));
@@ -60,7 +59,7 @@ struct Backward : Head {
         sum = fma(g, shifted ? mixed - Vector::load(mean + d) : mixed, sum);
       }
       delta[i] = sum.sum();
-      if (level) level[i] = float(kept[i]);
+      if (level) level[i] = float(kept[i].level);
     }
     std::fill(grad.row(grad.count), grad.row(grad.padded), 0.0f);
     std::fill(delta + query.count, delta + query.padded, 0.0f);
@@ -73,23 +72,21 @@ struct Backward : Head {
   }
 
   // M of a query adds up to eps g.y, and delta is g.y, less what the mean that was subtracted has of it.
-  void fill_usual(const double* row_sums, double eps, bool shifted) {
-    double sums_of_m = 0.0, sums_of_k = 0.0, pairs = 0.0;
+  void fill_usual(const GkaRow* kept, double eps, bool shifted) {
+    double sums_of_m = 0.0, sums_of_k = 0.0, moments = 0.0;
     for (int64_t i = 0; i < query.count; i++) {
       Vector of_mean = Vector::all(0.0f);
       for (int64_t d = 0; shifted && d < grad.channels; d += Vector::LANES)
         of_mean = fma(Vector::load(grad.row(i) + d), Vector::load(mean + d), of_mean);
       const double sum_of_m = eps * double(delta[i] + of_mean.sum());
-      const Range others = Range{i - reach.before, i + reach.after}.within({0, query.count - 1});
-      const double count = double(others.end - others.begin);
-      sums_of_m += sum_of_m, sums_of_k += row_sums[i], pairs += count;
+      sums_of_m += sum_of_m, sums_of_k += kept[i].level, moments += kept[i].moment;
       if (reach.symmetric) continue;
-      usual[i] = float(usual_exponent(row_sums[i], count));
+      usual[i] = usual_exponent(kept[i].level, kept[i].moment);
       left += usual[i] * sum_of_m;
     }
     if (reach.symmetric) {  // M has both of its queries in one number, so that all have the same
       const double count = double(query.count);
-      const float common = float(usual_exponent(sums_of_k / count, pairs / count));
+      const float common = usual_exponent(sums_of_k / count, moments / count);
       std::fill(usual, usual + query.count, common);
       left = common * sums_of_m;
     }

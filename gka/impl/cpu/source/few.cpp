@@ -22,7 +22,7 @@ struct FewHead {
     const int64_t at = query + reach.shift;
     return Range{at - reach.before, at + reach.after + 1}.within({0, q.num_keys});
   }
-  double* level(int64_t query) const { return static_cast<double*>(q.level) + index * q.num_queries + query; }
+  GkaRow& kept(int64_t query) const { return static_cast<GkaRow*>(q.level)[index * q.num_queries + query]; }
   // What the backward pass keeps of a query: W and M of the keys that it sees.
   double* weights(int64_t query) const {
     return reinterpret_cast<double*>(q.scratch) + (index * q.num_queries + query) * 2 * FEW;
@@ -76,7 +76,7 @@ void forward(const FewHead& head, int64_t query) {
   const double total = row.sum + (q.own_keys ? double(q.eps) : 0.0);
   for (int64_t d = 0; d < q.head_dim; d++) mixed[d] /= total;
   write(mixed, Source(q.y, q, head.index).writable(query), q.head_dim);
-  *head.level(query) = q.own_keys ? total : row.top * LOG2_E;
+  head.kept(query) = {q.own_keys ? total : row.top * LOG2_E, 0.0};  // nothing cancels here, nothing is centred
 }
 
 // W and M of a query. Returns its sum of M times exponents.
@@ -84,7 +84,7 @@ double pull(const FewHead& head, int64_t query) {
   const GkaRequest& q = head.q;
   const Row row(head, query);
   const float* gradient = Source(q.grad_y, q, head.index).row(query);
-  const double total = q.own_keys ? *head.level(query) : row.sum;
+  const double total = q.own_keys ? head.kept(query).level : row.sum;
   double *w = head.weights(query), *m = head.pulls(query), delta = 0.0, moment = 0.0;
   const int64_t count = row.seen.end - row.seen.begin;
   for (int64_t j = 0; j < count; j++) {

@@ -11,12 +11,14 @@ using namespace gka;
 
 struct Forward : Head {
   double* sum;                            // per query: of K
+  float* moment = nullptr;                // per query of own keys: of K times exponents, 0 for K_ii
   float *top = nullptr, *peak = nullptr;  // per query: the largest exponent, of all and of a block
   Sums y;
   float* block;
 
   Forward(const GkaRequest& q, const Plan& plan, Arena& arena) : Head(q, arena, false) {
     sum = arena.take_doubles(query.padded);
+    moment = own_keys ? arena.take(query.padded) : nullptr;
     top = own_keys ? nullptr : arena.take(query.padded);
     peak = own_keys ? nullptr : arena.take(query.padded);
     y.take(arena, query, seen(key.count));
@@ -34,25 +36,32 @@ struct OwnTile {
   template <int V>
   void run(int64_t r0, int64_t c0, bool masked) const {
     constexpr int64_t L = Vector::LANES;
-    Vector acc[TILE_ROWS][V], down[V];
+    Vector acc[TILE_ROWS][V], down[V], moment[V];
     clear(acc);
     multiply(head.key.panel(r0), head.query.panel(c0), head.head_dim, acc);
-    GKA_UNROLL for (int v = 0; v < V; v++) down[v] = Vector::all(0.0f);
+    GKA_UNROLL for (int v = 0; v < V; v++) down[v] = moment[v] = Vector::all(0.0f);
     const Vector zero = Vector::all(0.0f);
     GKA_UNROLL for (int i = 0; i < TILE_ROWS; i++) {
       const int64_t r = r0 + i;
       Vector norm = Vector::all(head.key.half_norm[r]), across = zero;
       GKA_UNROLL for (int v = 0; v < V; v++) {
         const int64_t c = c0 + v * L;
-        Vector k = exp2(exponent(acc[i][v], norm, Vector::load(head.query.half_norm + c)));
+        const Vector e = exponent(acc[i][v], norm, Vector::load(head.query.half_norm + c));
+        Vector k = exp2(e);
         if (masked) k = visible(head.reach, r, c, k, zero);
         k.store(block.k + block.at(r, c));
-        if (!on_diagonal<SYMMETRIC>(r, c)) down[v] = down[v] + k;
+        const bool diagonal = on_diagonal<SYMMETRIC>(r, c);
+        moment[v] = fma(SYMMETRIC && !diagonal ? k + k : k, e, moment[v]);
+        if (!diagonal) down[v] = down[v] + k;
         if (SYMMETRIC) across = across + k;
       }
       if (SYMMETRIC) head.sum[r] += double(across.sum());
     }
-    GKA_UNROLL for (int v = 0; v < V; v++) down[v].add_to(head.sum + c0 + v * L);
+    GKA_UNROLL for (int v = 0; v < V; v++) {
+      const int64_t c = c0 + v * L;
+      down[v].add_to(head.sum + c);
+      (Vector::load(head.moment + c) + moment[v]).store(head.moment + c);
+    }
   }
 };
 
@@ -118,6 +127,7 @@ void run_part(const GkaRequest& q, const Plan& plan, int64_t index, int64_t part
   head.fill(q, index);
   std::fill(head.sum, head.sum + head.query.padded, 0.0);
   head.y.clear();
+  if (head.moment) std::fill(head.moment, head.moment + head.query.padded, 0.0f);
   if (head.top) std::fill(head.top, head.top + head.query.padded, LOWEST);
   if (head.peak) std::fill(head.peak, head.peak + head.query.padded, LOWEST);
   each_block(plan, head, part, [&](Range keys, Range queries) {
@@ -141,13 +151,14 @@ float finish(const GkaRequest& q, const Plan& plan, int64_t index, Range queries
   Arena arena{scratch};
   const Forward head(q, plan, arena);
   float largest = 0.0f;
-  double* level = static_cast<double*>(q.level) + index * q.num_queries;
+  GkaRow* rows = static_cast<GkaRow*>(q.level) + index * q.num_queries;
   const Source to(q.y, q, index);
   for (int64_t i = queries.begin; i < queries.end; i++) {
     if (i + AHEAD < queries.end) prefetch<true>(to.row(i + AHEAD), q.head_dim);
-    double sum = 0.0;
+    double sum = 0.0, moment = 0.0;
     for (int64_t part = 0; part < plan.parts; part++) {
       sum += in_slot(head.sum, part * slot_size)[i];
+      if (head.moment) moment += head.moment[part * slot_size + i];
       if (head.top) head.top[i] = std::max(head.top[i], head.top[part * slot_size + i]);  // one part has this query
     }
     const double exact = sum + (q.own_keys ? double(q.eps) : 0.0);
@@ -163,7 +174,7 @@ float finish(const GkaRequest& q, const Plan& plan, int64_t index, Range queries
       }
       store_channels(mean, y, d, q.head_dim);
     }
-    level[i] = q.own_keys ? exact : exact == 0.0 ? 0.0 : double(head.top[i]);
+    rows[i] = {q.own_keys ? exact : exact == 0.0 ? 0.0 : double(head.top[i]), moment};
     largest = std::max(largest, float(2.0 / LOG2_E) * head.query.half_norm[i]);
   }
   return largest;

@@ -11,6 +11,12 @@ struct GkaTensor {
   int64_t batch, token, head;
 };
 
+// What float32 keeps of a query: with own keys D_i + eps and the sum of K_ij log2 K_ij over j, which with a symmetric
+// mask add up right over queries alone; with others log2 of the largest K, and 0.
+struct GkaRow {
+  double level, moment;
+};
+
 struct GkaRequest {
   GkaTensor x;                       // queries (B, Tq, H, D)
   GkaTensor keys, values;            // (B, Tk, H, D); equal to x, equal to the keys, where the two flags below say so
@@ -20,9 +26,9 @@ struct GkaRequest {
   GkaTensor rest;                    // bfloat16 alone: what rounding took from y; written by forward, unless null, for
                                      // backward
   const float* log_sigma;            // (H,)
-  void* level;                       // (B, H, Tq), double, in bfloat16 float; written by forward for backward: D_i +
-                                     // eps with own keys; with others log2 of the largest K, in bfloat16 of the row
-                                     // sum without the query's norm
+  void* level;                       // written by forward for backward: in float32 a GkaRow for each query (B, H, Tq);
+                                     // in bfloat16 a float, of own keys D_i + eps, of others log2 of the row sum
+                                     // without the query's norm
   float* largest;                    // (1,), written by forward: the largest |x|^2 / sigma^2, in float32 after centring
   float* dlog_sigma;                 // (H,), written by backward
   float* scratch;                    // gka_scratch_* numbers, aligned to 64 bytes, with anything in them
