@@ -16,7 +16,7 @@ class GKAConfig(PreTrainedConfig):
     """
 
     model_type = MODEL_TYPE
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]
 
     model: dict[str, Any] | None = None
     use_cache: bool = True

@@ -11,6 +11,7 @@ from nanochat_gka.hf.context import Batch
 from nanochat_gka.model.blocks import Rotary
 from nanochat_gka.model.gpt import GPT
 
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"  # from 5.24 on: cache
 NOT_AVAILABLE = {
     "inputs_embeds": "value embeddings are looked up by token; pass input_ids",
     "output_hidden_states": "call model.gpt.hidden(ids) for the last ones",
@@ -67,13 +68,15 @@ class GKAForCausalLM(PreTrainedModel, GenerationMixin):
         labels: torch.Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
+        cache: Cache | None = None,
         **others,
     ) -> CausalLMOutputWithPast:
         """Capped float32 logits (B, T, vocab_size) of token ids (B, T), or of the `logits_to_keep` last.
 
         attention_mask: (B, past and new tokens), 0 for padding, on the left where text is generated. labels: (B, T),
-        -100 ignored; they are shifted here, and the loss is their mean cross-entropy in nats. others: what
-        transformers' loss takes. Raises ValueError for what the model cannot give.
+        -100 ignored; they are shifted here, and the loss is their mean cross-entropy in nats. cache: the same as
+        past_key_values, by its name from transformers 5.24 on. others: what transformers' loss takes. Raises ValueError
+        for what the model cannot give.
         """
         for name, advice in NOT_AVAILABLE.items():
             given = others.pop(name, None)
@@ -86,16 +89,17 @@ class GKAForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError(f"attention_mask has {len(attention_mask)} rows, input_ids {len(input_ids)}")
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
+        cache = past_key_values if cache is None else cache
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self.config)
         keep = logits_to_keep if isinstance(logits_to_keep, int) else 0
-        logits = self.gpt(input_ids, context=Batch(past_key_values, attention_mask, position_ids, keep))
+        logits = self.gpt(input_ids, context=Batch(cache, attention_mask, position_ids, keep))
         if not isinstance(logits_to_keep, int):
             logits = logits[:, logits_to_keep]
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **others)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: cache})
 
     def get_input_embeddings(self):
         return self.gpt.transformer.wte
