@@ -48,6 +48,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "sizes": models.sizes,
     "operator": speed.operator,
     "models": speed.models,
+    "training": speed.training,
     "onnx": speed.onnx,
     "decode": benchmarks.decode,
     "scorer": benchmarks.scorer,

@@ -17,7 +17,6 @@ to compile). The faster counts, and in bfloat16 that of softmax attention in eit
 """
 
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
@@ -43,7 +42,6 @@ from trainkit.progress import progress_bar
 BENCHMARK = "deit"
 ROLES = models.ROLES | {UNFUSED: "unfused"}
 UNFUSED_ON_CPU = ("ti", 8)
-EAGER = "eager"
 PLANS = {"cuda": Plan(rounds=100, graph=True), "cpu": Plan(rounds=40, warmup=1, seconds=12)}
 
 
@@ -112,8 +110,8 @@ def measure(
         keys = {
             Key(kind, dtype, mode): compile_mode
             for dtype in config.dtypes
-            for mode, compile_mode in modes(kind, config, device)
-            if kind != UNFUSED or dtype == config.dtypes[0]
+            for mode, compile_mode in models.modes(config.compile_mode, device).items()
+            if kind != UNFUSED or (dtype == config.dtypes[0] and mode != models.EAGER)
         }
         measured |= {key: Measurement() for key in keys}
         try:
@@ -126,13 +124,6 @@ def measure(
     timed = interleave(calls, device, plan, {key: candidate.gate for key, candidate in candidates.items()})
     models.add_held(timed, candidates)
     return measured | timed
-
-
-def modes(kind: str, config: DeitConfig, device: torch.device) -> Iterator[tuple[str, str]]:
-    """(what names say of it, mode of torch.compile) for a kind."""
-    yield "", config.compile_mode
-    if device.type == "cpu" and config.compile_mode != "off" and kind != UNFUSED:
-        yield EAGER, "off"
 
 
 def cases_of(config: DeitConfig) -> list[tuple[str, str, str, int]]:

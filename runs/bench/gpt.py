@@ -6,13 +6,13 @@
 
 The real model and the real optimiser (Muon + AdamW, at rates of 0, so that weights stay what they are). On CUDA the
 trainer's own setting: 16 rows of 2,048 tokens, vocabulary 32,768, windows SSSL, bfloat16, model and optimiser compiled.
-On a CPU: 4 rows of 512 tokens, vocabulary 4,096, no windows, uncompiled, training in float32 and in bfloat16 (-bf16,
-beside the faster of both dtypes of softmax attention), of the first depth the other phases too. Prefill is one forward
-pass without gradient over a single row. Decoding is one more token for each of 1 or 8 rows, uncompiled, in the device's
-usual dtype, after a row's length of tokens in the cache. "gka" is the paper's form, whose cached features are keys and
-values, "gka-offsets" the demo's form of ours with head offsets. "gka-normalised" is ours without them (`--gka-values
-normalised`): it derives its keys from the cached values; "gka-keys", the same model, keeps both. `python -m
-runs.bench.report` prints the tables.
+On a CPU: 4 rows of 512 tokens, vocabulary 4,096, no windows, training in float32 and in bfloat16 (-bf16, beside the
+faster of both dtypes of softmax attention), both eager and compiled, of the first depth the other phases too. Prefill
+is one forward pass without gradient over a single row. Decoding is one more token for each of 1 or 8 rows, uncompiled,
+in the device's usual dtype, after a row's length of tokens in the cache. "gka" is the paper's form, whose cached
+features are keys and values, "gka-offsets" the demo's form of ours with head offsets. "gka-normalised" is ours without
+them (`--gka-values normalised`): it derives its keys from the cached values; "gka-keys", the same model, keeps both.
+`python -m runs.bench.report` prints the tables.
 """
 
 from collections.abc import Callable
@@ -77,7 +77,7 @@ class GPTBenchConfig(ComparisonConfig):
     head_offsets: str = ""
     """Head offsets of the gka model, as the trainer's."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """Whether to use torch.compile; auto = on CUDA."""
+    """Whether to use torch.compile; auto = on, but off with --quick. On a CPU eager models take part beside it."""
 
     def case(self, depth: int, device_type: str) -> str:
         """The case's name: d20 or d4, with what is not the device's own setting, so that no target is judged by it."""
@@ -99,7 +99,7 @@ class GPTBenchConfig(ComparisonConfig):
             sequence_len=self.sequence_len or sequence_len,
             vocab_size=self.vocab_size or vocab_size,
             window_pattern=self.window_pattern or WINDOWS[device_type],
-            compile=("on" if cuda else "off") if self.compile == "auto" else self.compile,
+            compile=("on" if cuda or not self.quick else "off") if self.compile == "auto" else self.compile,
         )
 
     def model_config(self, kind: str, depth: int) -> GPTConfig:
@@ -144,23 +144,24 @@ def takes_part(key: Key, phase: str, usual: str) -> bool:
     if key.kind == OFFSETS:
         return phase == TRAINING
     if phase in DECODE:
-        return key.kind != models.HELD and key.dtype == usual
+        return key.kind != models.HELD and key.dtype == usual and key.mode != models.EAGER
     return key.kind not in DECODE_ONLY
 
 
 def time_depth(depth: int, phases: list[str], config: GPTBenchConfig, runtime: Runtime, save: Callable) -> None:
     """Time all phases of one depth; save(phase, dtype, measured, candidates) gets every comparison."""
     device, usual = runtime.device, config.dtypes[0]
+    modes = models.modes("default" if config.compile == "on" else "off", device)
     candidates: dict[Key, Candidate] = {}
     failed: dict[Key, Measurement] = {}
     for kind in config.kinds:
-        keys = [Key(kind, dtype) for dtype in config.dtypes]
+        keys = [Key(kind, dtype, mode) for dtype in config.dtypes for mode in modes]
         keys = [key for key in keys if any(takes_part(key, phase, usual) for phase in phases)]
         try:
             if keys:
                 shape = config.model_config(kind, depth)
-                subject = Subject(kind, shape, config.batch_size, config.compile == "on", runtime)
-                candidates |= {key: Candidate(subject, key.dtype) for key in keys}
+                subject = Subject(kind, shape, config.batch_size, runtime)
+                candidates |= {key: Candidate(subject, key.dtype, modes[key.mode]) for key in keys}
         except torch.OutOfMemoryError as error:
             for key in keys:
                 failed[key] = Measurement()
@@ -179,11 +180,11 @@ def main(config: GPTBenchConfig) -> None:
     runtime = setup(config.device_type)
     device, asked = runtime.device, config
     config = config.fill(device.type)
-    config = replace(config, compile=compiling.mode("--compile", asked.compile, config.compile, runtime))
     names = {depth: asked.case(depth, device.type) for depth in config.depth}
     wanted = config.select(list(names.values()))
     for kind in config.kinds:
         config.model_config(kind, config.depth[0])
+    config = replace(config, compile=compiling.mode("--compile", asked.compile, config.compile, runtime))
     with progress_bar() as bar:
         for threads in config.with_threads():
             recorder = Recorder(config, BENCHMARK, device)

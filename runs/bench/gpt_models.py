@@ -22,18 +22,17 @@ GATE_TOKENS = 512  # float64 attention builds T x T matrices
 
 
 class Subject:
-    """The weights, the batch and the optimiser that the candidates of one kind share."""
+    """The weights, the batch and the optimisers, eager and compiled, that the candidates of one kind share."""
 
-    def __init__(self, kind: str, config: GPTConfig, batch_size: int, compile: bool, runtime: Runtime):
-        self.kind, self.compile, self.device = kind, compile, runtime.device
+    def __init__(self, kind: str, config: GPTConfig, batch_size: int, runtime: Runtime):
+        self.kind, self.device, self.runtime = kind, runtime.device, runtime
         torch.manual_seed(SEED)
         self.model = build(config, self.device)
         # They start at zero, with which attention would have no effect, and products would be quicker than real ones.
         for block in self.model.transformer.h:
             for linear in (block.attn.c_proj, block.mlp.c_proj):
                 fill_uniform(linear.weight, linear.in_features)
-        groups = parameter_groups(self.model, OptimConfig(), lr_scale=0.0)
-        self.optimizer = MuonAdamW(groups, runtime, compile=compile)
+        self.optimizers: dict[bool, MuonAdamW] = {}
         generator = torch.Generator(self.device).manual_seed(SEED)
         shape = (batch_size, config.sequence_len)
         self.ids, self.targets = (
@@ -43,6 +42,13 @@ class Subject:
         self.judged = slice(0, 1), slice(0, GATE_TOKENS)
         self.few_targets = torch.full_like(self.targets, IGNORE_INDEX)
         self.few_targets[self.judged] = self.targets[self.judged]
+
+    def optimizer(self, compile: bool) -> MuonAdamW:
+        """At rates of 0."""
+        if compile not in self.optimizers:
+            groups = parameter_groups(self.model, OptimConfig(), lr_scale=0.0)
+            self.optimizers[compile] = MuonAdamW(groups, self.runtime, compile=compile)
+        return self.optimizers[compile]
 
     def exact(self, phase: str) -> torch.Tensor:
         """What is judged of a phase, in float64; computed once for all candidates."""
@@ -64,24 +70,24 @@ class Subject:
 
 
 class Candidate:
-    """A subject's model in one dtype.
+    """A subject's model in one dtype, in a mode of torch.compile or "off".
 
     `train(n)` is a whole step, `prefill(n)` a forward pass over one row, `decode(rows)(n)` one token more for each row.
     """
 
-    def __init__(self, subject: Subject, dtype: str):
-        self.subject, self.dtype = subject, dtype
+    def __init__(self, subject: Subject, dtype: str, mode: str = "off"):
+        self.subject, self.dtype, self.optimizer = subject, dtype, subject.optimizer(mode != "off")
         self.kind, self.ids, self.targets = subject.kind, subject.ids, subject.targets
         self.model = models.twin(subject.model)
         if dtype != USUAL_DTYPE[subject.device.type]:
             self.model.compute_in(getattr(torch, dtype))
-        self.network = models.compiled(self.model, self.kind, "default" if subject.compile else "off")
+        self.network = models.compiled(self.model, self.kind, mode)
         self.cache: KVCache | None = None
 
     def train(self, n: int) -> None:
         self.network(self.ids, self.targets).backward()
-        self.subject.optimizer.step()
-        self.subject.optimizer.zero_grad()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
     def prefill(self, n: int) -> None:
         with torch.inference_mode():
@@ -128,5 +134,5 @@ class Candidate:
 
     def held_mib(self) -> float:
         """What the model holds between steps: weights, optimiser state and the batch."""
-        state = [value for group in self.subject.optimizer.groups for value in group.state.values()]
+        state = [value for group in self.optimizer.groups for value in group.state.values()]
         return models.tensors_mib([*self.model.parameters(), *self.model.buffers(), *state, self.ids, self.targets])

@@ -21,12 +21,15 @@ MODEL_KINDS = ("softmax", HELD, *(kind for kind in KINDS if kind != "softmax"))
 ROLES = dict.fromkeys(KINDS, "other") | {"softmax": "baseline", HELD: "baseline", "gka": "ours"}
 
 
+EAGER = "eager"
+
+
 class Key(NamedTuple):
     """A candidate of a comparison that has every dtype at once."""
 
     kind: str
     dtype: str
-    mode: str = ""  # "eager" beside compiled models
+    mode: str = ""  # EAGER beside compiled models
 
     def name(self, dtype: str) -> str:
         """What it is called among candidates of `dtype`."""
@@ -48,6 +51,11 @@ def comparison(measured: Mapping[Key, Any], dtype: str, roles: Mapping[str, str]
 def default_kinds(cuda: bool) -> list[str]:
     """The kinds that a benchmark times if none is named."""
     return [kind for kind in MODEL_KINDS if ROLES[kind] != "other" and (cuda or kind != HELD)]
+
+
+def modes(mode: str, device: torch.device) -> dict[str, str]:
+    """What names say of it -> mode of torch.compile: the one that is asked for, on a CPU eager models beside it."""
+    return {"": mode} | ({EAGER: "off"} if device.type == "cpu" and mode != "off" else {})
 
 
 class HeldToCudnn(nn.Module):

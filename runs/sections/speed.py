@@ -4,7 +4,9 @@ A row has the numbers of threads side by side; each ratio is of one comparison, 
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from gka.kinds import KINDS
 from runs.bench.onnx import OPENVINO
@@ -60,6 +62,42 @@ def models() -> str:
             rows += row("the same with head offsets (ours)", phase, offsets, target, "", shown)
         parts += [part(headings, rows, cases)] if rows else []
     return "\n\n".join(parts)
+
+
+def training() -> str:
+    """Tokens per second of GPT training on CPUs, by dtype, eager and compiled, and what the fastest way gains."""
+    forms = {"softmax": SOFTMAX, "gka": GKA, OFFSETS: f"{GKA}, head offsets (ours)"}
+    ways = ("float32", "float32, compiled", "bfloat16", "bfloat16, compiled")
+    parts = []
+    for machine, cases in machines("gpt").items():
+        rows, shown = [], {}
+        for (case, phase), by_threads in cases.items():
+            if phase != "training" or case.endswith("-bf16") or not is_processor(machine):
+                continue
+            for threads, single in by_threads.items():
+                half = cases.get((f"{case}-bf16", phase), {}).get(threads)
+                speeds = tokens_per_second(single) | (tokens_per_second(half) if half else {})
+                for kind, form in forms.items():
+                    if any(cells := [speeds.get((kind, way)) for way in ways]):
+                        gain = f"{max(filter(None, cells)) / cells[0]:.2f}x" if cells[0] else ""
+                        said = [f"{speed:,.0f}" if speed else "" for speed in cells]
+                        rows.append([f"{model_label(single)}, {form}", str(threads), *said, gain])
+                shown[case, phase, threads] = {threads: single}
+        parts += [part(["", "threads", *ways, "gain"], rows, shown, left=1)] if rows else []
+    return "\n\n".join(parts)
+
+
+def tokens_per_second(comparison: Comparison) -> dict[tuple[str, str], float | None]:
+    """(kind, way) -> speed of each candidate in the comparison's own dtype."""
+    found = {}
+    for each in comparison.lines:
+        name, _, other_dtype = each["config"]["candidate"].partition(", ")
+        kind, _, eager = name.partition(" ")
+        compiled = each["config"]["compile"] == "on" and not eager
+        if not other_dtype:
+            way = each["config"]["dtype"] + (", compiled" if compiled else "")
+            found[kind, way] = each["metrics"]["items_per_second"]
+    return found
 
 
 def onnx() -> str:
@@ -202,11 +240,11 @@ def model_label(comparison: Comparison) -> str:
     return f"GPT of depth {config['depth']}, {config['batch']} × {config['sequence_len']} tokens"
 
 
-def part(headings: list[str], rows: list[list[str]], cases: ByThreads) -> str:
+def part(headings: list[str], rows: list[list[str]], cases: Mapping[Any, dict[int, Comparison]], left: int = 4) -> str:
     """A table with where it comes from: a line for each date, commit and kind of file."""
     compared = [comparison for by_threads in cases.values() for comparison in by_threads.values()]
     sources = dict.fromkeys(source(comparison.lines[0]) for comparison in compared)
-    return "\n".join([table(headings, rows, left=4), *sources])
+    return "\n".join([table(headings, rows, left=left), *sources])
 
 
 def source(line: dict) -> str:

@@ -227,18 +227,6 @@ def precision(done: Done) -> list[Cell]:
     return _at_best_rate(families, done, [dict(SMALLEST, dtype="float32")])
 
 
-def speed(done: Done) -> list[Cell]:
-    """How many tokens/s does training take in float32 and bfloat16? 16 steps, for a quiet machine and --at-once 1."""
-    families = (FAMILIES["softmax"], FAMILIES["GKA + offsets"])
-    places = [dict(depth=depth, batch=4096, tokens=16 * 4096, rate=1.0) for depth in (2, 4, 6, 8)]
-    return [
-        Cell(**place, **family, dtype=dtype)
-        for place in places
-        for family in families
-        for dtype in ("float32", "bfloat16")
-    ]
-
-
 def _at_every_rate(families: dict[str, dict], done: Done) -> list[Cell]:
     """Every family at the middle rate, then at those around it: a first comparison comes early."""
     cells = [
@@ -268,7 +256,6 @@ GROUPS: dict[str, Callable[[Done], list[Cell]]] = {
     "rates": rates,
     "seeds": seeds,
     "precision": precision,
-    "speed": speed,
     "depth-4": depth_4,
     "longer": longer,
     "further-rates": further_rates,

@@ -24,7 +24,7 @@ def test_the_benchmarks_run_end_to_end(tmp_path, capsys):
     cli.run(attention.main, attention.AttentionConfig, [*common, "--shapes", *shapes, "--skip", "eager", "general"])
     tiny = ["--batch-sizes", "1", "--train-batch-sizes", "1", "--compile-mode", "off", "--sizes", "ti"]
     cli.run(deit.main, deit.DeitConfig, [*common, *tiny])
-    tiny = ["--depth", "1", "2", "--batch-size", "2", "--sequence-len", "16", "--vocab-size", "64"]
+    tiny = ["--depth", "1", "2", "--batch-size", "2", "--sequence-len", "16", "--vocab-size", "64", "--compile", "off"]
     cli.run(gpt.main, gpt.GPTBenchConfig, [*common, *tiny])
     files = {path.name.split("_")[1]: read_lines(path) for path in sorted(tmp_path.glob("*-1-thread.jsonl"))}
     files |= {path.name.split("_")[1]: read_lines(path) for path in tmp_path.glob(f"*-{OWN}-thread*.jsonl")}

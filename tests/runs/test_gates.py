@@ -82,7 +82,7 @@ def test_the_gate_stops_what_is_wrong(family):
 @pytest.mark.parametrize("kind, dtype", [("softmax", "float32"), ("gka", "float32"), (gpt.OFFSETS, "bfloat16")])
 def test_the_gate_of_a_whole_language_model_stops_what_is_wrong(kind, dtype):
     config = gpt.GPTBenchConfig(sequence_len=16, vocab_size=64).fill("cpu").model_config(kind, 1)
-    candidate = Candidate(Subject(kind, config, batch_size=2, compile=False, runtime=setup("cpu")), dtype)
+    candidate = Candidate(Subject(kind, config, batch_size=2, runtime=setup("cpu")), dtype)
     right, model = candidate.network, candidate.model
     for phase in (gpt.TRAINING, gpt.PREFILL):
         candidate.network = right
@@ -103,7 +103,7 @@ def test_candidates_of_one_kind_share_weights_and_leave_them_as_they_are():
         deit_models.Candidate(subject, dtype, "off").step(0)
     assert all(map(torch.equal, before, subject.model.parameters()))
     config = gpt.GPTBenchConfig(sequence_len=16, vocab_size=64).fill("cpu").model_config("gka", 1)
-    shared = Subject("gka", config, batch_size=2, compile=False, runtime=setup("cpu"))
+    shared = Subject("gka", config, batch_size=2, runtime=setup("cpu"))
     single, half = (Candidate(shared, dtype) for dtype in ("float32", "bfloat16"))
     assert all(a is b for a, b in zip(single.model.parameters(), half.model.parameters(), strict=True))
     before = [p.detach().clone() for p in shared.model.parameters()]

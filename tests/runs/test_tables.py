@@ -165,6 +165,22 @@ def test_the_table_of_models_has_the_flops_ratio_as_a_gpts_target_and_its_offset
     ]
 
 
+def test_the_table_of_training_gains_over_eager_float32(tmp_path, monkeypatch):
+    """Older lines are eager by their setting, newer ones by their name; softmax in float32 is in both comparisons."""
+    lines = []
+    for dtype, eager, compiled in (("float32", 100.0, 125.0), ("bfloat16", 200.0, 300.0)):
+        shape = {"depth": 4, "batch": 4, "sequence_len": 512, "dtype": dtype, "compile": "on"}
+        case = "d4" if dtype == "float32" else "d4-bf16"
+        for name, tokens in (("gka", compiled), ("gka eager", eager), ("softmax, float32", 1.0)):
+            role = "ours" if name.startswith("gka") else "baseline"
+            own = dict(config=shape, metrics={role: {"items_per_second": tokens}}, kind="bench_gpt")
+            lines += timed("a CPU, 2 threads", case, "training", {name: (role, 1.0)}, **own)
+    write(tmp_path / "bench_gpt_a-cpu-2-threads.jsonl", lines)
+    monkeypatch.setattr(sources, "RESULTS", tmp_path)
+    rows = [line for line in speed.training().splitlines() if line.startswith("| GPT")]
+    assert rows == ["| GPT of depth 4, 4 × 512 tokens, GKA | 2 | 100 | 125 | 200 | 300 | 3.00x |"]
+
+
 def test_the_table_of_onnx_has_its_threads_side_by_side_and_names_the_fused_softmax(tmp_path, monkeypatch):
     lines = []
     for threads, softmax in (("2", 3.0), ("1", 5.0)):
