@@ -4,9 +4,11 @@ gka/README.md.
     python -m runs.bench.error_sweep                        rewrite runs/results/error_sweep.jsonl
     python -m runs.bench.error_sweep --results FILE.jsonl   rewrite another file
 
-Against the float64 oracle. An error is relative to what is exact of one seed, and the root mean square is over seeds,
-so that no seed decides: with a narrow kernel one close pair of tokens may be nearly all that there is. Long rows are in
-`error_over_seeds`. Takes some five minutes.
+Against the float64 oracle. An error of y, dx, dkeys and dvalues is relative to what is exact of one seed, and the root
+mean square is over seeds, so that no seed decides: with a narrow kernel one close pair of tokens may be nearly all that
+there is. dlog_sigma is a sum whose terms cancel, in one seed more than in another, and is taken as it is. Where the
+kernel's error is the larger one over a few seeds, the case is measured again over many. Long rows are in
+`error_over_seeds`. Takes some eight minutes.
 """
 
 import math
@@ -27,13 +29,14 @@ from trainkit.progress import progress_bar
 from trainkit.results import append_result
 
 RESULTS = ROOT / "runs/results/error_sweep.jsonl"
-SEEDS = 8
+SEEDS, AGAIN = 8, 12  # seeds of a case, and how many times as many where it comes out worse than plain PyTorch
 TOKENS = (2, 3, 5, 8, 9, 16, 20, 33, 48, 60, 100, 300)
 CHANNELS = (8, 16, 64, 128)
 LOG_SIGMAS = (-1.0, 0.0, 0.5, 1.0, 2.0, 4.0)
 MASKS = {"full": FULL, "causal": CAUSAL, "window 3": Mask(True, 3), "window 20": Mask(True, 20)}
 OTHERS = {"own": (False, True), "other values": (False, False), "other keys": (True, True), "both": (True, False)}
 FEATURES = ("unit_norm", "clusters", "x50", "+50")
+CACHES = (2, 3, 5, 12, 16, 33, 60, 300, 2000)  # keys that queries which are decoded see
 LEAST = 1e-60  # a sum of squares below it: nothing is exact but 0
 
 
@@ -48,13 +51,20 @@ class ErrorSweepConfig:
 
 
 def cases() -> Iterator[Case]:
-    """Every length, mask, source of keys and values, width and bandwidth; then other features at the usual sigma."""
+    """Every length, mask, source of keys and values, width and bandwidth; then other features; then decoding."""
     for tokens, (mask, others, channels, log_sigma) in product(TOKENS, product(MASKS, OTHERS, CHANNELS, LOG_SIGMAS)):
         if tokens > (MASKS[mask].window or 0):
             yield _case(tokens, mask, others, channels, log_sigma=log_sigma)
     for tokens, mask, others, features in product((5, 20, 60, 300), MASKS, OTHERS, FEATURES):
         if tokens > (MASKS[mask].window or 0):
             yield _case(tokens, mask, others, 64, features=features)
+    for keys, queries, own_values, channels, log_sigma in product(CACHES, (1, 8), (True, False), CHANNELS, LOG_SIGMAS):
+        values = "own" if own_values else "other values"
+        label = f"decoding {queries} queries, {keys} keys, {values}, D = {channels}, log sigma {log_sigma}"
+        yield Case(
+            queries, keys=keys, own_values=own_values, head_dim=channels, log_sigma=log_sigma, with_gradients=False,
+            label=label,
+        )  # fmt: skip
 
 
 def _case(tokens: int, mask: str, others: str, channels: int, **options) -> Case:
@@ -68,13 +78,17 @@ def _case(tokens: int, mask: str, others: str, channels: int, **options) -> Case
 
 def ratios(case: Case, seeds: int) -> dict[str, float]:
     """By output: how many times plain PyTorch's error. Outputs that are 0, and plain PyTorch's NaN, are left out."""
-    relative: dict[str, Counter[str]] = {route: Counter() for route in ROUTES}
+    sums: dict[str, Counter[str]] = {route: Counter() for route in ROUTES}
     for exact, wrong in squares(case, seeds):
+        units = {name: 1.0 if name == "dlog_sigma" else size for name, size in exact.items() if size > LEAST}
         for route in ROUTES:
-            relative[route].update({name: wrong[route][name] / exact[name] for name in exact if exact[name] > LEAST})
-    plain = relative["plain"]
-    found = {name: (relative["cpu"][name] / plain[name]) ** 0.5 for name in plain if plain[name] > 0}
-    return {name: math.inf if math.isnan(ratio) else ratio for name, ratio in found.items()}
+            sums[route].update({name: wrong[route][name] / unit for name, unit in units.items()})
+    plain = sums["plain"]
+    found = {name: (sums["cpu"][name] / plain[name]) ** 0.5 for name in plain if plain[name] > 0}
+    found = {name: math.inf if math.isnan(ratio) else ratio for name, ratio in found.items()}
+    if seeds < AGAIN * SEEDS and max(found.values(), default=0.0) > 1:
+        return ratios(case, AGAIN * SEEDS)
+    return found
 
 
 def main(config: ErrorSweepConfig) -> None:

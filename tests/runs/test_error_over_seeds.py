@@ -54,10 +54,10 @@ def test_dlog_sigma_of_tokens_in_clusters_is_better_than_plain_pytorchs(tokens, 
 
 
 @pytest.mark.parametrize("case", list(error_sweep.cases())[::97], ids=lambda case: case.label)
-def test_cases_of_the_sweep_are_about_as_accurate_as_plain_pytorch(case):
-    found = error_sweep.ratios(case, 3)
-    found.pop("dlog_sigma", None)
-    assert max(found.values()) < 1.5
+def test_cases_of_the_sweep_are_as_accurate_as_plain_pytorch(case):
+    assert (
+        max(error_sweep.ratios(case, 3).values(), default=0.0) < 1.1
+    )  # what few seeds find above 1 is measured over many
 
 
 @pytest.mark.parametrize("tokens", [20, 40])
