@@ -3,6 +3,7 @@
 //
 // Distances are taken from differences, so nothing cancels and no norms are needed.
 #include "decode_group.h"
+#include "few.h"
 
 namespace {
 
@@ -32,7 +33,7 @@ struct Parts {
   int64_t groups(int64_t b) const { return (length(b) - first(b) + KEYS - 1) / KEYS; }
   int64_t begin(int64_t part) const { return total * part / parts; }
   // Part and sequence never both go back, so their sum numbers the pairs.
-  int64_t scratch() const { return (q.batch + parts) * results * row + q.batch * results * channels + q.num_heads; }
+  int64_t scratch() const { return (q.batch + parts) * results * row + q.batch * results * channels + 2 * q.num_heads; }
   float* running(int64_t b, int64_t part, int64_t result) const {
     return memory + ((b + part) * results + result) * row;
   }
@@ -40,7 +41,7 @@ struct Parts {
     return memory + (q.batch + parts) * results * row + (b * results + result) * channels;
   }
 
-  float* factors() const { return query(q.batch, 0); }  // (H,)
+  double* factors() const { return reinterpret_cast<double*>(query(q.batch, 0)); }  // (H,)
 
   // Call work(sequence, groups of it) for all that `part` has.
   template <typename Work>
@@ -62,7 +63,7 @@ GKA_INLINE Vector scores_of(const float* x, const Group& keys, float factor) {
   for (int64_t n = keys.count; n < KEYS; n++) squares[n] = Vector::all(0.0f);
   for (int64_t n = 0; n < keys.count; n++) {
     const float* key = keys.row(n);
-    keys.next.prefetch(n, keys.next.middle, keys.next.bytes);
+    keys.next.prefetch(n, keys.next.derived, keys.next.compared);
     const Vector scale = Vector::all(-keys.scale[n]);
     Vector sum[2] = {Vector::all(0.0f), Vector::all(0.0f)};
     GKA_UNROLL for (int64_t d = 0; d < channels; d += L) {
@@ -86,8 +87,10 @@ GKA_INLINE void mix(const float* weights, const Group& values, Range seen, int64
   Vector sum[WIDE];
   const float* value = values.row(seen.begin) + d;
   GKA_UNROLL for (int v = 0; v < WIDE; v++) sum[v] = Vector::all(weights[seen.begin]) * Vector::load(value + v * L);
+  if (d == 0) values.next.prefetch(seen.begin, values.next.compared, values.next.bytes);
   for (int64_t n = seen.begin + 1; n < seen.end; n++) {
     value += values.apart;
+    if (d == 0) values.next.prefetch(n, values.next.compared, values.next.bytes);
     const Vector weight = Vector::all(weights[n]);
     GKA_UNROLL for (int v = 0; v < WIDE; v++) sum[v] = fma(weight, Vector::load(value + v * L), sum[v]);
   }
@@ -115,6 +118,29 @@ GKA_INLINE void add(Vector score, const Group& values, Range seen, float* mixed)
   for (; d < channels; d += L) mix<1>(weights, values, seen, d, mixed);
 }
 
+// The running result of a query that sees these tokens alone, in double: there every rounding shows, as in few.cpp.
+void decode_few(const float* x, const Group& keys, const Group& values, double factor, Range seen, float* mixed) {
+  constexpr int64_t L = Vector::LANES;
+  const int64_t channels = keys.channels;
+  double scores[KEYS], top = -INFINITY, sum = 0.0, y[MAX_CHANNELS] = {};
+  for (int64_t n = seen.begin; n < seen.end; n++) {
+    const float* key = keys.row(n);
+    scores[n] = factor * sum_of(channels, [&](int64_t d) {
+      const double apart = double(x[d]) - double(keys.scale[n]) * double(key[d]);
+      return apart * apart;
+    });
+    top = std::max(top, scores[n]);
+  }
+  for (int64_t n = seen.begin; n < seen.end; n++) {
+    const double weight = std::exp2(scores[n] - top);
+    sum += weight;
+    for (int64_t d = 0; d < channels; d++) y[d] += weight * double(values.row(n)[d]);
+  }
+  for (int64_t d = 0; d < channels; d++) mixed[d] = float(y[d] / sum);
+  std::fill(mixed + channels, mixed + channels + L, 0.0f);
+  mixed[channels] = 1.0f, mixed[channels + L] = 0.0f;  // the sum of weights, and the largest score
+}
+
 template <typename T, typename Table>
 struct Decode {
   const GkaDecode& q;
@@ -124,9 +150,9 @@ struct Decode {
   Decode(const GkaDecode& q, float* scratch)
       : q(q), plan(q, scratch), derived(q.cos), own_values(!derived && q.keys.data == q.values.data) {}
 
-  float factor(int64_t h) const {  // of a squared distance in log2 K
+  double factor(int64_t h) const {  // of a squared distance in log2 K
     const double s = q.log_sigma[h], clamped = s > q.bound ? q.bound : s < -q.bound ? -q.bound : s;
-    return float(-0.5 * LOG2_E * std::exp(-2.0 * clamped));
+    return -0.5 * LOG2_E * std::exp(-2.0 * clamped);
   }
   void prepare() const {
     for (int64_t h = 0; h < q.num_heads; h++) plan.factors()[h] = factor(h);
@@ -153,13 +179,14 @@ struct Decode {
     });
   }
 
-  // The same tokens of the next head, or the next tokens of the first one.
+  // The same tokens two heads further on; behind the last head come later tokens of the first ones.
   Next next(const Rows<T>& values, int64_t h, int64_t j) const {
-    constexpr int64_t BYTES = sizeof(T);
-    const T* row = h + 1 < q.num_heads ? values.data + q.values.head + j * values.apart
-                                       : values.data - h * q.values.head + (j + KEYS) * values.apart;
-    const int64_t bytes = q.head_dim * BYTES;
-    return {reinterpret_cast<const char*>(row), values.apart * BYTES, derived ? bytes / 2 : 0, bytes};
+    constexpr int64_t AHEAD = 2, BYTES = sizeof(T);
+    const int64_t head = (h + AHEAD) % q.num_heads, later = (h + AHEAD) / q.num_heads * KEYS;
+    const T* row = values.data + (head - h) * q.values.head + (j + later) * values.apart;
+    const int64_t bytes = q.head_dim * BYTES, half = bytes / 2;
+    const char* from = reinterpret_cast<const char*>(row);
+    return {from, values.apart * BYTES, derived ? half : 0, derived ? bytes : half, bytes};
   }
 
   void run_group(int64_t b, int64_t part, int64_t h, int64_t j, Group& key, Group& value) const {
@@ -184,7 +211,11 @@ struct Decode {
       const Range seen = Range{first - j, end - j}.within({0, count});
       if (seen.empty()) continue;
       const int64_t result = h * q.num_queries + i;
-      add(scores(plan.query(b, result), *keys, plan.factors()[h]), value, seen, plan.running(b, part, result));
+      const float* x = plan.query(b, result);
+      const double factor = plan.factors()[h];
+      float* mixed = plan.running(b, part, result);
+      if (plan.groups(b) == 1) decode_few(x, *keys, value, factor, seen, mixed);
+      else add(scores(x, *keys, float(factor)), value, seen, mixed);
     }
   }
 

@@ -36,11 +36,12 @@ struct Rows {
   GKA_INLINE T* row(int64_t j) const { return data + place(j) * apart; }
 };
 
-// Rows that are read next: asked for while those before them are computed, evenly, so that memory is never idle. Keys
-// are derived before they are compared: half of the rows' bytes, up to `middle`, are then asked for while deriving.
+// Rows that are read soon: asked for while those before them are computed, evenly, so that memory is never idle. Of the
+// bytes of a row those up to `derived` are asked for while keys are derived, up to `compared` while they are compared
+// with queries, and up to `bytes` while values are mixed.
 struct Next {
   const char* rows;
-  int64_t apart, middle, bytes;
+  int64_t apart, derived, compared, bytes;
   GKA_INLINE void prefetch(int64_t n, int64_t from, int64_t to) const {
     for (int64_t d = from; d < to; d += 64) __builtin_prefetch(rows + n * apart + d);
   }
@@ -87,7 +88,7 @@ struct Group {
       const T *first = values.row(j + n), *second = first + half;
       const Table *c = cos + values.place(j + n) * half, *s = sin + values.place(j + n) * half;
       float* key = buffer + n * apart;
-      next.prefetch(n, 0, next.middle);
+      next.prefetch(n, 0, next.derived);
       Vector even = Vector::all(0.0f), odd = even;
       GKA_UNROLL for (int64_t d = 0; d < half; d += KEYS) {
         const Vector a = channels_from(first, d, half), b = channels_from(second, d, half);

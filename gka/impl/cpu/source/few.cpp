@@ -30,17 +30,6 @@ struct FewHead {
   double* pulls(int64_t query) const { return weights(query) + FEW; }
 };
 
-// sum_d term(d), eight at a time for the compiler's registers.
-template <typename Term>
-inline double sum_of(int64_t head_dim, Term term) {
-  double sums[8] = {};
-  int64_t d = 0;
-  for (; d + 8 <= head_dim; d += 8)
-    for (int64_t i = 0; i < 8; i++) sums[i] += term(d + i);
-  for (; d < head_dim; d++) sums[0] += term(d);
-  return ((sums[0] + sums[4]) + (sums[1] + sums[5])) + ((sums[2] + sums[6]) + (sums[3] + sums[7]));
-}
-
 // Exponents of the keys that a query sees, K relative to the largest of them (own keys: to K_ii), and the row's sum.
 struct Row {
   Range seen;
