@@ -125,6 +125,24 @@ def test_equal_flops_are_a_place_on_the_baselines_curve(scaled):
     assert "| GGGA + offsets | softmax |  |" in study_equal.equal(scaled)
 
 
+def test_differences_of_every_depth_are_paired_over_the_seeds_that_both_have(tmp_path):
+    places, names = study_equal.least_places(), ("softmax", "softmax + offsets", "GKA + offsets")
+    losses = dict(zip(names, (1.9, 1.8, 1.85)))
+    rows = [
+        row(Cell(**places[0], **ALL[name], seed=seed), losses[name] + n) for name in names for seed, n in NOISE.items()
+    ]
+    rows += [row(Cell(**places[2], **ALL[name]), losses[name]) for name in names[:2]]
+    rows += [row(Cell(**places[2], **ALL["softmax"], seed=1), 2.5)]  # of a seed that the other does not have
+    lines = [
+        line for line in study_equal.differences(write(tmp_path / "study", rows)).splitlines() if " over " not in line
+    ]
+    assert [line for line in lines if line.startswith(("| softmax", "| GKA"))] == [
+        "| softmax + offsets | softmax | -0.100 [-0.100, -0.100] |  | -0.100 |  | 3 / 0 / 1 / 0 |",
+        "| GKA + offsets | softmax | -0.050 [-0.050, -0.050] |  |  |  | 3 / 0 / 0 / 0 |",
+        "| GKA + offsets | softmax + offsets | +0.050 [+0.050, +0.050] |  |  |  | 3 / 0 / 0 / 0 |",
+    ]
+
+
 def test_families_are_compared_at_the_rate_with_most_seeds(tmp_path):
     softmax, gka = (Cell(**SMALLEST, **FAMILIES[name]) for name in ("softmax", "GKA"))
     rows = [row(replace(softmax, rate=2.0, seed=seed), 1.9 + noise) for seed, noise in NOISE.items()]
