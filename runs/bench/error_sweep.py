@@ -77,15 +77,21 @@ def _case(tokens: int, mask: str, others: str, channels: int, **options) -> Case
 
 
 def ratios(case: Case, seeds: int) -> dict[str, float]:
-    """By output: how many times plain PyTorch's error. Outputs that are 0, and plain PyTorch's NaN, are left out."""
+    """By output: how many times plain PyTorch's error.
+
+    Left out are outputs that are 0, plain PyTorch's NaN, and what both give exactly.
+    """
     sums: dict[str, Counter[str]] = {route: Counter() for route in ROUTES}
     for exact, wrong in squares(case, seeds):
         units = {name: 1.0 if name == "dlog_sigma" else size for name, size in exact.items() if size > LEAST}
         for route in ROUTES:
             sums[route].update({name: wrong[route][name] / unit for name, unit in units.items()})
-    plain = sums["plain"]
-    found = {name: (sums["cpu"][name] / plain[name]) ** 0.5 for name in plain if plain[name] > 0}
-    found = {name: math.inf if math.isnan(ratio) else ratio for name, ratio in found.items()}
+    found = {}
+    for name, plain in sums["plain"].items():
+        ours = sums["cpu"][name]
+        if math.isnan(plain) or plain == ours == 0:
+            continue
+        found[name] = math.inf if plain == 0 or math.isnan(ours) else (ours / plain) ** 0.5
     if seeds < AGAIN * SEEDS and max(found.values(), default=0.0) > 1:
         return ratios(case, AGAIN * SEEDS)
     return found

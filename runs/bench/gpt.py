@@ -207,6 +207,7 @@ def record(
     named = models.comparison(measured, dtype, ROLES)
     rows = DECODE.get(phase, config.batch_size if phase == TRAINING else 1)
     settings = {"depth": depth, **{key: getattr(config, key) for key in SETTINGS}, "dtype": dtype, "batch": rows}
+    settings["compile"] = "off" if phase in DECODE else config.compile  # of candidates that are not called eager
     tokens = rows * (1 if phase in DECODE else config.sequence_len)
 
     def extra(label: str, measurement: Measurement) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def training() -> str:
     parts = []
     for machine, cases in machines("gpt").items():
         rows, shown = [], {}
-        for (case, phase), by_threads in cases.items():
+        for (case, phase), by_threads in sorted(cases.items()):
             if phase != "training" or case.endswith("-bf16") or not is_processor(machine):
                 continue
             for threads, single in by_threads.items():
@@ -82,7 +82,7 @@ def training() -> str:
                         gain = f"{max(filter(None, cells)) / cells[0]:.2f}x" if cells[0] else ""
                         said = [f"{speed:,.0f}" if speed else "" for speed in cells]
                         rows.append([f"{model_label(single)}, {form}", str(threads), *said, gain])
-                shown[case, phase, threads] = {threads: single}
+                shown[case, phase, threads] = {0: single, 1: half or single}
         parts += [part(["", "threads", *ways, "gain"], rows, shown, left=1)] if rows else []
     return "\n\n".join(parts)
 

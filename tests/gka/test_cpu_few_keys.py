@@ -65,6 +65,19 @@ def test_decoding_rounds_once_too(queries, keys, mask, own_values, head_dim):
     torch.testing.assert_close(compute(case)["y"].double(), testing.oracle(case).y, rtol=2**-24 * 1.001, atol=0)
 
 
+def test_decoding_of_few_keys_survives_distance():
+    """Far keys: every weight would be 0, were the largest score not taken away first."""
+    x, log_sigma = testing.make_features("normal", (1, 1, 2, 16)), torch.full((2,), -2.0)
+    keys = testing.make_features("normal", (1, 7, 2, 16), seed=1) + 30
+    case = testing.Problem(x, log_sigma, keys=keys)
+    torch.testing.assert_close(compute(case)["y"].double(), testing.oracle(case).y, rtol=2**-24 * 1.001, atol=0)
+
+
+def test_a_bandwidth_beyond_its_bound_has_no_gradient():
+    case = replace(problem(9, None, Mask(), True, 16), log_sigma=torch.tensor([25.0, 0.5, -25.0]))
+    assert [bool(gradient) for gradient in compute(case)["dlog_sigma"]] == [False, True, False]
+
+
 @pytest.mark.parametrize("queries,keys,mask", CASES)
 def test_threads_do_not_change_a_bit(threads, queries, keys, mask):
     case = problem(queries, keys, mask, False, 20)

@@ -9,10 +9,9 @@ from torch.overrides import TorchFunctionMode
 from gka import testing
 from gka.impl.cpu import build
 from gka.masking import Mask
-from runs.bench import deit, deit_models, gpt
+from runs.bench import deit, deit_models, gpt, models
 from runs.bench.baselines import sdpa_in_blocks
 from runs.bench.gpt_models import Candidate, Subject
-from runs.bench.models import gradient
 from runs.bench.operators import FORWARD, FULL, Case, gate, operators
 from trainkit.distributed import setup
 
@@ -90,10 +89,10 @@ def test_the_gate_of_a_whole_language_model_stops_what_is_wrong(kind, dtype):
         candidate.network = lambda *arguments: (1.001 if dtype == "float32" else 1.1) * right(*arguments)
         assert "is off by 1.0e-0" in candidate.gate(phase)
     if kind == "gka":  # attention matters in the timed model: another bandwidth is another gradient
-        before = gradient(model, lambda: model(candidate.ids, candidate.targets))
+        before = models.gradient(model, lambda: model(candidate.ids, candidate.targets))
         with torch.no_grad():
             model.transformer.h[0].attn.log_sigma -= 1
-        assert testing.error(gradient(model, lambda: model(candidate.ids, candidate.targets)), before) > 0.01
+        assert testing.error(models.gradient(model, lambda: model(candidate.ids, candidate.targets)), before) > 0.01
 
 
 def test_candidates_of_one_kind_share_weights_and_leave_them_as_they_are():
@@ -111,6 +110,22 @@ def test_candidates_of_one_kind_share_weights_and_leave_them_as_they_are():
         candidate.train(0)
     assert all(map(torch.equal, before, shared.model.parameters()))
     assert (single.network(single.ids).dtype, half.model.dtype) == (torch.float32, torch.bfloat16)
+
+
+def test_eager_models_are_timed_beside_compiled_ones_on_a_cpu_but_do_not_decode_twice():
+    assert models.modes("default", CPU) == {"": "default", "eager": "off"} and models.modes("off", CPU) == {"": "off"}
+    assert models.modes("max-autotune", torch.device("cuda")) == {"": "max-autotune"}
+    both = [models.Key("gka", "float32", mode) for mode in models.modes("default", CPU)]
+    taking_part = {
+        phase: [gpt.takes_part(key, phase, "float32") for key in both] for phase in (gpt.TRAINING, "decode-8")
+    }
+    assert taking_part == {gpt.TRAINING: [True, True], "decode-8": [True, False]}
+    assert [key.name("float32") for key in both] == ["gka", "gka eager"]
+    config = gpt.GPTBenchConfig(sequence_len=16, vocab_size=64).fill("cpu")
+    assert config.compile == "on" and gpt.GPTBenchConfig(quick=True).fill("cpu").compile == "off"
+    subject = Subject("gka", config.model_config("gka", 1), batch_size=2, runtime=setup("cpu"))
+    eager, compiled = subject.optimizer(False), subject.optimizer(True)
+    assert eager is not compiled and eager is subject.optimizer(False)
 
 
 @pytest.mark.parametrize(

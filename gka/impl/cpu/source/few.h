@@ -19,7 +19,7 @@ inline double sum_of(int64_t head_dim, Term term) {
 
 inline bool sees_few(const GkaRequest& q) {
   const Reach reach(q);
-  return std::min(q.num_keys, reach.before + reach.after + 1) <= FEW;
+  return q.head_dim <= MOST_CHANNELS && std::min(q.num_keys, reach.before + reach.after + 1) <= FEW;
 }
 
 int64_t few_scratch(const GkaRequest& q, int32_t phase);
