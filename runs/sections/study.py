@@ -142,8 +142,7 @@ def _sizes(scores: Scores) -> str:
         losses = [loss_of(scores.at(ALL[name], place)) for place in scaled_places()]
         possible = [fits_depth(ALL[name], place["depth"]) for place in scaled_places()]
         rows.append([name, *(loss if has_form else "" for loss, has_form in zip(losses, possible))])
-    headings = (f"depth {place['depth']}, 2^{place['tokens'].bit_length() - 1}" for place in scaled_places())
-    return table(["", *headings], rows)
+    return table(["", *map(place_of, scaled_places())], rows)
 
 
 def scalings(scores: Scores) -> dict[str, Scaling | None]:
@@ -222,6 +221,11 @@ def _range(values: list[float]) -> str:
 
 
 # Cells
+
+
+def place_of(place: Place) -> str:
+    """A depth and a budget, as a heading."""
+    return f"depth {place['depth']}, 2^{place['tokens'].bit_length() - 1}"
 
 
 def loss_of(result: Result | None) -> str:

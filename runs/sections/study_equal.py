@@ -1,30 +1,50 @@
-"""The study's tables of differences at every depth: with intervals over seeds, and at equal FLOPs and parameters."""
+"""The study's tables of differences with intervals over seeds: at every size and budget, and at equal FLOPs and
+parameters.
+"""
 
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from runs.sections.sources import table
-from runs.sections.study import NOT_RUN, ROWS, difference_of, of_every_text
+from runs.sections.study import NOT_RUN, ROWS, difference_of, of_every_text, place_of
 from runs.study.families import ALL
 from runs.study.grid import BUDGETS, REPEATED, SCALED, scaled_places
-from runs.study.scores import Result, Scores
+from runs.study.scores import Place, Result, Scores
+from runs.study.statistics import paired_difference
 
 BASELINES = ("softmax", "softmax + offsets")
-MEASURES = {"tokens": None, "FLOPs": "flops_per_token", "parameters": "parameters"}
+MEASURES = ("flops_per_token", "parameters")
 LEAST = min(BUDGETS[min(BUDGETS)])  # tokens of the budget that every depth has
+
+
+def least_places() -> list[Place]:
+    """Every depth, with the least budget."""
+    return [place for place in scaled_places() if place["tokens"] == LEAST]
+
+
+def longer_places() -> list[Place]:
+    """The sizes that were trained longer, with their longer budgets."""
+    return [place for place in scaled_places() if place["tokens"] > LEAST]
 
 
 def differences(folder: Path = ROWS) -> str:
     """Questions 1 to 3: what the repeated families are over both baselines, at every depth and the least budget."""
-    return of_every_text(folder, _differences)
+    return of_every_text(folder, partial(_differences, places=least_places()))
 
 
-def _differences(scores: Scores) -> str:
+def longer(folder: Path = ROWS) -> str:
+    """The same with longer budgets."""
+    return of_every_text(folder, partial(_differences, places=longer_places()))
+
+
+def _differences(scores: Scores, places: list[Place]) -> str:
     rows = []
     for baseline in BASELINES:
         for name in REPEATED:
-            pairs = [(scores.at(ALL[name], place), scores.at(ALL[baseline], place)) for place in least_places()]
+            pairs = [(scores.at(ALL[name], place), scores.at(ALL[baseline], place)) for place in places]
             if name in BASELINES[: BASELINES.index(baseline) + 1] or not any(own and other for own, other in pairs):
                 continue  # itself, a row that is there the other way round, or not trained
             cells = [difference_of(own.over(other), "+.3f") if own and other else "" for own, other in pairs]
@@ -32,13 +52,7 @@ def _differences(scores: Scores) -> str:
                 str(len(own.losses.keys() & other.losses.keys())) if own and other else "0" for own, other in pairs
             ]
             rows.append([name, baseline, *cells, " / ".join(seeds)])
-    headings = [f"depth {place['depth']}" for place in least_places()]
-    return table(["", "over", *headings, "seeds"], rows, left=2) if rows else f"{NOT_RUN}\n"
-
-
-def least_places() -> list[dict]:
-    """Every depth, with the least budget."""
-    return [place for place in scaled_places() if place["tokens"] == LEAST]
+    return table(["", "over", *map(place_of, places), "seeds"], rows, left=2) if rows else f"{NOT_RUN}\n"
 
 
 def equal(folder: Path = ROWS) -> str:
@@ -47,34 +61,35 @@ def equal(folder: Path = ROWS) -> str:
 
 
 def _equal(scores: Scores) -> str:
-    places = least_places()
-    found = {name: {p["depth"]: scores.at(ALL[name], p) for p in places} for name in SCALED}
-    depths = [place["depth"] for place in places][1:]  # the smallest GKA is smaller than any softmax
-    rows = []
+    places, rows = least_places(), []
     for baseline in BASELINES:
-        curve = [result for result in found[baseline].values() if result]
+        curve = [result for place in places if (result := scores.at(ALL[baseline], place))]
         for name in SCALED:
             if name.startswith("softmax") or len(curve) < 2:
                 continue
-            own = [found[name][depth] for depth in depths]
-            others = [found[baseline][depth] for depth in depths]
-            cells = [_over(a, b, curve, m) for a, b in zip(own, others, strict=True) for m in MEASURES.values()]
-            rows.append([name, baseline, *cells])
-    headings = [f"depth {depth}: equal {measure}" for depth in depths for measure in MEASURES]
-    return table(["", "over", *headings], rows, left=2) if rows else f"{NOT_RUN}\n"
+            for place in places[1:]:  # the smallest GKA is smaller than any softmax
+                own, other = scores.at(ALL[name], place), scores.at(ALL[baseline], place)
+                if own and other:
+                    cells = [difference_of(own.over(other), "+.3f"), *(_over(own, curve, name) for name in MEASURES)]
+                    rows.append([name, baseline, str(place["depth"]), *cells])
+    headings = ["", "over", "depth", "equal tokens", "equal FLOPs", "equal parameters"]
+    return table(headings, rows, left=2) if rows else f"{NOT_RUN}\n"
 
 
-def _over(own: Result | None, same_depth: Result | None, curve: list[Result], measure: str | None) -> str:
-    """own minus the baseline at the same depth, or where its curve has as much of the measure; nothing beyond it."""
-    if own is None or same_depth is None:
-        return ""
-    if measure is None:
-        return f"{own.mean - same_depth.mean:+.3f}"
+def _over(own: Result, curve: list[Result], measure: str) -> str:
+    """own minus the baseline where it has as much of the measure, seed by seed; nothing beyond the baseline's sizes."""
     sizes = [result[measure] for result in curve]
     if not min(sizes) <= own[measure] <= max(sizes):
         return ""
-    interpolated = np.interp(np.log(own[measure]), np.log(sizes), [result.mean for result in curve])
-    return f"{own.mean - interpolated:+.3f}"
+    interpolated = {
+        seed: float(np.interp(np.log(own[measure]), np.log(sizes), [result.losses[seed] for result in curve]))
+        for seed in _common_seeds(curve)
+    }
+    return difference_of(paired_difference(own.losses, interpolated), "+.3f")
 
 
-TABLES = {"study-differences": differences, "study-equal": equal}
+def _common_seeds(results: Iterable[Result]) -> set[int]:
+    return set.intersection(*(set(result.losses) for result in results))
+
+
+TABLES = {"study-differences": differences, "study-differences-longer": longer, "study-equal": equal}

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -113,16 +114,34 @@ def test_fits_have_intervals_that_hold_the_truth_and_cross_where_the_laws_do(sca
 
 
 def test_equal_flops_are_a_place_on_the_baselines_curve(scaled):
-    [line] = [line for line in study_equal.equal(scaled).splitlines() if line.startswith("| GKA + offsets | softmax |")]
-    at_depth_6 = [float(cell) for cell in line.split("|")[6:9]]
+    table = study_equal.equal(scaled)
+    [line] = [line for line in table.splitlines() if line.startswith("| GKA + offsets | softmax | 6 |")]
+    equal_tokens, equal_flops = ([float(x) for x in re.findall(r"[+-][\d.]+", cell)] for cell in line.split("|")[4:6])
     own, other = (
         Cell(**scaled_places()[-2], **FAMILIES[name]).flops(512, 4096) for name in ("GKA + offsets", "softmax")
     )
     assert own < other
     ours = law(own, *LAWS["GKA + offsets"])  # the noise of three seeds adds up to 0
-    assert at_depth_6[0] == pytest.approx(ours - law(other, *LAWS["softmax"]), abs=1e-3)
-    assert at_depth_6[1] == pytest.approx(ours - law(own, *LAWS["softmax"]), abs=5e-3)  # law and chord differ a little
-    assert "| GGGA + offsets | softmax |  |" in study_equal.equal(scaled)
+    assert equal_tokens == pytest.approx([ours - law(other, *LAWS["softmax"])] * 3, abs=1e-3)
+    # The law and the chord differ a little; the noise is the same for all, so the interval has no width.
+    assert equal_flops == pytest.approx([ours - law(own, *LAWS["softmax"])] * 3, abs=5e-3)
+    assert "GGGA" not in table
+
+
+def test_equal_parameters_are_compared_seed_by_seed(tmp_path):
+    places, losses = study_equal.least_places()[:2], {"softmax": (1.9, 1.8), "GKA + offsets": (1.85, 1.7)}
+    shifts = {"softmax": {0: 0.0, 1: 0.1, 2: 0.05}, "GKA + offsets": {0: 0.01, 1: 0.09, 3: 9.0}}
+    rows = [
+        row(Cell(**place, **ALL[name], seed=seed), loss + shift, parameters=parameters)
+        for name, sizes in {"softmax": (100, 400), "GKA + offsets": (50, 200)}.items()
+        for place, loss, parameters in zip(places, losses[name], sizes)
+        for seed, shift in shifts[name].items()
+    ]
+    table = study_equal.equal(write(tmp_path / "study", rows))
+    [line] = [line for line in table.splitlines() if line.startswith("| GKA + offsets | softmax | 4 |")]
+    # softmax of 200 parameters is half way between 100 and 400: 1.85 + shift. Seeds 0 and 1 differ by -0.14, -0.16.
+    half = 12.706 * 0.01
+    assert line.endswith(f"| -0.150 [{-0.15 - half:.3f}, {-0.15 + half:.3f}] |")
 
 
 def test_differences_of_every_depth_are_paired_over_the_seeds_that_both_have(tmp_path):
@@ -136,6 +155,7 @@ def test_differences_of_every_depth_are_paired_over_the_seeds_that_both_have(tmp
     lines = [
         line for line in study_equal.differences(write(tmp_path / "study", rows)).splitlines() if " over " not in line
     ]
+    assert study_equal.longer(tmp_path / "study").startswith("words:\n\nnot run")
     assert [line for line in lines if line.startswith(("| softmax", "| GKA"))] == [
         "| softmax + offsets | softmax | -0.100 [-0.100, -0.100] |  | -0.100 |  | 3 / 0 / 1 / 0 |",
         "| GKA + offsets | softmax | -0.050 [-0.050, -0.050] |  |  |  | 3 / 0 / 0 / 0 |",
