@@ -21,6 +21,7 @@ HEADS = RESULTS / "study_heads.jsonl"
 BEST = {
     "GKA": "GKA, the paper's form",
     "GKA + offsets": "GKA + offsets, values not rotated: the preset",
+    "GKA + offsets + half VE": "the same + value embeddings in half of the layers, as softmax has",
     "GKA + offsets + VE": "the same + value embeddings in every layer",
     "softmax": "softmax (nanochat)",
     "softmax + offsets": "softmax + offsets",
@@ -142,7 +143,16 @@ def _sizes(scores: Scores) -> str:
         losses = [loss_of(scores.at(ALL[name], place)) for place in scaled_places()]
         possible = [fits_depth(ALL[name], place["depth"]) for place in scaled_places()]
         rows.append([name, *(loss if has_form else "" for loss, has_form in zip(losses, possible))])
-    return table(["", *map(place_of, scaled_places())], rows)
+    repeated = [list(result.losses.values()) for name in REPEATED for result in _everywhere(scores, ALL[name])]
+    noise = SeedNoise.pooled(repeated)
+    places = sum(len(losses) > 1 for losses in repeated)
+    said = f"\n\nStandard deviation over seeds, pooled over {places} cells: {noise.deviation:.4f}." if noise else ""
+    return table(["", *map(place_of, scaled_places())], rows) + said
+
+
+def _everywhere(scores: Scores, family: Family) -> Iterable[Result]:
+    """What is finished of a family, at every size and budget of `sizes`."""
+    return (result for place in scaled_places() if (result := scores.at(family, place)))
 
 
 def scalings(scores: Scores) -> dict[str, Scaling | None]:
@@ -164,17 +174,20 @@ def _fits(scores: Scores) -> str:
         done = len(points(scores, ALL[name]))
         places = sum(fits_depth(ALL[name], place["depth"]) for place in scaled_places())
         if own is None:
-            rows.append([name, f"{done} of {places}", *[NOT_RUN if done < places else TOO_FEW] * 4])
+            rows.append([name, f"{done} of {places}", *[NOT_RUN if done < places else TOO_FEW] * 6])
             continue
         baseline = fitted["softmax"]
         cells = [interval_of(own.interval(part)) for part in "abc"]
-        rows.append([name, str(done), *cells, "" if name == "softmax" else _crossing_of(own, baseline)])
+        crossing_there = "" if name == "softmax" else _crossing_of(own, baseline)
+        rows.append([name, str(done), str(own.points), *cells, f"{own.miss:.3f}", crossing_there])
     headings = [
         "",
         "finished sizes and budgets",
+        "fitted",
         "a",
         f"b at {UNIT:g} FLOPs",
         "c",
+        "largest miss",
         "crosses softmax at FLOPs (share of draws)",
     ]
     return table(headings, rows)

@@ -3,7 +3,6 @@ parameters.
 """
 
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -32,27 +31,51 @@ def longer_places() -> list[Place]:
 
 def differences(folder: Path = ROWS) -> str:
     """Questions 1 to 3: what the repeated families are over both baselines, at every depth and the least budget."""
-    return of_every_text(folder, partial(_differences, places=least_places()))
+    return of_every_text(folder, _differences)
+
+
+def _differences(scores: Scores) -> str:
+    rows = []
+    for name, baseline in _comparisons():
+        pairs = [(scores.at(ALL[name], place), scores.at(ALL[baseline], place)) for place in least_places()]
+        cells = [difference_of(own.over(other), "+.3f") if own and other else "" for own, other in pairs]
+        if any(own and other for own, other in pairs):
+            rows.append([name, baseline, *cells, " / ".join(_seeds_of(own, other) for own, other in pairs)])
+    headings = [f"depth {place['depth']}" for place in least_places()]
+    return table(["", "over", *headings, "seeds"], rows, left=2) if rows else f"{NOT_RUN}\n"
 
 
 def longer(folder: Path = ROWS) -> str:
-    """The same with longer budgets."""
-    return of_every_text(folder, partial(_differences, places=longer_places()))
+    """The same with longer budgets; at equal FLOPs the baseline's loss is interpolated between its budgets."""
+    return of_every_text(folder, _longer)
 
 
-def _differences(scores: Scores, places: list[Place]) -> str:
+def _longer(scores: Scores) -> str:
     rows = []
-    for baseline in BASELINES:
-        for name in REPEATED:
-            pairs = [(scores.at(ALL[name], place), scores.at(ALL[baseline], place)) for place in places]
-            if name in BASELINES[: BASELINES.index(baseline) + 1] or not any(own and other for own, other in pairs):
-                continue  # itself, a row that is there the other way round, or not trained
-            cells = [difference_of(own.over(other), "+.3f") if own and other else "" for own, other in pairs]
-            seeds = [
-                str(len(own.losses.keys() & other.losses.keys())) if own and other else "0" for own, other in pairs
-            ]
-            rows.append([name, baseline, *cells, " / ".join(seeds)])
-    return table(["", "over", *map(place_of, places), "seeds"], rows, left=2) if rows else f"{NOT_RUN}\n"
+    for name, baseline in _comparisons():
+        for place in longer_places():
+            own, other = scores.at(ALL[name], place), scores.at(ALL[baseline], place)
+            if own and other:
+                curve = _finished(scores, baseline, [p for p in scaled_places() if p["depth"] == place["depth"]])
+                cells = [difference_of(own.over(other), "+.3f"), _over(own, curve, "train_flops")]
+                rows.append([name, baseline, place_of(place), *cells, _seeds_of(own, other)])
+    headings = ["", "over", "layers and tokens", "equal tokens", "equal FLOPs", "seeds"]
+    return table(headings, rows, left=3) if rows else f"{NOT_RUN}\n"
+
+
+def _comparisons() -> list[tuple[str, str]]:
+    """Every repeated family over every baseline that comes before it."""
+    return [
+        (name, baseline)
+        for number, baseline in enumerate(BASELINES)
+        for name in REPEATED
+        if name not in BASELINES[: number + 1]
+    ]
+
+
+def _seeds_of(own: Result | None, other: Result | None) -> str:
+    """How many seeds both have."""
+    return str(len(_common_seeds([own, other]))) if own and other else "0"
 
 
 def equal(folder: Path = ROWS) -> str:
@@ -63,17 +86,21 @@ def equal(folder: Path = ROWS) -> str:
 def _equal(scores: Scores) -> str:
     places, rows = least_places(), []
     for baseline in BASELINES:
-        curve = [result for place in places if (result := scores.at(ALL[baseline], place))]
+        curve = _finished(scores, baseline, places)
         for name in SCALED:
             if name.startswith("softmax") or len(curve) < 2:
                 continue
             for place in places[1:]:  # the smallest GKA is smaller than any softmax
                 own, other = scores.at(ALL[name], place), scores.at(ALL[baseline], place)
                 if own and other:
-                    cells = [difference_of(own.over(other), "+.3f"), *(_over(own, curve, name) for name in MEASURES)]
+                    cells = [difference_of(own.over(other), "+.3f"), *(_over(own, curve, each) for each in MEASURES)]
                     rows.append([name, baseline, str(place["depth"]), *cells])
     headings = ["", "over", "depth", "equal tokens", "equal FLOPs", "equal parameters"]
     return table(headings, rows, left=2) if rows else f"{NOT_RUN}\n"
+
+
+def _finished(scores: Scores, family: str, places: Iterable[Place]) -> list[Result]:
+    return [result for place in places if (result := scores.at(ALL[family], place))]
 
 
 def _over(own: Result, curve: list[Result], measure: str) -> str:

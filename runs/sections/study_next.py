@@ -14,6 +14,7 @@ H100_FLOPS = 989e12  # NVIDIA's figure for dense bfloat16, per second
 LANGUAGE_SHARE, VISION_SHARE = 0.4, 0.2  # of it that is assumed to be reached
 IMAGENET = 1_281_167  # images of an epoch
 SEEDS = 3
+SMALL_FLOPS = 5e17  # of every training of 12 layers
 
 
 @dataclass(frozen=True)
@@ -34,12 +35,23 @@ class Run:
 def runs() -> list[Run]:
     """In the order in which they should be run: small before large."""
     offsets = "--head-offsets PS --offset-layers all"
-    forms = [("pretrain-d20", "", GKA), ("pretrain-d20-best", "", GKA)]
-    forms += [("pretrain-d20-base", "", SOFTMAX), ("pretrain-d20-base", offsets, SOFTMAX)]
-    language = [
-        Run(_make(target, flags, depth, seeds), _language_flops(depth, recipe), LANGUAGE_SHARE, seeds)
-        for depth, seeds in ((12, SEEDS), (20, 1))
-        for target, flags, recipe in forms
+    hybrid = "--attention GGGA --offset-layers all"
+    # At equal FLOPs; with as many value embeddings as softmax; and with softmax in one layer of four.
+    forms = [("pretrain-d20", ""), ("pretrain-d20-best", ""), ("pretrain-d20-best", "--value-embeds all")]
+    forms += [("pretrain-d20-best", hybrid), ("pretrain-d20-base", ""), ("pretrain-d20-base", offsets)]
+    equal = f"--target-flops {SMALL_FLOPS:g}"
+    small = [
+        Run(_make(target, f"{flags} {equal}".strip(), 12, SEEDS), SMALL_FLOPS, LANGUAGE_SHARE, SEEDS)
+        for target, flags in forms
+    ]
+    large = [
+        Run(_make(target, flags, 20, 1), _language_flops(20, recipe), LANGUAGE_SHARE, 1)
+        for target, flags, recipe in (
+            ("pretrain-d20", "", GKA),
+            ("pretrain-d20-best", "", GKA),
+            ("pretrain-d20-base", "", SOFTMAX),
+            ("pretrain-d20-base", offsets, SOFTMAX),
+        )
     ]
     spatial = "--model-kwargs spatial_offsets=LUD"
     vision = [
@@ -51,7 +63,7 @@ def runs() -> list[Run]:
             ("ti", f"--attention softmax {spatial} --model-tag ti-softmax-LUD", "softmax"),
         )
     ]
-    return language[: len(forms)] + vision + language[len(forms) :]
+    return small + vision + large
 
 
 def table_of_runs() -> str:

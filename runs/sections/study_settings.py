@@ -9,12 +9,39 @@ from runs.sections.sources import table
 from runs.sections.study import ROWS, difference_of, loss_of, of_every_text
 from runs.study import grid
 from runs.study.cells import Cell
+from runs.study.families import ALL, VALUE_EMBEDS
 from runs.study.scores import Scores, family_of
 
 
 def largest_rates(folder: Path = ROWS) -> str:
     """Question 3: whether the rate that the smallest size chose is still the best at the largest, seed 0 of each."""
     return of_every_text(folder, lambda s: _across(s, grid.largest_rates(s.done), "rate", "rate {:g}", seed=0))
+
+
+def deeper_rates(folder: Path = ROWS) -> str:
+    """The same at four layers, for the families with most seeds there."""
+    return of_every_text(folder, lambda s: _across(s, grid.deeper_rates(s.done), "rate", "rate {:g}", seed=0))
+
+
+def value_embeds(folder: Path = ROWS) -> str:
+    """Question 3: value embeddings in none, half and all of the layers, and differences at equally many."""
+    return of_every_text(folder, _value_embeds)
+
+
+def _value_embeds(scores: Scores) -> str:
+    places = (grid.SMALLEST, grid.DEEPER)
+    found = {
+        form: [scores.at(ALL[name], place) for place in places for name in names]
+        for form, names in VALUE_EMBEDS.items()
+    }
+    rows = [[form, *map(loss_of, results)] for form, results in found.items()]
+    *baselines, ours = found
+    for baseline in baselines:
+        pairs = zip(found[ours], found[baseline], strict=True)
+        cells = [difference_of(own.over(other), "+.3f") if own and other else "" for own, other in pairs]
+        rows.append([f"{ours} over {baseline}", *cells])
+    headings = [f"depth {place['depth']}, {layers}" for place in places for layers in ("none", "half", "all")]
+    return table(["", *headings], rows)
 
 
 def patterns(folder: Path = ROWS) -> str:
@@ -70,6 +97,8 @@ def _pairs(scores: Scores, cells: Iterable[Cell], field: str, other: Any, headin
 
 TABLES: dict[str, Callable[..., str]] = {
     "study-largest-rates": largest_rates,
+    "study-deeper-rates": deeper_rates,
+    "study-value-embeds": value_embeds,
     "study-patterns": patterns,
     "study-sigma-starts": sigma_starts,
     "study-windows": windows,

@@ -23,10 +23,17 @@ FAMILIES = {
 # Trained after the first ones have their rates: the same at other settings.
 FURTHER = {
     "softmax without VE": dict(attention="softmax", value_embeds="none"),
+    "softmax + offsets without VE": dict(attention="softmax", value_embeds="none", **EVERYWHERE),
     "softmax + offsets + VE": dict(attention="softmax", value_embeds="every-layer", **EVERYWHERE),
     "GKA + offsets rotated": dict(attention="gka", **OFFSETS),
     "GKA + offsets + half VE": dict(attention="gka", value_embeds="all", **OFFSETS, **UNROTATED),
     "VLT": dict(attention="vlt"),
+}
+# Value embeddings in no layer, in half of the layers as nanochat's, and in every layer.
+VALUE_EMBEDS = {
+    "softmax": ("softmax without VE", "softmax", "softmax + VE"),
+    "softmax + offsets": ("softmax + offsets without VE", "softmax + offsets", "softmax + offsets + VE"),
+    "GKA + offsets": ("GKA + offsets", "GKA + offsets + half VE", "GKA + offsets + VE"),
 }
 # A pattern of layers needs the depth, so that the smallest size cannot choose a rate: it comes from the family named.
 HYBRIDS = {

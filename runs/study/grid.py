@@ -19,6 +19,7 @@ from runs.study.families import (
     KERNELS,
     REFERENCES,
     REPAIRS,
+    VALUE_EMBEDS,
     Family,
     fits_depth,
     rate_source,
@@ -145,12 +146,17 @@ def scaled_places() -> list[dict]:
 
 def largest_rates(done: Done) -> list[Cell]:
     """Is the transferred rate still best at the largest size? Half and twice of it, and beyond as in `tried_rates`."""
-    return [cell for name in SCALED for cell in _largest_at_rates(ALL[name], done)]
+    return [cell for name in SCALED for cell in _around_the_rate(ALL[name], scaled_places()[-1], done)]
 
 
-def _largest_at_rates(family: Family, done: Done) -> list[Cell]:
+def deeper_rates(done: Done) -> list[Cell]:
+    """The same at four layers, for `REPEATED`."""
+    return [cell for family in _repeated().values() for cell in _around_the_rate(family, DEEPER, done)]
+
+
+def _around_the_rate(family: Family, place: dict, done: Done) -> list[Cell]:
     cells = []
-    for cell in _at_best_rate({"": family}, done, [scaled_places()[-1]], FIRST_SEED):
+    for cell in _at_best_rate({"": family}, done, [place], FIRST_SEED):
         first = [cell.rate * factor for factor in (0.5, 1.0, 2.0)]
         rates = _enclosing(first, lambda rate, cell=cell: done.get(replace(cell, rate=rate)))
         cells += [replace(cell, rate=rate) for rate in rates]
@@ -164,12 +170,20 @@ def sizes_seeds(done: Done) -> list[Cell]:
 
 def largest_seeds(done: Done) -> list[Cell]:
     """Does the order at the largest size hold over seeds, each family at its best rate of `largest-rates`?"""
-    best = [_best_of(_largest_at_rates(family, done), done.get) for family in _repeated().values()]
+    largest = scaled_places()[-1]
+    best = [_best_of(_around_the_rate(family, largest, done), done.get) for family in _repeated().values()]
     return [replace(cell, seed=seed) for seed in SEEDS[1:] for cell in best if cell]
 
 
 def _repeated() -> dict[str, Family]:
     return {name: ALL[name] for name in REPEATED}
+
+
+def value_embeds(done: Done) -> list[Cell]:
+    """How much are value embeddings, at four layers? In none or half of them with three seeds, in all with one."""
+    in_few = {name: ALL[name] for names in VALUE_EMBEDS.values() for name in names[:2]}
+    in_every = {names[2]: ALL[names[2]] for names in VALUE_EMBEDS.values()}
+    return [*_at_best_rate(in_few, done, [DEEPER]), *_at_best_rate(in_every, done, [DEEPER], FIRST_SEED)]
 
 
 def sigma_starts(done: Done) -> list[Cell]:
@@ -272,4 +286,6 @@ GROUPS: dict[str, Callable[[Done], list[Cell]]] = {
     "sizes-seeds": sizes_seeds,
     "largest-rates": largest_rates,
     "largest-seeds": largest_seeds,
+    "value-embeds": value_embeds,
+    "deeper-rates": deeper_rates,
 }

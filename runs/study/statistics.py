@@ -90,11 +90,16 @@ def frontier(compute: np.ndarray, loss: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Scaling:
-    """The fit to a family's frontier, the fits to draws of other seeds, and `reach`: least and most compute."""
+    """The fit to a family's frontier, the fits to draws of other seeds, and `reach`: least and most compute.
+
+    points: how many the frontier has. miss: the most that the fit is away from one of them.
+    """
 
     fit: Fit
     draws: list[Fit]
     reach: tuple[float, float]
+    points: int
+    miss: float
 
     def interval(self, name: str) -> Interval:
         """Of a, b or c."""
@@ -138,8 +143,15 @@ def scaling(points: Points, noise: SeedNoise | None = None) -> Scaling | None:
         return None
     noise = SeedNoise.pooled(losses for _, losses in points.values()) or noise
     drawn = noise.draw(points)[chosen].T if noise else ()
-    reach = float(compute[chosen].min()), float(compute[chosen].max())
-    return Scaling(fit(compute[chosen], means[chosen]), [fit(compute[chosen], column) for column in drawn], reach)
+    spent, losses = compute[chosen], means[chosen]
+    fitted = fit(spent, losses)
+    return Scaling(
+        fitted,
+        draws=[fit(spent, column) for column in drawn],
+        reach=(float(spent.min()), float(spent.max())),
+        points=len(chosen),
+        miss=float(np.abs(fitted(spent) - losses).max()),
+    )
 
 
 def crossing(ours: Scaling, baseline: Scaling) -> tuple[Interval | None, float]:

@@ -109,6 +109,7 @@ def test_fits_have_intervals_that_hold_the_truth_and_cross_where_the_laws_do(sca
     where, share = statistics.crossing(fitted["GKA + offsets"], fitted["softmax"])
     assert where.low <= where.value <= where.high and where.value == pytest.approx(1e14, rel=0.05) and share > 0.9
     assert statistics.crossing(fitted["GKA"], fitted["softmax"]) == (None, 0.0)
+    assert all(own.miss < 0.01 and own.points >= 4 for own in fitted.values() if own)
     table = study.fits(scaled)
     assert "| GKA | 8 |" in table and "nowhere in reach (0%)" in table and "GGGA + offsets | 0 of 5 | not run" in table
 
@@ -126,6 +127,31 @@ def test_equal_flops_are_a_place_on_the_baselines_curve(scaled):
     # The law and the chord differ a little; the noise is the same for all, so the interval has no width.
     assert equal_flops == pytest.approx([ours - law(own, *LAWS["softmax"])] * 3, abs=5e-3)
     assert "GGGA" not in table
+
+
+def test_longer_trainings_are_compared_at_equal_flops_with_a_shorter_training_of_the_baseline(scaled):
+    table = study_equal.longer(scaled)
+    [line] = [line for line in table.splitlines() if line.startswith("| GKA + offsets | softmax | depth 4, 2^22 |")]
+    equal_tokens, equal_flops = ([float(x) for x in re.findall(r"[+-][\d.]+", cell)] for cell in line.split("|")[4:6])
+    place = dict(depth=4, tokens=2**22)
+    own, other = (Cell(**place, **FAMILIES[name]).flops(512, 4096) for name in ("GKA + offsets", "softmax"))
+    ours = law(own, *LAWS["GKA + offsets"])
+    assert equal_tokens == pytest.approx([ours - law(other, *LAWS["softmax"])] * 3, abs=1e-3)
+    assert equal_flops == pytest.approx([ours - law(own, *LAWS["softmax"])] * 3, abs=5e-3)
+    assert equal_flops[0] < equal_tokens[0] and line.endswith("| 3 |")
+    assert "Standard deviation over seeds, pooled over 24 cells: 0.00" in study.sizes(scaled)
+
+
+def test_value_embeddings_are_compared_where_both_sides_have_as_many(tmp_path):
+    losses = {"softmax": 1.9, "softmax without VE": 1.95, "GKA + offsets": 1.85, "GKA + offsets + half VE": 1.8}
+    rows = [
+        row(Cell(**SMALLEST, **ALL[name], seed=seed), loss + noise)
+        for name, loss in losses.items()
+        for seed, noise in NOISE.items()
+    ]
+    table = study_settings.value_embeds(write(tmp_path / "study", rows)).splitlines()
+    [line] = [line for line in table if line.startswith("| GKA + offsets over softmax |")]
+    assert line == "| GKA + offsets over softmax | -0.100 [-0.100, -0.100] | -0.100 [-0.100, -0.100] |  |  |  |  |"
 
 
 def test_equal_parameters_are_compared_seed_by_seed(tmp_path):

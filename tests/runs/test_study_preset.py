@@ -2,15 +2,21 @@
 
 import dataclasses
 import re
+import shlex
 from pathlib import Path
+
+import tyro
 
 import processes
 import tiny
 from nanochat_gka.accounting import AccountingConfig, account
 from nanochat_gka.generation.engine import Engine
 from nanochat_gka.generation.sampling import Sampling
+from nanochat_gka.model.accounting import flops_per_token, meta_model
 from nanochat_gka.model.checkpoints import load
-from runs.paper import gpt_d20, gpt_d20_gka
+from nanochat_gka.training.config import TrainConfig
+from runs.paper import gpt_d20, gpt_d20_gka, gpt_d20_softmax
+from runs.sections import study_next
 from runs.study import gpt_d20_best
 
 BEST = dict(head_offsets="PS", gka_values="normalised")
@@ -48,3 +54,18 @@ def test_a_small_run_of_the_preset_trains_decodes_with_half_the_cache_and_export
     assert [len(tensors) for tensors in engine._new_cache(rows=1, capacity=8).layers] == [1, 1]
     processes.call("nanochat_gka.export", "--run", run, "--out", tmp_path / "exported", folder=tmp_path / "output")
     assert "PS" in (tmp_path / "exported" / "config.json").read_text()
+
+
+def test_the_runs_that_a_gpu_should_make_are_what_the_trainer_takes_at_the_flops_that_the_page_gives():
+    language = [run for run in study_next.runs() if "pretrain" in run.command]
+    recipes = {"pretrain-d20": gpt_d20_gka, "pretrain-d20-base": gpt_d20_softmax, "pretrain-d20-best": gpt_d20_best}
+    assert len({run.command for run in language}) == len(language) == 10
+    for run in language:
+        _, target, *settings = shlex.split(run.command.replace("--seed N", "--seed 1"))
+        given = dict(setting.split("=", 1) for setting in settings)
+        config = gpt_d20.LanguageConfig(ngpu=1, depth=int(given.get("DEPTH", 20)))
+        _, _, *flags = gpt_d20.words(config, recipes[target].RECIPE, given.get("ARGS", "").split())
+        trained = tyro.cli(TrainConfig, args=[str(word) for word in flags])
+        model = meta_model(trained.shape(trained.depth, 2048, 32768))
+        flops = trained.horizon(model, processes=1).tokens * flops_per_token(model)
+        assert abs(flops / run.flops - 1) < 0.01, run.command
