@@ -63,7 +63,7 @@ pretrain-d20: check-gpu $(PACKED)/manifest.json  ## the paper's GKA run: depth 2
 	$(PY) -m runs.paper.gpt_d20_gka --data $(PACKED) $(DEPTH_FLAG) $(PAPER) --wandb $(WANDB_MODE) -- $(ARGS)
 pretrain-d20-base: check-gpu $(PACKED)/manifest.json  ## the paper's softmax baseline: depth 20, 4.6e9 tokens
 	$(PY) -m runs.paper.gpt_d20_softmax --data $(PACKED) $(DEPTH_FLAG) $(PAPER) --wandb $(WANDB_MODE) -- $(ARGS)
-pretrain-d20-best: check-gpu $(PACKED)/manifest.json  ## the GKA run that runs/study favours: head offsets, same cost
+pretrain-d20-best: check-gpu $(PACKED)/manifest.json  ## GKA with head offsets, at the same cost: the best of runs/study
 	$(PY) -m runs.study.gpt_d20_best --data $(PACKED) $(DEPTH_FLAG) $(PAPER) --wandb $(WANDB_MODE) -- $(ARGS)
 eval-bpb eval-bpb-base: | $(READY)  ## bits per byte and samples of a run (RUN=folder), on its own data
 	$(LAUNCH) nanochat_gka.evaluate --results $(BASE)/results.jsonl $(ROWS) --run $(THE_RUN) $(ARGS)

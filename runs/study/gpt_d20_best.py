@@ -1,13 +1,14 @@
-"""The GKA language model that the study favours, at depth 20: head offsets, and values that are not rotated.
+"""The best form that the study has at the paper's parameters, at depth 20: head offsets, values that are not rotated.
 
 Command:   make pretrain-d20-best NGPU=7, then make eval-bpb and make eval-core with RUN=out/runs/d20-gka-PS-normalised
 Trains:    as make pretrain-d20: 378,798,320 parameters, 2,778,726,400 tokens of FineWeb-Edu, 6.709e18 FLOPs
 Hours:     as make pretrain-d20: 3.2 on 7 RTX 5090, an estimate from FLOPs alone; not measured
 Expected:  less than the paper's form, by gka/README.md's "Which form to train"; not run here yet
 
-This form is ours, not the paper's. It has the parameters and FLOPs of the paper's form. Value embeddings in every layer
-(`--value-embeds every-layer`) are left out: they helped a little in the study, but would make it 1,217,665,520
-parameters, 3.2 times as many and more than the softmax baseline's 896,535,720.
+This form is ours, not the paper's. It has the parameters, FLOPs and half cache of the paper's form. Value embeddings
+are left out, though they help: in half of the layers, as softmax has them (`--value-embeds all`), the model would have
+798,231,920 parameters, twice as many, and the whole cache; in every layer (`--value-embeds every-layer`) 1,217,665,520,
+more than the softmax baseline's 896,535,720.
 """
 
 from runs.paper import common

@@ -11,7 +11,10 @@ from runs.study.grid import LONGER, longer_families
 from runs.study.scores import Result, Scores
 from trainkit.plots import Figure, save, subplots
 
-CAPTION = "Every family at its own best learning rate; bars are one standard deviation over seeds, where there are any."
+CAPTION = (
+    "Every family at the learning rate that is best for it with two layers (with eight, there); "
+    "bars are one standard deviation over seeds, where there are any."
+)
 
 
 def compute(scores: Scores, folder: Path, name: str) -> Figure | None:

@@ -26,14 +26,14 @@ def test_the_preset_is_the_papers_run_in_another_form_at_the_same_cost():
     words = gpt_d20.words(gpt_d20.LanguageConfig(), gpt_d20_best.RECIPE, [])
     paper = gpt_d20.words(gpt_d20.LanguageConfig(), gpt_d20_gka.RECIPE, [])
     assert words == [*paper, "--head-offsets", "PS", "--gka-values", "normalised"]
-    literal, every = (
+    literal, half, every = (
         account(AccountingConfig(depth=20, attention="gka", target_param_data_ratio=8.25, **form))
-        for form in ({}, dict(value_embeds="every-layer", **BEST))
+        for form in ({}, dict(value_embeds="all", **BEST), dict(value_embeds="every-layer", **BEST))
     )
     counts = account(AccountingConfig(depth=20, attention="gka", target_param_data_ratio=8.25, **BEST))
     assert counts == {**literal, "gka_values": "normalised"}
     opening = " ".join(gpt_d20_best.__doc__.split())
-    for number in (counts["parameters"], counts["train_tokens"], every["parameters"]):
+    for number in (counts["parameters"], counts["train_tokens"], half["parameters"], every["parameters"]):
         assert f"{number:,}" in opening
     assert f"{counts['train_flops']:.3e}".replace("e+", "e") in opening and "not run here yet" in opening
     page = Path("nanochat_gka/README.md").read_text()
