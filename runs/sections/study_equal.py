@@ -10,7 +10,7 @@ import numpy as np
 from runs.sections.sources import table
 from runs.sections.study import NOT_RUN, ROWS, difference_of, of_every_text, place_of
 from runs.study.families import ALL
-from runs.study.grid import BUDGETS, REPEATED, SCALED, scaled_places
+from runs.study.grid import BUDGETS, HALF, REPEATED, SCALED, scaled_places
 from runs.study.scores import Place, Result, Scores
 from runs.study.statistics import paired_difference
 
@@ -36,7 +36,7 @@ def differences(folder: Path = ROWS) -> str:
 
 def _differences(scores: Scores) -> str:
     rows = []
-    for name, baseline in _comparisons():
+    for name, baseline in _comparisons(*REPEATED):
         pairs = [(scores.at(ALL[name], place), scores.at(ALL[baseline], place)) for place in least_places()]
         cells = [difference_of(own.over(other), "+.3f") if own and other else "" for own, other in pairs]
         if any(own and other for own, other in pairs):
@@ -52,7 +52,7 @@ def longer(folder: Path = ROWS) -> str:
 
 def _longer(scores: Scores) -> str:
     rows = []
-    for name, baseline in _comparisons():
+    for name, baseline in _comparisons(*REPEATED, HALF):
         for place in longer_places():
             own, other = scores.at(ALL[name], place), scores.at(ALL[baseline], place)
             if own and other:
@@ -63,12 +63,12 @@ def _longer(scores: Scores) -> str:
     return table(headings, rows, left=3) if rows else f"{NOT_RUN}\n"
 
 
-def _comparisons() -> list[tuple[str, str]]:
-    """Every repeated family over every baseline that comes before it."""
+def _comparisons(*names: str) -> list[tuple[str, str]]:
+    """Every family over every baseline that comes before it."""
     return [
         (name, baseline)
         for number, baseline in enumerate(BASELINES)
-        for name in REPEATED
+        for name in names
         if name not in BASELINES[: number + 1]
     ]
 

@@ -33,6 +33,7 @@ FIRST_SEED = SEEDS[:1]
 SMALLEST = dict(depth=2, tokens=2**20)
 LONGER = [dict(depth=2, tokens=tokens) for tokens in (2**20, 2**21, 2**22)]
 DEEPER = dict(depth=4, tokens=2**20)
+LONGEST = dict(depth=4, tokens=2**22)
 
 
 class Done(dict):
@@ -52,6 +53,7 @@ class Done(dict):
 
 TRAINED_LONGER = {name: FAMILIES[name] for name in ("softmax", "GKA", "GKA unrotated", "GKA + offsets")}
 HEADLINE = ("softmax", "softmax + offsets", "GKA", "GKA + offsets")
+HALF = "GKA + offsets + half VE"
 REPEATED = (*HEADLINE, "GGGA + offsets")  # with more seeds at four layers and above
 SCALED = (*HEADLINE, "VLT + offsets", "softmax without VE", "GGGA + offsets", "GGGGGA + offsets")
 # Three budgets at the sizes where they cost minutes, and the least of them at every size.
@@ -186,6 +188,11 @@ def value_embeds(done: Done) -> list[Cell]:
     return [*_at_best_rate(in_few, done, [DEEPER]), *_at_best_rate(in_every, done, [DEEPER], FIRST_SEED)]
 
 
+def value_embeds_longer(done: Done) -> list[Cell]:
+    """Does GKA with as many value embeddings as softmax keep up when training is longer?"""
+    return _at_best_rate({HALF: ALL[HALF]}, done, [LONGEST])
+
+
 def sigma_starts(done: Done) -> list[Cell]:
     """Where should sigma^2 start, in the paper's form and with offsets (head_dim is 64)?"""
     starts = [dict(SMALLEST, sigma_squared=value) for value in (1.0, 4.0, 16.0, 64.0, 256.0)]
@@ -287,5 +294,6 @@ GROUPS: dict[str, Callable[[Done], list[Cell]]] = {
     "largest-rates": largest_rates,
     "largest-seeds": largest_seeds,
     "value-embeds": value_embeds,
+    "value-embeds-longer": value_embeds_longer,
     "deeper-rates": deeper_rates,
 }
