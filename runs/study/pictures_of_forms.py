@@ -66,10 +66,12 @@ def context(results: Path, folder: Path) -> Figure | None:
     """Loss by the position in a row, and how many tokens each head averages; None if no model was looked at."""
     figure, (left, right) = subplots(1, 2, figsize=(11, 4.2))
     rows, names = [], []
-    for cell, record in probed_models(results):
-        if cell is None or any(getattr(cell, field) != value for field, value in PROBED.items()):
-            continue
-        family, losses = family_of(cell), dict(list(record["metrics"]["loss_by_position"].items())[:-1])
+    known = [(cell, record) for cell, record in probed_models(results) if cell is not None]
+    for cell, record in sorted(known, key=lambda one: one[0].seed):
+        family = family_of(cell)
+        if family in names or any(getattr(cell, field) != value for field, value in PROBED.items()):
+            continue  # of every family the first seed
+        losses = dict(list(record["metrics"]["loss_by_position"].items())[:-1])
         tokens = [head["effective tokens"] for head in record["metrics"]["heads"]]
         left.plot(range(len(losses)), list(losses.values()), marker="o", markersize=3, label=family)
         left.set_xticks(range(len(losses)), list(losses), fontsize=7)

@@ -245,12 +245,15 @@ def test_repairs_and_kernels_are_drawn_over_what_they_change(tmp_path):
 
 def test_losses_along_a_row_are_drawn_of_models_that_were_looked_at(tmp_path):
     cell = Cell(**pictures_of_forms.PROBED, **ALL["GKA"])
-    folder = write(tmp_path / "study", [row(cell, 1.9)])
+    second = replace(cell, seed=1)
+    folder = write(tmp_path / "study", [row(second, 1.9), row(cell, 1.9)])
     by_position = {"1": 4.2, "2-3": 4.1, "4": 4.5}  # the last group, which may be one token, is left out
     metrics = {"loss_by_position": by_position, "heads": [{"effective tokens": 3.0}, {"effective tokens": 200.0}]}
     named = {"name": cell.key(DATA), "sha256": "a model"}
     lines = [{"kind": "study-heads", "config": {**named, "sha256": other}, "metrics": metrics} for other in "ab"]
     lines[1]["config"]["name"] = "of nobody's cell"
+    worse = {**metrics, "loss_by_position": {"1": 5.0, "2-3": 5.0, "4": 5.0}}  # of another seed, so not drawn
+    lines.insert(0, {**lines[0], "config": {"name": second.key(DATA), "sha256": "c"}, "metrics": worse})
     (tmp_path / "study_heads.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     figure = pictures_of_forms.context(folder, tmp_path)
     assert figure.path.exists()
