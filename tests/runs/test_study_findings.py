@@ -156,12 +156,13 @@ def test_value_embeddings_are_compared_where_both_sides_have_as_many(tmp_path):
 
 def test_equal_parameters_are_compared_seed_by_seed(tmp_path):
     places, losses = study_equal.least_places()[:2], {"softmax": (1.9, 1.8), "GKA + offsets": (1.85, 1.7)}
-    shifts = {"softmax": {0: 0.0, 1: 0.1, 2: 0.05}, "GKA + offsets": {0: 0.01, 1: 0.09, 3: 9.0}}
+    shifts = {"softmax": {0: 0.0, 1: 0.1, 2: 0.05}, "GKA + offsets": {0: 0.01, 1: 0.09, 2: 5.0, 3: 9.0}}
     rows = [
         row(Cell(**place, **ALL[name], seed=seed), loss + shift, parameters=parameters)
         for name, sizes in {"softmax": (100, 400), "GKA + offsets": (50, 200)}.items()
         for place, loss, parameters in zip(places, losses[name], sizes)
         for seed, shift in shifts[name].items()
+        if (name, place, seed) != ("softmax", places[1], 2)  # a seed that one depth alone has
     ]
     table = study_equal.equal(write(tmp_path / "study", rows))
     [line] = [line for line in table.splitlines() if line.startswith("| GKA + offsets | softmax | 4 |")]
