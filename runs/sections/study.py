@@ -143,16 +143,16 @@ def _sizes(scores: Scores) -> str:
         losses = [loss_of(scores.at(ALL[name], place)) for place in scaled_places()]
         possible = [fits_depth(ALL[name], place["depth"]) for place in scaled_places()]
         rows.append([name, *(loss if has_form else "" for loss, has_form in zip(losses, possible))])
-    repeated = [list(result.losses.values()) for name in REPEATED for result in _everywhere(scores, ALL[name])]
+    repeated = [list(result.losses.values()) for name in REPEATED for result in finished(scores, name, scaled_places())]
     noise = SeedNoise.pooled(repeated)
     places = sum(len(losses) > 1 for losses in repeated)
     said = f"\n\nStandard deviation over seeds, pooled over {places} cells: {noise.deviation:.4f}." if noise else ""
     return table(["", *map(place_of, scaled_places())], rows) + said
 
 
-def _everywhere(scores: Scores, family: Family) -> Iterable[Result]:
-    """What is finished of a family, at every size and budget of `sizes`."""
-    return (result for place in scaled_places() if (result := scores.at(family, place)))
+def finished(scores: Scores, name: str, places: Iterable[Place]) -> list[Result]:
+    """What is finished of a family at some places."""
+    return [result for place in places if (result := scores.at(ALL[name], place))]
 
 
 def scalings(scores: Scores) -> dict[str, Scaling | None]:

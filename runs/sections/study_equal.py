@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from runs.sections.sources import table
-from runs.sections.study import NOT_RUN, ROWS, difference_of, of_every_text, place_of
+from runs.sections.study import NOT_RUN, ROWS, difference_of, finished, of_every_text, place_of
 from runs.study.families import ALL
 from runs.study.grid import BUDGETS, HALF, REPEATED, SCALED, scaled_places
 from runs.study.scores import Place, Result, Scores
@@ -56,7 +56,7 @@ def _longer(scores: Scores) -> str:
         for place in longer_places():
             own, other = scores.at(ALL[name], place), scores.at(ALL[baseline], place)
             if own and other:
-                curve = _finished(scores, baseline, [p for p in scaled_places() if p["depth"] == place["depth"]])
+                curve = finished(scores, baseline, [p for p in scaled_places() if p["depth"] == place["depth"]])
                 cells = [difference_of(own.over(other), "+.3f"), _over(own, curve, "train_flops")]
                 rows.append([name, baseline, place_of(place), *cells, _seeds_of(own, other)])
     headings = ["", "over", "layers and tokens", "equal tokens", "equal FLOPs", "seeds"]
@@ -86,7 +86,7 @@ def equal(folder: Path = ROWS) -> str:
 def _equal(scores: Scores) -> str:
     places, rows = least_places(), []
     for baseline in BASELINES:
-        curve = _finished(scores, baseline, places)
+        curve = finished(scores, baseline, places)
         for name in SCALED:
             if name.startswith("softmax") or len(curve) < 2:
                 continue
@@ -97,10 +97,6 @@ def _equal(scores: Scores) -> str:
                     rows.append([name, baseline, str(place["depth"]), *cells])
     headings = ["", "over", "depth", "equal tokens", "equal FLOPs", "equal parameters"]
     return table(headings, rows, left=2) if rows else f"{NOT_RUN}\n"
-
-
-def _finished(scores: Scores, family: str, places: Iterable[Place]) -> list[Result]:
-    return [result for place in places if (result := scores.at(ALL[family], place))]
 
 
 def _over(own: Result, curve: list[Result], measure: str) -> str:
