@@ -9,7 +9,7 @@ from nanochat_gka.accounting import AccountingConfig, account
 from runs.sections.sources import RESULTS, measured, table
 from runs.study.cells import Cell
 from runs.study.families import ALL, FAMILIES, FURTHER, HYBRIDS, KERNELS, REPAIRS, Family, fits_depth
-from runs.study.grid import DEEPER, LONGER, REPEATED, SCALED, SMALLEST, longer_families, scaled_places
+from runs.study.grid import DEEPER, DEEPEST, LONGER, REPEATED, SCALED, SMALLEST, longer_families, scaled_places
 from runs.study.scores import Place, Result, Scores
 from runs.study.statistics import UNIT, Interval, Scaling, SeedNoise, crossing, scaling
 from trainkit.progress import read_lines
@@ -48,7 +48,7 @@ def deeper(folder: Path = ROWS) -> str:
 def largest(folder: Path = ROWS) -> str:
     """Question 3 at the largest size: what has several seeds there, each at the rate that is best there."""
     families = {name: ALL[name] for name in REPEATED}
-    return of_every_text(folder, lambda scores: _comparison(scores, families, scaled_places()[-1], "softmax"))
+    return of_every_text(folder, lambda scores: _comparison(scores, families, DEEPEST, "softmax"))
 
 
 def best(folder: Path = ROWS) -> str:

@@ -10,50 +10,50 @@ import numpy as np
 from runs.sections.sources import table
 from runs.sections.study import NOT_RUN, ROWS, difference_of, finished, of_every_text, place_of
 from runs.study.families import ALL
-from runs.study.grid import BUDGETS, HALF, REPEATED, SCALED, scaled_places
+from runs.study.grid import HALF, REPEATED, SCALED, SMALLEST, scaled_places
 from runs.study.scores import Place, Result, Scores
 from runs.study.statistics import paired_difference
 
 BASELINES = ("softmax", "softmax + offsets")
 MEASURES = ("flops_per_token", "parameters")
-LEAST = min(BUDGETS[min(BUDGETS)])  # tokens of the budget that every depth has
+COMMON = SMALLEST["tokens"]  # the budget in which most families have seeds at every depth
 
 
-def least_places() -> list[Place]:
-    """Every depth, with the least budget."""
-    return [place for place in scaled_places() if place["tokens"] == LEAST]
+def common_places() -> list[Place]:
+    """Every depth, with the budget that all have."""
+    return [place for place in scaled_places() if place["tokens"] == COMMON]
 
 
-def longer_places() -> list[Place]:
-    """The sizes that were trained longer, with their longer budgets."""
-    return [place for place in scaled_places() if place["tokens"] > LEAST]
+def other_places() -> list[Place]:
+    """Every depth, with its other budgets."""
+    return [place for place in scaled_places() if place["tokens"] != COMMON]
 
 
 def differences(folder: Path = ROWS) -> str:
-    """Questions 1 to 3: what the repeated families are over both baselines, at every depth and the least budget."""
+    """Questions 1 to 3: repeated families over both baselines, at every depth, with the budget that all have."""
     return of_every_text(folder, _differences)
 
 
 def _differences(scores: Scores) -> str:
     rows = []
     for name, baseline in _comparisons(*REPEATED):
-        pairs = [(scores.at(ALL[name], place), scores.at(ALL[baseline], place)) for place in least_places()]
+        pairs = [(scores.at(ALL[name], place), scores.at(ALL[baseline], place)) for place in common_places()]
         cells = [difference_of(own.over(other), "+.3f") if own and other else "" for own, other in pairs]
         if any(own and other for own, other in pairs):
             rows.append([name, baseline, *cells, " / ".join(_seeds_of(own, other) for own, other in pairs)])
-    headings = [f"depth {place['depth']}" for place in least_places()]
+    headings = [f"depth {place['depth']}" for place in common_places()]
     return table(["", "over", *headings, "seeds"], rows, left=2) if rows else f"{NOT_RUN}\n"
 
 
 def longer(folder: Path = ROWS) -> str:
-    """The same with longer budgets; at equal FLOPs the baseline's loss is interpolated between its budgets."""
+    """The same with other budgets; at equal FLOPs the baseline's loss is interpolated between its budgets."""
     return of_every_text(folder, _longer)
 
 
 def _longer(scores: Scores) -> str:
     rows = []
     for name, baseline in _comparisons(*REPEATED, HALF):
-        for place in longer_places():
+        for place in other_places():
             own, other = scores.at(ALL[name], place), scores.at(ALL[baseline], place)
             if own and other:
                 curve = finished(scores, baseline, [p for p in scaled_places() if p["depth"] == place["depth"]])
@@ -79,12 +79,12 @@ def _seeds_of(own: Result | None, other: Result | None) -> str:
 
 
 def equal(folder: Path = ROWS) -> str:
-    """Question 3: differences at the least budget, with the baseline's loss interpolated between its depths."""
+    """Question 3: differences at the budget that all have, with the baseline's loss interpolated between its depths."""
     return of_every_text(folder, _equal)
 
 
 def _equal(scores: Scores) -> str:
-    places, rows = least_places(), []
+    places, rows = common_places(), []
     for baseline in BASELINES:
         curve = finished(scores, baseline, places)
         for name in SCALED:

@@ -34,6 +34,7 @@ SMALLEST = dict(depth=2, tokens=2**20)
 LONGER = [dict(depth=2, tokens=tokens) for tokens in (2**20, 2**21, 2**22)]
 DEEPER = dict(depth=4, tokens=2**20)
 LONGEST = dict(depth=4, tokens=2**22)
+DEEPEST = dict(depth=8, tokens=2**20, batch=4096)
 
 
 class Done(dict):
@@ -56,8 +57,9 @@ HEADLINE = ("softmax", "softmax + offsets", "GKA", "GKA + offsets")
 HALF = "GKA + offsets + half VE"
 REPEATED = (*HEADLINE, "GGGA + offsets")  # with more seeds at four layers and above
 SCALED = (*HEADLINE, "VLT + offsets", "softmax without VE", "GGGA + offsets", "GGGGGA + offsets")
-# Three budgets at the sizes where they cost minutes, and the least of them at every size.
-BUDGETS = {2: (2**20, 2**21, 2**22), 4: (2**20, 2**21, 2**22), 6: (2**20,), 8: (2**20,)}
+# Three budgets at every size; the deeper two, which cost more, are trained half as long.
+SHORT, LONG = (2**19, 2**20, 2**21), (2**20, 2**21, 2**22)
+BUDGETS = {2: LONG, 4: LONG, 6: SHORT, 8: SHORT}
 # Muon's step takes a quarter of the time at depth 8 and 4,096 tokens a step; the trainer scales rates to the batch.
 BATCH_AT_DEPTH = {2: 2048, 4: 2048, 6: 4096, 8: 4096}
 
@@ -148,7 +150,7 @@ def scaled_places() -> list[dict]:
 
 def largest_rates(done: Done) -> list[Cell]:
     """Is the transferred rate still best at the largest size? Half and twice of it, and beyond as in `tried_rates`."""
-    return [cell for name in SCALED for cell in _around_the_rate(ALL[name], scaled_places()[-1], done)]
+    return [cell for name in SCALED for cell in _around_the_rate(ALL[name], DEEPEST, done)]
 
 
 def deeper_rates(done: Done) -> list[Cell]:
@@ -166,14 +168,13 @@ def _around_the_rate(family: Family, place: dict, done: Done) -> list[Cell]:
 
 
 def sizes_seeds(done: Done) -> list[Cell]:
-    """How much does `sizes` vary over seeds, below the largest size? The deepest first."""
-    return _at_best_rate(_repeated(), done, scaled_places()[-2::-1], SEEDS[1:])
+    """How much does `sizes` vary over seeds? `largest-seeds` answers it for `DEEPEST`."""
+    return _at_best_rate(_repeated(), done, [place for place in scaled_places() if place != DEEPEST], SEEDS[1:])
 
 
 def largest_seeds(done: Done) -> list[Cell]:
     """Does the order at the largest size hold over seeds, each family at its best rate of `largest-rates`?"""
-    largest = scaled_places()[-1]
-    best = [_best_of(_around_the_rate(family, largest, done), done.get) for family in _repeated().values()]
+    best = [_best_of(_around_the_rate(family, DEEPEST, done), done.get) for family in _repeated().values()]
     return [replace(cell, seed=seed) for seed in SEEDS[1:] for cell in best if cell]
 
 

@@ -12,7 +12,7 @@ from runs.sections import study, study_equal, study_settings
 from runs.study import findings, pictures_of_forms, statistics
 from runs.study.cells import Cell
 from runs.study.families import ALL, FAMILIES
-from runs.study.grid import DEEPER, SMALLEST, scaled_places
+from runs.study.grid import DEEPER, DEEPEST, SMALLEST, scaled_places
 from runs.study.scores import Scores
 from trainkit.cli import UserError
 
@@ -111,16 +111,15 @@ def test_fits_have_intervals_that_hold_the_truth_and_cross_where_the_laws_do(sca
     assert statistics.crossing(fitted["GKA"], fitted["softmax"]) == (None, 0.0)
     assert all(own.miss < 0.01 and own.points >= 4 for own in fitted.values() if own)
     table = study.fits(scaled)
-    assert "| GKA | 8 |" in table and "nowhere in reach (0%)" in table and "GGGA + offsets | 0 of 5 | not run" in table
+    assert "| GKA | 12 |" in table and "nowhere in reach (0%)" in table and "GGGA + offsets | 0 of 9 | not run" in table
 
 
 def test_equal_flops_are_a_place_on_the_baselines_curve(scaled):
     table = study_equal.equal(scaled)
     [line] = [line for line in table.splitlines() if line.startswith("| GKA + offsets | softmax | 6 |")]
     equal_tokens, equal_flops = ([float(x) for x in re.findall(r"[+-][\d.]+", cell)] for cell in line.split("|")[4:6])
-    own, other = (
-        Cell(**scaled_places()[-2], **FAMILIES[name]).flops(512, 4096) for name in ("GKA + offsets", "softmax")
-    )
+    [place] = [place for place in study_equal.common_places() if place["depth"] == 6]
+    own, other = (Cell(**place, **FAMILIES[name]).flops(512, 4096) for name in ("GKA + offsets", "softmax"))
     assert own < other
     ours = law(own, *LAWS["GKA + offsets"])  # the noise of three seeds adds up to 0
     assert equal_tokens == pytest.approx([ours - law(other, *LAWS["softmax"])] * 3, abs=1e-3)
@@ -139,7 +138,7 @@ def test_longer_trainings_are_compared_at_equal_flops_with_a_shorter_training_of
     assert equal_tokens == pytest.approx([ours - law(other, *LAWS["softmax"])] * 3, abs=1e-3)
     assert equal_flops == pytest.approx([ours - law(own, *LAWS["softmax"])] * 3, abs=5e-3)
     assert equal_flops[0] < equal_tokens[0] and line.endswith("| 3 |")
-    assert "Standard deviation over seeds, pooled over 24 cells: 0.0036." in study.sizes(scaled)
+    assert "Standard deviation over seeds, pooled over 36 cells: 0.0036." in study.sizes(scaled)
 
 
 def test_value_embeddings_are_compared_where_both_sides_have_as_many(tmp_path):
@@ -155,7 +154,7 @@ def test_value_embeddings_are_compared_where_both_sides_have_as_many(tmp_path):
 
 
 def test_equal_parameters_are_compared_seed_by_seed(tmp_path):
-    places, losses = study_equal.least_places()[:2], {"softmax": (1.9, 1.8), "GKA + offsets": (1.85, 1.7)}
+    places, losses = study_equal.common_places()[:2], {"softmax": (1.9, 1.8), "GKA + offsets": (1.85, 1.7)}
     shifts = {"softmax": {0: 0.0, 1: 0.1, 2: 0.05}, "GKA + offsets": {0: 0.01, 1: 0.09, 2: 5.0, 3: 9.0}}
     rows = [
         row(Cell(**place, **ALL[name], seed=seed), loss + shift, parameters=parameters)
@@ -172,7 +171,7 @@ def test_equal_parameters_are_compared_seed_by_seed(tmp_path):
 
 
 def test_differences_of_every_depth_are_paired_over_the_seeds_that_both_have(tmp_path):
-    places, names = study_equal.least_places(), ("softmax", "softmax + offsets", "GKA + offsets")
+    places, names = study_equal.common_places(), ("softmax", "softmax + offsets", "GKA + offsets")
     losses = dict(zip(names, (1.9, 1.8, 1.85)))
     rows = [
         row(Cell(**places[0], **ALL[name], seed=seed), losses[name] + n) for name in names for seed, n in NOISE.items()
@@ -210,7 +209,7 @@ def test_families_are_compared_at_the_rate_with_most_seeds(tmp_path):
 
 
 def test_settings_are_compared_at_the_transferred_rate_and_paired_over_seeds(tmp_path):
-    place, gka = scaled_places()[-1], FAMILIES["GKA + offsets"]
+    place, gka = DEEPEST, FAMILIES["GKA + offsets"]
     rows = [
         row(Cell(**SMALLEST, **gka, rate=rate), loss)
         for rate, loss in ((1.0, 1.8), (2.0, 1.9), (4.0, 2.0), (0.5, 1.85))
