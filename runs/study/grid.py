@@ -134,9 +134,9 @@ def longer_families() -> dict[str, Family]:
 
 def sizes(done: Done) -> list[Cell]:
     """How does the loss fall with compute, at four depths and three budgets? Other groups have the seeds."""
-    headline, others = ({name: ALL[name] for name in SCALED if (name in HEADLINE) == first} for first in (True, False))
-    cells = _at_best_rate(headline, done, scaled_places(), FIRST_SEED)
-    return [*cells, *_at_best_rate(others, done, scaled_places(), FIRST_SEED)]
+    others = {name: ALL[name] for name in SCALED if name not in REPEATED}
+    families = (_repeated(), others)
+    return [cell for some in families for cell in _at_best_rate(some, done, scaled_places(), FIRST_SEED)]
 
 
 def scaled_places() -> list[dict]:
