@@ -9,7 +9,8 @@ from nanochat_gka.accounting import AccountingConfig, account
 from runs.sections.sources import RESULTS, measured, table
 from runs.study.cells import Cell
 from runs.study.families import ALL, FAMILIES, FURTHER, HYBRIDS, KERNELS, REPAIRS, Family, fits_depth
-from runs.study.grid import DEEPER, DEEPEST, LONGER, REPEATED, SCALED, SMALLEST, longer_families, scaled_places
+from runs.study.grid import DEEPER, LONGER, REPEATED, SCALED, longer_families, scaled_places
+from runs.study.rates import DEEPEST, SMALLEST
 from runs.study.scores import Place, Result, Scores
 from runs.study.statistics import UNIT, Interval, Scaling, SeedNoise, crossing, scaling
 from trainkit.progress import read_lines

@@ -10,7 +10,8 @@ import numpy as np
 from runs.sections.sources import table
 from runs.sections.study import NOT_RUN, ROWS, difference_of, finished, of_every_text, place_of
 from runs.study.families import ALL
-from runs.study.grid import HALF, REPEATED, SCALED, SMALLEST, scaled_places
+from runs.study.grid import HALF, REPEATED, SCALED, scaled_places
+from runs.study.rates import SMALLEST
 from runs.study.scores import Place, Result, Scores
 from runs.study.statistics import paired_difference
 

@@ -10,6 +10,7 @@ from runs.sections.study import ROWS, difference_of, loss_of, of_every_text
 from runs.study import grid
 from runs.study.cells import Cell
 from runs.study.families import ALL, VALUE_EMBEDS
+from runs.study.rates import SMALLEST
 from runs.study.scores import Scores, family_of
 
 
@@ -29,7 +30,7 @@ def value_embeds(folder: Path = ROWS) -> str:
 
 
 def _value_embeds(scores: Scores) -> str:
-    places = (grid.SMALLEST, grid.DEEPER)
+    places = (SMALLEST, grid.DEEPER)
     found = {
         form: [scores.at(ALL[name], place) for place in places for name in names]
         for form, names in VALUE_EMBEDS.items()

@@ -7,7 +7,7 @@ from typing import Any
 
 from runs.sections.sources import measured, table
 from runs.sections.study import NOT_RUN, PROVISIONAL, ROWS, difference_of, rate_of, seeds_of
-from runs.study.grid import best_rate
+from runs.study.rates import best_rate
 from runs.study.scores import Result
 from runs.study.vision.cells import VisionCell
 from runs.study.vision.families import DEEPER, FAMILIES, VisionDone

@@ -5,10 +5,8 @@ finds. A new question is a function here and its line in `GROUPS`.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from typing import ClassVar, TypeVar
 
 from runs.study.cells import Cell
 from runs.study.families import (
@@ -22,34 +20,24 @@ from runs.study.families import (
     VALUE_EMBEDS,
     Family,
     fits_depth,
-    rate_source,
+)
+from runs.study.rates import (
+    DEEPEST,
+    RATES,
+    SMALLEST,
+    Done,
+    around_the_best,
+    best_at_the_deepest,
+    best_rate,
+    best_rate_at,
+    tried_rates,
 )
 
-Tried = TypeVar("Tried")  # a rate or a cell
-RATES = (1.0, 2.0, 4.0)
-LEAST_RATE, MOST_RATE = 0.25, 16.0
 SEEDS = (0, 1, 2)
 FIRST_SEED = SEEDS[:1]
-SMALLEST = dict(depth=2, tokens=2**20)
 LONGER = [dict(depth=2, tokens=tokens) for tokens in (2**20, 2**21, 2**22)]
 DEEPER = dict(depth=4, tokens=2**20)
 LONGEST = dict(depth=4, tokens=2**22)
-DEEPEST = dict(depth=8, tokens=2**20, batch=4096)
-
-
-class Done(dict):
-    """Validation bits per byte of finished cells. assumed_rate: the best one of families where it is not known."""
-
-    rates: ClassVar[tuple[float, ...]] = RATES
-    assumed_rate: float | None = None
-
-    def first_cell(self, family: dict, rate: float) -> Cell:
-        """What decides about a family's rate."""
-        return Cell(**SMALLEST, **family, rate=rate)
-
-    def score(self, family: dict, rate: float) -> float | None:
-        """Of that cell, if it is finished."""
-        return self.get(self.first_cell(family, rate))
 
 
 TRAINED_LONGER = {name: FAMILIES[name] for name in ("softmax", "GKA", "GKA unrotated", "GKA + offsets")}
@@ -62,37 +50,6 @@ SHORT, LONG = (2**19, 2**20, 2**21), (2**20, 2**21, 2**22)
 BUDGETS = {2: LONG, 4: LONG, 6: SHORT, 8: SHORT}
 # Muon's step takes a quarter of the time at depth 8 and 4,096 tokens a step; the trainer scales rates to the batch.
 BATCH_AT_DEPTH = {2: 2048, 4: 2048, 6: 4096, 8: 4096}
-
-
-def tried_rates(family: dict, done: Done) -> list[float]:
-    """The three rates; and one beyond the end, as long as an end is the best of all that are finished."""
-    return _enclosing(done.rates, partial(done.score, family))
-
-
-def _enclosing(first: Iterable[float], score_of: Callable[[float], float | None]) -> list[float]:
-    rates = list(first)
-    while best := _best_of(rates, score_of):
-        if best == min(rates) and best / 2 >= LEAST_RATE:
-            rates.append(best / 2)
-        elif best == max(rates) and best * 2 <= MOST_RATE:
-            rates.append(best * 2)
-        else:
-            break
-    return sorted(rates)
-
-
-def best_rate(family: dict, done: Done) -> float | None:
-    """The family's best rate at the smallest size, seed 0; a hybrid takes another family's (`RATE_OF`).
-
-    Until every rate that must be tried is finished, unknown.
-    """
-    source = rate_source(family)
-    return _best_of(tried_rates(source, done), partial(done.score, source)) or done.assumed_rate
-
-
-def _best_of(tried: Iterable[Tried], score_of: Callable[[Tried], float | None]) -> Tried | None:
-    scores = {one: score_of(one) for one in tried}
-    return None if not scores or None in scores.values() else min(scores, key=scores.get)
 
 
 def rates(done: Done) -> list[Cell]:
@@ -150,21 +107,12 @@ def scaled_places() -> list[dict]:
 
 def largest_rates(done: Done) -> list[Cell]:
     """Is the transferred rate still best at the largest size? Half and twice of it, and beyond as in `tried_rates`."""
-    return [cell for name in SCALED for cell in _around_the_rate(ALL[name], DEEPEST, done)]
+    return [cell for name in SCALED for cell in around_the_best(ALL[name], DEEPEST, done)]
 
 
 def deeper_rates(done: Done) -> list[Cell]:
     """The same at four layers, for `REPEATED`."""
-    return [cell for family in _repeated().values() for cell in _around_the_rate(family, DEEPER, done)]
-
-
-def _around_the_rate(family: Family, place: dict, done: Done) -> list[Cell]:
-    cells = []
-    for cell in _at_best_rate({"": family}, done, [place], FIRST_SEED):
-        first = [cell.rate * factor for factor in (0.5, 1.0, 2.0)]
-        rates = _enclosing(first, lambda rate, cell=cell: done.get(replace(cell, rate=rate)))
-        cells += [replace(cell, rate=rate) for rate in rates]
-    return cells
+    return [cell for family in _repeated().values() for cell in around_the_best(family, DEEPER, done)]
 
 
 def sizes_seeds(done: Done) -> list[Cell]:
@@ -174,7 +122,7 @@ def sizes_seeds(done: Done) -> list[Cell]:
 
 def largest_seeds(done: Done) -> list[Cell]:
     """Does the order at the largest size hold over seeds, each family at its best rate of `largest-rates`?"""
-    best = [_best_of(_around_the_rate(family, DEEPEST, done), done.get) for family in _repeated().values()]
+    best = [best_at_the_deepest(family, done) for family in _repeated().values()]
     return [replace(cell, seed=seed) for seed in SEEDS[1:] for cell in best if cell]
 
 
@@ -259,13 +207,12 @@ def _at_every_rate(families: dict[str, dict], done: Done) -> list[Cell]:
 
 def _at_best_rate(families: dict[str, dict], done: Done, places: list[dict], seeds=SEEDS) -> list[Cell]:
     """Every family whose rate is known, at every place, with every seed; seeds in turn, so that all have one first."""
-    known = [(family, best_rate(family, done)) for family in families.values()]
     return [
         Cell(**{**family, **place}, rate=rate, seed=seed)
         for place in places
         for seed in seeds
-        for family, rate in known
-        if rate is not None and fits_depth(family, place["depth"])
+        for family in families.values()
+        if fits_depth(family, place["depth"]) and (rate := best_rate_at(family, place, done)) is not None
     ]
 
 

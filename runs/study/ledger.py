@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from runs.demo.commands import Job
-from runs.study.grid import Done
+from runs.study.rates import Done
 from trainkit.cli import UserError
 from trainkit.files import locked
 from trainkit.progress import read_lines

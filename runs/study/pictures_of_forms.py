@@ -9,7 +9,8 @@ from pathlib import Path
 from runs.sections.study import probed_models
 from runs.sections.study_vision import results_of
 from runs.study.families import ALL, KERNELS, MIXINGS
-from runs.study.grid import DEEPER, SMALLEST
+from runs.study.grid import DEEPER
+from runs.study.rates import SMALLEST
 from runs.study.scores import Scores, family_of
 from runs.study.statistics import Interval
 from trainkit.plots import Figure, save, subplots

@@ -6,9 +6,10 @@ from nanochat_gka.training.trainer import Trainer
 from runs.demo.commands import Job
 from runs.study.cells import Cell
 from runs.study.data import Text
-from runs.study.grid import GROUPS, Done
+from runs.study.grid import GROUPS
 from runs.study.ledger import RECORD, Ledger
 from runs.study.pace import Pace
+from runs.study.rates import Done
 from trainkit.progress import read_events
 
 FINISHED = "study"  # the kind of its rows

@@ -7,7 +7,7 @@ from typing import Any
 
 from runs.study.cells import Cell
 from runs.study.families import ALL, Family
-from runs.study.grid import Done, best_rate
+from runs.study.rates import Done, best_rate
 from runs.study.rows import FINISHED
 from runs.study.statistics import Interval, paired_difference, spread
 from trainkit.progress import read_lines

@@ -18,7 +18,8 @@ from runs.study.__main__ import StudyConfig, main
 from runs.study.cells import Cell
 from runs.study.data import load
 from runs.study.families import ALL, FAMILIES
-from runs.study.grid import GROUPS, RATES, SMALLEST, Done
+from runs.study.grid import GROUPS
+from runs.study.rates import RATES, SMALLEST, Done, best_rate, tried_rates
 from runs.study.rows import Study
 from runs.study.runner import find, show_left
 from runs.study.trainings import Trainings
@@ -158,10 +159,10 @@ def test_the_trainer_reads_a_cells_flags_as_it_means_them():
 def test_seeds_wait_for_rates_and_an_end_that_is_best_is_passed():
     family = FAMILIES["GKA"]
     done = Done({Cell(**SMALLEST, **family, rate=rate): loss for rate, loss in zip(RATES, (2.0, 1.9, 1.8))})
-    assert grid.best_rate(family, done) is None and grid.tried_rates(family, done) == [1.0, 2.0, 4.0, 8.0]
+    assert best_rate(family, done) is None and tried_rates(family, done) == [1.0, 2.0, 4.0, 8.0]
     assert grid.seeds(done) == []
     done[Cell(**SMALLEST, **family, rate=8.0)] = 1.85
-    assert grid.best_rate(family, done) == 4.0
+    assert best_rate(family, done) == 4.0
     assert {(cell.seed, cell.rate) for cell in grid.seeds(done)} == {(seed, 4.0) for seed in grid.SEEDS}
 
 
@@ -198,6 +199,22 @@ def test_the_largest_size_has_seeds_at_its_own_best_rate_once_all_are_tried():
     assert grid.largest_seeds(done) == []
     done.update({cell: 1.8 + abs(cell.rate - 2.0) for cell in tried})
     assert grid.largest_seeds(done) == [replace(tried[1], seed=seed) for seed in (1, 2)]
+
+
+def test_other_budgets_of_the_deepest_model_take_its_own_best_rate():
+    family, done = FAMILIES["GKA + offsets"], Done()
+    for rate, loss in zip(RATES, (2.0, 1.9, 1.95)):
+        done[Cell(**SMALLEST, **family, rate=rate)] = loss
+
+    def rates():
+        cells = [cell for cell in grid.sizes(done) + grid.sizes_seeds(done) if cell.attention == "gka"]
+        return {(cell.depth, cell.tokens): cell.rate for cell in cells if cell.depth >= 6}
+
+    before = {(6, 2**19): 2.0, (6, 2**20): 2.0, (6, 2**21): 2.0, (8, 2**20): 2.0}
+    assert rates() == before
+    done.update({cell: 1.8 + cell.rate for cell in grid.largest_rates(done) if cell.attention == "gka"})
+    done.update({cell: 2.9 for cell in grid.largest_rates(done) if cell not in done})  # half of the end
+    assert rates() == {**before, (8, 2**19): 1.0, (8, 2**21): 1.0}
 
 
 def test_every_group_has_cells_that_can_be_built():

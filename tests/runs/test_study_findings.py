@@ -12,7 +12,8 @@ from runs.sections import study, study_equal, study_settings
 from runs.study import findings, pictures_of_forms, statistics
 from runs.study.cells import Cell
 from runs.study.families import ALL, FAMILIES
-from runs.study.grid import DEEPER, DEEPEST, SMALLEST, scaled_places
+from runs.study.grid import DEEPER, scaled_places
+from runs.study.rates import DEEPEST, SMALLEST
 from runs.study.scores import Scores
 from trainkit.cli import UserError
 

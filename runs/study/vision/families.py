@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 
-from runs.study.grid import Done, best_rate, tried_rates
+from runs.study.rates import Done, best_rate, tried_rates
 from runs.study.vision.cells import VisionCell
 
 # The patch itself, left, up and diagonal; then the four neighbours. The models have four heads.
