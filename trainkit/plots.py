@@ -22,12 +22,18 @@ class Figure:
         return f"{self.title}. {self.caption.split('. ')[0].rstrip('.')}{columns}."
 
 
-def subplots(rows: int = 1, columns: int = 1, figsize: tuple[float, float] | None = None, squeeze: bool = True):
+def subplots(
+    rows: int = 1,
+    columns: int = 1,
+    figsize: tuple[float, float] | None = None,
+    squeeze: bool = True,
+    sharey: bool = False,
+):
     """A figure of `figsize` inches and its axes, as pyplot's function of this name gives them."""
     from matplotlib.figure import Figure  # pyplot would need a backend chosen and every figure closed
 
     figure = Figure(figsize=figsize)
-    return figure, figure.subplots(rows, columns, squeeze=squeeze)
+    return figure, figure.subplots(rows, columns, squeeze=squeeze, sharey=sharey)
 
 
 def save(figure, path: Path, dpi: int = 120) -> Path:

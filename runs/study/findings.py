@@ -39,7 +39,7 @@ def main(config: FindingsConfig) -> None:
 
     for path in (path for path in files if not path.name.startswith("vision_")):
         scores = Scores.read(path)
-        for draw in (pictures.compute, pictures.longer, pictures_of_forms.forms):
+        for draw in (pictures.compute, pictures.budgets, pictures.longer, pictures_of_forms.forms):
             say(draw(scores, config.out, path.stem), f"{draw.__name__} for {path.stem}")
     say(pictures_of_forms.context(config.results, config.out), "heads")
     say(pictures_of_forms.images(config.results, config.out), "images")

@@ -1,4 +1,6 @@
-"""The study's pictures: loss against compute with fits and spread, and the loss and sigma^2 of longer trainings."""
+"""The study's pictures of budgets: loss against compute with fits and spread, differences by depth and budget, and the
+loss and sigma^2 of longer trainings.
+"""
 
 import math
 from pathlib import Path
@@ -7,7 +9,7 @@ import numpy as np
 
 from runs.sections.study import points, scalings
 from runs.study.families import ALL
-from runs.study.grid import LONGER, longer_families
+from runs.study.grid import BUDGETS, HALF, LONGER, longer_families, scaled_places
 from runs.study.scores import Result, Scores
 from trainkit.plots import Figure, save, subplots
 
@@ -15,6 +17,8 @@ CAPTION = (
     "Every family at the learning rate that is best for it with two layers (with eight, there); "
     "bars are one standard deviation over seeds, where there are any."
 )
+CONTROL = "softmax + offsets"
+OVER_CONTROL = ("softmax", "GKA + offsets", HALF, "GGGA + offsets")
 
 
 def compute(scores: Scores, folder: Path, name: str) -> Figure | None:
@@ -46,6 +50,36 @@ def compute(scores: Scores, folder: Path, name: str) -> Figure | None:
     axis.set_title(title, fontsize=10)
     caption = f"{CAPTION} Lines: a + b C^-c through what is better than everything cheaper; bands: 95 % of other seeds."
     return Figure(save(figure, folder / f"study-compute-{name}.png"), title, caption, rows)
+
+
+def budgets(scores: Scores, folder: Path, name: str) -> Figure | None:
+    """Losses over the control's against the tokens of the training, a panel a depth; None if nothing is finished."""
+    figure, axes = subplots(1, len(BUDGETS), figsize=(12, 3.8), sharey=True)
+    all_budgets, rows = sum(BUDGETS.values(), ()), []
+    for depth, axis in zip(BUDGETS, axes, strict=True):
+        for number, family in enumerate(OVER_CONTROL):
+            for place in (place for place in scaled_places() if place["depth"] == depth):
+                if over := scores.over(ALL[family], ALL[CONTROL], place):
+                    drawn = {"difference": over.value, "low": over.low, "high": over.high}
+                    rows.append({"family": family, "layers": depth, "tokens": place["tokens"], **drawn})
+            own = [row for row in rows if (row["family"], row["layers"]) == (family, depth)]
+            tokens = [row["tokens"] * 2 ** (0.06 * (number - 1.5)) for row in own]  # side by side
+            axis.plot(tokens, [row["difference"] for row in own], "o-", color=f"C{number}", markersize=4, label=family)
+            axis.vlines(tokens, [row["low"] for row in own], [row["high"] for row in own], color=f"C{number}")
+        axis.axhline(0, color="grey", linewidth=0.8)
+        axis.set_xscale("log", base=2)
+        axis.set_xlim(min(all_budgets) / 1.3, max(all_budgets) * 1.3)
+        axis.set_title(f"{depth} layers", fontsize=9)
+        axis.set_xlabel("training tokens")
+        axis.grid(alpha=0.3)
+    if not rows:
+        return None
+    axes[0].set_ylabel(f"bits per byte over {CONTROL}")
+    axes[-1].legend(fontsize=7)
+    title = f"Losses over those of {CONTROL}, on {name}"
+    figure.suptitle(title, fontsize=10)
+    caption = "At equal tokens. Bars hold 95 % over seeds, paired; without a bar there is one seed. Less is better."
+    return Figure(save(figure, folder / f"study-budgets-{name}.png"), title, caption, rows)
 
 
 def longer(scores: Scores, folder: Path, name: str) -> Figure | None:

@@ -31,7 +31,7 @@ def forms(scores: Scores, folder: Path, name: str) -> Figure | None:
         drawn = []
         for baseline, families in compared.items():
             for family in families:
-                found = {place["depth"]: _over(scores, family, baseline, place) for place in (SMALLEST, DEEPER)}
+                found = {place["depth"]: scores.over(ALL[family], ALL[baseline], place) for place in (SMALLEST, DEEPER)}
                 drawn += [(family, baseline, depth, own) for depth, own in found.items() if own]
         labels = list(dict.fromkeys(family for family, *_ in drawn))[::-1]
         for number, depth in enumerate((SMALLEST["depth"], DEEPER["depth"])):
@@ -117,11 +117,6 @@ def images(results: Path, folder: Path) -> Figure | None:
     title = "Vision transformers with spatial offsets, and hybrids"
     caption = "Each family at its own best learning rate; a dot for each seed, a stroke for their mean."
     return Figure(save(figure, folder / "study-images.png"), title, caption, rows)
-
-
-def _over(scores: Scores, family: str, baseline: str, place: dict) -> Interval | None:
-    own, other = scores.at(ALL[family], place), scores.at(ALL[baseline], place)
-    return own.over(other) if own and other else None
 
 
 def _with_intervals(axis, places: Iterable[tuple[float, Interval]], label: str, number: int) -> None:

@@ -92,6 +92,11 @@ class Scores:
         result = self.of(replace(cell, rate=min(rates, key=order)))
         return result and replace(result, settled=chosen is not None)
 
+    def over(self, family: Family, baseline: Family, place: Place) -> Interval | None:
+        """The family's loss minus the baseline's; None unless both have a seed there."""
+        own, other = self.at(family, place), self.at(baseline, place)
+        return own.over(other) if own and other else None
+
     def of(self, cell: Cell) -> Result | None:
         """The cell with every seed that it was trained with."""
         rows = self.by_form.get(replace(cell, rate=1.0, seed=0), {}).get(cell.rate)

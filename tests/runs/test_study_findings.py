@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from runs.sections import study, study_equal, study_settings
-from runs.study import findings, pictures_of_forms, statistics
+from runs.study import findings, pictures, pictures_of_forms, statistics
 from runs.study.cells import Cell
 from runs.study.families import ALL, FAMILIES
 from runs.study.grid import DEEPER, scaled_places
@@ -242,6 +242,20 @@ def test_repairs_and_kernels_are_drawn_over_what_they_change(tmp_path):
     assert drawn["softmax + offsets", "softmax", 2]["high"] == pytest.approx(-0.06)  # paired: the noise is equal
     assert drawn["softmax + offsets", "GKA + offsets", 2]["difference"] == pytest.approx(-0.04)
     assert math.isnan(drawn["GKA + offsets", "GKA unrotated", 4]["low"]) and len(drawn) == 4
+
+
+def test_every_depth_and_budget_is_drawn_over_softmax_with_offsets(tmp_path):
+    places = [place for place in scaled_places() if place["depth"] in (2, 8)]
+    losses = {"softmax + offsets": 1.8, "GKA + offsets": 1.85}
+    rows = [row(Cell(**place, **ALL[name], seed=1), loss) for name, loss in losses.items() for place in places]
+    rows += [row(Cell(**places[0], **ALL[name], seed=2), loss + 0.1) for name, loss in losses.items()]
+    rows += [row(Cell(**places[0], **ALL["softmax"], seed=0), 1.0)]  # of a seed that the control does not have
+    figure = pictures.budgets(Scores.read(write(tmp_path / "study", rows) / "words.jsonl"), tmp_path, "words")
+    assert figure.path.exists() and len(figure.rows) == 6
+    assert [(one["layers"], one["tokens"]) for one in figure.rows] == [(p["depth"], p["tokens"]) for p in places]
+    assert all(one["difference"] == pytest.approx(0.05) for one in figure.rows)
+    assert [math.isnan(one["low"]) for one in figure.rows] == [False, *[True] * 5]
+    assert pictures.budgets(Scores.read(write(tmp_path / "none", rows[-1:]) / "words.jsonl"), tmp_path, "no") is None
 
 
 def test_losses_along_a_row_are_drawn_of_models_that_were_looked_at(tmp_path):
