@@ -23,6 +23,7 @@ from runs.sections import (
     speed,
     study,
     study_equal,
+    study_heads,
     study_next,
     study_settings,
     study_vision,
@@ -38,6 +39,7 @@ PAGES = (
     "deit_gka/README.md",
     "runs/README.md",
     "runs/study/README.md",
+    "runs/study/TABLES.md",
     "runs/neighbours/README.md",
     "runs/neighbours/approximations/README.md",
 )
@@ -61,6 +63,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "instructions": instructions.instructions,
     **study.TABLES,
     **study_equal.TABLES,
+    **study_heads.TABLES,
     **study_settings.TABLES,
     **study_vision.TABLES,
     **study_next.TABLES,

@@ -3,22 +3,18 @@
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 from nanochat_gka.accounting import AccountingConfig, account
 from runs.sections.sources import RESULTS, measured, table
-from runs.study.cells import Cell
 from runs.study.families import ALL, FAMILIES, FURTHER, HYBRIDS, KERNELS, REPAIRS, Family, fits_depth
 from runs.study.grid import DEEPER, LONGER, REPEATED, SCALED, longer_families, scaled_places
 from runs.study.rates import DEEPEST, SMALLEST
 from runs.study.scores import Place, Result, Scores
 from runs.study.statistics import UNIT, Interval, Scaling, SeedNoise, crossing, scaling
-from trainkit.progress import read_lines
 
 NOT_RUN = "not run"
 TOO_FEW = "too few points"
 ROWS = RESULTS / "study"
-HEADS = RESULTS / "study_heads.jsonl"
 BEST = {
     "GKA": "GKA, the paper's form",
     "GKA + offsets": "GKA + offsets, values not rotated: the preset",
@@ -202,38 +198,6 @@ def _crossing_of(own: Scaling, baseline: Scaling | None) -> str:
     return ("nowhere in reach" if where is None else interval_of(where, ".2e")) + shares
 
 
-def heads(folder: Path = ROWS) -> str:
-    """Question 5: what trained models do in their context, and the range of their heads."""
-    probed = list(probed_models(folder))
-    if not probed:
-        return f"{NOT_RUN}: `.venv/bin/python -m runs.study.heads --run RUN`"
-    rows = []
-    for cell, record in probed:
-        metrics, name = record["metrics"], cell.label if cell else record["config"]["name"]
-        probes = (metrics["induction"], metrics["copying"])
-        cells = [f"{probe['accuracy']:.1%}; {probe['gain']:+.2f}" for probe in probes]
-        tokens = [head["effective tokens"] for head in metrics["heads"]]
-        sigmas = [head["sigma"] for head in metrics["heads"] if head["sigma"] is not None]
-        losses = list(metrics["loss_by_position"].values())
-        late = losses[-2] if len(losses) > 2 else losses[-1]  # the last group may be one token
-        rows.append([name, *cells, _range(tokens), _range(sigmas), f"{losses[2] - late:.3f}"])
-    headings = ["", "induction: right; gain", "copying: right; gain", "effective tokens", "σ", "gain from context"]
-    return table(headings, rows) + "\n" + measured([record for _, record in probed], HEADS.name)
-
-
-def probed_models(folder: Path = ROWS) -> Iterable[tuple[Cell | None, dict[str, Any]]]:
-    """Every model whose heads were looked at: its cell, if it is the study's, and the newest record."""
-    lines = read_lines(folder.with_name(HEADS.name))
-    newest = {record["config"]["sha256"]: record for record in lines if record.get("kind") == "study-heads"}
-    rows = [row for path in folder.glob("*.jsonl") for row in Scores.read(path).rows]
-    cells = {row["key"]: Cell.from_row(row["cell"]) for row in rows}
-    return ((cells.get(record["config"]["name"]), record) for record in newest.values())
-
-
-def _range(values: list[float]) -> str:
-    return f"{min(values):.3g} to {max(values):.3g}" if values else ""
-
-
 # Cells
 
 
@@ -274,4 +238,4 @@ def _note(results: Iterable[Result | None]) -> str:
 
 TABLES: dict[str, Callable[..., str]] = {"study-families": families, "study-longer": longer, "study-sizes": sizes}
 TABLES |= {"study-fits": fits, "study-deeper": deeper, "study-largest": largest}
-TABLES |= {"study-repairs": repairs, "study-kernels": kernels, "study-heads": heads, "study-best": best}
+TABLES |= {"study-repairs": repairs, "study-kernels": kernels, "study-best": best}

@@ -10,7 +10,7 @@ import numpy as np
 from runs.sections.sources import table
 from runs.sections.study import NOT_RUN, ROWS, difference_of, finished, of_every_text, place_of
 from runs.study.families import ALL
-from runs.study.grid import HALF, REPEATED, SCALED, scaled_places
+from runs.study.grid import BUDGETS, HALF, REPEATED, SCALED, scaled_places
 from runs.study.rates import SMALLEST
 from runs.study.scores import Place, Result, Scores
 from runs.study.statistics import paired_difference
@@ -26,8 +26,8 @@ def common_places() -> list[Place]:
 
 
 def other_places() -> list[Place]:
-    """Every depth, with its other budgets."""
-    return [place for place in scaled_places() if place["tokens"] != COMMON]
+    """Every depth, with its other budgets; with the common one too where a shorter training can be compared with it."""
+    return [place for place in scaled_places() if place["tokens"] != COMMON or min(BUDGETS[place["depth"]]) < COMMON]
 
 
 def differences(folder: Path = ROWS) -> str:

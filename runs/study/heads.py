@@ -12,7 +12,7 @@ import torch
 from nanochat_gka.data.loader import PackedData, rows_of_run
 from nanochat_gka.model.checkpoints import load, run_folder
 from runs.sections.sources import line
-from runs.sections.study import HEADS
+from runs.sections.study_heads import HEADS
 from runs.study import probes
 from trainkit.cli import Bounds, Count, UserError, run
 from trainkit.distributed import running

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from pathlib import Path
 
-from runs.sections.study import probed_models
+from runs.sections.study_heads import probed_models
 from runs.sections.study_vision import results_of
 from runs.study.families import ALL, KERNELS, MIXINGS
 from runs.study.grid import DEEPER

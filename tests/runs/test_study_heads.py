@@ -8,7 +8,8 @@ import torch
 
 from nanochat_gka.data.loader import PackedData
 from nanochat_gka.data.tokenizer import Tokenizer
-from runs.sections import study
+from runs.sections import study_heads
+from runs.sections.study import NOT_RUN
 from runs.study import heads, probes
 from tiny_gpt import SHAPE, awake, write_run
 from trainkit.cli import UserError
@@ -90,7 +91,7 @@ def test_a_run_becomes_a_line_and_a_row_of_the_table(form, packed, tmp_path, cap
     vocabulary = Tokenizer.load(packed / "tokenizer").vocab_size
     model = awake(dataclasses.replace(SHAPE, vocab_size=vocabulary, sequence_len=data.sequence_len, **form))
     folder = write_run(tmp_path / "tiny", model, packed / "tokenizer")
-    results = tmp_path / study.HEADS.name
+    results = tmp_path / study_heads.HEADS.name
     settings = dict(run=folder, results=results, sequences=4, rows=4, texts=1, device_type="cpu")
     heads.main(heads.HeadsConfig(data=packed / "packed", **settings))
     [record] = read_lines(results)
@@ -98,7 +99,7 @@ def test_a_run_becomes_a_line_and_a_row_of_the_table(form, packed, tmp_path, cap
     assert len(metrics["heads"]) == (0 if form.get("kernel") == "none" else 16)
     assert list(metrics["loss_by_position"]) == ["1", "2-3", "4-7", "8-15", "16-31", "32"]
     assert "induction: right" in capsys.readouterr().out
-    table = study.heads(tmp_path / "study")  # of no rows: the run's name stands for its cell
-    assert "| tiny | " in table and study.NOT_RUN not in table
+    table = study_heads.heads(tmp_path / "study")  # of no rows: the run's name stands for its cell
+    assert "| tiny | " in table and NOT_RUN not in table
     with pytest.raises(UserError, match="is of an earlier version"):
         heads.main(heads.HeadsConfig(**settings))

@@ -1,0 +1,75 @@
+"""The study's table of heads: what trained models do in their context, and the range of their heads."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from runs.sections.sources import RESULTS, measured, table
+from runs.sections.study import NOT_RUN, ROWS
+from runs.study.cells import Cell
+from runs.study.families import ALL
+from runs.study.scores import Scores, family_of
+from trainkit.progress import read_lines
+
+HEADS = RESULTS / "study_heads.jsonl"
+PROBES = ("induction", "copying")
+HEADINGS = ["", "layers", "tokens", "seeds"]
+HEADINGS += [f"{probe}: {what}" for probe in PROBES for what in ("right, %", "gain")]
+HEADINGS += ["effective tokens", "σ", "gain from context"]
+
+
+def heads(folder: Path = ROWS) -> str:
+    """Question 5: a row for every family at a depth and budget, with the range over seeds and heads."""
+    probed = list(probed_models(folder))
+    if not probed:
+        return f"{NOT_RUN}: `.venv/bin/python -m runs.study.heads --run RUN`"
+    by_model: dict[tuple[int, int, int, str], list[dict[str, Any]]] = {}
+    for cell, record in probed:
+        by_model.setdefault(_model(cell, record), []).append(record["metrics"])
+    rows = [
+        [name, str(depth), f"{tokens:,}" if tokens else "", str(len(seeds)), *_ranges(seeds)]
+        for (depth, tokens, _, name), seeds in sorted(by_model.items())
+    ]
+    return table(HEADINGS, rows) + "\n" + measured([record for _, record in probed], HEADS.name)
+
+
+def probed_models(folder: Path = ROWS) -> Iterable[tuple[Cell | None, dict[str, Any]]]:
+    """Every model whose heads were looked at: its cell, if it is the study's, and the newest record."""
+    lines = read_lines(folder.with_name(HEADS.name))
+    newest = {record["config"]["sha256"]: record for record in lines if record.get("kind") == "study-heads"}
+    rows = [row for path in folder.glob("*.jsonl") for row in Scores.read(path).rows]
+    cells = {row["key"]: Cell.from_row(row["cell"]) for row in rows}
+    return ((cells.get(record["config"]["name"]), record) for record in newest.values())
+
+
+def _model(cell: Cell | None, record: dict[str, Any]) -> tuple[int, int, int, str]:
+    """Layers, tokens of training, place and name of the family: what seeds have in common. Other runs go by name."""
+    if cell is None:
+        return record["config"]["depth"], 0, 0, record["config"]["name"]
+    family = family_of(cell)
+    return cell.depth, cell.tokens, list(ALL).index(family), family
+
+
+def _ranges(seeds: list[dict[str, Any]]) -> list[str]:
+    """The cells of a row, from the numbers of every seed."""
+    cells = []
+    for probe in PROBES:
+        cells.append(_range([100 * seed[probe]["accuracy"] for seed in seeds], ".1f"))
+        cells.append(_range([seed[probe]["gain"] for seed in seeds], "+.2f"))
+    heads = [head for seed in seeds for head in seed["heads"]]
+    for name in ("effective tokens", "sigma"):
+        cells.append(_range([head[name] for head in heads if head[name] is not None], ".3g"))
+    return [*cells, _range([_gain_from_context(list(seed["loss_by_position"].values())) for seed in seeds], "+.2f")]
+
+
+def _gain_from_context(losses: list[float]) -> float:
+    """Nats a token from places 4-7 of a row to its second half; the last group may be one token."""
+    return losses[2] - (losses[-2] if len(losses) > 2 else losses[-1])
+
+
+def _range(values: list[float], form: str) -> str:
+    said = list(dict.fromkeys(f"{value:{form}}" for value in (min(values), max(values)))) if values else []
+    return " to ".join(said)
+
+
+TABLES = {"study-heads": heads}
