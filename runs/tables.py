@@ -26,6 +26,7 @@ from runs.sections import (
     study_heads,
     study_next,
     study_settings,
+    study_speed,
     study_vision,
     summary,
 )
@@ -65,6 +66,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     **study_equal.TABLES,
     **study_heads.TABLES,
     **study_settings.TABLES,
+    **study_speed.TABLES,
     **study_vision.TABLES,
     **study_next.TABLES,
     **neighbours.TABLES,

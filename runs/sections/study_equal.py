@@ -1,7 +1,8 @@
-"""The study's tables of differences with intervals over seeds: at every size and budget, and at equal FLOPs and
+"""The study's tables of differences with intervals over seeds: at every size and budget, and at equal FLOPs, time and
 parameters.
 """
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from runs.sections.sources import table
 from runs.sections.study import NOT_RUN, ROWS, difference_of, finished, of_every_text, place_of
+from runs.sections.study_speed import speeds_of
 from runs.study.families import ALL
 from runs.study.grid import BUDGETS, HALF, REPEATED, SCALED, scaled_places
 from runs.study.rates import SMALLEST
@@ -47,11 +49,12 @@ def _differences(scores: Scores) -> str:
 
 
 def longer(folder: Path = ROWS) -> str:
-    """The same with other budgets; at equal FLOPs the baseline's loss is interpolated between its budgets."""
-    return of_every_text(folder, _longer)
+    """The same with other budgets; at equal FLOPs or time the baseline's loss is interpolated between its budgets."""
+    speeds = speeds_of(folder)
+    return of_every_text(folder, lambda scores: _longer(scores, speeds))
 
 
-def _longer(scores: Scores) -> str:
+def _longer(scores: Scores, speeds: dict[int, dict[str, float]]) -> str:
     rows = []
     for name, baseline in _comparisons(*REPEATED, HALF):
         for place in other_places():
@@ -59,8 +62,11 @@ def _longer(scores: Scores) -> str:
             if own and other:
                 curve = finished(scores, baseline, [p for p in scaled_places() if p["depth"] == place["depth"]])
                 cells = [difference_of(own.over(other), "+.3f"), _over(own, curve, "train_flops")]
+                of_depth = speeds.get(place["depth"], {})
+                speed, baseline_speed = of_depth.get(name, math.nan), of_depth.get(baseline, math.nan)
+                cells.append(_over(own, curve, "train_tokens", place["tokens"] * baseline_speed / speed))
                 rows.append([name, baseline, place_of(place), *cells, _seeds_of(own, other)])
-    headings = ["", "over", "layers and tokens", "equal tokens", "equal FLOPs", "seeds"]
+    headings = ["", "over", "layers and tokens", "equal tokens", "equal FLOPs", "equal time", "seeds"]
     return table(headings, rows, left=3) if rows else f"{NOT_RUN}\n"
 
 
@@ -100,13 +106,16 @@ def _equal(scores: Scores) -> str:
     return table(headings, rows, left=2) if rows else f"{NOT_RUN}\n"
 
 
-def _over(own: Result, curve: list[Result], measure: str) -> str:
-    """own minus the baseline where it has as much of the measure, seed by seed; nothing beyond the baseline's sizes."""
-    sizes = [result[measure] for result in curve]
-    if not min(sizes) <= own[measure] <= max(sizes):
+def _over(own: Result, curve: list[Result], measure: str, size: float | None = None) -> str:
+    """own minus the baseline where it has as much of the measure, seed by seed; nothing beyond the baseline's sizes.
+
+    size: how much that is, if it is not what own has.
+    """
+    sizes, size = [result[measure] for result in curve], size or own[measure]
+    if not min(sizes) <= size <= max(sizes):
         return ""
     interpolated = {
-        seed: float(np.interp(np.log(own[measure]), np.log(sizes), [result.losses[seed] for result in curve]))
+        seed: float(np.interp(np.log(size), np.log(sizes), [result.losses[seed] for result in curve]))
         for seed in _common_seeds(curve)
     }
     return difference_of(paired_difference(own.losses, interpolated), "+.3f")

@@ -6,7 +6,7 @@ python -m runs.study.findings                the tables are those that `python -
 from dataclasses import dataclass
 from pathlib import Path
 
-from runs.sections import study, study_equal, study_heads, study_settings
+from runs.sections import study, study_equal, study_heads, study_settings, study_speed
 from runs.sections.sources import RESULTS
 from runs.study import pictures, pictures_of_forms
 from runs.study.scores import Scores
@@ -30,8 +30,9 @@ def main(config: FindingsConfig) -> None:
     if not files:
         raise UserError(f"no results in {config.results}; make study writes some")
     config.out.mkdir(parents=True, exist_ok=True)
-    for name, section in (study.TABLES | study_equal.TABLES | study_settings.TABLES | study_heads.TABLES).items():
-        print(f"\n{name}\n\n{section(config.results)}")
+    for sections in (study, study_equal, study_speed, study_settings, study_heads):
+        for name, section in sections.TABLES.items():
+            print(f"\n{name}\n\n{section(config.results)}")
 
     def say(figure: Figure | None, what: str) -> None:
         said = f"drew {figure.path}" if figure else f"nothing to draw of {what}: not run"

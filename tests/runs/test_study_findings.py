@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,24 +15,10 @@ from runs.study.families import ALL, FAMILIES
 from runs.study.grid import DEEPER, scaled_places
 from runs.study.rates import DEEPEST, SMALLEST
 from runs.study.scores import Scores
+from study_rows import DATA, row, write
 from trainkit.cli import UserError
 
-DATA = {"tokenizer_sha256": "of a test", "sequence_len": 512}
 NOISE = {0: 0.004, 1: -0.001, 2: -0.003}  # of a seed, the same for every family
-
-
-def row(cell, loss, **metrics):
-    flops = cell.flops(512, 4096)
-    counts = {"parameters": 1000, "flops_per_token": flops // cell.tokens, "train_flops": flops, "sigma": {}}
-    about = {"kind": "study", "date": "2026-11-22 12:00", "commit": "abc1234", "hardware": "a CPU", "torch": "2.14"}
-    about |= {"key": cell.key(DATA), "cell": asdict(cell), "data": DATA}
-    return {**about, "metrics": {**counts, "val_bpb": loss, **metrics}}
-
-
-def write(folder, rows):
-    folder.mkdir(exist_ok=True)
-    (folder / "words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder
 
 
 def law(flops, a, b, c):
@@ -138,7 +124,7 @@ def test_longer_trainings_are_compared_at_equal_flops_with_a_shorter_training_of
     ours = law(own, *LAWS["GKA + offsets"])
     assert equal_tokens == pytest.approx([ours - law(other, *LAWS["softmax"])] * 3, abs=1e-3)
     assert equal_flops == pytest.approx([ours - law(own, *LAWS["softmax"])] * 3, abs=5e-3)
-    assert equal_flops[0] < equal_tokens[0] and line.endswith("| 3 |")
+    assert equal_flops[0] < equal_tokens[0] and line.endswith("|  | 3 |")  # nothing is timed
     assert "Standard deviation over seeds, pooled over 36 cells: 0.0036." in study.sizes(scaled)
 
 
@@ -184,7 +170,7 @@ def test_differences_of_every_depth_are_paired_over_the_seeds_that_both_have(tmp
     ]
     longer = study_equal.longer(tmp_path / "study")  # six layers alone: they have a shorter budget
     assert [line for line in longer.splitlines() if line.startswith(("| softmax", "| GKA"))] == [
-        "| softmax + offsets | softmax | depth 6, 2^20 | -0.100 | -0.100 | 1 |"
+        "| softmax + offsets | softmax | depth 6, 2^20 | -0.100 | -0.100 |  | 1 |"
     ]
     assert [line for line in lines if line.startswith(("| softmax", "| GKA"))] == [
         "| softmax + offsets | softmax | -0.100 [-0.100, -0.100] |  | -0.100 |  | 3 / 0 / 1 / 0 |",

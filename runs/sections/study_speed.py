@@ -1,0 +1,33 @@
+"""The study's table of speed: training steps of its main families, timed in turns."""
+
+from pathlib import Path
+
+from runs.sections.sources import measured, table
+from runs.sections.study import NOT_RUN, ROWS
+from runs.study.speed import SPEEDS, TIMED, newest
+
+CONTROL = "softmax + offsets"
+
+
+def speeds_of(folder: Path = ROWS) -> dict[int, dict[str, float]]:
+    """Depth -> family -> tokens/s of the newest comparison beside a folder of rows."""
+    return {
+        depth: {family: record["metrics"]["tokens_per_second"] for family, record in records.items()}
+        for depth, records in newest(folder.with_name(SPEEDS.name)).items()
+    }
+
+
+def speed(folder: Path = ROWS) -> str:
+    """Tokens per second of a training step, and how many times those of the control that is."""
+    records, speeds = newest(folder.with_name(SPEEDS.name)), speeds_of(folder)
+    if not records:
+        return f"{NOT_RUN}: `.venv/bin/python -m runs.study.speed`"
+    rows = []
+    for name in TIMED:
+        own = [(of_depth.get(name), of_depth[CONTROL]) for of_depth in speeds.values()]
+        rows.append([name, *(f"{tokens:,.0f} ({tokens / control:.2f}x)" if tokens else "" for tokens, control in own)])
+    shown = [record for of_depth in records.values() for record in of_depth.values()]
+    return table(["", *(f"{depth} layers" for depth in records)], rows) + "\n" + measured(shown, SPEEDS.name)
+
+
+TABLES = {"study-speed": speed}

@@ -1,0 +1,61 @@
+"""Speed of the study's families: real steps that are timed, and losses at equal time."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from runs.sections import study_equal, study_speed
+from runs.study import speed
+from runs.study.cells import Cell
+from runs.study.families import ALL
+from study_rows import row, write
+from trainkit.progress import read_lines
+
+
+def timed(path: Path, speeds: dict[str, float | None], depth: int, group: str = "one") -> None:
+    about = {"kind": speed.KIND, "date": "2026-11-25", "commit": "abc", "hardware": "a CPU", "torch": "2.14"}
+    with open(path, "a") as file:
+        for family, tokens in speeds.items():
+            config = {"family": family, "depth": depth, "group": group}
+            file.write(json.dumps({**about, "config": config, "metrics": {"tokens_per_second": tokens}}) + "\n")
+
+
+def test_real_steps_are_timed_in_turns(tmp_path, monkeypatch, capsys):
+    results = tmp_path / speed.SPEEDS.name
+    monkeypatch.setattr(speed, "TIMED", ("softmax", "GKA + offsets", "GGGA + offsets"))
+    speed.main(speed.SpeedConfig(depths=[2], rounds=3, sequence_len=32, vocab_size=64, results=results))
+    records = read_lines(results)
+    assert [record["config"]["family"] for record in records] == ["softmax", "GKA + offsets"]  # two layers
+    for record in records:
+        metrics = record["metrics"]
+        assert metrics["samples"] == 3 and metrics["status"] == "ok"
+        assert metrics["tokens_per_second"] == pytest.approx(64 * 32 / metrics["median_ms"] * 1e3)
+    assert "2 layers, GKA + offsets: " in capsys.readouterr().out
+
+
+def test_the_newest_comparison_of_a_depth_counts(tmp_path):
+    path = tmp_path / speed.SPEEDS.name
+    assert study_speed.speed(tmp_path / "study").startswith("not run: ")
+    timed(path, {"softmax + offsets": 100.0, "GKA": 300.0}, depth=4, group="old")
+    timed(path, {"softmax + offsets": 1000.0, "GKA + offsets": 1500.0, "GKA": None}, depth=4, group="new")
+    timed(path, {"softmax + offsets": 50.0}, depth=8)
+    table = study_speed.speed(tmp_path / "study")
+    assert "| GKA + offsets | 1,500 (1.50x) |  |" in table and "| GKA |  |  |" in table
+    assert "| softmax + offsets | 1,000 (1.00x) | 50 (1.00x) |" in table
+
+
+def test_equal_time_is_a_shorter_training_of_the_slower_one(tmp_path):
+    losses = {"softmax + offsets": {2**20: 1.8, 2**21: 1.7, 2**22: 1.6}, "GKA + offsets": {2**20: 1.9, 2**22: 1.62}}
+    rows = [
+        row(Cell(depth=4, tokens=tokens, **ALL[name]), loss)
+        for name, by_tokens in losses.items()
+        for tokens, loss in by_tokens.items()
+    ]
+    folder = write(tmp_path / "study", rows)
+    timed(tmp_path / speed.SPEEDS.name, {"softmax + offsets": 1000.0, "GKA + offsets": 2000.0}, depth=4)
+    lines = study_equal.longer(folder).splitlines()
+    [line] = [line for line in lines if line.startswith("| GKA + offsets | softmax + offsets |")]
+    # At half the speed softmax has trained 2^21 tokens, for 1.7.
+    assert line.startswith("| GKA + offsets | softmax + offsets | depth 4, 2^22 | +0.020 |")
+    assert line.endswith("| -0.080 | 1 |")

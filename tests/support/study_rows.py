@@ -1,0 +1,26 @@
+"""Rows of a study that nobody trained, for tests of what is said of them."""
+
+import json
+from dataclasses import asdict
+
+DATA = {"tokenizer_sha256": "of a test", "sequence_len": 512}
+
+
+def row(cell, loss, **metrics):
+    flops = cell.flops(512, 4096)
+    counts = {
+        "parameters": 1000,
+        "flops_per_token": flops // cell.tokens,
+        "train_flops": flops,
+        "train_tokens": cell.tokens,
+        "sigma": {},
+    }
+    about = {"kind": "study", "date": "2026-11-22 12:00", "commit": "abc1234", "hardware": "a CPU", "torch": "2.14"}
+    about |= {"key": cell.key(DATA), "cell": asdict(cell), "data": DATA}
+    return {**about, "metrics": {**counts, "val_bpb": loss, **metrics}}
+
+
+def write(folder, rows):
+    folder.mkdir(exist_ok=True)
+    (folder / "words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
