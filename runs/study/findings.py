@@ -42,6 +42,8 @@ def main(config: FindingsConfig) -> None:
         scores = Scores.read(path)
         for draw in (pictures.compute, pictures.budgets, pictures.longer, pictures_of_forms.forms):
             say(draw(scores, config.out, path.stem), f"{draw.__name__} for {path.stem}")
+        speeds = study_speed.speeds_of(config.results)
+        say(pictures.time(scores, config.out, path.stem, speeds), f"time for {path.stem}")
     say(pictures_of_forms.context(config.results, config.out), "heads")
     say(pictures_of_forms.images(config.results, config.out), "images")
 

@@ -37,7 +37,6 @@ SEEDS = (0, 1, 2)
 FIRST_SEED = SEEDS[:1]
 LONGER = [dict(depth=2, tokens=tokens) for tokens in (2**20, 2**21, 2**22)]
 DEEPER = dict(depth=4, tokens=2**20)
-LONGEST = dict(depth=4, tokens=2**22)
 
 
 TRAINED_LONGER = {name: FAMILIES[name] for name in ("softmax", "GKA", "GKA unrotated", "GKA + offsets")}
@@ -138,8 +137,11 @@ def value_embeds(done: Done) -> list[Cell]:
 
 
 def value_embeds_longer(done: Done) -> list[Cell]:
-    """Does GKA with as many value embeddings as softmax keep up when training is longer?"""
-    return _at_best_rate({HALF: ALL[HALF]}, done, [LONGEST])
+    """Does GKA with as many value embeddings as softmax keep up when training is longer? Six layers have one seed."""
+    few_layers = [place for place in scaled_places() if place["depth"] <= DEEPER["depth"]]
+    six_layers = [place for place in scaled_places() if place["depth"] == 6]
+    half = {HALF: ALL[HALF]}
+    return [*_at_best_rate(half, done, few_layers[::-1]), *_at_best_rate(half, done, six_layers[::-1], FIRST_SEED)]
 
 
 def sigma_starts(done: Done) -> list[Cell]:

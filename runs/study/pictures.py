@@ -11,6 +11,7 @@ from runs.sections.study import points, scalings
 from runs.study.families import ALL
 from runs.study.grid import BUDGETS, HALF, LONGER, longer_families, scaled_places
 from runs.study.scores import Result, Scores
+from runs.study.statistics import frontier
 from trainkit.plots import Figure, save, subplots
 
 CAPTION = (
@@ -80,6 +81,36 @@ def budgets(scores: Scores, folder: Path, name: str) -> Figure | None:
     figure.suptitle(title, fontsize=10)
     caption = "At equal tokens. Bars hold 95 % over seeds, paired; without a bar there is one seed. Less is better."
     return Figure(save(figure, folder / f"study-budgets-{name}.png"), title, caption, rows)
+
+
+def time(scores: Scores, folder: Path, name: str, speeds: dict[int, dict[str, float]]) -> Figure | None:
+    """Loss against the time of training, tokens over `speeds` (depth -> family -> tokens/s); None without any."""
+    figure, axis = subplots(figsize=(7.5, 5))
+    rows = []
+    for number, family in enumerate((CONTROL, *OVER_CONTROL)):
+        for place in scaled_places():
+            result, speed = scores.at(ALL[family], place), speeds.get(place["depth"], {}).get(family)
+            if result and speed:
+                minutes, spread = place["tokens"] / speed / 60, 0.0 if math.isnan(result.spread) else result.spread
+                where = {"family": family, "layers": place["depth"], "tokens": place["tokens"], "minutes": minutes}
+                rows.append({**where, "loss": result.mean, "spread": spread})
+        own = [row for row in rows if row["family"] == family]
+        minutes, losses, spreads = (np.array([row[key] for row in own]) for key in ("minutes", "loss", "spread"))
+        axis.errorbar(minutes, losses, spreads, fmt="o", color=f"C{number}", markersize=4, label=family)
+        best = frontier(minutes, losses)
+        axis.plot(minutes[best], losses[best], color=f"C{number}", linewidth=1) if len(best) else None
+    if not rows:
+        return None
+    axis.set(xscale="log", xlabel="minutes of training, one thread", ylabel="validation bits per byte")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    title = f"Loss against the time of training, on {name}"
+    axis.set_title(title, fontsize=10)
+    caption = (
+        "Two to eight layers; lines join what is better than everything quicker; bars are one standard deviation over "
+        "seeds. Minutes are tokens over the speed of steps that were timed in turns."
+    )
+    return Figure(save(figure, folder / f"study-time-{name}.png"), title, caption, rows)
 
 
 def longer(scores: Scores, folder: Path, name: str) -> Figure | None:

@@ -274,3 +274,14 @@ def test_the_command_prints_every_table_and_draws_what_there_is(scaled, tmp_path
     assert "nothing to draw of compute for words: not run" in " ".join(capsys.readouterr().out.split())
     with pytest.raises(UserError, match="make study writes some"):
         findings.main(findings.FindingsConfig(results=tmp_path / "nothing"))
+
+
+def test_the_time_of_training_is_drawn_where_the_speed_is_known(tmp_path):
+    place = dict(depth=2, tokens=2**21)
+    rows = [row(Cell(**place, **ALL[name]), loss) for name, loss in (("softmax", 1.8), ("GKA + offsets", 1.7))]
+    scores = Scores.read(write(tmp_path / "study", rows) / "words.jsonl")
+    figure = pictures.time(scores, tmp_path, "words", {2: {"GKA + offsets": 2**21 / 90}})
+    assert figure.path.exists()
+    [drawn] = figure.rows
+    assert (drawn["family"], drawn["minutes"], drawn["loss"]) == ("GKA + offsets", pytest.approx(1.5), 1.7)
+    assert pictures.time(scores, tmp_path, "words", {}) is None
