@@ -10,14 +10,16 @@ import numpy as np
 
 from runs.sections.sources import table
 from runs.sections.study import NOT_RUN, ROWS, difference_of, finished, of_every_text, place_of
-from runs.sections.study_speed import speeds_of
+from runs.sections.study_speed import Speeds, speeds_of
 from runs.study.families import ALL
-from runs.study.grid import BUDGETS, HALF, REPEATED, SCALED, scaled_places
+from runs.study.grid import BUDGETS, CONTROL, HALF, REPEATED, SCALED, scaled_places
 from runs.study.rates import SMALLEST
 from runs.study.scores import Place, Result, Scores
 from runs.study.statistics import paired_difference
 
-BASELINES = ("softmax", "softmax + offsets")
+BASELINES = ("softmax", CONTROL)
+OURS = ("GKA", "GKA + offsets", HALF, "GGGA + offsets")
+WAYS = ("equal tokens", "equal FLOPs", "equal time")
 MEASURES = ("flops_per_token", "parameters")
 COMMON = SMALLEST["tokens"]  # the budget in which most families have seeds at every depth
 
@@ -54,20 +56,50 @@ def longer(folder: Path = ROWS) -> str:
     return of_every_text(folder, lambda scores: _longer(scores, speeds))
 
 
-def _longer(scores: Scores, speeds: dict[int, dict[str, float]]) -> str:
+def _longer(scores: Scores, speeds: Speeds) -> str:
     rows = []
     for name, baseline in _comparisons(*REPEATED, HALF):
         for place in other_places():
             own, other = scores.at(ALL[name], place), scores.at(ALL[baseline], place)
             if own and other:
-                curve = finished(scores, baseline, [p for p in scaled_places() if p["depth"] == place["depth"]])
-                cells = [difference_of(own.over(other), "+.3f"), _over(own, curve, "train_flops")]
-                of_depth = speeds.get(place["depth"], {})
-                speed, baseline_speed = of_depth.get(name, math.nan), of_depth.get(baseline, math.nan)
-                cells.append(_over(own, curve, "train_tokens", place["tokens"] * baseline_speed / speed))
+                cells = _three_ways(scores, speeds, name, baseline, place)
                 rows.append([name, baseline, place_of(place), *cells, _seeds_of(own, other)])
-    headings = ["", "over", "layers and tokens", "equal tokens", "equal FLOPs", "equal time", "seeds"]
+    headings = ["", "over", "layers and tokens", *WAYS, "seeds"]
     return table(headings, rows, left=3) if rows else f"{NOT_RUN}\n"
+
+
+def longest(folder: Path = ROWS) -> str:
+    """The longest trainings of four layers over softmax with offsets, with what they cost in its shares."""
+    speeds = speeds_of(folder)
+    return of_every_text(folder, lambda scores: _longest(scores, speeds))
+
+
+def _longest(scores: Scores, speeds: Speeds) -> str:
+    place, rows = max(other_places(), key=lambda place: (place["tokens"], place["depth"])), []
+    control, of_depth = scores.at(ALL[CONTROL], place), speeds.get(place["depth"], {})
+    for name in ("softmax", *OURS):
+        own = scores.at(ALL[name], place)
+        if own and control:
+            shares = [own[measure] / control[measure] for measure in ("parameters", "flops_per_token")]
+            shares.append(of_depth.get(CONTROL, math.nan) / of_depth.get(name, math.nan))
+            said = ["" if math.isnan(share) else f"{share:.2f}x" for share in shares]
+            rows.append([name, *_three_ways(scores, speeds, name, CONTROL, place), *said, _seeds_of(own, control)])
+    headings = [place_of(place), *WAYS, "parameters", "FLOPs", "time of a step", "seeds"]
+    return table(headings, rows) if rows else f"{NOT_RUN}\n"
+
+
+def _three_ways(scores: Scores, speeds: Speeds, name: str, baseline: str, place: Place) -> list[str]:
+    """The difference of a family that is finished at a place from a baseline that is, at equal tokens, FLOPs and time.
+
+    The baseline's loss is interpolated between its budgets.
+    """
+    own, other = scores.at(ALL[name], place), scores.at(ALL[baseline], place)
+    curve = finished(scores, baseline, [p for p in scaled_places() if p["depth"] == place["depth"]])
+    of_depth = speeds.get(place["depth"], {})
+    # What a token takes longer, a training of equal time is shorter in.
+    tokens = place["tokens"] * of_depth.get(baseline, math.nan) / of_depth.get(name, math.nan)
+    equal_tokens = difference_of(own.over(other), "+.3f")
+    return [equal_tokens, _over(own, curve, "train_flops"), _over(own, curve, "train_tokens", tokens)]
 
 
 def _comparisons(*names: str) -> list[tuple[str, str]]:
@@ -125,4 +157,9 @@ def _common_seeds(results: Iterable[Result]) -> set[int]:
     return set.intersection(*(set(result.losses) for result in results))
 
 
-TABLES = {"study-differences": differences, "study-differences-longer": longer, "study-equal": equal}
+TABLES = {
+    "study-differences": differences,
+    "study-differences-longer": longer,
+    "study-longest": longest,
+    "study-equal": equal,
+}

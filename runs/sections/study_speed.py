@@ -4,13 +4,14 @@ from pathlib import Path
 
 from runs.sections.sources import measured, table
 from runs.sections.study import NOT_RUN, ROWS
+from runs.study.grid import CONTROL
 from runs.study.speed import SPEEDS, TIMED, newest
 
-CONTROL = "softmax + offsets"
+Speeds = dict[int, dict[str, float]]  # depth -> family -> tokens/s
 
 
-def speeds_of(folder: Path = ROWS) -> dict[int, dict[str, float]]:
-    """Depth -> family -> tokens/s of the newest comparison beside a folder of rows."""
+def speeds_of(folder: Path = ROWS) -> Speeds:
+    """Of the newest comparisons beside a folder of rows."""
     return {
         depth: {family: record["metrics"]["tokens_per_second"] for family, record in records.items()}
         for depth, records in newest(folder.with_name(SPEEDS.name)).items()

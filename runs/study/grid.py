@@ -42,6 +42,7 @@ DEEPER = dict(depth=4, tokens=2**20)
 TRAINED_LONGER = {name: FAMILIES[name] for name in ("softmax", "GKA", "GKA unrotated", "GKA + offsets")}
 HEADLINE = ("softmax", "softmax + offsets", "GKA", "GKA + offsets")
 HALF = "GKA + offsets + half VE"
+CONTROL = "softmax + offsets"
 REPEATED = (*HEADLINE, "GGGA + offsets")  # with more seeds at four layers and above
 SCALED = (*HEADLINE, "VLT + offsets", "softmax without VE", "GGGA + offsets", "GGGGGA + offsets")
 # Three budgets at every size; the deeper two, which cost more, are trained half as long.

@@ -107,7 +107,7 @@ class Ledger(ABC):
         """
         done, seen, groups = self.done(), set(), {}
         done.assumed_rate = assumed_rate
-        for name in self.groups:
+        for name in dict.fromkeys(self.groups):
             cells = [cell for cell in self.GROUPS[name](done) if not (cell in seen or seen.add(cell))]
             groups[name] = cells
         return groups

@@ -9,7 +9,7 @@ import numpy as np
 
 from runs.sections.study import points, scalings
 from runs.study.families import ALL
-from runs.study.grid import BUDGETS, HALF, LONGER, longer_families, scaled_places
+from runs.study.grid import BUDGETS, CONTROL, HALF, LONGER, longer_families, scaled_places
 from runs.study.scores import Result, Scores
 from runs.study.statistics import frontier
 from trainkit.plots import Figure, save, subplots
@@ -18,7 +18,6 @@ CAPTION = (
     "Every family at the learning rate that is best for it with two layers (with eight, there); "
     "bars are one standard deviation over seeds, where there are any."
 )
-CONTROL = "softmax + offsets"
 OVER_CONTROL = ("softmax", "GKA + offsets", HALF, "GGGA + offsets")
 
 

@@ -238,6 +238,10 @@ def test_the_list_shows_what_is_left_and_the_time_it_needs(packed, trained, caps
         find(one, "nothing")
 
 
+def test_a_group_that_is_named_twice_counts_once(packed, tmp_path):
+    assert study(packed, tmp_path, "tiny", "refused", "tiny").left() == [TINY, REFUSED]
+
+
 def test_wrong_groups_and_missing_rows_are_one_line(packed, tmp_path):
     with pytest.raises(UserError, match="--groups nothing: the groups are rates, seeds"):
         main(StudyConfig(groups=["nothing"]))

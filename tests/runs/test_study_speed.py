@@ -59,3 +59,7 @@ def test_equal_time_is_a_shorter_training_of_the_slower_one(tmp_path):
     # At half the speed softmax has trained 2^21 tokens, for 1.7.
     assert line.startswith("| GKA + offsets | softmax + offsets | depth 4, 2^22 | +0.020 |")
     assert line.endswith("| -0.080 | 1 |")
+    [line] = [line for line in study_equal.longest(folder).splitlines() if line.startswith("| GKA + offsets |")]
+    # FLOPs between 2^21 and 2^22 tokens of softmax, half of its time.
+    assert line.startswith("| GKA + offsets | +0.020 | -0.00")
+    assert line.endswith("| -0.080 | 1.00x | 0.85x | 0.50x | 1 |")
