@@ -35,13 +35,15 @@ VALUE_EMBEDS = {
     "softmax + offsets": ("softmax + offsets without VE", "softmax + offsets", "softmax + offsets + VE"),
     "GKA + offsets": ("GKA + offsets", "GKA + offsets + half VE", "GKA + offsets + VE"),
 }
+# auto gives a hybrid's softmax layers value embeddings.
 # A pattern of layers needs the depth, so that the smallest size cannot choose a rate: it comes from the family named.
 HYBRIDS = {
     "GGGA": dict(attention="GGGA", **UNROTATED),
     "GGGA + offsets": dict(attention="GGGA", **EVERYWHERE, **UNROTATED),
+    "GGGA + offsets without VE": dict(attention="GGGA", value_embeds="none", **EVERYWHERE, **UNROTATED),
     "GGGGGA + offsets": dict(attention="GGGGGA", **EVERYWHERE, **UNROTATED),
 }
-RATE_OF = {"GGGA": "GKA unrotated", "GGGA + offsets": "GKA + offsets", "GGGGGA + offsets": "GKA + offsets"}
+RATE_OF = {"GGGA": "GKA unrotated"} | {name: "GKA + offsets" for name in HYBRIDS if name != "GGGA"}
 # What attention is compared with: none of it, and weights that do not depend on what is compared.
 REFERENCES = {
     "no attention": dict(attention="gka", kernel="none"),

@@ -29,7 +29,7 @@ from runs.study.rates import (
     around_the_best,
     best_at_the_deepest,
     best_rate,
-    best_rate_at,
+    rate_to_train,
     tried_rates,
 )
 
@@ -131,8 +131,10 @@ def _repeated() -> dict[str, Family]:
 
 
 def value_embeds(done: Done) -> list[Cell]:
-    """How much are value embeddings, at four layers? In none or half of them with three seeds, in all with one."""
+    """How much are value embeddings, at four layers? In none or half of them with three seeds, in all with one; and a
+    hybrid whose softmax layer has none."""
     in_few = {name: ALL[name] for names in VALUE_EMBEDS.values() for name in names[:2]}
+    in_few |= {name: ALL[name] for name in ("GGGA + offsets", "GGGA + offsets without VE")}
     in_every = {names[2]: ALL[names[2]] for names in VALUE_EMBEDS.values()}
     return [*_at_best_rate(in_few, done, [DEEPER]), *_at_best_rate(in_every, done, [DEEPER], FIRST_SEED)]
 
@@ -215,7 +217,7 @@ def _at_best_rate(families: dict[str, dict], done: Done, places: list[dict], see
         for place in places
         for seed in seeds
         for family in families.values()
-        if fits_depth(family, place["depth"]) and (rate := best_rate_at(family, place, done)) is not None
+        if fits_depth(family, place["depth"]) and (rate := rate_to_train(family, place, done)) is not None
     ]
 
 

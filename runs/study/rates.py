@@ -54,15 +54,19 @@ def around_the_best(family: Family, place: dict, done: Done) -> list[Cell]:
     return [replace(cell, rate=rate) for rate in rates]
 
 
-def best_rate_at(family: Family, place: dict, done: Done) -> float | None:
-    """The rate for a place: as deep as `DEEPEST` the family's best there, elsewhere that of the smallest size.
+def rate_to_train(family: Family, place: dict, done: Done) -> float | None:
+    """The rate for a place, unknown until it is found. `DEEPEST` is first trained at the rate of the smallest size."""
+    if place == DEEPEST:
+        return best_rate(family, done)
+    return chosen_rate(family, place, done) or done.assumed_rate
 
-    `DEEPEST` itself is first trained at the rate of the smallest size, too.
-    """
-    if place["depth"] != DEEPEST["depth"] or place == DEEPEST:
+
+def chosen_rate(family: Family, place: dict, done: Done) -> float | None:
+    """The family's best: as deep as `DEEPEST` the best there, elsewhere that of the smallest size."""
+    if place["depth"] != DEEPEST["depth"]:
         return best_rate(family, done)
     best = best_at_the_deepest(family, done)
-    return best.rate if best else done.assumed_rate
+    return best.rate if best else None
 
 
 def best_at_the_deepest(family: Family, done: Done) -> Cell | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from runs.study.cells import Cell
 from runs.study.families import ALL, Family
-from runs.study.rates import Done, best_rate
+from runs.study.rates import Done, chosen_rate
 from runs.study.rows import FINISHED
 from runs.study.statistics import Interval, paired_difference, spread
 from trainkit.progress import read_lines
@@ -78,11 +78,11 @@ class Scores:
         return cls(list({line["key"]: line for line in lines if isinstance(line.get("cell"), dict)}.values()))
 
     def at(self, family: Family, place: Place) -> Result | None:
-        """The family at its rate there: the one with most seeds, among those what the smallest size chose, or else the
-        one of the lowest loss.
+        """The family at its rate there: the one with most seeds, among those what was chosen, or else the one of the
+        lowest loss.
         """
         cell = Cell(**{**family, **place})
-        rates, chosen = self.by_form.get(cell), best_rate(family, self.done)
+        rates, chosen = self.by_form.get(cell), chosen_rate(family, place, self.done)
         if not rates:
             return None
 
