@@ -15,7 +15,7 @@ from runs.study.families import ALL
 from runs.study.grid import BUDGETS, CONTROL, HALF, REPEATED, SCALED, scaled_places
 from runs.study.rates import SMALLEST
 from runs.study.scores import Place, Result, Scores
-from runs.study.statistics import paired_difference
+from runs.study.statistics import Interval, paired_difference
 
 BASELINES = ("softmax", CONTROL)
 OURS = ("GKA", "GKA + offsets", HALF, "GGGA + offsets")
@@ -89,17 +89,35 @@ def _longest(scores: Scores, speeds: Speeds) -> str:
 
 
 def _three_ways(scores: Scores, speeds: Speeds, name: str, baseline: str, place: Place) -> list[str]:
-    """The difference of a family that is finished at a place from a baseline that is, at equal tokens, FLOPs and time.
-
-    The baseline's loss is interpolated between its budgets.
-    """
+    """A family over a baseline, both finished at a place, at equal tokens, FLOPs and time."""
     own, other = scores.at(ALL[name], place), scores.at(ALL[baseline], place)
-    curve = finished(scores, baseline, [p for p in scaled_places() if p["depth"] == place["depth"]])
-    of_depth = speeds.get(place["depth"], {})
-    # What a token takes longer, a training of equal time is shorter in.
-    tokens = place["tokens"] * of_depth.get(baseline, math.nan) / of_depth.get(name, math.nan)
-    equal_tokens = difference_of(own.over(other), "+.3f")
-    return [equal_tokens, _over(own, curve, "train_flops"), _over(own, curve, "train_tokens", tokens)]
+
+    def tokens_per_second(name: str, depth: int) -> float:
+        return speeds.get(depth, {}).get(name, math.nan)
+
+    seconds = place["tokens"] / tokens_per_second(name, place["depth"])
+    by_flops, by_time = [], []
+    for depth in BUDGETS:
+        curve = finished(scores, baseline, [place for place in scaled_places() if place["depth"] == depth])
+        by_flops.append(([result["train_flops"] for result in curve], curve))
+        by_time.append(([result["train_tokens"] / tokens_per_second(baseline, depth) for result in curve], curve))
+    sizes = ((own["train_flops"], by_flops), (seconds, by_time))
+    equal = [_over_the_best(own, size, curves) for size, curves in sizes]
+    return [difference_of(difference, "+.3f") for difference in (own.over(other), *equal)]
+
+
+def _over_the_best(own: Result, size: float, curves: list[tuple[list[float], list[Result]]]) -> Interval | None:
+    """own minus the best that the baseline reaches for `size` or less, of all depths; None if all of them cost more.
+
+    curves: of every depth what each budget costs, and its result. Between budgets the baseline's loss is on the
+    parabola through them, in the logarithm of the cost: a chord would lie above its curve.
+    """
+    differences = []
+    for sizes, curve in curves:
+        if sizes and min(sizes) <= size:
+            losses = _interpolated(curve, sizes, min(size, max(sizes)), degree=2)
+            differences.append(paired_difference(own.losses, losses))
+    return max(filter(None, differences), key=lambda difference: difference.value, default=None)
 
 
 def _comparisons(*names: str) -> list[tuple[str, str]]:
@@ -132,25 +150,33 @@ def _equal(scores: Scores) -> str:
             for place in places[1:]:  # the smallest GKA is smaller than any softmax
                 own, other = scores.at(ALL[name], place), scores.at(ALL[baseline], place)
                 if own and other:
-                    cells = [difference_of(own.over(other), "+.3f"), *(_over(own, curve, each) for each in MEASURES)]
+                    cells = [
+                        difference_of(own.over(other), "+.3f"),
+                        *(_over(own, curve, each) for each in MEASURES),
+                    ]
                     rows.append([name, baseline, str(place["depth"]), *cells])
     headings = ["", "over", "depth", "equal tokens", "equal FLOPs", "equal parameters"]
     return table(headings, rows, left=2) if rows else f"{NOT_RUN}\n"
 
 
-def _over(own: Result, curve: list[Result], measure: str, size: float | None = None) -> str:
-    """own minus the baseline where it has as much of the measure, seed by seed; nothing beyond the baseline's sizes.
-
-    size: how much that is, if it is not what own has.
-    """
-    sizes, size = [result[measure] for result in curve], size or own[measure]
-    if not min(sizes) <= size <= max(sizes):
+def _over(own: Result, curve: list[Result], measure: str) -> str:
+    """own minus the baseline where it has as much of the measure, seed by seed; nothing beyond the baseline's sizes."""
+    sizes = [result[measure] for result in curve]
+    if not min(sizes) <= own[measure] <= max(sizes):
         return ""
-    interpolated = {
-        seed: float(np.interp(np.log(size), np.log(sizes), [result.losses[seed] for result in curve]))
-        for seed in _common_seeds(curve)
-    }
-    return difference_of(paired_difference(own.losses, interpolated), "+.3f")
+    return difference_of(paired_difference(own.losses, _interpolated(curve, sizes, own[measure], degree=1)), "+.3f")
+
+
+def _interpolated(curve: list[Result], sizes: list[float], size: float, degree: int) -> dict[int, float]:
+    """The loss of every seed that all of a curve has, by chords or by a parabola, in the logarithm of the size."""
+
+    def loss(seed: int) -> float:
+        losses = [result.losses[seed] for result in curve]
+        if degree == 1 or len(sizes) <= degree:
+            return float(np.interp(np.log(size), np.log(sizes), losses))
+        return float(np.polyval(np.polyfit(np.log(sizes), losses, degree), np.log(size)))
+
+    return {seed: loss(seed) for seed in _common_seeds(curve)}
 
 
 def _common_seeds(results: Iterable[Result]) -> set[int]:

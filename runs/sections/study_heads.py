@@ -1,6 +1,7 @@
 """The study's table of heads: what trained models do in their context, and the range of their heads."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,12 @@ def heads(folder: Path = ROWS) -> str:
     probed = list(probed_models(folder))
     if not probed:
         return f"{NOT_RUN}: `.venv/bin/python -m runs.study.heads --run RUN`"
-    by_model: dict[tuple[int, int, int, str], list[dict[str, Any]]] = {}
+    by_model: dict[tuple, list[dict[str, Any]]] = {}
     for cell, record in probed:
         by_model.setdefault(_model(cell, record), []).append(record["metrics"])
     rows = [
         [name, str(depth), f"{tokens:,}" if tokens else "", str(len(seeds)), *_ranges(seeds)]
-        for (depth, tokens, _, name), seeds in sorted(by_model.items())
+        for (depth, tokens, _, name, _), seeds in sorted(by_model.items())
     ]
     return table(HEADINGS, rows) + "\n" + measured([record for _, record in probed], HEADS.name)
 
@@ -42,12 +43,15 @@ def probed_models(folder: Path = ROWS) -> Iterable[tuple[Cell | None, dict[str, 
     return ((cells.get(record["config"]["name"]), record) for record in newest.values())
 
 
-def _model(cell: Cell | None, record: dict[str, Any]) -> tuple[int, int, int, str]:
-    """Layers, tokens of training, place and name of the family: what seeds have in common. Other runs go by name."""
+def _model(cell: Cell | None, record: dict[str, Any]) -> tuple[int, int, int, str, str]:
+    """Layers, tokens of training, place and name of the family, and all that seeds have in common.
+
+    A run that is not the study's goes by its name.
+    """
     if cell is None:
-        return record["config"]["depth"], 0, 0, record["config"]["name"]
+        return record["config"]["depth"], 0, 0, record["config"]["name"], ""
     family = family_of(cell)
-    return cell.depth, cell.tokens, list(ALL).index(family), family
+    return cell.depth, cell.tokens, list(ALL).index(family), family, replace(cell, seed=0).label
 
 
 def _ranges(seeds: list[dict[str, Any]]) -> list[str]:

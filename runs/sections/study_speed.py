@@ -25,10 +25,15 @@ def speed(folder: Path = ROWS) -> str:
         return f"{NOT_RUN}: `.venv/bin/python -m runs.study.speed`"
     rows = []
     for name in TIMED:
-        own = [(of_depth.get(name), of_depth[CONTROL]) for of_depth in speeds.values()]
-        rows.append([name, *(f"{tokens:,.0f} ({tokens / control:.2f}x)" if tokens else "" for tokens, control in own)])
+        rows.append([name, *(_said(of_depth.get(name), of_depth.get(CONTROL)) for of_depth in speeds.values())])
     shown = [record for of_depth in records.values() for record in of_depth.values()]
     return table(["", *(f"{depth} layers" for depth in records)], rows) + "\n" + measured(shown, SPEEDS.name)
+
+
+def _said(tokens: float | None, control: float | None) -> str:
+    if not tokens:
+        return ""
+    return f"{tokens:,.0f}" + (f" ({tokens / control:.2f}x)" if control else "")
 
 
 TABLES = {"study-speed": speed}

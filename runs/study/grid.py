@@ -131,8 +131,7 @@ def _repeated() -> dict[str, Family]:
 
 
 def value_embeds(done: Done) -> list[Cell]:
-    """How much are value embeddings, at four layers? In none or half of them with three seeds, in all with one; and a
-    hybrid whose softmax layer has none."""
+    """How much are value embeddings at four layers, in none, half or all of them and in a hybrid's softmax layer?"""
     in_few = {name: ALL[name] for names in VALUE_EMBEDS.values() for name in names[:2]}
     in_few |= {name: ALL[name] for name in ("GGGA + offsets", "GGGA + offsets without VE")}
     in_every = {names[2]: ALL[names[2]] for names in VALUE_EMBEDS.values()}

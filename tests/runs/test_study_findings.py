@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from runs.sections import study, study_equal, study_settings
+from runs.sections import study, study_equal, study_heads, study_settings
 from runs.study import findings, pictures, pictures_of_forms, statistics
 from runs.study.cells import Cell
 from runs.study.families import ALL, FAMILIES
@@ -126,6 +126,19 @@ def test_longer_trainings_are_compared_at_equal_flops_with_a_shorter_training_of
     assert equal_flops == pytest.approx([ours - law(own, *LAWS["softmax"])] * 3, abs=5e-3)
     assert equal_flops[0] < equal_tokens[0] and line.endswith("|  | 3 |")  # nothing is timed
     assert "Standard deviation over seeds, pooled over 36 cells: 0.0036." in study.sizes(scaled)
+
+
+def test_equal_cost_is_compared_with_the_best_of_all_depths_that_cost_no_more(tmp_path):
+    losses = {2: (1.9, 1.8, 1.6), 4: (1.85, 1.75, 1.65)}
+    rows = [
+        row(Cell(depth=depth, tokens=2 ** (20 + number), **ALL["softmax"]), loss)
+        for depth, of_depth in losses.items()
+        for number, loss in enumerate(of_depth)
+    ]
+    rows += [row(Cell(depth=4, tokens=tokens, **ALL["GKA + offsets"]), 1.7) for tokens in (2**20, 2**22)]
+    table = study_equal.longer(write(tmp_path / "study", rows)).splitlines()
+    [line] = [line for line in table if line.startswith("| GKA + offsets | softmax | depth 4, 2^22 |")]
+    assert line.endswith("| +0.050 | +0.100 |  | 1 |")  # two layers on 2^22 tokens are cheaper, and better
 
 
 def test_value_embeddings_are_compared_where_both_sides_have_as_many(tmp_path):
@@ -263,6 +276,18 @@ def test_losses_along_a_row_are_drawn_of_models_that_were_looked_at(tmp_path):
     (tmp_path / "study_heads.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     figure = pictures_of_forms.context(folder, tmp_path)
     assert figure.path.exists()
+    about = {"date": "2026-11-25", "commit": "abc", "hardware": "a CPU", "torch": "2.14"}
+    for line, (gain, sigma) in zip(lines, ((0.5, 3.0), (1.5, 2.0), (9.0, None)), strict=True):
+        line["metrics"] = {**line["metrics"], "induction": {"accuracy": 0.01, "gain": gain}} | {
+            "copying": {"accuracy": 0.02, "gain": -gain},
+            "heads": [{"effective tokens": 3.0 + gain, "sigma": sigma}],
+        }
+        line |= {**about, "config": {**line["config"], "depth": 9}}
+    (tmp_path / "study_heads.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    table = study_heads.heads(folder)
+    both = "| GKA | 4 | 4,194,304 | 2 | 1.0 | +0.50 to +1.50 | 2.0 | -1.50 to -0.50 | 3.5 to 4.5 | 2 to 3 |"
+    assert f"{both} +0.00 to +0.40 |" in table
+    assert "| of nobody's cell | 9 |  | 1 | 1.0 | +9.00 | 2.0 | -9.00 | 12 |  | +0.40 |" in table
     assert [tuple(row.values()) for row in figure.rows] == [("GKA", "1", 4.2), ("GKA", "2-3", 4.1)]
 
 
