@@ -45,6 +45,21 @@ def _value_embeds(scores: Scores) -> str:
     return table(["", *headings], rows)
 
 
+def hybrid(folder: Path = ROWS) -> str:
+    """Question 3: how much of what a hybrid gains is the value embeddings of its softmax layer."""
+    return of_every_text(folder, _hybrid)
+
+
+def _hybrid(scores: Scores) -> str:
+    baselines = ("GKA + offsets", "softmax + offsets without VE", "softmax + offsets")
+    rows = []
+    for name in ("GGGA + offsets without VE", "GGGA + offsets"):
+        over = [scores.over(ALL[name], ALL[baseline], grid.DEEPER) for baseline in baselines]
+        cells = [difference_of(difference, "+.3f") for difference in over]
+        rows.append([name, loss_of(scores.at(ALL[name], grid.DEEPER)), *cells])
+    return table(["", "validation bits per byte", *(f"over {baseline}" for baseline in baselines)], rows)
+
+
 def patterns(folder: Path = ROWS) -> str:
     """Question 2: which offsets the heads of a layer have."""
     return of_every_text(folder, lambda s: _across(s, grid.offset_patterns(s.done), "head_offsets", "`{}`"))
@@ -100,6 +115,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "study-largest-rates": largest_rates,
     "study-deeper-rates": deeper_rates,
     "study-value-embeds": value_embeds,
+    "study-hybrid": hybrid,
     "study-patterns": patterns,
     "study-sigma-starts": sigma_starts,
     "study-windows": windows,

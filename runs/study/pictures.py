@@ -94,10 +94,12 @@ def time(scores: Scores, folder: Path, name: str, speeds: dict[int, dict[str, fl
                 where = {"family": family, "layers": place["depth"], "tokens": place["tokens"], "minutes": minutes}
                 rows.append({**where, "loss": result.mean, "spread": spread})
         own = [row for row in rows if row["family"] == family]
+        if not own:
+            continue
         minutes, losses, spreads = (np.array([row[key] for row in own]) for key in ("minutes", "loss", "spread"))
         axis.errorbar(minutes, losses, spreads, fmt="o", color=f"C{number}", markersize=4, label=family)
         best = frontier(minutes, losses)
-        axis.plot(minutes[best], losses[best], color=f"C{number}", linewidth=1) if len(best) else None
+        axis.plot(minutes[best], losses[best], color=f"C{number}", linewidth=1)
     if not rows:
         return None
     axis.set(xscale="log", xlabel="minutes of training, one thread", ylabel="validation bits per byte")

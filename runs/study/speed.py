@@ -79,12 +79,14 @@ def time_depth(depth: int, config: SpeedConfig, runtime: Runtime) -> None:
 
 
 def newest(path: Path = SPEEDS) -> dict[int, dict[str, dict]]:
-    """Depth -> family -> the record of the newest comparison of the depth; without what could not be timed."""
+    """Depth -> family -> the record of the newest comparison of the depth, on the machine that was timed last.
+
+    What could not be timed is left out.
+    """
     found: dict[int, dict[str, dict]] = {}
-    for record in read_results(path, "tokens_per_second"):
+    records = [one for one in read_results(path, "tokens_per_second") if one["metrics"]["tokens_per_second"]]
+    for record in (one for one in records if one["hardware"] == records[-1]["hardware"]):
         config = record["config"]
-        if record["metrics"]["tokens_per_second"] is None:
-            continue
         group = found.setdefault(config["depth"], {})
         if any(other["config"]["group"] != config["group"] for other in group.values()):
             group.clear()

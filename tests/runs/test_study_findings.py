@@ -153,6 +153,18 @@ def test_value_embeddings_are_compared_where_both_sides_have_as_many(tmp_path):
     assert line == "| GKA + offsets over softmax | -0.100 [-0.100, -0.100] | -0.100 [-0.100, -0.100] |  |  |  |  |"
 
 
+def test_a_hybrid_is_compared_with_value_embeddings_and_without(tmp_path):
+    losses = {"GGGA + offsets": 1.74, "GGGA + offsets without VE": 1.76, "GKA + offsets": 1.79}
+    rows = [
+        row(Cell(**DEEPER, **ALL[name], seed=seed), loss + noise)
+        for name, loss in losses.items()
+        for seed, noise in NOISE.items()
+    ]
+    table = study_settings.hybrid(write(tmp_path / "study", rows))
+    assert "| GGGA + offsets without VE | 1.7600 ± 0.0036 | -0.030 [-0.030, -0.030] |  |  |" in table
+    assert "| GGGA + offsets | 1.7400 ± 0.0036 | -0.050 [-0.050, -0.050] |  |  |" in table
+
+
 def test_equal_parameters_are_compared_seed_by_seed(tmp_path):
     places, losses = study_equal.common_places()[:2], {"softmax": (1.9, 1.8), "GKA + offsets": (1.85, 1.7)}
     shifts = {"softmax": {0: 0.0, 1: 0.1, 2: 0.05}, "GKA + offsets": {0: 0.01, 1: 0.09, 2: 5.0, 3: 9.0}}

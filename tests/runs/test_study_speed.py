@@ -13,8 +13,8 @@ from study_rows import row, write
 from trainkit.progress import read_lines
 
 
-def timed(path: Path, speeds: dict[str, float | None], depth: int, group: str = "one") -> None:
-    about = {"kind": speed.KIND, "date": "2026-11-25", "commit": "abc", "hardware": "a CPU", "torch": "2.14"}
+def timed(path: Path, speeds: dict[str, float | None], depth: int, group: str = "one", hardware: str = "a CPU") -> None:
+    about = {"kind": speed.KIND, "date": "2026-11-25", "commit": "abc", "hardware": hardware, "torch": "2.14"}
     with open(path, "a") as file:
         for family, tokens in speeds.items():
             config = {"family": family, "depth": depth, "group": group}
@@ -37,6 +37,7 @@ def test_real_steps_are_timed_in_turns(tmp_path, monkeypatch, capsys):
 def test_the_newest_comparison_of_a_depth_counts(tmp_path):
     path = tmp_path / speed.SPEEDS.name
     assert study_speed.speed(tmp_path / "study").startswith("not run: ")
+    timed(path, {"softmax": 7.0}, depth=2, hardware="another CPU")
     timed(path, {"softmax + offsets": 100.0, "GKA": 300.0}, depth=4, group="old")
     timed(path, {"softmax + offsets": 1000.0, "GKA + offsets": 1500.0, "GKA": None}, depth=4, group="new")
     timed(path, {"softmax + offsets": 50.0}, depth=8)
@@ -63,3 +64,14 @@ def test_equal_time_is_a_shorter_training_of_the_slower_one(tmp_path):
     # FLOPs between 2^21 and 2^22 tokens of softmax, half of its time.
     assert line.startswith("| GKA + offsets | +0.020 | -0.00")
     assert line.endswith("| -0.080 | 1.00x | 0.85x | 0.50x | 1 |")
+
+
+def test_between_budgets_a_baseline_is_on_the_parabola_through_them(tmp_path):
+    losses = {2**20: 1.8, 2**21: 1.7, 2**22: 1.65}
+    rows = [row(Cell(depth=4, tokens=tokens, **ALL["softmax"]), loss) for tokens, loss in losses.items()]
+    rows += [row(Cell(depth=4, tokens=2**22, **ALL["GKA + offsets"]), 1.62)]
+    folder = write(tmp_path / "study", rows)
+    timed(tmp_path / speed.SPEEDS.name, {"softmax": 1000.0, "GKA + offsets": 1000.0 * 2**0.5}, depth=4)
+    [line] = [line for line in study_equal.longer(folder).splitlines() if line.startswith("| GKA + offsets |")]
+    # Half way from 2^21 to 2^22: -1/8 of 1.8, 3/4 of 1.7 and 3/8 of 1.65. The chord would give 1.675.
+    assert line.endswith("| -0.049 | 1 |")
