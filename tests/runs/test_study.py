@@ -215,6 +215,8 @@ def test_other_budgets_of_the_deepest_model_take_its_own_best_rate():
     done.update({cell: 1.8 + cell.rate for cell in grid.largest_rates(done) if cell.attention == "gka"})
     done.update({cell: 2.9 for cell in grid.largest_rates(done) if cell not in done})  # half of the end
     assert rates() == {**before, (8, 2**19): 1.0, (8, 2**21): 1.0}
+    repeated = {(cell.depth, cell.tokens) for cell in grid.sizes_seeds(done) if cell.depth == 8}
+    assert repeated == {(8, 2**19), (8, 2**21)}  # `largest-seeds` repeats the best one of (8, 2^20)
 
 
 def test_every_group_has_cells_that_can_be_built():

@@ -239,6 +239,10 @@ def test_settings_are_compared_at_the_transferred_rate_and_paired_over_seeds(tmp
     assert "| GKA + offsets | 1.6500 | 1.6000 | 1.5000 | 1.5500 |" in study_settings.largest_rates(folder)
     sizes = study.sizes(folder)
     assert "1.5000 |" in sizes and "1.6000" not in sizes  # the deepest has a best rate of its own
+    [six_layers] = [place for place in study_equal.common_places() if place["depth"] == 6]
+    rows += [row(Cell(**six_layers, **gka, rate=rate), loss) for rate, loss in ((1.0, 1.66), (2.0, 1.64))]
+    sizes = study.sizes(write(tmp_path / "study", rows))
+    assert "1.6600 |" in sizes and "1.6400" not in sizes  # elsewhere all have the rate of the smallest, and one try
     pairs = study_settings.precision(folder)
     assert "| GKA + offsets | 1.7900 ± 0.0036 | 1.8100 ± 0.0036 | +0.0200 [+0.0200, +0.0200] |" in pairs
 
