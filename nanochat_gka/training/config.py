@@ -28,7 +28,7 @@ class TrainConfig(OptimConfig, ModelFlags, BundleFlags, RunConfig):
     data: MayChange[Path] = Path("out/packed")
     """Folder of packed rows (make tokenize)."""
     model_tag: MayChange[str] = ""
-    """Name of the run; empty takes d<depth>-<attention>, with offsets and values unlike the paper's: d20-gka-PS-raw."""
+    """Name of the run; empty takes d<depth>-<attention> and what is unlike the paper's form: d20-gka-PS-raw-VE."""
     compile: MayChange[Literal["auto", "on", "off"]] = "auto"
     """Whether to use torch.compile; auto does on CUDA if a compiler is installed."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -78,7 +78,8 @@ class TrainConfig(OptimConfig, ModelFlags, BundleFlags, RunConfig):
         mixing = "" if self.mixing == "none" else self.mixing
         kernel = "" if self.kernel == "gaussian" else self.kernel
         rotary = "half-rotary" if self.rotary == "half" else ""
-        parts = f"d{self.depth}", self.attention, self.head_offsets, mixing, everywhere, values, rotary, kernel
+        tables = {"auto": "", "all": "VE", "every-layer": "VE-every-layer", "none": "no-VE"}[self.value_embeds]
+        parts = f"d{self.depth}", self.attention, self.head_offsets, mixing, everywhere, values, rotary, kernel, tables
         return self.model_tag or "-".join(part for part in parts if part)
 
     def identity(self) -> dict[str, Any]:
