@@ -139,11 +139,14 @@ def value_embeds(done: Done) -> list[Cell]:
 
 
 def value_embeds_longer(done: Done) -> list[Cell]:
-    """Does GKA with as many value embeddings as softmax keep up when training is longer? Six layers have one seed."""
+    """Does GKA with as many value embeddings keep up in longer training? Six layers have more seeds at 2^20 only."""
     few_layers = [place for place in scaled_places() if place["depth"] <= DEEPER["depth"]]
     six_layers = [place for place in scaled_places() if place["depth"] == 6]
     half = {HALF: ALL[HALF]}
-    return [*_at_best_rate(half, done, few_layers[::-1]), *_at_best_rate(half, done, six_layers[::-1], FIRST_SEED)]
+    longest_first = _at_best_rate(half, done, few_layers[::-1])
+    longest_first += _at_best_rate(half, done, six_layers[::-1], FIRST_SEED)
+    more_seeds = [place for place in six_layers if place["tokens"] == SMALLEST["tokens"]]
+    return [*longest_first, *_at_best_rate(half, done, more_seeds, SEEDS[1:])]
 
 
 def sigma_starts(done: Done) -> list[Cell]:
