@@ -219,6 +219,18 @@ def test_other_budgets_of_the_deepest_model_take_its_own_best_rate():
     assert repeated == {(8, 2**19), (8, 2**21)}  # `largest-seeds` repeats the best one of (8, 2^20)
 
 
+def test_half_of_the_value_embeddings_have_three_seeds_where_softmax_has_them():
+    family, done = ALL[grid.HALF], Done()
+    for rate, loss in zip(RATES, (2.0, 1.9, 1.95)):
+        done[Cell(**SMALLEST, **family, rate=rate)] = loss
+    cells = grid.value_embeds_longer(done)
+    assert {cell.value_embeds for cell in cells} == {"all"}  # of GKA: half of the layers, see GPTConfig
+    with_seeds = {(cell.depth, cell.tokens) for cell in cells if cell.seed == 2}
+    few_layers = {(depth, tokens) for depth in (2, 4) for tokens in (2**20, 2**21, 2**22)}
+    assert with_seeds == few_layers | {(6, 2**20)}
+    assert {(cell.depth, cell.tokens) for cell in cells} == with_seeds | {(6, 2**19), (6, 2**21)}
+
+
 def test_every_group_has_cells_that_can_be_built():
     done = Done()
     done.assumed_rate = 2.0
