@@ -24,7 +24,7 @@ class LayerMaps:
 
     Query i sees the slots j with max(0, i - window) <= j <= i. Slot j of head h holds the key of token
     max(0, j - key_offsets[h]) and the value of token max(0, j - value_offsets[h]); the offsets are 0 except for head
-    offsets (`--head-offsets`), where one of a head's two may be 1.
+    offsets (`--head-offsets`), where one of a head's two may be 1 or more.
 
     Of gka layers W follows from `features`, `sigma`, `window` and `key_offsets` alone:
     W[h, i, j] = exp(-|features[i, h] - keys[j, h]|^2 / (2 sigma[h]^2)), divided by the sum over the slots that i sees.
@@ -95,7 +95,7 @@ def extract(model: GPT, ids: Sequence[int] | torch.Tensor) -> list[LayerMaps]:
 
 def _maps(attention: Attention, x, value_embedding, rotary, mixed: torch.Tensor, output: torch.Tensor) -> LayerMaps:
     """The maps of a layer from its arguments, what its heads mixed, (1, T, C), and its output, (1, T, C)."""
-    num_tokens, has_sigma = x.shape[1], attention.has_bandwidth
+    num_tokens, has_sigma, none = x.shape[1], attention.has_bandwidth, [0] * attention.config.n_head
     if not isinstance(attention.pairing, HeadOffsets | None):
         raise UserError(f"figures know slots of one token each, not those of mixing={attention.config.mixing}")
     value_embedding = None if value_embedding is None else value_embedding.double()
@@ -115,8 +115,8 @@ def _maps(attention: Attention, x, value_embedding, rotary, mixed: torch.Tensor,
         window=attention.window,
         weights=weights[0].float().cpu(),
         error=error,
-        key_offsets=_ones_at(getattr(attention.pairing, "late_keys", ()), queries.shape[2]),
-        value_offsets=_ones_at(getattr(attention.pairing, "late_values", ()), queries.shape[2]),
+        key_offsets=torch.tensor(attention.pairing.key_delays if attention.pairing else none),
+        value_offsets=torch.tensor(attention.pairing.value_delays if attention.pairing else none),
         sigma=attention.log_sigma.exp().float().cpu() if has_sigma else None,
         initial_sigma=attention.config.initial_sigma_squared**0.5 if has_sigma else None,
         features=queries[0].float().cpu() if has_sigma else None,
@@ -126,11 +126,3 @@ def _maps(attention: Attention, x, value_embedding, rotary, mixed: torch.Tensor,
 def _relative(again: torch.Tensor, own: torch.Tensor) -> float:
     """How far what was computed again is from the layer's own."""
     return float((again - own).norm() / own.norm().clamp(min=1e-30))
-
-
-def _ones_at(heads: Sequence[slice], count: int) -> torch.Tensor:
-    """(count,) integers, 1 at the heads and 0 elsewhere."""
-    offsets = torch.zeros(count, dtype=torch.long)
-    for chosen in heads:
-        offsets[chosen] = 1
-    return offsets

@@ -20,7 +20,8 @@ from trainkit.progress import read_events
 QUOTED = 120  # characters of the text in a caption
 OFFSETS = (
     "In GKA layers heads marked P pair a key with the value of the token before it, heads marked S with the value of "
-    "the token after it; weights are shown at the token whose value is mixed."
+    "the token after it, and a number says how many tokens before or after; weights are shown at the token whose value "
+    "is mixed."
 )
 
 
@@ -53,13 +54,13 @@ class Subject:
         return any(layer.sigma is not None for layer in self.layers)
 
     def head_names(self, layer: LayerMaps | None = None) -> list[str]:
-        """1, 2, ... and the letter of an offset, unless `layer` is of a kind that has none."""
-        names = [str(head) for head in range(1, self.num_heads + 1)]
+        """1, 2, ... and what offset a head has: P, S2; without `layer` those of all layers, P/S2."""
+        labels: list[list[str]] = [[] for _ in range(self.num_heads)]
         for one in self.layers if layer is None else [layer]:
             for letter, offsets in (("P", one.value_offsets), ("S", one.key_offsets)):
-                for head in offsets.nonzero()[:, 0].tolist():
-                    names[head] = f"{head + 1} {letter}"
-        return names
+                for own, tokens in zip(labels, offsets.tolist(), strict=True):
+                    own += [letter if tokens == 1 else f"{letter}{tokens}"] if tokens else []
+        return [" ".join(filter(None, [str(n), "/".join(dict.fromkeys(own))])) for n, own in enumerate(labels, 1)]
 
 
 def caption(subjects: Sequence[Subject], *sentences: str) -> str:
@@ -76,6 +77,7 @@ def form(config: GPTConfig) -> str:
     words = [KINDS[config.attention].label if config.attention in KINDS else f"pattern {config.attention.upper()}"]
     words += [f"head offsets {config.head_offsets.upper()}"] if config.head_offsets else []
     words += [f"kernel {config.kernel}"] if config.kernel != "gaussian" else []
+    words += [f"window {config.gka_window}"] if config.gka_window else []
     words += [f"mixing {config.mixing}"] if config.mixing != "none" else []
     words += ["half of the channels rotated"] if config.rotary == "half" else []
     words += [f"values {config.gka_values}"] if config.gka_values != "rotated" else []

@@ -121,8 +121,9 @@ class Attention(nn.Module, ABC):
         return self.pairing(keys, values)
 
     def first_in_reach(self, num_queries: int, num_tokens: int) -> int:
-        """Of `num_tokens`, the predecessor of the earliest one that the last `num_queries` see."""
-        return max(0, num_tokens - num_queries - self.window - 1)
+        """Of `num_tokens`, the earliest one that is in a slot which the last `num_queries` see."""
+        reach = 1 if self.pairing is None else self.pairing.reach
+        return max(0, num_tokens - num_queries - self.window - reach)
 
     @abstractmethod
     def weights(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -251,17 +252,11 @@ class GKAAttention(Attention, kind="gka"):
             return super().attend_cached(rotary, queries, stored, lengths)
         tables = rotary.tables if self.derives_keys and len(stored) == 1 else None
         keys = stored[1] if len(stored) == 2 else None
-        late_keys, late_values = (self.pairing.late_keys, self.pairing.late_values) if self.pairing else ([], [])
-        delays = dict(key_delays=self.delays(late_keys), value_delays=self.delays(late_values))
+        key_delays, value_delays = (self.pairing.key_delays, self.pairing.value_delays) if self.pairing else ((), ())
         return decode_attention(
             queries, self.log_sigma, stored[0], keys=keys, rotary=tables, lengths=lengths, window=self.window,
-            constant_norm=True, **delays
+            constant_norm=True, key_delays=key_delays, value_delays=value_delays
         )  # fmt: skip
-
-    def delays(self, late: list[slice]) -> tuple[int, ...]:
-        """Of every head, 1 in the slices of heads that are `late`; empty if there are none."""
-        heads = range(self.config.n_head)
-        return tuple(int(any(head in heads[part] for part in late)) for head in heads) if late else ()
 
     def weights(self, queries, keys):
         _, weights = gaussian_attention(

@@ -99,4 +99,6 @@ def _mixes(model: dict[str, Any], kinds: list[str]) -> str:
     offsets = f"; head offsets {model['head_offsets']}" if model["head_offsets"] else ""
     if model.get("kernel", "gaussian") != "gaussian":
         offsets += f"; {model['kernel']} in place of the Gaussian kernel"
+    if model.get("gka_window"):
+        offsets += f"; {model['gka_window']} tokens back at most"
     return values + offsets + (f"; mixing {model['mixing']}" if model.get("mixing", "none") != "none" else "")

@@ -5,9 +5,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal
 
 from gka import KINDS, layer_kinds
+from nanochat_gka.model import offsets
 from trainkit.cli import Bounds, Count, UserError
 
-OFFSET_LETTERS = {"N": "none", "P": "predecessor", "S": "successor"}
 GKA_VALUES = ("rotated", "normalised", "raw")  # the paper's form first, which is the default
 BEFORE_ROTATED = "normalised"  # the default until 2026-11-22; a saved shape that does not say its values has these
 VALUE_EMBEDS = ("auto", "all", "every-layer", "none")
@@ -27,11 +27,13 @@ class GPTConfig:
     gka_values: what gka heads mix. rotated is the paper's section 5.1: the features that are in the kernel, after
       rotation and norm. Ours are normalised (after the norm, before the rotation) and raw (the block input as it is).
     head_offsets: one letter per head, tiled: N pairs key j with value j, P (predecessor) key j with value j - 1, S
-      (successor) key j - 1 with value j. Empty is the paper's form, all N. offset_layers: gka layers have them, or all.
+      (successor) key j - 1 with value j; P2 and S2 are of two tokens. Commas separate the patterns of layers, tiled:
+      PS,P2S2. Empty is the paper's form, all N. offset_layers: gka layers have them, or all.
       A fixed case of KV shifting attention (arXiv 2411.19574), see `mixing`.
     sigma_squared: starting sigma^2 of gka heads; 0 = head_dim without head offsets and mixing, head_dim / 4 with them.
     mixing: other ways to meet the token before, of the same layers as head_offsets and in their place; see `mixing`.
     kernel: what gka layers weigh tokens by; gaussian, or a baseline for studies, see `baselines`.
+    gka_window: tokens before the query that gka layers see, the last layer too; 0 = what window_pattern says.
     rotary: full, or half: the slower half of the frequencies is not rotated, in all layers.
     Raises ValueError naming the field.
     """
@@ -52,6 +54,7 @@ class GPTConfig:
     mixing: str = "none"
     rotary: str = "full"
     kernel: str = "gaussian"
+    gka_window: int = 0
 
     def __post_init__(self):
         for name in ("sequence_len", "vocab_size", "n_layer", "n_head", "n_embd"):
@@ -69,7 +72,9 @@ class GPTConfig:
         _check_letters("window_pattern", self.window_pattern, "SL")
         layer_kinds(self.attention, self.n_layer)
         if self.head_offsets:
-            _check_letters("head_offsets", self.head_offsets, OFFSET_LETTERS)
+            longest = max(offset.tokens for heads in offsets.parse(self.head_offsets) for offset in heads)
+            if longest >= self.sequence_len:
+                raise ValueError(f"head_offsets must be below sequence_len, {self.sequence_len}, got {longest} tokens")
         choices_of = {"gka_values": GKA_VALUES, "value_embeds": VALUE_EMBEDS, "offset_layers": OFFSET_LAYERS}
         choices_of |= {"mixing": MIXINGS, "rotary": ROTARY, "kernel": KERNELS}
         for name, choices in choices_of.items():
@@ -78,11 +83,13 @@ class GPTConfig:
         if not (math.isfinite(self.sigma_squared) and self.sigma_squared >= 0):
             allowed = "positive and finite, or 0 for the default"
             raise ValueError(f"sigma_squared must be {allowed}, got {self.sigma_squared}")
+        if not 0 <= self.gka_window <= self.sequence_len:
+            raise ValueError(f"gka_window must be 0 to sequence_len, {self.sequence_len}, got {self.gka_window}")
         self._check_mixing()
         self._check_kernel()
         if not has_gka(self.attention, self.n_layer):
             everywhere = ("head_offsets", "mixing") if self.offset_layers == "all" else ()
-            for name in ("head_offsets", "mixing", "gka_values", "sigma_squared", "kernel"):
+            for name in ("head_offsets", "mixing", "gka_values", "sigma_squared", "kernel", "gka_window"):
                 if name not in everywhere and getattr(self, name) != getattr(type(self), name):
                     none = f"attention={self.attention} has none in {self.n_layer} layers"
                     advice = "; offset_layers=all gives it to all" if name in ("head_offsets", "mixing") else ""
@@ -102,6 +109,8 @@ class GPTConfig:
         mixes = self.head_offsets or self.mixing != "none" or self.value_embeds in ("all", "every-layer")
         if self.kernel == "none" and mixes:
             raise ValueError("kernel=none mixes nothing; leave head_offsets, mixing and value_embeds out")
+        if self.kernel in ("previous", "none") and self.gka_window:
+            raise ValueError(f"gka_window is for kernels that weigh the tokens of a window, kernel={self.kernel} none")
 
     @classmethod
     def from_depth(cls, depth: int, *, aspect_ratio: int = 64, head_dim: int = 128, **fields) -> "GPTConfig":
@@ -143,7 +152,9 @@ class GPTConfig:
         return layer_kinds(self.attention, self.n_layer)[layer]
 
     def window(self, layer: int) -> int:
-        """Tokens before the query that stay visible: T for L, T // 2 for S. The last layer is always L."""
+        """Tokens before the query that stay visible: T for L, the last layer always, T // 2 for S; or `gka_window`."""
+        if self.gka_window and self.layer_attention(layer) == "gka":
+            return self.gka_window
         long = layer == self.n_layer - 1 or _tiled(self.window_pattern, layer) == "L"
         return self.sequence_len if long else self.sequence_len // 2
 
@@ -174,14 +185,13 @@ class GPTConfig:
     def _is_mixed(self, layer: int) -> bool:
         return self.offset_layers == "all" or self.layer_attention(layer) == "gka"
 
-    def heads_with(self, offset: str, layer: int) -> list[slice]:
-        """A layer's heads whose offset is "predecessor" or "successor": a slice of the H heads for each such letter."""
-        letters = self.head_offsets.upper() if self._is_mixed(layer) else ""
-        return [
-            slice(place, self.n_head, len(letters))
-            for place, letter in enumerate(letters[: self.n_head])
-            if OFFSET_LETTERS[letter] == offset
-        ]
+    def offsets_of(self, layer: int) -> list[tuple[slice, offsets.HeadOffset]]:
+        """Of every letter of a layer's pattern, the heads that have it, a slice of the H, and what it says."""
+        if not self.head_offsets or not self._is_mixed(layer):
+            return []
+        patterns = offsets.parse(self.head_offsets)
+        own = patterns[layer % len(patterns)]
+        return [(slice(place, self.n_head, len(own)), offset) for place, offset in enumerate(own[: self.n_head])]
 
 
 def has_gka(attention: str, num_layers: int) -> bool:
@@ -219,8 +229,9 @@ class ModelFlags:
     """Layers with gated value embeddings; auto = nanochat's: every second layer, if its attention learns values; all =
     every second layer of any kind; every-layer = the other layers too."""
     head_offsets: str = ""
-    """A letter per head of gka layers, tiled: N pairs key j with value j, P with value j-1, S key j-1 with value j;
-    empty = the paper's form. A fixed case of KV shifting attention (arXiv 2411.19574)."""
+    """A letter per head of gka layers, tiled: N pairs key j with value j, P with value j-1, S key j-1 with value j, P2
+    and S2 likewise two tokens apart; PS,N gives every second layer another pattern; empty = the paper's form. A fixed
+    case of KV shifting attention (arXiv 2411.19574)."""
     gka_values: Literal["rotated", "normalised", "raw"] = "rotated"
     """What gka heads mix: rotated = the features that are in the kernel (the paper's section 5.1). Ours: normalised =
     the same before rotation, raw = the block input."""
@@ -236,6 +247,8 @@ class ModelFlags:
     kernel: Literal["gaussian", "mean", "previous", "tied-softmax", "none"] = "gaussian"
     """What gka layers weigh tokens by. For studies: mean weighs all alike, previous takes the token before,
     tied-softmax compares by dot products, none leaves attention out."""
+    gka_window: Annotated[int, Bounds(0)] = 0
+    """Tokens before the query that gka layers see, the last layer too; 0 = what the window pattern says."""
 
     def shape(self, depth: int, sequence_len: int, vocab_size: int) -> GPTConfig:
         """The model's shape at `depth` with these settings. Raises UserError naming the setting."""

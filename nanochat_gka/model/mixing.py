@@ -8,6 +8,7 @@ Pairings act on keys k and values v, one pair for each token, and give what slot
 feature (rotated, then normalised per head) and v what `gka_values` says. Token 0 is its own predecessor.
 
     head offsets   per head, fixed: P holds (k_j, v_j-1), S holds (k_j-1, v_j), N holds (k_j, v_j). No parameters.
+                   P2 and S2 are of two tokens, and so on; before a sequence there is token 0.
     kv-shift       per head, learned: (norm(a k_j + a' k_j-1), b v_j + b' v_j-1). 4 H parameters.
                    KV shifting attention, Xu et al., ICML 2025, arXiv 2411.19574. P and S are its cases with 0 and 1.
     partial        the channels of k that are not rotated (`rotary` half) come from k_j-1: norm of that, and v_j.
@@ -38,8 +39,9 @@ ALL = slice(None)
 
 
 class Pairing(nn.Module, ABC):
-    """(keys, values), (B, n, H, D) each, of n tokens to those of n slots. Slot j holds tokens j and j - 1 at most."""
+    """(keys, values), (B, n, H, D) each, of n tokens to those of n slots. Slot j holds tokens from j - reach to j."""
 
+    reach: int = 1
     moves_keys: bool = True  # whether a slot's key is not its token's
     products: ClassVar[int] = 0  # of a number with a parameter, per token and channel
     activation_widths: ClassVar[int] = 1  # (B, T, C) tensors kept for the backward pass
@@ -53,18 +55,20 @@ class Pairing(nn.Module, ABC):
 
 
 class HeadOffsets(Pairing):
-    """Keys or values of whole heads one token later."""
+    """Keys or values of whole heads some tokens later. late_keys, late_values: heads, of H, and their tokens."""
 
-    def __init__(self, late_keys: list[slice], late_values: list[slice]):
+    def __init__(self, num_heads: int, late_keys: list[tuple[slice, int]], late_values: list[tuple[slice, int]]):
         super().__init__()
         self.late_keys, self.late_values = late_keys, late_values
+        self.key_delays, self.value_delays = (_delays(num_heads, late) for late in (late_keys, late_values))
         self.moves_keys = bool(late_keys)
+        self.reach = max(self.key_delays + self.value_delays)
 
     def forward(self, keys, values):
         if self.late_values:
-            values = _one_later(values, [(heads, ALL) for heads in self.late_values])
+            values = _later(values, [(heads, ALL, tokens) for heads, tokens in self.late_values])
         if self.late_keys:
-            keys = _one_later(keys, [(heads, ALL) for heads in self.late_keys])
+            keys = _later(keys, [(heads, ALL, tokens) for heads, tokens in self.late_keys])
         return keys, values
 
 
@@ -100,7 +104,7 @@ class PartialOffset(Pairing):
         self.unrotated = unrotated
 
     def forward(self, keys, values):
-        return norm(_one_later(keys, [(ALL, channels) for channels in self.unrotated])), values
+        return norm(_later(keys, [(ALL, channels, 1) for channels in self.unrotated])), values
 
 
 class Blend(nn.Module, ABC):
@@ -163,8 +167,11 @@ def pairing(config: GPTConfig, layer: int) -> Pairing | None:
         return KVShift(config.n_head)
     if mixing == "partial":
         return PartialOffset(config.unrotated_channels)
-    late_keys, late_values = (config.heads_with(offset, layer) for offset in ("successor", "predecessor"))
-    return HeadOffsets(late_keys, late_values) if late_keys or late_values else None
+    late_keys, late_values = (
+        [(heads, offset.tokens) for heads, offset in config.offsets_of(layer) if offset.letter == letter]
+        for letter in ("S", "P")
+    )
+    return HeadOffsets(config.n_head, late_keys, late_values) if late_keys or late_values else None
 
 
 def blend(config: GPTConfig, layer: int) -> Blend | None:
@@ -175,11 +182,24 @@ def blend(config: GPTConfig, layer: int) -> Blend | None:
     return Canon(config.n_embd) if mixing == "canon" else None
 
 
-def _one_later(x: Tensor, places: list[tuple[slice, slice]]) -> Tensor:
-    """(B, T, H, D) with some (heads, channels) one token later; the first token stays, so that its norm is constant."""
+def _delays(num_heads: int, late: list[tuple[slice, int]]) -> tuple[int, ...]:
+    """By how many tokens each head is late."""
+    delays = [0] * num_heads
+    for heads, tokens in late:
+        delays[heads] = [tokens] * len(delays[heads])
+    return tuple(delays)
+
+
+def _later(x: Tensor, places: list[tuple[slice, slice, int]]) -> Tensor:
+    """(B, T, H, D) with some (heads, channels) some tokens later; token 0 fills the places before, for its norm."""
     moved = x.clone()
-    for heads, channels in places:
-        moved[:, 1:, heads, channels] = x[:, :-1, heads, channels]
+    for heads, channels, tokens in places:
+        if tokens == 1:  # one copy
+            moved[:, 1:, heads, channels] = x[:, :-1, heads, channels]
+        else:  # two, and right for fewer tokens too: an ONNX graph has one shape for all lengths
+            own = x[:, :, heads, channels]
+            padded = torch.cat([own[:, :1].expand(-1, tokens, -1, -1), own], dim=1)
+            moved[:, :, heads, channels] = padded[:, : x.shape[1]]
     return moved
 
 

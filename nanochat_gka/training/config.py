@@ -77,10 +77,11 @@ class TrainConfig(OptimConfig, ModelFlags, BundleFlags, RunConfig):
         everywhere = "everywhere" if self.offset_layers == "all" else ""
         mixing = "" if self.mixing == "none" else self.mixing
         kernel = "" if self.kernel == "gaussian" else self.kernel
+        window = f"window-{self.gka_window}" if self.gka_window else ""
         rotary = "half-rotary" if self.rotary == "half" else ""
         tables = {"auto": "", "all": "VE", "every-layer": "VE-every-layer", "none": "no-VE"}[self.value_embeds]
-        parts = f"d{self.depth}", self.attention, self.head_offsets, mixing, everywhere, values, rotary, kernel, tables
-        return self.model_tag or "-".join(part for part in parts if part)
+        form = f"d{self.depth}", self.attention, self.head_offsets, mixing, everywhere, values, rotary, kernel
+        return self.model_tag or "-".join(part for part in (*form, window, tables) if part)
 
     def identity(self) -> dict[str, Any]:
         settings = super().identity()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from nanochat_gka.accounting import AccountingConfig, account
 from runs.sections.sources import RESULTS, measured, table
-from runs.study.families import ALL, FAMILIES, FURTHER, HYBRIDS, KERNELS, REPAIRS, Family, fits_depth
+from runs.study.families import ALL, FAMILIES, FURTHER, HYBRIDS, KERNELS, PATTERNS, RATE_OF, REPAIRS, Family, fits_depth
 from runs.study.grid import DEEPER, LONGER, REPEATED, SCALED, longer_families, scaled_places
 from runs.study.rates import DEEPEST, SMALLEST
 from runs.study.scores import Place, Result, Scores
@@ -65,6 +65,14 @@ def repairs(folder: Path = ROWS) -> str:
     own = {name: unrepaired["GKA unrotated" if name.startswith("GKA") else "softmax"] for name in names}
     chosen = {name: ALL[name] for name in sorted(names, key=lambda name: own[name])}
     return of_every_text(folder, lambda scores: _comparison(scores, chosen, SMALLEST, own))
+
+
+def further_offsets(folder: Path = ROWS) -> str:
+    """Question 2: offsets of several tokens, and others in other layers, over those of one token in all layers."""
+    own = {name: RATE_OF[name] for name in PATTERNS}
+    own = {**{name: name for name in dict.fromkeys(own.values())}, **own}
+    chosen = {name: ALL[name] for name in own}
+    return of_every_text(folder, lambda scores: _comparison(scores, chosen, DEEPER, own))
 
 
 def kernels(folder: Path = ROWS) -> str:
@@ -238,4 +246,9 @@ def _note(results: Iterable[Result | None]) -> str:
 
 TABLES: dict[str, Callable[..., str]] = {"study-families": families, "study-longer": longer, "study-sizes": sizes}
 TABLES |= {"study-fits": fits, "study-deeper": deeper, "study-largest": largest}
-TABLES |= {"study-repairs": repairs, "study-kernels": kernels, "study-best": best}
+TABLES |= {
+    "study-repairs": repairs,
+    "study-further-offsets": further_offsets,
+    "study-kernels": kernels,
+    "study-best": best,
+}

@@ -46,6 +46,7 @@ class Cell:
     rotary: str = "full"
     kernel: str = "gaussian"
     learn_sigma: bool = True
+    gka_window: int = 0
 
     @classmethod
     def from_row(cls, saved: dict[str, Any]) -> "Cell":

@@ -43,7 +43,18 @@ HYBRIDS = {
     "GGGA + offsets without VE": dict(attention="GGGA", value_embeds="none", **EVERYWHERE, **UNROTATED),
     "GGGGGA + offsets": dict(attention="GGGGGA", **EVERYWHERE, **UNROTATED),
 }
+# Offsets of several tokens, and others in other layers. Most need four heads or layers: their rate is that of PS.
+FURTHER_APART = ("P2S2", "P4S4", "PSP2S2", "PSP4S4")
+BY_LAYER = ("PS,P2S2", "P,S", "PS,N", "N,PS", "PS,PS,N,N", "N,N,PS,PS")
+PATTERNS = {
+    **{f"GKA + offsets {p}": dict(attention="gka", head_offsets=p, **UNROTATED) for p in (*FURTHER_APART, *BY_LAYER)},
+    **{
+        f"softmax + offsets {p}": dict(attention="softmax", head_offsets=p, offset_layers="all")
+        for p in ("P2S2", "PSP2S2")
+    },
+}
 RATE_OF = {"GGGA": "GKA unrotated"} | {name: "GKA + offsets" for name in HYBRIDS if name != "GGGA"}
+RATE_OF |= {name: " ".join(name.split()[:3]) for name in PATTERNS}
 # What attention is compared with: none of it, and weights that do not depend on what is compared.
 REFERENCES = {
     "no attention": dict(attention="gka", kernel="none"),
@@ -70,7 +81,21 @@ KERNELS = {
     "offsets, tied softmax": dict(attention="gka", kernel="tied-softmax", **OFFSETS, **UNROTATED),
     "tied softmax": dict(attention="gka", kernel="tied-softmax", **UNROTATED),
 }
-ALL = {**FAMILIES, **FURTHER, **HYBRIDS, **REFERENCES, **REPAIRS, **KERNELS}
+# The same over few tokens, the query's own among them: is the kernel more than its width?
+NARROW = {
+    **{
+        f"offsets, mean of {tokens} tokens": dict(
+            attention="gka", kernel="mean", gka_window=tokens - 1, **OFFSETS, **UNROTATED
+        )
+        for tokens in (2, 4, 8, 16, 64)
+    },
+    **{
+        f"offsets, Gaussian over {tokens} tokens": dict(attention="gka", gka_window=tokens - 1, **OFFSETS, **UNROTATED)
+        for tokens in (8, 64)
+    },
+}
+KERNELS |= NARROW
+ALL = {**FAMILIES, **FURTHER, **HYBRIDS, **REFERENCES, **REPAIRS, **KERNELS, **PATTERNS}
 
 
 def rate_source(family: Family) -> Family:

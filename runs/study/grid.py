@@ -15,6 +15,7 @@ from runs.study.families import (
     FURTHER,
     HYBRIDS,
     KERNELS,
+    PATTERNS,
     REFERENCES,
     REPAIRS,
     VALUE_EMBEDS,
@@ -173,6 +174,11 @@ def offset_patterns(done: Done) -> list[Cell]:
     return [Cell(**shared, **setting) for setting in settings] if rate else []
 
 
+def further_offsets(done: Done) -> list[Cell]:
+    """Do offsets of several tokens, or others in other layers, give more than `PS`?"""
+    return _at_best_rate(PATTERNS, done, [DEEPER])
+
+
 def reference_rates(done: Done) -> list[Cell]:
     """The same as rates, for no attention, the causal mean and the previous token."""
     return _at_every_rate(REFERENCES, done)
@@ -239,6 +245,7 @@ GROUPS: dict[str, Callable[[Done], list[Cell]]] = {
     "sigma-starts": sigma_starts,
     "windows": windows,
     "offset-patterns": offset_patterns,
+    "further-offsets": further_offsets,
     "reference-rates": reference_rates,
     "repair-rates": repair_rates,
     "repairs": repairs,

@@ -90,10 +90,9 @@ def weights(model: GPT, ids: torch.Tensor) -> dict[int, torch.Tensor]:
         queries, stored = layer.project(layer.blended(x, Context()), value_embedding, rotary, slice(0, len(ids)))
         keys, _ = layer.keys_and_values(rotary, len(ids), stored)
         own = layer.weights(queries, keys)[0].float().cpu()
-        for late in getattr(layer.pairing, "late_values", ()):  # slot j holds the value of token j - 1
-            own[late, :, 0] += own[late, :, 1]
-            own[late, :, 1:-1] = own[late, :, 2:].clone()
-            own[late, :, -1] = 0
+        for late, tokens in getattr(layer.pairing, "late_values", ()):  # slot j holds the value of token j - tokens
+            places = (torch.arange(len(ids)) - tokens).clamp(min=0)
+            own[late] = torch.zeros_like(own[late]).index_add(-1, places, own[late])
         found[layer.layer] = own
     return found
 

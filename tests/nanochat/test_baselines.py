@@ -22,17 +22,18 @@ from trainkit.cli import UserError
 GKA = dict(attention="gka", gka_values="normalised")
 FORMS = [dict(GKA, kernel=kernel) for kernel in KERNELS]
 FORMS += [dict(attention="gka", kernel="tied-softmax", head_offsets="PS"), dict(GKA, kernel="mean", head_offsets="PS")]
+FORMS += [dict(GKA, kernel="mean", head_offsets="P3S", gka_window=3), dict(GKA, kernel="tied-softmax", gka_window=1)]
 FORMS += [dict(attention="GA", kernel="previous", mixing="canon", value_embeds="every-layer")]
 
 
-def mixed_by(kernel, x, **fields):
-    """What a layer that sees 8 tokens back mixes of a block input (2, 16, 64)."""
+def mixed_by(kernel, x, window=8, **fields):
+    """What a layer that sees `window` tokens back mixes of a block input (2, 16, 64)."""
     config = dataclasses.replace(SHAPE, **GKA, kernel=kernel, **fields)
     layer, rotary, context = attention_class(config, 0)(config, 0), Rotary(16, 16), Context()
     layer.init_weights()
     rotary.init_weights()
     context.begin(16)
-    assert layer.window == 8
+    assert layer.window == window
     return layer.mix(x, None, rotary, context), norm(x.view(2, 16, 4, 16)), rotary(x.view(2, 16, 4, 16), slice(0, 16))
 
 
@@ -42,6 +43,11 @@ def test_kernels_are_what_they_say():
     mean, values, _ = mixed_by("mean", x)
     want = torch.stack([values[:, max(0, i - 8) : i + 1].mean(1) for i in range(16)], dim=1)
     torch.testing.assert_close(mean, want, rtol=1e-5, atol=1e-5)
+    few, values, _ = mixed_by("mean", x, window=3, gka_window=3, head_offsets="NP2")
+    want = torch.stack([values[:, max(0, i - 3) : i + 1].mean(1) for i in range(16)], dim=1)
+    late = values[:, [max(0, j - 2) for j in range(16)]]
+    want[:, :, 1::2] = torch.stack([late[:, max(0, i - 3) : i + 1, 1::2].mean(1) for i in range(16)], dim=1)
+    torch.testing.assert_close(few, want, rtol=1e-5, atol=1e-5)
     previous, values, _ = mixed_by("previous", x)
     assert torch.equal(previous[:, 1:], values[:, :-1]) and torch.equal(previous[:, 0], values[:, 0])
     tied, values, turned = mixed_by("tied-softmax", x, sigma_squared=3.0)
@@ -94,6 +100,7 @@ def test_costs():
         (dict(GKA, kernel="mean", sigma_squared=2.0), "kernel=mean has none"),
         (dict(GKA, kernel="none", head_offsets="PS"), "kernel=none mixes nothing"),
         (dict(GKA, kernel="none", value_embeds="all"), "kernel=none mixes nothing"),
+        (dict(GKA, kernel="previous", gka_window=2), "gka_window is for kernels that weigh the tokens of a window"),
     ],
 )
 def test_what_makes_no_sense_is_refused(fields, message):

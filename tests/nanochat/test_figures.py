@@ -64,7 +64,7 @@ def test_weights_follow_from_the_equations(form):
     i, j = torch.arange(TOKENS)[:, None], torch.arange(TOKENS)
     for number, layer in enumerate(layers):
         assert layer.error < 1e-5 and layer.kind == model.config.layer_attention(number)
-        assert layer.window == (16 if number in (1, 3) or number == len(layers) - 1 else 8)
+        assert layer.window == (form.get("gka_window") or (16 if number in (1, 3) or number == len(layers) - 1 else 8))
         visible = (j <= i) & (j >= i - layer.window)
         assert not layer.weights[:, ~visible].any()
         torch.testing.assert_close(layer.weights.sum(-1), torch.ones(4, TOKENS))
@@ -78,8 +78,8 @@ def test_weights_follow_from_the_equations(form):
             assert layer.initial_sigma == pytest.approx(2.0 if model.config.head_offsets else 4.0)
         else:
             queries, keys = (queries_and_keys[number, name] for name in ("c_q", "c_k"))
-            for head in layer.key_offsets.nonzero()[:, 0].tolist():
-                keys[head, 1:] = keys[head, :-1].clone()
+            for head, offset in enumerate(layer.key_offsets.tolist()):
+                keys[head] = keys[head, [max(0, token - offset) for token in range(TOKENS)]]
             scores = (queries @ keys.transpose(1, 2) / SHAPE.head_dim**0.5).exp() * visible
             expected = scores / scores.sum(-1, keepdim=True)
             assert layer.sigma is layer.features is layer.keys is layer.initial_sigma is None
@@ -100,6 +100,19 @@ def test_head_offsets_say_which_token_a_slot_holds():
     torch.testing.assert_close(first.reads[1], shifted)
     assert first.reads[1].diagonal()[1:].max() == 0 < first.weights[1].diagonal().min()
     torch.testing.assert_close(first.reads[[0, 2, 3]], first.weights[[0, 2, 3]], atol=0, rtol=0)
+
+
+def test_offsets_of_several_tokens_differ_by_layer_and_are_named():
+    model = tiny_model(attention="gka", head_offsets="P2NS3,S")
+    layers = extract(model, IDS)
+    assert all(layer.error < 1e-5 for layer in layers)
+    assert layers[0].value_offsets.tolist() == [2, 0, 0, 2] and layers[0].key_offsets.tolist() == [0, 0, 3, 0]
+    assert layers[1].key_offsets.tolist() == [1] * 4 and not layers[1].value_offsets.any()
+    assert layers[0].reads[0].diagonal()[2:].max() == 0  # the latest value that a query reads is two tokens old
+    subject = subject_of(attention="gka", head_offsets="P2NS3,S")
+    assert subject.head_names(subject.layers[0]) == ["1 P2", "2", "3 S3", "4 P2"]
+    assert subject.head_names(subject.layers[1]) == ["1 S", "2 S", "3 S", "4 S"]
+    assert subject.head_names() == ["1 P2/S", "2 S", "3 S3/S", "4 P2/S"]
 
 
 def test_the_default_projection_of_untrained_models_proves_the_weights_too():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gka import KINDS, gaussian_attention
-from nanochat_gka.model.accounting import meta_model
+from nanochat_gka.model.accounting import flops_per_token, meta_model
 from nanochat_gka.model.attention import Attention, GKAAttention
 from nanochat_gka.model.blocks import Rotary, norm
 from nanochat_gka.model.checkpoints import load_upstream
@@ -69,9 +69,16 @@ def test_short_windows_hide_old_tokens():
     assert same.tolist() == [False] * 9 + [True] * 7  # query i sees i - 8 <= j
 
 
-def one_layer(**fields):
+def test_gka_windows_are_of_gka_layers_the_last_one_too():
+    config = dataclasses.replace(SHAPE, attention="GAAG", window_pattern="L", gka_window=3)
+    assert [config.window(layer) for layer in range(4)] == [3, 16, 16, 3]
+    saved = flops_per_token(meta_model(dataclasses.replace(config, gka_window=0))) - flops_per_token(meta_model(config))
+    assert saved == 2 * 12 * 64 * (16 - 3)
+
+
+def one_layer(number=0, **fields):
     """A gka layer with a bandwidth for every head, its rotary embedding, a block input (2, 16, 64), and its heads."""
-    layer = GKAAttention(dataclasses.replace(SHAPE, attention="gka", window_pattern="L", **fields), layer=0)
+    layer = GKAAttention(dataclasses.replace(SHAPE, attention="gka", window_pattern="L", **fields), layer=number)
     layer.init_weights()
     with torch.no_grad():
         layer.log_sigma.copy_(torch.tensor([0.3, 0.5, 0.7, 0.9]))
@@ -93,23 +100,30 @@ def test_gka_is_the_papers_section_5_1():
     )
 
 
+# Of the four heads of the second layer, by how many tokens keys and values are late.
+BY_HAND = {
+    "NPS": [(0, 0), (0, 1), (1, 0), (0, 0)],
+    "P3NS2": [(0, 3), (0, 0), (2, 0), (0, 3)],
+    "S20": [(20, 0)] * 4,
+    "P,NPS": [(0, 0), (0, 1), (1, 0), (0, 0)],
+}
+
+
+@pytest.mark.parametrize("pattern", ["NPS", "P3NS2", "S20", "P,NPS"])
 @pytest.mark.parametrize("form", ["rotated", "normalised", "raw"])
-def test_head_offsets_shift_keys_or_values(form):
+def test_head_offsets_shift_keys_or_values(form, pattern):
     """Against the definition: head by head, keys and values shifted by hand, distances to the shifted keys."""
-    layer, rotary, x, heads = one_layer(head_offsets="NPS", gka_values=form)
+    layer, rotary, x, heads = one_layer(1, head_offsets=pattern, gka_values=form, sequence_len=32)
     features = norm(rotary(heads, slice(0, 16)))
     values = {"rotated": features, "normalised": norm(heads), "raw": heads}[form]
     got = layer.mix(x, None, rotary, whole(x))
-    previous = torch.tensor([0, *range(15)])
-    for head, letter in enumerate("NPSN"):
-        keys_of_head = features[:, previous] if letter == "S" else features
-        values_of_head = values[:, previous] if letter == "P" else values
+    for head, (late_keys, late_values) in enumerate(BY_HAND[pattern]):
         one = slice(head, head + 1)
         want = gaussian_attention(
             features[:, :, one],
             layer.log_sigma[one],
-            keys=keys_of_head[:, :, one],
-            values=values_of_head[:, :, one],
+            keys=features[:, [max(0, j - late_keys) for j in range(16)], one],
+            values=values[:, [max(0, j - late_values) for j in range(16)], one],
             causal=True,
             impl="reference",
         )
@@ -218,6 +232,14 @@ def test_hybrid_pattern_is_tiled_like_the_windows():
         (dict(attention="lin"), "or a pattern of their letters such as GGGA"),
         (dict(window_pattern=""), "window_pattern must be made of the letters S, L"),
         (dict(head_offsets="PQ"), "head_offsets must be made of the letters N, P, S"),
+        (dict(head_offsets="P,"), "head_offsets must be made of the letters N, P, S"),
+        (dict(head_offsets="PN2"), "head_offsets must be made of the letters N, P, S"),
+        (dict(head_offsets="2P"), "head_offsets must be made of the letters N, P, S"),
+        (dict(head_offsets="P0S"), "head_offsets must be of at least 1 token, got 'P0S'; N is a head without"),
+        (dict(attention="gka", head_offsets="P,S16"), "head_offsets must be below sequence_len, 16, got 16 tokens"),
+        (dict(attention="gka", gka_window=17), "gka_window must be 0 to sequence_len, 16, got 17"),
+        (dict(attention="gka", gka_window=-1), "gka_window must be 0 to sequence_len, 16, got -1"),
+        (dict(gka_window=4), "gka_window is for gka layers, and attention=softmax has none"),
         (dict(gka_values="x"), "gka_values must be one of"),
         (dict(sigma_squared=-1.0), "sigma_squared must be positive"),
         (dict(n_layer=0), "n_layer must be at least 1"),

@@ -213,6 +213,7 @@ def test_each_form_of_gka_has_its_own_run_name():
     assert tag(attention="softmax") == "d20-softmax"
     assert tag(attention="softmax", value_embeds="none") == "d20-softmax-no-VE"
     assert tag(attention="gka", head_offsets="PS", value_embeds="all") == "d20-gka-PS-VE"
+    assert tag(attention="gka", head_offsets="PS,N", kernel="mean", gka_window=7) == "d20-gka-PS,N-mean-window-7"
     assert tag(attention="gka", value_embeds="every-layer") == "d20-gka-VE-every-layer"
     assert tag(attention="gka", gka_values="raw", model_tag="mine") == "mine"
 

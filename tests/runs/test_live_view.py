@@ -32,7 +32,7 @@ def small(tmp_path_factory):
     vit = tiny_vit.small(img_size=(24, 32), patch_size=8, depth=3, attention="GAG")
     images = {"one": tiny_vision.photo(1), "two": tiny_vision.photo(2)}
     image = live.image_view(subjects_of(Drawn("vit", "vit, not trained", vit, dict(crop_pct=1.0)), images))
-    gpt = awake(dataclasses.replace(SHAPE, attention="GGA", head_offsets="PS", gka_values="normalised", n_layer=3))
+    gpt = awake(dataclasses.replace(SHAPE, attention="GGA", head_offsets="PS,P3S2", gka_values="normalised", n_layer=3))
     ids, words = torch.arange(NUM_WORDS) % 5, [f" w{token}" for token in range(NUM_WORDS)]
     text = live.text_view("gpt", "gpt, not trained", words, extract(gpt, ids))
     path = tmp_path_factory.mktemp("small") / "page.html"
@@ -224,20 +224,22 @@ def test_the_keyboard_reaches_and_moves_everything(opened):
     assert opened.evaluate("document.activeElement.getAttribute('aria-selected')") == "true"
 
 
-def test_pointing_at_a_token_colours_what_it_reads(opened, small):
-    """Values that come a token late are read from the token before."""
+@pytest.mark.parametrize("tokens,said", [(1, "values come a token late"), (3, "values come 3 tokens late")])
+def test_pointing_at_a_token_colours_what_it_reads(opened, small, tokens, said):
+    """Values that come late are read from tokens before."""
     name = "text-gpt"
     data, features = stored(small, name)
     view = opened.locator(f"[data-view={name}]")
-    layer = next(place for place, layer in enumerate(data["layers"]) if any(layer["valueOffsets"]))
-    head, query = data["layers"][layer]["valueOffsets"].index(1), data["tokens"] - 3
+    layer = next(place for place, layer in enumerate(data["layers"]) if tokens in layer["valueOffsets"])
+    head, query = data["layers"][layer]["valueOffsets"].index(tokens), data["tokens"] - 3
     view.get_by_label("Layer").select_option(str(layer))
     view.get_by_label("Head").select_option(str(head))
     view.locator("[data-control=text] span").nth(query).hover()
     row = operator(data, features, layer)[head, query]
-    read = torch.cat([row[:1] + row[1:2], row[2:], torch.zeros(1)])
+    read = torch.cat([row[: tokens + 1].sum()[None], row[tokens + 1 :], torch.zeros(tokens)])
     spans = view.locator("[data-control=text] span")
     weights = spans.evaluate_all("all => all.map((span) => span.style.getPropertyValue('--weight'))")
     assert weights == [f"{round(100 * float(weight / read.max()))}%" for weight in read]
     later = view.locator("[data-control=text] span.later").count()
-    assert later == 2 and f"token {query + 1} of {data['tokens']}" in view.locator("dl").inner_text()
+    told = view.locator("dl").inner_text()
+    assert later == 2 and f"token {query + 1} of {data['tokens']}" in told and said in told

@@ -130,7 +130,7 @@ def test_another_configuration_or_text_is_another_cell(packed, trained):
         depth=2, attention="softmax", head_offsets="PS", value_embeds="all", gka_values="raw", sigma_squared=3.0
     )
     changed |= dict(window_pattern="S", rate=2.0, seed=1, tokens=6400, batch=32, dtype="float32", offset_layers="all")
-    changed |= dict(mixing="canon", rotary="half", kernel="mean", learn_sigma=False)
+    changed |= dict(mixing="canon", rotary="half", kernel="mean", learn_sigma=False, gka_window=5)
     assert changed.keys() == TINY.__dataclass_fields__.keys()
     keys = {one.key(TINY), *(one.key(replace(TINY, **{name: value})) for name, value in changed.items())}
     assert len(keys) == len(changed) + 1

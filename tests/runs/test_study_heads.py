@@ -75,6 +75,11 @@ def test_heads_are_described_by_the_tokens_they_read():
         assert len(found) == 16 and min(head["weight of the token before"] for head in found) > 0.99
         assert max(head["entropy (nats)"] for head in found) < 0.05
     assert all(head["sigma"] == pytest.approx(0.01) for head in found)
+    found = probes.heads(awake(dataclasses.replace(SHAPE, **form, head_offsets="P3")), texts)
+    assert all(
+        head["mean distance (tokens)"] == pytest.approx(sum(min(i, 3) for i in range(1, 16)) / 15, 0.01)
+        for head in found
+    )
     [head, *_] = probes.heads(awake(dataclasses.replace(SHAPE, attention="gka", kernel="mean")), texts)
     expected = sum(torch.log(torch.tensor(min(i, 8) + 1.0)) for i in range(1, 16)) / 15
     assert head["entropy (nats)"] == pytest.approx(float(expected), rel=1e-4) and head["sigma"] is None

@@ -23,6 +23,8 @@ VARIANTS = [
     dict(attention="VAG", value_embeds="none"),
     dict(attention="softmax", head_offsets="PS", offset_layers="all", value_embeds="every-layer"),
     dict(attention="VGA", head_offsets="PNSS", offset_layers="all"),
+    dict(attention="GA", head_offsets="P3NS2P,S5", offset_layers="all", gka_values="normalised"),
+    dict(attention="gka", head_offsets="P2S3", gka_window=2, value_embeds="all"),
 ]
 MIXED = [
     dict(attention="gka", mixing="kv-shift", gka_values="normalised"),

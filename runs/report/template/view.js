@@ -213,8 +213,8 @@ class TextView extends LiveView {
       span.title = token > this.query ? "later than the chosen token" : `weight ${format(read[token])}`;
     });
     const back = layer.window < this.view.tokens - 1 ? `, ${layer.window} tokens back at most` : "";
-    const pairs = { 0: "", 1: "; keys come a token late" }[layer.keyOffsets[head]];
-    const reads = { 0: "", 1: "; values come a token late" }[layer.valueOffsets[head]];
+    const late = (what, by) => (by ? `; ${what} come ${by === 1 ? "a token" : `${by} tokens`} late` : "");
+    const pairs = late("keys", layer.keyOffsets[head]), reads = late("values", layer.valueOffsets[head]);
     this.show({
       row: `token ${this.query + 1} of ${this.view.tokens}${back}${pairs}${reads}`,
       "weight of itself": format(read[this.query]),
