@@ -12,12 +12,13 @@ import pytest
 import tyro
 
 import processes
+from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.training.config import TrainConfig
 from runs.study import grid
 from runs.study.__main__ import StudyConfig, main
 from runs.study.cells import Cell
 from runs.study.data import load
-from runs.study.families import ALL, FAMILIES
+from runs.study.families import ALL, FAMILIES, NARROW
 from runs.study.grid import GROUPS
 from runs.study.rates import RATES, SMALLEST, Done, best_rate, tried_rates
 from runs.study.rows import Study
@@ -229,6 +230,24 @@ def test_half_of_the_value_embeddings_have_three_seeds_where_softmax_has_them():
     few_layers = {(depth, tokens) for depth in (2, 4) for tokens in (2**20, 2**21, 2**22)}
     assert with_seeds == few_layers | {(6, 2**20)}
     assert {(cell.depth, cell.tokens) for cell in cells} == with_seeds | {(6, 2**19), (6, 2**21)}
+
+
+def test_other_offsets_have_three_seeds_at_the_rate_of_offsets_of_one_token():
+    done = Done()
+    for family, rates in (("GKA + offsets", (2.0, 1.9, 1.95)), ("softmax + offsets", (2.0, 1.95, 1.9, 1.99))):
+        done |= {Cell(**SMALLEST, **ALL[family], rate=2.0**power): loss for power, loss in enumerate(rates)}
+    cells = grid.further_offsets(done)
+    assert {(cell.attention, cell.rate) for cell in cells} == {("gka", 2.0), ("softmax", 4.0)}
+    assert {cell.offset_layers for cell in cells if cell.attention == "softmax"} == {"all"}
+    seeds = {(cell.attention, cell.head_offsets, cell.seed) for cell in cells}
+    assert len(seeds) == len(cells) == 36 and {seed for *_, seed in seeds} == {0, 1, 2}
+
+
+def test_narrow_kernels_see_as_many_tokens_as_they_say():
+    for name, family in NARROW.items():
+        config = GPTConfig.from_depth(2, **family)
+        assert {config.window(layer) + 1 for layer in range(2)} == {int(name.split()[-2])}
+        assert config.kernel == ("mean" if "mean" in name else "gaussian") and config.head_offsets == "PS"
 
 
 def test_every_group_has_cells_that_can_be_built():

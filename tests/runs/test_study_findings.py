@@ -165,6 +165,20 @@ def test_a_hybrid_is_compared_with_value_embeddings_and_without(tmp_path):
     assert "| GGGA + offsets | 1.7400 ± 0.0036 | -0.050 [-0.050, -0.050] |  |  |" in table
 
 
+def test_other_offsets_are_compared_with_those_of_one_token(tmp_path):
+    losses = {"GKA + offsets": 1.79, "GKA + offsets P2S2": 1.77, "softmax + offsets": 1.73}
+    losses |= {"softmax + offsets PSP2S2": 1.74}
+    rows = [
+        row(Cell(**DEEPER, **ALL[name], seed=seed), loss + noise)
+        for name, loss in losses.items()
+        for seed, noise in NOISE.items()
+    ]
+    table = study.further_offsets(write(tmp_path / "study", rows))
+    assert "| GKA + offsets P2S2 | 1.7700 ± 0.0036 | 1* | 3 | -0.0200 [-0.0200, -0.0200] |" in table
+    assert "| softmax + offsets PSP2S2 | 1.7400 ± 0.0036 | 1* | 3 | +0.0100 [+0.0100, +0.0100] |" in table
+    assert "| GKA + offsets | 1.7900 ± 0.0036 | 1* | 3 |  |" in table and "| GKA + offsets P,S | not run |" in table
+
+
 def test_equal_parameters_are_compared_seed_by_seed(tmp_path):
     places, losses = study_equal.common_places()[:2], {"softmax": (1.9, 1.8), "GKA + offsets": (1.85, 1.7)}
     shifts = {"softmax": {0: 0.0, 1: 0.1, 2: 0.05}, "GKA + offsets": {0: 0.01, 1: 0.09, 2: 5.0, 3: 9.0}}
