@@ -56,6 +56,8 @@ FORMS = {
     "softmax": {},
     "gka": {"attention": "gka"},
     "gka-normalised": {"attention": "gka", "gka_values": "normalised"},
+    "gka-offsets": {"attention": "gka", "gka_values": "normalised", "head_offsets": "PS"},
+    "gka-offsets-rotated": {"attention": "gka", "head_offsets": "sn"},
 }
 
 
@@ -142,6 +144,24 @@ def test_nanochat_trains_samples_and_resumes_gka(tree, base):
     assert re.search(r"val bpb: ([\d.]+)", evaluate(at, base, "gka", "sample,bpb"))
 
 
+def test_nanochat_trains_samples_and_resumes_the_preset(tree, base):
+    """What `make pretrain-d20-best` trains; the checkpoint says so, and another form is refused."""
+    at, form = tree("nanochat"), ("--attention", "gka", "--gka-values", "normalised")
+    printed = pretrain(at, base, "best", *form, "--head-offsets", "PS")
+    assert printed.count("<|bos|>The capital of France is") == 1
+    model = load_upstream(base / "base_checkpoints" / "best")
+    assert (model.config.head_offsets, model.config.gka_values) == ("PS", "normalised")
+    assert all(attention.pairing is not None for attention in model.attentions)
+    assert losses(pretrain(at, base, "best", *form, "--head-offsets", "PS", "--resume-from-step", 3))
+    with pytest.raises(AssertionError, match="the checkpoint has --head-offsets 'PS'"):
+        pretrain(at, base, "best", *form, "--resume-from-step", 3)
+    with pytest.raises(AssertionError, match="--head-offsets needs --attention gka"):
+        pretrain(at, base, "none", "--head-offsets", "PS")
+    with pytest.raises(AssertionError, match="head_offsets must be made of the letters N, P, S, got 'P2'"):
+        pretrain(at, base, "none", *form, "--head-offsets", "P2")
+    assert re.search(r"val bpb: ([\d.]+)", evaluate(at, base, "best", "sample,bpb"))
+
+
 def test_older_patched_checkpoint_keeps_its_form(tree, base):
     """Those mixed normalised values, which their checkpoints do not say; they are evaluated and resumed as that."""
     at, forms = tree("nanochat"), ("--attention", "gka", "--gka-values", "normalised")
@@ -163,7 +183,8 @@ def test_older_patched_checkpoint_keeps_its_form(tree, base):
     assert losses(pretrain(at, base, "earlier", *forms, "--resume-from-step", 3))
 
 
-def test_nanochats_engine_generates_what_the_model_does(tree, base, tmp_path):
+@pytest.mark.parametrize("form", ["", ", gka_values='normalised', head_offsets='PS'"])
+def test_nanochats_engine_generates_what_the_model_does(tree, base, tmp_path, form):
     """Greedily, past both windows, and several samples at once."""
     script = tmp_path / "generate.py"
     script.write_text(
@@ -175,7 +196,7 @@ def test_nanochats_engine_generates_what_the_model_does(tree, base, tmp_path):
         "torch.manual_seed(0)\n"
         "tokenizer = get_tokenizer()\n"
         "shape = dict(sequence_len=32, vocab_size=512, n_layer=4, n_head=2, n_kv_head=2, n_embd=64)\n"
-        "model = GPT(GPTConfig(**shape, attention='gka'))\n"
+        f"model = GPT(GPTConfig(**shape, attention='gka'{form}))\n"
         "model.init_weights()\n"
         "with torch.no_grad():\n"
         "    [p.add_(0.1 * torch.randn_like(p)) for p in model.parameters()]\n"
@@ -184,9 +205,11 @@ def test_nanochats_engine_generates_what_the_model_does(tree, base, tmp_path):
         "    prompt = [tokenizer.get_bos_token_id(), *range(5, 4 + length)]\n"
         "    plain = list(model.generate(prompt, 40, temperature=0))\n"
         "    cached = [tokens for tokens, _ in engine.generate(prompt, num_samples=3, max_tokens=40, temperature=0)]\n"
-        "    assert len(set(plain)) > 5, plain\n"
+        "    ends = tokenizer.get_bos_token_id(), tokenizer.encode_special('<|assistant_end|>')\n"
+        "    stop = next((count for count, token in enumerate(plain, 1) if token in ends), 40)\n"
+        "    assert len(set(plain)) > 5 and stop > 5, plain\n"
         "    for sample in zip(*cached):\n"
-        "        assert list(sample) == plain[: len(sample)] and len(sample) == 40, (plain, sample)\n"
+        "        assert list(sample) == plain[:stop], (plain, sample)\n"
         "print('alike')\n"
     )
     assert "alike" in run(tree("nanochat"), script, NANOCHAT_BASE_DIR=str(base))

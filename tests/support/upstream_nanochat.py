@@ -1,6 +1,6 @@
 """Run inside a checkout of upstream nanochat: what its models compute, as a file of tensors for the tests to compare.
 
-python upstream_nanochat.py OUT.safetensors softmax|gka|gka-normalised
+python upstream_nanochat.py OUT.safetensors softmax|gka|gka-normalised|gka-offsets|gka-offsets-rotated
 """
 
 import os
@@ -29,6 +29,8 @@ def main(out: str, attention: str) -> None:
             "softmax": {},
             "gka": {"attention": "gka"},
             "gka-normalised": {"attention": "gka", "gka_values": "normalised"},
+            "gka-offsets": {"attention": "gka", "gka_values": "normalised", "head_offsets": "PS"},
+            "gka-offsets-rotated": {"attention": "gka", "head_offsets": "sn"},
         }[attention]
         model = GPT(GPTConfig(**SHAPE, **form))
     model.to_empty(device="cpu")
