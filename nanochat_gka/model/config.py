@@ -110,7 +110,7 @@ class GPTConfig:
         if self.kernel == "none" and mixes:
             raise ValueError("kernel=none mixes nothing; leave head_offsets, mixing and value_embeds out")
         if self.kernel in ("previous", "none") and self.gka_window:
-            raise ValueError(f"gka_window is for kernels that weigh the tokens of a window, kernel={self.kernel} none")
+            raise ValueError(f"gka_window means nothing with kernel={self.kernel}; leave it out")
 
     @classmethod
     def from_depth(cls, depth: int, *, aspect_ratio: int = 64, head_dim: int = 128, **fields) -> "GPTConfig":

@@ -19,7 +19,7 @@ def parse(patterns: str) -> list[list[HeadOffset]]:
     A pattern has a letter per head, P and S with the number of tokens if it is not 1: "PS", "PSP2S2", "PS,N".
     Raises ValueError.
     """
-    layers = [re.findall(r"([NPS])(\d*)", pattern) for pattern in patterns.upper().split(",")]
+    layers = [re.findall(r"([NPS])([0-9]*)", pattern) for pattern in patterns.upper().split(",")]
     heads = [head for layer in layers for head in layer]
     said = ",".join("".join(letter + number for letter, number in layer) for layer in layers)
     if said != patterns.upper() or not all(layers) or any(letter == "N" and number for letter, number in heads):

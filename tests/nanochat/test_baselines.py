@@ -100,7 +100,7 @@ def test_costs():
         (dict(GKA, kernel="mean", sigma_squared=2.0), "kernel=mean has none"),
         (dict(GKA, kernel="none", head_offsets="PS"), "kernel=none mixes nothing"),
         (dict(GKA, kernel="none", value_embeds="all"), "kernel=none mixes nothing"),
-        (dict(GKA, kernel="previous", gka_window=2), "gka_window is for kernels that weigh the tokens of a window"),
+        (dict(GKA, kernel="previous", gka_window=2), "gka_window means nothing with kernel=previous"),
     ],
 )
 def test_what_makes_no_sense_is_refused(fields, message):
