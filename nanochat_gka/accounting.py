@@ -49,6 +49,7 @@ def account(config: AccountingConfig) -> dict:
         "attention": config.attention,
         **({"gka_values": config.gka_values} if has_gka(config.attention, config.depth) else {}),
         **({"mixing": config.mixing} if config.mixing != "none" else {}),
+        **({"gka_window": config.gka_window} if config.gka_window else {}),
         **({"kernel": config.kernel} if config.kernel != "gaussian" else {}),
         "n_embd": model.config.n_embd,
         "n_head": model.config.n_head,

@@ -47,7 +47,7 @@ def draw_distances(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
                 rows += [
                     {"model": subject.model, "layer": number + 1, "head": name, "σ": float(sigma),
                      "median distance": float(median), "σ / median distance": float(sigma / median)}
-                    for name, sigma, median in zip(subject.head_names(), sigmas[number], medians[number])
+                    for name, sigma, median in zip(subject.head_names(layer), sigmas[number], medians[number])
                 ]  # fmt: skip
         numbers = np.repeat(np.arange(1, len(medians) + 1), medians.shape[1])
         points = chart.scatter(medians.ravel(), sigmas.ravel(), c=numbers, s=18, cmap="viridis", vmin=1, vmax=depth)

@@ -24,7 +24,7 @@ class LayerMaps:
 
     Query i sees the slots j with max(0, i - window) <= j <= i. Slot j of head h holds the key of token
     max(0, j - key_offsets[h]) and the value of token max(0, j - value_offsets[h]); the offsets are 0 except for head
-    offsets (`--head-offsets`), where one of a head's two may be 1 or more.
+    offsets (`--head-offsets`), where one of a head's two may be more.
 
     Of gka layers W follows from `features`, `sigma`, `window` and `key_offsets` alone:
     W[h, i, j] = exp(-|features[i, h] - keys[j, h]|^2 / (2 sigma[h]^2)), divided by the sum over the slots that i sees.
@@ -45,20 +45,26 @@ class LayerMaps:
         """The features that each slot holds as key, (T, H, D); None for kinds without a bandwidth."""
         if self.features is None:
             return None
-        tokens = self._tokens_of_slots(self.key_offsets).T[:, :, None]
+        tokens = _tokens_of_slots(self.key_offsets, len(self.features)).T[:, :, None]
         return self.features.gather(0, tokens.expand_as(self.features))
 
     @property
     def reads(self) -> torch.Tensor:
         """W by the token whose value is mixed, (H, T, T): W itself without head offsets. Rows sum to 1."""
-        if not self.value_offsets.any():
-            return self.weights
-        tokens = self._tokens_of_slots(self.value_offsets)[:, None, :]
-        return torch.zeros_like(self.weights).scatter_add(-1, tokens.expand_as(self.weights), self.weights)
+        return by_token_read(self.weights, self.value_offsets)
 
-    def _tokens_of_slots(self, offsets: torch.Tensor) -> torch.Tensor:
-        """The token that every slot holds, (H, T)."""
-        return (torch.arange(self.weights.shape[-1]) - offsets[:, None]).clamp(min=0)
+
+def by_token_read(weights: torch.Tensor, value_offsets: torch.Tensor) -> torch.Tensor:
+    """W by slot to W by the token whose value is mixed, (H, T, T) each, of heads with offsets (H,). Rows keep sums."""
+    if not value_offsets.any():
+        return weights
+    tokens = _tokens_of_slots(value_offsets, weights.shape[-1])[:, None, :]
+    return torch.zeros_like(weights).scatter_add(-1, tokens.expand_as(weights), weights)
+
+
+def _tokens_of_slots(offsets: torch.Tensor, slots: int) -> torch.Tensor:
+    """The token that every slot holds, (H, slots)."""
+    return (torch.arange(slots) - offsets[:, None]).clamp(min=0)
 
 
 @torch.inference_mode()

@@ -19,9 +19,9 @@ from trainkit.progress import read_events
 
 QUOTED = 120  # characters of the text in a caption
 OFFSETS = (
-    "In GKA layers heads marked P pair a key with the value of the token before it, heads marked S with the value of "
-    "the token after it, and a number says how many tokens before or after; weights are shown at the token whose value "
-    "is mixed."
+    "Heads marked P pair a key with the value of the token before it, heads marked S with the value of the token after "
+    "it, and a number says how many tokens before or after; P/P2 has the offsets of several layers. Weights are shown "
+    "at the token whose value is mixed."
 )
 
 

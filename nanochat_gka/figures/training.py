@@ -39,7 +39,7 @@ def draw_training(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
         for group in groups
         for subject in group
         for layer in layers_of(subject)
-        for head, name in enumerate(subject.head_names())
+        for head, name in enumerate(subject.head_names(subject.layers[layer]))
     ]  # fmt: skip
     return [Figure(save(figure, folder / "sigma.png"), title, words, table)]
 

@@ -122,7 +122,7 @@ class Attention(nn.Module, ABC):
 
     def first_in_reach(self, num_queries: int, num_tokens: int) -> int:
         """Of `num_tokens`, the earliest one that is in a slot which the last `num_queries` see."""
-        reach = 1 if self.pairing is None else self.pairing.reach
+        reach = 0 if self.pairing is None else self.pairing.reach
         return max(0, num_tokens - num_queries - self.window - reach)
 
     @abstractmethod

@@ -27,13 +27,14 @@ class GPTConfig:
     gka_values: what gka heads mix. rotated is the paper's section 5.1: the features that are in the kernel, after
       rotation and norm. Ours are normalised (after the norm, before the rotation) and raw (the block input as it is).
     head_offsets: one letter per head, tiled: N pairs key j with value j, P (predecessor) key j with value j - 1, S
-      (successor) key j - 1 with value j; P2 and S2 are of two tokens. Commas separate the patterns of layers, tiled:
-      PS,P2S2. Empty is the paper's form, all N. offset_layers: gka layers have them, or all.
+      (successor) key j - 1 with value j; P2 and S2 are of two tokens. Commas separate the patterns of layers of all
+      kinds, tiled: PS,P2S2. Empty is the paper's form, all N. offset_layers: gka layers have them, or all.
       A fixed case of KV shifting attention (arXiv 2411.19574), see `mixing`.
-    sigma_squared: starting sigma^2 of gka heads; 0 = head_dim without head offsets and mixing, head_dim / 4 with them.
+    sigma_squared: starting sigma^2 of gka heads; 0 = head_dim, or head_dim / 4 in a model with head offsets or mixing.
     mixing: other ways to meet the token before, of the same layers as head_offsets and in their place; see `mixing`.
     kernel: what gka layers weigh tokens by; gaussian, or a baseline for studies, see `baselines`.
-    gka_window: tokens before the query that gka layers see, the last layer too; 0 = what window_pattern says.
+    gka_window: slots (tokens, but for head offsets) before the query that gka layers see, the last layer too; 0 = what
+      window_pattern says.
     rotary: full, or half: the slower half of the frequencies is not rotated, in all layers.
     Raises ValueError naming the field.
     """
@@ -185,12 +186,16 @@ class GPTConfig:
     def _is_mixed(self, layer: int) -> bool:
         return self.offset_layers == "all" or self.layer_attention(layer) == "gka"
 
+    def offset_pattern(self, layer: int) -> tuple[offsets.HeadOffset, ...]:
+        """What a layer's heads repeat; empty for layers without head offsets."""
+        if not self.head_offsets or not self._is_mixed(layer):
+            return ()
+        patterns = offsets.parse(self.head_offsets)
+        return patterns[layer % len(patterns)]
+
     def offsets_of(self, layer: int) -> list[tuple[slice, offsets.HeadOffset]]:
         """Of every letter of a layer's pattern, the heads that have it, a slice of the H, and what it says."""
-        if not self.head_offsets or not self._is_mixed(layer):
-            return []
-        patterns = offsets.parse(self.head_offsets)
-        own = patterns[layer % len(patterns)]
+        own = self.offset_pattern(layer)
         return [(slice(place, self.n_head, len(own)), offset) for place, offset in enumerate(own[: self.n_head])]
 
 
@@ -222,7 +227,7 @@ class ModelFlags:
     head_dim: Count = 128
     """Channels per head."""
     window_pattern: str = "SSSL"
-    """A letter per layer, tiled: L full context, S half of it; the last layer is always L."""
+    """A letter per layer, tiled: L full context, S half of it; the last layer is always L; see gka_window."""
     attention: str = "softmax"
     """Kind of attention, such as softmax, gka or vlt, or a letter per layer (A softmax, G gka, V vlt), tiled: GGGA."""
     value_embeds: Literal["auto", "all", "every-layer", "none"] = "auto"
@@ -230,8 +235,8 @@ class ModelFlags:
     every second layer of any kind; every-layer = the other layers too."""
     head_offsets: str = ""
     """A letter per head of gka layers, tiled: N pairs key j with value j, P with value j-1, S key j-1 with value j, P2
-    and S2 likewise two tokens apart; PS,N gives every second layer another pattern; empty = the paper's form. A fixed
-    case of KV shifting attention (arXiv 2411.19574)."""
+    and S2 likewise two tokens apart; PS,N gives every second layer, of whatever kind, another pattern; empty = the
+    paper's form. A fixed case of KV shifting attention (arXiv 2411.19574)."""
     gka_values: Literal["rotated", "normalised", "raw"] = "rotated"
     """What gka heads mix: rotated = the features that are in the kernel (the paper's section 5.1). Ours: normalised =
     the same before rotation, raw = the block input."""

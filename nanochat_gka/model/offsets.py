@@ -1,6 +1,7 @@
 """What `--head-offsets` says: which heads of a layer pair the key of one token with the value of another."""
 
 import re
+from functools import cache
 from typing import NamedTuple
 
 LETTERS = "NPS"
@@ -13,10 +14,11 @@ class HeadOffset(NamedTuple):
     tokens: int  # 0 for N
 
 
-def parse(patterns: str) -> list[list[HeadOffset]]:
-    """The heads' offsets of one layer after the other, from patterns with commas between them; both are tiled.
+@cache
+def parse(patterns: str) -> tuple[tuple[HeadOffset, ...], ...]:
+    """What each pattern says of its heads; layers repeat the patterns, and heads the letters of theirs.
 
-    A pattern has a letter per head, P and S with the number of tokens if it is not 1: "PS", "PSP2S2", "PS,N".
+    Commas separate patterns. P and S have the number of tokens if it is not 1: "PS", "PSP2S2", "PS,N".
     Raises ValueError.
     """
     layers = [re.findall(r"([NPS])([0-9]*)", pattern) for pattern in patterns.upper().split(",")]
@@ -27,4 +29,6 @@ def parse(patterns: str) -> list[list[HeadOffset]]:
         raise ValueError(f"head_offsets must be made of the letters {', '.join(LETTERS)}, {form}, got {patterns!r}")
     if any(number and int(number) < 1 for _, number in heads):
         raise ValueError(f"head_offsets must be of at least 1 token, got {patterns!r}; N is a head without")
-    return [[HeadOffset(letter, 0 if letter == "N" else int(number or 1)) for letter, number in own] for own in layers]
+    return tuple(
+        tuple(HeadOffset(letter, 0 if letter == "N" else int(number or 1)) for letter, number in own) for own in layers
+    )

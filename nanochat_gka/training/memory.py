@@ -23,7 +23,6 @@ from typing import Annotated, Literal
 
 import torch
 
-from gka import layer_kinds
 from nanochat_gka.model import mixing
 from nanochat_gka.model.baselines import attention_class
 from nanochat_gka.model.config import GPTConfig
@@ -46,22 +45,24 @@ def parameters(config: GPTConfig) -> tuple[int, int, int]:
         attention = attention_class(config, layer)
         matrices += (len(attention.kind.input_projections) + attention.has_output + 8) * width * width
         others += config.n_head if attention.has_bandwidth else 0
-        others += mixed[attention.kind.name][0]
+        others += mixed[layer][0]
         if config.has_value_embedding(layer):
             tables, matrices = tables + 1, matrices + 32 * config.n_head
     return tables * rows * width, matrices, others
 
 
-def mixing_costs(config: GPTConfig) -> dict[str, tuple[int, int]]:
-    """By kind of layer, the parameters and the activation widths of its pairing or blend."""
-    kinds, costs = layer_kinds(config.attention, config.n_layer), {}
-    for kind in dict.fromkeys(kinds):
-        layer = kinds.index(kind)
+def mixing_costs(config: GPTConfig) -> list[tuple[int, int]]:
+    """Of every layer, the parameters and the activation widths of its pairing or blend."""
+    costs: dict[tuple, tuple[int, int]] = {}
+    forms = [(config.layer_mixing(layer), config.offset_pattern(layer)) for layer in range(config.n_layer)]
+    for layer, form in enumerate(forms):
+        if form in costs:
+            continue
         with torch.device("meta"):
             parts = [part for part in (mixing.pairing(config, layer), mixing.blend(config, layer)) if part is not None]
         learned = sum(parameter.numel() for part in parts for parameter in part.parameters())
-        costs[kind] = learned, sum(part.activation_widths for part in parts)
-    return costs
+        costs[form] = learned, sum(part.activation_widths for part in parts)
+    return [costs[form] for form in forms]
 
 
 def fixed_bytes(config: GPTConfig, device_type: str, ranks: int = 1) -> tuple[int, int]:
@@ -85,7 +86,7 @@ def row_bytes(config: GPTConfig, device_type: str, training: bool = True) -> int
     size, widths, mixed = (2 if device_type == "cuda" else 4), [], mixing_costs(config)
     for layer in range(config.n_layer):
         attention = attention_class(config, layer).activation_widths
-        attention += mixed[config.layer_attention(layer)][1]
+        attention += mixed[layer][1]
         widths.append(LAYER_WIDTHS + attention + VALUE_EMBEDDING_WIDTHS * config.has_value_embedding(layer))
     layers = FINAL_WIDTHS + (sum(widths) if training else max(widths))
     return config.sequence_len * (layers * config.n_embd * size + LOGIT_BYTES * config.padded_vocab_size)

@@ -3,6 +3,7 @@
 from typing import Any
 
 from gka.kinds import KINDS
+from nanochat_gka.model.offsets import parse
 
 Family = dict[str, Any]  # fields of a cell
 
@@ -43,18 +44,17 @@ HYBRIDS = {
     "GGGA + offsets without VE": dict(attention="GGGA", value_embeds="none", **EVERYWHERE, **UNROTATED),
     "GGGGGA + offsets": dict(attention="GGGGGA", **EVERYWHERE, **UNROTATED),
 }
-# Offsets of several tokens, and others in other layers. Most need four heads or layers: their rate is that of PS.
+# Offsets of several tokens, and others in other layers. Some need four heads or layers; all take the rate of PS.
 FURTHER_APART = ("P2S2", "P4S4", "PSP2S2", "PSP4S4")
 BY_LAYER = ("PS,P2S2", "P,S", "PS,N", "N,PS", "PS,PS,N,N", "N,N,PS,PS")
+OTHER_OFFSETS = {"GKA + offsets": (*FURTHER_APART, *BY_LAYER), "softmax + offsets": ("P2S2", "PSP2S2")}
 PATTERNS = {
-    **{f"GKA + offsets {p}": dict(attention="gka", head_offsets=p, **UNROTATED) for p in (*FURTHER_APART, *BY_LAYER)},
-    **{
-        f"softmax + offsets {p}": dict(attention="softmax", head_offsets=p, offset_layers="all")
-        for p in ("P2S2", "PSP2S2")
-    },
+    f"{name} {pattern}": {**FAMILIES[name], "head_offsets": pattern}
+    for name, patterns in OTHER_OFFSETS.items()
+    for pattern in patterns
 }
 RATE_OF = {"GGGA": "GKA unrotated"} | {name: "GKA + offsets" for name in HYBRIDS if name != "GGGA"}
-RATE_OF |= {name: " ".join(name.split()[:3]) for name in PATTERNS}
+RATE_OF |= {f"{name} {pattern}": name for name, patterns in OTHER_OFFSETS.items() for pattern in patterns}
 # What attention is compared with: none of it, and weights that do not depend on what is compared.
 REFERENCES = {
     "no attention": dict(attention="gka", kernel="none"),
@@ -81,7 +81,9 @@ KERNELS = {
     "offsets, tied softmax": dict(attention="gka", kernel="tied-softmax", **OFFSETS, **UNROTATED),
     "tied softmax": dict(attention="gka", kernel="tied-softmax", **UNROTATED),
 }
-# The same over few tokens, the query's own among them: is the kernel more than its width?
+# The same over few slots, the query's own among them: is the kernel more than its width? A slot of a P head holds the
+# value of the token before, so that a mean over 2 mixes three tokens: P heads the two before the query, S heads the
+# query and the one before.
 NARROW = {
     **{
         f"offsets, mean of {tokens} tokens": dict(
@@ -99,11 +101,13 @@ ALL = {**FAMILIES, **FURTHER, **HYBRIDS, **REFERENCES, **REPAIRS, **KERNELS, **P
 
 
 def rate_source(family: Family) -> Family:
-    """The family whose learning rate this one takes: itself, but for hybrids."""
+    """The family whose learning rate this one takes: itself, but for hybrids and patterns of offsets (`RATE_OF`)."""
     name = next((name for name in RATE_OF if ALL[name] == family), None)
     return ALL[RATE_OF[name]] if name else family
 
 
 def fits_depth(family: Family, depth: int) -> bool:
-    """Whether a model of this depth has the whole of the family's pattern of layers."""
-    return family["attention"] in KINDS or len(family["attention"]) <= depth
+    """Whether a model of this depth has the whole of the family's pattern of layers and heads."""
+    of_layers, of_heads = family["attention"], parse(family.get("head_offsets") or "N")
+    longest = max(len(of_heads), *map(len, of_heads))  # the study's models have a head for each layer
+    return longest <= depth and (of_layers in KINDS or len(of_layers) <= depth)

@@ -10,6 +10,7 @@ import torch
 
 from nanochat_gka.data.loader import Rows
 from nanochat_gka.figures import measures
+from nanochat_gka.figures.maps import by_token_read
 from nanochat_gka.model.attention import Attention
 from nanochat_gka.model.context import Context
 from nanochat_gka.model.gpt import GPT
@@ -90,10 +91,8 @@ def weights(model: GPT, ids: torch.Tensor) -> dict[int, torch.Tensor]:
         queries, stored = layer.project(layer.blended(x, Context()), value_embedding, rotary, slice(0, len(ids)))
         keys, _ = layer.keys_and_values(rotary, len(ids), stored)
         own = layer.weights(queries, keys)[0].float().cpu()
-        for late, tokens in getattr(layer.pairing, "late_values", ()):  # slot j holds the value of token j - tokens
-            places = (torch.arange(len(ids)) - tokens).clamp(min=0)
-            own[late] = torch.zeros_like(own[late]).index_add(-1, places, own[late])
-        found[layer.layer] = own
+        delays = getattr(layer.pairing, "value_delays", None)
+        found[layer.layer] = by_token_read(own, torch.tensor(delays)) if delays else own
     return found
 
 

@@ -36,7 +36,7 @@ def tried_rates(family: dict, done: Done) -> list[float]:
 
 
 def best_rate(family: dict, done: Done) -> float | None:
-    """The family's best rate at the smallest size, seed 0; a hybrid takes another family's (`RATE_OF`).
+    """The family's best rate at the smallest size, seed 0; some take another family's (`RATE_OF`).
 
     Until every rate that must be tried is finished, unknown.
     """

@@ -104,7 +104,7 @@ def test_a_run_and_its_twins_are_side_by_side(side_by_side):
     for family in ("rows", "matrices", "heads"):
         said = words(side_by_side[family][1])
         assert "gka (GKA; depth 4), weights after 7 steps and 7,000 tokens; softmax (softmax; depth 4)" in said
-        assert f'Text: "{READ}"' in said and "heads marked P pair a key" in said
+        assert f'Text: "{READ}"' in said and "Heads marked P pair a key" in said
     assert "softmax (" not in words(side_by_side["distances"][1])
     axes = side_by_side["heads"][1].axes
     assert [text.get_text() for axis in axes for text in axis.texts if text.get_text() in FORMS] == list(FORMS)

@@ -19,7 +19,7 @@ from trainkit.distributed import Runtime
 
 MIXINGS = ("kv-shift", "token-shift", "canon")
 GKA_FORMS = [dict(gka_values="rotated"), dict(gka_values="raw"), dict(head_offsets="PS")]
-GKA_FORMS += [dict(head_offsets="PNSS", value_embeds="all")]
+GKA_FORMS += [dict(head_offsets="PNSS", value_embeds="all"), dict(head_offsets="N,P2S3")]
 KINDS = [dict(attention=attention) for attention in ("softmax", "vlt", "gka", "GGGA")]
 KINDS += [dict(attention="gka", **form) for form in (*GKA_FORMS, dict(mixing="partial", rotary="half"))]
 KINDS += [dict(attention=a, mixing=m, offset_layers="all") for a in ("gka", "vlt") for m in MIXINGS]
@@ -67,6 +67,13 @@ def test_activations_are_what_autograd_keeps(fields):
     kept = saved_bytes(model, 3) - saved_bytes(model, 2)
     expected = memory.row_bytes(config, "cpu") - 8 * config.padded_vocab_size * config.sequence_len
     assert 0.8 < kept / expected < 1.05, kept / expected
+
+
+def test_layers_with_offsets_are_counted_one_by_one():
+    plain, first, second, both = (
+        memory.row_bytes(shape(attention="gka", head_offsets=pattern), "cpu") for pattern in ("N", "PS,N", "N,PS", "PS")
+    )
+    assert first == second == (plain + both) / 2 > plain
 
 
 @pytest.mark.parametrize("fields", KINDS, ids=str)

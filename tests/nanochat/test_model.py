@@ -130,19 +130,21 @@ def test_head_offsets_shift_keys_or_values(form, pattern):
         torch.testing.assert_close(got[:, :, one], want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("pattern", ["NPS", "P3NS2"])
 @pytest.mark.parametrize("kind", ["softmax", "vlt"])
-def test_controls_have_the_same_offsets(kind):
+def test_controls_have_the_same_offsets(kind, pattern):
     """Softmax and VLT heads, against those without offsets on keys and values that are shifted by hand."""
     torch.manual_seed(1)
-    config = dataclasses.replace(SHAPE, attention=kind, head_offsets="NPS", offset_layers="all", window_pattern="L")
+    config = dataclasses.replace(SHAPE, attention=kind, head_offsets=pattern, offset_layers="all", window_pattern="L")
     shifted, plain = (
         Attention.CLASSES[kind](one, 1) for one in (config, dataclasses.replace(config, head_offsets="N"))
     )
     queries, keys, values = torch.randn(3, 2, 16, 4, 16)
-    got, previous = shifted.attend(None, queries, (keys, values)), torch.tensor([0, *range(15)])
-    for head, letter in enumerate("NPSN"):
-        keys_of_head = keys[:, previous] if letter == "S" else keys
-        values_of_head = values[:, previous] if letter == "P" else values
+    got = shifted.attend(None, queries, (keys, values))
+    for head, delays in enumerate(BY_HAND[pattern]):
+        keys_of_head, values_of_head = (
+            tensor[:, [max(0, j - late) for j in range(16)]] for tensor, late in zip((keys, values), delays)
+        )
         want = plain.attend(None, queries, (keys_of_head, values_of_head))
         torch.testing.assert_close(got[:, :, head], want[:, :, head])
     gka_alone = dataclasses.replace(config, attention="GA", head_offsets="PS", offset_layers="gka")

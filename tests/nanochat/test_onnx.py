@@ -19,7 +19,15 @@ pytestmark = pytest.mark.skipif(
 FORMS = [
     dict(attention="softmax"),
     dict(attention="gka"),
-    dict(attention="VGA", head_offsets="PNS3S", offset_layers="all", gka_values="raw", value_embeds="all", n_layer=3),
+    dict(
+        attention="VGA",
+        head_offsets="PNS3P2,S2",
+        offset_layers="all",
+        gka_values="raw",
+        value_embeds="all",
+        gka_window=9,
+        n_layer=3,
+    ),
 ]
 
 

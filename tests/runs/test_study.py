@@ -18,7 +18,7 @@ from runs.study import grid
 from runs.study.__main__ import StudyConfig, main
 from runs.study.cells import Cell
 from runs.study.data import load
-from runs.study.families import ALL, FAMILIES, NARROW
+from runs.study.families import ALL, FAMILIES, NARROW, fits_depth
 from runs.study.grid import GROUPS
 from runs.study.rates import RATES, SMALLEST, Done, best_rate, tried_rates
 from runs.study.rows import Study
@@ -241,6 +241,12 @@ def test_other_offsets_have_three_seeds_at_the_rate_of_offsets_of_one_token():
     assert {cell.offset_layers for cell in cells if cell.attention == "softmax"} == {"all"}
     seeds = {(cell.attention, cell.head_offsets, cell.seed) for cell in cells}
     assert len(seeds) == len(cells) == 36 and {seed for *_, seed in seeds} == {0, 1, 2}
+
+
+def test_patterns_need_their_layers_and_heads():
+    wanted = {"GKA + offsets": 2, "GKA + offsets PS,N": 2, "softmax + offsets PSP2S2": 4, "GGGGGA + offsets": 6}
+    wanted["GKA + offsets PS,PS,N,N"] = 4
+    assert {name: min(d for d in range(2, 9) if fits_depth(ALL[name], d)) for name in wanted} == wanted
 
 
 def test_narrow_kernels_see_as_many_tokens_as_they_say():

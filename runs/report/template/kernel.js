@@ -20,7 +20,7 @@ function decodeHalves(text) {
 
 // The weights that query `query` gives all tokens, as an array of view.tokens numbers that sum to 1; 0 where hidden.
 // features: (layers, tokens, heads, dim) in one array. A layer may be causal, have a window (so many tokens before the
-// query) and keyOffsets (by head: slot j holds the key of token j - offset, and slot 0 that of token 0).
+// query) and keyOffsets (by head: slot j holds the key of token j - offset, or of token 0).
 function kernelRow(view, features, layer, head, query, sigma) {
   const { tokens, heads, dim } = view;
   const { causal, window, keyOffsets } = view.layers[layer];
@@ -50,7 +50,7 @@ function kernelRow(view, features, layer, head, query, sigma) {
   return row;
 }
 
-// The row by the token whose value is mixed, not by its slot: they differ in heads whose values come a token later.
+// The row by the token whose value is mixed, not by its slot: they differ in heads whose values come later.
 function readTokens(row, offset) {
   const read = new Float64Array(row.length);
   row.forEach((weight, slot) => (read[Math.max(0, slot - offset)] += weight));
