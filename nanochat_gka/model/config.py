@@ -253,7 +253,8 @@ class ModelFlags:
     """What gka layers weigh tokens by. For studies: mean weighs all alike, previous takes the token before,
     tied-softmax compares by dot products, none leaves attention out."""
     gka_window: Annotated[int, Bounds(0)] = 0
-    """Tokens before the query that gka layers see, the last layer too; 0 = what the window pattern says."""
+    """Slots (tokens, but for head offsets) before the query that gka layers see, the last layer too; 0 = what the
+    window pattern says."""
 
     def shape(self, depth: int, sequence_len: int, vocab_size: int) -> GPTConfig:
         """The model's shape at `depth` with these settings. Raises UserError naming the setting."""

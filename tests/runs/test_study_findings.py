@@ -28,6 +28,15 @@ def law(flops, a, b, c):
 LAWS = {"softmax": (1.0, 0.5, 0.3), "GKA + offsets": (1.0, 0.5, 0.4), "GKA": (1.4, 0.5, 0.3)}
 
 
+def with_seeds(place, losses):
+    """Rows of families at a place, by their names, with the noise of every seed."""
+    return [
+        row(Cell(**place, **ALL[name], seed=seed), loss + noise)
+        for name, loss in losses.items()
+        for seed, noise in NOISE.items()
+    ]
+
+
 @pytest.fixture(scope="module")
 def scaled(tmp_path_factory):
     """Rows of a world in which every family follows its law, whatever the depth, with the noise of seeds."""
@@ -143,11 +152,7 @@ def test_equal_cost_is_compared_with_the_best_of_all_depths_that_cost_no_more(tm
 
 def test_value_embeddings_are_compared_where_both_sides_have_as_many(tmp_path):
     losses = {"softmax": 1.9, "softmax without VE": 1.95, "GKA + offsets": 1.85, "GKA + offsets + half VE": 1.8}
-    rows = [
-        row(Cell(**SMALLEST, **ALL[name], seed=seed), loss + noise)
-        for name, loss in losses.items()
-        for seed, noise in NOISE.items()
-    ]
+    rows = with_seeds(SMALLEST, losses)
     table = study_settings.value_embeds(write(tmp_path / "study", rows)).splitlines()
     [line] = [line for line in table if line.startswith("| GKA + offsets over softmax |")]
     assert line == "| GKA + offsets over softmax | -0.100 [-0.100, -0.100] | -0.100 [-0.100, -0.100] |  |  |  |  |"
@@ -155,11 +160,7 @@ def test_value_embeddings_are_compared_where_both_sides_have_as_many(tmp_path):
 
 def test_a_hybrid_is_compared_with_value_embeddings_and_without(tmp_path):
     losses = {"GGGA + offsets": 1.74, "GGGA + offsets without VE": 1.76, "GKA + offsets": 1.79}
-    rows = [
-        row(Cell(**DEEPER, **ALL[name], seed=seed), loss + noise)
-        for name, loss in losses.items()
-        for seed, noise in NOISE.items()
-    ]
+    rows = with_seeds(DEEPER, losses)
     table = study_settings.hybrid(write(tmp_path / "study", rows))
     assert "| GGGA + offsets without VE | 1.7600 ± 0.0036 | -0.030 [-0.030, -0.030] |  |  |" in table
     assert "| GGGA + offsets | 1.7400 ± 0.0036 | -0.050 [-0.050, -0.050] |  |  |" in table
@@ -168,11 +169,7 @@ def test_a_hybrid_is_compared_with_value_embeddings_and_without(tmp_path):
 def test_other_offsets_are_compared_with_those_of_one_token(tmp_path):
     losses = {"GKA + offsets": 1.79, "GKA + offsets P2S2": 1.77, "softmax + offsets": 1.73}
     losses |= {"softmax + offsets PSP2S2": 1.74}
-    rows = [
-        row(Cell(**DEEPER, **ALL[name], seed=seed), loss + noise)
-        for name, loss in losses.items()
-        for seed, noise in NOISE.items()
-    ]
+    rows = with_seeds(DEEPER, losses)
     table = study.further_offsets(write(tmp_path / "study", rows))
     assert "| GKA + offsets P2S2 | 1.7700 ± 0.0036 | 1* | 3 | -0.0200 [-0.0200, -0.0200] |" in table
     assert "| softmax + offsets PSP2S2 | 1.7400 ± 0.0036 | 1* | 3 | +0.0100 [+0.0100, +0.0100] |" in table
@@ -263,11 +260,7 @@ def test_settings_are_compared_at_the_transferred_rate_and_paired_over_seeds(tmp
 
 def test_repairs_and_kernels_are_drawn_over_what_they_change(tmp_path):
     losses = {"GKA unrotated": 1.96, "GKA + offsets": 1.85, "softmax": 1.87, "softmax + offsets": 1.81}
-    rows = [
-        row(Cell(**SMALLEST, **ALL[name], seed=seed), loss + noise)
-        for name, loss in losses.items()
-        for seed, noise in NOISE.items()
-    ]
+    rows = with_seeds(SMALLEST, losses)
     rows += [row(Cell(**DEEPER, **ALL[name]), losses[name] - 0.1) for name in ("GKA unrotated", "GKA + offsets")]
     figure = pictures_of_forms.forms(Scores.read(write(tmp_path / "study", rows) / "words.jsonl"), tmp_path, "words")
     assert figure.path.exists()
