@@ -3,8 +3,7 @@
     python3 -m runs.names make CORPUS=builtin NGPU=7      prints make variables
     python3 -m runs.names help|check-gpu|check-images|... DATA=...
 
-make reads this before there is an environment: it needs the standard library alone, and no newer Python than 3.8.
-Settings are given as NAME=value; an empty value is the same as none.
+make reads this, and settings.py, before there is an environment: the standard library alone, no newer Python than 3.8.
 """
 
 import json
@@ -17,9 +16,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-DEFAULTS = {"BASE": "out", "CORPUS": "fineweb", "SHARDS": "170", "VOCAB": "32768", "SEQ": "2048", "DEPTH": "20"}
-STUDY = {"CORPUS": "builtin", "VOCAB": "4096", "SEQ": "512"}  # what make study takes in place of some of them
+from runs.settings import DEFAULTS, Problem, as_make, flag, flags_of, joined, read
+
 VENV = ".venv/bin"
+COMPLETE = ".complete"  # a file in a corpus, made when all of it is there
+TEXTS = ("RUN", "MODEL", "DATA", "IMAGE", "TEXT", "PROMPT", "BUNDLE", "PYTHON", "ARGS")
 # A small vision model that learns digits in a minute or two, without the augmentation that large ones need.
 SMALL_VISION = (
     "--device-type cpu --input-size 32 --model-kwargs embed_dim=64 depth=2 num_heads=2 --epochs 40 --batch-size 16 "
@@ -30,9 +31,6 @@ SMALL_LANGUAGE = (
     "make pretrain-d20 DEPTH=4 CORPUS=builtin VOCAB=4096 SEQ=256 "
     'ARGS="--device-type cpu --num-iterations 100 --total-batch-size 8192"'
 )
-# Settings that are whole numbers, and their least and most; the commands, later in the chain, take no others.
-WHOLE = {"NNODES": (1, None), "RESTARTS": (0, None), "NGPU": (0, None), "DEPTH": (1, None), "SHARDS": (2, 1823)}
-WHOLE.update({"VOCAB": (265, 65536), "SEQ": (1, 2**20)})
 GIVE_DATA = (
     "Give DATA=folder with train/ and val/ (ImageNet as class folders, or webdataset tars) "
     'or DATA=hf:ILSVRC/imagenet-1k (after "hf auth login")'
@@ -44,10 +42,6 @@ HELP = """
   RUN={RUN} (what eval-bpb, eval-core, sample and export take; eval-deit takes MODEL's, figures the demo's)
   DATA=folder of images with train/ and val/ (or hf:NAME, hf-stream:NAME, wds:FOLDER, digits)
   MODEL=any timm name, WANDB_MODE=disabled (offline, online), ARGS='flags for the command of the target'"""
-
-
-class Problem(Exception):
-    """Something the user can mend; the message says how."""
 
 
 def count_gpus():
@@ -71,14 +65,14 @@ def dataset(corpus, shards):
 
 def fetch_flags(base, corpus, shards):
     """What nanochat_gka.corpus makes: shards are fetched once, to corpus/fineweb, however many of them are read."""
-    flags = f"--source {corpus} --out {base}/corpus/{corpus}"
-    return flags + " --num-shards " + shards if corpus == "fineweb" else flags
+    shards = shards if corpus == "fineweb" else ""
+    return joined(flag("source", corpus), flag("out", f"{base}/corpus/{corpus}"), flag("num-shards", shards))
 
 
 def finish_corpus(given):
     """Link the first SHARDS of the fetched shards to the folder where just these are read, and mark it complete."""
     setting = dict(DEFAULTS, **given)
-    complete = Path(names(given)["PREPARED"])
+    complete = Path(setting["BASE"], "corpus", dataset(setting["CORPUS"], setting["SHARDS"]), COMPLETE)
     complete.parent.mkdir(parents=True, exist_ok=True)
     if setting["CORPUS"] == "fineweb":
         fetched = sorted(Path(setting["BASE"], "corpus", "fineweb").glob("shard_*.parquet"))
@@ -114,25 +108,19 @@ def draw_commands(given, base):
     return [vision, language] if any(Path(base, "demo", "runs").glob("d*-gka-paper-*")) else [vision]
 
 
-def check_numbers(given):
-    """Raises Problem for the first setting that is not a whole number, or out of its range."""
-    for name, (least, most) in WHOLE.items():
-        value = given.get(name, str(least))
-        if not re.fullmatch("[0-9]+", value) or int(value) < least or (most and int(value) > most):
-            in_range = f"between {least} and {most}" if most else f"of {least} or more"
-            raise Problem(f"{name}={value} must be a whole number {in_range}")
-
-
 def torchrun_flags(given):
     """What torchrun is told beside the number of processes: NNODES machines that meet at RDZV, and RESTARTS."""
-    nodes, restarts = given.get("NNODES", "1"), given.get("RESTARTS", "0")
-    if nodes == "1" and "RDZV" in given:
-        raise Problem(f"RDZV={given['RDZV']} is where several machines meet: give their number too, NNODES=2 or more")
+    nodes, restarts, place = given.get("NNODES", "1"), given.get("RESTARTS", "0"), given.get("RDZV", "")
+    if nodes == "1" and place:
+        raise Problem(f"RDZV={place} is where several machines meet: give their number too, NNODES=2 or more")
     flags = ["--standalone"] if nodes == "1" and restarts != "0" else []
     if nodes != "1":
-        if "RDZV" not in given:
+        if not place:
             raise Problem(f"NNODES={nodes} needs RDZV=host:port, the same on every machine: one of them, a free port")
-        flags = [f"--nnodes {nodes} --rdzv-backend c10d --rdzv-id gka --rdzv-endpoint {shlex.quote(given['RDZV'])}"]
+        found = re.fullmatch(r"(?:\w[\w.-]*|\[[\w.:]+\])(?::([0-9]+))?", place)
+        if not found or not 0 < int(found[1] or 1) < 2**16:
+            raise Problem(f"RDZV={place} must be host:port, the name or address of one of the machines and a free port")
+        flags = [f"--nnodes {nodes} --rdzv-backend c10d --rdzv-id gka --rdzv-endpoint {shlex.quote(place)}"]
     return " ".join(flags + ([f"--max-restarts {restarts}"] if restarts != "0" else []))
 
 
@@ -144,52 +132,58 @@ def launcher(ranks, torchrun):
 
 
 def names(given):
-    """The make variables, from the settings that were given."""
-    check_numbers(given)
+    """The make variables, from the settings that were given: words for the shell, quoted where it needs that."""
     setting = dict(DEFAULTS, **given)
-    base, corpus = setting["BASE"], setting["CORPUS"]
+    base, corpus, text = setting["BASE"], setting["CORPUS"], {name: given.get(name, "") for name in TEXTS}
     prepared = corpus in ("fineweb", "builtin")
     name = dataset(corpus, setting["SHARDS"])
     documents = f"{base}/corpus/{name}" if prepared else corpus
     tokenizer = f"{base}/tokenizer/{name}-{setting['VOCAB']}"
     packed = f"{base}/packed/{name}-{setting['VOCAB']}-{setting['SEQ']}"
-    ngpu = given.get("NGPU") or str(count_gpus())
-    ranks = "1" if ngpu == "0" else ngpu
+    asked = given.get("NGPU", "")
+    ranks = str(max(1, int(asked or count_gpus())))
     torchrun = torchrun_flags(given)
-    run = shlex.quote(given["RUN"]) if "RUN" in given else ""
-    demo = ["--ranks " + ranks] if "NGPU" in given and ranks != "1" else []
-    demo += ["--depth " + given["DEPTH"]] if "DEPTH" in given else []
+    run, gka_run = text["RUN"], text["RUN"] or f"{base}/runs/d{setting['DEPTH']}-gka"
     named_rows = any(key in given for key in ("CORPUS", "SHARDS", "VOCAB", "SEQ"))
     return {
-        "PREPARED": documents + "/.complete" if prepared else "",  # a file that is made when the corpus is complete
-        "OWN_CORPUS": "" if prepared else documents,
+        # Steps that are still to be done: a name, which stands for the file that it makes.
+        "PREPARED": "prepare-corpus" if prepared and not os.path.exists(f"{documents}/{COMPLETE}") else "",
+        "OWN_CORPUS": "find-corpus" if not prepared and not os.path.exists(documents) else "",
+        "TOKENIZER_STEP": "" if os.path.exists(f"{tokenizer}/tokenizer.json") else "train-tokenizer",
+        "ROWS_STEP": "" if os.path.exists(f"{packed}/manifest.json") else "pack-rows",
+        "OUTPUTS": shlex.quote(base),
         "FETCH": fetch_flags(base, corpus, setting["SHARDS"]),
-        "READ_CORPUS": "--corpus " + documents,
+        "READ_CORPUS": flag("corpus", documents),
         "VOCAB_FLAG": "--vocab-size " + setting["VOCAB"],
         "SEQ_FLAG": "--sequence-len " + setting["SEQ"],
         "DEPTH_FLAG": "--depth " + setting["DEPTH"],
-        "TOKENIZER": tokenizer,
-        "PACKED": packed,
-        "PROCESSES": f"--ngpu {ranks}" + (f" --torchrun={shlex.quote(torchrun)}" if torchrun else ""),
+        "TOKENIZER": shlex.quote(tokenizer),
+        "PACKED": shlex.quote(packed),
+        "PROCESSES": joined("--ngpu " + ranks, torchrun and "--torchrun=" + shlex.quote(torchrun)),
         "LAUNCH": launcher(ranks, torchrun),
-        "DEMO_FLAGS": " ".join(demo),
+        "DEMO_FLAGS": joined(
+            flag("ranks", ranks if asked and ranks != "1" else ""), flag("depth", given.get("DEPTH", ""))
+        ),
         # The rows are those the run was trained on, unless others are named.
-        "ROWS": "--data " + packed if named_rows else "",
-        "GKA_RUN": run or f"{base}/runs/d{setting['DEPTH']}-gka",
-        "BASE_RUN": run or f"{base}/runs/d{setting['DEPTH']}-softmax",
-        "DRAWN": f"--out {base}/figures --demo {base}/demo" + (f" --run {run}" if run else ""),
-        "REPORTED": f"--base {base}" + (f" --run {run}" if run else ""),
-        "EXPLORED": f"--demo {base}/demo" + (f" --run {run}" if run else ""),
+        "ROWS": flag("data", packed if named_rows else ""),
+        "GKA_RUN": shlex.quote(gka_run),
+        "BASE_RUN": shlex.quote(run or f"{base}/runs/d{setting['DEPTH']}-softmax"),
+        "DEIT_RUN": shlex.quote(run or f"{base}/runs/{text['MODEL'] or 'deit_tiny_gka_patch16_224'}"),
+        "EXPORTED": shlex.quote(gka_run + "-export"),
         "DRAW": " ".join(draw_commands(given, base)),
-        "MODEL_FLAG": "--model " + shlex.quote(given["MODEL"]) if "MODEL" in given else "",
-        "DEIT_RUN": run or f"{base}/runs/{given.get('MODEL', 'deit_tiny_gka_patch16_224')}",
+        "DRAWN": joined(flag("out", base + "/figures"), flag("demo", base + "/demo"), flag("run", run)),
+        "REPORTED": joined(flag("base", base), flag("run", run)),
+        "EXPLORED": joined(flag("demo", base + "/demo"), flag("run", run)),
+        "SHOWN": joined(flag("image", text["IMAGE"]), flag("text", text["TEXT"])),
+        "MODEL_FLAG": flag("model", text["MODEL"]),
+        "DATA_FLAG": flag("data", text["DATA"]),
+        "BUNDLE_FLAG": flag("bundle", text["BUNDLE"]),
+        "PROMPT_FLAG": flag("prompt", text["PROMPT"] or "The"),
+        "WANDB_FLAG": flag("wandb", setting["WANDB_MODE"]),
+        "FLAGS": flags_of(text["ARGS"]),
+        "SYSTEM_PY": shlex.quote(text["PYTHON"]),
+        "GIVEN": " ".join(shlex.quote("=".join(pair)) for pair in given.items()),
     }
-
-
-def as_make(variables):
-    """The variables as words of make, NAME:=value with the spaces of a value as |, which the Makefile turns back."""
-    escaped = {name: value.replace("$", "$$").replace("#", "\\#") for name, value in variables.items()}
-    return " ".join(f"{name}:={value.replace(' ', '|')}" for name, value in escaped.items())
 
 
 def has_device(given):
@@ -248,13 +242,11 @@ def show_targets(makefile):
 def main(words):
     """Do what the first word says, with the settings in the others."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `make help | head` ends quietly
+    sys.stdout.reconfigure(errors="surrogateescape")  # a name that is not text comes out as it came in
     if not words or words[0] in ("-h", "--help"):
         print(__doc__.strip())
         return
-    asked, pairs = words[0], (word.split("=", 1) for word in words[1:])
-    given = {name: value for name, value in pairs if value}
-    if given.pop("FOR", "") == "study":
-        given = {**STUDY, **given}
+    asked = words[0]
     steps = {
         "check-python": check_python,
         "check-gpu": check_gpu,
@@ -263,19 +255,20 @@ def main(words):
         "check-figures": check_figures,
         "finish-corpus": finish_corpus,
     }
-    if asked == "make":
-        try:
+    try:
+        given = read(words[1:])
+        if asked == "make":
             print(as_make(names(given)))
-        except Problem as problem:
-            print(as_make({"PROBLEM": str(problem)}))  # which make says itself, in one line
-    elif asked == "help":
-        show_targets(Path("Makefile").read_text())
-        settings = {**DEFAULTS, "NGPU": count_gpus(), **given, "RUN": names(given)["GKA_RUN"]}
-        print(HELP.format(**settings))
-    else:
-        try:
+        elif asked == "help":
+            show_targets(Path("Makefile").read_text())
+            settings = {**DEFAULTS, "NGPU": count_gpus(), **given, "RUN": names(given)["GKA_RUN"]}
+            print(HELP.format(**settings))
+        else:
             steps[asked](given)
-        except Problem as problem:
+    except Problem as problem:
+        if asked == "make":
+            print(as_make({"PROBLEM": str(problem)}))  # which make says itself, in one line
+        else:
             print(f"error: {problem}", file=sys.stderr)
             sys.exit(2)
 

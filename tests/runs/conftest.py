@@ -1,12 +1,13 @@
 """make in a bare copy of the tree, for the tests of its settings."""
 
 import os
-import re
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+
+from makefile import SETTINGS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -14,17 +15,18 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def make(tmp_path):
     """Run make in a bare copy of the tree: no environment, no outputs."""
-    for name in ("Makefile", "requirements.txt", "pyproject.toml", "runs/names.py"):
+    for name in ("Makefile", "requirements.txt", "pyproject.toml", "runs/names.py", "runs/settings.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     # These tests run under `make test`: its settings and its talk of entering folders are not theirs.
-    given = re.search(r"^SETTINGS +:= (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
-    settings = {"PYTHON", "WANDB_MODE", "BUNDLE", "PROMPT", "MFLAGS", *given}
+    settings = {"MFLAGS", *SETTINGS}
     kept = {key: value for key, value in os.environ.items() if not key.startswith("MAKE") and key not in settings}
     kept.pop("PYTHONPATH", None)
 
-    def run(*words):
-        return subprocess.run(["make", *words], cwd=tmp_path, capture_output=True, text=True, env=kept)
+    def run(*words, env=None):
+        return subprocess.run(
+            ["make", *words], cwd=tmp_path, capture_output=True, text=True, env={**kept, **(env or {})}
+        )
 
     return run
 

@@ -14,7 +14,7 @@ from torch.distributed import run as torchrun
 
 from nanochat_gka.data import fineweb, tokenizer
 from nanochat_gka.pack import PackConfig
-from runs import names
+from runs import settings
 from runs.paper import common
 from trainkit.cli import SHUTDOWN_TIMEOUT
 from trainkit.torchrun import SETTINGS
@@ -84,7 +84,7 @@ def test_a_setting_that_no_command_takes_is_one_line_before_anything_starts(make
 def test_settings_have_the_bounds_of_the_flags_that_they_become():
     flags = {"SHARDS": fineweb.SHARDS, "VOCAB": tokenizer.VOCAB}
     flags["SEQ"] = get_type_hints(PackConfig, include_extras=True)["sequence_len"].__metadata__[0]
-    assert {name: names.WHOLE[name] for name in flags} == {name: (b.least, b.most) for name, b in flags.items()}
+    assert {name: settings.WHOLE[name] for name in flags} == {name: (b.least, b.most) for name, b in flags.items()}
 
 
 def stub(folder: Path, name: str, script: str) -> None:

@@ -1,0 +1,151 @@
+"""Settings of make with characters that mean something to make or the shell: they arrive as they are, or are refused.
+
+In place of the environment's Python stands a script that notes the words it is called with.
+"""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from makefile import SETTINGS, TARGETS
+from runs.settings import PATHS, WHOLE, Problem, flags_of, read
+
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+
+RUN_IT = "$(shell touch canary) $$(touch canary) `touch canary`; touch canary | touch canary & touch canary"
+ODD = f' it\'s "b" {RUN_IT} > canary # % \\ \\# é : ~ * = , ${{x}} $HOME (a) [b]  two\tend'
+REFUSED = {*WHOLE, "RDZV", "WANDB_MODE"}  # what is not a number, a place or a mode
+TEXTS = [name for name in SETTINGS if name not in REFUSED | {"ARGS", "PYTHON", "NANOCHAT_SRC", "DEIT_SRC"}]
+ARGS = f"--device-type cpu --odd 'it {RUN_IT}' \"$(touch canary)`touch canary`\" $(touch canary);touch canary"
+ARGS_WORDS = [
+    "--device-type",
+    "cpu",
+    "--odd",
+    f"it {RUN_IT}",
+    "$(touch canary)`touch canary`",
+    "$(touch",
+    "canary);touch",
+]
+ARGS_WORDS += ["canary"]
+
+
+@pytest.fixture
+def recorded(tmp_path, ready):
+    """The words of every call of the environment's Python so far."""
+    python = tmp_path / ".venv/bin/python"
+    python.parent.mkdir()
+    python.write_text('#!/bin/sh\nprintf "%s\\0" "$@" >> calls\nprintf "\\n\\0" >> calls\n')
+    python.chmod(0o755)
+    calls = tmp_path / "calls"
+    return lambda: (
+        [call.strip("\0").split("\0") for call in calls.read_text().split("\0\n")[:-1]] if calls.exists() else []
+    )
+
+
+@pytest.fixture
+def odd(tmp_path):
+    """Every setting that is a path or a text, with odd characters. The folders are there."""
+    settings = {name: name + ODD for name in TEXTS}
+    for name in PATHS:
+        (tmp_path / settings[name]).mkdir()
+    python = tmp_path / f"PYTHON{ODD}"
+    python.symlink_to(os.path.realpath(sys.executable))
+    settings |= {name: name + ODD for name in ("NANOCHAT_SRC", "DEIT_SRC")}
+    return {**settings, "PYTHON": f"./{python.name}", "ARGS": ARGS}
+
+
+@pytest.mark.parametrize("target", [*TARGETS, "train-deit-s-vlt"])
+def test_odd_settings_arrive_as_they_are_and_run_nothing(make, tmp_path, recorded, odd, target):
+    (tmp_path / "patches").mkdir()
+    (tmp_path / "patches/requirements.txt").touch()
+    settings = [f"{name}={value}" for name, value in odd.items()]
+    shown = make("-n", target, *settings)
+    assert shown.returncode == 0 and not recorded(), shown.stderr
+    make(target, *settings)
+    called = recorded()
+    for call in called:
+        for name in TEXTS:
+            assert all(name + ODD in word for word in call if f"{name} it" in word), call
+        at = call.index("--device-type") if "--odd" in call else None
+        assert at is None or call[at : at + len(ARGS_WORDS)] == ARGS_WORDS
+    subprocess.run(["sh", "-e"], input=shown.stdout, cwd=tmp_path, text=True, capture_output=True)
+    assert recorded() == called * 2  # make -n shows what runs
+    assert not (tmp_path / "canary").exists()
+
+
+def test_every_text_reaches_a_command(make, recorded, odd):
+    """The test above would pass if the settings went nowhere."""
+    settings = [f"{name}={value}" for name, value in odd.items()]
+    for target in ("pretrain-d20", "train-deit-ti", "eval-core", "sample", "report"):
+        make(target, *settings)
+    words = [word for call in recorded() for word in call]
+    assert [name for name in TEXTS if not any(name + ODD in word for word in words)] == []
+    assert "--odd" in words
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_a_setting_that_is_no_text_is_refused_before_anything_runs(make, tmp_path, name):
+    done = make("-n", "pretrain-d20", f"{name}=1{RUN_IT}", *(["NNODES=2"] if name == "RDZV" else []))
+    assert done.returncode == 2 and not done.stdout and not (tmp_path / "canary").exists()
+    assert done.stderr.count("\n") == 1 and f"{name}=1{RUN_IT} must be" in done.stderr
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_line_break_is_refused(make, tmp_path, name):
+    done = make("-n", "pretrain-d20", f"{name}=1\n\ttouch canary")
+    assert done.returncode == 2 and not done.stdout and not (tmp_path / "canary").exists()
+    assert "line break" in done.stderr or (name == "PYTHON" and "set PYTHON=python3.x" in done.stderr)
+
+
+def test_settings_of_the_environment_run_nothing_either(make, tmp_path):
+    done = make("-n", "tokenize", env={"CORPUS": "$(shell touch canary)", "PYTHON": "python3"})
+    assert "--corpus '$(shell touch canary)' " in done.stdout and not (tmp_path / "canary").exists()
+
+
+@pytest.mark.parametrize("goal", ["train-deit-ti;touch canary", "train-deit-$(shell touch canary)", "a`touch canary`"])
+def test_a_target_runs_nothing_that_it_does_not_name(make, tmp_path, goal):
+    done = make(goal, "DATA=digits", "ARGS=--device-type cpu")
+    assert done.returncode == 2 and not (tmp_path / "canary").exists() and "there is no target " in done.stderr
+
+
+def test_steps_with_odd_names_are_not_done_again(make, tmp_path, ready):
+    base = "a: b's|%#"
+    settings = [f"BASE={base}", "CORPUS=builtin"]
+    for made in (
+        "corpus/builtin/.complete",
+        "tokenizer/builtin-32768/tokenizer.json",
+        "packed/builtin-32768-2048/manifest.json",
+    ):
+        assert "nanochat_gka" in make("-n", "tokenize", *settings).stdout
+        (tmp_path / base / made).parent.mkdir(parents=True)
+        (tmp_path / base / made).touch()
+    assert "nanochat_gka" not in make("-n", "tokenize", *settings).stdout
+
+
+def test_paths_are_those_of_the_shell(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    given = read(["BASE=~/out/", "RUN=-x/", "IMAGE=/", "TEXT=~ -x", "NGPU=07", "DATA="])
+    assert given == {"BASE": f"{tmp_path}/out", "RUN": "./-x", "IMAGE": "/", "TEXT": "~ -x", "NGPU": "7"}
+
+
+def test_a_value_with_a_dash_first_is_no_flag(make):
+    words = shlex.split(make("-n", "sample", "RUN=-run", "PROMPT=-5 is").stdout.splitlines()[-1])
+    assert words[words.index("--run") + 1] == "./-run" and "--prompt=-5 is" in words
+
+
+def test_extra_flags_keep_what_the_shell_does_for_them(make, tmp_path):
+    for name in ("a.jpg", "b c.jpg"):
+        (tmp_path / name).touch()
+    line = make("-n", "report", "ARGS=--image *.jpg --out \"my page.html\" --text 'a $ b'").stdout.splitlines()[-1]
+    assert line.endswith("""--image *.jpg --out "my page.html" --text 'a $ b'""")
+    with pytest.raises(Problem, match="ARGS=--text 'a: no closing quotation"):
+        flags_of("--text 'a")
+
+
+def test_an_exported_run_is_named_without_the_slash_at_the_end(make):
+    line = make("-n", "export", "RUN=my runs/d4/").stdout.splitlines()[-1]
+    assert shlex.split(line)[-3:] == ["my runs/d4", "--out", "my runs/d4-export"]
