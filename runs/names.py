@@ -45,11 +45,29 @@ HELP = """
 
 
 def count_gpus():
-    """How many GPUs nvidia-smi lists; 0 without it."""
+    """How many GPUs CUDA shows to a process: those of nvidia-smi, or what CUDA_VISIBLE_DEVICES names; 0 without it."""
     if not shutil.which("nvidia-smi"):
         return 0
-    listed = subprocess.run(["nvidia-smi", "-L"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    return sum(line.startswith(b"GPU") for line in listed.stdout.splitlines())
+    done = subprocess.run(["nvidia-smi", "-L"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    lines = [line for line in done.stdout.decode(errors="replace").splitlines() if line.startswith("GPU")]
+    uuids = [line.rpartition("(UUID: ")[2].rstrip(")") for line in lines]
+    return visible(uuids, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def visible(uuids, named):
+    """How many of these GPUs CUDA_VISIBLE_DEVICES leaves, read as CUDA does: numbers or UUIDs up to the first wrong."""
+    if named is None:
+        return len(uuids)
+    seen = []
+    for name in map(str.strip, named.split(",")):
+        if name.startswith("MIG-"):  # a part of a GPU; CUDA uses one
+            return 1
+        number = re.match(r"\+?([0-9]+)", name)
+        found = [int(number[1])] if number else [i for i, uuid in enumerate(uuids) if name and uuid.startswith(name)]
+        if len(found) != 1 or found[0] >= len(uuids):
+            break
+        seen += found
+    return len(seen) if len(set(seen)) == len(seen) else 0  # one that is named twice leaves none
 
 
 def dataset(corpus, shards):

@@ -19,7 +19,7 @@ def make(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     # These tests run under `make test`: its settings and its talk of entering folders are not theirs.
-    settings = {"MFLAGS", *SETTINGS}
+    settings = {"MFLAGS", "CUDA_VISIBLE_DEVICES", *SETTINGS}
     kept = {key: value for key, value in os.environ.items() if not key.startswith("MAKE") and key not in settings}
     kept.pop("PYTHONPATH", None)
 

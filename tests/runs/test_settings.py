@@ -149,3 +149,33 @@ def test_extra_flags_keep_what_the_shell_does_for_them(make, tmp_path):
 def test_an_exported_run_is_named_without_the_slash_at_the_end(make):
     line = make("-n", "export", "RUN=my runs/d4/").stdout.splitlines()[-1]
     assert shlex.split(line)[-3:] == ["my runs/d4", "--out", "my runs/d4-export"]
+
+
+@pytest.mark.parametrize(
+    "named, count",
+    [
+        (None, 4),
+        ("2,3", 2),
+        (" 1 , 0", 2),
+        ("", 0),
+        ("NoDevFiles", 0),
+        ("-1", 0),
+        ("0,-1,1", 1),
+        ("1,4,2", 1),
+        ("0,1,0", 0),
+        ("GPU-2aaa,GPU-0", 2),
+        ("GPU-2aaa,GPU-9,GPU-0", 1),
+        ("GPU-", 0),
+        ("MIG-1b2c", 1),
+    ],
+)
+def test_cuda_visible_devices_decides_the_count_of_processes(make, tmp_path, ready, named, count):
+    smi = tmp_path / "bin/nvidia-smi"
+    smi.parent.mkdir()
+    lines = "\n".join(f"GPU {n}: NVIDIA H100 80GB HBM3 (UUID: GPU-{n}aaa-{n})" for n in range(4))
+    smi.write_text(f"#!/bin/sh\n[ \"$1\" = -L ] && echo '{lines}'\n")
+    smi.chmod(0o755)
+    env = {"PATH": f"{smi.parent}:{os.environ['PATH']}"} | ({} if named is None else {"CUDA_VISIBLE_DEVICES": named})
+    assert f"NGPU={count} processes" in make("help", env=env).stdout
+    assert f"--ngpu {count or 1} " in make("-n", "pretrain-d20", env=env).stdout
+    assert make("check-gpu", env=env).returncode == (0 if count else 2)
