@@ -4,6 +4,7 @@ make explore                                (python -m runs.explore)
 make explore RUN=out/runs/deit_tiny_gka_patch16_224
 """
 
+import ipaddress
 import os
 import signal
 import socket
@@ -19,8 +20,6 @@ from runs.explore.models import load
 from trainkit import extras
 from trainkit.cli import Bounds, UserError, run
 
-LOOPBACK = "127.0.0.1"
-
 
 @dataclass
 class ExploreConfig:
@@ -35,8 +34,8 @@ class ExploreConfig:
     """A timm name: the vision model, with random weights, where there is neither --run nor a demo."""
     demo: Path = Path("out/demo")
     """Where the demo's runs are."""
-    host: str = LOOPBACK
-    """The address to listen on. Any other than the default lets other machines use the page."""
+    host: str = "127.0.0.1"
+    """The address to listen on. Any but this machine's own, such as localhost, lets other machines use the page."""
     port: Annotated[int, Bounds(0, 65535)] = 0
     """The port to listen on; 0 = the first free one from 7860."""
 
@@ -46,13 +45,14 @@ def main(config: ExploreConfig) -> None:
         raise UserError(reason)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
-    if config.host != LOOPBACK:
-        print(f"warning: everybody who can reach {config.host} can use this page", file=sys.stderr)
     try:  # Gradio would try a hundred ports on a host that is not this machine, for minutes
-        socket.create_server((config.host, config.port)).close()
+        with socket.create_server((config.host, config.port)) as found:
+            own = ipaddress.ip_address(found.getsockname()[0]).is_loopback
     except OSError as error:
         place = f"{config.host}, port {config.port}"
         raise UserError(f"cannot listen on {place}: {error.strerror}; choose another --host or --port") from error
+    if not own:
+        print(f"warning: everybody who can reach {config.host} can use this page", file=sys.stderr)
     models = load(config.run, config.twin, config.demo, config.model)
     for model in (*models.vision, *models.language):
         print(model.about)
@@ -61,7 +61,7 @@ def main(config: ExploreConfig) -> None:
         from runs.explore import page
 
         served = page.build(models)
-        address = page.serve(served, config.host, config.port)
+        address = page.serve(served, config.host, config.port, own)
         print(f"open {address} in a browser; Ctrl-C ends it", flush=True)
         try:
             threading.Event().wait()

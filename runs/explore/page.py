@@ -3,18 +3,18 @@
 import os
 
 os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when Gradio is imported
+# Gradio asks its own page whether it is there: not through a proxy, of a kind that may need a package more.
+os.environ["no_proxy"] = os.environ["NO_PROXY"] = "*"
 
 import gradio as gr
-from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from runs.explore import language_tab, vision_tab
 from runs.explore.events import Page
+from runs.explore.guard import guards
 from runs.explore.markup import CSS
 from runs.explore.models import Models
 from runs.explore.photos import MAX_BYTES, bundled
 
-LOOPBACK = "127.0.0.1"
 TITLE = "Gaussian kernel attention"
 INTRODUCTION = """# Gaussian kernel attention
 What a trained model attends to, and what becomes of its predictions when the bandwidths σ of its kernels are scaled."""
@@ -38,16 +38,17 @@ def build(models: Models) -> gr.Blocks:
     return page.queue(max_size=QUEUE, default_concurrency_limit=1, api_open=False)
 
 
-def serve(page: gr.Blocks, host: str, port: int) -> str:
-    """Serve the page in threads of this process. Returns its address. OSError if the port is taken."""
-    # A page elsewhere whose name was made to point here sends its own name.
-    known_hosts = [host, "localhost"] if host == LOOPBACK else ["*"]
+def serve(page: gr.Blocks, host: str, port: int, own: bool) -> str:
+    """Serve the page in threads of this process. own: whether `host` is this machine alone. Returns its address.
+
+    Raises OSError if the port is taken.
+    """
     address = page.launch(
         server_name=host,
         server_port=port or None,
         theme=gr.themes.Default(**FONTS).set(body_text_color_subdued="*neutral_500"),
         css=CSS,
-        app_kwargs={"middleware": [Middleware(TrustedHostMiddleware, allowed_hosts=known_hosts)]},
+        app_kwargs={"middleware": guards(host, own)},
         share=False,
         allowed_paths=[],
         max_file_size=MAX_BYTES,

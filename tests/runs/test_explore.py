@@ -24,14 +24,14 @@ POWER = "input[type=number][aria-label*='to the power of']"
 class Server:
     """The command, once it serves. address: of the page. files: its folder of temporary files."""
 
-    def __init__(self, demo: Path, folder: Path):
-        self.folder = folder
+    def __init__(self, demo: Path, folder: Path, *flags: str, **variables: str):
+        self.demo, self.folder = demo, folder
         self.process = subprocess.Popen(
-            command("runs.explore", "--demo", demo),
+            command("runs.explore", "--demo", demo, *flags),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**environment(), "TMPDIR": str(folder)},
+            env={**environment(), "TMPDIR": str(folder), **variables},
         )
         said = iter(self.process.stdout.readline, "")
         line = next((line for line in said if line.startswith("open ")), None)
@@ -48,8 +48,8 @@ class Server:
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
 
-    def post(self, path: str, body: dict) -> dict:
-        data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
+    def post(self, path: str, body: dict, **headers: str) -> dict:
+        data, headers = json.dumps(body).encode(), {"Content-Type": "application/json", **headers}
         with urllib.request.urlopen(urllib.request.Request(self.address + path, data, headers), timeout=60) as answer:
             return json.load(answer)
 
@@ -228,6 +228,63 @@ def test_no_file_of_the_machine_is_served(server):
         status, text = server.get(f"/gradio_api/file={path}")
         assert status == 403 and "root:" not in text
     assert server.get("/config", Host="elsewhere.example")[0] == 400
+
+
+OTHER_SITES = {
+    "another site": {"Origin": "https://elsewhere.example"},
+    "another port": {"Origin": "http://127.0.0.1:1"},
+    "a file": {"Origin": "null"},
+    "an image": {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors", "Sec-Fetch-Dest": "image"},
+    "a frame": {"Sec-Fetch-Site": "same-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "iframe"},
+}
+
+
+def upload(server: Server, **headers: str) -> int:
+    """Status of a request to upload a file."""
+    form = (
+        b'--b\r\nContent-Disposition: form-data; name="files"; filename="x.png"\r\n\r\n'
+        + bytes(2**20)
+        + b"\r\n--b--\r\n"
+    )
+    headers["Content-Type"] = "multipart/form-data; boundary=b"
+    request = urllib.request.Request(server.address + "/gradio_api/upload", form, headers)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
+    except urllib.error.URLError as error:  # it hangs up on who is still sending
+        assert isinstance(error.reason, (BrokenPipeError, ConnectionResetError)), error
+        return 403
+
+
+@pytest.mark.parametrize("headers", OTHER_SITES.values(), ids=OTHER_SITES)
+def test_pages_of_other_sites_can_neither_upload_nor_run_models(server, headers):
+    stored = set(server.folder.rglob("x.png"))
+    assert upload(server, **headers) == 403 and set(server.folder.rglob("x.png")) == stored
+    assert server.get("/config", **headers)[0] == 403
+    with pytest.raises(urllib.error.HTTPError, match="403"):
+        server.post("/gradio_api/queue/join", {"data": [], "fn_index": 0, "session_hash": "other"}, **headers)
+
+
+def test_the_page_itself_uploads_and_links_to_it_work(server):
+    assert upload(server, Origin=server.address) == 200 and list(server.folder.rglob("x.png"))
+    link = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
+    assert server.get("/", **link)[0] == 200
+    assert server.get("/config", **{"Sec-Fetch-Site": "same-origin"})[0] == 200
+
+
+def test_localhost_behind_proxies_is_this_machine_alone(server, tmp_path):
+    """Gradio would ask a proxy for the page, and need a package more for one of SOCKS."""
+    proxies = dict.fromkeys(("http_proxy", "HTTPS_PROXY", "https_proxy"), "http://127.0.0.1:9")
+    running = Server(server.demo, tmp_path, "--host", "localhost", **proxies, ALL_PROXY="socks5://127.0.0.1:9")
+    try:
+        assert running.address.startswith("http://localhost:")
+        assert running.get("/config")[0] == 200
+        assert running.get("/config", Host="elsewhere.example")[0] == 400
+    finally:
+        code, errors = running.end()
+    assert code == 130 and "warning" not in errors
 
 
 def test_events_cannot_name_a_file_of_the_machine(server):
