@@ -3,7 +3,8 @@
 import base64
 import hashlib
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 
@@ -18,6 +19,10 @@ from trainkit.files import read_json, write_json
 SPLIT_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 )
+# Blanks inside a line. The pattern's engine remembers every blank of a run, at most a million of them, and a longer run
+# ends the process. Texts below LONG_TEXT characters are far from that.
+BLANKS = re.compile("[\t\v\f \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]{64,}")
+LONG_TEXT = 2**18
 _NAMES = "bos user_start user_end assistant_start assistant_end python_start python_end output_start output_end"
 SPECIAL_TOKENS = tuple(f"<|{name}|>" for name in _NAMES.split())
 VOCAB = Bounds(256 + len(SPECIAL_TOKENS), 2**16)  # bytes and special tokens at least; ids are stored as uint16
@@ -44,7 +49,8 @@ class Tokenizer:
 
         VOCAB.check("--vocab-size", vocab_size)
         trainer = rustbpe.Tokenizer()
-        trainer.train_from_iterator(iter(documents), vocab_size - len(SPECIAL_TOKENS), pattern=SPLIT_PATTERN)
+        texts = (text for document in documents for text in _texts_to_learn(document))
+        trainer.train_from_iterator(texts, vocab_size - len(SPECIAL_TOKENS), pattern=SPLIT_PATTERN)
         return cls({bytes(token): rank for token, rank in trainer.get_mergeable_ranks()})
 
     @classmethod
@@ -80,14 +86,24 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`; strings that look like special tokens are ordinary text."""
-        return self.encoding.encode_ordinary(text)
+        return [number for part, encoding in self._parts(text) for number in encoding.encode_ordinary(part)]
 
     def encode_document(self, text: str) -> np.ndarray:
         """uint16 ids of a document, opened by BOS."""
-        ids = self.encoding.encode_to_numpy(text, allowed_special=set(), disallowed_special=())
-        document = np.empty(len(ids) + 1, dtype=np.uint16)
-        document[0], document[1:] = self.bos_id, ids
-        return document
+        parts = [
+            encoding.encode_to_numpy(part, allowed_special=set(), disallowed_special=())
+            for part, encoding in self._parts(text)
+        ]
+        return np.concatenate([[self.bos_id], *parts], dtype=np.uint16, casting="unsafe")
+
+    def _parts(self, text: str) -> Iterator[tuple[str, tiktoken.Encoding]]:
+        """Parts of `text` and what encodes each, so that their ids are those of the whole."""
+        return ((part, self._one_chunk if blank else self.encoding) for part, blank in split_at_blanks(text))
+
+    @cached_property
+    def _one_chunk(self) -> tiktoken.Encoding:
+        """Encodes white space as one chunk, however long it is."""
+        return tiktoken.Encoding("gka-blank", pat_str=r"\s+", mergeable_ranks=self.ranks, special_tokens={})
 
     def decode(self, ids: Iterable[int]) -> str:
         return self.encoding.decode(list(ids))
@@ -100,3 +116,28 @@ class Tokenizer:
         """
         lengths = [len(self.decode([i]).encode()) for i in range(len(self.ranks))]
         return torch.tensor(lengths + [0] * len(self.special))
+
+
+def split_at_blanks(text: str) -> Iterator[tuple[str, bool]]:
+    """`text` in parts, of which those marked True are one chunk of SPLIT_PATTERN; the others have the whole's chunks.
+
+    A short text is one part. In a long one, every long run of blanks that no line end follows is a part, as the pattern
+    has it: the run is one chunk, but for its last blank if a word follows, for that belongs to what comes next. What
+    stands before a run or after it is split as if the run were not there, since the pattern looks back nowhere.
+    """
+    done = 0
+    if len(text) >= LONG_TEXT:
+        for run in BLANKS.finditer(text):
+            last = text[run.end() : run.end() + 1]
+            if last not in ("\r", "\n"):
+                end = run.end() - len(last)
+                yield text[done : run.start()], False
+                yield text[run.start() : end], True
+                done = end
+    yield text[done:], False
+
+
+def _texts_to_learn(document: str) -> Iterator[str]:
+    """`document`, with long runs of blanks in pieces, for rustbpe has the same engine."""
+    for part, blank in split_at_blanks(document):
+        yield from (part[first : first + LONG_TEXT] for first in range(0, len(part), LONG_TEXT)) if blank else (part,)

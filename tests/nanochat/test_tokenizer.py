@@ -11,8 +11,10 @@ import rustbpe
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 
 import tiny
+from nanochat_gka.data import huggingface_tokenizer
 from nanochat_gka.data.corpora import ParquetCorpus
 from nanochat_gka.data.tokenizer import SPECIAL_TOKENS, SPLIT_PATTERN, Tokenizer
 from nanochat_gka.tokenizer import TokenizerConfig, main, training_documents
@@ -56,6 +58,30 @@ def test_any_text_comes_back(tokenizer, text):
     document = tokenizer.encode_document(text)
     assert document.dtype == np.uint16
     assert document.tolist() == [tokenizer.bos_id, *ids]
+
+
+# Every white space of the pattern, line ends, what \s of Python's re has beside, and letters, digits, marks, quotes.
+CHARACTERS = " \t\v\f\x85\xa0\u1680\u2000\u200a\u2028\u2029\u202f\u205f\u3000\r\n\x1c\u200b\ufeffxé東1٣!'\u0301🦜"
+
+
+@given(st.lists(st.tuples(st.sampled_from(CHARACTERS), st.sampled_from([1, 1, 2, 63, 64, 65, 130])), max_size=12))
+def test_text_in_parts_has_the_ids_of_the_whole(tokenizer, runs):
+    """The rule for long runs of blanks, on runs that the pattern's engine still takes whole."""
+    text = "".join(character * count for character, count in runs)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("nanochat_gka.data.tokenizer.LONG_TEXT", 0)
+        assert tokenizer.encode(text) == tokenizer.encoding.encode_ordinary(text)
+        assert tokenizer.encode_document(text).tolist()[1:] == tokenizer.encoding.encode_ordinary(text)
+
+
+def test_a_run_of_a_million_blanks_is_encoded(tokenizer, tmp_path):
+    """The ids are those of Hugging Face's tokenizer, whose engine has no such stack. Such text trains, too."""
+    huggingface_tokenizer.save(tokenizer, tmp_path, 2048)
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    for text in (f"one{' ' * 1_000_001}two", f"one \n{chr(9) * 1_000_001}"):
+        assert [tokenizer.bos_id, *tokenizer.encode(text)] == theirs(text)["input_ids"]
+        assert tokenizer.encode_document(text).tolist() == theirs(text)["input_ids"]
+    assert Tokenizer.train([*TEXT, text], 400).vocab_size == 400
 
 
 def test_special_strings_are_ordinary_text(tokenizer):
