@@ -88,14 +88,13 @@ def data_of(run: Path) -> str:
     return state["trained_on"]
 
 
-def load_models(config: EvaluateConfig, classes: list[str], device: torch.device) -> Candidates:
-    """Every model to evaluate. Raises UserError if its classes are not the data's."""
+def load_models(config: EvaluateConfig, device: torch.device) -> Candidates:
+    """Every model to evaluate. Raises UserError."""
     if config.run is not None and is_export(config.run):
-        return candidates.of_export(config.run, config.data, classes, device)
+        return candidates.of_export(config.run, device)
     if config.run is not None:
-        return candidates.of_run(config.run, config.best, config.weights, config.data, classes, device)
-    arguments = parse_kwargs(config.model_kwargs)
-    return candidates.of_timm(config.model, arguments, config.checkpoint, config.data, classes, device)
+        return candidates.of_run(config.run, config.best, config.weights, device)
+    return candidates.of_timm(config.model, parse_kwargs(config.model_kwargs), config.checkpoint, device)
 
 
 def measure(config: EvaluateConfig, runtime: Runtime) -> dict[str, dict]:
@@ -105,10 +104,16 @@ def measure(config: EvaluateConfig, runtime: Runtime) -> dict[str, dict]:
     if num_workers:
         worker_context(config.data)
     source = runtime.agree(lambda: open_data(config.data, config.split, config.run))
-    models, settings = runtime.agree(lambda: load_models(config, source.classes, runtime.device))
+    found = runtime.agree(lambda: load_models(config, runtime.device))
+    models, settings = found.models, found.settings
+    whose = str(config.run or config.model)
+    numbers, note = runtime.agree(lambda: found.numbers(source.classes, config.data, whose))
+    if note and runtime.is_main:
+        print(note, file=sys.stderr)
     if config.crop_pct != -1:
         settings["crop_pct"] = config.crop_pct
-    loader = evaluation_batches(source, eval_transform(**settings), runtime, config.device_batch_size, num_workers)
+    how = runtime, config.device_batch_size, num_workers, numbers
+    loader = evaluation_batches(source, eval_transform(**settings), *how)
     broken: list[tuple[str, str]] = []
     started = time.perf_counter()
     with closing(loader), progress_bar() as bar:

@@ -4,7 +4,7 @@ A broken image never stops training: a neighbour in the batch takes its place, a
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,10 +24,13 @@ class Batch(NamedTuple):
 
 
 class Images:
-    """Makes batches from keys. In training a broken image is replaced by a neighbour, in evaluation it is left out."""
+    """Makes batches from keys. In training a broken image is replaced by a neighbour, in evaluation it is left out.
 
-    def __init__(self, source: Source | Stream, transform, training: bool):
-        self.name, self.transform, self.training = source.name, transform, training
+    numbers: what the model calls each of the source's labels; None leaves them.
+    """
+
+    def __init__(self, source: Source | Stream, transform, training: bool, numbers: Sequence[int] | None = None):
+        self.name, self.transform, self.training, self.numbers = source.name, transform, training, numbers
         self.source = source if isinstance(source, Source) else None  # a stream's keys bring the images
 
     def __getitems__(self, keys: list[Key]) -> Batch:
@@ -45,7 +48,7 @@ class Images:
                 continue
             if self.training:
                 seed_everything(key.seed)
-            made.append((self.transform(image), label))
+            made.append((self.transform(image), label if self.numbers is None else self.numbers[label]))
         if self.training:
             made = _with_neighbours(made)
         intact = [pair for pair in made if pair is not None]

@@ -3,7 +3,7 @@
 import os
 import threading
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing.connection import wait
 from typing import Annotated
 
@@ -96,16 +96,24 @@ def batches(images: Images, keys: Iterable[list[Key]], num_workers: int, device:
 
 
 def evaluation_batches(
-    source: Source | Stream, transform, runtime: Runtime, batch_size: int, num_workers: int
+    source: Source | Stream,
+    transform,
+    runtime: Runtime,
+    batch_size: int,
+    num_workers: int,
+    numbers: Sequence[int] | None = None,
 ) -> Iterator[Batch]:
-    """This process's part of the images, in order: every image is in exactly one process's part, once."""
+    """This process's part of the images, in order: every image is in exactly one process's part, once.
+
+    numbers: see `Images`.
+    """
     if isinstance(source, Stream):
         items: Iterable = source.records(0, runtime.rank, runtime.world_size)
     else:
         items = range(runtime.rank, len(source), runtime.world_size)
     count = -(-batch_size // UNIT)
     keys = _groups_of(items, batch_size // count)
-    loader = batches(Images(source, transform, training=False), keys, num_workers, runtime.device)
+    loader = batches(Images(source, transform, False, numbers), keys, num_workers, runtime.device)
     try:
         parts: list[Batch] = []
         for unit in loader:

@@ -37,10 +37,11 @@ class Origin:
 def read_origin(source: str) -> Origin:
     """What is known of the weights that `warm_start.read_weights` reads from `source`.
 
-    A run and an exported folder say all of it, as does the file in an exported folder; a timm name says the mean and
-    the deviation, another file nothing.
+    A run and an exported folder say all of it, as do the files in them; a timm name says the mean and the deviation,
+    another file nothing.
     """
     path = Path(source).expanduser()
+    path = path.parent if (path.parent / "manifest.json").exists() else path
     if path.is_dir() and not is_export(path):
         state = find_checkpoint(path).state
         return _origin(state["classes"], about_images(state))

@@ -8,6 +8,7 @@ from deit_gka.data.images import Batch, Images
 from deit_gka.data.order import Order
 from deit_gka.data.sources import Stream, check_classes, located
 from deit_gka.data.sources.base import list_hash
+from deit_gka.data.sources.classes import moved_class, numbers_by_name
 from deit_gka.data.transforms import eval_transform, train_transform
 from deit_gka.data.workers import BatchLoader, batches, default_workers, evaluation_batches, worker_context
 from deit_gka.model.checkpoints import open_data, trained_on
@@ -17,9 +18,12 @@ from trainkit.distributed import Runtime
 
 
 class RunImages:
-    """Training and validation images of the run in `folder`. Raises UserError if they cannot be trained on."""
+    """Training and validation images of the run in `folder`. Raises UserError if they cannot be trained on.
 
-    def __init__(self, config: TrainConfig, runtime: Runtime, folder: Path):
+    saved: what the checkpoint says that the run goes on from; its classes keep their numbers.
+    """
+
+    def __init__(self, config: TrainConfig, runtime: Runtime, folder: Path, saved: dict[str, Any] | None = None):
         self.config, self.runtime, self.folder = config, runtime, folder
         self.num_workers = default_workers() if config.num_workers < 0 else config.num_workers
         if self.num_workers:
@@ -27,9 +31,18 @@ class RunImages:
         self.train_set, self.val_set = (open_data(config.data, split, folder) for split in ("train", "val"))
         for warning in check_classes(self.train_set, self.val_set):
             runtime.print(f"warning: {warning}")
-        self.classes = self.train_set.classes
+        self.classes, self.numbers = self.train_set.classes, None
+        if saved is not None:
+            self._number_as(saved["classes"])
         self.order = Order(self.train_set, config, runtime, config.device_batch_size)
-        self._training_images = Images(self.train_set, train_transform(config), training=True)
+        self._training_images = Images(self.train_set, train_transform(config), True, self.numbers)
+
+    def _number_as(self, known: list[str]) -> None:
+        """Give the classes the numbers that they have in `known`, if they are the same."""
+        self.numbers = numbers_by_name(self.classes, known)
+        if self.numbers is not None and (moved := moved_class(self.classes, self.numbers)):
+            self.runtime.print(f"classes are numbered as in {self.folder}, by name: {moved}")
+            self.classes = known
 
     def training_batches(self, step: int, steps: int) -> BatchLoader:
         """The images of the updates from `step` on; the workers that load them start here."""
@@ -40,7 +53,8 @@ class RunImages:
         """This process's part of the validation images."""
         config = self.config
         transform = eval_transform(config.input_size, config.crop_pct, mean=config.mean, std=config.std)
-        return evaluation_batches(self.val_set, transform, self.runtime, config.device_batch_size, self.num_workers)
+        how = self.runtime, config.device_batch_size, self.num_workers, self.numbers
+        return evaluation_batches(self.val_set, transform, *how)
 
     def about(self) -> dict[str, Any]:
         """What a checkpoint says of the images."""

@@ -47,7 +47,7 @@ class Trainer(BaseTrainer):
     def __init__(self, config: TrainConfig, runtime: Runtime, checkpoint: Checkpoint | None = None):
         super().__init__(config, runtime)
         # Data
-        self.images = RunImages(config, runtime, self.folder)
+        self.images = RunImages(config, runtime, self.folder, checkpoint and checkpoint.state)
         self.pieces, classes = self.images.order.pieces, self.images.classes
         self.steps_per_epoch = self.images.order.steps_per_epoch
         self.steps = config.epochs * self.steps_per_epoch

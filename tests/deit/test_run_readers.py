@@ -45,7 +45,7 @@ def test_an_exported_folder_is_not_a_run_and_a_language_model_is_named(tmp_path)
     with pytest.raises(UserError, match=advice):
         model_io.find_checkpoint(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "gka-gpt"}')
-    readers = (model_io.find_checkpoint, lambda folder: candidates.of_export(folder, "digits", ["0"], "cpu"))
+    readers = (model_io.find_checkpoint, lambda folder: candidates.of_export(folder, "cpu"))
     for read in readers:
         with pytest.raises(UserError, match="not an exported vision model; nanochat_gka's commands take language"):
             read(tmp_path)
@@ -144,7 +144,7 @@ def test_mistakes_of_evaluate_are_one_line(uninterrupted, pictures, deit_file, t
 
     torch.save({"model": micro(4).state_dict()}, tmp_path / "four.pth")
     assert re.search(
-        r"tells 4 classes apart but .* has 3",
+        r"was trained on 4 classes but .* has 3",
         message(*TIMM, *kwargs(num_classes=4), "--checkpoint", tmp_path / "four.pth"),
     )
     assert "does not hold weights of this model" in message(*TIMM, *kwargs(), "--checkpoint", tmp_path / "four.pth")

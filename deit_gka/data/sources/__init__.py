@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from deit_gka.data.sources.base import FOLDERS, Record, Source, listing
+from deit_gka.data.sources.classes import check_classes
 from deit_gka.data.sources.decode import BrokenImage, decode
 from deit_gka.data.sources.digits import Digits
 from deit_gka.data.sources.folder import Folder, class_folders
@@ -22,7 +23,6 @@ from trainkit.cli import UserError
 
 __all__ = ["FORMS", "BrokenImage", "Record", "Source", "Stream", "check_classes", "decode", "located", "open_source"]
 FORMS = "a folder with train/<class>/ and val/<class>/, wds:FOLDER, hf:NAME, hf-stream:NAME or digits"
-IMAGENET = {"train": 1_281_167, "val": 50_000}
 
 
 def open_source(data: str, split: Literal["train", "val"]) -> "Source | Stream":
@@ -53,23 +53,3 @@ def located(data: str) -> str:
     prefix, name = (form + colon, rest) if form in ("wds", "hf", "hf-stream") else ("", data)
     folder = Path(name).expanduser()
     return data if data == "digits" or not name or not folder.is_dir() else f"{prefix}{folder.absolute()}"
-
-
-def check_classes(train: "Source | Stream", val: "Source | Stream") -> list[str]:
-    """Warnings about the data. Raises UserError if the splits do not have the same classes."""
-    for one, other in ((train, val), (val, train)):
-        missing = sorted(set(one.classes) - set(other.classes), key=one.classes.index)
-        if missing:
-            where = f"in {one.split} but not in {other.split} ({len(missing)} such)"
-            raise UserError(f"class '{missing[0]}' is {where}; both need the same classes")
-    if train.classes != val.classes:
-        raise UserError("train and val number their classes differently; both need the same classes in the same order")
-    warnings = []
-    for source in (train, val):
-        count = len(source) if isinstance(source, Source) else source.length
-        expected = IMAGENET[source.split]
-        if len(source.classes) == 1000 and count not in (None, expected):
-            warnings.append(f"{source.split} has {count:,} images of 1,000 classes, ImageNet-1k has {expected:,}")
-        if isinstance(source, Source) and source.ignored:
-            warnings.append(f"{source.split}: ignored files, without an image's extension: {source.ignored:,}")
-    return warnings

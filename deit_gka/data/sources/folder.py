@@ -10,33 +10,36 @@ from pathlib import Path
 import torch
 
 from deit_gka.data.sources.base import EXTENSIONS, Names, Record, Source, is_image, listing, tracked
+from deit_gka.data.sources.classes import in_order
 from deit_gka.data.sources.kept import Note, Tensors, kept
 from trainkit.cli import UserError
 
 
 class Folder(Source):
-    """`folder`/<class>/**/*: a class per subfolder, numbered in sorted order as torchvision does.
+    """`folder`/<class>/**/*: a class per subfolder, in the order of `classes.in_order`.
 
     Raises UserError if the folder, or a class in it, lacks images.
     """
 
     def __init__(self, name: str, split: str, folder: Path):
-        super().__init__(name, split, class_folders(folder))
+        names = class_folders(folder)
+        super().__init__(name, split, in_order(names))
         loose = [entry.name for entry in os.scandir(folder) if not entry.name.startswith(".") and not entry.is_dir()]
         if not self.classes and any(is_image(file) for file in loose):
             flat = f"{folder} has images but no class folders (as ImageNet's val comes)"
             raise UserError(f"{flat}; sort them into {folder.name}/<class>/ as in train/")
-        key = ("class folders", str(folder), *self.classes, *sorted(EXTENSIONS))
-        tensors = kept(key, lambda note: _read(folder, self.classes, f"{split}: listing images", note))
+        key = ("class folders", str(folder), *names, *sorted(EXTENSIONS))
+        tensors = kept(key, lambda note: _read(folder, names, f"{split}: listing images", note))
         counts, self.ignored = tensors["counts"], len(loose) + int(tensors["others"])
         if not counts.sum():
             wanted = f"<class>/*{{{','.join(sorted(EXTENSIONS))}}}"
             raise UserError(f"no images in {folder}; it needs {wanted}, it has: {listing(folder)}")
         if 0 in counts:
-            empty = folder / self.classes[counts.tolist().index(0)]
+            empty = folder / names[counts.tolist().index(0)]
             raise UserError(f"class folder {empty} has no images; add some, or remove it from train and val")
         self._folder, self._paths = str(folder), Names.of(tensors["text"], tensors["ends"])
-        self._labels = torch.arange(len(counts), dtype=torch.int32).repeat_interleave(counts)
+        places = {name: place for place, name in enumerate(self.classes)}
+        self._labels = torch.tensor([places[name] for name in names], dtype=torch.int32).repeat_interleave(counts)
 
     def __len__(self) -> int:
         return len(self._labels)
@@ -51,7 +54,7 @@ class Folder(Source):
 
 
 def class_folders(folder: Path) -> list[str]:
-    """The names of the classes, sorted."""
+    """The names of the classes, sorted as text: the images are listed in this order, whatever their numbers."""
     return sorted(entry.name for entry in os.scandir(folder) if not entry.name.startswith(".") and entry.is_dir())
 
 

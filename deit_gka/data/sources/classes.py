@@ -1,0 +1,75 @@
+"""The classes of images: in what order they are numbered, and whether two sets of images have the same."""
+
+from collections.abc import Iterable, Sequence
+
+from deit_gka.data.sources.base import Source
+from trainkit.cli import UserError
+
+IMAGENET = {"train": 1_281_167, "val": 50_000}
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Names sorted as text, as torchvision does; by value if all of them are whole numbers, as ImageNet-V2's are."""
+    names = sorted(names)
+    return sorted(names, key=int) if all(name.isascii() and name.isdigit() for name in names) else names
+
+
+def numbers_by_name(own: Sequence[str], known: Sequence[str]) -> list[int] | None:
+    """What number each class of `own` has in `known`; None if they are not the same names."""
+    if list(own) == list(known):
+        return list(range(len(own)))
+    numbers = {name: number for number, name in enumerate(known)}
+    same = len(own) == len(known) == len(numbers) and numbers.keys() == set(own)
+    return [numbers[name] for name in own] if same else None
+
+
+def moved_class(own: Sequence[str], numbers: Sequence[int]) -> str:
+    """Which class is the first that another order numbers otherwise; empty if none is."""
+    place = next((place for place, number in enumerate(numbers) if place != number), None)
+    return "" if place is None else f"'{own[place]}' is {numbers[place]}, not {place}"
+
+
+def numbers_in_model(own: Sequence[str], data: str, known: Sequence[str], model: str) -> tuple[list[int], str]:
+    """What number the model has for each class of the data, and what to say of that.
+
+    own: the data's classes. known: the names that come with the model, in its order; none if nobody wrote them down.
+    Where all names differ (folders, numbers, words), the data's order is taken. Raises UserError if some are the same.
+    """
+    in_their_order = list(range(len(own)))
+    if not known:
+        first = ", ".join(f"{number} '{name}'" for number, name in enumerate(own[:3]))
+        return in_their_order, f"{model} does not name its classes; taken in the data's order: {first}, ..."
+    numbers = numbers_by_name(own, known)
+    if numbers is not None:
+        moved = moved_class(own, numbers)
+        return numbers, f"classes are numbered as in {model}, by name: {moved}" if moved else ""
+    if set(known) & set(own):
+        unknown = next((name for name in own if name not in set(known)), own[0])
+        raise UserError(f"{data} has a class '{unknown}', which {model} does not know; the two must agree")
+    if in_order(known) == [str(number) for number in in_their_order]:  # numbers in whatever order: a class's own
+        in_their_order = [known.index(str(number)) for number in in_their_order]
+    example = f"'{own[0]}' for '{known[in_their_order[0]]}'"
+    taken = "they are taken to be the same in the same order"
+    return in_their_order, f"warning: {data} has other names for its classes ({example}); {taken}"
+
+
+def check_classes(train, val) -> list[str]:
+    """Warnings about the images of both splits, sources or streams. Raises UserError if their classes differ."""
+    for one, other in ((train, val), (val, train)):
+        missing = sorted(set(one.classes) - set(other.classes), key=one.classes.index)
+        if missing:
+            where = f"in {one.split} but not in {other.split} ({len(missing)} such)"
+            raise UserError(f"class '{missing[0]}' is {where}; both need the same classes")
+    if train.classes != val.classes:
+        raise UserError("train and val number their classes differently; both need the same classes in the same order")
+    warnings = []
+    if len(train.classes) == 1:
+        warnings.append(f"all images are of one class, '{train.classes[0]}': any model is right about all of them")
+    for source in (train, val):
+        count = len(source) if isinstance(source, Source) else source.length
+        expected = IMAGENET[source.split]
+        if len(source.classes) == 1000 and count not in (None, expected):
+            warnings.append(f"{source.split} has {count:,} images of 1,000 classes, ImageNet-1k has {expected:,}")
+        if isinstance(source, Source) and source.ignored:
+            warnings.append(f"{source.split}: ignored files, without an image's extension: {source.ignored:,}")
+    return warnings
