@@ -8,16 +8,23 @@ from typing import Any, cast
 import torch
 from torch.autograd import Function
 
+from gka import validation
 from gka.bandwidth import inverse_variance
 
 
 def log_kernel(queries: torch.Tensor, keys: torch.Tensor, log_sigma: torch.Tensor) -> torch.Tensor:
     """log K_ij = -|q_i - k_j|^2 / (2 sigma_h^2) (paper eq. 3) without cancellation; exactly 0 where q_i = k_j.
 
-    queries: (B, H, Tq, D) and keys: (B, H, Tk, D), float32 or float64. log_sigma: (H,). Returns (B, H, Tq, Tk) in the
-    features' dtype.
+    queries: (B, Tq, H, D) and keys: (B, Tk, H, D), in one dtype; half precision is computed in float32. log_sigma:
+    (H,), float32 (float64 beside such features). Returns (B, H, Tq, Tk) in the computing dtype. Raises TypeError or
+    ValueError as `gaussian_attention`, naming the argument.
     """
-    return -0.5 * squared_distances(queries, keys) * inverse_variance(log_sigma).to(queries.dtype)[:, None, None]
+    validation.check_features("queries", queries)
+    validation.check_features("keys", keys, like=queries)
+    validation.check_log_sigma(log_sigma, queries)
+    dtype = torch.promote_types(queries.dtype, torch.float32)
+    q, k = (t.to(dtype).transpose(1, 2) for t in (queries, keys))  # (B, H, T, D)
+    return -0.5 * squared_distances(q, k) * inverse_variance(log_sigma).to(dtype)[:, None, None]
 
 
 def squared_distances(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -138,7 +138,6 @@ class GKA(TimmAttention, GaussianKernelAttention, kind="gka"):
     def weights(self, x, heads, attn_mask, is_causal):
         # In logs, so that a mask that hides a token from itself leaves something to normalise.
         with without_autocast(x.device.type):
-            heads = heads.to(torch.promote_types(heads.dtype, torch.float32)).transpose(1, 2)
             logits = log_kernel(heads, heads, self._log_sigma())
         return maybe_add_mask(logits, resolve_self_attn_mask(x.shape[1], logits, attn_mask, is_causal)).softmax(dim=-1)
 

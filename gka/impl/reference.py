@@ -25,13 +25,12 @@ def output_and_weights(request: GaussianRequest) -> tuple[torch.Tensor, torch.Te
     """(y: (B, Tq, H, D) in x.dtype, W: (B, H, Tq, Tk) in the computing dtype), from the definition."""
     x = request.x
     dtype = torch.promote_types(x.dtype, torch.float32)
-    q, k, v = (t.to(dtype).transpose(1, 2) for t in (x, request.key_features, request.value_features))  # (B, H, T, D)
-    exponent = log_kernel(q, k, request.log_sigma)
+    exponent = log_kernel(x, request.key_features, request.log_sigma)
     visible = request.mask.dense(request.num_queries, request.num_keys, x.device)
     if request.eps is None:
         weights = exponent.masked_fill(~visible, float("-inf")).softmax(dim=-1)
     else:
         affinity = exponent.exp() * visible
         weights = affinity / (affinity.sum(dim=-1, keepdim=True) + request.eps)
-    y = weights @ v
+    y = weights @ request.value_features.to(dtype).transpose(1, 2)
     return y.transpose(1, 2).to(x.dtype), weights

@@ -130,9 +130,9 @@ def log_sigma_condition(problem: Problem) -> float:
     assert problem.grad_y is not None
     exact = problem.double().request(EPS)
     y, weights = reference.output_and_weights(exact)
-    tensors = (exact.x, exact.key_features, exact.value_features, problem.grad_y.double(), y)
-    q, k, v, g, y = (t.transpose(1, 2) for t in tensors)
-    terms = weights * (g @ v.mT - (g * y).sum(-1, keepdim=True)) * log_kernel(q, k, exact.log_sigma)
+    v, g, y = (t.transpose(1, 2) for t in (exact.value_features, problem.grad_y.double(), y))
+    exponents = log_kernel(exact.x, exact.key_features, exact.log_sigma)
+    terms = weights * (g @ v.mT - (g * y).sum(-1, keepdim=True)) * exponents
     return (terms.abs().sum((0, 2, 3)).norm() / terms.sum((0, 2, 3)).norm()).item()
 
 
@@ -149,7 +149,7 @@ def floors(problem: Problem) -> dict[str, float]:
     y, w = reference.output_and_weights(exact)
     q, g, v, y = (t.transpose(1, 2) for t in (exact.x, problem.grad_y.double(), exact.value_features, y))
     norm, norm_g, norm_v = (t.norm(dim=-1, keepdim=True) for t in (q, g, v))
-    log_sigma, inverse = exact.log_sigma, inverse_variance(exact.log_sigma)[:, None, None]
+    exponents, inverse = log_kernel(exact.x, exact.x, exact.log_sigma), inverse_variance(exact.log_sigma)[:, None, None]
 
     r = 0.5 * inverse * (norm + norm.mT).square()  # |dS_ij| <= eps r_ij
     # |dW_ij| <= eps off_w_ij, as dW_ij = W_ij (dS_ij - sum_l W_il dS_il)
@@ -162,7 +162,7 @@ def floors(problem: Problem) -> dict[str, float]:
         "y": off_y[..., 0],
         "dx": (inverse * (pulls + pulls.mT)).sum(-1),
         "dvalues": (off_w * norm_g).sum(-2),
-        "dlog_sigma": 2 * (w * factor * r + off_g * (log_kernel(q, q, log_sigma).abs() + eps * r)).sum((0, 2, 3)),
+        "dlog_sigma": 2 * (w * factor * r + off_g * (exponents.abs() + eps * r)).sum((0, 2, 3)),
     }
     if problem.values is None:
         terms["dx"] = terms["dx"] + terms["dvalues"]

@@ -27,7 +27,7 @@ def test_rows_keep_their_sums_and_moments(mask, number, threads):
     case = problem(mask, 0.25)
     before, after = (-1 if limit is None else limit for limit in mask.reach)
     *_, rows, _, _ = call.forward(case.x, None, None, case.log_sigma, before, after, False, case.eps, True)
-    x = case.x.double().transpose(1, 2)
+    x = case.x.double()
     exponents = log_kernel(x, x, case.log_sigma.double())
     visible = mask.dense(TOKENS, TOKENS, x.device)
     k = exponents.exp() if visible is None else exponents.exp() * visible

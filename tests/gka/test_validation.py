@@ -12,6 +12,7 @@ from gka import (
     dot_product_attention,
     gaussian_attention,
     initial_log_sigma,
+    log_kernel,
     select_impl,
 )
 from operator_cases import AUTO_ON_CPU
@@ -120,6 +121,14 @@ CASES = [
         r"x must have shape \(B, T, dim\) with dim=32, got \(3, 32\)",
         lambda: GaussianKernelAttention(32, 2)(torch.ones(3, 32)),
     ),
+    (ValueError, r"queries must have shape \(B, T, H, D\), got 3 dimensions", lambda: log_kernel(X[0], X[0], S)),
+    (ValueError, "keys must have shape", lambda: log_kernel(X, X.transpose(1, 2), S)),
+    (
+        ValueError,
+        r"log_sigma must have shape \(H,\) = \(5,\), got \(3,\)",
+        lambda: log_kernel(X.transpose(1, 2), X.transpose(1, 2), S),
+    ),
+    (TypeError, "log_sigma must be float32", lambda: log_kernel(X, X, S.bfloat16())),
     (ValueError, "sigma_squared must be a positive finite number", lambda: initial_log_sigma(2, 0.0)),
     (ValueError, "kind must be one of softmax, vlt, gka", lambda: attention_cost("linear", 64, 2, 10)),
     (ValueError, "num_heads must divide dim", lambda: attention_cost("gka", 64, 3, 10)),

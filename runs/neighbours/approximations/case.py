@@ -78,9 +78,10 @@ def some_rows(tokens: int, most: int = 512) -> torch.Tensor:
 def oracle(case: Case, rows: torch.Tensor) -> torch.Tensor:
     """y of some query rows in float64, from the definition (paper eq. 3, 4 and 7, with eps = 0): (H, rows, D)."""
     exact, places = case.double(), torch.arange(case.keys.shape[1])
+    queries, keys = (tensor.transpose(0, 1)[None] for tensor in (exact.queries, exact.keys))  # (1, N, H, D)
     parts = []
     for chosen in rows.split(64):
-        exponent = log_kernel(exact.queries[:, chosen], exact.keys, exact.log_sigma)
+        exponent = log_kernel(queries[:, chosen], keys, exact.log_sigma)[0]
         if case.causal:
             exponent = exponent.masked_fill(places > chosen[:, None], float("-inf"))
         parts.append(exponent.softmax(dim=-1) @ exact.values)

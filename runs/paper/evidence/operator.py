@@ -39,7 +39,7 @@ def distance_identity() -> Finding:
     heads = x.transpose(1, 2)
     squares = heads.square().sum(-1)
     expanded = squares[..., :, None] + squares[..., None, :] - 2 * heads @ heads.mT
-    direct = -2 * log_kernel(heads, heads, log_sigma) * (2 * log_sigma).exp()[:, None, None]
+    direct = -2 * log_kernel(x, x, log_sigma) * (2 * log_sigma).exp()[:, None, None]
     off = (expanded - direct).abs().max().item()
     errors = {}
     for record in read_lines(operator_error.RESULTS):
@@ -56,8 +56,7 @@ def distance_identity() -> Finding:
 def diffusion_is_symmetric() -> Finding:
     """Of K; dividing each row by its own sum makes W another matrix than its transpose."""
     x, log_sigma = _features()
-    heads = x.transpose(1, 2)
-    kernel, weights = log_kernel(heads, heads, log_sigma).exp(), _weights()
+    kernel, weights = log_kernel(x, x, log_sigma).exp(), _weights()
     apart = [(matrix - matrix.mT).abs().max().item() for matrix in (kernel, weights)]
     text = f"K equals its transpose. W, whose rows are normalised, differs from its own by up to {apart[1]:.2f}:"
     return holds(apart[0] < 1e-12, "of K; not of W", f"{text} the mixing itself is not symmetric.")
