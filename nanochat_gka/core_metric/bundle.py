@@ -5,10 +5,11 @@ per task). What is wrong with a task's data is a UserError when that task is rea
 """
 
 import csv
+import io
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import yaml
@@ -54,6 +55,9 @@ CORE_TASKS = tuple(CORE_SIZES)
 PAPER_TASKS = ("hellaswag_zeroshot", "copa", "openbook_qa", "lambada_openai", "winograd", "winogrande")
 TASK_SETS = {"paper": PAPER_TASKS, "core": CORE_TASKS}
 
+# More than any example, list of tasks or table of baselines has: what is larger would cost a reader its memory.
+MAX_EXAMPLE, MAX_TABLE = 2**20, 2**18  # bytes
+
 Example = dict[str, Any]
 
 
@@ -86,6 +90,8 @@ class Task:
         return examples
 
     def _parse(self, line: bytes, number: int) -> Example:
+        if len(line) > MAX_EXAMPLE:
+            raise UserError(f"{self.file}:{number}: {len(line):,} bytes; an example has at most {MAX_EXAMPLE:,}")
         try:
             return parse_example(json.loads(line), self.kind)
         except json.JSONDecodeError as error:
@@ -118,11 +124,9 @@ def read_tasks(bundle: Path, wanted: Sequence[str] = ("all",)) -> list[Task]:
     """
     manifest, baselines = bundle / MANIFEST, read_baselines(bundle / BASELINES)
     try:
-        entries = yaml.safe_load(manifest.read_text(encoding="utf-8"))["icl_tasks"]
+        entries = _plain_yaml(_read_table(manifest))["icl_tasks"]
         tasks = [_task(entry, bundle, baselines) for entry in entries]
-    except OSError:
-        raise UserError(f"no CORE bundle in {bundle}: {manifest} cannot be read") from None
-    except (yaml.YAMLError, KeyError, TypeError, ValueError, IndexError):
+    except (yaml.YAMLError, KeyError, TypeError, ValueError, IndexError, RecursionError):
         form = "a list icl_tasks of label, dataset_uri, num_fewshot (a list) and icl_task_type"
         raise UserError(f"{manifest} is not the YAML file of a CORE bundle, {form}") from None
     labels = [task.label for task in tasks]
@@ -136,18 +140,42 @@ def read_tasks(bundle: Path, wanted: Sequence[str] = ("all",)) -> list[Task]:
     return [task for task in tasks if task.label in chosen]
 
 
+def is_inside(path: str) -> bool:
+    """Whether a path of a bundle stays in the bundle, on any system."""
+    return not (path.startswith("/") or "\\" in path or ":" in path or ".." in PurePosixPath(path).parts)
+
+
+def _plain_yaml(text: str) -> Any:
+    """The value of YAML without aliases, of which few lines can make a value of any size. Raises YAMLError."""
+    if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader)):
+        raise yaml.YAMLError("it has aliases")
+    return yaml.safe_load(text)
+
+
 def _task(entry: dict[str, Any], bundle: Path, baselines: dict[str, float]) -> Task:
-    label, kind, shots = str(entry["label"]), str(entry["icl_task_type"]), int(entry["num_fewshot"][0])
-    delimiter = str(entry.get("continuation_delimiter", " "))
-    return Task(label, bundle / DATA / str(entry["dataset_uri"]), kind, shots, delimiter, baselines.get(label))
+    label, kind, shots = entry["label"], entry["icl_task_type"], int(entry["num_fewshot"][0])
+    file, delimiter = entry["dataset_uri"], entry.get("continuation_delimiter", " ")
+    if not all(isinstance(text, str) for text in (label, kind, file, delimiter)):
+        raise TypeError("not text")
+    if not is_inside(file):
+        raise UserError(f"{bundle / MANIFEST}: {label}'s dataset_uri {file} leads out of the bundle")
+    return Task(label, bundle / DATA / file, kind, shots, delimiter, baselines.get(label))
 
 
 def read_baselines(path: Path) -> dict[str, float]:
     """Accuracy of guessing per task, in percent. Raises UserError if the file is absent or has another form."""
     try:
-        with open(path, encoding="utf-8", newline="") as file:
-            return {row["Eval Task"]: float(row["Random baseline"]) for row in csv.DictReader(file)}
-    except OSError:
-        raise UserError(f"no CORE bundle in {path.parent}: {path} cannot be read") from None
+        rows = csv.DictReader(io.StringIO(_read_table(path), newline=""))
+        return {row["Eval Task"]: float(row["Random baseline"]) for row in rows}
     except (KeyError, TypeError, ValueError, csv.Error):
         raise UserError(f"{path}: needs the columns Eval Task and Random baseline, a number in percent") from None
+
+
+def _read_table(path: Path) -> str:
+    """The text of a bundle's small file. Raises UserError if it cannot be read or is large, UnicodeDecodeError."""
+    try:
+        if (size := path.stat().st_size) > MAX_TABLE:
+            raise UserError(f"{path} has {size:,} bytes, and that of a bundle at most {MAX_TABLE:,}")
+        return path.read_bytes().decode("utf-8")
+    except OSError:
+        raise UserError(f"no CORE bundle in {path.parent}: {path} cannot be read") from None

@@ -3,6 +3,7 @@
 import hashlib
 import http.client
 import re
+import stat
 import time
 import urllib.error
 import urllib.request
@@ -10,8 +11,9 @@ import zipfile
 import zlib
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import NoReturn
 
-from nanochat_gka.core_metric.bundle import MANIFEST
+from nanochat_gka.core_metric.bundle import MANIFEST, is_inside
 from trainkit.cli import MayChange, PassingFault, UserError
 from trainkit.distributed import Runtime
 from trainkit.files import atomic_folder, locked, read_json, sha256, write_json
@@ -19,6 +21,8 @@ from trainkit.progress import progress_bar
 
 URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
 ATTEMPTS, TIMEOUT = 5, 30  # seconds
+# What a bundle may be. nanochat's is 162 MB, of text that zip makes a third to a tenth of.
+MAX_BYTES, MAX_FILES, MAX_RATIO = 4 * 2**30, 10_000, 100
 
 
 @dataclass(frozen=True)
@@ -130,6 +134,11 @@ def _continue(url: str, part: Path, note: Path, progress) -> None:
             while chunk := response.read(2**16):
                 file.write(chunk)
                 arrived += len(chunk)
+                if arrived > MAX_BYTES:
+                    part.unlink()
+                    note.unlink()
+                    too_large = f"{url} is larger than {MAX_BYTES:,} bytes, the most that a bundle may have"
+                    raise UserError(f"{too_large}; pass --bundle FOLDER (or eval_bundle.zip)")
                 progress(arrived, total)
     if total is not None and arrived != total:
         raise OSError(f"{arrived} of {total} bytes arrived")
@@ -142,12 +151,14 @@ def _continue(url: str, part: Path, note: Path, progress) -> None:
 def unpack(archive: Path, folder: Path) -> None:
     """Unpack the bundle in a zip file to `folder`, which appears once everything is there.
 
-    The bundle is what is beside and below core.yaml. zipfile keeps every member inside the folder, and makes no links.
-    Raises UserError, and leaves nothing, if the file is damaged or has no core.yaml.
+    The bundle is what is beside and below core.yaml. Raises UserError, and leaves nothing, if the file is damaged, has
+    no core.yaml, or is not one to unpack (see `_check`).
     """
     try:
         with zipfile.ZipFile(archive) as bundle, atomic_folder(folder) as incoming:
-            paths = {PurePosixPath(member.filename): member for member in bundle.infolist() if not member.is_dir()}
+            members = [member for member in bundle.infolist() if not member.is_dir()]
+            _check(archive, members)
+            paths = {PurePosixPath(member.filename): member for member in members}
             roots = [path.parent for path in paths if path.name == MANIFEST]
             if not roots:
                 raise UserError(f"{archive} is not a CORE bundle: it has no {MANIFEST}")
@@ -158,3 +169,25 @@ def unpack(archive: Path, folder: Path) -> None:
                     bundle.extract(member, incoming)
     except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:  # the last: encrypted, unknown method
         raise UserError(f"{archive} is not a usable zip file ({error}); fetch it again") from None
+
+
+def _check(archive: Path, members: list[zipfile.ZipInfo]) -> None:
+    """Raises UserError for a member that leads elsewhere, and for more files or bytes than a bundle has.
+
+    zipfile writes no more of a member than the size it states.
+    """
+
+    def refuse(reason: str) -> NoReturn:
+        raise UserError(f"{archive} is refused: {reason}")
+
+    for member in members:
+        if not is_inside(member.filename):
+            refuse(f"{member.filename} leads out of its folder")
+        if stat.S_ISLNK(member.external_attr >> 16):
+            refuse(f"{member.filename} is a link")
+    packed, size = archive.stat().st_size, sum(member.file_size for member in members)
+    if len(members) > MAX_FILES:
+        refuse(f"it has {len(members):,} files, and a bundle at most {MAX_FILES:,}")
+    if size > min(MAX_BYTES, max(MAX_RATIO * packed, 2**20)):
+        most = f"at most {MAX_RATIO} times as many, and at most {MAX_BYTES:,}"
+        refuse(f"{packed} bytes would become {size:,}, and a bundle's become {most}")

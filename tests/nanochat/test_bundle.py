@@ -82,6 +82,7 @@ BAD_TASKS = {
     "no gold": (lambda folder: append(folder, b'{"query": "q", "choices": ["a"]}'), "copa.jsonl:16: gold is missing"),
     "no choice": (lambda folder: append(folder, WRONG_GOLD), "copa.jsonl:16: .*gold must be an index"),
     "too deep": (lambda folder: append(folder, b"[" * 200_000), "copa.jsonl:16: not an example"),
+    "long": (lambda folder: append(folder, b'"%s"' % (b"a" * 2**20)), "copa.jsonl:16: 1,048,578 bytes; an example"),
     "empty": (lambda folder: (folder / COPA).write_text(""), "copa.jsonl: copa needs 1 examples or more"),
     "unknown type": (lambda folder: spoil(folder, "multiple_choice", "essay"), "the unknown icl_task_type 'essay'"),
     "no baseline": (lambda folder: spoil(folder, "copa,", "x,", "eval_meta_data.csv"), "copa has no row with a random"),
@@ -97,6 +98,14 @@ def test_a_bad_task_leaves_the_others_readable(damage, message, bundle):
     assert all(task.examples() for task in tasks[1:])
 
 
+def aliases(levels, form="[%s]"):
+    """YAML of a few lines whose last label stands for 9 to the power of `levels` words."""
+    first = "a0: &a0 {w: w}" if "<<" in form else "a0: &a0 w"
+    bomb = [f"a{n}: &a{n} " + form % ", ".join([f"*a{n - 1}"] * 9) for n in range(1, levels + 1)]
+    task = f"- {{label: *a{levels}, dataset_uri: a, num_fewshot: [0], icl_task_type: schema}}"
+    return "\n".join([first, *bomb, "icl_tasks:", task])
+
+
 FORM = "is not the YAML file of a CORE bundle"
 NO_BUNDLES = {
     "no tasks": (lambda folder: (folder / "core.yaml").unlink(), r"no CORE bundle in .*core.yaml cannot be read"),
@@ -105,6 +114,13 @@ NO_BUNDLES = {
     "no list": (lambda folder: (folder / "core.yaml").write_text("tasks: []"), f"{FORM}, a list icl_tasks"),
     "bad shots": (lambda folder: spoil(folder, "[0]", "0"), rf"{FORM}, .* num_fewshot \(a list\)"),
     "code": (lambda folder: spoil(folder, "label: copa", "label: !!python/object/apply:os.getcwd []"), FORM),
+    "leaves": (lambda folder: spoil(folder, "reasoning/", "../../"), r"copa's dataset_uri .*copa.jsonl leads out of"),
+    "absolute": (lambda folder: spoil(folder, "reasoning/", "/tmp/"), "copa's dataset_uri /tmp/copa.* leads out of"),
+    "aliases": (lambda folder: (folder / "core.yaml").write_text(aliases(9)), FORM),
+    "merges": (lambda folder: (folder / "core.yaml").write_text(aliases(9, "{<<: [%s]}")), FORM),
+    "label": (lambda folder: spoil(folder, "label: copa", "label: [copa]"), FORM),
+    "deep": (lambda folder: (folder / "core.yaml").write_text("[" * 5000), FORM),
+    "long": (lambda folder: (folder / "core.yaml").write_text("# " * 2**18), "core.yaml has 524,288 bytes, .* at"),
     "words": (lambda folder: spoil(folder, ",50,", ",half,", "eval_meta_data.csv"), "Random baseline, a number"),
     "no column": (lambda folder: spoil(folder, "Random", "Chance", "eval_meta_data.csv"), "needs the columns"),
 }

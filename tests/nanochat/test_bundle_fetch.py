@@ -9,6 +9,7 @@ import zipfile
 
 import pytest
 
+import tiny
 import tiny_core
 from nanochat_gka.core_metric import fetch
 from nanochat_gka.core_metric.fetch import BundleFlags
@@ -135,25 +136,69 @@ def link(name):
     return info
 
 
-EVIL = ["../evil", "../../../evil", "TMP/evil", "a\\..\\..\\evil", "C:/evil", "x/../../evil"]
+def assert_refused(path, message):
+    """One line, and nothing is left of it."""
+    out = path.parent / "out"
+    with tiny.one_line_error(message):
+        BundleFlags(bundle=path).open_bundle(out)
+    assert set(path.parent.rglob("*")) == {path, out, out / ".lock"}
+
+
+EVIL = ["../evil", "../../../evil", "TMP/evil", "a\\..\\..\\evil", "C:/evil", "x/../../evil", "./../evil"]
 
 
 @pytest.mark.parametrize("root", ["", "a/b/"], ids=["top", "nested"])
 @pytest.mark.parametrize("evil", EVIL)
-def test_members_stay_inside_the_folder(evil, root, tmp_path):
-    evil = root + evil.replace("TMP", str(tmp_path))
+def test_members_that_lead_out_of_the_folder_are_refused(evil, root, tmp_path):
+    evil = evil.replace("TMP", str(tmp_path))
+    evil = evil if evil.startswith(("/", "C:")) else root + evil
     path = make_zip(tmp_path / "bad.zip", [(f"{root}core.yaml", ""), (evil, "x")])
-    folder = BundleFlags(bundle=path).open_bundle(tmp_path / "out")
-    outside = {path for path in tmp_path.rglob("*") if not path.is_relative_to(folder)}
-    assert outside == {path, tmp_path / "out", tmp_path / "out/.lock"} and folder.parent == tmp_path / "out"
+    assert_refused(path, "bad.zip is refused: .*evil leads out of its folder")
 
 
-def test_link_is_unpacked_as_a_file(tmp_path):
+def test_links_are_refused(tmp_path):
     members = [("core.yaml", ""), (link("eval_data"), str(tmp_path)), ("eval_data/evil", "x")]
-    path = make_zip(tmp_path / "bad.zip", members)
-    with pytest.raises(OSError):  # a folder and a file of one name
-        BundleFlags(bundle=path).open_bundle(tmp_path / "out")
-    assert not (tmp_path / "evil").exists() and os.listdir(tmp_path / "out") == [".lock"]
+    assert_refused(make_zip(tmp_path / "bad.zip", members), "bad.zip is refused: eval_data is a link")
+
+
+def bomb(path, megabytes):
+    """A zip of one member of zeros, a thousandth of their size."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("core.yaml", "")
+        with archive.open("eval_data/a.jsonl", "w") as member:
+            for _ in range(megabytes):
+                member.write(bytes(2**20))
+    return path
+
+
+def test_a_zip_that_grows_too_much_is_refused(tmp_path):
+    path = bomb(tmp_path / "bomb.zip", 80)
+    assert_refused(path, r"bomb.zip is refused: \d+ bytes would become 83,886,080, .* at most 100 times")
+
+
+def test_a_zip_that_lies_about_its_size_writes_no_more_than_it_says(tmp_path):
+    path = bomb(tmp_path / "lie.zip", 30)
+    content = path.read_bytes()
+    stated, smaller = ((size).to_bytes(4, "little") for size in (30 * 2**20, 2000))
+    path.write_bytes(content.replace(stated, smaller))
+    assert_refused(path, "lie.zip is not a usable zip file")
+
+
+def test_too_many_files_or_bytes_are_refused(tmp_path, monkeypatch):
+    many = [("core.yaml", ""), *((f"eval_data/{number}", "") for number in range(10_000))]
+    assert_refused(make_zip(tmp_path / "many.zip", many), "many.zip is refused: it has 10,001 files, .* at most 10,000")
+    (tmp_path / "many.zip").unlink()
+    shutil.rmtree(tmp_path / "out")
+    monkeypatch.setattr(fetch, "MAX_BYTES", 1000)
+    path = make_zip(tmp_path / "large.zip", [("core.yaml", "#" * 1001)])
+    assert_refused(path, r"large.zip is refused: \d+ bytes would become 1,001, .* at most 1,000")
+
+
+def test_an_endless_download_ends(flags, tmp_path, monkeypatch):
+    monkeypatch.setattr(fetch, "MAX_BYTES", 1000)
+    with tiny.one_line_error("eval_bundle.zip is larger than 1,000 bytes, .*; pass --bundle"):
+        flags.open_bundle(tmp_path / "out")
+    assert os.listdir(tmp_path / "out") == [".lock"] and len(Server.requests) == 1
 
 
 def test_unusable_zip_leaves_nothing(tmp_path):
