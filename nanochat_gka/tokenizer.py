@@ -46,8 +46,6 @@ def main(config: TokenizerConfig) -> None:
             _check_recipe(config.out, recipe)
             print(f"{config.out}: already there, vocabulary {Tokenizer.load(config.out).vocab_size}")
             return
-        if not any(corpus.documents("train")):
-            raise UserError(f"{config.corpus} has no text to train a tokenizer on")
         write_json(config.out / RECIPE, recipe)
         tokenizer = Tokenizer.train(training_documents(corpus, config.doc_cap, config.max_chars), config.vocab_size)
         tokenizer.save(config.out)

@@ -1,48 +1,65 @@
 """Corpora: folders of parquet files with a string column `text`, read document by document.
 
-Files are taken in name order; the last one is the validation split and the others are training, as in nanochat.
+Where file names say which are for training and which for validation, they decide; otherwise files are taken in name
+order, the last one is the validation split and the others are training, as in nanochat.
 """
 
-from collections.abc import Iterator
+import hashlib
+import io
+import re
+import shlex
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import islice
+from pathlib import Path, PurePosixPath
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from nanochat_gka.data import SPLITS
 from trainkit.cli import UserError, reason_of
 from trainkit.files import read_json, write_json
 
+COLUMN = "text"
 ROW_GROUP = 1024  # documents, as in nanochat's shards
 DOCUMENT_BATCH = 128  # documents that nanochat's loader tokenises at once
+BUFFER = 2**20  # bytes of a file that are read at once
+SPLIT_NAMES = {"train": "train", "training": "train", "test": "test", "testing": "test"}
+SPLIT_NAMES.update(dict.fromkeys(("val", "valid", "validation", "dev"), "val"))
 
 
 @dataclass(frozen=True)
 class ParquetCorpus:
     """A folder of parquet files.
 
-    Raises UserError if the folder is absent or has fewer than two files, or if a file is unreadable or lacks `text`.
+    Raises UserError if the folder is absent or has fewer than two files, if a file is unreadable or has no text in its
+    column, or if a split has none.
     """
 
     folder: Path
 
     def __post_init__(self):
-        if not self.folder.is_dir():
+        if not self.folder.exists():
             raise UserError(f"corpus folder not found: {self.folder} (make data creates one, or pass --corpus DIR)")
-        count = len(self.paths())
-        if count < 2:
+        if len(top_parquet(self.folder)) < 2:
             rule = "needs at least two .parquet files (the last by name is the validation split)"
-            raise UserError(f"{self.folder} {rule}, found {count}")
+            command = f"python -m nanochat_gka.corpus --source {shlex.quote(str(self.folder))} --out FOLDER"
+            advice = f"other files of text become such a folder by: {command}"
+            raise UserError(f"{self.folder} {rule}, found {len(top_parquet(self.folder))}; {advice}")
         for path in self.paths():
             open_parquet(path)
+        for split in SPLITS:
+            if not any(self.documents(split)):
+                names = ", ".join(path.name for path in self.files(split))
+                raise UserError(f"{self.folder} has no text for the {split} split: column {COLUMN} of {names} is empty")
 
     def paths(self) -> list[Path]:
-        """All files in name order."""
-        return sorted(self.folder.glob("*.parquet"))
+        """The files of both splits in name order."""
+        return sorted(path for split in SPLITS for path in self.files(split))
 
     def files(self, split: str) -> list[Path]:
         """The files of "train" or "val"."""
-        return self.paths()[:-1] if split == "train" else self.paths()[-1:]
+        return [self.folder / name for name in deal(top_parquet(self.folder))[split]]
 
     def documents(self, split: str) -> Iterator[str]:
         """The split's documents in order, without empty ones."""
@@ -51,35 +68,112 @@ class ParquetCorpus:
                 yield from filter(None, batch)
 
 
-def open_parquet(path: Path) -> pq.ParquetFile:
-    """Open one file and check its column. Raises UserError naming the file."""
+def top_parquet(folder: Path) -> list[str]:
+    """Names of the parquet files directly in a folder, in name order."""
+    return sorted(path.name for path in folder.glob("[!.]*.parquet"))
+
+
+def deal(names: Sequence[str]) -> dict[str, list[str]]:
+    """The files of the train and val splits: as their names say, or else the last for validation.
+
+    names: paths within the corpus, in order. Where names say train and test, test stands in for a val that is absent.
+    """
+    return named_splits(names) or {"train": list(names[:-1]), "val": list(names[-1:])}
+
+
+def named_splits(names: Sequence[str]) -> dict[str, list[str]] | None:
+    """The files of the train and val splits, if names of files or folders say both; what says neither is left out."""
+    split_of = {name: _named_split(PurePosixPath(name)) for name in names}
+    named = {split: [name for name in names if split_of[name] == split] for split in ("train", "val", "test")}
+    held_out = named["val"] or named["test"]
+    return {"train": named["train"], "val": held_out} if named["train"] and held_out else None
+
+
+def _named_split(path: PurePosixPath) -> str | None:
+    """The split that a folder's name is, or a file's first or last word: `val/a.txt`, `wiki.train-0-of-2.txt`."""
+    stem = re.sub(r"(\.(txt|md|jsonl|json|parquet|gz|zst))+$", "", path.name.lower())
+    words = re.findall(r"[^-._ \d]+", re.sub(r"\d+-of-\d+$", "", stem))
+    candidates = [*map(str.lower, path.parts[:-1]), *words[:1], *words[-1:]]
+    return next((SPLIT_NAMES[word] for word in candidates if word in SPLIT_NAMES), None)
+
+
+def footer(path: Path) -> bytes:
+    """The end of a parquet file, which says where everything is and what the least and greatest values are.
+
+    Raises OSError if it cannot be read.
+    """
+    with open(path, "rb") as file:
+        size = file.seek(0, io.SEEK_END)
+        file.seek(max(0, size - 8))
+        length = int.from_bytes(file.read(4), "little") + 8
+        file.seek(max(0, size - length))
+        return file.read()
+
+
+def open_parquet(path: Path, column: str = COLUMN) -> pq.ParquetFile:
+    """Open one file and check its column. Raises UserError naming the file.
+
+    Its footer is read without the note on how the writer held columns in memory. A large_string, a string_view and a
+    dictionary of strings are then the strings that they are on disk; a dictionary would be kept whole, batch by batch.
+    """
     try:
-        file = pq.ParquetFile(path)
-        column = file.schema_arrow.field("text") if "text" in file.schema_arrow.names else None
+        metadata = pq.read_metadata(io.BytesIO(b"PAR1" + footer(path).replace(b"ARROW:schema", b"arrow.schema")))
+        file = pq.ParquetFile(path, metadata=metadata, pre_buffer=False, buffer_size=BUFFER)
+        names = file.schema_arrow.names
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{path} is not a readable parquet file ({reason_of(error)})") from None
-    if column is None:
-        raise UserError(f"{path} needs a string column named text, it has: {', '.join(file.schema_arrow.names)}")
-    if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
-        raise UserError(f"{path} needs a string column named text, its text is of type {column.type}")
+    if names.count(column) != 1:
+        has = f"it has: {', '.join(names)}" if column not in names else f"it has {names.count(column)} of that name"
+        raise UserError(f"{path} needs a string column named {column}, {has}")
+    kind = file.schema_arrow.field(column).type
+    if not pa.types.is_string(kind):
+        raise UserError(f"{path} needs a string column named {column}, its {column} is of type {kind}")
+    if file.metadata.num_rows and _only_nulls(file, column):
+        raise UserError(f"{path} has nothing but nulls in its column {column}")
     return file
 
 
-def document_batches(path: Path, groups: range | None = None, size: int = DOCUMENT_BATCH) -> Iterator[list[str]]:
-    """Documents of a file's row groups (default: all) in lists of `size`, as nanochat reads them.
+def _only_nulls(file: pq.ParquetFile, column: str) -> bool:
+    """Whether the file's statistics say so."""
+    place = next(i for i in range(len(file.schema)) if file.schema.column(i).path == column)
+    chunks = (file.metadata.row_group(group).column(place) for group in range(file.num_row_groups))
+    return all(chunk.statistics is not None and chunk.statistics.null_count == chunk.num_values for chunk in chunks)
 
-    The last list of a row group may be shorter. An empty text counts as a document, a null does not.
-    Raises UserError naming the file if it is damaged.
+
+def document_batches(
+    path: Path, groups: range | None = None, part: tuple[int, int] = (0, 1), column: str = COLUMN
+) -> Iterator[list[str]]:
+    """Documents of a file's row groups (default: all) in lists of DOCUMENT_BATCH, as nanochat reads them.
+
+    The last list of a row group may be shorter. An empty text counts as a document, a null does not. part: which of how
+    many equal parts of every row group's batches. Raises UserError naming the file if it is damaged.
     """
-    file = open_parquet(path)
-    for group in groups or range(file.num_row_groups):
+    file = open_parquet(path, column)
+    for group in range(file.num_row_groups) if groups is None else groups:
+        count = -(-file.metadata.row_group(group).num_rows // DOCUMENT_BATCH)
+        ends = [count * number // part[1] for number in (part[0], part[0] + 1)]
         try:
-            texts = file.read_row_group(group, columns=["text"]).column("text").to_pylist()
+            batches = file.iter_batches(DOCUMENT_BATCH, row_groups=[group], columns=[column], use_threads=False)
+            for batch in islice(batches, *ends):
+                yield [text for text in batch.column(0).to_pylist() if text is not None]
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             damage = f"{path} is damaged in row group {group} ({reason_of(error)})"
             raise UserError(f"{damage}; delete it and fetch it again") from None
-        for first in range(0, len(texts), size):
-            yield [text for text in texts[first : first + size] if text is not None]
+
+
+def identity(files: Sequence[Path]) -> dict[str, list]:
+    """What tells a corpus's files from all but their copies: names and sizes, and checksums of their footers."""
+    footers = [hashlib.sha256(footer(path)).hexdigest()[:16] for path in files]
+    return {"source": [[path.name, path.stat().st_size] for path in files], "footers": footers}
+
+
+def describe_changes(before: Sequence[Sequence], now: Sequence[Sequence]) -> str:
+    """What became of files, each [name, ...]: "1 added (c.parquet), 2 changed (...)"; empty if all are equal."""
+    old, new = ({name: rest for name, *rest in files} for files in (before, now))
+    names = {"added": new.keys() - old.keys(), "removed": old.keys() - new.keys()}
+    names["changed"] = {name for name in old.keys() & new.keys() if old[name] != new[name]}
+    shown = {kind: ", ".join(sorted(some)[:3]) + (", ..." if len(some) > 3 else "") for kind, some in names.items()}
+    return ", ".join(f"{len(names[kind])} {kind} ({shown[kind]})" for kind in names if names[kind])
 
 
 def claim(folder: Path, source: str) -> None:

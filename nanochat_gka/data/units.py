@@ -1,15 +1,18 @@
 """Units of packing work. Each is packed on its own, so that the rows do not depend on the number of processes.
 
-Training rows come in units of a few parquet row groups. The validation file is one unit, and so is `train_first`, the
-beginning of the training text once more, for evaluation alone. The rows of these two are those of nanochat's loader
-with one process, in its order, until the file's documents have all been read (`upstream_rows` in the record); nanochat
-would go on with the next file or epoch there.
+Training rows come in units of a few parquet row groups; a large row group is cut into several. A validation file is
+one unit, and so is `train_first`, the beginning of the training text once more, for evaluation alone. The rows of these
+two are those of nanochat's loader with one process, in its order, until the file's documents have all been read
+(`upstream_rows` in the record); nanochat would go on with the next file or epoch there.
 """
 
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
+
+import pyarrow.parquet as pq
 
 from nanochat_gka.data.corpora import ParquetCorpus, document_batches, open_parquet
 from nanochat_gka.data.packing import best_fit_rows
@@ -19,6 +22,8 @@ from trainkit.cli import UserError
 from trainkit.files import atomic, read_json, sha256, write_json
 
 ROW_GROUPS_PER_UNIT = 8
+DOCUMENTS_PER_PART, BYTES_PER_PART = 8192, 2**25  # the least of each in a part of a row group
+MOST_PARTS = 8  # a part reads past those before it
 FIRST_TOKENS = 20_971_520  # what nanochat evaluates on
 
 
@@ -32,20 +37,53 @@ class Unit:
     first: int
     last: int
 
+    def batches(self, corpus: Path) -> Iterator[list[str]]:
+        """Its documents, as nanochat's loader batches them."""
+        return document_batches(corpus / self.file, range(self.first, self.last))
+
+
+@dataclass(frozen=True)
+class GroupPart(Unit):
+    """Part `part`, from 0, of `parts` of one row group that is large."""
+
+    part: int
+    parts: int
+
+    def batches(self, corpus: Path) -> Iterator[list[str]]:
+        return document_batches(corpus / self.file, range(self.first, self.last), (self.part, self.parts))
+
 
 def plan_units(corpus: ParquetCorpus) -> list[Unit]:
     """The corpus cut into units, the two large ones first: they take longest."""
-    units = []
-    for split, path in (("val", corpus.files("val")[0]), (TRAIN_FIRST, corpus.files("train")[0])):
-        units.append(Unit(f"{split}_000000", split, path.name, 0, open_parquet(path).num_row_groups))
-    number = 0
-    for path in corpus.files("train"):
-        groups = open_parquet(path).num_row_groups
-        for first in range(0, groups, ROW_GROUPS_PER_UNIT):
-            last = min(first + ROW_GROUPS_PER_UNIT, groups)
-            units.append(Unit(f"train_{number:06d}", "train", path.name, first, last))
-            number += 1
+    whole = {"val": corpus.files("val"), TRAIN_FIRST: corpus.files("train")[:1]}
+    units = [
+        Unit(f"{split}_{number:06d}", split, path.name, 0, open_parquet(path).num_row_groups)
+        for split, paths in whole.items()
+        for number, path in enumerate(paths)
+    ]
+    shares = [(path.name, *share) for path in corpus.files("train") for share in _shares(path)]
+    for number, (file, first, last, *part) in enumerate(shares):
+        name = f"train_{number:06d}", "train", file, first, last
+        units.append(GroupPart(*name, *part) if part else Unit(*name))
     return units
+
+
+def _shares(path: Path) -> Iterator[tuple[int, ...]]:
+    """Row groups [first, last) for each unit of a training file, and which of how many parts for those that are cut."""
+    file = open_parquet(path)
+    parts = [_parts(file.metadata.row_group(group)) for group in range(file.num_row_groups)]
+    for first in range(0, len(parts), ROW_GROUPS_PER_UNIT):
+        last = min(first + ROW_GROUPS_PER_UNIT, len(parts))
+        if max(parts[first:last]) == 1:
+            yield first, last
+        else:
+            yield from ((g, g + 1, part, parts[g]) for g in range(first, last) for part in range(parts[g]))
+
+
+def _parts(group: pq.RowGroupMetaData) -> int:
+    """How many units a row group is cut into."""
+    usual = max(group.num_rows // DOCUMENTS_PER_PART, group.total_byte_size // BYTES_PER_PART)
+    return max(1, min(MOST_PARTS, usual))
 
 
 def pack_unit(unit: Unit, corpus: Path, tokenizer: Tokenizer, sequence_len: int, out: Path) -> dict:
@@ -54,7 +92,7 @@ def pack_unit(unit: Unit, corpus: Path, tokenizer: Tokenizer, sequence_len: int,
     stats = {"documents": 0, "bytes": 0, "tokens": 0, "rows": 0}
 
     def batches():
-        for texts in document_batches(corpus / unit.file, range(unit.first, unit.last)):
+        for texts in unit.batches(corpus):
             documents = [tokenizer.encode_document(text) for text in texts]
             stats["documents"] += len(texts)
             stats["bytes"] += sum(len(text.encode()) for text in texts)

@@ -179,7 +179,7 @@ def test_limits_of_the_training_text(packed):
 def test_a_corpus_without_text_makes_no_tokenizer(tmp_path):
     for name in ("a", "b"):
         pq.write_table(pa.table({"text": ["", ""]}), tmp_path / f"{name}.parquet")
-    with pytest.raises(UserError, match="has no text to train a tokenizer on"):
+    with pytest.raises(UserError, match=r"has no text for the train split: column text of a\.parquet is empty"):
         main(TokenizerConfig(corpus=tmp_path, out=tmp_path / "out", vocab_size=300))
     assert not list((tmp_path / "out").glob("*.json"))
 
