@@ -4,19 +4,20 @@ python -m nanochat_gka.pack --corpus out/corpus/fineweb --tokenizer out/tokenize
 python -m nanochat_gka.pack ... --part 2/8        # on the second of eight machines; then once without --part
 """
 
+import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from nanochat_gka.data import shards
-from nanochat_gka.data.corpora import ParquetCorpus
+from nanochat_gka.data.corpora import ParquetCorpus, file_changes, fingerprint
 from nanochat_gka.data.parts import Part, join
 from nanochat_gka.data.pool import pack_units
 from nanochat_gka.data.tokenizer import Tokenizer
 from nanochat_gka.data.units import plan_units
-from trainkit.cli import Bounds, run
-from trainkit.files import locked, remove_stale_temporaries
+from trainkit.cli import Bounds, UserError, run
+from trainkit.files import locked, read_json, remove_stale_temporaries
 
 
 @dataclass
@@ -46,8 +47,9 @@ def main(config: PackConfig) -> None:
         "sequence_len": config.sequence_len,
         "vocab_size": tokenizer.vocab_size,
         "tokenizer_sha256": tokenizer.sha256,
-        "source": [[path.name, path.stat().st_size] for path in corpus.paths()],
+        **fingerprint(corpus.paths()),
     }
+    _check_files(out, identity)
     if part:
         shards.check_plan(config.out, identity)
         if _reused(config.out):
@@ -73,6 +75,15 @@ def main(config: PackConfig) -> None:
         manifest = {**identity, "corpus": str(config.corpus), "shards": packed.records}
         shards.finish(out, manifest)
         print(f"{out}: {shards.describe(manifest)}; {took}")
+
+
+def _check_files(folder: Path, identity: dict) -> None:
+    """Raise UserError, saying what changed, if `folder` is packed from other files than `identity` says."""
+    if not (folder / shards.PLAN).exists():
+        return
+    if changes := file_changes(read_json(folder / shards.PLAN, "packing plan"), identity):
+        again = f"choose another --out or delete it (rm -r {shlex.quote(str(folder))}) and run the same command again"
+        raise UserError(f"{folder} was packed with other corpus files: {changes}; {again}")
 
 
 def _reused(folder: Path) -> bool:

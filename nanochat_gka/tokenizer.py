@@ -3,18 +3,20 @@
 python -m nanochat_gka.tokenizer --corpus out/corpus/fineweb --out out/tokenizer
 """
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from nanochat_gka.data.corpora import ParquetCorpus
+from nanochat_gka.data.corpora import ParquetCorpus, file_changes, fingerprint
 from nanochat_gka.data.tokenizer import FILE_NAME, VOCAB, Tokenizer
 from trainkit.cli import Count, CountOrAll, UserError, flag_of, run
 from trainkit.files import locked, read_json, write_json
 from trainkit.progress import progress_bar
 
 RECIPE = "train.json"
+FLAGS = ("vocab_size", "doc_cap", "max_chars")  # that decide what is trained, beside the files
 
 
 @dataclass
@@ -35,12 +37,9 @@ class TokenizerConfig:
 
 def main(config: TokenizerConfig) -> None:
     corpus = ParquetCorpus(config.corpus)
-    recipe = {
-        "vocab_size": config.vocab_size,
-        "doc_cap": config.doc_cap,
-        "max_chars": config.max_chars,
-        "corpus": [[path.name, path.stat().st_size] for path in corpus.files("train")],
-    }
+    files = fingerprint(corpus.files("train"))
+    recipe = {key: getattr(config, key) for key in FLAGS}
+    recipe |= {"corpus": files["source"], "checksums": files["checksums"]}
     with locked(config.out, "training a tokenizer in"):
         if (config.out / FILE_NAME).exists():
             _check_recipe(config.out, recipe)
@@ -49,6 +48,9 @@ def main(config: TokenizerConfig) -> None:
         write_json(config.out / RECIPE, recipe)
         tokenizer = Tokenizer.train(training_documents(corpus, config.doc_cap, config.max_chars), config.vocab_size)
         tokenizer.save(config.out)
+        if tokenizer.vocab_size < config.vocab_size:
+            few = f"the text has no more pairs of tokens to merge: {tokenizer.vocab_size:,} tokens"
+            print(f"{few} in place of --vocab-size {config.vocab_size:,}")
         sample = next(corpus.documents("val"), "")
         ratio = len(sample.encode()) / max(1, len(tokenizer.encode(sample)))
         print(f"{config.out}: vocabulary {tokenizer.vocab_size}, {ratio:.2f} bytes per token on a validation document")
@@ -70,16 +72,17 @@ def training_documents(corpus: ParquetCorpus, doc_cap: int, max_chars: int) -> I
 
 def _check_recipe(out: Path, recipe: dict) -> None:
     """Raise UserError if the tokenizer in `out` was not trained by `recipe`."""
-    advice = "choose another --out or delete it"
+    advice = f"choose another --out or delete it (rm -r {shlex.quote(str(out))}) and run the same command again"
     try:
         previous = read_json(out / RECIPE, "recipe")
     except UserError:
         problem = "holds a tokenizer and nothing that says what it was trained on"
         raise UserError(f"{out} {problem}; {advice}") from None
-    for key, value in recipe.items():
-        if previous.get(key) != value:
-            difference = "other corpus files" if key == "corpus" else f"{flag_of(key)} {previous.get(key)}"
-            raise UserError(f"{out} holds a tokenizer trained with {difference}; {advice}")
+    differences = [f"{flag_of(key)} {previous.get(key)}" for key in FLAGS if previous.get(key) != recipe[key]]
+    if changes := file_changes(previous, recipe, "corpus"):
+        differences.append(f"other corpus files: {changes}")
+    if differences:
+        raise UserError(f"{out} holds a tokenizer trained with {differences[0]}; {advice}")
 
 
 if __name__ == "__main__":

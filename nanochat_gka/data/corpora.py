@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -24,6 +25,7 @@ COLUMN = "text"
 ROW_GROUP = 1024  # documents, as in nanochat's shards
 DOCUMENT_BATCH = 128  # documents that nanochat's loader tokenises at once
 BUFFER = 2**20  # bytes of a file that are read at once
+SAMPLES, SAMPLE = 16, 2**16  # blocks and their bytes, in a checksum that is quick for any file
 SPLIT_NAMES = {"train": "train", "training": "train", "test": "test", "testing": "test"}
 SPLIT_NAMES.update(dict.fromkeys(("val", "valid", "validation", "dev"), "val"))
 
@@ -161,15 +163,34 @@ def document_batches(
             raise UserError(f"{damage}; delete it and fetch it again") from None
 
 
-def identity(files: Sequence[Path]) -> dict[str, list]:
-    """What tells a corpus's files from all but their copies: names and sizes, and checksums of their footers."""
-    footers = [hashlib.sha256(footer(path)).hexdigest()[:16] for path in files]
-    return {"source": [[path.name, path.stat().st_size] for path in files], "footers": footers}
+def fingerprint(files: Sequence[Path]) -> dict[str, list]:
+    """What tells a corpus's files from all but their copies: names and sizes, and checksums."""
+    checksums = [checksum(path) for path in files]
+    return {"source": [[path.name, path.stat().st_size] for path in files], "checksums": checksums}
 
 
-def describe_changes(before: Sequence[Sequence], now: Sequence[Sequence]) -> str:
-    """What became of files, each [name, ...]: "1 added (c.parquet), 2 changed (...)"; empty if all are equal."""
-    old, new = ({name: rest for name, *rest in files} for files in (before, now))
+def checksum(path: Path) -> str:
+    """Of a file's SAMPLES blocks, evenly spaced, which is all of a file of up to SAMPLES * SAMPLE bytes."""
+    digest, last = hashlib.sha256(), max(0, path.stat().st_size - SAMPLE)
+    with open(path, "rb") as file:
+        for number in range(SAMPLES):
+            file.seek(last * number // (SAMPLES - 1))
+            digest.update(file.read(SAMPLE))
+    return digest.hexdigest()[:16]
+
+
+def file_changes(before: dict[str, Any], now: dict[str, Any], source: str = "source") -> str:
+    """What became of a corpus's files between two notes that hold fingerprints; empty if nothing.
+
+    source: the key of names and sizes. What an earlier version noted has no checksums.
+    """
+    keys = [source, "checksums"] if "checksums" in before else [source]
+    old, new = ({entry[0][0]: entry for entry in zip(*(note[key] for key in keys))} for note in (before, now))
+    return describe_changes(old, new)
+
+
+def describe_changes(old: dict[str, Any], new: dict[str, Any]) -> str:
+    """What became of named things: "1 added (c.parquet), 2 changed (a.parquet, b.parquet)"; empty if all are equal."""
     names = {"added": new.keys() - old.keys(), "removed": old.keys() - new.keys()}
     names["changed"] = {name for name in old.keys() & new.keys() if old[name] != new[name]}
     shown = {kind: ", ".join(sorted(some)[:3]) + (", ..." if len(some) > 3 else "") for kind, some in names.items()}

@@ -1,8 +1,10 @@
 """Parquet as other tools write it: any column of strings is text, and no row group is too large for the memory."""
 
+import dataclasses
 import json
 import random
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -143,6 +145,39 @@ def test_small_row_groups_make_the_units_of_ever(tmp_path):
         {"name": f"train_{n:06d}", "split": "train", "file": "shard_00000.parquet", "first": 8 * n, "last": last}
         for n, last in enumerate((8, 16, 20))
     ]
+
+
+def test_what_became_of_the_files_is_said(tmp_path):
+    """The same size with other texts is a change too. Copies are none, nor what an earlier version did not note."""
+    corpus, out = tiny.write_corpus(tmp_path / "corpus", files=3), tmp_path / "packed"
+    words = tokenizer.TokenizerConfig(corpus=corpus, out=tmp_path / "tokenizer", vocab_size=300)
+    tokenizer.main(words)
+    pack.main(config(tmp_path, out))
+    shutil.copytree(corpus, tmp_path / "copy", copy_function=shutil.copyfile)
+    tokenizer.main(dataclasses.replace(words, corpus=tmp_path / "copy"))
+    pack.main(config(tmp_path, out, corpus=tmp_path / "copy"))
+
+    def refused(changes: str):
+        with tiny.one_line_error(
+            f"trained with other corpus files: {changes}; choose .* and run the same command again"
+        ):
+            tokenizer.main(words)
+        with tiny.one_line_error(rf"packed with other corpus files: {changes}; choose .*\(rm -r .*/packed\)"):
+            pack.main(config(tmp_path, out))
+
+    path, before = corpus / "shard_00000.parquet", (corpus / "shard_00000.parquet").read_bytes()
+    assert b"bandwidth kernel" in before
+    path.write_bytes(before.replace(b"bandwidth kernel", b"kernel bandwidth", 1))
+    refused(r"1 changed \(shard_00000.parquet\)")
+    notes = [(file, json.loads(file.read_text())) for file in (words.out / "train.json", out / "plan.json")]
+    for file, note in notes:
+        file.write_text(json.dumps({key: value for key, value in note.items() if key != "checksums"}))
+    tokenizer.main(words)
+    pack.main(config(tmp_path, out))
+    path.unlink()
+    for number in range(4):
+        shutil.copy(corpus / "shard_00002.parquet", corpus / f"more{number}.parquet")
+    refused(r"4 added \(more0.parquet, more1.parquet, more2.parquet, ...\), 1 removed \(shard_00000.parquet\)")
 
 
 PEAK = """

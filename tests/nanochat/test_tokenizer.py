@@ -201,15 +201,27 @@ def test_a_tokenizer_trained_otherwise_is_refused(packed, tmp_path):
         "--vocab-size 300": {"vocab_size": 301},
         "--doc-cap 10000": {"doc_cap": 9},
         "--max-chars 2000000000": {"max_chars": 9},
-        "other corpus files": {"corpus": tmp_path / "corpus"},
+        r"other corpus files: 1 changed \(shard_00000.parquet\)": {"corpus": tmp_path / "corpus"},
     }
     for words, change in changes.items():
-        with pytest.raises(UserError, match=f"trained with {words}; choose another --out or delete it"):
+        with pytest.raises(
+            UserError, match=rf"trained with {words}; choose another --out or delete it \(rm -r .*tokenizer\)"
+        ):
             main(TokenizerConfig(**{**same, **change}))
     (tmp_path / "tokenizer" / "train.json").unlink()
     with pytest.raises(UserError, match="a tokenizer and nothing that says what it was trained on; choose another"):
         main(TokenizerConfig(**same))
     assert (tmp_path / "tokenizer" / "tokenizer.json").read_bytes() == before
+
+
+def test_a_vocabulary_that_the_text_cannot_fill_is_said(tmp_path, capsys):
+    for name in ("a", "b"):
+        pq.write_table(pa.table({"text": ["aaaa aaaa"]}), tmp_path / f"{name}.parquet")
+    main(TokenizerConfig(corpus=tmp_path, out=tmp_path / "out", vocab_size=32768))
+    size = Tokenizer.load(tmp_path / "out").vocab_size
+    said = f"the text has no more pairs of tokens to merge: {size} tokens in place of --vocab-size 32,768\n"
+    assert size < 280 and said in capsys.readouterr().out
+    main(TokenizerConfig(corpus=tmp_path, out=tmp_path / "out", vocab_size=32768))
 
 
 def test_max_chars_minus_one_reads_all(packed):
