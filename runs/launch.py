@@ -1,12 +1,12 @@
 """Command lines of the project's modules: one process, or torchrun for several; shown as one would type them."""
 
 import shlex
-import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from trainkit import signals
 from trainkit.cli import OUR_TORCHRUN, as_typed
 from trainkit.progress import console
 
@@ -32,23 +32,13 @@ def show(words: Sequence[str]) -> list[str]:
 
 
 def run(words: Sequence[str]) -> None:
-    """Show and run one command; leave with its exit code if it fails. Ctrl-C and SIGTERM let it save first."""
+    """Show and run one command; leave with its exit code if it fails. Ctrl-C and other signals let it save first."""
     process = subprocess.Popen(show(words))
-    received: list[int] = []
-
-    def pass_on(number: int, frame: Any) -> None:
-        received.append(number)
-        process.terminate()
-
-    before = signal.signal(signal.SIGTERM, pass_on)
-    try:
-        code = process.wait()
-    except KeyboardInterrupt:
-        process.wait()
-        raise
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    if received:
-        sys.exit(128 + received[0])
+    with signals.passed_on(lambda: [process]):
+        try:
+            code = process.wait()
+        except (KeyboardInterrupt, signals.Stopped):
+            process.wait()
+            raise
     if code:
         sys.exit(code)

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar, get_type_hints
 
+from trainkit import signals
+
 # The flags to lower when a GPU's memory is full, whichever a command has: they change the speed, not the result.
 BATCH_FLAGS = ("device_batch_size", "batch_tokens", "max_rows", "batch_size")
 OUR_TORCHRUN = "trainkit.torchrun"
@@ -121,10 +123,17 @@ def run(main: Callable[[Any], None], config_class: type, argv: list[str] | None 
 
     The docstring of `config_class` is the help text, the docstrings of its fields are the flags' help, and values out
     of the fields' Bounds are refused. `UserError`, a file that cannot be used and Ctrl-C exit with 2, 2 and 130;
-    `PassingFault`, and a file that the next try may be able to use, with 75.
+    `PassingFault`, and a file that the next try may be able to use, with 75; SIGTERM and a closed terminal with 143
+    and 129, within seconds.
     """
+    with signals.at_once():
+        _run(main, config_class, argv)
+
+
+def _run(main: Callable[[Any], None], config_class: type, argv: list[str] | None) -> None:
     import tyro
 
+    signals.keep_output()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a character that the terminal cannot show becomes "?"
             stream.reconfigure(errors="replace")
@@ -155,6 +164,9 @@ def run(main: Callable[[Any], None], config_class: type, argv: list[str] | None 
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         _exit(130)
+    except signals.Stopped as stopped:
+        signals.say(stopped)
+        _exit(stopped.code, at_once=True)  # an ordinary end waits for workers that were about to start
     except SystemExit as left:
         _exit(left.code)
     if _is_distributed():
@@ -168,16 +180,22 @@ def _is_distributed() -> bool:
 def _leave(message: str, code: int = UserError.code) -> None:
     if os.environ.get("RANK", "0") != "0":
         time.sleep(3)  # rank 0 prints the same and ends everyone; this rank speaks only if it is alone
-    if note := os.environ.get(LAST_ERROR):
-        with open(f"{note}.{os.getpid()}", "w") as file:
-            json.dump({"message": message, "code": code}, file)
-        os.replace(file.name, note)
+    note = leave_note(message, code)
     if not note or code != UserError.code:  # a fault may be tried again: the reason should stand before that
         print(f"error: {message}", file=sys.stderr)
     _exit(code)
 
 
-def _exit(code) -> None:
+def leave_note(message: str, code: int) -> bool:
+    """Tell `trainkit.torchrun` what its command ends with. Returns whether that has started this process."""
+    if note := os.environ.get(LAST_ERROR):
+        with open(f"{note}.{os.getpid()}", "w") as file:
+            json.dump({"message": message, "code": code}, file)
+        os.replace(file.name, note)
+    return bool(note)
+
+
+def _exit(code, at_once: bool = False) -> None:
     """Leave; one of several processes leaves at once. A user's mistake ends a torchrun that would try it again.
 
     A thread of gloo's may ask for the interpreter while that closes down, and then aborts the process.
@@ -185,7 +203,7 @@ def _exit(code) -> None:
     if code == UserError.code and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) and _torchrun_line():
         sys.stdout.flush()
         os.kill(os.getppid(), signal.SIGTERM)
-    if _is_distributed() and isinstance(code, int):
+    if (at_once or _is_distributed()) and isinstance(code, int):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

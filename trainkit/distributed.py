@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from trainkit import signals
 from trainkit.cli import STORE_SWITCH, PassingFault, UserError
 
 # How long a process waits for the others: one may compile, or read ahead in a stream, much longer than another.
@@ -101,6 +102,26 @@ class Runtime:
                     f"{said[int(others[0])][key]}. Give every machine the same files, by a shared folder or copies"
                 )
 
+    def rounds(self, items: Iterable[T], stop: "Stop | None" = None) -> Iterator[T]:
+        """`items`, of which every rank may have another number, until a signal to any rank ends them on all.
+
+        The ranks meet after each item is made, so an item should take seconds at most; a rank that has no more goes on
+        meeting the others. Raises Interrupted on every rank. Without `stop` the ranks do not meet.
+        """
+        items, none_left = iter(items), object()
+        while True:
+            item = next(items, none_left)
+            flags = [int(stop is not None and stop.requested), int(item is not none_left)]
+            if stop is not None and self.world_size > 1:
+                flags = self.sum(torch.tensor(flags, device=self.device)).tolist()
+            asked, busy = flags
+            if asked:
+                raise Interrupted
+            if not busy:
+                return
+            if item is not none_left:
+                yield item
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.world_size > 1:
@@ -116,18 +137,22 @@ class Runtime:
         return range(self.rank * count // self.world_size, (self.rank + 1) * count // self.world_size)
 
 
-class Stop:
-    """Set by SIGTERM or SIGINT from its creation on: a training loop finishes its step, saves and leaves.
+class Interrupted(Exception):
+    """A signal to some rank has ended, on all of them, what they did between two steps."""
 
-    Another Ctrl-C some seconds later ends the process at once. Not sooner: torchrun passes a signal on to processes
-    that had it from the terminal already.
+
+class Stop:
+    """Set by SIGTERM, SIGHUP or SIGINT from its creation on: a training loop finishes its step, saves and leaves.
+
+    SIGHUP, of a closed terminal, stays ignored where it was, as under nohup. Another Ctrl-C some seconds later ends the
+    process at once. Not sooner: torchrun passes a signal on to processes that had it from the terminal already.
     """
 
     SAME_SIGNAL_WITHIN = 3.0  # seconds
 
     def __init__(self):
         self._requested_at: float | None = None
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (*signals.ending(), signal.SIGINT):
             signal.signal(number, self._request)
 
     @property

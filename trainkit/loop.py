@@ -1,8 +1,9 @@
 """The loop of every trainer: resume, announce, then step, log, save and report until the end or a signal, and finish.
 
 What a step computes and what is reported is the trainer's (`trainkit.trainer`). Nothing is lost: a checkpoint is
-written before every evaluation, a signal ends the loop after its step and a save, and a run that was killed at any
-moment continues from its newest intact checkpoint; what its log has already is not done again.
+written before every evaluation, a signal ends the loop after its step and a save, or ends its evaluation, which the
+next process makes again, and a run that was killed at any moment continues from its newest intact checkpoint; what its
+log has already is not done again.
 """
 
 import contextlib
@@ -10,9 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from trainkit import signals
 from trainkit.checkpoint import Checkpoint, load_newest
-from trainkit.cli import command_line
-from trainkit.distributed import Runtime, Stop, running
+from trainkit.cli import command_line, leave_note
+from trainkit.distributed import Interrupted, Runtime, Stop, running
 from trainkit.files import locked
 from trainkit.progress import RunLog, progress_bar, read_events
 from trainkit.results import append_result, check_appendable
@@ -28,6 +30,7 @@ def launch(config: RunConfig, make_trainer: Callable[[Any, Runtime, Checkpoint |
     Raises UserError, on every process, for anything that the user can mend.
     """
     config.check()
+    signals.outlive_readers()
     with running(config.device_type, config.seed) as runtime, contextlib.ExitStack() as held:
 
         def prepare() -> tuple[Trainer, RunLog]:
@@ -56,8 +59,12 @@ def launch(config: RunConfig, make_trainer: Callable[[Any, Runtime, Checkpoint |
             return
         announce(trainer, log)
         if not train(trainer, log, Stop()):
-            where = f"{trainer.STEP} {trainer.state['step']} of {trainer.steps}"
-            runtime.print(f"stopped at {where}, saved; continue with: {command_line()}")
+            step = trainer.state["step"]
+            where = f"{trainer.STEP} {step} of {trainer.steps}"
+            saved = "saved" if step else "before there was anything to save"
+            runtime.print(f"stopped at {where}, {saved}; continue with: {command_line()}")
+            if runtime.is_main:
+                leave_note("", 0)
         elif runtime.is_main:
             finish(trainer, log)
 
@@ -81,9 +88,17 @@ def announce(trainer: Trainer, log: RunLog) -> None:
 def train(trainer: Trainer, log: RunLog, stop: Stop) -> bool:
     """Train to the last step. Returns False if a signal or --stop-after ended it early. The state is saved."""
     config, steps = trainer.config, trainer.steps
+
+    def report() -> bool:
+        try:
+            trainer.report(log, stop, bar)
+        except Interrupted:
+            return False
+        return True
+
     with progress_bar() as bar:
         task = bar.add_task(config.tag, total=steps, completed=trainer.state["step"], status="")
-        if not trainer.report(log, stop, bar):
+        if not report():
             return False
         while trainer.state["step"] < steps:
             numbers, stopping = trainer.step(stop.requested)
@@ -95,7 +110,7 @@ def train(trainer: Trainer, log: RunLog, stop: Stop) -> bool:
                 log.log("train", step, text, **values)
             if stopping or trainer.due(config.save_every) or trainer.must_save():
                 trainer.save()
-            if stopping or not trainer.report(log, stop, bar):
+            if stopping or not report():
                 return False
     return True
 

@@ -3,52 +3,84 @@
     python -m trainkit.torchrun --standalone --nproc-per-node 7 -m -- nanochat_gka.train --data PACKED
 
 The flags are torchrun's; the dashes keep it from taking our --run for its --run-path. torchrun alone runs the same,
-but shows a traceback of its own after any error and exits with 1.
+but shows a traceback of its own after any error and exits with 1, and takes a signal under nohup, or a second one while
+processes still save.
 """
 
 import json
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 
+from trainkit import signals
 from trainkit.cli import LAST_ERROR, SHUTDOWN_TIMEOUT, STORE_SWITCH, UserError
 
 # Seconds for a step and a save after SIGTERM or Ctrl-C; torchrun's own 30 may be too few.
 SETTINGS = {STORE_SWITCH: "1", SHUTDOWN_TIMEOUT: "300"}
+STOPPED = {code for number in signals.ENDING for code in (-number, 128 + number)}  # exit codes after these
 
 
 def main(words: Sequence[str]) -> int:
-    """Run torchrun with `words`. Returns the exit code, that of the command if it ended with a mistake or a fault."""
+    """Run torchrun with `words`. Returns the exit code: that of the command, or after a signal 0 if all has been saved.
+
+    A signal that saved nothing gives 128 + its number.
+    """
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
+    signals.keep_output()
+    signals.outlive_readers()
     from torch.distributed import run  # reads the settings
-    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing import api
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    heard = signals.ending()
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        """As torchrun's own; but a closed terminal's signals come twice, and the processes may still save."""
+        if number in heard or number != signal.SIGHUP:
+            for ending in signals.ENDING:
+                signal.signal(ending, signal.SIG_IGN)
+            raise api.SignalException(f"got {signal.Signals(number).name}", signal.Signals(number))
+
+    api._terminate_process_handler = terminate
     with tempfile.TemporaryDirectory() as folder:
         note = Path(folder, "error.json")
         os.environ[LAST_ERROR] = str(note)
         try:
             run.main(words)
         except ChildFailedError as failed:
+            codes = {failure.exitcode for failure in failed.failures.values()}
             # A mistake counts also where its process was ended before it could leave.
-            if code := _say(note, {UserError.code, *(failure.exitcode for failure in failed.failures.values())}):
+            if code := _say(note, {UserError.code, *codes}):
                 return code
+            if codes <= STOPPED:
+                return max(128 - code if code < 0 else code for code in codes)
             raise
-        except SignalException as signalled:  # from outside, or from a command whose mistake must not be tried again
-            return _say(note, {UserError.code}) or 128 + signalled.sigval
+        except api.SignalException as signalled:  # from outside, or a command whose mistake must not be tried again
+            saved = _left(note) == ("", 0)
+            return 0 if saved else _say(note, {UserError.code}) or 128 + signalled.sigval
     return 0
+
+
+def _left(note: Path) -> tuple[str, int] | None:
+    """The message and exit code that a command left."""
+    if not note.exists():
+        return None
+    left = json.loads(note.read_text())
+    return left["message"], left["code"]
 
 
 def _say(note: Path, codes: set[int]) -> int:
     """Print the error that a command left in `note` with one of `codes`, and return that; 0 if there is none."""
-    error = json.loads(note.read_text()) if note.exists() else {"code": 0}
-    if error["code"] not in codes:
+    message, code = _left(note) or ("", 0)
+    if not code or code not in codes:
         return 0
-    print(f"error: {error['message']}", file=sys.stderr)
-    return error["code"]
+    print(f"error: {message}", file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

@@ -44,8 +44,11 @@ class Trainer(ABC):
         """Print what will be trained and prepare what takes all processes. Returns what the log's start record adds."""
 
     @abstractmethod
-    def report(self, log: RunLog, stop: Stop, bar: Progress) -> bool:
-        """Evaluate if that is due at this step and not in the log already. Returns False if a signal ended it early."""
+    def report(self, log: RunLog, stop: Stop, bar: Progress) -> None:
+        """Evaluate if that is due at this step and not in the log already.
+
+        Raises Interrupted, on every process, when a signal comes to any: see `Runtime.rounds`.
+        """
 
     @abstractmethod
     def step(self, asked_to_stop: bool) -> tuple[dict[str, float], bool]:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import BaseContext
 
-BLOCKED_SIGNALS = {signal.SIGINT, signal.SIGTERM}
+BLOCKED_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 # Without these, importing numpy and pyarrow starts threads.
 NO_THREADS = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 
@@ -31,8 +31,8 @@ def context(*packages: str) -> BaseContext:
     """The context in which to start worker processes: they are forked from the server.
 
     The first call starts the server, which imports `packages` and those of their modules that this process has
-    imported, while this process goes on: call it early. Workers start with SIGINT and SIGTERM blocked, which reach a
-    whole process group; the first function that a worker calls is `begin`.
+    imported, while this process goes on: call it early. Workers start with SIGINT, SIGTERM and SIGHUP blocked, which
+    reach a whole process group; the first function that a worker calls is `begin`.
     """
     server_context, packages = multiprocessing.get_context("forkserver"), ("trainkit", *packages)
     # Every worker runs the main program's imports again, and finds those modules imported.
@@ -75,7 +75,7 @@ def interrupt_held_back() -> Iterator[None]:
 def begin(on_sigterm=signal.SIG_DFL) -> None:
     """What a worker does first: end with the process it works for, however that ends, and unblock SIGTERM.
 
-    SIGINT stays blocked. on_sigterm: a handler as signal.signal takes it.
+    SIGINT and SIGHUP stay blocked. on_sigterm: a handler as signal.signal takes it.
     """
     threading.Thread(target=_end_with_parent, daemon=True).start()
     signal.signal(signal.SIGTERM, on_sigterm)

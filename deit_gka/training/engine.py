@@ -17,7 +17,7 @@ from deit_gka.recipe import Recipe
 from deit_gka.training.distillation import Objective
 from trainkit.cli import UserError
 from trainkit.compiling import OFF
-from trainkit.distributed import Runtime
+from trainkit.distributed import Runtime, Stop
 
 
 def autocast(device: torch.device, amp: str):
@@ -132,15 +132,16 @@ def evaluate(
     runtime: Runtime,
     amp: str = "auto",
     advance: Callable[[Batch], None] = lambda batch: None,
+    stop: Stop | None = None,
 ) -> dict[str, dict[str, float]]:
     """Accuracy and cross entropy of every model over the images of all processes, each counted once, in one pass.
 
     models: left in evaluation mode. advance: called after every batch. Returns, by name, top1 and top5 (percent), loss,
-    images, broken (left out). Raises UserError if every image is left out.
+    images, broken (left out). Raises UserError if every image is left out, Interrupted if `stop` is set meanwhile.
     """
     # Right at 1, right at 5, loss, images, broken
     sums = torch.zeros(len(models), 5, dtype=torch.float64, device=runtime.device)
-    for batch in loader:
+    for batch in runtime.rounds(loader, stop):
         sums[:, 4] += len(batch.broken)
         if len(batch.images):
             images, labels = (tensor.to(runtime.device, non_blocking=True) for tensor in (batch.images, batch.labels))

@@ -237,15 +237,15 @@ class Trainer(BaseTrainer):
 
     # What is reported
 
-    def report(self, log: RunLog, stop: Stop, bar: Progress) -> bool:
+    def report(self, log: RunLog, stop: Stop, bar: Progress) -> None:
         """After an epoch: evaluate, unless that is in the log (the run was killed after it), and keep the best."""
         step, (epoch, within) = self.state["step"], divmod(self.state["step"], self.steps_per_epoch)
         every = self.config.eval_every
         due = epoch and not within and (epoch == self.config.epochs or (every > 0 and epoch % every == 0))
         keys = (*EVAL_KEYS, self.metric)
         if due and self.runtime.any(log.enabled and not log.has("eval", step, *keys)):
-            self._report_epoch(log, epoch, self.evaluate(bar), log.records("eval", *keys) if log.enabled else [])
-        return True
+            values = self.evaluate(bar, stop)
+            self._report_epoch(log, epoch, values, log.records("eval", *keys) if log.enabled else [])
 
     def _report_epoch(self, log: RunLog, epoch: int, values: dict[str, Any], earlier: list[dict[str, Any]]) -> None:
         speed, sigma, is_main = self.speed(self.meter), self.sigma(), self.runtime.is_main
@@ -264,7 +264,7 @@ class Trainer(BaseTrainer):
                 f"cannot be the best. They are in {self.broken.path}"
             )
 
-    def evaluate(self, bar: Progress) -> dict[str, Any]:
+    def evaluate(self, bar: Progress, stop: Stop | None = None) -> dict[str, Any]:
         """Accuracy of the raw weights and, as ema_*, of the average; how many images were judged, and were broken."""
         models = {"": self.model}
         if self.average is not None:
@@ -279,7 +279,7 @@ class Trainer(BaseTrainer):
             self.broken.report(batch.broken, "left out of the evaluation")
 
         with closing(self.images.validation_batches()) as loader:
-            results = evaluate(models, loader, self.runtime, self.config.amp, advance)
+            results = evaluate(models, loader, self.runtime, self.config.amp, advance, stop)
         bar.remove_task(task)
         values = {f"{prefix}{key}": value for prefix, result in results.items() for key, value in result.items()}
         return {key: values[key] for key in ACCURACY_KEYS if key in values}

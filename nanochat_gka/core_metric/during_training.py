@@ -31,26 +31,23 @@ class CoreMetric:
         limits = {"max_per_task": max_per_task, "max_seq_len": scorer.max_seq_len}
         self.asked = {task.label: {**task_identity(task), **limits} for task in tasks}
 
-    def score(self, log: RunLog, step: int, stop: Stop, bar: Progress) -> bool:
-        """Score the model and log it as event "core". Returns False if a signal came first.
+    def score(self, log: RunLog, step: int, stop: Stop, bar: Progress) -> None:
+        """Score the model and log it as event "core". Raises Interrupted if a signal comes first.
 
         Tasks that are in the log by then are not scored again.
         """
         started = time.perf_counter()
         for task, examples in self.tasks:
-            if self.runtime.any(stop.requested):
-                return False
             if self.runtime.any(log.enabled and task.label in self._known(log, step)):
                 continue
             try:
-                metrics = self.scorer.measure(task, examples, bar)
+                metrics = self.scorer.measure(task, examples, bar, stop)
             except UserError as error:  # this task has no score; the run goes on
                 self.runtime.print(f"warning: {error}; the mean of step {step} leaves it out")
                 continue
             log.log("core_task", step, chart=False, asked=self.asked[task.label], **metrics)
         if log.enabled:
             self._report(log, step, time.perf_counter() - started)
-        return True
 
     def _known(self, log: RunLog, step: int) -> dict[str, dict[str, Any]]:
         """The log's lines of this step's tasks, asked as they are asked now, by label."""

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from nanochat_gka.core_metric.scoring import answer, batches, judge
 from nanochat_gka.data.tokenizer import Tokenizer
 from nanochat_gka.model.gpt import GPT
 from trainkit.cli import UserError
-from trainkit.distributed import Runtime
+from trainkit.distributed import Runtime, Stop
 from trainkit.files import sha256
 
 RIGHT, CANNOT_BE_ASKED, NOT_FINITE = 1, 2, 3
@@ -59,17 +59,22 @@ class TaskScorer:
     batch_tokens: int
     prefix_reuse: bool = True
 
-    def measure(self, task: Task, examples: list[Example], bar: Progress) -> dict[str, Any]:
+    def measure(self, task: Task, examples: list[Example], bar: Progress, stop: Stop | None = None) -> dict[str, Any]:
         """Accuracy, centred score and speed on the examples, which are shuffled and sampled already.
 
         A collective: every process asks its share. Raises UserError, on every process, for a question that cannot be
-        asked and for losses that are not finite.
+        asked and for losses that are not finite; Interrupted if `stop` is set meanwhile.
         """
         self.runtime.barrier()
         started = time.perf_counter()
         shown = bar.add_task(escape(task.label), total=len(self._share(examples)), status="")
-        outcome = self.runtime.sum(self._outcomes(task, examples, lambda count: bar.advance(shown, count))).cpu()
-        bar.remove_task(shown)
+        outcome = torch.zeros(len(examples), dtype=torch.float64, device=self.runtime.device)
+        try:
+            for count in self.runtime.rounds(self._ask(task, examples, outcome), stop):
+                bar.advance(shown, count)
+        finally:
+            bar.remove_task(shown)
+        outcome = self.runtime.sum(outcome).cpu()
         if (outcome == NOT_FINITE).any():
             reason = "its weights are damaged, or its training diverged"
             raise UserError(f"{task.label}: the model's losses are not numbers, so it has no score; {reason}")
@@ -90,9 +95,11 @@ class TaskScorer:
         """The examples that this rank asks: r, r + ranks, ..."""
         return range(self.runtime.rank, len(examples), self.runtime.world_size)
 
-    def _outcomes(self, task: Task, examples: list[Example], advance: Callable[[int], None]) -> torch.Tensor:
-        """Per example 1 if the model is right, 0 if it is wrong or if another rank asks."""
-        outcome = torch.zeros(len(examples), dtype=torch.float64, device=self.runtime.device)
+    def _ask(self, task: Task, examples: list[Example], outcome: torch.Tensor) -> Iterator[int]:
+        """Put RIGHT into `outcome` for every example of this rank's share with a right answer, a batch at a time.
+
+        Yields the batches' sizes. What makes the task unusable is put there for its example and ends it.
+        """
         share = self._share(examples)
         for first in range(0, len(share), READ_AHEAD):
             indices, questions = share[first : first + READ_AHEAD], []
@@ -101,16 +108,15 @@ class TaskScorer:
                     questions.append(self._question(task, examples, index))
                 except UserError:
                     outcome[index] = CANNOT_BE_ASKED
-                    return outcome
+                    return
             for batch in batches(questions, self.batch_tokens):
                 verdicts = judge(self.model, [questions[place] for place in batch], self.prefix_reuse)
                 for place, verdict in zip(batch, verdicts):
                     if not all(math.isfinite(prompt.nats) for prompt in verdict):
                         outcome[indices[place]] = NOT_FINITE
-                        return outcome
+                        return
                     outcome[indices[place]] = RIGHT if answer(questions[place], verdict) == questions[place].gold else 0
-                advance(len(batch))
-        return outcome
+                yield len(batch)
 
     def _question(self, task: Task, examples: list[Example], index: int) -> Question:
         return question(task, examples, index, self.tokenizer, self.max_seq_len)

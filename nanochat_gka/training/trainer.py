@@ -217,41 +217,42 @@ class Trainer(BaseTrainer):
 
     # What is reported
 
-    def report(self, log: RunLog, stop: Stop, bar: Progress) -> bool:
+    def report(self, log: RunLog, stop: Stop, bar: Progress) -> None:
         """Evaluate, score CORE and sample text, each if it is due and not in the log (the run was killed after it)."""
         config, step = self.config, self.state["step"]
         due = step == 0 or self.due(config.eval_every)
         if due and self.runtime.any(log.enabled and not log.has("eval", step, *EVAL_KEYS)):
-            self._log_evaluation(log)
+            self._log_evaluation(log, stop)
         due = self.core is not None and step and self.due(config.core_metric_every)
         due = due and self.runtime.any(log.enabled and not log.has("core", step, *CORE_KEYS))
-        if due and not self.core.score(log, step, stop, bar):
-            return False
+        if due:
+            self.core.score(log, step, stop, bar)
         due = config.sample_every > 0 and step and self.due(config.sample_every)
-        if due and log.enabled and not log.has("sample", step):
-            self._log_samples(log)
-        return True
+        if due and self.runtime.any(log.enabled and not log.has("sample", step)):
+            self._log_samples(log, stop)
 
-    def _log_evaluation(self, log: RunLog) -> None:
-        step, bpb, sigma = self.state["step"], self.evaluate(), self.sigma()
+    def _log_evaluation(self, log: RunLog, stop: Stop) -> None:
+        step, bpb, sigma = self.state["step"], self.evaluate(stop), self.sigma()
         text = f"step {step:05d} | train bpb {bpb['train_bpb']:.6f} | validation bpb {bpb['val_bpb']:.6f}"
         mean = {layer: round(sum(values) / len(values), 3) for layer, values in sigma.items()}
         tokens = step * self.horizon.total_batch_size
         log.log("eval", step, text + (f" | mean sigma {mean}" if mean else ""), **bpb, sigma=sigma, tokens=tokens)
 
-    def _log_samples(self, log: RunLog) -> None:
-        engine = Engine(self.model, self.data.tokenizer)
-        completions = engine.complete(SAMPLE_PROMPTS, Sampling(max_tokens=16, temperature=0))
-        texts = {prompt: text for prompt, [text] in zip(SAMPLE_PROMPTS, completions)}
+    def _log_samples(self, log: RunLog, stop: Stop) -> None:
+        """Rank 0 writes them; the others wait for it."""
+        engine, texts = Engine(self.model, self.data.tokenizer), dict.fromkeys(SAMPLE_PROMPTS, "")
+        pieces = engine.stream(SAMPLE_PROMPTS, Sampling(max_tokens=16, temperature=0))
+        for piece in self.runtime.rounds(pieces if log.enabled else (), stop):
+            texts[SAMPLE_PROMPTS[piece.prompt]] += piece.text
         lines = "\n".join(f"sample: {prompt + text!r}" for prompt, text in texts.items())
         log.log("sample", self.state["step"], lines, texts=texts)
 
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self, stop: Stop | None = None) -> dict[str, float]:
         """Bits per byte on both splits."""
-        config, values = self.config, {}
+        config, values, how = self.config, {}, (self.token_bytes, self.runtime, self.batch_size, stop)
         for split in SPLITS:
             rows = self.data.eval_rows(split, config.eval_tokens, config.eval_rows)
-            values[f"{split}_bpb"] = bits_per_byte(self.compiled, rows, self.token_bytes, self.runtime, self.batch_size)
+            values[f"{split}_bpb"] = bits_per_byte(self.compiled, rows, *how)
         return values
 
     def sigma(self) -> dict[str, list[float]]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from runs import launch
 from runs.demo.outlook import Outlook
+from trainkit import signals
 from trainkit.loop import finish_record
 from trainkit.progress import progress_bar, read_events
 from trainkit.workers import cores
@@ -65,12 +66,13 @@ def expected_seconds(jobs: list[Job], at_once: int) -> float:
 def run_side_by_side(jobs: list[Job], at_once: int, outlook: Outlook) -> None:
     """Run the jobs, `at_once` together with the cores shared among them.
 
-    Leaves with the last line of the first failure, its file and its exit code. Ctrl-C lets all save first.
+    Leaves with the last line of the first failure, its file and its exit code. Ctrl-C and other signals let all save
+    first.
     """
     threads = max(1, cores() // at_once)
     waiting, total = list(jobs), sum(job.seconds for job in jobs)
     running: list[Job] = []
-    with progress_bar() as bar:
+    with progress_bar() as bar, signals.passed_on(lambda: [job.process for job in running]):
         tasks = {job.name: bar.add_task(job.name, total=job.steps, status="") for job in jobs}
         whole = bar.add_task("all of it", total=1, status="")
         try:
@@ -93,8 +95,8 @@ def run_side_by_side(jobs: list[Job], at_once: int, outlook: Outlook) -> None:
                 outlook.advance(done / total)
                 bar.update(whole, completed=done / total, status=outlook.sentence())
                 outlook.say(", ".join(f"{job.name}: step {seen[job.name][0]:,} of {job.steps:,}" for job in running))
-        except KeyboardInterrupt:
-            for job in running:  # the terminal's Ctrl-C has reached them too
+        except (KeyboardInterrupt, signals.Stopped):
+            for job in running:  # a signal has reached them too
                 job.process.wait()
             raise
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from runs.demo.commands import Job
 from runs.study.ledger import Ledger
+from trainkit import signals
 from trainkit.progress import console, progress_bar
 
 LOOK_EVERY = 0.3  # seconds between two looks at the running trainings
@@ -89,13 +90,13 @@ class Trainings:
 
 @contextlib.contextmanager
 def stop_on_signals(stop) -> Iterator[None]:
-    """Call `stop` on SIGTERM and Ctrl-C inside the block, once; the second Ctrl-C interrupts."""
+    """Call `stop` on a signal that ends a command, or Ctrl-C, in the block, once; the second Ctrl-C interrupts."""
 
     def handle(number, frame):
         signal.signal(signal.SIGINT, signal.default_int_handler)
         stop()
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, handle) for number in (*signals.ending(), signal.SIGINT)}
     try:
         yield
     finally:

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import signal
 import sys
+import time
 
 import pytest
 import torch
@@ -93,6 +94,41 @@ def test_sigterm_saves_and_says_how_to_continue(uninterrupted, pictures, tmp_pat
     if ranks == 1:
         train(pictures, tmp_path, "--save-every", "-1")
         assert final(tmp_path) == final(uninterrupted)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sigterm_ends_a_validation_which_is_made_again(tmp_path, ranks):
+    data = tiny_vision.write_pictures(tmp_path / "data", val=250)  # of three classes
+    words = ["--epochs", 2, "--device-batch-size", 2]
+    process = begin(data, tmp_path / "parts", *words, ranks=ranks)
+    while process.alive() and not (tmp_path / "parts/run/checkpoints/step_00000006/manifest.json").exists():
+        time.sleep(0.002)
+    os.kill(process.processes[-1].pid, signal.SIGTERM)  # one rank is enough
+    began = time.monotonic()
+    done = process.wait()
+    assert time.monotonic() - began < 10 and done.returncode == 0, done.stderr
+    assert "stopped at update 6 of 12, saved; continue with: " in done.stdout and not evaluations(tmp_path / "parts")
+    train(data, tmp_path / "parts", *words, ranks=ranks)
+    train(data, tmp_path / "whole", *words, ranks=ranks)
+    assert evaluations(tmp_path / "parts") == evaluations(tmp_path / "whole")
+    assert final(tmp_path / "parts", 12) == final(tmp_path / "whole", 12)
+
+
+def test_sigterm_ends_an_evaluation_with_one_line(uninterrupted, tmp_path):
+    data = tiny_vision.write_pictures(tmp_path / "data", val=1500, train=1)
+    words = ["--run", uninterrupted / "run", "--data", data, "--device-batch-size", 1, "--num-workers", 2]
+    words += ["--device-type", "cpu", "--results", tmp_path / "results.jsonl"]
+    process = tiny_vision.start("deit_gka.evaluate", *words, folder=tmp_path / "output")
+    pid = process.processes[0].pid
+    while process.alive() and len(tiny_vision.descendants(pid)) < 3:  # the server and two loading workers
+        time.sleep(0.002)
+    started = tiny_vision.descendants(pid)
+    os.kill(pid, signal.SIGTERM)
+    began = time.monotonic()
+    done = process.wait()
+    assert time.monotonic() - began < 10 and done.returncode == 128 + signal.SIGTERM
+    assert done.stderr == "stopped by SIGTERM\n" and not (tmp_path / "results.jsonl").exists()
+    assert not still_there(started)
 
 
 def test_stop_after_keeps_the_schedule(uninterrupted, pictures, tmp_path):

@@ -107,7 +107,12 @@ def test_signal_finishes_the_step_and_saves(config, whole, monkeypatch, capsys):
 
 
 def test_next_process_makes_an_interrupted_evaluation(config, whole, monkeypatch):
-    monkeypatch.setattr(ToyTrainer, "evaluate", lambda trainer, stop: trainer.state["step"] < 8)
+    def evaluate(trainer, stop):
+        if trainer.state["step"] == 8:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert [*trainer.runtime.rounds("ab", stop)] == ["a", "b"]
+
+    monkeypatch.setattr(ToyTrainer, "evaluate", evaluate)
     launch(config, ToyTrainer)
     assert events(config, "eval") == [0, 4] and checkpoint.load_newest(config.folder / "checkpoints").step == 8
     monkeypatch.undo()

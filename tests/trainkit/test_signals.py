@@ -1,0 +1,199 @@
+"""Commands that a signal or a closed terminal ends: in time, in one line, and saved what is to be saved."""
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from processes import environment, still_there
+from sources import ROOT
+from trainkit.signals import GRACE
+
+COMMAND = """
+import ctypes, os, sys, time
+from dataclasses import dataclass
+from pathlib import Path
+from trainkit import cli
+from trainkit.files import atomic
+
+@dataclass
+class Command:
+    work: str
+    folder: Path
+
+def main(config):
+    with atomic(config.folder / "result") as temporary:
+        temporary.write_text("half")
+        print("working", flush=True)
+        if config.work == "steps":
+            while True:
+                time.sleep(0.01)
+        if config.work == "a native call":  # which looks at no signal, as a collective does whose others are gone
+            ctypes.CDLL(None).system(b"cat")
+        try:  # a library that takes an error for one of its own
+            time.sleep(60)
+        except BaseException:
+            time.sleep(60)
+
+cli.run(main, Command)
+"""
+
+
+def start(words, **options) -> subprocess.Popen:
+    env = {**environment(), "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests/support")])}
+    options = {"text": True, "env": env, "cwd": ROOT, "stdin": subprocess.PIPE, **options}
+    return subprocess.Popen([sys.executable, *map(str, words)], **options)
+
+
+def command(work: str, folder: Path, before=(), **options) -> subprocess.Popen:
+    (folder / "command.py").write_text(COMMAND)
+    words = [folder / "command.py", "--work", work, "--folder", folder]
+    process = start([*before, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+    assert process.stdout.readline() == "working\n", process.stderr.read()
+    return process
+
+
+@pytest.mark.parametrize("work", ["steps", "a native call", "a library"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_command_ends_in_time_with_one_line(work, number, tmp_path):
+    if number == signal.SIGHUP and work != "steps":
+        pytest.skip("as SIGTERM")
+    process = command(work, tmp_path)
+    began = time.monotonic()
+    process.send_signal(number)
+    process.wait(60)
+    assert time.monotonic() - began < 2 * GRACE
+    errors = process.communicate()[1]
+    assert process.returncode == 128 + number and errors == f"stopped by {number.name}\n"
+    left = {path.name for path in tmp_path.iterdir()} - {"command.py"}
+    assert not left or (work != "steps" and all(name.startswith(".tmp-") for name in left))  # nothing looks whole
+
+
+def test_nohup_ignores_sighup(tmp_path):
+    process = command("steps", tmp_path, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    process.send_signal(signal.SIGHUP)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate()[1] == "stopped by SIGTERM\n" and process.returncode == 128 + signal.SIGTERM
+
+
+# --- Several processes, and commands that start others ---
+
+TWO = r"""
+import os, sys, time
+from dataclasses import dataclass
+from trainkit import cli, distributed
+
+@dataclass
+class Command:
+    again: bool = False
+
+def main(config):
+    with distributed.running("cpu") as runtime:
+        sys.stdout.write("working\n")  # print would write the line's end apart
+        if os.environ["RANK"] == "0":
+            time.sleep(600)
+        runtime.barrier()  # for a rank that does not come
+
+cli.run(main, Command)
+"""
+TORCHRUN = ["-m", "trainkit.torchrun", "--standalone", "--nproc-per-node", "2", "--"]
+
+
+@pytest.mark.parametrize("to", ["torchrun", "the rank that works", "the rank that waits"])
+def test_two_processes_end_in_time(to, tmp_path):
+    (tmp_path / "two.py").write_text(TWO)
+    process = start([*TORCHRUN, tmp_path / "two.py"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert [process.stdout.readline() for _ in range(2)] == ["working\n"] * 2
+    workers = tiny_children(process.pid)
+    began = time.monotonic()
+    os.kill(process.pid if to == "torchrun" else workers[to == "the rank that waits"], signal.SIGTERM)
+    errors = process.communicate(timeout=60)[1]
+    assert time.monotonic() - began < 2 * GRACE + 5 and process.returncode == 128 + signal.SIGTERM, errors
+    # gloo itself complains where a rank that was told alone leaves before the others
+    assert errors.count("stopped by SIGTERM") == 1 and (to == "the rank that works" or "Traceback" not in errors), (
+        errors
+    )
+    assert not still_there(workers)
+
+
+def tiny_children(pid: int) -> list[int]:
+    """The ranks of a torchrun, in order."""
+    children = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    ranks = {}
+    for child in children:
+        variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+        ranks.update({int(name[5:]): child for name in variables if name.startswith(b"RANK=")})
+    return [ranks[rank] for rank in sorted(ranks)]
+
+
+# --- Training in a terminal that is closed ---
+
+TOY = "-m toy_trainer --model-tag run --device-type cpu --save-every -1 --eval-every -1 --log-every 1 --steps 2000"
+
+
+def train_in_a_terminal(folder: Path, before=(), **options) -> tuple[subprocess.Popen, int]:
+    """A training in a session of its own whose terminal is a pseudo-terminal, and that terminal's other end."""
+    ours, theirs = pty.openpty()
+    words = [*before, *TOY.split(), "--seconds", "0.01", "--out", folder, "--results", folder / "results.jsonl"]
+    process = start(
+        words,
+        **{"stdin": theirs, "stdout": theirs, "stderr": theirs, "start_new_session": True, **options},
+        preexec_fn=lambda: __import__("fcntl").ioctl(0, __import__("termios").TIOCSCTTY, 0),
+    )
+    os.close(theirs)
+    shown = b""
+    while b"round 5\r\n" not in shown:
+        shown += os.read(ours, 2**16)
+    return process, ours
+
+
+def saved(folder: Path) -> list[str]:
+    return [path.name for path in (folder / "run/checkpoints").glob("step_*")]
+
+
+def test_a_closed_terminal_saves(tmp_path):
+    process, terminal = train_in_a_terminal(tmp_path)
+    os.close(terminal)
+    assert process.wait(60) == 0
+    (name,) = saved(tmp_path)
+    lines = (tmp_path / "run/log.jsonl").read_text().splitlines()
+    assert f'"step": {int(name[5:])}' in lines[-1] and 5 <= int(name[5:]) < 2000
+
+
+def test_a_closed_terminal_of_two_processes_saves(tmp_path):
+    process, terminal = train_in_a_terminal(tmp_path, TORCHRUN[:-1])
+    ranks = tiny_children(process.pid)
+    os.close(terminal)
+    assert process.wait(60) == 0  # all has been saved
+    assert len(saved(tmp_path)) == 1 and not still_there(ranks)
+
+
+def test_training_survives_a_terminal_that_is_gone_without_a_signal(tmp_path):
+    """As after the shell's disown: every line that it prints fails."""
+    nohup = "import signal, sys, runpy; signal.signal(signal.SIGHUP, signal.SIG_IGN); sys.argv[:] = sys.argv[2:]; "
+    nohup += "runpy.run_module('toy_trainer', run_name='__main__', alter_sys=True)"
+    process, terminal = train_in_a_terminal(tmp_path, ["-c", nohup])
+    os.close(terminal)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.terminate()
+    assert process.wait(60) == 0 and len(saved(tmp_path)) == 1
+
+
+def test_training_outlives_the_reader_of_its_pipe(tmp_path):
+    words = [*TOY.split(), "--seconds", "0.01", "--out", tmp_path, "--results", tmp_path / "results.jsonl"]
+    process = start(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    while "round 5\n" not in process.stdout.readline():
+        pass
+    process.stdout.close()
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.terminate()
+    assert process.wait(60) == 0 and len(saved(tmp_path)) == 1 and process.stderr.read() == ""
