@@ -3,13 +3,14 @@
     python -m trainkit.torchrun --standalone --nproc-per-node 7 -m -- nanochat_gka.train --data PACKED
 
 The flags are torchrun's; the dashes keep it from taking our --run for its --run-path. torchrun alone runs the same,
-but shows a traceback of its own after any error and exits with 1, and takes a signal under nohup, or a second one while
-processes still save.
+but shows a traceback of its own after any error and exits with 1, takes a signal under nohup, or a second one while
+processes still save, and hangs where the machine's own name does not resolve.
 """
 
 import json
 import os
 import signal
+import socket
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -21,7 +22,18 @@ from trainkit.cli import LAST_ERROR, SHUTDOWN_TIMEOUT, STORE_SWITCH, UserError
 
 # Seconds for a step and a save after SIGTERM or Ctrl-C; torchrun's own 30 may be too few.
 SETTINGS = {STORE_SWITCH: "1", SHUTDOWN_TIMEOUT: "300"}
+LOOPBACK = "lo"  # the name that Linux gives the interface
 STOPPED = {code for number in signals.ENDING for code in (-number, 128 + number)}  # exit codes after these
+
+
+def on_one_machine(words: Sequence[str]) -> list[str]:
+    """`words`, with which --standalone meets at the loopback address: the machine's own name may not resolve."""
+    if "--standalone" not in words:
+        return [*words]
+    if "GLOO_SOCKET_IFNAME" not in os.environ and LOOPBACK in (name for _, name in socket.if_nameindex()):
+        os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
+    before = words.index("--standalone") + 1  # what is given later counts
+    return [*words[:before], "--local-addr", "127.0.0.1", *words[before:]]
 
 
 def main(words: Sequence[str]) -> int:
@@ -51,7 +63,7 @@ def main(words: Sequence[str]) -> int:
         note = Path(folder, "error.json")
         os.environ[LAST_ERROR] = str(note)
         try:
-            run.main(words)
+            run.main(on_one_machine(words))
         except ChildFailedError as failed:
             codes = {failure.exitcode for failure in failed.failures.values()}
             # A mistake counts also where its process was ended before it could leave.
