@@ -33,7 +33,7 @@ class PackConfig:
     sequence_len: Annotated[int, Bounds(1, 2**20)] = 2048
     """Context length T; rows hold T + 1 ids."""
     workers: Annotated[int, Bounds(0)] = 0
-    """Processes. 0 = one per core."""
+    """Processes. 0 = one for each core that may be used."""
     part: str = ""
     """Pack one part of several, such as 2/8, on each of as many machines; a last call without --part joins them."""
 

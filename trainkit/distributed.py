@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from trainkit import signals
 from trainkit.cli import STORE_SWITCH, PassingFault, UserError
+from trainkit.workers import cores
 
 # How long a process waits for the others: one may compile, or read ahead in a stream, much longer than another.
 COLLECTIVE_TIMEOUT = datetime.timedelta(hours=1)
@@ -188,6 +189,9 @@ def setup(device_type: str = "auto", seed: int = 42) -> Runtime:
     else:
         device = torch.device("cpu")
         keep_freed_memory()
+    if not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & os.environ.keys():
+        # torch does not know of a container's quota, above which its threads wait for one another.
+        torch.set_num_threads(min(torch.get_num_threads(), cores()))
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -6,6 +6,7 @@ autograd take at any time, so that a forked child could wait for ever before its
 not even those that libraries start.
 """
 
+import math
 import multiprocessing
 import os
 import signal
@@ -15,16 +16,38 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import BaseContext
+from pathlib import Path
 
 BLOCKED_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 # Without these, importing numpy and pyarrow starts threads.
 NO_THREADS = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 
 
-def cores() -> int:
-    """How many cores this process may use."""
+def cores(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """How many cores this process may use: those that it may run on, and a container's quota of them, rounded up.
+
+    groups, own: where Linux shows control groups, and which are this process's.
+    """
     affinity = getattr(os, "sched_getaffinity", None)  # Linux has it
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
+    allowed = len(affinity(0)) if affinity else os.cpu_count() or 1
+    return max(1, min(allowed, math.ceil(min(_quotas(groups, own), default=allowed))))
+
+
+def _quotas(groups: Path, own: Path) -> Iterator[float]:
+    """The cores that each control group around this process gives it, of version 2 or 1; none without a limit."""
+    for line in own.read_text().splitlines() if own.exists() else []:
+        _, controllers, place = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        top = groups / controllers  # of version 2: nothing
+        for folder in (top / place.lstrip("/"), *(top / place.lstrip("/")).parents):
+            for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+                if all((folder / name).exists() for name in names):
+                    quota, period = " ".join((folder / name).read_text() for name in names).split()
+                    if quota not in ("max", "-1"):
+                        yield int(quota) / int(period)
+            if folder == top:
+                break
 
 
 def context(*packages: str) -> BaseContext:

@@ -1,6 +1,5 @@
 """The processes that pack: units are dealt to them, and their records collected."""
 
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from nanochat_gka.data.tokenizer import Tokenizer
 from nanochat_gka.data.units import Unit, pack_unit, read_record
 from trainkit.cli import UserError
 from trainkit.progress import progress_bar
-from trainkit.workers import begin, context, interrupt_held_back
+from trainkit.workers import begin, context, cores, interrupt_held_back
 
 AHEAD = 2  # units per process that wait or run, so that the queue does not grow with the corpus
 
@@ -44,9 +43,9 @@ class Packed:
 def pack_units(units: list[Unit], corpus: Path, sequence_len: int, out: Path, workers: int) -> Packed:
     """Pack the units that `out` lacks, with the tokenizer in it. Those that it holds are checked and kept.
 
-    workers: processes; 0 = one per core. Raises UserError if one of them is killed.
+    workers: processes; 0 = one for each core that this process may use. Raises UserError if one of them is killed.
     """
-    processes = max(1, min(workers or os.cpu_count() or 1, len(units)))
+    processes = max(1, min(workers or cores(), len(units)))
     packed, started = Packed(), time.perf_counter()
     with (
         ProcessPoolExecutor(processes, context("nanochat_gka"), _start_worker, (out,)) as pool,

@@ -10,9 +10,8 @@ pass are arithmetic: each kernel reads and writes each of its tensors once. `pyt
 gka/README.md. Needs the triton package and no GPU.
 """
 
-import os
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -26,6 +25,7 @@ from runs.bench.machine_code import Code, assembler, compile_kernel, count, in_p
 from runs.bench.results import RESULTS
 from trainkit.cli import Count, run
 from trainkit.results import append_result
+from trainkit.workers import cores
 
 FILE = RESULTS / "instruction_counts.jsonl"
 ITEMSIZE = 2  # bfloat16
@@ -171,7 +171,7 @@ class InstructionConfig:
     """File of the JSON lines: one for each kernel."""
     architectures: Annotated[tuple[int, ...], tyro.conf.arg(metavar="{80,90,120}")] = (80, 90, 120)
     """Compute capabilities to compile for."""
-    processes: Count = os.cpu_count() or 1
+    processes: Count = field(default_factory=cores)
     """How many compile at once."""
 
 

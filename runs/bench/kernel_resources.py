@@ -12,10 +12,9 @@ than the device has, no tensor cores, no asynchronous copies. Needs the triton p
 
 import collections
 import hashlib
-import os
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,6 +28,7 @@ from gka.impl.triton import head as triton_head
 from gka.impl.triton.tiles import NORM_COMPUTED, NORM_CONSTANT, NORM_LOADED
 from runs.bench.machine_code import compile_kernel, in_processes
 from trainkit.cli import Count, CountOrAll, UserError, run
+from trainkit.workers import cores
 
 VERSION = f"# Triton {triton.__version__},"
 GOLDEN = Path(__file__).resolve().parents[2] / "tests" / "golden" / "kernel_resources.txt"
@@ -204,7 +204,7 @@ class ResourcesConfig:
     """Compile every case of every configuration."""
     sample: CountOrAll = -1
     """Compile only so many configurations, spread over the list."""
-    processes: Count = os.cpu_count() or 1
+    processes: Count = field(default_factory=cores)
     """How many compile at once."""
 
 

@@ -208,11 +208,70 @@ def test_default_workers_are_the_cores(monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 2, 3}, raising=False)
     assert loader_workers.default_workers() == 3
+    monkeypatch.setattr(workers, "_quotas", lambda *_: iter(()))
     monkeypatch.delattr(os, "sched_getaffinity")  # macOS
     monkeypatch.setattr(os, "cpu_count", lambda: 5)
     assert loader_workers.default_workers() == 5
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "7")
     assert loader_workers.default_workers() == 1
+
+
+@pytest.mark.parametrize(
+    "own, files, expected",
+    [
+        ("0::/\n", {"cpu.max": "250000 100000\n"}, 3),  # a container of its own
+        ("0::/pod/box\n", {"pod/cpu.max": "200000 100000", "pod/box/cpu.max": "max 100000"}, 2),
+        ("0::/elsewhere\n", {"cpu.max": "20000 100000"}, 1),
+        ("0::/\n", {"cpu.max": "max 100000"}, 8),
+        ("2:cpuset:/\n1:cpu,cpuacct:/b\n0::/\n", {"cpu,cpuacct/b/cpu.cfs_quota_us": "400000"}, 4),
+        ("1:cpu,cpuacct:/b\n", {"cpu,cpuacct/b/cpu.cfs_quota_us": "-1"}, 8),
+        (None, {}, 8),
+    ],
+)
+def test_cores_are_within_the_quota_of_a_container(own, files, expected, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+        if name.endswith("quota_us"):
+            (tmp_path / name.replace("quota", "period")).write_text("100000\n")
+    if own:
+        (tmp_path / "own").write_text(own)
+    assert workers.cores(tmp_path, tmp_path / "own") == expected
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux alone ties a process to cores")
+def test_a_process_tied_to_one_core_starts_one_worker(packed, tmp_path):
+    """Packing and loading; and torch takes one thread, too, where the environment does not say how many."""
+    code = """
+import os, sys
+from pathlib import Path
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+from deit_gka.data.workers import default_workers
+from nanochat_gka import pack
+from nanochat_gka.data import pool
+from trainkit import distributed, workers
+import torch
+
+class Counted(pool.ProcessPoolExecutor):
+    def __init__(self, processes, *others):
+        print("packing by", processes)
+        super().__init__(processes, *others)
+
+if __name__ == "__main__":
+    pool.ProcessPoolExecutor = Counted
+    root, out = map(Path, sys.argv[1:])
+    pack.main(pack.PackConfig(corpus=root / "corpus", tokenizer=root / "tokenizer", out=out, sequence_len=32))
+    torch.set_num_threads(4)
+    distributed.setup("cpu")
+    print("loading by", default_workers(), "threads", torch.get_num_threads())
+"""
+    (tmp_path / "tied.py").write_text(code)
+    environment = {key: value for key, value in os.environ.items() if not key.endswith("_NUM_THREADS")}
+    words = [sys.executable, tmp_path / "tied.py", packed, tmp_path / "packed"]
+    environment["PYTHONPATH"] = str(ROOT)
+    done = subprocess.run(words, capture_output=True, text=True, env=environment)
+    assert "packing by 1\n" in done.stdout and "loading by 1 threads 1\n" in done.stdout, done.stdout + done.stderr
 
 
 def test_loader_waits_less_than_other_ranks():
