@@ -16,6 +16,7 @@ from deit_gka.figures.families import FAMILIES, why_not
 from deit_gka.figures.matrices import draw_matrices
 from deit_gka.figures.subjects import Drawn, check_repeats, of_run, of_timm, photographs, subjects_of
 from trainkit.cli import CountOrAll, UserError, run
+from trainkit.files import check_named
 
 DEFAULT_MODEL = "deit_tiny_gka_patch16_224"
 
@@ -76,6 +77,8 @@ def demo_run(demo: Path) -> Path | None:
 
 def load(config: DrawConfig) -> tuple[list[Drawn], list[Drawn]]:
     """The model and its twins, at the size to draw them, and the runs that repeat the model."""
+    if not (config.run or config.model):
+        check_named(config.demo, DrawConfig.demo, "the outputs of make demo")
     chosen = config.run or (None if config.model else demo_run(config.demo))
 
     def runs(*paths: Path) -> list[Drawn]:

@@ -5,16 +5,19 @@ from pathlib import Path
 
 
 def update(folder: Path, pages: dict[str, str], command: str, check: bool) -> None:
-    """Write the pages of `folder` (name -> text) that say something else.
+    """Write the pages of `folder` (name -> text) that say something else, and print what was done with each.
 
     check: write nothing, and exit with 1 if there are such pages. command: what brings them up to date.
     """
     stale = [name for name, text in pages.items() if not _says(folder / name, text)]
-    for name in stale:
-        if check:
+    for name in pages:
+        if check and name in stale:
             print(f"{name} is out of date: run {command}", file=sys.stderr)
-        else:
+        elif name in stale:
             (folder / name).write_text(pages[name])
+            print(f"{folder / name}: written")
+        else:
+            print(f"{folder / name}: says it already")
     if check and stale:
         sys.exit(1)
 

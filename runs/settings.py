@@ -48,7 +48,7 @@ def read(words):
 
 
 def flag(name, value):
-    """A flag and its value as words for the shell; nothing without a value. A value with a dash first is no flag."""
+    """A flag and its value as words for the shell, joined where the value has a dash first; nothing without a value."""
     joint = "=" if value.startswith("-") else " "
     return f"--{name}{joint}{shlex.quote(value)}" if value else ""
 

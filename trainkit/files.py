@@ -23,6 +23,15 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
+def check_named(folder: Path, default: Path, holds: str) -> None:
+    """Raises UserError if a folder that was named is not there; the default one may be missing.
+
+    holds: what is looked for in it, for the message.
+    """
+    if folder != default and not folder.is_dir():
+        raise UserError(f"there is no folder {folder}; name one with {holds}")
+
+
 def fsync(path: Path) -> None:
     """Push a file's or a folder's content to the disk."""
     descriptor = os.open(path, os.O_RDONLY)

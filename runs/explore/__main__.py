@@ -19,6 +19,7 @@ from deit_gka.draw import DEFAULT_MODEL
 from runs.explore.models import load
 from trainkit import extras
 from trainkit.cli import Bounds, UserError, run
+from trainkit.files import check_named
 
 
 @dataclass
@@ -43,6 +44,8 @@ class ExploreConfig:
 def main(config: ExploreConfig) -> None:
     if reason := extras.missing("explore", "gradio"):
         raise UserError(reason)
+    if not config.run and config.model == DEFAULT_MODEL:
+        check_named(config.demo, ExploreConfig.demo, "the outputs of make demo")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     try:  # Gradio would try a hundred ports on a host that is not this machine, for minutes

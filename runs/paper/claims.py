@@ -80,20 +80,23 @@ def entry(claim: dict[str, str], finding: Finding) -> str:
     return "\n".join(parts)
 
 
+def verdicts(findings: dict[str, Finding]) -> str:
+    """How many claims have which verdict."""
+    counts = Counter(finding.verdict for finding in findings.values())
+    return f"{len(findings)} claims: {', '.join(f'{counts[verdict]} {verdict}' for verdict in VERDICTS)}."
+
+
 def summary(findings: dict[str, Finding]) -> str:
     """How many claims have which verdict, and a line for each claim."""
-    counts = Counter(finding.verdict for finding in findings.values())
-    total = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS)
-    rows = [f"{len(findings)} claims: {total}.", ""]
+    rows = [verdicts(findings), ""]
     rows += ["| claim | place | verdict | at which scale |", "|---|---|---|---|"]
     for name, finding in findings.items():
         rows.append(f"| [{name}](#{name}) | {CLAIMS[name]['place']} | {finding.verdict} | {finding.scale} |")
     return "\n".join(rows)
 
 
-def page() -> str:
+def page(findings: dict[str, Finding]) -> str:
     """The whole page."""
-    findings = {name: decide(claim) for name, claim in CLAIMS.items()}
     parts = ["# The paper's claims", INTRODUCTION, summary(findings)]
     for group in GROUPS:
         parts.append(f"## {group['title']}")
@@ -108,7 +111,9 @@ def main(config: ClaimsConfig) -> None:
         console.print(entry(CLAIMS[name], decide(CLAIMS[name])) + "\n", highlight=False, markup=False)
     if config.only:
         return
-    pages.update(FOLDER, {PAGE: page()}, "python -m runs.paper.claims", config.check)
+    findings = {name: decide(claim) for name, claim in CLAIMS.items()}
+    print(verdicts(findings))
+    pages.update(FOLDER, {PAGE: page(findings)}, "python -m runs.paper.claims", config.check)
 
 
 if __name__ == "__main__":

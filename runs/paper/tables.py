@@ -13,6 +13,7 @@ from typing import Literal
 from runs.paper import formats, published
 from runs.paper.comparison import BUILDERS, Sources
 from trainkit.cli import UserError, run
+from trainkit.files import check_named
 
 PREAMBLES = {
     "latex": "% Needs \\usepackage{booktabs}, \\usepackage{graphicx} and \\usepackage[T1]{fontenc}.",
@@ -32,7 +33,8 @@ class PaperTablesConfig:
     """Numbers of the tables to print; empty = all."""
 
     def check(self) -> None:
-        """Raises UserError for the number of a table that the paper does not have."""
+        """Raises UserError for the number of a table that the paper does not have, and for a BASE that is not there."""
+        check_named(self.base, PaperTablesConfig.base, "the outputs of runs")
         for number in self.only:
             if number not in BUILDERS:
                 raise UserError(f"--only takes numbers from 1 to {len(BUILDERS)}, got {number}")

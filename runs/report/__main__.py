@@ -14,7 +14,7 @@ from pathlib import Path
 from nanochat_gka.draw import TEXT
 from runs.report import build
 from trainkit import cli
-from trainkit.files import atomic
+from trainkit.files import atomic, check_named
 from trainkit.progress import console
 
 
@@ -38,6 +38,8 @@ class ReportConfig:
 def main(config: ReportConfig) -> None:
     started = time.perf_counter()
     out = config.out or config.base / "report.html"
+    if not config.run:
+        check_named(config.base, ReportConfig.base, "the outputs of runs")
     if out.is_dir():
         raise cli.UserError(f"--out is the file to write, and {out} is a folder")
     content = build.render(config.base, config.run, config.image, config.text)

@@ -9,7 +9,7 @@ from deit_gka.draw import DrawConfig, demo_run, main
 from deit_gka.figures.families import FAMILIES, NEED_SIGMA
 from deit_gka.figures.subjects import of_timm, photographs
 from figure_runs import GKA, SOFTMAX, TINY, tiny_subjects, vision_run, words
-from trainkit.cli import run
+from trainkit.cli import UserError, run
 from vision_runs import in_process
 
 SMALLEST = (*TINY, "depth=1", "num_heads=1")
@@ -98,6 +98,8 @@ def test_a_run_and_its_twin(figures, tmp_path, photo, capsys):
 def test_the_demos_model_is_the_default(figures, tmp_path, photo):
     demo = tmp_path / "demo"
     assert demo_run(demo) is None
+    with pytest.raises(UserError, match=f"there is no folder {demo}; name one with the outputs of make demo"):
+        main(DrawConfig(demo=demo, image=photo))
     vision_run(demo / "runs" / "digits-gka-50-seed1")
     first = vision_run(demo / "runs" / "digits-gka-50-seed0")
     assert demo_run(demo) == first

@@ -246,6 +246,7 @@ def test_runs_that_do_not_go_together_are_refused(demo, tmp_path):
     [
         (("--run", "nowhere"), "no checkpoint in nowhere"),
         (("--model", "resnet18", "--demo", "nowhere"), "is not a vision transformer"),
+        (("--demo", "nowhere"), "there is no folder nowhere; name one with the outputs of make demo"),
         (("--port", 70000), "--port must be between 0 and 65535"),
     ],
     ids=str,
@@ -259,9 +260,12 @@ def test_another_host_is_warned_of_and_one_of_another_machine_refused(demo, caps
     """192.0.2.1 is an address of nobody's (RFC 5737)."""
     with signals_kept(), pytest.raises(SystemExit) as left:
         run(main, ExploreConfig, ["--demo", str(demo), "--host", "192.0.2.1"])
-    warning, error = capsys.readouterr().err.splitlines()
-    assert warning == "warning: everybody who can reach 192.0.2.1 can use this page"
+    (error,) = capsys.readouterr().err.splitlines()
     assert left.value.code == 2 and error.startswith("error: cannot listen on 192.0.2.1, port")
+    with signals_kept(), pytest.raises(SystemExit):
+        run(main, ExploreConfig, ["--run", "nowhere", "--host", "0.0.0.0"])
+    warning, error = capsys.readouterr().err.splitlines()
+    assert warning == "warning: everybody who can reach 0.0.0.0 can use this page"
 
 
 def test_without_gradio_the_command_says_what_to_install(monkeypatch, capsys):

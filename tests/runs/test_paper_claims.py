@@ -33,14 +33,17 @@ def test_the_page_says_what_code_and_results_say():
 
 def test_a_page_out_of_date_ends_the_check_with_1(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(claims, "FOLDER", tmp_path)
-    monkeypatch.setattr(claims, "page", lambda: "new\n")
+    monkeypatch.setattr(claims, "page", lambda findings: "new\n")
     (tmp_path / "CLAIMS.md").write_text("old\n")
     with pytest.raises(SystemExit) as left:
         claims.main(claims.ClaimsConfig(check=True))
     assert (
         left.value.code == 1 and "CLAIMS.md is out of date: run python -m runs.paper.claims" in capsys.readouterr().err
     )
-    claims.main(claims.ClaimsConfig())
+    counts = rf"{len(claims.CLAIMS)} claims: " + ", ".join(rf"[1-9]\d* {verdict}" for verdict in VERDICTS)
+    for done in ("written", "says it already"):
+        claims.main(claims.ClaimsConfig())
+        assert re.fullmatch(rf"{counts}\.\n{tmp_path}/CLAIMS.md: {done}\n", capsys.readouterr().out)
     claims.main(claims.ClaimsConfig(check=True))
     assert (tmp_path / "CLAIMS.md").read_text() == "new\n"
 

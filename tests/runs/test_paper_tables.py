@@ -230,6 +230,16 @@ def test_the_terminal_shows_the_tables_that_were_asked_for(tmp_path, capsys):
         tables.main(tables.PaperTablesConfig(tmp_path, only=[9]))
 
 
+def test_a_folder_that_is_named_has_to_be_there(tmp_path, capsys, monkeypatch):
+    """The default one, of a clone where nothing was run, has not."""
+    with pytest.raises(UserError, match=f"there is no folder {tmp_path}/nope; name one with the outputs of runs"):
+        tables.main(tables.PaperTablesConfig(tmp_path / "nope"))
+    assert not capsys.readouterr().out
+    monkeypatch.chdir(tmp_path)
+    tables.main(tables.PaperTablesConfig(only=[6]))
+    assert "Table 6 of the paper" in capsys.readouterr().out
+
+
 def test_runs_with_other_settings_have_rows_of_their_own(tmp_path):
     """Of BASE alone; the one of the paper's configuration fills the paper's row and has no other."""
     vision_folder(tmp_path, epochs=7)

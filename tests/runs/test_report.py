@@ -186,6 +186,8 @@ def test_mistakes_are_named(base, tmp_path, capsys):
     message = in_process(main, ReportConfig, "--run", tmp_path, capsys=capsys)
     assert f"{tmp_path} is not a run: it has no log.jsonl" in message
     assert "is a folder" in in_process(main, ReportConfig, "--base", base, "--out", tmp_path, capsys=capsys)
+    nowhere = in_process(main, ReportConfig, "--base", tmp_path / "nope", capsys=capsys)
+    assert f"there is no folder {tmp_path}/nope;" in nowhere and not (tmp_path / "nope").exists()
     (tmp_path / "log.jsonl").write_text('{"event": "train", "step": 1}\n')
     assert "does not say how" in in_process(main, ReportConfig, "--run", tmp_path, capsys=capsys)
 
