@@ -229,6 +229,10 @@ def check_images(given):
     if not given.get("DATA"):
         missing = "no images" if has_device(given) else "no images and no GPU"
         raise Problem(f'{missing}. {GIVE_DATA}, or run "make demo", which needs neither')
+    form, _, place = given["DATA"].partition(":")
+    folder = place if form == "wds" else given["DATA"]
+    if folder != "digits" and form not in ("hf", "hf-stream") and not os.path.isdir(os.path.expanduser(folder)):
+        raise Problem(f"DATA={given['DATA']}: there is no such folder. {GIVE_DATA}")
     if not has_device(given):
         start = 'no GPU is visible, and 300 epochs would take years without one. Run "make demo", or try the command'
         raise Problem(f'{start} small: DATA=digits BASE=out/small ARGS="{SMALL_VISION}"')

@@ -1,10 +1,14 @@
 """Command lines: a dataclass becomes flags, a mistake one line and exit code 2, a passing fault one line and 75."""
 
+import contextlib
 import errno
 import inspect
+import io
+import itertools
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -118,6 +122,69 @@ Share = Annotated[float, Bounds(0, 1, open_most=True)]  # a part that is not the
 CountOrAutomatic = Annotated[int, Bounds(1, other=(-1, "automatic"))]
 
 
+USAGE = "\0"  # in what follows: how the help writes the flag's value, such as INT
+# What tyro says in its boxes, and how we say it.
+PARSER_SAYS = [
+    (r"Missing value for argument '(.*?)'\. Expected 1 values", r"\1 needs a value"),
+    (r"Missing value for argument '(.*?)'\. Expected (\d+) values", r"\1 needs \2 values"),
+    (r"invalid choice ('.*') for argument '(.*?)'\. Expected one of \((.*?),?\)", r"\2 takes one of \3, got \1"),
+    (r"Error parsing (.*?): no type matching .* could be instantiated from \[(.*)\]", rf"\1 takes {USAGE}, got \2"),
+    (r"Error parsing (.*?): .*(?:base 10|to float|arguments): (\[?)(.*?)\]?$", rf"\1 takes {USAGE}, got \3"),
+    (r"Error parsing (.*?): Could not parse arguments \[(.*)\] into .*", rf"\1 takes {USAGE}, got \2"),
+    (r"Error parsing (.*?): Failed to parse key-value pairs!", rf"\1 takes {USAGE}"),
+    ("Error parsing ", ""),
+    ("Missing from .*?: ", "missing: "),
+    ("Unrecognized options: ([^;]*)$", r"unknown: \1; --help lists the flags"),
+    ("Unrecognized options: ", "unknown: "),
+    ("Perhaps you meant: ", "did you mean "),
+    ("Arguments similar to", "similar to"),
+]
+
+
+def parse(config_class: type, argv: list[str] | None) -> Any:
+    """The flags in `argv` as a `config_class`. Raises UserError, a line of what tyro says in a box, for a mistake."""
+    import tyro
+
+    said, before = io.StringIO(), os.environ.get("COLUMNS")
+    if not {"-h", "--help"} & set(sys.argv[1:] if argv is None else argv):
+        os.environ["COLUMNS"] = "100000"  # the box's lines as they are, not folded
+    try:
+        with contextlib.redirect_stderr(said):
+            program, about = shlex.join(_program()), inspect.getdoc(config_class)
+            config = tyro.cli(config_class, args=argv, prog=program, description=about)
+    except SystemExit as left:
+        if left.code != UserError.code:
+            raise
+        raise UserError(_in_a_line(said.getvalue())) from None
+    finally:
+        os.environ.pop("COLUMNS", None)
+        if before is not None:
+            os.environ["COLUMNS"] = before
+    sys.stderr.write(said.getvalue())  # a warning
+    return config
+
+
+def _in_a_line(box: str) -> str:
+    """What tyro's box says: the parts between its rules up to an empty line, without the help of flags."""
+    # The frame is of │ and ─, or of nothing and - where the terminal has no UTF-8; colours are escape sequences.
+    rows = re.sub("\x1b\\[[0-9;]*m", "", box).splitlines()[1:-1]
+    lines = [re.sub(r"^[│ ] |\s*│?$", "", row) for row in rows]
+    parts = [list(part) for rule, part in itertools.groupby(lines, re.compile(" *[-─]{3,}$").match) if not rule]
+    usage = next((part[1].strip() for part in parts if part[0] == "Argument helptext:"), "")
+    sentences = []
+    for part in parts:
+        if part[0].startswith(("For full helptext", "Argument helptext")):
+            continue
+        said = list(itertools.takewhile(bool, part))
+        listed = [line.strip() for line in said if line.startswith("    ") and not line.startswith("     ")]
+        told = " ".join(line for line in said if not line.startswith("    "))
+        sentences.append(" ".join(filter(None, [told, ", ".join(listed)])))
+    line = "; ".join(sentences)
+    for said, plain in PARSER_SAYS:
+        line = re.sub(said, plain, line)
+    return line.replace(USAGE, usage.partition(" ")[2]).rstrip(".") or box.strip()
+
+
 def run(main: Callable[[Any], None], config_class: type, argv: list[str] | None = None) -> None:
     """Parse `argv` (default: the process's) into `config_class` and call `main` with it.
 
@@ -131,15 +198,12 @@ def run(main: Callable[[Any], None], config_class: type, argv: list[str] | None 
 
 
 def _run(main: Callable[[Any], None], config_class: type, argv: list[str] | None) -> None:
-    import tyro
-
     signals.keep_output()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a character that the terminal cannot show becomes "?"
             stream.reconfigure(errors="replace")
-    prog = shlex.join(_program())
     try:
-        config = tyro.cli(config_class, args=argv, prog=prog, description=inspect.getdoc(config_class))
+        config = parse(config_class, argv)
         check_bounds(config)
         main(config)
     except UserError as error:

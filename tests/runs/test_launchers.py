@@ -11,6 +11,7 @@ from typing import get_type_hints
 import pytest
 import tyro
 from torch.distributed import run as torchrun
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from nanochat_gka.data import fineweb, tokenizer
 from nanochat_gka.pack import PackConfig
@@ -64,9 +65,36 @@ def test_machines_without_a_place_to_meet_are_one_line(make):
 
 @needs_make
 @pytest.mark.parametrize(
+    "place", ["host:x", "host:", "host:0", "host:65536", ":29500", "-host:1", "::1", "a b:1", "tcp://a:1"]
+)
+def test_a_place_to_meet_that_is_none_is_one_line(make, place):
+    done = make("-n", "pretrain-d20", "NNODES=2", f"RDZV={place}")
+    assert done.returncode == 2 and not done.stdout and done.stderr.count("\n") == 1
+    assert f"RDZV={place} must be host:port, the name or address" in done.stderr
+
+
+@needs_make
+@pytest.mark.parametrize(
+    "place, meant",
+    [
+        ("node-1.cluster:29500", ("node-1.cluster", 29500)),
+        ("10.0.0.1:1", ("10.0.0.1", 1)),
+        ("[fe80::1]:65535", ("fe80::1", 65535)),
+        ("first", ("first", 29400)),
+    ],
+)
+def test_a_place_to_meet_is_what_torchrun_takes(make, place, meant):
+    line = make("-n", "eval-bpb", "NNODES=2", f"RDZV={place}").stdout.splitlines()[-1]
+    assert torchrun.parse_args(shlex.split(line)[3:]).rdzv_endpoint == place
+    assert parse_rendezvous_endpoint(place, 29400) == meant
+
+
+@needs_make
+@pytest.mark.parametrize(
     "setting, expected",
     [
         ("RDZV=first:29500", "RDZV=first:29500 is where several machines meet: give their number too, NNODES=2"),
+        ("NNODES=1:2", "NNODES=1:2 must be a whole number of 1 or more"),
         ("NNODES=0", "NNODES=0 must be a whole number of 1 or more"),
         ("RESTARTS=x", "RESTARTS=x must be a whole number of 0 or more"),
         ("NGPU=-1", "NGPU=-1 must be a whole number of 0 or more"),

@@ -205,9 +205,21 @@ def test_torchrun_leaves_our_flags_to_us(make, tmp_path, target):
 def test_vision_without_images_or_gpu_says_what_is_missing(make):
     done = make("train-deit-ti")
     assert done.returncode == 2 and "no images and no GPU" in done.stderr and 'run "make demo"' in done.stderr
-    done = make("ablate-projections", "DATA=/some/images")
+    done = make("ablate-projections", "DATA=digits")
     assert done.returncode == 2 and "no GPU is visible" in done.stderr and "--device-type cpu" in done.stderr
     assert "--data" not in make("-n", "eval-deit").stdout.splitlines()[-1]  # the run knows its images
+
+
+@pytest.mark.parametrize("target", ["train-deit-ti", "ablate-projections"])
+@pytest.mark.parametrize("data", ["/nope", "wds:/nope", "digit", "requirements.txt"])
+def test_images_that_are_not_there_are_said_before_a_missing_gpu(make, target, data):
+    done = make(target, f"DATA={data}")
+    assert done.returncode == 2 and f"error: DATA={data}: there is no such folder. Give DATA=" in done.stderr
+
+
+@pytest.mark.parametrize("data", [".", "wds:.", "hf:some/images", "hf-stream:some/images"])
+def test_images_that_may_be_there_are_left_to_the_trainer(make, data):
+    assert make("check-images", f"DATA={data}", "ARGS=--device-type cpu").returncode == 0
 
 
 def test_the_demo_gets_only_settings_that_were_given(make):

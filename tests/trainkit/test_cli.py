@@ -7,10 +7,14 @@ import inspect
 import io
 import itertools
 import os
+import pty
 import re
 import subprocess
+import sys
 import textwrap
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -132,9 +136,9 @@ def test_help_names_and_explains_every_flag(module, name, capsys):
     assert exit_info.value.code == 0
     text = capsys.readouterr().out
     unwrapped = re.sub(r"[\s│]", "", text)
-    for field, doc in docs.items():
-        assert re.search(rf"--{field.replace('_', '-')}[ ,\n]", text), field
-        assert re.sub(r"\s", "", doc) in unwrapped, field
+    for name, doc in docs.items():
+        assert re.search(rf"--{name.replace('_', '-')}[ ,\n]", text), name
+        assert re.sub(r"\s", "", doc) in unwrapped, name
     assert re.sub(r"\s", "", inspect.getdoc(config_class)) in unwrapped
 
 
@@ -167,7 +171,90 @@ def test_an_unknown_flag_is_2(module, name, capsys):
     assert "--warp-factor" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("argv", [["--depth", "deep"], ["--depth"], ["20"]])
-def test_a_value_that_does_not_parse_is_2(argv, capsys):
-    assert call(pytest.fail, *argv) == 2
-    assert argv[-1] in capsys.readouterr().err
+@dataclass
+class Kinds:
+    """A command with flags of every kind."""
+
+    needed: Path
+    """required"""
+    count: int = 1
+    """a whole number"""
+    rate: float = 1.0
+    """a number"""
+    on: bool = False
+    """a switch"""
+    maybe: int | None = None
+    """nothing or a whole number"""
+    share: float | Literal["auto"] = "auto"
+    """a number or a word"""
+    size: tuple[int, int] = (1, 2)
+    """two whole numbers"""
+    many: tuple[int, ...] = ()
+    """whole numbers"""
+    words: dict[str, int] = field(default_factory=dict)
+    """names and whole numbers"""
+    form: Literal["rows", "heads"] = "rows"
+    """a word"""
+    last_rate: float = 1.0
+    """a number"""
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        ("", "missing: --needed PATH"),
+        ("--neded x --count 2", "missing: --needed PATH; unknown: --neded, x; --help lists the flags"),
+        ("--needed", "--needed needs a value"),
+        ("--needed x --count", "--count needs a value"),
+        ("--needed x --count 1.5", "--count takes INT, got '1.5'"),
+        ("--needed x --count=", "--count takes INT, got ''"),
+        ("--needed x --rate fast", "--rate takes FLOAT, got 'fast'"),
+        ("--needed x --on perhaps", "unknown: perhaps; --help lists the flags"),
+        ("--needed x --maybe so", "--maybe takes {None}|INT, got 'so'"),
+        ("--needed x --share all", "--share takes FLOAT|{auto}, got 'all'"),
+        ("--needed x --size 1", "--size needs 2 values"),
+        ("--needed x --size 1 wide", "--size takes INT INT, got '1', 'wide'"),
+        ("--needed x --size 1 2 3", "unknown: 3; --help lists the flags"),
+        ("--needed x --many 1 few", "--many takes [INT [INT ...]], got '1', 'few'"),
+        ("--needed x --words a", "--words takes [STR INT [STR INT ...]]"),
+        ("--needed x --form columns", "--form takes one of 'rows', 'heads', got 'columns'"),
+        ("--needed x --cuont 3", "unknown: --cuont, 3; did you mean --count INT"),
+        ("--needed x --zzz " + "very/long/" * 30, f"unknown: --zzz, {'very/long/' * 30}; --help lists the flags"),
+        ("--needed x --ratee 1 --cout 2", "unknown: --ratee, 1, --cout, 2; similar to --ratee: --rate FLOAT"),
+    ],
+)
+def test_a_mistake_of_the_flags_is_one_line(argv, message, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    with pytest.raises(SystemExit) as left:
+        run(pytest.fail, Kinds, argv.split())
+    said = capsys.readouterr()
+    assert left.value.code == 2 and not said.out and os.environ["COLUMNS"] == "60"
+    if argv.count("--") < 3:
+        assert said.err == f"error: {message}\n"
+    else:  # tyro lists the unknown flags in any order
+        assert said.err.count("\n") == 1 and "similar to --cout: --count INT" in said.err
+        assert message.split("; ")[0] in said.err and message.split("; ")[1] in said.err
+
+
+def test_help_has_the_width_of_the_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    with pytest.raises(SystemExit) as left:
+        run(pytest.fail, Kinds, ["--help"])
+    assert left.value.code == 0 and max(map(len, capsys.readouterr().out.splitlines())) <= 60
+
+
+@pytest.mark.parametrize(
+    "variables", [{}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}], ids=["UTF-8", "C"]
+)
+def test_a_mistake_of_the_flags_is_one_line_on_a_terminal(variables):
+    """tyro draws a frame there, in colour."""
+    main, terminal = pty.openpty()
+    environment = {**processes.environment(), "TERM": "xterm", **variables}
+    words = [sys.executable, "-m", "nanochat_gka.accounting", "--depht", "4"]
+    done = subprocess.run(words, stdin=terminal, stdout=terminal, stderr=terminal, env=environment, cwd=ROOT)
+    said = os.read(main, 10_000).decode()
+    os.close(main)
+    os.close(terminal)
+    assert done.returncode == 2 and re.fullmatch(r"error: unknown: --depht, 4; did you mean --depths? .*\r\n", said), (
+        said
+    )
