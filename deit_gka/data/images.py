@@ -12,6 +12,7 @@ import torch
 from deit_gka.data.order import Key
 from deit_gka.data.seeds import seed_everything
 from deit_gka.data.sources import BrokenImage, Source, Stream, decode
+from trainkit.cli import reason_of
 
 
 class Batch(NamedTuple):
@@ -48,7 +49,15 @@ class Images:
                 continue
             if self.training:
                 seed_everything(key.seed)
-            made.append((self.transform(image), label if self.numbers is None else self.numbers[label]))
+            try:
+                pixels = self.transform(image)
+            except MemoryError:  # may be the machine's fault
+                raise MemoryError(f"no memory is left for {name}, {image.width} x {image.height} pixels") from None
+            except Exception as error:  # this image's fault: it has a shape that a transform does not take
+                broken.append((name, f"{type(error).__name__}: {reason_of(error)}"))
+                made.append(None)
+                continue
+            made.append((pixels, label if self.numbers is None else self.numbers[label]))
         if self.training:
             made = _with_neighbours(made)
         intact = [pair for pair in made if pair is not None]

@@ -11,11 +11,21 @@ from timm.data import create_transform
 from timm.data.transforms import RandomResizedCropAndInterpolation
 from torchvision import transforms
 from torchvision.transforms import InterpolationMode
+from torchvision.transforms.functional import center_crop
 
 from deit_gka.recipe import Recipe
 from trainkit.cli import UserError
 
 BLUR = (0.1, 2.0)  # radius in pixels (upstream)
+MOST_ASPECT = 20  # of an image that is resized whole
+
+
+class Middle:
+    """The middle of an image that is very long: resized by its shorter side it might not fit into memory."""
+
+    def __call__(self, image: Image.Image) -> Image.Image:
+        longest = MOST_ASPECT * min(image.size)
+        return center_crop(image, [min(side, longest) for side in (image.height, image.width)])
 
 
 class Blur:
@@ -61,7 +71,7 @@ def three_augment(recipe: Recipe) -> transforms.Compose:
     size, jitter = recipe.input_size, recipe.color_jitter
     if recipe.src:
         shorter_side = transforms.Resize(size, InterpolationMode.BICUBIC)
-        crop = [shorter_side, transforms.RandomCrop(size, padding=4, padding_mode="reflect")]
+        crop = [Middle(), shorter_side, transforms.RandomCrop(size, padding=4, padding_mode="reflect")]
     else:
         crop = [RandomResizedCropAndInterpolation(size, recipe.scale, recipe.ratio, interpolation="bicubic")]
     three = [transforms.Grayscale(3), transforms.RandomSolarize(threshold=128, p=1.0), Blur()]
@@ -71,6 +81,21 @@ def three_augment(recipe: Recipe) -> transforms.Compose:
     return transforms.Compose([*crop, flip, transforms.RandomChoice(three), *colours, *normalised])
 
 
-def eval_transform(input_size: int | tuple[int, int], crop_pct: float, interpolation: str = "bicubic", **settings):
+def eval_transform(
+    input_size: int | tuple[int, int], crop_pct: float, interpolation: str = "bicubic", **settings
+) -> transforms.Compose:
     """Resize, crop the centre, normalise. settings: crop_mode, mean and std, if not timm's and ImageNet's."""
-    return create_transform(input_size, is_training=False, interpolation=interpolation, crop_pct=crop_pct, **settings)
+    arguments = dict(interpolation=interpolation, crop_pct=crop_pct, **settings)
+    steps = create_transform(input_size, is_training=False, **arguments).transforms
+    only_the_middle_counts = settings.get("crop_mode") in (None, "center")
+    return transforms.Compose([*([Middle()] if only_the_middle_counts else []), *steps])
+
+
+def in_words(transform: transforms.Compose) -> str:
+    """How an `eval_transform` resizes and crops, such as "resize 256, centre crop 224, bicubic"."""
+    resize, crop = (step for step in transform.transforms if hasattr(step, "size"))
+    resized = str(resize.size) if isinstance(resize.size, int) else " x ".join(map(str, resize.size))
+    cropped = " x ".join(map(str, sorted(set(crop.size), key=crop.size.index)))
+    padded = " or pad" * hasattr(crop, "fill")
+    interpolation = getattr(resize.interpolation, "value", resize.interpolation)
+    return f"resize {resized}, centre crop{padded} {cropped}, {interpolation}"

@@ -2,9 +2,11 @@
 
 import itertools
 import random
+import resource
 
 import numpy as np
 import pytest
+import timm
 import torch
 from PIL import Image
 
@@ -223,3 +225,51 @@ def test_evaluation_sees_every_image_once(workers):
     assert sizes == [100, 50]
     few = [evaluation_batches(Numbers(3, "val"), transform, runtime(rank, 7), 4, 0) for rank in range(7)]
     assert sorted(label for part in few for batch in part for label in batch.labels.tolist()) == [0, 1, 2]
+
+
+LONG = {"tall": (1, 30_000), "wide": (30_000, 1), "flat": (4000, 3)}
+
+
+@pytest.mark.parametrize("shape", LONG)
+def test_very_long_images_take_little_memory(shape):
+    """Resized whole the first would be 256 x 7,680,000 pixels. A grey image is grey whatever its shape."""
+
+    class Long(Numbers):
+        def read(self, index):
+            return encoded(Image.new("L", LONG[shape], 100), "PNG"), 0, "long"
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    (batch,) = evaluation_batches(Long(1), eval_transform(224, 0.875), runtime(), 4, 0)
+    recipe = small_recipe(three_augment=True, src=True, color_jitter=0)
+    trained = Images(Long(1), train_transform(recipe), training=True).__getitems__([Key(0, 1)])
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
+    assert not batch.broken and batch.images.shape == (1, 3, 224, 224) and trained.images.shape == (1, 3, SIZE, SIZE)
+    expected = (100 / 255 - torch.tensor([0.485, 0.456, 0.406])) / torch.tensor([0.229, 0.224, 0.225])
+    torch.testing.assert_close(batch.images[0], expected[:, None, None].expand(3, 224, 224), rtol=1e-5, atol=1e-5)
+
+
+def test_ordinary_images_are_cropped_as_timm_crops_them():
+    image = photo(1, size=(300, 20))
+    expected = timm.data.create_transform((3, 32, 32), crop_pct=0.875, interpolation="bicubic")(image)
+    assert torch.equal(eval_transform(32, 0.875)(image), expected)
+    long = photo(1, size=(1000, 20))  # only the middle of which is seen
+    expected = timm.data.create_transform((3, 32, 32), crop_pct=0.875, interpolation="bicubic")(long)
+    torch.testing.assert_close(eval_transform(32, 0.875)(long), expected, rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_an_image_that_a_transform_refuses_is_broken(training):
+    def transform(image):
+        if image.getpixel((0, 0))[0] == 1:
+            raise ValueError("height and width must be > 0\nmore words")
+        return torch.zeros(3, 4, 4)
+
+    batch = Images(Numbers(3), transform, training).__getitems__([Key(item, 0) for item in range(3)])
+    assert batch.broken == [("number 1", "ValueError: height and width must be > 0")]
+    assert batch.labels.tolist() == ([0, 2, 2] if training else [0, 2])
+
+    def exhausted(image):
+        raise MemoryError
+
+    with pytest.raises(MemoryError, match=r"no memory is left for number 0, 12 x 12 pixels"):
+        Images(Numbers(3), exhausted, training).__getitems__([Key(0, 0)])

@@ -13,7 +13,7 @@ from PIL import Image
 
 import tiny_vision
 from deit_gka.data.seeds import seed_everything
-from deit_gka.data.transforms import eval_transform, train_transform
+from deit_gka.data.transforms import eval_transform, in_words, train_transform
 from deit_gka.recipe import Recipe
 from digit_runs import train
 from tiny_images import small_recipe
@@ -116,3 +116,17 @@ def test_three_augment_and_binary_cross_entropy_train(tmp_path):
         json.loads(line) for line in (tmp_path / "run/log.jsonl").read_text().splitlines() if '"train"' in line
     )
     assert first["loss"] == pytest.approx(math.log(2), abs=0.1) and "finished" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({}, "resize 256, centre crop 224, bicubic"),
+        ({"interpolation": "bilinear", "crop_mode": "squash"}, "resize 256 x 256, centre crop 224, bilinear"),
+        ({"crop_mode": "border"}, "resize 256 x 256, centre crop or pad 224, bicubic"),
+    ],
+)
+def test_an_evaluations_crop_in_words(settings, words):
+    assert in_words(eval_transform((224, 224), 0.875, **settings)) == words
+    assert in_words(eval_transform((224, 192), 0.875)) == "resize 256 x 219, centre crop 224 x 192, bicubic"
+    assert in_words(eval_transform(224, 1.0)) == "resize 224, centre crop 224, bicubic"
