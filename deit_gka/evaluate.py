@@ -5,18 +5,20 @@ python -m deit_gka.evaluate --model deit_tiny_patch16_224 --checkpoint deit_tiny
     --crop-pct 0.875 --data /imagenet
 """
 
+import functools
 import sys
 import time
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
 
 from deit_gka.data.images import Batch
-from deit_gka.data.sources import FORMS
-from deit_gka.data.transforms import eval_transform
+from deit_gka.data.sources import FORMS, DataParts, Source
+from deit_gka.data.sources.base import ignored_text
+from deit_gka.data.transforms import eval_transform, in_words
 from deit_gka.data.workers import WorkerCount, default_workers, evaluation_batches, worker_context
 from deit_gka.model import candidates
 from deit_gka.model.accounting import cost_of
@@ -29,8 +31,8 @@ from trainkit.progress import progress_bar
 from trainkit.results import append_result
 
 
-@dataclass
-class EvaluateConfig:
+@dataclass(frozen=True)
+class EvaluateConfig(DataParts):
     """Measure top-1 and top-5 accuracy of a run (--run), or of a timm model (--model with its weights)."""
 
     run: Path | None = None
@@ -78,14 +80,17 @@ def check(config: EvaluateConfig) -> None:
         raise UserError("--weights needs ema, model or both")
 
 
-def data_of(run: Path) -> str:
-    """The data a run was trained on. Raises UserError if it did not write that down."""
+def completed(config: EvaluateConfig) -> EvaluateConfig:
+    """With the data that the run was trained on, if none is given. Raises UserError if it did not write that down."""
+    run = config.run
+    if config.data or run is None:
+        return config
     if is_export(run):
         raise UserError(f"--data is missing: {run} is an exported model, which does not say where its images are")
     state = find_checkpoint(run).state
     if "trained_on" not in state:
         raise UserError(f"--data is missing, and {run} did not write down where its data is: {trained_on(state)}")
-    return state["trained_on"]
+    return replace(config, data=state["trained_on"], **{**state.get("parts", {}), **config.given_parts()})
 
 
 def load_models(config: EvaluateConfig, device: torch.device) -> Candidates:
@@ -99,11 +104,10 @@ def load_models(config: EvaluateConfig, device: torch.device) -> Candidates:
 
 def measure(config: EvaluateConfig, runtime: Runtime) -> dict[str, dict]:
     """Accuracy, speed and cost of every model, by name, from one pass over the images."""
-    config.data = config.data or runtime.agree(lambda: data_of(config.run))
     num_workers = default_workers() if config.num_workers < 0 else config.num_workers
     if num_workers:
         worker_context(config.data)
-    source = runtime.agree(lambda: open_data(config.data, config.split, config.run))
+    source = runtime.agree(lambda: open_data(config.data, config.split, config.run, config))
     found = runtime.agree(lambda: load_models(config, runtime.device))
     models, settings = found.models, found.settings
     whose = str(config.run or config.model)
@@ -112,8 +116,10 @@ def measure(config: EvaluateConfig, runtime: Runtime) -> dict[str, dict]:
         print(note, file=sys.stderr)
     if config.crop_pct != -1:
         settings["crop_pct"] = config.crop_pct
-    how = runtime, config.device_batch_size, num_workers, numbers
-    loader = evaluation_batches(source, eval_transform(**settings), *how)
+    if isinstance(source, Source) and source.ignored and runtime.is_main:
+        print(f"warning: {ignored_text(source)}", file=sys.stderr)
+    transform = eval_transform(**settings)
+    loader = evaluation_batches(source, transform, runtime, config.device_batch_size, num_workers, numbers)
     broken: list[tuple[str, str]] = []
     started = time.perf_counter()
     with closing(loader), progress_bar() as bar:
@@ -137,21 +143,23 @@ def measure(config: EvaluateConfig, runtime: Runtime) -> dict[str, dict]:
             "parameters": sum(parameter.numel() for parameter in models[name].parameters()),
             "flops": cost.flops if cost else None,
             "crop_pct": settings["crop_pct"],
+            "preprocessing": in_words(transform),
         }
         accuracy = f"top-1 {values['top1']:.3f} top-5 {values['top5']:.3f} loss {values['loss']:.4f}"
         skipped = f" ({values['broken']} broken images left out)" if values["broken"] else ""
         runtime.print(f"{name}: {accuracy} on {values['images']:,} images{skipped}")
-    runtime.print(f"{seconds:.0f} s, {speed:,.0f} img/s")
+    runtime.print(f"{in_words(transform)}; {seconds:.0f} s, {speed:,.0f} img/s")
     return metrics
 
 
 def main(config: EvaluateConfig) -> None:
     check(config)
     with running(config.device_type) as runtime:
+        config = runtime.agree(functools.partial(completed, config))
         metrics = measure(config, runtime)
         if runtime.is_main:
             about = {"run": config.run.name if config.run else None, "model": config.model or None}
-            about |= {"data": config.data, "split": config.split}
+            about |= {"data": config.data, "split": config.split, **config.given_parts()}
             append_result(config.results, "evaluate_deit", about, metrics, runtime.device, runtime.world_size)
 
 

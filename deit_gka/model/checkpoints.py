@@ -14,13 +14,13 @@ from safetensors.torch import load_file as load_safetensors
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import nn
 
-from deit_gka.data.sources import Source, Stream, open_source
+from deit_gka.data.sources import DataParts, Source, Stream, open_source
 from deit_gka.model.registry import takes_attention
 from deit_gka.recipe import Recipe
 from gka import layer_kinds
 from trainkit import exports
 from trainkit.checkpoint import Checkpoint, load, load_newest
-from trainkit.cli import Bounds, UserError, reason_of
+from trainkit.cli import Bounds, UserError, flag_of, reason_of
 from trainkit.files import read_json, usual_mode, write_json
 
 WEIGHTS = ("ema", "model")
@@ -166,13 +166,14 @@ def trained_on(state: dict[str, Any]) -> str:
     images, classes = state["data"], len(state["classes"])
     training, validation = images["training images"], images["validation images"]
     counts = f"{training:,} training and {validation:,} validation images in {classes:,} classes"
-    return f"{state['trained_on']} ({counts})" if "trained_on" in state else counts
+    flags = [f"{flag_of(name)} {value}" for name, value in state.get("parts", {}).items()]
+    return f"{' '.join([state['trained_on'], *flags])} ({counts})" if "trained_on" in state else counts
 
 
-def open_data(data: str, split: str, run: Path | None) -> Source | Stream:
+def open_data(data: str, split: str, run: Path | None, parts: DataParts) -> Source | Stream:
     """`open_source`, whose UserError then says which images the run in the folder `run` was trained on."""
     try:
-        return open_source(data, split)
+        return open_source(data, split, parts)
     except UserError as error:
         checkpoint = None
         with contextlib.suppress(UserError):

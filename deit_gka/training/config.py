@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from deit_gka.data.sources import FORMS
+from deit_gka.data.sources import FORMS, DataParts
 from deit_gka.data.workers import WorkerCount
 from deit_gka.model.checkpoints import check_attention, check_name, parse_kwargs
 from deit_gka.recipe import Recipe
@@ -12,7 +12,7 @@ from trainkit.run_config import RunConfig
 
 
 @dataclass(frozen=True)
-class TrainConfig(Recipe, RunConfig):
+class TrainConfig(Recipe, DataParts, RunConfig):
     """Train a vision transformer with softmax, VLT or Gaussian kernel attention.
 
     The same command continues a run that was stopped.
@@ -66,7 +66,7 @@ class TrainConfig(Recipe, RunConfig):
         return settings
 
     def record(self) -> dict[str, Any]:
-        return {**super().record(), "data": self.data}
+        return {**super().record(), "data": self.data, **self.given_parts()}
 
     def check(self) -> None:
         if not self.data:

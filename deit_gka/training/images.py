@@ -9,6 +9,7 @@ from deit_gka.data.order import Order
 from deit_gka.data.sources import Stream, check_classes, located
 from deit_gka.data.sources.base import list_hash
 from deit_gka.data.sources.classes import moved_class, numbers_by_name
+from deit_gka.data.sources.parts import check_parts
 from deit_gka.data.transforms import eval_transform, train_transform
 from deit_gka.data.workers import BatchLoader, batches, default_workers, evaluation_batches, worker_context
 from deit_gka.model.checkpoints import open_data, trained_on
@@ -28,7 +29,7 @@ class RunImages:
         self.num_workers = default_workers() if config.num_workers < 0 else config.num_workers
         if self.num_workers:
             worker_context(config.data)
-        self.train_set, self.val_set = (open_data(config.data, split, folder) for split in ("train", "val"))
+        self.train_set, self.val_set = (open_data(config.data, split, folder, config) for split in ("train", "val"))
         for warning in check_classes(self.train_set, self.val_set):
             runtime.print(f"warning: {warning}")
         self.classes, self.numbers = self.train_set.classes, None
@@ -58,7 +59,8 @@ class RunImages:
 
     def about(self) -> dict[str, Any]:
         """What a checkpoint says of the images."""
-        return {"classes": self.classes, "data": self._counts(), "trained_on": located(self.config.data)}
+        place = {"trained_on": located(self.config.data), "parts": self.config.given_parts()}
+        return {"classes": self.classes, "data": self._counts(), **place}
 
     def identity(self) -> dict[str, str]:
         """What every process must have: the same images in the same order."""
@@ -68,6 +70,8 @@ class RunImages:
     def check_same(self, saved: dict[str, Any]) -> None:
         """Raises UserError if these are not the images of the run whose checkpoint says `saved`."""
         data, own = self.config.data, f"give it its own data, {trained_on(saved)}, or another --model-tag"
+        if saved.get("trained_on") == located(data):
+            check_parts(self.config, saved.get("parts"), self.folder)
         for key, value in self._counts().items():
             had = saved["data"].get(key)
             if (had is None) != (value is None):

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import shutil
 import sys
 from collections import Counter
 from pathlib import Path
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from deit_gka.data.sources import BrokenImage, Source, check_classes, decode, located, open_source
+from deit_gka.data.sources import BrokenImage, DataParts, Source, check_classes, decode, located, open_source
+from deit_gka.data.sources.base import ignored_text
 from deit_gka.figures.subjects import photographs
 from image_files import error, png, value_of, write
 from tiny_vision import encoded
@@ -72,8 +74,8 @@ def test_folder(folder):
     assert [(value_of(train.read(i)), train.read(i)[1]) for i in range(len(train))] == [(7, 0), (1, 1), (2, 1), (0, 1)]
     assert [(value_of(val.read(i)), val.read(i)[1]) for i in range(len(val))] == [(3, 0), (4, 1)]
     assert train.read(1)[2] == str(folder / "train/b_dog/1.png")
-    assert (train.ignored, val.ignored, train.split, train.name) == (1, 0, "train", str(folder))
-    assert check_classes(train, val) == ["train: ignored files, without an image's extension: 1"]
+    assert (train.ignored, val.ignored, train.split, train.name) == ({".txt": 1}, {}, "train", str(folder))
+    assert check_classes(train, val) == ["train: not used: 1 .txt"]
 
 
 def test_folder_has_torchvisions_order(folder):
@@ -170,3 +172,50 @@ def test_splits_need_the_same_classes():
     assert check_classes(fake("train", thousand, 1_281_167), fake("val", thousand, 50_000)) == []
     warned = check_classes(fake("train", thousand, 1_281_167), fake("val", thousand, 49_999))
     assert len(warned) == 1 and "49,999" in warned[0] and "50,000" in warned[0]
+
+
+def test_every_kind_of_image_is_read_and_others_are_named(tmp_path):
+    rgb = Image.new("RGB", (4, 4), (200, 0, 0))
+    kinds = {"jfif": "JPEG", "jpe": "JPEG", "JPG": "JPEG", "avif": "AVIF", "WebP": "WEBP", "pnm": "PPM", "apng": "PNG"}
+    for end, form in kinds.items():
+        write(tmp_path / f"train/a/x.{end}", encoded(rgb, form))
+    for name in ("1.heic", "2.HEIC", "Thumbs.db", "README", "depth.pfm", ".DS_Store", "._x.jpg"):
+        write(tmp_path / "train/a" / name, b"?")
+    write(tmp_path / "train/notes.txt")
+    source = open_source(str(tmp_path), "train")
+    assert sorted(source.read(index)[2].rpartition(".")[2] for index in range(len(source))) == sorted(kinds)
+    assert all(abs(value_of(source.read(index)) - 200) < 5 for index in range(len(source)))
+    assert source.ignored == {".heic": 2, ".db": 1, ".pfm": 1, "without an extension": 1, ".txt": 1}
+    assert ignored_text(source).startswith("train: not used: 2 .heic, ") and "convert .heic" in ignored_text(source)
+    shutil.rmtree(tmp_path / "train/a")
+    write(tmp_path / "train/a/1.heic")
+    write(tmp_path / "train/b/1.png", png(1))
+    assert "train/a has no images" in error(tmp_path) and "It has: 1.heic" in error(tmp_path)
+
+
+LINKS = {"the class": "train/a", "all classes": "train", "the data": ".", "everything": "/", "another class": "train/b"}
+
+
+@pytest.mark.parametrize("target", LINKS)
+def test_no_link_gives_an_image_another_label(target, tmp_path):
+    for name, value in (("a/1.png", 1), ("a/deep/2.png", 2), ("b/3.png", 3)):
+        write(tmp_path / "data/train" / name, png(value))
+    write(tmp_path / "other/x/4.png", png(4))
+    (tmp_path / "other/x/up").symlink_to(tmp_path / "other")  # above the class's real folder
+    write(tmp_path / "other/5.png", png(5))
+    (tmp_path / "data/train/c").symlink_to(tmp_path / "other/x")
+    write(tmp_path / "more/6.png", png(6))
+    (tmp_path / "data/train/b/more").symlink_to(tmp_path / "more")
+    (tmp_path / "data/train/a/deep/link").symlink_to(tmp_path / "data" / LINKS[target])
+    source = open_source(str(tmp_path / "data"), "train")
+    images = [(value_of(source.read(index)), source.read(index)[1]) for index in range(len(source))]
+    assert images == [(1, 0), (2, 0), (3, 1), (6, 1), (4, 2)]
+    assert source.ignored == {"link to a folder of these": 2}
+
+
+def test_splits_of_a_folder_may_have_any_name(folder):
+    (folder / "validation").rename(folder / "test")
+    assert "no val/ folder (or name another by --val-split); it has: test/, train/" in error(folder, "val")
+    assert len(open_source(str(folder), "val", DataParts(val_split="test"))) == 2
+    assert "nothing that --target-key could choose" in error(folder, target_key="label")
+    assert "nothing that --val-split could choose" in error("digits", val_split="test")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from deit_gka.data.sources import Source, Stream, check_classes, open_source
+from deit_gka.data.sources import DataParts, Source, Stream, check_classes, open_source
 from image_files import error, png, value_of, write
 from trainkit.cli import PassingFault, UserError
 
@@ -60,7 +60,7 @@ def write_parquet(folder: Path, split: str, sizes: list[int], features=FEATURES,
             "image": [{"bytes": png(v), "path": f"{split}{v}.png"} for v in values],
             "label": [v % 2 for v in values],
         }
-        rows = {name: columns.get(name, rows[name]) for name in features}
+        rows = {name: columns[name] if name in columns else rows[name] for name in features}
         path = folder / "data" / f"{split}-{number:05d}-of-{len(sizes):05d}.parquet"
         path.parent.mkdir(parents=True, exist_ok=True)
         datasets.Dataset.from_dict(rows, features=datasets.Features(features)).to_parquet(path)
@@ -117,7 +117,7 @@ def test_hub_mistakes(parquet, tmp_path, monkeypatch):
     message = error(f"hf:{tmp_path / 'a'}", "val")
     assert "train" in message and "test" in message and "validation" in message  # test is never taken for val
     write_parquet(tmp_path / "b", "train", [2], features={"image": FEATURES["image"], "id": FEATURES["id"]})
-    assert "ClassLabel" in error(f"hf:{tmp_path / 'b'}") and "image (Image), id (Value)" in error(
+    assert "ClassLabel" in error(f"hf:{tmp_path / 'b'}") and "image (Image), id (int64)" in error(
         f"hf-stream:{tmp_path / 'b'}"
     )
     write_parquet(tmp_path / "c", "train", [2], label=[1, -1])
@@ -130,7 +130,7 @@ def test_hub_mistakes(parquet, tmp_path, monkeypatch):
     def gated(name):
         raise datasets.exceptions.DatasetNotFoundError(f"Dataset '{name}' is a gated dataset on the Hub.\nMore lines.")
 
-    monkeypatch.setattr(datasets, "get_dataset_split_names", gated)
+    monkeypatch.setattr(datasets, "get_dataset_config_names", gated)
     message = error("hf-stream:ILSVRC/imagenet-1k")
     assert (
         "gated dataset on the Hub. A gated" in message
@@ -145,7 +145,7 @@ def test_only_a_hub_that_cannot_be_reached_is_worth_another_try(error, kind, mon
     def fail(name):
         raise error
 
-    monkeypatch.setattr(datasets, "get_dataset_split_names", fail)
+    monkeypatch.setattr(datasets, "get_dataset_config_names", fail)
     with pytest.raises(UserError, match="cannot be loaded") as caught:
         open_source("hf-stream:someone/images", "train")
     assert caught.type is kind
@@ -209,3 +209,73 @@ def test_broken_stream_is_one_line(tmp_path):
     write(tmp_path / "data/train-00001-of-00002.parquet", b"gone")
     with pytest.raises(PassingFault, match=r"broke off .*run the same command again"):
         list(stream.records(0, 0, 1))
+
+
+def records_of(source) -> list:
+    if isinstance(source, Stream):
+        return list(source.records(0, 0, 1))
+    return [source.read(index) for index in range(len(source))]
+
+
+TEN = datasets.ClassLabel(names=[f"kind {number}" for number in range(10)])
+TWO_LABELS = {"image": datasets.Image(), "coarse": FEATURES["label"], "fine": TEN}
+UNNAMED = {"image": datasets.Image(), "label": datasets.Value("int64")}
+
+
+@pytest.mark.parametrize("form", ["hf", "hf-stream"])
+def test_a_test_split_serves_by_name(form, tmp_path):
+    for split, size in (("train", 6), ("test", 4)):
+        write_parquet(tmp_path, split, [size])
+    message = error(f"{form}:{tmp_path}", "val")
+    assert "has no validation or val or valid split; choose by --val-split" in message
+    assert message.endswith(": train, test")
+    source = open_source(f"{form}:{tmp_path}", "val", DataParts(val_split="test"))
+    assert sorted(map(value_of, records_of(source))) == [0, 1, 2, 3]
+    if form == "hf":
+        thirds = DataParts(train_split="train[:4]", val_split="train[4:]")
+        parts = [open_source(f"hf:{tmp_path}", split, thirds) for split in ("train", "val")]
+        assert [list(map(value_of, records_of(part))) for part in parts] == [[0, 1, 2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize("form", ["hf", "hf-stream"])
+def test_one_of_several_columns_is_chosen_by_name(form, tmp_path):
+    columns = {"coarse": [v % 2 for v in range(20)], "fine": [v % 10 for v in range(20)]}
+    write_parquet(tmp_path, "train", [20], features=TWO_LABELS, **columns)
+    message = error(f"{form}:{tmp_path}")
+    assert "several columns of classes" in message and "choose by --target-key" in message
+    assert message.endswith("image (Image), coarse (ClassLabel), fine (ClassLabel)")
+    assert "has no column 'image' of classes" in error(f"{form}:{tmp_path}", target_key="image")
+    assert "has no column 'nope' of images" in error(f"{form}:{tmp_path}", target_key="fine", input_key="nope")
+    for key, classes in (("coarse", ["cat", "dog"]), ("fine", TEN.names)):
+        source = open_source(f"{form}:{tmp_path}", "train", DataParts(target_key=key, input_key="image"))
+        assert source.classes == classes
+        assert all(label == value_of((data,)) % len(classes) for data, label, _ in records_of(source))
+
+
+@pytest.mark.parametrize("form", ["hf", "hf-stream"])
+def test_one_of_several_configurations_is_chosen_by_name(form, tmp_path):
+    lines = ["---", "configs:"]
+    for config, size in (("small", 2), ("full", 5)):
+        write_parquet(tmp_path / config, "train", [size])
+        lines += [f"- config_name: {config}", "  data_files:", "  - split: train", f"    path: {config}/data/*.parquet"]
+    (tmp_path / "README.md").write_text("\n".join([*lines, "---", ""]))
+    assert "has several configurations; choose by --data-config: small, full" in error(f"{form}:{tmp_path}")
+    wrong = error(f"{form}:{tmp_path}", data_config="huge")
+    assert "has no configuration 'huge'; choose by --data-config: small, full" in wrong
+    source = open_source(f"{form}:{tmp_path}", "train", DataParts(data_config="full"))
+    assert sorted(map(value_of, records_of(source))) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("form", ["hf", "hf-stream"])
+def test_numbers_are_classes_up_to_the_largest_of_training(form, tmp_path):
+    for split, size in (("train", 9), ("validation", 4)):
+        write_parquet(tmp_path, split, [size], features=UNNAMED, label=[v % 9 for v in range(size)])
+    for split, size in (("train", 9), ("val", 4)):
+        source = open_source(f"{form}:{tmp_path}", split)
+        assert source.classes == [str(number) for number in range(9)]
+        assert sorted(label for _, label, _ in records_of(source)) == list(range(size))
+    write_parquet(tmp_path, "validation", [4], features=UNNAMED, label=[0, 1, 9, 2])
+    with pytest.raises(UserError, match="has the label 9, above the last of the training images, 8"):
+        records_of(open_source(f"{form}:{tmp_path}", "val"))
+    write_parquet(tmp_path / "ids", "train", [2], features=UNNAMED, label=[7, 12_345_678])
+    assert "the largest label is 12345678" in error(f"{form}:{tmp_path / 'ids'}")

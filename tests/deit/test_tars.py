@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deit_gka.data.sources import check_classes, open_source
+from deit_gka.data.sources import DataParts, check_classes, open_source
 from image_files import error, pair, png, value_of, write_tar
 from trainkit import workers
 
@@ -50,7 +50,8 @@ TRAIN = [(10, 0, "n0/a.b"), (11, 2, "n1/c"), (12, 1, "./n1/d"), (13, 2, "e"), (1
 def test_tars(tars, prefix):
     train, val = open_source(f"{prefix}{tars}", "train"), open_source(f"{prefix}{tars}", "val")
     assert contents(train) == TRAIN and contents(val) == [(20, 2, "v")]
-    assert train.classes == ["0", "1", "2"] and check_classes(train, val) == []
+    assert train.classes == ["0", "1", "2"]
+    assert check_classes(train, val) == ["train: not used: 1 .b.txt", "val: not used: 1 hidden"]
     assert train.read(3)[2] == "imagenet1k-train-0001.tar:e"
     assert train.read(0)[0] == png(10)  # the very bytes
 
@@ -148,3 +149,59 @@ def test_tar_mistakes(tars):
     assert "retrieval.tar" in error(tars, "val") and "wds:" in error(tars, "val")
     write_tar(tars / "val-0.tar", [("a.cls", b"0")])
     assert "no images" in error(tars, "val")
+
+
+def described(folder, **parts):
+    """Red value, label, key of every image, and what is not used."""
+    source = open_source(f"wds:{folder}", "train", DataParts(**parts))
+    return contents(source), dict(source.ignored)
+
+
+KEYS = {
+    "first dot": (["0.left.jpg", "0.cls", "1.left.jpg", "1.cls"], [(0, 0, "0"), (2, 1, "1")], {}),
+    "jfif": (["0.jfif", "0.cls", "1.jpe", "1.cls"], [(0, 0, "0"), (2, 1, "1")], {}),
+    "upper case": (["0.JPG", "0.CLS", "1.Jpg", "1.Json"], [(0, 0, "0"), (2, 1, "1")], {}),
+    "mask": (["0.mask.png", "0.jpg", "0.cls", "0.txt"], [(1, 0, "0")], {".mask.png": 1, ".txt": 1}),
+    "dots in keys": (["i_0.5.jpg", "i_0.5.cls", "i_0.7.jpg", "i_0.7.cls", "i_0.7.mask.png"],
+                     [(0, 0, "i_0.5"), (2, 1, "i_0.7")], {".7.mask.png": 1}),
+    "folders": (["a.b/0.jpg", "a.b/0.cls", "./c/0.jpg", "./c/0.cls"], [(0, 0, "a.b/0"), (2, 1, "./c/0")], {}),
+    "twice": (["0.jpg", "0.JPG", "0.cls", "README", ".x.jpg", "0.heic", "1.jpg", "1.cls"], [(0, 0, "0"), (6, 1, "1")],
+              {".jpg once more": 1, "without an extension": 1, "hidden": 1, ".heic": 1}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", KEYS)
+def test_keys_end_at_the_first_dot_and_every_member_is_used_or_counted(case, tmp_path):
+    names, images, unused = KEYS[case]
+    members = []
+    for place, name in enumerate(names):
+        label = str(sum(image[0] < place for image in images) - 1)
+        note = {"cls": label, "json": f'{{"label": {label}}}'}.get(name.rpartition(".")[2].lower())
+        members.append((name, note.encode() if note else png(place)))
+    write_tar(tmp_path / "train-0.tar", members)
+    assert described(tmp_path) == (images, unused)
+
+
+def test_several_images_of_a_key_are_chosen_by_suffix(tmp_path):
+    views = [("0.left.jpg", png(1)), ("0.right.jpg", png(2)), ("0.cls", b"0"), ("0.fine.cls", b"3")]
+    write_tar(tmp_path / "train-0.tar", views)
+    message = error(f"wds:{tmp_path}")
+    assert "train-0.tar: 0 has 2 images, left.jpg, right.jpg: choose, as by --input-key left.jpg" in message
+    assert described(tmp_path, input_key="RIGHT.jpg") == ([(2, 0, "0")], {".left.jpg": 1, ".fine.cls": 1})
+    fine = described(tmp_path, input_key="left.jpg", target_key="fine.cls")
+    assert fine == ([(1, 3, "0")], {".right.jpg": 1, ".cls": 1})
+    message = error(f"wds:{tmp_path}", input_key="png")
+    assert "need members KEY.png and KEY.cls, they have: 1 .left.jpg, 1 .right.jpg" in message
+    assert "nothing that --data-config could choose" in error(f"wds:{tmp_path}", data_config="x", input_key="left.jpg")
+
+
+def test_splits_of_tars_may_have_any_name(tmp_path):
+    for number, name in enumerate(("train-0", "train_small-0", "test-0")):
+        write_tar(tmp_path / f"{name}.tar", pair("x", number, 0))
+    assert "--val-split" in error(f"wds:{tmp_path}", "val")
+    opened = {}
+    for split in ("train", "val"):
+        source = open_source(f"wds:{tmp_path}", split, DataParts(val_split="train_small"))
+        opened[split] = [record[0] for record in contents(source)]
+    assert opened == {"train": [0], "val": [1]}  # nothing is in both
+    assert contents(open_source(f"wds:{tmp_path}", "val", DataParts(val_split="test"))) == [(2, 0, "x")]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from deit_gka.data.sources import decode, kept, open_source
+from deit_gka.data.sources import DataParts, decode, kept, open_source
 from deit_gka.data.sources.base import list_hash
 from tiny_vision import encoded
 from trainkit.cli import UserError
@@ -43,10 +43,10 @@ def pair(key: str, value: int, label: int) -> list[tuple[str, bytes]]:
     return [(f"{key}.JPEG", png(value)), (f"{key}.cls", str(label).encode())]
 
 
-def error(data, split="train") -> str:
+def error(data, split="train", **parts) -> str:
     """The message of the UserError that opening `data` raises: one line."""
     with pytest.raises(UserError) as caught:
-        open_source(str(data), split)
+        open_source(str(data), split, DataParts(**parts))
     assert "\n" not in str(caught.value)
     return str(caught.value)
 

@@ -2,7 +2,7 @@
 
     DIR              a folder with train/<class>/*.jpg and val/<class>/*.jpg, or with webdataset tars
     wds:DIR          webdataset tars: DIR/*train*.tar and DIR/*val*.tar, or DIR/train/*.tar and DIR/val/*.tar
-    hf:NAME          a Hugging Face dataset with an image and a class label column, from the hub or a local folder
+    hf:NAME          a Hugging Face dataset with images and labels, from the hub or a local folder
     hf-stream:NAME   the same, read while training and never stored
     digits           scikit-learn's 1,797 digits of 8x8 pixels; no network
 
@@ -18,32 +18,40 @@ from deit_gka.data.sources.decode import BrokenImage, decode
 from deit_gka.data.sources.digits import Digits
 from deit_gka.data.sources.folder import Folder, class_folders
 from deit_gka.data.sources.hub import Hub, Stream
+from deit_gka.data.sources.parts import ALL_PARTS, NONE, DataParts
 from deit_gka.data.sources.tars import Tars, shards_of
 from trainkit.cli import UserError
 
-__all__ = ["FORMS", "BrokenImage", "Record", "Source", "Stream", "check_classes", "decode", "located", "open_source"]
+__all__ = ["FORMS", "BrokenImage", "DataParts", "Record", "Source", "Stream", "check_classes", "decode", "located",
+           "open_source"]  # fmt: skip
 FORMS = "a folder with train/<class>/ and val/<class>/, wds:FOLDER, hf:NAME, hf-stream:NAME or digits"
 
 
-def open_source(data: str, split: Literal["train", "val"]) -> "Source | Stream":
+def open_source(data: str, split: Literal["train", "val"], parts: DataParts = NONE) -> "Source | Stream":
     """The `split` of the data called `data`. Raises UserError if there is none, or it cannot serve."""
     form, _, rest = data.partition(":")
     if data == "digits":
+        parts.refuse(data, *ALL_PARTS)
         return Digits(split)
     if form in ("hf", "hf-stream") and rest:
-        return Hub(data, split, rest) if form == "hf" else Stream(data, split, rest)
+        return (Hub if form == "hf" else Stream)(data, split, rest, parts)
     root = Path(rest if form == "wds" else data).expanduser().absolute()
     if not root.is_dir():
         raise UserError(f"{data} {'is not a folder' if root.exists() else 'does not exist'}; data is {FORMS}")
-    folder = next((root / name for name in FOLDERS[split] if (root / name).is_dir()), None)
-    shards = shards_of(root, split)
+    names = parts.split_names(split, FOLDERS[split])
+    folder = next((root / name for name in names if (root / name).is_dir()), None)
+    shards = shards_of(root, names, (parts.train_split, parts.val_split))
     if shards and (form == "wds" or folder is None or not class_folders(folder)):
-        return Tars(data, split, root, shards)
+        parts.refuse(data, "data_config")
+        return Tars(data, split, root, shards, parts)
+    flag = f"--{split}-split"
     if form == "wds":
-        missing = f"no .tar files with {split} in their names, nor in {split}/"
+        missing = f"no .tar files with {names[0]} in their names, nor in {names[0]}/ (or name another by {flag})"
         raise UserError(f"{root} has {missing}; it has: {listing(root)}")
     if folder is None:
-        raise UserError(f"{root} has no {split}/ folder; it has: {listing(root)}. Data is {FORMS}")
+        missing = f"no {names[0]}/ folder (or name another by {flag})"
+        raise UserError(f"{root} has {missing}; it has: {listing(root)}. Data is {FORMS}")
+    parts.refuse(data, "data_config", "input_key", "target_key")
     return Folder(data, split, folder)
 
 

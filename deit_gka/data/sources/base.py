@@ -3,6 +3,7 @@
 import hashlib
 import os
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -13,17 +14,16 @@ from PIL import Image
 from trainkit.progress import progress_bar
 
 Record = tuple[bytes | Image.Image, int, str]  # encoded or decoded image, label, a name for reports
-EXTENSIONS = frozenset({".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif"})
-FOLDERS = {"train": ("train",), "val": ("val", "validation", "valid", "eval")}
+MAX_CLASSES = 1_000_000  # a larger label is a mistake
+FOLDERS: dict[str, tuple[str, ...]] = {"train": ("train",), "val": ("val", "validation", "valid", "eval")}
 
 
 class Source(ABC):
-    """Labelled images by index; can be pickled. `ignored` counts files without an image's extension."""
-
-    ignored = 0
+    """Labelled images by index; can be pickled. `ignored` counts the files or members that are not used, by kind."""
 
     def __init__(self, name: str, split: str, classes: list[str]):
         self.name, self.split, self.classes = name, split, classes
+        self.ignored: Counter[str] = Counter()
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -71,8 +71,25 @@ class Names(Sequence):
         return os.fsdecode(self._text[self._ends[index] : self._ends[index + 1]].numpy().tobytes())
 
 
-def is_image(path: str) -> bool:
-    return os.path.splitext(path)[1].lower() in EXTENSIONS
+def counted(kinds: Counter[str]) -> dict[str, torch.Tensor]:
+    """Counts as tensors, which `counts_of` makes counts again."""
+    text, ends = Names(kinds).tensors
+    return {"kinds.text": text, "kinds.ends": ends, "kinds": torch.tensor(list(kinds.values()), dtype=torch.int64)}
+
+
+def counts_of(tensors: dict[str, torch.Tensor]) -> Counter[str]:
+    """The counts among the tensors of a list."""
+    return Counter(dict(zip(Names.of(tensors["kinds.text"], tensors["kinds.ends"]), tensors["kinds"].tolist())))
+
+
+def ignored_text(source: Source) -> str:
+    """How many files of each kind are not used; empty if all are."""
+    if not source.ignored:
+        return ""
+    most, rest = source.ignored.most_common(6), len(source.ignored) - 6
+    kinds = ", ".join(f"{count:,} {kind}" for kind, count in most) + (f", {rest} kinds more" if rest > 0 else "")
+    heic = "; convert .heic, as to JPEG, to use them" if {".heic", ".heif"} & source.ignored.keys() else ""
+    return f"{source.split}: not used: {kinds}{heic}"
 
 
 def listing(folder: Path) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from deit_gka.data.sources.base import Source
+from deit_gka.data.sources.base import Source, ignored_text
 from trainkit.cli import UserError
 
 IMAGENET = {"train": 1_281_167, "val": 50_000}
@@ -71,5 +71,5 @@ def check_classes(train, val) -> list[str]:
         if len(source.classes) == 1000 and count not in (None, expected):
             warnings.append(f"{source.split} has {count:,} images of 1,000 classes, ImageNet-1k has {expected:,}")
         if isinstance(source, Source) and source.ignored:
-            warnings.append(f"{source.split}: ignored files, without an image's extension: {source.ignored:,}")
+            warnings.append(ignored_text(source))
     return warnings

@@ -5,12 +5,14 @@ is copied into every worker: 67 MB for ImageNet. timm's also numbers classes in 
 """
 
 import os
+from collections import Counter
 from pathlib import Path
 
 import torch
 
-from deit_gka.data.sources.base import EXTENSIONS, Names, Record, Source, is_image, listing, tracked
+from deit_gka.data.sources.base import Names, Record, Source, counted, counts_of, listing, tracked
 from deit_gka.data.sources.classes import in_order
+from deit_gka.data.sources.decode import EXTENSIONS, is_image
 from deit_gka.data.sources.kept import Note, Tensors, kept
 from trainkit.cli import UserError
 
@@ -30,13 +32,14 @@ class Folder(Source):
             raise UserError(f"{flat}; sort them into {folder.name}/<class>/ as in train/")
         key = ("class folders", str(folder), *names, *sorted(EXTENSIONS))
         tensors = kept(key, lambda note: _read(folder, names, f"{split}: listing images", note))
-        counts, self.ignored = tensors["counts"], len(loose) + int(tensors["others"])
+        counts, self.ignored = tensors["counts"], counts_of(tensors) + Counter(map(kind_of, loose))
         if not counts.sum():
             wanted = f"<class>/*{{{','.join(sorted(EXTENSIONS))}}}"
             raise UserError(f"no images in {folder}; it needs {wanted}, it has: {listing(folder)}")
         if 0 in counts:
             empty = folder / names[counts.tolist().index(0)]
-            raise UserError(f"class folder {empty} has no images; add some, or remove it from train and val")
+            todo = "add some, or remove it from train and val"
+            raise UserError(f"class folder {empty} has no images; {todo}. It has: {listing(empty)}")
         self._folder, self._paths = str(folder), Names.of(tensors["text"], tensors["ends"])
         places = {name: place for place, name in enumerate(self.classes)}
         self._labels = torch.tensor([places[name] for name in names], dtype=torch.int32).repeat_interleave(counts)
@@ -58,34 +61,46 @@ def class_folders(folder: Path) -> list[str]:
     return sorted(entry.name for entry in os.scandir(folder) if not entry.name.startswith(".") and entry.is_dir())
 
 
+def kind_of(name: str) -> str:
+    """What a file that is not used is counted as."""
+    return os.path.splitext(name)[1].lower() or "without an extension"
+
+
 def _read(folder: Path, classes: list[str], description: str, note: Note) -> Tensors:
     """The paths below `folder` of all images, how many every class has, and how many other files there are."""
-    paths, counts, others = [], [], 0
+    paths, counts, others = [], [], Counter()
     for name in tracked(classes, description):
-        images, more = _images_under(str(folder / name), note)
+        images = _images_under(str(folder / name), note, others, (os.path.realpath(folder),))
         paths += [path[len(str(folder)) + 1 :] for path in sorted(images)]
         counts.append(len(images))
-        others += more
     text, ends = Names(paths).tensors
-    counted = {"counts": torch.tensor(counts, dtype=torch.int64), "others": torch.tensor(others)}
-    return {"text": text, "ends": ends, **counted}
+    return {"text": text, "ends": ends, "counts": torch.tensor(counts, dtype=torch.int64), **counted(others)}
 
 
-def _images_under(folder: str, note: Note, above: tuple[str, ...] = ()) -> tuple[list[str], int]:
-    """Paths of the images in `folder` and below, and the number of other files."""
+def _images_under(folder: str, note: Note, others: Counter[str], above: tuple[str, ...]) -> list[str]:
+    """Paths of the images in `folder` and below. Counts in `others` what is not used.
+
+    above: the real paths of the folder of all classes and of those on the way down from it.
+    """
     above = (*above, os.path.realpath(folder))
-    images, others = [], 0
+    images = []
     note(folder)
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.name.startswith("."):
                 continue
             if entry.is_dir():
-                if os.path.realpath(entry.path) not in above:  # a link to a folder above would never end
-                    inner = _images_under(entry.path, note, above)
-                    images, others = images + inner[0], others + inner[1]
+                if entry.is_symlink() and _is_seen_elsewhere(os.path.realpath(entry.path), above):
+                    others["link to a folder of these"] += 1
+                else:
+                    images += _images_under(entry.path, note, others, above)
             elif is_image(entry.name):
                 images.append(entry.path)
             else:
-                others += 1
-    return images, others
+                others[kind_of(entry.name)] += 1
+    return images
+
+
+def _is_seen_elsewhere(target: str, above: tuple[str, ...]) -> bool:
+    """Whether a link leads up, where it would never end, or to another class, whose images would be of two classes."""
+    return any(Path(folder).is_relative_to(target) for folder in above) or Path(target).is_relative_to(above[0])

@@ -1,16 +1,21 @@
 """Hugging Face datasets: stored locally, or streamed."""
 
+import contextlib
+import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from deit_gka.data.sources.base import Record, Source
+from deit_gka.data.sources.base import MAX_CLASSES, Record, Source
+from deit_gka.data.sources.parts import NONE, DataParts
 from trainkit import extras
-from trainkit.cli import PassingFault, UserError, reason_of
+from trainkit.cli import PassingFault, UserError, flag_of, reason_of
 
 HUB_SPLITS = {"train": ("train",), "val": ("validation", "val", "valid")}
+LABEL_NAMES = ("label", "labels")  # of columns whose numbers are taken for classes without being asked for
 SHUFFLE_BUFFER = 1000  # records of a stream
 
 
@@ -20,14 +25,16 @@ class Hub(Source):
     Raises UserError if it cannot serve.
     """
 
-    def __init__(self, data: str, split: str, name: str):
-        self._dataset, self._image, self._label, classes = _load(data, split, name, streaming=False)
+    def __init__(self, data: str, split: str, name: str, parts: DataParts = NONE):
+        self._dataset, self._image, self._label, classes = _load(data, split, name, parts, streaming=False)
         super().__init__(data, split, classes)
         labels = self._dataset.data.column(self._label)
         if not len(labels):
             raise UserError(f"{data} has no images in {split}; use another copy of it")
-        if labels.null_count or min(labels.unique().to_pylist()) < 0:
+        values = labels.unique().to_pylist()
+        if labels.null_count or min(values) < 0:
             raise UserError(f"{data} has images without labels in {split}; use another copy of it")
+        _check_known(max(values), classes, f"{data} in {split}")
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -41,9 +48,9 @@ class Hub(Source):
 class Stream:
     """A dataset read over the network while it is used. `length` is its number of images, None if unknown."""
 
-    def __init__(self, data: str, split: str, name: str):
+    def __init__(self, data: str, split: str, name: str, parts: DataParts = NONE):
         self.name, self.split = data, split
-        self._dataset, self._image, self._label, self.classes = _load(data, split, name, streaming=True)
+        self._dataset, self._image, self._label, self.classes = _load(data, split, name, parts, streaming=True)
         info = (self._dataset.info.splits or {}).get(str(self._dataset.split))
         self.length: int | None = (info and info.num_examples) or None
 
@@ -84,45 +91,149 @@ class Stream:
         name = (image or {}).get("path") or name
         if label is None or label < 0:
             raise UserError(f"{name} has no label; use another copy of {self.name}")
+        _check_known(label, self.classes, name)
         try:
             return _encoded(image), label, name
         except (FileNotFoundError, PermissionError) as error:  # one file; a lost network is another matter
             return b"", label, f"{name} ({reason_of(error)})"
 
 
-def _load(data: str, split: str, name: str, streaming: bool):
-    """(dataset of undecoded images and labels, its image column, its label column, classes).
+def _check_known(label: int, classes: list[str], where: str) -> None:
+    """Raises UserError for a label that no training image has."""
+    if label >= len(classes):
+        raise UserError(f"{where} has the label {label}, above the last of the training images, {len(classes) - 1}")
 
-    Raises UserError; PassingFault if the hub cannot be reached.
-    """
+
+class Opened(NamedTuple):
+    """A dataset of undecoded images and labels."""
+
+    dataset: Any
+    image: str  # its columns
+    label: str
+    classes: list[str]
+
+
+def _load(data: str, split: str, name: str, parts: DataParts, streaming: bool) -> Opened:
+    """Raises UserError; PassingFault if the hub cannot be reached."""
     if reason := extras.missing("vision", "datasets"):
         raise UserError(f"{data}: {reason}")
     import datasets
 
     path = os.path.expanduser(name)
+    with _explained(data, name):
+        config = _configuration(data, path, parts)
+        splits = datasets.get_dataset_split_names(path, config)
+        chosen = _split(data, split, splits, parts)
+        load = functools.partial(datasets.load_dataset, path, config, streaming=streaming)
+        dataset = load(split=chosen)
+        features = dataset.features or {}
+        image = _column(data, features, parts.input_key, "input_key", lambda name: _is_image(features[name]))
+        label = _column(data, features, parts.target_key, "target_key", lambda name: _is_label(features[name], name))
+        if isinstance(features[label], datasets.ClassLabel):
+            classes = features[label].names
+        else:
+            names = parts.split_names("train", HUB_SPLITS["train"])
+            training = next((name for name in names if name.partition("[")[0] in splits), chosen)
+            classes = _numbered(data, label, _values(load, training, label))
+        dataset = dataset.select_columns([image, label]).cast_column(image, datasets.Image(decode=False))
+    return Opened(dataset, image, label, classes)
+
+
+@contextlib.contextmanager
+def _explained(data: str, name: str):
+    """Turns what the hub, its transport and pyarrow raise into one line."""
+    import datasets
+
     try:
-        splits = datasets.get_dataset_split_names(path)
-        chosen = next((candidate for candidate in HUB_SPLITS[split] if candidate in splits), None)
-        dataset = chosen and datasets.load_dataset(path, split=chosen, streaming=streaming)
-    except Exception as error:  # the hub's, its transport's, pyarrow's
+        yield
+    except UserError:
+        raise
+    except Exception as error:
         cause = error
         while isinstance(error, datasets.exceptions.DatasetGenerationError) and cause.__cause__:
             cause = cause.__cause__
         conditions = f"A gated dataset needs its conditions accepted at https://huggingface.co/datasets/{name}"
-        hint = "" if os.path.exists(path) else f". {conditions} and `hf auth login`; or use a local copy"
+        hint = "" if os.path.exists(os.path.expanduser(name)) else f". {conditions} and `hf auth login`"
+        hint += "; or use a local copy" if hint else ""
         kind = PassingFault if isinstance(cause, (ConnectionError, TimeoutError)) else UserError
         raise kind(f"{data} cannot be loaded, {type(cause).__name__}: {reason_of(cause)}{hint}") from None
+
+
+def _configuration(data: str, path: str, parts: DataParts) -> str | None:
+    """Which of the dataset's configurations to load."""
+    import datasets
+
+    configs = datasets.get_dataset_config_names(path)
+    chosen = parts.data_config or (configs[0] if len(configs) == 1 else datasets.get_dataset_default_config_name(path))
+    if chosen not in configs:
+        what = f"has no configuration {chosen!r}" if chosen else "has several configurations"
+        raise UserError(f"{data} {what}; choose by --data-config: {', '.join(configs)}")
+    return chosen
+
+
+def _split(data: str, split: str, splits: list[str], parts: DataParts) -> str:
+    """What the dataset calls `split`. A test split is taken for validation only by name."""
+    names = parts.split_names(split, HUB_SPLITS[split])
+    chosen = next((name for name in names if name.partition("[")[0] in splits), None)
     if chosen is None:
-        raise UserError(f"{data} has no {' or '.join(HUB_SPLITS[split])} split; it has: {', '.join(splits)}")
-    features = dataset.features or {}
-    image = next((column for column, feature in features.items() if isinstance(feature, datasets.Image)), None)
-    label = next((column for column, feature in features.items() if isinstance(feature, datasets.ClassLabel)), None)
-    if image is None or label is None:
-        columns = ", ".join(f"{column} ({type(feature).__name__})" for column, feature in features.items())
-        tars = "if it is tars, download them and use wds:FOLDER"
-        raise UserError(f"{data} needs an Image and a ClassLabel column, it has: {columns or 'none'} ({tars})")
-    dataset = dataset.select_columns([image, label]).cast_column(image, datasets.Image(decode=False))
-    return dataset, image, label, features[label].names
+        part = " (a part of one is train[90%:])" if data.startswith("hf:") else ""
+        flag, has = f"--{split}-split{part}", ", ".join(splits)
+        raise UserError(f"{data} has no {' or '.join(names)} split; choose by {flag}: {has}")
+    return chosen
+
+
+def _is_image(feature) -> bool:
+    import datasets
+
+    return isinstance(feature, datasets.Image)
+
+
+def _is_label(feature, name: str = "") -> bool:
+    """Whether a column has classes: with names, or as numbers; `name` if that alone must say so."""
+    import datasets
+
+    number = isinstance(feature, datasets.Value) and feature.dtype.startswith(("int", "uint"))
+    return isinstance(feature, datasets.ClassLabel) or (number and (not name or name in LABEL_NAMES))
+
+
+def _column(data: str, features: dict, given: str, field: str, fits: Callable[[str], bool]) -> str:
+    """The column that was asked for, or else the only one that fits. Raises UserError that lists what there is."""
+    is_input, found = field == "input_key", [name for name in features if fits(name)]
+    if given in features and (_is_image if is_input else _is_label)(features[given]):
+        return given
+    if not given and len(found) == 1:
+        return found[0]
+    kind = "images" if is_input else "classes"
+    what = f"no column {given!r} of {kind}" if given else f"{'several columns' if found else 'no column'} of {kind}"
+    needs = "Image" if is_input else "ClassLabel or whole numbers"
+    columns = ", ".join(f"{name} ({_type_name(feature)})" for name, feature in features.items())
+    tars = "" if columns else " (if it is tars, download them and use wds:FOLDER)"
+    raise UserError(f"{data} has {what} ({needs}); choose by {flag_of(field)}: {columns or 'it has no columns'}{tars}")
+
+
+def _type_name(feature) -> str:
+    name = type(feature).__name__
+    return feature.dtype if name == "Value" else name
+
+
+def _values(load: Callable, split: str, label: str) -> Iterator[int | None]:
+    """The labels of a split."""
+    if not load.keywords["streaming"]:
+        yield from load(split=split).data.column(label).unique().to_pylist()
+        return
+    try:  # parquet is read by the column
+        dataset = load(split=split, columns=[label])
+    except (TypeError, ValueError):
+        dataset = load(split=split).select_columns([label])
+    yield from (row[label] for row in dataset)
+
+
+def _numbered(data: str, label: str, values: Iterable[int | None]) -> list[str]:
+    """The classes of labels without names: 0 to the largest of the training images."""
+    last = max((value for value in values if value is not None), default=-1)
+    if not 0 <= last < MAX_CLASSES:
+        raise UserError(f"{data}: the largest {label} is {last}; classes are numbers from 0 to {MAX_CLASSES - 1:,}")
+    return [str(number) for number in range(last + 1)]
 
 
 def _encoded(image: dict | None) -> bytes:

@@ -9,36 +9,45 @@ import json
 import os
 import re
 import tarfile
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from deit_gka.data.sources.base import EXTENSIONS, FOLDERS, Names, Record, Source, is_image, tracked
+from deit_gka.data.sources.base import MAX_CLASSES, Names, Record, Source, counted, counts_of, tracked
+from deit_gka.data.sources.decode import EXTENSIONS, is_image
 from deit_gka.data.sources.kept import Note, Tensors, kept
+from deit_gka.data.sources.parts import NONE, DataParts
 from trainkit.cli import UserError, reason_of
 
-SHARD_WORD = re.compile("(?<![a-z])(train|val|eval)")  # starts a word, so "retrieval-train-0.tar" is training data
+USUAL_WORDS = ("train", "val", "eval")  # the first that starts a word: "retrieval-train-0.tar" is training data
+KEY = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)", re.DOTALL)  # webdataset's: the suffix begins at the name's first dot
+LABELS = ("cls", "json")
 MAX_OPEN = 64  # shards per process
-MAX_CLASSES = 1_000_000  # a larger label is a mistake
+Members = dict[str, tuple[int, int]]  # of one key: suffix -> (offset, size)
 
 
 class Tars(Source):
     """webdataset shards: KEY.jpg beside KEY.cls (an integer) or KEY.json (with "label" or "cls"). Nothing is extracted.
 
-    Raises UserError if images or labels are missing, and for a damaged tar.
+    Raises UserError if images or labels are missing, if a key has several images, and for a damaged tar.
     """
 
-    def __init__(self, name: str, split: str, root: Path, shards: list[Path]):
+    def __init__(self, name: str, split: str, root: Path, shards: list[Path], parts: DataParts = NONE):
         self._shards, self._files = [str(shard) for shard in shards], {}
-        key = ("tars", *self._shards, *sorted(EXTENSIONS))
-        tensors = kept(key, lambda note: _read(self._shards, f"{split}: listing tars", note))
+        key = ("tars", *self._shards, parts.input_key, parts.target_key, *sorted(EXTENSIONS))
+        tensors = kept(key, lambda note: _read(self._shards, parts, f"{split}: listing tars", note))
         self._names, self._rows = Names.of(tensors["text"], tensors["ends"]), tensors["rows"]
         if not len(self._names):
             files = f"the {len(shards)} {split} tar files of {root}"
-            raise UserError(f"no images in {files}; they need members KEY.jpg and KEY.cls")
+            has = ", ".join(f"{count:,} {kind}" for kind, count in counts_of(tensors).most_common(6)) or "none"
+            needs = f"KEY.{parts.input_key or 'jpg'} and KEY.{parts.target_key or LABELS[0]}"
+            raise UserError(f"no images in {files}; they need members {needs}, they have: {has}")
         count = int(self._rows[:, 3].max()) + 1
         super().__init__(name, split, _class_names(root / "classes.txt", count, split))
+        self.ignored = counts_of(tensors)
 
     def __getstate__(self):
         return {**self.__dict__, "_files": {}}
@@ -63,13 +72,17 @@ class Tars(Source):
         return data, label, self._names[index]
 
 
-def shards_of(root: Path, split: str) -> list[Path]:
-    """The tars of a split: those in its folder, or else those in `root` with its word in their names."""
-    tars = [path for folder in FOLDERS[split] for path in sorted((root / folder).glob("*.tar"))]
-    words = FOLDERS[split] if split == "val" else ("train",)
+def shards_of(root: Path, names: tuple[str, ...], others: Iterable[str] = ()) -> list[Path]:
+    """The tars of a split: those in a folder of one of its names, or else those in `root` with one in their own.
+
+    others: names that splits have besides the usual ones.
+    """
+    tars = [path for folder in names for path in sorted((root / folder).glob("*.tar"))]
+    words = sorted({*USUAL_WORDS, *names, *others} - {""}, key=len, reverse=True)
+    start = re.compile(f"(?<![a-z])({'|'.join(map(re.escape, words))})", re.IGNORECASE)
     for path in [] if tars else sorted(root.glob("*.tar")):
-        word = SHARD_WORD.search(path.name.lower())
-        if word and word[1] in words:
+        word = start.search(path.name)
+        if word and word[1].lower() in map(str.lower, names):
             tars.append(path)
     return [path for path in tars if not path.name.startswith(".")]
 
@@ -88,47 +101,91 @@ def _class_names(file: Path, count: int, split: str) -> list[str]:
     return classes
 
 
-def _read(shards: list[str], description: str, note: Note) -> Tensors:
-    """SHARD:KEY of every image, and rows of (shard, offset, size, label)."""
-    keys, rows = [], [np.empty((0, 4), np.int64)]
+def _read(shards: list[str], parts: DataParts, description: str, note: Note) -> Tensors:
+    """SHARD:KEY of every image, rows of (shard, offset, size, label), and how many members are not used."""
+    keys, rows, unused = [], [np.empty((0, 4), np.int64)], Counter()
     for number in tracked(range(len(shards)), description):
         note(shards[number])
-        images = _index(shards[number])
+        images = _index(shards[number], parts, unused)
         keys += [f"{os.path.basename(shards[number])}:{key}" for key, *_ in images]
         rows.append(np.array([(number, *row) for _, *row in images], np.int64).reshape(-1, 4))
     text, ends = Names(keys).tensors
-    return {"text": text, "ends": ends, "rows": torch.from_numpy(np.concatenate(rows))}
+    return {"text": text, "ends": ends, "rows": torch.from_numpy(np.concatenate(rows)), **counted(unused)}
 
 
-def _index(path: str) -> list[tuple[str, int, int, int]]:
-    """(key, offset, size, label) of every image in a tar. Raises UserError naming the file."""
-    images, notes = [], {}
+def _index(path: str, parts: DataParts, unused: Counter[str]) -> list[tuple[str, int, int, int]]:
+    """(key, offset, size, label) of every image in a tar, in its order. Raises UserError naming the file."""
     try:
         with open(path, "rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
-            for member in tar:
-                key, extension = os.path.splitext(member.name)
-                if member.isreg() and not member.issparse() and not os.path.basename(key).startswith("."):
-                    if is_image(member.name):
-                        images.append((key, member.offset_data, member.size))
-                    elif extension in (".cls", ".json"):
-                        notes[key + extension] = (member.size, member.offset_data)
+            samples = _samples(tar, unused)
             file.seek(tar.offset)
             # tarfile stops at damage without an error; a whole archive ends with a block of zeros.
             if file.read(tarfile.BLOCKSIZE) != tarfile.NUL * tarfile.BLOCKSIZE:
                 raise tarfile.ReadError(f"damaged or cut short at byte {tar.offset:,}")
-            return [(*image, _label(path, image[0], file.fileno(), notes)) for image in images]
+            images = []
+            for key, members in samples.items():
+                used = _images_of(f"{path}: {key}", key, members, parts)
+                for name, image, label in used:
+                    images.append((name, *members[image], _label(path, name, file.fileno(), label, members)))
+                taken = {suffix for _, *both in used for suffix in both}
+                unused.update(f".{suffix}" for suffix in members if suffix not in taken)
+            return sorted(images, key=lambda image: image[1])
     except (tarfile.TarError, OSError, ValueError) as error:
         raise UserError(f"{path} is not a readable tar file ({reason_of(error)}); fetch it again") from None
 
 
-def _label(path: str, key: str, file: int, notes: dict[str, tuple[int, int]]) -> int:
-    """The label in KEY.cls or KEY.json; notes: (size, offset) of the members that hold labels."""
-    try:
-        if f"{key}.cls" in notes:
-            label = int(os.pread(file, *notes[f"{key}.cls"]))
+def _samples(tar: tarfile.TarFile, unused: Counter[str]) -> dict[str, Members]:
+    """The members of every key."""
+    samples: dict[str, Members] = {}
+    for member in tar:
+        found, name = KEY.fullmatch(member.name), os.path.basename(member.name)
+        key, suffix = (found[1], found[2].lower()) if found else ("", "")
+        if member.isdir():
+            continue
+        if not member.isreg() or member.issparse():
+            unused["links"] += 1
+        elif not key:
+            unused["hidden" if name.startswith(".") else "without an extension"] += 1
+        elif suffix in samples.setdefault(key, {}):
+            unused[f".{suffix} once more"] += 1
         else:
-            note = json.loads(os.pread(file, *notes[f"{key}.json"]))
-            label = int(note["label"] if "label" in note else note["cls"])
+            samples[key][suffix] = (member.offset_data, member.size)
+    return samples
+
+
+def _images_of(where: str, key: str, members: Members, parts: DataParts) -> list[tuple[str, str, str]]:
+    """(name, suffix of the image, suffix of its label) of what a key has: one image, whose suffix is the shortest.
+
+    Images of one key that have labels of their own (0.5.jpg and 0.5.cls) are images by themselves. Raises UserError for
+    several without.
+    """
+    wanted, alone, shared = parts.input_key.lower(), [], []
+    for image in members:
+        stem = image.rpartition(".")[0]
+        label = next((f"{stem}.{kind}" for kind in LABELS if stem and f"{stem}.{kind}" in members), "")
+        if image == wanted or (not wanted and is_image(f"{key}.{image}")):
+            if label and not parts.target_key:
+                alone.append((f"{key}.{stem}", image, label))
+            else:
+                shared.append(image)
+    label = parts.target_key.lower() or next((kind for kind in LABELS if kind in members), LABELS[0])
+    shared = [image for image in shared if "." not in image] or shared
+    if alone and label not in members:
+        return alone  # the others belong to these, such as masks
+    if len(shared) > 1:
+        raise UserError(f"{where} has {len(shared)} images, {', '.join(shared)}: choose, as by --input-key {shared[0]}")
+    return alone + [(key, image, label) for image in shared]
+
+
+def _label(path: str, key: str, file: int, suffix: str, members: Members) -> int:
+    """The label in KEY.cls or KEY.json, whose suffix may be another."""
+    try:
+        offset, size = members[suffix]
+        content = os.pread(file, size, offset)
+        if suffix.rpartition(".")[2] == "json":
+            note = json.loads(content)
+            content = note["label"] if "label" in note else note["cls"]
+        label = int(content)
         if 0 <= label < MAX_CLASSES:
             return label
     except (KeyError, TypeError, ValueError):

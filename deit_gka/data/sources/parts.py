@@ -1,0 +1,51 @@
+"""Flags that say which part of the data to take."""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from trainkit.cli import MayChange, UserError, flag_of
+
+
+@dataclass(frozen=True)
+class DataParts:
+    """Names within the data; empty ones are found where there is no choice. All but the first are timm's flags."""
+
+    data_config: MayChange[str] = ""
+    """The configuration of a Hugging Face dataset that has several."""
+    train_split: MayChange[str] = ""
+    """The training images: a split of a Hugging Face dataset, such as train[:90%], or a folder. Empty = train."""
+    val_split: MayChange[str] = ""
+    """The validation images, such as test. Empty = validation, val or valid."""
+    input_key: MayChange[str] = ""
+    """The column of the images, or the suffix of their members in tars, such as left.jpg."""
+    target_key: MayChange[str] = ""
+    """The column of the labels, or the suffix of their members in tars, such as cls."""
+
+    def split_names(self, split: str, usual: tuple[str, ...]) -> tuple[str, ...]:
+        """What "train" or "val" may be called."""
+        given = self.train_split if split == "train" else self.val_split
+        return (given,) if given else usual
+
+    def given_parts(self) -> dict[str, str]:
+        """The names that were given, by field."""
+        values = {field.name: getattr(self, field.name) for field in fields(DataParts)}
+        return {name: value for name, value in values.items() if value}
+
+    def refuse(self, data: str, *names: str) -> None:
+        """Raises UserError if one of these fields was given: `data` has no such part."""
+        for name in self.given_parts():
+            if name in names:
+                raise UserError(f"{data} has nothing that {flag_of(name)} could choose; leave it out")
+
+
+NONE = DataParts()
+ALL_PARTS = tuple(field.name for field in fields(DataParts))
+
+
+def check_parts(now: DataParts, had: dict[str, str] | None, folder: Path) -> None:
+    """Raises UserError that names the first flag whose value is not what the run in `folder` had; None: not known."""
+    for name in ALL_PARTS if had is not None else ():
+        value, before = getattr(now, name), had.get(name, "")
+        if value != before:
+            its = f"the run in {folder} has {before or 'none'}"
+            raise UserError(f"{flag_of(name)} is {value or 'none'} but {its}; use its value")
