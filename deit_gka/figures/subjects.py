@@ -123,7 +123,7 @@ def check_repeats(drawn: Drawn, first: Drawn) -> None:
 
 
 def photographs(paths: Sequence[Path] = ()) -> dict[str, Image.Image]:
-    """Images by name; without paths the two of scikit-learn. Raises UserError for files that cannot be decoded."""
+    """Images by name, upright; without paths the two of scikit-learn. Raises UserError for files that are broken."""
     if not paths:
         if reason := extras.missing("vision", "sklearn"):
             raise UserError(f"scikit-learn's photographs, drawn without --image: {reason}")
@@ -136,7 +136,7 @@ def photographs(paths: Sequence[Path] = ()) -> dict[str, Image.Image]:
         if path.stem in images:
             raise UserError(f"two images are called {path.stem}: their figures would have the same names")
         try:
-            images[path.stem] = decode(path.read_bytes())
+            images[path.stem] = decode(path.read_bytes(), upright=True)
         except BrokenImage as error:
             raise UserError(f"{path} cannot be drawn: {error}") from None
     return images

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from deit_gka.data.sources import Stream, decode, open_source
+from deit_gka.data.sources import DataParts, Stream, decode, open_source
 from deit_gka.figures.families import FAMILIES, why_not
 from deit_gka.figures.sheet import Subject
 from deit_gka.figures.subjects import Drawn, check_repeats, of_run, of_timm, photographs, subjects_of
@@ -81,11 +81,12 @@ def twins_of(ours: TrainedRun, vision: Sequence[TrainedRun]) -> list[TrainedRun]
 
 def own_images(run: TrainedRun) -> dict[str, Image.Image]:
     """The first held-out image of some classes that the run was trained on; none if these images are not here."""
-    data = find_checkpoint(run.folder).state.get("trained_on", "")
+    state = find_checkpoint(run.folder).state
+    data = state.get("trained_on", "")
     if not data or data.startswith(("hf:", "hf-stream:")):  # reading those may need a network
         return {}
     with suppress(UserError):
-        source = open_source(data, "val")
+        source = open_source(data, "val", DataParts(**state.get("parts", {})))
         if not isinstance(source, Stream):
             return first_of_classes(source)
     return {}
@@ -98,7 +99,7 @@ def first_of_classes(source) -> dict[str, Image.Image]:
         image, label, _ = source.read(index)
         name = f"{source.name.rstrip('/').rpartition('/')[2]} {source.classes[label]}"
         if name not in found:
-            found[name] = decode(image)
+            found[name] = decode(image, upright=True)
         if len(found) == NUM_IMAGES:
             break
     return found

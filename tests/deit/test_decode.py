@@ -112,6 +112,25 @@ def test_broken_images(monkeypatch):
     assert "\n" not in str(caught.value) and str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
+def test_pictures_for_people_are_upright():
+    """As a phone stores them: red at the left, which is on top. Models see what is stored, as torchvision's do."""
+    stored = Image.new("RGB", (32, 24))
+    stored.paste((255, 0, 0), (0, 0, 8, 24))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    for form in ("JPEG", "PNG", "WEBP"):
+        data = encoded(stored, form, exif=exif)
+        shown, seen = decode(data, upright=True), decode(data)
+        assert seen.size == (32, 24) and close(seen.getpixel((2, 20)), (255, 0, 0), 8)
+        assert shown.size == (24, 32) and close(shown.getpixel((20, 2)), (255, 0, 0), 8) and shown.mode == "RGB"
+    assert decode(encoded(stored, exif=b"Exif\0\0 nonsense"), upright=True).size == (32, 24)
+
+
+def test_an_image_without_pixels_is_broken():
+    with pytest.raises(BrokenImage, match="no pixels"):
+        decode(Image.new("RGB", (0, 4)))
+
+
 def test_out_of_memory_is_not_a_broken_image(monkeypatch):
     def exhausted(*args, **options):
         raise MemoryError

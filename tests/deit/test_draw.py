@@ -5,10 +5,12 @@ import json
 import pytest
 from PIL import Image
 
+from deit_gka.data.sources import open_source
 from deit_gka.draw import DrawConfig, demo_run, main
 from deit_gka.figures.families import FAMILIES, NEED_SIGMA
 from deit_gka.figures.subjects import of_timm, photographs
 from figure_runs import GKA, SOFTMAX, TINY, tiny_subjects, vision_run, words
+from runs.report.attention import first_of_classes
 from trainkit.cli import UserError, run
 from vision_runs import in_process
 
@@ -149,6 +151,20 @@ def test_images_of_other_modes_are_drawn_as_they_look(tmp_path):
     assert images["deep"].getpixel((0, 0)) == (128, 128, 128)
     red, green, blue = images["print"].getpixel((0, 0))
     assert red > 200 and max(green, blue) < 60
+
+
+def test_a_phones_photo_stands_upright(tmp_path):
+    """In figures and in the report; red lies at the left of what is stored, which is the top."""
+    stored = Image.new("RGB", (32, 24))
+    stored.paste((255, 0, 0), (0, 0, 8, 24))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    path = tmp_path / "val/a/phone.png"
+    path.parent.mkdir(parents=True)
+    stored.save(path, exif=exif)
+    (shown,), (in_report,) = photographs([path]).values(), first_of_classes(open_source(str(tmp_path), "val")).values()
+    for image in (shown, in_report):
+        assert image.size == (24, 32) and image.getpixel((20, 2)) == (255, 0, 0)
 
 
 def test_dollars_in_names_are_not_mathematics(tmp_path, photo):
