@@ -115,7 +115,7 @@ def read_json(path: Path, name: str) -> dict[str, Any]:
         value = json.loads(Path(path).read_text())
     except FileNotFoundError:
         raise UserError(f"{name} not found: {path}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{name} is not valid JSON: {path} ({error})") from None
     if not isinstance(value, dict):
         raise UserError(f"{name} is not a JSON object: {path}")

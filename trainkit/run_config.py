@@ -67,9 +67,12 @@ class RunConfig:
     def check_continues(self, saved: dict[str, Any]) -> None:
         """Raises UserError that names the first flag whose value differs from the run's, whose identity is `saved`.
 
-        A flag that is younger than the run had its default there.
+        A flag that is younger than the run had its default there. One that only the run has is refused.
         """
         defaults = _as_json({field.name: field.default for field in fields(self)})
+        if unknown := sorted(saved.keys() - defaults.keys()):
+            given = f"{flag_of(unknown[0])} {_shown(saved[unknown[0]])}"
+            raise UserError(f"the run in {self.folder} has {given}, which this version does not know")
         for name, value in self.identity().items():
             had = saved.get(name, defaults[name])
             if had != value:

@@ -1,5 +1,6 @@
 """The configuration of a model as transformers reads it from an exported config.json."""
 
+from dataclasses import fields
 from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
@@ -26,6 +27,11 @@ class GKAConfig(PreTrainedConfig):
     pad_token_id: int | None = None
 
     def __post_init__(self, **others):
+        """Raises ValueError for settings of the model that are given beside `model`, where nothing would read them."""
+        names = {field.name for field in fields(GPTConfig)}
+        # The list of kinds, `attention`, is a fact of the file.
+        if stray := sorted(name for name, value in others.items() if name in names and not isinstance(value, list)):
+            raise ValueError(f"{', '.join(stray)} are settings of the model: give them in model={{...}}")
         super().__post_init__(**{key: value for key, value in others.items() if key not in FACTS_OF_THE_FILES})
 
     def shape(self) -> GPTConfig:

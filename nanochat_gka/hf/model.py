@@ -41,8 +41,13 @@ class GKAForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_pretrained(cls, *arguments, **options):
-        """As transformers', from safetensors alone: nothing is unpickled."""
-        return super().from_pretrained(*arguments, **{"use_safetensors": True, **options})
+        """As transformers', from safetensors alone: nothing is unpickled. Raises ValueError for weights left over."""
+        with_info = {"use_safetensors": True, **options, "output_loading_info": True}
+        model, info = super().from_pretrained(*arguments, **with_info)
+        if unknown := sorted(info["unexpected_keys"]):
+            count = f"{len(unknown)} weight{'s' if len(unknown) > 1 else ''}"
+            raise ValueError(f"the file has {count} that this model does not have, first {unknown[0]}")
+        return (model, info) if options.get("output_loading_info") else model
 
     def _init_weights(self, module):
         """Fill what was not read from a file: the rotary tables, or a whole new model."""

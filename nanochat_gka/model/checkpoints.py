@@ -1,8 +1,9 @@
 """Models from disk: our runs and checkpoints, exported models, and upstream nanochat's checkpoints."""
 
+import pickle
 import re
 import sys
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.gpt import GPT, build
 from trainkit import checkpoint
 from trainkit.checkpoint import Checkpoint
-from trainkit.cli import UserError
+from trainkit.cli import UserError, reason_of
 from trainkit.exports import CONFIG, WEIGHTS, export_folder
 from trainkit.files import read_json, sha256, write_json
 from trainkit.results import git_commit
@@ -25,6 +26,11 @@ from trainkit.results import git_commit
 MODEL_TYPE, ARCHITECTURE = "gka-gpt", "GKAForCausalLM"  # transformers' names for it, see `nanochat_gka.hf`
 # Keys of config.json that say something of the files beside it; a model that is trained further has others.
 FACTS_OF_THE_FILES = ("attention", "sigma", "parameters", "exported_at_commit", "checkpoint_sha256", "sha256")
+# And the others.
+FACTS_OF_THE_MODEL = ("model_type", "architectures", "dtype", "bos_token_id", "eos_token_id", "pad_token_id")
+FACTS_OF_THE_MODEL += ("name", "step", "training", "model")
+# What the names of weights begin with that nanochat has had since 2026-03-09 (6ed7d1d). Its settings are the same.
+LATER_NANOCHAT = ("smear_", "backout_")
 
 
 @dataclass
@@ -56,8 +62,8 @@ def load(path: Path | str, step: int = -1, device: torch.device | str = "cpu") -
     if (path / CONFIG).exists():
         return _load_exported(path, step, device)
     saved = find_checkpoint(path, step)
-    state = saved.state
-    if "model_config" not in state:
+    state, manifest = saved.state, read_json(saved.path / "manifest.json", "manifest")
+    if WEIGHTS not in manifest or not {"model_config", "train_config", "data", "tokens", "steps"} <= state.keys():
         raise UserError(f"{saved.path} is not a checkpoint of a language model")
     model = _build(state["model_config"], saved.tensors("model"), device, saved.path)
     return Loaded(
@@ -65,7 +71,7 @@ def load(path: Path | str, step: int = -1, device: torch.device | str = "cpu") -
         tokenizer=_tokenizer(saved.path, model),
         name=run_folder(saved.path).name,
         step=saved.step,
-        sha256=read_json(saved.path / "manifest.json", "manifest")[WEIGHTS],
+        sha256=manifest[WEIGHTS],
         training={
             "tokens": state["tokens"],
             "steps": state["steps"],
@@ -116,20 +122,28 @@ def run_folder(path: Path) -> Path:
 
 
 def _build(shape: dict[str, Any], weights: dict[str, torch.Tensor], device: torch.device | str, path: Path) -> GPT:
-    def misshapen(error: Exception) -> UserError:
-        reason = str(error).splitlines()[-1].strip()
+    def misshapen(reason: str) -> UserError:
         return UserError(f"{path} does not hold a model of the shape it states: {reason}")
 
     try:
         config = GPTConfig.from_saved(shape)
     except (TypeError, ValueError) as error:
-        raise misshapen(error) from None
+        raise misshapen(str(error)) from None
     model = build(config, device)
+    wanted = model.state_dict().keys()
+    if unknown := sorted(weights.keys() - wanted):
+        raise misshapen(f"it has {_count(unknown)} that such a model does not have, first {unknown[0]}")
+    if missing := sorted(wanted - weights.keys()):
+        raise misshapen(f"it lacks {_count(missing)} of such a model, first {missing[0]}")
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
-        raise misshapen(error) from None
+        raise misshapen(str(error).splitlines()[-1].strip()) from None
     return model.eval()
+
+
+def _count(names: list[str]) -> str:
+    return f"{len(names)} weight{'s' if len(names) > 1 else ''}"
 
 
 def export(loaded: Loaded, folder: Path) -> dict[str, Any]:
@@ -182,6 +196,10 @@ def _exported(folder: Path) -> dict[str, Any]:
         or set(about["sha256"]) not in ({WEIGHTS, EXPORTED_NAME}, {WEIGHTS, FILE_NAME})  # the latter until 2026-11-22
     ):
         raise UserError(f"{folder / CONFIG} is not of a model that this project exported, or it is damaged")
+    if unknown := sorted(about.keys() - {*FACTS_OF_THE_FILES, *FACTS_OF_THE_MODEL}):
+        raise UserError(
+            f"{folder / CONFIG} has {', '.join(unknown)}, not known here: a later version made it, or someone"
+        )
     return about
 
 
@@ -206,18 +224,40 @@ def _load_exported(folder: Path, step: int, device: torch.device | str) -> Loade
 def load_upstream(folder: Path, step: int = -1, device: torch.device | str = "cpu") -> GPT:
     """The model of an upstream nanochat checkpoint folder (model_<step>.pt, meta_<step>.json); step -1 = the highest.
 
-    Weights are read with weights_only=True. Raises UserError if there are no such files, or if the weights do not fit.
+    Weights are read with weights_only=True. Raises UserError if there are no such files, if the weights do not fit, or
+    if anything in them is not of nanochat at b07604e or of our patches for it.
     """
     names = {path: re.fullmatch(r"model_(\d+)\.pt", path.name) for path in Path(folder).glob("model_*.pt")}
     paths = {int(match[1]): path for path, match in names.items() if match}
     if not paths or (step >= 0 and step not in paths):
         raise UserError(f"no upstream checkpoint model_<step>.pt{f' of step {step}' if step >= 0 else ''} in {folder}")
     path = paths[max(paths) if step < 0 else step]
-    meta = read_json(path.with_name(path.name.replace("model_", "meta_").replace(".pt", ".json")), "upstream meta data")
-    known = {field.name for field in fields(GPTConfig)}
-    shape = {"window_pattern": "L", **{key: value for key, value in meta["model_config"].items() if key in known}}
-    weights = torch.load(path, map_location=device, weights_only=True)
-    weights = {name.removeprefix("_orig_mod."): tensor for name, tensor in weights.items()}
-    weights.setdefault("resid_lambdas", torch.ones(shape["n_layer"]))
-    weights.setdefault("x0_lambdas", torch.zeros(shape["n_layer"]))
-    return _build(shape, weights, device, path)
+    meta_path = path.with_name(path.name.replace("model_", "meta_").replace(".pt", ".json"))
+    shape = read_json(meta_path, "upstream meta data").get("model_config")
+    if not isinstance(shape, dict):
+        raise UserError(f"{meta_path} has no model_config, the shape of the model")
+    weights = {name.removeprefix("_orig_mod."): tensor for name, tensor in _read_upstream(path, device).items()}
+    if later := sorted(name for name in weights if name.startswith(LATER_NANOCHAT)):
+        known = "this project reads nanochat's checkpoints up to b07604e of 2026-03-03"
+        raise UserError(f"{path} is of a nanochat from after 2026-03-09, by its {', '.join(later)}; {known}")
+    layers = sum(bool(re.fullmatch(r"transformer\.h\.\d+\.attn\.c_proj\.weight", name)) for name in weights)
+    weights.setdefault("resid_lambdas", torch.ones(layers))
+    weights.setdefault("x0_lambdas", torch.zeros(layers))
+    return _build({"window_pattern": "L", **shape}, weights, device, path)
+
+
+def _read_upstream(path: Path, device: torch.device | str) -> dict[str, torch.Tensor]:
+    """Tensors by name. Raises UserError for a file of something else, and OSError for one that cannot be read."""
+    try:
+        weights = torch.load(path, map_location=device, weights_only=True)
+    except OSError:
+        raise
+    except pickle.UnpicklingError:  # its text advises to read the file without weights_only
+        raise UserError(f"{path} is refused: it holds more than weights, and nothing of it was executed") from None
+    except Exception as error:  # torch raises many kinds for files that are not its own
+        reason = f"{type(error).__name__}: {reason_of(error)}"[:200]
+        raise UserError(f"{path} is damaged, cut short or not a file of torch.save ({reason})") from None
+    named = isinstance(weights, dict) and all(isinstance(name, str) for name in weights)
+    if not named or not all(isinstance(tensor, torch.Tensor) for tensor in weights.values()):
+        raise UserError(f"{path} does not hold weights by name, as nanochat saves them")
+    return weights

@@ -127,8 +127,15 @@ class GPTConfig:
         """The shape that a checkpoint states, in the form it was trained in, whatever the defaults are today.
 
         Models without gka layers were saved with `gka_values` too, which mean nothing there; a gka model that does not
-        state them is older than rotated values. Raises TypeError or ValueError.
+        state them is older than rotated values. Raises TypeError or ValueError, for settings that are not known too.
         """
+        kinds = {field.name: type(field.default) for field in fields(cls)}
+        if unknown := sorted(saved.keys() - kinds.keys()):
+            raise ValueError(f"it has settings that are not known here: {', '.join(unknown)}; a later version made it")
+        words = {int: "a whole number", float: "a number", str: "a text"}
+        for name, value in saved.items():
+            if not isinstance(value, (int, float) if kinds[name] is float else kinds[name]):
+                raise TypeError(f"{name} must be {words[kinds[name]]}, got {value!r}")
         config = cls(**{name: value for name, value in saved.items() if name != "gka_values"})
         if not has_gka(config.attention, config.n_layer):
             return config

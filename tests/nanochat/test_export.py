@@ -152,6 +152,12 @@ def test_damaged_and_foreign_folders_are_refused(trained, packed, tokenizer, tmp
         (out / "config.json").write_text(json.dumps({**config, **damage}))
         with pytest.raises(UserError, match="not of a model that this project exported, or it is damaged"):
             load(out)
+    (out / "config.json").write_text(json.dumps({**config, "quantised": "int8"}))
+    with pytest.raises(UserError, match=r"config\.json has quantised, not known here: a later version made it"):
+        load(out)
+    (out / "config.json").write_text(json.dumps({**config, "model": {**config["model"], "smear": True}}))
+    with pytest.raises(UserError, match="settings that are not known here: smear; a later version made it"):
+        load(out)
     (out / "config.json").write_text(json.dumps({"architecture": "deit_tiny_gka_patch16_224"}))
     with pytest.raises(UserError, match=r"is an exported vision model; timm and deit_gka\.evaluate take it"):
         load(out)
@@ -164,6 +170,31 @@ def test_damaged_and_foreign_folders_are_refused(trained, packed, tokenizer, tmp
     with pytest.raises(SystemExit):
         exported((other, None), good)
     assert load(good).name == "tiny-run"
+
+
+def test_a_checkpoint_of_something_else_is_refused(trained, tmp_path):
+    """Whole by its own manifest, and no model of ours: of another version, another trainer, or by hand."""
+
+    def changed(name, state=None, leave_out=""):
+        folder = tmp_path / name / "step_00000007"
+        shutil.copytree(trained[0] / "checkpoints" / "step_00000007", folder)
+        known = json.loads((folder / "state.json").read_text())
+        (folder / "state.json").write_text(json.dumps(known if state is None else state(known)))
+        files = sorted(path.name for path in folder.iterdir() if path.name not in ("manifest.json", leave_out))
+        (folder / "manifest.json").write_text(json.dumps({name: sha256(folder / name) for name in files}))
+        return folder
+
+    assert load(changed("same")).step == 7
+    later = changed("later", lambda state: {**state, "model_config": {**state["model_config"], "smear": True}})
+    with pytest.raises(UserError, match="settings that are not known here: smear"):
+        load(later)
+    for folder in (
+        changed("shapeless", lambda state: {"step": 7}),
+        changed("dataless", lambda state: {key: value for key, value in state.items() if key != "data"}),
+        changed("unlisted", leave_out="model.safetensors"),
+    ):
+        with pytest.raises(UserError, match="is not a checkpoint of a language model"):
+            load(folder)
 
 
 @pytest.mark.parametrize("stated", [{"gka_values": "normalised"}, {}], ids=["stated", "unstated"])

@@ -1,7 +1,6 @@
 """The models as a whole: every kind of attention, hybrids, head offsets, windows, loading."""
 
 import dataclasses
-import json
 
 import pytest
 import torch
@@ -10,13 +9,11 @@ from gka import KINDS, gaussian_attention
 from nanochat_gka.model.accounting import flops_per_token, meta_model
 from nanochat_gka.model.attention import Attention, GKAAttention
 from nanochat_gka.model.blocks import Rotary, norm
-from nanochat_gka.model.checkpoints import load_upstream
 from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.context import Context
 from nanochat_gka.model.gpt import GPT, build
 from nanochat_gka.training.optim import OptimConfig, parameter_groups
 from tiny_gpt import MIXED, SHAPE, VARIANTS, awake
-from trainkit.cli import UserError
 
 
 def whole(x):
@@ -265,56 +262,6 @@ def test_too_long_a_sequence_is_refused():
     model = build(SHAPE, "cpu")
     with pytest.raises(ValueError, match="at most 160 tokens"):
         model(torch.zeros(1, 161, dtype=torch.long))
-
-
-UPSTREAM_FIELDS = ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "window_pattern")
-
-
-def test_upstream_checkpoint_folder_loads(tmp_path):
-    """Upstream's files: bf16 embeddings, the compiled-module prefix, a config with its seven fields."""
-    model = awake(SHAPE)
-    weights = {f"_orig_mod.{name}": tensor for name, tensor in model.state_dict().items()}
-    tables = [name for name in weights if "wte" in name or "value_embeds" in name]
-    weights |= {name: weights[name].bfloat16() for name in tables}
-    torch.save(weights, tmp_path / "model_000123.pt")
-    config = {name: getattr(SHAPE, name) for name in UPSTREAM_FIELDS}
-    (tmp_path / "meta_000123.json").write_text(json.dumps({"step": 123, "model_config": config}))
-    model.embeddings_to(torch.bfloat16)
-    model.embeddings_to(torch.float32)
-    ids = torch.randint(70, (1, 16))
-    assert torch.equal(load_upstream(tmp_path)(ids), model(ids))
-    assert load_upstream(tmp_path).config.attention == "softmax"
-    with pytest.raises(UserError, match=r"of step 7 in"):
-        load_upstream(tmp_path, step=7)
-    config["n_layer"] = 3
-    (tmp_path / "meta_000123.json").write_text(json.dumps({"step": 123, "model_config": config}))
-    with pytest.raises(UserError, match="does not hold a model of the shape it states"):
-        load_upstream(tmp_path)
-
-
-@pytest.mark.parametrize("stated,values", [({}, "normalised"), ({"gka_values": "rotated"}, "rotated")], ids=str)
-def test_patched_nanochat_checkpoint_keeps_its_form(tmp_path, stated, values):
-    """The first patches mixed normalised values and did not write so."""
-    model = awake(dataclasses.replace(SHAPE, attention="gka", gka_values=values))
-    torch.save(model.state_dict(), tmp_path / "model_000001.pt")
-    config = {name: getattr(model.config, name) for name in (*UPSTREAM_FIELDS, "attention")} | stated
-    (tmp_path / "meta_000001.json").write_text(json.dumps({"step": 1, "model_config": config}))
-    ids = torch.randint(70, (1, 16))
-    assert torch.equal(load_upstream(tmp_path)(ids), model(ids))
-
-
-def test_upstream_pickles_are_not_executed(tmp_path):
-    import pickle
-
-    class Evil:
-        def __reduce__(self):
-            return (exec, (f"open({str(tmp_path / 'pwned')!r}, 'w')",))
-
-    (tmp_path / "model_000001.pt").write_bytes(pickle.dumps(Evil()))
-    (tmp_path / "meta_000001.json").write_text(json.dumps({"model_config": {"n_layer": 4}}))
-    with pytest.raises(Exception):  # noqa: B017 (torch chooses)
-        load_upstream(tmp_path)
-    assert not (tmp_path / "pwned").exists()
 
 
 def test_initial_loss_is_that_of_a_uniform_guess():

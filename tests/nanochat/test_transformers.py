@@ -216,6 +216,23 @@ def test_only_whole_models_from_safetensors_are_loaded(models, tmp_path):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
+def test_nothing_of_another_model_is_dropped_silently(models, tmp_path):
+    """Weights and settings that are not known here: transformers would report them and go on."""
+    model = models(attention="gka").theirs
+    model.save_pretrained(tmp_path, state_dict={**model.state_dict(), "gpt.smear_lambda": torch.zeros(1)})
+    with pytest.raises(ValueError, match=r"1 weight that this model does not have, first gpt\.smear_lambda"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    model.save_pretrained(tmp_path)
+    again, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert isinstance(again, hf.GKAForCausalLM) and not info["unexpected_keys"]
+    about = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**about, "model": {**about["model"], "rope_base": 100000}}))
+    with pytest.raises(ValueError, match="settings that are not known here: rope_base"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"attention, n_layer are settings of the model: give them in model="):
+        hf.GKAConfig(n_layer=2, attention="gka")
+
+
 def test_other_dtypes_and_new_models(models):
     model = models(attention="gka")
     narrow = transformers.AutoModelForCausalLM.from_pretrained(model.folder, dtype=torch.bfloat16)

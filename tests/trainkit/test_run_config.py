@@ -78,6 +78,12 @@ def test_flag_newer_than_the_run_had_its_default():
         Toy(model_tag="run", rate=2.0).check_continues({"seed": 42})
 
 
+def test_a_setting_of_the_run_that_is_not_known_is_not_dropped():
+    with pytest.raises(UserError, match=r"the run in out/runs/run has --dropout 0.1, which this version does not know"):
+        Toy(model_tag="run").check_continues({"seed": 42, "dropout": 0.1})
+    Toy(model_tag="run").check_continues({"seed": 42, "workers": 3})  # it was part of what makes a run, once
+
+
 def test_message_gives_a_derived_name_as_model_tag():
     @dataclass(frozen=True)
     class Named(Toy):
