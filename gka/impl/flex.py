@@ -32,6 +32,8 @@ def unavailable(request: Request) -> str | None:
         return "FlexAttention does not take float64"
     if not request.x.is_cuda and request.needs_grad:
         return "FlexAttention has no backward pass outside CUDA"
+    if request.x.is_cuda and request.needs_grad and not torch.cuda.is_available():
+        return "FlexAttention's backward pass cannot be traced without a GPU"
     return None
 
 
@@ -63,10 +65,13 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale
     from torch.nn.attention.flex_attention import flex_attention
 
     num_queries, num_keys = q.shape[1], k.shape[1]
-    block_mask = _block_mask(mask, num_queries, num_keys, q.device)
+    is_fake = isinstance(q, torch._subclasses.FakeTensor)
+    make_mask = _block_mask.__wrapped__ if is_fake else _block_mask  # what is kept is of real tensors
+    block_mask = make_mask(mask, num_queries, num_keys, q.device)
     # Whole tiles: FlexAttention's gradients are NaN for ragged lengths with a score_mod (pytorch#153799).
     q, k, v = (F.pad(t, (0, 0, 0, 0, 0, _round_up(t.shape[1]) - t.shape[1])).transpose(1, 2) for t in (q, k, v))
-    attend: Any = flex_attention if torch.compiler.is_compiling() or not q.is_cuda else _compiled()
+    traced = is_fake or torch.compiler.is_compiling()
+    attend: Any = flex_attention if traced or not q.is_cuda else _compiled()
     # TF32 products beside float32 norms would not cancel.
     options = {"FLOAT32_PRECISION": "'ieee'"} if q.is_cuda and score_mod is not None else None
     y = attend(q, k, v, score_mod=score_mod, block_mask=block_mask, scale=scale, kernel_options=options)

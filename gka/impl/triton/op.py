@@ -47,8 +47,9 @@ def _missing(device: torch.device) -> str | None:
         return None if device.type == "cpu" else "TRITON_INTERPRET=1 is set, and the interpreter takes CPU tensors"
     if device.type != "cuda" or torch.version.hip:
         return f"the Triton kernels run on NVIDIA GPUs, got {device.type}"
-    # A graph cannot ask for the capability; there the launch asks.
-    if not torch.compiler.is_compiling() and torch.cuda.get_device_capability(device) < (8, 0):
+    # A graph cannot ask for the capability, nor fake tensors on a machine without a GPU; there the launch asks.
+    can_ask = torch.cuda.is_available() and not torch.compiler.is_compiling()
+    if can_ask and torch.cuda.get_device_capability(device) < (8, 0):
         return "the Triton kernels need compute capability 8.0 (A100, RTX 30) or newer"
     return None
 

@@ -1,0 +1,100 @@
+"""torch's fake tensors on a CUDA device, as tracing and export use them where there is no GPU: what is chosen, and the
+shapes, dtypes and devices of what comes out.
+"""
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from gka import GaussianKernelAttention, decode_attention, dot_product_attention, gaussian_attention, select_impl
+from gka.api import IMPLEMENTATIONS
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there"),
+    pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning"),
+]
+WINDOW = dict(causal=True, window=5, constant_norm=True)
+ON_CUDA = [name for name in IMPLEMENTATIONS if name != "cpu"]
+
+
+@pytest.fixture(autouse=True)
+def fake(monkeypatch):
+    """Fake tensors in the test. Triton's interpreter, which takes CPU tensors, is off."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with FakeTensorMode():
+        yield
+
+
+def features(dtype=torch.bfloat16, requires_grad=False, tokens=20):
+    return torch.empty(2, tokens, 4, 32, dtype=dtype, device="cuda", requires_grad=requires_grad)
+
+
+def log_sigma():
+    return torch.zeros(4, device="cuda")
+
+
+@pytest.mark.parametrize("arguments", [{}, WINDOW], ids=["full", "window"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("impl", ["auto", *ON_CUDA])
+def test_every_implementation_gives_what_x_is_like(impl, dtype, arguments):
+    x = features(dtype)
+    y = gaussian_attention(x, log_sigma(), impl=impl, **arguments)
+    assert (y.shape, y.dtype, y.device) == (x.shape, dtype, torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("arguments", [{}, WINDOW], ids=["full", "window"])
+@pytest.mark.parametrize("impl", ["auto", "triton", "sdpa", "reference"])
+def test_with_gradients_too(impl, arguments):
+    y = gaussian_attention(features(requires_grad=True), log_sigma(), impl=impl, **arguments)
+    assert y.requires_grad and y.dtype == torch.bfloat16 and y.is_cuda
+
+
+def test_the_backward_pass_gives_what_its_inputs_are_like():
+    """By the operator: torch's autograd engine takes no CUDA tensors where there is no driver."""
+    x, keys, values = features(), features(tokens=24), features(tokens=24)
+    y, level, norm = torch.ops.gka.attend(x, keys, values, log_sigma(), 5, 0, True, 0.0)
+    got = torch.ops.gka.attend_backward(y, x, keys, values, log_sigma(), y, level, norm, 5, 0, True)
+    expected = [x, log_sigma(), keys, values]
+    assert [(t.shape, t.dtype, t.device) for t in got] == [(t.shape, t.dtype, t.device) for t in expected]
+
+
+def test_auto_takes_the_kernels_as_if_the_gpu_could_run_them():
+    assert select_impl(features()) == select_impl(features(requires_grad=True), **WINDOW) == "triton"
+    assert select_impl(features(torch.float64)) == "sdpa"
+    with pytest.raises(ValueError, match="backward pass cannot be traced without a GPU"):
+        gaussian_attention(features(requires_grad=True), log_sigma(), impl="flex")
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_the_softmax_baseline(requires_grad):
+    q = features(requires_grad=requires_grad)
+    for window in (None, 5):
+        y = dot_product_attention(q, q, q, causal=True, window=window)
+        assert (y.shape, y.dtype, y.is_cuda) == (q.shape, q.dtype, True)
+
+
+@pytest.mark.parametrize("rotated", [False, True])
+def test_decoding(rotated):
+    x, cache = features(tokens=1), features(tokens=50)
+    tables = (torch.empty(64, 16, dtype=torch.bfloat16, device="cuda"),) * 2 if rotated else None
+    delays = dict(key_delays=(1, 0, 2, 0), value_delays=(0, 3, 0, 0))
+    y = decode_attention(x, log_sigma(), cache, rotary=tables, lengths=[40, 50], window=7, constant_norm=True, **delays)
+    assert (y.shape, y.dtype, y.device) == (x.shape, x.dtype, x.device)
+
+
+def test_the_layer_is_exported_for_a_gpu_that_is_elsewhere():
+    with torch.device("cuda"):
+        layer = GaussianKernelAttention(128, 4, causal=True)
+    graph = torch.export.export(layer, (torch.empty(2, 20, 128, device="cuda"),)).graph
+    assert torch.ops.gka.attend.default in [node.target for node in graph.nodes]
+
+
+def test_masks_of_fake_tensors_are_not_kept_for_real_ones():
+    """Nor the other way round: FlexAttention's block masks are kept by shape and device."""
+    arguments = dict(causal=True, window=3, constant_norm=True, impl="flex")
+    gaussian_attention(torch.empty(1, 30, 2, 16), torch.zeros(2), **arguments)
+    with torch._subclasses.fake_tensor.unset_fake_temporarily():
+        x = torch.nn.functional.normalize(torch.randn(1, 30, 2, 16), dim=-1)
+        got = gaussian_attention(x, torch.zeros(2), **arguments)
+        want = gaussian_attention(x, torch.zeros(2), **{**arguments, "impl": "reference"})
+        torch.testing.assert_close(got, want)
