@@ -6,7 +6,7 @@ PY         := .venv/bin/python
 READY      := .venv/.installed
 BASE       ?= out
 WANDB_MODE ?= disabled
-SETTINGS   := BASE CORPUS SHARDS VOCAB SEQ DEPTH NGPU NNODES RDZV RESTARTS RUN MODEL DATA IMAGE TEXT ARGS \
+SETTINGS   := BASE CORPUS COLUMN SHARDS VOCAB SEQ DEPTH NGPU NNODES RDZV RESTARTS RUN MODEL DATA IMAGE TEXT ARGS \
               PROMPT BUNDLE WANDB_MODE PYTHON NANOCHAT_SRC DEIT_SRC
 # A setting is text, which nothing here expands: a $ in it is a $. Recipes take settings only as runs/names.py words
 # them, quoted for the shell; $(space), $(tab) and $(hash) stand in its answer for what would end a word or a value.
@@ -53,12 +53,14 @@ bench: $(READY)  ## time attention, DeiT and GPT, GKA beside softmax, on the GPU
 
 # The steps before training: a variable is the name of a step that is still to be done, or nothing. The names of files
 # are no targets, since they may have spaces, colons and whatever else make cannot have there.
-.PHONY: $(PREPARED) $(OWN_CORPUS) $(TOKENIZER_STEP) $(ROWS_STEP)
-data: $(PREPARED) $(OWN_CORPUS)  ## fetch or write the corpus: FineWeb-Edu shards, or CORPUS=builtin
+.PHONY: $(PREPARED) own-corpus $(TOKENIZER_STEP) $(ROWS_STEP)
+data: $(PREPARED) $(OWN_CORPUS)  ## fetch or write the corpus: FineWeb-Edu shards, CORPUS=builtin, or your files
 $(PREPARED): | $(READY)
 	$(PY) -m nanochat_gka.corpus $(FETCH) $(call args_of,data)
 	@$(NAMES) finish-corpus $(GIVEN)
-$(OWN_CORPUS): ; @$(NAMES) check-corpus $(GIVEN)
+# Your own files may change: each step looks at them every time, and starts anew or says what to do.
+own-corpus: check-corpus | $(READY)
+	$(if $(FETCH),$(PY) -m nanochat_gka.corpus $(FETCH) $(call args_of,data))
 tokenizer: $(TOKENIZER_STEP)  ## train the BPE tokenizer (VOCAB tokens)
 $(TOKENIZER_STEP): | $(OWN_CORPUS) $(READY) $(PREPARED)
 	$(PY) -m nanochat_gka.tokenizer $(READ_CORPUS) $(VOCAB_FLAG) --out $(TOKENIZER) $(call args_of,tokenizer)
@@ -108,6 +110,6 @@ test-patches: $(READY) $(if $(NANOCHAT_SRC)$(wildcard vendor/nanochat),.venv/.pa
 	$(PY) -m pytest -rs -m 'upstream or not upstream' tests/patches $(FLAGS)
 .venv/.patches: patches/requirements.txt | $(READY)
 	-$(PIP) -r $< && touch $@
-check-gpu check-images check-figures: ; @$(NAMES) $@ $(GIVEN)
+check-gpu check-images check-figures check-corpus: ; @$(NAMES) $@ $(GIVEN)
 clean:  ## delete the environment, keep the outputs
 	rm -rf .venv *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -2,38 +2,45 @@
 
     python -m nanochat_gka.corpus --source builtin                     # CPython's own documentation, without network
     python -m nanochat_gka.corpus --source fineweb --num-shards 170    # FineWeb-Edu from the Hugging Face hub
+    python -m nanochat_gka.corpus --source notes --out out/notes       # your own files: text, JSON, parquet
 
-To train on your own text, put parquet files with a string column `text` in a folder and give the folder as `--corpus`.
+Two or more parquet files with a string column `text`, side by side in a folder, are a corpus as they are.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
-from nanochat_gka.data import SPLITS, builtin, fineweb
-from nanochat_gka.data.corpora import claim
+from nanochat_gka.data import SPLITS, builtin, fineweb, own_text
+from nanochat_gka.data.corpora import COLUMN, claim
 from trainkit.cli import run
 from trainkit.files import locked, remove_stale_temporaries
 
 
 @dataclass
 class CorpusConfig:
-    """Prepare a corpus folder: the built-in documentation of CPython, or FineWeb-Edu from the Hugging Face hub."""
+    """Prepare a corpus folder: CPython's documentation, FineWeb-Edu from the Hugging Face hub, or your own files."""
 
-    source: Literal["builtin", "fineweb"] = "builtin"
-    """What to prepare."""
+    source: str = "builtin"
+    """builtin, fineweb, or a file or folder of .txt, .md, .jsonl, .json (each also as .gz or .zst) or .parquet."""
     out: Path | None = None
-    """Folder for the parquet files. None = out/corpus/SOURCE."""
+    """Folder for the parquet files. None = out/corpus/NAME of the source."""
     num_shards: Annotated[int, fineweb.SHARDS] = 170
     """Shards of FineWeb-Edu, about 100 MB each; d20 trains on about 160, and the last is the validation split."""
+    text_column: str = COLUMN
+    """Which column, or field, of your own parquet and JSON is the text."""
 
 
 def main(config: CorpusConfig) -> None:
-    out = config.out or Path("out/corpus") / config.source
+    own = None if config.source in ("builtin", "fineweb") else Path(config.source)
+    out = config.out or Path("out/corpus") / (own.absolute().name if own else config.source)
+    found = own_text.find(own, out) if own else None
     with locked(out, "writing"):
         remove_stale_temporaries(out)
-        claim(out, config.source)
-        if config.source == "fineweb":
+        claim(out, str(own.absolute()) if own else config.source)
+        if found:
+            own_text.write(*found, out, config.text_column)
+        elif config.source == "fineweb":
             fineweb.download(out, config.num_shards)
         elif len(list(out.glob("*.parquet"))) == len(SPLITS):
             print(f"{out}: already there")

@@ -38,7 +38,8 @@ GIVE_DATA = (
 HELP = """
   NGPU={NGPU} processes, DEPTH={DEPTH} layers (the demo has 4), SHARDS={SHARDS}, VOCAB={VOCAB}, SEQ={SEQ}
   NNODES=1 (machines, each with NGPU processes, that meet at RDZV=host:port), RESTARTS=0 (after a crash)
-  CORPUS={CORPUS} (fineweb, builtin or a folder of parquet files), BASE={BASE} (outputs)
+  CORPUS={CORPUS} (fineweb, builtin, or your own .txt, .md, .jsonl, .json, .parquet: a file or a folder)
+  COLUMN=text (which column or field of your own files is the text), BASE={BASE} (outputs)
   RUN={RUN} (what eval-bpb, eval-core, sample and export take; eval-deit takes MODEL's, figures the demo's)
   DATA=folder of images with train/ and val/ (or hf:NAME, hf-stream:NAME, wds:FOLDER, digits)
   MODEL=any timm name, WANDB_MODE=disabled (offline, online), ARGS='flags for the command of the target'"""
@@ -85,6 +86,17 @@ def fetch_flags(base, corpus, shards):
     """What nanochat_gka.corpus makes: shards are fetched once, to corpus/fineweb, however many of them are read."""
     shards = shards if corpus == "fineweb" else ""
     return joined(flag("source", corpus), flag("out", f"{base}/corpus/{corpus}"), flag("num-shards", shards))
+
+
+def own_corpus(given, made):
+    """Where your own text is read, and what nanochat_gka.corpus makes of it before: nothing of parquet files in a row.
+
+    made: the folder that it writes otherwise.
+    """
+    corpus, column = given["CORPUS"], given.get("COLUMN", "")
+    if not column and len(list(Path(corpus).glob("[!.]*.parquet"))) > 1:
+        return corpus, ""
+    return made, joined(flag("source", corpus), flag("out", made), flag("text-column", column))
 
 
 def finish_corpus(given):
@@ -155,7 +167,9 @@ def names(given):
     base, corpus, text = setting["BASE"], setting["CORPUS"], {name: given.get(name, "") for name in TEXTS}
     prepared = corpus in ("fineweb", "builtin")
     name = dataset(corpus, setting["SHARDS"])
-    documents = f"{base}/corpus/{name}" if prepared else corpus
+    documents, fetch = f"{base}/corpus/{name}", fetch_flags(base, corpus, setting["SHARDS"])
+    if not prepared:
+        documents, fetch = own_corpus(given, documents)
     tokenizer = f"{base}/tokenizer/{name}-{setting['VOCAB']}"
     packed = f"{base}/packed/{name}-{setting['VOCAB']}-{setting['SEQ']}"
     asked = given.get("NGPU", "")
@@ -164,13 +178,13 @@ def names(given):
     run, gka_run = text["RUN"], text["RUN"] or f"{base}/runs/d{setting['DEPTH']}-gka"
     named_rows = any(key in given for key in ("CORPUS", "SHARDS", "VOCAB", "SEQ"))
     return {
-        # Steps that are still to be done: a name, which stands for the file that it makes.
+        # Names of the steps that are to be done. Those of your own text always are: they look whether it has changed.
         "PREPARED": "prepare-corpus" if prepared and not os.path.exists(f"{documents}/{COMPLETE}") else "",
-        "OWN_CORPUS": "find-corpus" if not prepared and not os.path.exists(documents) else "",
-        "TOKENIZER_STEP": "" if os.path.exists(f"{tokenizer}/tokenizer.json") else "train-tokenizer",
-        "ROWS_STEP": "" if os.path.exists(f"{packed}/manifest.json") else "pack-rows",
+        "OWN_CORPUS": "" if prepared else "own-corpus",
+        "TOKENIZER_STEP": "" if prepared and os.path.exists(f"{tokenizer}/tokenizer.json") else "train-tokenizer",
+        "ROWS_STEP": "" if prepared and os.path.exists(f"{packed}/manifest.json") else "pack-rows",
         "OUTPUTS": shlex.quote(base),
-        "FETCH": fetch_flags(base, corpus, setting["SHARDS"]),
+        "FETCH": fetch,
         "READ_CORPUS": flag("corpus", documents),
         "VOCAB_FLAG": "--vocab-size " + setting["VOCAB"],
         "SEQ_FLAG": "--sequence-len " + setting["SEQ"],
@@ -250,8 +264,8 @@ def check_figures(given):
 def check_corpus(given):
     """Raises Problem if CORPUS is not a corpus."""
     corpus = given.get("CORPUS", DEFAULTS["CORPUS"])
-    if corpus not in ("fineweb", "builtin") and not os.path.isdir(corpus):
-        raise Problem(f"CORPUS={corpus} is neither fineweb nor builtin nor a folder")
+    if corpus not in ("fineweb", "builtin") and not os.path.exists(corpus):
+        raise Problem(f"CORPUS={corpus} is neither fineweb nor builtin nor a folder or file")
 
 
 def show_targets(makefile):

@@ -33,8 +33,8 @@ def download(folder: Path, num_shards: int) -> None:
             except Exception as error:  # the client raises its own and its transport's kinds: all mean "not fetched"
                 raise UserError(
                     f"could not download {name} of {REPOSITORY}: {reason_of(error)}. Check the network and run the "
-                    "same command again (it continues where it stopped), or use your own text: CORPUS=DIR with parquet "
-                    "files, or CORPUS=builtin"
+                    "same command again (it continues where it stopped), or use your own text: CORPUS=folder "
+                    "or file, or CORPUS=builtin"
                 ) from None
             bar.advance(task)
     print(f"{folder}: {num_shards} shards ({len(missing)} fetched now)")

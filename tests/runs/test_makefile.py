@@ -245,7 +245,44 @@ def test_bits_per_byte_never_fetch_a_corpus(make):
 def test_a_missing_corpus_folder_is_one_line(make, ready):
     done = make("tokenizer", "CORPUS=no/such/folder")
     assert done.returncode == 2 and not done.stdout
-    assert "error: CORPUS=no/such/folder is neither fineweb nor builtin nor a folder" in done.stderr
+    assert "error: CORPUS=no/such/folder is neither fineweb nor builtin nor a folder or file\n" in done.stderr
+
+
+def steps(make, *settings: str) -> list[list[str]]:
+    """What `make tokenize` would run of ours."""
+    lines = make("-n", "tokenize", "SEQ=128", "VOCAB=512", *settings).stdout.splitlines()
+    return [shlex.split(line)[2:] for line in lines if "nanochat_gka" in line]
+
+
+@pytest.mark.parametrize("name", ["notes", "notes/", "book.txt.gz"])
+def test_your_own_files_are_made_into_a_corpus_first(make, tmp_path, ready, name):
+    """Every time: they may have changed."""
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes/only.parquet").touch()
+    (tmp_path / "book.txt.gz").touch()
+    for _ in range(2):
+        corpus, tokenizer, pack = steps(make, f"CORPUS={name}", "COLUMN=body")
+        made = corpus[-3]
+        assert re.fullmatch(rf"out/corpus/{name.strip('/')}-\d+", made)
+        assert corpus[1:] == ["--source", name.strip("/"), "--out", made, "--text-column", "body"]
+        assert tokenizer[1:3] == pack[1:3] == ["--corpus", made]
+        for finished in (tokenizer[-1] + "/tokenizer.json", pack[-1] + "/manifest.json"):
+            (tmp_path / finished).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / finished).touch()
+
+
+def test_parquet_files_side_by_side_are_a_corpus_as_they_are(make, tmp_path, ready):
+    """Every step looks at them, each time."""
+    (tmp_path / "text").mkdir()
+    for name in ("a.parquet", "b.parquet", "notes.md", ".hidden.parquet"):
+        (tmp_path / "text" / name).touch()
+    for _ in range(2):
+        tokenizer, pack = steps(make, "CORPUS=text")
+        assert tokenizer[1:3] == pack[1:3] == ["--corpus", "text"]
+        for finished in (tokenizer[-1] + "/tokenizer.json", pack[-1] + "/manifest.json"):
+            (tmp_path / finished).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / finished).touch()
+    assert steps(make, "CORPUS=text", "COLUMN=body")[0][0] == "nanochat_gka.corpus"
 
 
 def test_a_corpus_links_the_first_fetched_shards(tmp_path):

@@ -103,7 +103,7 @@ def test_a_line_break_is_refused(make, tmp_path, name):
 
 def test_settings_of_the_environment_run_nothing_either(make, tmp_path):
     done = make("-n", "tokenize", env={"CORPUS": "$(shell touch canary)", "PYTHON": "python3"})
-    assert "--corpus '$(shell touch canary)' " in done.stdout and not (tmp_path / "canary").exists()
+    assert "--source '$(shell touch canary)' " in done.stdout and not (tmp_path / "canary").exists()
 
 
 @pytest.mark.parametrize("goal", ["train-deit-ti;touch canary", "train-deit-$(shell touch canary)", "a`touch canary`"])

@@ -1,0 +1,250 @@
+"""People's own files become a corpus: what is read, what is held out, and what cannot be read is one line."""
+
+import gzip
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import tiny
+from nanochat_gka import corpus, pack, tokenizer
+from nanochat_gka.data.corpora import ParquetCorpus
+from nanochat_gka.data.own_text import END_CHARS, GROUP_BYTES, LONGEST
+from tiny_pack import config
+from trainkit.cli import UserError
+
+BOOK = "\n\n".join(f"Chapter {number}. " + "It was said again that nothing is lost. " * 12 for number in range(300))
+
+
+def write(folder: Path, **files) -> Path:
+    """Files by name, in which __ is a dot and a leading ___ a folder: a__txt, val___a__txt."""
+    for name, content in files.items():
+        path = folder / name.replace("___", "/").replace("__", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return folder
+
+
+def lines(*texts: str, column: str = "text") -> str:
+    return "\n".join(json.dumps({column: text}) for text in texts) + "\n"
+
+
+def zstd(content: str) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(content.encode())
+    return sink.getvalue().to_pybytes()
+
+
+def prepare(source: Path, out: Path, **flags) -> dict[str, list[str]]:
+    """The documents of both splits."""
+    corpus.main(corpus.CorpusConfig(str(source), out, **flags))
+    made = ParquetCorpus(out)
+    return {split: list(made.documents(split)) for split in ("train", "val")}
+
+
+def test_every_kind_of_file_is_read_in_the_order_of_names(tmp_path, capsys):
+    source = write(
+        tmp_path / "own",
+        a__txt="\ufeffbyte order mark\r\nand lines\r\n",
+        B__TXT="upper case",
+        c__md__gz=gzip.compress(b"packed ") + gzip.compress(b"twice"),
+        d__txt__zst=zstd("packed by zstd"),
+        e__jsonl='{"text": "one"}\n\n  \r\n{"text": null, "id": 1}\n{"text": "2024-01-01", "id": "a"}\n',
+        f__json='[{"text": "in an array"},\n {"id": 7, "text": "again"}]',
+        g__json='{\n "text": "an object"\n}',
+        h__json__gz=gzip.compress(lines("lines in json", "\ud800 half").encode()),
+        i__jsonl__zst=zstd(lines("packed lines")),
+        k___deep___l__md="in a folder",
+        m__txt="",
+        n__json="",
+        o__pdf="",
+        p__PDF="",
+        q="",
+    )
+    write(source, __hidden__txt="hidden", __git___a__txt="hidden")
+    (source / "[j]*.txt").write_text("odd name")
+    pq.write_table(pa.table({"id": [1, 2], "text": ["parquet", None]}), source / "j.parquet")
+    os.symlink(source, source / "k" / "loop")
+    os.symlink(source / "B.TXT", source / "z.txt")
+    write(source, zz__txt=BOOK)
+    documents = prepare(source, tmp_path / "out")
+    expected = ["upper case", "odd name", "byte order mark\nand lines\n", "packed twice", "packed by zstd", "one"]
+    expected += [
+        "2024-01-01",
+        "in an array",
+        "again",
+        "an object",
+        "lines in json",
+        "? half",
+        "packed lines",
+        "parquet",
+    ]
+    assert documents["train"][:-1] == [*expected, "in a folder", "upper case"]
+    assert documents["train"][-1] + documents["val"][0] == BOOK and len(documents["val"]) == 1
+    said = capsys.readouterr().out
+    assert "own: not read: 2 .pdf, 1 without suffix\n" in said
+    assert "3 .json, 1 .json.gz, 1 .jsonl, 1 .jsonl.zst, 1 .md, 1 .md.gz, 1 .parquet, 6 .txt, 1 .txt.zst" in said
+    assert "held out: the end of the text; 1 empty documents left out\n" in said
+
+
+@pytest.mark.parametrize("name", ["book.md", "book.txt.gz", "book.jsonl", "book.json", "book.parquet"])
+def test_one_file_is_enough(tmp_path, name):
+    """Even with one document: its end is held out, cut at a paragraph."""
+    path, content = tmp_path / name, BOOK.encode()
+    if name.endswith("parquet"):
+        pq.write_table(pa.table({"text": [BOOK]}), path)
+    else:
+        path.write_bytes(
+            gzip.compress(content) if path.suffix == ".gz" else lines(BOOK).encode() if "json" in name else content
+        )
+    documents = prepare(path, tmp_path / "out")
+    (train,), (val,) = documents.values()
+    assert train + val == BOOK and val.startswith("Chapter ") and END_CHARS <= len(val) < END_CHARS * 1.1
+
+
+def test_one_document_in_a_hundred_is_held_out_wherever_it_stands(tmp_path):
+    texts = [f"{number} {text}" for number, text in enumerate(tiny.documents(3000, 0))]
+    first = prepare(write(tmp_path / "a", a__jsonl=lines(*texts)), tmp_path / "out")
+    turned = prepare(write(tmp_path / "b", b__jsonl=lines(*texts[1000:], *texts[:1000])), tmp_path / "turned")
+    assert 20 <= len(first["val"]) <= 40 and sorted(first["val"]) == sorted(turned["val"])
+    assert sorted(first["train"] + first["val"]) == sorted(texts)
+    groups = pq.ParquetFile(tmp_path / "out/train.parquet").metadata
+    assert [groups.row_group(group).num_rows for group in range(2)] == [1024, 1024]
+
+
+def test_the_same_text_is_never_in_both_splits(tmp_path):
+    texts = tiny.documents(1000, 0) * 2
+    documents = prepare(write(tmp_path / "a", a__jsonl=lines(*texts)), tmp_path / "out")
+    assert documents["val"] and set(documents["train"]).isdisjoint(documents["val"])
+
+
+@pytest.mark.parametrize("chars, end", [(50_000, 5_000), (200_000, 10_000), (2_000_000, 20_000)])
+def test_the_end_of_few_documents_is_a_hundredth_or_more(tmp_path, chars, end):
+    files = {f"{number}__txt": ("word " * (chars // 20))[: chars // 4] for number in range(4)}
+    documents = prepare(write(tmp_path / "own", **files), tmp_path / "out")
+    assert len(documents["train"]) == 4 and sum(map(len, documents["val"])) == end
+
+
+SPLITS = {
+    "folders": {"train___a__txt": "t", "validation___b__txt": "v", "test___c__txt": "x", "README__md": "x"},
+    "deep folders": {"data___train___a___b__txt": "t", "data___val___b__txt": "v"},
+    "files": {"train__jsonl": lines("t"), "my-dev__jsonl__gz": gzip.compress(lines("v").encode())},
+    "numbered": {"train-00000-of-00001__json": lines("t"), "test-00000-of-00001__json": lines("v")},
+}
+
+
+@pytest.mark.parametrize("files", SPLITS.values(), ids=SPLITS)
+def test_names_decide_what_is_held_out(tmp_path, files):
+    assert prepare(write(tmp_path / "own", **files), tmp_path / "out") == {"train": ["t"], "val": ["v"]}
+
+
+def test_names_of_one_split_alone_decide_nothing(tmp_path):
+    source = write(tmp_path, **{f"own___test-{number}__txt": "many words " * 100 for number in range(10)}) / "own"
+    documents = prepare(source, tmp_path / "out")
+    assert len(documents["train"]) == 9 and len(documents["val"]) == 1
+
+
+def test_another_column_of_parquet_in_a_row_keeps_the_last_for_validation(tmp_path):
+    for name in ("a", "b", "c"):
+        (tmp_path / "own").mkdir(exist_ok=True)
+        pq.write_table(pa.table({"text": [1], "body": [name]}), tmp_path / "own" / f"{name}.parquet")
+    write(tmp_path / "own", notes__md="not read")
+    documents = prepare(tmp_path / "own", tmp_path / "out", text_column="body")
+    assert documents == {"train": ["a", "b"], "val": ["c"]}
+
+
+FIELDS = r"needs a field text that is a string; line 1 has {}; name the one that is by --text-column"
+REFUSED = {
+    "latin": ({"a__txt": BOOK, "b__txt": "café".encode("latin-1")}, "b.txt is not text in UTF-8; convert it"),
+    "latin json": ({"a__jsonl": lines("x") + "\n", "b__jsonl": b'{"text": "\xe9"}'}, "b.jsonl is not text in UTF-8"),
+    "utf-16": ({"a__txt": "wide".encode("utf-16")}, "a.txt is not text in UTF-8"),
+    "empty": ({"__hidden__txt": "x"}, r"own has no text to read \(it is empty\); what is read: .txt"),
+    "others": ({"a__pdf": "", "b__docx": "", "c__pdf": ""}, r"no text to read \(1 .docx, 2 .pdf\)"),
+    "missing": ({"a__jsonl": '{"body": "x", "id": 1}'}, "a.jsonl " + FIELDS.format(r"body \(str\), id \(int\)")),
+    "nested": ({"a__json": '{"text": {"en": "x"}}'}, "a.json " + FIELDS.format(r"text \(dict\)")),
+    "no object": ({"a__json": '["x"]'}, "needs a field text that is a string; record 1 is str"),
+    "broken": ({"a__jsonl": lines("x") + '{"text": '}, r"a.jsonl is not JSON in line 2 \(Expecting value\)"),
+    "deep": ({"a__json": "[" * 100_000}, "a.json is not JSON as a whole"),
+    "not packed": ({"a__txt__gz": "x" * 100}, "a.txt.gz is damaged, or is not what its name says"),
+    "cut off": ({"a__txt__gz": gzip.compress(os.urandom(5000))[:-20]}, r"a.txt.gz is damaged, .*\(Truncated"),
+    "blank": ({"a__txt": " \n"}, "own has too little text for the train split"),
+    "one letter": ({"a__txt": "a"}, "own has too little text for the val split"),
+    "empty split": ({"train__txt": "x", "val__txt": ""}, "too little text for the val split: nothing in val.txt"),
+    "parquet": ({"a__parquet": "x"}, "a.parquet is not a readable parquet file"),
+}
+
+
+@pytest.mark.parametrize("files, message", REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_read_is_one_line(tmp_path, files, message):
+    with tiny.one_line_error(message):
+        prepare(write(tmp_path / "own", **files), tmp_path / "out")
+    assert not list((tmp_path / "out").glob("*.parquet"))
+
+
+def test_a_folder_inside_the_source_is_refused(tmp_path):
+    with tiny.one_line_error(r"out is inside .* and would be read as text; choose another --out \(with make, BASE\)"):
+        prepare(write(tmp_path, a__txt=BOOK), tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_it_is_written_again_when_files_change_and_a_copy_is_no_change(tmp_path, capsys):
+    source, out = write(tmp_path / "own", a__txt=BOOK, b__txt="same size 1", c__txt="gone"), tmp_path / "out"
+
+    def said(**flags) -> str:
+        capsys.readouterr()
+        prepare(source, out, **flags)
+        return capsys.readouterr().out
+
+    assert "train: " in said()
+    before = (out / "train.parquet").stat().st_mtime_ns
+    shutil.move(source, tmp_path / "moved")
+    shutil.copytree(tmp_path / "moved", source, copy_function=shutil.copyfile)
+    assert said() == f"{out}: already there, made of 3 files\n"
+    assert (out / "train.parquet").stat().st_mtime_ns == before
+    write(source, b__txt="same size 2", d__txt="new")
+    (source / "c.txt").unlink()
+    assert f"own has changed since {out} was written: 1 added (d.txt), 1 removed (c.txt), 1 changed (b.txt)\n" in said()
+    assert "same size 2" in [*ParquetCorpus(out).documents("train"), *ParquetCorpus(out).documents("val")]
+    assert "already there" in said()
+    (out / "val.parquet").unlink()  # or the command was killed
+    assert "held out" in said() and (out / "val.parquet").exists()
+    assert "it was column text" in said(text_column="other")
+
+
+def test_long_texts_come_in_pieces_and_small_row_groups(tmp_path):
+    """A file of more than LONGEST characters is several documents; together they are the file."""
+    text = "It was said again that nothing is lost.\n\n" * (LONGEST // 30)
+    documents = prepare(write(tmp_path / "own", a__txt=text), tmp_path / "out")
+    assert "".join(documents["train"] + documents["val"]) == text and len(documents["train"]) == 2
+    assert all(len(part) <= LONGEST and part.endswith("lost.\n\n") for part in documents["train"])
+    many = ["x" * (GROUP_BYTES // 4 - number) for number in range(9)]
+    prepare(write(tmp_path / "many", a__jsonl=lines(*many)), tmp_path / "groups")
+    assert pq.ParquetFile(tmp_path / "groups/train.parquet").num_row_groups == 2
+
+
+def test_other_commands_name_the_one_that_helps(tmp_path):
+    """And that command does what it says, real and whole."""
+    source = write(tmp_path / "my own", **{f"{n}__txt": BOOK for n in range(3)})
+    for refuse in (
+        lambda: tokenizer.main(tokenizer.TokenizerConfig(corpus=source, out=tmp_path / "tokenizer")),
+        lambda: pack.main(config(tmp_path, tmp_path / "packed", corpus=source / "0.txt", tokenizer=tmp_path)),
+    ):
+        with tiny.one_line_error("needs at least two .parquet files .*, found 0; .* become such a folder by: python"):
+            refuse()
+    with pytest.raises(UserError) as raised:
+        ParquetCorpus(source)
+    command = re.search("python -m (.*) --out FOLDER", str(raised.value))[1]
+    line = f"{sys.executable} -m {command} --out '{tmp_path}/corpus'"
+    subprocess.run(line, shell=True, check=True, capture_output=True, env=tiny.environment())
+    words = tokenizer.TokenizerConfig(corpus=tmp_path / "corpus", out=tmp_path / "tokenizer", vocab_size=300)
+    tokenizer.main(words)
+    pack.main(config(tmp_path, tmp_path / "packed"))
+    assert json.loads((tmp_path / "packed/manifest.json").read_text())["corpus"] == str(tmp_path / "corpus")
