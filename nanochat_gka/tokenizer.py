@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from nanochat_gka.data.corpora import ParquetCorpus, file_changes, fingerprint
+from nanochat_gka.data.corpora import ParquetCorpus, counted, file_changes, fingerprint
 from nanochat_gka.data.tokenizer import FILE_NAME, VOCAB, Tokenizer
 from trainkit.cli import Count, CountOrAll, UserError, flag_of, run
 from trainkit.files import locked, read_json, write_json
@@ -37,6 +37,8 @@ class TokenizerConfig:
 
 def main(config: TokenizerConfig) -> None:
     corpus = ParquetCorpus(config.corpus)
+    if others := counted(corpus.unread()):
+        print(f"{config.corpus}: not read: {others}")
     files = fingerprint(corpus.files("train"))
     recipe = {key: getattr(config, key) for key in FLAGS}
     recipe |= {"corpus": files["source"], "checksums": files["checksums"]}

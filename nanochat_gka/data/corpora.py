@@ -8,7 +8,8 @@ import hashlib
 import io
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path, PurePosixPath
@@ -22,6 +23,7 @@ from trainkit.cli import UserError, reason_of
 from trainkit.files import read_json, write_json
 
 COLUMN = "text"
+NOTE = "source.json"  # of what a corpus that we made is made of
 ROW_GROUP = 1024  # documents, as in nanochat's shards
 DOCUMENT_BATCH = 128  # documents that nanochat's loader tokenises at once
 BUFFER = 2**20  # bytes of a file that are read at once
@@ -68,6 +70,24 @@ class ParquetCorpus:
         for path in self.files(split):
             for batch in document_batches(path):
                 yield from filter(None, batch)
+
+    def unread(self) -> Counter[str]:
+        """How many other files the folder holds, by suffix; not hidden ones, nor those in a corpus that we made."""
+        if (self.folder / NOTE).exists():
+            return Counter()
+        read, within = set(self.paths()), len(self.folder.parts)
+        files = (path for path in self.folder.rglob("*") if path not in read and path.is_file())
+        return suffixes(path.name for path in files if not any(part[0] == "." for part in path.parts[within:]))
+
+
+def suffixes(names: Iterable[str]) -> Counter[str]:
+    """How often each suffix is among the names of files."""
+    return Counter(Path(name).suffix.lower() or "without suffix" for name in names)
+
+
+def counted(number: Counter[str]) -> str:
+    """In words: "1 .md, 2 .pdf"."""
+    return ", ".join(f"{count:,} {name}" for name, count in sorted(number.items()))
 
 
 def top_parquet(folder: Path) -> list[str]:
@@ -199,7 +219,7 @@ def describe_changes(old: dict[str, Any], new: dict[str, Any]) -> str:
 
 def claim(folder: Path, source: str) -> None:
     """Note in `folder` that it is prepared from `source`. Raises UserError if it holds text from elsewhere."""
-    marker = folder / "source.json"
+    marker = folder / NOTE
     present = read_json(marker, "note of the corpus's source")["source"] if marker.exists() else "another source"
     if present != source and any(folder.glob("*.parquet")):
         raise UserError(f"{folder} holds parquet files of {present}; choose another --out for {source}")

@@ -27,7 +27,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from nanochat_gka.data import SPLITS
-from nanochat_gka.data.corpora import COLUMN, ROW_GROUP, deal, describe_changes, document_batches, named_splits
+from nanochat_gka.data.corpora import (
+    COLUMN,
+    ROW_GROUP,
+    counted,
+    deal,
+    describe_changes,
+    document_batches,
+    named_splits,
+    suffixes,
+)
 from trainkit.cli import UserError, reason_of
 from trainkit.files import atomic, read_json, sha256, write_json
 from trainkit.progress import progress_bar
@@ -53,7 +62,7 @@ class Source:
     def keep(self, names: Iterable[str]) -> None:
         """Count the other files as unread."""
         kept = set(names)
-        self.unread.update(Path(name).suffix.lower() or "without suffix" for name in self.files if name not in kept)
+        self.unread.update(suffixes(name for name in self.files if name not in kept))
         self.files = {name: path for name, path in self.files.items() if name in kept}
 
 
@@ -62,6 +71,8 @@ def find(root: Path, out: Path) -> tuple[Source, dict[str, list[str]] | None]:
 
     Links are followed, but no folder is entered twice. Raises UserError if there is nothing to read or `out` is inside.
     """
+    if not root.exists():
+        raise UserError(f"--source {root} is neither builtin nor fineweb nor a file or folder")
     if out.resolve().is_relative_to(root.resolve()):
         raise UserError(f"{out} is inside {root} and would be read as text; choose another --out (with make, BASE)")
     source = Source(root, dict(sorted(_walk(root))))
@@ -71,9 +82,7 @@ def find(root: Path, out: Path) -> tuple[Source, dict[str, list[str]] | None]:
     splits = deal(names) if names is beside else named_splits(names)
     source.keep(chain(*splits.values()) if splits else names)
     if not source.files:
-        raise UserError(
-            f"{root} has no text to read ({_counted(source.unread) or 'it is empty'}); what is read: {READ}"
-        )
+        raise UserError(f"{root} has no text to read ({counted(source.unread) or 'it is empty'}); what is read: {READ}")
     return source, splits
 
 
@@ -103,10 +112,6 @@ def _kind(name: str) -> tuple[str, str | None]:
     return ("" if codec and kind == ".parquet" else kind), codec
 
 
-def _counted(suffixes: Counter[str]) -> str:
-    return ", ".join(f"{count:,} {suffix}" for suffix, count in sorted(suffixes.items()))
-
-
 def write(source: Source, splits: dict[str, list[str]] | None, out: Path, column: str = COLUMN) -> None:
     """Write `out`/train.parquet and `out`/val.parquet, unless they are there and no file has changed since.
 
@@ -114,7 +119,7 @@ def write(source: Source, splits: dict[str, list[str]] | None, out: Path, column
     would be empty.
     """
     if source.unread:
-        print(f"{source.root}: not read: {_counted(source.unread)}")
+        print(f"{source.root}: not read: {counted(source.unread)}")
     states = {name: (path.stat().st_size, path.stat().st_mtime_ns) for name, path in source.files.items()}
     changes = _changes(source, states, out, column)
     if changes == "":
@@ -175,7 +180,7 @@ def _write_splits(source: Source, splits: dict[str, list[str]] | None, column: s
         print(f"{name}: {split.documents:,} documents, {split.bytes / 1e6:.2f} MB")
     kinds = Counter("".join(Path(name.lower()).suffixes[-2 if _kind(name)[1] else -1 :]) for name in source.files)
     print(
-        f"from {_counted(kinds)}; held out: {how}"
+        f"from {counted(kinds)}; held out: {how}"
         + (f"; {empty.total():,} empty documents left out" if empty.total() else "")
     )
 

@@ -178,6 +178,7 @@ REFUSED = {
     "blank": ({"a__txt": " \n"}, "own has too little text for the train split"),
     "one letter": ({"a__txt": "a"}, "own has too little text for the val split"),
     "empty split": ({"train__txt": "x", "val__txt": ""}, "too little text for the val split: nothing in val.txt"),
+    "absent": ({}, "--source .*own is neither builtin nor fineweb nor a file or folder"),
     "parquet": ({"a__parquet": "x"}, "a.parquet is not a readable parquet file"),
 }
 

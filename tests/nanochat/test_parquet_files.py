@@ -105,6 +105,17 @@ def test_names_that_say_train_and_validation_decide(tmp_path, names, train, val)
     assert len(list(corpus.documents("train"))) == train
 
 
+def test_other_files_of_the_folder_are_counted(tmp_path, capsys):
+    table = pa.table({"text": TEXTS})
+    corpus = write(tmp_path / "corpus", **{"train": table, "val": table, "test": table})
+    write(corpus / "deeper", a=table)
+    (corpus / ".git").mkdir()
+    for name in ("README.md", ".hidden", "LICENSE", ".git/a.txt"):
+        (corpus / name).touch()
+    tokenizer.main(tokenizer.TokenizerConfig(corpus=corpus, out=tmp_path / "tokenizer", vocab_size=300))
+    assert f"{corpus}: not read: 1 .md, 2 .parquet, 1 without suffix\n" in capsys.readouterr().out
+
+
 def test_every_validation_file_is_packed(packed, tmp_path):
     table = pa.table({"text": TEXTS})
     write(tmp_path / "corpus", **{"train": table, "val-0": table, "val-1": table.slice(0, 200)})
