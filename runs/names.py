@@ -111,6 +111,9 @@ def finish_corpus(given):
             if link.exists():
                 link.unlink()
             os.link(str(shard), str(link))
+        note = fetched[0].with_name("source.json")  # by which packing knows FineWeb-Edu
+        if note.exists():
+            shutil.copy(str(note), str(complete.parent / note.name))
     complete.touch()
 
 
@@ -171,7 +174,8 @@ def names(given):
     if not prepared:
         documents, fetch = own_corpus(given, documents)
     tokenizer = f"{base}/tokenizer/{name}-{setting['VOCAB']}"
-    packed = f"{base}/packed/{name}-{setting['VOCAB']}-{setting['SEQ']}"
+    whole = setting.get("SPLIT_DOCUMENTS") == "no"
+    packed = f"{base}/packed/{name}-{setting['VOCAB']}-{setting['SEQ']}" + ("-whole" if whole else "")
     asked = given.get("NGPU", "")
     ranks = str(max(1, int(asked or count_gpus())))
     torchrun = torchrun_flags(given)
@@ -187,7 +191,7 @@ def names(given):
         "FETCH": fetch,
         "READ_CORPUS": flag("corpus", documents),
         "VOCAB_FLAG": "--vocab-size " + setting["VOCAB"],
-        "SEQ_FLAG": "--sequence-len " + setting["SEQ"],
+        "SEQ_FLAG": joined("--sequence-len " + setting["SEQ"], flag("split-documents", "no" if whole else "")),
         "DEPTH_FLAG": "--depth " + setting["DEPTH"],
         "TOKENIZER": shlex.quote(tokenizer),
         "PACKED": shlex.quote(packed),

@@ -10,7 +10,8 @@ import shlex
 
 DEFAULTS = {"BASE": "out", "CORPUS": "fineweb", "SHARDS": "170", "VOCAB": "32768", "SEQ": "2048", "DEPTH": "20"}
 DEFAULTS["WANDB_MODE"] = "disabled"
-STUDY = {"CORPUS": "builtin", "VOCAB": "4096", "SEQ": "512"}  # what make study takes in place of some of them
+# What make study takes in place of some of them, and the rows of its results.
+STUDY = {"CORPUS": "builtin", "VOCAB": "4096", "SEQ": "512", "SPLIT_DOCUMENTS": "no"}
 PATHS = {"BASE", "CORPUS", "RUN", "DATA", "IMAGE", "BUNDLE"}
 WANDB_MODES = ("disabled", "offline", "online")
 # Settings that are whole numbers, and their least and most; the commands, later in the chain, take no others.

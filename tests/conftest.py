@@ -114,7 +114,7 @@ def tokenized(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def packed(tokenized):
-    """The same folder, with packed/ too."""
+    """The same folder, with packed/ too, nanochat's rows."""
     import processes
     import tiny
     from nanochat_gka import pack
@@ -127,6 +127,7 @@ def packed(tokenized):
             tokenizer=root / "tokenizer",
             out=root / "packed",
             sequence_len=tiny.SEQUENCE_LEN,
+            split_documents="no",
             workers=1,
         )
     )

@@ -17,15 +17,23 @@ import numpy as np
 import torch
 
 from nanochat_gka.data import SPLITS
-from nanochat_gka.data.shards import FORMAT, MANIFEST, TRAIN_FIRST, find_damage, shard_path
+from nanochat_gka.data.shards import FORMAT, MANIFEST, TRAIN_FIRST, find_damage, shard_path, splits_documents
 from nanochat_gka.data.tokenizer import Tokenizer
 from trainkit.cli import UserError
 from trainkit.files import read_json, sha256
 
 EvalRows = Literal["upstream", "spaced"]
-SAME_ROWS = ("tokenizer_sha256", "sequence_len", "source")  # what the manifests of equal rows have in common
 SAME_SHARD = ("name", "split", "rows", "sha256")
 Batch = tuple[torch.Tensor, torch.Tensor]  # ids and targets, both (rows, T) int64
+
+
+def same_rows(about: dict[str, Any]) -> dict[str, Any]:
+    """What the manifests of equal rows, and checkpoints that tell of them, have in common.
+
+    Rows of documents that are not split say nothing of it, as those of earlier versions.
+    """
+    same = {key: about.get(key) for key in ("tokenizer_sha256", "sequence_len", "source")}
+    return {**same, "split_documents": True} if splits_documents(about) else same
 
 
 class PackedData:
@@ -84,8 +92,29 @@ class PackedData:
         rows, count = self._rows[split], self._count(split, tokens)
         if choice == "spaced" or not self.has_upstream_rows:
             return rows.some([number * len(rows) // count for number in range(count)])
-        first = self._rows[TRAIN_FIRST]
-        return (first if split == "train" and count <= len(first) and count < len(rows) else rows).some(range(count))
+        return (self._rows[TRAIN_FIRST] if self._keeps(split, count) else rows).some(range(count))
+
+    def name_rows(self, tokens: int, choice: str = "upstream") -> str:
+        """What `eval_rows` gives, to stand beside a number: "spaced" as there, "upstream" if all rows are nanochat's.
+
+        "first" if only some are: the text is so short that nanochat reads it again, or more are evaluated than kept.
+        """
+        if choice == "spaced" or not self.has_upstream_rows:
+            return "spaced"
+        counts = {split: self._count(split, tokens) for split in SPLITS}
+        return "upstream" if all(self._upstream(split, count) == count for split, count in counts.items()) else "first"
+
+    def _keeps(self, split: str, count: int) -> bool:
+        """Whether `count` rows to evaluate on are kept apart from the split's own."""
+        return split == "train" and count <= len(self._rows[TRAIN_FIRST]) and count < len(self._rows["train"])
+
+    def _upstream(self, split: str, count: int) -> int:
+        """How many of the first `count` rows to evaluate on are those of nanochat's loader with one process."""
+        if split == "train" and not self._keeps(split, count):
+            return 0
+        name = TRAIN_FIRST if split == "train" else split
+        [shard, *_] = (shard for shard in self.manifest["shards"] if shard["split"] == name)
+        return min(count, shard["upstream_rows"])
 
     def _count(self, split: str, tokens: int) -> int:
         rows = len(self._rows[split])
@@ -94,19 +123,21 @@ class PackedData:
     def rows_hash(self) -> str:
         """Hash of what makes rows the same rows, wherever they are."""
         shards = [{key: shard[key] for key in SAME_SHARD} for shard in self.manifest["shards"]]
-        same = {**{key: self.manifest[key] for key in SAME_ROWS}, "shards": shards}
+        same = {**same_rows(self.manifest), "shards": shards}
         return hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()
 
     def identity(self, run: Path) -> dict[str, Any]:
         """What checkpoints of the run in `run` say of their data: what it is and where, also relative to the run."""
-        known = {key: self.manifest.get(key) for key in (*SAME_ROWS, "corpus")}
+        known = {**same_rows(self.manifest), "corpus": self.manifest.get("corpus")}
         folder = self.folder.resolve()
         return {**known, "folder": str(folder), "folder_from_run": os.path.relpath(folder, run.resolve())}
 
     def check_same(self, saved: dict[str, Any], run: Path) -> None:
         """Raises UserError if these rows are not those of the run in `run`, of which its checkpoint says `saved`."""
-        for key, name in (("tokenizer_sha256", "tokenizer"), ("sequence_len", "context length"), ("source", "corpus")):
-            if saved[key] != self.manifest[key]:
+        names = {"tokenizer_sha256": "tokenizer", "sequence_len": "context length", "source": "corpus"}
+        theirs, ours = same_rows(saved), same_rows(self.manifest)
+        for key, name in {**names, "split_documents": "--split-documents"}.items():
+            if theirs.get(key) != ours.get(key):
                 raise UserError(
                     f"{self.folder} was packed with another {name} than the run in {run}; "
                     "use its data, or another --model-tag"
@@ -118,19 +149,30 @@ class PackedData:
         return any(shard["split"] == TRAIN_FIRST for shard in self.manifest["shards"])
 
     def warn_of_rows(self, choice: str, tokens: int, show: Callable[[str], None]) -> None:
-        """`show` a note if "upstream" rows are wanted that the folder does not have."""
-        kept, count = len(self._rows[TRAIN_FIRST]), self._count("train", tokens)
-        if choice == "upstream" and not self.has_upstream_rows:
+        """`show` a note if "upstream" rows are wanted and not all that are evaluated are nanochat's."""
+        if choice != "upstream" or splits_documents(self.manifest):
+            return
+        if not self.has_upstream_rows:
             show(
                 f"note: {self.folder} was packed by an earlier version, so evaluations take evenly spaced rows, not "
                 f"nanochat's first ones; to have those, delete {self.folder / MANIFEST} and pack again, which keeps "
                 "the training rows"
             )
-        elif choice == "upstream" and kept < count < len(self._rows["train"]):
+            return
+        kept, count = len(self._rows[TRAIN_FIRST]), self._count("train", tokens)
+        if kept < count < len(self._rows["train"]):
             show(
                 f"note: {self.folder} keeps nanochat's first {kept:,} rows of the training text, and {count:,} are "
                 "evaluated, so they are the split's as packed for training, which cuts more of the long documents"
             )
+        for split, name in (("train", "training"), ("val", "validation")):
+            count = self._count(split, tokens)
+            upstream = self._upstream(split, count)
+            if upstream < count and (split == "val" or self._keeps(split, count)):
+                show(
+                    f"note: of the {count:,} {name} rows evaluated, the first {upstream:,} are those of nanochat's "
+                    "loader, which reads a text as short as this again for the others"
+                )
 
 
 def rows_of_run(data: dict[str, Any], run: Path) -> Path:
@@ -147,7 +189,7 @@ def rows_of_run(data: dict[str, Any], run: Path) -> Path:
     for folder in (run / data["folder_from_run"], Path(data["folder"])):
         with contextlib.suppress(UserError):
             manifest = read_json(folder / MANIFEST, "manifest")
-            if all(manifest.get(key) == data[key] for key in SAME_ROWS):
+            if same_rows(manifest) == same_rows(data):
                 return Path(os.path.normpath(folder))
     corpus = f"{data['corpus'] or 'a corpus'} ({len(files)} parquet files, {files[0][0]} to {files[-1][0]})"
     problem = f"the rows that {run} was trained on, of {corpus}, are gone from {data['folder']}"

@@ -1,7 +1,9 @@
-"""Packing documents into rows: nanochat's best-fit algorithm."""
+"""Packing documents into rows: nanochat's best-fit algorithm, and the same without its waste."""
 
+import math
 from bisect import bisect_right, insort
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
 
 import numpy as np
 
@@ -9,39 +11,57 @@ BUFFER_DOCUMENTS = 1000
 
 
 def best_fit_rows(
-    batches: Iterable[Sequence[np.ndarray]], capacity: int, buffer_size: int = BUFFER_DOCUMENTS
+    batches: Iterable[Sequence[np.ndarray]],
+    capacity: int,
+    buffer_size: int = BUFFER_DOCUMENTS,
+    split_documents: bool = False,
 ) -> Iterator[np.ndarray]:
     """Rows (capacity,) uint16, each opened by a document's first id, of documents (length,) uint16 in batches.
 
     The buffer is kept at buffer_size documents or more, a batch at a time. The longest document that fits whole goes
     next; if none fits, the shortest is cut to fill the row and its rest is dropped. The first comes first among equals.
     A last, unfilled row is dropped.
+
+    split_documents: the rest goes back into the buffer as a document of its own, and a new row begins with what fits of
+    the longest document. A long one becomes whole rows and a rest, and nothing but the last row is dropped. A rest
+    opens with the document's first id, BOS, as every row must, and so that it is not read as going on from what stands
+    before it. That id replaces one which is in a row already: the documents are used up.
     """
-    source = iter(batches)
-    lengths: list[tuple[int, int]] = []  # (length, arrival), sorted
-    waiting: dict[int, np.ndarray] = {}
-    arrived, exhausted = 0, False
+    source, exhausted = iter(batches), False
+    lengths: list[tuple[int, float]] = []  # (length, arrival), sorted
+    waiting: dict[float, np.ndarray] = {}
+    arrivals = count()
+
+    def wait(document: np.ndarray) -> None:
+        arrival = next(arrivals)
+        waiting[arrival] = document
+        insort(lengths, (len(document), arrival))
+
     row, used = np.empty(capacity, dtype=np.uint16), 0
     while True:
         while len(lengths) < buffer_size and not exhausted:
             batch = next(source, None)
             exhausted = batch is None
             for document in batch or ():
-                waiting[arrived] = document
-                insort(lengths, (len(document), arrived))
-                arrived += 1
+                wait(document)
         if not lengths:
             return
         remaining = capacity - used
-        position = bisect_right(lengths, (remaining, arrived)) - 1
+        longest = math.inf if split_documents and not used else remaining
+        position = bisect_right(lengths, (longest, math.inf)) - 1
         if position >= 0:  # the longest that fits; step back to the first of its length
             position = bisect_right(lengths, (lengths[position][0], -1))
         else:
             position = 0
         length, index = lengths.pop(position)
         taken = min(length, remaining)
-        row[used : used + taken] = waiting.pop(index)[:taken]
+        document = waiting.pop(index)
+        row[used : used + taken] = document[:taken]
         used += taken
+        if split_documents and taken < length:
+            rest = document[taken - 1 :]
+            rest[0] = document[0]
+            wait(rest)
         if used == capacity:
             yield row
             row, used = np.empty(capacity, dtype=np.uint16), 0

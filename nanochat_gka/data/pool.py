@@ -40,12 +40,16 @@ class Packed:
         return self.bytes / 1e6 / self.seconds if self.new else 0.0
 
 
-def pack_units(units: list[Unit], corpus: Path, sequence_len: int, out: Path, workers: int) -> Packed:
+def pack_units(
+    units: list[Unit], corpus: Path, sequence_len: int, out: Path, workers: int, split_documents: bool = False
+) -> Packed:
     """Pack the units that `out` lacks, with the tokenizer in it. Those that it holds are checked and kept.
 
-    workers: processes; 0 = one for each core that this process may use. Raises UserError if one of them is killed.
+    workers: processes; 0 = one for each core that this process may use. split_documents: as in `pack_unit`. Raises
+    UserError if a process is killed.
     """
     processes = max(1, min(workers or cores(), len(units)))
+    where = (corpus, sequence_len, out, split_documents)
     packed, started = Packed(), time.perf_counter()
     with (
         ProcessPoolExecutor(processes, context("nanochat_gka"), _start_worker, (out,)) as pool,
@@ -53,7 +57,7 @@ def pack_units(units: list[Unit], corpus: Path, sequence_len: int, out: Path, wo
     ):
         task = bar.add_task("packing", total=len(units), status="")
         try:
-            for record, new in _in_any_order(pool, units, processes * AHEAD, (corpus, sequence_len, out)):
+            for record, new in _in_any_order(pool, units, processes * AHEAD, where):
                 packed.add(record, new)
                 speed = packed.bytes / 1e6 / (time.perf_counter() - started)
                 bar.update(task, advance=1, status=f"{speed:.1f} MB/s" if packed.new else "checking")
@@ -93,8 +97,8 @@ def _start_worker(tokenizer_folder: Path) -> None:
     _worker["tokenizer"] = Tokenizer.load(tokenizer_folder)
 
 
-def _pack(unit: Unit, corpus: Path, sequence_len: int, out: Path) -> tuple[dict, bool]:
+def _pack(unit: Unit, corpus: Path, sequence_len: int, out: Path, split_documents: bool) -> tuple[dict, bool]:
     """The unit's record, and whether it had to be packed."""
     if record := read_record(unit, out):
         return record, False
-    return pack_unit(unit, corpus, _worker["tokenizer"], sequence_len, out), True
+    return pack_unit(unit, corpus, _worker["tokenizer"], sequence_len, out, split_documents), True

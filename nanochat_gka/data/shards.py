@@ -6,6 +6,7 @@ last; the folder then holds everything a training run needs, tokenizer.json incl
 """
 
 from pathlib import Path
+from typing import Any
 
 from nanochat_gka.data import SPLITS
 from trainkit.cli import UserError
@@ -15,6 +16,7 @@ FORMAT = 1
 TRAIN_FIRST = "train_first"  # a third split: the beginning of the training text, packed again for evaluation
 MANIFEST = "manifest.json"
 PLAN = "plan.json"
+MUCH_CROPPED = 0.2
 
 
 def shard_path(folder: Path, shard: dict) -> Path:
@@ -42,11 +44,21 @@ def read_intact(folder: Path) -> dict | None:
     return manifest if find_damage(folder, manifest) is None else None
 
 
+def splits_documents(manifest: dict[str, Any]) -> bool:
+    """Whether documents of these rows, of a plan or a manifest, go on where a row ends. Earlier versions had none."""
+    return manifest.get("split_documents", False)
+
+
+def read_plan(folder: Path) -> dict[str, Any] | None:
+    """What is or was packed into `folder`, None if nothing. Raises UserError if that cannot be read."""
+    return read_json(folder / PLAN, "packing plan") if (folder / PLAN).exists() else None
+
+
 def check_plan(folder: Path, identity: dict) -> None:
-    """Raise UserError if `folder` holds rows of another tokenizer, length or corpus than `identity` says."""
-    if not (folder / PLAN).exists():
+    """Raise UserError if `folder` holds rows of another tokenizer, length, corpus or cut than `identity` says."""
+    plan = read_plan(folder)
+    if plan is None:
         return
-    plan = read_json(folder / PLAN, "packing plan")
     differences = {
         "tokenizer_sha256": "another tokenizer",
         "sequence_len": f"sequence length {plan.get('sequence_len')}",
@@ -56,6 +68,9 @@ def check_plan(folder: Path, identity: dict) -> None:
     for key, words in differences.items():
         if plan.get(key) != identity[key]:
             raise UserError(f"{folder} was packed with {words}; choose another --out or delete it")
+    if splits_documents(plan) != splits_documents(identity):
+        before = "yes" if splits_documents(plan) else "no"
+        raise UserError(f"{folder} was packed with --split-documents {before}; choose another --out or delete it")
 
 
 def begin(folder: Path, identity: dict) -> None:
@@ -75,7 +90,7 @@ def finish(folder: Path, manifest: dict) -> None:
         for name in (*files, PLAN):  # the plan last: it guards the others
             (folder / name).unlink()
         problem = f"the corpus is too small for rows of {manifest['sequence_len']} tokens: {describe(manifest)}"
-        raise UserError(f"{problem}; lower --sequence-len")
+        raise UserError(f"{problem}; lower --sequence-len (make's SEQ), or give more text")
     write_json(folder / MANIFEST, manifest)
     names = {record["name"] for record in records}
     for path in folder.glob("*_*.bin"):
@@ -85,10 +100,23 @@ def finish(folder: Path, manifest: dict) -> None:
 
 
 def describe(manifest: dict) -> str:
-    """Rows of each split, and the share of the tokens that packing cropped."""
+    """Rows of each split, what they are made of, and the share of the tokens that packing cropped."""
     shards = [shard for shard in manifest["shards"] if shard["split"] in SPLITS]
     rows = {split: sum(shard["rows"] for shard in shards if shard["split"] == split) for split in SPLITS}
-    tokens = sum(shard["tokens"] for shard in shards)
-    cropped = 1 - sum(rows.values()) * (manifest["sequence_len"] + 1) / max(1, tokens)
+    documents, tokens = (sum(shard[key] for shard in shards) for key in ("documents", "tokens"))
+    made_of = f"{documents:,} documents"
+    if splits_documents(manifest):
+        made_of += f" in {sum(shard['pieces'] for shard in shards):,} pieces"
     counts = f"{rows['train']:,} training and {rows['val']:,} validation rows of {manifest['sequence_len']} tokens"
-    return f"{counts}, {cropped:.0%} of {tokens:,} tokens cropped"
+    return f"{counts} from {made_of}, {cropped(manifest):.0%} of {tokens:,} tokens cropped"
+
+
+def cropped(manifest: dict) -> float:
+    """The share of the documents' tokens that are in no row. Each piece of a document that was split has one more."""
+    shards = [shard for shard in manifest["shards"] if shard["split"] in SPLITS]
+    kept = sum(shard["rows"] * (manifest["sequence_len"] + 1) for shard in shards)
+    tokens = sum(shard["tokens"] for shard in shards)
+    if splits_documents(manifest):  # without BOS on both sides
+        kept -= sum(shard["pieces"] for shard in shards)
+        tokens -= sum(shard["documents"] for shard in shards)
+    return 1 - kept / max(1, tokens)

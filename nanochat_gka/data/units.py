@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import pyarrow.parquet as pq
 
 from nanochat_gka.data.corpora import ParquetCorpus, document_batches, open_parquet
@@ -86,10 +87,15 @@ def _parts(group: pq.RowGroupMetaData) -> int:
     return max(1, min(MOST_PARTS, usual))
 
 
-def pack_unit(unit: Unit, corpus: Path, tokenizer: Tokenizer, sequence_len: int, out: Path) -> dict:
-    """Pack one unit into `out` and return its record: rows, sha256, and what went in."""
+def pack_unit(
+    unit: Unit, corpus: Path, tokenizer: Tokenizer, sequence_len: int, out: Path, split_documents: bool = False
+) -> dict:
+    """Pack one unit into `out` and return its record: rows, sha256, and what went in.
+
+    split_documents: as in `best_fit_rows`; the record then counts the pieces, of which each has a BOS.
+    """
     started = time.perf_counter()
-    stats = {"documents": 0, "bytes": 0, "tokens": 0, "rows": 0}
+    stats = {"documents": 0, "bytes": 0, "tokens": 0, "rows": 0} | ({"pieces": 0} if split_documents else {})
 
     def batches():
         for texts in unit.batches(corpus):
@@ -103,11 +109,13 @@ def pack_unit(unit: Unit, corpus: Path, tokenizer: Tokenizer, sequence_len: int,
     max_rows = -(-FIRST_TOKENS // sequence_len) if unit.split == TRAIN_FIRST else None
     with atomic(out / f"{unit.name}.bin") as temporary:
         with open(temporary, "wb") as stream:
-            for row in islice(best_fit_rows(batches(), sequence_len + 1), max_rows):
+            for row in islice(best_fit_rows(batches(), sequence_len + 1, split_documents=split_documents), max_rows):
                 stream.write(row.astype("<u2").tobytes())
                 stats["rows"] += 1
+                if split_documents:
+                    stats["pieces"] += int(np.count_nonzero(row == tokenizer.bos_id))
         digest = sha256(temporary)
-    stats.setdefault("upstream_rows", stats["rows"])
+    stats["upstream_rows"] = 0 if split_documents else stats.get("upstream_rows", stats["rows"])
     record = {**asdict(unit), **stats, "sha256": digest, "seconds": round(time.perf_counter() - started, 3)}
     write_json(out / f"{unit.name}.json", record)
     return record

@@ -78,7 +78,7 @@ def words(flags: dict[str, Any]) -> list[Any]:
 def prepare(out: Path) -> None:
     """Make the corpus, the tokenizer and the packed rows in `out`."""
     corpus, tokenizer, packed = out / "corpus", out / "tokenizer", out / "packed"
-    rows = ["--sequence-len", SEQUENCE_LEN, "--out", packed]
+    rows = ["--sequence-len", SEQUENCE_LEN, "--split-documents", "no", "--out", packed]  # as runs/results has them
     run(command("nanochat_gka.corpus", ["--source", "builtin", "--out", corpus]))
     run(command("nanochat_gka.tokenizer", ["--corpus", corpus, "--out", tokenizer, "--vocab-size", VOCAB]))
     run(command("nanochat_gka.pack", ["--corpus", corpus, "--tokenizer", tokenizer, *rows]))

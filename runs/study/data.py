@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanochat_gka.data.loader import SAME_ROWS
+from nanochat_gka.data.loader import same_rows
 from nanochat_gka.data.shards import MANIFEST
 from trainkit.cli import UserError
 from trainkit.files import read_json
@@ -26,5 +26,5 @@ def load(packed: Path) -> Text:
     if not (packed / MANIFEST).exists():
         raise UserError(f"no packed rows in {packed}; make study packs them (CORPUS=builtin, fineweb or a folder)")
     manifest = read_json(packed / MANIFEST, "manifest of packed rows")
-    identity = {name: manifest[name] for name in SAME_ROWS}
-    return Text(packed, Path(manifest["corpus"]).name, manifest["sequence_len"], manifest["vocab_size"], identity)
+    name, length = Path(manifest["corpus"]).name, manifest["sequence_len"]
+    return Text(packed, name, length, manifest["vocab_size"], same_rows(manifest))

@@ -107,16 +107,22 @@ def test_rows_for_evaluation_are_upstreams(odd, split, name):
 
 
 def test_note_when_more_rows_are_asked_than_kept(odd):
-    """The first of two training files is kept."""
+    """The first of two training files is kept, and nanochat reads a file again before the buffer runs empty."""
     data, said = PackedData(odd / "packed"), []
     kept, whole = len(data.split("train_first")), len(data.split("train"))
-    assert kept + 1 < whole
-    for rows, choice in ((kept, "upstream"), (whole, "upstream"), (kept + 1, "spaced")):
+    theirs = {shard["split"]: shard["upstream_rows"] for shard in data.manifest["shards"] if shard["split"] != "train"}
+    covered = min(theirs["val"], theirs["train_first"])
+    assert theirs["val"] != theirs["train_first"] and covered < kept and kept + 1 < whole
+    for rows, choice in ((covered, "upstream"), (covered + 1, "spaced"), (kept + 1, "spaced")):
         data.warn_of_rows(choice, rows * 32, said.append)
-    data.warn_of_rows("upstream", -1, said.append)
+        assert data.name_rows(rows * 32, choice) == choice
     assert not said
+    data.warn_of_rows("upstream", (covered + 1) * 32, said.append)
+    assert len(said) == 1 and f"of the {covered + 1:,} " in said[0] and f"first {covered:,} are those of" in said[0]
+    said.clear()
     data.warn_of_rows("upstream", (kept + 1) * 32, said.append)
-    assert len(said) == 1 and f"first {kept:,} rows of the training text, and {kept + 1:,} are evaluated" in said[0]
+    assert f"first {kept:,} rows of the training text, and {kept + 1:,} are evaluated" in said[0]
+    assert {data.name_rows(tokens) for tokens in ((covered + 1) * 32, (kept + 1) * 32, -1)} == {"first"}
 
 
 def test_small_first_file_is_not_an_earlier_version(odd, tmp_path):

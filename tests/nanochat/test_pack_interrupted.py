@@ -36,7 +36,8 @@ def fat(tmp_path_factory):
 
 
 def flags(root: Path, out: Path, *more) -> list:
-    return ["--corpus", root / "corpus", "--tokenizer", root / "tokenizer", "--out", out, "--sequence-len", 32, *more]
+    settings = ["--sequence-len", 32, "--split-documents", "no"]
+    return ["--corpus", root / "corpus", "--tokenizer", root / "tokenizer", "--out", out, *settings, *more]
 
 
 def digests(out: Path) -> list[tuple]:

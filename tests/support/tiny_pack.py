@@ -6,8 +6,8 @@ from nanochat_gka import pack
 
 
 def config(root: Path, out: Path, **changes) -> pack.PackConfig:
-    """To pack `root`/corpus with `root`/tokenizer, by one process."""
-    inputs = {"corpus": root / "corpus", "tokenizer": root / "tokenizer"}
+    """To pack `root`/corpus with `root`/tokenizer into nanochat's rows, by one process."""
+    inputs = {"corpus": root / "corpus", "tokenizer": root / "tokenizer", "split_documents": "no"}
     return pack.PackConfig(**{**inputs, "out": out, "sequence_len": 32, "workers": 1, **changes})
 
 

@@ -128,7 +128,8 @@ def prepare_text(out: Path) -> Path:
         language.prepare(text)
     if not packed.exists():
         made_of = ["--corpus", text / "corpus", "--tokenizer", text / "tokenizer"]
-        run(command("nanochat_gka.pack", [*made_of, "--sequence-len", SEQUENCE_LEN, "--out", packed]))
+        rows = ["--sequence-len", SEQUENCE_LEN, "--split-documents", "no", "--out", packed]
+        run(command("nanochat_gka.pack", [*made_of, *rows]))
     return packed
 
 
