@@ -13,7 +13,7 @@ from nanochat_gka.data.loader import EvalRows, PackedData, rows_of_run
 from nanochat_gka.generation.engine import Engine
 from nanochat_gka.generation.sampling import SAMPLE_PROMPTS, Sampling
 from nanochat_gka.model.checkpoints import Loaded, load, run_folder
-from nanochat_gka.training.bits_per_byte import bits_per_byte
+from nanochat_gka.training.bits_per_byte import of_both_splits, utf8_note
 from nanochat_gka.training.memory import RowsAtOnce, device_bytes, rows_at_once
 from trainkit.cli import Bounds, Count, CountOrAll, UserError, run
 from trainkit.distributed import Runtime, running
@@ -68,7 +68,7 @@ def evaluate(config: EvaluateConfig, runtime: Runtime) -> dict:
 
 
 def measure_splits(config: EvaluateConfig, runtime: Runtime, loaded: Loaded) -> dict:
-    """Bits per byte of both splits, and their gap."""
+    """Bits per byte of both splits, the gap of nanochat's, and which rows they are of."""
     model, tokenizer, device = loaded.model, loaded.tokenizer, runtime.device
 
     def open_data() -> PackedData:
@@ -82,12 +82,12 @@ def measure_splits(config: EvaluateConfig, runtime: Runtime, loaded: Loaded) -> 
     if size == "auto":
         size = rows_at_once(model.config, device.type, device_bytes(device), training=False)
     data.warn_of_rows(config.eval_rows, config.split_tokens, runtime.print)
-    metrics = {"eval_rows": config.eval_rows if data.has_upstream_rows else "spaced"}
+    label = data.name_rows(config.split_tokens, config.eval_rows)
+    bpb = of_both_splits(model, data, config.split_tokens, config.eval_rows, runtime, size)
     for split in SPLITS:
-        rows = data.eval_rows(split, config.split_tokens, config.eval_rows)
-        metrics[f"{split}_bpb"] = bits_per_byte(model, rows, tokenizer.token_bytes(), runtime, size)
-        runtime.print(f"{split} bpb: {metrics[f'{split}_bpb']:.6f}")
-    return {**metrics, "gap": metrics["val_bpb"] - metrics["train_bpb"]}
+        name = f"{split}_bpb"
+        runtime.print(f"{split} bpb: {bpb[name]:.6f}{utf8_note(bpb, name)}, {label} rows")
+    return {"eval_rows": label, **bpb, "gap": bpb["val_bpb"] - bpb["train_bpb"]}
 
 
 def write_samples(config: EvaluateConfig, engine: Engine) -> dict:

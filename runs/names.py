@@ -174,7 +174,7 @@ def names(given):
     if not prepared:
         documents, fetch = own_corpus(given, documents)
     tokenizer = f"{base}/tokenizer/{name}-{setting['VOCAB']}"
-    whole = setting.get("SPLIT_DOCUMENTS") == "no"
+    whole = corpus != "fineweb" and setting.get("SPLIT_DOCUMENTS") == "no"  # FineWeb-Edu's documents always are
     packed = f"{base}/packed/{name}-{setting['VOCAB']}-{setting['SEQ']}" + ("-whole" if whole else "")
     asked = given.get("NGPU", "")
     ranks = str(max(1, int(asked or count_gpus())))

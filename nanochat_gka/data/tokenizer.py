@@ -111,10 +111,15 @@ class Tokenizer:
     def token_bytes(self) -> torch.Tensor:
         """(vocab_size,) int64: UTF-8 length of every token's decoded string, 0 for special tokens.
 
-        A token that is not valid UTF-8 decodes to U+FFFD and counts 3 bytes: as in nanochat, to which bits per byte are
-        compared.
+        A token that is not valid UTF-8, as a part of a character is, decodes to U+FFFD and counts 3 bytes: as in
+        nanochat, to which bits per byte are compared. In a text that is not ASCII that is up to 3 times too many.
         """
         lengths = [len(self.decode([i]).encode()) for i in range(len(self.ranks))]
+        return torch.tensor(lengths + [0] * len(self.special))
+
+    def utf8_bytes(self) -> torch.Tensor:
+        """(vocab_size,) int64: the bytes that every token stands for, 0 for special tokens. A text's sum to its own."""
+        lengths = [len(token) for token in sorted(self.ranks, key=self.ranks.__getitem__)]
         return torch.tensor(lengths + [0] * len(self.special))
 
 

@@ -4,38 +4,71 @@ import math
 
 import torch
 
-from nanochat_gka.data.loader import Batch, Rows, micro_batches, to_device
+from nanochat_gka.data import SPLITS
+from nanochat_gka.data.loader import Batch, PackedData, Rows, micro_batches, to_device
 from nanochat_gka.model.gpt import GPT
 from trainkit.distributed import Runtime, Stop
+
+UTF8 = "_utf8"  # after the name of a figure that counts the text's own bytes
+DIFFERENCE = 1e-3  # of the two counts of bytes, relative, from which on both figures are shown
 
 
 @torch.no_grad()
 def nats_and_bytes(model: GPT, batch: Batch, token_bytes: torch.Tensor) -> torch.Tensor:
-    """[sum of cross-entropies in nats, number of UTF-8 bytes predicted] of one batch, (2,) float64.
+    """[sum of cross-entropies in nats, number of bytes predicted] of one batch, (2, ...) float64.
 
-    Special tokens (0 bytes) and ignored targets (< 0) count in neither.
+    token_bytes: (..., vocab_size), one count of bytes or several. Special tokens (0 bytes) and ignored targets (< 0)
+    count in neither.
     """
     ids, targets = batch
-    losses = model(ids, targets, reduction="none")
-    lengths = token_bytes[targets.flatten().clamp(min=0)] * (targets.flatten() >= 0)
-    return torch.stack([(losses.double() * (lengths > 0)).sum(), lengths.sum().double()])
+    losses = model(ids, targets, reduction="none").double()
+    lengths = token_bytes[..., targets.flatten().clamp(min=0)] * (targets.flatten() >= 0)
+    return torch.stack([(losses * (lengths > 0)).sum(-1), lengths.sum(-1).double()])
 
 
 def bits_per_byte(
     model: GPT, rows: Rows, token_bytes: torch.Tensor, runtime: Runtime, batch_size: int, stop: Stop | None = None
-) -> float:
+):
     """Bits per byte of `rows` (see `PackedData.eval_rows`), dealt to the ranks; exact on any number of them.
 
+    token_bytes: (vocab_size,), which gives a float, or several counts of bytes (N, vocab_size), which give a list.
     batch_size: rows at once. The result is the same on every rank, and infinity if the rows hold no bytes. stop: ends
     it with Interrupted.
     """
     token_bytes = token_bytes.to(runtime.device)
-    total = torch.zeros(2, dtype=torch.float64, device=runtime.device)
+    total = torch.zeros(2, *token_bytes.shape[:-1], dtype=torch.float64, device=runtime.device)
     parts = (
         nats_and_bytes(model, to_device(rows.batch(numbers), runtime.device), token_bytes)
         for numbers in micro_batches(runtime.share(len(rows)), batch_size)
     )
     for part in runtime.rounds(parts, stop):
         total += part
-    nats, size = runtime.sum(total).tolist()
-    return nats / (math.log(2) * size) if size else math.inf
+    nats, size = runtime.sum(total)
+    return torch.where(size > 0, nats / (math.log(2) * size), math.inf).tolist()
+
+
+def of_both_splits(
+    model: GPT,
+    data: PackedData,
+    tokens: int,
+    choice: str,
+    runtime: Runtime,
+    batch_size: int,
+    stop: Stop | None = None,
+) -> dict[str, float]:
+    """Bits per byte of both splits: `train_bpb` and `val_bpb` by nanochat's count of bytes, `..._utf8` by the text's.
+
+    tokens, choice: the rows of `PackedData.eval_rows`. stop: ends it with Interrupted.
+    """
+    counts, values = torch.stack([data.tokenizer.token_bytes(), data.tokenizer.utf8_bytes()]), {}
+    for split in SPLITS:
+        rows = data.eval_rows(split, tokens, choice)
+        both = bits_per_byte(model, rows, counts, runtime, batch_size, stop)
+        values[f"{split}_bpb"], values[f"{split}_bpb{UTF8}"] = both
+    return values
+
+
+def utf8_note(values: dict[str, float], name: str) -> str:
+    """What follows the figure `name` of `values`: the one of the text's own bytes, if it is another one."""
+    shown, true = values[name], values.get(name + UTF8, values[name])
+    return "" if math.isclose(shown, true, rel_tol=DIFFERENCE) else f" ({true:.6f} of the text's own bytes)"

@@ -15,7 +15,6 @@ from rich.progress import Progress
 
 from nanochat_gka.core_metric.during_training import CoreMetric
 from nanochat_gka.core_metric.task_scorer import BATCH_TOKENS, TaskScorer
-from nanochat_gka.data import SPLITS
 from nanochat_gka.data.loader import PackedData, Stream, micro_batches
 from nanochat_gka.data.tokenizer import FILE_NAME
 from nanochat_gka.generation.engine import Engine
@@ -23,7 +22,7 @@ from nanochat_gka.generation.sampling import SAMPLE_PROMPTS, Sampling
 from nanochat_gka.model.accounting import flops_per_token, parameter_counts
 from nanochat_gka.model.gpt import GPT, build
 from nanochat_gka.training import hardware, memory
-from nanochat_gka.training.bits_per_byte import bits_per_byte
+from nanochat_gka.training.bits_per_byte import UTF8, of_both_splits, utf8_note
 from nanochat_gka.training.config import TrainConfig
 from nanochat_gka.training.gradients import accumulate_gradients, dry_step
 from nanochat_gka.training.optim import MuonAdamW, check_decay, parameter_groups
@@ -60,7 +59,6 @@ class Trainer(BaseTrainer):
                 "pack again with --sequence-len"
             )
         self.stream = Stream(self.data.split("train"), config.seed)
-        self.token_bytes = self.data.tokenizer.token_bytes()
         # Model
         automatic = "on" if runtime.device.type == "cuda" else compiling.OFF
         compiled = compiling.mode("--compile", config.compile, automatic, runtime) != compiling.OFF
@@ -73,6 +71,11 @@ class Trainer(BaseTrainer):
         # Horizon
         self.horizon = config.horizon(self.model, runtime.world_size)
         self.steps, self.rows = self.horizon.steps, self.horizon.total_batch_size // sequence_len
+        if len(self.stream.rows) < self.rows:
+            raise UserError(
+                f"{config.data} has {len(self.stream.rows):,} training rows and a step takes {self.rows:,}: give more "
+                "text, pack it with a smaller --sequence-len (make's SEQ), or lower --total-batch-size"
+            )
         self.batch_size = config.device_batch_size
         if self.batch_size == "auto":
             self.batch_size = memory.rows_of_step_at_once(shape, self.rows, runtime)
@@ -233,7 +236,8 @@ class Trainer(BaseTrainer):
 
     def _log_evaluation(self, log: RunLog, stop: Stop) -> None:
         step, bpb, sigma = self.state["step"], self.evaluate(stop), self.sigma()
-        text = f"step {step:05d} | train bpb {bpb['train_bpb']:.6f} | validation bpb {bpb['val_bpb']:.6f}"
+        shown = {name: f"{bpb[name]:.6f}{utf8_note(bpb, name)}" for name in EVAL_KEYS}
+        text = f"step {step:05d} | train bpb {shown['train_bpb']} | validation bpb {shown['val_bpb']}"
         mean = {layer: round(sum(values) / len(values), 3) for layer, values in sigma.items()}
         tokens = step * self.horizon.total_batch_size
         log.log("eval", step, text + (f" | mean sigma {mean}" if mean else ""), **bpb, sigma=sigma, tokens=tokens)
@@ -249,11 +253,8 @@ class Trainer(BaseTrainer):
 
     def evaluate(self, stop: Stop | None = None) -> dict[str, float]:
         """Bits per byte on both splits."""
-        config, values, how = self.config, {}, (self.token_bytes, self.runtime, self.batch_size, stop)
-        for split in SPLITS:
-            rows = self.data.eval_rows(split, config.eval_tokens, config.eval_rows)
-            values[f"{split}_bpb"] = bits_per_byte(self.compiled, rows, *how)
-        return values
+        which = self.config.eval_tokens, self.config.eval_rows
+        return of_both_splits(self.compiled, self.data, *which, self.runtime, self.batch_size, stop)
 
     def sigma(self) -> dict[str, list[float]]:
         """Learned bandwidths of the gka layers, per head."""
@@ -277,8 +278,9 @@ class Trainer(BaseTrainer):
             "train_flops": self.horizon.tokens * per_token,
             "train_bpb": last["train_bpb"],
             "val_bpb": last["val_bpb"],
+            **{key + UTF8: last.get(key + UTF8) for key in EVAL_KEYS},
             "gap": last["val_bpb"] - last["train_bpb"],
-            "eval_rows": self.config.eval_rows if self.data.has_upstream_rows else "spaced",
+            "eval_rows": self.data.name_rows(self.config.eval_tokens, self.config.eval_rows),
             "min_val_bpb": min(record["val_bpb"] for record in evaluations),
             "core": {key: scored[-1][key] for key in CORE_KEYS} if scored else None,
             "tokens_per_second": speed,
@@ -287,5 +289,6 @@ class Trainer(BaseTrainer):
         }
 
     def result_text(self, summary: dict[str, Any]) -> str:
-        bpb = f"validation bpb {summary['val_bpb']:.6f}, train bpb {summary['train_bpb']:.6f}"
+        shown = {name: f"{summary[name]:.6f}{utf8_note(summary, name)}" for name in EVAL_KEYS}
+        bpb = f"validation bpb {shown['val_bpb']}, train bpb {shown['train_bpb']}"
         return f"{bpb}, {summary['tokens_per_second']:,.0f} tok/s"

@@ -7,6 +7,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given
@@ -19,7 +21,7 @@ from nanochat_gka.data.loader import PackedData, Rows, Stream, micro_batches
 from nanochat_gka.data.tokenizer import Tokenizer
 from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.gpt import build
-from nanochat_gka.training.bits_per_byte import bits_per_byte, nats_and_bytes
+from nanochat_gka.training.bits_per_byte import bits_per_byte, nats_and_bytes, of_both_splits, utf8_note
 from tiny_pack import config
 from trainkit.distributed import Runtime
 
@@ -272,6 +274,29 @@ def test_bits_per_byte_leave_out_bos(data, model):
     text = [token for token in stored(data, "val")[:, 1:].flatten().tolist() if token < data.tokenizer.bos_id]
     bits = len(text) * np.log2(data.tokenizer.vocab_size)
     assert value == pytest.approx(bits / sum(map(int, token_bytes[text])), rel=1e-6)
+
+
+def test_bits_per_byte_of_chinese(packed, model, tmp_path):
+    """Every byte is a token, so a model that knows nothing pays log2(V) bits for each of the text's own bytes.
+
+    nanochat counts three bytes for each, so its figure is a third.
+    """
+    (tmp_path / "corpus").mkdir()
+    for name in "ab":
+        pq.write_table(pa.table({"text": ["天地玄黃宇宙洪荒日月盈昃" * 20]}), tmp_path / f"corpus/{name}.parquet")
+    pack.main(config(tmp_path, tmp_path / "packed", tokenizer=packed / "tokenizer", split_documents="yes"))
+    uniform = build(model.config, "cpu")
+    torch.nn.init.zeros_(uniform.lm_head.weight)
+    values = of_both_splits(uniform, PackedData(tmp_path / "packed"), -1, "upstream", Runtime(0, 1, CPU), 4)
+    own = np.log2(model.config.vocab_size)
+    want = {"train_bpb": own / 3, "train_bpb_utf8": own, "val_bpb": own / 3, "val_bpb_utf8": own}
+    assert values == pytest.approx(want, rel=1e-6)
+    assert utf8_note(values, "val_bpb") == f" ({own:.6f} of the text's own bytes)"
+
+
+def test_bits_per_byte_of_ascii_have_one_count(data, model):
+    values = of_both_splits(model, data, 320, "upstream", Runtime(0, 1, CPU), 4)
+    assert values["val_bpb"] == values["val_bpb_utf8"] and utf8_note(values, "val_bpb") == ""
 
 
 @pytest.mark.parametrize("choice", ["upstream", "spaced"])

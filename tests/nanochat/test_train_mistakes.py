@@ -28,6 +28,10 @@ without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the error i
         (["--attention", "softmax"], "--attention is softmax"),
         (["--max-seq-len", "64", "--model-tag", "x"], "--max-seq-len 64 but .* holds rows of 32 tokens"),
         (["--total-batch-size", "100", "--model-tag", "x"], "--total-batch-size must be a multiple of .* 32, got 100"),
+        (
+            ["--total-batch-size", str(32 * 2000), "--model-tag", "x"],
+            "packed has [0-9]+ training rows and a step takes 2,000: give more text, pack it with a smaller --sequence",
+        ),
         (["--attention", "linear", "--model-tag", "x"], "or a pattern of their letters such as GGGA, got 'linear'"),
         (["--device-batch-size", "0"], "--device-batch-size must be at least 1"),
         (["--model-tag", "a/b"], "--model-tag must be a plain folder name"),
