@@ -37,7 +37,7 @@ class EvaluateConfig(Sampling):
     """Tokens of each split; -1 = all."""
     eval_rows: EvalRows = "upstream"
     """Which rows of a split: upstream = the first that nanochat's loader would give (the paper's way), spaced = evenly
-    spaced over the split."""
+    spaced over the split, as always where packing split documents."""
     device_batch_size: RowsAtOnce = "auto"
     """Rows that a process computes at once; auto = what fits the memory."""
     prompt: list[str] = field(default_factory=lambda: list(SAMPLE_PROMPTS))

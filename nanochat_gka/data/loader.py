@@ -87,7 +87,8 @@ class PackedData:
 
         choice: "upstream" takes the first rows of nanochat's loader with one process. Of "val" they are the split's
         own; of "train" they are kept apart, and if more are asked for than are kept, the split's own are taken.
-        "spaced" takes evenly spaced rows of the whole split, which a folder without upstream rows always gives.
+        "spaced" takes evenly spaced rows of the whole split, which a folder without upstream rows always gives: one
+        where documents were split, or of an earlier version.
         """
         rows, count = self._rows[split], self._count(split, tokens)
         if choice == "spaced" or not self.has_upstream_rows:
@@ -170,7 +171,7 @@ class PackedData:
             upstream = self._upstream(split, count)
             if upstream < count and (split == "val" or self._keeps(split, count)):
                 show(
-                    f"note: of the {count:,} {name} rows evaluated, the first {upstream:,} are those of nanochat's "
+                    f"note: of the {count:,} {name} rows evaluated, {upstream:,} are those of nanochat's "
                     "loader, which reads a text as short as this again for the others"
                 )
 

@@ -67,7 +67,8 @@ class TrainConfig(OptimConfig, ModelFlags, BundleFlags, RunConfig):
     core_metric_max_per_task: MayChange[CountOrAll] = 500
     """Examples of each of CORE's tasks; -1 = all."""
     eval_rows: MayChange[EvalRows] = "upstream"
-    """Rows of a split: upstream = the first of nanochat's loader (the paper's way), spaced = evenly spaced."""
+    """Rows of a split: upstream = the first of nanochat's loader (the paper's way), spaced = evenly spaced, as always
+    where packing split documents."""
     sample_every: MayChange[CountOrOff] = 2000
     """Steps between samples of text, nanochat's seven prompts; -1 = never."""
 

@@ -118,7 +118,7 @@ def test_note_when_more_rows_are_asked_than_kept(odd):
         assert data.name_rows(rows * 32, choice) == choice
     assert not said
     data.warn_of_rows("upstream", (covered + 1) * 32, said.append)
-    assert len(said) == 1 and f"of the {covered + 1:,} " in said[0] and f"first {covered:,} are those of" in said[0]
+    assert len(said) == 1 and f"of the {covered + 1:,} " in said[0] and f" {covered:,} are those of" in said[0]
     said.clear()
     data.warn_of_rows("upstream", (kept + 1) * 32, said.append)
     assert f"first {kept:,} rows of the training text, and {kept + 1:,} are evaluated" in said[0]
