@@ -39,6 +39,8 @@ def test_dry_run_of_pretraining_shows_the_whole_chain(make):
 def test_the_study_packs_short_rows_of_the_builtin_text_unless_told_otherwise(make):
     lines = make("-n", "study", "ARGS=--list").stdout.splitlines()
     assert lines[-1].endswith("-m runs.study --data out/packed/builtin-4096-512-whole --runs out/study --list")
+    assert any("nanochat_gka.pack" in line and "--split-documents no" in line for line in lines)  # its results' rows
+    assert "--split-documents" not in make("-n", "tokenize", "CORPUS=builtin").stdout
     assert "--list" not in lines[-2] and "--sequence-len 512" in lines[-2] and "source builtin" in "".join(lines)
     last = make("-n", "study", "CORPUS=fineweb", "SHARDS=8", "BASE=b").stdout.splitlines()[-1]
     assert last.endswith("--data b/packed/fineweb-8-4096-512 --runs b/study ")
