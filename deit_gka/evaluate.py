@@ -27,7 +27,7 @@ from deit_gka.model.checkpoints import WEIGHTS, find_checkpoint, is_export, open
 from deit_gka.training.engine import evaluate
 from trainkit.cli import Bounds, Count, UserError, run
 from trainkit.distributed import Runtime, running
-from trainkit.progress import progress_bar
+from trainkit.progress import progress_bar, rate
 from trainkit.results import append_result
 
 
@@ -148,7 +148,7 @@ def measure(config: EvaluateConfig, runtime: Runtime) -> dict[str, dict]:
         accuracy = f"top-1 {values['top1']:.3f} top-5 {values['top5']:.3f} loss {values['loss']:.4f}"
         skipped = f" ({values['broken']} broken images left out)" if values["broken"] else ""
         runtime.print(f"{name}: {accuracy} on {values['images']:,} images{skipped}")
-    runtime.print(f"{in_words(transform)}; {seconds:.0f} s, {speed:,.0f} img/s")
+    runtime.print(f"{in_words(transform)}; {seconds:.3g} s, {rate(speed, 'img/s')}")
     return metrics
 
 

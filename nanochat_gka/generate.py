@@ -23,7 +23,7 @@ from nanochat_gka.generation.sampling import Sampling
 from nanochat_gka.model.checkpoints import load
 from trainkit.cli import Count, UserError, run
 from trainkit.distributed import setup
-from trainkit.progress import progress_bar
+from trainkit.progress import progress_bar, rate
 
 
 @dataclass
@@ -159,7 +159,7 @@ def main(config: GenerateConfig) -> None:
     else:
         tokens = write_all(engine, prompts, config)
     seconds = time.perf_counter() - started
-    say(f"{tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:,.0f} tokens/s")
+    say(f"{tokens:,} tokens in {seconds:.1f} s, {rate(tokens / seconds, 'tokens/s')}")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from nanochat_gka.data.tokenizer import Tokenizer
 from nanochat_gka.data.units import plan_units
 from trainkit.cli import Bounds, UserError, run
 from trainkit.files import locked, read_json, remove_stale_temporaries
+from trainkit.progress import rate
 
 NOTE = "source.json"  # in a corpus's folder, by `corpora.claim`
 
@@ -77,8 +78,8 @@ def main(config: PackConfig) -> None:
         packed = pack_units(
             part.of(units) if part else units, config.corpus, config.sequence_len, out, config.workers, split_documents
         )
-        speed = f"{packed.speed():.1f} MB/s of text per worker, " if packed.new else ""  # joining packs nothing
-        took = f"{speed}{time.perf_counter() - started:.1f} s"
+        speed = rate(packed.speed(), "MB/s of text per worker")  # joining packs nothing
+        took = ", ".join(filter(None, (speed, f"{time.perf_counter() - started:.1f} s")))
         if part:
             joins = "when all parts are packed, the same command without --part joins them"
             print(f"{out}: {len(packed.records):,} of {len(units):,} units; {took}; {joins}")

@@ -180,6 +180,11 @@ def clock_text(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
 
 
+def rate(value: float | None, unit: str) -> str:
+    """A speed in words, such as "1,234 img/s"; empty if it was not measured (None)."""
+    return "" if value is None else f"{value:,.0f} {unit}" if value >= 9.95 else f"{value:.2g} {unit}"
+
+
 def _start_wandb(mode: str, name: str, config: dict[str, Any], folder: Path):
     """Start a wandb run without asking the user: "online" without a key is a UserError."""
     if reason := extras.missing("wandb", "wandb"):

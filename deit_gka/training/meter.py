@@ -24,15 +24,16 @@ class Meter:
         self.waiting += min(waiting, seconds)
         self.loading += loading
 
-    def rates(self, workers: int) -> dict[str, float]:
+    def rates(self, workers: int) -> dict[str, float | None]:
         """Images per second over all processes, and the part of the time spent waiting.
 
-        Of training, of the model alone, and of `workers` loading workers.
+        Of training, of the model alone, and of `workers` loading workers. None for what took no time, as before
+        anything is timed.
         """
         computing = self.seconds - self.waiting
         return {
-            "images_per_second": self.images / self.seconds if self.seconds else 0.0,
-            "model_images_per_second": self.images / computing if computing > 0 else 0.0,
-            "loader_images_per_second": workers * self.images / self.loading if self.loading else 0.0,
-            "waiting": self.waiting / self.seconds if self.seconds else 0.0,
+            "images_per_second": self.images / self.seconds if self.seconds else None,
+            "model_images_per_second": self.images / computing if computing > 0 else None,
+            "loader_images_per_second": workers * self.images / self.loading if self.loading else None,
+            "waiting": self.waiting / self.seconds if self.seconds else None,
         }

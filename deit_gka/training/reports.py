@@ -8,6 +8,7 @@ from deit_gka.model.accounting import cost_of
 from deit_gka.training.config import TrainConfig
 from deit_gka.training.images import RunImages
 from trainkit.distributed import Runtime
+from trainkit.progress import rate
 
 EVAL_KEYS = ("epoch", "images", "broken")  # what an evaluation's record must have to count, beside its metric
 ACCURACY_KEYS = ("top1", "top5", "loss", "ema_top1", "ema_top5", "ema_loss", "images", "broken")
@@ -62,8 +63,8 @@ def accuracy_text(values: dict[str, Any]) -> str:
     return text + (f" | on {values['images']:,} images, {values['broken']} more are broken" if values["broken"] else "")
 
 
-def epoch_text(values: dict[str, Any], speed: dict[str, float], sigma: dict[str, list[float]]) -> str:
+def epoch_text(values: dict[str, Any], speed: dict[str, float | None], sigma: dict[str, list[float]]) -> str:
     """Accuracy and loss, how far the bandwidths spread, and the speed, in 130 columns; the rest is in log.jsonl."""
     heads = [value for layer in sigma.values() for value in layer]
     text = accuracy_text(values) + (f" | sigma {min(heads):.2f}-{max(heads):.2f}" if heads else "")
-    return text + (f" | {speed['images_per_second']:,.0f} img/s" if speed["images_per_second"] else "")
+    return text + (f" | {rate(speed['images_per_second'], 'img/s')}" if speed["images_per_second"] else "")

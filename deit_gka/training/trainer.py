@@ -34,7 +34,7 @@ from trainkit import compiling
 from trainkit.checkpoint import Checkpoint, Tensors
 from trainkit.cli import UserError
 from trainkit.distributed import Runtime, Stop
-from trainkit.progress import RunLog
+from trainkit.progress import RunLog, rate
 from trainkit.trainer import Trainer as BaseTrainer
 
 
@@ -198,16 +198,15 @@ class Trainer(BaseTrainer):
 
     def status(self, numbers: dict[str, float]) -> str:
         epoch, speed = self.state["step"] / self.steps_per_epoch, self.speed(self.recent)["images_per_second"]
-        timed = f"  {speed:,.0f} img/s" if self.recent.images else ""
-        return f"epoch {epoch:.1f}/{self.config.epochs}  loss {numbers['loss']:.4f}{timed}"
+        return f"epoch {epoch:.1f}/{self.config.epochs}  loss {numbers['loss']:.4f}  {rate(speed, 'img/s')}"
 
     def describe(self, numbers: dict[str, float]) -> tuple[str, dict[str, Any]]:
         step, epoch, lr = self.state["step"], self.state["step"] / self.steps_per_epoch, self.learning_rate()
         text = f"update {step:06d}/{self.steps:06d} | epoch {epoch:.2f} | loss {numbers['loss']:.4f} | lr {lr:.3e}"
         text += f" | grad norm {numbers['grad_norm']:.2f}"
         speed = self.speed(self.recent)
-        if self.recent.images:
-            text += f" | {speed['images_per_second']:,.0f} img/s, {speed['waiting']:.0%} waiting for images"
+        if speed["images_per_second"]:
+            text += f" | {rate(speed['images_per_second'], 'img/s')}, {speed['waiting']:.0%} waiting for images"
             text += self.memory_text()
         self.recent = Meter()
         return text, {**numbers, "lr": lr, "weight_decay": self.config.weight_decay, "epoch": epoch, **speed}
@@ -300,9 +299,9 @@ class Trainer(BaseTrainer):
 
     def result_text(self, summary: dict[str, Any]) -> str:
         speed = summary["images_per_second"]
-        return accuracy_text(summary) + (f" | {speed:,.0f} img/s" if speed else "")
+        return accuracy_text(summary) + (f" | {rate(speed, 'img/s')}" if speed else "")
 
-    def speed(self, meter: Meter) -> dict[str, float]:
+    def speed(self, meter: Meter) -> dict[str, float | None]:
         """Images per second and the part of the time spent waiting, over all processes."""
         return meter.rates(max(1, self.images.num_workers) * self.runtime.world_size)
 

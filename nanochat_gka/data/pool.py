@@ -13,7 +13,7 @@ from pathlib import Path
 from nanochat_gka.data.tokenizer import Tokenizer
 from nanochat_gka.data.units import Unit, pack_unit, read_record
 from trainkit.cli import UserError
-from trainkit.progress import progress_bar
+from trainkit.progress import progress_bar, rate
 from trainkit.workers import begin, context, cores, interrupt_held_back
 
 AHEAD = 2  # units per process that wait or run, so that the queue does not grow with the corpus
@@ -35,9 +35,9 @@ class Packed:
             self.new, self.bytes = self.new + 1, self.bytes + record["bytes"]
             self.seconds += record["seconds"]
 
-    def speed(self) -> float:
-        """MB of text that a worker packs in a second."""
-        return self.bytes / 1e6 / self.seconds if self.new else 0.0
+    def speed(self) -> float | None:
+        """MB of text that a worker packs in a second; None if nothing was packed, or in no time."""
+        return self.bytes / 1e6 / self.seconds if self.seconds else None
 
 
 def pack_units(
@@ -60,7 +60,7 @@ def pack_units(
             for record, new in _in_any_order(pool, units, processes * AHEAD, where):
                 packed.add(record, new)
                 speed = packed.bytes / 1e6 / (time.perf_counter() - started)
-                bar.update(task, advance=1, status=f"{speed:.1f} MB/s" if packed.new else "checking")
+                bar.update(task, advance=1, status=rate(speed, "MB/s") if packed.new else "checking")
         except BrokenProcessPool:
             advice = "run the same command again, perhaps with fewer --workers"
             raise UserError(f"a worker process was killed (out of memory?); {advice}") from None

@@ -31,7 +31,7 @@ from trainkit import compiling
 from trainkit.checkpoint import Checkpoint, Tensors
 from trainkit.cli import UserError
 from trainkit.distributed import Runtime, Stop
-from trainkit.progress import Pace, RunLog, clock_text
+from trainkit.progress import Pace, RunLog, clock_text, rate
 from trainkit.results import git_commit, peak_memory
 from trainkit.trainer import Trainer as BaseTrainer
 
@@ -174,21 +174,26 @@ class Trainer(BaseTrainer):
         config = self.config
         return lr_multiplier(step, self.steps, config.warmup_ratio, config.warmdown_ratio, config.final_lr_frac)
 
-    def throughput(self) -> tuple[float, float | None]:
-        """Tokens per second over all ranks since the start, and the model FLOPs utilisation if the device is known."""
-        speed = self.state["timed_tokens"] / self.state["seconds"] if self.state["seconds"] else 0.0
+    def throughput(self) -> tuple[float | None, float | None]:
+        """Tokens per second over all ranks since the start, None before any step is timed.
+
+        And the model FLOPs utilisation, None too if the device's peak is not known.
+        """
+        if not self.state["seconds"]:
+            return None, None
+        speed = self.state["timed_tokens"] / self.state["seconds"]
         peak = hardware.peak_flops(self.runtime.device)
         return speed, speed * flops_per_token(self.model) / (peak * self.runtime.world_size) if peak else None
 
     def status(self, numbers: dict[str, float]) -> str:
-        return f"loss {numbers['smooth_loss']:.4f}  {self.throughput()[0]:,.0f} tok/s"
+        return f"loss {numbers['smooth_loss']:.4f}  {rate(self.throughput()[0], 'tok/s')}"
 
     def describe(self, numbers: dict[str, float]) -> tuple[str, dict[str, Any]]:
         step, (speed, mfu) = self.state["step"], self.throughput()
         multiplier, left = self.lr_multiplier(step - 1), self.pace.seconds_for(self.steps - step)
         memory_mib = peak_memory(self.runtime.device)
         parts = [f"step {step:05d}/{self.steps:05d}", f"loss {numbers['smooth_loss']:.4f}", f"lr x{multiplier:.2f}"]
-        parts += [f"{speed:,.0f} tok/s"]
+        parts += [rate(speed, "tok/s")] if speed else []
         parts += [f"mfu {mfu:.1%}"] if mfu else []
         parts += [f"eta {clock_text(left)}"] if left is not None else []
         parts += [f"peak {memory_mib:,.0f} MiB {'GPU' if self.runtime.device.type == 'cuda' else 'RSS'}"]
@@ -291,4 +296,4 @@ class Trainer(BaseTrainer):
     def result_text(self, summary: dict[str, Any]) -> str:
         shown = {name: f"{summary[name]:.6f}{utf8_note(summary, name)}" for name in EVAL_KEYS}
         bpb = f"validation bpb {shown['val_bpb']}, train bpb {shown['train_bpb']}"
-        return f"{bpb}, {summary['tokens_per_second']:,.0f} tok/s"
+        return ", ".join(filter(None, (bpb, rate(summary["tokens_per_second"], "tok/s"))))

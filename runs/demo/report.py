@@ -34,11 +34,12 @@ def show(rows: dict[str, dict], samples: dict[str, dict[str, str]]) -> None:
         table.add_column(label, justify="right")
         table.add_column("ratio", justify="right", style="dim")
     for key, (heading, form) in COLUMNS.items():
-        cells = [form.format(rows[baseline][key])]
+        base = rows[baseline][key]  # None or, in older runs, 0 tokens/s: too few steps to time
+        cells = ["" if base is None else form.format(base)]
         for label in others:
-            base = rows[baseline][key]  # 0 tokens/s: too few steps to time
-            ratio = "" if key == "gap" or not base else f"{rows[label][key] / base:.2f}x"
-            cells += [form.format(rows[label][key]), ratio]
+            value = rows[label][key]
+            ratio = "" if key == "gap" or not (base and value) else f"{value / base:.2f}x"
+            cells += ["" if value is None else form.format(value), ratio]
         table.add_row(heading, *cells)
     console.print(table)
     console.print(paper_table())

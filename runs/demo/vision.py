@@ -86,7 +86,9 @@ def cells(records: list[dict]) -> list[str]:
     """A model's cells below HEADINGS, from its seeds' numbers."""
 
     def spread(key: str, form: str) -> str:
-        values = [record[key] for record in records]
+        values = [record[key] for record in records if record[key] is not None]
+        if not values:  # too few updates to time
+            return ""
         return f"{statistics.fmean(values):{form}} ±{(max(values) - min(values)) / 2:{form}}"
 
     sizes = [f"{records[0]['parameters']:,}", f"{records[0]['flops']:.3e}"]

@@ -94,13 +94,14 @@ def run_tables(runs: list[TrainedRun]) -> list[Table]:
         (True, VISION_COLUMNS, "Vision models"),
     ):
         chosen = [run for run in runs if run.is_vision == vision]
-        rows = [[run.name, *(cell(run.finish.get(key), form) for key, (_, form) in columns.items())] for run in chosen]
+        rows = [[run.name, *(cell(run.finish, key, form) for key, (_, form) in columns.items())] for run in chosen]
         if rows:
             headings = ["run", *(heading for heading, _ in columns.values())]
             tables.append(Table(f"{title}, as their logs end", headings, rows))
     return tables
 
 
-def cell(value: float | None, form: str) -> str:
-    """A number of a finished run."""
-    return "not finished" if value is None else f"{value:{form}}"
+def cell(finish: dict, key: str, form: str) -> str:
+    """A number of the record that a run ends with; a dash for one that it has not, as a speed of too few steps."""
+    value = finish.get(key)
+    return "not finished" if not finish else "–" if value is None else f"{value:{form}}"

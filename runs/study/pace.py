@@ -17,8 +17,9 @@ class Pace:
     def __init__(self, text: Text, rows: Iterable[dict]):
         self.text, measured = text, defaultdict(list)
         for row in rows:
-            speed = row["metrics"]["tokens_per_second"] * row["metrics"]["flops_per_token"]
-            measured[row["cell"]["depth"], row["cell"]["dtype"]].append(speed)
+            if speed := row["metrics"]["tokens_per_second"]:  # else too few steps to time
+                flops = speed * row["metrics"]["flops_per_token"]
+                measured[row["cell"]["depth"], row["cell"]["dtype"]].append(flops)
         self.measured = {place: statistics.median(speeds) for place, speeds in measured.items()}
 
     def flops_per_second(self, cell: Cell) -> float:

@@ -58,6 +58,14 @@ def test_a_run_writes_down_what_it_did(uninterrupted, pictures):
     assert started["config"]["lr"] == 0.2 and started["world_size"] == 1 and finished["step"] == STEPS
 
 
+def test_a_run_too_short_to_time_says_nothing_of_its_speed(pictures, tmp_path):
+    done = train(pictures, tmp_path, "--epochs", 1, "--warmup-epochs", 0, "--batch-size", 36, "--num-workers", 0)
+    assert "finished, top-1" in done.stdout and "img/s" not in done.stdout
+    metrics = json.loads((tmp_path / "results.jsonl").read_text())["metrics"]
+    [finish], speeds = records(tmp_path, "finish"), ("images_per_second", "model_images_per_second", "waiting")
+    assert [metrics[key] for key in speeds] == [finish[key] for key in speeds] == [None] * 3
+
+
 def test_a_run_records_its_result_and_keeps_its_checkpoints(uninterrupted, pictures):
     out, found = uninterrupted, records(uninterrupted, "eval")
     result = json.loads((out / "results.jsonl").read_text())
@@ -158,7 +166,7 @@ def test_the_gradients_norm_is_limited(pictures, tmp_path):
 def test_the_best_checkpoint_is_the_best_averages(pictures, tmp_path, monkeypatch):
     planned = {1: (50.0, 60.0), 2: (90.0, 40.0), 3: (10.0, 70.0), 4: (95.0, 70.0), 5: (20.0, 65.0)}
 
-    def numbers(trainer, bar):
+    def numbers(trainer, bar, stop):
         raw, ema = planned[trainer.state["step"] // STEPS_PER_EPOCH]
         return {
             "top1": raw,

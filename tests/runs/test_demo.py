@@ -9,7 +9,7 @@ import tyro
 import tiny
 from gka.kinds import KINDS
 from nanochat_gka.model.config import ModelFlags
-from runs.demo import language, outlook, pictures, vision
+from runs.demo import language, outlook, pictures, report, vision
 from runs.demo.commands import Job, run_side_by_side
 from runs.demo.language import VARIANTS, run_tag
 from runs.demo.outlook import Outlook
@@ -122,3 +122,13 @@ def test_the_vision_half_trains_every_kind_with_every_seed(tmp_path):
     assert names == [f"digits-{kind}-50-seed{seed}" for kind in ("softmax", "vlt", "gka") for seed in (0, 1)]
     [model] = {job.flags[job.flags.index("--model") + 1] for job in jobs["VLT"]}
     assert model == "deit_tiny_vlt_patch16_224" and jobs["VLT"][0].steps == 50 * (1198 // 32)
+
+
+def test_runs_too_short_to_time_have_tables(capsys):
+    numbers = {"parameters": 5, "flops": 7.0, "top1": 50.0, "ema_top1": 60.0}
+    assert vision.cells([{**numbers, "images_per_second": None}])[-1] == ""
+    assert vision.cells([{**numbers, "images_per_second": speed} for speed in (None, 30.0)])[-1] == "30 ±0"
+    row = {**dict.fromkeys(report.COLUMNS, 2.0), "sigma": {}}
+    report.show({"softmax": row, "gka": {**row, "tokens_per_second": None}}, {})
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "tokens/s" in line]
+    assert line.split("│")[2:] and "None" not in line and "0" not in line
