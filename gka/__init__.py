@@ -1,7 +1,7 @@
 """Gaussian Kernel Attention: a row-normalised Gaussian kernel over the features in place of softmax(QK^T)V."""
 
 from gka.api import dot_product_attention, gaussian_attention, select_impl, without_autocast
-from gka.bandwidth import initial_log_sigma, inverse_variance
+from gka.bandwidth import bandwidth_warnings, initial_log_sigma, inverse_variance
 from gka.cost import AttentionCost, attention_cost
 from gka.decoding import decode_attention
 from gka.kernel import log_kernel
@@ -14,6 +14,7 @@ __all__ = [
     "GaussianKernelAttention",
     "Kind",
     "attention_cost",
+    "bandwidth_warnings",
     "decode_attention",
     "dot_product_attention",
     "gaussian_attention",

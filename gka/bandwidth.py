@@ -25,3 +25,38 @@ def initial_log_sigma(num_heads: int, sigma_squared: float) -> torch.Tensor:
 def inverse_variance(log_sigma: torch.Tensor) -> torch.Tensor:
     """1 / sigma^2 per head; log_sigma is clamped to +-LOG_SIGMA_BOUND (zero gradient outside)."""
     return torch.exp(-2.0 * log_sigma.clamp(-LOG_SIGMA_BOUND, LOG_SIGMA_BOUND))
+
+
+def bandwidth_warnings(layer: int, sigma: list[float], head_dim: int, flag: str) -> dict[str, str]:
+    """A line for the heads of a layer whose bandwidths are too small, or too large, by what it is about; mostly none.
+
+    sigma: of every head, where features have `head_dim` entries. flag: the learning rate to lower.
+    """
+    faults: dict[str, list[int]] = {}
+    for head, value in enumerate(sigma):
+        if fault := _fault(value, head_dim):
+            faults.setdefault(fault, []).append(head)
+    lines = {}
+    for fault, heads in faults.items():
+        about = f"sigma of layer_{layer}, head{'s' if len(heads) > 1 else ''} {', '.join(map(str, heads))}"
+        values = ", ".join(f"{sigma[head]:.3g}" for head in heads)
+        lines[about] = f"{about}: {values}, {fault}; start again with a lower {flag}"
+    return lines
+
+
+def _fault(sigma: float, head_dim: int) -> str:
+    """What is wrong with a head whose bandwidth is `sigma`, in words; empty if its weights can tell tokens apart.
+
+    Features of `head_dim` entries, normalised, have norm sqrt(head_dim), so distances are between 0 and twice that, and
+    the weight of two tokens is exp(-distance^2 / 2 sigma^2), the exponent at most 2 head_dim / sigma^2. Below
+    sigma^2 = head_dim / 2e6 even tokens that differ by 1 % of the norm have an exponent beyond 100, where float32 has
+    next to nothing: every token reads itself alone. Above sigma^2 = 2e4 head_dim opposite tokens weigh the same to
+    1e-4: a plain mean. Training starts at sigma^2 = sqrt(head_dim), and moves it by factors of ten, not of a thousand.
+    """
+    if math.isnan(sigma):
+        return "it is not a number"
+    if sigma**2 < head_dim / 2e6:
+        return "so small that every token reads itself alone"
+    if sigma**2 > 2e4 * head_dim:
+        return "so large that every token reads the plain mean"
+    return ""

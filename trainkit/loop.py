@@ -108,6 +108,7 @@ def train(trainer: Trainer, log: RunLog, stop: Stop) -> bool:
             if step % config.log_every == 0 or step in (1, steps):
                 text, values = trainer.describe(numbers)
                 log.log("train", step, text, **values)
+                warn(trainer, log)
             if stopping or trainer.due(config.save_every) or trainer.must_save():
                 trainer.save()
             if stopping or not report():
@@ -115,14 +116,28 @@ def train(trainer: Trainer, log: RunLog, stop: Stop) -> bool:
     return True
 
 
+def warn(trainer: Trainer, log: RunLog) -> None:
+    """Say what is wrong with the weights, once in a run for each thing."""
+    if log.enabled and (found := trainer.warnings()):
+        said = {record["about"] for record in log.records("warning", "about")}
+        for about in found.keys() - said:
+            text = f"{trainer.STEP} {trainer.state['step']}: {found[about]}"
+            log.log("warning", trainer.state["step"], f"warning: {text}", about=about, text=text)
+
+
 def finish(trainer: Trainer, log: RunLog) -> None:
-    """Record the numbers of a finished run. On rank 0."""
+    """Record the numbers of a finished run, and what it warned of. On rank 0."""
     config, summary = trainer.config, trainer.summary(log)
+    summary["warnings"] = [record["text"] for record in log.records("warning", "text")]
     append_result(
         config.results, trainer.KIND, config.record(), summary, trainer.runtime.device, trainer.runtime.world_size
     )
     log.log("finish", trainer.steps, **summary)
-    print(f"{config.folder}: finished, {trainer.result_text(summary)}")
+    print(
+        f"{config.folder}: finished, {trainer.result_text(summary)}",
+        *(f"warning: {text}" for text in summary["warnings"]),
+        sep="\n",
+    )
 
 
 def finish_record(folder: Path, keys: tuple[str, ...], step: int | None = None) -> dict[str, Any] | None:

@@ -93,6 +93,10 @@ class Trainer(ABC):
     def result_text(self, summary: dict[str, Any]) -> str:
         """The most important of these numbers in words."""
 
+    def warnings(self) -> dict[str, str]:
+        """What is wrong with the weights though their numbers are finite: a line for each, by what it is about."""
+        return {}
+
     def close(self) -> None:  # noqa: B027 (most have nothing to end)
         """End what training started, such as worker processes, however training ended."""
 

@@ -30,6 +30,7 @@ from deit_gka.training.images import RunImages
 from deit_gka.training.meter import UPDATES_NOT_TIMED, Meter
 from deit_gka.training.optim import load_state_tensors, make_average, make_optimizer, make_schedule, state_tensors
 from deit_gka.training.reports import ACCURACY_KEYS, EVAL_KEYS, accuracy_text, epoch_text, opening_lines, trusted
+from gka import bandwidth_warnings
 from trainkit import compiling
 from trainkit.checkpoint import Checkpoint, Tensors
 from trainkit.cli import UserError
@@ -282,6 +283,12 @@ class Trainer(BaseTrainer):
         bar.remove_task(task)
         values = {f"{prefix}{key}": value for prefix, result in results.items() for key, value in result.items()}
         return {key: values[key] for key in ACCURACY_KEYS if key in values}
+
+    def warnings(self) -> dict[str, str]:
+        found = {}
+        for layer, sigma in bandwidths(self.model):
+            found |= bandwidth_warnings(layer, sigma, self.model.blocks[layer].attn.head_dim, "--lr")
+        return found
 
     def summary(self, log: RunLog) -> dict[str, Any]:
         evaluations, cost = log.records("eval", *EVAL_KEYS, self.metric), cost_of(self.model)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from rich.progress import Progress
 
+from gka import bandwidth_warnings
 from nanochat_gka.core_metric.during_training import CoreMetric
 from nanochat_gka.core_metric.task_scorer import BATCH_TOKENS, TaskScorer
 from nanochat_gka.data.loader import PackedData, Stream, micro_batches
@@ -265,6 +266,14 @@ class Trainer(BaseTrainer):
         """Learned bandwidths of the gka layers, per head."""
         bandwidths = self.model.bandwidths().items()
         return {f"layer_{layer}": [round(value, 4) for value in sigma.tolist()] for layer, sigma in bandwidths}
+
+    def warnings(self) -> dict[str, str]:
+        config, bandwidths, found = self.model.config, self.model.bandwidths(), {}
+        if not bandwidths or config.kernel != "gaussian":
+            return found
+        for layer, sigma in zip(bandwidths, torch.stack([*bandwidths.values()]).tolist()):
+            found |= bandwidth_warnings(layer, sigma, config.n_embd // config.n_head, "--sigma-lr")
+        return found
 
     def summary(self, log: RunLog) -> dict[str, Any]:
         """The paper's columns. Raises UserError if the last evaluation's bits per byte are not finite."""

@@ -94,7 +94,13 @@ def run_tables(runs: list[TrainedRun]) -> list[Table]:
         (True, VISION_COLUMNS, "Vision models"),
     ):
         chosen = [run for run in runs if run.is_vision == vision]
-        rows = [[run.name, *(cell(run.finish, key, form) for key, (_, form) in columns.items())] for run in chosen]
+        rows = [
+            [
+                "; ".join([run.name, *run.finish.get("warnings", [])]),
+                *(cell(run.finish, key, form) for key, (_, form) in columns.items()),
+            ]
+            for run in chosen
+        ]
         if rows:
             headings = ["run", *(heading for heading, _ in columns.values())]
             tables.append(Table(f"{title}, as their logs end", headings, rows))

@@ -66,6 +66,13 @@ def test_a_run_too_short_to_time_says_nothing_of_its_speed(pictures, tmp_path):
     assert [metrics[key] for key in speeds] == [finish[key] for key in speeds] == [None] * 3
 
 
+def test_bandwidths_out_of_range_are_said_at_once(pictures, tmp_path):
+    words = ["--epochs", 1, "--warmup-epochs", 0, "--lr", 3e4, "--num-workers", 0]
+    done = train(pictures, tmp_path, *words, check=False)
+    said = [line for line in done.stdout.splitlines() if line.startswith("warning: update 1: sigma of layer_0, head")]
+    assert said and all(line.endswith("; start again with a lower --lr") for line in said), done.stdout + done.stderr
+
+
 def test_a_run_records_its_result_and_keeps_its_checkpoints(uninterrupted, pictures):
     out, found = uninterrupted, records(uninterrupted, "eval")
     result = json.loads((out / "results.jsonl").read_text())

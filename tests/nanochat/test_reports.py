@@ -1,16 +1,19 @@
 """What a language run says of itself: speeds only when they were measured."""
 
 import json
+import math
 import re
 
 import pytest
 
 import tiny
+from gka import bandwidth_warnings
 from gpt_runs import flags
 from nanochat_gka.train import TrainConfig, main
 from processes import signals_kept
 from trainkit.cli import run
 from trainkit.progress import rate, read_events
+from trainkit.results import read_results
 
 
 def train(packed, out, *more) -> int:
@@ -48,3 +51,41 @@ def test_packing_a_few_words_gives_a_figure(tmp_path, capsys):
     pack.main(pack.PackConfig(**config, sequence_len=8, workers=1))
     [speed] = re.findall(r"([\d.,e-]+) MB/s of text per worker", capsys.readouterr().out)
     assert float(speed) > 0
+
+
+def test_bandwidths_out_of_range_are_said_at_once_and_with_the_result(packed, tmp_path, capsys):
+    """A run that goes on as the identity, or as a mean, has finite losses."""
+    assert train(packed, tmp_path, "--num-iterations", 4, "--sigma-lr", "1e6", "--eval-every", 2) == 0
+    printed = capsys.readouterr().out
+    lines = [line for line in printed.splitlines() if line.startswith("warning: ")]
+    pattern = (
+        r"warning: step (\d): sigma of layer_0, heads? [0-9, ]+: [0-9.einf, -]+, so (small|large) that every token "
+    )
+    step = re.match(pattern, lines[0])[1]
+    assert all(line.endswith("; start again with a lower --sigma-lr") for line in lines)
+    assert len(lines) == 2 * len(set(lines)) and int(step) < 4  # at once, and after the result
+    assert printed.index(f"step 0000{step}/") < printed.index(lines[0]) < printed.index(f"step 0000{int(step) + 1}/")
+    assert printed.index("finished, ") < printed.rindex(lines[0])
+    [finish] = read_events(tmp_path / "run/log.jsonl", "finish")
+    [result] = read_results(tmp_path / "results.jsonl")
+    assert (
+        lines[0].removeprefix("warning: ") in finish["warnings"] and finish["warnings"] == result["metrics"]["warnings"]
+    )
+
+
+@pytest.mark.parametrize(
+    "sigma, fault",
+    [(0.0, "small"), (5.6e-3, "small"), (5.7e-3, ""), (64**0.25, ""), (1130, ""), (1132, "large"), (math.inf, "large")],
+)
+def test_a_bandwidth_is_judged_by_what_it_does_to_features_of_its_length(sigma, fault):
+    """Tokens that differ by 1 % of the norm have no weight at all; or opposite ones have the same to 1e-4."""
+    found = bandwidth_warnings(3, [1.0, sigma, sigma], 64, "--lr")
+    assert [*found] == (["sigma of layer_3, heads 1, 2"] if fault else [])
+    assert all(f": {sigma:.3g}, {sigma:.3g}, so {fault} that" in line for line in found.values())
+    norm = 64**0.5
+    near, far = (math.exp(-(distance**2) / (2 * sigma**2)) if sigma else 0.0 for distance in (norm / 100, 2 * norm))
+    assert (near < math.exp(-100)) == (fault == "small") and (far > 1 - 1e-4) == (fault == "large")
+
+
+def test_ordinary_bandwidths_are_not_warned_of(uninterrupted):
+    assert read_events(uninterrupted / "run/log.jsonl", "finish")[0]["warnings"] == []
