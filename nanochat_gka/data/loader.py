@@ -76,7 +76,8 @@ class PackedData:
 
     def _open(self, split: str) -> "Rows":
         shards = [shard for shard in self.manifest["shards"] if shard["split"] == split and shard["rows"]]
-        return Rows([(shard_path(self.folder, shard), shard["rows"]) for shard in shards], self.sequence_len)
+        paths = [(shard_path(self.folder, shard), shard["rows"]) for shard in shards]
+        return Rows(paths, self.sequence_len, vocab_size=self.tokenizer.vocab_size)
 
     def split(self, name: str) -> "Rows":
         """Rows of "train" or "val"."""
@@ -198,22 +199,34 @@ def rows_of_run(data: dict[str, Any], run: Path) -> Path:
 
 
 class Rows:
-    """Random access to the rows of a split. No file stays open: a large corpus has more than a process may open."""
+    """Random access to the rows of a split. No file stays open: a large corpus has more than a process may open.
 
-    def __init__(self, shards: list[tuple[Path, int]], sequence_len: int, chosen: Sequence[int] | None = None):
+    vocab_size: ids from there on are not read; by default all that a file can hold are.
+    """
+
+    def __init__(
+        self,
+        shards: list[tuple[Path, int]],
+        sequence_len: int,
+        chosen: Sequence[int] | None = None,
+        vocab_size: int = 2**16,
+    ):
         self.paths = [path for path, _ in shards]
         self.ends = np.cumsum([rows for _, rows in shards], dtype=np.int64)
-        self.sequence_len, self.shards, self.chosen = sequence_len, shards, chosen
+        self.sequence_len, self.shards, self.chosen, self.vocab_size = sequence_len, shards, chosen, vocab_size
 
     def __len__(self) -> int:
         return len(self.chosen) if self.chosen is not None else int(self.ends[-1]) if len(self.ends) else 0
 
     def some(self, indices: Sequence[int]) -> "Rows":
         """The rows at `indices` alone, in that order."""
-        return Rows(self.shards, self.sequence_len, indices)
+        return Rows(self.shards, self.sequence_len, indices, self.vocab_size)
 
     def batch(self, indices) -> Batch:
-        """The rows at `indices` (each < len) as ids and targets, both (rows, T) int64."""
+        """The rows at `indices` (each < len) as ids and targets, both (rows, T) int64.
+
+        Raises UserError for an id that is not in the vocabulary, before it can reach a device.
+        """
         if self.chosen is not None:
             indices = [self.chosen[index] for index in indices]
         width = self.sequence_len + 1
@@ -222,8 +235,21 @@ class Rows:
             shard = int(np.searchsorted(self.ends, index, side="right"))
             start = int(self.ends[shard - 1]) if shard else 0
             slot[:] = np.fromfile(self.paths[shard], dtype="<u2", count=width, offset=(index - start) * width * 2)
+        if rows.size and rows.max() >= self.vocab_size:
+            raise UserError(self._damage(indices, rows))
         rows = torch.from_numpy(rows)
         return rows[:, :-1], rows[:, 1:]
+
+    def _damage(self, indices, rows: np.ndarray) -> str:
+        """In words, the first of `rows`, at `indices`, with an id that is not in the vocabulary."""
+        place = int((rows.max(axis=1) >= self.vocab_size).argmax())
+        shard = int(np.searchsorted(self.ends, indices[place], side="right"))
+        path, first = self.paths[shard], int(self.ends[shard - 1]) if shard else 0
+        return (
+            f"{path} is damaged: row {indices[place] - first} has id {rows[place].max()}, and the vocabulary has "
+            f"{self.vocab_size} tokens; delete {path.parent / MANIFEST} and pack again (make tokenize), which keeps "
+            "what is intact"
+        )
 
 
 class Stream:

@@ -1,9 +1,11 @@
-"""What a language run says of itself: speeds only when they were measured."""
+"""What a language run says of itself: speeds that were measured, bandwidths out of range, damaged rows."""
 
 import json
 import math
 import re
+import shutil
 
+import numpy as np
 import pytest
 
 import tiny
@@ -89,3 +91,17 @@ def test_a_bandwidth_is_judged_by_what_it_does_to_features_of_its_length(sigma, 
 
 def test_ordinary_bandwidths_are_not_warned_of(uninterrupted):
     assert read_events(uninterrupted / "run/log.jsonl", "finish")[0]["warnings"] == []
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_ids_that_are_not_in_the_vocabulary_name_file_and_row(packed, tmp_path, capsys, split):
+    """Of a damaged file whose checksum nobody verifies; training reads the rows in another order."""
+    shutil.copytree(packed / "packed", tmp_path / "packed")
+    path = tmp_path / f"packed/{split}_000000.bin"
+    rows = np.fromfile(path, dtype="<u2").reshape(-1, tiny.SEQUENCE_LEN + 1)
+    rows[1, 5] = rows[1, 6] = 60000
+    rows.tofile(path)
+    assert train(tmp_path, tmp_path / "out", "--num-iterations", 60, "--no-verify-data") == 2
+    error = f"error: {path} is damaged: row 1 has id 60000, and the vocabulary has 300 tokens; delete "
+    errors = capsys.readouterr().err
+    assert errors.startswith(error) and errors.count("\n") == 1 and "pack again" in errors
