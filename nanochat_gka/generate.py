@@ -8,10 +8,12 @@ Plain text is for a reader: the prompt, then its continuation. With --prompts-fi
 standard output, so that it can be piped. Messages about the run go to standard error.
 """
 
+import codecs
 import itertools
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -38,7 +40,7 @@ class GenerateConfig(Sampling):
     """Texts to continue; an empty one begins a document."""
     prompts_file: Path | None = None
     """File with one prompt a line, in place of --prompt: plain text, or JSON strings (which may hold line breaks);
-    - is standard input."""
+    - is standard input. Lines that cannot be continued are named, the others written, and the exit code is 2."""
     interactive: bool = False
     """Ask for prompts at the terminal, and stream."""
     stream: bool = False
@@ -53,27 +55,31 @@ class GenerateConfig(Sampling):
     """Device to compute on; auto takes CUDA if there is one."""
 
 
-def read_prompts(path: Path) -> list[str]:
-    """The prompts of a file, one a line; a line that begins with a quote must be a JSON string.
+def read_prompts(path: Path, check: Callable[[str], None]) -> tuple[list[str], list[str]]:
+    """The prompts of a file, one a line, and what is wrong with lines that cannot be continued, by file and line.
 
-    Raises UserError naming file and line.
+    A line that begins with a quote must be a JSON string. check: raises UserError for such a prompt. Raises UserError
+    if the file has no prompts.
     """
-    try:
-        text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise UserError(f"{path} is not UTF-8 text") from None
-    prompts = []
-    for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), start=1):
-        line = line.removesuffix("\r")
+    content = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
+    prompts, problems = [], []
+    for number, line in enumerate(content.removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
+        if not line.strip():
+            continue
         try:
-            prompt = json.loads(line) if line.startswith('"') else line
+            text = line.removesuffix(b"\r").decode()
+            prompts.append(json.loads(text) if text.startswith('"') else text)
+            check(prompts[-1])
+        except UnicodeDecodeError:
+            problems.append(f"{path}:{number}: is not UTF-8 text")
         except json.JSONDecodeError as error:
-            raise UserError(f"{path}:{number}: begins with a quote but is not a JSON string ({error})") from None
-        if line.strip():
-            prompts.append(prompt)
-    if not prompts:
+            problems.append(f"{path}:{number}: begins with a quote but is not a JSON string ({error})")
+        except UserError as error:
+            prompts.pop()
+            problems.append(f"{path}:{number}: {error}")
+    if not prompts and not problems:
         raise UserError(f"{path} has no prompts")
-    return prompts
+    return prompts, problems
 
 
 def write_stream(engine: Engine, prompt: str, config: GenerateConfig) -> int:
@@ -144,7 +150,6 @@ def main(config: GenerateConfig) -> None:
         raise UserError("--prompts-file writes a JSON line per prompt: leave --stream and --interactive out")
     if not config.prompt:
         raise UserError("--prompt needs a text; an empty text, '', begins a document")
-    prompts = read_prompts(config.prompts_file) if config.prompts_file else config.prompt
     loaded = load(config.run, config.step, setup(config.device_type).device)
     shape = loaded.model.config
     say(f"{loaded.name}: {shape.attention}, depth {shape.n_layer}, step {loaded.step:,}")
@@ -153,6 +158,11 @@ def main(config: GenerateConfig) -> None:
     if config.interactive:
         ask(engine, config)
         return
+    prompts, problems = config.prompt, []
+    if config.prompts_file:
+        prompts, problems = read_prompts(config.prompts_file, engine.check)
+    for problem in problems:
+        say(f"error: {problem}")
     started = time.perf_counter()
     if config.stream:
         tokens = sum(write_stream(engine, prompt, config) for prompt in prompts)
@@ -160,6 +170,8 @@ def main(config: GenerateConfig) -> None:
         tokens = write_all(engine, prompts, config)
     seconds = time.perf_counter() - started
     say(f"{tokens:,} tokens in {seconds:.1f} s, {rate(tokens / seconds, 'tokens/s')}")
+    if problems:
+        raise UserError(f"{len(problems)} of {len(prompts) + len(problems)} prompts are not continued, see above")
 
 
 if __name__ == "__main__":

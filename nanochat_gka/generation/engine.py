@@ -126,6 +126,10 @@ class Engine:
                     rows[place] = rows[-1]
                     rows.pop()
 
+    def check(self, prompt: str) -> None:
+        """Raises UserError for a prompt that cannot be continued: one that is too long, or is not Unicode text."""
+        self._tokens(prompt)
+
     def _tokens(self, prompt: str) -> list[int]:
         try:
             prompt.encode()

@@ -143,3 +143,18 @@ def test_errors_of_a_prompts_file_name_its_line(trained, tmp_path, capsys):
         (tmp_path / "prompts.txt").write_bytes(content)
         assert write(trained, "--prompts-file", tmp_path / "prompts.txt") == 2
         assert message in capsys.readouterr().err
+
+
+def test_the_prompts_beside_bad_lines_are_written(trained, tmp_path, capsys):
+    lines = [b"the kernel", b"\xff the", b"", b"the " * 400, b'"every\\nhead"', b'"\\ud800"', b'"open', b'""', b"a"]
+    (tmp_path / "prompts.txt").write_bytes(b"\n".join(lines))
+    assert write(trained, "--prompts-file", tmp_path / "prompts.txt") == 2
+    printed = capsys.readouterr()
+    written = [json.loads(line) for line in printed.out.splitlines()]
+    assert [record["prompt"] for record in written] == ["the kernel", "every\nhead", "", "a"]
+    assert all(len(record["texts"]) == 1 for record in written)
+    errors = [line for line in printed.err.splitlines() if line.startswith("error: ")]
+    numbers = {2: "is not UTF-8 text", 4: "the model takes at most 159", 6: "is not Unicode", 7: "is not a JSON string"}
+    for error, (number, words) in zip(errors, numbers.items()):
+        assert error.startswith(f"error: {tmp_path}/prompts.txt:{number}: ") and words in error
+    assert errors[4:] == ["error: 4 of 8 prompts are not continued, see above"]
