@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -186,7 +187,10 @@ def rate(value: float | None, unit: str) -> str:
 
 
 def _start_wandb(mode: str, name: str, config: dict[str, Any], folder: Path):
-    """Start a wandb run without asking the user: "online" without a key is a UserError."""
+    """Start a wandb run without asking the user, or go on with the one whose id is in the run's `folder`.
+
+    "online" without a key is a UserError. WANDB_RUN_ID and WANDB_RESUME count, as everywhere in wandb.
+    """
     if reason := extras.missing("wandb", "wandb"):
         raise UserError(f"--wandb {mode}: {reason}, or leave --wandb disabled")
     import wandb
@@ -197,8 +201,15 @@ def _start_wandb(mode: str, name: str, config: dict[str, Any], folder: Path):
                 "--wandb online needs the key of an account: set WANDB_API_KEY, or run wandb login once; "
                 "--wandb offline needs none"
             )
-        project = os.environ.get("WANDB_PROJECT", "gka")
-        return wandb.init(project=project, name=name, mode=mode, config=config, dir=str(folder))
+        kept = folder / "wandb_id"
+        run_id = os.environ.get("WANDB_RUN_ID") or (kept.read_text().strip() if kept.exists() else secrets.token_hex(4))
+        project, resume = os.environ.get("WANDB_PROJECT", "gka"), os.environ.get("WANDB_RESUME", "allow")
+        run = wandb.init(
+            project=project, name=name, mode=mode, config=config, dir=str(folder), id=run_id, resume=resume
+        )
+        with atomic(kept) as temporary:
+            temporary.write_text(f"{run_id}\n")
+        return run
     except wandb.errors.Error as error:
         advice = "--wandb offline needs no account (wandb sync sends it later)"
         raise UserError(f"--wandb {mode}: {reason_of(error)}; {advice}") from None

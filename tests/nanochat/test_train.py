@@ -218,6 +218,22 @@ def test_each_form_of_gka_has_its_own_run_name():
     assert tag(attention="gka", gka_values="raw", model_tag="mine") == "mine"
 
 
+def test_a_continued_run_continues_its_wandb_run(packed, tmp_path):
+    """Two processes, one id, which `wandb sync` sends as one run; WANDB_RUN_ID counts where it is set."""
+    words = [*flags(packed, tmp_path, "--wandb", "offline", "--num-iterations", 4)]
+    account = tiny.without_account(tmp_path)
+    tiny.call(MODULE, *words, "--stop-after", 2, env=account)
+    done = tiny.call(MODULE, *words, "--stop-after", 3, env=account)
+    assert "resuming at step 2" in done.stdout and "arning: resume" not in done.stderr + done.stdout, done.stderr
+    run_id = (tmp_path / "run/wandb_id").read_text().strip()
+    first, second = sorted((tmp_path / "run/wandb").glob("offline-run-*"))
+    assert {path.name.rpartition("-")[2] for path in (first, second)} == {run_id}
+    tiny.call(MODULE, *words, env={**account, "WANDB_RUN_ID": "mine"})
+    assert len([*(tmp_path / "run/wandb").glob("offline-run-*-mine")]) == 1
+    tiny.call(MODULE, *flags(packed, tmp_path / "none", "--num-iterations", 1), env=account)
+    assert not (tmp_path / "none/run/wandb_id").exists()
+
+
 def test_wandb_offline_has_the_numbers(packed, tmp_path):
     done = tiny.call(
         MODULE,
