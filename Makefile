@@ -11,6 +11,7 @@ SETTINGS   := BASE CORPUS COLUMN SHARDS VOCAB SEQ DEPTH NGPU NNODES RDZV RESTART
 # A setting is text, which nothing here expands: a $ in it is a $. Recipes take settings only as runs/names.py words
 # them, quoted for the shell; $(space), $(tab) and $(hash) stand in its answer for what would end a word or a value.
 $(foreach name,$(SETTINGS),$(eval override $(name) := $$(value $(name))))
+export NANOCHAT_SRC DEIT_SRC
 quoted     = '$(subst ','\'',$(1))'
 ASKED      := $(foreach name,$(SETTINGS) MAKECMDGOALS,$(if $($(name)),$(name)=$(call quoted,$($(name)))))
 space      := $(subst ,, )

@@ -7,18 +7,21 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from trainkit import signals
-from trainkit.cli import OUR_TORCHRUN, as_typed
+from trainkit.cli import OUR_TORCHRUN, UserError, as_typed
 from trainkit.progress import console
 
 
 def command(module: str, flags: Iterable[Any], ranks: int = 1, torchrun: str = "") -> list[str]:
     """The words after `python` that run `module`, with `ranks` processes on this machine; torchrun: more of its flags.
 
-    --standalone takes their place if it is empty.
+    --standalone takes their place if it is empty. Raises UserError for a quote in them that does not end.
     """
     launcher = ["-m"]
     if ranks > 1 or torchrun:
-        where = shlex.split(torchrun) or ["--standalone"]
+        try:
+            where = shlex.split(torchrun) or ["--standalone"]
+        except ValueError as error:
+            raise UserError(f"--torchrun {torchrun}: {str(error).lower()}") from None
         # The last dashes keep torchrun from taking our --run for its --run-path.
         launcher = ["-m", OUR_TORCHRUN, *where, "--nproc-per-node", str(ranks), "-m", "--"]
     return [*launcher, module, *map(str, flags)]

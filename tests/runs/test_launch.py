@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from runs import launch
+from trainkit.cli import UserError
+
 ROOT = Path(__file__).resolve().parents[2]
 TRAINER = """
 import signal, sys, time
@@ -61,3 +64,8 @@ def test_a_signal_ends_commands_side_by_side_after_they_have_saved(number, tmp_p
         process.send_signal(number)
         assert process.stderr.read() == f"stopped by {number.name}\n" and process.wait() == 128 + number
     assert "saved" in output.read_text() and not (tmp_path / "b").exists()
+
+
+def test_flags_of_torchrun_with_an_open_quote_are_a_mistake():
+    with pytest.raises(UserError, match="--torchrun --rdzv-id 'x: no closing quotation"):
+        launch.command("module", [], 2, "--rdzv-id 'x")

@@ -13,6 +13,7 @@ import pytest
 
 from makefile import SETTINGS, TARGETS
 from runs.settings import PATHS, WHOLE, Problem, flags_of, read
+from sources import ROOT
 
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 
@@ -77,6 +78,16 @@ def test_odd_settings_arrive_as_they_are_and_run_nothing(make, tmp_path, recorde
     assert not (tmp_path / "canary").exists()
 
 
+@pytest.mark.parametrize("target", TARGETS)
+def test_without_an_environment_it_is_made_once_and_first(make, target):
+    lines = make("-n", target, "DATA=digits").stdout.splitlines()
+    used = [number for number, line in enumerate(lines) if line.startswith(".venv/bin/")]
+    made = [number for number, line in enumerate(lines) if line.endswith(" -m venv .venv")]
+    assert made == made[:1] if used else not made
+    assert not used or made[0] < used[0]
+    assert sum("--editable" in line for line in lines) == len(made)
+
+
 def test_every_text_reaches_a_command(make, recorded, odd):
     """The test above would pass if the settings went nowhere."""
     settings = [f"{name}={value}" for name, value in odd.items()]
@@ -99,6 +110,14 @@ def test_a_line_break_is_refused(make, tmp_path, name):
     done = make("-n", "pretrain-d20", f"{name}=1\n\ttouch canary")
     assert done.returncode == 2 and not done.stdout and not (tmp_path / "canary").exists()
     assert "line break" in done.stderr or (name == "PYTHON" and "set PYTHON=python3.x" in done.stderr)
+
+
+def test_upstreams_sources_reach_the_patches(make, tmp_path):
+    shutil.copytree(ROOT / "patches", tmp_path / "patches")
+    sources = {name: f"/no/{name}{ODD}" for name in ("NANOCHAT_SRC", "DEIT_SRC")}
+    done = make("vendor", *(f"{name}={value}" for name, value in sources.items()))
+    assert done.returncode == 2 and not (tmp_path / "canary").exists()
+    assert all(f" from {source} (" in done.stderr for source in sources.values())
 
 
 def test_settings_of_the_environment_run_nothing_either(make, tmp_path):
