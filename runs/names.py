@@ -64,10 +64,10 @@ def visible(uuids, named):
         if name.startswith("MIG-"):  # a part of a GPU; CUDA uses one
             return 1
         number = re.match(r"\+?([0-9]+)", name)
-        found = [int(number[1])] if number else [i for i, uuid in enumerate(uuids) if name and uuid.startswith(name)]
-        if len(found) != 1 or found[0] >= len(uuids):
+        meant = [int(number[1])] if number else [i for i, uuid in enumerate(uuids) if name and uuid.startswith(name)]
+        if len(meant) != 1 or meant[0] >= len(uuids):
             break
-        seen += found
+        seen += meant
     return len(seen) if len(set(seen)) == len(seen) else 0  # one that is named twice leaves none
 
 
@@ -78,7 +78,7 @@ def dataset(corpus, shards):
     if corpus == "fineweb":
         return "fineweb-" + shards
     path = os.path.abspath(corpus)
-    checksum = subprocess.run(["cksum"], input=path.encode() + b"\n", stdout=subprocess.PIPE).stdout.split()[0]
+    checksum = subprocess.run(["cksum"], input=os.fsencode(path) + b"\n", stdout=subprocess.PIPE).stdout.split()[0]
     return os.path.basename(path) + "-" + checksum.decode()
 
 
@@ -150,8 +150,8 @@ def torchrun_flags(given):
     if nodes != "1":
         if not place:
             raise Problem(f"NNODES={nodes} needs RDZV=host:port, the same on every machine: one of them, a free port")
-        found = re.fullmatch(r"(?:\w[\w.-]*|\[[\w.:]+\])(?::([0-9]+))?", place)
-        if not found or not 0 < int(found[1] or 1) < 2**16:
+        match = re.fullmatch(r"(?:\w[\w.-]*|\[[\w.:]+\])(?::([0-9]+))?", place)
+        if not match or not 0 < int(match[1] or 1) < 2**16:
             raise Problem(f"RDZV={place} must be host:port, the name or address of one of the machines and a free port")
         flags = [f"--nnodes {nodes} --rdzv-backend c10d --rdzv-id gka --rdzv-endpoint {shlex.quote(place)}"]
     return " ".join(flags + ([f"--max-restarts {restarts}"] if restarts != "0" else []))

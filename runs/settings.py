@@ -66,8 +66,8 @@ def flags_of(text):
     except ValueError as error:
         raise Problem(f"ARGS={text}: {str(error).lower()}") from None
 
-    def plain(found):
-        single, double, escaped, special = found.groups()
+    def plain(match):
+        single, double, escaped, special = match.groups()
         if double:
             return re.sub(r"(\\.)|([$`])", lambda inner: inner[1] or "\\" + inner[2], double)
         return single or escaped or "\\" + special

@@ -49,8 +49,8 @@ def main(config: ExploreConfig) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     try:  # Gradio would try a hundred ports on a host that is not this machine, for minutes
-        with socket.create_server((config.host, config.port)) as found:
-            own = ipaddress.ip_address(found.getsockname()[0]).is_loopback
+        with socket.create_server((config.host, config.port)) as probe:
+            own = ipaddress.ip_address(probe.getsockname()[0]).is_loopback
     except OSError as error:
         place = f"{config.host}, port {config.port}"
         raise UserError(f"cannot listen on {place}: {error.strerror}; choose another --host or --port") from error

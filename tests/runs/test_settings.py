@@ -151,6 +151,14 @@ def test_paths_are_those_of_the_shell(tmp_path, monkeypatch):
     assert given == {"BASE": f"{tmp_path}/out", "RUN": "./-x", "IMAGE": "/", "TEXT": "~ -x", "NGPU": "7"}
 
 
+def test_names_that_are_not_text_come_out_as_they_came_in(make, tmp_path):
+    folder = os.fsdecode(b"caf\xe9")
+    (tmp_path / folder).mkdir()
+    words = ["-n", "tokenize", f"CORPUS={folder}", f"BASE={folder}"]
+    shown = subprocess.run(["make", *words], cwd=tmp_path, capture_output=True).stdout.splitlines()[-1]
+    assert b"--corpus 'caf\xe9' --tokenizer 'caf\xe9/tokenizer/caf\xe9-" in shown
+
+
 def test_a_value_with_a_dash_first_is_no_flag(make):
     words = shlex.split(make("-n", "sample", "RUN=-run", "PROMPT=-5 is").stdout.splitlines()[-1])
     assert words[words.index("--run") + 1] == "./-run" and "--prompt=-5 is" in words
