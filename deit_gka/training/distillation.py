@@ -14,7 +14,9 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, resolve_model
 from timm.loss import SoftTargetCrossEntropy
 from torch import nn
 
+from deit_gka.data.sources.classes import numbers_by_name
 from deit_gka.model.checkpoints import build, find_checkpoint, load_file, load_run, timm_weights
+from deit_gka.model.origin import read_origin
 from deit_gka.recipe import Colour, Recipe
 from trainkit.cli import UserError
 
@@ -26,7 +28,7 @@ class Teacher(nn.Module):
 
     mean, std, size: the teacher's own. student: mean and deviation that the student's images are normalised by. Mixed
     or not, they are brought to the teacher's by an affine map of every channel and resized; size None takes them as
-    large as they are.
+    large as they are. numbers: what the teacher calls each of the student's classes; None if the same.
     """
 
     def __init__(
@@ -36,8 +38,10 @@ class Teacher(nn.Module):
         std=IMAGENET_DEFAULT_STD,
         size: tuple[int, int] | None = None,
         student: tuple[Colour, Colour] = (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD),
+        numbers: list[int] | None = None,
     ):
         super().__init__()
+        self.register_buffer("numbers", None if numbers is None else torch.tensor(numbers))
         self.model, self.size = model.eval().requires_grad_(False), size
         values = (*student, mean, std)
         student_mean, student_std, mean, std = (torch.tensor(value).view(1, 3, 1, 1) for value in values)
@@ -52,22 +56,20 @@ class Teacher(nn.Module):
         images = images * self.scale + self.shift
         if self.size is not None and images.shape[-2:] != self.size:
             images = F.interpolate(images, self.size, mode="bicubic", antialias=True)
-        return self.model(images)
+        answers = self.model(images)
+        return answers if self.numbers is None else answers[:, self.numbers]
 
 
 def load_teacher(recipe: Recipe, classes: list[str]) -> Teacher:
     """The recipe's teacher: a run or exported folder of ours, or a timm model, with timm's weights or those of a file.
 
-    Raises UserError if the weights cannot be had,
-    or if the teacher has another number of classes.
+    Classes that it knows by the same names keep their names, whatever its numbers. Raises UserError if the weights
+    cannot be had, or if the teacher has another number of classes or knows only some of their names.
     """
     name, path = recipe.teacher_model, recipe.teacher_path
     folder = Path(name).expanduser()
     if folder.is_dir() and not (folder / "config.json").exists():
         checkpoint = find_checkpoint(folder)
-        if checkpoint.state["classes"] != classes and set(checkpoint.state["classes"]) & set(classes):
-            differ = f"--teacher-model {name} was trained on other classes than the data's"
-            raise UserError(f"{differ}; give a teacher of the same classes")
         model = load_run(checkpoint, "ema" if (checkpoint.path / "ema.safetensors").exists() else "model", "cpu")
     elif path:
         model = load_file(Path(path), build(name, len(classes)))
@@ -76,12 +78,17 @@ def load_teacher(recipe: Recipe, classes: list[str]) -> Teacher:
     if model.num_classes != len(classes):
         count = f"{model.num_classes} classes apart but the data has {len(classes)}"
         raise UserError(f"--teacher-model {name} tells {count}")
+    known = read_origin(str(folder)).classes if folder.is_dir() else ()
+    numbers = numbers_by_name(classes, known)
+    if numbers is None and set(known) & set(classes):
+        differ = f"--teacher-model {name} was trained on other classes than the data's"
+        raise UserError(f"{differ}; give a teacher of the same classes")
     about, size = resolve_model_data_config(model), None
     if not getattr(model, "dynamic_img_size", False):  # a convolutional network takes any size, and says so nowhere
         fixed = about["input_size"][-2:] if model.pretrained_cfg.get("fixed_input_size") else None
         size = getattr(getattr(model, "patch_embed", None), "img_size", None) or fixed
     student = recipe.mean, recipe.std
-    return Teacher(model, about["mean"], about["std"], tuple(size) if size else None, student)
+    return Teacher(model, about["mean"], about["std"], tuple(size) if size else None, student, numbers)
 
 
 @dataclass

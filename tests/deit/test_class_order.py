@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+import torch
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -11,6 +12,8 @@ import tiny_vision
 from deit_gka import evaluate
 from deit_gka.data.sources import open_source
 from deit_gka.data.sources.classes import in_order, numbers_in_model
+from deit_gka.recipe import Recipe
+from deit_gka.training.distillation import load_teacher
 from image_files import write, write_tar
 from tiny_vision import SHAPE, SIZE, encoded
 from trainkit.checkpoint import save as save_checkpoint
@@ -137,6 +140,22 @@ def test_the_names_of_an_old_run_decide(learned, tmp_path, accuracy):
             (data / split / name).rename(data / split / f"word{int(name):02d}")
     top1, said = accuracy(data, "--run", tmp_path / "run")
     assert top1 == 100 and "other names for its classes ('word00' for '0')" in said
+
+
+def test_an_old_run_teaches_by_name(learned, tmp_path):
+    """Of its answers in its own order, the student gets those to its classes."""
+    shutil.copytree(learned, tmp_path / "run")
+    (checkpoint,) = (tmp_path / "run/checkpoints").iterdir()
+    sorted_as_text(checkpoint)
+    images, numbers = torch.randn(3, 3, SIZE, SIZE), [str(number) for number in range(COUNT)]
+    tiny_vision.call(EXPORT, "--run", tmp_path / "run", "--out", tmp_path / "exported", "--weights", "model",
+                     folder=tmp_path)  # fmt: skip
+    for teacher in ("run", "exported"):
+        recipe = Recipe(teacher_model=str(tmp_path / teacher))
+        own, asked = (load_teacher(recipe, classes)(images) for classes in (AS_TEXT, numbers))
+        assert torch.equal(asked, torch.stack([own[:, AS_TEXT.index(name)] for name in numbers], dim=1))
+        with pytest.raises(UserError, match="other classes than the data's"):
+            load_teacher(recipe, ["zebra", *numbers[1:]])
 
 
 def test_an_old_run_goes_on_with_its_numbers(numbered, tmp_path):
