@@ -45,7 +45,11 @@ def _cache(tmp_path_factory):
         cache = tmp_path_factory.mktemp("cache")
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", str(cache))
         patch.setenv("HF_DATASETS_CACHE", str(cache))
+        bars = datasets.is_progress_bar_enabled()
+        datasets.disable_progress_bars()  # on stderr, where a mistake is one line
         yield
+        if bars:
+            datasets.enable_progress_bars()
 
 
 @pytest.mark.parametrize("form", ["hf", "hf-stream"])
