@@ -54,7 +54,7 @@ def gaussian_attention(
 
     Args:
       x: features, (B, Tq, H, D), float64, float32, bfloat16 or float16. They are queries and, by default, keys and
-        values too.
+        values too. B may be 0; the reference then serves every request.
       log_sigma: log-bandwidth per head, (H,), float32. |log_sigma| is clamped to 20.
       keys: (B, Tk, H, D); None means x. With foreign keys no affinity need be near 1 and the row sum may underflow, so
         the rows are normalised as a softmax and `eps` is not used. The last query is aligned with the last key (one
@@ -123,7 +123,7 @@ def dot_product_attention(
         impl = "flex" if q.is_cuda and mask.window is not None and not flex.unavailable(request) else "sdpa"
     elif obstacle := BASELINES[impl].unavailable(request):
         raise _unavailable(impl, obstacle)
-    return BASELINES[impl].dot_product(request)
+    return BASELINES["sdpa" if q.shape[0] == 0 else impl].dot_product(request)
 
 
 def select_impl(
@@ -141,8 +141,8 @@ def select_impl(
     """The name of the implementation that `gaussian_attention` runs for these arguments; never "auto".
 
     auto: "reference" if W is wanted; on CUDA "triton", or where it cannot serve the request "flex" if SDPA would need a
-    dense mask or extra channels; on CPUs "cpu", whose library the first question loads or builds; else "sdpa". Raises
-    ValueError if `impl` is unknown or cannot serve the request.
+    dense mask or extra channels; on CPUs "cpu", whose library the first question loads or builds; else "sdpa". For a
+    batch of 0 always "reference". Raises ValueError if `impl` is unknown or cannot serve the request.
     """
     log_sigma = x.new_zeros(x.shape[2], dtype=torch.float32) if log_sigma is None else log_sigma
     request = _gaussian_request(x, log_sigma, keys, values, causal, window, constant_norm, EPS, return_weights, impl)
@@ -226,9 +226,11 @@ def _choose(request: GaussianRequest, return_weights: bool, impl: str) -> str:
         if impl not in ("auto", "reference"):
             raise ValueError(f'return_weights needs impl="reference" (or "auto"): impl={impl!r} never builds W')
         return "reference"
+    if impl != "auto" and (obstacle := IMPLEMENTATIONS[impl].unavailable(request)):
+        raise _unavailable(impl, obstacle)
+    if request.x.shape[0] == 0:  # nothing to compute, and no kernel to launch on it
+        return "reference"
     if impl != "auto":
-        if obstacle := IMPLEMENTATIONS[impl].unavailable(request):
-            raise _unavailable(impl, obstacle)
         return impl
     if not request.x.is_cuda:
         if obstacle := cpu.unavailable(request):

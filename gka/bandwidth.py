@@ -22,6 +22,11 @@ def initial_log_sigma(num_heads: int, sigma_squared: float) -> torch.Tensor:
     return torch.full((num_heads,), 0.5 * math.log(sigma_squared), dtype=torch.float32)
 
 
+def at_least_float32(log_sigma: torch.Tensor) -> torch.Tensor:
+    """`log_sigma` as the operator takes it: `.bfloat16()` or FSDP may have cast the parameter of a layer down."""
+    return log_sigma.to(torch.promote_types(log_sigma.dtype, torch.float32))
+
+
 def inverse_variance(log_sigma: torch.Tensor) -> torch.Tensor:
     """1 / sigma^2 per head; log_sigma is clamped to +-LOG_SIGMA_BOUND (zero gradient outside)."""
     return torch.exp(-2.0 * log_sigma.clamp(-LOG_SIGMA_BOUND, LOG_SIGMA_BOUND))

@@ -62,7 +62,7 @@ def decode_attention(
         )
     lengths = [values.shape[1]] * len(x) if lengths is None else lengths
     parts = []
-    for rows, length in _rows_of_equal_length(lengths):
+    for rows, length in _rows_of_equal_length(lengths) or [(slice(None), values.shape[1])]:  # no rows: one empty part
         first = 0 if window is None else max(0, length - x.shape[1] - window - max((0, *key_delays, *value_delays)))
         cached_keys = None if keys is None else keys[rows, first:length]
         pair = _keys_and_values(cached_keys, values[rows, first:length], rotary, first)

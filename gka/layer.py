@@ -10,7 +10,11 @@ from torch import nn
 
 from gka import validation
 from gka.api import check_impl, gaussian_attention, select_impl
-from gka.bandwidth import initial_log_sigma
+from gka.bandwidth import at_least_float32, initial_log_sigma
+
+# torch.fx records each call as one node, as its tensors have no shapes and dtypes to look at.
+for name in ("split_heads", "at_least_float32", "gaussian_attention"):
+    torch.fx.wrap(name)
 
 
 class GaussianKernelAttention(nn.Module):
@@ -63,14 +67,10 @@ class GaussianKernelAttention(nn.Module):
         self.proj.reset_parameters()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"x must be a torch.Tensor of shape (B, T, dim), got {type(x).__name__}")
-        if x.dim() != 3 or x.shape[-1] != self.dim:
-            raise ValueError(f"x must have shape (B, T, dim) with dim={self.dim}, got {tuple(x.shape)}")
-        heads = x.unflatten(-1, (self.num_heads, self.head_dim))  # (B, T, H, D)
+        heads = split_heads(x, self.dim, self.num_heads)
         if self.head_norm:
             heads = nn.functional.rms_norm(heads, (self.head_dim,))
-        log_sigma = self.log_sigma.to(torch.promote_types(self.log_sigma.dtype, torch.float32))
+        log_sigma = at_least_float32(self.log_sigma)
         y = gaussian_attention(
             heads, log_sigma, causal=self.causal, window=self.window, constant_norm=self.head_norm, impl=self.impl
         )
@@ -86,3 +86,12 @@ class GaussianKernelAttention(nn.Module):
     def extra_repr(self) -> str:
         names = "num_heads", "head_dim", "causal", "window", "head_norm"
         return ", ".join(f"{name}={getattr(self, name)}" for name in names).removeprefix("num_")
+
+
+def split_heads(x: torch.Tensor, dim: int, num_heads: int) -> torch.Tensor:
+    """(B, T, dim) as (B, T, H, D). Raises TypeError or ValueError for another x."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"x must be a torch.Tensor of shape (B, T, dim), got {type(x).__name__}")
+    if x.dim() != 3 or x.shape[-1] != dim:
+        raise ValueError(f"x must have shape (B, T, dim) with dim={dim}, got {tuple(x.shape)}")
+    return x.unflatten(-1, (num_heads, dim // num_heads))

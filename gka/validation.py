@@ -8,7 +8,7 @@ FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_features(name: str, t: object, like: torch.Tensor | None = None) -> None:
-    """`t` must be a floating (B, T, H, D) tensor, T >= 1; matching `like` in everything but T if given.
+    """`t` must be a floating (B, T, H, D) tensor, empty in B alone; matching `like` in everything but T if given.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, shape or device.
     """
@@ -18,8 +18,8 @@ def check_features(name: str, t: object, like: torch.Tensor | None = None) -> No
         raise TypeError(f"{name} must be a floating tensor (float64, float32, bfloat16 or float16), got {t.dtype}")
     if t.dim() != 4:
         raise ValueError(f"{name} must have shape (B, T, H, D), got {t.dim()} dimensions: {tuple(t.shape)}")
-    if 0 in t.shape:
-        raise ValueError(f"{name} must not be empty, got shape {tuple(t.shape)}")
+    if 0 in t.shape[1:]:
+        raise ValueError(f"{name} must have tokens, heads and channels, got shape {tuple(t.shape)}")
     if like is None:
         return
     if t.dtype != like.dtype:

@@ -6,6 +6,7 @@ Legend: B batch, N tokens, H heads, D head_dim, C = H * D.
 """
 
 import functools
+import math
 from typing import ClassVar
 
 import torch
@@ -22,8 +23,8 @@ from gka import (
     initial_log_sigma,
     layer_kinds,
     log_kernel,
-    without_autocast,
 )
+from gka.bandwidth import at_least_float32
 
 
 class Softmax(Attention):
@@ -46,7 +47,7 @@ ATTENTION: dict[str, type[nn.Module]] = {"softmax": Softmax}
 class TimmAttention(nn.Module):
     """What our kinds share: the call, dropout, and the path that builds W for hooks, masks and attention dropout.
 
-    A subclass gives `mix` (fused: the heads' outputs, (B, N, H, D)), `weights` (W, (B, H, N, N)) and `own_values` (of
+    A subclass gives `mix` (fused: the heads' outputs, (B, N, H, D)), `logits` (of W, (B, H, N, N)) and `own_values` (of
     each token, (B, N, H, D)), and has a `proj`. Like timm's own attention it builds W when `set_fused_attn(False)`
     was called before the model was built; W then passes through `attn_drop`, where timm's AttentionExtract finds it.
     """
@@ -78,15 +79,13 @@ class TimmAttention(nn.Module):
     def forward(self, x: torch.Tensor, attn_mask: torch.Tensor | None = None, is_causal: bool = False) -> torch.Tensor:
         """Mix the tokens x, (B, N, C), which are normalised, and project: (B, N, C).
 
-        attn_mask: bool (True = may look) or added to the logits, broadcast to (B, H, N, N).
+        attn_mask: bool (True = may look) or added to the logits, broadcast to (B, H, N, N); see `softmax`.
         """
         heads = x.unflatten(-1, (self.num_heads, -1))
-        if self.fused_attn and attn_mask is None and not (self.training and self.attn_drop.p):
-            y = self.mix(x, heads, is_causal)
+        if self.fused_attn and not (self.training and self.attn_drop.p):
+            y = self.mix(x, heads, attn_mask, is_causal)
         else:
-            weights = self.attn_drop(self.weights(x, heads, attn_mask, is_causal))
-            values = self.values(heads)
-            y = torch.einsum("bhij,bjhd->bihd", weights.to(values.dtype), values)
+            y = mixed(self.attn_drop(softmax(self.logits(x, heads), attn_mask, is_causal)), self.values(heads))
         return self.proj_drop(self.proj(y.flatten(2)))
 
     def values(self, heads: torch.Tensor) -> torch.Tensor:
@@ -126,20 +125,18 @@ class GKA(TimmAttention, GaussianKernelAttention, kind="gka"):
             self.log_sigma.copy_(initial_log_sigma(self.num_heads, self.sigma_squared))
 
     def _log_sigma(self) -> torch.Tensor:
-        return self.log_sigma.to(torch.promote_types(self.log_sigma.dtype, torch.float32))
+        return at_least_float32(self.log_sigma)
 
     def own_values(self, heads):
         return heads
 
-    def mix(self, x, heads, is_causal):
+    def mix(self, x, heads, attn_mask, is_causal):
         values = None if self.offsets is None else self.values(heads)  # None: the features themselves
-        return gaussian_attention(heads, self._log_sigma(), values=values, causal=is_causal, impl=self.impl)
+        return mix_gaussian(heads, self._log_sigma(), values, attn_mask, is_causal, self.impl)
 
-    def weights(self, x, heads, attn_mask, is_causal):
+    def logits(self, x, heads):
         # In logs, so that a mask that hides a token from itself leaves something to normalise.
-        with without_autocast(x.device.type):
-            logits = log_kernel(heads, heads, self._log_sigma())
-        return maybe_add_mask(logits, resolve_self_attn_mask(x.shape[1], logits, attn_mask, is_causal)).softmax(dim=-1)
+        return log_kernel(heads, heads, self._log_sigma())
 
 
 class VLT(TimmAttention, kind="vlt"):
@@ -188,14 +185,51 @@ class VLT(TimmAttention, kind="vlt"):
     def _queries_and_keys(self, x):
         return self.qk(x).unflatten(-1, (2, self.num_heads, -1)).unbind(2)  # (B, N, H, D) each
 
-    def mix(self, x, heads, is_causal):
+    def mix(self, x, heads, attn_mask, is_causal):
         queries, keys = self._queries_and_keys(x)
-        return dot_product_attention(queries, keys, self.values(heads).to(queries.dtype), causal=is_causal)
+        return mix_dot_product(queries, keys, self.values(heads).to(queries.dtype), attn_mask, is_causal)
 
-    def weights(self, x, heads, attn_mask, is_causal):
+    def logits(self, x, heads):
         queries, keys = self._queries_and_keys(x)
-        logits = torch.einsum("bihd,bjhd->bhij", queries, keys) * queries.shape[-1] ** -0.5
-        return maybe_add_mask(logits, resolve_self_attn_mask(x.shape[1], logits, attn_mask, is_causal)).softmax(dim=-1)
+        return dot_product_logits(queries, keys)
+
+
+# Functions, which torch.fx records as one node each (gka/layer.py): it does not know whether there is a mask.
+for name in ("mix_gaussian", "mix_dot_product", "softmax", "log_kernel", "at_least_float32"):
+    torch.fx.wrap(name)
+
+
+def mix_gaussian(heads, log_sigma, values, attn_mask: torch.Tensor | None, is_causal: bool, impl: str) -> torch.Tensor:
+    """The operator's y; with a mask, which it does not take, by W. values None: the heads."""
+    if attn_mask is None:
+        return gaussian_attention(heads, log_sigma, values=values, causal=is_causal, impl=impl)
+    weights = softmax(log_kernel(heads, heads, log_sigma), attn_mask, is_causal)
+    return mixed(weights, heads if values is None else values)
+
+
+def mix_dot_product(queries, keys, values, attn_mask: torch.Tensor | None, is_causal: bool) -> torch.Tensor:
+    """As `mix_gaussian`, of softmax attention."""
+    if attn_mask is None:
+        return dot_product_attention(queries, keys, values, causal=is_causal)
+    return mixed(softmax(dot_product_logits(queries, keys), attn_mask, is_causal), values)
+
+
+def dot_product_logits(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    return torch.einsum("bihd,bjhd->bhij", queries, keys) * queries.shape[-1] ** -0.5
+
+
+def mixed(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """W, (B, H, N, N), times values, (B, N, H, D)."""
+    return torch.einsum("bhij,bjhd->bihd", weights.to(values.dtype), values)
+
+
+def softmax(logits: torch.Tensor, attn_mask: torch.Tensor | None, is_causal: bool) -> torch.Tensor:
+    """W, (B, H, N, N), of logits of that shape. A row whose mask hides everything is 0, as in torch's fused softmax."""
+    logits = maybe_add_mask(logits, resolve_self_attn_mask(logits.shape[-1], logits, attn_mask, is_causal))
+    if attn_mask is None:
+        return logits.softmax(dim=-1)
+    hidden = (logits == -math.inf).all(dim=-1, keepdim=True)
+    return logits.masked_fill(hidden, 0).softmax(dim=-1).masked_fill(hidden, 0)
 
 
 def kind_of(layer: nn.Module) -> str:

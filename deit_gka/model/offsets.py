@@ -43,28 +43,35 @@ class SpatialOffsets(nn.Module):
         self._patches, self._others = (patches,), others
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        if not self._patches:
-            raise ValueError(
-                "spatial_offsets are for the deit_*_gka and deit_*_vlt models, which know the patches' grid"
-            )
-        rows, columns = self._patches[0].grid_size
-        if values.shape[1] != self._others + rows * columns:
-            expected = f"{self._others} tokens and {rows} x {columns} patches"
-            raise ValueError(f"spatial_offsets need {expected}, got {values.shape[1]} tokens; img_size sets the grid")
-        moved = values.clone()
-        here, there = (tokens[:, self._others :].unflatten(1, (rows, columns)) for tokens in (moved, values))
-        for place, letter in enumerate(self.pattern):
-            down, right = NEIGHBOURS[letter]
-            if down or right:
-                heads = slice(place, None, len(self.pattern))
-                target, source = (
-                    (slice(None), _kept(sign * down, rows), _kept(sign * right, columns), heads) for sign in (-1, 1)
-                )
-                here[target] = there[source]
-        return moved
+        grid = self._patches[0].grid_size if self._patches else None
+        return neighbours(values, self.pattern, grid, self._others)
 
     def extra_repr(self) -> str:
         return self.pattern
+
+
+def neighbours(values: torch.Tensor, pattern: str, grid: tuple[int, int] | None, others: int) -> torch.Tensor:
+    """The values that tokens hold, of `others` tokens and then a grid of patches; see `SpatialOffsets`."""
+    if grid is None:
+        raise ValueError("spatial_offsets are for the deit_*_gka and deit_*_vlt models, which know the patches' grid")
+    rows, columns = grid
+    if values.shape[1] != others + rows * columns:
+        expected = f"{others} tokens and {rows} x {columns} patches"
+        raise ValueError(f"spatial_offsets need {expected}, got {values.shape[1]} tokens; img_size sets the grid")
+    moved = values.clone()
+    here, there = (tokens[:, others:].unflatten(1, (rows, columns)) for tokens in (moved, values))
+    for place, letter in enumerate(pattern):
+        down, right = NEIGHBOURS[letter]
+        if down or right:
+            heads = slice(place, None, len(pattern))
+            target, source = (
+                (slice(None), _kept(sign * down, rows), _kept(sign * right, columns), heads) for sign in (-1, 1)
+            )
+            here[target] = there[source]
+    return moved
+
+
+torch.fx.wrap("neighbours")  # one node: torch.fx cannot record what is written into a tensor
 
 
 def _kept(step: int, size: int) -> slice:

@@ -22,6 +22,7 @@ from gka import (
     initial_log_sigma,
     select_impl,
 )
+from gka.bandwidth import at_least_float32
 from gka.masking import Mask
 from nanochat_gka.model import mixing
 from nanochat_gka.model.blocks import Linear, Rotary, fill_uniform, norm
@@ -211,6 +212,9 @@ class GKAAttention(Attention, kind="gka"):
         with torch.no_grad():
             self.log_sigma.copy_(initial_log_sigma(self.config.n_head, self.config.initial_sigma_squared))
 
+    def _log_sigma(self) -> torch.Tensor:
+        return at_least_float32(self.log_sigma)
+
     @property
     def cached_tensors(self):
         return self.kind.cached_tensors + (self.ve_gate is not None)
@@ -244,7 +248,7 @@ class GKAAttention(Attention, kind="gka"):
         keys, values = self.keys_and_values(rotary, queries.shape[1], stored)
         keys = None if keys is queries else keys
         return gaussian_attention(
-            queries, self.log_sigma, keys=keys, values=values, causal=True, window=self.window, constant_norm=True
+            queries, self._log_sigma(), keys=keys, values=values, causal=True, window=self.window, constant_norm=True
         )
 
     def attend_cached(self, rotary, queries, stored, lengths):
@@ -254,13 +258,13 @@ class GKAAttention(Attention, kind="gka"):
         keys = stored[1] if len(stored) == 2 else None
         key_delays, value_delays = (self.pairing.key_delays, self.pairing.value_delays) if self.pairing else ((), ())
         return decode_attention(
-            queries, self.log_sigma, stored[0], keys=keys, rotary=tables, lengths=lengths, window=self.window,
+            queries, self._log_sigma(), stored[0], keys=keys, rotary=tables, lengths=lengths, window=self.window,
             constant_norm=True, key_delays=key_delays, value_delays=value_delays
         )  # fmt: skip
 
     def weights(self, queries, keys):
         _, weights = gaussian_attention(
-            queries, self.log_sigma, keys=keys, causal=True, window=self.window, return_weights=True
+            queries, self._log_sigma(), keys=keys, causal=True, window=self.window, return_weights=True
         )
         return weights
 

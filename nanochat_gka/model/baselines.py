@@ -78,7 +78,7 @@ class TiedSoftmaxAttention(Baseline):
 
     def scaled(self, queries):
         """Queries for attention at scale 1 / sqrt(D)."""
-        scale = self.config.head_dim**0.5 * torch.exp(-2 * self.log_sigma)
+        scale = self.config.head_dim**0.5 * torch.exp(-2 * self._log_sigma())
         return queries * scale.to(queries.dtype)[:, None]
 
     def attend(self, rotary, queries, stored):

@@ -34,11 +34,11 @@ class KVCache(Context):
 
     def begin(self, num_tokens):
         """Raises ValueError if a row outgrows the capacity."""
-        self.longest, self.new_tokens = max(self.lengths) + num_tokens, num_tokens
+        self.longest, self.new_tokens = max(self.lengths, default=0) + num_tokens, num_tokens
         if self.longest > self.capacity:
             raise ValueError(f"the cache holds {self.capacity} tokens a row, got {self.longest}")
-        if len(set(self.lengths)) == 1:
-            self.positions = slice(self.lengths[0], self.longest)
+        if len(set(self.lengths)) <= 1:  # none where no row is in use
+            self.positions = slice(self.longest - num_tokens, self.longest)
             self.places = (slice(0, len(self.lengths)), self.positions)
         else:
             device = self.layers[0][0].device

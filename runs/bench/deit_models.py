@@ -28,9 +28,9 @@ UNFUSED = "gka-unfused"
 class UnfusedGKA(GKA):
     """GKA as one writes it in PyTorch from the paper (section 4.3: N x N intermediates), in autocast's dtypes."""
 
-    def mix(self, x, heads, is_causal):
-        if self.impl == "reference":
-            return super().mix(x, heads, is_causal)
+    def mix(self, x, heads, attn_mask, is_causal):
+        if self.impl == "reference" or attn_mask is not None:
+            return super().mix(x, heads, attn_mask, is_causal)
         return plain_attention(heads, self._log_sigma())
 
 

@@ -200,6 +200,27 @@ def test_masked_diagonal_among_distant_tokens_is_finite(kind):
     assert torch.isfinite(y).all() and torch.isfinite(x.grad).all()
 
 
+@pytest.mark.parametrize("form", ["bool", "added"])
+@kinds
+def test_rows_whose_mask_hides_everything_are_0_as_in_timms_fused_softmax(kind, form, fused):
+    """Images of 2 and 4 tokens: what stands at padding is W_O's bias, and its gradient nothing but that."""
+    layer, x = make_layer(kind, (2, 4, 2, 8))
+    real = torch.arange(4) < torch.tensor([2, 4])[:, None]
+    visible = (real[:, :, None] & real[:, None])[:, None]
+    attn_mask = visible if form == "bool" else torch.zeros(2, 1, 4, 4).masked_fill(~visible, -math.inf)
+    x.requires_grad_()
+    y = layer(x, attn_mask=attn_mask)
+    timms = timm.layers.Attention(16, num_heads=2)
+    assert timms.fused_attn is fused
+    outputs = {layer: y, **({timms: timms(x, attn_mask=attn_mask)} if fused else {})}  # explicit, timm's is NaN
+    for module, output in outputs.items():
+        torch.testing.assert_close(output[0, 2:], module.proj.bias.expand(2, 16))
+    torch.testing.assert_close(y[:1, :2], layer(x[:1, :2]), rtol=1e-4, atol=1e-5)
+    y.square().sum().backward()
+    assert not x.grad[0, 2:].any() and x.grad[0, :2].all()
+    assert all(torch.isfinite(p.grad).all() for p in layer.parameters())
+
+
 @kinds
 def test_explicit_path_equals_fused_path(kind, images, explicit):
     model = small(kind).double().eval()

@@ -1,6 +1,7 @@
 """What timm's users do with a model: features, sizes, compilation, export, precision, optimisers."""
 
 import copy
+import pickle
 
 import pytest
 import timm
@@ -8,12 +9,15 @@ import timm.layers
 import timm.optim
 import torch
 import torch.nn.functional as F
+from timm.utils import AttentionExtract
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
+from torchvision.models.feature_extraction import create_feature_extractor
 
 from deit_gka.model.accounting import cost_of
-from deit_gka.model.registry import model_name
+from deit_gka.model.registry import OUR_KINDS, model_name
 from gka import testing
+from sharding import check_trains_as_in_bfloat16, process_group
 from tiny_vit import SMALL, create, kinds, small
 
 
@@ -26,6 +30,17 @@ def test_forward_is_features_then_head(kind, images):
     headless = small(kind, num_classes=0).eval()
     headless.load_state_dict({name: t for name, t in model.state_dict().items() if not name.startswith("head")})
     torch.testing.assert_close(headless(images), model.forward_head(features, pre_logits=True))
+
+
+@pytest.mark.parametrize("kind", ["softmax", *OUR_KINDS])
+@pytest.mark.parametrize("settings", [dict(), dict(spatial_offsets="LU"), dict(attn_drop_rate=0.1)], ids=str)
+def test_no_images_give_no_logits_and_gradients_that_are_0(kind, settings):
+    """As timm's own model, which is a softmax case."""
+    model = small(kind) if kind == "softmax" else small(kind, **settings)
+    y = model(torch.randn(0, 3, 32, 32))
+    assert y.shape == (0, 5)
+    y.sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 
 @kinds
@@ -144,6 +159,44 @@ def test_export_with_a_free_batch_size(kind, images):
 
 
 @kinds
+@pytest.mark.parametrize("settings", [dict(), dict(attn_drop_rate=0.1), dict(spatial_offsets="LU")], ids=str)
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "explicit"])
+def test_symbolic_trace_of_any_batch_and_mask(kind, fused, settings, request):
+    """As timm's own model: masks are inputs of the graph."""
+    if not fused:
+        request.getfixturevalue("explicit")
+    model = small(kind, **settings).eval()
+    traced = pickle.loads(pickle.dumps(torch.fx.symbolic_trace(model)))
+    shared = {name: p.detach() for name, p in model.named_parameters()}
+    traced.load_state_dict(shared, assign=True)
+    for batch, mask in ((1, None), (3, None), (3, torch.ones(5, 5, dtype=torch.bool).tril())):
+        others = torch.randn(batch, 3, 32, 32)
+        assert torch.equal(traced(others, mask), model(others, mask))
+
+
+@kinds
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "explicit"])
+def test_torchvisions_feature_extractor(kind, fused, images, request):
+    if not fused:
+        request.getfixturevalue("explicit")
+    model = small(kind, depth=3).eval()
+    extractor = create_feature_extractor(model, {"blocks.1": "tokens", "blocks.1.attn.proj": "mixed"})
+    found, wanted = extractor(images), {}
+    model.blocks[1].attn.proj.register_forward_hook(lambda layer, inputs, y: wanted.update(mixed=y))
+    model.blocks[1].register_forward_hook(lambda layer, inputs, y: wanted.update(tokens=y))
+    model(images)
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in found)
+
+
+def test_timms_attention_maps_of_the_graph_equal_those_of_hooks(images, explicit):
+    for kind in OUR_KINDS:
+        model = small(kind).eval()
+        graph, hooks = (AttentionExtract(model, method=method)(images) for method in ("fx", "hook"))
+        assert [name.split(".")[:2] for name in graph] == [["blocks", "0"], ["blocks", "1"]]
+        assert all(torch.equal(one, other) for one, other in zip(graph.values(), hooks.values(), strict=True))
+
+
+@kinds
 @pytest.mark.filterwarnings("ignore")
 def test_trace(kind, images):
     model = small(kind).eval()
@@ -179,6 +232,15 @@ def test_bfloat16_keeps_float32_bandwidths(kind, images):
     y = model(images.bfloat16())
     assert y.dtype == torch.bfloat16
     assert testing.error(y, want) <= 2 * rounding_of_the_twin(images, lambda twin, x: twin.bfloat16()(x.bfloat16()))
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "explicit"])
+def test_fsdp_in_bfloat16(fused, images, tmp_path, request):
+    if not fused:
+        request.getfixturevalue("explicit")
+    with process_group(tmp_path):
+        model = small("gka")
+        check_trains_as_in_bfloat16(model, lambda m: m.blocks, lambda m: m(images.bfloat16()).float().square().sum())
 
 
 @kinds

@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import gka.flops  # noqa: F401
 from gka import GaussianKernelAttention, attention_cost, gaussian_attention
 from operator_cases import CPU
+from sharding import check_trains_as_in_bfloat16, process_group
 
 DEIT = {"Ti": (192, 3), "S": (384, 6), "B": (768, 12)}
 
@@ -53,10 +54,31 @@ def test_layer_in_another_dtype(dtype, tolerance):
     assert layer.log_sigma.grad.dtype == dtype
 
 
+@pytest.mark.parametrize("options", [dict(), dict(head_norm=True, causal=True, window=3)], ids=str)
+def test_layer_under_fsdp_in_bfloat16(options, tmp_path):
+    model, x = nn.Sequential(GaussianKernelAttention(32, 2, **options)), torch.randn(2, 9, 32).bfloat16()
+    with process_group(tmp_path):
+        check_trains_as_in_bfloat16(model, lambda m: m, lambda m: m(x).float().square().sum())
+
+
 def test_layer_in_float64_keeps_its_digits():
     layer, x = GaussianKernelAttention(32, 2).double(), torch.randn(2, 9, 32, dtype=torch.float64)
     want = layer.proj(gaussian_attention(x.view(2, 9, 2, 16), layer.log_sigma, eps=0.0, impl="reference").flatten(-2))
     torch.testing.assert_close(layer(x), want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", [dict(), dict(head_norm=True, causal=True, window=3)], ids=str)
+def test_torch_fx_traces_a_model_that_has_the_layer(options):
+    """One graph for all lengths and batches, with the layer's parameters in it; wrong inputs are named as ever."""
+    model = nn.Sequential(nn.LayerNorm(32), GaussianKernelAttention(32, 2, **options), nn.Linear(32, 5))
+    graph = torch.fx.symbolic_trace(model)
+    for shape in ((2, 9, 32), (1, 4, 32)):
+        x = torch.randn(shape)
+        assert torch.equal(graph(x), model(x))
+    graph(x).sum().backward()
+    assert model[1].log_sigma.grad.all()
+    with pytest.raises(ValueError, match=r"x must have shape \(B, T, dim\) with dim=32, got \(9, 32\)"):
+        graph(torch.randn(9, 32))
 
 
 def test_layer_under_autocast():

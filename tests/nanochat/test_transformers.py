@@ -245,6 +245,19 @@ def test_other_dtypes_and_new_models(models):
     assert torch.equal(fresh.gpt.rotary.cos, wanted.rotary.cos)
 
 
+def test_a_model_cast_as_a_whole_still_writes(models, encoder):
+    """`model.to` casts what `from_pretrained(dtype=...)` keeps in float32, the bandwidths: the same text here."""
+    model = models(attention="gka", gka_values="normalised")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(model.folder, dtype=torch.bfloat16)
+    whole = copy.deepcopy(model.theirs).to(torch.bfloat16)
+    assert {p.dtype for p in whole.parameters()} == {torch.bfloat16}
+    batch = encoder(PROMPTS, return_tensors="pt", padding=True, padding_side="left")
+    assert generate(whole, batch) == generate(loaded, batch)
+    with torch.inference_mode():
+        logits, exact = whole(batch["input_ids"]).logits, model.theirs(batch["input_ids"]).logits
+    assert (logits - exact).norm() < 0.03 * exact.norm()
+
+
 def test_pipeline_writes_the_engines_text(models, tokenizer):
     model = models(attention="gka", gka_values="normalised", head_offsets="PS")
     pipeline = transformers.pipeline("text-generation", model=str(model.folder))

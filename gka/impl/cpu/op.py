@@ -90,6 +90,7 @@ def can_decode(x: torch.Tensor, log_sigma: torch.Tensor, cached: Sequence[torch.
     return (
         x.device.type == "cpu"
         and x.dtype in decoding.DTYPES
+        and x.shape[0] > 0
         and x.shape[1] <= DECODE_QUERIES
         and x.shape[3] <= MAX_HEAD_DIM
         and log_sigma.dtype == torch.float32

@@ -79,7 +79,8 @@ class ApproximatedGKA(GKA):
         super().__init__(dim, num_heads, **settings)
         self.approximation = Approximation(form, SIZES["digits"], num_heads, dim // num_heads)
 
-    def mix(self, x, heads, is_causal):
+    def mix(self, x, heads, attn_mask, is_causal):
+        assert attn_mask is None, "approximations take no masks"
         return self.approximation(heads, heads, heads, self._log_sigma(), is_causal)
 
 
