@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -11,32 +10,14 @@ import torch
 
 import ask_cpu_kernel
 import processes
+from cpu_builds import COMPILER, ask, environment, needs_compiler, wrapper
 from gka.impl.cpu import build
 from sources import ROOT
 
-COMPILER = next((path for path in map(build.shutil.which, build.COMPILERS) if path), None)
-needs_compiler = pytest.mark.skipif(build.obstacle() is not None, reason=str(build.obstacle()))
 
-
-def environment(folder, **variables) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name not in ("CXX", build.SWITCH)}
-    return {**kept, "PYTHONPATH": str(ROOT), build.FOLDER: str(folder), "OMP_NUM_THREADS": "1", **variables}
-
-
-def ask(folder, **variables):
-    """Two lines of what a process does that has not looked for the kernel yet, and what it says."""
-    variables = {build.SWITCH: None, **environment(folder, **variables)}  # None: it is not set
-    with tempfile.TemporaryDirectory() as output:
-        done = processes.call("ask_cpu_kernel", folder=Path(output), env=variables)
-    return done.stdout.splitlines(), done.stderr
-
-
-def wrapper(folder, text: str):
-    """A compiler that is a shell script; REAL is the real one."""
-    path = folder / "compiler"
-    path.write_text("#!/bin/sh\n" + text.replace("REAL", str(COMPILER)))
-    path.chmod(0o755)
-    return str(path)
+def made(folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 @needs_compiler
@@ -102,7 +83,7 @@ def test_a_damaged_library_is_named(tmp_path, monkeypatch):
     text = 'case "$*" in *--version*) exec REAL "$@";; esac\nfor output; do :; done\necho "no library" > "$output"\n'
     monkeypatch.setenv("CXX", wrapper(tmp_path, text))
     monkeypatch.setenv(build.FOLDER, str(tmp_path / "cache"))
-    path = build._built(torch.backends.cpu.get_cpu_capability())
+    path = build._built(torch.backends.cpu.get_cpu_capability(), made(tmp_path / "cache"))
     path.write_text("damaged")
     lines, _ = ask(tmp_path / "cache", CXX=os.environ["CXX"])
     assert lines[0] == "sdpa 9" and str(path) in lines[1] and path.read_text() == "damaged"
@@ -111,11 +92,11 @@ def test_a_damaged_library_is_named(tmp_path, monkeypatch):
 @needs_compiler
 def test_a_library_cut_short_is_named_and_not_loaded(tmp_path, monkeypatch):
     """The system would end the process where it reads behind the end of the file."""
-    library = build._built(torch.backends.cpu.get_cpu_capability())
+    library = build._built(torch.backends.cpu.get_cpu_capability(), build.cache_folder())
     text = f'case "$*" in *--version*) exec REAL "$@";; esac\nfor output; do :; done\ncp {library} "$output"\n'
     monkeypatch.setenv("CXX", wrapper(tmp_path, text))
     monkeypatch.setenv(build.FOLDER, str(tmp_path / "cache"))
-    path = build._built(torch.backends.cpu.get_cpu_capability())
+    path = build._built(torch.backends.cpu.get_cpu_capability(), made(tmp_path / "cache"))
     assert ask(tmp_path / "cache", CXX=os.environ["CXX"])[0] == ["cpu 9"]
     os.truncate(path, path.stat().st_size // 2)
     lines, _ = ask(tmp_path / "cache", CXX=os.environ["CXX"])
@@ -137,9 +118,23 @@ def test_a_compiler_that_hangs_is_ended_with_its_children(tmp_path, monkeypatch)
     monkeypatch.setenv(build.FOLDER, str(tmp_path / "cache"))
     monkeypatch.setattr(build, "TIMEOUT", 2)
     with pytest.raises(build.Unavailable, match=r"compiler did not finish in 2 seconds$"):
-        build._built("AVX2")
+        build._built("AVX2", made(tmp_path / "cache"))
     children = list(map(int, (tmp_path / "children").read_text().split()))
     assert len(children) == len(list(build.SOURCE.glob("*.cpp"))) and not processes.still_there(children, 60)
+
+
+def test_a_named_compiler_that_is_not_there_is_named(tmp_path):
+    lines, said = ask(tmp_path / "cache", CXX="/nope/g++ -pipe")
+    reason = "CXX=/nope/g++ -pipe names a compiler that is not there, /nope/g++"
+    assert lines == ["sdpa 9", f'impl="cpu" is unavailable: {reason}; use impl="auto"']
+    assert said == f'gka: no CPU kernel, impl="auto" uses sdpa on CPUs: {reason}\n'
+
+
+def test_the_log_line_has_the_compilers_error(tmp_path):
+    script = "case \"$*\" in *--version*) exit;; esac\nprintf 'in a.h:\\na.h:1: error: no AVX\\n' >&2; exit 3\n"
+    lines, said = ask(tmp_path / "cache", CXX=wrapper(tmp_path, script))
+    assert said.splitlines()[-1].endswith("compiler failed with exit code 3: a.h:1: error: no AVX")
+    assert lines[0] == "sdpa 9" and "in a.h:" in lines  # impl="cpu" raises with all of it
 
 
 @pytest.mark.skipif(COMPILER is None, reason="no compiler")
@@ -187,10 +182,10 @@ def test_a_child_forked_while_a_thread_builds_does_not_wait_for_it():
 
 @needs_compiler
 def test_the_kernel_for_avx2_keeps_to_the_budgets():
-    shown = "from gka.impl.cpu import build; print(build._built(build.torch.backends.cpu.get_cpu_capability()).name)"
+    shown = "from gka.impl.cpu import build; print(build.library()._name)"
     environ = {**os.environ, "ATEN_CPU_CAPABILITY": "avx2", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", shown], env=environ, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("gka-avx2-")
+    assert Path(done.stdout).name.startswith("gka-avx2-")
     tests = [str(ROOT / f"tests/gka/test_cpu_{name}.py") for name in ("kernel", "decoding")]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
     done = subprocess.run(

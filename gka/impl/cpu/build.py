@@ -1,7 +1,8 @@
 """The compiled kernel: taken from the user's cache folder, or built into it by the system's compiler at the first use.
 
 The file's name is a hash of everything that decides what is in it: source, flags, compiler and instruction set. The
-instruction set is named, never "native", so a home folder that machines share serves each of them.
+instruction set is named, never "native", so a home folder that machines share serves each of them. What other users
+could have put there is not loaded (ownership.py).
 """
 
 import contextlib
@@ -22,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from gka.impl.cpu.ownership import distrust
 
 SWITCH = "GKA_CPU_KERNEL"  # 0 turns the kernel off
 FOLDER = "GKA_CACHE_DIR"  # where it is kept
@@ -97,7 +100,13 @@ def _load() -> ctypes.CDLL:
     if platform.machine() != "x86_64" or instructions not in INSTRUCTIONS:
         raise Unavailable(f"the CPU kernel needs AVX-512 or AVX2, torch reports {instructions} ({platform.machine()})")
     try:
-        return ctypes.CDLL(str(_built(instructions)))
+        folder = cache_folder()
+        reason = _prepared(folder)
+        if reason is None:
+            return ctypes.CDLL(str(_built(instructions, folder)))
+        LOG.warning("gka: the CPU kernel is compiled for this process alone, not in %s: %s", folder, reason)
+        with tempfile.TemporaryDirectory(prefix="gka-") as private:  # the library stays loaded
+            return ctypes.CDLL(str(_built(instructions, Path(private))))
     except (OSError, RuntimeError) as error:  # no folder, or one to which nothing is written or from which nothing runs
         raise Unavailable(f"{str(error).rstrip('.')}; {FOLDER} chooses another folder") from None
 
@@ -109,22 +118,28 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gka"
 
 
-def _built(instructions: str) -> Path:
-    """Path of the library; raises Unavailable if the compiler is missing or fails, OSError for the folder."""
+def _prepared(folder: Path) -> str | None:
+    """Make the folder if need be; why it must not be used, or None."""
+    if not folder.exists():
+        folder.mkdir(0o700, parents=True, exist_ok=True)
+    return distrust(folder)
+
+
+def _built(instructions: str, folder: Path) -> Path:
+    """Path of the library in `folder`. Raises Unavailable if the compiler is missing or fails, OSError for a folder."""
     import fcntl  # not on every system
 
     compiler = _compiler()
     command = [*compiler, *FLAGS, *INSTRUCTIONS[instructions]]
-    folder, end = cache_folder(), _digest(command, compiler).encode()
+    end = _digest(command, compiler).encode()
     path = folder / f"gka-{instructions.lower()}-{end.decode()}.so"
-    if path.exists():
+    if _usable(path):
         return _whole(path, end)
-    folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the system lets go of it if this process dies
         for left in folder.glob("building-*"):  # by a process that was killed: nobody else builds here now
             shutil.rmtree(left, ignore_errors=True)
-        if not path.exists():
+        if not _usable(path):
             LOG.warning("gka: compiling the CPU kernel, once, for a few seconds: %s", path)
             with tempfile.TemporaryDirectory(dir=folder, prefix="building-") as scratch:
                 output, sources = Path(scratch) / path.name, sorted(SOURCE.glob("*.cpp"))
@@ -133,8 +148,18 @@ def _built(instructions: str) -> Path:
                 _run([*command, *objects, "-o", str(output)], TIMEOUT)
                 with open(output, "ab") as file:
                     file.write(end)
+                output.chmod(0o755)  # whatever the umask is
                 os.replace(output, path)
     return _whole(path, end)
+
+
+def _usable(path: Path) -> bool:
+    """Whether the library is there and nobody else can have written it; says so if somebody can."""
+    if not path.exists():
+        return False
+    if reason := distrust(path):
+        LOG.warning("gka: compiling the CPU kernel again: %s", reason)
+    return reason is None
 
 
 def _whole(path: Path, end: bytes) -> Path:
@@ -153,6 +178,8 @@ def _compiler() -> list[str]:
     for words in [chosen] if chosen else [[name] for name in COMPILERS]:
         if path := shutil.which(words[0]):
             return [path, *words[1:]]
+    if chosen:
+        raise Unavailable(f"CXX={os.environ['CXX']} names a compiler that is not there, {chosen[0]}")
     raise Unavailable(f"no C++ compiler was found (CXX, {', '.join(COMPILERS)}); install one, such as g++")
 
 
@@ -180,12 +207,19 @@ def _run_at_once(commands: list[list[str]], seconds: float) -> str:
                 said, complaints = process.communicate(timeout=max(0.0, end - time.monotonic()))
                 printed.append(said)
                 if code := process.returncode:
-                    raise Unavailable(f"{commands[0][0]} failed with exit code {code}:\n{complaints.strip()}")
+                    raise Unavailable(f"{commands[0][0]} failed with exit code {code}: {_first_error(complaints)}")
         except OSError as error:
             raise Unavailable(f"the compiler did not run: {error}") from None
         except subprocess.TimeoutExpired:
             raise Unavailable(f"{commands[0][0]} did not finish in {seconds} seconds") from None
     return "".join(printed)
+
+
+def _first_error(complaints: str) -> str:
+    """What a compiler says, the line that tells the error first: it may be all that is logged."""
+    lines = complaints.strip().splitlines() or ["it said nothing"]
+    first = next((line for line in lines if "error" in line), lines[0])
+    return first if len(lines) == 1 else "\n".join([first, *lines])
 
 
 class _Ended(subprocess.Popen):
