@@ -79,6 +79,8 @@ def cost_of(model: nn.Module) -> ModelCost | None:
     num_heads = {getattr(layer, "num_heads", None) for layer in layers}
     if len(num_heads) != 1 or num_heads == {None} or not hasattr(model.blocks[0].mlp, "fc1"):
         return None
+    if not isinstance(getattr(embed, "proj", None), nn.Conv2d):  # a hybrid's patches come out of a network
+        return None
     cost = vit_cost(
         "".join(KINDS[kind_of(layer)].letter for layer in layers),
         model.embed_dim,

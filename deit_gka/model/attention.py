@@ -237,6 +237,11 @@ def kind_of(layer: nn.Module) -> str:
     return getattr(layer, "kind", "softmax")
 
 
+def attention_layers(model: nn.Module) -> list[nn.Module]:
+    """The self-attention layers of a model, in order, where they are ours or timm's own class for ViTs."""
+    return [module for module in model.modules() if isinstance(module, (TimmAttention, Attention, DiffAttention))]
+
+
 def operators_of(model: nn.Module) -> list[str]:
     """Which implementations of the operator train this model's GKA layers where they are, without repetition."""
     tokens = model.patch_embed.num_patches + model.num_prefix_tokens if isinstance(model, VisionTransformer) else 1

@@ -10,11 +10,15 @@ model = timm.create_model("deit_tiny_gka_patch16_224", spatial_offsets="LUD")   
 model = timm.create_model("vit_small_patch16_224", attn_layer="GGGA")             # any timm ViT; "gka" for all layers
 """
 
+from typing import Any
+
 import timm.models.vision_transformer as vit
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.layers import DiffAttention
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
+from torch import nn
 
 from deit_gka.model.accounting import vit_cost
 from deit_gka.model.attention import ATTENTION, AttentionNames, TimmAttention, attention_by_layer, settings_of
@@ -35,6 +39,33 @@ SETTINGS = {
 CROP_PCT = 0.875  # resize to 256, crop 224, as DeiT evaluates (timm's own deit entries say 0.9)
 
 vit.ATTN_LAYERS = AttentionNames(vit.ATTN_LAYERS | ATTENTION)
+
+
+def check_built_of(model: nn.Module, asked: Any) -> None:
+    """Raises ValueError if a block lacks the attention that was asked for, an `attn_layer` that is not timm's own.
+
+    Some of timm's blocks take `attn_layer` and do not use it.
+    """
+    layer = vit.ATTN_LAYERS.get(asked) if isinstance(asked, str) else asked
+    if layer is None or layer.__module__.startswith("timm."):
+        return
+    is_pattern = issubclass(layer, DiffAttention)  # `attention_by_layer`
+    expected = tuple(ATTENTION.values()) if is_pattern else layer
+    blocks = [block for part in model.modules() for block in getattr(part, "blocks", ())]
+    for block in blocks or [model]:
+        if not any(isinstance(module, expected) for module in block.modules()):
+            name = asked if isinstance(asked, str) else layer.__name__
+            raise ValueError(f"{type(block).__name__} has an attention of its own, attn_layer={name!r} changes nothing")
+
+
+def build_checked(architecture: type[nn.Module], name: str, pretrained: bool, **arguments) -> nn.Module:
+    """timm's `build_model_with_cfg`, and `check_built_of`."""
+    model = build_model_with_cfg(architecture, name, pretrained, **arguments)
+    check_built_of(model, arguments.get("attn_layer"))
+    return model
+
+
+vit.build_model_with_cfg = build_checked  # so that timm.create_model says so too
 
 
 def model_name(size: str, kind: str, distilled: bool = False) -> str:
@@ -67,7 +98,7 @@ def _entry_point(size: str, kind: str, distilled: bool):
         features = dict(out_indices=kwargs.pop("out_indices", 3), feature_cls="getter")
         arguments = dict(patch_size=16, **SIZES[size], attn_layer=attention_by_layer(attention, **settings)) | kwargs
         arguments |= dict(pretrained_filter_fn=checkpoint_filter_fn, feature_cfg=features)
-        model = build_model_with_cfg(architecture, name, pretrained, **arguments)
+        model = build_checked(architecture, name, pretrained, **arguments)
         place_offsets(model)
         return model
 

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from deit_gka.data.images import Batch
 from deit_gka.data.order import Piece
 from deit_gka.data.seeds import seed_of
+from deit_gka.model.attention import attention_layers
 from deit_gka.recipe import Recipe
 from deit_gka.training.distillation import Objective
 from trainkit.cli import UserError
@@ -163,8 +164,8 @@ def evaluate(
 
 
 def bandwidths(model) -> Iterator[tuple[int, list[float]]]:
-    """(layer, learned sigma of its heads) for every GKA layer of a timm ViT."""
-    for layer, block in enumerate(getattr(model, "blocks", [])):
-        log_sigma = getattr(block.attn, "log_sigma", None)
+    """(layer, learned sigma of its heads) for every GKA layer of a timm model, numbered among its attention layers."""
+    for layer, attention in enumerate(attention_layers(model)):
+        log_sigma = getattr(attention, "log_sigma", None)
         if log_sigma is not None:
             yield layer, log_sigma.detach().exp().tolist()

@@ -12,9 +12,13 @@ import torch.nn.functional as F
 from timm.models import save_for_hf
 from torch import nn
 
-from deit_gka.model.attention import with_settings
+from deit_gka.model.accounting import cost_of
+from deit_gka.model.attention import ATTENTION, attention_layers, operators_of, with_settings
+from deit_gka.model.checkpoints import build
 from deit_gka.model.registry import OUR_KINDS, model_name
+from deit_gka.training.engine import bandwidths
 from tiny_vit import SMALL, create, kinds, small
+from trainkit.cli import UserError
 
 
 def test_timm_lists_every_size_and_kind():
@@ -29,6 +33,47 @@ def test_timm_lists_every_size_and_kind():
 def test_pretrained_is_refused(kind):
     with pytest.raises(RuntimeError, match="No pretrained weights exist"):
         create(kind, pretrained=True)
+
+
+@pytest.mark.parametrize(
+    "name,block",
+    [
+        ("vit_base_patch16_xp_224", "ParallelScalingBlock"),
+        ("vit_huge_patch14_xp_224", "ParallelScalingBlock"),
+        ("vit_large_patch14_xp_224", "ParallelScalingBlock"),
+        ("vit_pwee_patch16_reg1_gap_256", "ParallelScalingBlock"),
+        ("vit_dpwee_patch16_reg1_gap_256", "DiffParallelScalingBlock"),
+    ],
+)
+def test_blocks_that_would_ignore_our_attention_say_so(name, block):
+    small = dict(depth=2, embed_dim=48, num_heads=2, device="meta")
+    for attention in ("gka", "GA", ATTENTION["vlt"]):
+        with pytest.raises(ValueError, match=f"^{block} has an attention of its own, attn_layer='.*' changes nothing"):
+            timm.create_model(name, attn_layer=attention, **small)
+    with pytest.raises(UserError, match=f"^timm cannot build {name}: {block} has an attention of its own"):
+        build(name, attention="gka", **small)
+    assert timm.create_model(name, **small) and timm.create_model(name, attn_layer="attn", **small)
+
+
+def test_every_layer_of_two_side_by_side_is_ours_and_reports_its_bandwidths():
+    model = build("vit_small_patch16_18x2_224", depth=2, embed_dim=24, num_heads=3, attention="gka")
+    assert [type(layer) for layer in attention_layers(model)] == [ATTENTION["gka"]] * 4
+    assert [(layer, len(sigma)) for layer, sigma in bandwidths(model)] == [(0, 3), (1, 3), (2, 3), (3, 3)]
+
+
+# The smallest that timm has of families whose blocks have no attention, or one under another name.
+OTHERS = [
+    *("mobilenetv3_small_050", "efficientnet_b0", "convnext_atto", "crossvit_9_240", "tnt_s_patch16_224"),
+    *("twins_svt_small", "pvt_v2_b0", "mixer_s32_224", "resmlp_12_224", "cait_xxs24_224", "xcit_nano_12_p16_224"),
+    *("swin_tiny_patch4_window7_224", "vit_base_mci_224", "vit_small_patch16_18x2_224"),
+    "vit_pwee_patch16_reg1_gap_256",
+]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_a_run_reports_of_a_model_works_for_any_of_timms(name):
+    model = timm.create_model(name, device="meta", num_classes=5)
+    assert list(bandwidths(model)) == [] and operators_of(model) == [] and cost_of(model) is None
 
 
 @kinds

@@ -159,6 +159,22 @@ def test_a_run_without_an_average_in_half_precision_resumes(pictures, tmp_path):
     assert result["best"]["metric"] == "top1" and "ema_top1" not in result
 
 
+@pytest.mark.parametrize("name", ["mobilenetv3_small_050", "twins_svt_small"])
+def test_a_model_whose_blocks_have_no_attention_of_ours_trains_and_resumes(name, pictures, tmp_path):
+    """Both its report after an epoch and its restart looked for the attention of every block."""
+    words = ["--data", pictures, "--out", tmp_path, "--model", name, "--model-tag", "run", "--input-size", 32]
+    words += ["--device-type", "cpu", "--epochs", 2, "--batch-size", 12, "--group-size", 6, "--num-workers", 0]
+    words += ["--warmup-epochs", 0, "--repeated-aug", 1, "--results", tmp_path / "results.jsonl"]
+    if name.startswith("twins"):
+        words += ["--model-kwargs", "embed_dims=[8,8,8,8]", "num_heads=[1,1,1,1]", "depths=[1,1,1,1]"]
+    first = tiny_vision.call(TRAIN, *words, "--stop-after", 8, folder=tmp_path / "output")
+    second = tiny_vision.call(TRAIN, *words, folder=tmp_path / "output")
+    assert "resuming" not in first.stdout and "resuming" in second.stdout
+    result = json.loads((tmp_path / "results.jsonl").read_text())["metrics"]
+    assert result["sigma"] == {} and result["flops"] is None
+    assert [record["epoch"] for record in records(tmp_path, "eval")] == [1, 2]
+
+
 def test_ranks_take_the_same_first_step(pictures, tmp_path):
     """Adam's first moment after one update is a tenth of the gradient, here of 24 images on 1 to 3 ranks."""
     common = ["--batch-size", 24, "--drop-path", 0, "--warmup-epochs", 0, "--stop-after", 1, "--clip-grad", 0]
