@@ -21,9 +21,19 @@ def save(tokenizer: Tokenizer, folder: Path, longest: int) -> None:
     write_json(Path(folder) / "tokenizer_config.json", settings(tokenizer, longest))
 
 
+def special_ids(tokenizer: Tokenizer) -> dict[str, int]:
+    """The ids that config.json states.
+
+    BOS begins every document, so it ends the one before. The last special token pads: collators take what pads out of
+    the labels, and this one, <|output_end|>, is never a label. In nanochat's chats it ends what a tool wrote.
+    """
+    ids = list(tokenizer.special.values())
+    return {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.bos_id, "pad_token_id": ids[-1]}
+
+
 def backend(tokenizer: Tokenizer) -> dict[str, Any]:
     """The content of tokenizer.json: byte-level BPE, and BOS before every text."""
-    bos = _bos(tokenizer)
+    bos = tokenizer.decode([tokenizer.bos_id])
     split = {"type": "Split", "pattern": {"Regex": tokenizer.pattern}, "behavior": "Isolated", "invert": False}
     bytewise = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     first, second = ({"Sequence": {"id": name, "type_id": number}} for number, name in enumerate("AB"))
@@ -60,17 +70,14 @@ def backend(tokenizer: Tokenizer) -> dict[str, Any]:
 def settings(tokenizer: Tokenizer, longest: int) -> dict[str, Any]:
     """The content of tokenizer_config.json.
 
-    BOS begins every document, so it ends the one before and pads. Special tokens inside a text are ordinary text, as
-    `Tokenizer.encode` has it, unless the caller passes split_special_tokens=False.
+    Special tokens inside a text are ordinary text, as `Tokenizer.encode` has it, unless the caller passes
+    split_special_tokens=False.
     """
-    bos = _bos(tokenizer)
-    others = [token for token in tokenizer.special if token != bos]
+    named = {use.removesuffix("_id"): tokenizer.decode([number]) for use, number in special_ids(tokenizer).items()}
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": bos,
-        "eos_token": bos,
-        "pad_token": bos,
-        "extra_special_tokens": others,
+        **named,
+        "extra_special_tokens": [token for token in tokenizer.special if token not in named.values()],
         "split_special_tokens": True,
         "padding_side": "left",
         "truncation_side": "left",
@@ -88,10 +95,6 @@ def merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
 
 
 _AS_IT_IS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-
-
-def _bos(tokenizer: Tokenizer) -> str:
-    return next(token for token, number in tokenizer.special.items() if number == tokenizer.bos_id)
 
 
 def _letters(token: bytes) -> str:

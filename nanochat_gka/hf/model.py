@@ -92,6 +92,8 @@ class GKAForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError(f"input_ids must be (rows, tokens), got {found}")
         if attention_mask is not None and attention_mask.shape[0] != len(input_ids):
             raise ValueError(f"attention_mask has {len(attention_mask)} rows, input_ids {len(input_ids)}")
+        if input_ids.numel():
+            self.warn_if_padding_and_no_attention_mask(input_ids, attention_mask)
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         cache = past_key_values if cache is None else cache

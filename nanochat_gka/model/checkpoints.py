@@ -154,7 +154,7 @@ def export(loaded: Loaded, folder: Path) -> dict[str, Any]:
     folder holds another model, or something else.
     """
     model = loaded.model
-    special = {f"{use}_token_id": loaded.tokenizer.bos_id for use in ("bos", "eos", "pad")}  # of what we generate
+    special = huggingface_tokenizer.special_ids(loaded.tokenizer)
     about = {
         "model_type": MODEL_TYPE,
         "architectures": [ARCHITECTURE],
@@ -174,7 +174,8 @@ def export(loaded: Loaded, folder: Path) -> dict[str, Any]:
         checkpoint.write_tensors(model.state_dict(), incoming / WEIGHTS, metadata={"format": "pt"})
         loaded.tokenizer.save(incoming, EXPORTED_NAME)
         huggingface_tokenizer.save(loaded.tokenizer, incoming, model.config.sequence_len)
-        ends = list(loaded.tokenizer.special.values())  # any of them, as for `generation.Engine`
+        # Any special token, as for `generation.Engine`; but padding, which is told from text by its token alone.
+        ends = [number for number in loaded.tokenizer.special.values() if number != special["pad_token_id"]]
         write_json(incoming / "generation_config.json", {**special, "eos_token_id": ends})
         about["sha256"] = {name: sha256(incoming / name) for name in (WEIGHTS, EXPORTED_NAME)}
         write_json(incoming / CONFIG, about)

@@ -83,7 +83,8 @@ def test_every_way_to_a_token_is_a_merge(crossing, words):
 
 def test_special_tokens_are_there_for_who_asks(pair):
     ours, theirs = pair
-    assert theirs.bos_token == theirs.eos_token == theirs.pad_token == SPECIAL_TOKENS[0]
+    assert theirs.bos_token == theirs.eos_token == SPECIAL_TOKENS[0] and theirs.pad_token == "<|output_end|>"
+    assert set(theirs.all_special_tokens) == set(SPECIAL_TOKENS)
     assert theirs.convert_tokens_to_ids(list(SPECIAL_TOKENS)) == list(ours.special.values())
     text = "a<|user_start|>"
     assert theirs(text, split_special_tokens=False).input_ids == [ours.bos_id, *ours.encode("a"), ours.bos_id + 1]

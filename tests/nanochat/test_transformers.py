@@ -141,7 +141,8 @@ def test_loss_and_gradients_are_ours(models, encoder):
     counted = theirs(**batch, labels=labels, num_items_in_batch=100).loss
     torch.testing.assert_close(counted, loss * (shifted != -100).sum() / 100)
     left = encoder(PROMPTS[:2], return_tensors="pt", padding=True)
-    labels = left["input_ids"].masked_fill(left["input_ids"] == encoder.bos_token_id, -100)  # BOS pads, too
+    unpredicted = (left["attention_mask"] == 0) | (left["input_ids"] == encoder.bos_token_id)
+    labels = left["input_ids"].masked_fill(unpredicted, -100)
     torch.testing.assert_close(theirs(**left, labels=labels).loss, loss)
 
 
@@ -321,6 +322,42 @@ def test_lora_trains_and_its_adapter_comes_back(models, encoder, tmp_path):
     wanted = model.eval()(**batch).logits
     assert torch.equal(again(**batch).logits, wanted)
     torch.testing.assert_close(again.merge_and_unload()(**batch).logits, wanted, rtol=0, atol=1e-4)
+
+
+def test_files_agree_on_the_token_that_pads(models, encoder, monkeypatch):
+    """It is not the one that ends: a batch without its mask shows where the padding is."""
+    folder = models(attention="gka").folder
+    files = [json.loads((folder / name).read_text()) for name in ("config.json", "generation_config.json")]
+    ids = [(about["bos_token_id"], about["pad_token_id"]) for about in files]
+    assert ids == [(encoder.bos_token_id, encoder.pad_token_id)] * 2 and encoder.padding_side == "left"
+    assert files[0]["eos_token_id"] == encoder.eos_token_id == encoder.bos_token_id
+    assert encoder.eos_token_id in files[1]["eos_token_id"] and encoder.pad_token_id not in files[1]["eos_token_id"]
+    batch = encoder(PROMPTS, return_tensors="pt", padding=True)
+    assert torch.equal(batch["attention_mask"] == 0, batch["input_ids"] == encoder.pad_token_id)
+    model = models(attention="gka").theirs
+    assert generate(model, {"input_ids": batch["input_ids"]}) == generate(model, batch)
+    said = []
+    monkeypatch.setattr(transformers.modeling_utils.logger, "warning_once", said.append)
+    model(encoder.pad([{"input_ids": [1, 2]}, {"input_ids": [3]}], return_tensors="pt")["input_ids"])
+    assert len(said) == 1 and "passing in an `attention_mask`" in said[0]
+
+
+def test_a_tuned_model_stops(models, encoder, tmp_path):
+    """DataCollatorForLanguageModeling as it is: the end of every text is among the labels."""
+    pytest.importorskip("accelerate", reason='needs accelerate: pip install -e ".[hf]"')
+    model = transformers.AutoModelForCausalLM.from_pretrained(models(attention="gka").folder)
+    texts = ["the row mixes", "past values come back", "one head learns nothing else"]
+    rows = [{"input_ids": [*encoder(text).input_ids, encoder.eos_token_id]} for text in texts]
+    collator = transformers.DataCollatorForLanguageModeling(encoder, mlm=False)
+    assert ((collator(rows)["labels"] == encoder.eos_token_id).sum(1) == 2).all()  # it begins the text, too
+    options = dict(output_dir=tmp_path, max_steps=40, learning_rate=1e-2, per_device_train_batch_size=3)
+    quiet = dict(report_to=[], disable_tqdm=True, save_strategy="no", use_cpu=True, logging_strategy="no")
+    settings = transformers.TrainingArguments(**options, **quiet)
+    transformers.Trainer(model, settings, collator, train_dataset=rows).train()
+    beginnings = encoder([text.split()[0] for text in texts], return_tensors="pt", padding=True)
+    for text, row in zip(texts, generate(model.eval(), beginnings, max_new_tokens=40)):
+        assert encoder.eos_token_id in row, encoder.decode(row)
+        assert encoder.decode(row, skip_special_tokens=True) == text.removeprefix(text.split()[0])
 
 
 def test_without_transformers_or_with_an_older_one_one_line_names_the_extra(monkeypatch):
