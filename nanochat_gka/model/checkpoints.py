@@ -182,11 +182,17 @@ def export(loaded: Loaded, folder: Path) -> dict[str, Any]:
     return about
 
 
+def saved_by_transformers(folder: Path) -> bool:
+    """Whether a folder holds a model of ours as transformers' save_pretrained writes it."""
+    about = read_json(folder / CONFIG, "configuration") if (folder / CONFIG).exists() else {}
+    return about.get("model_type") == MODEL_TYPE and "transformers_version" in about
+
+
 def _exported(folder: Path) -> dict[str, Any]:
     """The content of an exported model's config.json. Raises UserError if it is not one."""
     about = read_json(folder / CONFIG, "configuration")
-    if about.get("model_type") == MODEL_TYPE and "transformers_version" in about:
-        advice = "nanochat_gka.hf reads it, and --hf-path of nanochat_gka.eval_core scores it"
+    if saved_by_transformers(folder):
+        advice = "nanochat_gka.hf reads it; nanochat_gka.harness and --hf-path of nanochat_gka.eval_core score it"
         raise UserError(f"{folder} was saved by transformers, without our tokenizer and checksums; {advice}")
     if "architecture" in about:
         raise UserError(f"{folder} is an exported vision model; timm and deit_gka.evaluate take it")

@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import json
 import random
+import re
 import sys
 
 import pytest
@@ -12,12 +13,12 @@ import torch
 import harness_command
 import tiny
 from nanochat_gka.data.tokenizer import Tokenizer
-from nanochat_gka.generation.engine import Engine
-from nanochat_gka.generation.sampling import Sampling
+from nanochat_gka.model.checkpoints import export, load
 from tiny_gpt import SHAPE, awake, write_run
-from trainkit.cli import UserError
 
 pytest.importorskip("lm_eval")
+transformers = pytest.importorskip("transformers", "5.23")
+transformers.utils.logging.disable_progress_bar()
 
 HEAD = """
 task: tiny_NAME
@@ -78,13 +79,45 @@ def nats(model, prompt, start):
     return torch.nn.functional.cross_entropy(logits, targets, reduction="sum").item()
 
 
-def test_harness_scores_equal_a_plain_computation(world, tmp_path, monkeypatch):
+def greedy(model, tokenizer, ids, count):
+    """The most likely text, one pass without a cache for every token."""
+    start = len(ids)
+    while len(ids) < start + count and (len(ids) == start or ids[-1] < tokenizer.bos_id):
+        with torch.inference_mode():
+            ids = [*ids, int(model(torch.tensor([ids]))[0, -1].argmax())]
+    return tokenizer.decode([token for token in ids[start:] if token < tokenizer.bos_id])
+
+
+@pytest.fixture
+def call(world, tmp_path, monkeypatch):
+    """The command on the world's tasks, or those given as text by name; returns the samples and the results."""
     import datasets
 
-    root, model, tokenizer, docs = world
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    harness_command.call(root / "run", root / "tasks", "--output_path", tmp_path, "--log_samples")
-    samples = {name: sorted(_samples(tmp_path, name), key=lambda sample: sample["doc_id"]) for name in TASKS}
+
+    def run(given=world[0] / "run", *flags, tasks=None, data=world[0] / "data.jsonl", **options):
+        folder, out = world[0] / "tasks", tmp_path / f"out{len(list(tmp_path.glob('out*')))}"
+        if tasks:
+            folder = out / "tasks"
+            folder.mkdir(parents=True)
+            for name, text in tasks.items():
+                head = HEAD.replace("NAME", name).replace("DATA", str(data))
+                (folder / f"tiny_{name}.yaml").write_text(head + text)
+        harness_command.call(given, folder, "--output_path", out, "--log_samples", *flags, **options)
+        samples = {name: _samples(out, name) for name in tasks or TASKS}
+        return samples, json.loads(next(out.rglob("results_*.json")).read_text())["results"]
+
+    return run
+
+
+def _samples(folder, name):
+    lines = next(folder.rglob(f"samples_tiny_{name}_*.jsonl")).read_text().splitlines()
+    return sorted(map(json.loads, lines), key=lambda sample: sample["doc_id"])
+
+
+def test_harness_scores_equal_a_plain_computation(world, call):
+    _, model, tokenizer, docs = world
+    samples, results = call()
     assert all(len(found) == len(docs) for found in samples.values())
 
     limit, total, size = 65, 0.0, 0  # max_length and the token that is only predicted
@@ -93,23 +126,87 @@ def test_harness_scores_equal_a_plain_computation(world, tmp_path, monkeypatch):
             context = [tokenizer.bos_id, *tokenizer.encode(doc["query"])]
             prompt = [tokenizer.bos_id, *tokenizer.encode(doc["query"] + " " + choice)]
             start = len(context) - max(0, len(prompt) - limit)
-            assert float(response[0]) == pytest.approx(-nats(model, prompt[-limit:], start), rel=1e-4)
+            assert float(response[0]) == pytest.approx(-nats(model, prompt[-limit:], start), rel=1e-5)
     for doc, sample in zip(docs, samples["generate"]):
-        fitting = tokenizer.decode(tokenizer.encode(doc["query"])[-(64 - 12 - 1) :])
-        [[want]] = Engine(model, tokenizer).complete([fitting], Sampling(max_tokens=12, temperature=0), stop=["e"])
-        assert sample["resps"][0][0] == want
+        ids = [tokenizer.bos_id, *tokenizer.encode(doc["query"])][-(64 - 12) :]
+        assert sample["resps"][0][0] == greedy(model, tokenizer, ids, 12).partition("e")[0]
     for doc in docs:
         ids = [tokenizer.bos_id, *tokenizer.encode(doc["query"])]
         for first in range(1, len(ids), 64):
             last = min(first + 64, len(ids))
             total += nats(model, ids[max(0, last - 65) : last], min(64, last - 1) - (last - first) + 1)
         size += len(doc["query"].encode())
-    results = json.loads(next(tmp_path.rglob("results_*.json")).read_text())["results"]
-    assert results["tiny_rolling"]["bits_per_byte,none"] == pytest.approx(total / size / 0.6931471805599453, rel=1e-4)
+    bits = results["tiny_rolling"]["bits_per_byte,none"]
+    assert bits == pytest.approx(total / size / 0.6931471805599453, rel=1e-5)
 
 
-def _samples(folder, name):
-    return [json.loads(line) for line in next(folder.rglob(f"samples_tiny_{name}_*.jsonl")).read_text().splitlines()]
+def test_every_form_of_a_model_has_the_same_scores(world, call, tmp_path):
+    """A run, its export, what transformers saved of that, and the harness's own `hf` on both."""
+    export(load(world[0] / "run"), tmp_path / "exported")
+    for kind in (transformers.AutoModelForCausalLM, transformers.AutoTokenizer):
+        kind.from_pretrained(tmp_path / "exported").save_pretrained(tmp_path / "saved")
+    choices = {"choices": TASKS["choices"]}
+    wanted = [sample["filtered_resps"] for sample in call(tasks=choices)[0]["choices"]]
+    for folder in ("exported", "saved"):
+        for options in ({}, {"kind": "hf", "key": "pretrained"}):
+            [found] = call(tmp_path / folder, tasks=choices, **options)[0].values()
+            assert [sample["filtered_resps"] for sample in found] == wanted
+    with pytest.raises(SystemExit):
+        call(f"{tmp_path / 'saved'},step=7", tasks=choices)
+
+
+@pytest.mark.parametrize("name", ["max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"])
+def test_every_name_for_the_number_of_new_tokens_is_understood(world, call, name):
+    task = TASKS["generate"].replace('until: ["e"], max_gen_toks: 12', f"until: [], {name}: 5")
+    [samples] = call(f"{world[0] / 'run'},max_length=600", tasks={"generate": task})[0].values()
+    model, tokenizer = world[1:3]
+    for sample in samples:
+        ids = [tokenizer.bos_id, *tokenizer.encode(sample["doc"]["query"])]
+        assert sample["resps"][0][0] == greedy(model, tokenizer, ids, 5)
+
+
+ONE_LINE = {
+    "no run": ("", [], "--model_args needs run=FOLDER"),
+    "unknown": ("RUN,batch_tokens=300", [], "--model_args has batch_tokens, which is not known; there are run, step, "),
+    "dtype": ("RUN,dtype=floaty", [], "--model_args run=.*dtype=floaty.*floaty"),
+    "step": ("RUN,step=8", [], "no checkpoint in .* at step 8; it has 7"),
+    "long": ("RUN,max_length=641", [], "max_length must be at most 640, got 641"),
+    "remote code": ("RUN", ["--trust_remote_code"], "--trust_remote_code is not for --model gka"),
+    "chat": ("RUN", ["--apply_chat_template"], "--apply_chat_template: .* has no chat template"),
+    "room": (
+        "RUN",
+        ["--gen_kwargs", "max_gen_toks=64"],
+        r"the generation arguments .*\(64\) must be less",
+    ),
+    "argument": ("RUN", ["--gen_kwargs", "warmth=1"], "the generation arguments .*warmth"),
+}
+
+
+@pytest.mark.parametrize("given,flags,message", ONE_LINE.values(), ids=ONE_LINE)
+def test_what_cannot_be_used_is_one_line(given, flags, message, world, call, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        call(given.replace("RUN", str(world[0] / "run")), *flags, tasks={"generate": TASKS["generate"]})
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert exit_info.value.code == 2 and re.match(f"error: {message}", last), last
+
+
+@pytest.mark.parametrize(
+    "query,answer,message",
+    [
+        ("the", "", "an answer to question 1 of tiny_choices is empty"),
+        ("", "", "an answer to question 1 of tiny_choices is empty"),
+        ("the", "a row " * 60, r"an answer has \d+ tokens and must have 1 to 64 \(max_length\): ' a row a row"),
+    ],
+)
+def test_answers_that_cannot_be_scored_are_refused(query, answer, message, world, call, tmp_path, capsys):
+    """An empty answer once had a likelihood of 1, the best there is."""
+    docs = [{"query": "the", "choices": ["row", "token"], "gold": 0}, {"query": query, "choices": [answer], "gold": 0}]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(doc) + "\n" for doc in docs))
+    task = TASKS["choices"] + 'target_delimiter: ""\n' if not answer else TASKS["choices"]
+    with pytest.raises(SystemExit) as exit_info:
+        call(tasks={"choices": task}, data=tmp_path / "data.jsonl")
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert exit_info.value.code == 2 and re.match(f"error: {message}", last), last
 
 
 def test_a_missing_run_is_one_line(tmp_path, capsys):
@@ -119,17 +216,10 @@ def test_a_missing_run_is_one_line(tmp_path, capsys):
 
 
 def test_without_the_harness_one_line_names_the_extra(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    for name in ("lm_eval", "lm_eval.api.registry"):
+        monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "nanochat_gka.harness", raising=False)
     with pytest.raises(SystemExit) as exit_info:
         importlib.import_module("nanochat_gka.harness")
     assert exit_info.value.code == 2
     assert capsys.readouterr().err.startswith('error: lm_eval is not installed: run pip install "gka[lm-eval]"')
-
-
-def test_a_missing_gpu_is_one_line(monkeypatch):
-    from nanochat_gka import harness
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UserError, match="pass --device cpu"):
-        harness.GKAModel("no run", device="cuda:0")

@@ -200,7 +200,7 @@ def test_saved_model_comes_back_and_claims_nothing_false(models, encoder, tmp_pa
     assert torch.equal(again(ids).logits, model(ids).logits) and again.config.shape() == model.config.shape()
     assert transformers.AutoTokenizer.from_pretrained(tmp_path)("a<|bos|>").input_ids == encoder("a<|bos|>").input_ids
     assert not {"sha256", "sigma", "checkpoint_sha256"} & set(json.loads((tmp_path / "config.json").read_text()))
-    with pytest.raises(UserError, match=r"was saved by transformers.*--hf-path of nanochat_gka.eval_core scores it"):
+    with pytest.raises(UserError, match=r"was saved by transformers.*--hf-path of nanochat_gka.eval_core score it"):
         load(tmp_path)
 
 

@@ -9,14 +9,14 @@ from pathlib import Path
 from unittest import mock
 
 
-def call(run: Path, tasks: Path, *flags) -> None:
-    """The command on the tasks of the folder `tasks`, each named as its file. Further model_args follow `run`."""
+def call(run: Path | str, tasks: Path, *flags, kind: str = "gka", key: str = "run") -> None:
+    """The command on the tasks of the folder `tasks`, each named as its file. Further model_args may follow `run`."""
     from lm_eval.tasks import TaskManager
 
     from nanochat_gka import harness
 
     names = ",".join(path.stem for path in tasks.glob("*.yaml"))
-    words = ["--model", "gka", "--model_args", f"run={run},batch_tokens=300", "--device", "cpu"]
+    words = ["--model", kind, "--model_args", f"{key}={run}", "--device", "cpu", "--batch_size", "5"]
     words += ["--tasks", names, "--include_path", str(tasks), *map(str, flags)]
     alone = functools.partialmethod(TaskManager.__init__, include_defaults=False)
     with mock.patch.object(sys, "argv", ["harness", *words]), mock.patch.object(TaskManager, "__init__", alone):
