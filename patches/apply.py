@@ -137,6 +137,16 @@ class Patching:
             return False
         return True
 
+    def is_in(self) -> bool:
+        """Whether a file of the tree has its patches, or half of their lines: more than other changes would write."""
+        for part in self.diff.split(b"diff --git a/")[1:]:
+            path = part.split(b" b/", 1)[0].decode()
+            file, inserted = self.tree / path, {line.strip() for line in re.findall(rb"(?m)^\+(?!\+\+ )(.*\S)", part)}
+            present = {line.strip() for line in file.read_bytes().splitlines()} if file.is_file() else set()
+            if self.fits(path, "--reverse") or 2 * len(inserted & present) >= len(inserted):
+                return True
+        return False
+
     def change(self, paths: list[str], *direction: str) -> None:
         """Apply, or with "--reverse" take out, the patches of `paths`: all of them or, with a PatchError, none."""
         with TemporaryDirectory() as name:
@@ -183,10 +193,10 @@ def apply(upstream: Upstream, tree: Path, merge: bool) -> None:
 def reverse(upstream: Upstream, tree: Path) -> None:
     """Take the patches' lines out. Raises PatchError, with nothing written, if they have been changed."""
     patching = Patching(upstream, tree)
-    paths = [path for path in patching.paths if patching.fits(path, "--reverse") or not patching.fits(path)]
-    if not paths:
+    if not patching.is_in():
         print(f"{tree}: not patched")
         return
+    paths = [path for path in patching.paths if patching.fits(path, "--reverse") or not patching.fits(path)]
     try:
         patching.change(paths, "--reverse")
     except PatchError as error:

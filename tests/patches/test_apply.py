@@ -227,6 +227,16 @@ def test_changes_after_patching_are_left_alone(project, source):
     assert files(source) == before
 
 
+@pytest.mark.parametrize("edited", ["lib/model.py", "train.py", "lib/new.py"])
+def test_a_tree_that_was_never_patched_is_not_patched_whatever_was_edited(project, source, edited):
+    (source / edited).write_text("mine\n")
+    before = files(source)
+    assert "not patched" in call(project, "reverse", "small", "--tree", source)
+    (source / "train.py").unlink()
+    assert "not patched" in call(project, "reverse", "small", "--tree", source)
+    assert files(source) == {path: text for path, text in before.items() if path != "train.py"}
+
+
 def test_a_committed_patch_counts_as_patched(project, source):
     before = files(source)
     call(project, "apply", "small", "--tree", source)
