@@ -1,0 +1,115 @@
+"""What the vision trainer does on a GPU, on one that is not there: the branches for CUDA are taken, and what they
+compute is what the CPU computes. See `tests/support/pretend_cuda.py`.
+"""
+
+import json
+
+import pytest
+import timm
+import torch
+from safetensors.torch import load_file
+
+import tiny_vision
+from deit_gka.train import main
+from deit_gka.training.config import TrainConfig
+from deit_gka.training.engine import autocast
+from deit_gka.training.trainer import Trainer
+from gka import GaussianKernelAttention
+from pretend_cuda import GPU, OnGPU, needs_no_gpu, pretended
+from tiny_vision import SHAPE, SIZE
+from trainkit.distributed import setup
+
+# Of the interpreter, which computes with NumPy.
+pytestmark = [needs_no_gpu, pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow):RuntimeWarning")]
+SMALL = dict(
+    model_kwargs=tuple(f"{key}={value}" for key, value in SHAPE.items()), input_size=SIZE, batch_size=12, group_size=6,
+    device_batch_size=8, epochs=1, warmup_epochs=0, lr=0.1, drop_path=0.3, num_workers=0, log_every=1, compile="off"
+)  # fmt: skip
+FORMS = {
+    "softmax": dict(model="deit_tiny_patch16_224", grad_checkpointing=True),
+    "hybrid": dict(attention="GV", device_batch_size=12, model_ema_decay=0.0, clip_grad=0.0),
+    "vlt": dict(model="deit_tiny_vlt_patch16_224", bce_loss=True, smoothing=0.0, three_augment=True),
+}
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    """24 training JPEGs in 3 classes, 6 of validation: an epoch of two updates."""
+    return tiny_vision.write_pictures(tmp_path_factory.mktemp("few"), train=8, val=2)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    with pretended(monkeypatch):
+        yield
+
+
+def events(out, event):
+    lines = map(json.loads, (out / "run" / "log.jsonl").read_text().splitlines())
+    return [line for line in lines if line["event"] == event]
+
+
+def final(out, name):
+    [folder] = (out / "run" / "checkpoints").glob("step_00000002")
+    return load_file(folder / f"{name}.safetensors")
+
+
+def config(pictures, out, **settings):
+    places = dict(data=str(pictures), out=out, results=out / "results.jsonl", model_tag="run")
+    return TrainConfig(**{**places, **SMALL, "device_type": "cuda", **settings})
+
+
+def check(trainer):
+    """Train an update, and look where everything is."""
+    trainer.announce()
+    assert 0 < trainer.step(False)[0]["loss"] < 3
+    for name, p in trainer.model.named_parameters():
+        assert (p.device, p.dtype) == (GPU, torch.float32), name
+        assert isinstance(p.grad, OnGPU) and p.grad.dtype == torch.float32, name
+    for state in trainer.optimizer.state.values():
+        assert {t.device for t in state.values()} == {GPU}
+    if trainer.average is not None:
+        assert {p.device for p in trainer.average.module.parameters()} == {GPU}
+    trainer.close()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_trains(form, gpu, pictures, tmp_path):
+    check(Trainer(config(pictures, tmp_path, **FORMS[form]), setup("cuda")))
+
+
+@pytest.mark.parametrize("kind", ["hard", "soft"])
+def test_a_teacher_teaches_there(kind, gpu, pictures, tmp_path):
+    torch.save(timm.create_model("test_vit", num_classes=3).state_dict(), tmp_path / "teacher.pth")
+    teacher = dict(teacher_model="test_vit", teacher_path=str(tmp_path / "teacher.pth"), distillation_type=kind)
+    settings = dict(teacher, model="deit_tiny_distilled_patch16_224", batch_size=4, group_size=4)
+    check(Trainer(config(pictures, tmp_path, **settings), setup("cuda")))
+
+
+def test_a_run_is_the_cpus_run(gpu, pictures, tmp_path):
+    """In float32, by the whole command, stopped and continued on the way: losses, accuracies, weights, the average."""
+    for device in ("cpu", "cuda"):
+        settings = dict(device_type=device, amp="float32")
+        main(config(pictures, tmp_path / device, stop_after=1, **settings))
+        main(config(pictures, tmp_path / device, **settings))
+    for event, keys in (("train", ["loss"]), ("eval", ["top1", "loss", "ema_top1", "ema_loss"])):
+        on_cpu, on_gpu = (events(tmp_path / device, event) for device in ("cpu", "cuda"))
+        assert len(on_cpu) == len(on_gpu) > 0
+        for key in keys:
+            assert [line[key] for line in on_gpu] == pytest.approx([line[key] for line in on_cpu], rel=1e-4)
+    for name in ("model", "ema"):
+        on_cpu, on_gpu = (final(tmp_path / device, name) for device in ("cpu", "cuda"))
+        for key in on_cpu:
+            assert (on_gpu[key] - on_cpu[key]).abs().mean() < 1e-4, key
+
+
+def test_autocast_is_bfloat16(gpu):
+    """As on a GPU, a norm gives float32 and a linear map bfloat16; GKA takes it in bfloat16."""
+    device, layer = torch.device("cuda"), GaussianKernelAttention(32, 2).to("cuda")
+    norm = torch.nn.LayerNorm(32, device="cuda")
+    with autocast(device, "auto"):
+        x = norm(torch.randn(2, 9, 32, device="cuda"))
+        y = layer(x)
+    assert (x.dtype, y.dtype) == (torch.float32, torch.bfloat16)
+    y.float().square().sum().backward()
+    assert layer.log_sigma.grad.dtype == norm.weight.grad.dtype == torch.float32

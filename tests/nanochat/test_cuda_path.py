@@ -1,0 +1,121 @@
+"""What the trainer does on a GPU, on one that is not there: the branches for CUDA are taken, and what they compute is
+what the CPU computes. See `tests/support/pretend_cuda.py`.
+"""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import tiny_core
+from nanochat_gka.generation.engine import Engine
+from nanochat_gka.generation.sampling import Sampling
+from nanochat_gka.model.checkpoints import load
+from nanochat_gka.train import main
+from nanochat_gka.training.config import TrainConfig
+from nanochat_gka.training.trainer import Trainer
+from pretend_cuda import GPU, OnGPU, needs_no_gpu, pretended
+from trainkit.distributed import setup
+
+# Of the interpreter, which computes with NumPy.
+pytestmark = [needs_no_gpu, pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow):RuntimeWarning")]
+SMALL = dict(
+    depth=2, aspect_ratio=16, head_dim=16, window_pattern="SL", device_batch_size=3, total_batch_size=4 * 32,
+    num_iterations=2, eval_tokens=96, sample_every=-1, log_every=1, save_every=1, compile="off"
+)  # fmt: skip
+FORMS = {
+    "softmax": dict(attention="softmax"),
+    "vlt": dict(attention="vlt", mixing="token-shift", offset_layers="all"),
+    "gka": dict(attention="gka"),
+    "hybrid": dict(attention="GA", head_offsets="PS", value_embeds="all"),
+    "raw": dict(attention="gka", gka_values="raw", value_embeds="none", head_offsets="PS"),
+    "kv-shift": dict(attention="gka", mixing="kv-shift", gka_values="normalised"),
+    "partial": dict(attention="softmax", mixing="partial", rotary="half", offset_layers="all"),
+    "canon": dict(attention="VG", mixing="canon", offset_layers="all"),
+}
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    with pretended(monkeypatch):
+        yield
+
+
+def config(packed, out, **settings):
+    places = dict(data=packed / "packed", out=out, results=out / "results.jsonl", model_tag="run")
+    return TrainConfig(**{**places, **SMALL, "device_type": "cuda", **settings})
+
+
+def events(out, event):
+    lines = map(json.loads, (out / "run" / "log.jsonl").read_text().splitlines())
+    return [line for line in lines if line["event"] == event]
+
+
+def final(out, name):
+    return load_file(out / "run" / "checkpoints" / "step_00000002" / f"{name}.safetensors")
+
+
+def test_what_a_gpu_refuses_is_refused(gpu):
+    """Or the other tests would show nothing."""
+    x, table = torch.ones(3, device="cuda"), torch.nn.Embedding(3, 4)
+    assert (x + torch.tensor(2.0)).device == GPU and (x + 2).cpu().tolist() == [3, 3, 3]
+    for mixed in (lambda: x + torch.ones(3), lambda: table(x.long()), lambda: torch.stack([x, torch.ones(3)])):
+        with pytest.raises(RuntimeError, match=r"of tensors on cuda:0 .* and on the CPU"):
+            mixed()
+    with pytest.raises(TypeError, match="can't convert cuda"):
+        x.numpy()
+    with pytest.raises(RuntimeError, match="may read this copy before"):
+        x.to("cpu", non_blocking=True)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_trains_evaluates_and_writes(form, gpu, packed, tmp_path):
+    """Every tensor is where it belongs, and has the dtype that it has on a GPU."""
+    trainer = Trainer(config(packed, tmp_path, **FORMS[form]), setup("cuda"))
+    trainer.announce()
+    before = {name: p.detach().cpu() for name, p in trainer.model.named_parameters()}
+    numbers = [trainer.step(False)[0]["loss"] for _ in range(2)]
+    assert numbers[1] < numbers[0] < 5.75  # log 300 = 5.70
+    model = trainer.model
+    changed = [name for name, p in model.named_parameters() if not torch.equal(p.detach().cpu(), before[name])]
+    assert {"lm_head.weight", "transformer.wte.weight", "transformer.h.0.mlp.c_proj.weight"} <= set(changed)
+    for name, p in model.named_parameters():
+        table = name.startswith(("transformer.wte", "value_embeds"))
+        assert (p.device, p.dtype) == (GPU, torch.bfloat16 if table else torch.float32), name
+        assert isinstance(p.grad, OnGPU) and p.grad.dtype == p.dtype, name
+    assert 3 < trainer.evaluate()["val_bpb"] < 6
+    engine = Engine(model, trainer.data.tokenizer)
+    assert all(texts for texts in engine.complete(["the kernel", "a row"], Sampling(max_tokens=2, temperature=0.7)))
+
+
+def test_a_run_is_the_cpus_run(gpu, packed, tmp_path):
+    """In float32, by the whole command: losses, evaluations, CORE, samples and what a checkpoint keeps."""
+    bundle = tiny_core.write_bundle(tmp_path / "bundle", ("copa", "jeopardy"))
+    settings = dict(FORMS["hybrid"], dtype="float32", core_metric_every=2, core_metric_max_per_task=4, bundle=bundle)
+    for device in ("cpu", "cuda"):
+        main(config(packed, tmp_path / device, device_type=device, **settings))
+    for event, keys in (("train", ["loss"]), ("eval", ["train_bpb", "val_bpb"]), ("core", ["metric"])):
+        on_cpu, on_gpu = (events(tmp_path / device, event) for device in ("cpu", "cuda"))
+        assert len(on_cpu) == len(on_gpu) > 0
+        for key in keys:
+            assert [line[key] for line in on_gpu] == pytest.approx([line[key] for line in on_cpu], rel=1e-5)
+    for name in ("model", "optimizer"):
+        on_cpu, on_gpu = (final(tmp_path / device, name) for device in ("cpu", "cuda"))
+        for key in on_cpu:  # AdamW divides tiny gradients by their size, and a GPU's tables began as bfloat16
+            rounding = 2**-9 if name == "model" and ("wte" in key or "value_embeds" in key) else 1e-4
+            assert (on_gpu[key] - on_cpu[key]).float().abs().mean() < rounding, key
+    [result] = map(json.loads, (tmp_path / "cuda" / "results.jsonl").read_text().splitlines())
+    assert result["hardware"] == "NVIDIA H100 80GB HBM3"
+
+
+def test_a_run_that_was_stopped_goes_on(gpu, packed, tmp_path):
+    main(config(packed, tmp_path / "whole", **FORMS["hybrid"]))
+    main(config(packed, tmp_path / "stopped", **FORMS["hybrid"], stop_after=1))
+    main(config(packed, tmp_path / "stopped", **FORMS["hybrid"]))
+    for name in ("model", "optimizer"):
+        whole, stopped = final(tmp_path / "whole", name), final(tmp_path / "stopped", name)
+        assert all(torch.equal(whole[key], stopped[key]) for key in whole)
+    assert final(tmp_path / "whole", "model")["transformer.wte.weight"].dtype == torch.bfloat16
+    loaded = load(tmp_path / "whole" / "run", device=GPU)
+    assert loaded.model.device == GPU and loaded.model.dtype == torch.bfloat16
