@@ -41,7 +41,8 @@ def pytest_sessionstart(session):
 
 # Those of 5 s or more start first, the longest before all, so that both workers end together.
 LONG_FILES = [
-    *("nanochat/test_train", "gka/test_triton_accuracy", "deit/test_train", "trainkit/test_workers"),
+    *("nanochat/test_train", "nanochat/test_cuda_path", "deit/test_cuda_path"),
+    *("gka/test_triton_accuracy", "deit/test_train", "trainkit/test_workers"),
     *("gka/test_cpu_build", "deit/test_resume", "nanochat/test_pack_interrupted", "nanochat/test_onnx"),
     *("runs/test_study", "nanochat/test_resume", "deit/test_onnx", "runs/test_report", "runs/test_bench_commands"),
     *("gka/test_triton_compile", "trainkit/test_cli", "nanochat/test_page_examples", "runs/test_makefile"),

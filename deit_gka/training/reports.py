@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from deit_gka.model.accounting import cost_of
@@ -35,10 +36,16 @@ def opening_lines(
     ]
     if operators:
         lines.append(f"Gaussian kernel attention by {', '.join(operators)}")
+    if config.amp in ("auto", "bfloat16") and _is_old_gpu(runtime.device):
+        lines.append("note: this GPU has no instructions for bfloat16 (it is older than the A100); try --amp float16")
     if config.repeated_aug > 1:
         versions = f"{config.repeated_aug} versions each of a 1/{config.repeated_aug} of the images"
         lines.append(f"repeated augmentation: an epoch draws {versions}")
     return lines
+
+
+def _is_old_gpu(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
 
 
 def trusted(records: list[dict[str, Any]], *others: dict[str, Any]) -> list[dict[str, Any]]:

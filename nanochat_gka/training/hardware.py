@@ -1,4 +1,4 @@
-"""What is known of devices: peak bf16 rates of GPUs, for the model FLOPs utilisation; processors without bfloat16."""
+"""What is known of devices: peak bf16 rates of GPUs, for the model FLOPs utilisation; devices without bfloat16."""
 
 import platform
 import re
@@ -24,15 +24,19 @@ PEAK_TFLOPS = {
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Peak bf16 FLOP/s of `device`, or None if it is not a known GPU."""
+    """Peak bf16 FLOP/s of `device`, or None if it is not a known GPU, or a slice of one (MIG)."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device).upper()
+    if re.search(r"\bMIG\b", name):
+        return None
     return next((tflops * 1e12 for known, tflops in PEAK_TFLOPS.items() if re.search(rf"\b{known}\b", name)), None)
 
 
 def slow_bfloat16(dtype: torch.dtype, device: torch.device) -> str | None:
-    """A note if `dtype` is bfloat16 and `device` a processor that has no instructions for it."""
+    """A note if `dtype` is bfloat16 and `device` a processor or a GPU that has no instructions for it."""
+    if dtype == torch.bfloat16 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        return "note: this GPU has no instructions for bfloat16 (it is older than the A100); --dtype float32 is faster"
     is_x86 = platform.machine() in ("x86_64", "AMD64")
     if dtype != torch.bfloat16 or device.type != "cpu" or not is_x86 or torch.cpu._is_avx512_bf16_supported():
         return None

@@ -113,3 +113,10 @@ def test_autocast_is_bfloat16(gpu):
     assert (x.dtype, y.dtype) == (torch.float32, torch.bfloat16)
     y.float().square().sum().backward()
     assert layer.log_sigma.grad.dtype == norm.weight.grad.dtype == torch.float32
+
+
+def test_a_gpu_without_bfloat16_is_told_of_float16(monkeypatch, pictures, tmp_path, capsys):
+    for capability, amp, said in (((7, 5), "auto", True), ((7, 5), "float16", False), ((8, 0), "auto", False)):
+        with pretended(monkeypatch, capability):
+            Trainer(config(pictures, tmp_path, amp=amp), setup("cuda")).announce()
+        assert ("try --amp float16" in capsys.readouterr().out) == said

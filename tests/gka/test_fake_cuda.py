@@ -8,6 +8,8 @@ from torch._subclasses import FakeTensorMode
 
 from gka import GaussianKernelAttention, decode_attention, dot_product_attention, gaussian_attention, select_impl
 from gka.api import IMPLEMENTATIONS
+from gka.impl.triton.configs import TABLES, generation
+from gka.impl.triton.launch import block_of
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there"),
@@ -63,6 +65,36 @@ def test_auto_takes_the_kernels_as_if_the_gpu_could_run_them():
     assert select_impl(features(torch.float64)) == "sdpa"
     with pytest.raises(ValueError, match="backward pass cannot be traced without a GPU"):
         gaussian_attention(features(requires_grad=True), log_sigma(), impl="flex")
+
+
+RECIPES = {  # (B, T, H, D), and how the layer calls the operator
+    "DeiT-Ti": ((4, 197, 3, 64), {}),
+    "DeiT-B": ((4, 197, 12, 64), {}),
+    "nanochat d20, window": ((2, 2048, 10, 128), dict(causal=True, window=1024, constant_norm=True)),
+    "nanochat d20, full": ((2, 2048, 10, 128), dict(causal=True, window=2048, constant_norm=True)),
+    "nanochat d4": ((2, 512, 4, 64), dict(causal=True, constant_norm=True)),
+}
+CAPABILITIES = {(7, 5): None, (8, 0): "sm_80", (8, 9): "sm_120", (9, 0): "sm_90", (10, 0): "sm_90", (12, 0): "sm_120"}
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_recipes_run_on_the_kernels(recipe, capability, monkeypatch):
+    """On every GPU from the A100 on, in both dtypes, with foreign keys too (head offsets); before it, on others."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    shape, arguments = RECIPES[recipe]
+    for dtype in (torch.bfloat16, torch.float32):
+        x = torch.empty(shape, dtype=dtype, device="cuda:0", requires_grad=True)
+        others = [{}, {"values": x * 2}, *([{"keys": x + 1, "values": x * 2}] if "causal" in arguments else [])]
+        chosen = {select_impl(x, **arguments, **other) for other in others}
+        if capability < (8, 0):
+            assert chosen <= {"flex", "sdpa"}
+            continue
+        assert chosen == {"triton"}
+        table = TABLES[generation.__wrapped__(x.device)]
+        assert table is TABLES[CAPABILITIES[capability]]
+        assert all(table.pick(kernel, x, block_of(shape[3])) for kernel in ("forward", "decode", "queries", "keys"))
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])

@@ -13,6 +13,7 @@ from nanochat_gka.generation.engine import Engine
 from nanochat_gka.generation.sampling import Sampling
 from nanochat_gka.model.checkpoints import load
 from nanochat_gka.train import main
+from nanochat_gka.training import hardware
 from nanochat_gka.training.config import TrainConfig
 from nanochat_gka.training.trainer import Trainer
 from pretend_cuda import GPU, OnGPU, needs_no_gpu, pretended
@@ -119,3 +120,14 @@ def test_a_run_that_was_stopped_goes_on(gpu, packed, tmp_path):
     assert final(tmp_path / "whole", "model")["transformer.wte.weight"].dtype == torch.bfloat16
     loaded = load(tmp_path / "whole" / "run", device=GPU)
     assert loaded.model.device == GPU and loaded.model.dtype == torch.bfloat16
+
+
+def test_a_gpu_without_bfloat16_and_a_slice_of_one_are_known(monkeypatch):
+    with pretended(monkeypatch, capability=(7, 5)):
+        assert "--dtype float32 is faster" in hardware.slow_bfloat16(torch.bfloat16, GPU)
+        assert hardware.slow_bfloat16(torch.float32, GPU) is None
+        assert hardware.peak_flops(GPU) == 989e12
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3 MIG 1g.10gb")
+        assert hardware.peak_flops(GPU) is None
+    with pretended(monkeypatch):
+        assert hardware.slow_bfloat16(torch.bfloat16, GPU) is None
