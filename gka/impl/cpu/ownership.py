@@ -24,7 +24,7 @@ def distrust(path: Path) -> str | None:
 
 
 def _writable_by_others(status: os.stat_result) -> bool:
-    """A group is no other if it is the user's own, as many systems have one for each user, with no one else in it."""
+    """Of groups, all but one of the user's name without other members: many systems have one for each user."""
     if not status.st_mode & stat.S_IWGRP:
         return bool(status.st_mode & stat.S_IWOTH)
     import grp  # not on every system
