@@ -103,6 +103,8 @@ def test_nanochats_softmax_is_untouched_bit_by_bit(tree, base, tmp_path):
     plain, patched = tree("nanochat", patched=False), tree("nanochat")
     assert_equal(computed(plain, "softmax", tmp_path / "plain"), computed(patched, "softmax", tmp_path / "patched"))
     printed = [pretrain(at, base, tag) for at, tag in ((plain, "plain"), (patched, "patched"))]
+    with pytest.raises(AssertionError, match="the checkpoint has --attention 'softmax', not 'gka'"):
+        pretrain(patched, base, "patched", "--attention", "gka", "--gka-values", "normalised", "--resume-from-step", 3)
     assert losses(printed[0]) == losses(printed[1]) and len(losses(printed[0])) == 6
     folders = [base / "base_checkpoints" / tag for tag in ("plain", "patched")]
     metas = [json.loads((folder / "meta_000006.json").read_text())["model_config"] for folder in folders]
@@ -134,6 +136,8 @@ def test_nanochat_trains_samples_and_resumes_gka(tree, base):
     assert printed.count("<|bos|>The capital of France is") == 1  # sampled with the KV cache
     again = pretrain(at, base, "gka", "--attention", "gka", "--resume-from-step", 3)
     assert [step for step, _ in losses(again)] == ["00003", "00004", "00005"]
+    with pytest.raises(AssertionError, match="the checkpoint has --attention 'gka', not 'softmax'"):
+        pretrain(at, base, "gka", "--resume-from-step", 3)
     # The checkpoint says what it is; ours reads it.
     folder = base / "base_checkpoints" / "gka"
     meta = json.loads((folder / "meta_000006.json").read_text())
@@ -153,7 +157,7 @@ def test_nanochat_trains_samples_and_resumes_the_preset(tree, base):
     assert (model.config.head_offsets, model.config.gka_values) == ("PS", "normalised")
     assert all(attention.pairing is not None for attention in model.attentions)
     assert losses(pretrain(at, base, "best", *form, "--head-offsets", "PS", "--resume-from-step", 3))
-    with pytest.raises(AssertionError, match="the checkpoint has --head-offsets 'PS'"):
+    with pytest.raises(AssertionError, match="the checkpoint has --head-offsets 'PS', not ''"):
         pretrain(at, base, "best", *form, "--resume-from-step", 3)
     with pytest.raises(AssertionError, match="--head-offsets needs --attention gka"):
         pretrain(at, base, "none", "--head-offsets", "PS")
@@ -178,7 +182,7 @@ def test_older_patched_checkpoint_keeps_its_form(tree, base):
                 bpb[form] = re.search(r"val bpb: ([\d.]+)", evaluate(at, base, "earlier", "bpb"))[1]
     assert bpb["normalised"] == bpb[None] != bpb["rotated"]
     assert load_upstream(folder).config.gka_values == "normalised"
-    with pytest.raises(AssertionError, match="the checkpoint has --gka-values normalised"):
+    with pytest.raises(AssertionError, match="the checkpoint has --gka-values 'normalised', not 'rotated'"):
         pretrain(at, base, "earlier", "--attention", "gka", "--resume-from-step", 3)
     assert losses(pretrain(at, base, "earlier", *forms, "--resume-from-step", 3))
 
