@@ -9,7 +9,6 @@ import pytest
 from sources import FENCE, GENERATED, PACKAGES, ROOT, modules, tracked
 
 WIDTH, FILE_LINES, FUNCTION_LINES = 120, 350, 60
-PAGE_LINES = {"README.md": 150, "CONTRIBUTING.md": 100}
 URL = re.compile(r"https?://\S+")
 LINK = re.compile(r"\[[^\]]*\]\(([^()\s]+)\)")
 MAKE = re.compile(r"\bmake(?: -n)?(?: [A-Z_]+=\S+)* ([a-z][a-z0-9{},-]*)")
