@@ -5,7 +5,6 @@ import dataclasses
 import importlib
 import json
 import re
-import sys
 from functools import cache
 from types import SimpleNamespace
 
@@ -18,10 +17,8 @@ from nanochat_gka.generation.engine import Engine
 from nanochat_gka.generation.sampling import Sampling
 from nanochat_gka.model.checkpoints import load
 from nanochat_gka.model.gpt import build
-from sources import ROOT, imports
 from tiny_gpt import SHAPE, VARIANTS, awake, write_run
 from trainkit.cli import UserError, run
-from trainkit.extras import MissingExtra
 from trainkit.progress import read_lines
 
 transformers = pytest.importorskip("transformers", "5.23", reason='needs transformers: pip install -e ".[hf]"')
@@ -358,23 +355,3 @@ def test_a_tuned_model_stops(models, encoder, tmp_path):
     for text, row in zip(texts, generate(model.eval(), beginnings, max_new_tokens=40)):
         assert encoder.eos_token_id in row, encoder.decode(row)
         assert encoder.decode(row, skip_special_tokens=True) == text.removeprefix(text.split()[0])
-
-
-def test_without_transformers_or_with_an_older_one_one_line_names_the_extra(monkeypatch):
-    """Nothing else imports it: the other commands work without."""
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    monkeypatch.delitem(sys.modules, "nanochat_gka.hf")
-    with pytest.raises(MissingExtra, match=re.escape('transformers is not installed: run pip install "gka[hf]"')):
-        importlib.import_module("nanochat_gka.hf")
-    monkeypatch.undo()
-    monkeypatch.delitem(sys.modules, "nanochat_gka.hf")
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "4.57.1")
-    [oldest] = re.findall(r'"transformers>=([\d.]+)[,"]', (ROOT / "pyproject.toml").read_text())
-    with pytest.raises(MissingExtra, match=f"transformers 4.57.1 is older than {oldest}: run pip install"):
-        importlib.import_module("nanochat_gka.hf")
-    libraries = {"transformers", "tokenizers", "peft", "accelerate"}
-    files = [
-        path for path in (ROOT / "nanochat_gka").rglob("*.py") if libraries & {n.split(".")[0] for n in imports(path)}
-    ]
-    folders = {str(path.relative_to(ROOT / "nanochat_gka").parent) for path in files}
-    assert folders == {"hf", "core_metric"}
