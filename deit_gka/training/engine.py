@@ -16,6 +16,7 @@ from deit_gka.data.seeds import seed_of
 from deit_gka.model.attention import attention_layers
 from deit_gka.recipe import Recipe
 from deit_gka.training.distillation import Objective
+from gka import bandwidth_warnings
 from trainkit.cli import UserError
 from trainkit.compiling import OFF
 from trainkit.distributed import Runtime, Stop
@@ -169,3 +170,11 @@ def bandwidths(model) -> Iterator[tuple[int, list[float]]]:
         log_sigma = getattr(attention, "log_sigma", None)
         if log_sigma is not None:
             yield layer, log_sigma.detach().exp().tolist()
+
+
+def wrong_bandwidths(model) -> dict[str, str]:
+    """`gka.bandwidth_warnings` of all GKA layers of a timm model, numbered as by `bandwidths`."""
+    layers, found = attention_layers(model), {}
+    for layer, sigma in bandwidths(model):
+        found |= bandwidth_warnings(layer, sigma, layers[layer].head_dim, "--lr")
+    return found

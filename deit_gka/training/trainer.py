@@ -25,12 +25,19 @@ from deit_gka.model.warm_start import check_same, fingerprint, read_weights, war
 from deit_gka.training.broken import BrokenList
 from deit_gka.training.config import TrainConfig
 from deit_gka.training.distillation import Objective, load_teacher, prepare_student
-from deit_gka.training.engine import Mixer, Update, accumulate_gradients, bandwidths, compiled_and_joined, evaluate
+from deit_gka.training.engine import (
+    Mixer,
+    Update,
+    accumulate_gradients,
+    bandwidths,
+    compiled_and_joined,
+    evaluate,
+    wrong_bandwidths,
+)
 from deit_gka.training.images import RunImages
 from deit_gka.training.meter import UPDATES_NOT_TIMED, Meter
 from deit_gka.training.optim import load_state_tensors, make_average, make_optimizer, make_schedule, state_tensors
 from deit_gka.training.reports import ACCURACY_KEYS, EVAL_KEYS, accuracy_text, epoch_text, opening_lines, trusted
-from gka import bandwidth_warnings
 from trainkit import compiling
 from trainkit.checkpoint import Checkpoint, Tensors
 from trainkit.cli import UserError
@@ -285,10 +292,7 @@ class Trainer(BaseTrainer):
         return {key: values[key] for key in ACCURACY_KEYS if key in values}
 
     def warnings(self) -> dict[str, str]:
-        found = {}
-        for layer, sigma in bandwidths(self.model):
-            found |= bandwidth_warnings(layer, sigma, self.model.blocks[layer].attn.head_dim, "--lr")
-        return found
+        return wrong_bandwidths(self.model)
 
     def summary(self, log: RunLog) -> dict[str, Any]:
         evaluations, cost = log.records("eval", *EVAL_KEYS, self.metric), cost_of(self.model)

@@ -16,7 +16,7 @@ from deit_gka.model.accounting import cost_of
 from deit_gka.model.attention import ATTENTION, attention_layers, operators_of, with_settings
 from deit_gka.model.checkpoints import build
 from deit_gka.model.registry import OUR_KINDS, model_name
-from deit_gka.training.engine import bandwidths
+from deit_gka.training.engine import bandwidths, wrong_bandwidths
 from tiny_vit import SMALL, create, kinds, small
 from trainkit.cli import UserError
 
@@ -59,6 +59,9 @@ def test_every_layer_of_two_side_by_side_is_ours_and_reports_its_bandwidths():
     model = build("vit_small_patch16_18x2_224", depth=2, embed_dim=24, num_heads=3, attention="gka")
     assert [type(layer) for layer in attention_layers(model)] == [ATTENTION["gka"]] * 4
     assert [(layer, len(sigma)) for layer, sigma in bandwidths(model)] == [(0, 3), (1, 3), (2, 3), (3, 3)]
+    with torch.no_grad():
+        attention_layers(model)[2].log_sigma[1] = -20
+    assert list(wrong_bandwidths(model)) == ["sigma of layer_2, head 1"]
 
 
 # The smallest that timm has of families whose blocks have no attention, or one under another name.
