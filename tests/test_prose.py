@@ -88,11 +88,6 @@ def test_functions_are_short():
     assert not long
 
 
-@pytest.mark.parametrize("name, limit", PAGE_LINES.items())
-def test_pages_are_short(name, limit):
-    assert len((ROOT / name).read_text().splitlines()) <= limit
-
-
 @pytest.mark.parametrize("path", PAGES, ids=str)
 def test_links_between_pages_resolve(path):
     for target in LINK.findall(FENCE.sub("", (ROOT / path).read_text())):
