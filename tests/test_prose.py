@@ -8,7 +8,7 @@ import pytest
 
 from sources import FENCE, GENERATED, PACKAGES, ROOT, modules, tracked
 
-WIDTH, FILE_LINES, FUNCTION_LINES = 120, 350, 60
+WIDTH, FUNCTION_LINES = 120, 60
 URL = re.compile(r"https?://\S+")
 LINK = re.compile(r"\[[^\]]*\]\(([^()\s]+)\)")
 MAKE = re.compile(r"\bmake(?: -n)?(?: [A-Z_]+=\S+)* ([a-z][a-z0-9{},-]*)")
@@ -70,11 +70,6 @@ def test_lines_are_narrow():
             if breakable and len(URL.sub("", line)) > WIDTH:
                 wide.append(f"{path}: {len(line)}: {line[:60]}")
     assert not wide, "\n".join([str(len(wide)), *wide])
-
-
-def test_python_files_are_short():
-    lengths = {str(path): len((ROOT / path).read_text().splitlines()) for path in CODE}
-    assert {path: length for path, length in lengths.items() if length > FILE_LINES} == {}
 
 
 def test_functions_are_short():
