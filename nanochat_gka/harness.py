@@ -59,7 +59,8 @@ class GKAModel(HFLM):
             raise UserError("--trust_remote_code is not for --model gka: no code that comes with a model is executed")
         try:
             with TemporaryDirectory(prefix="gka-") as scratch:
-                super().__init__(transformers_folder(str(run), step, Path(scratch)), **settings)
+                folder = transformers_folder(str(run), step, Path(scratch))
+                super().__init__(folder, **{"backend": "causal", **settings})  # it knows its own library's types alone
         except UserError:
             raise
         except Exception as error:  # the harness, torch and transformers raise many kinds for what they cannot use
