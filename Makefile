@@ -52,21 +52,21 @@ bench: $(READY)  ## time attention, DeiT and GPT, GKA beside softmax, on the GPU
 	$(PY) -m runs.bench.gpt $(FLAGS) && $(PY) -m runs.bench.onnx $(FLAGS)
 	$(PY) -m runs.bench.report $(FLAGS)
 
-# The steps before training: a variable is the name of a step that is still to be done, or nothing. The names of files
-# are no targets, since they may have spaces, colons and whatever else make cannot have there.
-.PHONY: $(PREPARED) own-corpus $(TOKENIZER_STEP) $(ROWS_STEP)
+# The steps before training. $(PREPARED), $(TOKENIZER_STEP) and $(ROWS_STEP) name those that are still to be done; with
+# ARGS a step looks at what is there. Files are no targets: their names may have spaces, colons and whatever else.
+.PHONY: prepare-corpus own-corpus train-tokenizer pack-rows
 data: $(PREPARED) $(OWN_CORPUS)  ## fetch or write the corpus: FineWeb-Edu shards, CORPUS=builtin, or your files
-$(PREPARED): | $(READY)
+prepare-corpus: | $(READY)
 	$(PY) -m nanochat_gka.corpus $(FETCH) $(call args_of,data)
 	@$(NAMES) finish-corpus $(GIVEN)
 # Your own files may change: each step looks at them every time, and starts anew or says what to do.
 own-corpus: check-corpus | $(READY)
 	$(if $(FETCH),$(PY) -m nanochat_gka.corpus $(FETCH) $(call args_of,data))
-tokenizer: $(TOKENIZER_STEP)  ## train the BPE tokenizer (VOCAB tokens)
-$(TOKENIZER_STEP): | $(OWN_CORPUS) $(READY) $(PREPARED)
+tokenizer: $(if $(FLAGS),train-tokenizer,$(TOKENIZER_STEP))  ## train the BPE tokenizer (VOCAB tokens)
+train-tokenizer: | $(OWN_CORPUS) $(READY) $(PREPARED)
 	$(PY) -m nanochat_gka.tokenizer $(READ_CORPUS) $(VOCAB_FLAG) --out $(TOKENIZER) $(call args_of,tokenizer)
-tokenize: $(ROWS_STEP)  ## tokenise and pack the corpus into rows of SEQ tokens, in parallel
-$(ROWS_STEP): | $(OWN_CORPUS) $(READY) $(PREPARED) $(TOKENIZER_STEP)
+tokenize: $(if $(FLAGS),pack-rows,$(ROWS_STEP))  ## tokenise and pack the corpus into rows of SEQ tokens, in parallel
+pack-rows: | $(OWN_CORPUS) $(READY) $(PREPARED) $(TOKENIZER_STEP)
 	$(PY) -m nanochat_gka.pack $(READ_CORPUS) --tokenizer $(TOKENIZER) $(SEQ_FLAG) --out $(PACKED) $(call args_of,tokenize)
 
 pretrain-d20: check-gpu $(ROWS_STEP) | $(READY)  ## the paper's GKA run: depth 20, 2.8e9 tokens (DEPTH=...)

@@ -4,7 +4,6 @@ python -m nanochat_gka.pack --corpus out/corpus/fineweb --tokenizer out/tokenize
 python -m nanochat_gka.pack ... --part 2/8        # on the second of eight machines; then once without --part
 """
 
-import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +70,7 @@ def main(config: PackConfig) -> None:
         shards.begin(out, identity)
         if not part:
             join(out, identity)
-        units = plan_units(corpus)
+        units = plan_units(corpus, cut=split_documents)
         if split_documents:  # nanochat's first rows are of documents that are not split
             units = [unit for unit in units if unit.split != shards.TRAIN_FIRST]
         started = time.perf_counter()
@@ -95,8 +94,7 @@ def _check_files(folder: Path, identity: dict) -> None:
     if not (folder / shards.PLAN).exists():
         return
     if changes := file_changes(read_json(folder / shards.PLAN, "packing plan"), identity):
-        again = f"choose another --out or delete it (rm -r {shlex.quote(str(folder))}) and run the same command again"
-        raise UserError(f"{folder} was packed with other corpus files: {changes}; {again}")
+        raise UserError(f"{folder} was packed with other corpus files: {changes}; {shards.start_anew(folder)}")
 
 
 def chosen_split(config: PackConfig, out: Path) -> bool:

@@ -3,13 +3,13 @@
 python -m nanochat_gka.tokenizer --corpus out/corpus/fineweb --out out/tokenizer
 """
 
-import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from nanochat_gka.data.corpora import ParquetCorpus, counted, file_changes, fingerprint
+from nanochat_gka.data.shards import start_anew
 from nanochat_gka.data.tokenizer import FILE_NAME, VOCAB, Tokenizer
 from trainkit.cli import Count, CountOrAll, UserError, flag_of, run
 from trainkit.files import locked, read_json, write_json
@@ -74,7 +74,7 @@ def training_documents(corpus: ParquetCorpus, doc_cap: int, max_chars: int) -> I
 
 def _check_recipe(out: Path, recipe: dict) -> None:
     """Raise UserError if the tokenizer in `out` was not trained by `recipe`."""
-    advice = f"choose another --out or delete it (rm -r {shlex.quote(str(out))}) and run the same command again"
+    advice = start_anew(out)
     try:
         previous = read_json(out / RECIPE, "recipe")
     except UserError:

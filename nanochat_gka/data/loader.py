@@ -122,17 +122,23 @@ class PackedData:
         rows = len(self._rows[split])
         return rows if tokens < 0 else max(1, min(rows, tokens // self.sequence_len))
 
-    def rows_hash(self) -> str:
-        """Hash of what makes rows the same rows, wherever they are."""
-        shards = [{key: shard[key] for key in SAME_SHARD} for shard in self.manifest["shards"]]
+    def rows_hash(self, split: str = "") -> str:
+        """Hash of what makes rows, those of `split` or all, the same rows, wherever they are."""
+        chosen = [shard for shard in self.manifest["shards"] if split in ("", shard["split"])]
+        shards = [{key: shard[key] for key in SAME_SHARD} for shard in chosen]
         same = {**same_rows(self.manifest), "shards": shards}
         return hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()
 
     def identity(self, run: Path) -> dict[str, Any]:
         """What checkpoints of the run in `run` say of their data: what it is and where, also relative to the run."""
-        known = {**same_rows(self.manifest), "corpus": self.manifest.get("corpus")}
-        folder = self.folder.resolve()
-        return {**known, "folder": str(folder), "folder_from_run": os.path.relpath(folder, run.resolve())}
+        known = {**same_rows(self.manifest), "train_rows": self.rows_hash("train")}
+        folder, corpus = self.folder.resolve(), self.manifest.get("corpus")
+        return {
+            **known,
+            "corpus": corpus,
+            "folder": str(folder),
+            "folder_from_run": os.path.relpath(folder, run.resolve()),
+        }
 
     def check_same(self, saved: dict[str, Any], run: Path) -> None:
         """Raises UserError if these rows are not those of the run in `run`, of which its checkpoint says `saved`."""
@@ -144,6 +150,11 @@ class PackedData:
                     f"{self.folder} was packed with another {name} than the run in {run}; "
                     "use its data, or another --model-tag"
                 )
+        if saved.get("train_rows", self.rows_hash("train")) != self.rows_hash("train"):  # earlier versions did not say
+            raise UserError(
+                f"{self.folder} has other rows than the run in {run}, though they are of the same text: another "
+                "version packed them; use its data, or another --model-tag"
+            )
 
     @property
     def has_upstream_rows(self) -> bool:

@@ -5,6 +5,7 @@ plan.json says what is being packed, so that a run that was killed continues wit
 last; the folder then holds everything a training run needs, tokenizer.json included.
 """
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +68,16 @@ def check_plan(folder: Path, identity: dict) -> None:
     }
     for key, words in differences.items():
         if plan.get(key) != identity[key]:
-            raise UserError(f"{folder} was packed with {words}; choose another --out or delete it")
+            raise UserError(f"{folder} was packed with {words}; {start_anew(folder)}")
     if splits_documents(plan) != splits_documents(identity):
         before = "yes" if splits_documents(plan) else "no"
-        raise UserError(f"{folder} was packed with --split-documents {before}; choose another --out or delete it")
+        raise UserError(f"{folder} was packed with --split-documents {before}; {start_anew(folder)}")
+
+
+def start_anew(folder: Path) -> str:
+    """What to do where `folder` holds rows, or a tokenizer, of something else: in words."""
+    delete = f"delete it (rm -r {shlex.quote(str(folder))}), which ends the runs trained with it"
+    return f"choose another --out (with make, BASE), or {delete}, and run the same command again"
 
 
 def begin(folder: Path, identity: dict) -> None:

@@ -1,9 +1,10 @@
 """Units of packing work. Each is packed on its own, so that the rows do not depend on the number of processes.
 
-Training rows come in units of a few parquet row groups; a large row group is cut into several. A validation file is
-one unit, and so is `train_first`, the beginning of the training text once more, for evaluation alone. The rows of these
-two are those of nanochat's loader with one process, in its order, until the file's documents have all been read
-(`upstream_rows` in the record); nanochat would go on with the next file or epoch there.
+Training rows come in units of a few parquet row groups. Where documents are split, a large row group is cut into
+several; whole documents are packed as ever, so that their rows stay the same. A validation file is one unit, and so is
+`train_first`, the beginning of the training text once more, for evaluation alone. The rows of these two are those of
+nanochat's loader with one process, in its order, until the file's documents have all been read (`upstream_rows` in the
+record); nanochat would go on with the next file or epoch there.
 """
 
 import time
@@ -54,25 +55,25 @@ class GroupPart(Unit):
         return document_batches(corpus / self.file, range(self.first, self.last), (self.part, self.parts))
 
 
-def plan_units(corpus: ParquetCorpus) -> list[Unit]:
-    """The corpus cut into units, the two large ones first: they take longest."""
+def plan_units(corpus: ParquetCorpus, cut: bool = False) -> list[Unit]:
+    """The corpus in units, the two large ones first: they take longest. cut: large row groups are several units."""
     whole = {"val": corpus.files("val"), TRAIN_FIRST: corpus.files("train")[:1]}
     units = [
         Unit(f"{split}_{number:06d}", split, path.name, 0, open_parquet(path).num_row_groups)
         for split, paths in whole.items()
         for number, path in enumerate(paths)
     ]
-    shares = [(path.name, *share) for path in corpus.files("train") for share in _shares(path)]
+    shares = [(path.name, *share) for path in corpus.files("train") for share in _shares(path, cut)]
     for number, (file, first, last, *part) in enumerate(shares):
         name = f"train_{number:06d}", "train", file, first, last
         units.append(GroupPart(*name, *part) if part else Unit(*name))
     return units
 
 
-def _shares(path: Path) -> Iterator[tuple[int, ...]]:
+def _shares(path: Path, cut: bool) -> Iterator[tuple[int, ...]]:
     """Row groups [first, last) for each unit of a training file, and which of how many parts for those that are cut."""
     file = open_parquet(path)
-    parts = [_parts(file.metadata.row_group(group)) for group in range(file.num_row_groups)]
+    parts = [_parts(file.metadata.row_group(group)) if cut else 1 for group in range(file.num_row_groups)]
     for first in range(0, len(parts), ROW_GROUPS_PER_UNIT):
         last = min(first + ROW_GROUPS_PER_UNIT, len(parts))
         if max(parts[first:last]) == 1:

@@ -72,7 +72,7 @@ class Trainer(BaseTrainer):
         # Horizon
         self.horizon = config.horizon(self.model, runtime.world_size)
         self.steps, self.rows = self.horizon.steps, self.horizon.total_batch_size // sequence_len
-        if len(self.stream.rows) < self.rows:
+        if len(self.stream.rows) < self.rows and checkpoint is None:
             raise UserError(
                 f"{config.data} has {len(self.stream.rows):,} training rows and a step takes {self.rows:,}: give more "
                 "text, pack it with a smaller --sequence-len (make's SEQ), or lower --total-batch-size"

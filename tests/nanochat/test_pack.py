@@ -210,7 +210,9 @@ def test_older_validation_rows_are_packed_again(tmp_path):
 def test_another_tokenizer_length_or_corpus_is_refused(packed, tmp_path):
     out, corpus = tmp_path / "packed", tmp_path / "corpus"
     shutil.copytree(packed / "packed", out)
-    with pytest.raises(UserError, match="was packed with sequence length 32; choose another --out or delete it"):
+    with pytest.raises(
+        UserError, match=r"was packed with sequence length 32; choose another --out \(with make, BASE\), or delete it"
+    ):
         pack.main(config(packed, out, sequence_len=33))
     tokenizer.main(tokenizer.TokenizerConfig(corpus=packed / "corpus", out=tmp_path / "tokenizer", vocab_size=290))
     with pytest.raises(UserError, match="was packed with another tokenizer"):

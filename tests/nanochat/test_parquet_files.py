@@ -129,7 +129,11 @@ def test_parts_of_a_row_group_hold_it_once(packed, tmp_path, monkeypatch):
     monkeypatch.setattr(units, "DOCUMENTS_PER_PART", 500)
     texts = tiny.documents(4000, 1)
     write(tmp_path / "corpus", a=pa.table({"text": texts}), b=pa.table({"text": TEXTS}))
-    planned = plan_units(ParquetCorpus(tmp_path / "corpus"))
+    whole = [unit for unit in plan_units(ParquetCorpus(tmp_path / "corpus")) if unit.split == "train"]
+    assert [(unit.name, unit.first, unit.last) for unit in whole] == [
+        ("train_000000", 0, 1)
+    ]  # nanochat's rows, as ever
+    planned = plan_units(ParquetCorpus(tmp_path / "corpus"), cut=True)
     parts = [unit for unit in planned if unit.split == "train"]
     assert [unit.name for unit in parts] == [f"train_{number:06d}" for number in range(8)]
     batches = [batch for unit in parts for batch in unit.batches(tmp_path / "corpus")]
@@ -140,12 +144,12 @@ def test_parts_of_a_row_group_hold_it_once(packed, tmp_path, monkeypatch):
     written = []
     for workers in (1, 2):
         out = tmp_path / f"packed{workers}"
-        pack.main(config(tmp_path, out, tokenizer=packed / "tokenizer", workers=workers))
+        pack.main(config(tmp_path, out, tokenizer=packed / "tokenizer", workers=workers, split_documents="yes"))
         written.append(bins(out))
-    assert written[0] == written[1] and len(written[0]) == 10
+    assert written[0] == written[1] and len(written[0]) == 9
     (tmp_path / "packed1/manifest.json").unlink()
     (tmp_path / "packed1/train_000003.bin").unlink()
-    pack.main(config(tmp_path, tmp_path / "packed1", tokenizer=packed / "tokenizer"))
+    pack.main(config(tmp_path, tmp_path / "packed1", tokenizer=packed / "tokenizer", split_documents="yes"))
     assert bins(tmp_path / "packed1") == written[0]
 
 

@@ -219,7 +219,8 @@ def test_a_tokenizer_trained_otherwise_is_refused(packed, tmp_path):
     }
     for words, change in changes.items():
         with pytest.raises(
-            UserError, match=rf"trained with {words}; choose another --out or delete it \(rm -r .*tokenizer\)"
+            UserError,
+            match=rf"trained with {words}; choose another --out \(with make, BASE\), or delete it \(rm -r .*",
         ):
             main(TokenizerConfig(**{**same, **change}))
     (tmp_path / "tokenizer" / "train.json").unlink()

@@ -61,6 +61,9 @@ def test_a_finished_step_is_not_run_again(make, tmp_path, ready):
     assert not any(
         step in lines for step in ("pip", "nanochat_gka.corpus", "nanochat_gka.tokenizer", "nanochat_gka.pack")
     )
+    assert "nanochat_gka.pack" not in make("-n", "tokenize").stdout
+    asked = make("-n", "tokenize", "ARGS=--split-documents yes").stdout  # which the step refuses, or does
+    assert "nanochat_gka.pack" in asked and "nanochat_gka.tokenizer" not in asked
 
 
 def test_every_corpus_has_its_own_folders(make, tmp_path):
