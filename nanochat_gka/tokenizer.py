@@ -39,6 +39,8 @@ def main(config: TokenizerConfig) -> None:
     corpus = ParquetCorpus(config.corpus)
     if others := counted(corpus.unread()):
         print(f"{config.corpus}: not read: {others}")
+    if much := corpus.held_out():
+        print(f"{config.corpus}: {much}")
     files = fingerprint(corpus.files("train"))
     recipe = {key: getattr(config, key) for key in FLAGS}
     recipe |= {"corpus": files["source"], "checksums": files["checksums"]}

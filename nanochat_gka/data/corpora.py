@@ -1,7 +1,7 @@
 """Corpora: folders of parquet files with a string column `text`, read document by document.
 
 Where file names say which are for training and which for validation, they decide; otherwise files are taken in name
-order, the last one is the validation split and the others are training, as in nanochat.
+order, the last one is the validation split and the others are training, as in nanochat, unless its name says train.
 """
 
 import hashlib
@@ -28,6 +28,7 @@ ROW_GROUP = 1024  # documents, as in nanochat's shards
 DOCUMENT_BATCH = 128  # documents that nanochat's loader tokenises at once
 BUFFER = 2**20  # bytes of a file that are read at once
 SAMPLES, SAMPLE = 16, 2**16  # blocks and their bytes, in a checksum that is quick for any file
+MUCH_HELD_OUT = 0.05
 SPLIT_NAMES = {"train": "train", "training": "train", "test": "test", "testing": "test"}
 SPLIT_NAMES.update(dict.fromkeys(("val", "valid", "validation", "dev"), "val"))
 
@@ -50,6 +51,11 @@ class ParquetCorpus:
             command = f"python -m nanochat_gka.corpus --source {shlex.quote(str(self.folder))} --out FOLDER"
             advice = f"other files of text become such a folder by: {command}"
             raise UserError(f"{self.folder} {rule}, found {len(top_parquet(self.folder))}; {advice}")
+        last = self.files("val")[-1].name
+        if _named_split(PurePosixPath(last)) == "train":
+            rule = f"{last} is the last file and would be held out, but its name says train"
+            command = f"python -m nanochat_gka.corpus --source {shlex.quote(str(self.folder))} --out FOLDER"
+            raise UserError(f"{self.folder}: {rule}; 1 % of the text is held out by: {command}")
         for path in self.paths():
             open_parquet(path)
         for split in SPLITS:
@@ -70,6 +76,13 @@ class ParquetCorpus:
         for path in self.files(split):
             for batch in document_batches(path):
                 yield from filter(None, batch)
+
+    def held_out(self) -> str:
+        """In words, which file is held out if it is the last and much of the text; else empty."""
+        names = top_parquet(self.folder)
+        share = (self.folder / names[-1]).stat().st_size / sum((self.folder / name).stat().st_size for name in names)
+        much = share > MUCH_HELD_OUT and not named_splits(names)
+        return f"the last file is held out, {names[-1]}: {share:.0%} of the bytes" if much else ""
 
     def unread(self) -> Counter[str]:
         """How many other files the folder holds, by suffix; not hidden ones, nor those in a corpus that we made."""
@@ -106,7 +119,12 @@ def deal(names: Sequence[str]) -> dict[str, list[str]]:
 def named_splits(names: Sequence[str]) -> dict[str, list[str]] | None:
     """The files of the train and val splits, if names of files or folders say both; what says neither is left out."""
     split_of = {name: _named_split(PurePosixPath(name)) for name in names}
-    named = {split: [name for name in names if split_of[name] == split] for split in ("train", "val", "test")}
+    return splits_of(split_of)
+
+
+def splits_of(split_of: dict[str, str | None]) -> dict[str, list[str]] | None:
+    """The files of the train and val splits, if there are both. split_of: train, val, test or None by path."""
+    named = {split: [name for name in split_of if split_of[name] == split] for split in ("train", "val", "test")}
     held_out = named["val"] or named["test"]
     return {"train": named["train"], "val": held_out} if named["train"] and held_out else None
 

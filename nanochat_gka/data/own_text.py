@@ -4,8 +4,10 @@ A .txt or .md file is a document (several if it has more than 4 million characte
 .json and .parquet, of which one column is the text. All but parquet may be packed as .gz or .zst. Folders are read to
 any depth, in the order of names, without hidden files.
 
-Names that say train and val (or test) decide what is held out; of parquet files side by side the last is. Otherwise it
-is one document in a hundred, by checksum, and of fewer than a hundred documents the end of the text.
+Names decide what is held out if they put every file in a split, and there is train and val (or test): the name of a
+folder, or of a file without its number and what stands before a dot (train-00000-of-00002, wiki.val_1). Only a README
+may be beside them. Of nanochat's shards, and of a corpus that we made, the last file is held out. Otherwise it is one
+document in a hundred, by checksum, and where that is too little the end of the text.
 
 pyarrow unpacks, and the standard library reads JSON, a record at a time: `datasets` takes the type of every column from
 the first 10 MB of the first file and fails at another, reads dates as times, and leaves out files with [ in their name.
@@ -16,11 +18,12 @@ import hashlib
 import io
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pyarrow as pa
@@ -29,12 +32,16 @@ import pyarrow.parquet as pq
 from nanochat_gka.data import SPLITS
 from nanochat_gka.data.corpora import (
     COLUMN,
+    MUCH_HELD_OUT,
+    NOTE,
     ROW_GROUP,
+    SPLIT_NAMES,
     counted,
     deal,
     describe_changes,
     document_batches,
     named_splits,
+    splits_of,
     suffixes,
 )
 from trainkit.cli import UserError, reason_of
@@ -49,15 +56,22 @@ END_CHARS = 10_000  # at least so many of them, but no more than a tenth of the 
 LONGEST = 2**22  # characters of a document of a text file
 GROUP_BYTES = 2**24  # of documents that are held in memory until they are written
 RECORD = "files.json"
+RULES = 2  # of what is read and held out; a corpus that was written by others is written again
+SHARD = re.compile(r"shard_\d{5}\.parquet")  # runs/names.py has it too
+NAMED, LAST = "as the files are named", "the last file by name"
 
 
 @dataclass
 class Source:
-    """What there is to read. files: by path within `root`, in order. unread: how many other files, by suffix."""
+    """What there is to read. files: by path within `root`, in order. unread: how many other files, by suffix.
+
+    held_out: in words, what is held out if names or the layout say so.
+    """
 
     root: Path
     files: dict[str, Path] = field(default_factory=dict)
     unread: Counter[str] = field(default_factory=Counter)
+    held_out: str = ""
 
     def keep(self, names: Iterable[str]) -> None:
         """Count the other files as unread."""
@@ -78,12 +92,34 @@ def find(root: Path, out: Path) -> tuple[Source, dict[str, list[str]] | None]:
     source = Source(root, dict(sorted(_walk(root))))
     readable = [name for name in source.files if _kind(name)[0] in KINDS]
     beside = [name for name in readable if "/" not in name and _kind(name)[0] == ".parquet"]
-    names = beside if len(beside) > 1 else readable
-    splits = deal(names) if names is beside else named_splits(names)
-    source.keep(chain(*splits.values()) if splits else names)
+    if len(beside) > 1 and ((root / NOTE).exists() or all(map(SHARD.fullmatch, beside))):
+        splits, source.held_out = deal(beside), NAMED if named_splits(beside) else LAST
+    else:
+        splits, source.held_out = _named_splits(root, readable), NAMED
+    source.keep(chain(*splits.values()) if splits else readable)
     if not source.files:
         raise UserError(f"{root} has no text to read ({counted(source.unread) or 'it is empty'}); what is read: {READ}")
     return source, splits
+
+
+def _named_splits(root: Path, names: list[str]) -> dict[str, list[str]] | None:
+    """The files of the train and val splits, if names put every file but a README in a split."""
+    split_of = {name: _named_split(PurePosixPath(name.lower())) for name in names if not _is_readme(name)}
+    splits, others = splits_of(split_of), [name for name, split in split_of.items() if split is None]
+    if splits and others:
+        print(f"{root}: names do not decide what is held out, for some are in no split: {counted(suffixes(others))}")
+    return None if others else splits
+
+
+def _named_split(path: PurePosixPath) -> str | None:
+    """The split that the name of a folder is, or that of a file: `val/a.txt`, `train-00000-of-00002.parquet`."""
+    stem = re.sub(r"(\.(txt|md|jsonl|json|parquet|gz|zst))+$", "", path.name)
+    word = re.sub(r"[-_.]?\d+(-of-\d+)?$", "", stem).split(".")[-1]
+    return next((SPLIT_NAMES[name] for name in (*path.parts[:-1], word) if name in SPLIT_NAMES), None)
+
+
+def _is_readme(name: str) -> bool:
+    return PurePosixPath(name.lower()).name in ("readme.md", "readme.txt")
 
 
 def _walk(root: Path) -> Iterator[tuple[str, Path]]:
@@ -127,7 +163,11 @@ def write(source: Source, splits: dict[str, list[str]] | None, out: Path, column
         return
     if changes:
         print(f"{source.root} has changed since {out} was written: {changes}")
-    record = {"column": column, "files": {name: [*states[name], sha256(source.files[name])] for name in states}}
+    record = {
+        "rules": RULES,
+        "column": column,
+        "files": {name: [*states[name], sha256(source.files[name])] for name in states},
+    }
     (out / RECORD).unlink(missing_ok=True)
     with atomic(out / "val.parquet") as val, atomic(out / "train.parquet") as train:
         _write_splits(source, splits, column, {"train": train, "val": val})
@@ -139,6 +179,8 @@ def _changes(source: Source, states: dict[str, tuple[int, int]], out: Path, colu
     if not all((out / name).exists() for name in ("train.parquet", "val.parquet", RECORD)):
         return None
     record = read_json(out / RECORD, "note of the corpus's files")
+    if record.get("rules") != RULES:
+        return "it was read by the rules of an earlier version"
     if record["column"] != column:
         return f"it was column {record['column']}"
     now: dict[str, Any] = dict(states)
@@ -150,35 +192,53 @@ def _changes(source: Source, states: dict[str, tuple[int, int]], out: Path, colu
 
 def _write_splits(source: Source, splits: dict[str, list[str]] | None, column: str, paths: dict[str, Path]) -> None:
     empty: Counter[str] = Counter()
+    not_text: set[str] = set()  # files of JSON
+    mixed = not splits and any(_kind(name)[0] != ".json" for name in source.files)
 
     def documents(names: Collection[str]) -> Iterator[str]:
         with progress_bar() as bar:
             task = bar.add_task("reading files", total=len(names), status="")
             for name in names:
-                for text in _documents(source.files[name], column):
-                    empty[name] += not text.strip()
-                    if text.strip():
-                        yield text
+                begun = False
+                try:
+                    for text in _documents(source.files[name], column):
+                        begun = True
+                        empty[name] += not text.strip()
+                        if text.strip():
+                            yield text
+                except _NoField:
+                    if begun or not mixed or _kind(name)[0] != ".json":
+                        raise
+                    not_text.add(name)
                 bar.advance(task)
 
     if splits:
-        how = "as the files are named"
+        how = source.held_out
         written = _deal(((split, text) for split in SPLITS for text in documents(splits[split])), paths)
     else:
         how = f"one document in {ONE_IN}, by checksum"
         written = _deal(((_split_of(text), text) for text in documents(source.files)), paths)
-        counts = [split.documents for split in written.values()]
-        if sum(counts) < ONE_IN or 0 in counts:
+        train, val = (written[name] for name in SPLITS)
+        chars = train.chars + val.chars
+        too_few = train.documents + val.documents < ONE_IN or not train.documents
+        if too_few or val.chars < min(END_CHARS, chars // 10):
             how = "the end of the text"
             empty.clear()
-            written = _deal(_cut_end(documents(source.files), sum(split.chars for split in written.values())), paths)
+            written = _deal(_cut_end(documents(source.files), chars), paths)
     for name in SPLITS:
         if not written[name].documents:
             where = f": nothing in {', '.join(splits[name])}" if splits else ""
             raise UserError(f"{source.root} has too little text for the {name} split{where}")
     for name, split in written.items():
         print(f"{name}: {split.documents:,} documents, {split.bytes / 1e6:.2f} MB")
-    kinds = Counter("".join(Path(name.lower()).suffixes[-2 if _kind(name)[1] else -1 :]) for name in source.files)
+    if not_text:
+        named = ", ".join(sorted(not_text)[:3]) + (", ..." if len(not_text) > 3 else "")
+        what = f"{len(not_text):,} files without a field {column} that is a string ({named})"
+        print(f"{source.root}: not read: {what}; if one has text, name it by --text-column (with make, COLUMN)")
+    read = [name for name in source.files if name not in not_text]
+    kinds = Counter("".join(Path(name.lower()).suffixes[-2 if _kind(name)[1] else -1 :]) for name in read)
+    share = written["val"].chars / sum(split.chars for split in written.values())
+    how += f", {share:.0%} of the text" if how == LAST and share > MUCH_HELD_OUT else ""
     print(
         f"from {counted(kinds)}; held out: {how}"
         + (f"; {empty.total():,} empty documents left out" if empty.total() else "")
@@ -291,6 +351,10 @@ def _records(path: Path, text: io.TextIOWrapper, kind: str) -> Iterator[tuple[st
         yield from ((f"line {n}", _parse(path, f"in line {n}", line)) for n, line in chain([first], lines))
 
 
+class _NoField(UserError):
+    """A record of JSON has no text."""
+
+
 def _field(path: Path, place: str, record: Any, column: str) -> str | None:
     """The text of a record, or None for a null."""
     if isinstance(record, dict) and column in record and isinstance(record[column], str | None):
@@ -299,8 +363,8 @@ def _field(path: Path, place: str, record: Any, column: str) -> str | None:
         has = f"is {type(record).__name__}"
     else:
         has = "has " + ", ".join(f"{name} ({type(value).__name__})" for name, value in record.items())
-    advice = "name the one that is by --text-column (with make, COLUMN)"
-    raise UserError(f"{path} needs a field {column} that is a string; {place} {has}; {advice}")
+    advice = "name the one that is by --text-column (with make, COLUMN), or move the file away"
+    raise _NoField(f"{path} needs a field {column} that is a string; {place} {has}; {advice}")
 
 
 def _is_object(line: str) -> bool:
@@ -314,4 +378,6 @@ def _parse(path: Path, place: str, text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not JSON {place} ({reason_of(error).split(': line')[0]})") from None
+        raise UserError(
+            f"{path} is not JSON {place} ({reason_of(error).split(': line')[0]}); mend it or move it away"
+        ) from None

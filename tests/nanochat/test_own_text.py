@@ -111,7 +111,7 @@ def test_one_file_is_enough(tmp_path, name):
 
 
 def test_one_document_in_a_hundred_is_held_out_wherever_it_stands(tmp_path):
-    texts = [f"{number} {text}" for number, text in enumerate(tiny.documents(3000, 0))]
+    texts = [f"{number} {text * 4}" for number, text in enumerate(tiny.documents(3000, 0))]
     first = prepare(write(tmp_path / "a", a__jsonl=lines(*texts)), tmp_path / "out")
     turned = prepare(write(tmp_path / "b", b__jsonl=lines(*texts[1000:], *texts[:1000])), tmp_path / "turned")
     assert 20 <= len(first["val"]) <= 40 and sorted(first["val"]) == sorted(turned["val"])
@@ -121,7 +121,7 @@ def test_one_document_in_a_hundred_is_held_out_wherever_it_stands(tmp_path):
 
 
 def test_the_same_text_is_never_in_both_splits(tmp_path):
-    texts = tiny.documents(1000, 0) * 2
+    texts = [text * 20 for text in tiny.documents(1000, 0)] * 2
     documents = prepare(write(tmp_path / "a", a__jsonl=lines(*texts)), tmp_path / "out")
     assert documents["val"] and set(documents["train"]).isdisjoint(documents["val"])
 
@@ -136,7 +136,9 @@ def test_the_end_of_few_documents_is_a_hundredth_or_more(tmp_path, chars, end):
 SPLITS = {
     "folders": {"train___a__txt": "t", "validation___b__txt": "v", "test___c__txt": "x", "README__md": "x"},
     "deep folders": {"data___train___a___b__txt": "t", "data___val___b__txt": "v"},
-    "files": {"train__jsonl": lines("t"), "my-dev__jsonl__gz": gzip.compress(lines("v").encode())},
+    "files": {"train__jsonl": lines("t"), "Dev__jsonl__gz": gzip.compress(lines("v").encode())},
+    "dotted": {"wiki__train__txt": "t", "wiki__valid__1__txt": "v", "wiki__test__txt": "x"},
+    "third": {"train_001__txt": "t", "validation1__txt": "v", "test___a__md": "x", "README__md": "x"},
     "numbered": {"train-00000-of-00001__json": lines("t"), "test-00000-of-00001__json": lines("v")},
 }
 
@@ -152,13 +154,118 @@ def test_names_of_one_split_alone_decide_nothing(tmp_path):
     assert len(documents["train"]) == 9 and len(documents["val"]) == 1
 
 
-def test_another_column_of_parquet_in_a_row_keeps_the_last_for_validation(tmp_path):
-    for name in ("a", "b", "c"):
-        (tmp_path / "own").mkdir(exist_ok=True)
-        pq.write_table(pa.table({"text": [1], "body": [name]}), tmp_path / "own" / f"{name}.parquet")
-    write(tmp_path / "own", notes__md="not read")
-    documents = prepare(tmp_path / "own", tmp_path / "out", text_column="body")
-    assert documents == {"train": ["a", "b"], "val": ["c"]}
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"Training plan__md": "plan", "Dev ideas__md": "ideas"},
+        {"dev___a__md": "of dev", "training___b__md": "of training", "docs___c__md": "of docs"},
+        {"strength-training__md": "plan", "app-dev__md": "ideas"},
+        {"train__txt": "t", "val__txt": "v", "notes__txt": "n"},
+    ],
+    ids=["words", "folders", "dashes", "one file in no split"],
+)
+def test_names_decide_only_if_every_file_is_in_a_split(tmp_path, capsys, files):
+    """No text is left out because other files have such names."""
+    files = {name: f"{content} " * 20 for name, content in files.items()}
+    if "Training plan__md" in files:
+        files = files | {f"2024-{number:02} meeting__md": f"meeting {number}" for number in range(60)}
+    documents = prepare(write(tmp_path / "own", **files), tmp_path / "out")
+    said, text = capsys.readouterr().out, "".join(documents["train"] + documents["val"])
+    assert all(content in text for content in files.values()) and len(text) == sum(map(len, files.values()))
+    assert "not read" not in said and "held out: the end of the text" in said
+    assert ("names do not decide what is held out, for some are in no split: 1 ." in said) == (
+        "docs___c__md" in files or "notes__txt" in files
+    )
+
+
+def parquet(folder: Path, **texts: list[str]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, column in texts.items():
+        pq.write_table(pa.table({"text": column}), folder / f"{name}.parquet")
+    return folder
+
+
+@pytest.mark.parametrize("names", [("a", "b"), ("train-00000-of-00002", "train-00001-of-00002"), ("val-0", "val-1")])
+@pytest.mark.parametrize("folder", ["own", "own/data"])
+def test_parquet_files_side_by_side_are_dealt_as_other_text_is(tmp_path, capsys, names, folder):
+    texts = [f"{number} {text * 3}" for number, text in enumerate(tiny.documents(4000, 0))]
+    parquet(tmp_path / folder, **{names[0]: texts[:2000], names[1]: texts[2000:]})
+    documents = prepare(tmp_path / "own", tmp_path / "out")
+    assert sorted(documents["train"] + documents["val"]) == sorted(texts) and 20 <= len(documents["val"]) <= 60
+    assert "from 2 .parquet; held out: one document in 100, by checksum\n" in capsys.readouterr().out
+
+
+def test_of_shards_and_of_our_corpora_the_last_file_is_held_out(tmp_path, capsys):
+    """The share is said where it is large."""
+    shards = parquet(tmp_path / "own", shard_00000=["a"], shard_00001=["b"], shard_00002=["c"])
+    write(shards, notes__md="not read")
+    assert prepare(shards, tmp_path / "out") == {"train": ["a", "b"], "val": ["c"]}
+    assert "held out: the last file by name, 33% of the text\n" in capsys.readouterr().out
+    ours = tmp_path / "out"
+    assert prepare(ours, tmp_path / "again") == {"train": ["a", "b"], "val": ["c"]}
+    assert "held out: as the files are named\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("count, words", [(500, 9), (150, 200)])
+def test_so_few_short_records_give_validation_rows(tmp_path, count, words):
+    """One in a hundred would be less than the end of the text: of 500 with 9 words, too little for a row."""
+    texts = [" ".join(f"w{number}x{place}" for place in range(words)) for number in range(count)]
+    documents = prepare(write(tmp_path / "own", a__jsonl=lines(*texts)), tmp_path / "out")
+    chars, held_out = sum(map(len, texts)), sum(map(len, documents["val"]))
+    expected = min(END_CHARS, chars // 10)
+    assert expected - 10 < held_out <= expected + len(texts[-1]) and texts[-1] == documents["val"][-1]
+    tokenizer.main(tokenizer.TokenizerConfig(corpus=tmp_path / "out", out=tmp_path / "words", vocab_size=300))
+    pack.main(
+        pack.PackConfig(
+            tmp_path / "out",
+            tmp_path / "words",
+            tmp_path / "packed",
+            sequence_len=256,
+            split_documents="yes",
+            workers=1,
+        )
+    )
+
+
+def test_json_without_the_field_among_other_text_is_named_as_not_read(tmp_path, capsys):
+    others = {"package__json": '{"name": "x"}', "deep___list__json": "[1, 2]", "deep___lines__json__gz": b""}
+    others["deep___lines__json__gz"] = gzip.compress(b'{"a": 1}\n{"a": 2}\n')
+    source = write(tmp_path / "own", a__md=BOOK, b__json='{"text": "read"}', **others)
+    documents = prepare(source, tmp_path / "out")
+    assert "read" in documents["train"] + documents["val"]
+    said = capsys.readouterr().out
+    named = "deep/lines.json.gz, deep/list.json, package.json"
+    assert f"own: not read: 3 files without a field text that is a string ({named}); " in said
+    assert "name it by --text-column (with make, COLUMN)\n" in said and "from 1 .json, 1 .md; held out" in said
+    prepare(source, tmp_path / "out")
+    assert "already there" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"a__json": '[{"text": "x"}, {"body": "y"}]', "b__md": BOOK},  # begins as text does
+        {"a__jsonl": '{"body": "y"}', "b__md": BOOK},
+        {"train__json": '{"body": "y"}', "val__md": BOOK},
+        {"a__json": '{"body": "y"}', "b__json": '{"text": "y"}'},
+    ],
+)
+def test_json_that_is_meant_as_text_is_not_passed_over(tmp_path, files):
+    with tiny.one_line_error(
+        r"needs a field text .* has body \(str\); name .* \(with make, COLUMN\), or move the file away"
+    ):
+        prepare(write(tmp_path / "own", **files), tmp_path / "out")
+
+
+def test_a_corpus_that_was_read_by_other_rules_is_read_again(tmp_path, capsys):
+    source, out = write(tmp_path / "own", a__txt=BOOK), tmp_path / "out"
+    prepare(source, out)
+    before, record = (out / "train.parquet").read_bytes(), json.loads((out / "files.json").read_text())
+    del record["rules"]  # as an earlier version wrote it
+    (out / "files.json").write_text(json.dumps(record))
+    prepare(source, out)
+    assert "it was read by the rules of an earlier version\n" in capsys.readouterr().out
+    assert (out / "train.parquet").read_bytes() == before  # so that rows of the same documents stay valid
 
 
 FIELDS = r"needs a field text that is a string; line 1 has {}; name the one that is by --text-column"
@@ -171,7 +278,10 @@ REFUSED = {
     "missing": ({"a__jsonl": '{"body": "x", "id": 1}'}, "a.jsonl " + FIELDS.format(r"body \(str\), id \(int\)")),
     "nested": ({"a__json": '{"text": {"en": "x"}}'}, "a.json " + FIELDS.format(r"text \(dict\)")),
     "no object": ({"a__json": '["x"]'}, "needs a field text that is a string; record 1 is str"),
-    "broken": ({"a__jsonl": lines("x") + '{"text": '}, r"a.jsonl is not JSON in line 2 \(Expecting value\)"),
+    "broken": (
+        {"a__jsonl": lines("x") + '{"text": '},
+        r"a.jsonl is not JSON in line 2 \(Expecting value\); mend it or move it",
+    ),
     "deep": ({"a__json": "[" * 100_000}, "a.json is not JSON as a whole"),
     "not packed": ({"a__txt__gz": "x" * 100}, "a.txt.gz is damaged, or is not what its name says"),
     "cut off": ({"a__txt__gz": gzip.compress(os.urandom(5000))[:-20]}, r"a.txt.gz is damaged, .*\(Truncated"),

@@ -95,7 +95,7 @@ def test_one_empty_file_among_others_is_no_mistake(tmp_path):
         (("dev", "test", "train"), 1, ["dev"]),
         (("test-00000-of-00001", "train-00000-of-00001"), 1, ["test-00000-of-00001"]),
         (("wiki.train", "wiki.valid.1", "wiki.valid.2"), 1, ["wiki.valid.1", "wiki.valid.2"]),
-        (("shard_00000", "shard_00001", "train"), 2, ["train"]),  # no name says validation: the last is it, as ever
+        (("train", "zebra"), 1, ["zebra"]),  # no name says validation: the last is it, as ever
         (("testament", "trainspotting", "validity"), 2, ["validity"]),
     ],
 )
@@ -103,6 +103,29 @@ def test_names_that_say_train_and_validation_decide(tmp_path, names, train, val)
     corpus = ParquetCorpus(write(tmp_path, **{name: pa.table({"text": [name]}) for name in names}))
     assert [path.stem for path in corpus.files("val")] == val == list(corpus.documents("val"))
     assert len(list(corpus.documents("train"))) == train
+
+
+def test_a_file_that_is_named_train_is_not_held_out(tmp_path):
+    names = ("train-00000-of-00002", "train-00001-of-00002")
+    corpus = write(tmp_path / "corpus", **{name: pa.table({"text": TEXTS}) for name in names})
+    message = (
+        r"train-00001-of-00002.parquet is the last file .* python -m nanochat_gka.corpus --source .*corpus --out FOLDER"
+    )
+    with tiny.one_line_error(message):
+        tokenizer.main(tokenizer.TokenizerConfig(corpus=corpus, out=tmp_path / "tokenizer"))
+
+
+def test_a_large_last_file_is_said_by_every_command(packed, tmp_path, capsys):
+    corpus = tiny.write_corpus(tmp_path / "corpus", files=2)
+    share = (corpus / "shard_00001.parquet").stat().st_size / sum(path.stat().st_size for path in corpus.iterdir())
+    said = f"{corpus}: the last file is held out, shard_00001.parquet: {share:.0%} of the bytes\n"
+    tokenizer.main(tokenizer.TokenizerConfig(corpus=corpus, out=tmp_path / "tokenizer", vocab_size=300))
+    assert said in capsys.readouterr().out
+    pack.main(config(tmp_path, tmp_path / "packed", tokenizer=packed / "tokenizer"))
+    assert said in capsys.readouterr().out
+    tiny.write_corpus(corpus, files=30)
+    tokenizer.main(tokenizer.TokenizerConfig(corpus=corpus, out=tmp_path / "more", vocab_size=300))
+    assert "held out" not in capsys.readouterr().out
 
 
 def test_other_files_of_the_folder_are_counted(tmp_path, capsys):
