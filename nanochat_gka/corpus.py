@@ -4,7 +4,7 @@
     python -m nanochat_gka.corpus --source fineweb --num-shards 170    # FineWeb-Edu from the Hugging Face hub
     python -m nanochat_gka.corpus --source notes --out out/notes       # your own files: text, JSON, parquet
 
-Two or more parquet files with a string column `text`, side by side in a folder, are a corpus as they are.
+nanochat's shards, shard_00000.parquet and so on with a string column `text`, are a corpus as they are.
 """
 
 from dataclasses import dataclass

@@ -89,12 +89,14 @@ def fetch_flags(base, corpus, shards):
 
 
 def own_corpus(given, made):
-    """Where your own text is read, and what nanochat_gka.corpus makes of it before: nothing of parquet files in a row.
+    """Where your own text is read, and what nanochat_gka.corpus makes of it before: nothing of nanochat's shards.
 
-    made: the folder that it writes otherwise.
+    Nor of a corpus that it made, which has its note. made: the folder that it writes otherwise.
     """
     corpus, column = given["CORPUS"], given.get("COLUMN", "")
-    if not column and len(list(Path(corpus).glob("[!.]*.parquet"))) > 1:
+    files = [path.name for path in Path(corpus).glob("[!.]*.parquet")]
+    shards = all(re.fullmatch(r"shard_\d{5}\.parquet", name) for name in files)
+    if not column and len(files) > 1 and (shards or Path(corpus, "source.json").exists()):
         return corpus, ""
     return made, joined(flag("source", corpus), flag("out", made), flag("text-column", column))
 

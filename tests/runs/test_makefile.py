@@ -276,10 +276,23 @@ def test_your_own_files_are_made_into_a_corpus_first(make, tmp_path, ready, name
             (tmp_path / finished).touch()
 
 
-def test_parquet_files_side_by_side_are_a_corpus_as_they_are(make, tmp_path, ready):
+@pytest.mark.parametrize("names", [("a", "b"), ("train-00000-of-00002", "train-00001-of-00002"), ("shard_00000", "b")])
+def test_other_parquet_files_side_by_side_are_made_into_a_corpus(make, tmp_path, ready, names):
+    (tmp_path / "text").mkdir()
+    for name in names:
+        (tmp_path / "text" / f"{name}.parquet").touch()
+    corpus, tokenizer, pack = steps(make, "CORPUS=text")
+    assert corpus[:3] == ["nanochat_gka.corpus", "--source", "text"]
+    assert tokenizer[1:3] == pack[1:3] == ["--corpus", corpus[-1]]
+
+
+@pytest.mark.parametrize(
+    "files", [("shard_00000.parquet", "shard_00001.parquet"), ("a.parquet", "b.parquet", "source.json")]
+)
+def test_shards_and_a_corpus_of_ours_are_read_as_they_are(make, tmp_path, ready, files):
     """Every step looks at them, each time."""
     (tmp_path / "text").mkdir()
-    for name in ("a.parquet", "b.parquet", "notes.md", ".hidden.parquet"):
+    for name in (*files, "notes.md", ".hidden.parquet"):
         (tmp_path / "text" / name).touch()
     for _ in range(2):
         tokenizer, pack = steps(make, "CORPUS=text")
