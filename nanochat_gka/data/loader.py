@@ -162,7 +162,10 @@ class PackedData:
         return any(shard["split"] == TRAIN_FIRST for shard in self.manifest["shards"])
 
     def warn_of_rows(self, choice: str, tokens: int, show: Callable[[str], None]) -> None:
-        """`show` a note if "upstream" rows are wanted and not all that are evaluated are nanochat's."""
+        """`show` a note if "upstream" rows are wanted and not all that are evaluated are nanochat's.
+
+        None of split documents, which have no such rows: there the label beside every figure, "spaced", says it.
+        """
         if choice != "upstream" or splits_documents(self.manifest):
             return
         if not self.has_upstream_rows:

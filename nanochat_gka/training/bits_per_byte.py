@@ -1,6 +1,7 @@
 """Bits per byte: the loss in a unit that does not depend on the tokenizer."""
 
 import math
+from typing import Any
 
 import torch
 
@@ -68,7 +69,28 @@ def of_both_splits(
     return values
 
 
-def utf8_note(values: dict[str, float], name: str) -> str:
+def rows_note(values: dict[str, Any]) -> str:
+    """Which rows the figures of `values` are of (`PackedData.name_rows`); empty if that was not recorded."""
+    return f"{values['eval_rows']} rows" if values.get("eval_rows") else ""
+
+
+def utf8_note(values: dict[str, Any], name: str) -> str:
     """What follows the figure `name` of `values`: the one of the text's own bytes, if it is another one."""
-    shown, true = values[name], values.get(name + UTF8, values[name])
+    shown = values[name]
+    true = values.get(name + UTF8) or shown  # an earlier version recorded none
     return "" if math.isclose(shown, true, rel_tol=DIFFERENCE) else f" ({true:.6f} of the text's own bytes)"
+
+
+def remark(values: dict[str, Any]) -> str:
+    """What to know of the figures of a run's record: which rows they are of, and those of the text's own bytes."""
+    notes = {name: utf8_note(values, name) for name in (f"{split}_bpb" for split in SPLITS) if values.get(name)}
+    others = [f"{name.replace('_', ' ')} {values[name]:.6f}{note}" for name, note in notes.items() if note]
+    return ", ".join(filter(None, [rows_note(values), *others]))
+
+
+def remarks(runs: dict[str, dict[str, Any]]) -> list[str]:
+    """The sentences below a table of runs, label -> record: one for all runs with the same `remark`."""
+    labels: dict[str, list[str]] = {}
+    for label, values in runs.items():
+        labels.setdefault(remark(values), []).append(label)
+    return [f"{', '.join(same)}: {text}." for text, same in labels.items() if text]

@@ -23,7 +23,7 @@ from nanochat_gka.generation.sampling import SAMPLE_PROMPTS, Sampling
 from nanochat_gka.model.accounting import flops_per_token, parameter_counts
 from nanochat_gka.model.gpt import GPT, build
 from nanochat_gka.training import hardware, memory
-from nanochat_gka.training.bits_per_byte import UTF8, of_both_splits, utf8_note
+from nanochat_gka.training.bits_per_byte import UTF8, of_both_splits, rows_note, utf8_note
 from nanochat_gka.training.config import TrainConfig
 from nanochat_gka.training.gradients import accumulate_gradients, dry_step
 from nanochat_gka.training.optim import MuonAdamW, check_decay, parameter_groups
@@ -243,7 +243,9 @@ class Trainer(BaseTrainer):
     def _log_evaluation(self, log: RunLog, stop: Stop) -> None:
         step, bpb, sigma = self.state["step"], self.evaluate(stop), self.sigma()
         shown = {name: f"{bpb[name]:.6f}{utf8_note(bpb, name)}" for name in EVAL_KEYS}
-        text = f"step {step:05d} | train bpb {shown['train_bpb']} | validation bpb {shown['val_bpb']}"
+        text = (
+            f"step {step:05d} | train bpb {shown['train_bpb']} | validation bpb {shown['val_bpb']} | {rows_note(bpb)}"
+        )
         mean = {layer: round(sum(values) / len(values), 3) for layer, values in sigma.items()}
         tokens = step * self.horizon.total_batch_size
         log.log("eval", step, text + (f" | mean sigma {mean}" if mean else ""), **bpb, sigma=sigma, tokens=tokens)
@@ -257,10 +259,11 @@ class Trainer(BaseTrainer):
         lines = "\n".join(f"sample: {prompt + text!r}" for prompt, text in texts.items())
         log.log("sample", self.state["step"], lines, texts=texts)
 
-    def evaluate(self, stop: Stop | None = None) -> dict[str, float]:
-        """Bits per byte on both splits."""
+    def evaluate(self, stop: Stop | None = None) -> dict[str, Any]:
+        """Bits per byte on both splits, and which rows they are of."""
         which = self.config.eval_tokens, self.config.eval_rows
-        return of_both_splits(self.compiled, self.data, *which, self.runtime, self.batch_size, stop)
+        bpb = of_both_splits(self.compiled, self.data, *which, self.runtime, self.batch_size, stop)
+        return {"eval_rows": self.data.name_rows(*which), **bpb}
 
     def sigma(self) -> dict[str, list[float]]:
         """Learned bandwidths of the gka layers, per head."""
@@ -294,7 +297,7 @@ class Trainer(BaseTrainer):
             "val_bpb": last["val_bpb"],
             **{key + UTF8: last.get(key + UTF8) for key in EVAL_KEYS},
             "gap": last["val_bpb"] - last["train_bpb"],
-            "eval_rows": self.data.name_rows(self.config.eval_tokens, self.config.eval_rows),
+            "eval_rows": last.get("eval_rows"),
             "min_val_bpb": min(record["val_bpb"] for record in evaluations),
             "core": {key: scored[-1][key] for key in CORE_KEYS} if scored else None,
             "tokens_per_second": speed,
@@ -305,4 +308,4 @@ class Trainer(BaseTrainer):
     def result_text(self, summary: dict[str, Any]) -> str:
         shown = {name: f"{summary[name]:.6f}{utf8_note(summary, name)}" for name in EVAL_KEYS}
         bpb = f"validation bpb {shown['val_bpb']}, train bpb {shown['train_bpb']}"
-        return ", ".join(filter(None, (bpb, rate(summary["tokens_per_second"], "tok/s"))))
+        return ", ".join(filter(None, (bpb, rows_note(summary), rate(summary["tokens_per_second"], "tok/s"))))

@@ -21,7 +21,7 @@ from nanochat_gka.data.loader import PackedData, Rows, Stream, micro_batches
 from nanochat_gka.data.tokenizer import Tokenizer
 from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.gpt import build
-from nanochat_gka.training.bits_per_byte import bits_per_byte, nats_and_bytes, of_both_splits, utf8_note
+from nanochat_gka.training.bits_per_byte import bits_per_byte, nats_and_bytes, of_both_splits, remarks, utf8_note
 from tiny_pack import config
 from trainkit.distributed import Runtime
 
@@ -297,6 +297,18 @@ def test_bits_per_byte_of_chinese(packed, model, tmp_path):
 def test_bits_per_byte_of_ascii_have_one_count(data, model):
     values = of_both_splits(model, data, 320, "upstream", Runtime(0, 1, CPU), 4)
     assert values["val_bpb"] == values["val_bpb_utf8"] and utf8_note(values, "val_bpb") == ""
+
+
+def test_figures_say_of_which_rows_and_bytes_they_are():
+    """As far as their record does; one that an earlier version began says nothing of the text's own bytes."""
+    old = {"train_bpb": 1.2, "val_bpb": 1.2}
+    assert utf8_note(old, "val_bpb") == utf8_note(old | {"val_bpb_utf8": None}, "val_bpb") == ""
+    new = old | {"eval_rows": "first", "train_bpb_utf8": 1.201, "val_bpb_utf8": 1.8}
+    lost = {"eval_rows": "spaced", "train_bpb": None, "val_bpb": None, "val_bpb_utf8": 1.8}
+    assert remarks({"old": old, "a": new, "b": new, "lost": lost, "none": {}}) == [
+        "a, b: first rows, val bpb 1.200000 (1.800000 of the text's own bytes).",
+        "lost: spaced rows.",
+    ]
 
 
 @pytest.mark.parametrize("choice", ["upstream", "spaced"])

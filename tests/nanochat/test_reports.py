@@ -44,6 +44,24 @@ def test_a_run_too_short_to_time_says_nothing_of_its_speed(packed, tmp_path, cap
     assert re.search(r"finished, .*, [1-9][\d,]* tok/s\n", capsys.readouterr().out)
 
 
+def test_every_figure_says_of_which_rows_it_is(packed, tmp_path, capsys):
+    """Those that its evaluation took, whatever a run that goes on after it asks for; nothing where no record says."""
+    log = tmp_path / "run/log.jsonl"
+    assert train(packed, tmp_path, "--num-iterations", 2, "--eval-rows", "spaced") == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"step 00002 \| train bpb [\d.]+ \| validation bpb [\d.]+ \| spaced rows", printed)
+    assert re.search(r"finished, validation bpb [\d.]+, train bpb [\d.]+, spaced rows\n", printed)
+    assert {line["eval_rows"] for line in read_events(log, "eval")} == {"spaced"}
+    lines = [line for line in read_events(log) if line["event"] != "finish"]
+    for recorded, words in (("spaced", ", spaced rows\n"), (None, r"\n")):
+        known = [{key: line[key] for key in line if recorded or key != "eval_rows"} for line in lines]
+        log.write_text("".join(json.dumps(line) + "\n" for line in known))
+        assert train(packed, tmp_path, "--num-iterations", 2, "--eval-rows", "upstream") == 0
+        assert re.search(rf"finished, validation bpb [\d.]+, train bpb [\d.]+{words}", capsys.readouterr().out)
+        [finish] = read_events(log, "finish")
+        assert finish["eval_rows"] == recorded
+
+
 def test_packing_a_few_words_gives_a_figure(tmp_path, capsys):
     from nanochat_gka import pack, tokenizer
 
