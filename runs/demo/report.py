@@ -2,6 +2,7 @@
 
 from rich.table import Table
 
+from nanochat_gka.training.bits_per_byte import remarks
 from runs.paper import published
 from trainkit.progress import console
 
@@ -27,7 +28,8 @@ def show(rows: dict[str, dict], samples: dict[str, dict[str, str]]) -> None:
     rows: label -> the `finish` record of its log; the first is the baseline. samples: label -> prompt -> continuation.
     """
     baseline, *others = rows
-    table = Table(title="\nMeasured here, equal tokens for all", caption=OFFSETS_NOTE, caption_justify="left")
+    caption = " ".join([OFFSETS_NOTE, *remarks(rows)])
+    table = Table(title="\nMeasured here, equal tokens for all", caption=caption, caption_justify="left")
     table.add_column("")
     table.add_column(baseline, justify="right")
     for label in others:

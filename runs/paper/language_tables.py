@@ -3,6 +3,7 @@
 from nanochat_gka.core_metric.bundle import PAPER_TASKS
 from nanochat_gka.core_metric.published import PAPER_MEAN
 from nanochat_gka.core_metric.report import Score, aggregate, error_of_mean
+from nanochat_gka.training.bits_per_byte import remarks
 from runs.paper import core_scores, measured, published
 from runs.paper.deit import SOFTMAX_TARGET
 from runs.paper.measured import Sources
@@ -19,7 +20,7 @@ Value = tuple[float, float]  # with its standard error
 
 def bpb(sources: Sources) -> PaperTable:
     """With the other language runs of BASE below."""
-    runs, rows, commands = sources.runs(), [], []
+    runs, rows, commands, records = sources.runs(), [], [], {}
     columns = published.TABLES["bpb"]["columns"]
     for model, printed in published.rows("bpb").items():
         run = measured.language_run(model, runs)
@@ -27,7 +28,10 @@ def bpb(sources: Sources) -> PaperTable:
             rows.append([model, heading, *compare(printed[key], run.metrics.get(key) if run else None)])
         if run is None:
             commands.append(COMMANDS[model])
-    return sources.remark(table("bpb", rows + other_rows(sources, "bpb"), [CORPUS], commands))
+        else:
+            records[model] = run.metrics
+    records |= {run.name: run.metrics for run in sources.other_runs("flops_per_token")}
+    return sources.remark(table("bpb", rows + other_rows(sources, "bpb"), [CORPUS, *remarks(records)], commands))
 
 
 def compute(sources: Sources) -> PaperTable:

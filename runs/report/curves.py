@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from statistics import fmean
 
+from nanochat_gka.training.bits_per_byte import remark, remarks
 from runs.report.blocks import Picture, Table
 from runs.report.charts import Series, lines
 from runs.report.trained import TrainedRun
@@ -57,6 +58,8 @@ def learning_curves(runs: list[TrainedRun]) -> list[Picture]:
         smooth = "The smoothed loss that the trainer logs, in nats per token."
         charts.append(chart("Language, training loss", smooth, "nats per token", language, "train", "smooth_loss"))
         held_out = "Text that was not trained on. Bits per byte do not depend on the tokenizer; lower is better."
+        last = {run.name: evaluation for run in language for evaluation in run.events if evaluation["event"] == "eval"}
+        held_out = " ".join([held_out, *remarks(last)])
         charts.append(chart("Language, validation", held_out, "bits per byte", language, "eval", "val_bpb"))
     if vision:
         smoothed = "Cross-entropy of the last batch, label smoothing and augmentation of the recipe included."
@@ -96,7 +99,7 @@ def run_tables(runs: list[TrainedRun]) -> list[Table]:
         chosen = [run for run in runs if run.is_vision == vision]
         rows = [
             [
-                "; ".join([run.name, *run.finish.get("warnings", [])]),
+                "; ".join(filter(None, [run.name, remark(run.finish), *run.finish.get("warnings", [])])),
                 *(cell(run.finish, key, form) for key, (_, form) in columns.items()),
             ]
             for run in chosen

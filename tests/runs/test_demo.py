@@ -132,3 +132,10 @@ def test_runs_too_short_to_time_have_tables(capsys):
     report.show({"softmax": row, "gka": {**row, "tokens_per_second": None}}, {})
     [line] = [line for line in capsys.readouterr().out.splitlines() if "tokens/s" in line]
     assert line.split("│")[2:] and "None" not in line and "0" not in line
+
+
+def test_the_demos_table_says_of_which_rows_its_figures_are(capsys):
+    row = {**dict.fromkeys(report.COLUMNS, 2.0), "sigma": {}, "eval_rows": "first", "val_bpb_utf8": 2.5}
+    report.show({"softmax": row, "gka": {**row, "val_bpb_utf8": 2.0}, "older": {**row, "eval_rows": None}}, {})
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "softmax: first rows, val bpb 2.000000 (2.500000 of the text's own bytes). gka: first rows." in printed

@@ -240,6 +240,23 @@ def test_a_folder_that_is_named_has_to_be_there(tmp_path, capsys, monkeypatch):
     assert "Table 6 of the paper" in capsys.readouterr().out
 
 
+def test_bits_per_byte_name_their_rows_and_the_texts_own_bytes(tmp_path, capsys):
+    """Of the paper's runs and of others, where the record says so; Table 8 has no figure of rows."""
+    own = language_folder(tmp_path, head_offsets="PS", model_tag="own-text")
+    language_folder(tmp_path)
+    assert "rows" not in BUILDERS[6](Sources(tmp_path)).caption
+    told = {own: {"eval_rows": "spaced", "val_bpb_utf8": 1.62}, "d20-gka": {"eval_rows": "upstream"}}
+    for tag, more in told.items():
+        log = tmp_path / "runs" / tag / "log.jsonl"
+        start, finish = map(json.loads, log.read_text().splitlines())
+        write(log, start, finish | more)
+    tables.main(tables.PaperTablesConfig(tmp_path, format="markdown", only=[6]))
+    printed = capsys.readouterr().out
+    assert "GKA: upstream rows." in printed
+    assert "own-text: spaced rows, val bpb 0.810000 (1.620000 of the text's own bytes)." in printed
+    assert "spaced rows" not in BUILDERS[8](Sources(tmp_path)).caption
+
+
 def test_runs_with_other_settings_have_rows_of_their_own(tmp_path):
     """Of BASE alone; the one of the paper's configuration fills the paper's row and has no other."""
     vision_folder(tmp_path, epochs=7)

@@ -116,6 +116,7 @@ def test_the_numbers_are_those_of_the_logs(base, elements):
         [ended] = [text for name, text in tables.items() if "as their logs end" in name and trained.name in text]
         key, form = ("ema_top1", ".2f") if trained.is_vision else ("val_bpb", ".4f")
         assert f"{trained.finish[key]:{form}}" in ended
+        assert trained.is_vision or f"{trained.name}; {trained.finish['eval_rows']} rows" in ended
         drawn = tables["Vision, validation" if trained.is_vision else "Language, validation"]
         evaluations = [value for _, value in trained.points("eval", key)]
         assert evaluations and all(f"{value:.4g}" in drawn for value in evaluations)
@@ -160,6 +161,8 @@ def test_damaged_logs_and_unfinished_runs_are_reported_as_such(base, tmp_path):
     section = build.training(runs)
     assert all(cell == "not finished" for table in section.tables for row in table.rows for cell in row[1:])
     assert len(section.pictures) >= 4
+    [validation] = [picture.caption for picture in section.pictures if picture.title == "Language, validation"]
+    assert validation.endswith(f"lower is better. {report_page.RUNS[1]}: first rows.")
     assert provenance.run_facts(runs).rows[0][1:] == [provenance.NOT_RECORDED] * 5
 
 
