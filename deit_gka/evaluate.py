@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 import torch
 
 from deit_gka.data.images import Batch
-from deit_gka.data.sources import FORMS, DataParts, Source
+from deit_gka.data.sources import FORMS, DataParts, Source, located
 from deit_gka.data.sources.base import ignored_text
 from deit_gka.data.transforms import eval_transform, in_words
 from deit_gka.data.workers import WorkerCount, default_workers, evaluation_batches, worker_context
@@ -25,7 +25,7 @@ from deit_gka.model.accounting import cost_of
 from deit_gka.model.candidates import Candidates
 from deit_gka.model.checkpoints import WEIGHTS, find_checkpoint, is_export, open_data, parse_kwargs, trained_on
 from deit_gka.training.engine import evaluate
-from trainkit.cli import Bounds, Count, UserError, run
+from trainkit.cli import Bounds, Count, UserError, flag_of, run
 from trainkit.distributed import Runtime, running
 from trainkit.progress import progress_bar, rate
 from trainkit.results import append_result
@@ -80,17 +80,25 @@ def check(config: EvaluateConfig) -> None:
         raise UserError("--weights needs ema, model or both")
 
 
-def completed(config: EvaluateConfig) -> EvaluateConfig:
-    """With the data that the run was trained on, if none is given. Raises UserError if it did not write that down."""
-    run = config.run
-    if config.data or run is None:
-        return config
+def completed(config: EvaluateConfig) -> tuple[EvaluateConfig, str]:
+    """With the data that the run was trained on, if none is given, and its parts if it is that; and what to say of it.
+
+    Raises UserError if no data is given and the run did not write down where its own is.
+    """
+    run, given = config.run, config.given_parts()
+    if run is None or (config.data and is_export(run)):
+        return config, ""
     if is_export(run):
         raise UserError(f"--data is missing: {run} is an exported model, which does not say where its images are")
-    state = find_checkpoint(run).state
-    if "trained_on" not in state:
+    state = find_checkpoint(run, config.best).state
+    own, parts = state.get("trained_on"), state.get("parts", {})
+    if config.data and located(config.data) != own:
+        left = " ".join(f"{flag_of(name)} {value}" for name, value in parts.items() if name not in given)
+        note = f"{config.data} is not the data that {run} was trained on ({own}); its {left} is not taken over"
+        return config, f"warning: {note}" if left else ""
+    if own is None:
         raise UserError(f"--data is missing, and {run} did not write down where its data is: {trained_on(state)}")
-    return replace(config, data=state["trained_on"], **{**state.get("parts", {}), **config.given_parts()})
+    return replace(config, data=config.data or own, **{**parts, **given}), ""
 
 
 def load_models(config: EvaluateConfig, device: torch.device) -> Candidates:
@@ -155,7 +163,9 @@ def measure(config: EvaluateConfig, runtime: Runtime) -> dict[str, dict]:
 def main(config: EvaluateConfig) -> None:
     check(config)
     with running(config.device_type) as runtime:
-        config = runtime.agree(functools.partial(completed, config))
+        config, note = runtime.agree(functools.partial(completed, config))
+        if note and runtime.is_main:
+            print(note, file=sys.stderr)
         metrics = measure(config, runtime)
         if runtime.is_main:
             about = {"run": config.run.name if config.run else None, "model": config.model or None}

@@ -7,7 +7,7 @@ import pytest
 from deit_gka import evaluate
 from deit_gka import train as training
 from deit_gka.training.config import TrainConfig
-from image_files import write
+from image_files import png, write
 from tiny_vision import encoded, photo
 from trainkit.cli import run
 from vision_runs import flags, in_process, train
@@ -78,6 +78,38 @@ def test_a_run_keeps_the_parts_of_its_data(form, hub, tmp_path, capsys):
     assert "resize 18, centre crop 16, bicubic; " in capsys.readouterr().out
     run(evaluate.main, evaluate.EvaluateConfig, list(map(str, [*argv, "--val-split", "train"])))
     assert json.loads(results.read_text().splitlines()[-1])["metrics"]["model"]["images"] == 24
+
+
+def test_the_runs_own_data_named_again_is_read_as_it_was_trained_on(tmp_path, capsys):
+    """Of two columns of labels, the run's; other data has parts of its own, and those of the run are named."""
+    number = datasets.Value("int64")
+    features = datasets.Features(image=datasets.Image(), colour=number, label=number)
+    for name in ("own", "other"):
+        for split, size in (("train", 24), ("validation", 8)):
+            pictures = [{"bytes": png(200 * (place % 2)), "path": None} for place in range(size)]
+            colours = [place % 2 for place in range(size)]
+            columns = {"image": pictures, "colour": colours, "label": [1 - colour for colour in colours]}
+            (tmp_path / name).mkdir(exist_ok=True)
+            rows = datasets.Dataset.from_dict(columns, features=features)
+            rows.to_parquet(tmp_path / name / f"{split}.parquet")
+    own = f"hf:{tmp_path / 'own'}"
+    train(own, tmp_path, *SHORT, "--target-key", "colour")
+    results = tmp_path / "eval.jsonl"
+
+    def evaluated(*more):
+        argv = ["--run", tmp_path / "run", "--device-type", "cpu", "--num-workers", 0, "--results", results, *more]
+        run(evaluate.main, evaluate.EvaluateConfig, list(map(str, argv)))
+        found = json.loads(results.read_text().splitlines()[-1])
+        return found["metrics"]["model"]["top1"], found["config"].get("target_key"), capsys.readouterr().err
+
+    top1, key, said = evaluated()
+    assert evaluated("--data", own) == (top1, key, said) and key == "colour" and "warning" not in said
+    assert evaluated("--data", own, "--target-key", "label")[:2] == (100 - top1, "label")
+    top1_of_other, key, said = evaluated("--data", f"hf:{tmp_path / 'other'}")
+    assert (top1_of_other, key) == (100 - top1, None)
+    assert said.count("\n") == 1 and said.startswith(f"warning: hf:{tmp_path / 'other'} is not the data that ")
+    assert "its --target-key colour is not taken over" in said
+    assert evaluated("--data", f"hf:{tmp_path / 'other'}", "--target-key", "colour") == (top1, "colour", "")
 
 
 def test_an_evaluation_says_what_it_does_not_use(uninterrupted, pictures, tmp_path, capsys):
