@@ -215,6 +215,67 @@ def test_no_link_gives_an_image_another_label(target, tmp_path):
     assert source.ignored == {"link to a folder of these": 2}
 
 
+LINKED = {  # link: its target, and how many images of each class there are with it
+    "a class to all classes": ("train/all", "train", None),
+    "a class to another": ("train/zcopy", "train/a", None),
+    "a class into another": ("train/zdeep", "train/a/deep", None),
+    "a class above another's real folder": ("train/zmore", "other", None),
+    "a class to the other split": ("train/zval", "val", None),
+    "the other split": ("train/b/leak", "val", None),
+    "a class of the other split": ("train/b/leak", "val/b", None),
+    "a new class": ("train/z", "extra", [2, 1, 1, 1]),
+    "more of a class": ("train/b/more", "extra", [2, 2, 1]),
+    "hidden beside the classes": ("train/z", "train/.kept", [2, 1, 1, 1]),
+}
+
+
+@pytest.mark.parametrize("case", LINKED)
+def test_no_link_gives_an_image_another_class_or_split(case, tmp_path):
+    names = ("train/a/1.png", "train/a/deep/2.png", "train/b/3.png", "train/.kept/4.png", "val/a/5.png", "val/b/6.png",
+             "other/c/7.png", "extra/8.png")  # fmt: skip
+    for name in names:
+        write(tmp_path / name, png(1))
+    (tmp_path / "train/c").symlink_to(tmp_path / "other/c")
+    link, target, counts = LINKED[case]
+    (tmp_path / link).symlink_to(tmp_path / target)
+    source = open_source(str(tmp_path), "train")
+    found = Counter(source.read(index)[1] for index in range(len(source)))
+    assert [found[label] for label in range(len(source.classes))] == (counts or [2, 1, 1])
+    kind, name = "link to a folder of these", Path(link).name
+    refused = kind if "/b/" in link else f"class {name} ({kind})"
+    assert source.ignored == ({} if counts else {refused: 1})
+    assert ignored_text(source) == ("" if counts else f"train: not used: 1 {refused}")
+
+
+def test_a_folder_linked_from_two_classes_is_of_the_first(tmp_path):
+    for name in ("train/a/1.png", "train/b/2.png", "train/c/3.png", "extra/deep/4.png"):
+        write(tmp_path / name, png(1))
+    for link, target in (("c/x", "extra/deep"), ("b/x", "extra"), ("b/y", "extra/deep"), ("y", "extra")):
+        (tmp_path / "train" / link).symlink_to(tmp_path / target)
+    (tmp_path / "train/z").symlink_to(tmp_path / "extra")
+    source = open_source(str(tmp_path), "train")
+    assert source.classes == ["a", "b", "c", "y"]
+    assert [source.read(index)[2].removeprefix(f"{tmp_path}/train/") for index in range(len(source))] == [
+        "a/1.png", "b/2.png", "c/3.png", "y/deep/4.png"]  # fmt: skip
+    assert source.ignored == {"link to a folder of these": 3, "class z (link to a folder of these)": 1}
+    for link in ("y", "z"):
+        (tmp_path / "train" / link).unlink()
+    assert len(open_source(str(tmp_path), "train")) == 4 and open_source(str(tmp_path), "train").read(2)[1] == 1
+
+
+@pytest.mark.parametrize("links", [["val"], ["val/a", "val/b"]])
+def test_a_split_may_be_the_other_one(links, tmp_path):
+    """By a link: to try things out, the training images serve as those of validation."""
+    for name in ("a/1.png", "b/2.png"):
+        write(tmp_path / "train" / name, png(1))
+    for link in links:
+        (tmp_path / link).parent.mkdir(exist_ok=True)
+        (tmp_path / link).symlink_to(tmp_path / link.replace("val", "train"))
+    for split in ("train", "val"):
+        source = open_source(str(tmp_path), split)
+        assert (source.classes, len(source), source.ignored) == (["a", "b"], 2, {})
+
+
 def test_splits_of_a_folder_may_have_any_name(folder):
     (folder / "validation").rename(folder / "test")
     assert "no val/ folder (or name another by --val-split); it has: test/, train/" in error(folder, "val")

@@ -52,7 +52,8 @@ def open_source(data: str, split: Literal["train", "val"], parts: DataParts = NO
         missing = f"no {names[0]}/ folder (or name another by {flag})"
         raise UserError(f"{root} has {missing}; it has: {listing(root)}. Data is {FORMS}")
     parts.refuse(data, "data_config", "input_key", "target_key")
-    return Folder(data, split, folder)
+    splits = {parts.train_split, parts.val_split, *FOLDERS["train"], *FOLDERS["val"]} - {""}
+    return Folder(data, split, folder, [root / name for name in splits if (root / name).is_dir()])
 
 
 def located(data: str) -> str:

@@ -6,6 +6,7 @@ is copied into every worker: 67 MB for ImageNet. timm's also numbers classes in 
 
 import os
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -16,6 +17,8 @@ from deit_gka.data.sources.decode import EXTENSIONS, is_image
 from deit_gka.data.sources.kept import Note, Tensors, kept
 from trainkit.cli import UserError
 
+LINK = "link to a folder of these"
+
 
 class Folder(Source):
     """`folder`/<class>/**/*: a class per subfolder, in the order of `classes.in_order`.
@@ -23,16 +26,22 @@ class Folder(Source):
     Raises UserError if the folder, or a class in it, lacks images.
     """
 
-    def __init__(self, name: str, split: str, folder: Path):
-        names = class_folders(folder)
+    def __init__(self, name: str, split: str, folder: Path, splits: Iterable[Path] = ()):
+        """splits: the folders of all splits, into which no link is followed."""
+        linked, seen = class_folders(folder), Seen()
+        seen.add_above(folder, *splits)
+        seen.add(*(folder / name for name, is_link in linked.items() if not is_link))
+        names = [name for name, is_link in linked.items() if not is_link or seen.add_new(folder / name)]
+        seen.add(folder, *splits)
         super().__init__(name, split, in_order(names))
         loose = [entry.name for entry in os.scandir(folder) if not entry.name.startswith(".") and not entry.is_dir()]
         if not self.classes and any(is_image(file) for file in loose):
             flat = f"{folder} has images but no class folders (as ImageNet's val comes)"
             raise UserError(f"{flat}; sort them into {folder.name}/<class>/ as in train/")
-        key = ("class folders", str(folder), *names, *sorted(EXTENSIONS))
-        tensors = kept(key, lambda note: _read(folder, names, f"{split}: listing images", note))
+        key = ("class folders", str(folder), *names, *sorted(EXTENSIONS), *sorted(seen.places))
+        tensors = kept(key, lambda note: _read(folder, names, f"{split}: listing images", note, seen))
         counts, self.ignored = tensors["counts"], counts_of(tensors) + Counter(map(kind_of, loose))
+        self.ignored.update(f"class {name} ({LINK})" for name in sorted(linked.keys() - set(names)))
         if not counts.sum():
             wanted = f"<class>/*{{{','.join(sorted(EXTENSIONS))}}}"
             raise UserError(f"no images in {folder}; it needs {wanted}, it has: {listing(folder)}")
@@ -56,9 +65,13 @@ class Folder(Source):
             return file.read(), int(self._labels[index]), path
 
 
-def class_folders(folder: Path) -> list[str]:
-    """The names of the classes, sorted as text: the images are listed in this order, whatever their numbers."""
-    return sorted(entry.name for entry in os.scandir(folder) if not entry.name.startswith(".") and entry.is_dir())
+def class_folders(folder: Path) -> dict[str, bool]:
+    """The names of the classes, and whether each is a link.
+
+    They are sorted as text: the images are listed in this order, whatever their numbers.
+    """
+    found = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    return {entry.name: entry.is_symlink() for entry in found if not entry.name.startswith(".") and entry.is_dir()}
 
 
 def kind_of(name: str) -> str:
@@ -66,41 +79,63 @@ def kind_of(name: str) -> str:
     return os.path.splitext(name)[1].lower() or "without an extension"
 
 
-def _read(folder: Path, classes: list[str], description: str, note: Note) -> Tensors:
+class Seen:
+    """Real folders whose images have a place: a link to one, below one or above one would give them another."""
+
+    def __init__(self):
+        self.places: set[str] = set()
+        self._above: set[str] = set()
+
+    def add(self, *folders: str | Path) -> None:
+        self.places.update(map(os.path.realpath, folders))
+        self.add_above(*folders)
+
+    def add_above(self, *folders: str | Path) -> None:
+        """Refuse links to these and above them, not those to what is below."""
+        for folder in folders:
+            self._above.update(_upwards(os.path.realpath(folder)))
+
+    def add_new(self, link: str | Path) -> bool:
+        """Whether a link's images have no place yet; then they have now."""
+        target = os.path.realpath(link)
+        if target in self._above or not self.places.isdisjoint(_upwards(target)):
+            return False
+        self.add(target)
+        return True
+
+
+def _upwards(folder: str) -> list[str]:
+    return [folder, *map(str, Path(folder).parents)]
+
+
+def _read(folder: Path, classes: list[str], description: str, note: Note, seen: Seen) -> Tensors:
     """The paths below `folder` of all images, how many every class has, and how many other files there are."""
     paths, counts, others = [], [], Counter()
     for name in tracked(classes, description):
-        images = _images_under(str(folder / name), note, others, (os.path.realpath(folder),))
+        images = _images_under(str(folder / name), note, others, seen)
         paths += [path[len(str(folder)) + 1 :] for path in sorted(images)]
         counts.append(len(images))
     text, ends = Names(paths).tensors
     return {"text": text, "ends": ends, "counts": torch.tensor(counts, dtype=torch.int64), **counted(others)}
 
 
-def _images_under(folder: str, note: Note, others: Counter[str], above: tuple[str, ...]) -> list[str]:
-    """Paths of the images in `folder` and below. Counts in `others` what is not used.
-
-    above: the real paths of the folder of all classes and of those on the way down from it.
-    """
-    above = (*above, os.path.realpath(folder))
-    images = []
+def _images_under(folder: str, note: Note, others: Counter[str], seen: Seen) -> list[str]:
+    """Paths of the images in `folder` and below. Counts in `others` what is not used."""
+    images, folders = [], []
     note(folder)
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.name.startswith("."):
                 continue
             if entry.is_dir():
-                if entry.is_symlink() and _is_seen_elsewhere(os.path.realpath(entry.path), above):
-                    others["link to a folder of these"] += 1
-                else:
-                    images += _images_under(entry.path, note, others, above)
+                folders.append((entry.path, entry.is_symlink()))
             elif is_image(entry.name):
                 images.append(entry.path)
             else:
                 others[kind_of(entry.name)] += 1
+    for path, is_link in sorted(folders):  # of two links to one folder, the first is followed
+        if is_link and not seen.add_new(path):
+            others[LINK] += 1
+        else:
+            images += _images_under(path, note, others, seen)
     return images
-
-
-def _is_seen_elsewhere(target: str, above: tuple[str, ...]) -> bool:
-    """Whether a link leads up, where it would never end, or to another class, whose images would be of two classes."""
-    return any(Path(folder).is_relative_to(target) for folder in above) or Path(target).is_relative_to(above[0])

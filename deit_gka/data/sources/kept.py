@@ -22,7 +22,7 @@ from trainkit.checkpoint import write_tensors
 from trainkit.files import atomic
 
 SWITCH = "GKA_KEEP_LISTS"  # 0: neither read nor write them
-FORMAT = "2"
+FORMAT = "3"
 WORTH_KEEPING = 1.0  # seconds that reading a list takes; shorter ones are read every time
 SETTLED = 2.0  # seconds since the last change: file systems count time in steps of up to two seconds
 PLACES, STAMPS = ("places.text", "places.ends"), "places.stamps"
