@@ -16,8 +16,18 @@ QUICK = 'exec REAL "$@" -O0\n'  # the real compiler, without its optimiser
 
 
 @pytest.fixture
-def cache(tmp_path):
-    """A folder as a user's own would be, and the library's path in it."""
+def temporary(tmp_path, monkeypatch):
+    """The folder for temporary files of the processes under test, as /tmp is."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    folder.chmod(0o1777)
+    monkeypatch.setenv("TMPDIR", str(folder))
+    return folder
+
+
+@pytest.fixture
+def cache(tmp_path, temporary):
+    """A folder as a user's own would be, and the compiler."""
     folder = tmp_path / "shared" / "gka"
     folder.mkdir(parents=True)
     compiler = wrapper(tmp_path, QUICK)
@@ -42,16 +52,17 @@ def loosen(path, mode):
 @needs_compiler
 @as_root
 @pytest.mark.parametrize("place", ["gka", "shared"])
-def test_a_folder_of_another_user_is_not_used(place, cache, monkeypatch):
+def test_in_place_of_another_users_folder_a_private_one_is_kept(place, cache, temporary, monkeypatch):
     folder, compiler = cache
     path = planted(folder, compiler, monkeypatch)
-    theirs = folder if place == "gka" else folder.parent
+    theirs, own = folder if place == "gka" else folder.parent, temporary / f"gka-{os.geteuid()}"
     os.chown(theirs, OTHER, OTHER)
     lines, said = ask(folder, CXX=compiler)
+    where = f"gka: the CPU kernel is in {own}, not in {folder}: {theirs} is owned by user {OTHER}\n"
     assert lines == ["cpu 9"]
-    assert said.splitlines()[0] == (
-        f"gka: the CPU kernel is compiled for this process alone, not in {folder}: {theirs} is owned by user {OTHER}"
-    )
+    assert said == f"{where}gka: compiling the CPU kernel, once, for a few seconds: {own / path.name}\n"
+    assert stat.S_IMODE(own.stat().st_mode) == 0o700 and list(temporary.iterdir()) == [own]
+    assert ask(folder, CXX=compiler) == (["cpu 9"], where)  # the next process compiles nothing
     assert list(folder.iterdir()) == [path]  # not touched
 
 
@@ -64,6 +75,45 @@ def test_a_folder_that_others_write_to_is_not_used(mode, cache, monkeypatch):
     lines, said = ask(folder, CXX=compiler)
     assert lines == ["cpu 9"] and f"others may write to {folder} (mode " in said
     assert list(folder.iterdir()) == [path]
+
+
+@needs_compiler
+@pytest.mark.parametrize("what", [pytest.param("another user's", marks=as_root), "a link"])
+def test_a_private_folder_that_somebody_planted_is_not_used(what, cache, temporary, tmp_path, monkeypatch):
+    folder, compiler = cache
+    loosen(folder, stat.S_IWOTH)
+    own, place = temporary / f"gka-{os.geteuid()}", tmp_path / "place"
+    place.mkdir()
+    planted(place, compiler, monkeypatch)
+    if what == "a link":
+        own.symlink_to(place)
+    else:
+        place.rename(own)
+        os.chown(own, OTHER, OTHER)
+    lines, said = ask(folder, CXX=compiler)
+    reason = f"others may write to {folder} (mode {stat.S_IMODE(folder.stat().st_mode):o})"
+    refused = f"for this process alone: {reason}; {own} is not a folder of this user's\n"
+    assert lines == ["cpu 9"] and refused in said
+    assert list(temporary.iterdir()) == [own]
+    assert [file.read_text()[:7] for file in own.iterdir()] == ["planted"]  # not touched
+
+
+def test_a_private_folder_is_a_folder_to_which_nobody_else_writes(temporary):
+    own = temporary / "gka"
+    own.symlink_to(temporary / "nothing")
+    assert build._made_private(own) == f"{own} is not a folder of this user's"
+    own.unlink()
+    own.touch()
+    assert build._made_private(own) == f"{own} is not a folder of this user's"
+    own.unlink()
+    before = os.umask(0)
+    try:
+        assert build._made_private(own) is None and stat.S_IMODE(own.stat().st_mode) == 0o700
+    finally:
+        os.umask(before)
+    assert build._made_private(own) is None  # that of an earlier process
+    loosen(own, stat.S_IWOTH)
+    assert build._made_private(own) == f"others may write to {own} (mode 702)"
 
 
 @needs_compiler

@@ -18,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from unittest import mock
@@ -51,6 +52,7 @@ def _run(
         os.environ.pop(name, None)
         if value is not None:
             os.environ[name] = value
+    tempfile.tempdir = None  # it is looked for anew, in this environment
     sys.argv = [module, *argv]
     if library:
         ctypes.CDLL(str(library)).start()

@@ -14,6 +14,7 @@ import platform
 import shlex
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -101,12 +102,15 @@ def _load() -> ctypes.CDLL:
         raise Unavailable(f"the CPU kernel needs AVX-512 or AVX2, torch reports {instructions} ({platform.machine()})")
     try:
         folder = cache_folder()
-        reason = _prepared(folder)
-        if reason is None:
-            return ctypes.CDLL(str(_built(instructions, folder)))
-        LOG.warning("gka: the CPU kernel is compiled for this process alone, not in %s: %s", folder, reason)
-        with tempfile.TemporaryDirectory(prefix="gka-") as private:  # the library stays loaded
-            return ctypes.CDLL(str(_built(instructions, Path(private))))
+        if reason := _prepared(folder):
+            own = Path(tempfile.gettempdir(), f"gka-{os.geteuid()}")
+            if refused := _made_private(own):
+                LOG.warning("gka: the CPU kernel is compiled for this process alone: %s; %s", reason, refused)
+                with tempfile.TemporaryDirectory(prefix="gka-") as private:  # the library stays loaded
+                    return ctypes.CDLL(str(_built(instructions, Path(private))))
+            LOG.warning("gka: the CPU kernel is in %s, not in %s: %s", own, folder, reason)
+            folder = own
+        return ctypes.CDLL(str(_built(instructions, folder)))
     except (OSError, RuntimeError) as error:  # no folder, or one to which nothing is written or from which nothing runs
         raise Unavailable(f"{str(error).rstrip('.')}; {FOLDER} chooses another folder") from None
 
@@ -122,6 +126,16 @@ def _prepared(folder: Path) -> str | None:
     """Make the folder if need be; why it must not be used, or None."""
     if not folder.exists():
         folder.mkdir(0o700, parents=True, exist_ok=True)
+    return distrust(folder)
+
+
+def _made_private(folder: Path) -> str | None:
+    """Make a folder for this user alone where all may write; why what is there must not be used, or None."""
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(folder, 0o700)
+    status = folder.lstat()  # a link may be another user's, who can change where it leads
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+        return f"{folder} is not a folder of this user's"
     return distrust(folder)
 
 
