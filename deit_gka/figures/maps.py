@@ -53,8 +53,8 @@ def attention_maps(model: nn.Module, images: torch.Tensor) -> list[LayerMaps]:
 
     model: one of ours, or of timm's with blocks whose attention has `attn_drop` (ViT, DeiT, DINOv2 and 3, SigLIP, EVA,
     BEiT, ...), in any mode, dtype and place; it stays as it is. images: normalised, (B, 3, height, width), where the
-    model is. Raises UserError for images of another shape, and, naming the layer, for attention whose W cannot be had,
-    is not row-stochastic, or does not give the layer's output.
+    model is; B may be 0. Raises UserError for images of another shape, and, naming the layer, for attention whose W
+    cannot be had, is not row-stochastic, or does not give the layer's output.
     """
     if images.ndim != 4:
         raise UserError(f"images must be (B, 3, height, width), got {tuple(images.shape)}; one image is image[None]")
@@ -100,7 +100,7 @@ def _maps(number: int, call: Call) -> LayerMaps:
     if weights is None or weights.shape != shape:
         shown = "nothing" if weights is None else f"a tensor of shape {tuple(weights.shape)}"
         raise UserError(f"W of {layer} is not known here: {shown} came to attn_drop instead of {shape}")
-    if not (weights.sum(-1) - 1).abs().max() < TOLERANCE:
+    if not ((weights.sum(-1) - 1).abs() < TOLERANCE).all():
         raise UserError(f"W of {layer} is not known here: rows of what came to attn_drop do not sum to 1")
     output = call.output.to(again)
     error = float((again - output).norm() / output.norm().clamp(min=1e-30))

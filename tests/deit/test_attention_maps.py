@@ -41,6 +41,13 @@ def test_attention_maps_are_the_weights_the_model_used(name):
     assert seen.shape == (2, 2, 4, 4) and seen[1, 0, 2, 3] == maps[-1][1, 0, 0, 1 + 2 * 4 + 3]
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_of_no_images_there_are_no_maps(name):
+    for layer in figures.attention_maps(micro(3, name), torch.randn(0, 3, SIZE, SIZE)):
+        assert layer.weights.shape == (0, 2, 17, 17) and layer.error == 0
+        assert layer.features is None or len(layer.features) == 0
+
+
 def test_maps_in_pixels_are_never_negative():
     """One patch that has it all: bicubic swings below 0 around it."""
     maps = torch.zeros(1, 1, 4, 4)
