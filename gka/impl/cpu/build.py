@@ -130,7 +130,7 @@ def _prepared(folder: Path) -> str | None:
 
 
 def _made_private(folder: Path) -> str | None:
-    """Make a folder for this user alone where all may write; why what is there must not be used, or None."""
+    """Make a folder for this user alone where all may write; why it must not be used, or None."""
     with contextlib.suppress(FileExistsError):
         os.mkdir(folder, 0o700)
     status = folder.lstat()  # a link may be another user's, who can change where it leads
