@@ -27,6 +27,7 @@ except ImportError:
     sys.exit(UserError.code)
 
 SETTINGS = inspect.signature(HFLM.__init__).parameters.keys() - {"self", "pretrained", "kwargs"}
+REMOVED = {"batch_tokens", "max_rows"}  # model_args of earlier versions
 
 
 def transformers_folder(run: str, step: int, scratch: Path) -> str:
@@ -53,8 +54,10 @@ class GKAModel(HFLM):
         if not run:
             raise UserError("--model_args needs run=FOLDER, a run of ours or an exported model")
         if unknown := sorted(settings.keys() - SETTINGS):
-            known = ", ".join(["run", "step", *sorted(SETTINGS)])
-            raise UserError(f"--model_args has {', '.join(unknown)}, which is not known; there are {known}")
+            known = "there are " + ", ".join(["run", "step", *sorted(SETTINGS)])
+            if not REMOVED.isdisjoint(unknown):
+                known = "--batch_size says how much is computed at once; " + known
+            raise UserError(f"--model_args has {', '.join(unknown)}, which is not known; {known}")
         if settings.pop("trust_remote_code", False):
             raise UserError("--trust_remote_code is not for --model gka: no code that comes with a model is executed")
         try:

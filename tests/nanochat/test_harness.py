@@ -167,7 +167,12 @@ def test_every_name_for_the_number_of_new_tokens_is_understood(world, call, name
 
 ONE_LINE = {
     "no run": ("", [], "--model_args needs run=FOLDER"),
-    "unknown": ("RUN,batch_tokens=300", [], "--model_args has batch_tokens, which is not known; there are run, step, "),
+    "unknown": ("RUN,steps=7", [], "--model_args has steps, which is not known; there are run, step, "),
+    "removed": (
+        "RUN,batch_tokens=300,max_rows=2",
+        [],
+        "--model_args has batch_tokens, max_rows, which is not known; --batch_size says .*; there are run, step, ",
+    ),
     "dtype": ("RUN,dtype=floaty", [], "--model_args run=.*dtype=floaty.*floaty"),
     "step": ("RUN,step=8", [], "no checkpoint in .* at step 8; it has 7"),
     "long": ("RUN,max_length=641", [], "max_length must be at most 640, got 641"),
