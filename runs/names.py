@@ -25,12 +25,9 @@ TEXTS = ("RUN", "MODEL", "DATA", "IMAGE", "TEXT", "PROMPT", "BUNDLE", "PYTHON", 
 SMALL_VISION = (
     "--device-type cpu --input-size 32 --model-kwargs embed_dim=64 depth=2 num_heads=2 --epochs 40 --batch-size 16 "
     "--lr 0.2 --repeated-aug 1 --mixup 0 --cutmix 0 --aa= --reprob 0 --hflip 0 --scale 0.8 1 --model-ema-decay 0.99 "
-    "--eval-every 5"
+    "--eval-every 5 --warmup-epochs 0"
 )
-SMALL_LANGUAGE = (
-    "make pretrain-d20 DEPTH=4 CORPUS=builtin VOCAB=4096 SEQ=256 "
-    'ARGS="--device-type cpu --num-iterations 100 --total-batch-size 8192"'
-)
+SMALL_LANGUAGE = "--device-type cpu --num-iterations 100 --total-batch-size 8192"
 GIVE_DATA = (
     "Give DATA=folder with train/ and val/ (ImageNet as class folders, or webdataset tars) "
     'or DATA=hf:ILSVRC/imagenet-1k (after "hf auth login")'
@@ -230,6 +227,13 @@ def has_device(given):
     return "--device-type cpu" in flags or count_gpus() > 0
 
 
+def small(given, flags, **settings):
+    """Words for the shell: a small run's settings and flags, in which what the user gave counts."""
+    settings.update((name, given[name]) for name in settings if name in given)
+    settings["ARGS"] = joined(flags, given.get("ARGS", ""))
+    return " ".join(f"{name}={shlex.quote(value)}" for name, value in settings.items())
+
+
 def check_python(given):
     """Raises Problem if this Python is too old."""
     if sys.version_info < (3, 10):  # noqa: UP036 (make runs this with any Python)
@@ -241,7 +245,8 @@ def check_gpu(given):
     if not has_device(given):
         depth = given.get("DEPTH", DEFAULTS["DEPTH"])
         start = f"no GPU is visible, and a depth-{depth} run would take years without one."
-        raise Problem(f'{start} Run "make demo", or try the same chain small: {SMALL_LANGUAGE}')
+        words = small(given, SMALL_LANGUAGE, CORPUS="builtin", VOCAB="4096", SEQ="256")
+        raise Problem(f'{start} Run "make demo", or try the same chain small: make pretrain-d20 DEPTH=4 {words}')
 
 
 def check_images(given):
@@ -255,7 +260,8 @@ def check_images(given):
         raise Problem(f"DATA={given['DATA']}: there is no such folder. {GIVE_DATA}")
     if not has_device(given):
         start = 'no GPU is visible, and 300 epochs would take years without one. Run "make demo", or try the command'
-        raise Problem(f'{start} small: DATA=digits BASE=out/small ARGS="{SMALL_VISION}"')
+        base = shlex.quote(given.get("BASE", DEFAULTS["BASE"]) + "/small")
+        raise Problem(f"{start} small: BASE={base} {small(given, SMALL_VISION, DATA='digits')}")
 
 
 def check_figures(given):

@@ -13,6 +13,7 @@ import sys
 import pytest
 
 from makefile import SETTINGS, TARGETS
+from runs.names import SMALL_LANGUAGE, SMALL_VISION
 from runs.settings import PATHS, WHOLE, Problem, flags_of, read
 from sources import ROOT
 
@@ -207,3 +208,21 @@ def test_cuda_visible_devices_decides_the_count_of_processes(make, tmp_path, rea
     assert f"NGPU={count} processes" in make("help", env=env).stdout
     assert f"--ngpu {count or 1} " in make("-n", "pretrain-d20", env=env).stdout
     assert make("check-gpu", env=env).returncode == (0 if count else 2)
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine may have a GPU")
+def test_the_small_run_that_is_suggested_keeps_what_the_user_gave(make, tmp_path):
+    def suggested(*words):
+        return shlex.split(make(*words).stderr.partition(" small: ")[2].splitlines()[0])
+
+    images = tmp_path / "my images"
+    images.mkdir()
+    words = suggested("train-deit-ti", f"DATA={images}", "ARGS=--val-split 'the test'")
+    assert words == ["BASE=out/small", f"DATA={images}", f"ARGS={SMALL_VISION} --val-split 'the test'"]
+    assert make("check-images", *words).returncode == 0
+    assert suggested("train-deit-ti", "DATA=digits", "BASE=b c")[:2] == ["BASE=b c/small", "DATA=digits"]
+    words = suggested("pretrain-d20", f"CORPUS={images}", "SEQ=64", "ARGS=--seed 3")
+    small = ["make", "pretrain-d20", "DEPTH=4", f"CORPUS={images}", "VOCAB=4096", "SEQ=64"]
+    assert words == [*small, f"ARGS={SMALL_LANGUAGE} --seed 3"]
+    assert make("check-gpu", *words[2:]).returncode == 0
+    assert suggested("pretrain-d20")[3] == "CORPUS=builtin"
