@@ -145,7 +145,7 @@ def find_checkpoint(path: Path, best: bool = False) -> Checkpoint:
 
 def is_export(path: Path) -> bool:
     """Whether a folder is an exported model, and not a run."""
-    is_run = (path / "checkpoints").exists() or (path / "manifest.json").exists()
+    is_run = (path / "checkpoints").exists() or all((path / name).exists() for name in ("manifest.json", "state.json"))
     return (path / exports.WEIGHTS).exists() and not is_run
 
 

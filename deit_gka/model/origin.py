@@ -1,5 +1,6 @@
 """What weights come with: the names of their classes, and how their images were normalised."""
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ import timm
 
 from deit_gka.model.checkpoints import about_images, find_checkpoint, is_export
 from deit_gka.recipe import Recipe
+from trainkit.cli import UserError
 from trainkit.files import read_json
 
 
@@ -41,7 +43,7 @@ def read_origin(source: str) -> Origin:
     another file nothing.
     """
     path = Path(source).expanduser()
-    path = path.parent if (path.parent / "manifest.json").exists() else path
+    path = path.parent if _is_of_checkpoint(path) else path
     if path.is_dir() and not is_export(path):
         state = find_checkpoint(path).state
         return _origin(state["classes"], about_images(state))
@@ -51,6 +53,13 @@ def read_origin(source: str) -> Origin:
         return _origin(config.get("label_names", ()), config.get("pretrained_cfg", {}))
     known = timm.get_pretrained_cfg(source)
     return _origin((), known.to_dict() if known else {})
+
+
+def _is_of_checkpoint(file: Path) -> bool:
+    """Whether a manifest beside a file lists it; other programs write manifests too."""
+    with contextlib.suppress(UserError, OSError):
+        return file.is_file() and file.name in read_json(file.parent / "manifest.json", "manifest")
+    return False
 
 
 def _origin(classes: Sequence[str], about: dict[str, Any]) -> Origin:

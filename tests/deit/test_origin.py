@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import pytest
 import timm
@@ -117,6 +118,19 @@ def test_origins_are_read_from_runs_exports_and_timm(out, tmp_path):
     assert read_origin("vit_base_patch16_224") == Origin((), (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
     save_file(read_weights(str(out / "run")), tmp_path / "bare.safetensors")
     assert read_origin(str(tmp_path / "bare.safetensors")) == Origin()
+
+
+@pytest.mark.parametrize("manifest", ['{"name": "app"}', "[1]", "{"])
+def test_another_programs_manifest_makes_no_checkpoint(manifest, out, tmp_path):
+    save_file(read_weights(str(out / "run")), tmp_path / "bare.safetensors")
+    shutil.copytree(out / "exported", tmp_path / "app/exported")
+    for folder in (tmp_path, tmp_path / "app", tmp_path / "app/exported"):
+        (folder / "manifest.json").write_text(manifest)
+    assert read_origin(str(tmp_path / "bare.safetensors")) == Origin()
+    known = Origin(tuple(NAMES), (0.5, 0.4, 0.3), (0.25, 0.5, 0.2))
+    for place in ("app/exported", "app/exported/model.safetensors"):
+        assert read_origin(str(tmp_path / place)) == known
+    assert read_weights(str(tmp_path / "app/exported")).keys() == read_weights(str(out / "exported")).keys()
 
 
 def test_warnings_are_of_what_differs():
