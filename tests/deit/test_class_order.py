@@ -142,6 +142,16 @@ def test_the_names_of_an_old_run_decide(learned, tmp_path, accuracy):
     assert top1 == 100 and "other names for its classes ('word00' for '0')" in said
 
 
+@pytest.mark.parametrize("numbers", [range(12), range(1, 13), range(0, 120, 10)])
+def test_numbers_sorted_as_text_are_matched_with_words_by_value(numbers):
+    """From 0, from 1 (as Flowers-102's are) and with gaps."""
+    known, words = sorted(map(str, numbers)), [f"word{place:02d}" for place in range(len(numbers))]
+    places, said = numbers_in_model(words, "data", known, "model")
+    assert [known[place] for place in places] == [str(number) for number in numbers]
+    assert f"other names for its classes ('word00' for '{numbers[0]}')" in said
+    assert numbers_in_model(words, "data", [f"n{name}" for name in known], "model")[0] == list(range(12))
+
+
 def test_an_old_run_teaches_by_name(learned, tmp_path):
     """Of its answers in its own order, the student gets those to its classes."""
     shutil.copytree(learned, tmp_path / "run")

@@ -11,7 +11,12 @@ IMAGENET = {"train": 1_281_167, "val": 50_000}
 def in_order(names: Iterable[str]) -> list[str]:
     """Names sorted as text, as torchvision does; by value if all of them are whole numbers, as ImageNet-V2's are."""
     names = sorted(names)
-    return sorted(names, key=int) if all(name.isascii() and name.isdigit() for name in names) else names
+    return sorted(names, key=int) if are_numbers(names) else names
+
+
+def are_numbers(names: Iterable[str]) -> bool:
+    """Whether all names are whole numbers."""
+    return all(name.isascii() and name.isdigit() for name in names)
 
 
 def numbers_by_name(own: Sequence[str], known: Sequence[str]) -> list[int] | None:
@@ -46,8 +51,8 @@ def numbers_in_model(own: Sequence[str], data: str, known: Sequence[str], model:
     if set(known) & set(own):
         unknown = next((name for name in own if name not in set(known)), own[0])
         raise UserError(f"{data} has a class '{unknown}', which {model} does not know; the two must agree")
-    if in_order(known) == [str(number) for number in in_their_order]:  # numbers in whatever order: a class's own
-        in_their_order = [known.index(str(number)) for number in in_their_order]
+    if are_numbers(known):  # perhaps sorted as text, from whatever number they begin
+        in_their_order.sort(key=lambda place: int(known[place]))
     example = f"'{own[0]}' for '{known[in_their_order[0]]}'"
     taken = "they are taken to be the same in the same order"
     return in_their_order, f"warning: {data} has other names for its classes ({example}); {taken}"
