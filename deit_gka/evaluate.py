@@ -18,6 +18,7 @@ import torch
 from deit_gka.data.images import Batch
 from deit_gka.data.sources import FORMS, DataParts, Source, located
 from deit_gka.data.sources.base import ignored_text
+from deit_gka.data.sources.classes import one_class_text
 from deit_gka.data.transforms import eval_transform, in_words
 from deit_gka.data.workers import WorkerCount, default_workers, evaluation_batches, worker_context
 from deit_gka.model import candidates
@@ -124,8 +125,10 @@ def measure(config: EvaluateConfig, runtime: Runtime) -> dict[str, dict]:
         print(note, file=sys.stderr)
     if config.crop_pct != -1:
         settings["crop_pct"] = config.crop_pct
-    if isinstance(source, Source) and source.ignored and runtime.is_main:
-        print(f"warning: {ignored_text(source)}", file=sys.stderr)
+    said = [one_class_text(source.classes), ignored_text(source) if isinstance(source, Source) else ""]
+    for text in said if runtime.is_main else ():
+        if text:
+            print(f"warning: {text}", file=sys.stderr)
     transform = eval_transform(**settings)
     loader = evaluation_batches(source, transform, runtime, config.device_batch_size, num_workers, numbers)
     broken: list[tuple[str, str]] = []

@@ -195,7 +195,10 @@ def test_names_that_a_model_does_not_know_are_refused(learned, named, tmp_path, 
         numbers_in_model(["crane", "crane", "x"], "data", ["x", "crane", "crane"], "model")
 
 
-def test_a_single_class_is_warned_of(tmp_path):
+def test_a_single_class_is_warned_of(tmp_path, accuracy):
     data = write_classes(tmp_path / "data", ["cat"], train=24)
     done = train(data, tmp_path, *LEARN, "--epochs", 1, "--warmup-epochs", 0)
-    assert "warning: all images are of one class, 'cat': any model is right about all of them" in done.stdout
+    warning = "warning: all images are of one class, 'cat': any model is right about all of them\n"
+    assert warning in done.stdout
+    top1, said = accuracy(data, "--run", tmp_path / "run", "--weights", "model")
+    assert top1 == 100 and said.count(warning) == 1

@@ -195,6 +195,16 @@ def test_several_images_of_a_key_are_chosen_by_suffix(tmp_path):
     assert "nothing that --data-config could choose" in error(f"wds:{tmp_path}", data_config="x", input_key="left.jpg")
 
 
+def test_several_suffixes_may_be_given_as_to_timm(tmp_path):
+    first = [("0.jpg", png(1)), ("0.cls", b"0"), ("1.png", png(2)), ("1.json", b'{"label": 1}'), ("1.cls", b"9")]
+    write_tar(tmp_path / "train-0.tar", [*first, ("2.png", png(3)), ("2.jpg", png(4)), ("2.cls", b"2"), ("2.txt", b"")])
+    images, unused = described(tmp_path, input_key="jpg;PNG", target_key="json;cls")
+    assert images == [(1, 0, "0"), (2, 1, "1"), (4, 2, "2")] and unused == {".cls": 1, ".png": 1, ".txt": 1}
+    assert described(tmp_path, input_key="png;jpg;")[0] == [(1, 0, "0"), (2, 9, "1"), (3, 2, "2")]
+    message = error(f"wds:{tmp_path}", input_key="webp;tif")
+    assert "need members KEY.webp or KEY.tif and KEY.cls, they have: " in message
+
+
 def test_splits_of_tars_may_have_any_name(tmp_path):
     for number, name in enumerate(("train-0", "train_small-0", "test-0")):
         write_tar(tmp_path / f"{name}.tar", pair("x", number, 0))

@@ -58,6 +58,13 @@ def numbers_in_model(own: Sequence[str], data: str, known: Sequence[str], model:
     return in_their_order, f"warning: {data} has other names for its classes ({example}); {taken}"
 
 
+def one_class_text(classes: Sequence[str]) -> str:
+    """What to say of images of a single class; empty for more."""
+    if len(classes) != 1:
+        return ""
+    return f"all images are of one class, '{classes[0]}': any model is right about all of them"
+
+
 def check_classes(train, val) -> list[str]:
     """Warnings about the images of both splits, sources or streams. Raises UserError if their classes differ."""
     for one, other in ((train, val), (val, train)):
@@ -67,9 +74,7 @@ def check_classes(train, val) -> list[str]:
             raise UserError(f"class '{missing[0]}' is {where}; both need the same classes")
     if train.classes != val.classes:
         raise UserError("train and val number their classes differently; both need the same classes in the same order")
-    warnings = []
-    if len(train.classes) == 1:
-        warnings.append(f"all images are of one class, '{train.classes[0]}': any model is right about all of them")
+    warnings = [text] if (text := one_class_text(train.classes)) else []
     for source in (train, val):
         count = len(source) if isinstance(source, Source) else source.length
         expected = IMAGENET[source.split]

@@ -17,7 +17,7 @@ class DataParts:
     val_split: MayChange[str] = ""
     """The validation images, such as test. Empty = validation, val or valid."""
     input_key: MayChange[str] = ""
-    """The column of the images, or the suffix of their members in tars, such as left.jpg."""
+    """The column of the images, or the suffix of their members in tars: left.jpg, or "jpg;png" for either."""
     target_key: MayChange[str] = ""
     """The column of the labels, or the suffix of their members in tars, such as cls."""
 

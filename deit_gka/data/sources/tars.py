@@ -43,7 +43,8 @@ class Tars(Source):
         if not len(self._names):
             files = f"the {len(shards)} {split} tar files of {root}"
             has = ", ".join(f"{count:,} {kind}" for kind, count in counts_of(tensors).most_common(6)) or "none"
-            needs = f"KEY.{parts.input_key or 'jpg'} and KEY.{parts.target_key or LABELS[0]}"
+            wanted = _suffixes(parts.input_key) or ["jpg"], _suffixes(parts.target_key) or LABELS[:1]
+            needs = " and ".join(" or ".join(f"KEY.{suffix}" for suffix in suffixes) for suffixes in wanted)
             raise UserError(f"no images in {files}; they need members {needs}, they have: {has}")
         count = int(self._rows[:, 3].max()) + 1
         super().__init__(name, split, _class_names(root / "classes.txt", count, split))
@@ -153,22 +154,28 @@ def _samples(tar: tarfile.TarFile, unused: Counter[str]) -> dict[str, Members]:
     return samples
 
 
+def _suffixes(names: str) -> list[str]:
+    """Those of a flag, as in "jpg;png": a key's member is the first that it has."""
+    return [suffix for suffix in names.lower().split(";") if suffix]
+
+
 def _images_of(where: str, key: str, members: Members, parts: DataParts) -> list[tuple[str, str, str]]:
     """(name, suffix of the image, suffix of its label) of what a key has: one image, whose suffix is the shortest.
 
     Images of one key that have labels of their own (0.5.jpg and 0.5.cls) are images by themselves. Raises UserError for
     several without.
     """
-    wanted, alone, shared = parts.input_key.lower(), [], []
-    for image in members:
+    wanted, alone, shared = _suffixes(parts.input_key), [], []
+    for image in [suffix for suffix in wanted if suffix in members][:1] if wanted else members:
         stem = image.rpartition(".")[0]
         label = next((f"{stem}.{kind}" for kind in LABELS if stem and f"{stem}.{kind}" in members), "")
-        if image == wanted or (not wanted and is_image(f"{key}.{image}")):
+        if wanted or is_image(f"{key}.{image}"):
             if label and not parts.target_key:
                 alone.append((f"{key}.{stem}", image, label))
             else:
                 shared.append(image)
-    label = parts.target_key.lower() or next((kind for kind in LABELS if kind in members), LABELS[0])
+    labels = _suffixes(parts.target_key) or LABELS
+    label = next((kind for kind in labels if kind in members), labels[0])
     shared = [image for image in shared if "." not in image] or shared
     if alone and label not in members:
         return alone  # the others belong to these, such as masks
