@@ -193,19 +193,15 @@ def run(main: Callable[[Any], None], config_class: type, argv: list[str] | None 
     `PassingFault`, and a file that the next try may be able to use, with 75; SIGTERM and a closed terminal with 143
     and 129, within seconds.
     """
-    with signals.at_once():
-        _run(main, config_class, argv)
-
-
-def _run(main: Callable[[Any], None], config_class: type, argv: list[str] | None) -> None:
     signals.keep_output()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a character that the terminal cannot show becomes "?"
             stream.reconfigure(errors="replace")
     try:
-        config = parse(config_class, argv)
-        check_bounds(config)
-        main(config)
+        with signals.at_once():
+            config = parse(config_class, argv)
+            check_bounds(config)
+            main(config)
     except UserError as error:
         _leave(str(error), error.code)
     except BrokenPipeError:  # the reader has left: keep the interpreter from flushing the rest

@@ -73,13 +73,13 @@ class _Watch:
     """The handler of `at_once`: the first signal raises Stopped; the process ends if that does not end it in time."""
 
     def __init__(self) -> None:
-        self.raised = False
+        self.heard: int | None = None
         self.reader, self.writer = os.pipe()
         os.set_blocking(self.writer, False)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if not self.raised:
-            self.raised = True
+        if self.heard is None:
+            self.heard = number
             raise Stopped(number)
 
     def run(self) -> None:
@@ -97,7 +97,8 @@ def at_once() -> Iterator[None]:
     """Within the block a signal that ends a command raises Stopped in the main thread.
 
     Where that is in a library's call that takes long, or waits for another process, the process ends after GRACE
-    seconds. Handlers that are set inside take the place of this.
+    seconds; what a library makes an error of its own of is Stopped again. Handlers that are set inside take the place
+    of this.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -108,6 +109,10 @@ def at_once() -> Iterator[None]:
     try:
         with handled(watch):
             yield
+    except Exception as error:
+        if watch.heard is None:
+            raise
+        raise Stopped(watch.heard) from error
     finally:
         signal.set_wakeup_fd(wakeup)
         os.close(watch.writer)

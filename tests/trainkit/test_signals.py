@@ -35,9 +35,11 @@ def main(config):
                 time.sleep(0.01)
         if config.work == "a native call":  # which looks at no signal, as a collective does whose others are gone
             ctypes.CDLL(None).system(b"cat")
-        try:  # a library that takes an error for one of its own
+        try:  # a library that takes an error for one of its own, or makes one of it
             time.sleep(60)
-        except BaseException:
+        except BaseException as error:
+            if config.work == "a call back":
+                raise SystemError("the callback returned a result with an exception set") from error
             time.sleep(60)
 
 cli.run(main, Command)
@@ -58,7 +60,7 @@ def command(work: str, folder: Path, before=(), **options) -> subprocess.Popen:
     return process
 
 
-@pytest.mark.parametrize("work", ["steps", "a native call", "a library"])
+@pytest.mark.parametrize("work", ["steps", "a native call", "a library", "a call back"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_command_ends_in_time_with_one_line(work, number, tmp_path):
     if number == signal.SIGHUP and work != "steps":
