@@ -170,6 +170,8 @@ def test_parts_of_a_row_group_hold_it_once(packed, tmp_path, monkeypatch):
         pack.main(config(tmp_path, out, tokenizer=packed / "tokenizer", workers=workers, split_documents="yes"))
         written.append(bins(out))
     assert written[0] == written[1] and len(written[0]) == 9
+    pack.main(config(tmp_path, tmp_path / "whole", tokenizer=packed / "tokenizer", split_documents="no"))
+    assert bins(tmp_path / "whole").keys() == {"train_000000.bin", "train_first_000000.bin", "val_000000.bin"}
     (tmp_path / "packed1/manifest.json").unlink()
     (tmp_path / "packed1/train_000003.bin").unlink()
     pack.main(config(tmp_path, tmp_path / "packed1", tokenizer=packed / "tokenizer", split_documents="yes"))

@@ -29,18 +29,18 @@ class Command:
 def main(config):
     with atomic(config.folder / "result") as temporary:
         temporary.write_text("half")
-        print("working", flush=True)
-        if config.work == "steps":
+        try:
+            print("working", flush=True)
+            if config.work == "a native call":  # which looks at no signal, as a collective does whose others are gone
+                ctypes.CDLL(None).system(b"cat")
             while True:
                 time.sleep(0.01)
-        if config.work == "a native call":  # which looks at no signal, as a collective does whose others are gone
-            ctypes.CDLL(None).system(b"cat")
-        try:  # a library that takes an error for one of its own, or makes one of it
-            time.sleep(60)
         except BaseException as error:
-            if config.work == "a call back":
+            if config.work == "a library":  # that takes an error for one of its own
+                time.sleep(60)
+            if config.work == "a call back":  # from a library that makes an error of its own of any
                 raise SystemError("the callback returned a result with an exception set") from error
-            time.sleep(60)
+            raise
 
 cli.run(main, Command)
 """
