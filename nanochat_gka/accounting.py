@@ -50,6 +50,8 @@ def account(config: AccountingConfig) -> dict:
         **({"gka_values": config.gka_values} if has_gka(config.attention, config.depth) else {}),
         **({"mixing": config.mixing} if config.mixing != "none" else {}),
         **({"gka_window": config.gka_window} if config.gka_window else {}),
+        **({"channel_bandwidths": True} if config.channel_bandwidths else {}),
+        **({"head_gates": True} if config.head_gates else {}),
         **({"kernel": config.kernel} if config.kernel != "gaussian" else {}),
         "n_embd": model.config.n_embd,
         "n_head": model.config.n_head,

@@ -81,6 +81,7 @@ def form(config: GPTConfig) -> str:
     words += [f"mixing {config.mixing}"] if config.mixing != "none" else []
     words += ["half of the channels rotated"] if config.rotary == "half" else []
     words += [f"values {config.gka_values}"] if config.gka_values != "rotated" else []
+    words += ["channel bandwidths"] * config.channel_bandwidths + ["head gates"] * config.head_gates
     words += [f"value embeddings {config.value_embeds}"] if config.value_embeds != "auto" else []
     return ", ".join(words)
 

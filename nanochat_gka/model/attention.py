@@ -30,6 +30,7 @@ from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.context import Context, Tensors
 
 GATE_CHANNELS = 32
+GATE_SCALE = 0.1
 
 
 class Attention(nn.Module, ABC):
@@ -61,6 +62,10 @@ class Attention(nn.Module, ABC):
         self.c_proj = Linear(config.n_embd, config.n_embd)
         self.ve_gate = Linear(GATE_CHANNELS, config.n_head) if config.has_value_embedding(layer) else None
         self.pairing, self.blend = mixing.pairing(config, layer), mixing.blend(config, layer)
+        is_varied = config.is_varied(layer)
+        scales = torch.empty(config.n_embd, dtype=torch.float32)
+        self.channel_log_scales = nn.Parameter(scales) if config.channel_bandwidths and is_varied else None
+        self.head_gate = Linear(config.n_embd, config.n_head) if config.head_gates and is_varied else None
 
     def init_weights(self) -> None:
         for name in self.projections:
@@ -70,12 +75,31 @@ class Attention(nn.Module, ABC):
             nn.init.zeros_(self.ve_gate.weight)  # 2 * sigmoid(0) = 1: the value embedding as it is
         for part in filter(None, (self.pairing, self.blend)):
             part.init_weights()
+        if self.channel_log_scales is not None:
+            nn.init.zeros_(self.channel_log_scales)
+        if self.head_gate is not None:
+            nn.init.zeros_(self.head_gate.weight)  # 2 * sigmoid(0) = 1: the heads as they are
 
     def forward(
         self, x: torch.Tensor, value_embedding: torch.Tensor | None, rotary: Rotary, context: Context
     ) -> torch.Tensor:
         """Mix and project; arguments as `mix`. Returns the tokens that the context selects, (B, T, C) for all."""
-        return self.c_proj(self.mix(x, value_embedding, rotary, context).flatten(2))
+        heads = self.mix(x, value_embedding, rotary, context)
+        if self.head_gate is not None:
+            heads = heads * self.gates(context.select(self, x))[..., None]
+        return self.c_proj(heads.flatten(2))
+
+    def gates(self, x: torch.Tensor) -> torch.Tensor:
+        """2 sigmoid(0.1 G x), what each head's output is multiplied by, (B, T, H), of the block input (B, T, C).
+
+        Gated attention (arXiv 2505.06708) with one number per head, as modded-nanogpt's. A small linear map of the
+        token, though not one of Q, K, V.
+        """
+        return 2 * torch.sigmoid(GATE_SCALE * self.head_gate(x))
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        """What the layer compares tokens by: x * exp(a) per channel, (B, T, C); x without channel bandwidths."""
+        return x if self.channel_log_scales is None else x * self.channel_log_scales.exp().to(x.dtype)
 
     def mix(
         self, x: torch.Tensor, value_embedding: torch.Tensor | None, rotary: Rotary, context: Context
@@ -161,7 +185,8 @@ class SoftmaxAttention(Attention, kind="softmax"):
         return self.heads(self.c_v(x))
 
     def project(self, x, value_embedding, rotary, positions):
-        queries, keys = (norm(rotary(self.heads(projection(x)), positions)) for projection in (self.c_q, self.c_k))
+        compared = self.scaled(x)
+        queries, keys = (norm(rotary(self.heads(c(compared)), positions)) for c in (self.c_q, self.c_k))
         return queries, (keys, self.add_value_embedding(self.values(x), x, value_embedding))
 
     def attend(self, rotary, queries, stored):
@@ -189,11 +214,15 @@ class GKAAttention(Attention, kind="gka"):
     A feature, the per-head norm of the rotated block input, is query, key and value. Per-head norms are constant, so
     the kernel is plain attention at scale 1 / sigma^2 (gka/README.md). One tensor is stored, the features.
 
-    Three variations are not the paper's:
+    Four variations are not the paper's:
     - `gka_values` normalised or raw: values are not rotated. Keys follow from them and the position, so the values are
       what is stored.
     - Value embeddings: keys no longer follow from the values, so both are stored.
     - `head_offsets` and `mixing`, see `mixing`.
+    - Channel bandwidths: every channel is scaled by exp(a) before rotation and norm, with a learned from 0 for each of
+      the C channels. The kernel is a Gaussian with a diagonal metric (automatic relevance determination, MacKay 1994,
+      Neal 1996). Before the rotation, for after it unequal scales of a rotated pair would make distances depend on
+      positions. Values are not scaled, so they and the keys are stored.
     """
 
     # Values before and after their norm, rotated features, features, scaled queries, output. One or two fewer where
@@ -217,19 +246,19 @@ class GKAAttention(Attention, kind="gka"):
 
     @property
     def cached_tensors(self):
-        return self.kind.cached_tensors + (self.ve_gate is not None)
+        return self.kind.cached_tensors + (self.ve_gate is not None or self.channel_log_scales is not None)
 
     @property
     def derives_keys(self):
         """Whether keys are not the values and follow from them: a cache may leave them out."""
-        return self.ve_gate is None and self.config.gka_values != "rotated"
+        return self.cached_tensors == 1 and self.config.gka_values != "rotated"
 
     def project(self, x, value_embedding, rotary, positions):
         heads = self.heads(x)
         values = norm(heads) if self.config.gka_values == "normalised" else heads
-        features = norm(rotary(values, positions))
+        features = norm(rotary(self.heads(self.scaled(values.flatten(2))), positions))
         if self.config.gka_values == "rotated":
-            values = features
+            values = features if self.channel_log_scales is None else norm(rotary(values, positions))
         values = self.add_value_embedding(values, x, value_embedding)
         return features, (features,) if values is features else (values, features)
 

@@ -101,4 +101,6 @@ def _mixes(model: dict[str, Any], kinds: list[str]) -> str:
         offsets += f"; {model['kernel']} in place of the Gaussian kernel"
     if model.get("gka_window"):
         offsets += f"; {model['gka_window']} tokens back at most"
+    offsets += "; a bandwidth for every channel" if model.get("channel_bandwidths") else ""
+    offsets += "; a gate for every head" if model.get("head_gates") else ""
     return values + offsets + (f"; mixing {model['mixing']}" if model.get("mixing", "none") != "none" else "")

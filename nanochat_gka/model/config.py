@@ -35,6 +35,9 @@ class GPTConfig:
     kernel: what gka layers weigh tokens by; gaussian, or a baseline for studies, see `baselines`.
     gka_window: slots (tokens, but for head offsets) before the query that gka layers see, the last layer too; 0 = what
       window_pattern says.
+    channel_bandwidths: a learned scale for each channel of what gka layers compare, before the rotation; in softmax and
+      vlt layers, of what they project to queries and keys. head_gates: each head's output times a gate that reads the
+      token. Of the same layers as head_offsets; see `attention`.
     rotary: full, or half: the slower half of the frequencies is not rotated, in all layers.
     Raises ValueError naming the field.
     """
@@ -56,6 +59,8 @@ class GPTConfig:
     rotary: str = "full"
     kernel: str = "gaussian"
     gka_window: int = 0
+    channel_bandwidths: bool = False
+    head_gates: bool = False
 
     def __post_init__(self):
         for name in ("sequence_len", "vocab_size", "n_layer", "n_head", "n_embd"):
@@ -89,11 +94,12 @@ class GPTConfig:
         self._check_mixing()
         self._check_kernel()
         if not has_gka(self.attention, self.n_layer):
-            everywhere = ("head_offsets", "mixing") if self.offset_layers == "all" else ()
-            for name in ("head_offsets", "mixing", "gka_values", "sigma_squared", "kernel", "gka_window"):
+            for_all = ("head_offsets", "mixing", "channel_bandwidths", "head_gates")  # with offset_layers=all
+            everywhere = for_all if self.offset_layers == "all" else ()
+            for name in (*for_all, "gka_values", "sigma_squared", "kernel", "gka_window"):
                 if name not in everywhere and getattr(self, name) != getattr(type(self), name):
                     none = f"attention={self.attention} has none in {self.n_layer} layers"
-                    advice = "; offset_layers=all gives it to all" if name in ("head_offsets", "mixing") else ""
+                    advice = "; offset_layers=all gives it to all" if name in for_all else ""
                     raise ValueError(f"{name} is for gka layers, and {none}{advice}")
 
     def _check_mixing(self) -> None:
@@ -112,6 +118,10 @@ class GPTConfig:
             raise ValueError("kernel=none mixes nothing; leave head_offsets, mixing and value_embeds out")
         if self.kernel in ("previous", "none") and self.gka_window:
             raise ValueError(f"gka_window means nothing with kernel={self.kernel}; leave it out")
+        if self.kernel != "gaussian" and self.channel_bandwidths:
+            raise ValueError(f"channel_bandwidths are of the Gaussian kernel, and kernel={self.kernel} is given")
+        if self.kernel == "none" and self.head_gates:
+            raise ValueError("kernel=none has no heads' outputs; leave head_gates out")
 
     @classmethod
     def from_depth(cls, depth: int, *, aspect_ratio: int = 64, head_dim: int = 128, **fields) -> "GPTConfig":
@@ -132,7 +142,7 @@ class GPTConfig:
         kinds = {field.name: type(field.default) for field in fields(cls)}
         if unknown := sorted(saved.keys() - kinds.keys()):
             raise ValueError(f"it has settings that are not known here: {', '.join(unknown)}; a later version made it")
-        words = {int: "a whole number", float: "a number", str: "a text"}
+        words = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
         for name, value in saved.items():
             if not isinstance(value, (int, float) if kinds[name] is float else kinds[name]):
                 raise TypeError(f"{name} must be {words[kinds[name]]}, got {value!r}")
@@ -188,14 +198,15 @@ class GPTConfig:
 
     def layer_mixing(self, layer: int) -> str:
         """The mixing of a layer, "none" in layers that have neither mixing nor head offsets."""
-        return self.mixing if self._is_mixed(layer) else "none"
+        return self.mixing if self.is_varied(layer) else "none"
 
-    def _is_mixed(self, layer: int) -> bool:
+    def is_varied(self, layer: int) -> bool:
+        """Whether the layer has the model's head offsets, mixing, channel bandwidths and head gates."""
         return self.offset_layers == "all" or self.layer_attention(layer) == "gka"
 
     def offset_pattern(self, layer: int) -> tuple[offsets.HeadOffset, ...]:
         """What a layer's heads repeat; empty for layers without head offsets."""
-        if not self.head_offsets or not self._is_mixed(layer):
+        if not self.head_offsets or not self.is_varied(layer):
             return ()
         patterns = offsets.parse(self.head_offsets)
         return patterns[layer % len(patterns)]
@@ -250,7 +261,8 @@ class ModelFlags:
     sigma_squared: Annotated[float, Bounds(0)] = 0.0
     """Starting sigma^2 of gka heads; 0 = head_dim, or head_dim / 4 with head offsets or mixing."""
     offset_layers: Literal["gka", "all"] = "gka"
-    """Layers that have the head offsets or mixing; all gives them to softmax and vlt layers too, as a control."""
+    """Layers that have the head offsets, mixing, channel bandwidths and head gates; all gives them to softmax and vlt
+    layers too, as a control."""
     mixing: Literal["none", "kv-shift", "partial", "token-shift", "canon"] = "none"
     """How attention meets the token before, in place of head offsets: kv-shift (arXiv 2411.19574) and partial
     (modded-nanogpt PR 169) mix keys and values, token-shift (RWKV) and canon (arXiv 2512.17351) the layer's input."""
@@ -262,6 +274,11 @@ class ModelFlags:
     gka_window: Annotated[int, Bounds(0)] = 0
     """Slots (tokens, but for head offsets) before the query that gka layers see, the last layer too; 0 = what the
     window pattern says."""
+    channel_bandwidths: bool = False
+    """Learn a scale for each channel of what is compared, beside sigma for each head (automatic relevance
+    determination); not the paper's form."""
+    head_gates: bool = False
+    """Multiply each head's output by a gate that reads the token (arXiv 2505.06708); not the paper's form."""
 
     def shape(self, depth: int, sequence_len: int, vocab_size: int) -> GPTConfig:
         """The model's shape at `depth` with these settings. Raises UserError naming the setting."""

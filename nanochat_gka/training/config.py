@@ -80,9 +80,10 @@ class TrainConfig(OptimConfig, ModelFlags, BundleFlags, RunConfig):
         kernel = "" if self.kernel == "gaussian" else self.kernel
         window = f"window-{self.gka_window}" if self.gka_window else ""
         rotary = "half-rotary" if self.rotary == "half" else ""
+        learned = ["channels"] * self.channel_bandwidths + ["gates"] * self.head_gates
         tables = {"auto": "", "all": "VE", "every-layer": "VE-every-layer", "none": "no-VE"}[self.value_embeds]
         form = f"d{self.depth}", self.attention, self.head_offsets, mixing, everywhere, values, rotary, kernel
-        return self.model_tag or "-".join(part for part in (*form, window, tables) if part)
+        return self.model_tag or "-".join(part for part in (*form, window, *learned, tables) if part)
 
     def identity(self) -> dict[str, Any]:
         settings = super().identity()

@@ -12,7 +12,7 @@ that shape's matrices on this rank.
 Held per token from forward to backward, counted in uncompiled operations (compiled ones recompute some, and need less):
   every layer: the input of the residual scale, of both norms, and what the norms give (5 C); the MLP after relu and
     squared (8 C).
-  attention: `activation_widths` of its class, and of its pairing or blend.
+  attention: `activation_widths` of its class, and of its pairing or blend; 1 C for channel bandwidths and for gates.
   a value embedding: 2 C. The final norm: 2 C.
   the loss: float32 logits after tanh and after log_softmax, and in backward two gradients as large: 16 V bytes.
 """
@@ -46,6 +46,8 @@ def parameters(config: GPTConfig) -> tuple[int, int, int]:
         matrices += (len(attention.kind.input_projections) + attention.has_output + 8) * width * width
         others += config.n_head if attention.has_bandwidth else 0
         others += mixed[layer][0]
+        if config.is_varied(layer):
+            others += config.n_embd * (config.channel_bandwidths + config.n_head * config.head_gates)
         if config.has_value_embedding(layer):
             tables, matrices = tables + 1, matrices + 32 * config.n_head
     return tables * rows * width, matrices, others
@@ -87,6 +89,8 @@ def row_bytes(config: GPTConfig, device_type: str, training: bool = True) -> int
     for layer in range(config.n_layer):
         attention = attention_class(config, layer).activation_widths
         attention += mixed[layer][1]
+        if config.is_varied(layer):  # what is scaled; a head's output before its gate
+            attention += config.channel_bandwidths + config.head_gates
         widths.append(LAYER_WIDTHS + attention + VALUE_EMBEDDING_WIDTHS * config.has_value_embedding(layer))
     layers = FINAL_WIDTHS + (sum(widths) if training else max(widths))
     return config.sequence_len * (layers * config.n_embd * size + LOGIT_BYTES * config.padded_vocab_size)

@@ -33,7 +33,7 @@ Beta = Annotated[float, Bounds(0, 0.999999)]  # 1 in float32 would divide by 1 -
 class OptimConfig:
     """The optimiser's flags. Base rates are for the reference batch of 2^19 tokens.
 
-    The defaults are nanochat's; it has no sigma_lr.
+    The defaults are nanochat's; it has no sigma_lr, channel_lr and gate_lr.
     """
 
     embedding_lr: Rate = 0.3
@@ -46,6 +46,10 @@ class OptimConfig:
     """Base learning rate of the residual scalars, and times 0.01 of what --mixing learns (AdamW)."""
     sigma_lr: Rate = 0.005
     """Base learning rate of log sigma (AdamW)."""
+    channel_lr: Rate = 0.02
+    """Base learning rate of the channel bandwidths' logarithms (AdamW)."""
+    gate_lr: Rate = 0.02
+    """Base learning rate of the head gates (AdamW)."""
     weight_decay: Rate = 0.2
     """Muon's weight decay before scaling; it falls to zero over the run."""
     adam_beta1: Beta = 0.8
@@ -70,7 +74,7 @@ class Group:
 def parameter_groups(
     model: GPT, config: OptimConfig, lr_scale: float = 1.0, weight_decay_scale: float = 1.0
 ) -> list[Group]:
-    """Every parameter in one group, in nanochat's order; log_sigma has an AdamW group of its own without decay."""
+    """Every parameter in one group, in nanochat's order. What is not nanochat's is updated by AdamW, without decay."""
     betas = (config.adam_beta1, config.adam_beta2)
     width_scale = (model.config.n_embd / REFERENCE_WIDTH) ** -0.5
     named = dict(model.named_parameters())
@@ -86,6 +90,8 @@ def parameter_groups(
         adamw(("resid_lambdas",), config.scalar_lr * LAMBDA_LR_FACTOR),
         adamw(("x0_lambdas",), config.scalar_lr, X0_BETAS),
         adamw(tuple(name for name in named if name.endswith("log_sigma")), config.sigma_lr),
+        adamw(tuple(name for name in named if name.endswith("channel_log_scales")), config.channel_lr),
+        adamw(tuple(name for name in named if ".head_gate." in name), config.gate_lr),
         adamw(tuple(n for n in named if ".pairing." in n or ".blend." in n), config.scalar_lr * LAMBDA_LR_FACTOR),
     ]
     for shape in sorted({tuple(p.shape) for p in named.values()}):

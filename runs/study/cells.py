@@ -26,7 +26,8 @@ class Cell:
     """What one run computes. The first fields shape the model, as the trainer's flags of the same names do.
 
     rate: multiplies every learning rate; 1 is nanochat's at `batch` 2,048. tokens: of the whole training. batch: tokens
-    of a step. learn_sigma: False keeps the bandwidths where they start.
+    of a step. learn_sigma: False keeps the bandwidths where they start. channel_rate, gate_rate: multiply the learning
+    rates of channel bandwidths and head gates once more.
     """
 
     depth: int
@@ -47,6 +48,10 @@ class Cell:
     kernel: str = "gaussian"
     learn_sigma: bool = True
     gka_window: int = 0
+    channel_bandwidths: bool = False
+    head_gates: bool = False
+    channel_rate: float = 1.0
+    gate_rate: float = 1.0
 
     @classmethod
     def from_row(cls, saved: dict[str, Any]) -> "Cell":
@@ -65,6 +70,8 @@ class Cell:
             value = getattr(self, field.name)
             if field.name == "learn_sigma":
                 own += [] if value else ["fixed sigma"]
+            elif isinstance(value, bool):
+                own += [field.name.replace("_", " ")] if value else []
             elif value != field.default and field.name not in ("rate", "seed", "tokens"):
                 own.append(str(value) if isinstance(value, str) else f"{field.name} {value:g}")
         return " ".join([*own, f"rate {self.rate:g}", f"seed {self.seed}", f"{self.tokens:,} tokens"])
@@ -76,6 +83,12 @@ class Cell:
         rates = {name: round(getattr(defaults, name) * BATCH_FACTOR * self.rate, 9) for name in RATES}
         if not self.learn_sigma:
             rates["sigma_lr"] = 0.0
+        for name, has_it, own in (
+            ("channel_lr", self.channel_bandwidths, self.channel_rate),
+            ("gate_lr", self.head_gates, self.gate_rate),
+        ):
+            if has_it:  # so that older keys stay
+                rates[name] = round(getattr(defaults, name) * BATCH_FACTOR * self.rate * own, 9)
         return {
             **shape,
             "aspect_ratio": ASPECT_RATIO,
@@ -99,8 +112,14 @@ class Cell:
             "keep": 1,
             "log_every": max(1, self.steps // CURVE_POINTS),
         }
-        settings = {name: value for name, value in {**self.computed(), **ways}.items() if value != ""}
-        return [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", value)]
+        words = []
+        for name, value in {**self.computed(), **ways}.items():
+            flag = f"--{name.replace('_', '-')}"
+            if isinstance(value, bool):
+                words += [flag] if value else []
+            elif value != "":
+                words += [flag, value]
+        return words
 
     def key(self, data: dict[str, Any]) -> str:
         """A hash of everything that is computed, and of the identity of the rows it is computed from."""

@@ -97,7 +97,32 @@ NARROW = {
     },
 }
 KERNELS |= NARROW
-ALL = {**FAMILIES, **FURTHER, **HYBRIDS, **REFERENCES, **REPAIRS, **KERNELS, **PATTERNS}
+# A bandwidth for every channel, a gate for every head, and both. Softmax and VLT are controls: the same vector before
+# their projections, the same gate. All take the rate of the form without; their own rates are those of `channel-rates`.
+LEARNED = {
+    "channels": dict(channel_bandwidths=True),
+    "gates": dict(head_gates=True),
+    "channels + gates": dict(channel_bandwidths=True, head_gates=True),
+}
+WITHOUT = {
+    name: {**FAMILIES, **FURTHER, **HYBRIDS}[name]
+    for name in (
+        "GKA + offsets + half VE",
+        "softmax + offsets",
+        "GGGA + offsets",
+        "GKA + offsets",
+        "VLT + offsets",
+        "GKA unrotated",
+        "GKA",
+    )
+}
+CHANNELS = {
+    f"{name} + {learned}": {**family, **fields}
+    for learned, fields in LEARNED.items()
+    for name, family in WITHOUT.items()
+}
+RATE_OF |= {f"{name} + {learned}": RATE_OF.get(name, name) for learned in LEARNED for name in WITHOUT}
+ALL = {**FAMILIES, **FURTHER, **HYBRIDS, **REFERENCES, **REPAIRS, **KERNELS, **PATTERNS, **CHANNELS}
 
 
 def rate_source(family: Family) -> Family:

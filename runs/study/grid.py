@@ -11,14 +11,17 @@ from dataclasses import replace
 from runs.study.cells import Cell
 from runs.study.families import (
     ALL,
+    CHANNELS,
     FAMILIES,
     FURTHER,
     HYBRIDS,
     KERNELS,
+    LEARNED,
     PATTERNS,
     REFERENCES,
     REPAIRS,
     VALUE_EMBEDS,
+    WITHOUT,
     Family,
     fits_depth,
 )
@@ -27,6 +30,7 @@ from runs.study.rates import (
     RATES,
     SMALLEST,
     Done,
+    around_one,
     around_the_best,
     best_at_the_deepest,
     best_rate,
@@ -44,6 +48,12 @@ TRAINED_LONGER = {name: FAMILIES[name] for name in ("softmax", "GKA", "GKA unrot
 HEADLINE = ("softmax", "softmax + offsets", "GKA", "GKA + offsets")
 HALF = "GKA + offsets + half VE"
 CONTROL = "softmax + offsets"
+CONTENDERS = (
+    "GKA + offsets + half VE + channels + gates",
+    "softmax + offsets + gates",
+    "GGGA + offsets + channels + gates",
+    "GKA + offsets + half VE + channels",
+)
 REPEATED = (*HEADLINE, "GGGA + offsets")  # with more seeds at four layers and above
 SCALED = (*HEADLINE, "VLT + offsets", "softmax without VE", "GGGA + offsets", "GGGGGA + offsets")
 # Three budgets at every size; the deeper two, which cost more, are trained half as long.
@@ -210,6 +220,30 @@ def precision(done: Done) -> list[Cell]:
     return _at_best_rate(families, done, [dict(SMALLEST, dtype="float32")])
 
 
+def channel_rates(done: Done) -> list[Cell]:
+    """How fast should channel bandwidths and head gates learn, in each form that has them?"""
+    cells = []
+    for family in WITHOUT.values():
+        rate = best_rate(family, done)
+        if rate is None or not fits_depth(family, SMALLEST["depth"]):
+            continue
+        for name, own_rate in (("channels", "channel_rate"), ("gates", "gate_rate")):
+            cells += around_one(Cell(**{**family, **LEARNED[name], **SMALLEST}, rate=rate), own_rate, done)
+    return cells
+
+
+def channels(done: Done) -> list[Cell]:
+    """What do a bandwidth for every channel and a gate for every head give, to GKA and to softmax and VLT?"""
+    return _at_best_rate(CHANNELS, done, [DEEPER, SMALLEST])
+
+
+def channels_longer(done: Done) -> list[Cell]:
+    """Does it last in longer training and at six layers? The forms with the most, and softmax with gates."""
+    contenders = {name: CHANNELS[name] for name in CONTENDERS}
+    places = [place for place in scaled_places() if place["depth"] <= 6]
+    return _seeds_in_turn(_at_best_rate(contenders, done, places[::-1]))
+
+
 def _at_every_rate(families: dict[str, dict], done: Done) -> list[Cell]:
     """Every family at the middle rate, then at those around it: a first comparison comes early."""
     cells = [
@@ -258,4 +292,7 @@ GROUPS: dict[str, Callable[[Done], list[Cell]]] = {
     "value-embeds": value_embeds,
     "value-embeds-longer": value_embeds_longer,
     "deeper-rates": deeper_rates,
+    "channel-rates": channel_rates,
+    "channels": channels,
+    "channels-longer": channels_longer,
 }

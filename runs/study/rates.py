@@ -74,13 +74,21 @@ def best_at_the_deepest(family: Family, done: Done) -> Cell | None:
     return _best_of(around_the_best(family, DEEPEST, done), done.get)
 
 
-def _enclosing(first: Iterable[float], score_of: Callable[[float], float | None]) -> list[float]:
+def around_one(cell: Cell, name: str, done: Done) -> list[Cell]:
+    """The cell with `name`, channel_rate or gate_rate, at a quarter, 1 and 4, and beyond as in `tried_rates`."""
+    rates = _enclosing([0.25, 1.0, 4.0], lambda rate: done.get(replace(cell, **{name: rate})), step=4.0, least=1 / 16)
+    return [replace(cell, **{name: rate}) for rate in rates]
+
+
+def _enclosing(
+    first: Iterable[float], score_of: Callable[[float], float | None], step: float = 2.0, least: float = LEAST_RATE
+) -> list[float]:
     rates = list(first)
     while best := _best_of(rates, score_of):
-        if best == min(rates) and best / 2 >= LEAST_RATE:
-            rates.append(best / 2)
-        elif best == max(rates) and best * 2 <= MOST_RATE:
-            rates.append(best * 2)
+        if best == min(rates) and best / step >= least:
+            rates.append(best / step)
+        elif best == max(rates) and best * step <= MOST_RATE:
+            rates.append(best * step)
         else:
             break
     return sorted(rates)

@@ -293,3 +293,50 @@ def test_bfloat16_tables_compute_in_bfloat16_and_train():
     dtypes = {name: p.dtype for name, p in model.named_parameters()}
     tables = {name for name in dtypes if "wte" in name or "value_embeds" in name}
     assert {name for name, dtype in dtypes.items() if dtype == torch.bfloat16} == tables
+
+
+@pytest.mark.parametrize("kind, values", [("gka", "rotated"), ("gka", "normalised"), ("gka", "raw"), ("softmax", "")])
+def test_channel_bandwidths_and_head_gates_are_their_equations(kind, values):
+    """From the equations, in float64: features = norm(rotary(norm(x) exp(a))), values without a; 2 sigmoid(0.1 G x)."""
+    form = dict(gka_values=values) if kind == "gka" else dict(offset_layers="all")
+    config = dataclasses.replace(SHAPE, attention=kind, channel_bandwidths=True, head_gates=True, **form)
+    layer = Attention.CLASSES[kind](config, layer=3)
+    layer.init_weights()
+    with torch.no_grad():
+        for parameter in (layer.channel_log_scales, layer.head_gate.weight, layer.c_proj.weight):
+            parameter.normal_()
+        if kind == "gka":
+            layer.log_sigma.uniform_(0, 1)
+    layer, x = layer.double(), torch.randn(2, 16, 64, dtype=torch.float64)
+    rotary = Rotary(16, 16)
+    rotary.init_weights()
+    rotary = rotary.double()
+    y = layer(x, None, rotary, whole(x))
+
+    def normed(t):
+        return t / (t.square().mean(-1, keepdim=True) + torch.finfo(torch.float64).eps).sqrt()
+
+    def rotated(t):
+        cos, sin = (table[:, :16].reshape(1, 16, 1, 8) for table in (rotary.cos, rotary.sin))
+        one, two = t[..., :8], t[..., 8:]
+        return torch.cat([one * cos + two * sin, two * cos - one * sin], dim=-1)
+
+    def heads(t):
+        return t.reshape(2, 16, 4, 16)
+
+    scales = layer.channel_log_scales.exp()
+    if kind == "gka":
+        own = heads(x) if values == "raw" else normed(heads(x))
+        features = normed(rotated(own * scales.reshape(4, 16)))
+        mixed = normed(rotated(own)) if values == "rotated" else own
+        distances = (features[:, :, None] - features[:, None]).square().sum(-1)  # (B, i, j, H)
+        logits = -distances / (2 * (2 * layer.log_sigma).exp())
+    else:
+        queries, keys = (normed(rotated(heads((x * scales) @ w.weight.T))) for w in (layer.c_q, layer.c_k))
+        mixed = heads(x @ layer.c_v.weight.T)
+        logits = torch.einsum("bihd,bjhd->bijh", queries, keys) / 16**0.5
+    later = torch.arange(16)[None] > torch.arange(16)[:, None]
+    weights = logits.masked_fill(later[None, :, :, None], float("-inf")).softmax(2)
+    gates = 2 / (1 + (-0.1 * x @ layer.head_gate.weight.T).exp())
+    expected = (torch.einsum("bijh,bjhd->bihd", weights, mixed) * gates[..., None]).flatten(2) @ layer.c_proj.weight.T
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)

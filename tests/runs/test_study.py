@@ -132,9 +132,14 @@ def test_another_configuration_or_text_is_another_cell(packed, trained):
     )
     changed |= dict(window_pattern="S", rate=2.0, seed=1, tokens=6400, batch=32, dtype="float32", offset_layers="all")
     changed |= dict(mixing="canon", rotary="half", kernel="mean", learn_sigma=False, gka_window=5)
-    assert changed.keys() == TINY.__dataclass_fields__.keys()
-    keys = {one.key(TINY), *(one.key(replace(TINY, **{name: value})) for name, value in changed.items())}
-    assert len(keys) == len(changed) + 1
+    changed |= dict(channel_bandwidths=True, head_gates=True)
+    own_rates = dict(channel_rate=4.0, gate_rate=4.0)  # of what the model must have
+    assert changed.keys() | own_rates.keys() == TINY.__dataclass_fields__.keys()
+    learned = replace(TINY, channel_bandwidths=True, head_gates=True)
+    cells = [TINY, learned, *(replace(TINY, **{name: value}) for name, value in changed.items())]
+    cells += [replace(learned, **{name: value}) for name, value in own_rates.items()]
+    keys = {one.key(cell) for cell in cells}
+    assert len(keys) == len(cells)
     other = replace(one.text, identity={**one.text.identity, "tokenizer_sha256": "another"})
     one.text = other
     assert one.key(TINY) not in keys and one.done() == {} and one._work_out_left() == [TINY]
@@ -286,3 +291,18 @@ def test_wrong_groups_and_missing_rows_are_one_line(packed, tmp_path):
         main(StudyConfig(groups=["nothing"]))
     with pytest.raises(UserError, match=r"no packed rows in .*make study packs them"):
         main(StudyConfig(data=tmp_path))
+
+
+def test_channel_bandwidths_and_gates_have_rates_of_their_own():
+    done = Done({Cell(**SMALLEST, **FAMILIES["GKA + offsets"], rate=rate): abs(rate - 2) for rate in RATES})
+    cells = grid.channel_rates(done)
+    assert {(cell.channel_bandwidths, cell.channel_rate, cell.head_gates, cell.gate_rate) for cell in cells} == {
+        *((True, rate, False, 1.0) for rate in (0.25, 1.0, 4.0)),
+        *((False, 1.0, True, rate) for rate in (0.25, 1.0, 4.0)),
+    }
+    fastest = replace(cells[0], channel_rate=4.0)
+    words = [str(word) for word in fastest.flags()]
+    assert words[words.index("--channel-lr") + 1] == "2.56" and "--channel-bandwidths" in words
+    assert "--head-gates" not in words and "--gate-lr" not in words
+    done |= {replace(fastest, channel_rate=rate): -rate for rate in (0.25, 1.0, 4.0)}
+    assert {cell.channel_rate for cell in grid.channel_rates(done) if cell.channel_bandwidths} == {0.25, 1.0, 4.0, 16.0}

@@ -25,6 +25,10 @@ VARIANTS = [
     dict(attention="VGA", head_offsets="PNSS", offset_layers="all"),
     dict(attention="GA", head_offsets="P3NS2P,S5", offset_layers="all", gka_values="normalised"),
     dict(attention="gka", head_offsets="P2S3", gka_window=2, value_embeds="all"),
+    dict(attention="gka", channel_bandwidths=True),
+    dict(attention="gka", gka_values="normalised", head_offsets="PS", channel_bandwidths=True, head_gates=True),
+    dict(attention="gka", gka_values="raw", value_embeds="all", channel_bandwidths=True),
+    dict(attention="VGA", head_offsets="PS", offset_layers="all", channel_bandwidths=True, head_gates=True),
 ]
 MIXED = [
     dict(attention="gka", mixing="kv-shift", gka_values="normalised"),
@@ -47,6 +51,8 @@ def awake(config: GPTConfig, seed: int = 0) -> GPT:
         for name, parameter in model.named_parameters():
             if ".blend." in name:
                 parameter.uniform_(0.2, 0.8)
+            if name.endswith(("channel_log_scales", "head_gate.weight")):
+                parameter.normal_()
         model.lm_head.weight.normal_(std=0.1)
     return model
 
