@@ -5,7 +5,7 @@ by layer such as "GGGA" names that the `attn_layer` of timm's ViTs takes. `atten
 timm's own ViTs too.
 """
 
-from trainkit.extras import require
+from trainkit_gka.extras import require
 
 require(__name__, "vision", "numpy", "safetensors", "filelock", "rich", "tyro", "torchvision", "timm")
 

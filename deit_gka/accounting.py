@@ -11,7 +11,7 @@ from deit_gka.model.attention import ATTENTION
 from deit_gka.model.checkpoints import check_attention
 from deit_gka.model.registry import SIZES
 from gka import KINDS
-from trainkit.cli import run
+from trainkit_gka.cli import run
 
 HEADINGS = ("", "parameters", "attention", "MLP", "sigma", "GFLOPs", "MiB", "parameters", "FLOPs")
 WIDTHS = (14, 12, 12, 12, 7, 9, 8, 12, 9)

@@ -15,8 +15,8 @@ from typing import Literal
 from deit_gka.figures.families import FAMILIES, why_not
 from deit_gka.figures.matrices import draw_matrices
 from deit_gka.figures.subjects import Drawn, check_repeats, of_run, of_timm, photographs, subjects_of
-from trainkit.cli import CountOrAll, UserError, run
-from trainkit.files import check_named
+from trainkit_gka.cli import CountOrAll, UserError, run
+from trainkit_gka.files import check_named
 
 DEFAULT_MODEL = "deit_tiny_gka_patch16_224"
 

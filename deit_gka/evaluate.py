@@ -26,10 +26,10 @@ from deit_gka.model.accounting import cost_of
 from deit_gka.model.candidates import Candidates
 from deit_gka.model.checkpoints import WEIGHTS, find_checkpoint, is_export, open_data, parse_kwargs, trained_on
 from deit_gka.training.engine import evaluate
-from trainkit.cli import Bounds, Count, UserError, flag_of, run
-from trainkit.distributed import Runtime, running
-from trainkit.progress import progress_bar, rate
-from trainkit.results import append_result
+from trainkit_gka.cli import Bounds, Count, UserError, flag_of, run
+from trainkit_gka.distributed import Runtime, running
+from trainkit_gka.progress import progress_bar, rate
+from trainkit_gka.results import append_result
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from typing import Literal
 from deit_gka.model import onnx
 from deit_gka.model.checkpoints import about_images, export, find_checkpoint, load_run
 from deit_gka.model.plain import check_blocks
-from trainkit.cli import UserError, run
-from trainkit.onnx import require, size_mb
+from trainkit_gka.cli import UserError, run
+from trainkit_gka.onnx import require, size_mb
 
 
 @dataclass

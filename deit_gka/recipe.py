@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
-from trainkit.cli import Bounds, Probability, Seed, Share, UserError, check_bounds, flag_of
+from trainkit_gka.cli import Bounds, Probability, Seed, Share, UserError, check_bounds, flag_of
 
 Even = Annotated[int, Bounds(2)]  # images are mixed in pairs
 Rate = Annotated[float, Bounds(0, 1e30, open_least=True)]

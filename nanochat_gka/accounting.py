@@ -10,7 +10,7 @@ from typing import Annotated
 from nanochat_gka.model.accounting import flops_per_token, meta_model, parameter_counts, plan, scaling_parameters
 from nanochat_gka.model.config import GPTConfig, ModelFlags, has_gka
 from nanochat_gka.training.memory import fixed_bytes
-from trainkit.cli import Bounds, Count, CountOrAutomatic, run
+from trainkit_gka.cli import Bounds, Count, CountOrAutomatic, run
 
 
 @dataclass(frozen=True)

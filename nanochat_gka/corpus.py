@@ -13,8 +13,8 @@ from typing import Annotated
 
 from nanochat_gka.data import SPLITS, builtin, fineweb, own_text
 from nanochat_gka.data.corpora import COLUMN, claim
-from trainkit.cli import run
-from trainkit.files import locked, remove_stale_temporaries
+from trainkit_gka.cli import run
+from trainkit_gka.files import locked, remove_stale_temporaries
 
 
 @dataclass

@@ -17,7 +17,7 @@ from nanochat_gka.figures.matrices import draw_matrices
 from nanochat_gka.figures.rows import TOKENS, draw_rows
 from nanochat_gka.figures.subjects import subjects_of
 from nanochat_gka.figures.words import find
-from trainkit.cli import Bounds, CountOrAll, UserError, run
+from trainkit_gka.cli import Bounds, CountOrAll, UserError, run
 
 TEXT = "If the list is empty, the method raises an error. If the list has one item, the method returns it."
 

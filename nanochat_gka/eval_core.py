@@ -3,7 +3,7 @@
     python -m nanochat_gka.eval_core --run out/runs/d20-gka
     python -m nanochat_gka.eval_core --run out/runs/d20-gka --tasks paper --max-per-task 500
     python -m nanochat_gka.eval_core --hf-path openai-community/gpt2
-    python -m trainkit.torchrun --standalone --nproc-per-node 7 -m -- nanochat_gka.eval_core --run out/runs/d20-gka
+    python -m trainkit_gka.torchrun --standalone --nproc-per-node 7 -m -- nanochat_gka.eval_core --run out/runs/d20-gka
 
 A task's score is on disk as soon as the task is finished: the same command continues with the next one, and a command
 for some of the tasks keeps the scores of the others.
@@ -23,10 +23,10 @@ from nanochat_gka.core_metric.report import Score, show, write_csv
 from nanochat_gka.core_metric.score_file import EvaluatedModel, ScoreFile
 from nanochat_gka.core_metric.task_scorer import BATCH_TOKENS, TaskScorer, check_enough
 from nanochat_gka.model.checkpoints import load
-from trainkit.cli import Bounds, CountOrAll, UserError, run
-from trainkit.distributed import Runtime, running
-from trainkit.progress import console, progress_bar
-from trainkit.results import check_appendable
+from trainkit_gka.cli import Bounds, CountOrAll, UserError, run
+from trainkit_gka.distributed import Runtime, running
+from trainkit_gka.progress import console, progress_bar
+from trainkit_gka.results import check_appendable
 
 HUGGING_FACE_SHARE = 4  # of BATCH_TOKENS: their models compute the logits of all tokens
 

@@ -15,10 +15,10 @@ from nanochat_gka.generation.sampling import SAMPLE_PROMPTS, Sampling
 from nanochat_gka.model.checkpoints import Loaded, load, run_folder
 from nanochat_gka.training.bits_per_byte import of_both_splits, utf8_note
 from nanochat_gka.training.memory import RowsAtOnce, device_bytes, rows_at_once
-from trainkit.cli import Bounds, Count, CountOrAll, UserError, run
-from trainkit.distributed import Runtime, running
-from trainkit.progress import console
-from trainkit.results import append_result
+from trainkit_gka.cli import Bounds, Count, CountOrAll, UserError, run
+from trainkit_gka.distributed import Runtime, running
+from trainkit_gka.progress import console
+from trainkit_gka.results import append_result
 
 
 @dataclass

@@ -14,9 +14,9 @@ from pathlib import Path
 from nanochat_gka.model import onnx
 from nanochat_gka.model.card import card
 from nanochat_gka.model.checkpoints import export, load
-from trainkit.cli import run
-from trainkit.files import atomic
-from trainkit.onnx import require, size_mb
+from trainkit_gka.cli import run
+from trainkit_gka.files import atomic
+from trainkit_gka.onnx import require, size_mb
 
 
 @dataclass

@@ -23,9 +23,9 @@ from rich.console import Console
 from nanochat_gka.generation.engine import Engine
 from nanochat_gka.generation.sampling import Sampling
 from nanochat_gka.model.checkpoints import load
-from trainkit.cli import Count, UserError, run
-from trainkit.distributed import setup
-from trainkit.progress import progress_bar, rate
+from trainkit_gka.cli import Count, UserError, run
+from trainkit_gka.distributed import setup
+from trainkit_gka.progress import progress_bar, rate
 
 
 @dataclass

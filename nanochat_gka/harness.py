@@ -14,8 +14,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from nanochat_gka.model.checkpoints import export, load, saved_by_transformers
-from trainkit.cli import UserError, reason_of
-from trainkit.extras import advice
+from trainkit_gka.cli import UserError, reason_of
+from trainkit_gka.extras import advice
 
 try:
     from lm_eval.api.registry import register_model

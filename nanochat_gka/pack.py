@@ -15,9 +15,9 @@ from nanochat_gka.data.parts import Part, join
 from nanochat_gka.data.pool import pack_units
 from nanochat_gka.data.tokenizer import Tokenizer
 from nanochat_gka.data.units import plan_units
-from trainkit.cli import Bounds, UserError, run
-from trainkit.files import locked, read_json, remove_stale_temporaries
-from trainkit.progress import rate
+from trainkit_gka.cli import Bounds, UserError, run
+from trainkit_gka.files import locked, read_json, remove_stale_temporaries
+from trainkit_gka.progress import rate
 
 NOTE = "source.json"  # in a corpus's folder, by `corpora.claim`
 

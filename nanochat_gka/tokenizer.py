@@ -11,9 +11,9 @@ from typing import Annotated
 from nanochat_gka.data.corpora import ParquetCorpus, counted, file_changes, fingerprint
 from nanochat_gka.data.shards import start_anew
 from nanochat_gka.data.tokenizer import FILE_NAME, VOCAB, Tokenizer
-from trainkit.cli import Count, CountOrAll, UserError, flag_of, run
-from trainkit.files import locked, read_json, write_json
-from trainkit.progress import progress_bar
+from trainkit_gka.cli import Count, CountOrAll, UserError, flag_of, run
+from trainkit_gka.files import locked, read_json, write_json
+from trainkit_gka.progress import progress_bar
 
 RECIPE = "train.json"
 FLAGS = ("vocab_size", "doc_cap", "max_chars")  # that decide what is trained, beside the files

@@ -4,14 +4,14 @@
     torchrun --standalone --nproc-per-node 7 -m nanochat_gka.train --depth 20 --attention gka \\
         --target-param-data-ratio 8.25
 
-In run order: the flags (`training/config.py`), then the loop (`trainkit/loop.py`), which builds and drives
+In run order: the flags (`training/config.py`), then the loop (`trainkit_gka/loop.py`), which builds and drives
 `training/trainer.py`: data, model, horizon, optimiser; steps and reports; the run's numbers.
 """
 
 from nanochat_gka.training.config import TrainConfig
 from nanochat_gka.training.trainer import Trainer
-from trainkit.cli import run
-from trainkit.loop import launch
+from trainkit_gka.cli import run
+from trainkit_gka.loop import launch
 
 
 def main(config: TrainConfig) -> None:

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from trainkit import signals
-from trainkit.cli import OUR_TORCHRUN, UserError, as_typed
-from trainkit.progress import console
+from trainkit_gka import signals
+from trainkit_gka.cli import OUR_TORCHRUN, UserError, as_typed
+from trainkit_gka.progress import console
 
 
 def command(module: str, flags: Iterable[Any], ranks: int = 1, torchrun: str = "") -> list[str]:

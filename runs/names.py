@@ -159,7 +159,7 @@ def torchrun_flags(given):
 def launcher(ranks, torchrun):
     """What runs a module; the dashes keep torchrun from taking our --run for its --run-path."""
     if ranks != "1" or torchrun:
-        return f"{VENV}/python -m trainkit.torchrun {torchrun or '--standalone'} --nproc-per-node {ranks} -m --"
+        return f"{VENV}/python -m trainkit_gka.torchrun {torchrun or '--standalone'} --nproc-per-node {ranks} -m --"
     return VENV + "/python -m"
 
 

@@ -30,7 +30,7 @@ from runs.sections import (
     study_vision,
     summary,
 )
-from trainkit.cli import UserError, run
+from trainkit_gka.cli import UserError, run
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (

@@ -1,6 +1,7 @@
 """The arrows between packages, rooms and files.
 
-runs -> nanochat_gka | deit_gka -> trainkit, gka; gka and trainkit do not know each other, and the trainers never meet.
+runs -> nanochat_gka | deit_gka -> trainkit_gka, gka; gka and trainkit_gka do not know each other, and the trainers
+never meet.
 """
 
 import ast
@@ -14,9 +15,9 @@ from sources import ENTRY_POINT, PACKAGES, ROOT, dependencies, imports, modules,
 
 ALLOWED = {
     "gka": {"gka"},
-    "trainkit": {"trainkit"},
-    "nanochat_gka": {"nanochat_gka", "trainkit", "gka"},
-    "deit_gka": {"deit_gka", "trainkit", "gka"},
+    "trainkit_gka": {"trainkit_gka"},
+    "nanochat_gka": {"nanochat_gka", "trainkit_gka", "gka"},
+    "deit_gka": {"deit_gka", "trainkit_gka", "gka"},
     "runs": set(PACKAGES),
 }
 

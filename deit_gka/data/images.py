@@ -12,7 +12,7 @@ import torch
 from deit_gka.data.order import Key
 from deit_gka.data.seeds import seed_everything
 from deit_gka.data.sources import BrokenImage, Source, Stream, decode
-from trainkit.cli import reason_of
+from trainkit_gka.cli import reason_of
 
 
 class Batch(NamedTuple):

@@ -16,8 +16,8 @@ from timm.data.distributed_sampler import RepeatAugSampler
 from deit_gka.data.seeds import seed_of
 from deit_gka.data.sources import Record, Source, Stream
 from deit_gka.recipe import Recipe
-from trainkit.cli import UserError
-from trainkit.distributed import Runtime
+from trainkit_gka.cli import UserError
+from trainkit_gka.distributed import Runtime
 
 UNIT = 64  # images a worker makes at once: at 224 pixels 39 MB of shared memory, of which a worker holds three
 READ_AHEAD = 256  # records of a stream

@@ -14,7 +14,7 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.functional import center_crop
 
 from deit_gka.recipe import Recipe
-from trainkit.cli import UserError
+from trainkit_gka.cli import UserError
 
 BLUR = (0.1, 2.0)  # radius in pixels (upstream)
 MOST_ASPECT = 20  # of an image that is resized whole

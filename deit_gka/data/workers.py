@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader
 from deit_gka.data.images import Batch, Images, join
 from deit_gka.data.order import UNIT, Key
 from deit_gka.data.sources import Source, Stream
-from trainkit import workers
-from trainkit.cli import Bounds, PassingFault, command_line
-from trainkit.distributed import Runtime, keep_freed_memory
+from trainkit_gka import workers
+from trainkit_gka.cli import Bounds, PassingFault, command_line
+from trainkit_gka.distributed import Runtime, keep_freed_memory
 
 MAX_WORKERS = 16
 WorkerCount = Annotated[int, Bounds(0, 1024, other=(-1, "automatic"))]  # of a flag

@@ -9,8 +9,8 @@ import numpy as np
 from deit_gka.figures.groups import runs_of_recipe
 from deit_gka.figures.measures import effective_tokens, median_distance
 from deit_gka.figures.sheet import Subject, save, sheet
-from trainkit.figures.charts import heat_map, lines
-from trainkit.plots import Figure
+from trainkit_gka.figures.charts import heat_map, lines
+from trainkit_gka.plots import Figure
 
 
 def relative_bandwidths(subject: Subject) -> np.ndarray:

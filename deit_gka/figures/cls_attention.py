@@ -20,8 +20,8 @@ from deit_gka.figures.sheet import (
     scale_below,
     to_pixels,
 )
-from trainkit import plots
-from trainkit.plots import Figure
+from trainkit_gka import plots
+from trainkit_gka.plots import Figure
 
 
 def draw_cls_attention(

@@ -10,7 +10,7 @@ import torch
 from deit_gka.figures.groups import by_image
 from deit_gka.figures.rollout import rollout
 from deit_gka.figures.sheet import Subject, plain, save, sheet
-from trainkit.plots import Figure
+from trainkit_gka.plots import Figure
 
 STEPS = 16
 RANDOM_ORDERS = 4

@@ -8,7 +8,7 @@ import torch
 from deit_gka.figures.groups import by_model
 from deit_gka.figures.measures import attended_distance
 from deit_gka.figures.sheet import Subject, plain, save, sheet
-from trainkit.plots import Figure
+from trainkit_gka.plots import Figure
 
 
 def draw_distances(subjects: Sequence[Subject], folder: Path) -> list[Figure]:

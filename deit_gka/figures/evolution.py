@@ -17,7 +17,7 @@ from deit_gka.figures.sheet import (
     save,
     scale,
 )
-from trainkit.plots import Figure
+from trainkit_gka.plots import Figure
 
 
 def draw_evolution(subjects: Sequence[Subject], folder: Path) -> list[Figure]:

@@ -13,7 +13,7 @@ from deit_gka.figures.matrices import matrix_picture, off_diagonal
 from deit_gka.figures.patch_to_patch import BOX, box
 from deit_gka.figures.sheet import Subject, bare, coloured, linear, logarithmic, save, sheet
 from gka import KINDS, attention_cost, gaussian_attention
-from trainkit.plots import Figure
+from trainkit_gka.plots import Figure
 
 FACTORS = (0.5, 1.0, 2.0)  # of the model's own sigma
 FEW = 6

@@ -13,7 +13,7 @@ from deit_gka.figures.matrices import draw_matrices
 from deit_gka.figures.patch_to_patch import draw_patch_to_patch, draw_patch_to_patch_heads
 from deit_gka.figures.rollout import draw_rollout
 from deit_gka.figures.sheet import Subject
-from trainkit.plots import Figure
+from trainkit_gka.plots import Figure
 
 FAMILIES: dict[str, Callable[[Sequence[Subject], Path], list[Figure]]] = {
     "rollout": draw_rollout,

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from deit_gka.figures.sheet import Subject, bare, label_layers, sheet
-from trainkit.figures.sheet import name_above
+from trainkit_gka.figures.sheet import name_above
 
 LAYERS, HEADING = 0.3, 0.28  # inches above a block: for the numbers of the layers, and for the name of the model
 MOST_COLUMNS = 18  # of a sheet that has models side by side

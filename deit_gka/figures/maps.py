@@ -14,7 +14,7 @@ from torch import nn
 
 from deit_gka.model.attention import kind_of
 from gka import without_autocast
-from trainkit.cli import UserError, reason_of
+from trainkit_gka.cli import UserError, reason_of
 
 TOLERANCE = 1e-3  # float32 outputs differ from float64 ones by 1e-6
 ROUNDINGS = 8  # how many times its own epsilon a half-precision output may be off

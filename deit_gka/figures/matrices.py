@@ -9,7 +9,7 @@ import torch
 from deit_gka.figures.groups import blocks, by_image, caption
 from deit_gka.figures.measures import diagonal_mass
 from deit_gka.figures.sheet import GREY, Subject, coloured, linear, save
-from trainkit.plots import Figure
+from trainkit_gka.plots import Figure
 
 SATURATED = 0.995  # a few pairs of equal patches would leave the rest dark
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from trainkit.figures.measures import (  # noqa: F401 (the figures take all of these from here)
+from trainkit_gka.figures.measures import (  # noqa: F401 (the figures take all of these from here)
     diagonal_mass,
     effective_tokens,
     entropy,

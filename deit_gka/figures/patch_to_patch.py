@@ -9,7 +9,7 @@ import torch
 from deit_gka.figures.groups import blocks, by_image, caption
 from deit_gka.figures.measures import Tokens
 from deit_gka.figures.sheet import GREY, Subject, cell_size, coloured, logarithmic, overlay, save, scale_below
-from trainkit.plots import Figure
+from trainkit_gka.plots import Figure
 
 BOX = "cyan"
 

@@ -11,7 +11,7 @@ import torch
 from deit_gka.figures.groups import by_image
 from deit_gka.figures.measures import Tokens
 from deit_gka.figures.sheet import Subject, bare, cell_size, linear, overlay, plain, save, scale, sheet
-from trainkit.plots import Figure
+from trainkit_gka.plots import Figure
 
 DISCARD_RATIOS = (0.0, 0.5, 0.9)
 

@@ -1,4 +1,4 @@
-"""What the figures share: their subject, pictures over the image, and the sheets and scales of `trainkit.figures`."""
+"""What the figures share: their subject, pictures over the image, the sheets and scales of `trainkit_gka.figures`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from torch import nn
 
 from deit_gka.figures.maps import LayerMaps
 from deit_gka.figures.measures import Tokens
-from trainkit.figures.sheet import (  # noqa: F401 (the figures take all of these from here)
+from trainkit_gka.figures.sheet import (  # noqa: F401 (the figures take all of these from here)
     CMAP,
     GREY,
     bare,

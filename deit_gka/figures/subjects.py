@@ -34,8 +34,8 @@ from deit_gka.model.checkpoints import (
     parse_kwargs,
     timm_weights,
 )
-from trainkit import extras
-from trainkit.cli import UserError
+from trainkit_gka import extras
+from trainkit_gka.cli import UserError
 
 MOST_PATCHES = 4096  # 1024 × 1024 pixels: W of 12 layers and 12 heads takes 10 GB
 

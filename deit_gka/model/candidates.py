@@ -20,7 +20,7 @@ from deit_gka.model.checkpoints import (
     timm_weights,
 )
 from deit_gka.model.origin import read_origin
-from trainkit.cli import UserError
+from trainkit_gka.cli import UserError
 
 
 class Candidates(NamedTuple):

@@ -18,10 +18,10 @@ from deit_gka.data.sources import DataParts, Source, Stream, open_source
 from deit_gka.model.registry import takes_attention
 from deit_gka.recipe import Recipe
 from gka import layer_kinds
-from trainkit import exports
-from trainkit.checkpoint import Checkpoint, load, load_newest
-from trainkit.cli import Bounds, UserError, flag_of, reason_of
-from trainkit.files import read_json, usual_mode, write_json
+from trainkit_gka import exports
+from trainkit_gka.checkpoint import Checkpoint, load, load_newest
+from trainkit_gka.cli import Bounds, UserError, flag_of, reason_of
+from trainkit_gka.files import read_json, usual_mode, write_json
 
 WEIGHTS = ("ema", "model")
 # Of the arguments that most timm models share; timm refuses the others itself.

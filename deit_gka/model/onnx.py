@@ -8,8 +8,8 @@ from torch import nn
 from torch.export import Dim
 
 from deit_gka.model.plain import plain
-from trainkit import onnx
-from trainkit.progress import console
+from trainkit_gka import onnx
+from trainkit_gka.progress import console
 
 MOST_IMAGES = 4096  # of a batch; what the exporter is told, not what a runtime checks
 INPUT, OUTPUT = "images", "logits"

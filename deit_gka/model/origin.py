@@ -10,8 +10,8 @@ import timm
 
 from deit_gka.model.checkpoints import about_images, find_checkpoint, is_export
 from deit_gka.recipe import Recipe
-from trainkit.cli import UserError
-from trainkit.files import read_json
+from trainkit_gka.cli import UserError
+from trainkit_gka.files import read_json
 
 
 @dataclass

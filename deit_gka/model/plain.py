@@ -18,7 +18,7 @@ from torch import nn
 
 from deit_gka.model.attention import GKA, VLT, kind_of
 from gka.bandwidth import inverse_variance
-from trainkit.cli import UserError
+from trainkit_gka.cli import UserError
 
 
 def check_blocks(model: nn.Module) -> None:

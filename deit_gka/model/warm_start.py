@@ -21,7 +21,7 @@ from timm.models import load_state_dict
 from torch import nn
 
 from deit_gka.model.checkpoints import WEIGHTS, find_checkpoint, is_export, timm_weights
-from trainkit.cli import UserError
+from trainkit_gka.cli import UserError
 
 Tensors = dict[str, torch.Tensor]
 LEAST_SHARE = 0.5  # of the parameters outside the head

@@ -7,8 +7,8 @@ from deit_gka.data.sources import FORMS, DataParts
 from deit_gka.data.workers import WorkerCount
 from deit_gka.model.checkpoints import check_attention, check_name, parse_kwargs
 from deit_gka.recipe import Recipe
-from trainkit.cli import Bounds, Count, CountOrOff, MayChange, UserError
-from trainkit.run_config import RunConfig
+from trainkit_gka.cli import Bounds, Count, CountOrOff, MayChange, UserError
+from trainkit_gka.run_config import RunConfig
 
 
 @dataclass(frozen=True)

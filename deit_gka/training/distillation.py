@@ -18,7 +18,7 @@ from deit_gka.data.sources.classes import numbers_by_name
 from deit_gka.model.checkpoints import build, find_checkpoint, load_file, load_run, timm_weights
 from deit_gka.model.origin import read_origin
 from deit_gka.recipe import Colour, Recipe
-from trainkit.cli import UserError
+from trainkit_gka.cli import UserError
 
 Outputs = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 

@@ -17,9 +17,9 @@ from deit_gka.model.attention import attention_layers
 from deit_gka.recipe import Recipe
 from deit_gka.training.distillation import Objective
 from gka import bandwidth_warnings
-from trainkit.cli import UserError
-from trainkit.compiling import OFF
-from trainkit.distributed import Runtime, Stop
+from trainkit_gka.cli import UserError
+from trainkit_gka.compiling import OFF
+from trainkit_gka.distributed import Runtime, Stop
 
 
 def autocast(device: torch.device, amp: str):

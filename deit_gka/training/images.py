@@ -14,8 +14,8 @@ from deit_gka.data.transforms import eval_transform, train_transform
 from deit_gka.data.workers import BatchLoader, batches, default_workers, evaluation_batches, worker_context
 from deit_gka.model.checkpoints import open_data, trained_on
 from deit_gka.training.config import TrainConfig
-from trainkit.cli import UserError
-from trainkit.distributed import Runtime
+from trainkit_gka.cli import UserError
+from trainkit_gka.distributed import Runtime
 
 
 class RunImages:

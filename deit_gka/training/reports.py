@@ -8,8 +8,8 @@ from torch import nn
 from deit_gka.model.accounting import cost_of
 from deit_gka.training.config import TrainConfig
 from deit_gka.training.images import RunImages
-from trainkit.distributed import Runtime
-from trainkit.progress import rate
+from trainkit_gka.distributed import Runtime
+from trainkit_gka.progress import rate
 
 EVAL_KEYS = ("epoch", "images", "broken")  # what an evaluation's record must have to count, beside its metric
 ACCURACY_KEYS = ("top1", "top5", "loss", "ema_top1", "ema_top5", "ema_loss", "images", "broken")

@@ -1,4 +1,4 @@
-"""Training a vision transformer as `trainkit.loop` drives it: data, model and optimiser; an update; what is reported.
+"""Training a vision transformer as `trainkit_gka.loop` drives it: data, model and optimiser; an update; reports.
 
 An update is a fixed set of images, dealt to the processes as evenly as possible and accumulated where they do not fit,
 so any number of GPUs trains on the same batches; only the draws of stochastic depth depend on it.
@@ -38,12 +38,12 @@ from deit_gka.training.images import RunImages
 from deit_gka.training.meter import UPDATES_NOT_TIMED, Meter
 from deit_gka.training.optim import load_state_tensors, make_average, make_optimizer, make_schedule, state_tensors
 from deit_gka.training.reports import ACCURACY_KEYS, EVAL_KEYS, accuracy_text, epoch_text, opening_lines, trusted
-from trainkit import compiling
-from trainkit.checkpoint import Checkpoint, Tensors
-from trainkit.cli import UserError
-from trainkit.distributed import Runtime, Stop
-from trainkit.progress import RunLog, rate
-from trainkit.trainer import Trainer as BaseTrainer
+from trainkit_gka import compiling
+from trainkit_gka.checkpoint import Checkpoint, Tensors
+from trainkit_gka.cli import UserError
+from trainkit_gka.distributed import Runtime, Stop
+from trainkit_gka.progress import RunLog, rate
+from trainkit_gka.trainer import Trainer as BaseTrainer
 
 
 class Trainer(BaseTrainer):

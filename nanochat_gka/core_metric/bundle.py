@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from trainkit.cli import UserError
+from trainkit_gka.cli import UserError
 
 MANIFEST, BASELINES, DATA = "core.yaml", "eval_meta_data.csv", "eval_data"
 CHOICES, SCHEMA, LANGUAGE = "multiple_choice", "schema", "language_modeling"

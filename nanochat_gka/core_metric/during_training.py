@@ -10,9 +10,9 @@ from nanochat_gka.core_metric.bundle import read_tasks
 from nanochat_gka.core_metric.questions import shuffled
 from nanochat_gka.core_metric.report import aggregate, error_of_mean, score_of
 from nanochat_gka.core_metric.task_scorer import TaskScorer, check_enough, task_identity
-from trainkit.cli import UserError
-from trainkit.distributed import Stop
-from trainkit.progress import RunLog
+from trainkit_gka.cli import UserError
+from trainkit_gka.distributed import Stop
+from trainkit_gka.progress import RunLog
 
 TASK_KEYS = ("asked", "accuracy", "baseline", "examples")
 

@@ -14,10 +14,10 @@ from pathlib import Path, PurePosixPath
 from typing import NoReturn
 
 from nanochat_gka.core_metric.bundle import MANIFEST, is_inside
-from trainkit.cli import MayChange, PassingFault, UserError
-from trainkit.distributed import Runtime
-from trainkit.files import atomic_folder, locked, read_json, sha256, write_json
-from trainkit.progress import progress_bar
+from trainkit_gka.cli import MayChange, PassingFault, UserError
+from trainkit_gka.distributed import Runtime
+from trainkit_gka.files import atomic_folder, locked, read_json, sha256, write_json
+from trainkit_gka.progress import progress_bar
 
 URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
 ATTEMPTS, TIMEOUT = 5, 30  # seconds

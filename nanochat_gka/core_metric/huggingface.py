@@ -16,8 +16,8 @@ import torch
 
 from nanochat_gka.core_metric.prompt_tree import PromptTree
 from nanochat_gka.core_metric.score_file import EvaluatedModel
-from trainkit import extras
-from trainkit.cli import UserError
+from trainkit_gka import extras
+from trainkit_gka.cli import UserError
 
 BOS_TOKENS = ("<|bos|>", "<|endoftext|>")  # the first that a vocabulary has
 # Names of the longest sequence in a configuration; the first is ours.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from nanochat_gka.core_metric.bundle import CHOICES, LANGUAGE, Example, Task
 from nanochat_gka.data.tokenizer import Tokenizer
-from trainkit.cli import UserError
+from trainkit_gka.cli import UserError
 
 SHUFFLE_SEED, SHOT_SEED = 1337, 1234
 BETWEEN = "\n\n"

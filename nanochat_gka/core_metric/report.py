@@ -20,8 +20,8 @@ from nanochat_gka.core_metric.published import (
     PAPER_EXAMPLES,
     PAPER_MEAN,
 )
-from trainkit.files import atomic
-from trainkit.progress import console
+from trainkit_gka.files import atomic
+from trainkit_gka.progress import console
 
 WIDTHS = (35, 10, 10)  # of the CSV's columns
 SHOWN_GPT2 = (0, 3)  # the smallest and the largest

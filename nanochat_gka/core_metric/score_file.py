@@ -8,8 +8,8 @@ from typing import Any
 from nanochat_gka.core_metric.bundle import Task
 from nanochat_gka.core_metric.report import Score, aggregate, error_of_mean, score_of
 from nanochat_gka.core_metric.task_scorer import task_identity
-from trainkit.distributed import Runtime
-from trainkit.results import append_result, read_results
+from trainkit_gka.distributed import Runtime
+from trainkit_gka.results import append_result, read_results
 
 
 @dataclass(frozen=True)

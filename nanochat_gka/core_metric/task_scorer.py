@@ -16,9 +16,9 @@ from nanochat_gka.core_metric.report import centered
 from nanochat_gka.core_metric.scoring import answer, batches, judge
 from nanochat_gka.data.tokenizer import Tokenizer
 from nanochat_gka.model.gpt import GPT
-from trainkit.cli import UserError
-from trainkit.distributed import Runtime, Stop
-from trainkit.files import sha256
+from trainkit_gka.cli import UserError
+from trainkit_gka.distributed import Runtime, Stop
+from trainkit_gka.files import sha256
 
 RIGHT, CANNOT_BE_ASKED, NOT_FINITE = 1, 2, 3
 READ_AHEAD = 1024  # questions whose prompts are held, and sorted by length, at once

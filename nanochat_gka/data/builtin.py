@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from nanochat_gka.data import SPLITS
 from nanochat_gka.data.corpora import ROW_GROUP
-from trainkit.files import atomic
+from trainkit_gka.files import atomic
 
 VAL_FRACTION = 16  # one text in 16 is held out
 MIN_PARAGRAPH = 40  # characters

@@ -19,8 +19,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from nanochat_gka.data import SPLITS
-from trainkit.cli import UserError, reason_of
-from trainkit.files import read_json, write_json
+from trainkit_gka.cli import UserError, reason_of
+from trainkit_gka.files import read_json, write_json
 
 COLUMN = "text"
 NOTE = "source.json"  # of what a corpus that we made is made of

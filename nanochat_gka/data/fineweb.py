@@ -5,9 +5,9 @@ import re
 import shutil
 from pathlib import Path
 
-from trainkit.cli import Bounds, UserError, reason_of
-from trainkit.files import atomic, sha256
-from trainkit.progress import progress_bar
+from trainkit_gka.cli import Bounds, UserError, reason_of
+from trainkit_gka.files import atomic, sha256
+from trainkit_gka.progress import progress_bar
 
 REPOSITORY = "karpathy/fineweb-edu-100b-shuffle"
 SHARDS = Bounds(2, 1823)  # the last one is the validation split

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nanochat_gka.data.tokenizer import Tokenizer
-from trainkit.files import write_json
+from trainkit_gka.files import write_json
 
 # GPT-2's letters for bytes: printable ones stand for themselves, the others follow from U+0100 on.
 _PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}

@@ -19,8 +19,8 @@ import torch
 from nanochat_gka.data import SPLITS
 from nanochat_gka.data.shards import FORMAT, MANIFEST, TRAIN_FIRST, find_damage, shard_path, splits_documents
 from nanochat_gka.data.tokenizer import Tokenizer
-from trainkit.cli import UserError
-from trainkit.files import read_json, sha256
+from trainkit_gka.cli import UserError
+from trainkit_gka.files import read_json, sha256
 
 EvalRows = Literal["upstream", "spaced"]
 SAME_SHARD = ("name", "split", "rows", "sha256")

@@ -44,9 +44,9 @@ from nanochat_gka.data.corpora import (
     splits_of,
     suffixes,
 )
-from trainkit.cli import UserError, reason_of
-from trainkit.files import atomic, read_json, sha256, write_json
-from trainkit.progress import progress_bar
+from trainkit_gka.cli import UserError, reason_of
+from trainkit_gka.files import atomic, read_json, sha256, write_json
+from trainkit_gka.progress import progress_bar
 
 KINDS = (".txt", ".md", ".jsonl", ".json", ".parquet")
 CODECS = {".gz": "gzip", ".zst": "zstd"}

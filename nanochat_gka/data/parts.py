@@ -7,8 +7,8 @@ from pathlib import Path
 
 from nanochat_gka.data import shards
 from nanochat_gka.data.units import Unit
-from trainkit.cli import UserError, reason_of
-from trainkit.files import locked
+from trainkit_gka.cli import UserError, reason_of
+from trainkit_gka.files import locked
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from nanochat_gka.data.tokenizer import Tokenizer
 from nanochat_gka.data.units import Unit, pack_unit, read_record
-from trainkit.cli import UserError
-from trainkit.progress import progress_bar, rate
-from trainkit.workers import begin, context, cores, interrupt_held_back
+from trainkit_gka.cli import UserError
+from trainkit_gka.progress import progress_bar, rate
+from trainkit_gka.workers import begin, context, cores, interrupt_held_back
 
 AHEAD = 2  # units per process that wait or run, so that the queue does not grow with the corpus
 

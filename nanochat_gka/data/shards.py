@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from nanochat_gka.data import SPLITS
-from trainkit.cli import UserError
-from trainkit.files import read_json, write_json
+from trainkit_gka.cli import UserError
+from trainkit_gka.files import read_json, write_json
 
 FORMAT = 1
 TRAIN_FIRST = "train_first"  # a third split: the beginning of the training text, packed again for evaluation

@@ -12,8 +12,8 @@ import numpy as np
 import tiktoken
 import torch
 
-from trainkit.cli import Bounds, UserError
-from trainkit.files import read_json, write_json
+from trainkit_gka.cli import Bounds, UserError
+from trainkit_gka.files import read_json, write_json
 
 # GPT-4's pattern with at most two digits to a chunk.
 SPLIT_PATTERN = (

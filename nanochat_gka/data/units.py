@@ -20,8 +20,8 @@ from nanochat_gka.data.corpora import ParquetCorpus, document_batches, open_parq
 from nanochat_gka.data.packing import best_fit_rows
 from nanochat_gka.data.shards import TRAIN_FIRST
 from nanochat_gka.data.tokenizer import Tokenizer
-from trainkit.cli import UserError
-from trainkit.files import atomic, read_json, sha256, write_json
+from trainkit_gka.cli import UserError
+from trainkit_gka.files import atomic, read_json, sha256, write_json
 
 ROW_GROUPS_PER_UNIT = 8
 DOCUMENTS_PER_PART, BYTES_PER_PART = 8192, 2**25  # the least of each in a part of a row group

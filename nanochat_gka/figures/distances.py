@@ -7,10 +7,10 @@ import numpy as np
 from matplotlib.ticker import MaxNLocator
 
 from nanochat_gka.figures.subjects import Subject, caption
-from trainkit.figures.charts import heat_map
-from trainkit.figures.measures import median_distance
-from trainkit.figures.sheet import name_above, save, sheet
-from trainkit.plots import Figure
+from trainkit_gka.figures.charts import heat_map
+from trainkit_gka.figures.measures import median_distance
+from trainkit_gka.figures.sheet import name_above, save, sheet
+from trainkit_gka.plots import Figure
 
 
 def medians_and_sigmas(subject: Subject) -> tuple[np.ndarray, np.ndarray]:

@@ -9,7 +9,7 @@ from nanochat_gka.figures.matrices import draw_matrices
 from nanochat_gka.figures.rows import draw_rows
 from nanochat_gka.figures.subjects import Subject
 from nanochat_gka.figures.training import draw_training
-from trainkit.plots import Figure
+from trainkit_gka.plots import Figure
 
 FAMILIES: dict[str, Callable[[Sequence[Subject], Path], list[Figure]]] = {
     "rows": draw_rows,

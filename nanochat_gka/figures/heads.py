@@ -10,9 +10,9 @@ from matplotlib.colors import Normalize
 
 from nanochat_gka.figures.measures import MEASURES, uniform
 from nanochat_gka.figures.subjects import Subject, caption
-from trainkit.figures.charts import heat_map
-from trainkit.figures.sheet import name_above, save, sheet
-from trainkit.plots import Figure
+from trainkit_gka.figures.charts import heat_map
+from trainkit_gka.figures.sheet import name_above, save, sheet
+from trainkit_gka.plots import Figure
 
 UNIFORM = "uniform"  # the name of the row below the heads
 

@@ -13,7 +13,7 @@ from nanochat_gka.model.attention import Attention
 from nanochat_gka.model.context import Context
 from nanochat_gka.model.gpt import GPT
 from nanochat_gka.model.mixing import HeadOffsets
-from trainkit.cli import UserError
+from trainkit_gka.cli import UserError
 
 TOLERANCE = 1e-3  # float32 outputs differ from float64 ones by 1e-6
 

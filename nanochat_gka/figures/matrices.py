@@ -12,8 +12,8 @@ from nanochat_gka.figures.measures import previous_weight, self_weight
 from nanochat_gka.figures.rows import TOKENS
 from nanochat_gka.figures.subjects import Subject, caption
 from nanochat_gka.figures.words import FONT
-from trainkit.figures.sheet import bare, coloured, label_layers, name_above, save, scale, sheet
-from trainkit.plots import Figure
+from trainkit_gka.figures.sheet import bare, coloured, label_layers, name_above, save, scale, sheet
+from trainkit_gka.plots import Figure
 
 WIDTH, LARGEST, SMALLEST = 12.0, 2.4, 1.45  # inches: of all pictures beside each other, of one at most, at least
 SMALLEST_FONT = 3.2  # points

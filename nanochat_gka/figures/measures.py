@@ -8,7 +8,7 @@ import torch
 
 from gka.masking import Mask
 from nanochat_gka.figures.maps import LayerMaps
-from trainkit.figures.measures import effective_tokens
+from trainkit_gka.figures.measures import effective_tokens
 
 
 def effective(weights: torch.Tensor) -> torch.Tensor:

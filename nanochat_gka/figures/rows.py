@@ -9,9 +9,9 @@ from matplotlib.colors import PowerNorm
 
 from nanochat_gka.figures.subjects import Subject, caption
 from nanochat_gka.figures.words import FONT, choose
-from trainkit.figures.measures import effective_tokens
-from trainkit.figures.sheet import bare, coloured, name_above, save, scale, sheet
-from trainkit.plots import Figure
+from trainkit_gka.figures.measures import effective_tokens
+from trainkit_gka.figures.sheet import bare, coloured, name_above, save, scale, sheet
+from trainkit_gka.plots import Figure
 
 LINE_CHARACTERS = 110
 FONT_SIZE = 6.5  # points

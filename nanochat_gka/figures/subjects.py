@@ -14,8 +14,8 @@ from nanochat_gka.figures.maps import LayerMaps, extract
 from nanochat_gka.figures.words import printable, shown
 from nanochat_gka.model.checkpoints import Loaded, load, run_folder
 from nanochat_gka.model.config import GPTConfig
-from trainkit.cli import UserError
-from trainkit.progress import read_events
+from trainkit_gka.cli import UserError
+from trainkit_gka.progress import read_events
 
 QUOTED = 120  # characters of the text in a caption
 OFFSETS = (

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 
 from nanochat_gka.figures.subjects import Subject, form
-from trainkit.figures.sheet import name_above, save, sheet
-from trainkit.plots import Figure
+from trainkit_gka.figures.sheet import name_above, save, sheet
+from trainkit_gka.plots import Figure
 
 ACROSS = 5  # layers beside each other
 

@@ -16,7 +16,7 @@ from nanochat_gka.data.tokenizer import Tokenizer
 from nanochat_gka.generation.sampling import Sampling, pick
 from nanochat_gka.model.cache import KVCache
 from nanochat_gka.model.gpt import GPT
-from trainkit.cli import UserError, check_bounds
+from trainkit_gka.cli import UserError, check_bounds
 
 
 @dataclass(frozen=True)

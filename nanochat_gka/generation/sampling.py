@@ -6,7 +6,7 @@ from typing import Annotated
 
 import torch
 
-from trainkit.cli import Bounds, Count, Seed, UserError
+from trainkit_gka.cli import Bounds, Count, Seed, UserError
 
 # What upstream nanochat asks its base models to continue, in training and afterwards: greedily, by 16 tokens.
 SAMPLE_PROMPTS = (

@@ -7,7 +7,7 @@ model = AutoModelForCausalLM.from_pretrained("d20-gka")  # a folder that nanocha
 tokenizer = AutoTokenizer.from_pretrained("d20-gka")
 """
 
-from trainkit.extras import require, require_version
+from trainkit_gka.extras import require, require_version
 
 require(__name__, "hf", "transformers")
 require_version(__name__, "hf", "transformers", "5.23")

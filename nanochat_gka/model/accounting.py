@@ -15,7 +15,7 @@ import torch
 
 from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.gpt import GPT
-from trainkit.cli import UserError
+from trainkit_gka.cli import UserError
 
 REFERENCE_DEPTH = 12
 REFERENCE_BATCH = 2**19

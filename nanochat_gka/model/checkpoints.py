@@ -16,12 +16,12 @@ from nanochat_gka.data.tokenizer import EXPORTED_NAME, FILE_NAME, Tokenizer
 from nanochat_gka.model.accounting import parameter_counts
 from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.gpt import GPT, build
-from trainkit import checkpoint
-from trainkit.checkpoint import Checkpoint
-from trainkit.cli import UserError, reason_of
-from trainkit.exports import CONFIG, WEIGHTS, export_folder
-from trainkit.files import read_json, sha256, write_json
-from trainkit.results import git_commit
+from trainkit_gka import checkpoint
+from trainkit_gka.checkpoint import Checkpoint
+from trainkit_gka.cli import UserError, reason_of
+from trainkit_gka.exports import CONFIG, WEIGHTS, export_folder
+from trainkit_gka.files import read_json, sha256, write_json
+from trainkit_gka.results import git_commit
 
 MODEL_TYPE, ARCHITECTURE = "gka-gpt", "GKAForCausalLM"  # transformers' names for it, see `nanochat_gka.hf`
 # Keys of config.json that say something of the files beside it; a model that is trained further has others.

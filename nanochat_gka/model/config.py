@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from gka import KINDS, layer_kinds
 from nanochat_gka.model import offsets
-from trainkit.cli import Bounds, Count, UserError
+from trainkit_gka.cli import Bounds, Count, UserError
 
 GKA_VALUES = ("rotated", "normalised", "raw")  # the paper's form first, which is the default
 BEFORE_ROTATED = "normalised"  # the default until 2026-11-22; a saved shape that does not say its values has these

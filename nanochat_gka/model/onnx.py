@@ -19,8 +19,8 @@ from nanochat_gka.model.attention import Attention
 from nanochat_gka.model.blocks import norm
 from nanochat_gka.model.context import Context
 from nanochat_gka.model.gpt import GPT
-from trainkit import onnx
-from trainkit.cli import UserError
+from trainkit_gka import onnx
+from trainkit_gka.cli import UserError
 
 MOST_ROWS = 4096  # of a batch; what the exporter is told, not what a runtime checks
 TOKENS, LOGITS = "ids", "logits"

@@ -8,7 +8,7 @@ import torch
 from nanochat_gka.data import SPLITS
 from nanochat_gka.data.loader import Batch, PackedData, Rows, micro_batches, to_device
 from nanochat_gka.model.gpt import GPT
-from trainkit.distributed import Runtime, Stop
+from trainkit_gka.distributed import Runtime, Stop
 
 UTF8 = "_utf8"  # after the name of a figure that counts the text's own bytes
 DIFFERENCE = 1e-3  # of the two counts of bytes, relative, from which on both figures are shown

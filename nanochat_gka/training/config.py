@@ -11,8 +11,8 @@ from nanochat_gka.model.config import BEFORE_ROTATED, GKA_VALUES, ModelFlags, ha
 from nanochat_gka.model.gpt import GPT
 from nanochat_gka.training.memory import RowsAtOnce
 from nanochat_gka.training.optim import OptimConfig
-from trainkit.cli import Bounds, CountOrAll, CountOrAutomatic, CountOrOff, MayChange, UserError
-from trainkit.run_config import RunConfig
+from trainkit_gka.cli import Bounds, CountOrAll, CountOrAutomatic, CountOrOff, MayChange, UserError
+from trainkit_gka.run_config import RunConfig
 
 PositiveOrOff = Annotated[float, Bounds(0, open_least=True, other=(-1, "off"))]
 

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from trainkit.distributed import Runtime
+from trainkit_gka.distributed import Runtime
 
 # Newer torch renames the two collectives and warns about the old names.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -3,7 +3,7 @@
 import torch
 
 from nanochat_gka.data.loader import Stream, micro_batches, to_device
-from trainkit.distributed import Runtime
+from trainkit_gka.distributed import Runtime
 
 
 def accumulate_gradients(

@@ -26,8 +26,8 @@ import torch
 from nanochat_gka.model import mixing
 from nanochat_gka.model.baselines import attention_class
 from nanochat_gka.model.config import GPTConfig
-from trainkit.cli import Bounds, UserError
-from trainkit.distributed import Runtime
+from trainkit_gka.cli import Bounds, UserError
+from trainkit_gka.distributed import Runtime
 
 RowsAtOnce = Annotated[int | Literal["auto"], Bounds(1)]
 LAYER_WIDTHS, VALUE_EMBEDDING_WIDTHS, FINAL_WIDTHS = 13, 2, 2

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from nanochat_gka.model.gpt import GPT
 from nanochat_gka.training.dealing import Dealer, wait
 from nanochat_gka.training.muon import muon_update, second_moment_shape
-from trainkit.cli import Bounds, UserError
-from trainkit.distributed import Runtime
+from trainkit_gka.cli import Bounds, UserError
+from trainkit_gka.distributed import Runtime
 
 MUON_BETA2 = 0.95
 ADAM_EPS = 1e-10

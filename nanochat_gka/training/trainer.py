@@ -1,4 +1,4 @@
-"""Pretraining as `trainkit.loop` drives it: data, model, horizon and optimiser; a step; what is reported.
+"""Pretraining as `trainkit_gka.loop` drives it: data, model, horizon and optimiser; a step; what is reported.
 
 A step is a fixed set of rows of the global stream, dealt to the processes as evenly as possible. The loss is divided by
 the global token count and gradients are summed, so any number of processes computes the same step up to rounding.
@@ -28,13 +28,13 @@ from nanochat_gka.training.config import TrainConfig
 from nanochat_gka.training.gradients import accumulate_gradients, dry_step
 from nanochat_gka.training.optim import MuonAdamW, check_decay, parameter_groups
 from nanochat_gka.training.schedule import lr_multiplier, muon_momentum, weight_decay_multiplier
-from trainkit import compiling
-from trainkit.checkpoint import Checkpoint, Tensors
-from trainkit.cli import UserError
-from trainkit.distributed import Runtime, Stop
-from trainkit.progress import Pace, RunLog, clock_text, rate
-from trainkit.results import git_commit, peak_memory
-from trainkit.trainer import Trainer as BaseTrainer
+from trainkit_gka import compiling
+from trainkit_gka.checkpoint import Checkpoint, Tensors
+from trainkit_gka.cli import UserError
+from trainkit_gka.distributed import Runtime, Stop
+from trainkit_gka.progress import Pace, RunLog, clock_text, rate
+from trainkit_gka.results import git_commit, peak_memory
+from trainkit_gka.trainer import Trainer as BaseTrainer
 
 LOSS_MEMORY = 0.9  # of the printed loss, a running average
 STEPS_NOT_TIMED = 3  # by every process: they compile and fill caches

@@ -24,9 +24,9 @@ from runs.bench.measurement import Measurement, Plan
 from runs.bench.operators import FORWARD, FULL, Case, Operator, gate, inputs, normalise, operators
 from runs.bench.results import Recorder
 from runs.bench.timing import interleave
-from trainkit.cli import UserError, run
-from trainkit.distributed import setup
-from trainkit.progress import progress_bar
+from trainkit_gka.cli import UserError, run
+from trainkit_gka.distributed import setup
+from trainkit_gka.progress import progress_bar
 
 BENCHMARK = "attention"
 D20 = GPTConfig.from_depth(20)

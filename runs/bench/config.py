@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import torch
 
-from trainkit.cli import Bounds, UserError, check_bounds
+from trainkit_gka.cli import Bounds, UserError, check_bounds
 
 
 @dataclass

@@ -19,10 +19,10 @@ from nanochat_gka.core_metric.scoring import answer, batches, judge
 from nanochat_gka.model.checkpoints import Loaded, load
 from runs.bench.core_naive import naive_task
 from runs.bench.results import RESULTS, result_file
-from trainkit.cli import Count, CountOrAll, UserError, run
-from trainkit.distributed import setup
-from trainkit.progress import console, progress_bar
-from trainkit.results import append_result, describe_hardware
+from trainkit_gka.cli import Count, CountOrAll, UserError, run
+from trainkit_gka.distributed import setup
+from trainkit_gka.progress import console, progress_bar
+from trainkit_gka.results import append_result, describe_hardware
 
 
 @dataclass

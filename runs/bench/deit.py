@@ -34,10 +34,10 @@ from runs.bench.models import Key
 from runs.bench.results import Recorder
 from runs.bench.timing import interleave
 from runs.paper.deit import SIZE_NAMES
-from trainkit import compiling
-from trainkit.cli import UserError, run
-from trainkit.distributed import setup
-from trainkit.progress import progress_bar
+from trainkit_gka import compiling
+from trainkit_gka.cli import UserError, run
+from trainkit_gka.distributed import setup
+from trainkit_gka.progress import progress_bar
 
 BENCHMARK = "deit"
 ROLES = models.ROLES | {UNFUSED: "unfused"}

@@ -20,8 +20,8 @@ from gka import gaussian_attention, testing
 from gka.api import EPS
 from gka.impl.cpu import build
 from gka.masking import Mask
-from trainkit.cli import UserError, run
-from trainkit.results import append_result
+from trainkit_gka.cli import UserError, run
+from trainkit_gka.results import append_result
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "runs/results/error_over_seeds.jsonl"

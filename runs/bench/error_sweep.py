@@ -24,9 +24,9 @@ import torch
 from gka.impl.cpu import build
 from gka.masking import Mask
 from runs.bench.error_over_seeds import CAUSAL, FULL, ROOT, ROUTES, Case, squares
-from trainkit.cli import UserError, run
-from trainkit.progress import progress_bar
-from trainkit.results import append_result
+from trainkit_gka.cli import UserError, run
+from trainkit_gka.progress import progress_bar
+from trainkit_gka.results import append_result
 
 RESULTS = ROOT / "runs/results/error_sweep.jsonl"
 SEEDS, AGAIN = 8, 12  # seeds of a case, and how many times as many where it comes out worse than plain PyTorch

@@ -33,10 +33,10 @@ from runs.bench.measurement import Measurement, Plan
 from runs.bench.models import Key
 from runs.bench.results import Recorder
 from runs.bench.timing import interleave
-from trainkit import compiling
-from trainkit.cli import Bounds, UserError, run
-from trainkit.distributed import Runtime, setup
-from trainkit.progress import progress_bar
+from trainkit_gka import compiling
+from trainkit_gka.cli import Bounds, UserError, run
+from trainkit_gka.distributed import Runtime, setup
+from trainkit_gka.progress import progress_bar
 
 BENCHMARK = "gpt"
 DECODE_ONLY = ("gka-normalised", "gka-keys")

@@ -13,7 +13,7 @@ from nanochat_gka.model.loss import IGNORE_INDEX
 from nanochat_gka.training.optim import MuonAdamW, OptimConfig, parameter_groups
 from runs.bench import models
 from runs.bench.config import USUAL_DTYPE
-from trainkit.distributed import Runtime
+from trainkit_gka.distributed import Runtime
 
 TRAINING, PREFILL = "training", "prefill"
 DECODE = {"decode-1": 1, "decode-8": 8}  # rows

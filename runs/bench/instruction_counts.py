@@ -23,9 +23,9 @@ from gka.impl.triton import configs
 from runs.bench import kernel_resources, softmax_kernels
 from runs.bench.machine_code import Code, assembler, compile_kernel, count, in_processes, loops
 from runs.bench.results import RESULTS
-from trainkit.cli import Count, run
-from trainkit.results import append_result
-from trainkit.workers import cores
+from trainkit_gka.cli import Count, run
+from trainkit_gka.results import append_result
+from trainkit_gka.workers import cores
 
 FILE = RESULTS / "instruction_counts.jsonl"
 ITEMSIZE = 2  # bfloat16

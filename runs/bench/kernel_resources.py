@@ -27,8 +27,8 @@ from gka.impl.triton import forward as triton_forward
 from gka.impl.triton import head as triton_head
 from gka.impl.triton.tiles import NORM_COMPUTED, NORM_CONSTANT, NORM_LOADED
 from runs.bench.machine_code import compile_kernel, in_processes
-from trainkit.cli import Count, CountOrAll, UserError, run
-from trainkit.workers import cores
+from trainkit_gka.cli import Count, CountOrAll, UserError, run
+from trainkit_gka.workers import cores
 
 VERSION = f"# Triton {triton.__version__},"
 GOLDEN = Path(__file__).resolve().parents[2] / "tests" / "golden" / "kernel_resources.txt"

@@ -24,8 +24,8 @@ import datasets
 import torch
 
 from deit_gka.data.sources import kept, open_source
-from trainkit.cli import Count, run
-from trainkit.results import append_result
+from trainkit_gka.cli import Count, run
+from trainkit_gka.results import append_result
 
 FILE = "listing.jsonl"
 CLASSES = 1000

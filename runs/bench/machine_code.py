@@ -17,7 +17,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.runtime.cache import get_cache_manager
 
-from trainkit.workers import begin, context
+from trainkit_gka.workers import begin, context
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # Pointers in the features' dtype; the others are float32.

@@ -33,10 +33,10 @@ from runs.bench.models import model_gate
 from runs.bench.results import Recorder
 from runs.bench.timing import interleave
 from runs.paper.deit import SIZE_NAMES
-from trainkit import onnx
-from trainkit.cli import Bounds, run
-from trainkit.distributed import setup
-from trainkit.progress import console, progress_bar
+from trainkit_gka import onnx
+from trainkit_gka.cli import Bounds, run
+from trainkit_gka.distributed import setup
+from trainkit_gka.progress import console, progress_bar
 
 BENCHMARK = "onnx"
 PIXELS = 224

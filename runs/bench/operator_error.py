@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from gka import gaussian_attention, testing
 from gka.api import EPS
 from gka.masking import Mask
-from trainkit.cli import run
-from trainkit.progress import read_lines
-from trainkit.results import append_result
+from trainkit_gka.cli import run
+from trainkit_gka.progress import read_lines
+from trainkit_gka.results import append_result
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "runs/results/operator_error.jsonl"

@@ -22,9 +22,9 @@ from nanochat_gka.data.corpora import ParquetCorpus
 from nanochat_gka.data.pool import pack_units
 from nanochat_gka.data.tokenizer import Tokenizer
 from nanochat_gka.data.units import plan_units
-from trainkit.cli import Bounds, Count, run
-from trainkit.results import append_result
-from trainkit.workers import cores
+from trainkit_gka.cli import Bounds, Count, run
+from trainkit_gka.results import append_result
+from trainkit_gka.workers import cores
 
 FILE = "packing.jsonl"
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from gka.kinds import KINDS
 from runs.bench.results import Comparison, slug
-from trainkit.plots import save, subplots
+from trainkit_gka.plots import save, subplots
 
 
 @dataclass(frozen=True)

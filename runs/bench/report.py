@@ -21,10 +21,10 @@ from runs.bench import plots
 from runs.bench.config import BenchConfig
 from runs.bench.results import Comparison, load, slug
 from runs.bench.targets import Target, flops_ratio, over, targets
-from trainkit.cli import UserError, run
-from trainkit.distributed import setup
-from trainkit.progress import console
-from trainkit.results import describe_hardware, is_processor
+from trainkit_gka.cli import UserError, run
+from trainkit_gka.distributed import setup
+from trainkit_gka.progress import console
+from trainkit_gka.results import describe_hardware, is_processor
 
 TITLES = {
     "attention": "The operator",

@@ -15,8 +15,8 @@ import torch
 
 from runs.bench.config import BenchConfig
 from runs.bench.measurement import Measurement
-from trainkit.progress import console
-from trainkit.results import append_result, describe_hardware, read_results
+from trainkit_gka.progress import console
+from trainkit_gka.results import append_result, describe_hardware, read_results
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 

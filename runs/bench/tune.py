@@ -29,9 +29,9 @@ from runs.bench.device import release_memory
 from runs.bench.measurement import Measurement, Plan
 from runs.bench.results import Recorder
 from runs.bench.timing import interleave
-from trainkit.cli import UserError, run
-from trainkit.distributed import setup
-from trainkit.progress import console, progress_bar
+from trainkit_gka.cli import UserError, run
+from trainkit_gka.distributed import setup
+from trainkit_gka.progress import console, progress_bar
 
 ROWS, COLUMNS, WARPS, STAGES = (64, 128), (32, 64, 128), (4, 8), (2, 3, 4)
 MOST_JUDGED = 2**28  # numbers of a float64 matrix W: 2 GiB

@@ -15,10 +15,10 @@ from typing import Literal
 from runs.demo import language, vision
 from runs.demo.commands import expected_seconds, run_side_by_side
 from runs.demo.outlook import Outlook
-from trainkit import cli
-from trainkit.cli import Count
-from trainkit.progress import console
-from trainkit.workers import cores
+from trainkit_gka import cli
+from trainkit_gka.cli import Count
+from trainkit_gka.progress import console
+from trainkit_gka.workers import cores
 
 # The stages, as the demo announces them.
 PREPARE = "documents, tokenizer and rows"

@@ -10,10 +10,10 @@ from typing import Any
 
 from runs import launch
 from runs.demo.outlook import Outlook
-from trainkit import signals
-from trainkit.loop import finish_record
-from trainkit.progress import progress_bar, read_events
-from trainkit.workers import cores
+from trainkit_gka import signals
+from trainkit_gka.loop import finish_record
+from trainkit_gka.progress import progress_bar, read_events
+from trainkit_gka.workers import cores
 
 LOOK_EVERY = 0.2  # seconds between two looks at the running commands
 START_SECONDS = 6.0  # what a command needs before it trains, most of it for importing PyTorch

@@ -13,7 +13,7 @@ from nanochat_gka.training.trainer import Trainer
 from runs.demo import pictures, report
 from runs.demo.commands import START_SECONDS, Job
 from runs.launch import command, run
-from trainkit.results import read_results
+from trainkit_gka.results import read_results
 
 VOCAB, SEQUENCE_LEN = 2048, 256
 DEPTH, STEPS = 4, 400

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from trainkit.progress import console
+from trainkit_gka.progress import console
 
 LINE_EVERY = 15.0  # seconds between lines where there is no terminal
 TRUST = 20.0  # seconds of work after which the measured pace counts as much as the expected one

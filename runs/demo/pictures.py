@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from trainkit.plots import save, subplots
-from trainkit.progress import read_events
+from trainkit_gka.plots import save, subplots
+from trainkit_gka.progress import read_events
 
 
 def draw_losses(rows: dict[str, dict], path: Path) -> Path:

@@ -4,7 +4,7 @@ from rich.table import Table
 
 from nanochat_gka.training.bits_per_byte import remarks
 from runs.paper import published
-from trainkit.progress import console
+from trainkit_gka.progress import console
 
 OFFSETS_NOTE = (
     "GKA is the paper's form. Offsets pair key and value one token apart, a fixed case of KV shifting attention "

@@ -20,8 +20,8 @@ from deit_gka.training.trainer import Trainer
 from gka.kinds import KINDS
 from runs.demo import pictures
 from runs.demo.commands import START_SECONDS, Job
-from trainkit.progress import console
-from trainkit.results import read_results
+from trainkit_gka.progress import console
+from trainkit_gka.results import read_results
 
 SEEDS = (0, 1)
 EXPECTED_TOP1 = 95.0

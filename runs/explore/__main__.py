@@ -17,9 +17,9 @@ from typing import Annotated
 
 from deit_gka.draw import DEFAULT_MODEL
 from runs.explore.models import load
-from trainkit import extras
-from trainkit.cli import Bounds, UserError, run
-from trainkit.files import check_named
+from trainkit_gka import extras
+from trainkit_gka.cli import Bounds, UserError, run
+from trainkit_gka.files import check_named
 
 
 @dataclass

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import gradio as gr
 from gradio.state_holder import SessionState
 
-from trainkit.cli import UserError
+from trainkit_gka.cli import UserError
 
 # All events wait in one queue for one worker, and none of them is offered to programs.
 ONE_AT_A_TIME = dict(concurrency_id="models", concurrency_limit=1, api_visibility="private")

@@ -11,7 +11,7 @@ from nanochat_gka.generation.sampling import Sampling
 from nanochat_gka.model.checkpoints import Loaded
 from nanochat_gka.model.gpt import GPT
 from runs.explore.scaling import Scaling, scaled
-from trainkit.cli import UserError
+from trainkit_gka.cli import UserError
 
 MAX_CHARACTERS, MAX_TOKENS = 1000, 128
 CONTINUATION = Sampling(max_tokens=24, temperature=0)

@@ -9,7 +9,7 @@ from PIL import Image, ImageOps
 
 from deit_gka.data.sources import decode, open_source
 from deit_gka.figures.subjects import photographs
-from trainkit.cli import UserError
+from trainkit_gka.cli import UserError
 
 FORMATS, SUFFIXES = ("JPEG", "PNG", "WEBP"), (".jpg", ".jpeg", ".png", ".webp")
 MAX_BYTES, MAX_PIXELS = 8 * 2**20, 25 * 10**6

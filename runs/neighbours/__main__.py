@@ -14,10 +14,10 @@ import torch
 from runs.demo import language
 from runs.neighbours import speed, trainings
 from runs.neighbours.layers import ABOUT, DIM, HEADS, check_names
-from trainkit import cli
-from trainkit.cli import Count
-from trainkit.progress import console
-from trainkit.results import append_result, read_results
+from trainkit_gka import cli
+from trainkit_gka.cli import Count
+from trainkit_gka.progress import console
+from trainkit_gka.results import append_result, read_results
 
 Part = Literal["speed", "memory", "digits", "language"]
 SEEDS = {"digits": 5, "language": 3}

@@ -11,7 +11,7 @@ from deit_gka.model.attention import ATTENTION
 from gka import KINDS, attention_cost
 from gka.related_costs import related_cost
 from runs.neighbours.mixing import About, Mixing, MixingLayer
-from trainkit.cli import UserError
+from trainkit_gka.cli import UserError
 
 DIM, HEADS = 192, 3  # DeiT-Ti's
 KIND_ROWS = {"softmax": "Standard Attention", "gka": "GKA", "vlt": "VLT"}  # VLT is the paper's ablation, not in Table 1

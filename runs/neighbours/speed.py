@@ -21,8 +21,8 @@ from torch import nn
 from gka.testing.budget import disagreement
 from runs.bench.load import LoadWatch
 from runs.neighbours.layers import ABOUT, DIM, by_equation, cost, layer
-from trainkit.distributed import keep_freed_memory
-from trainkit.progress import console
+from trainkit_gka.distributed import keep_freed_memory
+from trainkit_gka.progress import console
 
 MEMORY_LIMIT = 8 * 2**30  # bytes
 GATE_TOKENS = (63, 211)  # one length is within a causal form's first block

@@ -27,9 +27,9 @@ from nanochat_gka.training.schedule import lr_multiplier, muon_momentum, weight_
 from runs.demo import language, vision
 from runs.neighbours.layers import ABOUT, OURS
 from runs.neighbours.mixing import Mixing, MixingLayer
-from trainkit.distributed import running
-from trainkit.loop import finish_record, launch
-from trainkit.progress import console, progress_bar
+from trainkit_gka.distributed import running
+from trainkit_gka.loop import finish_record, launch
+from trainkit_gka.progress import console, progress_bar
 
 DIGIT_TOKENS = (vision.IMAGE_SIZE // 4) ** 2 + 1  # patches of 4 pixels and the CLS token
 # Of 17 tokens low-rank methods get half, so that they are approximations here too; Performer has its own D ln D.

@@ -19,9 +19,9 @@ from deit_gka.model.registry import model_name
 from gka.kinds import KINDS
 from runs import launch
 from runs.paper import common, deit, published
-from trainkit.cli import UserError
-from trainkit.loop import finish_record
-from trainkit.progress import console
+from trainkit_gka.cli import UserError
+from trainkit_gka.loop import finish_record
+from trainkit_gka.progress import console
 
 SIZE = "ti"
 

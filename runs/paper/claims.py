@@ -17,8 +17,8 @@ from typing import Any
 
 from runs import pages
 from runs.paper.evidence import VERDICTS, Finding
-from trainkit.cli import UserError, run
-from trainkit.progress import console
+from trainkit_gka.cli import UserError, run
+from trainkit_gka.progress import console
 
 FOLDER = Path(__file__).parent
 PAGE = "CLAIMS.md"

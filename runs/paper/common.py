@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from runs import launch
-from trainkit import cli
-from trainkit.cli import Count
+from trainkit_gka import cli
+from trainkit_gka.cli import Count
 
 Config = TypeVar("Config", bound="Experiment")
 

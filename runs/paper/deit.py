@@ -19,7 +19,7 @@ import tyro
 from deit_gka.model.registry import model_name
 from gka.kinds import KINDS
 from runs.paper import common
-from trainkit.cli import UserError
+from trainkit_gka.cli import UserError
 
 SIZE_NAMES = {"ti": "tiny", "s": "small", "b": "base"}
 PAPER_NAMES = {"softmax": "DeiT"} | {name: kind.label for name, kind in KINDS.items() if name != "softmax"}

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from runs.paper.paper_table import PaperTable, Row
-from trainkit.progress import console
+from trainkit_gka.progress import console
 
 WIDE = 150  # of a table in a file or a pipe
 HEADING = 16  # letters in a line of a heading in LaTeX

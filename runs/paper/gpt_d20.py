@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from runs.paper import common
-from trainkit.cli import Count
+from trainkit_gka.cli import Count
 
 
 @dataclass

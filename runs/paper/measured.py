@@ -20,9 +20,9 @@ from runs.bench.results import Comparison
 from runs.paper import gpt_d20_gka, gpt_d20_softmax, published
 from runs.paper.deit import PAPER_NAMES, SIZE_NAMES
 from runs.paper.paper_table import PaperTable
-from trainkit.loop import LOG, finish_record
-from trainkit.progress import read_events
-from trainkit.results import is_processor, read_results
+from trainkit_gka.loop import LOG, finish_record
+from trainkit_gka.progress import read_events
+from trainkit_gka.results import is_processor, read_results
 
 RESULTS = bench_results.RESULTS
 KIND_OF = {label: kind for kind, label in PAPER_NAMES.items()}

@@ -12,8 +12,8 @@ from typing import Literal
 
 from runs.paper import formats, published
 from runs.paper.comparison import BUILDERS, Sources
-from trainkit.cli import UserError, run
-from trainkit.files import check_named
+from trainkit_gka.cli import UserError, run
+from trainkit_gka.files import check_named
 
 PREAMBLES = {
     "latex": "% Needs \\usepackage{booktabs}, \\usepackage{graphicx} and \\usepackage[T1]{fontenc}.",

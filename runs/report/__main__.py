@@ -13,9 +13,9 @@ from pathlib import Path
 
 from nanochat_gka.draw import TEXT
 from runs.report import build
-from trainkit import cli
-from trainkit.files import atomic, check_named
-from trainkit.progress import console
+from trainkit_gka import cli
+from trainkit_gka.files import atomic, check_named
+from trainkit_gka.progress import console
 
 
 @dataclass

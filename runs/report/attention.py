@@ -18,9 +18,9 @@ from deit_gka.figures.subjects import Drawn, check_repeats, of_run, of_timm, pho
 from deit_gka.model.checkpoints import find_checkpoint
 from runs.report.blocks import Picture, Table, image_element, number
 from runs.report.trained import TrainedRun, first_that_works
-from trainkit.cli import UserError
-from trainkit.figures.sheet import DPI, TITLE_INCHES, caption_inches, caption_lines
-from trainkit.plots import Figure
+from trainkit_gka.cli import UserError
+from trainkit_gka.figures.sheet import DPI, TITLE_INCHES, caption_inches, caption_lines
+from trainkit_gka.plots import Figure
 
 UNTRAINED = "deit_tiny_gka_patch16_224"
 NUM_IMAGES, NUM_TWINS = 4, 2

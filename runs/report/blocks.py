@@ -8,7 +8,7 @@ from typing import Any
 from markupsafe import Markup
 from PIL import Image
 
-from trainkit.figures.sheet import DPI
+from trainkit_gka.figures.sheet import DPI
 
 PICTURE_WIDTH = 2400  # pixels that a picture keeps
 SCREEN_DPI = 96  # of CSS's pixels

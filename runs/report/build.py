@@ -11,9 +11,9 @@ from runs.report import attention, benchmarks, curves, language, ledger, page, p
 from runs.report.blocks import Section
 from runs.report.live import LiveView, image_view
 from runs.report.trained import TrainedRun, find_runs
-from trainkit.cli import command_line
-from trainkit.progress import console
-from trainkit.results import git_commit
+from trainkit_gka.cli import command_line
+from trainkit_gka.progress import console
+from trainkit_gka.results import git_commit
 
 NOT_TRAINED = 'No run was found, so there is nothing of training to show. "make demo" trains small models in minutes.'
 RANDOM = (

@@ -8,7 +8,7 @@ import matplotlib
 from markupsafe import Markup, escape
 
 from runs.report.blocks import Picture, Row, Table, number
-from trainkit.plots import subplots
+from trainkit_gka.plots import subplots
 
 WIDTH, HEIGHT = 5.4, 3.3  # inches; a phone shows the text at nearly its own size
 INK, SERIES = "#00fe01", "#fe00{:02x}"  # placeholders: the page's text colour, and those that its style sheet names

@@ -11,7 +11,7 @@ from runs.report.attention import embedded
 from runs.report.blocks import Picture
 from runs.report.live import LiveView, text_view
 from runs.report.trained import TrainedRun, first_that_works
-from trainkit.cli import UserError
+from trainkit_gka.cli import UserError
 
 NUM_MODELS = 4
 NUM_VIEWS = 2  # language models with a live view

@@ -16,7 +16,7 @@ from PIL import Image
 from deit_gka.figures.sheet import Subject
 from nanochat_gka.figures.maps import LayerMaps
 from runs.report.blocks import data_address, encoded
-from trainkit.cli import UserError
+from trainkit_gka.cli import UserError
 
 BUDGET = 2_000_000  # bytes of features in one view
 CANVAS = 448  # pixels of the longer side of the drawn image; images smaller than SMALL are stored as large

@@ -7,8 +7,8 @@ from typing import Any
 from runs.bench.results import RESULTS
 from runs.report.blocks import Row, Table, number
 from runs.report.trained import TrainedRun
-from trainkit.progress import read_lines
-from trainkit.results import hardware_of, read_results
+from trainkit_gka.progress import read_lines
+from trainkit_gka.results import hardware_of, read_results
 
 FACTS = ("hardware", "processes", "torch", "commit")
 NOT_RECORDED = "not recorded"

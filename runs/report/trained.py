@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trainkit.cli import UserError
-from trainkit.loop import LOG, finish_record
-from trainkit.progress import read_events
-from trainkit.results import read_results
+from trainkit_gka.cli import UserError
+from trainkit_gka.loop import LOG, finish_record
+from trainkit_gka.progress import read_events
+from trainkit_gka.results import read_results
 
 RESULT_FILES = ("results.jsonl", "demo/train.jsonl", "demo/train_deit.jsonl")  # in BASE
 T = TypeVar("T")

@@ -6,7 +6,7 @@ from runs.bench import listing as bench_listing
 from runs.bench.packing import FILE as PACKING
 from runs.demo.language import VARIANTS, run_tag
 from runs.sections.sources import RESULTS, benchmarks, measured, table
-from trainkit.progress import read_lines
+from trainkit_gka.progress import read_lines
 
 GKA = KINDS["gka"].label
 DECODERS = {

@@ -5,7 +5,7 @@ from nanochat_gka.core_metric.published import GPT2_ACCURACY, PAPER_EXAMPLES
 from nanochat_gka.core_metric.report import Score, aggregate, error_of_mean, paper_score, score_of
 from runs.demo.language import STEPS, VARIANTS, run_tag
 from runs.sections.sources import RESULTS, measured, table
-from trainkit.results import read_results
+from trainkit_gka.results import read_results
 
 PUBLISHED = ("GPT-2 124M", "paper: base", f"paper: GKA, n = {PAPER_EXAMPLES[1]}")
 

@@ -4,7 +4,7 @@ from collections import Counter
 
 from runs.bench import instruction_counts
 from runs.sections.sources import table
-from trainkit.results import read_results
+from trainkit_gka.results import read_results
 
 COLUMNS = {  # heading -> the classes that it adds up
     "2^s": ("mufu",),

@@ -8,7 +8,7 @@ from runs.neighbours.layers import ABOUT, cost
 from runs.neighbours.trainings import DEPTH, STEPS
 from runs.paper import published
 from runs.sections.sources import RESULTS, measured, table
-from trainkit.results import read_results
+from trainkit_gka.results import read_results
 
 NOT_RUN, NOT_BUILT = "not run", "not built"
 LEARNED = "learns W of"

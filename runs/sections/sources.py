@@ -2,8 +2,8 @@
 
 from runs.bench import results as bench_results
 from runs.demo.language import VARIANTS, run_tag
-from trainkit.progress import read_lines
-from trainkit.results import hardware_of
+from trainkit_gka.progress import read_lines
+from trainkit_gka.results import hardware_of
 
 RESULTS = bench_results.RESULTS
 

@@ -13,7 +13,7 @@ from runs.bench.onnx import OPENVINO
 from runs.bench.results import Comparison
 from runs.bench.targets import flops_ratio, on_cpu
 from runs.sections.sources import benchmarks, measured, table
-from trainkit.results import is_processor
+from trainkit_gka.results import is_processor
 
 SOFTMAX, GKA = KINDS["softmax"].label, KINDS["gka"].label
 PHASES = {"forward+backward": "forward + backward"}

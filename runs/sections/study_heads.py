@@ -10,7 +10,7 @@ from runs.sections.study import NOT_RUN, ROWS
 from runs.study.cells import Cell
 from runs.study.families import ALL
 from runs.study.scores import Scores, family_of
-from trainkit.progress import read_lines
+from trainkit_gka.progress import read_lines
 
 HEADS = RESULTS / "study_heads.jsonl"
 PROBES = ("induction", "copying")

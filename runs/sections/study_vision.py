@@ -13,7 +13,7 @@ from runs.study.vision.cells import VisionCell
 from runs.study.vision.families import DEEPER, FAMILIES, VisionDone
 from runs.study.vision.images import setting_of
 from runs.study.vision.rows import VISION, score
-from trainkit.progress import read_lines
+from trainkit_gka.progress import read_lines
 
 BASELINES = ("softmax", "GKA")
 

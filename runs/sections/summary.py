@@ -8,7 +8,7 @@ from runs.bench.results import Comparison
 from runs.demo.language import VARIANTS, run_tag
 from runs.sections.benchmarks import scorer_seconds
 from runs.sections.sources import benchmarks, language_records, table, vision_records
-from trainkit.progress import read_lines
+from trainkit_gka.progress import read_lines
 
 HARDWARE = "intel-xeon-processor-2-threads"  # the machine of the whole table
 BOTH = "forward+backward"

@@ -12,7 +12,7 @@ from runs.study.data import load
 from runs.study.grid import GROUPS
 from runs.study.rows import Study
 from runs.study.runner import RunnerConfig, chosen_groups, train_left
-from trainkit import cli
+from trainkit_gka import cli
 
 DEFAULT_GROUPS = ("rates", "seeds", "precision", "depth-4")
 

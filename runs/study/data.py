@@ -6,8 +6,8 @@ from typing import Any
 
 from nanochat_gka.data.loader import same_rows
 from nanochat_gka.data.shards import MANIFEST
-from trainkit.cli import UserError
-from trainkit.files import read_json
+from trainkit_gka.cli import UserError
+from trainkit_gka.files import read_json
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from runs.sections import study, study_equal, study_heads, study_settings, study
 from runs.sections.sources import RESULTS
 from runs.study import pictures, pictures_of_forms
 from runs.study.scores import Scores
-from trainkit.cli import UserError, run
-from trainkit.plots import Figure
-from trainkit.progress import console
+from trainkit_gka.cli import UserError, run
+from trainkit_gka.plots import Figure
+from trainkit_gka.progress import console
 
 
 @dataclass

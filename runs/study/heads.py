@@ -14,10 +14,10 @@ from nanochat_gka.model.checkpoints import load, run_folder
 from runs.sections.sources import line
 from runs.sections.study_heads import HEADS
 from runs.study import probes
-from trainkit.cli import Bounds, Count, UserError, run
-from trainkit.distributed import running
-from trainkit.progress import console
-from trainkit.results import append_result
+from trainkit_gka.cli import Bounds, Count, UserError, run
+from trainkit_gka.distributed import running
+from trainkit_gka.progress import console
+from trainkit_gka.results import append_result
 
 KIND = "study-heads"
 BATCH = 8  # rows at once

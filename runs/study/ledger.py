@@ -8,10 +8,10 @@ from typing import Any, ClassVar, Protocol
 
 from runs.demo.commands import Job
 from runs.study.rates import Done
-from trainkit.cli import UserError
-from trainkit.files import locked
-from trainkit.progress import read_lines
-from trainkit.results import append_line, git_commit, read_results
+from trainkit_gka.cli import UserError
+from trainkit_gka.files import locked
+from trainkit_gka.progress import read_lines
+from trainkit_gka.results import append_line, git_commit, read_results
 
 RECORD = "results.jsonl"  # in a run's folder, by the trainer
 FAILED = "-failed"

@@ -12,7 +12,7 @@ from runs.study.families import ALL
 from runs.study.grid import BUDGETS, CONTROL, HALF, LONGER, longer_families, scaled_places
 from runs.study.scores import Result, Scores
 from runs.study.statistics import frontier
-from trainkit.plots import Figure, save, subplots
+from trainkit_gka.plots import Figure, save, subplots
 
 CAPTION = (
     "Every family at the learning rate that is best for it with two layers (with eight, there); "

@@ -13,7 +13,7 @@ from runs.study.grid import DEEPER
 from runs.study.rates import SMALLEST
 from runs.study.scores import Scores, family_of
 from runs.study.statistics import Interval
-from trainkit.plots import Figure, save, subplots
+from trainkit_gka.plots import Figure, save, subplots
 
 REPAIRED = {
     family: [f"{side} + {name}" for name in ("offsets", *MIXINGS)]

@@ -10,7 +10,7 @@ from runs.study.grid import GROUPS
 from runs.study.ledger import RECORD, Ledger
 from runs.study.pace import Pace
 from runs.study.rates import Done
-from trainkit.progress import read_events
+from trainkit_gka.progress import read_events
 
 FINISHED = "study"  # the kind of its rows
 CURVE_KEYS, EVAL_KEYS = ("smooth_loss", "tokens_per_second"), ("tokens", "train_bpb", "val_bpb")

@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 
 from runs.study.ledger import Ledger
 from runs.study.trainings import Trainings
-from trainkit.cli import Bounds, UserError
-from trainkit.progress import clock_text, console
-from trainkit.workers import cores
+from trainkit_gka.cli import Bounds, UserError
+from trainkit_gka.progress import clock_text, console
+from trainkit_gka.workers import cores
 
 
 @dataclass(kw_only=True)

@@ -10,7 +10,7 @@ from runs.study.families import ALL, Family
 from runs.study.rates import Done, chosen_rate
 from runs.study.rows import FINISHED
 from runs.study.statistics import Interval, paired_difference, spread
-from trainkit.progress import read_lines
+from trainkit_gka.progress import read_lines
 
 FORM = {field for family in ALL.values() for field in family}
 Place = dict[str, Any]  # what else a cell says: depth, tokens, batch, ...

@@ -18,10 +18,10 @@ from runs.bench.timing import interleave
 from runs.study.cells import ASPECT_RATIO, COMPILED_FROM, HEAD_DIM, Cell
 from runs.study.families import ALL, fits_depth
 from runs.study.grid import BATCH_AT_DEPTH, HALF, REPEATED
-from trainkit.cli import Bounds, run
-from trainkit.distributed import Runtime, setup
-from trainkit.progress import console, progress_bar
-from trainkit.results import append_result, read_results
+from trainkit_gka.cli import Bounds, run
+from trainkit_gka.distributed import Runtime, setup
+from trainkit_gka.progress import console, progress_bar
+from trainkit_gka.results import append_result, read_results
 
 KIND = "study-speed"
 SPEEDS = RESULTS / "study_speed.jsonl"

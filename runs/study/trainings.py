@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 from runs.demo.commands import Job
 from runs.study.ledger import Ledger
-from trainkit import signals
-from trainkit.progress import console, progress_bar
+from trainkit_gka import signals
+from trainkit_gka.progress import console, progress_bar
 
 LOOK_EVERY = 0.3  # seconds between two looks at the running trainings
 MOST_STARTS = 3  # of a training that a signal ended, such as the system's when memory is short

@@ -9,7 +9,7 @@ from torch import nn
 from deit_gka.data.images import Batch
 from deit_gka.training.engine import evaluate
 from tiny_images import CPU, runtime
-from trainkit.distributed import Runtime
+from trainkit_gka.distributed import Runtime
 
 
 class Table(nn.Module):

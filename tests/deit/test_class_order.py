@@ -16,8 +16,8 @@ from deit_gka.recipe import Recipe
 from deit_gka.training.distillation import load_teacher
 from image_files import write, write_tar
 from tiny_vision import SHAPE, SIZE, encoded
-from trainkit.checkpoint import save as save_checkpoint
-from trainkit.cli import UserError, run
+from trainkit_gka.checkpoint import save as save_checkpoint
+from trainkit_gka.cli import UserError, run
 from vision_runs import EXPORT, in_process, train
 
 COUNT = 12

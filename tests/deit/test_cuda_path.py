@@ -17,7 +17,7 @@ from deit_gka.training.trainer import Trainer
 from gka import GaussianKernelAttention
 from pretend_cuda import GPU, OnGPU, needs_no_gpu, pretended
 from tiny_vision import SHAPE, SIZE
-from trainkit.distributed import setup
+from trainkit_gka.distributed import setup
 
 # Of the interpreter, which computes with NumPy.
 pytestmark = [needs_no_gpu, pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow):RuntimeWarning")]

@@ -9,7 +9,7 @@ from deit_gka import train as training
 from deit_gka.training.config import TrainConfig
 from image_files import png, write
 from tiny_vision import encoded, photo
-from trainkit.cli import run
+from trainkit_gka.cli import run
 from vision_runs import flags, in_process, train
 
 datasets = pytest.importorskip("datasets")

@@ -11,7 +11,7 @@ from deit_gka.figures.families import FAMILIES, NEED_SIGMA
 from deit_gka.figures.subjects import of_timm, photographs
 from figure_runs import GKA, SOFTMAX, TINY, tiny_subjects, vision_run, words
 from runs.report.attention import first_of_classes
-from trainkit.cli import UserError, run
+from trainkit_gka.cli import UserError, run
 from vision_runs import in_process
 
 SMALLEST = (*TINY, "depth=1", "num_heads=1")

@@ -24,7 +24,7 @@ from deit_gka.figures.subjects import Drawn, subjects_of
 from deit_gka.model.checkpoints import build
 from gka import gaussian_attention
 from tiny_vision import photo
-from trainkit.cli import UserError
+from trainkit_gka.cli import UserError
 
 TINY = dict(embed_dim=16, depth=2, num_heads=2, patch_size=4, img_size=[8, 12])
 LAYOUTS = {

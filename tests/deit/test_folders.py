@@ -17,7 +17,7 @@ from deit_gka.data.sources.decode import FORMATS
 from deit_gka.figures.subjects import photographs
 from image_files import error, png, value_of, write
 from tiny_vision import encoded
-from trainkit.cli import UserError
+from trainkit_gka.cli import UserError
 
 
 def test_digits_are_split_by_class():

@@ -7,7 +7,7 @@ import pytest
 
 from deit_gka.data.sources import DataParts, Source, Stream, check_classes, open_source
 from image_files import error, png, value_of, write
-from trainkit.cli import PassingFault, UserError
+from trainkit_gka.cli import PassingFault, UserError
 
 datasets = pytest.importorskip("datasets")
 

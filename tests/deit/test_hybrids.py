@@ -25,7 +25,7 @@ from deit_gka.training.engine import bandwidths
 from gka import KINDS, attention_cost
 from tiny_vision import MICRO, SHAPE, SIZE
 from tiny_vit import create, small
-from trainkit.cli import UserError
+from trainkit_gka.cli import UserError
 from vision_runs import in_process
 
 ALL = "".join(KINDS[kind].letter for kind in ATTENTION)  # every kind once

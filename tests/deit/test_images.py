@@ -20,7 +20,7 @@ from deit_gka.model.checkpoints import build
 from deit_gka.training.engine import Mixer, accumulate_gradients, evaluate
 from tiny_images import CPU, Numbers, runtime, small_recipe
 from tiny_vision import SHAPE, SIZE, encoded, photo, write_pictures
-from trainkit.cli import UserError
+from trainkit_gka.cli import UserError
 
 
 @pytest.fixture(autouse=True, scope="module")

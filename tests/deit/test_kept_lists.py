@@ -12,7 +12,7 @@ import pytest
 from deit_gka.data.sources import kept, open_source
 from deit_gka.data.sources.base import list_hash
 from image_files import error, hashes_of_lists, pair, png, value_of, write, write_tar
-from trainkit import workers
+from trainkit_gka import workers
 
 TICK = 0.02  # seconds in which every file system's clock has moved on
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import deit_gka
 from gka import KINDS
-from trainkit.cli import UserError
+from trainkit_gka.cli import UserError
 
 SIZE, PATCH = 32, 8
 TINY = dict(img_size=SIZE, patch_size=PATCH, depth=2, embed_dim=48, num_heads=3, num_classes=5)

@@ -17,8 +17,8 @@ from deit_gka.model import onnx as vision
 from deit_gka.model.checkpoints import about_images, find_checkpoint, load_run
 from deit_gka.model.plain import plain
 from tiny_vit import SMALL, small
-from trainkit import onnx
-from trainkit.cli import UserError
+from trainkit_gka import onnx
+from trainkit_gka.cli import UserError
 from vision_runs import in_process
 
 needs_onnx = pytest.mark.skipif(

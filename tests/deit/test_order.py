@@ -9,7 +9,7 @@ from timm.data.distributed_sampler import RepeatAugSampler
 from deit_gka.data.order import Order, deal
 from deit_gka.data.seeds import seed_of
 from tiny_images import Numbers, drawn, runtime, small_recipe, union
-from trainkit.cli import UserError
+from trainkit_gka.cli import UserError
 
 RANKS = (1, 2, 3, 5, 7, 8)
 

@@ -13,7 +13,7 @@ from deit_gka.recipe import Recipe
 from deit_gka.training.config import TrainConfig
 from digit_runs import accuracy
 from runs.names import SMALL_VISION
-from trainkit.cli import UserError
+from trainkit_gka.cli import UserError
 
 PAPER = dict(  # paper, section 4.1
     epochs=300, batch_size=7 * 256, group_size=256, lr=1e-3, weight_decay=0.05, opt_betas=(0.9, 0.999), clip_grad=1.0,

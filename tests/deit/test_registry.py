@@ -18,7 +18,7 @@ from deit_gka.model.checkpoints import build
 from deit_gka.model.registry import OUR_KINDS, model_name
 from deit_gka.training.engine import bandwidths, wrong_bandwidths
 from tiny_vit import SMALL, create, kinds, small
-from trainkit.cli import UserError
+from trainkit_gka.cli import UserError
 
 
 def test_timm_lists_every_size_and_kind():

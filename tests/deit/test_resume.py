@@ -19,8 +19,8 @@ import tiny_vision
 from deit_gka import train as training
 from deit_gka.training.config import TrainConfig
 from processes import still_there
-from trainkit.checkpoint import save as save_checkpoint
-from trainkit.cli import as_typed
+from trainkit_gka.checkpoint import save as save_checkpoint
+from trainkit_gka.cli import as_typed
 from vision_runs import (
     EPOCHS,
     STEPS,
@@ -86,7 +86,7 @@ def test_sigterm_saves_and_says_how_to_continue(uninterrupted, pictures, tmp_pat
     assert line.startswith(f"stopped at update {step} of {STEPS}, saved; continue with: ") and step < STEPS
     assert [path.name for path in sorted((tmp_path / "run/checkpoints").iterdir())][-1] == f"step_{step:08d}"
     command = shlex.split(line.split("continue with: ")[1])
-    torchrun = [] if ranks == 1 else ["-m", "trainkit.torchrun", "--standalone", "--nproc-per-node", "2"]
+    torchrun = [] if ranks == 1 else ["-m", "trainkit_gka.torchrun", "--standalone", "--nproc-per-node", "2"]
     dashes = ["--"] if ranks > 1 else []
     python = as_typed(sys.executable)
     given = map(str, flags(pictures, tmp_path, "--save-every", "-1"))

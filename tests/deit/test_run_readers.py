@@ -16,8 +16,8 @@ from deit_gka.model import candidates
 from deit_gka.model import checkpoints as model_io
 from deit_gka.training.config import TrainConfig
 from tiny_vision import SHAPE, SIZE
-from trainkit.checkpoint import save as save_checkpoint
-from trainkit.cli import UserError, run
+from trainkit_gka.checkpoint import save as save_checkpoint
+from trainkit_gka.cli import UserError, run
 from vision_runs import (
     EVALUATE,
     EXPORT,

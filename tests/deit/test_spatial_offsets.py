@@ -23,7 +23,7 @@ from deit_gka.model.warm_start import warm_start
 from operator_cases import CPU
 from tiny_vision import SIZE
 from tiny_vit import create, small
-from trainkit.cli import UserError
+from trainkit_gka.cli import UserError
 
 SEEN = {"N": (0, 0), "L": (0, -1), "R": (0, 1), "U": (-1, 0), "B": (1, 0), "D": (-1, -1)}  # row, column
 FORMS = {

@@ -16,7 +16,7 @@ from deit_gka.data.transforms import eval_transform, train_transform
 from deit_gka.data.workers import evaluation_batches
 from tiny_images import drawn, runtime, small_recipe, union
 from tiny_vision import SIZE, encoded, photo
-from trainkit.cli import UserError
+from trainkit_gka.cli import UserError
 
 CARD = """---
 dataset_info:

@@ -9,7 +9,7 @@ import pytest
 
 from deit_gka.data.sources import DataParts, check_classes, open_source
 from image_files import error, pair, png, value_of, write_tar
-from trainkit import workers
+from trainkit_gka import workers
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from deit_gka.training.reports import epoch_text
 from deit_gka.training.trainer import Trainer
 from processes import signals_kept
 from tiny_vision import SHAPE, SIZE
-from trainkit.cli import run
+from trainkit_gka.cli import run
 from vision_runs import (
     EPOCHS,
     NAMES,

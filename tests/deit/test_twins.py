@@ -12,7 +12,7 @@ from deit_gka.figures.families import FAMILIES
 from deit_gka.figures.subjects import of_run, of_timm, subjects_of
 from figure_runs import GKA, SOFTMAX, TINY, tiny_subjects, vision_run, words
 from tiny_vision import photo as stripes
-from trainkit.cli import run
+from trainkit_gka.cli import run
 from vision_runs import in_process
 
 COMPARED = [name for name in FAMILIES if name not in ("sigma", "block", "operator")]

@@ -16,7 +16,7 @@ from deit_gka.model.checkpoints import load_file as load_weights
 from deit_gka.model.warm_start import fingerprint, read_weights, shortened, warm_start
 from deit_gka.training.config import TrainConfig
 from digit_runs import GKA, SHALLOW, SOFTMAX, VLT, accuracy, flags, micro, newest, train
-from trainkit.cli import UserError
+from trainkit_gka.cli import UserError
 from vision_runs import Code, in_process
 
 

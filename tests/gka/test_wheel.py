@@ -15,7 +15,7 @@ import pytest
 
 from sources import ROOT, tracked
 
-INSTALLED = {"gka", "trainkit", "nanochat_gka", "deit_gka"}
+INSTALLED = {"gka", "trainkit_gka", "nanochat_gka", "deit_gka"}
 
 # Imports every module of the wheel; beside the standard library only the given top-level packages are found.
 IMPORT_ALL = """

@@ -13,7 +13,7 @@ from nanochat_gka.model.accounting import flops_per_token, meta_model, parameter
 from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.gpt import build
 from operator_cases import CPU
-from trainkit.cli import UserError
+from trainkit_gka.cli import UserError
 
 
 def test_the_command_prints_the_papers_gka_row():

@@ -17,7 +17,7 @@ from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.context import Context
 from nanochat_gka.training import memory
 from tiny_gpt import SHAPE, awake
-from trainkit.cli import UserError
+from trainkit_gka.cli import UserError
 
 GKA = dict(attention="gka", gka_values="normalised")
 FORMS = [dict(GKA, kernel=kernel) for kernel in KERNELS]

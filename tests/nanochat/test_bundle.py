@@ -7,7 +7,7 @@ import pytest
 import tiny
 import tiny_core
 from nanochat_gka.core_metric.bundle import parse_example, read_tasks
-from trainkit.cli import UserError
+from trainkit_gka.cli import UserError
 
 
 @pytest.fixture

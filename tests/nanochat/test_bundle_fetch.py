@@ -13,7 +13,7 @@ import tiny
 import tiny_core
 from nanochat_gka.core_metric import fetch
 from nanochat_gka.core_metric.fetch import BundleFlags
-from trainkit.cli import PassingFault, UserError
+from trainkit_gka.cli import PassingFault, UserError
 
 
 @pytest.fixture(scope="module")

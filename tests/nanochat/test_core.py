@@ -16,7 +16,7 @@ from nanochat_gka.core_metric.questions import Question, common_prefix, question
 from nanochat_gka.core_metric.scoring import Verdict, answer, batches, judge
 from runs.bench.core_naive import naive_task
 from tiny_gpt import SHAPE, VARIANTS, awake
-from trainkit.cli import UserError
+from trainkit_gka.cli import UserError
 
 ALL = 10**6  # tokens: no cropping, no limit on a batch
 

@@ -17,8 +17,8 @@ from nanochat_gka.generation.sampling import SAMPLE_PROMPTS, Sampling
 from nanochat_gka.model.checkpoints import load
 from nanochat_gka.train import TrainConfig, main
 from processes import signals_kept
-from trainkit.cli import run
-from trainkit.progress import read_events
+from trainkit_gka.cli import run
+from trainkit_gka.progress import read_events
 
 MODULE, STEPS = "nanochat_gka.train", 6
 
@@ -102,7 +102,7 @@ def test_charts_name_every_task(packed, bundle, tmp_path, monkeypatch):
 
         def finish(self): ...
 
-    monkeypatch.setattr("trainkit.progress._start_wandb", lambda *_: Charts())
+    monkeypatch.setattr("trainkit_gka.progress._start_wandb", lambda *_: Charts())
     run(main, TrainConfig, flags(packed, tmp_path, *core_flags(bundle, every=STEPS), "--wandb", "offline"))
     names = [(step, name) for step, values in charted for name in values]
     assert len(names) == len(set(names)) and not any("core_task" in name for _, name in names)

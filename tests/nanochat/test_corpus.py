@@ -19,7 +19,7 @@ from nanochat_gka import corpus, pack
 from nanochat_gka.data import SPLITS, builtin, fineweb
 from nanochat_gka.data.corpora import ParquetCorpus
 from tiny_pack import config
-from trainkit.cli import UserError
+from trainkit_gka.cli import UserError
 
 
 def start_fineweb(port: int, out: Path, *python: str) -> subprocess.Popen:

@@ -23,7 +23,7 @@ from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.gpt import build
 from nanochat_gka.training.bits_per_byte import bits_per_byte, nats_and_bytes, of_both_splits, remarks, utf8_note
 from tiny_pack import config
-from trainkit.distributed import Runtime
+from trainkit_gka.distributed import Runtime
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")

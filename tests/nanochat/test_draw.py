@@ -15,7 +15,7 @@ from nanochat_gka.figures.subjects import read_history, subjects_of
 from nanochat_gka.figures.words import LONGEST_WORD, shown
 from nanochat_gka.model.checkpoints import export, load
 from tiny_gpt import SHAPE, awake, write_run
-from trainkit.cli import run
+from trainkit_gka.cli import run
 
 READ = "the kernel mixes $5 and $6"
 FORMS = {

@@ -14,7 +14,7 @@ from nanochat_gka.model.loss import ROWS_AT_ONCE, capped, cross_entropy
 from nanochat_gka.train import TrainConfig, main
 from nanochat_gka.training import hardware
 from tiny_gpt import SHAPE, awake
-from trainkit.cli import run
+from trainkit_gka.cli import run
 
 STEPS = 12
 

@@ -10,7 +10,7 @@ import torch
 from nanochat_gka.generation.engine import Continuation, Engine
 from nanochat_gka.generation.sampling import Sampling, pick
 from tiny_gpt import SHAPE, VARIANTS, awake
-from trainkit.cli import UserError
+from trainkit_gka.cli import UserError
 
 
 @pytest.fixture(scope="module")

@@ -18,9 +18,9 @@ from nanochat_gka.data.tokenizer import Tokenizer
 from nanochat_gka.eval_core import CoreConfig, main
 from runs.bench.core_naive import naive_task
 from tiny_gpt import SHAPE, awake, write_run
-from trainkit.cli import run
-from trainkit.distributed import Runtime
-from trainkit.progress import read_lines
+from trainkit_gka.cli import run
+from trainkit_gka.distributed import Runtime
+from trainkit_gka.progress import read_lines
 
 MODULE = "nanochat_gka.eval_core"
 

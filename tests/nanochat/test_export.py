@@ -17,8 +17,8 @@ from nanochat_gka.generation.sampling import SAMPLE_PROMPTS, Sampling
 from nanochat_gka.model import checkpoints
 from nanochat_gka.model.checkpoints import load
 from tiny_gpt import SHAPE, VARIANTS, awake, write_run
-from trainkit.cli import UserError, run
-from trainkit.files import sha256
+from trainkit_gka.cli import UserError, run
+from trainkit_gka.files import sha256
 
 
 def exported(trained, out):

@@ -18,7 +18,7 @@ from nanochat_gka.figures.training import draw_training
 from nanochat_gka.figures.words import choose, find
 from tiny import one_line_error
 from tiny_gpt import SHAPE, VARIANTS, awake
-from trainkit.figures.charts import in_cell
+from trainkit_gka.figures.charts import in_cell
 
 TOKENS = 21  # more than both windows of SHAPE, 8 and 16
 IDS = torch.arange(TOKENS) * 7 % SHAPE.vocab_size

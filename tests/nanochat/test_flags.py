@@ -7,7 +7,7 @@ from typing import Annotated, get_type_hints
 import pytest
 
 from nanochat_gka import accounting, corpus, eval_core, evaluate, generate, pack, tokenizer, train
-from trainkit.cli import Bounds, UserError, check_bounds, run
+from trainkit_gka.cli import Bounds, UserError, check_bounds, run
 
 COMMANDS = {
     "train": (train.main, train.TrainConfig),

@@ -12,7 +12,7 @@ from nanochat_gka import generate
 from nanochat_gka.generation.engine import Engine
 from nanochat_gka.generation.sampling import Sampling
 from tiny_gpt import SHAPE, awake, write_run
-from trainkit.cli import run
+from trainkit_gka.cli import run
 
 
 def write(trained, *flags):

@@ -14,7 +14,7 @@ from nanochat_gka.model.gpt import build
 from nanochat_gka.training.muon import muon_update
 from nanochat_gka.training.optim import MuonAdamW, OptimConfig, parameter_groups
 from nanochat_gka.training.schedule import lr_multiplier, muon_momentum
-from trainkit.distributed import Runtime
+from trainkit_gka.distributed import Runtime
 
 
 def test_state_dict_names_and_shapes():

@@ -12,8 +12,8 @@ import tiny
 import tiny_core
 from nanochat_gka.eval_core import CoreConfig, main
 from runs.bench.core_naive import naive_task
-from trainkit.cli import run
-from trainkit.progress import read_lines
+from trainkit_gka.cli import run
+from trainkit_gka.progress import read_lines
 
 LIMIT = 48  # tokens, fewer than tiny_core's longest prompts have
 

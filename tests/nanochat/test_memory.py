@@ -14,8 +14,8 @@ from nanochat_gka.training import memory
 from nanochat_gka.training.gradients import accumulate_gradients
 from nanochat_gka.training.optim import MuonAdamW, OptimConfig, parameter_groups
 from nanochat_gka.training.trainer import Trainer
-from trainkit.cli import UserError, run
-from trainkit.distributed import Runtime
+from trainkit_gka.cli import UserError, run
+from trainkit_gka.distributed import Runtime
 
 MIXINGS = ("kv-shift", "token-shift", "canon")
 GKA_FORMS = [dict(gka_values="rotated"), dict(gka_values="raw"), dict(head_offsets="PS")]

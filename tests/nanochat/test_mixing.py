@@ -18,7 +18,7 @@ from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.context import Context
 from nanochat_gka.training.optim import OptimConfig, parameter_groups
 from tiny_gpt import MIXED, SHAPE, awake
-from trainkit.cli import UserError
+from trainkit_gka.cli import UserError
 
 BEFORE = torch.tensor([0, *range(15)])  # of token j: j - 1, or 0
 

@@ -273,7 +273,7 @@ def test_initial_loss_is_that_of_a_uniform_guess():
 def test_bfloat16_tables_compute_in_bfloat16_and_train():
     """What a GPU run does: embeddings in bf16, float32 matrices cast on use, float32 logits and bandwidths."""
     from nanochat_gka.training.optim import MuonAdamW
-    from trainkit.distributed import Runtime
+    from trainkit_gka.distributed import Runtime
 
     model = awake(dataclasses.replace(SHAPE, attention="GA", head_offsets="PS"))
     ids = torch.randint(70, (2, 17))

@@ -9,8 +9,8 @@ import torch
 from nanochat_gka import export
 from nanochat_gka.model import onnx as language
 from tiny_gpt import SHAPE, awake, write_run
-from trainkit import onnx
-from trainkit.cli import UserError, run
+from trainkit_gka import onnx
+from trainkit_gka.cli import UserError, run
 
 pytestmark = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in onnx.NEEDED),

@@ -18,7 +18,7 @@ from nanochat_gka import corpus, pack, tokenizer
 from nanochat_gka.data.corpora import ParquetCorpus
 from nanochat_gka.data.own_text import END_CHARS, GROUP_BYTES, LONGEST
 from tiny_pack import config
-from trainkit.cli import UserError
+from trainkit_gka.cli import UserError
 
 BOOK = "\n\n".join(f"Chapter {number}. " + "It was said again that nothing is lost. " * 12 for number in range(300))
 

@@ -23,7 +23,7 @@ from nanochat_gka.data.packing import best_fit_rows
 from nanochat_gka.data.shards import TRAIN_FIRST
 from nanochat_gka.data.tokenizer import Tokenizer
 from tiny_pack import bins, config, cut, literal_best_fit
-from trainkit.cli import UserError
+from trainkit_gka.cli import UserError
 
 BOS = 50000
 

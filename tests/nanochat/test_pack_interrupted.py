@@ -19,7 +19,7 @@ from nanochat_gka import pack, tokenizer
 from nanochat_gka.data.loader import PackedData
 from nanochat_gka.data.tokenizer import Tokenizer
 from tiny_pack import bins, config, cut, literal_best_fit
-from trainkit.cli import UserError
+from trainkit_gka.cli import UserError
 
 DOCUMENTS = 4000  # to a file: 50 units of training, enough work to be killed in the middle of
 UNITS = 52

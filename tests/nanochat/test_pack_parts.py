@@ -21,8 +21,8 @@ from nanochat_gka.data.loader import PackedData
 from nanochat_gka.data.tokenizer import Tokenizer
 from nanochat_gka.data.units import pack_unit, plan_units
 from tiny_pack import config
-from trainkit.cli import UserError
-from trainkit.files import locked
+from trainkit_gka.cli import UserError
+from trainkit_gka.files import locked
 
 
 @pytest.fixture(scope="module")

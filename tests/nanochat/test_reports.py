@@ -13,9 +13,9 @@ from gka import bandwidth_warnings
 from gpt_runs import flags
 from nanochat_gka.train import TrainConfig, main
 from processes import signals_kept
-from trainkit.cli import run
-from trainkit.progress import rate, read_events
-from trainkit.results import read_results
+from trainkit_gka.cli import run
+from trainkit_gka.progress import rate, read_events
+from trainkit_gka.results import read_results
 
 
 def train(packed, out, *more) -> int:

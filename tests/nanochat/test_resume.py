@@ -13,9 +13,9 @@ import tiny
 from gpt_runs import MODULE, STEPS, final, flags, log_steps
 from nanochat_gka.model.checkpoints import load
 from nanochat_gka.train import TrainConfig, main
-from trainkit import checkpoint
-from trainkit.cli import run
-from trainkit.files import sha256
+from trainkit_gka import checkpoint
+from trainkit_gka.cli import run
+from trainkit_gka.files import sha256
 
 
 def test_killed_run_resumes_bit_identical(packed, uninterrupted, tmp_path):

@@ -25,7 +25,7 @@ def start_agent(port: int, out, command) -> subprocess.Popen:
     """One machine's torchrun, with one process and two restarts."""
     meet = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "test"]
     meet += ["--rdzv-endpoint", f"localhost:{port}", "--local-addr", "127.0.0.1", "--max-restarts", "2"]
-    words = [sys.executable, "-m", "trainkit.torchrun", *meet, "-m", "--", MODULE, *map(str, command)]
+    words = [sys.executable, "-m", "trainkit_gka.torchrun", *meet, "-m", "--", MODULE, *map(str, command)]
     with open(out, "w") as file:
         return subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, env=environment())
 
@@ -79,5 +79,5 @@ def test_a_stopped_run_names_the_command_that_was_given(packed, tmp_path):
     settings = ["--num-iterations", STEPS, "--stop-after", 3]
     codes, said = train(tmp_path / "out", [flags(packed, tmp_path / "out", *settings)] * 2)
     assert codes == [0, 0]
-    given = "-m trainkit.torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d .* --stop-after 3"
+    given = "-m trainkit_gka.torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d .* --stop-after 3"
     assert len(re.findall(rf"continue with: \S*python\S* {given}", said)) == 1, said

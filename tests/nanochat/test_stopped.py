@@ -16,8 +16,8 @@ import tiny_core
 from gpt_runs import MODULE, final, flags
 from nanochat_gka.generation.engine import Engine
 from nanochat_gka.train import TrainConfig, main
-from trainkit.cli import run
-from trainkit.progress import read_events
+from trainkit_gka.cli import run
+from trainkit_gka.progress import read_events
 
 STEPS, IN_TIME = 8, 10
 LONG = ["--num-iterations", STEPS, "--eval-every", 4, "--save-every", -1]

@@ -18,7 +18,7 @@ from nanochat_gka.data import huggingface_tokenizer
 from nanochat_gka.data.corpora import ParquetCorpus
 from nanochat_gka.data.tokenizer import SPECIAL_TOKENS, SPLIT_PATTERN, Tokenizer
 from nanochat_gka.tokenizer import TokenizerConfig, main, training_documents
-from trainkit.cli import UserError
+from trainkit_gka.cli import UserError
 
 NAMES = "bos user_start user_end assistant_start assistant_end python_start python_end output_start output_end"
 TEXT = [

@@ -19,9 +19,9 @@ from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.gpt import build
 from nanochat_gka.train import TrainConfig
 from nanochat_gka.training.optim import MuonAdamW, OptimConfig, parameter_groups
-from trainkit.cli import UserError, run
-from trainkit.distributed import Runtime
-from trainkit.progress import read_events
+from trainkit_gka.cli import UserError, run
+from trainkit_gka.distributed import Runtime
+from trainkit_gka.progress import read_events
 
 
 def test_finished_run_learned_and_is_recorded(packed, uninterrupted):

@@ -15,8 +15,8 @@ from gpt_runs import MODULE, flags, log_steps
 from nanochat_gka.data.loader import micro_batches
 from nanochat_gka.train import TrainConfig, main
 from nanochat_gka.training.trainer import Trainer
-from trainkit.cli import UserError, run
-from trainkit.distributed import Runtime
+from trainkit_gka.cli import UserError, run
+from trainkit_gka.distributed import Runtime
 
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the error is for machines without a CUDA device")
 

@@ -18,8 +18,8 @@ from nanochat_gka.generation.sampling import Sampling
 from nanochat_gka.model.checkpoints import load
 from nanochat_gka.model.gpt import build
 from tiny_gpt import SHAPE, VARIANTS, awake, write_run
-from trainkit.cli import UserError, run
-from trainkit.progress import read_lines
+from trainkit_gka.cli import UserError, run
+from trainkit_gka.progress import read_lines
 
 transformers = pytest.importorskip("transformers", "5.23", reason='needs transformers: pip install -e ".[hf]"')
 hf = importlib.import_module("nanochat_gka.hf")

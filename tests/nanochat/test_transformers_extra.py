@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from sources import ROOT, imports
-from trainkit.extras import MissingExtra
+from trainkit_gka.extras import MissingExtra
 
 pytest.importorskip("transformers", "5.23", reason='needs transformers: pip install -e ".[hf]"')
 importlib.import_module("nanochat_gka.hf")

@@ -11,7 +11,7 @@ import torch
 import tiny
 from nanochat_gka.model.checkpoints import load_upstream
 from tiny_gpt import SHAPE, awake
-from trainkit.cli import UserError
+from trainkit_gka.cli import UserError
 
 UPSTREAM_FIELDS = ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "window_pattern")
 

@@ -14,7 +14,7 @@ from nanochat_gka.model.checkpoints import load_upstream
 from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.gpt import build
 from nanochat_gka.training.optim import MuonAdamW, OptimConfig, parameter_groups
-from trainkit.distributed import Runtime
+from trainkit_gka.distributed import Runtime
 from upstream_trees import PROJECT, SCRIPTS, assert_equal, assert_patched, run
 
 pytestmark = pytest.mark.upstream

@@ -19,8 +19,8 @@ from runs.neighbours.approximations.sums import Sums, kernel
 from runs.neighbours.approximations.truncation import nearest_keys
 from runs.sections import approximations as tables
 from tiny_gpt import SHAPE, awake, write_run
-from trainkit.cli import UserError
-from trainkit.results import append_line
+from trainkit_gka.cli import UserError
+from trainkit_gka.results import append_line
 
 N, D = 1100, 4  # five blocks, the last one not full
 MADE_OF_FEATURES = [name for name, form in FORMS.items() if form.features]

@@ -16,7 +16,7 @@ from runs.neighbours.approximations.rows import APPROXIMATE, BEST, EXACT, WINDOW
 from runs.neighbours.approximations.training import Approximation, Size
 from runs.sections import approximations as tables
 from tiny_gpt import awake
-from trainkit.results import append_line
+from trainkit_gka.results import append_line
 
 H, D = 2, 4
 FORMS = pytest.mark.parametrize("form", APPROXIMATE)

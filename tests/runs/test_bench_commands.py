@@ -12,8 +12,8 @@ import torch
 import processes
 from gka.impl.cpu import build
 from runs.bench import attention, deit, gpt, onnx, operator_error, report
-from trainkit import cli
-from trainkit.progress import read_lines
+from trainkit_gka import cli
+from trainkit_gka.progress import read_lines
 
 OWN = torch.get_num_threads()
 
@@ -80,7 +80,7 @@ def test_onnx_is_timed_beside_softmax_and_reported(tmp_path, monkeypatch, capsys
 
 
 def test_without_onnxruntime_its_benchmark_is_one_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("trainkit.onnx.NEEDED", ("onnxruntime_of_nobody",))
+    monkeypatch.setattr("trainkit_gka.onnx.NEEDED", ("onnxruntime_of_nobody",))
     cli.run(onnx.main, onnx.OnnxConfig, ["--results", str(tmp_path)])
     said = 'nothing is timed: onnxruntime_of_nobody is not installed: run pip install "gka[onnx]" (in a checkout:'
     assert capsys.readouterr().out == f'{said} pip install -e ".[onnx]")\n' and not list(tmp_path.iterdir())

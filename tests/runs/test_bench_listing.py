@@ -5,8 +5,8 @@ import tarfile
 
 from deit_gka.data.sources import kept
 from runs.bench import listing
-from trainkit import cli
-from trainkit.progress import read_lines
+from trainkit_gka import cli
+from trainkit_gka.progress import read_lines
 
 
 def test_first_and_later_starts_are_measured_for_every_form(tmp_path, monkeypatch):

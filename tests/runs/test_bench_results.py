@@ -13,7 +13,7 @@ from runs.bench.config import BenchConfig
 from runs.bench.measurement import Measurement
 from runs.bench.operators import FORWARD, FULL
 from runs.bench.results import Comparison, Recorder, load, result_file, slug
-from trainkit.progress import read_lines
+from trainkit_gka.progress import read_lines
 
 CPU = torch.device("cpu")
 
@@ -54,7 +54,7 @@ def test_hardware_has_a_file_of_its_own(tmp_path, monkeypatch):
     ]
     for name in names[:2]:
         monkeypatch.setattr("runs.bench.results.describe_hardware", lambda device, name=name: name)
-        monkeypatch.setattr("trainkit.results.describe_hardware", lambda device, name=name: name)
+        monkeypatch.setattr("trainkit_gka.results.describe_hardware", lambda device, name=name: name)
         recorder = Recorder(BenchConfig(results=tmp_path), "attention", CPU)
         recorder.record(
             "vit-ti",

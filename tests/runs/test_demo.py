@@ -13,7 +13,7 @@ from runs.demo import language, outlook, pictures, report, vision
 from runs.demo.commands import Job, run_side_by_side
 from runs.demo.language import VARIANTS, run_tag
 from runs.demo.outlook import Outlook
-from trainkit.results import append_result
+from trainkit_gka.results import append_result
 
 
 def job(folder, name, code):

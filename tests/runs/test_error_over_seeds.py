@@ -5,7 +5,7 @@ import pytest
 from gka.impl.cpu import build
 from runs.bench import error_sweep
 from runs.bench.error_over_seeds import CASES, CAUSAL, FULL, RESULTS, Case, measure
-from trainkit.results import read_lines
+from trainkit_gka.results import read_lines
 
 pytestmark = [
     pytest.mark.skipif(build.obstacle() is not None, reason=str(build.obstacle())),

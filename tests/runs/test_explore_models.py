@@ -28,7 +28,7 @@ from runs.explore.photos import Photo, bundled, read_upload
 from runs.explore.scaling import Scaling, scaled
 from runs.explore.vision import CLS, PATCH, ROLLOUT, View
 from tiny import one_line_error
-from trainkit.cli import run
+from trainkit_gka.cli import run
 from vision_runs import in_process
 
 PHOTO = Photo.of("stripes", tiny_vision.photo(0))

@@ -13,7 +13,7 @@ from runs.bench import deit, deit_models, gpt, models
 from runs.bench.baselines import sdpa_in_blocks
 from runs.bench.gpt_models import Candidate, Subject
 from runs.bench.operators import FORWARD, FULL, Case, gate, operators
-from trainkit.distributed import setup
+from trainkit_gka.distributed import setup
 
 CPU = torch.device("cpu")
 ABSENT = ("triton", "gka cpu") if build.obstacle() else ("triton",)

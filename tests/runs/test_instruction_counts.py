@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from gka.impl.triton.configs import Config
 from runs.bench import instruction_counts, machine_code, softmax_kernels
 from runs.sections.instructions import instructions
-from trainkit.results import read_results
+from trainkit_gka.results import read_results
 
 # Two loops of a program of eight warps; the first loads one tile of keys, the second has an outer loop around it.
 ASSEMBLY = """

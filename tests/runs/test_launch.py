@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from runs import launch
-from trainkit.cli import UserError
+from trainkit_gka.cli import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINER = """
@@ -40,7 +40,7 @@ import sys
 from pathlib import Path
 from runs.demo.commands import Job, run_side_by_side
 from runs.demo.outlook import Outlook
-from trainkit.cli import run
+from trainkit_gka.cli import run
 
 class FromText(Job):
     def start(self, threads):

@@ -17,8 +17,8 @@ from nanochat_gka.data import fineweb, tokenizer
 from nanochat_gka.pack import PackConfig
 from runs import settings
 from runs.paper import common
-from trainkit.cli import SHUTDOWN_TIMEOUT
-from trainkit.torchrun import SETTINGS
+from trainkit_gka.cli import SHUTDOWN_TIMEOUT
+from trainkit_gka.torchrun import SETTINGS
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = ROOT / "runs/several_machines.sbatch"
@@ -32,7 +32,7 @@ def taken(line: str) -> dict:
     own, _ = common.split(shlex.split(line))
     experiment, _ = tyro.cli(common.Training, args=own, return_unknown_args=True)
     words = experiment.command("nanochat_gka.train", ["--run", "x"])
-    assert words[:2] == ["-m", "trainkit.torchrun"]
+    assert words[:2] == ["-m", "trainkit_gka.torchrun"]
     return vars(torchrun.parse_args(words[2:]))
 
 
@@ -51,7 +51,7 @@ def test_settings_reach_torchrun(make, settings, expected):
     found = taken(trained.partition("gpt_d20_gka ")[2])
     assert {name: found[name] for name in expected} == expected and found["training_script"] == "nanochat_gka.train"
     evaluated = shlex.split(make("-n", "eval-bpb", *settings, "RUN=x").stdout.splitlines()[-1])
-    assert evaluated[:3] == [".venv/bin/python", "-m", "trainkit.torchrun"]
+    assert evaluated[:3] == [".venv/bin/python", "-m", "trainkit_gka.torchrun"]
     found = vars(torchrun.parse_args(evaluated[3:]))
     assert {name: found[name] for name in expected} == expected
 

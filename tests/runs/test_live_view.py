@@ -18,7 +18,7 @@ from gka import gaussian_attention
 from nanochat_gka.figures.maps import extract
 from runs.report import attention, build, live, page
 from tiny_gpt import SHAPE, awake
-from trainkit.cli import UserError
+from trainkit_gka.cli import UserError
 
 DESK = {"width": 1200, "height": 900}
 NUM_WORDS = 14

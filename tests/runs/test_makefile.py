@@ -199,7 +199,7 @@ def test_torchrun_leaves_our_flags_to_us(make, tmp_path, target):
     ).stdout.splitlines()[-1]
     python, m, launcher, *words = shlex.split(line)
     taken = torchrun.parse_args(words)
-    assert (python, m, launcher) == (".venv/bin/python", "-m", "trainkit.torchrun")
+    assert (python, m, launcher) == (".venv/bin/python", "-m", "trainkit_gka.torchrun")
     assert taken.nproc_per_node == "2" and taken.run_path is False
     ours = taken.training_script_args
     assert ours[ours.index("--run") + 1] == f"{tmp_path}/none" and ours[-2:] == ["--device-type", "cpu"]

@@ -15,7 +15,7 @@ from runs.neighbours.methods.performer import Performer
 from runs.neighbours.mixing import MixingLayer
 from runs.sections import neighbours
 from runs.sections.sources import measured
-from trainkit.cli import UserError
+from trainkit_gka.cli import UserError
 
 CAUSAL = [name for name in BUILT if ABOUT[name].causal]
 

@@ -11,7 +11,7 @@ from gka.kinds import KINDS
 from nanochat_gka.accounting import AccountingConfig, account
 from nanochat_gka.core_metric.published import PAPER_CENTERED, PAPER_MEAN
 from runs.paper import ablation, common, core, deit, gpt_d20, gpt_d20_gka, gpt_d20_softmax, published
-from trainkit.cli import UserError
+from trainkit_gka.cli import UserError
 
 FOLDER = Path(published.__file__).parent
 EXPERIMENTS = ("gpt_d20_gka", "gpt_d20_softmax", "deit", "ablation", "core")
@@ -42,7 +42,9 @@ def test_language_experiments_have_the_papers_budget(module):
     attention, ratio = {gpt_d20_gka: ("gka", 8.25), gpt_d20_softmax: ("softmax", 10.5)}[module]
     config = gpt_d20.LanguageConfig(base=Path("b"), ngpu=7, data=Path("rows"), wandb="offline")
     words = " ".join(gpt_d20.words(config, module.RECIPE, ["--device-batch-size", "8"]))
-    assert words.startswith("-m trainkit.torchrun --standalone --nproc-per-node 7 -m -- nanochat_gka.train --data rows")
+    assert words.startswith(
+        "-m trainkit_gka.torchrun --standalone --nproc-per-node 7 -m -- nanochat_gka.train --data rows"
+    )
     assert "--out b/runs --results b/results.jsonl --wandb offline --depth 20" in words
     assert words.endswith(f"--attention {attention} --target-param-data-ratio {ratio} --device-batch-size 8")
 

@@ -14,8 +14,8 @@ from runs.paper import claims, core_scores, measured, published
 from runs.paper.evidence import FAILS, HOLDS, NOT_SEEN, UNTESTED, VERDICTS, accuracy, language, operator, runtime, sizes
 from runs.sections import sources as result_files
 from sources import ROOT, modules
-from trainkit.cli import UserError
-from trainkit.progress import read_lines
+from trainkit_gka.cli import UserError
+from trainkit_gka.progress import read_lines
 
 MODULE = re.compile(r"^python -m ([\w.]+)")
 TARGET = re.compile(r"^make ([\w-]+)")

@@ -12,7 +12,7 @@ from runs.paper import core_scores, measured, published, tables
 from runs.paper.comparison import BUILDERS, Sources
 from runs.paper.measured import GPUS, IMAGENET_VALIDATION
 from runs.paper.paper_table import NOT_RUN, compare
-from trainkit.cli import UserError
+from trainkit_gka.cli import UserError
 
 DEMO_IMAGES = 599
 

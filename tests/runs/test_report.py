@@ -16,7 +16,7 @@ from runs.report import attention, build, charts, language, provenance
 from runs.report.__main__ import ReportConfig, main
 from runs.report.charts import Series
 from runs.report.trained import find_runs
-from trainkit.cli import UserError, run
+from trainkit_gka.cli import UserError, run
 from vision_runs import in_process
 
 PHONE = {"width": 390, "height": 844}

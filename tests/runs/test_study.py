@@ -24,8 +24,8 @@ from runs.study.rates import RATES, SMALLEST, Done, best_rate, tried_rates
 from runs.study.rows import Study
 from runs.study.runner import find, show_left
 from runs.study.trainings import Trainings
-from trainkit.cli import UserError
-from trainkit.progress import read_events
+from trainkit_gka.cli import UserError
+from trainkit_gka.progress import read_events
 
 TINY = Cell(depth=1, attention="gka", gka_values="normalised", tokens=64 * 60, batch=64, dtype="bfloat16")
 REFUSED = replace(TINY, rate=1e6)  # its weight decay would take whole matrices away
@@ -116,7 +116,7 @@ def test_a_stopped_and_killed_cell_continues_to_the_same_result(packed, trained,
 
 
 def test_a_cell_that_another_process_trains_is_left_to_it(packed, tmp_path):
-    from trainkit.files import locked
+    from trainkit_gka.files import locked
 
     one = study(packed, tmp_path)
     with locked(one.folder(TINY), "training in"):

@@ -16,7 +16,7 @@ from runs.study.grid import DEEPER, scaled_places
 from runs.study.rates import DEEPEST, SMALLEST
 from runs.study.scores import Scores
 from study_rows import DATA, row, write
-from trainkit.cli import UserError
+from trainkit_gka.cli import UserError
 
 NOISE = {0: 0.004, 1: -0.001, 2: -0.003}  # of a seed, the same for every family
 

@@ -12,8 +12,8 @@ from runs.sections import study_heads
 from runs.sections.study import NOT_RUN
 from runs.study import heads, probes
 from tiny_gpt import SHAPE, awake, write_run
-from trainkit.cli import UserError
-from trainkit.progress import read_lines
+from trainkit_gka.cli import UserError
+from trainkit_gka.progress import read_lines
 
 VOCABULARY, BOS = 5000, 4999
 

@@ -10,7 +10,7 @@ from runs.study import speed
 from runs.study.cells import Cell
 from runs.study.families import ALL
 from study_rows import row, write
-from trainkit.progress import read_lines
+from trainkit_gka.progress import read_lines
 
 
 def timed(path: Path, speeds: dict[str, float | None], depth: int, group: str = "one", hardware: str = "a CPU") -> None:

@@ -21,7 +21,7 @@ from runs.study.vision.cells import Setting, VisionCell
 from runs.study.vision.families import DEEPER, FAMILIES, SEEDS, VisionDone, families_of, groups
 from runs.study.vision.images import DIGITS, PHOTOS, load
 from runs.study.vision.rows import VisionPace, VisionStudy
-from trainkit.cli import UserError
+from trainkit_gka.cli import UserError
 
 TINY = Setting(
     model=("patch_size=8", "embed_dim=16", "depth=2", "num_heads=2"),

@@ -11,7 +11,7 @@ from runs import tables
 from runs.bench import gpt as bench_gpt
 from runs.demo.report import COLUMNS
 from runs.sections import benchmarks, demo, sources, speed, summary
-from trainkit.cli import UserError
+from trainkit_gka.cli import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "runs/results"

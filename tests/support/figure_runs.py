@@ -5,7 +5,7 @@ import torch
 from deit_gka.figures.subjects import of_timm, subjects_of
 from deit_gka.model.checkpoints import build
 from tiny_vision import SHAPE, SIZE, photo
-from trainkit import checkpoint
+from trainkit_gka import checkpoint
 
 GKA, SOFTMAX = "deit_tiny_gka_patch16_224", "deit_tiny_patch16_224"
 TINY = ["--model-kwargs", f"img_size={SIZE}", *(f"{key}={value}" for key, value in SHAPE.items())]

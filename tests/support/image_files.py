@@ -11,7 +11,7 @@ from PIL import Image
 from deit_gka.data.sources import DataParts, decode, kept, open_source
 from deit_gka.data.sources.base import list_hash
 from tiny_vision import encoded
-from trainkit.cli import UserError
+from trainkit_gka.cli import UserError
 
 
 def png(value: int) -> bytes:

@@ -24,11 +24,11 @@ from pathlib import Path
 from unittest import mock
 
 from gka.impl.cpu import build
-from trainkit import workers
+from trainkit_gka import workers
 
 HANG_AFTER = 1200  # seconds; tells a hang from a machine that has twenty other things to do
 LIBRARIES = [
-    *("deit_gka.training.trainer", "nanochat_gka.training.trainer", "trainkit.loop", "tyro", "torch._dynamo"),
+    *("deit_gka.training.trainer", "nanochat_gka.training.trainer", "trainkit_gka.loop", "tyro", "torch._dynamo"),
     *("sklearn.datasets", "sklearn.model_selection", "processes"),
 ]
 

@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("gka", "trainkit", "nanochat_gka", "deit_gka", "runs")
+PACKAGES = ("gka", "trainkit_gka", "nanochat_gka", "deit_gka", "runs")
 ENTRY_POINT = '\nif __name__ == "__main__":\n'
 GENERATED = re.compile(r"<!-- table:.*?<!-- /table -->", re.DOTALL)
 FENCE = re.compile(r"^```.*?^```[^\S\n]*$", re.MULTILINE | re.DOTALL)

@@ -18,7 +18,7 @@ import pytest
 
 import processes
 from processes import HANG_AFTER, environment
-from trainkit.cli import UserError
+from trainkit_gka.cli import UserError
 
 SEQUENCE_LEN = 32
 TEXT = (
@@ -54,7 +54,7 @@ def write_corpus(folder: Path, files: int = 2, docs: int = 400, row_group: int =
 def command(module: str, *flags, ranks: int = 1) -> list[str]:
     start = [sys.executable, "-m"]
     if ranks > 1:  # the dashes keep torchrun from taking our --run
-        start += ["trainkit.torchrun", "--standalone", "--nproc-per-node", str(ranks), "-m", "--"]
+        start += ["trainkit_gka.torchrun", "--standalone", "--nproc-per-node", str(ranks), "-m", "--"]
     return [*start, module, *map(str, flags)]
 
 

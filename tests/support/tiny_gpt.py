@@ -7,7 +7,7 @@ import torch
 
 from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.gpt import GPT, build
-from trainkit import checkpoint
+from trainkit_gka import checkpoint
 
 SHAPE = GPTConfig(sequence_len=16, vocab_size=70, n_layer=4, n_head=4, n_kv_head=4, n_embd=64, window_pattern="SL")
 VARIANTS = [

@@ -6,7 +6,7 @@ from PIL import Image
 from deit_gka.data.sources import Source
 from deit_gka.recipe import Recipe
 from tiny_vision import SIZE
-from trainkit.distributed import Runtime
+from trainkit_gka.distributed import Runtime
 
 CPU = torch.device("cpu")
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
-from trainkit.cli import MayChange, run
-from trainkit.loop import launch
-from trainkit.run_config import RunConfig
-from trainkit.trainer import Trainer
+from trainkit_gka.cli import MayChange, run
+from trainkit_gka.loop import launch
+from trainkit_gka.run_config import RunConfig
+from trainkit_gka.trainer import Trainer
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 import tiny_vision
 from deit_gka.model.checkpoints import build
 from tiny_vision import MICRO, SHAPE, SIZE
-from trainkit.cli import UserError, run
+from trainkit_gka.cli import UserError, run
 
 TRAIN, EVALUATE, EXPORT = "deit_gka.train", "deit_gka.evaluate", "deit_gka.export"
 EPOCHS, STEPS_PER_EPOCH = 5, 6

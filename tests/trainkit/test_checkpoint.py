@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import tiny
-from trainkit import checkpoint
-from trainkit.cli import UserError
+from trainkit_gka import checkpoint
+from trainkit_gka.cli import UserError
 
 TENSORS = {
     "model": {"weight": torch.arange(12.0).reshape(3, 4)},
@@ -207,7 +207,7 @@ def test_failed_save_keeps_the_others(tmp_path):
 SAVER = """
 import os, sys, torch
 from pathlib import Path
-from trainkit import checkpoint
+from trainkit_gka import checkpoint
 
 torch.set_num_threads(1)
 folder = Path(sys.argv[1])

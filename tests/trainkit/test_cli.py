@@ -20,7 +20,7 @@ import pytest
 
 import processes
 from sources import ENTRY_POINT, ROOT, tracked
-from trainkit.cli import UserError, command_line, run
+from trainkit_gka.cli import UserError, command_line, run
 
 CONFIGS = {
     "nanochat_gka.train": "TrainConfig",
@@ -63,7 +63,7 @@ def test_a_launcher_that_cannot_be_seen_is_not_named(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "gone")
     monkeypatch.setattr("os.getppid", lambda: gone.pid)
-    assert " -m trainkit.torchrun --standalone --nproc-per-node 2 " in command_line()
+    assert " -m trainkit_gka.torchrun --standalone --nproc-per-node 2 " in command_line()
 
 
 def test_interrupted_is_130(capsys):

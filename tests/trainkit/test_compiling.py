@@ -5,8 +5,8 @@ import torch
 import tiny
 from gpt_runs import MODULE, flags
 from processes import environment
-from trainkit import compiling
-from trainkit.distributed import Runtime
+from trainkit_gka import compiling
+from trainkit_gka.distributed import Runtime
 
 HERE = Runtime(0, 1, torch.device("cpu"))
 

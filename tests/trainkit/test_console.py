@@ -11,12 +11,12 @@ import pytest
 
 import gka
 from sources import ENTRY_POINT, ROOT
-from trainkit.console import GROUP, main
-from trainkit.extras import MissingExtra, require, require_version
+from trainkit_gka.console import GROUP, main
+from trainkit_gka.extras import MissingExtra, require, require_version
 
 COMMANDS = {command.name: command.value for command in entry_points(group=GROUP)}
 NEEDS_MORE = """
-from trainkit.extras import require
+from trainkit_gka.extras import require
 require(__name__, "lm", "os", "a_module_that_nobody_has")
 """
 
@@ -29,7 +29,7 @@ def test_every_script_names_a_module_that_is_a_command():
 
 
 def test_a_script_is_its_module(tmp_path):
-    start = "import sys; sys.argv[0] = '/somewhere/bin/gka-pack'; from trainkit.console import main; main()"
+    start = "import sys; sys.argv[0] = '/somewhere/bin/gka-pack'; from trainkit_gka.console import main; main()"
     done = subprocess.run([sys.executable, "-c", start, "--help"], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0 and done.stdout.startswith("usage: /somewhere/bin/gka-pack [-h] "), done
     assert "--sequence-len" in done.stdout
@@ -38,10 +38,10 @@ def test_a_script_is_its_module(tmp_path):
 def test_a_script_names_itself_where_a_run_is_continued(tmp_path):
     """As a console script starts, up to the module, which here prints its command."""
     (tmp_path / "says").mkdir()
-    (tmp_path / "says/it.py").write_text("from trainkit.cli import command_line\nprint(command_line())\n")
+    (tmp_path / "says/it.py").write_text("from trainkit_gka.cli import command_line\nprint(command_line())\n")
     (tmp_path / "gka-pack").write_text(
         f"#!{sys.executable}\nimport sys\nsys.path.insert(0, {str(tmp_path)!r})\n"
-        "from importlib.metadata import EntryPoint\nfrom trainkit import console\n"
+        "from importlib.metadata import EntryPoint\nfrom trainkit_gka import console\n"
         "console.entry_points = lambda **wanted: [EntryPoint('gka-pack', 'says.it', console.GROUP)]\nconsole.main()\n"
     )
     (tmp_path / "gka-pack").chmod(0o755)
@@ -59,8 +59,8 @@ def test_a_missing_extra_is_one_line_and_exit_code_2(tmp_path, monkeypatch, caps
     monkeypatch.syspath_prepend(tmp_path)
     command = entry_points(group=GROUP)["gka-pack"]
     object.__setattr__(command, "value", "needs_more.pack")
-    monkeypatch.setattr("trainkit.cli.console_script", "")  # and back
-    monkeypatch.setattr("trainkit.console.entry_points", lambda **wanted: [command])
+    monkeypatch.setattr("trainkit_gka.cli.console_script", "")  # and back
+    monkeypatch.setattr("trainkit_gka.console.entry_points", lambda **wanted: [command])
     with pytest.raises(SystemExit) as left:
         main()
     assert left.value.code == 2

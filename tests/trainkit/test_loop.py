@@ -16,12 +16,12 @@ import pytest
 import tiny
 from processes import signals_kept
 from toy_trainer import ToyConfig, ToyTrainer
-from trainkit import checkpoint
-from trainkit.cli import UserError
-from trainkit.distributed import Runtime
-from trainkit.loop import finish_record, launch
-from trainkit.progress import read_events
-from trainkit.results import read_results
+from trainkit_gka import checkpoint
+from trainkit_gka.cli import UserError
+from trainkit_gka.distributed import Runtime
+from trainkit_gka.loop import finish_record, launch
+from trainkit_gka.progress import read_events
+from trainkit_gka.results import read_results
 
 STEPS = 12
 

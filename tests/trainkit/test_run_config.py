@@ -10,8 +10,8 @@ import pytest
 from deit_gka.recipe import Recipe
 from deit_gka.training.config import TrainConfig as VisionConfig
 from nanochat_gka.training.config import TrainConfig as LanguageConfig
-from trainkit.cli import Count, MayChange, UserError, check_bounds
-from trainkit.run_config import RunConfig
+from trainkit_gka.cli import Count, MayChange, UserError, check_bounds
+from trainkit_gka.run_config import RunConfig
 
 # A new flag belongs here if it decides what is computed; if not, its field's type is MayChange[...].
 LANGUAGE = {

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import tiny
-from trainkit.cli import PassingFault, UserError, as_typed
-from trainkit.distributed import Runtime, setup
-from trainkit.files import atomic, atomic_folder, locked, read_json, remove_stale_temporaries, write_json
-from trainkit.progress import Pace, RunLog, clock_text, read_events, read_lines
-from trainkit.results import append_result, describe_hardware, is_processor, peak_memory, processor_name
+from trainkit_gka.cli import PassingFault, UserError, as_typed
+from trainkit_gka.distributed import Runtime, setup
+from trainkit_gka.files import atomic, atomic_folder, locked, read_json, remove_stale_temporaries, write_json
+from trainkit_gka.progress import Pace, RunLog, clock_text, read_events, read_lines
+from trainkit_gka.results import append_result, describe_hardware, is_processor, peak_memory, processor_name
 
 # Files
 
@@ -81,7 +81,7 @@ def test_only_stale_temporaries_are_deleted(tmp_path):
 
 def test_lock_ends_with_a_killed_process(tmp_path):
     code = (
-        "import sys, time; from trainkit.files import locked\n"
+        "import sys, time; from trainkit_gka.files import locked\n"
         "with locked(sys.argv[1], 'packing'): print('held', flush=True); time.sleep(60)"
     )
     holder = subprocess.Popen(

@@ -12,14 +12,14 @@ import pytest
 
 from processes import environment, still_there
 from sources import ROOT
-from trainkit.signals import GRACE
+from trainkit_gka.signals import GRACE
 
 COMMAND = """
 import ctypes, os, sys, time
 from dataclasses import dataclass
 from pathlib import Path
-from trainkit import cli
-from trainkit.files import atomic
+from trainkit_gka import cli
+from trainkit_gka.files import atomic
 
 @dataclass
 class Command:
@@ -96,7 +96,7 @@ def test_nohup_ignores_sighup(tmp_path):
 TWO = r"""
 import os, sys, time
 from dataclasses import dataclass
-from trainkit import cli, distributed
+from trainkit_gka import cli, distributed
 
 @dataclass
 class Command:
@@ -111,7 +111,7 @@ def main(config):
 
 cli.run(main, Command)
 """
-TORCHRUN = ["-m", "trainkit.torchrun", "--standalone", "--nproc-per-node", "2", "--"]
+TORCHRUN = ["-m", "trainkit_gka.torchrun", "--standalone", "--nproc-per-node", "2", "--"]
 
 
 @pytest.mark.parametrize("to", ["torchrun", "the rank that works", "the rank that waits"])

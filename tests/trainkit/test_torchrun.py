@@ -11,15 +11,15 @@ from torch.distributed import run
 
 from processes import environment
 from sources import ROOT
-from trainkit.cli import OUR_TORCHRUN as OURS
-from trainkit.cli import as_typed
-from trainkit.torchrun import SETTINGS, on_one_machine
+from trainkit_gka.cli import OUR_TORCHRUN as OURS
+from trainkit_gka.cli import as_typed
+from trainkit_gka.torchrun import SETTINGS, on_one_machine
 
 SCRIPT = """
 import sys
 from dataclasses import dataclass
 
-from trainkit import cli
+from trainkit_gka import cli
 
 @dataclass
 class Command:
@@ -69,7 +69,7 @@ def test_a_mistake_is_not_tried_again_and_a_passing_fault_is(launcher, kind, tri
 
 MEETING = """
 import os, sys, torch
-from trainkit import distributed
+from trainkit_gka import distributed
 
 with distributed.running("cpu") as runtime:
     total = int(runtime.sum(torch.ones(1)).item())

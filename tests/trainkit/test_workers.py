@@ -23,9 +23,9 @@ from deit_gka.training import trainer
 from deit_gka.training.config import TrainConfig
 from processes import signals_kept, still_there
 from sources import ROOT, imports
-from trainkit import workers
-from trainkit.cli import PassingFault, UserError
-from trainkit.distributed import Runtime
+from trainkit_gka import workers
+from trainkit_gka.cli import PassingFault, UserError
+from trainkit_gka.distributed import Runtime
 from vision_runs import TRAIN, flags, in_process, records, wait_for_step
 
 CONTROL = """
@@ -60,7 +60,7 @@ def test_only_workers_module_starts_processes():
     for package in ("gka", "deit_gka", "nanochat_gka", "runs", "patches"):
         for path in (ROOT / package).rglob("*.py"):
             here, tree = path.relative_to(ROOT), ast.parse(path.read_text())
-            if path != ROOT / "trainkit/workers.py":
+            if path != ROOT / "trainkit_gka/workers.py":
                 names = {
                     node.attr if isinstance(node, ast.Attribute) else node.id
                     for node in ast.walk(tree)
@@ -74,7 +74,7 @@ def test_only_workers_module_starts_processes():
                     assert "context" in ast.unparse(call.args[1]), here
                 assert name != "DataLoader" or path == ROOT / "deit_gka/data/workers.py", here
                 assert not any(keyword.arg == "num_proc" for keyword in call.keywords), here
-    source = ROOT.joinpath("trainkit/workers.py").read_text()
+    source = ROOT.joinpath("trainkit_gka/workers.py").read_text()
     assert re.findall(r"get_context\((.*?)\)", source) == ['"forkserver"']
 
 
@@ -83,7 +83,7 @@ def test_server_has_no_threads_and_blocks_signals():
     code = """
 import numpy, pyarrow, torch, time
 from multiprocessing import forkserver
-from trainkit import workers
+from trainkit_gka import workers
 
 workers.context("numpy", "pyarrow", "datasets")
 worker = workers.context().Process(target=time.sleep, args=(60,), daemon=True)
@@ -250,7 +250,7 @@ os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 from deit_gka.data.workers import default_workers
 from nanochat_gka import pack
 from nanochat_gka.data import pool
-from trainkit import distributed, workers
+from trainkit_gka import distributed, workers
 import torch
 
 class Counted(pool.ProcessPoolExecutor):
@@ -275,7 +275,7 @@ if __name__ == "__main__":
 
 
 def test_loader_waits_less_than_other_ranks():
-    from trainkit.distributed import COLLECTIVE_TIMEOUT
+    from trainkit_gka.distributed import COLLECTIVE_TIMEOUT
 
     assert 300 <= loader_workers.BATCH_TIMEOUT <= COLLECTIVE_TIMEOUT.total_seconds() / 2
 

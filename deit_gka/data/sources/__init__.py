@@ -20,7 +20,7 @@ from deit_gka.data.sources.folder import Folder, class_folders
 from deit_gka.data.sources.hub import Hub, Stream
 from deit_gka.data.sources.parts import ALL_PARTS, NONE, DataParts
 from deit_gka.data.sources.tars import Tars, shards_of
-from trainkit.cli import UserError
+from trainkit_gka.cli import UserError
 
 __all__ = ["FORMS", "BrokenImage", "DataParts", "Record", "Source", "Stream", "check_classes", "decode", "located",
            "open_source"]  # fmt: skip

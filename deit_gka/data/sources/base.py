@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from trainkit.progress import progress_bar
+from trainkit_gka.progress import progress_bar
 
 Record = tuple[bytes | Image.Image, int, str]  # encoded or decoded image, label, a name for reports
 MAX_CLASSES = 1_000_000  # a larger label is a mistake

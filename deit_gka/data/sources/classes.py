@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from deit_gka.data.sources.base import Source, ignored_text
-from trainkit.cli import UserError
+from trainkit_gka.cli import UserError
 
 IMAGENET = {"train": 1_281_167, "val": 50_000}
 

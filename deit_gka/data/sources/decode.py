@@ -8,7 +8,7 @@ from io import BytesIO
 import numpy as np
 from PIL import Image, ImageOps
 
-from trainkit.cli import reason_of
+from trainkit_gka.cli import reason_of
 
 Image.init()  # Pillow's formats; not all of them are taken: for EPS it would run Ghostscript
 FORMATS = tuple(form for form in ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF", "AVIF") if form in Image.OPEN)

@@ -4,8 +4,8 @@ import numpy as np
 from PIL import Image
 
 from deit_gka.data.sources.base import Record, Source
-from trainkit import extras
-from trainkit.cli import UserError
+from trainkit_gka import extras
+from trainkit_gka.cli import UserError
 
 
 class Digits(Source):

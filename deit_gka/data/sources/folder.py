@@ -15,7 +15,7 @@ from deit_gka.data.sources.base import Names, Record, Source, counted, counts_of
 from deit_gka.data.sources.classes import in_order
 from deit_gka.data.sources.decode import EXTENSIONS, is_image
 from deit_gka.data.sources.kept import Note, Tensors, kept
-from trainkit.cli import UserError
+from trainkit_gka.cli import UserError
 
 LINK = "link to a folder of these"
 

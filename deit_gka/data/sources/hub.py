@@ -11,8 +11,8 @@ import numpy as np
 
 from deit_gka.data.sources.base import MAX_CLASSES, Record, Source
 from deit_gka.data.sources.parts import NONE, DataParts
-from trainkit import extras
-from trainkit.cli import PassingFault, UserError, flag_of, reason_of
+from trainkit_gka import extras
+from trainkit_gka.cli import PassingFault, UserError, flag_of, reason_of
 
 HUB_SPLITS = {"train": ("train",), "val": ("validation", "val", "valid")}
 LABEL_NAMES = ("label", "labels")  # of columns whose numbers are taken for classes without being asked for

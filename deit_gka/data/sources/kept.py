@@ -18,8 +18,8 @@ from safetensors.torch import load
 
 from deit_gka.data.sources.base import Names
 from gka.impl.cpu.build import cache_folder
-from trainkit.checkpoint import write_tensors
-from trainkit.files import atomic
+from trainkit_gka.checkpoint import write_tensors
+from trainkit_gka.files import atomic
 
 SWITCH = "GKA_KEEP_LISTS"  # 0: neither read nor write them
 FORMAT = "3"

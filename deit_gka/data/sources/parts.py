@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from trainkit.cli import MayChange, UserError, flag_of
+from trainkit_gka.cli import MayChange, UserError, flag_of
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from deit_gka.data.sources.base import MAX_CLASSES, Names, Record, Source, count
 from deit_gka.data.sources.decode import EXTENSIONS, is_image
 from deit_gka.data.sources.kept import Note, Tensors, kept
 from deit_gka.data.sources.parts import NONE, DataParts
-from trainkit.cli import UserError, reason_of
+from trainkit_gka.cli import UserError, reason_of
 
 USUAL_WORDS = ("train", "val", "eval")  # the first that starts a word: "retrieval-train-0.tar" is training data
 KEY = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)", re.DOTALL)  # webdataset's: the suffix begins at the name's first dot

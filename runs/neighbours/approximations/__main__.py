@@ -22,9 +22,9 @@ from runs.neighbours.approximations.measure import CPU, EXACT, Truth, time_in_tu
 from runs.neighbours.approximations.pictures import draw
 from runs.neighbours.approximations.rows import FUSED, Approximations
 from runs.neighbours.approximations.sources import RANDOM, case_of
-from trainkit.cli import Bounds, Count, UserError, run
-from trainkit.progress import console
-from trainkit.results import append_line, append_result, read_results
+from trainkit_gka.cli import Bounds, Count, UserError, run
+from trainkit_gka.progress import console
+from trainkit_gka.results import append_line, append_result, read_results
 
 RUNS = [Path("out/demo/runs") / name for name in ("d4-gka-paper-400", "d4-gka-offsets-400", "digits-gka-50-seed0")]
 KIND = "approximation"

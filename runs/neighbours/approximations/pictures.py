@@ -4,7 +4,7 @@ from pathlib import Path
 
 from runs.neighbours.approximations.forms import FORMS
 from runs.neighbours.approximations.rows import FUSED, MEAN, SOFTMAX, Approximations
-from trainkit.plots import Figure, save, subplots
+from trainkit_gka.plots import Figure, save, subplots
 
 TOKENS = 16_384
 PICTURE = "approximations.png"

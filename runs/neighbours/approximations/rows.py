@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
-from trainkit.results import read_results
+from trainkit_gka.results import read_results
 
 FUSED, SOFTMAX, MEAN = "exact, fused", "softmax, fused", "mean"
 EXACT, BEST, WINDOW = "exact", "window + Nyström", "window"

@@ -13,8 +13,8 @@ from nanochat_gka.data.builtin import read_texts
 from nanochat_gka.model.attention import GKAAttention
 from nanochat_gka.model.checkpoints import load
 from runs.neighbours.approximations.case import Case, random_case
-from trainkit import checkpoint
-from trainkit.cli import UserError
+from trainkit_gka import checkpoint
+from trainkit_gka.cli import UserError
 
 RANDOM = {"random": False, "random, causal": True}
 SEGMENT = 2048  # tokens of a text at most; longer cases are texts beside each other

@@ -26,7 +26,7 @@ from runs.neighbours.approximations.forms import FORMS
 from runs.neighbours.approximations.landmarks import nystrom
 from runs.neighbours.approximations.rows import BEST, EXACT, WINDOW
 from runs.neighbours.approximations.sums import Features, attend
-from trainkit.loop import finish_record, launch
+from trainkit_gka.loop import finish_record, launch
 
 Task = Literal["digits", "language", "language, offsets"]
 IMAGE_SIZE, PATCH = 32, 2  # pixels: 256 patches and CLS

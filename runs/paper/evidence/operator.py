@@ -9,7 +9,7 @@ from gka.api import EPS
 from runs.bench import operator_error
 from runs.paper.evidence import Finding, follows, holds, seen
 from runs.sections.sources import vision_records
-from trainkit.progress import read_lines
+from trainkit_gka.progress import read_lines
 
 SHAPE = (1, 40, 2, 16)  # batch, tokens, heads, head_dim
 SIGMAS = (1, 2, 4, 8)

@@ -8,8 +8,8 @@ from runs.paper.evidence import PRINTED, UNTESTED, Finding, follows, holds, seen
 from runs.paper.evidence.sizes import SIZES
 from runs.paper.paper_table import percent
 from runs.sections.sources import benchmarks
-from trainkit.progress import read_lines
-from trainkit.results import is_processor
+from trainkit_gka.progress import read_lines
+from trainkit_gka.results import is_processor
 
 TRAINING = ("training_64", "training_128")
 MEMORY = ("inference_memory", "memory_64", "memory_128")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from runs.study.runner import RunnerConfig, chosen_groups, train_left
 from runs.study.vision.images import load
 from runs.study.vision.rows import VisionStudy, groups_of
-from trainkit import cli
+from trainkit_gka import cli
 
 
 @dataclass(kw_only=True)

@@ -10,9 +10,9 @@ from PIL import Image
 
 from deit_gka.data.sources import Source, check_classes, decode, open_source
 from runs.study.vision.cells import Setting
-from trainkit.cli import UserError
-from trainkit.files import read_json, write_json
-from trainkit.progress import console
+from trainkit_gka.cli import UserError
+from trainkit_gka.files import read_json, write_json
+from trainkit_gka.progress import console
 
 SPLITS = ("train", "val")
 MANIFEST = "manifest.json"

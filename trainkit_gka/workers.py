@@ -57,7 +57,7 @@ def context(*packages: str) -> BaseContext:
     imported, while this process goes on: call it early. Workers start with SIGINT, SIGTERM and SIGHUP blocked, which
     reach a whole process group; the first function that a worker calls is `begin`.
     """
-    server_context, packages = multiprocessing.get_context("forkserver"), ("trainkit", *packages)
+    server_context, packages = multiprocessing.get_context("forkserver"), ("trainkit_gka", *packages)
     # Every worker runs the main program's imports again, and finds those modules imported.
     prefixes = tuple(f"{package}." for package in packages)
     server_context.set_forkserver_preload([*packages, *(name for name in sys.modules if name.startswith(prefixes))])

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
-from trainkit import onnx
-from trainkit.cli import UserError
-from trainkit.files import atomic_folder
+from trainkit_gka import onnx
+from trainkit_gka.cli import UserError
+from trainkit_gka.files import atomic_folder
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from trainkit import extras
-from trainkit.cli import UserError
-from trainkit.files import atomic
+from trainkit_gka import extras
+from trainkit_gka.cli import UserError
+from trainkit_gka.files import atomic
 
 NEEDED = ("onnx", "onnxscript", "onnxruntime")
 OPSET = 20

@@ -2,8 +2,8 @@
 
 import torch
 
-from trainkit.cli import UserError, reason_of
-from trainkit.distributed import Runtime
+from trainkit_gka.cli import UserError, reason_of
+from trainkit_gka.distributed import Runtime
 
 OFF = "off"
 

@@ -8,7 +8,7 @@ import torch
 from matplotlib import colormaps
 from matplotlib.colors import LogNorm, Normalize
 
-from trainkit.plots import subplots
+from trainkit_gka.plots import subplots
 
 CMAP = "inferno"
 GREY = (0.72, 0.72, 0.72)

@@ -20,9 +20,9 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from trainkit import extras
-from trainkit.cli import UserError, reason_of
-from trainkit.files import atomic
+from trainkit_gka import extras
+from trainkit_gka.cli import UserError, reason_of
+from trainkit_gka.files import atomic
 
 console = Console(stderr=False, soft_wrap=True)
 

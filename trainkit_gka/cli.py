@@ -18,14 +18,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar, get_type_hints
 
-from trainkit import signals
+from trainkit_gka import signals
 
 # The flags to lower when a GPU's memory is full, whichever a command has: they change the speed, not the result.
 BATCH_FLAGS = ("device_batch_size", "batch_tokens", "max_rows", "batch_size")
-OUR_TORCHRUN = "trainkit.torchrun"
+OUR_TORCHRUN = "trainkit_gka.torchrun"
 TORCHRUN = ("torchrun", "torch.distributed.run", OUR_TORCHRUN)
-console_script = ""  # the path of the installed command that this process was started as; `trainkit.console` sets it
-LAST_ERROR = "GKA_LAST_ERROR"  # from `trainkit.torchrun`: the file for the error that it prints as the last line
+console_script = (
+    ""  # the path of the installed command that this process was started as; `trainkit_gka.console` sets it
+)
+LAST_ERROR = "GKA_LAST_ERROR"  # from `trainkit_gka.torchrun`: the file for the error that it prints as the last line
 # Of torchrun: 1 gives restarted workers a store of their own. Without it they meet dead peers' addresses and hang.
 STORE_SWITCH = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 # Of torchrun too: the seconds that processes have for their step and a save after a signal.
@@ -92,7 +94,7 @@ class Bounds:
 
 T = TypeVar("T")
 MAY_CHANGE = "may change when a run is continued"
-MayChange = Annotated[T, MAY_CHANGE]  # the type of such a flag is MayChange[int]; see `trainkit.run_config`
+MayChange = Annotated[T, MAY_CHANGE]  # the type of such a flag is MayChange[int]; see `trainkit_gka.run_config`
 
 
 def flag_of(field: str) -> str:
@@ -247,7 +249,7 @@ def _leave(message: str, code: int = UserError.code) -> None:
 
 
 def leave_note(message: str, code: int) -> bool:
-    """Tell `trainkit.torchrun` what its command ends with. Returns whether that has started this process."""
+    """Tell `trainkit_gka.torchrun` what its command ends with. Returns whether that has started this process."""
     if note := os.environ.get(LAST_ERROR):
         with open(f"{note}.{os.getpid()}", "w") as file:
             json.dump({"message": message, "code": code}, file)

@@ -7,16 +7,16 @@ from typing import Any, ClassVar
 import torch
 from rich.progress import Progress
 
-from trainkit import checkpoint
-from trainkit.checkpoint import Tensors
-from trainkit.cli import UserError
-from trainkit.distributed import Runtime, Stop
-from trainkit.progress import RunLog
-from trainkit.run_config import RunConfig
+from trainkit_gka import checkpoint
+from trainkit_gka.checkpoint import Tensors
+from trainkit_gka.cli import UserError
+from trainkit_gka.distributed import Runtime, Stop
+from trainkit_gka.progress import RunLog
+from trainkit_gka.run_config import RunConfig
 
 
 class Trainer(ABC):
-    """A run that `trainkit.loop` trains. Everything is called on every process unless its docstring says otherwise.
+    """A run that `trainkit_gka.loop` trains. Everything is called on every process unless its docstring says otherwise.
 
     A subclass is built with its flags, where it runs, and the checkpoint that it continues from, if there is one. Its
     constructor may raise UserError, but must not wait for other processes. It sets

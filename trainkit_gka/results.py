@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from trainkit.cli import command_line
-from trainkit.progress import finite, read_lines
+from trainkit_gka.cli import command_line
+from trainkit_gka.progress import finite, read_lines
 
 PROJECT = Path(__file__).resolve().parents[1]
 CPUINFO = Path("/proc/cpuinfo")

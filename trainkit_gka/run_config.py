@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-from trainkit.cli import MAY_CHANGE, Count, CountOrOff, MayChange, Seed, UserError, flag_of
+from trainkit_gka.cli import MAY_CHANGE, Count, CountOrOff, MayChange, Seed, UserError, flag_of
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class RunConfig:
         return {**self.identity(), "model_tag": self.tag}
 
     def check(self) -> None:
-        """Raises UserError for values that make no sense together; `trainkit.cli.run` has checked each one's bounds."""
+        """Raises UserError for values that make no sense together; `trainkit_gka.cli` has checked each one's bounds."""
         if not self.tag or "/" in self.tag or self.tag.startswith("."):
             raise UserError(f"--model-tag must be a plain folder name, got {self.tag!r}")
 

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from trainkit import signals
-from trainkit.cli import STORE_SWITCH, PassingFault, UserError
-from trainkit.workers import cores
+from trainkit_gka import signals
+from trainkit_gka.cli import STORE_SWITCH, PassingFault, UserError
+from trainkit_gka.workers import cores
 
 # How long a process waits for the others: one may compile, or read ahead in a stream, much longer than another.
 COLLECTIVE_TIMEOUT = datetime.timedelta(hours=1)

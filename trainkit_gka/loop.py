@@ -1,6 +1,6 @@
 """The loop of every trainer: resume, announce, then step, log, save and report until the end or a signal, and finish.
 
-What a step computes and what is reported is the trainer's (`trainkit.trainer`). Nothing is lost: a checkpoint is
+What a step computes and what is reported is the trainer's (`trainkit_gka.trainer`). Nothing is lost: a checkpoint is
 written before every evaluation, a signal ends the loop after its step and a save, or ends its evaluation, which the
 next process makes again, and a run that was killed at any moment continues from its newest intact checkpoint; what its
 log has already is not done again.
@@ -11,15 +11,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainkit import signals
-from trainkit.checkpoint import Checkpoint, load_newest
-from trainkit.cli import command_line, leave_note
-from trainkit.distributed import Interrupted, Runtime, Stop, running
-from trainkit.files import locked
-from trainkit.progress import RunLog, progress_bar, read_events
-from trainkit.results import append_result, check_appendable
-from trainkit.run_config import RunConfig
-from trainkit.trainer import Trainer
+from trainkit_gka import signals
+from trainkit_gka.checkpoint import Checkpoint, load_newest
+from trainkit_gka.cli import command_line, leave_note
+from trainkit_gka.distributed import Interrupted, Runtime, Stop, running
+from trainkit_gka.files import locked
+from trainkit_gka.progress import RunLog, progress_bar, read_events
+from trainkit_gka.results import append_result, check_appendable
+from trainkit_gka.run_config import RunConfig
+from trainkit_gka.trainer import Trainer
 
 LOG = "log.jsonl"
 

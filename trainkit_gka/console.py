@@ -6,8 +6,8 @@ import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from trainkit import cli
-from trainkit.extras import MissingExtra
+from trainkit_gka import cli
+from trainkit_gka.extras import MissingExtra
 
 GROUP = "gka.commands"  # pyproject.toml: the module of each command
 

@@ -19,8 +19,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from trainkit.cli import UserError
-from trainkit.files import atomic_folder, read_json, sha256, usual_mode, write_json
+from trainkit_gka.cli import UserError
+from trainkit_gka.files import atomic_folder, read_json, sha256, usual_mode, write_json
 
 Tensors = dict[str, torch.Tensor]
 _NAME = re.compile(r"step_(\d{8})")

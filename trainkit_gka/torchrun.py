@@ -1,6 +1,6 @@
 """torchrun, so that a mistake ends with its one line and exit code, and restarted processes do not hang.
 
-    python -m trainkit.torchrun --standalone --nproc-per-node 7 -m -- nanochat_gka.train --data PACKED
+    python -m trainkit_gka.torchrun --standalone --nproc-per-node 7 -m -- nanochat_gka.train --data PACKED
 
 The flags are torchrun's; the dashes keep it from taking our --run for its --run-path. torchrun alone runs the same,
 but shows a traceback of its own after any error and exits with 1, takes a signal under nohup, or a second one while
@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from trainkit import signals
-from trainkit.cli import LAST_ERROR, SHUTDOWN_TIMEOUT, STORE_SWITCH, UserError
+from trainkit_gka import signals
+from trainkit_gka.cli import LAST_ERROR, SHUTDOWN_TIMEOUT, STORE_SWITCH, UserError
 
 # Seconds for a step and a save after SIGTERM or Ctrl-C; torchrun's own 30 may be too few.
 SETTINGS = {STORE_SWITCH: "1", SHUTDOWN_TIMEOUT: "300"}

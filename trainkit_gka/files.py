@@ -11,7 +11,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from trainkit.cli import UserError
+from trainkit_gka.cli import UserError
 
 
 def sha256(path: Path) -> str:
