@@ -46,20 +46,23 @@ def vit_cost(
     mlp_ratio: float = 4,
     value_bias: bool = True,
     distilled: bool = False,
+    norm_weight: bool = True,
+    channel_bandwidths: bool = False,
 ) -> ModelCost:
     """Cost of a DeiT-shaped ViT (pre-norm, CLS token, learned positions, biases everywhere).
 
     attention: a kind's name, or a pattern by layer such as GGGA. distilled: with DeiT's second token and head.
+    norm_weight: of the norms before attention. channel_bandwidths: of the GKA layers.
     Raises ValueError as `gka.layer_kinds` and `gka.attention_cost`.
     """
     patches, prefix = (image_size // patch_size) ** 2, 1 + distilled
     tokens, hidden, pixels = patches + prefix, int(mlp_ratio * dim), channels * patch_size**2
     kinds = layer_kinds(attention, depth)
     layers = [attention_cost(kind, dim, num_heads, tokens, value_bias=value_bias) for kind in kinds]
-    sublayers = sum(layer.parameters for layer in layers)
+    sublayers = sum(layer.parameters for layer in layers) + channel_bandwidths * kinds.count("gka") * dim
     mlps = depth * (2 * dim * hidden + hidden + dim)
     heads = prefix * (dim * classes + classes) if classes else 0
-    norms = (2 * depth + 1) * 2 * dim
+    norms = ((1 + norm_weight) * depth + 1) * 2 * dim
     embedding = (pixels * dim + dim) + prefix * dim + tokens * dim  # patches, special tokens, positions
     flops = 2 * patches * pixels * dim + depth * 4 * tokens * dim * hidden + prefix * 2 * dim * classes
     return ModelCost(
@@ -93,6 +96,8 @@ def cost_of(model: nn.Module) -> ModelCost | None:
         mlp_ratio=model.blocks[0].mlp.fc1.out_features / model.embed_dim,
         value_bias=any(getattr(layer, "value_bias", None) is not None for layer in layers),
         distilled=hasattr(model, "head_dist"),
+        norm_weight=getattr(model.blocks[0].norm1, "weight", None) is not None,
+        channel_bandwidths=any(getattr(layer, "log_scale", None) is not None for layer in layers),
     )
     known = cost.parameters == sum(parameter.numel() for parameter in model.parameters())
     return cost if known else None  # registers, no biases, images that are not square, ...

@@ -98,10 +98,12 @@ class GKA(TimmAttention, GaussianKernelAttention, kind="gka"):
     """Paper section 3: no W_Q, W_K, W_V; a bandwidth per head and W_O are learned. State: log_sigma (H,) float32, proj.
 
     sigma_squared: start of every head's sigma^2; None = sqrt(D).
+    channel_bandwidths: ours, not the paper's: the kernel compares features times exp(log_scale), a learned vector (C,)
+    that starts at 0, which gives every channel a bandwidth of its own; the values stay as they are.
     impl: as in `gaussian_attention`; "sdpa" can be exported without an operator of ours.
     """
 
-    SETTINGS = ("sigma_squared", "impl", "spatial_offsets")
+    SETTINGS = ("sigma_squared", "channel_bandwidths", "impl", "spatial_offsets")
 
     def __init__(
         self,
@@ -109,12 +111,14 @@ class GKA(TimmAttention, GaussianKernelAttention, kind="gka"):
         num_heads: int = 8,
         proj_bias: bool = True,
         sigma_squared: float | None = None,
+        channel_bandwidths: bool = False,
         impl: str = "auto",
         device=None,
         dtype=None,
         **shared,
     ):
         GaussianKernelAttention.__init__(self, dim, num_heads, bias=proj_bias, sigma_squared=sigma_squared, impl=impl)
+        self.log_scale = nn.Parameter(torch.zeros(dim)) if channel_bandwidths else None
         self._init_shared(**shared)
         self.to(device=device)
         self.proj.to(dtype=dtype)
@@ -123,6 +127,13 @@ class GKA(TimmAttention, GaussianKernelAttention, kind="gka"):
         """Refill the bandwidths; timm has initialised `proj` before it calls this."""
         with torch.no_grad():
             self.log_sigma.copy_(initial_log_sigma(self.num_heads, self.sigma_squared))
+            if self.log_scale is not None:
+                self.log_scale.zero_()
+
+    def reset_parameters(self) -> None:
+        """Refill everything, for example after building on the meta device."""
+        super().reset_parameters()
+        self.init_weights()
 
     def _log_sigma(self) -> torch.Tensor:
         return at_least_float32(self.log_sigma)
@@ -130,13 +141,21 @@ class GKA(TimmAttention, GaussianKernelAttention, kind="gka"):
     def own_values(self, heads):
         return heads
 
+    def features(self, heads: torch.Tensor) -> torch.Tensor:
+        """What the kernel compares, (B, N, H, D)."""
+        if self.log_scale is None:
+            return heads
+        return heads * self.log_scale.exp().unflatten(-1, (self.num_heads, -1)).to(heads.dtype)
+
     def mix(self, x, heads, attn_mask, is_causal):
-        values = None if self.offsets is None else self.values(heads)  # None: the features themselves
-        return mix_gaussian(heads, self._log_sigma(), values, attn_mask, is_causal, self.impl)
+        values_are_features = self.offsets is None and self.log_scale is None
+        values = None if values_are_features else self.values(heads)
+        return mix_gaussian(self.features(heads), self._log_sigma(), values, attn_mask, is_causal, self.impl)
 
     def logits(self, x, heads):
         # In logs, so that a mask that hides a token from itself leaves something to normalise.
-        return log_kernel(heads, heads, self._log_sigma())
+        features = self.features(heads)
+        return log_kernel(features, features, self._log_sigma())
 
 
 class VLT(TimmAttention, kind="vlt"):

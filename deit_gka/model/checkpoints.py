@@ -38,7 +38,7 @@ OWN_FLAGS = {"name": "--model", "pretrained": "--pretrained of evaluate", "input
 
 
 def parse_kwargs(words: Iterable[str]) -> dict[str, Any]:
-    """["depth=4", "attention=GGGA"] as {"depth": 4, "attention": "GGGA"}: values are JSON, or else text.
+    """["depth=4", "attention=GGGA"] as {"depth": 4, "attention": "GGGA"}: values are JSON, True or False, or else text.
 
     Raises UserError for words of another form, and for names and values that cannot be.
     """
@@ -48,7 +48,7 @@ def parse_kwargs(words: Iterable[str]) -> dict[str, Any]:
         if not separator or not key.isidentifier():
             raise UserError(f"--model-kwargs takes name=value, got {word!r}")
         try:
-            kwargs[key] = json.loads(value)
+            kwargs[key] = json.loads(value.lower() if value in ("True", "False") else value)
         except json.JSONDecodeError:
             kwargs[key] = value
         if key in OWN_FLAGS:

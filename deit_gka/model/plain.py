@@ -3,7 +3,8 @@
 It computes what the model computes (to rounding) with less work in between:
 - Tokens of all images are the rows of one matrix wherever a layer treats them alike.
 - GKA: the norm before it measures the features in sigma, and distances do not see its bias, so both move into its
-  weights and those of W_O. The exponent is then h_i.h_j - |h_j|^2 / 2, a product of features with one more channel.
+  weights and those of W_O (channel bandwidths stay by themselves: the values do not have them). The exponent is then
+  h_i.h_j - |h_j|^2 / 2, a product of features with one more channel.
 - Softmax and VLT: the scale moves into W_Q, a bias of the keys cancels in the softmax, one of the values passes through
   the rows of W, which sum to 1, into the bias of W_O.
 Legend: B images, N tokens, H heads, D head_dim, C = H * D.
@@ -75,17 +76,22 @@ class PlainGKA(PlainAttention):
     def __init__(self, block: Block):
         attn: GKA = block.attn
         norm, proj = block.norm1, attn.proj
+        if norm.weight is None:  # it gets one, of ones
+            norm = block.norm1 = nn.LayerNorm(attn.dim, eps=norm.eps)
         inverse_sigma = inverse_variance(attn._log_sigma().double()).sqrt().repeat_interleave(attn.head_dim)
         bias = norm.bias.double()
         with torch.no_grad():
             norm.weight.copy_(norm.weight.double() * inverse_sigma)
             norm.bias.zero_()
         super().__init__(attn, linear(proj.weight / inverse_sigma, moved(proj, bias)))
+        scale = None if attn.log_scale is None else attn.log_scale.detach().exp().unflatten(0, (attn.num_heads, 1, -1))
+        self.register_buffer("scale", scale)
 
     def project(self, x):
         heads = self.heads(x)
-        squares = (heads * heads).sum(-1, keepdim=True)
-        return F.pad(heads, (0, 1), value=-0.5), torch.cat([heads, squares], dim=-1), heads
+        features = heads if self.scale is None else heads * self.scale
+        squares = (features * features).sum(-1, keepdim=True)
+        return F.pad(features, (0, 1), value=-0.5), torch.cat([features, squares], dim=-1), heads
 
 
 class PlainSoftmax(PlainAttention):

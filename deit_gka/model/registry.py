@@ -87,12 +87,20 @@ def _configuration(distilled: bool) -> dict:
     return dict(url="", license="mit", num_classes=1000, pool_size=None, **images, **layers)
 
 
+def take_norm_weights(model: VisionTransformer) -> None:
+    """Leave every norm before attention without weight and bias. GKA's distances then count all channels alike."""
+    for block in model.blocks:
+        block.norm1 = nn.LayerNorm(model.embed_dim, eps=block.norm1.eps, elementwise_affine=False)
+
+
 def _entry_point(size: str, kind: str, distilled: bool):
     """The function that timm calls for `model_name(size, kind, distilled)`."""
     name = model_name(size, kind, distilled)
     architecture = VisionTransformerDistilled if distilled else VisionTransformer
 
-    def create(pretrained: bool = False, attention: str = kind, **kwargs) -> VisionTransformer:
+    def create(
+        pretrained: bool = False, attention: str = kind, norm_weight: bool = True, **kwargs
+    ) -> VisionTransformer:
         settings = {setting: kwargs.pop(setting) for setting in SETTINGS.keys() & kwargs.keys()}
         settings = {setting: value for setting, value in settings.items() if value is not None}
         features = dict(out_indices=kwargs.pop("out_indices", 3), feature_cls="getter")
@@ -100,6 +108,8 @@ def _entry_point(size: str, kind: str, distilled: bool):
         arguments |= dict(pretrained_filter_fn=checkpoint_filter_fn, feature_cfg=features)
         model = build_checked(architecture, name, pretrained, **arguments)
         place_offsets(model)
+        if not norm_weight:
+            take_norm_weights(model)
         return model
 
     shape = SIZES[size]
@@ -108,7 +118,8 @@ def _entry_point(size: str, kind: str, distilled: bool):
     create.__doc__ = (
         f"DeiT-{size} with {kind} attention{' and a distillation token' * distilled}: "
         f"{cost.parameters / 1e6:.2f}M parameters, {cost.flops / 1e9:.2f} GFLOPs at 224 pixels.\n\n"
-        "attention: another kind, or a pattern by layer such as GGGA. Settings of the kinds: "
+        "attention: another kind, or a pattern by layer such as GGGA. norm_weight: False takes weight and bias from "
+        "the norm before attention. Settings of the kinds: "
         f"{', '.join(f'{setting} ({chr(32).join(kinds)})' for setting, kinds in SETTINGS.items())}."
     )
     return create
