@@ -2,16 +2,15 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 from runs.sections.sources import measured, table
 from runs.sections.study import NOT_RUN, PROVISIONAL, ROWS, difference_of, rate_of, seeds_of
-from runs.study.rates import best_rate
 from runs.study.scores import Result
-from runs.study.vision.cells import VisionCell
-from runs.study.vision.families import DEEPER, FAMILIES, VisionDone
-from runs.study.vision.images import setting_of
+from runs.study.vision.cells import Setting, VisionCell
+from runs.study.vision.families import DEEPER, chosen_rate, done_of, families_of
+from runs.study.vision.images import DIGITS, setting_of
 from runs.study.vision.rows import VISION, score
 from trainkit_gka.progress import read_lines
 
@@ -35,7 +34,10 @@ def images(folder: Path = ROWS) -> str:
         rows = _rows(path)
         if rows:
             about = rows[-1]["data"]
-            said = f"{about['images']}, {about['train images']:,} for training and {about['val images']:,} held out:"
+            judged = f"{about['val images']:,} held out"
+            if held_out := about.get("held out"):
+                judged = f"{about['val images']:,} to test, rates by {held_out:,} that those of training hold out"
+            said = f"{about['images']}, {about['train images']:,} for training and {judged}:"
             parts.append(f"{said}\n\n{_table(rows)}\n{measured(rows[-1], f'study/{path.name}')}")
     return "\n\n".join(parts) or f"{NOT_RUN}: `.venv/bin/python -m runs.study.vision`"
 
@@ -55,28 +57,30 @@ def results_of(folder: Path = ROWS) -> dict[str, dict[str, VisionResult]]:
 
 
 def _results(rows: list[dict[str, Any]]) -> dict[str, VisionResult | None]:
-    return {name: _at_best_rate(family, rows) for name, family in {**FAMILIES, **DEEPER}.items()}
+    setting = setting_of(rows[-1]["data"]["images"]) if rows else DIGITS
+    return {name: _at_best_rate(family, rows, setting) for name, family in families_of(setting).items()}
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
-    results = _results(rows)
-    lines = []
+    results, lines = _results(rows), []
+    apart = bool(setting_of(rows[-1]["data"]["images"]).tuning_epochs)
     for name, result in results.items():
         if result is None and name in DEEPER:
             continue
         own = [NOT_RUN, "", ""] if result is None else [_accuracy(result), rate_of(result), seeds_of(result)]
         over = [_over(result, results[baseline]) if name != baseline else "" for baseline in BASELINES]
         counts = [f"{result['parameters']:,}", f"{result['flops'] / 1e6:.2f}"] if result else ["", ""]
-        lines.append([name, *own, *over, *counts])
+        lines.append([name, *own, *over, *counts, *([_speed(result), _sigma(result)] if apart else [])])
     headings = ["", "top-1 %", "rate", "seeds", *(f"over {baseline}" for baseline in BASELINES)]
     open_rates = any(result and not result.settled for result in results.values())
     note = f"\n\n{PROVISIONAL}" if open_rates else ""
-    return table([*headings, "parameters", "MFLOPs/image"], lines) + note
+    more = ["images/s", "learned σ"] if apart else []
+    return table([*headings, "parameters", "MFLOPs/image", *more], lines) + note
 
 
-def _at_best_rate(family: dict, rows: list[dict[str, Any]]) -> VisionResult | None:
+def _at_best_rate(family: dict, rows: list[dict[str, Any]], setting: Setting) -> VisionResult | None:
     """The family at the rate with most seeds, and among those of the best scores."""
-    done, rates = VisionDone(), {}
+    done, rates = done_of(setting)(), {}
     for row in rows:
         cell = VisionCell.from_row(row["cell"])
         done[cell] = score(row["metrics"])
@@ -90,11 +94,24 @@ def _at_best_rate(family: dict, rows: list[dict[str, Any]]) -> VisionResult | No
         return -len(scores), *(mean(part) for part in zip(*scores))
 
     rate = min(rates, key=order)
-    return VisionResult(rate, best_rate(family, done) is not None, rates[rate])
+    return VisionResult(rate, chosen_rate(family, done) is not None, rates[rate])
 
 
 def _accuracy(result: VisionResult) -> str:
     return f"{result.mean:.2f}" + (f" ± {result.spread:.2f}" if len(result.runs) > 1 else "")
+
+
+def _speed(result: VisionResult | None) -> str:
+    """Images that a training took each second, median over its seeds."""
+    speeds = [run["images_per_second"] for run in result.runs.values() if run["images_per_second"]] if result else []
+    return f"{median(speeds):,.0f}" if speeds else ""
+
+
+def _sigma(result: VisionResult | None) -> str:
+    """The least and the largest bandwidth of any head, layer and seed."""
+    runs = result.runs.values() if result else ()
+    values = [value for run in runs for layer in run["sigma"].values() for value in layer]
+    return f"{min(values):.2f} to {max(values):.2f}" if values else ""
 
 
 def _over(result: VisionResult | None, baseline: VisionResult | None) -> str:

@@ -2,24 +2,28 @@
 
 import json
 import statistics
+from collections import Counter
 from dataclasses import replace
 
+import datasets
 import pytest
 import tyro
+from PIL import Image
 
 import tiny_vision
 from deit_gka.training.config import TrainConfig
 from runs.demo import vision as demo
 from runs.demo.commands import START_SECONDS
 from runs.sections import study_vision
+from runs.sections.study import ROWS
 from runs.study import pictures_of_forms
 from runs.study.runner import show_left
 from runs.study.trainings import Trainings
 from runs.study.vision import images as settings
 from runs.study.vision.__main__ import VisionStudyConfig, main
 from runs.study.vision.cells import Setting, VisionCell
-from runs.study.vision.families import DEEPER, FAMILIES, SEEDS, VisionDone, families_of, groups
-from runs.study.vision.images import DIGITS, PHOTOS, load
+from runs.study.vision.families import DEEPER, FAMILIES, TUNED_APART, TunedApartDone, VisionDone, families_of, groups
+from runs.study.vision.images import CIFAR10, DIGITS, PHOTOS, SETTINGS, load
 from runs.study.vision.rows import VisionPace, VisionStudy
 from trainkit_gka.cli import UserError
 
@@ -77,7 +81,7 @@ def test_finished_cells_are_not_trained_again_and_are_scored_by_errors(study):
 def test_small_copies_are_made_once_and_known_by_content(pictures, tmp_path, capsys):
     one = load(str(pictures), tmp_path / "a")
     copies = sorted((tmp_path / "a").glob("*/*/*/*.png"))
-    assert len(copies) == 24 + 12 and "small copies" in capsys.readouterr().out
+    assert len(copies) == 24 + 12 and "making copies" in capsys.readouterr().out
     times = [path.stat().st_mtime_ns for path in copies]
     assert load(str(pictures), tmp_path / "a") == one and [path.stat().st_mtime_ns for path in copies] == times
     tiny_vision.write_pictures(tmp_path / "shapes", train=8, val=4)
@@ -89,6 +93,7 @@ def test_small_copies_are_made_once_and_known_by_content(pictures, tmp_path, cap
 def test_another_cell_recipe_or_set_of_images_has_another_key():
     cell, data = VisionCell("gka"), {"images": "digits"}
     changed = dict(attention="vlt", spatial_offsets="LU", rate=2.0, seed=1)
+    changed |= dict(norm_weight=False, channel_bandwidths=True, tuning=True)
     assert changed.keys() == VisionCell.__dataclass_fields__.keys()
     keys = {replace(cell, **{name: value}).key(data, DIGITS) for name, value in changed.items()}
     keys |= {cell.key(data, DIGITS), cell.key(data, PHOTOS), cell.key({"images": "others"}, DIGITS)}
@@ -101,21 +106,104 @@ def test_digits_are_trained_as_in_the_demo_and_every_flag_is_the_trainers():
     theirs = [*demo.MODEL_FLAGS, *demo.DATA_FLAGS, *demo.RECIPE_FLAGS, "--epochs", 50, "--attention", "gka"]
     theirs += ["--warmup-epochs", demo.WARMUP_EPOCHS]
     assert ours.identity() == tyro.cli(TrainConfig, args=[str(word) for word in theirs]).identity()
-    for family in families_of(6).values():
+    for family in families_of(PHOTOS).values():
         config = tyro.cli(TrainConfig, args=[str(w) for w in [*VisionCell(**family).flags(PHOTOS), "--data", "x"]])
         assert config.lr == 0.032 and config.attention == family["attention"]
 
 
 def test_seeds_follow_the_best_rate_and_hybrids_fit_the_depth():
-    assert families_of(4) == FAMILIES and families_of(6).keys() - FAMILIES == DEEPER.keys()
+    assert families_of(DIGITS) == FAMILIES and families_of(PHOTOS).keys() - FAMILIES == DEEPER.keys()
     family, done = FAMILIES["GKA + NLUD"], VisionDone()
-    own = groups({"GKA + NLUD": family})
+    own = groups({"GKA + NLUD": family}, seeds=5)
     assert [cell.rate for cell in own["rates"](done)] == [1.0, 0.5, 2.0] and own["seeds"](done) == []
     for rate, score in ((0.5, (3.0, 0.4)), (1.0, (3.0, 0.3)), (2.0, (5.0, 0.2))):  # equal errors: the loss decides
         done[VisionCell(**family, rate=rate)] = score
-    assert own["seeds"](done) == [VisionCell(**family, rate=1.0, seed=seed) for seed in SEEDS]
+    assert own["seeds"](done) == [VisionCell(**family, rate=1.0, seed=seed) for seed in range(5)]
     done[VisionCell(**family, rate=2.0)] = (1.0, 0.9)
     assert own["seeds"](done) == [] and own["rates"](done)[-1].rate == 4.0
+
+
+def test_every_row_of_earlier_images_keeps_its_key():
+    for name, setting in (("digits", DIGITS), ("images", PHOTOS)):
+        rows = [json.loads(line) for line in (ROWS / f"vision_{name}.jsonl").read_text().splitlines()]
+        keys = [VisionCell.from_row(row["cell"]).key(row["data"], setting) for row in rows]
+        assert len(keys) > 60 and keys == [row["key"] for row in rows]
+
+
+@pytest.fixture(scope="module")
+def parquet(tmp_path_factory):
+    """40 training and 8 validation images of two classes, 32 pixels, as Hugging Face parquet in a folder `cifar10`."""
+    folder = tmp_path_factory.mktemp("hub") / "cifar10"
+    features = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=["cat", "dog"]))
+    for split, count in (("train", 40), ("validation", 8)):
+        seeds = [number + 100 * (split == "train") for number in range(count)]
+        pictures = [tiny_vision.photo(seed, seed % 2, (32, 32)) for seed in seeds]
+        content = [{"bytes": tiny_vision.encoded(picture), "path": None} for picture in pictures]
+        rows = {"image": content, "label": [number % 2 for number in range(count)]}
+        folder.mkdir(exist_ok=True)
+        made = datasets.Dataset.from_dict(rows, features=features)
+        made.to_parquet(folder / f"{split}-00000-of-00001.parquet")
+    return folder
+
+
+def test_cifar10_chooses_rates_on_images_that_training_holds_out(parquet, tmp_path):
+    one = load(f"hf:{parquet}", tmp_path / "a")
+    assert one.setting is CIFAR10 and one.identity | {"sha256": ""} == {
+        "images": "cifar10", "train images": 40, "val images": 8, "held out": 4, "sha256": ""
+    }  # fmt: skip
+
+    def images(folder):
+        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.glob("*/*.png")}
+
+    tuning, compared = tmp_path / one.tuning_data, tmp_path / one.data
+    kept, held_out = images(tuning / "train"), images(tuning / "val")
+    assert not kept.keys() & held_out.keys() and kept | held_out == images(compared / "train")
+    assert Counter(name.split("/")[0] for name in held_out) == {"cat": 2, "dog": 2}
+    assert len(images(compared / "val")) == 8 and not set(images(compared / "val").values()) & set(held_out.values())
+    with Image.open(compared / "train/cat/000000.png") as copy:
+        assert copy.size == (32, 32)
+    again = load(f"hf:{parquet}", tmp_path / "b")
+    assert again.identity == one.identity and images(tmp_path / again.tuning_data / "val") == held_out
+    tuned, cell = VisionCell("gka", tuning=True), VisionCell("gka")
+    assert (one.folder_of(tuned), one.trained_on(tuned)) == (one.tuning_data, 36)
+    assert (one.folder_of(cell), one.trained_on(cell)) == (one.data, 40)
+
+
+def test_cifar10_tunes_each_kind_and_then_trains_all_families_seed_by_seed():
+    done, own = TunedApartDone(), groups(families_of(CIFAR10), CIFAR10.seeds)
+    rates = own["rates"](done)
+    assert all(cell.tuning and cell.seed == 0 for cell in rates) and own["seeds"](done) == []
+    tried = [VisionCell(kind, rate=rate, tuning=True) for kind in ("softmax", "gka", "vlt") for rate in (0.5, 1.0, 2.0)]
+    assert len(rates) == 9 and set(rates) == set(tried)  # of no family beside the three kinds
+    done.update({cell: (30.0 + abs(cell.rate - 1), 1.0) for cell in tried})
+    cells = own["seeds"](done)
+    assert [cell.seed for cell in cells] == [seed for seed in range(3) for _ in TUNED_APART]
+    assert not any(cell.tuning for cell in cells) and {cell.rate for cell in cells} == {1.0}
+    done[VisionCell("gka", rate=2.0, tuning=True)] = (10.0, 1.0)
+    assert own["rates"](done)[-1] == VisionCell("gka", rate=4.0, tuning=True)
+    assert {cell.attention for cell in own["seeds"](done)} == {"softmax", "vlt"}  # the rest waits for GKA's rate
+    for cell in (*cells, *rates):
+        tyro.cli(TrainConfig, args=[str(word) for word in [*cell.flags(CIFAR10), "--data", "x"]]).check()
+
+
+def test_a_rate_and_a_run_of_cifar10_become_rows_and_a_table(parquet, tmp_path, monkeypatch):
+    tiny = replace(TINY, tuning_epochs=2, seeds=1, batch=8)
+    monkeypatch.setitem(SETTINGS, "cifar10", tiny)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    one = VisionStudy(
+        load(f"hf:{parquet}", tmp_path / "x"), tmp_path / "vision_cifar10.jsonl", tmp_path / "runs", ["a"]
+    )
+    tuned, cell = VisionCell("gka", tuning=True), VisionCell("gka", norm_weight=False, channel_bandwidths=True)
+    one.GROUPS = {"a": lambda done: [tuned, cell]}
+    assert Trainings(one, at_once=2, threads=1, device_type="cpu").run()
+    metrics = {VisionCell.from_row(row["cell"]): row["metrics"] for row in one.rows().values()}
+    assert metrics[tuned]["images"] == 4 and metrics[cell]["images"] == 8
+    assert [point["epoch"] for point in metrics[tuned]["curve"]] == [1, 2]
+    assert metrics[tuned]["curve"][0]["ema_top1"] is not None and metrics[cell]["curve"][0]["loss"] > 0
+    text = study_vision.images(tmp_path)
+    assert "8 to test, rates by 4 that those of training hold out" in text
+    [line] = [line for line in text.splitlines() if "channel bandwidths" in line]
+    assert f"| {metrics[cell]['ema_top1']:.2f} | 1* | 1 |" in line and "| VLT | not run |" in text
 
 
 def test_the_table_has_means_spreads_and_paired_intervals(tmp_path):

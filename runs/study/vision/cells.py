@@ -16,6 +16,8 @@ class Setting:
     """What all runs on some images share. lr: at rate 1, per 1,024 images, as the trainer's flag.
 
     images_per_second: of one thread, a guess before anything is measured.
+    tuning_epochs: of the runs that choose a rate, if they are apart: shorter, and judged by training images that they
+    hold out. 0 chooses it among the runs that are compared, seed 0.
     """
 
     model: tuple[str, ...]  # --model-kwargs
@@ -24,16 +26,34 @@ class Setting:
     epochs: int
     batch: int
     images_per_second: float
+    seeds: int = 5
+    tuning_epochs: int = 0
+
+    @property
+    def depth(self) -> int:
+        """How many layers the model has."""
+        [depth] = [word.partition("=")[2] for word in self.model if word.startswith("depth=")]
+        return int(depth)
+
+    def epochs_of(self, cell: "VisionCell") -> int:
+        """How often the cell sees its training images."""
+        return self.tuning_epochs if cell.tuning else self.epochs
 
 
 @dataclass(frozen=True)
 class VisionCell:
-    """What differs between runs. rate: multiplies the learning rate."""
+    """What differs between runs. rate: multiplies the learning rate. tuning: it only chooses the rate, see `Setting`.
+
+    norm_weight, channel_bandwidths: as the models' arguments.
+    """
 
     attention: str
     spatial_offsets: str = ""
     rate: float = 1.0
     seed: int = 0
+    norm_weight: bool = True
+    channel_bandwidths: bool = False
+    tuning: bool = False
 
     @classmethod
     def from_row(cls, saved: dict[str, Any]) -> "VisionCell":
@@ -43,17 +63,26 @@ class VisionCell:
     @property
     def label(self) -> str:
         """For people: gka NLUD rate 2 seed 1."""
-        words = [self.attention, self.spatial_offsets, f"rate {self.rate:g}", f"seed {self.seed}"]
-        return " ".join(filter(None, words))
+        norm = "" if self.norm_weight else "norm without weight"
+        channels = "channel bandwidths" if self.channel_bandwidths else ""
+        words = [self.attention, self.spatial_offsets, norm, channels, f"rate {self.rate:g}", f"seed {self.seed}"]
+        return " ".join(filter(None, [*words, "held-out images" if self.tuning else ""]))
 
     def flags(self, setting: Setting) -> list[Any]:
         """The trainer's flags that decide what is computed."""
-        offsets = [f"spatial_offsets={self.spatial_offsets}"] if self.spatial_offsets else []
-        own = ["--model", OURS, "--attention", self.attention, "--model-kwargs", *setting.model, *offsets]
-        length = ["--epochs", setting.epochs, "--batch-size", setting.batch, "--seed", self.seed]
+        given = {
+            f"spatial_offsets={self.spatial_offsets}": self.spatial_offsets,
+            "norm_weight=false": not self.norm_weight,
+            "channel_bandwidths=true": self.channel_bandwidths,
+        }
+        form = [word for word, is_given in given.items() if is_given]
+        own = ["--model", OURS, "--attention", self.attention, "--model-kwargs", *setting.model, *form]
+        length = ["--epochs", setting.epochs_of(self), "--batch-size", setting.batch, "--seed", self.seed]
         return [*own, *length, "--lr", round(setting.lr * self.rate, 9), *setting.flags]
 
     def key(self, data: dict[str, Any], setting: Setting) -> str:
         """A hash of everything that is computed, and of the images it is computed from."""
         said = {"flags": [str(word) for word in self.flags(setting)], "data": data}
+        if self.tuning:
+            said["tuning"] = True  # other images are trained on and judged
         return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]

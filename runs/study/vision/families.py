@@ -2,16 +2,16 @@
 
 import math
 from collections.abc import Callable
+from typing import ClassVar
 
 from runs.study.rates import Done, best_rate, tried_rates
-from runs.study.vision.cells import VisionCell
+from runs.study.vision.cells import Setting, VisionCell
 
 # The patch itself, left, up and diagonal; then the four neighbours. The models have four heads.
 NLUD, LRUB = dict(spatial_offsets="NLUD"), dict(spatial_offsets="LRUB")
+KINDS = {"softmax": dict(attention="softmax"), "GKA": dict(attention="gka"), "VLT": dict(attention="vlt")}
 FAMILIES = {
-    "softmax": dict(attention="softmax"),
-    "GKA": dict(attention="gka"),
-    "VLT": dict(attention="vlt"),
+    **KINDS,
     "softmax + NLUD": dict(attention="softmax", **NLUD),
     "GKA + NLUD": dict(attention="gka", **NLUD),
     "softmax + LRUB": dict(attention="softmax", **LRUB),
@@ -20,34 +20,71 @@ FAMILIES = {
 }
 # Four layers have no place for one softmax layer in six.
 DEEPER = {"GGGGGA": dict(attention="GGGGGA")}
-SEEDS = (0, 1, 2, 3, 4)
+# Of a setting that tunes rates apart: LRUB is GKA's best on the digits and on the photographs. The norm's weight scales
+# what GKA's distances see of every channel; channel bandwidths give that back, and nothing else.
+BARE_NORM = dict(attention="gka", norm_weight=False)
+TUNED_APART = {
+    **KINDS,
+    "GKA + LRUB": FAMILIES["GKA + LRUB"],
+    "softmax + LRUB": FAMILIES["softmax + LRUB"],
+    "GKA, norm without weight": BARE_NORM,
+    "GKA, norm without weight, channel bandwidths": dict(**BARE_NORM, channel_bandwidths=True),
+    "GGGA": FAMILIES["GGGA"],
+}
 
 
 class VisionDone(Done):
     """Errors, in percent, and losses of finished cells."""
 
     rates = (0.5, 1.0, 2.0)
+    tuned_apart: ClassVar[bool] = False
 
     def first_cell(self, family: dict, rate: float) -> VisionCell:
-        return VisionCell(**family, rate=rate)
+        return VisionCell(**family, rate=rate, tuning=self.tuned_apart)
 
 
-def families_of(depth: int) -> dict[str, dict]:
-    """Those that differ from each other in models of that many layers."""
-    return FAMILIES | (DEEPER if depth >= 6 else {})
+class TunedApartDone(VisionDone):
+    """The same where runs of their own choose the rates."""
+
+    tuned_apart = True
 
 
-def groups(families: dict[str, dict]) -> dict[str, Callable[[Done], list[VisionCell]]]:
+def done_of(setting: Setting) -> type[VisionDone]:
+    """What keeps the scores of that setting's cells."""
+    return TunedApartDone if setting.tuning_epochs else VisionDone
+
+
+def families_of(setting: Setting) -> dict[str, dict]:
+    """Those that are compared there, and differ from each other in models of that many layers."""
+    if setting.tuning_epochs:
+        return TUNED_APART
+    return FAMILIES | (DEEPER if setting.depth >= 6 else {})
+
+
+def rate_family(family: dict, done: VisionDone) -> dict:
+    """The family whose rate this one takes: itself, but where rates are tuned apart, its kind; hybrids take GKA's."""
+    if not done.tuned_apart:
+        return family
+    return next((kind for kind in KINDS.values() if kind["attention"] == family["attention"]), KINDS["GKA"])
+
+
+def chosen_rate(family: dict, done: VisionDone) -> float | None:
+    """The rate that the family is compared at; None until it is known."""
+    return best_rate(rate_family(family, done), done)
+
+
+def groups(families: dict[str, dict], seeds: int) -> dict[str, Callable[[VisionDone], list[VisionCell]]]:
     """The groups of cells, as runs/study/grid.py has them for text."""
 
-    def rates(done: Done) -> list[VisionCell]:
-        """Which learning rate is best for each family?"""
-        cells = [VisionCell(**f, rate=rate) for f in families.values() for rate in tried_rates(f, done)]
+    def rates(done: VisionDone) -> list[VisionCell]:
+        """Which learning rate is best for each family, or for each kind of attention where rates are tuned apart?"""
+        tuned = [family for family in families.values() if rate_family(family, done) == family]
+        cells = [done.first_cell(family, rate) for family in tuned for rate in tried_rates(family, done)]
         return sorted(cells, key=lambda cell: abs(math.log2(cell.rate / done.rates[1])))
 
-    def seeds(done: Done) -> list[VisionCell]:
-        """How do the families differ over five seeds, each at its best rate?"""
-        known = [(family, best_rate(family, done)) for family in families.values()]
-        return [VisionCell(**f, rate=rate, seed=seed) for seed in SEEDS for f, rate in known if rate is not None]
+    def over_seeds(done: VisionDone) -> list[VisionCell]:
+        """How do the families differ over the seeds, each at its rate?"""
+        known = [(family, chosen_rate(family, done)) for family in families.values()]
+        return [VisionCell(**f, rate=rate, seed=seed) for seed in range(seeds) for f, rate in known if rate is not None]
 
-    return {"rates": rates, "seeds": seeds}
+    return {"rates": rates, "seeds": over_seeds}

@@ -1,5 +1,6 @@
 """Question 6 on some images: what trains a cell, and what a finished one's row says."""
 
+import math
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
@@ -9,11 +10,12 @@ from deit_gka.training.trainer import Trainer
 from runs.demo.commands import START_SECONDS, Job
 from runs.study.ledger import RECORD, Ledger
 from runs.study.vision.cells import VisionCell
-from runs.study.vision.families import VisionDone, families_of, groups
+from runs.study.vision.families import VisionDone, done_of, families_of, groups
 from runs.study.vision.images import Images
+from trainkit_gka.progress import read_events
 
 VISION = "study-vision"  # the kind of its rows
-REPORTS = ("--eval-every", -1, "--num-workers", 0, "--log-every", 30, "--save-every", 150)
+REPORTS = ("--num-workers", 0, "--log-every", 30, "--save-every", 150)
 
 
 class VisionPace:
@@ -26,7 +28,7 @@ class VisionPace:
     def seconds(self, cell: VisionCell) -> float:
         setting = self.images.setting
         speed = self.measured.get("images/s", setting.images_per_second)
-        return START_SECONDS + setting.epochs * self.images.identity["train images"] / speed
+        return START_SECONDS + setting.epochs_of(cell) * self.images.trained_on(cell) / speed
 
 
 class VisionStudy(Ledger):
@@ -37,7 +39,7 @@ class VisionStudy(Ledger):
 
     def __init__(self, images: Images, results: Path, runs: Path, groups: list[str], retry_failed: bool = False):
         super().__init__(results, runs, groups, retry_failed)
-        self.images, self.GROUPS = images, groups_of(images)
+        self.images, self.GROUPS, self.DONE = images, groups_of(images), done_of(images.setting)
 
     @property
     def identity(self):
@@ -46,28 +48,31 @@ class VisionStudy(Ledger):
     def key(self, cell: VisionCell) -> str:
         return cell.key(self.identity, self.images.setting)
 
-    def steps(self) -> int:
+    def steps(self, cell: VisionCell) -> int:
         """Updates of a run."""
-        return self.images.setting.epochs * (self.identity["train images"] // self.images.setting.batch)
+        setting = self.images.setting
+        return setting.epochs_of(cell) * (self.images.trained_on(cell) // setting.batch)
 
     def job(self, cell: VisionCell, device_type: str) -> Job:
         folder = self.folder(cell)
-        places = ["--data", self.images.data, "--out", folder.parent, "--model-tag", folder.name, *REPORTS]
+        places = ["--data", self.images.folder_of(cell), "--out", folder.parent, "--model-tag", folder.name, *REPORTS]
         places += ["--results", folder / RECORD, "--device-type", device_type]
-        flags = [*places, *cell.flags(self.images.setting)]
-        return Job(cell.label, "deit_gka.train", flags, folder, self.steps(), finish_keys=self.FINISH_KEYS)
+        every = 1 if cell.tuning else -1  # the images that compare are looked at once
+        flags = [*places, "--eval-every", every, *cell.flags(self.images.setting)]
+        return Job(cell.label, "deit_gka.train", flags, folder, self.steps(cell), finish_keys=self.FINISH_KEYS)
 
     def pace(self) -> VisionPace:
         return VisionPace(self.images, self.rows().values())
 
     def metrics(self, record, cell: VisionCell):
-        return record["metrics"]
+        return record["metrics"] | ({"curve": curve(self.folder(cell))} if self.images.setting.tuning_epochs else {})
 
     def score(self, metrics) -> tuple[float, float]:
         return score(metrics)
 
     def said(self, cell: VisionCell) -> str:
-        return f"EMA top-1 {100 - self.done()[cell][0]:.2f} %"
+        of = " of held-out images" if cell.tuning else ""
+        return f"EMA top-1{of} {100 - self.done()[cell][0]:.2f} %"
 
     def command(self, cell: VisionCell) -> str:
         return f"python -m runs.study.vision --data {self.images.name} --only {self.key(cell)}"
@@ -78,11 +83,17 @@ def score(metrics: dict[str, Any]) -> tuple[float, float]:
     return 100 - metrics["ema_top1"], metrics["ema_loss"]
 
 
-def depth_of(images: Images) -> int:
-    """How many layers the models have."""
-    [depth] = [word.partition("=")[2] for word in images.setting.model if word.startswith("depth=")]
-    return int(depth)
+def curve(folder: Path) -> list[dict[str, Any]]:
+    """How a run learned, by epoch: its training loss, mean of the logged updates, and what was judged on the way."""
+    losses: dict[int, list[float]] = {}
+    for record in read_events(folder / "log.jsonl", "train", "epoch", "loss"):
+        losses.setdefault(math.ceil(record["epoch"]), []).append(record["loss"])
+    judged = {record["epoch"]: record["ema_top1"] for record in read_events(folder / "log.jsonl", "eval", "ema_top1")}
+    return [
+        {"epoch": epoch, "loss": statistics.mean(losses[epoch]), "ema_top1": judged.get(epoch)}
+        for epoch in sorted(losses)
+    ]
 
 
 def groups_of(images: Images) -> dict:
-    return groups(families_of(depth_of(images)))
+    return groups(families_of(images.setting), images.setting.seeds)
