@@ -40,8 +40,8 @@ PHOTOS = Setting(
     batch=32,
     images_per_second=250,
 )
-# Ten epochs of 50,000 images: mixed images and RandAugment cost accuracy in so short a training. An average over about
-# 500 of 3,900 updates.
+# Ten epochs of 50,000 images: what some hours of two cores allow. Mixed images and RandAugment, meant for long
+# trainings, are left out without a trial. The average is over about 500 of 3,900 updates.
 CIFAR10 = Setting(
     model=("patch_size=4", "embed_dim=64", "depth=6", "num_heads=4"),
     flags=("--input-size", 32, *UNMIXED, "--model-ema-decay", 0.998, "--warmup-epochs", 1, *CROPS_OF_CIFAR10),
