@@ -22,7 +22,16 @@ from runs.study.trainings import Trainings
 from runs.study.vision import images as settings
 from runs.study.vision.__main__ import VisionStudyConfig, main
 from runs.study.vision.cells import Setting, VisionCell
-from runs.study.vision.families import DEEPER, FAMILIES, TUNED_APART, TunedApartDone, VisionDone, families_of, groups
+from runs.study.vision.families import (
+    BARE_NORM,
+    DEEPER,
+    FAMILIES,
+    TUNED_APART,
+    TunedApartDone,
+    VisionDone,
+    families_of,
+    groups,
+)
 from runs.study.vision.images import CIFAR10, DIGITS, PHOTOS, SETTINGS, load
 from runs.study.vision.rows import VisionPace, VisionStudy
 from trainkit_gka.cli import UserError
@@ -112,15 +121,21 @@ def test_digits_are_trained_as_in_the_demo_and_every_flag_is_the_trainers():
 
 
 def test_seeds_follow_the_best_rate_and_hybrids_fit_the_depth():
-    assert families_of(DIGITS) == FAMILIES and families_of(PHOTOS).keys() - FAMILIES == DEEPER.keys()
+    assert families_of(DIGITS) == FAMILIES | BARE_NORM
+    assert families_of(PHOTOS).keys() - families_of(DIGITS) == DEEPER.keys()
     family, done = FAMILIES["GKA + NLUD"], VisionDone()
-    own = groups({"GKA + NLUD": family}, seeds=5)
-    assert [cell.rate for cell in own["rates"](done)] == [1.0, 0.5, 2.0] and own["seeds"](done) == []
+
+    def own(group):
+        return [
+            cell for cell in groups(DIGITS)[group](done) if cell == VisionCell(**family, rate=cell.rate, seed=cell.seed)
+        ]
+
+    assert [cell.rate for cell in own("rates")] == [1.0, 0.5, 2.0] and own("seeds") == []
     for rate, score in ((0.5, (3.0, 0.4)), (1.0, (3.0, 0.3)), (2.0, (5.0, 0.2))):  # equal errors: the loss decides
         done[VisionCell(**family, rate=rate)] = score
-    assert own["seeds"](done) == [VisionCell(**family, rate=1.0, seed=seed) for seed in range(5)]
+    assert own("seeds") == [VisionCell(**family, rate=1.0, seed=seed) for seed in range(5)]
     done[VisionCell(**family, rate=2.0)] = (1.0, 0.9)
-    assert own["seeds"](done) == [] and own["rates"](done)[-1].rate == 4.0
+    assert own("seeds") == [] and 4.0 in [cell.rate for cell in own("rates")]
 
 
 def test_every_row_of_earlier_images_keeps_its_key():
@@ -170,7 +185,7 @@ def test_cifar10_chooses_rates_on_images_that_training_holds_out(parquet, tmp_pa
 
 
 def test_cifar10_tunes_each_kind_and_then_trains_all_families_seed_by_seed():
-    done, own = TunedApartDone(), groups(families_of(CIFAR10), CIFAR10.seeds)
+    done, own = TunedApartDone(), groups(CIFAR10)
     rates = own["rates"](done)
     assert all(cell.tuning and cell.seed == 0 for cell in rates) and own["seeds"](done) == []
     tried = [VisionCell(kind, rate=rate, tuning=True) for kind in ("softmax", "gka", "vlt") for rate in (0.5, 1.0, 2.0)]
@@ -178,6 +193,8 @@ def test_cifar10_tunes_each_kind_and_then_trains_all_families_seed_by_seed():
     done.update({cell: (30.0 + abs(cell.rate - 1), 1.0) for cell in tried})
     cells = own["seeds"](done)
     assert [cell.seed for cell in cells] == [seed for seed in range(3) for _ in TUNED_APART]
+    later = own["later-seeds"](done)
+    assert len(later) == 9 and not set(later) & set(cells)
     assert not any(cell.tuning for cell in cells) and {cell.rate for cell in cells} == {1.0}
     done[VisionCell("gka", rate=2.0, tuning=True)] = (10.0, 1.0)
     assert own["rates"](done)[-1] == VisionCell("gka", rate=4.0, tuning=True)
@@ -235,7 +252,7 @@ def test_the_table_has_means_spreads_and_paired_intervals(tmp_path):
 def test_the_list_and_mistakes_are_short(study, capsys, tmp_path):
     show_left(study)
     assert "some: 0 of 1 left" in capsys.readouterr().out
-    with pytest.raises(UserError, match="--groups nothing: the groups are rates, seeds, or all"):
+    with pytest.raises(UserError, match="--groups nothing: the groups are rates, seeds, later-seeds, or all"):
         main(VisionStudyConfig(groups=["nothing"], runs=tmp_path))
     with pytest.raises(UserError, match="does not exist"):
         main(VisionStudyConfig(data=str(tmp_path / "none"), runs=tmp_path))

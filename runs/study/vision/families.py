@@ -20,17 +20,14 @@ FAMILIES = {
 }
 # Four layers have no place for one softmax layer in six.
 DEEPER = {"GGGGGA": dict(attention="GGGGGA")}
-# Of a setting that tunes rates apart: LRUB is GKA's best on the digits and on the photographs. The norm's weight scales
-# what GKA's distances see of every channel; channel bandwidths give that back, and nothing else.
-BARE_NORM = dict(attention="gka", norm_weight=False)
-TUNED_APART = {
-    **KINDS,
-    "GKA + LRUB": FAMILIES["GKA + LRUB"],
-    "softmax + LRUB": FAMILIES["softmax + LRUB"],
-    "GKA, norm without weight": BARE_NORM,
-    "GKA, norm without weight, channel bandwidths": dict(**BARE_NORM, channel_bandwidths=True),
-    "GGGA": FAMILIES["GGGA"],
+# The norm's weight scales what GKA's distances see of every channel; channel bandwidths give that back, nothing else.
+BARE_NORM = {
+    "GKA, norm without weight": dict(attention="gka", norm_weight=False),
+    "GKA, norm without weight, channel bandwidths": dict(attention="gka", norm_weight=False, channel_bandwidths=True),
 }
+# Of a setting that tunes rates apart: LRUB is GKA's best on the digits and on the photographs.
+TUNED_APART = {**KINDS, **{name: FAMILIES[name] for name in ("GKA + LRUB", "softmax + LRUB")}}
+TUNED_APART_LATER = {"GGGA": FAMILIES["GGGA"], **BARE_NORM}
 
 
 class VisionDone(Done):
@@ -56,9 +53,18 @@ def done_of(setting: Setting) -> type[VisionDone]:
 
 def families_of(setting: Setting) -> dict[str, dict]:
     """Those that are compared there, and differ from each other in models of that many layers."""
+    return first_families(setting) | later_families(setting)
+
+
+def first_families(setting: Setting) -> dict[str, dict]:
+    """Those that have all their seeds before the others begin."""
     if setting.tuning_epochs:
         return TUNED_APART
     return FAMILIES | (DEEPER if setting.depth >= 6 else {})
+
+
+def later_families(setting: Setting) -> dict[str, dict]:
+    return TUNED_APART_LATER if setting.tuning_epochs else BARE_NORM
 
 
 def rate_family(family: dict, done: VisionDone) -> dict:
@@ -73,18 +79,25 @@ def chosen_rate(family: dict, done: VisionDone) -> float | None:
     return best_rate(rate_family(family, done), done)
 
 
-def groups(families: dict[str, dict], seeds: int) -> dict[str, Callable[[VisionDone], list[VisionCell]]]:
+def groups(setting: Setting) -> dict[str, Callable[[VisionDone], list[VisionCell]]]:
     """The groups of cells, as runs/study/grid.py has them for text."""
 
     def rates(done: VisionDone) -> list[VisionCell]:
         """Which learning rate is best for each family, or for each kind of attention where rates are tuned apart?"""
-        tuned = [family for family in families.values() if rate_family(family, done) == family]
+        tuned = [family for family in families_of(setting).values() if rate_family(family, done) == family]
         cells = [done.first_cell(family, rate) for family in tuned for rate in tried_rates(family, done)]
         return sorted(cells, key=lambda cell: abs(math.log2(cell.rate / done.rates[1])))
 
     def over_seeds(done: VisionDone) -> list[VisionCell]:
         """How do the families differ over the seeds, each at its rate?"""
-        known = [(family, chosen_rate(family, done)) for family in families.values()]
-        return [VisionCell(**f, rate=rate, seed=seed) for seed in range(seeds) for f, rate in known if rate is not None]
+        return at_chosen_rates(first_families(setting), done)
 
-    return {"rates": rates, "seeds": over_seeds}
+    def later_seeds(done: VisionDone) -> list[VisionCell]:
+        """The same for families that only come when the others are done."""
+        return at_chosen_rates(later_families(setting), done)
+
+    def at_chosen_rates(families: dict[str, dict], done: VisionDone) -> list[VisionCell]:
+        known = [(family, rate) for family in families.values() if (rate := chosen_rate(family, done)) is not None]
+        return [VisionCell(**f, rate=rate, seed=seed) for seed in range(setting.seeds) for f, rate in known]
+
+    return {"rates": rates, "seeds": over_seeds, "later-seeds": later_seeds}

@@ -10,7 +10,7 @@ from deit_gka.training.trainer import Trainer
 from runs.demo.commands import START_SECONDS, Job
 from runs.study.ledger import RECORD, Ledger
 from runs.study.vision.cells import VisionCell
-from runs.study.vision.families import VisionDone, done_of, families_of, groups
+from runs.study.vision.families import VisionDone, done_of, groups
 from runs.study.vision.images import Images
 from trainkit_gka.progress import read_events
 
@@ -96,4 +96,4 @@ def curve(folder: Path) -> list[dict[str, Any]]:
 
 
 def groups_of(images: Images) -> dict:
-    return groups(families_of(images.setting), images.setting.seeds)
+    return groups(images.setting)
