@@ -52,7 +52,7 @@ LONG_FILES = [
     *("nanochat/test_core", "gka/test_compile_and_autocast", "deit/test_distillation", "trainkit/test_torchrun"),
     *("nanochat/test_draw", "tests/test_layout", "trainkit/test_loop", "runs/test_study_vision"),
     *("deit/test_accounting", "nanochat/test_transformers", "deit/test_twins", "patches/test_apply"),
-    *("runs/test_bench_listing", "nanochat/test_eval_core", "deit/test_broken_images", "nanochat/test_cache"),
+    *("nanochat/test_eval_core", "deit/test_broken_images", "nanochat/test_cache"),
     *("runs/test_demo", "deit/test_timm", "gka/test_wheel"),
 ]
 

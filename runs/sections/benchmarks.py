@@ -2,8 +2,6 @@
 
 from gka.kinds import KINDS
 from runs.bench import error_over_seeds, error_sweep, operator_error
-from runs.bench import listing as bench_listing
-from runs.bench.packing import FILE as PACKING
 from runs.demo.language import VARIANTS, run_tag
 from runs.sections.sources import RESULTS, benchmarks, measured, table
 from trainkit_gka.progress import read_lines
@@ -107,33 +105,3 @@ def errors_of_sweep() -> str:
         )
     headings = ["times plain PyTorch's error", "median", "most", "cases above 1", "where it is most"]
     return "\n".join([table(headings, rows), measured(records, error_sweep.RESULTS.name)])
-
-
-def packing() -> str:
-    """Text tokenised and packed per second, by the number of processes; the newest line of each."""
-    newest = {record["config"]["packing_processes"]: record for record in read_lines(RESULTS / PACKING)}
-    rows = [
-        [str(count), f"{metrics['mb_per_second']:.1f}", f"{metrics['mb_per_second_and_process']:.1f}"]
-        for count, metrics in sorted((count, record["metrics"]) for count, record in newest.items())
-    ]
-    last = next(iter(newest.values()))
-    return "\n".join([table(["processes", "MB/s of text", "MB/s and process"], rows), measured(last, PACKING)])
-
-
-def listing() -> str:
-    """Seconds until all images of a data set are known, at a first start and at a later one; the newest lines."""
-    path = RESULTS / bench_listing.FILE
-    records = read_lines(path) if path.exists() else []
-    newest = {(record["config"]["form"], record["config"]["start"]): record for record in records}
-    rows = []
-    for form in bench_listing.FORMS:
-        if (form, "first") not in newest:
-            continue
-        starts = [newest[form, start]["metrics"] for start in ("first", "later")]
-        times = [f"{metrics[name]:.2f}" for metrics in starts for name in ("seconds", "processor_seconds")]
-        rows.append([f"{newest[form, 'first']['config']['images']:,} in {form}", *times])
-    if not rows:
-        return "Not run yet: `python -m runs.bench.listing`."
-    headings = ["", "first start, s", "of processor time", "later start, s", "of processor time"]
-    sources = dict.fromkeys(measured(record, bench_listing.FILE) for record in newest.values())
-    return "\n".join([table(headings, rows), *sources])
