@@ -35,7 +35,7 @@ sys.path.insert(0, wheel)
 import gka
 
 assert gka.__file__.startswith(wheel), gka.__file__
-needs_triton = set() if "triton" in allowed else {"launch", "forward", "backward", "head", "tiles"}
+needs_triton = set() if "triton" in allowed else {"launch", "forward", "backward", "head", "tiles", "resources", "tune"}
 for module in pkgutil.walk_packages(gka.__path__, "gka."):
     if module.name.rpartition(".")[2] not in needs_triton:
         importlib.import_module(module.name)

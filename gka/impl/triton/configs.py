@@ -1,7 +1,7 @@
 """Tile sizes of the Triton kernels per GPU generation: a small shipped table, read at every launch, never searched at
 run time.
 
-`python -m runs.bench.tune` times candidates on the GPU at hand and prints the lines that belong here.
+`python -m gka.impl.triton.tune` times candidates on the GPU at hand and prints them as they stand here.
 tests/golden/kernel_resources.txt lists what each entry costs in registers and shared memory.
 """
 

@@ -1,50 +1,61 @@
 """Compile the Triton kernels for GPUs that this machine need not have, and list what each shipped configuration needs.
 
-    python -m runs.bench.kernel_resources            prints the table of tests/golden/kernel_resources.txt
-    python -m runs.bench.kernel_resources --write    rewrites that file
-    python -m runs.bench.kernel_resources --every    every case of every configuration, not only the heaviest (minutes)
-    python -m runs.bench.kernel_resources --sample 8    eight of the lines
+    python -m gka.impl.triton.resources            prints the table of tests/golden/kernel_resources.txt
+    python -m gka.impl.triton.resources --write    rewrites that file
+    python -m gka.impl.triton.resources --every    every case of every configuration, not only the heaviest (minutes)
+    python -m gka.impl.triton.resources --sample 8    eight of the lines
 
 Per configuration: registers per thread, bytes of spilled registers (STACK), shared memory, tensor-core instructions
 (HGMMA on Hopper, HMMA), asynchronous copies (LDGSTS). Ends with 1 if one breaks a limit: spills, more shared memory
 than the device has, no tensor cores, no asynchronous copies. Needs the triton package and no GPU.
 """
 
+import argparse
 import collections
 import hashlib
+import multiprocessing
+import os
 import re
+import signal
+import subprocess
 import sys
-from dataclasses import dataclass, field
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
 from gka.bandwidth import LOG_SIGMA_BOUND
-from gka.impl.triton import backward as triton_backward
-from gka.impl.triton import configs as triton_configs
-from gka.impl.triton import forward as triton_forward
-from gka.impl.triton import head as triton_head
+from gka.impl.triton import backward, configs, forward, head
 from gka.impl.triton.tiles import NORM_COMPUTED, NORM_CONSTANT, NORM_LOADED
-from runs.bench.machine_code import compile_kernel, in_processes
-from trainkit_gka.cli import Count, CountOrAll, UserError, run
-from trainkit_gka.workers import cores
 
 VERSION = f"# Triton {triton.__version__},"
-GOLDEN = Path(__file__).resolve().parents[2] / "tests" / "golden" / "kernel_resources.txt"
+GKA = Path(__file__).resolve().parents[2]
+GOLDEN = GKA.parent / "tests" / "golden" / "kernel_resources.txt"
+# What is compiled, and what chooses it.
+SOURCES = (
+    "bandwidth",
+    *(f"impl/triton/{name}" for name in ("backward", "configs", "forward", "head", "resources", "tiles")),
+)
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SHARED_LIMIT = {80: 166912, 90: 232448, 120: 101376}  # bytes a block may use
 # Bytes per thread. float32 with head_dim 128 does not fit otherwise; other versions of Triton than the table was made
 # for may need a little.
 KNOWN_SPILLS = {(120, "queries", 128, 4): 16}
 SPILLS_OF_OTHER_VERSIONS = 64
+# Pointers to features; the others are to float32.
+FEATURES = ("p_x", "p_k", "p_v", "p_y", "p_dy", "p_dx", "p_dk", "p_dv")
 
 KERNELS = {
-    "forward": triton_forward.gka_forward_kernel,
-    "decode": triton_forward.gka_forward_kernel,
-    "symmetric": triton_backward.gka_symmetric_kernel,
-    "queries": triton_backward.gka_queries_kernel,
-    "keys": triton_backward.gka_keys_kernel,
-    "head": triton_head.gka_head_forward_kernel,
+    "forward": forward.gka_forward_kernel,
+    "decode": forward.gka_forward_kernel,
+    "symmetric": backward.gka_symmetric_kernel,
+    "queries": backward.gka_queries_kernel,
+    "keys": backward.gka_keys_kernel,
+    "head": head.gka_head_forward_kernel,
 }
 FULL = dict(HAS_BEFORE=False, HAS_AFTER=False)
 CAUSAL = dict(HAS_BEFORE=False, HAS_AFTER=True)
@@ -103,7 +114,7 @@ class Build(NamedTuple):
     head_dim: int
     size: int  # bytes per element
     case: str
-    config: triton_configs.Config
+    config: configs.Config
 
     @property
     def constants(self) -> dict:
@@ -137,7 +148,7 @@ class Resources(NamedTuple):
         half = build.size == 2
         name = "HGMMA" if build.capability == 90 and half and build.kernel != "decode" else "HMMA"
         cores = self.instructions.get(name) or (not half and self.instructions.get("HGMMA"))
-        spills = KNOWN_SPILLS.get(build[:4], 0) if GOLDEN.read_text().startswith(VERSION) else SPILLS_OF_OTHER_VERSIONS
+        spills = KNOWN_SPILLS.get(build[:4], 0) if listed_version() else SPILLS_OF_OTHER_VERSIONS
         limit = SHARED_LIMIT[build.capability]
         pipelined = half and build.kernel != "head" and build.config.stages > 1
         checks = {
@@ -152,13 +163,13 @@ class Resources(NamedTuple):
 def shipped(every: bool = False) -> list[Build]:
     """Every entry of the configuration tables, in its heaviest case or, with `every`, in all cases."""
     builds = []
-    for name, table in triton_configs.TABLES.items():
+    for name, table in configs.TABLES.items():
         capability = int(name.removeprefix("sm_"))
         for (kernel, head_dim, size), config in table.entries.items():
             builds += [Build(capability, kernel, head_dim, size, case, config) for case in cases_of(kernel, every)]
         if table.head:
             cases = cases_of("head", every)
-            builds += [Build(capability, "head", d, 2, case, triton_configs.HEAD) for d in (32, 64) for case in cases]
+            builds += [Build(capability, "head", d, 2, case, configs.HEAD) for d in (32, 64) for case in cases]
     return builds
 
 
@@ -170,63 +181,108 @@ def cases_of(kernel: str, every: bool) -> list[str]:
 
 def compile_one(build: Build) -> Resources:
     """Compile for the architecture, without a device, and read what the assembler says."""
-    config = build.config
-    code = compile_kernel(
-        KERNELS[build.kernel], build.constants, build.capability, build.size, config.warps, config.stages
-    )
-    counts = collections.Counter(re.findall(r"\b(HGMMA|HMMA|LDGSTS)\b", code.assembly))
-    return Resources(code.registers, code.stack, code.shared, dict(counts))
+    function = KERNELS[build.kernel]
+    names = function.arg_names
+
+    def type_of(name: str) -> str:
+        if name in build.constants:
+            return "constexpr"
+        if name.startswith("p_"):
+            return {2: "*bf16", 4: "*fp32"}[build.size] if name in FEATURES else "*fp32"
+        return "fp32" if name == "eps" else "i32"
+
+    # At run time the JIT finds pointers and strides divisible by 16; without that no copy is asynchronous.
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if name not in build.constants and re.match(r"p_|s.*_[bth]$", name)
+    }
+    constants = {(names.index(name),): value for name, value in build.constants.items()}
+    source = ASTSource(function, {name: type_of(name) for name in names}, constants, aligned)
+    options = dict(num_warps=build.config.warps, num_stages=build.config.stages)
+    compiled = triton.compile(source, target=GPUTarget("cuda", build.capability, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = _output("cuobjdump", "-res-usage", file.name)
+        assembly = _output("nvdisasm", "-c", "-ndf", file.name)
+    registers, stack = map(int, re.findall(r"REG:(\d+) STACK:(\d+)", usage)[0])
+    counts = collections.Counter(re.findall(r"\b(HGMMA|HMMA|LDGSTS)\b", assembly))
+    return Resources(registers, stack, compiled.metadata.shared, dict(counts))
+
+
+def _output(tool: str, *arguments: str) -> str:
+    done = subprocess.run([TOOLS / tool, *arguments], capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
+
+
+def compile_all(builds: list[Build], processes: int) -> Iterator[tuple[Build, Resources]]:
+    """In the order of `builds`, by worker processes if there is more than one."""
+    if processes == 1:
+        yield from ((build, compile_one(build)) for build in builds)
+        return
+    spawn = multiprocessing.get_context("spawn")
+    with spawn.Pool(processes, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:  # Ctrl-C is for this process
+        yield from zip(builds, pool.imap(compile_one, builds), strict=True)
+
+
+def listed_version() -> bool:
+    """Whether the list in the repository is of this version of Triton; an installed wheel has no list."""
+    return GOLDEN.is_file() and GOLDEN.read_text().startswith(VERSION)
 
 
 def header() -> str:
     """The first line of the list: the version of Triton, and a hash of kernels, configurations and cases."""
-    return f"{VERSION} sources {sources()}. Written by `python -m runs.bench.kernel_resources --write`."
+    return f"{VERSION} sources {sources()}. Written by `python -m gka.impl.triton.resources --write`."
 
 
 def sources() -> str:
     """A hash of the files that are compiled and of those that choose what is."""
-    root = Path(__file__).resolve().parents[2]
-    paths = [*sorted(root.glob("gka/impl/triton/*.py")), root / "gka/bandwidth.py"]
-    paths += [root / f"runs/bench/{name}.py" for name in ("kernel_resources", "machine_code")]
-    return hashlib.sha256("\n".join(path.read_text() for path in paths).encode()).hexdigest()[:16]
+    text = "\n".join((GKA / f"{name}.py").read_text() for name in SOURCES)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-@dataclass
-class ResourcesConfig:
-    """List the registers, spills, shared memory and important instructions of each shipped Triton configuration.
-
-    It compiles them for GPUs that this machine need not have, and exits with 1 if a configuration breaks a limit.
-    """
-
-    write: bool = False
-    """Rewrite tests/golden/kernel_resources.txt, if no configuration breaks a limit."""
-    every: bool = False
-    """Compile every case of every configuration."""
-    sample: CountOrAll = -1
-    """Compile only so many configurations, spread over the list."""
-    processes: Count = field(default_factory=cores)
-    """How many compile at once."""
+def count(text: str) -> int:
+    """A number of 1 or more."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text} is not a number of 1 or more")
+    return int(text)
 
 
-def main(config: ResourcesConfig) -> None:
-    if config.write and config.sample > 0:
-        raise UserError("--write needs all configurations; leave out --sample")
-    builds = shipped(config.every)
-    if config.sample > 0:
-        number = min(config.sample, len(builds))
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m gka.impl.triton.resources",
+        description="List the registers, spills, shared memory and important instructions of each shipped Triton "
+        "configuration, compiled for GPUs that this machine need not have. Exits with 1 if one breaks a limit.",
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="rewrite tests/golden/kernel_resources.txt if none breaks one"
+    )
+    parser.add_argument("--every", action="store_true", help="compile every case of every configuration")
+    parser.add_argument("--sample", type=count, help="compile only so many configurations, spread over the list")
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument(
+        "--processes", type=count, default=cores, help="how many compile at once (default: %(default)s)"
+    )
+    asked = parser.parse_args()
+    if asked.write and (asked.sample or not GOLDEN.is_file()):
+        parser.error("--write needs all configurations, so no --sample, and the repository's tests/golden")
+    builds = shipped(asked.every)
+    if asked.sample:
+        number = min(asked.sample, len(builds))
         builds = [builds[place * len(builds) // number] for place in range(number)]
     lines, broken = [header()], []
     print(lines[0], flush=True)
-    for build, resources in in_processes(compile_one, builds, config.processes):
+    for build, resources in compile_all(builds, asked.processes):
         lines.append(f"{build} {resources}")
         print(lines[-1], flush=True)
         broken += [f"{' '.join(str(build).split())}: {reason}" for reason in resources.broken(build)]
     if broken:
         print(*broken, sep="\n", file=sys.stderr)
         sys.exit(1)
-    if config.write:
+    if asked.write:
         GOLDEN.write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":
-    run(main, ResourcesConfig)
+    main()
