@@ -1,7 +1,7 @@
 """The benchmarks' other tables: text generation, the CORE scorer, and the operator's errors (speed: speed.py)."""
 
 from gka.kinds import KINDS
-from runs.bench import error_over_seeds, error_sweep, operator_error
+from runs.bench import error
 from runs.demo.language import VARIANTS, run_tag
 from runs.sections.sources import RESULTS, benchmarks, measured, table
 from trainkit_gka.progress import read_lines
@@ -77,31 +77,35 @@ def scorer() -> str:
 
 
 def errors() -> str:
-    """The relative errors of every operator route."""
-    return operator_error.markdown([record["metrics"] for record in read_lines(operator_error.RESULTS)])
-
-
-def errors_over_seeds() -> str:
-    """The CPU kernel's errors in float32, and how many times plain PyTorch's they are."""
-    records = read_lines(error_over_seeds.RESULTS)
-    found = {(record["config"]["case"], record["config"]["route"]): record["metrics"] for record in records}
-    rows = []
-    for case in dict.fromkeys(case for case, _ in found):
-        plain, cpu = found[case, "plain"], found[case, "cpu"]
-        shown = (f"{cpu[name]:.1e} ({cpu[name] / plain[name]:.2f})" if name in cpu else "" for name in OUTPUTS)
-        rows.append([case, *shown])
-    return "\n".join([table(["", *OUTPUTS.values()], rows), measured(records, error_over_seeds.RESULTS.name)])
-
-
-def errors_of_sweep() -> str:
-    """How many times plain PyTorch's error the CPU kernel makes in float32, over many small cases."""
-    records = read_lines(error_sweep.RESULTS)
-    rows = []
+    """The relative errors of every operator route, float32 beside bfloat16."""
+    records = error.records("routes")
+    paired: dict[tuple[str, str], list[dict]] = {}
     for record in records:
-        shown, config = record["metrics"], record["config"]
-        counts = f"{shown['above_1']} of {config['cases']:,}"
-        rows.append(
-            [OUTPUTS[config["output"]], f"{shown['median']:.2f}", f"{shown['most']:.2f}", counts, shown["worst"]]
+        paired.setdefault((record["config"]["features"], record["config"]["route"]), []).append(record["metrics"])
+    rows = []
+    for names, (single, half) in paired.items():
+        sizes = [f"{single[name]:.0f}" for name in ("max_norm2_over_sigma2", "log_sigma_condition")]
+        off = [one[name] for one in (single, half) for name in ("y", "dx", "dlog_sigma")]
+        rows.append([*names, *sizes, *("NaN" if value is None else f"{value:.0e}" for value in off)])
+    outputs = [f"{dtype} {name}" for dtype in ("fp32", "bf16") for name in ("y", "dx", "dlogσ")]
+    headings = ["features", "route", "max x²/σ²", "cond", *outputs]
+    return "\n".join([table(headings, rows, left=2), measured(records, error.FILE.name)])
+
+
+def cpu_errors() -> str:
+    """The CPU kernel beside plain PyTorch in float32: over many small cases, and in a few with long rows among them."""
+    swept, cases = error.records("sweep"), error.records("cases")
+    rows = []
+    for config, shown in ((record["config"], record["metrics"]) for record in swept):
+        name = config["output"]
+        plain, cpu = (
+            [one["metrics"][name] for one in cases if one["config"]["route"] == route and name in one["metrics"]]
+            for route in error.BOTH
         )
-    headings = ["times plain PyTorch's error", "median", "most", "cases above 1", "where it is most"]
-    return "\n".join([table(headings, rows), measured(records, error_sweep.RESULTS.name)])
+        times = max(ours / theirs for ours, theirs in zip(cpu, plain, strict=True))
+        small = [f"{shown['median']:.2f}", f"{shown['most']:.2f}", f"{shown['above_1']} of {config['cases']:,}"]
+        rows.append([OUTPUTS[name], *small, shown["worst"], f"{times:.2f}", f"{max(cpu):.1e}"])
+    headings = ["times plain PyTorch's error", "median", "most", "above 1", "where it is most"]
+    count = len({record["config"]["case"] for record in cases})
+    headings += [f"most of {count} cases", f"largest error of {count} cases"]
+    return "\n".join([table(headings, rows), measured(swept + cases, error.FILE.name)])

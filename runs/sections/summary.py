@@ -3,12 +3,11 @@
 import statistics
 
 from gka.kinds import KINDS
-from runs.bench import operator_error
+from runs.bench import error
 from runs.bench.results import Comparison
 from runs.demo.language import VARIANTS, run_tag
 from runs.sections.benchmarks import scorer_seconds
 from runs.sections.sources import benchmarks, language_records, table, vision_records
-from trainkit_gka.progress import read_lines
 
 HARDWARE = "intel-xeon-processor-2-threads"  # the machine of the whole table
 BOTH = "forward+backward"
@@ -85,10 +84,10 @@ def scorer_row() -> Row:
 def error_row() -> Row:
     """The fused CPU route against the float64 oracle, beside plain PyTorch in the same dtype."""
     errors = {}
-    for record in read_lines(operator_error.RESULTS):
-        metrics = record["metrics"]
-        if metrics["kind"] == "normal":
-            errors[metrics["dtype"], metrics["route"]] = metrics["y"]
+    for record in error.records("routes"):
+        config = record["config"]
+        if config["features"] == "normal":
+            errors[config["dtype"], config["route"]] = record["metrics"]["y"]
     cells = [
         f"float32 {errors['float32', route]:.0e}, bfloat16 {errors['bfloat16', route]:.0e}"
         for route in ("plain", "cpu")

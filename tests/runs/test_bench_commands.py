@@ -11,7 +11,7 @@ import torch
 
 import processes
 from gka.impl.cpu import build
-from runs.bench import attention, deit, gpt, onnx, operator_error, report
+from runs.bench import attention, deit, error, gpt, onnx, report
 from trainkit_gka import cli
 from trainkit_gka.progress import read_lines
 
@@ -194,11 +194,11 @@ def test_the_command_leaves_with_2_for_a_mistake(tmp_path):
 
 
 @pytest.mark.parametrize("flag", ["--help", "--rseults"])
-def test_operator_error_measures_nothing_if_asked_for_help_or_misspelt(flag, tmp_path):
+def test_error_measures_nothing_if_asked_for_help_or_misspelt(flag, tmp_path):
     results = tmp_path / "errors.jsonl"
     results.write_text("measured before\n")
     with pytest.raises(SystemExit):
-        cli.run(operator_error.main, operator_error.OperatorErrorConfig, ["--results", str(results), flag])
+        cli.run(error.main, error.ErrorConfig, ["--results", str(results), flag])
     assert results.read_text() == "measured before\n"
 
 
@@ -229,10 +229,10 @@ def test_the_operator_benchmark_on_cuda(tmp_path):
 
 
 def test_help_measures_nothing(tmp_path):
-    results = operator_error.RESULTS.read_bytes()
-    done = processes.call("runs.bench.operator_error", "--help", folder=tmp_path)
-    assert done.stdout.startswith(f"usage: {cli.as_typed(sys.executable)} -m runs.bench.operator_error")
-    assert operator_error.RESULTS.read_bytes() == results
+    results = error.FILE.read_bytes()
+    done = processes.call("runs.bench.error", "--help", folder=tmp_path)
+    assert done.stdout.startswith(f"usage: {cli.as_typed(sys.executable)} -m runs.bench.error")
+    assert error.FILE.read_bytes() == results
 
 
 def test_the_demos_help_names_its_command(tmp_path):

@@ -6,10 +6,9 @@ import torch
 
 from gka import gaussian_attention, initial_log_sigma, log_kernel
 from gka.api import EPS
-from runs.bench import operator_error
+from runs.bench import error
 from runs.paper.evidence import Finding, follows, holds, seen
 from runs.sections.sources import vision_records
-from trainkit_gka.progress import read_lines
 
 SHAPE = (1, 40, 2, 16)  # batch, tokens, heads, head_dim
 SIGMAS = (1, 2, 4, 8)
@@ -42,10 +41,10 @@ def distance_identity() -> Finding:
     direct = -2 * log_kernel(x, x, log_sigma) * (2 * log_sigma).exp()[:, None, None]
     off = (expanded - direct).abs().max().item()
     errors = {}
-    for record in read_lines(operator_error.RESULTS):
-        metrics = record["metrics"]
-        if metrics["route"] == "plain" and metrics["dtype"] == "bfloat16":
-            errors[metrics["kind"]] = metrics["dx"]
+    for record in error.records("routes"):
+        config = record["config"]
+        if config["route"] == "plain" and config["dtype"] == "bfloat16":
+            errors[config["features"]] = record["metrics"]["dx"]
     shifted = f"{errors['normal']:.0e} becomes {errors['all+10']:.0e} if 10 is added to every feature"
     text = (
         f"Exact but for rounding. In bfloat16 it cancels: the plain form's gradient error of {shifted} (runs/results)."

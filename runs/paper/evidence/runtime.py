@@ -1,6 +1,6 @@
 """Claims about speed and memory (table 4, sections 3.5, 4.3 and 6)."""
 
-from runs.bench import operator_error
+from runs.bench import error
 from runs.bench.config import is_unusual
 from runs.bench.results import Comparison
 from runs.paper import published
@@ -8,7 +8,6 @@ from runs.paper.evidence import PRINTED, UNTESTED, Finding, follows, holds, seen
 from runs.paper.evidence.sizes import SIZES
 from runs.paper.paper_table import percent
 from runs.sections.sources import benchmarks
-from trainkit_gka.progress import read_lines
 from trainkit_gka.results import is_processor
 
 TRAINING = ("training_64", "training_128")
@@ -170,10 +169,10 @@ def _operator_gain(candidate: str = "gka") -> dict[str, dict[str, float]]:
 def _fused_is_exact() -> bool:
     """Whether the fused route's bfloat16 output is never less exact than plain PyTorch's (runs/results)."""
     errors: dict[str, dict[str, float]] = {}
-    for record in read_lines(operator_error.RESULTS):
-        metrics = record["metrics"]
-        if metrics["dtype"] == "bfloat16" and metrics["y"] is not None:
-            errors.setdefault(metrics["kind"], {})[metrics["route"]] = metrics["y"]
+    for record in error.records("routes"):
+        config, y = record["config"], record["metrics"]["y"]
+        if config["dtype"] == "bfloat16" and y is not None:
+            errors.setdefault(config["features"], {})[config["route"]] = y
     pairs = [(routes["sdpa"], routes["plain"]) for routes in errors.values() if routes.keys() >= {"sdpa", "plain"}]
     return bool(pairs) and all(fused <= plain for fused, plain in pairs)
 
