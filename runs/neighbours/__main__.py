@@ -5,19 +5,18 @@ python -m runs.neighbours --what digits --seeds 2      a part
 python -m runs.neighbours --what speed --tokens 2048   on a quiet machine
 """
 
+import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
-
-import torch
+from typing import Literal
 
 from runs.demo import language
 from runs.neighbours import speed, trainings
 from runs.neighbours.layers import ABOUT, DIM, HEADS, check_names
+from runs.neighbours.rows import Rows
 from trainkit_gka import cli
 from trainkit_gka.cli import Count
 from trainkit_gka.progress import console
-from trainkit_gka.results import append_result, read_results
 
 Part = Literal["speed", "memory", "digits", "language"]
 SEEDS = {"digits": 5, "language": 3}
@@ -54,69 +53,43 @@ class NeighboursConfig:
     """Device to measure on."""
 
 
-class Rows:
-    """The rows of one part, and where new ones go."""
-
-    def __init__(self, config: NeighboursConfig, part: str):
-        self.path, self.part = config.results / f"{part}.jsonl", part
-        configs = [line["config"] for line in read_results(self.path)]
-        # A language model of another depth is another case; the other parts state no depth.
-        current = [config["case"] for config in configs if config.get("depth", trainings.DEPTH) == trainings.DEPTH]
-        self.done = {tuple(sorted(case.items())) for case in current}
-
-    def has(self, **case: Any) -> bool:
-        return tuple(sorted(case.items())) in self.done
-
-    def add(self, settings: dict[str, Any], metrics: dict[str, Any], **case: Any) -> None:
-        about = {**settings, "case": case}
-        append_result(self.path, f"neighbours-{self.part}", about, metrics, torch.device("cpu"))
-        self.done.add(tuple(sorted(case.items())))
+LAYER = {"batch": 1, "dim": DIM, "heads": HEADS}
 
 
-def measure_speed(config: NeighboursConfig) -> None:
-    rows = Rows(config, "speed")
+def measure_speed(config: NeighboursConfig, rows: Rows) -> None:
     for tokens in config.tokens:
         names = [name for name in check_names(config.methods) if not rows.has(method=name, tokens=tokens)]
-        if not names:
-            continue
-        measured, elsewhere = speed.time_layers(names, tokens, config.rounds)
-        for name in names:
-            metrics = {**measured[name], "elsewhere": elsewhere}
-            rows.add({"batch": 1, "dim": DIM, "heads": HEADS, "turns_with": names}, metrics, method=name, tokens=tokens)
-            said = metrics.get("failed") or f"{metrics['forward_ms']:.1f} / {metrics['both_ms']:.1f} ms"
-            console.print(f"{name} at {tokens:,} tokens: {said}", highlight=False)
+        measured = speed.time_layers(names, tokens, config.rounds) if names else {}
+        for name, metrics in measured.items():
+            rows.add(metrics, {**LAYER, "turns_with": names}, method=name, tokens=tokens)
 
 
-def measure_memory(config: NeighboursConfig) -> None:
-    rows = Rows(config, "memory")
-    for tokens in config.tokens:
-        for name in check_names(config.methods):
-            if not rows.has(method=name, tokens=tokens):
-                metrics = speed.measure_peak(name, tokens)
-                rows.add({"batch": 1, "dim": DIM, "heads": HEADS}, metrics, method=name, tokens=tokens)
+def measure_memory(config: NeighboursConfig, rows: Rows) -> None:
+    for tokens, name in itertools.product(config.tokens, check_names(config.methods)):
+        if not rows.has(method=name, tokens=tokens):
+            rows.add(speed.measure_peak(name, tokens), LAYER, method=name, tokens=tokens)
 
 
-def measure_digits(config: NeighboursConfig) -> None:
-    rows = Rows(config, "digits")
-    for seed in range(config.seeds or SEEDS["digits"]):
-        for name in check_names(config.methods):
-            case = {"method": name, "seed": seed, "epochs": config.epochs}
-            if not rows.has(**case):
-                trained = trainings.train_digits(name, seed, config.epochs, config.out)
-                if trained is None:
-                    return
-                rows.add(*trained, **case)
+def measure_digits(config: NeighboursConfig, rows: Rows) -> None:
+    for seed, name in itertools.product(range(config.seeds or SEEDS["digits"]), check_names(config.methods)):
+        case = {"method": name, "seed": seed, "epochs": config.epochs}
+        if not rows.has(**case):
+            trained = trainings.method_on_digits(name, seed, config.epochs, config.out)
+            if trained is None:
+                return
+            settings, numbers = trained
+            rows.add(numbers, settings, **case)
 
 
-def measure_language(config: NeighboursConfig) -> None:
+def measure_language(config: NeighboursConfig, rows: Rows) -> None:
     if not config.packed.exists():
         language.prepare(config.packed.parent)
-    rows = Rows(config, "language")
-    for seed in range(config.seeds or SEEDS["language"]):
-        for name in check_names(config.methods):
-            case = {"method": name, "seed": seed, "steps": config.steps}
-            if ABOUT[name].causal and not rows.has(**case):
-                rows.add(*trainings.train_language(name, seed, config.steps, config.packed, config.out), **case)
+    names = [name for name in check_names(config.methods) if ABOUT[name].causal]
+    for seed, name in itertools.product(range(config.seeds or SEEDS["language"]), names):
+        case = {"method": name, "seed": seed, "steps": config.steps}
+        if not rows.has(**case):
+            settings, numbers = trainings.method_on_text(name, seed, config.steps, config.packed, config.out)
+            rows.add(numbers, settings, **case)
 
 
 MEASURE = {
@@ -130,11 +103,10 @@ MEASURE = {
 def main(config: NeighboursConfig) -> None:
     check_names(config.methods)
     for part in config.what:
-        path = config.results / f"{part}.jsonl"
-        size = path.stat().st_size if path.exists() else 0
-        MEASURE[part](config)
-        if size and path.stat().st_size == size:
-            console.print(f"{part}: nothing new; rows that {path} has are not measured again", highlight=False)
+        rows = Rows(config.results / f"{part}.jsonl", f"neighbours-{part}")
+        MEASURE[part](config, rows)
+        if not rows.added:
+            console.print(f"{part}: nothing new; rows that {rows.path} has are not measured again", highlight=False)
 
 
 if __name__ == "__main__":

@@ -6,24 +6,17 @@ from dataclasses import asdict
 import torch
 from torch import nn
 
-import runs.neighbours.methods  # noqa: F401  registers the methods
 from deit_gka.model.attention import ATTENTION
 from gka import KINDS, attention_cost
 from gka.related_costs import related_cost
-from runs.neighbours.mixing import About, Mixing, MixingLayer
+from runs.neighbours.methods import METHODS, About, MixingLayer
 from trainkit_gka.cli import UserError
 
 DIM, HEADS = 192, 3  # DeiT-Ti's
-KIND_ROWS = {"softmax": "Standard Attention", "gka": "GKA", "vlt": "VLT"}  # VLT is the paper's ablation, not in Table 1
-REFERENCES = {"softmax": "arXiv 1706.03762", "gka": "the paper, section 3", "vlt": "the paper, section 4.4"}
-OURS = {
-    name: About(label, REFERENCES[name], KINDS[name].input_projections, causal=True, complexity="N² D")
-    for name, label in KIND_ROWS.items()
-}
-BUILT = {name: method.about for name, method in Mixing.METHODS.items()}
-ORDER = ("softmax", "non-local-means", "linear-transformer", "performer", "linformer", "nystromformer")
-ORDER += ("kernelized-rpe", "skyformer", "krause", "gka", "vlt")
-ABOUT: dict[str, About] = {name: (OURS | BUILT)[name] for name in ORDER}
+LABELS = {"softmax": "Standard Attention", "gka": "GKA", "vlt": "VLT"}  # VLT is the paper's ablation, not in Table 1
+OURS = {name: About(label, KINDS[name].input_projections, True, "N² D") for name, label in LABELS.items()}
+BUILT = {name: method.about for name, method in METHODS.items()}
+ABOUT: dict[str, About] = {"softmax": OURS["softmax"], **BUILT, "gka": OURS["gka"], "vlt": OURS["vlt"]}
 
 
 def check_names(names: list[str]) -> list[str]:
@@ -34,20 +27,20 @@ def check_names(names: list[str]) -> list[str]:
     return [name for name in ABOUT if not names or name in names]
 
 
-def layer(name: str, tokens: int, dim: int = DIM, heads: int = HEADS, causal: bool = False) -> nn.Module:
+def layer(name: str, tokens: int, causal: bool = False) -> nn.Module:
     """A freshly initialised layer for sequences of `tokens`; ours take `is_causal` when they are called."""
     if name in OURS:
-        return ATTENTION[name](dim, num_heads=heads, qkv_bias=True)
-    return MixingLayer(Mixing.METHODS[name](heads, dim // heads, tokens, causal=causal))
+        return ATTENTION[name](DIM, num_heads=HEADS, qkv_bias=True)
+    return MixingLayer(METHODS[name](HEADS, DIM // HEADS, tokens, causal=causal))
 
 
-def cost(name: str, tokens: int, dim: int = DIM, heads: int = HEADS) -> dict[str, int]:
+def cost(name: str, tokens: int) -> dict[str, int]:
     """Parameters of a layer, FLOPs of its matrix products for one sequence, forward, and its other FLOPs."""
     if name in OURS:
-        known = attention_cost(name, dim, heads, tokens, value_bias=True)
+        known = attention_cost(name, DIM, HEADS, tokens, value_bias=True)
         return {"parameters": known.parameters, "flops": known.flops, "other_flops": 0}
-    size = Mixing.METHODS[name](heads, dim // heads, tokens).size
-    return asdict(related_cost(name, dim, heads, tokens, size=size))
+    size = METHODS[name](HEADS, DIM // HEADS, tokens).size
+    return asdict(related_cost(name, DIM, HEADS, tokens, size=size))
 
 
 def by_equation(built: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:

@@ -4,14 +4,16 @@ Only a layer that agrees with its own equation in float64 is timed. All take tur
 of a fresh process each, which may not take more than MEMORY_LIMIT.
 """
 
+import contextlib
+import ctypes
+import gc
 import itertools
 import json
+import os
 import resource
-import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +21,21 @@ import torch
 from torch import nn
 
 from gka.testing.budget import disagreement
-from runs.bench.load import LoadWatch
+from runs.bench.measurement import Plan
+from runs.bench.timing import interleave
 from runs.neighbours.layers import ABOUT, DIM, by_equation, cost, layer
+from runs.neighbours.rows import CPU
 from trainkit_gka.distributed import keep_freed_memory
-from trainkit_gka.progress import console
 
 MEMORY_LIMIT = 8 * 2**30  # bytes
 GATE_TOKENS = (63, 211)  # one length is within a causal form's first block
 FLOOR = 64 * torch.finfo(torch.float32).eps
-WARM_UP_TO = 8192  # tokens; a longer pass takes so long that the first one is timed
+WARM_UP_TO = 8192  # tokens; a longer pass takes so long that the first round is timed
 PEAK = """
 import json, sys
 from runs.neighbours.speed import peak_of_pass
 print(json.dumps(peak_of_pass(sys.argv[1], int(sys.argv[2]))))
 """
-Times = dict[str, list[tuple[float, float]]]
 
 
 def inputs(tokens: int, seed: int = 0) -> torch.Tensor:
@@ -64,74 +66,67 @@ def gate(name: str, lengths: Sequence[int] = GATE_TOKENS) -> str | None:
     return None
 
 
-def timed_pass(built: nn.Module, x: torch.Tensor, grad_y: torch.Tensor) -> tuple[float, float]:
-    """Milliseconds of a forward pass that keeps what backward needs, and of both passes."""
-    started = time.perf_counter()
-    y = built(x)
-    forward = time.perf_counter()
-    y.backward(grad_y)
-    return 1e3 * (forward - started), 1e3 * (time.perf_counter() - started)
-
-
-def time_layers(names: list[str], tokens: int, rounds: int) -> tuple[dict[str, dict[str, Any]], float | None]:
-    """Numbers or the reason of every method, in turns; and how many cores others used meanwhile."""
+def time_layers(names: list[str], tokens: int, rounds: int) -> dict[str, dict[str, Any]]:
+    """Name -> milliseconds of a forward pass that keeps what backward needs, and of both, and the layer's cost; or why
+    there are none. All take turns.
+    """
     keep_freed_memory()
     results: dict[str, dict[str, Any]] = {name: {"failed": reason} for name in names if (reason := gate(name))}
     torch.manual_seed(0)
     layers = {name: layer(name, tokens) for name in names if name not in results}
-    x, grad_y, taken = inputs(tokens).requires_grad_(), inputs(tokens, seed=1), {name: [] for name in layers}
-    load = LoadWatch()
-    for turn in range(-1 if tokens <= WARM_UP_TO else 0, rounds):
-        if turn == 0:
-            load = LoadWatch()
-        order = list(layers)[max(turn, 0) % len(layers) :] + list(layers)[: max(turn, 0) % len(layers)]
-        for name in order:
-            times = timed_pass(layers[name], x, grad_y)
-            if turn >= 0:
-                taken[name].append(times)
-    for name, times in taken.items():
-        forward, both = zip(*times)
-        results[name] = {
-            "forward_ms": statistics.median(forward),
-            "both_ms": statistics.median(both),
-            "both_low_ms": min(both),
-            "both_high_ms": max(both),
-            "samples": len(times),
-            **cost(name, tokens),
-        }
-    return results, load.elsewhere()
+    x, grad_y = inputs(tokens).requires_grad_(), inputs(tokens, seed=1)
+    passes: dict[str, Callable[[int], Any]] = {}
+    for name, built in layers.items():
+        passes[f"{name} forward"] = lambda call, built=built: built(x)
+        passes[f"{name} both"] = lambda call, built=built: built(x).backward(grad_y)
+    timed = interleave(passes, CPU, Plan(rounds=rounds, warmup=int(tokens <= WARM_UP_TO)))
+    for name in layers:
+        forward, both = timed[f"{name} forward"], timed[f"{name} both"]
+        if reason := forward.reason or both.reason:
+            results[name] = {"failed": reason}
+            continue
+        times = {"forward_ms": forward.median_ms, "both_ms": both.median_ms}
+        times |= {"both_low_ms": both.low_ms, "both_high_ms": both.high_ms, "samples": both.samples}
+        results[name] = {**times, **cost(name, tokens), "elsewhere": both.elsewhere}
+    return results
+
+
+def peak_mib(work: Callable[[], Any]) -> float | None:
+    """MiB of resident memory that `work` adds at its peak; None where Linux's counters are missing (proc(5))."""
+    status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+    if not os.access(reset, os.W_OK):
+        return None
+
+    def peak() -> int:  # KiB; a child's ru_maxrss begins with its parent's
+        return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+
+    gc.collect()
+    with contextlib.suppress(AttributeError):  # not glibc
+        ctypes.CDLL(None).malloc_trim(0)  # memory that is kept for later would hide what is used again
+    reset.write_text("5")  # the peak is now what is resident
+    before = peak()
+    work()
+    return (peak() - before) / 2**10
 
 
 def peak_of_pass(name: str, tokens: int) -> dict[str, Any]:
     """MiB that a forward and backward pass takes beyond layer and input; or the reason that it could not.
 
-    Call it in a process of its own; on Linux.
+    Call it in a process of its own.
     """
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_LIMIT, MEMORY_LIMIT))
     torch.manual_seed(0)
     pass_through(layer(name, 64), inputs(64))  # loads the kernels
     built, x = layer(name, tokens), inputs(tokens)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew at what is held now (Linux, proc(5))
-    before = peak_rss_mib()
     try:
-        pass_through(built, x)
+        return {"peak_mib": peak_mib(lambda: pass_through(built, x))}
     except (RuntimeError, MemoryError) as error:
         if "memory" not in str(error).lower():
             raise
         return {"failed": f"needs more than {MEMORY_LIMIT // 2**30} GiB"}
-    return {"peak_mib": peak_rss_mib() - before}
-
-
-def peak_rss_mib() -> float:
-    """The most that this process has held in memory since its peak was set back. (A child's ru_maxrss begins with its
-    parent's.)
-    """
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(fields["VmHWM"].split()[0]) / 2**10
 
 
 def measure_peak(name: str, tokens: int) -> dict[str, Any]:
     """`peak_of_pass` in a fresh process."""
-    console.print(f"memory of {name} at {tokens:,} tokens", highlight=False)
     done = subprocess.run([sys.executable, "-c", PEAK, name, str(tokens)], stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout) if not done.returncode else {"failed": f"ended with code {done.returncode}"}

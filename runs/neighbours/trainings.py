@@ -6,6 +6,7 @@ projections, and only their mixing is another.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,6 @@ from typing import Any
 import timm.models.vision_transformer as vit
 import torch
 import tyro
-from torch import nn
 
 from deit_gka.training.config import TrainConfig as VisionConfig
 from deit_gka.training.trainer import Trainer as VisionTrainer
@@ -26,15 +26,16 @@ from nanochat_gka.training.optim import Group, MuonAdamW, parameter_groups
 from nanochat_gka.training.schedule import lr_multiplier, muon_momentum, weight_decay_multiplier
 from runs.demo import language, vision
 from runs.neighbours.layers import ABOUT, OURS
-from runs.neighbours.mixing import Mixing, MixingLayer
+from runs.neighbours.methods import METHODS, MixingLayer
 from trainkit_gka.distributed import running
 from trainkit_gka.loop import finish_record, launch
-from trainkit_gka.progress import console, progress_bar
+from trainkit_gka.progress import progress_bar
 
 DIGIT_TOKENS = (vision.IMAGE_SIZE // 4) ** 2 + 1  # patches of 4 pixels and the CLS token
 # Of 17 tokens low-rank methods get half, so that they are approximations here too; Performer has its own D ln D.
 DIGIT_SIZES = {"linformer": 8, "nystromformer": 8, "skyformer": 16, "krause": 8, "kernelized-rpe": 8}
 DEPTH, STEPS = 4, 400  # of the language model
+Trained = tuple[dict[str, Any], dict[str, Any]]  # settings, numbers
 
 
 def timm_name(name: str) -> str:
@@ -42,43 +43,50 @@ def timm_name(name: str) -> str:
     if name in OURS:
         return name
 
-    def layer(cls, dim: int, num_heads: int, **unused) -> nn.Module:
-        mixing = Mixing.METHODS[name](num_heads, dim // num_heads, DIGIT_TOKENS, size=DIGIT_SIZES.get(name))
-        return MixingLayer(mixing)
+    class NeighbourLayer(MixingLayer):
+        def __init__(self, dim: int, num_heads: int, **unused):
+            super().__init__(METHODS[name](num_heads, dim // num_heads, DIGIT_TOKENS, size=DIGIT_SIZES.get(name)))
 
-    vit.ATTN_LAYERS[f"neighbour-{name}"] = type("NeighbourLayer", (nn.Module,), {"__new__": layer})
+    vit.ATTN_LAYERS[f"neighbour-{name}"] = NeighbourLayer
     return f"neighbour-{name}"
 
 
-def vision_config(name: str, seed: int, epochs: int, out: Path) -> VisionConfig:
-    """The demo's recipe."""
-    model = ["--model", "deit_tiny_patch16_224", *vision.MODEL_FLAGS, f"attn_layer={timm_name(name)}"]
-    places = ["--out", out / "digits", "--model-tag", f"{name}-{epochs}-seed{seed}", "--results", out / "digits.jsonl"]
-    length = ["--epochs", epochs, "--warmup-epochs", min(vision.WARMUP_EPOCHS, epochs), "--seed", seed]
-    words = [*model, *places, *length, *vision.DATA_FLAGS, *vision.RECIPE_FLAGS, *vision.REPORT_FLAGS]
-    return tyro.cli(VisionConfig, args=list(map(str, words)))
+def train_digits(
+    tag: str, attn_layer: str, seed: int, epochs: int, out: Path, model: Sequence[str] = (), **changed: Any
+) -> Trained | None:
+    """Train the demo's vision recipe with another layer; a run that was stopped continues. None if a signal ended it.
 
-
-def train_digits(name: str, seed: int, epochs: int, out: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """Settings and numbers of a vision run, which a run that was stopped continues; None if a signal ended it."""
-    config = vision_config(name, seed, epochs, out)
+    model: words for timm in place of the demo's of the same name. changed: fields of the configuration.
+    """
+    own = tuple(word.split("=")[0] for word in model)
+    words = [word for word in vision.MODEL_FLAGS[1:] if not word.startswith(own)]
+    flags = ["--model", "deit_tiny_patch16_224", "--model-kwargs", *words, *model, f"attn_layer={attn_layer}"]
+    flags += ["--out", out / "digits", "--model-tag", f"{tag}-{epochs}-seed{seed}", "--results", out / "digits.jsonl"]
+    flags += ["--epochs", epochs, "--warmup-epochs", min(vision.WARMUP_EPOCHS, epochs), "--seed", seed]
+    flags += [*vision.DATA_FLAGS, *vision.RECIPE_FLAGS, *vision.REPORT_FLAGS]
+    config = replace(tyro.cli(VisionConfig, args=list(map(str, flags))), **changed)
     launch(config, VisionTrainer)
     record = finish_record(config.folder, VisionTrainer.FINISH_KEYS)
-    if record is None:
-        return None
     kept = ("parameters", "top1", "ema_top1", "images_per_second")
-    settings = {**config.identity(), "method_size": DIGIT_SIZES.get(name)}
-    return settings, {key: record[key] for key in kept}
+    return record and (config.identity(), {key: record[key] for key in kept})
+
+
+def method_on_digits(name: str, seed: int, epochs: int, out: Path) -> Trained | None:
+    """A vision model with a method's layers."""
+    trained = train_digits(name, timm_name(name), seed, epochs, out)
+    return trained and ({**trained[0], "method_size": DIGIT_SIZES.get(name)}, trained[1])
 
 
 # Language
 
 
 def plug(model: GPT, name: str) -> None:
-    """Let every layer of a GPT, as `language_config` has it, mix with the causal form of a method."""
+    """Let every layer of a GPT with the flags of `base` mix with the causal form of a method."""
     shape = model.config
     for attention in model.attentions:
-        attention.mixing = Mixing.METHODS[name](shape.n_head, shape.head_dim, shape.sequence_len, causal=True)
+        attention.mixing = METHODS[name](shape.n_head, shape.head_dim, shape.sequence_len, causal=True)
+        if hasattr(attention, "log_sigma"):
+            attention.log_sigma = None  # the operator's, which nothing reads now
 
         def attend(rotary, queries, stored, mixing=attention.mixing):
             q, k, v = (t.transpose(1, 2) for t in (queries, stored[0], stored[-1]))  # features are stored once
@@ -87,19 +95,17 @@ def plug(model: GPT, name: str) -> None:
         attention.attend = attend
 
 
-def base(name: str) -> dict[str, str]:
-    """The flags of the trainer's layers that a method is plugged into: those with its projections and no bandwidth."""
-    if name in OURS:
-        return {"attention": name}
-    return {"attention": "softmax"} if ABOUT[name].projections else {"attention": "gka", "kernel": "mean"}
+def base(name: str) -> list[str]:
+    """The flags of the trainer's layers that have a method's projections."""
+    return ["--attention", name if name in OURS else "softmax" if ABOUT[name].projections else "gka"]
 
 
 def language_config(
-    name: str, seed: int, steps: int, packed: Path, out: Path, flags: Sequence[str] = (), depth: int = DEPTH
+    flags: Sequence[str], seed: int, steps: int, packed: Path, out: Path, depth: int = DEPTH
 ) -> LanguageConfig:
-    """The demo's settings without value embeddings, which GKA does not have. flags: words of others."""
+    """The demo's settings without value embeddings, which GKA does not have, with other flags."""
     own = {"data": packed, "depth": depth, "num-iterations": steps, "seed": seed, "out": out / "language"}
-    own |= {"value-embeds": "none", "window-pattern": "L"} | base(name)
+    own |= {"value-embeds": "none", "window-pattern": "L"}
     words = [*language.words(language.TRAIN_FLAGS | own), *flags]
     return tyro.cli(LanguageConfig, args=[str(word) for word in words])
 
@@ -118,29 +124,17 @@ def groups_of(model: GPT, config: LanguageConfig, horizon) -> list[Group]:
     return groups
 
 
-def train_language(
-    name: str,
-    seed: int,
-    steps: int,
-    packed: Path,
-    out: Path,
-    flags: Sequence[str] = (),
-    change: Callable[[GPT], None] | None = None,
-    depth: int = DEPTH,
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Settings and numbers of a language run, which is not kept. change: what is done to the model that was built."""
-    config, data = language_config(name, seed, steps, packed, out, flags, depth), PackedData(packed)
-    with running("cpu", seed) as runtime:
-        model = build(config.shape(depth, data.sequence_len, data.tokenizer.vocab_size), runtime.device)
-        if name not in OURS:
-            plug(model, name)
-        if change is not None:
-            change(model)
-        horizon, stream = config.horizon(model, 1), Stream(data.split("train"), seed)
+def train_language(label: str, config: LanguageConfig, change: Callable[[GPT], None] = lambda model: None) -> Trained:
+    """Train a language model, which is not kept. change: what is done to the model that was built."""
+    data, steps = PackedData(config.data), config.num_iterations
+    with running("cpu", config.seed) as runtime:
+        model = build(config.shape(config.depth, data.sequence_len, data.tokenizer.vocab_size), runtime.device)
+        change(model)
+        horizon, stream = config.horizon(model, 1), Stream(data.split("train"), config.seed)
         rows = horizon.total_batch_size // data.sequence_len
         optimizer = MuonAdamW(groups_of(model, config, horizon), runtime)
         with progress_bar() as bar:
-            task = bar.add_task(f"{name}, seed {seed}", total=steps, status="")
+            task = bar.add_task(f"{label}, seed {config.seed}", total=steps, status="")
             for step in range(steps):
                 optimizer.zero_grad()
                 loss = accumulate_gradients(model, stream, step, rows, rows, runtime)
@@ -150,7 +144,12 @@ def train_language(
         with torch.no_grad():
             evaluated = data.eval_rows("val", config.eval_tokens, config.eval_rows)
             loss = bits_per_byte(model, evaluated, data.tokenizer.token_bytes(), runtime, rows)
-    console.print(f"{name}, seed {seed}: {loss:.4f} validation bits per byte", highlight=False)
-    settings = {"depth": depth, "steps": steps, "seed": seed, "tokens": steps * horizon.total_batch_size}
+    settings = {"depth": config.depth, "steps": steps, "seed": config.seed, "tokens": steps * horizon.total_batch_size}
     settings |= {"width": model.config.n_embd, "sequence_len": data.sequence_len, "rates": config.matrix_lr}
     return settings, {"parameters": sum(p.numel() for p in model.parameters()), "val_bpb": loss}
+
+
+def method_on_text(name: str, seed: int, steps: int, packed: Path, out: Path) -> Trained:
+    """A language model that mixes with a method."""
+    config = language_config(base(name), seed, steps, packed, out)
+    return train_language(name, config, (lambda model: None) if name in OURS else lambda model: plug(model, name))

@@ -9,14 +9,10 @@ import torch
 from figure_runs import vision_run
 from gka import testing
 from runs.neighbours.approximations import __main__ as command
-from runs.neighbours.approximations import pictures, sources
-from runs.neighbours.approximations.case import Case, oracle, random_case, some_rows
-from runs.neighbours.approximations.forms import FORMS
+from runs.neighbours.approximations import measure, picture, sources
+from runs.neighbours.approximations.case import Case, random_case
+from runs.neighbours.approximations.forms import FORMS, Sums, directions, kernel, nearest_keys
 from runs.neighbours.approximations.measure import Truth
-from runs.neighbours.approximations.random_features import directions
-from runs.neighbours.approximations.rows import Approximations
-from runs.neighbours.approximations.sums import Sums, kernel
-from runs.neighbours.approximations.truncation import nearest_keys
 from runs.sections import approximations as tables
 from tiny_gpt import SHAPE, awake, write_run
 from trainkit_gka.cli import UserError
@@ -41,9 +37,9 @@ def small_case(causal, tokens=N, foreign=True):
 @MASKS
 @pytest.mark.parametrize("foreign", [False, True])
 def test_the_oracle_and_the_fused_operator_agree(causal, foreign):
-    case, rows = small_case(causal, 70, foreign), some_rows(70, 9)
-    assert rows[-1] == 69 and len(rows) == 9
-    assert testing.error(case.fused()[:, rows], oracle(case, rows)) < 1e-5
+    truth = Truth(small_case(causal, 70, foreign), most=9)
+    assert truth.places[-1] == 69 and len(truth.places) == 9
+    assert truth.errors(truth.case.fused())["worst_head"] < 1e-5
 
 
 @MASKS
@@ -52,10 +48,10 @@ def test_as_many_landmarks_or_keys_as_tokens_are_exact(name, causal):
     case = small_case(causal, 600)
     case = replace(case, bank=case.keys)
     y = FORMS[name](case, 600, 0).output
-    rows = some_rows(600, 50)
+    rows = torch.arange(0, 600, 12)
     assert testing.error(FORMS["nearest keys"](case, 9, 0, rows).output, nearest_keys(case, 9).output[:, rows]) < 1e-12
     tolerance = 1e-3 if "Nyström" in name else 1e-9  # of its ridge
-    assert testing.error(y, oracle(case, torch.arange(600))) < tolerance
+    assert testing.error(y, case.oracle(torch.arange(600))) < tolerance
 
 
 @MASKS
@@ -87,12 +83,12 @@ def test_random_features_are_unbiased(name):
 
 
 def test_orthogonal_directions_are_orthogonal_and_as_long_as_others():
-    case = random_case(8, False, 0)
-    w = directions(case.double(), 256, 0, orthogonal=True)  # (3, 64, 256)
+    case = replace(random_case(8, False, 0), queries=torch.empty(3, 8, 64, dtype=torch.float64))
+    w = directions(case, 256, 0, orthogonal=True)  # (3, 64, 256)
     products = w[..., :64].mT @ w[..., :64]
     assert (products - torch.diag_embed(products.diagonal(dim1=1, dim2=2))).abs().max() < 1e-9
     assert w.square().sum(1).mean() == pytest.approx(64, rel=0.05)  # the mean of chi^2 with 64 degrees
-    other = directions(case.double(), 256, 1, orthogonal=True)
+    other = directions(case, 256, 1, orthogonal=True)
     assert not torch.allclose(w, other)
 
 
@@ -156,21 +152,31 @@ def test_the_command_measures_once_and_its_rows_become_tables_and_a_picture(trai
     assert len(file.read_text().splitlines()) == len(rows)
     command.main(replace(config, parts=["time"], sizes=[8, 16]))
     assert len(file.read_text().splitlines()) == len(rows) + 2 + 2  # exact attention again, in the same turns
-    results = Approximations.read(file)
-    figure = pictures.draw(results, tmp_path, tokens=80)
+    figure = picture.draw(file, tmp_path, tokens=80)
     assert figure.path.stat().st_size > 10_000 and {row["form"] for row in figure.rows} == {*chosen} - {"mean"}
-    error = results.error("vision", 80, "clusters", 64)
-    assert f"{error:.2g}" in tables.errors(file) and "not run" in tables.errors(file)
-    assert ": 8 and 64 features or landmarks" in figure.caption
-    signs = dict(part.split(":", 1) for part in tables.signs(file).split("N = ")[1:])
-    assert list(signs) == ["80"] and "| trigonometric | 64 |" in signs["80"]
-    assert (
-        "of its worst head" in tables.answer(file)
-        and "N = 80 (1 sample)" in tables.times(file)
-        and "random, causal" in tables.answer(file) + tables.errors(file)
-    )
+    errors = measure.errors(file).set_index(["source", "form", "size"]).error
+    wanted = dict(part="error", source="vision", tokens=80, form="clusters", size=64)
+    seeds = [row["metrics"]["error"] for row in rows if wanted.items() <= row["config"].items()]
+    assert errors["vision", "clusters", 64] == pytest.approx(sum(seeds) / 2) and len(seeds) == 2
+    assert f"{errors['vision', 'clusters', 64]:.2g}" in tables.errors(file) and "not run" in tables.errors(file)
+    assert "| trigonometric | 64 |" in tables.signs(file) and "N = 80 (1 sample)" in tables.times(file)
+    assert "| random, causal | 80 |" in tables.answer(file)
+    assert "| vision |" not in tables.answer(file)  # without a mask nothing was timed
     with pytest.raises(UserError, match="the forms are positive"):
         command.main(replace(config, forms=["none"]))
+
+
+def test_times_are_the_newest_over_the_exact_operator_of_their_own_process(tmp_path):
+    about = {"date": "2026-11-22", "commit": "abc", "hardware": "a CPU", "torch": "2"}
+    lines = [("exact, fused", 10.0, "a"), ("mean", 4.0, "a"), ("exact, fused", 20.0, "b"), ("window", 5.0, "b")]
+    for form, ms, group in [*lines, ("clusters", 3.0, "c"), ("mean", 6.0, "b")]:
+        config = dict(part="time", tokens=80, causal=True, form=form, size=0)
+        append_line(tmp_path / "rows", {**about, "config": config, "metrics": dict(
+            median_ms=ms, samples=5, peak_mib=None, group=group)})  # fmt: skip
+    text = tables.times(tmp_path / "rows")
+    assert "| exact, fused | 20 ms (1.00x) |" in text and "| softmax, fused | not run |" in text
+    assert "| mean | 6 ms (0.30x) |" in text and "| window | 5 ms (0.25x) |" in text
+    assert list(measure.times(tmp_path / "rows").set_index("form").over_fused.dropna()) == [1.0, 0.25, 0.3]
 
 
 def test_negative_rows_of_every_length_are_in_the_table(tmp_path):
@@ -187,4 +193,4 @@ def test_negative_rows_of_every_length_are_in_the_table(tmp_path):
 def test_pages_say_not_run_without_results(tmp_path):
     for write in (tables.errors, tables.signs, tables.times, tables.picture, tables.answer, tables.trained):
         assert write(tmp_path / "none") == "not run"
-    assert pictures.draw(Approximations([]), tmp_path) is None
+    assert picture.draw(tmp_path / "none", tmp_path) is None

@@ -12,8 +12,8 @@ from nanochat_gka.model.config import GPTConfig
 from runs.neighbours import trainings
 from runs.neighbours.approximations import __main__ as command
 from runs.neighbours.approximations import training
-from runs.neighbours.approximations.rows import APPROXIMATE, BEST, EXACT, WINDOW
-from runs.neighbours.approximations.training import Approximation, Size
+from runs.neighbours.approximations.forms import BEST, WINDOW
+from runs.neighbours.approximations.training import APPROXIMATE, EXACT, Approximation, Size
 from runs.sections import approximations as tables
 from tiny_gpt import awake
 from trainkit_gka.results import append_line
@@ -77,7 +77,7 @@ def test_a_gpt_mixes_approximately_and_sees_no_later_token(form, offsets):
     assert torch.equal(later[:, :20], logits[:, :20])
     assert not torch.allclose(later[:, 20:], logits[:, 20:], atol=1e-5)
     assert 1e-4 < testing.error(logits, exactly.double()) < 0.5
-    flags = trainings.language_config("gka", 0, 4, Path("packed"), Path("out"))
+    flags = trainings.language_config(["--attention", "gka"], 0, 4, Path("packed"), Path("out"))
     kinds = {n: g.kind for g in trainings.groups_of(model, flags, flags.horizon(model, 1)) for n in g.names}
     assert kinds.keys() == dict(model.named_parameters()).keys()
     assert kinds.get("transformer.h.0.attn.mixing.landmarks", "adamw") == "adamw"

@@ -8,17 +8,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import gka.flops  # noqa: F401  torch's counter then knows the operator of non-local means
-import runs.neighbours.methods  # noqa: F401  registers them
 from gka.impl.cpu import build as cpu_kernel
 from gka.related_costs import related_cost
-from runs.neighbours.feature_maps import orthogonal_features, positive_exponents
-from runs.neighbours.methods.krause import neighbours
-from runs.neighbours.methods.skyformer import GAMMA, kernel
-from runs.neighbours.mixing import Mixing, MixingLayer
-from runs.neighbours.newton import iterative_inverse
+from runs.neighbours.methods import (
+    METHODS,
+    MixingLayer,
+    Skyformer,
+    iterative_inverse,
+    neighbours,
+    orthogonal_features,
+    positive_exponents,
+)
 
 HEADS, HEAD_DIM = 3, 8
-METHODS = Mixing.METHODS
 CASES = [(name, causal) for name, method in METHODS.items() for causal in (False, True)[: 1 + method.about.causal]]
 CAUSAL = [name for name, causal in CASES if causal]
 OWN_SIZES = {"nystromformer": 5, "skyformer": 6, "linformer": 5, "krause": 7, "performer": 11, "kernelized-rpe": 9}
@@ -41,11 +43,11 @@ def inputs(name, tokens, dtype=torch.float64, head_dim=HEAD_DIM, batch=2):
     return drawn if METHODS[name].about.projections else [drawn[0]] * 3
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 63, 197])
+@pytest.mark.parametrize("tokens, built_for", [(1, 1), (2, 2), (63, 63), (197, 197), (33, 40)])
 @pytest.mark.parametrize("name, causal", CASES)
-def test_a_method_is_its_equation(name, causal, tokens):
-    mixing = build(name, tokens, causal).double()
-    given = inputs(name, tokens)
+def test_a_method_is_its_equation(name, causal, tokens, built_for):
+    """Shorter inputs use a part of the parameters; distances of relative positions stay the same distances."""
+    mixing, given = build(name, built_for, causal).double(), inputs(name, tokens)
     torch.testing.assert_close(mixing(*given), mixing.exact(*given), rtol=1e-9, atol=1e-9)
 
 
@@ -80,13 +82,6 @@ def test_causal_forms_do_not_see_later_tokens(name):
 def test_a_method_without_causal_form_refuses_one(name):
     with pytest.raises(ValueError, match="has no causal form"):
         build(name, 10, causal=True)
-
-
-@pytest.mark.parametrize("name, causal", CASES)
-def test_shorter_inputs_use_a_part_of_the_parameters(name, causal):
-    """Distances of relative positions stay the same distances."""
-    mixing, given = build(name, 40, causal).double(), inputs(name, 33)
-    torch.testing.assert_close(mixing(*given), mixing.exact(*given), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("tokens", [2, 150])  # fewer than landmarks, and more
@@ -247,10 +242,10 @@ def test_skyformer_with_all_rows_as_landmarks_is_the_kernel():
     k = q + 20 * torch.randn(q.shape, generator=torch.Generator().manual_seed(1), dtype=q.dtype)
     k[..., 0, :] = q[..., 0, :] + 1.5
     mixed = build("skyformer", 5, size=10).double()(q, k, v)
-    wanted = kernel(q, k) @ v
+    wanted = Skyformer.kernel(q, k) @ v
     near = wanted.abs() > 1e-3
     ratio = (mixed / wanted)[near]
-    assert near.any() and ((ratio > 1 / (1 + GAMMA) - 0.35) & (ratio < 1.05)).all()
+    assert near.any() and ((ratio > 1 / (1 + Skyformer.GAMMA) - 0.35) & (ratio < 1.05)).all()
 
 
 def test_the_iterative_inverse_inverts():

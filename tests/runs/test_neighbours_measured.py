@@ -1,6 +1,7 @@
 """How the methods of Table 1 are measured: the gate, the hooks into both trainers' models, rows and their table."""
 
 import json
+from pathlib import Path
 
 import pytest
 import timm
@@ -11,8 +12,7 @@ from nanochat_gka.model.gpt import build
 from runs.neighbours import __main__ as command
 from runs.neighbours import speed, trainings
 from runs.neighbours.layers import ABOUT, BUILT, by_equation, check_names, layer
-from runs.neighbours.methods.performer import Performer
-from runs.neighbours.mixing import MixingLayer
+from runs.neighbours.methods import MixingLayer, Performer
 from runs.sections import neighbours
 from runs.sections.sources import measured
 from trainkit_gka.cli import UserError
@@ -64,11 +64,24 @@ def test_a_layer_by_its_equation_is_another_computation():
 
 
 def test_a_wrong_layer_is_a_row_with_its_reason_and_is_not_timed(monkeypatch):
+    backward = []
+
+    def watched(name, tokens):
+        built = layer(name, tokens)
+        built.proj.bias.register_hook(lambda gradient: backward.append(name))
+        return built
+
+    monkeypatch.setattr(speed, "layer", watched)
     monkeypatch.setattr(speed, "gate", lambda name: "y is wrong" if name == "krause" else None)
-    measured, _ = speed.time_layers(["krause", "linformer"], 17, rounds=2)
-    assert measured["krause"] == {"failed": "y is wrong"}
-    assert measured["linformer"]["samples"] == 2
-    assert 0 < measured["linformer"]["forward_ms"] < measured["linformer"]["both_ms"]
+    numbers = speed.time_layers(["krause", "linformer"], 17, rounds=2)
+    assert numbers["krause"] == {"failed": "y is wrong"} and set(backward) == {"linformer"}
+    timed = numbers["linformer"]
+    assert timed["samples"] == 2 and timed["forward_ms"] > 0
+    assert timed["both_low_ms"] <= timed["both_ms"] <= timed["both_high_ms"]
+
+
+def test_the_peak_of_memory_is_what_the_work_holds():
+    assert 120 < speed.peak_mib(lambda: torch.ones(2**25)) < 140  # 128 MiB, which are given back
 
 
 def test_timm_builds_its_vit_with_the_method():
@@ -85,10 +98,10 @@ def test_timm_builds_its_vit_with_the_method():
 def test_a_gpt_mixes_with_the_method_and_sees_no_later_token(name):
     torch.manual_seed(0)
     shape = dict(sequence_len=16, vocab_size=50, n_layer=2, n_head=2, n_kv_head=2, n_embd=64, value_embeds="none")
-    config = GPTConfig(**shape, **trainings.base(name))
+    config = GPTConfig(**shape, attention=trainings.base(name)[1])
     model, untouched = build(config, "cpu"), build(config, "cpu")
     trainings.plug(model, name)
-    untouched.load_state_dict({k: v for k, v in model.state_dict().items() if ".mixing." not in k})
+    untouched.load_state_dict({k: v for k, v in model.state_dict().items() if ".mixing." not in k}, strict=False)
     for gpt in (model, untouched):
         for block in gpt.transformer.h:  # projections to the residual start at 0
             torch.nn.init.normal_(block.attn.c_proj.weight, std=0.1, generator=torch.Generator().manual_seed(1))
@@ -105,23 +118,16 @@ def test_a_gpt_mixes_with_the_method_and_sees_no_later_token(name):
     assert not torch.allclose(by_base, logits, atol=1e-5)
 
 
-def test_a_gpt_has_the_projections_of_its_method():
-    model = {name: build(trainings.language_config(name, 0, 4, "packed", trainings.Path("out")).shape(2, 16, 50), "cpu")
-             for name in ("performer", "non-local-means")}  # fmt: skip
-    learned = {
-        name: {key.split(".")[-2] for key, _ in gpt.attentions[0].named_parameters()} for name, gpt in model.items()
-    }
-    assert learned == {"performer": {"c_q", "c_k", "c_v", "c_proj"}, "non-local-means": {"c_proj"}}
-
-
-def test_what_a_method_learns_of_positions_is_not_a_matrix_to_the_optimiser():
-    config = trainings.language_config("kernelized-rpe", 0, 4, "packed", trainings.Path("out"))
-    model = build(GPTConfig(sequence_len=16, vocab_size=50, n_layer=2, n_head=2, n_kv_head=2, n_embd=64), "cpu")
-    trainings.plug(model, "kernelized-rpe")
+@pytest.mark.parametrize("name, own", [("kernelized-rpe", {"c_q", "c_k", "c_v", "mixing"}), ("non-local-means", set())])
+def test_a_gpt_learns_what_its_method_has_and_no_position_by_muon(name, own):
+    config = trainings.language_config(trainings.base(name), 0, 4, Path("packed"), Path("out"))
+    model = build(config.shape(2, 16, 50), "cpu")
+    trainings.plug(model, name)
+    assert {key.split(".")[0] for key, _ in model.attentions[0].named_parameters()} == {"c_proj", *own}
     kinds = {n: g.kind for g in trainings.groups_of(model, config, config.horizon(model, 1)) for n in g.names}
-    assert kinds["transformer.h.0.attn.mixing.bias"] == "adamw"
-    assert kinds["transformer.h.0.attn.c_q.weight"] == "muon"
     assert kinds.keys() == dict(model.named_parameters()).keys()
+    assert kinds["transformer.h.0.attn.c_proj.weight"] == "muon"
+    assert kinds.get("transformer.h.0.attn.mixing.bias", "adamw") == "adamw"
 
 
 def test_names_are_checked():
@@ -143,58 +149,34 @@ def cell(text, label, column):
     return next(line for line in lines if line[1] == label)[lines[0].index(column)]
 
 
-def test_a_measured_row_is_not_measured_again(tmp_path, monkeypatch, capsys):
-    config = command.NeighboursConfig(
-        what=["speed"], methods=["gka", "krause"], tokens=[17], rounds=1, results=tmp_path
-    )
-    asked = []
-
-    def timed(names, tokens, rounds):
-        asked.append(names)
-        return {name: {"failed": "of a test"} for name in names}, None
-
-    monkeypatch.setattr(speed, "time_layers", timed)
-    (tmp_path / "speed.jsonl").write_text(row("speed", {}, method="gka", tokens=17))
-    command.main(config)
+def test_the_command_measures_every_part_once(packed, tmp_path, capsys):
+    small = dict(what=["speed", "language"], methods=["krause"], tokens=[17], rounds=2, seeds=1, steps=2)
+    places = dict(packed=packed / "packed", out=tmp_path / "out", results=tmp_path / "results")
+    command.main(command.NeighboursConfig(**small, **places))
+    rows = {path.stem: [json.loads(line) for line in path.open()] for path in places["results"].iterdir()}
+    assert {part: len(lines) for part, lines in rows.items()} == dict(speed=1, language=1)
+    numbers = {part: lines[0]["metrics"] for part, lines in rows.items()}
+    assert numbers["speed"]["forward_ms"] > 0 and numbers["speed"]["samples"] == 2
+    assert 1 < numbers["language"]["val_bpb"] < 10
     assert "nothing new" not in capsys.readouterr().out
-    command.main(config)
-    assert "nothing new" in capsys.readouterr().out
-    assert asked == [["krause"]]
-
-
-def test_a_language_model_of_another_depth_is_trained_again(tmp_path):
-    case = dict(method="gka", seed=0, steps=400)
-    lines = [json.loads(row("language", {}, **case)) for _ in range(2)]
-    for line, depth in zip(lines, (2, trainings.DEPTH)):
-        line["config"]["depth"] = depth
-        (tmp_path / "language.jsonl").write_text(json.dumps(line) + "\n")
-        found = command.Rows(command.NeighboursConfig(results=tmp_path), "language").has(**case)
-        assert found == (depth == trainings.DEPTH)
+    command.main(command.NeighboursConfig(**small, **places))
+    assert capsys.readouterr().out.count("nothing new") == 2
+    assert all(len(path.read_text().splitlines()) == 1 for path in places["results"].iterdir())
+    text = neighbours.table_1(places["results"])
+    assert cell(text, "Krause", "language: bits per byte") == "not run"  # two steps are not the table's 400
 
 
 def test_the_table_has_means_over_seeds_and_says_what_is_not_run(tmp_path):
-    rows = [("gka", 0, 50, 97.0), ("gka", 1, 50, 98.0), ("gka", 1, 50, 99.0), ("krause", 0, 1, 10.0)]
-    lines = [row("digits", {"ema_top1": v}, method=m, seed=s, epochs=e) for m, s, e, v in rows]
+    lines = [
+        row("digits", {"ema_top1": v}, method="gka", seed=s, epochs=50) for s, v in ((0, 97.0), (1, 98.0), (1, 99.0))
+    ]
     (tmp_path / "digits.jsonl").write_text("".join(lines))
     text = neighbours.table_1(tmp_path)
     assert cell(text, "GKA", "digits: top-1 %") == "98.00 ± 1.41 (2 seeds)"  # the last row of a seed counts
-    assert cell(text, "Krause", "digits: top-1 %") == "not run"  # one epoch is not the table's fifty
     assert cell(text, "GKA", "language: bits per byte") == "not run"
     assert cell(text, "Linformer", "language: bits per byte") == "no causal form"
     assert cell(text, "Non-Local NN", "parameters") == "not built"
     assert cell(text, "GKA", "parameters") == "37,059"
-
-
-def test_models_of_another_depth_or_width_are_not_in_the_table(tmp_path):
-    lines = []
-    for seed, (depth, width) in enumerate([(4, 128), (2, 64), (4, 64), (2, 128)]):
-        line = json.loads(row("language", {"val_bpb": 2.0 + seed}, method="gka", seed=seed, steps=400))
-        line["config"] |= {"depth": depth, "width": width}
-        lines.append(json.dumps({**line, "commit": f"commit{seed}"}) + "\n")
-    (tmp_path / "language.jsonl").write_text("".join(lines))
-    text = neighbours.table_1(tmp_path)
-    assert cell(text, "GKA", "language: bits per byte") == "2.0000 (1 seed)"
-    assert "at commit commit0 on" in text and "commit1" not in text
 
 
 def test_all_commits_and_machines_of_a_table_are_named():

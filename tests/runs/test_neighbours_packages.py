@@ -6,10 +6,9 @@ pip install linformer==0.2.3 nystrom-attention==0.0.14 performer-pytorch==1.1.4
 import pytest
 import torch
 
-import runs.neighbours.methods  # noqa: F401  registers them
 from gka.testing import error
-from runs.neighbours.methods import nystromformer
-from runs.neighbours.mixing import Mixing
+from runs.neighbours import methods
+from runs.neighbours.methods import METHODS
 
 B, H, N, D, M = 2, 3, 64, 16, 16
 ROUNDING = 1e-12
@@ -24,7 +23,7 @@ def float64():
 
 
 def build(name, **settings):
-    return Mixing.METHODS[name](H, D, N, size=M, **settings).double()
+    return METHODS[name](H, D, N, size=M, **settings).double()
 
 
 def by_heads(x):
@@ -46,8 +45,8 @@ def test_nystromformer_is_the_packages_where_its_inverse_has_converged(monkeypat
     package, rounds = pytest.importorskip("nystrom_attention"), 30
     theirs = package.NystromAttention(H * D, D, H, num_landmarks=M, pinv_iterations=rounds, residual=False)
     theirs.to_out, x = torch.nn.Identity(), torch.randn(B, N, H * D)
-    inverse = nystromformer.iterative_inverse
-    monkeypatch.setattr(nystromformer, "iterative_inverse", lambda matrix: inverse(matrix, rounds))
+    inverse = methods.iterative_inverse
+    monkeypatch.setattr(methods, "iterative_inverse", lambda matrix: inverse(matrix, rounds))
     y = build("nystromformer")(*map(by_heads, theirs.to_qkv(x).chunk(3, dim=-1)))
     assert error(y, by_heads(theirs(x))) < 100 * ROUNDING
 

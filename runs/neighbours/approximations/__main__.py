@@ -10,24 +10,22 @@ import os
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 
 from runs.bench.measurement import Plan
-from runs.neighbours.approximations import rows, training
+from runs.neighbours.approximations import training
 from runs.neighbours.approximations.case import random_case
 from runs.neighbours.approximations.forms import FORMS
-from runs.neighbours.approximations.measure import CPU, EXACT, Truth, time_in_turns
-from runs.neighbours.approximations.pictures import draw
-from runs.neighbours.approximations.rows import FUSED, Approximations
+from runs.neighbours.approximations.measure import EXACT, FUSED, Truth, time_in_turns
+from runs.neighbours.approximations.picture import draw
 from runs.neighbours.approximations.sources import RANDOM, case_of
+from runs.neighbours.rows import Rows
 from trainkit_gka.cli import Bounds, Count, UserError, run
 from trainkit_gka.progress import console
-from trainkit_gka.results import append_line, append_result, read_results
 
 RUNS = [Path("out/demo/runs") / name for name in ("d4-gka-paper-400", "d4-gka-offsets-400", "digits-gka-50-seed0")]
-KIND = "approximation"
 
 
 @dataclass
@@ -75,31 +73,6 @@ class ApproximationsConfig:
     """Folder of the picture."""
 
 
-class Results:
-    """The file of the results, and what it has."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self.record: dict[str, Any] = {}  # the first of this process; asking git for every one takes longest of all
-        self.rows = {key_of(record["config"]) for record in read_results(path)}
-
-    def has(self, config: dict[str, Any]) -> bool:
-        return key_of(config) in self.rows
-
-    def add(self, config: dict[str, Any], metrics: dict[str, Any]) -> None:
-        if self.record:
-            append_line(self.path, {**self.record, "config": config, "metrics": metrics})
-        else:
-            self.record = append_result(self.path, KIND, config, metrics, CPU)
-        self.rows.add(key_of(config))
-        told = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items() if isinstance(value, (int, float)))
-        console.print(f"{' '.join(str(value) for value in config.values())}: {told}", highlight=False, markup=False)
-
-
-def key_of(config: dict[str, Any]) -> tuple:
-    return tuple(sorted((name, str(value)) for name, value in config.items()))
-
-
 def grid(config: ApproximationsConfig, tokens: int) -> list[tuple[str, int]]:
     """Forms and sizes that fit a number of tokens."""
     sizes = [size for size in config.sizes if size <= tokens]
@@ -107,60 +80,63 @@ def grid(config: ApproximationsConfig, tokens: int) -> list[tuple[str, int]]:
 
 
 @torch.inference_mode()
-def measure_errors(config: ApproximationsConfig, results: Results) -> None:
+def measure_errors(config: ApproximationsConfig, rows: Rows) -> None:
     """A row for every source, length, form, size and seed, and one for the fused operator itself."""
-    for source in (*(RANDOM if config.random else ()), *map(str, config.run)):
-        label = source if source in RANDOM else Path(source).name
-        for tokens in config.lengths:
-            left = []
-            for name, size in [(FUSED, 0), *grid(config, tokens)]:
-                seeds = range(config.seeds if name in FORMS and FORMS[name].random else 1)
-                wanted = [dict(part="error", source=label, tokens=tokens, form=name, size=size, seed=s) for s in seeds]
-                left += [row for row in wanted if not results.has(row)]
-            if not left:
-                continue
-            case = case_of(source, tokens)
-            truth, sigma = Truth(case), case.sigma.square().tolist()
-            for row in left:
-                if row["form"] == FUSED:
-                    results.add(row, {**truth.errors(case.fused()), "causal": case.causal, "sigma_squared": sigma})
-                else:
-                    results.add(row, truth.judge(FORMS[row["form"]](case, row["size"], row["seed"], truth.places)))
+    sources = [*(RANDOM if config.random else ()), *map(str, config.run)]
+    for source, tokens in itertools.product(sources, config.lengths):
+        about = dict(part="error", source=source if source in RANDOM else Path(source).name, tokens=tokens)
+        wanted = [dict(form=FUSED, size=0, seed=0)]
+        for name, size in grid(config, tokens):
+            wanted += [dict(form=name, size=size, seed=s) for s in range(config.seeds if FORMS[name].random else 1)]
+        left = [one for one in wanted if not rows.has(**about, **one)]
+        if not left:
+            continue
+        case = case_of(source, tokens)
+        truth = Truth(case)
+        for one in left:
+            if one["form"] == FUSED:
+                metrics = truth.errors(case.fused()) | {"sigma_squared": case.sigma.square().tolist()}
+            else:
+                metrics = truth.judge(FORMS[one["form"]](case, one["size"], one["seed"], truth.places))
+            rows.add(metrics, **about, **one)
 
 
-def measure_time(config: ApproximationsConfig, results: Results) -> None:
+def measure_time(config: ApproximationsConfig, rows: Rows) -> None:
     """A row for every length, form and size: one batch, 3 heads of 64 channels, random features, all in turns.
 
     Exact attention is timed again beside what is left, so that ratios are of one process, which `group` names.
     """
+    plan = Plan(rounds=config.rounds, warmup=config.warmup)
     for tokens in config.lengths:
-        left = [key for key in grid(config, tokens) if not results.has(timed(tokens, config.causal, *key))]
-        chosen = [(name, 0) for name in EXACT if config.exact] + left
-        if not left:
-            continue
-        case, plan = random_case(tokens, config.causal, seed=0), Plan(rounds=config.rounds, warmup=config.warmup)
-        group = uuid.uuid4().hex[:12]
-        for key, metrics in time_in_turns(case, chosen, 0, plan).items():
-            results.add(timed(tokens, config.causal, *key), {**metrics, "group": group})
+        about = dict(part="time", tokens=tokens, causal=config.causal)
+        left = [(name, size) for name, size in grid(config, tokens) if not rows.has(**about, form=name, size=size)]
+        if left:
+            chosen, group = [(name, 0) for name in EXACT if config.exact] + left, uuid.uuid4().hex[:12]
+            measured = time_in_turns(random_case(tokens, config.causal, seed=0), chosen, plan)
+            for (name, size), metrics in measured.items():
+                rows.add({**metrics, "group": group}, **about, form=name, size=size)
 
 
-def measure_training(config: ApproximationsConfig, results: Results) -> None:
+def measure_training(config: ApproximationsConfig, rows: Rows) -> None:
     """A row for every task, seed and form, the exact operator's first."""
-    forms = [rows.EXACT] * config.exact + [form for form in rows.APPROXIMATE if form in config.forms]
+    forms = [training.EXACT] * config.exact + [form for form in training.APPROXIMATE if form in config.forms]
     for task, seed, form in itertools.product(config.tasks, range(config.seeds), forms):
         length = config.epochs if task == "digits" else config.steps
-        row = dict(part="training", task=task, form=form, seed=seed, length=length)
-        if results.has(row):
-            continue
-        numbers = training.TRAIN[task](form, seed, length, config.out)
-        if numbers is None:
-            return
-        results.add(row, numbers)
+        case = dict(part="training", task=task, form=form, seed=seed, length=length)
+        if not rows.has(**case):
+            numbers = training.TRAIN[task](form, seed, length, config.out)
+            if numbers is None:
+                return
+            rows.add(numbers, **case)
 
 
-def timed(tokens: int, causal: bool, form: str, size: int) -> dict[str, Any]:
-    """The configuration of a row of time."""
-    return dict(part="time", tokens=tokens, causal=causal, form=form, size=size)
+def draw_picture(config: ApproximationsConfig, rows: Rows) -> None:
+    config.pictures.mkdir(parents=True, exist_ok=True)
+    figure = draw(rows.path, config.pictures)
+    console.print(f"drew {figure.path}" if figure else "nothing to draw: not run", highlight=False)
+
+
+PARTS = {"errors": measure_errors, "time": measure_time, "training": measure_training, "picture": draw_picture}
 
 
 def main(config: ApproximationsConfig) -> None:
@@ -170,17 +146,10 @@ def main(config: ApproximationsConfig) -> None:
     os.nice(config.nice)
     if config.threads:
         torch.set_num_threads(config.threads)
-    results = Results(config.results)
-    if "errors" in config.parts:
-        measure_errors(config, results)
-    if "time" in config.parts:
-        measure_time(config, results)
-    if "training" in config.parts:
-        measure_training(config, results)
-    if "picture" in config.parts:
-        config.pictures.mkdir(parents=True, exist_ok=True)
-        figure = draw(Approximations.read(config.results), config.pictures)
-        console.print(f"drew {figure.path}" if figure else "nothing to draw: not run", highlight=False)
+    rows = Rows(config.results, "approximation")
+    for part, work in PARTS.items():
+        if part in config.parts:
+            work(config, rows)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ Legend: H heads (of all layers, where there are several), N tokens, D head_dim, 
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -24,11 +23,6 @@ class Case:
     causal: bool  # query i sees keys j <= i
     bank: torch.Tensor  # (H, M, D): keys of other texts, from which causal forms take landmarks, as these are fixed
 
-    @cached_property
-    def log_sigma(self) -> torch.Tensor:
-        """(H,), float32."""
-        return self.sigma.log()
-
     @property
     def landmark_pool(self) -> torch.Tensor:
         """(H, M or N, D) of which landmarks may be chosen: a landmark among a causal case's own keys tells the past of
@@ -36,22 +30,28 @@ class Case:
         """
         return self.bank if self.causal else self.keys
 
-    def double(self) -> "Case":
-        """The case in float64."""
-        tensors = (tensor.double() for tensor in (self.queries, self.keys, self.values))
-        return Case(*tensors, self.sigma.double(), self.causal, self.bank.double())
-
     def fused(self) -> torch.Tensor:
         """The operator's fastest implementation, exact: (H, N, D)."""
         keys = None if self.keys is self.queries else self._layout(self.keys)
         values = None if self.values is self.keys else self._layout(self.values)
-        x, log_sigma = self._layout(self.queries), self.log_sigma.float()
+        x, log_sigma = self._layout(self.queries), self.sigma.log().float()
         return gaussian_attention(x, log_sigma, keys=keys, values=values, causal=self.causal)[0].transpose(0, 1)
 
     def softmax(self) -> torch.Tensor:
         """torch's softmax attention of the same shape: what the fused operator is timed against. (H, N, D)."""
         tensors = (self._layout(tensor) for tensor in (self.queries, self.keys, self.values))
         return dot_product_attention(*tensors, causal=self.causal)[0].transpose(0, 1)
+
+    def oracle(self, rows: torch.Tensor) -> torch.Tensor:
+        """y of some query rows in float64, from the definition (paper eq. 3, 4 and 7, with eps = 0): (H, rows, D)."""
+        queries, keys = (self._layout(tensor).double() for tensor in (self.queries, self.keys))
+        log_sigma, places, parts = self.sigma.double().log(), torch.arange(self.keys.shape[1]), []
+        for chosen in rows.split(64):
+            exponent = log_kernel(queries[:, chosen], keys, log_sigma)[0]
+            if self.causal:
+                exponent = exponent.masked_fill(places > chosen[:, None], float("-inf"))
+            parts.append(exponent.softmax(dim=-1) @ self.values.double())
+        return torch.cat(parts, dim=1)
 
     @staticmethod
     def _layout(tensor: torch.Tensor) -> torch.Tensor:
@@ -68,21 +68,3 @@ def random_case(tokens: int, causal: bool, seed: int, heads: int = 3, head_dim: 
     )
     sigma = torch.linspace(head_dim**0.5, head_dim, heads).sqrt()
     return Case(x, x, x, sigma, causal, bank)
-
-
-def some_rows(tokens: int, most: int = 512) -> torch.Tensor:
-    """The queries whose exact results are computed: all, or `most` that are spread evenly, the last one with them."""
-    return torch.linspace(0, tokens - 1, min(tokens, most)).round().long()
-
-
-def oracle(case: Case, rows: torch.Tensor) -> torch.Tensor:
-    """y of some query rows in float64, from the definition (paper eq. 3, 4 and 7, with eps = 0): (H, rows, D)."""
-    exact, places = case.double(), torch.arange(case.keys.shape[1])
-    queries, keys = (tensor.transpose(0, 1)[None] for tensor in (exact.queries, exact.keys))  # (1, N, H, D)
-    parts = []
-    for chosen in rows.split(64):
-        exponent = log_kernel(queries[:, chosen], keys, exact.log_sigma)[0]
-        if case.causal:
-            exponent = exponent.masked_fill(places > chosen[:, None], float("-inf"))
-        parts.append(exponent.softmax(dim=-1) @ exact.values)
-    return torch.cat(parts, dim=1)

@@ -1,32 +1,33 @@
-"""What is measured of a form: its errors against the oracle, its time in turns with exact attention, its memory."""
+"""What is measured of a form: its errors against the oracle, its time in turns with exact attention, its memory.
 
-import contextlib
-import ctypes
-import gc
+`read_errors` and friends give tables and the picture what was measured.
+"""
+
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 
 from runs.bench.measurement import Plan
 from runs.bench.timing import interleave
-from runs.neighbours.approximations.case import Case, oracle, some_rows
-from runs.neighbours.approximations.forms import FORMS
-from runs.neighbours.approximations.rows import FUSED, SOFTMAX
-from runs.neighbours.approximations.sums import Sums
+from runs.neighbours.approximations.case import Case
+from runs.neighbours.approximations.forms import FORMS, Sums
+from runs.neighbours.rows import CPU, frame
+from runs.neighbours.speed import peak_mib
 
-CPU = torch.device("cpu")
-
+FUSED, SOFTMAX = "exact, fused", "softmax, fused"
 EXACT: dict[str, Callable[[Case], torch.Tensor]] = {FUSED: Case.fused, SOFTMAX: Case.softmax}
 
 
 class Truth:
-    """Exact results of some query rows of a case."""
+    """Exact results of some query rows of a case: all, or `most` that are spread evenly, the last one with them."""
 
-    def __init__(self, case: Case):
-        self.case, self.places = case, some_rows(case.queries.shape[1])
-        self.y = oracle(case, self.places)
+    def __init__(self, case: Case, most: int = 512):
+        tokens = case.queries.shape[1]
+        self.case, self.places = case, torch.linspace(0, tokens - 1, min(tokens, most)).round().long()
+        self.y = case.oracle(self.places)
 
     def errors(self, y: torch.Tensor) -> dict[str, Any]:
         """Relative Frobenius errors over the rows: of every head, and their median. A row that is not finite counts as
@@ -41,59 +42,62 @@ class Truth:
             "worst_head": of_heads.max().item(),
             "row_median": of_rows.median().item(),
             "errors": [round(error, 7) for error in of_heads.tolist()],
+            "causal": self.case.causal,
         }
 
     def judge(self, sums: Sums) -> dict[str, Any]:
         """Errors, and how many of all rows have a negative or an undefined sum."""
-        counts = {
-            "causal": self.case.causal,
-            "rows": sums.rows.numel(),
-            "negative": sums.negative_rows,
-            "undefined": sums.undefined_rows,
-        }
+        counts = {"rows": sums.rows.numel(), "negative": sums.negative_rows, "undefined": sums.undefined_rows}
         return {**self.errors(sums.output), **counts}
 
 
 @torch.inference_mode()
-def time_in_turns(case: Case, chosen: list[tuple[str, int]], seed: int, plan: Plan) -> dict[tuple[str, int], dict]:
-    """Milliseconds of one call, by form and size; exact attention by its name and 0.
+def time_in_turns(case: Case, chosen: list[tuple[str, int]], plan: Plan) -> dict[tuple[str, int], dict]:
+    """Milliseconds and MiB of one call, by form and size; exact attention by its name and 0.
 
     What a causal case fixes beforehand (directions, landmarks of other texts) is not timed, what others draw from their
     own keys is.
     """
-    calls = {key: _call(case, *key, seed) for key in chosen}
-    named = {f"{name} {size}": (lambda n, call=call: call()) for (name, size), call in calls.items()}
-    measured = interleave(named, CPU, plan)
-    rows = {}
-    for key, measurement in zip(chosen, measured.values()):
-        about = {name: getattr(measurement, name) for name in ("status", "reason", "median_ms", "low_ms", "high_ms")}
-        rows[key] = {**about, "samples": measurement.samples, "elsewhere": measurement.elsewhere}
-        rows[key]["peak_mib"] = peak_mib(calls[key])
-    return rows
+    calls = {key: _call(case, *key) for key in chosen}
+    measured = interleave({key: lambda n, call=call: call() for key, call in calls.items()}, CPU, plan)
+    kept = ("status", "reason", "median_ms", "low_ms", "high_ms", "samples", "elsewhere")
+    return {
+        key: {name: getattr(measured[key], name) for name in kept} | {"peak_mib": peak_mib(call)}
+        for key, call in calls.items()
+    }
 
 
-def _call(case: Case, name: str, size: int, seed: int) -> Callable[[], Any]:
+def _call(case: Case, name: str, size: int) -> Callable[[], Any]:
     if name in EXACT:
         return lambda: EXACT[name](case)
     if not case.causal:
-        return lambda: FORMS[name](case, size, seed).output
-    prepared = FORMS[name].prepare(case, size, seed)
+        return lambda: FORMS[name](case, size, seed=0).output
+    prepared = FORMS[name].prepare(case, size, seed=0)
     return lambda: prepared(case).output
 
 
-def peak_mib(work: Callable[[], Any]) -> float | None:
-    """MiB of resident memory that `work` adds at its peak; None where Linux's counters are missing."""
-    status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-    gc.collect()
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)  # memory that is kept for later would hide what is used again
-        reset.write_text("5")  # the peak is now what is resident
-        before = _resident(status, "VmRSS")
-        work()
-        return (_resident(status, "VmHWM") - before) / 2**10
-    return None
+def errors(path: Path) -> pd.DataFrame:
+    """A line for every source, length, form and size: the median over heads and the worst one, over all seeds."""
+    keys, measured = ["source", "causal", "tokens", "form", "size"], frame(path, part="error")
+    if measured.empty:
+        return pd.DataFrame(columns=[*keys, "error", "worst_head"])
+    by_case = measured.groupby(keys, sort=False)
+    return by_case.agg(error=("error", "mean"), worst_head=("worst_head", "max")).reset_index()
 
 
-def _resident(status: Path, name: str) -> int:
-    """KiB."""
-    return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith(name))
+def times(path: Path) -> pd.DataFrame:
+    """The newest line for every mask, length, form and size, with `over_fused`: the time over the exact operator's in
+    the same process, NaN without one.
+    """
+    keys, measured = ["causal", "tokens", "form", "size"], frame(path, part="time")
+    if measured.empty:
+        return pd.DataFrame(columns=[*keys, "median_ms", "samples", "peak_mib", "over_fused"])
+    measured = measured[measured.median_ms.notna()]
+    fused = measured[measured.form == FUSED].drop_duplicates("group", keep="last").set_index("group").median_ms
+    measured = measured.assign(over_fused=measured.median_ms / measured.group.map(fused))
+    return measured.drop_duplicates(keys, keep="last")
+
+
+def errors_and_times(path: Path) -> pd.DataFrame:
+    """The lines of `errors` beside those of `times` with the mask that the source has, where there are both."""
+    return errors(path).merge(times(path), on=["causal", "tokens", "form", "size"])

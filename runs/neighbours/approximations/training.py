@@ -5,7 +5,6 @@ one call of a layer.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -16,20 +15,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from deit_gka.model.attention import GKA
-from deit_gka.training.trainer import Trainer as VisionTrainer
 from nanochat_gka.model.gpt import GPT
-from runs.demo import language, vision
+from runs.demo import language
 from runs.launch import command, run
 from runs.neighbours import trainings
 from runs.neighbours.approximations.case import Case
-from runs.neighbours.approximations.forms import FORMS
-from runs.neighbours.approximations.landmarks import nystrom
-from runs.neighbours.approximations.rows import BEST, EXACT, WINDOW
-from runs.neighbours.approximations.sums import Features, attend
-from trainkit_gka.loop import finish_record, launch
+from runs.neighbours.approximations.forms import BEST, FORMS, WINDOW, attend, nystrom
 
 Task = Literal["digits", "language", "language, offsets"]
-IMAGE_SIZE, PATCH = 32, 2  # pixels: 256 patches and CLS
+EXACT, APPROXIMATE = "exact", (BEST, WINDOW)  # what is trained
 SEQUENCE_LEN = 2048
 DEPTH = 2  # of all models
 
@@ -63,51 +57,39 @@ class Approximation(nn.Module):
         batch = len(queries)
         q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (queries, keys, values))  # (B H, N, D)
         case = Case(q, k, v, log_sigma.exp().repeat(batch), causal, bank=k[:, :0])
-        y = attend(case, self._features(case, batch), near=True, block=self.block).output
-        return y.unflatten(0, (batch, -1)).transpose(1, 2)
-
-    def _features(self, case: Case, batch: int) -> Features:
         if self.landmarks is None:
-            return FORMS[WINDOW].features(case, 0, 0)
-        return nystrom(case, self.landmarks.repeat(batch, 1, 1))
-
-
-class ApproximatedGKA(GKA):
-    """GKA's layer of a vision transformer with an approximation for its operator."""
-
-    def __init__(self, dim: int, num_heads: int = 8, *, form: str, **settings):
-        super().__init__(dim, num_heads, **settings)
-        self.approximation = Approximation(form, SIZES["digits"], num_heads, dim // num_heads)
-
-    def mix(self, x, heads, attn_mask, is_causal):
-        assert attn_mask is None, "approximations take no masks"
-        return self.approximation(heads, heads, heads, self._log_sigma(), is_causal)
+            features = FORMS[WINDOW].features(case, size=0, seed=0)
+        else:
+            features = nystrom(case, self.landmarks.repeat(batch, 1, 1))
+        y = attend(case, features, near=True, block=self.block).output
+        return y.unflatten(0, (batch, -1)).transpose(1, 2)
 
 
 def timm_name(form: str) -> str:
-    """The name under which timm builds the layers."""
+    """The name under which timm builds GKA's layers, with an approximation for their operator."""
     if form == EXACT:
         return "gka"
-    own = {"__init__": lambda layer, *arguments, **settings: base.__init__(layer, *arguments, form=form, **settings)}
-    base, name = ApproximatedGKA, "gka-" + form.replace(" ", "")
-    vit.ATTN_LAYERS[name] = type("ApproximatedGKA", (base,), own)
+
+    class ApproximatedGKA(GKA):
+        def __init__(self, dim: int, num_heads: int = 8, **settings):
+            super().__init__(dim, num_heads, **settings)
+            self.approximation = Approximation(form, SIZES["digits"], num_heads, dim // num_heads)
+
+        def mix(self, x, heads, attn_mask, is_causal):
+            assert attn_mask is None, "approximations take no masks"
+            return self.approximation(heads, heads, heads, self._log_sigma(), is_causal)
+
+    name = "gka-" + form.replace(" ", "")
+    vit.ATTN_LAYERS[name] = ApproximatedGKA
     return name
 
 
 def train_digits(form: str, seed: int, epochs: int, out: Path) -> Numbers | None:
     """The demo's vision recipe at depth 2, 32 pixels, patches of 2: 257 tokens. None if a signal ended the run."""
-    kwargs = [word for word in vision.MODEL_FLAGS[1:] if not word.startswith(("patch_size", "depth"))]
-    kwargs += [f"patch_size={PATCH}", f"depth={DEPTH}", f"attn_layer={timm_name(form)}"]
-    tag = f"{form.replace(' ', '')}-{epochs}-seed{seed}"
-    recipe = trainings.vision_config("gka", seed, epochs, out / "approximations")
-    own = dict(model_kwargs=tuple(kwargs), input_size=IMAGE_SIZE, warmup_epochs=1)  # the demo's 5 are for 50 epochs
-    config = replace(recipe, model_tag=tag, **own)
-    launch(config, VisionTrainer)
-    record = finish_record(config.folder, VisionTrainer.FINISH_KEYS)
-    if record is None:
-        return None
-    numbers = {key: record[key] for key in ("parameters", "top1", "ema_top1")}
-    return {**numbers, "settings": config.identity() | SIZES["digits"]._asdict()}
+    own = dict(input_size=32, warmup_epochs=1)  # the demo's 5 are for 50 epochs
+    tag, model = form.replace(" ", ""), ["patch_size=2", f"depth={DEPTH}"]
+    trained = trainings.train_digits(tag, timm_name(form), seed, epochs, out / "approximations", model, **own)
+    return trained and {**trained[1], "settings": trained[0] | SIZES["digits"]._asdict()}
 
 
 def plug(model: GPT, form: str, size: Size) -> None:
@@ -136,9 +118,10 @@ def prepare_text(out: Path) -> Path:
 
 def train_language(task: Task, form: str, seed: int, steps: int, out: Path) -> Numbers:
     """The comparison's language model, two layers deep, on rows of 2,048 tokens; with offsets as the demo has them."""
-    flags = language.VARIANTS["gka-offsets"].flags[2:] if "offsets" in task else ()
-    change = None if form == EXACT else partial(plug, form=form, size=SIZES[task])
-    settings, numbers = trainings.train_language("gka", seed, steps, prepare_text(out), out, flags, change, DEPTH)
+    flags = language.VARIANTS["gka-offsets" if "offsets" in task else "gka-paper"].flags
+    config = trainings.language_config(flags, seed, steps, prepare_text(out), out, DEPTH)
+    change = () if form == EXACT else (partial(plug, form=form, size=SIZES[task]),)
+    settings, numbers = trainings.train_language(form, config, *change)
     return {**numbers, "settings": settings | SIZES[task]._asdict()}
 
 
