@@ -78,12 +78,6 @@ def test_causal_forms_do_not_see_later_tokens(name):
         assert torch.equal(after, before)
 
 
-@pytest.mark.parametrize("name", sorted(set(METHODS) - set(CAUSAL)))
-def test_a_method_without_causal_form_refuses_one(name):
-    with pytest.raises(ValueError, match="has no causal form"):
-        build(name, 10, causal=True)
-
-
 @pytest.mark.parametrize("tokens", [2, 150])  # fewer than landmarks, and more
 @pytest.mark.parametrize("name, causal", CASES)
 def test_costs_are_what_torch_counts(name, causal, tokens):
@@ -104,19 +98,12 @@ def test_krause_is_charged_for_differences_to_neighbours(causal, tokens):
     assert known.other_flops == 3 * HEADS * HEAD_DIM * tokens * in_reach
 
 
-@pytest.mark.parametrize(
-    "words, arguments, options",
-    [
-        ("method must be one of", ("softmax", 192, 3, 197), {}),
-        ("num_heads must divide dim", ("krause", 192, 5, 197), {}),
-        ("tokens must be at least 1", ("krause", 192, 3, 0), {}),
-        ("linformer needs a size of at least 1", ("linformer", 192, 3, 197), {}),
-        ("skyformer has no causal form", ("skyformer", 192, 3, 197), {"size": 8, "causal": True}),
-    ],
-)
-def test_costs_of_what_cannot_be_are_refused(words, arguments, options):
-    with pytest.raises(ValueError, match=words):
-        related_cost(*arguments, **options)
+def test_causal_forms_that_do_not_exist_are_refused():
+    for name in sorted(set(METHODS) - set(CAUSAL)):
+        with pytest.raises(ValueError, match="has no causal form"):
+            build(name, 10, causal=True)
+        with pytest.raises(ValueError, match="has no causal form"):
+            related_cost(name, HEADS * HEAD_DIM, HEADS, 10, size=5, causal=True)
 
 
 class ConvolutionFlops(TorchDispatchMode):

@@ -150,7 +150,7 @@ def cell(text, label, column):
 
 
 def test_the_command_measures_every_part_once(packed, tmp_path, capsys):
-    small = dict(what=["speed", "language"], methods=["krause"], tokens=[17], rounds=2, seeds=1, steps=2)
+    small = dict(what=["speed", "language"], methods=["krause"], tokens=[17, 17], rounds=2, seeds=1, steps=2)
     places = dict(packed=packed / "packed", out=tmp_path / "out", results=tmp_path / "results")
     command.main(command.NeighboursConfig(**small, **places))
     rows = {path.stem: [json.loads(line) for line in path.open()] for path in places["results"].iterdir()}
