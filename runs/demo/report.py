@@ -1,9 +1,8 @@
 """What the demo prints of its language models: the paper's tables in miniature, samples of text, learned bandwidths."""
 
-from rich.table import Table
-
 from nanochat_gka.training.bits_per_byte import remarks
 from runs.paper import published
+from runs.table import Table
 from trainkit_gka.progress import console
 
 OFFSETS_NOTE = (
@@ -28,23 +27,18 @@ def show(rows: dict[str, dict], samples: dict[str, dict[str, str]]) -> None:
     rows: label -> the `finish` record of its log; the first is the baseline. samples: label -> prompt -> continuation.
     """
     baseline, *others = rows
-    caption = " ".join([OFFSETS_NOTE, *remarks(rows)])
-    table = Table(title="\nMeasured here, equal tokens for all", caption=caption, caption_justify="left")
-    table.add_column("")
-    table.add_column(baseline, justify="right")
-    for label in others:
-        table.add_column(label, justify="right")
-        table.add_column("ratio", justify="right", style="dim")
+    headings = ["", baseline, *(heading for label in others for heading in (label, "ratio"))]
+    cells = []
     for key, (heading, form) in COLUMNS.items():
         base = rows[baseline][key]  # None or, in older runs, 0 tokens/s: too few steps to time
-        cells = ["" if base is None else form.format(base)]
+        cells.append([heading, "" if base is None else form.format(base)])
         for label in others:
             value = rows[label][key]
             ratio = "" if key == "gap" or not (base and value) else f"{value / base:.2f}x"
-            cells += ["" if value is None else form.format(value), ratio]
-        table.add_row(heading, *cells)
-    console.print(table)
-    console.print(paper_table())
+            cells[-1] += ["" if value is None else form.format(value), ratio]
+    notes = [OFFSETS_NOTE, *remarks(rows)]
+    Table.of(headings, cells, title="Measured here, equal tokens for all", notes=notes).show()
+    paper_table().show()
 
     for label, texts in samples.items():
         console.rule(f"text by {label}", align="left")
@@ -60,11 +54,9 @@ def show(rows: dict[str, dict], samples: dict[str, dict[str, str]]) -> None:
 def paper_table() -> Table:
     """The paper's depth-20 figures as it prints them, and their ratios."""
     (base_label, base), (gka_label, gka) = published.LANGUAGE.items()
-    caption = " ".join(published.notes("compute")[:2])
-    table = Table(title="\nThe paper's depth 20, as printed there", caption=caption, caption_justify="left")
-    for heading in ("", base_label, gka_label, "ratio"):
-        table.add_column(heading, justify="right" if heading else "left")
+    rows = []
     for key in base:
         ratio = "" if key == "gap" else f"{float(gka[key].rstrip('M')) / float(base[key].rstrip('M')):.2f}x"
-        table.add_row(COLUMNS[key][0], base[key], gka[key], ratio)
-    return table
+        rows.append([COLUMNS[key][0], f"*{base[key]}*", f"*{gka[key]}*", ratio])
+    title, notes = "The paper's depth 20, as printed there", published.notes("compute")[:2]
+    return Table.of(["", base_label, gka_label, "ratio"], rows, title=title, notes=notes)

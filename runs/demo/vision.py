@@ -9,7 +9,6 @@ import statistics
 from pathlib import Path
 
 import torch
-from rich.table import Table
 
 from deit_gka.data.sources import decode, open_source
 from deit_gka.data.transforms import eval_transform
@@ -20,6 +19,7 @@ from deit_gka.training.trainer import Trainer
 from gka.kinds import KINDS
 from runs.demo import pictures
 from runs.demo.commands import START_SECONDS, Job
+from runs.table import Table
 from trainkit_gka.progress import console
 from trainkit_gka.results import read_results
 
@@ -66,14 +66,9 @@ def train_jobs(out: Path, epochs: int, wandb: str) -> Jobs:
 
 def show(jobs: Jobs, out: Path) -> list[Path]:
     """Print the table, the mean over seeds and half their range; returns the pictures."""
-    table = Table(title=f"\nMicro-ViTs on held-out handwritten digits, {len(SEEDS)} seeds: mean ± half the range")
-    table.add_column("")
-    for heading in HEADINGS:
-        table.add_column(heading, justify="right", no_wrap=True)
     records = {label: [job.finish() for job in seeds] for label, seeds in jobs.items()}
-    for label, seeds in records.items():
-        table.add_row(label, *cells(seeds))
-    console.print(table)
+    title = f"Micro-ViTs on held-out handwritten digits, {len(SEEDS)} seeds: mean ± half the range"
+    Table.of(["", *HEADINGS], ([label, *cells(seeds)] for label, seeds in records.items()), title=title).show()
     for label, seeds in records.items():
         lowest = min(record["ema_top1"] for record in seeds)
         if lowest < EXPECTED_TOP1:

@@ -13,15 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from deit_gka.model.registry import model_name
 from gka.kinds import KINDS
 from runs import launch
 from runs.paper import common, deit, published
+from runs.table import Table
 from trainkit_gka.cli import UserError
 from trainkit_gka.loop import finish_record
-from trainkit_gka.progress import console
 
 SIZE = "ti"
 
@@ -73,17 +71,16 @@ def table(runs: Path, hybrid: str = "") -> Table:
         if record is None:
             missing = runs / models()[name]
             raise UserError(f"{missing} holds no finished run; make ablate-projections DATA=... trains them all")
-    title = "\nAblation of projections at size Ti; in brackets the paper, on ImageNet after 300 epochs"
-    shown = Table(title=title, caption=" ".join(published.notes("ablation")))
-    for heading in ("", "matrices", "params (M)", "GFLOPs", "top-1", "EMA top-1"):
-        shown.add_column(heading, justify="left" if heading in ("", "matrices") else "right", no_wrap=True)
+    rows = []
     for name, record in records.items():
         printed = published.rows("ablation").get(f"{deit.PAPER_NAMES[name]}-Ti", {})
-        shown.add_row(KINDS[name].label, " ".join(f"{KINDS[name].input_projections}O"), *cells(record, printed))
+        rows.append([KINDS[name].label, " ".join(f"{KINDS[name].input_projections}O"), *cells(record, printed)])
     ours = finished(runs / hybrid_run(hybrid)) if hybrid else None
     if ours:
-        shown.add_row(f"{hybrid} (ours)", "by layer", *cells(ours, {}))
-    return shown
+        rows.append([f"{hybrid} (ours)", "by layer", *cells(ours, {})])
+    title = "Ablation of projections at size Ti; in brackets the paper, on ImageNet after 300 epochs"
+    headings = ["", "matrices", "params (M)", "GFLOPs", "top-1", "EMA top-1"]
+    return Table.of(headings, rows, title=title, notes=published.notes("ablation"), words=2)
 
 
 def cells(record: dict, printed: dict[str, str]) -> list[str]:
@@ -105,7 +102,7 @@ def main(config: AblationConfig, extra: list[str]) -> None:
     if config.data:
         for words in training(config, extra):
             launch.run(words)
-    console.print(table(config.runs, config.hybrid))
+    table(config.runs, config.hybrid).show()
 
 
 if __name__ == "__main__":

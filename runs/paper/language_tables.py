@@ -5,10 +5,11 @@ from nanochat_gka.core_metric.published import PAPER_MEAN
 from nanochat_gka.core_metric.report import Score, aggregate, error_of_mean
 from nanochat_gka.training.bits_per_byte import remarks
 from runs.paper import core_scores, measured, published
+from runs.paper.cells import alone, compare, italic, signed
 from runs.paper.deit import SOFTMAX_TARGET
 from runs.paper.measured import Sources
-from runs.paper.paper_table import NOT_RUN, PaperTable, Row, alone, compare, signed
 from runs.paper.published import table
+from runs.table import NOT_RUN, Row, Table
 
 COMMANDS = {
     "nanochat_base": f"make pretrain-d20-base NGPU={measured.GPUS}",
@@ -18,7 +19,7 @@ CORPUS = "A run's record does not name its corpus: train on the paper's, FineWeb
 Value = tuple[float, float]  # with its standard error
 
 
-def bpb(sources: Sources) -> PaperTable:
+def bpb(sources: Sources) -> Table:
     """With the other language runs of BASE below."""
     runs, rows, commands, records = sources.runs(), [], [], {}
     columns = published.TABLES["bpb"]["columns"]
@@ -34,7 +35,7 @@ def bpb(sources: Sources) -> PaperTable:
     return sources.remark(table("bpb", rows + other_rows(sources, "bpb"), [CORPUS, *remarks(records)], commands))
 
 
-def compute(sources: Sources) -> PaperTable:
+def compute(sources: Sources) -> Table:
     """Counts alone; the ratios are those in the text beside the table. With the other language runs of BASE below."""
     counts = {model: measured.language_counts(model) for model in measured.RECIPES}
     columns, rows = published.TABLES["compute"]["columns"], []
@@ -69,7 +70,7 @@ def of_score(score: Score) -> str:
     return f"{with_error((score.centered, score.standard_error))} (n = {score.examples:,})"
 
 
-def core_subset(sources: Sources) -> PaperTable:
+def core_subset(sources: Sources) -> Table:
     """Centred scores with standard errors, each from the number of examples that its column used."""
     runs, scores, commands = sources.runs(), {}, []
     for model in measured.RECIPES:
@@ -85,7 +86,7 @@ def core_subset(sources: Sources) -> PaperTable:
         ours = [scores[model].get(task) for model in measured.RECIPES]
         for heading, printed, score in zip((base, gka), paper, ours):
             apart = with_error(core_scores.difference(printed, score), "+") if score else ""
-            rows.append([task, heading, of_score(printed), of_score(score) if score else NOT_RUN, apart])
+            rows.append([task, heading, italic(of_score(printed)), of_score(score) if score else NOT_RUN, apart])
         both = core_scores.difference(*ours) if all(ours) else None
         rows.append([task, difference, *differences(core_scores.difference(*paper), both)])
     rows += _means([list(scores[model].values()) for model in measured.RECIPES])
@@ -102,7 +103,7 @@ def core_subset(sources: Sources) -> PaperTable:
 
 def differences(paper: Value, ours: Value | None) -> Row:
     """The cells of GKA - base: the paper's, ours, and ours - paper's."""
-    return [with_error(paper, "+"), with_error(ours, "+"), signed(ours[0] - paper[0], 4) if ours else ""]
+    return [italic(with_error(paper, "+")), with_error(ours, "+"), signed(ours[0] - paper[0], 4) if ours else ""]
 
 
 def _means(ours: list[list[Score]]) -> list[Row]:
@@ -113,7 +114,7 @@ def _means(ours: list[list[Score]]) -> list[Row]:
     for heading, mean, printed, column in zip(headings, PAPER_MEAN, papers, six):
         complete = len(column) == len(PAPER_TASKS)
         value = (aggregate(column)[1], _error(column)) if complete else None
-        cells = [with_error((mean, _error(printed))), with_error(value)]
+        cells = [italic(with_error((mean, _error(printed)))), with_error(value)]
         rows.append(["mean", heading, *cells, signed(value[0] - mean, 4) if value else ""])
     both = core_scores.mean_difference(*six) if all(len(column) == len(PAPER_TASKS) for column in six) else None
     return [*rows, ["mean", headings[2], *differences(core_scores.mean_difference(*papers), both)]]

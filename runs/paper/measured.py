@@ -19,7 +19,7 @@ from runs.bench import results as bench_results
 from runs.bench.results import Comparison
 from runs.paper import gpt_d20_gka, gpt_d20_softmax, published
 from runs.paper.deit import PAPER_NAMES, SIZE_NAMES
-from runs.paper.paper_table import PaperTable
+from runs.table import Table
 from trainkit_gka.loop import LOG, finish_record
 from trainkit_gka.progress import read_events
 from trainkit_gka.results import is_processor, read_results
@@ -81,11 +81,11 @@ class Sources:
         papers = [vision_run(label, runs) for label in published.VISION] + [language_run(row, runs) for row in RECIPES]
         return list({run.name: run for run in reversed(runs) if run not in papers}.values())[::-1]
 
-    def remark(self, table: PaperTable) -> PaperTable:
-        """The table with a remark if rows or columns of other runs are in it."""
+    def remark(self, table: Table) -> Table:
+        """The table with a remark if rows of other runs are in it."""
         others = {run.name for metric in ("top1", "flops_per_token") for run in self.other_runs(metric)}
         if any(others & set(row[:2]) for row in table.rows):
-            table.remarks.append("Runs with other settings are named; the paper has no figures for them.")
+            table.notes.append("Runs with other settings are named; the paper has no figures for them.")
         return table
 
 

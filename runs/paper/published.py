@@ -8,7 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from runs.paper.paper_table import HEADINGS, PaperTable, Row
+from runs.paper.cells import HEADINGS
+from runs.table import NOT_RUN, Row, Table
 
 TABLES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("published.json").read_text())["tables"]
 
@@ -23,14 +24,19 @@ def notes(table: str) -> list[str]:
     return TABLES[table]["notes"]
 
 
-def table(name: str, rows: list[Row], remarks: Row, commands: Row, about: str = "Model") -> PaperTable:
+def table(name: str, rows: list[Row], remarks: Row, commands: Row, about: str = "Model", words: int = 2) -> Table:
     """A published table beside ours, with its own title and notes.
 
-    commands: those that fill what was not run. about: heading of the first column.
+    rows: model or method, measure, paper, ours, difference. commands: those that fill what was not run. about: heading
+    of the first column.
     """
-    published, headings = TABLES[name], [about, *HEADINGS]
-    notes = [*published["notes"], *remarks]
-    return PaperTable(published["number"], published["caption"], headings, rows, notes, list(dict.fromkeys(commands)))
+    published = TABLES[name]
+    notes = [" ".join([*published["notes"], *remarks])]
+    if commands:
+        filled_by = ", ".join(f"`{command}`" for command in dict.fromkeys(commands))
+        notes.append(f'Cells with "{NOT_RUN}" are filled by {filled_by}.')
+    title = f"Table {published['number']} of the paper, beside ours. {published['caption']}"
+    return Table.of([about, *HEADINGS], rows, title=title, notes=notes, words=words, label=published["label"])
 
 
 # The language models, with the names that the trainer's records use; parameters as "896M".

@@ -6,15 +6,27 @@
 Ours are the cost models' counts and finished runs of the very configuration (runs/paper/measured.py).
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from runs.paper import formats, published
-from runs.paper.comparison import BUILDERS, Sources
+from runs.paper import language_tables, vision_tables
+from runs.paper.measured import Sources
+from runs.table import Table
 from trainkit_gka.cli import UserError, run
 from trainkit_gka.files import check_named
 
+BUILDERS: dict[int, Callable[[Sources], Table]] = {
+    1: vision_tables.related_methods,
+    2: vision_tables.main_results,
+    3: vision_tables.efficiency,
+    4: vision_tables.runtime,
+    5: vision_tables.ablation,
+    6: language_tables.bpb,
+    7: language_tables.core_subset,
+    8: language_tables.compute,
+}
 PREAMBLES = {
     "latex": "% Needs \\usepackage{booktabs}, \\usepackage{graphicx} and \\usepackage[T1]{fontenc}.",
     "html": '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<title>The paper\'s tables beside ours</title>',
@@ -40,19 +52,32 @@ class PaperTablesConfig:
                 raise UserError(f"--only takes numbers from 1 to {len(BUILDERS)}, got {number}")
 
 
+def by_measure(table: Table) -> Table:
+    """The same as the paper lays it out, a column for each measure; paper, ours and difference are rows.
+
+    Rows in which nothing stands are left out.
+    """
+    about, measure, *sources = table.headings
+    long = table.frame.melt([about, measure], var_name="")
+    wide = long.pivot_table("value", [about, ""], measure, aggfunc="first", sort=False).fillna("")
+    order = [(name, source) for name in table.frame[about].unique() for source in sources]
+    wide = wide.reindex(order)
+    shown = wide[(wide != "").any(axis=1)].reset_index()
+    return replace(table, frame=shown)
+
+
 def main(config: PaperTablesConfig) -> None:
     config.check()
-    labels = {table["number"]: table["label"] for table in published.TABLES.values()}
     if config.format in PREAMBLES:
         print(PREAMBLES[config.format])
     for number in config.only or sorted(BUILDERS):
         table = BUILDERS[number](Sources(config.base))
         if config.format == "terminal":
-            formats.terminal(table)
+            table.show()
         elif config.format == "latex":
-            print(formats.latex(table, labels[number]))
+            print(by_measure(table).latex())
         else:
-            print({"markdown": formats.markdown, "html": formats.html}[config.format](table))
+            print({"markdown": table.markdown, "html": table.html}[config.format]())
 
 
 if __name__ == "__main__":

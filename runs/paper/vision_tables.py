@@ -1,20 +1,21 @@
 """Tables 1 to 5 of the paper beside ours: methods, the vision models' size, accuracy and speed."""
 
-from dataclasses import replace
+from collections.abc import Iterable
 
 from gka.kinds import KINDS
 from runs.neighbours.layers import DIM, HEADS
 from runs.paper import measured, published
+from runs.paper.cells import alone, compare, italic, percent
 from runs.paper.deit import DEFAULT_KIND, SOFTMAX_TARGET
 from runs.paper.measured import FinishedRun, Sources
-from runs.paper.paper_table import NOT_RUN, PaperTable, alone, compare, percent
 from runs.paper.published import table
 from runs.sections import neighbours
+from runs.table import NOT_RUN, Row, Table
 
 Cell = tuple[str, str, float | None]  # measure, the paper's figure, ours
 
 
-def related_methods(sources: Sources) -> PaperTable:
+def related_methods(sources: Sources) -> Table:
     """The paper's words, and below them what runs/neighbours counts and measures; the ablation, VLT, comes last."""
     columns, printed, rows = published.TABLES["related_methods"]["columns"], published.rows("related_methods"), []
     for method in dict.fromkeys([*printed, *neighbours.BY_LABEL]):
@@ -22,7 +23,7 @@ def related_methods(sources: Sources) -> PaperTable:
         learned = ours.pop(neighbours.LEARNED)
         for key, heading in columns.items():
             own = learned if key == "projections" else ""
-            rows += [[method, heading, printed.get(method, {}).get(key, ""), own, ""]]
+            rows += [[method, heading, italic(printed.get(method, {}).get(key, "")), own, ""]]
         rows += [[method, measure, "", value, ""] for measure, value in ours.items()]
     rows = [row for row in rows if any(row[2:])]
     remarks = [
@@ -31,8 +32,7 @@ def related_methods(sources: Sources) -> PaperTable:
         "(runs/neighbours/README.md).",
     ]
     commands = ["python -m runs.neighbours"] if any(NOT_RUN in row for row in rows) else []
-    shown = table("related_methods", rows, remarks, commands, about="Method")
-    return replace(shown, text_columns=len(shown.headings))
+    return table("related_methods", rows, remarks, commands, about="Method", words=5)
 
 
 def training_command(label: str) -> str:
@@ -61,8 +61,8 @@ def vision_numbers(label: str, runs: list[FinishedRun]) -> dict[str, float | Non
     }
 
 
-def vision(name: str, sources: Sources) -> PaperTable:
-    """Tables 2, 3 and 5."""
+def vision(name: str, sources: Sources, others: Iterable[Row] = ()) -> Table:
+    """Tables 2, 3 and 5. others: rows of other runs."""
     runs, rows, commands = sources.runs(), [], []
     columns = published.TABLES[name]["columns"]
     for label, printed in published.rows(name).items():
@@ -71,7 +71,8 @@ def vision(name: str, sources: Sources) -> PaperTable:
             if key == "projections":
                 letters = f"{KINDS[measured.KIND_OF[label.split('-')[0]]].input_projections}O"
                 ours = ", ".join(f"W_{letter}" for letter in letters)
-                rows.append([label, heading, printed[key], ours, "" if printed[key].startswith(ours) else "differs"])
+                same = printed[key].startswith(ours)
+                rows.append([label, heading, italic(printed[key]), ours, "" if same else "differs"])
             elif key in printed:
                 rows.append([label, heading, *compare(printed[key], numbers[key])])
         if "top1" in printed and numbers["top1"] is None:
@@ -79,30 +80,30 @@ def vision(name: str, sources: Sources) -> PaperTable:
     remarks = ["Our sizes are MiB of the bare weights."] if "size" in columns else []
     if "top1" in columns:
         remarks.append("Our top-1 is of averaged weights, and only of a finished run of this model and recipe.")
-    return table(name, rows, remarks, commands)
+    return sources.remark(table(name, [*rows, *others], remarks, commands))
 
 
-def main_results(sources: Sources) -> PaperTable:
+def main_results(sources: Sources) -> Table:
     """With the other vision runs of BASE below."""
-    shown, columns = vision("main_results", sources), published.TABLES["main_results"]["columns"]
+    columns, rows = published.TABLES["main_results"]["columns"], []
     printed = published.rows("main_results")["DeiT-Ti"]  # how many digits
     for run in sources.other_runs("top1"):
         flops, top1 = run.metrics.get("flops"), run.metrics.get("ema_top1", run.metrics["top1"])
         numbers = {"params": run.metrics["parameters"] / 1e6, "gflops": flops and flops / 1e9, "top1": top1}
         for key, value in numbers.items():
-            shown.rows += [[run.name, columns[key], "", alone(value, printed[key]), ""]] if value is not None else []
-    return sources.remark(shown)
+            rows += [[run.name, columns[key], "", alone(value, printed[key]), ""]] if value is not None else []
+    return vision("main_results", sources, rows)
 
 
-def efficiency(sources: Sources) -> PaperTable:
+def efficiency(sources: Sources) -> Table:
     return vision("efficiency", sources)
 
 
-def ablation(sources: Sources) -> PaperTable:
+def ablation(sources: Sources) -> Table:
     return vision("ablation", sources)
 
 
-def runtime(sources: Sources) -> PaperTable:
+def runtime(sources: Sources) -> Table:
     """Training rates as the paper's total over its GPUs and a GPU's share; GKA fused and as the paper's."""
     benchmark, runs, gpus, rows = measured.runtime(sources.results), sources.runs(), measured.GPUS, []
     for label, printed in published.rows("runtime").items():

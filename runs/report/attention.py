@@ -16,8 +16,9 @@ from deit_gka.figures.families import FAMILIES, why_not
 from deit_gka.figures.sheet import Subject
 from deit_gka.figures.subjects import Drawn, check_repeats, of_run, of_timm, photographs, subjects_of
 from deit_gka.model.checkpoints import find_checkpoint
-from runs.report.blocks import Picture, Table, image_element, number
+from runs.report.blocks import Picture, image_element, number
 from runs.report.trained import TrainedRun, first_that_works
+from runs.table import Table
 from trainkit_gka.cli import UserError
 from trainkit_gka.figures.sheet import DPI, TITLE_INCHES, caption_inches, caption_lines
 from trainkit_gka.plots import Figure
@@ -127,7 +128,7 @@ def embedded(figure: Figure) -> Picture:
     headings = list(figure.rows[0]) if figure.rows else []
     rows = [[number(row[heading]) for heading in headings] for row in figure.rows]
     words = [heading for heading in headings if isinstance(figure.rows[0][heading], str)]
-    table = Table(figure.title, headings, rows, text_columns=max(1, len(words))) if rows else None
+    table = Table.of(headings, rows, title=figure.title, words=max(1, len(words))) if rows else None
     return Picture(figure.title, figure.caption, markup, table, wide=True)
 
 

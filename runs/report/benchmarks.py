@@ -5,8 +5,9 @@ from pathlib import Path
 from gka.kinds import KINDS
 from runs.bench import report, results
 from runs.bench.results import Comparison
-from runs.report.blocks import Picture, Table
+from runs.report.blocks import Picture
 from runs.report.charts import Series, bars, lines
+from runs.table import Table
 
 BENCHMARKS = ("deit", "gpt", "attention")
 SWEEP = "sweep-"
@@ -46,7 +47,7 @@ def ratios(compared: Compared) -> list[Picture]:
         rows.append([name, *cells, f"{values[name]:.2f}"])
     hardware = next(iter(both.values())).lines[0]["hardware"]
     title = f"Speed of {GKA}, {hardware}"
-    table = Table(title, ["", f"{SOFTMAX}, ms", f"{GKA}, ms", "ratio"], rows)
+    table = Table.of(["", f"{SOFTMAX}, ms", f"{GKA}, ms", "ratio"], rows, title=title)
     caption = (
         f"Time of the fastest {SOFTMAX} attention over that of {GKA}, medians, both timed in turns in one process. "
         f"Right of the dashed line {GKA} is faster. {report.provenance(both.values())}"

@@ -8,22 +8,12 @@ from typing import Any
 from markupsafe import Markup
 from PIL import Image
 
+from runs.table import Table
 from trainkit_gka.figures.sheet import DPI
 
 PICTURE_WIDTH = 2400  # pixels that a picture keeps
 SCREEN_DPI = 96  # of CSS's pixels
 WEBP_QUALITY = 82
-Row = list[str]
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows of text below headings. text_columns: how many of the first are words, the others are numbers."""
-
-    caption: str
-    headings: Row
-    rows: list[Row]
-    text_columns: int = 1
 
 
 @dataclass(frozen=True)

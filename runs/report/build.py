@@ -3,10 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from markupsafe import Markup
-
-from runs.paper import formats
-from runs.paper.comparison import BUILDERS, Sources
+from runs.paper.tables import BUILDERS, Sources
 from runs.report import attention, benchmarks, curves, language, ledger, page, provenance
 from runs.report.blocks import Section
 from runs.report.live import LiveView, image_view
@@ -91,10 +88,9 @@ def speed() -> Section:
 
 def paper(base: Path) -> Section:
     """The paper's tables, as `make tables` writes them."""
-    built = [BUILDERS[number](Sources(base)) for number in sorted(BUILDERS)]
-    tables = [(f"Table {table.number}", Markup(formats.html(table))) for table in built]
+    tables = [builder(Sources(base)) for builder in BUILDERS.values()]
     introduction = "The paper's figures are in italics; ours are exact counts, and runs of the very configuration."
-    return Section("paper", "The paper's tables beside ours", introduction, template="paper.html", content=tables)
+    return Section("paper", "The paper's tables beside ours", introduction, tables=tables)
 
 
 def claims() -> Section:

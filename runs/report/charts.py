@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import matplotlib
 from markupsafe import Markup, escape
 
-from runs.report.blocks import Picture, Row, Table, number
+from runs.report.blocks import Picture, number
+from runs.table import Row, Table
 from trainkit_gka.plots import subplots
 
 WIDTH, HEIGHT = 5.4, 3.3  # inches; a phone shows the text at nearly its own size
@@ -93,7 +94,7 @@ def table_of(title: str, x: str, series: list[Series]) -> Table:
             ranges = zip(line.points, line.band)
             columns.append({place: f"{number(low)} to {number(high)}" for (place, _), (low, high) in ranges})
     rows: list[Row] = [[number(place), *(column.get(place, "") for column in columns)] for place in places]
-    return Table(title, headings, rows)
+    return Table.of(headings, rows, title=title)
 
 
 def bars(title: str, caption: str, x: str, values: dict[str, float], table: Table, line_at: float) -> Picture:

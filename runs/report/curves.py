@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterable
 from statistics import fmean
 
 from nanochat_gka.training.bits_per_byte import remark, remarks
-from runs.report.blocks import Picture, Table
+from runs.report.blocks import Picture
 from runs.report.charts import Series, lines
 from runs.report.trained import TrainedRun
+from runs.table import Table
 
 LANGUAGE_COLUMNS = {
     "parameters": ("parameters", ","),
@@ -106,7 +107,7 @@ def run_tables(runs: list[TrainedRun]) -> list[Table]:
         ]
         if rows:
             headings = ["run", *(heading for heading, _ in columns.values())]
-            tables.append(Table(f"{title}, as their logs end", headings, rows))
+            tables.append(Table.of(headings, rows, title=f"{title}, as their logs end"))
     return tables
 
 

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from runs.bench.results import RESULTS
-from runs.report.blocks import Row, Table, number
+from runs.report.blocks import number
 from runs.report.trained import TrainedRun
+from runs.table import Row, Table
 from trainkit_gka.progress import read_lines
 from trainkit_gka.results import hardware_of, read_results
 
@@ -20,7 +21,7 @@ def run_facts(runs: list[TrainedRun]) -> Table:
     for run in runs:
         day = str(run.result["date"])[:10] if "date" in run.result else NOT_RECORDED
         rows.append([run.name, day, *(number(fact_of(run.result, fact) or NOT_RECORDED) for fact in FACTS)])
-    return Table("The runs of this report", ["run", "date", *FACTS], rows, text_columns=len(FACTS) + 2)
+    return Table.of(["run", "date", *FACTS], rows, title="The runs of this report", words=len(FACTS) + 2)
 
 
 def file_facts(results: Path = RESULTS) -> Table:
@@ -33,7 +34,8 @@ def file_facts(results: Path = RESULTS) -> Table:
             span = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
             facts = [", ".join(distinct(lines, fact)) for fact in ("hardware", "torch", "commit")]
             rows.append([str(path.relative_to(results)), span, *facts, str(len(lines))])
-    return Table("The files in runs/results", ["file", "dates", "hardware", "torch", "commits", "lines"], rows, 5)
+    headings = ["file", "dates", "hardware", "torch", "commits", "lines"]
+    return Table.of(headings, rows, title="The files in runs/results", words=5)
 
 
 def distinct(lines: Iterable[dict[str, Any]], fact: str) -> Row:

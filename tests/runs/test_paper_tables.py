@@ -9,9 +9,10 @@ from deit_gka.training.config import TrainConfig as VisionTraining
 from nanochat_gka.core_metric.bundle import CORE_SIZES, PAPER_TASKS
 from nanochat_gka.training.config import TrainConfig as LanguageTraining
 from runs.paper import core_scores, measured, published, tables
-from runs.paper.comparison import BUILDERS, Sources
+from runs.paper.cells import compare
 from runs.paper.measured import GPUS, IMAGENET_VALIDATION
-from runs.paper.paper_table import NOT_RUN, compare
+from runs.paper.tables import BUILDERS, Sources
+from runs.table import NOT_RUN
 from trainkit_gka.cli import UserError
 
 DEMO_IMAGES = 599
@@ -51,13 +52,22 @@ def language_folder(base, model="GKA", **changed):
 
 
 def cells(number, base, results=measured.RESULTS):
-    """(first cell, second cell) -> the rest of the row."""
-    return {(row[0], row[1]): row[2:] for row in BUILDERS[number](Sources(base, results)).rows}
+    """(first cell, second cell) -> the rest of the row, of which the paper's figure is in italics."""
+    rows = BUILDERS[number](Sources(base, results)).rows
+    return {(name, measure): [paper.strip("*"), *rest] for name, measure, paper, *rest in rows}
+
+
+def notes(number, base, results=measured.RESULTS):
+    return " ".join(BUILDERS[number](Sources(base, results)).notes)
 
 
 def test_every_number_of_the_published_file_is_in_its_table(tmp_path):
     for about in published.TABLES.values():
-        shown = {cell.replace(",", "") for row in BUILDERS[about["number"]](Sources(tmp_path)).rows for cell in row}
+        shown = {
+            cell.replace(",", "").strip("*")
+            for row in BUILDERS[about["number"]](Sources(tmp_path)).rows
+            for cell in row
+        }
         figures = {figure.replace(",", "") for row in about["rows"].values() for figure in row.values()}
         if about["number"] == 7:  # with standard errors, differences with a sign
             shown = {re.sub(r" ±.*", "", cell) for cell in shown}
@@ -70,7 +80,7 @@ def test_every_number_of_the_published_file_is_in_its_table(tmp_path):
 
 def test_related_methods_have_what_their_layers_cost_and_reach(tmp_path):
     assert cells(1, tmp_path, tmp_path)["Krause", "MiB, N = 197"] == ["", NOT_RUN, ""]
-    assert "`python -m runs.neighbours`" in BUILDERS[1](Sources(tmp_path, tmp_path)).caption
+    assert "`python -m runs.neighbours`" in notes(1, tmp_path, tmp_path)
     about = {"method": "krause", "tokens": 197}
     line = {"date": "2026-11-22", "commit": "abc", "hardware": "a CPU", "torch": "2"}
     layer = {"config": {"case": about}, "metrics": {"forward_ms": 1.5, "both_ms": 4.0}}
@@ -106,11 +116,11 @@ def test_unmeasured_cells_say_not_run_and_the_caption_has_the_command(tmp_path):
     commands = {2: "make train-deit-b-base DATA=", 4: "runs.bench.deit", 5: "make train-deit-ti-vlt "}
     for number, command in commands.items():
         table = BUILDERS[number](Sources(tmp_path, tmp_path))
-        assert any(NOT_RUN in row for row in table.rows) and command in table.caption
+        assert any(NOT_RUN in row for row in table.rows) and command in table.notes[-1]
     assert cells(6, tmp_path)["GKA", "Val BPB"] == ["0.819080", NOT_RUN, ""]
-    assert "`make pretrain-d20 NGPU=7`" in BUILDERS[6](Sources(tmp_path)).caption
-    assert "`make eval-core NGPU=7`" in BUILDERS[7](Sources(tmp_path)).caption
-    assert NOT_RUN not in BUILDERS[3](Sources(tmp_path)).caption
+    assert "`make pretrain-d20 NGPU=7`" in notes(6, tmp_path)
+    assert "`make eval-core NGPU=7`" in notes(7, tmp_path)
+    assert NOT_RUN not in notes(3, tmp_path)
 
 
 def test_finished_run_of_the_very_configuration_fills_its_cell(tmp_path):
@@ -118,7 +128,7 @@ def test_finished_run_of_the_very_configuration_fills_its_cell(tmp_path):
     for number in (2, 5):
         assert cells(number, tmp_path)["GKA-Ti", "Top-1 (%)"] == ["71.54", "71.250", "-0.290"]
         assert cells(number, tmp_path)["DeiT-Ti", "Top-1 (%)"][1] == NOT_RUN
-        assert "make train-deit-ti DATA" not in BUILDERS[number](Sources(tmp_path)).caption
+        assert "make train-deit-ti DATA" not in notes(number, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -175,11 +185,11 @@ def test_core_has_differences_with_standard_errors_of_each_columns_examples(tmp_
             lines.append({"config": {"model": name, "step": step, "task": task}, "metrics": metrics})
         write(tmp_path / "core" / "a.jsonl", *lines) if model == "GKA" else write(tmp_path / "core" / "b.jsonl", *lines)
     table = BUILDERS[7](Sources(tmp_path))
-    base, gka, difference = [row[2:] for row in table.rows if row[0] == "copa"]
+    base, gka, difference = [[cell.strip("*") for cell in row[2:]] for row in table.rows if row[0] == "copa"]
     assert base == ["0.3000 ± 0.095 (n = 100)", "0.0000 ± 0.100 (n = 100)", "-0.3000 ± 0.138"]
     assert gka == ["0.3000 ± 0.095 (n = 100)", "0.2000 ± 0.098 (n = 100)", "-0.1000 ± 0.137"]
     assert difference == ["+0.0000 ± 0.135", "+0.2000 ± 0.140", "+0.2000"]
-    assert [row[0] for row in table.rows[-3:]] == ["mean"] * 3 and not table.commands
+    assert [row[0] for row in table.rows[-3:]] == ["mean"] * 3 and "filled by" not in table.notes[-1]
     assert "(n = 200)" in table.rows[1][2] and f"(n = {CORE_SIZES['hellaswag_zeroshot']:,})" in table.rows[0][2]
 
 
@@ -215,11 +225,11 @@ def test_the_runtime_table_has_totals_and_gpus_shares(tmp_path):
 
 
 def test_differences_are_absolute_and_relative_from_a_thousand_up():
-    assert compare("5.72", 5.7174) == ["5.72", "5.717", "-0.003"]
-    assert compare("36", 36) == ["36", "36", "0"]
-    assert compare("3.0042e9", 3_004_190_720.0) == ["3.0042e9", "3.00419e9", "0"]
-    assert compare("2000", 1500.4) == ["2,000", "1,500", "-24.98 %"]
-    assert compare("72.2", None) == ["72.2", NOT_RUN, ""]
+    assert compare("5.72", 5.7174) == ["*5.72*", "5.717", "-0.003"]
+    assert compare("36", 36) == ["*36*", "36", "0"]
+    assert compare("3.0042e9", 3_004_190_720.0) == ["*3.0042e9*", "3.00419e9", "0"]
+    assert compare("2000", 1500.4) == ["*2,000*", "1,500", "-24.98 %"]
+    assert compare("72.2", None) == ["*72.2*", NOT_RUN, ""]
 
 
 def test_the_terminal_shows_the_tables_that_were_asked_for(tmp_path, capsys):
@@ -244,7 +254,7 @@ def test_bits_per_byte_name_their_rows_and_the_texts_own_bytes(tmp_path, capsys)
     """Of the paper's runs and of others, where the record says so; Table 8 has no figure of rows."""
     own = language_folder(tmp_path, head_offsets="PS", model_tag="own-text")
     language_folder(tmp_path)
-    assert "rows" not in BUILDERS[6](Sources(tmp_path)).caption
+    assert "rows" not in notes(6, tmp_path)
     told = {own: {"eval_rows": "spaced", "val_bpb_utf8": 1.62}, "d20-gka": {"eval_rows": "upstream"}}
     for tag, more in told.items():
         log = tmp_path / "runs" / tag / "log.jsonl"
@@ -254,7 +264,7 @@ def test_bits_per_byte_name_their_rows_and_the_texts_own_bytes(tmp_path, capsys)
     printed = capsys.readouterr().out
     assert "GKA: upstream rows." in printed
     assert "own-text: spaced rows, val bpb 0.810000 (1.620000 of the text's own bytes)." in printed
-    assert "spaced rows" not in BUILDERS[8](Sources(tmp_path)).caption
+    assert "spaced rows" not in notes(8, tmp_path)
 
 
 def test_runs_with_other_settings_have_rows_of_their_own(tmp_path):
@@ -273,11 +283,11 @@ def test_runs_with_other_settings_have_rows_of_their_own(tmp_path):
     other = next(path.name for path in (tmp_path / "runs").iterdir() if "gka" in path.name)
     table = BUILDERS[2](Sources(tmp_path))
     named = {row[0] for row in table.rows} - published.rows("main_results").keys()
-    assert named == {other} and "Runs with other settings" in table.caption
+    assert named == {other} and "Runs with other settings" in " ".join(table.notes)
     assert cells(2, tmp_path)[other, "Top-1 (%)"] == ["", "71.25", ""]
     assert cells(6, tmp_path)[name, "Val BPB"] == ["", "0.81", ""]
     assert cells(8, tmp_path)[name, "Train tokens"] == ["", "2.77873e9", ""]
     assert cells(7, tmp_path)["copa", name] == ["", "0.3333 ± 0.222 (n = 9)", ""] and ("mean", name) in cells(
         7, tmp_path
     )
-    assert "Runs with other settings" not in BUILDERS[6](Sources(tmp_path / "nothing")).caption
+    assert "Runs with other settings" not in notes(6, tmp_path / "nothing")

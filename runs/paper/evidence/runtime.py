@@ -4,9 +4,9 @@ from runs.bench import error
 from runs.bench.config import is_unusual
 from runs.bench.results import Comparison
 from runs.paper import published
+from runs.paper.cells import percent
 from runs.paper.evidence import PRINTED, UNTESTED, Finding, follows, holds, seen
 from runs.paper.evidence.sizes import SIZES
-from runs.paper.paper_table import percent
 from runs.sections.sources import benchmarks
 from trainkit_gka.results import is_processor
 

@@ -4,8 +4,8 @@ from gka import attention_cost
 from gka.kinds import KINDS
 from gka.masking import Mask
 from runs.paper import measured, published
+from runs.paper.cells import percent
 from runs.paper.evidence import COUNTS, PRINTED, Finding, follows, holds
-from runs.paper.paper_table import percent
 
 SIZES = ("Ti", "S", "B")
 

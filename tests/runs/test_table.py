@@ -1,0 +1,122 @@
+"""A table as a terminal, Markdown, LaTeX and HTML show it: valid text, equal rows, everything escaped."""
+
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+
+import pytest
+
+from runs import table
+from runs.paper import tables
+from runs.table import NOT_RUN, Table, measured
+
+STACKED = re.compile(r"\\shortstack\[[lr]\]{(.*?)}(?= [&\\])")  # headings in several lines
+ROWS = [["\\a", "<m>", "*3.0e9*", "-0.5 ~^"], ["\\a", "W_Q of {x}", "", "±2"], ["b$|", "a-b", "5 - 4", "**1**"]]
+SMALL = Table.of(["", "of", "50 %", "ours"], ROWS, title="#1 & a_b", notes=["`make a_b --c`"], words=2, label="tab:x")
+
+
+def test_latex_escapes_everything_and_groups_rows():
+    lines = [line.strip() for line in SMALL.latex().splitlines()]
+    assert r"\caption{\#1 \& a\_b}" in lines and r"\label{tab:x}" in lines
+    assert r"\parbox{\textwidth}{\footnotesize\raggedright \texttt{make a\_b -{}-c}}" in lines
+    start = lines.index(r"\toprule")
+    assert lines[start + 1 : lines.index(r"\bottomrule")] == [
+        r"& of & 50 \% & ours \\",
+        r"\midrule",
+        r"\textbackslash{}a & \textless{}m\textgreater{} & \textit{3.0$\times 10^{9}$} & "
+        r"$-$0.5 \textasciitilde{}\textasciicircum{} \\",
+        r"& $W_Q$ of \{x\} &  & $\pm$2 \\",
+        r"\midrule",
+        r"b\$\textbar{} & a-b & 5 $-$ 4 & \textbf{1} \\",
+    ]
+
+
+def test_markdown_keeps_its_columns_whatever_a_cell_holds():
+    title, shown, note = SMALL.markdown().split("\n\n")
+    heads, alignment, *rows = shown.splitlines()
+    assert (title, note) == ("#1 & a_b", "`make a_b --c`") and alignment == "|---|---|---:|---:|"
+    assert {len(re.findall(r"(?<!\\)\|", line)) for line in (heads, *rows)} == {5} and r"b$\|" in rows[-1]
+    assert Table.of(["a"], [], sources=["of nothing"]).markdown() == f"{NOT_RUN}\n\nof nothing"
+
+
+def test_the_terminal_gets_its_own_width_and_no_marks(monkeypatch, capsys):
+    wide = Table.of(["", "of"], [["word " * 60, "*1*"], ["[b]", "`2`"]], title="a `b`")
+    wide.show()
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= table.WIDE
+    monkeypatch.setattr(table, "console", table.Console(force_terminal=True, width=40, color_system=None))
+    wide.show()
+    printed = re.sub(r"\x1b\[\d*m", "", capsys.readouterr().out)
+    assert max(map(len, printed.splitlines())) <= 40 and "[b]" in printed and not set("*`") & set(printed)
+
+
+class Elements(HTMLParser):
+    """Checks that elements close, and collects the cells of every row with what they span."""
+
+    def __init__(self):
+        super().__init__()
+        self.open: list[str] = []
+        self.rows: list[list[dict]] = []
+
+    def handle_starttag(self, tag, attributes):
+        self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        elif tag in ("td", "th"):
+            self.rows[-1].append({"tag": tag, "text": "", **dict(attributes)})
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if {"td", "th"} & set(self.open):
+            self.rows[-1][-1]["text"] += data
+
+
+def test_html_is_whole_and_every_heading_says_what_it_heads():
+    text, page = SMALL.html(), Elements()
+    page.feed(text)
+    assert not page.open and "<caption>#1 &amp; a_b <code>make a_b --c</code></caption>" in text
+    head, first, second, third = page.rows
+    assert [cell["scope"] for cell in head] == ["col"] * 4
+    assert (first[0]["scope"], first[0]["rowspan"], third[0]["scope"]) == ("rowgroup", "2", "row")
+    assert [len(row) for row in page.rows] == [4, 4, 3, 4] and first[1]["text"] == "<m>"
+    assert '<td class="number"><i>3.0e9</i></td>' in text and second[1].get("class") == "number"
+
+
+def test_latex_of_the_papers_tables_closes_what_it_opens_and_has_equal_rows(tmp_path, capsys):
+    tables.main(tables.PaperTablesConfig(tmp_path, "latex"))
+    printed = STACKED.sub(lambda match: match[1].replace(r" \\ ", " "), capsys.readouterr().out)
+    begun, ended = (re.findall(rf"\\{word}{{(\w+)}}", printed) for word in ("begin", "end"))
+    assert begun.count("tabular") == begun.count("table") == 8 and sorted(begun) == sorted(ended)
+    bare = re.sub(r"\\[\\{}%&#$_]|\\label{.*}|^% Needs .*", "", printed)
+    assert bare.count("{") == bare.count("}") and not re.search(r"[^\x00-\x7fö]", printed)
+    outside = re.sub(r"\$[^$]*\$", "", bare)
+    assert not re.search(r"[$_^~#]|%.", outside), re.search(r".*[$_^~#].*|.*%.+", outside)
+    for columns, body in re.findall(r"\\begin{tabular}{(\w+)}(.*?)\\end{tabular}", printed, re.DOTALL):
+        rows = [line for line in body.splitlines() if line.endswith(r"\\")]
+        assert len(rows) > 2 and all(row.replace(r"\&", "").count("&") == len(columns) - 1 for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("pdflatex"), reason="needs pdflatex, booktabs and graphicx")
+def test_latex_of_the_papers_tables_compiles_and_fits_its_page(tmp_path, capsys):
+    tables.main(tables.PaperTablesConfig(tmp_path, "latex"))
+    preamble, tables_only = capsys.readouterr().out.split("\n", 1)
+    packages = "\n".join(re.findall(r"\\usepackage(?:\[\w+\])?{\w+}", preamble))
+    document = f"\\documentclass{{article}}\n{packages}\n\\begin{{document}}\n{tables_only}\n\\end{{document}}\n"
+    (tmp_path / "tables.tex").write_text(document)
+    command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "tables.tex"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, errors="replace")
+    assert done.returncode == 0 and (tmp_path / "tables.pdf").stat().st_size > 10_000, done.stdout[-2000:]
+    assert not re.search(r"Overfull|too large|Undefined|Missing character", done.stdout), done.stdout
+
+
+def test_sources_name_each_machine_with_its_days_and_commits():
+    record = {"date": "2026-11-21 17:04", "commit": "a", "hardware": "a CPU, 1 threads", "torch": "2"}
+    later = {**record, "date": "2026-11-22 09:00", "commit": "b", "hardware": "a CPU, 1 thread"}
+    said = measured([record, later, {**record, "hardware": "a GPU"}], "x.jsonl")
+    assert said == (
+        "Measured 2026-11-21 to 2026-11-22 at commits a, b on a CPU, 1 thread, torch 2; "
+        "2026-11-21 at commit a on a GPU, torch 2 (`runs/results/x.jsonl`)."
+    )
