@@ -153,7 +153,7 @@ def measured(records: dict[str, Any] | list[dict[str, Any]], file: str) -> str:
 
 def _line(cells: Row) -> str:
     """A row of Markdown."""
-    escaped = [cell.replace("|", "\\|") for cell in cells]
+    escaped = [re.sub(r"(?<!\\)\|", r"\\|", cell) for cell in cells]
     return f"| {' | '.join(escaped)} |"
 
 

@@ -18,7 +18,8 @@ from nanochat_gka.core_metric.questions import question, shuffled
 from nanochat_gka.core_metric.scoring import answer, batches, judge
 from nanochat_gka.model.checkpoints import Loaded, load
 from runs.bench.core_naive import naive_task
-from runs.bench.results import RESULTS, result_file
+from runs.bench.results import result_file
+from runs.frames import RESULTS
 from trainkit_gka.cli import Count, CountOrAll, UserError, run
 from trainkit_gka.distributed import setup
 from trainkit_gka.progress import console, progress_bar

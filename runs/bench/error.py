@@ -35,7 +35,7 @@ from gka import gaussian_attention, testing
 from gka.api import EPS
 from gka.impl.cpu import build
 from gka.masking import Mask
-from runs.bench.results import RESULTS
+from runs.frames import RESULTS
 from trainkit_gka.cli import UserError, run
 from trainkit_gka.progress import progress_bar
 from trainkit_gka.results import append_line, append_result, read_results

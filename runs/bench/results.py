@@ -18,8 +18,6 @@ from runs.bench.measurement import Measurement
 from trainkit_gka.progress import console
 from trainkit_gka.results import append_result, describe_hardware, read_results
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
-
 
 def slug(hardware: str) -> str:
     """The hardware's name as a part of a file name."""
@@ -31,12 +29,42 @@ def result_file(results: Path, benchmark: str, hardware: str) -> Path:
     return Path(results) / f"bench_{benchmark}_{slug(hardware)}.jsonl"
 
 
+def facts_of(candidate: str, phase: str, settings: dict[str, Any], hardware: str) -> dict[str, Any]:
+    """What a candidate is, as columns of its own, from its name and the settings of its comparison.
+
+    family: softmax or gka. form: of GKA, such as offsets. kernel: what computes it, empty where a model chooses.
+    computed_in: the dtype of its products. compiled: whether torch.compile made it. threads: None on a GPU.
+    """
+    name, _, more = candidate.partition(", ")
+    name, eager, _ = name.partition(" eager")
+    head, _, kernel = name.partition(" ")
+    family, _, form = head.partition("-")
+    whole_model = "compile" in settings or "compile_mode" in settings
+    if family == "softmax" and form:  # of ONNX: the runtime's fused attention
+        form, kernel = "", form
+    if family == "softmax" and settings.get("window") is not None and kernel == "sdpa":
+        kernel = "dense mask"  # SDPA takes a window as a mask
+    if eager and not whole_model:
+        kernel = "eager"
+    general = " general norms" if more == "general norms" else ""
+    threads = re.search(r", (\d+) threads?$", hardware)
+    return {
+        "family": family,
+        "form": form,
+        "kernel": kernel + general,
+        "computed_in": more if more and not general else settings.get("dtype", ""),
+        "compiled": whole_model and not (eager or phase.startswith("decode") or settings.get("compile") == "off"),
+        "threads": settings.get("threads", int(threads[1]) if threads else None),
+    }
+
+
 class Recorder:
     """Appends the lines of a comparison and prints them."""
 
     def __init__(self, config: BenchConfig, benchmark: str, device: torch.device):
         self.benchmark, self.device, self.quick = benchmark, device, config.quick
-        self.path = result_file(config.results, benchmark, describe_hardware(device))
+        self.hardware = describe_hardware(device)
+        self.path = result_file(config.results, benchmark, self.hardware)
 
     def record(
         self,
@@ -54,7 +82,7 @@ class Recorder:
         group = uuid.uuid4().hex[:12]
         for name, measurement in measured.items():
             config = {"case": case, "phase": phase, "candidate": name, "role": roles[name], "group": group}
-            config |= {"quick": self.quick, **settings}
+            config |= {"quick": self.quick, **settings, **facts_of(name, phase, settings, self.hardware)}
             metrics = {**asdict(measurement), **extra(name, measurement)}
             append_result(self.path, f"bench_{self.benchmark}", config, metrics, self.device)
             console.print(f"{case} {phase:<16} {name:<26} {summary(measurement)}", highlight=False, markup=False)

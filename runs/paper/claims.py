@@ -17,12 +17,15 @@ from typing import Any
 
 from runs import pages
 from runs.paper.evidence import VERDICTS, Finding
+from runs.table import Table
 from trainkit_gka.cli import UserError, run
 from trainkit_gka.progress import console
 
 FOLDER = Path(__file__).parent
 PAGE = "CLAIMS.md"
-GROUPS: list[dict[str, Any]] = json.loads((FOLDER / "claims.json").read_text())["groups"]
+ALL: dict[str, Any] = json.loads((FOLDER / "claims.json").read_text())
+GROUPS: list[dict[str, Any]] = ALL["groups"]
+ARITHMETIC: list[dict[str, str]] = ALL["arithmetic"]
 CLAIMS: dict[str, dict[str, str]] = {claim["name"]: claim for group in GROUPS for claim in group["claims"]}
 FIELDS = ("name", "place", "support", "check", "command")  # and quote, the paper's words, or figures, what it prints
 WIDTH = 120
@@ -53,13 +56,14 @@ class ClaimsConfig:
 
 
 def decide(claim: dict[str, str]) -> Finding:
-    """The finding of a claim's function. Raises UserError if a result file that it reads is incomplete."""
+    """The finding of a claim's function. Raises UserError for a damaged line of a result file that it reads."""
     module, function = claim["check"].split(".")
-    try:
-        return getattr(importlib.import_module(f"runs.paper.evidence.{module}"), function)()
-    except (KeyError, IndexError, StopIteration, TypeError) as error:
-        again = "measure them again, or git checkout runs/results"
-        raise UserError(f"the results behind the claim {claim['name']} are incomplete ({error!r}); {again}") from error
+    return getattr(importlib.import_module(f"runs.paper.evidence.{module}"), function)()
+
+
+def words(claim: dict[str, str]) -> str:
+    """The paper's words, or what one of its tables prints."""
+    return f'"{claim["quote"]}"' if "quote" in claim else claim["figures"]
 
 
 def item(text: str) -> str:
@@ -71,8 +75,7 @@ def item(text: str) -> str:
 
 def entry(claim: dict[str, str], finding: Finding) -> str:
     """One claim of the page."""
-    words = f'"{claim["quote"]}"' if "quote" in claim else claim["figures"]
-    quote = textwrap.fill(f"{claim['place']}: {words}", WIDTH, break_on_hyphens=False)
+    quote = textwrap.fill(f"{claim['place']}: {words(claim)}", WIDTH, break_on_hyphens=False)
     parts = [f"### {claim['name']}", "", quote, ""]
     parts.append(item(f"**{finding.verdict}** ({finding.scale}). {finding.measured}"))
     parts.append(item(f"What would support it: {claim['support']}"))
@@ -88,11 +91,21 @@ def verdicts(findings: dict[str, Finding]) -> str:
 
 def summary(findings: dict[str, Finding]) -> str:
     """How many claims have which verdict, and a line for each claim."""
-    rows = [verdicts(findings), ""]
-    rows += ["| claim | place | verdict | at which scale |", "|---|---|---|---|"]
-    for name, finding in findings.items():
-        rows.append(f"| [{name}](#{name}) | {CLAIMS[name]['place']} | {finding.verdict} | {finding.scale} |")
-    return "\n".join(rows)
+    rows = [
+        [f"[{name}](#{name})", CLAIMS[name]["place"], finding.verdict, finding.scale]
+        for name, finding in findings.items()
+    ]
+    table = Table.of(["claim", "place", "verdict", "at which scale"], rows, words=4)
+    return f"{verdicts(findings)}\n\n{table.markdown()}"
+
+
+def arithmetic() -> Table:
+    """What the paper's own printed figures decide, or exact counts at its sizes."""
+    rows = []
+    for claim in ARITHMETIC:
+        finding = decide(claim)
+        rows.append([claim["name"], claim["place"], words(claim), finding.verdict, finding.measured])
+    return Table.of(["", "place", "the paper", "verdict", "its own figures, or exact counts"], rows, words=5)
 
 
 def page(findings: dict[str, Finding]) -> str:
@@ -101,6 +114,7 @@ def page(findings: dict[str, Finding]) -> str:
     for group in GROUPS:
         parts.append(f"## {group['title']}")
         parts += [entry(claim, findings[claim["name"]]) for claim in group["claims"]]
+    parts += ["## The arithmetic of the printed tables", arithmetic().markdown()]
     return "\n\n".join(parts) + "\n"
 
 

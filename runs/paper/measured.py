@@ -17,6 +17,7 @@ from nanochat_gka.core_metric.report import Score, score_of
 from nanochat_gka.training.config import TrainConfig as LanguageTraining
 from runs.bench import results as bench_results
 from runs.bench.results import Comparison
+from runs.frames import RESULTS
 from runs.paper import gpt_d20_gka, gpt_d20_softmax, published
 from runs.paper.deit import PAPER_NAMES, SIZE_NAMES
 from runs.table import Table
@@ -24,7 +25,6 @@ from trainkit_gka.loop import LOG, finish_record
 from trainkit_gka.progress import read_events
 from trainkit_gka.results import is_processor, read_results
 
-RESULTS = bench_results.RESULTS
 KIND_OF = {label: kind for kind, label in PAPER_NAMES.items()}
 ROLES_OF = {"softmax": ["baseline"], "gka": ["ours", "unfused"]}  # in the benchmark of table 4
 DEPTH = 20

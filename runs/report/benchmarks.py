@@ -5,6 +5,7 @@ from pathlib import Path
 from gka.kinds import KINDS
 from runs.bench import report, results
 from runs.bench.results import Comparison
+from runs.frames import RESULTS
 from runs.report.blocks import Picture
 from runs.report.charts import Series, bars, lines
 from runs.table import Table
@@ -21,7 +22,7 @@ def hardware_slugs(folder: Path) -> list[str]:
     return sorted({path.stem.split("_", 2)[2] for path in paths})
 
 
-def pictures(folder: Path = results.RESULTS) -> list[Picture]:
+def pictures(folder: Path = RESULTS) -> list[Picture]:
     """For each hardware a chart of ratios, and one of speed over length for each phase that was swept."""
     drawn = []
     for slug in hardware_slugs(folder):

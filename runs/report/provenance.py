@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from runs.bench.results import RESULTS
+from runs.frames import RESULTS
 from runs.report.blocks import number
 from runs.report.trained import TrainedRun
 from runs.table import Row, Table

@@ -6,10 +6,11 @@ python -m runs.study.findings                the tables are those that `python -
 from dataclasses import dataclass
 from pathlib import Path
 
-from runs.sections import study, study_equal, study_heads, study_settings, study_speed
-from runs.sections.sources import RESULTS
+from runs.frames import RESULTS
 from runs.study import pictures, pictures_of_forms
 from runs.study.scores import Scores
+from runs.study.speed import speeds_of
+from runs.tables import study, study_equal, study_heads, study_settings, study_speed
 from trainkit_gka.cli import UserError, run
 from trainkit_gka.plots import Figure
 from trainkit_gka.progress import console
@@ -30,9 +31,12 @@ def main(config: FindingsConfig) -> None:
     if not files:
         raise UserError(f"no results in {config.results}; make study writes some")
     config.out.mkdir(parents=True, exist_ok=True)
-    for sections in (study, study_equal, study_speed, study_settings, study_heads):
-        for name, section in sections.TABLES.items():
-            print(f"\n{name}\n\n{section(config.results)}")
+
+    for room in (study, study_equal, study_speed, study_settings, study_heads):
+        for name, tables_of in room.TABLES.items():
+            print(f"\n{name}\n")
+            for table in tables_of(config.results):
+                table.show()
 
     def say(figure: Figure | None, what: str) -> None:
         said = f"drew {figure.path}" if figure else f"nothing to draw of {what}: not run"
@@ -42,8 +46,7 @@ def main(config: FindingsConfig) -> None:
         scores = Scores.read(path)
         for draw in (pictures.compute, pictures.budgets, pictures.longer, pictures_of_forms.forms):
             say(draw(scores, config.out, path.stem), f"{draw.__name__} for {path.stem}")
-        speeds = study_speed.speeds_of(config.results)
-        say(pictures.time(scores, config.out, path.stem, speeds), f"time for {path.stem}")
+        say(pictures.time(scores, config.out, path.stem, speeds_of(config.results)), f"time for {path.stem}")
     say(pictures_of_forms.context(config.results, config.out), "heads")
     say(pictures_of_forms.images(config.results, config.out), "images")
 

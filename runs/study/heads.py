@@ -11,9 +11,9 @@ import torch
 
 from nanochat_gka.data.loader import PackedData, rows_of_run
 from nanochat_gka.model.checkpoints import load, run_folder
-from runs.sections.sources import line
-from runs.sections.study_heads import HEADS
 from runs.study import probes
+from runs.study.scores import HEADS
+from runs.table import Table
 from trainkit_gka.cli import Bounds, Count, UserError, run
 from trainkit_gka.distributed import running
 from trainkit_gka.progress import console
@@ -96,9 +96,11 @@ def main(config: HeadsConfig) -> None:
     say(f"nats a token by place in the row: {losses}", highlight=False)
     heads = metrics["heads"]
     if heads:
-        print(line(list(heads[0])))
-        for head in heads:
-            print(line(["" if v is None else f"{v:.3g}" if isinstance(v, float) else str(v) for v in head.values()]))
+        Table.of(heads[0], ([_cell(value) for value in head.values()] for head in heads)).show()
+
+
+def _cell(value: Any) -> str:
+    return "" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

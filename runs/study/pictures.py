@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 
-from runs.sections.study import points, scalings
 from runs.study.families import ALL
 from runs.study.grid import BUDGETS, CONTROL, HALF, LONGER, longer_families, scaled_places
 from runs.study.scores import Result, Scores
@@ -25,8 +24,8 @@ def compute(scores: Scores, folder: Path, name: str) -> Figure | None:
     """Loss against training FLOPs for the families of the scaling question; None if none of them is finished."""
     figure, axis = subplots(figsize=(7.5, 5))
     rows = []
-    for number, (family, fitted) in enumerate(scalings(scores).items()):
-        own, colour = points(scores, ALL[family]), f"C{number}"
+    for number, (family, fitted) in enumerate(scores.scalings().items()):
+        own, colour = scores.points(family), f"C{number}"
         if not own:
             continue
         spent = [flops for flops, _ in own.values()]

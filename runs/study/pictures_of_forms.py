@@ -6,13 +6,12 @@ import math
 from collections.abc import Iterable
 from pathlib import Path
 
-from runs.sections.study_heads import probed_models
-from runs.sections.study_vision import results_of
 from runs.study.families import ALL, KERNELS, MIXINGS
 from runs.study.grid import DEEPER
 from runs.study.rates import SMALLEST
-from runs.study.scores import Scores, family_of
+from runs.study.scores import Scores, family_of, probed_models
 from runs.study.statistics import Interval
+from runs.study.vision.scores import results_of, rows_of
 from trainkit_gka.plots import Figure, save, subplots
 
 REPAIRED = {
@@ -97,7 +96,7 @@ def context(results: Path, folder: Path) -> Figure | None:
 
 def images(results: Path, folder: Path) -> Figure | None:
     """Top-1 of every family on every set of images, seed by seed; None if nothing is finished."""
-    found = results_of(results)
+    found = {name: {f: r for f, r in results_of(rows).items() if r} for name, rows in rows_of(results).items()}
     if not found:
         return None
     figure, axes = subplots(1, len(found), figsize=(5.5 * len(found), 3.8), squeeze=False)

@@ -1,18 +1,21 @@
 """Finished cells, as comparisons need them: a family at a place, at its best rate, seed by seed."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from runs.frames import RESULTS, records
 from runs.study.cells import Cell
 from runs.study.families import ALL, Family
+from runs.study.grid import SCALED, scaled_places
 from runs.study.rates import Done, chosen_rate
 from runs.study.rows import FINISHED
-from runs.study.statistics import Interval, paired_difference, spread
-from trainkit_gka.progress import read_lines
+from runs.study.statistics import Interval, Points, Scaling, SeedNoise, paired_difference, scaling, spread
 
 FORM = {field for family in ALL.values() for field in family}
+HEADS = RESULTS / "study_heads.jsonl"  # what runs.study.heads appends to
 Place = dict[str, Any]  # what else a cell says: depth, tokens, batch, ...
 
 
@@ -54,10 +57,10 @@ class Result:
 
 
 class Scores:
-    """The finished cells of one text."""
+    """The finished cells of one text. folder: where its file of results is."""
 
-    def __init__(self, rows: list[dict[str, Any]]):
-        self.rows, self.done = rows, Done()
+    def __init__(self, rows: list[dict[str, Any]], folder: Path = Path()):
+        self.rows, self.folder, self.done = rows, folder, Done()
         self.used: list[dict[str, Any]] = []  # what `at` has given so far
         self.by_form: dict[Cell, dict[float, dict[int, dict]]] = {}  # without rate and seed; then rate, then seed
         for row in rows:
@@ -73,9 +76,8 @@ class Scores:
 
     @classmethod
     def read(cls, path: Path) -> "Scores":
-        """Of a file of results; the last row of a key counts."""
-        lines = [line for line in read_lines(path) if line.get("kind") == FINISHED]
-        return cls(list({line["key"]: line for line in lines if isinstance(line.get("cell"), dict)}.values()))
+        """Of a file of results; the last row of a key counts. Raises UserError for a row that is damaged."""
+        return cls(list({row["key"]: row for row in records(path, "val_bpb", kind=FINISHED)}.values()), path.parent)
 
     def at(self, family: Family, place: Place) -> Result | None:
         """The family at its rate there: the one with most seeds, among those what was chosen, or else the one of the
@@ -92,6 +94,21 @@ class Scores:
         result = self.of(replace(cell, rate=min(rates, key=order)))
         return result and replace(result, settled=chosen is not None)
 
+    def finished(self, name: str, places: Iterable[Place]) -> list[Result]:
+        """What is finished of a family at some places."""
+        return [result for place in places if (result := self.at(ALL[name], place))]
+
+    def points(self, name: str) -> Points:
+        """Training FLOPs and losses of a family's places of the scaling question that are finished."""
+        results = {str(place): self.at(ALL[name], place) for place in scaled_places()}
+        return {at: (one["train_flops"], list(one.losses.values())) for at, one in results.items() if one}
+
+    def scalings(self) -> dict[str, Scaling | None]:
+        """The fit of every family of the scaling question; None where there are too few points."""
+        own = {name: self.points(name) for name in SCALED}
+        of_all = SeedNoise.pooled(losses for points in own.values() for _, losses in points.values())
+        return {name: scaling(points, of_all) for name, points in own.items()}
+
     def over(self, family: Family, baseline: Family, place: Place) -> Interval | None:
         """The family's loss minus the baseline's; None unless both have a seed there."""
         own, other = self.at(family, place), self.at(baseline, place)
@@ -104,6 +121,14 @@ class Scores:
             return None
         self.used += rows.values()
         return Result(cell.rate, True, {seed: row["metrics"] for seed, row in rows.items()})
+
+
+def probed_models(folder: Path) -> Iterable[tuple[Cell | None, dict[str, Any]]]:
+    """Every model whose heads were looked at: its cell, if it is one of the rows in `folder`, and the newest record."""
+    newest = {one["config"]["sha256"]: one for one in records(folder.with_name(HEADS.name), "heads")}
+    rows = [row for path in folder.glob("*.jsonl") for row in Scores.read(path).rows]
+    cells = {row["key"]: Cell.from_row(row["cell"]) for row in rows}
+    return ((cells.get(record["config"]["name"]), record) for record in newest.values())
 
 
 def family_of(cell: Cell, varied: str = "") -> str:

@@ -8,24 +8,26 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated
 
+import pandas as pd
 import torch
 
 from nanochat_gka.model.config import ModelFlags
 from runs.bench.gpt_models import TRAINING, Candidate, Subject
 from runs.bench.measurement import Plan
-from runs.bench.results import RESULTS
 from runs.bench.timing import interleave
+from runs.frames import RESULTS, frame
 from runs.study.cells import ASPECT_RATIO, COMPILED_FROM, HEAD_DIM, Cell
 from runs.study.families import ALL, fits_depth
 from runs.study.grid import BATCH_AT_DEPTH, HALF, REPEATED
 from trainkit_gka.cli import Bounds, run
 from trainkit_gka.distributed import Runtime, setup
 from trainkit_gka.progress import console, progress_bar
-from trainkit_gka.results import append_result, read_results
+from trainkit_gka.results import append_result
 
 KIND = "study-speed"
 SPEEDS = RESULTS / "study_speed.jsonl"
 TIMED = (*REPEATED, HALF)
+Speeds = dict[int, dict[str, float]]  # depth -> family -> tokens/s
 
 
 @dataclass
@@ -78,20 +80,20 @@ def time_depth(depth: int, config: SpeedConfig, runtime: Runtime) -> None:
         console.print(f"{depth} layers, {name}: {speed:,.0f} tokens/s" if speed else f"{name}: {measurement.reason}")
 
 
-def newest(path: Path = SPEEDS) -> dict[int, dict[str, dict]]:
-    """Depth -> family -> the record of the newest comparison of the depth, on the machine that was timed last.
+def newest(path: Path = SPEEDS) -> pd.DataFrame:
+    """The newest comparison of each depth on the machine that was timed last; what could not be timed is left out."""
+    timed = frame(path, "family", "depth", "group", kind=KIND)
+    if timed.empty:
+        return timed
+    timed = timed[timed.tokens_per_second.notna()]
+    timed = timed[timed.hardware == timed.hardware.iloc[-1]]
+    return timed[timed.group == timed.groupby("depth").group.transform("last")]
 
-    What could not be timed is left out.
-    """
-    found: dict[int, dict[str, dict]] = {}
-    records = [one for one in read_results(path, "tokens_per_second") if one["metrics"]["tokens_per_second"]]
-    for record in (one for one in records if one["hardware"] == records[-1]["hardware"]):
-        config = record["config"]
-        group = found.setdefault(config["depth"], {})
-        if any(other["config"]["group"] != config["group"] for other in group.values()):
-            group.clear()
-        group[config["family"]] = record
-    return found
+
+def speeds_of(folder: Path) -> Speeds:
+    """Of the newest comparisons beside a folder of the study's rows."""
+    timed = newest(folder.with_name(SPEEDS.name))
+    return {} if timed.empty else {d: dict(zip(t.family, t.tokens_per_second)) for d, t in timed.groupby("depth")}
 
 
 if __name__ == "__main__":

@@ -6,9 +6,8 @@ from statistics import mean, stdev, variance
 from zlib import crc32
 
 import numpy as np
+from scipy import stats
 
-# Two-sided 95 % quantiles of Student's t, for 1, 2, ... degrees of freedom.
-T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 EXPONENTS = np.geomspace(0.02, 2.0, 160)  # c is searched among these
 DRAWS = 500  # of what other seeds might have given
 UNIT = 1e14  # FLOPs; the same for all fits, so that their b compare
@@ -41,11 +40,11 @@ def paired_difference(ours: dict[int, float], baseline: dict[int, float]) -> Int
     differences = [ours[seed] - baseline[seed] for seed in sorted(ours.keys() & baseline.keys())]
     if not differences:
         return None
-    middle, count = mean(differences), len(differences)
-    if count == 1:
+    middle = mean(differences)
+    if len(differences) == 1:
         return Interval(middle, float("nan"), float("nan"))
-    half = T_QUANTILES[min(count - 1, len(T_QUANTILES)) - 1] * stdev(differences) / count**0.5
-    return Interval(middle, middle - half, middle + half)
+    half = stats.t.ppf(0.975, len(differences) - 1) * stats.sem(differences)
+    return Interval(middle, float(middle - half), float(middle + half))
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from runs.sections import study, study_equal, study_heads, study_settings
 from runs.study import findings, pictures, pictures_of_forms, statistics
 from runs.study.cells import Cell
 from runs.study.families import ALL, FAMILIES
 from runs.study.grid import DEEPER, scaled_places
 from runs.study.rates import DEEPEST, SMALLEST
 from runs.study.scores import Scores
+from runs.tables import study, study_equal, study_heads, study_settings
+from shown import shown
 from study_rows import DATA, row, write
 from trainkit_gka.cli import UserError
 
@@ -54,7 +55,7 @@ def test_differences_are_paired_over_seeds():
     difference = statistics.paired_difference(ours, baseline)
     assert difference.value == pytest.approx(-0.02)
     # stdev of (-.01, -.03, -.02) is 0.01; t with 2 degrees of freedom is 4.303.
-    assert difference.high - difference.low == pytest.approx(2 * 4.303 * 0.01 / 3**0.5)
+    assert difference.high - difference.low == pytest.approx(2 * 4.303 * 0.01 / 3**0.5, rel=1e-4)
     alone = statistics.paired_difference({0: 1.0}, {0: 2.0, 1: 3.0})
     assert alone.value == -1.0 and math.isnan(alone.low)
     assert statistics.paired_difference({0: 1.0}, {1: 2.0}) is None
@@ -97,7 +98,7 @@ def test_noise_of_seeds_is_pooled_over_places():
 
 
 def test_fits_have_intervals_that_hold_the_truth_and_cross_where_the_laws_do(scaled):
-    fitted = study.scalings(Scores.read(scaled / "words.jsonl"))
+    fitted = Scores.read(scaled / "words.jsonl").scalings()
     for family, numbers in LAWS.items():
         for name, truth in zip("abc", numbers):
             interval = fitted[family].interval(name)
@@ -106,12 +107,12 @@ def test_fits_have_intervals_that_hold_the_truth_and_cross_where_the_laws_do(sca
     assert where.low <= where.value <= where.high and where.value == pytest.approx(1e14, rel=0.05) and share > 0.9
     assert statistics.crossing(fitted["GKA"], fitted["softmax"]) == (None, 0.0)
     assert all(own.miss < 0.01 and own.points >= 4 for own in fitted.values() if own)
-    table = study.fits(scaled)
+    table = shown(study.fits(scaled))
     assert "| GKA | 12 |" in table and "nowhere in reach (0%)" in table and "GGGA + offsets | 0 of 9 | not run" in table
 
 
 def test_equal_flops_are_a_place_on_the_baselines_curve(scaled):
-    table = study_equal.equal(scaled)
+    table = shown(study_equal.equal(scaled))
     [line] = [line for line in table.splitlines() if line.startswith("| GKA + offsets | softmax | 6 |")]
     equal_tokens, equal_flops = ([float(x) for x in re.findall(r"[+-][\d.]+", cell)] for cell in line.split("|")[4:6])
     [place] = [place for place in study_equal.common_places() if place["depth"] == 6]
@@ -125,7 +126,7 @@ def test_equal_flops_are_a_place_on_the_baselines_curve(scaled):
 
 
 def test_longer_trainings_are_compared_at_equal_flops_with_a_shorter_training_of_the_baseline(scaled):
-    table = study_equal.longer(scaled)
+    table = shown(study_equal.longer(scaled))
     [line] = [line for line in table.splitlines() if line.startswith("| GKA + offsets | softmax | depth 4, 2^22 |")]
     equal_tokens, equal_flops = ([float(x) for x in re.findall(r"[+-][\d.]+", cell)] for cell in line.split("|")[4:6])
     place = dict(depth=4, tokens=2**22)
@@ -134,7 +135,7 @@ def test_longer_trainings_are_compared_at_equal_flops_with_a_shorter_training_of
     assert equal_tokens == pytest.approx([ours - law(other, *LAWS["softmax"])] * 3, abs=1e-3)
     assert equal_flops == pytest.approx([ours - law(own, *LAWS["softmax"])] * 3, abs=5e-3)
     assert equal_flops[0] < equal_tokens[0] and line.endswith("|  | 3 |")  # nothing is timed
-    assert "Standard deviation over seeds, pooled over 36 cells: 0.0036." in study.sizes(scaled)
+    assert "Standard deviation over seeds, pooled over 36 cells: 0.0036." in shown(study.sizes(scaled))
 
 
 def test_equal_cost_is_compared_with_the_best_of_all_depths_that_cost_no_more(tmp_path):
@@ -145,7 +146,7 @@ def test_equal_cost_is_compared_with_the_best_of_all_depths_that_cost_no_more(tm
         for number, loss in enumerate(of_depth)
     ]
     rows += [row(Cell(depth=4, tokens=tokens, **ALL["GKA + offsets"]), 1.7) for tokens in (2**20, 2**22)]
-    table = study_equal.longer(write(tmp_path / "study", rows)).splitlines()
+    table = shown(study_equal.longer(write(tmp_path / "study", rows))).splitlines()
     [line] = [line for line in table if line.startswith("| GKA + offsets | softmax | depth 4, 2^22 |")]
     assert line.endswith("| +0.050 | +0.100 |  | 1 |")  # two layers on 2^22 tokens are cheaper, and better
 
@@ -153,7 +154,7 @@ def test_equal_cost_is_compared_with_the_best_of_all_depths_that_cost_no_more(tm
 def test_value_embeddings_are_compared_where_both_sides_have_as_many(tmp_path):
     losses = {"softmax": 1.9, "softmax without VE": 1.95, "GKA + offsets": 1.85, "GKA + offsets + half VE": 1.8}
     rows = with_seeds(SMALLEST, losses)
-    table = study_settings.value_embeds(write(tmp_path / "study", rows)).splitlines()
+    table = shown(study_settings.value_embeds(write(tmp_path / "study", rows))).splitlines()
     [line] = [line for line in table if line.startswith("| GKA + offsets over softmax |")]
     assert line == "| GKA + offsets over softmax | -0.100 [-0.100, -0.100] | -0.100 [-0.100, -0.100] |  |  |  |  |"
 
@@ -161,7 +162,7 @@ def test_value_embeddings_are_compared_where_both_sides_have_as_many(tmp_path):
 def test_a_hybrid_is_compared_with_value_embeddings_and_without(tmp_path):
     losses = {"GGGA + offsets": 1.74, "GGGA + offsets without VE": 1.76, "GKA + offsets": 1.79}
     rows = with_seeds(DEEPER, losses)
-    table = study_settings.hybrid(write(tmp_path / "study", rows))
+    table = shown(study_settings.hybrid(write(tmp_path / "study", rows)))
     assert "| GGGA + offsets without VE | 1.7600 ± 0.0036 | -0.030 [-0.030, -0.030] |  |  |" in table
     assert "| GGGA + offsets | 1.7400 ± 0.0036 | -0.050 [-0.050, -0.050] |  |  |" in table
 
@@ -170,7 +171,7 @@ def test_other_offsets_are_compared_with_those_of_one_token(tmp_path):
     losses = {"GKA + offsets": 1.79, "GKA + offsets P2S2": 1.77, "softmax + offsets": 1.73}
     losses |= {"softmax + offsets PSP2S2": 1.74}
     rows = with_seeds(DEEPER, losses)
-    table = study.further_offsets(write(tmp_path / "study", rows))
+    table = shown(study.further_offsets(write(tmp_path / "study", rows)))
     assert "| GKA + offsets P2S2 | 1.7700 ± 0.0036 | 1* | 3 | -0.0200 [-0.0200, -0.0200] |" in table
     assert "| softmax + offsets PSP2S2 | 1.7400 ± 0.0036 | 1* | 3 | +0.0100 [+0.0100, +0.0100] |" in table
     assert "| GKA + offsets | 1.7900 ± 0.0036 | 1* | 3 |  |" in table and "| GKA + offsets P,S | not run |" in table
@@ -186,7 +187,7 @@ def test_equal_parameters_are_compared_seed_by_seed(tmp_path):
         for seed, shift in shifts[name].items()
         if (name, place, seed) != ("softmax", places[1], 2)  # a seed that one depth alone has
     ]
-    table = study_equal.equal(write(tmp_path / "study", rows))
+    table = shown(study_equal.equal(write(tmp_path / "study", rows)))
     [line] = [line for line in table.splitlines() if line.startswith("| GKA + offsets | softmax | 4 |")]
     # softmax of 200 parameters is half way between 100 and 400: 1.85 + shift. Seeds 0 and 1 differ by -0.14, -0.16.
     half = 12.706 * 0.01
@@ -202,9 +203,11 @@ def test_differences_of_every_depth_are_paired_over_the_seeds_that_both_have(tmp
     rows += [row(Cell(**places[2], **ALL[name]), losses[name]) for name in names[:2]]
     rows += [row(Cell(**places[2], **ALL["softmax"], seed=1), 2.5)]  # of a seed that the other does not have
     lines = [
-        line for line in study_equal.differences(write(tmp_path / "study", rows)).splitlines() if " over " not in line
+        line
+        for line in shown(study_equal.differences(write(tmp_path / "study", rows))).splitlines()
+        if " over " not in line
     ]
-    longer = study_equal.longer(tmp_path / "study")  # six layers alone: they have a shorter budget
+    longer = shown(study_equal.longer(tmp_path / "study"))  # six layers alone: they have a shorter budget
     assert [line for line in longer.splitlines() if line.startswith(("| softmax", "| GKA"))] == [
         "| softmax + offsets | softmax | depth 6, 2^20 | -0.100 | -0.100 |  | 1 |"
     ]
@@ -225,13 +228,13 @@ def test_families_are_compared_at_the_rate_with_most_seeds(tmp_path):
     rows += [row(replace(softmax, rate=4.0), 1.95)]
     rows[1]["hardware"] = "another CPU"
     rows += [{**row(Cell(**SMALLEST, **ALL["GKA + Canon"]), 1.9), "hardware": "the CPU of a row that is not shown"}]
-    table = study.families(write(tmp_path / "study", rows))
+    table = shown(study.families(write(tmp_path / "study", rows)))
     assert "| softmax | 1.9000 ± 0.0036 | 2* | 3 |" in table
     assert "| GKA | 2.1000 | 1* | 1 | +0.1960 |" in table  # over softmax of the same seed, 1.904
     assert "| VLT + offsets | not run |" in table and study.PROVISIONAL in table
     assert "abc1234 on a CPU, torch 2.14; 2026-11-22 at commit abc1234 on another CPU" in table
     assert "not shown" not in table
-    assert "| GKA | 2.1000; σ² 9 | not run |" in study.longer(tmp_path / "study")
+    assert "| GKA | 2.1000; σ² 9 | not run |" in shown(study.longer(tmp_path / "study"))
 
 
 def test_settings_are_compared_at_the_transferred_rate_and_paired_over_seeds(tmp_path):
@@ -247,14 +250,14 @@ def test_settings_are_compared_at_the_transferred_rate_and_paired_over_seeds(tmp
     rows += [row(replace(single, seed=seed), 1.79 + noise) for seed, noise in NOISE.items()]
     rows += [row(replace(single, seed=seed, dtype="bfloat16"), 1.81 + noise) for seed, noise in NOISE.items()]
     folder = write(tmp_path / "study", rows)
-    assert "| GKA + offsets | 1.6500 | 1.6000 | 1.5000 | 1.5500 |" in study_settings.largest_rates(folder)
-    sizes = study.sizes(folder)
+    assert "| GKA + offsets | 1.6500 | 1.6000 | 1.5000 | 1.5500 |" in shown(study_settings.largest_rates(folder))
+    sizes = shown(study.sizes(folder))
     assert "1.5000 |" in sizes and "1.6000" not in sizes  # the deepest has a best rate of its own
     [six_layers] = [place for place in study_equal.common_places() if place["depth"] == 6]
     rows += [row(Cell(**six_layers, **gka, rate=rate), loss) for rate, loss in ((1.0, 1.66), (2.0, 1.64))]
-    sizes = study.sizes(write(tmp_path / "study", rows))
+    sizes = shown(study.sizes(write(tmp_path / "study", rows)))
     assert "1.6600 |" in sizes and "1.6400" not in sizes  # elsewhere all have the rate of the smallest, and one try
-    pairs = study_settings.precision(folder)
+    pairs = shown(study_settings.precision(folder))
     assert "| GKA + offsets | 1.7900 ± 0.0036 | 1.8100 ± 0.0036 | +0.0200 [+0.0200, +0.0200] |" in pairs
 
 
@@ -292,22 +295,22 @@ def test_losses_along_a_row_are_drawn_of_models_that_were_looked_at(tmp_path):
     by_position = {"1": 4.2, "2-3": 4.1, "4": 4.5}  # the last group, which may be one token, is left out
     metrics = {"loss_by_position": by_position, "heads": [{"effective tokens": 3.0}, {"effective tokens": 200.0}]}
     named = {"name": cell.key(DATA), "sha256": "a model"}
-    lines = [{"kind": "study-heads", "config": {**named, "sha256": other}, "metrics": metrics} for other in "ab"]
+    about = {"date": "2026-11-25", "commit": "abc", "hardware": "a CPU", "torch": "2.14", "kind": "study-heads"}
+    lines = [{**about, "config": {**named, "sha256": other}, "metrics": metrics} for other in "ab"]
     lines[1]["config"]["name"] = "of nobody's cell"
     worse = {**metrics, "loss_by_position": {"1": 5.0, "2-3": 5.0, "4": 5.0}}  # of another seed, so not drawn
     lines.insert(0, {**lines[0], "config": {"name": second.key(DATA), "sha256": "c"}, "metrics": worse})
     (tmp_path / "study_heads.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     figure = pictures_of_forms.context(folder, tmp_path)
     assert figure.path.exists()
-    about = {"date": "2026-11-25", "commit": "abc", "hardware": "a CPU", "torch": "2.14"}
     for line, (gain, sigma) in zip(lines, ((0.5, 3.0), (1.5, 2.0), (9.0, None)), strict=True):
         line["metrics"] = {**line["metrics"], "induction": {"accuracy": 0.01, "gain": gain}} | {
             "copying": {"accuracy": 0.02, "gain": -gain},
             "heads": [{"effective tokens": 3.0 + gain, "sigma": sigma}],
         }
-        line |= {**about, "config": {**line["config"], "depth": 9}}
+        line["config"] = {**line["config"], "depth": 9}
     (tmp_path / "study_heads.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    table = study_heads.heads(folder)
+    table = shown(study_heads.heads(folder))
     both = "| GKA | 4 | 4,194,304 | 2 | 1.0 | +0.50 to +1.50 | 2.0 | -1.50 to -0.50 | 3.5 to 4.5 | 2 to 3 |"
     assert f"{both} +0.00 to +0.40 |" in table
     assert "| of nobody's cell | 9 |  | 1 | 1.0 | +9.00 | 2.0 | -9.00 | 12 |  | +0.40 |" in table

@@ -8,9 +8,10 @@ import torch
 
 from nanochat_gka.data.loader import PackedData
 from nanochat_gka.data.tokenizer import Tokenizer
-from runs.sections import study_heads
-from runs.sections.study import NOT_RUN
 from runs.study import heads, probes
+from runs.table import NOT_RUN
+from runs.tables import study_heads
+from shown import shown
 from tiny_gpt import SHAPE, awake, write_run
 from trainkit_gka.cli import UserError
 from trainkit_gka.progress import read_lines
@@ -104,7 +105,7 @@ def test_a_run_becomes_a_line_and_a_row_of_the_table(form, packed, tmp_path, cap
     assert len(metrics["heads"]) == (0 if form.get("kernel") == "none" else 16)
     assert list(metrics["loss_by_position"]) == ["1", "2-3", "4-7", "8-15", "16-31", "32"]
     assert "induction: right" in capsys.readouterr().out
-    table = study_heads.heads(tmp_path / "study")  # of no rows: the run's name stands for its cell
+    table = shown(study_heads.heads(tmp_path / "study"))  # of no rows: the run's name stands for its cell
     assert "| tiny | " in table and NOT_RUN not in table
     with pytest.raises(UserError, match="is of an earlier version"):
         heads.main(heads.HeadsConfig(**settings))

@@ -16,8 +16,8 @@ from nanochat_gka.model.accounting import flops_per_token, meta_model
 from nanochat_gka.model.checkpoints import load
 from nanochat_gka.training.config import TrainConfig
 from runs.paper import gpt_d20, gpt_d20_gka, gpt_d20_softmax
-from runs.sections import study_next
 from runs.study import gpt_d20_best
+from runs.tables import study_next
 
 BEST = dict(head_offsets="PS", gka_values="normalised")
 

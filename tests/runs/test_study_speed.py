@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from runs.sections import study_equal, study_speed
 from runs.study import speed
 from runs.study.cells import Cell
 from runs.study.families import ALL
+from runs.tables import study_equal, study_speed
+from shown import shown
 from study_rows import row, write
 from trainkit_gka.progress import read_lines
 
@@ -36,12 +37,12 @@ def test_real_steps_are_timed_in_turns(tmp_path, monkeypatch, capsys):
 
 def test_the_newest_comparison_of_a_depth_counts(tmp_path):
     path = tmp_path / speed.SPEEDS.name
-    assert study_speed.speed(tmp_path / "study").startswith("not run: ")
+    assert study_speed.speed(tmp_path / "study") == []
     timed(path, {"softmax": 7.0}, depth=2, hardware="another CPU")
     timed(path, {"softmax + offsets": 100.0, "GKA": 300.0}, depth=4, group="old")
     timed(path, {"softmax + offsets": 1000.0, "GKA + offsets": 1500.0, "GKA": None}, depth=4, group="new")
     timed(path, {"softmax + offsets": 50.0}, depth=8)
-    table = study_speed.speed(tmp_path / "study")
+    table = shown(study_speed.speed(tmp_path / "study"))
     assert "| GKA + offsets | 1,500 (1.50x) |  |" in table and "| GKA |  |  |" in table
     assert "| softmax + offsets | 1,000 (1.00x) | 50 (1.00x) |" in table
 
@@ -55,12 +56,12 @@ def test_equal_time_is_a_shorter_training_of_the_slower_one(tmp_path):
     ]
     folder = write(tmp_path / "study", rows)
     timed(tmp_path / speed.SPEEDS.name, {"softmax + offsets": 1000.0, "GKA + offsets": 2000.0}, depth=4)
-    lines = study_equal.longer(folder).splitlines()
+    lines = shown(study_equal.longer(folder)).splitlines()
     [line] = [line for line in lines if line.startswith("| GKA + offsets | softmax + offsets |")]
     # At half the speed softmax has trained 2^21 tokens, for 1.7.
     assert line.startswith("| GKA + offsets | softmax + offsets | depth 4, 2^22 | +0.020 |")
     assert line.endswith("| -0.080 | 1 |")
-    [line] = [line for line in study_equal.longest(folder).splitlines() if line.startswith("| GKA + offsets |")]
+    [line] = [line for line in shown(study_equal.longest(folder)).splitlines() if line.startswith("| GKA + offsets |")]
     # FLOPs between 2^21 and 2^22 tokens of softmax, half of its time.
     assert line.startswith("| GKA + offsets | +0.020 | -0.00")
     assert line.endswith("| -0.080 | 1.00x | 0.85x | 0.50x | 1 |")
@@ -72,6 +73,6 @@ def test_between_budgets_a_baseline_is_on_the_parabola_through_them(tmp_path):
     rows += [row(Cell(depth=4, tokens=2**22, **ALL["GKA + offsets"]), 1.62)]
     folder = write(tmp_path / "study", rows)
     timed(tmp_path / speed.SPEEDS.name, {"softmax": 1000.0, "GKA + offsets": 1000.0 * 2**0.5}, depth=4)
-    [line] = [line for line in study_equal.longer(folder).splitlines() if line.startswith("| GKA + offsets |")]
+    [line] = [line for line in shown(study_equal.longer(folder)).splitlines() if line.startswith("| GKA + offsets |")]
     # Half way from 2^21 to 2^22: -1/8 of 1.8, 3/4 of 1.7 and 3/8 of 1.65. The chord would give 1.675.
     assert line.endswith("| -0.049 | 1 |")

@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from runs import tables
+from runs import frames
 from runs.bench import gpt as bench_gpt
+from runs.bench.results import facts_of
 from runs.demo.report import COLUMNS
-from runs.sections import benchmarks, demo, sources, speed, summary
+from runs.tables import __main__ as tables
+from runs.tables import benchmarks, demo, speed, summary
+from shown import shown
 from trainkit_gka.cli import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,7 +39,7 @@ def test_commands_of_results_can_be_given_anywhere(path):
 
 def test_every_table_is_on_one_page():
     names = [name for page in tables.PAGES for name in tables.BLOCK.findall((ROOT / page).read_text())]
-    assert sorted(names) == sorted(tables.SECTIONS)
+    assert sorted(names) == sorted(tables.TABLES)
 
 
 def test_any_page_takes_any_table_between_its_markers():
@@ -67,15 +70,39 @@ def test_a_page_out_of_date_ends_the_check_with_1(tmp_path, monkeypatch, capsys)
     tables.main(tables.TablesConfig(check=True))
 
 
-def test_an_incomplete_result_file_is_named_by_its_table(tmp_path, monkeypatch):
-    (tmp_path / "demo.jsonl").write_text('{"label": "softmax"}\n')
-    monkeypatch.setattr(sources, "RESULTS", tmp_path)
-    with pytest.raises(UserError, match=r"results behind the table demo of README\.md are incomplete"):
-        tables.section("demo", "README.md")
+def test_a_damaged_line_is_named_with_its_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(frames, "RESULTS", tmp_path)
+    whole = {**RECORD, "config": {"model_tag": "d4-softmax-400"}, "metrics": dict.fromkeys(COLUMNS, 1)}
+    holes = {**whole, "metrics": {**whole["metrics"], "kind": 1}}
+    del holes["metrics"]["gap"]
+    for line, reason in (("{", "is not JSON"), ("[]", "is not a record"), (json.dumps(holes), "has no gap")):
+        (tmp_path / "demo.jsonl").write_text(json.dumps(whole) + "\n" + line + "\n")
+        with pytest.raises(UserError, match=rf"demo\.jsonl, line 2: {reason}; delete the line and measure again"):
+            tables.block("demo", "README.md")
+    write(tmp_path / "bench_gpt_a-cpu-2-threads.jsonl", [{**whole, "kind": "bench_gpt", "config": {"case": "d4"}}])
+    with pytest.raises(UserError, match=r"bench_gpt_a-cpu-2-threads\.jsonl, line 1: has no phase"):
+        tables.block("decode", "runs/README.md")
+
+
+def test_a_mistake_in_a_table_is_not_taken_for_a_damaged_file(monkeypatch):
+    monkeypatch.setitem(tables.TABLES, "errors", lambda: {}["a mistake"])
+    with pytest.raises(KeyError, match="a mistake"):
+        tables.block("errors", "gka/README.md")
+
+
+@pytest.mark.parametrize("name", ["attention", "deit", "gpt", "onnx"])
+def test_rows_say_what_their_candidates_are(name):
+    """As their names do, which nothing else reads."""
+    lines = frames.bench(name, quick=True)
+    assert len(lines) > 20
+    for record in lines.record:
+        config = record["config"]
+        facts = facts_of(config["candidate"], config["phase"], config, record["hardware"])
+        assert facts.items() <= config.items() and facts["family"] in ("softmax", "gka"), config
 
 
 def test_the_results_table_links_every_row_to_its_section():
-    rows = [line for line in summary.results().splitlines() if line.startswith("| ")][1:]
+    rows = [line for line in shown(summary.results()).splitlines() if line.startswith("| ")][1:]
     assert 6 <= len(rows) <= 8
     for row in rows:
         folder, page, section = re.search(r"\[(\w+)\]\((\w+/README.md)#([a-z-]+)\) \|$", row).groups()
@@ -92,9 +119,9 @@ def test_the_demos_table_leaves_out_older_forms(tmp_path, monkeypatch):
         for tag, count in runs.items()
     ]
     write(tmp_path / "demo.jsonl", lines)
-    monkeypatch.setattr(sources, "RESULTS", tmp_path)
-    shown = demo.language()
-    assert "| **softmax** | 7,001 |" in shown and "| **GKA** | 7,003 |" in shown and "7,002" not in shown
+    monkeypatch.setattr(frames, "RESULTS", tmp_path)
+    said = shown(demo.language())
+    assert "| **softmax** | 7,001 |" in said and "| **GKA** | 7,003 |" in said and "7,002" not in said
 
 
 def test_the_decoding_table_leaves_out_results_of_other_kinds(tmp_path, monkeypatch):
@@ -103,14 +130,17 @@ def test_the_decoding_table_leaves_out_results_of_other_kinds(tmp_path, monkeypa
             settings = {"case": "d4", "phase": phase, "role": "ours", "group": f"{phase}-{speed}", "quick": False}
             for kind in kinds:
                 metrics = {"items_per_second": speed, "cache_mib": 16.0}
-                yield {**RECORD, "config": {**settings, "candidate": kind}, "metrics": metrics}
+                facts = facts_of(kind, phase, {"dtype": "float32", "compile": "off"}, RECORD["hardware"])
+                config = {**settings, **facts, "candidate": kind}
+                metrics["status"] = "ok"
+                yield {**RECORD, "kind": "bench_gpt", "config": config, "metrics": metrics}
 
-    monkeypatch.setattr(sources, "RESULTS", tmp_path)
+    monkeypatch.setattr(frames, "RESULTS", tmp_path)
     path, older = tmp_path / "bench_gpt_a-cpu-2-threads.jsonl", ["softmax", "gka", "gka-keys", "gka-rotated"]
     write(path, compared(older, 111))
-    assert "111" not in benchmarks.decode()
+    assert "111" not in shown(benchmarks.decode())
     write(path, [*compared(older, 111), *compared(benchmarks.DECODERS, 222)])
-    assert benchmarks.decode().count("| 222 | 222 |") == 4
+    assert shown(benchmarks.decode()).count("| 222 | 222 |") == 4
     assert set(benchmarks.DECODERS) == {"softmax", "gka", *bench_gpt.DECODE_ONLY}
 
 
@@ -120,6 +150,7 @@ def timed(hardware: str, case: str, phase: str, times: dict[str, tuple[str, floa
         where = {"case": case, "phase": phase, "group": f"{case} {phase}", "quick": False}
         metrics = {"status": "ok", "median_ms": milliseconds, **settings.get("metrics", {}).get(role, {})}
         config = {**where, "candidate": candidate, "role": role, **settings.get("config", {})}
+        config |= facts_of(candidate, phase, {"dtype": "float32", **config}, hardware)
         kind = settings.get("kind", "bench_attention")
         yield {**RECORD, "kind": kind, "hardware": hardware, "config": config, "metrics": metrics}
 
@@ -136,8 +167,8 @@ def test_the_table_of_the_operator_names_the_baseline_and_has_threads_side_by_si
         times = {"gka cpu": ("ours", 10.0)} | {name: ("baseline", time) for name, time in softmax.items()}
         lines = timed(f"a CPU, {threads}", "lm-window-bf16", "forward", times, config=shape)
         write(tmp_path / f"bench_attention_a-cpu-{threads.replace(' ', '-')}.jsonl", lines)
-    monkeypatch.setattr(sources, "RESULTS", tmp_path)
-    best, dense = [line for line in speed.operator().splitlines() if "forward" in line]
+    monkeypatch.setattr(frames, "RESULTS", tmp_path)
+    best, dense = [line for line in shown(speed.operator()).splitlines() if "forward" in line]
     assert best.startswith("| causal, 1 × 512 × 4 × 32, window 64 | forward | bfloat16 | 1 / 2 |")
     assert "| 30 (blocks of 128, float32) / 19 (blocks of 64, bfloat16) | 10 / 10 | 3.00x / 1.90x |" in best
     assert "| 90 / 50 (dense mask, bfloat16) | 10 / 10 | 9.00x / 5.00x |" in dense
@@ -152,11 +183,11 @@ def test_the_table_of_models_has_the_flops_ratio_as_a_gpts_target_and_its_offset
     times = {"softmax": ("baseline", 5.0), "softmax eager": ("baseline", 4.0), "gka": ("ours", 2.0)}
     lines = []
     for size in "b", "ti":
-        shape = {"size": size, "batch": 1, "dtype": "float32"}
+        shape = {"size": size, "batch": 1, "dtype": "float32", "compile_mode": "default"}
         lines += timed("a CPU, 2 threads", f"deit-{size}-b1", "inference", times, config=shape, kind="bench_deit")
     write(tmp_path / "bench_deit_a-cpu-2-threads.jsonl", lines)
-    monkeypatch.setattr(sources, "RESULTS", tmp_path)
-    rows = [line for line in speed.models().splitlines() if "float32" in line]
+    monkeypatch.setattr(frames, "RESULTS", tmp_path)
+    rows = [line for line in shown(speed.models()).splitlines() if "float32" in line]
     assert rows == [
         "| DeiT-Ti, 1 image | inference | float32 | 2 | 4 (eager) | 2 | 2.00x | 2.50x |  | ≥ 1.25x |",
         "| DeiT-B, 1 image | inference | float32 | 2 | 4 (eager) | 2 | 2.00x | 2.50x |  | ≥ 1.25x |",
@@ -166,18 +197,19 @@ def test_the_table_of_models_has_the_flops_ratio_as_a_gpts_target_and_its_offset
 
 
 def test_the_table_of_training_gains_over_eager_float32(tmp_path, monkeypatch):
-    """Older lines are eager by their setting, newer ones by their name; softmax in float32 is in both comparisons."""
+    """Softmax in float32, which takes part beside bfloat16, has no row there."""
     lines = []
     for dtype, eager, compiled in (("float32", 100.0, 125.0), ("bfloat16", 200.0, 300.0)):
         shape = {"depth": 4, "batch": 4, "sequence_len": 512, "dtype": dtype, "compile": "on"}
         case = "d4" if dtype == "float32" else "d4-bf16"
-        for name, tokens in (("gka", compiled), ("gka eager", eager), ("softmax, float32", 1.0)):
+        others = [("softmax, float32", 1.0)] if dtype == "bfloat16" else []
+        for name, tokens in (("gka", compiled), ("gka eager", eager), *others):
             role = "ours" if name.startswith("gka") else "baseline"
             own = dict(config=shape, metrics={role: {"items_per_second": tokens}}, kind="bench_gpt")
             lines += timed("a CPU, 2 threads", case, "training", {name: (role, 1.0)}, **own)
     write(tmp_path / "bench_gpt_a-cpu-2-threads.jsonl", lines)
-    monkeypatch.setattr(sources, "RESULTS", tmp_path)
-    rows = [line for line in speed.training().splitlines() if line.startswith("| GPT")]
+    monkeypatch.setattr(frames, "RESULTS", tmp_path)
+    rows = [line for line in shown(speed.training()).splitlines() if line.startswith("| GPT")]
     assert rows == ["| GPT of depth 4, 4 × 512 tokens, GKA | 2 | 100 | 125 | 200 | 300 | 3.00x |"]
 
 
@@ -188,15 +220,15 @@ def test_the_table_of_onnx_has_its_threads_side_by_side_and_names_the_fused_soft
         config = {"size": "ti", "batch": 8, "dtype": "float32", "threads": int(threads)}
         case = f"onnx-ti-b8-t{threads}"
         lines += timed("a CPU, 2 threads", case, "inference float32", times, config=config, kind="bench_onnx")
-    monkeypatch.setattr(sources, "RESULTS", tmp_path)
-    assert speed.onnx() == "Not run yet: `python -m runs.bench.onnx`."
+    monkeypatch.setattr(frames, "RESULTS", tmp_path)
+    assert speed.onnx() == []
     times = {"softmax": ("baseline", 4.0), "gka": ("ours", 2.0)}
     config["threads"] = 1
     lines += timed("a CPU", "openvino-ti-b8-t1", "inference float32", times, config=config, kind="bench_onnx")
     write(tmp_path / "bench_onnx_a-cpu-2-threads.jsonl", lines)
-    assert "| DeiT-Ti, 8 images, in OpenVINO | inference | float32 | 1 | 4 | 2 | 2.00x |  |" in speed.onnx()
+    assert "| DeiT-Ti, 8 images, in OpenVINO | inference | float32 | 1 | 4 | 2 | 2.00x |  |" in shown(speed.onnx())
     row = "| DeiT-Ti, 8 images | inference | float32 | 1 / 2 | 4 / 3 (fused) | 2 / 2 | 2.00x / 1.50x | ≥ 1.20x |"
-    assert row in speed.onnx()
+    assert row in shown(speed.onnx())
 
 
 def test_the_measured_vision_demo_is_as_good_as_promised():

@@ -3,7 +3,7 @@
 import json
 
 from runs.bench.measurement import Measurement
-from runs.bench.results import result_file
+from runs.bench.results import facts_of, result_file
 
 SHAPE = {"batch": 256, "tokens": 197, "heads": 3, "head_dim": 64, "causal": False, "window": None, "queries": 197}
 
@@ -14,7 +14,14 @@ def line(candidate, role, median_ms, case="vit-ti", phase="forward", status="ok"
     times = dict(median_ms=median_ms, low_ms=median_ms, high_ms=median_ms, first_ms=1.0)
     measured = Measurement(status=status, peak_mib=10.0, graphed=True, **times)
     where = {"date": "2026-01-02 03:04", "commit": "abc", "hardware": "NVIDIA H200", "torch": "2"}
-    return {"kind": "bench_attention", **where, "config": {**config, **SHAPE}, "metrics": {**vars(measured), **metrics}}
+    kind = "bench_deit" if case.startswith("deit") else "bench_attention"
+    facts = facts_of(candidate, phase, {"dtype": "bfloat16", **SHAPE}, where["hardware"])
+    return {
+        "kind": kind,
+        **where,
+        "config": {**config, **SHAPE, "dtype": "bfloat16", **facts},
+        "metrics": {**vars(measured), **metrics},
+    }
 
 
 def write(folder, *lines):

@@ -12,10 +12,9 @@ from nanochat_gka.core_metric.report import Score
 from runs.demo.language import VARIANTS
 from runs.paper import core_scores, measured, published
 from runs.paper.evidence import COUNTS, DEMO_LANGUAGE, FAILS, PRINTED, UNTESTED, Finding, follows, holds, seen
-from runs.sections.sources import language_records
+from runs.tables.demo import language_records
 
 NOTICEABLE = 2.0  # standard errors
-NEAR_ZERO = 0.005  # bits per byte
 BASE, GKA = core_scores.BASE, core_scores.GKA
 
 
@@ -75,12 +74,6 @@ def compute_columns() -> Finding:
     return follows(same, COUNTS, f"To every printed digit; {tokens} tokens.")
 
 
-def shape_of_depth_20() -> Finding:
-    gka = _counts()[1]
-    text = f"Depth 20 gives width {gka['n_embd']} and {gka['n_head']} heads, in {gka['steps']:,} steps."
-    return follows((gka["n_embd"], gka["n_head"]) == (1280, 10), COUNTS, text)
-
-
 def budgets_differ() -> Finding:
     """What the text itself grants; the ratio is of tokens to matrices and head."""
     ratios = [counts["train_tokens"] / counts["scaling_parameters"] for counts in _counts()]
@@ -102,15 +95,6 @@ def gaps_in_the_table() -> Finding:
     same = all(abs(float(r["val_bpb"]) - float(r["train_bpb"]) - float(r["gap"])) < 1e-9 for r in rows)
     gaps = [float(row["gap"]) for row in rows]
     return follows(same, PRINTED, f"{gaps[0]} and {gaps[1]}: a ratio of {gaps[1] / gaps[0]:.2f}.")
-
-
-def near_zero_gap() -> Finding:
-    run = _finished()["GKA"]
-    if run:
-        return holds(abs(run.metrics["gap"]) < NEAR_ZERO, "depth 20", f"Our run: {run.metrics['gap']:.6f}.")
-    softmax, gka = _demo("softmax")["gap"], _demo("gka-paper")["gap"]
-    text = f"The demo cannot decide: its corpus is seen more than once; its gaps are {softmax:.2f} and {gka:.2f} (GKA)."
-    return Finding(UNTESTED, "depth 20", text)
 
 
 def _pair(key: str) -> tuple[float, float] | None:
@@ -203,20 +187,8 @@ def improves_two_tasks() -> Finding:
     return _of_core(tasks, _better, _errors(*tasks), _scale(*map(_difference, tasks)))
 
 
-def matches_copa() -> Finding:
-    error = _difference("copa")[1]
-    hidden = f"With {CORE_SIZES['copa']} examples a difference of {NOTICEABLE * error:.2f} could hide."
-    printed = f"{_errors('copa')} {hidden}"
-    return _of_core(("copa",), lambda v, e: abs(v) <= NOTICEABLE * e, printed, "depth 20; equal as printed")
-
-
 def lags_on_lambada() -> Finding:
     return follows(_worse(*_difference("lambada_openai")), PRINTED, _errors("lambada_openai"))
-
-
-def lags_on_hellaswag() -> Finding:
-    task = "hellaswag_zeroshot"
-    return _of_core((task,), _worse, _errors(task), _scale(_difference(task)))
 
 
 def _mean() -> tuple[str, Finding | None]:
@@ -251,16 +223,6 @@ def same_examples() -> Finding:
     text = f"GKA's six scores fit a cap of {caps} examples and no other from {least} to {whole:,}"
     text = f"The tasks are shared, the examples are not: {text} ({counts}); the baseline's fit {fit}."
     return follows(bool(set(base) & set(gka)), PRINTED, text)
-
-
-def left_out_tasks_are_long() -> Finding:
-    """The bundle would say: its prompts, with their examples, in tokens."""
-    missing = [task for task in CORE_TASKS if task not in PAPER_TASKS]
-    short = [task for task in ("arc_easy", "commonsense_qa", "piqa") if task in missing]
-    text = (
-        f"{len(missing)} of CORE's {len(CORE_TASKS)} tasks are left out, {', '.join(short)} among them, whose questions"
-    )
-    return Finding(UNTESTED, "CORE's prompts", f"{text} are a sentence or two. No prompts were counted here.")
 
 
 def competitive_on_core() -> Finding:

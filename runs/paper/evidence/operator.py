@@ -1,17 +1,13 @@
 """Claims about the operator itself (section 3), computed here on seeded features; see also sizes.py for its cost."""
 
-import math
-
 import torch
 
-from gka import gaussian_attention, initial_log_sigma, log_kernel
+from gka import gaussian_attention, log_kernel
 from gka.api import EPS
-from runs.bench import error
-from runs.paper.evidence import Finding, follows, holds, seen
-from runs.sections.sources import vision_records
+from runs.paper.evidence import Finding, holds, seen
+from runs.tables.demo import vision_records
 
 SHAPE = (1, 40, 2, 16)  # batch, tokens, heads, head_dim
-SIGMAS = (1, 2, 4, 8)
 FLOAT64 = "float64, seeded features"
 
 
@@ -32,26 +28,6 @@ def rows_sum_to_one() -> Finding:
     return holds(off < EPS, FLOAT64, f"Rows of W sum to 1 within the ε of equation 4, {EPS:.0e}.")
 
 
-def distance_identity() -> Finding:
-    """The identity is exact; rounding is another matter, which the operator's error table shows."""
-    x, log_sigma = _features()
-    heads = x.transpose(1, 2)
-    squares = heads.square().sum(-1)
-    expanded = squares[..., :, None] + squares[..., None, :] - 2 * heads @ heads.mT
-    direct = -2 * log_kernel(x, x, log_sigma) * (2 * log_sigma).exp()[:, None, None]
-    off = (expanded - direct).abs().max().item()
-    errors = {}
-    for record in error.records("routes"):
-        config = record["config"]
-        if config["route"] == "plain" and config["dtype"] == "bfloat16":
-            errors[config["features"]] = record["metrics"]["dx"]
-    shifted = f"{errors['normal']:.0e} becomes {errors['all+10']:.0e} if 10 is added to every feature"
-    text = (
-        f"Exact but for rounding. In bfloat16 it cancels: the plain form's gradient error of {shifted} (runs/results)."
-    )
-    return follows(off < 1e-10, FLOAT64, text)
-
-
 def diffusion_is_symmetric() -> Finding:
     """Of K; dividing each row by its own sum makes W another matrix than its transpose."""
     x, log_sigma = _features()
@@ -59,30 +35,6 @@ def diffusion_is_symmetric() -> Finding:
     apart = [(matrix - matrix.mT).abs().max().item() for matrix in (kernel, weights)]
     text = f"K equals its transpose. W, whose rows are normalised, differs from its own by up to {apart[1]:.2f}:"
     return holds(apart[0] < 1e-12, "of K; not of W", f"{text} the mixing itself is not symmetric.")
-
-
-def sigma_is_a_locality_scale() -> Finding:
-    """Effective tokens, exp(entropy) of a row, on the same features for growing sigma."""
-    x, _ = _features()
-    reach = []
-    for sigma in SIGMAS:
-        log_sigma = torch.full((SHAPE[2],), math.log(sigma), dtype=torch.float64)
-        weights = gaussian_attention(x, log_sigma, return_weights=True, impl="reference")[1]
-        reach.append(torch.special.entr(weights).sum(-1).exp().mean().item())
-    listed = ", ".join(f"{tokens:.1f} at σ = {sigma}" for sigma, tokens in zip(SIGMAS, reach))
-    text = f"Effective tokens of {SHAPE[1]}: {listed}. Across layers σ alone says less: distances differ too."
-    return holds(reach == sorted(reach) and reach[-1] > 2 * reach[0], FLOAT64, text)
-
-
-def diagonal_dominates() -> Finding:
-    """At the initial bandwidth of a head of 64 channels, on independent normal features as LayerNorm scales them."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, 197, 3, 64, generator=generator, dtype=torch.float64)
-    weights = gaussian_attention(x, initial_log_sigma(3, 8.0).double(), return_weights=True, impl="reference")[1]
-    mass = weights.diagonal(dim1=-2, dim2=-1).mean().item()
-    text = f"Mean weight of a token on itself: {mass:.2f}, at σ² = 8. Tokens of an image are more alike than these;"
-    text = f"{text} `make figures` prints the diagonal's mass for a model."
-    return seen(mass > 0.5, "197 independent normal features of 64 channels", text)
 
 
 def causal_mask() -> Finding:

@@ -1,13 +1,12 @@
 """Claims about speed and memory (table 4, sections 3.5, 4.3 and 6)."""
 
+from runs import frames
 from runs.bench import error
 from runs.bench.config import is_unusual
-from runs.bench.results import Comparison
 from runs.paper import published
 from runs.paper.cells import percent
 from runs.paper.evidence import PRINTED, UNTESTED, Finding, follows, holds, seen
 from runs.paper.evidence.sizes import SIZES
-from runs.sections.sources import benchmarks
 from trainkit_gka.results import is_processor
 
 TRAINING = ("training_64", "training_128")
@@ -57,15 +56,19 @@ def fusion_is_the_reason() -> Finding:
     return seen(slower and faster, _where(fused), f"{text}; unfused: {_written(unfused)}.")
 
 
-def _speeds(benchmark: str, role: str = "baseline", case: str = "", phase: str = "") -> dict[str, dict[str, float]]:
-    """Hardware -> case and phase -> the time of `role` over ours; the newest comparisons of case and phase."""
+def _speeds(benchmark: str, role: str = "baseline", case: str = "") -> dict[str, dict[str, float]]:
+    """Hardware -> comparison -> the time of the fastest of `role` over ours."""
     speeds: dict[str, dict[str, float]] = {}
-    for compared in benchmarks(benchmark).values():
-        for (name, measured_phase), comparison in compared.items():
-            ratio = comparison.ratio(role)
-            if case in ("", name) and phase in ("", measured_phase) and ratio is not None:
-                speeds.setdefault(comparison.lines[0]["hardware"], {})[f"{name} {measured_phase}"] = ratio
+    for (hardware, name, phase), timed in _comparisons(benchmark):
+        fastest = timed[timed.status == "ok"].groupby("role").median_ms.min()
+        if case in ("", name) and {role, "ours"} <= set(fastest.index):
+            speeds.setdefault(hardware, {})[f"{name} {phase}"] = fastest[role] / fastest.ours
     return speeds
+
+
+def _comparisons(benchmark: str):
+    """(hardware, case, phase), and the lines of the newest comparison."""
+    return frames.bench(benchmark).groupby(["hardware", "case", "phase"], sort=False)
 
 
 def _written(speeds: dict[str, dict[str, float]]) -> str:
@@ -101,23 +104,6 @@ def penalty_grows_with_scale() -> Finding:
     return follows(grows, f"{PRINTED}, size by size", text)
 
 
-def penalty_grows_with_batch() -> Finding:
-    changes = _changes(*TRAINING)
-    grows = all(changes[size, "training_64"] > changes[size, "training_128"] for size in SIZES)
-    text = f"Training at 64 a GPU {_by_size('training_64')} %, at 128 {_by_size('training_128')} % (Ti, S, B)."
-    return follows(grows, PRINTED, text)
-
-
-def inference_gap_ends() -> Finding:
-    changes = _changes("inference")
-    ends = [round(changes[size, "inference"]) for size in ("Ti", "B")]
-    batches = [published.rows("runtime")[f"{name}-B"]["batch"] for name in ("DeiT", "GKA")]
-    text = (
-        f"Ti {ends[0]} %, B {ends[1]} %; between them S has {changes['S', 'inference']:+.0f} %. Best batches at size B:"
-    )
-    return follows((ends, batches) == ([-12, -46], ["64", "32"]), PRINTED, f"{text} {batches[0]} and {batches[1]}.")
-
-
 def throughput_doubles() -> Finding:
     gains = {
         label: _figures(label)["training_128"] / _figures(label)["training_64"] for label in published.rows("runtime")
@@ -126,11 +112,6 @@ def throughput_doubles() -> Finding:
     text = ", ".join(f"{label} {gain:.2f}x" for label, gain in gains.items())
     text = f"From 64 to 128 a GPU: {text}. DeiT-B gains little too, GKA-Ti much, so that the figures alone do not show"
     return follows(true, f"{PRINTED}; not the cause", f"{text} the cause.")
-
-
-def largest_memory() -> Finding:
-    used = _figures("GKA-B")["memory_128"]
-    return follows(round(used / 1000, 1) == 19.9, PRINTED, f"{used:,.0f} MB, of {CARD_MB / 1000:.0f} GB.")
 
 
 def batch_of_256_fits() -> Finding:
@@ -149,20 +130,19 @@ def batch_of_256_fits() -> Finding:
 # Fused kernels
 
 
-def _operator_gain(candidate: str = "gka") -> dict[str, dict[str, float]]:
-    """The time of the paper's eager form over that of our routes with such a name, forward and backward.
+def _operator_gain(kernel: str = "") -> dict[str, dict[str, float]]:
+    """The time of the paper's eager form over that of our routes with such a kernel, forward and backward.
 
     In the device's usual dtype: in bfloat16 on a CPU our routes compute more exactly than the eager form.
     """
     gains: dict[str, dict[str, float]] = {}
-    for compared in benchmarks("attention").values():
-        for (name, phase), comparison in compared.items():
-            named = [line for line in comparison.lines if line["config"]["candidate"].startswith(candidate)]
-            ours, eager = Comparison(name, phase, named).fastest("ours", "variant"), comparison.fastest("eager")
-            left_out = name.startswith("sweep") or is_unusual(name)
-            if phase == "forward+backward" and not left_out and eager and ours:
-                gain = eager["metrics"]["median_ms"] / ours["metrics"]["median_ms"]
-                gains.setdefault(ours["hardware"], {})[f"{name} {phase}"] = gain
+    for (hardware, name, phase), timed in _comparisons("attention"):
+        right = timed[(timed.status == "ok") & (timed.family == "gka")]
+        ours = right[right.role.isin(["ours", "variant"]) & right.kernel.str.startswith(kernel)]
+        eager = right[right.role == "eager"]
+        left_out = name.startswith("sweep") or is_unusual(name)
+        if phase == "forward+backward" and not left_out and len(ours) and len(eager):
+            gains.setdefault(hardware, {})[f"{name} {phase}"] = eager.median_ms.min() / ours.median_ms.min()
     return gains
 
 
@@ -190,7 +170,7 @@ def amenable_to_fused() -> Finding:
 
 def cannot_use_sdpa() -> Finding:
     """The claim holds only if the route through SDPA were wrong, or slower than the eager form everywhere."""
-    gains = _operator_gain("gka sdpa")
+    gains = _operator_gain("sdpa")
     can = _fused_is_exact() and any(gain > 1 for ratios in gains.values() for gain in ratios.values())
     text = '`impl="sdpa"` writes the distance as a dot product of extended features and calls fused SDPA'
     exact = "its bfloat16 error is at most plain PyTorch's" if _fused_is_exact() else "it is not exact"

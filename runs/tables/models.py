@@ -5,10 +5,10 @@ from deit_gka.model.registry import SIZES
 from gka.kinds import KINDS
 from runs.paper import published
 from runs.paper.deit import DEFAULT_KIND, PAPER_NAMES, SIZE_NAMES
-from runs.sections.sources import table
+from runs.table import Table
 
 
-def sizes() -> str:
+def sizes() -> list[Table]:
     """Every vision model of the paper and the command that trains it."""
     kinds = {paper_name: kind for kind, paper_name in PAPER_NAMES.items()}
     rows = []
@@ -22,4 +22,4 @@ def sizes() -> str:
         measures = [f"{cost.flops / 1e9:.2f}", f"{cost.raw_mib:.1f}", f"*{printed['top1']}*"]
         rows.append([label, command, *counts, *measures])
     headings = ["", "command", "parameters", "attention", "sigma", "GFLOPs", "weights, MiB", "*paper: top-1*"]
-    return table(headings, rows, left=2)
+    return [Table.of(headings, rows, words=2)]

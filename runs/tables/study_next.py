@@ -8,7 +8,7 @@ from deit_gka.recipe import Recipe
 from nanochat_gka.accounting import AccountingConfig, account
 from runs.paper.gpt_d20_gka import RECIPE as GKA
 from runs.paper.gpt_d20_softmax import RECIPE as SOFTMAX
-from runs.sections.sources import table
+from runs.table import Table
 
 H100_FLOPS = 989e12  # NVIDIA's figure for dense bfloat16, per second
 LANGUAGE_SHARE, VISION_SHARE = 0.4, 0.2  # of it that is assumed to be reached
@@ -66,11 +66,11 @@ def runs() -> list[Run]:
     return small + vision + large
 
 
-def table_of_runs() -> str:
+def table_of_runs() -> list[Table]:
     """Commands, FLOPs of one run, seeds, and hours of one H100."""
     rows = [[f"`{run.command}`", f"{run.flops:.2e}", str(run.seeds), f"{run.hours:.1f}"] for run in runs()]
     rows.append(["all", "", "", f"{sum(run.hours for run in runs()):.0f}"])
-    return table(["command", "training FLOPs", "seeds", "hours of one H100"], rows)
+    return [Table.of(["command", "training FLOPs", "seeds", "hours of one H100"], rows)]
 
 
 def _make(target: str, flags: str, depth: int, seeds: int) -> str:

@@ -3,7 +3,7 @@
     python -m runs.tables            rewrites the pages
     python -m runs.tables --check    exits with 1 if a page does not say what the result files say
 
-A table stands between `<!-- table:NAME -->` and `<!-- /table -->`, in any of PAGES; NAME is a key of SECTIONS.
+A table stands between `<!-- table:NAME -->` and `<!-- /table -->`, in any of PAGES; NAME is a key of TABLES.
 """
 
 import re
@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runs import pages
-from runs.sections import (
-    approximations,
+from runs.sections import approximations, neighbours
+from runs.table import NOT_RUN, Table
+from runs.tables import (
     benchmarks,
     core,
     demo,
+    errors,
     models,
-    neighbours,
     speed,
     study,
     study_equal,
@@ -31,7 +32,7 @@ from runs.sections import (
 )
 from trainkit_gka.cli import UserError, run
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = (
     "README.md",
     "gka/README.md",
@@ -43,7 +44,7 @@ PAGES = (
     "runs/neighbours/README.md",
     "runs/neighbours/approximations/README.md",
 )
-SECTIONS: dict[str, Callable[[], str]] = {
+TABLES: dict[str, Callable[[], list[Table] | str]] = {
     "results": summary.results,  # the front page's
     "demo": demo.language,
     "vision": demo.vision,
@@ -54,8 +55,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "onnx": speed.onnx,
     "decode": benchmarks.decode,
     "scorer": benchmarks.scorer,
-    "errors": benchmarks.errors,
-    "cpu-errors": benchmarks.cpu_errors,
+    "errors": errors.errors,
+    "cpu-errors": errors.cpu_errors,
     "core": core.core,
     **study.TABLES,
     **study_equal.TABLES,
@@ -78,20 +79,17 @@ class TablesConfig:
     """Write nothing; exit with 1 if a page is out of date."""
 
 
-def section(name: str, page: str) -> str:
-    """The text of one table. Raises UserError if there is no such table or its result files are incomplete."""
-    if name not in SECTIONS:
-        raise UserError(f"{page} has a block table:{name}; the tables are {', '.join(SECTIONS)}")
-    try:
-        return SECTIONS[name]()
-    except (KeyError, IndexError, StopIteration, TypeError) as error:
-        again = "measure them again, or git checkout runs/results"
-        raise UserError(f"the results behind the table {name} of {page} are incomplete ({error!r}); {again}") from error
+def block(name: str, page: str) -> str:
+    """The text of the tables of one name. Raises UserError if there are none of that name."""
+    if name not in TABLES:
+        raise UserError(f"{page} has a block table:{name}; the tables are {', '.join(TABLES)}")
+    tables = TABLES[name]()
+    return tables if isinstance(tables, str) else "\n\n".join(table.markdown() for table in tables) or NOT_RUN
 
 
 def render(page: str, text: str) -> str:
     """The page's text with every block filled."""
-    return BLOCK.sub(lambda match: f"<!-- table:{match[1]} -->\n{section(match[1], page)}\n<!-- /table -->", text)
+    return BLOCK.sub(lambda match: f"<!-- table:{match[1]} -->\n{block(match[1], page)}\n<!-- /table -->", text)
 
 
 def main(config: TablesConfig) -> None:

@@ -1,29 +1,24 @@
 """The study's table of heads: what trained models do in their context, and the range of their heads."""
 
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from runs.sections.sources import RESULTS, measured, table
-from runs.sections.study import NOT_RUN, ROWS
 from runs.study.cells import Cell
 from runs.study.families import ALL
-from runs.study.scores import Scores, family_of
-from trainkit_gka.progress import read_lines
+from runs.study.scores import HEADS, family_of, probed_models
+from runs.table import Row, Table, measured
+from runs.tables.study import ROWS
 
-HEADS = RESULTS / "study_heads.jsonl"
 PROBES = ("induction", "copying")
 HEADINGS = ["", "layers", "tokens", "seeds"]
 HEADINGS += [f"{probe}: {what}" for probe in PROBES for what in ("right, %", "gain")]
 HEADINGS += ["effective tokens", "σ", "gain from context"]
 
 
-def heads(folder: Path = ROWS) -> str:
+def heads(folder: Path = ROWS) -> list[Table]:
     """Question 5: a row for every family at a depth and budget, with the range over seeds and heads."""
     probed = list(probed_models(folder))
-    if not probed:
-        return f"{NOT_RUN}: `.venv/bin/python -m runs.study.heads --run RUN`"
     by_model: dict[tuple, list[dict[str, Any]]] = {}
     for cell, record in probed:
         by_model.setdefault(_model(cell, record), []).append(record["metrics"])
@@ -31,16 +26,7 @@ def heads(folder: Path = ROWS) -> str:
         [name, str(depth), f"{tokens:,}" if tokens else "", str(len(seeds)), *_ranges(seeds)]
         for (depth, tokens, _, name, _), seeds in sorted(by_model.items())
     ]
-    return table(HEADINGS, rows) + "\n" + measured([record for _, record in probed], HEADS.name)
-
-
-def probed_models(folder: Path = ROWS) -> Iterable[tuple[Cell | None, dict[str, Any]]]:
-    """Every model whose heads were looked at: its cell, if it is the study's, and the newest record."""
-    lines = read_lines(folder.with_name(HEADS.name))
-    newest = {record["config"]["sha256"]: record for record in lines if record.get("kind") == "study-heads"}
-    rows = [row for path in folder.glob("*.jsonl") for row in Scores.read(path).rows]
-    cells = {row["key"]: Cell.from_row(row["cell"]) for row in rows}
-    return ((cells.get(record["config"]["name"]), record) for record in newest.values())
+    return [Table.of(HEADINGS, rows, sources=[measured([record for _, record in probed], HEADS.name)])] if rows else []
 
 
 def _model(cell: Cell | None, record: dict[str, Any]) -> tuple[int, int, int, str, str]:
@@ -54,7 +40,7 @@ def _model(cell: Cell | None, record: dict[str, Any]) -> tuple[int, int, int, st
     return cell.depth, cell.tokens, list(ALL).index(family), family, replace(cell, seed=0).label
 
 
-def _ranges(seeds: list[dict[str, Any]]) -> list[str]:
+def _ranges(seeds: list[dict[str, Any]]) -> Row:
     """The cells of a row, from the numbers of every seed."""
     cells = []
     for probe in PROBES:

@@ -3,20 +3,19 @@
 from nanochat_gka.core_metric.bundle import CORE_SIZES, PAPER_TASKS
 from nanochat_gka.core_metric.published import GPT2_ACCURACY, PAPER_EXAMPLES
 from nanochat_gka.core_metric.report import Score, aggregate, error_of_mean, paper_score, score_of
+from runs import frames
 from runs.demo.language import STEPS, VARIANTS, run_tag
-from runs.sections.sources import RESULTS, measured, table
-from trainkit_gka.results import read_results
+from runs.table import Table, measured
 
 PUBLISHED = ("GPT-2 124M", "paper: base", f"paper: GKA, n = {PAPER_EXAMPLES[1]}")
 
 
-def core() -> str:
+def core() -> list[Table]:
     """Centred scores with their standard errors; what others published is in italics."""
     records = {}
     for name, variant in VARIANTS.items():
-        path = RESULTS / "core" / f"{run_tag(name)}_step{STEPS:06d}.jsonl"
-        if path.exists():
-            lines = [line for line in read_results(path) if line.get("kind") == "core"]
+        path = frames.RESULTS / "core" / f"{run_tag(name)}_step{STEPS:06d}.jsonl"
+        if lines := frames.records(path, "accuracy", "baseline", "examples", kind="core"):
             records[variant.label] = {line["config"]["task"]: line for line in lines}
     columns: list[list[Score]] = [[] for _ in (*records, *PUBLISHED)]
     rows = []
@@ -31,10 +30,10 @@ def core() -> str:
         rows.append([task, str(ours[0].examples), *cells[: len(ours)], *map("*{}*".format, cells[len(ours) :])])
     means = [f"{aggregate(column)[1]:.4f} ± {mean_error(column):.3f}" for column in columns]
     marks = ["**{}**"] * len(records) + ["*{}*"] * len(PUBLISHED)
-    last = f"| **mean** | | {' | '.join(mark.format(mean) for mark, mean in zip(marks, means))} |"
+    rows.append(["**mean**", "", *(mark.format(mean) for mark, mean in zip(marks, means))])
     headings = ["centred, ± standard error", "examples", *records, *map("*{}*".format, PUBLISHED)]
     newest = list(records["softmax"].values())[-1]
-    return "\n".join([table(headings, rows), last, measured(newest, "core/*.jsonl")])
+    return [Table.of(headings, rows, sources=[measured(newest, "core/*.jsonl")])]
 
 
 def mean_error(scores: list[Score]) -> float:

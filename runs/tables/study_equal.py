@@ -4,18 +4,17 @@ parameters.
 
 import math
 from collections.abc import Iterable
-from pathlib import Path
 
 import numpy as np
 
-from runs.sections.sources import table
-from runs.sections.study import NOT_RUN, ROWS, difference_of, finished, of_every_text, place_of
-from runs.sections.study_speed import Speeds, speeds_of
 from runs.study.families import ALL
 from runs.study.grid import BUDGETS, CONTROL, HALF, REPEATED, SCALED, scaled_places
 from runs.study.rates import SMALLEST
 from runs.study.scores import Place, Result, Scores
+from runs.study.speed import Speeds, speeds_of
 from runs.study.statistics import Interval, paired_difference
+from runs.table import Table
+from runs.tables.study import difference_of, of_every_text, over, place_of
 
 BASELINES = ("softmax", CONTROL)
 OURS = ("GKA", "GKA + offsets", HALF, "GGGA + offsets")
@@ -34,29 +33,23 @@ def other_places() -> list[Place]:
     return [place for place in scaled_places() if place["tokens"] != COMMON or min(BUDGETS[place["depth"]]) < COMMON]
 
 
-def differences(folder: Path = ROWS) -> str:
+@of_every_text
+def differences(scores: Scores) -> Table:
     """Questions 1 to 3: repeated families over both baselines, at every depth, with the budget that all have."""
-    return of_every_text(folder, _differences)
-
-
-def _differences(scores: Scores) -> str:
     rows = []
     for name, baseline in _comparisons(*REPEATED):
         pairs = [(scores.at(ALL[name], place), scores.at(ALL[baseline], place)) for place in common_places()]
-        cells = [difference_of(own.over(other), "+.3f") if own and other else "" for own, other in pairs]
+        cells = [over(own, other) for own, other in pairs]
         if any(own and other for own, other in pairs):
             rows.append([name, baseline, *cells, " / ".join(_seeds_of(own, other) for own, other in pairs)])
     headings = [f"depth {place['depth']}" for place in common_places()]
-    return table(["", "over", *headings, "seeds"], rows, left=2) if rows else f"{NOT_RUN}\n"
+    return Table.of(["", "over", *headings, "seeds"], rows, words=2)
 
 
-def longer(folder: Path = ROWS) -> str:
+@of_every_text
+def longer(scores: Scores) -> Table:
     """The same with other budgets; at equal FLOPs or time the baseline's loss is interpolated between its budgets."""
-    speeds = speeds_of(folder)
-    return of_every_text(folder, lambda scores: _longer(scores, speeds))
-
-
-def _longer(scores: Scores, speeds: Speeds) -> str:
+    speeds = speeds_of(scores.folder)
     rows = []
     for name, baseline in _comparisons(*REPEATED, HALF):
         for place in other_places():
@@ -65,16 +58,13 @@ def _longer(scores: Scores, speeds: Speeds) -> str:
                 cells = _three_ways(scores, speeds, name, baseline, place)
                 rows.append([name, baseline, place_of(place), *cells, _seeds_of(own, other)])
     headings = ["", "over", "layers and tokens", *WAYS, "seeds"]
-    return table(headings, rows, left=3) if rows else f"{NOT_RUN}\n"
+    return Table.of(headings, rows, words=3)
 
 
-def longest(folder: Path = ROWS) -> str:
+@of_every_text
+def longest(scores: Scores) -> Table:
     """The longest trainings of four layers over softmax with offsets, with what they cost in its shares."""
-    speeds = speeds_of(folder)
-    return of_every_text(folder, lambda scores: _longest(scores, speeds))
-
-
-def _longest(scores: Scores, speeds: Speeds) -> str:
+    speeds = speeds_of(scores.folder)
     place, rows = max(other_places(), key=lambda place: (place["tokens"], place["depth"])), []
     control, of_depth = scores.at(ALL[CONTROL], place), speeds.get(place["depth"], {})
     for name in ("softmax", *OURS):
@@ -85,7 +75,7 @@ def _longest(scores: Scores, speeds: Speeds) -> str:
             said = ["" if math.isnan(share) else f"{share:.2f}x" for share in shares]
             rows.append([name, *_three_ways(scores, speeds, name, CONTROL, place), *said, _seeds_of(own, control)])
     headings = [place_of(place), *WAYS, "parameters", "FLOPs", "time of a step", "seeds"]
-    return table(headings, rows) if rows else f"{NOT_RUN}\n"
+    return Table.of(headings, rows)
 
 
 def _three_ways(scores: Scores, speeds: Speeds, name: str, baseline: str, place: Place) -> list[str]:
@@ -98,7 +88,7 @@ def _three_ways(scores: Scores, speeds: Speeds, name: str, baseline: str, place:
     seconds = place["tokens"] / tokens_per_second(name, place["depth"])
     by_flops, by_time = [], []
     for depth in BUDGETS:
-        curve = finished(scores, baseline, [place for place in scaled_places() if place["depth"] == depth])
+        curve = scores.finished(baseline, [place for place in scaled_places() if place["depth"] == depth])
         by_flops.append(([result["train_flops"] for result in curve], curve))
         by_time.append(([result["train_tokens"] / tokens_per_second(baseline, depth) for result in curve], curve))
     sizes = ((own["train_flops"], by_flops), (seconds, by_time))
@@ -135,15 +125,12 @@ def _seeds_of(own: Result | None, other: Result | None) -> str:
     return str(len(_common_seeds([own, other]))) if own and other else "0"
 
 
-def equal(folder: Path = ROWS) -> str:
+@of_every_text
+def equal(scores: Scores) -> Table:
     """Question 3: differences at the budget that all have, with the baseline's loss interpolated between its depths."""
-    return of_every_text(folder, _equal)
-
-
-def _equal(scores: Scores) -> str:
     places, rows = common_places(), []
     for baseline in BASELINES:
-        curve = finished(scores, baseline, places)
+        curve = scores.finished(baseline, places)
         for name in SCALED:
             if name.startswith("softmax") or len(curve) < 2:
                 continue
@@ -152,14 +139,14 @@ def _equal(scores: Scores) -> str:
                 if own and other:
                     cells = [
                         difference_of(own.over(other), "+.3f"),
-                        *(_over(own, curve, each) for each in MEASURES),
+                        *(_over_curve(own, curve, each) for each in MEASURES),
                     ]
                     rows.append([name, baseline, str(place["depth"]), *cells])
     headings = ["", "over", "depth", "equal tokens", "equal FLOPs", "equal parameters"]
-    return table(headings, rows, left=2) if rows else f"{NOT_RUN}\n"
+    return Table.of(headings, rows, words=2)
 
 
-def _over(own: Result, curve: list[Result], measure: str) -> str:
+def _over_curve(own: Result, curve: list[Result], measure: str) -> str:
     """own minus the baseline where it has as much of the measure, seed by seed; nothing beyond the baseline's sizes."""
     sizes = [result[measure] for result in curve]
     if not min(sizes) <= own[measure] <= max(sizes):

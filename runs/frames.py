@@ -1,0 +1,98 @@
+"""The result files as pandas frames: a row for every line, its facts, settings and measurements side by side.
+
+A line that lacks what every line of its file has is an error that names the file and the line; a mistake in a table is
+not taken for one.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from trainkit_gka.cli import UserError
+
+RESULTS = Path(__file__).resolve().parent / "results"
+FACTS = ("date", "commit", "hardware", "torch")
+
+
+def records(path: Path, *metrics: str, kind: str = "") -> list[dict[str, Any]]:
+    """The lines of a file of results, of one kind if it is given. A file that is not there has none.
+
+    metrics: what each must have measured. Raises UserError for a line that is not a record of a measurement.
+    """
+    if not path.exists():
+        return []
+    found = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            raise _damaged(path, number, "is not JSON") from None
+        if not isinstance(record, dict):
+            raise _damaged(path, number, "is not a record")
+        if kind and record.get("kind") != kind:
+            continue
+        missing = [name for name in (*FACTS, "metrics") if name not in record]
+        missing += [name for name in metrics if not missing and name not in record["metrics"]]
+        if missing:
+            raise _damaged(path, number, f"has no {', '.join(missing)}")
+        found.append(record)
+    return found
+
+
+def _damaged(path: Path, number: int, reason: str) -> UserError:
+    return UserError(f"{path}, line {number}: {reason}; delete the line and measure again, or git checkout {path}")
+
+
+def frame(path: Path, *columns: str, kind: str = "") -> pd.DataFrame:
+    """A row for each record, with its facts, its settings and what it measured as columns, and the record itself.
+
+    columns: settings or measurements that each must have. Raises UserError as `records` does.
+    """
+    rows = []
+    for record in records(path, kind=kind):
+        row = {name: record[name] for name in FACTS} | record.get("config", {}) | record["metrics"]
+        rows.append({**row, "record": record})
+    found = pd.DataFrame(rows)
+    for name in columns if rows else ():
+        holes = found.index[found[name].isna()] if name in found else found.index
+        if len(holes):
+            raise _damaged(path, holes[0] + 1, f"has no {name}")
+    return found
+
+
+def bench(name: str, results: Path | None = None, quick: bool = False) -> pd.DataFrame:
+    """The newest comparison of every case and phase of a benchmark, on every machine with every number of threads.
+
+    A comparison is what was timed in turns in one process: ratios are taken inside one alone. machine: the hardware
+    without its threads. eager: whether others of the comparison are compiled and this is not. flops: of a token's
+    training or an image's forward pass. quick: with the runs made so.
+    """
+    columns = ("case", "phase", "role", "group", "family", "kernel", "computed_in", "compiled", "status")
+    parts = []
+    for path in sorted((results or RESULTS).glob(f"bench_{name}_*.jsonl")):
+        lines = frame(path, *columns, kind=f"bench_{name}")
+        if not quick:
+            lines = lines[~lines.quick]
+        comparison = lines.groupby(["case", "phase"], sort=False)
+        newest = lines[lines.group == comparison.group.transform("last")].assign(file=path.name)
+        parts.append(newest.assign(place=comparison.ngroup()).sort_values("place", kind="stable"))
+    if not parts:
+        return pd.DataFrame(columns=[*FACTS, *columns, "form", "threads", "machine", "eager", "flops", "record"])
+    lines = pd.concat(parts, ignore_index=True)
+    lines["eager"] = ~lines.compiled & lines.groupby("group").compiled.transform("any")
+    lines["machine"] = lines.hardware.str.replace(r", \d+ threads?$", "", regex=True)
+    known = [count for count in ("flops_per_token", "flops_per_image") if count in lines]
+    lines["flops"] = lines[known].bfill(axis=1).iloc[:, 0] if known else None
+    return lines
+
+
+def sides(lines: pd.DataFrame) -> pd.DataFrame:
+    """The fastest right line of each role, for each number of threads of one case and phase (0 of a GPU).
+
+    Columns are pairs: what is said of the line, and its role.
+    """
+    right = lines[lines.status == "ok"].fillna({"threads": 0})
+    fastest = right.loc[right.groupby(["threads", "role"]).median_ms.idxmin()]
+    return fastest.pivot(index="threads", columns="role")

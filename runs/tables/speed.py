@@ -1,0 +1,202 @@
+"""The tables of speed: softmax attention's fastest beside GKA, of the operator and of whole models.
+
+A row has the numbers of threads side by side; each ratio is of one comparison, which was timed in turns.
+"""
+
+from collections.abc import Iterator
+
+import pandas as pd
+
+from gka.kinds import KINDS
+from runs import frames
+from runs.bench.onnx import OPENVINO
+from runs.bench.targets import on_cpu
+from runs.table import Row, Table, measured
+
+SOFTMAX, GKA = KINDS["softmax"].label, KINDS["gka"].label
+PHASES = {"forward+backward": "forward + backward"}
+SIZES = {"ti": "Ti", "s": "S", "b": "B"}
+HEADINGS = ["", "phase", "dtype", "threads", f"{SOFTMAX}, ms", f"{GKA}, ms", "speed-up"]
+WAYS = ["float32", "float32, compiled", "bfloat16", "bfloat16, compiled"]
+FORMS = {"": GKA, "offsets": f"{GKA}, head offsets (ours)"}
+
+
+def operator() -> list[Table]:
+    """The bare operator; sweeps over sizes are left to the files."""
+    tables, promised = [], on_cpu({})
+    for _, of_machine in by(frames.bench("attention"), "machine"):
+        rows = []
+        for (case, phase), timed in by(of_machine[~of_machine.case.str.startswith("sweep")], "case", "phase"):
+            target = promised.get((case, phase)) if is_processor(timed) else None
+            rows += row(operator_label(case, timed.iloc[0]), timed, wanted(target))
+            dense = timed.kernel == "dense mask"
+            if dense.any():
+                rows += row("the same against a dense mask", timed[dense | (timed.family == "gka")], "")
+        tables += table([*HEADINGS, "target"], rows, of_machine)
+    return tables
+
+
+def models() -> list[Table]:
+    """Vision transformers and language models, a training step or a forward pass; decoding has a table of its own."""
+    tables, promised = [], on_cpu({})
+    for _, of_machine in by(pd.concat([by_size(frames.bench("deit")), frames.bench("gpt")]), "machine"):
+        rows = []
+        for (case, phase), timed in by(of_machine[~of_machine.phase.str.startswith("decode")], "case", "phase"):
+            ratio = flops_ratio(timed)
+            shown = f"{ratio:.2f}x" if ratio else ""
+            target = promised.get((case, phase)) if is_processor(timed) else None
+            if target and case.startswith("d") and not case.startswith("deit"):
+                target = ratio or target  # of a GPT its FLOPs ratio is promised
+            rows += row(model_label(timed.iloc[0]), timed, both_compiled(timed), shown, wanted(target))
+            offsets = timed[(timed.family == "softmax") | (timed.form == "offsets")].replace(
+                {"role": {"variant": "ours"}}
+            )
+            rows += row("the same with head offsets (ours)", offsets, "", shown, wanted(target))
+        tables += table([*HEADINGS, "both compiled", "FLOPs ratio", "target"], rows, of_machine)
+    return tables
+
+
+def training() -> list[Table]:
+    """Tokens per second of GPT training on CPUs, by dtype, eager and compiled, and what the fastest way gains."""
+    tables, lines = [], frames.bench("gpt")
+    lines = lines[(lines.phase == "training") & lines.threads.notna()]
+    ways = lines.dtype + lines.compiled.map({True: ", compiled", False: ""})
+    lines = lines.assign(model=lines.case.str.removesuffix("-bf16"), way=ways, label=lines.form.map(FORMS))
+    lines.loc[lines.family == "softmax", "label"] = SOFTMAX
+    for _, of_machine in by(lines.sort_values("model", kind="stable"), "machine"):
+        rows = []
+        own = of_machine[of_machine.computed_in == of_machine.dtype]
+        for (_, threads), timed in by(own, "model", "threads"):
+            for label in (SOFTMAX, *FORMS.values()):
+                speeds = timed[timed.label == label].set_index("way").items_per_second.reindex(WAYS)
+                if speeds.notna().any():
+                    said = ["" if pd.isna(speed) else f"{speed:,.0f}" for speed in speeds]
+                    gain = f"{speeds.max() / speeds.iloc[0]:.2f}x" if said[0] else ""
+                    rows.append([f"{model_label(timed.iloc[0])}, {label}", f"{threads:.0f}", *said, gain])
+        tables += table(["", "threads", *WAYS, "gain"], rows, of_machine, words=1)
+    return tables
+
+
+def onnx() -> list[Table]:
+    """Vision transformers as ONNX; the threads are the runtime's own."""
+    tables, promised = [], on_cpu({})
+    for _, of_file in by(frames.bench("onnx"), "hardware"):
+        elsewhere = of_file.case.str.startswith(OPENVINO).map({True: ", in OpenVINO", False: ""})
+        of_file = of_file.assign(label=of_file.apply(model_label, axis=1) + elsewhere).sort_values(
+            "threads", kind="stable"
+        )
+        rows = []
+        for (label, phase), timed in by(of_file, "label", "phase"):
+            target = promised.get((timed.case.iloc[-1], phase))
+            rows += row(label, timed.assign(phase=phase.partition(" ")[0]), wanted(target))
+        tables += table([*HEADINGS, "target"], rows, of_file)
+    return tables
+
+
+def by(lines: pd.DataFrame, *columns: str) -> Iterator[tuple]:
+    """The groups of lines, in order of their first line."""
+    return iter(lines.groupby(list(columns) if len(columns) > 1 else columns[0], sort=False))
+
+
+def row(label: str, timed: pd.DataFrame, *more: str) -> list[Row]:
+    """The row of one case and phase, in a list; no row if a side was never right."""
+    pair = frames.sides(timed)
+    if not {"baseline", "ours"} <= set(pair.median_ms.columns):
+        return []
+    pair = pair[pair.median_ms[["baseline", "ours"]].notna().all(axis=1)]
+    sides = [pair.xs(role, axis=1, level="role") for role in ("baseline", "ours")]
+    times = [
+        in_words([milliseconds(ms) for ms in side.median_ms], [which(line) for _, line in side.iterrows()])
+        for side in sides
+    ]
+    ratios = " / ".join(f"{ratio:.2f}x" for ratio in sides[0].median_ms / sides[1].median_ms)
+    threads = " / ".join(f"{count:.0f}" for count in pair.index if count)
+    first = timed.iloc[0]
+    return [[label, PHASES.get(first.phase, first.phase), first["dtype"], threads, *times, ratios, *more]]
+
+
+def both_compiled(timed: pd.DataFrame) -> str:
+    """The ratios of what is compiled alone, where there is something else beside it."""
+    ratios = []
+    for _, lines in by(timed.fillna({"threads": 0}).sort_values("threads", kind="stable"), "threads"):
+        pair = frames.sides(lines[lines.compiled])
+        if lines.compiled.all() or "baseline" not in pair.get("median_ms", ()):
+            continue
+        ratios += [f"{ratio:.2f}x" for ratio in pair.median_ms.baseline / pair.median_ms.ours]
+    return " / ".join(ratios)
+
+
+def table(headings: Row, rows: list[Row], lines: pd.DataFrame, words: int = 4) -> list[Table]:
+    """A table with a source for each date, commit and kind of file; none without rows."""
+    sources = []
+    for _, timed in by(lines, "case", "phase"):
+        for _, comparison in timed.groupby("threads", dropna=False):
+            first = comparison.iloc[0]
+            record = first.record | {"hardware": first.machine}
+            sources.append(measured(record, f"{record['kind']}_*.jsonl"))
+    return [Table.of(headings, rows, sources=list(dict.fromkeys(sources)), words=words)] if rows else []
+
+
+# Cells
+
+
+def flops_ratio(timed: pd.DataFrame) -> float | None:
+    """FLOPs of the softmax model over GKA's, for a token's training or an image's forward pass."""
+    flops = timed.groupby("role").flops.last()
+    known = {"baseline", "ours"} <= set(flops.dropna().index)
+    return flops.baseline / flops.ours if known else None
+
+
+def milliseconds(time: float) -> str:
+    return f"{time:.3g}" if time < 1000 else f"{time:,.0f}"
+
+
+def in_words(times: Row, kinds: Row) -> str:
+    """Times with what they are of, which is said once if it is one."""
+    if len(set(kinds)) == 1:
+        return " / ".join(times) + (f" ({kinds[0]})" if kinds[0] else "")
+    return " / ".join(f"{time} ({kind})" if kind else time for time, kind in zip(times, kinds, strict=True))
+
+
+def which(line: pd.Series) -> str:
+    """What tells a line, named by its threads, from the others of its side; the kernel of ours is one on a CPU."""
+    words = ["eager"] if line.eager else []
+    if line.family == "softmax":
+        words = ([line.kernel] if line.kernel not in ("", "sdpa") else []) + words
+        words += [line.computed_in] if line["dtype"] == "bfloat16" and line.name else []
+    return ", ".join(words)
+
+
+def wanted(target: float | None) -> str:
+    return f"≥ {target:.2f}x" if target else ""
+
+
+def is_processor(timed: pd.DataFrame) -> bool:
+    """Threads are a processor's."""
+    return bool(timed.threads.notna().all())
+
+
+def by_size(deit: pd.DataFrame) -> pd.DataFrame:
+    """Small models come first, inference before training."""
+    if deit.empty:
+        return deit
+    order = deit.assign(size=deit["size"].map(list(SIZES).index), phase=deit.phase == "training")
+    return deit.loc[order.sort_values(["size", "phase", "batch"], kind="stable").index]
+
+
+def operator_label(case: str, line: pd.Series) -> str:
+    """A case of the operator in words, with batch × tokens × heads × channels."""
+    shape = " × ".join(str(line[key]) for key in ("batch", "tokens", "heads", "head_dim"))
+    if line.queries < line.tokens:
+        return f"decoding, cache {shape}" + (", keys derived from it" if line.get("derived") is True else "")
+    if line.causal:
+        return f"causal, {shape}" + (f", window {line.window:.0f}" if pd.notna(line.window) else "")
+    size = SIZES.get(case.split("-")[1]) if case.startswith("vit-") else None
+    return (f"ViT-{size}, " if size else "") + shape
+
+
+def model_label(line: pd.Series) -> str:
+    """A case of the models in words."""
+    if isinstance(line.get("size"), str):
+        return f"DeiT-{SIZES[line['size']]}, {line.batch:.0f} {'image' if line.batch == 1 else 'images'}"
+    return f"GPT of depth {line.depth:.0f}, {line.batch:.0f} × {line.sequence_len:.0f} tokens"
