@@ -13,14 +13,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 from gka.kinds import KINDS
 from runs.bench import plots
 from runs.bench.config import BenchConfig
 from runs.bench.results import Comparison, load, slug
 from runs.bench.targets import Target, flops_ratio, over, targets
+from runs.table import Row, Table
 from trainkit_gka.cli import UserError, run
 from trainkit_gka.distributed import setup
 from trainkit_gka.progress import console
@@ -35,7 +33,6 @@ TITLES = {
 UNITS = {"attention": "", "deit": "images/s", "gpt": "tokens/s", "onnx": "images/s"}
 WHOLE_MODELS = ("deit", "gpt")
 SOFTMAX, GKA = KINDS["softmax"].label, KINDS["gka"].label
-WIDE = 160
 QUIET_CORES = 0.1  # this much work of other processes disturbs nothing
 
 
@@ -58,8 +55,8 @@ def times(value: float | None) -> str:
     return number(value, "{:.2f}x")
 
 
-def summary_rows(name: str, comparisons: Iterable[Comparison]) -> tuple[list[str], list[list[str]]]:
-    """Headings and a row for every comparison; in brackets which softmax kernel, and which of our implementations."""
+def summary_table(name: str, comparisons: Iterable[Comparison], notes: Row, source: str) -> Table:
+    """A row for every comparison; in brackets which softmax kernel, and which of our implementations."""
     unit = UNITS[name]
     measures = ("ms", unit) if unit else ("ms",)
     headings = ["", *(f"{side} {measure}" for side in (SOFTMAX, GKA) for measure in measures), "speed-up", "memory"]
@@ -78,7 +75,8 @@ def summary_rows(name: str, comparisons: Iterable[Comparison]) -> tuple[list[str
         row += [times(flops_ratio(comparison))] if name in WHOLE_MODELS else []
         rows.append(row)
     filled = [place for place in range(len(headings)) if any(row[place] for row in rows)]  # a CPU has no memory column
-    return [headings[place] for place in filled], [[row[place] for place in filled] for row in rows]
+    chosen = [[row[place] for place in filled] for row in rows]
+    return Table.of([headings[place] for place in filled], chosen, title=TITLES[name], notes=notes, sources=[source])
 
 
 def in_brackets(line: dict) -> str:
@@ -121,21 +119,7 @@ def provenance(comparisons: Iterable[Comparison]) -> str:
     return f"Measured {when} at commit {facts['commit']} on {facts['hardware']}, torch {facts['torch']}."
 
 
-def markdown(headings: list[str], rows: list[list[str]]) -> str:
-    return "\n".join(["| " + " | ".join(row) + " |" for row in (headings, ["---"] * len(headings), *rows)])
-
-
-def show(title: str, headings: list[str], rows: list[list[str]]) -> None:
-    """A table on the console; a file or a pipe gets it in full width."""
-    table = Table(title=f"\n{title}")
-    for place, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if place else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    (console if console.is_terminal else Console(width=WIDE)).print(table)
-
-
-def candidate_rows(comparisons: Iterable[Comparison]) -> tuple[list[str], list[list[str]]]:
+def candidate_table(comparisons: Iterable[Comparison]) -> Table:
     """Every candidate of every comparison, failed ones too."""
     headings = ["case", "phase", "candidate", "role", "median ms", "20 % to 80 %", "samples", "first call s"]
     headings += ["peak MiB", "remark"]
@@ -149,27 +133,26 @@ def candidate_rows(comparisons: Iterable[Comparison]) -> tuple[list[str], list[l
             first_ms = metrics["first_ms"]
             row += [str(metrics["samples"]), number(None if first_ms is None else first_ms / 1e3, "{:.2f}")]
             remark = metrics["note"] if metrics["status"] == "ok" else f"{metrics['status']}: {metrics['reason']}"
-            rows.append([*row, number(metrics["peak_mib"], "{:,.1f}"), remark.replace("|", "\\|")])
-    return headings, rows
+            rows.append([*row, number(metrics["peak_mib"], "{:,.1f}"), remark])
+    return Table.of(headings, rows, title="Every candidate:", words=4)
 
 
-def target_rows(promises: list[Target]) -> tuple[list[str], list[list[str]]]:
+def target_table(promises: list[Target]) -> Table:
     rows = []
     for target in promises:
         wanted = f"{'<=' if target.at_most else '>='} {target.wanted:.2f}"
         rows.append([target.name, wanted, number(target.measured, "{:.2f}"), target.verdict])
-    return ["target", "wanted", "measured", ""], rows
+    title = f"Targets: the fastest softmax attention over {GKA}"
+    return Table.of(["target", "wanted", "measured", ""], rows, title=title)
 
 
-def benchmark_page(name: str, comparisons: Iterable[Comparison]) -> list[str]:
+def benchmark_page(name: str, comparisons: list[Comparison]) -> list[str]:
     """Print a benchmark's table; returns its part of the page."""
-    headings, rows = summary_rows(name, comparisons)
-    show(TITLES[name], headings, rows)
-    remarks, source = reasons(comparisons) + disturbance(comparisons), provenance(comparisons)
-    for line in (*(f"  {remark}" for remark in remarks), source):
-        console.print(line, highlight=False, markup=False)
-    page = [f"## {TITLES[name]}", markdown(headings, rows), *(f"- {remark}" for remark in remarks), source]
-    return [*page, "Every candidate:", markdown(*candidate_rows(comparisons))]
+    remarks = [f"- {remark}" for remark in reasons(comparisons) + disturbance(comparisons)]
+    table = summary_table(name, comparisons, remarks, provenance(comparisons))
+    table.show()
+    table.title = f"## {table.title}"
+    return [table.markdown(), candidate_table(comparisons).markdown()]
 
 
 def same_machine(results: Path, hardware: str) -> list[str]:
@@ -207,14 +190,14 @@ def show_hardware(hardware: str, results: dict[str, dict[tuple[str, str], Compar
         if comparisons:
             page += benchmark_page(name, list(comparisons.values()))
     promises = targets(results, cuda=not is_processor(hardware))
-    headings, rows = target_rows(promises)
-    show(f"Targets: the fastest softmax attention over {GKA}", headings, rows)
+    table = target_table(promises)
+    table.show()
     verdicts = [promise.verdict for promise in promises]
     console.print(", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in ("pass", "miss", "not measured")))
     pictures = plots.draw(results["attention"], hardware, config.out)
     config.out.mkdir(parents=True, exist_ok=True)
     path = config.out / f"bench_{slug(hardware)}.md"
-    path.write_text("\n\n".join([*page, "## Targets", markdown(headings, rows)]) + "\n")
+    path.write_text("\n\n".join([*page, f"## {table.markdown()}"]) + "\n")
     drawn = ", ".join(map(str, pictures)) or "none"
     console.print(f"Every candidate: {path}. Pictures: {drawn}.", highlight=False, markup=False)
 
