@@ -5,7 +5,6 @@ A class here names its row of gka/kinds.py; timm names, accounting and evaluatio
 Legend: B batch, N tokens, H heads, D head_dim, C = H * D.
 """
 
-import functools
 import math
 from typing import ClassVar
 
@@ -16,12 +15,10 @@ from torch import nn
 
 from deit_gka.model.offsets import SpatialOffsets, ValueOffsetProjection
 from gka import (
-    KINDS,
     GaussianKernelAttention,
     dot_product_attention,
     gaussian_attention,
     initial_log_sigma,
-    layer_kinds,
     log_kernel,
 )
 from gka.bandwidth import at_least_float32
@@ -30,7 +27,8 @@ from gka.bandwidth import at_least_float32
 class Softmax(Attention):
     """timm's own attention, and what we add to it: spatial offsets of the values ("" = none), as our kinds have."""
 
-    SETTINGS: ClassVar[tuple[str, ...]] = ("spatial_offsets",)
+    kind = "softmax"
+    SETTINGS = ("spatial_offsets",)
 
     def __init__(self, dim: int, num_heads: int = 8, qkv_bias: bool = False, spatial_offsets: str = "", **others):
         super().__init__(dim, num_heads, qkv_bias=qkv_bias, **others)
@@ -38,10 +36,6 @@ class Softmax(Attention):
         if self.offsets:
             placed = dict(device=others.get("device"), dtype=others.get("dtype"))
             self.qkv = ValueOffsetProjection(dim, qkv_bias, self.offsets, num_heads, **placed)
-
-
-# The class of every kind; those below add theirs.
-ATTENTION: dict[str, type[nn.Module]] = {"softmax": Softmax}
 
 
 class TimmAttention(nn.Module):
@@ -56,12 +50,6 @@ class TimmAttention(nn.Module):
     SETTINGS: ClassVar[tuple[str, ...]] = ()  # arguments of __init__ for which timm's call has no room
     num_heads: int
     offsets: SpatialOffsets | None
-
-    def __init_subclass__(cls, kind: str = "", **kwargs):
-        super().__init_subclass__(**kwargs)
-        if kind:
-            cls.kind = KINDS[kind].name
-            ATTENTION[kind] = cls
 
     def _init_shared(
         self, attn_drop=0.0, proj_drop=0.0, qk_norm=False, scale_norm=False, spatial_offsets="", **unused
@@ -94,7 +82,7 @@ class TimmAttention(nn.Module):
         return values if self.offsets is None else self.offsets(values)
 
 
-class GKA(TimmAttention, GaussianKernelAttention, kind="gka"):
+class GKA(TimmAttention, GaussianKernelAttention):
     """Paper section 3: no W_Q, W_K, W_V; a bandwidth per head and W_O are learned. State: log_sigma (H,) float32, proj.
 
     sigma_squared: start of every head's sigma^2; None = sqrt(D).
@@ -103,6 +91,7 @@ class GKA(TimmAttention, GaussianKernelAttention, kind="gka"):
     impl: as in `gaussian_attention`; "sdpa" can be exported without an operator of ours.
     """
 
+    kind = "gka"
     SETTINGS = ("sigma_squared", "channel_bandwidths", "impl", "spatial_offsets")
 
     def __init__(
@@ -158,13 +147,14 @@ class GKA(TimmAttention, GaussianKernelAttention, kind="gka"):
         return log_kernel(features, features, self._log_sigma())
 
 
-class VLT(TimmAttention, kind="vlt"):
+class VLT(TimmAttention):
     """Value-less transformer (paper section 4.4): W_Q and W_K are learned, the values are the features themselves.
 
     State: qk, value_bias, proj. value_bias keeps the bias that W_V had. It changes nothing that a bias of W_O cannot
     (rows of W sum to 1), but only with it does VLT-Ti have the paper's 5.28M parameters.
     """
 
+    kind = "vlt"
     SETTINGS = ("value_bias", "spatial_offsets")
 
     def __init__(
@@ -212,6 +202,9 @@ class VLT(TimmAttention, kind="vlt"):
         queries, keys = self._queries_and_keys(x)
         return dot_product_logits(queries, keys)
 
+
+# The class of every kind.
+ATTENTION: dict[str, type[nn.Module]] = {"softmax": Softmax, "gka": GKA, "vlt": VLT}
 
 # Functions, which torch.fx records as one node each (gka/layer.py): it does not know whether there is a mask.
 for name in ("mix_gaussian", "mix_dot_product", "softmax", "log_kernel", "at_least_float32"):
@@ -265,58 +258,3 @@ def operators_of(model: nn.Module) -> list[str]:
     """Which implementations of the operator train this model's GKA layers where they are, without repetition."""
     tokens = model.patch_embed.num_patches + model.num_prefix_tokens if isinstance(model, VisionTransformer) else 1
     return sorted({layer.chosen_impl(tokens) for layer in model.modules() if isinstance(layer, GKA)})
-
-
-def with_settings(kind: str, **settings) -> type[nn.Module]:
-    """The class of `kind` with arguments of its SETTINGS filled in; its layers can be pickled.
-
-    timm takes a class, but neither a partial nor a function.
-    """
-    return _class_with(kind, tuple(sorted(settings.items()))) if settings else ATTENTION[kind]
-
-
-@functools.cache
-def _class_with(kind: str, settings: tuple) -> type[TimmAttention]:
-    base = ATTENTION[kind]
-    methods = {
-        "__init__": functools.partialmethod(base.__init__, **dict(settings)),
-        "__reduce__": lambda layer: (_empty_layer, (kind, settings), layer.__dict__),
-    }
-    return type(base.__name__, (base,), methods)
-
-
-def _empty_layer(kind: str, settings: tuple) -> TimmAttention:
-    cls = _class_with(kind, settings)
-    return cls.__new__(cls)
-
-
-def attention_by_layer(pattern: str, **settings) -> type[nn.Module]:
-    """What timm's `attn_layer` takes for a kind's name or a pattern by layer, such as GGGA (`gka.layer_kinds`).
-
-    settings: arguments of the kinds' SETTINGS; every kind takes its own. Raises ValueError for another pattern, and
-    for a setting that no kind in it has.
-    """
-    kinds = set(layer_kinds(pattern, len(pattern)))
-    own = {kind: {name: settings[name] for name in settings_of(kind) if name in settings} for kind in kinds}
-    for name in settings:
-        if not any(name in chosen for chosen in own.values()):
-            raise ValueError(f"{name} is not a setting of {' or '.join(sorted(kinds))} attention")
-    classes = {kind: with_settings(kind, **chosen) for kind, chosen in own.items()}
-
-    def layer(cls, dim: int, *, depth: int, **kwargs) -> nn.Module:
-        return classes[layer_kinds(pattern, depth + 1)[depth]](dim, **kwargs)
-
-    # timm passes a layer's number only to subclasses of DiffAttention; the layer that __new__ returns is not one.
-    return type("AttentionByLayer", (DiffAttention,), {"__new__": layer})
-
-
-def settings_of(kind: str) -> tuple[str, ...]:
-    """Names of the settings of a kind; timm's own attention has none."""
-    return getattr(ATTENTION[kind], "SETTINGS", ())
-
-
-class AttentionNames(dict):
-    """timm's table of attention layers by name, with patterns by layer among the names."""
-
-    def get(self, name: str, default=None) -> type[nn.Module]:
-        return self[name] if name in self else attention_by_layer(name)

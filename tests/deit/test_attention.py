@@ -17,7 +17,7 @@ from timm.utils import AttentionExtract
 from torch import nn
 
 import explicit_sums
-from deit_gka.model.attention import ATTENTION, with_settings
+from deit_gka.model.attention import ATTENTION
 from gka import testing
 from gka.api import EPS
 from operator_cases import AUTO_ON_CPU
@@ -69,7 +69,7 @@ def by_definition(kind, visible):
 def make_layer(kind, shape, **settings):
     """A layer with unequal bandwidths, sigma^2 not a power of two, and biases that are not zero."""
     batch, tokens, heads, dim = shape
-    layer = with_settings(kind)(heads * dim, heads, qkv_bias=True, **settings)
+    layer = ATTENTION[kind](heads * dim, heads, qkv_bias=True, **settings)
     for name, p in layer.named_parameters():
         if "bias" in name:
             nn.init.normal_(p)
@@ -234,7 +234,7 @@ def test_explicit_path_equals_fused_path(kind, images, explicit):
 def test_value_bias_is_an_output_bias():
     """Rows of W sum to 1, so W (x + b) W_O = W x W_O + b W_O."""
     with_bias = make_layer("vlt", (2, 9, 3, 5))[0].double()
-    without = with_settings("vlt", value_bias=False)(15, 3, qkv_bias=True).double()
+    without = ATTENTION["vlt"](15, 3, qkv_bias=True, value_bias=False).double()
     state = with_bias.state_dict()
     state["proj.bias"] = state["proj.bias"] + state["proj.weight"] @ state.pop("value_bias")
     without.load_state_dict(state)

@@ -9,6 +9,7 @@ import pytest
 import timm
 import torch
 from timm.layers import set_fused_attn
+from timm.models import save_for_hf
 
 import deit_gka  # noqa: F401  timm then knows our models
 from deit_gka.model.accounting import cost_of
@@ -49,6 +50,13 @@ def test_both_are_off_by_default_and_add_or_take_these_tensors_alone():
     assert usual - names(create(**WITHOUT_NORM)) == taken
     with pytest.raises(ValueError, match="channel_bandwidths is not a setting of softmax"):
         create(**CHANNELS, attention="softmax")
+
+
+def test_a_saved_model_without_norm_weights_is_built_again(tmp_path):
+    model, images = spread(create(**WITHOUT_NORM, **CHANNELS)), torch.randn(2, 3, 16, 16)
+    save_for_hf(model, tmp_path)
+    again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
+    assert torch.equal(again(images), model(images))
 
 
 def test_they_start_as_the_usual_model():

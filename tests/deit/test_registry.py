@@ -13,7 +13,7 @@ from timm.models import save_for_hf
 from torch import nn
 
 from deit_gka.model.accounting import cost_of
-from deit_gka.model.attention import ATTENTION, attention_layers, operators_of, with_settings
+from deit_gka.model.attention import ATTENTION, attention_layers, operators_of
 from deit_gka.model.checkpoints import build
 from deit_gka.model.registry import OUR_KINDS, model_name
 from deit_gka.training.engine import bandwidths, wrong_bandwidths
@@ -111,7 +111,7 @@ def test_settings_belong_to_one_model():
 
 def test_layers_with_settings_are_pickled_and_copied():
     for kind, settings in (("gka", dict(sigma_squared=1.0)), ("vlt", dict(value_bias=False))):
-        layer = with_settings(kind, **settings)(12, 3, qkv_bias=True)
+        layer = ATTENTION[kind](12, 3, qkv_bias=True, **settings)
         x = torch.randn(1, 5, 12)
         for other in (pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer)):
             assert type(other) is type(layer) and torch.equal(other(x), layer(x))

@@ -16,7 +16,7 @@ from torch import nn
 import tiny_vision
 from deit_gka.figures.maps import attention_maps
 from deit_gka.model.accounting import cost_of
-from deit_gka.model.attention import ATTENTION, operators_of, with_settings
+from deit_gka.model.attention import ATTENTION, operators_of
 from deit_gka.model.checkpoints import build, find_checkpoint, load_run
 from deit_gka.model.plain import plain
 from deit_gka.model.warm_start import warm_start
@@ -178,7 +178,7 @@ def test_wrong_patterns_are_one_line(pattern, message):
     with pytest.raises(UserError, match="deit_tiny_patch16_224 has no spatial_offsets; deit_"):
         build("deit_tiny_patch16_224", 5, SIZE, spatial_offsets="LU")
     with pytest.raises(ValueError, match="which know the patches' grid"):
-        with_settings("gka", spatial_offsets="LU")(24, 3)(torch.randn(1, 5, 24))
+        ATTENTION["gka"](24, 3, spatial_offsets="LU")(torch.randn(1, 5, 24))
 
 
 def test_a_run_with_them_trains_evaluates_and_exports(tmp_path):
