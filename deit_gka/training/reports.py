@@ -48,13 +48,13 @@ def _is_old_gpu(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
 
 
-def trusted(records: list[dict[str, Any]], *others: dict[str, Any]) -> list[dict[str, Any]]:
+def trusted(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The evaluations among `records` that may be the best.
 
     Every evaluation leaves out the files that are broken for good. One that left out many more than the evaluation that
-    left out the fewest (`others` count too) could not read them for a reason that will pass, such as a slow disk.
+    left out the fewest could not read them for a reason that will pass, such as a slow disk.
     """
-    fewest = min((record["broken"] for record in [*records, *others]), default=0)
+    fewest = min((record["broken"] for record in records), default=0)
 
     def may_be_best(record: dict[str, Any]) -> bool:
         return record["broken"] - fewest <= BROKEN_SHARE * (record["images"] + record["broken"])

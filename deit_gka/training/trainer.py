@@ -255,17 +255,16 @@ class Trainer(BaseTrainer):
             self._report_epoch(log, epoch, values, log.records("eval", *keys) if log.enabled else [])
 
     def _report_epoch(self, log: RunLog, epoch: int, values: dict[str, Any], earlier: list[dict[str, Any]]) -> None:
-        speed, sigma, is_main = self.speed(self.meter), self.sigma(), self.runtime.is_main
-        best = max((record[self.metric] for record in trusted(earlier, values)), default=-1.0)
-        can_be_best = not is_main or bool(trusted([values], *earlier))
-        if self.runtime.any(is_main and can_be_best and values[self.metric] > best):
+        speed, sigma, broken = self.speed(self.meter), self.sigma(), self.state["broken"]
+        may_be_best = trusted([*earlier, values])
+        is_best = values is max(may_be_best, key=lambda record: record[self.metric])  # the first of equals
+        if self.runtime.any(self.runtime.is_main and is_best):  # the others do not read the log
             self.save("best", leave_out=("optimizer",), keep=1)
         text = f"epoch {epoch}/{self.config.epochs} | {epoch_text(values, speed, sigma)}{self.memory_text()}"
-        broken = self.state["broken"]
         text += f"\nbroken training images replaced {broken} times so far" if broken else ""
         more = {"memory_mib": self.memory(), "sigma": sigma, "broken_train": broken}
         log.log("eval", self.state["step"], text, epoch=epoch, **values, **speed, **more)
-        if not can_be_best:
+        if values not in may_be_best:
             self.runtime.print(
                 f"warning: {values['broken']} validation images could not be read, many more than before: this epoch "
                 f"cannot be the best. They are in {self.broken.path}"
