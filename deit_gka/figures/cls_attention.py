@@ -11,15 +11,7 @@ from torch import nn
 from deit_gka.figures.groups import blocks, by_image, caption
 from deit_gka.figures.maps import attention_maps
 from deit_gka.figures.measures import diagonal_mass, entropy
-from deit_gka.figures.sheet import (
-    Subject,
-    cell_size,
-    linear,
-    overlay,
-    save,
-    scale_below,
-    to_pixels,
-)
+from deit_gka.figures.sheet import Subject, cell_size, linear, overlay, save, scale_below, to_pixels
 from trainkit_gka import plots
 from trainkit_gka.plots import Figure
 

@@ -8,15 +8,7 @@ import torch
 from deit_gka.figures.groups import blocks, by_image, caption
 from deit_gka.figures.matrices import matrix_picture, off_diagonal
 from deit_gka.figures.measures import diagonal_mass, effective_tokens
-from deit_gka.figures.sheet import (
-    Subject,
-    coloured,
-    linear,
-    logarithmic,
-    overlay,
-    save,
-    scale,
-)
+from deit_gka.figures.sheet import Subject, coloured, linear, logarithmic, overlay, save, scale
 from trainkit_gka.plots import Figure
 
 

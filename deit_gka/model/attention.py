@@ -14,13 +14,7 @@ from timm.models import VisionTransformer
 from torch import nn
 
 from deit_gka.model.offsets import SpatialOffsets, ValueOffsetProjection
-from gka import (
-    GaussianKernelAttention,
-    dot_product_attention,
-    gaussian_attention,
-    initial_log_sigma,
-    log_kernel,
-)
+from gka import GaussianKernelAttention, dot_product_attention, gaussian_attention, initial_log_sigma, log_kernel
 from gka.bandwidth import at_least_float32
 
 

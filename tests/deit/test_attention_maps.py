@@ -5,10 +5,7 @@ import torch
 
 from deit_gka.figures import cls_attention as figures
 from tiny_vision import SIZE
-from vision_runs import (
-    NAMES,
-    micro,
-)
+from vision_runs import NAMES, micro
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -80,11 +80,6 @@ def test_other_layouts_of_tokens_are_drawn(name, settings, figures, tmp_path, ph
     assert ("mean patch" in words(figures["rollout.png"])) == no_class
 
 
-def test_another_image_size_changes_the_grid(figures, tmp_path, photo):
-    drawn("--model", GKA, *TINY, "--image", photo, "--image-size", 24, 32, "--family", "matrices", "--out", tmp_path)
-    assert "24 × 32 pixels; 49 tokens: 6 × 8 patches and 1 before them" in words(figures["matrices-stripes.png"])
-
-
 def test_a_run_and_its_twin(figures, tmp_path, photo, capsys):
     gka, softmax = (vision_run(tmp_path / name, model) for name, model in (("ours", GKA), ("twin", SOFTMAX)))
     drawn("--run", gka, "--twin", softmax, "--image", photo, "--out", tmp_path / "out", "--family", "rollout", "sigma")
@@ -173,7 +168,3 @@ def test_dollars_in_names_are_not_mathematics(tmp_path, photo):
     families = ["--family", "rollout", "deletion", "distance"]
     drawn("--run", run_of_it, "--twin", vision_run(tmp_path / "twin"), "--image", image, *families, "--out", tmp_path)
     assert len(list((tmp_path / run_of_it.name).glob("*.pdf"))) == 3
-
-
-def test_the_photographs_come_with_scikit_learn():
-    assert {name: image.size for name, image in photographs(()).items()} == {"china": (640, 427), "flower": (640, 427)}

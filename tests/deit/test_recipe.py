@@ -2,18 +2,19 @@
 
 import math
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 import tyro
 
 import tiny_vision
+from deit_gka.evaluate import EvaluateConfig
 from deit_gka.recipe import Recipe
 from deit_gka.training.config import TrainConfig
 from digit_runs import accuracy
 from runs.names import SMALL_VISION
-from trainkit_gka.cli import UserError
+from trainkit_gka.cli import UserError, check_bounds, flag_of
 
 PAPER = dict(  # paper, section 4.1
     epochs=300, batch_size=7 * 256, group_size=256, lr=1e-3, weight_decay=0.05, opt_betas=(0.9, 0.999), clip_grad=1.0,
@@ -42,22 +43,42 @@ def test_defaults_are_the_papers():
     recipe.check()
 
 
+FAR = -(10**9)  # no flag's number
+
+
+@pytest.mark.parametrize(
+    "config", [TrainConfig(data="digits"), EvaluateConfig(data="digits")], ids=["train", "evaluate"]
+)
+def test_every_number_has_bounds(config):
+    """Also one that a flag added tomorrow has: out of them it ends the command before anything is read."""
+    check_bounds(config)
+    numbers = {field.name: value for field in fields(config) if is_number(value := getattr(config, field.name))}
+    assert {"crop_pct", "device_batch_size", "num_workers"} <= numbers.keys()
+    for name, value in numbers.items():
+        for wrong in (FAR,) if isinstance(value, int) else (math.nan, math.inf, float(FAR)):
+            given = (*value[1:], wrong) if isinstance(value, tuple) else wrong
+            with pytest.raises(UserError, match=f"^{flag_of(name)} must be "):
+                check_bounds(replace(config, **{name: given}))
+
+
+def is_number(value) -> bool:
+    first = value[0] if isinstance(value, tuple) and value else value
+    return isinstance(first, (int, float)) and not isinstance(first, bool)
+
+
+# At the ends that do not count, and what two flags must agree on.
 IMPOSSIBLE = dict(
-    epochs=(0, -1), repeated_aug=(0,), input_size=(0,), batch_size=(0, 7, -2), group_size=(0, 3), clip_grad=(-1.0,),
-    weight_decay=(-0.1, math.nan), warmup_epochs=(-1.0, 301), mixup=(-0.1,), cutmix=(-0.1,), seed=(-1,), min_lr=(0.0,),
-    lr=(0.0, -1.0, math.nan), warmup_lr=(0.0,), hflip=(-0.1, 1.1), reprob=(1.5, math.nan), smoothing=(1.0, -0.1),
-    model_ema_decay=(1.0, -0.5), opt_betas=((0.9, 1.0), (-0.1, 0.9)), crop_pct=(0.0, 1.1), drop_path=(1.0, -0.5),
-    mean=((-0.1, 0.5, 0.5), (0.5, 0.5, 1.5)), std=((0.5, 0.0, 0.5), (0.5, 0.5, math.nan)),
-    scale=((0.0, 1.0), (0.5, 0.1), (0.5, 1.5)), ratio=((0.0, 1.0), (2.0, 1.0)),
+    epochs=0, repeated_aug=0, batch_size=7, group_size=3, warmup_epochs=301.0, lr=0.0, min_lr=1.0, warmup_lr=1.0,
+    weight_decay=1.0, smoothing=1.0, model_ema_decay=1.0, opt_betas=(0.9, 1.0), hflip=1.1, crop_pct=0.0, drop_path=1.0,
+    std=(0.5, 0.0, 0.5), mean=(0.5, 0.5, 1.5), scale=(0.5, 0.1), ratio=(2.0, 1.0), distillation_tau=0.0,
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name,values", IMPOSSIBLE.items(), ids=IMPOSSIBLE)
-def test_impossible_values_name_the_flag(name, values):
-    for value in values:
-        with pytest.raises(UserError, match=f"^--{name.replace('_', '-')} must be ") as caught:
-            Recipe(**{name: value}).check()
-        assert "\n" not in str(caught.value)
+@pytest.mark.parametrize("name,value", IMPOSSIBLE.items(), ids=IMPOSSIBLE)
+def test_impossible_values_name_the_flag(name, value):
+    with pytest.raises(UserError, match=f"^{flag_of(name)} must be ") as caught:
+        Recipe(**{name: value}).check()
+    assert "\n" not in str(caught.value)
 
 
 def readme_words():

@@ -12,14 +12,12 @@ import time
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import tiny
 import tiny_vision
 from deit_gka import train as training
 from deit_gka.training.config import TrainConfig
 from processes import still_there
-from trainkit_gka.checkpoint import save as save_checkpoint
 from trainkit_gka.cli import as_typed
 from vision_runs import (
     EPOCHS,
@@ -131,15 +129,6 @@ def test_sigterm_ends_an_evaluation_with_one_line(uninterrupted, tmp_path):
     assert not still_there(started)
 
 
-def test_stop_after_keeps_the_schedule(uninterrupted, pictures, tmp_path):
-    done = train(pictures, tmp_path, "--stop-after", 10)
-    assert "stopped at update 10 of 30, saved" in done.stdout and steps_of(tmp_path) == list(range(1, 11))
-    same = [(record["lr"], record["loss"], record["grad_norm"]) for record in records(uninterrupted, "train")[:10]]
-    assert [(record["lr"], record["loss"], record["grad_norm"]) for record in records(tmp_path, "train")] == same
-    done = train(pictures, tmp_path)
-    assert "resuming at update 10" in done.stdout and final(tmp_path) == final(uninterrupted)
-
-
 def test_a_run_without_an_average_in_half_precision_resumes(pictures, tmp_path):
     """float16 with its loss scale, whose growth is part of the state."""
     common = ["--amp", "float16", "--model-ema-decay", 0, "--epochs", 2]
@@ -204,23 +193,6 @@ def test_another_number_of_ranks_may_continue(pictures, tmp_path):
     assert "resuming at update 3" in done.stdout and steps_of(tmp_path) == list(range(1, 7))
 
 
-def test_an_evaluation_missed_by_a_kill_is_made(uninterrupted, pictures, tmp_path):
-    """As if killed between an epoch's checkpoint and its evaluation."""
-    shutil.copytree(uninterrupted / "run", tmp_path / "run")
-    log = tmp_path / "run/log.jsonl"
-    lines = []
-    for line in log.read_text().splitlines():
-        record = json.loads(line)
-        missed = record["event"] == "eval" and record["step"] == STEPS
-        if record["event"] != "finish" and not missed:
-            lines.append(line)
-    log.write_text("\n".join(lines) + "\n")
-    done = train(pictures, tmp_path)
-    assert "finished, top-1" in done.stdout and evaluations(tmp_path) == evaluations(uninterrupted)
-    old, new = (json.loads((out / "results.jsonl").read_text())["metrics"] for out in (uninterrupted, tmp_path))
-    assert new["best"] == old["best"] and new["ema_top1"] == old["ema_top1"]
-
-
 def test_incomplete_log_records_are_made_again(uninterrupted, pictures, tmp_path):
     """The last evaluation and the numbers of the end are made again; lines that say nothing are passed over."""
     shutil.copytree(uninterrupted / "run", tmp_path / "run")
@@ -229,19 +201,6 @@ def test_incomplete_log_records_are_made_again(uninterrupted, pictures, tmp_path
     assert "finished, top-1" in done.stdout and "Traceback" not in done.stderr
     old, new = (json.loads((out / "results.jsonl").read_text())["metrics"] for out in (uninterrupted, tmp_path))
     assert all(new[key] == old[key] for key in ("best", "top1", "ema_top1", "images", "sigma"))
-
-
-def test_a_run_older_than_a_flag_resumes_with_the_flags_default(pictures, tmp_path, capsys):
-    train(pictures, tmp_path, "--stop-after", 2)
-    path = tmp_path / "run/checkpoints/step_00000002"
-    state = json.loads((path / "state.json").read_text())
-    assert state["train_config"].pop("model_ema_warmup") is True and state["train_config"].pop("smoothing") == 0.1
-    tensors = {name: load_file(path / f"{name}.safetensors") for name in ("model", "ema", "optimizer")}
-    shutil.rmtree(path)
-    save_checkpoint(path.parent, 2, tensors, state)
-    message = in_process(training.main, TrainConfig, *flags(pictures, tmp_path, "--smoothing", 0.2), capsys=capsys)
-    assert "--smoothing is 0.2 but the run in" in message and "has 0.1;" in message
-    assert "resuming at update 2" in train(pictures, tmp_path, "--stop-after", 3).stdout
 
 
 def test_other_data_is_refused_on_resume(uninterrupted, pictures, tmp_path, capsys):

@@ -18,17 +18,7 @@ from deit_gka.training.config import TrainConfig
 from tiny_vision import SHAPE, SIZE
 from trainkit_gka.checkpoint import save as save_checkpoint
 from trainkit_gka.cli import UserError, run
-from vision_runs import (
-    EVALUATE,
-    EXPORT,
-    STEPS,
-    Code,
-    checkpoint,
-    flags,
-    in_process,
-    micro,
-    records,
-)
+from vision_runs import EVALUATE, EXPORT, STEPS, Code, checkpoint, flags, in_process, micro, records
 
 
 def test_a_checkpoint_of_another_kind_is_refused_in_one_line(tmp_path):

@@ -13,7 +13,7 @@ import tiny_vision
 from deit_gka import train as training
 from deit_gka.model.checkpoints import build
 from deit_gka.model.checkpoints import load_file as load_weights
-from deit_gka.model.warm_start import fingerprint, read_weights, shortened, warm_start
+from deit_gka.model.warm_start import fingerprint, read_weights, warm_start
 from deit_gka.training.config import TrainConfig
 from digit_runs import GKA, SHALLOW, SOFTMAX, VLT, accuracy, flags, micro, newest, train
 from trainkit_gka.cli import UserError
@@ -113,11 +113,6 @@ def test_unfitting_weights_are_refused():
     broken["norm.bias"][0] = torch.nan
     with pytest.raises(UserError, match=r"x holds weights that are not finite, norm.bias is the first"):
         warm_start(micro(), broken, "x")
-
-
-def test_names_are_shortened():
-    assert shortened(["blocks.0.x", "blocks.11.x", "head"]) == "blocks.*.x (2), head"
-    assert shortened(map(str, range(20))).endswith("7 and 12 more")
 
 
 def test_weights_come_from_files_runs_and_exports(digits, tmp_path):
