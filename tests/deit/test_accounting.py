@@ -89,14 +89,6 @@ def test_costs_are_those_the_paper_prints(table, kind, size):
         assert counts[column] == expected, column
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_printed_differences_are_of_rounded_figures(size):
-    ours, twin = (published.rows("main_results")[f"{name}-{SIZE_LETTERS[size]}"] for name in ("GKA", "DeiT"))
-    for column in ("params", "gflops"):
-        delta = {"params": "delta_params", "gflops": "delta_flops"}[column]
-        assert reduction(float(ours[column]), float(twin[column]), 1) == ours[delta]
-
-
 def counted(model: nn.Module) -> tuple[int, int, int, int]:
     def numel(part):
         return sum(p.numel() for name, p in model.named_parameters() if part in name)

@@ -53,6 +53,14 @@ def test_timms_own_vits_take_a_pattern(images):
     assert kinds_of(through_build) == ALL
 
 
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "deit_tiny_distilled_patch16_224", "vit_tiny_r_s16_p8_224"])
+def test_every_family_of_timms_takes_a_pattern(name):
+    model = timm.create_model(name, attn_layer="GGV", device="meta")
+    assert kinds_of(model) == "GGV" * 4
+    with pytest.raises(ValueError, match="got 'GX'"):
+        timm.create_model(name, attn_layer="GX", device="meta")
+
+
 @pytest.mark.parametrize("kind", ATTENTION)
 def test_one_letter_is_the_model_of_that_kind(kind, images):
     plain, pattern = small(kind).eval(), create(attention=KINDS[kind].letter).eval()

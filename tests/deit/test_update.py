@@ -11,7 +11,7 @@ from deit_gka.data.seeds import seed_of
 from deit_gka.data.sources import open_source
 from deit_gka.data.transforms import train_transform
 from deit_gka.model.checkpoints import build
-from deit_gka.training.engine import Mixer, accumulate_gradients, autocast, bandwidths
+from deit_gka.training.engine import Mixer, accumulate_gradients, autocast
 from tiny_images import CPU, runtime, small_recipe
 from tiny_vision import SHAPE, SIZE
 
@@ -150,9 +150,3 @@ def test_reduced_precision_gradient_is_close():
         assert not torch.is_autocast_enabled("cpu")
     with autocast(CPU, "bfloat16"):
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
-
-
-def test_bandwidths_by_layer():
-    model = build("deit_tiny_gka_patch16_224", 10, SIZE, sigma_squared=4.0, **SHAPE)
-    assert list(bandwidths(model)) == [(layer, pytest.approx([2.0, 2.0])) for layer in range(2)]
-    assert list(bandwidths(build("deit_tiny_patch16_224", 10, SIZE, **SHAPE))) == []
