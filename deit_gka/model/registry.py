@@ -109,16 +109,20 @@ def create(
     pretrained: bool,
     distilled: bool = False,
     attention: str | None = None,
+    attn_layer: str | type[nn.Module] | None = None,
+    block_fn: type[nn.Module] = Block,
     norm_weight: bool = True,
     **arguments,
 ) -> VisionTransformer:
     """DeiT in a size of SIZES.
 
-    attention: another kind than the name's, or a pattern by layer such as GGGA. norm_weight: False takes weight and
-    bias from the norm before attention. arguments: timm's, and settings of the kinds of attention; None is the default.
+    attention: another kind than the name's, or a pattern by layer such as GGGA; timm's attn_layer says the same.
+    norm_weight: False takes weight and bias from the norm before attention. arguments: timm's, and settings of the
+    kinds of attention, of which None is the default.
     Raises ValueError for settings that none of the kinds has.
     """
-    pattern = kind if attention is None else attention
+    chosen = attention if attn_layer is None else getattr(attn_layer, "kind", attn_layer)
+    pattern = kind if chosen is None else chosen
     settings = {name: arguments.pop(name) for name in SETTINGS & arguments.keys()}
     settings = {name: value for name, value in settings.items() if value is not None}
     check_settings(pattern, settings)
@@ -128,7 +132,7 @@ def create(
         pretrained,
         pretrained_filter_fn=checkpoint_filter_fn,
         feature_cfg=dict(out_indices=arguments.pop("out_indices", 3), feature_cls="getter"),
-        block_fn=partial(block_of, pattern, settings, norm_weight=norm_weight),
+        block_fn=partial(block_of, pattern, settings, block_fn, norm_weight=norm_weight),
         **dict(patch_size=16, **SIZES[size]) | arguments,
     )
     place_offsets(model)

@@ -38,8 +38,9 @@ def kinds_of(model) -> str:
 @pytest.mark.parametrize("pattern,kinds", [("GGGA", "GGGAG"), ("agv", "AGVAG"), ("V", "VVVVV"), ("softmax", "AAAAA")])
 @pytest.mark.parametrize("name", ["deit_tiny_gka_patch16_224", "deit_tiny_vlt_distilled_patch16_224"])
 def test_pattern_is_tiled_over_the_layers(name, pattern, kinds):
-    model = timm.create_model(name, attention=pattern, depth=5, device="meta")
-    assert kinds_of(model) == kinds
+    for argument in ("attention", "attn_layer"):
+        model = timm.create_model(name, **{argument: pattern}, depth=5, device="meta")
+        assert kinds_of(model) == kinds
 
 
 def test_timms_own_vits_take_a_pattern(images):

@@ -10,6 +10,7 @@ import timm.optim
 import torch
 import torch.nn.functional as F
 from timm.models import save_for_hf
+from timm.models.vision_transformer import ResPostBlock
 from torch import nn
 
 from deit_gka.model.accounting import cost_of
@@ -71,6 +72,13 @@ OTHERS = [
     *("swin_tiny_patch4_window7_224", "vit_base_mci_224", "vit_small_patch16_18x2_224"),
     "vit_pwee_patch16_reg1_gap_256",
 ]
+
+
+def test_our_models_take_timms_other_blocks(images):
+    model = small(block_fn=ResPostBlock, attention="GV").eval()
+    assert [type(block) for block in model.blocks] == [ResPostBlock] * 2
+    assert [type(layer) for layer in attention_layers(model)] == [ATTENTION["gka"], ATTENTION["vlt"]]
+    assert model(images).shape == (2, 5)
 
 
 @pytest.mark.parametrize("name", OTHERS)
