@@ -13,10 +13,10 @@ from timm.models import save_for_hf
 from timm.models.vision_transformer import ResPostBlock
 from torch import nn
 
-from deit_gka.model.accounting import cost_of
+from deit_gka.model.accounting import cost_of, vit_cost
 from deit_gka.model.attention import ATTENTION, attention_layers, operators_of
 from deit_gka.model.checkpoints import build
-from deit_gka.model.registry import OUR_KINDS, model_name
+from deit_gka.model.registry import OUR_KINDS, SIZES, model_name
 from deit_gka.training.engine import bandwidths, wrong_bandwidths
 from tiny_vit import SMALL, create, kinds, small
 from trainkit_gka.cli import UserError
@@ -28,6 +28,14 @@ def test_timm_lists_every_size_and_kind():
         assert timm.list_models(f"*{kind}_patch*") == plain
         assert timm.list_models(f"*{kind}_dist*") == [name.replace("_patch", "_distilled_patch") for name in plain]
         assert all(timm.get_pretrained_cfg(name).input_size == (3, 224, 224) for name in timm.list_models(f"*{kind}*"))
+
+
+def test_the_papers_models_say_what_they_cost():
+    for size, kind in (*((size, "gka") for size in SIZES), ("tiny", "vlt")):
+        shape = SIZES[size]
+        cost = vit_cost(kind, shape["embed_dim"], shape["depth"], shape["num_heads"])
+        said = timm.model_entrypoint(model_name(size, kind)).__doc__
+        assert f" {cost.parameters / 1e6:.2f}M parameters, {cost.flops / 1e9:.2f} GFLOPs at 224 pixels" in said
 
 
 @kinds
