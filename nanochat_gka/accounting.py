@@ -9,6 +9,7 @@ from typing import Annotated
 
 from nanochat_gka.model.accounting import flops_per_token, meta_model, parameter_counts, plan, scaling_parameters
 from nanochat_gka.model.config import GPTConfig, ModelFlags, has_gka
+from nanochat_gka.model.forms import extended
 from nanochat_gka.training.memory import fixed_bytes
 from trainkit_gka.cli import Bounds, Count, CountOrAutomatic, run
 
@@ -48,11 +49,9 @@ def account(config: AccountingConfig) -> dict:
         "depth": config.depth,
         "attention": config.attention,
         **({"gka_values": config.gka_values} if has_gka(config.attention, config.depth) else {}),
-        **({"mixing": config.mixing} if config.mixing != "none" else {}),
-        **({"gka_window": config.gka_window} if config.gka_window else {}),
         **({"channel_bandwidths": True} if config.channel_bandwidths else {}),
         **({"head_gates": True} if config.head_gates else {}),
-        **({"kernel": config.kernel} if config.kernel != "gaussian" else {}),
+        **model.config.settings_of_form(),
         "n_embd": model.config.n_embd,
         "n_head": model.config.n_head,
         "parameters": counts.pop("total"),
@@ -79,4 +78,4 @@ def main(config: AccountingConfig) -> None:
 
 
 if __name__ == "__main__":
-    run(main, AccountingConfig)
+    run(main, extended(AccountingConfig))

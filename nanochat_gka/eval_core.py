@@ -23,6 +23,7 @@ from nanochat_gka.core_metric.report import Score, show, write_csv
 from nanochat_gka.core_metric.score_file import EvaluatedModel, ScoreFile
 from nanochat_gka.core_metric.task_scorer import BATCH_TOKENS, TaskScorer, check_enough
 from nanochat_gka.model.checkpoints import load
+from nanochat_gka.model.forms import use
 from trainkit_gka.cli import Bounds, CountOrAll, UserError, run
 from trainkit_gka.distributed import Runtime, running
 from trainkit_gka.progress import console, progress_bar
@@ -61,6 +62,8 @@ class CoreConfig(BundleFlags):
     """Compute once what the choices of a question have in common."""
     device_type: Literal["auto", "cuda", "cpu"] = "auto"
     """Device to compute on; auto takes CUDA if there is one."""
+    forms: str = ""
+    """Module of research forms, for a run of one: runs.study.forms."""
 
     def check(self) -> None:
         """Raises UserError for values that make no sense together."""
@@ -74,6 +77,7 @@ def open_model(config: CoreConfig, device: torch.device) -> EvaluatedModel:
     """The model to score: of a run of ours, or Hugging Face's. Raises UserError if there is none."""
     if config.hf_path:
         return load_hugging_face(config.hf_path, device)
+    use(config.forms)
     loaded = load(config.run, config.step, device)
     model, shape = loaded.model, loaded.model.config
     about = f"{loaded.name}: {shape.attention}, depth {shape.n_layer}, step {loaded.step}"

@@ -23,6 +23,7 @@ from rich.console import Console
 from nanochat_gka.generation.engine import Engine
 from nanochat_gka.generation.sampling import Sampling
 from nanochat_gka.model.checkpoints import load
+from nanochat_gka.model.forms import use
 from trainkit_gka.cli import Count, UserError, run
 from trainkit_gka.distributed import setup
 from trainkit_gka.progress import progress_bar, rate
@@ -53,6 +54,8 @@ class GenerateConfig(Sampling):
     """For models of --gka-values normalised or raw: keep keys in the cache, too; faster, for twice the memory."""
     device_type: Literal["auto", "cuda", "cpu"] = "auto"
     """Device to compute on; auto takes CUDA if there is one."""
+    forms: str = ""
+    """Module of research forms, for a run of one: runs.study.forms."""
 
 
 def read_prompts(path: Path, check: Callable[[str], None]) -> tuple[list[str], list[str]]:
@@ -150,6 +153,7 @@ def main(config: GenerateConfig) -> None:
         raise UserError("--prompts-file writes a JSON line per prompt: leave --stream and --interactive out")
     if not config.prompt:
         raise UserError("--prompt needs a text; an empty text, '', begins a document")
+    use(config.forms)
     loaded = load(config.run, config.step, setup(config.device_type).device)
     shape = loaded.model.config
     say(f"{loaded.name}: {shape.attention}, depth {shape.n_layer}, step {loaded.step:,}")

@@ -8,6 +8,7 @@ In run order: the flags (`training/config.py`), then the loop (`trainkit_gka/loo
 `training/trainer.py`: data, model, horizon, optimiser; steps and reports; the run's numbers.
 """
 
+from nanochat_gka.model.forms import extended
 from nanochat_gka.training.config import TrainConfig
 from nanochat_gka.training.trainer import Trainer
 from trainkit_gka.cli import run
@@ -19,4 +20,4 @@ def main(config: TrainConfig) -> None:
 
 
 if __name__ == "__main__":
-    run(main, TrainConfig)
+    run(main, extended(TrainConfig))

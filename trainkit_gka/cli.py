@@ -187,8 +187,11 @@ def _in_a_line(box: str) -> str:
     return line.replace(USAGE, usage.partition(" ")[2]).rstrip(".") or box.strip()
 
 
-def run(main: Callable[[Any], None], config_class: type, argv: list[str] | None = None) -> None:
-    """Parse `argv` (default: the process's) into `config_class` and call `main` with it.
+def run(
+    main: Callable[[Any], None], config_class: type | Callable[[list[str]], type], argv: list[str] | None = None
+) -> None:
+    """Parse `argv` (default: the process's) into `config_class` and call `main` with it. A function gives the class of
+    the words in `argv`.
 
     The docstring of `config_class` is the help text, the docstrings of its fields are the flags' help, and values out
     of the fields' Bounds are refused. `UserError`, a file that cannot be used and Ctrl-C exit with 2, 2 and 130;
@@ -201,6 +204,8 @@ def run(main: Callable[[Any], None], config_class: type, argv: list[str] | None 
             stream.reconfigure(errors="replace")
     try:
         with signals.at_once():
+            if not isinstance(config_class, type):
+                config_class = config_class(sys.argv[1:] if argv is None else argv)
             config = parse(config_class, argv)
             check_bounds(config)
             main(config)

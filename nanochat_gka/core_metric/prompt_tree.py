@@ -11,7 +11,6 @@ from functools import partial
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from nanochat_gka.model.context import Context, map_distinct
 
@@ -42,11 +41,6 @@ class PromptTree(Context):
 
         ids, positions, self.nodes = _grow(prompts, share)
         self.ids, self.positions, self.longest = tensor(ids)[None], tensor(positions)[None], max(map(len, prompts))
-        # Each token's predecessor; the place after the last token stands for none.
-        before = np.full(len(ids) + 1, len(ids))
-        for nodes in self.nodes:
-            before[nodes[1:]] = nodes[:-1]
-        self.before = tensor(before)
         # To the right of a prompt any token will do: nothing in the prompt looks there.
         copies = np.zeros((len(prompts), self.longest), dtype=np.int64)
         for row, nodes in enumerate(self.nodes):
@@ -89,13 +83,6 @@ class PromptTree(Context):
             copied = copied[:, first_query:] if first_query else copied
             mixed.append(layer.attend(rotary, copied, tuple(stored)).flatten(0, 1))
         return _rows(torch.cat(mixed), outputs)[None]
-
-    def earlier(self, layer, x, count):
-        rows, places, found = F.pad(x[0], (0, 0, 0, 1)), self.before, []
-        for _ in range(count):
-            found.append(rows[places[:-1]][None])
-            places = self.before[places]
-        return found
 
     def select(self, layer, x):
         return x[:, self.predictors] if layer.is_last else x

@@ -10,9 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from nanochat_gka.model.attention import Attention
-from nanochat_gka.model.context import Context
 from nanochat_gka.model.gpt import GPT
-from nanochat_gka.model.mixing import HeadOffsets
 from trainkit_gka.cli import UserError
 
 TOLERANCE = 1e-3  # float32 outputs differ from float64 ones by 1e-6
@@ -77,8 +75,8 @@ def extract(model: GPT, ids: Sequence[int] | torch.Tensor) -> list[LayerMaps]:
     ids = torch.as_tensor(ids, dtype=torch.long, device=model.device)
     if not 1 <= len(ids) <= model.rotary.length:
         raise UserError(f"the text must have 1 to {model.rotary.length:,} tokens, it has {len(ids):,}")
-    if model.config.kernel in ("none", "tied-softmax"):
-        raise UserError(f"figures draw what gka layers weigh, and those of kernel={model.config.kernel} are not known")
+    if not all(attention.is_drawn for attention in model.attentions):
+        raise UserError("figures do not know the weights of this form of attention, of a module of --forms")
     inputs: dict[Attention, tuple] = {}
     mixed: dict[Attention, torch.Tensor] = {}
     outputs: dict[Attention, torch.Tensor] = {}
@@ -101,13 +99,9 @@ def extract(model: GPT, ids: Sequence[int] | torch.Tensor) -> list[LayerMaps]:
 
 def _maps(attention: Attention, x, value_embedding, rotary, mixed: torch.Tensor, output: torch.Tensor) -> LayerMaps:
     """The maps of a layer from its arguments, what its heads mixed, (1, T, C), and its output, (1, T, C)."""
-    num_tokens, has_sigma, none = x.shape[1], attention.has_bandwidth, [0] * attention.config.n_head
-    if not isinstance(attention.pairing, HeadOffsets | None):
-        raise UserError(f"figures know slots of one token each, not those of mixing={attention.config.mixing}")
+    has_sigma, none = attention.has_bandwidth, [0] * attention.config.n_head
     value_embedding = None if value_embedding is None else value_embedding.double()
-    x = attention.blended(x.double(), Context())
-    queries, stored = attention.project(x, value_embedding, rotary, slice(0, num_tokens))
-    keys, values = attention.keys_and_values(rotary, num_tokens, stored)
+    queries, keys, values = attention.slots(x.double(), value_embedding, rotary)
     weights = attention.weights(queries, keys)
     again = torch.einsum("bhij,bjhd->bihd", weights, values).flatten(2)
     error = max(_relative(again, mixed), _relative(attention.c_proj(again), output))

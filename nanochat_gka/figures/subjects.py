@@ -76,10 +76,7 @@ def form(config: GPTConfig) -> str:
     """The attention of a model in words: its kind or pattern, and what is not the paper's form."""
     words = [KINDS[config.attention].label if config.attention in KINDS else f"pattern {config.attention.upper()}"]
     words += [f"head offsets {config.head_offsets.upper()}"] if config.head_offsets else []
-    words += [f"kernel {config.kernel}"] if config.kernel != "gaussian" else []
-    words += [f"window {config.gka_window}"] if config.gka_window else []
-    words += [f"mixing {config.mixing}"] if config.mixing != "none" else []
-    words += ["half of the channels rotated"] if config.rotary == "half" else []
+    words += [f"{name} {value}" for name, value in config.settings_of_form().items()]
     words += [f"values {config.gka_values}"] if config.gka_values != "rotated" else []
     words += ["channel bandwidths"] * config.channel_bandwidths + ["head gates"] * config.head_gates
     words += [f"value embeddings {config.value_embeds}"] if config.value_embeds != "auto" else []

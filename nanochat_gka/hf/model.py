@@ -33,9 +33,6 @@ class GKAForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: GKAConfig):
         super().__init__(config)
         shape = config.shape()
-        if setting := shape.needs_own_cache:
-            advice = "nanochat_gka.model.checkpoints.load reads it"
-            raise ValueError(f"{setting} needs another cache than transformers has; {advice}")
         self.gpt = GPT(shape)
         self.post_init()
 

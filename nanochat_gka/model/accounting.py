@@ -1,10 +1,9 @@
 """Parameters, FLOPs and the training horizon of a model, from its shape (the paper's size and compute table).
 
 FLOPs per token follow nanochat: 6 per matrix parameter (forward and backward) plus 12 * C * window per layer for scores
-and mixing, full windows, no causal halving. Embedding look-ups and scalars are free; what GKA mixes, head offsets and
-`mixing=partial` cost nothing; the other mixings cost 6 per product of a number with a parameter. The horizon follows
-nanochat too: a model of depth 12 with the same settings is the reference, with 2^19 tokens per step, and the batch
-grows with tokens^0.383.
+and mixing, full windows, no causal halving. Embedding look-ups and scalars are free; what GKA mixes and head offsets
+cost nothing. The horizon follows nanochat too: a model of depth 12 with the same settings is the reference, with 2^19
+tokens per step, and the batch grows with tokens^0.383.
 """
 
 import math
@@ -48,11 +47,7 @@ def scaling_parameters(model: GPT) -> int:
 
 def flops_per_token(model: GPT) -> int:
     """Training FLOPs (forward and backward) per token."""
-    width, layers = model.config.n_embd, model.attentions
-    attention = sum(12 * width * layer.window for layer in layers if layer.compares)
-    pairings = [layer.pairing for layer in layers if layer.pairing is not None]  # their scalars meet a whole head
-    products = sum(6 * (pairing.products * width - _count(pairing)) for pairing in pairings)
-    return 6 * scaling_parameters(model) + attention + products
+    return 6 * scaling_parameters(model) + sum(layer.attention_flops for layer in model.attentions)
 
 
 def meta_model(config: GPTConfig) -> GPT:

@@ -1,5 +1,7 @@
 """The attention of a layer, one class for each row of `gka.KINDS`. A new kind is a row there and a class here.
 
+A module of `--forms` varies these classes from outside, see `GPTConfig.variation`.
+
 A layer projects its tokens to queries and to what later tokens need of them (`stored`: values and keys; for GKA one
 tensor, which is both or which the keys follow from), then attends. While text is generated, the cache holds `stored`.
 Legend: B batch, T tokens, n tokens so far, H heads, D head_dim, C = H * D.
@@ -24,26 +26,31 @@ from gka import (
 )
 from gka.bandwidth import at_least_float32
 from gka.masking import Mask
-from nanochat_gka.model import mixing
 from nanochat_gka.model.blocks import Linear, Rotary, fill_uniform, norm
 from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.context import Context, Tensors
+from nanochat_gka.model.offsets import HeadOffsets, head_offsets
 
 GATE_CHANNELS = 32
 GATE_SCALE = 0.1
+# What AdamW trains of a layer, for Muon has the other matrices: the flag of its learning rate, and a factor of it.
+ADAMW_PARTS = {
+    "log_sigma": ("sigma_lr", 1.0),
+    "channel_log_scales": ("channel_lr", 1.0),
+    "head_gate": ("gate_lr", 1.0),
+}
 
 
 class Attention(nn.Module, ABC):
     """What all kinds share: the bias-free projections of the kind's row (nanochat's names), W_O, the value gate, and
-    how the layer meets the token before (`mixing`): a pairing of keys and values, a blend of its input, or neither.
+    the pairing of keys with values of other tokens, `offsets.HeadOffsets` or None.
     """
 
     CLASSES: ClassVar[dict[str, type["Attention"]]] = {}
     kind: ClassVar[Kind]
-    activation_widths: ClassVar[int]  # (B, T, C) tensors kept for the backward pass, for `training.memory`
+    plain_widths: ClassVar[int]  # of `activation_widths`, without what a model may add to its kind
     has_bandwidth: ClassVar[bool]  # one learned sigma per head
-    compares: ClassVar[bool] = True  # every query with every key in its window; False costs no FLOPs
-    has_output: ClassVar[bool] = True  # W_O
+    is_drawn = True  # figures know what `weights` of its queries and keys are
 
     def __init_subclass__(cls, kind: str = "", **arguments):
         """kind: a row of the table, for its class; a variation of that class has none of its own."""
@@ -61,7 +68,7 @@ class Attention(nn.Module, ABC):
             setattr(self, name, Linear(config.n_embd, config.n_embd))
         self.c_proj = Linear(config.n_embd, config.n_embd)
         self.ve_gate = Linear(GATE_CHANNELS, config.n_head) if config.has_value_embedding(layer) else None
-        self.pairing, self.blend = mixing.pairing(config, layer), mixing.blend(config, layer)
+        self.pairing = self.make_pairing()
         is_varied = config.is_varied(layer)
         scales = torch.empty(config.n_embd, dtype=torch.float32)
         self.channel_log_scales = nn.Parameter(scales) if config.channel_bandwidths and is_varied else None
@@ -73,12 +80,25 @@ class Attention(nn.Module, ABC):
         nn.init.zeros_(self.c_proj.weight)
         if self.ve_gate is not None:
             nn.init.zeros_(self.ve_gate.weight)  # 2 * sigmoid(0) = 1: the value embedding as it is
-        for part in filter(None, (self.pairing, self.blend)):
-            part.init_weights()
         if self.channel_log_scales is not None:
             nn.init.zeros_(self.channel_log_scales)
         if self.head_gate is not None:
             nn.init.zeros_(self.head_gate.weight)  # 2 * sigmoid(0) = 1: the heads as they are
+
+    def make_pairing(self) -> HeadOffsets | None:
+        """How the layer's keys and values are put together."""
+        return head_offsets(self.config.offset_pattern(self.layer), self.config.n_head)
+
+    @property
+    def activation_widths(self) -> int:
+        """(B, T, C) tensors that the layer keeps for the backward pass, for `training.memory`."""
+        added = (self.pairing, self.channel_log_scales, self.head_gate)
+        return self.plain_widths + sum(part is not None for part in added)
+
+    @property
+    def attention_flops(self) -> int:
+        """Training FLOPs per token that are not of a product with a parameter: 12 C for every token in the window."""
+        return 12 * self.config.n_embd * self.window
 
     def forward(
         self, x: torch.Tensor, value_embedding: torch.Tensor | None, rotary: Rotary, context: Context
@@ -108,12 +128,8 @@ class Attention(nn.Module, ABC):
 
         x: the normalised block input, (B, T, C). value_embedding: (B, T, C), None in layers without.
         """
-        queries, new = self.project(self.blended(x, context), value_embedding, rotary, context.positions)
+        queries, new = self.project(x, value_embedding, rotary, context.positions)
         return context.attend(self, rotary, queries, new)
-
-    def blended(self, x: torch.Tensor, context: Context) -> torch.Tensor:
-        """What the layer reads in place of its input x, (B, T, C)."""
-        return x if self.blend is None else self.blend(x, context.earlier(self, x, self.blend.reach))
 
     @abstractmethod
     def project(self, x, value_embedding, rotary: Rotary, positions) -> tuple[torch.Tensor, Tensors]:
@@ -150,6 +166,11 @@ class Attention(nn.Module, ABC):
         reach = 0 if self.pairing is None else self.pairing.reach
         return max(0, num_tokens - num_queries - self.window - reach)
 
+    def slots(self, x: torch.Tensor, value_embedding: torch.Tensor | None, rotary: Rotary) -> Tensors:
+        """Queries of whole sequences, and the keys and values of their slots, (B, T, H, D) each. For pictures."""
+        queries, stored = self.project(x, value_embedding, rotary, slice(0, x.shape[1]))
+        return queries, *self.keys_and_values(rotary, x.shape[1], stored)
+
     @abstractmethod
     def weights(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """W of whole sequences, (B, H, T, T), from (B, T, H, D) each. For pictures: fused operators never build it."""
@@ -179,7 +200,7 @@ class Attention(nn.Module, ABC):
 class SoftmaxAttention(Attention, kind="softmax"):
     """nanochat's attention: project, rotate, normalise queries and keys per head."""
 
-    activation_widths = 6  # queries and keys before and after their norm, values, output
+    plain_widths = 6  # queries and keys before and after their norm, values, output
 
     def values(self, x):
         return self.heads(self.c_v(x))
@@ -202,7 +223,7 @@ class SoftmaxAttention(Attention, kind="softmax"):
 class VLTAttention(SoftmaxAttention, kind="vlt"):
     """Value-less attention (paper section 4.4): W_V is gone, the values are the features."""
 
-    activation_widths = 5  # as softmax, without values
+    plain_widths = 5  # as softmax, without values
 
     def values(self, x):
         return self.heads(x)
@@ -215,19 +236,18 @@ class GKAAttention(Attention, kind="gka"):
     the kernel is plain attention at scale 1 / sigma^2 (gka/README.md). One tensor is stored, the features.
 
     Four variations are not the paper's:
-    - `gka_values` normalised or raw: values are not rotated. Keys follow from them and the position, so the values are
-      what is stored.
+    - `gka_values` that are not rotated. Keys follow from them and the position, so the values are what is stored.
     - Value embeddings: keys no longer follow from the values, so both are stored.
-    - `head_offsets` and `mixing`, see `mixing`.
+    - Head offsets, see `offsets`.
     - Channel bandwidths: every channel is scaled by exp(a) before rotation and norm, with a learned from 0 for each of
       the C channels. The kernel is a Gaussian with a diagonal metric (automatic relevance determination, MacKay 1994,
       Neal 1996). Before the rotation, for after it unequal scales of a rotated pair would make distances depend on
       positions. Values are not scaled, so they and the keys are stored.
     """
 
-    # Values before and after their norm, rotated features, features, scaled queries, output. One or two fewer where
-    # values are rotated or raw.
-    activation_widths = 6
+    # Values before and after their norm, rotated features, features, scaled queries, output. One fewer where values are
+    # rotated.
+    plain_widths = 6
 
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__(config, layer)
@@ -281,8 +301,6 @@ class GKAAttention(Attention, kind="gka"):
         )
 
     def attend_cached(self, rotary, queries, stored, lengths):
-        if not isinstance(self.pairing, mixing.HeadOffsets | None):
-            return super().attend_cached(rotary, queries, stored, lengths)
         tables = rotary.tables if self.derives_keys and len(stored) == 1 else None
         keys = stored[1] if len(stored) == 2 else None
         key_delays, value_delays = (self.pairing.key_delays, self.pairing.value_delays) if self.pairing else ((), ())
@@ -302,3 +320,9 @@ class GKAAttention(Attention, kind="gka"):
         x = torch.empty(shape, dtype=dtype, device=self.log_sigma.device, requires_grad=True)
         keys = torch.empty_like(x) if self.pairing is not None and self.pairing.moves_keys else None
         return select_impl(x, keys=keys, causal=True, window=self.window, constant_norm=True)
+
+
+def build_attention(config: GPTConfig, layer: int) -> Attention:
+    """The attention of a layer: the class of its kind, or what the model's form puts in its place."""
+    kind = Attention.CLASSES[config.layer_attention(layer)]
+    return config.variation(layer, kind)(config, layer)

@@ -8,7 +8,7 @@ Legend: B rows (sequences) in use, T new tokens of each, H heads, D head_dim.
 
 import torch
 
-from nanochat_gka.model.context import Context, Tensors, shifted
+from nanochat_gka.model.context import Context, Tensors
 
 
 class KVCache(Context):
@@ -16,12 +16,11 @@ class KVCache(Context):
 
     Rows may differ in length.
     layers: per layer, tensors (rows, capacity, H, D). lengths: tokens of each row in use.
-    tails: per layer, the last tokens of its input, (rows, count, C), of as many tokens as its `blend` reaches back.
     last_only: the model returns the logits of each row's last token alone.
     """
 
-    def __init__(self, layers: list[Tensors], tails: list[torch.Tensor], rows_in_use: int, last_only: bool = False):
-        self.layers, self.tails, self.lengths, self.last_only = layers, tails, [0] * rows_in_use, last_only
+    def __init__(self, layers: list[Tensors], rows_in_use: int, last_only: bool = False):
+        self.layers, self.lengths, self.last_only = layers, [0] * rows_in_use, last_only
 
     @property
     def capacity(self) -> int:
@@ -30,7 +29,7 @@ class KVCache(Context):
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(tensor.nbytes for layer in (*self.layers, self.tails) for tensor in layer)
+        return sum(tensor.nbytes for layer in self.layers for tensor in layer)
 
     def begin(self, num_tokens):
         """Raises ValueError if a row outgrows the capacity."""
@@ -57,12 +56,6 @@ class KVCache(Context):
         in_use = tuple(tensor[: len(self.lengths)] for tensor in stored)
         return layer.attend_cached(rotary, queries, in_use, [length + self.new_tokens for length in self.lengths])
 
-    def earlier(self, layer, x, count):
-        tail = self.tails[layer.layer][: len(x)]
-        padded = torch.cat([tail, x], dim=1)
-        tail.copy_(padded[:, -count:])
-        return shifted(padded, count)
-
     def select(self, layer, x):
         return x[:, -1:] if self.last_only and layer.is_last else x
 
@@ -87,5 +80,3 @@ class KVCache(Context):
         for to_layer, from_layer in zip(self.layers, source.layers):
             for to_tensor, from_tensor in zip(to_layer, from_layer):
                 to_tensor[to_row, :length] = from_tensor[from_row, :length]
-        for to_tail, from_tail in zip(self.tails, source.tails):
-            to_tail[to_row] = from_tail[from_row]

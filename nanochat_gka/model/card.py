@@ -83,7 +83,7 @@ def card(about: dict[str, Any], folder: Path) -> str:
         exported_at_commit=about["exported_at_commit"],
         digest=about["sha256"]["model.safetensors"],
         folder=folder,
-        transformers="" if GPTConfig.from_saved(model).needs_own_cache else TRANSFORMERS.format(folder=folder),
+        transformers=TRANSFORMERS.format(folder=folder),
     )
 
 
@@ -94,13 +94,10 @@ def _mixes(model: dict[str, Any], kinds: list[str]) -> str:
     values = {
         "rotated": "the features that are in the kernel, the paper's form",
         "normalised": "normalised features before rotation, not the paper's form",
-        "raw": "the block input as it is, not the paper's form",
-    }[model["gka_values"]]
-    offsets = f"; head offsets {model['head_offsets']}" if model["head_offsets"] else ""
-    if model.get("kernel", "gaussian") != "gaussian":
-        offsets += f"; {model['kernel']} in place of the Gaussian kernel"
-    if model.get("gka_window"):
-        offsets += f"; {model['gka_window']} tokens back at most"
-    offsets += "; a bandwidth for every channel" if model.get("channel_bandwidths") else ""
-    offsets += "; a gate for every head" if model.get("head_gates") else ""
-    return values + offsets + (f"; mixing {model['mixing']}" if model.get("mixing", "none") != "none" else "")
+    }
+    words = [values.get(model["gka_values"], f"{model['gka_values']} values, not the paper's form")]
+    words += [f"head offsets {model['head_offsets']}"] if model["head_offsets"] else []
+    words += ["a bandwidth for every channel"] if model.get("channel_bandwidths") else []
+    words += ["a gate for every head"] if model.get("head_gates") else []
+    words += [f"{name} {value}" for name, value in GPTConfig.from_saved(model).settings_of_form().items()]
+    return "; ".join(words)

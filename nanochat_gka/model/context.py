@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -43,24 +42,12 @@ class Context:
         """
         return layer.attend(rotary, queries, new)
 
-    def earlier(self, layer: AttentionLayer, x: torch.Tensor, count: int) -> list[torch.Tensor]:
-        """The `count` tokens before each token of a layer's input x, (B, T, C): `count` such tensors, nearest first.
-
-        Before a sequence there are zeros.
-        """
-        return shifted(F.pad(x, (0, 0, count, 0)), count)
-
     def select(self, layer: AttentionLayer, x: torch.Tensor) -> torch.Tensor:
         """Of a layer's input, (B, T, C), the tokens that the layer computes outputs of."""
         return x
 
     def end(self) -> None:
         """All layers are done."""
-
-
-def shifted(padded: torch.Tensor, count: int) -> list[torch.Tensor]:
-    """Of T tokens with `count` before them, (B, count + T, C): those one before, two before, ..., (B, T, C) each."""
-    return [padded[:, start : padded.shape[1] - count + start] for start in reversed(range(count))]
 
 
 def map_distinct(function: Callable[[torch.Tensor], torch.Tensor], *tensors: torch.Tensor) -> list[torch.Tensor]:

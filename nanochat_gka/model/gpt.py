@@ -9,8 +9,7 @@ A softmax model has nanochat's parameter names, initialisation and arithmetic: i
 import torch
 from torch import nn
 
-from nanochat_gka.model.attention import Attention
-from nanochat_gka.model.baselines import attention_class
+from nanochat_gka.model.attention import Attention, build_attention
 from nanochat_gka.model.blocks import MLP, ROTARY_OVERALLOCATION, Linear, Rotary, fill_uniform, norm
 from nanochat_gka.model.cache import KVCache
 from nanochat_gka.model.config import GPTConfig
@@ -23,7 +22,7 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
-        self.attn = attention_class(config, layer)(config, layer)
+        self.attn = build_attention(config, layer)
         self.mlp = MLP(config.n_embd)
 
     def forward(self, x, value_embedding, rotary: Rotary, context: Context) -> torch.Tensor:
@@ -46,7 +45,7 @@ class GPT(nn.Module):
         self.lm_head = Linear(width, rows)
         layers = [layer for layer in range(config.n_layer) if config.has_value_embedding(layer)]
         self.value_embeds = nn.ModuleDict({str(layer): nn.Embedding(rows, width) for layer in layers})
-        self.rotary = Rotary(config.head_dim, config.sequence_len, half=config.rotary == "half")
+        self.rotary = Rotary(config.head_dim, config.sequence_len, config.rotated_frequencies)
         self.rounded_to: torch.dtype | None = None  # what activations are rounded to; None: the tables' dtype
 
     @torch.no_grad()
@@ -148,10 +147,7 @@ class GPT(nn.Module):
         shape = (rows, capacity, self.config.n_head, self.config.head_dim)
         counts = [attn.cached_tensors + (keep_keys and attn.derives_keys) for attn in self.attentions]
         layers = [tuple(torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(n)) for n in counts]
-        reaches = [attn.blend.reach if attn.blend else 0 for attn in self.attentions]
-        # What precedes a sequence is 0.
-        tails = [torch.zeros(rows, n, self.config.n_embd, dtype=self.dtype, device=self.device) for n in reaches]
-        return KVCache(layers, tails, rows if in_use is None else in_use, last_only)
+        return KVCache(layers, rows if in_use is None else in_use, last_only)
 
     @property
     def attentions(self) -> list[Attention]:

@@ -1,34 +1,59 @@
-"""What `--head-offsets` says: which heads of a layer pair the key of one token with the value of another."""
+"""Head offsets (`--head-offsets`): a head pairs the key of one token with the value of another.
 
-import re
-from functools import cache
-from typing import NamedTuple
+A letter per head, tiled. Slot j of a head holds
 
-LETTERS = "NPS"
+    N    (k_j, v_j)
+    P    (k_j, v_j-1)    the predecessor's value
+    S    (k_j-1, v_j)    the value of the successor
+
+Token 0 is its own predecessor. No parameters. For gka layers k is the feature (rotated, then normalised per head) and v
+what `gka_values` says. An operator without projections has one feature as query, key and value, so that its heads can
+say "tokens like me" but not "the token before me" or "what followed the last time". A fixed case of KV shifting
+attention, Xu et al., ICML 2025, arXiv 2411.19574. Softmax attention gains from it too.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+DELAYS = {"N": (0, 0), "P": (0, 1), "S": (1, 0)}  # of a head's keys and of its values, in tokens
 
 
-class HeadOffset(NamedTuple):
-    """A slot of a head with letter P holds (k_j, v_j-tokens), with S (k_j-tokens, v_j), with N (k_j, v_j)."""
+class HeadOffsets(nn.Module):
+    """Keys or values of whole heads some tokens later.
 
-    letter: str
-    tokens: int  # 0 for N
-
-
-@cache
-def parse(patterns: str) -> tuple[tuple[HeadOffset, ...], ...]:
-    """What each pattern says of its heads; layers repeat the patterns, and heads the letters of theirs.
-
-    Commas separate patterns. P and S have the number of tokens if it is not 1: "PS", "PSP2S2", "PS,N".
-    Raises ValueError.
+    key_delays, value_delays: by how many tokens each head is late, (H,). reach: the most of them. moves_keys: whether
+    a slot's key is not its token's.
     """
-    layers = [re.findall(r"([NPS])([0-9]*)", pattern) for pattern in patterns.upper().split(",")]
-    heads = [head for layer in layers for head in layer]
-    said = ",".join("".join(letter + number for letter, number in layer) for layer in layers)
-    if said != patterns.upper() or not all(layers) or any(letter == "N" and number for letter, number in heads):
-        form = "with a number of tokens after P or S (none: 1) and a comma between the patterns of layers"
-        raise ValueError(f"head_offsets must be made of the letters {', '.join(LETTERS)}, {form}, got {patterns!r}")
-    if any(number and int(number) < 1 for _, number in heads):
-        raise ValueError(f"head_offsets must be of at least 1 token, got {patterns!r}; N is a head without")
-    return tuple(
-        tuple(HeadOffset(letter, 0 if letter == "N" else int(number or 1)) for letter, number in own) for own in layers
-    )
+
+    def __init__(self, pattern: Sequence[tuple[int, int]], num_heads: int):
+        """pattern: delays of keys and of values, which the heads repeat; at least one is not 0."""
+        super().__init__()
+        self.period = len(pattern)
+        tiled = [pattern[head % self.period] for head in range(num_heads)]
+        self.key_delays, self.value_delays = zip(*tiled)
+        self.reach, self.moves_keys = max(self.key_delays + self.value_delays), any(self.key_delays)
+
+    def forward(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and values of n slots, of those of n tokens, (B, n, H, D) each."""
+        values = self._later(values, self.value_delays)
+        return self._later(keys, self.key_delays), values
+
+    def _later(self, x: torch.Tensor, delays: tuple[int, ...]) -> torch.Tensor:
+        """Every head as late as it is; token 0 fills the places before."""
+        if not any(delays):
+            return x
+        moved = x.clone()
+        for first, tokens in enumerate(delays[: self.period]):
+            heads = slice(first, None, self.period)
+            if tokens > 1:
+                moved[:, 1:tokens, heads] = x[:, :1, heads]
+            if tokens:
+                moved[:, tokens:, heads] = x[:, :-tokens, heads]
+        return moved
+
+
+def head_offsets(pattern: Sequence[tuple[int, int]], num_heads: int) -> HeadOffsets | None:
+    """The offsets of a layer's heads; None where no head is late."""
+    return HeadOffsets(pattern, num_heads) if any(map(any, pattern[:num_heads])) else None

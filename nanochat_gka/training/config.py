@@ -7,7 +7,16 @@ from typing import Annotated, Any, Literal
 from nanochat_gka.core_metric.fetch import BundleFlags
 from nanochat_gka.data.loader import EvalRows
 from nanochat_gka.model.accounting import Horizon, plan
-from nanochat_gka.model.config import BEFORE_ROTATED, GKA_VALUES, ModelFlags, has_gka
+from nanochat_gka.model.config import (
+    BEFORE_ROTATED,
+    OF_THE_STUDY,
+    STUDY,
+    GPTConfig,
+    ModelFlags,
+    has_gka,
+    of_the_study,
+    settings_of_form,
+)
 from nanochat_gka.model.gpt import GPT
 from nanochat_gka.training.memory import RowsAtOnce
 from nanochat_gka.training.optim import OptimConfig
@@ -28,7 +37,7 @@ class TrainConfig(OptimConfig, ModelFlags, BundleFlags, RunConfig):
     data: MayChange[Path] = Path("out/packed")
     """Folder of packed rows (make tokenize)."""
     model_tag: MayChange[str] = ""
-    """Name of the run; empty takes d<depth>-<attention> and what is unlike the paper's form: d20-gka-PS-raw-VE."""
+    """Name of the run; empty takes d<depth>-<attention> and what is unlike the paper's form: d20-gka-PS-normalised-VE."""
     compile: MayChange[Literal["auto", "on", "off"]] = "auto"
     """Whether to use torch.compile; auto does on CUDA if a compiler is installed."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -74,16 +83,13 @@ class TrainConfig(OptimConfig, ModelFlags, BundleFlags, RunConfig):
 
     @property
     def tag(self) -> str:
-        values = "" if self.gka_values == GKA_VALUES[0] or not has_gka(self.attention, self.depth) else self.gka_values
+        values = "" if self.gka_values == "rotated" or not has_gka(self.attention, self.depth) else self.gka_values
         everywhere = "everywhere" if self.offset_layers == "all" else ""
-        mixing = "" if self.mixing == "none" else self.mixing
-        kernel = "" if self.kernel == "gaussian" else self.kernel
-        window = f"window-{self.gka_window}" if self.gka_window else ""
-        rotary = "half-rotary" if self.rotary == "half" else ""
+        added = [f"{name}-{value}" for name, value in settings_of_form(self.SHAPE, self).items()]
         learned = ["channels"] * self.channel_bandwidths + ["gates"] * self.head_gates
         tables = {"auto": "", "all": "VE", "every-layer": "VE-every-layer", "none": "no-VE"}[self.value_embeds]
-        form = f"d{self.depth}", self.attention, self.head_offsets, mixing, everywhere, values, rotary, kernel
-        return self.model_tag or "-".join(part for part in (*form, window, *learned, tables) if part)
+        form = f"d{self.depth}", self.attention, self.head_offsets, everywhere, values, *added, *learned, tables
+        return self.model_tag or "-".join(part for part in form if part)
 
     def identity(self) -> dict[str, Any]:
         settings = super().identity()
@@ -92,6 +98,11 @@ class TrainConfig(OptimConfig, ModelFlags, BundleFlags, RunConfig):
         return settings
 
     def check_continues(self, saved: dict[str, Any]) -> None:
+        if (asked := of_the_study(saved)) and self.SHAPE is GPTConfig:
+            raise UserError(
+                f"the run in {self.folder} has {', '.join(asked)}, of the study's forms: add --forms {STUDY}"
+            )
+        saved = {name: value for name, value in saved.items() if (name, value) not in OF_THE_STUDY.items()}
         super().check_continues({"gka_values": BEFORE_ROTATED, **saved})
 
     def horizon(self, model: GPT, processes: int) -> Horizon:

@@ -12,19 +12,19 @@ that shape's matrices on this rank.
 Held per token from forward to backward, counted in uncompiled operations (compiled ones recompute some, and need less):
   every layer: the input of the residual scale, of both norms, and what the norms give (5 C); the MLP after relu and
     squared (8 C).
-  attention: `activation_widths` of its class, and of its pairing or blend; 1 C for channel bandwidths and for gates.
+  attention: its `activation_widths`.
   a value embedding: 2 C. The final norm: 2 C.
   the loss: float32 logits after tanh and after log_softmax, and in backward two gradients as large: 16 V bytes.
 """
 
 import os
+from collections import Counter
 from collections.abc import Callable
 from typing import Annotated, Literal
 
 import torch
 
-from nanochat_gka.model import mixing
-from nanochat_gka.model.baselines import attention_class
+from nanochat_gka.model.attention import ADAMW_PARTS, Attention, build_attention
 from nanochat_gka.model.config import GPTConfig
 from trainkit_gka.cli import Bounds, UserError
 from trainkit_gka.distributed import Runtime
@@ -40,31 +40,28 @@ def parameters(config: GPTConfig) -> tuple[int, int, int]:
     """(entries of embedding tables, of the blocks' matrices, of the head and scalars), without building the model."""
     width, rows = config.n_embd, config.padded_vocab_size
     tables, matrices, others = 1, 0, rows * width + 2 * config.n_layer
-    mixed = mixing_costs(config)
-    for layer in range(config.n_layer):
-        attention = attention_class(config, layer)
-        matrices += (len(attention.kind.input_projections) + attention.has_output + 8) * width * width
-        others += config.n_head if attention.has_bandwidth else 0
-        others += mixed[layer][0]
-        if config.is_varied(layer):
-            others += config.n_embd * (config.channel_bandwidths + config.n_head * config.head_gates)
-        if config.has_value_embedding(layer):
-            tables, matrices = tables + 1, matrices + 32 * config.n_head
+    for attention, layers in attentions(config).items():
+        tables += layers * (attention.ve_gate is not None)
+        matrices += layers * 8 * width * width
+        for name, parameter in attention.named_parameters():
+            if name.split(".")[0] in ADAMW_PARTS:
+                others += layers * parameter.numel()
+            else:
+                matrices += layers * parameter.numel()
     return tables * rows * width, matrices, others
 
 
-def mixing_costs(config: GPTConfig) -> list[tuple[int, int]]:
-    """Of every layer, the parameters and the activation widths of its pairing or blend."""
-    costs: dict[tuple, tuple[int, int]] = {}
-    forms = [(config.layer_mixing(layer), config.offset_pattern(layer)) for layer in range(config.n_layer)]
-    for layer, form in enumerate(forms):
-        if form in costs:
-            continue
-        with torch.device("meta"):
-            parts = [part for part in (mixing.pairing(config, layer), mixing.blend(config, layer)) if part is not None]
-        learned = sum(parameter.numel() for part in parts for parameter in part.parameters())
-        costs[form] = learned, sum(part.activation_widths for part in parts)
-    return [costs[form] for form in forms]
+def attentions(config: GPTConfig) -> Counter[Attention]:
+    """The attention of layers that are unlike each other, without memory for its weights, and how many are like it."""
+    first: dict[tuple, Attention] = {}
+    found: Counter[Attention] = Counter()
+    for layer in range(config.n_layer):
+        form = config.layer_attention(layer), config.offset_pattern(layer), config.has_value_embedding(layer)
+        if form not in first:
+            with torch.device("meta"):
+                first[form] = build_attention(config, layer)
+        found[first[form]] += 1
+    return found
 
 
 def fixed_bytes(config: GPTConfig, device_type: str, ranks: int = 1) -> tuple[int, int]:
@@ -85,15 +82,12 @@ def row_bytes(config: GPTConfig, device_type: str, training: bool = True) -> int
 
     Such a pass frees a layer's activations when the layer is done.
     """
-    size, widths, mixed = (2 if device_type == "cuda" else 4), [], mixing_costs(config)
-    for layer in range(config.n_layer):
-        attention = attention_class(config, layer).activation_widths
-        attention += mixed[layer][1]
-        if config.is_varied(layer):  # what is scaled; a head's output before its gate
-            attention += config.channel_bandwidths + config.head_gates
-        widths.append(LAYER_WIDTHS + attention + VALUE_EMBEDDING_WIDTHS * config.has_value_embedding(layer))
-    layers = FINAL_WIDTHS + (sum(widths) if training else max(widths))
-    return config.sequence_len * (layers * config.n_embd * size + LOGIT_BYTES * config.padded_vocab_size)
+    size, widths = (2 if device_type == "cuda" else 4), Counter()
+    for attention, layers in attentions(config).items():
+        embedding = VALUE_EMBEDDING_WIDTHS * (attention.ve_gate is not None)
+        widths[LAYER_WIDTHS + attention.activation_widths + embedding] += layers
+    held = FINAL_WIDTHS + (sum(widths.elements()) if training else max(widths))
+    return config.sequence_len * (held * config.n_embd * size + LOGIT_BYTES * config.padded_vocab_size)
 
 
 def device_bytes(device: torch.device) -> int:

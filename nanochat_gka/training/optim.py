@@ -12,6 +12,7 @@ from typing import Annotated
 import torch
 import torch.distributed as dist
 
+from nanochat_gka.model.attention import ADAMW_PARTS
 from nanochat_gka.model.gpt import GPT
 from nanochat_gka.training.dealing import Dealer, wait
 from nanochat_gka.training.muon import muon_update, second_moment_shape
@@ -21,7 +22,7 @@ from trainkit_gka.distributed import Runtime
 MUON_BETA2 = 0.95
 ADAM_EPS = 1e-10
 X0_BETAS = (0.96, 0.95)
-LAMBDA_LR_FACTOR = 0.01  # resid_lambdas and what mixing learns are a hundred times slower than x0_lambdas
+LAMBDA_LR_FACTOR = 0.01  # resid_lambdas are a hundred times slower than x0_lambdas
 REFERENCE_WIDTH = 768
 SMALLEST_DEALT = 1024  # numbers; dealing out a smaller tensor of AdamW's would save nothing
 
@@ -43,7 +44,7 @@ class OptimConfig:
     matrix_lr: Rate = 0.02
     """Base learning rate of the blocks' matrices (Muon)."""
     scalar_lr: Rate = 0.5
-    """Base learning rate of the residual scalars, and times 0.01 of what --mixing learns (AdamW)."""
+    """Base learning rate of the residual scalars (AdamW)."""
     sigma_lr: Rate = 0.005
     """Base learning rate of log sigma (AdamW)."""
     channel_lr: Rate = 0.02
@@ -89,11 +90,11 @@ def parameter_groups(
         adamw(("value_embeds",), config.embedding_lr * width_scale),
         adamw(("resid_lambdas",), config.scalar_lr * LAMBDA_LR_FACTOR),
         adamw(("x0_lambdas",), config.scalar_lr, X0_BETAS),
-        adamw(tuple(name for name in named if name.endswith("log_sigma")), config.sigma_lr),
-        adamw(tuple(name for name in named if name.endswith("channel_log_scales")), config.channel_lr),
-        adamw(tuple(name for name in named if ".head_gate." in name), config.gate_lr),
-        adamw(tuple(n for n in named if ".pairing." in n or ".blend." in n), config.scalar_lr * LAMBDA_LR_FACTOR),
     ]
+    for part, (rate, factor) in ADAMW_PARTS.items():
+        groups.append(
+            adamw(tuple(name for name in named if f".attn.{part}." in f"{name}."), getattr(config, rate) * factor)
+        )
     for shape in sorted({tuple(p.shape) for p in named.values()}):
         names = [name for name, p in named.items() if tuple(p.shape) == shape]
         if len(shape) != 2:

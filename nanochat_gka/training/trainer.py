@@ -272,7 +272,7 @@ class Trainer(BaseTrainer):
 
     def warnings(self) -> dict[str, str]:
         config, bandwidths, found = self.model.config, self.model.bandwidths(), {}
-        if not bandwidths or config.kernel != "gaussian":
+        if not bandwidths:
             return found
         for layer, sigma in zip(bandwidths, torch.stack([*bandwidths.values()]).tolist()):
             found |= bandwidth_warnings(layer, sigma, config.n_embd // config.n_head, "--sigma-lr")

@@ -8,7 +8,9 @@ from typing import Any
 
 from nanochat_gka.model.accounting import flops_per_token, meta_model
 from nanochat_gka.model.config import ModelFlags
+from nanochat_gka.model.forms import with_flags
 from nanochat_gka.training.optim import OptimConfig
+from runs.study import forms
 
 ASPECT_RATIO, HEAD_DIM = 64, 64  # nanochat's width, 64 per layer; half its head_dim: a depth of 2 has two heads
 EVAL_TOKENS = 2**17  # of each split
@@ -18,6 +20,7 @@ CURVE_POINTS = 64
 COMPILED_FROM = 4  # layers; below, compiling costs more than it saves, though programs are kept for the next run
 # The trainer shrinks rates by the root of a step's tokens over 2^19. Times 16, rate 1 is nanochat's own rate at 2,048.
 BATCH_FACTOR = 16
+SHAPING = with_flags(ModelFlags, forms.NAME)
 RATES = ("embedding_lr", "unembedding_lr", "matrix_lr", "scalar_lr", "sigma_lr")
 
 
@@ -78,7 +81,7 @@ class Cell:
 
     def computed(self) -> dict[str, Any]:
         """The trainer's settings that decide what is computed, by flag."""
-        shape = {name: getattr(self, name) for name in _names(ModelFlags) if hasattr(self, name)}
+        shape = {name: getattr(self, name) for name in _names(SHAPING) if hasattr(self, name)}
         defaults = OptimConfig()
         rates = {name: round(getattr(defaults, name) * BATCH_FACTOR * self.rate, 9) for name in RATES}
         if not self.learn_sigma:
@@ -112,7 +115,7 @@ class Cell:
             "keep": 1,
             "log_every": max(1, self.steps // CURVE_POINTS),
         }
-        words = []
+        words = ["--forms", forms.NAME]
         for name, value in {**self.computed(), **ways}.items():
             flag = f"--{name.replace('_', '-')}"
             if isinstance(value, bool):
@@ -123,7 +126,7 @@ class Cell:
 
     def key(self, data: dict[str, Any]) -> str:
         """A hash of everything that is computed, and of the identity of the rows it is computed from."""
-        said = {name: value for name, value in self.computed().items() if value != _default(name)}
+        said = {name: value for name, value in self.computed().items() if value != LEFT_OUT.get(name)}
         said = {**said, "eval_tokens": EVAL_TOKENS, "data": data}
         return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -136,13 +139,13 @@ def _names(config: type) -> list[str]:
     return [field.name for field in fields(config)]
 
 
-def _default(name: str) -> Any:
-    """A shaping flag's default: settings that have it are left out of keys, so that a new flag changes no old key."""
-    return next((field.default for field in fields(ModelFlags) if field.name == name), None)
+# Shaping flags' defaults: settings that have them are left out of keys, so that a new flag changes no old key. That of
+# --attention is another one since.
+LEFT_OUT = {field.name: field.default for field in fields(SHAPING)} | {"attention": "softmax"}
 
 
 @cache
 def _flops_per_token(cell: Cell, sequence_len: int, vocab_size: int) -> int:
-    shape = {name: value for name, value in asdict(cell).items() if name in _names(ModelFlags)}
-    flags = ModelFlags(**shape, aspect_ratio=ASPECT_RATIO, head_dim=HEAD_DIM)
+    shape = {name: value for name, value in asdict(cell).items() if name in _names(SHAPING)}
+    flags = SHAPING(**shape, aspect_ratio=ASPECT_RATIO, head_dim=HEAD_DIM)
     return flops_per_token(meta_model(flags.shape(cell.depth, sequence_len, vocab_size)))

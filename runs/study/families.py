@@ -3,7 +3,7 @@
 from typing import Any
 
 from gka.kinds import KINDS
-from nanochat_gka.model.offsets import parse
+from runs.study.forms.config import parse
 
 Family = dict[str, Any]  # fields of a cell
 

@@ -12,8 +12,8 @@ from nanochat_gka.data.loader import Rows
 from nanochat_gka.figures import measures
 from nanochat_gka.figures.maps import by_token_read
 from nanochat_gka.model.attention import Attention
-from nanochat_gka.model.context import Context
 from nanochat_gka.model.gpt import GPT
+from runs.study.forms.attention import NoAttention
 
 NAME_TOKENS = 3  # of a made-up name
 
@@ -78,7 +78,7 @@ def weights(model: GPT, ids: torch.Tensor) -> dict[int, torch.Tensor]:
     With KV shift a slot's value is of two tokens; there it counts as the later one's.
     """
     inputs: dict[Attention, tuple] = {}
-    layers = [layer for layer in model.attentions if layer.has_output]
+    layers = [layer for layer in model.attentions if not isinstance(layer, NoAttention)]
     hooks = [layer.register_forward_pre_hook(lambda layer, args: inputs.update({layer: args})) for layer in layers]
     try:
         model(ids[None])
@@ -88,8 +88,7 @@ def weights(model: GPT, ids: torch.Tensor) -> dict[int, torch.Tensor]:
     found = {}
     for layer in layers:
         x, value_embedding, rotary = inputs[layer][:3]
-        queries, stored = layer.project(layer.blended(x, Context()), value_embedding, rotary, slice(0, len(ids)))
-        keys, _ = layer.keys_and_values(rotary, len(ids), stored)
+        queries, keys, _ = layer.slots(x, value_embedding, rotary)
         own = layer.weights(queries, keys)[0].float().cpu()
         delays = getattr(layer.pairing, "value_delays", None)
         found[layer.layer] = by_token_read(own, torch.tensor(delays)) if delays else own

@@ -11,12 +11,11 @@ from typing import Annotated
 import pandas as pd
 import torch
 
-from nanochat_gka.model.config import ModelFlags
 from runs.bench.gpt_models import TRAINING, Candidate, Subject
 from runs.bench.measurement import Plan
 from runs.bench.timing import interleave
 from runs.frames import RESULTS, frame
-from runs.study.cells import ASPECT_RATIO, COMPILED_FROM, HEAD_DIM, Cell
+from runs.study.cells import ASPECT_RATIO, COMPILED_FROM, HEAD_DIM, SHAPING, Cell
 from runs.study.families import ALL, fits_depth
 from runs.study.grid import BATCH_AT_DEPTH, HALF, REPEATED
 from trainkit_gka.cli import Bounds, run
@@ -65,7 +64,7 @@ def time_depth(depth: int, config: SpeedConfig, runtime: Runtime) -> None:
     mode = "default" if depth >= COMPILED_FROM else "off"
     candidates = {}
     for name in (name for name in TIMED if fits_depth(ALL[name], depth)):
-        flags = ModelFlags(depth=depth, **ALL[name], aspect_ratio=ASPECT_RATIO, head_dim=HEAD_DIM, window_pattern="L")
+        flags = SHAPING(depth=depth, **ALL[name], aspect_ratio=ASPECT_RATIO, head_dim=HEAD_DIM, window_pattern="L")
         shape = flags.shape(depth, config.sequence_len, config.vocab_size)
         candidates[name] = Candidate(Subject(name, shape, rows, runtime), Cell.dtype, mode)
     timed = interleave({name: one.train for name, one in candidates.items()}, runtime.device, Plan(config.rounds, 1))

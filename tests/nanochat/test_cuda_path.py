@@ -27,13 +27,11 @@ SMALL = dict(
 )  # fmt: skip
 FORMS = {
     "softmax": dict(attention="softmax"),
-    "vlt": dict(attention="vlt", mixing="token-shift", offset_layers="all"),
+    "vlt": dict(attention="vlt"),
     "gka": dict(attention="gka"),
     "hybrid": dict(attention="GA", head_offsets="PS", value_embeds="all"),
-    "raw": dict(attention="gka", gka_values="raw", value_embeds="none", head_offsets="PS"),
-    "kv-shift": dict(attention="gka", mixing="kv-shift", gka_values="normalised"),
-    "partial": dict(attention="softmax", mixing="partial", rotary="half", offset_layers="all"),
-    "canon": dict(attention="VG", mixing="canon", offset_layers="all"),
+    "normalised": dict(attention="gka", gka_values="normalised", value_embeds="none", head_offsets="PS"),
+    "learned": dict(attention="VG", offset_layers="all", channel_bandwidths=True, head_gates=True),
 }
 
 

@@ -8,13 +8,12 @@ import torch
 
 from gka import gaussian_attention
 from nanochat_gka.figures import measures
-from nanochat_gka.figures.distances import draw_distances, medians_and_sigmas
+from nanochat_gka.figures.distances import medians_and_sigmas
 from nanochat_gka.figures.heads import head_table
 from nanochat_gka.figures.maps import extract
 from nanochat_gka.figures.matrices import HIDDEN, arrange, matrix_picture, scale_of
 from nanochat_gka.figures.rows import place_words, spread_layers
-from nanochat_gka.figures.subjects import Evaluation, Subject, form
-from nanochat_gka.figures.training import draw_training
+from nanochat_gka.figures.subjects import Subject, form
 from nanochat_gka.figures.words import choose, find
 from tiny import one_line_error
 from tiny_gpt import SHAPE, VARIANTS, awake
@@ -65,8 +64,7 @@ def test_weights_follow_from_the_equations(form):
     i, j = torch.arange(TOKENS)[:, None], torch.arange(TOKENS)
     for number, layer in enumerate(layers):
         assert layer.error < 1e-5 and layer.kind == model.config.layer_attention(number)
-        given = form.get("gka_window") if layer.kind == "gka" else None
-        assert layer.window == (given or (16 if number in (1, 3) or number == len(layers) - 1 else 8))
+        assert layer.window == (16 if number in (1, 3) or number == len(layers) - 1 else 8)
         visible = (j <= i) & (j >= i - layer.window)
         assert not layer.weights[:, ~visible].any()
         torch.testing.assert_close(layer.weights.sum(-1), torch.ones(4, TOKENS))
@@ -102,23 +100,6 @@ def test_head_offsets_say_which_token_a_slot_holds():
     torch.testing.assert_close(first.reads[1], shifted)
     assert first.reads[1].diagonal()[1:].max() == 0 < first.weights[1].diagonal().min()
     torch.testing.assert_close(first.reads[[0, 2, 3]], first.weights[[0, 2, 3]], atol=0, rtol=0)
-
-
-def test_offsets_of_several_tokens_differ_by_layer_and_are_named(tmp_path):
-    model = tiny_model(attention="gka", head_offsets="P2NS3,S")
-    layers = extract(model, IDS)
-    assert all(layer.error < 1e-5 for layer in layers)
-    assert layers[0].value_offsets.tolist() == [2, 0, 0, 2] and layers[0].key_offsets.tolist() == [0, 0, 3, 0]
-    assert layers[1].key_offsets.tolist() == [1] * 4 and not layers[1].value_offsets.any()
-    assert layers[0].reads[0].diagonal()[2:].max() == 0  # the latest value that a query reads is two tokens old
-    subject = subject_of(attention="gka", head_offsets="P2NS3,S")
-    assert subject.head_names(subject.layers[0]) == ["1 P2", "2", "3 S3", "4 P2"]
-    assert subject.head_names(subject.layers[1]) == ["1 S", "2 S", "3 S", "4 S"]
-    assert subject.head_names() == ["1 P2/S", "2 S", "3 S3/S", "4 P2/S"]
-    trained = dataclasses.replace(subject, history=[Evaluation(0, {layer: [1.0] * 4 for layer in range(4)})] * 2)
-    for drawn in (draw_distances([subject], tmp_path), draw_training([trained], tmp_path)):
-        names = [(row["layer"], row["head"]) for row in drawn[0].rows]
-        assert (1, "3 S3") in names and (2, "3 S") in names and len(names) == 16
 
 
 def test_the_default_projection_of_untrained_models_proves_the_weights_too():
@@ -233,8 +214,8 @@ def test_numbers_fit_their_cells():
 
 
 def test_heads_and_models_are_called_by_their_form():
-    hybrid = subject_of(attention="GA", head_offsets="NPS", gka_values="raw")
-    assert form(hybrid.config) == "pattern GA, head offsets NPS, values raw"
+    hybrid = subject_of(attention="GA", head_offsets="NPS", gka_values="normalised")
+    assert form(hybrid.config) == "pattern GA, head offsets NPS, values normalised"
     assert hybrid.head_names(hybrid.layers[0]) == ["1", "2 P", "3 S", "4"]
     assert hybrid.head_names(hybrid.layers[1]) == ["1", "2", "3", "4"]
     assert form(dataclasses.replace(SHAPE, attention="vlt", value_embeds="all")) == "VLT, value embeddings all"

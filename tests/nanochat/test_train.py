@@ -206,16 +206,15 @@ def test_each_form_of_gka_has_its_own_run_name():
     def tag(**settings):
         return TrainConfig(depth=20, **settings).tag
 
-    assert tag(attention="gka") == "d20-gka"
+    assert tag() == tag(attention="gka") == "d20-gka"
     assert tag(attention="gka", gka_values="normalised") == "d20-gka-normalised"
     assert tag(attention="gka", gka_values="normalised", head_offsets="PS") == "d20-gka-PS-normalised"
-    assert tag(attention="GGGA", gka_values="raw") == "d20-GGGA-raw"
+    assert tag(attention="GGGA", gka_values="normalised") == "d20-GGGA-normalised"
     assert tag(attention="softmax") == "d20-softmax"
     assert tag(attention="softmax", value_embeds="none") == "d20-softmax-no-VE"
     assert tag(attention="gka", head_offsets="PS", value_embeds="all") == "d20-gka-PS-VE"
-    assert tag(attention="gka", head_offsets="PS,N", kernel="mean", gka_window=7) == "d20-gka-PS,N-mean-window-7"
     assert tag(attention="gka", value_embeds="every-layer") == "d20-gka-VE-every-layer"
-    assert tag(attention="gka", gka_values="raw", model_tag="mine") == "mine"
+    assert tag(attention="gka", gka_values="normalised", model_tag="mine") == "mine"
 
 
 def test_a_continued_run_continues_its_wandb_run(packed, tmp_path):

@@ -174,18 +174,6 @@ def test_what_the_model_cannot_do_is_said(models):
         model.resize_token_embeddings(400)
 
 
-@pytest.mark.parametrize("form", [dict(mixing="canon"), dict(mixing="token-shift"), dict(kernel="none")], ids=str)
-def test_forms_that_transformers_caches_cannot_serve_are_refused(form, tokenized, tokenizer, tmp_path):
-    """Blends read the inputs of earlier tokens, which these caches do not hold; the card does not promise them."""
-    model = awake(dataclasses.replace(SHAPE, vocab_size=tokenizer.vocab_size, attention="gka", **form))
-    trained = write_run(tmp_path / "run", model, tokenized / "tokenizer")
-    run(export.main, export.ExportConfig, ["--run", str(trained), "--out", str(tmp_path / "out")])
-    [(name, value)] = form.items()
-    with pytest.raises(ValueError, match=f"{name}={value} .* nanochat_gka.model.checkpoints.load reads it"):
-        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert "nanochat_gka.hf" not in (tmp_path / "out/README.md").read_text()
-
-
 def test_saved_model_comes_back_and_claims_nothing_false(models, encoder, tmp_path):
     model = copy.deepcopy(models(attention="gka", head_offsets="PNSS", value_embeds="all").theirs)
     with torch.no_grad():

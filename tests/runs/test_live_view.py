@@ -32,7 +32,7 @@ def small(tmp_path_factory):
     vit = tiny_vit.small(img_size=(24, 32), patch_size=8, depth=3, attention="GAG")
     images = {"one": tiny_vision.photo(1), "two": tiny_vision.photo(2)}
     image = live.image_view(subjects_of(Drawn("vit", "vit, not trained", vit, dict(crop_pct=1.0)), images))
-    gpt = awake(dataclasses.replace(SHAPE, attention="GGA", head_offsets="PS,P3S2", gka_values="normalised", n_layer=3))
+    gpt = awake(dataclasses.replace(SHAPE, attention="GGA", head_offsets="PNSP", gka_values="normalised", n_layer=3))
     ids, words = torch.arange(NUM_WORDS) % 5, [f" w{token}" for token in range(NUM_WORDS)]
     text = live.text_view("gpt", "gpt, not trained", words, extract(gpt, ids))
     path = tmp_path_factory.mktemp("small") / "page.html"

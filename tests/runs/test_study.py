@@ -12,13 +12,14 @@ import pytest
 import tyro
 
 import processes
-from nanochat_gka.model.config import GPTConfig
+from nanochat_gka.model.forms import with_flags
 from nanochat_gka.training.config import TrainConfig
-from runs.study import grid
+from runs.study import forms, grid
 from runs.study.__main__ import StudyConfig, main
 from runs.study.cells import Cell
 from runs.study.data import load
 from runs.study.families import ALL, FAMILIES, NARROW, fits_depth
+from runs.study.forms.config import StudyShape
 from runs.study.grid import GROUPS
 from runs.study.rates import RATES, SMALLEST, Done, best_rate, tried_rates
 from runs.study.rows import Study
@@ -156,7 +157,7 @@ def test_keys_stay_what_they_were():
 def test_the_trainer_reads_a_cells_flags_as_it_means_them():
     for family in ALL.values():
         cell = Cell(depth=6, rate=4.0, seed=3, **family)
-        config = tyro.cli(TrainConfig, args=[str(word) for word in cell.flags()])
+        config = tyro.cli(with_flags(TrainConfig, forms.NAME), args=[str(word) for word in cell.flags()])
         assert {**config.identity(), **cell.computed()} | {"gka_values": ""} == config.identity() | {"gka_values": ""}
         assert config.compile == "on" and "off" in replace(cell, depth=2).flags()
         assert config.matrix_lr * (2048 / 2**19) ** 0.5 == pytest.approx(0.02 * 4)  # the trainer's rule
@@ -256,7 +257,7 @@ def test_patterns_need_their_layers_and_heads():
 
 def test_narrow_kernels_see_as_many_tokens_as_they_say():
     for name, family in NARROW.items():
-        config = GPTConfig.from_depth(2, **family)
+        config = StudyShape.from_depth(2, **family)
         assert {config.window(layer) + 1 for layer in range(2)} == {int(name.split()[-2])}
         assert config.kernel == ("mean" if "mean" in name else "gaussian") and config.head_offsets == "PS"
 

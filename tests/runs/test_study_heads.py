@@ -1,6 +1,5 @@
 """What is measured of a trained model's context and heads, against models that are known to do it or not."""
 
-import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +11,8 @@ from runs.study import heads, probes
 from runs.table import NOT_RUN
 from runs.tables import study_heads
 from shown import shown
-from tiny_gpt import SHAPE, awake, write_run
+from study_forms import awake
+from tiny_gpt import write_run
 from trainkit_gka.cli import UserError
 from trainkit_gka.progress import read_lines
 
@@ -72,19 +72,19 @@ def test_heads_are_described_by_the_tokens_they_read():
     texts = torch.randint(70, (2, 16), generator=torch.Generator().manual_seed(1))
     form = dict(attention="gka", gka_values="normalised", sigma_squared=1e-4)
     for more in (dict(kernel="previous", sigma_squared=0.0), dict(head_offsets="P")):
-        found = probes.heads(awake(dataclasses.replace(SHAPE, **{**form, **more})), texts)
+        found = probes.heads(awake(**{**form, **more}), texts)
         assert len(found) == 16 and min(head["weight of the token before"] for head in found) > 0.99
         assert max(head["entropy (nats)"] for head in found) < 0.05
     assert all(head["sigma"] == pytest.approx(0.01) for head in found)
-    found = probes.heads(awake(dataclasses.replace(SHAPE, **form, head_offsets="P3")), texts)
+    found = probes.heads(awake(**form, head_offsets="P3"), texts)
     assert all(
         head["mean distance (tokens)"] == pytest.approx(sum(min(i, 3) for i in range(1, 16)) / 15, 0.01)
         for head in found
     )
-    [head, *_] = probes.heads(awake(dataclasses.replace(SHAPE, attention="gka", kernel="mean")), texts)
+    [head, *_] = probes.heads(awake(attention="gka", kernel="mean"), texts)
     expected = sum(torch.log(torch.tensor(min(i, 8) + 1.0)) for i in range(1, 16)) / 15
     assert head["entropy (nats)"] == pytest.approx(float(expected), rel=1e-4) and head["sigma"] is None
-    assert probes.heads(awake(dataclasses.replace(SHAPE, attention="gka", kernel="none")), texts) == []
+    assert probes.heads(awake(attention="gka", kernel="none"), texts) == []
 
 
 FORMS = [dict(attention="GA", mixing="canon", offset_layers="all"), dict(attention="gka", mixing="kv-shift")]
@@ -95,7 +95,7 @@ FORMS += [dict(attention="gka", kernel="none"), dict(attention="gka", kernel="ti
 def test_a_run_becomes_a_line_and_a_row_of_the_table(form, packed, tmp_path, capsys):
     data = PackedData(packed / "packed")
     vocabulary = Tokenizer.load(packed / "tokenizer").vocab_size
-    model = awake(dataclasses.replace(SHAPE, vocab_size=vocabulary, sequence_len=data.sequence_len, **form))
+    model = awake(vocab_size=vocabulary, sequence_len=data.sequence_len, **form)
     folder = write_run(tmp_path / "tiny", model, packed / "tokenizer")
     results = tmp_path / study_heads.HEADS.name
     settings = dict(run=folder, results=results, sequences=4, rows=4, texts=1, device_type="cpu")

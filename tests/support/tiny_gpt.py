@@ -18,25 +18,15 @@ VARIANTS = [
     dict(attention="gka", head_offsets="PNSS", value_embeds="all"),
     dict(attention="gka", gka_values="normalised"),
     dict(attention="gka", gka_values="normalised", head_offsets="PS"),
-    dict(attention="gka", gka_values="raw"),
     dict(attention="GGGA"),
     dict(attention="VAG", value_embeds="none"),
     dict(attention="softmax", head_offsets="PS", offset_layers="all", value_embeds="every-layer"),
     dict(attention="VGA", head_offsets="PNSS", offset_layers="all"),
-    dict(attention="GA", head_offsets="P3NS2P,S5", offset_layers="all", gka_values="normalised"),
-    dict(attention="gka", head_offsets="P2S3", gka_window=2, value_embeds="all"),
+    dict(attention="GA", head_offsets="PNS", offset_layers="all", gka_values="normalised"),
     dict(attention="gka", channel_bandwidths=True),
     dict(attention="gka", gka_values="normalised", head_offsets="PS", channel_bandwidths=True, head_gates=True),
-    dict(attention="gka", gka_values="raw", value_embeds="all", channel_bandwidths=True),
+    dict(attention="gka", gka_values="normalised", value_embeds="all", channel_bandwidths=True),
     dict(attention="VGA", head_offsets="PS", offset_layers="all", channel_bandwidths=True, head_gates=True),
-]
-MIXED = [
-    dict(attention="gka", mixing="kv-shift", gka_values="normalised"),
-    dict(attention="softmax", mixing="kv-shift", offset_layers="all"),
-    dict(attention="gka", mixing="partial", rotary="half"),
-    dict(attention="VGA", mixing="partial", rotary="half", offset_layers="all", value_embeds="all"),
-    dict(attention="gka", mixing="token-shift", gka_values="normalised"),
-    dict(attention="GAV", mixing="canon", offset_layers="all"),
 ]
 
 
@@ -49,8 +39,6 @@ def awake(config: GPTConfig, seed: int = 0) -> GPT:
             if name.endswith("c_proj.weight"):
                 parameter.normal_(std=0.1)
         for name, parameter in model.named_parameters():
-            if ".blend." in name:
-                parameter.uniform_(0.2, 0.8)
             if name.endswith(("channel_log_scales", "head_gate.weight")):
                 parameter.normal_()
         model.lm_head.weight.normal_(std=0.1)

@@ -19,7 +19,7 @@ LANGUAGE = {
     *("sigma_squared", "embedding_lr", "unembedding_lr", "matrix_lr", "scalar_lr", "sigma_lr", "weight_decay"),
     *("adam_beta1", "adam_beta2", "max_seq_len", "num_iterations", "target_flops", "target_param_data_ratio"),
     *("total_batch_size", "warmup_ratio", "warmdown_ratio", "final_lr_frac", "seed", "dtype"),
-    *("offset_layers", "mixing", "rotary", "kernel", "gka_window"),
+    *("offset_layers", "channel_bandwidths", "head_gates", "channel_lr", "gate_lr"),
 }
 VISION = {*(field.name for field in fields(Recipe)), "model", "model_kwargs", "attention"}
 

@@ -1,0 +1,48 @@
+"""Small language models in every form of the study."""
+
+import dataclasses
+
+import torch
+
+import tiny_gpt
+from nanochat_gka.model.gpt import GPT
+from runs.study.forms.config import StudyShape
+
+SHAPE = StudyShape(**dataclasses.asdict(tiny_gpt.SHAPE))
+GKA = dict(attention="gka", gka_values="normalised")
+MIXED = [
+    dict(GKA, mixing="kv-shift"),
+    dict(attention="softmax", mixing="kv-shift", offset_layers="all"),
+    dict(attention="gka", mixing="partial", rotary="half"),
+    dict(attention="VGA", mixing="partial", rotary="half", offset_layers="all", value_embeds="all"),
+    dict(GKA, mixing="token-shift", head_gates=True),
+    dict(attention="GAV", mixing="canon", offset_layers="all"),
+    dict(attention="gka", mixing="canon", value_embeds="all", channel_bandwidths=True),
+]
+KERNELS = [
+    dict(GKA, kernel="mean", head_offsets="PS"),
+    dict(GKA, kernel="previous"),
+    dict(GKA, kernel="tied-softmax", gka_window=1),
+    dict(attention="gka", kernel="tied-softmax", head_offsets="PS"),
+    dict(attention="gka", kernel="none"),
+    dict(attention="GA", kernel="previous", mixing="canon", value_embeds="every-layer"),
+    dict(GKA, kernel="mean", mixing="token-shift"),
+    dict(GKA, kernel="tied-softmax", mixing="kv-shift"),
+]
+OTHERS = [
+    dict(attention="gka", gka_values="raw", value_embeds="all", channel_bandwidths=True),
+    dict(attention="GA", head_offsets="P3NS2P,S5", offset_layers="all", gka_values="raw"),
+    dict(attention="gka", head_offsets="P2S3", gka_window=2, value_embeds="all"),
+    dict(GKA, kernel="mean", head_offsets="P3S", gka_window=3),
+]
+FORMS = MIXED + KERNELS + OTHERS
+
+
+def awake(**form) -> GPT:
+    """As `tiny_gpt.awake`, of SHAPE with some other settings; blends are not the layer's own input alone."""
+    model = tiny_gpt.awake(dataclasses.replace(SHAPE, **form))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".blend." in name:
+                parameter.uniform_(0.2, 0.8)
+    return model
