@@ -37,7 +37,7 @@ class TrainConfig(OptimConfig, ModelFlags, BundleFlags, RunConfig):
     data: MayChange[Path] = Path("out/packed")
     """Folder of packed rows (make tokenize)."""
     model_tag: MayChange[str] = ""
-    """Name of the run; empty takes d<depth>-<attention> and what is unlike the paper's form: d20-gka-PS-normalised-VE."""
+    """Name of the run; empty takes d<depth>-<attention> and what is unlike the paper's form: d20-gka-PS-VE."""
     compile: MayChange[Literal["auto", "on", "off"]] = "auto"
     """Whether to use torch.compile; auto does on CUDA if a compiler is installed."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

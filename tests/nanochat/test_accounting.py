@@ -27,7 +27,7 @@ def test_the_command_prints_the_papers_gka_row():
 
 
 def test_the_papers_baseline_row():
-    numbers = account(AccountingConfig(depth=20))
+    numbers = account(AccountingConfig(depth=20, attention="softmax"))
     assert numbers["parameters"] == 896_535_720
     assert numbers["flops_per_token"] == 3_004_189_440
     assert (numbers["train_tokens"], numbers["steps"], numbers["total_batch_size"]) == (4_568_645_632, 4357, 2**20)

@@ -332,6 +332,7 @@ def test_models_of_the_core_load_without_the_module(without_forms):
     saved = {**dataclasses.asdict(tiny_gpt.SHAPE), "attention": "gka", "head_offsets": "PS", **left}
     config = GPTConfig.from_saved(saved)
     assert type(config) is GPTConfig and config.head_offsets == "PS"
+    train.TrainConfig().check_continues({**train.TrainConfig().identity(), **left})
     for name, value in dict(kernel="mean", gka_window=3, gka_values="raw", head_offsets="P2", rotary="half").items():
         with pytest.raises(ValueError, match=f"{name}={value} is of the study's forms: add --forms runs.study.forms"):
             GPTConfig.from_saved({**saved, name: value})
