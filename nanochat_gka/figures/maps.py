@@ -101,9 +101,13 @@ def _maps(attention: Attention, x, value_embedding, rotary, mixed: torch.Tensor,
     """The maps of a layer from its arguments, what its heads mixed, (1, T, C), and its output, (1, T, C)."""
     has_sigma, none = attention.has_bandwidth, [0] * attention.config.n_head
     value_embedding = None if value_embedding is None else value_embedding.double()
-    queries, keys, values = attention.slots(x.double(), value_embedding, rotary)
+    x = x.double()
+    queries, keys, values = attention.slots(x, value_embedding, rotary)
     weights = attention.weights(queries, keys)
-    again = torch.einsum("bhij,bjhd->bihd", weights, values).flatten(2)
+    again = torch.einsum("bhij,bjhd->bihd", weights, values)
+    if attention.head_gate is not None:
+        again = again * attention.gates(x)[..., None]
+    again = again.flatten(2)
     error = max(_relative(again, mixed), _relative(attention.c_proj(again), output))
     if not error < TOLERANCE:
         raise UserError(
