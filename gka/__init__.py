@@ -1,6 +1,7 @@
 """Gaussian Kernel Attention: a row-normalised Gaussian kernel over the features in place of softmax(QK^T)V."""
 
-from gka.api import dot_product_attention, gaussian_attention, select_impl, without_autocast
+from gka.api import dot_product_attention, gaussian_attention, gaussian_weights, select_impl
+from gka.autocast import without_autocast
 from gka.bandwidth import bandwidth_warnings, initial_log_sigma, inverse_variance
 from gka.cost import AttentionCost, attention_cost
 from gka.decoding import decode_attention
@@ -18,6 +19,7 @@ __all__ = [
     "decode_attention",
     "dot_product_attention",
     "gaussian_attention",
+    "gaussian_weights",
     "initial_log_sigma",
     "inverse_variance",
     "layer_kinds",

@@ -5,15 +5,16 @@ Layout everywhere: (B, T, H, D). Legend: B sequences, Tq new tokens, Tk tokens o
 
 from collections.abc import Sequence
 from itertools import groupby
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from gka import validation
 from gka.api import gaussian_attention
-from gka.impl.cpu import decoding, op
+from gka.autocast import autocasts
+from gka.dispatch import IMPLEMENTATIONS, check_impl, find
+from gka.request import Tables, gaussian_request
 
-Tables = tuple[torch.Tensor, torch.Tensor]
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -29,12 +30,13 @@ def decode_attention(
     key_delays: Sequence[int] = (),
     value_delays: Sequence[int] = (),
     constant_norm: bool = False,
+    impl: str = "auto",
 ) -> torch.Tensor:
     """`gaussian_attention`, causal, of the last Tq tokens of each sequence against a cache (paper section 5.1).
 
-    On CPUs up to 16 queries without gradients, in float32 or bfloat16, are one pass over the cache, which is not copied
-    whatever its strides are; keys are derived in registers. Elsewhere the same is computed with torch's operations and
-    `gaussian_attention`, for sequences of equal length together.
+    An implementation that reads all that is asked gets the cache as it is: on CPUs up to 16 queries without gradients,
+    in float32 or bfloat16, are one pass over it, and keys are derived in registers. For the others torch's operations
+    make keys and values first, and sequences of equal length go through `gaussian_attention` together.
 
     Args:
       x: queries, (B, Tq, H, D).
@@ -48,18 +50,26 @@ def decode_attention(
       window: a query sees itself and so many tokens before it; None: all.
       key_delays, value_delays: H whole numbers from 0 to 2^31 - 1; empty: none. Token j of a head stands for the key
         (value) of token j - delay, and of token 0 where there is none.
-      constant_norm: as in `gaussian_attention`.
+      constant_norm, impl: as in `gaussian_attention`.
 
     Returns: y, (B, Tq, H, D) in x.dtype. Raises: TypeError or ValueError naming the argument.
     """
-    _check(x, log_sigma, values, keys, rotary, lengths, window, (key_delays, value_delays))
-    others = (values,) if keys is None else (values, keys)
-    if op.can_decode(x, log_sigma, others, rotary or ()):
-        tables = () if rotary is None else rotary
-        before = -1 if window is None else min(window, values.shape[1])  # windows may not fit into 64 bits
-        return decoding.decode(
-            x, keys, values, log_sigma, tables, lengths or (), key_delays, value_delays, before=before, after=0
-        )
+    check_impl(impl)
+    if keys is not None and rotary is not None:
+        raise ValueError("keys are given or derived by rotary, not both")
+    options: dict[str, Any] = dict(
+        rotary=rotary, lengths=lengths, key_delays=key_delays or None, value_delays=value_delays or None
+    )
+    asked = (values, None) if keys is None else (keys, values)
+    whole = any(option is not None for option in options.values())  # they count tokens from the first on
+    request = gaussian_request(
+        x, log_sigma, asked[0], asked[1], True, window, eps=0.0, constant_norm=constant_norm, whole=whole, **options
+    )
+    _check_options(x, values.shape[1], rotary, lengths, key_delays, value_delays)
+    if not autocasts(x.device.type):  # which rounds after keys are derived
+        name, _ = find(request, impl)
+        if name is not None:
+            return IMPLEMENTATIONS[name].gaussian(request)
     lengths = [values.shape[1]] * len(x) if lengths is None else lengths
     parts = []
     for rows, length in _rows_of_equal_length(lengths) or [(slice(None), values.shape[1])]:  # no rows: one empty part
@@ -68,33 +78,32 @@ def decode_attention(
         pair = _keys_and_values(cached_keys, values[rows, first:length], rotary, first)
         pair = _delayed(pair, key_delays, value_delays)
         y = gaussian_attention(
-            x[rows], log_sigma, keys=pair[0], values=pair[1], causal=True, window=window, constant_norm=constant_norm
-        )
+            x[rows], log_sigma, keys=pair[0], values=pair[1], causal=True, window=window, constant_norm=constant_norm,
+            impl=impl,
+        )  # fmt: skip
         parts.append(y)
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _check(x, log_sigma, values, keys, rotary, lengths, window, delays) -> None:
-    """Raises TypeError or ValueError naming the argument."""
-    validation.check_features("x", x)
-    validation.check_features("values", values, like=x)
+def _check_options(
+    x: torch.Tensor,
+    num_keys: int,
+    rotary: Tables | None,
+    lengths: Sequence[int] | None,
+    key_delays: Sequence[int],
+    value_delays: Sequence[int],
+) -> None:
+    """Raises ValueError naming the argument."""
     batch, num_queries, num_heads, head_dim = x.shape
-    num_keys = values.shape[1]
-    validation.check_lengths(num_queries, num_keys, num_keys, masked=True)
-    validation.check_mask(True, window)
-    validation.check_log_sigma(log_sigma, x)
-    if keys is not None:
-        if rotary is not None:
-            raise ValueError("keys are given or derived by rotary, not both")
-        validation.check_features("keys", keys, like=x)
-        validation.check_lengths(num_queries, keys.shape[1], num_keys, masked=True)
     for table in rotary or ():
         if head_dim % 2 or table.dim() != 2 or len(table) < num_keys or table.shape[1] * 2 != head_dim:
             expected = f"({num_keys} or more, {head_dim} / 2)"
             raise ValueError(f"rotary must be two tables of {expected} numbers, got {tuple(table.shape)}")
+        if table.device != x.device:
+            raise ValueError(f"rotary must be on the device of the queries, {x.device}, got {table.device}")
     if lengths is not None and not (len(lengths) == batch and all(num_queries <= n <= num_keys for n in lengths)):
         raise ValueError(f"lengths must be {batch} numbers from {num_queries} to {num_keys}, got {list(lengths)}")
-    for name, given in zip(("key_delays", "value_delays"), delays):
+    for name, given in (("key_delays", key_delays), ("value_delays", value_delays)):
         if given and not (len(given) == num_heads and min(given) >= 0 and max(given) < 2**31):
             raise ValueError(f"{name} must be {num_heads} numbers from 0 to 2^31 - 1, one a head, got {list(given)}")
 

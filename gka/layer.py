@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from gka import validation
-from gka.api import check_impl, gaussian_attention, select_impl
+from gka.api import gaussian_attention, select_impl
 from gka.bandwidth import at_least_float32, initial_log_sigma
+from gka.dispatch import check_impl
 
 # torch.fx records each call as one node, as its tensors have no shapes and dtypes to look at.
 for name in ("split_heads", "at_least_float32", "gaussian_attention"):

@@ -26,7 +26,7 @@ def check_features(name: str, t: object, like: torch.Tensor | None = None) -> No
         raise TypeError(f"{name} must have the dtype of the queries, {like.dtype}, got {t.dtype}")
     if t.device != like.device:
         raise ValueError(f"{name} must be on the device of the queries, {like.device}, got {t.device}")
-    if (t.shape[0], *t.shape[2:]) != (like.shape[0], *like.shape[2:]):
+    if t.shape[0] != like.shape[0] or t.shape[2:] != like.shape[2:]:
         batch, _, heads, head_dim = like.shape
         expected = f"({batch}, *, {heads}, {head_dim})"
         raise ValueError(f"{name} must have shape (B, T, H, D) = {expected}, got {tuple(t.shape)}")

@@ -12,7 +12,7 @@ from deit_gka.figures.groups import by_image
 from deit_gka.figures.matrices import matrix_picture, off_diagonal
 from deit_gka.figures.patch_to_patch import BOX, box
 from deit_gka.figures.sheet import Subject, bare, coloured, linear, logarithmic, save, sheet
-from gka import KINDS, attention_cost, gaussian_attention
+from gka import KINDS, attention_cost, gaussian_weights
 from trainkit_gka.plots import Figure
 
 FACTORS = (0.5, 1.0, 2.0)  # of the model's own sigma
@@ -43,10 +43,7 @@ def choose_tokens(features: torch.Tensor, query: int, first: int, count: int = F
 def few_weights(features: torch.Tensor, sigma: float) -> tuple[torch.Tensor, torch.Tensor]:
     """K (paper eq. 3) and W (eq. 4) of a few tokens, (T, T) each, float64. features: (T, D) of one head."""
     features = features.double()
-    _, weights = gaussian_attention(
-        features[None, :, None], torch.tensor([sigma]).log().float(), eps=0.0, return_weights=True
-    )
-    weights = weights[0, 0]
+    weights = gaussian_weights(features[None, :, None], torch.tensor([sigma]).log().float(), eps=0.0)[0, 0]
     return weights / weights.diagonal()[:, None], weights  # K_ii = 1
 
 

@@ -15,21 +15,22 @@ import torch.nn.functional as F
 from gka.bandwidth import inverse_variance
 from gka.expansion import expand
 from gka.masking import Mask
-from gka.request import GaussianRequest, Request, SoftmaxRequest
+from gka.request import GaussianRequest, Request, Serves, SoftmaxRequest
 
 if TYPE_CHECKING:  # imported where it is used: it brings SymPy, a quarter of the time that `import gka` takes
     from torch.nn.attention.flex_attention import BlockMask
 
 TILE = 128
-MIN_HEAD_DIM = 16
+SERVES = Serves(
+    options=frozenset({"causal", "window"}),
+    applies_eps=False,
+    dtypes=(torch.float32, torch.bfloat16, torch.float16),
+    min_head_dim=16,
+)
 
 
 def unavailable(request: Request) -> str | None:
     """Why FlexAttention cannot serve this request, or None if it can."""
-    if request.head_dim < MIN_HEAD_DIM:
-        return f"FlexAttention needs head_dim >= {MIN_HEAD_DIM}, got {request.head_dim}"
-    if request.x.dtype == torch.float64:
-        return "FlexAttention does not take float64"
     if not request.x.is_cuda and request.needs_grad:
         return "FlexAttention has no backward pass outside CUDA"
     if request.x.is_cuda and request.needs_grad and not torch.cuda.is_available():

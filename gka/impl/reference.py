@@ -8,7 +8,9 @@ take).
 import torch
 
 from gka.kernel import log_kernel
-from gka.request import GaussianRequest, Request
+from gka.request import GaussianRequest, Request, Serves
+
+SERVES = Serves(options=frozenset({"causal", "window"}), applies_eps=True)
 
 
 def unavailable(request: Request) -> str | None:

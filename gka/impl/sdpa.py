@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from gka.bandwidth import inverse_variance
 from gka.expansion import expand
 from gka.masking import Mask
-from gka.request import GaussianRequest, Request, SoftmaxRequest
+from gka.request import GaussianRequest, Request, Serves, SoftmaxRequest
+
+SERVES = Serves(options=frozenset({"causal", "window"}), applies_eps=False)
 
 
 def unavailable(request: Request) -> str | None:

@@ -109,4 +109,7 @@ class Problem:
     def request(self, eps: float | None = None) -> GaussianRequest:
         """What the reference is asked for. eps None, and always with foreign keys: rows are normalised as a softmax."""
         eps = eps if self.keys is None else None
-        return GaussianRequest(self.x, self.keys, self.values, self.mask, True, self.log_sigma, eps, False)
+        return GaussianRequest(
+            x=self.x, keys=self.keys, values=self.values, mask=self.mask, needs_grad=True, log_sigma=self.log_sigma,
+            eps=eps, constant_norm=False,
+        )  # fmt: skip

@@ -21,6 +21,7 @@ from gka import (
     decode_attention,
     dot_product_attention,
     gaussian_attention,
+    gaussian_weights,
     initial_log_sigma,
     select_impl,
 )
@@ -310,10 +311,7 @@ class GKAAttention(Attention, kind="gka"):
         )  # fmt: skip
 
     def weights(self, queries, keys):
-        _, weights = gaussian_attention(
-            queries, self._log_sigma(), keys=keys, causal=True, window=self.window, return_weights=True
-        )
-        return weights
+        return gaussian_weights(queries, self._log_sigma(), keys=keys, causal=True, window=self.window)
 
     def operator(self, dtype):
         shape = (1, self.config.sequence_len, self.config.n_head, self.config.head_dim)

@@ -22,7 +22,7 @@ from deit_gka.figures.rollout import rollout
 from deit_gka.figures.sheet import Subject, linear, logarithmic, overlay
 from deit_gka.figures.subjects import Drawn, subjects_of
 from deit_gka.model.checkpoints import build
-from gka import gaussian_attention
+from gka import gaussian_weights
 from tiny_vision import photo
 from trainkit_gka.cli import UserError
 
@@ -75,7 +75,7 @@ def test_the_weights_are_the_operators():
     subject = subject_of("deit_tiny_gka_patch16_224", sigma_squared=2.0)
     for layer in subject.layers:
         assert layer.initial_sigma == pytest.approx(2**0.5) and layer.sigma.tolist() == pytest.approx([2**0.5] * 2)
-        _, weights = gaussian_attention(layer.features[None], layer.sigma.log(), eps=0.0, return_weights=True)
+        weights = gaussian_weights(layer.features[None], layer.sigma.log(), eps=0.0)
         torch.testing.assert_close(layer.weights, weights[0])
 
 

@@ -6,8 +6,9 @@ import torch.nn.functional as F
 
 import processes
 from gka import decode_attention, gaussian_attention
-from gka.impl.cpu import build, decoding, op
+from gka.impl.cpu import build, decoding
 from gka.testing import make_features, make_log_sigma
+from operator_cases import CPU
 
 needs_kernel = pytest.mark.skipif(build.obstacle() is not None, reason=str(build.obstacle()))
 FLOAT32, BFLOAT16 = 2e-6, 5e-3  # y relative to the largest: a few roundings; that of y to bfloat16
@@ -52,9 +53,9 @@ def expected(x, log_sigma, values, keys=None, rotary=None, lengths=None, window=
     return y
 
 
-def check(x, log_sigma, cache, **options):
+def check(x, log_sigma, cache, impl="auto", **options):
     want = expected(x, log_sigma, cache, **options)
-    got = decode_attention(x, log_sigma, cache, **options)
+    got = decode_attention(x, log_sigma, cache, impl=impl, **options)
     assert got.dtype == x.dtype
     assert (got - want).abs().max() <= (FLOAT32 if x.dtype == torch.float32 else BFLOAT16) * want.abs().max()
 
@@ -68,16 +69,15 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("kernel", [pytest.param(True, marks=needs_kernel), False], ids=["kernel", "torch"])
+@pytest.mark.parametrize("impl", ["reference", CPU, "sdpa"])
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_window_and_length_is_exact(form, kernel, monkeypatch):
-    if not kernel:
-        monkeypatch.setattr(op, "can_decode", lambda *_: False)
+def test_every_form_window_and_length_is_exact(form, impl):
     for num_queries, num_keys, head_dim in SIZES:
         x, log_sigma, cache = draw(num_queries, num_keys, head_dim=head_dim)
         options = FORMS[form](cache)
         late = dict(key_delays=(0, 1), value_delays=(3, 0))
         ragged = [max(num_queries, num_keys // 3), num_keys]
+        options = dict(options, impl=impl)
         check(x, log_sigma, cache, **options)
         check(x, log_sigma, cache, window=9, lengths=ragged, **options)
         check(x, log_sigma, cache, lengths=ragged, **late, **options)

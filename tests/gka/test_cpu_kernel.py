@@ -9,8 +9,8 @@ import torch.utils.checkpoint
 
 import operator_cases
 import processes
-from gka import gaussian_attention, select_impl, testing
-from gka.impl.cpu import build, op
+from gka import dispatch, gaussian_attention, select_impl, testing
+from gka.impl.cpu import build
 from gka.masking import Mask
 from gka.testing import Problem, make_features, make_log_sigma
 from operator_cases import check, foreign
@@ -130,11 +130,11 @@ def test_activation_checkpoints_give_the_same_gradients():
 
 
 def test_what_it_cannot_serve_is_said_once_and_goes_to_sdpa(caplog):
-    op._said.cache_clear()
+    dispatch._said.clear()
     log_sigma = torch.zeros(2)
     for x, reason in [
-        (torch.zeros(1, 4, 2, 16, dtype=torch.float64), "takes float32, bfloat16 or float16, got torch.float64"),
-        (torch.zeros(1, 4, 2, 136), "the CPU kernel needs head_dim <= 128, got 136"),
+        (torch.zeros(1, 4, 2, 16, dtype=torch.float64), "cpu takes float32, bfloat16, float16, got torch.float64"),
+        (torch.zeros(1, 4, 2, 136), "cpu needs head_dim <= 128, got 136"),
         (torch.zeros(1, 4, 2, 16, device="meta"), "the CPU kernel takes CPU tensors, got meta"),
     ]:
         with pytest.raises(ValueError, match=reason):
@@ -144,7 +144,7 @@ def test_what_it_cannot_serve_is_said_once_and_goes_to_sdpa(caplog):
     for _ in range(2):
         select_impl(torch.zeros(1, 4, 2, 136), log_sigma=log_sigma)
     said = [record.message for record in caplog.records]
-    assert said.count('gka: impl="auto" takes sdpa: the CPU kernel needs head_dim <= 128, got 136') == 1
+    assert said.count('gka: impl="auto" takes sdpa: cpu needs head_dim <= 128, got 136') == 1
     assert len(said) == 2 and "torch.float64" in said[0]
 
 

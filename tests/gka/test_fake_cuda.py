@@ -7,7 +7,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from gka import GaussianKernelAttention, decode_attention, dot_product_attention, gaussian_attention, select_impl
-from gka.api import IMPLEMENTATIONS
+from gka.dispatch import IMPLEMENTATIONS
 from gka.impl.triton.configs import TABLES, generation
 from gka.impl.triton.launch import block_of
 

@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 
 from gka import gaussian_attention
 from gka.masking import Mask
-from operator_cases import CPU
+from operator_cases import IMPLS
 
-IMPLS = ("reference", "triton", CPU, "sdpa", "flex")
 TOLERANCE = dict(rtol=2e-4, atol=2e-5)
 
 # Triton's interpreter computes with NumPy, which warns where a GPU does not; what comes of it is tested.

@@ -66,7 +66,7 @@ def test_second_derivatives_are_refused():
 
 def test_what_it_cannot_serve_is_said():
     x, log_sigma = torch.zeros(1, 4, 2, 16, device=DEVICE), torch.zeros(2, device=DEVICE)
-    with pytest.raises(ValueError, match="the Triton kernels take float32, bfloat16 and float16, got torch"):
+    with pytest.raises(ValueError, match="triton takes float32, bfloat16, float16, got torch"):
         gaussian_attention(x.double(), log_sigma.double(), impl="triton")
     with pytest.raises(ValueError, match="head_dim <= 128, got 136"):
         gaussian_attention(torch.zeros(1, 4, 2, 136, device=DEVICE), log_sigma, impl="triton")

@@ -89,9 +89,9 @@ CASES = [
     ),
     (ValueError, "head_dim >= 16, got 8", lambda: gaussian_attention(X[..., :8], S, impl="flex")),
     (
-        ValueError,
-        'return_weights needs impl="reference"',
-        lambda: gaussian_attention(X, S, return_weights=True, impl="sdpa"),
+        TypeError,
+        "return_weights is gone: gaussian_weights",
+        lambda: gaussian_attention(X, S, return_weights=True),
     ),
     (
         ValueError,
@@ -147,7 +147,6 @@ def test_what_ran_can_be_asked():
     assert select_impl(X.double(), log_sigma=S.double()) == "sdpa"
     assert select_impl(X, impl="reference") == "reference"
     assert select_impl(X, impl="flex") == "flex"
-    assert select_impl(X, return_weights=True) == "reference"
 
 
 def test_the_kernels_refuse_what_32_bits_cannot_address_keys_included():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from gka import gaussian_attention
+from gka import gaussian_weights
 from nanochat_gka.figures import measures
 from nanochat_gka.figures.distances import medians_and_sigmas
 from nanochat_gka.figures.heads import head_table
@@ -69,10 +69,9 @@ def test_weights_follow_from_the_equations(form):
         assert not layer.weights[:, ~visible].any()
         torch.testing.assert_close(layer.weights.sum(-1), torch.ones(4, TOKENS))
         if layer.kind == "gka":
-            _, expected = gaussian_attention(
-                layer.features[None], layer.sigma.log(), keys=layer.keys[None], causal=True, window=layer.window,
-                return_weights=True,
-            )  # fmt: skip
+            expected = gaussian_weights(
+                layer.features[None], layer.sigma.log(), keys=layer.keys[None], causal=True, window=layer.window
+            )
             expected = expected[0]
             torch.testing.assert_close(layer.sigma, model.attentions[number].log_sigma.exp().detach())
             assert layer.initial_sigma == pytest.approx(2.0 if model.config.head_offsets else 4.0)

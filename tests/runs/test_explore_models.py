@@ -15,7 +15,7 @@ import tiny_demo
 import tiny_vision
 from deit_gka.figures.maps import attention_layers
 from figure_runs import vision_run
-from gka import gaussian_attention
+from gka import gaussian_weights
 from nanochat_gka.export import ExportConfig
 from nanochat_gka.export import main as export
 from processes import signals_kept
@@ -75,7 +75,7 @@ def test_the_whole_model_runs_with_the_scaled_bandwidths(models):
         plain.layers[0].features.double()[None],
         model.layers[0].log_sigma.detach() + torch.tensor(4.0).log(),
     )
-    _, expected = gaussian_attention(features, log_sigma, eps=0.0, return_weights=True)
+    expected = gaussian_weights(features, log_sigma, eps=0.0)
     assert torch.allclose(wide.layers[0].weights.double(), expected[0], atol=1e-6)
     assert torch.equal(plain.layers[1].sigma, wide.layers[1].sigma)
     assert not torch.allclose(plain.layers[1].features, wide.layers[1].features, atol=1e-3)

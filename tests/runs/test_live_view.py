@@ -14,7 +14,7 @@ import tiny_vision
 import tiny_vit
 from browser import watched
 from deit_gka.figures.subjects import Drawn, subjects_of
-from gka import gaussian_attention
+from gka import gaussian_weights
 from nanochat_gka.figures.maps import extract
 from runs.report import attention, build, live, page
 from tiny_gpt import SHAPE, awake
@@ -77,8 +77,7 @@ def operator(data, features, layer, factor=1.0, eps=0.0):
     keys = [x[(slots - offset).clamp(min=0), head] for head, offset in enumerate(about["keyOffsets"])]
     log_sigma = torch.tensor(about["sigma"], dtype=torch.float64).log() + math.log(factor)
     keys = torch.stack(keys, 1)[None] if any(about["keyOffsets"]) else None
-    settings = dict(causal=about["causal"], window=about["window"], eps=eps, return_weights=True, impl="reference")
-    return gaussian_attention(x[None], log_sigma, keys=keys, **settings)[1][0]
+    return gaussian_weights(x[None], log_sigma, keys=keys, causal=about["causal"], window=about["window"], eps=eps)[0]
 
 
 def rows_of(tab, name, layer, factor=1.0):
@@ -132,7 +131,7 @@ def test_half_precision_changes_rows_by_no_more_than_its_bound(large):
 
 
 def layer_weights(features, sigma):
-    return gaussian_attention(features[None], sigma.log(), eps=0.0, return_weights=True, impl="reference")[1][0]
+    return gaussian_weights(features[None], sigma.log(), eps=0.0)[0]
 
 
 def test_features_beyond_half_precision_are_refused():

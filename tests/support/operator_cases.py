@@ -8,6 +8,7 @@ import torch
 
 from gka import gaussian_attention, testing
 from gka.api import EPS
+from gka.dispatch import IMPLEMENTATIONS
 from gka.impl.cpu import build
 from gka.impl.triton.configs import Config, generation, override
 from gka.masking import Mask
@@ -16,6 +17,7 @@ from gka.testing import Problem
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 AUTO_ON_CPU = "sdpa" if build.obstacle() else "cpu"  # for float32
 CPU = pytest.param("cpu", marks=pytest.mark.skipif(AUTO_ON_CPU != "cpu", reason=str(build.obstacle())))
+IMPLS = [CPU if name == "cpu" else name for name in IMPLEMENTATIONS]  # Triton's runs in its interpreter
 MASKS = [(False, None), (True, None), (True, 20), (False, 9), (True, 500)]  # causal, window
 
 
@@ -31,8 +33,8 @@ def check(
     eps=EPS,
     device=DEVICE,
 ):
-    """y and all gradients of an implementation are within the budget; sdpa and flex are the kernel with eps = 0."""
-    kind, applied = "unit_norm" if constant_norm else kind, eps if impl in ("triton", "cpu") else 0.0
+    """y and all gradients of an implementation are within the budget, with the eps that it applies."""
+    kind, applied = "unit_norm" if constant_norm else kind, eps if IMPLEMENTATIONS[impl].SERVES.applies_eps else 0.0
     fields = dict(with_values=with_values, device=device, mask=Mask(causal, window), eps=applied)
     options = dict(causal=causal, window=window, constant_norm=constant_norm, eps=eps, impl=impl)
     problem = Problem.seeded(kind, shape, dtype, **fields)

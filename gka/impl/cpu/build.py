@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from gka.impl.cpu.ownership import distrust
+from gka.request import TURNED_OFF
 
 SWITCH = "GKA_CPU_KERNEL"  # 0 turns the kernel off
 FOLDER = "GKA_CACHE_DIR"  # where it is kept
@@ -63,20 +64,12 @@ def obstacle() -> str | None:
                 _outcome = _load()
             except Unavailable as error:
                 _outcome = str(error)
-                if not switched_off():
-                    reason = _outcome.splitlines()[0]
-                    LOG.warning('gka: no CPU kernel, impl="auto" uses sdpa on CPUs: %s', reason)
     return _outcome if isinstance(_outcome, str) else None
 
 
 # torch.compile calls it while it traces and keeps the answer, as torch.compiler.assume_constant_result would have it,
 # which imports all of torch._dynamo.
 obstacle._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def has_said(reason: str) -> bool:
-    """Whether `obstacle` has found this reason."""
-    return _outcome == reason
 
 
 def library() -> ctypes.CDLL:
@@ -87,14 +80,10 @@ def library() -> ctypes.CDLL:
     return _outcome
 
 
-def switched_off() -> bool:
-    return os.environ.get(SWITCH, "1") == "0"
-
-
 def _load() -> ctypes.CDLL:
     """The library from the cache, built first if it is not there. Raises Unavailable."""
-    if switched_off():
-        raise Unavailable(f"{SWITCH}=0 turns the CPU kernel off")
+    if os.environ.get(SWITCH) == "0":
+        raise Unavailable(f"{TURNED_OFF} by {SWITCH}=0")
     if sys.platform != "linux":
         raise Unavailable(f"the CPU kernel is built on Linux, this is {sys.platform}")
     instructions = torch.backends.cpu.get_cpu_capability()

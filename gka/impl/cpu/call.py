@@ -23,7 +23,7 @@ class Tensor(ctypes.Structure):
     _fields_ = (("data", c_void_p), ("batch", c_int64), ("token", c_int64), ("head", c_int64))
 
 
-class Request(ctypes.Structure):
+class Arguments(ctypes.Structure):
     """GkaRequest; what a phase does not read stays 0."""
 
     _fields_ = (
@@ -86,7 +86,7 @@ def _call(phase: int, x, keys, values, log_sigma, before: int, after: int, **fie
     features = _tensor(x)
     own_keys, own_values = keys is None, values is None
     key_features = features if own_keys else _tensor(keys)
-    request = Request(
+    request = Arguments(
         x=features, keys=key_features, values=key_features if own_values else _tensor(values),
         log_sigma=log_sigma.data_ptr(), batch=batch, num_queries=num_queries,
         num_keys=num_queries if own_keys else keys.shape[1], num_heads=num_heads, head_dim=head_dim, before=before,
@@ -125,8 +125,8 @@ def _functions(dtype: torch.dtype, phase: int):
         raise RuntimeError("the CPU kernel needs a processor with AMX for bfloat16 features; convert them to float32")
     suffix = str(dtype).removeprefix("torch.")
     size, kernel = (getattr(library(), f"gka_{name}_{suffix}") for name in ("scratch", PHASES[phase]))
-    size.argtypes, size.restype = (POINTER(Request), c_int32), c_int64
-    kernel.argtypes, kernel.restype = (POINTER(Request),), None
+    size.argtypes, size.restype = (POINTER(Arguments), c_int32), c_int64
+    kernel.argtypes, kernel.restype = (POINTER(Arguments),), None
     return size, kernel
 
 

@@ -26,18 +26,18 @@ def decode(
     keys: torch.Tensor | None,
     values: torch.Tensor,
     log_sigma: torch.Tensor,
-    tables: Sequence[torch.Tensor] = (),
+    rotary: Sequence[torch.Tensor] = (),
     lengths: Sequence[int] = (),
     key_delays: Sequence[int] = (),
     value_delays: Sequence[int] = (),
     before: int = -1,
     after: int = -1,
 ) -> torch.Tensor:
-    """y, (B, Tq, H, D), of a few queries; see `gka.decode_attention`. keys None: the values or, with tables (cos, sin)
+    """y, (B, Tq, H, D), of a few queries; see `gka.decode_attention`. keys None: the values or, with rotary (cos, sin)
     of D / 2 channels, the values turned and normalised. Empty lengths: Tk each; empty delays: none. before, after: how
     far a query looks, -1 without limit. Features are float32 or bfloat16, tables too; channels lie side by side.
     """
-    cos, sin = tables if tables else (None, None)
+    cos, sin = rotary or (None, None)
     run = _call if is_plain(x, keys, values, log_sigma, cos, sin) else attend_cached
     return run(x, keys, values, log_sigma, cos, sin, lengths, key_delays, value_delays, before, after)
 

@@ -5,8 +5,6 @@ The operators are opaque to torch.compile, which needs no graph break for them. 
 goes past them, straight to the library: for small tensors the way there costs as much as the kernel.
 """
 
-import functools
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -15,11 +13,17 @@ from gka.expansion import warn_if_lost
 from gka.impl.cpu import build, call, decoding
 from gka.impl.cpu.call import addressable
 from gka.impl.cpu.registering import is_plain, operator
-from gka.request import GaussianRequest
+from gka.request import GaussianRequest, Serves
 
-MAX_HEAD_DIM = 128
 HALF = (torch.bfloat16, torch.float16)
+DECODING = ("rotary", "lengths", "key_delays", "value_delays")  # what the decoding kernel alone reads
 DECODE_QUERIES = 16  # up to here a request without gradients is bound by reading the keys
+SERVES = Serves(
+    options=frozenset({"causal", "window", *DECODING}),
+    applies_eps=True,
+    dtypes=(torch.float32, *HALF),
+    max_head_dim=128,
+)
 
 
 def unavailable(request: GaussianRequest) -> str | None:
@@ -27,10 +31,8 @@ def unavailable(request: GaussianRequest) -> str | None:
     x = request.x
     if x.device.type != "cpu":
         return f"the CPU kernel takes CPU tensors, got {x.device.type}"
-    if x.dtype not in (torch.float32, *HALF):
-        return f"the CPU kernel takes float32, bfloat16 or float16, got {x.dtype}"
-    if request.head_dim > MAX_HEAD_DIM:
-        return f"the CPU kernel needs head_dim <= {MAX_HEAD_DIM}, got {request.head_dim}"
+    if (asked := _asked_of_decoding(request)) and (limit := _limit_of_decoding(request)):
+        return f"the CPU kernel serves {', '.join(asked)} {limit} only"
     if torch.jit.is_tracing():
         return "torch.jit.trace would write an operator into its graph that other programs do not have"
     if not torch.compiler.is_compiling() and _is_transformed():
@@ -38,15 +40,23 @@ def unavailable(request: GaussianRequest) -> str | None:
     return build.obstacle()
 
 
-def say_once(request: GaussianRequest, obstacle: str) -> None:
-    """Log that `auto` takes sdpa for CPU tensors, once for each reason. A missing library says so by itself."""
-    if request.x.device.type == "cpu" and not torch.compiler.is_compiling() and not build.has_said(obstacle):
-        _said(obstacle)
+def _asked_of_decoding(request: GaussianRequest) -> list[str]:
+    return [option for option in request.asks if option in DECODING]
 
 
-@functools.cache
-def _said(obstacle: str) -> None:
-    build.LOG.warning('gka: impl="auto" takes sdpa: %s', obstacle)
+def _limit_of_decoding(request: GaussianRequest) -> str | None:
+    """What the decoding kernel serves, if this request goes beyond it."""
+    if request.needs_grad:
+        return "without gradients"
+    if request.num_queries > DECODE_QUERIES:
+        return f"for at most {DECODE_QUERIES} queries"
+    if request.x.dtype not in decoding.DTYPES:
+        return "in float32 or bfloat16"
+    if request.rotary and not (request.rotary[0].dtype == request.rotary[1].dtype in decoding.DTYPES):
+        return "with tables in one dtype, float32 or bfloat16"
+    if not all(t.stride(-1) == 1 for t in (request.x, request.key_features, request.value_features)):
+        return "of features whose channels lie side by side"  # or a copy would read what is behind a sequence's end
+    return None
 
 
 def _is_transformed() -> bool:
@@ -62,21 +72,17 @@ def gaussian(request: GaussianRequest) -> torch.Tensor:
 
     Half precision is computed in float32, except bfloat16 where the processor has AMX, and in decoding.
     """
-    decodes = not request.own_keys and request.num_queries <= DECODE_QUERIES and not request.needs_grad
+    few = not request.own_keys and request.num_queries <= DECODE_QUERIES and not request.needs_grad
+    decodes = few or bool(_asked_of_decoding(request))
     has_kernel = request.x.dtype == torch.bfloat16 and (decodes or call.has_bfloat16())
     if request.x.dtype in HALF and not has_kernel:
         return gaussian(_single(request)).to(request.x.dtype)
-    before, after = (-1 if limit is None else limit for limit in request.mask.reach)
-    keys = None if request.keys is None else addressable(request.keys)
-    values = None if request.values is None else addressable(request.values)
-    x, log_sigma = addressable(request.x), request.log_sigma.contiguous()
-    if keys is not None and decodes:
-        keys, values = (None, keys) if values is None else (keys, values)
-        return decoding.decode(x, keys, values, log_sigma, before=before, after=after)
+    if decodes:
+        return _decode(request)
+    operands = request.operands(addressable)
     centred = not request.mask.causal  # rounding would leak the future
-    eps = 0.0 if request.eps is None else request.eps
-    arguments = (x, keys, values, log_sigma, before, after, centred, eps, request.needs_grad)
-    if not is_plain(x, keys, values, log_sigma):
+    arguments = (*operands, centred, request.eps or 0.0, request.needs_grad)
+    if not is_plain(*operands[:4]):
         return attend(*arguments)[0]
     y, *_, largest = (_Attend.apply if request.needs_grad else call.forward)(*arguments)
     if not request.constant_norm:
@@ -84,25 +90,14 @@ def gaussian(request: GaussianRequest) -> torch.Tensor:
     return y
 
 
-def can_decode(x: torch.Tensor, log_sigma: torch.Tensor, cached: Sequence[torch.Tensor], tables) -> bool:
-    """Whether `decoding.decode` can serve queries x against a cache of `cached` tensors."""
-    features = (x, *cached)
-    return (
-        x.device.type == "cpu"
-        and x.dtype in decoding.DTYPES
-        and x.shape[0] > 0
-        and x.shape[1] <= DECODE_QUERIES
-        and x.shape[3] <= MAX_HEAD_DIM
-        and log_sigma.dtype == torch.float32
-        and all(t.stride(-1) == 1 for t in (*features, log_sigma))
-        and all(t.device.type == "cpu" and t.dtype in decoding.DTYPES and t.is_contiguous() for t in tables)
-        and len({t.dtype for t in tables}) <= 1
-        and not (torch.is_grad_enabled() and any(t.requires_grad for t in (*features, *tables, log_sigma)))
-        and not torch.is_autocast_enabled("cpu")
-        and not torch.jit.is_tracing()
-        and (torch.compiler.is_compiling() or not _is_transformed())
-        and build.obstacle() is None
-    )
+def _decode(request: GaussianRequest) -> torch.Tensor:
+    """y of a few queries against a cache."""
+    keys = None if request.own_values else request.keys
+    before, after = request.limits
+    return decoding.decode(
+        request.x, keys, request.value_features, request.log_sigma, request.rotary or (), request.lengths or (),
+        request.key_delays or (), request.value_delays or (), before, after,
+    )  # fmt: skip
 
 
 def _single(request: GaussianRequest) -> GaussianRequest:

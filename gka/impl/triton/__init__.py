@@ -1,5 +1,5 @@
 """The fused Triton kernels: op -> launch -> forward | head | backward -> tiles, configs. op and launch share shapes."""
 
-from gka.impl.triton.op import gaussian, unavailable
+from gka.impl.triton.op import SERVES, gaussian, unavailable
 
-__all__ = ["gaussian", "unavailable"]
+__all__ = ["SERVES", "gaussian", "unavailable"]

@@ -12,22 +12,22 @@ import torch
 
 from gka.bandwidth import LOG_SIGMA_BOUND
 from gka.impl.triton.shapes import gradients_like, output_like
-from gka.request import GaussianRequest
+from gka.request import GaussianRequest, Serves
 
 INSTALLED = importlib.util.find_spec("triton") is not None
-MAX_HEAD_DIM = 128
 LARGEST_OFFSET = 2**31
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SERVES = Serves(
+    options=frozenset({"causal", "window"}),
+    applies_eps=True,
+    dtypes=(torch.float32, torch.bfloat16, torch.float16),
+    max_head_dim=128,
+)
 
 
 def unavailable(request: GaussianRequest) -> str | None:
     """Why the kernels cannot serve this request, or None if they can."""
     if obstacle := _missing(request.x.device):
         return obstacle
-    if request.x.dtype not in DTYPES:
-        return f"the Triton kernels take float32, bfloat16 and float16, got {request.x.dtype}"
-    if request.head_dim > MAX_HEAD_DIM:
-        return f"the Triton kernels need head_dim <= {MAX_HEAD_DIM}, got {request.head_dim}"
     for features in (request.x, request.key_features):
         if features.shape[1] * features.shape[2] * features.shape[3] >= LARGEST_OFFSET:
             return f"the Triton kernels take fewer than 2^31 numbers per sequence, got {tuple(features.shape)}"
@@ -56,12 +56,7 @@ def _missing(device: torch.device) -> str | None:
 
 def gaussian(request: GaussianRequest) -> torch.Tensor:
     """y, (B, Tq, H, D) in x.dtype; exponents are kept in float32."""
-    before, after = (-1 if limit is None else limit for limit in request.mask.reach)
-    keys = None if request.keys is None else _addressable(request.keys)
-    values = None if request.values is None else _addressable(request.values)
-    eps = 0.0 if request.eps is None else request.eps
-    log_sigma = request.log_sigma.contiguous()
-    return attend(_addressable(request.x), keys, values, log_sigma, before, after, request.constant_norm, eps)[0]
+    return attend(*request.operands(_addressable), request.constant_norm, request.eps or 0.0)[0]
 
 
 def _addressable(t: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 import torch
 
-from gka import gaussian_attention, log_kernel
+from gka import gaussian_weights, log_kernel
 from gka.api import EPS
 from runs.paper.evidence import Finding, holds, seen
 from runs.tables.demo import vision_records
@@ -19,7 +19,7 @@ def _features() -> tuple[torch.Tensor, torch.Tensor]:
 def _weights(**mask) -> torch.Tensor:
     """W, (1, H, T, T)."""
     x, log_sigma = _features()
-    return gaussian_attention(x, log_sigma, return_weights=True, impl="reference", **mask)[1]
+    return gaussian_weights(x, log_sigma, **mask)
 
 
 def rows_sum_to_one() -> Finding:

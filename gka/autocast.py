@@ -1,0 +1,36 @@
+"""torch.autocast at the operator's door: its dtype is taken once, on the arguments, and it is off inside."""
+
+import contextlib
+
+import torch
+
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def autocasts(device_type: str) -> bool:
+    """Whether autocast is on for this kind of device."""
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+
+
+def without_autocast(device_type: str) -> contextlib.AbstractContextManager:
+    """A context in which operations keep their arguments' dtype, also on devices without autocast, such as meta."""
+    return torch.autocast(device_type, enabled=False) if autocasts(device_type) else contextlib.nullcontext()
+
+
+def to_autocast_dtype(x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Tensors:
+    """Under autocast take its dtype once, here, so that norms are taken of the rounded features and stay float32.
+
+    Comes before the checks, as mixed dtypes are welcome then; what cannot be cast is left for them. Arguments that are
+    one tensor stay one.
+    """
+    kind = x.device.type
+    if not autocasts(kind) or x.dtype == torch.float64:
+        return x, keys, values
+    dtype = torch.get_autocast_dtype(kind)
+
+    def cast(t: torch.Tensor) -> torch.Tensor:
+        return t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() else t
+
+    cast_x = cast(x)
+    cast_keys = cast_x if keys is x else cast(keys)
+    return cast_x, cast_keys, cast_keys if values is keys else cast(values)

@@ -1,0 +1,137 @@
+"""Which implementation serves a request: what each declares, then what it says itself, then the order of "auto"."""
+
+import logging
+from typing import Any, Protocol
+
+import torch
+
+from gka.impl import cpu, flex, reference, sdpa, triton
+from gka.request import TURNED_OFF, GaussianRequest, Request, Serves, SoftmaxRequest
+
+LOG = logging.getLogger("gka")
+
+
+class Implementation(Protocol):
+    """A module or package of gka/impl."""
+
+    SERVES: Serves
+
+    def unavailable(self, request: GaussianRequest) -> str | None:
+        """Why it cannot serve a request that it declares to serve, such as for want of a device; None if it can."""
+
+    def gaussian(self, request: GaussianRequest) -> torch.Tensor:
+        """y, (B, Tq, H, D) in the dtype of x."""
+
+
+class Baseline(Implementation, Protocol):
+    """An implementation that serves the softmax baseline too."""
+
+    def unavailable(self, request: Request) -> str | None:
+        """As an implementation's, for requests of both kinds."""
+
+    def dot_product(self, request: SoftmaxRequest) -> torch.Tensor:
+        """softmax(scale * q.k) v, (B, Tq, H, D)."""
+
+
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    "reference": reference,
+    "triton": triton,
+    "cpu": cpu,
+    "flex": flex,
+    "sdpa": sdpa,
+}
+BASELINES: dict[str, Baseline] = {"flex": flex, "sdpa": sdpa}
+
+_said: set[str] = set()
+
+
+def choose(request: GaussianRequest, impl: str) -> str:
+    """The name of the implementation that runs; never "auto". ValueError if `impl` is unknown or cannot serve it."""
+    check_impl(impl)
+    name, refused = find(request, impl)
+    if name is None:
+        raise _unavailable(impl, refused)
+    if refused and not refused.startswith(TURNED_OFF):
+        _say_once(f'gka: impl="auto" takes {name}: {refused.splitlines()[0]}')
+    return name
+
+
+def choose_baseline(request: SoftmaxRequest, impl: str) -> str:
+    """As `choose`, for the softmax baseline; "auto" is FlexAttention for windows on CUDA, else SDPA."""
+    if impl not in ("auto", *BASELINES):
+        raise ValueError(f"dot_product_attention's impl must be one of auto, {', '.join(BASELINES)}, got {impl!r}")
+    preferred = ("flex", "sdpa") if request.x.is_cuda and request.mask.window is not None else ("sdpa",)
+    name, refused = _first(request, preferred if impl == "auto" else (impl,))
+    if name is None:
+        raise _unavailable(impl, refused)
+    return "sdpa" if request.x.shape[0] == 0 else name
+
+
+def find(request: GaussianRequest, impl: str) -> tuple[str | None, str]:
+    """(the implementation that serves the request as it is, or None; why the first one asked does not, or "").
+
+    A batch of 0 has nothing to compute, and no kernel to launch: the reference stands in.
+    """
+    is_empty = request.x.shape[0] == 0
+    if impl != "auto":
+        names: tuple[str, ...] = (impl,)
+    else:
+        names = ("reference",) if is_empty else _preferred(request)
+    name, refused = _first(request, names)
+    return _first(request, ("reference",)) if is_empty and name is not None else (name, refused)
+
+
+def _preferred(request: GaussianRequest) -> tuple[str, ...]:
+    """The implementations that "auto" asks, in this order."""
+    if request.x.is_cuda:
+        # Without FlexAttention these need a dense mask or extra channels.
+        dense_or_extra = request.mask.window is not None or not request.constant_norm
+        return ("triton", "flex", "sdpa") if dense_or_extra else ("triton", "sdpa")
+    return ("cpu", "sdpa") if request.x.device.type == "cpu" else ("sdpa",)
+
+
+def _first(request: Request, names: tuple[str, ...]) -> tuple[str | None, str]:
+    refused = ""
+    for name in names:
+        obstacle = why_not(name, request)
+        if obstacle is None:
+            return name, refused
+        refused = refused or obstacle
+    return None, refused
+
+
+def why_not(name: str, request: Any) -> str | None:
+    """Why an implementation cannot serve a request, or None: what it does not declare, then what it says itself."""
+    implementation = IMPLEMENTATIONS[name]
+    serves, head_dim = implementation.SERVES, request.head_dim
+    if unread := [option for option in request.asks if option not in serves.options]:
+        return f"{name} does not serve {', '.join(unread)}"
+    if request.x.dtype not in serves.dtypes:
+        return f"{name} takes {', '.join(str(dtype)[6:] for dtype in serves.dtypes)}, got {request.x.dtype}"
+    if head_dim < serves.min_head_dim:
+        return f"{name} needs head_dim >= {serves.min_head_dim}, got {head_dim}"
+    if serves.max_head_dim is not None and head_dim > serves.max_head_dim:
+        return f"{name} needs head_dim <= {serves.max_head_dim}, got {head_dim}"
+    return implementation.unavailable(request)
+
+
+def check_impl(impl: str) -> None:
+    """impl is "auto" or a name in IMPLEMENTATIONS; ValueError otherwise."""
+    if impl != "auto" and impl not in IMPLEMENTATIONS:
+        raise ValueError(f"impl must be one of auto, {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
+
+
+def _unavailable(impl: str, obstacle: str) -> ValueError:
+    """The error for an implementation that was asked for by name."""
+    return ValueError(f'impl="{impl}" is unavailable: {obstacle}; use impl="auto"')
+
+
+def _say_once(line: str) -> None:
+    """Log a line, once in a process."""
+    if line not in _said:
+        _said.add(line)
+        LOG.warning("%s", line)
+
+
+# torch.compile calls it while it traces, as it does build.obstacle (impl/cpu/build.py).
+_say_once._dynamo_marked_constant = True  # type: ignore[attr-defined]

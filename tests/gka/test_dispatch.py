@@ -1,0 +1,82 @@
+"""What implementations declare is what they do, and the door refuses the rest."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gka import decode_attention, gaussian_attention, select_impl, testing
+from gka.dispatch import IMPLEMENTATIONS, why_not
+from gka.request import CONDITIONS, OPTIONS, gaussian_request
+from gka.validation import FLOATING
+from operator_cases import DEVICE, IMPLS
+
+SIZE = 32  # channels that all implementations take
+
+
+def features(dtype=torch.float32, head_dim=SIZE, tokens=9):
+    return testing.make_features("normal", (1, tokens, 2, head_dim), dtype).to(DEVICE)
+
+
+def sigma(dtype=torch.float32):
+    return torch.zeros(2, device=DEVICE, dtype=dtype if dtype == torch.float64 else torch.float32)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_eps_is_applied_as_declared(impl):
+    by_eps = [gaussian_attention(features(), sigma(), eps=eps, impl=impl) for eps in (0.0, 3.0)]
+    assert torch.equal(*by_eps) != IMPLEMENTATIONS[impl].SERVES.applies_eps
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_dtypes_and_head_sizes_are_taken_as_declared(impl):
+    serves = IMPLEMENTATIONS[impl].SERVES
+    for dtype in FLOATING:
+        if dtype in serves.dtypes:
+            assert select_impl(features(dtype), log_sigma=sigma(dtype), impl=impl) == impl
+        else:
+            with pytest.raises(ValueError, match=f"{impl} takes .*, got {dtype}"):
+                gaussian_attention(features(dtype), sigma(dtype), impl=impl)
+    for head_dim, limit in ((serves.min_head_dim - 1, ">="), ((serves.max_head_dim or 0) + 1, "<=")):
+        if head_dim > 0 and (limit == ">=" or serves.max_head_dim):
+            with pytest.raises(ValueError, match=f"{impl} needs head_dim {limit} .*, got {head_dim}"):
+                gaussian_attention(features(head_dim=head_dim), sigma(), impl=impl)
+
+
+@pytest.mark.parametrize("condition", CONDITIONS)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_mask_that_is_not_declared_is_refused(impl, condition, monkeypatch):
+    """As a condition would be that is new: no implementation may overlook it."""
+    mask, serves = dict(causal=dict(causal=True), window=dict(window=2))[condition], IMPLEMENTATIONS[impl].SERVES
+    assert select_impl(features(), impl=impl, **mask) == impl
+    declared = replace(serves, options=serves.options - {condition})
+    monkeypatch.setattr(IMPLEMENTATIONS[impl], "SERVES", declared)
+    with pytest.raises(ValueError, match=f"{impl} does not serve {condition}"):
+        gaussian_attention(features(), sigma(), impl=impl, **mask)
+    assert select_impl(features(), impl="auto", **mask) != impl
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_options_of_decoding_are_served_or_refused_by_name(impl):
+    cache, tables = features(tokens=20), tuple(torch.ones(20, SIZE // 2, device=DEVICE) for _ in range(2))
+    given = dict(rotary=tables, lengths=[20], key_delays=[0, 1], value_delays=[1, 0])
+    assert set(given) == set(OPTIONS)
+    for name, value in given.items():
+        settings = dict(eps=0.0, constant_norm=False)
+        request = gaussian_request(features(), sigma(), cache, None, True, None, **settings, **{name: value})
+        if name in IMPLEMENTATIONS[impl].SERVES.options:
+            assert why_not(impl, request) is None
+        else:
+            assert why_not(impl, request) == f"{impl} does not serve {name}"
+        got, want = (decode_attention(features(), sigma(), cache, **{name: value}, impl=i) for i in (impl, "reference"))
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("change,limit", [
+    (dict(tokens=17), "for at most 16 queries only"),
+    (dict(dtype=torch.float16), "in float32 or bfloat16 only"),
+])  # fmt: skip
+def test_the_cpu_kernel_says_what_it_decodes(change, limit):
+    x, cache = features(**change), features(**{**change, "tokens": 20})
+    request = gaussian_request(x, sigma(), cache, None, True, None, eps=0.0, constant_norm=False, lengths=[20])
+    assert why_not("cpu", request) == f"the CPU kernel serves lengths {limit}"
