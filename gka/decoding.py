@@ -60,28 +60,22 @@ def decode_attention(
     options: dict[str, Any] = dict(
         rotary=rotary, lengths=lengths, key_delays=key_delays or None, value_delays=value_delays or None
     )
-    asked = (values, None) if keys is None else (keys, values)
     whole = any(option is not None for option in options.values())  # they count tokens from the first on
+    pair: tuple[Any, Any] = (values, None) if keys is None else (keys, values)
     request = gaussian_request(
-        x, log_sigma, asked[0], asked[1], True, window, eps=0.0, constant_norm=constant_norm, whole=whole, **options
+        x, log_sigma, *pair, True, window, eps=0.0, constant_norm=constant_norm, whole=whole, **options
     )
     _check_options(x, values.shape[1], rotary, lengths, key_delays, value_delays)
-    if not autocasts(x.device.type):  # which rounds after keys are derived
-        name, _ = find(request, impl)
-        if name is not None:
-            return IMPLEMENTATIONS[name].gaussian(request)
-    lengths = [values.shape[1]] * len(x) if lengths is None else lengths
+    if not autocasts(x.device.type) and (name := find(request, impl)[0]):  # autocast rounds after keys are derived
+        return IMPLEMENTATIONS[name].gaussian(request)
+    same: dict[str, Any] = dict(causal=True, window=window, constant_norm=constant_norm, impl=impl)
     parts = []
-    for rows, length in _rows_of_equal_length(lengths) or [(slice(None), values.shape[1])]:  # no rows: one empty part
+    for rows, length in _rows_of_equal_length(lengths, values.shape[1]):
         first = 0 if window is None else max(0, length - x.shape[1] - window - max((0, *key_delays, *value_delays)))
         cached_keys = None if keys is None else keys[rows, first:length]
-        pair = _keys_and_values(cached_keys, values[rows, first:length], rotary, first)
-        pair = _delayed(pair, key_delays, value_delays)
-        y = gaussian_attention(
-            x[rows], log_sigma, keys=pair[0], values=pair[1], causal=True, window=window, constant_norm=constant_norm,
-            impl=impl,
-        )  # fmt: skip
-        parts.append(y)
+        made = _keys_and_values(cached_keys, values[rows, first:length], rotary, first)
+        late_keys, late_values = _delayed(made, key_delays, value_delays)
+        parts.append(gaussian_attention(x[rows], log_sigma, keys=late_keys, values=late_values, **same))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -108,8 +102,10 @@ def _check_options(
             raise ValueError(f"{name} must be {num_heads} numbers from 0 to 2^31 - 1, one a head, got {list(given)}")
 
 
-def _rows_of_equal_length(lengths: Sequence[int]) -> list[tuple[slice, int]]:
-    """Neighbours of equal length, and that length."""
+def _rows_of_equal_length(lengths: Sequence[int] | None, num_keys: int) -> list[tuple[slice, int]]:
+    """Neighbours of equal length, and that length; without rows one empty part."""
+    if not lengths:
+        return [(slice(None), num_keys)]
     groups, first = [], 0
     for length, members in groupby(lengths):
         rows = slice(first, first + len(list(members)))

@@ -44,8 +44,7 @@ class Mask:
         recognised.
         """
         window = self.window if self.window is not None and self.window < num_keys - 1 else None
-        causal = self.causal and num_queries > 1
-        return self if causal == self.causal and window == self.window else Mask(causal, window)
+        return Mask(self.causal and num_queries > 1, window)
 
     def first_visible_key(self, num_queries: int, num_keys: int) -> int:
         """Index of the first key that any query can see: everything before it can be dropped without changing a
