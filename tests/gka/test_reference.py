@@ -1,6 +1,7 @@
 """The oracle itself: against the equations in plain Python arithmetic, and its gradients by finite differences."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from gka import gaussian_attention, gaussian_weights, testing
 from gka.api import EPS
 from gka.masking import Mask
+from operator_cases import foreign
 
 MASKS = [(False, None), (True, None), (True, 2), (False, 2), (True, 0), (True, 99)]
 
@@ -100,3 +102,19 @@ def test_plain_pytorch_is_the_reference_up_to_rounding(causal, window):
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
     last = testing.plain_attention(x[:, -1:], log_sigma, keys=x, visible=mask.dense(9, 9, x.device)[-1:])
     torch.testing.assert_close(last, want[:, -1:], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("causal,window", MASKS)
+@pytest.mark.parametrize("is_foreign", [False, True], ids=["own", "foreign"])
+def test_the_oracle_is_the_reference_with_torchs_own_derivatives(is_foreign, causal, window):
+    """A wrong oracle would widen its own budget: plain PyTorch's error is measured against it."""
+    mask, shape = Mask(causal, window), (2, 9, 2, 4)
+    if is_foreign:
+        problem = foreign(5, 9, 4, mask, with_values=True, dtype=torch.float64)
+    else:
+        problem = testing.Problem.seeded("normal", shape, torch.float64, mask=mask, eps=1e-3)
+    attend = partial(gaussian_attention, causal=causal, window=window, eps=1e-3, impl="reference")
+    got, want = testing.run(attend, problem.double()).named(), testing.oracle(problem).named()
+    assert got.keys() == want.keys()
+    for name, value in got.items():
+        torch.testing.assert_close(value, want[name], rtol=1e-10, atol=1e-12)
