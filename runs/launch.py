@@ -6,8 +6,9 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from runs import commands
 from trainkit_gka import signals
-from trainkit_gka.cli import OUR_TORCHRUN, UserError, as_typed
+from trainkit_gka.cli import UserError, as_typed
 from trainkit_gka.progress import console
 
 
@@ -16,15 +17,10 @@ def command(module: str, flags: Iterable[Any], ranks: int = 1, torchrun: str = "
 
     --standalone takes their place if it is empty. Raises UserError for a quote in them that does not end.
     """
-    launcher = ["-m"]
-    if ranks > 1 or torchrun:
-        try:
-            where = shlex.split(torchrun) or ["--standalone"]
-        except ValueError as error:
-            raise UserError(f"--torchrun {torchrun}: {str(error).lower()}") from None
-        # The last dashes keep torchrun from taking our --run for its --run-path.
-        launcher = ["-m", OUR_TORCHRUN, *where, "--nproc-per-node", str(ranks), "-m", "--"]
-    return [*launcher, module, *map(str, flags)]
+    try:
+        return [*commands.launch(module, ranks, shlex.split(torchrun)), *map(str, flags)]
+    except ValueError as error:
+        raise UserError(f"--torchrun {torchrun}: {str(error).lower()}") from None
 
 
 def show(words: Sequence[str]) -> list[str]:

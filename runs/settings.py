@@ -1,7 +1,7 @@
-"""What the user set for make: read, checked, and worded for the shell and for make.
+"""What the user set for make: read, checked, and worded for the shell.
 
-Settings are given as NAME=value; an empty value is the same as none. make reads this before there is an environment: it
-needs the standard library alone, and no newer Python than 3.8.
+Settings are given as NAME=value; an empty value is the same as none. It is read before there is an environment: the
+standard library alone, no newer Python than 3.8.
 """
 
 import os
@@ -23,9 +23,9 @@ class Problem(Exception):
     """Something the user can mend; the message says how."""
 
 
-def read(words):
-    """The settings in words such as BASE=out, as the commands take them. Raises Problem for what cannot be right."""
-    given = {name: value for name, value in (word.split("=", 1) for word in words) if value}
+def read(setting):
+    """The settings that have a value, as the commands take them. Raises Problem for what cannot be right."""
+    given = {name: value for name, value in setting.items() if value}
     for name, value in given.items():
         if re.search("[\x00-\x08\x0a-\x1f\x7f]", value):
             raise Problem(f"{name} has a line break or another control character, which make cannot pass on")
@@ -41,22 +41,7 @@ def read(words):
             given[name] = str(int(value))
     if given.get("WANDB_MODE", "disabled") not in WANDB_MODES:
         raise Problem(f"WANDB_MODE={given['WANDB_MODE']} must be {' or '.join(WANDB_MODES)}")
-    goals = given.pop("MAKECMDGOALS", "").split()
-    for goal in goals:
-        if not re.fullmatch(r"[\w./+-]+", goal):
-            raise Problem(f"there is no target {goal}; make help lists them")
-    return {**STUDY, **given} if "study" in goals else given
-
-
-def flag(name, value):
-    """A flag and its value as words for the shell, joined where the value has a dash first; nothing without a value."""
-    joint = "=" if value.startswith("-") else " "
-    return f"--{name}{joint}{shlex.quote(value)}" if value else ""
-
-
-def joined(*flags):
-    """The flags that there are, in one line."""
-    return " ".join(filter(None, flags))
+    return given
 
 
 def flags_of(text):
@@ -73,9 +58,3 @@ def flags_of(text):
         return single or escaped or "\\" + special
 
     return re.sub(r"""('[^']*')|("(?:\\.|[^"\\])*")|(\\.)|([$`;&|<>()#!])""", plain, text)
-
-
-def as_make(variables):
-    """The variables as words of make, NAME:=value, with references for what would end a word or a value of make's."""
-    stands_for = str.maketrans({"$": "$$", " ": "$(space)", "\t": "$(tab)", "#": "$(hash)"})
-    return " ".join(f"{name}:={value.translate(stands_for)}" for name, value in variables.items())

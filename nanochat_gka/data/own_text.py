@@ -57,7 +57,7 @@ LONGEST = 2**22  # characters of a document of a text file
 GROUP_BYTES = 2**24  # of documents that are held in memory until they are written
 RECORD = "files.json"
 RULES = 2  # of what is read and held out; a corpus that was written by others is written again
-SHARD = re.compile(r"shard_\d{5}\.parquet")  # runs/names.py has it too
+SHARD = re.compile(r"shard_\d{5}\.parquet")  # runs/make.py has it too
 NAMED, LAST = "as the files are named", "the last file by name"
 
 

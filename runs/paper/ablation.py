@@ -13,15 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deit_gka.model.registry import model_name
 from gka.kinds import KINDS
-from runs import launch
+from runs import commands, launch
 from runs.paper import common, deit, published
 from runs.table import Table
 from trainkit_gka.cli import UserError
 from trainkit_gka.loop import finish_record
 
-SIZE = "ti"
+PAPER_NAMES = {"softmax": "DeiT"} | {name: kind.label for name, kind in KINDS.items() if name != "softmax"}
 
 
 @dataclass
@@ -33,18 +32,18 @@ class AblationConfig(common.Training):
     """Folder that holds the runs, named after their models."""
     data: str = ""
     """Images to train on first; empty = print the table alone."""
-    hybrid: str = "GGGA"
+    hybrid: str = commands.HYBRID
     """The hybrid's kinds by layer; empty = none. Its row is left out while its run is not finished."""
 
 
 def models() -> dict[str, str]:
     """The name of every kind -> the timm model of the ablation."""
-    return {name: model_name(deit.SIZE_NAMES[SIZE], name) for name in KINDS}
+    return {name: commands.vision_model(f"ti-{'base' if name == 'softmax' else name}") for name in KINDS}
 
 
 def hybrid_run(pattern: str) -> str:
     """The folder of the hybrid's run, as the trainer names it."""
-    return f"{models()[deit.DEFAULT_KIND]}-{pattern}"
+    return f"{models()['gka']}-{pattern}"
 
 
 def training(config: AblationConfig, extra: list[Any]) -> list[list[str]]:
@@ -52,11 +51,7 @@ def training(config: AblationConfig, extra: list[Any]) -> list[list[str]]:
     vision = deit.VisionConfig(
         base=config.base, ngpu=config.ngpu, torchrun=config.torchrun, wandb=config.wandb, data=config.data
     )
-    commands = [deit.words(vision, model, extra) for model in models().values()]
-    if config.hybrid:
-        pattern = ["--attention", config.hybrid]
-        commands.append(deit.words(vision, models()[deit.DEFAULT_KIND], [*pattern, *extra]))
-    return commands
+    return [deit.words(vision, model, [*own, *extra]) for model, own in commands.ablation(config.hybrid)]
 
 
 def finished(folder: Path) -> dict | None:
@@ -73,7 +68,7 @@ def table(runs: Path, hybrid: str = "") -> Table:
             raise UserError(f"{missing} holds no finished run; make ablate-projections DATA=... trains them all")
     rows = []
     for name, record in records.items():
-        printed = published.rows("ablation").get(f"{deit.PAPER_NAMES[name]}-Ti", {})
+        printed = published.rows("ablation").get(f"{PAPER_NAMES[name]}-Ti", {})
         rows.append([KINDS[name].label, " ".join(f"{KINDS[name].input_projections}O"), *cells(record, printed)])
     ours = finished(runs / hybrid_run(hybrid)) if hybrid else None
     if ours:

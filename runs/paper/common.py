@@ -37,11 +37,6 @@ class Training(Experiment):
     wandb: Literal["disabled", "offline", "online"] = "disabled"
     """Log to Weights & Biases."""
 
-    @property
-    def places(self) -> list[Any]:
-        """The trainers' flags for where outputs go."""
-        return ["--out", self.base / "runs", "--results", self.base / "results.jsonl", "--wandb", self.wandb]
-
 
 def run(main: Callable[[Config, list[str]], None], config_class: type[Config]) -> None:
     """Parse the command line and call `main` with the flags and what follows `--`."""

@@ -16,15 +16,9 @@ from typing import Annotated, Any
 
 import tyro
 
-from deit_gka.model.registry import model_name
-from gka.kinds import KINDS
+from runs import commands
 from runs.paper import common
 from trainkit_gka.cli import UserError
-
-SIZE_NAMES = {"ti": "tiny", "s": "small", "b": "base"}
-PAPER_NAMES = {"softmax": "DeiT"} | {name: kind.label for name, kind in KINDS.items() if name != "softmax"}
-DEFAULT_KIND = "gka"
-SOFTMAX_TARGET = "base"  # what make's targets call softmax attention
 
 
 @dataclass
@@ -41,17 +35,15 @@ class VisionConfig(common.Training):
 
 def model_of(name: str) -> str:
     """timm's name of the paper's model `name`, such as ti or s-vlt. Raises UserError."""
-    size, _, kind = name.partition("-")
-    kinds = {SOFTMAX_TARGET: "softmax", "": DEFAULT_KIND} | {kind: kind for kind in KINDS if kind != "softmax"}
-    if size not in SIZE_NAMES or kind not in kinds:
-        known = ",".join(kind for kind in kinds if kind)
-        raise UserError(f"there is train-deit-{{{','.join(SIZE_NAMES)}}}-{{{known}}}, not train-deit-{name}")
-    return model_name(SIZE_NAMES[size], kinds[kind])
+    try:
+        return commands.vision_model(name)
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
 
 def words(config: VisionConfig, model: str, extra: list[Any]) -> list[str]:
     """The trainer's command line for one model."""
-    return config.command("deit_gka.train", ["--data", config.data, *config.places, "--model", model, *extra])
+    return config.command("deit_gka.train", [*commands.vision(model, config.data, config.base, config.wandb), *extra])
 
 
 def main(config: VisionConfig, extra: list[str]) -> None:

@@ -1,10 +1,10 @@
 """What gpt_d20_gka.py and gpt_d20_softmax.py share: the trainer's command line for a language model of depth 20."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from runs import commands
 from runs.paper import common
 from trainkit_gka.cli import Count
 
@@ -21,11 +21,10 @@ class LanguageConfig(common.Training):
 
 def words(config: LanguageConfig, recipe: dict[str, Any], extra: list[str]) -> list[str]:
     """The trainer's command line. recipe: what the experiment is about."""
-    own = ["--data", config.data, *config.places, "--depth", config.depth]
-    chosen = [word for flag, value in recipe.items() for word in (f"--{flag}", value)]
-    return config.command("nanochat_gka.train", [*own, *chosen, *extra])
+    own = commands.language(recipe, config.data, config.depth, config.base, config.wandb)
+    return config.command("nanochat_gka.train", [*own, *extra])
 
 
-def experiment(recipe: dict[str, Any]) -> Callable[[LanguageConfig, list[str]], None]:
-    """The function that starts the trainer with `recipe`."""
-    return lambda config, extra: common.become(words(config, recipe, extra))
+def run(recipe: dict[str, Any]) -> None:
+    """The experiment with this recipe, as a command."""
+    common.run(lambda config, extra: common.become(words(config, recipe, extra)), LanguageConfig)

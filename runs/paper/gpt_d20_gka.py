@@ -7,10 +7,9 @@ Hours:     3.2 on those 7, an estimate: from FLOPs alone, at 40 % of 209.5 TFLOP
 Expected:  validation 0.819080 bits per byte, training 0.818256; mean of six CORE tasks 0.2286; not run here yet
 """
 
-from runs.paper import common
-from runs.paper.gpt_d20 import LanguageConfig, experiment
-
 RECIPE = {"attention": "gka", "target-param-data-ratio": 8.25}
 
 if __name__ == "__main__":
-    common.run(experiment(RECIPE), LanguageConfig)
+    from runs.paper import gpt_d20  # not for make, which reads the recipe before there is an environment
+
+    gpt_d20.run(RECIPE)

@@ -11,11 +11,11 @@ are left out, though they help: in half of the layers, as softmax has them (`--v
 more than the softmax baseline's 896,535,720.
 """
 
-from runs.paper import common
-from runs.paper.gpt_d20 import LanguageConfig, experiment
 from runs.paper.gpt_d20_gka import RECIPE as PAPER
 
 RECIPE = {**PAPER, "head-offsets": "PS", "gka-values": "normalised"}
 
 if __name__ == "__main__":
-    common.run(experiment(RECIPE), LanguageConfig)
+    from runs.paper import gpt_d20  # not for make, which reads the recipe before there is an environment
+
+    gpt_d20.run(RECIPE)

@@ -13,7 +13,7 @@ from deit_gka.evaluate import EvaluateConfig
 from deit_gka.recipe import Recipe
 from deit_gka.training.config import TrainConfig
 from digit_runs import accuracy
-from runs.names import SMALL_VISION
+from runs.make import SMALL_VISION
 from trainkit_gka.cli import UserError, check_bounds, flag_of
 
 PAPER = dict(  # paper, section 4.1

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from makefile import SETTINGS
+from makefile import LAUNCHER, SETTINGS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -15,8 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def make(tmp_path):
     """Run make in a bare copy of the tree: no environment, no outputs."""
-    for name in ("Makefile", "requirements.txt", "pyproject.toml", "runs/names.py", "runs/settings.py"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+    for name in ("Makefile", "requirements.txt", "pyproject.toml", *(f"runs/{name}.py" for name in LAUNCHER)):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     # These tests run under `make test`: its settings and its talk of entering folders are not theirs.
     settings = {"MFLAGS", "CUDA_VISIBLE_DEVICES", *SETTINGS}

@@ -48,7 +48,7 @@ def taken(line: str) -> dict:
 )
 def test_settings_reach_torchrun(make, settings, expected):
     trained = make("-n", "pretrain-d20", *settings).stdout.splitlines()[-1]
-    found = taken(trained.partition("gpt_d20_gka ")[2])
+    found = vars(torchrun.parse_args(shlex.split(trained)[3:]))
     assert {name: found[name] for name in expected} == expected and found["training_script"] == "nanochat_gka.train"
     evaluated = shlex.split(make("-n", "eval-bpb", *settings, "RUN=x").stdout.splitlines()[-1])
     assert evaluated[:3] == [".venv/bin/python", "-m", "trainkit_gka.torchrun"]
@@ -59,8 +59,8 @@ def test_settings_reach_torchrun(make, settings, expected):
 @needs_make
 def test_machines_without_a_place_to_meet_are_one_line(make):
     done = make("-n", "pretrain-d20", "NNODES=2")
-    assert done.returncode == 2 and not done.stdout and done.stderr.count("\n") == 1
-    assert "NNODES=2 needs RDZV=host:port" in done.stderr
+    assert done.returncode == 2 and done.stdout.count("\n") == 1 and done.stderr.count("\n") == 2
+    assert "error: NNODES=2 needs RDZV=host:port" in done.stderr
 
 
 @needs_make
@@ -69,8 +69,8 @@ def test_machines_without_a_place_to_meet_are_one_line(make):
 )
 def test_a_place_to_meet_that_is_none_is_one_line(make, place):
     done = make("-n", "pretrain-d20", "NNODES=2", f"RDZV={place}")
-    assert done.returncode == 2 and not done.stdout and done.stderr.count("\n") == 1
-    assert f"RDZV={place} must be host:port, the name or address" in done.stderr
+    assert done.returncode == 2 and done.stdout.count("\n") == 1 and done.stderr.count("\n") == 2
+    assert f"error: RDZV={place} must be host:port, the name or address" in done.stderr
 
 
 @needs_make
@@ -106,7 +106,8 @@ def test_a_place_to_meet_is_what_torchrun_takes(make, place, meant):
 )
 def test_a_setting_that_no_command_takes_is_one_line_before_anything_starts(make, setting, expected):
     done = make("-n", "pretrain-d20", setting)
-    assert done.returncode == 2 and not done.stdout and done.stderr.count("\n") == 1 and expected in done.stderr
+    assert done.returncode == 2 and done.stdout.count("\n") == 1
+    assert done.stderr.count("\n") == 2 and f"error: {expected}" in done.stderr
 
 
 def test_settings_have_the_bounds_of_the_flags_that_they_become():
