@@ -16,6 +16,7 @@ from trainkit_gka.checkpoint import Checkpoint, load_newest
 from trainkit_gka.cli import command_line, leave_note
 from trainkit_gka.distributed import Interrupted, Runtime, Stop, running
 from trainkit_gka.files import locked
+from trainkit_gka.plan import show_plan
 from trainkit_gka.progress import RunLog, progress_bar, read_events
 from trainkit_gka.results import append_result, check_appendable
 from trainkit_gka.run_config import RunConfig
@@ -32,6 +33,11 @@ def launch(config: RunConfig, make_trainer: Callable[[Any, Runtime, Checkpoint |
     config.check()
     signals.outlive_readers()
     with running(config.device_type, config.seed) as runtime, contextlib.ExitStack() as held:
+        if config.dry_run:
+            trainer = runtime.agree(lambda: make_trainer(config, runtime, resume(config, runtime)))
+            held.callback(trainer.close)
+            show_plan(trainer)
+            return
 
         def prepare() -> tuple[Trainer, RunLog]:
             if runtime.is_main:

@@ -36,6 +36,8 @@ class RunConfig:
     """Stop after this step and save; the length of the run stays (for trying things out)."""
     wandb: MayChange[Literal["disabled", "offline", "online"]] = "disabled"
     """Weights & Biases; offline needs no account (WANDB_MODE sets the Makefile's default)."""
+    dry_run: MayChange[bool] = False
+    """Train nothing and write nothing: check what can be checked, show the settings and what training would take."""
     results: MayChange[Path] = Path("out/results.jsonl")
     """File to append the finished run's numbers to."""
 

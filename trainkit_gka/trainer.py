@@ -97,6 +97,10 @@ class Trainer(ABC):
         """What is wrong with the weights though their numbers are finite: a line for each, by what it is about."""
         return {}
 
+    def work(self) -> tuple[str, int, float | None]:
+        """What training counts, such as tokens; how many of them a step takes; the training FLOPs of one, if known."""
+        return f"{self.STEP}s", 1, None
+
     def close(self) -> None:  # noqa: B027 (most have nothing to end)
         """End what training started, such as worker processes, however training ended."""
 

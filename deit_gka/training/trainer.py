@@ -45,6 +45,8 @@ from trainkit_gka.distributed import Runtime, Stop
 from trainkit_gka.progress import RunLog, rate
 from trainkit_gka.trainer import Trainer as BaseTrainer
 
+TRAINING = 3  # times the FLOPs of a forward pass: backward takes two
+
 
 class Trainer(BaseTrainer):
     """One vision run. Raises UserError for data or flags that cannot be trained with."""
@@ -218,6 +220,10 @@ class Trainer(BaseTrainer):
             text += self.memory_text()
         self.recent = Meter()
         return text, {**numbers, "lr": lr, "weight_decay": self.config.weight_decay, "epoch": epoch, **speed}
+
+    def work(self) -> tuple[str, int, float | None]:
+        cost = cost_of(self.model)
+        return "images", self.config.batch_size, TRAINING * cost.flops if cost else None
 
     # What a checkpoint keeps
 

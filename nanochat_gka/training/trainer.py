@@ -22,13 +22,13 @@ from nanochat_gka.generation.engine import Engine
 from nanochat_gka.generation.sampling import SAMPLE_PROMPTS, Sampling
 from nanochat_gka.model.accounting import flops_per_token, parameter_counts
 from nanochat_gka.model.gpt import GPT, build
-from nanochat_gka.training import hardware, memory
+from nanochat_gka.training import memory
 from nanochat_gka.training.bits_per_byte import UTF8, of_both_splits, rows_note, utf8_note
 from nanochat_gka.training.config import TrainConfig
 from nanochat_gka.training.gradients import accumulate_gradients, dry_step
 from nanochat_gka.training.optim import MuonAdamW, check_decay, parameter_groups
 from nanochat_gka.training.schedule import lr_multiplier, muon_momentum, weight_decay_multiplier
-from trainkit_gka import compiling
+from trainkit_gka import compiling, hardware
 from trainkit_gka.checkpoint import Checkpoint, Tensors
 from trainkit_gka.cli import UserError
 from trainkit_gka.distributed import Runtime, Stop
@@ -200,6 +200,9 @@ class Trainer(BaseTrainer):
         parts += [f"peak {memory_mib:,.0f} MiB {'GPU' if self.runtime.device.type == 'cuda' else 'RSS'}"]
         values = {"lr_multiplier": multiplier, "tokens_per_second": speed, "mfu": mfu, "eta_seconds": left}
         return " | ".join(parts), {**numbers, **values, "peak_memory_mib": memory_mib}
+
+    def work(self) -> tuple[str, int, float | None]:
+        return "tokens", self.horizon.total_batch_size, float(flops_per_token(self.model))
 
     # What a checkpoint keeps
 

@@ -24,7 +24,6 @@ import torch
 
 from nanochat_gka.model.accounting import flops_per_token, parameter_counts
 from nanochat_gka.model.config import GKA_VALUES, GPTConfig
-from nanochat_gka.training.hardware import peak_flops
 from runs.bench import models
 from runs.bench.config import ComparisonConfig, Counts, with_dtype
 from runs.bench.device import release_memory
@@ -36,6 +35,7 @@ from runs.bench.timing import interleave
 from trainkit_gka import compiling
 from trainkit_gka.cli import Bounds, UserError, run
 from trainkit_gka.distributed import Runtime, setup
+from trainkit_gka.hardware import peak_flops
 from trainkit_gka.progress import progress_bar
 
 BENCHMARK = "gpt"

@@ -13,10 +13,10 @@ from nanochat_gka.generation.engine import Engine
 from nanochat_gka.generation.sampling import Sampling
 from nanochat_gka.model.checkpoints import load
 from nanochat_gka.train import main
-from nanochat_gka.training import hardware
 from nanochat_gka.training.config import TrainConfig
 from nanochat_gka.training.trainer import Trainer
 from pretend_cuda import GPU, OnGPU, needs_no_gpu, pretended
+from trainkit_gka import hardware
 from trainkit_gka.distributed import setup
 
 # Of the interpreter, which computes with NumPy.

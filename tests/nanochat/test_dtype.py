@@ -12,8 +12,8 @@ from gpt_runs import MODULE, final, flags
 from nanochat_gka.model.checkpoints import load
 from nanochat_gka.model.loss import ROWS_AT_ONCE, capped, cross_entropy
 from nanochat_gka.train import TrainConfig, main
-from nanochat_gka.training import hardware
 from tiny_gpt import SHAPE, awake
+from trainkit_gka import hardware
 from trainkit_gka.cli import run
 
 STEPS = 12
