@@ -1,5 +1,6 @@
 """Command lines: a dataclass becomes flags, a mistake one line and exit code 2, a passing fault one line and 75."""
 
+import ast
 import contextlib
 import errno
 import inspect
@@ -13,9 +14,10 @@ import shlex
 import shutil
 import signal
 import sys
+import textwrap
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import Field, dataclass, field, fields, make_dataclass
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 from trainkit_gka import signals
@@ -153,7 +155,14 @@ def parse(config_class: type, argv: list[str] | None) -> Any:
     try:
         with contextlib.redirect_stderr(said):
             program, about = shlex.join(_program()), inspect.getdoc(config_class)
-            config = tyro.cli(config_class, args=argv, prog=program, description=about)
+            if groups := getattr(config_class, "GROUPS", None):
+                grouped = _grouped(config_class, groups)
+                parts = tyro.cli(
+                    grouped, args=argv, prog=program, description=about, config=[tyro.conf.AvoidSubcommands]
+                )
+                config = config_class(**{k: v for part in vars(parts).values() for k, v in vars(part).items()})
+            else:
+                config = tyro.cli(config_class, args=argv, prog=program, description=about)
     except SystemExit as left:
         if left.code != UserError.code:
             raise
@@ -164,6 +173,40 @@ def parse(config_class: type, argv: list[str] | None) -> Any:
             os.environ["COLUMNS"] = before
     sys.stderr.write(said.getvalue())  # a warning
     return config
+
+
+def _grouped(config_class: type, groups: dict[str, str]) -> type:
+    """A class whose fields are the groups of `config_class`, for tyro; what no group names goes to the group "run"."""
+    import tyro
+
+    docs = _field_docs(config_class)
+    hints, known = get_type_hints(config_class, include_extras=True), {f.name: f for f in fields(config_class)}
+    named = {title: names.split() for title, names in groups.items()}
+    named["run"] = [name for name in known if not any(name in names for names in named.values())]
+
+    def part(title: str, names: list[str]) -> tuple[str, Any, Any]:
+        own = [
+            (n, Annotated[hints[n], tyro.conf.arg(help=docs.get(n), prefix_name=False)], _copy(known[n])) for n in names
+        ]
+        group = make_dataclass(title, own, frozen=True, kw_only=True)
+        return title, Annotated[group, tyro.conf.arg(help="")], field(default_factory=group)
+
+    return make_dataclass("Flags", [part(title, names) for title, names in named.items()], frozen=True)
+
+
+def _copy(known: Field) -> Any:
+    return field(default=known.default, default_factory=known.default_factory)
+
+
+def _field_docs(config_class: type) -> dict[str, str]:
+    """The strings under the fields, from the source, inherited ones included."""
+    docs = {}
+    for base in [base for base in reversed(config_class.__mro__) if base is not object]:
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
+        for one, two in itertools.pairwise(body):
+            if isinstance(one, ast.AnnAssign) and isinstance(two, ast.Expr):
+                docs[one.target.id] = " ".join(two.value.value.split())
+    return docs
 
 
 def _in_a_line(box: str) -> str:

@@ -1,7 +1,7 @@
 """The flags of `train`: the recipe, and where and how to run it."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from deit_gka.data.sources import FORMS, DataParts
 from deit_gka.data.workers import WorkerCount
@@ -17,6 +17,18 @@ class TrainConfig(Recipe, DataParts, RunConfig):
 
     The same command continues a run that was stopped.
     """
+
+    # Of --help; the rest is of the run itself.
+    GROUPS: ClassVar[dict[str, str]] = {
+        "model": "model model_kwargs attention drop_path initial_weights distillation_type teacher_model teacher_path "
+        "distillation_alpha distillation_tau",
+        "data": " ".join(["data", *DataParts.__dataclass_fields__]),
+        "augmentation": "input_size mean std scale ratio hflip aa reprob repeated_aug mixup cutmix smoothing "
+        "three_augment src color_jitter",
+        "schedule": "epochs batch_size group_size lr warmup_epochs warmup_lr min_lr",
+        "optimiser": "weight_decay opt_betas clip_grad bce_loss model_ema_decay model_ema_warmup",
+        "logging": "eval_every crop_pct log_every wandb results",
+    }
 
     # What and where
     model: str = "deit_tiny_gka_patch16_224"

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from nanochat_gka.core_metric.fetch import BundleFlags
 from nanochat_gka.data.loader import EvalRows
@@ -32,6 +32,17 @@ class TrainConfig(OptimConfig, ModelFlags, BundleFlags, RunConfig):
 
     The same command continues a run that was stopped.
     """
+
+    # Of --help; the rest is of the run itself.
+    GROUPS: ClassVar[dict[str, str]] = {
+        "model": " ".join([*ModelFlags.__dataclass_fields__, "max_seq_len"]),
+        "data": "data verify_data",
+        "schedule": "num_iterations target_flops target_param_data_ratio total_batch_size warmup_ratio warmdown_ratio "
+        "final_lr_frac",
+        "optimiser": " ".join(OptimConfig.__dataclass_fields__),
+        "logging": "eval_every eval_tokens eval_rows core_metric_every core_metric_max_per_task bundle bundle_url "
+        "sample_every log_every wandb results",
+    }
 
     # Where
     data: MayChange[Path] = Path("out/packed")

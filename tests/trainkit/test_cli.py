@@ -258,3 +258,23 @@ def test_a_mistake_of_the_flags_is_one_line_on_a_terminal(variables):
     assert done.returncode == 2 and re.fullmatch(r"error: unknown: --depht, 4; did you mean --depths? .*\r\n", said), (
         said
     )
+
+
+@pytest.mark.parametrize("module", ["nanochat_gka.train", "deit_gka.train"])
+def test_help_of_a_trainer_is_in_groups(module, capsys):
+    module = importlib.import_module(module)
+    titles, known = (
+        ["model", "data", "schedule", "optimiser", "logging", "run"],
+        {f.name for f in fields(module.TrainConfig)},
+    )
+    named = [name for names in module.TrainConfig.GROUPS.values() for name in names.split()]
+    assert len(set(named)) == len(named) and set(named) < known
+    with pytest.raises(SystemExit):
+        run(pytest.fail, module.TrainConfig, ["--help"])
+    plain = re.sub("\x1b\\[[0-9;]*m", "", capsys.readouterr().out)
+    boxes = re.split(r"^\W*(\w+) options\W*$", plain, flags=re.MULTILINE)
+    shown = dict(zip(boxes[1::2], boxes[2::2]))
+    assert [title for title in shown if title in titles] == titles
+    for title, names in module.TrainConfig.GROUPS.items():
+        assert all(f"--{name.replace('_', '-')}" in shown[title] for name in names.split()), title
+    assert "--device-type" in shown["run"] and "--seed" in shown["run"]
