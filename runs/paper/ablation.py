@@ -20,8 +20,6 @@ from runs.table import Table
 from trainkit_gka.cli import UserError
 from trainkit_gka.loop import finish_record
 
-PAPER_NAMES = {"softmax": "DeiT"} | {name: kind.label for name, kind in KINDS.items() if name != "softmax"}
-
 
 @dataclass
 class AblationConfig(common.Training):
@@ -38,12 +36,12 @@ class AblationConfig(common.Training):
 
 def models() -> dict[str, str]:
     """The name of every kind -> the timm model of the ablation."""
-    return {name: commands.vision_model(f"ti-{'base' if name == 'softmax' else name}") for name in KINDS}
+    return {name: commands.vision_model(f"ti-{deit.SOFTMAX_TARGET if name == 'softmax' else name}") for name in KINDS}
 
 
 def hybrid_run(pattern: str) -> str:
     """The folder of the hybrid's run, as the trainer names it."""
-    return f"{models()['gka']}-{pattern}"
+    return f"{models()[deit.DEFAULT_KIND]}-{pattern}"
 
 
 def training(config: AblationConfig, extra: list[Any]) -> list[list[str]]:
@@ -68,7 +66,7 @@ def table(runs: Path, hybrid: str = "") -> Table:
             raise UserError(f"{missing} holds no finished run; make ablate-projections DATA=... trains them all")
     rows = []
     for name, record in records.items():
-        printed = published.rows("ablation").get(f"{PAPER_NAMES[name]}-Ti", {})
+        printed = published.rows("ablation").get(f"{deit.PAPER_NAMES[name]}-Ti", {})
         rows.append([KINDS[name].label, " ".join(f"{KINDS[name].input_projections}O"), *cells(record, printed)])
     ours = finished(runs / hybrid_run(hybrid)) if hybrid else None
     if ours:

@@ -16,9 +16,15 @@ from typing import Annotated, Any
 
 import tyro
 
+from gka.kinds import KINDS
 from runs import commands
 from runs.paper import common
 from trainkit_gka.cli import UserError
+
+SIZE_NAMES = commands.VISION_SIZES
+PAPER_NAMES = {"softmax": "DeiT"} | {name: kind.label for name, kind in KINDS.items() if name != "softmax"}
+DEFAULT_KIND = "gka"
+SOFTMAX_TARGET = "base"  # what make's targets call softmax attention
 
 
 @dataclass
