@@ -445,7 +445,12 @@ def test_a_signal_reaches_the_command_which_saves_and_no_other_starts(make, tmp_
         own = int((tmp_path / "own").read_text())
         assert (own == process.pid) == (target == "sample")  # the last command takes the launcher's place
         process.send_signal(number)
-        assert process.wait() == (0 if target == "sample" else 128 + number)
+        try:
+            assert process.wait(timeout=20) == (0 if target == "sample" else 128 + number)
+        except subprocess.TimeoutExpired:
+            os.kill(own, signal.SIGKILL)
+            process.kill()
+            raise
     assert (tmp_path / "calls").read_text().split() == [f"nanochat_gka.{called}", "saved"]
 
 
