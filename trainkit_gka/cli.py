@@ -201,7 +201,7 @@ def _copy(known: Field) -> Any:
 def _field_docs(config_class: type) -> dict[str, str]:
     """The strings under the fields, from the source, inherited ones included."""
     docs = {}
-    for base in [base for base in reversed(config_class.__mro__) if base is not object]:
+    for base in [base for base in reversed(config_class.__mro__) if inspect.get_annotations(base)]:
         body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
         for one, two in itertools.pairwise(body):
             if isinstance(one, ast.AnnAssign) and isinstance(two, ast.Expr):

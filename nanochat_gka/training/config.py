@@ -1,6 +1,6 @@
 """The flags of `train`, with nanochat's names and defaults where it has them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -35,11 +35,11 @@ class TrainConfig(OptimConfig, ModelFlags, BundleFlags, RunConfig):
 
     # Of --help; the rest is of the run itself.
     GROUPS: ClassVar[dict[str, str]] = {
-        "model": " ".join([*ModelFlags.__dataclass_fields__, "max_seq_len"]),
+        "model": " ".join([*(field.name for field in fields(ModelFlags)), "max_seq_len"]),
         "data": "data verify_data",
         "schedule": "num_iterations target_flops target_param_data_ratio total_batch_size warmup_ratio warmdown_ratio "
         "final_lr_frac",
-        "optimiser": " ".join(OptimConfig.__dataclass_fields__),
+        "optimiser": " ".join(field.name for field in fields(OptimConfig)),
         "logging": "eval_every eval_tokens eval_rows core_metric_every core_metric_max_per_task bundle bundle_url "
         "sample_every log_every wandb results",
     }
