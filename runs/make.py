@@ -123,7 +123,7 @@ def names(given):
         "system": [setting["PYTHON"]],
         "pip": [PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"],
         "shown": commands.flags(image=setting["IMAGE"], text=setting["TEXT"]),
-        "ranks": asked if asked != "1" else "",
+        "ranks": asked if asked not in ("0", "1") else "",
         "demo_depth": given.get("DEPTH", ""),
         # Shards are fetched once, to corpus/fineweb, however many of them are read.
         "fetched": f"{base}/corpus/{corpus}" if corpus in MADE else documents,
@@ -165,9 +165,12 @@ def chain(goals, given, look=False):
 
     def need(target):
         own = {**known, "ARGS": args if target in goals else ""}
-        if target in begun or is_done(target, own):
+        cleaned = target == "setup" and "clean" in begun  # it deletes the environment that is there
+        if target in begun or (is_done(target, own) and not cleaned):
             return
         begun.append(target)
+        if target == "clean" and "setup" in begun:
+            begun.remove("setup")
         found = commands_of(target, given, own)
         if not look:
             check(target, given)

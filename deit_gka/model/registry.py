@@ -39,7 +39,6 @@ SIZES = {
 OUR_KINDS = [kind for kind in ATTENTION if kind != "softmax"]
 SETTINGS = {name for kind in ATTENTION.values() for name in kind.SETTINGS}
 CROP_PCT = 0.875  # resize to 256, crop 224, as DeiT evaluates (timm's own deit entries say 0.9)
-TIMMS_LAYERS = tuple(vision_transformer.ATTN_LAYERS)  # the names that timm's attn_layer knows
 
 # Any ViT of timm's, by attn_layer
 
@@ -58,7 +57,8 @@ def build(
     """
     if attn_layer in ATTENTION.values():
         attn_layer = attn_layer.kind
-    if isinstance(attn_layer, str) and attn_layer not in TIMMS_LAYERS:
+    known = vision_transformer.ATTN_LAYERS  # ours, timm's, and what others add
+    if isinstance(attn_layer, str) and (attn_layer in ATTENTION or attn_layer not in known):
         check_settings(attn_layer, {})
         arguments["block_fn"] = partial(block_of, attn_layer, {}, block_fn)
     else:

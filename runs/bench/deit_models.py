@@ -124,7 +124,7 @@ def create(kind: str, size: str, impl: str) -> nn.Module:
     """The paper's model of this kind; softmax is timm's own."""
     name = model_name(SIZE_NAMES[size], {models.HELD: "softmax", UNFUSED: "gka"}.get(kind, kind))
     if kind == UNFUSED:
-        return timm.create_model(name, attn_layer=UnfusedGKA)
+        return timm.create_model(model_name(SIZE_NAMES[size], "softmax"), attn_layer=UnfusedGKA)
     return timm.create_model(name, **({"impl": impl} if kind == "gka" and impl else {}))
 
 

@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal
 import torch
 
 from nanochat_gka.model.accounting import flops_per_token, parameter_counts
-from nanochat_gka.model.config import GKA_VALUES, GPTConfig
+from nanochat_gka.model.config import GPTConfig
 from runs.bench import models
 from runs.bench.config import ComparisonConfig, Counts, with_dtype
 from runs.bench.device import release_memory
@@ -105,7 +105,7 @@ class GPTBenchConfig(ComparisonConfig):
     def model_config(self, kind: str, depth: int) -> GPTConfig:
         """The model's shape. Raises UserError."""
         attention = kind.split("-")[0]
-        values = "normalised" if kind in (OFFSETS, *DECODE_ONLY) else GKA_VALUES[0]
+        values = "normalised" if kind in (OFFSETS, *DECODE_ONLY) else "rotated"
         offsets = (self.head_offsets or OFFSET_LETTERS) if kind == OFFSETS else self.head_offsets
         gka = {"head_offsets": offsets, "gka_values": values} if attention == "gka" else {}
         try:

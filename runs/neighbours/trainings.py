@@ -111,9 +111,9 @@ def language_config(
 
 
 def groups_of(model: GPT, config: LanguageConfig, horizon) -> list[Group]:
-    """The trainer's groups; what a method learns beside a sigma is trained as sigma is."""
+    """The trainer's groups; what a method learns is trained as sigma is."""
     named = dict(model.named_parameters())
-    own = [key for key in named if ".mixing." in key and not key.endswith("log_sigma")]
+    own = [key for key in named if ".mixing." in key]
     known = SimpleNamespace(
         config=model.config, named_parameters=lambda: [item for item in named.items() if item[0] not in own]
     )

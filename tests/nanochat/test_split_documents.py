@@ -17,7 +17,7 @@ import tiny
 from nanochat_gka import pack
 from nanochat_gka.data.loader import PackedData
 from nanochat_gka.data.packing import best_fit_rows
-from runs import names
+from runs import make
 from tiny_pack import bins, config
 
 BOS = 50_000
@@ -119,7 +119,7 @@ def fetched(folder: Path, base: Path, note: bool = True) -> Path:
     """`folder` of FineWeb-Edu's files as they are fetched, and the folder of links to two of them that make reads."""
     if note:
         (folder / "source.json").write_text(json.dumps({"source": "fineweb"}))
-    names.finish_corpus({"BASE": str(base), "SHARDS": "2"})
+    make.finish_corpus(base / "corpus" / "fineweb", base / "corpus" / "fineweb-2", 2)
     return base / "corpus" / "fineweb-2"
 
 

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -180,7 +179,6 @@ def test_the_route_through_sdpa_decides_whether_sdpa_can_be_used(sdpa, verdict, 
     timed = (("gka triton", "ours", 0.5), ("gka sdpa", "variant", sdpa), ("gka eager", "eager", 2.0))
     lines = [bench_line(*each, phase="forward+backward") for each in timed]
     write(tmp_path / "bench_attention_nvidia-h200.jsonl", *lines)
-    shutil.copy(measured.RESULTS / "operator_error.jsonl", tmp_path)
     monkeypatch.setattr(frames, "RESULTS", tmp_path)
     assert runtime.cannot_use_sdpa().verdict == verdict and runtime.amenable_to_fused().verdict == HOLDS
 

@@ -23,8 +23,11 @@ from nanochat_gka.model.checkpoints import load
 from nanochat_gka.model.config import FORMS as REGISTERED
 from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.context import Context
+from nanochat_gka.model.forms import extended
 from nanochat_gka.model.gpt import build
+from nanochat_gka.training.config import TrainConfig
 from nanochat_gka.training.optim import OptimConfig, parameter_groups
+from runs.study import forms
 from runs.study.forms.config import KERNELS, StudyShape
 from study_forms import FORMS, GKA, SHAPE, awake
 from trainkit_gka.cli import UserError, parse
