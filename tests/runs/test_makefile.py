@@ -18,7 +18,6 @@ from deit_gka.model import registry
 from gka.kinds import KINDS
 from makefile import LAUNCHER, TARGETS
 from runs import commands as words
-from runs import make
 from runs import make as launcher
 from runs.paper import ablation, core, deit, gpt_d20, gpt_d20_gka, gpt_d20_softmax
 from runs.study import gpt_d20_best
@@ -496,7 +495,7 @@ def test_kinds_of_vision_targets_are_those_of_the_project():
             assert words.vision_model(f"{size}-{kind}") == registry.model_name(timm_size, name)
 
 
-def test_setup_after_clean_makes_the_environment_that_clean_deletes():
+def test_setup_after_clean_makes_the_environment_that_clean_deletes(make):
     lines = make("-n", "clean", "setup").stdout
-    assert lines.index("rm -rf .venv") < lines.index("-m venv .venv")
+    assert "rm -rf .venv" in lines and "-m venv .venv" in lines.partition("rm -rf .venv")[2]
     assert "--ranks" not in make("-n", "demo", "NGPU=0").stdout
