@@ -161,7 +161,7 @@ def chain(goals, given, look=False):
     look: the commands are only shown, so nothing is checked that a run needs, such as a GPU. Raises Problem.
     """
     known, args, begun, lines = names(given), flags_of(given.get("ARGS", "")), [], []
-    only_asks = "--dry-run" in shlex.split(given.get("ARGS", ""))  # a trainer, what a training would be
+    only_asks = is_dry_run(given.get("ARGS", ""))
 
     def need(target):
         own = {**known, "ARGS": args if target in goals else ""}
@@ -185,6 +185,11 @@ def chain(goals, given, look=False):
     for goal in goals:
         need(goal)
     return lines
+
+
+def is_dry_run(flags):
+    """Whether a trainer is only asked what a training would be; it takes - and _ alike."""
+    return "--dry-run" in [word.replace("_", "-") for word in shlex.split(flags)]
 
 
 def is_done(target, known):
@@ -216,7 +221,7 @@ def commands_of(target, given, known):
         return [(TRAIN, {"trainer": ["nanochat_gka.train", *own]})]
     if target == "ablate-projections":
         models = commands.ablation()
-        last = [] if "--dry-run" in known["ARGS"] else [("{py} runs.paper.ablation --runs {BASE}/runs", {})]
+        last = [] if is_dry_run(known["ARGS"]) else [("{py} runs.paper.ablation --runs {BASE}/runs", {})]
     elif target.startswith("train-deit-"):
         models, last = [(given.get("MODEL") or vision_model(target[len("train-deit-") :]), [])], []
     else:
@@ -359,7 +364,7 @@ def torchrun_flags(given):
 def has_device(given):
     """Whether there is a GPU, or the user asks for the CPU, or only what a training would be."""
     flags = " ".join(given.get("ARGS", "").replace("=", " ").split())
-    return "--device-type cpu" in flags or "--dry-run" in flags or count_gpus() > 0
+    return "--device-type cpu" in flags or is_dry_run(flags) or count_gpus() > 0
 
 
 def small(given, flags, **settings):
@@ -456,7 +461,7 @@ def main(words):
         return
     letters = os.environ.get("MAKEFLAGS", "").split(" ")[0]  # make's own flags that are one letter, or nothing
     look = letters.isalpha() and not {"n", "q", "t"}.isdisjoint(letters)
-    goals = os.environ.get("GOALS", "").split()
+    goals = os.environ.pop("GOALS", "").split()  # a make that a command calls has goals of its own
     try:
         given = read({name: os.environ.get(name, "") for name in os.environ.get("SETTINGS", "").split()})
         if "study" in goals:
