@@ -75,9 +75,9 @@ class CoreConfig(BundleFlags):
 
 def open_model(config: CoreConfig, device: torch.device) -> EvaluatedModel:
     """The model to score: of a run of ours, or Hugging Face's. Raises UserError if there is none."""
+    use(config.forms)
     if config.hf_path:
         return load_hugging_face(config.hf_path, device)
-    use(config.forms)
     loaded = load(config.run, config.step, device)
     model, shape = loaded.model, loaded.model.config
     about = f"{loaded.name}: {shape.attention}, depth {shape.n_layer}, step {loaded.step}"

@@ -14,6 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from nanochat_gka.model.checkpoints import export, load, saved_by_transformers
+from nanochat_gka.model.forms import use
 from trainkit_gka.cli import UserError, reason_of
 from trainkit_gka.extras import advice
 
@@ -45,16 +46,18 @@ def transformers_folder(run: str, step: int, scratch: Path) -> str:
 
 @register_model("gka")
 class GKAModel(HFLM):
-    """The harness's `hf` on a language model of this project. settings: those of `hf`, but pretrained.
+    """The harness's `hf` on a language model of this project. forms: as `--forms`. settings: those of `hf`, but
+    pretrained.
 
     Raises UserError for what cannot be used.
     """
 
-    def __init__(self, run: str = "", step: int = -1, **settings):
+    def __init__(self, run: str = "", step: int = -1, forms: str = "", **settings):
+        use(forms)
         if not run:
             raise UserError("--model_args needs run=FOLDER, a run of ours or an exported model")
         if unknown := sorted(settings.keys() - SETTINGS):
-            known = "there are " + ", ".join(["run", "step", *sorted(SETTINGS)])
+            known = "there are " + ", ".join(["run", "step", "forms", *sorted(SETTINGS)])
             if not REMOVED.isdisjoint(unknown):
                 known = "--batch_size says how much is computed at once; " + known
             raise UserError(f"--model_args has {', '.join(unknown)}, which is not known; {known}")

@@ -439,6 +439,8 @@ def run(lines):
     for line in lines:
         print(line, flush=True)
         words = ["sh", "-c", "exec " + line]
+        if heard:  # between two commands
+            sys.exit(128 + heard[0])
         if line is lines[-1]:
             os.execvp(words[0], words)
         children.append(subprocess.Popen(words))

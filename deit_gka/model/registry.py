@@ -122,6 +122,8 @@ def create(
     Raises ValueError for settings that none of the kinds has.
     """
     chosen = attention if attn_layer is None else getattr(attn_layer, "kind", attn_layer)
+    if not isinstance(chosen, str | None):
+        raise ValueError(f"attn_layer of {model_name(size, kind, distilled)} is one of ours, got {chosen.__name__}")
     pattern = kind if chosen is None else chosen
     settings = {name: arguments.pop(name) for name in SETTINGS & arguments.keys()}
     settings = {name: value for name, value in settings.items() if value is not None}

@@ -30,7 +30,7 @@ instructions, and nothing was done to keep it from writing what is wrong or offe
 | sha256 of the weights | `{digest}` |
 
 ```python
-from nanochat_gka.generation.engine import Engine
+{forms}from nanochat_gka.generation.engine import Engine
 from nanochat_gka.model.checkpoints import load
 from nanochat_gka.generation.sampling import Sampling
 
@@ -38,15 +38,15 @@ loaded = load("{folder}")
 print(Engine(loaded.model, loaded.tokenizer).complete(["The "], Sampling())[0][0])
 ```
 
-{transformers}Or `python -m nanochat_gka.generate --run {folder} --prompt "The " --stream`, and
-`python -m nanochat_gka.eval_core --run {folder}`. The settings of the training run are in `config.json`, with every
-head's sigma.
+{transformers}Or `python -m nanochat_gka.generate --run {folder} --prompt "The " --stream{flag}`, and
+`python -m nanochat_gka.eval_core --run {folder}{flag}`. The settings of the training run are in `config.json`, with
+every head's sigma.
 """
 
 TRANSFORMERS = """In Hugging Face's transformers, with this package and its extra `hf` installed:
 
 ```python
-import nanochat_gka.hf  # registers the model; nothing remote is executed
+{forms}import nanochat_gka.hf  # registers the model; nothing remote is executed
 from transformers import pipeline
 
 write = pipeline("text-generation", model="{folder}")
@@ -62,6 +62,10 @@ def card(about: dict[str, Any], folder: Path) -> str:
     ranges = [f"layer {layer}: {min(values):.3g} to {max(values):.3g}" for layer, values in about["sigma"].items()]
     files = training["source"]  # [name, bytes] of each
     megabytes = sum(size for _, size in files) / 1e6
+    shape = type(GPTConfig.from_saved(model))
+    module = "" if shape is GPTConfig else shape.__module__.rpartition(".")[0]  # that registers the form
+    forms = f"import {module}  # the model's form of attention\n" if module else ""
+    flag = f" --forms {module}" if module else ""
     return CARD.format(
         name=about["name"],
         layers=model["n_layer"],
@@ -83,7 +87,9 @@ def card(about: dict[str, Any], folder: Path) -> str:
         exported_at_commit=about["exported_at_commit"],
         digest=about["sha256"]["model.safetensors"],
         folder=folder,
-        transformers=TRANSFORMERS.format(folder=folder),
+        transformers=TRANSFORMERS.format(folder=folder, forms=forms),
+        forms=forms,
+        flag=flag,
     )
 
 

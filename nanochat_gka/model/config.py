@@ -117,7 +117,7 @@ class GPTConfig:
         saved = {name: value for name, value in saved.items() if (name, value) not in OF_THE_STUDY.items()}
         asked, shape = of_the_study(saved), cls
         if asked or saved.keys() - _types(cls).keys():
-            shape = next((form for form in FORMS if saved.keys() <= _types(form).keys()), cls)
+            shape = max(FORMS, key=lambda form: len(saved.keys() & _types(form).keys()), default=cls)
         if asked and shape is cls:
             raise ValueError(f"{', '.join(asked)} is of the study's forms: add --forms {STUDY}, or import it first")
         return shape._from_known(saved)
@@ -141,6 +141,11 @@ class GPTConfig:
     def variation(self, layer: int, kind: type) -> type:
         """The class of a layer's attention, of the class of its kind."""
         return kind
+
+    @staticmethod
+    def words_of(settings: Any) -> tuple[list[str], list[str]]:
+        """What the name of a run says of the form's own settings: beside head offsets, and at the end."""
+        return [], []
 
     @property
     def rotated_frequencies(self) -> int:

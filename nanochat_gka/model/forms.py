@@ -9,7 +9,7 @@ from argparse import ArgumentParser
 from collections.abc import Callable
 from dataclasses import fields, make_dataclass
 
-from nanochat_gka.model.config import FORMS, GPTConfig, ModelFlags
+from nanochat_gka.model.config import FORMS, OF_THE_STUDY, STUDY, GPTConfig, ModelFlags
 from trainkit_gka.cli import UserError
 
 FLAGS: dict[str, type] = {}  # module -> the flags of its form
@@ -28,9 +28,9 @@ def use(module: str) -> None:
         return
     try:
         importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if not f"{module}.".startswith(f"{error.name}."):  # what the module needs is missing
-            raise
+    except (ModuleNotFoundError, TypeError) as error:  # TypeError: it begins with a dot
+        if isinstance(error, ModuleNotFoundError) and not f"{module}.".startswith(f"{error.name}."):
+            raise  # what the module needs is missing
         raise UserError(f"--forms {module}: there is no such module; run the command where Python finds it") from None
     if not _flags_of(module):
         raise UserError(f"--forms {module}: the module registers no form")
@@ -43,6 +43,10 @@ def extended(config_class: type[ModelFlags]) -> Callable[[list[str]], type[Model
         parser = ArgumentParser(add_help=False, allow_abbrev=False)
         parser.add_argument("--forms", nargs="?")
         module = parser.parse_known_args(argv)[0].forms or ""
+        flags = [word.partition("=")[0] for word in argv if word.startswith("--")]
+        asked = [flag for flag in flags if flag[2:].replace("-", "_") in OF_THE_STUDY]
+        if asked and not module:
+            raise UserError(f"{asked[0]} is of the study's forms: add --forms {STUDY}, in a clone of the project")
         use(module)
         return with_flags(config_class, module)
 

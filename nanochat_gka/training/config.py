@@ -15,7 +15,6 @@ from nanochat_gka.model.config import (
     ModelFlags,
     has_gka,
     of_the_study,
-    settings_of_form,
 )
 from nanochat_gka.model.gpt import GPT
 from nanochat_gka.training.memory import RowsAtOnce
@@ -96,11 +95,11 @@ class TrainConfig(OptimConfig, ModelFlags, BundleFlags, RunConfig):
     def tag(self) -> str:
         values = "" if self.gka_values == "rotated" or not has_gka(self.attention, self.depth) else self.gka_values
         everywhere = "everywhere" if self.offset_layers == "all" else ""
-        added = [f"{name}-{value}" for name, value in settings_of_form(self.SHAPE, self).items()]
+        mixing, others = self.SHAPE.words_of(self)
         learned = ["channels"] * self.channel_bandwidths + ["gates"] * self.head_gates
         tables = {"auto": "", "all": "VE", "every-layer": "VE-every-layer", "none": "no-VE"}[self.value_embeds]
-        form = f"d{self.depth}", self.attention, self.head_offsets, everywhere, values, *added, *learned, tables
-        return self.model_tag or "-".join(part for part in form if part)
+        form = f"d{self.depth}", self.attention, self.head_offsets, *mixing, everywhere, values, *others
+        return self.model_tag or "-".join(part for part in (*form, *learned, tables) if part)
 
     def identity(self) -> dict[str, Any]:
         settings = super().identity()

@@ -20,6 +20,7 @@ from nanochat_gka.model.checkpoints import Loaded, load
 from runs.bench.core_naive import naive_task
 from runs.bench.results import result_file
 from runs.frames import RESULTS
+from runs.study import forms  # noqa: F401 (models of the study load too)
 from trainkit_gka.cli import Count, CountOrAll, UserError, run
 from trainkit_gka.distributed import setup
 from trainkit_gka.progress import console, progress_bar

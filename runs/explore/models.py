@@ -12,6 +12,7 @@ from deit_gka.model import checkpoints as vision_checkpoints
 from nanochat_gka.model import checkpoints as language_checkpoints
 from runs.explore.language import LanguageModel
 from runs.explore.vision import VisionModel
+from runs.study import forms  # noqa: F401 (models of the study load too)
 from trainkit_gka.cli import UserError
 
 LANGUAGE_RUNS = ("d*-gka-offsets-*", "d*-gka-*")  # of the demo; the first that there is

@@ -269,3 +269,8 @@ def test_softmax_weights_in_gka_name_what_is_missing(tmp_path):
     assert missing == [f"blocks.{i}.attn.log_sigma" for i in range(2)]
     assert sorted(unexpected) == sorted(f"blocks.{i}.attn.qkv.{part}" for i in range(2) for part in ("weight", "bias"))
     assert torch.equal(model.blocks[1].mlp.fc2.weight, state["blocks.1.mlp.fc2.weight"])
+
+
+def test_our_models_refuse_attention_of_others_by_name():
+    with pytest.raises(ValueError, match="attn_layer of deit_tiny_gka_patch16_224 is one of ours, got Attention"):
+        timm.create_model("deit_tiny_gka_patch16_224", attn_layer=timm.layers.Attention)

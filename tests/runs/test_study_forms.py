@@ -297,7 +297,7 @@ def run(packed, tmp_path_factory):
     words += ["--forms", "runs.study.forms"]
     tiny.call(gpt_runs.MODULE, *words, "--stop-after", 8)
     assert "resuming at step 8" in tiny.call(gpt_runs.MODULE, *words, "--stop-after", 16).stdout
-    return out / "d2-GA-everywhere-mixing-canon", words
+    return out / "d2-GA-canon-everywhere", words
 
 
 def test_a_run_is_continued_exported_and_loaded(run, tmp_path):
@@ -310,7 +310,9 @@ def test_a_run_is_continued_exported_and_loaded(run, tmp_path):
     ids = torch.randint(70, (1, 16))
     with torch.inference_mode():
         assert torch.equal(load(tmp_path / "out").model(ids), loaded.model(ids))
-    assert "mixing canon" in (tmp_path / "out/README.md").read_text()
+    card = (tmp_path / "out/README.md").read_text()
+    assert "mixing canon" in card and card.count("import runs.study.forms") == 2
+    assert card.count("--forms runs.study.forms") == 2  # generate, eval_core
 
 
 def test_other_commands_ask_for_the_module(run, packed, tmp_path, without_forms):
@@ -371,3 +373,36 @@ def test_the_help_has_a_group_for_what_the_form_adds(capsys):
     said = capsys.readouterr().out
     assert left.value.code == 0 and "Pretrain a GPT" in said
     assert said.index("form options") < said.index("--mixing") < said.index("--rotary")
+
+
+@pytest.mark.parametrize(
+    "flags, name",
+    [
+        (["--mixing", "canon", "--gka-values", "normalised"], "d20-gka-canon-normalised"),
+        (
+            ["--mixing", "partial", "--rotary", "half", "--offset-layers", "all"],
+            "d20-gka-partial-everywhere-half-rotary",
+        ),
+        (["--kernel", "mean", "--gka-window", "7", "--value-embeds", "all"], "d20-gka-mean-window-7-VE"),
+    ],
+)
+def test_runs_have_the_names_of_before_so_that_the_same_command_continues(flags, name):
+    argv = ["--forms", forms.NAME, *flags]
+    assert parse(extended(TrainConfig)(argv), argv).tag == name
+
+
+@pytest.mark.parametrize("flag", ["--mixing", "--rotary=half", "--gka_window", "--kernel"])
+def test_a_flag_of_the_study_without_its_module_names_it(flag):
+    with pytest.raises(UserError, match=rf"{flag.partition('=')[0]} is of the study's forms: add --forms runs.study"):
+        extended(TrainConfig)([flag, "x"])
+
+
+def test_a_module_with_a_dot_before_it_is_one_line():
+    with pytest.raises(UserError, match=r"--forms \.forms: there is no such module"):
+        extended(TrainConfig)(["--forms", ".forms"])
+
+
+def test_a_later_version_is_named_beside_a_form():
+    saved = {**dataclasses.asdict(StudyShape(attention="gka", kernel="mean")), "foo": 1}
+    with pytest.raises(ValueError, match="settings that are not known here: foo; a later version made it"):
+        GPTConfig.from_saved(saved)

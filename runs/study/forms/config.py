@@ -79,6 +79,13 @@ class StudyShape(GPTConfig):
     def variation(self, layer, kind):
         return varied(self, layer, kind)
 
+    @staticmethod
+    def words_of(settings):
+        mixing = [] if settings.mixing == "none" else [settings.mixing]
+        others = ["half-rotary"] if settings.rotary == "half" else []
+        others += [] if settings.kernel == "gaussian" else [settings.kernel]
+        return mixing, others + ([f"window-{settings.gka_window}"] if settings.gka_window else [])
+
     @property
     def rotated_frequencies(self):
         return self.head_dim // 4 if self.rotary == "half" else super().rotated_frequencies
