@@ -506,12 +506,3 @@ def test_a_dry_run_prepares_nothing_however_it_is_spelled(make):
         lines = make("-n", "pretrain-d20", f"ARGS={flag}").stdout.splitlines()
         assert lines[-1].endswith(flag) and "nanochat_gka.train" in lines[-1]
         assert not any("nanochat_gka.corpus" in line or "nanochat_gka.pack" in line for line in lines)
-
-
-def test_what_a_target_runs_may_call_make_itself(make):
-    """A shell below `make test` that is given what `make -n` shows starts no target of the outer make."""
-    os.environ["GOALS"] = "clean"
-    try:
-        assert make("-n", "lint").stdout.splitlines()[1:] and "rm -rf" not in make("-n", "lint").stdout
-    finally:
-        del os.environ["GOALS"]

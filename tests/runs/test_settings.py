@@ -235,3 +235,13 @@ def test_the_small_run_that_is_suggested_keeps_what_the_user_gave(make, tmp_path
     assert words == [*small, f"ARGS={SMALL_LANGUAGE} --seed 3"]
     check_gpu(given(words[2:]))
     assert suggested("pretrain-d20")[3] == "CORPUS=builtin"
+
+
+def test_what_a_target_runs_may_call_make_itself(make, tmp_path, ready):
+    """A command does not see which targets were named: a shell that it starts would run them again."""
+    python = tmp_path / ".venv/bin/python"
+    python.parent.mkdir()
+    python.write_text('#!/bin/sh\nprintf "%s" "goals: $GOALS" > seen\n')
+    python.chmod(0o755)
+    make("test")
+    assert (tmp_path / "seen").read_text() == "goals: "

@@ -406,3 +406,12 @@ def test_a_later_version_is_named_beside_a_form():
     saved = {**dataclasses.asdict(StudyShape(attention="gka", kernel="mean")), "foo": 1}
     with pytest.raises(ValueError, match="settings that are not known here: foo; a later version made it"):
         GPTConfig.from_saved(saved)
+
+
+def test_a_hybrids_softmax_layers_mix_only_where_all_layers_do():
+    shape = dataclasses.replace(SHAPE, attention="GA", mixing="kv-shift")
+    assert [shape.layer_mixing(layer) for layer in (0, 1)] == ["kv-shift", "none"]
+    everywhere = dataclasses.replace(shape, offset_layers="all")
+    assert [everywhere.layer_mixing(layer) for layer in (0, 1)] == ["kv-shift", "kv-shift"]
+    counts = [parameter_counts(build(one, "cpu"))["total"] for one in (shape, everywhere)]
+    assert counts[0] < counts[1]
