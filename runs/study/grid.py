@@ -234,7 +234,10 @@ def channel_rates(done: Done) -> list[Cell]:
 
 def channels(done: Done) -> list[Cell]:
     """What do a bandwidth for every channel and a gate for every head give, to GKA and to softmax and VLT?"""
-    return _at_best_rate(CHANNELS, done, [DEEPER, SMALLEST])
+    with_offsets = {name: family for name, family in CHANNELS.items() if "offsets" in name}
+    without = {name: family for name, family in CHANNELS.items() if name not in with_offsets}
+    deeper = [*_at_best_rate(with_offsets, done, [DEEPER]), *_at_best_rate(without, done, [DEEPER], FIRST_SEED)]
+    return [*deeper, *_at_best_rate(with_offsets, done, [SMALLEST])]
 
 
 def channels_longer(done: Done) -> list[Cell]:

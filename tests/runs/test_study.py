@@ -18,10 +18,10 @@ from runs.study import forms, grid
 from runs.study.__main__ import StudyConfig, main
 from runs.study.cells import Cell
 from runs.study.data import load
-from runs.study.families import ALL, FAMILIES, NARROW, fits_depth
+from runs.study.families import ALL, FAMILIES, LEARNED, NARROW, OWN_RATES, WITHOUT, fits_depth
 from runs.study.forms.config import StudyShape
 from runs.study.grid import GROUPS
-from runs.study.rates import RATES, SMALLEST, Done, best_rate, tried_rates
+from runs.study.rates import RATES, SMALLEST, Done, around_one, best_rate, tried_rates
 from runs.study.rows import Study
 from runs.study.runner import find, show_left
 from runs.study.trainings import Trainings
@@ -31,6 +31,7 @@ from trainkit_gka.progress import read_events
 TINY = Cell(depth=1, attention="gka", gka_values="normalised", tokens=64 * 60, batch=64, dtype="bfloat16")
 REFUSED = replace(TINY, rate=1e6)  # its weight decay would take whole matrices away
 HANG_AFTER = processes.HANG_AFTER
+RESULTS = Path(__file__).parents[2] / "runs/results/study"
 
 
 @pytest.fixture(autouse=True)
@@ -307,3 +308,17 @@ def test_channel_bandwidths_and_gates_have_rates_of_their_own():
     assert "--head-gates" not in words and "--gate-lr" not in words
     done |= {replace(fastest, channel_rate=rate): -rate for rate in (0.25, 1.0, 4.0)}
     assert {cell.channel_rate for cell in grid.channel_rates(done) if cell.channel_bandwidths} == {0.25, 1.0, 4.0, 16.0}
+
+
+def test_own_rates_of_channels_and_gates_are_what_the_rows_say():
+    rows = [json.loads(line) for line in (RESULTS / "text_large.jsonl").read_text().splitlines()]
+    done = Done({Cell.from_row(row["cell"]): row["metrics"]["val_bpb"] for row in rows if row["kind"] == "study"})
+    for learned, field, place in (("channels", "channel_rate", 0), ("gates", "gate_rate", 1)):
+        for name, family in WITHOUT.items():
+            first = Cell(**{**family, **LEARNED[learned], **SMALLEST}, rate=best_rate(family, done))
+            scores = {getattr(cell, field): done.get(cell) for cell in around_one(first, field, done)}
+            if family["attention"] == "GGGA":
+                assert OWN_RATES[name] == OWN_RATES["GKA + offsets"]
+            else:
+                best = min(scores.values())
+                assert OWN_RATES[name][place] == min(rate for rate, score in scores.items() if score < best + 0.0005)
