@@ -3,14 +3,335 @@
     python -m deit_gka.train --data digits --input-size 32 --batch-size 64 --epochs 2 --warmup-epochs 1
     python -m trainkit_gka.torchrun --standalone --nproc-per-node 7 -m -- deit_gka.train --data /imagenet
 
-In run order: the flags (`training/config.py`, with the recipe), then the loop (`trainkit_gka/loop.py`), which builds
-and drives `training/trainer.py`: images, model, optimiser; updates and reports; the run's numbers.
+In run order: data, model and optimiser; an update; what a checkpoint keeps; evaluations; the run's numbers. The flags
+are in `training/config.py`, with the recipe; `trainkit_gka/loop.py` is the loop around all of it.
+
+An update is a fixed set of images, dealt to the processes as evenly as possible and accumulated where they do not fit,
+so any number of GPUs trains on the same batches; only the draws of stochastic depth depend on it.
 """
 
+import math
+import time
+from contextlib import closing
+from dataclasses import asdict
+from functools import cached_property
+from typing import Any
+
+import torch
+from rich.progress import Progress
+from torch import nn
+
+from deit_gka.data.images import Batch, assemble
+from deit_gka.data.workers import BatchLoader
+from deit_gka.model.accounting import cost_of
+from deit_gka.model.attention import operators_of
+from deit_gka.model.checkpoints import build, describe
+from deit_gka.model.origin import read_origin
+from deit_gka.model.warm_start import check_same, fingerprint, read_weights, warm_start
+from deit_gka.training.broken import BrokenList
 from deit_gka.training.config import TrainConfig
-from deit_gka.training.trainer import Trainer
-from trainkit_gka.cli import run
+from deit_gka.training.distillation import Objective, load_teacher, prepare_student
+from deit_gka.training.engine import (
+    Mixer,
+    Update,
+    accumulate_gradients,
+    bandwidths,
+    compiled_and_joined,
+    evaluate,
+    wrong_bandwidths,
+)
+from deit_gka.training.images import RunImages
+from deit_gka.training.meter import UPDATES_NOT_TIMED, Meter
+from deit_gka.training.optim import load_state_tensors, make_average, make_optimizer, make_schedule, state_tensors
+from deit_gka.training.reports import ACCURACY_KEYS, EVAL_KEYS, accuracy_text, epoch_text, opening_lines, trusted
+from trainkit_gka import cli, compiling
+from trainkit_gka.checkpoint import Checkpoint
+from trainkit_gka.cli import UserError
+from trainkit_gka.distributed import Runtime, Stop
 from trainkit_gka.loop import launch
+from trainkit_gka.progress import RunLog, rate
+from trainkit_gka.trainer import Evaluation, Kept
+from trainkit_gka.trainer import Trainer as BaseTrainer
+
+TRAINING = 3  # times the FLOPs of a forward pass: backward takes two
+
+
+class Trainer(BaseTrainer):
+    """One vision run. Raises UserError for data or flags that cannot be trained with."""
+
+    KIND, STEP, LOWER = "train_deit", "update", "a lower --lr"
+    FINISH_KEYS = ("parameters", "flops", "top1", "images_per_second", "sigma")
+
+    def __init__(self, config: TrainConfig, runtime: Runtime, checkpoint: Checkpoint | None = None):
+        super().__init__(config, runtime)
+        # Data
+        self.images = RunImages(config, runtime, self.folder, checkpoint and checkpoint.state)
+        self.pieces, classes = self.images.order.pieces, self.images.classes
+        self.steps_per_epoch = self.images.order.steps_per_epoch
+        self.steps = config.epochs * self.steps_per_epoch
+        # Model
+        automatic = "max-autotune" if runtime.device.type == "cuda" else compiling.OFF
+        self.compile_mode = compiling.mode("--compile", config.compile, automatic, runtime)
+        self.kwargs = config.timm_arguments()
+        drop_path = config.drop_path_of(config.model)
+        settings = {**({"drop_path_rate": drop_path} if drop_path else {}), **self.kwargs}
+        self.model = build(config.model, len(classes), config.input_size, **settings).to(runtime.device)
+        prepare_student(self.model, config, config.model)
+        teacher = None
+        if config.distillation_type != "none":
+            teacher = load_teacher(config, classes).to(runtime.device)
+        if config.grad_checkpointing:
+            self.model.set_grad_checkpointing(True)
+        self.average = make_average(self.model, config)
+        self.metric = "top1" if self.average is None else "ema_top1"  # what makes an epoch the best
+        # Optimiser
+        self.optimizer = make_optimizer(self.model, config)
+        self.schedule = make_schedule(self.optimizer, config, self.steps_per_epoch)
+        self.scaler = torch.amp.GradScaler(runtime.device.type, enabled=config.amp == "float16")
+        self.mixer, self.objective = Mixer(config, len(classes)), Objective(config, teacher)
+        # Progress so far; `meter` is of the whole run, `recent` since the last printed line
+        self.state["broken"] = 0
+        self.meter, self.recent, self.not_timed = Meter(), Meter(), UPDATES_NOT_TIMED
+        self.broken = BrokenList(self.folder)
+        self.saves_every.append(self.steps_per_epoch)
+        every = config.eval_every * self.steps_per_epoch if config.eval_every > 0 else -1
+        keys = (*EVAL_KEYS, self.metric)
+        self.evaluations.append(Evaluation("eval", every, self._log_evaluation, keys))
+        self.initial_weights: dict[str, str] | None = None  # where they came from, and their hash
+        if checkpoint is not None:
+            self._load(checkpoint)
+        elif config.initial_weights:
+            self._start_from(config.initial_weights)
+
+    def _load(self, checkpoint: Checkpoint) -> None:
+        config, device = self.config, self.runtime.device
+        self.images.check_same(checkpoint.state)
+        self.initial_weights = checkpoint.state.get("initial_weights")
+        check_same(config.initial_weights, self.initial_weights, self.folder)
+        self.model.load_state_dict(checkpoint.tensors("model", device))
+        if self.average is not None:
+            self.average.module.load_state_dict(checkpoint.tensors("ema", device))
+        load_state_tensors(self.optimizer, self.model, checkpoint.tensors("optimizer", device))
+        self.scaler.load_state_dict(checkpoint.state["scaler"])
+        self.state, self.meter = checkpoint.state["progress"], Meter(**checkpoint.state["meter"])
+
+    def _start_from(self, source: str) -> None:
+        """Take what fits of the weights in `source`, and say what that is."""
+        weights, origin = read_weights(source), read_origin(source)
+        self.initial_weights = {"from": source, "hash": fingerprint(weights)}
+        done = warm_start(self.model, weights, source, origin.classes, self.images.classes)
+        self.runtime.print(f"starting from {source}: {done}")
+        for warning in origin.warnings(source, self.images.classes, self.config):
+            self.runtime.print(f"warning: {warning}")
+        if self.average is not None:
+            self.average.set(self.model)
+
+    # Before the first update
+
+    def announce(self) -> dict[str, Any]:
+        operators = operators_of(self.model)
+        for line in opening_lines(self.config, self.runtime, self.model, self.images, operators):
+            self.runtime.print(line)
+        return {"operators": operators, "initial_weights": self.initial_weights}
+
+    # An update
+
+    @cached_property
+    def network(self) -> nn.Module:
+        """`model` as it is trained, with the gradients of all processes: made, on all of them, for the first update."""
+        network = compiled_and_joined(self.model, self.compile_mode, self.runtime)
+        if len(self.pieces) > 1:  # gradients outlive a backward: not in memory that CUDA graphs use again
+            for parameter in self.model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+        return network
+
+    @cached_property
+    def loaded(self) -> BatchLoader:
+        """The training batches from where the run stands; their workers start for the first update."""
+        return self.images.training_batches(self.state["step"], self.steps)
+
+    def close(self) -> None:
+        if "loaded" in vars(self):
+            self.loaded.end()
+
+    def step(self, asked_to_stop: bool) -> tuple[dict[str, float], bool]:
+        config, runtime, step = self.config, self.runtime, self.state["step"]
+        started = time.perf_counter()
+        update, waited = self._gradients(step)
+        self.scaler.unscale_(self.optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_grad or math.inf)
+        # Sums over the processes, and every one's own waiting in a place of its own. The loss must be finite before
+        # it may touch the weights.
+        waits = [waited if rank == runtime.rank else 0.0 for rank in range(runtime.world_size)]
+        own = torch.tensor([float(asked_to_stop), len(update.broken), update.loading, *waits], device=norm.device)
+        loss, stopping, broken, loading, *waits = runtime.sum(torch.cat([update.loss[None], own])).tolist()
+        norm = float(norm)
+        # float16 overflows now and then, and its update is left out; below a scale of 1 the gradient is too large.
+        may_overflow = self.scaler.is_enabled() and self.scaler.get_scale() >= 1
+        if not math.isfinite(loss) or not (math.isfinite(norm) or may_overflow):
+            raise self.diverged(f"the loss is {loss} and the gradient's norm {norm}")
+        self.schedule.step_update(step)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.state["step"] = step + 1
+        if self.average is not None:
+            self.average.update(self.model, step=step + 1 if config.model_ema_warmup else None)
+        self.broken.report(update.broken, "a neighbour in the batch takes its place")
+        self.state["broken"] += int(broken)
+        if self.not_timed:
+            self.not_timed -= 1
+        else:
+            for meter in (self.meter, self.recent):
+                meter.add(config.batch_size, time.perf_counter() - started, max(waits), loading)
+        return {"loss": loss, "grad_norm": norm}, stopping > 0
+
+    def _gradients(self, step: int) -> tuple[Update, float]:
+        """Forward and backward of this process's part of the update, and the seconds that it waited for images."""
+        waited = 0.0
+
+        def next_batch(size: int) -> Batch:
+            nonlocal waited
+            started = time.perf_counter()
+            batch = assemble(self.loaded, size)
+            waited += time.perf_counter() - started
+            return batch
+
+        network = self.network  # made before the gradients are set to zero: it may make them
+        self.model.train()
+        self.optimizer.zero_grad(set_to_none=len(self.pieces) == 1)
+        try:
+            own = network, self.pieces, next_batch, self.mixer, step, self.runtime
+            update = accumulate_gradients(*own, self.scaler.scale, self.objective)
+        except ValueError:  # on a CPU the operator refuses bandwidths that are not finite
+            if self.is_finite():
+                raise
+            raise self.diverged("the weights are not finite") from None
+        return update, waited
+
+    def diverged(self, reason: str, details: str = "", consequence: str = "") -> UserError:
+        sigma = [value for _, values in bandwidths(self.model) for value in values]
+        details += f" (learning rate {self.learning_rate():.3g}"
+        details += f", sigma between {min(sigma):.3g} and {max(sigma):.3g})" if sigma else ")"
+        return super().diverged(reason, details, consequence)
+
+    def learning_rate(self) -> float:
+        """The learning rate of the last update."""
+        return self.optimizer.param_groups[0]["lr"]
+
+    def status(self, numbers: dict[str, float]) -> str:
+        epoch, speed = self.state["step"] / self.steps_per_epoch, self.speed(self.recent)["images_per_second"]
+        return f"epoch {epoch:.1f}/{self.config.epochs}  loss {numbers['loss']:.4f}  {rate(speed, 'img/s')}"
+
+    def describe(self, numbers: dict[str, float]) -> tuple[str, dict[str, Any]]:
+        step, epoch, lr = self.state["step"], self.state["step"] / self.steps_per_epoch, self.learning_rate()
+        text = f"update {step:06d}/{self.steps:06d} | epoch {epoch:.2f} | loss {numbers['loss']:.4f} | lr {lr:.3e}"
+        text += f" | grad norm {numbers['grad_norm']:.2f}"
+        speed = self.speed(self.recent)
+        if speed["images_per_second"]:
+            text += f" | {rate(speed['images_per_second'], 'img/s')}, {speed['waiting']:.0%} waiting for images"
+            text += self.memory_text()
+        self.recent = Meter()
+        return text, {**numbers, "lr": lr, "weight_decay": self.config.weight_decay, "epoch": epoch, **speed}
+
+    def work(self) -> tuple[str, int, float | None]:
+        cost = cost_of(self.model)
+        return "images", self.config.batch_size, TRAINING * cost.flops if cost else None
+
+    # What a checkpoint keeps
+
+    def kept(self) -> Kept:
+        """All randomness is a function of the seed and the update's number: no state of a random generator is here."""
+        average = {} if self.average is None else {"ema": self.average.module.state_dict()}
+        tensors = {"model": self.model.state_dict(), **average, "optimizer": state_tensors(self.optimizer, self.model)}
+        about = {
+            "model": describe(self.config.model, len(self.images.classes), self.config, self.kwargs),
+            **self.images.about(),
+            "initial_weights": self.initial_weights,
+            "meter": asdict(self.meter),
+            "scaler": self.scaler.state_dict(),
+            "epoch": self.state["step"] / self.steps_per_epoch,
+        }
+        return Kept(tensors, about)
+
+    def identity(self) -> dict[str, str]:
+        return self.images.identity()
+
+    # Evaluations
+
+    def _log_evaluation(self, log: RunLog, stop: Stop, bar: Progress) -> None:
+        """Evaluate after an epoch, and keep the weights if they are the best."""
+        epoch, values = self.state["step"] // self.steps_per_epoch, self.evaluate(bar, stop)
+        earlier = log.records("eval", *EVAL_KEYS, self.metric) if log.enabled else []
+        speed, sigma, broken = self.speed(self.meter), self.sigma(), self.state["broken"]
+        may_be_best = trusted([*earlier, values])
+        is_best = values is max(may_be_best, key=lambda record: record[self.metric])  # the first of equals
+        if self.runtime.any(self.runtime.is_main and is_best):  # the others do not read the log
+            self.save("best", leave_out=("optimizer",), keep=1)
+        text = f"epoch {epoch}/{self.config.epochs} | {epoch_text(values, speed, sigma)}{self.memory_text()}"
+        text += f"\nbroken training images replaced {broken} times so far" if broken else ""
+        more = {"memory_mib": self.memory(), "sigma": sigma, "broken_train": broken}
+        log.log("eval", self.state["step"], text, epoch=epoch, **values, **speed, **more)
+        if values not in may_be_best:
+            self.runtime.print(
+                f"warning: {values['broken']} validation images could not be read, many more than before: this epoch "
+                f"cannot be the best. They are in {self.broken.path}"
+            )
+
+    def evaluate(self, bar: Progress, stop: Stop | None = None) -> dict[str, Any]:
+        """Accuracy of the raw weights and, as ema_*, of the average; how many images were judged, and were broken."""
+        models = {"": self.model}
+        if self.average is not None:
+            models["ema_"] = self.average.module
+        for model in models.values():  # a ViT has no buffers; where there are some, those of rank 0 are saved
+            self.runtime.broadcast(model.buffers())
+        total = -(-len(self.images.val_set) // self.runtime.world_size)
+        task = bar.add_task("evaluating", total=total, status="")
+
+        def advance(batch: Batch) -> None:
+            bar.advance(task, len(batch.labels))
+            self.broken.report(batch.broken, "left out of the evaluation")
+
+        with closing(self.images.validation_batches()) as loader:
+            results = evaluate(models, loader, self.runtime, self.config.amp, advance, stop)
+        bar.remove_task(task)
+        values = {f"{prefix}{key}": value for prefix, result in results.items() for key, value in result.items()}
+        return {key: values[key] for key in ACCURACY_KEYS if key in values}
+
+    def warnings(self) -> dict[str, str]:
+        return wrong_bandwidths(self.model)
+
+    # The run's numbers
+
+    def summary(self, log: RunLog) -> tuple[dict[str, Any], str]:
+        evaluations, cost = log.records("eval", *EVAL_KEYS, self.metric), cost_of(self.model)
+        last, best = evaluations[-1], max(trusted(evaluations), key=lambda record: record[self.metric])
+        numbers = {
+            "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
+            "flops": cost.flops if cost else None,
+            **{key: last[key] for key in ACCURACY_KEYS if key in last},
+            "best": {"metric": self.metric, "value": best[self.metric], "epoch": best["epoch"]},
+            **self.speed(self.meter),
+            "memory_mib": self.memory(),
+            "broken_train": self.state["broken"],
+            "sigma": self.sigma(),
+        }
+        speed = numbers["images_per_second"]
+        return numbers, accuracy_text(numbers) + (f" | {rate(speed, 'img/s')}" if speed else "")
+
+    def speed(self, meter: Meter) -> dict[str, float | None]:
+        """Images per second and the part of the time spent waiting, over all processes."""
+        return meter.rates(max(1, self.images.num_workers) * self.runtime.world_size)
+
+    def memory(self) -> float:
+        """Peak GPU memory of this process in MiB; 0 on a CPU."""
+        return torch.cuda.max_memory_allocated() / 2**20 if self.runtime.device.type == "cuda" else 0.0
+
+    def memory_text(self) -> str:
+        return f" | {self.memory():,.0f} MiB" if self.runtime.device.type == "cuda" else ""
+
+    def sigma(self) -> dict[str, list[float]]:
+        """Learned bandwidths of the GKA layers, per head."""
+        return {f"layer_{layer}": [round(value, 4) for value in values] for layer, values in bandwidths(self.model)}
 
 
 def main(config: TrainConfig) -> None:
@@ -18,4 +339,4 @@ def main(config: TrainConfig) -> None:
 
 
 if __name__ == "__main__":
-    run(main, TrainConfig)
+    cli.run(main, TrainConfig)

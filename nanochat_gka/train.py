@@ -4,15 +4,458 @@
     torchrun --standalone --nproc-per-node 7 -m nanochat_gka.train --depth 20 --attention gka \\
         --target-param-data-ratio 8.25
 
-In run order: the flags (`training/config.py`), then the loop (`trainkit_gka/loop.py`), which builds and drives
-`training/trainer.py`: data, model, horizon, optimiser; steps and reports; the run's numbers.
+In run order: the flags; data, model, horizon and optimiser; a step; evaluations; what a checkpoint keeps; the run's
+numbers. `trainkit_gka/loop.py` is the loop around them.
+
+A step is a fixed set of rows of the global stream, dealt to the processes as evenly as possible. The loss is divided by
+the global token count and gradients are summed, so any number of processes computes the same step up to rounding.
 """
 
+import math
+import time
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from rich.progress import Progress
+
+from gka import bandwidth_warnings
+from nanochat_gka.core_metric.during_training import CoreMetric
+from nanochat_gka.core_metric.fetch import BundleFlags
+from nanochat_gka.core_metric.task_scorer import BATCH_TOKENS, TaskScorer
+from nanochat_gka.data.loader import EvalRows, PackedData, Stream, micro_batches, to_device
+from nanochat_gka.data.tokenizer import FILE_NAME
+from nanochat_gka.generation.engine import Engine
+from nanochat_gka.generation.sampling import SAMPLE_PROMPTS, Sampling
+from nanochat_gka.model.accounting import Horizon, flops_per_token, parameter_counts, plan
+from nanochat_gka.model.config import (
+    BEFORE_ROTATED,
+    OF_THE_STUDY,
+    STUDY,
+    GPTConfig,
+    ModelFlags,
+    has_gka,
+    of_the_study,
+)
 from nanochat_gka.model.forms import extended
-from nanochat_gka.training.config import TrainConfig
-from nanochat_gka.training.trainer import Trainer
-from trainkit_gka.cli import run
+from nanochat_gka.model.gpt import GPT, build
+from nanochat_gka.training import memory
+from nanochat_gka.training.bits_per_byte import UTF8, of_both_splits, rows_note, utf8_note
+from nanochat_gka.training.memory import RowsAtOnce
+from nanochat_gka.training.optim import MuonAdamW, OptimConfig, check_decay, parameter_groups
+from nanochat_gka.training.schedule import lr_multiplier, muon_momentum, weight_decay_multiplier
+from trainkit_gka import cli, compiling, hardware
+from trainkit_gka.checkpoint import Checkpoint
+from trainkit_gka.cli import Bounds, CountOrAll, CountOrAutomatic, CountOrOff, MayChange, UserError
+from trainkit_gka.distributed import Runtime, Stop
 from trainkit_gka.loop import launch
+from trainkit_gka.progress import Pace, RunLog, clock_text, rate
+from trainkit_gka.results import git_commit, peak_memory
+from trainkit_gka.run_config import RunConfig
+from trainkit_gka.trainer import Evaluation, Kept
+from trainkit_gka.trainer import Trainer as BaseTrainer
+
+LOSS_MEMORY = 0.9  # of the printed loss, a running average
+STEPS_NOT_TIMED = 3  # by every process: they compile and fill caches
+# What is read back from the log; a record without does not count.
+COST_KEYS = ("parameters", "flops_per_token", "train_tokens", "train_flops")
+EVAL_KEYS, CORE_KEYS = ("train_bpb", "val_bpb"), ("name", "metric", "standard_error")
+
+PositiveOrOff = Annotated[float, Bounds(0, open_least=True, other=(-1, "off"))]
+
+
+@dataclass(frozen=True)
+class TrainConfig(OptimConfig, ModelFlags, BundleFlags, RunConfig):
+    """Pretrain a GPT with softmax, VLT or Gaussian kernel attention.
+
+    The same command continues a run that was stopped.
+    """
+
+    # Of --help; the rest is of the run itself.
+    GROUPS: ClassVar[dict[str, str]] = {
+        "model": " ".join([*(field.name for field in fields(ModelFlags)), "max_seq_len"]),
+        "data": "data verify_data",
+        "schedule": "num_iterations target_flops target_param_data_ratio total_batch_size warmup_ratio warmdown_ratio "
+        "final_lr_frac",
+        "optimiser": " ".join(field.name for field in fields(OptimConfig)),
+        "logging": "eval_every eval_tokens eval_rows core_metric_every core_metric_max_per_task bundle bundle_url "
+        "sample_every log_every wandb results",
+    }
+
+    # Where
+    data: MayChange[Path] = Path("out/packed")
+    """Folder of packed rows (make tokenize)."""
+    model_tag: MayChange[str] = ""
+    """Name of the run; empty takes d<depth>-<attention> and what is unlike the paper's form: d20-gka-PS-VE."""
+    compile: MayChange[Literal["auto", "on", "off"]] = "auto"
+    """Whether to use torch.compile; auto does on CUDA if a compiler is installed."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """What activations and products are rounded to, matrices are float32; auto = bfloat16 on CUDA, else float32."""
+    verify_data: MayChange[bool] = True
+    """Check the data's checksums before training, on every machine."""
+
+    max_seq_len: Annotated[int, Bounds(1, other=(-1, "the data's"))] = -1
+    """Context length T; -1 takes the data's."""
+
+    # Horizon: the first of these that is set decides
+    num_iterations: CountOrOff = -1
+    """Number of steps; -1 leaves it to the training FLOPs."""
+    target_flops: PositiveOrOff = -1.0
+    """Total training FLOPs; -1 leaves the number of steps to the ratio."""
+    target_param_data_ratio: PositiveOrOff = 10.5
+    """Training tokens per scaling parameter (matrices and head)."""
+
+    # Optimisation
+    device_batch_size: MayChange[RowsAtOnce] = "auto"
+    """Rows that a process computes at once; auto takes what fits the memory. It changes speed, not results."""
+    total_batch_size: CountOrAutomatic = -1
+    """Tokens per step over all processes; -1 = automatic."""
+    warmup_ratio: Annotated[float, Bounds(0, 1)] = 0.0
+    """Part of the steps spent warming up."""
+    warmdown_ratio: Annotated[float, Bounds(0, 1)] = 0.5
+    """Part of the steps spent warming down."""
+    final_lr_frac: Annotated[float, Bounds(0, 1, open_most=True)] = 0.0
+    """Learning rate at the end, as a fraction."""
+
+    # Reports
+    eval_tokens: MayChange[CountOrAll] = 20_971_520
+    """Tokens of each split to evaluate on; -1 = all."""
+    core_metric_every: MayChange[CountOrOff] = -1
+    """Steps between scores on CORE (nanochat's: 2000), and one at the end; -1 = off."""
+    core_metric_max_per_task: MayChange[CountOrAll] = 500
+    """Examples of each of CORE's tasks; -1 = all."""
+    eval_rows: MayChange[EvalRows] = "upstream"
+    """Rows of a split: upstream = the first of nanochat's loader (the paper's way), spaced = evenly spaced, as always
+    where packing split documents."""
+    sample_every: MayChange[CountOrOff] = 2000
+    """Steps between samples of text, nanochat's seven prompts; -1 = never."""
+
+    @property
+    def tag(self) -> str:
+        values = "" if self.gka_values == "rotated" or not has_gka(self.attention, self.depth) else self.gka_values
+        everywhere = "everywhere" if self.offset_layers == "all" else ""
+        mixing, others = self.SHAPE.words_of(self)
+        learned = ["channels"] * self.channel_bandwidths + ["gates"] * self.head_gates
+        tables = {"auto": "", "all": "VE", "every-layer": "VE-every-layer", "none": "no-VE"}[self.value_embeds]
+        form = f"d{self.depth}", self.attention, self.head_offsets, *mixing, everywhere, values, *others
+        return self.model_tag or "-".join(part for part in (*form, *learned, tables) if part)
+
+    def identity(self) -> dict[str, Any]:
+        settings = super().identity()
+        if not has_gka(self.attention, self.depth):
+            del settings["gka_values"]  # means nothing there
+        return settings
+
+    def check_continues(self, saved: dict[str, Any]) -> None:
+        if (asked := of_the_study(saved)) and self.SHAPE is GPTConfig:
+            raise UserError(
+                f"the run in {self.folder} has {', '.join(asked)}, of the study's forms: add --forms {STUDY}"
+            )
+        saved = {name: value for name, value in saved.items() if (name, value) not in OF_THE_STUDY.items()}
+        super().check_continues({"gka_values": BEFORE_ROTATED, **saved})
+
+    def horizon(self, model: GPT, processes: int) -> Horizon:
+        """How long `model` trains. Raises UserError if a step's tokens are not rows enough for every process."""
+        length, vocab_size = model.config.sequence_len, model.config.vocab_size
+        horizon = plan(
+            model,
+            lambda depth: self.shape(depth, length, vocab_size),
+            ratio=self.target_param_data_ratio,
+            total_batch_size=self.total_batch_size,
+            num_iterations=self.num_iterations,
+            target_flops=self.target_flops,
+        )
+        tokens = horizon.total_batch_size
+        if tokens % length:
+            raise UserError(f"--total-batch-size must be a multiple of the context length {length}, got {tokens}")
+        if tokens // length < processes:
+            problem = f"a step has {tokens // length} rows for {processes} processes"
+            raise UserError(f"{problem}; raise --total-batch-size")
+        return horizon
+
+
+def accumulate_gradients(
+    model, stream: Stream, step: int, rows: int, batch_size: int, runtime: Runtime
+) -> torch.Tensor:
+    """Run this rank's rows of `step` forward and backward. Returns its part of the step's mean loss, on the device."""
+    tokens = rows * stream.rows.sequence_len
+    share = runtime.share(rows)
+    total = torch.zeros((), device=runtime.device)
+    for numbers in micro_batches(range(step * rows + share.start, step * rows + share.stop), batch_size):
+        ids, targets = to_device(stream.batch(numbers), runtime.device)
+        loss = model(ids, targets, reduction="sum") / tokens
+        loss.backward()
+        total += loss.detach()
+    return total
+
+
+class Trainer(BaseTrainer):
+    """One pretraining run. Raises UserError for data or flags that cannot be trained with."""
+
+    KIND, LOWER = "pretrain", "lower learning rates"
+    FINISH_KEYS = (*COST_KEYS, *EVAL_KEYS, "gap", "tokens_per_second", "sigma")
+
+    def __init__(self, config: TrainConfig, runtime: Runtime, checkpoint: Checkpoint | None = None):
+        super().__init__(config, runtime)
+        # Data
+        self.data = PackedData(config.data, verify=config.verify_data and runtime.is_first_here)
+        sequence_len, vocab_size = self.data.sequence_len, self.data.tokenizer.vocab_size
+        if config.max_seq_len not in (-1, sequence_len):
+            raise UserError(
+                f"--max-seq-len {config.max_seq_len} but {config.data} holds rows of {sequence_len} tokens; "
+                "pack again with --sequence-len"
+            )
+        self.stream = Stream(self.data.split("train"), config.seed)
+        # Model
+        automatic = "on" if runtime.device.type == "cuda" else compiling.OFF
+        compiled = compiling.mode("--compile", config.compile, automatic, runtime) != compiling.OFF
+        shape = config.shape(config.depth, sequence_len, vocab_size)
+        memory.check_fits(shape, runtime.device, runtime.world_size)
+        self.model: GPT = build(shape, runtime.device)
+        if config.dtype != "auto":
+            self.model.compute_in(getattr(torch, config.dtype))
+        self.compiled = torch.compile(self.model, dynamic=False) if compiled else self.model
+        # Horizon
+        self.horizon = config.horizon(self.model, runtime.world_size)
+        self.steps, self.rows = self.horizon.steps, self.horizon.total_batch_size // sequence_len
+        if len(self.stream.rows) < self.rows and checkpoint is None:
+            raise UserError(
+                f"{config.data} has {len(self.stream.rows):,} training rows and a step takes {self.rows:,}: give more "
+                "text, pack it with a smaller --sequence-len (make's SEQ), or lower --total-batch-size"
+            )
+        self.batch_size = config.device_batch_size
+        if self.batch_size == "auto":
+            self.batch_size = memory.rows_of_step_at_once(shape, self.rows, runtime)
+        # Optimiser
+        groups = parameter_groups(self.model, config, self.horizon.lr_scale, self.horizon.weight_decay_scale)
+        check_decay(groups)
+        self.optimizer = MuonAdamW(groups, runtime, compile=compiled)
+        # Progress so far
+        self.state |= {"loss_average": 0.0, "seconds": 0.0, "timed_tokens": 0}
+        self.not_timed, self.pace, self.commit = STEPS_NOT_TIMED, Pace(STEPS_NOT_TIMED), git_commit()
+        if checkpoint is not None:
+            self._load(checkpoint)
+
+    def _load(self, checkpoint: Checkpoint) -> None:
+        self.data.check_same(checkpoint.state["data"], self.folder)
+        self.model.load_state_dict(checkpoint.tensors("model", self.runtime.device))
+        self.optimizer.load_state_dict(checkpoint.tensors("optimizer", self.runtime.device))
+        self.state = checkpoint.state["progress"]
+
+    # Before the first step
+
+    def announce(self) -> dict[str, Any]:
+        config, runtime, horizon, say = self.config, self.runtime, self.horizon, self.runtime.print
+        parameters, per_token = parameter_counts(self.model)["total"], flops_per_token(self.model)
+        vocabulary = f"{self.data.tokenizer.vocab_size} tokens in the vocabulary"
+        say(f"{config.tag}: {parameters:,} parameters, {per_token:,} FLOPs per token, {vocabulary}")
+        epochs = self.steps * self.rows / len(self.stream.rows)
+        say(
+            f"horizon: {self.steps:,} steps of {horizon.total_batch_size:,} tokens = {horizon.tokens:,} tokens, "
+            f"{horizon.tokens * per_token:.4e} FLOPs, {epochs:.2f} epochs, "
+            f"on {runtime.world_size} x {runtime.device.type}"
+        )
+        if config.device_batch_size == "auto" and runtime.device.type == "cuda":
+            self.batch_size = memory.largest_that_runs(self.batch_size, self.dry_step, runtime)
+        pieces = list(map(len, micro_batches(runtime.share(self.rows), self.batch_size)))
+        sizes = ", ".join(map(str, pieces[:8])) + (", ..." if len(pieces) > 8 else "")
+        say(f"rows of a step, for this process: {sizes} at once")
+        self.data.warn_of_rows(config.eval_rows, config.eval_tokens, say)
+        if note := hardware.slow_bfloat16(self.model.dtype, runtime.device):
+            say(note)
+        operators = self.model.operators()
+        if operators:
+            say(f"Gaussian kernel attention by {', '.join(operators)}")
+        # Evaluations, in this order
+        every, samples = config.eval_every, config.sample_every
+        self.evaluations.append(Evaluation("eval", every, self._log_evaluation, EVAL_KEYS, at_start=True))
+        if config.core_metric_every > 0:
+            self.core = self._prepare_core()
+            self.evaluations.append(Evaluation("core", config.core_metric_every, self._score_core, CORE_KEYS))
+        if samples > 0:
+            self.evaluations.append(Evaluation("sample", samples, self._log_samples))
+        return {"operators": operators}
+
+    def dry_step(self, batch_size: int) -> None:
+        """Take the memory of a step in micro-batches of `batch_size` rows, on no text, and leave everything as it is.
+
+        Two micro-batches if a step has several: from the second on the gradients are in memory before its activations.
+        """
+        pieces = list(map(len, micro_batches(range(-(-self.rows // self.runtime.world_size)), batch_size)))
+        shape = max(pieces), self.data.sequence_len
+        ids = torch.zeros(shape, dtype=torch.int64, device=self.runtime.device)
+        targets = torch.zeros_like(ids)  # one tensor for both would be compiled apart from training's two
+        try:
+            for _ in pieces[:2]:
+                self.compiled(ids, targets, reduction="sum").backward()
+        finally:
+            self.optimizer.zero_grad()
+
+    def _prepare_core(self) -> CoreMetric:
+        """Fetch and read the bundle. Raises UserError for a wrong one now, and not in 2,000 steps."""
+        config, runtime = self.config, self.runtime
+        bundle = config.open_on_all(config.out.parent / "core", runtime)
+        limits = {"max_seq_len": self.model.rotary.length, "batch_tokens": BATCH_TOKENS[runtime.device.type]}
+        scorer = TaskScorer(self.model, self.data.tokenizer, runtime, **limits)
+        return runtime.agree(lambda: CoreMetric(scorer, bundle, config.core_metric_max_per_task))
+
+    # A step
+
+    def step(self, asked_to_stop: bool) -> tuple[dict[str, float], bool]:
+        step, state = self.state["step"], self.state
+        started = time.perf_counter()
+        self.optimizer.zero_grad()
+        loss = accumulate_gradients(self.compiled, self.stream, step, self.rows, self.batch_size, self.runtime)
+        # A step waits for the device once, here: loss and gradients must be finite before they may touch the weights.
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        largest = torch.nn.utils.get_total_norm(gradients, norm_type=math.inf).float()
+        stop_flag = torch.tensor(float(asked_to_stop), device=loss.device)
+        mean_loss, stopping, largest = self.runtime.sum(torch.stack([loss, stop_flag, largest])).tolist()
+        if not math.isfinite(mean_loss):
+            raise self.diverged(f"the loss is {mean_loss}")
+        if not math.isfinite(largest):
+            raise self.diverged("the gradient is not finite")
+        self.optimizer.step(self.lr_multiplier(step), muon_momentum(step), weight_decay_multiplier(step, self.steps))
+        self.runtime.synchronize()
+        state["step"] = step + 1
+        state["loss_average"] = LOSS_MEMORY * state["loss_average"] + (1 - LOSS_MEMORY) * mean_loss
+        if self.not_timed:
+            self.not_timed -= 1
+        else:
+            state["seconds"] += time.perf_counter() - started
+            state["timed_tokens"] += self.horizon.total_batch_size
+        self.pace.step()
+        smooth = state["loss_average"] / (1 - LOSS_MEMORY ** (step + 1))
+        return {"loss": mean_loss, "smooth_loss": smooth}, stopping > 0
+
+    def lr_multiplier(self, step: int) -> float:
+        """The schedule's factor of every learning rate."""
+        config = self.config
+        return lr_multiplier(step, self.steps, config.warmup_ratio, config.warmdown_ratio, config.final_lr_frac)
+
+    def throughput(self) -> tuple[float | None, float | None]:
+        """Tokens per second over all ranks since the start, None before any step is timed.
+
+        And the model FLOPs utilisation, None too if the device's peak is not known.
+        """
+        if not self.state["seconds"]:
+            return None, None
+        speed = self.state["timed_tokens"] / self.state["seconds"]
+        peak = hardware.peak_flops(self.runtime.device)
+        return speed, speed * flops_per_token(self.model) / (peak * self.runtime.world_size) if peak else None
+
+    def status(self, numbers: dict[str, float]) -> str:
+        return f"loss {numbers['smooth_loss']:.4f}  {rate(self.throughput()[0], 'tok/s')}"
+
+    def describe(self, numbers: dict[str, float]) -> tuple[str, dict[str, Any]]:
+        step, (speed, mfu) = self.state["step"], self.throughput()
+        multiplier, left = self.lr_multiplier(step - 1), self.pace.seconds_for(self.steps - step)
+        memory_mib = peak_memory(self.runtime.device)
+        parts = [f"step {step:05d}/{self.steps:05d}", f"loss {numbers['smooth_loss']:.4f}", f"lr x{multiplier:.2f}"]
+        parts += [rate(speed, "tok/s")] if speed else []
+        parts += [f"mfu {mfu:.1%}"] if mfu else []
+        parts += [f"eta {clock_text(left)}"] if left is not None else []
+        parts += [f"peak {memory_mib:,.0f} MiB {'GPU' if self.runtime.device.type == 'cuda' else 'RSS'}"]
+        values = {"lr_multiplier": multiplier, "tokens_per_second": speed, "mfu": mfu, "eta_seconds": left}
+        return " | ".join(parts), {**numbers, **values, "peak_memory_mib": memory_mib}
+
+    def work(self) -> tuple[str, int, float | None]:
+        return "tokens", self.horizon.total_batch_size, float(flops_per_token(self.model))
+
+    # What a checkpoint keeps
+
+    def kept(self) -> Kept:
+        about = {
+            "commit": self.commit,
+            "model_config": asdict(self.model.config),
+            "data": self.data.identity(self.folder),
+            "tokens": self.state["step"] * self.horizon.total_batch_size,
+            "steps": self.steps,
+        }
+        tensors = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return Kept(tensors, about, {FILE_NAME: self.data.folder / FILE_NAME})
+
+    def identity(self) -> dict[str, str]:
+        return {"packed rows with the hash": self.data.rows_hash()}
+
+    # Evaluations
+
+    def _log_evaluation(self, log: RunLog, stop: Stop, bar: Progress) -> None:
+        step, bpb, sigma = self.state["step"], self.evaluate(stop), self.sigma()
+        shown = {name: f"{bpb[name]:.6f}{utf8_note(bpb, name)}" for name in EVAL_KEYS}
+        text = (
+            f"step {step:05d} | train bpb {shown['train_bpb']} | validation bpb {shown['val_bpb']} | {rows_note(bpb)}"
+        )
+        mean = {layer: round(sum(values) / len(values), 3) for layer, values in sigma.items()}
+        tokens = step * self.horizon.total_batch_size
+        log.log("eval", step, text + (f" | mean sigma {mean}" if mean else ""), **bpb, sigma=sigma, tokens=tokens)
+
+    def evaluate(self, stop: Stop | None = None) -> dict[str, Any]:
+        """Bits per byte on both splits, and which rows they are of."""
+        which = self.config.eval_tokens, self.config.eval_rows
+        bpb = of_both_splits(self.compiled, self.data, *which, self.runtime, self.batch_size, stop)
+        return {"eval_rows": self.data.name_rows(*which), **bpb}
+
+    def sigma(self) -> dict[str, list[float]]:
+        """Learned bandwidths of the gka layers, per head."""
+        bandwidths = self.model.bandwidths().items()
+        return {f"layer_{layer}": [round(value, 4) for value in sigma.tolist()] for layer, sigma in bandwidths}
+
+    def _score_core(self, log: RunLog, stop: Stop, bar: Progress) -> None:
+        self.core.score(log, self.state["step"], stop, bar)
+
+    def _log_samples(self, log: RunLog, stop: Stop, bar: Progress) -> None:
+        """Rank 0 writes them; the others wait for it."""
+        engine, texts = Engine(self.model, self.data.tokenizer), dict.fromkeys(SAMPLE_PROMPTS, "")
+        pieces = engine.stream(SAMPLE_PROMPTS, Sampling(max_tokens=16, temperature=0))
+        for piece in self.runtime.rounds(pieces if log.enabled else (), stop):
+            texts[SAMPLE_PROMPTS[piece.prompt]] += piece.text
+        lines = "\n".join(f"sample: {prompt + text!r}" for prompt, text in texts.items())
+        log.log("sample", self.state["step"], lines, texts=texts)
+
+    def warnings(self) -> dict[str, str]:
+        config, bandwidths, found = self.model.config, self.model.bandwidths(), {}
+        if not bandwidths:
+            return found
+        for layer, sigma in zip(bandwidths, torch.stack([*bandwidths.values()]).tolist()):
+            found |= bandwidth_warnings(layer, sigma, config.n_embd // config.n_head, "--sigma-lr")
+        return found
+
+    # The run's numbers
+
+    def summary(self, log: RunLog) -> tuple[dict[str, Any], str]:
+        """The paper's columns, and the most important ones in words.
+
+        Raises UserError if the last evaluation's bits per byte are not finite.
+        """
+        evaluations = [record for record in log.records("eval", *EVAL_KEYS) if None not in map(record.get, EVAL_KEYS)]
+        if not evaluations or evaluations[-1]["step"] != self.steps:
+            raise UserError(
+                f"{self.folder}: the last evaluation's bits per byte are not finite, so the run has no result; "
+                "its checkpoints are kept"
+            )
+        scored = [record for record in log.records("core", *CORE_KEYS) if record["step"] == self.steps]
+        last, per_token, (speed, mfu) = evaluations[-1], flops_per_token(self.model), self.throughput()
+        numbers = {
+            "parameters": parameter_counts(self.model)["total"],
+            "flops_per_token": per_token,
+            "train_tokens": self.horizon.tokens,
+            "train_flops": self.horizon.tokens * per_token,
+            "train_bpb": last["train_bpb"],
+            "val_bpb": last["val_bpb"],
+            **{key + UTF8: last.get(key + UTF8) for key in EVAL_KEYS},
+            "gap": last["val_bpb"] - last["train_bpb"],
+            "eval_rows": last.get("eval_rows"),
+            "min_val_bpb": min(record["val_bpb"] for record in evaluations),
+            "core": {key: scored[-1][key] for key in CORE_KEYS} if scored else None,
+            "tokens_per_second": speed,
+            "mfu": mfu,
+            "sigma": self.sigma(),
+        }
+        shown = {name: f"{numbers[name]:.6f}{utf8_note(numbers, name)}" for name in EVAL_KEYS}
+        words = [f"validation bpb {shown['val_bpb']}, train bpb {shown['train_bpb']}", rows_note(numbers)]
+        return numbers, ", ".join(filter(None, (*words, rate(speed, "tok/s"))))
 
 
 def main(config: TrainConfig) -> None:
@@ -20,4 +463,4 @@ def main(config: TrainConfig) -> None:
 
 
 if __name__ == "__main__":
-    run(main, extended(TrainConfig))
+    cli.run(main, extended(TrainConfig))

@@ -1,6 +1,6 @@
-"""The loop of every trainer: resume, announce, then step, log, save and report until the end or a signal, and finish.
+"""The loop of every trainer: resume, announce, then step, log, save and evaluate to the end or a signal, and finish.
 
-What a step computes and what is reported is the trainer's (`trainkit_gka.trainer`). Nothing is lost: a checkpoint is
+What a step and an evaluation compute is the trainer's (`trainkit_gka.trainer`). Nothing is lost: a checkpoint is
 written before every evaluation, a signal ends the loop after its step and a save, or ends its evaluation, which the
 next process makes again, and a run that was killed at any moment continues from its newest intact checkpoint; what its
 log has already is not done again.
@@ -95,16 +95,19 @@ def train(trainer: Trainer, log: RunLog, stop: Stop) -> bool:
     """Train to the last step. Returns False if a signal or --stop-after ended it early. The state is saved."""
     config, steps = trainer.config, trainer.steps
 
-    def report() -> bool:
+    def evaluate() -> bool:
         try:
-            trainer.report(log, stop, bar)
+            for evaluation in trainer.evaluations_due():
+                done = log.enabled and log.has(evaluation.event, trainer.state["step"], *evaluation.keys)
+                if trainer.runtime.any(log.enabled and not done):
+                    evaluation.run(log, stop, bar)
         except Interrupted:
             return False
         return True
 
     with progress_bar() as bar:
         task = bar.add_task(config.tag, total=steps, completed=trainer.state["step"], status="")
-        if not report():
+        if not evaluate():
             return False
         while trainer.state["step"] < steps:
             numbers, stopping = trainer.step(stop.requested)
@@ -115,9 +118,9 @@ def train(trainer: Trainer, log: RunLog, stop: Stop) -> bool:
                 text, values = trainer.describe(numbers)
                 log.log("train", step, text, **values)
                 warn(trainer, log)
-            if stopping or trainer.due(config.save_every) or trainer.must_save():
+            if stopping or trainer.evaluations_due() or any(map(trainer.due, trainer.saves_every)):
                 trainer.save()
-            if stopping or not report():
+            if stopping or not evaluate():
                 return False
     return True
 
@@ -133,14 +136,14 @@ def warn(trainer: Trainer, log: RunLog) -> None:
 
 def finish(trainer: Trainer, log: RunLog) -> None:
     """Record the numbers of a finished run, and what it warned of. On rank 0."""
-    config, summary = trainer.config, trainer.summary(log)
+    config, (summary, words) = trainer.config, trainer.summary(log)
     summary["warnings"] = [record["text"] for record in log.records("warning", "text")]
     append_result(
         config.results, trainer.KIND, config.record(), summary, trainer.runtime.device, trainer.runtime.world_size
     )
     log.log("finish", trainer.steps, **summary)
     print(
-        f"{config.folder}: finished, {trainer.result_text(summary)}",
+        f"{config.folder}: finished, {words}",
         *(f"warning: {text}" for text in summary["warnings"]),
         sep="\n",
     )

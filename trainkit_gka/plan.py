@@ -14,7 +14,7 @@ UTILISATION = 0.4  # of a GPU's peak, where no finished run says how fast it is
 
 def show_plan(trainer: Trainer) -> None:
     """Print the plan on rank 0. A collective: optimisers gather their state to be measured."""
-    tensors = trainer.tensors()
+    tensors = trainer.kept().tensors
     size = sum(tensor.nbytes for group in tensors.values() for tensor in group.values())
     if not tensors.get("optimizer", True):  # torch's AdamW makes its two moments at the first step
         size += 2 * sum(parameter.nbytes for parameter in trainer.model.parameters())

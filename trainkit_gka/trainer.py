@@ -1,6 +1,8 @@
-"""What the loop asks of a trainer: its steps, its reports and its state, in the order in which the loop calls them."""
+"""What the loop asks of a trainer: its steps, its evaluations and its state, in the order in which the loop does."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,6 +17,35 @@ from trainkit_gka.progress import RunLog
 from trainkit_gka.run_config import RunConfig
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """What a run does between its steps and writes into its log, such as scoring validation data.
+
+    event, keys: of the record that `run` logs. If the log has one of this step with all keys, as after a kill, it is
+    not done again. every: steps between two; -1 does it after the last step alone, as all do. run: called with the log,
+    `stop` and the progress bar on every process; it raises Interrupted, on every process, when a signal comes to any
+    (see `Runtime.rounds`). at_start: whether it is done before the first step too.
+    """
+
+    event: str
+    every: int
+    run: Callable[[RunLog, Stop, Progress], None]
+    keys: tuple[str, ...] = ()
+    at_start: bool = False
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a checkpoint keeps beside the progress.
+
+    tensors: by file. about: JSON. files: of which it takes copies, by the copy's name.
+    """
+
+    tensors: dict[str, Tensors]
+    about: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, Path] = field(default_factory=dict)
+
+
 class Trainer(ABC):
     """A run that `trainkit_gka.loop` trains. Everything is called on every process unless its docstring says otherwise.
 
@@ -23,6 +54,8 @@ class Trainer(ABC):
         model: the weights; the loop gives every process those of rank 0
         steps: the length of the run
         state: the progress that a checkpoint keeps, JSON; state["step"] counts the steps that are done
+        evaluations: in the order in which they are done; `announce` may still add some
+        saves_every: numbers of steps; a checkpoint is written at their multiples, before evaluations and at the end
     """
 
     KIND: ClassVar[str]  # of the line that a finished run adds to the results
@@ -36,19 +69,14 @@ class Trainer(ABC):
     def __init__(self, config: RunConfig, runtime: Runtime):
         self.config, self.runtime, self.folder = config, runtime, config.folder
         self.state: dict[str, Any] = {"step": 0}
+        self.evaluations: list[Evaluation] = []
+        self.saves_every = [config.save_every]
 
     # In run order
 
     @abstractmethod
     def announce(self) -> dict[str, Any]:
         """Print what will be trained and prepare what takes all processes. Returns what the log's start record adds."""
-
-    @abstractmethod
-    def report(self, log: RunLog, stop: Stop, bar: Progress) -> None:
-        """Evaluate if that is due at this step and not in the log already.
-
-        Raises Interrupted, on every process, when a signal comes to any: see `Runtime.rounds`.
-        """
 
     @abstractmethod
     def step(self, asked_to_stop: bool) -> tuple[dict[str, float], bool]:
@@ -66,32 +94,21 @@ class Trainer(ABC):
         """The printed line and the log's record of a step with these numbers."""
 
     @abstractmethod
-    def must_save(self) -> bool:
-        """Whether to save at this step whatever --save-every says, such as before an evaluation, which takes long."""
+    def kept(self) -> Kept:
+        """What a checkpoint keeps. Waiting for other processes is fine here."""
 
     @abstractmethod
-    def tensors(self) -> dict[str, Tensors]:
-        """What a checkpoint keeps as tensors, by file. Waiting for other processes is fine here."""
+    def summary(self, log: RunLog) -> tuple[dict[str, Any], str]:
+        """The numbers of the finished run, and the most important ones in words. On rank 0.
+
+        Raises UserError if the run has no result.
+        """
+
+    # What most trainers need not change
 
     def identity(self) -> dict[str, str]:
         """What must be the same for every process beside the progress: by its name, a hash or a few words."""
         return {}
-
-    @abstractmethod
-    def about(self) -> dict[str, Any]:
-        """What else a checkpoint says, JSON. On rank 0."""
-
-    def files(self) -> dict[str, Path]:
-        """Files that a checkpoint takes copies of, by the copy's name. On rank 0."""
-        return {}
-
-    @abstractmethod
-    def summary(self, log: RunLog) -> dict[str, Any]:
-        """The numbers of the finished run. On rank 0. Raises UserError if it has none."""
-
-    @abstractmethod
-    def result_text(self, summary: dict[str, Any]) -> str:
-        """The most important of these numbers in words."""
 
     def warnings(self) -> dict[str, str]:
         """What is wrong with the weights though their numbers are finite: a line for each, by what it is about."""
@@ -111,6 +128,11 @@ class Trainer(ABC):
         step = self.state["step"]
         return step == self.steps or (every > 0 and step % every == 0)
 
+    def evaluations_due(self) -> list[Evaluation]:
+        """Those that belong to the step that is done."""
+        started = self.state["step"] > 0
+        return [one for one in self.evaluations if (self.due(one.every) if started else one.at_start)]
+
     def save(self, folder: str = "checkpoints", leave_out: tuple[str, ...] = (), keep: int | None = None) -> None:
         """Write a checkpoint into `folder` of the run, without the tensors in `leave_out`.
 
@@ -118,11 +140,12 @@ class Trainer(ABC):
         """
         if not self.is_finite():
             raise self.diverged("the weights are not finite", consequence="they were not saved")
-        tensors = {name: group for name, group in self.tensors().items() if name not in leave_out}
+        kept = self.kept()
+        tensors = {name: group for name, group in kept.tensors.items() if name not in leave_out}
         if self.runtime.is_main:
-            state = {"train_config": self.config.identity(), "progress": self.state, **self.about()}
+            state = {"train_config": self.config.identity(), "progress": self.state, **kept.about}
             checkpoint.save(
-                self.folder / folder, self.state["step"], tensors, state, self.files(), keep or self.config.keep
+                self.folder / folder, self.state["step"], tensors, state, kept.files, keep or self.config.keep
             )
         self.runtime.barrier()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gka.kinds import KINDS
-from nanochat_gka.training.trainer import Trainer
+from nanochat_gka.train import Trainer
 from runs.demo import pictures, report
 from runs.demo.commands import START_SECONDS, Job
 from runs.launch import command, run

@@ -15,7 +15,7 @@ from deit_gka.data.transforms import eval_transform
 from deit_gka.figures.cls_attention import draw_cls_attention
 from deit_gka.model.checkpoints import find_checkpoint, load_run
 from deit_gka.model.registry import model_name
-from deit_gka.training.trainer import Trainer
+from deit_gka.train import Trainer
 from gka.kinds import KINDS
 from runs.demo import pictures
 from runs.demo.commands import START_SECONDS, Job

@@ -15,13 +15,13 @@ import timm.models.vision_transformer as vit
 import torch
 import tyro
 
+from deit_gka.train import Trainer as VisionTrainer
 from deit_gka.training.config import TrainConfig as VisionConfig
-from deit_gka.training.trainer import Trainer as VisionTrainer
 from nanochat_gka.data.loader import PackedData, Stream
 from nanochat_gka.model.gpt import GPT, build
+from nanochat_gka.train import TrainConfig as LanguageConfig
+from nanochat_gka.train import accumulate_gradients
 from nanochat_gka.training.bits_per_byte import bits_per_byte
-from nanochat_gka.training.config import TrainConfig as LanguageConfig
-from nanochat_gka.training.gradients import accumulate_gradients
 from nanochat_gka.training.optim import Group, MuonAdamW, parameter_groups
 from nanochat_gka.training.schedule import lr_multiplier, muon_momentum, weight_decay_multiplier
 from runs.demo import language, vision

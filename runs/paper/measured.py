@@ -14,7 +14,7 @@ from deit_gka.model.registry import SIZES, model_name
 from deit_gka.training.config import TrainConfig as VisionTraining
 from nanochat_gka.accounting import AccountingConfig, account
 from nanochat_gka.core_metric.report import Score, score_of
-from nanochat_gka.training.config import TrainConfig as LanguageTraining
+from nanochat_gka.train import TrainConfig as LanguageTraining
 from runs.bench import results as bench_results
 from runs.bench.results import Comparison
 from runs.frames import RESULTS

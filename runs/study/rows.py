@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from nanochat_gka.training.trainer import Trainer
+from nanochat_gka.train import Trainer
 from runs.demo.commands import Job
 from runs.study.cells import Cell
 from runs.study.data import Text

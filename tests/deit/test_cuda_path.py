@@ -10,10 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 import tiny_vision
-from deit_gka.train import main
+from deit_gka.train import Trainer, main
 from deit_gka.training.config import TrainConfig
 from deit_gka.training.engine import autocast
-from deit_gka.training.trainer import Trainer
 from gka import GaussianKernelAttention
 from pretend_cuda import GPU, OnGPU, needs_no_gpu, pretended
 from tiny_vision import SHAPE, SIZE

@@ -8,8 +8,8 @@ import torch
 
 import tiny
 from deit_gka import train as training
+from deit_gka.train import Trainer
 from deit_gka.training.config import TrainConfig
-from deit_gka.training.trainer import Trainer
 from processes import signals_kept
 from tiny_vision import SHAPE, SIZE
 from trainkit_gka.cli import run

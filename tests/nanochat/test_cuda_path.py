@@ -12,9 +12,7 @@ import tiny_core
 from nanochat_gka.generation.engine import Engine
 from nanochat_gka.generation.sampling import Sampling
 from nanochat_gka.model.checkpoints import load
-from nanochat_gka.train import main
-from nanochat_gka.training.config import TrainConfig
-from nanochat_gka.training.trainer import Trainer
+from nanochat_gka.train import TrainConfig, Trainer, main
 from pretend_cuda import GPU, OnGPU, needs_no_gpu, pretended
 from trainkit_gka import hardware
 from trainkit_gka.distributed import setup

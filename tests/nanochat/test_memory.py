@@ -10,10 +10,9 @@ import tiny
 from nanochat_gka import train
 from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.gpt import build
+from nanochat_gka.train import Trainer, accumulate_gradients
 from nanochat_gka.training import memory
-from nanochat_gka.training.gradients import accumulate_gradients
 from nanochat_gka.training.optim import MuonAdamW, OptimConfig, parameter_groups
-from nanochat_gka.training.trainer import Trainer
 from trainkit_gka.cli import UserError, run
 from trainkit_gka.distributed import Runtime
 

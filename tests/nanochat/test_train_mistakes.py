@@ -13,8 +13,7 @@ import processes
 import tiny
 from gpt_runs import MODULE, flags, log_steps
 from nanochat_gka.data.loader import micro_batches
-from nanochat_gka.train import TrainConfig, main
-from nanochat_gka.training.trainer import Trainer
+from nanochat_gka.train import TrainConfig, Trainer, main
 from trainkit_gka.cli import UserError, run
 from trainkit_gka.distributed import Runtime
 

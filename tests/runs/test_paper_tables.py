@@ -7,7 +7,7 @@ import pytest
 
 from deit_gka.training.config import TrainConfig as VisionTraining
 from nanochat_gka.core_metric.bundle import CORE_SIZES, PAPER_TASKS
-from nanochat_gka.training.config import TrainConfig as LanguageTraining
+from nanochat_gka.train import TrainConfig as LanguageTraining
 from runs.paper import core_scores, measured, published, tables
 from runs.paper.cells import compare
 from runs.paper.measured import GPUS, IMAGENET_VALIDATION

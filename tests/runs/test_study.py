@@ -13,7 +13,7 @@ import tyro
 
 import processes
 from nanochat_gka.model.forms import with_flags
-from nanochat_gka.training.config import TrainConfig
+from nanochat_gka.train import TrainConfig
 from runs.study import forms, grid
 from runs.study.__main__ import StudyConfig, main
 from runs.study.cells import Cell

@@ -25,7 +25,7 @@ from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.context import Context
 from nanochat_gka.model.forms import extended
 from nanochat_gka.model.gpt import build
-from nanochat_gka.training.config import TrainConfig
+from nanochat_gka.train import TrainConfig
 from nanochat_gka.training.optim import OptimConfig, parameter_groups
 from runs.study import forms
 from runs.study.forms.config import KERNELS, StudyShape

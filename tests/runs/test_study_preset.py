@@ -14,7 +14,7 @@ from nanochat_gka.generation.engine import Engine
 from nanochat_gka.generation.sampling import Sampling
 from nanochat_gka.model.accounting import flops_per_token, meta_model
 from nanochat_gka.model.checkpoints import load
-from nanochat_gka.training.config import TrainConfig
+from nanochat_gka.train import TrainConfig
 from runs.paper import gpt_d20, gpt_d20_gka, gpt_d20_softmax
 from runs.study import gpt_d20_best
 from runs.tables import study_next

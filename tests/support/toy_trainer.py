@@ -8,7 +8,7 @@ import torch
 from trainkit_gka.cli import MayChange, run
 from trainkit_gka.loop import launch
 from trainkit_gka.run_config import RunConfig
-from trainkit_gka.trainer import Trainer
+from trainkit_gka.trainer import Evaluation, Kept, Trainer
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class ToyTrainer(Trainer):
     def __init__(self, config, runtime, checkpoint=None):
         super().__init__(config, runtime)
         self.model, self.steps = torch.nn.Linear(2, 1, bias=False), config.steps
+        self.evaluations = [Evaluation("eval", config.eval_every, self.report, ("saved",), at_start=True)]
         if checkpoint is not None:
             self.state = checkpoint.state["progress"]
             self.model.load_state_dict(checkpoint.tensors("model"))
@@ -55,32 +56,21 @@ class ToyTrainer(Trainer):
     def describe(self, numbers):
         return f"round {self.state['step']}", numbers
 
-    def must_save(self):
-        return self.due(self.config.eval_every)
-
-    def tensors(self):
-        return {"model": self.model.state_dict()}
-
-    def about(self):
-        return {}
+    def kept(self):
+        return Kept({"model": self.model.state_dict()})
 
     def evaluate(self, stop):
         for _ in self.runtime.rounds(range(self.config.judged), stop):
             time.sleep(self.config.seconds)
 
     def report(self, log, stop, bar):
-        step = self.state["step"]
-        if (step == 0 or self.due(self.config.eval_every)) and not log.has("eval", step, "saved"):
-            print("evaluating", flush=True)
-            self.evaluate(stop)
-            saved = sorted(int(path.name[5:]) for path in (self.folder / "checkpoints").glob("step_*"))
-            log.log("eval", step, saved=saved)
+        print("evaluating", flush=True)
+        self.evaluate(stop)
+        saved = sorted(int(path.name[5:]) for path in (self.folder / "checkpoints").glob("step_*"))
+        log.log("eval", self.state["step"], saved=saved)
 
     def summary(self, log):
-        return {"total": self.total()}
-
-    def result_text(self, summary):
-        return f"total {summary['total']:.1f}"
+        return {"total": self.total()}, f"total {self.total():.1f}"
 
 
 if __name__ == "__main__":

@@ -6,10 +6,9 @@ import re
 import pytest
 import torch
 
+from deit_gka.train import Trainer as VisionTrainer
 from deit_gka.training.config import TrainConfig as VisionConfig
-from deit_gka.training.trainer import Trainer as VisionTrainer
-from nanochat_gka.training.config import TrainConfig
-from nanochat_gka.training.trainer import Trainer
+from nanochat_gka.train import TrainConfig, Trainer
 from toy_trainer import ToyConfig, ToyTrainer
 from trainkit_gka import plan
 from trainkit_gka.cli import UserError
@@ -59,7 +58,7 @@ def test_a_checkpoint_of_a_vision_run_has_the_planned_size(places, monkeypatch, 
     trainer.step(False)
     trainer.close()
     counters = 4 * len(list(trainer.model.parameters()))  # of AdamW's steps
-    assert sizes[0] + counters == sum(t.nbytes for group in trainer.tensors().values() for t in group.values())
+    assert sizes[0] + counters == sum(t.nbytes for group in trainer.kept().tensors.values() for t in group.values())
 
 
 @pytest.mark.parametrize("processes, parameters, known", [(1, 2, True), (2, 2, False), (1, 3, False)])

@@ -9,7 +9,7 @@ import pytest
 
 from deit_gka.recipe import Recipe
 from deit_gka.training.config import TrainConfig as VisionConfig
-from nanochat_gka.training.config import TrainConfig as LanguageConfig
+from nanochat_gka.train import TrainConfig as LanguageConfig
 from trainkit_gka.cli import Count, MayChange, UserError, check_bounds
 from trainkit_gka.run_config import RunConfig
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from deit_gka.training.trainer import Trainer
+from deit_gka.train import Trainer
 from runs.demo.commands import START_SECONDS, Job
 from runs.study.ledger import RECORD, Ledger
 from runs.study.vision.cells import VisionCell
