@@ -25,6 +25,7 @@ def decode_attention(
     *,
     keys: torch.Tensor | None = None,
     rotary: Tables | None = None,
+    channel_scales: torch.Tensor | None = None,
     lengths: Sequence[int] | None = None,
     window: int | None = None,
     key_delays: Sequence[int] = (),
@@ -45,6 +46,8 @@ def decode_attention(
       keys: (B, Tk, H, D); None: the values or, with `rotary`, what follows from them.
       rotary: tables (cos, sin), (Tk or more, D / 2) each, float32 or bfloat16. The key of token j is then the RMS norm
         of [a cos_j + b sin_j, b cos_j - a sin_j], a and b being the two halves of its value.
+      channel_scales: (H, D), float32, with `rotary`: the value is multiplied by it, channel by channel, before it is
+        turned into a key. None: by 1.
       lengths: tokens that each sequence has of Tk, B whole numbers from Tq to Tk; None: Tk. What lies behind them is
         not read.
       window: a query sees itself and so many tokens before it; None: all.
@@ -57,15 +60,18 @@ def decode_attention(
     check_impl(impl)
     if keys is not None and rotary is not None:
         raise ValueError("keys are given or derived by rotary, not both")
+    if channel_scales is not None and rotary is None:
+        raise ValueError("channel_scales are of keys that are derived by rotary, which is missing")
     options: dict[str, Any] = dict(
-        rotary=rotary, lengths=lengths, key_delays=key_delays or None, value_delays=value_delays or None
-    )
+        rotary=rotary, channel_scales=channel_scales, lengths=lengths, key_delays=key_delays or None,
+        value_delays=value_delays or None,
+    )  # fmt: skip
     whole = any(option is not None for option in options.values())  # they count tokens from the first on
     pair: tuple[Any, Any] = (values, None) if keys is None else (keys, values)
     request = gaussian_request(
         x, log_sigma, *pair, True, window, eps=0.0, constant_norm=constant_norm, whole=whole, **options
     )
-    _check_options(x, values.shape[1], rotary, lengths, key_delays, value_delays)
+    _check_options(x, values.shape[1], rotary, channel_scales, lengths, key_delays, value_delays)
     if not autocasts(x.device.type) and (name := find(request, impl)[0]):  # autocast rounds after keys are derived
         return IMPLEMENTATIONS[name].gaussian(request)
     same: dict[str, Any] = dict(causal=True, window=window, constant_norm=constant_norm, impl=impl)
@@ -73,7 +79,7 @@ def decode_attention(
     for rows, length in _rows_of_equal_length(lengths, values.shape[1]):
         first = 0 if window is None else max(0, length - x.shape[1] - window - max((0, *key_delays, *value_delays)))
         cached_keys = None if keys is None else keys[rows, first:length]
-        made = _keys_and_values(cached_keys, values[rows, first:length], rotary, first)
+        made = _keys_and_values(cached_keys, values[rows, first:length], rotary, channel_scales, first)
         late_keys, late_values = _delayed(made, key_delays, value_delays)
         parts.append(gaussian_attention(x[rows], log_sigma, keys=late_keys, values=late_values, **same))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -83,6 +89,7 @@ def _check_options(
     x: torch.Tensor,
     num_keys: int,
     rotary: Tables | None,
+    channel_scales: torch.Tensor | None,
     lengths: Sequence[int] | None,
     key_delays: Sequence[int],
     value_delays: Sequence[int],
@@ -95,6 +102,13 @@ def _check_options(
             raise ValueError(f"rotary must be two tables of {expected} numbers, got {tuple(table.shape)}")
         if table.device != x.device:
             raise ValueError(f"rotary must be on the device of the queries, {x.device}, got {table.device}")
+    if channel_scales is not None and (
+        tuple(channel_scales.shape) != (num_heads, head_dim) or channel_scales.dtype != torch.float32
+    ):
+        given = f"{tuple(channel_scales.shape)} in {channel_scales.dtype}"
+        raise ValueError(f"channel_scales must be (H, D) = ({num_heads}, {head_dim}) in float32, got {given}")
+    if channel_scales is not None and channel_scales.device != x.device:
+        raise ValueError(f"channel_scales must be on the device of the queries, {x.device}")
     if lengths is not None and not (len(lengths) == batch and all(num_queries <= n <= num_keys for n in lengths)):
         raise ValueError(f"lengths must be {batch} numbers from {num_queries} to {num_keys}, got {list(lengths)}")
     for name, given in (("key_delays", key_delays), ("value_delays", value_delays)):
@@ -114,11 +128,17 @@ def _rows_of_equal_length(lengths: Sequence[int] | None, num_keys: int) -> list[
     return groups
 
 
-def _keys_and_values(keys: torch.Tensor | None, values: torch.Tensor, rotary: Tables | None, first: int) -> Pair:
+def _keys_and_values(
+    keys: torch.Tensor | None,
+    values: torch.Tensor,
+    rotary: Tables | None,
+    channel_scales: torch.Tensor | None,
+    first: int,
+) -> Pair:
     """Both of the tokens from `first` on, (B, n, H, D); one tensor if they are the same."""
     if keys is not None or rotary is None:
         return (values if keys is None else keys), values
-    a, b = values.chunk(2, dim=-1)
+    a, b = (values if channel_scales is None else values * channel_scales).chunk(2, dim=-1)
     cos, sin = (table[first : first + values.shape[1], None] for table in rotary)
     turned = torch.cat([a * cos + b * sin, b * cos - a * sin], dim=-1).to(values.dtype)
     return F.rms_norm(turned, turned.shape[-1:]), values

@@ -34,6 +34,7 @@ def decoding_flops(
     log_sigma: Shape,
     cos,
     sin,
+    channel_scales,
     lengths,
     delays,
     more_delays,

@@ -1,6 +1,6 @@
-"""The kernel's exponent (paper eq.
+"""The kernel's exponent, log K_ij of the paper's equation 3, from differences, so that nothing cancels.
 
-3) from differences: right in value and in derivatives of every order, also where two tokens are equal.
+Right in value and in derivatives of every order, also where two tokens are equal.
 """
 
 from typing import Any, cast

@@ -20,7 +20,7 @@ for name in ("split_heads", "at_least_float32", "gaussian_attention"):
 
 class GaussianKernelAttention(nn.Module):
     """Projection-free multi-head attention: no W_Q, W_K, W_V; `log_sigma` (num_heads, float32) and the output
-    projection are learned.
+    projection are learned, and `log_scale` (dim, float32) if channels have bandwidths.
 
     Args:
       dim: model width C; num_heads: H, must divide dim (ValueError otherwise). head_dim = dim / num_heads.
@@ -29,11 +29,14 @@ class GaussianKernelAttention(nn.Module):
       causal, window, impl: as in `gaussian_attention`.
       head_norm: RMS-normalise every head first. Norms are then constant and the kernel needs no |x|^2 term (as
       nanochat's QK norm).
+      channel_bandwidths: not the paper's. The kernel compares features times exp(log_scale), learned from 0, normalised
+      again with head_norm; the values stay as they are. It is a Gaussian with a diagonal metric (automatic relevance
+      determination: MacKay 1994, Neal 1996), for tokens whose norm has no weight per channel.
 
     Input and output: (B, T, dim) in the weights' dtype, or autocast is on; ValueError for another shape. Expects
     normalised tokens (the paper's: after the block's LayerNorm). `.bfloat16()` and `.half()` work, but `log_sigma` is
-    best kept float32: rounded, it learns in steps of 2^-8 or coarser. Keep it out of weight decay; it is 1-D, as the
-    usual rule for biases and norms expects.
+    best kept float32: rounded, it learns in steps of 2^-8 or coarser. Keep it and `log_scale` out of weight decay; they
+    are 1-D, as the usual rule for biases and norms expects.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class GaussianKernelAttention(nn.Module):
         causal: bool = False,
         window: int | None = None,
         head_norm: bool = False,
+        channel_bandwidths: bool = False,
         impl: str = "auto",
     ) -> None:
         super().__init__()
@@ -59,23 +63,33 @@ class GaussianKernelAttention(nn.Module):
         self.sigma_squared = self.head_dim**0.5 if sigma_squared is None else sigma_squared
         self.causal, self.window, self.head_norm, self.impl = causal, window, head_norm, impl
         self.log_sigma = nn.Parameter(initial_log_sigma(num_heads, self.sigma_squared))
+        self.log_scale = nn.Parameter(torch.zeros(dim)) if channel_bandwidths else None
         self.proj = nn.Linear(dim, dim, bias=bias)
 
     def reset_parameters(self) -> None:
         """Refill the bandwidths and W_O, for example after building on the meta device."""
         with torch.no_grad():
             self.log_sigma.copy_(initial_log_sigma(self.num_heads, self.sigma_squared))
+            if self.log_scale is not None:
+                self.log_scale.zero_()
         self.proj.reset_parameters()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        heads = split_heads(x, self.dim, self.num_heads)
-        if self.head_norm:
-            heads = nn.functional.rms_norm(heads, (self.head_dim,))
-        log_sigma = at_least_float32(self.log_sigma)
-        y = gaussian_attention(
-            heads, log_sigma, causal=self.causal, window=self.window, constant_norm=self.head_norm, impl=self.impl
-        )
+        values = self._normalised(split_heads(x, self.dim, self.num_heads))
+        features = values if self.log_scale is None else self._normalised(self.scaled(values))
+        same = dict(causal=self.causal, window=self.window, constant_norm=self.head_norm, impl=self.impl)
+        own = None if self.log_scale is None else values
+        y = gaussian_attention(features, at_least_float32(self.log_sigma), values=own, **same)
         return self.proj(y.flatten(-2))
+
+    def _normalised(self, heads: torch.Tensor) -> torch.Tensor:
+        return nn.functional.rms_norm(heads, (self.head_dim,)) if self.head_norm else heads
+
+    def scaled(self, heads: torch.Tensor) -> torch.Tensor:
+        """heads, (B, T, H, D), with every channel on the scale on which the kernel compares it."""
+        if self.log_scale is None:
+            return heads
+        return heads * self.log_scale.exp().unflatten(-1, (self.num_heads, self.head_dim)).to(heads.dtype)
 
     def chosen_impl(self, num_tokens: int) -> str:
         """Which implementation trains this layer on `num_tokens` tokens, in its weights' dtype and where they are;
@@ -84,8 +98,13 @@ class GaussianKernelAttention(nn.Module):
         x = self.proj.weight.new_empty((1, num_tokens, self.num_heads, self.head_dim), requires_grad=True)
         return select_impl(x, causal=self.causal, window=self.window, constant_norm=self.head_norm, impl=self.impl)
 
+    @property
+    def channel_bandwidths(self) -> bool:
+        return self.log_scale is not None
+
     def extra_repr(self) -> str:
-        names = "num_heads", "head_dim", "causal", "window", "head_norm"
+        names = ["num_heads", "head_dim", "causal", "window", "head_norm"]
+        names += ["channel_bandwidths"] * self.channel_bandwidths
         return ", ".join(f"{name}={getattr(self, name)}" for name in names).removeprefix("num_")
 
 

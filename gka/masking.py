@@ -4,9 +4,8 @@ Query row i and key row j are positions counted from the END of their sequences 
 Tq keys, query row r sits at position i = r + (Tk - Tq), so one decode query sees the whole cache.
 
 - causal: j <= i.
-- window W >= 0: at most W tokens away. Causal: i - W <= j <= i, i.e. W earlier tokens plus the token itself (nanochat's
-  and
-  FlashAttention's convention, W + 1 keys). Not causal: |i - j| <= W.
+- window W >= 0: at most W tokens away. Causal: i - W <= j <= i, i.e. W earlier tokens plus the token itself, W + 1 keys
+  (the convention of nanochat and FlashAttention). Not causal: |i - j| <= W.
 
 The paper (section 3.3) writes i - W' < j <= i, which is W' keys: its W' is our window W = W' - 1.
 Every mask keeps the diagonal, so no row is ever empty.

@@ -89,6 +89,7 @@ class GaussianRequest(Request):
     eps: float | None  # added to the row sum (paper eq. 4); None: the rows are normalised as a softmax
     constant_norm: bool  # the keys of a head promise to have one norm
     rotary: Tables | None = None  # (cos, sin): the keys are turned by them and normalised, the values are not
+    channel_scales: torch.Tensor | None = None  # (H, D), with rotary: what is turned is multiplied with it before
     lengths: Sequence[int] | None = None  # tokens that each sequence has of Tk; the last query is aligned with the last
     key_delays: Sequence[int] | None = None  # H numbers: token j stands for the key of token j - delay
     value_delays: Sequence[int] | None = None
@@ -145,7 +146,8 @@ def gaussian_request(
     applied_eps = eps if keys is None else None  # with foreign keys the row sum may underflow
     keys = x if keys is None else keys
     values = keys if values is None else values
-    needs_grad = _needs_grad(x, log_sigma, keys, values, *(options.get("rotary") or ()))
+    tables = (*(options.get("rotary") or ()), options.get("channel_scales"))
+    needs_grad = _needs_grad(x, log_sigma, keys, values, *tables)
     prepared = _prepared(x, keys, values, causal, window, names=("keys", "values"), whole=whole)
     return GaussianRequest(
         **prepared, needs_grad=needs_grad, log_sigma=log_sigma, eps=applied_eps, constant_norm=constant_norm, **options

@@ -100,8 +100,8 @@ class GKA(TimmAttention, GaussianKernelAttention):
         dtype=None,
         **shared,
     ):
-        GaussianKernelAttention.__init__(self, dim, num_heads, bias=proj_bias, sigma_squared=sigma_squared, impl=impl)
-        self.log_scale = nn.Parameter(torch.zeros(dim)) if channel_bandwidths else None
+        own = dict(sigma_squared=sigma_squared, channel_bandwidths=channel_bandwidths, impl=impl)
+        GaussianKernelAttention.__init__(self, dim, num_heads, bias=proj_bias, **own)
         self._init_shared(**shared)
         self.to(device=device)
         self.proj.to(dtype=dtype)
@@ -124,20 +124,14 @@ class GKA(TimmAttention, GaussianKernelAttention):
     def own_values(self, heads):
         return heads
 
-    def features(self, heads: torch.Tensor) -> torch.Tensor:
-        """What the kernel compares, (B, N, H, D)."""
-        if self.log_scale is None:
-            return heads
-        return heads * self.log_scale.exp().unflatten(-1, (self.num_heads, -1)).to(heads.dtype)
-
     def mix(self, x, heads, attn_mask, is_causal):
         values_are_features = self.offsets is None and self.log_scale is None
         values = None if values_are_features else self.values(heads)
-        return mix_gaussian(self.features(heads), self._log_sigma(), values, attn_mask, is_causal, self.impl)
+        return mix_gaussian(self.scaled(heads), self._log_sigma(), values, attn_mask, is_causal, self.impl)
 
     def logits(self, x, heads):
         # In logs, so that a mask that hides a token from itself leaves something to normalise.
-        features = self.features(heads)
+        features = self.scaled(heads)
         return log_kernel(features, features, self._log_sigma())
 
 

@@ -243,7 +243,7 @@ class GKAAttention(Attention, kind="gka"):
     - Channel bandwidths: every channel is scaled by exp(a) before rotation and norm, with a learned from 0 for each of
       the C channels. The kernel is a Gaussian with a diagonal metric (automatic relevance determination, MacKay 1994,
       Neal 1996). Before the rotation, for after it unequal scales of a rotated pair would make distances depend on
-      positions. Values are not scaled, so they and the keys are stored.
+      positions. Values are not scaled: rotated ones are stored beside the keys, of others the keys follow.
     """
 
     # Values before and after their norm, rotated features, features, scaled queries, output. One fewer where values are
@@ -267,7 +267,8 @@ class GKAAttention(Attention, kind="gka"):
 
     @property
     def cached_tensors(self):
-        return self.kind.cached_tensors + (self.ve_gate is not None or self.channel_log_scales is not None)
+        scales_rotated = self.channel_log_scales is not None and self.config.gka_values == "rotated"
+        return self.kind.cached_tensors + (self.ve_gate is not None or scales_rotated)
 
     @property
     def derives_keys(self):
@@ -277,11 +278,15 @@ class GKAAttention(Attention, kind="gka"):
     def project(self, x, value_embedding, rotary, positions):
         heads = self.heads(x)
         values = norm(heads) if self.config.gka_values == "normalised" else heads
-        features = norm(rotary(self.heads(self.scaled(values.flatten(2))), positions))
+        features = self.features(values, rotary, positions)
         if self.config.gka_values == "rotated":
             values = features if self.channel_log_scales is None else norm(rotary(values, positions))
         values = self.add_value_embedding(values, x, value_embedding)
         return features, (features,) if values is features else (values, features)
+
+    def features(self, values: torch.Tensor, rotary: Rotary, positions) -> torch.Tensor:
+        """What is compared, of values that are not rotated, (B, n, H, D) each: norm(rotary(values * exp(a)))."""
+        return norm(rotary(self.heads(self.scaled(values.flatten(2))), positions))
 
     def keys_and_values(self, rotary, num_queries, stored):
         values, keys, num_tokens = stored[0], stored[-1], stored[0].shape[1]
@@ -291,7 +296,7 @@ class GKAAttention(Attention, kind="gka"):
             first = self.first_in_reach(num_queries, num_tokens)
             values, keys = values[:, first:], keys[:, first:]
             if keys_are_missing:
-                keys = norm(rotary(values, slice(first, num_tokens)))
+                keys = self.features(values, rotary, slice(first, num_tokens))
         return (keys, values) if self.pairing is None else self.pairing(keys, values)
 
     def attend(self, rotary, queries, stored):
@@ -303,11 +308,14 @@ class GKAAttention(Attention, kind="gka"):
 
     def attend_cached(self, rotary, queries, stored, lengths):
         tables = rotary.tables if self.derives_keys and len(stored) == 1 else None
+        scales = None
+        if tables is not None and self.channel_log_scales is not None:
+            scales = self.heads(self.channel_log_scales.exp().to(queries.dtype).float())
         keys = stored[1] if len(stored) == 2 else None
         key_delays, value_delays = (self.pairing.key_delays, self.pairing.value_delays) if self.pairing else ((), ())
         return decode_attention(
-            queries, self._log_sigma(), stored[0], keys=keys, rotary=tables, lengths=lengths, window=self.window,
-            constant_norm=True, key_delays=key_delays, value_delays=value_delays
+            queries, self._log_sigma(), stored[0], keys=keys, rotary=tables, channel_scales=scales, lengths=lengths,
+            window=self.window, constant_norm=True, key_delays=key_delays, value_delays=value_delays
         )  # fmt: skip
 
     def weights(self, queries, keys):

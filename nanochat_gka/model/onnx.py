@@ -16,7 +16,6 @@ from torch.export import Dim
 from gka.bandwidth import inverse_variance
 from gka.masking import Mask
 from nanochat_gka.model.attention import Attention
-from nanochat_gka.model.blocks import norm
 from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.context import Context
 from nanochat_gka.model.gpt import GPT
@@ -62,7 +61,7 @@ class PlainCache(Context):
         if not layer.kind.has_bandwidth:
             keys, values = stored
         elif layer.derives_keys:
-            values, keys = stored[0], norm(rotary(stored[0], self.everyone))
+            values, keys = stored[0], layer.features(stored[0], rotary, self.everyone)
         else:
             values, keys = stored[0], stored[-1]
         if layer.pairing is not None:

@@ -29,7 +29,15 @@ def tables(length, head_dim, dtype=torch.bfloat16):
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def expected(x, log_sigma, values, keys=None, rotary=None, lengths=None, window=None, key_delays=(), value_delays=()):
+def scales(cache):
+    """What the channels of a cache's values are multiplied with before they are turned."""
+    return torch.linspace(-1, 1, cache.shape[2] * cache.shape[3]).exp().view(cache.shape[2:])
+
+
+def expected(
+    x, log_sigma, values, keys=None, rotary=None, channel_scales=1.0, lengths=None, window=None, key_delays=(),
+    value_delays=()
+):  # fmt: skip
     """The definition in float64, token by token of what is visible."""
     y = torch.empty(x.shape, dtype=torch.float64)
     batch, num_queries, heads = x.shape[:3]
@@ -37,7 +45,7 @@ def expected(x, log_sigma, values, keys=None, rotary=None, lengths=None, window=
     keys = values if keys is None else keys.double()
     if rotary is not None:
         cos, sin = (table[: values.shape[1], None].double() for table in rotary)
-        a, b = values.chunk(2, -1)
+        a, b = (values * channel_scales).chunk(2, -1)
         turned = torch.cat([a * cos + b * sin, b * cos - a * sin], -1)
         keys = turned / (turned.square().mean(-1, keepdim=True) + torch.finfo(torch.float32).eps).sqrt()
     for row in range(batch):
@@ -65,6 +73,9 @@ FORMS = {
     "values": lambda cache: {},
     "derived": lambda cache: dict(rotary=tables(cache.shape[1] + 3, cache.shape[3])),
     "derived by float32 tables": lambda cache: dict(rotary=tables(cache.shape[1], cache.shape[3], torch.float32)),
+    "derived and scaled": lambda cache: dict(
+        rotary=tables(cache.shape[1], cache.shape[3]), channel_scales=scales(cache)
+    ),
     "keys": lambda cache: dict(keys=cache.flip(1)),
 }
 
@@ -216,7 +227,7 @@ def test_a_window_wider_than_any_cache_hides_nothing():
 def test_the_operator_is_a_proper_one_and_compiles():
     x, log_sigma, cache = draw(1, 30)
     cache = cache.contiguous()
-    arguments = (x, None, cache, log_sigma, *tables(30, 16), [30, 12], [0, 1], [], 9, 0)
+    arguments = (x, None, cache, log_sigma, *tables(30, 16), scales(cache), [30, 12], [0, 1], [], 9, 0)
     torch.library.opcheck(decoding.attend_cached, arguments)
     compiled = torch.compile(decode_attention, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
@@ -232,6 +243,8 @@ def test_the_operator_is_a_proper_one_and_compiles():
         (dict(value_delays=[0, 2**64 - 5]), "value_delays must be 2 numbers from 0"),
         (dict(rotary=tables(29, 16)), r"rotary must be two tables of \(30 or more, 16 / 2\) numbers, got \(29, 8\)"),
         (dict(rotary=tables(30, 16), keys=torch.zeros(2, 30, 2, 16)), "keys are given or derived by rotary, not both"),
+        (dict(channel_scales=torch.ones(2, 16)), "channel_scales are of keys that are derived by rotary"),
+        (dict(rotary=tables(30, 16), channel_scales=torch.ones(16)), r"channel_scales must be \(H, D\) = \(2, 16\)"),
         (dict(window=-1), "window must be >= 0"),
     ],
 )

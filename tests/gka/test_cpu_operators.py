@@ -125,12 +125,12 @@ def test_who_records_operators_sees_it_and_others_get_the_same_numbers():
 
 
 WHAT_OPERATORS_TAKE_AND_GIVE_BACK = """
-gka::cpu_attend_v3(Tensor x, Tensor? keys, Tensor? values, Tensor log_sigma, SymInt before, SymInt after, bool \
+gka::cpu_attend_v4(Tensor x, Tensor? keys, Tensor? values, Tensor log_sigma, SymInt before, SymInt after, bool \
 centred, float eps, bool differentiable) -> (Tensor, Tensor, Tensor)
-gka::cpu_attend_backward_v3(Tensor grad_y, Tensor x, Tensor? keys, Tensor? values, Tensor log_sigma, Tensor y, \
+gka::cpu_attend_backward_v4(Tensor grad_y, Tensor x, Tensor? keys, Tensor? values, Tensor log_sigma, Tensor y, \
 Tensor level, Tensor rest, SymInt before, SymInt after, bool centred, float eps) -> (Tensor, Tensor, Tensor, Tensor)
-gka::cpu_decode_v3(Tensor x, Tensor? keys, Tensor values, Tensor log_sigma, Tensor? cos, Tensor? sin, SymInt[] \
-lengths, SymInt[] key_delays, SymInt[] value_delays, SymInt before, SymInt after) -> Tensor
+gka::cpu_decode_v4(Tensor x, Tensor? keys, Tensor values, Tensor log_sigma, Tensor? cos, Tensor? sin, Tensor? \
+channel_scales, SymInt[] lengths, SymInt[] key_delays, SymInt[] value_delays, SymInt before, SymInt after) -> Tensor
 attend: float32 (2, 9, 3, 16), float64 (2, 3, 9, 2), float32 (0, 0, 0, 0)
 attend: bfloat16 (2, 9, 3, 16), float32 (2, 3, 9), bfloat16 (2, 9, 3, 16)
 attend_backward: float32 (2, 9, 3, 16), float32 (3,), float32 (2, 9, 3, 16), float32 (0,)
@@ -156,5 +156,5 @@ def test_the_operators_names_change_with_what_they_take_and_give_back():
         kept = call(op.attend, x, None, None, log_sigma, *options, True)
         call(op.attend, x.bfloat16(), None, None, log_sigma, *options, True)
         call(op.attend_backward, x, x, x, None, log_sigma, *kept, *options)
-        call(decoding.attend_cached, x, None, x, log_sigma, None, None, [9], [], [], -1, 0)
+        call(decoding.attend_cached, x, None, x, log_sigma, None, None, None, [9], [], [], -1, 0)
     assert lines == WHAT_OPERATORS_TAKE_AND_GIVE_BACK.strip().splitlines()

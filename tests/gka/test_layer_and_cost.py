@@ -25,6 +25,30 @@ def test_layer_is_split_operator_project(head_norm):
     torch.testing.assert_close(layer(x), want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("head_norm", [False, True])
+def test_channel_bandwidths_scale_what_is_compared_alone(head_norm):
+    """Equal to the diagonal metric's kernel in float64; nothing changes while the scales are 1; they are learned."""
+    layer = GaussianKernelAttention(12, 2, head_norm=head_norm, channel_bandwidths=True).double()
+    plain, x = GaussianKernelAttention(12, 2, head_norm=head_norm).double(), torch.randn(2, 7, 12, dtype=torch.float64)
+    plain.load_state_dict({name: t for name, t in layer.state_dict().items() if name != "log_scale"})
+    torch.testing.assert_close(layer(x), plain(x), rtol=1e-12, atol=1e-12)
+
+    with torch.no_grad():
+        layer.log_scale.copy_(torch.linspace(-1, 1, 12))
+    values = x.view(2, 7, 2, 6)
+    values = nn.functional.rms_norm(values, (6,)) if head_norm else values
+    compared = values * layer.log_scale.exp().view(2, 6)
+    compared = nn.functional.rms_norm(compared, (6,)) if head_norm else compared
+    apart = (compared[:, :, None] - compared[:, None]).square().sum(-1)  # (B, Tq, Tk, H)
+    weights = (-apart / (2 * layer.log_sigma.exp().square())).softmax(2)
+    want = layer.proj(torch.einsum("bijh,bjhd->bihd", weights, values).flatten(2))
+    torch.testing.assert_close(layer(x), want, rtol=2e-6, atol=2e-6)  # the layer's eps of a row sum
+    layer(x).square().sum().backward()
+    assert layer.log_scale.grad.abs().min() > 0
+    layer.reset_parameters()
+    assert not layer.log_scale.any() and "channel_bandwidths=True" in repr(layer)
+
+
 def test_layer_learns_its_bandwidth():
     """A target made with another sigma is fitted by gradient descent on log_sigma alone."""
     torch.manual_seed(1)
@@ -67,7 +91,10 @@ def test_layer_in_float64_keeps_its_digits():
     torch.testing.assert_close(layer(x), want, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("options", [dict(), dict(head_norm=True, causal=True, window=3)], ids=str)
+FX = [dict(), dict(head_norm=True, causal=True, window=3), dict(channel_bandwidths=True)]
+
+
+@pytest.mark.parametrize("options", FX, ids=str)
 def test_torch_fx_traces_a_model_that_has_the_layer(options):
     """One graph for all lengths and batches, with the layer's parameters in it; wrong inputs are named as ever."""
     model = nn.Sequential(nn.LayerNorm(32), GaussianKernelAttention(32, 2, **options), nn.Linear(32, 5))

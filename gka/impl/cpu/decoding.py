@@ -17,7 +17,7 @@ from gka.impl.cpu.call import addressable, num_threads
 from gka.impl.cpu.registering import is_plain, operator
 
 DTYPES = (torch.float32, torch.bfloat16)
-REQUEST = struct.Struct("32q2d")  # GkaDecode
+REQUEST = struct.Struct("33q2d")  # GkaDecode
 NORM_EPS = torch.finfo(torch.float32).eps  # of F.rms_norm, whatever the features are
 
 
@@ -27,6 +27,7 @@ def decode(
     values: torch.Tensor,
     log_sigma: torch.Tensor,
     rotary: Sequence[torch.Tensor] = (),
+    channel_scales: torch.Tensor | None = None,
     lengths: Sequence[int] = (),
     key_delays: Sequence[int] = (),
     value_delays: Sequence[int] = (),
@@ -34,23 +35,26 @@ def decode(
     after: int = -1,
 ) -> torch.Tensor:
     """y, (B, Tq, H, D), of a few queries; see `gka.decode_attention`. keys None: the values or, with rotary (cos, sin)
-    of D / 2 channels, the values turned and normalised. Empty lengths: Tk each; empty delays: none. before, after: how
-    far a query looks, -1 without limit. Features are float32 or bfloat16, tables too; channels lie side by side.
+    of D / 2 channels, the values turned and normalised, after channel_scales (H, D), float32, if they are given. Empty
+    lengths: Tk each; empty delays: none. before, after: how far a query looks, -1 without limit. Features are float32
+    or bfloat16, tables too; channels lie side by side.
     """
     cos, sin = rotary or (None, None)
-    run = _call if is_plain(x, keys, values, log_sigma, cos, sin) else attend_cached
-    return run(x, keys, values, log_sigma, cos, sin, lengths, key_delays, value_delays, before, after)
+    run = _call if is_plain(x, keys, values, log_sigma, cos, sin, channel_scales) else attend_cached
+    return run(x, keys, values, log_sigma, cos, sin, channel_scales, lengths, key_delays, value_delays, before, after)
 
 
-def _call(x, keys, values, log_sigma, cos, sin, lengths, key_delays, value_delays, before, after) -> torch.Tensor:
+def _call(
+    x, keys, values, log_sigma, cos, sin, channel_scales, lengths, key_delays, value_delays, before, after
+) -> torch.Tensor:
     scratch_size, kernel = _functions()
     # As in `call`: an exported program chose its copies by its example.
     x, keys, values = (None if t is None else addressable(t) for t in (x, keys, values))
-    cos, sin, log_sigma = (None if t is None else t.contiguous() for t in (cos, sin, log_sigma))
+    cos, sin, scales, log_sigma = (None if t is None else t.contiguous() for t in (cos, sin, channel_scales, log_sigma))
     y = x.new_empty(x.shape)
     batch, num_queries, num_heads, head_dim = x.shape
     source = values if keys is None else keys
-    tables = (0, 0) if cos is None else (cos.data_ptr(), sin.data_ptr())
+    tables = [0 if t is None else t.data_ptr() for t in (cos, sin, scales)]
     numbers = [(c_int64 * len(given))(*given) if given else None for given in (lengths, key_delays, value_delays)]
     request = REQUEST.pack(
         x.data_ptr(), *x.stride()[:3], source.data_ptr(), *source.stride()[:3], values.data_ptr(),
@@ -84,15 +88,16 @@ def attend_cached(
     log_sigma: torch.Tensor,
     cos: torch.Tensor | None,
     sin: torch.Tensor | None,
+    channel_scales: torch.Tensor | None,
     lengths: Sequence[int],
     key_delays: Sequence[int],
     value_delays: Sequence[int],
     before: int,
     after: int,
 ) -> torch.Tensor:
-    return _call(x, keys, values, log_sigma, cos, sin, lengths, key_delays, value_delays, before, after)
+    return _call(x, keys, values, log_sigma, cos, sin, channel_scales, lengths, key_delays, value_delays, before, after)
 
 
 @torch.library.register_fake(attend_cached)
-def _(x, keys, values, log_sigma, cos, sin, lengths, key_delays, value_delays, before, after):
+def _(x, keys, values, log_sigma, cos, sin, channel_scales, lengths, key_delays, value_delays, before, after):
     return x.new_empty(x.shape)

@@ -16,7 +16,7 @@ from gka.impl.cpu.registering import is_plain, operator
 from gka.request import GaussianRequest, Serves
 
 HALF = (torch.bfloat16, torch.float16)
-DECODING = ("rotary", "lengths", "key_delays", "value_delays")  # what the decoding kernel alone reads
+DECODING = ("rotary", "channel_scales", "lengths", "key_delays", "value_delays")  # what the decoding kernel alone reads
 DECODE_QUERIES = 16  # up to here a request without gradients is bound by reading the keys
 SERVES = Serves(
     options=frozenset({"causal", "window", *DECODING}),
@@ -95,8 +95,8 @@ def _decode(request: GaussianRequest) -> torch.Tensor:
     keys = None if request.own_values else request.keys
     before, after = request.limits
     return decoding.decode(
-        request.x, keys, request.value_features, request.log_sigma, request.rotary or (), request.lengths or (),
-        request.key_delays or (), request.value_delays or (), before, after,
+        request.x, keys, request.value_features, request.log_sigma, request.rotary or (), request.channel_scales,
+        request.lengths or (), request.key_delays or (), request.value_delays or (), before, after,
     )  # fmt: skip
 
 

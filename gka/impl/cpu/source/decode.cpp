@@ -189,6 +189,13 @@ struct Decode {
     return {from, values.apart * BYTES, derived ? half : 0, derived ? bytes : half, bytes};
   }
 
+  template <bool SCALED>
+  GKA_INLINE void derive(Group& key, const Rows<T>& source, int64_t h, int64_t j, int64_t count) const {
+    if (q.head_dim == 128) key.template derive<64, SCALED, Table>(source, q, h, j, count);
+    else if (q.head_dim == 64) key.template derive<32, SCALED, Table>(source, q, h, j, count);
+    else key.template derive<0, SCALED, Table>(source, q, h, j, count);
+  }
+
   void run_group(int64_t b, int64_t part, int64_t h, int64_t j, Group& key, Group& value) const {
     const int64_t count = std::min(KEYS, plan.length(b) - j), shift = plan.length(b) - q.num_queries;
     const Rows<T> values(q.values, b, h, q.value_delays);
@@ -197,9 +204,8 @@ struct Decode {
     const Group* keys = &key;
     if (derived) {
       const Rows<T> source(q.values, b, h, q.key_delays);
-      if (q.head_dim == 128) key.template derive<64, Table>(source, q, j, count);
-      else if (q.head_dim == 64) key.template derive<32, Table>(source, q, j, count);
-      else key.template derive<0, Table>(source, q, j, count);
+      if (q.channel_scales) derive<true>(key, source, h, j, count);
+      else derive<false>(key, source, h, j, count);
     } else {
       const Rows<T> source(q.keys, b, h, q.key_delays);
       if (own_values && source.delay == values.delay) keys = &value;

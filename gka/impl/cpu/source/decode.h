@@ -8,6 +8,7 @@
 struct GkaDecode {
   GkaTensor x, keys, values, y;  // (B, Tq | Tk, H, D); keys are the values where equal, and not read with tables
   const void *cos, *sin;         // null, or (Tk or more, D / 2) side by side: keys are values, turned and normalised
+  const float* channel_scales;   // (H, D), what the values are multiplied with before they are turned; null: nothing
   const int64_t* lengths;        // (B,) tokens that each sequence has of Tk, at least Tq; null: all
   const int64_t *key_delays, *value_delays;  // (H,) or null: token j stands for the key, the value of token j - delay
   const float* log_sigma;                    // (H,)

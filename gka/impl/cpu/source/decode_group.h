@@ -76,10 +76,11 @@ struct Group {
   }
 
   // Keys: the two halves of a value, turned by the table's row of its token; `scale` normalises them. HALF: the
-  // channels of a half, if known.
-  template <int64_t HALF, typename Table, typename T>
-  GKA_INLINE void derive(const Rows<T>& values, const GkaDecode& q, int64_t j, int64_t how_many) {
+  // channels of a half, if known. SCALED: the channels of head h are multiplied by factors of their own first.
+  template <int64_t HALF, bool SCALED, typename Table, typename T>
+  GKA_INLINE void derive(const Rows<T>& values, const GkaDecode& q, int64_t h, int64_t j, int64_t how_many) {
     const int64_t half = HALF ? HALF : q.head_dim / 2;
+    const float* factors = SCALED ? q.channel_scales + h * q.head_dim : nullptr;
     const Table *cos = static_cast<const Table*>(q.cos), *sin = static_cast<const Table*>(q.sin);
     count = how_many, rows = buffer, apart = channels;
     Vector squares[KEYS];
@@ -91,7 +92,11 @@ struct Group {
       next.prefetch(n, 0, next.derived);
       Vector even = Vector::all(0.0f), odd = even;
       GKA_UNROLL for (int64_t d = 0; d < half; d += KEYS) {
-        const Vector a = channels_from(first, d, half), b = channels_from(second, d, half);
+        Vector a = channels_from(first, d, half), b = channels_from(second, d, half);
+        if constexpr (SCALED) {
+          a = a * channels_from(factors, d, half);
+          b = b * channels_from(factors + half, d, half);
+        }
         const Vector cosine = channels_from(c, d, half), sine = channels_from(s, d, half);
         const Vector left = fma(a, cosine, b * sine), right = negated_fma(a, sine, b * cosine);
         store_channels(left, key, d, half);
