@@ -59,16 +59,20 @@ def test_a_mask_that_is_not_declared_is_refused(impl, condition, monkeypatch):
 @pytest.mark.parametrize("impl", IMPLS)
 def test_options_of_decoding_are_served_or_refused_by_name(impl):
     cache, tables = features(tokens=20), tuple(torch.ones(20, SIZE // 2, device=DEVICE) for _ in range(2))
-    given = dict(rotary=tables, lengths=[20], key_delays=[0, 1], value_delays=[1, 0])
+    scales = torch.full((2, SIZE), 1.5, device=DEVICE)
+    given = dict(rotary=dict(rotary=tables), channel_scales=dict(rotary=tables, channel_scales=scales))
+    given |= dict(
+        key_delays=dict(key_delays=[0, 1]), value_delays=dict(value_delays=[1, 0]), lengths=dict(lengths=[20])
+    )
     assert set(given) == set(OPTIONS)
-    for name, value in given.items():
+    for name, options in given.items():
         settings = dict(eps=0.0, constant_norm=False)
-        request = gaussian_request(features(), sigma(), cache, None, True, None, **settings, **{name: value})
+        request = gaussian_request(features(), sigma(), cache, None, True, None, **settings, **options)
         if name in IMPLEMENTATIONS[impl].SERVES.options:
             assert why_not(impl, request) is None
         else:
-            assert why_not(impl, request) == f"{impl} does not serve {name}"
-        got, want = (decode_attention(features(), sigma(), cache, **{name: value}, impl=i) for i in (impl, "reference"))
+            assert why_not(impl, request) == f"{impl} does not serve {', '.join(options)}"
+        got, want = (decode_attention(features(), sigma(), cache, **options, impl=i) for i in (impl, "reference"))
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
