@@ -105,8 +105,8 @@ def _check_options(
     if channel_scales is not None and (
         tuple(channel_scales.shape) != (num_heads, head_dim) or channel_scales.dtype != torch.float32
     ):
-        given = f"{tuple(channel_scales.shape)} in {channel_scales.dtype}"
-        raise ValueError(f"channel_scales must be (H, D) = ({num_heads}, {head_dim}) in float32, got {given}")
+        found = f"{tuple(channel_scales.shape)} in {channel_scales.dtype}"
+        raise ValueError(f"channel_scales must be (H, D) = ({num_heads}, {head_dim}) in float32, got {found}")
     if channel_scales is not None and channel_scales.device != x.device:
         raise ValueError(f"channel_scales must be on the device of the queries, {x.device}")
     if lengths is not None and not (len(lengths) == batch and all(num_queries <= n <= num_keys for n in lengths)):

@@ -4,6 +4,7 @@ Split heads, mix with the kernel, project with W_O (paper section 3.2).
 """
 
 from numbers import Integral
+from typing import Any
 
 import torch
 from torch import nn
@@ -77,7 +78,9 @@ class GaussianKernelAttention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         values = self._normalised(split_heads(x, self.dim, self.num_heads))
         features = values if self.log_scale is None else self._normalised(self.scaled(values))
-        same = dict(causal=self.causal, window=self.window, constant_norm=self.head_norm, impl=self.impl)
+        same: dict[str, Any] = dict(
+            causal=self.causal, window=self.window, constant_norm=self.head_norm, impl=self.impl
+        )
         own = None if self.log_scale is None else values
         y = gaussian_attention(features, at_least_float32(self.log_sigma), values=own, **same)
         return self.proj(y.flatten(-2))
