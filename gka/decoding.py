@@ -75,12 +75,28 @@ def decode_attention(
     if not autocasts(x.device.type) and (name := find(request, impl)[0]):  # autocast rounds after keys are derived
         return IMPLEMENTATIONS[name].gaussian(request)
     same: dict[str, Any] = dict(causal=True, window=window, constant_norm=constant_norm, impl=impl)
-    parts = []
+    delays = key_delays, value_delays
+    return _by_operations(x, log_sigma, values, keys, rotary, channel_scales, lengths, delays, same)
+
+
+def _by_operations(
+    x: torch.Tensor,
+    log_sigma: torch.Tensor,
+    values: torch.Tensor,
+    keys: torch.Tensor | None,
+    rotary: Tables | None,
+    channel_scales: torch.Tensor | None,
+    lengths: Sequence[int] | None,
+    delays: tuple[Sequence[int], Sequence[int]],
+    same: dict[str, Any],
+) -> torch.Tensor:
+    """`decode_attention` by torch's operations and `gaussian_attention`. same: its options for every call."""
+    window, parts = same["window"], []
     for rows, length in _rows_of_equal_length(lengths, values.shape[1]):
-        first = 0 if window is None else max(0, length - x.shape[1] - window - max((0, *key_delays, *value_delays)))
+        first = 0 if window is None else max(0, length - x.shape[1] - window - max((0, *delays[0], *delays[1])))
         cached_keys = None if keys is None else keys[rows, first:length]
         made = _keys_and_values(cached_keys, values[rows, first:length], rotary, channel_scales, first)
-        late_keys, late_values = _delayed(made, key_delays, value_delays)
+        late_keys, late_values = _delayed(made, *delays)
         parts.append(gaussian_attention(x[rows], log_sigma, keys=late_keys, values=late_values, **same))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
