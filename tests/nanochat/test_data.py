@@ -7,8 +7,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given
@@ -22,25 +20,17 @@ from nanochat_gka.data.tokenizer import Tokenizer
 from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.gpt import build
 from nanochat_gka.training.bits_per_byte import bits_per_byte, nats_and_bytes, of_both_splits, remarks, utf8_note
-from tiny_pack import config
+from tiny_pack import config, write_parquet
 from trainkit_gka.distributed import Runtime
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
+ALONE = Runtime(0, 1, CPU)
 
 
 @pytest.fixture(scope="module")
 def data(packed):
     return PackedData(packed / "packed")
-
-
-@pytest.fixture(scope="module")
-def sharded(packed, tmp_path_factory):
-    """Six training shards, three of each file; a file's last one, a document, is too small to fill a row."""
-    root = tmp_path_factory.mktemp("sharded")
-    tiny.write_corpus(root / "corpus", files=3, docs=161, row_group=10)
-    pack.main(config(root, root / "packed", tokenizer=packed / "tokenizer", sequence_len=200))
-    return PackedData(root / "packed")
 
 
 def stored(data: PackedData, split: str) -> np.ndarray:
@@ -50,75 +40,74 @@ def stored(data: PackedData, split: str) -> np.ndarray:
     return np.frombuffer(content, dtype="<u2").reshape(-1, data.sequence_len + 1).astype(np.int64)
 
 
-def no_manifest(folder):
-    (folder / "manifest.json").unlink()
+# Damage
 
 
-def broken_manifest(folder):
-    path = folder / "manifest.json"
-    path.write_text(path.read_text()[:200])
+def change(name, changed):
+    """Damage that changes the bytes of a file."""
+    return lambda folder: (folder / name).write_bytes(changed((folder / name).read_bytes()))
 
 
-def another_format(folder):
-    path = folder / "manifest.json"
-    path.write_text(path.read_text().replace('"format": 1', '"format": 99'))
+def delete(name):
+    return lambda folder: (folder / name).unlink()
 
 
-def missing_shard(folder):
-    (folder / "val_000000.bin").unlink()
+def of_another_format(content: bytes) -> bytes:
+    return content.replace(b'"format": 1', b'"format": 99')
 
 
-def truncated_shard(folder):
-    path = folder / "train_000000.bin"
-    path.write_bytes(path.read_bytes()[:-2])
+def flipped(content: bytes) -> bytes:
+    return content[:999] + bytes([content[999] ^ 1]) + content[1000:]
 
 
-def flipped_byte(folder):
-    path = folder / "val_000000.bin"
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-def swapped_tokenizer(folder):
-    Tokenizer.train(tiny.documents(50, 9), 300).save(folder)
-
-
-def no_tokenizer(folder):
-    (folder / "tokenizer.json").unlink()
-
-
+REPAIR = r"delete .*manifest.json and pack again"
 DAMAGE = {
-    no_manifest: r"no packed data in .* \(no manifest.json\); run make tokenize",
-    broken_manifest: r"manifest is not valid JSON: .*manifest.json .*; delete .*manifest.json and pack again",
-    another_format: r"has format 99, this version reads 1; delete the folder and pack again",
-    missing_shard: r"shard .*val_000000.bin is missing; delete .*manifest.json and pack again \(make tokenize\)",
-    truncated_shard: r"train_000000.bin is truncated: \d+ bytes instead of \d+; delete .*manifest.json and pack again",
-    flipped_byte: r"shard .*val_000000.bin is corrupt \(wrong checksum\); delete .*manifest.json and pack again",
-    swapped_tokenizer: r"was packed with another tokenizer than the one in it; delete .*manifest.json and pack again",
-    no_tokenizer: r"tokenizer not found: .*tokenizer.json; delete .*manifest.json and pack again",
+    "no manifest": (delete("manifest.json"), r"no packed data in .* \(no manifest.json\); run make tokenize"),
+    "half a manifest": (change("manifest.json", lambda c: c[:200]), f"manifest is not valid JSON: .*{REPAIR}"),
+    "later format": (change("manifest.json", of_another_format), "has format 99, this version reads 1; delete"),
+    "missing": (delete("val_000000.bin"), f"shard .*val_000000.bin is missing; {REPAIR}"),
+    "truncated": (change("train_000000.bin", lambda c: c[:-2]), rf"train_000000.bin is truncated: \d+ .*{REPAIR}"),
+    "flipped": (change("val_000000.bin", flipped), rf"val_000000.bin is corrupt \(wrong checksum\); {REPAIR}"),
+    "another tokenizer": (
+        lambda folder: Tokenizer.train(tiny.documents(50, 9), 300).save(folder),
+        f"was packed with another tokenizer than the one in it; {REPAIR}",
+    ),
+    "no tokenizer": (delete("tokenizer.json"), f"tokenizer not found: .*tokenizer.json; {REPAIR}"),
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
-def test_damaged_data_is_one_clear_error(packed, tmp_path, damage):
+@pytest.mark.parametrize("damage, message", DAMAGE.values(), ids=DAMAGE)
+def test_damaged_data_is_one_clear_error(packed, tmp_path, damage, message):
     shutil.copytree(packed / "packed", tmp_path / "packed")
     damage(tmp_path / "packed")
-    with tiny.one_line_error(DAMAGE[damage]):
+    with tiny.one_line_error(message):
         PackedData(tmp_path / "packed")
 
 
-def test_packing_again_repairs_damaged_data(packed, tmp_path):
-    out = tmp_path / "packed"
-    shutil.copytree(packed / "packed", out)
-    truncated_shard(out)
-    flipped_byte(out)
-    swapped_tokenizer(out)
-    (out / "manifest.json").unlink()
-    pack.main(config(packed, out))
-    for name in ("train_000000.bin", "val_000000.bin"):
-        assert (out / name).read_bytes() == (packed / "packed" / name).read_bytes()
-    PackedData(out)
+# Batches
+
+
+def test_targets_are_the_row_shifted_by_one(data):
+    rows = stored(data, "train")
+    ids, targets = data.split("train").batch([3, 0, 3, len(rows) - 1])
+    assert ids.dtype == targets.dtype == torch.int64
+    assert ids.tolist() == rows[[3, 0, 3, -1], :-1].tolist()
+    assert targets.tolist() == rows[[3, 0, 3, -1], 1:].tolist()
+    assert (ids[:, 0] == data.tokenizer.bos_id).all()
+
+
+def test_rows_of_several_shards_follow_each_other(packed, tmp_path):
+    """Six training shards, three of each file; a file's last one, a document, is too small to fill a row."""
+    tiny.write_corpus(tmp_path / "corpus", files=3, docs=161, row_group=10)
+    pack.main(config(tmp_path, tmp_path / "packed", tokenizer=packed / "tokenizer", sequence_len=200))
+    sharded = PackedData(tmp_path / "packed")
+    shards = [shard["rows"] for shard in sharded.manifest["shards"] if shard["split"] == "train"]
+    assert [rows > 1 for rows in shards] == [True, True, False] * 2
+    rows, content = sharded.split("train"), stored(sharded, "train")
+    ids, targets = rows.batch(range(len(rows)))
+    assert torch.cat([ids, targets[:, -1:]], dim=1).tolist() == content.tolist()
+    backwards, _ = rows.batch(range(len(rows) - 1, -1, -1))
+    assert torch.equal(backwards, ids.flip(0))
 
 
 def test_more_shards_than_open_files(tmp_path):
@@ -137,33 +126,12 @@ def test_more_shards_than_open_files(tmp_path):
     assert torch.cat([ids, targets[:, -1:]], dim=1).tolist() == content.reshape(600, 5).tolist()
 
 
-def test_targets_are_the_row_shifted_by_one(data):
-    rows = stored(data, "train")
-    ids, targets = data.split("train").batch([3, 0, 3, len(rows) - 1])
-    assert ids.dtype == targets.dtype == torch.int64
-    assert ids.tolist() == rows[[3, 0, 3, -1], :-1].tolist()
-    assert targets.tolist() == rows[[3, 0, 3, -1], 1:].tolist()
-    assert (ids[:, 0] == data.tokenizer.bos_id).all()
-
-
-def test_rows_of_several_shards_follow_each_other(sharded):
-    shards = [shard["rows"] for shard in sharded.manifest["shards"] if shard["split"] == "train"]
-    assert [rows > 1 for rows in shards] == [True, True, False] * 2
-    rows, content = sharded.split("train"), stored(sharded, "train")
-    assert len(rows) == len(content) == sum(shards)
-    ids, targets = rows.batch(range(len(rows)))
-    assert torch.cat([ids, targets[:, -1:]], dim=1).tolist() == content.tolist()
-    backwards, _ = rows.batch(range(len(rows) - 1, -1, -1))
-    assert torch.equal(backwards, ids.flip(0))
-
-
 def test_every_row_once_an_epoch_in_a_new_order(data):
     rows = data.split("train")
     epochs = [[Stream(rows, seed=3).locate(n) for n in range(e * len(rows), (e + 1) * len(rows))] for e in range(3)]
     assert all(Counter(order) == Counter(range(len(rows))) for order in epochs)
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0] != sorted(epochs[0])
-    again, other = Stream(rows, seed=3), Stream(rows, seed=4)
-    assert [again.locate(n) for n in range(len(rows))] == epochs[0]
+    other = Stream(rows, seed=4)
     assert [other.locate(n) for n in range(len(rows))] != epochs[0]
 
 
@@ -172,37 +140,32 @@ def test_stream_starts_anywhere(data):
     rows = data.split("train")
     size, walked = len(rows), Stream(rows, seed=0)
     straight = [walked.locate(n) for n in range(2 * size + 5)]
-    entered = Stream(rows, seed=0)
-    assert [entered.locate(n) for n in (2 * size + 4, size - 1, size, 0)] == [
-        straight[n] for n in (2 * size + 4, size - 1, size, 0)
-    ]
+    entered, asked = Stream(rows, seed=0), (2 * size + 4, size - 1, size, 0)
+    assert [entered.locate(n) for n in asked] == [straight[n] for n in asked]
     ids, _ = entered.batch(range(size - 2, size + 2))
     assert torch.equal(ids, rows.batch(straight[size - 2 : size + 2])[0])
 
 
-@given(st.integers(0, 2000), st.integers(1, 40))
-def test_shares_are_even_and_complete(count, world_size):
-    shares = [Runtime(rank, world_size, CPU).share(count) for rank in range(world_size)]
-    assert [number for share in shares for number in share] == list(range(count))
-    assert max(map(len, shares)) - min(map(len, shares)) <= 1
-
-
-def test_512_rows_over_7_ranks():
-    assert [len(Runtime(rank, 7, CPU).share(512)) for rank in range(7)] == [73, 73, 73, 73, 73, 73, 74]
-
-
-@given(st.integers(0, 100), st.integers(0, 100), st.integers(1, 40))
-def test_micro_batches_are_even_and_complete(start, count, size):
-    pieces = list(micro_batches(range(start, start + count), size))
-    assert [number for piece in pieces for number in piece] == list(range(start, start + count))
-    assert all(0 < len(piece) <= size for piece in pieces)
-    assert len(pieces) == -(-count // size)
+def check_dealt(pieces, numbers):
+    """All numbers once, in order, as evenly as possible."""
+    assert [number for piece in pieces for number in piece] == list(numbers)
     assert not pieces or max(map(len, pieces)) - min(map(len, pieces)) <= 1
 
 
-def test_73_rows_by_32_are_25_24_24():
-    """Two shapes at most, for torch.compile."""
-    assert [len(piece) for piece in micro_batches(range(7, 80), 32)] == [25, 24, 24]
+@given(st.integers(0, 2000), st.integers(1, 40))
+def test_shares_are_even_and_complete(count, world_size):
+    check_dealt([Runtime(rank, world_size, CPU).share(count) for rank in range(world_size)], range(count))
+
+
+@given(st.integers(0, 100), st.integers(0, 100), st.integers(1, 40))
+def test_micro_batches_are_even_complete_and_of_two_sizes_at_most(start, count, size):
+    """Each size is a shape that torch.compile compiles."""
+    pieces = list(micro_batches(range(start, start + count), size))
+    check_dealt(pieces, range(start, start + count))
+    assert len(pieces) == -(-count // size) and all(0 < len(piece) <= size for piece in pieces)
+
+
+# Bits per byte
 
 
 def test_bits_per_byte_equal_upstreams():
@@ -230,29 +193,30 @@ class OneOfMany(Runtime):
         return tensor
 
 
+SMALL = dict(sequence_len=tiny.SEQUENCE_LEN, n_layer=2, n_head=2, n_kv_head=2, n_embd=32, window_pattern="L")
+
+
 @pytest.fixture(scope="module")
 def model(data):
     torch.manual_seed(0)
-    config = GPTConfig(
-        sequence_len=tiny.SEQUENCE_LEN,
-        vocab_size=data.tokenizer.vocab_size,
-        n_layer=2,
-        n_head=2,
-        n_kv_head=2,
-        n_embd=32,
-        window_pattern="L",
-    )
-    return golden.fill(build(config, "cpu"), "randn")
+    return golden.fill(build(GPTConfig(vocab_size=data.tokenizer.vocab_size, **SMALL), "cpu"), "randn")
+
+
+@pytest.fixture
+def uniform(data):
+    """A model that knows nothing pays log2(V) bits for each token."""
+    model = build(GPTConfig(vocab_size=data.tokenizer.vocab_size, **SMALL), "cpu")
+    torch.nn.init.zeros_(model.lm_head.weight)
+    return model
 
 
 @pytest.mark.parametrize(
     "max_tokens,splits",
-    [(-1, [(1, 16), (3, 16), (7, 32)]), (40 * tiny.SEQUENCE_LEN, [(1, 1), (1, 7), (2, 16), (7, 3), (64, 2)])],
+    [(-1, [(3, 16), (7, 32)]), (40 * tiny.SEQUENCE_LEN, [(1, 7), (2, 16), (64, 2)])],
     ids=["all", "some"],
 )
 def test_bits_per_byte_ignore_batches_and_ranks(data, model, max_tokens, splits):
-    rows, token_bytes = data.split("val"), data.tokenizer.token_bytes()
-    alone = OneOfMany(0, 1, CPU)
+    token_bytes, alone = data.tokenizer.token_bytes(), OneOfMany(0, 1, CPU)
     rows = data.eval_rows("val", max_tokens)
     value = bits_per_byte(model, rows, token_bytes, alone, batch_size=len(rows))
     total = alone.contributions[0]
@@ -265,60 +229,45 @@ def test_bits_per_byte_ignore_batches_and_ranks(data, model, max_tokens, splits)
         assert nats / size / np.log(2) == pytest.approx(value, rel=1e-6)
 
 
-def test_bits_per_byte_leave_out_bos(data, model):
-    """A model that knows nothing pays log2(V) bits a token."""
+def test_bits_per_byte_leave_out_bos(data, uniform):
     rows, token_bytes = data.split("val"), data.tokenizer.token_bytes()
-    uniform = build(model.config, "cpu")
-    torch.nn.init.zeros_(uniform.lm_head.weight)
-    value = bits_per_byte(uniform, rows, token_bytes, Runtime(0, 1, CPU), 64)
     text = [token for token in stored(data, "val")[:, 1:].flatten().tolist() if token < data.tokenizer.bos_id]
     bits = len(text) * np.log2(data.tokenizer.vocab_size)
+    value = bits_per_byte(uniform, rows, token_bytes, ALONE, 64)
     assert value == pytest.approx(bits / sum(map(int, token_bytes[text])), rel=1e-6)
+    assert bits_per_byte(uniform, rows, torch.zeros_like(token_bytes), ALONE, 64) == float("inf")
 
 
-def test_bits_per_byte_of_chinese(packed, model, tmp_path):
-    """Every byte is a token, so a model that knows nothing pays log2(V) bits for each of the text's own bytes.
-
-    nanochat counts three bytes for each, so its figure is a third.
-    """
-    (tmp_path / "corpus").mkdir()
-    for name in "ab":
-        pq.write_table(pa.table({"text": ["天地玄黃宇宙洪荒日月盈昃" * 20]}), tmp_path / f"corpus/{name}.parquet")
+def test_bits_per_byte_of_chinese_and_of_ascii(packed, data, uniform, tmp_path):
+    """Every byte of the Chinese is a token. nanochat counts three bytes for each, so its figure is a third."""
+    texts = ["天地玄黃宇宙洪荒日月盈昃" * 20]
+    write_parquet(tmp_path / "corpus", a=texts, b=texts)
     pack.main(config(tmp_path, tmp_path / "packed", tokenizer=packed / "tokenizer", split_documents="yes"))
-    uniform = build(model.config, "cpu")
-    torch.nn.init.zeros_(uniform.lm_head.weight)
-    values = of_both_splits(uniform, PackedData(tmp_path / "packed"), -1, "upstream", Runtime(0, 1, CPU), 4)
-    own = np.log2(model.config.vocab_size)
+    values = of_both_splits(uniform, PackedData(tmp_path / "packed"), -1, "upstream", ALONE, 4)
+    own = np.log2(data.tokenizer.vocab_size)
     want = {"train_bpb": own / 3, "train_bpb_utf8": own, "val_bpb": own / 3, "val_bpb_utf8": own}
-    assert values == pytest.approx(want, rel=1e-6)
-    assert utf8_note(values, "val_bpb") == f" ({own:.6f} of the text's own bytes)"
-
-
-def test_bits_per_byte_of_ascii_have_one_count(data, model):
-    values = of_both_splits(model, data, 320, "upstream", Runtime(0, 1, CPU), 4)
+    assert values == pytest.approx(want, rel=1e-6) and f"{own:.6f} of the text's" in utf8_note(values, "val_bpb")
+    values = of_both_splits(uniform, data, 320, "upstream", ALONE, 4)
     assert values["val_bpb"] == values["val_bpb_utf8"] and utf8_note(values, "val_bpb") == ""
 
 
 def test_figures_say_of_which_rows_and_bytes_they_are():
     """As far as their record does; one that an earlier version began says nothing of the text's own bytes."""
     old = {"train_bpb": 1.2, "val_bpb": 1.2}
-    assert utf8_note(old, "val_bpb") == utf8_note(old | {"val_bpb_utf8": None}, "val_bpb") == ""
     new = old | {"eval_rows": "first", "train_bpb_utf8": 1.201, "val_bpb_utf8": 1.8}
     lost = {"eval_rows": "spaced", "train_bpb": None, "val_bpb": None, "val_bpb_utf8": 1.8}
-    assert remarks({"old": old, "a": new, "b": new, "lost": lost, "none": {}}) == [
-        "a, b: first rows, val bpb 1.200000 (1.800000 of the text's own bytes).",
-        "lost: spaced rows.",
-    ]
+    assert utf8_note(old, "val_bpb") == utf8_note(old | {"val_bpb_utf8": None}, "val_bpb") == ""
+    both, spaced = remarks({"old": old, "a": new, "b": new, "lost": lost, "none": {}})
+    assert both.startswith("a, b: first rows") and "1.800000" in both and spaced.startswith("lost: spaced rows")
 
 
 @pytest.mark.parametrize("choice", ["upstream", "spaced"])
-def test_part_of_a_split_is_first_or_spaced_rows(data, model, choice):
-    rows, token_bytes, runtime = data.split("val"), data.tokenizer.token_bytes(), Runtime(0, 1, CPU)
+def test_part_of_a_split_is_first_or_spaced_rows(data, choice):
+    rows = data.split("val")
     count = len(rows) // 3
-    chosen = rows.batch([int(n * len(rows) / count) if choice == "spaced" else n for n in range(count)])
-    nats, size = nats_and_bytes(model, chosen, token_bytes).tolist()
-    value = bits_per_byte(model, data.eval_rows("val", count * rows.sequence_len, choice), token_bytes, runtime, 64)
-    assert value == pytest.approx(nats / size / np.log(2), rel=1e-6)
+    want = rows.batch([int(n * len(rows) / count) if choice == "spaced" else n for n in range(count)])
+    chosen = data.eval_rows("val", count * rows.sequence_len, choice)
+    assert torch.equal(chosen.batch(range(count))[1], want[1]) and len(chosen) == count
 
 
 def test_training_rows_for_evaluation_come_first(data):
@@ -328,8 +277,3 @@ def test_training_rows_for_evaluation_come_first(data):
         chosen = data.eval_rows("train", tokens)
         assert len(chosen) == len(want)
         assert torch.equal(chosen.batch(range(len(want)))[1], want.batch(range(len(want)))[1])
-
-
-def test_rows_without_bytes_have_infinite_bits(data, model):
-    token_bytes = torch.zeros(data.tokenizer.vocab_size, dtype=torch.int64)
-    assert bits_per_byte(model, data.split("val"), token_bytes, Runtime(0, 1, CPU), 64) == float("inf")

@@ -4,9 +4,8 @@ import gzip
 import json
 import os
 import re
+import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -17,8 +16,8 @@ import tiny
 from nanochat_gka import corpus, pack, tokenizer
 from nanochat_gka.data.corpora import ParquetCorpus
 from nanochat_gka.data.own_text import END_CHARS, GROUP_BYTES, LONGEST
-from tiny_pack import config
-from trainkit_gka.cli import UserError
+from tiny_pack import config, rewrite_json, write_parquet
+from trainkit_gka.cli import UserError, run
 
 BOOK = "\n\n".join(f"Chapter {number}. " + "It was said again that nothing is lost. " * 12 for number in range(300))
 
@@ -32,8 +31,8 @@ def write(folder: Path, **files) -> Path:
     return folder
 
 
-def lines(*texts: str, column: str = "text") -> str:
-    return "\n".join(json.dumps({column: text}) for text in texts) + "\n"
+def lines(*texts: str) -> str:
+    return "\n".join(json.dumps({"text": text}) for text in texts) + "\n"
 
 
 def zstd(content: str) -> bytes:
@@ -50,6 +49,9 @@ def prepare(source: Path, out: Path, **flags) -> dict[str, list[str]]:
     return {split: list(made.documents(split)) for split in ("train", "val")}
 
 
+# What is read
+
+
 def test_every_kind_of_file_is_read_in_the_order_of_names(tmp_path, capsys):
     source = write(
         tmp_path / "own",
@@ -63,67 +65,67 @@ def test_every_kind_of_file_is_read_in_the_order_of_names(tmp_path, capsys):
         h__json__gz=gzip.compress(lines("lines in json", "\ud800 half").encode()),
         i__jsonl__zst=zstd(lines("packed lines")),
         k___deep___l__md="in a folder",
-        m__txt="",
-        n__json="",
-        o__pdf="",
-        p__PDF="",
-        q="",
+        **{"m__txt": "", "n__json": "", "o__pdf": "", "p__PDF": "", "q": "", "zz__txt": BOOK},
+        **{"__hidden__txt": "hidden", "__git___a__txt": "hidden", "[j]*__txt": "odd name"},
     )
-    write(source, __hidden__txt="hidden", __git___a__txt="hidden")
-    (source / "[j]*.txt").write_text("odd name")
     pq.write_table(pa.table({"id": [1, 2], "text": ["parquet", None]}), source / "j.parquet")
     os.symlink(source, source / "k" / "loop")
     os.symlink(source / "B.TXT", source / "z.txt")
-    write(source, zz__txt=BOOK)
     documents = prepare(source, tmp_path / "out")
     expected = ["upper case", "odd name", "byte order mark\nand lines\n", "packed twice", "packed by zstd", "one"]
-    expected += [
-        "2024-01-01",
-        "in an array",
-        "again",
-        "an object",
-        "lines in json",
-        "? half",
-        "packed lines",
-        "parquet",
-    ]
-    assert documents["train"][:-1] == [*expected, "in a folder", "upper case"]
+    expected += ["2024-01-01", "in an array", "again", "an object", "lines in json", "? half", "packed lines"]
+    assert documents["train"][:-1] == [*expected, "parquet", "in a folder", "upper case"]
     assert documents["train"][-1] + documents["val"][0] == BOOK and len(documents["val"]) == 1
     said = capsys.readouterr().out
-    assert "own: not read: 2 .pdf, 1 without suffix\n" in said
+    assert "not read: 2 .pdf, 1 without suffix\n" in said and "1 empty documents left out\n" in said
     assert "3 .json, 1 .json.gz, 1 .jsonl, 1 .jsonl.zst, 1 .md, 1 .md.gz, 1 .parquet, 6 .txt, 1 .txt.zst" in said
-    assert "held out: the end of the text; 1 empty documents left out\n" in said
 
 
 @pytest.mark.parametrize("name", ["book.md", "book.txt.gz", "book.jsonl", "book.json", "book.parquet"])
 def test_one_file_is_enough(tmp_path, name):
     """Even with one document: its end is held out, cut at a paragraph."""
-    path, content = tmp_path / name, BOOK.encode()
-    if name.endswith("parquet"):
-        pq.write_table(pa.table({"text": [BOOK]}), path)
+    path = tmp_path / name
+    content = lines(BOOK) if "json" in name else BOOK
+    if path.suffix == ".parquet":
+        write_parquet(tmp_path, book=[BOOK])
     else:
-        path.write_bytes(
-            gzip.compress(content) if path.suffix == ".gz" else lines(BOOK).encode() if "json" in name else content
-        )
-    documents = prepare(path, tmp_path / "out")
-    (train,), (val,) = documents.values()
+        path.write_bytes(gzip.compress(content.encode()) if path.suffix == ".gz" else content.encode())
+    (train,), (val,) = prepare(path, tmp_path / "out").values()
     assert train + val == BOOK and val.startswith("Chapter ") and END_CHARS <= len(val) < END_CHARS * 1.1
 
 
+def test_long_texts_come_in_pieces_and_small_row_groups(tmp_path):
+    """A file of more than LONGEST characters is several documents; together they are the file."""
+    text = "It was said again that nothing is lost.\n\n" * (LONGEST // 30)
+    documents = prepare(write(tmp_path / "own", a__txt=text), tmp_path / "out")
+    assert "".join(documents["train"] + documents["val"]) == text and len(documents["train"]) == 2
+    assert all(len(part) <= LONGEST and part.endswith("lost.\n\n") for part in documents["train"])
+    many = ["x" * (GROUP_BYTES // 4 - number) for number in range(9)]
+    prepare(write(tmp_path / "many", a__jsonl=lines(*many)), tmp_path / "groups")
+    assert pq.ParquetFile(tmp_path / "groups/train.parquet").num_row_groups == 2
+
+
+def test_json_without_the_field_among_other_text_is_named_as_not_read(tmp_path, capsys):
+    others = {"package__json": '{"name": "x"}', "deep___list__json": "[1, 2]"}
+    others["deep___lines__json__gz"] = gzip.compress(b'{"a": 1}\n{"a": 2}\n')
+    source = write(tmp_path / "own", a__md=BOOK, b__json='{"text": "read"}', **others)
+    documents, said = prepare(source, tmp_path / "out"), capsys.readouterr().out
+    assert "read" in documents["train"] + documents["val"] and "from 1 .json, 1 .md; held out" in said
+    assert "not read: 3 files" in said and "(deep/lines.json.gz, deep/list.json, package.json)" in said
+
+
+# What is held out
+
+
 def test_one_document_in_a_hundred_is_held_out_wherever_it_stands(tmp_path):
+    """And no text is in both splits."""
     texts = [f"{number} {text * 4}" for number, text in enumerate(tiny.documents(3000, 0))]
     first = prepare(write(tmp_path / "a", a__jsonl=lines(*texts)), tmp_path / "out")
     turned = prepare(write(tmp_path / "b", b__jsonl=lines(*texts[1000:], *texts[:1000])), tmp_path / "turned")
+    twice = prepare(write(tmp_path / "c", c__jsonl=lines(*texts, *texts)), tmp_path / "twice")
     assert 20 <= len(first["val"]) <= 40 and sorted(first["val"]) == sorted(turned["val"])
     assert sorted(first["train"] + first["val"]) == sorted(texts)
-    groups = pq.ParquetFile(tmp_path / "out/train.parquet").metadata
-    assert [groups.row_group(group).num_rows for group in range(2)] == [1024, 1024]
-
-
-def test_the_same_text_is_never_in_both_splits(tmp_path):
-    texts = [text * 20 for text in tiny.documents(1000, 0)] * 2
-    documents = prepare(write(tmp_path / "a", a__jsonl=lines(*texts)), tmp_path / "out")
-    assert documents["val"] and set(documents["train"]).isdisjoint(documents["val"])
+    assert twice["val"] and set(twice["train"]).isdisjoint(twice["val"])
 
 
 @pytest.mark.parametrize("chars, end", [(50_000, 5_000), (200_000, 10_000), (2_000_000, 20_000)])
@@ -131,6 +133,17 @@ def test_the_end_of_few_documents_is_a_hundredth_or_more(tmp_path, chars, end):
     files = {f"{number}__txt": ("word " * (chars // 20))[: chars // 4] for number in range(4)}
     documents = prepare(write(tmp_path / "own", **files), tmp_path / "out")
     assert len(documents["train"]) == 4 and sum(map(len, documents["val"])) == end
+
+
+def test_few_short_records_give_validation_rows(tmp_path):
+    """One in a hundred would be less than the end of the text: of 500 with 9 words, too little for a row."""
+    texts = [" ".join(f"w{number}x{place}" for place in range(9)) for number in range(500)]
+    documents = prepare(write(tmp_path / "own", a__jsonl=lines(*texts)), tmp_path / "corpus")
+    expected, held_out = min(END_CHARS, sum(map(len, texts)) // 10), sum(map(len, documents["val"]))
+    assert expected - 10 < held_out <= expected + len(texts[-1]) and texts[-1] == documents["val"][-1]
+    words = tokenizer.TokenizerConfig(corpus=tmp_path / "corpus", out=tmp_path / "tokenizer", vocab_size=300)
+    tokenizer.main(words)
+    pack.main(config(tmp_path, tmp_path / "packed", sequence_len=256, split_documents="yes"))
 
 
 SPLITS = {
@@ -148,127 +161,72 @@ def test_names_decide_what_is_held_out(tmp_path, files):
     assert prepare(write(tmp_path / "own", **files), tmp_path / "out") == {"train": ["t"], "val": ["v"]}
 
 
-def test_names_of_one_split_alone_decide_nothing(tmp_path):
-    source = write(tmp_path, **{f"own___test-{number}__txt": "many words " * 100 for number in range(10)}) / "own"
-    documents = prepare(source, tmp_path / "out")
-    assert len(documents["train"]) == 9 and len(documents["val"]) == 1
+NO_SPLITS = {
+    "words": {"Training plan__md": "plan", **{f"2024-{number:02} Dev meeting__md": "x" for number in range(60)}},
+    "folders": {"dev___a__md": "of dev", "training___b__md": "of training", "docs___c__md": "of docs"},
+    "dashes": {"strength-training__md": "plan", "app-dev__md": "ideas"},
+    "one file in no split": {"train__txt": "t", "val__txt": "v", "notes__txt": "n"},
+    "one split alone": {f"test-{number}__txt": "many words" for number in range(10)},
+}
 
 
-@pytest.mark.parametrize(
-    "files",
-    [
-        {"Training plan__md": "plan", "Dev ideas__md": "ideas"},
-        {"dev___a__md": "of dev", "training___b__md": "of training", "docs___c__md": "of docs"},
-        {"strength-training__md": "plan", "app-dev__md": "ideas"},
-        {"train__txt": "t", "val__txt": "v", "notes__txt": "n"},
-    ],
-    ids=["words", "folders", "dashes", "one file in no split"],
-)
+@pytest.mark.parametrize("files", NO_SPLITS.values(), ids=NO_SPLITS)
 def test_names_decide_only_if_every_file_is_in_a_split(tmp_path, capsys, files):
     """No text is left out because other files have such names."""
     files = {name: f"{content} " * 20 for name, content in files.items()}
-    if "Training plan__md" in files:
-        files = files | {f"2024-{number:02} meeting__md": f"meeting {number}" for number in range(60)}
-    documents = prepare(write(tmp_path / "own", **files), tmp_path / "out")
-    said, text = capsys.readouterr().out, "".join(documents["train"] + documents["val"])
+    documents, said = prepare(write(tmp_path / "own", **files), tmp_path / "out"), capsys.readouterr().out
+    text = "".join(documents["train"] + documents["val"])
     assert all(content in text for content in files.values()) and len(text) == sum(map(len, files.values()))
     assert "not read" not in said and "held out: the end of the text" in said
-    assert ("names do not decide what is held out, for some are in no split: 1 ." in said) == (
-        "docs___c__md" in files or "notes__txt" in files
-    )
-
-
-def parquet(folder: Path, **texts: list[str]) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, column in texts.items():
-        pq.write_table(pa.table({"text": column}), folder / f"{name}.parquet")
-    return folder
 
 
 @pytest.mark.parametrize("names", [("a", "b"), ("train-00000-of-00002", "train-00001-of-00002"), ("val-0", "val-1")])
-@pytest.mark.parametrize("folder", ["own", "own/data"])
-def test_parquet_files_side_by_side_are_dealt_as_other_text_is(tmp_path, capsys, names, folder):
+def test_parquet_files_side_by_side_are_dealt_as_other_text_is(tmp_path, names):
     texts = [f"{number} {text * 3}" for number, text in enumerate(tiny.documents(4000, 0))]
-    parquet(tmp_path / folder, **{names[0]: texts[:2000], names[1]: texts[2000:]})
+    write_parquet(tmp_path / "own/data", **{names[0]: texts[:2000], names[1]: texts[2000:]})
     documents = prepare(tmp_path / "own", tmp_path / "out")
     assert sorted(documents["train"] + documents["val"]) == sorted(texts) and 20 <= len(documents["val"]) <= 60
-    assert "from 2 .parquet; held out: one document in 100, by checksum\n" in capsys.readouterr().out
 
 
 def test_of_shards_and_of_our_corpora_the_last_file_is_held_out(tmp_path, capsys):
     """The share is said where it is large."""
-    shards = parquet(tmp_path / "own", shard_00000=["a"], shard_00001=["b"], shard_00002=["c"])
+    shards = write_parquet(tmp_path / "own", shard_00000=["a"], shard_00001=["b"], shard_00002=["c"])
     write(shards, notes__md="not read")
     assert prepare(shards, tmp_path / "out") == {"train": ["a", "b"], "val": ["c"]}
-    assert "held out: the last file by name, 33% of the text\n" in capsys.readouterr().out
-    ours = tmp_path / "out"
-    assert prepare(ours, tmp_path / "again") == {"train": ["a", "b"], "val": ["c"]}
-    assert "held out: as the files are named\n" in capsys.readouterr().out
+    assert "33% of the text" in capsys.readouterr().out
+    assert prepare(tmp_path / "out", tmp_path / "again") == {"train": ["a", "b"], "val": ["c"]}
 
 
-@pytest.mark.parametrize("count, words", [(500, 9), (150, 200)])
-def test_so_few_short_records_give_validation_rows(tmp_path, count, words):
-    """One in a hundred would be less than the end of the text: of 500 with 9 words, too little for a row."""
-    texts = [" ".join(f"w{number}x{place}" for place in range(words)) for number in range(count)]
-    documents = prepare(write(tmp_path / "own", a__jsonl=lines(*texts)), tmp_path / "out")
-    chars, held_out = sum(map(len, texts)), sum(map(len, documents["val"]))
-    expected = min(END_CHARS, chars // 10)
-    assert expected - 10 < held_out <= expected + len(texts[-1]) and texts[-1] == documents["val"][-1]
-    tokenizer.main(tokenizer.TokenizerConfig(corpus=tmp_path / "out", out=tmp_path / "words", vocab_size=300))
-    pack.main(
-        pack.PackConfig(
-            tmp_path / "out",
-            tmp_path / "words",
-            tmp_path / "packed",
-            sequence_len=256,
-            split_documents="yes",
-            workers=1,
-        )
-    )
+# Again, and mistakes
 
 
-def test_json_without_the_field_among_other_text_is_named_as_not_read(tmp_path, capsys):
-    others = {"package__json": '{"name": "x"}', "deep___list__json": "[1, 2]", "deep___lines__json__gz": b""}
-    others["deep___lines__json__gz"] = gzip.compress(b'{"a": 1}\n{"a": 2}\n')
-    source = write(tmp_path / "own", a__md=BOOK, b__json='{"text": "read"}', **others)
-    documents = prepare(source, tmp_path / "out")
-    assert "read" in documents["train"] + documents["val"]
-    said = capsys.readouterr().out
-    named = "deep/lines.json.gz, deep/list.json, package.json"
-    assert f"own: not read: 3 files without a field text that is a string ({named}); " in said
-    assert "name it by --text-column (with make, COLUMN)\n" in said and "from 1 .json, 1 .md; held out" in said
-    prepare(source, tmp_path / "out")
-    assert "already there" in capsys.readouterr().out
+def test_it_is_written_again_when_files_change_and_a_copy_is_no_change(tmp_path, capsys):
+    source, out = write(tmp_path / "own", a__txt=BOOK, b__txt="same size 1", c__txt="gone"), tmp_path / "out"
 
+    def said(**flags) -> str:
+        capsys.readouterr()
+        prepare(source, out, **flags)
+        return capsys.readouterr().out
 
-@pytest.mark.parametrize(
-    "files",
-    [
-        {"a__json": '[{"text": "x"}, {"body": "y"}]', "b__md": BOOK},  # begins as text does
-        {"a__jsonl": '{"body": "y"}', "b__md": BOOK},
-        {"train__json": '{"body": "y"}', "val__md": BOOK},
-        {"a__json": '{"body": "y"}', "b__json": '{"text": "y"}'},
-    ],
-)
-def test_json_that_is_meant_as_text_is_not_passed_over(tmp_path, files):
-    with tiny.one_line_error(
-        r"needs a field text .* has body \(str\); name .* \(with make, COLUMN\), or move the file away"
-    ):
-        prepare(write(tmp_path / "own", **files), tmp_path / "out")
-
-
-def test_a_corpus_that_was_read_by_other_rules_is_read_again(tmp_path, capsys):
-    source, out = write(tmp_path / "own", a__txt=BOOK), tmp_path / "out"
-    prepare(source, out)
-    before, record = (out / "train.parquet").read_bytes(), json.loads((out / "files.json").read_text())
-    del record["rules"]  # as an earlier version wrote it
-    (out / "files.json").write_text(json.dumps(record))
-    prepare(source, out)
-    assert "it was read by the rules of an earlier version\n" in capsys.readouterr().out
-    assert (out / "train.parquet").read_bytes() == before  # so that rows of the same documents stay valid
+    assert "train: " in said()
+    before = (out / "train.parquet").stat().st_mtime_ns
+    shutil.move(source, tmp_path / "moved")
+    shutil.copytree(tmp_path / "moved", source, copy_function=shutil.copyfile)
+    assert said() == f"{out}: already there, made of 3 files\n"
+    assert (out / "train.parquet").stat().st_mtime_ns == before
+    rewrite_json(out / "files.json", rules=None)  # as an earlier version wrote it
+    assert "rules of an earlier version" in said()
+    write(source, b__txt="same size 2", d__txt="new")
+    (source / "c.txt").unlink()
+    assert "1 added (d.txt), 1 removed (c.txt), 1 changed (b.txt)\n" in said()
+    assert "same size 2" in [*ParquetCorpus(out).documents("train"), *ParquetCorpus(out).documents("val")]
+    (out / "val.parquet").unlink()  # or the command was killed
+    assert "held out" in said() and (out / "val.parquet").exists()
+    assert "it was column text" in said(text_column="other")
 
 
 FIELDS = r"needs a field text that is a string; line 1 has {}; name the one that is by --text-column"
+OTHER_FIELD = r"needs a field text .* has body \(str\); name .* \(with make, COLUMN\), or move the file away"
 REFUSED = {
     "latin": ({"a__txt": BOOK, "b__txt": "café".encode("latin-1")}, "b.txt is not text in UTF-8; convert it"),
     "latin json": ({"a__jsonl": lines("x") + "\n", "b__jsonl": b'{"text": "\xe9"}'}, "b.jsonl is not text in UTF-8"),
@@ -278,10 +236,11 @@ REFUSED = {
     "missing": ({"a__jsonl": '{"body": "x", "id": 1}'}, "a.jsonl " + FIELDS.format(r"body \(str\), id \(int\)")),
     "nested": ({"a__json": '{"text": {"en": "x"}}'}, "a.json " + FIELDS.format(r"text \(dict\)")),
     "no object": ({"a__json": '["x"]'}, "needs a field text that is a string; record 1 is str"),
-    "broken": (
-        {"a__jsonl": lines("x") + '{"text": '},
-        r"a.jsonl is not JSON in line 2 \(Expecting value\); mend it or move it",
-    ),
+    "one of two": ({"a__json": '[{"text": "x"}, {"body": "y"}]', "b__md": BOOK}, OTHER_FIELD),
+    "lines beside text": ({"a__jsonl": '{"body": "y"}', "b__md": BOOK}, OTHER_FIELD),
+    "a split": ({"train__json": '{"body": "y"}', "val__md": BOOK}, OTHER_FIELD),
+    "json alone": ({"a__json": '{"body": "y"}', "b__json": '{"text": "y"}'}, OTHER_FIELD),
+    "broken": ({"a__jsonl": lines("x") + '{"text": '}, r"a.jsonl is not JSON in line 2 \(Expecting value\); mend it"),
     "deep": ({"a__json": "[" * 100_000}, "a.json is not JSON as a whole"),
     "not packed": ({"a__txt__gz": "x" * 100}, "a.txt.gz is damaged, or is not what its name says"),
     "cut off": ({"a__txt__gz": gzip.compress(os.urandom(5000))[:-20]}, r"a.txt.gz is damaged, .*\(Truncated"),
@@ -306,56 +265,13 @@ def test_a_folder_inside_the_source_is_refused(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 
-def test_it_is_written_again_when_files_change_and_a_copy_is_no_change(tmp_path, capsys):
-    source, out = write(tmp_path / "own", a__txt=BOOK, b__txt="same size 1", c__txt="gone"), tmp_path / "out"
-
-    def said(**flags) -> str:
-        capsys.readouterr()
-        prepare(source, out, **flags)
-        return capsys.readouterr().out
-
-    assert "train: " in said()
-    before = (out / "train.parquet").stat().st_mtime_ns
-    shutil.move(source, tmp_path / "moved")
-    shutil.copytree(tmp_path / "moved", source, copy_function=shutil.copyfile)
-    assert said() == f"{out}: already there, made of 3 files\n"
-    assert (out / "train.parquet").stat().st_mtime_ns == before
-    write(source, b__txt="same size 2", d__txt="new")
-    (source / "c.txt").unlink()
-    assert f"own has changed since {out} was written: 1 added (d.txt), 1 removed (c.txt), 1 changed (b.txt)\n" in said()
-    assert "same size 2" in [*ParquetCorpus(out).documents("train"), *ParquetCorpus(out).documents("val")]
-    assert "already there" in said()
-    (out / "val.parquet").unlink()  # or the command was killed
-    assert "held out" in said() and (out / "val.parquet").exists()
-    assert "it was column text" in said(text_column="other")
-
-
-def test_long_texts_come_in_pieces_and_small_row_groups(tmp_path):
-    """A file of more than LONGEST characters is several documents; together they are the file."""
-    text = "It was said again that nothing is lost.\n\n" * (LONGEST // 30)
-    documents = prepare(write(tmp_path / "own", a__txt=text), tmp_path / "out")
-    assert "".join(documents["train"] + documents["val"]) == text and len(documents["train"]) == 2
-    assert all(len(part) <= LONGEST and part.endswith("lost.\n\n") for part in documents["train"])
-    many = ["x" * (GROUP_BYTES // 4 - number) for number in range(9)]
-    prepare(write(tmp_path / "many", a__jsonl=lines(*many)), tmp_path / "groups")
-    assert pq.ParquetFile(tmp_path / "groups/train.parquet").num_row_groups == 2
-
-
 def test_other_commands_name_the_one_that_helps(tmp_path):
-    """And that command does what it says, real and whole."""
+    """And that command does what it says."""
     source = write(tmp_path / "my own", **{f"{n}__txt": BOOK for n in range(3)})
-    for refuse in (
-        lambda: tokenizer.main(tokenizer.TokenizerConfig(corpus=source, out=tmp_path / "tokenizer")),
-        lambda: pack.main(config(tmp_path, tmp_path / "packed", corpus=source / "0.txt", tokenizer=tmp_path)),
-    ):
-        with tiny.one_line_error("needs at least two .parquet files .*, found 0; .* become such a folder by: python"):
-            refuse()
+    words = tokenizer.TokenizerConfig(corpus=source, out=tmp_path / "tokenizer", vocab_size=300)
     with pytest.raises(UserError) as raised:
-        ParquetCorpus(source)
-    command = re.search("python -m (.*) --out FOLDER", str(raised.value))[1]
-    line = f"{sys.executable} -m {command} --out '{tmp_path}/corpus'"
-    subprocess.run(line, shell=True, check=True, capture_output=True, env=tiny.environment())
-    words = tokenizer.TokenizerConfig(corpus=tmp_path / "corpus", out=tmp_path / "tokenizer", vocab_size=300)
-    tokenizer.main(words)
-    pack.main(config(tmp_path, tmp_path / "packed"))
-    assert json.loads((tmp_path / "packed/manifest.json").read_text())["corpus"] == str(tmp_path / "corpus")
+        tokenizer.main(words)
+    module, *flags = shlex.split(re.search("python -m (.*) --out FOLDER", str(raised.value))[1])
+    assert module == corpus.__name__
+    run(corpus.main, corpus.CorpusConfig, [*flags, "--out", str(tmp_path / "corpus")])
+    assert len(list(ParquetCorpus(tmp_path / "corpus").documents("train"))) == 3

@@ -1,7 +1,9 @@
-"""Packing: the rows are upstream's, folders of earlier versions serve, and what cannot be packed is one line."""
+"""Packing: nanochat's rows are upstream's, people's own text is not cropped, folders of earlier versions serve."""
 
 import hashlib
+import itertools
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -22,10 +24,13 @@ from nanochat_gka.data.loader import PackedData
 from nanochat_gka.data.packing import best_fit_rows
 from nanochat_gka.data.shards import TRAIN_FIRST
 from nanochat_gka.data.tokenizer import Tokenizer
-from tiny_pack import bins, config, cut, literal_best_fit
-from trainkit_gka.cli import UserError
+from runs import make
+from tiny_pack import automatic, bins, config, cut, literal_best_fit, rewrite_json, write_parquet
 
-BOS = 50000
+BOS = 50_000
+
+
+# The rules
 
 
 def make_document(bos: int, token: int, length: int) -> np.ndarray:
@@ -48,6 +53,32 @@ def test_rows_follow_the_rule(lengths, capacity, buffer_size):
     rows = [row.tolist() for row in best_fit_rows(iter(batches), capacity, buffer_size)]
     assert rows == literal_best_fit([[doc.tolist() for doc in batch] for batch in batches], capacity, buffer_size)
     assert all(row[0] >= BOS for row in rows)
+
+
+@given(st.lists(st.lists(st.integers(0, 200), max_size=9), max_size=12), st.integers(2, 60), st.integers(1, 30))
+def test_every_token_of_split_documents_is_in_a_row_once(lengths, capacity, buffer_size):
+    """But those of the last row. Tokens are numbered through the documents, so the rows show where each went."""
+    numbers = iter(range(BOS))
+    batches = [[[BOS, *(next(numbers) for _ in range(length))] for length in batch] for batch in lengths]
+    firsts = [document[1] for batch in batches for document in batch if len(document) > 1]
+    arrays = [[np.array(document, dtype=np.uint16) for document in batch] for batch in batches]
+    rows = [row.tolist() for row in best_fit_rows(iter(arrays), capacity, buffer_size, split_documents=True)]
+    assert all(len(row) == capacity and row[0] == BOS for row in rows)
+    tokens = [token for row in rows for token in row if token != BOS]
+    assert len(set(tokens)) == len(tokens)
+    assert next(numbers) - len(tokens) < capacity
+    for row in rows:  # within a row, what follows a token without a BOS between them follows it in its document
+        for before, after in itertools.pairwise(row):
+            assert BOS in (before, after) or (after == before + 1 and after not in firsts)
+
+
+def test_a_long_document_becomes_whole_rows_and_a_rest():
+    documents = [np.array([BOS, *range(22)]), np.array([BOS, *range(90, 94)])]
+    rows = [row.tolist() for row in best_fit_rows([documents], 10, split_documents=True)]
+    assert rows == [[BOS, *range(9)], [BOS, *range(9, 18)], [BOS, *range(90, 94), BOS, *range(18, 22)]]
+
+
+# nanochat's rows
 
 
 def upstream_rows(paths: list[Path], vocabulary: Tokenizer, capacity: int, count: int) -> list[list[int]]:
@@ -90,8 +121,14 @@ def odd(tmp_path_factory):
             for first, size in zip(np.cumsum([0, *sizes]), sizes):
                 writer.write_table(pa.table({"text": texts[first : first + size]}, schema))
     tokenizer.main(tokenizer.TokenizerConfig(corpus=root / "corpus", out=root / "tokenizer", vocab_size=300))
-    pack.main(config(root, root / "packed", workers=1))
+    pack.main(config(root, root / "packed"))
     return root
+
+
+def first_rows(data: PackedData, split: str, count: int) -> list[list[int]]:
+    """The first rows that an evaluation reads, with their last targets."""
+    ids, targets = data.eval_rows(split, count * 32).batch(range(count))
+    return torch.cat([ids, targets[:, -1:]], dim=1).tolist()
 
 
 @pytest.mark.parametrize("split,name", [("val", "val"), ("train", "train_first")])
@@ -102,40 +139,31 @@ def test_rows_for_evaluation_are_upstreams(odd, split, name):
     assert len(data.split(name)) > count > 500
     paths = sorted((odd / "corpus").glob("*.parquet"))
     want = upstream_rows(paths[-1:] if split == "val" else paths[:-1], data.tokenizer, 33, count)
-    ids, targets = data.eval_rows(split, count * 32).batch(range(count))
-    assert torch.cat([ids, targets[:, -1:]], dim=1).tolist() == want
+    assert first_rows(data, split, count) == want
 
 
-def test_note_when_more_rows_are_asked_than_kept(odd):
+def test_a_warning_when_more_rows_are_asked_than_are_upstreams(odd):
     """The first of two training files is kept, and nanochat reads a file again before the buffer runs empty."""
     data, said = PackedData(odd / "packed"), []
-    kept, whole = len(data.split("train_first")), len(data.split("train"))
-    theirs = {shard["split"]: shard["upstream_rows"] for shard in data.manifest["shards"] if shard["split"] != "train"}
-    covered = min(theirs["val"], theirs["train_first"])
-    assert theirs["val"] != theirs["train_first"] and covered < kept and kept + 1 < whole
+    kept = len(data.split("train_first"))
+    covered = min(shard["upstream_rows"] for shard in data.manifest["shards"] if shard["split"] != "train")
+    assert covered < kept < len(data.split("train")) - 1
     for rows, choice in ((covered, "upstream"), (covered + 1, "spaced"), (kept + 1, "spaced")):
         data.warn_of_rows(choice, rows * 32, said.append)
-        assert data.name_rows(rows * 32, choice) == choice
-    assert not said
-    data.warn_of_rows("upstream", (covered + 1) * 32, said.append)
-    assert len(said) == 1 and f"of the {covered + 1:,} " in said[0] and f" {covered:,} are those of" in said[0]
-    said.clear()
-    data.warn_of_rows("upstream", (kept + 1) * 32, said.append)
-    assert f"first {kept:,} rows of the training text, and {kept + 1:,} are evaluated" in said[0]
-    assert {data.name_rows(tokens) for tokens in ((covered + 1) * 32, (kept + 1) * 32, -1)} == {"first"}
+        assert not said and data.name_rows(rows * 32, choice) == choice
+    for rows, named in ((covered + 1, f"{covered:,}"), (kept + 1, f"{kept:,}")):
+        data.warn_of_rows("upstream", rows * 32, said.append)
+        assert named in said[0] and data.name_rows(rows * 32) == "first"
+        said.clear()
 
 
-def test_small_first_file_is_not_an_earlier_version(odd, tmp_path):
+def test_a_small_first_file_is_not_an_earlier_version(odd, tmp_path):
     shutil.copytree(odd / "corpus", tmp_path / "corpus")
     pq.write_table(pa.table({"text": ["short"]}), tmp_path / "corpus" / "0.parquet")
     pack.main(config(tmp_path, tmp_path / "packed", tokenizer=odd / "tokenizer"))
-    data, said = PackedData(tmp_path / "packed"), []
+    data = PackedData(tmp_path / "packed")
     assert len(data.split("train_first")) == 0 and data.has_upstream_rows
-    data.warn_of_rows("upstream", 320, said.append)
-    assert len(said) == 1 and "keeps nanochat's first 0 rows" in said[0]
-    ids, targets = data.eval_rows("val", 50 * 32).batch(range(50))
-    want = upstream_rows([tmp_path / "corpus" / "2.parquet"], data.tokenizer, 33, 50)
-    assert torch.cat([ids, targets[:, -1:]], dim=1).tolist() == want
+    assert first_rows(data, "val", 50) == upstream_rows([tmp_path / "corpus/2.parquet"], data.tokenizer, 33, 50)
 
 
 def test_training_rows_kept_for_evaluation_are_limited(odd, tmp_path, monkeypatch):
@@ -147,16 +175,14 @@ def test_training_rows_kept_for_evaluation_are_limited(odd, tmp_path, monkeypatc
     assert (tmp_path / "train_first_000000.bin").read_bytes() == whole[: 100 * 33 * 2]
 
 
-def test_a_folder_of_an_earlier_version_serves(odd, tmp_path, capsys):
-    """Its validation split came in units of eight row groups, and it had no rows for evaluation.
+# Folders of earlier versions
 
-    Packing again replaces those units alone.
-    """
-    out = tmp_path / "packed"
+
+def test_a_folder_without_rows_for_evaluation_serves(odd, tmp_path, capsys):
+    """Its validation split came in units of eight row groups. Packing again replaces those units alone."""
+    out, vocabulary, shards = tmp_path / "packed", Tokenizer.load(odd / "packed"), []
     shutil.copytree(odd / "packed", out)
-    manifest = json.loads((out / "manifest.json").read_text())
-    vocabulary, shards = Tokenizer.load(out), []
-    for shard in manifest["shards"]:
+    for shard in PackedData(out).manifest["shards"]:
         if shard["split"] == "train":
             shards.append({key: value for key, value in shard.items() if key != "upstream_rows"})
         else:
@@ -165,19 +191,16 @@ def test_a_folder_of_an_earlier_version_serves(odd, tmp_path, capsys):
     for number, first in enumerate((0, 8, 16)):
         unit = units.Unit(f"val_{number:06d}", "val", "2.parquet", first, min(first + 8, 18))
         shards.append({**units.pack_unit(unit, odd / "corpus", vocabulary, 32, out), "new": True})
-    (out / "manifest.json").write_text(json.dumps({**manifest, "shards": shards}))
-    old = PackedData(out)
+    rewrite_json(out / "manifest.json", shards=shards)
+    old, said = PackedData(out), []
     assert not old.has_upstream_rows and PackedData(odd / "packed").has_upstream_rows
-    said: list[str] = []
     old.warn_of_rows("spaced", 320, said.append)
-    PackedData(odd / "packed").warn_of_rows("upstream", 320, said.append)
     assert not said
     old.warn_of_rows("upstream", 320, said.append)
-    assert len(said) == 1 and "take evenly spaced rows" in said[0] and str(out / "manifest.json") in said[0]
+    assert len(said) == 1 and str(out / "manifest.json") in said[0]
     for split in ("train", "val"):
         rows, spaced = old.split(split), old.eval_rows(split, 50 * 32, "spaced")
-        for choice in ("upstream", "spaced"):
-            assert torch.equal(old.eval_rows(split, 50 * 32, choice).batch(range(50))[0], spaced.batch(range(50))[0])
+        assert torch.equal(old.eval_rows(split, 50 * 32).batch(range(50))[0], spaced.batch(range(50))[0])
         assert torch.equal(spaced.batch([49])[0], rows.batch([49 * len(rows) // 50])[0])
     pack.main(config(odd, out))
     assert "reusing the tokenised data that is there" in capsys.readouterr().out
@@ -188,46 +211,139 @@ def test_a_folder_of_an_earlier_version_serves(odd, tmp_path, capsys):
 
 
 def test_older_validation_rows_are_packed_again(tmp_path):
-    """A file of at most eight row groups was one unit then, too, of other rows.
-
-    Batches went across row groups, and empty documents were left out.
-    """
+    """A file of at most eight row groups was one unit then, too, of other rows."""
     tiny.write_corpus(tmp_path / "corpus", docs=60, row_group=10)
     tokenizer.main(tokenizer.TokenizerConfig(corpus=tmp_path / "corpus", out=tmp_path / "tokenizer", vocab_size=300))
     out = tmp_path / "packed"
-    pack.main(config(tmp_path, out, workers=1))
+    pack.main(config(tmp_path, out))
     want = bins(out)
-    rows, record = out / "val_000000.bin", json.loads((out / "val_000000.json").read_text())
     older = bytes(len(want["val_000000.bin"]))
-    rows.write_bytes(older)
-    del record["upstream_rows"]
-    (out / "val_000000.json").write_text(json.dumps({**record, "sha256": hashlib.sha256(older).hexdigest()}))
+    (out / "val_000000.bin").write_bytes(older)
+    rewrite_json(out / "val_000000.json", upstream_rows=None, sha256=hashlib.sha256(older).hexdigest())
     (out / "manifest.json").unlink()
-    pack.main(config(tmp_path, out, workers=1))
+    pack.main(config(tmp_path, out))
     assert bins(out) == want
 
 
-def test_another_tokenizer_length_or_corpus_is_refused(packed, tmp_path):
-    out, corpus = tmp_path / "packed", tmp_path / "corpus"
+def test_a_folder_that_does_not_say_whether_documents_are_split_goes_on(own, capsys):
+    """None were."""
+    out = own / "packed"
+    pack.main(config(own, out))
+    for name in ("plan.json", "manifest.json"):
+        assert json.loads((out / name).read_text())["split_documents"] is False
+        rewrite_json(out / name, split_documents=None)
+    want = bins(out)
+    pack.main(automatic(own, out))
+    assert "reusing the tokenised data that is there" in capsys.readouterr().out
+    (out / "manifest.json").unlink()
+    (out / "train_000000.bin").unlink()
+    pack.main(automatic(own, out))
+    assert bins(out) == want
+
+
+# People's own text
+
+
+LONG = "\n\n".join(" ".join(tiny.documents(3, number)) for number in range(120))
+TEXTS = [LONG, LONG.upper(), *tiny.documents(30, 1)]
+
+
+@pytest.fixture
+def own(packed, tmp_path):
+    """A folder with a corpus of two books of 360 sentences and some notes, and the tokenizer."""
+    write_parquet(tmp_path / "corpus", shard_00000=TEXTS, shard_00001=[LONG.title()])
+    shutil.copytree(packed / "tokenizer", tmp_path / "tokenizer")
+    return tmp_path
+
+
+def test_own_text_is_not_cropped(own, capsys):
+    """nanochat's rows hold the beginning of a book and throw the rest away, and then packing says what to change."""
+    pack.main(config(own, own / "theirs"))
+    assert "pack with --split-documents yes" in capsys.readouterr().out
+    pack.main(automatic(own, own / "ours"))
+    data, said = PackedData(own / "ours"), capsys.readouterr().out
+    pieces = sum(shard["pieces"] for shard in data.manifest["shards"])
+    assert "in no row" not in said and f"from 33 documents in {pieces:,} pieces, 0% of" in said
+    rows = np.fromfile(data.folder / "train_000000.bin", "<u2").reshape(-1, data.sequence_len + 1)
+    kept, given_ids = np.sum(rows != data.tokenizer.bos_id), sum(len(data.tokenizer.encode(text)) for text in TEXTS)
+    assert given_ids - 33 < kept <= given_ids and (rows[:, 0] == data.tokenizer.bos_id).all()
+    assert not data.has_upstream_rows and data.name_rows(320) == "spaced"
+
+
+def test_what_is_still_cropped_is_said(packed, tmp_path, capsys):
+    """Two files of a row and a half each: half a row in three is not full."""
+    words, vocabulary = " ".join(tiny.documents(60, 0)), Tokenizer.load(packed / "tokenizer")
+    half = vocabulary.decode(vocabulary.encode(words)[:48])
+    write_parquet(tmp_path / "corpus", a=[half], b=[half])
+    pack.main(automatic(tmp_path, tmp_path / "packed", tokenizer=packed / "tokenizer"))
+    said = capsys.readouterr().out
+    assert "1 training and 1 validation rows" in said and "33% of the text is in no row" in said
+
+
+def test_rows_of_fineweb_stay_nanochats(own):
+    """In the folder it was fetched to, in make's folder of links, and in one that an earlier make wrote."""
+    pack.main(config(own, own / "theirs"))
+    home = own / "base" / "corpus" / "fineweb"
+    home.parent.mkdir(parents=True)
+    shutil.copytree(own / "corpus", home)
+    (home / "source.json").write_text(json.dumps({"source": "fineweb"}))
+    linked, earlier, other = (home.with_name(name) for name in ("fineweb-2", "fineweb-old", "other"))
+    make.finish_corpus(home, linked, 2)
+    shutil.copytree(linked, earlier, copy_function=os.link)
+    (earlier / "source.json").unlink()
+    shutil.copytree(own / "corpus", other)
+    for corpus in (home, linked, earlier, other):
+        out = own / f"packed-{corpus.name}"
+        pack.main(automatic(own, out, corpus=corpus))
+        assert PackedData(out).has_upstream_rows == (bins(out) == bins(own / "theirs")) == (corpus != other)
+
+
+def test_a_run_is_not_continued_on_other_rows_of_the_same_text(own):
+    """Split where the run's were not, or cut by another version. Checkpoints of earlier versions do not say which."""
+    run = own / "run"
+    for folder, choice in (("split", "yes"), ("whole", "no"), ("others", "no")):
+        pack.main(config(own, own / folder, split_documents=choice))
+    shards = json.loads((own / "others/manifest.json").read_text())["shards"]
+    next(shard for shard in shards if shard["split"] == "train")["sha256"] = "0" * 64
+    rewrite_json(own / "others/manifest.json", shards=shards)
+    split, whole = PackedData(own / "split"), PackedData(own / "whole")
+    others = PackedData(own / "others", verify=False)
+    assert "split_documents" not in whole.identity(run) and split.rows_hash() != whole.rows_hash()
+    for data in (split, whole):
+        data.check_same(data.identity(run), run)
+    for data, saved in ((split, whole), (whole, split)):
+        with tiny.one_line_error("was packed with another --split-documents than the run in"):
+            data.check_same(saved.identity(run), run)
+    saved = whole.identity(run)
+    with tiny.one_line_error("has other rows than the run in .*, though they are of the same text"):
+        others.check_same(saved, run)
+    del saved["train_rows"]
+    others.check_same(saved, run)
+
+
+# Refusals
+
+
+def test_what_a_folder_was_not_packed_with_is_refused(packed, tmp_path):
+    out = tmp_path / "packed"
     shutil.copytree(packed / "packed", out)
-    with pytest.raises(
-        UserError, match=r"was packed with sequence length 32; choose another --out \(with make, BASE\), or delete it"
-    ):
-        pack.main(config(packed, out, sequence_len=33))
     tokenizer.main(tokenizer.TokenizerConfig(corpus=packed / "corpus", out=tmp_path / "tokenizer", vocab_size=290))
-    with pytest.raises(UserError, match="was packed with another tokenizer"):
-        pack.main(config(packed, out, tokenizer=tmp_path / "tokenizer"))
-    tiny.write_corpus(corpus, docs=401)
-    changed = r"was packed with other corpus files: 2 changed \(shard_00000.parquet, shard_00001.parquet\); choose"
-    with pytest.raises(UserError, match=changed):
-        pack.main(config(packed, out, corpus=corpus))
+    tiny.write_corpus(tmp_path / "corpus", docs=401)
+    for changes, message in (
+        ({"sequence_len": 33}, r"was packed with sequence length 32; choose another --out \(with make, BASE\), or del"),
+        ({"tokenizer": tmp_path / "tokenizer"}, "was packed with another tokenizer"),
+        ({"corpus": tmp_path / "corpus"}, r"other corpus files: 2 changed \(shard_00000.parquet, shard_00001.parquet"),
+        ({"split_documents": "yes"}, "was packed with --split-documents no"),
+    ):
+        with tiny.one_line_error(message):
+            pack.main(config(packed, out, **changes))
     assert bins(out) == bins(packed / "packed")
     pack.main(config(packed, out))
 
 
-def test_small_corpus_packs_at_a_lower_length(packed, tmp_path):
+def test_a_small_corpus_packs_at_a_lower_length(packed, tmp_path):
     counts = "0 training and 0 validation rows"
-    with pytest.raises(UserError, match=f"too small for rows of 100000 tokens: {counts}.*lower --sequence-len"):
+    with tiny.one_line_error(f"too small for rows of 100000 tokens: {counts}.*lower --sequence-len"):
         pack.main(config(packed, tmp_path / "packed", sequence_len=100_000))
     assert {path.name for path in (tmp_path / "packed").iterdir()} == {".lock", "tokenizer.json"}
     pack.main(config(packed, tmp_path / "packed"))

@@ -1,5 +1,6 @@
-"""Packing that is killed, interrupted or damaged ends, by the same command, in the same rows."""
+"""Packing that is killed, interrupted, damaged or done by several machines ends in the rows that one makes at once."""
 
+import errno
 import json
 import os
 import re
@@ -8,48 +9,59 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 
-import numpy as np
-import pyarrow.parquet as pq
+import pyarrow as pa
 import pytest
 
 import tiny
 from nanochat_gka import pack, tokenizer
+from nanochat_gka.data import parts
+from nanochat_gka.data.corpora import ParquetCorpus
 from nanochat_gka.data.loader import PackedData
 from nanochat_gka.data.tokenizer import Tokenizer
-from tiny_pack import bins, config, cut, literal_best_fit
-from trainkit_gka.cli import UserError
+from nanochat_gka.data.units import pack_unit, plan_units
+from tiny_pack import bins, config, rewrite_json, write_parquet
+from trainkit_gka.files import locked
 
-DOCUMENTS = 4000  # to a file: 50 units of training, enough work to be killed in the middle of
 UNITS = 52
+
+
+def make_corpus(root: Path, **size) -> Path:
+    tiny.write_corpus(root / "corpus", row_group=10, **size)
+    tokenizer.main(tokenizer.TokenizerConfig(corpus=root / "corpus", out=root / "tokenizer", vocab_size=300))
+    return root
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file that has to be the same; the units' own records also say how long packing took."""
+    kept = [path for path in folder.iterdir() if path.suffix == ".bin" or path.name in ("manifest.json", "plan.json")]
+    return {path.name: path.read_bytes() for path in kept}
+
+
+def times(folder: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_mtime_ns for path in folder.rglob("*.bin")}
+
+
+# One machine
 
 
 @pytest.fixture(scope="module")
 def fat(tmp_path_factory):
-    """A corpus of 52 units, its tokenizer, and `packed` by two workers in one go."""
-    root = tmp_path_factory.mktemp("fat")
-    tiny.write_corpus(root / "corpus", docs=DOCUMENTS, row_group=10)
-    tokenizer.main(tokenizer.TokenizerConfig(corpus=root / "corpus", out=root / "tokenizer", vocab_size=300))
+    """A corpus of 52 units, enough work to be killed in the middle of, and `packed` by two workers in one go."""
+    root = make_corpus(tmp_path_factory.mktemp("fat"), docs=4000)
     pack.main(config(root, root / "packed", workers=2))
     return root
 
 
-def flags(root: Path, out: Path, *more) -> list:
-    settings = ["--sequence-len", 32, "--split-documents", "no"]
-    return ["--corpus", root / "corpus", "--tokenizer", root / "tokenizer", "--out", out, *settings, *more]
-
-
-def digests(out: Path) -> list[tuple]:
-    shards = json.loads((out / "manifest.json").read_text())["shards"]
-    return [(shard["name"], shard["rows"], shard["sha256"]) for shard in shards]
-
-
-def start_alone(root: Path, out: Path, *more) -> subprocess.Popen:
-    """A process in a session of its own, which its descendants share."""
-    command, pipe = tiny.command("nanochat_gka.pack", *flags(root, out, *more)), subprocess.PIPE
-    options = {"stdout": pipe, "stderr": pipe, "text": True, "env": tiny.environment(), "start_new_session": True}
-    return subprocess.Popen(command, **options)
+def start_alone(root: Path, out: Path) -> subprocess.Popen:
+    """One worker, in a session of its own, which its descendants share."""
+    flags = ["--corpus", root / "corpus", "--tokenizer", root / "tokenizer", "--out", out, "--workers", 1]
+    command = tiny.command("nanochat_gka.pack", *flags, "--sequence-len", 32, "--split-documents", "no")
+    options = {"text": True, "env": tiny.environment(), "start_new_session": True}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
 
 
 def processes(session: int) -> dict[int, tuple[int, str]]:
@@ -65,13 +77,10 @@ def processes(session: int) -> dict[int, tuple[int, str]]:
     return living
 
 
-def servers(session: int) -> list[int]:
-    living = processes(session).items()
-    return [pid for pid, (parent, line) in living if parent == session and "multiprocessing.forkserver" in line]
-
-
 def workers(session: int) -> list[int]:
-    return [pid for pid, (parent, _) in processes(session).items() if parent in servers(session)]
+    living = processes(session).items()
+    servers = [pid for pid, (parent, line) in living if parent == session and "multiprocessing.forkserver" in line]
+    return [pid for pid, (parent, _) in living if parent in servers]
 
 
 def wait_for(condition, seconds: float = 120) -> bool:
@@ -96,62 +105,44 @@ def kill_and_expect_every_process_to_end(process: subprocess.Popen) -> None:
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
-def test_rows_on_disk_are_the_packed_documents(fat):
-    """The first unit, read back by hand: BOS-opened rows of T + 1 ids that best-fit packing makes of its documents."""
-    vocabulary = Tokenizer.load(fat / "tokenizer")
-    texts = pq.ParquetFile(fat / "corpus" / "shard_00000.parquet").read_row_groups(range(8)).column("text").to_pylist()
-    documents = [[vocabulary.bos_id, *vocabulary.encode(text)] for text in texts]
-    rows = np.frombuffer((fat / "packed" / "train_000000.bin").read_bytes(), dtype="<u2").reshape(-1, 33)
-    assert rows.tolist() == literal_best_fit(cut(documents, 10), 33, 1000)
-
-
 @linux
 def test_the_same_command_continues_after_kill_9(fat, tmp_path, capsys):
     """One process, killed and continued, makes the same folder as two that were not interrupted."""
     out = tmp_path / "packed"
-    process = start_alone(fat, out, "--workers", 1)
+    process = start_alone(fat, out)
     assert wait_for(lambda: len(list(out.glob("train_*.json"))) >= 3)
-    with pytest.raises(UserError, match="another process is packing"):
+    with tiny.one_line_error("another process is packing"):
         pack.main(config(fat, out))
     kill_and_expect_every_process_to_end(process)
-    finished = {path: path.stat().st_mtime_ns for path in out.glob("*.bin")}
+    finished = times(out)
     assert 3 <= len(finished) < UNITS and not (out / "manifest.json").exists()
-    with pytest.raises(UserError, match=r"no packed data in .*run make tokenize"):
+    with tiny.one_line_error(r"no packed data in .*run make tokenize"):
         PackedData(out)
-    torn = sorted(finished)[1]  # what a crash of the machine may leave
+    torn = out / sorted(finished)[1]  # what a crash of the machine may leave
     torn.write_bytes(torn.read_bytes()[:-66])
-
     capsys.readouterr()
     pack.main(config(fat, out))
-    continued = re.search(r"(\d+) of 52 units were packed before", capsys.readouterr().out)
-    # A kill may fall between a unit's rows and its record.
-    assert int(continued[1]) in (len(finished) - 1, len(finished) - 2)
-    assert sum(path.stat().st_mtime_ns == then for path, then in finished.items()) == int(continued[1])
-    assert len(bins(out)) == UNITS and bins(out) == bins(fat / "packed")
-    assert digests(out) == digests(fat / "packed")
-    assert not list(out.glob(".tmp-*"))
-
+    continued = int(re.search(r"(\d+) of 52 units were packed before", capsys.readouterr().out)[1])
+    assert continued in (len(finished) - 1, len(finished) - 2)  # a kill may fall between a unit's rows and its record
+    assert sum(times(out)[name] == then for name, then in finished.items()) == continued
+    assert len(bins(out)) == UNITS and contents(out) == contents(fat / "packed") and not list(out.glob(".tmp-*"))
     pack.main(config(fat, out))
     assert "reusing the tokenised data that is there" in capsys.readouterr().out
-    PackedData(out)
 
 
 @linux
-@pytest.mark.parametrize("wait", [servers, workers])
-def test_kill_9_at_the_start_leaves_no_workers(fat, tmp_path, wait):
-    process = start_alone(fat, tmp_path / "packed", "--workers", 1)
-    assert wait_for(lambda: wait(process.pid))
+def test_kill_9_at_the_start_leaves_no_workers(fat, tmp_path):
+    process = start_alone(fat, tmp_path / "packed")
+    assert wait_for(lambda: workers(process.pid))
     kill_and_expect_every_process_to_end(process)
     assert not (tmp_path / "packed" / "manifest.json").exists()  # they did not end because all was done
 
 
 @linux
-@pytest.mark.parametrize("moment", ["starting", "packing"])
-def test_ctrl_c_is_one_line_and_ends_every_process(fat, tmp_path, moment):
+def test_ctrl_c_is_one_line_and_ends_every_process(fat, tmp_path):
     """A terminal sends it to the workers too."""
-    process = start_alone(fat, tmp_path / "packed", "--workers", 1)
-    records = (tmp_path / "packed").glob
-    assert wait_for(lambda: list(records("train_*.json")) if moment == "packing" else workers(process.pid))
+    process = start_alone(fat, tmp_path / "packed")
+    assert wait_for(lambda: list((tmp_path / "packed").glob("train_*.json")))
     os.killpg(process.pid, signal.SIGINT)
     output, errors = process.communicate(timeout=tiny.HANG_AFTER)
     assert process.returncode == 130 and errors == "interrupted\n", output + errors
@@ -161,7 +152,7 @@ def test_ctrl_c_is_one_line_and_ends_every_process(fat, tmp_path, moment):
 @linux
 def test_a_killed_worker_is_one_line(fat, tmp_path):
     """What the kernel does when memory runs out."""
-    process = start_alone(fat, tmp_path / "packed", "--workers", 1)
+    process = start_alone(fat, tmp_path / "packed")
     assert wait_for(lambda: list((tmp_path / "packed").glob("train_*.json")))
     os.kill(workers(process.pid)[0], signal.SIGKILL)
     output, errors = process.communicate(timeout=tiny.HANG_AFTER)
@@ -170,17 +161,171 @@ def test_a_killed_worker_is_one_line(fat, tmp_path):
 
 
 def test_packing_again_restores_damaged_units(fat, tmp_path):
-    """Only the damaged units are packed. The manifest need not be deleted where damage shows without reading rows."""
+    """And no others. The manifest must be deleted only where damage does not show without reading rows."""
     out = tmp_path / "packed"
     shutil.copytree(fat / "packed", out)
     (out / "val_000000.bin").unlink()
     os.truncate(out / "train_000003.bin", 66)
     (out / "train_000005.json").write_text("{")
-    with pytest.raises(UserError, match=r"val_000000.bin is missing"):
+    with tiny.one_line_error(r"val_000000.bin is missing"):
         PackedData(out)
-    kept = {path: path.stat().st_mtime_ns for path in out.glob("*.bin")}
+    kept = times(out)
     pack.main(config(fat, out))
+    assert contents(out) == contents(fat / "packed")
+    assert {name for name in kept if times(out)[name] != kept[name]} == {"train_000003.bin", "train_000005.bin"}
+    flipped = bytearray((out / "val_000000.bin").read_bytes())
+    flipped[len(flipped) // 2] ^= 1
+    (out / "val_000000.bin").write_bytes(flipped)
+    Tokenizer.train(tiny.documents(50, 9), 300).save(out)
+    (out / "manifest.json").unlink()
+    pack.main(config(fat, out))
+    assert contents(out) == contents(fat / "packed")
     PackedData(out)
-    assert bins(out) == bins(fat / "packed") and digests(out) == digests(fat / "packed")
-    packed = {path.name for path, then in kept.items() if path.stat().st_mtime_ns != then}
-    assert packed == {"train_000003.bin", "train_000005.bin"}
+
+
+# Several machines
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A corpus of 12 units, its tokenizer, and `packed` by one machine."""
+    root = make_corpus(tmp_path_factory.mktemp("whole"), files=3, docs=400)
+    pack.main(config(root, root / "packed"))
+    return root
+
+
+def test_parts_joined_are_what_one_machine_makes(whole, tmp_path, capsys):
+    """Three machines without a common folder; one of them was killed and did not finish, one packed twice."""
+    out, machines = tmp_path / "packed", [tmp_path / f"machine{number}" for number in (1, 2, 3)]
+    for number, machine in enumerate(machines, start=1):
+        pack.main(config(whole, machine, part=f"{number}/3"))
+        assert not (machine / "manifest.json").exists()
+        assert len(list((machine / f"part-{number}-of-3").glob("*.bin"))) == 4
+    capsys.readouterr()
+    pack.main(config(whole, machines[2], part="3/3"))
+    assert "4 of 4 units were packed before" in capsys.readouterr().out
+    (machines[1] / "part-2-of-3/train_000004.bin").unlink()
+    for machine in machines:
+        shutil.copytree(machine, out, dirs_exist_ok=True)
+    pack.main(config(whole, out))
+    assert "11 of 12 units were packed before" in capsys.readouterr().out
+    assert contents(out) == contents(whole / "packed") and not list(out.glob("part-*"))
+    assert PackedData(out).rows_hash() == PackedData(whole / "packed").rows_hash()
+
+
+@pytest.mark.parametrize("count", [1, 7, 40])
+def test_every_unit_is_in_one_part(whole, count):
+    units = plan_units(ParquetCorpus(whole / "corpus"))
+    dealt = [parts.Part(number, count).of(units) for number in range(1, count + 1)]
+    assert [unit for part in dealt for unit in part] == units
+    assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
+
+
+def test_a_killed_join_is_continued(whole, tmp_path, monkeypatch):
+    out, moved = tmp_path / "packed", []
+    for part in ("1/2", "2/2"):
+        pack.main(config(whole, out, part=part))
+
+    def replace(source, target, moves=os.replace):
+        if len(moved) == 5:
+            raise KeyboardInterrupt
+        moved.append(target)
+        moves(source, target)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(parts, "os", SimpleNamespace(replace=replace))
+        pack.main(config(whole, out))
+    assert not (out / "manifest.json").exists()
+    before = times(out)
+    pack.main(config(whole, out))
+    assert contents(out) == contents(whole / "packed") and times(out) == before  # nothing was packed again
+
+
+def test_rows_that_arrive_before_their_record_are_not_deleted(whole, tmp_path, capsys):
+    """Another machine's copy is under way: the join does without these rows, and the next one takes them away."""
+    out = tmp_path / "packed"
+    pack.main(config(whole, out, part="1/2"))
+    part, record = out / "part-1-of-2", out / "part-1-of-2/train_000003.json"
+    text, rows = record.read_text(), record.with_suffix(".bin").read_bytes()
+    record.unlink()
+    pack.main(config(whole, out))
+    assert "part-1-of-2 stays: train_000003.bin has no record" in capsys.readouterr().out
+    assert (part / "train_000003.bin").read_bytes() == rows and contents(out) == contents(whole / "packed")
+    record.write_text(text)
+    (out / "manifest.json").unlink()
+    pack.main(config(whole, out))
+    assert not part.exists() and contents(out) == contents(whole / "packed")
+
+
+def test_wrong_parts_are_one_line(whole, tmp_path, monkeypatch):
+    out, part = tmp_path / "packed", tmp_path / "packed/part-1-of-2"
+
+    def refused(message, place=out, **changes):
+        with tiny.one_line_error(message):
+            pack.main(config(whole, place, **changes))
+
+    for text in ("0/3", "4/3", "2", "a/b", "-1/2", "1/0"):
+        refused(r"--part must be NUMBER/COUNT .* such as 2/8, got", part=text)
+    refused("was packed with sequence length 32", whole / "packed", part="1/2", sequence_len=33)
+    pack.main(config(whole, out, part="1/2", sequence_len=33))
+    refused("part-1-of-2 was packed with sequence length 33")
+    shutil.rmtree(out)
+    pack.main(config(whole, out, part="1/2"))
+    with locked(part, "packing"):
+        refused("another process is packing .*part-1")
+    plan = (part / "plan.json").read_text()
+    (part / "plan.json").unlink()
+    refused("part-1-of-2 has no plan.json; copy the whole folder")
+    (part / "plan.json").write_text(plan)
+
+    def on_another_disk(*_):
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(parts, "os", SimpleNamespace(replace=on_another_disk))
+        refused(r"part-1-of-2 cannot be joined \(.*\); it must be .* on the disk of")
+    files = sorted(path.name for path in part.iterdir())
+    part.rename(tmp_path / "elsewhere")
+    part.symlink_to(tmp_path / "elsewhere")
+    refused("part-1-of-2 is a link; put the part's folder itself into")
+    assert sorted(path.name for path in part.iterdir()) == files and not (out / "manifest.json").exists()
+
+
+def test_earlier_manifests_have_the_same_rows(whole, tmp_path):
+    """They also noted which units were new, and the seconds of each."""
+    shutil.copytree(whole / "packed", tmp_path / "packed")
+    manifest = tmp_path / "packed/manifest.json"
+    shards = [{**shard, "new": True, "seconds": 0.1} for shard in json.loads(manifest.read_text())["shards"]]
+    rewrite_json(manifest, shards=shards)
+    want = PackedData(whole / "packed").rows_hash()
+    assert PackedData(tmp_path / "packed").rows_hash() == want
+    shards[3]["sha256"] = "0" * 64
+    rewrite_json(manifest, shards=shards)
+    assert PackedData(tmp_path / "packed", verify=False).rows_hash() != want
+
+
+def python_and_arrow_peaks(root: Path, files: int) -> tuple[int, int]:
+    """Peak bytes that packing a corpus of `files` tiny files takes here, and those of a worker's part of it."""
+    corpus, out = root / f"corpus{files}", root / f"packed{files}"
+    write_parquet(corpus, shard_00000=tiny.documents(20, 0))
+    for number in range(1, files):
+        os.link(corpus / "shard_00000.parquet", corpus / f"shard_{number:05d}.parquet")
+    tracemalloc.start()
+    try:
+        pack.main(config(root, out, corpus=corpus))
+        here = tracemalloc.get_traced_memory()[1]
+        tracemalloc.reset_peak()
+        vocabulary = Tokenizer.load(out)
+        for unit in plan_units(ParquetCorpus(corpus)):
+            pack_unit(unit, corpus, vocabulary, 32, out)
+        return here, tracemalloc.get_traced_memory()[1] + pa.total_allocated_bytes()
+    finally:
+        tracemalloc.stop()
+
+
+def test_memory_does_not_grow_with_the_number_of_files(whole, tmp_path):
+    """But for what the manifest says of every file and unit."""
+    (tmp_path / "tokenizer").symlink_to(whole / "tokenizer")
+    few, many = python_and_arrow_peaks(tmp_path, 10), python_and_arrow_peaks(tmp_path, 210)
+    per_file = [(more - less) / 200 for less, more in zip(few, many)]
+    assert per_file[0] < 2500 and per_file[1] < 1000

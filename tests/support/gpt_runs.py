@@ -3,6 +3,10 @@
 import json
 
 import tiny
+from nanochat_gka.train import TrainConfig, main
+from processes import signals_kept
+from trainkit_gka.cli import run
+from trainkit_gka.progress import read_events
 
 MODULE = "nanochat_gka.train"
 
@@ -16,12 +20,33 @@ def flags(packed, out, *more):
     return [*places, *tiny.TRAIN_FLAGS, *settings, *more]
 
 
+def train(packed, out, *more) -> int:
+    """The command in this process; its exit code."""
+    try:
+        with signals_kept():
+            run(main, TrainConfig, list(map(str, flags(packed, out, *more))))
+    except SystemExit as left:
+        return left.code
+    return 0
+
+
 def final(out, step=STEPS):
     folder = out / "run" / "checkpoints" / f"step_{step:08d}"
     return [(folder / f"{name}.safetensors").read_bytes() for name in ("model", "optimizer")]
 
 
+def events(out, event):
+    """The lines of the run's log that are of `event`."""
+    return read_events(out / "run/log.jsonl", event)
+
+
+def metrics(out):
+    """The numbers of the finished run."""
+    return json.loads((out / "results.jsonl").read_text())["metrics"]
+
+
 def log_steps(out):
+    """The training steps that the log has so far, while another process writes it."""
     path = out / "run" / "log.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     return [record["step"] for line in lines if line.endswith("}") and (record := json.loads(line))["event"] == "train"]
