@@ -16,20 +16,14 @@ from tiny_gpt import SHAPE, VARIANTS, awake
 every = pytest.mark.parametrize("variant", VARIANTS, ids=str)
 
 
-@pytest.mark.parametrize("pattern", ["SL", "S", "L"])
 @every
-def test_chunks_give_the_full_pass(variant, pattern):
-    gpt_checks.chunks_give_the_full_pass(awake(dataclasses.replace(SHAPE, window_pattern=pattern, **variant)))
-
-
-@every
-def test_last_only_gives_the_last_tokens_logits(variant):
-    gpt_checks.last_only_gives_the_last_tokens_logits(awake(dataclasses.replace(SHAPE, **variant)))
-
-
-@every
-def test_rows_of_different_lengths_are_independent(variant):
-    gpt_checks.rows_of_different_lengths_are_independent(awake(dataclasses.replace(SHAPE, **variant)))
+def test_decoding_is_the_full_pass(variant):
+    """In chunks, of the last token alone, and of rows of different lengths."""
+    model = awake(dataclasses.replace(SHAPE, **variant))
+    gpt_checks.chunks_give_the_full_pass(model)
+    gpt_checks.last_only_gives_the_last_tokens_logits(model)
+    gpt_checks.rows_of_different_lengths_are_independent(model)
+    gpt_checks.chunks_give_the_full_pass(awake(dataclasses.replace(SHAPE, window_pattern="L", **variant)))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -63,16 +57,6 @@ def test_gkas_cache_has_half_the_bytes():
     assert nbytes(attention="gka", gka_values="normalised", keep_keys=True) == softmax
     assert nbytes(attention="GGGA") * 8 == softmax * 5  # three layers of one tensor, one of two
     assert nbytes(attention="gka", value_embeds="all") * 4 == softmax * 3  # every second layer must keep both
-
-
-FORMS = [dict(), dict(attention="vlt"), dict(attention="gka"), dict(attention="gka", head_offsets="PS")]
-
-
-@pytest.mark.parametrize("fields", FORMS, ids=str)
-def test_only_derived_keys_can_be_kept(fields):
-    model = awake(dataclasses.replace(SHAPE, **fields))
-    with pytest.raises(ValueError, match="keep_keys is for gka layers whose values are not rotated"):
-        model.new_cache(1, 4, keep_keys=True)
 
 
 @pytest.mark.parametrize("values", ["rotated", "normalised"])

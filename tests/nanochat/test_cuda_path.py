@@ -2,13 +2,12 @@
 what the CPU computes. See `tests/support/pretend_cuda.py`.
 """
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import tiny_core
+from gpt_runs import events
 from nanochat_gka.generation.engine import Engine
 from nanochat_gka.generation.sampling import Sampling
 from nanochat_gka.model.checkpoints import load
@@ -16,6 +15,7 @@ from nanochat_gka.train import TrainConfig, Trainer, main
 from pretend_cuda import GPU, OnGPU, needs_no_gpu, pretended
 from trainkit_gka import hardware
 from trainkit_gka.distributed import setup
+from trainkit_gka.results import read_results
 
 # Of the interpreter, which computes with NumPy.
 pytestmark = [needs_no_gpu, pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow):RuntimeWarning")]
@@ -42,11 +42,6 @@ def gpu(monkeypatch):
 def config(packed, out, **settings):
     places = dict(data=packed / "packed", out=out, results=out / "results.jsonl", model_tag="run")
     return TrainConfig(**{**places, **SMALL, "device_type": "cuda", **settings})
-
-
-def events(out, event):
-    lines = map(json.loads, (out / "run" / "log.jsonl").read_text().splitlines())
-    return [line for line in lines if line["event"] == event]
 
 
 def final(out, name):
@@ -102,7 +97,7 @@ def test_a_run_is_the_cpus_run(gpu, packed, tmp_path):
         for key in on_cpu:  # AdamW divides tiny gradients by their size, and a GPU's tables began as bfloat16
             rounding = 2**-9 if name == "model" and ("wte" in key or "value_embeds" in key) else 1e-4
             assert (on_gpu[key] - on_cpu[key]).float().abs().mean() < rounding, key
-    [result] = map(json.loads, (tmp_path / "cuda" / "results.jsonl").read_text().splitlines())
+    [result] = read_results(tmp_path / "cuda" / "results.jsonl")
     assert result["hardware"] == "NVIDIA H100 80GB HBM3"
 
 

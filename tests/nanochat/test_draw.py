@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 import tiny
-from nanochat_gka.draw import TEXT, DrawConfig, demo_runs, main
+from nanochat_gka.draw import DrawConfig, main
 from nanochat_gka.figures.families import FAMILIES
 from nanochat_gka.figures.rows import draw_rows
 from nanochat_gka.figures.subjects import read_history, subjects_of
@@ -49,27 +49,12 @@ def runs(tokenized, tokenizer, tmp_path_factory):
     return made
 
 
-def keep_figures(monkeypatch):
+@pytest.fixture
+def figures(monkeypatch):
     """File name -> the figure that would be written there; nothing is rendered."""
     kept = {}
     monkeypatch.setattr(Figure, "savefig", lambda self, path, **options: kept.update({path.name: self}))
     return kept
-
-
-@pytest.fixture
-def figures(monkeypatch):
-    return keep_figures(monkeypatch)
-
-
-@pytest.fixture(scope="module")
-def side_by_side(runs, tmp_path_factory):
-    """Of the three models together: family -> the figure as a page gets it, and as Matplotlib has it."""
-    folder, subjects = tmp_path_factory.mktemp("figures"), subjects_of(list(runs.values()), READ)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        kept = keep_figures(monkeypatch)
-        made = {name: draw(subjects, folder) for name, draw in FAMILIES.items()}
-    assert all(figure.path == folder / f"{name}.png" for name, (figure,) in made.items())
-    return {name: (figure, kept[f"{name}.png"]) for name, (figure,) in made.items()}
 
 
 def drawn(*flags):
@@ -100,33 +85,23 @@ def test_every_family_is_written_as_png_and_pdf(runs, tmp_path, capsys):
     assert "W of 4 layers gives the model's output, relative error up to" in capsys.readouterr().out
 
 
-def test_a_run_and_its_twins_are_side_by_side(side_by_side):
-    for family in ("rows", "matrices", "heads"):
-        said = words(side_by_side[family][1])
-        assert "gka (GKA; depth 4), weights after 7 steps and 7,000 tokens; softmax (softmax; depth 4)" in said
-        assert f'Text: "{READ}"' in said and "Heads marked P pair a key" in said
-    assert "softmax (" not in words(side_by_side["distances"][1])
-    axes = side_by_side["heads"][1].axes
-    assert [text.get_text() for axis in axes for text in axis.texts if text.get_text() in FORMS] == list(FORMS)
-    assert axes[2].get_yticklabels()[1].get_text() == "2 S"
-
-
-def test_twins_are_drawn_in_the_order_given(runs, figures, tmp_path):
-    twins = ["--twin", runs["softmax"], runs["offsets"]]
-    drawn("--run", runs["gka"], *twins, "--text", READ, "--family", "rows", "--query", "mixes", "--out", tmp_path)
-    assert figures.keys() == {"rows.png", "rows.pdf"}
-    texts = [text.get_text() for axis in figures["rows.png"].axes for text in axis.texts]
-    assert [text for text in texts if text in FORMS] == list(FORMS)
-
-
-def test_a_page_has_the_words_and_numbers_of_every_figure(side_by_side):
-    assert side_by_side.keys() == FAMILIES.keys()
-    for name, (figure, drawing) in side_by_side.items():
+def test_a_page_has_the_words_and_numbers_of_every_figure(runs, figures, tmp_path):
+    """Of three models side by side, in the order given."""
+    subjects = subjects_of(list(runs.values()), READ)
+    made = {name: draw(subjects, tmp_path) for name, draw in FAMILIES.items()}
+    for name, (figure,) in made.items():
+        drawing = figures[f"{name}.png"]
+        assert figure.path == tmp_path / f"{name}.png"
         assert not any(text.get_parse_math() for text in drawing.texts)  # the text has two $
         assert "".join(words(drawing).split()) == "".join((figure.title + figure.caption).split())
         assert figure.rows and len({tuple(row) for row in figure.rows}) == 1 and "NaN" not in json.dumps(figure.rows)
         with_sigma = {"gka", "offsets"}
         assert {row["model"] for row in figure.rows} == (with_sigma if name in ("sigma", "distances") else set(FORMS))
+        if name in ("rows", "matrices", "heads"):
+            assert "after 7 steps and 7,000 tokens" in figure.caption and f'"{READ}"' in figure.caption
+    axes = figures["heads.png"].axes
+    assert [text.get_text() for axis in axes for text in axis.texts if text.get_text() in FORMS] == list(FORMS)
+    assert axes[2].get_yticklabels()[1].get_text() == "2 S"
 
 
 def test_bandwidths_over_training_are_those_of_the_logs(runs, figures, tmp_path, tokenized):
@@ -149,7 +124,7 @@ def test_bandwidths_over_training_are_those_of_the_logs(runs, figures, tmp_path,
     assert {5, 7, 9, 13} <= set(band)
     assert panels[0].lines[-1].get_linestyle() == "--" and set(panels[0].lines[-1].get_ydata()) == {4.0}
     # From 8² / 16 in the first layer of one run to 15² / 16 in the last one of the other; (11 / 9)² and (12 / 8)².
-    assert "σ² ended at 4.00 to 14.06 times its start, 16, and changed by +49% to +125%" in figure.caption
+    assert all(number in figure.caption for number in ("4.00 to 14.06 times its start", "+49% to +125%"))
 
 
 def test_rows_show_the_asked_tokens_layers_and_beginning_of_the_text(runs, figures, tmp_path):
@@ -158,10 +133,8 @@ def test_rows_show_the_asked_tokens_layers_and_beginning_of_the_text(runs, figur
     blocks = [axis for axis in figures["rows.png"].axes if axis.get_title(loc="left").startswith("row of")]
     assert [axis.get_title(loc="left") for axis in blocks] == ['row of "kernel"', 'row of "mixes"']
     labels = [text.get_text() for text in blocks[0].texts]
-    assert [label for label in labels if label.startswith("layer ")] == [
-        f"layer {layer} head {head}" for layer in (3, 1) for head in (1, 2, 3, 4)
-    ]
-    assert "Layers 3, 1 of 4." in words(figures["rows.png"]) and labels.count("<|bos|>") == 8
+    heads = [f"layer {layer} head {head}" for layer in (3, 1) for head in (1, 2, 3, 4)]
+    assert [label for label in labels if label.startswith("layer ")] == heads and labels.count("<|bos|>") == 8
     subject = subjects_of([runs["gka"]], READ)[0]
     (figure,) = draw_rows([subject], tmp_path, queries=[3], layers=[2], tokens=6)
     for head, row in enumerate(figure.rows):
@@ -181,34 +154,24 @@ def test_models_without_bandwidth_or_log_say_what_is_not_drawn(runs, figures, tm
     assert "distances.png" in figures
 
 
-def test_the_demos_runs_are_the_default(runs, figures, tmp_path, tokenized):
-    demo = tmp_path / "demo"
-    assert demo_runs(demo) == []
-    model = load(runs["gka"]).model
-    names = ["d4-gka-offsets-9", "d4-gka-paper-9", "d4-softmax-9"]
-    for name in [*names, "d6-softmax-9", "digits-gka-9"]:
-        write_run(demo / "runs" / name, model, tokenized / "tokenizer")
-    assert [path.name for path in demo_runs(demo)] == ["d4-gka-paper-9", "d4-softmax-9", "d4-gka-offsets-9"]
-    drawn("--demo", demo, "--family", "distances", "--out", tmp_path)
-    assert f'"{TEXT}"' in words(figures["distances.png"]) and "d4-softmax-9 (GKA" in words(figures["distances.png"])
-
-
-def test_mistakes_are_one_line(runs, tmp_path, capsys, tokenizer):
-    gka, (latin, empty) = ("--run", runs["gka"]), (tmp_path / name for name in ("latin.txt", "empty.txt"))
+def test_mistakes_are_one_line(runs, tmp_path, capsys):
+    gka, (latin, empty) = ["--run", runs["gka"]], (tmp_path / name for name in ("latin.txt", "empty.txt"))
     latin.write_bytes("für".encode("latin-1"))
     empty.write_text(" \n")
-    assert "no language runs: give --run, or train some with make demo" in mistake(capsys, "--demo", tmp_path)
-    assert "no checkpoint in no/such/run" in mistake(capsys, "--run", "no/such/run")
-    assert "give either --text or --text-file" in mistake(capsys, *gka, "--text", "a", "--text-file", empty)
-    assert "the text is empty" in mistake(capsys, *gka, "--text-file", empty)
-    assert "latin.txt is not UTF-8" in mistake(capsys, *gka, "--text-file", latin)
-    assert "none.txt: No such file" in mistake(capsys, *gka, "--text-file", tmp_path / "none.txt")
-    assert "the text must have 1 to 160 tokens, it has" in mistake(capsys, *gka, "--text", "kernel " * 200)
-    unknown = mistake(capsys, *gka, "--text", "the kernel mixes", "--query", "cat")
-    assert '--query "cat" is not one of the tokens that are drawn: <|bos|> ' in unknown
-    assert "7,000 tokens is given twice" in mistake(capsys, *gka, "--twin", runs["gka"], "--text", "the")
-    assert "--layer is at most 4, got 5" in mistake(capsys, *gka, "--text", "the", "--layer", 5)
-    assert "--tokens must be at least 1" in mistake(capsys, *gka, "--tokens", 0)
+    for flags, message in (
+        (["--demo", tmp_path], "no language runs: give --run, or train some with make demo"),
+        (["--run", "no/such/run"], "no checkpoint in no/such/run"),
+        ([*gka, "--text", "a", "--text-file", empty], "give either --text or --text-file"),
+        ([*gka, "--text-file", empty], "the text is empty"),
+        ([*gka, "--text-file", latin], "latin.txt is not UTF-8"),
+        ([*gka, "--text-file", tmp_path / "none.txt"], "none.txt: No such file"),
+        ([*gka, "--text", "kernel " * 200], "the text must have 1 to 160 tokens, it has"),
+        ([*gka, "--text", "the kernel mixes", "--query", "cat"], '--query "cat" is not one of the tokens'),
+        ([*gka, "--twin", runs["gka"], "--text", "the"], "7,000 tokens is given twice"),
+        ([*gka, "--text", "the", "--layer", 5], "--layer is at most 4, got 5"),
+        ([*gka, "--tokens", 0], "--tokens must be at least 1"),
+    ):
+        assert message in mistake(capsys, *flags)
 
 
 def test_twins_read_the_same_tokens(runs, tmp_path, capsys, tokenized):
@@ -228,6 +191,5 @@ def test_tokens_are_shown_as_one_can_print_them(tokenizer):
 
     assert show(" kernel") == " kernel" and show("a\tb\n") == "a→b↵"
     assert shown(tokenizer, tokenizer.bos_id) == "<|bos|>"
-    assert show("é") in ("é", r"\xc3\xa9")  # one token, or one for each byte
     assert shown(tokenizer, tokenizer.ranks[b"\xff"]) == r"\xff" and shown(tokenizer, tokenizer.ranks[b"\x01"]) == "▯"
     assert max(len(shown(tokenizer, token)) for token in range(tokenizer.vocab_size)) <= LONGEST_WORD

@@ -1,39 +1,32 @@
 """Training in bfloat16 on a CPU: what is rounded and what is not, the loss, and continued runs."""
 
-import json
-
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-import tiny
-from gpt_runs import MODULE, final, flags
+import gpt_runs
+from gpt_runs import events, final
 from nanochat_gka.model.checkpoints import load
 from nanochat_gka.model.loss import ROWS_AT_ONCE, capped, cross_entropy
-from nanochat_gka.train import TrainConfig, main
 from tiny_gpt import SHAPE, awake
-from trainkit_gka import hardware
-from trainkit_gka.cli import run
 
 STEPS = 12
 
 
-def words(packed, out, *more):
-    return flags(packed, out, "--num-iterations", STEPS, "--dtype", "bfloat16", *more)
+BFLOAT16 = ["--num-iterations", STEPS, "--dtype", "bfloat16"]
 
 
 @pytest.fixture(scope="module")
 def trained(packed, tmp_path_factory):
     """A whole run in bfloat16."""
     out = tmp_path_factory.mktemp("bfloat16")
-    tiny.call(MODULE, *words(packed, out))
+    assert gpt_runs.train(packed, out, *BFLOAT16) == 0
     return out
 
 
 def losses(out):
-    lines = map(json.loads, (out / "run" / "log.jsonl").read_text().splitlines())
-    return torch.tensor([line["loss"] for line in lines if line["event"] == "train"])
+    return torch.tensor([line["loss"] for line in events(out, "train")])
 
 
 def test_activations_are_rounded_and_weights_are_not():
@@ -60,29 +53,22 @@ def test_a_frequent_tokens_gradient_is_summed_in_float32():
 
 
 def test_bfloat16_training_follows_float32(packed, trained, tmp_path):
-    tiny.call(MODULE, *words(packed, tmp_path, "--dtype", "float32"))
+    assert gpt_runs.train(packed, tmp_path, *BFLOAT16[:2], "--dtype", "float32") == 0
     one, two = losses(tmp_path), losses(trained)
     assert not torch.equal(one, two)
     torch.testing.assert_close(one, two, rtol=5e-3, atol=0)
 
 
 def test_bfloat16_run_continues_to_the_bit_with_its_own_dtype_alone(packed, trained, tmp_path, capsys):
-    tiny.call(MODULE, *words(packed, tmp_path, "--stop-after", 7))
+    assert gpt_runs.train(packed, tmp_path, *BFLOAT16, "--stop-after", 7) == 0
     for dtype in ("auto", "float32"):
-        with pytest.raises(SystemExit):
-            run(main, TrainConfig, [str(word) for word in words(packed, tmp_path, "--dtype", dtype)])
+        assert gpt_runs.train(packed, tmp_path, *BFLOAT16[:2], "--dtype", dtype) == 2
         assert f"--dtype is {dtype} but the run in" in capsys.readouterr().err
-    assert "resuming at step 7" in tiny.call(MODULE, *words(packed, tmp_path)).stdout
+    assert gpt_runs.train(packed, tmp_path, *BFLOAT16) == 0 and "resuming at step 7" in capsys.readouterr().out
     assert final(tmp_path, STEPS) == final(trained, STEPS)
     weights = load_file(tmp_path / "run/checkpoints" / f"step_{STEPS:08d}" / "model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
     assert load(tmp_path / "run").model.dtype == torch.float32
-
-
-def test_a_run_from_before_there_was_a_dtype_continues(packed, tmp_path):
-    config = TrainConfig(out=tmp_path)
-    saved = {name: value for name, value in config.identity().items() if name != "dtype"}
-    config.check_continues(saved)
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
@@ -118,13 +104,3 @@ def test_losses_without_gradients_are_the_plain_losses(rows):
 def plain(logits, targets, reduction):
     capped_logits = 20 * torch.tanh(logits / 20) if logits.dtype == torch.float64 else capped(logits)
     return F.cross_entropy(capped_logits, targets, ignore_index=-1, reduction=reduction)
-
-
-def test_processors_without_bfloat16_are_told(monkeypatch):
-    cpu, bfloat16 = torch.device("cpu"), torch.bfloat16
-    monkeypatch.setattr(hardware.platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    assert "--dtype float32 is faster here" in hardware.slow_bfloat16(bfloat16, cpu)
-    assert hardware.slow_bfloat16(torch.float32, cpu) is None
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
-    assert hardware.slow_bfloat16(bfloat16, cpu) is None

@@ -1,4 +1,4 @@
-"""The engine: prompts and samples that do not depend on one another, stopping, and text from tokens."""
+"""The engine: samples that do not depend on one another, which tokens are drawn, stopping, and text from tokens."""
 
 import dataclasses
 import math
@@ -7,10 +7,10 @@ import random
 import pytest
 import torch
 
+import tiny
 from nanochat_gka.generation.engine import Continuation, Engine
-from nanochat_gka.generation.sampling import Sampling, pick
+from nanochat_gka.generation.sampling import Sampling, pick, truncate
 from tiny_gpt import SHAPE, VARIANTS, awake
-from trainkit_gka.cli import UserError
 
 
 @pytest.fixture(scope="module")
@@ -56,21 +56,6 @@ def test_greedy_is_repeated_argmax(model, tokenizer):
     assert engine.complete(["the kernel"], Sampling(max_tokens=20, top_p=1e-9, top_k=0, seed=9)) == [[want]]
 
 
-def test_prompt_runs_once_for_all_samples(model, tokenizer, monkeypatch):
-    shapes, forward = [], type(model).forward
-
-    def spy(self, ids, **arguments):
-        shapes.append(tuple(ids.shape))
-        return forward(self, ids, **arguments)
-
-    monkeypatch.setattr(type(model), "forward", spy)
-    prompt = "every head learns one bandwidth"
-    Engine(model, tokenizer, max_rows=4).complete([prompt], Sampling(num_samples=8, max_tokens=5, temperature=1.0))
-    length = len(tokenizer.encode(prompt)) + 1
-    assert [shape for shape in shapes if shape[1] > 1] == [(1, length)]
-    assert max(shape[0] for shape in shapes) == 4
-
-
 def test_the_seed_decides(model, tokenizer):
     def complete(seed):
         sampling = Sampling(num_samples=2, max_tokens=12, temperature=1.0, seed=seed)
@@ -99,55 +84,23 @@ def test_generation_ends_where_the_positions_end(model, tokenizer):
     pieces = list(Engine(model, tokenizer).stream([" kernel" * (limit - 3)], many))  # and BOS: two places are left
     counts = [sum(piece.sample == sample for piece in pieces) for sample in range(8)]
     assert max(counts) == 2  # fewer where a special token came first
-    with pytest.raises(UserError, match=f"the prompt has {limit} tokens, the model takes at most {limit - 1}"):
+    with tiny.one_line_error(f"the prompt has {limit} tokens, the model takes at most {limit - 1}"):
         Engine(model, tokenizer).complete([" kernel" * (limit - 1)], many)
 
 
-def test_the_engine_keeps_keys_when_asked(model, tokenizer, monkeypatch):
-    caches, new_cache = [], type(model).new_cache
-
-    def spy(*arguments, **named):
-        caches.append(new_cache(*arguments, **named))
-        return caches[-1]
-
-    monkeypatch.setattr(type(model), "new_cache", spy)
-    for keep_keys in (False, True):
-        caches.clear()
-        Engine(model, tokenizer, keep_keys=keep_keys).complete(["the"], Sampling(max_tokens=3))
-        assert [len(cache.layers[0]) for cache in caches] == [1 + keep_keys] * 2  # of all rows, and of the prompt
-
-
-FORMS = [dict(), dict(attention="vlt"), dict(attention="gka"), dict(attention="gka", head_offsets="PS")]
-
-
-@pytest.mark.parametrize("fields", FORMS, ids=str)
-def test_keep_keys_needs_derived_keys(fields, tokenizer):
-    model = awake(dataclasses.replace(SHAPE, **fields))
-    with pytest.raises(UserError, match=r"--keep-keys is for models of --gka-values normalised or raw.*leave it out"):
-        Engine(model, tokenizer, keep_keys=True)
-
-
-@pytest.mark.parametrize(
-    "fields,message",
-    [
-        (dict(temperature=-1), "--temperature must be at least 0"),
-        (dict(temperature=math.nan), "--temperature"),
-        (dict(top_k=-1), "--top-k"),
-        (dict(top_p=0.0), "--top-p must be above 0"),
-        (dict(max_tokens=0), "--max-tokens must be at least 1"),
-        (dict(num_samples=0), "--num-samples must be at least 1"),
-    ],
-)
-def test_sampling_values_out_of_bounds_are_refused(model, tokenizer, fields, message):
-    with pytest.raises(UserError, match=message):
-        Engine(model, tokenizer).complete(["the"], Sampling(**fields))
-
-
-def test_no_rows_and_an_empty_stop_text_are_refused(model, tokenizer):
+def test_what_makes_no_sense_is_refused(model, tokenizer):
+    with tiny.one_line_error("--keep-keys is for models of --gka-values normalised.*leave it out"):
+        Engine(awake(SHAPE), tokenizer, keep_keys=True)
+    with tiny.one_line_error("stop text must not be empty"):
+        Engine(model, tokenizer).complete(["the"], Sampling(), stop=[""])
+    for fields in (dict(temperature=math.nan), dict(top_k=-1), dict(top_p=0.0), dict(max_tokens=0)):
+        with tiny.one_line_error(f"--{next(iter(fields)).replace('_', '-')} must be"):
+            Engine(model, tokenizer).complete(["the"], Sampling(**fields))
     with pytest.raises(ValueError, match="max_rows must be at least 1"):
         Engine(model, tokenizer, max_rows=0)
-    with pytest.raises(UserError, match="stop text must not be empty"):
-        Engine(model, tokenizer).complete(["the"], Sampling(), stop=[""])
+
+
+# The text of tokens
 
 
 def feed(stop, *pieces):
@@ -173,3 +126,43 @@ def test_stop_text_across_tokens_ends_the_text():
     assert "".join(feed(["stop"], b"a st", b"o", b"ne", None)[0]) == "a stone"
     assert feed(["b", "abc"], b"xabcy")[0] == ["x"]  # the one that begins first
     assert feed(["end"], b"the e", b"n", None)[0] == ["the ", "", "en"]  # the text ended before the stop text did
+
+
+# Which tokens are drawn
+
+
+def test_truncation_keeps_the_most_likely():
+    # Exact in binary, so that limits are met exactly.
+    p = torch.tensor([[0.125, 0.5, 0.0625, 0.25, 0.0625]], dtype=torch.float64)
+
+    def kept(top_k=0, top_p=1.0):
+        return truncate(p, top_k, top_p)[0].nonzero()[:, 0].tolist()
+
+    assert kept() == kept(top_k=9) == [0, 1, 2, 3, 4]
+    assert kept(top_k=2) == [1, 3]
+    assert kept(top_p=0.5) == [1]
+    assert kept(top_p=0.51) == kept(top_p=0.75) == [1, 3]
+    assert kept(top_p=0.8) == [0, 1, 3]
+    # 0.5 is two thirds of the 0.75 that are left.
+    assert kept(top_k=2, top_p=0.6) == [1] and kept(top_k=2, top_p=0.7) == [1, 3]
+    assert torch.equal(truncate(p, 2, 1.0)[0], torch.tensor([0, 0.5, 0, 0.25, 0], dtype=torch.float64))
+
+
+def test_a_token_of_probability_zero_is_never_drawn():
+    class Lowest(random.Random):
+        def random(self):
+            return 0.0
+
+    assert pick(torch.tensor([[-9.0, 1.0, 2.0, -9.0]]), [Lowest()], Sampling(top_k=2)) == [1]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_draws_follow_the_probabilities(temperature):
+    logits = torch.tensor([[1.0, 0.0, -1.0, 2.0]]).expand(20_000, 4)
+    sources = [random.Random(seed) for seed in range(20_000)]
+    tokens = pick(logits, sources, Sampling(temperature=temperature, top_k=3))
+    counts = torch.bincount(torch.tensor(tokens), minlength=4)
+    want = (torch.tensor([1.0, 0.0, -math.inf, 2.0]) / temperature).softmax(0)
+    assert counts[2] == 0
+    # Five standard deviations of a binomial count.
+    assert ((counts / 20_000 - want).abs() <= 5 * (want * (1 - want) / 20_000).sqrt()).all()

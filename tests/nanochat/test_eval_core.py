@@ -50,7 +50,7 @@ MEAN = f"mean of 5 tasks (max {tiny_core.COUNT} each)"
 
 def tasks_of(path):
     """The lines of a results file that are of one task."""
-    return [line for line in read_lines(path) if line["kind"] == "core"]
+    return [line for line in read_lines(path) if line.get("kind") == "core"]
 
 
 def table(path):
@@ -59,6 +59,7 @@ def table(path):
 
 def test_scores_are_the_naive_scorers(world, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(task_scorer, "READ_AHEAD", 4)
+    (tmp_path / "tiny-gka_step000007.jsonl").write_bytes(b'[]\n5\n{"config": 1}\nnull\n\xff\xfe\n')  # of no record
     assert evaluate(world, tmp_path) == 0
     _, model, tokenizer, bundle = world
     found = table(tmp_path / "tiny-gka_step000007.csv")
@@ -70,12 +71,14 @@ def test_scores_are_the_naive_scorers(world, tmp_path, capsys, monkeypatch):
     assert all(line["metrics"]["examples_per_second"] > 0 for line in lines)
     printed = capsys.readouterr().out
     assert "CORE:" not in printed  # five tasks are not CORE
-    (mean,) = [line for line in read_lines(tmp_path / "tiny-gka_step000007.jsonl") if line["kind"] == "core_mean"]
+    records = read_lines(tmp_path / "tiny-gka_step000007.jsonl")
+    (mean,) = [line for line in records if line.get("kind") == "core_mean"]
     assert mean["metrics"]["name"] == MEAN
     assert f"{mean['metrics']['centered']:.6f}" in (tmp_path / "tiny-gka_step000007.csv").read_text()
     assert printed.count(MEAN) == 2 and MEAN in found  # the table, the last line, the CSV
     assert evaluate(world, tmp_path) == 0
-    assert len(read_lines(tmp_path / "tiny-gka_step000007.jsonl")) == 6  # nothing is new
+    kinds = [line.get("kind") for line in read_lines(tmp_path / "tiny-gka_step000007.jsonl")]
+    assert kinds.count("core") == 5 and kinds.count("core_mean") == 1  # nothing is new
 
 
 def test_only_changed_tasks_are_scored_again(world, tmp_path, capsys):
@@ -156,34 +159,17 @@ def test_a_line_cut_short_is_scored_again(world, tmp_path):
     assert [line["config"]["task"] for line in tasks_of(log)] == ["copa", "winograd"]
 
 
-def test_unwritable_folder_is_named_before_scoring(world, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(task_scorer, "judge", lambda *_: pytest.fail("scored"))
-    (tmp_path / "tiny-gka_step000007.jsonl").mkdir()
-    assert evaluate(world, tmp_path) == 2
-    assert "tiny-gka_step000007.jsonl" in capsys.readouterr().err
-
-
-def test_names_with_brackets_are_shown_as_they_are(world, tmp_path, capsys):
-    assert evaluate(world, tmp_path / "x[bold]y[", "--tasks", "copa") == 0
-    assert "x[bold]y[" in capsys.readouterr().out.replace("\n", "")
-
-
 def test_any_rank_names_an_unusable_question(world, tmp_path):
     """A continuation that the tokenizer merges into its context, in the second rank's share.
 
     Both ranks must go on, and score the other tasks.
     """
-    bundle = tmp_path / "bundle"
-    shutil.copytree(world[3], bundle)
-    manifest = (bundle / "core.yaml").read_text()
-    lambada = manifest.index("  num_fewshot", manifest.index("lambada_openai"))
-    (bundle / "core.yaml").write_text(manifest[:lambada] + '  continuation_delimiter: ""\n' + manifest[lambada:])
-    path = bundle / "eval_data/language/lambada.jsonl"
+    bundle = shutil.copytree(world[3], tmp_path / "bundle")
     good = [{"context": "the", "continuation": " kernel"}] * tiny_core.COUNT
     order = [*range(tiny_core.COUNT)]
     random.Random(1337).shuffle(order)
     good[order[5]] = {"context": "the ker", "continuation": "nel"}
-    path.write_text("".join(json.dumps(example) + "\n" for example in good))
+    tiny_core.make_lambada_unusable(bundle, good)
     flags = ["--run", world[0], "--bundle", bundle, "--out", tmp_path / "out", "--device-type", "cpu"]
     done = tiny.call(MODULE, *flags, ranks=2, check=False)
     assert done.returncode != 0
@@ -200,9 +186,7 @@ def test_any_rank_names_an_unusable_question(world, tmp_path):
     [
         (["--max-per-task", "3"], "--max-per-task 3 is too few for jeopardy: 3 shots and a question"),
         (["--hf-path", "gpt2", "--step", "3"], "--step is for a run of ours; a model of --hf-path has no steps"),
-        (["--max-per-task", "0"], "--max-per-task must be at least 1"),
         (["--tasks", "copa", "nope"], "--tasks nope: .* has no nope"),
-        (["--batch-tokens", "-1"], "--batch-tokens must be at least 0"),
         (["--step", "99"], "no checkpoint in .* at step 99"),
         (["--bundle", "/nonexistent"], "no CORE bundle in /nonexistent"),
         (["--bundle", "/nonexistent.zip"], "/nonexistent.zip: No such file"),
@@ -211,8 +195,3 @@ def test_any_rank_names_an_unusable_question(world, tmp_path):
 def test_bad_flags_are_one_line(world, tmp_path, more, message, capsys):
     assert evaluate(world, tmp_path, *more) == 2
     assert re.search(message, capsys.readouterr().err)
-
-
-def test_lines_that_are_not_records_are_skipped(world, tmp_path):
-    (tmp_path / "tiny-gka_step000007.jsonl").write_bytes(b'[]\n5\n{"config": 1}\nnull\n\xff\xfe\n')
-    assert evaluate(world, tmp_path, "--tasks", "copa") == 0

@@ -9,15 +9,11 @@ import torch
 from gka import gaussian_weights
 from nanochat_gka.figures import measures
 from nanochat_gka.figures.distances import medians_and_sigmas
-from nanochat_gka.figures.heads import head_table
 from nanochat_gka.figures.maps import extract
-from nanochat_gka.figures.matrices import HIDDEN, arrange, matrix_picture, scale_of
-from nanochat_gka.figures.rows import place_words, spread_layers
 from nanochat_gka.figures.subjects import Subject, form
 from nanochat_gka.figures.words import choose, find
 from tiny import one_line_error
 from tiny_gpt import SHAPE, VARIANTS, awake
-from trainkit_gka.figures.charts import in_cell
 
 TOKENS = 21  # more than both windows of SHAPE, 8 and 16
 IDS = torch.arange(TOKENS) * 7 % SHAPE.vocab_size
@@ -120,12 +116,6 @@ def test_a_layer_that_puts_out_something_else_is_refused():
     assert len(model.attentions[2]._forward_hooks) == 1  # the hooks of the extraction are gone, this one is not
 
 
-@pytest.mark.parametrize("count", [0, 161])
-def test_texts_that_do_not_fit_are_refused(count):
-    with one_line_error(f"the text must have 1 to 160 tokens, it has {count}"):
-        extract(tiny_model(), [1] * count)
-
-
 # Measures
 
 
@@ -153,16 +143,6 @@ def subject_of(**form):
     return Subject("tiny", "tiny", model.config, "words", words, extract(model, IDS), [])
 
 
-def test_tables_end_with_a_head_that_weights_all_it_sees_alike():
-    subject = subject_of(attention="GA")
-    table = head_table(subject, measures.effective)
-    assert table.shape == (4, 5)
-    np.testing.assert_allclose(table[1, :4], measures.effective(subject.layers[1].weights))
-    seen = [[min(query, window) + 1 for query in range(1, TOKENS)] for window in (8, 16)]  # of layers 1 and 2
-    np.testing.assert_allclose(table[:2, 4], np.mean(seen, axis=1), rtol=1e-6)
-    np.testing.assert_allclose(head_table(subject, measures.self_weight)[0, 4], np.mean([1 / n for n in seen[0]]))
-
-
 def test_bandwidths_are_compared_with_the_features_distances():
     subject = subject_of(attention="GA")
     medians, sigmas = medians_and_sigmas(subject)
@@ -181,35 +161,7 @@ def test_queries_are_found_by_their_words():
     assert find(words, ["the", "list"]) == [4, 5] and find(words, [","]) == [6]
     with pytest.raises(KeyError, match="cat"):
         find(words, ["list", "cat"])
-    assert choose(words) == [4, 5, 7] and choose(words, most=1) == [5]
-    assert choose(list("abcdef")) == [2, 3, 5] and choose(["a"]) == [0]
-
-
-def test_words_are_set_in_lines_without_breaking_one():
-    assert place_words(["ab", " cde", " f", "ghijklmnop"], width=6) == [(0, 0), (0, 2), (1, 0), (2, 0)]
-    assert spread_layers(4, 16) == [0, 1, 2, 3] and spread_layers(20, 16) == [0, 4, 8, 11, 15, 19]
-    assert spread_layers(20, 100) == [19]
-
-
-def test_hidden_tokens_are_grey_on_the_scale_of_all():
-    norm = scale_of(25)
-    assert (norm.vmin, norm.vmax) == (1e-3, 1.0)
-    picture = matrix_picture(WEIGHTS, norm)
-    assert (picture[0, 1:] == HIDDEN).all() and (picture[1, 2] == HIDDEN).all()
-    assert not (picture[2] == HIDDEN).all(-1).any() and picture[0, 0].sum() > picture[2, 0].sum()
-
-
-def test_models_of_few_layers_are_side_by_side():
-    few, many = subject_of(), dataclasses.replace(subject_of(), layers=subject_of().layers * 5)  # 4 and 20 layers
-    assert arrange([few]) == ((4, 4), [(0, 0)])
-    assert arrange([few, few, few]) == ((4, 14), [(0, 0), (0, 5), (0, 10)])
-    assert arrange([many, few]) == ((9, 20), [(0, 0), (5, 0)])
-
-
-def test_numbers_fit_their_cells():
-    assert [in_cell(x) for x in (0, 0.0123, 0.35449, 1, 5.6569, 11.87, 104.4)] == [
-        "0.000", "0.012", "0.354", "1.00", "5.66", "11.9", "104",
-    ]  # fmt: skip
+    assert choose(words) == [4, 5, 7] and choose(list("abcdef")) == [2, 3, 5] and choose(["a"]) == [0]
 
 
 def test_heads_and_models_are_called_by_their_form():

@@ -10,6 +10,7 @@ import torch
 
 import tiny
 import tiny_core
+from nanochat_gka.core_metric.huggingface import load_hugging_face
 from nanochat_gka.eval_core import CoreConfig, main
 from runs.bench.core_naive import naive_task
 from trainkit_gka.cli import run
@@ -101,31 +102,7 @@ def test_scores_equal_the_naive_scorer_at_any_length(kind, bos, bundle, tmp_path
     assert (tmp_path / "out/tiny-model_len20.csv").exists()
 
 
-def test_each_answer_is_the_naive_one(bundle, tmp_path):
-    from nanochat_gka.core_metric.bundle import read_tasks
-    from nanochat_gka.core_metric.huggingface import load_hugging_face
-    from nanochat_gka.core_metric.questions import question, shuffled
-    from nanochat_gka.core_metric.scoring import answer, batches, judge
-
-    model, folder = write_model(tmp_path / "tiny", "gpt2"), tmp_path / "tiny"
-    evaluated = load_hugging_face(str(folder), torch.device("cpu"))
-    assert evaluated.limit == LIMIT
-    logits = lambda ids: model(ids).logits  # noqa: E731
-    for task in read_tasks(bundle):
-        examples = shuffled(task.examples())
-        asked = [question(task, examples, index, evaluated.tokenizer, 30) for index in range(len(examples))]
-        found = [0] * len(asked)
-        for prefix_reuse in (True, False):
-            for batch in batches(asked, 300):
-                for place, verdicts in zip(batch, judge(evaluated.model, [asked[i] for i in batch], prefix_reuse)):
-                    found[place] = answer(asked[place], verdicts)
-            want = naive_task(logits, Plain(folder, "<|endoftext|>"), bundle, task.label, max_seq_len=30, together=True)
-            assert found == want.predictions, (task.label, prefix_reuse)
-
-
 def test_identity_covers_weights_and_vocabulary(tmp_path):
-    from nanochat_gka.core_metric.huggingface import load_hugging_face
-
     model = write_model(tmp_path / "a", "gpt2")
     device = torch.device("cpu")
     first = load_hugging_face(str(tmp_path / "a"), device)

@@ -1,6 +1,5 @@
 """Packing: nanochat's rows are upstream's, people's own text is not cropped, folders of earlier versions serve."""
 
-import hashlib
 import itertools
 import json
 import os
@@ -157,15 +156,6 @@ def test_a_warning_when_more_rows_are_asked_than_are_upstreams(odd):
         said.clear()
 
 
-def test_a_small_first_file_is_not_an_earlier_version(odd, tmp_path):
-    shutil.copytree(odd / "corpus", tmp_path / "corpus")
-    pq.write_table(pa.table({"text": ["short"]}), tmp_path / "corpus" / "0.parquet")
-    pack.main(config(tmp_path, tmp_path / "packed", tokenizer=odd / "tokenizer"))
-    data = PackedData(tmp_path / "packed")
-    assert len(data.split("train_first")) == 0 and data.has_upstream_rows
-    assert first_rows(data, "val", 50) == upstream_rows([tmp_path / "corpus/2.parquet"], data.tokenizer, 33, 50)
-
-
 def test_training_rows_kept_for_evaluation_are_limited(odd, tmp_path, monkeypatch):
     monkeypatch.setattr(units, "FIRST_TOKENS", 100 * 32)
     unit = next(unit for unit in units.plan_units(ParquetCorpus(odd / "corpus")) if unit.split == TRAIN_FIRST)
@@ -208,21 +198,6 @@ def test_a_folder_without_rows_for_evaluation_serves(odd, tmp_path, capsys):
     pack.main(config(odd, out))
     names = [{path.name for path in folder.iterdir()} for folder in (out, odd / "packed")]
     assert bins(out) == bins(odd / "packed") and names[0] == names[1]
-
-
-def test_older_validation_rows_are_packed_again(tmp_path):
-    """A file of at most eight row groups was one unit then, too, of other rows."""
-    tiny.write_corpus(tmp_path / "corpus", docs=60, row_group=10)
-    tokenizer.main(tokenizer.TokenizerConfig(corpus=tmp_path / "corpus", out=tmp_path / "tokenizer", vocab_size=300))
-    out = tmp_path / "packed"
-    pack.main(config(tmp_path, out))
-    want = bins(out)
-    older = bytes(len(want["val_000000.bin"]))
-    (out / "val_000000.bin").write_bytes(older)
-    rewrite_json(out / "val_000000.json", upstream_rows=None, sha256=hashlib.sha256(older).hexdigest())
-    (out / "manifest.json").unlink()
-    pack.main(config(tmp_path, out))
-    assert bins(out) == want
 
 
 def test_a_folder_that_does_not_say_whether_documents_are_split_goes_on(own, capsys):
@@ -268,16 +243,6 @@ def test_own_text_is_not_cropped(own, capsys):
     kept, given_ids = np.sum(rows != data.tokenizer.bos_id), sum(len(data.tokenizer.encode(text)) for text in TEXTS)
     assert given_ids - 33 < kept <= given_ids and (rows[:, 0] == data.tokenizer.bos_id).all()
     assert not data.has_upstream_rows and data.name_rows(320) == "spaced"
-
-
-def test_what_is_still_cropped_is_said(packed, tmp_path, capsys):
-    """Two files of a row and a half each: half a row in three is not full."""
-    words, vocabulary = " ".join(tiny.documents(60, 0)), Tokenizer.load(packed / "tokenizer")
-    half = vocabulary.decode(vocabulary.encode(words)[:48])
-    write_parquet(tmp_path / "corpus", a=[half], b=[half])
-    pack.main(automatic(tmp_path, tmp_path / "packed", tokenizer=packed / "tokenizer"))
-    said = capsys.readouterr().out
-    assert "1 training and 1 validation rows" in said and "33% of the text is in no row" in said
 
 
 def test_rows_of_fineweb_stay_nanochats(own):

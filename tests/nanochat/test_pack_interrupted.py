@@ -7,7 +7,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 import tracemalloc
 from pathlib import Path
@@ -23,6 +22,7 @@ from nanochat_gka.data.corpora import ParquetCorpus
 from nanochat_gka.data.loader import PackedData
 from nanochat_gka.data.tokenizer import Tokenizer
 from nanochat_gka.data.units import pack_unit, plan_units
+from processes import descendants, still_there
 from tiny_pack import bins, config, rewrite_json, write_parquet
 from trainkit_gka.files import locked
 
@@ -56,64 +56,32 @@ def fat(tmp_path_factory):
     return root
 
 
-def start_alone(root: Path, out: Path) -> subprocess.Popen:
-    """One worker, in a session of its own, which its descendants share."""
+def start(root: Path, out: Path, units: int = 1) -> subprocess.Popen:
+    """Start packing by one worker, in a session of its own, and wait until it has packed some units."""
     flags = ["--corpus", root / "corpus", "--tokenizer", root / "tokenizer", "--out", out, "--workers", 1]
     command = tiny.command("nanochat_gka.pack", *flags, "--sequence-len", 32, "--split-documents", "no")
     options = {"text": True, "env": tiny.environment(), "start_new_session": True}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
-
-
-def processes(session: int) -> dict[int, tuple[int, str]]:
-    """Living processes of a session: their parents and command lines."""
-    living = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            state, parent, _, its_session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
-            if int(its_session) == session and state != "Z":
-                living[int(folder.name)] = int(parent), (folder / "cmdline").read_text()
-        except OSError:
-            continue
-    return living
-
-
-def workers(session: int) -> list[int]:
-    living = processes(session).items()
-    servers = [pid for pid, (parent, line) in living if parent == session and "multiprocessing.forkserver" in line]
-    return [pid for pid, (parent, _) in living if parent in servers]
-
-
-def wait_for(condition, seconds: float = 120) -> bool:
-    """Wait until `condition` holds, and say whether it does."""
-    deadline = time.monotonic() + seconds
-    while not (done := condition()) and time.monotonic() < deadline:
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+    while len(list(out.glob("train_*.json"))) < units:
+        assert process.poll() is None, process.stderr.read()
         time.sleep(0.002)
-    return bool(done)
+    return process
 
 
-def kill_and_expect_every_process_to_end(process: subprocess.Popen) -> None:
-    process.kill()
-    process.wait()
-    all_ended = wait_for(lambda: not processes(process.pid))
-    for pid in processes(process.pid):
-        os.kill(pid, signal.SIGKILL)
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
-    assert all_ended
+def finish(process: subprocess.Popen) -> subprocess.CompletedProcess:
+    output, errors = process.communicate(timeout=tiny.HANG_AFTER)
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
-linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-
-
-@linux
 def test_the_same_command_continues_after_kill_9(fat, tmp_path, capsys):
     """One process, killed and continued, makes the same folder as two that were not interrupted."""
     out = tmp_path / "packed"
-    process = start_alone(fat, out)
-    assert wait_for(lambda: len(list(out.glob("train_*.json"))) >= 3)
+    process = start(fat, out, units=3)
     with tiny.one_line_error("another process is packing"):
         pack.main(config(fat, out))
-    kill_and_expect_every_process_to_end(process)
+    started = descendants(process.pid)
+    process.kill()
+    assert finish(process).returncode == -signal.SIGKILL and not still_there(started)
     finished = times(out)
     assert 3 <= len(finished) < UNITS and not (out / "manifest.json").exists()
     with tiny.one_line_error(r"no packed data in .*run make tokenize"):
@@ -130,34 +98,22 @@ def test_the_same_command_continues_after_kill_9(fat, tmp_path, capsys):
     assert "reusing the tokenised data that is there" in capsys.readouterr().out
 
 
-@linux
-def test_kill_9_at_the_start_leaves_no_workers(fat, tmp_path):
-    process = start_alone(fat, tmp_path / "packed")
-    assert wait_for(lambda: workers(process.pid))
-    kill_and_expect_every_process_to_end(process)
-    assert not (tmp_path / "packed" / "manifest.json").exists()  # they did not end because all was done
-
-
-@linux
 def test_ctrl_c_is_one_line_and_ends_every_process(fat, tmp_path):
     """A terminal sends it to the workers too."""
-    process = start_alone(fat, tmp_path / "packed")
-    assert wait_for(lambda: list((tmp_path / "packed").glob("train_*.json")))
+    process = start(fat, tmp_path / "packed")
+    started = descendants(process.pid)
     os.killpg(process.pid, signal.SIGINT)
-    output, errors = process.communicate(timeout=tiny.HANG_AFTER)
-    assert process.returncode == 130 and errors == "interrupted\n", output + errors
-    assert wait_for(lambda: not processes(process.pid))
+    done = finish(process)
+    assert done.returncode == 130 and done.stderr == "interrupted\n", done.stdout + done.stderr
+    assert not still_there(started)
 
 
-@linux
 def test_a_killed_worker_is_one_line(fat, tmp_path):
     """What the kernel does when memory runs out."""
-    process = start_alone(fat, tmp_path / "packed")
-    assert wait_for(lambda: list((tmp_path / "packed").glob("train_*.json")))
-    os.kill(workers(process.pid)[0], signal.SIGKILL)
-    output, errors = process.communicate(timeout=tiny.HANG_AFTER)
-    done = subprocess.CompletedProcess(process.args, process.returncode, output, errors)
-    tiny.assert_one_line_error(done, "a worker process was killed .*run the same command again")
+    process = start(fat, tmp_path / "packed")
+    worker = descendants(process.pid)[-1]  # the forkserver's child
+    os.kill(worker, signal.SIGKILL)
+    tiny.assert_one_line_error(finish(process), "a worker process was killed .*run the same command again")
 
 
 def test_packing_again_restores_damaged_units(fat, tmp_path):

@@ -1,6 +1,5 @@
 """Training by two torchrun agents that meet on the loopback interface, as two machines would; crashes and mistakes."""
 
-import json
 import os
 import re
 import shutil
@@ -16,29 +15,26 @@ import pytest
 import tiny
 from gpt_runs import MODULE, final, flags, log_steps
 from processes import HANG_AFTER, environment
+from tiny_pack import rewrite_json
 
 STEPS = 40
 pytestmark = pytest.mark.slow
 
 
-def start_agent(port: int, out, command) -> subprocess.Popen:
-    """One machine's torchrun, with one process and two restarts."""
-    meet = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "test"]
-    meet += ["--rdzv-endpoint", f"localhost:{port}", "--local-addr", "127.0.0.1", "--max-restarts", "2"]
-    words = [sys.executable, "-m", "trainkit_gka.torchrun", *meet, "-m", "--", MODULE, *map(str, command)]
-    with open(out, "w") as file:
-        return subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, env=environment())
-
-
 def train(folder, commands, meanwhile=lambda agents: None) -> tuple[list[int], str]:
-    """Exit codes of the two agents, and what both printed."""
+    """Exit codes of the two machines' torchruns, of one process and two restarts each; and what both printed."""
     folder.mkdir()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    outputs = [folder / f"{number}.txt" for number in range(2)]
-    agents = [start_agent(port, out, command) for out, command in zip(outputs, commands)]
+    meet = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "test"]
+    meet += ["--rdzv-endpoint", f"localhost:{port}", "--local-addr", "127.0.0.1", "--max-restarts", "2"]
+    outputs, agents = [folder / f"{number}.txt" for number in range(2)], []
     try:
+        for output, command in zip(outputs, commands):
+            words = [sys.executable, "-m", "trainkit_gka.torchrun", *meet, "-m", "--", MODULE, *map(str, command)]
+            with open(output, "w") as file:
+                agents.append(subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, env=environment()))
         meanwhile(agents)
         codes = [agent.wait(HANG_AFTER) for agent in agents]
     finally:
@@ -69,8 +65,7 @@ def test_a_killed_worker_is_restarted_and_the_run_ends_with_the_same_bits(packed
 
 def test_machines_with_other_data_are_told_so_and_not_restarted(packed, tmp_path):
     shutil.copytree(packed, tmp_path / "own")
-    manifest = tmp_path / "own/packed/manifest.json"
-    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "source": "another text"}))
+    rewrite_json(tmp_path / "own/packed/manifest.json", source="another text")
     codes, said = train(tmp_path / "out", [flags(data, tmp_path / "out") for data in (packed, tmp_path / "own")])
     assert 0 not in codes and said.count("error: process 0 has packed rows") in (1, 2), said
 

@@ -121,15 +121,6 @@ def test_token_bytes(tokenizer):
     assert sum(lengths[tokenizer.encode(whole)]) == len(whole.encode())
 
 
-def test_bytes_of_chinese(tokenizer):
-    """12 characters of 3 bytes each. nanochat counts 3 for a part of a character, and all of these are in 3 parts."""
-    ids = tokenizer.encode("天地玄黃宇宙洪荒日月盈昃")
-    assert len(ids) == 36
-    assert int(tokenizer.token_bytes()[ids].sum()) == 108 and int(tokenizer.utf8_bytes()[ids].sum()) == 36
-    special = list(range(tokenizer.bos_id, tokenizer.vocab_size))
-    assert int(tokenizer.utf8_bytes()[special].sum()) == 0
-
-
 def test_smallest_vocabulary():
     assert Tokenizer.train(TEXT, 265).vocab_size == 265
     with tiny.one_line_error("--vocab-size must be between 265 and 65536, got 264"):

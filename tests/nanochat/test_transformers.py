@@ -5,28 +5,29 @@ import dataclasses
 import importlib
 import json
 import re
+import sys
 from functools import cache
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-import tiny_core
-from nanochat_gka import eval_core, export
+from nanochat_gka import export
 from nanochat_gka.generation.engine import Engine
 from nanochat_gka.generation.sampling import Sampling
 from nanochat_gka.model.checkpoints import load
 from nanochat_gka.model.gpt import build
+from sources import ROOT, imports
 from tiny_gpt import SHAPE, VARIANTS, awake, write_run
 from trainkit_gka.cli import UserError, run
-from trainkit_gka.progress import read_lines
+from trainkit_gka.extras import MissingExtra
 
 transformers = pytest.importorskip("transformers", "5.23", reason='needs transformers: pip install -e ".[hf]"')
 hf = importlib.import_module("nanochat_gka.hf")
 transformers.utils.logging.disable_progress_bar()
 
 PROMPTS = ["the", "a kernel token row mixes every head learns", "past values come"]
-WAYS = [{}, {"num_beams": 3}, {"cache_implementation": "static"}, {"use_cache": False}]
+WAYS = [{"num_beams": 3}, {"cache_implementation": "static"}, {"use_cache": False}]
 
 
 @pytest.fixture(scope="module")
@@ -74,16 +75,11 @@ def test_logits_are_ours_to_the_bit(variant, models, tokenizer):
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_greedy_text_is_the_engines(variant, models, tokenizer, encoder):
-    model = models(**variant)
-    wanted = [piece.token for piece in Engine(model.ours, tokenizer).stream(["the row"], Sampling(1, 12, 0.0))]
-    batch = encoder("the row", return_tensors="pt")
-    assert generate(model.theirs, batch, max_new_tokens=12)[0][: len(wanted)] == wanted and len(wanted) > 1
-
-
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_padded_rows_continue_as_single_ones(variant, models, encoder):
-    model = models(**variant).theirs
+def test_greedy_text_is_the_engines_and_padded_rows_continue_as_single_ones(variant, models, tokenizer, encoder):
+    ours, model = models(**variant).ours, models(**variant).theirs
+    wanted = [piece.token for piece in Engine(ours, tokenizer).stream(["the row"], Sampling(1, 12, 0.0))]
+    written = generate(model, encoder("the row", return_tensors="pt"), max_new_tokens=12)
+    assert written[0][: len(wanted)] == wanted and len(wanted) > 1
     batch = encoder(PROMPTS, return_tensors="pt", padding=True)
     assert (batch["attention_mask"] == 0).any()
     for way in WAYS:
@@ -110,15 +106,6 @@ def test_ways_of_generating_agree(models, encoder):
             rows.append(generate(model, batch, use_cache=use_cache, **options))
         assert rows[0] == rows[1]
     assert len(rows[0]) == 1
-
-
-def test_cache_of_gka_is_half_of_softmaxs(models, encoder):
-    def nbytes(**variant):
-        cache = models(**variant).theirs(**encoder(PROMPTS[1], return_tensors="pt")).past_key_values
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-
-    assert 0 < 2 * nbytes(attention="gka") == nbytes(attention="softmax")
-    assert nbytes(attention="gka", gka_values="normalised") == nbytes(attention="gka")
 
 
 def test_loss_and_gradients_are_ours(models, encoder):
@@ -189,7 +176,8 @@ def test_saved_model_comes_back_and_claims_nothing_false(models, encoder, tmp_pa
         load(tmp_path)
 
 
-def test_only_whole_models_from_safetensors_are_loaded(models, tmp_path):
+def test_only_whole_models_of_known_parts_are_loaded(models, tmp_path):
+    """And none from a pickle. transformers would report what is missing or not known, and go on."""
     model = models(attention="gka").theirs
     weights = model.state_dict()
     model.config.save_pretrained(tmp_path)
@@ -200,11 +188,6 @@ def test_only_whole_models_from_safetensors_are_loaded(models, tmp_path):
     model.save_pretrained(tmp_path, state_dict=weights)
     with pytest.raises(ValueError, match=r"1 of \d+ weights are missing, first transformer.h.1.mlp.c_fc.weight"):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-
-
-def test_nothing_of_another_model_is_dropped_silently(models, tmp_path):
-    """Weights and settings that are not known here: transformers would report them and go on."""
-    model = models(attention="gka").theirs
     model.save_pretrained(tmp_path, state_dict={**model.state_dict(), "gpt.smear_lambda": torch.zeros(1)})
     with pytest.raises(ValueError, match=r"1 weight that this model does not have, first gpt\.smear_lambda"):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -219,57 +202,32 @@ def test_nothing_of_another_model_is_dropped_silently(models, tmp_path):
         hf.GKAConfig(n_layer=2, attention="gka")
 
 
-def test_other_dtypes_and_new_models(models):
-    model = models(attention="gka")
+def test_other_dtypes_and_new_models(models, encoder):
+    """`model.to` casts what `from_pretrained(dtype=...)` keeps in float32, the bandwidths: the same text here."""
+    model = models(attention="gka", gka_values="normalised")
     narrow = transformers.AutoModelForCausalLM.from_pretrained(model.folder, dtype=torch.bfloat16)
     assert narrow.gpt.dtype == torch.bfloat16 and narrow.gpt.transformer.h[0].attn.log_sigma.dtype == torch.float32
-    ids = torch.randint(70, (1, 20))
-    assert (narrow(ids).logits - model.ours(ids)).abs().max() < 0.5
+    whole = copy.deepcopy(model.theirs).to(torch.bfloat16)
+    batch = encoder(PROMPTS, return_tensors="pt", padding=True)
+    assert generate(whole, batch) == generate(narrow, batch)
+    with torch.inference_mode():
+        logits, exact = whole(batch["input_ids"]).logits, model.theirs(batch["input_ids"]).logits
+    assert (logits - exact).norm() < 0.03 * exact.norm()
     fresh, wanted = transformers.AutoModelForCausalLM.from_config(model.theirs.config), build(model.ours.config, "cpu")
     for (name, weight), other in zip(wanted.named_parameters(), fresh.gpt.parameters()):
         torch.testing.assert_close(weight.norm(), other.norm(), rtol=0.05, atol=0, msg=name)
     assert torch.equal(fresh.gpt.rotary.cos, wanted.rotary.cos)
 
 
-def test_a_model_cast_as_a_whole_still_writes(models, encoder):
-    """`model.to` casts what `from_pretrained(dtype=...)` keeps in float32, the bandwidths: the same text here."""
-    model = models(attention="gka", gka_values="normalised")
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(model.folder, dtype=torch.bfloat16)
-    whole = copy.deepcopy(model.theirs).to(torch.bfloat16)
-    assert {p.dtype for p in whole.parameters()} == {torch.bfloat16}
-    batch = encoder(PROMPTS, return_tensors="pt", padding=True, padding_side="left")
-    assert generate(whole, batch) == generate(loaded, batch)
-    with torch.inference_mode():
-        logits, exact = whole(batch["input_ids"]).logits, model.theirs(batch["input_ids"]).logits
-    assert (logits - exact).norm() < 0.03 * exact.norm()
-
-
-def test_pipeline_writes_the_engines_text(models, tokenizer):
+def test_pipeline_and_the_cards_code_write(models, tokenizer, capsys):
     model = models(attention="gka", gka_values="normalised", head_offsets="PS")
     pipeline = transformers.pipeline("text-generation", model=str(model.folder))
     texts = pipeline(PROMPTS, max_new_tokens=8, do_sample=False, batch_size=3, return_full_text=False)
     wanted = Engine(model.ours, tokenizer).complete(PROMPTS, Sampling(max_tokens=8, temperature=0))
     assert [text["generated_text"] for [text] in texts] == [text for [text] in wanted]
-
-
-def test_the_cards_code_for_transformers_runs(models, monkeypatch, capsys):
-    model = models(attention="gka")
     card = (model.folder / "README.md").read_text()
     exec(compile(card.split("```python")[2].split("```")[0], "card", "exec"), {})
     assert capsys.readouterr().out.startswith("The ")
-
-
-def test_core_scores_are_the_same_through_transformers(models, tmp_path):
-    """Also of prompts that are longer than the rows of training."""
-    folder, bundle = models(attention="GGGA").folder, tiny_core.write_bundle(tmp_path / "bundle")
-    flags = ["--bundle", bundle, "--device-type", "cpu"]
-    accuracies = []
-    for way in ("--run", "--hf-path"):
-        run(eval_core.main, eval_core.CoreConfig, [*map(str, [way, folder, "--out", tmp_path / way, *flags])])
-        [file] = (tmp_path / way).glob("*.jsonl")
-        lines = [line for line in read_lines(file) if line["kind"] == "core"]
-        accuracies.append({line["config"]["task"]: line["metrics"]["accuracy"] for line in lines})
-    assert accuracies[0] == accuracies[1] and len(accuracies[0]) >= 5
 
 
 def test_weights_may_wait_on_the_disk(models, encoder, tmp_path):
@@ -282,31 +240,6 @@ def test_weights_may_wait_on_the_disk(models, encoder, tmp_path):
     assert generate(offloaded, batch) == generate(model.theirs, batch)
     placed = transformers.AutoModelForCausalLM.from_pretrained(model.folder, device_map="auto")
     assert generate(placed, batch) == generate(model.theirs, batch)
-
-
-def test_lora_trains_and_its_adapter_comes_back(models, encoder, tmp_path):
-    peft = pytest.importorskip("peft", reason='needs peft: pip install -e ".[hf]"')
-    pytest.importorskip("accelerate", reason='needs accelerate: pip install -e ".[hf]"')
-    folder, batch = models(attention="GGGA").folder, encoder(PROMPTS[1], return_tensors="pt")
-    settings = peft.LoraConfig(r=4, target_modules=["c_fc", "c_proj"], task_type="CAUSAL_LM")
-    model = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(folder), settings)
-    options = dict(output_dir=tmp_path / "out", max_steps=12, learning_rate=1e-2, per_device_train_batch_size=3)
-    quiet = dict(report_to=[], disable_tqdm=True, save_strategy="no", use_cpu=True, logging_steps=1)
-    trainer = transformers.Trainer(
-        model=model,
-        args=transformers.TrainingArguments(**options, **quiet),
-        train_dataset=[encoder(text) for text in PROMPTS],
-        data_collator=transformers.DataCollatorForLanguageModeling(encoder, mlm=False),
-    )
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert float(losses[-1]) < 0.8 * float(losses[0]), losses
-    model.save_pretrained(tmp_path / "adapter")
-    base = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    again = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
-    wanted = model.eval()(**batch).logits
-    assert torch.equal(again(**batch).logits, wanted)
-    torch.testing.assert_close(again.merge_and_unload()(**batch).logits, wanted, rtol=0, atol=1e-4)
 
 
 def test_files_agree_on_the_token_that_pads(models, encoder, monkeypatch):
@@ -343,3 +276,23 @@ def test_a_tuned_model_stops(models, encoder, tmp_path):
     for text, row in zip(texts, generate(model.eval(), beginnings, max_new_tokens=40)):
         assert encoder.eos_token_id in row, encoder.decode(row)
         assert encoder.decode(row, skip_special_tokens=True) == text.removeprefix(text.split()[0])
+
+
+def test_without_transformers_or_with_an_older_one_one_line_names_the_extra(monkeypatch):
+    """Nothing else imports it: the other commands work without."""
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "nanochat_gka.hf")
+    with pytest.raises(MissingExtra, match=re.escape('transformers is not installed: run pip install "gka[hf]"')):
+        importlib.import_module("nanochat_gka.hf")
+    monkeypatch.undo()
+    monkeypatch.delitem(sys.modules, "nanochat_gka.hf")
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "4.57.1")
+    [oldest] = re.findall(r'"transformers>=([\d.]+)[,"]', (ROOT / "pyproject.toml").read_text())
+    with pytest.raises(MissingExtra, match=f"transformers 4.57.1 is older than {oldest}: run pip install"):
+        importlib.import_module("nanochat_gka.hf")
+    libraries = {"transformers", "tokenizers", "peft", "accelerate"}
+    files = [
+        path for path in (ROOT / "nanochat_gka").rglob("*.py") if libraries & {n.split(".")[0] for n in imports(path)}
+    ]
+    folders = {str(path.relative_to(ROOT / "nanochat_gka").parent) for path in files}
+    assert folders == {"hf", "core_metric"}

@@ -11,9 +11,10 @@ import torch
 import tiny
 from nanochat_gka.model.checkpoints import load_upstream
 from tiny_gpt import SHAPE, awake
-from trainkit_gka.cli import UserError
 
 UPSTREAM_FIELDS = ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "window_pattern")
+CONFIG = {name: getattr(SHAPE, name) for name in UPSTREAM_FIELDS}
+WHOLE = awake(SHAPE).state_dict()
 
 
 def test_upstream_checkpoint_folder_loads(tmp_path):
@@ -23,19 +24,14 @@ def test_upstream_checkpoint_folder_loads(tmp_path):
     tables = [name for name in weights if "wte" in name or "value_embeds" in name]
     weights |= {name: weights[name].bfloat16() for name in tables}
     torch.save(weights, tmp_path / "model_000123.pt")
-    config = {name: getattr(SHAPE, name) for name in UPSTREAM_FIELDS}
-    (tmp_path / "meta_000123.json").write_text(json.dumps({"step": 123, "model_config": config}))
+    (tmp_path / "meta_000123.json").write_text(json.dumps({"step": 123, "model_config": CONFIG}))
     model.embeddings_to(torch.bfloat16)
     model.embeddings_to(torch.float32)
     ids = torch.randint(70, (1, 16))
     assert torch.equal(load_upstream(tmp_path)(ids), model(ids))
     assert load_upstream(tmp_path).config.attention == "softmax"
-    with pytest.raises(UserError, match=r"of step 7 in"):
+    with tiny.one_line_error("of step 7 in"):
         load_upstream(tmp_path, step=7)
-    config["n_layer"] = 3
-    (tmp_path / "meta_000123.json").write_text(json.dumps({"step": 123, "model_config": config}))
-    with pytest.raises(UserError, match="does not hold a model of the shape it states"):
-        load_upstream(tmp_path)
 
 
 @pytest.mark.parametrize("stated,values", [({}, "normalised"), ({"gka_values": "rotated"}, "rotated")], ids=str)
@@ -49,16 +45,14 @@ def test_patched_nanochat_checkpoint_keeps_its_form(tmp_path, stated, values):
     assert torch.equal(load_upstream(tmp_path)(ids), model(ids))
 
 
-def write(folder, weights, config=None, meta=None):
+def write(folder, weights, meta=None):
     """A checkpoint of weights, or of the bytes of a file."""
-    config = {name: getattr(SHAPE, name) for name in UPSTREAM_FIELDS} if config is None else config
-    (folder / "meta_000001.json").write_text(json.dumps({"model_config": config} if meta is None else meta))
-    path = folder / "model_000001.pt"
+    meta = {"model_config": CONFIG} if meta is None else meta
+    (folder / "meta_000001.json").write_text(json.dumps(meta))
     if isinstance(weights, bytes):
-        path.write_bytes(weights)
+        (folder / "model_000001.pt").write_bytes(weights)
     else:
-        torch.save(weights, path)
-    return path
+        torch.save(weights, folder / "model_000001.pt")
 
 
 def saved(weights):
@@ -71,27 +65,22 @@ def test_a_later_nanochats_checkpoint_is_named(tmp_path):
     """Its settings are those of the pin; what it computes is in the names of its weights."""
     later = {"smear_gate.weight": torch.zeros(1, 24), "smear_lambda": torch.zeros(1), "backout_lambda": torch.zeros(1)}
     gates = {"transformer.h.1.attn.ve_gate.weight": torch.zeros(4, 12)}
-    write(tmp_path, {**awake(SHAPE).state_dict(), **later, **gates})
-    message = (
-        "model_000001.pt is of a nanochat from after 2026-03-09, .* backout_lambda, smear_gate.weight, smear_lambda"
-    )
-    with tiny.one_line_error(message):
+    write(tmp_path, {**WHOLE, **later, **gates})
+    names = "backout_lambda, smear_gate.weight, smear_lambda"
+    with tiny.one_line_error(f"model_000001.pt is of a nanochat from after 2026-03-09, .* {names}"):
         load_upstream(tmp_path)
 
 
 def test_settings_that_are_not_known_are_not_dropped(tmp_path):
-    config = {name: getattr(SHAPE, name) for name in UPSTREAM_FIELDS}
-    write(tmp_path, awake(SHAPE).state_dict(), {**config, "smear": True, "rope_base": 100000})
+    write(tmp_path, WHOLE, {"model_config": {**CONFIG, "smear": True, "rope_base": 100000}})
     with tiny.one_line_error("model_000001.pt .* settings that are not known here: rope_base, smear"):
         load_upstream(tmp_path)
 
 
-WHOLE = awake(SHAPE).state_dict()
 NOT_CHECKPOINTS = {
     "empty": (b"", "model_000001.pt is damaged, cut short or not a file of torch.save"),
     "cut": (saved(WHOLE)[: 10**5], "is damaged, cut short"),
     "text": (b"hello world", "is damaged, cut short"),
-    "list": ([1, 2], "does not hold weights by name"),
     "numbers": ({**WHOLE, "x": 3}, "does not hold weights by name"),
     "no names": ({1: torch.zeros(2)}, "does not hold weights by name"),
     "nested": ({"model": WHOLE}, "does not hold weights by name"),
@@ -111,7 +100,6 @@ def test_files_that_are_no_checkpoint_are_one_line(weights, message, tmp_path):
         load_upstream(tmp_path)
 
 
-CONFIG = {name: getattr(SHAPE, name) for name in UPSTREAM_FIELDS}
 NOT_META = {
     "nothing": ({}, "meta_000001.json has no model_config"),
     "list": ({"model_config": [1]}, "meta_000001.json has no model_config"),

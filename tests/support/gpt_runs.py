@@ -2,6 +2,8 @@
 
 import json
 
+import torch
+
 import tiny
 from nanochat_gka.train import TrainConfig, main
 from processes import signals_kept
@@ -21,12 +23,16 @@ def flags(packed, out, *more):
 
 
 def train(packed, out, *more) -> int:
-    """The command in this process; its exit code."""
+    """The command in this process, by one thread as `tiny.call` runs it; its exit code."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     try:
         with signals_kept():
             run(main, TrainConfig, list(map(str, flags(packed, out, *more))))
     except SystemExit as left:
         return left.code
+    finally:
+        torch.set_num_threads(threads)
     return 0
 
 

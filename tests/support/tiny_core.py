@@ -55,3 +55,12 @@ def write_bundle(folder: Path, labels=tuple(TASKS)) -> Path:
     rows = [f'{label},,,,,{task[4]},,"words, and more"' for label, task in TASKS.items()]
     (folder / "eval_meta_data.csv").write_text("\n".join([HEADER, *rows]) + "\n")
     return folder
+
+
+def make_lambada_unusable(folder: Path, examples: list[dict]) -> None:
+    """Give lambada_openai these examples, and no delimiter: the tokenizer merges "ker" + "nel" into one token."""
+    manifest = (folder / "core.yaml").read_text()
+    at = manifest.index("  num_fewshot", manifest.index("lambada_openai"))
+    (folder / "core.yaml").write_text(manifest[:at] + '  continuation_delimiter: ""\n' + manifest[at:])
+    path = folder / "eval_data" / TASKS["lambada_openai"][0]
+    path.write_text("".join(json.dumps(example) + "\n" for example in examples))
