@@ -16,7 +16,6 @@ from nanochat_gka.core_metric.questions import Question, common_prefix, question
 from nanochat_gka.core_metric.scoring import Verdict, answer, batches, judge
 from runs.bench.core_naive import naive_task
 from tiny_gpt import SHAPE, VARIANTS, awake
-from trainkit_gka.cli import UserError
 
 ALL = 10**6  # tokens: no cropping, no limit on a batch
 
@@ -205,17 +204,6 @@ def test_cropping_keeps_the_end_of_a_prompt():
     short = question(make_task("multiple_choice"), examples, 0, Letters(), 4)
     assert ["".join(map(chr, prompt)) for prompt in short.prompts] == ["cdef", "89 b"]
     assert short.starts == [1, 3]  # d, e and f are judged: nothing is left that predicts c
-
-
-def test_merged_continuation_is_an_error():
-    class Merges(Letters):
-        def encode(self, text):
-            return [999] if text.endswith("c") else super().encode(text)
-
-    task = dataclasses.replace(make_task("language_modeling"), file="lambada.jsonl")
-    message = r"lambada\.jsonl: task cannot be asked with this tokenizer: it merges 'c' into its context"
-    with pytest.raises(UserError, match=message):
-        question(task, [{"context": "a b", "continuation": "c"}], 0, Merges(), ALL)
 
 
 def test_order_and_shots_follow_upstreams_seeds():

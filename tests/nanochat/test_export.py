@@ -104,9 +104,7 @@ def test_the_cards_code_runs(trained, tmp_path, monkeypatch, capsys):
 NOT_OURS = "not of a model that this project exported"
 CONFIGS = {
     "name": ({"name": 1}, NOT_OURS),
-    "step": ({"step": "7"}, NOT_OURS),
     "no checksums": ({"sha256": {}}, NOT_OURS),
-    "no model": ({"model": None}, NOT_OURS),
     "a later one": ({"quantised": "int8"}, r"config\.json has quantised, not known here: a later version made it"),
     "vision": ("deit_tiny_gka_patch16_224", r"is an exported vision model; timm and deit_gka\.evaluate take it"),
     "llama": ("llama", NOT_OURS),

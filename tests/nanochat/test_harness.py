@@ -169,14 +169,10 @@ EMPTY = "an answer to question 1 of tiny_choices is empty"  # one once had a lik
 ONE_LINE = {
     "no run": ("", [], "--model_args needs run=FOLDER"),
     "unknown": ("RUN,steps=7", [], "--model_args has steps, which is not known; there are run, step, "),
-    "removed": ("RUN,batch_tokens=300", [], "--model_args has batch_tokens, which is not known; --batch_size says"),
-    "dtype": ("RUN,dtype=floaty", [], "--model_args run=.*dtype=floaty.*floaty"),
     "step": ("RUN,step=8", [], "no checkpoint in .* at step 8; it has 7"),
     "long": ("RUN,max_length=641", [], "max_length must be at most 640, got 641"),
     "remote code": ("RUN", ["--trust_remote_code"], "--trust_remote_code is not for --model gka"),
-    "chat": ("RUN", ["--apply_chat_template"], "--apply_chat_template: .* has no chat template"),
     "room": ("RUN", ["--gen_kwargs", "max_gen_toks=64"], r"the generation arguments .*\(64\) must be less"),
-    "argument": ("RUN", ["--gen_kwargs", "warmth=1"], "the generation arguments .*warmth"),
 }
 ANSWERS = {"empty": ("the", "", EMPTY), "both empty": ("", "", EMPTY)}
 ANSWERS["long"] = "the", "a row " * 60, r"an answer has \d+ tokens and must have 1 to 64 \(max_length\): ' a row a row"

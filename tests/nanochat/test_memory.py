@@ -93,11 +93,8 @@ def model_and_stream(packed):
     return awake(shape(**fields)), Stream(data.split("train"), 42)
 
 
-def test_a_dry_step_holds_what_a_step_holds(model_and_stream):
-    """Where a step has several micro-batches, all but the first find its gradients in memory.
-
-    And what it compiles is what training runs.
-    """
+def test_a_dry_step_holds_and_compiles_what_a_step_does(model_and_stream):
+    """Where a step has several micro-batches, all but the first find its gradients in memory."""
     plain, stream = model_and_stream
     compiled, found = [], []
 
@@ -111,16 +108,12 @@ def test_a_dry_step_holds_what_a_step_holds(model_and_stream):
         found.append((len(ids), sum(parameter.grad is not None for parameter in plain.parameters())))
         return whole(ids.contiguous(), targets.contiguous(), reduction=reduction)  # as on CUDA
 
-    parameters = len(list(plain.parameters()))
     dry_step(model, 8, 4, stream.rows.sequence_len, CPU)
     plain.zero_grad()
     graphs = len(compiled)
     accumulate_gradients(model, stream, 0, 8, 4, ALONE)
-    assert found == [(4, 0), (4, parameters)] * 2
+    assert found == [(4, 0), (4, len(list(plain.parameters())))] * 2
     assert graphs == len(compiled) > 0
-    plain.zero_grad()
-    dry_step(model, 8, 8, stream.rows.sequence_len, CPU)
-    assert found[4:] == [(8, 0)]
 
 
 def test_rows_at_once_are_the_same_update(model_and_stream):

@@ -180,7 +180,7 @@ def test_names_decide_only_if_every_file_is_in_a_split(tmp_path, capsys, files):
     assert "not read" not in said and "held out: the end of the text" in said
 
 
-@pytest.mark.parametrize("names", [("a", "b"), ("train-00000-of-00002", "train-00001-of-00002"), ("val-0", "val-1")])
+@pytest.mark.parametrize("names", [("a", "b"), ("val-0", "val-1")])
 def test_parquet_files_side_by_side_are_dealt_as_other_text_is(tmp_path, names):
     texts = [f"{number} {text * 3}" for number, text in enumerate(tiny.documents(4000, 0))]
     write_parquet(tmp_path / "own/data", **{names[0]: texts[:2000], names[1]: texts[2000:]})
@@ -229,16 +229,11 @@ FIELDS = r"needs a field text that is a string; line 1 has {}; name the one that
 OTHER_FIELD = r"needs a field text .* has body \(str\); name .* \(with make, COLUMN\), or move the file away"
 REFUSED = {
     "latin": ({"a__txt": BOOK, "b__txt": "café".encode("latin-1")}, "b.txt is not text in UTF-8; convert it"),
-    "latin json": ({"a__jsonl": lines("x") + "\n", "b__jsonl": b'{"text": "\xe9"}'}, "b.jsonl is not text in UTF-8"),
     "utf-16": ({"a__txt": "wide".encode("utf-16")}, "a.txt is not text in UTF-8"),
     "empty": ({"__hidden__txt": "x"}, r"own has no text to read \(it is empty\); what is read: .txt"),
-    "others": ({"a__pdf": "", "b__docx": "", "c__pdf": ""}, r"no text to read \(1 .docx, 2 .pdf\)"),
     "missing": ({"a__jsonl": '{"body": "x", "id": 1}'}, "a.jsonl " + FIELDS.format(r"body \(str\), id \(int\)")),
-    "nested": ({"a__json": '{"text": {"en": "x"}}'}, "a.json " + FIELDS.format(r"text \(dict\)")),
     "no object": ({"a__json": '["x"]'}, "needs a field text that is a string; record 1 is str"),
-    "one of two": ({"a__json": '[{"text": "x"}, {"body": "y"}]', "b__md": BOOK}, OTHER_FIELD),
     "lines beside text": ({"a__jsonl": '{"body": "y"}', "b__md": BOOK}, OTHER_FIELD),
-    "a split": ({"train__json": '{"body": "y"}', "val__md": BOOK}, OTHER_FIELD),
     "json alone": ({"a__json": '{"body": "y"}', "b__json": '{"text": "y"}'}, OTHER_FIELD),
     "broken": ({"a__jsonl": lines("x") + '{"text": '}, r"a.jsonl is not JSON in line 2 \(Expecting value\); mend it"),
     "deep": ({"a__json": "[" * 100_000}, "a.json is not JSON as a whole"),

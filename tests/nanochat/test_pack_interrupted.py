@@ -1,6 +1,5 @@
 """Packing that is killed, interrupted, damaged or done by several machines ends in the rows that one makes at once."""
 
-import errno
 import json
 import os
 import re
@@ -8,11 +7,9 @@ import shutil
 import signal
 import subprocess
 import time
-import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 
-import pyarrow as pa
 import pytest
 
 import tiny
@@ -21,9 +18,9 @@ from nanochat_gka.data import parts
 from nanochat_gka.data.corpora import ParquetCorpus
 from nanochat_gka.data.loader import PackedData
 from nanochat_gka.data.tokenizer import Tokenizer
-from nanochat_gka.data.units import pack_unit, plan_units
+from nanochat_gka.data.units import plan_units
 from processes import descendants, still_there
-from tiny_pack import bins, config, rewrite_json, write_parquet
+from tiny_pack import bins, config, rewrite_json
 from trainkit_gka.files import locked
 
 UNITS = 52
@@ -197,23 +194,7 @@ def test_a_killed_join_is_continued(whole, tmp_path, monkeypatch):
     assert contents(out) == contents(whole / "packed") and times(out) == before  # nothing was packed again
 
 
-def test_rows_that_arrive_before_their_record_are_not_deleted(whole, tmp_path, capsys):
-    """Another machine's copy is under way: the join does without these rows, and the next one takes them away."""
-    out = tmp_path / "packed"
-    pack.main(config(whole, out, part="1/2"))
-    part, record = out / "part-1-of-2", out / "part-1-of-2/train_000003.json"
-    text, rows = record.read_text(), record.with_suffix(".bin").read_bytes()
-    record.unlink()
-    pack.main(config(whole, out))
-    assert "part-1-of-2 stays: train_000003.bin has no record" in capsys.readouterr().out
-    assert (part / "train_000003.bin").read_bytes() == rows and contents(out) == contents(whole / "packed")
-    record.write_text(text)
-    (out / "manifest.json").unlink()
-    pack.main(config(whole, out))
-    assert not part.exists() and contents(out) == contents(whole / "packed")
-
-
-def test_wrong_parts_are_one_line(whole, tmp_path, monkeypatch):
+def test_wrong_parts_are_one_line(whole, tmp_path):
     out, part = tmp_path / "packed", tmp_path / "packed/part-1-of-2"
 
     def refused(message, place=out, **changes):
@@ -229,22 +210,12 @@ def test_wrong_parts_are_one_line(whole, tmp_path, monkeypatch):
     pack.main(config(whole, out, part="1/2"))
     with locked(part, "packing"):
         refused("another process is packing .*part-1")
-    plan = (part / "plan.json").read_text()
     (part / "plan.json").unlink()
     refused("part-1-of-2 has no plan.json; copy the whole folder")
-    (part / "plan.json").write_text(plan)
-
-    def on_another_disk(*_):
-        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
-
-    with monkeypatch.context() as patched:
-        patched.setattr(parts, "os", SimpleNamespace(replace=on_another_disk))
-        refused(r"part-1-of-2 cannot be joined \(.*\); it must be .* on the disk of")
-    files = sorted(path.name for path in part.iterdir())
     part.rename(tmp_path / "elsewhere")
     part.symlink_to(tmp_path / "elsewhere")
     refused("part-1-of-2 is a link; put the part's folder itself into")
-    assert sorted(path.name for path in part.iterdir()) == files and not (out / "manifest.json").exists()
+    assert (tmp_path / "elsewhere/train_000003.bin").exists() and not (out / "manifest.json").exists()
 
 
 def test_earlier_manifests_have_the_same_rows(whole, tmp_path):
@@ -258,30 +229,3 @@ def test_earlier_manifests_have_the_same_rows(whole, tmp_path):
     shards[3]["sha256"] = "0" * 64
     rewrite_json(manifest, shards=shards)
     assert PackedData(tmp_path / "packed", verify=False).rows_hash() != want
-
-
-def python_and_arrow_peaks(root: Path, files: int) -> tuple[int, int]:
-    """Peak bytes that packing a corpus of `files` tiny files takes here, and those of a worker's part of it."""
-    corpus, out = root / f"corpus{files}", root / f"packed{files}"
-    write_parquet(corpus, shard_00000=tiny.documents(20, 0))
-    for number in range(1, files):
-        os.link(corpus / "shard_00000.parquet", corpus / f"shard_{number:05d}.parquet")
-    tracemalloc.start()
-    try:
-        pack.main(config(root, out, corpus=corpus))
-        here = tracemalloc.get_traced_memory()[1]
-        tracemalloc.reset_peak()
-        vocabulary = Tokenizer.load(out)
-        for unit in plan_units(ParquetCorpus(corpus)):
-            pack_unit(unit, corpus, vocabulary, 32, out)
-        return here, tracemalloc.get_traced_memory()[1] + pa.total_allocated_bytes()
-    finally:
-        tracemalloc.stop()
-
-
-def test_memory_does_not_grow_with_the_number_of_files(whole, tmp_path):
-    """But for what the manifest says of every file and unit."""
-    (tmp_path / "tokenizer").symlink_to(whole / "tokenizer")
-    few, many = python_and_arrow_peaks(tmp_path, 10), python_and_arrow_peaks(tmp_path, 210)
-    per_file = [(more - less) / 200 for less, more in zip(few, many)]
-    assert per_file[0] < 2500 and per_file[1] < 1000

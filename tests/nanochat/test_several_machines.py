@@ -1,7 +1,6 @@
 """Training by two torchrun agents that meet on the loopback interface, as two machines would; crashes and mistakes."""
 
 import os
-import re
 import shutil
 import signal
 import socket
@@ -68,11 +67,3 @@ def test_machines_with_other_data_are_told_so_and_not_restarted(packed, tmp_path
     rewrite_json(tmp_path / "own/packed/manifest.json", source="another text")
     codes, said = train(tmp_path / "out", [flags(data, tmp_path / "out") for data in (packed, tmp_path / "own")])
     assert 0 not in codes and said.count("error: process 0 has packed rows") in (1, 2), said
-
-
-def test_a_stopped_run_names_the_command_that_was_given(packed, tmp_path):
-    settings = ["--num-iterations", STEPS, "--stop-after", 3]
-    codes, said = train(tmp_path / "out", [flags(packed, tmp_path / "out", *settings)] * 2)
-    assert codes == [0, 0]
-    given = "-m trainkit_gka.torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d .* --stop-after 3"
-    assert len(re.findall(rf"continue with: \S*python\S* {given}", said)) == 1, said

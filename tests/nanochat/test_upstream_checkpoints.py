@@ -80,9 +80,7 @@ def test_settings_that_are_not_known_are_not_dropped(tmp_path):
 NOT_CHECKPOINTS = {
     "empty": (b"", "model_000001.pt is damaged, cut short or not a file of torch.save"),
     "cut": (saved(WHOLE)[: 10**5], "is damaged, cut short"),
-    "text": (b"hello world", "is damaged, cut short"),
     "numbers": ({**WHOLE, "x": 3}, "does not hold weights by name"),
-    "no names": ({1: torch.zeros(2)}, "does not hold weights by name"),
     "nested": ({"model": WHOLE}, "does not hold weights by name"),
     "module": (awake(SHAPE), "model_000001.pt is refused: it holds more than weights"),
     "others": ({**WHOLE, "a": WHOLE["x0_lambdas"]}, "it has 1 weight that such a model does not have, first a$"),
@@ -102,9 +100,7 @@ def test_files_that_are_no_checkpoint_are_one_line(weights, message, tmp_path):
 
 NOT_META = {
     "nothing": ({}, "meta_000001.json has no model_config"),
-    "list": ({"model_config": [1]}, "meta_000001.json has no model_config"),
     "text": ({"model_config": {**CONFIG, "n_layer": "4"}}, "n_layer must be a whole number, got '4'"),
-    "null": ({"model_config": {**CONFIG, "window_pattern": None}}, "window_pattern must be a text, got None"),
     "deep": (None, "upstream meta data is not valid JSON"),
 }
 
