@@ -98,7 +98,7 @@ NO_BUNDLES = {
     "absolute": (lambda folder: spoil(folder, "reasoning/", "/tmp/"), "copa's dataset_uri /tmp/copa.* leads out of"),
     "aliases": (lambda folder: (folder / "core.yaml").write_text(aliases(9)), FORM),
     "merges": (lambda folder: (folder / "core.yaml").write_text(aliases(9, "{<<: [%s]}")), FORM),
-    "deep": (lambda folder: (folder / "core.yaml").write_text("[" * 5000), FORM),
+    "deep": (lambda folder: (folder / "core.yaml").write_text("[" * 1000), FORM),
     "no column": (lambda folder: spoil(folder, "Random", "Chance", "eval_meta_data.csv"), "needs the columns"),
 }
 

@@ -1,16 +1,13 @@
 """The cache: decoding with it computes what a full pass does, and it is as small as it can be."""
 
 import dataclasses
-from functools import partial
 
 import pytest
 import torch
 
 import gpt_checks
 from gka import attention_cost
-from gpt_checks import LOGITS, TOKENS
-from nanochat_gka.model import attention
-from nanochat_gka.model.blocks import Rotary
+from gpt_checks import TOKENS
 from tiny_gpt import SHAPE, VARIANTS, awake
 
 every = pytest.mark.parametrize("variant", VARIANTS, ids=str)
@@ -57,52 +54,6 @@ def test_gkas_cache_has_half_the_bytes():
     assert nbytes(attention="gka", gka_values="normalised", keep_keys=True) == softmax
     assert nbytes(attention="GGGA") * 8 == softmax * 5  # three layers of one tensor, one of two
     assert nbytes(attention="gka", value_embeds="all") * 4 == softmax * 3  # every second layer must keep both
-
-
-@pytest.mark.parametrize("values", ["rotated", "normalised"])
-@torch.inference_mode()
-def test_decoding_reads_the_cache_where_it_is(values, monkeypatch):
-    """A layer turns one token; the operator gets a view of the layer's tensor, and the tables if keys are derived."""
-    model = awake(dataclasses.replace(SHAPE, attention="gka", gka_values=values))
-    cache, turned, asked = model.new_cache(2, TOKENS), [], []
-    model(torch.randint(70, (2, 20)), context=cache)
-    forward, decode = Rotary.forward, attention.decode_attention
-
-    def spy_rotary(self, x, positions):
-        turned.append(x.shape[1])
-        return forward(self, x, positions)
-
-    def spy_operator(x, sigma, values, **request):
-        asked.append((values, request))
-        return decode(x, sigma, values, **request)
-
-    monkeypatch.setattr(Rotary, "forward", spy_rotary)
-    monkeypatch.setattr(attention, "decode_attention", spy_operator)
-    model(torch.randint(70, (2, 1)), context=cache)
-    assert turned == [1] * 4 and len(asked) == 4
-    for (read, request), [stored] in zip(asked, cache.layers):
-        assert request["keys"] is None and (request["rotary"] is not None) == (values == "normalised")
-        assert read.untyped_storage().data_ptr() == stored.untyped_storage().data_ptr()
-
-
-@pytest.mark.parametrize("variant", [v for v in VARIANTS if v["attention"] == "gka"], ids=str)
-@torch.inference_mode()
-def test_logits_are_the_same_with_and_without_the_kernel(variant, monkeypatch):
-    """Rows of different lengths, in a cache that is larger than they are."""
-    model = awake(dataclasses.replace(SHAPE, **variant))
-    ids = torch.randint(70, (3, TOKENS))
-
-    def decoded() -> torch.Tensor:
-        cache = model.new_cache(3, TOKENS, in_use=0)
-        for row, length in enumerate((5, 30, 17)):
-            prompt = model.new_cache(1, length)
-            model(ids[row : row + 1, :length], context=prompt)
-            cache.take(prompt)
-        return torch.cat([model(part, context=cache) for part in ids[:, 30:].split([1, 3, 1, 1, 2, 1, 1], dim=1)], 1)
-
-    with_kernel = decoded()
-    monkeypatch.setattr(attention, "decode_attention", partial(attention.decode_attention, impl="sdpa"))
-    torch.testing.assert_close(with_kernel, decoded(), **LOGITS)
 
 
 def test_a_full_cache_is_an_error():

@@ -66,17 +66,6 @@ def test_the_seed_decides(model, tokenizer):
     assert texts[0][0] != texts[0][1]
 
 
-def test_pieces_join_to_the_text(model, tokenizer):
-    sampling = Sampling(num_samples=2, max_tokens=25, temperature=1.2, top_k=0)
-    pieces = list(Engine(model, tokenizer).stream(["the", "a"], sampling))
-    texts = Engine(model, tokenizer).complete(["the", "a"], sampling)
-    for prompt in range(2):
-        for sample in range(2):
-            of_sample = [piece for piece in pieces if (piece.prompt, piece.sample) == (prompt, sample)]
-            assert "".join(piece.text for piece in of_sample) == texts[prompt][sample]
-            assert [piece.finished for piece in of_sample] == [False] * (len(of_sample) - 1) + [True]
-
-
 def test_generation_ends_where_the_positions_end(model, tokenizer):
     limit = model.rotary.length
     assert len(tokenizer.encode(" kernel")) == 1

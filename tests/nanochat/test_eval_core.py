@@ -149,16 +149,6 @@ def test_a_model_with_nan_weights_has_no_score(world, packed, tmp_path, capsys):
     assert tasks_of(tmp_path / "out" / "broken_step000007.jsonl") == []
 
 
-def test_a_line_cut_short_is_scored_again(world, tmp_path):
-    log = tmp_path / "tiny-gka_step000007.jsonl"
-    assert evaluate(world, tmp_path, "--tasks", "copa", "winograd") == 0
-    log.write_bytes(b"".join(log.read_bytes().splitlines(keepends=True)[:2])[:-40])  # in the second task's line
-    with open(log) as file:
-        assert len(file.readlines()) == 2
-    assert evaluate(world, tmp_path, "--tasks", "copa", "winograd") == 0
-    assert [line["config"]["task"] for line in tasks_of(log)] == ["copa", "winograd"]
-
-
 def test_any_rank_names_an_unusable_question(world, tmp_path):
     """A continuation that the tokenizer merges into its context, in the second rank's share.
 

@@ -1,6 +1,7 @@
 """Writing text from the command line."""
 
 import dataclasses
+import io
 import json
 import subprocess
 
@@ -72,27 +73,20 @@ def test_a_model_with_nan_weights_writes_nothing(trained, packed, tokenizer, tmp
         assert "logits are not numbers" in capsys.readouterr().err
 
 
-def interactive(trained, typed: bytes, *flags) -> subprocess.CompletedProcess:
-    command = tiny.command(
-        "nanochat_gka.generate", "--run", trained[0], "--interactive", "--device-type", "cpu", *flags
-    )
-    done = subprocess.run(command, input=typed, capture_output=True, env=tiny.environment(), timeout=tiny.HANG_AFTER)
-    assert done.returncode == 0, done.stderr
-    return done
+def test_interactive_continues_what_is_typed(trained, tokenizer, monkeypatch, capsys):
+    """And the same prompt another time with another text."""
 
+    def typed(text, *flags):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+        assert write(trained, "--interactive", *flags) == 0
+        return capsys.readouterr()
 
-def test_interactive_continues_what_is_typed(trained, tokenizer):
-    typed = b"the kernel\n" + b"the kernel " * 100 + b"\n\nevery\n"
-    done = interactive(trained, typed, "--temperature", 0, "--max-tokens", 8)
-    texts = Engine(trained[1], tokenizer).complete(["the kernel", "", "every"], Sampling(max_tokens=8, temperature=0))
-    assert done.stdout.decode() == f"the kernel{texts[0][0]}\n{texts[1][0]}\nevery{texts[2][0]}\n"
-    assert b"error: the prompt has" in done.stderr and b"Traceback" not in done.stderr
-
-
-def test_repeated_interactive_prompt_gives_another_text(trained):
-    done = interactive(trained, b"the\n" * 2, "--temperature", 2, "--top-k", 0)
-    half = len(done.stdout) // 2
-    assert half > 20 and done.stdout[:half] != done.stdout[half:]
+    printed = typed(f"the kernel\n{'the kernel ' * 100}\n\nevery\n", "--temperature", 0)
+    texts = Engine(trained[1], tokenizer).complete(["the kernel", "", "every"], Sampling(max_tokens=12, temperature=0))
+    assert printed.out == f"the kernel{texts[0][0]}\n{texts[1][0]}\nevery{texts[2][0]}\n"
+    assert "error: the prompt has" in printed.err
+    out = typed("the\nthe\n", "--temperature", 2, "--top-k", 0).out
+    assert len(out) > 40 and out[: len(out) // 2] != out[len(out) // 2 :]
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,8 @@ def test_a_warning_when_more_rows_are_asked_than_are_upstreams(odd):
     kept = len(data.split("train_first"))
     covered = min(shard["upstream_rows"] for shard in data.manifest["shards"] if shard["split"] != "train")
     assert covered < kept < len(data.split("train")) - 1
+    all_kept = data.split("train_first").batch(range(kept))[0]
+    assert torch.equal(data.eval_rows("train", kept * 32).batch(range(kept))[0], all_kept)
     for rows, choice in ((covered, "upstream"), (covered + 1, "spaced"), (kept + 1, "spaced")):
         data.warn_of_rows(choice, rows * 32, said.append)
         assert not said and data.name_rows(rows * 32, choice) == choice

@@ -15,10 +15,8 @@ import pytest
 import tiny
 from nanochat_gka import pack, tokenizer
 from nanochat_gka.data import parts
-from nanochat_gka.data.corpora import ParquetCorpus
 from nanochat_gka.data.loader import PackedData
 from nanochat_gka.data.tokenizer import Tokenizer
-from nanochat_gka.data.units import plan_units
 from processes import descendants, still_there
 from tiny_pack import bins, config, rewrite_json
 from trainkit_gka.files import locked
@@ -164,14 +162,6 @@ def test_parts_joined_are_what_one_machine_makes(whole, tmp_path, capsys):
     assert "11 of 12 units were packed before" in capsys.readouterr().out
     assert contents(out) == contents(whole / "packed") and not list(out.glob("part-*"))
     assert PackedData(out).rows_hash() == PackedData(whole / "packed").rows_hash()
-
-
-@pytest.mark.parametrize("count", [1, 7, 40])
-def test_every_unit_is_in_one_part(whole, count):
-    units = plan_units(ParquetCorpus(whole / "corpus"))
-    dealt = [parts.Part(number, count).of(units) for number in range(1, count + 1)]
-    assert [unit for part in dealt for unit in part] == units
-    assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
 
 
 def test_a_killed_join_is_continued(whole, tmp_path, monkeypatch):

@@ -11,7 +11,6 @@ import processes
 import tiny
 import tiny_core
 from gpt_runs import MODULE, final, flags
-from nanochat_gka.generation.engine import Engine
 
 STEPS, IN_TIME = 8, 10
 LONG = ["--num-iterations", STEPS, "--eval-every", 4, "--save-every", -1]
@@ -48,24 +47,6 @@ def test_an_evaluation_in_training_ends_at_once_and_is_made_again(packed, tmp_pa
         [(record["val_bpb"], record["train_bpb"]) for record in gpt_runs.events(out, "eval")] for out in (parts, whole)
     ]
     assert bits[0] == bits[1] and final(parts, STEPS) == final(whole, STEPS)
-
-
-def test_samples_in_training_end_at_once_and_are_written_again(packed, tmp_path, monkeypatch, capsys):
-    stream, words = Engine.stream, ["--num-iterations", 4, "--sample-every", 2]
-
-    def interrupted(self, *asked):
-        for number, piece in enumerate(stream(self, *asked)):
-            if number == 9:
-                os.kill(os.getpid(), signal.SIGTERM)
-            assert number < 10
-            yield piece
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Engine, "stream", interrupted)
-        gpt_runs.train(packed, tmp_path, *words)
-    assert "stopped at step 2 of 4, saved" in capsys.readouterr().out and steps(tmp_path, "sample") == []
-    gpt_runs.train(packed, tmp_path, *words)
-    assert steps(tmp_path, "sample") == [2, 4]
 
 
 # Commands that stand alone
