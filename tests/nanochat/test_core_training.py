@@ -34,9 +34,10 @@ def with_core(bundle, every=2):
 
 @pytest.fixture(scope="module")
 def scored(packed, bundle, tmp_path_factory):
-    """A finished run that was scored every second step."""
+    """A run that was scored every second step, stopped after the second time and finished."""
     out = tmp_path_factory.mktemp("scored")
-    assert gpt_runs.train(packed, out, *with_core(bundle)) == 0
+    for more in (["--stop-after", 4], []):
+        assert gpt_runs.train(packed, out, *with_core(bundle), *more) == 0
     return out
 
 

@@ -26,7 +26,7 @@ def exported(trained, out):
     return out
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS[::5], ids=str)  # test_transformers.py exports the others
 def test_an_exported_model_gives_the_same_logits(variant, packed, tokenizer, tmp_path):
     model = awake(dataclasses.replace(SHAPE, vocab_size=tokenizer.vocab_size, **variant))
     run_folder = write_run(tmp_path / "run", model, packed / "tokenizer")

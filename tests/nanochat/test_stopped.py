@@ -10,15 +10,39 @@ import gpt_runs
 import processes
 import tiny
 import tiny_core
-from gpt_runs import MODULE, final, flags
+from gpt_runs import events, final
+from nanochat_gka.training import bits_per_byte
 
-STEPS, IN_TIME = 8, 10
-LONG = ["--num-iterations", STEPS, "--eval-every", 4, "--save-every", -1]
-LONG += ["--eval-tokens", 10**6, "--device-batch-size", 1]  # a second or two for each evaluation
+IN_TIME = 10
 
 
-def steps(out, event):
-    return [record["step"] for record in gpt_runs.events(out, event)]
+def test_an_evaluation_in_training_ends_at_once_and_is_made_again(packed, tmp_path, monkeypatch, capsys):
+    """The signal comes in the evaluation of step 4, whose weights are saved right before it."""
+    words = ["--num-iterations", 8, "--eval-every", 4, "--save-every", -1, "--eval-tokens", 320]
+    words += ["--device-batch-size", 1]  # an evaluation is 2 splits of 10 batches
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    gpt_runs.train(packed, whole, *words)
+    batches, measure = [], bits_per_byte.nats_and_bytes
+
+    def interrupted(*asked):
+        batches.append(asked)
+        if len(batches) == 25:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return measure(*asked)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(bits_per_byte, "nats_and_bytes", interrupted)
+        assert gpt_runs.train(packed, parts, *words) == 0
+    assert len(batches) < 28 and "stopped at step 4 of 8, saved; continue with: " in capsys.readouterr().out
+    assert [record["step"] for record in events(parts, "eval")] == [0]
+    gpt_runs.train(packed, parts, *words)
+    kept = ("step", "val_bpb", "train_bpb")
+    found = [[[record[key] for key in kept] for record in events(out, "eval")] for out in (parts, whole)]
+    assert found[0] == found[1] and [step for step, *_ in found[0]] == [0, 4, 8]
+    assert final(parts, 8) == final(whole, 8)
+
+
+# Commands that stand alone
 
 
 def wait_until(condition) -> None:
@@ -26,30 +50,6 @@ def wait_until(condition) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.002)
-
-
-def test_an_evaluation_in_training_ends_at_once_and_is_made_again(packed, tmp_path):
-    """Of two ranks, one of which gets the signal after the checkpoint, which comes right before the evaluation."""
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    tiny.call(MODULE, *flags(packed, whole, *LONG), ranks=2)
-    process = processes.start(MODULE, *flags(packed, parts, *LONG), ranks=2, folder=tmp_path / "output")
-    saved = parts / "run/checkpoints/step_00000004/manifest.json"
-    wait_until(lambda: saved.exists() or not process.alive())
-    os.kill(process.processes[-1].pid, signal.SIGTERM)
-    began = time.monotonic()
-    done = process.wait()
-    assert time.monotonic() - began < IN_TIME
-    assert done.returncode == 0 and f"stopped at step 4 of {STEPS}, saved; continue with: " in done.stdout, done.stderr
-    assert steps(parts, "eval") == [0] and not done.stderr
-    tiny.call(MODULE, *flags(packed, parts, *LONG), ranks=2)
-    assert steps(parts, "eval") == [0, 4, 8] and steps(parts, "train") == [*range(1, STEPS + 1)]
-    bits = [
-        [(record["val_bpb"], record["train_bpb"]) for record in gpt_runs.events(out, "eval")] for out in (parts, whole)
-    ]
-    assert bits[0] == bits[1] and final(parts, STEPS) == final(whole, STEPS)
-
-
-# Commands that stand alone
 
 
 def stop_alone(module, *words, line: str = "", until=None) -> str:
