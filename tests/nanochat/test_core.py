@@ -129,18 +129,6 @@ def test_tree_holds_each_beginning_once(prompts, share, draw):
     ]
 
 
-def test_batches_hold_every_question_once(bundle, tokenizer):
-    task = next(task for task in read_tasks(bundle) if task.label == "arc_easy")
-    examples = shuffled(task.examples())
-    asked = [question(task, examples, index, tokenizer, ALL) for index in range(len(examples))]
-    for size in (1, 300, 2000, ALL):
-        found = list(batches(asked, size))
-        assert sorted(place for batch in found for place in batch) == list(range(len(asked)))
-        for batch in found:
-            padded = sum(len(asked[place].prompts) for place in batch) * max(asked[place].longest for place in batch)
-            assert len(batch) == 1 or padded <= size
-
-
 def test_ties_and_empty_spans_are_upstreams():
     asked = Question(prompts=[[1], [2], [3]], starts=[1, 1, 1], gold=0, greedy=False)
 
@@ -212,11 +200,3 @@ def test_order_and_shots_follow_upstreams_seeds():
     examples = [{"context": str(number), "continuation": "x"} for number in range(10)]
     asked = question(make_task("language_modeling", 3), examples, 4, Letters(), ALL)
     assert text(asked.prompts[0]) == "\n\n".join(["0 x", "8 x", "1 x", "4 x"])
-
-
-@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=5))
-def test_common_prefix(sequences):
-    length = common_prefix(sequences)
-    assert all(sequence[:length] == sequences[0][:length] for sequence in sequences)
-    longer = {tuple(sequence[: length + 1]) for sequence in sequences}
-    assert len(longer) > 1 or any(len(sequence) == length for sequence in sequences)

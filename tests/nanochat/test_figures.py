@@ -10,7 +10,7 @@ from gka import gaussian_weights
 from nanochat_gka.figures import measures
 from nanochat_gka.figures.distances import medians_and_sigmas
 from nanochat_gka.figures.maps import extract
-from nanochat_gka.figures.subjects import Subject, form
+from nanochat_gka.figures.subjects import Subject
 from nanochat_gka.figures.words import choose, find
 from tiny import one_line_error
 from tiny_gpt import SHAPE, VARIANTS, awake
@@ -162,11 +162,3 @@ def test_queries_are_found_by_their_words():
     with pytest.raises(KeyError, match="cat"):
         find(words, ["list", "cat"])
     assert choose(words) == [4, 5, 7] and choose(list("abcdef")) == [2, 3, 5] and choose(["a"]) == [0]
-
-
-def test_heads_and_models_are_called_by_their_form():
-    hybrid = subject_of(attention="GA", head_offsets="NPS", gka_values="normalised")
-    assert form(hybrid.config) == "pattern GA, head offsets NPS, values normalised"
-    assert hybrid.head_names(hybrid.layers[0]) == ["1", "2 P", "3 S", "4"]
-    assert hybrid.head_names(hybrid.layers[1]) == ["1", "2", "3", "4"]
-    assert form(dataclasses.replace(SHAPE, attention="vlt", value_embeds="all")) == "VLT, value embeddings all"

@@ -3,8 +3,6 @@
 import gzip
 import json
 import os
-import re
-import shlex
 import shutil
 from pathlib import Path
 
@@ -17,7 +15,6 @@ from nanochat_gka import corpus, pack, tokenizer
 from nanochat_gka.data.corpora import ParquetCorpus
 from nanochat_gka.data.own_text import END_CHARS, GROUP_BYTES, LONGEST
 from tiny_pack import config, rewrite_json, write_parquet
-from trainkit_gka.cli import UserError, run
 
 BOOK = "\n\n".join(f"Chapter {number}. " + "It was said again that nothing is lost. " * 12 for number in range(300))
 
@@ -258,15 +255,3 @@ def test_a_folder_inside_the_source_is_refused(tmp_path):
     with tiny.one_line_error(r"out is inside .* and would be read as text; choose another --out \(with make, BASE\)"):
         prepare(write(tmp_path, a__txt=BOOK), tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
-
-
-def test_other_commands_name_the_one_that_helps(tmp_path):
-    """And that command does what it says."""
-    source = write(tmp_path / "my own", **{f"{n}__txt": BOOK for n in range(3)})
-    words = tokenizer.TokenizerConfig(corpus=source, out=tmp_path / "tokenizer", vocab_size=300)
-    with pytest.raises(UserError) as raised:
-        tokenizer.main(words)
-    module, *flags = shlex.split(re.search("python -m (.*) --out FOLDER", str(raised.value))[1])
-    assert module == corpus.__name__
-    run(corpus.main, corpus.CorpusConfig, [*flags, "--out", str(tmp_path / "corpus")])
-    assert len(list(ParquetCorpus(tmp_path / "corpus").documents("train"))) == 3

@@ -156,16 +156,6 @@ def test_ids_that_are_not_in_the_vocabulary_name_file_and_row(packed, tmp_path, 
 # What a run says of itself
 
 
-def test_a_run_too_short_to_time_says_nothing_of_its_speed(packed, tmp_path, capsys):
-    assert gpt_runs.train(packed, tmp_path, "--num-iterations", 3) == 0
-    assert "tok/s" not in capsys.readouterr().out
-    [finish] = events(tmp_path, "finish")
-    speeds = [line["tokens_per_second"] for line in (*events(tmp_path, "train"), finish, metrics(tmp_path))]
-    assert {*speeds, finish["mfu"]} == {None}
-    assert gpt_runs.train(packed, tmp_path / "longer", "--num-iterations", 5) == 0
-    assert re.search(r"finished, .*, [1-9][\d,]* tok/s\n", capsys.readouterr().out)
-
-
 def test_every_figure_says_of_which_rows_it_is(packed, tmp_path, capsys):
     """Those that its evaluation took, whatever a run that goes on after it asks for; nothing where no record says."""
     log = tmp_path / "run/log.jsonl"

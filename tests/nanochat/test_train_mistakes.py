@@ -74,12 +74,6 @@ def test_every_machine_checks_its_own_copy_of_the_rows(packed, tmp_path, monkeyp
     assert code == (2 if checks else 0) and ("wrong checksum" in capsys.readouterr().err) == checks
 
 
-def test_file_in_place_of_a_folder_is_one_line(packed, tmp_path):
-    (tmp_path / "file").touch()
-    done = tiny.call(MODULE, *flags(packed, tmp_path, "--out", tmp_path / "file"), check=False)
-    tiny.assert_one_line_error(done, "file")
-
-
 def test_second_trainer_is_refused(packed, tmp_path, capsys):
     process = processes.start(MODULE, *flags(packed, tmp_path, "--num-iterations", 100000), folder=tmp_path / "output")
     while process.alive() and not log_steps(tmp_path):
