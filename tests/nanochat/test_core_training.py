@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+from types import SimpleNamespace
 
 import pytest
 
@@ -70,6 +71,18 @@ def test_scoring_and_samples_leave_training_unchanged(scored, packed, tmp_path, 
     texts = Engine(loaded.model, loaded.tokenizer).complete(SAMPLE_PROMPTS, Sampling(max_tokens=16, temperature=0))
     assert (first["step"], last["step"]) == (4, 6)
     assert last["texts"] == {prompt: text for prompt, [text] in zip(SAMPLE_PROMPTS, texts)}
+
+
+def test_charts_name_every_task(packed, bundle, tmp_path, monkeypatch):
+    """Tasks of one step under one name would be one point, of the last task."""
+    charted = []
+    charts = SimpleNamespace(
+        log=lambda values, step: charted.extend((step, name) for name in values), finish=lambda: None
+    )
+    monkeypatch.setattr("trainkit_gka.progress._start_wandb", lambda *_: charts)
+    gpt_runs.train(packed, tmp_path, *with_core(bundle, every=STEPS), "--wandb", "offline")
+    assert len(charted) == len(set(charted)) and not any("core_task" in name for _, name in charted)
+    assert {(STEPS, f"core/centered/{task}") for task in tiny_core.TASKS} < set(charted)
 
 
 def test_next_process_scores_what_a_signal_left(scored, packed, bundle, tmp_path, monkeypatch, capsys):

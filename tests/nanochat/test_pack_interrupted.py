@@ -184,6 +184,22 @@ def test_a_killed_join_is_continued(whole, tmp_path, monkeypatch):
     assert contents(out) == contents(whole / "packed") and times(out) == before  # nothing was packed again
 
 
+def test_rows_that_arrive_before_their_record_are_not_deleted(whole, tmp_path, capsys):
+    """Another machine's copy is under way: the join does without these rows, and the next one takes them away."""
+    out = tmp_path / "packed"
+    pack.main(config(whole, out, part="1/2"))
+    part, record = out / "part-1-of-2", out / "part-1-of-2/train_000003.json"
+    text, rows = record.read_text(), record.with_suffix(".bin").read_bytes()
+    record.unlink()
+    pack.main(config(whole, out))
+    assert "part-1-of-2 stays: train_000003.bin has no record" in capsys.readouterr().out
+    assert (part / "train_000003.bin").read_bytes() == rows and contents(out) == contents(whole / "packed")
+    record.write_text(text)
+    (out / "manifest.json").unlink()
+    pack.main(config(whole, out))
+    assert not part.exists() and contents(out) == contents(whole / "packed")
+
+
 def test_wrong_parts_are_one_line(whole, tmp_path):
     out, part = tmp_path / "packed", tmp_path / "packed/part-1-of-2"
 

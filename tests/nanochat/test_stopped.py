@@ -11,6 +11,7 @@ import processes
 import tiny
 import tiny_core
 from gpt_runs import events, final
+from nanochat_gka.generation.engine import Engine
 from nanochat_gka.training import bits_per_byte
 
 IN_TIME = 10
@@ -40,6 +41,24 @@ def test_an_evaluation_in_training_ends_at_once_and_is_made_again(packed, tmp_pa
     found = [[[record[key] for key in kept] for record in events(out, "eval")] for out in (parts, whole)]
     assert found[0] == found[1] and [step for step, *_ in found[0]] == [0, 4, 8]
     assert final(parts, 8) == final(whole, 8)
+
+
+def test_samples_in_training_end_at_once_and_are_written_again(packed, tmp_path, monkeypatch, capsys):
+    stream, words = Engine.stream, ["--num-iterations", 4, "--sample-every", 2]
+
+    def interrupted(self, *asked):
+        for number, piece in enumerate(stream(self, *asked)):
+            if number == 9:
+                os.kill(os.getpid(), signal.SIGTERM)
+            assert number < 10
+            yield piece
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Engine, "stream", interrupted)
+        gpt_runs.train(packed, tmp_path, *words)
+    assert "stopped at step 2 of 4, saved" in capsys.readouterr().out and events(tmp_path, "sample") == []
+    gpt_runs.train(packed, tmp_path, *words)
+    assert [record["step"] for record in events(tmp_path, "sample")] == [2, 4]
 
 
 # Commands that stand alone
