@@ -12,7 +12,6 @@ from nanochat_gka.draw import DrawConfig, main
 from nanochat_gka.figures.families import FAMILIES
 from nanochat_gka.figures.rows import draw_rows
 from nanochat_gka.figures.subjects import read_history, subjects_of
-from nanochat_gka.figures.words import LONGEST_WORD, shown
 from nanochat_gka.model.checkpoints import export, load
 from tiny_gpt import SHAPE, awake, write_run
 from trainkit_gka.cli import run
@@ -183,13 +182,3 @@ def test_twins_read_the_same_tokens(runs, tmp_path, capsys, tokenized):
     twin = write_run(tmp_path / "twin", load(runs["gka"]).model, other)
     said = mistake(capsys, "--run", runs["gka"], "--twin", twin)
     assert f"{twin} has another tokenizer than {runs['gka']}" in said
-
-
-def test_tokens_are_shown_as_one_can_print_them(tokenizer):
-    def show(text):
-        return "".join(shown(tokenizer, token) for token in tokenizer.encode(text))
-
-    assert show(" kernel") == " kernel" and show("a\tb\n") == "a→b↵"
-    assert shown(tokenizer, tokenizer.bos_id) == "<|bos|>"
-    assert shown(tokenizer, tokenizer.ranks[b"\xff"]) == r"\xff" and shown(tokenizer, tokenizer.ranks[b"\x01"]) == "▯"
-    assert max(len(shown(tokenizer, token)) for token in range(tokenizer.vocab_size)) <= LONGEST_WORD

@@ -202,11 +202,6 @@ def test_answers_that_cannot_be_scored_are_refused(query, answer, message, call,
     assert re.match(f"error: {message}", last), last
 
 
-def test_a_missing_run_is_one_line(tmp_path, capsys):
-    last = last_error(capsys, lambda: harness_command.call_on_nothing(tmp_path, tmp_path))
-    assert last.startswith("error: no checkpoint in")
-
-
 def test_without_the_harness_one_line_names_the_extra(monkeypatch, capsys):
     for name in ("lm_eval", "lm_eval.api.registry"):
         monkeypatch.setitem(sys.modules, name, None)

@@ -75,21 +75,6 @@ def test_names_that_say_train_and_validation_decide(tmp_path, names, train, val)
     assert len(list(corpus.documents("train"))) == train
 
 
-def test_a_large_last_file_and_other_files_are_said(tmp_path, capsys):
-    corpus = tiny.write_corpus(tmp_path / "corpus", files=2)
-    share = (corpus / "shard_00001.parquet").stat().st_size / sum(path.stat().st_size for path in corpus.iterdir())
-    for name in ("README.md", ".hidden", "LICENSE", "deeper/a.parquet", ".git/a.txt"):
-        (corpus / name).parent.mkdir(exist_ok=True)
-        (corpus / name).touch()
-    tokenizer.main(words(tmp_path))
-    said = capsys.readouterr().out
-    assert f"shard_00001.parquet: {share:.0%} of the bytes" in said
-    assert "not read: 1 .md, 1 .parquet, 1 without suffix\n" in said
-    tiny.write_corpus(corpus, files=30)
-    tokenizer.main(words(tmp_path, out=tmp_path / "more"))
-    assert "held out" not in capsys.readouterr().out
-
-
 # Units of work
 
 

@@ -4,8 +4,6 @@ import json
 import shutil
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import rustbpe
 import torch
@@ -182,12 +180,3 @@ def test_a_tokenizer_is_kept_and_one_trained_otherwise_is_refused(packed, tmp_pa
     with tiny.one_line_error("a tokenizer and nothing that says what it was trained on; choose another"):
         main(TokenizerConfig(**same))
     assert (tmp_path / "tokenizer" / "tokenizer.json").read_bytes() == before
-
-
-def test_a_vocabulary_that_the_text_cannot_fill_is_said(tmp_path, capsys):
-    for name in ("a", "b"):
-        pq.write_table(pa.table({"text": ["aaaa aaaa"]}), tmp_path / f"{name}.parquet")
-    main(TokenizerConfig(corpus=tmp_path, out=tmp_path / "out", vocab_size=32768))
-    size = Tokenizer.load(tmp_path / "out").vocab_size
-    assert size < 280 and f"{size} tokens in place of --vocab-size 32,768" in capsys.readouterr().out
-    main(TokenizerConfig(corpus=tmp_path, out=tmp_path / "out", vocab_size=32768))
