@@ -67,6 +67,7 @@ def test_nulls_are_no_documents_and_empty_texts_are(packed, tmp_path):
         (("test-00000-of-00001", "train-00000-of-00001"), 1, ["test-00000-of-00001"]),
         (("wiki.train", "wiki.valid.1", "wiki.valid.2"), 1, ["wiki.valid.1", "wiki.valid.2"]),
         (("testament", "trainspotting", "validity"), 2, ["validity"]),
+        (("my-train-notes", "our-val-notes", "zebra"), 2, ["zebra"]),  # nor does a word inside
     ],
 )
 def test_names_that_say_train_and_validation_decide(tmp_path, names, train, val):
