@@ -224,7 +224,7 @@ def test_weights_may_wait_on_the_disk(models, encoder, tmp_path):
     assert generate(placed, batch) == generate(model.theirs, batch)
 
 
-def test_files_agree_on_the_token_that_pads(models, encoder, monkeypatch):
+def test_files_agree_on_the_token_that_pads(models, encoder):
     """It is not the one that ends: a batch without its mask shows where the padding is."""
     folder = models(attention="gka").folder
     files = [json.loads((folder / name).read_text()) for name in ("config.json", "generation_config.json")]
@@ -236,10 +236,6 @@ def test_files_agree_on_the_token_that_pads(models, encoder, monkeypatch):
     assert torch.equal(batch["attention_mask"] == 0, batch["input_ids"] == encoder.pad_token_id)
     model = models(attention="gka").theirs
     assert generate(model, {"input_ids": batch["input_ids"]}) == generate(model, batch)
-    said = []
-    monkeypatch.setattr(transformers.modeling_utils.logger, "warning_once", said.append)
-    model(encoder.pad([{"input_ids": [1, 2]}, {"input_ids": [3]}], return_tensors="pt")["input_ids"])
-    assert len(said) == 1 and "passing in an `attention_mask`" in said[0]
 
 
 def test_without_transformers_or_with_an_older_one_one_line_names_the_extra(monkeypatch):
