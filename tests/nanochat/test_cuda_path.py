@@ -25,7 +25,6 @@ SMALL = dict(
 )  # fmt: skip
 FORMS = {
     "softmax": dict(attention="softmax"),
-    "vlt": dict(attention="vlt"),
     "gka": dict(attention="gka"),
     "hybrid": dict(attention="GA", head_offsets="PS", value_embeds="all"),
     "normalised": dict(attention="gka", gka_values="normalised", value_embeds="none", head_offsets="PS"),
@@ -61,7 +60,7 @@ def test_what_a_gpu_refuses_is_refused(gpu):
         x.to("cpu", non_blocking=True)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "hybrid"])  # which trains below
 def test_every_form_trains_evaluates_and_writes(form, gpu, packed, tmp_path):
     """Every tensor is where it belongs, and has the dtype that it has on a GPU."""
     trainer = Trainer(config(packed, tmp_path, **FORMS[form]), setup("cuda"))
