@@ -1,139 +1,26 @@
-"""Attention layers against the paper's equations in float64.
+"""Attention layers against the paper's equations in float64, by themselves and with what we add: offsets, bandwidths.
 
 Legend: B batch, N tokens, H heads, D head_dim, C = H * D.
 """
 
 import copy
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import timm
-import timm.layers
-import timm.optim
 import torch
-from timm.utils import AttentionExtract
 from torch import nn
 
 import explicit_sums
-from deit_gka.model.attention import ATTENTION
+from deit_gka.model.attention import ATTENTION, GKA, operators_of
 from gka import testing
 from gka.api import EPS
-from operator_cases import AUTO_ON_CPU
+from operator_cases import AUTO_ON_CPU, CPU
 from tiny_vit import kinds, small
 
 SHAPES = [(2, 7, 2, 3), (1, 31, 3, 8), (3, 1, 2, 5), (1, 50, 1, 64)]  # B, N, H, D
-
-
-shapes = pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
-
-
-def gaussian_weights(x, sigma, visible=1.0):
-    """W by the definitions of paper eq. 3, 4 and 7, (B, H, N, N), for x (B, N, H, D) and sigma (H,).
-
-    visible: factors on the affinities.
-    """
-    heads = x.transpose(1, 2)
-    distance2 = (heads[:, :, :, None] - heads[:, :, None]).square().sum(-1)
-    affinity = torch.exp(-distance2 / (2 * sigma.square()[:, None, None])) * visible
-    return affinity / affinity.sum(-1, keepdim=True)
-
-
-def gaussian_by_definition(layer, x, visible):
-    heads = x.unflatten(-1, (layer.num_heads, -1))
-    mixed = gaussian_weights(heads, layer.log_sigma.to(x.dtype).exp(), visible) @ heads.transpose(1, 2)
-    return mixed.transpose(1, 2).flatten(2) @ layer.proj.weight.T + layer.proj.bias
-
-
-def value_less_by_definition(layer, x, logit_bias):
-    """softmax(Q K^T / sqrt(D)) applied to x itself (paper section 4.4), heads joined, W_O."""
-    w_q, w_k = layer.qk.weight.chunk(2)
-    b_q, b_k = layer.qk.bias.chunk(2)
-    queries, keys, values = (
-        t.unflatten(-1, (layer.num_heads, -1)).transpose(1, 2)
-        for t in (x @ w_q.T + b_q, x @ w_k.T + b_k, x + layer.value_bias)
-    )
-    logits = queries @ keys.transpose(-1, -2) / math.sqrt(values.shape[-1]) + logit_bias
-    exp = (logits - logits.amax(-1, keepdim=True)).exp()
-    return (exp / exp.sum(-1, keepdim=True) @ values).transpose(1, 2).flatten(2) @ layer.proj.weight.T + layer.proj.bias
-
-
-def by_definition(kind, visible):
-    """The definition of a kind as a function of (layer, x). visible: factors on the affinities."""
-    if kind == "gka":
-        return lambda layer, x: gaussian_by_definition(layer, x, visible.to(x.dtype))
-    return lambda layer, x: value_less_by_definition(layer, x, visible.log().to(x.dtype))
-
-
-def make_layer(kind, shape, **settings):
-    """A layer with unequal bandwidths, sigma^2 not a power of two, and biases that are not zero."""
-    batch, tokens, heads, dim = shape
-    layer = ATTENTION[kind](heads * dim, heads, qkv_bias=True, **settings)
-    for name, p in layer.named_parameters():
-        if "bias" in name:
-            nn.init.normal_(p)
-    if kind == "gka":
-        layer.log_sigma.data.copy_(testing.make_log_sigma(heads, dim))
-    return layer, torch.randn(batch, tokens, heads * dim)
-
-
-def with_gradients(function, layer, x, grad_y, dtype) -> SimpleNamespace:
-    """y and its gradients by x and by every parameter, of function(layer, x) in dtype."""
-    layer, x = copy.deepcopy(layer).to(dtype), x.to(dtype).requires_grad_()
-    y = function(layer, x)
-    y.backward(grad_y.to(dtype))
-    return SimpleNamespace(y=y.detach(), dx=x.grad, **{name: p.grad for name, p in layer.named_parameters()})
-
-
-def check(kind, layer, x, definition, call, eps=0.0):
-    """At most twice the error of the definition in float32, plus what rounding of the exponents is worth, and eps."""
-    grad_y = torch.randn_like(x)
-    want, plain = (with_gradients(definition, layer, x, grad_y, dtype) for dtype in (torch.float64, torch.float32))
-    got = with_gradients(call, layer, x, grad_y, torch.float32)
-    split = (layer.num_heads, -1)
-    if kind == "gka":
-        heads, upstream = x.unflatten(-1, split), (grad_y @ layer.proj.weight.detach()).unflatten(-1, split)
-        problem = testing.Problem(heads, layer.log_sigma.detach(), grad_y=upstream)
-        floor = testing.exponent_ulp(problem)
-        conditions = {"log_sigma": testing.log_sigma_condition(problem), "dx": 3.0}
-    else:
-        largest = (
-            layer.qk(x).detach().unflatten(-1, (2, *split)).norm(dim=-1).amax((0, 1, 3)).prod()
-            / (x.shape[-1] / layer.num_heads) ** 0.5
-        )
-        floor = torch.finfo(torch.float32).eps * (1 + largest.item())
-        # W_Q's and W_K's gradients are sums over tokens of terms of either sign.
-        conditions = dict.fromkeys(("qk.weight", "qk.bias"), x.shape[:2].numel() ** 0.5) | {"dx": 3.0}
-    for name in vars(want):
-        reference, value = getattr(want, name), getattr(got, name)
-        assert value.dtype == torch.float32
-        if (
-            reference.norm() <= 1e-12 * x.shape[0] * grad_y.norm()
-        ):  # one token: nothing to learn about sigma; b_K, which the softmax ignores
-            assert value.norm() <= floor * grad_y.norm()
-            continue
-        floors = {name: (floor + eps) * conditions.get(name, 1.0)}
-        wrong = testing.disagreement({name: value}, {name: reference}, {name: getattr(plain, name)}, floors)
-        assert wrong is None, wrong
-
-
-def tokens_seen(mask: str, shape):
-    """A mask as users pass it, and the same as factors on the paper's affinities (eq. 7)."""
-    batch, tokens, heads, _ = shape
-    itself = torch.eye(tokens, dtype=torch.bool)
-    if mask == "pairs":
-        mask = (torch.rand(tokens, tokens) < 0.5) | itself
-    elif mask == "padding":  # keys that are padding, per image; the last tokens are
-        mask = (torch.arange(tokens) < torch.tensor([tokens - 2, tokens, tokens - 1])[:batch, None].clamp(min=1))[
-            :, None, None
-        ]
-    elif mask == "heads":
-        mask = (torch.rand(batch, heads, tokens, tokens) < 0.5) | itself
-    else:  # added to the logits; -inf hides
-        mask = torch.randn(tokens, tokens).masked_fill((torch.rand(tokens, tokens) < 0.3) & ~itself, float("-inf"))
-        return mask, mask.double().exp()
-    return mask, mask.double()
+EPS_32 = torch.finfo(torch.float32).eps
 
 
 @pytest.fixture(params=[True, False], ids=["fused", "explicit"])
@@ -144,27 +31,135 @@ def fused(request):
     return request.param
 
 
-@shapes
+# The definition
+
+
+def queries_and_keys(layer, x):
+    """Of a softmax or value-less layer, (B, H, N, D) each."""
+    matrix, width = layer.qk if hasattr(layer, "qk") else layer.qkv, 2 * x.shape[-1]
+    joined = x @ matrix.weight[:width].T + matrix.bias[:width]
+    return (t.unflatten(-1, (layer.num_heads, -1)).transpose(1, 2) for t in joined.chunk(2, dim=-1))
+
+
+def weights_by_definition(layer, x, visible):
+    """W, (B, H, N, N): paper eq. 3, 4 and 7, or softmax(Q K^T / sqrt(D)). visible: factors on the affinities."""
+    if layer.kind == "gka":
+        scaled = x if layer.log_scale is None else x * layer.log_scale.exp()
+        heads = scaled.unflatten(-1, (layer.num_heads, -1)).transpose(1, 2)
+        distance2 = (heads[:, :, :, None] - heads[:, :, None]).square().sum(-1)
+        sigma = layer.log_sigma.to(x.dtype).exp()
+        affinity = torch.exp(-distance2 / (2 * sigma.square()[:, None, None])) * visible.to(x.dtype)
+        return affinity / affinity.sum(-1, keepdim=True)
+    queries, keys = queries_and_keys(layer, x)
+    logits = queries @ keys.transpose(-1, -2) / math.sqrt(queries.shape[-1]) + visible.log().to(x.dtype)
+    exp = (logits - logits.amax(-1, keepdim=True)).exp()
+    return exp / exp.sum(-1, keepdim=True)
+
+
+def by_definition(layer, x, visible=torch.ones(()), holder=None):
+    """The layer's output, (B, N, C). holder: (H, N), whose value a token holds on each head; None = its own."""
+    values = x
+    if layer.kind == "softmax":
+        values = x @ layer.qkv.weight[2 * x.shape[-1] :].T + layer.qkv.bias[2 * x.shape[-1] :]
+    elif getattr(layer, "value_bias", None) is not None:
+        values = x + layer.value_bias
+    values = values.unflatten(-1, (layer.num_heads, -1)).transpose(1, 2)
+    if holder is not None:
+        values = torch.stack([values[:, head, places] for head, places in enumerate(holder)], dim=1)
+    mixed = weights_by_definition(layer, x, visible) @ values
+    return mixed.transpose(1, 2).flatten(2) @ layer.proj.weight.T + layer.proj.bias
+
+
+def spread(layer):
+    """The layer with unequal bandwidths, sigma^2 not a power of two, and biases that are not zero."""
+    for name, parameter in layer.named_parameters():
+        if "bias" in name:
+            nn.init.normal_(parameter)
+        elif name == "log_scale":
+            nn.init.normal_(parameter, std=0.5)
+    if layer.kind == "gka":
+        layer.log_sigma.data.copy_(testing.make_log_sigma(layer.num_heads, layer.proj.in_features // layer.num_heads))
+    return layer
+
+
+def make_layer(kind, shape, **settings):
+    batch, tokens, heads, dim = shape
+    layer = spread(ATTENTION[kind](heads * dim, heads, qkv_bias=True, **settings))
+    return layer, torch.randn(batch, tokens, heads * dim)
+
+
+def with_gradients(function, layer, x, grad_y, dtype):
+    """y and its gradients by x and by every parameter, of function(layer, x) in dtype."""
+    layer, x = copy.deepcopy(layer).to(dtype), x.to(dtype).requires_grad_()
+    y = function(layer, x)
+    y.backward(grad_y.to(dtype))
+    return {"y": y.detach(), "dx": x.grad, **{name: p.grad for name, p in layer.named_parameters()}}
+
+
+def rounding_of(layer, x, grad_y):
+    """What rounding of the exponents is worth, and the conditions of the gradients that multiply it."""
+    split = (layer.num_heads, -1)
+    if layer.kind == "gka":
+        heads, upstream = x.unflatten(-1, split), (grad_y @ layer.proj.weight.detach()).unflatten(-1, split)
+        problem = testing.Problem(heads, layer.log_sigma.detach(), grad_y=upstream)
+        # The gradient of a channel's bandwidth is a sum of the log_sigma's kind.
+        learned = testing.log_sigma_condition(problem)
+        return testing.exponent_ulp(problem), {"log_sigma": learned, "log_scale": learned, "dx": 3.0}
+    queries, keys = (t.detach().norm(dim=-1).amax((0, 2)) for t in queries_and_keys(layer, x))
+    largest = (queries * keys).max() / (x.shape[-1] / layer.num_heads) ** 0.5
+    # W_Q's and W_K's gradients are sums over tokens of terms of either sign.
+    conditions = dict.fromkeys(("qk.weight", "qk.bias", "qkv.weight", "qkv.bias"), x.shape[:2].numel() ** 0.5)
+    return EPS_32 * (1 + largest.item()), conditions | {"dx": 3.0}
+
+
+def check(layer, x, definition=by_definition, call=lambda layer, x: layer(x), eps=0.0):
+    """At most twice the error of the definition in float32, plus what rounding of the exponents is worth, and eps."""
+    grad_y = torch.randn_like(x)
+    want, plain = (with_gradients(definition, layer, x, grad_y, dtype) for dtype in (torch.float64, torch.float32))
+    got = with_gradients(call, layer, x, grad_y, torch.float32)
+    floor, conditions = rounding_of(layer, x, grad_y)
+    for name, reference in want.items():
+        assert got[name].dtype == torch.float32
+        if reference.norm() <= 1e-12 * x.shape[0] * grad_y.norm():
+            # One token: nothing to learn about sigma. b_K, which the softmax ignores.
+            assert got[name].norm() <= floor * grad_y.norm()
+            continue
+        floors = {name: (floor + eps) * conditions.get(name, 1.0)}
+        wrong = testing.disagreement({name: got[name]}, {name: reference}, {name: plain[name]}, floors)
+        assert wrong is None, wrong
+
+
+def applied_eps(kind, fused=True):
+    """The explicit path of GKA and the CPU kernel add the paper's epsilon to row sums of at least 1."""
+    return EPS if kind == "gka" and (not fused or AUTO_ON_CPU == "cpu") else 0.0
+
+
+# Our kinds
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @kinds
 def test_layers_equal_their_definitions(kind, shape, fused, is_causal):
     layer, x = make_layer(kind, shape)
     assert layer.fused_attn is fused
-    visible = torch.ones(shape[1], shape[1])
-    # The explicit path of GKA and the CPU kernel add the paper's epsilon to row sums of at least 1.
-    eps = EPS if kind == "gka" and (not fused or AUTO_ON_CPU == "cpu") else 0.0
-    definition = by_definition(kind, visible.tril() if is_causal else visible)
-    check(kind, layer, x, definition, lambda f, x: f(x, is_causal=is_causal), eps)
+    visible = torch.ones(shape[1], shape[1], dtype=torch.float64)
+    visible = visible.tril() if is_causal else visible
+    check(
+        layer,
+        x,
+        lambda layer, x: by_definition(layer, x, visible),
+        lambda layer, x: layer(x, is_causal=is_causal),
+        applied_eps(kind, fused),
+    )
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 def test_second_derivatives_between_equal_tokens(is_causal, explicit):
-    layer = ATTENTION["gka"](6, num_heads=2, proj_bias=False).double()
+    layer = GKA(6, num_heads=2, proj_bias=False).double()
     nn.init.eye_(layer.proj.weight)
-    x, grad_y, direction = (
-        torch.randn(1, 5, 6, dtype=torch.float64)[:, index] for index in ([0, 1, 0, 2, 2], slice(None), slice(None))
-    )
-    x.requires_grad_()
+    x = torch.randn(1, 5, 6, dtype=torch.float64)[:, [0, 1, 0, 2, 2]].requires_grad_()
+    grad_y, direction = torch.randn(2, 1, 5, 6, dtype=torch.float64)
     (gradient,) = torch.autograd.grad((layer(x, is_causal=is_causal) * grad_y).sum(), x, create_graph=True)
     (got,) = torch.autograd.grad((gradient * direction).sum(), x)
 
@@ -174,30 +169,77 @@ def test_second_derivatives_between_equal_tokens(is_causal, explicit):
     torch.testing.assert_close(got, torch.from_numpy(sum(want)).view(1, 5, 6), rtol=1e-11, atol=1e-13)
 
 
+def test_value_less_attention_without_a_bias_of_the_values():
+    layer, x = make_layer("vlt", (2, 7, 2, 3), value_bias=False)
+    assert layer.value_bias is None
+    check(layer, x)
+
+
+@kinds
+def test_dropout_acts_in_training_only(kind):
+    layer, x = make_layer(kind, (2, 9, 2, 8), attn_drop=0.4)
+    weights = []
+    layer.attn_drop.register_forward_hook(lambda module, inputs, output: weights.extend((*inputs, output)))
+    y, (before, after) = layer(x), weights
+    kept = after != 0
+    assert 0.4 < kept.float().mean() < 0.8
+    torch.testing.assert_close(after[kept], before[kept] / 0.6)
+    values = layer.own_values(x.unflatten(-1, (2, 8)))
+    torch.testing.assert_close(y, layer.proj((after @ values.transpose(1, 2)).transpose(1, 2).flatten(2)))
+    torch.testing.assert_close(layer.eval()(x), by_definition(layer, x), rtol=1e-4, atol=1e-5)
+
+    layer, x = make_layer(kind, (2, 9, 2, 8), proj_drop=0.5)
+    y, want = layer(x), layer.eval()(x)
+    kept = y != 0
+    assert 0.3 < kept.float().mean() < 0.7
+    torch.testing.assert_close(y[kept], 2 * want[kept])
+
+
+# Masks
+
+
+def tokens_seen(mask: str, shape):
+    """A mask as users pass it, and the same as factors on the paper's affinities (eq. 7)."""
+    batch, tokens, heads, _ = shape
+    itself = torch.eye(tokens, dtype=torch.bool)
+    if mask == "added":  # to the logits; -inf hides
+        mask = torch.randn(tokens, tokens).masked_fill((torch.rand(tokens, tokens) < 0.3) & ~itself, -math.inf)
+        return mask, mask.double().exp()
+    if mask == "pairs":
+        mask = (torch.rand(tokens, tokens) < 0.5) | itself
+    elif mask == "heads":
+        mask = (torch.rand(batch, heads, tokens, tokens) < 0.5) | itself
+    else:  # keys that are padding, per image; the last tokens are
+        lengths = torch.tensor([tokens - 2, tokens, tokens - 1])
+        mask = (torch.arange(tokens) < lengths[:, None])[:, None, None]
+    return mask, mask.double()
+
+
 @pytest.mark.parametrize("mask", ["pairs", "padding", "heads", "added"])
 @kinds
 def test_masks_renormalise_rows(kind, mask):
     shape = (3, 11, 2, 8)
     layer, x = make_layer(kind, shape)
     attn_mask, visible = tokens_seen(mask, shape)
-    check(kind, layer, x, by_definition(kind, visible), lambda f, x: f(x, attn_mask=attn_mask), eps=EPS)
+    check(
+        layer,
+        x,
+        lambda layer, x: by_definition(layer, x, visible),
+        lambda layer, x: layer(x, attn_mask=attn_mask),
+        eps=EPS,
+    )
 
 
-@pytest.mark.parametrize("shift", [100.0, -100.0])
 @kinds
-def test_a_constant_mask_changes_nothing(kind, shift):
+def test_masks_that_are_extreme(kind):
+    """A constant changes nothing. Where all remaining affinities underflow in float32, everything is finite."""
     layer, x = make_layer(kind, (1, 9, 2, 8))
-    torch.testing.assert_close(layer(x, attn_mask=torch.full((9, 9), shift)), layer(x), rtol=1e-4, atol=1e-5)
-
-
-@kinds
-def test_masked_diagonal_among_distant_tokens_is_finite(kind):
-    """All remaining affinities underflow in float32; outputs and gradients are finite all the same."""
-    layer, x = make_layer(kind, (1, 4, 1, 8))
-    x = (30 * x).requires_grad_()
-    y = layer(x, attn_mask=~torch.eye(4, dtype=torch.bool))
+    for shift in (100.0, -100.0):
+        torch.testing.assert_close(layer(x, attn_mask=torch.full((9, 9), shift)), layer(x), rtol=1e-4, atol=1e-5)
+    far = (30 * x).requires_grad_()
+    y = layer(far, attn_mask=~torch.eye(9, dtype=torch.bool))
     y.sum().backward()
-    assert torch.isfinite(y).all() and torch.isfinite(x.grad).all()
+    assert torch.isfinite(y).all() and torch.isfinite(far.grad).all()
 
 
 @pytest.mark.parametrize("form", ["bool", "added"])
@@ -210,75 +252,82 @@ def test_rows_whose_mask_hides_everything_are_0_as_in_timms_fused_softmax(kind, 
     attn_mask = visible if form == "bool" else torch.zeros(2, 1, 4, 4).masked_fill(~visible, -math.inf)
     x.requires_grad_()
     y = layer(x, attn_mask=attn_mask)
-    timms = timm.layers.Attention(16, num_heads=2)
-    assert timms.fused_attn is fused
-    outputs = {layer: y, **({timms: timms(x, attn_mask=attn_mask)} if fused else {})}  # explicit, timm's is NaN
-    for module, output in outputs.items():
-        torch.testing.assert_close(output[0, 2:], module.proj.bias.expand(2, 16))
+    torch.testing.assert_close(y[0, 2:], layer.proj.bias.expand(2, 16))
     torch.testing.assert_close(y[:1, :2], layer(x[:1, :2]), rtol=1e-4, atol=1e-5)
+    if fused:  # explicit, timm's is NaN
+        timms = timm.layers.Attention(16, num_heads=2)
+        torch.testing.assert_close(timms(x, attn_mask=attn_mask)[0, 2:], timms.proj.bias.expand(2, 16))
     y.square().sum().backward()
     assert not x.grad[0, 2:].any() and x.grad[0, :2].all()
     assert all(torch.isfinite(p.grad).all() for p in layer.parameters())
 
 
-@kinds
-def test_explicit_path_equals_fused_path(kind, images, explicit):
-    model = small(kind).double().eval()
-    timm.layers.set_fused_attn(True)
-    fused = small(kind).double().eval()
-    fused.load_state_dict(model.state_dict())
-    assert [model.blocks[0].attn.fused_attn, fused.blocks[0].attn.fused_attn] == [False, True]
-    torch.testing.assert_close(model(images.double()), fused(images.double()), rtol=10 * EPS, atol=10 * EPS)
+# Spatial offsets
+
+SEEN = {"N": (0, 0), "L": (0, -1), "R": (0, 1), "U": (-1, 0), "B": (1, 0), "D": (-1, -1)}  # row, column
+LAYOUTS = {
+    "class token": ("LUD", dict()),
+    "none": ("RBN", dict(class_token=False, global_pool="avg")),
+    "registers": ("UR", dict(reg_tokens=3)),
+    "not square": ("DLB", dict(img_size=(48, 80))),
+    "one row": ("LUR", dict(img_size=(16, 96))),
+}
 
 
-def test_value_bias_is_an_output_bias():
-    """Rows of W sum to 1, so W (x + b) W_O = W x W_O + b W_O."""
-    with_bias = make_layer("vlt", (2, 9, 3, 5))[0].double()
-    without = ATTENTION["vlt"](15, 3, qkv_bias=True, value_bias=False).double()
-    state = with_bias.state_dict()
-    state["proj.bias"] = state["proj.bias"] + state["proj.weight"] @ state.pop("value_bias")
-    without.load_state_dict(state)
-    x = torch.randn(2, 9, 15, dtype=torch.float64)
-    torch.testing.assert_close(with_bias(x), without(x), rtol=1e-12, atol=1e-12)
+def token_of(letter, token, grid, others):
+    """The token whose value `token` holds on a head with that letter."""
+    row, column = divmod(token - others, grid[1])
+    down, right = SEEN[letter]
+    inside = 0 <= row + down < grid[0] and 0 <= column + right < grid[1]
+    return others + (row + down) * grid[1] + column + right if token >= others and inside else token
 
 
-@kinds
-def test_attention_dropout_acts_in_training_only(kind):
-    layer, x = make_layer(kind, (2, 9, 2, 8), attn_drop=0.4)
-    weights = []
-    layer.attn_drop.register_forward_hook(
-        lambda module, inputs, output: weights.append((inputs[0].detach(), output.detach()))
-    )
-    y = layer(x)
-    (before, after) = weights[0]
-    kept = after != 0
-    assert 0.4 < kept.float().mean() < 0.8
-    torch.testing.assert_close(after[kept], before[kept] / 0.6)
-    values = x.unflatten(-1, (2, 8)) + (layer.value_bias.unflatten(-1, (2, 8)) if kind == "vlt" else 0)
-    torch.testing.assert_close(y, layer.proj((after @ values.transpose(1, 2)).transpose(1, 2).flatten(2)))
-    definition = by_definition(kind, torch.ones(9, 9))
-    torch.testing.assert_close(layer.eval()(x), definition(layer, x), rtol=1e-4, atol=1e-5)
+def check_offsets(model, pattern, eps):
+    """The first layer, on inputs of its own, holds the values of its neighbours."""
+    layer, grid, others = spread(model.blocks[0].attn), model.patch_embed.grid_size, model.num_prefix_tokens
+    x = torch.randn(2, others + math.prod(grid), model.embed_dim)
+    letters = [pattern[head % len(pattern)] for head in range(layer.num_heads)]
+    holder = [[token_of(letter, token, grid, others) for token in range(x.shape[1])] for letter in letters]
+    check(layer, x, lambda layer, x: by_definition(layer, x, holder=holder), eps=eps)
 
 
-@kinds
-def test_projection_dropout(kind):
-    layer, x = make_layer(kind, (2, 9, 2, 8), proj_drop=0.5)
-    y, want = layer(x), layer.eval()(x)
-    kept = y != 0
-    assert 0.3 < kept.float().mean() < 0.7
-    torch.testing.assert_close(y[kept], 2 * want[kept])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", ATTENTION)
+def test_heads_hold_the_values_of_their_neighbours(kind, layout):
+    pattern, settings = LAYOUTS[layout]
+    check_offsets(small(attention=kind, spatial_offsets=pattern, **settings), pattern, applied_eps(kind))
 
 
-@kinds
-def test_timm_extracts_attention_maps(kind, images, explicit):
-    model = small(kind).eval()
-    inputs = []
-    model.blocks[0].norm1.register_forward_hook(lambda module, args, output: inputs.append(output))
-    maps = AttentionExtract(model, method="hook")(images)
-    assert list(maps) == [f"blocks.{i}.attn.attn_drop" for i in range(2)]
-    for weights in maps.values():
-        assert weights.shape == (2, 3, 5, 5) and (weights >= 0).all()
-        torch.testing.assert_close(weights.sum(-1), torch.ones(2, 3, 5))
-    if kind == "gka":
-        want = gaussian_weights(inputs[0].unflatten(-1, (3, 8)), model.blocks[0].attn.log_sigma.exp())
-        torch.testing.assert_close(maps["blocks.0.attn.attn_drop"], want, rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("kind", ATTENTION)
+def test_the_path_that_builds_w_has_offsets(kind, explicit):
+    check_offsets(small(attention=kind, spatial_offsets="LUD", img_size=48), "LUD", applied_eps(kind, fused=False))
+
+
+@pytest.mark.parametrize("impl", ["reference", "sdpa", CPU])
+def test_every_implementation_of_the_operator_serves_offsets(impl):
+    model = small(spatial_offsets="LUD", img_size=(48, 64), impl=impl)
+    assert operators_of(model) == [impl]
+    check_offsets(model, "LUD", EPS)
+
+
+def test_another_grid_is_followed_or_refused():
+    model = small(spatial_offsets="LUD")
+    model.set_input_size((32, 64))
+    check_offsets(model, "LUD", EPS)
+    with pytest.raises(ValueError, match="need 1 tokens and 2 x 4 patches, got 5 tokens"):
+        model.blocks[0].attn(torch.randn(1, 5, 24))
+    for setting in (dict(dynamic_img_size=True), dict(patch_drop_rate=0.5)):
+        with pytest.raises(ValueError, match="need all patches of one grid"):
+            small(spatial_offsets="LUD", **setting)
+    with pytest.raises(ValueError, match="which know the patches' grid"):
+        GKA(24, 3, spatial_offsets="LU")(torch.randn(1, 5, 24))
+
+
+# A bandwidth for every channel
+
+
+def test_the_kernel_compares_scaled_features_and_mixes_unscaled_values(fused):
+    layer, x = make_layer("gka", (2, 7, 2, 4), channel_bandwidths=True)
+    check(layer, x, eps=EPS)
+    layer.reset_parameters()
+    assert not layer.log_scale.any()

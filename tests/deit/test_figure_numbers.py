@@ -1,13 +1,15 @@
-"""The numbers behind the figures: W and its check, rollout, distances, widths, layouts of tokens."""
+"""The numbers behind the figures: layouts of tokens, rollout, distances, widths, deletion curves."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-import tiny_vit
-from deit_gka.figures.bandwidths import relative_bandwidths, widths
+from deit_gka.data.transforms import eval_transform
+from deit_gka.figures.bandwidths import ranked, relative_bandwidths, widths
+from deit_gka.figures.deletion import deletion_curve, draw_deletion, orders, without
 from deit_gka.figures.explanation import choose_tokens, few_weights
-from deit_gka.figures.maps import attention_layers, attention_maps
 from deit_gka.figures.matrices import matrix_picture, off_diagonal, subsample
 from deit_gka.figures.measures import (
     Tokens,
@@ -17,30 +19,22 @@ from deit_gka.figures.measures import (
     entropy,
     median_distance,
 )
-from deit_gka.figures.patch_to_patch import query_maps
+from deit_gka.figures.patch_to_patch import grey_patch, query_distances, query_maps, without_own
 from deit_gka.figures.rollout import rollout
 from deit_gka.figures.sheet import Subject, linear, logarithmic, overlay
-from deit_gka.figures.subjects import Drawn, subjects_of
+from deit_gka.figures.subjects import Drawn, of_timm, subjects_of
 from deit_gka.model.checkpoints import build
-from gka import gaussian_weights
+from figure_runs import GKA, SOFTMAX, TINY, tiny_subjects
 from tiny_vision import photo
-from trainkit_gka.cli import UserError
 
-TINY = dict(embed_dim=16, depth=2, num_heads=2, patch_size=4, img_size=[8, 12])
+SMALL = dict(embed_dim=16, depth=2, num_heads=2, patch_size=4, img_size=[8, 12])
+NO_CLASS = dict(attn_layer="gka", class_token=False, global_pool="avg")
 LAYOUTS = {
-    "class": ("deit_tiny_gka_patch16_224", {}, Tokens((2, 3), (4, 4), 1, True)),
+    "class": (GKA, {}, Tokens((2, 3), (4, 4), 1, True)),
     "distilled": ("deit_tiny_gka_distilled_patch16_224", {}, Tokens((2, 3), (4, 4), 2, True)),
-    "registers": ("deit_tiny_gka_patch16_224", dict(reg_tokens=4), Tokens((2, 3), (4, 4), 5, True)),
-    "none": (
-        "vit_tiny_patch16_224",
-        dict(attn_layer="gka", class_token=False, global_pool="avg"),
-        Tokens((2, 3), (4, 4), 0, False),
-    ),
-    "registers alone": (
-        "vit_tiny_patch16_224",
-        dict(attn_layer="gka", class_token=False, reg_tokens=2, global_pool="avg"),
-        Tokens((2, 3), (4, 4), 2, False),
-    ),
+    "registers": (GKA, dict(reg_tokens=4), Tokens((2, 3), (4, 4), 5, True)),
+    "none": ("vit_tiny_patch16_224", NO_CLASS, Tokens((2, 3), (4, 4), 0, False)),
+    "registers alone": ("vit_tiny_patch16_224", dict(NO_CLASS, reg_tokens=2), Tokens((2, 3), (4, 4), 2, False)),
 }
 
 
@@ -49,43 +43,8 @@ def random_weights(*shape: int) -> torch.Tensor:
 
 
 def subject_of(name: str, **settings) -> Subject:
-    model = build(name, **{**TINY, **settings})
+    model = build(name, **{**SMALL, **settings})
     return subjects_of(Drawn("tiny", "tiny", model, {"crop_pct": 1.0}), {"stripes": photo(0)})[0]
-
-
-# W
-
-
-@pytest.mark.parametrize("attention", ["A", "V", "G", "GA", "GVGA"])
-def test_the_recomputed_weights_give_the_output_of_every_kind(attention, images):
-    model = tiny_vit.create("gka", attention=attention, depth=4)
-    for kind, layer in zip((attention * 4)[:4], attention_maps(model, images)):
-        assert layer.error < 1e-5 and layer.weights.shape == (2, 3, 5, 5)
-        torch.testing.assert_close(layer.weights.sum(-1), torch.ones(2, 3, 5))
-        assert (layer.sigma is not None) == (kind == "G") == (layer.features is not None)
-
-
-@pytest.mark.parametrize("settings", [dict(qk_norm=True), dict(scale_attn_norm=True)], ids=str)
-def test_variants_of_softmax_attention_of_timm_are_recomputed(settings):
-    model = build("vit_tiny_patch16_224", **TINY, **settings)
-    assert all(layer.error < 1e-5 for layer in attention_maps(model, torch.randn(1, 3, 8, 12)))
-
-
-def test_the_weights_are_the_operators():
-    subject = subject_of("deit_tiny_gka_patch16_224", sigma_squared=2.0)
-    for layer in subject.layers:
-        assert layer.initial_sigma == pytest.approx(2**0.5) and layer.sigma.tolist() == pytest.approx([2**0.5] * 2)
-        weights = gaussian_weights(layer.features[None], layer.sigma.log(), eps=0.0)
-        torch.testing.assert_close(layer.weights, weights[0])
-
-
-def test_attention_that_does_something_else_is_refused(images):
-    model = tiny_vit.create()
-    model.blocks[1].attn.register_forward_hook(lambda layer, args, output: 2 * output)
-    with pytest.raises(UserError, match=r"layer 2 \(GKA\) does not give the model's output"):
-        attention_maps(model, images)
-    with pytest.raises(UserError, match="attention of ResNet is not known"):
-        attention_layers(build("resnet18"))
 
 
 # Tokens
@@ -98,7 +57,6 @@ def test_tokens_before_the_patches_are_counted(name, settings, expected):
     assert tokens == expected and tokens.count == weights.shape[-1]
     read = weights[:, 0] if tokens.has_class else weights[:, tokens.prefix :].mean(1)
     torch.testing.assert_close(tokens.read(weights), read)
-    assert ("mean row" in tokens.reader) == (not tokens.has_class)
     assert tokens.patches(read)[1, 1, 2] == read[1, tokens.prefix + 5]
 
 
@@ -131,10 +89,7 @@ def test_rollout_is_the_product_from_the_last_layer_to_the_first(discard):
                 augmented[i, j] = 0.5 * kept + 0.5 * (i == j)
             augmented[i] /= augmented[i].sum()
         expected = augmented @ expected
-    result = rollout(layers, tokens, discard)
-    np.testing.assert_allclose(result.numpy(), expected)
-    np.testing.assert_allclose(result.sum(-1).numpy(), 1)
-    assert not torch.allclose(result, rollout(layers[::-1], tokens, discard))
+    np.testing.assert_allclose(rollout(layers, tokens, discard).numpy(), expected)
 
 
 @pytest.mark.parametrize("has_class", [True, False])
@@ -148,14 +103,11 @@ def test_a_token_that_loses_its_whole_row_keeps_itself(has_class):
     assert row.sum() == pytest.approx(1) and (row[0] > 0) == has_class
     assert row[1] == pytest.approx(0.5 / (0.5 + 0.5 / 6) if has_class else 1)
     assert row[2:].eq(0).all()
-
-
-def test_nothing_is_discarded_from_uniform_attention():
-    uniform, tokens = torch.full((1, 5, 5), 0.2), Tokens((2, 2), (4, 4))
+    uniform = torch.full((1, 6, 6), 1 / 6)  # of which nothing is discarded
     torch.testing.assert_close(rollout([uniform], tokens, 0.9), rollout([uniform], tokens))
 
 
-# Numbers that describe W
+# Distances and widths
 
 
 def test_attended_distance_of_known_weights():
@@ -172,6 +124,19 @@ def test_attended_distance_of_known_weights():
     torch.testing.assert_close(attended_distance(weights, tokens), torch.tensor([0.0, float(mean), 4.0]))
 
 
+def test_the_distance_of_a_query_is_in_pixels():
+    tokens = Tokens((2, 3), (4, 8), 2)
+    weights = torch.full((2, 8, 8), 1 / 8)
+    (row, column), number = tokens.queries()[3], tokens.token(*tokens.queries()[3])
+    weights[1, number] = 0
+    weights[1, number, 0] = 0.5  # a token before the patches has no place
+    weights[1, number, tokens.token(row + 1, column)] = 0.5
+    maps = query_maps(weights, tokens)
+    assert maps.shape == (2, 4, 2, 3) and query_distances(maps, tokens)[1, 3] == pytest.approx(4)
+    mean = np.mean([np.hypot(4 * (row - i), 8 * (column - j)) for i in range(2) for j in range(3)])
+    assert query_distances(maps, tokens)[0, 3] == pytest.approx(float(mean))
+
+
 def test_widths_of_the_identity_and_of_uniform_attention():
     both = torch.stack([torch.eye(5), torch.full((5, 5), 0.2)])
     torch.testing.assert_close(effective_tokens(both), torch.tensor([1.0, 5.0]))
@@ -179,41 +144,39 @@ def test_widths_of_the_identity_and_of_uniform_attention():
     torch.testing.assert_close(entropy(both)[:, 0], torch.tensor([0.0, np.log(5.0)]).float())
 
 
-def test_median_distance_is_over_pairs_of_different_tokens():
+def test_bandwidths_are_relative_to_the_median_distance_of_different_tokens():
     features = torch.tensor([[0.0], [1.0], [3.0]])[:, None] * torch.tensor([1.0, 10.0])[:, None]
     torch.testing.assert_close(median_distance(features), torch.tensor([2.0, 20.0]))
-
-
-def test_layers_without_bandwidth_have_none_in_the_figure_of_sigma():
-    subject = subject_of("deit_tiny_gka_patch16_224", attention="GA")
+    subject = subject_of(GKA, attention="GA")
     relative = relative_bandwidths(subject)
-    assert np.isfinite(relative[0]).all() and np.isnan(relative[1]).all() and np.isnan(subject.sigmas[1]).all()
-    assert subject.has_sigma and not subject_of("deit_tiny_patch16_224").has_sigma
+    first = subject.layers[0]
+    np.testing.assert_allclose(relative[0], (first.sigma / median_distance(first.features)).numpy())
+    assert np.isnan(relative[1]).all() and np.isnan(subject.sigmas[1]).all()  # softmax has none
+    assert subject.has_sigma and not subject_of(SOFTMAX).has_sigma
     assert ((widths(subject) >= 1) & (widths(subject) <= 7)).all()
-    np.testing.assert_allclose(
-        relative[0], (subject.layers[0].sigma / median_distance(subject.layers[0].features)).numpy()
-    )
+
+
+def test_heads_are_ranked_by_sigma_and_keep_their_other_numbers():
+    numbers = np.array([[[3.0, 1.0, 2.0], [np.nan] * 3], [[30, 10, 20], [np.nan] * 3], [[5, 6, 7], [9, 7, 8]]])
+    expected = [[[1, 2, 3], [np.nan] * 3], [[10, 20, 30], [np.nan] * 3], [[6, 7, 5], [7, 8, 9]]]
+    np.testing.assert_array_equal(ranked(numbers), expected)
 
 
 # Pictures
 
 
-def test_matrices_are_subsampled_evenly_and_lose_their_diagonal():
+def test_matrices_are_subsampled_evenly_and_drawn_without_their_diagonal():
     weights = torch.arange(197.0)[:, None] + torch.arange(197.0) / 1000
     some = subsample(weights, 50)
     assert some.shape == (50, 50) and some[0, 0] == 0 and some[-1, -1] == weights[-1, -1]
     assert subsample(weights, -1) is weights and subsample(weights, 500) is weights
     assert off_diagonal(torch.arange(9.0).view(3, 3)).tolist() == [1, 2, 3, 5, 6, 7]
-
-
-def test_the_picture_of_a_matrix_has_a_grey_diagonal_and_the_class_token_apart():
     weights = random_weights(80, 80)
     picture = matrix_picture(weights, linear(weights), prefix=1)
     assert picture.shape == (82, 82, 3)  # two lines for the class token, one between: 2 + 1 + 79
     assert (picture[2] == 255).all() and (picture[:, 2] == 255).all()
     grey = picture[0, 0]
     assert (picture[:2, :2] == grey).all() and (picture[range(3, 82), range(3, 82)] == grey).all()
-    assert matrix_picture(weights, linear(weights), prefix=0).shape == (80, 80, 3)
 
 
 @pytest.mark.parametrize("values", [torch.zeros(4), torch.full((4,), 0.2), torch.tensor([1e-30, 0.5])], ids=str)
@@ -231,3 +194,80 @@ def test_a_few_tokens_have_the_kernel_of_the_equations():
     torch.testing.assert_close(weights[0], expected / expected.sum(), rtol=1e-6, atol=0)
     assert choose_tokens(torch.tensor([[9.0], [0.0], [5.0], [1.0], [2.0]]), query=3, first=1, count=3) == [3, 4, 2]
     assert choose_tokens(torch.zeros(4, 2), query=2, first=1) == [2, 1, 3]
+
+
+def test_the_scale_of_a_query_leaves_the_patch_itself_out():
+    tokens = Tokens((2, 3), (4, 8), 1)
+    weights = torch.eye(7)[None] + 0.01 * torch.rand(2, 7, 7)
+    kept = without_own(query_maps(weights, tokens), tokens)
+    assert kept.shape == (2 * 4 * 5,) and kept.max() < 0.5
+    picture = grey_patch(np.zeros((8, 24, 3), dtype=np.uint8), (1, 2), (4, 8))
+    assert (picture[4:, 16:] > 100).all() and picture[:4].max() == 0 and picture[:, :16].max() == 0
+
+
+# Deletion curves
+
+
+@pytest.fixture
+def subject():
+    """A model on noise of 2 x 4 patches, whose probability of class 1 is how much of the patch (1, 2) is left."""
+    (subject,) = tiny_subjects(GKA, "img_size=[8,16]")
+    pixels = np.random.default_rng(0).random((8, 16, 3)).astype(np.float32)
+    pixels[4:, 8:12] = 1.0
+
+    def probabilities(images):
+        left = (images[:, 4:, 8:12] == 1).float().mean((1, 2, 3))
+        return torch.stack([(1 - left) / 2, left, (1 - left) / 2], dim=1)
+
+    return replace(subject, pixels=pixels, probabilities=probabilities)
+
+
+def test_the_first_patches_of_the_order_are_deleted(subject):
+    order = torch.tensor([6, 0, 3, 1, 2, 4, 5, 7])
+    images = without(subject, order, [0, 1, 3, 8])
+    mean = subject.pixels.mean((0, 1))
+    np.testing.assert_array_equal(images[0], subject.pixels)
+    expected = subject.pixels.copy()
+    expected[4:, 8:12] = mean
+    np.testing.assert_allclose(images[1], expected, rtol=1e-6)
+    expected[:4, :4] = expected[:4, 12:] = mean
+    np.testing.assert_allclose(images[2], expected, rtol=1e-6)
+    np.testing.assert_allclose(images[3], np.broadcast_to(mean, (8, 16, 3)), rtol=1e-6)
+
+
+@pytest.mark.parametrize("place, area", [(0, 1 / 16), (3, 7 / 16), (7, 15 / 16)])
+def test_the_area_says_when_the_patch_that_counts_is_deleted(subject, place, area):
+    order = [other for other in range(8) if other != 6]
+    shares, curve = deletion_curve(subject, torch.tensor([*order[:place], 6, *order[place:]]))
+    np.testing.assert_allclose(shares, np.arange(9) / 8)
+    np.testing.assert_array_equal(curve, shares <= place / 8)
+    assert np.trapezoid(curve, shares) == pytest.approx(area)
+
+
+def test_orders_are_those_of_the_attention(subject):
+    found, tokens = orders(subject), subject.tokens
+    weights = [layer.weights for layer in subject.layers]
+    for name, row in (("rollout", rollout(weights, tokens)[0, 1:]), ("CLS", weights[-1].mean(0)[0, 1:])):
+        assert (row[found[name][0]].diff() <= 0).all() and sorted(found[name][0].tolist()) == list(range(8))
+    assert len({tuple(order.tolist()) for order in found["random"]}) > 1
+    assert all(torch.equal(again, order) for again, order in zip(orders(subject)["random"], found["random"]))
+
+
+def test_the_curves_of_a_model_start_at_its_own_probability(figures, tmp_path):
+    subjects = [*tiny_subjects(GKA, "num_classes=3"), *tiny_subjects(SOFTMAX, "num_classes=3")]
+    (figure,) = draw_deletion(subjects, tmp_path)
+    axis = figures["deletion.png"].axes[0]
+    assert len(axis.lines) == len(figure.rows) == 6
+    for line, row, subject in zip(axis.lines, figure.rows, [subject for subject in subjects for _ in range(3)]):
+        whole = subject.probabilities(torch.as_tensor(subject.pixels)[None])
+        assert line.get_ydata()[0] == pytest.approx(float(whole.max())) == row["probability of the whole image"]
+        assert row["area under the curve"] == pytest.approx(np.trapezoid(line.get_ydata(), line.get_xdata()))
+        assert f"{row['area under the curve']:#.3g}" in line.get_label() and row["model"] in line.get_label()
+
+
+def test_the_probabilities_are_the_models_own():
+    drawn, image = of_timm(GKA, [*TINY[1:], "img_size=[8,16]", "num_classes=3"]), photo(0)
+    (subject,) = subjects_of(drawn, {"stripes": image})
+    found = subject.probabilities(torch.as_tensor(subject.pixels)[None])
+    normalised = eval_transform((8, 16), **drawn.settings)(image)
+    torch.testing.assert_close(found, drawn.model(normalised[None]).softmax(-1).detach())

@@ -1,4 +1,4 @@
-"""`deit_gka.attention_maps` on timm's own vision transformers: their unfused W, and a model that stays as it was."""
+"""`deit_gka.attention_maps`, of our models and of timm's own: their unfused W, and a model that stays as it was."""
 
 import pytest
 import timm
@@ -7,7 +7,9 @@ from timm.utils import AttentionExtract
 from torch import nn
 
 import deit_gka
-from gka import KINDS
+import tiny_vit
+from deit_gka.figures.cls_attention import cls_map, to_pixels
+from gka import KINDS, gaussian_weights
 from trainkit_gka.cli import UserError
 
 SIZE, PATCH = 32, 8
@@ -15,7 +17,7 @@ TINY = dict(img_size=SIZE, patch_size=PATCH, depth=2, embed_dim=48, num_heads=3,
 FAMILIES = {
     "deit_tiny_distilled_patch16_224": {},
     "vit_small_patch14_dinov2": dict(init_values=0.5),
-    "vit_small_patch14_reg4_dinov2": {},
+    "vit_small_patch14_reg4_dinov2": dict(scale_attn_norm=True),
     "vit_base_patch16_siglip_224": {},  # no class token, and a pooling attention after the blocks
     "vit_medium_patch16_gap_256": dict(qk_norm=True),
     "vit_tiny_patch16_224": dict(attn_layer="GA", no_embed_class=True),
@@ -43,15 +45,18 @@ def images() -> torch.Tensor:
     return torch.randn(2, 3, SIZE, SIZE)
 
 
+def hooks_of(model):
+    return [module for module in model.modules() if module._forward_hooks or module._forward_pre_hooks]
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_maps_are_timms_unfused_weights(name, images):
     model = build(name, **FAMILIES[name])
     before, outputs = {key: value.clone() for key, value in model.state_dict().items()}, model.eval()(images)
     maps = deit_gka.attention_maps(model.train(), images)
-    assert all(module.training for module in model.modules())
+    assert all(module.training for module in model.modules()) and not hooks_of(model)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    torch.testing.assert_close(model.eval()(images), outputs, rtol=0, atol=0)
+    assert torch.equal(model.eval()(images), outputs)
     for block in model.blocks:
         block.attn.fused_attn = False
     with torch.no_grad():
@@ -62,6 +67,15 @@ def test_maps_are_timms_unfused_weights(name, images):
         assert layer.error < 1e-5 and (layer.sigma is not None) == KINDS[layer.kind].has_bandwidth
         assert layer.sigma is None or layer.sigma.shape == (3,)
     assert (maps[0].weights - maps[0].weights.mean(-1, keepdim=True)).abs().max() > 0.01  # not uniform
+    for layer in deit_gka.attention_maps(model, images[:0]) if name.startswith("deit") else ():  # some of timm's fail
+        assert layer.weights.shape == (0, *maps[0].weights.shape[1:]) and layer.error == 0
+
+
+def test_the_weights_are_the_operators(images):
+    for layer in deit_gka.attention_maps(build("deit_tiny_gka_patch16_224", sigma_squared=2.0), images):
+        assert layer.initial_sigma == pytest.approx(2**0.5)
+        weights = gaussian_weights(layer.features, layer.sigma.log(), eps=0.0)
+        torch.testing.assert_close(layer.weights, weights)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -95,16 +109,37 @@ REFUSED = {
 }
 
 
-def test_one_image_without_a_batch_is_refused(images):
-    model = timm.create_model("deit_tiny_gka_patch16_224", img_size=images.shape[-1], depth=1)
-    with pytest.raises(UserError, match=r"images must be \(B, 3, height, width\), got \(3, .*image\[None\]"):
-        deit_gka.attention_maps(model, images[0])
-
-
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_attention_is_refused_by_layer_and_hooks_go(name, images):
     settings, message = REFUSED[name]
     model = timm.create_model(name, **settings).train()
     with pytest.raises(UserError, match=message):
         deit_gka.attention_maps(model, images)
-    assert not any(module._forward_hooks for module in model.modules()) and model.training
+    assert not hooks_of(model) and model.training
+
+
+def test_an_output_that_the_weights_do_not_give_and_images_without_a_batch_are_refused(images):
+    model = tiny_vit.create()
+    with pytest.raises(UserError, match=r"images must be \(B, 3, height, width\), got \(3, .*image\[None\]"):
+        deit_gka.attention_maps(model, images[0])
+    model.blocks[1].attn.register_forward_hook(lambda layer, args, output: 2 * output)
+    with pytest.raises(UserError, match=r"layer 2 \(GKA\) does not give the model's output"):
+        deit_gka.attention_maps(model, images)
+
+
+# The class token's maps as pictures
+
+
+def test_the_class_token_sees_the_patches_row_by_row():
+    weights = torch.rand(2, 3, 1 + 4 * 5, 1 + 4 * 5)
+    seen = cls_map(weights, (4, 5))
+    assert seen.shape == (2, 3, 4, 5) and seen[1, 0, 2, 3] == weights[1, 0, 0, 1 + 2 * 5 + 3]
+
+
+def test_maps_in_pixels_are_never_negative():
+    """One patch that has it all: bicubic swings below 0 around it."""
+    maps = torch.zeros(1, 1, 4, 4)
+    maps[..., 1, 2] = 1
+    assert torch.nn.functional.interpolate(maps, size=(32, 32), mode="bicubic", align_corners=False).min() < -0.05
+    pixels = to_pixels(maps, 32)
+    assert pixels.shape == (1, 1, 32, 32) and pixels.min() == 0 and pixels.argmax() // 32 in range(8, 16)
