@@ -21,6 +21,7 @@ from tiny_vit import kinds, small
 
 SHAPES = [(2, 7, 2, 3), (1, 31, 3, 8), (3, 1, 2, 5), (1, 50, 1, 64)]  # B, N, H, D
 EPS_32 = torch.finfo(torch.float32).eps
+ALL_VISIBLE = torch.ones(())
 
 
 @pytest.fixture(params=[True, False], ids=["fused", "explicit"])
@@ -56,7 +57,7 @@ def weights_by_definition(layer, x, visible):
     return exp / exp.sum(-1, keepdim=True)
 
 
-def by_definition(layer, x, visible=torch.ones(()), holder=None):
+def by_definition(layer, x, visible=ALL_VISIBLE, holder=None):
     """The layer's output, (B, N, C). holder: (H, N), whose value a token holds on each head; None = its own."""
     values = x
     if layer.kind == "softmax":
