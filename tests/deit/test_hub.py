@@ -1,39 +1,47 @@
-"""Hugging Face datasets, stored and streamed; mistakes are one line."""
+"""Hugging Face datasets, stored and streamed, and training from a stream; mistakes are one line."""
 
+import json
 import pickle
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from deit_gka import evaluate
+from deit_gka import train as training
+from deit_gka.data.images import Images
+from deit_gka.data.order import Order
 from deit_gka.data.sources import DataParts, Source, Stream, check_classes, open_source
+from deit_gka.data.transforms import eval_transform, train_transform
+from deit_gka.data.workers import evaluation_batches
+from deit_gka.training.config import TrainConfig
 from image_files import error, png, value_of, write
-from trainkit_gka.cli import PassingFault, UserError
+from tiny_images import drawn, runtime, small_recipe, union
+from tiny_vision import SIZE
+from trainkit_gka.cli import PassingFault, UserError, run
+from vision_runs import flags, in_process, train
 
 datasets = pytest.importorskip("datasets")
+forms = pytest.mark.parametrize("form", ["hf", "hf-stream"])
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _cache(tmp_path_factory):
-    patch = pytest.MonkeyPatch()
-    patch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("cache")))
-    patch.setattr(
-        datasets.config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0.05
-    )  # 5 seconds at the end of every shuffled pass
     bars = datasets.is_progress_bar_enabled()
-    datasets.disable_progress_bars()
-    yield
-    patch.undo()
+    with pytest.MonkeyPatch.context() as patch:
+        cache = str(tmp_path_factory.mktemp("cache"))
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
+        patch.setenv("HF_DATASETS_CACHE", cache)
+        # It waits 5 seconds at the end of every shuffled pass.
+        patch.setattr(datasets.config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0.05)
+        datasets.disable_progress_bars()  # on stderr, where a mistake is one line
+        yield
     if bars:
         datasets.enable_progress_bars()
 
 
-FEATURES = {
-    "id": datasets.Value("int64"),
-    "image": datasets.Image(),
-    "label": datasets.ClassLabel(names=["cat", "dog"]),
-}
-
-
+IMAGE, NUMBER = datasets.Image(), datasets.Value("int64")
+FEATURES = {"id": NUMBER, "image": IMAGE, "label": datasets.ClassLabel(names=["cat", "dog"])}
 CARD = """---
 dataset_info:
   features:
@@ -52,17 +60,15 @@ dataset_info:
 
 
 def write_parquet(folder: Path, split: str, sizes: list[int], features=FEATURES, **columns) -> None:
+    """Files of that many images: image v is a red of v, its label v % 2. columns: of another name or content."""
     start = 0
     for number, size in enumerate(sizes):
         values = range(start, start + size)
-        rows = {
-            "id": values,
-            "image": [{"bytes": png(v), "path": f"{split}{v}.png"} for v in values],
-            "label": [v % 2 for v in values],
-        }
-        rows = {name: columns[name] if name in columns else rows[name] for name in features}
+        images = [{"bytes": png(v), "path": f"{split}{v}.png"} for v in values]
+        rows = {"id": values, "image": images, "label": [v % 2 for v in values], **columns}
         path = folder / "data" / f"{split}-{number:05d}-of-{len(sizes):05d}.parquet"
         path.parent.mkdir(parents=True, exist_ok=True)
+        rows = {name: rows[name] for name in features}
         datasets.Dataset.from_dict(rows, features=datasets.Features(features)).to_parquet(path)
         start += size
 
@@ -76,6 +82,12 @@ def parquet(tmp_path_factory) -> Path:
     write_parquet(folder, "test", [2], label=[-1, -1])
     (folder / "README.md").write_text(CARD.format(train=23))
     return folder
+
+
+def records_of(source) -> list:
+    if isinstance(source, Stream):
+        return list(source.records(0, 0, 1))
+    return [source.read(index) for index in range(len(source))]
 
 
 def test_dataset_of_parquet_files(parquet):
@@ -95,60 +107,45 @@ def test_dataset_of_image_files(tmp_path):
         write(tmp_path / split / "dog" / "b.png", png(2))
     source = open_source(f"hf:{tmp_path}", "val")
     assert source.classes == ["cat", "dog"]
-    assert sorted((value_of(source.read(i)), source.read(i)[1]) for i in range(2)) == [(1, 0), (2, 1)]
+    assert sorted((value_of(record), record[1]) for record in records_of(source)) == [(1, 0), (2, 1)]
+    assert sorted(Path(record[2]).name for record in records_of(source)) == ["a.png", "b.png"]
     stream = open_source(f"hf-stream:{tmp_path}", "val")
-    (tmp_path / "val/dog/b.png").unlink()
-    records = sorted(stream.records(0, 0, 1), key=lambda record: record[1])
-    assert (
-        value_of(records[0]) == 1 and records[1][0] == b"" and "b.png" in records[1][2]
-    )  # a lost file does not end the pass
-    name = next(source.read(i)[2] for i in range(2) if source.classes[i] == "cat")
-    assert name.endswith("a.png")
+    (tmp_path / "val/dog/b.png").unlink()  # a lost file does not end the pass
+    first, lost = sorted(records_of(stream), key=lambda record: record[1])
+    assert value_of(first) == 1 and lost[0] == b"" and "b.png" in lost[2]
 
 
-def test_hub_mistakes(parquet, tmp_path, monkeypatch):
+def test_mistakes_about_datasets(parquet, tmp_path, monkeypatch):
     message = error("hf:someone/nothing")
-    assert all(
-        words in message
-        for words in ("someone/nothing", "hf auth login", "local copy", "https://huggingface.co/datasets/")
-    )
-    write_parquet(tmp_path / "a", "train", [2])
-    write_parquet(tmp_path / "a", "test", [2])
-    message = error(f"hf:{tmp_path / 'a'}", "val")
-    assert "train" in message and "test" in message and "validation" in message  # test is never taken for val
-    write_parquet(tmp_path / "b", "train", [2], features={"image": FEATURES["image"], "id": FEATURES["id"]})
-    assert "ClassLabel" in error(f"hf:{tmp_path / 'b'}") and "image (Image), id (int64)" in error(
-        f"hf-stream:{tmp_path / 'b'}"
-    )
+    wanted = ("someone/nothing", "hf auth login", "local copy", "https://huggingface.co/datasets/")
+    assert all(words in message for words in wanted)
+    write_parquet(tmp_path / "b", "train", [2], features={"image": IMAGE, "id": NUMBER})
+    for form in ("hf", "hf-stream"):
+        message = error(f"{form}:{tmp_path / 'b'}")
+        assert "ClassLabel" in message and "image (Image), id (int64)" in message
     write_parquet(tmp_path / "c", "train", [2], label=[1, -1])
     assert "without labels" in error(f"hf:{tmp_path / 'c'}")
     with pytest.raises(UserError, match="has no label"):
-        list(open_source(f"hf-stream:{tmp_path / 'c'}", "train").records(0, 0, 1))
+        records_of(open_source(f"hf-stream:{tmp_path / 'c'}", "train"))
     write(tmp_path / "d/data/train-0.parquet", b"PAR1 not really")
     assert "cannot be loaded" in error(f"hf:{tmp_path / 'd'}") and "hf auth" not in error(f"hf:{tmp_path / 'd'}")
+    gated = datasets.exceptions.DatasetNotFoundError("Dataset 'x' is a gated dataset on the Hub.\nMore lines.")
+    for failure, kind, words in (
+        (gated, UserError, "gated dataset on the Hub. A gated .*https://huggingface.co/datasets/ILSVRC/imagenet-1k"),
+        (ConnectionError("Couldn't reach it"), PassingFault, "cannot be loaded"),  # worth another try
+        (PermissionError("gated"), UserError, "cannot be loaded"),
+    ):
 
-    def gated(name):
-        raise datasets.exceptions.DatasetNotFoundError(f"Dataset '{name}' is a gated dataset on the Hub.\nMore lines.")
+        def fail(name, failure=failure):
+            raise failure
 
-    monkeypatch.setattr(datasets, "get_dataset_config_names", gated)
-    message = error("hf-stream:ILSVRC/imagenet-1k")
-    assert (
-        "gated dataset on the Hub. A gated" in message
-        and "https://huggingface.co/datasets/ILSVRC/imagenet-1k" in message
-    )
+        monkeypatch.setattr(datasets, "get_dataset_config_names", fail)
+        with pytest.raises(UserError, match=words) as caught:
+            open_source("hf-stream:ILSVRC/imagenet-1k", "train")
+        assert caught.type is kind
 
 
-@pytest.mark.parametrize(
-    "error, kind", [(ConnectionError("Couldn't reach it"), PassingFault), (PermissionError("gated"), UserError)]
-)
-def test_only_a_hub_that_cannot_be_reached_is_worth_another_try(error, kind, monkeypatch):
-    def fail(name):
-        raise error
-
-    monkeypatch.setattr(datasets, "get_dataset_config_names", fail)
-    with pytest.raises(UserError, match="cannot be loaded") as caught:
-        open_source("hf-stream:someone/images", "train")
-    assert caught.type is kind
+# Streams
 
 
 def drain(stream, *args, **options) -> list[int]:
@@ -157,49 +154,48 @@ def drain(stream, *args, **options) -> list[int]:
     return [value_of(record) for record in records]
 
 
-def test_stream_has_length_and_classes(parquet):
-    train, val = open_source(f"hf-stream:{parquet}", "train"), open_source(f"hf-stream:{parquet}", "val")
+@pytest.fixture(scope="module")
+def streams(parquet):
+    return [open_source(f"hf-stream:{parquet}", split) for split in ("train", "val")]
+
+
+def test_stream_has_length_and_classes(streams):
+    train, val = streams
     assert isinstance(train, Stream) and (len(train), len(val)) == (23, 5) and train.classes == ["cat", "dog"]
     assert next(val.records(0, 0, 1)) == (png(0), 0, "validation0.png")
     assert check_classes(train, val) == []
-    assert pickle.loads(pickle.dumps(val)).split == "val" and len(pickle.loads(pickle.dumps(val))) == 5
+    again = pickle.loads(pickle.dumps(val))
+    assert again.split == "val" and len(again) == 5
 
 
-@pytest.mark.parametrize("split, size", [("train", 23), ("val", 5)])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_ranks_share_a_stream(parquet, split, size, ranks):
-    stream = open_source(f"hf-stream:{parquet}", split)
-    parts = [drain(stream, 4, rank, ranks, seed=7) for rank in range(ranks)]
-    assert sorted(v for part in parts for v in part) == list(range(size))
-    assert all(parts)
-    assert parts == [drain(stream, 4, rank, ranks, seed=7) for rank in range(ranks)]
+def test_ranks_share_a_stream(streams, ranks):
+    for stream in streams:
+        parts = [drain(stream, 4, rank, ranks, seed=7) for rank in range(ranks)]
+        assert sorted(v for part in parts for v in part) == list(range(len(stream))) and all(parts)
+        assert parts == [drain(stream, 4, rank, ranks, seed=7) for rank in range(ranks)]
 
 
 def test_ranks_get_whole_shards_if_there_are_enough(tmp_path):
     write_parquet(tmp_path, "train", [1, 4, 2, 3, 1, 1, 2, 5, 1, 1, 1, 1, 1, 1, 1, 1, 2])  # 17 files for 2 ranks
-    stream = open_source(f"hf-stream:{tmp_path}", "train")
+    stream, second_file = open_source(f"hf-stream:{tmp_path}", "train"), {1, 2, 3, 4}
     for epoch in range(3):
         parts = [drain(stream, epoch, rank, 2) for rank in range(2)]
         assert sorted(v for part in parts for v in part) == list(range(29))
-        assert all(
-            {4, 3, 2, 1} & set(part) == {4, 3, 2, 1} or not {4, 3, 2, 1} & set(part) for part in parts
-        )  # a file is in one part
-    with pytest.raises(UserError, match="dataset_info"):
-        len(stream)
-    with pytest.raises(UserError, match="hf: instead"):
+        assert all(second_file & set(part) in (second_file, set()) for part in parts)
+    with pytest.raises(UserError, match="(?s)dataset_info.*hf: instead|hf: instead.*dataset_info"):
         len(stream)
     assert check_classes(stream, stream) == []  # needs no length
 
 
-def test_stream_order_depends_on_epoch_and_seed(parquet):
-    train, val = open_source(f"hf-stream:{parquet}", "train"), open_source(f"hf-stream:{parquet}", "val")
+def test_stream_order_depends_on_epoch_and_seed(parquet, streams):
+    train, val = streams
     orders = [drain(train, epoch, 0, 1, seed=seed) for epoch, seed in ((0, 0), (1, 0), (0, 1), (2**31 - 1, 0))]
     assert all(orders[i] != orders[j] for i in range(4) for j in range(i)) and list(range(23)) not in orders
     assert drain(open_source(f"hf-stream:{parquet}", "train"), 1, 0, 1) == orders[1]
     passes = train.records(1, 0, 1), train.records(0, 0, 1)  # two passes at once do not disturb each other
-    assert [value_of(record) for pair in zip(*passes) for record in pair] == [
-        v for pair in zip(orders[1], orders[0]) for v in pair
-    ]
+    together = [value_of(record) for pair in zip(*passes) for record in pair]
+    assert together == [v for pair in zip(orders[1], orders[0]) for v in pair]
     assert drain(val, 0, 0, 1) == drain(val, 3, 0, 1) == list(range(5))
 
 
@@ -208,25 +204,54 @@ def test_broken_stream_is_one_line(tmp_path):
     stream = open_source(f"hf-stream:{tmp_path}", "train")
     write(tmp_path / "data/train-00001-of-00002.parquet", b"gone")
     with pytest.raises(PassingFault, match=r"broke off .*run the same command again"):
-        list(stream.records(0, 0, 1))
+        records_of(stream)
 
 
-def records_of(source) -> list:
-    if isinstance(source, Stream):
-        return list(source.records(0, 0, 1))
-    return [source.read(index) for index in range(len(source))]
+def test_training_on_a_stream_resumes_with_the_same_records(tmp_path, monkeypatch):
+    write_parquet(tmp_path, "train", [11, 3, 9, 8, 9])
+    (tmp_path / "README.md").write_text(CARD.format(train=40))
+    stream, recipe = open_source(f"hf-stream:{tmp_path}", "train"), small_recipe(batch_size=10, repeated_aug=1)
+    for ranks in (1, 2):
+        orders = [Order(stream, recipe, runtime(rank, ranks), 4) for rank in range(ranks)]
+        whole = [drawn(order, 0, 8) for order in orders]
+        # From mid-epoch, over an epoch's end.
+        assert [drawn(order, 2, 7) for order in orders] == [part[2:7] for part in whole]
+        updates = union(whole)
+        items = [
+            [value_of(update[place].item) for update in updates[start:][:4] for place in range(10)] for start in (0, 4)
+        ]
+        if ranks == 1:
+            assert sorted(items[0]) == sorted(items[1]) == list(range(40)) and items[0] != items[1]
+        seeds = [key.seed for update in updates for key in update.values()]
+        assert len(set(seeds)) == len(seeds) == 80
+    keys = list(whole[0][0].values())
+    batch = Images(stream, train_transform(recipe), training=True).__getitems__(keys)
+    assert not batch.broken and batch.labels.tolist() == [key.item[1] for key in keys]
+    monkeypatch.setattr(stream, "length", 80)  # a part that is shorter than that begins again
+    updates = drawn(Order(stream, recipe, runtime(), 10), 0, 8)
+    found = Counter(value_of(key.item) for update in updates for key in update.values())
+    assert found == dict.fromkeys(range(40), 2)
+    with pytest.raises(UserError, match=r"repeated augmentation needs random access .*--repeated-aug 1"):
+        Order(stream, small_recipe(batch_size=10), runtime(), 10)
 
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_evaluation_of_a_stream_sees_every_image_once(streams, ranks):
+    transform = eval_transform(SIZE, 1.0)
+    parts = [evaluation_batches(streams[1], transform, runtime(rank, ranks), 4, 0) for rank in range(ranks)]
+    assert sorted(label for part in parts for batch in part for label in batch.labels.tolist()) == [0, 0, 0, 1, 1]
+
+
+# Parts that are chosen by flags
 
 TEN = datasets.ClassLabel(names=[f"kind {number}" for number in range(10)])
-TWO_LABELS = {"image": datasets.Image(), "coarse": FEATURES["label"], "fine": TEN}
-UNNAMED = {"image": datasets.Image(), "label": datasets.Value("int64")}
 
 
-@pytest.mark.parametrize("form", ["hf", "hf-stream"])
+@forms
 def test_a_test_split_serves_by_name(form, tmp_path):
     for split, size in (("train", 6), ("test", 4)):
         write_parquet(tmp_path, split, [size])
-    message = error(f"{form}:{tmp_path}", "val")
+    message = error(f"{form}:{tmp_path}", "val")  # test is never taken for val
     assert "has no validation or val or valid split; choose by --val-split" in message
     assert message.endswith(": train, test")
     source = open_source(f"{form}:{tmp_path}", "val", DataParts(val_split="test"))
@@ -237,10 +262,11 @@ def test_a_test_split_serves_by_name(form, tmp_path):
         assert [list(map(value_of, records_of(part))) for part in parts] == [[0, 1, 2, 3], [4, 5]]
 
 
-@pytest.mark.parametrize("form", ["hf", "hf-stream"])
+@forms
 def test_one_of_several_columns_is_chosen_by_name(form, tmp_path):
     columns = {"coarse": [v % 2 for v in range(20)], "fine": [v % 10 for v in range(20)]}
-    write_parquet(tmp_path, "train", [20], features=TWO_LABELS, **columns)
+    features = {"image": IMAGE, "coarse": FEATURES["label"], "fine": TEN}
+    write_parquet(tmp_path, "train", [20], features=features, **columns)
     message = error(f"{form}:{tmp_path}")
     assert "several columns of classes" in message and "choose by --target-key" in message
     assert message.endswith("image (Image), coarse (ClassLabel), fine (ClassLabel)")
@@ -249,33 +275,97 @@ def test_one_of_several_columns_is_chosen_by_name(form, tmp_path):
     for key, classes in (("coarse", ["cat", "dog"]), ("fine", TEN.names)):
         source = open_source(f"{form}:{tmp_path}", "train", DataParts(target_key=key, input_key="image"))
         assert source.classes == classes
-        assert all(label == value_of((data,)) % len(classes) for data, label, _ in records_of(source))
+        assert all(record[1] == value_of(record) % len(classes) for record in records_of(source))
 
 
-@pytest.mark.parametrize("form", ["hf", "hf-stream"])
-def test_one_of_several_configurations_is_chosen_by_name(form, tmp_path):
-    lines = ["---", "configs:"]
-    for config, size in (("small", 2), ("full", 5)):
-        write_parquet(tmp_path / config, "train", [size])
-        lines += [f"- config_name: {config}", "  data_files:", "  - split: train", f"    path: {config}/data/*.parquet"]
-    (tmp_path / "README.md").write_text("\n".join([*lines, "---", ""]))
-    assert "has several configurations; choose by --data-config: small, full" in error(f"{form}:{tmp_path}")
-    wrong = error(f"{form}:{tmp_path}", data_config="huge")
-    assert "has no configuration 'huge'; choose by --data-config: small, full" in wrong
-    source = open_source(f"{form}:{tmp_path}", "train", DataParts(data_config="full"))
-    assert sorted(map(value_of, records_of(source))) == [0, 1, 2, 3, 4]
-
-
-@pytest.mark.parametrize("form", ["hf", "hf-stream"])
+@forms
 def test_numbers_are_classes_up_to_the_largest_of_training(form, tmp_path):
+    features = {"image": IMAGE, "label": NUMBER}
     for split, size in (("train", 9), ("validation", 4)):
-        write_parquet(tmp_path, split, [size], features=UNNAMED, label=[v % 9 for v in range(size)])
+        write_parquet(tmp_path, split, [size], features=features, label=[v % 9 for v in range(size)])
     for split, size in (("train", 9), ("val", 4)):
         source = open_source(f"{form}:{tmp_path}", split)
         assert source.classes == [str(number) for number in range(9)]
-        assert sorted(label for _, label, _ in records_of(source)) == list(range(size))
-    write_parquet(tmp_path, "validation", [4], features=UNNAMED, label=[0, 1, 9, 2])
+        assert sorted(record[1] for record in records_of(source)) == list(range(size))
+    write_parquet(tmp_path, "validation", [4], features=features, label=[0, 1, 9, 2])
     with pytest.raises(UserError, match="has the label 9, above the last of the training images, 8"):
         records_of(open_source(f"{form}:{tmp_path}", "val"))
-    write_parquet(tmp_path / "ids", "train", [2], features=UNNAMED, label=[7, 12_345_678])
+    write_parquet(tmp_path / "ids", "train", [2], features=features, label=[7, 12_345_678])
     assert "the largest label is 12345678" in error(f"{form}:{tmp_path / 'ids'}")
+
+
+# What a run was trained on is what continuing and evaluating it read
+
+PARTS = ["--data-config", "full", "--val-split", "test", "--target-key", "fine"]
+
+
+@pytest.fixture(scope="module")
+def configurations(tmp_path_factory):
+    """Two, of 12 and 24 training images with two columns of labels; 9 images of test."""
+    folder = tmp_path_factory.mktemp("configurations")
+    lines, sizes = ["---", "configs:"], ["dataset_info:"]
+    features = {"image": IMAGE, "coarse": FEATURES["label"], "fine": datasets.ClassLabel(names=["a", "b", "c"])}
+    for config, count in (("small", 12), ("full", 24)):
+        lines += [f"- config_name: {config}", "  data_files:"]
+        sizes += [f"- config_name: {config}", "  splits:"]
+        for split, size in (("train", count), ("test", 9)):
+            columns = {"coarse": [n % 2 for n in range(size)], "fine": [n % 3 for n in range(size)]}
+            write_parquet(folder / config, split, [size], features=features, **columns)
+            lines += [f"  - split: {split}", f"    path: {config}/data/{split}-*.parquet"]
+            sizes += [f"  - {{name: {split}, num_bytes: 1, num_examples: {size}}}"]  # a stream's length
+    (folder / "README.md").write_text("\n".join([*lines, *sizes, "---", ""]))
+    return folder
+
+
+def evaluated(out, *more):
+    """The metrics of the run's evaluation and its configuration."""
+    argv = ["--run", out / "run", "--device-type", "cpu", "--num-workers", 0, "--results", out / "eval.jsonl", *more]
+    run(evaluate.main, evaluate.EvaluateConfig, list(map(str, argv)))
+    found = json.loads((out / "eval.jsonl").read_text().splitlines()[-1])
+    return found["metrics"]["model"], found["config"]
+
+
+@forms
+def test_a_run_keeps_the_parts_of_its_data(form, configurations, tmp_path, capsys):
+    data = f"{form}:{configurations}"
+    assert "has several configurations; choose by --data-config: small, full" in error(data)
+    assert "has no configuration 'huge'; choose by --data-config: small, full" in error(data, data_config="huge")
+    more = [*PARTS, "--epochs", 1, "--warmup-epochs", 0, "--num-workers", 0, "--repeated-aug", 1]
+    train(data, tmp_path, *more, "--stop-after", 1)
+    named = dict(zip((flag[2:].replace("-", "_") for flag in PARTS[::2]), PARTS[1::2]))
+    state = json.loads((tmp_path / "run/checkpoints/step_00000001/state.json").read_text())
+    assert (state["trained_on"], state["parts"], state["classes"]) == (data, named, ["a", "b", "c"])
+    argv = [*flags(data, tmp_path, *more), "--target-key", "coarse"]
+    message = in_process(training.main, TrainConfig, *argv, capsys=capsys)
+    assert "--target-key is coarse but the run in" in message and "has fine; use its value" in message
+    assert "resuming at update 1 of 2" in train(data, tmp_path, *more).stdout
+    finished = json.loads((tmp_path / "results.jsonl").read_text())
+    found, config = evaluated(tmp_path)
+    assert config["data"] == data and named.items() <= finished["config"].items() and named.items() <= config.items()
+    assert all(found[key] == finished["metrics"][key] for key in ("top1", "images"))
+    assert evaluated(tmp_path, "--val-split", "train")[0]["images"] == 24
+
+
+def test_the_runs_own_data_named_again_is_read_as_it_was_trained_on(tmp_path, capsys):
+    """Of two columns of labels, the run's; other data has parts of its own, and those of the run are named."""
+    features = {"image": IMAGE, "colour": NUMBER, "label": NUMBER}
+    own, other = (f"hf:{tmp_path / name}" for name in ("own", "other"))
+    for name in ("own", "other"):
+        for split, size in (("train", 24), ("validation", 8)):
+            colours = [place % 2 for place in range(size)]
+            images = [{"bytes": png(200 * colour), "path": None} for colour in colours]
+            columns = {"image": images, "colour": colours, "label": [1 - colour for colour in colours]}
+            write_parquet(tmp_path / name, split, [size], features=features, **columns)
+    train(own, tmp_path, "--epochs", 1, "--warmup-epochs", 0, "--num-workers", 0, "--target-key", "colour")
+
+    def answer(*more):
+        found, config = evaluated(tmp_path, *more)
+        return found["top1"], config.get("target_key"), capsys.readouterr().err
+
+    top1, key, said = answer()
+    assert key == "colour" and "warning" not in said and answer("--data", own) == (top1, key, said)
+    assert answer("--data", own, "--target-key", "label")[:2] == (100 - top1, "label")
+    top1_of_other, key, said = answer("--data", other)
+    assert (top1_of_other, key) == (100 - top1, None)
+    assert said.startswith(f"warning: {other} is not") and "its --target-key colour is not taken over" in said
+    assert answer("--data", other, "--target-key", "colour") == (top1, "colour", "")

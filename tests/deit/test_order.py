@@ -1,19 +1,20 @@
 """Which images an update has: the same for any number of processes, pieces and restarts."""
 
 import itertools
+import threading
+import time
 from collections import Counter
 
 import pytest
 from timm.data.distributed_sampler import RepeatAugSampler
 
-from deit_gka.data.order import Order, deal
+import tiny
+from deit_gka.data.order import Order, deal, read_ahead
 from deit_gka.data.seeds import seed_of
 from tiny_images import Numbers, drawn, runtime, small_recipe, union
 from trainkit_gka.cli import UserError
 
 RANKS = (1, 2, 3, 5, 7, 8)
-
-
 GROUPS = [(48, 8), (56, 8), (50, 8), (16, 16), (1792, 256)]  # 50 is not a multiple of 8: one group
 
 
@@ -26,9 +27,8 @@ def test_every_place_is_dealt_once_and_in_pairs(batch_size, group_size):
             deal(batch_size, group_size, runtime(rank, ranks).share(batch_size // 2), device_batch_size)
             for rank in range(ranks)
         ]
-        assert sorted(place for pieces in shares for piece in pieces for place in piece.places) == list(
-            range(batch_size)
-        )
+        places = sorted(place for pieces in shares for piece in pieces for place in piece.places)
+        assert places == list(range(batch_size))
         for rank, pieces in enumerate(shares):
             sizes = [len(piece.places) for piece in pieces]
             pairs = len(runtime(rank, ranks).share(batch_size // 2))
@@ -50,12 +50,8 @@ def test_images_and_seeds_do_not_depend_on_ranks():
     one = drawn(Order(source, recipe, runtime(), 10**6), 0, 7)
     assert all(sorted(update) == list(range(40)) for update in one)
     for ranks, device_batch_size in ((1, 6), (3, 10), (7, 2)):
-        assert (
-            union(
-                [drawn(Order(source, recipe, runtime(rank, ranks), device_batch_size), 0, 7) for rank in range(ranks)]
-            )
-            == one
-        )
+        orders = [Order(source, recipe, runtime(rank, ranks), device_batch_size) for rank in range(ranks)]
+        assert union([drawn(order, 0, 7) for order in orders]) == one
 
 
 def test_order_can_start_at_any_update():
@@ -67,19 +63,16 @@ def test_order_can_start_at_any_update():
 
 
 def test_repeated_augmentation_draws_a_third_thrice():
+    def items(updates):
+        return Counter(key.item for update in updates for key in update.values())
+
     updates = drawn(Order(Numbers(240), small_recipe(), runtime(), 256), 0, 6)
-    for epoch in range(2):
-        items = Counter(key.item for update in updates[6 * epoch // 2 :][:3] for key in update.values())
-        assert set(items.values()) == {3} and len(items) == 40
-    epoch = drawn(Order(Numbers(123), small_recipe(), runtime(), 256), 0, 3)  # 120 of 123 draws
-    items = Counter(key.item for update in epoch for key in update.values())
-    assert sum(items.values()) == 120 and len(items) == 40 and set(items.values()) == {3}
-    once = Counter(
-        key.item
-        for update in drawn(Order(Numbers(120), small_recipe(repeated_aug=1), runtime(), 256), 0, 3)
-        for key in update.values()
-    )
-    assert once == Counter(range(120))
+    for found in (items(updates[:3]), items(updates[3:])):
+        assert set(found.values()) == {3} and len(found) == 40
+    found = items(drawn(Order(Numbers(123), small_recipe(), runtime(), 256), 0, 3))  # 120 of 123 draws
+    assert len(found) == 40 and set(found.values()) == {3}
+    once = drawn(Order(Numbers(120), small_recipe(repeated_aug=1), runtime(), 256), 0, 3)
+    assert items(once) == Counter(range(120))
 
 
 @pytest.mark.parametrize("count,batch_size,group_size", [(4000, 1792, 256), (300, 28, 4)])
@@ -88,44 +81,60 @@ def test_groups_are_the_samples_of_timms_seven_gpus(count, batch_size, group_siz
     recipe = small_recipe(batch_size=batch_size, group_size=group_size, seed=5)
     order = Order(Numbers(count), recipe, runtime(), 10**6)
     epoch = drawn(order, order.steps_per_epoch, 2 * order.steps_per_epoch)
-    copies_apart = True
     for gpu in range(7):
         sampler = RepeatAugSampler(range(count), num_replicas=7, rank=gpu, num_repeats=3, selected_round=256)
         sampler.set_epoch(seed_of(5, "order", 1))
         reference = list(sampler)
-        reference = reference[
-            : len(reference) // group_size * group_size
-        ]  # whole batches; timm rounds the images down to a multiple of 256
+        whole_batches = len(reference) // group_size * group_size  # timm rounds images down to a multiple of 256
         mine = [update[gpu + 7 * k].item for update in epoch for k in range(group_size)]
-        assert len(mine) - len(reference) in (0, group_size) and mine[: len(reference)] == reference
-        copies_apart &= len(set(mine[:group_size])) == group_size
-    assert copies_apart
+        assert len(mine) - whole_batches in (0, group_size)
+        assert mine[:whole_batches] == reference[:whole_batches]
+        assert len(set(mine[:group_size])) == group_size  # copies of an image are apart
 
 
 def test_epochs_and_run_seeds_change_the_order():
-    orders = {}
+    orders, seeds = set(), []
     for seed in (0, 1):
-        updates = drawn(Order(Numbers(40), small_recipe(seed=seed), runtime(), 256), 0, 3)  # one update an epoch
-        for epoch, update in enumerate(updates):
-            orders[seed, epoch] = tuple(update[place].item for place in range(40))
-            for key in update.values():
-                orders.setdefault("seeds", []).append(key.seed)
-    seeds = orders.pop("seeds")
-    assert len(set(orders.values())) == 6 and len(set(seeds)) == len(seeds) == 240
+        for update in drawn(Order(Numbers(40), small_recipe(seed=seed), runtime(), 256), 0, 3):  # an epoch each
+            orders.add(tuple(update[place].item for place in range(40)))
+            seeds += [key.seed for key in update.values()]
+    assert len(orders) == 6 and len(set(seeds)) == len(seeds) == 240
+    parts = [(0, "image", 1, 2), (1, "image", 1, 2), (0, "mix", 1, 2), (0, "image", 2, 1)]
+    assert len({seed_of(*part) for part in parts}) == 4 and 0 <= seed_of(0) < 2**63
 
 
 def test_too_few_images_are_one_line():
-    with pytest.raises(
-        UserError, match=r"numbers has 39 training images, fewer than one batch; lower --batch-size \(now 40\)"
-    ):
+    few = r"numbers has 39 training images, fewer than one batch; lower --batch-size \(now 40\)"
+    with pytest.raises(UserError, match=few):
         Order(Numbers(39), small_recipe(), runtime(), 256)
     with pytest.raises(UserError, match="--batch-size 4 has too few pairs of images for 3 processes"):
         Order(Numbers(39), small_recipe(batch_size=4), runtime(0, 3), 256)
 
 
-def test_seeds_depend_on_every_argument():
-    assert (
-        len({seed_of(0, "image", 1, 2), seed_of(1, "image", 1, 2), seed_of(0, "mix", 1, 2), seed_of(0, "image", 2, 1)})
-        == 4
-    )
-    assert 0 <= seed_of(0) < 2**63 and seed_of(0, "a") == seed_of(0, "a")
+def test_read_ahead_passes_items_and_errors_and_ends():
+    before, taken = set(threading.enumerate()), []
+
+    def numbers(stop):
+        for number in itertools.count():
+            if number == stop:
+                raise OSError("the network is gone")
+            taken.append(number)
+            yield number
+
+    assert list(read_ahead(iter(range(1000)), 3)) == list(range(1000))
+    ahead, got = read_ahead(numbers(5), 2), []
+    with pytest.raises(OSError, match="the network is gone"):
+        for number in ahead:
+            got.append(number)
+    assert got == [0, 1, 2, 3, 4]
+    taken.clear()
+    ahead = read_ahead(numbers(-1), 10)
+    assert next(ahead) == 0
+    while len(taken) < 10:
+        time.sleep(0.002)
+    time.sleep(0.2)
+    assert len(taken) <= 12  # ahead, but no further
+    ahead.close()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(tiny.HANG_AFTER)
+        assert not thread.is_alive()
