@@ -6,7 +6,6 @@ import timm
 import torch
 from safetensors.torch import save_file
 
-import tiny_vision
 from deit_gka import train as training
 from deit_gka.model.checkpoints import build
 from deit_gka.model.registry import SIZES
@@ -14,7 +13,11 @@ from deit_gka.recipe import Recipe
 from deit_gka.training.config import TrainConfig
 from deit_gka.training.distillation import Objective, Teacher, load_teacher
 from digit_runs import SOFTMAX, accuracy, flags, micro, newest, train
+from trainkit_gka.cli import UserError
 from vision_runs import in_process
+
+STUDENT = "deit_tiny_gka_distilled_patch16_224"
+DIGITS = [str(digit) for digit in range(10)]
 
 
 def log_softmax(values):
@@ -45,118 +48,83 @@ def test_distillation_losses_are_the_papers():
 
 
 def test_binary_cross_entropy_counts_every_class():
-    logits = torch.randn(4, 5, dtype=torch.float64)
-    targets = torch.tensor(
-        [[0.3, 0, 0.7, 0, 0], [0, 1, 0, 0, 0], [0, 0, 0, 0.5, 0.5], [0.9, 0.1, 0, 0, 0]], dtype=torch.float64
-    )
+    logits, targets = torch.randn(4, 5, dtype=torch.float64), torch.zeros(4, 5, dtype=torch.float64)
+    targets[0, 0], targets[0, 2], targets[1, 1], targets[3, 0], targets[3, 1] = 0.3, 0.7, 1, 0.9, 0.1
     probability, present = 1 / (1 + np.exp(-logits.numpy())), targets.numpy() > 0
     expected = -np.where(present, np.log(probability), np.log(1 - probability)).mean()
-    assert float(Objective(Recipe(bce_loss=True, smoothing=0.0))(None, logits, targets)) == pytest.approx(
-        expected, rel=1e-9
-    )
+    loss = Objective(Recipe(bce_loss=True, smoothing=0.0))(None, logits, targets)
+    assert float(loss) == pytest.approx(expected, rel=1e-9)
 
 
 def test_teacher_normalises_and_is_never_trained():
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Flatten())
-    teacher = Teacher(model, (0.5, 0.5, 0.5), (0.25, 0.5, 1.0), (8, 8))
-    mean, std = (torch.tensor(values).view(3, 1, 1) for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
-    raw = torch.rand(2, 3, 8, 8)
-    expected = model.eval()((raw - 0.5) / torch.tensor([0.25, 0.5, 1.0]).view(3, 1, 1))
-    answers = teacher.train()((raw - mean) / std)
-    torch.testing.assert_close(answers, expected.detach(), rtol=1e-4, atol=1e-5)
-    student = (0.1, 0.2, 0.3), (0.5, 1.0, 0.2)
-    teacher = Teacher(model, (0.5, 0.5, 0.5), (0.25, 0.5, 1.0), (8, 8), student)
-    mean, std = (torch.tensor(values).view(3, 1, 1) for values in student)
-    torch.testing.assert_close(teacher((raw - mean) / std), expected.detach(), rtol=1e-4, atol=1e-5)
-    assert (
-        not answers.requires_grad
-        and not model.training
-        and not any(parameter.requires_grad for parameter in teacher.parameters())
-    )
+    raw, own = torch.rand(2, 3, 8, 8), ((0.5, 0.5, 0.5), (0.25, 0.5, 1.0))
+    expected = model.eval()((raw - 0.5) / torch.tensor(own[1]).view(3, 1, 1)).detach()
+    imagenet = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+    for student in (imagenet, ((0.1, 0.2, 0.3), (0.5, 1.0, 0.2))):
+        teacher = Teacher(model, *own, (8, 8), *([] if student == imagenet else [student])).train()
+        mean, std = (torch.tensor(values).view(3, 1, 1) for values in student)
+        answers = teacher((raw - mean) / std)
+        torch.testing.assert_close(answers, expected, rtol=1e-4, atol=1e-5)
+    assert not answers.requires_grad and not model.training
+    assert not any(parameter.requires_grad for parameter in teacher.parameters())
     assert teacher(torch.rand(2, 3, 32, 32)).shape == answers.shape
 
 
-@pytest.mark.parametrize(
-    "name,size", [("maxvit_rmlp_pico_rw_256", (256, 256)), (SOFTMAX, (224, 224)), ("resnet10t", None)]
-)
+@pytest.mark.parametrize("name,size", [("maxvit_rmlp_pico_rw_256", (256, 256)), ("resnet10t", None)])
 def test_teacher_of_a_fixed_size_sees_that_size(tmp_path, name, size):
-    save_file(build(name, 3).state_dict(), tmp_path / "teacher.safetensors")
-    teacher = load_teacher(
-        Recipe(teacher_model=name, teacher_path=str(tmp_path / "teacher.safetensors")), ["a", "b", "c"]
-    )
+    path = tmp_path / "teacher.safetensors"
+    save_file(build(name, 3).state_dict(), path)
+    teacher = load_teacher(Recipe(teacher_model=name, teacher_path=str(path)), ["a", "b", "c"])
     assert teacher.size == size and teacher(torch.rand(1, 3, 32, 32)).shape == (1, 3)
 
 
-@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", ["gka", "vlt"])
-def test_distilled_models_have_another_token_and_head(kind, size):
+def test_distilled_models_have_another_token_and_head(kind):
     with torch.device("meta"):
-        plain, distilled = (timm.create_model(f"deit_{size}_{kind}{name}_patch16_224") for name in ("", "_distilled"))
-    width = SIZES[size]["embed_dim"]
-    more = sum(parameter.numel() for parameter in distilled.parameters()) - sum(
-        parameter.numel() for parameter in plain.parameters()
-    )
-    assert more == 2 * width + 1000 * width + 1000 and "dist_token" in distilled.no_weight_decay()
+        plain, distilled = (timm.create_model(f"deit_tiny_{kind}{name}_patch16_224") for name in ("", "_distilled"))
+    width = SIZES["tiny"]["embed_dim"]
+    one, other = (sum(parameter.numel() for parameter in model.parameters()) for model in (plain, distilled))
+    assert other - one == 2 * width + 1000 * width + 1000 and "dist_token" in distilled.no_weight_decay()
 
 
 def test_learning_from_the_teacher_alone(digits, tmp_path, capsys):
     """alpha 1: only the teacher's choices and only the distillation head; the class head stays as it began."""
     teacher = ["--distillation-type", "hard", "--teacher-model", digits / "run", "--distillation-alpha", 1]
-    student = ["--model", "deit_tiny_gka_distilled_patch16_224", "--lr", 0.2, "--epochs", 3, "--weight-decay", 0]
-    common = [*student, *teacher]
+    common = ["--model", STUDENT, "--lr", 0.2, "--epochs", 3, "--weight-decay", 0, *teacher]
     train(tmp_path, *common)
     assert accuracy(tmp_path) > 30
     weights = newest(tmp_path)
     assert not weights["head.bias"].any() and weights["head_dist.bias"].abs().max() > 1e-3
-    teacher = load_teacher(Recipe(teacher_model=str(digits / "run")), [str(digit) for digit in range(10)])
-    assert torch.equal(
-        teacher.model.state_dict()["pos_embed"], newest(digits, "ema")["pos_embed"]
-    ) and teacher.size == (32, 32)
-    message = in_process(
-        training.main, TrainConfig, *flags(tmp_path, *common, "--distillation-type", "soft"), capsys=capsys
-    )
-    assert "--distillation-type is soft but the run in" in message
+    teacher = load_teacher(Recipe(teacher_model=str(digits / "run")), DIGITS)
+    assert torch.equal(teacher.model.state_dict()["pos_embed"], newest(digits, "ema")["pos_embed"])
+    assert teacher.size == (32, 32)
+    argv = flags(tmp_path, *common, "--distillation-type", "soft")
+    assert "--distillation-type is soft but the run in" in in_process(training.main, TrainConfig, *argv, capsys=capsys)
 
 
 def test_default_teacher_is_the_one_deit_published():
-    """For the bare name timm has other weights, trained on ImageNet-12k."""
+    """For the bare name timm has other weights, trained on ImageNet-12k. Without a teacher its flags do not matter."""
     address = timm.get_pretrained_cfg(Recipe().teacher_model).url
-    assert (
-        address.startswith("https://dl.fbaipublicfiles.com/deit/regnety_160-")
-        and timm.get_pretrained_cfg("regnety_160").url != address
-    )
-
-
-def test_teacher_flags_do_not_matter_without_a_teacher(tmp_path):
-    common = ["--epochs", 1, "--lr", 0.01]
-    train(tmp_path, *common, "--stop-after", 2)
-    done = train(tmp_path, *common, "--stop-after", 3, "--teacher-model", "regnety_160", "--distillation-tau", 3)
-    assert "resuming at update 2" in done.stdout
+    assert address.startswith("https://dl.fbaipublicfiles.com/deit/regnety_160-")
+    assert timm.get_pretrained_cfg("regnety_160").url != address
+    one, other = TrainConfig(data="digits"), TrainConfig(data="digits", teacher_model="x", distillation_tau=3.0)
+    assert one.identity() == other.identity()
 
 
 def test_mistakes_with_teachers_are_one_line(digits, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     torch.save({"model": micro(SOFTMAX, 7).state_dict()}, tmp_path / "seven.pth")
-    student = ["--model", "deit_tiny_gka_distilled_patch16_224", "--distillation-type", "hard"]
-    tiny_vision.write_pictures(tmp_path / "pictures")
-    for more, message in (
-        (
-            ["--distillation-type", "soft"],
-            "--distillation-type soft needs a model with a distillation token, such as deit_tiny_gka_distilled",
-        ),
-        (student, "--teacher-model regnety_160.deit_in1k: timm has no weights of it here"),
-        ([*student, "--teacher-model", "nonsense"], "--teacher-model nonsense: timm has no weights of it here"),
-        ([*student, "--teacher-model", SOFTMAX, "--teacher-path", "/nowhere"], "weights not found: /nowhere"),
-        (
-            [*student, "--teacher-model", SOFTMAX, "--teacher-path", tmp_path / "seven.pth"],
-            "does not hold weights of this model",
-        ),
-        (
-            [*student, "--teacher-model", digits / "run", "--data", tmp_path / "pictures"],
-            "tells 10 classes apart but the data has 3",
-        ),
-        (["--bce-loss"], "pass --smoothing 0; got 0.1"),
-        (["--src"], "--src is the crop of --three-augment"),
+    for settings, classes, message in (
+        (dict(), DIGITS, "--teacher-model regnety_160.deit_in1k: timm has no weights of it here"),
+        (dict(teacher_model="nonsense"), DIGITS, "--teacher-model nonsense: timm has no weights of it here"),
+        (dict(teacher_model=SOFTMAX, teacher_path="/nowhere"), DIGITS, "weights not found: /nowhere"),
+        (dict(teacher_model=SOFTMAX, teacher_path=str(tmp_path / "seven.pth")), DIGITS, "does not hold weights"),
+        (dict(teacher_model=str(digits / "run")), ["a", "b", "c"], "tells 10 classes apart but the data has 3"),
     ):
-        assert message in in_process(training.main, TrainConfig, *flags(tmp_path, "--epochs", 1, *more), capsys=capsys)
+        with pytest.raises(UserError, match=message) as caught:
+            load_teacher(Recipe(**settings), classes)
+        assert "\n" not in str(caught.value)
+    argv = flags(tmp_path, "--epochs", 1, "--distillation-type", "soft")
+    message = in_process(training.main, TrainConfig, *argv, capsys=capsys)
+    assert "soft needs a model with a distillation token, such as deit_tiny_gka_distilled" in message
