@@ -1,6 +1,10 @@
-"""Starting from weights: where they come from, what is taken of them, and training that starts so."""
+"""Starting from weights: where they come from, what is taken of them, and training that starts so.
+
+And what travels with weights: names of classes and preprocessing, from a folder of JPEGs to exports and to new runs.
+"""
 
 import argparse
+import json
 import re
 import shutil
 
@@ -9,15 +13,22 @@ import timm
 import torch
 from safetensors.torch import save_file
 
+import deit_gka.evaluate
 import tiny_vision
 from deit_gka import train as training
-from deit_gka.model.checkpoints import build
+from deit_gka.data.sources import decode
+from deit_gka.model.checkpoints import about_images, build, export, find_checkpoint
 from deit_gka.model.checkpoints import load_file as load_weights
+from deit_gka.model.origin import Origin, read_origin
 from deit_gka.model.warm_start import fingerprint, read_weights, warm_start
+from deit_gka.recipe import Recipe
 from deit_gka.training.config import TrainConfig
 from digit_runs import GKA, SHALLOW, SOFTMAX, VLT, accuracy, flags, micro, newest, train
 from trainkit_gka.cli import UserError
 from vision_runs import Code, in_process
+from vision_runs import train as train_on
+
+# What is taken
 
 
 def test_softmax_gives_gka_all_but_bandwidths():
@@ -31,9 +42,7 @@ def test_softmax_gives_gka_all_but_bandwidths():
     assert done.unused == [f"blocks.{block}.attn.qkv.{kind}" for block in (0, 1) for kind in ("weight", "bias")]
     total = sum(parameter.numel() for parameter in model.parameters())
     assert done.share == pytest.approx((total - 4) / total)
-    assert str(done).startswith(f"{len(done.taken)} tensors as they are (99.9%")
-    unused = "not used: blocks.*.attn.qkv.weight (2), blocks.*.attn.qkv.bias (2)"
-    assert f"left at their initialisation: blocks.*.attn.log_sigma (2); {unused}" in str(done)
+    assert "left at their initialisation: blocks.*.attn.log_sigma (2)" in str(done)
 
 
 def test_vlt_takes_queries_and_keys_of_softmax():
@@ -46,9 +55,18 @@ def test_vlt_takes_queries_and_keys_of_softmax():
             block.attn.qkv.bias[128:] = 0
     done = warm_start(vlt, softmax.state_dict(), "x")
     assert done.new == ["blocks.0.attn.value_bias", "blocks.1.attn.value_bias"]
-    assert "not used: blocks.*.attn.qkv[values].weight (2), blocks.*.attn.qkv[values].bias (2)" in str(done)
     images = torch.randn(3, 3, 32, 32)
     torch.testing.assert_close(vlt.eval()(images), softmax.eval()(images), rtol=1e-4, atol=1e-5)
+
+
+def test_every_layer_of_a_hybrid_takes_what_its_kind_has():
+    hybrid, softmax = micro(GKA, attention="GAV", depth=3), micro(SOFTMAX, depth=3)
+    done = warm_start(hybrid, softmax.state_dict(), "x")
+    assert done.new == ["blocks.0.attn.log_sigma", "blocks.2.attn.value_bias"]
+    taken = "blocks.1.attn.qkv.weight"
+    assert torch.equal(hybrid.state_dict()[taken], softmax.state_dict()[taken])
+    again = warm_start(micro(GKA, spatial_offsets="LU"), micro(GKA).state_dict(), "x")
+    assert again.share == 1 and not again.new and not again.unused
 
 
 @pytest.mark.parametrize(
@@ -57,39 +75,18 @@ def test_vlt_takes_queries_and_keys_of_softmax():
 def test_positions_and_patches_are_resized_as_in_timm(change, tmp_path):
     weights, model, timms = micro(SOFTMAX).state_dict(), micro(SOFTMAX, **change), micro(SOFTMAX, **change)
     torch.nn.init.normal_(weights["pos_embed"])
-    torch.save({"model": weights}, tmp_path / "weights.pth")
-    done = warm_start(model, read_weights(str(tmp_path / "weights.pth")), "x")
-    timm.models.load_checkpoint(
-        timms, str(tmp_path / "weights.pth"), filter_fn=timm.models.vision_transformer.checkpoint_filter_fn
-    )
-    assert done.resized == ["pos_embed"] * ("size" in change or "patch_size" in change) + [
-        "patch_embed.proj.weight"
-    ] * ("patch_size" in change)
+    path = str(tmp_path / "weights.pth")
+    torch.save({"model": weights}, path)
+    done = warm_start(model, read_weights(path), "x")
+    timm.models.load_checkpoint(timms, path, filter_fn=timm.models.vision_transformer.checkpoint_filter_fn)
+    assert done.resized == ["pos_embed", *["patch_embed.proj.weight"] * ("patch_size" in change)]
     assert not done.new and not done.unused
     for name, value in timms.state_dict().items():
         torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-5, atol=1e-6, msg=name)
 
 
-def test_positions_without_class_token_are_resized():
-    """CaiT's class token comes in later and has none."""
-    model, weights = (build("cait_xxs24_224", 10, size, depth=1, embed_dim=48, num_heads=4) for size in (64, 32))
-    torch.nn.init.ones_(weights.pos_embed)
-    assert warm_start(model, weights.state_dict(), "x").resized == ["pos_embed"]
-    torch.testing.assert_close(model.pos_embed, torch.ones(1, 16, 48))
-
-
-def test_other_classes_start_a_new_head():
-    model = micro(classes=3)
-    before = model.head.weight.clone()
-    done = warm_start(model, micro(classes=10).state_dict(), "x")
-    assert (
-        done.new == ["head.weight", "head.bias"]
-        and torch.equal(model.head.weight, before)
-        and "head.weight, head.bias" in str(done)
-    )
-
-
-def test_missing_distillation_token_keeps_its_start():
+def test_tokens_without_a_counterpart_keep_their_start():
+    """A distillation token is new or left out. CaiT's class token comes in later and has no position."""
     model, weights = micro("deit_tiny_distilled_patch16_224"), micro(SOFTMAX, size=48).state_dict()
     token = model.pos_embed[:, 1].clone()
     done = warm_start(model, weights, "x")
@@ -97,45 +94,66 @@ def test_missing_distillation_token_keeps_its_start():
     assert torch.equal(model.pos_embed[:, 0], weights["pos_embed"][:, 0]) and torch.equal(model.pos_embed[:, 1], token)
     back = micro(SOFTMAX)
     warm_start(back, model.state_dict(), "x")
-    assert torch.equal(back.pos_embed[:, 0], model.pos_embed[:, 0]) and torch.equal(
-        back.pos_embed[:, 1:], model.pos_embed[:, 2:]
-    )
+    assert torch.equal(back.pos_embed, model.pos_embed[:, [0, *range(2, 18)]])
+    cait, larger = (build("cait_xxs24_224", 10, size, depth=1, embed_dim=48, num_heads=4) for size in (64, 32))
+    torch.nn.init.ones_(larger.pos_embed)
+    assert warm_start(cait, larger.state_dict(), "x").resized == ["pos_embed"]
+    torch.testing.assert_close(cait.pos_embed, torch.ones(1, 16, 48))
+
+
+def test_rows_of_a_head_move_with_their_classes():
+    weights, model = micro(classes=4).state_dict(), micro(classes=3)
+    start = model.head.weight.clone()
+    done = warm_start(model, weights, "x", ["a", "b", "c", "d"], ["d", "new", "a"])
+    assert done.known_classes == "2 of 3 classes" and not done.new
+    assert torch.equal(model.head.weight, torch.stack([weights["head.weight"][3], start[1], weights["head.weight"][0]]))
+    assert torch.equal(model.head.bias[[0, 2]], weights["head.bias"][[3, 0]])
+    same = micro(classes=4)
+    for theirs, ours in (("abcd", "abcd"), ("abcd", "wxyz"), ("", "abcd")):  # the same, unrelated and unknown names
+        assert not warm_start(same, weights, "x", list(theirs), list(ours)).known_classes
+        assert torch.equal(same.head.weight, weights["head.weight"])
+    other = micro(classes=3)  # another number of unnamed classes starts a new head
+    start = other.head.weight.clone()
+    assert warm_start(other, weights, "x").new == ["head.weight", "head.bias"]
+    assert torch.equal(other.head.weight, start)
 
 
 def test_unfitting_weights_are_refused():
-    wide = micro(embed_dim=128).state_dict()
-    shapes = r"cls_token is \(1, 1, 128\) there and \(1, 1, 64\) here"
-    with pytest.raises(UserError, match=rf"^x has only 1 of this model's \d+ tensors, 0% of its parameters; {shapes}"):
-        warm_start(micro(depth=4), {name: value for name, value in wide.items() if "log_sigma" not in name}, "x")
-    with pytest.raises(UserError, match=r"^x has only 0 of .*give weights of a model of the same width and kind"):
-        warm_start(micro(), timm.create_model("resnet10t", num_classes=7).state_dict(), "x")
-    broken = micro().state_dict()
+    wide, broken = micro(embed_dim=128).state_dict(), micro().state_dict()
+    wide = {name: value for name, value in wide.items() if "log_sigma" not in name}
     broken["norm.bias"][0] = torch.nan
-    with pytest.raises(UserError, match=r"x holds weights that are not finite, norm.bias is the first"):
-        warm_start(micro(), broken, "x")
+    shapes = r"cls_token is \(1, 1, 128\) there and \(1, 1, 64\) here"
+    for model, weights, message in (
+        (micro(depth=4), wide, rf"^x has only 1 of this model's \d+ tensors, 0% of its parameters; {shapes}"),
+        (micro(), timm.create_model("resnet10t").state_dict(), r"^x has only 0 of .* of the same width and kind"),
+        (micro(), broken, r"x holds weights that are not finite, norm.bias is the first"),
+    ):
+        with pytest.raises(UserError, match=message):
+            warm_start(model, weights, "x")
+
+
+# Where weights come from
 
 
 def test_weights_come_from_files_runs_and_exports(digits, tmp_path):
     weights, average = newest(digits), newest(digits, "ema")
-    torch.save(
-        {"model": weights, "epoch": 3, "args": argparse.Namespace(lr=5e-4, gpu=0)}, tmp_path / "deit.pth"
-    )  # as DeiT's trainer leaves it
+    deits = {"model": weights, "epoch": 3, "args": argparse.Namespace(lr=5e-4, gpu=0)}  # as DeiT's trainer leaves it
+    torch.save(deits, tmp_path / "deit.pth")
     torch.save({"state_dict": {f"module.{name}": value for name, value in weights.items()}}, tmp_path / "timm.pth.tar")
     save_file(weights, tmp_path / "plain.safetensors")
     for name in ("deit.pth", "timm.pth.tar", "plain.safetensors"):
         assert fingerprint(read_weights(str(tmp_path / name))) == fingerprint(weights)
         model = load_weights(tmp_path / name, build(SOFTMAX, 10, 32, patch_size=16, embed_dim=64, depth=1, num_heads=2))
         assert fingerprint(model.state_dict()) == fingerprint(weights)
-    tiny_vision.call(
-        "deit_gka.export", "--run", digits / "run", "--out", tmp_path / "exported", folder=tmp_path / "output"
-    )
+    export(find_checkpoint(digits / "run"), "ema", tmp_path / "exported")
     for folder in (digits / "run", sorted((digits / "run/checkpoints").iterdir())[-1], tmp_path / "exported"):
         assert fingerprint(read_weights(str(folder))) == fingerprint(average) != fingerprint(weights)
 
 
 def test_sources_without_weights_are_one_line(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    """Nor is code in a file ever run."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    Code.MARKER.unlink(missing_ok=True)
     torch.save({"model": Code()}, tmp_path / "code.pth")
     (tmp_path / "text.pth").write_text("no weights")
     torch.save([1, 2], tmp_path / "list.pth")
@@ -144,11 +162,14 @@ def test_sources_without_weights_are_one_line(tmp_path, monkeypatch):
         ("/nowhere.pth", "/nowhere.pth does not exist; it is a file of weights, a run or exported folder"),
         (tmp_path, "no checkpoint in"),
         (GKA, f"--initial-weights {GKA}: timm has no weights of it here"),
-        (SOFTMAX, "give a file instead"),
     ):
         with pytest.raises(UserError, match=re.escape(message)) as caught:
             read_weights(str(source))
         assert "\n" not in str(caught.value)
+    assert not Code.MARKER.exists()
+
+
+# Training that starts so
 
 
 def test_fine_tuning_at_another_size(digits, tmp_path):
@@ -159,43 +180,128 @@ def test_fine_tuning_at_another_size(digits, tmp_path):
     tuning = ["--model", SOFTMAX, "--input-size", 48, "--epochs", 1, "--initial-weights", digits / "run"]
     larger = ["--model-kwargs", "patch_size=24", *SHALLOW[2:], "--lr", 1e-3, "--min-lr", 1e-7, "--model-tag", "larger"]
     done = train(tmp_path, *tuning, *larger)
-    assert re.search(
-        r"starting from .*/run: 19 tensors as they are \(100.0% .*\); resized: patch_embed.proj.weight\n", done.stdout
-    ), done.stdout
+    assert re.search(r"starting from .*/run: 19 tensors .*; resized: patch_embed.proj.weight\n", done.stdout)
     assert accuracy(tmp_path, "larger") > 50
     done = train(tmp_path, *tuning, "--lr", 0.05)
-    assert (
-        "; resized: pos_embed\n" in done.stdout
-        and accuracy(tmp_path) > 20
-        and newest(tmp_path)["pos_embed"].shape == (1, 10, 64)
-    )
+    assert "; resized: pos_embed\n" in done.stdout and newest(tmp_path)["pos_embed"].shape == (1, 10, 64)
+    assert accuracy(tmp_path) > 20
 
 
 def test_resumed_run_keeps_its_initial_weights(digits, tmp_path, capsys):
-    save_file(newest(digits), tmp_path / "weights.safetensors")
+    weights, moved = tmp_path / "weights.safetensors", tmp_path / "moved.safetensors"
+    save_file(newest(digits), weights)
     common = ["--model", GKA, "--epochs", 1, "--lr", 0.01, "--initial-weights"]
-    train(tmp_path / "whole", *common, tmp_path / "weights.safetensors", "--stop-after", 4)
-    done = train(tmp_path, *common, tmp_path / "weights.safetensors", "--stop-after", 2)
-    assert "left at their initialisation: blocks.*.attn.log_sigma;" in done.stdout
-    for others in (digits / "run", ""):
-        message = in_process(training.main, TrainConfig, *flags(tmp_path, *common, others), capsys=capsys)
-        start = r"the run in .* started from .*weights.safetensors as it was then; give the same"
-        assert re.search(rf"--initial-weights is .* but {start}", message)
-    shutil.move(tmp_path / "weights.safetensors", tmp_path / "moved.safetensors")
-    for source in ("weights", "moved"):
-        done = train(tmp_path, *common, tmp_path / f"{source}.safetensors", "--stop-after", 3 + (source == "moved"))
+    train(tmp_path / "whole", *common, weights, "--stop-after", 4)
+    train(tmp_path, *common, weights, "--stop-after", 2)
+    shutil.move(weights, moved)
+    for source, stop in ((weights, 3), (moved, 4)):  # gone, and under another name
+        done = train(tmp_path, *common, source, "--stop-after", stop)
         assert "resuming at update" in done.stdout and "starting from" not in done.stdout
     for name in ("model", "ema", "optimizer"):
         assert fingerprint(newest(tmp_path, name)) == fingerprint(newest(tmp_path / "whole", name))
-    save_file(newest(tmp_path), tmp_path / "moved.safetensors")
-    message = in_process(
-        training.main, TrainConfig, *flags(tmp_path, *common, tmp_path / "moved.safetensors"), capsys=capsys
-    )
-    assert "started from" in message
-    message = in_process(
-        training.main,
-        TrainConfig,
-        *flags(digits, "--model", SOFTMAX, "--epochs", 5, "--lr", 0.2, "--initial-weights", digits),
-        capsys=capsys,
-    )
-    assert "started from no weights" in message
+    save_file(newest(tmp_path), moved)  # other weights
+    for others in (digits / "run", "", moved):
+        message = in_process(training.main, TrainConfig, *flags(tmp_path, *common, others), capsys=capsys)
+        start = r"the run in .* started from .*weights.safetensors as it was then; give the same"
+        assert re.search(rf"--initial-weights is .* but {start}", message)
+    argv = flags(digits, "--model", SOFTMAX, "--epochs", 5, "--lr", 0.2, "--initial-weights", digits)
+    assert "started from no weights" in in_process(training.main, TrainConfig, *argv, capsys=capsys)
+
+
+# What travels with weights
+
+OWN = ["--mean", 0.5, 0.4, 0.3, "--std", 0.25, 0.5, 0.2]
+SHORT = ["--epochs", 1, "--num-workers", 0, "--eval-every", "-1", "--save-every", "-1"]
+NAMES = ["class_0", "class_1", "class_2"]
+ORIGIN = Origin(tuple(NAMES), (0.5, 0.4, 0.3), (0.25, 0.5, 0.2))
+
+
+@pytest.fixture(scope="module")
+def out(pictures, tmp_path_factory):
+    """A run on JPEGs in class folders with a mean and a deviation of its own, and what it exports."""
+    out = tmp_path_factory.mktemp("origin")
+    train_on(pictures, out, *SHORT, *OWN)
+    export(find_checkpoint(out / "run"), "model", out / "exported")
+    return out
+
+
+def test_a_run_and_its_export_say_how_images_were_prepared(out, tmp_path):
+    config = json.loads((out / "exported/config.json").read_text())
+    assert config["label_names"] == NAMES
+    images = config["pretrained_cfg"]
+    assert (images["mean"], images["std"]) == ([0.5, 0.4, 0.3], [0.25, 0.5, 0.2])
+    assert (images["interpolation"], images["crop_pct"], images["input_size"]) == ("bicubic", 0.875, [3, 16, 16])
+    (checkpoint,) = (out / "run/checkpoints").iterdir()
+    for place in (out / "run", checkpoint, out / "exported", out / "exported/model.safetensors"):
+        assert read_origin(str(place)) == ORIGIN, place
+    assert read_origin("vit_base_patch16_224") == Origin((), (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+    older = about_images({"train_config": {"input_size": 32, "crop_pct": 0.9}})  # did not say it: ImageNet's
+    assert older["mean"] == Recipe().mean and older["std"] == Recipe().std
+
+
+def test_transformers_answers_with_the_names_of_the_folders(out, pictures):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.from_pretrained(out / "exported")
+    assert config.id2label == dict(enumerate(NAMES)) and config.label2id["class_2"] == 2
+    classify = transformers.pipeline("image-classification", model=str(out / "exported"))
+    path = pictures / "val/class_1/003.jpg"
+    answers = {answer["label"]: answer["score"] for answer in classify(str(path), top_k=3)}
+    model = timm.create_model(f"local-dir:{out / 'exported'}", pretrained=True).eval()
+    image = decode(path.read_bytes())
+    pixels = timm.data.create_transform(**timm.data.resolve_model_data_config(model))(image)
+    imagenets = timm.data.create_transform((3, 16, 16), crop_pct=0.875)(image)
+    assert pixels.mean() > 0.01 + imagenets.mean()  # its own normalisation, which differs
+    with torch.no_grad():
+        expected = model(pixels[None]).softmax(-1)[0].tolist()
+    assert answers == pytest.approx(dict(zip(NAMES, expected)), rel=1e-4)
+
+
+def test_an_export_is_evaluated_as_its_run(out, pictures, capsys):
+    common = dict(weights=["model"], device_type="cpu", num_workers=0, results=out / "eval.jsonl")
+    for folder in ("run", "exported"):
+        config = deit_gka.evaluate.EvaluateConfig(run=out / folder, data=str(pictures), **common)
+        deit_gka.evaluate.main(config)
+    lines = [json.loads(line)["metrics"] for line in (out / "eval.jsonl").read_text().splitlines()]
+    one, other = lines[0]["model"], lines[1]["exported"]
+    assert all(one[key] == other[key] for key in ("top1", "top5", "loss", "crop_pct")) and one["images"] == 27
+    argv = ["--run", out / "exported", "--device-type", "cpu"]
+    for more, said in (
+        ([], "exported is an exported model, which does not say where its images are"),
+        (["--data", "digits"], "was trained on 3 classes but digits has 10"),
+    ):
+        assert said in in_process(deit_gka.evaluate.main, deit_gka.evaluate.EvaluateConfig, *argv, *more, capsys=capsys)
+
+
+def test_a_new_run_takes_the_head_by_class_name_and_is_told_of_another_normalisation(out, tmp_path):
+    pictures = tiny_vision.write_pictures(tmp_path / "pictures", train=6, val=2)
+    for split in ("train", "val"):
+        (pictures / split / "class_0").rename(pictures / split / "zebra")
+    start = [*SHORT, "--initial-weights", out / "exported", "--stop-after", 1]
+    said = train_on(pictures, tmp_path, *start).stdout
+    assert re.search(r"starting from .*/exported: .*; head by class name: 2 of 3 classes\n", said), said
+    for name, numbers in (("mean", "0.5 0.4 0.3"), ("std", "0.25 0.5 0.2")):
+        keeps = rf"warning: .*/exported saw images with another {name} than this run's .*; --{name} {numbers} keeps it"
+        assert re.search(keeps, said), said
+    assert "warning" not in train_on(pictures, tmp_path / "own", *start, *OWN).stdout
+
+
+@pytest.mark.parametrize("manifest", ['{"name": "app"}', "[1]", "{"])
+def test_another_programs_manifest_makes_no_checkpoint(manifest, out, tmp_path):
+    save_file(read_weights(str(out / "run")), tmp_path / "bare.safetensors")
+    shutil.copytree(out / "exported", tmp_path / "app/exported")
+    for folder in (tmp_path, tmp_path / "app", tmp_path / "app/exported"):
+        (folder / "manifest.json").write_text(manifest)
+    assert read_origin(str(tmp_path / "bare.safetensors")) == Origin()
+    for place in ("app/exported", "app/exported/model.safetensors"):
+        assert read_origin(str(tmp_path / place)) == ORIGIN
+    assert read_weights(str(tmp_path / "app/exported")).keys() == read_weights(str(out / "exported")).keys()
+
+
+def test_warnings_are_of_what_differs():
+    recipe = Recipe()
+    assert not Origin().warnings("x", ["a"], recipe)
+    assert not Origin(("a", "b"), recipe.mean, recipe.std).warnings("x", ["b", "a"], recipe)
+    (names,) = Origin(("n01", "n02"), recipe.mean, recipe.std).warnings("x", ["cat", "dog"], recipe)
+    assert "other names for its classes ('cat' for 'n01')" in names
+    (mean,) = Origin((), (0.5, 0.5, 0.5), recipe.std).warnings("x", ["cat"], recipe)
+    assert mean.endswith("; --mean 0.5 0.5 0.5 keeps it")

@@ -1,7 +1,9 @@
 """Vision runs of a few updates: their flags, what they leave, and a process to interrupt."""
 
 import json
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
@@ -23,19 +25,8 @@ NAMES = ("deit_tiny_gka_patch16_224", "deit_tiny_vlt_patch16_224", "deit_tiny_pa
 
 
 def flags(data, out, *more):
-    return [
-        "--data",
-        data,
-        "--out",
-        out,
-        "--results",
-        out / "results.jsonl",
-        *MICRO,
-        *FULL,
-        "--model-tag",
-        "run",
-        *more,
-    ]
+    places = ["--data", data, "--out", out, "--results", out / "results.jsonl", "--model-tag", "run"]
+    return [*places, *MICRO, *FULL, *more]
 
 
 def micro(classes, name="deit_tiny_gka_patch16_224"):
@@ -91,5 +82,9 @@ def in_process(main, config, *argv, capsys, code=UserError.code):
 
 
 class Code:
+    """In a pickle: a program, which leaves the file MARKER where it is run."""
+
+    MARKER = Path(tempfile.gettempdir()) / "gka-was-here"
+
     def __reduce__(self):
-        return exec, ("import pathlib; pathlib.Path('/tmp/gka-was-here').touch()",)
+        return exec, (f"import pathlib; pathlib.Path({str(self.MARKER)!r}).touch()",)
