@@ -2,12 +2,9 @@
 compute is what the CPU computes. See `tests/support/pretend_cuda.py`.
 """
 
-import json
-
 import pytest
 import timm
 import torch
-from safetensors.torch import load_file
 
 import tiny_vision
 from deit_gka.train import Trainer, main
@@ -17,6 +14,7 @@ from gka import GaussianKernelAttention
 from pretend_cuda import GPU, OnGPU, needs_no_gpu, pretended
 from tiny_vision import SHAPE, SIZE
 from trainkit_gka.distributed import setup
+from vision_runs import checkpoint, records
 
 # Of the interpreter, which computes with NumPy.
 pytestmark = [needs_no_gpu, pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow):RuntimeWarning")]
@@ -41,16 +39,6 @@ def pictures(tmp_path_factory):
 def gpu(monkeypatch):
     with pretended(monkeypatch):
         yield
-
-
-def events(out, event):
-    lines = map(json.loads, (out / "run" / "log.jsonl").read_text().splitlines())
-    return [line for line in lines if line["event"] == event]
-
-
-def final(out, name):
-    [folder] = (out / "run" / "checkpoints").glob("step_00000002")
-    return load_file(folder / f"{name}.safetensors")
 
 
 def config(pictures, out, **settings):
@@ -87,17 +75,19 @@ def test_a_teacher_teaches_there(kind, gpu, pictures, tmp_path):
 
 def test_a_run_is_the_cpus_run(gpu, pictures, tmp_path):
     """In float32, by the whole command, stopped and continued on the way: losses, accuracies, weights, the average."""
+    shape = tuple(f"{key}={value}" for key, value in {**SHAPE, "depth": 1}.items())
     for device in ("cpu", "cuda"):
-        settings = dict(device_type=device, amp="float32")
+        settings = dict(device_type=device, amp="float32", model_kwargs=shape)
         main(config(pictures, tmp_path / device, stop_after=1, **settings))
         main(config(pictures, tmp_path / device, **settings))
     for event, keys in (("train", ["loss"]), ("eval", ["top1", "loss", "ema_top1", "ema_loss"])):
-        on_cpu, on_gpu = (events(tmp_path / device, event) for device in ("cpu", "cuda"))
+        on_cpu, on_gpu = (records(tmp_path / device, event) for device in ("cpu", "cuda"))
         assert len(on_cpu) == len(on_gpu) > 0
         for key in keys:
             assert [line[key] for line in on_gpu] == pytest.approx([line[key] for line in on_cpu], rel=1e-4)
     for name in ("model", "ema"):
-        on_cpu, on_gpu = (final(tmp_path / device, name) for device in ("cpu", "cuda"))
+        on_cpu, on_gpu = (checkpoint(tmp_path / device, 2, name) for device in ("cpu", "cuda"))
+        assert on_cpu.keys() == on_gpu.keys()
         for key in on_cpu:
             assert (on_gpu[key] - on_cpu[key]).abs().mean() < 1e-4, key
 
