@@ -10,7 +10,7 @@ from deit_gka.data.transforms import eval_transform
 from deit_gka.figures.bandwidths import ranked, relative_bandwidths, widths
 from deit_gka.figures.deletion import deletion_curve, draw_deletion, orders, without
 from deit_gka.figures.explanation import choose_tokens, few_weights
-from deit_gka.figures.matrices import matrix_picture, off_diagonal, subsample
+from deit_gka.figures.matrices import off_diagonal, subsample
 from deit_gka.figures.measures import (
     Tokens,
     attended_distance,
@@ -19,9 +19,9 @@ from deit_gka.figures.measures import (
     entropy,
     median_distance,
 )
-from deit_gka.figures.patch_to_patch import grey_patch, query_distances, query_maps, without_own
+from deit_gka.figures.patch_to_patch import query_distances, query_maps
 from deit_gka.figures.rollout import rollout
-from deit_gka.figures.sheet import Subject, linear, logarithmic, overlay
+from deit_gka.figures.sheet import Subject
 from deit_gka.figures.subjects import Drawn, of_timm, subjects_of
 from deit_gka.model.checkpoints import build
 from figure_runs import GKA, SOFTMAX, TINY, tiny_subjects
@@ -171,19 +171,6 @@ def test_matrices_are_subsampled_evenly_and_drawn_without_their_diagonal():
     assert some.shape == (50, 50) and some[0, 0] == 0 and some[-1, -1] == weights[-1, -1]
     assert subsample(weights, -1) is weights and subsample(weights, 500) is weights
     assert off_diagonal(torch.arange(9.0).view(3, 3)).tolist() == [1, 2, 3, 5, 6, 7]
-    weights = random_weights(80, 80)
-    picture = matrix_picture(weights, linear(weights), prefix=1)
-    assert picture.shape == (82, 82, 3)  # two lines for the class token, one between: 2 + 1 + 79
-    assert (picture[2] == 255).all() and (picture[:, 2] == 255).all()
-    grey = picture[0, 0]
-    assert (picture[:2, :2] == grey).all() and (picture[range(3, 82), range(3, 82)] == grey).all()
-
-
-@pytest.mark.parametrize("values", [torch.zeros(4), torch.full((4,), 0.2), torch.tensor([1e-30, 0.5])], ids=str)
-def test_scales_take_values_that_are_all_the_same(values):
-    for norm in (linear(values), logarithmic(values)):
-        assert norm.vmin < norm.vmax and np.isfinite(norm(values.numpy())).all()
-    assert overlay(np.ones((8, 12, 3)), values.repeat(3).view(-1, 3), linear(values)).shape == (8, 12, 3)
 
 
 def test_a_few_tokens_have_the_kernel_of_the_equations():
@@ -194,15 +181,6 @@ def test_a_few_tokens_have_the_kernel_of_the_equations():
     torch.testing.assert_close(weights[0], expected / expected.sum(), rtol=1e-6, atol=0)
     assert choose_tokens(torch.tensor([[9.0], [0.0], [5.0], [1.0], [2.0]]), query=3, first=1, count=3) == [3, 4, 2]
     assert choose_tokens(torch.zeros(4, 2), query=2, first=1) == [2, 1, 3]
-
-
-def test_the_scale_of_a_query_leaves_the_patch_itself_out():
-    tokens = Tokens((2, 3), (4, 8), 1)
-    weights = torch.eye(7)[None] + 0.01 * torch.rand(2, 7, 7)
-    kept = without_own(query_maps(weights, tokens), tokens)
-    assert kept.shape == (2 * 4 * 5,) and kept.max() < 0.5
-    picture = grey_patch(np.zeros((8, 24, 3), dtype=np.uint8), (1, 2), (4, 8))
-    assert (picture[4:, 16:] > 100).all() and picture[:4].max() == 0 and picture[:, :16].max() == 0
 
 
 # Deletion curves

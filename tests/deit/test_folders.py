@@ -196,22 +196,6 @@ def test_no_link_gives_an_image_another_class_or_split(case, tmp_path):
     assert source.ignored == ({} if counts else {refused: 1})
 
 
-def test_a_folder_linked_from_two_classes_is_of_the_first(tmp_path):
-    for name in ("train/a/1.png", "train/b/2.png", "train/c/3.png", "extra/deep/4.png"):
-        write(tmp_path / name, png(1))
-    for link, target in (("c/x", "extra/deep"), ("b/x", "extra"), ("b/y", "extra/deep"), ("y", "extra")):
-        (tmp_path / "train" / link).symlink_to(tmp_path / target)
-    (tmp_path / "train/z").symlink_to(tmp_path / "extra")
-    source = open_source(str(tmp_path), "train")
-    assert source.classes == ["a", "b", "c", "y"]
-    assert [source.read(index)[2].removeprefix(f"{tmp_path}/train/") for index in range(len(source))] == [
-        "a/1.png", "b/2.png", "c/3.png", "y/deep/4.png"]  # fmt: skip
-    assert source.ignored == {"link to a folder of these": 3, "class z (link to a folder of these)": 1}
-    for link in ("y", "z"):
-        (tmp_path / "train" / link).unlink()
-    assert len(open_source(str(tmp_path), "train")) == 4 and open_source(str(tmp_path), "train").read(2)[1] == 1
-
-
 @pytest.mark.parametrize("links", [["val"], ["val/a", "val/b"]])
 def test_a_split_may_be_the_other_one(links, tmp_path):
     """By a link: to try things out, the training images serve as those of validation."""

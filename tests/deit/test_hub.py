@@ -344,29 +344,7 @@ def test_a_run_keeps_the_parts_of_its_data(form, configurations, tmp_path, capsy
     found, config = evaluated(tmp_path)
     assert config["data"] == data and named.items() <= finished["config"].items() and named.items() <= config.items()
     assert all(found[key] == finished["metrics"][key] for key in ("top1", "images"))
+    assert evaluated(tmp_path, "--data", data)[0]["top1"] == found["top1"]  # its own, named again
     assert evaluated(tmp_path, "--val-split", "train")[0]["images"] == 24
-
-
-def test_the_runs_own_data_named_again_is_read_as_it_was_trained_on(tmp_path, capsys):
-    """Of two columns of labels, the run's; other data has parts of its own, and those of the run are named."""
-    features = {"image": IMAGE, "colour": NUMBER, "label": NUMBER}
-    own, other = (f"hf:{tmp_path / name}" for name in ("own", "other"))
-    for name in ("own", "other"):
-        for split, size in (("train", 24), ("validation", 8)):
-            colours = [place % 2 for place in range(size)]
-            images = [{"bytes": png(200 * colour), "path": None} for colour in colours]
-            columns = {"image": images, "colour": colours, "label": [1 - colour for colour in colours]}
-            write_parquet(tmp_path / name, split, [size], features=features, **columns)
-    train(own, tmp_path, "--epochs", 1, "--warmup-epochs", 0, "--num-workers", 0, "--target-key", "colour")
-
-    def answer(*more):
-        found, config = evaluated(tmp_path, *more)
-        return found["top1"], config.get("target_key"), capsys.readouterr().err
-
-    top1, key, said = answer()
-    assert key == "colour" and "warning" not in said and answer("--data", own) == (top1, key, said)
-    assert answer("--data", own, "--target-key", "label")[:2] == (100 - top1, "label")
-    top1_of_other, key, said = answer("--data", other)
-    assert (top1_of_other, key) == (100 - top1, None)
-    assert said.startswith(f"warning: {other} is not") and "its --target-key colour is not taken over" in said
-    assert answer("--data", other, "--target-key", "colour") == (top1, "colour", "")
+    other, note = evaluate.completed(evaluate.EvaluateConfig(run=tmp_path / "run", data="digits", target_key="x"))
+    assert other.given_parts() == {"target_key": "x"} and "its --data-config full --val-split test is not" in note

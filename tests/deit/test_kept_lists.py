@@ -11,8 +11,7 @@ import pytest
 
 from deit_gka.data.sources import kept, open_source
 from deit_gka.data.sources.base import list_hash
-from image_files import error, hashes_of_lists, pair, png, value_of, write, write_tar
-from trainkit_gka import workers
+from image_files import error, pair, png, value_of, write, write_tar
 
 TICK = 0.02  # seconds in which every file system's clock has moved on
 
@@ -165,11 +164,3 @@ def test_a_list_that_cannot_be_written_is_not_kept(folder, cache):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not list(cache.iterdir())
-
-
-def test_processes_that_start_together_all_read_whole_lists(folder, cache):
-    """Every other time each of them deletes what the others may be reading."""
-    want = list_hash(open_source(str(folder), "train"))
-    with workers.context("deit_gka").Pool(2, workers.begin) as pool:
-        assert pool.map(hashes_of_lists, [(str(folder), str(cache.parent))] * 2, chunksize=1) == [{want}] * 2
-    assert not list(cache.glob(".tmp-*"))
