@@ -1,7 +1,6 @@
 """Lists of images that are kept between starts: equal to fresh ones, and read again after any change."""
 
 import os
-import resource
 import shutil
 import sys
 import time
@@ -153,14 +152,3 @@ def test_damaged_lists_are_read_again(damage, folder, cache, monkeypatch):
         path.write_bytes(whole[: len(whole) // 2] if damage == "torn" else damage)
     assert contents(folder) == want
     assert damage is None or (path.read_bytes() == whole and reads(monkeypatch, folder) == 0)
-
-
-def test_a_list_that_cannot_be_written_is_not_kept(folder, cache):
-    """As on a full disk: the error is safetensors' own, and is not an OSError."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
-    try:
-        assert contents(folder) == [(1, 0), (2, 0), (3, 0), (4, 1), (5, 2)]
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert not list(cache.iterdir())

@@ -3,11 +3,9 @@
 import importlib.util
 import shutil
 
-import numpy as np
 import pytest
 import timm
 import torch
-from PIL import Image
 
 import deit_gka.export as export
 from deit_gka.data.sources import decode, open_source
@@ -112,21 +110,6 @@ def test_int8_agrees_on_digits(exported):
         assert (onnx.run(session, images)[0].argmax(-1) == expected).double().mean().item() >= least
     sizes = [(exported.out / name).stat().st_size for name in (onnx.INT8_MODEL, onnx.MODEL)]
     assert sizes[0] < 0.6 * sizes[1]
-
-
-@needs_onnx
-def test_exported_folder_classifies_in_transformers(exported):
-    transformers = pytest.importorskip("transformers")
-    classify = transformers.pipeline("image-classification", model=str(exported.out))
-    picture = Image.fromarray(np.random.default_rng(0).integers(0, 255, (40, 50, 3), dtype=np.uint8))
-    by_label = {answer["label"]: answer["score"] for answer in classify(picture, top_k=10)}
-    model = timm.create_model(f"local-dir:{exported.out}", pretrained=True).eval()
-    about = about_images(find_checkpoint(exported.run).state)
-    pixels = eval_transform(about["input_size"][-1], about["crop_pct"])(picture)[None]
-    with torch.no_grad():
-        logits = model(pixels)
-        torch.testing.assert_close(classify.model(pixel_values=pixels).logits, logits, rtol=0, atol=0)
-    assert by_label == pytest.approx(dict(zip(DIGITS, logits.softmax(-1)[0].tolist())), rel=1e-4)
 
 
 @needs_onnx

@@ -88,14 +88,13 @@ def test_a_hybrid_trains_resumes_exports_and_evaluates(name, more, tmp_path, cap
         assert f"--attention is {attention}" in in_process(training.main, TrainConfig, *argv, capsys=capsys)
 
 
-@pytest.mark.parametrize("weights", ["ema", "model"])
-def test_an_exported_run_is_timms(uninterrupted, tmp_path, weights):
+def test_an_exported_run_is_timms(uninterrupted, tmp_path):
     folder = tmp_path / "exported"
-    call(EXPORT, "--run", uninterrupted / "run", "--out", folder, "--weights", weights, out=tmp_path)
+    call(EXPORT, "--run", uninterrupted / "run", "--out", folder, out=tmp_path)
     modes = {file.stat().st_mode for file in (*folder.iterdir(), tmp_path / "output/stdout")}
     assert len(modes) == 1  # what any new file has
     model = micro(3).eval()
-    model.load_state_dict(checkpoint(uninterrupted, STEPS, weights))
+    model.load_state_dict(checkpoint(uninterrupted, STEPS, "ema"))
     by_folder = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     arguments = dict(SHAPE, num_classes=3, img_size=SIZE, checkpoint_path=str(folder / "model.safetensors"))
     by_file = timm.create_model("deit_tiny_gka_patch16_224", **arguments).eval()

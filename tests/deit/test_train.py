@@ -26,7 +26,6 @@ from vision_runs import (
     STEPS,
     STEPS_PER_EPOCH,
     TRAIN,
-    begin,
     checkpoint,
     flags,
     in_process,
@@ -34,7 +33,6 @@ from vision_runs import (
     records,
     steps_of,
     train,
-    wait_for_step,
 )
 
 # What a run leaves
@@ -184,17 +182,6 @@ def test_an_evaluation_of_few_images_is_not_the_best():
     assert trusted([disk_trouble, fine]) == trusted([fine, disk_trouble]) == [fine] and trusted([]) == []
     always_broken = [{"images": 117, "broken": 3, "top1": accuracy} for accuracy in (10.0, 20.0)]
     assert trusted(always_broken) == always_broken
-
-
-def test_a_disk_that_is_gone_is_one_line(pictures, tmp_path):
-    shutil.copytree(pictures, tmp_path / "data")
-    process = begin(tmp_path / "data", tmp_path, "--epochs", 1000)
-    wait_for_step(process, tmp_path, 8)
-    (tmp_path / "data/train").rename(tmp_path / "data/elsewhere")
-    done = process.wait()
-    lines = [line for line in done.stderr.splitlines() if line and not line.startswith("warning: ")]
-    said = r"error: none of \d+ images in a row can be read, the first is .*; is the disk still there\?"
-    assert done.returncode == 2 and len(lines) == 1 and re.fullmatch(said, lines[0]), done.stderr
 
 
 # Numbers that are not finite

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from deit_gka.data.seeds import seed_everything
-from deit_gka.data.transforms import eval_transform, in_words, train_transform
+from deit_gka.data.transforms import eval_transform, train_transform
 from deit_gka.recipe import Recipe
 from tiny_images import small_recipe
 from tiny_vision import photo
@@ -78,17 +78,3 @@ def test_three_augment_makes_one_of_three():
     grey = round((200 * 299 + 100 * 587 + 50 * 114) / 1000)
     assert set(found) == {(grey,) * 3, (55, 100, 50), (200, 100, 50)}
     assert min(found.values()) > 60 / 3 - 4 * math.sqrt(60 * 2 / 9)
-
-
-@pytest.mark.parametrize(
-    "size, crop_pct, settings, words",
-    [
-        (224, 1.0, {}, "resize 224, centre crop 224, bicubic"),
-        (224, 0.875, {}, "resize 256, centre crop 224, bicubic"),
-        ((224, 192), 0.875, {}, "resize 256 x 219, centre crop 224 x 192, bicubic"),
-        (224, 0.875, {"crop_mode": "squash"}, "resize 256 x 256, centre crop 224, bicubic"),
-        (224, 0.875, {"crop_mode": "border"}, "resize 256 x 256, centre crop or pad 224, bicubic"),
-    ],
-)
-def test_an_evaluations_crop_in_words(size, crop_pct, settings, words):
-    assert in_words(eval_transform(size, crop_pct, **settings)) == words

@@ -1,15 +1,13 @@
 """Images as files and in tars, recognised by their red value."""
 
 import io
-import os
 import tarfile
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from deit_gka.data.sources import DataParts, decode, kept, open_source
-from deit_gka.data.sources.base import list_hash
+from deit_gka.data.sources import DataParts, decode, open_source
 from tiny_vision import encoded
 from trainkit_gka.cli import UserError
 
@@ -49,15 +47,3 @@ def error(data, split="train", **parts) -> str:
         open_source(str(data), split, DataParts(**parts))
     assert "\n" not in str(caught.value)
     return str(caught.value)
-
-
-def hashes_of_lists(places: tuple[str, str], rounds: int = 40) -> set[str]:
-    """Open the data at the first place again and again, with lists kept at the second; every other time delete them."""
-    data, cache = places
-    os.environ["GKA_CACHE_DIR"], kept.WORTH_KEEPING, kept.SETTLED, seen = cache, 0.0, -60.0, set()
-    for number in range(rounds):
-        seen.add(list_hash(open_source(data, "train")))
-        if number % 2:
-            for path in kept.cache_folder().glob("lists/*.safetensors"):
-                path.unlink(missing_ok=True)
-    return seen
