@@ -113,11 +113,18 @@ def rounding_of(layer, x, grad_y):
     return EPS_32 * (1 + largest.item()), conditions | {"dx": 3.0}
 
 
-def check(layer, x, definition=by_definition, call=lambda layer, x: layer(x), eps=0.0):
-    """At most twice the error of the definition in float32, plus what rounding of the exponents is worth, and eps."""
+def check(layer, x, visible=ALL_VISIBLE, holder=None, eps=0.0, **call):
+    """y and all gradients are those of the definition. call: how the layer is called.
+
+    At most twice the error of the definition in float32, plus what rounding of the exponents is worth, and eps.
+    """
+
+    def definition(layer, x):
+        return by_definition(layer, x, visible, holder)
+
     grad_y = torch.randn_like(x)
     want, plain = (with_gradients(definition, layer, x, grad_y, dtype) for dtype in (torch.float64, torch.float32))
-    got = with_gradients(call, layer, x, grad_y, torch.float32)
+    got = with_gradients(lambda layer, x: layer(x, **call), layer, x, grad_y, torch.float32)
     floor, conditions = rounding_of(layer, x, grad_y)
     for name, reference in want.items():
         assert got[name].dtype == torch.float32
@@ -146,13 +153,7 @@ def test_layers_equal_their_definitions(kind, shape, fused, is_causal):
     assert layer.fused_attn is fused
     visible = torch.ones(shape[1], shape[1], dtype=torch.float64)
     visible = visible.tril() if is_causal else visible
-    check(
-        layer,
-        x,
-        lambda layer, x: by_definition(layer, x, visible),
-        lambda layer, x: layer(x, is_causal=is_causal),
-        applied_eps(kind, fused),
-    )
+    check(layer, x, visible, eps=applied_eps(kind, fused), is_causal=is_causal)
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
@@ -222,13 +223,7 @@ def test_masks_renormalise_rows(kind, mask):
     shape = (3, 11, 2, 8)
     layer, x = make_layer(kind, shape)
     attn_mask, visible = tokens_seen(mask, shape)
-    check(
-        layer,
-        x,
-        lambda layer, x: by_definition(layer, x, visible),
-        lambda layer, x: layer(x, attn_mask=attn_mask),
-        eps=EPS,
-    )
+    check(layer, x, visible, eps=EPS, attn_mask=attn_mask)
 
 
 @kinds
@@ -289,7 +284,7 @@ def check_offsets(model, pattern, eps):
     x = torch.randn(2, others + math.prod(grid), model.embed_dim)
     letters = [pattern[head % len(pattern)] for head in range(layer.num_heads)]
     holder = [[token_of(letter, token, grid, others) for token in range(x.shape[1])] for letter in letters]
-    check(layer, x, lambda layer, x: by_definition(layer, x, holder=holder), eps=eps)
+    check(layer, x, holder=holder, eps=eps)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

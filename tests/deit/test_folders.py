@@ -196,6 +196,17 @@ def test_no_link_gives_an_image_another_class_or_split(case, tmp_path):
     assert source.ignored == ({} if counts else {refused: 1})
 
 
+def test_a_folder_linked_from_two_classes_is_of_the_first(tmp_path):
+    for name in ("train/a/1.png", "train/b/2.png", "extra/deep/3.png"):
+        write(tmp_path / name, png(1))
+    for link, target in (("a/y", "extra"), ("b/x", "extra/deep"), ("z", "extra")):
+        (tmp_path / "train" / link).symlink_to(tmp_path / target)
+    source = open_source(str(tmp_path), "train")
+    # A class that is a link comes before links inside of classes.
+    assert source.classes == ["a", "b", "z"] and [label for _, label in contents(source)] == [0, 1, 2]
+    assert source.ignored == {"link to a folder of these": 2}
+
+
 @pytest.mark.parametrize("links", [["val"], ["val/a", "val/b"]])
 def test_a_split_may_be_the_other_one(links, tmp_path):
     """By a link: to try things out, the training images serve as those of validation."""

@@ -90,14 +90,15 @@ def records_of(source) -> list:
     return [source.read(index) for index in range(len(source))]
 
 
-def test_dataset_of_parquet_files(parquet):
-    train, val = open_source(f"hf:{parquet}", "train"), open_source(f"hf:{parquet}", "val")
+@forms
+def test_dataset_of_parquet_files(form, parquet):
+    train, val = (open_source(f"{form}:{parquet}", split) for split in ("train", "val"))
     for source, size in ((train, 23), (val, 5)):
-        assert isinstance(source, Source) and len(source) == size and source.classes == ["cat", "dog"]
-        assert [(value_of(source.read(i)), source.read(i)[1]) for i in range(size)] == [(v, v % 2) for v in range(size)]
-    assert train.read(3)[0] == png(3) and train.read(3)[2] == "train3.png"
-    again = pickle.loads(pickle.dumps(train))
-    assert [value_of(again.read(i)) for i in range(23)] == list(range(23))
+        assert isinstance(source, Stream if form == "hf-stream" else Source) and source.classes == ["cat", "dog"]
+        again = pickle.loads(pickle.dumps(source))
+        assert len(source) == len(again) == size and again.split == source.split
+    assert records_of(val) == [(png(v), v % 2, f"validation{v}.png") for v in range(5)]
+    assert sorted(map(value_of, records_of(train))) == list(range(23))
     assert check_classes(train, val) == []
 
 
@@ -159,21 +160,15 @@ def streams(parquet):
     return [open_source(f"hf-stream:{parquet}", split) for split in ("train", "val")]
 
 
-def test_stream_has_length_and_classes(streams):
-    train, val = streams
-    assert isinstance(train, Stream) and (len(train), len(val)) == (23, 5) and train.classes == ["cat", "dog"]
-    assert next(val.records(0, 0, 1)) == (png(0), 0, "validation0.png")
-    assert check_classes(train, val) == []
-    again = pickle.loads(pickle.dumps(val))
-    assert again.split == "val" and len(again) == 5
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_ranks_share_a_stream(streams, ranks):
     for stream in streams:
         parts = [drain(stream, 4, rank, ranks, seed=7) for rank in range(ranks)]
         assert sorted(v for part in parts for v in part) == list(range(len(stream))) and all(parts)
         assert parts == [drain(stream, 4, rank, ranks, seed=7) for rank in range(ranks)]
+    transform = eval_transform(SIZE, 1.0)
+    parts = [evaluation_batches(streams[1], transform, runtime(rank, ranks), 4, 0) for rank in range(ranks)]
+    assert sorted(label for part in parts for batch in part for label in batch.labels.tolist()) == [0, 0, 0, 1, 1]
 
 
 def test_ranks_get_whole_shards_if_there_are_enough(tmp_path):
@@ -234,13 +229,6 @@ def test_training_on_a_stream_resumes_with_the_same_records(tmp_path, monkeypatc
     assert found == dict.fromkeys(range(40), 2)
     with pytest.raises(UserError, match=r"repeated augmentation needs random access .*--repeated-aug 1"):
         Order(stream, small_recipe(batch_size=10), runtime(), 10)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_evaluation_of_a_stream_sees_every_image_once(streams, ranks):
-    transform = eval_transform(SIZE, 1.0)
-    parts = [evaluation_batches(streams[1], transform, runtime(rank, ranks), 4, 0) for rank in range(ranks)]
-    assert sorted(label for part in parts for batch in part for label in batch.labels.tolist()) == [0, 0, 0, 1, 1]
 
 
 # Parts that are chosen by flags
