@@ -5,7 +5,6 @@ import io
 
 import pytest
 import timm
-import timm.optim
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel

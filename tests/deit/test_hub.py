@@ -315,10 +315,17 @@ def evaluated(out, *more):
 
 
 @forms
-def test_a_run_keeps_the_parts_of_its_data(form, configurations, tmp_path, capsys):
+def test_one_of_several_configurations_is_chosen_by_name(form, configurations):
     data = f"{form}:{configurations}"
-    assert "has several configurations; choose by --data-config: small, full" in error(data)
-    assert "has no configuration 'huge'; choose by --data-config: small, full" in error(data, data_config="huge")
+    assert "has several configurations; choose by --data-config: small, full" in error(data, target_key="fine")
+    wrong = error(data, data_config="huge", target_key="fine")
+    assert "has no configuration 'huge'; choose by --data-config: small, full" in wrong
+    source = open_source(data, "train", DataParts(data_config="full", target_key="fine"))
+    assert sorted(map(value_of, records_of(source))) == list(range(24))
+
+
+def test_a_run_keeps_the_parts_of_its_data(configurations, tmp_path, capsys):
+    data = f"hf-stream:{configurations}"
     more = [*PARTS, "--epochs", 1, "--warmup-epochs", 0, "--num-workers", 0, "--repeated-aug", 1]
     train(data, tmp_path, *more, "--stop-after", 1)
     named = dict(zip((flag[2:].replace("-", "_") for flag in PARTS[::2]), PARTS[1::2]))

@@ -83,7 +83,7 @@ def linked_pictures(folder, count):
 
 
 def test_sigterm_ends_a_validation_which_is_made_again(tmp_path):
-    data, parts, whole = linked_pictures(tmp_path / "data", 160), tmp_path / "parts", tmp_path / "whole"
+    data, parts, whole = linked_pictures(tmp_path / "data", 250), tmp_path / "parts", tmp_path / "whole"
     words = ["--epochs", 2, "--device-batch-size", 2]
     process = begin(data, parts, *words, ranks=2)
     while process.alive() and not (parts / "run/checkpoints/step_00000006/manifest.json").exists():

@@ -220,10 +220,10 @@ def test_weights_and_gradients_that_are_not_finite_end_the_run(pictures, tmp_pat
 
     with monkeypatch.context() as patched:
         patched.setattr(torch.optim.AdamW, "step", ruin)
-        said = message("--save-every", 1)
-    assert " at update 1 (learning rate 1e-06, sigma between" in said
-    assert "; they were not saved. Last checkpoint: none was saved yet" in said
-    assert not (tmp_path / "run/checkpoints").exists()
+        for save_every, what in (("-1", "an earlier update has ruined the weights"), (1, "they were not saved")):
+            said = message("--save-every", save_every, "--model-tag", f"run{save_every}")
+            assert f"; {what}. Last checkpoint: none was saved yet" in said
+            assert not (tmp_path / f"run{save_every}/checkpoints").exists()
     unscale = torch.amp.GradScaler.unscale_
 
     def overflow(scaler, optimizer):

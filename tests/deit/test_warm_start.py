@@ -59,16 +59,6 @@ def test_vlt_takes_queries_and_keys_of_softmax():
     torch.testing.assert_close(vlt.eval()(images), softmax.eval()(images), rtol=1e-4, atol=1e-5)
 
 
-def test_every_layer_of_a_hybrid_takes_what_its_kind_has():
-    hybrid, softmax = micro(GKA, attention="GAV", depth=3), micro(SOFTMAX, depth=3)
-    done = warm_start(hybrid, softmax.state_dict(), "x")
-    assert done.new == ["blocks.0.attn.log_sigma", "blocks.2.attn.value_bias"]
-    taken = "blocks.1.attn.qkv.weight"
-    assert torch.equal(hybrid.state_dict()[taken], softmax.state_dict()[taken])
-    again = warm_start(micro(GKA, spatial_offsets="LU"), micro(GKA).state_dict(), "x")
-    assert again.share == 1 and not again.new and not again.unused
-
-
 @pytest.mark.parametrize(
     "change", [dict(size=48), dict(patch_size=16), dict(size=48, patch_size=4), dict(size=24)], ids=str
 )
@@ -283,18 +273,6 @@ def test_a_new_run_takes_the_head_by_class_name_and_is_told_of_another_normalisa
         keeps = rf"warning: .*/exported saw images with another {name} than this run's .*; --{name} {numbers} keeps it"
         assert re.search(keeps, said), said
     assert "warning" not in train_on(pictures, tmp_path / "own", *start, *OWN).stdout
-
-
-@pytest.mark.parametrize("manifest", ['{"name": "app"}', "[1]", "{"])
-def test_another_programs_manifest_makes_no_checkpoint(manifest, out, tmp_path):
-    save_file(read_weights(str(out / "run")), tmp_path / "bare.safetensors")
-    shutil.copytree(out / "exported", tmp_path / "app/exported")
-    for folder in (tmp_path, tmp_path / "app", tmp_path / "app/exported"):
-        (folder / "manifest.json").write_text(manifest)
-    assert read_origin(str(tmp_path / "bare.safetensors")) == Origin()
-    for place in ("app/exported", "app/exported/model.safetensors"):
-        assert read_origin(str(tmp_path / place)) == ORIGIN
-    assert read_weights(str(tmp_path / "app/exported")).keys() == read_weights(str(out / "exported")).keys()
 
 
 def test_warnings_are_of_what_differs():
