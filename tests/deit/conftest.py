@@ -19,6 +19,14 @@ def explicit():
     timm.layers.set_fused_attn(True)
 
 
+@pytest.fixture(params=[True, False], ids=["fused", "explicit"])
+def fused(request):
+    """Whether layers take the fused path; both are tried."""
+    if not request.param:
+        request.getfixturevalue("explicit")
+    return request.param
+
+
 @pytest.fixture
 def images():
     """Two images for `tiny_vit.small`, (2, 3, 32, 32)."""

@@ -24,14 +24,6 @@ EPS_32 = torch.finfo(torch.float32).eps
 ALL_VISIBLE = torch.ones(())
 
 
-@pytest.fixture(params=[True, False], ids=["fused", "explicit"])
-def fused(request):
-    """Whether layers take the fused path; both are tried."""
-    if not request.param:
-        request.getfixturevalue("explicit")
-    return request.param
-
-
 # The definition
 
 

@@ -13,13 +13,6 @@ from sharding import check_trains_as_in_bfloat16, process_group
 from tiny_vit import create, kinds, small
 
 
-@pytest.fixture(params=[True, False], ids=["fused", "explicit"])
-def path(request):
-    """Both ways to compute a layer."""
-    if not request.param:
-        request.getfixturevalue("explicit")
-
-
 @pytest.mark.parametrize("kind", ["softmax", *OUR_KINDS])
 @pytest.mark.parametrize("settings", [dict(), dict(spatial_offsets="LU"), dict(attn_drop_rate=0.1)], ids=str)
 def test_no_images_give_no_logits_and_gradients_that_are_0(kind, settings):
@@ -45,7 +38,7 @@ def test_intermediate_features(kind, images):
 
 
 @kinds
-def test_compile_is_one_graph_and_changes_nothing(kind, path, images):
+def test_compile_is_one_graph_and_changes_nothing(kind, fused, images):
     model = small(kind)
     compiled = torch.compile(copy.deepcopy(model), fullgraph=True, backend="aot_eager")
     y, z = model(images), compiled(images)
@@ -68,7 +61,7 @@ def test_export_and_trace_with_a_free_batch_size(kind, images):
 @kinds
 @pytest.mark.filterwarnings("ignore:The nodes obtained")
 @pytest.mark.parametrize("settings", [dict(attn_drop_rate=0.1), dict(spatial_offsets="LU")], ids=str)
-def test_symbolic_trace_of_any_batch_and_mask(kind, path, settings):
+def test_symbolic_trace_of_any_batch_and_mask(kind, fused, settings):
     """As timm's own model: masks are inputs of the graph. torchvision's extractor traces so."""
     model = small(kind, **settings).eval()
     traced = pickle.loads(pickle.dumps(torch.fx.symbolic_trace(model)))
@@ -103,7 +96,7 @@ def test_bfloat16_keeps_float32_bandwidths(kind, images):
 
 
 @kinds
-def test_autocast_error_is_no_larger_than_softmax(kind, path, images):
+def test_autocast_error_is_no_larger_than_softmax(kind, fused, images):
     model = small(kind).eval()
 
     def under_autocast(model, x):
@@ -115,7 +108,7 @@ def test_autocast_error_is_no_larger_than_softmax(kind, path, images):
     assert testing.error(y, model(images)) <= 2 * rounding_of_the_twin(images, under_autocast)
 
 
-def test_fsdp_in_bfloat16(path, images, tmp_path):
+def test_fsdp_in_bfloat16(fused, images, tmp_path):
     with process_group(tmp_path):
         model = small("gka")
         check_trains_as_in_bfloat16(model, lambda m: m.blocks, lambda m: m(images.bfloat16()).float().square().sum())
