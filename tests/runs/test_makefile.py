@@ -1,4 +1,7 @@
-"""The Makefile as a user meets it: what it would run, and what it says when it cannot."""
+"""What make runs: the commands of its targets, what they need first, and what it says when it cannot.
+
+Most tests ask the launcher for its lines; test_settings.py passes odd settings through make itself.
+"""
 
 import ast
 import os
@@ -20,23 +23,15 @@ from makefile import LAUNCHER, TARGETS
 from runs import commands as words
 from runs import make as launcher
 from runs.paper import ablation, core, deit, gpt_d20, gpt_d20_gka, gpt_d20_softmax
+from runs.settings import Problem
 from runs.study import gpt_d20_best
-
-ROOT = Path(__file__).resolve().parents[2]
+from sources import ROOT
 
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+PYTHON = ".venv/bin/python"
 
 
-def commands(done) -> list[list[str]]:
-    """The words of the commands that make shows, after the launcher's own line."""
-    first, *lines = done.stdout.splitlines()
-    assert "runs.make" in first and done.returncode == 0, done.stderr
-    return [shlex.split(line) for line in lines]
-
-
-def last_line(done) -> list[str]:
-    """The words of the last command that make shows."""
-    return shlex.split(done.stdout.splitlines()[-1])
+# Language models
 
 
 def test_looking_at_pretraining_shows_the_whole_chain_and_every_flag_of_the_trainer(make):
@@ -46,7 +41,7 @@ def test_looking_at_pretraining_shows_the_whole_chain_and_every_flag_of_the_trai
     positions = [lines.index(step) for step in order]
     assert positions == sorted(positions)
     assert "--sequence-len 2048" in lines and "--vocab-size 32768" in lines and "--num-shards 170" in lines
-    torchrun = ".venv/bin/python -m trainkit_gka.torchrun --standalone --nproc-per-node 7 -m -- nanochat_gka.train"
+    torchrun = f"{PYTHON} -m trainkit_gka.torchrun --standalone --nproc-per-node 7 -m -- nanochat_gka.train"
     places = "--data out/packed/fineweb-170-32768-2048 --out out/runs --results out/results.jsonl --wandb disabled"
     recipe = "--depth 20 --attention gka --target-param-data-ratio 8.25"
     assert lines.splitlines()[-1] == f"{torchrun} {places} {recipe}"
@@ -56,121 +51,187 @@ def test_looking_at_pretraining_shows_the_whole_chain_and_every_flag_of_the_trai
     "target, experiment",
     [("pretrain-d20", gpt_d20_gka), ("pretrain-d20-base", gpt_d20_softmax), ("pretrain-d20-best", gpt_d20_best)],
 )
-def test_pretraining_is_the_command_of_its_experiment(make, target, experiment):
-    settings = ("DEPTH=12", "WANDB_MODE=offline", "ARGS=--device-batch-size 8", "NGPU=2", "BASE=b", "SHARDS=8")
+def test_pretraining_is_the_command_of_its_experiment(commands, target, experiment):
     data = Path("b/packed/fineweb-8-32768-2048")
     config = gpt_d20.LanguageConfig(base=Path("b"), ngpu=2, wandb="offline", depth=12, data=data)
-    words = gpt_d20.words(config, experiment.RECIPE, ["--device-batch-size", "8"])
-    assert last_line(make("-n", target, *settings)) == [".venv/bin/python", *words]
+    settings = dict(DEPTH="12", WANDB_MODE="offline", ARGS="--device-batch-size 8", NGPU="2", BASE="b", SHARDS="8")
+    expected = gpt_d20.words(config, experiment.RECIPE, ["--device-batch-size", "8"])
+    assert commands(target, **settings)[-1] == [PYTHON, *expected]
 
 
 def test_the_study_packs_short_rows_of_the_builtin_text_unless_told_otherwise(make):
     lines = make("-n", "study", "ARGS=--list").stdout.splitlines()
     assert lines[-1].endswith("-m runs.study --data out/packed/builtin-4096-512-whole --runs out/study --list")
-    assert any("nanochat_gka.pack" in line and "--split-documents no" in line for line in lines)  # its results' rows
-    assert "--split-documents" not in make("-n", "tokenize", "CORPUS=builtin").stdout
-    assert "--list" not in lines[-2] and "--sequence-len 512" in lines[-2] and "source builtin" in "".join(lines)
+    assert "nanochat_gka.pack" in lines[-2] and "--list" not in lines[-2]
+    assert "--sequence-len 512 --split-documents no" in lines[-2]  # its results' rows
     last = make("-n", "study", "CORPUS=fineweb", "SHARDS=8", "BASE=b").stdout.splitlines()[-1]
     assert last.endswith("--data b/packed/fineweb-8-4096-512 --runs b/study")
 
 
-def test_a_finished_step_is_not_run_again(make, tmp_path, ready):
-    (tmp_path / "out/packed/fineweb-170-32768-2048").mkdir(parents=True)
-    (tmp_path / "out/tokenizer/fineweb-170-32768").mkdir(parents=True)
-    (tmp_path / "out/corpus/fineweb-170").mkdir(parents=True)
-    for made in (
-        "corpus/fineweb-170/.complete",
-        "tokenizer/fineweb-170-32768/tokenizer.json",
-        "packed/fineweb-170-32768-2048/manifest.json",
-    ):
-        (tmp_path / "out" / made).touch()
-    lines = make("-n", "pretrain-d20").stdout
-    assert "nanochat_gka.train" in lines
-    assert not any(
-        step in lines for step in ("pip", "nanochat_gka.corpus", "nanochat_gka.tokenizer", "nanochat_gka.pack")
-    )
-    assert "nanochat_gka.pack" not in make("-n", "tokenize").stdout
-    asked = make("-n", "tokenize", "ARGS=--split-documents yes").stdout  # which the step refuses, or does
-    assert "nanochat_gka.pack" in asked and "nanochat_gka.tokenizer" not in asked
+def test_a_finished_step_is_not_run_again(commands, tmp_path, ready):
+    base, made = "a: b's|%#", ["corpus/builtin/.complete", "tokenizer/builtin-32768/tokenizer.json"]
+    made += ["packed/builtin-32768-2048/manifest.json"]
+
+    def modules(target, **more):
+        return [words[2].partition(".")[2] for words in commands(target, BASE=base, CORPUS="builtin", **more)]
+
+    seen = [modules("pretrain-d20")]
+    for file in made:
+        (tmp_path / base / file).parent.mkdir(parents=True)
+        (tmp_path / base / file).touch()
+        seen.append(modules("pretrain-d20"))
+    steps = ["corpus", "make", "tokenizer", "pack", "train"]  # make: the end of the corpus
+    assert seen == [steps, steps[2:], steps[3:], steps[4:]] and modules("tokenize") == []
+    assert modules("tokenize", ARGS="--split-documents yes") == ["pack"]  # which the step refuses, or does
 
 
-def test_every_corpus_has_its_own_folders(make, tmp_path):
+def test_every_corpus_has_its_own_folders(commands, tmp_path):
     for folder in ("a/text", "b/text"):
         (tmp_path / folder).mkdir(parents=True)
-    lines = {
-        what: make("-n", "tokenize", what, "ARGS=--workers 2").stdout
-        for what in ("CORPUS=a/text", "CORPUS=b/text", "SHARDS=8", "SHARDS=9")
-    }
-    packed = {what: re.search(r"nanochat_gka.pack .* --out (\S+) --workers 2", text)[1] for what, text in lines.items()}
-    assert len(set(packed.values())) == 4
-    assert all(
-        "--workers" not in line
-        for text in lines.values()
-        for line in text.splitlines()
-        if "nanochat_gka.tokenizer" in line
-    )
+    packed = set()
+    for settings in (dict(CORPUS="a/text"), dict(CORPUS="b/text"), dict(SHARDS="8"), dict(SHARDS="9")):
+        *_, tokenizer, pack = commands("tokenize", ARGS="--workers 2", **settings)
+        assert pack[-2:] == ["--workers", "2"] and "--workers" not in tokenizer
+        packed.add(pack[pack.index("--out") + 1])
+    assert len(packed) == 4
 
 
-@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine may have a GPU")
-def test_without_a_gpu_pretraining_says_what_to_run_instead(make):
-    for target in ("pretrain-d20", "pretrain-d20-base", "pretrain-d20-best"):
-        done = make(target)
-        assert done.returncode == 2
-        assert "no GPU is visible" in done.stderr and 'Run "make demo"' in done.stderr
+SHARDS = [f"text/shard_0000{number}.parquet" for number in range(2)]
+
+
+@pytest.mark.parametrize(
+    "files, corpus, as_it_is",
+    [
+        (["notes/only.parquet"], "notes/", False),
+        (["book.txt.gz"], "book.txt.gz", False),
+        (["text/a.parquet", "text/b.parquet"], "text", False),
+        (["text/train-00000-of-00002.parquet", "text/train-00001-of-00002.parquet"], "text", False),
+        ([SHARDS[0], "text/b.parquet"], "text", False),
+        ([*SHARDS, "text/notes.md", "text/.hidden.parquet"], "text", True),
+        (["text/a.parquet", "text/b.parquet", "text/source.json"], "text", True),
+    ],
+    ids=["folder", "file", "two files", "of another data set", "one shard", "nanochat's shards", "made before"],
+)
+def test_files_of_yours_are_read_as_they_are_or_made_into_a_corpus(commands, tmp_path, ready, files, corpus, as_it_is):
+    """By every step, each time: they may have changed."""
+    for file in files:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).touch()
+    source = corpus.rstrip("/")
+    for _ in range(2):
+        *made, tokenizer, pack = [words[2:] for words in commands("tokenize", CORPUS=corpus)]
+        documents = source if as_it_is else made[0][-1]
+        assert made == ([] if as_it_is else [["nanochat_gka.corpus", "--source", source, "--out", documents]])
+        assert as_it_is or re.fullmatch(rf"out/corpus/{source}-\d+", documents)
+        assert tokenizer[1:3] == pack[1:3] == ["--corpus", documents]
+        for finished in (tokenizer[-1] + "/tokenizer.json", pack[-1] + "/manifest.json"):
+            (tmp_path / finished).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / finished).touch()
+    named = commands("tokenize", CORPUS=corpus, COLUMN="body")[0]
+    assert named[2] == "nanochat_gka.corpus" and named[-2:] == ["--text-column", "body"]
+
+
+def test_a_corpus_links_the_first_fetched_shards(commands, tmp_path, ready):
+    fetched = tmp_path / "out/corpus/fineweb"
+    fetched.mkdir(parents=True)
+    for number in range(4):
+        (fetched / f"shard_{number}.parquet").write_text(str(number))
+    finish = commands("data", SHARDS="3")[-1]
+    for _ in range(2):
+        subprocess.run(finish, cwd=tmp_path, check=True)
+    linked = tmp_path / "out/corpus/fineweb-3"
+    assert sorted(path.name for path in linked.iterdir()) == [".complete", *(f"shard_{n}.parquet" for n in range(3))]
+    assert (linked / "shard_2.parquet").samefile(fetched / "shard_2.parquet")
+
+
+def test_own_corpora_have_a_checksum_in_their_name():
+    """The names of folders made before must stay, or everything is packed again."""
+    cksum = subprocess.run("echo /some/where/text | cksum", shell=True, capture_output=True, text=True).stdout.split()
+    assert launcher.dataset("/some/where/text/", "170") == f"text-{cksum[0]}"
+    assert launcher.dataset("/else/where/text", "170") != launcher.dataset("/some/where/text", "170")
+
+
+# Vision models
 
 
 @pytest.mark.parametrize(
     "target, name", [("train-deit-ti", "ti"), ("train-deit-s-vlt", "s-vlt"), ("train-deit-b-base", "b-base")]
 )
-def test_vision_targets_are_the_command_of_their_experiment(make, target, name):
+def test_vision_targets_are_the_command_of_their_experiment(commands, ready, target, name):
     config = deit.VisionConfig(ngpu=7, data="/some/images")
-    words = deit.words(config, deit.model_of(name), ["--epochs", "2"])
-    found = make("-n", target, "DATA=/some/images", "NGPU=7", "ARGS=--epochs 2")
-    assert last_line(found) == [".venv/bin/python", *words]
-    assert "--model resnet18 " in make("-n", target, "DATA=x", "MODEL=resnet18", "ARGS=--device-type cpu").stdout
+    expected = deit.words(config, deit.model_of(name), ["--epochs", "2"])
+    assert commands(target, DATA="/some/images", NGPU="7", ARGS="--epochs 2") == [[PYTHON, *expected]]
 
 
-def test_an_unknown_vision_target_is_one_line(make):
-    done = make("-n", "train-deit-xl")
-    assert done.returncode == 2 and not done.stdout.partition("\n")[2]
-    assert "error: there is train-deit-{ti,s,b}-{base,vlt,gka}, not train-deit-xl\n" in done.stderr
+def test_the_ablation_trains_every_model_and_reads_the_runs(commands, ready):
+    expected = ablation.training(ablation.AblationConfig(data="digits"), ["--seed", "3"])
+    *training, table = commands("ablate-projections", DATA="digits", ARGS="--seed 3")
+    assert training == [[PYTHON, *words] for words in expected] and len(training) == len(KINDS) + 1
+    assert table == [PYTHON, "-m", "runs.paper.ablation", "--runs", "out/runs"]
 
 
-def test_the_ablation_trains_every_model_and_reads_the_runs(make):
-    *_, softmax, vlt, gka, hybrid, table = make(
-        "-n", "ablate-projections", "DATA=digits", "ARGS=--seed 3"
-    ).stdout.splitlines()
-    config = ablation.AblationConfig(data="digits")
-    expected = [[".venv/bin/python", *words] for words in ablation.training(config, ["--seed", "3"])]
-    assert [shlex.split(line) for line in (softmax, vlt, gka, hybrid)] == expected
-    assert table == ".venv/bin/python -m runs.paper.ablation --runs out/runs"
+def test_kinds_of_vision_targets_are_those_of_the_project():
+    names = {"softmax" if kind == "base" else kind: word for kind, word in words.VISION_KINDS.items()}
+    assert list(names) == list(KINDS)
+    for size, timm_size in words.VISION_SIZES.items():
+        for kind, name in zip(words.VISION_KINDS, names):
+            assert words.vision_model(f"{size}-{kind}") == registry.model_name(timm_size, name)
+
+
+# The other targets
+
+EVALUATE = "nanochat_gka.evaluate --results out/results.jsonl"  # a run knows its rows, an evaluation fetches none
+RESNET = "--out out/runs --results out/results.jsonl --wandb disabled --model resnet18"
+NAMED = dict(BASE="b", RUN="elsewhere")
 
 
 @pytest.mark.parametrize(
-    "setting, run",
+    "target, settings, command",
     [
-        ((), "out/runs/deit_tiny_gka_patch16_224"),
-        (("MODEL=deit_base_patch16_224",), "out/runs/deit_base_patch16_224"),
-        (("RUN=elsewhere",), "elsewhere"),
+        ("train-deit-ti", dict(DATA="x", MODEL="resnet18"), f"deit_gka.train --data x {RESNET}"),
+        ("eval-bpb", {}, f"{EVALUATE} --run out/runs/d20-gka"),
+        ("eval-bpb-base", {}, f"{EVALUATE} --run out/runs/d20-softmax"),
+        ("eval-bpb", dict(CORPUS="builtin", SEQ="256"), f"{EVALUATE} --data out/packed/builtin-32768-256 "
+         "--run out/runs/d20-gka"),
+        ("eval-core-base", dict(DEPTH="12"), "nanochat_gka.eval_core --run out/runs/d12-softmax --out out/core"),
+        ("eval-deit", {}, "deit_gka.evaluate --run out/runs/deit_tiny_gka_patch16_224 --results out/results.jsonl"),
+        ("eval-deit", dict(DATA="digits", MODEL="deit_base_patch16_224"), "deit_gka.evaluate "
+         "--run out/runs/deit_base_patch16_224 --data digits --results out/results.jsonl"),
+        ("sample", dict(PROMPT='It\'s "so"; ls'), "nanochat_gka.generate --run out/runs/d20-gka "
+         """--prompt 'It'"'"'s "so"; ls' --stream"""),
+        ("sample", dict(RUN="-run", PROMPT="-5 is"), "nanochat_gka.generate --run ./-run '--prompt=-5 is' --stream"),
+        ("export", dict(RUN="my runs/d4/"), "nanochat_gka.export --run 'my runs/d4' --out 'my runs/d4-export'"),
+        ("figures", dict(IMAGE="my cat.jpg", **NAMED), "deit_gka.draw --out b/figures --demo b/demo --run elsewhere "
+         "--image 'my cat.jpg'"),
+        ("figures", {}, "deit_gka.draw --out out/figures --demo out/demo"),
+        ("report", dict(IMAGE="my cat.jpg", TEXT="It is so", **NAMED), "runs.report --base b --run elsewhere "
+         "--image 'my cat.jpg' --text 'It is so'"),
+        ("report", {}, "runs.report --base out"),
+        ("report", dict(ARGS="--image *.jpg --text 'a $ b'"), "runs.report --base out --image *.jpg --text 'a $ b'"),
+        ("explore", dict(ARGS="--port 8000", **NAMED), "runs.explore --demo b/demo --run elsewhere --port 8000"),
+        ("demo", {}, "runs.demo --out out/demo --wandb disabled"),
+        ("demo", dict(NGPU="0"), "runs.demo --out out/demo --wandb disabled"),
+        ("demo", dict(NGPU="2", DEPTH="6"), "runs.demo --out out/demo --ranks 2 --depth 6 --wandb disabled"),
     ],
-)
-def test_vision_evaluation_takes_the_named_run(make, setting, run):
-    assert f"deit_gka.evaluate --run {run} --data digits" in make("-n", "eval-deit", "DATA=digits", *setting).stdout
+)  # fmt: skip
+def test_a_target_runs_its_command_with_the_settings_that_were_given(commands, ready, target, settings, command):
+    assert commands(target, **settings) == [[PYTHON, "-m", *shlex.split(command)]]
 
 
-def test_figures_are_of_the_named_run_and_image_or_the_demos(make):
-    last = make("-n", "figures", "RUN=elsewhere", "IMAGE=my cat.jpg", "BASE=b").stdout.splitlines()[-1]
-    assert "deit_gka.draw --out b/figures --demo b/demo --run elsewhere" in last and "--image 'my cat.jpg'" in last
-    assert "--run" not in make("-n", "figures").stdout.splitlines()[-1]
-    refused = make("figures", "RUN=elsewhere", "TEXT=a cat")
-    assert refused.returncode == 2 and "error: figures of a vision model take IMAGE=file, not TEXT" in refused.stderr
+def test_core_takes_the_named_run_and_bundle(commands):
+    expected = core.words(core.CoreConfig(run=Path("elsewhere"), bundle="a b", ngpu=2), [])
+    assert commands("eval-core", BUNDLE="a b", RUN="elsewhere", NGPU="2")[-1] == [PYTHON, *expected]
 
 
-def test_the_report_is_of_the_named_run_or_of_all(make):
-    last = make("-n", "report", "RUN=elsewhere", "IMAGE=my cat.jpg", "TEXT=It's so", "BASE=b").stdout.splitlines()[-1]
-    places, shown = ["--base", "b", "--run", "elsewhere"], ["--image", "my cat.jpg", "--text", "It's so"]
-    assert shlex.split(last)[1:] == ["-m", "runs.report", *places, *shown]
-    assert shlex.split(make("-n", "report").stdout.splitlines()[-1])[1:] == ["-m", "runs.report", "--base", "out"]
+@pytest.mark.parametrize("target, module", [("eval-deit", "deit_gka.evaluate"), ("eval-bpb", "nanochat_gka.evaluate")])
+def test_torchrun_leaves_our_flags_to_us(commands, target, module):
+    """It has a --run-path, and would take our --run for a short form of it."""
+    python, m, ours, *flags = commands(target, NGPU="2", RUN="none", ARGS="--device-type cpu")[-1]
+    taken = torchrun.parse_args(flags)
+    assert (python, m, ours) == (PYTHON, "-m", "trainkit_gka.torchrun")
+    assert (taken.nproc_per_node, taken.run_path, taken.training_script) == ("2", False, module)
+    own = taken.training_script_args
+    assert own[own.index("--run") + 1] == "none" and own[-2:] == ["--device-type", "cpu"]
 
 
 @pytest.mark.parametrize(
@@ -181,194 +242,70 @@ def test_the_report_is_of_the_named_run_or_of_all(make):
         ("config.json", '{"model_type": "gka-gpt"}'),
     ],
 )
-def test_figures_of_a_language_run_are_of_a_text(make, tmp_path, ready, file, content):
+def test_figures_of_a_language_run_are_of_a_text(commands, tmp_path, ready, file, content):
     path = tmp_path / "else where" / file
     path.parent.mkdir(parents=True)
     path.write_text(content)
-    *_, line = make("-n", "figures", "RUN=else where", "TEXT=It's $5 for a $cat").stdout.splitlines()
-    words = shlex.split(line)
-    assert "nanochat_gka.draw --out out/figures --demo out/demo" in line
-    assert words[words.index("--run") + 1] == "else where"
-    assert words[words.index("--text") + 1] == "It's $5 for a $cat"
-    refused = make("figures", "RUN=else where", "IMAGE=cat.jpg")
-    assert "error: figures of a language run take TEXT='...', not IMAGE or MODEL\n" in refused.stderr
+    [found] = commands("figures", RUN="else where", TEXT="It's $5 for a $cat")
+    assert found[2] == "nanochat_gka.draw"
+    assert found[-4:] == ["--run", "else where", "--text", "It's $5 for a $cat"]
+    with pytest.raises(Problem, match="figures of a language run take TEXT="):
+        commands("figures", RUN="else where", IMAGE="cat.jpg")
     path.write_text("damaged")
-    assert "deit_gka.draw" in make("-n", "figures", "RUN=else where").stdout
+    assert commands("figures", RUN="else where")[0][2] == "deit_gka.draw"
 
 
 @pytest.mark.parametrize(
     "settings, drawn",
     [
-        ((), ["deit_gka", "nanochat_gka"]),
-        (("TEXT=a cat",), ["nanochat_gka"]),
-        (("IMAGE=cat.jpg",), ["deit_gka"]),
-        (("MODEL=deit_small_patch16_224",), ["deit_gka"]),
+        ({}, ["deit_gka.draw", "nanochat_gka.draw"]),
+        (dict(TEXT="a cat"), ["nanochat_gka.draw"]),
+        (dict(IMAGE="cat.jpg"), ["deit_gka.draw"]),
+        (dict(MODEL="deit_small_patch16_224"), ["deit_gka.draw"]),
     ],
 )
-def test_figures_of_the_demo_are_of_both_trainers(make, tmp_path, ready, settings, drawn):
+def test_figures_of_the_demo_are_of_both_trainers(commands, tmp_path, ready, settings, drawn):
     (tmp_path / "out/demo/runs/d4-gka-paper-400").mkdir(parents=True)
-    assert re.findall(r"-m (\w+)\.draw", make("-n", "figures", *settings).stdout) == drawn
+    assert [words[2] for words in commands("figures", **settings)] == drawn
 
 
-def test_the_page_is_of_the_named_run_or_the_demos(make):
-    last = make("-n", "explore", "BASE=b", "RUN=elsewhere", "ARGS=--port 8000").stdout.splitlines()[-1]
-    assert last.split()[1:] == ["-m", "runs.explore", "--demo", "b/demo", "--run", "elsewhere", "--port", "8000"]
-    assert "--run" not in make("-n", "explore").stdout.splitlines()[-1]
+# What cannot run
 
 
-def test_core_takes_the_named_run_and_bundle(make):
-    last = make("-n", "eval-core", "BUNDLE=a b", "RUN=elsewhere", "NGPU=2").stdout.splitlines()[-1]
-    words = core.words(core.CoreConfig(run=Path("elsewhere"), bundle="a b", ngpu=2), [])
-    assert shlex.split(last) == [".venv/bin/python", *words]
-    assert "--run out/runs/d12-softmax " in make("-n", "eval-core-base", "DEPTH=12").stdout
+@pytest.mark.parametrize(
+    "target, settings, message",
+    [
+        ("pretrain-d20", {}, 'no GPU is visible.*Run "make demo"'),
+        ("pretrain-d20-base", {}, 'no GPU is visible.*Run "make demo"'),
+        ("pretrain-d20-best", {}, 'no GPU is visible.*Run "make demo"'),
+        ("train-deit-ti", {}, 'no images and no GPU.*run "make demo"'),
+        ("ablate-projections", dict(DATA="digits"), "no GPU is visible.*--device-type cpu"),
+        ("ablate-projections", dict(DATA="/nope"), "DATA=/nope: there is no such folder. Give DATA="),
+        ("train-deit-ti", dict(DATA="wds:/nope"), "DATA=wds:/nope: there is no such folder"),
+        ("train-deit-ti", dict(DATA="digit"), "DATA=digit: there is no such folder"),
+        ("train-deit-ti", dict(DATA="requirements.txt"), "DATA=requirements.txt: there is no such folder"),
+        ("train-deit-xl", {}, "there is train-deit-{ti,s,b}-{base,vlt,gka}, not train-deit-xl"),
+        ("nothing", {}, "there is no target nothing; make help lists them"),
+        ("tokenizer", dict(CORPUS="no/such/folder"), "is neither fineweb nor builtin nor a folder or file"),
+        ("figures", dict(RUN="elsewhere", TEXT="a cat"), "figures of a vision model take IMAGE=file, not TEXT"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_starts(lines, ready, monkeypatch, target, settings, message):
+    monkeypatch.setattr(launcher, "count_gpus", lambda: 0)
+    with pytest.raises(Problem, match=message):
+        lines(target, look=False, **settings)
 
 
-def test_a_prompt_reaches_the_command_as_it_is(make):
-    last = make("-n", "sample", 'PROMPT=It\'s "so"; ls').stdout.splitlines()[-1]
-    words = shlex.split(last)
-    assert words[words.index("--prompt") + 1] == 'It\'s "so"; ls' and words[-1] == "--stream"
-
-
-@pytest.mark.parametrize("target", ["eval-deit", "eval-bpb"])
-def test_torchrun_leaves_our_flags_to_us(make, tmp_path, target):
-    """It has a --run-path, and would take our --run for a short form of it."""
-    line = make(
-        "-n", target, "NGPU=2", "DATA=digits", f"RUN={tmp_path}/none", "ARGS=--device-type cpu"
-    ).stdout.splitlines()[-1]
-    python, m, launcher, *words = shlex.split(line)
-    taken = torchrun.parse_args(words)
-    assert (python, m, launcher) == (".venv/bin/python", "-m", "trainkit_gka.torchrun")
-    assert taken.nproc_per_node == "2" and taken.run_path is False
-    ours = taken.training_script_args
-    assert ours[ours.index("--run") + 1] == f"{tmp_path}/none" and ours[-2:] == ["--device-type", "cpu"]
-    assert taken.training_script == {"eval-deit": "deit_gka.evaluate", "eval-bpb": "nanochat_gka.evaluate"}[target]
-
-
-@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine may have a GPU")
-def test_vision_without_images_or_gpu_says_what_is_missing(make):
-    done = make("train-deit-ti")
-    assert done.returncode == 2 and "no images and no GPU" in done.stderr and 'run "make demo"' in done.stderr
-    done = make("ablate-projections", "DATA=digits")
-    assert done.returncode == 2 and "no GPU is visible" in done.stderr and "--device-type cpu" in done.stderr
-    assert "--data" not in make("-n", "eval-deit").stdout.splitlines()[-1]  # the run knows its images
-
-
-@pytest.mark.parametrize("target", ["train-deit-ti", "ablate-projections"])
-@pytest.mark.parametrize("data", ["/nope", "wds:/nope", "digit", "requirements.txt"])
-def test_images_that_are_not_there_are_said_before_a_missing_gpu(make, target, data):
-    done = make(target, f"DATA={data}")
-    assert done.returncode == 2 and f"error: DATA={data}: there is no such folder. Give DATA=" in done.stderr
+def test_a_problem_is_one_line_and_exit_code_2(make):
+    done = make("tokenizer", "CORPUS=no/such/folder")
+    assert done.returncode == 2 and not done.stdout
+    error, of_make = done.stderr.splitlines()
+    assert error.startswith("error: CORPUS=no/such/folder is neither") and "Error 2" in of_make
 
 
 @pytest.mark.parametrize("data", [".", "wds:.", "hf:some/images", "hf-stream:some/images"])
 def test_images_that_may_be_there_are_left_to_the_trainer(data):
     launcher.check_images({"DATA": data, "ARGS": "--device-type cpu"})
-
-
-def test_a_dry_run_asks_the_trainer_alone(make, tmp_path, ready):
-    """It needs no GPU, and fetches and packs nothing."""
-    args = "ARGS=--dry-run --seed 3"
-    [command] = commands(make("-n", "pretrain-d20", args))
-    assert command[-3:] == ["--dry-run", "--seed", "3"] and "nanochat_gka.train" in command
-    launcher.chain(["pretrain-d20", "train-deit-ti"], {"ARGS": "--dry-run", "DATA": "digits", "PYTHON": "python3"})
-    assert len(commands(make("-n", "ablate-projections", "DATA=digits", args))) == 4
-
-
-def test_the_demo_gets_only_settings_that_were_given(make):
-    assert "runs.demo --out out/demo --wandb disabled" in make("-n", "demo").stdout
-    assert (
-        "runs.demo --out b/demo --ranks 2 --depth 6 --wandb" in make("-n", "demo", "NGPU=2", "DEPTH=6", "BASE=b").stdout
-    )
-
-
-def test_bits_per_byte_never_fetch_a_corpus(make):
-    """A run knows its rows; only a corpus that is named on the command line is another choice."""
-    for target, run in (("eval-bpb", "out/runs/d20-gka"), ("eval-bpb-base", "out/runs/d20-softmax")):
-        lines = make("-n", target).stdout
-        assert f"nanochat_gka.evaluate --results out/results.jsonl --run {run}" in lines and "--data" not in lines
-        assert "nanochat_gka.corpus" not in lines and "nanochat_gka.pack" not in lines
-    named = make("-n", "eval-bpb", "CORPUS=builtin", "VOCAB=4096", "SEQ=256", "RUN=elsewhere").stdout
-    assert "--data out/packed/builtin-4096-256 --run elsewhere" in named and "nanochat_gka.corpus" not in named
-
-
-def test_a_missing_corpus_folder_is_one_line(make, ready):
-    done = make("tokenizer", "CORPUS=no/such/folder")
-    assert done.returncode == 2 and not done.stdout
-    assert "error: CORPUS=no/such/folder is neither fineweb nor builtin nor a folder or file\n" in done.stderr
-
-
-def steps(make, *settings: str) -> list[list[str]]:
-    """What `make tokenize` would run of ours."""
-    lines = make("-n", "tokenize", "SEQ=128", "VOCAB=512", *settings).stdout.splitlines()
-    return [shlex.split(line)[2:] for line in lines if "nanochat_gka" in line]
-
-
-@pytest.mark.parametrize("name", ["notes", "notes/", "book.txt.gz"])
-def test_your_own_files_are_made_into_a_corpus_first(make, tmp_path, ready, name):
-    """Every time: they may have changed."""
-    (tmp_path / "notes").mkdir()
-    (tmp_path / "notes/only.parquet").touch()
-    (tmp_path / "book.txt.gz").touch()
-    for _ in range(2):
-        corpus, tokenizer, pack = steps(make, f"CORPUS={name}", "COLUMN=body")
-        made = corpus[-3]
-        assert re.fullmatch(rf"out/corpus/{name.strip('/')}-\d+", made)
-        assert corpus[1:] == ["--source", name.strip("/"), "--out", made, "--text-column", "body"]
-        assert tokenizer[1:3] == pack[1:3] == ["--corpus", made]
-        for finished in (tokenizer[-1] + "/tokenizer.json", pack[-1] + "/manifest.json"):
-            (tmp_path / finished).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / finished).touch()
-
-
-@pytest.mark.parametrize("names", [("a", "b"), ("train-00000-of-00002", "train-00001-of-00002"), ("shard_00000", "b")])
-def test_other_parquet_files_side_by_side_are_made_into_a_corpus(make, tmp_path, ready, names):
-    (tmp_path / "text").mkdir()
-    for name in names:
-        (tmp_path / "text" / f"{name}.parquet").touch()
-    corpus, tokenizer, pack = steps(make, "CORPUS=text")
-    assert corpus[:3] == ["nanochat_gka.corpus", "--source", "text"]
-    assert tokenizer[1:3] == pack[1:3] == ["--corpus", corpus[-1]]
-
-
-@pytest.mark.parametrize(
-    "files", [("shard_00000.parquet", "shard_00001.parquet"), ("a.parquet", "b.parquet", "source.json")]
-)
-def test_shards_and_a_corpus_of_ours_are_read_as_they_are(make, tmp_path, ready, files):
-    """Every step looks at them, each time."""
-    (tmp_path / "text").mkdir()
-    for name in (*files, "notes.md", ".hidden.parquet"):
-        (tmp_path / "text" / name).touch()
-    for _ in range(2):
-        tokenizer, pack = steps(make, "CORPUS=text")
-        assert tokenizer[1:3] == pack[1:3] == ["--corpus", "text"]
-        for finished in (tokenizer[-1] + "/tokenizer.json", pack[-1] + "/manifest.json"):
-            (tmp_path / finished).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / finished).touch()
-    assert steps(make, "CORPUS=text", "COLUMN=body")[0][0] == "nanochat_gka.corpus"
-
-
-def test_a_corpus_links_the_first_fetched_shards(make, tmp_path, ready):
-    fetched = tmp_path / "out/corpus/fineweb"
-    fetched.mkdir(parents=True)
-    for number in range(4):
-        (fetched / f"shard_{number}.parquet").write_text(str(number))
-    line = next(line for line in make("-n", "data", "SHARDS=3").stdout.splitlines() if "finish-corpus" in line)
-    for _ in range(2):
-        subprocess.run(shlex.split(line), cwd=tmp_path, check=True)
-    linked = tmp_path / "out/corpus/fineweb-3"
-    assert sorted(path.name for path in linked.iterdir()) == [".complete", *(f"shard_{n}.parquet" for n in range(3))]
-    assert (linked / "shard_2.parquet").samefile(fetched / "shard_2.parquet")
-
-
-def test_own_corpora_have_a_checksum_in_their_name():
-    """The names of folders made before must stay, or everything is packed again."""
-    assert launcher.dataset("/some/where/text/", "170") == "text-" + posix_cksum("/some/where/text")
-    assert launcher.dataset("/else/where/text", "170") != launcher.dataset("/some/where/text", "170")
-
-
-def posix_cksum(text):
-    done = subprocess.run(f"echo {text} | cksum", shell=True, capture_output=True, text=True)
-    return done.stdout.split()[0]
 
 
 @pytest.mark.parametrize("args, device", [("--device-type cpu", True), ("--device-type=cpu", True), ("--x cpu", False)])
@@ -377,44 +314,66 @@ def test_asking_for_the_cpu_is_a_device(args, device, monkeypatch):
     assert launcher.has_device({"ARGS": args}) == device
 
 
-@pytest.mark.parametrize("target", ["help", "tokenize"])
-def test_a_missing_python_is_one_line(make, ready, target):
-    done = make("-n", target, "PYTHON=python-is-missing")
-    assert done.returncode == 2 and not done.stdout and "set PYTHON=python3.x" in done.stderr
+@pytest.mark.parametrize("flag", ["--dry-run", "--dry_run"])
+def test_a_dry_run_asks_the_trainer_alone(commands, lines, ready, monkeypatch, flag):
+    """It needs no GPU, and fetches and packs nothing."""
+    monkeypatch.setattr(launcher, "count_gpus", lambda: 0)
+    [command] = commands("pretrain-d20", look=False, ARGS=f"{flag} --seed 3")
+    assert command[2] == "nanochat_gka.train" and command[-3:] == [flag, "--seed", "3"]
+    assert len(lines("ablate-projections", look=False, DATA="digits", ARGS=flag)) == len(KINDS) + 1  # no table
+
+
+def test_the_small_run_that_is_suggested_keeps_what_the_user_gave(lines, tmp_path, monkeypatch, ready):
+    """And it runs: its settings pass the check that suggests it."""
+    monkeypatch.setattr(launcher, "count_gpus", lambda: 0)
+    images = tmp_path / "my images"
+    images.mkdir()
+
+    def suggested(target, **settings):
+        with pytest.raises(Problem) as problem:
+            lines(target, look=False, **settings)
+        words = shlex.split(str(problem.value).partition(" small: ")[2])
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+    given = suggested("train-deit-ti", DATA=str(images), ARGS="--val-split 'the test'")
+    assert given["DATA"] == str(images) and given["ARGS"] == f"{launcher.SMALL_VISION} --val-split 'the test'"
+    launcher.check_images(given)
+    assert suggested("train-deit-ti", DATA="digits", BASE="b c")["BASE"] == "b c/small"
+    given = suggested("pretrain-d20", CORPUS=str(images), SEQ="64", ARGS="--seed 3")
+    assert (given["CORPUS"], given["SEQ"]) == (str(images), "64")
+    assert given["ARGS"] == f"{launcher.SMALL_LANGUAGE} --seed 3"
+    launcher.check_gpu(given)
+    assert suggested("pretrain-d20")["CORPUS"] == "builtin"
+
+
+# Running
+
+
+@pytest.mark.parametrize("target", [name for name in TARGETS if name != "help"])
+def test_without_an_environment_it_is_made_once_and_first(lines, target):
+    shown = lines(target, DATA="digits")
+    used = [number for number, line in enumerate(shown) if line.startswith(".venv/bin/")]
+    made = [number for number, line in enumerate(shown) if line.endswith(" -m venv .venv")]
+    assert made == made[:1] if used else not made
+    assert not used or made[0] < used[0]
+    assert sum("--editable" in line for line in shown) == len(made)
 
 
 @pytest.mark.parametrize("older", ["requirements.txt", "pyproject.toml"])
-def test_the_environment_is_made_again_when_what_it_is_made_of_changes(make, tmp_path, ready, older):
-    assert not commands(make("-n", "setup"))
+def test_the_environment_is_made_again_when_what_it_is_made_of_changes(commands, tmp_path, ready, older):
+    assert not commands("setup")
     later = (tmp_path / ".venv/.installed").stat().st_mtime + 1
     os.utime(tmp_path / older, (later, later))
-    assert commands(make("-n", "setup"))[-1] == ["touch", ".venv/.installed"]
+    assert commands("setup")[-1] == ["touch", ".venv/.installed"]
 
 
 def test_targets_named_together_share_their_steps_and_args_go_to_each(make, ready):
-    lines = commands(make("-n", "-j4", "pretrain-d20", "tokenize", "sample", "ARGS=--x 1"))
-    modules = [words[2] for words in lines if words[1] == "-m" and "gka" in words[2]]
-    assert modules == [f"nanochat_gka.{name}" for name in ("corpus", "tokenizer", "pack", "train", "generate")]
-    assert [words[-2:] == ["--x", "1"] for words in lines if "nanochat_gka" in words[2]] == [
-        False,
-        False,
-        True,
-        True,
-        True,
-    ]
-
-
-@pytest.fixture
-def scripted(tmp_path, ready):
-    """An environment whose Python is a script for the shell, called with the words of a command."""
-
-    def write(script):
-        python = tmp_path / ".venv/bin/python"
-        python.parent.mkdir()
-        python.write_text("#!/bin/sh\n" + script)
-        python.chmod(0o755)
-
-    return write
+    lines = make("-n", "-j4", "pretrain-d20", "tokenize", "sample", "ARGS=--x 1").stdout.splitlines()
+    found = [(line.split()[2], line.endswith("--x 1")) for line in lines if "-m nanochat_gka" in line]
+    steps = {"corpus": False, "tokenizer": False, "pack": True, "train": True, "generate": True}
+    assert found == [(f"nanochat_gka.{name}", has_args) for name, has_args in steps.items()]
+    cleaned = make("-n", "clean", "setup").stdout
+    assert "-m venv .venv" in cleaned.partition("rm -rf .venv")[2]
 
 
 @pytest.mark.parametrize("code", [2, 75])
@@ -427,22 +386,17 @@ def test_a_step_that_fails_ends_the_chain_with_its_code(make, tmp_path, scripted
 
 @pytest.mark.parametrize("target, called", [("sample", "generate"), ("tokenize", "corpus")], ids=["last", "a step"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_reaches_the_command_which_saves_and_no_other_starts(make, tmp_path, scripted, target, called, number):
+def test_a_signal_reaches_the_command_which_saves_and_no_other_starts(bare, scripted, target, called, number):
     save = "trap 'echo saved >> calls; exit 0' TERM HUP"
     scripted(f"{save}; echo $2 >> calls; echo $PPID > parent; echo $$ > own; while :; do sleep 0.05; done")
-    settings = {
-        "GOALS": target,
-        "SETTINGS": "CORPUS PYTHON NGPU",
-        "CORPUS": "builtin",
-        "PYTHON": sys.executable,
-        "NGPU": "1",
-    }
+    settings = {"CORPUS": "builtin", "PYTHON": sys.executable, "NGPU": "1"}
+    settings |= {"GOALS": target, "SETTINGS": " ".join(settings)}
     words = [sys.executable, "-m", "runs.make"]
-    with subprocess.Popen(words, cwd=tmp_path, env={**os.environ, **settings}, stdout=subprocess.DEVNULL) as process:
-        while not (tmp_path / "own").exists() or not (tmp_path / "own").read_text().strip():
+    with subprocess.Popen(words, cwd=bare, env={**os.environ, **settings}, stdout=subprocess.DEVNULL) as process:
+        while not (bare / "own").exists() or not (bare / "own").read_text().strip():
             assert process.poll() is None
             time.sleep(0.02)
-        own = int((tmp_path / "own").read_text())
+        own = int((bare / "own").read_text())
         assert (own == process.pid) == (target == "sample")  # the last command takes the launcher's place
         process.send_signal(number)
         try:
@@ -451,12 +405,26 @@ def test_a_signal_reaches_the_command_which_saves_and_no_other_starts(make, tmp_
             os.kill(own, signal.SIGKILL)
             process.kill()
             raise
-    assert (tmp_path / "calls").read_text().split() == [f"nanochat_gka.{called}", "saved"]
+    assert (bare / "calls").read_text().split() == [f"nanochat_gka.{called}", "saved"]
 
 
-def test_help_may_be_cut_short():
-    done = subprocess.run("make -s help | head -n 1", shell=True, cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout == "Start\n" and "Traceback" not in done.stderr
+def test_what_a_target_runs_may_call_make_itself(make, tmp_path, scripted):
+    """A command does not see which targets were named: a shell that it starts would run them again."""
+    scripted('printf "%s" "goals: $GOALS" > seen\n')
+    make("test")
+    assert (tmp_path / "seen").read_text() == "goals: "
+
+
+# The list
+
+
+def test_help_lists_every_target_on_one_screen(make):
+    lines = make("help", "NGPU=0").stdout.splitlines()
+    listed = " ".join(line[2:27] for line in lines if line.startswith("  "))
+    assert set(TARGETS) <= set(listed.split()) and any("NGPU=0 processes" in line for line in lines)
+    assert len(lines) <= 40 and max(map(len, lines)) <= 100
+    cut = subprocess.run("make -s help | head -n 1", shell=True, cwd=ROOT, capture_output=True, text=True)
+    assert cut.stdout == lines[0] + "\n" and not cut.stderr
 
 
 def test_the_launcher_needs_nothing_but_an_old_python():
@@ -473,36 +441,3 @@ def test_the_launcher_needs_nothing_but_an_old_python():
             name for name in imported if not any(name.startswith(start) for start in allowed | {"runs.commands"})
         }
         assert {name.split(".")[0] for name in outside} <= sys.stdlib_module_names, name
-
-
-def test_help_lists_every_target_on_one_screen(make):
-    lines = make("help", "NGPU=0").stdout.splitlines()
-    listed = " ".join(line[2:27] for line in lines if line.startswith("  "))
-    assert set(TARGETS) <= set(listed.split()) and any("NGPU=0 processes" in line for line in lines)
-    assert len(lines) <= 40 and max(map(len, lines)) <= 100
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_every_target_of_the_list_is_known(make, ready, target):
-    assert make("-n", target).returncode == 0
-
-
-def test_kinds_of_vision_targets_are_those_of_the_project():
-    names = {"softmax" if kind == "base" else kind: word for kind, word in words.VISION_KINDS.items()}
-    assert list(names) == list(KINDS)
-    for size, timm_size in words.VISION_SIZES.items():
-        for kind, name in zip(words.VISION_KINDS, names):
-            assert words.vision_model(f"{size}-{kind}") == registry.model_name(timm_size, name)
-
-
-def test_setup_after_clean_makes_the_environment_that_clean_deletes(make):
-    lines = make("-n", "clean", "setup").stdout
-    assert "rm -rf .venv" in lines and "-m venv .venv" in lines.partition("rm -rf .venv")[2]
-    assert "--ranks" not in make("-n", "demo", "NGPU=0").stdout
-
-
-def test_a_dry_run_prepares_nothing_however_it_is_spelled(make):
-    for flag in ("--dry-run", "--dry_run"):
-        lines = make("-n", "pretrain-d20", f"ARGS={flag}").stdout.splitlines()
-        assert lines[-1].endswith(flag) and "nanochat_gka.train" in lines[-1]
-        assert not any("nanochat_gka.corpus" in line or "nanochat_gka.pack" in line for line in lines)
