@@ -1,7 +1,6 @@
 """The benchmarks as commands: end to end on tiny shapes, and mistakes as one line."""
 
 import re
-import sys
 from functools import partial
 from types import SimpleNamespace
 
@@ -11,7 +10,7 @@ import torch
 
 import processes
 from gka.impl.cpu import build
-from runs.bench import attention, deit, error, gpt, onnx, report
+from runs.bench import attention, deit, gpt, onnx, report
 from trainkit_gka import cli
 from trainkit_gka.progress import read_lines
 
@@ -88,23 +87,9 @@ def test_without_onnxruntime_its_benchmark_is_one_line(tmp_path, monkeypatch, ca
 
 def test_every_number_of_threads_has_a_file_and_is_reported(tmp_path, capsys):
     flags = ["--device-type", "cpu", "--results", str(tmp_path)]
-    timed = [
-        "--shapes",
-        "1x8x1x16",
-        "--skip",
-        "triton",
-        "--dtypes",
-        "float32",
-        "--threads",
-        "1",
-        "3",
-        "--rounds",
-        "1",
-        "--seconds",
-        "1",
-    ]
+    timed = "--shapes 1x8x1x16 --skip triton --dtypes float32 --threads 1 3 --rounds 1 --seconds 1"
     before = torch.get_num_threads()
-    cli.run(attention.main, attention.AttentionConfig, [*flags, *timed])
+    cli.run(attention.main, attention.AttentionConfig, [*flags, *timed.split()])
     assert torch.get_num_threads() == before
     names = sorted(path.stem.rpartition("-")[0][-1] + path.stem.rpartition("-")[2] for path in tmp_path.iterdir())
     assert names == ["1thread", "3threads"]
@@ -115,76 +100,46 @@ def test_every_number_of_threads_has_a_file_and_is_reported(tmp_path, capsys):
     assert len(list((tmp_path / "out").glob("bench_*.md"))) == 2
 
 
+CONFIGS = {
+    attention: attention.AttentionConfig,
+    deit: deit.DeitConfig,
+    gpt: gpt.GPTBenchConfig,
+    onnx: onnx.OnnxConfig,
+    report: report.ReportConfig,
+}
+
+
+def refused(module, flags, folder, capsys):
+    """What a command says of its flags, in one line, before it measures anything."""
+    with pytest.raises(SystemExit) as left:
+        cli.run(module.main, CONFIGS[module], ["--device-type", "cpu", "--results", str(folder), *flags])
+    said = capsys.readouterr().err
+    assert left.value.code == 2 and said.startswith("error: ") and said.count("\n") == 1
+    assert not list(folder.iterdir())
+    return said
+
+
 @pytest.mark.parametrize(
-    "main, config, flags, words",
+    "module, flags, words",
     [
-        (
-            attention.main,
-            attention.AttentionConfig,
-            ["--shapes", "2x17x2"],
-            "--shapes: expected BxTxHxD such as 16x2048x10x128",
-        ),
-        (
-            attention.main,
-            attention.AttentionConfig,
-            ["--only", "swep"],
-            "--only swep: no such case; there are vit-ti, vit-ti-bf16, vit-s,",
-        ),
-        (
-            attention.main,
-            attention.AttentionConfig,
-            ["--shapes", "1x9x1x16ndk"],
-            "--shapes: dk needs heads of even size",
-        ),
-        (attention.main, attention.AttentionConfig, ["--threads", "0"], "--threads must be at least 1, got 0"),
-        (
-            attention.main,
-            attention.AttentionConfig,
-            ["--rounds", "-1"],
-            "--rounds must be at least 0, got -1",
-        ),
-        (
-            deit.main,
-            deit.DeitConfig,
-            ["--batch-sizes", "8", "0"],
-            "--batch-sizes must be at least 1, got 0",
-        ),
-        (deit.main, deit.DeitConfig, ["--impl", "cuda"], "--impl: impl must be one of auto, reference,"),
-        (
-            gpt.main,
-            gpt.GPTBenchConfig,
-            ["--depth", "4", "0"],
-            "--depth must be at least 1, got 0",
-        ),
-        (
-            gpt.main,
-            gpt.GPTBenchConfig,
-            ["--window-pattern", "X"],
-            "window_pattern must be made of the letters S, L, got 'X'",
-        ),
-        (onnx.main, onnx.OnnxConfig, ["--only", "onnx-x"], "--only onnx-x: no such case; there are onnx-ti-b1-t1,"),
-        (
-            report.main,
-            report.ReportConfig,
-            ["--hardware", "NVIDIA H300"],
-            "has no benchmark of NVIDIA H300",
-        ),
+        (attention, ["--shapes", "2x17x2"], "--shapes: expected BxTxHxD such as 16x2048x10x128"),
+        (attention, ["--shapes", "1x9x1x16ndk"], "--shapes: dk needs heads of even size"),
+        (attention, ["--only", "swep"], "--only swep: no such case; there are vit-ti,"),
+        (attention, ["--threads", "0"], "--threads must be at least 1, got 0"),
+        (deit, ["--impl", "cuda"], "--impl: impl must be one of auto, reference,"),
+        (gpt, ["--depth", "4", "0"], "--depth must be at least 1, got 0"),
+        (gpt, ["--window-pattern", "X"], "window_pattern must be made of the letters S, L, got 'X'"),
+        (onnx, ["--only", "onnx-x"], "--only onnx-x: no such case; there are onnx-ti-b1-t1,"),
+        (report, ["--hardware", "NVIDIA H300"], "has no benchmark of NVIDIA H300"),
     ],
 )
-def test_a_mistake_is_one_line(main, config, flags, words, tmp_path, capsys):
-    with pytest.raises(SystemExit) as left:
-        cli.run(main, config, ["--device-type", "cpu", "--results", str(tmp_path), *flags])
-    said = capsys.readouterr().err
-    assert left.value.code == 2 and said.startswith("error: ") and words in said and said.count("\n") == 1
-    assert not list(tmp_path.iterdir())
+def test_a_mistake_is_one_line(module, flags, words, tmp_path, capsys):
+    assert words in refused(module, flags, tmp_path, capsys)
 
 
-@pytest.mark.parametrize(
-    "main, config, flags",
-    [(deit.main, deit.DeitConfig, ["--compile-mode", "default"]), (gpt.main, gpt.GPTBenchConfig, ["--compile", "on"])],
-)
-def test_a_benchmark_that_cannot_compile_is_one_line(no_compiler, main, config, flags, tmp_path, capsys):
-    test_a_mistake_is_one_line(main, config, flags, f"{' '.join(flags)}: torch.compile fails here", tmp_path, capsys)
+@pytest.mark.parametrize("module, flags", [(deit, ["--compile-mode", "default"]), (gpt, ["--compile", "on"])])
+def test_a_benchmark_that_cannot_compile_is_one_line(no_compiler, module, flags, tmp_path, capsys):
+    assert f"{' '.join(flags)}: torch.compile fails here" in refused(module, flags, tmp_path, capsys)
 
 
 def test_the_command_leaves_with_2_for_a_mistake(tmp_path):
@@ -193,48 +148,19 @@ def test_the_command_leaves_with_2_for_a_mistake(tmp_path):
     assert done.returncode == 2 and done.stderr.strip().splitlines()[-1].startswith("error: --shapes: expected BxTxHxD")
 
 
-@pytest.mark.parametrize("flag", ["--help", "--rseults"])
-def test_error_measures_nothing_if_asked_for_help_or_misspelt(flag, tmp_path):
-    results = tmp_path / "errors.jsonl"
-    results.write_text("measured before\n")
-    with pytest.raises(SystemExit):
-        cli.run(error.main, error.ErrorConfig, ["--results", str(results), flag])
-    assert results.read_text() == "measured before\n"
-
-
 @pytest.mark.gpu
 def test_the_operator_benchmark_on_cuda(tmp_path):
     shapes = ["8x197x3x64", "2x512x4x128cn", "2x512x4x128cw256n", "4x1024x4x128nd"]
-    cli.run(
-        attention.main,
-        attention.AttentionConfig,
-        ["--device-type", "cuda", "--quick", "--results", str(tmp_path), "--shapes", *shapes],
-    )
+    flags = ["--device-type", "cuda", "--quick", "--results", str(tmp_path), "--shapes", *shapes]
+    cli.run(attention.main, attention.AttentionConfig, flags)
     (path,) = tmp_path.iterdir()
     groups = {}
     for each in read_lines(path):
         groups.setdefault((each["config"]["case"], each["config"]["phase"]), []).append(each)
     assert len(groups) == 7
     for key, lines in groups.items():
+        reasons = [each["metrics"]["reason"] for each in lines]
         right = [each for each in lines if each["metrics"]["status"] == "ok"]
-        assert {"ours", "baseline"} <= {each["config"]["role"] for each in right}, (
-            key,
-            [each["metrics"]["reason"] for each in lines],
-        )
-        assert not [each["metrics"]["reason"] for each in lines if each["metrics"]["status"] == "wrong"], key
-        assert all(each["metrics"]["graphed"] and each["metrics"]["peak_mib"] > 0 for each in right), (
-            key,
-            [each["metrics"]["note"] for each in right],
-        )
-
-
-def test_help_measures_nothing(tmp_path):
-    results = error.FILE.read_bytes()
-    done = processes.call("runs.bench.error", "--help", folder=tmp_path)
-    assert done.stdout.startswith(f"usage: {cli.as_typed(sys.executable)} -m runs.bench.error")
-    assert error.FILE.read_bytes() == results
-
-
-def test_the_demos_help_names_its_command(tmp_path):
-    done = processes.call("runs.demo", "--help", folder=tmp_path)
-    assert done.stdout.startswith(f"usage: {cli.as_typed(sys.executable)} -m runs.demo [")
+        assert {"ours", "baseline"} <= {each["config"]["role"] for each in right}, (key, reasons)
+        assert not [each for each in lines if each["metrics"]["status"] == "wrong"], (key, reasons)
+        assert all(each["metrics"]["graphed"] and each["metrics"]["peak_mib"] > 0 for each in right), (key, right)

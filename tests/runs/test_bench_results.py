@@ -40,82 +40,52 @@ def test_the_ratio_is_of_the_faster_baseline_that_is_right():
 
 
 def test_hardware_has_a_file_of_its_own(tmp_path, monkeypatch):
-    names = [
-        "NVIDIA H200",
-        "NVIDIA H100 80GB HBM3",
-        "Intel(R) Xeon(R) Processor, 2 threads",
-        "Intel(R) Xeon(R) Processor, 16 threads",
-    ]
-    assert [slug(name) for name in names] == [
-        "nvidia-h200",
-        "nvidia-h100-80gb-hbm3",
-        "intel-xeon-processor-2-threads",
-        "intel-xeon-processor-16-threads",
-    ]
-    for name in names[:2]:
-        monkeypatch.setattr("runs.bench.results.describe_hardware", lambda device, name=name: name)
-        monkeypatch.setattr("trainkit_gka.results.describe_hardware", lambda device, name=name: name)
-        recorder = Recorder(BenchConfig(results=tmp_path), "attention", CPU)
-        recorder.record(
-            "vit-ti",
-            "forward",
+    names = ["NVIDIA H200", "NVIDIA H100 80GB HBM3", "Intel(R) Xeon(R) Processor, 16 threads"]
+    slugs = ["nvidia-h200", "nvidia-h100-80gb-hbm3", "intel-xeon-processor-16-threads"]
+    assert [slug(name) for name in names] == slugs
+    for name in names:
+        for module in ("runs.bench.results", "trainkit_gka.results"):
+            monkeypatch.setattr(f"{module}.describe_hardware", lambda device, name=name: name)
+        recorder, failed = (
+            Recorder(BenchConfig(results=tmp_path), "attention", CPU),
             {"a": Measurement("failed", "why")},
-            {"a": "ours"},
-            {"batch": 1},
-            lambda name, m: {"more": 2},
         )
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "bench_attention_nvidia-h100-80gb-hbm3.jsonl",
-        "bench_attention_nvidia-h200.jsonl",
-    ]
+        recorder.record("vit-ti", "forward", failed, {"a": "ours"}, {"batch": 1}, lambda name, m: {"more": 2})
+    assert {path.name for path in tmp_path.iterdir()} == {f"bench_attention_{slug}.jsonl" for slug in slugs}
     (record,) = read_lines(result_file(tmp_path, "attention", "NVIDIA H200"))
-    assert (
-        record["hardware"] == "NVIDIA H200"
-        and record["config"]["batch"] == 1
-        and record["commit"]
-        and record["command"]
-    )
+    assert record["hardware"] == "NVIDIA H200" and record["config"]["batch"] == 1
+    assert record["commit"] and record["command"]
     assert (record["metrics"]["status"], record["metrics"]["reason"], record["metrics"]["more"]) == ("failed", "why", 2)
 
 
 def test_the_newest_comparison_counts_unless_it_was_quick(tmp_path):
-    old = [line("gka triton", "ours", 1.0, group="1"), line("softmax flash", "baseline", 9.0, group="1")]
-    new = [line("gka triton", "ours", 1.0, group="2"), line("softmax cudnn", "baseline", 3.0, group="2")]
-    quick = [
-        line("gka triton", "ours", 1.0, group="3", quick=True),
-        line("softmax cudnn", "baseline", 2.0, group="3", quick=True),
-    ]
-    write(tmp_path, *old, *new, *quick)
+    def pair(group, baseline, time, **quick):
+        timed = ("gka triton", "ours", 1.0), (baseline, "baseline", time)
+        return [line(*each, group=group, **quick) for each in timed]
+
+    quick = pair("3", "softmax cudnn", 2.0, quick=True)
+    write(tmp_path, *pair("1", "softmax flash", 9.0), *pair("2", "softmax cudnn", 3.0), *quick)
     assert load(tmp_path, "attention", "NVIDIA H200")["vit-ti", "forward"].ratio() == 3.0
     assert load(tmp_path, "attention", "nvidia-h200", quick=True)["vit-ti", "forward"].ratio() == 2.0
     assert load(tmp_path, "attention", "NVIDIA H100") == {}
 
 
 def test_the_report_prints_tables_reasons_and_targets_of_a_file(tmp_path, capsys):
-    missing = dict(status="failed", reason="flash_attn_interface is not installed")
-    write(
-        tmp_path,
-        line("gka triton", "ours", 1.0),
-        line("softmax flash", "baseline", 1.6),
-        line("gka eager", "eager", 4.0),
-        line("softmax fa3", "baseline", None, **missing),
-        line("gka triton", "ours", 1.0, phase=FULL, group="h"),
-        line("softmax flash", "baseline", 1.6, phase=FULL, group="h"),
-        line("gka eager", "eager", 4.0, phase=FULL, group="h"),
-    )
+    lines = []
+    for phase in ("forward", FULL):
+        timed = {"gka triton": ("ours", 1.0), "softmax flash": ("baseline", 1.6), "gka eager": ("eager", 4.0)}
+        lines += [line(name, *of, phase=phase, group=phase) for name, of in timed.items()]
+    missing = dict(status="failed", reason="flash_attn_interface is not installed", group="forward")
+    write(tmp_path, *lines, line("softmax fa3", "baseline", None, **missing))
     report.main(report.ReportConfig(results=tmp_path, hardware="NVIDIA H200", out=tmp_path / "out"))
     said = capsys.readouterr().out
     assert re.search(r"vit-ti forward +1.6 \(flash\) +1 \(triton\) +1.60x +1.00x +4.00x", said)
     assert "softmax fa3 failed: flash_attn_interface is not installed (vit-ti forward)" in said
     assert "Measured 2026-01-02 at commit abc on NVIDIA H200, torch 2." in said
-    verdicts = {
-        "DeiT-Ti, forward ": "pass",
-        "DeiT-Ti, forward+backward ": "miss",
-        "DeiT-Ti, against eager GKA ": "miss",
-        "d20 training step ": "not measured",
-    }
+    verdicts = {"forward ": "pass", "forward+backward ": "miss", "against eager GKA ": "miss"}
     for target, verdict in verdicts.items():
-        assert re.search(rf"{re.escape(target)}.* {verdict}\s", said), target
+        assert re.search(rf"DeiT-Ti, {re.escape(target)}.* {verdict}\s", said), target
+    assert re.search(r"d20 training step .* not measured\s", said)
     page = (tmp_path / "out/bench_nvidia-h200.md").read_text()
     assert "| softmax fa3 | baseline |" in page and "failed: flash_attn_interface is not installed" in page
     assert (tmp_path / "out/roofline_nvidia-h200.png").stat().st_size > 1000

@@ -3,7 +3,6 @@
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +11,7 @@ from deit_gka.training.config import TrainConfig
 from nanochat_gka.core_metric.bundle import CORE_SIZES, PAPER_TASKS
 from runs import frames
 from runs.paper import claims, core_scores, measured, published
-from runs.paper.evidence import FAILS, HOLDS, NOT_SEEN, UNTESTED, VERDICTS, accuracy, language, operator, runtime, sizes
+from runs.paper.evidence import FAILS, HOLDS, NOT_SEEN, UNTESTED, accuracy, language, operator, runtime
 from sources import ROOT, modules
 from trainkit_gka.cli import UserError
 from trainkit_gka.progress import read_lines
@@ -33,19 +32,17 @@ def test_the_page_says_what_code_and_results_say():
 
 def test_a_page_out_of_date_ends_the_check_with_1(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(claims, "FOLDER", tmp_path)
+    monkeypatch.setattr(claims, "CLAIMS", {"row-stochastic": claims.CLAIMS["row-stochastic"]})
     monkeypatch.setattr(claims, "page", lambda findings: "new\n")
-    (tmp_path / "CLAIMS.md").write_text("old\n")
+    page = tmp_path / "CLAIMS.md"
+    page.write_text("old\n")
     with pytest.raises(SystemExit) as left:
         claims.main(claims.ClaimsConfig(check=True))
-    assert (
-        left.value.code == 1 and "CLAIMS.md is out of date: run python -m runs.paper.claims" in capsys.readouterr().err
-    )
-    counts = rf"{len(claims.CLAIMS)} claims: " + ", ".join(rf"[1-9]\d* {verdict}" for verdict in VERDICTS)
-    for done in ("written", "says it already"):
-        claims.main(claims.ClaimsConfig())
-        assert re.fullmatch(rf"{counts}\.\n{tmp_path}/CLAIMS.md: {done}\n", capsys.readouterr().out)
+    assert left.value.code == 1 and "CLAIMS.md is out of date" in capsys.readouterr().err
+    claims.main(claims.ClaimsConfig())
     claims.main(claims.ClaimsConfig(check=True))
-    assert (tmp_path / "CLAIMS.md").read_text() == "new\n"
+    assert page.read_text() == "new\n"
+    assert f"1 {HOLDS}" in capsys.readouterr().out
 
 
 def test_every_claim_has_all_fields_a_name_of_its_own_and_a_command_that_exists():
@@ -63,45 +60,23 @@ def test_every_claim_has_all_fields_a_name_of_its_own_and_a_command_that_exists(
             assert re.search(rf"^(?:[\w -]+ )?{target}[ :]", MAKEFILE, re.MULTILINE) or target.startswith("train-deit-")
 
 
-def test_every_function_of_the_evidence_decides_a_claim():
-    used = {claim["check"] for claim in (*claims.CLAIMS.values(), *claims.ARITHMETIC)}
-    written = {
-        f"{module.__name__.rpartition('.')[2]}.{name}"
-        for module in (sizes, runtime, language, operator, accuracy)
-        for name in re.findall(r"^def ([a-z]\w*)\(\) -> Finding", Path(module.__file__).read_text(), re.MULTILINE)
-    }
-    assert used == written
-
-
-@pytest.mark.parametrize("name", ["core-gains", "row-stochastic"])
-def test_one_claim_can_be_decided_again(name, capsys):
-    claims.main(claims.ClaimsConfig(only=[name]))
+def test_one_claim_can_be_decided_again(capsys):
+    claims.main(claims.ClaimsConfig(only=["row-stochastic"]))
     printed = capsys.readouterr().out
-    assert f"### {name}" in printed and any(f"**{verdict}**" in printed for verdict in VERDICTS)
-
-
-def test_an_unknown_claim_is_one_line():
+    assert "### row-stochastic" in printed and f"**{HOLDS}**" in printed
     with pytest.raises(UserError, match="x is not a claim; they are one-scalar, "):
         claims.main(claims.ClaimsConfig(only=["x"]))
 
 
-def test_arithmetic_on_the_printed_figures():
+def test_how_many_examples_fit_the_printed_scores():
+    """The page, which another test compares, has what follows from it."""
     assert core_scores.fitting_caps(core_scores.GKA) == [200]
     base = core_scores.fitting_caps(core_scores.BASE)
     assert max(core_scores.CAPS) in base and 200 not in base
-    note = published.notes("core_subset")[1]
-    assert f"fit {len(base):,} caps, the smallest {min(base):,}" in note
     whole = [task for task in PAPER_TASKS if CORE_SIZES[task] <= min(base)]
-    assert f"{', '.join(whole[:-1])} and {whole[-1]} whole" in note
-    whole = language.same_examples()
-    assert whole.verdict == FAILS and "84/200, 65/100, 80/200, 55/200, 128/200, 109/200" in whole.measured
-    assert "0.49x, but parameters 0.42x" in language.both_ratios_in_the_introduction().measured
-    assert "10.50" in language.budgets_differ().measured and "8.25" in language.budgets_differ().measured
-    assert "Ti -2 %, S -5 %" in runtime.more_memory().measured and "2.07x" in runtime.more_memory().measured
-    assert "38.7 GB" in runtime.batch_of_256_fits().measured and runtime.batch_of_256_fits().verdict == UNTESTED
-    assert "9.20, table 3 9.22" in sizes.flops_of_deit_s().measured
-    assert "-23.33 and -20.85" in sizes.differences_of_size_ti().measured
-    assert "rounded they are 897M and 379M" in language.parameters_in_millions().measured
+    note = published.notes("core_subset")[1]
+    assert f"fit {len(base):,} caps, the smallest {min(base):,}" in note and all(task in note for task in whole)
+    assert language.same_examples().verdict == FAILS and runtime.batch_of_256_fits().verdict == UNTESTED
 
 
 def test_other_printed_figures_give_other_verdicts(monkeypatch):
@@ -195,8 +170,5 @@ def test_a_finished_pair_at_depth_20_decides_bits_per_byte_and_the_gap(monkeypat
 
 
 def test_what_is_computed_about_the_operator():
-    symmetric = operator.diffusion_is_symmetric()
-    assert symmetric.verdict == HOLDS and "by up to 0.04" in symmetric.measured
+    assert operator.diffusion_is_symmetric().verdict == HOLDS
     assert operator.rows_sum_to_one().verdict == operator.causal_mask().verdict == HOLDS
-    assert "4 in ours and nanochat's, reaches 5 keys" in operator.window_mask().measured
-    assert "Ti 36, S 72, B 144" in sizes.one_scalar_a_head().measured

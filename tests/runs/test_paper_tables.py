@@ -26,14 +26,8 @@ def write(path, *records):
 def vision_records(label="GKA-Ti", images=IMAGENET_VALIDATION, **changed):
     """Settings and numbers of a finished vision run; `changed` settings make it another one."""
     config = VisionTraining(model=measured.timm_name(label), data="x", **changed)
-    finish = {
-        "parameters": measured.cost(label).parameters,
-        "top1": 71.0,
-        "ema_top1": 71.25,
-        "images": images,
-        "broken": 0,
-    }
-    return config, finish
+    counts = {"parameters": measured.cost(label).parameters, "images": images, "broken": 0}
+    return config, {**counts, "top1": 71.0, "ema_top1": 71.25}
 
 
 def vision_folder(base, label="GKA-Ti", images=IMAGENET_VALIDATION, steps=300 * 715, **changed):
@@ -80,10 +74,8 @@ def test_every_number_of_the_published_file_is_in_its_table(tmp_path):
 
 def test_related_methods_have_what_their_layers_cost_and_reach(tmp_path):
     assert cells(1, tmp_path, tmp_path)["Krause", "MiB, N = 197"] == ["", NOT_RUN, ""]
-    assert "`python -m runs.neighbours`" in notes(1, tmp_path, tmp_path)
-    about = {"method": "krause", "tokens": 197}
     line = {"date": "2026-11-22", "commit": "abc", "hardware": "a CPU", "torch": "2"}
-    layer = {"config": {"case": about}, "metrics": {"forward_ms": 1.5, "both_ms": 4.0}}
+    layer = {"config": {"case": {"method": "krause", "tokens": 197}}, "metrics": {"forward_ms": 1.5, "both_ms": 4.0}}
     trained = [
         {"config": {"case": {"method": "krause", "seed": seed, "epochs": 50}}, "metrics": {"ema_top1": 97.0 + seed}}
         for seed in range(2)
@@ -91,13 +83,10 @@ def test_related_methods_have_what_their_layers_cost_and_reach(tmp_path):
     write(tmp_path / "neighbours" / "speed.jsonl", line | layer)
     write(tmp_path / "neighbours" / "digits.jsonl", *(line | row for row in trained))
     shown = cells(1, tmp_path, tmp_path)
-    assert shown["Krause", "ms, forward / both, N = 197"] == ["", "1.5 / 4.0", ""]
-    assert shown["Krause", "digits: top-1 %"] == ["", "97.50 ± 0.71 (2 seeds)", ""]
-    assert shown["Krause", "Kernel Type"] == ["Distance+RBF", "", ""]
+    assert shown["Krause", "ms, forward / both, N = 197"][1] == "1.5 / 4.0"
+    assert shown["Krause", "digits: top-1 %"][1] == "97.50 ± 0.71 (2 seeds)"
     assert shown["Krause", "QKV Projection"][1] == "QKV" and shown["GKA", "QKV Projection"][1] == "none"
-    assert shown["Krause", "complexity of mixing"] == ["", "N W D", ""] and shown["VLT", "causal form"][1] == "yes"
-    assert {name for name, measure in shown if measure == "ms, forward / both, N = 8,192"} >= {"VLT", "Skyformer"}
-    assert shown["Linformer", "language: bits per byte"][1] == "no causal form"
+    assert shown["Krause", "complexity of mixing"][1] == "N W D" and shown["VLT", "causal form"][1] == "yes"
     assert shown["Linformer", "parameters"][1] == f"{173_440:,} / {148_224 + 2 * 64 * 16_384:,}"
     assert shown["Non-Local NN", "QKV Projection"][1] == "not built" and ("Non-Local NN", "parameters") not in shown
 
@@ -112,15 +101,13 @@ def test_counts_agree_with_the_printed_figures_to_their_last_digit(number, tmp_p
         assert abs(float(difference.rstrip(" %"))) <= known.get((model, measure), last_digit), (model, measure, ours)
 
 
-def test_unmeasured_cells_say_not_run_and_the_caption_has_the_command(tmp_path):
+def test_unmeasured_cells_say_not_run_with_the_command_that_fills_them(tmp_path):
     commands = {2: "make train-deit-b-base DATA=", 4: "runs.bench.deit", 5: "make train-deit-ti-vlt "}
+    commands |= {6: "make pretrain-d20 NGPU=7", 7: "make eval-core NGPU=7"}
     for number, command in commands.items():
         table = BUILDERS[number](Sources(tmp_path, tmp_path))
         assert any(NOT_RUN in row for row in table.rows) and command in table.notes[-1]
-    assert cells(6, tmp_path)["GKA", "Val BPB"] == ["0.819080", NOT_RUN, ""]
-    assert "`make pretrain-d20 NGPU=7`" in notes(6, tmp_path)
-    assert "`make eval-core NGPU=7`" in notes(7, tmp_path)
-    assert NOT_RUN not in notes(3, tmp_path)
+    assert cells(6, tmp_path)["GKA", "Val BPB"] == ["0.819080", NOT_RUN, ""] and NOT_RUN not in notes(3, tmp_path)
 
 
 def test_finished_run_of_the_very_configuration_fills_its_cell(tmp_path):
@@ -131,18 +118,11 @@ def test_finished_run_of_the_very_configuration_fills_its_cell(tmp_path):
         assert "make train-deit-ti DATA" not in notes(number, tmp_path)
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"epochs": 299},
-        {"model_kwargs": ("depth=4",)},
-        {"batch_size": 32},
-        {"images": DEMO_IMAGES},
-        {"steps": 300 * 70},
-        {"label": "VLT-Ti"},
-        {"input_size": 16},
-    ],
-)
+OTHERS = {"epochs": 299, "model_kwargs": ("depth=4",), "batch_size": 32, "input_size": 16, "label": "VLT-Ti"}
+OTHERS |= {"images": DEMO_IMAGES, "steps": 300 * 70}
+
+
+@pytest.mark.parametrize("changed", [{name: value} for name, value in OTHERS.items()], ids=OTHERS)
 def test_vision_run_of_another_configuration_fills_no_cell(tmp_path, changed):
     vision_folder(tmp_path, **changed)
     assert cells(2, tmp_path)["GKA-Ti", "Top-1 (%)"][1] == NOT_RUN
@@ -177,45 +157,43 @@ def test_language_run_fills_its_cells_and_other_ratios_do_not(tmp_path):
 
 def test_core_has_differences_with_standard_errors_of_each_columns_examples(tmp_path):
     for model, accuracy in (("nanochat_base", 0.5), ("GKA", 0.6)):
-        name = language_folder(tmp_path, model)
-        step = measured.language_counts(model)["steps"]
+        about = {"model": language_folder(tmp_path, model), "step": measured.language_counts(model)["steps"]}
         lines = []
         for task in PAPER_TASKS:
             metrics = {"accuracy": accuracy, "baseline": core_scores.GUESSING[task], "examples": 100}
-            lines.append({"config": {"model": name, "step": step, "task": task}, "metrics": metrics})
-        write(tmp_path / "core" / "a.jsonl", *lines) if model == "GKA" else write(tmp_path / "core" / "b.jsonl", *lines)
+            lines.append({"config": {**about, "task": task}, "metrics": metrics})
+        write(tmp_path / "core" / f"{model}.jsonl", *lines)
     table = BUILDERS[7](Sources(tmp_path))
     base, gka, difference = [[cell.strip("*") for cell in row[2:]] for row in table.rows if row[0] == "copa"]
     assert base == ["0.3000 ± 0.095 (n = 100)", "0.0000 ± 0.100 (n = 100)", "-0.3000 ± 0.138"]
     assert gka == ["0.3000 ± 0.095 (n = 100)", "0.2000 ± 0.098 (n = 100)", "-0.1000 ± 0.137"]
     assert difference == ["+0.0000 ± 0.135", "+0.2000 ± 0.140", "+0.2000"]
-    assert [row[0] for row in table.rows[-3:]] == ["mean"] * 3 and "filled by" not in table.notes[-1]
     assert "(n = 200)" in table.rows[1][2] and f"(n = {CORE_SIZES['hellaswag_zeroshot']:,})" in table.rows[0][2]
 
 
 def test_the_runtime_table_has_totals_and_gpus_shares(tmp_path):
-    def line(phase, batch, kind, rate):
-        config = {"case": f"deit-ti-b{batch}", "phase": phase, "candidate": kind, "quick": False}
-        role = {"gka": "ours", "softmax": "baseline", "gka-unfused": "unfused"}[kind]
-        config |= {"role": role, "group": f"{phase}{batch}"}
-        metrics = {"status": "ok", "median_ms": 1e3 / rate, "items_per_second": rate, "peak_mib": 300.5}
-        return {"hardware": "NVIDIA H100", "config": config, "metrics": metrics}
+    roles = {"gka": "ours", "softmax": "baseline", "gka-unfused": "unfused"}
 
+    def line(phase, batch, kind, rate):
+        config = {"case": f"deit-ti-b{batch}", "phase": phase, "candidate": kind, "role": roles[kind], "quick": False}
+        metrics = {"status": "ok", "median_ms": 1e3 / rate, "items_per_second": rate, "peak_mib": 300.5}
+        return {"hardware": "NVIDIA H100", "config": config | {"group": f"{phase}{batch}"}, "metrics": metrics}
+
+    inference, training = "inference: img/s, 1 GPU", "training bs 64: img/s, 1 GPU"
+    write(tmp_path / "bench_deit_a-cpu-2-threads.jsonl", line("inference", 64, "gka", 9))
+    assert cells(4, tmp_path, tmp_path)["GKA-Ti", inference][1] == NOT_RUN
     lines = [line("inference", 64, "gka", 40_000), line("inference", 128, "gka", 50_000)]
     lines += [line("training", 64, "gka", 1_500), line("training", 64, "softmax", 1_600)]
     lines += [line("inference", 64, "gka-unfused", 20_000), line("training", 64, "gka-unfused", 700)]
-    write(tmp_path / "bench_deit_a-cpu-2-threads.jsonl", line("inference", 64, "gka", 9))
-    assert cells(4, tmp_path, tmp_path)["GKA-Ti", "inference: img/s, 1 GPU"][1] == NOT_RUN
     write(tmp_path / "bench_deit_nvidia-h100.jsonl", *lines)
     shown = cells(4, tmp_path, tmp_path)
-    assert shown["GKA-Ti", "inference: img/s, 1 GPU"] == ["37,806", "50,000", "+32.25 %"]
+    assert shown["GKA-Ti", inference] == ["37,806", "50,000", "+32.25 %"]
     assert shown["GKA-Ti", "inference: batch"] == ["128", "128", "0"]
-    assert shown["GKA-Ti", "training bs 64: img/s, 1 GPU"][:2] == [f"{7567 / 7:,.0f}", "1,500"]
+    assert shown["GKA-Ti", training][:2] == [f"{7567 / 7:,.0f}", "1,500"]
     assert shown["DeiT-Ti", "training bs 64: MB, 1 GPU"][:2] == ["1,245", "300.5"]
-    assert shown["GKA-Ti, unfused", "inference: img/s, 1 GPU"] == ["37,806", "20,000", "-47.10 %"]
-    assert shown["GKA-Ti, unfused", "training bs 64: img/s, 1 GPU"][:2] == ["1,081", "700"]
+    assert shown["GKA-Ti, unfused", inference] == ["37,806", "20,000", "-47.10 %"]
+    assert shown["GKA-Ti, unfused", training][:2] == ["1,081", "700"]
     assert shown["GKA-Ti, unfused", "training bs 128: MB, 1 GPU"][:2] == ["4,876", NOT_RUN]
-    assert not any("7 GPUs" in measure for label, measure in shown if "unfused" in label)
     assert shown["GKA-Ti", "training bs 64: img/s, 7 GPUs"][1] == NOT_RUN
     config, finish = vision_records(batch_size=64 * GPUS, epochs=1, warmup_epochs=0, model_tag="ti-64")
     metrics = {**finish, "images_per_second": 9_999.0, "memory_mib": 2.0}
@@ -232,25 +210,19 @@ def test_differences_are_absolute_and_relative_from_a_thousand_up():
     assert compare("72.2", None) == ["*72.2*", NOT_RUN, ""]
 
 
-def test_the_terminal_shows_the_tables_that_were_asked_for(tmp_path, capsys):
-    tables.main(tables.PaperTablesConfig(tmp_path, only=[6, 2]))
+def test_the_terminal_shows_the_tables_that_were_asked_for(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tables.main(tables.PaperTablesConfig(only=[6, 2]))  # the default folder need not be there
     printed = capsys.readouterr().out
     assert printed.index("Table 6 of the paper") < printed.index("Table 2 of the paper") and "Table 1 of" not in printed
     with pytest.raises(UserError, match="--only takes numbers from 1 to 8, got 9"):
         tables.main(tables.PaperTablesConfig(tmp_path, only=[9]))
-
-
-def test_a_folder_that_is_named_has_to_be_there(tmp_path, capsys, monkeypatch):
-    """The default one, of a clone where nothing was run, has not."""
     with pytest.raises(UserError, match=f"there is no folder {tmp_path}/nope; name one with the outputs of runs"):
         tables.main(tables.PaperTablesConfig(tmp_path / "nope"))
     assert not capsys.readouterr().out
-    monkeypatch.chdir(tmp_path)
-    tables.main(tables.PaperTablesConfig(only=[6]))
-    assert "Table 6 of the paper" in capsys.readouterr().out
 
 
-def test_bits_per_byte_name_their_rows_and_the_texts_own_bytes(tmp_path, capsys):
+def test_bits_per_byte_name_their_rows_and_the_texts_own_bytes(tmp_path):
     """Of the paper's runs and of others, where the record says so; Table 8 has no figure of rows."""
     own = language_folder(tmp_path, head_offsets="PS", model_tag="own-text")
     language_folder(tmp_path)
@@ -260,10 +232,8 @@ def test_bits_per_byte_name_their_rows_and_the_texts_own_bytes(tmp_path, capsys)
         log = tmp_path / "runs" / tag / "log.jsonl"
         start, finish = map(json.loads, log.read_text().splitlines())
         write(log, start, finish | more)
-    tables.main(tables.PaperTablesConfig(tmp_path, format="markdown", only=[6]))
-    printed = capsys.readouterr().out
-    assert "GKA: upstream rows." in printed
-    assert "own-text: spaced rows, val bpb 0.810000 (1.620000 of the text's own bytes)." in printed
+    said = notes(6, tmp_path)
+    assert "GKA: upstream rows" in said and "own-text: spaced rows" in said and "1.620000" in said
     assert "spaced rows" not in notes(8, tmp_path)
 
 
@@ -272,22 +242,15 @@ def test_runs_with_other_settings_have_rows_of_their_own(tmp_path):
     vision_folder(tmp_path, epochs=7)
     vision_folder(tmp_path, "DeiT-Ti")
     name = language_folder(tmp_path, head_offsets="PS", model_tag="with-offsets")
-    scores = [
-        {
-            "config": {"model": name, "step": 2650, "task": task},
-            "metrics": {"accuracy": 0.5, "baseline": 25, "examples": 9},
-        }
-        for task in PAPER_TASKS
-    ]
-    write(tmp_path / "core" / "a.jsonl", *scores)
+    scored, metrics = {"model": name, "step": 2650}, {"accuracy": 0.5, "baseline": 25, "examples": 9}
+    lines = [{"config": {**scored, "task": task}, "metrics": metrics} for task in PAPER_TASKS]
+    write(tmp_path / "core" / "a.jsonl", *lines)
     other = next(path.name for path in (tmp_path / "runs").iterdir() if "gka" in path.name)
-    table = BUILDERS[2](Sources(tmp_path))
-    named = {row[0] for row in table.rows} - published.rows("main_results").keys()
-    assert named == {other} and "Runs with other settings" in " ".join(table.notes)
+    named = {model for model, _ in cells(2, tmp_path)} - published.rows("main_results").keys()
+    assert named == {other} and "Runs with other settings" in notes(2, tmp_path)
     assert cells(2, tmp_path)[other, "Top-1 (%)"] == ["", "71.25", ""]
     assert cells(6, tmp_path)[name, "Val BPB"] == ["", "0.81", ""]
     assert cells(8, tmp_path)[name, "Train tokens"] == ["", "2.77873e9", ""]
-    assert cells(7, tmp_path)["copa", name] == ["", "0.3333 ± 0.222 (n = 9)", ""] and ("mean", name) in cells(
-        7, tmp_path
-    )
+    assert cells(7, tmp_path)["copa", name] == ["", "0.3333 ± 0.222 (n = 9)", ""]
+    assert ("mean", name) in cells(7, tmp_path)
     assert "Runs with other settings" not in notes(6, tmp_path / "nothing")
