@@ -30,21 +30,14 @@ def test_commands_run_side_by_side_and_keep_their_output(tmp_path):
 
 
 def test_a_failing_command_ends_all_with_its_last_line_and_code(tmp_path, capfd):
-    jobs = [
-        Job(
-            "fails",
-            "deit_gka.export",
-            ["--run", tmp_path / "nothing", "--out", tmp_path / "out"],
-            tmp_path / "fails",
-            steps=1,
-        ),
-        job(tmp_path / "sleeps", "sleeps", "import time; time.sleep(600)"),
-    ]
+    code = "import os, sys; print('more', 'error: it failed', sep='\\n', file=sys.stderr, flush=True); os._exit(2)"
+    fails = job(tmp_path / "fails", "fails", code)
+    sleeps = job(tmp_path / "sleeps", "sleeps", "import time; time.sleep(600)")
     with pytest.raises(SystemExit) as left:
-        run_side_by_side(jobs, 2, Outlook({"training": 2.0}))
+        run_side_by_side([fails, sleeps], 2, Outlook({"training": 2.0}))
     assert left.value.code == 2
-    assert capfd.readouterr().err.startswith(f"error: no checkpoint in {tmp_path / 'nothing'}; train one first")
-    assert jobs[1].process.poll() is not None
+    assert capfd.readouterr().err.startswith("error: it failed")
+    assert sleeps.process.poll() is not None
 
 
 def test_a_killed_command_is_named_without_older_output(tmp_path, capfd):
@@ -52,10 +45,9 @@ def test_a_killed_command_is_named_without_older_output(tmp_path, capfd):
     with pytest.raises(SystemExit) as left:
         run_side_by_side([job(tmp_path, "dies", "import os; os.kill(os.getpid(), 9)")], 1, Outlook({"training": 1.0}))
     assert left.value.code == 128 + 9
-    assert (
-        capfd.readouterr().err
-        == f"error: dies ended with exit code -9; what it printed is in {tmp_path / 'output.txt'}\n"
-    )
+    said = capfd.readouterr().err
+    assert said.startswith("error: dies ended with exit code -9;") and str(tmp_path / "output.txt") in said
+    assert said.count("\n") == 1
 
 
 def test_the_outlook_corrects_what_is_left_by_the_pace(monkeypatch, capsys):
@@ -124,18 +116,15 @@ def test_the_vision_half_trains_every_kind_with_every_seed(tmp_path):
     assert model == "deit_tiny_vlt_patch16_224" and jobs["VLT"][0].steps == 50 * (1198 // 32)
 
 
-def test_runs_too_short_to_time_have_tables(capsys):
+def test_the_tables_of_the_demo(capsys):
+    """Of runs too short to time, too; and of which rows the figures are."""
     numbers = {"parameters": 5, "flops": 7.0, "top1": 50.0, "ema_top1": 60.0}
     assert vision.cells([{**numbers, "images_per_second": None}])[-1] == ""
     assert vision.cells([{**numbers, "images_per_second": speed} for speed in (None, 30.0)])[-1] == "30 ±0"
     row = {**dict.fromkeys(report.COLUMNS, 2.0), "sigma": {}}
-    report.show({"softmax": row, "gka": {**row, "tokens_per_second": None}}, {})
-    [line] = [line for line in capsys.readouterr().out.splitlines() if "tokens/s" in line]
+    told = {**row, "eval_rows": "first", "val_bpb_utf8": 2.5}
+    report.show({"softmax": told, "gka": {**row, "tokens_per_second": None}}, {})
+    printed = capsys.readouterr().out
+    [line] = [line for line in printed.splitlines() if "tokens/s" in line]
     assert line.split()[1:] and "None" not in line and "0" not in line
-
-
-def test_the_demos_table_says_of_which_rows_its_figures_are(capsys):
-    row = {**dict.fromkeys(report.COLUMNS, 2.0), "sigma": {}, "eval_rows": "first", "val_bpb_utf8": 2.5}
-    report.show({"softmax": row, "gka": {**row, "val_bpb_utf8": 2.0}, "older": {**row, "eval_rows": None}}, {})
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "softmax: first rows, val bpb 2.000000 (2.500000 of the text's own bytes). gka: first rows." in printed
+    assert "softmax: first rows, val bpb 2.000000 (2.500000 of" in " ".join(printed.split()) and "gka:" not in printed

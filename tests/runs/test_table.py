@@ -19,7 +19,7 @@ SMALL = Table.of(["", "of", "50 %", "ours"], ROWS, title="#1 & a_b", notes=["`ma
 def test_latex_escapes_everything_and_groups_rows():
     lines = [line.strip() for line in SMALL.latex().splitlines()]
     assert r"\caption{\#1 \& a\_b}" in lines and r"\label{tab:x}" in lines
-    assert r"\parbox{\textwidth}{\footnotesize\raggedright \texttt{make a\_b -{}-c}}" in lines
+    assert any(r"\texttt{make a\_b -{}-c}" in line for line in lines)
     start = lines.index(r"\toprule")
     assert lines[start + 1 : lines.index(r"\bottomrule")] == [
         r"& of & 50 \% & ours \\",

@@ -1,7 +1,6 @@
 """The READMEs' measured tables: what the result files say, of today's models alone."""
 
 import json
-import re
 import shlex
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from runs.bench import gpt as bench_gpt
 from runs.bench.results import facts_of
 from runs.demo.report import COLUMNS
 from runs.tables import __main__ as tables
-from runs.tables import benchmarks, demo, speed, summary
+from runs.tables import benchmarks, demo, speed
 from shown import shown
 from trainkit_gka.cli import UserError
 
@@ -29,12 +28,12 @@ def test_the_pages_say_what_the_result_files_say():
     tables.main(tables.TablesConfig(check=True))
 
 
-@pytest.mark.parametrize("path", sorted(RESULTS.rglob("*.jsonl")), ids=lambda path: str(path.relative_to(RESULTS)))
-def test_commands_of_results_can_be_given_anywhere(path):
+def test_commands_of_results_can_be_given_anywhere():
     """They are of the repository's root, and no path of the machine that ran them is in them."""
-    for line in path.read_text().splitlines():
-        words = shlex.split(json.loads(line)["command"])
-        assert not [word for word in words if word.startswith(("/", "~")) or "=/" in word], words
+    for path in sorted(RESULTS.rglob("*.jsonl")):
+        for line in path.read_text().splitlines():
+            words = shlex.split(json.loads(line)["command"])
+            assert not [word for word in words if word.startswith(("/", "~")) or "=/" in word], (path, words)
 
 
 def test_every_table_is_on_one_page():
@@ -45,9 +44,8 @@ def test_every_table_is_on_one_page():
 def test_any_page_takes_any_table_between_its_markers():
     empty = "before\n<!-- table:errors -->\n<!-- /table -->\nafter\n"
     filled = tables.render("runs/README.md", empty)
-    assert filled.startswith("before\n<!-- table:errors -->\n| features |") and filled.endswith(
-        "<!-- /table -->\nafter\n"
-    )
+    start, end = empty.splitlines(keepends=True)[:2], empty.splitlines(keepends=True)[2:]
+    assert filled.startswith("".join(start) + "| features |") and filled.endswith("".join(end))
     assert tables.render("runs/README.md", filled) == filled
     assert tables.render("runs/README.md", 2 * empty) == 2 * filled
     with pytest.raises(UserError, match=r"README\.md has a block table:speeds; the tables are results, demo,"):
@@ -61,10 +59,8 @@ def test_a_page_out_of_date_ends_the_check_with_1(tmp_path, monkeypatch, capsys)
     (tmp_path / "gka.md").write_text("<!-- table:sizes -->\nold\n<!-- /table -->\n")
     with pytest.raises(SystemExit) as left:
         tables.main(tables.TablesConfig(check=True))
-    said = capsys.readouterr().err.splitlines()
-    assert left.value.code == 1 and said == [
-        f"{name} is out of date: run python -m runs.tables" for name in ("README.md", "gka.md")
-    ]
+    said = capsys.readouterr().err
+    assert left.value.code == 1 and all(f"{name} is out of date" in said for name in ("README.md", "gka.md"))
     assert "old" in (tmp_path / "gka.md").read_text()
     tables.main(tables.TablesConfig())
     tables.main(tables.TablesConfig(check=True))
@@ -101,15 +97,6 @@ def test_rows_say_what_their_candidates_are(name):
         assert facts.items() <= config.items() and facts["family"] in ("softmax", "gka"), config
 
 
-def test_the_results_table_links_every_row_to_its_section():
-    rows = [line for line in shown(summary.results()).splitlines() if line.startswith("| ")][1:]
-    assert 6 <= len(rows) <= 8
-    for row in rows:
-        folder, page, section = re.search(r"\[(\w+)\]\((\w+/README.md)#([a-z-]+)\) \|$", row).groups()
-        headings = re.findall(r"^##+ (.*)$", (ROOT / page).read_text(), re.MULTILINE)
-        assert page.startswith(folder) and section in [heading.lower().replace(" ", "-") for heading in headings], row
-
-
 def test_the_demos_table_leaves_out_older_forms(tmp_path, monkeypatch):
     """Before rotated values were the default, d4-gka-400 was the name of another form of GKA."""
     runs = {"d4-softmax-400": 7001, "d4-gka-400": 7002, "d4-gka-paper-400": 7003}
@@ -127,13 +114,11 @@ def test_the_demos_table_leaves_out_older_forms(tmp_path, monkeypatch):
 def test_the_decoding_table_leaves_out_results_of_other_kinds(tmp_path, monkeypatch):
     def compared(kinds, speed):
         for phase in bench_gpt.DECODE:
-            settings = {"case": "d4", "phase": phase, "role": "ours", "group": f"{phase}-{speed}", "quick": False}
             for kind in kinds:
-                metrics = {"items_per_second": speed, "cache_mib": 16.0}
-                facts = facts_of(kind, phase, {"dtype": "float32", "compile": "off"}, RECORD["hardware"])
-                config = {**settings, **facts, "candidate": kind}
-                metrics["status"] = "ok"
-                yield {**RECORD, "kind": "bench_gpt", "config": config, "metrics": metrics}
+                config = {"case": "d4", "phase": phase, "role": "ours", "group": f"{phase}-{speed}", "quick": False}
+                config |= facts_of(kind, phase, {"dtype": "float32", "compile": "off"}, RECORD["hardware"])
+                metrics = {"status": "ok", "items_per_second": speed, "cache_mib": 16.0}
+                yield {**RECORD, "kind": "bench_gpt", "config": {**config, "candidate": kind}, "metrics": metrics}
 
     monkeypatch.setattr(frames, "RESULTS", tmp_path)
     path, older = tmp_path / "bench_gpt_a-cpu-2-threads.jsonl", ["softmax", "gka", "gka-keys", "gka-rotated"]
@@ -159,12 +144,8 @@ def test_the_table_of_the_operator_names_the_baseline_and_has_threads_side_by_si
     shape = {"batch": 1, "tokens": 512, "queries": 512, "heads": 4, "head_dim": 32, "causal": True, "window": 64}
     shape["dtype"] = "bfloat16"
     for threads, (dense, blocks, single) in {"1 thread": (90.0, 40.0, 30.0), "2 threads": (50.0, 19.0, 21.0)}.items():
-        softmax = {
-            "softmax dense mask": dense,
-            "softmax blocks of 64": blocks,
-            "softmax blocks of 128, float32": single,
-        }
-        times = {"gka cpu": ("ours", 10.0)} | {name: ("baseline", time) for name, time in softmax.items()}
+        times = {"gka cpu": ("ours", 10.0), "softmax dense mask": ("baseline", dense)}
+        times |= {"softmax blocks of 64": ("baseline", blocks), "softmax blocks of 128, float32": ("baseline", single)}
         lines = timed(f"a CPU, {threads}", "lm-window-bf16", "forward", times, config=shape)
         write(tmp_path / f"bench_attention_a-cpu-{threads.replace(' ', '-')}.jsonl", lines)
     monkeypatch.setattr(frames, "RESULTS", tmp_path)
