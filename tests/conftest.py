@@ -48,7 +48,7 @@ LONG_FILES = [
     *("gka/test_triton_compile", "trainkit/test_cli", "nanochat/test_page_examples", "runs/test_makefile"),
     *("gka/test_properties", "runs/test_explore", "nanochat/test_corpus", "gka/test_accuracy"),
     *("nanochat/test_generate", "runs/test_paper_tables", "deit/test_draw", "trainkit/test_compiling"),
-    *("tests/test_cut_off", "nanochat/test_train_mistakes", "gka/test_derivatives", "runs/test_approximations"),
+    *("nanochat/test_train_mistakes", "gka/test_derivatives", "runs/test_approximations"),
     *("nanochat/test_core", "gka/test_compile_and_autocast", "deit/test_distillation", "trainkit/test_torchrun"),
     *("nanochat/test_draw", "tests/test_layout", "trainkit/test_loop", "runs/test_study_vision"),
     *("deit/test_accounting", "nanochat/test_transformers", "deit/test_twins", "patches/test_apply"),

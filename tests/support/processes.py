@@ -6,7 +6,6 @@ own server, of loading workers, is forked too, before there are threads; a fork 
 
 import atexit
 import contextlib
-import ctypes
 import gc
 import itertools
 import multiprocessing
@@ -44,9 +43,7 @@ def environment() -> dict[str, str]:
     return {**os.environ, **without_kernel(), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
-def _run(
-    module: str, argv: list[str], environment: dict[str, str | None], output: str, errors: str, library: Path | None
-) -> None:
+def _run(module: str, argv: list[str], environment: dict[str, str | None], output: str, errors: str) -> None:
     gc.freeze()  # the libraries stay
     for path, descriptor in ((output, 1), (errors, 2)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
@@ -56,12 +53,9 @@ def _run(
             os.environ[name] = value
     tempfile.tempdir = None  # it is looked for anew, in this environment
     sys.argv = [module, *argv]
-    if library:
-        ctypes.CDLL(str(library)).start()
-    else:
-        with mock.patch.object(multiprocessing.util, "spawnv_passfds", _fork_in_place_of_exec):
-            workers.context()
-        sys.addaudithook(_ForbidForks())
+    with mock.patch.object(multiprocessing.util, "spawnv_passfds", _fork_in_place_of_exec):
+        workers.context()
+    sys.addaudithook(_ForbidForks())
     sys.modules.pop(module, None)  # a server of the command's own may have imported it, of which runpy warns
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -113,7 +107,7 @@ def server():
 class Running:
     """Processes of one command, one for each rank, with their output so far."""
 
-    def __init__(self, module: str, flags, ranks: int, folder: Path, library: Path | None, env: dict[str, str] | None):
+    def __init__(self, module: str, flags, ranks: int, folder: Path, env: dict[str, str] | None):
         folder.mkdir(parents=True, exist_ok=True)
         self.out, self.err = folder / "stdout", folder / "stderr"
         for path in (self.out, self.err):
@@ -128,7 +122,7 @@ class Running:
         for rank in range(ranks):
             places = {**group, "RANK": rank, "LOCAL_RANK": rank} if ranks > 1 else {}
             variables = without_kernel() | given | {key: str(value) for key, value in places.items()}
-            arguments = (module, argv, variables, str(self.out), str(self.err), library)
+            arguments = (module, argv, variables, str(self.out), str(self.err))
             process = context.Process(target=_run, args=arguments)
             process.start()
             self.processes.append(process)
@@ -164,15 +158,10 @@ def start(
     *flags,
     ranks: int = 1,
     folder: Path,
-    library: Path | None = None,
     env: dict[str, str] | None = None,
 ) -> Running:
-    """Start a command. env: its variables, set after the libraries were imported.
-
-    library: in C, its `start()` is called in each process first. The servers of workers are then started as those of
-    users are.
-    """
-    return Running(module, flags, ranks, folder, library, env)
+    """Start a command. env: its variables, set after the libraries were imported."""
+    return Running(module, flags, ranks, folder, env)
 
 
 def call(

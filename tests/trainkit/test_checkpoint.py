@@ -88,66 +88,41 @@ def test_missing_folder_has_no_checkpoint(tmp_path):
         checkpoint.load(tmp_path / "step_00000001")
 
 
-def flipped_byte(path):
-    file = path / "model.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+def change(file, edit):
+    file.write_bytes(edit(file.read_bytes()))
 
 
-def missing_file(path):
+def flip_a_bit(path):
+    change(path / "model.safetensors", lambda content: content[:-1] + bytes([content[-1] ^ 1]))
+
+
+def remove_tensors(path):
     (path / "optimizer.safetensors").unlink()
 
 
-def missing_state(path):
-    (path / "state.json").unlink()
-
-
-def missing_manifest(path):
-    (path / "manifest.json").unlink()
-
-
-def torn_manifest(path):
-    (path / "manifest.json").write_bytes((path / "manifest.json").read_bytes()[:-20])
-
-
-def empty_manifest(path):
-    (path / "manifest.json").write_text("{}\n")
-
-
-def list_for_manifest(path):
-    (path / "manifest.json").write_text("[]\n")
-
-
-def empty_folder(path):
-    shutil.rmtree(path)
-    path.mkdir()
-
-
-DAMAGE = {
-    flipped_byte: "model.safetensors does not have its recorded checksum",
-    missing_file: "optimizer.safetensors is missing",
-    missing_state: "state.json is missing",
-    missing_manifest: "manifest not found",
-    torn_manifest: "manifest is not valid JSON",
-    empty_manifest: "manifest.json does not list the files",
-    list_for_manifest: "manifest is not a JSON object",
-    empty_folder: "manifest not found",
+DAMAGE = {  # what is done to a checkpoint's folder -> how it is named
+    "flipped bit": (flip_a_bit, "model.safetensors does not have its recorded checksum"),
+    "missing tensors": (remove_tensors, "optimizer.safetensors is missing"),
+    "missing state": (lambda path: (path / "state.json").unlink(), "state.json is missing"),
+    "missing manifest": (lambda path: (path / "manifest.json").unlink(), "manifest not found"),
+    "torn manifest": (lambda path: change(path / "manifest.json", lambda text: text[:-20]), "is not valid JSON"),
+    "empty manifest": (lambda path: change(path / "manifest.json", lambda _: b"{}"), "does not list the files"),
+    "list for a manifest": (lambda path: change(path / "manifest.json", lambda _: b"[]"), "is not a JSON object"),
+    "empty folder": (lambda path: [file.unlink() for file in path.iterdir()], "manifest not found"),
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
-def test_damaged_checkpoint_is_skipped_with_a_warning(tmp_path, damage):
+@pytest.mark.parametrize("damage, words", DAMAGE.values(), ids=DAMAGE)
+def test_damaged_checkpoint_is_skipped_with_a_warning(tmp_path, damage, words):
     save(tmp_path, 1)
     newest = save(tmp_path, 2)
     assert checkpoint.find_damage(newest) is None
     damage(newest)
-    assert DAMAGE[damage] in checkpoint.find_damage(newest)
-    with pytest.raises(UserError, match=f"step_00000002 is damaged: .*{DAMAGE[damage]}"):
+    with pytest.raises(UserError, match=f"step_00000002 is damaged: .*{words}"):
         checkpoint.load(newest)
     warnings = []
     assert checkpoint.load_newest(tmp_path, warnings.append).step == 1
-    assert len(warnings) == 1 and DAMAGE[damage] in warnings[0] and "step_00000002 is damaged" in warnings[0]
+    assert len(warnings) == 1 and words in warnings[0] and "step_00000002 is damaged" in warnings[0]
 
     damage(tmp_path / "step_00000001")
     with pytest.raises(UserError, match=r"every checkpoint in .* is damaged; delete the folder to start over"):
@@ -167,7 +142,7 @@ def test_flipped_bit_in_a_manifest(tmp_path):
 
 def test_step_is_saved_again_after_a_fall_back(tmp_path):
     save(tmp_path, 1)
-    missing_file(save(tmp_path, 2))
+    remove_tensors(save(tmp_path, 2))
     save(tmp_path, 2)
     assert checkpoint.load_newest(tmp_path, warn=pytest.fail).step == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000001", "step_00000002"]
@@ -182,7 +157,7 @@ def test_intact_step_is_not_overwritten(tmp_path):
 
 def test_fall_back_keeps_the_only_intact_checkpoint(tmp_path):
     save(tmp_path, 16)
-    flipped_byte(save(tmp_path, 20))
+    flip_a_bit(save(tmp_path, 20))
     assert checkpoint.load_newest(tmp_path, warn=len).step == 16
     save(tmp_path, 18, keep=1)
     assert checkpoint.load_newest(tmp_path, warn=pytest.fail).step == 18

@@ -1,27 +1,22 @@
 """torch.compile on a machine without a C++ compiler: an error before training where it is asked for, else not used."""
 
+import pytest
 import torch
 
 import tiny
 from gpt_runs import MODULE, flags
 from processes import environment
 from trainkit_gka import compiling
+from trainkit_gka.cli import UserError
 from trainkit_gka.distributed import Runtime
 
 HERE = Runtime(0, 1, torch.device("cpu"))
+FAILS = r"--compile on: torch\.compile fails here: .*; install g\+\+, or use --compile off$"
 
 
-def test_training_compiled_needs_a_compiler(packed, tmp_path):
-    """A real process whose PATH has nothing, not even compiled programs of before in a cache."""
-    variables = {name: value for name, value in environment().items() if name != "CXX"}
-    variables |= {"PATH": str(tmp_path / "none"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    done = tiny.call(MODULE, *flags(packed, tmp_path, "--compile", "on"), real=True, env=variables, check=False)
-    words = r"--compile on: torch\.compile fails here: .*compiler.*; install g\+\+, or use --compile off$"
-    tiny.assert_one_line_error(done, words)
-    assert "step 0" not in done.stdout and not (tmp_path / "run" / "checkpoints").exists()
-
-
-def test_auto_does_not_compile_where_it_fails(no_compiler, capsys):
+def test_it_is_refused_where_it_is_asked_for_and_left_out_where_it_is_not(no_compiler, capsys):
+    with pytest.raises(UserError, match=FAILS):
+        compiling.mode("--compile", "on", "off", HERE)
     assert compiling.mode("--compile", "auto", "max-autotune", HERE) == "off"
     said = capsys.readouterr().out
     assert said.startswith("--compile auto: nothing is compiled, torch.compile fails here: ") and said.count("\n") == 1
@@ -36,3 +31,13 @@ def test_off_asks_for_no_compiler(no_compiler, capsys):
 def test_a_machine_that_can_compile_is_asked_and_does():
     assert compiling.mode("--compile", "auto", "on", HERE) == "on"
     assert compiling.mode("--compile", "default", "on", HERE) == "default"
+
+
+@pytest.mark.slow
+def test_training_compiled_needs_a_compiler(packed, tmp_path):
+    """A real process whose PATH has nothing, not even compiled programs of before in a cache."""
+    variables = {name: value for name, value in environment().items() if name != "CXX"}
+    variables |= {"PATH": str(tmp_path / "none"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    done = tiny.call(MODULE, *flags(packed, tmp_path, "--compile", "on"), real=True, env=variables, check=False)
+    tiny.assert_one_line_error(done, FAILS)
+    assert "step 0" not in done.stdout and not (tmp_path / "run" / "checkpoints").exists()

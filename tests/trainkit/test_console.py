@@ -28,13 +28,6 @@ def test_every_script_names_a_module_that_is_a_command():
         assert ENTRY_POINT in (ROOT / Path(*module.split("."))).with_suffix(".py").read_text(), module
 
 
-def test_a_script_is_its_module(tmp_path):
-    start = "import sys; sys.argv[0] = '/somewhere/bin/gka-pack'; from trainkit_gka.console import main; main()"
-    done = subprocess.run([sys.executable, "-c", start, "--help"], capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0 and done.stdout.startswith("usage: /somewhere/bin/gka-pack [-h] "), done
-    assert "--sequence-len" in done.stdout
-
-
 def test_a_script_names_itself_where_a_run_is_continued(tmp_path):
     """As a console script starts, up to the module, which here prints its command."""
     (tmp_path / "says").mkdir()
