@@ -99,6 +99,7 @@ def rounding(data, features, layer, factor):
     return 4 * torch.finfo(torch.float64).eps * (data["tokens"] + (data["dim"] + 8) * (1 + float(squared) / sigma**2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [1.0, 0.25, 8.0])
 def test_rows_in_the_page_are_the_operators(opened, small, factor):
     """The text has head offsets and a window; all rows of all heads are compared."""
@@ -139,6 +140,7 @@ def test_features_beyond_half_precision_are_refused():
         live.halves([torch.full((2, 1, 2), 7e4)])
 
 
+@pytest.mark.slow
 def test_a_redraw_of_deit_ti_takes_less_than_a_frame(browser, large):
     path, _ = large
     with watched(browser, viewport=DESK) as (tab, problems, _):
@@ -154,6 +156,7 @@ def test_a_redraw_of_deit_ti_takes_less_than_a_frame(browser, large):
         assert sorted(times)[len(times) // 2] < MILLISECONDS and not problems
 
 
+@pytest.mark.slow
 def test_clicking_a_patch_and_dragging_sigma_show_the_row_of_that_patch_and_sigma(opened, small):
     data, features = stored(small, "image")
     view = opened.locator("[data-view=image]")
@@ -185,6 +188,7 @@ def test_clicking_a_patch_and_dragging_sigma_show_the_row_of_that_patch_and_sigm
     assert "(the model's)" in view.locator("[data-control=sigma]").inner_text()
 
 
+@pytest.mark.slow
 def test_the_mean_distance_is_that_of_the_figures(opened, small):
     """In pixels among the patches, as the figures' mean attended distance."""
     data, features = stored(small, "image")
@@ -201,6 +205,7 @@ def test_the_mean_distance_is_that_of_the_figures(opened, small):
     assert opened.evaluate(code) == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_the_keyboard_reaches_and_moves_everything(opened):
     opened.keyboard.press("Tab")
     assert opened.evaluate("document.activeElement.className") == "skip"
@@ -223,6 +228,7 @@ def test_the_keyboard_reaches_and_moves_everything(opened):
     assert opened.evaluate("document.activeElement.getAttribute('aria-selected')") == "true"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens,said", [(1, "values come a token late"), (3, "values come 3 tokens late")])
 def test_pointing_at_a_token_colours_what_it_reads(opened, small, tokens, said):
     """Values that come late are read from tokens before."""
