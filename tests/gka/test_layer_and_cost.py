@@ -19,10 +19,8 @@ def test_layer_is_split_operator_project(head_norm):
     x = torch.randn(2, 11, 48)
     heads = x.view(2, 11, 3, 16)
     heads = nn.functional.rms_norm(heads, (16,)) if head_norm else heads
-    want = layer.proj(
-        gaussian_attention(heads, layer.log_sigma, causal=True, window=4, impl="reference").reshape(2, 11, 48)
-    )
-    torch.testing.assert_close(layer(x), want, rtol=1e-4, atol=1e-5)
+    y = gaussian_attention(heads, layer.log_sigma, causal=True, window=4, impl="reference")
+    torch.testing.assert_close(layer(x), layer.proj(y.flatten(-2)), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("head_norm", [False, True])
@@ -53,10 +51,7 @@ def test_layer_learns_its_bandwidth():
     """A target made with another sigma is fitted by gradient descent on log_sigma alone."""
     torch.manual_seed(1)
     x = torch.randn(8, 20, 32)
-    teacher, student = (
-        GaussianKernelAttention(32, 2, sigma_squared=3.0),
-        GaussianKernelAttention(32, 2, sigma_squared=12.0),
-    )
+    teacher, student = (GaussianKernelAttention(32, 2, sigma_squared=squared) for squared in (3.0, 12.0))
     student.proj.load_state_dict(teacher.proj.state_dict())
     optimizer = torch.optim.Adam([student.log_sigma], lr=0.05)
     target = teacher(x).detach()
