@@ -83,6 +83,11 @@ def call(project, *arguments, src=None, code=0, **environment):
     return done.stdout + done.stderr
 
 
+def in_source(project, action, *flags, **options):
+    """The same on the upstream itself, as a checkout of the user's own."""
+    return call(project, action, "small", "--tree", project.parent / "source", *flags, **options)
+
+
 def files(tree):
     return {
         str(path.relative_to(tree)): path.read_bytes()
@@ -113,15 +118,16 @@ def test_lines_go_in_are_shown_and_come_out(project, source):
 def test_git_alone_makes_the_same_of_the_patches(project, source):
     call(project, "vendor", src=source)
     call(project, "apply")
-    patched = files(project / "vendor" / "small")
     git(source, "apply", "--unidiff-zero", *sorted((project / "patches" / "small").glob("*.patch")))
-    assert files(source) == patched
+    assert files(source) == files(project / "vendor" / "small")
 
 
-def test_showing_leaves_the_index_of_the_tree_alone(project, source):
-    call(project, "apply", "small", "--tree", source)
+def test_a_later_version_with_the_same_files_is_patched_and_shown_without_its_index(project, source):
+    (source / "README").write_text("later\n")
+    commit(source)
+    in_source(project, "apply")
     before = git(source, "status", "--porcelain")
-    assert "new = 1" in call(project, "diff", "small", "--tree", source)
+    assert "new = 1" in in_source(project, "diff")
     assert git(source, "status", "--porcelain") == before and "?? lib/new.py" in before
 
 
@@ -167,7 +173,7 @@ def test_version_without_a_place_stays_unchanged(project, source):
     commit(source)
     before = files(source)
     for flags in ([], ["--merge"]):
-        message = call(project, "apply", "small", "--tree", source, *flags, code=2)
+        message = in_source(project, "apply", *flags, code=2)
         assert "not all insertions fit (patch failed: lib/model.py:14)" in message and "git -C" in message
         assert files(source) == before
 
@@ -176,12 +182,12 @@ def test_version_with_every_place_needs_merge(project, source):
     (source / "lib" / "model.py").write_text('"""More above."""\n\n\n' + MODEL)
     commit(source)
     before = files(source)
-    assert "--merge" in call(project, "apply", "small", "--tree", source, code=2) and files(source) == before
-    call(project, "apply", "small", "--tree", source, "--merge")
-    assert "already patched" in call(project, "apply", "small", "--tree", source)
+    assert "--merge" in in_source(project, "apply", code=2) and files(source) == before
+    in_source(project, "apply", "--merge")
+    assert "already patched" in in_source(project, "apply")
     assert files(source)["lib/model.py"].decode() == '"""More above."""\n\n\n' + PATCHED
-    assert "5 insertions(+)\n" in call(project, "diff", "small", "--tree", source)
-    call(project, "reverse", "small", "--tree", source)
+    assert "5 insertions(+)\n" in in_source(project, "diff")
+    in_source(project, "reverse")
     assert files(source) == before
 
 
@@ -193,18 +199,11 @@ def test_shallow_history_is_one_error(project, source):
     assert "run git fetch, with --unshallow" in call(project, "apply", "small", "--tree", shallow, code=2)
 
 
-def test_later_version_with_the_same_files_is_patched(project, source):
-    (source / "README").write_text("later\n")
-    commit(source)
-    call(project, "apply", "small", "--tree", source)
-    assert b"import new" in files(source)["lib/model.py"]
-
-
 @pytest.mark.parametrize("path", ["lib/model.py", "lib/new.py"])
 def test_users_own_changes_stay(project, source, path):
     (source / path).write_text("mine\n")
     before = files(source)
-    message = call(project, "apply", "small", "--tree", source, code=2)
+    message = in_source(project, "apply", code=2)
     assert f": {path}" in message.replace("(", ": ") and "undo your changes there first" in message
     assert files(source) == before
 
@@ -212,17 +211,17 @@ def test_users_own_changes_stay(project, source, path):
 def test_users_own_changes_elsewhere_in_a_file_stay(project, source):
     (source / "lib" / "model.py").write_text(MODEL.replace("return 2\n", "return 22\n"))
     before = files(source)
-    call(project, "apply", "small", "--tree", source)
+    in_source(project, "apply")
     assert files(source)["lib/model.py"].decode() == PATCHED.replace("return 2\n", "return 22\n")
-    call(project, "reverse", "small", "--tree", source)
+    in_source(project, "reverse")
     assert files(source) == before
 
 
 def test_changes_after_patching_are_left_alone(project, source):
-    call(project, "apply", "small", "--tree", source)
+    in_source(project, "apply")
     (source / "train.py").write_text("mine\n")
     before = files(source)
-    message = call(project, "reverse", "small", "--tree", source, code=2)
+    message = in_source(project, "reverse", code=2)
     assert "train.py:1" in message and "undo your changes there first" in message
     assert files(source) == before
 
@@ -231,28 +230,28 @@ def test_changes_after_patching_are_left_alone(project, source):
 def test_a_tree_that_was_never_patched_is_not_patched_whatever_was_edited(project, source, edited):
     (source / edited).write_text("mine\n")
     before = files(source)
-    assert "not patched" in call(project, "reverse", "small", "--tree", source)
+    assert "not patched" in in_source(project, "reverse")
     (source / "train.py").unlink()
-    assert "not patched" in call(project, "reverse", "small", "--tree", source)
+    assert "not patched" in in_source(project, "reverse")
     assert files(source) == {path: text for path, text in before.items() if path != "train.py"}
 
 
 def test_a_committed_patch_counts_as_patched(project, source):
     before = files(source)
-    call(project, "apply", "small", "--tree", source)
+    in_source(project, "apply")
     commit(source)
-    assert "already patched" in call(project, "apply", "small", "--tree", source)
-    call(project, "reverse", "small", "--tree", source)
+    assert "already patched" in in_source(project, "apply")
+    in_source(project, "reverse")
     assert files(source) == before
 
 
 @pytest.mark.parametrize("action", ["apply", "reverse"])
 def test_interrupted_run_is_finished_or_undone(project, source, action):
     before = files(source)
-    call(project, "apply", "small", "--tree", source)
+    in_source(project, "apply")
     patched = files(source)
     git(source, "checkout", "-q", "--", "train.py")  # as if it had not come to this file
-    call(project, action, "small", "--tree", source)
+    in_source(project, action)
     assert files(source) == (patched if action == "apply" else before)
 
 
@@ -260,7 +259,7 @@ def test_all_files_change_or_none(project, source):
     (source / "lib" / "new.py").mkdir()
     (source / "lib" / "new.py" / "mine").write_text("x")
     before = files(source)
-    assert "nothing was changed" in call(project, "apply", "small", "--tree", source, code=2)
+    assert "nothing was changed" in in_source(project, "apply", code=2)
     assert files(source) == before
 
 
