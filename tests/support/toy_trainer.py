@@ -45,7 +45,7 @@ class ToyTrainer(Trainer):
         self.state["step"] += 1
         with torch.no_grad():
             self.model.weight.mul_(1 + self.config.rate / self.state["step"]).add_(self.state["step"])
-        return {"loss": self.total()}, asked_to_stop
+        return {"loss": self.total()}, self.runtime.any(asked_to_stop)
 
     def total(self):
         return self.model.weight.sum().item()

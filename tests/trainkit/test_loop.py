@@ -6,19 +6,20 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import replace
 
 import pytest
 
+import processes
 import tiny
 from processes import signals_kept
 from toy_trainer import ToyConfig, ToyTrainer
 from trainkit_gka import checkpoint
 from trainkit_gka.cli import UserError
-from trainkit_gka.distributed import Runtime
+from trainkit_gka.distributed import Runtime, Stop
+from trainkit_gka.files import locked
 from trainkit_gka.loop import finish_record, launch
 from trainkit_gka.progress import read_events
 from trainkit_gka.results import read_results
@@ -57,16 +58,10 @@ def whole(config, tmp_path):
 def test_saves_before_evaluating_and_finishes_once(config, capsys):
     launch(config, ToyTrainer)
     assert events(config, "train") == list(range(1, STEPS + 1)) and events(config, "eval") == [0, 4, 8, 12]
-    assert [record["saved"] for record in read_events(config.folder / "log.jsonl", "eval")] == [
-        [],
-        [3, 4],
-        [6, 8],
-        [9, 12],
-    ]
-    assert [path.name for path in sorted((config.folder / "checkpoints").iterdir())] == [
-        "step_00000009",
-        "step_00000012",
-    ]
+    saved = [record["saved"] for record in read_events(config.folder / "log.jsonl", "eval")]
+    assert saved == [[], [3, 4], [6, 8], [9, 12]]
+    kept = sorted(path.name for path in (config.folder / "checkpoints").iterdir())
+    assert kept == ["step_00000009", "step_00000012"]
     (result,) = read_results(config.results)
     assert result["kind"] == "toy" and result["config"] == {"seed": 42, "steps": STEPS, "rate": 1.0, "model_tag": "run"}
     assert finish_record(config.folder, ("total",))["total"] == result["metrics"]["total"]
@@ -120,21 +115,27 @@ def test_next_process_makes_an_interrupted_evaluation(config, whole, monkeypatch
     assert events(config, "eval") == [0, 4, 8, 12] and weights(config) == whole
 
 
-def test_killed_run_ends_with_the_same_weights(config, whole):
-    command = [sys.executable, "-m", "toy_trainer", "--out", config.out, "--results", config.results, "--steps", STEPS]
-    command += shlex.split(
-        "--model-tag run --device-type cpu --save-every 3 --eval-every 4 --log-every 1 --seconds 0.05"
-    )
-    environment = {**tiny.environment(), "PYTHONPATH": os.pathsep.join(sys.path)}
-    for kill_at in (5, 10):
-        process = subprocess.Popen(list(map(str, command)), env=environment, stdout=subprocess.DEVNULL)
-        while process.poll() is None and (events(config, "train") or [0])[-1] < kill_at:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_killed_and_stopped_processes_end_with_the_same_weights(config, whole, tmp_path, ranks):
+    """kill -9 of all, then SIGTERM to the last of them."""
+    flags = ["--out", config.out, "--results", config.results, "--steps", STEPS, "--model-tag", "run"]
+    flags += ["--device-type", "cpu", "--save-every", 3, "--eval-every", 4, "--log-every", 1, "--seconds", 0.2]
+
+    def train_until(step):
+        process = processes.start("toy_trainer", *flags, ranks=ranks, folder=tmp_path / "output")
+        while process.alive() and (events(config, "train") or [0])[-1] < step:
             time.sleep(0.002)
-        process.kill()
-        assert process.wait() == -signal.SIGKILL
-    launch(config, ToyTrainer)
+        assert process.alive(), process.err.read_text()
+        return process
+
+    train_until(5).kill()
+    process = train_until(8)
+    os.kill(process.processes[-1].pid, signal.SIGTERM)
+    done = process.wait()
+    assert done.returncode == 0 and f" of {STEPS}, saved; continue with: " in done.stdout, done
+    processes.call("toy_trainer", *flags, ranks=ranks, folder=tmp_path / "output")
     assert weights(config) == whole and events(config, "train") == list(range(1, STEPS + 1))
-    assert len(read_results(config.results)) == 1
+    assert len(read_results(config.results)) == 1 and events(config, "eval") == [0, 4, 8, 12]
 
 
 def test_damaged_checkpoint_ends_with_the_same_weights(config, whole, capsys):
@@ -173,6 +174,40 @@ def test_stopped_run_prints_the_command_that_continues_it(config, capsys, monkey
     command = re.search("continue with: (.*)", capsys.readouterr().out)[1]
     words = shlex.split(command)
     assert words[-2:] == ["--out", "two words"] and shutil.which(words[0]) and "python" in words[0]
+
+
+def test_a_second_trainer_of_the_run_is_refused(config):
+    with locked(config.folder, "training in"), pytest.raises(UserError, match="another process is training in "):
+        launch(config, ToyTrainer)
+
+
+def test_results_that_cannot_be_written_are_an_error_before_training(config):
+    config.results.mkdir()
+    with pytest.raises(IsADirectoryError):
+        launch(config, ToyTrainer)
+    assert not (config.folder / "log.jsonl").exists()
+
+
+def test_a_warning_is_said_once_and_recorded_at_the_end(config, monkeypatch, capsys):
+    monkeypatch.setattr(ToyTrainer, "warnings", lambda trainer: {"weights": "they are odd"})
+    launch(replace(config, stop_after=5), ToyTrainer)
+    launch(config, ToyTrainer)
+    assert events(config, "warning") == [1] and capsys.readouterr().out.count("warning: round 1: they are odd") == 2
+    assert read_results(config.results)[0]["metrics"]["warnings"] == ["round 1: they are odd"]
+
+
+def test_another_interrupt_ends_at_once_unless_it_is_the_same_one(monkeypatch):
+    """torchrun passes on a Ctrl-C that its processes had from the terminal already."""
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    stop = Stop()
+    for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
+        signal.raise_signal(number)
+        assert stop.requested
+    now[0] += Stop.SAME_SIGNAL_WITHIN + 1
+    signal.raise_signal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
 
 
 def test_nonfinite_numbers_end_the_run(config):
