@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from bench_lines import line as bench_line
+from bench_lines import write_lines
 from deit_gka.training.config import TrainConfig
 from nanochat_gka.core_metric.bundle import CORE_SIZES, PAPER_TASKS
 from runs import frames
@@ -19,11 +20,6 @@ from trainkit_gka.progress import read_lines
 MODULE = re.compile(r"^python -m ([\w.]+)")
 TARGET = re.compile(r"^make ([\w-]+)")
 MAKEFILE = (ROOT / "Makefile").read_text()
-
-
-def write(path, *records):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 def test_the_page_says_what_code_and_results_say():
@@ -104,9 +100,9 @@ def test_finished_runs_decide_what_is_untested(tmp_path, monkeypatch):
     original = measured.finished_runs
     monkeypatch.setattr(measured, "finished_runs", lambda base: original(base, tmp_path))
     for top1, verdict in ((80.1, HOLDS), (78.0, FAILS)):
-        write(tmp_path / "imagenet.jsonl", line("DeiT-B", 81.8), line("GKA-B", top1))
+        write_lines(tmp_path / "imagenet.jsonl", line("DeiT-B", 81.8), line("GKA-B", top1))
         assert accuracy.base_size().verdict == verdict
-    write(tmp_path / "imagenet.jsonl", line("GKA-B", 80.3))
+    write_lines(tmp_path / "imagenet.jsonl", line("GKA-B", 80.3))
     assert accuracy.base_size().verdict == UNTESTED
 
 
@@ -125,7 +121,7 @@ def test_the_demos_results_decide_the_demos_claims(tmp_path, monkeypatch):
     for record in lines:
         if record["config"]["attention"] == "gka":
             record["metrics"]["val_bpb"] = 1.0
-    write(tmp_path / "demo.jsonl", *lines)
+    write_lines(tmp_path / "demo.jsonl", *lines)
     monkeypatch.setattr(frames, "RESULTS", tmp_path)
     assert language.higher_bpb().verdict == NOT_SEEN
     with pytest.raises(UserError, match=r"demo\.jsonl, line 2: is not JSON"):
@@ -141,7 +137,7 @@ def test_the_benchmark_of_whole_models_decides_whether_fusion_is_the_reason(unfu
         for role, time in times.items()
         if time is not None
     ]
-    write(tmp_path / "bench_deit_nvidia-h200.jsonl", *lines)
+    write_lines(tmp_path / "bench_deit_nvidia-h200.jsonl", *lines)
     monkeypatch.setattr(frames, "RESULTS", tmp_path)
     finding = runtime.fusion_is_the_reason()
     assert finding.verdict == verdict and "fused: deit-ti-b64 training 1.11x" in finding.measured
@@ -153,7 +149,7 @@ def test_the_route_through_sdpa_decides_whether_sdpa_can_be_used(sdpa, verdict, 
     """Not the fastest of our routes, which on a GPU is another one."""
     timed = (("gka triton", "ours", 0.5), ("gka sdpa", "variant", sdpa), ("gka eager", "eager", 2.0))
     lines = [bench_line(*each, phase="forward+backward") for each in timed]
-    write(tmp_path / "bench_attention_nvidia-h200.jsonl", *lines)
+    write_lines(tmp_path / "bench_attention_nvidia-h200.jsonl", *lines)
     monkeypatch.setattr(frames, "RESULTS", tmp_path)
     assert runtime.cannot_use_sdpa().verdict == verdict and runtime.amenable_to_fused().verdict == HOLDS
 

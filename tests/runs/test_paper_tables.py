@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from bench_lines import write_lines
 from deit_gka.training.config import TrainConfig as VisionTraining
 from nanochat_gka.core_metric.bundle import CORE_SIZES, PAPER_TASKS
 from nanochat_gka.train import TrainConfig as LanguageTraining
@@ -18,11 +19,6 @@ from trainkit_gka.cli import UserError
 DEMO_IMAGES = 599
 
 
-def write(path, *records):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-
-
 def vision_records(label="GKA-Ti", images=IMAGENET_VALIDATION, **changed):
     """Settings and numbers of a finished vision run; `changed` settings make it another one."""
     config = VisionTraining(model=measured.timm_name(label), data="x", **changed)
@@ -33,7 +29,7 @@ def vision_records(label="GKA-Ti", images=IMAGENET_VALIDATION, **changed):
 def vision_folder(base, label="GKA-Ti", images=IMAGENET_VALIDATION, steps=300 * 715, **changed):
     config, finish = vision_records(label, images, **changed)
     start = {"event": "start", "step": 0, "config": config.identity(), "world_size": 7, "initial_weights": None}
-    write(base / "runs" / config.tag / "log.jsonl", start, {"event": "finish", "step": steps, **finish})
+    write_lines(base / "runs" / config.tag / "log.jsonl", start, {"event": "finish", "step": steps, **finish})
 
 
 def language_folder(base, model="GKA", **changed):
@@ -41,7 +37,9 @@ def language_folder(base, model="GKA", **changed):
     config = LanguageTraining(**{"depth": 20, **recipe, **changed})
     counts = {key: measured.language_counts(model)[key] for key in ("parameters", "flops_per_token", "train_tokens")}
     finish = {"event": "finish", "step": 2650, **counts, "train_bpb": 0.8, "val_bpb": 0.81, "gap": 0.01}
-    write(base / "runs" / config.tag / "log.jsonl", {"event": "start", "step": 0, "config": config.identity()}, finish)
+    write_lines(
+        base / "runs" / config.tag / "log.jsonl", {"event": "start", "step": 0, "config": config.identity()}, finish
+    )
     return config.tag
 
 
@@ -80,8 +78,8 @@ def test_related_methods_have_what_their_layers_cost_and_reach(tmp_path):
         {"config": {"case": {"method": "krause", "seed": seed, "epochs": 50}}, "metrics": {"ema_top1": 97.0 + seed}}
         for seed in range(2)
     ]
-    write(tmp_path / "neighbours" / "speed.jsonl", line | layer)
-    write(tmp_path / "neighbours" / "digits.jsonl", *(line | row for row in trained))
+    write_lines(tmp_path / "neighbours" / "speed.jsonl", line | layer)
+    write_lines(tmp_path / "neighbours" / "digits.jsonl", *(line | row for row in trained))
     shown = cells(1, tmp_path, tmp_path)
     assert shown["Krause", "ms, forward / both, N = 197"][1] == "1.5 / 4.0"
     assert shown["Krause", "digits: top-1 %"][1] == "97.50 ± 0.71 (2 seeds)"
@@ -139,9 +137,9 @@ def test_the_demos_results_fill_no_cell(tmp_path):
 def test_result_lines_count_as_run_folders_do(tmp_path):
     config, finish = vision_records("DeiT-S")
     line = {"kind": "train_deit", "command": "x", "config": config.record(), "metrics": {**finish, "ema_top1": 79.9}}
-    write(tmp_path / "results.jsonl", {**line, "command": "x --initial-weights y"})
+    write_lines(tmp_path / "results.jsonl", {**line, "command": "x --initial-weights y"})
     assert cells(2, tmp_path)["DeiT-S", "Top-1 (%)"][1] == NOT_RUN
-    write(tmp_path / "results.jsonl", {**line, "config": {**config.record(), "lr": 2e-3}}, line)
+    write_lines(tmp_path / "results.jsonl", {**line, "config": {**config.record(), "lr": 2e-3}}, line)
     assert cells(2, tmp_path)["DeiT-S", "Top-1 (%)"][1] == "79.90"
 
 
@@ -162,7 +160,7 @@ def test_core_has_differences_with_standard_errors_of_each_columns_examples(tmp_
         for task in PAPER_TASKS:
             metrics = {"accuracy": accuracy, "baseline": core_scores.GUESSING[task], "examples": 100}
             lines.append({"config": {**about, "task": task}, "metrics": metrics})
-        write(tmp_path / "core" / f"{model}.jsonl", *lines)
+        write_lines(tmp_path / "core" / f"{model}.jsonl", *lines)
     table = BUILDERS[7](Sources(tmp_path))
     base, gka, difference = [[cell.strip("*") for cell in row[2:]] for row in table.rows if row[0] == "copa"]
     assert base == ["0.3000 ± 0.095 (n = 100)", "0.0000 ± 0.100 (n = 100)", "-0.3000 ± 0.138"]
@@ -180,12 +178,12 @@ def test_the_runtime_table_has_totals_and_gpus_shares(tmp_path):
         return {"hardware": "NVIDIA H100", "config": config | {"group": f"{phase}{batch}"}, "metrics": metrics}
 
     inference, training = "inference: img/s, 1 GPU", "training bs 64: img/s, 1 GPU"
-    write(tmp_path / "bench_deit_a-cpu-2-threads.jsonl", line("inference", 64, "gka", 9))
+    write_lines(tmp_path / "bench_deit_a-cpu-2-threads.jsonl", line("inference", 64, "gka", 9))
     assert cells(4, tmp_path, tmp_path)["GKA-Ti", inference][1] == NOT_RUN
     lines = [line("inference", 64, "gka", 40_000), line("inference", 128, "gka", 50_000)]
     lines += [line("training", 64, "gka", 1_500), line("training", 64, "softmax", 1_600)]
     lines += [line("inference", 64, "gka-unfused", 20_000), line("training", 64, "gka-unfused", 700)]
-    write(tmp_path / "bench_deit_nvidia-h100.jsonl", *lines)
+    write_lines(tmp_path / "bench_deit_nvidia-h100.jsonl", *lines)
     shown = cells(4, tmp_path, tmp_path)
     assert shown["GKA-Ti", inference] == ["37,806", "50,000", "+32.25 %"]
     assert shown["GKA-Ti", "inference: batch"] == ["128", "128", "0"]
@@ -198,7 +196,7 @@ def test_the_runtime_table_has_totals_and_gpus_shares(tmp_path):
     config, finish = vision_records(batch_size=64 * GPUS, epochs=1, warmup_epochs=0, model_tag="ti-64")
     metrics = {**finish, "images_per_second": 9_999.0, "memory_mib": 2.0}
     record = {"kind": "train_deit", "processes": GPUS, "config": config.record(), "metrics": metrics}
-    write(tmp_path / "results.jsonl", record)
+    write_lines(tmp_path / "results.jsonl", record)
     assert cells(4, tmp_path, tmp_path)["GKA-Ti", "training bs 64: img/s, 7 GPUs"][1] == "9,999"
 
 
@@ -231,7 +229,7 @@ def test_bits_per_byte_name_their_rows_and_the_texts_own_bytes(tmp_path):
     for tag, more in told.items():
         log = tmp_path / "runs" / tag / "log.jsonl"
         start, finish = map(json.loads, log.read_text().splitlines())
-        write(log, start, finish | more)
+        write_lines(log, start, finish | more)
     said = notes(6, tmp_path)
     assert "GKA: upstream rows" in said and "own-text: spaced rows" in said and "1.620000" in said
     assert "spaced rows" not in notes(8, tmp_path)
@@ -244,7 +242,7 @@ def test_runs_with_other_settings_have_rows_of_their_own(tmp_path):
     name = language_folder(tmp_path, head_offsets="PS", model_tag="with-offsets")
     scored, metrics = {"model": name, "step": 2650}, {"accuracy": 0.5, "baseline": 25, "examples": 9}
     lines = [{"config": {**scored, "task": task}, "metrics": metrics} for task in PAPER_TASKS]
-    write(tmp_path / "core" / "a.jsonl", *lines)
+    write_lines(tmp_path / "core" / "a.jsonl", *lines)
     other = next(path.name for path in (tmp_path / "runs").iterdir() if "gka" in path.name)
     named = {model for model, _ in cells(2, tmp_path)} - published.rows("main_results").keys()
     assert named == {other} and "Runs with other settings" in notes(2, tmp_path)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from bench_lines import write_lines
 from runs import frames
 from runs.bench import gpt as bench_gpt
 from runs.bench.results import facts_of
@@ -18,10 +19,6 @@ from trainkit_gka.cli import UserError
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "runs/results"
 RECORD = {"date": "2026-11-21 17:04", "commit": "a14f06e", "hardware": "a CPU, 2 threads", "torch": "2.14"}
-
-
-def write(path, lines):
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def test_the_pages_say_what_the_result_files_say():
@@ -75,7 +72,9 @@ def test_a_damaged_line_is_named_with_its_file(tmp_path, monkeypatch):
         (tmp_path / "demo.jsonl").write_text(json.dumps(whole) + "\n" + line + "\n")
         with pytest.raises(UserError, match=rf"demo\.jsonl, line 2: {reason}; delete the line and measure again"):
             tables.block("demo", "README.md")
-    write(tmp_path / "bench_gpt_a-cpu-2-threads.jsonl", [{**whole, "kind": "bench_gpt", "config": {"case": "d4"}}])
+    write_lines(
+        tmp_path / "bench_gpt_a-cpu-2-threads.jsonl", *[{**whole, "kind": "bench_gpt", "config": {"case": "d4"}}]
+    )
     with pytest.raises(UserError, match=r"bench_gpt_a-cpu-2-threads\.jsonl, line 1: has no phase"):
         tables.block("decode", "runs/README.md")
 
@@ -105,7 +104,7 @@ def test_the_demos_table_leaves_out_older_forms(tmp_path, monkeypatch):
         {**RECORD, "config": {"model_tag": tag}, "metrics": {**metrics, "parameters": count}, "label": "GKA"}
         for tag, count in runs.items()
     ]
-    write(tmp_path / "demo.jsonl", lines)
+    write_lines(tmp_path / "demo.jsonl", *lines)
     monkeypatch.setattr(frames, "RESULTS", tmp_path)
     said = shown(demo.language())
     assert "| **softmax** | 7,001 |" in said and "| **GKA** | 7,003 |" in said and "7,002" not in said
@@ -122,9 +121,9 @@ def test_the_decoding_table_leaves_out_results_of_other_kinds(tmp_path, monkeypa
 
     monkeypatch.setattr(frames, "RESULTS", tmp_path)
     path, older = tmp_path / "bench_gpt_a-cpu-2-threads.jsonl", ["softmax", "gka", "gka-keys", "gka-rotated"]
-    write(path, compared(older, 111))
+    write_lines(path, *compared(older, 111))
     assert "111" not in shown(benchmarks.decode())
-    write(path, [*compared(older, 111), *compared(benchmarks.DECODERS, 222)])
+    write_lines(path, *compared(older, 111), *compared(benchmarks.DECODERS, 222))
     assert shown(benchmarks.decode()).count("| 222 | 222 |") == 4
     assert set(benchmarks.DECODERS) == {"softmax", "gka", *bench_gpt.DECODE_ONLY}
 
@@ -147,7 +146,7 @@ def test_the_table_of_the_operator_names_the_baseline_and_has_threads_side_by_si
         times = {"gka cpu": ("ours", 10.0), "softmax dense mask": ("baseline", dense)}
         times |= {"softmax blocks of 64": ("baseline", blocks), "softmax blocks of 128, float32": ("baseline", single)}
         lines = timed(f"a CPU, {threads}", "lm-window-bf16", "forward", times, config=shape)
-        write(tmp_path / f"bench_attention_a-cpu-{threads.replace(' ', '-')}.jsonl", lines)
+        write_lines(tmp_path / f"bench_attention_a-cpu-{threads.replace(' ', '-')}.jsonl", *lines)
     monkeypatch.setattr(frames, "RESULTS", tmp_path)
     best, dense = [line for line in shown(speed.operator()).splitlines() if "forward" in line]
     assert best.startswith("| causal, 1 × 512 × 4 × 32, window 64 | forward | bfloat16 | 1 / 2 |")
@@ -160,13 +159,13 @@ def test_the_table_of_models_has_the_flops_ratio_as_a_gpts_target_and_its_offset
     flops = {"baseline": {"flops_per_token": 120.0}, "ours": {"flops_per_token": 100.0}}
     times = {"softmax": ("baseline", 1300.0), "gka": ("ours", 1000.0), "gka-offsets": ("variant", 650.0)}
     lines = timed("a CPU, 2 threads", "d4", "training", times, config=config, metrics=flops, kind="bench_gpt")
-    write(tmp_path / "bench_gpt_a-cpu-2-threads.jsonl", lines)
+    write_lines(tmp_path / "bench_gpt_a-cpu-2-threads.jsonl", *lines)
     times = {"softmax": ("baseline", 5.0), "softmax eager": ("baseline", 4.0), "gka": ("ours", 2.0)}
     lines = []
     for size in "b", "ti":
         shape = {"size": size, "batch": 1, "dtype": "float32", "compile_mode": "default"}
         lines += timed("a CPU, 2 threads", f"deit-{size}-b1", "inference", times, config=shape, kind="bench_deit")
-    write(tmp_path / "bench_deit_a-cpu-2-threads.jsonl", lines)
+    write_lines(tmp_path / "bench_deit_a-cpu-2-threads.jsonl", *lines)
     monkeypatch.setattr(frames, "RESULTS", tmp_path)
     rows = [line for line in shown(speed.models()).splitlines() if "float32" in line]
     assert rows == [
@@ -188,7 +187,7 @@ def test_the_table_of_training_gains_over_eager_float32(tmp_path, monkeypatch):
             role = "ours" if name.startswith("gka") else "baseline"
             own = dict(config=shape, metrics={role: {"items_per_second": tokens}}, kind="bench_gpt")
             lines += timed("a CPU, 2 threads", case, "training", {name: (role, 1.0)}, **own)
-    write(tmp_path / "bench_gpt_a-cpu-2-threads.jsonl", lines)
+    write_lines(tmp_path / "bench_gpt_a-cpu-2-threads.jsonl", *lines)
     monkeypatch.setattr(frames, "RESULTS", tmp_path)
     rows = [line for line in shown(speed.training()).splitlines() if line.startswith("| GPT")]
     assert rows == ["| GPT of depth 4, 4 × 512 tokens, GKA | 2 | 100 | 125 | 200 | 300 | 3.00x |"]
@@ -206,7 +205,7 @@ def test_the_table_of_onnx_has_its_threads_side_by_side_and_names_the_fused_soft
     times = {"softmax": ("baseline", 4.0), "gka": ("ours", 2.0)}
     config["threads"] = 1
     lines += timed("a CPU", "openvino-ti-b8-t1", "inference float32", times, config=config, kind="bench_onnx")
-    write(tmp_path / "bench_onnx_a-cpu-2-threads.jsonl", lines)
+    write_lines(tmp_path / "bench_onnx_a-cpu-2-threads.jsonl", *lines)
     assert "| DeiT-Ti, 8 images, in OpenVINO | inference | float32 | 1 | 4 | 2 | 2.00x |  |" in shown(speed.onnx())
     row = "| DeiT-Ti, 8 images | inference | float32 | 1 / 2 | 4 / 3 (fused) | 2 / 2 | 2.00x / 1.50x | ≥ 1.20x |"
     assert row in shown(speed.onnx())

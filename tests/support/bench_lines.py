@@ -24,6 +24,12 @@ def line(candidate, role, median_ms, case="vit-ti", phase="forward", status="ok"
     }
 
 
+def write_lines(path, *records):
+    """A file of JSON lines, in folders that are made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
 def write(folder, *lines):
     """The operator's result file of an H200 in `folder`."""
-    result_file(folder, "attention", "NVIDIA H200").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    write_lines(result_file(folder, "attention", "NVIDIA H200"), *lines)
