@@ -6,11 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-import ask_cpu_kernel
 import processes
-from cpu_builds import COMPILER, ask, environment, needs_compiler, wrapper
+from cpu_builds import COMPILER, ask, begin, copier, needs_compiler, wrapper
 from gka.impl.cpu import build
 from sources import ROOT
 
@@ -22,19 +20,15 @@ def made(folder: Path) -> Path:
 
 @needs_compiler
 def test_two_processes_build_once_and_later_ones_load(tmp_path):
-    """The compiler is the real one, without its optimiser, and counts how often it links."""
+    """The compiler counts how often it links."""
     count, cache = tmp_path / "runs", tmp_path / "cache"
-    text = f'case "$*" in *--version*|*" -c "*) ;; *) echo run >> {count};; esac\nexec REAL "$@" -O0\n'
-    variables = environment(cache, CXX=wrapper(tmp_path, text))
+    compiler = copier(tmp_path, f'case "$*" in *--version*|*" -c "*) ;; *) echo run >> {count};; esac')
     (cache / "building-killed").mkdir(parents=True)  # of a build that was killed
-    command = [sys.executable, ask_cpu_kernel.__file__]
-    both = [subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(2)]
-    said = [process.communicate()[1].decode() for process in both]
-    assert [process.returncode for process in both] == [0, 0]
-    assert count.read_text() == "run\n"
-    assert sum("compiling the CPU kernel, once" in text for text in said) == 1
-    lines, after = ask(cache, CXX=variables["CXX"])
-    assert lines == ["cpu 9"] and after == "" and count.read_text() == "run\n"
+    both = [begin(cache, tmp_path / f"output-{number}", CXX=compiler) for number in range(2)]
+    ended = [process.wait() for process in both]
+    assert [done.stdout for done in ended] == ["cpu 9\n"] * 2 and count.read_text() == "run\n"
+    assert sum("compiling the CPU kernel, once" in done.stderr for done in ended) == 1
+    assert ask(cache, CXX=compiler) == (["cpu 9"], "") and count.read_text() == "run\n"
     assert len(list(cache.iterdir())) == 2  # the library and the lock: nothing half-made
 
 
@@ -76,29 +70,25 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     assert lines[0] == "sdpa 9" and "Not a directory" in lines[1] and f"{build.FOLDER} chooses another" in lines[1]
 
 
-@pytest.mark.skipif(COMPILER is None, reason="no compiler")
-def test_a_damaged_library_is_named(tmp_path, monkeypatch):
+@needs_compiler
+def test_a_damaged_library_is_named(tmp_path):
     """Not built again: whoever damaged it may do so again. The line says what to remove."""
-    text = 'case "$*" in *--version*) exec REAL "$@";; esac\nfor output; do :; done\necho "no library" > "$output"\n'
-    monkeypatch.setenv("CXX", wrapper(tmp_path, text))
-    monkeypatch.setenv(build.FOLDER, str(tmp_path / "cache"))
-    path = build._built(torch.backends.cpu.get_cpu_capability(), made(tmp_path / "cache"))
+    cache, compiler = tmp_path / "cache", copier(tmp_path)
+    assert ask(cache, CXX=compiler)[0] == ["cpu 9"]
+    (path,) = cache.glob("*.so")
     path.write_text("damaged")
-    lines, _ = ask(tmp_path / "cache", CXX=os.environ["CXX"])
+    lines, _ = ask(cache, CXX=compiler)
     assert lines[0] == "sdpa 9" and str(path) in lines[1] and path.read_text() == "damaged"
 
 
 @needs_compiler
-def test_a_library_cut_short_is_named_and_not_loaded(tmp_path, monkeypatch):
+def test_a_library_cut_short_is_named_and_not_loaded(tmp_path):
     """The system would end the process where it reads behind the end of the file."""
-    library = build._built(torch.backends.cpu.get_cpu_capability(), build.cache_folder())
-    text = f'case "$*" in *--version*) exec REAL "$@";; esac\nfor output; do :; done\ncp {library} "$output"\n'
-    monkeypatch.setenv("CXX", wrapper(tmp_path, text))
-    monkeypatch.setenv(build.FOLDER, str(tmp_path / "cache"))
-    path = build._built(torch.backends.cpu.get_cpu_capability(), made(tmp_path / "cache"))
-    assert ask(tmp_path / "cache", CXX=os.environ["CXX"])[0] == ["cpu 9"]
+    cache, compiler = tmp_path / "cache", copier(tmp_path)
+    assert ask(cache, CXX=compiler)[0] == ["cpu 9"]
+    (path,) = cache.glob("*.so")
     os.truncate(path, path.stat().st_size // 2)
-    lines, _ = ask(tmp_path / "cache", CXX=os.environ["CXX"])
+    lines, _ = ask(cache, CXX=compiler)
     assert lines[0] == "sdpa 9" and f"{path} is damaged; remove it" in lines[1]
 
 
@@ -179,19 +169,25 @@ def test_a_child_forked_while_a_thread_builds_does_not_wait_for_it():
         assert processes.in_a_forked_child(lambda: build.obstacle() == outcome, timeout=20)
 
 
+def with_avx2(*words) -> str:
+    """What Python prints where torch is held to AVX2."""
+    environ = {**os.environ, "ATEN_CPU_CAPABILITY": "avx2", "OMP_NUM_THREADS": "1"}
+    environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests/support")])
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 @needs_compiler
-def test_the_kernel_for_avx2_keeps_to_the_budgets():
-    shown = "from gka.impl.cpu import build; print(build.library()._name)"
-    environ = {**os.environ, "ATEN_CPU_CAPABILITY": "avx2", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", shown], env=environ, capture_output=True, text=True, check=True)
-    assert Path(done.stdout).name.startswith("gka-avx2-")
+def test_the_kernel_for_avx2_keeps_to_the_budget():
+    code = "from gka.impl.cpu import build; from operator_cases import check; print(build.library()._name)\n"
+    code += "for values in (False, True): check('cpu', (1, 63, 2, 20), causal=True, window=20, with_values=values)"
+    assert Path(with_avx2("-c", code).strip()).name.startswith("gka-avx2-")
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_the_kernel_for_avx2_passes_the_tests_of_the_kernel():
     tests = [str(ROOT / f"tests/gka/test_cpu_{name}.py") for name in ("kernel", "decoding")]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
-    done = subprocess.run(
-        [*command, "-k", "any_features or foreign_keys or ragged or number_of_threads"],
-        cwd=ROOT,
-        env=environ,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
+    with_avx2(*command, "-k", "any_features or foreign_keys or ragged or number_of_threads")

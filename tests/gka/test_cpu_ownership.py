@@ -6,13 +6,12 @@ import stat
 import pytest
 import torch
 
-from cpu_builds import COMPILER, ask, needs_compiler, wrapper
+from cpu_builds import ask, copier, needs_compiler
 from gka.impl.cpu import build
 from gka.impl.cpu.ownership import distrust
 
 OTHER = 54321  # a user without a name
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, who may give files away")
-QUICK = 'exec REAL "$@" -O0\n'  # the real compiler, without its optimiser
 
 
 @pytest.fixture
@@ -27,11 +26,10 @@ def temporary(tmp_path, monkeypatch):
 
 @pytest.fixture
 def cache(tmp_path, temporary):
-    """A folder as a user's own would be, and the compiler."""
+    """A folder as a user's own would be, and a compiler."""
     folder = tmp_path / "shared" / "gka"
     folder.mkdir(parents=True)
-    compiler = wrapper(tmp_path, QUICK)
-    return folder, compiler
+    return folder, copier(tmp_path)
 
 
 def planted(folder, compiler, monkeypatch):
@@ -128,7 +126,7 @@ def test_a_library_of_another_user_is_built_again(cache, monkeypatch):
     assert ask(folder, CXX=compiler) == (["cpu 9"], "")
 
 
-@pytest.mark.skipif(COMPILER is None, reason="no compiler")
+@needs_compiler
 def test_what_is_built_is_nobody_elses_to_write_whatever_the_umask(cache):
     folder, _ = cache
     before = os.umask(0)

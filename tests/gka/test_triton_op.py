@@ -16,7 +16,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|ov
 
 LOG_SIGMA = make_log_sigma(2, 32, DEVICE)
 CALLS = {
-    "full": lambda x: (x, None, None, LOG_SIGMA, -1, -1, False, 1e-6),
     "causal": lambda x: (x, None, None, LOG_SIGMA.clone().requires_grad_(), -1, 0, True, 1e-6),
     "window, values": lambda x: (x, None, torch.randn_like(x).requires_grad_(), LOG_SIGMA, 5, 0, True, 1e-6),
     "foreign": lambda x: (x, torch.randn_like(x).requires_grad_(), None, LOG_SIGMA, -1, 0, True, 0.0),
@@ -34,11 +33,9 @@ def test_the_operator_is_a_proper_one(call):
 @pytest.mark.parametrize("constant_norm", [False, True])
 def test_compiles_without_graph_breaks(constant_norm):
     layer = GaussianKernelAttention(64, 2, causal=True, head_norm=constant_norm, impl="triton").to(DEVICE)
-    x = torch.randn(2, 24, 64, device=DEVICE, requires_grad=True)
-    want = torch.autograd.grad(layer(x).square().sum(), (x, *layer.parameters()))
-    got = torch.autograd.grad(
-        torch.compile(layer, fullgraph=True, backend="aot_eager")(x).square().sum(), (x, *layer.parameters())
-    )
+    x = torch.randn(1, 9, 64, device=DEVICE, requires_grad=True)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    want, got = (torch.autograd.grad(f(x).square().sum(), (x, *layer.parameters())) for f in (layer, compiled))
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b)
 
@@ -84,14 +81,8 @@ def test_without_a_gpu_it_says_so(monkeypatch):
 
 
 def test_devices_with_little_shared_memory_get_the_small_tiles(monkeypatch):
-    expected = {
-        (8, 0): "sm_80",
-        (8, 6): "sm_120",
-        (8, 9): "sm_120",
-        (9, 0): "sm_90",
-        (10, 0): "sm_90",
-        (12, 0): "sm_120",
-    }
+    expected = {(8, 0): "sm_80", (8, 6): "sm_120", (8, 9): "sm_120", (9, 0): "sm_90", (10, 0): "sm_90"}
+    expected[12, 0] = "sm_120"
     for capability, name in expected.items():
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
         assert generation.__wrapped__(torch.device("cuda")) == name
@@ -106,8 +97,5 @@ def test_every_table_has_every_entry():
         needed = set(itertools.product(set(KERNELS) - {"symmetric"}, (32, 64, 128), (2, 4)))
         assert needed <= set(table.entries), name
         for key, config in table.entries.items():
-            assert (
-                all(n >= 16 and n & (n - 1) == 0 for n in config[:2])
-                and config.warps in (1, 2, 4, 8)
-                and config.stages >= 1
-            ), key
+            assert all(n >= 16 and n & (n - 1) == 0 for n in config[:2]), key
+            assert config.warps in (1, 2, 4, 8) and config.stages >= 1, key

@@ -12,11 +12,11 @@ from gka.impl.triton.tune import Workload
 from operator_cases import DEVICE
 
 SMALL = [
-    Workload("forward", 2, 40, 2, 32, causal=True, window=16, with_values=True),
-    Workload("symmetric", 2, 40, 2, 32),
-    Workload("queries", 2, 40, 2, 32, causal=True, window=16, with_values=True),
-    Workload("keys", 2, 40, 2, 32, causal=True, window=16, with_values=True),
-    Workload("decode", 2, 40, 2, 32, causal=True, queries=1),
+    Workload("forward", 1, 20, 2, 32, causal=True, window=8, with_values=True),
+    Workload("symmetric", 1, 20, 2, 32),
+    Workload("queries", 1, 20, 2, 32, causal=True, window=8, with_values=True),
+    Workload("keys", 1, 20, 2, 32, causal=True, window=8, with_values=True),
+    Workload("decode", 1, 20, 2, 32, causal=True, queries=1),
 ]
 
 

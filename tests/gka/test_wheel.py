@@ -85,6 +85,7 @@ def wheel(source, tmp_path_factory):
     return out / "unpacked"
 
 
+@pytest.mark.slow
 def test_every_module_imports_with_torch_alone(wheel, tmp_path):
     allowed = packages_of("torch") | packages_of("triton")
     assert "torch" in allowed and not allowed & {"numpy", "timm", "tyro", "safetensors"}
@@ -104,6 +105,7 @@ def test_the_wheel_holds_every_tracked_file_of_its_packages_and_no_other(wheel):
     assert {Path("gka/py.typed"), Path("gka/impl/cpu/source/forward.cpp"), Path("deit_gka/README.md")} <= expected
 
 
+@pytest.mark.slow
 def test_the_source_archive_holds_every_tracked_file(source, tmp_path):
     build = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
     subprocess.run([sys.executable, "-c", build, tmp_path], check=True, capture_output=True, text=True, cwd=source)
