@@ -103,6 +103,27 @@ def test_a_file_that_fails_is_one_line_and_75_if_the_next_try_may_read_it(number
     assert capsys.readouterr().err == f"error: /data/rows.bin: {os.strerror(number)}{advice}\n"
 
 
+def test_a_full_gpu_names_the_flag_to_lower(capsys):
+    @dataclass
+    class Batched(Command):
+        batch_size: int = 64
+
+    def fill(config):
+        raise type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory")
+
+    with pytest.raises(SystemExit) as left:
+        run(fill, Batched, [])
+    assert left.value.code == 2
+    assert capsys.readouterr().err.startswith("error: out of GPU memory; lower --batch-size (now 64): ")
+
+
+def test_a_reader_that_leaves_ends_the_command_without_a_word():
+    code = "from trainkit_gka import cli; cli.run(lambda _: [print(n) for n in range(10**6)], dict, [])"
+    words = f"{sys.executable} -c '{code}' | head -n 1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", words], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stdout, done.stderr) == (141, "0\n", "")
+
+
 def test_a_bug_keeps_its_traceback():
     def crash(config):
         raise ZeroDivisionError

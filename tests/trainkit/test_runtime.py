@@ -13,6 +13,7 @@ import torch
 import tiny
 from trainkit_gka.cli import PassingFault, UserError, as_typed
 from trainkit_gka.distributed import Runtime, setup
+from trainkit_gka.exports import CONFIG, export_folder
 from trainkit_gka.files import atomic, atomic_folder, locked, read_json, remove_stale_temporaries, write_json
 from trainkit_gka.progress import Pace, RunLog, clock_text, read_events, read_lines
 from trainkit_gka.results import append_result, describe_hardware, is_processor, peak_memory, processor_name
@@ -55,6 +56,22 @@ def test_atomic_folder_recovers_from_a_kill(tmp_path):
     with pytest.raises(ZeroDivisionError), atomic_folder(tmp_path / "folder"):
         raise ZeroDivisionError
     assert [path.name for path in tmp_path.rglob("*")] == ["folder", "old"]
+
+
+def test_an_export_takes_the_place_of_one_of_the_same_model_alone(tmp_path):
+    folder = tmp_path / "export"
+    for content in ("first", "second"):
+        with export_folder(folder, lambda: True) as incoming:
+            (incoming / CONFIG).write_text(content)
+        (folder / "notes.txt").touch()
+    assert {path.name for path in folder.iterdir()} == {CONFIG, "notes.txt"} and (
+        folder / CONFIG
+    ).read_text() == "second"
+    with pytest.raises(UserError, match="holds another model; choose another --out"):
+        export_folder(folder, lambda: False).__enter__()
+    (folder / CONFIG).unlink()
+    with pytest.raises(UserError, match="is not empty and does not hold an exported model"):
+        export_folder(folder, lambda: True).__enter__()
 
 
 def test_json_is_read_or_refused_in_one_line(tmp_path):
