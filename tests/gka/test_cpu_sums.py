@@ -1,0 +1,167 @@
+"""What the CPU kernel adds up: rows of few keys to the last digit, rows of more than 2,048 with what rounding takes
+from them, and the mean of exponents that its forward pass keeps for the backward pass.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from gka import gaussian_attention, testing
+from gka.api import EPS
+from gka.impl.cpu import build, call
+from gka.kernel import log_kernel
+from gka.masking import Mask
+from gka.testing import Problem, make_features
+
+pytestmark = pytest.mark.skipif(build.obstacle() is not None, reason=str(build.obstacle()))
+attend = partial(gaussian_attention, impl="cpu")
+
+# Queries that see few keys: every number is the exact one, rounded once
+
+CASES = [  # queries, keys, mask
+    (1, None, Mask()),
+    (12, None, Mask()),
+    (12, None, Mask(causal=True)),
+    (150, None, Mask(causal=True, window=7)),
+    (150, None, Mask(window=3)),
+    (5, 5, Mask()),
+    (7, 12, Mask(causal=True)),
+    (90, 12, Mask()),
+    (70, 140, Mask(causal=True, window=4)),
+]
+
+
+def problem(queries: int, keys: int | None, mask: Mask, own_values: bool, head_dim: int) -> Problem:
+    def draw(tokens: int, seed: int) -> torch.Tensor:
+        return make_features("normal", (2, tokens, 3, head_dim), seed=seed)
+
+    return Problem(
+        draw(queries, 0),
+        torch.tensor([0.1, 0.9, 1.7]),
+        keys=None if keys is None else draw(keys, 1),
+        values=None if own_values else draw(keys or queries, 2),
+        grad_y=draw(queries, 3),
+        mask=mask,
+        eps=float(torch.tensor(EPS)) if keys is None else 0.0,
+    )
+
+
+def compute(case: Problem) -> dict[str, torch.Tensor]:
+    return testing.run(partial(attend, causal=case.mask.causal, window=case.mask.window, eps=EPS), case).named()
+
+
+@pytest.mark.parametrize("head_dim", [5, 20, 64, 128])
+@pytest.mark.parametrize("own_values", [True, False], ids=["own", "values"])
+@pytest.mark.parametrize("queries,keys,mask", CASES)
+def test_every_number_is_the_exact_one_rounded(queries, keys, mask, own_values, head_dim):
+    case = problem(queries, keys, mask, own_values, head_dim)
+    exact, got = testing.oracle(case).named(), compute(case)
+    for name, want in exact.items():
+        # Rounding is half a unit of the last place; of sums that cancel, double precision leaves 1e-15 of their terms.
+        torch.testing.assert_close(got[name].double(), want, rtol=2**-24 * 1.001, atol=1e-13, msg=name)
+
+
+@pytest.mark.parametrize("head_dim", [5, 64, 128])
+@pytest.mark.parametrize("own_values", [True, False], ids=["own", "values"])
+@pytest.mark.parametrize("queries,keys,mask", [(1, 1, Mask()), (1, 8, Mask()), (3, 7, Mask(causal=True, window=2))])
+def test_decoding_rounds_once_too(queries, keys, mask, own_values, head_dim):
+    """As many keys as a register of AVX2 has lanes; without gradients a kernel of its own computes so few queries."""
+    case = replace(problem(queries, keys, mask, own_values, head_dim), grad_y=None)
+    torch.testing.assert_close(compute(case)["y"].double(), testing.oracle(case).y, rtol=2**-24 * 1.001, atol=0)
+
+
+def test_decoding_of_few_keys_survives_distance():
+    """Far keys: every weight would be 0, were the largest score not taken away first."""
+    x, log_sigma = make_features("normal", (1, 1, 2, 16)), torch.full((2,), -2.0)
+    keys = make_features("normal", (1, 7, 2, 16), seed=1) + 30
+    case = Problem(x, log_sigma, keys=keys)
+    torch.testing.assert_close(compute(case)["y"].double(), testing.oracle(case).y, rtol=2**-24 * 1.001, atol=0)
+
+
+def test_a_bandwidth_beyond_its_bound_has_no_gradient():
+    case = replace(problem(9, None, Mask(), True, 16), log_sigma=torch.tensor([25.0, 0.5, -25.0]))
+    assert [bool(gradient) for gradient in compute(case)["dlog_sigma"]] == [False, True, False]
+
+
+@pytest.mark.parametrize("queries,keys,mask", CASES)
+def test_threads_do_not_change_a_bit(threads, queries, keys, mask):
+    case = problem(queries, keys, mask, False, 20)
+    threads(1)
+    alone = compute(case)
+    threads(4)
+    assert all(torch.equal(tensor, alone[name]) for name, tensor in compute(case).items())
+
+
+# More than 2,048 tokens
+
+
+@pytest.mark.parametrize("keys", [2048, 2049])
+@pytest.mark.parametrize("with_values", [False, True], ids=["own", "values"])
+def test_sums_keep_to_the_budget_where_rests_begin(keys, with_values):
+    x, others, values, grad_y = (make_features("normal", (1, n, 1, 16), seed=n) for n in (20, keys, keys + 1, 21))
+    values = values[:, :keys] if with_values else None
+    for queries, of_keys, of_values, grad in [(x, others, values, grad_y[:, :20]), (others, x, None, others)]:
+        testing.check(attend, Problem(queries, torch.ones(1), keys=of_keys, values=of_values, grad_y=grad, eps=0.0))
+
+
+def test_what_rounding_took_from_far_keys_does_not_count_when_near_ones_come():
+    """K of the last keys is 2^29 times that of the others, relative to which y was added up until then."""
+    x = torch.zeros(1, 20, 1, 16)
+    keys = make_features("normal", (1, 4000, 1, 16))
+    keys = keys / keys.norm(dim=-1, keepdim=True)
+    keys[:, :3800] *= 6.4  # half of its square is 20.5
+    problem = Problem(x, torch.zeros(1), keys=keys, eps=0.0)
+    want, got = testing.oracle(problem).y, attend(x, torch.zeros(1), keys=keys)
+    assert (got - want).norm() < 3e-7 * want.norm()
+
+
+@pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan")])
+def test_an_infinite_value_gives_an_infinite_mean(bad):
+    x, keys, values = (make_features("normal", (1, n, 1, 16), seed=n) for n in (20, 4000, 4001))
+    values = values[:, :4000].clone()
+    values[0, 100, 0, 5] = bad
+    y = attend(x, torch.ones(1), keys=keys, values=values)
+    torch.testing.assert_close(y[..., 5], torch.full((1, 20, 1), bad), equal_nan=True)
+    assert y[..., :5].isfinite().all() and y[..., 6:].isfinite().all()
+
+
+# The mean of exponents
+
+MASKS = [Mask(), Mask(causal=True), Mask(window=40), Mask(causal=True, window=40)]
+TOKENS = 331  # not a multiple of any tile, and several blocks
+
+
+def clusters(mask: Mask, eps: float) -> Problem:
+    return Problem.seeded("clusters", (1, TOKENS, 2, 24), mask=mask, eps=eps)
+
+
+@pytest.mark.parametrize("number", [1, 4])
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_rows_keep_their_sums_and_moments(mask, number, threads):
+    """With two heads for four threads a head is computed in parts. Of a symmetric mask the sum of moments is right."""
+    threads(number)
+    case = clusters(mask, 0.25)
+    before, after = (-1 if limit is None else limit for limit in mask.reach)
+    *_, rows, _, _ = call.forward(case.x, None, None, case.log_sigma, before, after, False, case.eps, True)
+    x = case.x.double()
+    exponents = log_kernel(x, x, case.log_sigma.double())
+    visible = mask.dense(TOKENS, TOKENS, x.device)
+    k = exponents.exp() if visible is None else exponents.exp() * visible
+    torch.testing.assert_close(rows[..., 0], k.sum(-1) + case.eps, rtol=1e-5, atol=0)
+    want, got = (k * exponents / torch.log(torch.tensor(2.0))).sum(-1), rows[..., 1]
+    if mask.reach[0] == mask.reach[1]:
+        want, got = want.sum(-1), got.sum(-1)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_dlog_sigma_has_what_eps_adds_to_the_sums_of_m(mask):
+    """M of a query adds up to eps g.y, which the mean exponent is multiplied by; with a large eps that shows."""
+    case = replace(clusters(mask, 3.0), log_sigma=torch.tensor([0.6, 1.3]))
+    before, after = (-1 if limit is None else limit for limit in mask.reach)
+    y, level, rest, _ = call.forward(case.x, None, None, case.log_sigma, before, after, False, case.eps, True)
+    options = (before, after, False, case.eps)
+    _, got, *_ = call.backward(case.grad_y, case.x, None, None, case.log_sigma, y, level, rest, *options)
+    torch.testing.assert_close(got.double(), testing.oracle(case).dlog_sigma, rtol=1e-4, atol=1e-4)
