@@ -31,13 +31,8 @@ def test_features_that_float32_cannot_resolve_are_warned_of_once(impl):
         assert len(messages) == 1
         assert all(word in messages[0] for word in ("normalise the heads", "float64", "impl='reference'"))
         assert files == [__file__]  # the warning names the caller's line, not ours
-    for fine in (
-        dict(),
-        dict(log_sigma=math.log(0.1)),
-        dict(offset=10.0),
-        dict(offset=300.0, causal=False),
-        dict(offset=10.0, dtype=torch.bfloat16),
-    ):
+    centred, half = dict(offset=300.0, causal=False), dict(offset=10.0, dtype=torch.bfloat16)
+    for fine in (dict(), dict(log_sigma=math.log(0.1)), dict(offset=10.0), centred, half):
         assert warned(impl=impl, **fine) == ([], [])
     assert warned(offset=300.0, dtype=torch.float64) == warned(offset=300.0, impl="reference") == ([], [])
 

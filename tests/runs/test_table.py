@@ -3,10 +3,10 @@
 import re
 import shutil
 import subprocess
-from html.parser import HTMLParser
 
 import pytest
 
+from html_elements import Elements
 from runs import table
 from runs.paper import tables
 from runs.table import NOT_RUN, Table, measured
@@ -50,38 +50,15 @@ def test_the_terminal_gets_its_own_width_and_no_marks(monkeypatch, capsys):
     assert max(map(len, printed.splitlines())) <= 40 and "[b]" in printed and not set("*`") & set(printed)
 
 
-class Elements(HTMLParser):
-    """Checks that elements close, and collects the cells of every row with what they span."""
-
-    def __init__(self):
-        super().__init__()
-        self.open: list[str] = []
-        self.rows: list[list[dict]] = []
-
-    def handle_starttag(self, tag, attributes):
-        self.open.append(tag)
-        if tag == "tr":
-            self.rows.append([])
-        elif tag in ("td", "th"):
-            self.rows[-1].append({"tag": tag, "text": "", **dict(attributes)})
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if {"td", "th"} & set(self.open):
-            self.rows[-1][-1]["text"] += data
-
-
 def test_html_is_whole_and_every_heading_says_what_it_heads():
-    text, page = SMALL.html(), Elements()
-    page.feed(text)
-    assert not page.open and "<caption>#1 &amp; a_b <code>make a_b --c</code></caption>" in text
-    head, first, second, third = page.rows
+    text = SMALL.html()
+    cells = Elements(text).tagged("th", "td")
+    head, first, second, third = cells[:4], cells[4:8], cells[8:11], cells[11:]
+    assert "<caption>#1 &amp; a_b <code>make a_b --c</code></caption>" in text and len(third) == 4
     assert [cell["scope"] for cell in head] == ["col"] * 4
     assert (first[0]["scope"], first[0]["rowspan"], third[0]["scope"]) == ("rowgroup", "2", "row")
-    assert [len(row) for row in page.rows] == [4, 4, 3, 4] and first[1]["text"] == "<m>"
-    assert '<td class="number"><i>3.0e9</i></td>' in text and second[1].get("class") == "number"
+    assert first[1]["text"] == "<m>" and second[1].get("class") == "number"
+    assert '<td class="number"><i>3.0e9</i></td>' in text
 
 
 def test_latex_of_the_papers_tables_closes_what_it_opens_and_has_equal_rows(tmp_path, capsys):

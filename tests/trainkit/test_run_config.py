@@ -43,12 +43,6 @@ def test_settings_without_meaning_are_left_out():
     assert set(VisionConfig().identity()) == VISION - teacher
 
 
-def test_both_trainers_have_the_shared_flags():
-    shared = {field.name for field in fields(RunConfig)}
-    for config in (LanguageConfig, VisionConfig):
-        assert shared <= {field.name for field in fields(config)} and config.__dataclass_params__.frozen
-
-
 @dataclass(frozen=True)
 class Toy(RunConfig):
     rate: float = 1.0
