@@ -41,3 +41,11 @@ def save(figure, path: Path, dpi: int = 120) -> Path:
     figure.tight_layout()
     figure.savefig(path, dpi=dpi)
     return path
+
+
+def shades(count: int) -> list[str]:
+    """Colours of heads or layers in order, from dark to light. Forms of attention have others: runs/figures.py."""
+    from matplotlib import colormaps
+    from matplotlib.colors import to_hex
+
+    return [to_hex(colormaps["viridis"](0.2 + 0.65 * place / max(1, count - 1))) for place in range(count)]

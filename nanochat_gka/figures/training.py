@@ -7,7 +7,7 @@ import numpy as np
 
 from nanochat_gka.figures.subjects import Subject, form
 from trainkit_gka.figures.sheet import name_above, save, sheet
-from trainkit_gka.plots import Figure
+from trainkit_gka.plots import Figure, shades
 
 ACROSS = 5  # layers beside each other
 
@@ -81,12 +81,12 @@ def _draw_panels(axes, group: Sequence[Subject], layers: Sequence[int]) -> None:
         axis.set_visible(False)
     axes, tokens = axes[: len(layers)], np.array([evaluation.tokens for evaluation in group[0].history]) / 1e6
     for axis, layer in zip(axes, layers):
-        for name, sigma in zip(group[0].head_names(), np.moveaxis(bandwidths(group, layer), -1, 0)):
-            (line,) = axis.plot(tokens, sigma.mean(0), marker=".", markersize=5, linewidth=1.2, label=f"head {name}")
+        heads = np.moveaxis(bandwidths(group, layer), -1, 0)
+        for name, sigma, colour in zip(group[0].head_names(), heads, shades(len(heads))):
+            style = dict(color=colour, marker=".", markersize=5, linewidth=1.2)
+            axis.plot(tokens, sigma.mean(0), label=f"head {name}", **style)
             if len(group) > 1:
-                axis.fill_between(
-                    tokens, sigma.min(0), sigma.max(0), color=line.get_color(), alpha=0.2, linewidth=0
-                )  # fmt: skip
+                axis.fill_between(tokens, sigma.min(0), sigma.max(0), color=colour, alpha=0.2, linewidth=0)
         initial = group[0].layers[layer].initial_sigma
         axis.axhline(initial, color="black", linestyle="--", linewidth=1, label=f"start, {initial:.2f}")
         axis.set_title(f"layer {layer + 1}", fontsize=9)

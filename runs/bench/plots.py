@@ -1,11 +1,15 @@
 """Pictures of the operator's benchmark: throughput and memory against N, and measured time against the roofline."""
 
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
+
 from gka.kinds import KINDS
-from runs.bench.results import Comparison, slug
-from trainkit_gka.plots import save, subplots
+from runs.bench.results import Comparison, slug, swept
+from runs.figures import SKY, legend, look, panels, save, variants
 
 
 @dataclass(frozen=True)
@@ -21,7 +25,6 @@ PEAKS = {"H200": Peaks(790e12, 4.3e12, 3.9e12), "H100": Peaks(798e12, 3.0e12, 3.
 # Tensors of B*T*H*D that a backward pass moves. Softmax: q k v y dy, dq dk dv, delta's pass over two, float32 dq as
 # four. GKA: x y, dx, delta's two.
 BACKWARD_UNITS = {"softmax": 14, "gka": 5}
-COLOURS = {"softmax": "tab:grey", "gka": "tab:blue"}
 
 
 def peaks_of(hardware: str) -> Peaks | None:
@@ -69,68 +72,58 @@ def bound_ms(config: dict, phase: str, family: str, peaks: Peaks) -> float:
 def draw(comparisons: dict[tuple[str, str], Comparison], hardware: str, out: Path) -> list[Path]:
     """Draw what there is data for; returns the files."""
     out.mkdir(parents=True, exist_ok=True)
-    sweep = {
-        key: c
-        for key, c in comparisons.items()
-        if key[0].startswith("sweep-") and any(line["metrics"]["median_ms"] for line in c.lines)
-    }
-    pictures = [draw_sweep(sweep, hardware, out)] if sweep else []
-    peaks = peaks_of(hardware)
-    rest = [c for key, c in comparisons.items() if key not in sweep and c.fastest("ours") and c.fastest("baseline")]
-    return pictures + ([draw_roofline(rest, hardware, peaks, out)] if peaks and rest else [])
+    sweep = swept(one for (case, _), one in comparisons.items() if case.startswith("sweep-"))
+    pictures = [draw_sweep(sweep, hardware, out / f"sweep_{slug(hardware)}.png")] if len(sweep) else []
+    peaks, bars = peaks_of(hardware), measured_and_bound(comparisons, hardware)
+    if peaks and len(bars):
+        pictures.append(draw_roofline(bars, hardware, peaks, out / f"roofline_{slug(hardware)}.png"))
+    return pictures
 
 
-def draw_sweep(sweep: dict[tuple[str, str], Comparison], hardware: str, out: Path) -> Path:
-    """Tokens per second and memory against N, a column for each phase."""
-    phases = list(dict.fromkeys(phase for _, phase in sweep))
-    with_memory = any(line["metrics"]["peak_mib"] is not None for c in sweep.values() for line in c.lines)
-    rows, columns = 1 + with_memory, len(phases)
-    figure, axes = subplots(rows, columns, figsize=(6 * columns, 4 * rows), squeeze=False)
-    for column, phase in enumerate(phases):
-        curves: dict[str, list[tuple[int, float, float | None]]] = {}
-        for (_, where), comparison in sweep.items():
-            for line in comparison.lines if where == phase else []:
-                config, metrics = line["config"], line["metrics"]
-                if metrics["median_ms"] is not None:
-                    speed = config["batch"] * config["tokens"] / metrics["median_ms"] * 1e3
-                    curves.setdefault(config["candidate"], []).append((config["tokens"], speed, metrics["peak_mib"]))
-        for name, points in sorted(curves.items()):
-            points.sort(key=lambda point: point[0])
-            style = dict(marker="o", label=name, linestyle="--" if name.startswith("softmax") else "-")
-            axes[0][column].plot([n for n, _, _ in points], [speed for _, speed, _ in points], **style)
-            if with_memory:
-                axes[1][column].plot([n for n, _, _ in points], [memory for _, _, memory in points], **style)
-        for row, label in enumerate(("tokens per second", "memory of one call, MiB")[:rows]):
-            length = "N, tokens in a sequence (equal tokens in all)"
-            axes[row][column].set(yscale="log", xlabel=length, ylabel=label, title=phase)
-            axes[row][column].set_xscale("log", base=2)
-            axes[row][column].grid(alpha=0.3)
-            axes[row][column].legend(fontsize=7)
-    return _save(figure, hardware, out / f"sweep_{slug(hardware)}.png")
+def draw_sweep(sweep: pd.DataFrame, hardware: str, path: Path) -> Path:
+    """Tokens per second, and memory where it was measured, against N, a column for each phase. sweep: see `swept`."""
+    quantities = {"speed": "tokens per second", "memory": "memory of one call, MiB"}
+    shown = [name for name in quantities if sweep[name].notna().any()]
+    phases = list(sweep.phase.unique())
+    figure, axes = panels(len(shown), len(phases), 1 + 3.6 * len(shown))
+    looks = {}
+    for family, own in sweep.groupby("family"):
+        looks |= variants(KINDS[family].label, own.candidate.unique())
+    for axis, (quantity, phase) in zip(axes, itertools.product(shown, phases)):
+        for name, line in sweep[sweep.phase == phase].groupby("candidate"):
+            axis.plot(line.tokens, line[quantity], **looks[name](name))
+        axis.set(yscale="log", xlabel="N, tokens in a sequence", ylabel=quantities[quantity])
+        axis.set_title(phase, fontsize=10)
+        axis.set_xscale("log", base=2)
+    legend(figure, axes, 3)
+    return save(figure, f"Equal tokens in all, {hardware}", path)
 
 
-def draw_roofline(comparisons: list[Comparison], hardware: str, peaks: Peaks, out: Path) -> Path:
+def measured_and_bound(comparisons: dict[tuple[str, str], Comparison], hardware: str) -> pd.DataFrame:
+    """A row for both sides of every comparison outside sweeps: milliseconds, and the fewest that are possible."""
+    peaks, rows = peaks_of(hardware), []
+    for (case, phase), comparison in comparisons.items():
+        sides = {"softmax": comparison.fastest("baseline"), "gka": comparison.fastest("ours")}
+        if peaks and not case.startswith("sweep-") and all(sides.values()):
+            for family, line in sides.items():
+                bound = bound_ms(line["config"], phase, family, peaks)
+                rows.append([f"{case}, {phase}", family, line["metrics"]["median_ms"], bound])
+    return pd.DataFrame(rows, columns=["case", "family", "ms", "bound"])
+
+
+def draw_roofline(bars: pd.DataFrame, hardware: str, peaks: Peaks, path: Path) -> Path:
     """Two bars for every comparison, softmax's fastest and ours, each with the shortest time that is possible."""
-    figure, axes = subplots(figsize=(max(8, 0.9 * len(comparisons)), 5))
-    labels = []
-    for place, comparison in enumerate(comparisons):
-        labels.append(f"{comparison.case}\n{comparison.phase}")
-        for offset, role, family in ((-0.2, "baseline", "softmax"), (0.2, "ours", "gka")):
-            line = comparison.fastest(role)
-            bound = bound_ms(line["config"], comparison.phase, family, peaks)
-            middle, name = place + offset, KINDS[family].label if place == 0 else None
-            axes.bar(middle, line["metrics"]["median_ms"], width=0.38, color=COLOURS[family], label=name)
-            bound_name = "bound" if name and family == "softmax" else None
-            axes.hlines(bound, middle - 0.19, middle + 0.19, color="black", linewidth=2, label=bound_name)
-    axes.set_xticks(range(len(labels)), labels, rotation=60, fontsize=7, ha="right")
+    cases = list(bars.case.unique())
+    figure, [axis] = panels(1, 1, 1.4 + 0.32 * len(cases))
+    for shift, family in ((-0.2, "softmax"), (0.2, "gka")):
+        own = bars[bars.family == family]
+        heights, label = np.arange(len(own)) + shift, KINDS[family].label
+        axis.barh(heights, own.ms, height=0.38, color=look(label).colour, alpha=0.7, label=label)
+        axis.vlines(own.bound, heights - 0.19, heights + 0.19, color=SKY, linewidth=3, label="bound")
+    axis.set_yticks(range(len(cases)), cases)
+    axis.set(xscale="log", xlabel="ms", ylim=(len(cases) - 0.4, -0.6))
+    axis.grid(visible=False, axis="y")
+    legend(figure, [axis], 3)
     flops, moved, exps = (peak / 1e12 for peak in (peaks.flops, peaks.bytes, peaks.exps))
-    assumed = f"assuming {flops:.0f} TFLOP/s, {moved:.1f} TB/s, {exps:.1f}e12 exp/s"
-    axes.set(yscale="log", ylabel="ms", title=f"measured and bound, {assumed}")
-    axes.grid(alpha=0.3, axis="y")
-    axes.legend()
-    return _save(figure, hardware, out / f"roofline_{slug(hardware)}.png")
-
-
-def _save(figure, hardware: str, path: Path) -> Path:
-    figure.suptitle(hardware, fontsize=9)
-    return save(figure, path)
+    assumed = f"{flops:.0f} TFLOP/s, {moved:.1f} TB/s, {exps:.1f}e12 exp/s"
+    return save(figure, f"Measured and bound, {hardware}, assuming {assumed}", path)

@@ -6,11 +6,12 @@ table, never mixes hardware.
 
 import re
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 
 from runs.bench.config import BenchConfig
@@ -142,3 +143,16 @@ def load(results: Path, benchmark: str, hardware: str, quick: bool = False) -> d
         if config.keys() >= {"group", "case", "phase", "role", "candidate", "quick"} and (quick or not config["quick"]):
             groups.setdefault(config["group"], Comparison(config["case"], config["phase"])).lines.append(line)
     return {(comparison.case, comparison.phase): comparison for comparison in groups.values()}
+
+
+def swept(comparisons: Iterable[Comparison]) -> pd.DataFrame:
+    """A row for every timed candidate at every length: family (a name of KINDS), tokens a second, and MiB."""
+    rows = []
+    for comparison in comparisons:
+        for config, metrics in ((line["config"], line["metrics"]) for line in comparison.lines):
+            if milliseconds := metrics["median_ms"]:
+                speed = config["batch"] * config["tokens"] / milliseconds * 1e3
+                where = [comparison.phase, config["family"], config["candidate"], config["tokens"]]
+                rows.append([*where, speed, metrics["peak_mib"]])
+    frame = pd.DataFrame(rows, columns=["phase", "family", "candidate", "tokens", "speed", "memory"])
+    return frame.sort_values(["candidate", "tokens"])

@@ -5,6 +5,7 @@ from pathlib import Path
 from gka.kinds import KINDS
 from runs.bench import report, results
 from runs.bench.results import Comparison
+from runs.figures import variants
 from runs.frames import RESULTS
 from runs.report.blocks import Picture
 from runs.report.charts import Series, bars, lines
@@ -59,24 +60,16 @@ def ratios(compared: Compared) -> list[Picture]:
 def sweeps(compared: Compared) -> list[Picture]:
     """Tokens per second of the operator against the length of a sequence, a chart for each phase."""
     pictures = []
-    for phase in dict.fromkeys(phase for _, phase in compared):
+    for phase, frame in results.swept(compared.values()).groupby("phase", sort=False):
+        looks = {}
+        for family, own in frame.groupby("family"):
+            looks |= variants(KINDS[family].label, own.candidate.unique())
+        series = [
+            Series(name, list(zip(own.tokens, own.speed)), looks[name], marker=True)
+            for name, own in frame.groupby("candidate")
+        ]
         chosen = [comparison for comparison in compared.values() if comparison.phase == phase]
-        curves: dict[str, list[tuple[float, float]]] = {}
-        for comparison in chosen:
-            for line in comparison.lines:
-                config, median = line["config"], line["metrics"]["median_ms"]
-                if median is not None:
-                    speed = config["batch"] * config["tokens"] / median * 1e3
-                    curves.setdefault(config["candidate"], []).append((config["tokens"], speed))
-        if curves:
-            names = sorted(curves)
-            styles = {name: int(name.startswith(SOFTMAX)) for name in names}
-            series = [
-                Series(name, sorted(curves[name]), place, styles[name], marker=True) for place, name in enumerate(names)
-            ]
-            title = f"Operator, {phase}, {chosen[0].lines[0]['hardware']}"
-            caption = f"Equal tokens at every length, one layer, no projections. {report.provenance(chosen)}"
-            pictures.append(
-                lines(title, caption, "tokens in a sequence", "tokens per second", series, logarithmic=True)
-            )
+        title = f"Operator, {phase}, {chosen[0].lines[0]['hardware']}"
+        caption = f"Equal tokens at every length, one layer, no projections. {report.provenance(chosen)}"
+        pictures.append(lines(title, caption, "tokens in a sequence", "tokens per second", series, logarithmic=True))
     return pictures

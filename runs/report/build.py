@@ -73,7 +73,7 @@ def live(views: list[LiveView], missing: str) -> Section:
 
 
 def training(runs: list[TrainedRun]) -> Section:
-    introduction = "From the runs' logs. A colour is a model; its seeds differ in the style of the line."
+    introduction = "From the runs' logs. A colour is a form of attention; its models and seeds differ in the line."
     pictures = [*curves.learning_curves(runs), *curves.bandwidth_curves(runs)]
     missing = "" if runs else NOT_TRAINED
     return Section("training", "Training", introduction, missing, tables=curves.run_tables(runs), pictures=pictures)

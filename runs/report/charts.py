@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import matplotlib
 from markupsafe import Markup, escape
 
+from gka.kinds import KINDS
+from runs.figures import PALETTE, Look, look
 from runs.report.blocks import Picture, number
 from runs.table import Row, Table
 from trainkit_gka.plots import subplots
 
 WIDTH, HEIGHT = 5.4, 3.3  # inches; a phone shows the text at nearly its own size
-INK, SERIES = "#00fe01", "#fe00{:02x}"  # placeholders: the page's text colour, and those that its style sheet names
-NUM_COLOURS = 8
-LINE_STYLES = ("-", "--", ":", "-.")
+INK = "#00fe01"  # stands for the page's text colour
 STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "report",
@@ -24,7 +24,6 @@ STYLE = {
     "axes.spines.right": False,
     "grid.alpha": 0.15,
     "legend.frameon": False,
-    "lines.linewidth": 1.6,
 } | dict.fromkeys(
     ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "grid.color"),
     INK,
@@ -33,21 +32,16 @@ STYLE = {
 
 @dataclass(frozen=True)
 class Series:
-    """A line: its points (x, y) in order. colour, style: numbers; lines with one colour belong together.
+    """A line: its points (x, y) in order.
 
     band: for every point the lowest and highest of what y is the mean of.
     """
 
     label: str
     points: list[tuple[float, float]]
-    colour: int = 0
-    style: int = 0
+    look: Look
     band: list[tuple[float, float]] | None = None
     marker: bool = False
-
-
-def colour(place: int) -> str:
-    return SERIES.format(place % NUM_COLOURS)
 
 
 def lines(title: str, caption: str, x: str, y: str, series: list[Series], logarithmic: bool = False) -> Picture:
@@ -55,12 +49,11 @@ def lines(title: str, caption: str, x: str, y: str, series: list[Series], logari
     with matplotlib.rc_context(STYLE):
         figure, axis = subplots(figsize=(WIDTH, HEIGHT))
         for line in series:
-            marker = "o" if line.marker or len(line.points) < 2 else None
-            look = dict(color=colour(line.colour), linestyle=LINE_STYLES[line.style % 4], marker=marker, markersize=3.5)
-            axis.plot(*zip(*line.points), label=line.label, **look)
+            marker = line.look.marker if line.marker or len(line.points) < 2 else None
+            axis.plot(*zip(*line.points), **line.look(line.label, marker=marker, markersize=3.5, linewidth=1.6))
             if line.band:
                 xs = [place for place, _ in line.points]
-                axis.fill_between(xs, *zip(*line.band), color=colour(line.colour), alpha=0.15, linewidth=0)
+                axis.fill_between(xs, *zip(*line.band), color=line.look.colour, alpha=0.15, linewidth=0)
         if logarithmic:
             axis.set_xscale("log", base=2)
             axis.set_yscale("log")
@@ -102,7 +95,9 @@ def bars(title: str, caption: str, x: str, values: dict[str, float], table: Tabl
     with matplotlib.rc_context(STYLE):
         figure, axis = subplots(figsize=(WIDTH, 0.8 + 0.27 * len(values)))
         labels = list(values)[::-1]
-        drawn = axis.barh(labels, [values[label] for label in labels], color=colour(0), height=0.7)
+        drawn = axis.barh(
+            labels, [values[label] for label in labels], color=look(KINDS["gka"].label).colour, height=0.7
+        )
         axis.bar_label(drawn, [f"{values[label]:.2f}" for label in labels], padding=3, fontsize=8.5, color=INK)
         axis.axvline(line_at, color=INK, linewidth=1, linestyle="--")
         axis.set(xlabel=x)
@@ -126,8 +121,8 @@ def svg(figure, alternative: str) -> Markup:
     names = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
     rest = _own_ids(rest, re.sub(r"\W+", "-", alternative.split(":")[0].lower()))
     rest = rest.replace(INK, "currentColor")
-    for place in range(NUM_COLOURS):
-        rest = rest.replace(colour(place), f"var(--series-{place})")
+    for place, colour in enumerate(PALETTE):  # the style sheet has others for dark mode
+        rest = rest.replace(colour, f"var(--series-{place})")
     return Markup(f'<svg class="chart" {names} {box} role="img" aria-label="{escape(alternative)}">{rest}')
 
 

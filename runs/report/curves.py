@@ -1,13 +1,17 @@
 """What training did: losses, validation, and the bandwidths, from the runs' logs."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from statistics import fmean
 
 from nanochat_gka.training.bits_per_byte import remark, remarks
+from runs.figures import GREY, LOOKS, Look
 from runs.report.blocks import Picture
 from runs.report.charts import Series, lines
 from runs.report.trained import TrainedRun
 from runs.table import Table
+from trainkit_gka.plots import shades
 
 LANGUAGE_COLUMNS = {
     "parameters": ("parameters", ","),
@@ -25,6 +29,7 @@ VISION_COLUMNS = {
     "images": ("images judged", ","),
     "images_per_second": ("training images/s", ",.0f"),
 }
+LINES, OTHER_FORMS = ("-", "--", ":", "-."), Look(GREY)
 X = {False: "training tokens, millions", True: "epochs"}
 
 
@@ -38,16 +43,16 @@ def progress_of(run: TrainedRun) -> Callable[[int], float]:
 
 
 def chart(title: str, caption: str, y: str, runs: list[TrainedRun], event: str, key: str) -> Picture | None:
-    """A line for every run: a colour for each model, a style for each of its seeds. None if no run has the values."""
-    families = list(dict.fromkeys(run.family for run in runs))
-    seen: dict[str, int] = {}
+    """A line for every run in its form's colour; others of the form have other lines. None if no run has the values."""
+    seen: Counter[str] = Counter()
     series = []
     for run in runs:
         progress = progress_of(run)
         points = [(progress(step), value) for step, value in run.points(event, key) if isinstance(value, (int, float))]
         if points:
-            style = seen[run.family] = seen.get(run.family, -1) + 1
-            series.append(Series(run.name, points, families.index(run.family), style, marker=event == "eval"))
+            own = replace(LOOKS.get(run.form, OTHER_FORMS), line=LINES[seen[run.form] % len(LINES)])
+            series.append(Series(run.name, points, own, marker=event == "eval"))
+            seen[run.form] += 1
     return lines(title, caption, X[runs[0].is_vision], y, series) if series else None
 
 
@@ -78,12 +83,12 @@ def bandwidth_curves(runs: Iterable[TrainedRun]) -> list[Picture]:
         for step, sigma in run.points("eval", "sigma"):
             for layer, heads in sigma.items() if isinstance(sigma, dict) else ():
                 layers.setdefault(layer, []).append((progress(step), heads))
-        series = []
+        series, colours = [], shades(len(layers))
         for place, (layer, seen) in enumerate(layers.items()):
             means = [(x, fmean(heads)) for x, heads in seen]
             label = f"layer {int(layer.rpartition('_')[2]) + 1}"
             band = [(min(heads), max(heads)) for _, heads in seen]
-            series.append(Series(label, means, place, place // 8, band, marker=True))
+            series.append(Series(label, means, Look(colours[place]), band, marker=True))
         if series:
             caption = "Mean σ of a layer's heads; the band is from the lowest to the highest head."
             pictures.append(lines(f"σ over training, {run.name}", caption, X[run.is_vision], "σ", series))

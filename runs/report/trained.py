@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from gka.kinds import KINDS
 from trainkit_gka.cli import UserError
 from trainkit_gka.loop import LOG, finish_record
 from trainkit_gka.progress import read_events
@@ -37,6 +38,14 @@ class TrainedRun:
     def family(self) -> str:
         """The name without the seed: runs that differ in nothing else share it."""
         return re.sub(r"-seed\d+$", "", self.name)
+
+    @property
+    def form(self) -> str:
+        """The name of its attention in pictures."""
+        model, attention = self.config.get("model", ""), self.config.get("attention", "")
+        kind = KINDS.get(attention or next((name for name in KINDS if f"_{name}_" in model), "softmax"))
+        offsets = " + offsets" if self.config.get("head_offsets") else ""
+        return (kind.label if kind else attention) + offsets
 
     @property
     def has_sigma(self) -> bool:

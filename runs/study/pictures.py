@@ -1,150 +1,222 @@
-"""The study's pictures of budgets: loss against compute with fits and spread, differences by depth and budget, and the
-loss and sigma^2 of longer trainings.
-"""
+"""The study's pictures, each from a frame of finished cells. A picture of an empty frame is None: nothing is drawn."""
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pandas as pd
 
-from runs.study.families import ALL
-from runs.study.grid import BUDGETS, CONTROL, HALF, LONGER, longer_families, scaled_places
-from runs.study.scores import Result, Scores
-from runs.study.statistics import frontier
-from trainkit_gka.plots import Figure, save, subplots
+from runs.figures import Look, legend, look, panels, save
+from runs.study.families import ALL, KERNELS, MIXINGS
+from runs.study.grid import BUDGETS, CONTROL, DEEPER, HALF, LONGER, longer_families, scaled_places
+from runs.study.rates import SMALLEST
+from runs.study.scores import Scores, family_of, probed_models
+from runs.study.statistics import Scaling, frontier
+from runs.study.vision.scores import results_of, rows_of
+from trainkit_gka.plots import Figure, shades
 
-CAPTION = (
-    "Every family at the learning rate that is best for it with two layers (with eight, there); "
-    "bars are one standard deviation over seeds, where there are any."
-)
+LOSS = "validation bits per byte"
+RATES = "Every family at the learning rate that is best for it with two layers (with eight, there)"
+SPREAD = "bars are one standard deviation over seeds, where there are any"
+PAIRED = "Bars hold 95 % over seeds, paired; without a bar there is one seed. Less is better."
 OVER_CONTROL = ("softmax", "GKA + offsets", HALF, "GGGA + offsets")
+# What is changed, by panel: the families whose change it is, and what each is compared with.
+CHANGES = {
+    "Repairs": {
+        f"{side} + {change}": baseline
+        for side, baseline in (("GKA", "GKA unrotated"), ("softmax", "softmax"))
+        for change in ("offsets", *MIXINGS)
+    },
+    "Kernels": dict.fromkeys(["softmax + offsets", "VLT + offsets", *KERNELS], "GKA + offsets"),
+}
+DEPTHS = {place["depth"]: Look(colour, marker) for place, colour, marker in zip((SMALLEST, DEEPER), shades(2), "os")}
+PROBED = dict(depth=4, tokens=2**22)
 
 
-def compute(scores: Scores, folder: Path, name: str) -> Figure | None:
-    """Loss against training FLOPs for the families of the scaling question; None if none of them is finished."""
-    figure, axis = subplots(figsize=(7.5, 5))
-    rows = []
-    for number, (family, fitted) in enumerate(scores.scalings().items()):
-        own, colour = scores.points(family), f"C{number}"
-        if not own:
-            continue
-        spent = [flops for flops, _ in own.values()]
-        means = [float(np.mean(losses)) for _, losses in own.values()]
-        spreads = [float(np.std(losses, ddof=1)) if len(losses) > 1 else 0.0 for _, losses in own.values()]
-        axis.errorbar(spent, means, spreads, fmt="o", color=colour, markersize=4, label=family)
-        rows += [{"family": family, "FLOPs": flops, "loss": loss} for flops, loss in zip(spent, means)]
-        if fitted is None:
-            continue
-        reach = np.geomspace(*fitted.reach, 60)
-        axis.plot(reach, fitted.fit(reach), color=colour, linewidth=1)
-        if fitted.draws:
-            drawn = np.stack([draw(reach) for draw in fitted.draws])
-            axis.fill_between(reach, *np.percentile(drawn, (2.5, 97.5), axis=0), color=colour, alpha=0.15, linewidth=0)
-    if not rows:
+def of_text(scores: Scores, speeds: Mapping[int, Mapping[str, float]], name: str, folder: Path) -> list[Figure]:
+    """All pictures of the finished cells of one text that there are rows for. speeds: see `with_minutes`."""
+    scaled = scores.frame({family: ALL[family] for family in scores.scalings()}, scaled_places())
+    timed = scores.frame({family: ALL[family] for family in (CONTROL, *OVER_CONTROL)}, scaled_places())
+    over = scores.differences(dict.fromkeys(OVER_CONTROL, CONTROL), scaled_places())
+    longest = scores.frame(longer_families(), LONGER)
+    changed = {panel: scores.differences(pairs, (SMALLEST, DEEPER)) for panel, pairs in CHANGES.items()}
+    drawn = [
+        compute(scaled, scores.scalings(), name, folder),
+        budgets(over, name, folder),
+        time(with_minutes(timed, speeds), name, folder),
+        longer(longest, name, folder),
+        changes(changed, name, folder),
+    ]
+    return [figure for figure in drawn if figure]
+
+
+def compute(frame: pd.DataFrame, fits: Mapping[str, Scaling | None], name: str, folder: Path) -> Figure | None:
+    """Loss against training FLOPs, with the fits to the frontiers."""
+    if frame.empty:
         return None
-    axis.set(xscale="log", xlabel="training FLOPs", ylabel="validation bits per byte")
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize=8)
+    figure, [axis] = panels(1, 1, 5.6)
+    for family, own in frame.groupby("family", sort=False):
+        style = look(family)(family, linestyle="none")
+        axis.errorbar(own["FLOPs"], own.loss, own.spread.fillna(0), **style)
+        if fitted := fits.get(family):
+            reach, colour = np.geomspace(*fitted.reach, 60), look(family).colour
+            axis.plot(reach, fitted.fit(reach), color=colour, linestyle=look(family).line, linewidth=1)
+            if fitted.draws:
+                edges = np.percentile([draw(reach) for draw in fitted.draws], (2.5, 97.5), axis=0)
+                axis.fill_between(reach, *edges, color=colour, alpha=0.12, linewidth=0)
+    axis.set(xscale="log", xlabel="training FLOPs", ylabel=LOSS)
+    legend(figure, [axis], 4)
     title = f"Loss against compute on {name}"
-    axis.set_title(title, fontsize=10)
-    caption = f"{CAPTION} Lines: a + b C^-c through what is better than everything cheaper; bands: 95 % of other seeds."
-    return Figure(save(figure, folder / f"study-compute-{name}.png"), title, caption, rows)
+    caption = f"{RATES}; {SPREAD}. Lines: a + b C^-c through what is better than everything cheaper; bands: 95 % of "
+    caption += "other seeds."
+    return _figure(figure, title, caption, frame, folder / f"study-compute-{name}.png")
 
 
-def budgets(scores: Scores, folder: Path, name: str) -> Figure | None:
-    """Losses over the control's against the tokens of the training, a panel a depth; None if nothing is finished."""
-    figure, axes = subplots(1, len(BUDGETS), figsize=(12, 3.8), sharey=True)
-    all_budgets, rows = sum(BUDGETS.values(), ()), []
+def budgets(frame: pd.DataFrame, name: str, folder: Path) -> Figure | None:
+    """Differences from the control against the tokens of the training, a panel a depth."""
+    if frame.empty:
+        return None
+    figure, axes = panels(1, len(BUDGETS), 3.9, sharey=True)
+    tokens = sum(BUDGETS.values(), ())
     for depth, axis in zip(BUDGETS, axes, strict=True):
         for number, family in enumerate(OVER_CONTROL):
-            for place in (place for place in scaled_places() if place["depth"] == depth):
-                if over := scores.over(ALL[family], ALL[CONTROL], place):
-                    drawn = {"difference": over.value, "low": over.low, "high": over.high}
-                    rows.append({"family": family, "layers": depth, "tokens": place["tokens"], **drawn})
-            own = [row for row in rows if (row["family"], row["layers"]) == (family, depth)]
-            tokens = [row["tokens"] * 2 ** (0.06 * (number - 1.5)) for row in own]  # side by side
-            axis.plot(tokens, [row["difference"] for row in own], "o-", color=f"C{number}", markersize=4, label=family)
-            axis.vlines(tokens, [row["low"] for row in own], [row["high"] for row in own], color=f"C{number}")
+            own = frame[(frame.family == family) & (frame.layers == depth)]
+            beside = own.tokens * 2 ** (0.06 * (number - 1.5))
+            axis.plot(beside, own.difference, **look(family)(family))
+            axis.vlines(beside, own.low, own.high, color=look(family).colour)
         axis.axhline(0, color="grey", linewidth=0.8)
         axis.set_xscale("log", base=2)
-        axis.set_xlim(min(all_budgets) / 1.3, max(all_budgets) * 1.3)
-        axis.set_title(f"{depth} layers", fontsize=9)
-        axis.set_xlabel("training tokens")
-        axis.grid(alpha=0.3)
-    if not rows:
-        return None
+        axis.set(xlim=(min(tokens) / 1.4, max(tokens) * 1.4), xlabel="training tokens")
+        axis.set_title(f"{depth} layers", fontsize=10)
     axes[0].set_ylabel(f"bits per byte over {CONTROL}")
-    axes[-1].legend(fontsize=7)
+    legend(figure, axes, 4)
     title = f"Losses over those of {CONTROL}, on {name}"
-    figure.suptitle(title, fontsize=10)
-    caption = "At equal tokens. Bars hold 95 % over seeds, paired; without a bar there is one seed. Less is better."
-    return Figure(save(figure, folder / f"study-budgets-{name}.png"), title, caption, rows)
+    return _figure(figure, title, f"At equal tokens. {PAIRED}", frame, folder / f"study-budgets-{name}.png")
 
 
-def time(scores: Scores, folder: Path, name: str, speeds: dict[int, dict[str, float]]) -> Figure | None:
-    """Loss against the time of training, tokens over `speeds` (depth -> family -> tokens/s); None without any."""
-    figure, axis = subplots(figsize=(7.5, 5))
-    rows = []
-    for number, family in enumerate((CONTROL, *OVER_CONTROL)):
-        for place in scaled_places():
-            result, speed = scores.at(ALL[family], place), speeds.get(place["depth"], {}).get(family)
-            if result and speed:
-                minutes, spread = place["tokens"] / speed / 60, 0.0 if math.isnan(result.spread) else result.spread
-                where = {"family": family, "layers": place["depth"], "tokens": place["tokens"], "minutes": minutes}
-                rows.append({**where, "loss": result.mean, "spread": spread})
-        own = [row for row in rows if row["family"] == family]
-        if not own:
-            continue
-        minutes, losses, spreads = (np.array([row[key] for row in own]) for key in ("minutes", "loss", "spread"))
-        axis.errorbar(minutes, losses, spreads, fmt="o", color=f"C{number}", markersize=4, label=family)
-        best = frontier(minutes, losses)
-        axis.plot(minutes[best], losses[best], color=f"C{number}", linewidth=1)
-    if not rows:
+def with_minutes(frame: pd.DataFrame, speeds: Mapping[int, Mapping[str, float]]) -> pd.DataFrame:
+    """The rows whose speed is known, with the minutes of their training. speeds: depth -> family -> tokens/s."""
+    speed = [speeds.get(row.layers, {}).get(row.family, math.nan) for row in frame.itertuples()]
+    timed = frame.assign(minutes=frame.tokens / np.array(speed, dtype=float) / 60)
+    return timed[timed.minutes.notna()]
+
+
+def time(frame: pd.DataFrame, name: str, folder: Path) -> Figure | None:
+    """Loss against the minutes of training."""
+    if frame.empty:
         return None
-    axis.set(xscale="log", xlabel="minutes of training, one thread", ylabel="validation bits per byte")
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize=8)
+    figure, [axis] = panels(1, 1, 5.4)
+    for family, own in frame.groupby("family", sort=False):
+        axis.errorbar(own.minutes, own.loss, own.spread.fillna(0), **look(family)(family, linestyle="none"))
+        best = own.iloc[frontier(own.minutes.to_numpy(), own.loss.to_numpy())]
+        axis.plot(best.minutes, best.loss, color=look(family).colour, linestyle=look(family).line, linewidth=1)
+    axis.set(xscale="log", xlabel="minutes of training, one thread", ylabel=LOSS)
+    legend(figure, [axis], 3)
     title = f"Loss against the time of training, on {name}"
-    axis.set_title(title, fontsize=10)
-    caption = (
-        "Two to eight layers; lines join what is better than everything quicker; bars are one standard deviation over "
-        "seeds. Minutes are tokens over the speed of steps that were timed in turns."
-    )
-    return Figure(save(figure, folder / f"study-time-{name}.png"), title, caption, rows)
+    caption = f"Two to eight layers; lines join what is better than everything quicker; {SPREAD}. "
+    caption += "Minutes are tokens over the speed of steps that were timed in turns."
+    return _figure(figure, title, caption, frame, folder / f"study-time-{name}.png")
 
 
-def longer(scores: Scores, folder: Path, name: str) -> Figure | None:
-    """Loss and sigma^2 against the tokens of the training, at depth 2; None if nothing is finished."""
-    figure, (left, right) = subplots(1, 2, figsize=(10, 4.2))
-    rows = []
-    for number, (family, form) in enumerate(longer_families().items()):
-        found = [(place["tokens"], result) for place in LONGER if (result := scores.at(form, place))]
-        if not found:
-            continue
-        tokens, results = [tokens for tokens, _ in found], [result for _, result in found]
-        spreads = [0.0 if math.isnan(result.spread) else result.spread for result in results]
-        style = dict(color=f"C{number}", marker="o", markersize=4, label=family)
-        left.errorbar(tokens, [result.mean for result in results], spreads, **style)
-        sigmas = [sigma_of(result) for result in results]
-        if not np.isnan(sigmas).all():
-            right.plot(tokens, sigmas, **style)
-        rows += [
-            {"family": family, "tokens": count, "loss": result.mean, "sigma^2": sigma}
-            for count, result, sigma in zip(tokens, results, sigmas)
-        ]
-    if not rows:
+def longer(frame: pd.DataFrame, name: str, folder: Path) -> Figure | None:
+    """Loss and sigma^2 against the tokens of the training, at depth 2."""
+    if frame.empty:
         return None
-    for axis, label in ((left, "validation bits per byte"), (right, "median σ² of all heads (head_dim is 64)")):
+    figure, (left, right) = panels(1, 2, 4.4)
+    for family, own in frame.groupby("family", sort=False):
+        left.errorbar(own.tokens, own.loss, own.spread.fillna(0), **look(family)(family))
+        if own["sigma^2"].notna().any():
+            right.plot(own.tokens, own["sigma^2"], **look(family)(family))
+    for axis, label in ((left, LOSS), (right, "median σ² of all heads (head_dim is 64)")):
         axis.set(xlabel="training tokens", ylabel=label)
         axis.set_xscale("log", base=2)
-        axis.grid(alpha=0.3)
-        if axis.get_legend_handles_labels()[0]:
-            axis.legend(fontsize=7)
     right.set_yscale("log")
+    legend(figure, [left], 4)
     title = f"Two layers, trained longer, on {name}"
-    figure.suptitle(title, fontsize=10)
-    return Figure(save(figure, folder / f"study-longer-{name}.png"), title, CAPTION, rows)
+    return _figure(figure, title, f"{RATES}; {SPREAD}.", frame, folder / f"study-longer-{name}.png")
 
 
-def sigma_of(result: Result) -> float:
-    return float("nan") if result.sigma_squared is None else result.sigma_squared
+def changes(frames: Mapping[str, pd.DataFrame], name: str, folder: Path) -> Figure | None:
+    """What changes do to the loss of the form that is changed, at two depths. frames: title -> its differences."""
+    together = pd.concat([frame for frame in frames.values() if len(frame)] or [pd.DataFrame()])
+    if together.empty:
+        return None
+    figure, axes = panels(1, len(frames), 4.8)
+    for axis, (title, frame) in zip(axes, frames.items(), strict=True):
+        labels = list(dict.fromkeys(frame.family))[::-1]
+        for number, (depth, style) in enumerate(DEPTHS.items()):
+            own = frame[frame.layers == depth]
+            heights = [labels.index(family) + 0.15 - 0.3 * number for family in own.family]
+            axis.hlines(heights, own.low, own.high, color=style.colour, linewidth=1.5)
+            axis.plot(own.difference, heights, **style(f"{depth} layers", linestyle="none"))
+        axis.set_yticks(range(len(labels)), labels)
+        axis.axvline(0, color="grey", linewidth=0.8)
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel("bits per byte over " + " and ".join(dict.fromkeys(frame.over)), fontsize=9)
+        axis.grid(visible=False, axis="y")
+        axis.locator_params(axis="x", nbins=5)
+    legend(figure, axes, len(DEPTHS))
+    title = f"What repairs GKA, and what its kernel is worth, on {name}"
+    return _figure(figure, title, PAIRED, together, folder / f"study-forms-{name}.png")
+
+
+def context(results: Path, folder: Path) -> Figure | None:
+    """Loss by the position in a row, and how many tokens each head averages, of every family's first seed."""
+    probed = sorted((pair for pair in probed_models(results) if pair[0] is not None), key=lambda pair: pair[0].seed)
+    models: dict[str, dict[str, Any]] = {}
+    for cell, record in probed:
+        if all(getattr(cell, field) == value for field, value in PROBED.items()):
+            models.setdefault(family_of(cell), record["metrics"])
+    if not models:
+        return None
+    figure, (left, right) = panels(1, 2, 4.4)
+    rows = []
+    for number, (family, metrics) in enumerate(models.items()):
+        losses = dict(list(metrics["loss_by_position"].items())[:-1])  # the last group may be one token
+        tokens = [head["effective tokens"] for head in metrics["heads"]]
+        left.plot(range(len(losses)), list(losses.values()), **look(family)(family))
+        left.set_xticks(range(len(losses)), list(losses), rotation=45)
+        right.plot(tokens, [number] * len(tokens), **look(family)(family, linestyle="none", alpha=0.6))
+        rows += [{"family": family, "positions": place, "nats a token": loss} for place, loss in losses.items()]
+    left.set(xlabel="position in the row", ylabel="nats a token")
+    right.set(xscale="log", xlabel="tokens that a head averages, exp(entropy)")
+    right.set_yticks(range(len(models)), list(models))
+    legend(figure, [left], 3)
+    title = "What models of four layers do in their context"
+    caption = "Trained on 2^22 tokens. Left: loss by the position in a row of 512 tokens. Right: a dot for each head."
+    return _figure(figure, title, caption, pd.DataFrame(rows), folder / "study-context.png")
+
+
+def images(results: Path, folder: Path) -> Figure | None:
+    """Top-1 of every family on every set of images, seed by seed."""
+    rows = [
+        {"images": name, "family": family, "seed": seed, "top-1 %": top1}
+        for name, trained in rows_of(results).items()
+        for family, result in results_of(trained).items()
+        if result
+        for seed, top1 in result.losses.items()
+    ]
+    if not rows:
+        return None
+    frame = pd.DataFrame(rows)
+    sets = frame.groupby("images", sort=False)
+    figure, axes = panels(1, len(sets), 4.2)
+    for axis, (name, own) in zip(axes, sets, strict=True):
+        labels = list(dict.fromkeys(own.family))[::-1]
+        for family, seeds in own.groupby("family", sort=False)["top-1 %"]:
+            height, style = labels.index(family), look(family)
+            axis.plot(seeds, [height] * len(seeds), **style(family, linestyle="none", alpha=0.5))
+            axis.plot(seeds.mean(), height, "|", color=style.colour, markersize=16, markeredgewidth=2)
+        axis.set_yticks(range(len(labels)), [label.replace(", channel", ",\nchannel") for label in labels])
+        axis.set(xlabel="top-1, %")
+        axis.set_title(name, fontsize=10)
+        axis.grid(visible=False, axis="y")
+    title = "Vision transformers with spatial offsets, and hybrids"
+    caption = "Each family at its own best learning rate; a dot for each seed, a stroke for their mean."
+    return _figure(figure, title, caption, frame, folder / "study-images.png")
+
+
+def _figure(figure, title: str, caption: str, frame: pd.DataFrame, path: Path) -> Figure:
+    return Figure(save(figure, title, path), title, caption, frame.to_dict("records"))

@@ -1,10 +1,13 @@
 """Finished cells, as comparisons need them: a family at a place, at its best rate, seed by seed."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
+
+import pandas as pd
 
 from runs.frames import RESULTS, records
 from runs.study.cells import Cell
@@ -17,6 +20,13 @@ from runs.study.statistics import Interval, Points, Scaling, SeedNoise, paired_d
 FORM = {field for family in ALL.values() for field in family}
 HEADS = RESULTS / "study_heads.jsonl"  # what runs.study.heads appends to
 Place = dict[str, Any]  # what else a cell says: depth, tokens, batch, ...
+
+
+PLACE = ["layers", "tokens"]
+
+
+def _place(place: Place) -> tuple[int, int]:
+    return place["depth"], place["tokens"]
 
 
 @dataclass(frozen=True)
@@ -113,6 +123,26 @@ class Scores:
         """The family's loss minus the baseline's; None unless both have a seed there."""
         own, other = self.at(family, place), self.at(baseline, place)
         return own.over(other) if own and other else None
+
+    def frame(self, families: dict[str, Family], places: Iterable[Place]) -> pd.DataFrame:
+        """A row for every family at every place that is finished. spread: NaN for one seed; sigma^2: without any."""
+        rows = [
+            [name, *_place(place), r["train_flops"], r.mean, r.spread, r.sigma_squared or math.nan]
+            for name, family in families.items()
+            for place in places
+            if (r := self.at(family, place))
+        ]
+        return pd.DataFrame(rows, columns=["family", *PLACE, "FLOPs", "loss", "spread", "sigma^2"])
+
+    def differences(self, baselines: dict[str, str], places: Iterable[Place]) -> pd.DataFrame:
+        """A row for every family at every place where it shares a seed with its baseline. baselines: by family."""
+        rows = [
+            [name, baseline, *_place(place), over.value, over.low, over.high]
+            for name, baseline in baselines.items()
+            for place in places
+            if (over := self.over(ALL[name], ALL[baseline], place))
+        ]
+        return pd.DataFrame(rows, columns=["family", "over", *PLACE, "difference", "low", "high"])
 
     def of(self, cell: Cell) -> Result | None:
         """The cell with every seed that it was trained with."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from runs.study import findings, pictures, pictures_of_forms, statistics
+from runs.study import findings, pictures, statistics
 from runs.study.cells import Cell
 from runs.study.families import ALL, FAMILIES
 from runs.study.grid import DEEPER, scaled_places
@@ -261,13 +261,19 @@ def test_settings_are_compared_at_the_transferred_rate_and_paired_over_seeds(tmp
     assert "| GKA + offsets | 1.7900 ± 0.0036 | 1.8100 ± 0.0036 | +0.0200 [+0.0200, +0.0200] |" in pairs
 
 
+def figures_of(folder, tmp_path, **speeds):
+    """What is drawn of the words in a folder, by a word of the file's name. speeds: tokens/s of two layers."""
+    drawn = pictures.of_text(Scores.read(folder / "words.jsonl"), {2: speeds}, "words", tmp_path)
+    assert all(figure.path.exists() for figure in drawn)
+    return {figure.path.name.split("-")[1]: figure.rows for figure in drawn}
+
+
 def test_repairs_and_kernels_are_drawn_over_what_they_change(tmp_path):
     losses = {"GKA unrotated": 1.96, "GKA + offsets": 1.85, "softmax": 1.87, "softmax + offsets": 1.81}
     rows = with_seeds(SMALLEST, losses)
     rows += [row(Cell(**DEEPER, **ALL[name]), losses[name] - 0.1) for name in ("GKA unrotated", "GKA + offsets")]
-    figure = pictures_of_forms.forms(Scores.read(write(tmp_path / "study", rows) / "words.jsonl"), tmp_path, "words")
-    assert figure.path.exists()
-    drawn = {(row["family"], row["over"], row["layers"]): row for row in figure.rows}
+    figures = figures_of(write(tmp_path / "study", rows), tmp_path)
+    drawn = {(row["family"], row["over"], row["layers"]): row for row in figures["forms"]}
     assert drawn["GKA + offsets", "GKA unrotated", 2]["difference"] == pytest.approx(-0.11)
     assert drawn["softmax + offsets", "softmax", 2]["high"] == pytest.approx(-0.06)  # paired: the noise is equal
     assert drawn["softmax + offsets", "GKA + offsets", 2]["difference"] == pytest.approx(-0.04)
@@ -280,16 +286,24 @@ def test_every_depth_and_budget_is_drawn_over_softmax_with_offsets(tmp_path):
     rows = [row(Cell(**place, **ALL[name], seed=1), loss) for name, loss in losses.items() for place in places]
     rows += [row(Cell(**places[0], **ALL[name], seed=2), loss + 0.1) for name, loss in losses.items()]
     rows += [row(Cell(**places[0], **ALL["softmax"], seed=0), 1.0)]  # of a seed that the control does not have
-    figure = pictures.budgets(Scores.read(write(tmp_path / "study", rows) / "words.jsonl"), tmp_path, "words")
-    assert figure.path.exists() and len(figure.rows) == 6
-    assert [(one["layers"], one["tokens"]) for one in figure.rows] == [(p["depth"], p["tokens"]) for p in places]
-    assert all(one["difference"] == pytest.approx(0.05) for one in figure.rows)
-    assert [math.isnan(one["low"]) for one in figure.rows] == [False, *[True] * 5]
-    assert pictures.budgets(Scores.read(write(tmp_path / "none", rows[-1:]) / "words.jsonl"), tmp_path, "no") is None
+    drawn = figures_of(write(tmp_path / "study", rows), tmp_path)["budgets"]
+    assert [(one["layers"], one["tokens"]) for one in drawn] == [(p["depth"], p["tokens"]) for p in places]
+    assert all(one["difference"] == pytest.approx(0.05) for one in drawn)
+    assert [math.isnan(one["low"]) for one in drawn] == [False, *[True] * 5]
+    assert "budgets" not in figures_of(write(tmp_path / "none", rows[-1:]), tmp_path)
+
+
+def test_the_time_of_training_is_drawn_where_the_speed_is_known(tmp_path):
+    place = dict(depth=2, tokens=2**21)
+    rows = [row(Cell(**place, **ALL[name]), loss) for name, loss in (("softmax", 1.8), ("GKA + offsets", 1.7))]
+    folder = write(tmp_path / "study", rows)
+    [drawn] = figures_of(folder, tmp_path, **{"GKA + offsets": 2**21 / 90})["time"]
+    assert (drawn["family"], drawn["minutes"], drawn["loss"]) == ("GKA + offsets", pytest.approx(1.5), 1.7)
+    assert "time" not in figures_of(folder, tmp_path)
 
 
 def test_losses_along_a_row_are_drawn_of_models_that_were_looked_at(tmp_path):
-    cell = Cell(**pictures_of_forms.PROBED, **ALL["GKA"])
+    cell = Cell(**pictures.PROBED, **ALL["GKA"])
     second = replace(cell, seed=1)
     folder = write(tmp_path / "study", [row(second, 1.9), row(cell, 1.9)])
     by_position = {"1": 4.2, "2-3": 4.1, "4": 4.5}  # the last group, which may be one token, is left out
@@ -301,7 +315,7 @@ def test_losses_along_a_row_are_drawn_of_models_that_were_looked_at(tmp_path):
     worse = {**metrics, "loss_by_position": {"1": 5.0, "2-3": 5.0, "4": 5.0}}  # of another seed, so not drawn
     lines.insert(0, {**lines[0], "config": {"name": second.key(DATA), "sha256": "c"}, "metrics": worse})
     (tmp_path / "study_heads.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    figure = pictures_of_forms.context(folder, tmp_path)
+    figure = pictures.context(folder, tmp_path)
     assert figure.path.exists()
     for line, (gain, sigma) in zip(lines, ((0.5, 3.0), (1.5, 2.0), (9.0, None)), strict=True):
         line["metrics"] = {**line["metrics"], "induction": {"accuracy": 0.01, "gain": gain}} | {
@@ -324,17 +338,6 @@ def test_the_command_prints_every_table_and_draws_what_there_is(scaled, tmp_path
     names = {path.name for path in (tmp_path / "pictures").iterdir()}
     assert names == {"study-compute-words.png", "study-longer-words.png"}
     findings.main(findings.FindingsConfig(results=write(tmp_path / "study", []), out=tmp_path / "none"))
-    assert "nothing to draw of compute for words: not run" in " ".join(capsys.readouterr().out.split())
+    assert list((tmp_path / "none").iterdir()) == []
     with pytest.raises(UserError, match="make study writes some"):
         findings.main(findings.FindingsConfig(results=tmp_path / "nothing"))
-
-
-def test_the_time_of_training_is_drawn_where_the_speed_is_known(tmp_path):
-    place = dict(depth=2, tokens=2**21)
-    rows = [row(Cell(**place, **ALL[name]), loss) for name, loss in (("softmax", 1.8), ("GKA + offsets", 1.7))]
-    scores = Scores.read(write(tmp_path / "study", rows) / "words.jsonl")
-    figure = pictures.time(scores, tmp_path, "words", {2: {"GKA + offsets": 2**21 / 90}})
-    assert figure.path.exists()
-    [drawn] = figure.rows
-    assert (drawn["family"], drawn["minutes"], drawn["loss"]) == ("GKA + offsets", pytest.approx(1.5), 1.7)
-    assert pictures.time(scores, tmp_path, "words", {}) is None

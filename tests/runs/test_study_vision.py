@@ -14,7 +14,7 @@ import tiny_vision
 from deit_gka.training.config import TrainConfig
 from runs.demo import vision as demo
 from runs.demo.commands import START_SECONDS
-from runs.study import pictures_of_forms
+from runs.study import pictures as study_pictures
 from runs.study.runner import show_left
 from runs.study.trainings import Trainings
 from runs.study.vision import images as settings
@@ -244,10 +244,10 @@ def test_the_table_has_means_spreads_and_paired_intervals(tmp_path):
     assert f"| 98.50 ± 0.50 | 1* | 3 | {middle:+.2f} [{middle - half:+.2f}, {middle + half:+.2f}] |" in row
     assert row.endswith("| 1,000 | 2.50 |") and "| VLT | not run |" in text and "GGGGGA" not in text
     assert study_vision.images(tmp_path / "empty") == []
-    figure = pictures_of_forms.images(tmp_path, tmp_path)
+    figure = study_pictures.images(tmp_path, tmp_path)
     drawn = [row["top-1 %"] for row in figure.rows if row["family"] == "GKA + NLUD"]
     assert figure.path.exists() and drawn == list(top1["GKA + NLUD"]) and len(figure.rows) == 9
-    assert pictures_of_forms.images(tmp_path / "empty", tmp_path) is None
+    assert study_pictures.images(tmp_path / "empty", tmp_path) is None
 
 
 def test_the_list_and_mistakes_are_short(study, capsys, tmp_path):

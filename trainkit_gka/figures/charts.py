@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.colors import Normalize
 
+from trainkit_gka.plots import shades
+
 
 def heat_map(
     figure, axis, values: np.ndarray, title: str, norm: Normalize | None = None, names: Sequence[str] = ()
@@ -40,11 +42,11 @@ def in_cell(value: float) -> str:
 def lines(axis, values: np.ndarray, title: str, label: str, spread: tuple | None = None, names: str = "head") -> None:
     """A line for every head over depth. values: (L, H). spread: lower and upper edge of bands, (L, H) each."""
     layers = range(1, len(values) + 1)
-    for head, line in enumerate(values.T):
-        (drawn,) = axis.plot(layers, line, marker="o", markersize=4, label=f"{names} {head + 1}")
+    for head, (line, colour) in enumerate(zip(values.T, shades(values.shape[1]))):
+        axis.plot(layers, line, marker="o", markersize=4, color=colour, label=f"{names} {head + 1}")
         if spread is not None:
             edges = (edge[:, head] for edge in spread)
-            axis.fill_between(layers, *edges, color=drawn.get_color(), alpha=0.2, linewidth=0)
+            axis.fill_between(layers, *edges, color=colour, alpha=0.2, linewidth=0)
     axis.set(xlabel="layer", ylabel=label, xticks=layers)
     axis.set_title(title, fontsize=10)
     axis.grid(alpha=0.3)

@@ -4,13 +4,28 @@ from pathlib import Path
 
 import pandas as pd
 
+from runs.figures import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, Look, legend, look, panels, save
 from runs.neighbours.approximations.forms import FORMS, MEAN
 from runs.neighbours.approximations.measure import FUSED, SOFTMAX, errors_and_times, times
-from trainkit_gka.plots import Figure, save, subplots
+from trainkit_gka.plots import Figure
 
 TOKENS = 16_384
+EXACT = {FUSED: look("GKA").colour, SOFTMAX: look("softmax").colour}
+LOOKS = {
+    "positive": Look(PURPLE),
+    "positive, orthogonal": Look(PURPLE, "v", "--"),
+    "trigonometric": Look(SKY),
+    "trigonometric, orthogonal": Look(SKY, "v", "--"),
+    "Nyström, uniform": Look(BLUE),
+    "Nyström, k-means": Look(BLUE, "v", "--"),
+    "window + Nyström": Look(BLUE, "s"),
+    "clusters": Look(GREEN),
+    "window + clusters": Look(GREEN, "s"),
+    "window": Look(GREY, "s"),
+    "nearest keys": Look(ORANGE, "D"),
+}
 PICTURE = "approximations.png"
-TICKS = [number * 10**power for power in range(5) for number in (1, 2, 5)]  # ms
+TICKS = [10, 100, 1_000, 10_000]  # ms
 CAPTION = (
     "Relative error of y (median of heads, mean of seeds) on the features that a panel names, against the time of one "
     "call. Times are of random features of one batch with 3 heads of 64 channels in every panel, with a causal mask "
@@ -38,30 +53,32 @@ def draw(path: Path, folder: Path, tokens: int = TOKENS) -> Figure | None:
     shown, exact = points(path, tokens), times(path)
     if shown.empty:
         return None
-    exact = exact[(exact.tokens == tokens) & exact.form.isin((FUSED, SOFTMAX))]
-    sources = shown.source.unique()
-    figure, axes = subplots(1, len(sources), figsize=(2.6 + 3.6 * len(sources), 4.2), squeeze=False)
-    for axis, source in zip(axes[0], sources):
+    exact = exact[exact.tokens == tokens].drop_duplicates(["form", "causal"], keep="last").set_index("form")
+    sources = list(shown.source.unique())
+    columns = min(len(sources), 3)
+    figure, axes = panels(-(-len(sources) // columns), columns, 1.6 + 2.8 * (-(-len(sources) // columns)))
+    for axis in axes[len(sources) :]:
+        axis.set_visible(False)
+    for axis, source in zip(axes, sources):
         panel = shown[shown.source == source]
-        for number, (form, line) in enumerate(panel[panel.form != MEAN].groupby("form")):
-            style = dict(color=f"C{number % 10}", marker="os^D"[number // 10], markersize=4, linewidth=1, label=form)
-            axis.plot("median_ms", "error", data=line.sort_values("size"), **style)
-        for _, line in exact[exact.causal == panel.causal.iloc[0]].iterrows():
-            colour = "black" if line.form == FUSED else "grey"
-            axis.axvline(line.median_ms, color=colour, linestyle="--", linewidth=1, label=line.form)
+        for form, line in panel[panel.form != MEAN].groupby("form"):
+            line = line.sort_values("size")
+            axis.plot(line.median_ms, line.error, **LOOKS[form](form, linewidth=1))
+        for form, colour in EXACT.items():
+            for number, ms in enumerate(exact[exact.causal == panel.causal.iloc[0]].median_ms.get([form], [])):
+                axis.axvline(ms, color=colour, linestyle="--", linewidth=1.3, label="_" * number + form)
         for error in panel[panel.form == MEAN].error:
-            axis.axhline(error, color="grey", linestyle=":", linewidth=1)
+            axis.axhline(error, color="grey", linestyle=":", linewidth=1.3, label=MEAN)
         axis.set(xscale="log", yscale="log", xlabel="ms", ylim=(1e-3, 100))
         limits = axis.get_xlim()
-        axis.set_xticks(TICKS, [f"{tick:,}" for tick in TICKS], fontsize=8)
+        axis.set_xticks(TICKS, [f"{tick:,}" for tick in TICKS])
         axis.set_xlim(limits)
         axis.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
-        axis.set_title(source, fontsize=9)
-        axis.grid(alpha=0.3)
-    axes[0, 0].set_ylabel("relative error of y")
-    axes[0, -1].legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.02, 1))
+        axis.set_title(source, fontsize=10)
+    for axis in axes[::columns]:
+        axis.set_ylabel("relative error of y")
+    legend(figure, axes, 4)
     title = f"Approximations of GKA at N = {tokens:,}: error against time"
-    figure.suptitle(title, fontsize=10)
-    columns = {"source": "features of", "form": "form", "size": "size", "median_ms": "ms", "error": "error"}
-    drawn = shown[shown.form != MEAN].rename(columns=columns)[[*columns.values()]]
-    return Figure(save(figure, folder / PICTURE), title, caption(shown), drawn.to_dict("records"))
+    names = {"source": "features of", "form": "form", "size": "size", "median_ms": "ms", "error": "error"}
+    drawn = shown[shown.form != MEAN].rename(columns=names)[[*names.values()]]
+    return Figure(save(figure, title, folder / PICTURE), title, caption(shown), drawn.to_dict("records"))

@@ -1,0 +1,30 @@
+"""The looks of forms in pictures: every form that is drawn has one of its own, in the colours of the palette."""
+
+from runs import figures
+from runs.neighbours.approximations import picture
+from runs.neighbours.approximations.forms import FORMS, MEAN
+from runs.study.grid import CONTENDERS, CONTROL, SCALED, longer_families
+from runs.study.pictures import OVER_CONTROL
+from runs.study.vision.families import BARE_NORM, DEEPER, FAMILIES, TUNED_APART, TUNED_APART_LATER
+from trainkit_gka.plots import shades
+
+TEXT = {CONTROL, *OVER_CONTROL, *SCALED, *longer_families(), *CONTENDERS, "VLT"}
+IMAGES = FAMILIES | DEEPER | BARE_NORM | TUNED_APART | TUNED_APART_LATER
+
+
+def test_forms_have_looks_of_their_own_in_the_palette():
+    for forms in (TEXT, IMAGES):
+        looks = [figures.look(form) for form in forms]
+        assert len(set(looks)) == len(looks) and {look.colour for look in looks} <= set(figures.PALETTE)
+    assert picture.LOOKS.keys() == FORMS.keys() - {MEAN} and len(set(picture.LOOKS.values())) == len(picture.LOOKS)
+
+
+def test_relatives_share_their_colour():
+    for start, forms in (("softmax + offsets", TEXT), ("VLT", TEXT), ("GGG", TEXT), ("GKA + LRUB", IMAGES)):
+        assert len({figures.look(form).colour for form in forms if form.startswith(start)}) == 1
+    own = figures.variants("GKA", ["gka cpu", "gka sdpa", "gka eager"])
+    assert {look.colour for look in own.values()} == {figures.look("GKA").colour} and len(set(own.values())) == 3
+
+
+def test_heads_and_layers_have_another_palette():
+    assert len(set(shades(6))) == 6 and not set(shades(6)) & set(figures.PALETTE) and len(shades(1)) == 1
