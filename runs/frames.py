@@ -52,7 +52,8 @@ def frame(path: Path, *columns: str, kind: str = "") -> pd.DataFrame:
     """
     rows = []
     for record in records(path, kind=kind):
-        row = {name: record[name] for name in FACTS} | record.get("config", {}) | record["metrics"]
+        config = record.get("config", {})
+        row = {name: record[name] for name in FACTS} | config | _case(config) | record["metrics"]
         rows.append({**row, "record": record})
     found = pd.DataFrame(rows)
     for name in columns if rows else ():
@@ -60,6 +61,12 @@ def frame(path: Path, *columns: str, kind: str = "") -> pd.DataFrame:
         if len(holes):
             raise _damaged(path, holes[0] + 1, f"has no {name}")
     return found
+
+
+def _case(config: dict[str, Any]) -> dict[str, Any]:
+    """What a row of neighbours is of, which stands apart from its settings; a benchmark's case is a name."""
+    case = config.get("case")
+    return case if isinstance(case, dict) else {}
 
 
 def bench(name: str, results: Path | None = None, quick: bool = False) -> pd.DataFrame:

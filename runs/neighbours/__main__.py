@@ -12,8 +12,8 @@ from typing import Literal
 
 from runs.demo import language
 from runs.neighbours import speed, trainings
+from runs.neighbours.cases import Cases
 from runs.neighbours.layers import ABOUT, DIM, HEADS, check_names
-from runs.neighbours.rows import Rows
 from trainkit_gka import cli
 from trainkit_gka.cli import Count
 from trainkit_gka.progress import console
@@ -56,40 +56,35 @@ class NeighboursConfig:
 LAYER = {"batch": 1, "dim": DIM, "heads": HEADS}
 
 
-def measure_speed(config: NeighboursConfig, rows: Rows) -> None:
+def measure_speed(config: NeighboursConfig, cases: Cases) -> None:
+    """All methods that have no row at a length take turns."""
     for tokens in config.tokens:
-        names = [name for name in check_names(config.methods) if not rows.has(method=name, tokens=tokens)]
-        measured = speed.time_layers(names, tokens, config.rounds) if names else {}
-        for name, metrics in measured.items():
-            rows.add(metrics, {**LAYER, "turns_with": names}, method=name, tokens=tokens)
+        wanted = ({"method": name, "tokens": tokens} for name in check_names(config.methods))
+        left = {case["method"]: case for case in wanted if not cases.has(case)}
+        measured = speed.time_layers(list(left), tokens, config.rounds) if left else {}
+        for name, numbers in measured.items():
+            cases.append(left[name], {**LAYER, "turns_with": list(left)}, numbers)
 
 
-def measure_memory(config: NeighboursConfig, rows: Rows) -> None:
-    for tokens, name in itertools.product(config.tokens, check_names(config.methods)):
-        if not rows.has(method=name, tokens=tokens):
-            rows.add(speed.measure_peak(name, tokens), LAYER, method=name, tokens=tokens)
+def measure_memory(config: NeighboursConfig, cases: Cases) -> None:
+    pairs = itertools.product(config.tokens, check_names(config.methods))
+    wanted = [{"method": name, "tokens": tokens} for tokens, name in pairs]
+    cases.fill(wanted, lambda case: (LAYER, speed.measure_peak(**case)))
 
 
-def measure_digits(config: NeighboursConfig, rows: Rows) -> None:
-    for seed, name in itertools.product(range(config.seeds or SEEDS["digits"]), check_names(config.methods)):
-        case = {"method": name, "seed": seed, "epochs": config.epochs}
-        if not rows.has(**case):
-            trained = trainings.method_on_digits(name, seed, config.epochs, config.out)
-            if trained is None:
-                return
-            settings, numbers = trained
-            rows.add(numbers, settings, **case)
+def measure_digits(config: NeighboursConfig, cases: Cases) -> None:
+    pairs = itertools.product(range(config.seeds or SEEDS["digits"]), check_names(config.methods))
+    wanted = [{"method": name, "seed": seed, "epochs": config.epochs} for seed, name in pairs]
+    cases.fill(wanted, lambda case: trainings.method_on_digits(**case, out=config.out))
 
 
-def measure_language(config: NeighboursConfig, rows: Rows) -> None:
+def measure_language(config: NeighboursConfig, cases: Cases) -> None:
     if not config.packed.exists():
         language.prepare(config.packed.parent)
     names = [name for name in check_names(config.methods) if ABOUT[name].causal]
-    for seed, name in itertools.product(range(config.seeds or SEEDS["language"]), names):
-        case = {"method": name, "seed": seed, "steps": config.steps}
-        if not rows.has(**case):
-            settings, numbers = trainings.method_on_text(name, seed, config.steps, config.packed, config.out)
-            rows.add(numbers, settings, **case)
+    pairs = itertools.product(range(config.seeds or SEEDS["language"]), names)
+    wanted = [{"method": name, "seed": seed, "steps": config.steps} for seed, name in pairs]
+    cases.fill(wanted, lambda case: trainings.method_on_text(**case, packed=config.packed, out=config.out))
 
 
 MEASURE = {
@@ -103,10 +98,10 @@ MEASURE = {
 def main(config: NeighboursConfig) -> None:
     check_names(config.methods)
     for part in config.what:
-        rows = Rows(config.results / f"{part}.jsonl", f"neighbours-{part}")
-        MEASURE[part](config, rows)
-        if not rows.added:
-            console.print(f"{part}: nothing new; rows that {rows.path} has are not measured again", highlight=False)
+        cases = Cases(config.results / f"{part}.jsonl", f"neighbours-{part}")
+        MEASURE[part](config, cases)
+        if not cases.added:
+            console.print(f"{part}: nothing new; rows that {cases.path} has are not measured again", highlight=False)
 
 
 if __name__ == "__main__":

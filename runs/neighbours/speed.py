@@ -23,8 +23,8 @@ from torch import nn
 from gka.testing.budget import disagreement
 from runs.bench.measurement import Plan
 from runs.bench.timing import interleave
+from runs.neighbours.cases import CPU
 from runs.neighbours.layers import ABOUT, DIM, by_equation, cost, layer
-from runs.neighbours.rows import CPU
 from trainkit_gka.distributed import keep_freed_memory
 
 MEMORY_LIMIT = 8 * 2**30  # bytes
@@ -126,7 +126,7 @@ def peak_of_pass(name: str, tokens: int) -> dict[str, Any]:
         return {"failed": f"needs more than {MEMORY_LIMIT // 2**30} GiB"}
 
 
-def measure_peak(name: str, tokens: int) -> dict[str, Any]:
+def measure_peak(method: str, tokens: int) -> dict[str, Any]:
     """`peak_of_pass` in a fresh process."""
-    done = subprocess.run([sys.executable, "-c", PEAK, name, str(tokens)], stdout=subprocess.PIPE, text=True)
+    done = subprocess.run([sys.executable, "-c", PEAK, method, str(tokens)], stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout) if not done.returncode else {"failed": f"ended with code {done.returncode}"}

@@ -71,10 +71,10 @@ def train_digits(
     return record and (config.identity(), {key: record[key] for key in kept})
 
 
-def method_on_digits(name: str, seed: int, epochs: int, out: Path) -> Trained | None:
+def method_on_digits(method: str, seed: int, epochs: int, out: Path) -> Trained | None:
     """A vision model with a method's layers."""
-    trained = train_digits(name, timm_name(name), seed, epochs, out)
-    return trained and ({**trained[0], "method_size": DIGIT_SIZES.get(name)}, trained[1])
+    trained = train_digits(method, timm_name(method), seed, epochs, out)
+    return trained and ({**trained[0], "method_size": DIGIT_SIZES.get(method)}, trained[1])
 
 
 # Language
@@ -149,7 +149,7 @@ def train_language(label: str, config: LanguageConfig, change: Callable[[GPT], N
     return settings, {"parameters": sum(p.numel() for p in model.parameters()), "val_bpb": loss}
 
 
-def method_on_text(name: str, seed: int, steps: int, packed: Path, out: Path) -> Trained:
+def method_on_text(method: str, seed: int, steps: int, packed: Path, out: Path) -> Trained:
     """A language model that mixes with a method."""
-    config = language_config(base(name), seed, steps, packed, out)
-    return train_language(name, config, (lambda model: None) if name in OURS else lambda model: plug(model, name))
+    config = language_config(base(method), seed, steps, packed, out)
+    return train_language(method, config, (lambda model: None) if method in OURS else lambda model: plug(model, method))

@@ -9,8 +9,8 @@ from runs.paper.cells import alone, compare, italic, percent
 from runs.paper.deit import DEFAULT_KIND, SOFTMAX_TARGET
 from runs.paper.measured import FinishedRun, Sources
 from runs.paper.published import table
-from runs.sections import neighbours
 from runs.table import NOT_RUN, Row, Table
+from runs.tables import neighbours
 
 Cell = tuple[str, str, float | None]  # measure, the paper's figure, ours
 

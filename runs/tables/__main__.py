@@ -12,14 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runs import pages
-from runs.sections import approximations, neighbours
 from runs.table import NOT_RUN, Table
 from runs.tables import (
+    approximations,
     benchmarks,
     core,
     demo,
     errors,
     models,
+    neighbours,
     speed,
     study,
     study_equal,
@@ -44,7 +45,7 @@ PAGES = (
     "runs/neighbours/README.md",
     "runs/neighbours/approximations/README.md",
 )
-TABLES: dict[str, Callable[[], list[Table] | str]] = {
+TABLES: dict[str, Callable[[], list[Table]]] = {
     "results": summary.results,  # the front page's
     "demo": demo.language,
     "vision": demo.vision,
@@ -83,8 +84,7 @@ def block(name: str, page: str) -> str:
     """The text of the tables of one name. Raises UserError if there are none of that name."""
     if name not in TABLES:
         raise UserError(f"{page} has a block table:{name}; the tables are {', '.join(TABLES)}")
-    tables = TABLES[name]()
-    return tables if isinstance(tables, str) else "\n\n".join(table.markdown() for table in tables) or NOT_RUN
+    return "\n\n".join(table.markdown() for table in TABLES[name]()) or NOT_RUN
 
 
 def render(page: str, text: str) -> str:

@@ -14,7 +14,8 @@ from runs.neighbours.approximations import measure, picture, sources
 from runs.neighbours.approximations.case import Case, random_case
 from runs.neighbours.approximations.forms import FORMS, Sums, directions, kernel, nearest_keys
 from runs.neighbours.approximations.measure import Truth
-from runs.sections import approximations as tables
+from runs.tables import approximations as tables
+from shown import shown
 from tiny_gpt import SHAPE, awake, write_run
 from trainkit_gka.cli import UserError
 
@@ -151,7 +152,7 @@ def test_the_command_measures_once_and_its_rows_become_tables_and_a_picture(trai
     command.main(config)
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert len(rows) == 3 * (1 + 2 * 2 * 2 + 2) + 2 + 2 * 2 + 2
-    assert all(row["commit"] and row["hardware"] and row["config"] for row in rows)
+    assert all(row["commit"] and row["hardware"] and row["config"]["case"] for row in rows)
     command.main(config)
     assert len(file.read_text().splitlines()) == len(rows)
     command.main(replace(config, parts=["time"], sizes=[8, 16]))
@@ -160,17 +161,18 @@ def test_the_command_measures_once_and_its_rows_become_tables_and_a_picture(trai
     assert figure.path.stat().st_size > 10_000 and {row["form"] for row in figure.rows} == {*chosen} - {"mean"}
     errors = measure.errors(file).set_index(["source", "form", "size"]).error
     wanted = dict(part="error", source="vision", tokens=80, form="clusters", size=64)
-    seeds = [row["metrics"]["error"] for row in rows if wanted.items() <= row["config"].items()]
+    seeds = [row["metrics"]["error"] for row in rows if wanted.items() <= row["config"]["case"].items()]
     assert errors["vision", "clusters", 64] == pytest.approx(sum(seeds) / 2) and len(seeds) == 2
-    assert f"{errors['vision', 'clusters', 64]:.2g}" in tables.errors(file) and "not run" in tables.errors(file)
-    assert "| trigonometric | 64 |" in tables.signs(file) and "N = 80 (1 sample)" in tables.times(file)
-    assert "| random, causal | 80 |" in tables.answer(file)
-    assert "| vision |" not in tables.answer(file)  # without a mask nothing was timed
+    said = shown(tables.errors(file))
+    assert f"{errors['vision', 'clusters', 64]:.2g}" in said and "not run" in said
+    assert "| trigonometric | 64 |" in shown(tables.signs(file)) and "N = 80 (1 sample)" in shown(tables.times(file))
+    assert "| random, causal | 80 |" in shown(tables.answer(file))
+    assert "| vision |" not in shown(tables.answer(file))  # without a mask nothing was timed
     with pytest.raises(UserError, match="the forms are positive"):
         command.main(replace(config, forms=["none"]))
 
 
 def test_pages_say_not_run_without_results(tmp_path):
-    for write in (tables.errors, tables.signs, tables.times, tables.picture, tables.answer, tables.trained):
-        assert write(tmp_path / "none") == "not run"
+    for tables_of in (tables.errors, tables.signs, tables.times, tables.answer, tables.trained):
+        assert tables_of(tmp_path / "none") == []
     assert picture.draw(tmp_path / "none", tmp_path) is None

@@ -14,7 +14,8 @@ from runs.neighbours.approximations import __main__ as command
 from runs.neighbours.approximations import training
 from runs.neighbours.approximations.forms import BEST, WINDOW
 from runs.neighbours.approximations.training import APPROXIMATE, EXACT, Approximation, Size
-from runs.sections import approximations as tables
+from runs.tables import approximations as tables
+from shown import shown
 from tiny_gpt import awake
 
 H, D = 2, 4
@@ -114,11 +115,11 @@ def test_trainings_are_rows_once_and_a_table(tmp_path, monkeypatch):
     command.main(config)
     command.main(config)
     assert asked == [(EXACT, 0), (WINDOW, 0), (EXACT, 1), (WINDOW, 1)]
-    text = tables.trained(config.results)
+    text = shown(tables.trained(config.results))
     assert "2, 64" in text and text.count("2.5000, 2.6000 (2 seeds)") == 2 and text.count("not run") == 1
     monkeypatch.setitem(training.TRAIN, "language", lambda *arguments: None)  # a signal ended it
     command.main(command.ApproximationsConfig(**{**vars(config), "seeds": 3}))
-    assert tables.trained(config.results) == text
+    assert shown(tables.trained(config.results)) == text
 
 
 def test_the_example_of_the_page_runs(capsys):

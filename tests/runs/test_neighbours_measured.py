@@ -9,12 +9,15 @@ import torch
 
 from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.gpt import build
+from runs.frames import RESULTS
 from runs.neighbours import __main__ as command
 from runs.neighbours import speed, trainings
+from runs.neighbours.cases import Cases
 from runs.neighbours.layers import ABOUT, BUILT, by_equation, check_names, layer
 from runs.neighbours.methods import MixingLayer, Performer
-from runs.sections import neighbours
-from runs.sections.sources import measured
+from runs.table import measured
+from runs.tables import neighbours
+from shown import shown
 from trainkit_gka.cli import UserError
 
 CAUSAL = [name for name in BUILT if ABOUT[name].causal]
@@ -162,8 +165,16 @@ def test_the_command_measures_every_part_once(packed, tmp_path, capsys):
     command.main(command.NeighboursConfig(**small, **places))
     assert capsys.readouterr().out.count("nothing new") == 2
     assert all(len(path.read_text().splitlines()) == 1 for path in places["results"].iterdir())
-    text = neighbours.table_1(places["results"])
+    text = shown(neighbours.table_1(places["results"]))
     assert cell(text, "Krause", "language: bits per byte") == "not run"  # two steps are not the table's 400
+
+
+def test_rows_of_earlier_versions_are_not_measured_again():
+    digits = Cases(RESULTS / "neighbours/digits.jsonl", "neighbours-digits")
+    assert digits.has({"method": "gka", "seed": 0, "epochs": 50}) and len(digits.known) == 55
+    assert not digits.has({"method": "gka", "seed": 0, "epochs": 40})
+    flat = Cases(RESULTS / "neighbours/approximations.jsonl", "approximation")  # without settings beside the case
+    assert flat.has(dict(part="error", source="random", tokens=1024, form="exact, fused", size=0, seed=0))
 
 
 def test_the_table_has_means_over_seeds_and_says_what_is_not_run(tmp_path):
@@ -171,7 +182,7 @@ def test_the_table_has_means_over_seeds_and_says_what_is_not_run(tmp_path):
         row("digits", {"ema_top1": v}, method="gka", seed=s, epochs=50) for s, v in ((0, 97.0), (1, 98.0), (1, 99.0))
     ]
     (tmp_path / "digits.jsonl").write_text("".join(lines))
-    text = neighbours.table_1(tmp_path)
+    text = shown(neighbours.table_1(tmp_path))
     assert cell(text, "GKA", "digits: top-1 %") == "98.00 ± 1.41 (2 seeds)"  # the last row of a seed counts
     assert cell(text, "GKA", "language: bits per byte") == "not run"
     assert cell(text, "Linformer", "language: bits per byte") == "no causal form"
@@ -182,7 +193,7 @@ def test_the_table_has_means_over_seeds_and_says_what_is_not_run(tmp_path):
 def test_all_commits_and_machines_of_a_table_are_named():
     about = {"date": "2026-11-22 12:00", "commit": "aaa", "hardware": "a CPU", "torch": "2.14"}
     records = [about, {**about, "commit": "bbb", "date": "2026-11-23 12:00"}, about, {**about, "hardware": "another"}]
-    said = measured(records, "x.jsonl").strip()
+    said = measured(records, "x.jsonl")
     first = "Measured 2026-11-22 to 2026-11-23 at commits aaa, bbb on a CPU, torch 2.14"
     assert said == f"{first}; 2026-11-22 at commit aaa on another, torch 2.14 (`runs/results/x.jsonl`)."
 
@@ -190,7 +201,7 @@ def test_all_commits_and_machines_of_a_table_are_named():
 def test_the_table_of_speed_has_times_memory_and_reasons(tmp_path):
     (tmp_path / "speed.jsonl").write_text(row("speed", {"forward_ms": 1.5, "both_ms": 4.0}, method="gka", tokens=197))
     (tmp_path / "memory.jsonl").write_text(row("memory", {"failed": "needs more than 8 GiB"}, method="gka", tokens=197))
-    text = neighbours.speed(tmp_path)
+    text = shown(neighbours.speed(tmp_path))
     assert cell(text, "GKA", "N = 197: ms") == "1.5 / 4.0"
     assert cell(text, "GKA", "MiB") == "needs more than 8 GiB"
     assert cell(text, "Performer", "N = 197: ms") == "not run"

@@ -21,7 +21,7 @@ from runs.neighbours.approximations.forms import FORMS
 from runs.neighbours.approximations.measure import EXACT, FUSED, Truth, time_in_turns
 from runs.neighbours.approximations.picture import draw
 from runs.neighbours.approximations.sources import RANDOM, case_of
-from runs.neighbours.rows import Rows
+from runs.neighbours.cases import Cases
 from trainkit_gka.cli import Bounds, Count, UserError, run
 from trainkit_gka.progress import console
 
@@ -80,59 +80,57 @@ def grid(config: ApproximationsConfig, tokens: int) -> list[tuple[str, int]]:
 
 
 @torch.inference_mode()
-def measure_errors(config: ApproximationsConfig, rows: Rows) -> None:
+def measure_errors(config: ApproximationsConfig, cases: Cases) -> None:
     """A row for every source, length, form, size and seed, and one for the fused operator itself."""
     sources = [*(RANDOM if config.random else ()), *map(str, config.run)]
     for source, tokens in itertools.product(sources, config.lengths):
         about = dict(part="error", source=source if source in RANDOM else Path(source).name, tokens=tokens)
-        wanted = [dict(form=FUSED, size=0, seed=0)]
+        wanted = [dict(about, form=FUSED, size=0, seed=0)]
         for name, size in grid(config, tokens):
-            wanted += [dict(form=name, size=size, seed=s) for s in range(config.seeds if FORMS[name].random else 1)]
-        left = [one for one in wanted if not rows.has(**about, **one)]
-        if not left:
-            continue
-        case = case_of(source, tokens)
-        truth = Truth(case)
-        for one in left:
-            if one["form"] == FUSED:
-                metrics = truth.errors(case.fused()) | {"sigma_squared": case.sigma.square().tolist()}
-            else:
-                metrics = truth.judge(FORMS[one["form"]](case, one["size"], one["seed"], truth.places))
-            rows.add(metrics, **about, **one)
+            seeds = range(config.seeds if FORMS[name].random else 1)
+            wanted += [dict(about, form=name, size=size, seed=seed) for seed in seeds]
+        left = [case for case in wanted if not cases.has(case)]
+        truth = Truth(case_of(source, tokens)) if left else None
+        cases.fill(left, lambda case, truth=truth: ({}, truth.of_form(case["form"], case["size"], case["seed"])))
 
 
-def measure_time(config: ApproximationsConfig, rows: Rows) -> None:
+def measure_time(config: ApproximationsConfig, cases: Cases) -> None:
     """A row for every length, form and size: one batch, 3 heads of 64 channels, random features, all in turns.
 
     Exact attention is timed again beside what is left, so that ratios are of one process, which `group` names.
     """
     plan = Plan(rounds=config.rounds, warmup=config.warmup)
     for tokens in config.lengths:
-        about = dict(part="time", tokens=tokens, causal=config.causal)
-        left = [(name, size) for name, size in grid(config, tokens) if not rows.has(**about, form=name, size=size)]
+
+        def case(name: str, size: int, tokens: int = tokens) -> dict:
+            return dict(part="time", tokens=tokens, causal=config.causal, form=name, size=size)
+
+        left = [pair for pair in grid(config, tokens) if not cases.has(case(*pair))]
         if left:
             chosen, group = [(name, 0) for name in EXACT if config.exact] + left, uuid.uuid4().hex[:12]
-            measured = time_in_turns(random_case(tokens, config.causal, seed=0), chosen, plan)
-            for (name, size), metrics in measured.items():
-                rows.add({**metrics, "group": group}, **about, form=name, size=size)
+            for pair, numbers in time_in_turns(random_case(tokens, config.causal, seed=0), chosen, plan).items():
+                cases.append(case(*pair), {}, {**numbers, "group": group})
 
 
-def measure_training(config: ApproximationsConfig, rows: Rows) -> None:
+def measure_training(config: ApproximationsConfig, cases: Cases) -> None:
     """A row for every task, seed and form, the exact operator's first."""
     forms = [training.EXACT] * config.exact + [form for form in training.APPROXIMATE if form in config.forms]
-    for task, seed, form in itertools.product(config.tasks, range(config.seeds), forms):
-        length = config.epochs if task == "digits" else config.steps
-        case = dict(part="training", task=task, form=form, seed=seed, length=length)
-        if not rows.has(**case):
-            numbers = training.TRAIN[task](form, seed, length, config.out)
-            if numbers is None:
-                return
-            rows.add(numbers, **case)
+    lengths = {task: config.epochs if task == "digits" else config.steps for task in config.tasks}
+    wanted = [
+        dict(part="training", task=task, form=form, seed=seed, length=lengths[task])
+        for task, seed, form in itertools.product(config.tasks, range(config.seeds), forms)
+    ]
+
+    def train(case: dict) -> tuple[dict, dict] | None:
+        numbers = training.TRAIN[case["task"]](case["form"], case["seed"], case["length"], config.out)
+        return None if numbers is None else ({}, numbers)
+
+    cases.fill(wanted, train)
 
 
-def draw_picture(config: ApproximationsConfig, rows: Rows) -> None:
+def draw_picture(config: ApproximationsConfig, cases: Cases) -> None:
     config.pictures.mkdir(parents=True, exist_ok=True)
-    figure = draw(rows.path, config.pictures)
+    figure = draw(cases.path, config.pictures)
     console.print(f"drew {figure.path}" if figure else "nothing to draw: not run", highlight=False)
 
 
@@ -146,10 +144,10 @@ def main(config: ApproximationsConfig) -> None:
     os.nice(config.nice)
     if config.threads:
         torch.set_num_threads(config.threads)
-    rows = Rows(config.results, "approximation")
+    cases = Cases(config.results, "approximation")
     for part, work in PARTS.items():
         if part in config.parts:
-            work(config, rows)
+            work(config, cases)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What is measured of a form: its errors against the oracle, its time in turns with exact attention, its memory.
 
-`read_errors` and friends give tables and the picture what was measured.
+`errors` and `times` give tables and the picture what was measured.
 """
 
 from collections.abc import Callable
@@ -12,9 +12,10 @@ import torch
 
 from runs.bench.measurement import Plan
 from runs.bench.timing import interleave
+from runs.frames import frame
 from runs.neighbours.approximations.case import Case
 from runs.neighbours.approximations.forms import FORMS, Sums
-from runs.neighbours.rows import CPU, frame
+from runs.neighbours.cases import CPU
 from runs.neighbours.speed import peak_mib
 
 FUSED, SOFTMAX = "exact, fused", "softmax, fused"
@@ -44,6 +45,12 @@ class Truth:
             "errors": [round(error, 7) for error in of_heads.tolist()],
             "causal": self.case.causal,
         }
+
+    def of_form(self, name: str, size: int, seed: int) -> dict[str, Any]:
+        """What a row says of a form at a size, or of the fused operator."""
+        if name == FUSED:
+            return self.errors(self.case.fused()) | {"sigma_squared": self.case.sigma.square().tolist()}
+        return self.judge(FORMS[name](self.case, size, seed, self.places))
 
     def judge(self, sums: Sums) -> dict[str, Any]:
         """Errors, and how many of all rows have a negative or an undefined sum."""
@@ -76,9 +83,18 @@ def _call(case: Case, name: str, size: int) -> Callable[[], Any]:
     return lambda: prepared(case).output
 
 
+def rows(path: Path, part: str) -> pd.DataFrame:
+    """The rows of a part: error, time or training, with the columns that it has."""
+    measured = frame(path, "part")
+    if measured.empty:
+        return measured
+    own = measured[measured.part == part].dropna(axis=1, how="all")
+    return own.astype({name: int for name in ("tokens", "size") if name in own})  # other parts have none of them
+
+
 def errors(path: Path) -> pd.DataFrame:
     """A line for every source, length, form and size: the median over heads and the worst one, over all seeds."""
-    keys, measured = ["source", "causal", "tokens", "form", "size"], frame(path, part="error")
+    keys, measured = ["source", "causal", "tokens", "form", "size"], rows(path, "error")
     if measured.empty:
         return pd.DataFrame(columns=[*keys, "error", "worst_head"])
     by_case = measured.groupby(keys, sort=False)
@@ -89,9 +105,9 @@ def times(path: Path) -> pd.DataFrame:
     """The newest line for every mask, length, form and size, with `over_fused`: the time over the exact operator's in
     the same process, NaN without one.
     """
-    keys, measured = ["causal", "tokens", "form", "size"], frame(path, part="time")
+    keys, measured = ["causal", "tokens", "form", "size"], rows(path, "time")
     if measured.empty:
-        return pd.DataFrame(columns=[*keys, "median_ms", "samples", "peak_mib", "over_fused"])
+        return pd.DataFrame(columns=[*keys, "median_ms", "samples", "peak_mib", "over_fused", "record"])
     measured = measured[measured.median_ms.notna()]
     fused = measured[measured.form == FUSED].drop_duplicates("group", keep="last").set_index("group").median_ms
     measured = measured.assign(over_fused=measured.median_ms / measured.group.map(fused))

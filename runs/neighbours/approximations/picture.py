@@ -29,10 +29,10 @@ TICKS = [10, 100, 1_000, 10_000]  # ms
 CAPTION = (
     "Relative error of y (median of heads, mean of seeds) on the features that a panel names, against the time of one "
     "call. Times are of random features of one batch with 3 heads of 64 channels in every panel, with a causal mask "
-    "where the panel's features have one; errors are of the named features, whose heads may be narrower. Points along "
-    "a line, from left to right: {sizes} features or landmarks; the window has none. Dashed: the exact fused operator "
-    "and fused softmax attention, in turns with the forms. Dotted: the error of the mean of all that a query sees. "
-    "Left of the dashed lines is faster."
+    "where the panel's features have one; errors are of the named features, whose heads may be narrower. A line has a "
+    "form's numbers of features or landmarks, fewest on the left; the window has none. Dashed: the exact fused "
+    "operator and fused softmax attention, in turns with the forms. Dotted: the error of the mean of all that a query "
+    "sees. Left of the dashed lines is faster."
 )
 
 
@@ -40,12 +40,6 @@ def points(path: Path, tokens: int = TOKENS) -> pd.DataFrame:
     """What is drawn: a line for every source, form and size with an error and a time, the mean's too."""
     shown = errors_and_times(path)
     return shown[(shown.tokens == tokens) & shown.form.isin(FORMS)]
-
-
-def caption(shown: pd.DataFrame) -> str:
-    """How to read the picture, with the sizes that it has; empty if nothing is drawn."""
-    sizes = sorted(set(shown["size"]) - {0})
-    return CAPTION.format(sizes=" and ".join(f"{size:,}" for size in sizes)) if len(shown) else ""
 
 
 def draw(path: Path, folder: Path, tokens: int = TOKENS) -> Figure | None:
@@ -81,4 +75,4 @@ def draw(path: Path, folder: Path, tokens: int = TOKENS) -> Figure | None:
     title = f"Approximations of GKA at N = {tokens:,}: error against time"
     names = {"source": "features of", "form": "form", "size": "size", "median_ms": "ms", "error": "error"}
     drawn = shown[shown.form != MEAN].rename(columns=names)[[*names.values()]]
-    return Figure(save(figure, title, folder / PICTURE), title, caption(shown), drawn.to_dict("records"))
+    return Figure(save(figure, title, folder / PICTURE), title, CAPTION, drawn.to_dict("records"))

@@ -4,28 +4,30 @@ from pathlib import Path
 
 import pandas as pd
 
+from runs.frames import RESULTS, frame
 from runs.neighbours.layers import ABOUT, cost
-from runs.neighbours.rows import frame
 from runs.neighbours.trainings import STEPS
 from runs.paper import published
-from runs.sections.sources import RESULTS, measured, table
+from runs.table import NOT_RUN, Table, measured
 
-NOT_RUN, NOT_BUILT = "not run", "not built"
-LEARNED = "learns W of"
+NOT_BUILT, LEARNED = "not built", "learns W of"
 LENGTHS = (197, 2048, 8192, 16384)
-LONGEST = {"digits": {"epochs": 50}, "language": {"steps": STEPS}}  # shorter trainings are not compared with these
+LONGEST = {"digits": ("epochs", 50), "language": ("steps", STEPS)}  # shorter trainings are not compared with these
 TRAINED = {"digits: top-1 %": ("digits", "ema_top1", ".2f"), "language: bits per byte": ("language", "val_bpb", ".4f")}
 BY_LABEL = {about.label: name for name, about in ABOUT.items()}
 
 
 def rows_of(folder: Path, part: str) -> pd.DataFrame:
     """The newest line of every method and length or seed; of trainings the longest."""
-    known = frame(folder / f"{part}.jsonl", **LONGEST.get(part, {}))
+    known = frame(folder / f"{part}.jsonl", "method")
+    if len(known) and part in LONGEST:
+        column, length = LONGEST[part]
+        known = known[known[column] == length]
     keys = ["method", "seed" if part in LONGEST else "tokens"]
-    return known.drop_duplicates(keys, keep="last") if len(known) else pd.DataFrame(columns=keys)
+    return known.drop_duplicates(keys, keep="last") if len(known) else pd.DataFrame(columns=[*keys, "record"])
 
 
-def table_1(folder: Path = RESULTS / "neighbours") -> str:
+def table_1(folder: Path = RESULTS / "neighbours") -> list[Table]:
     """The paper's methods in its order, with what this project knows and measured of each."""
     kernels = {label: row["kernel"] for label, row in published.rows("related_methods").items()}
     headings = ["", "kernel, the paper's words", *counts("gka"), *TRAINED]
@@ -35,7 +37,7 @@ def table_1(folder: Path = RESULTS / "neighbours") -> str:
         if name := BY_LABEL.get(label):
             cells = (counts(name) | trained(folder, name)).values()
         shown.append([label, f"*{kernels[label]}*" if label in kernels else "", *cells])
-    return "\n".join([table(headings, shown, left=5), *_sources(folder, "digits", "language")])
+    return [Table.of(headings, shown, words=5, sources=_sources(folder, "digits", "language"))]
 
 
 def measures(label: str, folder: Path) -> dict[str, str]:
@@ -43,11 +45,11 @@ def measures(label: str, folder: Path) -> dict[str, str]:
     if label not in BY_LABEL:
         return {LEARNED: NOT_BUILT}
     name = BY_LABEL[label]
-    cells = counts(name)
-    for tokens in LENGTHS:
-        ms, mib = timed(folder, name, tokens)
-        cells |= {f"ms, forward / both, N = {tokens:,}": ms, f"MiB, N = {tokens:,}": mib}
-    return cells | trained(folder, name)
+    times = {
+        f"{'ms, forward / both' if unit == 'ms' else unit}, N = {tokens:,}": cell
+        for (tokens, unit), cell in timed(folder).loc[name].items()
+    }
+    return counts(name) | times | trained(folder, name)
 
 
 def counts(name: str) -> dict[str, str]:
@@ -78,31 +80,35 @@ def trained(folder: Path, name: str) -> dict[str, str]:
     return cells
 
 
-def timed(folder: Path, name: str, tokens: int) -> tuple[str, str]:
-    """Milliseconds forward / forward and backward, and MiB, of a layer; or why it has none."""
-    forms = {"speed": "{forward_ms:,.1f} / {both_ms:,.1f}", "memory": "{peak_mib:,.0f}"}
-    cells = []
-    for part, form in forms.items():
-        known = rows_of(folder, part)
-        lines = known[(known.method == name) & (known.tokens == tokens)].to_dict("records")
-        failed = [line["failed"] for line in lines if isinstance(line.get("failed"), str)]
-        cells += failed or [form.format(**line) for line in lines] or [NOT_RUN]
-    return cells[0], cells[1]
+def timed(folder: Path) -> pd.DataFrame:
+    """Cells by method: for every length milliseconds, forward / forward and backward, and MiB; or why there are none.
+
+    Columns are pairs of a length and a unit.
+    """
+    shown = pd.DataFrame(NOT_RUN, list(ABOUT), pd.MultiIndex.from_product([LENGTHS, ["ms", "MiB"]]))
+    for part, unit in (("speed", "ms"), ("memory", "MiB")):
+        for line in rows_of(folder, part).itertuples():
+            if isinstance(reason := getattr(line, "failed", None), str):
+                cell = reason
+            else:
+                both = f"{line.forward_ms:,.1f} / {line.both_ms:,.1f}" if unit == "ms" else ""
+                cell = both or f"{line.peak_mib:,.0f}"
+            if (line.tokens, unit) in shown:
+                shown.loc[line.method, (line.tokens, unit)] = cell
+    return shown
 
 
-def speed(folder: Path = RESULTS / "neighbours") -> str:
+def speed(folder: Path = RESULTS / "neighbours") -> list[Table]:
     """Forward and forward + backward milliseconds and MiB of a layer, by length."""
-    shown = [
-        [about.label, *(cell for tokens in LENGTHS for cell in timed(folder, name, tokens))]
-        for name, about in ABOUT.items()
-    ]
-    headings = [""] + [heading for tokens in LENGTHS for heading in (f"N = {tokens:,}: ms", "MiB")]
-    return "\n".join([table(headings, shown), *_sources(folder, "speed", "memory")])
+    cells = timed(folder)
+    rows = [[ABOUT[name].label, *row] for name, row in zip(cells.index, cells.to_numpy())]
+    headings = [f"N = {tokens:,}: ms" if unit == "ms" else unit for tokens, unit in cells.columns]
+    return [Table.of(["", *headings], rows, sources=_sources(folder, "speed", "memory"))]
 
 
 def _sources(folder: Path, *parts: str) -> list[str]:
     """A line for each part that has rows: when and where they were measured."""
-    rows = {part: rows_of(folder, part).to_dict("records") for part in parts}
+    rows = {part: list(rows_of(folder, part).record) for part in parts}
     return [measured(rows[part], f"neighbours/{part}.jsonl") for part in parts if rows[part]]
 
 
