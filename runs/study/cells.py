@@ -1,7 +1,5 @@
 """One cell of the study: a model and its training, as data; the trainer's flags for it, its key, and its cost."""
 
-import hashlib
-import json
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from typing import Any
@@ -10,6 +8,7 @@ from nanochat_gka.model.accounting import flops_per_token, meta_model
 from nanochat_gka.model.config import ModelFlags
 from nanochat_gka.model.forms import with_flags
 from nanochat_gka.training.optim import OptimConfig
+from runs.store import key_of
 from runs.study import forms
 
 ASPECT_RATIO, HEAD_DIM = 64, 64  # nanochat's width, 64 per layer; half its head_dim: a depth of 2 has two heads
@@ -128,7 +127,7 @@ class Cell:
         """A hash of everything that is computed, and of the identity of the rows it is computed from."""
         said = {name: value for name, value in self.computed().items() if value != LEFT_OUT.get(name)}
         said = {**said, "eval_tokens": EVAL_TOKENS, "data": data}
-        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
+        return key_of(said)
 
     def flops(self, sequence_len: int, vocab_size: int) -> int:
         """Of its training, by the project's accounting."""

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from runs.demo.commands import Job
+from runs.store import Store
 from runs.study.rates import Done
 from trainkit_gka.cli import UserError
 from trainkit_gka.files import locked
-from trainkit_gka.progress import read_lines
-from trainkit_gka.results import append_line, git_commit, read_results
+from trainkit_gka.results import git_commit, read_results
 
 RECORD = "results.jsonl"  # in a run's folder, by the trainer
 FAILED = "-failed"
@@ -77,11 +77,13 @@ class Ledger(ABC):
     def key(self, cell) -> str:
         return cell.key(self.identity)
 
+    @property
+    def store(self) -> Store:
+        return Store(self.results, self.KIND)
+
     def rows(self, ending: str = "") -> dict[str, dict[str, Any]]:
-        """The rows of finished cells by key; the last one of a key counts. Lines of other versions are left out."""
-        kind = self.KIND + ending
-        lines = [line for line in read_lines(self.results) if line.get("kind") == kind]
-        return {line["key"]: line for line in lines if isinstance(line.get("cell"), dict) and "key" in line}
+        """The rows of finished cells by key; ending: of others. Lines of other versions are left out."""
+        return {key: row for key, row in self.store.rows(ending).items() if isinstance(row.get("cell"), dict)}
 
     def failed(self) -> dict[str, dict[str, Any]]:
         """Rows of cells that failed and did not finish later."""
@@ -130,16 +132,16 @@ class Ledger(ABC):
         if not records:
             return False
         metrics = self.metrics(records[-1], cell)
-        places = {"kind": self.KIND, "key": self.key(cell), "command": self.command(cell), "cell": asdict(cell)}
-        append_line(self.results, {**records[-1], **places, "data": self.identity, "metrics": metrics})
+        about = {"key": self.key(cell), "command": self.command(cell), "cell": asdict(cell), "data": self.identity}
+        self.store.add({**records[-1], **about, "metrics": metrics})
         return True
 
     def fail(self, cell, code: int, reason: str) -> None:
         """Append a row that says why there is none."""
         date = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M")
-        about = {"kind": self.KIND + FAILED, "key": self.key(cell), "date": date, "commit": git_commit()}
-        row = {**about, "command": self.command(cell), "cell": asdict(cell), "exit_code": code, "reason": reason}
-        append_line(self.results, row)
+        about = {"key": self.key(cell), "command": self.command(cell), "cell": asdict(cell)}
+        row = {**about, "date": date, "commit": git_commit(), "exit_code": code, "reason": reason}
+        self.store.add(row, FAILED)
 
     def is_busy(self, cell) -> bool:
         """Whether a process trains it: another runner's, or one that outlived a runner that was killed."""

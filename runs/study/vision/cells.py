@@ -1,12 +1,11 @@
 """One run of question 6: a vision transformer and its training, as data; the trainer's flags for it, and its key."""
 
-import hashlib
-import json
 from dataclasses import dataclass
 from typing import Any
 
 from deit_gka.model.registry import model_name
 from gka.kinds import KINDS
+from runs.store import key_of
 
 OURS = model_name("tiny", KINDS["gka"].name)  # takes every kind of attention
 
@@ -85,4 +84,4 @@ class VisionCell:
         said = {"flags": [str(word) for word in self.flags(setting)], "data": data}
         if self.tuning:
             said["tuning"] = True  # other images are trained on and judged
-        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
+        return key_of(said)
