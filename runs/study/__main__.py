@@ -8,10 +8,9 @@ make study CORPUS=../text ARGS="--groups rates seeds"
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from runs.study.data import load
 from runs.study.grid import GROUPS
-from runs.study.rows import Study
 from runs.study.runner import RunnerConfig, chosen_groups, train_left
+from runs.study.text import Study, load
 from trainkit_gka import cli
 
 DEFAULT_GROUPS = ("rates", "seeds", "precision", "depth-4")

@@ -19,6 +19,7 @@ CURVE_POINTS = 64
 COMPILED_FROM = 4  # layers; below, compiling costs more than it saves, though programs are kept for the next run
 # The trainer shrinks rates by the root of a step's tokens over 2^19. Times 16, rate 1 is nanochat's own rate at 2,048.
 BATCH_FACTOR = 16
+KIND = "study"  # of the rows of finished cells
 SHAPING = with_flags(ModelFlags, forms.NAME)
 RATES = ("embedding_lr", "unembedding_lr", "matrix_lr", "scalar_lr", "sigma_lr")
 

@@ -10,11 +10,10 @@ from typing import Any
 import pandas as pd
 
 from runs.frames import RESULTS, records
-from runs.study.cells import Cell
+from runs.study.cells import KIND, Cell
 from runs.study.families import ALL, Family
 from runs.study.grid import SCALED, scaled_places
 from runs.study.rates import Done, chosen_rate
-from runs.study.rows import FINISHED
 from runs.study.statistics import Interval, Points, Scaling, SeedNoise, paired_difference, scaling, spread
 
 FORM = {field for family in ALL.values() for field in family}
@@ -66,6 +65,17 @@ class Result:
         return paired_difference(self.losses, baseline.losses)
 
 
+def rate_to_compare(scores: dict[float, list[tuple[float, ...]]], chosen: float | None) -> float:
+    """The rate with most seeds; among those the chosen one, or else the one of the lowest mean. scores: of every seed,
+    by rate.
+    """
+
+    def order(rate: float) -> tuple:
+        return -len(scores[rate]), rate != chosen, *(mean(part) for part in zip(*scores[rate]))
+
+    return min(scores, key=order)
+
+
 class Scores:
     """The finished cells of one text. folder: where its file of results is."""
 
@@ -87,7 +97,7 @@ class Scores:
     @classmethod
     def read(cls, path: Path) -> "Scores":
         """Of a file of results; the last row of a key counts. Raises UserError for a row that is damaged."""
-        return cls(list({row["key"]: row for row in records(path, "val_bpb", kind=FINISHED)}.values()), path.parent)
+        return cls(list({row["key"]: row for row in records(path, "val_bpb", kind=KIND)}.values()), path.parent)
 
     def at(self, family: Family, place: Place) -> Result | None:
         """The family at its rate there: the one with most seeds, among those what was chosen, or else the one of the
@@ -98,10 +108,8 @@ class Scores:
         if not rates:
             return None
 
-        def order(rate: float) -> tuple[int, bool, float]:
-            return -len(rates[rate]), rate != chosen, mean(row["metrics"]["val_bpb"] for row in rates[rate].values())
-
-        result = self.of(replace(cell, rate=min(rates, key=order)))
+        losses = {rate: [(row["metrics"]["val_bpb"],) for row in seeds.values()] for rate, seeds in rates.items()}
+        result = self.of(replace(cell, rate=rate_to_compare(losses, chosen)))
         return result and replace(result, settled=chosen is not None)
 
     def finished(self, name: str, places: Iterable[Place]) -> list[Result]:

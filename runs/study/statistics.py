@@ -47,6 +47,25 @@ def paired_difference(ours: dict[int, float], baseline: dict[int, float]) -> Int
     return Interval(middle, float(middle - half), float(middle + half))
 
 
+def common_seeds(losses: Iterable[dict[int, float]]) -> set[int]:
+    """The seeds that all have. losses: by seed."""
+    return set.intersection(*map(set, losses))
+
+
+def interpolated(sizes: list[float], losses: list[dict[int, float]], size: float, degree: int) -> dict[int, float]:
+    """The loss at a size, of every seed that all sizes have: by chords (degree 1) or by a parabola (2) through them, in
+    the logarithm of the size. losses: for each size by seed.
+    """
+
+    def loss(seed: int) -> float:
+        known = [by_seed[seed] for by_seed in losses]
+        if degree == 1 or len(sizes) <= degree:
+            return float(np.interp(np.log(size), np.log(sizes), known))
+        return float(np.polyval(np.polyfit(np.log(sizes), known, degree), np.log(size)))
+
+    return {seed: loss(seed) for seed in common_seeds(losses)}
+
+
 @dataclass(frozen=True)
 class Fit:
     """L(C) = a + b (C / UNIT)^-c; C in FLOPs, L in bits per byte, a and b not negative."""

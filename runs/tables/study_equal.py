@@ -3,16 +3,13 @@ parameters.
 """
 
 import math
-from collections.abc import Iterable
-
-import numpy as np
 
 from runs.study.families import ALL
 from runs.study.grid import BUDGETS, CONTROL, HALF, REPEATED, SCALED, scaled_places
 from runs.study.rates import SMALLEST
 from runs.study.scores import Place, Result, Scores
 from runs.study.speed import Speeds, speeds_of
-from runs.study.statistics import Interval, paired_difference
+from runs.study.statistics import Interval, common_seeds, interpolated, paired_difference
 from runs.table import Table
 from runs.tables.study import difference_of, of_every_text, over, place_of
 
@@ -105,7 +102,7 @@ def _over_the_best(own: Result, size: float, curves: list[tuple[list[float], lis
     differences = []
     for sizes, curve in curves:
         if sizes and min(sizes) <= size:
-            losses = _interpolated(curve, sizes, min(size, max(sizes)), degree=2)
+            losses = interpolated(sizes, [result.losses for result in curve], min(size, max(sizes)), degree=2)
             differences.append(paired_difference(own.losses, losses))
     return max(filter(None, differences), key=lambda difference: difference.value, default=None)
 
@@ -122,7 +119,7 @@ def _comparisons(*names: str) -> list[tuple[str, str]]:
 
 def _seeds_of(own: Result | None, other: Result | None) -> str:
     """How many seeds both have."""
-    return str(len(_common_seeds([own, other]))) if own and other else "0"
+    return str(len(common_seeds([own.losses, other.losses]))) if own and other else "0"
 
 
 @of_every_text
@@ -151,23 +148,8 @@ def _over_curve(own: Result, curve: list[Result], measure: str) -> str:
     sizes = [result[measure] for result in curve]
     if not min(sizes) <= own[measure] <= max(sizes):
         return ""
-    return difference_of(paired_difference(own.losses, _interpolated(curve, sizes, own[measure], degree=1)), "+.3f")
-
-
-def _interpolated(curve: list[Result], sizes: list[float], size: float, degree: int) -> dict[int, float]:
-    """The loss of every seed that all of a curve has, by chords or by a parabola, in the logarithm of the size."""
-
-    def loss(seed: int) -> float:
-        losses = [result.losses[seed] for result in curve]
-        if degree == 1 or len(sizes) <= degree:
-            return float(np.interp(np.log(size), np.log(sizes), losses))
-        return float(np.polyval(np.polyfit(np.log(sizes), losses, degree), np.log(size)))
-
-    return {seed: loss(seed) for seed in _common_seeds(curve)}
-
-
-def _common_seeds(results: Iterable[Result]) -> set[int]:
-    return set.intersection(*(set(result.losses) for result in results))
+    losses = interpolated(sizes, [result.losses for result in curve], own[measure], degree=1)
+    return difference_of(paired_difference(own.losses, losses), "+.3f")
 
 
 TABLES = {

@@ -17,13 +17,12 @@ from nanochat_gka.train import TrainConfig
 from runs.study import forms, grid
 from runs.study.__main__ import StudyConfig, main
 from runs.study.cells import Cell
-from runs.study.data import load
 from runs.study.families import ALL, FAMILIES, LEARNED, NARROW, OWN_RATES, WITHOUT, fits_depth
 from runs.study.forms.config import StudyShape
 from runs.study.grid import GROUPS
 from runs.study.rates import RATES, SMALLEST, Done, around_one, best_rate, tried_rates
-from runs.study.rows import Study
 from runs.study.runner import find, show_left
+from runs.study.text import Study, load
 from runs.study.trainings import Trainings
 from trainkit_gka.cli import UserError
 from trainkit_gka.progress import read_events

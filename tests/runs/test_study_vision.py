@@ -31,7 +31,7 @@ from runs.study.vision.families import (
     groups,
 )
 from runs.study.vision.images import CIFAR10, DIGITS, PHOTOS, SETTINGS, load
-from runs.study.vision.rows import VisionPace, VisionStudy
+from runs.study.vision.study import VisionPace, VisionStudy
 from runs.tables import study_vision
 from runs.tables.study import ROWS
 from shown import shown

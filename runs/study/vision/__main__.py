@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from runs.study.runner import RunnerConfig, chosen_groups, train_left
 from runs.study.vision.images import load
-from runs.study.vision.rows import VisionStudy, groups_of
+from runs.study.vision.study import VisionStudy, groups_of
 from trainkit_gka import cli
 
 

@@ -7,6 +7,7 @@ from deit_gka.model.registry import model_name
 from gka.kinds import KINDS
 from runs.store import key_of
 
+KIND = "study-vision"  # of the rows of finished cells
 OURS = model_name("tiny", KINDS["gka"].name)  # takes every kind of attention
 
 
@@ -85,3 +86,8 @@ class VisionCell:
         if self.tuning:
             said["tuning"] = True  # other images are trained on and judged
         return key_of(said)
+
+
+def score(metrics: dict[str, Any]) -> tuple[float, float]:
+    """By which runs are compared: errors of the averaged weights in percent, and of equal ones the loss."""
+    return 100 - metrics["ema_top1"], metrics["ema_loss"]

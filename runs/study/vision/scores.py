@@ -2,15 +2,14 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 from runs.frames import records
-from runs.study.scores import Result
-from runs.study.vision.cells import Setting, VisionCell
+from runs.study.scores import Result, rate_to_compare
+from runs.study.vision.cells import KIND, Setting, VisionCell, score
 from runs.study.vision.families import chosen_rate, done_of, families_of
 from runs.study.vision.images import setting_of
-from runs.study.vision.rows import VISION, score
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ def rows_of(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """By set of images, the rows of cells that would compute the same today; a key's last row counts."""
     found = {}
     for path in sorted(folder.glob("vision_*.jsonl")):
-        rows = {row["key"]: row for row in records(path, "ema_top1", "ema_loss", kind=VISION)}
+        rows = {row["key"]: row for row in records(path, "ema_top1", "ema_loss", kind=KIND)}
         data = next((row["data"] for row in reversed(rows.values())), {})
         setting = setting_of(data.get("images", ""))
         own = [row for key, row in rows.items() if key == VisionCell.from_row(row["cell"]).key(data, setting)]
@@ -53,7 +52,7 @@ def results_of(rows: list[dict[str, Any]]) -> dict[str, VisionResult | None]:
 
 
 def _at_best_rate(family: dict, rows: list[dict[str, Any]], setting: Setting) -> VisionResult | None:
-    """The family at the rate with most seeds, and among those of the best scores."""
+    """The family at the rate that it is compared at."""
     done, rates = done_of(setting)(), {}
     for row in rows:
         cell = VisionCell.from_row(row["cell"])
@@ -62,10 +61,7 @@ def _at_best_rate(family: dict, rows: list[dict[str, Any]], setting: Setting) ->
             rates.setdefault(cell.rate, {})[cell.seed] = row["metrics"]
     if not rates:
         return None
-
-    def order(rate: float) -> tuple:
-        scores = [score(metrics) for metrics in rates[rate].values()]
-        return -len(scores), *(mean(part) for part in zip(*scores))
-
-    rate = min(rates, key=order)
-    return VisionResult(rate, chosen_rate(family, done) is not None, rates[rate])
+    chosen = chosen_rate(family, done)
+    scores = {rate: [score(metrics) for metrics in seeds.values()] for rate, seeds in rates.items()}
+    rate = rate_to_compare(scores, chosen)
+    return VisionResult(rate, chosen is not None, rates[rate])

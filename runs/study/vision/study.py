@@ -9,12 +9,11 @@ from typing import Any
 from deit_gka.train import Trainer
 from runs.demo.commands import START_SECONDS, Job
 from runs.study.ledger import RECORD, Ledger
-from runs.study.vision.cells import VisionCell
+from runs.study.vision.cells import KIND, VisionCell, score
 from runs.study.vision.families import VisionDone, done_of, groups
 from runs.study.vision.images import Images
 from trainkit_gka.progress import read_events
 
-VISION = "study-vision"  # the kind of its rows
 REPORTS = ("--num-workers", 0, "--log-every", 30, "--save-every", 150)
 
 
@@ -34,7 +33,7 @@ class VisionPace:
 class VisionStudy(Ledger):
     """The cells of some groups on one set of images."""
 
-    KIND = VISION
+    KIND = KIND
     CELL, DONE, FINISH_KEYS = VisionCell, VisionDone, (*Trainer.FINISH_KEYS, "ema_top1")
 
     def __init__(self, images: Images, results: Path, runs: Path, groups: list[str], retry_failed: bool = False):
@@ -76,11 +75,6 @@ class VisionStudy(Ledger):
 
     def command(self, cell: VisionCell) -> str:
         return f"python -m runs.study.vision --data {self.images.name} --only {self.key(cell)}"
-
-
-def score(metrics: dict[str, Any]) -> tuple[float, float]:
-    """By which runs are compared: errors of the averaged weights in percent, and of equal ones the loss."""
-    return 100 - metrics["ema_top1"], metrics["ema_loss"]
 
 
 def curve(folder: Path) -> list[dict[str, Any]]:
