@@ -11,7 +11,7 @@ from typing import Any
 from gka.kinds import KINDS
 from nanochat_gka.train import Trainer
 from runs.demo import pictures, report
-from runs.demo.commands import START_SECONDS, Job
+from runs.jobs import START_SECONDS, Job
 from runs.launch import command, run
 from trainkit_gka.results import read_results
 

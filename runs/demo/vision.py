@@ -18,7 +18,7 @@ from deit_gka.model.registry import model_name
 from deit_gka.train import Trainer
 from gka.kinds import KINDS
 from runs.demo import pictures
-from runs.demo.commands import START_SECONDS, Job
+from runs.jobs import START_SECONDS, Job
 from runs.table import Table
 from trainkit_gka.progress import console
 from trainkit_gka.results import read_results

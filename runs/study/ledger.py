@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from runs.demo.commands import Job
+from runs.jobs import Job
 from runs.store import Store
 from runs.study.rates import Done
 from trainkit_gka.cli import UserError

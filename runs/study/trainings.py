@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 
-from runs.demo.commands import Job
+from runs.jobs import Job
 from runs.study.ledger import Ledger
 from trainkit_gka import signals
 from trainkit_gka.progress import console, progress_bar

@@ -10,9 +10,10 @@ import tiny
 from gka.kinds import KINDS
 from nanochat_gka.model.config import ModelFlags
 from runs.demo import language, outlook, pictures, report, vision
-from runs.demo.commands import Job, run_side_by_side
+from runs.demo.commands import run_side_by_side
 from runs.demo.language import VARIANTS, run_tag
 from runs.demo.outlook import Outlook
+from runs.jobs import Job
 from trainkit_gka.results import append_result
 
 

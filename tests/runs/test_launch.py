@@ -38,7 +38,8 @@ def test_a_signal_ends_the_command_and_the_sequence(number):
 DEMO = """
 import sys
 from pathlib import Path
-from runs.demo.commands import Job, run_side_by_side
+from runs.demo.commands import run_side_by_side
+from runs.jobs import Job
 from runs.demo.outlook import Outlook
 from trainkit_gka.cli import run
 

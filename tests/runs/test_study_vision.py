@@ -13,7 +13,7 @@ from PIL import Image
 import tiny_vision
 from deit_gka.training.config import TrainConfig
 from runs.demo import vision as demo
-from runs.demo.commands import START_SECONDS
+from runs.jobs import START_SECONDS
 from runs.study import pictures as study_pictures
 from runs.study.runner import show_left
 from runs.study.trainings import Trainings

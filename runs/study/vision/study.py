@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from deit_gka.train import Trainer
-from runs.demo.commands import START_SECONDS, Job
+from runs.jobs import START_SECONDS, Job
 from runs.study.ledger import RECORD, Ledger
 from runs.study.vision.cells import KIND, VisionCell, score
 from runs.study.vision.families import VisionDone, done_of, groups
