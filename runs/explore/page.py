@@ -8,7 +8,7 @@ os.environ["no_proxy"] = os.environ["NO_PROXY"] = "*"
 
 import gradio as gr
 
-from runs.explore import language_tab, vision_tab
+from runs.explore import tabs
 from runs.explore.events import Page
 from runs.explore.guard import guards
 from runs.explore.markup import CSS
@@ -29,10 +29,10 @@ def build(models: Models) -> gr.Blocks:
     with Page(title=TITLE, analytics_enabled=False, delete_cache=(CACHE_SECONDS, CACHE_SECONDS)) as page:
         gr.Markdown(INTRODUCTION)
         with gr.Tab("Images"):
-            vision_tab.build(models.vision, bundled(), page)
+            tabs.images(models.vision, bundled(), page)
         with gr.Tab("Text"):
             if models.language:
-                language_tab.build(models.language, page)
+                tabs.texts(models.language, page)
             else:
                 gr.Markdown(NO_LANGUAGE)
     return page.queue(max_size=QUEUE, default_concurrency_limit=1, api_open=False)

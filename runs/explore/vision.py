@@ -34,13 +34,12 @@ class Seen:
 
 @dataclass(frozen=True)
 class View:
-    """Which map to draw. layer, head, patch: from 0; the mean over heads for None. discard: ratio of the rollout."""
+    """Which map to draw. layer, head, patch: from 0; the mean over heads for None."""
 
     name: str
     layer: int
     head: int | None
     patch: int
-    discard: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -92,12 +91,10 @@ class VisionModel:
         layer, tokens = seen.layers[view.layer], self.tokens
         weights = layer.weights.mean(0) if view.head is None else layer.weights[view.head]
         if view.name == ROLLOUT:
-            weights = rollout([layer.weights for layer in seen.layers], tokens, view.discard)
+            weights = rollout([layer.weights for layer in seen.layers], tokens)
             row = tokens.read(weights).float() * tokens.count
             values = tokens.patches(row)
             norm, caption = linear(values), f"Rollout through all layers, {tokens.reader}, × an equal share."
-            if view.discard:
-                caption += f" In each layer the smallest {view.discard:.0%} of the weights are left out."
         elif view.name == PATCH:
             values = tokens.patches(weights[tokens.prefix + view.patch])
             place = divmod(view.patch, tokens.grid[1])

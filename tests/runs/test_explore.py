@@ -158,10 +158,6 @@ def test_rollout_and_another_image(page):
     page.get_by_label("rollout", exact=True).check()
     wait_for(page, "#note-0", "Rollout through all layers")
     before = source(page, 0)
-    page.get_by_label("0.9", exact=True).check()
-    wait_for(page, "#note-0", "the smallest 90% of the weights")
-    assert source(page, 0) != before
-    before = source(page, 0)
     page.get_by_label("Image", exact=True).click()
     page.get_by_role("option", name="flower").click()
     page.wait_for_function("old => document.querySelector('#map-0 img').src != old", arg=before)
@@ -274,6 +270,7 @@ def test_the_page_itself_uploads_and_links_to_it_work(server):
     assert server.get("/config", **{"Sec-Fetch-Site": "same-origin"})[0] == 200
 
 
+@pytest.mark.slow
 def test_localhost_behind_proxies_is_this_machine_alone(server, tmp_path):
     """Gradio would ask a proxy for the page, and need a package more for one of SOCKS."""
     proxies = dict.fromkeys(("http_proxy", "HTTPS_PROXY", "https_proxy"), "http://127.0.0.1:9")

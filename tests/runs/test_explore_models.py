@@ -21,11 +21,11 @@ from nanochat_gka.export import main as export
 from processes import signals_kept
 from runs.explore import photos
 from runs.explore.__main__ import ExploreConfig, main
-from runs.explore.controls import WHERE, Choice
 from runs.explore.language import MAX_CHARACTERS, MAX_TOKENS
 from runs.explore.models import load
 from runs.explore.photos import Photo, bundled, read_upload
 from runs.explore.scaling import Scaling, scaled
+from runs.explore.tabs import WHERE, Choice
 from runs.explore.vision import CLS, PATCH, ROLLOUT, View
 from tiny import one_line_error
 from trainkit_gka.cli import run
@@ -106,8 +106,8 @@ def test_kernels_far_too_narrow_or_wide_give_finite_maps_and_predictions(models,
     for result in (seen, read):
         assert result.probabilities.isfinite().all() and result.probabilities.sum() == pytest.approx(1, abs=1e-5)
     assert all(layer.weights.sum(-1).sub(1).abs().max() < 1e-3 for layer in seen.layers)
-    for name, discard in ((CLS, 0), (PATCH, 0), (ROLLOUT, 0.9)):
-        norm = models.vision[0].picture(seen, View(name, 1, None, 5, discard)).norm
+    for name in (CLS, PATCH, ROLLOUT):
+        norm = models.vision[0].picture(seen, View(name, 1, None, 5)).norm
         assert norm.vmin < norm.vmax
 
 
