@@ -17,7 +17,7 @@ from runs.neighbours.layers import ABOUT, BUILT, by_equation, check_names, layer
 from runs.neighbours.methods import MixingLayer, Performer
 from runs.table import measured
 from runs.tables import neighbours
-from shown import shown
+from shown import cells
 from trainkit_gka.cli import UserError
 
 CAUSAL = [name for name in BUILT if ABOUT[name].causal]
@@ -147,11 +147,6 @@ def row(part, metrics, **case):
     return json.dumps({**about, "config": {"case": case}, "metrics": metrics}) + "\n"
 
 
-def cell(text, label, column):
-    lines = [[c.strip() for c in line.split("|")] for line in text.splitlines() if line.startswith("|")]
-    return next(line for line in lines if line[1] == label)[lines[0].index(column)]
-
-
 def test_the_command_measures_every_part_once(packed, tmp_path, capsys):
     small = dict(what=["speed", "language"], methods=["krause"], tokens=[17, 17], rounds=2, seeds=1, steps=2)
     places = dict(packed=packed / "packed", out=tmp_path / "out", results=tmp_path / "results")
@@ -165,8 +160,8 @@ def test_the_command_measures_every_part_once(packed, tmp_path, capsys):
     command.main(command.NeighboursConfig(**small, **places))
     assert capsys.readouterr().out.count("nothing new") == 2
     assert all(len(path.read_text().splitlines()) == 1 for path in places["results"].iterdir())
-    text = shown(neighbours.table_1(places["results"]))
-    assert cell(text, "Krause", "language: bits per byte") == "not run"  # two steps are not the table's 400
+    table = neighbours.table_1(places["results"])
+    assert cells(table, "Krause")["language: bits per byte"] == "not run"  # two steps are not the table's 400
 
 
 def test_rows_of_earlier_versions_are_not_measured_again():
@@ -182,12 +177,12 @@ def test_the_table_has_means_over_seeds_and_says_what_is_not_run(tmp_path):
         row("digits", {"ema_top1": v}, method="gka", seed=s, epochs=50) for s, v in ((0, 97.0), (1, 98.0), (1, 99.0))
     ]
     (tmp_path / "digits.jsonl").write_text("".join(lines))
-    text = shown(neighbours.table_1(tmp_path))
-    assert cell(text, "GKA", "digits: top-1 %") == "98.00 ± 1.41 (2 seeds)"  # the last row of a seed counts
-    assert cell(text, "GKA", "language: bits per byte") == "not run"
-    assert cell(text, "Linformer", "language: bits per byte") == "no causal form"
-    assert cell(text, "Non-Local NN", "parameters") == "not built"
-    assert cell(text, "GKA", "parameters") == "37,059"
+    table = neighbours.table_1(tmp_path)
+    gka = cells(table, "GKA")
+    assert gka["digits: top-1 %"] == "98.00 ± 1.41 (2 seeds)"  # the last row of a seed counts
+    assert gka["language: bits per byte"] == "not run" and gka["parameters"] == "37,059"
+    assert cells(table, "Linformer")["language: bits per byte"] == "no causal form"
+    assert cells(table, "Non-Local NN")["parameters"] == "not built"
 
 
 def test_all_commits_and_machines_of_a_table_are_named():
@@ -201,7 +196,6 @@ def test_all_commits_and_machines_of_a_table_are_named():
 def test_the_table_of_speed_has_times_memory_and_reasons(tmp_path):
     (tmp_path / "speed.jsonl").write_text(row("speed", {"forward_ms": 1.5, "both_ms": 4.0}, method="gka", tokens=197))
     (tmp_path / "memory.jsonl").write_text(row("memory", {"failed": "needs more than 8 GiB"}, method="gka", tokens=197))
-    text = shown(neighbours.speed(tmp_path))
-    assert cell(text, "GKA", "N = 197: ms") == "1.5 / 4.0"
-    assert cell(text, "GKA", "MiB") == "needs more than 8 GiB"
-    assert cell(text, "Performer", "N = 197: ms") == "not run"
+    [table] = neighbours.speed(tmp_path)
+    rows = {row[0]: row[1:3] for row in table.rows}
+    assert rows["GKA"] == ["1.5 / 4.0", "needs more than 8 GiB"] and rows["Performer"] == ["not run", "not run"]

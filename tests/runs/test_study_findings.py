@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +14,7 @@ from runs.study.grid import DEEPER, scaled_places
 from runs.study.rates import DEEPEST, SMALLEST
 from runs.study.scores import Scores
 from runs.tables import study, study_equal, study_heads, study_settings
-from shown import shown
+from shown import cells, numbers, shown
 from study_rows import DATA, row, write
 from trainkit_gka.cli import UserError
 
@@ -42,10 +41,10 @@ def with_seeds(place, losses):
 def scaled(tmp_path_factory):
     """Rows of a world in which every family follows its law, whatever the depth, with the noise of seeds."""
     rows = []
-    for family, numbers in LAWS.items():
+    for family, parameters in LAWS.items():
         for place in scaled_places():
             cell = Cell(**place, **FAMILIES[family])
-            loss = law(cell.flops(512, 4096), *numbers)
+            loss = law(cell.flops(512, 4096), *parameters)
             rows += [row(replace(cell, seed=seed), loss + noise) for seed, noise in NOISE.items()]
     return write(tmp_path_factory.mktemp("scaled") / "study", rows)
 
@@ -99,43 +98,46 @@ def test_noise_of_seeds_is_pooled_over_places():
 
 def test_fits_have_intervals_that_hold_the_truth_and_cross_where_the_laws_do(scaled):
     fitted = Scores.read(scaled / "words.jsonl").scalings()
-    for family, numbers in LAWS.items():
-        for name, truth in zip("abc", numbers):
+    for family, parameters in LAWS.items():
+        for name, truth in zip("abc", parameters):
             interval = fitted[family].interval(name)
             assert interval.low < truth < interval.high, (family, name, interval)
     where, share = statistics.crossing(fitted["GKA + offsets"], fitted["softmax"])
     assert where.low <= where.value <= where.high and where.value == pytest.approx(1e14, rel=0.05) and share > 0.9
     assert statistics.crossing(fitted["GKA"], fitted["softmax"]) == (None, 0.0)
     assert all(own.miss < 0.01 and own.points >= 4 for own in fitted.values() if own)
-    table = shown(study.fits(scaled))
-    assert "| GKA | 12 |" in table and "nowhere in reach (0%)" in table and "GGGA + offsets | 0 of 9 | not run" in table
+    fits = study.fits(scaled)
+    assert cells(fits, "GKA")["finished sizes and budgets"] == "12"
+    assert cells(fits, "GKA")["crosses softmax at FLOPs (share of draws)"] == "nowhere in reach (0%)"
+    assert cells(fits, "GGGA + offsets")["a"] == "not run"
 
 
-def test_equal_flops_are_a_place_on_the_baselines_curve(scaled):
-    table = shown(study_equal.equal(scaled))
-    [line] = [line for line in table.splitlines() if line.startswith("| GKA + offsets | softmax | 6 |")]
-    equal_tokens, equal_flops = ([float(x) for x in re.findall(r"[+-][\d.]+", cell)] for cell in line.split("|")[4:6])
-    [place] = [place for place in study_equal.common_places() if place["depth"] == 6]
-    own, other = (Cell(**place, **FAMILIES[name]).flops(512, 4096) for name in ("GKA + offsets", "softmax"))
+def over_softmax(at, equal):
+    """GKA + offsets over softmax by the laws, at the FLOPs of a place, at equal tokens and at equal FLOPs."""
+    own, other = (Cell(**at, **FAMILIES[name]).flops(512, 4096) for name in ("GKA + offsets", "softmax"))
     assert own < other
     ours = law(own, *LAWS["GKA + offsets"])  # the noise of three seeds adds up to 0
-    assert equal_tokens == pytest.approx([ours - law(other, *LAWS["softmax"])] * 3, abs=1e-3)
-    # The law and the chord differ a little; the noise is the same for all, so the interval has no width.
-    assert equal_flops == pytest.approx([ours - law(own, *LAWS["softmax"])] * 3, abs=5e-3)
-    assert "GGGA" not in table
+    return [ours - law(own if equal else other, *LAWS["softmax"])] * 3  # for all seeds, so without a width
 
 
-def test_longer_trainings_are_compared_at_equal_flops_with_a_shorter_training_of_the_baseline(scaled):
-    table = shown(study_equal.longer(scaled))
-    [line] = [line for line in table.splitlines() if line.startswith("| GKA + offsets | softmax | depth 4, 2^22 |")]
-    equal_tokens, equal_flops = ([float(x) for x in re.findall(r"[+-][\d.]+", cell)] for cell in line.split("|")[4:6])
-    place = dict(depth=4, tokens=2**22)
-    own, other = (Cell(**place, **FAMILIES[name]).flops(512, 4096) for name in ("GKA + offsets", "softmax"))
-    ours = law(own, *LAWS["GKA + offsets"])
-    assert equal_tokens == pytest.approx([ours - law(other, *LAWS["softmax"])] * 3, abs=1e-3)
-    assert equal_flops == pytest.approx([ours - law(own, *LAWS["softmax"])] * 3, abs=5e-3)
-    assert equal_flops[0] < equal_tokens[0] and line.endswith("|  | 3 |")  # nothing is timed
-    assert "Standard deviation over seeds, pooled over 36 cells: 0.0036." in shown(study.sizes(scaled))
+@pytest.mark.parametrize(
+    "table, start, place",
+    [
+        (study_equal.equal, ("GKA + offsets", "softmax", "6"), dict(depth=6, tokens=2**20, batch=4096)),
+        (study_equal.longer, ("GKA + offsets", "softmax", "depth 4, 2^22"), dict(depth=4, tokens=2**22)),
+    ],
+    ids=["between depths", "between budgets"],
+)
+def test_equal_flops_are_a_place_on_the_baselines_curve(scaled, table, start, place):
+    row = cells(table(scaled), *start)
+    assert numbers(row["equal tokens"]) == pytest.approx(over_softmax(place, equal=False), abs=1e-3)
+    # The law and the interpolation differ a little.
+    assert numbers(row["equal FLOPs"]) == pytest.approx(over_softmax(place, equal=True), abs=5e-3)
+    assert row.get("equal time", "") == "" and "GGGA" not in shown(table(scaled))  # nothing is timed
+
+
+def test_the_noise_of_seeds_is_said(scaled):
+    assert "pooled over 36 cells: 0.0036." in shown(study.sizes(scaled))
 
 
 def test_equal_cost_is_compared_with_the_best_of_all_depths_that_cost_no_more(tmp_path):
@@ -146,35 +148,31 @@ def test_equal_cost_is_compared_with_the_best_of_all_depths_that_cost_no_more(tm
         for number, loss in enumerate(of_depth)
     ]
     rows += [row(Cell(depth=4, tokens=tokens, **ALL["GKA + offsets"]), 1.7) for tokens in (2**20, 2**22)]
-    table = shown(study_equal.longer(write(tmp_path / "study", rows))).splitlines()
-    [line] = [line for line in table if line.startswith("| GKA + offsets | softmax | depth 4, 2^22 |")]
-    assert line.endswith("| +0.050 | +0.100 |  | 1 |")  # two layers on 2^22 tokens are cheaper, and better
+    longer = cells(study_equal.longer(write(tmp_path / "study", rows)), "GKA + offsets", "softmax", "depth 4, 2^22")
+    # Two layers on 2^22 tokens are cheaper, and better.
+    assert longer == {"equal tokens": "+0.050", "equal FLOPs": "+0.100", "equal time": "", "seeds": "1"}
 
 
-def test_value_embeddings_are_compared_where_both_sides_have_as_many(tmp_path):
+def test_forms_are_compared_where_both_sides_have_what_is_compared(tmp_path):
     losses = {"softmax": 1.9, "softmax without VE": 1.95, "GKA + offsets": 1.85, "GKA + offsets + half VE": 1.8}
-    rows = with_seeds(SMALLEST, losses)
-    table = shown(study_settings.value_embeds(write(tmp_path / "study", rows))).splitlines()
-    [line] = [line for line in table if line.startswith("| GKA + offsets over softmax |")]
-    assert line == "| GKA + offsets over softmax | -0.100 [-0.100, -0.100] | -0.100 [-0.100, -0.100] |  |  |  |  |"
+    table = study_settings.value_embeds(write(tmp_path / "embeddings", with_seeds(SMALLEST, losses)))
+    compared = list(cells(table, "GKA + offsets over softmax").values())
+    assert compared == ["-0.100 [-0.100, -0.100]"] * 2 + [""] * 4
 
-
-def test_a_hybrid_is_compared_with_value_embeddings_and_without(tmp_path):
     losses = {"GGGA + offsets": 1.74, "GGGA + offsets without VE": 1.76, "GKA + offsets": 1.79}
-    rows = with_seeds(DEEPER, losses)
-    table = shown(study_settings.hybrid(write(tmp_path / "study", rows)))
-    assert "| GGGA + offsets without VE | 1.7600 ± 0.0036 | -0.030 [-0.030, -0.030] |  |  |" in table
-    assert "| GGGA + offsets | 1.7400 ± 0.0036 | -0.050 [-0.050, -0.050] |  |  |" in table
+    table = study_settings.hybrid(write(tmp_path / "hybrid", with_seeds(DEEPER, losses)))
+    for name, loss, over in (("GGGA + offsets", 1.74, -0.05), ("GGGA + offsets without VE", 1.76, -0.03)):
+        said = cells(table, name)
+        assert said["validation bits per byte"] == f"{loss:.4f} ± 0.0036" and said["over softmax + offsets"] == ""
+        assert numbers(said["over GKA + offsets"]) == [over] * 3
 
-
-def test_other_offsets_are_compared_with_those_of_one_token(tmp_path):
     losses = {"GKA + offsets": 1.79, "GKA + offsets P2S2": 1.77, "softmax + offsets": 1.73}
     losses |= {"softmax + offsets PSP2S2": 1.74}
-    rows = with_seeds(DEEPER, losses)
-    table = shown(study.further_offsets(write(tmp_path / "study", rows)))
-    assert "| GKA + offsets P2S2 | 1.7700 ± 0.0036 | 1* | 3 | -0.0200 [-0.0200, -0.0200] |" in table
-    assert "| softmax + offsets PSP2S2 | 1.7400 ± 0.0036 | 1* | 3 | +0.0100 [+0.0100, +0.0100] |" in table
-    assert "| GKA + offsets | 1.7900 ± 0.0036 | 1* | 3 |  |" in table and "| GKA + offsets P,S | not run |" in table
+    table = study.further_offsets(write(tmp_path / "offsets", with_seeds(DEEPER, losses)))
+    over = "over GKA + offsets and softmax + offsets"
+    assert numbers(cells(table, "GKA + offsets P2S2")[over]) == [-0.02] * 3
+    assert numbers(cells(table, "softmax + offsets PSP2S2")[over]) == [0.01] * 3
+    assert cells(table, "GKA + offsets")[over] == "" and "not run" in cells(table, "GKA + offsets P,S").values()
 
 
 def test_equal_parameters_are_compared_seed_by_seed(tmp_path):
@@ -187,11 +185,10 @@ def test_equal_parameters_are_compared_seed_by_seed(tmp_path):
         for seed, shift in shifts[name].items()
         if (name, place, seed) != ("softmax", places[1], 2)  # a seed that one depth alone has
     ]
-    table = shown(study_equal.equal(write(tmp_path / "study", rows)))
-    [line] = [line for line in table.splitlines() if line.startswith("| GKA + offsets | softmax | 4 |")]
+    said = cells(study_equal.equal(write(tmp_path / "study", rows)), "GKA + offsets", "softmax", "4")
     # softmax of 200 parameters is half way between 100 and 400: 1.85 + shift. Seeds 0 and 1 differ by -0.14, -0.16.
     half = 12.706 * 0.01
-    assert line.endswith(f"| -0.150 [{-0.15 - half:.3f}, {-0.15 + half:.3f}] |")
+    assert numbers(said["equal parameters"]) == pytest.approx([-0.15, -0.15 - half, -0.15 + half], abs=1e-3)
 
 
 def test_differences_of_every_depth_are_paired_over_the_seeds_that_both_have(tmp_path):
@@ -202,20 +199,15 @@ def test_differences_of_every_depth_are_paired_over_the_seeds_that_both_have(tmp
     ]
     rows += [row(Cell(**places[2], **ALL[name]), losses[name]) for name in names[:2]]
     rows += [row(Cell(**places[2], **ALL["softmax"], seed=1), 2.5)]  # of a seed that the other does not have
-    lines = [
-        line
-        for line in shown(study_equal.differences(write(tmp_path / "study", rows))).splitlines()
-        if " over " not in line
+    folder = write(tmp_path / "study", rows)
+    [table] = study_equal.differences(folder)
+    assert table.rows == [
+        ["softmax + offsets", "softmax", "-0.100 [-0.100, -0.100]", "", "-0.100", "", "3 / 0 / 1 / 0"],
+        ["GKA + offsets", "softmax", "-0.050 [-0.050, -0.050]", "", "", "", "3 / 0 / 0 / 0"],
+        ["GKA + offsets", "softmax + offsets", "+0.050 [+0.050, +0.050]", "", "", "", "3 / 0 / 0 / 0"],
     ]
-    longer = shown(study_equal.longer(tmp_path / "study"))  # six layers alone: they have a shorter budget
-    assert [line for line in longer.splitlines() if line.startswith(("| softmax", "| GKA"))] == [
-        "| softmax + offsets | softmax | depth 6, 2^20 | -0.100 | -0.100 |  | 1 |"
-    ]
-    assert [line for line in lines if line.startswith(("| softmax", "| GKA"))] == [
-        "| softmax + offsets | softmax | -0.100 [-0.100, -0.100] |  | -0.100 |  | 3 / 0 / 1 / 0 |",
-        "| GKA + offsets | softmax | -0.050 [-0.050, -0.050] |  |  |  | 3 / 0 / 0 / 0 |",
-        "| GKA + offsets | softmax + offsets | +0.050 [+0.050, +0.050] |  |  |  | 3 / 0 / 0 / 0 |",
-    ]
+    [longer] = study_equal.longer(folder)  # six layers alone: they have a shorter budget
+    assert [row[:3] for row in longer.rows] == [["softmax + offsets", "softmax", "depth 6, 2^20"]]
 
 
 def test_families_are_compared_at_the_rate_with_most_seeds(tmp_path):
@@ -228,13 +220,16 @@ def test_families_are_compared_at_the_rate_with_most_seeds(tmp_path):
     rows += [row(replace(softmax, rate=4.0), 1.95)]
     rows[1]["hardware"] = "another CPU"
     rows += [{**row(Cell(**SMALLEST, **ALL["GKA + Canon"]), 1.9), "hardware": "the CPU of a row that is not shown"}]
-    table = shown(study.families(write(tmp_path / "study", rows)))
-    assert "| softmax | 1.9000 ± 0.0036 | 2* | 3 |" in table
-    assert "| GKA | 2.1000 | 1* | 1 | +0.1960 |" in table  # over softmax of the same seed, 1.904
-    assert "| VLT + offsets | not run |" in table and study.PROVISIONAL in table
-    assert "abc1234 on a CPU, torch 2.14; 2026-11-22 at commit abc1234 on another CPU" in table
-    assert "not shown" not in table
-    assert "| GKA | 2.1000; σ² 9 | not run |" in shown(study.longer(tmp_path / "study"))
+    table = study.families(write(tmp_path / "study", rows))
+    loss = "validation bits per byte"
+    said = cells(table, "softmax")
+    assert (said[loss], said["rate"], said["seeds"]) == ("1.9000 ± 0.0036", "2*", "3")
+    said = cells(table, "GKA")
+    assert (said[loss], said["rate"], said["over softmax"]) == ("2.1000", "1*", "+0.1960")  # of the same seed, 1.904
+    assert cells(table, "VLT + offsets")[loss] == "not run" and study.PROVISIONAL in shown(table)
+    assert "on a CPU, torch 2.14; 2026-11-22 at commit abc1234 on another CPU" in shown(table)
+    assert "not shown" not in shown(table)
+    assert list(cells(study.longer(tmp_path / "study"), "GKA").values())[:2] == ["2.1000; σ² 9", "not run"]
 
 
 def test_settings_are_compared_at_the_transferred_rate_and_paired_over_seeds(tmp_path):
@@ -249,16 +244,16 @@ def test_settings_are_compared_at_the_transferred_rate_and_paired_over_seeds(tmp
     single = Cell(**SMALLEST, **gka, dtype="float32")
     rows += [row(replace(single, seed=seed), 1.79 + noise) for seed, noise in NOISE.items()]
     rows += [row(replace(single, seed=seed, dtype="bfloat16"), 1.81 + noise) for seed, noise in NOISE.items()]
-    folder = write(tmp_path / "study", rows)
-    assert "| GKA + offsets | 1.6500 | 1.6000 | 1.5000 | 1.5500 |" in shown(study_settings.largest_rates(folder))
-    sizes = shown(study.sizes(folder))
-    assert "1.5000 |" in sizes and "1.6000" not in sizes  # the deepest has a best rate of its own
     [six_layers] = [place for place in study_equal.common_places() if place["depth"] == 6]
     rows += [row(Cell(**six_layers, **gka, rate=rate), loss) for rate, loss in ((1.0, 1.66), (2.0, 1.64))]
-    sizes = shown(study.sizes(write(tmp_path / "study", rows)))
-    assert "1.6600 |" in sizes and "1.6400" not in sizes  # elsewhere all have the rate of the smallest, and one try
-    pairs = shown(study_settings.precision(folder))
-    assert "| GKA + offsets | 1.7900 ± 0.0036 | 1.8100 ± 0.0036 | +0.0200 [+0.0200, +0.0200] |" in pairs
+    folder = write(tmp_path / "study", rows)
+    rates = cells(study_settings.largest_rates(folder), "GKA + offsets")
+    assert list(rates.values()) == ["1.6500", "1.6000", "1.5000", "1.5500"]
+    sizes = cells(study.sizes(folder), "GKA + offsets")
+    assert sizes["depth 8, 2^20"] == "1.5000"  # the deepest has a best rate of its own
+    assert sizes["depth 6, 2^20"] == "1.6600"  # elsewhere all have the rate of the smallest, and one try
+    pairs = cells(study_settings.precision(folder), "GKA + offsets")
+    assert pairs["float32"] == "1.7900 ± 0.0036" and numbers(pairs["difference"]) == [0.02] * 3
 
 
 def figures_of(folder, tmp_path, **speeds):
@@ -324,10 +319,11 @@ def test_losses_along_a_row_are_drawn_of_models_that_were_looked_at(tmp_path):
         }
         line["config"] = {**line["config"], "depth": 9}
     (tmp_path / "study_heads.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    table = shown(study_heads.heads(folder))
-    both = "| GKA | 4 | 4,194,304 | 2 | 1.0 | +0.50 to +1.50 | 2.0 | -1.50 to -0.50 | 3.5 to 4.5 | 2 to 3 |"
-    assert f"{both} +0.00 to +0.40 |" in table
-    assert "| of nobody's cell | 9 |  | 1 | 1.0 | +9.00 | 2.0 | -9.00 | 12 |  | +0.40 |" in table
+    own = cells(study_heads.heads(folder), "GKA", "4")
+    assert own["seeds"] == "2" and own["induction: gain"] == "+0.50 to +1.50" and own["σ"] == "2 to 3"
+    assert own["effective tokens"] == "3.5 to 4.5" and own["gain from context"] == "+0.00 to +0.40"
+    other = cells(study_heads.heads(folder), "of nobody's cell", "9")
+    assert other["seeds"] == "1" and other["σ"] == "" and other["copying: gain"] == "-9.00"
     assert [tuple(row.values()) for row in figure.rows] == [("GKA", "1", 4.2), ("GKA", "2-3", 4.1)]
 
 

@@ -9,7 +9,7 @@ from runs.study import speed
 from runs.study.cells import Cell
 from runs.study.families import ALL
 from runs.tables import study_equal, study_speed
-from shown import shown
+from shown import cells
 from study_rows import row, write
 from trainkit_gka.progress import read_lines
 
@@ -42,9 +42,10 @@ def test_the_newest_comparison_of_a_depth_counts(tmp_path):
     timed(path, {"softmax + offsets": 100.0, "GKA": 300.0}, depth=4, group="old")
     timed(path, {"softmax + offsets": 1000.0, "GKA + offsets": 1500.0, "GKA": None}, depth=4, group="new")
     timed(path, {"softmax + offsets": 50.0}, depth=8)
-    table = shown(study_speed.speed(tmp_path / "study"))
-    assert "| GKA + offsets | 1,500 (1.50x) |  |" in table and "| GKA |  |  |" in table
-    assert "| softmax + offsets | 1,000 (1.00x) | 50 (1.00x) |" in table
+    table = study_speed.speed(tmp_path / "study")
+    assert cells(table, "GKA + offsets") == {"4 layers": "1,500 (1.50x)", "8 layers": ""}
+    assert cells(table, "softmax + offsets") == {"4 layers": "1,000 (1.00x)", "8 layers": "50 (1.00x)"}
+    assert set(cells(table, "GKA").values()) == {""}
 
 
 def test_equal_time_is_a_shorter_training_of_the_slower_one(tmp_path):
@@ -56,15 +57,13 @@ def test_equal_time_is_a_shorter_training_of_the_slower_one(tmp_path):
     ]
     folder = write(tmp_path / "study", rows)
     timed(tmp_path / speed.SPEEDS.name, {"softmax + offsets": 1000.0, "GKA + offsets": 2000.0}, depth=4)
-    lines = shown(study_equal.longer(folder)).splitlines()
-    [line] = [line for line in lines if line.startswith("| GKA + offsets | softmax + offsets |")]
+    row_of = cells(study_equal.longer(folder), "GKA + offsets", "softmax + offsets", "depth 4, 2^22")
     # At half the speed softmax has trained 2^21 tokens, for 1.7.
-    assert line.startswith("| GKA + offsets | softmax + offsets | depth 4, 2^22 | +0.020 |")
-    assert line.endswith("| -0.080 | 1 |")
-    [line] = [line for line in shown(study_equal.longest(folder)).splitlines() if line.startswith("| GKA + offsets |")]
+    assert (row_of["equal tokens"], row_of["equal time"], row_of["seeds"]) == ("+0.020", "-0.080", "1")
+    longest = cells(study_equal.longest(folder), "GKA + offsets")
     # FLOPs between 2^21 and 2^22 tokens of softmax, half of its time.
-    assert line.startswith("| GKA + offsets | +0.020 | -0.00")
-    assert line.endswith("| -0.080 | 1.00x | 0.85x | 0.50x | 1 |")
+    assert -0.01 < float(longest["equal FLOPs"]) < 0 and longest["equal time"] == "-0.080"
+    assert (longest["parameters"], longest["FLOPs"], longest["time of a step"]) == ("1.00x", "0.85x", "0.50x")
 
 
 def test_between_budgets_a_baseline_is_on_the_parabola_through_them(tmp_path):
@@ -73,6 +72,6 @@ def test_between_budgets_a_baseline_is_on_the_parabola_through_them(tmp_path):
     rows += [row(Cell(depth=4, tokens=2**22, **ALL["GKA + offsets"]), 1.62)]
     folder = write(tmp_path / "study", rows)
     timed(tmp_path / speed.SPEEDS.name, {"softmax": 1000.0, "GKA + offsets": 1000.0 * 2**0.5}, depth=4)
-    [line] = [line for line in shown(study_equal.longer(folder)).splitlines() if line.startswith("| GKA + offsets |")]
+    said = cells(study_equal.longer(folder), "GKA + offsets", "softmax", "depth 4, 2^22")
     # Half way from 2^21 to 2^22: -1/8 of 1.8, 3/4 of 1.7 and 3/8 of 1.65. The chord would give 1.675.
-    assert line.endswith("| -0.049 | 1 |")
+    assert said["equal time"] == "-0.049"

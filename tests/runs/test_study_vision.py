@@ -34,7 +34,7 @@ from runs.study.vision.images import CIFAR10, DIGITS, PHOTOS, SETTINGS, load
 from runs.study.vision.study import VisionPace, VisionStudy
 from runs.tables import study_vision
 from runs.tables.study import ROWS
-from shown import shown
+from shown import cells, numbers, shown
 from trainkit_gka.cli import UserError
 
 TINY = Setting(
@@ -218,10 +218,11 @@ def test_a_rate_and_a_run_of_cifar10_become_rows_and_a_table(parquet, tmp_path, 
     assert metrics[tuned]["images"] == 4 and metrics[cell]["images"] == 8
     assert [point["epoch"] for point in metrics[tuned]["curve"]] == [1, 2]
     assert metrics[tuned]["curve"][0]["ema_top1"] is not None and metrics[cell]["curve"][0]["loss"] > 0
-    text = shown(study_vision.images(tmp_path))
-    assert "8 to test, rates by 4 that those of training hold out" in text
-    [line] = [line for line in text.splitlines() if "channel bandwidths" in line]
-    assert f"| {metrics[cell]['ema_top1']:.2f} | 1* | 1 |" in line and "| VLT | not run |" in text
+    table = study_vision.images(tmp_path)
+    assert "8 to test, rates by 4 that those of training hold out" in shown(table)
+    own = cells(table, "GKA, norm without weight, channel bandwidths")
+    assert own["top-1 %"] == f"{metrics[cell]['ema_top1']:.2f}" and own["seeds"] == "1"
+    assert cells(table, "VLT")["top-1 %"] == "not run"
 
 
 def test_the_table_has_means_spreads_and_paired_intervals(tmp_path):
@@ -236,13 +237,15 @@ def test_the_table_has_means_spreads_and_paired_intervals(tmp_path):
                 row = {**about, "key": cell.key(data, DIGITS), "cell": vars(cell), "metrics": metrics}
                 other = {**row, "key": f"of another version, {name} {seed}", "metrics": {**metrics, "ema_top1": 50.0}}
                 file.write(json.dumps(row) + "\n" + json.dumps(other) + "\n")
-    text = shown(study_vision.images(tmp_path))
-    [row] = [line for line in text.splitlines() if line.startswith("| GKA + NLUD |")]
+    table = study_vision.images(tmp_path)
+    row = cells(table, "GKA + NLUD")
     gains = [ours - softmax for ours, softmax in zip(top1["GKA + NLUD"], top1["softmax"])]
     half = 4.303 * statistics.stdev(gains) / 3**0.5
     middle = statistics.mean(gains)
-    assert f"| 98.50 ± 0.50 | 1* | 3 | {middle:+.2f} [{middle - half:+.2f}, {middle + half:+.2f}] |" in row
-    assert row.endswith("| 1,000 | 2.50 |") and "| VLT | not run |" in text and "GGGGGA" not in text
+    assert (row["top-1 %"], row["rate"], row["seeds"]) == ("98.50 ± 0.50", "1*", "3")
+    assert numbers(row["over softmax"]) == pytest.approx([middle, middle - half, middle + half], abs=0.006)
+    assert (row["parameters"], row["MFLOPs/image"]) == ("1,000", "2.50")
+    assert cells(table, "VLT")["top-1 %"] == "not run" and "GGGGGA" not in shown(table)
     assert study_vision.images(tmp_path / "empty") == []
     figure = study_pictures.images(tmp_path, tmp_path)
     drawn = [row["top-1 %"] for row in figure.rows if row["family"] == "GKA + NLUD"]
