@@ -25,7 +25,7 @@ from runs.explore.language import MAX_CHARACTERS, MAX_TOKENS
 from runs.explore.models import load
 from runs.explore.photos import Photo, bundled, read_upload
 from runs.explore.scaling import Scaling, scaled
-from runs.explore.tabs import WHERE, Choice
+from runs.explore.tabs import MEAN, WHERE, Choice
 from runs.explore.vision import CLS, PATCH, ROLLOUT, View
 from tiny import one_line_error
 from trainkit_gka.cli import run
@@ -87,6 +87,12 @@ def test_the_whole_model_runs_with_the_scaled_bandwidths(models):
     changed = (before.layers[1].weights - last.layers[1].weights).abs().amax((1, 2))
     assert changed[0] == 0 and changed[1] > 1e-3
     assert (before.probabilities - last.probabilities).abs().max() > 1e-4
+
+
+def test_the_controls_say_which_bandwidths_are_scaled():
+    scalings = [Choice.of(2, head, -1.0, where).scaling for where in WHERE for head in ("head 2", MEAN)]
+    everywhere, layer, head = Scaling(0.5), Scaling(0.5, layer=1), Scaling(0.5, layer=1, head=1)
+    assert scalings == [everywhere, everywhere, layer, layer, head, layer]  # of the mean, all heads of the layer
 
 
 @pytest.mark.parametrize("where", WHERE)
