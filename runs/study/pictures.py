@@ -37,13 +37,14 @@ PROBED = dict(depth=4, tokens=2**22)
 
 def of_text(scores: Scores, speeds: Mapping[int, Mapping[str, float]], name: str, folder: Path) -> list[Figure]:
     """All pictures of the finished cells of one text that there are rows for. speeds: see `with_minutes`."""
-    scaled = scores.frame({family: ALL[family] for family in scores.scalings()}, scaled_places())
+    fits = scores.scalings()
+    scaled = scores.frame({family: ALL[family] for family in fits}, scaled_places())
     timed = scores.frame({family: ALL[family] for family in (CONTROL, *OVER_CONTROL)}, scaled_places())
     over = scores.differences(dict.fromkeys(OVER_CONTROL, CONTROL), scaled_places())
     longest = scores.frame(longer_families(), LONGER)
     changed = {panel: scores.differences(pairs, (SMALLEST, DEEPER)) for panel, pairs in CHANGES.items()}
     drawn = [
-        compute(scaled, scores.scalings(), name, folder),
+        compute(scaled, fits, name, folder),
         budgets(over, name, folder),
         time(with_minutes(timed, speeds), name, folder),
         longer(longest, name, folder),

@@ -92,6 +92,7 @@ def test_a_finished_cell_is_one_row_with_all_that_was_measured(packed, trained):
 
 def test_finished_and_failed_cells_are_skipped(packed, trained):
     one = study(packed, trained, "tiny", "refused")
+    assert study(packed, trained.parent / "empty", "tiny", "refused", "tiny").left() == [TINY, REFUSED]  # once each
     before = one.results.read_text()
     [failed] = one.failed().values()
     assert failed["exit_code"] == 2 and failed["reason"].startswith("--weight-decay with --matrix-lr would take")
@@ -281,10 +282,6 @@ def test_the_list_shows_what_is_left_and_the_time_it_needs(packed, trained, caps
     assert find(one, one.key(TINY)) == TINY
     with pytest.raises(UserError, match="--only nothing is not the key of a cell"):
         find(one, "nothing")
-
-
-def test_a_group_that_is_named_twice_counts_once(packed, tmp_path):
-    assert study(packed, tmp_path, "tiny", "refused", "tiny").left() == [TINY, REFUSED]
 
 
 def test_wrong_groups_and_missing_rows_are_one_line(packed, tmp_path):

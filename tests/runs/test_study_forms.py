@@ -367,14 +367,6 @@ def test_transformers_decodes_them(run, tmp_path):
             assert got[0, 8:].tolist() == loaded.model(got)[0, 7:-1].argmax(-1).tolist()
 
 
-def test_the_help_has_a_group_for_what_the_form_adds(capsys):
-    with pytest.raises(SystemExit) as left:
-        parse(extended(TrainConfig)(["--forms", forms.NAME]), ["--help"])
-    said = capsys.readouterr().out
-    assert left.value.code == 0 and "Pretrain a GPT" in said
-    assert said.index("form options") < said.index("--mixing") < said.index("--rotary")
-
-
 @pytest.mark.parametrize(
     "flags, name",
     [

@@ -204,6 +204,7 @@ def test_cifar10_tunes_each_kind_and_then_trains_all_families_seed_by_seed():
         tyro.cli(TrainConfig, args=[str(word) for word in [*cell.flags(CIFAR10), "--data", "x"]]).check()
 
 
+@pytest.mark.slow
 def test_a_rate_and_a_run_of_cifar10_become_rows_and_a_table(parquet, tmp_path, monkeypatch):
     tiny = replace(TINY, tuning_epochs=2, seeds=1, batch=8)
     monkeypatch.setitem(SETTINGS, "cifar10", tiny)
