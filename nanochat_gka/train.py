@@ -278,17 +278,10 @@ class Trainer(BaseTrainer):
         return {"operators": operators}
 
     def dry_step(self, batch_size: int) -> None:
-        """Take the memory of a step in micro-batches of `batch_size` rows, on no text, and leave everything as it is.
-
-        Two micro-batches if a step has several: from the second on the gradients are in memory before its activations.
-        """
-        pieces = list(map(len, micro_batches(range(-(-self.rows // self.runtime.world_size)), batch_size)))
-        shape = max(pieces), self.data.sequence_len
-        ids = torch.zeros(shape, dtype=torch.int64, device=self.runtime.device)
-        targets = torch.zeros_like(ids)  # one tensor for both would be compiled apart from training's two
+        """Take the memory of a step in micro-batches of `batch_size` rows, and leave everything as it is."""
+        rows = -(-self.rows // self.runtime.world_size)
         try:
-            for _ in pieces[:2]:
-                self.compiled(ids, targets, reduction="sum").backward()
+            memory.dry_step(self.compiled, rows, batch_size, self.data.sequence_len, self.runtime.device)
         finally:
             self.optimizer.zero_grad()
 

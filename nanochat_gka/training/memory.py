@@ -24,6 +24,7 @@ from typing import Annotated, Literal
 
 import torch
 
+from nanochat_gka.data.loader import micro_batches
 from nanochat_gka.model.attention import ADAMW_PARTS, Attention, build_attention
 from nanochat_gka.model.config import GPTConfig
 from trainkit_gka.cli import Bounds, UserError
@@ -138,3 +139,15 @@ def largest_that_runs(rows: int, attempt: Callable[[int], None], runtime: Runtim
         if runtime.device.type == "cuda":
             torch.cuda.empty_cache()
         rows = -(-rows // 2)
+
+
+def dry_step(model, rows: int, batch_size: int, sequence_len: int, device: torch.device) -> None:
+    """Forward and backward of a step's largest micro-batch, on no text: what a step of `rows` holds in memory.
+
+    Twice if a step has several micro-batches: from the second on the gradients are in memory before its activations.
+    """
+    pieces = list(map(len, micro_batches(range(rows), batch_size)))
+    ids = torch.zeros(max(pieces), sequence_len, dtype=torch.int64, device=device)
+    targets = torch.zeros_like(ids)  # one tensor for both would be compiled apart from training's two
+    for _ in pieces[:2]:
+        model(ids, targets, reduction="sum").backward()

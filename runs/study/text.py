@@ -9,7 +9,7 @@ from typing import Any
 
 from nanochat_gka.data.loader import same_rows
 from nanochat_gka.data.shards import MANIFEST
-from nanochat_gka.training.trainer import Trainer
+from nanochat_gka.train import Trainer
 from runs.jobs import Job
 from runs.study.cells import EVAL_TOKENS, EVALUATE_ALONG_FROM, KIND, Cell
 from runs.study.grid import GROUPS

@@ -15,9 +15,9 @@ import digit_runs
 import tiny
 from deit_gka import train as training
 from deit_gka.model.registry import model_name
+from deit_gka.train import Trainer
 from deit_gka.training.config import TrainConfig
 from deit_gka.training.reports import trusted
-from deit_gka.train import Trainer
 from processes import signals_kept
 from tiny_vision import SHAPE, SIZE
 from trainkit_gka.cli import run

@@ -7,8 +7,8 @@ import gpt_checks
 from nanochat_gka.data.loader import PackedData, Stream
 from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.gpt import build
+from nanochat_gka.train import accumulate_gradients
 from nanochat_gka.training import memory
-from nanochat_gka.train import accumulate_gradients, dry_step
 from nanochat_gka.training.optim import MuonAdamW, OptimConfig, parameter_groups
 from tiny import one_line_error
 from tiny_gpt import awake
@@ -108,7 +108,7 @@ def test_a_dry_step_holds_and_compiles_what_a_step_does(model_and_stream):
         found.append((len(ids), sum(parameter.grad is not None for parameter in plain.parameters())))
         return whole(ids.contiguous(), targets.contiguous(), reduction=reduction)  # as on CUDA
 
-    dry_step(model, 8, 4, stream.rows.sequence_len, CPU)
+    memory.dry_step(model, 8, 4, stream.rows.sequence_len, CPU)
     plain.zero_grad()
     graphs = len(compiled)
     accumulate_gradients(model, stream, 0, 8, 4, ALONE)
