@@ -8,11 +8,13 @@ from gka.decoding import decode_attention
 from gka.kernel import log_kernel
 from gka.kinds import KINDS, Kind, layer_kinds
 from gka.layer import GaussianKernelAttention
+from gka.multihead import GaussianMultiheadAttention, replace_multihead
 
 __all__ = [
     "KINDS",
     "AttentionCost",
     "GaussianKernelAttention",
+    "GaussianMultiheadAttention",
     "Kind",
     "attention_cost",
     "bandwidth_warnings",
@@ -24,6 +26,7 @@ __all__ = [
     "inverse_variance",
     "layer_kinds",
     "log_kernel",
+    "replace_multihead",
     "select_impl",
     "without_autocast",
 ]

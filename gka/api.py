@@ -1,14 +1,24 @@
 """The operator's one door: check the arguments, make the request, choose the implementation, call it.
 
 Layout everywhere: (B, T, H, D). Legend: B batch, T tokens (Tq queries, Tk keys), H heads, D head_dim.
+
+Precision of `gaussian_attention`: the reference takes differences, in float32 for half precision. Without
+constant_norm sdpa and flex compute in float32 too, but expand |x - k|^2: gradients are known to about machine epsilon
+times |x|^2 / sigma^2. An offset common to all features is subtracted first unless there is a causal mask; with one,
+features that are far from 0 on the scale of sigma are best normalised. Where that product passes 1 %, a UserWarning
+says so, on CPU tensors outside torch.compile. With constant_norm sdpa and flex round x / sigma^2 to x.dtype and leave
+the offset. triton keeps exponents in float32 and leaves the offset; cpu subtracts it as sdpa does, with constant_norm
+too, but in bfloat16 on AMX does as triton. float64 features are computed in float64. Norms above 1e19 overflow
+float32.
 """
 
 import torch
 
 from gka.autocast import without_autocast
-from gka.dispatch import BASELINES, IMPLEMENTATIONS, choose, choose_baseline
+from gka.dispatch import BASELINES, IMPLEMENTATIONS, Implementation, choose, choose_baseline
+from gka.hiding import pack, unpack
 from gka.impl import reference
-from gka.request import gaussian_request, softmax_request
+from gka.request import GaussianRequest, gaussian_request, softmax_request
 
 EPS = 1e-6
 
@@ -21,6 +31,9 @@ def gaussian_attention(
     values: torch.Tensor | None = None,
     causal: bool = False,
     window: int | None = None,
+    lengths: torch.Tensor | None = None,
+    key_padding_mask: torch.Tensor | None = None,
+    attn_mask: torch.Tensor | None = None,
     constant_norm: bool = False,
     eps: float = EPS,
     impl: str = "auto",
@@ -40,6 +53,12 @@ def gaussian_attention(
       causal: query i sees keys j <= i.
       window: query i sees i - window <= j <= i (with causal; window + 1 keys), |i - j| <= window without. None: no
         limit. The paper's W counts the token itself: window = W - 1.
+      lengths: (B,), int64 or int32: tokens that each row of keys has, 0 to Tk; what is behind them is padding.
+      key_padding_mask: (B, Tk) bool, True where there is no token, as in torch.nn.MultiheadAttention; instead of
+        lengths, for padding anywhere. Padding is neither key nor value. Where the keys are x, its rows of y and its
+        gradients are zeros; so are rows of y that see no key.
+      attn_mask: broadcast to (B, H, Tq, Tk) as in torch's scaled_dot_product_attention: bool, True where a query may
+        look, or added to the exponents log K_ij. Rows are then normalised as a softmax, without eps.
       constant_norm: a promise that all keys of a head have the same norm, for example after a per-head RMS norm.
         |k_j|^2 then cancels and the fused paths become plain attention. It is not checked; reference and cpu do not
         use it.
@@ -50,15 +69,9 @@ def gaussian_attention(
         derivatives in reverse mode; the reference has those of any order, forward mode and torch.func.
       return_weights: gone; `gaussian_weights` returns W.
 
-    Precision: the reference takes differences, in float32 for half precision. Without constant_norm sdpa and flex
-    compute in float32 too, but expand |x - k|^2: gradients are known to about machine epsilon times |x|^2 / sigma^2. An
-    offset common to all features is subtracted first unless there is a causal mask; with one, features that are far
-    from 0 on the scale of sigma are best normalised. Where that product passes 1 %, a UserWarning says so, on CPU
-    tensors outside torch.compile. With constant_norm sdpa and flex round x / sigma^2 to x.dtype and leave the offset.
-    triton keeps exponents in float32 and leaves the offset; cpu subtracts it as sdpa does, with constant_norm too, but
-    in bfloat16 on AMX does as triton. float64 features are computed in float64. Norms above 1e19 overflow float32.
+    Precision: see the top of this file.
 
-    Returns: y, (B, Tq, H, D) in x.dtype.
+    Returns: y, (B, Tq, H, D) in x.dtype. What is hidden from a row never touches it, NaN and infinity included.
 
     Raises: TypeError for a wrong type or dtype; ValueError for a wrong rank, shape, device, value, or an implementation
     that cannot serve the request. Both name the argument.
@@ -67,11 +80,20 @@ def gaussian_attention(
         raise TypeError("return_weights is gone: gaussian_weights(x, log_sigma, keys=..., causal=...) returns W")
     whole = impl == "reference"  # the equations as they stand, hidden keys included
     request = gaussian_request(
-        x, log_sigma, keys, values, causal, window, eps=eps, constant_norm=constant_norm, whole=whole
-    )
-    name = choose(request, impl)
+        x, log_sigma, keys, values, causal, window, eps=eps, constant_norm=constant_norm, whole=whole, lengths=lengths,
+        key_padding_mask=key_padding_mask, attn_mask=attn_mask,
+    )  # fmt: skip
     with without_autocast(x.device.type):
-        return IMPLEMENTATIONS[name].gaussian(request)
+        return _by(IMPLEMENTATIONS[choose(request, impl)], request)
+
+
+def _by(implementation: Implementation, request: GaussianRequest) -> torch.Tensor:
+    """y by an implementation, which gets padding that it does not read as lengths of packed tokens."""
+    if request.key_padding_mask is None or "key_padding_mask" in implementation.SERVES.options:
+        return implementation.gaussian(request)
+    packed, order = pack(request)
+    y = implementation.gaussian(packed)
+    return unpack(y, order) if request.own_keys else y
 
 
 def gaussian_weights(
@@ -81,6 +103,9 @@ def gaussian_weights(
     keys: torch.Tensor | None = None,
     causal: bool = False,
     window: int | None = None,
+    lengths: torch.Tensor | None = None,
+    key_padding_mask: torch.Tensor | None = None,
+    attn_mask: torch.Tensor | None = None,
     eps: float = EPS,
 ) -> torch.Tensor:
     """W of `gaussian_attention` for the same arguments, (B, H, Tq, Tk), in x.dtype or, for half precision, float32.
@@ -88,7 +113,10 @@ def gaussian_weights(
     Built by the reference, in O(Tq * Tk) memory: for pictures and measurements. W sums to 1 / (1 + eps / sum_j K_ij)
     along Tk, with foreign keys to 1. Raises as `gaussian_attention`.
     """
-    request = gaussian_request(x, log_sigma, keys, None, causal, window, eps=eps, constant_norm=False, whole=True)
+    request = gaussian_request(
+        x, log_sigma, keys, None, causal, window, eps=eps, constant_norm=False, whole=True, lengths=lengths,
+        key_padding_mask=key_padding_mask, attn_mask=attn_mask,
+    )  # fmt: skip
     with without_autocast(x.device.type):
         return reference.output_and_weights(request)[1]
 
@@ -120,6 +148,9 @@ def select_impl(
     values: torch.Tensor | None = None,
     causal: bool = False,
     window: int | None = None,
+    lengths: torch.Tensor | None = None,
+    key_padding_mask: torch.Tensor | None = None,
+    attn_mask: torch.Tensor | None = None,
     constant_norm: bool = False,
     impl: str = "auto",
 ) -> str:
@@ -130,5 +161,8 @@ def select_impl(
     batch of 0 always "reference". Raises ValueError if `impl` is unknown or cannot serve the request.
     """
     log_sigma = x.new_zeros(x.shape[2], dtype=torch.float32) if log_sigma is None else log_sigma
-    request = gaussian_request(x, log_sigma, keys, values, causal, window, eps=EPS, constant_norm=constant_norm)
+    request = gaussian_request(
+        x, log_sigma, keys, values, causal, window, eps=EPS, constant_norm=constant_norm, lengths=lengths,
+        key_padding_mask=key_padding_mask, attn_mask=attn_mask,
+    )  # fmt: skip
     return choose(request, impl)

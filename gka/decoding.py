@@ -63,7 +63,7 @@ def decode_attention(
     if channel_scales is not None and rotary is None:
         raise ValueError("channel_scales are of keys that are derived by rotary, which is missing")
     options: dict[str, Any] = dict(
-        rotary=rotary, channel_scales=channel_scales, lengths=lengths, key_delays=key_delays or None,
+        rotary=rotary, channel_scales=channel_scales, cache_lengths=lengths, key_delays=key_delays or None,
         value_delays=value_delays or None,
     )  # fmt: skip
     whole = any(option is not None for option in options.values())  # they count tokens from the first on

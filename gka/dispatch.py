@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 import torch
 
+from gka.hiding import can_pack
 from gka.impl import cpu, flex, reference, sdpa, triton
 from gka.request import TURNED_OFF, GaussianRequest, Request, Serves, SoftmaxRequest
 
@@ -104,7 +105,10 @@ def why_not(name: str, request: Any) -> str | None:
     """Why an implementation cannot serve a request, or None: what it does not declare, then what it says itself."""
     implementation = IMPLEMENTATIONS[name]
     serves, head_dim = implementation.SERVES, request.head_dim
-    if unread := [option for option in request.asks if option not in serves.options]:
+    unread = [option for option in request.asks if option not in serves.options]
+    if unread == ["key_padding_mask"] and "lengths" in serves.options and can_pack(request):
+        unread = []  # the door packs the tokens, between which the padding lies
+    if unread:
         return f"{name} does not serve {', '.join(unread)}"
     if request.x.dtype not in serves.dtypes:
         return f"{name} takes {', '.join(str(dtype)[6:] for dtype in serves.dtypes)}, got {request.x.dtype}"

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from gka.bandwidth import inverse_variance
+from gka.hiding import padding
 from gka.request import GaussianRequest
 from gka.validation import readable
 
@@ -47,7 +48,7 @@ def expand(request: GaussianRequest) -> Expansion:
     if not request.mask.causal:
         # Distances do not see a common shift; removing it avoids cancellation. Not when causal: rounding would leak the
         # future. Detached, because the gradient through it is exactly zero.
-        mean = keys.mean(dim=1, keepdim=True).detach()
+        mean = _mean(keys, padding(request)).detach()
         keys = keys - mean
         x = keys if request.own_keys else x - mean
         offset = mean if values is None else None
@@ -57,6 +58,13 @@ def expand(request: GaussianRequest) -> Expansion:
     if readable(a) and readable(b):  # on CPU tensors
         warn_if_lost(-2 * min(a.detach().min().item(), b.detach().min().item()), compute, stacklevel=5)
     return Expansion(x * inverse[:, None], keys, values, a, b, offset)
+
+
+def _mean(keys: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
+    """Of the tokens of each row, (B, 1, H, D); padded ones are zeros."""
+    if hidden is None:
+        return keys.mean(dim=1, keepdim=True)
+    return keys.sum(dim=1, keepdim=True) / (~hidden).sum(1).clamp(min=1)[:, None, None, None]
 
 
 def warn_if_lost(largest: float, dtype: torch.dtype, stacklevel: int = 4) -> None:

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from gka import validation
-from gka.api import gaussian_attention, select_impl
+from gka.api import gaussian_attention, gaussian_weights, select_impl
 from gka.bandwidth import at_least_float32, initial_log_sigma
 from gka.dispatch import check_impl
 
 # torch.fx records each call as one node, as its tensors have no shapes and dtypes to look at.
-for name in ("split_heads", "at_least_float32", "gaussian_attention"):
+for name in ("split_heads", "at_least_float32", "gaussian_attention", "gaussian_weights"):
     torch.fx.wrap(name)
 
 
@@ -75,15 +75,35 @@ class GaussianKernelAttention(nn.Module):
                 self.log_scale.zero_()
         self.proj.reset_parameters()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        values = self._normalised(split_heads(x, self.dim, self.num_heads))
-        features = values if self.log_scale is None else self._normalised(self.scaled(values))
-        same: dict[str, Any] = dict(
-            causal=self.causal, window=self.window, constant_norm=self.head_norm, impl=self.impl
+    def forward(
+        self,
+        x: torch.Tensor,
+        context: torch.Tensor | None = None,
+        *,
+        key_padding_mask: torch.Tensor | None = None,
+        attn_mask: torch.Tensor | None = None,
+        need_weights: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Mix and project x, (B, T, dim), which looks at itself or, in cross attention, at `context`, (B, Tk, dim).
+
+        key_padding_mask, attn_mask: as in `gaussian_attention`; padding of x, or of the context. For padded tokens of x
+        W_O's bias comes out. need_weights: return W too, (B, H, T, Tk), which is built in O(T * Tk) memory.
+        """
+        features, values = self._features_and_values(x)
+        keys = None
+        if context is not None:
+            keys, values = self._features_and_values(context)
+        mask: dict[str, Any] = dict(
+            keys=keys, causal=self.causal, window=self.window, key_padding_mask=key_padding_mask, attn_mask=attn_mask
         )
-        own = None if self.log_scale is None else values
-        y = gaussian_attention(features, at_least_float32(self.log_sigma), values=own, **same)
-        return self.proj(y.flatten(-2))
+        log_sigma, own = at_least_float32(self.log_sigma), None if self.log_scale is None else values
+        y = gaussian_attention(features, log_sigma, values=own, constant_norm=self.head_norm, impl=self.impl, **mask)
+        y = self.proj(y.flatten(-2))
+        return (y, gaussian_weights(features, log_sigma, **mask)) if need_weights else y
+
+    def _features_and_values(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        values = self._normalised(split_heads(x, self.dim, self.num_heads))
+        return values if self.log_scale is None else self._normalised(self.scaled(values)), values
 
     def _normalised(self, heads: torch.Tensor) -> torch.Tensor:
         return nn.functional.rms_norm(heads, (self.head_dim,)) if self.head_norm else heads

@@ -13,6 +13,7 @@ import torch
 from gka import validation
 from gka.autocast import to_autocast_dtype
 from gka.masking import Mask
+from gka.validation import readable
 
 Tables = tuple[torch.Tensor, torch.Tensor]
 Prepared = dict[str, Any]
@@ -42,6 +43,11 @@ class Request:
     values: torch.Tensor | None  # (B, Tk, H, D), or None: the keys
     mask: Mask
     needs_grad: bool
+    lengths: torch.Tensor | None = None  # (B,), tokens that each row of keys has; what is behind them is padding
+    key_padding_mask: torch.Tensor | None = None  # (B, Tk) bool, True for padding
+    attn_mask: torch.Tensor | None = (
+        None  # broadcast to (B, H, Tq, Tk): bool, True = visible, or added to the exponents
+    )
     asks: tuple[str, ...] = field(init=False)  # names of the mask's conditions and of the options that are set
 
     def __post_init__(self) -> None:
@@ -90,7 +96,9 @@ class GaussianRequest(Request):
     constant_norm: bool  # the keys of a head promise to have one norm
     rotary: Tables | None = None  # (cos, sin): the keys are turned by them and normalised, the values are not
     channel_scales: torch.Tensor | None = None  # (H, D), with rotary: what is turned is multiplied with it before
-    lengths: Sequence[int] | None = None  # tokens that each sequence has of Tk; the last query is aligned with the last
+    cache_lengths: Sequence[int] | None = (
+        None  # tokens that each sequence has of Tk, of which the last query is the last
+    )
     key_delays: Sequence[int] | None = None  # H numbers: token j stands for the key of token j - delay
     value_delays: Sequence[int] | None = None
 
@@ -117,6 +125,7 @@ class SoftmaxRequest(Request):
 
 CONDITIONS = tuple(condition.name for condition in fields(Mask))
 OPTIONS = tuple(option.name for option in fields(GaussianRequest) if option.default is None)
+HIDING = {*CONDITIONS, "lengths", "key_padding_mask", "attn_mask"}  # what keeps some query from some key
 
 
 def _set_among(names: tuple[str, ...], owner: object) -> list[str]:
@@ -133,6 +142,9 @@ def gaussian_request(
     *,
     eps: float,
     constant_norm: bool,
+    lengths: torch.Tensor | None = None,
+    key_padding_mask: torch.Tensor | None = None,
+    attn_mask: torch.Tensor | None = None,
     whole: bool = False,
     **options: Any,
 ) -> GaussianRequest:
@@ -143,15 +155,30 @@ def gaussian_request(
     validation.check_features("x", x)
     validation.check_log_sigma(log_sigma, x)
     validation.check_eps(eps)
-    applied_eps = eps if keys is None else None  # with foreign keys the row sum may underflow
+    applied_eps = eps if keys is None and attn_mask is None else None  # without its own key a row sum may underflow
     keys = x if keys is None else keys
     values = keys if values is None else values
-    tables = (*(options.get("rotary") or ()), options.get("channel_scales"))
-    needs_grad = _needs_grad(x, log_sigma, keys, values, *tables)
-    prepared = _prepared(x, keys, values, causal, window, names=("keys", "values"), whole=whole)
+    others = (*(options.get("rotary") or ()), options.get("channel_scales"), attn_mask)
+    needs_grad = _needs_grad(x, log_sigma, keys, values, *others)
+    given: dict[str, Any] = dict(lengths=lengths, key_padding_mask=key_padding_mask, attn_mask=attn_mask)
+    hides = any(t is not None for t in given.values())
+    prepared = _prepared(x, keys, values, causal, window, names=("keys", "values"), whole=whole or hides)
+    if hides:
+        validation.check_hidden(x, keys.shape[1], **given)
+        given |= _padding(lengths, key_padding_mask, keys.shape[1])
     return GaussianRequest(
-        **prepared, needs_grad=needs_grad, log_sigma=log_sigma, eps=applied_eps, constant_norm=constant_norm, **options
-    )
+        **prepared, **given, needs_grad=needs_grad, log_sigma=log_sigma, eps=applied_eps, constant_norm=constant_norm,
+        **options,
+    )  # fmt: skip
+
+
+def _padding(lengths: torch.Tensor | None, mask: torch.Tensor | None, num_keys: int) -> dict[str, torch.Tensor | None]:
+    """The same padding in the form that costs least, as far as the values can be looked at."""
+    if lengths is not None and readable(lengths) and bool((lengths == num_keys).all()):
+        lengths = None
+    if mask is not None and readable(mask) and not bool((mask[:, :-1] > mask[:, 1:]).any()):  # on the right alone
+        lengths, mask = ((~mask).sum(1) if mask.any() else None), None
+    return dict(lengths=lengths, key_padding_mask=mask)
 
 
 def softmax_request(

@@ -45,6 +45,46 @@ def check_lengths(num_queries: int, num_keys: int, num_values: int, masked: bool
         )
 
 
+def check_hidden(x: torch.Tensor, num_keys: int, lengths: object, key_padding_mask: object, attn_mask: object) -> None:
+    """lengths: (B,) whole numbers up to num_keys; key_padding_mask: (B, Tk) bool; not both. attn_mask: bool or float,
+    broadcastable to (B, H, Tq, Tk). All on the features' device.
+    """
+    batch, num_queries, num_heads, _ = x.shape
+    if lengths is not None and key_padding_mask is not None:
+        raise ValueError("lengths and key_padding_mask both say which keys are padding: give one of them")
+    if lengths is not None:
+        given = _tensor_like("lengths", lengths, x, "(B,)", (torch.int64, torch.int32), "int64 or int32")
+        if tuple(given.shape) != (batch,):
+            raise ValueError(f"lengths must have shape (B,) = ({batch},), got {tuple(given.shape)}")
+        if readable(given) and not all(0 <= n <= num_keys for n in given.tolist()):
+            raise ValueError(f"lengths must be from 0 to the number of keys, {num_keys}, got {given.tolist()}")
+    if key_padding_mask is not None:
+        given = _tensor_like(
+            "key_padding_mask", key_padding_mask, x, "(B, Tk)", (torch.bool,), "bool, True for padding"
+        )
+        if tuple(given.shape) != (batch, num_keys):
+            expected = f"(B, Tk) = ({batch}, {num_keys})"
+            raise ValueError(f"key_padding_mask must have shape {expected}, got {tuple(given.shape)}")
+    if attn_mask is not None:
+        dtypes = (torch.bool, *FLOATING)
+        given = _tensor_like("attn_mask", attn_mask, x, "(B, H, Tq, Tk)", dtypes, "bool, True = visible, or float")
+        whole = (batch, num_heads, num_queries, num_keys)
+        sizes = zip(reversed(given.shape), reversed(whole))
+        if given.dim() > 4 or any(size not in (1, full) for size, full in sizes):
+            raise ValueError(f"attn_mask must broadcast to (B, H, Tq, Tk) = {whole}, got {tuple(given.shape)}")
+
+
+def _tensor_like(name: str, t: object, x: torch.Tensor, shape: str, dtypes: tuple, said: str) -> torch.Tensor:
+    """`t`, if it is a tensor of one of the dtypes on the device of x."""
+    if not isinstance(t, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor of shape {shape}, got {type(t).__name__}")
+    if t.dtype not in dtypes:
+        raise TypeError(f"{name} must be {said}, got {t.dtype}")
+    if t.device != x.device:
+        raise ValueError(f"{name} must be on the device of the features, {x.device}, got {t.device}")
+    return t
+
+
 def check_mask(causal: object, window: object) -> None:
     """causal is a bool; window is None or an int >= 0."""
     if not isinstance(causal, bool):

@@ -127,7 +127,8 @@ class GKA(TimmAttention, GaussianKernelAttention):
     def mix(self, x, heads, attn_mask, is_causal):
         values_are_features = self.offsets is None and self.log_scale is None
         values = None if values_are_features else self.values(heads)
-        return mix_gaussian(self.scaled(heads), self._log_sigma(), values, attn_mask, is_causal, self.impl)
+        mask = dict(causal=is_causal, attn_mask=attn_mask)
+        return gaussian_attention(self.scaled(heads), self._log_sigma(), values=values, impl=self.impl, **mask)
 
     def logits(self, x, heads):
         # In logs, so that a mask that hides a token from itself leaves something to normalise.
@@ -195,20 +196,12 @@ class VLT(TimmAttention):
 ATTENTION: dict[str, type[nn.Module]] = {"softmax": Softmax, "gka": GKA, "vlt": VLT}
 
 # Functions, which torch.fx records as one node each (gka/layer.py): it does not know whether there is a mask.
-for name in ("mix_gaussian", "mix_dot_product", "softmax", "log_kernel", "at_least_float32"):
+for name in ("gaussian_attention", "mix_dot_product", "softmax", "log_kernel", "at_least_float32"):
     torch.fx.wrap(name)
 
 
-def mix_gaussian(heads, log_sigma, values, attn_mask: torch.Tensor | None, is_causal: bool, impl: str) -> torch.Tensor:
-    """The operator's y; with a mask, which it does not take, by W. values None: the heads."""
-    if attn_mask is None:
-        return gaussian_attention(heads, log_sigma, values=values, causal=is_causal, impl=impl)
-    weights = softmax(log_kernel(heads, heads, log_sigma), attn_mask, is_causal)
-    return mixed(weights, heads if values is None else values)
-
-
 def mix_dot_product(queries, keys, values, attn_mask: torch.Tensor | None, is_causal: bool) -> torch.Tensor:
-    """As `mix_gaussian`, of softmax attention."""
+    """The heads' outputs of softmax attention; with a mask, which the baseline does not take, by W."""
     if attn_mask is None:
         return dot_product_attention(queries, keys, values, causal=is_causal)
     return mixed(softmax(dot_product_logits(queries, keys), attn_mask, is_causal), values)

@@ -7,10 +7,11 @@ take).
 
 import torch
 
+from gka.hiding import bias, finished, finite, visible, without_padding
 from gka.kernel import log_kernel
-from gka.request import GaussianRequest, Request, Serves
+from gka.request import HIDING, GaussianRequest, Request, Serves
 
-SERVES = Serves(options=frozenset({"causal", "window"}), applies_eps=True)
+SERVES = Serves(options=frozenset(HIDING), applies_eps=True)
 
 
 def unavailable(request: Request) -> str | None:
@@ -25,14 +26,17 @@ def gaussian(request: GaussianRequest) -> torch.Tensor:
 
 def output_and_weights(request: GaussianRequest) -> tuple[torch.Tensor, torch.Tensor]:
     """(y: (B, Tq, H, D) in x.dtype, W: (B, H, Tq, Tk) in the computing dtype), from the definition."""
-    x = request.x
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    exponent = log_kernel(x, request.key_features, request.log_sigma)
-    visible = request.mask.dense(request.num_queries, request.num_keys, x.device)
-    if request.eps is None:
-        weights = exponent.masked_fill(~visible, float("-inf")).softmax(dim=-1)
+    clean, spoilt = finite(without_padding(request))
+    dtype = torch.promote_types(clean.x.dtype, torch.float32)
+    exponent = log_kernel(clean.x, clean.key_features, clean.log_sigma)
+    seen = visible(clean)
+    empty = ~seen.any(dim=-1, keepdim=True)  # rows without keys
+    if (added := bias(clean, seen, dtype)) is not None:
+        exponent = exponent + added
+    if clean.eps is None:
+        weights = exponent.masked_fill(~(seen | empty), float("-inf")).softmax(dim=-1).masked_fill(empty, 0.0)
     else:
-        affinity = exponent.exp() * visible
-        weights = affinity / (affinity.sum(dim=-1, keepdim=True) + request.eps)
-    y = weights @ request.value_features.to(dtype).transpose(1, 2)
-    return y.transpose(1, 2).to(x.dtype), weights
+        affinity = exponent.exp() * seen
+        weights = affinity / (affinity.sum(dim=-1, keepdim=True) + clean.eps).masked_fill(empty, 1.0)
+    y = (weights @ clean.value_features.to(dtype).transpose(1, 2)).transpose(1, 2).to(clean.x.dtype)
+    return finished(request, y, spoilt), weights

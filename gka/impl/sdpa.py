@@ -13,10 +13,10 @@ import torch.nn.functional as F
 
 from gka.bandwidth import inverse_variance
 from gka.expansion import expand
-from gka.masking import Mask
-from gka.request import GaussianRequest, Request, Serves, SoftmaxRequest
+from gka.hiding import bias, finished, finite, visible, without_padding
+from gka.request import CONDITIONS, HIDING, GaussianRequest, Request, Serves, SoftmaxRequest
 
-SERVES = Serves(options=frozenset({"causal", "window"}), applies_eps=False)
+SERVES = Serves(options=frozenset(HIDING), applies_eps=False)
 
 
 def unavailable(request: Request) -> str | None:
@@ -26,7 +26,7 @@ def unavailable(request: Request) -> str | None:
 
 def dot_product(request: SoftmaxRequest) -> torch.Tensor:
     """softmax(scale * q.k + mask) v, (B, Tq, H, D)."""
-    return _attend(request.x, request.key_features, request.value_features, request.mask, request.scale)
+    return _attend(request.x, request.key_features, request.value_features, request, request.scale)
 
 
 def gaussian(request: GaussianRequest) -> torch.Tensor:
@@ -34,28 +34,32 @@ def gaussian(request: GaussianRequest) -> torch.Tensor:
 
     With constant norms x / sigma^2 is rounded to x.dtype; without, half precision is computed in float32.
     """
+    given, (request, spoilt) = request, finite(without_padding(request))
     x = request.x
     if request.constant_norm:
         scaled = (x * inverse_variance(request.log_sigma)[:, None]).to(x.dtype)
-        return _attend(scaled, request.key_features, request.value_features, request.mask, scale=1.0)
+        return finished(given, _attend(scaled, request.key_features, request.value_features, request, 1.0), spoilt)
     scaled, keys, values, a, b, offset = expand(request)
     padding = -(request.head_dim + 2) % 8 if x.is_cuda else 0  # fused CUDA kernels want multiples of 8
     q, k = _extend(scaled, a, 1.0, padding), _extend(keys, 1.0, b, padding)
     # Values are as wide as keys: with unequal head sizes torch falls back to N x N.
     v = k if values is None else F.pad(values, (0, k.shape[-1] - request.head_dim))
-    y = _attend(q, k, v, request.mask, scale=1.0)[..., : request.head_dim]
-    return (y if offset is None else y + offset).to(x.dtype)
+    y = _attend(q, k, v, request, 1.0)[..., : request.head_dim]
+    return finished(given, (y if offset is None else y + offset).to(x.dtype), spoilt)
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float) -> torch.Tensor:
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request, scale: float) -> torch.Tensor:
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    num_queries, num_keys = q.shape[2], k.shape[2]
-    is_causal, attn_mask = False, None
-    if mask.causal and mask.window is None and num_queries == num_keys:
-        is_causal = True
-    elif mask.causal or mask.window is not None:
-        attn_mask = mask.dense(num_queries, num_keys, q.device)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask, is_causal=is_causal, scale=scale).transpose(1, 2)
+    hiding = set(request.asks) & HIDING
+    if not hiding or (hiding == {"causal"} and q.shape[2] == k.shape[2]):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=bool(hiding), scale=scale).transpose(1, 2)
+    seen = visible(request)
+    if not hiding - set(CONDITIONS):  # a causal mask and a window leave every row a key
+        return F.scaled_dot_product_attention(q, k, v, seen, scale=scale).transpose(1, 2)
+    added = bias(request, seen, q.dtype)
+    seen = seen | ~seen.any(-1, keepdim=True)  # rows without keys are computed with all of them; `finished` clears them
+    attn_mask = seen if added is None else torch.where(seen, added, float("-inf"))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask, scale=scale).transpose(1, 2)
 
 
 def _extend(features: torch.Tensor, first, second, padding: int) -> torch.Tensor:

@@ -224,7 +224,7 @@ RUN_ELSEWHERE = """
 import sys, torch
 from gka.impl.cpu import op
 x, log_sigma, want = torch.load(sys.argv[1], weights_only=True)
-assert torch.equal(op.attend(x, None, None, log_sigma, -1, -1, True, 1e-6, False)[0], want)
+assert torch.equal(op.attend(x, None, None, log_sigma, None, -1, -1, True, 1e-6, False)[0], want)
 """
 
 
@@ -232,7 +232,7 @@ assert torch.equal(op.attend(x, None, None, log_sigma, -1, -1, True, 1e-6, False
 def test_an_exported_program_asks_for_tiles_before_it_uses_them(tmp_path, monkeypatch):
     """In a process that has chosen no kernel: the same bits. On a machine without AMX: one line, not a crash."""
     x, log_sigma = features(1, 20, 2, 32), torch.zeros(2)
-    arguments = (x, None, None, log_sigma, -1, -1, True, 1e-6, False)
+    arguments = (x, None, None, log_sigma, None, -1, -1, True, 1e-6, False)
     torch.save([x, log_sigma, op.attend(*arguments)[0]], tmp_path / "tensors")
     subprocess.run([sys.executable, "-c", RUN_ELSEWHERE, tmp_path / "tensors"], check=True)
     monkeypatch.setattr(call, "has_bfloat16", lambda: False)

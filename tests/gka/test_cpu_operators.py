@@ -17,9 +17,11 @@ attend = partial(gaussian_attention, impl="cpu")
 gradients = partial(operator_cases.gradients, impl="cpu")
 
 CALLS = {
-    "full": lambda x: op.attend(x, None, None, torch.zeros(2), -1, -1, True, 1e-6, True),
-    "values": lambda x: op.attend(x, None, x.detach() + 1, torch.zeros(2).requires_grad_(), 5, 0, False, 1e-6, True),
-    "foreign": lambda x: op.attend(x, x.detach().requires_grad_(), None, torch.zeros(2), -1, 0, False, 0.0, True),
+    "full": lambda x: op.attend(x, None, None, torch.zeros(2), None, -1, -1, True, 1e-6, True),
+    "values": lambda x: op.attend(
+        x, None, x.detach() + 1, torch.zeros(2).requires_grad_(), None, 5, 0, False, 1e-6, True
+    ),
+    "foreign": lambda x: op.attend(x, x.detach().requires_grad_(), None, torch.zeros(2), None, -1, 0, False, 0.0, True),
 }
 
 
@@ -125,10 +127,11 @@ def test_who_records_operators_sees_it_and_others_get_the_same_numbers():
 
 
 WHAT_OPERATORS_TAKE_AND_GIVE_BACK = """
-gka::cpu_attend_v4(Tensor x, Tensor? keys, Tensor? values, Tensor log_sigma, SymInt before, SymInt after, bool \
-centred, float eps, bool differentiable) -> (Tensor, Tensor, Tensor)
-gka::cpu_attend_backward_v4(Tensor grad_y, Tensor x, Tensor? keys, Tensor? values, Tensor log_sigma, Tensor y, \
-Tensor level, Tensor rest, SymInt before, SymInt after, bool centred, float eps) -> (Tensor, Tensor, Tensor, Tensor)
+gka::cpu_attend_v4(Tensor x, Tensor? keys, Tensor? values, Tensor log_sigma, Tensor? lengths, SymInt before, SymInt \
+after, bool centred, float eps, bool differentiable) -> (Tensor, Tensor, Tensor)
+gka::cpu_attend_backward_v4(Tensor grad_y, Tensor x, Tensor? keys, Tensor? values, Tensor log_sigma, Tensor? \
+lengths, Tensor y, Tensor level, Tensor rest, SymInt before, SymInt after, bool centred, float eps) -> (Tensor, \
+Tensor, Tensor, Tensor)
 gka::cpu_decode_v4(Tensor x, Tensor? keys, Tensor values, Tensor log_sigma, Tensor? cos, Tensor? sin, Tensor? \
 channel_scales, SymInt[] lengths, SymInt[] key_delays, SymInt[] value_delays, SymInt before, SymInt after) -> Tensor
 attend: float32 (2, 9, 3, 16), float64 (2, 3, 9, 2), float32 (0, 0, 0, 0)
@@ -153,8 +156,8 @@ def test_the_operators_names_change_with_what_they_take_and_give_back():
 
     with torch._subclasses.FakeTensorMode():
         x, log_sigma, options = torch.empty(2, 9, 3, 16), torch.empty(3), (-1, 0, False, 1e-6)
-        kept = call(op.attend, x, None, None, log_sigma, *options, True)
-        call(op.attend, x.bfloat16(), None, None, log_sigma, *options, True)
-        call(op.attend_backward, x, x, x, None, log_sigma, *kept, *options)
+        kept = call(op.attend, x, None, None, log_sigma, None, *options, True)
+        call(op.attend, x.bfloat16(), None, None, log_sigma, None, *options, True)
+        call(op.attend_backward, x, x, x, None, log_sigma, None, *kept, *options)
         call(decoding.attend_cached, x, None, x, log_sigma, None, None, None, [9], [], [], -1, 0)
     assert lines == WHAT_OPERATORS_TAKE_AND_GIVE_BACK.strip().splitlines()

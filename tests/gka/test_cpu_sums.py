@@ -144,7 +144,7 @@ def test_rows_keep_their_sums_and_moments(mask, number, threads):
     threads(number)
     case = clusters(mask, 0.25)
     before, after = (-1 if limit is None else limit for limit in mask.reach)
-    *_, rows, _, _ = call.forward(case.x, None, None, case.log_sigma, before, after, False, case.eps, True)
+    *_, rows, _, _ = call.forward(case.x, None, None, case.log_sigma, None, before, after, False, case.eps, True)
     x = case.x.double()
     exponents = log_kernel(x, x, case.log_sigma.double())
     visible = mask.dense(TOKENS, TOKENS, x.device)
@@ -161,7 +161,7 @@ def test_dlog_sigma_has_what_eps_adds_to_the_sums_of_m(mask):
     """M of a query adds up to eps g.y, which the mean exponent is multiplied by; with a large eps that shows."""
     case = replace(clusters(mask, 3.0), log_sigma=torch.tensor([0.6, 1.3]))
     before, after = (-1 if limit is None else limit for limit in mask.reach)
-    y, level, rest, _ = call.forward(case.x, None, None, case.log_sigma, before, after, False, case.eps, True)
+    y, level, rest, _ = call.forward(case.x, None, None, case.log_sigma, None, before, after, False, case.eps, True)
     options = (before, after, False, case.eps)
-    _, got, *_ = call.backward(case.grad_y, case.x, None, None, case.log_sigma, y, level, rest, *options)
+    _, got, *_ = call.backward(case.grad_y, case.x, None, None, case.log_sigma, None, y, level, rest, *options)
     torch.testing.assert_close(got.double(), testing.oracle(case).dlog_sigma, rtol=1e-4, atol=1e-4)

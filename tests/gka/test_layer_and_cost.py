@@ -47,6 +47,30 @@ def test_channel_bandwidths_scale_what_is_compared_alone(head_norm):
     assert not layer.log_scale.any() and "channel_bandwidths=True" in repr(layer)
 
 
+@pytest.mark.parametrize("options", [dict(), dict(head_norm=True, channel_bandwidths=True)], ids=str)
+def test_layer_with_padding_masks_context_and_weights(options):
+    layer = GaussianKernelAttention(48, 3, **options)
+    x, context, lengths = torch.randn(2, 11, 48), torch.randn(2, 7, 48), (11, 5)
+    padding = torch.arange(11) >= torch.tensor(lengths)[:, None]
+    y = layer(x, key_padding_mask=padding)
+    for row, length in enumerate(lengths):
+        torch.testing.assert_close(y[row, :length], layer(x[row : row + 1, :length])[0], rtol=1e-4, atol=1e-5)
+    assert torch.equal(y[1, 5:], layer.proj.bias.expand(6, 48))
+
+    y, weights = layer(x, context, key_padding_mask=padding[:, 4:], need_weights=True)
+    assert y.shape == x.shape and weights.shape == (2, 3, 11, 7) and not weights[1, :, :, 1:].any()
+    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 3, 11))
+    # A row with one key takes its value, whatever the query is.
+    heads = context[1:, :1].view(1, 1, 3, 16)
+    heads = nn.functional.rms_norm(heads, (16,)) if "head_norm" in options else heads
+    torch.testing.assert_close(y[1:], layer.proj(heads.flatten(2)).expand(1, 11, 48), rtol=1e-4, atol=1e-5)
+
+    causal = torch.ones(11, 11).tril().bool()
+    same = GaussianKernelAttention(48, 3, causal=True, **options)
+    same.load_state_dict(layer.state_dict())
+    torch.testing.assert_close(layer(x, attn_mask=causal), same(x), rtol=1e-4, atol=1e-4)
+
+
 def test_layer_learns_its_bandwidth():
     """A target made with another sigma is fitted by gradient descent on log_sigma alone."""
     torch.manual_seed(1)

@@ -3,13 +3,18 @@
 import ctypes
 import functools
 import logging
+import math
 import os
 from ctypes import POINTER, addressof, c_float, c_int32, c_int64, c_void_p, pointer
+from itertools import groupby
 
 import torch
 
 from gka.bandwidth import LOG_SIGMA_BOUND
+from gka.hiding import finished, finite
 from gka.impl.cpu.build import library
+from gka.masking import Mask
+from gka.request import GaussianRequest
 
 FORWARD, BACKWARD = range(2)
 PHASES = ("forward", "backward")
@@ -35,27 +40,120 @@ class Arguments(ctypes.Structure):
     )
 
 
-def forward(x, keys, values, log_sigma, before: int, after: int, centred: bool, eps: float, differentiable: bool):
+def forward(
+    x, keys, values, log_sigma, lengths, before: int, after: int, centred: bool, eps: float, differentiable: bool
+):
     """What `op.attend` returns, and the largest |x|^2 / sigma^2, a float."""
-    (y, level, rest), largest = output_like(x, differentiable), c_float()
-    _call(
-        FORWARD, x, keys, values, log_sigma, before, after, y=_tensor(y), level=level.data_ptr(),
-        largest=addressof(largest), rest=_tensor(rest), centred=centred, eps=eps,
-    )  # fmt: skip
-    return y, level, rest, largest.value
+    options = before, after, centred, eps, differentiable
+    y, level, rest, largest = _forward(x, keys, values, log_sigma, lengths, *options)
+    if _hides(before, after) and not _is_finite(level if values is None and lengths is None else y):
+        request = _request(x, keys, values, log_sigma, lengths, before, after)
+        clean, spoilt = finite(request)
+        if spoilt is not None:
+            y, level, rest, largest = _forward(clean.x, clean.keys, clean.values, log_sigma, lengths, *options)
+            y = finished(request, y, spoilt)
+    return y, level, rest, largest
 
 
-def backward(grad_y, x, keys, values, log_sigma, y, level, rest, before: int, after: int, centred: bool, eps: float):
+def backward(
+    grad_y, x, keys, values, log_sigma, lengths, y, level, rest, before: int, after: int, centred: bool, eps: float
+):
     """(dx, dlog_sigma, dkeys, dvalues), the last two None if they are x's."""
+    options = before, after, centred, eps
+    gradients = _backward(grad_y, x, keys, values, log_sigma, lengths, y, level, rest, *options)
+    if _hides(before, after) and not _is_finite(gradients[0]):
+        clean, spoilt = finite(_request(x, keys, values, log_sigma, lengths, before, after))
+        # Where a row is NaN and counts, so are the gradients of all that it sees.
+        if spoilt is not None and not grad_y.masked_select(spoilt).any():
+            y = y.masked_fill(spoilt, 0.0)
+            features = clean.x, clean.keys, clean.values
+            gradients = _backward(grad_y, *features, log_sigma, lengths, y, level, rest, *options)
+    return gradients
+
+
+def _hides(before: int, after: int) -> bool:
+    """Whether tokens are hidden that a kernel reads: those beyond a length it does not."""
+    return before >= 0 or after >= 0
+
+
+def _is_finite(t) -> bool:
+    """Whether all numbers are; now and then False although they are, where their sum is not."""
+    return math.isfinite(t.sum().item())
+
+
+def _request(x, keys, values, log_sigma, lengths, before: int, after: int) -> GaussianRequest:
+    mask = Mask(causal=after == 0, window=None if before < 0 else before)
+    return GaussianRequest(
+        x=x, keys=keys, values=values, lengths=lengths, mask=mask, needs_grad=False, log_sigma=log_sigma, eps=None,
+        constant_norm=False,
+    )  # fmt: skip
+
+
+def _forward(x, keys, values, log_sigma, lengths, before, after, centred, eps, differentiable):
+    (y, level, rest), largest, number = output_like(x, differentiable), c_float(), 0.0
+    if lengths is not None:
+        y.zero_()
+    for rows, length, begin in _parts(x, keys, lengths):
+        queries, to, rest_of = (_of_rows(t, rows, length if keys is None else None) for t in (x, y, rest))
+        _call(
+            FORWARD, queries, _of_rows(keys, rows, length), _of_rows(values, rows, length), log_sigma, before, after,
+            y=_tensor(to), level=_address(level, begin), largest=addressof(largest), rest=_tensor(rest_of),
+            centred=centred, eps=eps,
+        )  # fmt: skip
+        number = max(number, largest.value)
+    return y, level, rest, number
+
+
+def _backward(grad_y, x, keys, values, log_sigma, lengths, y, level, rest, before, after, centred, eps):
     grad_y, gradients = addressable(grad_y), gradients_like(x, keys, values, log_sigma)
     dx, dlog_sigma, dkeys, dvalues = gradients
-    others = {name: _tensor(t) for name, t in (("dkeys", dkeys), ("dvalues", dvalues)) if t is not None}
-    _call(
-        BACKWARD, x, keys, values, log_sigma, before, after, y=_tensor(y), level=level.data_ptr(),
-        grad_y=_tensor(grad_y), rest=_tensor(rest), dx=_tensor(dx), dlog_sigma=dlog_sigma.data_ptr(), centred=centred,
-        eps=eps, **others,
-    )  # fmt: skip
+    of_part = dlog_sigma
+    if lengths is not None:
+        of_part = torch.empty_like(dlog_sigma)
+        for t in gradients:
+            if t is not None:
+                t.zero_()
+    for rows, length, begin in _parts(x, keys, lengths):
+        queries, by, grad_by, rest_of, to = (
+            _of_rows(t, rows, length if keys is None else None) for t in (x, y, grad_y, rest, dx)
+        )
+        own = {name: _of_rows(t, rows, length) for name, t in (("dkeys", dkeys), ("dvalues", dvalues))}
+        _call(
+            BACKWARD, queries, _of_rows(keys, rows, length), _of_rows(values, rows, length), log_sigma, before, after,
+            y=_tensor(by), level=_address(level, begin), grad_y=_tensor(grad_by), rest=_tensor(rest_of),
+            dx=_tensor(to), dlog_sigma=of_part.data_ptr(), centred=centred, eps=eps,
+            **{name: _tensor(t) for name, t in own.items() if t is not None},
+        )  # fmt: skip
+        if of_part is not dlog_sigma:
+            dlog_sigma += of_part
     return gradients
+
+
+def _parts(x, keys, lengths):
+    """(neighbouring rows of equal length, that length, queries in front of them) of all rows that have tokens.
+
+    Without lengths one part, whose rows and length are None: all.
+    """
+    if lengths is None:
+        return [(None, None, 0)]
+    parts, first, begin = [], 0, 0
+    for length, members in groupby(lengths.tolist()):
+        rows = slice(first, first + len(list(members)))
+        if length:
+            parts.append((rows, length, begin))
+            begin += (rows.stop - rows.start) * (length if keys is None else x.shape[1])
+        first = rows.stop
+    return parts
+
+
+def _of_rows(t, rows, length):
+    return t if rows is None or t is None or not t.numel() else t[rows, :length]
+
+
+def _address(level, begin: int) -> int:
+    """Of what the queries behind the first `begin` ones keep in `level`, one part after another."""
+    numbers = 2 if level.dim() == 4 else 1
+    return level.data_ptr() + begin * level.shape[1] * numbers * level.element_size()
 
 
 def addressable(t: torch.Tensor) -> torch.Tensor:

@@ -13,13 +13,20 @@ from gka.expansion import warn_if_lost
 from gka.impl.cpu import build, call, decoding
 from gka.impl.cpu.call import addressable
 from gka.impl.cpu.registering import is_plain, operator
+from gka.masking import Mask
 from gka.request import GaussianRequest, Serves
 
 HALF = (torch.bfloat16, torch.float16)
-DECODING = ("rotary", "channel_scales", "lengths", "key_delays", "value_delays")  # what the decoding kernel alone reads
+DECODING = (
+    "rotary",
+    "channel_scales",
+    "cache_lengths",
+    "key_delays",
+    "value_delays",
+)  # what the decoding kernel alone reads
 DECODE_QUERIES = 16  # up to here a request without gradients is bound by reading the keys
 SERVES = Serves(
-    options=frozenset({"causal", "window", *DECODING}),
+    options=frozenset({"causal", "window", "lengths", *DECODING}),
     applies_eps=True,
     dtypes=(torch.float32, *HALF),
     max_head_dim=128,
@@ -33,6 +40,9 @@ def unavailable(request: GaussianRequest) -> str | None:
         return f"the CPU kernel takes CPU tensors, got {x.device.type}"
     if (asked := _asked_of_decoding(request)) and (limit := _limit_of_decoding(request)):
         return f"the CPU kernel serves {', '.join(asked)} {limit} only"
+    pads = request.lengths is not None or request.key_padding_mask is not None
+    if pads and not request.own_keys and request.mask != Mask():
+        return "the CPU kernel serves padded keys that are not the queries without causal and window only"
     if torch.jit.is_tracing():
         return "torch.jit.trace would write an operator into its graph that other programs do not have"
     if not torch.compiler.is_compiling() and _is_transformed():
@@ -72,17 +82,19 @@ def gaussian(request: GaussianRequest) -> torch.Tensor:
 
     Half precision is computed in float32, except bfloat16 where the processor has AMX, and in decoding.
     """
-    few = not request.own_keys and request.num_queries <= DECODE_QUERIES and not request.needs_grad
+    from_cache = not request.own_keys and request.lengths is None
+    few = from_cache and request.num_queries <= DECODE_QUERIES and not request.needs_grad
     decodes = few or bool(_asked_of_decoding(request))
     has_kernel = request.x.dtype == torch.bfloat16 and (decodes or call.has_bfloat16())
     if request.x.dtype in HALF and not has_kernel:
         return gaussian(_single(request)).to(request.x.dtype)
     if decodes:
         return _decode(request)
-    operands = request.operands(addressable)
+    x, keys, values, log_sigma, *limits = request.operands(addressable)
+    tensors = x, keys, values, log_sigma, request.lengths
     centred = not request.mask.causal  # rounding would leak the future
-    arguments = (*operands, centred, request.eps or 0.0, request.needs_grad)
-    if not is_plain(*operands[:4]):
+    arguments = (*tensors, *limits, centred, request.eps or 0.0, request.needs_grad)
+    if not is_plain(*tensors):
         return attend(*arguments)[0]
     y, *_, largest = (_Attend.apply if request.needs_grad else call.forward)(*arguments)
     if not request.constant_norm:
@@ -96,7 +108,7 @@ def _decode(request: GaussianRequest) -> torch.Tensor:
     before, after = request.limits
     return decoding.decode(
         request.x, keys, request.value_features, request.log_sigma, request.rotary or (), request.channel_scales,
-        request.lengths or (), request.key_delays or (), request.value_delays or (), before, after,
+        request.cache_lengths or (), request.key_delays or (), request.value_delays or (), before, after,
     )  # fmt: skip
 
 
@@ -112,6 +124,7 @@ def attend(
     keys: torch.Tensor | None,
     values: torch.Tensor | None,
     log_sigma: torch.Tensor,
+    lengths: torch.Tensor | None,
     before: int,
     after: int,
     centred: bool,
@@ -121,15 +134,15 @@ def attend(
     """(y, level, rest): y (B, Tq, H, D); what the backward pass needs of each row (B, H, Tq); in bfloat16, if
     differentiable, what rounding took from y, else nothing.
 
-    keys None: x. values None: the keys. before, after: how far a query looks, -1 without limit. centred: subtract the
-    mean of the keys first.
+    keys None: x. values None: the keys. lengths: (B,) tokens of each row, None: all. before, after: how far a query
+    looks, -1 without limit. centred: subtract the mean of the keys first.
     """
-    y, level, rest, _ = call.forward(x, keys, values, log_sigma, before, after, centred, eps, differentiable)
+    y, level, rest, _ = call.forward(x, keys, values, log_sigma, lengths, before, after, centred, eps, differentiable)
     return y, level, rest
 
 
 @torch.library.register_fake(attend)
-def _(x, keys, values, log_sigma, before, after, centred, eps, differentiable):
+def _(x, keys, values, log_sigma, lengths, before, after, centred, eps, differentiable):
     return call.output_like(x, differentiable)
 
 
@@ -140,6 +153,7 @@ def attend_backward(
     keys: torch.Tensor | None,
     values: torch.Tensor | None,
     log_sigma: torch.Tensor,
+    lengths: torch.Tensor | None,
     y: torch.Tensor,
     level: torch.Tensor,
     rest: torch.Tensor,
@@ -150,11 +164,11 @@ def attend_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dx, dlog_sigma, dkeys, dvalues), the last two empty if they are x's. A list could not be batched."""
     options = (before, after, centred, eps)
-    return _without_none(x, call.backward(grad_y, x, keys, values, log_sigma, y, level, rest, *options))
+    return _without_none(x, call.backward(grad_y, x, keys, values, log_sigma, lengths, y, level, rest, *options))
 
 
 @torch.library.register_fake(attend_backward)
-def _(grad_y, x, keys, values, log_sigma, y, level, rest, before, after, centred, eps):
+def _(grad_y, x, keys, values, log_sigma, lengths, y, level, rest, before, after, centred, eps):
     return _without_none(x, call.gradients_like(x, keys, values, log_sigma))
 
 
@@ -163,24 +177,24 @@ def _without_none(x, gradients):
 
 
 def _save(ctx, inputs, output):
-    x, keys, values, log_sigma, *options, _ = inputs
+    x, keys, values, log_sigma, lengths, *options, _ = inputs
     y, level, rest, *_ = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(level, rest)
-    ctx.save_for_backward(x, keys, values, log_sigma, y, level, rest)
+    ctx.save_for_backward(x, keys, values, log_sigma, lengths, y, level, rest)
     ctx.options = options  # before, after, centred, eps
 
 
 def _differentiate(ctx, grad_y, *_):
     if grad_y is None:
-        return (None,) * 9
+        return (None,) * 10
     saved = ctx.saved_tensors
     batched = torch._C._functorch.is_legacy_batchedtensor(grad_y)  # is_grads_batched=True: torch loops over operators
     plain = is_plain(grad_y, *saved) and not batched and not torch.is_grad_enabled()
     route = call.backward if plain else attend_backward
     dx, dlog_sigma, *others = route(grad_y, *saved, *ctx.options)
     dkeys, dvalues = (None if t is None else gradient for t, gradient in zip(saved[1:3], others, strict=True))
-    return dx, dkeys, dvalues, dlog_sigma, None, None, None, None, None
+    return dx, dkeys, dvalues, dlog_sigma, None, None, None, None, None, None
 
 
 def _refuse(ctx, *grads):

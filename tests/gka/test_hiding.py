@@ -1,0 +1,253 @@
+"""Padding and masks: what is hidden is as if it were not there, in outputs and all gradients, NaN and infinity too."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gka import gaussian_attention, gaussian_weights, select_impl, testing
+from gka.dispatch import IMPLEMENTATIONS
+from gka.masking import Mask
+from gka.testing import Problem, make_features, make_log_sigma
+from operator_cases import AUTO_ON_CPU, CPU
+
+IMPLS = ["reference", "sdpa", CPU]
+LENGTHS = [9, 4, 0, 1, 23, 23, 60]
+SHAPE = (len(LENGTHS), 60, 2, 16)
+
+
+def gradients(problem, **options):
+    """y and the gradients of every tensor of a problem under `gaussian_attention`."""
+    route = lambda x, log_sigma, **others: gaussian_attention(x, log_sigma, **others, **options)  # noqa: E731
+    return testing.run(route, problem).named()
+
+
+def of_row(problem, row, places):
+    """The problem of one row of a batch, and of those of its tokens that are not padding."""
+    own = problem.keys is None
+    picked = {"x": problem.x[row : row + 1], "grad_y": problem.grad_y[row : row + 1]}
+    picked = {name: t[:, places] for name, t in picked.items()} if own else picked
+    others = {name: getattr(problem, name) for name in ("keys", "values")}
+    return replace(problem, **picked, **{n: None if t is None else t[row : row + 1, places] for n, t in others.items()})
+
+
+def expected(problem, padding, route):
+    """What `route` (the oracle, or plain PyTorch) says of every row by itself, with zeros for padding."""
+    tensors = {f"d{name}": getattr(problem, name) for name in ("x", "keys", "values", "log_sigma")}
+    want = {name: torch.zeros_like(t, dtype=torch.float64) for name, t in tensors.items() if t is not None}
+    want["y"] = torch.zeros_like(problem.x, dtype=torch.float64)
+    for row in range(len(padding)):
+        places = (~padding[row]).nonzero()[:, 0]
+        if not len(places):
+            continue
+        for name, t in route(of_row(problem, row, places)).named().items():
+            if name == "dlog_sigma":
+                want[name] += t
+            elif problem.keys is not None and name in ("y", "dx"):
+                want[name][row] = t[0].double()
+            else:
+                want[name][row, places] = t[0].double()
+    return want
+
+
+def check(problem, padding, got, slack):
+    """Within the error budget; the largest floor of a row is that of all."""
+    wants = expected(problem, padding, testing.oracle), expected(problem, padding, testing.plain)
+    rows = [of_row(problem, row, (~mask).nonzero()[:, 0]) for row, mask in enumerate(padding) if not mask.all()]
+    limits = [testing.coarse_floors(row, slack=slack) for row in rows if row.x.shape[1] > 1 or row.keys is not None]
+    floors = {name: max(limit[name] for limit in limits) for name in limits[0]}
+    reason = testing.disagreement(got, *wants, floors)
+    assert reason is None, reason
+
+
+def padded(kind):
+    """A padding of SHAPE's rows: (arguments, mask)."""
+    lengths, places = torch.tensor(LENGTHS), torch.arange(SHAPE[1])
+    right = places >= lengths[:, None]
+    if kind == "lengths":
+        return dict(lengths=lengths), right
+    mask = {"right": right, "left": right.flip(1)}.get(kind)
+    if mask is None:
+        mask = torch.rand(SHAPE[:2], generator=torch.Generator().manual_seed(3)) < 0.6
+        mask[2] = True
+    return dict(key_padding_mask=mask), mask
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("kind", ["lengths", "right", "left", "anywhere"])
+def test_padding_is_as_if_it_were_not_there(kind, causal, impl):
+    arguments, padding = padded(kind)
+    eps = 1e-6 if IMPLEMENTATIONS[impl].SERVES.applies_eps else 0.0
+    for with_values in (False, True):
+        problem = Problem.seeded("normal", SHAPE, with_values=with_values, mask=Mask(causal), eps=eps)
+        hidden = padding[:, :, None, None]
+        garbage = {
+            name: t.masked_fill(hidden, 1e4) for name in ("x", "values") if (t := getattr(problem, name)) is not None
+        }
+        got = gradients(replace(problem, **garbage), causal=causal, impl=impl, **arguments)
+        check(problem, padding, got, slack=0.0)
+        for name in ("y", "dx", "dvalues"):
+            assert name not in got or not got[name].masked_select(hidden).any()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_window_counts_places(impl):
+    arguments, padding = padded("lengths")
+    problem = Problem.seeded("normal", SHAPE, mask=Mask(True, 7), eps=1e-6 if impl != "sdpa" else 0.0)
+    check(problem, padding, gradients(problem, causal=True, window=7, impl=impl, **arguments), slack=0.0)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("kind", ["lengths", "anywhere"])
+@pytest.mark.parametrize("with_values", [False, True], ids=["keys", "values"])
+def test_padded_foreign_keys(with_values, kind, impl):
+    arguments, padding = padded(kind)
+    batch, tokens, heads, width = SHAPE
+    draw = lambda length, seed: make_features("normal", (batch, length, heads, width), seed=seed)  # noqa: E731
+    others = dict(keys=draw(tokens, 1), values=draw(tokens, 2) if with_values else None, grad_y=draw(21, 3))
+    problem = Problem(draw(21, 0), make_log_sigma(heads, width), **others)
+    got = gradients(problem, impl=impl, **arguments)
+    check(problem, padding, got, slack=0.0)
+    assert not got["y"][2].any() and not got["dx"][2].any()  # a row without any key
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_padding_in_half_precision(dtype, impl):
+    arguments, padding = padded("anywhere")
+    problem = Problem.seeded("normal", SHAPE, dtype, eps=1e-6 if impl != "sdpa" else 0.0)
+    check(problem, padding, gradients(problem, impl=impl, **arguments), slack=1e-6)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("length", [16, 61, 200])
+def test_what_a_row_cannot_see_does_not_touch_it(length, window, bad, impl):
+    """A token of one head in the middle, and a value elsewhere: earlier rows, other heads and their gradients stay."""
+    place, options = length // 2, dict(causal=True, window=window, impl=impl)
+    clean = Problem.seeded("normal", (2, length, 2, 16), with_values=True)
+    clean.grad_y[:, place:] = 0
+    problem = replace(clean, x=clean.x.clone(), values=clean.values.clone())
+    problem.x[1, place, 0, 3] = problem.values[0, place + 1, 1, 2] = bad
+    got, want = gradients(problem, **options), gradients(clean, **options)
+    touched = torch.zeros(2, length, 2, dtype=torch.bool)
+    end = length if window is None else place + window + 1
+    touched[1, place:end, 0], touched[0, place + 1 : end + (window is not None), 1] = True, True
+    assert torch.equal(got["y"].isnan().any(-1), touched)
+    torch.testing.assert_close(got["y"][~touched], want["y"][~touched], rtol=1e-5, atol=1e-6)
+    for name in ("dx", "dvalues", "dlog_sigma"):
+        torch.testing.assert_close(got[name], want[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("kind", ["lengths", "anywhere"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_padding_that_is_not_finite_stays_there(bad, kind, impl):
+    arguments, padding = padded(kind)
+    problem = Problem.seeded("normal", SHAPE, with_values=True)
+    hidden = padding[:, :, None, None]
+    spoilt = replace(problem, x=problem.x.masked_fill(hidden, bad), values=problem.values.masked_fill(hidden, bad))
+    for causal in (False, True):
+        got, want = (gradients(p, causal=causal, impl=impl, **arguments) for p in (spoilt, problem))
+        for name in want:
+            torch.testing.assert_close(got[name], want[name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("impl", ["reference", "sdpa"])
+@pytest.mark.parametrize("shape", [(9, 9), (2, 1, 9, 9), (3, 9, 9), (1, 3, 1, 9)], ids=str)
+def test_general_masks_are_added_to_the_exponents(shape, impl):
+    """Against the softmax of the exponents in float64, gradients to the mask too; rows that see nothing are zeros."""
+    x, log_sigma = make_features("normal", (2, 9, 3, 8), torch.float64), make_log_sigma(3, 8).double()
+    generator = torch.Generator().manual_seed(0)
+    added = torch.randn(shape, generator=generator, dtype=torch.float64)
+    hidden = torch.rand(shape, generator=generator) < 0.4
+    hidden[..., :1, :] |= shape[-2] > 1  # the first row sees nothing
+    added = added.masked_fill(hidden, float("-inf"))
+
+    def explicit(x, log_sigma, added):
+        apart = (x[:, :, None] - x[:, None]).square().sum(-1).permute(0, 3, 1, 2)
+        scores = -apart / (2 * log_sigma.exp().square()[:, None, None]) + added
+        weights = torch.where(added.isneginf().all(-1, keepdim=True), 0.0, scores).softmax(-1)
+        weights = weights.masked_fill(added.isneginf().all(-1, keepdim=True), 0.0)
+        return torch.einsum("bhij,bjhd->bihd", weights, x)
+
+    def ours(x, log_sigma, added):
+        return gaussian_attention(x, log_sigma, attn_mask=added, impl=impl)
+
+    leaves = [t.clone().requires_grad_() for t in (x, log_sigma, added)]
+    got, want = (function(*leaves) for function in (ours, explicit))
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+    by_ours, by_hand = (torch.autograd.grad(y.square().sum(), leaves) for y in (got, want))
+    for ours_, hand in zip(by_ours, by_hand):
+        torch.testing.assert_close(ours_, hand, rtol=1e-9, atol=1e-9)
+    as_bool = gaussian_attention(x, log_sigma, attn_mask=~hidden, impl=impl)
+    zeros = torch.zeros(shape, dtype=torch.float64).masked_fill(hidden, float("-inf"))
+    torch.testing.assert_close(as_bool, explicit(x, log_sigma, zeros), rtol=1e-10, atol=1e-10)
+    weights = gaussian_weights(x, log_sigma, attn_mask=~hidden)
+    assert not weights.masked_select(hidden.expand(2, 3, 9, 9)).any()
+
+
+def test_masks_and_padding_combine():
+    x, log_sigma = make_features("normal", (2, 12, 2, 8), torch.float64), make_log_sigma(2, 8).double()
+    lengths, mask = torch.tensor([12, 7]), torch.rand(12, 12, generator=torch.Generator().manual_seed(1)) < 0.8
+    y = gaussian_attention(x, log_sigma, causal=True, lengths=lengths, attn_mask=mask, impl="sdpa")
+    want = gaussian_attention(x[1:, :7], log_sigma, causal=True, attn_mask=mask[:7, :7], impl="reference")
+    torch.testing.assert_close(y[1:, :7], want, rtol=1e-10, atol=1e-10)
+    assert not y[1, 7:].any()
+
+
+def test_auto_takes_what_serves():
+    x = torch.zeros(2, 12, 2, 16)
+    lengths, anywhere = torch.tensor([12, 7]), torch.tensor([[True] + [False] * 11] * 2)
+    assert select_impl(x, lengths=lengths) == select_impl(x, key_padding_mask=anywhere) == AUTO_ON_CPU
+    assert select_impl(x, attn_mask=torch.ones(12, 12, dtype=torch.bool)) == "sdpa"
+    assert select_impl(x, key_padding_mask=anywhere, window=3) == "sdpa"  # a window counts places
+    with pytest.raises(ValueError, match="cpu does not serve attn_mask"):
+        select_impl(x, attn_mask=torch.ones(12, 12), impl="cpu")
+    assert select_impl(x, lengths=torch.tensor([12, 12]), impl="flex") == "flex"  # nothing is padding
+
+
+def test_a_batch_without_rows():
+    empty, lengths = torch.zeros(0, 5, 2, 8), torch.zeros(0, dtype=torch.int64)
+    assert gaussian_attention(empty, torch.zeros(2), lengths=lengths).shape == (0, 5, 2, 8)
+
+
+@pytest.mark.skipif(AUTO_ON_CPU != "cpu", reason="the CPU kernel cannot be built here")
+def test_other_lengths_do_not_compile_again():
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x, lengths: gaussian_attention(x, torch.zeros(2), lengths=lengths), fullgraph=True)
+    x = make_features("normal", (3, 40, 2, 16))
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for lengths in ([40, 3, 0], [1, 1, 39], [40, 40, 40]):
+            lengths = torch.tensor(lengths)
+            torch.testing.assert_close(compiled(x, lengths), gaussian_attention(x, torch.zeros(2), lengths=lengths))
+
+
+MASK = torch.zeros(2, 9, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    "arguments,error,message",
+    [
+        (dict(lengths=[9, 3]), TypeError, r"lengths must be a torch.Tensor of shape \(B,\), got list"),
+        (dict(lengths=torch.tensor([9.0, 3.0])), TypeError, "lengths must be int64 or int32, got torch.float32"),
+        (dict(lengths=torch.tensor([9, 3, 1])), ValueError, r"lengths must have shape \(B,\) = \(2,\), got \(3,\)"),
+        (dict(lengths=torch.tensor([10, 3])), ValueError, r"from 0 to the number of keys, 9, got \[10, 3\]"),
+        (dict(lengths=torch.tensor([9, -1])), ValueError, r"from 0 to the number of keys, 9, got \[9, -1\]"),
+        (dict(lengths=torch.empty(2, dtype=torch.int64, device="meta")), ValueError, "lengths must be on the device"),
+        (dict(key_padding_mask=MASK.float()), TypeError, "key_padding_mask must be bool, True for padding"),
+        (dict(key_padding_mask=MASK[:, :8]), ValueError, r"key_padding_mask must have shape \(B, Tk\) = \(2, 9\)"),
+        (dict(key_padding_mask=MASK, lengths=torch.tensor([9, 9])), ValueError, "give one of them"),
+        (dict(attn_mask=torch.ones(9, 9, dtype=torch.int64)), TypeError, "attn_mask must be bool, True = visible"),
+        (
+            dict(attn_mask=torch.ones(8, 9)),
+            ValueError,
+            r"attn_mask must broadcast to \(B, H, Tq, Tk\) = \(2, 3, 9, 9\)",
+        ),
+    ],
+)
+def test_wrong_masks_are_named(arguments, error, message):
+    with pytest.raises(error, match=message):
+        gaussian_attention(torch.zeros(2, 9, 3, 8), torch.zeros(3), **arguments)

@@ -1,0 +1,92 @@
+"""The layer in torch's own transformer: padded batches, masks, training and evaluation, decoder, saving."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from gka import GaussianKernelAttention, GaussianMultiheadAttention, replace_multihead
+
+LENGTHS = torch.tensor([9, 4, 1])
+PADDING = torch.arange(9) >= LENGTHS[:, None]
+
+
+def encoder(**options):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True, **options)
+    return replace_multihead(nn.TransformerEncoder(layer, 2, enable_nested_tensor=not options))
+
+
+@pytest.mark.parametrize("options", [dict(), dict(norm_first=True), dict(activation="gelu")], ids=str)
+def test_padding_ids_do_not_move_real_tokens(options):
+    """In training and, where torch has a fast path, in evaluation; equal to every sequence alone."""
+    model, x = encoder(**options), torch.randn(3, 9, 32)
+    other = torch.where(PADDING[..., None], torch.randn(3, 9, 32) * 10, x)
+    for mode in (model.train(), model.eval()):
+        with torch.set_grad_enabled(mode.training):
+            y, again = (mode(t, src_key_padding_mask=PADDING) for t in (x, other))
+            assert torch.equal(y[~PADDING], again[~PADDING])
+            for row, length in enumerate(LENGTHS):
+                torch.testing.assert_close(y[row, :length], mode(x[row : row + 1, :length])[0], rtol=1e-4, atol=1e-5)
+
+
+def test_it_computes_what_the_layer_computes():
+    layer, torchs = GaussianKernelAttention(32, 4), GaussianMultiheadAttention(32, 4)
+    torchs.out_proj.load_state_dict(layer.proj.state_dict())
+    x, context, mask = torch.randn(3, 9, 32), torch.randn(3, 5, 32), torch.rand(9, 9) < 0.7
+    mask.fill_diagonal_(True)
+    first = lambda t: t.transpose(0, 1)  # noqa: E731  torch's default order
+    y, weights = torchs(first(x), first(x), first(x), attn_mask=~mask, average_attn_weights=False)
+    want, want_weights = layer(x, attn_mask=mask, need_weights=True)
+    same = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
+    same((first(y), weights), (want, want_weights))
+    floats = torch.zeros(9, 9).masked_fill(~mask, float("-inf"))
+    by_head = floats.expand(12, 9, 9)
+    for given in (floats, by_head):
+        same(torchs(first(x), first(x), first(x), attn_mask=given)[0], y)
+    y, weights = torchs(first(x), first(context), first(context), key_padding_mask=PADDING[:, :5])
+    want, want_weights = layer(x, context, key_padding_mask=PADDING[:, :5], need_weights=True)
+    same((first(y), weights), (want, want_weights.mean(1)))
+
+
+def test_causal_masks_of_encoders_and_decoders():
+    """nn.Transformer whole: what comes later does not reach what is earlier."""
+    torch.manual_seed(0)
+    model = replace_multihead(nn.Transformer(32, 4, 2, 2, 64, dropout=0.0, batch_first=True))
+    source, target = torch.randn(2, 7, 32), torch.randn(2, 9, 32)
+    causal = nn.Transformer.generate_square_subsequent_mask(9)
+    y = model(source, target, tgt_mask=causal)
+    later = target.clone()
+    later[:, 5:] = torch.randn(2, 4, 32)
+    again = model(source, later, tgt_mask=causal)
+    assert torch.equal(y[:, :5], again[:, :5]) and not torch.equal(y[:, 5:], again[:, 5:])
+    assert not any(isinstance(module, nn.MultiheadAttention) for module in model.modules())
+
+
+def test_it_learns_is_copied_and_loaded():
+    model, x = encoder(), torch.randn(3, 9, 32)
+    target = torch.randn(3, 9, 32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(30):
+        loss = (model(x, src_key_padding_mask=PADDING) - target)[~PADDING].square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+    other = encoder()
+    other.load_state_dict(model.state_dict())
+    for same in (other, copy.deepcopy(model)):
+        assert torch.equal(same(x), model(x))
+
+
+def test_what_it_cannot_replace_is_named():
+    with pytest.raises(ValueError, match="0 has keys or values of another width"):
+        replace_multihead(nn.Sequential(nn.MultiheadAttention(32, 4, kdim=16)))
+    with pytest.raises(ValueError, match="num_heads must divide embed_dim"):
+        GaussianMultiheadAttention(32, 5)
+    with pytest.raises(ValueError, match="0 and minus infinity alone"):
+        GaussianMultiheadAttention(32, 4)(*[torch.zeros(3, 2, 32)] * 3, key_padding_mask=torch.ones(2, 3))
