@@ -69,7 +69,7 @@ def gaussian_attention(
         derivatives in reverse mode; the reference has those of any order, forward mode and torch.func.
       return_weights: gone; `gaussian_weights` returns W.
 
-    Returns: y, (B, Tq, H, D) in x.dtype (precision: top of this file). What a row may not see, NaN too, never touches it.
+    Returns: y, (B, Tq, H, D) in x.dtype (precision: top of the file). What a row may not see never touches it.
 
     Raises: TypeError for a wrong type or dtype; ValueError for a wrong rank, shape, device, value, or an implementation
     that cannot serve the request. Both name the argument.
