@@ -56,7 +56,7 @@ def expand(request: GaussianRequest) -> Expansion:
     b = -0.5 * torch.linalg.vecdot(keys, keys) * inverse
     a = b if request.own_keys else -0.5 * torch.linalg.vecdot(x, x) * inverse
     if readable(a) and readable(b):  # on CPU tensors
-        warn_if_lost(-2 * min(a.detach().min().item(), b.detach().min().item()), compute, stacklevel=5)
+        warn_if_lost(-2 * min(a.detach().min().item(), b.detach().min().item()), compute, stacklevel=6)
     return Expansion(x * inverse[:, None], keys, values, a, b, offset)
 
 
@@ -67,7 +67,7 @@ def _mean(keys: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
     return keys.sum(dim=1, keepdim=True) / (~hidden).sum(1).clamp(min=1)[:, None, None, None]
 
 
-def warn_if_lost(largest: float, dtype: torch.dtype, stacklevel: int = 4) -> None:
+def warn_if_lost(largest: float, dtype: torch.dtype, stacklevel: int = 5) -> None:
     """Warn where rounding in `dtype` is most of what is left of exponents of size `largest`, a |x|^2 / sigma^2.
 
     Once per line that calls the operator (Python's rule for equal warnings); `stacklevel` reaches it.

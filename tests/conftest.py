@@ -41,19 +41,15 @@ def pytest_sessionstart(session):
 
 # Those of 5 s or more start first, the longest before all, so that both workers end together.
 LONG_FILES = [
-    *("nanochat/test_train", "nanochat/test_cuda_path", "deit/test_cuda_path"),
-    *("gka/test_triton_accuracy", "deit/test_train", "trainkit/test_workers"),
-    *("gka/test_cpu_build", "deit/test_resume", "nanochat/test_pack_interrupted", "nanochat/test_onnx"),
-    *("runs/test_study", "nanochat/test_resume", "deit/test_onnx", "runs/test_report", "runs/test_bench_commands"),
-    *("gka/test_triton_compile", "trainkit/test_cli", "nanochat/test_page_examples", "runs/test_makefile"),
-    *("gka/test_properties", "runs/test_explore", "nanochat/test_corpus", "gka/test_accuracy"),
-    *("nanochat/test_generate", "runs/test_paper_tables", "deit/test_draw", "trainkit/test_compiling"),
-    *("nanochat/test_train_mistakes", "gka/test_derivatives", "runs/test_approximations"),
-    *("nanochat/test_core", "gka/test_compile_and_autocast", "deit/test_distillation", "trainkit/test_torchrun"),
-    *("nanochat/test_draw", "tests/test_layout", "trainkit/test_loop", "runs/test_study_vision"),
-    *("deit/test_accounting", "nanochat/test_transformers", "deit/test_twins", "patches/test_apply"),
-    *("nanochat/test_eval_core", "deit/test_broken_images", "nanochat/test_cache"),
-    *("runs/test_demo", "deit/test_timm", "gka/test_wheel"),
+    *("runs/test_study", "nanochat/test_onnx", "gka/test_triton_accuracy", "deit/test_onnx", "runs/test_report"),
+    *("nanochat/test_cuda_path", "deit/test_resume", "runs/test_bench_commands", "nanochat/test_pack_interrupted"),
+    *("nanochat/test_resume", "trainkit/test_signals", "deit/test_train", "deit/test_draw", "nanochat/test_train"),
+    *("gka/test_properties", "trainkit/test_torchrun", "nanochat/test_page_examples", "nanochat/test_corpus"),
+    *("gka/test_compile_and_autocast", "deit/test_hub", "deit/test_warm_start", "runs/test_error"),
+    *("runs/test_explore", "trainkit/test_loop", "nanochat/test_train_mistakes", "patches/test_apply"),
+    *("gka/test_accuracy", "gka/test_cpu_kernel", "deit/test_cuda_path", "trainkit/test_compiling"),
+    *("runs/test_tables", "nanochat/test_transformers", "nanochat/test_harness", "nanochat/test_core"),
+    *("deit/test_timm", "tests/test_layout", "runs/test_approximations"),
 ]
 
 

@@ -14,12 +14,12 @@ import torch
 import tyro
 
 import tiny_vision
+from deit_gka import train
 from deit_gka import train as training
 from deit_gka.data import workers as loader_workers
 from deit_gka.data.sources import open_source
 from deit_gka.data.sources.base import Names
 from deit_gka.data.transforms import eval_transform
-from deit_gka.training import trainer
 from deit_gka.training.config import TrainConfig
 from processes import in_a_forked_child, signals_kept, still_there
 from sources import ROOT, imports
@@ -143,7 +143,7 @@ def test_an_error_in_an_evaluation_ends_its_workers(pictures, tmp_path, capsys, 
         next(images)
         raise UserError("no")
 
-    monkeypatch.setattr(trainer, "evaluate", evaluate)
+    monkeypatch.setattr(train, "evaluate", evaluate)
     before = tiny_vision.descendants(os.getpid())
     with signals_kept(), pytest.raises(UserError, match="no") as caught:
         training.main(tyro.cli(TrainConfig, args=[str(flag) for flag in flags(pictures, tmp_path)]))
