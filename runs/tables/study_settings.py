@@ -4,9 +4,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
+import pandas as pd
+
 from runs.study import grid
 from runs.study.cells import Cell
-from runs.study.families import ALL, VALUE_EMBEDS
+from runs.study.families import ALL, LEARNED, VALUE_EMBEDS, WITHOUT
 from runs.study.rates import SMALLEST
 from runs.study.scores import Scores, family_of
 from runs.table import Table
@@ -76,6 +78,34 @@ def hybrid(scores: Scores) -> Table:
     return Table.of(["", "validation bits per byte", *(f"over {baseline}" for baseline in baselines)], rows)
 
 
+@of_every_text
+def channels(scores: Scores) -> Table:
+    """What a bandwidth for every channel and a gate for every head give to each form, paired over seeds."""
+    rows = []
+    for name in WITHOUT:
+        for place in (SMALLEST, grid.DEEPER):
+            without = scores.at(ALL[name], place)
+            learned = [scores.at(ALL[f"{name} + {what}"], place) for what in LEARNED]
+            if without and any(learned):
+                cells = [loss_of(one) + (f", {over(one, without)}" if one else "") for one in learned]
+                rows.append([name, str(place["depth"]), loss_of(without), *cells])
+    return Table.of(["", "layers", "without", *LEARNED], rows)
+
+
+@of_every_text
+def channel_rates(scores: Scores) -> Table:
+    """The rates of channel bandwidths, and below of head gates, as multiples of their own; two layers, seed 0."""
+    cells = grid.channel_rates(scores.done)
+    halves = [("channel_rate", "channels"), ("gate_rate", "gates")]
+    of_each = [_across(scores, [c for c in cells if _has(c, field)], field, "rate {:g}", seed=0) for field, _ in halves]
+    frame = pd.concat([one.frame for one in of_each]).fillna("")
+    return replace(of_each[0], frame=frame[sorted(frame, key=lambda heading: float(heading[5:] or "-inf"))])
+
+
+def _has(cell: Cell, own_rate: str) -> bool:
+    return cell.channel_bandwidths if own_rate == "channel_rate" else cell.head_gates
+
+
 def _across(scores: Scores, cells: Iterable[Cell], field: str, heading: str, seed: int | None = None) -> Table:
     """Every value of a field; of one seed if it is given."""
     losses: dict[str, dict[Any, str]] = {}
@@ -110,4 +140,6 @@ TABLES: dict[str, Callable[..., list[Table]]] = {
     "study-sigma-starts": sigma_starts,
     "study-windows": windows,
     "study-precision": precision,
+    "study-channels": channels,
+    "study-channel-rates": channel_rates,
 }
