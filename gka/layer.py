@@ -82,19 +82,25 @@ class GaussianKernelAttention(nn.Module):
         *,
         key_padding_mask: torch.Tensor | None = None,
         attn_mask: torch.Tensor | None = None,
+        is_causal: bool = False,
         need_weights: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Mix and project x, (B, T, dim), which looks at itself or, in cross attention, at `context`, (B, Tk, dim).
 
         key_padding_mask, attn_mask: as in `gaussian_attention`; padding of x, or of the context. For padded tokens of x
-        W_O's bias comes out. need_weights: return W too, (B, H, T, Tk), which is built in O(T * Tk) memory.
+        W_O's bias comes out. is_causal: for this call, as timm's blocks say it. need_weights: return W too, (B, H, T,
+        Tk), which is built in O(T * Tk) memory.
         """
         features, values = self._features_and_values(x)
         keys = None
         if context is not None:
             keys, values = self._features_and_values(context)
         mask: dict[str, Any] = dict(
-            keys=keys, causal=self.causal, window=self.window, key_padding_mask=key_padding_mask, attn_mask=attn_mask
+            keys=keys,
+            causal=self.causal or is_causal,
+            window=self.window,
+            key_padding_mask=key_padding_mask,
+            attn_mask=attn_mask,
         )
         log_sigma, own = at_least_float32(self.log_sigma), None if self.log_scale is None else values
         y = gaussian_attention(features, log_sigma, values=own, constant_norm=self.head_norm, impl=self.impl, **mask)

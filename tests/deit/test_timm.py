@@ -4,11 +4,12 @@ import copy
 import pickle
 
 import pytest
+import timm
 import torch
 from torchvision.models.feature_extraction import create_feature_extractor
 
 from deit_gka.model.registry import OUR_KINDS
-from gka import testing
+from gka import GaussianKernelAttention, testing
 from sharding import check_trains_as_in_bfloat16, process_group
 from tiny_vit import create, kinds, small
 
@@ -112,3 +113,14 @@ def test_fsdp_in_bfloat16(fused, images, tmp_path):
     with process_group(tmp_path):
         model = small("gka")
         check_trains_as_in_bfloat16(model, lambda m: m.blocks, lambda m: m(images.bfloat16()).float().square().sum())
+
+
+def test_the_operators_own_layer_assigned_by_hand():
+    """timm's blocks hand it their masks."""
+    model = timm.create_model("deit_tiny_patch16_224", img_size=32, depth=2, num_classes=3)
+    for block in model.blocks:
+        block.attn = GaussianKernelAttention(192, 3)
+    model(torch.randn(2, 3, 32, 32)).sum().backward()
+    assert all(block.attn.log_sigma.grad.any() for block in model.blocks)
+    block, x, mask = model.blocks[0], torch.randn(2, 5, 192), torch.ones(5, 5, dtype=torch.bool).tril()
+    torch.testing.assert_close(block(x, attn_mask=mask), block(x, is_causal=True), rtol=1e-4, atol=1e-5)

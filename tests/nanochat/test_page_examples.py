@@ -7,7 +7,10 @@ import pytest
 from nanochat_gka import export
 from sources import ROOT, page_blocks, tracked
 
-NEEDS = {"nanochat_gka/README.md": ("transformers", "peft", "onnxruntime", "onnxscript")}
+NEEDS = {
+    "gka/README.md": ("transformers",),
+    "nanochat_gka/README.md": ("transformers", "peft", "onnxruntime", "onnxscript"),
+}
 PRINTS = {"deit_gka/README.md": "softmax torch.Size([2, 6, 261, 261]) None"}
 EXAMPLES = {str(path): blocks for path in tracked(".md") if (blocks := page_blocks(ROOT / path, "python"))}
 

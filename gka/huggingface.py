@@ -1,0 +1,84 @@
+"""Models of Hugging Face's transformers with Gaussian kernel attention, such as BERT, ViT and Llama.
+
+    from gka.huggingface import use_gka
+    model = use_gka(BertForSequenceClassification(config))      # then train it: Trainer, padded batches, saving
+
+The heads of what a layer is given are queries, keys and values; where the model rotates them, values stay as they were.
+transformers is imported when the function is called.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from gka.api import gaussian_attention
+from gka.bandwidth import at_least_float32, initial_log_sigma
+
+NAME = "gka"  # of the attention, in a model's configuration
+PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"))  # names of a layer's three
+
+
+def use_gka(model: nn.Module, sigma_squared: float | None = None) -> nn.Module:
+    """The model, a `PreTrainedModel`, with the three projections of every attention layer gone and a `log_sigma` there.
+
+    What they had learned is lost, so that a pretrained model must be trained again; output projections and everything
+    else stay. To load what `save_pretrained` wrote, build the model from its configuration, call this, and load the
+    state: `model.load_state_dict(safetensors.torch.load_file(...))`.
+
+    sigma_squared: starting sigma^2 of every head; None means sqrt(head_dim). Raises ValueError for a model without such
+    layers, or whose keys have fewer heads than the queries.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import flash_attention_mask
+
+    AttentionInterface.register(NAME, _attend)
+    AttentionMaskInterface.register(NAME, flash_attention_mask)  # padding as (B, Tk), True for tokens; None for none
+    layers = [
+        (path, layer, names)
+        for path, layer in model.named_modules()
+        for names in PROJECTIONS
+        if all(isinstance(getattr(layer, name, None), nn.Linear) for name in names)
+    ]
+    if not layers:
+        raise ValueError("the model has no attention layer with q_proj, k_proj, v_proj or query, key, value")
+    for path, layer, names in layers:
+        widths = {getattr(layer, name).out_features for name in names} | {getattr(layer, names[0]).in_features}
+        if len(widths) > 1:
+            raise ValueError(f"{path}: queries, keys and values must be as wide as the model, got {sorted(widths)}")
+        config: Any = layer.config
+        num_heads, weight = config.num_attention_heads, getattr(layer, names[0]).weight
+        start = (widths.pop() // num_heads) ** 0.5 if sigma_squared is None else sigma_squared
+        for name in names:
+            setattr(layer, name, nn.Identity())
+        layer.log_sigma = nn.Parameter(initial_log_sigma(num_heads, start).to(weight.device))
+        layer.looks_elsewhere = "cross" in path.lower()
+    model.set_attn_implementation(NAME)  # type: ignore[operator]
+    return model
+
+
+def _attend(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface: (B, H, T, D) each; returns (B, Tq, H, D), and no weights.
+
+    Without a cache the keys are the queries, whatever tensors they are; later they are longer.
+    """
+    own = query.shape == key.shape and not module.looks_elsewhere
+    x, keys, values = (t.transpose(1, 2) for t in (query, key, value))
+    same = value.data_ptr() == (query if own else key).data_ptr() and value.stride() == key.stride()
+    causal = bool(module.is_causal if is_causal is None else is_causal)
+    masks: dict[str, Any] = dict(causal=causal, window=sliding_window - 1 if sliding_window else None)
+    if attention_mask is not None and attention_mask.dim() == 2:
+        masks["key_padding_mask"] = ~attention_mask.bool()
+    elif attention_mask is not None:
+        masks["attn_mask"] = attention_mask
+    log_sigma = at_least_float32(module.log_sigma)
+    return gaussian_attention(x, log_sigma, keys=None if own else keys, values=None if same else values, **masks), None

@@ -1,0 +1,117 @@
+"""Gaussian kernel attention in transformers' own BERT, ViT and Llama: padding, training, generation, saving."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from gka.huggingface import use_gka
+
+transformers = pytest.importorskip("transformers")
+SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)
+LENGTHS = torch.tensor([9, 4, 1])
+MASK = (torch.arange(9) < LENGTHS[:, None]).long()
+
+
+def bert(seed=0):
+    torch.manual_seed(seed)
+    config = transformers.BertConfig(**SIZES, vocab_size=50, num_labels=3, hidden_dropout_prob=0.0)
+    return use_gka(transformers.BertForSequenceClassification(config))
+
+
+def llama(seed=0):
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(**SIZES, vocab_size=50, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    return use_gka(transformers.LlamaForCausalLM(config)).eval()
+
+
+def ids(seed=0):
+    return torch.randint(3, 50, (3, 9), generator=torch.Generator().manual_seed(seed))
+
+
+def test_padding_ids_do_not_move_real_tokens():
+    model, tokens = bert().bert.eval(), ids()
+    other = torch.where(MASK == 1, tokens, ids(1))
+    y, again = (model(t, attention_mask=MASK).last_hidden_state for t in (tokens, other))
+    assert torch.equal(y[MASK == 1], again[MASK == 1])
+    for row, length in enumerate(LENGTHS):
+        alone = model(tokens[row : row + 1, :length]).last_hidden_state[0]
+        torch.testing.assert_close(y[row, :length], alone, rtol=1e-4, atol=1e-5)
+
+
+def test_projections_are_gone_and_bandwidths_learn():
+    model = bert()
+    names = [name for name, _ in model.named_parameters()]
+    assert sum(name.endswith("log_sigma") for name in names) == 2
+    assert not any(part in name for name in names for part in ("query", "key.", "value"))
+    loss = model(ids(), attention_mask=MASK, labels=torch.tensor([0, 1, 2])).loss
+    loss.backward()
+    assert all(p.grad is not None and p.grad.any() for name, p in model.named_parameters() if "log_sigma" in name)
+
+
+def test_trainer_trains_it_and_what_it_saves_loads(tmp_path):
+    class Rows(torch.utils.data.Dataset):
+        def __len__(self):
+            return 60
+
+        def __getitem__(self, number):
+            label, length = number % 3, 2 + number % 7
+            row = torch.full((9,), 0)
+            row[:length] = 10 + label
+            return dict(input_ids=row, attention_mask=(torch.arange(9) < length).long(), labels=torch.tensor(label))
+
+    model = bert()
+    settings = transformers.TrainingArguments(
+        output_dir=str(tmp_path), max_steps=60, per_device_train_batch_size=12, learning_rate=3e-3, report_to=[],
+        save_strategy="no", use_cpu=True, disable_tqdm=True, logging_strategy="no",
+    )  # fmt: skip
+    trainer = transformers.Trainer(model=model, args=settings, train_dataset=Rows())
+    trainer.train()
+    assert trainer.evaluate(Rows())["eval_loss"] < 0.3  # chance is log 3 = 1.1
+    model.save_pretrained(tmp_path / "model")
+    again = bert(seed=1).eval()
+    again.load_state_dict(load_file(tmp_path / "model" / "model.safetensors"))
+    assert torch.equal(again(ids(), attention_mask=MASK).logits, model.eval()(ids(), attention_mask=MASK).logits)
+
+
+def test_a_decoder_is_causal_and_its_cache_agrees_with_whole_passes():
+    model, tokens = llama(), ids()
+    logits = model(tokens).logits
+    later = tokens.clone()
+    later[:, 6:] = ids(1)[:, 6:]
+    torch.testing.assert_close(model(later).logits[:, :6], logits[:, :6], rtol=1e-4, atol=1e-5)
+    cache = transformers.DynamicCache()
+    with torch.no_grad():
+        parts = [model(part, past_key_values=cache).logits for part in tokens.split([5, 1, 3], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, 1), logits, rtol=1e-4, atol=1e-4)
+
+
+def test_generation_with_padding_on_the_left_is_that_of_each_prompt():
+    model, prompts = llama(), [[5, 6, 7, 8], [9, 10]]
+    padded = torch.tensor([[5, 6, 7, 8], [0, 0, 9, 10]])
+    options = dict(max_new_tokens=5, do_sample=False, eos_token_id=None)
+    together = model.generate(padded, attention_mask=(padded > 0).long(), **options)[:, 4:]
+    alone = [model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :] for prompt in prompts]
+    assert torch.equal(together, torch.stack(alone))
+
+
+def test_a_vit_with_it():
+    torch.manual_seed(0)
+    config = transformers.ViTConfig(**SIZES, image_size=16, patch_size=4, num_labels=2)
+    model = use_gka(transformers.ViTForImageClassification(config))
+    images, labels = torch.randn(6, 3, 16, 16), torch.tensor([0, 1, 0, 1, 0, 1])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(25):
+        loss = model(images, labels=labels).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss < 0.2
+
+
+def test_what_it_cannot_change_is_named():
+    config = transformers.LlamaConfig(**SIZES, num_key_value_heads=2, vocab_size=50)
+    with pytest.raises(ValueError, match=r"layers.0.self_attn: queries, keys and values must be as wide as the model"):
+        use_gka(transformers.LlamaForCausalLM(config))
+    with pytest.raises(ValueError, match="no attention layer with q_proj"):
+        use_gka(nn.Linear(3, 3))
