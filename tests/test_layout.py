@@ -100,6 +100,21 @@ def test_files_do_not_import_each_other_in_a_circle():
         pytest.fail(" -> ".join(reversed(error.args[1])))
 
 
+@pytest.mark.parametrize("package", ["nanochat_gka", "deit_gka", "runs"])
+def test_rooms_import_one_way(package):
+    """A room is a folder in a package, with what is below it; a file beside the rooms is one of its own."""
+    names, graph = modules(), {}
+    for name, path in names.items():
+        if name.startswith(f"{package}."):
+            rooms = {".".join(other.split(".")[:2]) for other in dependencies(path, names)}
+            room = ".".join(name.split(".")[:2])
+            graph.setdefault(room, set()).update(other for other in rooms - {room} if other.startswith(f"{package}."))
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(reversed(error.args[1])))
+
+
 def test_tests_do_not_import_tests():
     """What tests share is in tests/support."""
     paths = [path for path in tracked(".py") if path.parts[0] == "tests"]

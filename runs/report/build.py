@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from runs.paper.tables import BUILDERS, Sources
+from runs.comparison.tables import BUILDERS, Sources
 from runs.report import attention, benchmarks, curves, language, ledger, page, provenance
 from runs.report.blocks import Section
 from runs.report.live import LiveView, image_view

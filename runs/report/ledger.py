@@ -1,9 +1,9 @@
-"""The claims ledger for the page: every claim with its verdict, from runs/paper/claims.py."""
+"""The claims ledger for the page: every claim with its verdict, from runs/comparison/claims.py."""
 
 from dataclasses import dataclass
 
-from runs.paper import claims
-from runs.paper.evidence import VERDICTS, Finding
+from runs.comparison import claims
+from runs.comparison.evidence import VERDICTS, Finding
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ from bench_lines import write_lines
 from deit_gka.training.config import TrainConfig
 from nanochat_gka.core_metric.bundle import CORE_SIZES, PAPER_TASKS
 from runs import frames
-from runs.paper import claims, core_scores, measured, published
-from runs.paper.evidence import FAILS, HOLDS, NOT_SEEN, UNTESTED, accuracy, language, operator, runtime
+from runs.comparison import claims, core_scores, measured
+from runs.comparison.evidence import FAILS, HOLDS, NOT_SEEN, UNTESTED, accuracy, language, operator, runtime
+from runs.paper import published
 from sources import ROOT, modules
 from trainkit_gka.cli import UserError
 from trainkit_gka.progress import read_lines

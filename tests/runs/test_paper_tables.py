@@ -9,10 +9,11 @@ from bench_lines import write_lines
 from deit_gka.training.config import TrainConfig as VisionTraining
 from nanochat_gka.core_metric.bundle import CORE_SIZES, PAPER_TASKS
 from nanochat_gka.train import TrainConfig as LanguageTraining
-from runs.paper import core_scores, measured, published, tables
+from runs.comparison import core_scores, measured, tables
+from runs.comparison.measured import GPUS, IMAGENET_VALIDATION
+from runs.comparison.tables import BUILDERS, Sources
+from runs.paper import published
 from runs.paper.cells import compare
-from runs.paper.measured import GPUS, IMAGENET_VALIDATION
-from runs.paper.tables import BUILDERS, Sources
 from runs.table import NOT_RUN
 from trainkit_gka.cli import UserError
 

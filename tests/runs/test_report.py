@@ -11,9 +11,9 @@ import pytest
 
 import report_page
 from browser import watched
+from runs.comparison.claims import CLAIMS
 from runs.figures import look
 from runs.paper import published
-from runs.paper.claims import CLAIMS
 from runs.report import attention, build, charts, language, provenance
 from runs.report.__main__ import ReportConfig, main
 from runs.report.charts import Series

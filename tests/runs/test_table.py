@@ -8,7 +8,7 @@ import pytest
 
 from html_elements import Elements
 from runs import table
-from runs.paper import tables
+from runs.comparison import tables
 from runs.table import NOT_RUN, Table, measured
 
 STACKED = re.compile(r"\\shortstack\[[lr]\]{(.*?)}(?= [&\\])")  # headings in several lines

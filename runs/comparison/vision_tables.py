@@ -3,11 +3,12 @@
 from collections.abc import Iterable
 
 from gka.kinds import KINDS
+from runs.comparison import measured
+from runs.comparison.measured import FinishedRun, Sources
 from runs.neighbours.layers import DIM, HEADS
-from runs.paper import measured, published
+from runs.paper import published
 from runs.paper.cells import alone, compare, italic, percent
 from runs.paper.deit import DEFAULT_KIND, SOFTMAX_TARGET
-from runs.paper.measured import FinishedRun, Sources
 from runs.paper.published import table
 from runs.table import NOT_RUN, Row, Table
 from runs.tables import neighbours

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from gka.kinds import KINDS
-from runs.paper import measured, published
-from runs.paper.evidence import DEMO_VISION, FAILS, HOLDS, UNTESTED, Finding, seen
+from runs.comparison import measured
+from runs.comparison.evidence import DEMO_VISION, FAILS, HOLDS, UNTESTED, Finding, seen
+from runs.paper import published
 from runs.tables.demo import vision_records
 
 DIGITS = "(two seeds; such differences are noise there)"

@@ -3,10 +3,10 @@
 from runs import frames
 from runs.bench import error
 from runs.bench.config import is_unusual
+from runs.comparison.evidence import PRINTED, UNTESTED, Finding, follows, holds, seen
+from runs.comparison.evidence.sizes import SIZES
 from runs.paper import published
 from runs.paper.cells import percent
-from runs.paper.evidence import PRINTED, UNTESTED, Finding, follows, holds, seen
-from runs.paper.evidence.sizes import SIZES
 from trainkit_gka.results import is_processor
 
 TRAINING = ("training_64", "training_128")

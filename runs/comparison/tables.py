@@ -1,9 +1,9 @@
 """Tables 1 to 8 of the paper beside ours: as printed, as counted and measured here, and the difference.
 
-    python -m runs.paper.tables                              all of them on the terminal
-    python -m runs.paper.tables --format latex --only 2 6    two of them for a LaTeX document with booktabs
+    python -m runs.comparison.tables                              all of them on the terminal
+    python -m runs.comparison.tables --format latex --only 2 6    two of them for a LaTeX document with booktabs
 
-Ours are the cost models' counts and finished runs of the very configuration (runs/paper/measured.py).
+Ours are the cost models' counts and finished runs of the very configuration (runs/comparison/measured.py).
 """
 
 from collections.abc import Callable
@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from runs.paper import language_tables, vision_tables
-from runs.paper.measured import Sources
+from runs.comparison import language_tables, vision_tables
+from runs.comparison.measured import Sources
 from runs.table import Table
 from trainkit_gka.cli import UserError, run
 from trainkit_gka.files import check_named

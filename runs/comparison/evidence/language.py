@@ -9,9 +9,10 @@ from typing import Any
 from nanochat_gka.core_metric.bundle import CORE_SIZES, CORE_TASKS, PAPER_TASKS
 from nanochat_gka.core_metric.published import PAPER_MEAN
 from nanochat_gka.core_metric.report import Score
+from runs.comparison import core_scores, measured
+from runs.comparison.evidence import COUNTS, DEMO_LANGUAGE, FAILS, PRINTED, UNTESTED, Finding, follows, holds, seen
 from runs.demo.language import VARIANTS
-from runs.paper import core_scores, measured, published
-from runs.paper.evidence import COUNTS, DEMO_LANGUAGE, FAILS, PRINTED, UNTESTED, Finding, follows, holds, seen
+from runs.paper import published
 from runs.tables.demo import language_records
 
 NOTICEABLE = 2.0  # standard errors

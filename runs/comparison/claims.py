@@ -1,10 +1,10 @@
 """The ledger of the paper's claims: what would support each, what was measured, and the verdict.
 
-    python -m runs.paper.claims                     writes runs/paper/CLAIMS.md
-    python -m runs.paper.claims --check             exits with 1 if the page does not say what code and results say
-    python -m runs.paper.claims --only core-gains   decides one claim again and prints it
+    python -m runs.comparison.claims                     writes runs/comparison/CLAIMS.md
+    python -m runs.comparison.claims --check             exits with 1 if the page does not say what code and results say
+    python -m runs.comparison.claims --only core-gains   decides one claim again and prints it
 
-claims.json has the claims; the functions that decide them are in runs/paper/evidence. No verdict is typed.
+claims.json has the claims; the functions that decide them are in runs/comparison/evidence. No verdict is typed.
 """
 
 import importlib
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from runs import pages
-from runs.paper.evidence import VERDICTS, Finding
+from runs.comparison.evidence import VERDICTS, Finding
 from runs.table import Table
 from trainkit_gka.cli import UserError, run
 from trainkit_gka.progress import console
@@ -30,10 +30,10 @@ CLAIMS: dict[str, dict[str, str]] = {claim["name"]: claim for group in GROUPS fo
 FIELDS = ("name", "place", "support", "check", "command")  # and quote, the paper's words, or figures, what it prints
 WIDTH = 120
 INTRODUCTION = """\
-Written by `python -m runs.paper.claims` from [claims.json](claims.json), the paper's printed figures, the cost models
-and the files in [runs/results](../results). Words between quotation marks are the paper's; " ... " stands for what is
-left out. Code decides every verdict (`evidence/`); `--only NAME` decides one again, `--check` fails if this page is out
-of date.
+Written by `python -m runs.comparison.claims` from [claims.json](claims.json), the paper's printed figures, the cost
+models and the files in [runs/results](../results). Words between quotation marks are the paper's; " ... " stands for
+what is left out. Code decides every verdict (`evidence/`); `--only NAME` decides one again, `--check` fails if this
+page is out of date.
 
 - **holds here**: measured or computed with this code, at the scale that is named; no more than that.
 - **not seen here**: a measurement at a scale that is named does not show it, which does not refute the paper's.
@@ -58,7 +58,7 @@ class ClaimsConfig:
 def decide(claim: dict[str, str]) -> Finding:
     """The finding of a claim's function. Raises UserError for a damaged line of a result file that it reads."""
     module, function = claim["check"].split(".")
-    return getattr(importlib.import_module(f"runs.paper.evidence.{module}"), function)()
+    return getattr(importlib.import_module(f"runs.comparison.evidence.{module}"), function)()
 
 
 def words(claim: dict[str, str]) -> str:
@@ -127,7 +127,7 @@ def main(config: ClaimsConfig) -> None:
         return
     findings = {name: decide(claim) for name, claim in CLAIMS.items()}
     print(verdicts(findings))
-    pages.update(FOLDER, {PAGE: page(findings)}, "python -m runs.paper.claims", config.check)
+    pages.update(FOLDER, {PAGE: page(findings)}, "python -m runs.comparison.claims", config.check)
 
 
 if __name__ == "__main__":

@@ -4,10 +4,11 @@ from nanochat_gka.core_metric.bundle import PAPER_TASKS
 from nanochat_gka.core_metric.published import PAPER_MEAN
 from nanochat_gka.core_metric.report import Score, aggregate, error_of_mean
 from nanochat_gka.training.bits_per_byte import remarks
-from runs.paper import core_scores, measured, published
+from runs.comparison import core_scores, measured
+from runs.comparison.measured import Sources
+from runs.paper import published
 from runs.paper.cells import alone, compare, italic, signed
 from runs.paper.deit import SOFTMAX_TARGET
-from runs.paper.measured import Sources
 from runs.paper.published import table
 from runs.table import NOT_RUN, Row, Table
 

@@ -4,7 +4,7 @@ import torch
 
 from gka import gaussian_weights, log_kernel
 from gka.api import EPS
-from runs.paper.evidence import Finding, holds, seen
+from runs.comparison.evidence import Finding, holds, seen
 from runs.tables.demo import vision_records
 
 SHAPE = (1, 40, 2, 16)  # batch, tokens, heads, head_dim

@@ -1,6 +1,6 @@
 """Say what the study's finished rows show: print its tables, and draw its pictures.
 
-python -m runs.study.findings                the tables are those that `python -m runs.tables` writes into the page
+python -m runs.tables.findings                the tables are those that `python -m runs.tables` writes into the page
 """
 
 from dataclasses import dataclass

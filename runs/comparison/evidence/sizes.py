@@ -1,8 +1,9 @@
 """Claims about parameters, FLOPs and checkpoints of the vision models (tables 1, 2, 3 and 5)."""
 
-from runs.paper import measured, published
+from runs.comparison import measured
+from runs.comparison.evidence import COUNTS, PRINTED, Finding, follows, holds
+from runs.paper import published
 from runs.paper.cells import percent
-from runs.paper.evidence import COUNTS, PRINTED, Finding, follows, holds
 
 SIZES = ("Ti", "S", "B")
 

@@ -1,0 +1,1 @@
+"""The paper's tables and claims beside what the code counts and what was measured."""
