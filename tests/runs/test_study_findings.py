@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from runs.study import findings, pictures, statistics
+from runs.study import pictures, statistics
 from runs.study.cells import Cell
 from runs.study.families import ALL, FAMILIES
 from runs.study.grid import DEEPER, scaled_places
 from runs.study.rates import DEEPEST, SMALLEST
 from runs.study.scores import Scores
-from runs.tables import study, study_equal, study_heads, study_settings
+from runs.tables import findings, study, study_equal, study_heads, study_settings
 from shown import cells, numbers, shown
 from study_rows import DATA, row, write
 from trainkit_gka.cli import UserError
