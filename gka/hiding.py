@@ -7,6 +7,7 @@ which is not finite are made NaN afterwards.
 Legend: B batch, Tq queries, Tk keys, H heads, D head_dim.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -35,9 +36,14 @@ def visible(request: Request) -> torch.Tensor:
 
 
 def bias(request: Request, seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """What a float attn_mask adds to the exponents, 0 for keys that are not `seen`; None without one."""
+    """What a float attn_mask adds to the exponents, 0 for keys that are not `seen`; None without one.
+
+    Numbers below the range of `dtype` are its lowest, so that a row of them is not a row without keys.
+    """
     given = request.attn_mask
-    return None if given is None or given.dtype == torch.bool else given.to(dtype).masked_fill(~seen, 0.0)
+    if given is None or given.dtype == torch.bool:
+        return None
+    return given.to(dtype).clamp(min=torch.finfo(dtype).min).masked_fill(~seen, 0.0)
 
 
 def without_padding(request: GaussianRequest) -> GaussianRequest:
@@ -57,13 +63,19 @@ def finite(request: GaussianRequest) -> tuple[GaussianRequest, torch.Tensor | No
     """
     if not set(request.asks) & HIDING:
         return request, None
-    bad = {name: _not_finite(t) for name in ("x", "keys", "values") if (t := getattr(request, name)) is not None}
+    tensors = {name: t for name in ("x", "keys", "values") if (t := getattr(request, name)) is not None}
+    if all(readable(t) and math.isfinite(t.detach().sum().item()) for t in tensors.values()):
+        return request, None
+    bad = {name: _not_finite(t) for name, t in tensors.items()}
     if all(readable(where) and not where.any() for where in bad.values()):
         return request, None
     cleared = {name: getattr(request, name).masked_fill(where[..., None], 0.0) for name, where in bad.items()}
     of_keys = bad["x"] if request.own_keys else bad["keys"]
     of_keys = of_keys | bad["values"] if "values" in bad else of_keys
-    return replace(request, **cleared), (_sees_some(request, of_keys) | bad["x"])[..., None]
+    rows = _sees_some(request, of_keys) | bad["x"]
+    if request.own_keys and (hidden := padding(request)) is not None:
+        rows = rows & ~hidden[:, :, None]  # padded rows are zeros whatever they see
+    return replace(request, **cleared), rows[..., None]
 
 
 def finished(request: GaussianRequest, y: torch.Tensor, spoilt: torch.Tensor | None) -> torch.Tensor:

@@ -16,6 +16,8 @@ from gka.api import gaussian_attention
 from gka.bandwidth import at_least_float32, initial_log_sigma
 
 NAME = "gka"  # of the attention, in a model's configuration
+UNLIKE = ("opt", "whisper")  # model types that scale queries before they are compared
+CROSS = ("encoder_attn",)  # names of cross attention, beside those with "cross"
 PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"))  # names of a layer's three
 
 
@@ -24,16 +26,18 @@ def use_gka(model: nn.Module, sigma_squared: float | None = None) -> nn.Module:
 
     What they had learned is lost, so that a pretrained model must be trained again; output projections and everything
     else stay. To load what `save_pretrained` wrote, build the model from its configuration, call this, and load the
-    state: `model.load_state_dict(safetensors.torch.load_file(...))`.
+    state: `model.load_state_dict(safetensors.torch.load_file(...))`. Sequences packed into one row are not kept apart:
+    pad them. Static caches are refused.
 
     sigma_squared: starting sigma^2 of every head; None means sqrt(head_dim). Raises ValueError for a model without such
-    layers, or whose keys have fewer heads than the queries.
+    layers, whose keys have fewer heads than the queries, or which norms or scales queries apart from keys.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import flash_attention_mask
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"use_gka takes a model of transformers, got {type(model).__name__}")
     AttentionInterface.register(NAME, _attend)
-    AttentionMaskInterface.register(NAME, flash_attention_mask)  # padding as (B, Tk), True for tokens; None for none
+    AttentionMaskInterface.register(NAME, _padding)
     layers = [
         (path, layer, names)
         for path, layer in model.named_modules()
@@ -47,14 +51,34 @@ def use_gka(model: nn.Module, sigma_squared: float | None = None) -> nn.Module:
         if len(widths) > 1:
             raise ValueError(f"{path}: queries, keys and values must be as wide as the model, got {sorted(widths)}")
         config: Any = layer.config
-        num_heads, weight = config.num_attention_heads, getattr(layer, names[0]).weight
+        if hasattr(layer, "k_norm") or config.model_type in UNLIKE:
+            raise ValueError(f"{path}: queries are not what the keys are there, which GKA needs")
+        num_heads = getattr(layer, "num_heads", config.num_attention_heads)
+        weight = getattr(layer, names[0]).weight
         start = (widths.pop() // num_heads) ** 0.5 if sigma_squared is None else sigma_squared
         for name in names:
             setattr(layer, name, nn.Identity())
         layer.log_sigma = nn.Parameter(initial_log_sigma(num_heads, start).to(weight.device))
-        layer.looks_elsewhere = "cross" in path.lower()
-    model.set_attn_implementation(NAME)  # type: ignore[operator]
+        layer.looks_elsewhere = any(part in CROSS or "cross" in part for part in path.lower().split(".")[-2:])
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            part.set_attn_implementation(NAME)
+            part.config._attn_implementation = NAME  # a part of a larger model may keep its own otherwise
+    for _, layer, _ in layers:
+        layer.config._attn_implementation = NAME
     return model
+
+
+def _padding(
+    batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0, **others: Any
+) -> torch.Tensor | None:
+    """transformers' mask interface: padding as (B, Tk), True for tokens, or None."""
+    from transformers.masking_utils import bidirectional_mask_function, flash_attention_mask
+
+    is_causal = others.get("mask_function") is not bidirectional_mask_function
+    if is_causal and kv_offset + kv_length != int(q_offset) + q_length:
+        raise ValueError("GKA serves caches as long as what they hold: use the dynamic cache, not a static one")
+    return flash_attention_mask(batch_size, q_length, kv_length, q_offset, kv_offset, **others)
 
 
 def _attend(
@@ -73,12 +97,14 @@ def _attend(
     """
     own = query.shape == key.shape and not module.looks_elsewhere
     x, keys, values = (t.transpose(1, 2) for t in (query, key, value))
-    same = value.data_ptr() == (query if own else key).data_ptr() and value.stride() == key.stride()
+    compared = query if own else key
+    same = not torch.compiler.is_compiling() and value.data_ptr() == compared.data_ptr()
+    same = same and value.stride() == compared.stride()
     causal = bool(module.is_causal if is_causal is None else is_causal)
     masks: dict[str, Any] = dict(causal=causal, window=sliding_window - 1 if sliding_window else None)
     if attention_mask is not None and attention_mask.dim() == 2:
         masks["key_padding_mask"] = ~attention_mask.bool()
-    elif attention_mask is not None:
-        masks["attn_mask"] = attention_mask
+    elif attention_mask is not None:  # it says what is causal too
+        masks |= dict(attn_mask=attention_mask, causal=False)
     log_sigma = at_least_float32(module.log_sigma)
     return gaussian_attention(x, log_sigma, keys=None if own else keys, values=None if same else values, **masks), None

@@ -62,10 +62,11 @@ class GaussianMultiheadAttention(nn.Module):
 
         Masks mean what they mean there: True, or minus infinity, where a query must not look. Float values that are not
         0 or minus infinity are added to the exponents in attn_mask, and refused (ValueError) in key_padding_mask.
-        is_causal: attn_mask is the causal one, and need not be read.
+        is_causal: attn_mask is the causal one, and need not be read where there are as many keys as queries.
         """
         heads = [self._heads(t) for t in (query, key, value)]
         features, keys, values = heads[0], None if key is query else heads[1], None if value is key else heads[2]
+        is_causal = is_causal and features.shape[1] == heads[1].shape[1]
         padding = None if key_padding_mask is None else _as_padding(key_padding_mask)
         mask: dict[str, Any] = dict(
             keys=keys,
@@ -103,20 +104,30 @@ def replace_multihead(model: nn.Module, sigma_squared: float | None = None) -> n
     """The model, with a new `GaussianMultiheadAttention` in the place of every `torch.nn.MultiheadAttention` in it.
 
     Projections to queries, keys and values are gone with what they had learned; the output projections stay. Raises
-    ValueError for layers whose keys and values have other widths than the queries.
+    ValueError for layers whose keys and values have other widths than the queries, or that add keys of their own.
     """
-    for parent in model.modules():
-        for name, old in parent.named_children():
-            if not isinstance(old, nn.MultiheadAttention):
-                continue
-            if not old._qkv_same_embed_dim:
-                raise ValueError(f"{name} has keys or values of another width, which need projections")
-            new = GaussianMultiheadAttention(
-                old.embed_dim, old.num_heads, bias=old.out_proj.bias is not None, batch_first=old.batch_first,
-                sigma_squared=sigma_squared,
-            )  # fmt: skip
-            new.out_proj = old.out_proj
-            setattr(parent, name, new.to(old.out_proj.weight.device))
+    replaced: dict[int, GaussianMultiheadAttention] = {}  # a layer that stands in two places stays one
+    if isinstance(model, nn.MultiheadAttention):
+        raise ValueError("the model is a MultiheadAttention itself: build a GaussianMultiheadAttention")
+    for parent in list(model.modules()):
+        for name, old in list(parent._modules.items()):
+            if isinstance(old, nn.MultiheadAttention):
+                if id(old) not in replaced:
+                    replaced[id(old)] = _in_place_of(name, old, sigma_squared)
+                setattr(parent, name, replaced[id(old)])
         if isinstance(parent, nn.TransformerEncoder):
             parent.use_nested_tensor = False  # of its fast path
     return model
+
+
+def _in_place_of(name: str, old: nn.MultiheadAttention, sigma_squared: float | None) -> GaussianMultiheadAttention:
+    if not old._qkv_same_embed_dim:
+        raise ValueError(f"{name} has keys or values of another width, which need projections")
+    if old.bias_k is not None or old.add_zero_attn:
+        raise ValueError(f"{name} adds keys of its own (add_bias_kv, add_zero_attn), which is not served")
+    new = GaussianMultiheadAttention(
+        old.embed_dim, old.num_heads, bias=old.out_proj.bias is not None, batch_first=old.batch_first,
+        sigma_squared=sigma_squared,
+    )  # fmt: skip
+    new.out_proj = old.out_proj
+    return new.to(old.out_proj.weight.device).train(old.training)

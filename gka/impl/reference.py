@@ -7,7 +7,7 @@ take).
 
 import torch
 
-from gka.hiding import bias, finished, finite, visible, without_padding
+from gka.hiding import bias, finished, finite, padding, visible, without_padding
 from gka.kernel import log_kernel
 from gka.request import HIDING, GaussianRequest, Request, Serves
 
@@ -30,7 +30,9 @@ def output_and_weights(request: GaussianRequest) -> tuple[torch.Tensor, torch.Te
     dtype = torch.promote_types(clean.x.dtype, torch.float32)
     exponent = log_kernel(clean.x, clean.key_features, clean.log_sigma)
     seen = visible(clean)
-    empty = ~seen.any(dim=-1, keepdim=True)  # rows without keys
+    empty = ~seen.any(dim=-1, keepdim=True)  # rows without keys, and those of padded queries
+    if clean.own_keys and (hidden := padding(clean)) is not None:
+        empty = empty | hidden[:, None, :, None]
     if (added := bias(clean, seen, dtype)) is not None:
         exponent = exponent + added
     if clean.eps is None:
@@ -38,5 +40,6 @@ def output_and_weights(request: GaussianRequest) -> tuple[torch.Tensor, torch.Te
     else:
         affinity = exponent.exp() * seen
         weights = affinity / (affinity.sum(dim=-1, keepdim=True) + clean.eps).masked_fill(empty, 1.0)
+        weights = weights.masked_fill(empty, 0.0)
     y = (weights @ clean.value_features.to(dtype).transpose(1, 2)).transpose(1, 2).to(clean.x.dtype)
     return finished(request, y, spoilt), weights

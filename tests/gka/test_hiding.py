@@ -251,3 +251,38 @@ MASK = torch.zeros(2, 9, dtype=torch.bool)
 def test_wrong_masks_are_named(arguments, error, message):
     with pytest.raises(error, match=message):
         gaussian_attention(torch.zeros(2, 9, 3, 8), torch.zeros(3), **arguments)
+
+
+@pytest.mark.skipif(AUTO_ON_CPU != "cpu", reason="the CPU kernel cannot be built here")
+def test_lengths_that_a_transform_hides_are_checked_before_memory_is_read():
+    x = torch.randn(2, 2, 5, 2, 4)
+    for wrong in ([[900, 5], [5, 5]], [[5, 5], [-30, 5]]):
+        with pytest.raises(ValueError, match="lengths must be from 0 to the number of keys, 5"):
+            torch.func.vmap(lambda x, n: gaussian_attention(x, torch.zeros(2), lengths=n))(x, torch.tensor(wrong))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_padded_row_is_no_row_that_sees(impl):
+    """A loss that touches padding leaves the gradients of the tokens finite, and so does eps 0."""
+    x = make_features("normal", (1, 5, 1, 2))
+    x[0, 2] = float("nan")
+    x.requires_grad_()
+    y = gaussian_attention(x, torch.zeros(1), causal=True, lengths=torch.tensor([4]), impl=impl)
+    y[0, [0, 4]].sum().backward()
+    assert x.grad.isfinite().all()
+    far = (make_features("normal", (1, 3, 1, 4)) + 20).requires_grad_()
+    hidden = torch.tensor([[False, True, False]])
+    gaussian_attention(far, torch.zeros(1), key_padding_mask=hidden, eps=0.0, impl=impl).sum().backward()
+    assert far.grad.isfinite().all()
+    assert not gaussian_weights(far, torch.zeros(1), key_padding_mask=hidden)[:, :, 1].any()
+
+
+@pytest.mark.parametrize("impl", ["reference", "sdpa"])
+def test_hidden_tokens_may_be_of_any_size(impl):
+    x, keys = (make_features("normal", (2, length, 2, 8), seed=length) for length in (5, 7))
+    seen = torch.ones(1, 7, dtype=torch.bool)
+    seen[0, 3] = False
+    large = keys.clone()
+    large[:, 3] = 1e6
+    outputs = [gaussian_attention(x, torch.zeros(2), keys=k, attn_mask=seen, impl=impl) for k in (keys, large)]
+    torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-6)

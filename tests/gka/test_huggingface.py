@@ -113,5 +113,27 @@ def test_what_it_cannot_change_is_named():
     config = transformers.LlamaConfig(**SIZES, num_key_value_heads=2, vocab_size=50)
     with pytest.raises(ValueError, match=r"layers.0.self_attn: queries, keys and values must be as wide as the model"):
         use_gka(transformers.LlamaForCausalLM(config))
-    with pytest.raises(ValueError, match="no attention layer with q_proj"):
+    with pytest.raises(ValueError, match="takes a model of transformers, got Linear"):
         use_gka(nn.Linear(3, 3))
+
+
+def test_a_static_cache_is_refused():
+    model, tokens = llama(), ids()
+    with pytest.raises(ValueError, match="use the dynamic cache"):
+        model(tokens, past_key_values=transformers.StaticCache(config=model.config, max_cache_len=16))
+
+
+def test_cross_attention_reads_the_encoder_and_every_part_is_changed():
+    torch.manual_seed(0)
+    sizes = dict(d_model=32, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=64, decoder_ffn_dim=64, vocab_size=50)
+    heads = dict(encoder_attention_heads=4, decoder_attention_heads=2)
+    model = use_gka(transformers.BartModel(transformers.BartConfig(**sizes, **heads))).eval()
+    tokens = ids()[:1, :6]
+    outputs = [model(input_ids=given, decoder_input_ids=tokens).last_hidden_state for given in (tokens, tokens.flip(1))]
+    assert not torch.allclose(*outputs)
+    config = transformers.BertConfig(**SIZES, vocab_size=50, is_decoder=True, add_cross_attention=True)
+    plain = transformers.BertModel(transformers.BertConfig(**SIZES, vocab_size=50))
+    both = transformers.EncoderDecoderModel(encoder=plain, decoder=transformers.BertLMHeadModel(config))
+    use_gka(both)(input_ids=ids(), attention_mask=MASK, decoder_input_ids=ids(1)).logits.square().mean().backward()
+    sigmas = [p for name, p in both.named_parameters() if name.endswith("log_sigma")]
+    assert len(sigmas) == 6 and all(p.grad is not None and p.grad.any() for p in sigmas)

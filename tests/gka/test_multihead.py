@@ -90,3 +90,24 @@ def test_what_it_cannot_replace_is_named():
         GaussianMultiheadAttention(32, 5)
     with pytest.raises(ValueError, match="0 and minus infinity alone"):
         GaussianMultiheadAttention(32, 4)(*[torch.zeros(3, 2, 32)] * 3, key_padding_mask=torch.ones(2, 3))
+
+
+def test_the_hint_of_a_causal_mask_counts_for_as_many_keys_as_queries():
+    layer, x, context = (
+        GaussianMultiheadAttention(32, 4, batch_first=True),
+        torch.randn(2, 3, 32),
+        torch.randn(2, 5, 32),
+    )
+    mask = torch.ones(3, 5).triu(1).bool()
+    y, again = (layer(x, context, context, attn_mask=mask, is_causal=hint)[0] for hint in (True, False))
+    assert torch.equal(y, again)
+
+
+def test_a_layer_in_two_places_stays_one():
+    model = nn.Module()
+    model.first = model.second = nn.MultiheadAttention(32, 4)
+    replace_multihead(model.eval())
+    assert model.first is model.second and isinstance(model.first, GaussianMultiheadAttention)
+    assert not model.first.training
+    with pytest.raises(ValueError, match="adds keys of its own"):
+        replace_multihead(nn.Sequential(nn.MultiheadAttention(32, 4, add_zero_attn=True)))

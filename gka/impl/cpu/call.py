@@ -136,8 +136,11 @@ def _parts(x, keys, lengths):
     """
     if lengths is None:
         return [(None, None, 0)]
-    parts, first, begin = [], 0, 0
-    for length, members in groupby(lengths.tolist()):
+    parts, first, begin, given = [], 0, 0, lengths.tolist()
+    most = (x if keys is None else keys).shape[1]
+    if not all(0 <= length <= most for length in given):  # graphs and transforms come here unchecked
+        raise ValueError(f"lengths must be from 0 to the number of keys, {most}, got {given}")
+    for length, members in groupby(given):
         rows = slice(first, first + len(list(members)))
         if length:
             parts.append((rows, length, begin))
