@@ -5,12 +5,12 @@ import itertools
 import json
 import re
 from collections import Counter
-from html.parser import HTMLParser
 
 import pytest
 
 import report_page
 from browser import watched
+from html_elements import Elements
 from runs.comparison.claims import CLAIMS
 from runs.figures import look
 from runs.paper import published
@@ -22,36 +22,6 @@ from trainkit_gka.cli import UserError, run
 from vision_runs import in_process
 
 PHONE = {"width": 390, "height": 844}
-VOID = {"meta", "img", "input", "br"}
-
-
-class Elements(HTMLParser):
-    """The elements of a page in order, with their attributes and the text inside; checks that they close."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.open, self.all = [], []
-        self.feed(text)
-        assert not self.open
-
-    def handle_starttag(self, tag, attributes):
-        element = {"tag": tag, "text": "", "inside": [e["tag"] for e in self.open], **dict(attributes)}
-        self.all.append(element)
-        if tag not in VOID:
-            self.open.append(element)
-
-    def handle_startendtag(self, tag, attributes):
-        self.all.append({"tag": tag, "text": "", "inside": [e["tag"] for e in self.open], **dict(attributes)})
-
-    def handle_endtag(self, tag):
-        assert self.open.pop()["tag"] == tag
-
-    def handle_data(self, data):
-        for element in self.open:
-            element["text"] += data
-
-    def tagged(self, *tags):
-        return [element for element in self.all if element["tag"] in tags]
 
 
 @pytest.fixture(scope="module")
