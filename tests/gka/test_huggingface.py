@@ -5,6 +5,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from gka import gaussian_attention
 from gka.huggingface import use_gka
 
 transformers = pytest.importorskip("transformers")
@@ -128,9 +129,10 @@ def test_cross_attention_reads_the_encoder_and_every_part_is_changed():
     sizes = dict(d_model=32, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=64, decoder_ffn_dim=64, vocab_size=50)
     heads = dict(encoder_attention_heads=4, decoder_attention_heads=2)
     model = use_gka(transformers.BartModel(transformers.BartConfig(**sizes, **heads))).eval()
-    tokens = ids()[:1, :6]
-    outputs = [model(input_ids=given, decoder_input_ids=tokens).last_hidden_state for given in (tokens, tokens.flip(1))]
-    assert not torch.allclose(*outputs)
+    layer, x, encoded = model.decoder.layers[0].encoder_attn, torch.randn(2, 6, 32), torch.randn(2, 6, 32)
+    queries, keys = (t.unflatten(-1, (2, 16)) for t in (x, encoded))
+    want = layer.out_proj(gaussian_attention(queries, layer.log_sigma, keys=keys).flatten(2))
+    torch.testing.assert_close(layer(x, encoded)[0], want, rtol=1e-5, atol=1e-6)
     config = transformers.BertConfig(**SIZES, vocab_size=50, is_decoder=True, add_cross_attention=True)
     plain = transformers.BertModel(transformers.BertConfig(**SIZES, vocab_size=50))
     both = transformers.EncoderDecoderModel(encoder=plain, decoder=transformers.BertLMHeadModel(config))
