@@ -1,4 +1,4 @@
-"""Train the cells of the study that are not finished, some at a time, in the background of everything else.
+"""Train the trials of the study that are not finished, some at a time, in the background of everything else.
 
 make study                                  (python -m runs.study)
 make study ARGS="--list"                    what is left, and how long it takes
@@ -26,7 +26,7 @@ class StudyConfig(RunnerConfig):
     data: Path = Path("out/packed/builtin-4096-512")
     """Folder of packed rows (make study packs those of CORPUS)."""
     groups: list[str] = field(default_factory=lambda: list(DEFAULT_GROUPS))
-    """Groups of cells to train, in this order; all takes every group."""
+    """Groups of trials to train, in this order; all takes every group."""
 
 
 def main(config: StudyConfig) -> None:

@@ -1,11 +1,11 @@
-"""The families of models that the study compares: the fields of a cell that one differs by from the next."""
+"""The families of models that the study compares: the fields of a trial that one differs by from the next."""
 
 from typing import Any
 
 from gka.kinds import KINDS
 from runs.study.forms.config import parse
 
-Family = dict[str, Any]  # fields of a cell
+Family = dict[str, Any]  # fields of a trial
 
 OFFSETS = dict(head_offsets="PS")
 EVERYWHERE = dict(head_offsets="PS", offset_layers="all")

@@ -1,6 +1,6 @@
-"""The grid as data: groups of cells that each answer a question.
+"""The grid as data: groups of trials that each answer a question.
 
-A group is a function of the finished cells: seeds are trained at the best rate of their family, which the first group
+A group is a function of the finished trials: seeds are trained at the best rate of their family, which the first group
 finds. A new question is a function here and its line in `GROUPS`.
 """
 
@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from runs.study.cells import Cell
 from runs.study.families import (
     ALL,
     CHANNELS,
@@ -37,6 +36,7 @@ from runs.study.rates import (
     rate_to_train,
     tried_rates,
 )
+from runs.study.trials import Trial
 
 SEEDS = (0, 1, 2)
 FIRST_SEED = SEEDS[:1]
@@ -63,33 +63,33 @@ BUDGETS = {2: LONG, 4: LONG, 6: SHORT, 8: SHORT}
 BATCH_AT_DEPTH = {2: 2048, 4: 2048, 6: 4096, 8: 4096}
 
 
-def rates(done: Done) -> list[Cell]:
+def rates(done: Done) -> list[Trial]:
     """Which learning rate is best for each family, at the smallest size?"""
     return _at_every_rate(FAMILIES, done)
 
 
-def seeds(done: Done) -> list[Cell]:
+def seeds(done: Done) -> list[Trial]:
     """How much does each family's best vary over seeds?"""
     return _at_best_rate(FAMILIES, done, [SMALLEST])
 
 
-def further_rates(done: Done) -> list[Cell]:
+def further_rates(done: Done) -> list[Trial]:
     """The same as rates, for other value embeddings and VLT."""
     return _at_every_rate(FURTHER, done)
 
 
-def further_seeds(done: Done) -> list[Cell]:
+def further_seeds(done: Done) -> list[Trial]:
     """The same as seeds, for other value embeddings and VLT."""
     return _at_best_rate(FURTHER, done, [SMALLEST])
 
 
-def depth_4(done: Done) -> list[Cell]:
+def depth_4(done: Done) -> list[Trial]:
     """Do families, repairs and kernels keep their order at four layers? `HEADLINE` and a hybrid with three seeds."""
     all_once = _at_best_rate({**FAMILIES, **HYBRIDS, **REPAIRS, **KERNELS}, done, [DEEPER], FIRST_SEED)
     return [*all_once, *_at_best_rate(_repeated(), done, [DEEPER], SEEDS[1:])]
 
 
-def longer(done: Done) -> list[Cell]:
+def longer(done: Done) -> list[Trial]:
     """What does training longer do to the paper's form, to sigma in it, and to what it is compared with?"""
     references = _at_best_rate(REFERENCES, done, LONGER, FIRST_SEED)
     return _seeds_in_turn([*_at_best_rate(TRAINED_LONGER, done, LONGER), *references])
@@ -100,11 +100,11 @@ def longer_families() -> dict[str, Family]:
     return TRAINED_LONGER | REFERENCES
 
 
-def sizes(done: Done) -> list[Cell]:
+def sizes(done: Done) -> list[Trial]:
     """How does the loss fall with compute, at four depths and three budgets? Other groups have the seeds."""
     others = {name: ALL[name] for name in SCALED if name not in REPEATED}
     families = (_repeated(), others)
-    return [cell for some in families for cell in _at_best_rate(some, done, scaled_places(), FIRST_SEED)]
+    return [trial for some in families for trial in _at_best_rate(some, done, scaled_places(), FIRST_SEED)]
 
 
 def scaled_places() -> list[dict]:
@@ -116,32 +116,32 @@ def scaled_places() -> list[dict]:
     ]
 
 
-def largest_rates(done: Done) -> list[Cell]:
+def largest_rates(done: Done) -> list[Trial]:
     """Is the transferred rate still best at the largest size? Half and twice of it, and beyond as in `tried_rates`."""
-    return [cell for name in SCALED for cell in around_the_best(ALL[name], DEEPEST, done)]
+    return [trial for name in SCALED for trial in around_the_best(ALL[name], DEEPEST, done)]
 
 
-def deeper_rates(done: Done) -> list[Cell]:
+def deeper_rates(done: Done) -> list[Trial]:
     """The same at four layers, for `REPEATED`."""
-    return [cell for family in _repeated().values() for cell in around_the_best(family, DEEPER, done)]
+    return [trial for family in _repeated().values() for trial in around_the_best(family, DEEPER, done)]
 
 
-def sizes_seeds(done: Done) -> list[Cell]:
+def sizes_seeds(done: Done) -> list[Trial]:
     """How much does `sizes` vary over seeds? `largest-seeds` answers it for `DEEPEST`."""
     return _at_best_rate(_repeated(), done, [place for place in scaled_places() if place != DEEPEST], SEEDS[1:])
 
 
-def largest_seeds(done: Done) -> list[Cell]:
+def largest_seeds(done: Done) -> list[Trial]:
     """Does the order at the largest size hold over seeds, each family at its best rate of `largest-rates`?"""
     best = [best_at_the_deepest(family, done) for family in _repeated().values()]
-    return [replace(cell, seed=seed) for seed in SEEDS[1:] for cell in best if cell]
+    return [replace(trial, seed=seed) for seed in SEEDS[1:] for trial in best if trial]
 
 
 def _repeated() -> dict[str, Family]:
     return {name: ALL[name] for name in REPEATED}
 
 
-def value_embeds(done: Done) -> list[Cell]:
+def value_embeds(done: Done) -> list[Trial]:
     """How much are value embeddings at four layers, in none, half or all of them and in a hybrid's softmax layer?"""
     in_few = {name: ALL[name] for names in VALUE_EMBEDS.values() for name in names[:2]}
     in_few |= {name: ALL[name] for name in ("GGGA + offsets", "GGGA + offsets without VE")}
@@ -149,7 +149,7 @@ def value_embeds(done: Done) -> list[Cell]:
     return [*_at_best_rate(in_few, done, [DEEPER]), *_at_best_rate(in_every, done, [DEEPER], FIRST_SEED)]
 
 
-def value_embeds_longer(done: Done) -> list[Cell]:
+def value_embeds_longer(done: Done) -> list[Trial]:
     """Does GKA with as many value embeddings keep up in longer training? Six layers have more seeds at 2^20 only."""
     few_layers = [place for place in scaled_places() if place["depth"] <= DEEPER["depth"]]
     six_layers = [place for place in scaled_places() if place["depth"] == 6]
@@ -160,20 +160,20 @@ def value_embeds_longer(done: Done) -> list[Cell]:
     return [*longest_first, *_at_best_rate(half, done, more_seeds, SEEDS[1:])]
 
 
-def sigma_starts(done: Done) -> list[Cell]:
+def sigma_starts(done: Done) -> list[Trial]:
     """Where should sigma^2 start, in the paper's form and with offsets (head_dim is 64)?"""
     starts = [dict(SMALLEST, sigma_squared=value) for value in (1.0, 4.0, 16.0, 64.0, 256.0)]
     families = {name: FAMILIES[name] for name in ("GKA", "GKA unrotated", "GKA + offsets")}
     return _at_best_rate(families, done, starts, FIRST_SEED)
 
 
-def windows(done: Done) -> list[Cell]:
+def windows(done: Done) -> list[Trial]:
     """What do half windows in three layers of four cost?"""
     families = {name: FAMILIES[name] for name in ("softmax", "GKA", "GKA + offsets")}
     return _at_best_rate(families, done, [dict(DEEPER, window_pattern=name) for name in ("L", "SSSL")], FIRST_SEED)
 
 
-def offset_patterns(done: Done) -> list[Cell]:
+def offset_patterns(done: Done) -> list[Trial]:
     """Which pattern of heads is best, at four layers with four heads?"""
     family = FAMILIES["GKA + offsets"]
     rate = best_rate(family, done)
@@ -181,58 +181,58 @@ def offset_patterns(done: Done) -> list[Cell]:
     settings = [{**family, "head_offsets": "" if pattern == "N" else pattern} for pattern in patterns]
     # Without offsets sigma^2 would start elsewhere.
     shared = dict(DEEPER, sigma_squared=16.0, rate=rate)
-    return [Cell(**shared, **setting) for setting in settings] if rate else []
+    return [Trial(**shared, **setting) for setting in settings] if rate else []
 
 
-def further_offsets(done: Done) -> list[Cell]:
+def further_offsets(done: Done) -> list[Trial]:
     """Do offsets of several tokens, or others in other layers, give more than `PS`?"""
     return _at_best_rate(PATTERNS, done, [DEEPER])
 
 
-def reference_rates(done: Done) -> list[Cell]:
+def reference_rates(done: Done) -> list[Trial]:
     """The same as rates, for no attention, the causal mean and the previous token."""
     return _at_every_rate(REFERENCES, done)
 
 
-def repair_rates(done: Done) -> list[Cell]:
+def repair_rates(done: Done) -> list[Trial]:
     """The same as rates, for KV shift, token shift, Canon and partial offset, on GKA and on softmax."""
     return _at_every_rate(REPAIRS, done)
 
 
-def repairs(done: Done) -> list[Cell]:
+def repairs(done: Done) -> list[Trial]:
     """Which is the least that repairs GKA, and what does it do for softmax?"""
     return _at_best_rate(REPAIRS, done, [SMALLEST])
 
 
-def kernel_rates(done: Done) -> list[Cell]:
+def kernel_rates(done: Done) -> list[Trial]:
     """The same as rates, for GKA + offsets without its kernel."""
     return _at_every_rate(KERNELS, done)
 
 
-def kernels(done: Done) -> list[Cell]:
+def kernels(done: Done) -> list[Trial]:
     """How much is the offset and how much the kernel?"""
     return _at_best_rate(KERNELS, done, [SMALLEST])
 
 
-def precision(done: Done) -> list[Cell]:
-    """Does bfloat16 change the loss? The same cells in float32."""
+def precision(done: Done) -> list[Trial]:
+    """Does bfloat16 change the loss? The same trials in float32."""
     families = {name: FAMILIES[name] for name in ("softmax", "GKA", "GKA + offsets")}
     return _at_best_rate(families, done, [dict(SMALLEST, dtype="float32")])
 
 
-def channel_rates(done: Done) -> list[Cell]:
+def channel_rates(done: Done) -> list[Trial]:
     """How fast should channel bandwidths and head gates learn, in each form that has them?"""
-    cells = []
+    trials = []
     for family in WITHOUT.values():
         rate = best_rate(family, done)
         if rate is None or not fits_depth(family, SMALLEST["depth"]):
             continue
         for name, own_rate in (("channels", "channel_rate"), ("gates", "gate_rate")):
-            cells += around_one(Cell(**{**family, **LEARNED[name], **SMALLEST}, rate=rate), own_rate, done)
-    return cells
+            trials += around_one(Trial(**{**family, **LEARNED[name], **SMALLEST}, rate=rate), own_rate, done)
+    return trials
 
 
-def channels(done: Done) -> list[Cell]:
+def channels(done: Done) -> list[Trial]:
     """What do a bandwidth for every channel and a gate for every head give, to GKA and to softmax and VLT?"""
     with_offsets = {name: family for name, family in CHANNELS.items() if "offsets" in name}
     without = {name: family for name, family in CHANNELS.items() if name not in with_offsets}
@@ -240,25 +240,25 @@ def channels(done: Done) -> list[Cell]:
     return [*deeper, *_at_best_rate(with_offsets, done, [SMALLEST])]
 
 
-def channels_longer(done: Done) -> list[Cell]:
+def channels_longer(done: Done) -> list[Trial]:
     """Does it last in longer training and at six layers? The forms with the most, and softmax with gates."""
     contenders = {name: CHANNELS[name] for name in CONTENDERS}
     places = [place for place in scaled_places() if place["depth"] <= 6]
     return _seeds_in_turn(_at_best_rate(contenders, done, places[::-1]))
 
 
-def _at_every_rate(families: dict[str, dict], done: Done) -> list[Cell]:
+def _at_every_rate(families: dict[str, dict], done: Done) -> list[Trial]:
     """Every family at the middle rate, then at those around it: a first comparison comes early."""
-    cells = [
-        Cell(**SMALLEST, **family, rate=rate) for family in families.values() for rate in tried_rates(family, done)
+    trials = [
+        Trial(**SMALLEST, **family, rate=rate) for family in families.values() for rate in tried_rates(family, done)
     ]
-    return sorted(cells, key=lambda cell: abs(math.log2(cell.rate / RATES[1])))
+    return sorted(trials, key=lambda trial: abs(math.log2(trial.rate / RATES[1])))
 
 
-def _at_best_rate(families: dict[str, dict], done: Done, places: list[dict], seeds=SEEDS) -> list[Cell]:
+def _at_best_rate(families: dict[str, dict], done: Done, places: list[dict], seeds=SEEDS) -> list[Trial]:
     """Every family whose rate is known, at every place, with every seed; seeds in turn, so that all have one first."""
     return [
-        Cell(**{**family, **place}, rate=rate, seed=seed)
+        Trial(**{**family, **place}, rate=rate, seed=seed)
         for place in places
         for seed in seeds
         for family in families.values()
@@ -266,12 +266,12 @@ def _at_best_rate(families: dict[str, dict], done: Done, places: list[dict], see
     ]
 
 
-def _seeds_in_turn(cells: list[Cell]) -> list[Cell]:
+def _seeds_in_turn(trials: list[Trial]) -> list[Trial]:
     """Everything with the first seed comes before anything with the second."""
-    return sorted(cells, key=lambda cell: cell.seed)
+    return sorted(trials, key=lambda trial: trial.seed)
 
 
-GROUPS: dict[str, Callable[[Done], list[Cell]]] = {
+GROUPS: dict[str, Callable[[Done], list[Trial]]] = {
     "rates": rates,
     "seeds": seeds,
     "precision": precision,

@@ -1,4 +1,4 @@
-"""What is on disk of a study: a line of the results for every finished or failed cell, and each run's folder."""
+"""What is on disk of a study: a line of the results for every finished or failed trial, and each run's folder."""
 
 import datetime
 from abc import ABC, abstractmethod
@@ -18,16 +18,16 @@ FAILED = "-failed"
 
 
 class Pace(Protocol):
-    """How long a cell takes. measured: by finished cells; empty before there are some."""
+    """How long a trial takes. measured: by finished trials; empty before there are some."""
 
     measured: dict
 
-    def seconds(self, cell) -> float: ...
+    def seconds(self, trial) -> float: ...
 
 
 @dataclass
 class Ledger(ABC):
-    """The cells of some groups, and where their rows and runs are, whatever a cell is."""
+    """The trials of some groups, and where their rows and runs are, whatever a trial is."""
 
     results: Path
     runs: Path
@@ -35,10 +35,10 @@ class Ledger(ABC):
     retry_failed: bool = False
     _left: tuple[int, list] = (-1, [])  # the size of the results when it was worked out
 
-    KIND: ClassVar[str]  # of the rows of finished cells; those of failed ones have "-failed" after it
-    CELL: ClassVar[type]
+    KIND: ClassVar[str]  # of the rows of finished trials; those of failed ones have "-failed" after it
+    TRIAL: ClassVar[type]
     DONE: ClassVar[type[Done]]
-    GROUPS: ClassVar[dict]  # name -> the function that makes its cells of the finished ones
+    GROUPS: ClassVar[dict]  # name -> the function that makes its trials of the finished ones
     FINISH_KEYS: ClassVar[tuple[str, ...]]  # what a finished run's record has
 
     @property
@@ -47,15 +47,15 @@ class Ledger(ABC):
         """What the data have in common on every machine."""
 
     @abstractmethod
-    def job(self, cell, device_type: str) -> Job:
-        """What trains the cell."""
+    def job(self, trial, device_type: str) -> Job:
+        """What trains the trial."""
 
     @abstractmethod
     def pace(self) -> "Pace":
-        """How long cells take, as far as finished ones tell."""
+        """How long trials take, as far as finished ones tell."""
 
     @abstractmethod
-    def metrics(self, record: dict[str, Any], cell) -> dict[str, Any]:
+    def metrics(self, record: dict[str, Any], trial) -> dict[str, Any]:
         """What its row says, of the record of a finished run."""
 
     @abstractmethod
@@ -63,55 +63,55 @@ class Ledger(ABC):
         """By which runs are compared; less is better."""
 
     @abstractmethod
-    def said(self, cell) -> str:
-        """The score of a finished cell, in words."""
+    def said(self, trial) -> str:
+        """The score of a finished trial, in words."""
 
     @abstractmethod
-    def command(self, cell) -> str:
-        """What computes this cell alone."""
+    def command(self, trial) -> str:
+        """What computes this trial alone."""
 
-    def folder(self, cell) -> Path:
-        """Of the cell's run."""
-        return self.runs / self.key(cell)
+    def folder(self, trial) -> Path:
+        """Of the trial's run."""
+        return self.runs / self.key(trial)
 
-    def key(self, cell) -> str:
-        return cell.key(self.identity)
+    def key(self, trial) -> str:
+        return trial.key(self.identity)
 
     @property
     def store(self) -> Store:
         return Store(self.results, self.KIND)
 
     def rows(self, ending: str = "") -> dict[str, dict[str, Any]]:
-        """The rows of finished cells by key; ending: of others. Lines of other versions are left out."""
-        return {key: row for key, row in self.store.rows(ending).items() if isinstance(row.get("cell"), dict)}
+        """The rows of finished trials by key; ending: of others. Lines of other versions are left out."""
+        return {key: row for key, row in self.store.rows(ending).items() if isinstance(row.get("trial"), dict)}
 
     def failed(self) -> dict[str, dict[str, Any]]:
-        """Rows of cells that failed and did not finish later."""
+        """Rows of trials that failed and did not finish later."""
         finished = self.rows()
         return {key: row for key, row in self.rows(FAILED).items() if key not in finished}
 
     def done(self) -> Done:
-        """The score of every finished cell on these data."""
+        """The score of every finished trial on these data."""
         scores = self.DONE()
         for row in self.rows().values():
             try:
-                cell = self.CELL.from_row(row["cell"])
+                trial = self.TRIAL.from_row(row["trial"])
             except TypeError:
                 continue
-            if row["key"] == self.key(cell):
-                scores[cell] = self.score(row["metrics"])
+            if row["key"] == self.key(trial):
+                scores[trial] = self.score(row["metrics"])
         return scores
 
-    def cells(self, assumed_rate: float | None = None) -> dict[str, list]:
-        """The cells that are known by now, by group; a cell of two groups stands in the first.
+    def trials(self, assumed_rate: float | None = None) -> dict[str, list]:
+        """The trials that are known by now, by group; a trial of two groups stands in the first.
 
         assumed_rate: of families whose best one is not known, to see what is to come.
         """
         done, seen, groups = self.done(), set(), {}
         done.assumed_rate = assumed_rate
         for name in dict.fromkeys(self.groups):
-            cells = [cell for cell in self.GROUPS[name](done) if not (cell in seen or seen.add(cell))]
-            groups[name] = cells
+            trials = [trial for trial in self.GROUPS[name](done) if not (trial in seen or seen.add(trial))]
+            groups[name] = trials
         return groups
 
     def left(self) -> list:
@@ -123,30 +123,30 @@ class Ledger(ABC):
 
     def _work_out_left(self) -> list:
         over = self.rows().keys() | (() if self.retry_failed else self.failed().keys())
-        return [cell for cells in self.cells().values() for cell in cells if self.key(cell) not in over]
+        return [trial for trials in self.trials().values() for trial in trials if self.key(trial) not in over]
 
-    def collect(self, cell) -> bool:
+    def collect(self, trial) -> bool:
         """Append the row of a run that its trainer has finished. Returns False if it has not."""
-        folder = self.folder(cell)
+        folder = self.folder(trial)
         records = read_results(folder / RECORD, *self.FINISH_KEYS)
         if not records:
             return False
-        metrics = self.metrics(records[-1], cell)
-        about = {"key": self.key(cell), "command": self.command(cell), "cell": asdict(cell), "data": self.identity}
+        metrics = self.metrics(records[-1], trial)
+        about = {"key": self.key(trial), "command": self.command(trial), "trial": asdict(trial), "data": self.identity}
         self.store.add({**records[-1], **about, "metrics": metrics})
         return True
 
-    def fail(self, cell, code: int, reason: str) -> None:
+    def fail(self, trial, code: int, reason: str) -> None:
         """Append a row that says why there is none."""
         date = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M")
-        about = {"key": self.key(cell), "command": self.command(cell), "cell": asdict(cell)}
+        about = {"key": self.key(trial), "command": self.command(trial), "trial": asdict(trial)}
         row = {**about, "date": date, "commit": git_commit(), "exit_code": code, "reason": reason}
         self.store.add(row, FAILED)
 
-    def is_busy(self, cell) -> bool:
+    def is_busy(self, trial) -> bool:
         """Whether a process trains it: another runner's, or one that outlived a runner that was killed."""
         try:
-            with locked(self.folder(cell), "training in"):
+            with locked(self.folder(trial), "training in"):
                 return False
         except UserError:
             return True

@@ -1,4 +1,4 @@
-"""The study's pictures, each from a frame of finished cells. A picture of an empty frame is None: nothing is drawn."""
+"""The study's pictures, each from a frame of finished trials. A picture of an empty frame is None: nothing is drawn."""
 
 import math
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ PROBED = dict(depth=4, tokens=2**22)
 
 
 def of_text(scores: Scores, speeds: Mapping[int, Mapping[str, float]], name: str, folder: Path) -> list[Figure]:
-    """All pictures of the finished cells of one text that there are rows for. speeds: see `with_minutes`."""
+    """All pictures of the finished trials of one text that there are rows for. speeds: see `with_minutes`."""
     fits = scores.scalings()
     scaled = scores.frame({family: ALL[family] for family in fits}, scaled_places())
     timed = scores.frame({family: ALL[family] for family in (CONTROL, *OVER_CONTROL)}, scaled_places())
@@ -167,9 +167,9 @@ def context(results: Path, folder: Path) -> Figure | None:
     """Loss by the position in a row, and how many tokens each head averages, of every family's first seed."""
     probed = sorted((pair for pair in probed_models(results) if pair[0] is not None), key=lambda pair: pair[0].seed)
     models: dict[str, dict[str, Any]] = {}
-    for cell, record in probed:
-        if all(getattr(cell, field) == value for field, value in PROBED.items()):
-            models.setdefault(family_of(cell), record["metrics"])
+    for trial, record in probed:
+        if all(getattr(trial, field) == value for field, value in PROBED.items()):
+            models.setdefault(family_of(trial), record["metrics"])
     if not models:
         return None
     figure, (left, right) = panels(1, 2, 4.4)

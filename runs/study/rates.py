@@ -5,10 +5,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
-from runs.study.cells import Cell
 from runs.study.families import Family, fits_depth, rate_source
+from runs.study.trials import Trial
 
-Tried = TypeVar("Tried")  # a rate or a cell
+Tried = TypeVar("Tried")  # a rate or a trial
 RATES = (1.0, 2.0, 4.0)
 LEAST_RATE, MOST_RATE = 0.25, 16.0
 SMALLEST: dict[str, Any] = dict(depth=2, tokens=2**20)
@@ -16,18 +16,18 @@ DEEPEST: dict[str, Any] = dict(depth=8, tokens=2**20, batch=4096)
 
 
 class Done(dict):
-    """Validation bits per byte of finished cells. assumed_rate: the best one of families where it is not known."""
+    """Validation bits per byte of finished trials. assumed_rate: the best one of families where it is not known."""
 
     rates: ClassVar[tuple[float, ...]] = RATES
     assumed_rate: float | None = None
 
-    def first_cell(self, family: dict, rate: float) -> Cell:
+    def first_trial(self, family: dict, rate: float) -> Trial:
         """What decides about a family's rate."""
-        return Cell(**SMALLEST, **family, rate=rate)
+        return Trial(**SMALLEST, **family, rate=rate)
 
     def score(self, family: dict, rate: float) -> float | None:
-        """Of that cell, if it is finished."""
-        return self.get(self.first_cell(family, rate))
+        """Of that trial, if it is finished."""
+        return self.get(self.first_trial(family, rate))
 
 
 def tried_rates(family: dict, done: Done) -> list[float]:
@@ -44,14 +44,14 @@ def best_rate(family: dict, done: Done) -> float | None:
     return _best_of(tried_rates(source, done), partial(done.score, source)) or done.assumed_rate
 
 
-def around_the_best(family: Family, place: dict, done: Done) -> list[Cell]:
+def around_the_best(family: Family, place: dict, done: Done) -> list[Trial]:
     """The family at another place with its best rate, half and twice of it, and beyond as in `tried_rates`; seed 0."""
     rate = best_rate(family, done)
     if rate is None or not fits_depth(family, place["depth"]):
         return []
-    cell = Cell(**{**family, **place})
-    rates = _enclosing([rate / 2, rate, rate * 2], lambda rate: done.get(replace(cell, rate=rate)))
-    return [replace(cell, rate=rate) for rate in rates]
+    trial = Trial(**{**family, **place})
+    rates = _enclosing([rate / 2, rate, rate * 2], lambda rate: done.get(replace(trial, rate=rate)))
+    return [replace(trial, rate=rate) for rate in rates]
 
 
 def rate_to_train(family: Family, place: dict, done: Done) -> float | None:
@@ -69,15 +69,15 @@ def chosen_rate(family: Family, place: dict, done: Done) -> float | None:
     return best.rate if best else None
 
 
-def best_at_the_deepest(family: Family, done: Done) -> Cell | None:
+def best_at_the_deepest(family: Family, done: Done) -> Trial | None:
     """None until every rate that must be tried there is finished."""
     return _best_of(around_the_best(family, DEEPEST, done), done.get)
 
 
-def around_one(cell: Cell, name: str, done: Done) -> list[Cell]:
-    """The cell with `name`, channel_rate or gate_rate, at a quarter, 1 and 4, and beyond as in `tried_rates`."""
-    rates = _enclosing([0.25, 1.0, 4.0], lambda rate: done.get(replace(cell, **{name: rate})), step=4.0, least=1 / 16)
-    return [replace(cell, **{name: rate}) for rate in rates]
+def around_one(trial: Trial, name: str, done: Done) -> list[Trial]:
+    """The trial with `name`, channel_rate or gate_rate, at a quarter, 1 and 4, and beyond as in `tried_rates`."""
+    rates = _enclosing([0.25, 1.0, 4.0], lambda rate: done.get(replace(trial, **{name: rate})), step=4.0, least=1 / 16)
+    return [replace(trial, **{name: rate}) for rate in rates]
 
 
 def _enclosing(

@@ -15,18 +15,18 @@ from trainkit_gka.workers import cores
 
 @dataclass(kw_only=True)
 class RunnerConfig:
-    """Flags of a command that trains cells and records each. Subclasses add the groups and the data."""
+    """Flags of a command that trains trials and records each. Subclasses add the groups and the data."""
 
     runs: Path = Path("out/study")
     """Folder of the runs."""
     results: Path = Path("runs/results/study")
     """Folder of the results, a file of JSON lines for each corpus or set of images."""
     only: str = ""
-    """Key of one cell to train."""
+    """Key of one trial to train."""
     list: bool = False
     """Show what is left and how long it takes, and train nothing."""
     retry_failed: bool = False
-    """Train cells again that failed."""
+    """Train trials again that failed."""
     at_once: Annotated[int, Bounds(1)] = 2
     """Trainings side by side."""
     threads: Annotated[int, Bounds(0)] = 0
@@ -46,32 +46,32 @@ def chosen_groups(config: RunnerConfig, groups: dict) -> list[str]:
 
 
 def show_left(study: Ledger) -> None:
-    """Every group with its question and what it needs; then every cell that is left."""
+    """Every group with its question and what it needs; then every trial that is left."""
     pace, over, failed = study.pace(), study.rows().keys(), study.failed().keys()
-    total, known = 0.0, {cell for cells in study.cells().values() for cell in cells}
-    for name, cells in study.cells(assumed_rate=study.DONE.rates[1]).items():
-        left = [cell for cell in cells if study.key(cell) not in over | failed]
+    total, known = 0.0, {trial for trials in study.trials().values() for trial in trials}
+    for name, trials in study.trials(assumed_rate=study.DONE.rates[1]).items():
+        left = [trial for trial in trials if study.key(trial) not in over | failed]
         seconds = sum(map(pace.seconds, left))
         total += seconds
-        broken = sum(study.key(cell) in failed for cell in cells)
-        counts = f"{len(left)} of {len(cells)} left" + (f", {broken} failed" if broken else "")
+        broken = sum(study.key(trial) in failed for trial in trials)
+        counts = f"{len(left)} of {len(trials)} left" + (f", {broken} failed" if broken else "")
         line = f"{name}: {counts}, {clock_text(seconds)} of one training at a time. {study.GROUPS[name].__doc__}"
         console.print(line, style="bold", highlight=False, markup=False)
-        for cell in left:
-            key = study.key(cell) if cell in known else "(rate unknown)  "
-            line = f"  {key}  {clock_text(pace.seconds(cell))}  {cell.label}"
+        for trial in left:
+            key = study.key(trial) if trial in known else "(rate unknown)  "
+            line = f"  {key}  {clock_text(pace.seconds(trial))}  {trial.label}"
             console.print(line, highlight=False, markup=False)
-    measured = "from the speed of finished cells" if pace.measured else "by a guess, for no cell is finished yet"
+    measured = "from the speed of finished trials" if pace.measured else "by a guess, for no trial is finished yet"
     console.print(f"all: {clock_text(total)} of one training at a time, {measured}.", highlight=False)
 
 
 def find(study: Ledger, key: str):
-    """The known cell with a key. Raises UserError if there is none."""
-    for cells in study.cells().values():
-        for cell in cells:
-            if study.key(cell) == key:
-                return cell
-    raise UserError(f"--only {key} is not the key of a cell that is known by now; --list shows them")
+    """The known trial with a key. Raises UserError if there is none."""
+    for trials in study.trials().values():
+        for trial in trials:
+            if study.key(trial) == key:
+                return trial
+    raise UserError(f"--only {key} is not the key of a trial that is known by now; --list shows them")
 
 
 def train_left(study: Ledger, config: RunnerConfig) -> None:
@@ -87,4 +87,4 @@ def train_left(study: Ledger, config: RunnerConfig) -> None:
         console.print("stopped; every training has saved. The same command continues.", highlight=False)
         sys.exit(130)
     failed = study.failed()
-    console.print(f"{len(study.rows())} cells are finished, {len(failed)} failed.", highlight=False)
+    console.print(f"{len(study.rows())} trials are finished, {len(failed)} failed.", highlight=False)

@@ -1,4 +1,4 @@
-"""Finished cells, as comparisons need them: a family at a place, at its best rate, seed by seed."""
+"""Finished trials, as comparisons need them: a family at a place, at its best rate, seed by seed."""
 
 import math
 from collections.abc import Iterable
@@ -10,15 +10,15 @@ from typing import Any
 import pandas as pd
 
 from runs.frames import RESULTS, records
-from runs.study.cells import KIND, Cell
 from runs.study.families import ALL, Family
 from runs.study.grid import SCALED, scaled_places
 from runs.study.rates import Done, chosen_rate
 from runs.study.statistics import Interval, Points, Scaling, SeedNoise, paired_difference, scaling, spread
+from runs.study.trials import KIND, Trial
 
 FORM = {field for family in ALL.values() for field in family}
 HEADS = RESULTS / "study_heads.jsonl"  # what runs.study.heads appends to
-Place = dict[str, Any]  # what else a cell says: depth, tokens, batch, ...
+Place = dict[str, Any]  # what else a trial says: depth, tokens, batch, ...
 
 
 PLACE = ["layers", "tokens"]
@@ -77,22 +77,22 @@ def rate_to_compare(scores: dict[float, list[tuple[float, ...]]], chosen: float 
 
 
 class Scores:
-    """The finished cells of one text. folder: where its file of results is."""
+    """The finished trials of one text. folder: where its file of results is."""
 
     def __init__(self, rows: list[dict[str, Any]], folder: Path = Path()):
         self.rows, self.folder, self.done = rows, folder, Done()
         self.used: list[dict[str, Any]] = []  # what `at` has given so far
-        self.by_form: dict[Cell, dict[float, dict[int, dict]]] = {}  # without rate and seed; then rate, then seed
+        self.by_form: dict[Trial, dict[float, dict[int, dict]]] = {}  # without rate and seed; then rate, then seed
         for row in rows:
             try:
-                cell = Cell.from_row(row["cell"])
+                trial = Trial.from_row(row["trial"])
             except TypeError:  # of another version
                 continue
-            if row["data"] != rows[-1]["data"] or row["key"] != cell.key(row["data"]):
-                continue  # of another text, or of a cell that would compute something else today
-            self.done[cell] = row["metrics"]["val_bpb"]
-            form = replace(cell, rate=1.0, seed=0)
-            self.by_form.setdefault(form, {}).setdefault(cell.rate, {})[cell.seed] = row
+            if row["data"] != rows[-1]["data"] or row["key"] != trial.key(row["data"]):
+                continue  # of another text, or of a trial that would compute something else today
+            self.done[trial] = row["metrics"]["val_bpb"]
+            form = replace(trial, rate=1.0, seed=0)
+            self.by_form.setdefault(form, {}).setdefault(trial.rate, {})[trial.seed] = row
 
     @classmethod
     def read(cls, path: Path) -> "Scores":
@@ -103,13 +103,13 @@ class Scores:
         """The family at its rate there: the one with most seeds, among those what was chosen, or else the one of the
         lowest loss.
         """
-        cell = Cell(**{**family, **place})
-        rates, chosen = self.by_form.get(cell), chosen_rate(family, place, self.done)
+        trial = Trial(**{**family, **place})
+        rates, chosen = self.by_form.get(trial), chosen_rate(family, place, self.done)
         if not rates:
             return None
 
         losses = {rate: [(row["metrics"]["val_bpb"],) for row in seeds.values()] for rate, seeds in rates.items()}
-        result = self.of(replace(cell, rate=rate_to_compare(losses, chosen)))
+        result = self.of(replace(trial, rate=rate_to_compare(losses, chosen)))
         return result and replace(result, settled=chosen is not None)
 
     def finished(self, name: str, places: Iterable[Place]) -> list[Result]:
@@ -152,27 +152,27 @@ class Scores:
         ]
         return pd.DataFrame(rows, columns=["family", "over", *PLACE, "difference", "low", "high"])
 
-    def of(self, cell: Cell) -> Result | None:
-        """The cell with every seed that it was trained with."""
-        rows = self.by_form.get(replace(cell, rate=1.0, seed=0), {}).get(cell.rate)
+    def of(self, trial: Trial) -> Result | None:
+        """The trial with every seed that it was trained with."""
+        rows = self.by_form.get(replace(trial, rate=1.0, seed=0), {}).get(trial.rate)
         if not rows:
             return None
         self.used += rows.values()
-        return Result(cell.rate, True, {seed: row["metrics"] for seed, row in rows.items()})
+        return Result(trial.rate, True, {seed: row["metrics"] for seed, row in rows.items()})
 
 
-def probed_models(folder: Path) -> Iterable[tuple[Cell | None, dict[str, Any]]]:
-    """Every model whose heads were looked at: its cell, if it is one of the rows in `folder`, and the newest record."""
+def probed_models(folder: Path) -> Iterable[tuple[Trial | None, dict[str, Any]]]:
+    """Every model whose heads were looked at: its trial, if a row in `folder` is of it, and the newest record."""
     newest = {one["config"]["sha256"]: one for one in records(folder.with_name(HEADS.name), "heads")}
     rows = [row for path in folder.glob("*.jsonl") for row in Scores.read(path).rows]
-    cells = {row["key"]: Cell.from_row(row["cell"]) for row in rows}
-    return ((cells.get(record["config"]["name"]), record) for record in newest.values())
+    trials = {row["key"]: Trial.from_row(row["trial"]) for row in rows}
+    return ((trials.get(record["config"]["name"]), record) for record in newest.values())
 
 
-def family_of(cell: Cell, varied: str = "") -> str:
-    """The name of the first family that has the cell's form, whatever the varied field is."""
+def family_of(trial: Trial, varied: str = "") -> str:
+    """The name of the first family that has the trial's form, whatever the varied field is."""
 
-    def form(cell: Cell) -> list[Any]:
-        return [getattr(cell, field) for field in sorted(FORM - {varied})]
+    def form(trial: Trial) -> list[Any]:
+        return [getattr(trial, field) for field in sorted(FORM - {varied})]
 
-    return next(name for name, family in ALL.items() if form(Cell(cell.depth, **family)) == form(cell))
+    return next(name for name, family in ALL.items() if form(Trial(trial.depth, **family)) == form(trial))

@@ -15,9 +15,9 @@ from runs.bench.gpt_models import TRAINING, Candidate, Subject
 from runs.bench.measurement import Plan
 from runs.bench.timing import interleave
 from runs.frames import RESULTS, frame
-from runs.study.cells import ASPECT_RATIO, COMPILED_FROM, HEAD_DIM, SHAPING, Cell
 from runs.study.families import ALL, fits_depth
 from runs.study.grid import BATCH_AT_DEPTH, HALF, REPEATED
+from runs.study.trials import ASPECT_RATIO, COMPILED_FROM, HEAD_DIM, SHAPING, Trial
 from trainkit_gka.cli import Bounds, run
 from trainkit_gka.distributed import Runtime, setup
 from trainkit_gka.progress import console, progress_bar
@@ -66,11 +66,11 @@ def time_depth(depth: int, config: SpeedConfig, runtime: Runtime) -> None:
     for name in (name for name in TIMED if fits_depth(ALL[name], depth)):
         flags = SHAPING(depth=depth, **ALL[name], aspect_ratio=ASPECT_RATIO, head_dim=HEAD_DIM, window_pattern="L")
         shape = flags.shape(depth, config.sequence_len, config.vocab_size)
-        candidates[name] = Candidate(Subject(name, shape, rows, runtime), Cell.dtype, mode)
+        candidates[name] = Candidate(Subject(name, shape, rows, runtime), Trial.dtype, mode)
     timed = interleave({name: one.train for name, one in candidates.items()}, runtime.device, Plan(config.rounds, 1))
     group = uuid.uuid4().hex[:12]
     for name, measurement in timed.items():
-        said = {"family": name, "depth": depth, "rows": rows, "group": group, "dtype": Cell.dtype, "compile": mode}
+        said = {"family": name, "depth": depth, "rows": rows, "group": group, "dtype": Trial.dtype, "compile": mode}
         said |= {"phase": TRAINING, "sequence_len": config.sequence_len, "vocab_size": config.vocab_size}
         milliseconds = measurement.median_ms
         speed = rows * config.sequence_len / milliseconds * 1e3 if milliseconds else None

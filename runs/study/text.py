@@ -1,4 +1,4 @@
-"""The study of one text: its packed rows, what trains a cell on them and how long it takes, and what its row says."""
+"""The study of one text: its packed rows, what trains a trial on them and how long it takes, and what its row says."""
 
 import statistics
 from collections import defaultdict
@@ -11,10 +11,10 @@ from nanochat_gka.data.loader import same_rows
 from nanochat_gka.data.shards import MANIFEST
 from nanochat_gka.train import Trainer
 from runs.jobs import Job
-from runs.study.cells import EVAL_TOKENS, EVALUATE_ALONG_FROM, KIND, Cell
 from runs.study.grid import GROUPS
 from runs.study.ledger import RECORD, Ledger
 from runs.study.rates import Done
+from runs.study.trials import EVAL_TOKENS, EVALUATE_ALONG_FROM, KIND, Trial
 from trainkit_gka.cli import UserError
 from trainkit_gka.files import read_json
 from trainkit_gka.progress import read_events
@@ -45,36 +45,36 @@ def load(packed: Path) -> Text:
 
 
 class Pace:
-    """How long cells take: FLOPs over the FLOP/s of training, the median of finished cells (`rows`) of that depth."""
+    """How long trials take: FLOPs over the FLOP/s of training, the median of finished trials (`rows`) of that depth."""
 
     def __init__(self, text: Text, rows: Iterable[dict]):
         self.text, measured = text, defaultdict(list)
         for row in rows:
             if speed := row["metrics"]["tokens_per_second"]:  # else too few steps to time
                 flops = speed * row["metrics"]["flops_per_token"]
-                measured[row["cell"]["depth"], row["cell"]["dtype"]].append(flops)
+                measured[row["trial"]["depth"], row["trial"]["dtype"]].append(flops)
         self.measured = {place: statistics.median(speeds) for place, speeds in measured.items()}
 
-    def flops_per_second(self, cell: Cell) -> float:
+    def flops_per_second(self, trial: Trial) -> float:
         """As measured at this dtype and the nearest depth, or a guess if nothing is."""
-        depths = [depth for depth, dtype in self.measured if dtype == cell.dtype]
+        depths = [depth for depth, dtype in self.measured if dtype == trial.dtype]
         if not depths:
             return GUESSED_FLOPS
-        return self.measured[min(depths, key=lambda depth: abs(depth - cell.depth)), cell.dtype]
+        return self.measured[min(depths, key=lambda depth: abs(depth - trial.depth)), trial.dtype]
 
-    def seconds(self, cell: Cell) -> float:
-        """Of the whole cell: start, training, and evaluations, which cost a third of training on as many tokens."""
-        flops = cell.flops(self.text.sequence_len, self.text.vocab_size)
-        evaluations = 5 if cell.tokens >= EVALUATE_ALONG_FROM else 2
+    def seconds(self, trial: Trial) -> float:
+        """Of the whole trial: start, training, and evaluations, which cost a third of training on as many tokens."""
+        flops = trial.flops(self.text.sequence_len, self.text.vocab_size)
+        evaluations = 5 if trial.tokens >= EVALUATE_ALONG_FROM else 2
         evaluated = evaluations * 2 * EVAL_TOKENS / 3
-        return START_SECONDS + flops * (1 + evaluated / cell.tokens) / self.flops_per_second(cell)
+        return START_SECONDS + flops * (1 + evaluated / trial.tokens) / self.flops_per_second(trial)
 
 
 class Study(Ledger):
-    """The cells of some groups on one text."""
+    """The trials of some groups on one text."""
 
     KIND = KIND
-    CELL, DONE, GROUPS, FINISH_KEYS = Cell, Done, GROUPS, Trainer.FINISH_KEYS
+    TRIAL, DONE, GROUPS, FINISH_KEYS = Trial, Done, GROUPS, Trainer.FINISH_KEYS
 
     def __init__(self, text: Text, results: Path, runs: Path, groups: list[str], retry_failed: bool = False):
         super().__init__(results, runs, groups, retry_failed)
@@ -84,27 +84,27 @@ class Study(Ledger):
     def identity(self):
         return self.text.identity
 
-    def job(self, cell: Cell, device_type: str) -> Job:
-        folder = self.folder(cell)
+    def job(self, trial: Trial, device_type: str) -> Job:
+        folder = self.folder(trial)
         places = ["--data", self.text.packed, "--out", folder.parent, "--model-tag", folder.name]
         places += ["--results", folder / RECORD, "--device-type", device_type]
-        flags = [*places, *cell.flags()]
-        return Job(cell.label, "nanochat_gka.train", flags, folder, cell.steps, finish_keys=Trainer.FINISH_KEYS)
+        flags = [*places, *trial.flags()]
+        return Job(trial.label, "nanochat_gka.train", flags, folder, trial.steps, finish_keys=Trainer.FINISH_KEYS)
 
     def pace(self) -> Pace:
         return Pace(self.text, self.rows().values())
 
-    def metrics(self, record, cell: Cell):
-        return {**record["metrics"], **curves(self.folder(cell) / "log.jsonl", cell.batch)}
+    def metrics(self, record, trial: Trial):
+        return {**record["metrics"], **curves(self.folder(trial) / "log.jsonl", trial.batch)}
 
     def score(self, metrics):
         return metrics["val_bpb"]
 
-    def said(self, cell: Cell) -> str:
-        return f"validation BPB {self.done()[cell]:.4f}"
+    def said(self, trial: Trial) -> str:
+        return f"validation BPB {self.done()[trial]:.4f}"
 
-    def command(self, cell: Cell) -> str:
-        return f'make study ARGS="--only {self.key(cell)}"'
+    def command(self, trial: Trial) -> str:
+        return f'make study ARGS="--only {self.key(trial)}"'
 
 
 def curves(log: Path, batch: int) -> dict[str, list]:

@@ -1,4 +1,4 @@
-"""Train cells, some at a time, until none is left or a signal comes; every outcome becomes a row."""
+"""Train trials, some at a time, until none is left or a signal comes; every outcome becomes a row."""
 
 import contextlib
 import signal
@@ -22,64 +22,64 @@ class Trainings:
         self.study, self.at_once, self.threads, self.device_type = study, at_once, threads, device_type
         self.running: dict[object, Job] = {}
         self.starts: Counter = Counter()
-        self.recorded = 0  # rows of finished cells by this object
+        self.recorded = 0  # rows of finished trials by this object
         self.failed: set = set()  # here, where they are not tried again
         self.stopping = False
 
     def run(self, only=None) -> bool:
-        """Train what is left, or one cell. Returns False if a signal ended it; trainings have saved then."""
+        """Train what is left, or one trial. Returns False if a signal ended it; trainings have saved then."""
         with stop_on_signals(self._stop), progress_bar() as bar:
             whole, tasks = bar.add_task("study", total=None, status=""), {}
             while waiting := self._look(only):
-                for cell in list(tasks):
-                    if cell not in self.running:
-                        bar.remove_task(tasks.pop(cell))
-                for cell, job in self.running.items():
-                    if cell not in tasks:
-                        tasks[cell] = bar.add_task(cell.label, total=job.steps, status="")
+                for trial in list(tasks):
+                    if trial not in self.running:
+                        bar.remove_task(tasks.pop(trial))
+                for trial, job in self.running.items():
+                    if trial not in tasks:
+                        tasks[trial] = bar.add_task(trial.label, total=job.steps, status="")
                     step, status = job.progress()
-                    bar.update(tasks[cell], completed=step, status=status)
+                    bar.update(tasks[trial], completed=step, status=status)
                 bar.update(whole, completed=self.recorded, total=self.recorded + waiting, status=f"{waiting} left")
                 time.sleep(LOOK_EVERY)
         return not self.stopping
 
     def _look(self, only) -> int:
-        """Record what has ended, start what is next. Returns how many cells are left or run; 0 ends it all."""
-        for cell, job in list(self.running.items()):
+        """Record what has ended, start what is next. Returns how many trials are left or run; 0 ends it all."""
+        for trial, job in list(self.running.items()):
             if job.process.poll() is not None:
-                del self.running[cell]
-                self._ended(cell, job)
+                del self.running[trial]
+                self._ended(trial, job)
         if self.stopping:
             return len(self.running)
-        left = [cell for cell in self.study.left() if only in (None, cell) and cell not in self.failed]
-        for cell in left:
+        left = [trial for trial in self.study.left() if only in (None, trial) and trial not in self.failed]
+        for trial in left:
             if len(self.running) >= self.at_once:
                 break
-            if cell not in self.running and not self.study.is_busy(cell) and not self.study.collect(cell):
-                self._start(cell)
+            if trial not in self.running and not self.study.is_busy(trial) and not self.study.collect(trial):
+                self._start(trial)
         return len(left)
 
-    def _start(self, cell) -> None:
-        job = self.study.job(cell, self.device_type)
-        console.print(f"\n{cell.label}: about {self.study.pace().seconds(cell) / 60:.1f} min", highlight=False)
+    def _start(self, trial) -> None:
+        job = self.study.job(trial, self.device_type)
+        console.print(f"\n{trial.label}: about {self.study.pace().seconds(trial) / 60:.1f} min", highlight=False)
         job.start(self.threads)
-        self.running[cell] = job
-        self.starts[cell] += 1
+        self.running[trial] = job
+        self.starts[trial] += 1
 
-    def _ended(self, cell, job: Job) -> None:
-        if self.study.collect(cell):
+    def _ended(self, trial, job: Job) -> None:
+        if self.study.collect(trial):
             self.recorded += 1
-            console.print(f"{cell.label}: {self.study.said(cell)}", highlight=False)
+            console.print(f"{trial.label}: {self.study.said(trial)}", highlight=False)
             return
         code = job.process.returncode
         ended_by_signal = code <= 0  # a trainer that is asked to stop saves and leaves with 0
-        if self.stopping or (ended_by_signal and self.starts[cell] < MOST_STARTS):
+        if self.stopping or (ended_by_signal and self.starts[trial] < MOST_STARTS):
             return
         printed = (job.folder / "output.txt").read_text(errors="replace")[job.printed :].strip().splitlines()
         reason = printed[-1] if printed else "nothing was printed"
-        self.study.fail(cell, code, reason.removeprefix("error: "))
-        self.failed.add(cell)
-        console.print(f"{cell.label}: failed with exit code {code}: {reason}", highlight=False, markup=False)
+        self.study.fail(trial, code, reason.removeprefix("error: "))
+        self.failed.add(trial)
+        console.print(f"{trial.label}: failed with exit code {code}: {reason}", highlight=False, markup=False)
 
     def _stop(self) -> None:
         self.stopping = True

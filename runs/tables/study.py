@@ -138,7 +138,7 @@ def sizes(scores: Scores) -> Table:
         rows.append([name, *(loss if has_form else "" for loss, has_form in zip(losses, possible))])
     repeated = [list(result.losses.values()) for name in REPEATED for result in scores.finished(name, scaled_places())]
     noise, places = SeedNoise.pooled(repeated), sum(len(losses) > 1 for losses in repeated)
-    said = f"Standard deviation over seeds, pooled over {places} cells: {noise.deviation:.4f}." if noise else ""
+    said = f"Standard deviation over seeds, pooled over {places} trials: {noise.deviation:.4f}." if noise else ""
     return Table.of(["", *map(place_of, scaled_places())], rows, notes=[said])
 
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from runs.study.cells import Cell
 from runs.study.families import ALL
 from runs.study.scores import HEADS, family_of, probed_models
+from runs.study.trials import Trial
 from runs.table import Row, Table, measured
 from runs.tables.study import ROWS
 
@@ -20,8 +20,8 @@ def heads(folder: Path = ROWS) -> list[Table]:
     """Question 5: a row for every family at a depth and budget, with the range over seeds and heads."""
     probed = list(probed_models(folder))
     by_model: dict[tuple, list[dict[str, Any]]] = {}
-    for cell, record in probed:
-        by_model.setdefault(_model(cell, record), []).append(record["metrics"])
+    for trial, record in probed:
+        by_model.setdefault(_model(trial, record), []).append(record["metrics"])
     rows = [
         [name, str(depth), f"{tokens:,}" if tokens else "", str(len(seeds)), *_ranges(seeds)]
         for (depth, tokens, _, name, _), seeds in sorted(by_model.items())
@@ -29,15 +29,15 @@ def heads(folder: Path = ROWS) -> list[Table]:
     return [Table.of(HEADINGS, rows, sources=[measured([record for _, record in probed], HEADS.name)])] if rows else []
 
 
-def _model(cell: Cell | None, record: dict[str, Any]) -> tuple[int, int, int, str, str]:
+def _model(trial: Trial | None, record: dict[str, Any]) -> tuple[int, int, int, str, str]:
     """Layers, tokens of training, place and name of the family, and all that seeds have in common.
 
     A run that is not the study's goes by its name.
     """
-    if cell is None:
+    if trial is None:
         return record["config"]["depth"], 0, 0, record["config"]["name"], ""
-    family = family_of(cell)
-    return cell.depth, cell.tokens, list(ALL).index(family), family, replace(cell, seed=0).label
+    family = family_of(trial)
+    return trial.depth, trial.tokens, list(ALL).index(family), family, replace(trial, seed=0).label
 
 
 def _ranges(seeds: list[dict[str, Any]]) -> Row:

@@ -7,10 +7,10 @@ from typing import Any
 import pandas as pd
 
 from runs.study import grid
-from runs.study.cells import Cell
 from runs.study.families import ALL, LEARNED, VALUE_EMBEDS, WITHOUT
 from runs.study.rates import SMALLEST
 from runs.study.scores import Scores, family_of
+from runs.study.trials import Trial
 from runs.table import Table
 from runs.tables.study import difference_of, loss_of, of_every_text, over
 
@@ -42,8 +42,8 @@ def sigma_starts(scores: Scores) -> Table:
 @of_every_text
 def windows(scores: Scores) -> Table:
     """What half windows in three layers of four cost, paired over seeds."""
-    cells = [cell for cell in grid.windows(scores.done) if cell.window_pattern == "L"]
-    return _pairs(scores, cells, "window_pattern", "SSSL", ["full windows", "half windows", "difference"])
+    trials = [trial for trial in grid.windows(scores.done) if trial.window_pattern == "L"]
+    return _pairs(scores, trials, "window_pattern", "SSSL", ["full windows", "half windows", "difference"])
 
 
 @of_every_text
@@ -95,25 +95,27 @@ def channels(scores: Scores) -> Table:
 @of_every_text
 def channel_rates(scores: Scores) -> Table:
     """The rates of channel bandwidths, and below of head gates, as multiples of their own; two layers, seed 0."""
-    cells = grid.channel_rates(scores.done)
+    trials = grid.channel_rates(scores.done)
     halves = [("channel_rate", "channels"), ("gate_rate", "gates")]
-    of_each = [_across(scores, [c for c in cells if _has(c, field)], field, "rate {:g}", seed=0) for field, _ in halves]
+    of_each = [
+        _across(scores, [c for c in trials if _has(c, field)], field, "rate {:g}", seed=0) for field, _ in halves
+    ]
     frame = pd.concat([one.frame for one in of_each]).fillna("")
     return replace(of_each[0], frame=frame[sorted(frame, key=lambda heading: float(heading[5:] or "-inf"))])
 
 
-def _has(cell: Cell, own_rate: str) -> bool:
-    return cell.channel_bandwidths if own_rate == "channel_rate" else cell.head_gates
+def _has(trial: Trial, own_rate: str) -> bool:
+    return trial.channel_bandwidths if own_rate == "channel_rate" else trial.head_gates
 
 
-def _across(scores: Scores, cells: Iterable[Cell], field: str, heading: str, seed: int | None = None) -> Table:
+def _across(scores: Scores, trials: Iterable[Trial], field: str, heading: str, seed: int | None = None) -> Table:
     """Every value of a field; of one seed if it is given."""
     losses: dict[str, dict[Any, str]] = {}
-    for cell in cells:
-        result = scores.of(cell)
+    for trial in trials:
+        result = scores.of(trial)
         if result and seed is not None:
             result = replace(result, runs={seed: result.runs[seed]})
-        losses.setdefault(family_of(cell, field), {})[getattr(cell, field)] = loss_of(result)
+        losses.setdefault(family_of(trial, field), {})[getattr(trial, field)] = loss_of(result)
     values = list(dict.fromkeys(value for by_value in losses.values() for value in by_value))
     if all(isinstance(value, float) for value in values):
         values.sort()
@@ -121,13 +123,13 @@ def _across(scores: Scores, cells: Iterable[Cell], field: str, heading: str, see
     return Table.of(["", *(heading.format(value or "none") for value in values)], rows)
 
 
-def _pairs(scores: Scores, cells: Iterable[Cell], field: str, other: Any, headings: list[str]) -> Table:
-    """The cells, the same with another value of a field, and the difference that it makes."""
+def _pairs(scores: Scores, trials: Iterable[Trial], field: str, other: Any, headings: list[str]) -> Table:
+    """The trials, the same with another value of a field, and the difference that it makes."""
     rows = {}
-    for cell in cells:
-        before, after = scores.of(cell), scores.of(replace(cell, **{field: other}))
+    for trial in trials:
+        before, after = scores.of(trial), scores.of(replace(trial, **{field: other}))
         difference = after.over(before) if before and after else None
-        rows[family_of(cell, field)] = [loss_of(before), loss_of(after), difference_of(difference)]
+        rows[family_of(trial, field)] = [loss_of(before), loss_of(after), difference_of(difference)]
     return Table.of(["", *headings], ([name, *losses] for name, losses in rows.items()))
 
 

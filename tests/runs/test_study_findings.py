@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from runs.study import pictures, statistics
-from runs.study.cells import Cell
 from runs.study.families import ALL, FAMILIES
 from runs.study.grid import DEEPER, scaled_places
 from runs.study.rates import DEEPEST, SMALLEST
 from runs.study.scores import Scores
+from runs.study.trials import Trial
 from runs.tables import findings, study, study_equal, study_heads, study_settings
 from shown import cells, numbers, shown
 from study_rows import DATA, row, write
@@ -31,7 +31,7 @@ LAWS = {"softmax": (1.0, 0.5, 0.3), "GKA + offsets": (1.0, 0.5, 0.4), "GKA": (1.
 def with_seeds(place, losses):
     """Rows of families at a place, by their names, with the noise of every seed."""
     return [
-        row(Cell(**place, **ALL[name], seed=seed), loss + noise)
+        row(Trial(**place, **ALL[name], seed=seed), loss + noise)
         for name, loss in losses.items()
         for seed, noise in NOISE.items()
     ]
@@ -43,9 +43,9 @@ def scaled(tmp_path_factory):
     rows = []
     for family, parameters in LAWS.items():
         for place in scaled_places():
-            cell = Cell(**place, **FAMILIES[family])
-            loss = law(cell.flops(512, 4096), *parameters)
-            rows += [row(replace(cell, seed=seed), loss + noise) for seed, noise in NOISE.items()]
+            trial = Trial(**place, **FAMILIES[family])
+            loss = law(trial.flops(512, 4096), *parameters)
+            rows += [row(replace(trial, seed=seed), loss + noise) for seed, noise in NOISE.items()]
     return write(tmp_path_factory.mktemp("scaled") / "study", rows)
 
 
@@ -114,7 +114,7 @@ def test_fits_have_intervals_that_hold_the_truth_and_cross_where_the_laws_do(sca
 
 def over_softmax(at, equal):
     """GKA + offsets over softmax by the laws, at the FLOPs of a place, at equal tokens and at equal FLOPs."""
-    own, other = (Cell(**at, **FAMILIES[name]).flops(512, 4096) for name in ("GKA + offsets", "softmax"))
+    own, other = (Trial(**at, **FAMILIES[name]).flops(512, 4096) for name in ("GKA + offsets", "softmax"))
     assert own < other
     ours = law(own, *LAWS["GKA + offsets"])  # the noise of three seeds adds up to 0
     return [ours - law(own if equal else other, *LAWS["softmax"])] * 3  # for all seeds, so without a width
@@ -137,17 +137,17 @@ def test_equal_flops_are_a_place_on_the_baselines_curve(scaled, table, start, pl
 
 
 def test_the_noise_of_seeds_is_said(scaled):
-    assert "pooled over 36 cells: 0.0036." in shown(study.sizes(scaled))
+    assert "pooled over 36 trials: 0.0036." in shown(study.sizes(scaled))
 
 
 def test_equal_cost_is_compared_with_the_best_of_all_depths_that_cost_no_more(tmp_path):
     losses = {2: (1.9, 1.8, 1.6), 4: (1.85, 1.75, 1.65)}
     rows = [
-        row(Cell(depth=depth, tokens=2 ** (20 + number), **ALL["softmax"]), loss)
+        row(Trial(depth=depth, tokens=2 ** (20 + number), **ALL["softmax"]), loss)
         for depth, of_depth in losses.items()
         for number, loss in enumerate(of_depth)
     ]
-    rows += [row(Cell(depth=4, tokens=tokens, **ALL["GKA + offsets"]), 1.7) for tokens in (2**20, 2**22)]
+    rows += [row(Trial(depth=4, tokens=tokens, **ALL["GKA + offsets"]), 1.7) for tokens in (2**20, 2**22)]
     longer = cells(study_equal.longer(write(tmp_path / "study", rows)), "GKA + offsets", "softmax", "depth 4, 2^22")
     # Two layers on 2^22 tokens are cheaper, and better.
     assert longer == {"equal tokens": "+0.050", "equal FLOPs": "+0.100", "equal time": "", "seeds": "1"}
@@ -179,7 +179,7 @@ def test_equal_parameters_are_compared_seed_by_seed(tmp_path):
     places, losses = study_equal.common_places()[:2], {"softmax": (1.9, 1.8), "GKA + offsets": (1.85, 1.7)}
     shifts = {"softmax": {0: 0.0, 1: 0.1, 2: 0.05}, "GKA + offsets": {0: 0.01, 1: 0.09, 2: 5.0, 3: 9.0}}
     rows = [
-        row(Cell(**place, **ALL[name], seed=seed), loss + shift, parameters=parameters)
+        row(Trial(**place, **ALL[name], seed=seed), loss + shift, parameters=parameters)
         for name, sizes in {"softmax": (100, 400), "GKA + offsets": (50, 200)}.items()
         for place, loss, parameters in zip(places, losses[name], sizes)
         for seed, shift in shifts[name].items()
@@ -195,10 +195,10 @@ def test_differences_of_every_depth_are_paired_over_the_seeds_that_both_have(tmp
     places, names = study_equal.common_places(), ("softmax", "softmax + offsets", "GKA + offsets")
     losses = dict(zip(names, (1.9, 1.8, 1.85)))
     rows = [
-        row(Cell(**places[0], **ALL[name], seed=seed), losses[name] + n) for name in names for seed, n in NOISE.items()
+        row(Trial(**places[0], **ALL[name], seed=seed), losses[name] + n) for name in names for seed, n in NOISE.items()
     ]
-    rows += [row(Cell(**places[2], **ALL[name]), losses[name]) for name in names[:2]]
-    rows += [row(Cell(**places[2], **ALL["softmax"], seed=1), 2.5)]  # of a seed that the other does not have
+    rows += [row(Trial(**places[2], **ALL[name]), losses[name]) for name in names[:2]]
+    rows += [row(Trial(**places[2], **ALL["softmax"], seed=1), 2.5)]  # of a seed that the other does not have
     folder = write(tmp_path / "study", rows)
     [table] = study_equal.differences(folder)
     assert table.rows == [
@@ -211,7 +211,7 @@ def test_differences_of_every_depth_are_paired_over_the_seeds_that_both_have(tmp
 
 
 def test_families_are_compared_at_the_rate_with_most_seeds(tmp_path):
-    softmax, gka = (Cell(**SMALLEST, **FAMILIES[name]) for name in ("softmax", "GKA"))
+    softmax, gka = (Trial(**SMALLEST, **FAMILIES[name]) for name in ("softmax", "GKA"))
     rows = [row(replace(softmax, rate=2.0, seed=seed), 1.9 + noise) for seed, noise in NOISE.items()]
     rows += [row(replace(softmax, rate=1.0), 1.85)]  # better, but of one seed
     rows += [row(replace(gka, rate=rate), 2.0 + rate / 10, sigma={"layer_0": [2.0, 4.0, 3.0]}) for rate in (1.0, 2.0)]
@@ -219,7 +219,7 @@ def test_families_are_compared_at_the_rate_with_most_seeds(tmp_path):
     rows += [{**stale, "key": "of another version"}, {**stale, "data": {"another": "text"}}]
     rows += [row(replace(softmax, rate=4.0), 1.95)]
     rows[1]["hardware"] = "another CPU"
-    rows += [{**row(Cell(**SMALLEST, **ALL["GKA + Canon"]), 1.9), "hardware": "the CPU of a row that is not shown"}]
+    rows += [{**row(Trial(**SMALLEST, **ALL["GKA + Canon"]), 1.9), "hardware": "the CPU of a row that is not shown"}]
     table = study.families(write(tmp_path / "study", rows))
     loss = "validation bits per byte"
     said = cells(table, "softmax")
@@ -235,17 +235,17 @@ def test_families_are_compared_at_the_rate_with_most_seeds(tmp_path):
 def test_settings_are_compared_at_the_transferred_rate_and_paired_over_seeds(tmp_path):
     place, gka = DEEPEST, FAMILIES["GKA + offsets"]
     rows = [
-        row(Cell(**SMALLEST, **gka, rate=rate), loss)
+        row(Trial(**SMALLEST, **gka, rate=rate), loss)
         for rate, loss in ((1.0, 1.8), (2.0, 1.9), (4.0, 2.0), (0.5, 1.85))
     ]
     rows += [
-        row(Cell(**place, **gka, rate=rate), loss) for rate, loss in ((0.5, 1.65), (1.0, 1.6), (2.0, 1.5), (4.0, 1.55))
+        row(Trial(**place, **gka, rate=rate), loss) for rate, loss in ((0.5, 1.65), (1.0, 1.6), (2.0, 1.5), (4.0, 1.55))
     ]
-    single = Cell(**SMALLEST, **gka, dtype="float32")
+    single = Trial(**SMALLEST, **gka, dtype="float32")
     rows += [row(replace(single, seed=seed), 1.79 + noise) for seed, noise in NOISE.items()]
     rows += [row(replace(single, seed=seed, dtype="bfloat16"), 1.81 + noise) for seed, noise in NOISE.items()]
     [six_layers] = [place for place in study_equal.common_places() if place["depth"] == 6]
-    rows += [row(Cell(**six_layers, **gka, rate=rate), loss) for rate, loss in ((1.0, 1.66), (2.0, 1.64))]
+    rows += [row(Trial(**six_layers, **gka, rate=rate), loss) for rate, loss in ((1.0, 1.66), (2.0, 1.64))]
     folder = write(tmp_path / "study", rows)
     rates = cells(study_settings.largest_rates(folder), "GKA + offsets")
     assert list(rates.values()) == ["1.6500", "1.6000", "1.5000", "1.5500"]
@@ -266,7 +266,7 @@ def figures_of(folder, tmp_path, **speeds):
 def test_repairs_and_kernels_are_drawn_over_what_they_change(tmp_path):
     losses = {"GKA unrotated": 1.96, "GKA + offsets": 1.85, "softmax": 1.87, "softmax + offsets": 1.81}
     rows = with_seeds(SMALLEST, losses)
-    rows += [row(Cell(**DEEPER, **ALL[name]), losses[name] - 0.1) for name in ("GKA unrotated", "GKA + offsets")]
+    rows += [row(Trial(**DEEPER, **ALL[name]), losses[name] - 0.1) for name in ("GKA unrotated", "GKA + offsets")]
     figures = figures_of(write(tmp_path / "study", rows), tmp_path)
     drawn = {(row["family"], row["over"], row["layers"]): row for row in figures["forms"]}
     assert drawn["GKA + offsets", "GKA unrotated", 2]["difference"] == pytest.approx(-0.11)
@@ -278,9 +278,9 @@ def test_repairs_and_kernels_are_drawn_over_what_they_change(tmp_path):
 def test_every_depth_and_budget_is_drawn_over_softmax_with_offsets(tmp_path):
     places = [place for place in scaled_places() if place["depth"] in (2, 8)]
     losses = {"softmax + offsets": 1.8, "GKA + offsets": 1.85}
-    rows = [row(Cell(**place, **ALL[name], seed=1), loss) for name, loss in losses.items() for place in places]
-    rows += [row(Cell(**places[0], **ALL[name], seed=2), loss + 0.1) for name, loss in losses.items()]
-    rows += [row(Cell(**places[0], **ALL["softmax"], seed=0), 1.0)]  # of a seed that the control does not have
+    rows = [row(Trial(**place, **ALL[name], seed=1), loss) for name, loss in losses.items() for place in places]
+    rows += [row(Trial(**places[0], **ALL[name], seed=2), loss + 0.1) for name, loss in losses.items()]
+    rows += [row(Trial(**places[0], **ALL["softmax"], seed=0), 1.0)]  # of a seed that the control does not have
     drawn = figures_of(write(tmp_path / "study", rows), tmp_path)["budgets"]
     assert [(one["layers"], one["tokens"]) for one in drawn] == [(p["depth"], p["tokens"]) for p in places]
     assert all(one["difference"] == pytest.approx(0.05) for one in drawn)
@@ -290,7 +290,7 @@ def test_every_depth_and_budget_is_drawn_over_softmax_with_offsets(tmp_path):
 
 def test_the_time_of_training_is_drawn_where_the_speed_is_known(tmp_path):
     place = dict(depth=2, tokens=2**21)
-    rows = [row(Cell(**place, **ALL[name]), loss) for name, loss in (("softmax", 1.8), ("GKA + offsets", 1.7))]
+    rows = [row(Trial(**place, **ALL[name]), loss) for name, loss in (("softmax", 1.8), ("GKA + offsets", 1.7))]
     folder = write(tmp_path / "study", rows)
     [drawn] = figures_of(folder, tmp_path, **{"GKA + offsets": 2**21 / 90})["time"]
     assert (drawn["family"], drawn["minutes"], drawn["loss"]) == ("GKA + offsets", pytest.approx(1.5), 1.7)
@@ -298,15 +298,15 @@ def test_the_time_of_training_is_drawn_where_the_speed_is_known(tmp_path):
 
 
 def test_losses_along_a_row_are_drawn_of_models_that_were_looked_at(tmp_path):
-    cell = Cell(**pictures.PROBED, **ALL["GKA"])
-    second = replace(cell, seed=1)
-    folder = write(tmp_path / "study", [row(second, 1.9), row(cell, 1.9)])
+    trial = Trial(**pictures.PROBED, **ALL["GKA"])
+    second = replace(trial, seed=1)
+    folder = write(tmp_path / "study", [row(second, 1.9), row(trial, 1.9)])
     by_position = {"1": 4.2, "2-3": 4.1, "4": 4.5}  # the last group, which may be one token, is left out
     metrics = {"loss_by_position": by_position, "heads": [{"effective tokens": 3.0}, {"effective tokens": 200.0}]}
-    named = {"name": cell.key(DATA), "sha256": "a model"}
+    named = {"name": trial.key(DATA), "sha256": "a model"}
     about = {"date": "2026-11-25", "commit": "abc", "hardware": "a CPU", "torch": "2.14", "kind": "study-heads"}
     lines = [{**about, "config": {**named, "sha256": other}, "metrics": metrics} for other in "ab"]
-    lines[1]["config"]["name"] = "of nobody's cell"
+    lines[1]["config"]["name"] = "of nobody's trial"
     worse = {**metrics, "loss_by_position": {"1": 5.0, "2-3": 5.0, "4": 5.0}}  # of another seed, so not drawn
     lines.insert(0, {**lines[0], "config": {"name": second.key(DATA), "sha256": "c"}, "metrics": worse})
     (tmp_path / "study_heads.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -322,7 +322,7 @@ def test_losses_along_a_row_are_drawn_of_models_that_were_looked_at(tmp_path):
     own = cells(study_heads.heads(folder), "GKA", "4")
     assert own["seeds"] == "2" and own["induction: gain"] == "+0.50 to +1.50" and own["σ"] == "2 to 3"
     assert own["effective tokens"] == "3.5 to 4.5" and own["gain from context"] == "+0.00 to +0.40"
-    other = cells(study_heads.heads(folder), "of nobody's cell", "9")
+    other = cells(study_heads.heads(folder), "of nobody's trial", "9")
     assert other["seeds"] == "1" and other["σ"] == "" and other["copying: gain"] == "-9.00"
     assert [tuple(row.values()) for row in figure.rows] == [("GKA", "1", 4.2), ("GKA", "2-3", 4.1)]
 

@@ -105,7 +105,7 @@ def test_a_run_becomes_a_line_and_a_row_of_the_table(form, packed, tmp_path, cap
     assert len(metrics["heads"]) == (0 if form.get("kernel") == "none" else 16)
     assert list(metrics["loss_by_position"]) == ["1", "2-3", "4-7", "8-15", "16-31", "32"]
     assert "induction: right" in capsys.readouterr().out
-    table = shown(study_heads.heads(tmp_path / "study"))  # of no rows: the run's name stands for its cell
+    table = shown(study_heads.heads(tmp_path / "study"))  # of no rows: the run's name stands for its trial
     assert "| tiny | " in table and NOT_RUN not in table
     with pytest.raises(UserError, match="is of an earlier version"):
         heads.main(heads.HeadsConfig(**settings))

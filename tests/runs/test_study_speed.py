@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from runs.study import speed
-from runs.study.cells import Cell
 from runs.study.families import ALL
+from runs.study.trials import Trial
 from runs.tables import study_equal, study_speed
 from shown import cells
 from study_rows import row, write
@@ -51,7 +51,7 @@ def test_the_newest_comparison_of_a_depth_counts(tmp_path):
 def test_equal_time_is_a_shorter_training_of_the_slower_one(tmp_path):
     losses = {"softmax + offsets": {2**20: 1.8, 2**21: 1.7, 2**22: 1.6}, "GKA + offsets": {2**20: 1.9, 2**22: 1.62}}
     rows = [
-        row(Cell(depth=4, tokens=tokens, **ALL[name]), loss)
+        row(Trial(depth=4, tokens=tokens, **ALL[name]), loss)
         for name, by_tokens in losses.items()
         for tokens, loss in by_tokens.items()
     ]
@@ -68,8 +68,8 @@ def test_equal_time_is_a_shorter_training_of_the_slower_one(tmp_path):
 
 def test_between_budgets_a_baseline_is_on_the_parabola_through_them(tmp_path):
     losses = {2**20: 1.8, 2**21: 1.7, 2**22: 1.65}
-    rows = [row(Cell(depth=4, tokens=tokens, **ALL["softmax"]), loss) for tokens, loss in losses.items()]
-    rows += [row(Cell(depth=4, tokens=2**22, **ALL["GKA + offsets"]), 1.62)]
+    rows = [row(Trial(depth=4, tokens=tokens, **ALL["softmax"]), loss) for tokens, loss in losses.items()]
+    rows += [row(Trial(depth=4, tokens=2**22, **ALL["GKA + offsets"]), 1.62)]
     folder = write(tmp_path / "study", rows)
     timed(tmp_path / speed.SPEEDS.name, {"softmax": 1000.0, "GKA + offsets": 1000.0 * 2**0.5}, depth=4)
     said = cells(study_equal.longer(folder), "GKA + offsets", "softmax", "depth 4, 2^22")

@@ -19,7 +19,6 @@ from runs.study.runner import show_left
 from runs.study.trainings import Trainings
 from runs.study.vision import images as settings
 from runs.study.vision.__main__ import VisionStudyConfig, main
-from runs.study.vision.cells import Setting, VisionCell
 from runs.study.vision.families import (
     BARE_NORM,
     DEEPER,
@@ -32,6 +31,7 @@ from runs.study.vision.families import (
 )
 from runs.study.vision.images import CIFAR10, DIGITS, PHOTOS, SETTINGS, load
 from runs.study.vision.study import VisionPace, VisionStudy
+from runs.study.vision.trials import Setting, VisionTrial
 from runs.tables import study_vision
 from runs.tables.study import ROWS
 from shown import cells, numbers, shown
@@ -45,7 +45,7 @@ TINY = Setting(
     batch=12,
     images_per_second=100,
 )
-HYBRID = VisionCell("GA", "LU", seed=1)
+HYBRID = VisionTrial("GA", "LU", seed=1)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def pictures(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def study(pictures, tmp_path_factory):
-    """A study of the pictures whose one cell is finished."""
+    """A study of the pictures whose one trial is finished."""
     folder = tmp_path_factory.mktemp("study")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(settings, "PHOTOS", TINY)
@@ -69,7 +69,7 @@ def study(pictures, tmp_path_factory):
 
 def test_a_finished_cell_is_a_row_without_places_of_this_machine(study, pictures):
     [[key, row]] = study.rows().items()
-    assert VisionCell.from_row(row["cell"]) == HYBRID and row["kind"] == "study-vision" and not study.left()
+    assert VisionTrial.from_row(row["trial"]) == HYBRID and row["kind"] == "study-vision" and not study.left()
     assert row["command"] == f"python -m runs.study.vision --data shapes --only {key}" and key == study.key(HYBRID)
     assert row["data"]["images"] == "shapes" and row["data"]["train images"] == 24
     assert 0 <= row["metrics"]["ema_top1"] <= 100 and row["metrics"]["parameters"] > 0
@@ -101,23 +101,23 @@ def test_small_copies_are_made_once_and_known_by_content(pictures, tmp_path, cap
 
 
 def test_another_cell_recipe_or_set_of_images_has_another_key():
-    cell, data = VisionCell("gka"), {"images": "digits"}
+    trial, data = VisionTrial("gka"), {"images": "digits"}
     changed = dict(attention="vlt", spatial_offsets="LU", rate=2.0, seed=1)
     changed |= dict(norm_weight=False, channel_bandwidths=True, tuning=True)
-    assert changed.keys() == VisionCell.__dataclass_fields__.keys()
-    keys = {replace(cell, **{name: value}).key(data, DIGITS) for name, value in changed.items()}
-    keys |= {cell.key(data, DIGITS), cell.key(data, PHOTOS), cell.key({"images": "others"}, DIGITS)}
-    keys.add(cell.key(data, replace(DIGITS, epochs=51)))
+    assert changed.keys() == VisionTrial.__dataclass_fields__.keys()
+    keys = {replace(trial, **{name: value}).key(data, DIGITS) for name, value in changed.items()}
+    keys |= {trial.key(data, DIGITS), trial.key(data, PHOTOS), trial.key({"images": "others"}, DIGITS)}
+    keys.add(trial.key(data, replace(DIGITS, epochs=51)))
     assert len(keys) == len(changed) + 4
 
 
 def test_digits_are_trained_as_in_the_demo_and_every_flag_is_the_trainers():
-    ours = tyro.cli(TrainConfig, args=[str(word) for word in [*VisionCell("gka").flags(DIGITS), "--data", "digits"]])
+    ours = tyro.cli(TrainConfig, args=[str(word) for word in [*VisionTrial("gka").flags(DIGITS), "--data", "digits"]])
     theirs = [*demo.MODEL_FLAGS, *demo.DATA_FLAGS, *demo.RECIPE_FLAGS, "--epochs", 50, "--attention", "gka"]
     theirs += ["--warmup-epochs", demo.WARMUP_EPOCHS]
     assert ours.identity() == tyro.cli(TrainConfig, args=[str(word) for word in theirs]).identity()
     for family in families_of(PHOTOS).values():
-        config = tyro.cli(TrainConfig, args=[str(w) for w in [*VisionCell(**family).flags(PHOTOS), "--data", "x"]])
+        config = tyro.cli(TrainConfig, args=[str(w) for w in [*VisionTrial(**family).flags(PHOTOS), "--data", "x"]])
         assert config.lr == 0.032 and config.attention == family["attention"]
 
 
@@ -128,21 +128,23 @@ def test_seeds_follow_the_best_rate_and_hybrids_fit_the_depth():
 
     def own(group):
         return [
-            cell for cell in groups(DIGITS)[group](done) if cell == VisionCell(**family, rate=cell.rate, seed=cell.seed)
+            trial
+            for trial in groups(DIGITS)[group](done)
+            if trial == VisionTrial(**family, rate=trial.rate, seed=trial.seed)
         ]
 
-    assert [cell.rate for cell in own("rates")] == [1.0, 0.5, 2.0] and own("seeds") == []
+    assert [trial.rate for trial in own("rates")] == [1.0, 0.5, 2.0] and own("seeds") == []
     for rate, score in ((0.5, (3.0, 0.4)), (1.0, (3.0, 0.3)), (2.0, (5.0, 0.2))):  # equal errors: the loss decides
-        done[VisionCell(**family, rate=rate)] = score
-    assert own("seeds") == [VisionCell(**family, rate=1.0, seed=seed) for seed in range(5)]
-    done[VisionCell(**family, rate=2.0)] = (1.0, 0.9)
-    assert own("seeds") == [] and 4.0 in [cell.rate for cell in own("rates")]
+        done[VisionTrial(**family, rate=rate)] = score
+    assert own("seeds") == [VisionTrial(**family, rate=1.0, seed=seed) for seed in range(5)]
+    done[VisionTrial(**family, rate=2.0)] = (1.0, 0.9)
+    assert own("seeds") == [] and 4.0 in [trial.rate for trial in own("rates")]
 
 
 def test_every_row_of_earlier_images_keeps_its_key():
     for name, setting in (("digits", DIGITS), ("images", PHOTOS)):
         rows = [json.loads(line) for line in (ROWS / f"vision_{name}.jsonl").read_text().splitlines()]
-        keys = [VisionCell.from_row(row["cell"]).key(row["data"], setting) for row in rows]
+        keys = [VisionTrial.from_row(row["trial"]).key(row["data"], setting) for row in rows]
         assert len(keys) > 60 and keys == [row["key"] for row in rows]
 
 
@@ -180,28 +182,30 @@ def test_cifar10_chooses_rates_on_images_that_training_holds_out(parquet, tmp_pa
         assert copy.size == (32, 32)
     again = load(f"hf:{parquet}", tmp_path / "b")
     assert again.identity == one.identity and images(tmp_path / again.tuning_data / "val") == held_out
-    tuned, cell = VisionCell("gka", tuning=True), VisionCell("gka")
+    tuned, trial = VisionTrial("gka", tuning=True), VisionTrial("gka")
     assert (one.folder_of(tuned), one.trained_on(tuned)) == (one.tuning_data, 36)
-    assert (one.folder_of(cell), one.trained_on(cell)) == (one.data, 40)
+    assert (one.folder_of(trial), one.trained_on(trial)) == (one.data, 40)
 
 
 def test_cifar10_tunes_each_kind_and_then_trains_all_families_seed_by_seed():
     done, own = TunedApartDone(), groups(CIFAR10)
     rates = own["rates"](done)
-    assert all(cell.tuning and cell.seed == 0 for cell in rates) and own["seeds"](done) == []
-    tried = [VisionCell(kind, rate=rate, tuning=True) for kind in ("softmax", "gka", "vlt") for rate in (0.5, 1.0, 2.0)]
+    assert all(trial.tuning and trial.seed == 0 for trial in rates) and own["seeds"](done) == []
+    tried = [
+        VisionTrial(kind, rate=rate, tuning=True) for kind in ("softmax", "gka", "vlt") for rate in (0.5, 1.0, 2.0)
+    ]
     assert len(rates) == 9 and set(rates) == set(tried)  # of no family beside the three kinds
-    done.update({cell: (30.0 + abs(cell.rate - 1), 1.0) for cell in tried})
-    cells = own["seeds"](done)
-    assert [cell.seed for cell in cells] == [seed for seed in range(3) for _ in TUNED_APART]
+    done.update({trial: (30.0 + abs(trial.rate - 1), 1.0) for trial in tried})
+    trials = own["seeds"](done)
+    assert [trial.seed for trial in trials] == [seed for seed in range(3) for _ in TUNED_APART]
     later = own["later-seeds"](done)
-    assert len(later) == 9 and not set(later) & set(cells)
-    assert not any(cell.tuning for cell in cells) and {cell.rate for cell in cells} == {1.0}
-    done[VisionCell("gka", rate=2.0, tuning=True)] = (10.0, 1.0)
-    assert own["rates"](done)[-1] == VisionCell("gka", rate=4.0, tuning=True)
-    assert {cell.attention for cell in own["seeds"](done)} == {"softmax", "vlt"}  # the rest waits for GKA's rate
-    for cell in (*cells, *rates):
-        tyro.cli(TrainConfig, args=[str(word) for word in [*cell.flags(CIFAR10), "--data", "x"]]).check()
+    assert len(later) == 9 and not set(later) & set(trials)
+    assert not any(trial.tuning for trial in trials) and {trial.rate for trial in trials} == {1.0}
+    done[VisionTrial("gka", rate=2.0, tuning=True)] = (10.0, 1.0)
+    assert own["rates"](done)[-1] == VisionTrial("gka", rate=4.0, tuning=True)
+    assert {trial.attention for trial in own["seeds"](done)} == {"softmax", "vlt"}  # the rest waits for GKA's rate
+    for trial in (*trials, *rates):
+        tyro.cli(TrainConfig, args=[str(word) for word in [*trial.flags(CIFAR10), "--data", "x"]]).check()
 
 
 @pytest.mark.slow
@@ -212,17 +216,17 @@ def test_a_rate_and_a_run_of_cifar10_become_rows_and_a_table(parquet, tmp_path, 
     one = VisionStudy(
         load(f"hf:{parquet}", tmp_path / "x"), tmp_path / "vision_cifar10.jsonl", tmp_path / "runs", ["a"]
     )
-    tuned, cell = VisionCell("gka", tuning=True), VisionCell("gka", norm_weight=False, channel_bandwidths=True)
-    one.GROUPS = {"a": lambda done: [tuned, cell]}
+    tuned, trial = VisionTrial("gka", tuning=True), VisionTrial("gka", norm_weight=False, channel_bandwidths=True)
+    one.GROUPS = {"a": lambda done: [tuned, trial]}
     assert Trainings(one, at_once=2, threads=1, device_type="cpu").run()
-    metrics = {VisionCell.from_row(row["cell"]): row["metrics"] for row in one.rows().values()}
-    assert metrics[tuned]["images"] == 4 and metrics[cell]["images"] == 8
+    metrics = {VisionTrial.from_row(row["trial"]): row["metrics"] for row in one.rows().values()}
+    assert metrics[tuned]["images"] == 4 and metrics[trial]["images"] == 8
     assert [point["epoch"] for point in metrics[tuned]["curve"]] == [1, 2]
-    assert metrics[tuned]["curve"][0]["ema_top1"] is not None and metrics[cell]["curve"][0]["loss"] > 0
+    assert metrics[tuned]["curve"][0]["ema_top1"] is not None and metrics[trial]["curve"][0]["loss"] > 0
     table = study_vision.images(tmp_path)
     assert "8 to test, rates by 4 that those of training hold out" in shown(table)
     own = cells(table, "GKA, norm without weight, channel bandwidths")
-    assert own["top-1 %"] == f"{metrics[cell]['ema_top1']:.2f}" and own["seeds"] == "1"
+    assert own["top-1 %"] == f"{metrics[trial]['ema_top1']:.2f}" and own["seeds"] == "1"
     assert cells(table, "VLT")["top-1 %"] == "not run"
 
 
@@ -233,9 +237,9 @@ def test_the_table_has_means_spreads_and_paired_intervals(tmp_path):
     with (tmp_path / "vision_digits.jsonl").open("w") as file:
         for name, values in top1.items():
             for seed, value in enumerate(values):
-                cell = VisionCell(**FAMILIES[name], seed=seed)
+                trial = VisionTrial(**FAMILIES[name], seed=seed)
                 metrics = dict(ema_top1=value, ema_loss=0.1, parameters=1000, flops=2.5e6)
-                row = {**about, "key": cell.key(data, DIGITS), "cell": vars(cell), "metrics": metrics}
+                row = {**about, "key": trial.key(data, DIGITS), "trial": vars(trial), "metrics": metrics}
                 other = {**row, "key": f"of another version, {name} {seed}", "metrics": {**metrics, "ema_top1": 50.0}}
                 file.write(json.dumps(row) + "\n" + json.dumps(other) + "\n")
     table = study_vision.images(tmp_path)

@@ -6,17 +6,17 @@ from dataclasses import asdict
 DATA = {"tokenizer_sha256": "of a test", "sequence_len": 512}
 
 
-def row(cell, loss, **metrics):
-    flops = cell.flops(512, 4096)
+def row(trial, loss, **metrics):
+    flops = trial.flops(512, 4096)
     counts = {
         "parameters": 1000,
-        "flops_per_token": flops // cell.tokens,
+        "flops_per_token": flops // trial.tokens,
         "train_flops": flops,
-        "train_tokens": cell.tokens,
+        "train_tokens": trial.tokens,
         "sigma": {},
     }
     about = {"kind": "study", "date": "2026-11-22 12:00", "commit": "abc1234", "hardware": "a CPU", "torch": "2.14"}
-    about |= {"key": cell.key(DATA), "cell": asdict(cell), "data": DATA}
+    about |= {"key": trial.key(DATA), "trial": asdict(trial), "data": DATA}
     return {**about, "metrics": {**counts, "val_bpb": loss, **metrics}}
 
 

@@ -23,7 +23,7 @@ class VisionStudyConfig(RunnerConfig):
     data: str = "digits"
     """Images to train on: digits, or a folder with train/ and val/, of which small copies are made below --runs."""
     groups: list[str] = field(default_factory=lambda: ["all"])
-    """Groups of cells to train, in this order: rates, seeds; all takes both."""
+    """Groups of trials to train, in this order: rates, seeds; all takes both."""
 
 
 def main(config: VisionStudyConfig) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from runs.study.rates import Done, best_rate, tried_rates
-from runs.study.vision.cells import Setting, VisionCell
+from runs.study.vision.trials import Setting, VisionTrial
 
 # The patch itself, left, up and diagonal; then the four neighbours. The models have four heads.
 NLUD, LRUB = dict(spatial_offsets="NLUD"), dict(spatial_offsets="LRUB")
@@ -31,13 +31,13 @@ TUNED_APART_LATER = {"GGGA": FAMILIES["GGGA"], **BARE_NORM}
 
 
 class VisionDone(Done):
-    """Errors, in percent, and losses of finished cells."""
+    """Errors, in percent, and losses of finished trials."""
 
     rates = (0.5, 1.0, 2.0)
     tuned_apart: ClassVar[bool] = False
 
-    def first_cell(self, family: dict, rate: float) -> VisionCell:
-        return VisionCell(**family, rate=rate, tuning=self.tuned_apart)
+    def first_trial(self, family: dict, rate: float) -> VisionTrial:
+        return VisionTrial(**family, rate=rate, tuning=self.tuned_apart)
 
 
 class TunedApartDone(VisionDone):
@@ -47,7 +47,7 @@ class TunedApartDone(VisionDone):
 
 
 def done_of(setting: Setting) -> type[VisionDone]:
-    """What keeps the scores of that setting's cells."""
+    """What keeps the scores of that setting's trials."""
     return TunedApartDone if setting.tuning_epochs else VisionDone
 
 
@@ -79,25 +79,25 @@ def chosen_rate(family: dict, done: VisionDone) -> float | None:
     return best_rate(rate_family(family, done), done)
 
 
-def groups(setting: Setting) -> dict[str, Callable[[VisionDone], list[VisionCell]]]:
-    """The groups of cells, as runs/study/grid.py has them for text."""
+def groups(setting: Setting) -> dict[str, Callable[[VisionDone], list[VisionTrial]]]:
+    """The groups of trials, as runs/study/grid.py has them for text."""
 
-    def rates(done: VisionDone) -> list[VisionCell]:
+    def rates(done: VisionDone) -> list[VisionTrial]:
         """Which learning rate is best for each family, or for each kind of attention where rates are tuned apart?"""
         tuned = [family for family in families_of(setting).values() if rate_family(family, done) == family]
-        cells = [done.first_cell(family, rate) for family in tuned for rate in tried_rates(family, done)]
-        return sorted(cells, key=lambda cell: abs(math.log2(cell.rate / done.rates[1])))
+        trials = [done.first_trial(family, rate) for family in tuned for rate in tried_rates(family, done)]
+        return sorted(trials, key=lambda trial: abs(math.log2(trial.rate / done.rates[1])))
 
-    def over_seeds(done: VisionDone) -> list[VisionCell]:
+    def over_seeds(done: VisionDone) -> list[VisionTrial]:
         """How do the families differ over the seeds, each at its rate?"""
         return at_chosen_rates(first_families(setting), done)
 
-    def later_seeds(done: VisionDone) -> list[VisionCell]:
+    def later_seeds(done: VisionDone) -> list[VisionTrial]:
         """The same for families that only come when the others are done."""
         return at_chosen_rates(later_families(setting), done)
 
-    def at_chosen_rates(families: dict[str, dict], done: VisionDone) -> list[VisionCell]:
+    def at_chosen_rates(families: dict[str, dict], done: VisionDone) -> list[VisionTrial]:
         known = [(family, rate) for family in families.values() if (rate := chosen_rate(family, done)) is not None]
-        return [VisionCell(**f, rate=rate, seed=seed) for seed in range(setting.seeds) for f, rate in known]
+        return [VisionTrial(**f, rate=rate, seed=seed) for seed in range(setting.seeds) for f, rate in known]
 
     return {"rates": rates, "seeds": over_seeds, "later-seeds": later_seeds}

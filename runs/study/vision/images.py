@@ -11,7 +11,7 @@ from PIL import Image
 from sklearn.model_selection import train_test_split
 
 from deit_gka.data.sources import Source, check_classes, decode, open_source
-from runs.study.vision.cells import Setting, VisionCell
+from runs.study.vision.trials import Setting, VisionTrial
 from trainkit_gka.cli import UserError
 from trainkit_gka.files import read_json, write_json
 from trainkit_gka.progress import console
@@ -40,18 +40,18 @@ PHOTOS = Setting(
     batch=32,
     images_per_second=250,
 )
-# Twelve epochs of 50,000 images: what some hours of two cores allow. Mixed images and RandAugment, meant for long
-# trainings, are left out without a trial. The average is over about 500 of 4,700 updates. Four heads (of 24 channels)
-# can have four offsets.
+# Eight epochs of 50,000 images: what five hours of two cores allow. Mixed images and RandAugment, meant for long
+# trainings, are left out untried. The average is over about 500 of 3,100 updates. Four heads (of 24 channels) can have
+# four offsets.
 CIFAR10 = Setting(
     model=("patch_size=4", "embed_dim=96", "depth=6", "num_heads=4"),
     flags=("--input-size", 32, *UNMIXED, "--model-ema-decay", 0.998, "--warmup-epochs", 1, *CROPS_OF_CIFAR10),
     lr=0.016,
-    epochs=12,
+    epochs=8,
     batch=128,
     images_per_second=250,
     seeds=3,
-    tuning_epochs=5,
+    tuning_epochs=3,
 )
 SETTINGS = {"digits": DIGITS, "cifar10": CIFAR10}  # by the images' name, which is their folder's
 HELD_OUT = 0.1  # part of the training images that runs which choose a rate are judged by, of every class alike
@@ -78,13 +78,13 @@ class Images:
     def setting(self) -> Setting:
         return setting_of(self.name)
 
-    def folder_of(self, cell: VisionCell) -> str:
-        """What the cell trains on and is judged by."""
-        return self.tuning_data if cell.tuning else self.data
+    def folder_of(self, trial: VisionTrial) -> str:
+        """What the trial trains on and is judged by."""
+        return self.tuning_data if trial.tuning else self.data
 
-    def trained_on(self, cell: VisionCell) -> int:
+    def trained_on(self, trial: VisionTrial) -> int:
         """How many images that are."""
-        return self.identity["train images"] - (self.identity["held out"] if cell.tuning else 0)
+        return self.identity["train images"] - (self.identity["held out"] if trial.tuning else 0)
 
 
 def load(data: str, base: Path) -> Images:

@@ -1,4 +1,4 @@
-"""Finished cells of question 6, as comparisons need them: a family on some images, at its best rate, seed by seed."""
+"""Finished trials of question 6, as comparisons need them: a family on some images, at its best rate, seed by seed."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,9 +7,9 @@ from typing import Any
 
 from runs.frames import records
 from runs.study.scores import Result, rate_to_compare
-from runs.study.vision.cells import KIND, Setting, VisionCell, score
 from runs.study.vision.families import chosen_rate, done_of, families_of
 from runs.study.vision.images import setting_of
+from runs.study.vision.trials import KIND, Setting, VisionTrial, score
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,13 @@ class VisionResult(Result):
 
 
 def rows_of(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """By set of images, the rows of cells that would compute the same today; a key's last row counts."""
+    """By set of images, the rows of trials that would compute the same today; a key's last row counts."""
     found = {}
     for path in sorted(folder.glob("vision_*.jsonl")):
         rows = {row["key"]: row for row in records(path, "ema_top1", "ema_loss", kind=KIND)}
         data = next((row["data"] for row in reversed(rows.values())), {})
         setting = setting_of(data.get("images", ""))
-        own = [row for key, row in rows.items() if key == VisionCell.from_row(row["cell"]).key(data, setting)]
+        own = [row for key, row in rows.items() if key == VisionTrial.from_row(row["trial"]).key(data, setting)]
         found |= {path.stem.removeprefix("vision_"): own} if own else {}
     return found
 
@@ -55,10 +55,10 @@ def _at_best_rate(family: dict, rows: list[dict[str, Any]], setting: Setting) ->
     """The family at the rate that it is compared at."""
     done, rates = done_of(setting)(), {}
     for row in rows:
-        cell = VisionCell.from_row(row["cell"])
-        done[cell] = score(row["metrics"])
-        if cell == VisionCell(**family, rate=cell.rate, seed=cell.seed):
-            rates.setdefault(cell.rate, {})[cell.seed] = row["metrics"]
+        trial = VisionTrial.from_row(row["trial"])
+        done[trial] = score(row["metrics"])
+        if trial == VisionTrial(**family, rate=trial.rate, seed=trial.seed):
+            rates.setdefault(trial.rate, {})[trial.seed] = row["metrics"]
     if not rates:
         return None
     chosen = chosen_rate(family, done)

@@ -1,4 +1,4 @@
-"""One cell of the study: a model and its training, as data; the trainer's flags for it, its key, and its cost."""
+"""One trial of the study: a model and its training, as data; the trainer's flags for it, its key, and its cost."""
 
 from dataclasses import asdict, dataclass, fields
 from functools import cache
@@ -19,13 +19,13 @@ CURVE_POINTS = 64
 COMPILED_FROM = 4  # layers; below, compiling costs more than it saves, though programs are kept for the next run
 # The trainer shrinks rates by the root of a step's tokens over 2^19. Times 16, rate 1 is nanochat's own rate at 2,048.
 BATCH_FACTOR = 16
-KIND = "study"  # of the rows of finished cells
+KIND = "study"  # of the rows of finished trials
 SHAPING = with_flags(ModelFlags, forms.NAME)
 RATES = ("embedding_lr", "unembedding_lr", "matrix_lr", "scalar_lr", "sigma_lr")
 
 
 @dataclass(frozen=True)
-class Cell:
+class Trial:
     """What one run computes. The first fields shape the model, as the trainer's flags of the same names do.
 
     rate: multiplies every learning rate; 1 is nanochat's at `batch` 2,048. tokens: of the whole training. batch: tokens
@@ -57,8 +57,8 @@ class Cell:
     gate_rate: float = 1.0
 
     @classmethod
-    def from_row(cls, saved: dict[str, Any]) -> "Cell":
-        """The cell that a row of the results states. Raises TypeError for one of another version."""
+    def from_row(cls, saved: dict[str, Any]) -> "Trial":
+        """The trial that a row of the results states. Raises TypeError for one of another version."""
         return cls(**saved)
 
     @property
@@ -145,7 +145,7 @@ LEFT_OUT = {field.name: field.default for field in fields(SHAPING)} | {"attentio
 
 
 @cache
-def _flops_per_token(cell: Cell, sequence_len: int, vocab_size: int) -> int:
-    shape = {name: value for name, value in asdict(cell).items() if name in _names(SHAPING)}
+def _flops_per_token(trial: Trial, sequence_len: int, vocab_size: int) -> int:
+    shape = {name: value for name, value in asdict(trial).items() if name in _names(SHAPING)}
     flags = SHAPING(**shape, aspect_ratio=ASPECT_RATIO, head_dim=HEAD_DIM)
-    return flops_per_token(meta_model(flags.shape(cell.depth, sequence_len, vocab_size)))
+    return flops_per_token(meta_model(flags.shape(trial.depth, sequence_len, vocab_size)))

@@ -7,7 +7,7 @@ from deit_gka.model.registry import model_name
 from gka.kinds import KINDS
 from runs.store import key_of
 
-KIND = "study-vision"  # of the rows of finished cells
+KIND = "study-vision"  # of the rows of finished trials
 OURS = model_name("tiny", KINDS["gka"].name)  # takes every kind of attention
 
 
@@ -35,13 +35,13 @@ class Setting:
         [depth] = [word.partition("=")[2] for word in self.model if word.startswith("depth=")]
         return int(depth)
 
-    def epochs_of(self, cell: "VisionCell") -> int:
-        """How often the cell sees its training images."""
-        return self.tuning_epochs if cell.tuning else self.epochs
+    def epochs_of(self, trial: "VisionTrial") -> int:
+        """How often the trial sees its training images."""
+        return self.tuning_epochs if trial.tuning else self.epochs
 
 
 @dataclass(frozen=True)
-class VisionCell:
+class VisionTrial:
     """What differs between runs. rate: multiplies the learning rate. tuning: it only chooses the rate, see `Setting`.
 
     norm_weight, channel_bandwidths: as the models' arguments.
@@ -56,8 +56,8 @@ class VisionCell:
     tuning: bool = False
 
     @classmethod
-    def from_row(cls, saved: dict[str, Any]) -> "VisionCell":
-        """The cell that a row of the results states. Raises TypeError for one of another version."""
+    def from_row(cls, saved: dict[str, Any]) -> "VisionTrial":
+        """The trial that a row of the results states. Raises TypeError for one of another version."""
         return cls(**saved)
 
     @property
