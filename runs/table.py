@@ -147,7 +147,8 @@ def measured(records: dict[str, Any] | list[dict[str, Any]], file: str) -> str:
     for machine, rows in by_machine.items():
         days, commits = sorted({row["date"][:10] for row in rows}), list(dict.fromkeys(row["commit"] for row in rows))
         when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
-        parts.append(f"{when} at commit{'s' * (len(commits) > 1)} {', '.join(commits)} on {machine}")
+        which = f"{commits[0]} and {len(commits) - 1} others" if len(commits) > 3 else ", ".join(commits)
+        parts.append(f"{when} at commit{'s' * (len(commits) > 1)} {which} on {machine}")
     return f"Measured {'; '.join(parts)} (`runs/results/{file}`)."
 
 

@@ -107,3 +107,10 @@ def test_the_readme_names_every_folder():
     folders = {path.parts[0] for path in tracked() if len(path.parts) > 1}
     text = (ROOT / "README.md").read_text()
     assert not [name for name in folders if f"{name}/" not in text]
+
+
+@pytest.mark.parametrize("path", ["README.md", "runs/study/README.md"])
+def test_no_number_that_was_measured_is_typed(path):
+    """Decimals of these pages come from result files; versions, names of papers and code are not measured."""
+    text = re.sub(r"`[^`\n]*`|arXiv[: ]\d+\.\d+|(?:PyTorch|Python|Apache) \d+\.\d+", "", FENCE.sub("", page(path)))
+    assert not re.findall(r"\d+\.\d+", text)

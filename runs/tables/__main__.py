@@ -3,10 +3,12 @@
     python -m runs.tables            rewrites the pages
     python -m runs.tables --check    exits with 1 if a page does not say what the result files say
 
-A table stands between `<!-- table:NAME -->` and `<!-- /table -->`, in any of PAGES; NAME is a key of TABLES.
+A table stands between `<!-- table:NAME -->` and `<!-- /table -->`, in any of PAGES; NAME is a key of TABLES. A sentence
+stands between `<!-- text:NAME -->` and `<!-- /text -->`; NAME is a key of SENTENCES.
 """
 
 import re
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +34,7 @@ from runs.tables import (
     study_vision,
     summary,
 )
+from runs.tables.sentences import SENTENCES
 from trainkit_gka.cli import UserError, run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,6 +45,7 @@ PAGES = (
     "deit_gka/README.md",
     "runs/README.md",
     "runs/study/README.md",
+    "runs/study/METHOD.md",
     "runs/study/TABLES.md",
     "runs/neighbours/README.md",
     "runs/neighbours/approximations/README.md",
@@ -71,7 +75,8 @@ TABLES: dict[str, Callable[[], list[Table]]] = {
     **neighbours.TABLES,
     **approximations.TABLES,
 }
-BLOCK = re.compile(r"<!-- table:(\S+) -->\n(?:.*?\n)??<!-- /table -->", re.DOTALL)
+BLOCK = re.compile(r"<!-- (table|text):(\S+) -->\n(?:.*?\n)??<!-- /\1 -->", re.DOTALL)
+WIDTH = 120  # letters of a line of prose
 
 
 @dataclass
@@ -82,16 +87,24 @@ class TablesConfig:
     """Write nothing; exit with 1 if a page is out of date."""
 
 
-def block(name: str, page: str) -> str:
-    """The text of the tables of one name. Raises UserError if there are none of that name."""
-    if name not in TABLES:
-        raise UserError(f"{page} has a block table:{name}; the tables are {', '.join(TABLES)}")
+def block(kind: str, name: str, page: str) -> str:
+    """The text of the tables, or of the sentences, of one name. Raises UserError if there are none of that name."""
+    known = TABLES if kind == "table" else SENTENCES
+    if name not in known:
+        raise UserError(f"{page} has a block {kind}:{name}; known are {', '.join(known)}")
+    if kind == "text":
+        return textwrap.fill(SENTENCES[name](), WIDTH, break_long_words=False, break_on_hyphens=False)
     return "\n\n".join(table.markdown() for table in TABLES[name]()) or NOT_RUN
 
 
 def render(page: str, text: str) -> str:
     """The page's text with every block filled."""
-    return BLOCK.sub(lambda match: f"<!-- table:{match[1]} -->\n{block(match[1], page)}\n<!-- /table -->", text)
+
+    def filled(match: re.Match[str]) -> str:
+        kind, name = match.groups()
+        return f"<!-- {kind}:{name} -->\n{block(kind, name, page)}\n<!-- /{kind} -->"
+
+    return BLOCK.sub(filled, text)
 
 
 def main(config: TablesConfig) -> None:

@@ -82,7 +82,7 @@ def further_offsets(scores: Scores) -> Table:
 
 @of_every_text
 def kernels(scores: Scores) -> Table:
-    """Question 4: GKA + offsets with something else in the place of its kernel."""
+    """Question 5: GKA + offsets with something else in the place of its kernel."""
     names = ("GKA + offsets", "softmax + offsets", "VLT + offsets", "GKA unrotated", *KERNELS)
     return comparison(scores, names, SMALLEST, "GKA + offsets")
 

@@ -16,6 +16,15 @@ from runs.tables.study import difference_of, of_every_text, over, place_of
 BASELINES = ("softmax", CONTROL)
 OURS = ("GKA", "GKA + offsets", HALF, "GGGA + offsets")
 WAYS = ("equal tokens", "equal FLOPs", "equal time")
+Ways = tuple[Interval | None, Interval | None, Interval | None]
+# What a form is for, on the front page.
+WANTED = {
+    "softmax": "reproducing nanochat",
+    "GKA": "reproducing the paper",
+    "GKA + offsets": "the fewest parameters, the smallest cache",
+    HALF: "the best loss of GKA alone",
+    "GGGA + offsets": "the best loss with one softmax layer in four",
+}
 MEASURES = ("flops_per_token", "parameters")
 COMMON = SMALLEST["tokens"]  # the budget in which most families have seeds at every depth
 
@@ -52,7 +61,7 @@ def longer(scores: Scores) -> Table:
         for place in other_places():
             own, other = scores.at(ALL[name], place), scores.at(ALL[baseline], place)
             if own and other:
-                cells = _three_ways(scores, speeds, name, baseline, place)
+                cells = _three_cells(scores, speeds, name, baseline, place)
                 rows.append([name, baseline, place_of(place), *cells, _seeds_of(own, other)])
     headings = ["", "over", "layers and tokens", *WAYS, "seeds"]
     return Table.of(headings, rows, words=3)
@@ -61,21 +70,48 @@ def longer(scores: Scores) -> Table:
 @of_every_text
 def longest(scores: Scores) -> Table:
     """The longest trainings of four layers over softmax with offsets, with what they cost in its shares."""
-    speeds = speeds_of(scores.folder)
-    place, rows = max(other_places(), key=lambda place: (place["tokens"], place["depth"])), []
+    place, found = _longest(scores)
+    rows = [[name, *map(_signed, ways), *map(_times, shares), seeds] for name, ways, shares, seeds in found]
+    return Table.of([place_of(place), *WAYS, "parameters", "FLOPs", "time of a step", "seeds"], rows)
+
+
+@of_every_text
+def forms(scores: Scores) -> Table:
+    """The same for the front page, with what each form is for."""
+    _, found = _longest(scores)
+    rows = [
+        [name, WANTED[name], _signed(ways[0]), _signed(ways[2]), _times(shares[0]), _times(shares[2])]
+        for name, ways, shares, _ in found
+    ]
+    return Table.of(["form", "choose it for", *(WAYS[0], WAYS[2]), "parameters", "time of a step"], rows, words=2)
+
+
+def _longest(scores: Scores) -> tuple[Place, list[tuple[str, Ways, list[float], str]]]:
+    """The place with the longest training, and for every form its name, its differences from softmax with offsets, its
+    parts of that one's parameters, FLOPs and time of a step, and how many seeds both have.
+    """
+    speeds, found = speeds_of(scores.folder), []
+    place = max(other_places(), key=lambda place: (place["tokens"], place["depth"]))
     control, of_depth = scores.at(ALL[CONTROL], place), speeds.get(place["depth"], {})
     for name in ("softmax", *OURS):
         own = scores.at(ALL[name], place)
         if own and control:
             shares = [own[measure] / control[measure] for measure in ("parameters", "flops_per_token")]
             shares.append(of_depth.get(CONTROL, math.nan) / of_depth.get(name, math.nan))
-            said = ["" if math.isnan(share) else f"{share:.2f}x" for share in shares]
-            rows.append([name, *_three_ways(scores, speeds, name, CONTROL, place), *said, _seeds_of(own, control)])
-    headings = [place_of(place), *WAYS, "parameters", "FLOPs", "time of a step", "seeds"]
-    return Table.of(headings, rows)
+            ways = three_ways(scores, speeds, name, CONTROL, place)
+            found.append((name, ways, shares, _seeds_of(own, control)))
+    return place, found
 
 
-def _three_ways(scores: Scores, speeds: Speeds, name: str, baseline: str, place: Place) -> list[str]:
+def _times(share: float) -> str:
+    return "" if math.isnan(share) else f"{share:.2f}x"
+
+
+def _signed(difference: Interval | None) -> str:
+    return difference_of(difference, "+.3f")
+
+
+def three_ways(scores: Scores, speeds: Speeds, name: str, baseline: str, place: Place) -> Ways:
     """A family over a baseline, both finished at a place, at equal tokens, FLOPs and time."""
     own, other = scores.at(ALL[name], place), scores.at(ALL[baseline], place)
 
@@ -88,9 +124,12 @@ def _three_ways(scores: Scores, speeds: Speeds, name: str, baseline: str, place:
         curve = scores.finished(baseline, [place for place in scaled_places() if place["depth"] == depth])
         by_flops.append(([result["train_flops"] for result in curve], curve))
         by_time.append(([result["train_tokens"] / tokens_per_second(baseline, depth) for result in curve], curve))
-    sizes = ((own["train_flops"], by_flops), (seconds, by_time))
-    equal = [_over_the_best(own, size, curves) for size, curves in sizes]
-    return [difference_of(difference, "+.3f") for difference in (own.over(other), *equal)]
+    at_flops, at_time = _over_the_best(own, own["train_flops"], by_flops), _over_the_best(own, seconds, by_time)
+    return own.over(other), at_flops, at_time
+
+
+def _three_cells(scores: Scores, speeds: Speeds, name: str, baseline: str, place: Place) -> list[str]:
+    return [_signed(difference) for difference in three_ways(scores, speeds, name, baseline, place)]
 
 
 def _over_the_best(own: Result, size: float, curves: list[tuple[list[float], list[Result]]]) -> Interval | None:
@@ -156,5 +195,6 @@ TABLES = {
     "study-differences": differences,
     "study-differences-longer": longer,
     "study-longest": longest,
+    "forms": forms,
     "study-equal": equal,
 }

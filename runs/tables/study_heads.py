@@ -17,7 +17,7 @@ HEADINGS += ["effective tokens", "σ", "gain from context"]
 
 
 def heads(folder: Path = ROWS) -> list[Table]:
-    """Question 5: a row for every family at a depth and budget, with the range over seeds and heads."""
+    """Question 6: a row for every family at a depth and budget, with the range over seeds and heads."""
     probed = list(probed_models(folder))
     by_model: dict[tuple, list[dict[str, Any]]] = {}
     for trial, record in probed:

@@ -35,7 +35,7 @@ def patterns(scores: Scores) -> Table:
 
 @of_every_text
 def sigma_starts(scores: Scores) -> Table:
-    """Question 4: where sigma^2 starts."""
+    """Question 5: where sigma^2 starts."""
     return _across(scores, grid.sigma_starts(scores.done), "sigma_squared", "σ² = {:g}")
 
 

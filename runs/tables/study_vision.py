@@ -1,4 +1,4 @@
-"""The table of the study's question 6: vision transformers with spatial offsets, and hybrids."""
+"""The table of the study's question 7: vision transformers with spatial offsets, and hybrids."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The one table of results for the front page: what was measured here, a row for each subject, linking to its page."""
+"""The one table of results: what was measured here, a row for each subject."""
 
 import statistics
 
@@ -14,14 +14,7 @@ from runs.tables.demo import language_records, vision_records
 
 HARDWARE = "Intel(R) Xeon(R) Processor, 2 threads"  # of the whole table
 BOTH = "forward+backward"
-# Where a row's subject has more.
-SPEED, DEMO = "runs/README.md#benchmarks", "runs/README.md#the-demo"
-CORE, ERRORS = "nanochat_gka/README.md#core", "gka/README.md#error-model"
 SOFTMAX, GKA = KINDS["softmax"].label, KINDS["gka"].label
-
-
-def row(subject: str, page: str, softmax: str, gka: str, ratio: str) -> Row:
-    return [subject, softmax, gka, ratio, f"[{page.partition('/')[0]}]({page})"]
 
 
 def timed(benchmark: str, case: str, phase: str) -> pd.DataFrame:
@@ -35,7 +28,7 @@ def times_row(subject: str, *comparisons: pd.DataFrame) -> Row:
     pairs = [frames.sides(lines).median_ms.iloc[0] for lines in comparisons]
     softmax, ours = (" / ".join(f"{pair[side]:.3g} ms" for pair in pairs) for side in ("baseline", "ours"))
     ratios = " / ".join(f"{pair.baseline / pair.ours:.2f}x" for pair in pairs)
-    return row(subject, SPEED, softmax, ours, f"{ratios} as fast")
+    return [subject, softmax, ours, f"{ratios} as fast"]
 
 
 def bpb_row() -> Row:
@@ -43,18 +36,14 @@ def bpb_row() -> Row:
     records = {label: record["metrics"]["val_bpb"] for label, record in language_records().items()}
     softmax, gka, offsets = (records[variant.label] for variant in VARIANTS.values())
     ours = f"{gka:.4f} (with head offsets, ours: {offsets:.4f})"
-    return row(
-        "demo's language models: validation bits per byte", DEMO, f"{softmax:.4f}", ours, f"{gka - softmax:+.4f}"
-    )
+    return ["demo's language models: validation bits per byte", f"{softmax:.4f}", ours, f"{gka - softmax:+.4f}"]
 
 
 def digits_row() -> Row:
     """The demo's vision models, averaged weights, mean over seeds."""
     records = vision_records()
     softmax, gka = (statistics.fmean(run["metrics"]["ema_top1"] for run in records[label]) for label in (SOFTMAX, GKA))
-    return row(
-        "demo's vision models: digits, EMA top-1", DEMO, f"{softmax:.1f} %", f"{gka:.1f} %", f"{gka - softmax:+.1f}"
-    )
+    return ["demo's vision models: digits, EMA top-1", f"{softmax:.1f} %", f"{gka:.1f} %", f"{gka - softmax:+.1f}"]
 
 
 def scorer_row() -> Row:
@@ -68,7 +57,7 @@ def scorer_row() -> Row:
         cells.append(f"{total.examples / fastest:,.0f} examples/s")
         gains.append(f"{total['by example'] / fastest:.1f}x")
     ratio = f"{' / '.join(gains)} as fast as one example at a time"
-    return row("CORE's scorer, the paper's six tasks", CORE, *cells, ratio)
+    return ["CORE's scorer, the paper's six tasks", *cells, ratio]
 
 
 def error_row() -> Row:
@@ -82,7 +71,7 @@ def error_row() -> Row:
         f"float32 {errors['float32', route]:.0e}, bfloat16 {errors['bfloat16', route]:.0e}"
         for route in ("plain", "cpu")
     )
-    return row("operator's relative error against float64", ERRORS, "", ours, f"plain PyTorch: {plain}")
+    return ["operator's relative error against float64", "", ours, f"plain PyTorch: {plain}"]
 
 
 def results() -> list[Table]:
@@ -101,4 +90,4 @@ def results() -> list[Table]:
         error_row(),
     ]
     source = f"Measured on {HARDWARE}; dates, commits and versions are in `runs/results/`."
-    return [Table.of(["measured here", SOFTMAX, GKA, f"{GKA} against {SOFTMAX}", "more"], rows, sources=[source])]
+    return [Table.of(["measured here", SOFTMAX, GKA, f"{GKA} against {SOFTMAX}"], rows, sources=[source])]

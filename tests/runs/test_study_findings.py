@@ -13,7 +13,7 @@ from runs.study.grid import DEEPER, scaled_places
 from runs.study.rates import DEEPEST, SMALLEST
 from runs.study.scores import Scores
 from runs.study.trials import Trial
-from runs.tables import findings, study, study_equal, study_heads, study_settings
+from runs.tables import findings, sentences, study, study_equal, study_heads, study_settings
 from shown import cells, numbers, shown
 from study_rows import DATA, row, write
 from trainkit_gka.cli import UserError
@@ -337,3 +337,27 @@ def test_the_command_prints_every_table_and_draws_what_there_is(scaled, tmp_path
     assert list((tmp_path / "none").iterdir()) == []
     with pytest.raises(UserError, match="make study writes some"):
         findings.main(findings.FindingsConfig(results=tmp_path / "nothing"))
+
+
+@pytest.mark.parametrize(
+    ("difference", "said"),
+    [
+        ((0.02, 0.01, 0.03), "0.020 [0.010, 0.030] bits per byte behind softmax"),
+        ((-0.02, -0.03, -0.01), "0.020 [0.010, 0.030] bits per byte ahead of softmax"),
+        ((0.02, -0.01, 0.05), "not significantly different from softmax (+0.020 [-0.010, +0.050] bits per byte)"),
+        ((-0.02, math.nan, math.nan), "0.020 bits per byte ahead of softmax (one seed)"),
+    ],
+)
+def test_sentences_call_a_lead_what_its_interval_says(difference, said):
+    assert sentences.standing(statistics.Interval(*difference), "softmax") == said
+
+
+def test_verdicts_turn_with_the_rows(tmp_path):
+    """The same sentence of two worlds: in one bandwidths and gates help GKA, in the other they do not."""
+    both = f"{sentences.HALF} + channels + gates"
+    for gained, verdict in ((0.05, "No"), (-0.05, "Not settled")):
+        losses = {sentences.HALF: 1.75, both: 1.75 - gained, sentences.CONTROL: 1.73}
+        folder = write(tmp_path / verdict / "study", with_seeds(DEEPER, losses))
+        said = sentences.learned(sentences.Study(folder / "words.jsonl"))
+        assert said.startswith(f"**{verdict}.**") and f"{gained:.3f} [{gained:.3f}, {gained:.3f}] bits per byte" in said
+        assert "not compared with softmax yet" in said

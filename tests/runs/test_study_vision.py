@@ -1,4 +1,4 @@
-"""Question 6 of the study: images and their small copies, real trainings that become rows, the grid, and the table."""
+"""Question 7 of the study: images and their small copies, real trainings that become rows, the grid, and the table."""
 
 import json
 import statistics

@@ -33,9 +33,10 @@ def test_commands_of_results_can_be_given_anywhere():
             assert not [word for word in words if word.startswith(("/", "~")) or "=/" in word], (path, words)
 
 
-def test_every_table_is_on_one_page():
-    names = [name for page in tables.PAGES for name in tables.BLOCK.findall((ROOT / page).read_text())]
-    assert sorted(names) == sorted(tables.TABLES)
+def test_every_table_and_sentence_is_on_one_page():
+    names = [found for page in tables.PAGES for found in tables.BLOCK.findall((ROOT / page).read_text())]
+    known = [("table", name) for name in tables.TABLES] + [("text", name) for name in tables.SENTENCES]
+    assert sorted(names) == sorted(known)
 
 
 def test_any_page_takes_any_table_between_its_markers():
@@ -45,7 +46,7 @@ def test_any_page_takes_any_table_between_its_markers():
     assert filled.startswith("".join(start) + "| features |") and filled.endswith("".join(end))
     assert tables.render("runs/README.md", filled) == filled
     assert tables.render("runs/README.md", 2 * empty) == 2 * filled
-    with pytest.raises(UserError, match=r"README\.md has a block table:speeds; the tables are results, demo,"):
+    with pytest.raises(UserError, match=r"README\.md has a block table:speeds; known are results, demo,"):
         tables.render("README.md", empty.replace("errors", "speeds"))
 
 
@@ -71,18 +72,18 @@ def test_a_damaged_line_is_named_with_its_file(tmp_path, monkeypatch):
     for line, reason in (("{", "is not JSON"), ("[]", "is not a record"), (json.dumps(holes), "has no gap")):
         (tmp_path / "demo.jsonl").write_text(json.dumps(whole) + "\n" + line + "\n")
         with pytest.raises(UserError, match=rf"demo\.jsonl, line 2: {reason}; delete the line and measure again"):
-            tables.block("demo", "README.md")
+            tables.block("table", "demo", "README.md")
     write_lines(
         tmp_path / "bench_gpt_a-cpu-2-threads.jsonl", *[{**whole, "kind": "bench_gpt", "config": {"case": "d4"}}]
     )
     with pytest.raises(UserError, match=r"bench_gpt_a-cpu-2-threads\.jsonl, line 1: has no phase"):
-        tables.block("decode", "runs/README.md")
+        tables.block("table", "decode", "runs/README.md")
 
 
 def test_a_mistake_in_a_table_is_not_taken_for_a_damaged_file(monkeypatch):
     monkeypatch.setitem(tables.TABLES, "errors", lambda: {}["a mistake"])
     with pytest.raises(KeyError, match="a mistake"):
-        tables.block("errors", "gka/README.md")
+        tables.block("table", "errors", "gka/README.md")
 
 
 @pytest.mark.parametrize("name", ["attention", "deit", "gpt", "onnx"])

@@ -21,6 +21,6 @@ def row(trial, loss, **metrics):
 
 
 def write(folder, rows):
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder

@@ -1,1 +1,1 @@
-"""The study's question 6: spatial head offsets and hybrids in vision transformers."""
+"""The study's question 7: spatial head offsets and hybrids in vision transformers."""

@@ -1,4 +1,4 @@
-"""Train the vision transformers of the study's question 6 that are not finished.
+"""Train the vision transformers of the study's question 7 that are not finished.
 
 python -m runs.study.vision                           on scikit-learn's digits
 python -m runs.study.vision --data path/to/images     on a folder with train/ and val/ of class folders

@@ -1,4 +1,4 @@
-"""What question 6 compares, and in which order it is trained."""
+"""What question 7 compares, and in which order it is trained."""
 
 import math
 from collections.abc import Callable

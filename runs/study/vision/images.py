@@ -1,4 +1,4 @@
-"""The images of question 6: scikit-learn's digits, CIFAR-10, or photographs as small copies; and each's recipe."""
+"""The images of question 7: scikit-learn's digits, CIFAR-10, or photographs as small copies; and each's recipe."""
 
 import hashlib
 import shutil

@@ -1,4 +1,4 @@
-"""Finished trials of question 6, as comparisons need them: a family on some images, at its best rate, seed by seed."""
+"""Finished trials of question 7, as comparisons need them: a family on some images, at its best rate, seed by seed."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Question 6 on some images: what trains a trial, and what a finished one's row says."""
+"""Question 7 on some images: what trains a trial, and what a finished one's row says."""
 
 import math
 import statistics

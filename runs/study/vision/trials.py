@@ -1,4 +1,4 @@
-"""One run of question 6: a vision transformer and its training, as data; the trainer's flags for it, and its key."""
+"""One run of question 7: a vision transformer and its training, as data; the trainer's flags for it, and its key."""
 
 from dataclasses import dataclass
 from typing import Any

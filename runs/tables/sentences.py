@@ -1,0 +1,277 @@
+"""What the study and the benchmarks found, in sentences whose numbers and verdicts come from the result files.
+
+A difference whose interval holds 0 is called not significant; so a new row can change a word, not only a number.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas as pd
+
+from nanochat_gka.accounting import AccountingConfig, account
+from runs import frames
+from runs.study.families import ALL
+from runs.study.grid import CONTROL, DEEPER, HALF, LONGER
+from runs.study.scores import Place, Scores, family_of, probed_models
+from runs.study.speed import speeds_of
+from runs.study.statistics import Interval, common_seeds
+from runs.study.vision.scores import results_of, rows_of
+from runs.tables.study import ROWS
+from runs.tables.study_equal import other_places, three_ways
+
+TEXT = ROWS / "text_large.jsonl"
+LONGEST = max(other_places(), key=lambda place: (place["tokens"], place["depth"]))
+OFFSETS, PAPER, SOFTMAX = "GKA + offsets", "GKA", "softmax"
+LEARNED = "channels + gates"
+NAMES = {
+    HALF: "GKA with head offsets, and value embeddings in half of its layers as softmax has them,",
+    CONTROL: "softmax with the same offsets",
+    OFFSETS: "GKA with head offsets",
+    SOFTMAX: "nanochat's softmax",
+}
+IMAGES = {"digits": "digits", "images": "600 photographs of clothing", "cifar10": "CIFAR-10"}
+BITS, POINTS = " bits per byte", " points"
+
+
+def standing(
+    difference: Interval | None, other: str, unit: str = BITS, form: str = ".3f", less_wins: bool = True
+) -> str:
+    """Where something stands that has this difference from another: behind it, ahead of it, or neither."""
+    if difference is None:
+        return f"not compared with {other} yet"
+    value, low, high = difference.value, difference.low, difference.high
+    place = f"behind {other}" if (value > 0) == less_wins else f"ahead of {other}"
+    if low != low:  # one seed has no interval
+        return f"{abs(value):{form}}{unit} {place} (one seed)"
+    if low <= 0 <= high:
+        return f"not significantly different from {other} ({value:+{form}} [{low:+{form}}, {high:+{form}}]{unit})"
+    ends = sorted((abs(low), abs(high)))
+    return f"{abs(value):{form}} [{ends[0]:{form}}, {ends[1]:{form}}]{unit} {place}"
+
+
+def verdict(difference: Interval | None) -> str:
+    """Of a loss minus another, in a word."""
+    if difference is None or difference.low != difference.low:
+        return "open"
+    return "behind" if difference.low > 0 else "ahead" if difference.high < 0 else "level"
+
+
+def gain(difference: Interval | None) -> str:
+    """What something gives: bits per byte that it takes away, with their interval."""
+    if difference is None:
+        return "an amount not measured yet"
+    value, low, high = -difference.value, -difference.high, -difference.low
+    return f"{value:.3f}" + (" (one seed)" if low != low else f" [{low:.3f}, {high:.3f}]")
+
+
+class Study:
+    """The finished rows of the text that pages speak of."""
+
+    def __init__(self, path: Path = TEXT):
+        self.scores, self.speeds = Scores.read(path), speeds_of(path.parent)
+
+    def over(self, name: str, other: str, place: Place) -> Interval | None:
+        """A family's loss minus another's."""
+        return self.scores.over(ALL[name], ALL[other], place)
+
+    def against(self, name: str, other: str, place: Place) -> str:
+        """Where a family stands at equal tokens."""
+        return standing(self.over(name, other, place), NAMES[other])
+
+    def ways(self, name: str, other: str, place: Place) -> list[Interval | None]:
+        """The same at equal tokens, equal FLOPs and equal time."""
+        return three_ways(self.scores, self.speeds, name, other, place)
+
+    def share(self, name: str, other: str, count: str) -> float:
+        """Of a count, the family's part of another's."""
+        own, base = (self.scores.at(ALL[one], DEEPER) for one in (name, other))
+        return own[count] / base[count] if own and base else float("nan")
+
+
+def tokens_of(place: Place) -> str:
+    return f"2^{place['tokens'].bit_length() - 1} tokens"
+
+
+# Text
+
+
+def text_quality(study: Study) -> str:
+    """The verdict on text, for the front page."""
+    tokens, _, time = study.ways(HALF, CONTROL, LONGEST)
+    return (
+        f"**Text.** The paper's form is {study.against(PAPER, SOFTMAX, LONGEST)} (four layers, {tokens_of(LONGEST)}). "
+        f"{NAMES[HALF]} is {standing(tokens, NAMES[CONTROL])} at equal tokens, and {standing(time, 'it')} at equal "
+        f"time on a CPU."
+    )
+
+
+def paper_form(study: Study) -> str:
+    """Question 1."""
+    short, long = LONGER[0], LONGER[-1]
+    sigmas = [result.sigma_squared for place in (short, long) if (result := study.scores.at(ALL[PAPER], place))]
+    return (
+        f"**It is {verdict(study.over(PAPER, SOFTMAX, LONGEST))}.** With four layers it is "
+        f"{study.against(PAPER, SOFTMAX, DEEPER)} after {tokens_of(DEEPER)}, and "
+        f"{standing(study.over(PAPER, SOFTMAX, LONGEST), 'it')} after {tokens_of(LONGEST)}. Its kernel opens towards a "
+        f"mean of all tokens: with two layers the median σ² is {sigmas[0]:,.0f} after {tokens_of(short)} and "
+        f"{sigmas[-1]:,.0f} after {tokens_of(long)}."
+    )
+
+
+def repair(study: Study) -> str:
+    """Question 2."""
+    given = gain(study.over(OFFSETS, "GKA unrotated", DEEPER))
+    return (
+        f"**Head offsets**: key and value of a head come from neighbouring tokens. With four layers they give GKA "
+        f"{given} bits per byte and softmax {gain(study.over(CONTROL, SOFTMAX, DEEPER))} ({tokens_of(DEEPER)}). They "
+        f"cost no parameters and no FLOPs. GKA with them is {study.against(OFFSETS, SOFTMAX, DEEPER)}."
+    )
+
+
+def recommended(study: Study) -> str:
+    """Question 3."""
+    ways = study.ways(HALF, CONTROL, LONGEST)
+    words = [verdict(way) for way in ways]
+    tokens, flops, time = (standing(way, NAMES[CONTROL] if not place else "it") for place, way in enumerate(ways))
+    return (
+        f"**At equal tokens {words[0]}, at equal FLOPs {words[1]}, at equal time {words[2]}.** {NAMES[HALF]} is "
+        f"{tokens} at equal tokens, {flops} at equal FLOPs, and {time} at equal time on the CPU that was timed (four "
+        f"layers, {tokens_of(LONGEST)})."
+    )
+
+
+def learned(study: Study) -> str:
+    """Question 4: bandwidths of channels and gates of heads, at four layers."""
+    both = {name: f"{name} + {LEARNED}" for name in (HALF, CONTROL)}
+    given = {name: gain(study.over(own, name, DEEPER)) for name, own in both.items()}
+    helps = verdict(study.over(both[HALF], HALF, DEEPER)) == "ahead"
+    stands = standing(study.over(both[HALF], both[CONTROL], DEEPER), "softmax")
+    return (
+        f"**{'No' if helps else 'Not settled'}.** A bandwidth for every channel and a gate for every head together "
+        f"give {NAMES[HALF]} {given[HALF]} bits per byte, and {NAMES[CONTROL]} {given[CONTROL]} (four layers, "
+        f"{tokens_of(DEEPER)}). With both on both sides, GKA is {stands}."
+    )
+
+
+def kernel_or_offset(study: Study) -> str:
+    """Question 5."""
+    place = LONGER[0]
+    lost = {name: study.over(f"offsets, {name}", OFFSETS, place) for name in ("fixed sigma", "causal mean")}
+    tied = standing(study.over("offsets, tied softmax", OFFSETS, place), "the Gaussian kernel")
+    said = {
+        name: "" if one is None else f"{one.value:.3f} [{one.low:.3f}, {one.high:.3f}]" for name, one in lost.items()
+    }
+    return (
+        f"**Mostly its width.** Softmax over the same dot products, without the keys' norms, is {tied}. Bandwidths "
+        f"that stay where they start cost {said['fixed sigma']} bits per byte, a mean of all earlier tokens "
+        f"{said['causal mean']} (two layers, {tokens_of(place)}, GKA with head offsets)."
+    )
+
+
+def heads(study: Study) -> str:
+    """Question 6: what models gain on the second half of a repeated sequence."""
+    gains: dict[str, list[float]] = {}
+    for trial, record in probed_models(study.scores.folder):
+        if trial and (trial.depth, trial.tokens) == (LONGEST["depth"], LONGEST["tokens"]):
+            gains.setdefault(family_of(trial), []).append(record["metrics"]["induction"]["gain"])
+    said = {name: f"{min(values):.1f} to {max(values):.1f}" for name, values in gains.items()}
+    return (
+        f"**Head offsets let models repeat what they saw.** When random tokens come a second time, four layers "
+        f"after {tokens_of(LONGEST)} pay fewer nats a token: softmax with offsets {said[CONTROL]}, GKA with offsets "
+        f"{said[OFFSETS]}, with value embeddings in half of its layers {said[HALF]}; without offsets softmax "
+        f"{said[SOFTMAX]} and GKA {said[PAPER]}."
+    )
+
+
+# Images
+
+
+def images_quality(folder: Path = ROWS) -> str:
+    """The verdict on images, for the front page: of CIFAR-10 if it is measured, which has most images."""
+    measured = rows_of(folder)
+    rows = [measured["cifar10"]] if "cifar10" in measured else measured.values()
+    return "**Images.** " + " ".join(filter(None, (of_images(one) for one in rows)))
+
+
+def image_sentences(folder: Path = ROWS) -> str:
+    """The same of every set of images, with the better of the forms that have spatial offsets."""
+    return " ".join(filter(None, (of_images(one, with_offsets=True) for one in rows_of(folder).values())))
+
+
+def of_images(rows: list[dict], with_offsets: bool = False) -> str:
+    """GKA beside softmax on a set of images, in percentage points of top-1; empty until both are measured."""
+    results, data = results_of(rows), rows[-1]["data"]
+    own, softmax = results["GKA"], results["softmax"]
+    if own is None or softmax is None:
+        return ""
+    seeds = f"{len(common_seeds([own.losses, softmax.losses]))} seeds"
+    stands = standing(own.over(softmax), f"softmax's {softmax.mean:.1f} %", POINTS, ".1f", less_wins=False)
+    told = f"On {IMAGES.get(data['images'], data['images'])} GKA has {own.mean:.1f} % ({seeds}), {stands}"
+    offsets = {name: one for name, one in results.items() if one and name.startswith("GKA +")}
+    if offsets and with_offsets:
+        name = max(offsets, key=lambda name: offsets[name].mean)
+        of_both = standing(offsets[name].over(softmax), "softmax", POINTS, ".1f", less_wins=False)
+        told += f"; with spatial offsets (`{name.rpartition(' ')[2]}`) it is {of_both}"
+    return f"{told}."
+
+
+# Cost and speed
+
+
+def cost() -> str:
+    """Parameters and FLOPs at the paper's depth, by the project's accounting."""
+    counted = {name: account(AccountingConfig(depth=20, **ALL[name])) for name in (SOFTMAX, PAPER, OFFSETS, HALF)}
+
+    def shares(name: str) -> str:
+        own, base = counted[name], counted[SOFTMAX]
+        return f"{own['parameters'] / base['parameters']:.2f}x the parameters and " + (
+            f"{own['flops_per_token'] / base['flops_per_token']:.2f}x the FLOPs of a token"
+        )
+
+    return (
+        f"**Cost.** At depth 20 GKA, with head offsets or without, has {shares(PAPER)} of nanochat's softmax; with "
+        f"value embeddings in half of its layers {shares(HALF)}."
+    )
+
+
+def speed() -> str:
+    """What the CPU kernel gains over torch's softmax attention, in the bare operator and in training steps."""
+    operator = _ratios("attention", "forward+backward")
+    models = pd.concat([_ratios("deit", "training"), _ratios("gpt", "training")])
+    machines = operator.index.get_level_values("machine").nunique()
+    return (
+        f"**Speed.** On {machines} CPUs the operator, forward and backward, is {operator.min():.1f} to "
+        f"{operator.max():.1f} times as fast as torch's fused softmax attention (median {operator.median():.1f}), a "
+        f"training step of a whole model {models.min():.2f} to {models.max():.2f} times."
+    )
+
+
+def _ratios(benchmark: str, phase: str) -> pd.Series:
+    """Softmax's time over ours, for every case of a phase, machine and number of threads."""
+    lines = frames.bench(benchmark)
+    wanted = (lines.phase == phase) & ~lines.case.str.startswith("sweep") & ~lines.machine.str.contains("held to")
+    found = {}
+    for key, timed in lines[wanted].groupby(["machine", "threads", "case"]):
+        pair = frames.sides(timed).median_ms
+        if {"baseline", "ours"} <= set(pair.columns):
+            found[key] = (pair.baseline / pair.ours).iloc[0]
+    return pd.Series(found).rename_axis(["machine", "threads", "case"]).dropna()
+
+
+def of_text(sentence: Callable[[Study], str]) -> Callable[[], str]:
+    return lambda: sentence(Study())
+
+
+SENTENCES: dict[str, Callable[[], str]] = {
+    "text-quality": of_text(text_quality),
+    "images-quality": images_quality,
+    "cost": cost,
+    "speed": speed,
+    "study-paper-form": of_text(paper_form),
+    "study-repair": of_text(repair),
+    "study-recommended": of_text(recommended),
+    "study-learned": of_text(learned),
+    "study-kernel": of_text(kernel_or_offset),
+    "study-heads-sentence": of_text(heads),
+    "study-images-sentence": image_sentences,
+}
