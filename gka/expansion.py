@@ -1,4 +1,4 @@
-"""The kernel's exponent as a dot product and two terms of norms, for the softmax implementations (gka/README.md):
+"""The kernel's exponent as a dot product and two terms of norms, for the softmax implementations (docs/mathematics.md):
 
 S_ij = -|x_i - k_j|^2 / (2 sigma^2) = x_i.k_j / sigma^2 + a_i + b_j
 """

@@ -1,6 +1,6 @@
 """Gaussian kernel attention through torch's scaled_dot_product_attention: exact, never builds N x N.
 
-The kernel's exponent is a dot product of features with two more channels (gka/README.md):
+The kernel's exponent is a dot product of features with two more channels (docs/mathematics.md):
 
     S_ij = -|x_i - k_j|^2 / (2 sigma^2) = [x_i / sigma^2, -|x_i|^2 / (2 sigma^2), 1] . [k_j, 1, -|k_j|^2 / (2 sigma^2)]
 

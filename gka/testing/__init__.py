@@ -7,7 +7,7 @@ raises if the output or a gradient is further from float64 than the budget allow
 is called as route(x, log_sigma, keys=keys, values=values), like `gaussian_attention`.
 
 The budget of a fast path is derived, never tuned: twice the error that plain PyTorch makes in the same dtype on the
-same inputs, plus what one unit in the last place of the exponents and of dot products is worth (gka/README.md, Error
+same inputs, plus what one unit in the last place of the exponents and of dot products is worth (docs/accuracy.md, Error
 model). Everything is measured against float64 of the same rounded inputs.
 """
 

@@ -1,4 +1,4 @@
-"""The error budget (gka/README.md, Error model): how far y and each gradient may be from float64, and whether a
+"""The error budget (docs/accuracy.md, Error model): how far y and each gradient may be from float64, and whether a
 route keeps to it.
 """
 
@@ -137,7 +137,7 @@ def log_sigma_condition(problem: Problem) -> float:
 
 
 def floors(problem: Problem) -> dict[str, float]:
-    """The rounding floor of y and of each gradient in norm, term by term (gka/README.md, Error model), for
+    """The rounding floor of y and of each gradient in norm, term by term (docs/accuracy.md, Error model), for
     self-attention with grad_y, computed in float32, or in x.dtype if that is wider: centred where nothing is causal,
     S_ij the sum of three terms of size r_ij, results rounded to x.dtype.
     """

@@ -234,7 +234,7 @@ class GKAAttention(Attention, kind="gka"):
     """Gaussian kernel attention (paper section 5.1): no W_Q, W_K, W_V.
 
     A feature, the per-head norm of the rotated block input, is query, key and value. Per-head norms are constant, so
-    the kernel is plain attention at scale 1 / sigma^2 (gka/README.md). One tensor is stored, the features.
+    the kernel is plain attention at scale 1 / sigma^2 (docs/mathematics.md). One tensor is stored, the features.
 
     Four variations are not the paper's:
     - `gka_values` that are not rotated. Keys follow from them and the position, so the values are what is stored.

@@ -49,7 +49,7 @@ class PlainCache(Context):
         stored = [torch.cat(pair, 1) for pair in zip(self.past[first : first + count], new[:count])]
         self.present += stored
         values, keys = self._values_and_keys(layer, rotary, stored)
-        if layer.kind.has_bandwidth:  # features of constant norm: plain attention (gka/README.md)
+        if layer.kind.has_bandwidth:  # features of constant norm: plain attention (docs/mathematics.md)
             queries = queries * inverse_variance(layer.log_sigma)[:, None]
         else:
             queries = queries * layer.config.head_dim**-0.5

@@ -1,4 +1,4 @@
-"""Errors of the operator's routes against the float64 oracle: the tables of gka/README.md.
+"""Errors of the operator's routes against the float64 oracle: the tables of docs/accuracy.md.
 
     python -m runs.bench.error                  measures all three parts again, in some ten minutes
     python -m runs.bench.error --only routes    one of them; the others' lines in the file stay

@@ -3,7 +3,7 @@
 Command:   make pretrain-d20-best NGPU=7, then make eval-bpb and make eval-core with RUN=out/runs/d20-gka-PS-normalised
 Trains:    as make pretrain-d20: 378,798,320 parameters, 2,778,726,400 tokens of FineWeb-Edu, 6.709e18 FLOPs
 Hours:     as make pretrain-d20: 3.2 on 7 RTX 5090, an estimate from FLOPs alone; not measured
-Expected:  less than the paper's form, by gka/README.md's "Which form to train"; not run here yet
+Expected:  less than the paper's form, by runs/study/README.md; not run here yet
 
 This form is ours, not the paper's. It has the parameters, FLOPs and half cache of the paper's form. Value embeddings
 are left out, though they help: in half of the layers, as softmax has them (`--value-embeds all`), the model would have

@@ -41,6 +41,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = (
     "README.md",
     "gka/README.md",
+    "docs/accuracy.md",
     "nanochat_gka/README.md",
     "deit_gka/README.md",
     "runs/README.md",

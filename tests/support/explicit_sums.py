@@ -12,7 +12,7 @@ STEP = 1e-30
 def attend(x, keys, values, log_sigma, causal, eps, grad_y):
     """(y, gradients of sum grad_y y by x, keys, values and log_sigma), arrays (B, T, H, D).
 
-    Paper eq. 3, 4 and 7, and gka/README.md, Gradients.
+    Paper eq. 3, 4 and 7, and docs/mathematics.md, Gradients.
     """
     y, dx, dkeys, dvalues, dlog_sigma = (np.zeros_like(t) for t in (x, x, keys, values, log_sigma))
     batch, num_queries, heads, _ = x.shape

@@ -1,5 +1,5 @@
 """The fused CPU kernel as torch operators: exact, eps included, true norms, deterministic, O(T * D) memory
-for each thread (gka/README.md, The CPU kernel).
+for each thread (gka/impl/cpu/README.md).
 
 The operators are opaque to torch.compile, which needs no graph break for them. A call that nothing traces or transforms
 goes past them, straight to the library: for small tensors the way there costs as much as the kernel.

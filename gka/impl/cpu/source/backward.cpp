@@ -1,4 +1,4 @@
-// Backward (gka/README.md, Gradients): one pass over the tiles makes K and the gradient of its exponents, and each is
+// Backward (docs/mathematics.md): one pass over the tiles makes K and the gradient of its exponents, and each is
 // mixed along both of its sides. With g_i = grad_y_i / (D_i + eps) and delta_i = g_i.y_i,
 //
 //   M_rc = K_rc (v_r.g_c - delta_c)  (+ the same with r and c exchanged where half of a symmetric K stands for all)

@@ -1,4 +1,4 @@
-// Backward in bfloat16 (gka/README.md, Gradients). With g_i = grad_y_i / (D_i + eps) and delta_i = g_i.y_i of y before
+// Backward in bfloat16 (docs/mathematics.md). With g_i = grad_y_i / (D_i + eps) and delta_i = g_i.y_i of y before
 // it was rounded, as g_i.v_j - delta_i cancels where tokens have an offset in common:
 //
 //   dx_i = (1 / sigma^2) sum_j M_ij (x_j - x_i) + sum_j [j sees i] K_ij g_j
