@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from PIL.Image import Image
+
 from deit_gka.figures.families import FAMILIES, why_not
 from deit_gka.figures.matrices import draw_matrices
-from deit_gka.figures.subjects import Drawn, check_repeats, of_run, of_timm, photographs, subjects_of
+from deit_gka.figures.subjects import Drawn, check_repeats, images_for, of_run, of_timm, photographs, subjects_of
 from trainkit_gka.cli import CountOrAll, UserError, run
 from trainkit_gka.files import check_named
 
@@ -45,7 +47,8 @@ class DrawConfig:
     pretrained: bool = False
     """Take timm's weights for --model."""
     image: tuple[Path, ...] = ()
-    """Image files. Without any: the two photographs that come with scikit-learn."""
+    """Image files. Without any: held-out images of what the run was trained on; of a model that sees larger ones, the
+    two photographs that come with scikit-learn."""
     image_size: tuple[int, ...] = ()
     """Height and width in pixels, or one side of a square, if not the model's own: positions are interpolated."""
     family: tuple[Literal[tuple(FAMILIES)], ...] = ()
@@ -75,8 +78,8 @@ def demo_run(demo: Path) -> Path | None:
     return next(iter(sorted(demo.glob("runs/digits-gka-*"))), None)
 
 
-def load(config: DrawConfig) -> tuple[list[Drawn], list[Drawn]]:
-    """The model and its twins, at the size to draw them, and the runs that repeat the model."""
+def load(config: DrawConfig) -> tuple[list[Drawn], list[Drawn], dict[str, Image]]:
+    """The model and its twins, at the size to draw them, the runs that repeat the model, and the images."""
     if not (config.run or config.model):
         check_named(config.demo, DrawConfig.demo, "the outputs of make demo")
     chosen = config.run or (None if config.model else demo_run(config.demo))
@@ -96,13 +99,14 @@ def load(config: DrawConfig) -> tuple[list[Drawn], list[Drawn]]:
     twice = next((about for about in abouts if abouts.count(about) > 1), None)
     if twice:
         raise UserError(f"{twice} is given twice: drawn together, models need names of their own")
-    return models, seeds
+    images = photographs(config.image) if config.image else images_for(first, chosen)
+    return models, seeds, images
 
 
 def main(config: DrawConfig) -> None:
     check(config)
     started = time.perf_counter()
-    (models, seeds), images = load(config), photographs(config.image)
+    models, seeds, images = load(config)
     subjects = []
     for drawn in models + seeds:
         of_model = subjects_of(drawn, images, models[0].about if drawn in seeds else "")

@@ -11,11 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from trainkit_gka.plots import subplots
+from trainkit_gka.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, subplots
 
-# Okabe and Ito's colours, which people tell apart who see red and green alike; their yellow is too pale on white.
-BLACK, GREY, SKY, BLUE = "#000000", "#8c8c8c", "#56b4e9", "#0072b2"
-GREEN, ORANGE, VERMILION, PURPLE = "#009e73", "#e69f00", "#d55e00", "#cc79a7"
 PALETTE = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, GREY, BLACK)  # in the order in which other things take them
 WIDTH = 8.5  # inches: a page shows them at nearly their own size
 DPI = 120

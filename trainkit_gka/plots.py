@@ -5,6 +5,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+# Okabe and Ito's colours, which people tell apart who see red and green alike; their yellow is too pale on white. They
+# are for things that are compared, such as models; heads and layers have `shades`.
+BLACK, GREY, SKY, BLUE = "#000000", "#8c8c8c", "#56b4e9", "#0072b2"
+GREEN, ORANGE, VERMILION, PURPLE = "#009e73", "#e69f00", "#d55e00", "#cc79a7"
+
 
 @dataclass(frozen=True)
 class Figure:

@@ -58,8 +58,8 @@ def draw_bandwidths(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
     cell = (max(5.2, 0.48 * depth), max(2.3, 0.25 * first.num_heads))
     figure, axes = sheet(2, 2, cell, title, text, margins=(0.7, 0.9, 0.75, 0.5), gaps=(1.95, 0.85))
     heat_map(figure, axes[0, 0], sigma, "(a) σ")
-    heat_map(figure, axes[0, 1], relative, "(c) σ / median distance")
-    lines(axes[1, 0], sigma, "(b) σ over depth", "σ", spread[0], name)
+    heat_map(figure, axes[0, 1], relative, "(b) σ / median distance")
+    lines(axes[1, 0], sigma, "(c) σ over depth", "σ", spread[0], name)
     if {layer.initial_sigma for layer in first.layers if layer.sigma is not None} == {initial}:
         axes[1, 0].axhline(initial, color="black", linestyle="--", linewidth=1, label=f"initial, {initial:.2f}")
     lines(axes[1, 1], effective, "(d) effective tokens over depth", f"effective tokens of {count}", spread[1], name)

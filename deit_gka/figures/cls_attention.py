@@ -1,17 +1,18 @@
-"""What the CLS token looks at: its row of W over the patches, laid over the image (paper, supplement)."""
+"""What the CLS token looks at: its row of W over the patches, beside the image (paper, supplement)."""
 
 import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from matplotlib.cm import ScalarMappable
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import nn
 
 from deit_gka.figures.groups import blocks, by_image, caption
 from deit_gka.figures.maps import attention_maps
 from deit_gka.figures.measures import diagonal_mass, entropy
-from deit_gka.figures.sheet import Subject, cell_size, linear, overlay, save, scale_below, to_pixels
+from deit_gka.figures.sheet import CMAP, Subject, cell_size, from_zero, save, scale_below, smooth_map
 from trainkit_gka import plots
 from trainkit_gka.plots import Figure
 
@@ -21,26 +22,34 @@ def draw_cls_attention(
 ) -> Path:
     """Draw the images, and below them a row for every model with the mean over heads of CLS attention in `layer`.
 
-    models: by the label of their row. images: normalised, (B, 3, S, S). titles: of the columns. Colour map inferno and
-    alpha 0.6 are those of the paper's supplement. Returns the path.
+    models: by the label of their row. images: normalised, (B, 3, S, S). titles: of the columns. The colour map is that
+    of the paper's supplement, on one scale for all maps. Returns the path.
     """
     mean, std = torch.tensor(IMAGENET_DEFAULT_MEAN), torch.tensor(IMAGENET_DEFAULT_STD)
     pixels = (images.movedim(1, -1) * std + mean).clamp(0, 1)
     rows, columns = 1 + len(models), len(images)
-    figure, axes = plots.subplots(rows, columns, figsize=(1.4 * columns, 1.5 * rows), squeeze=False)
+    figure, axes = plots.subplots(rows, columns, figsize=(0.6 + 1.1 * columns, 1.2 * rows), squeeze=False)
+    figure.set_layout_engine("constrained")
     for axis in axes.flat:
         axis.set(xticks=[], yticks=[])
-    for row in axes:
-        for axis, pixel in zip(row, pixels):
-            axis.imshow(pixel)
+    for axis, pixel in zip(axes[0], pixels):
+        axis.imshow(pixel, interpolation="none")
+    axes[0, 0].set_ylabel("image", fontsize=9)
+    maps = {
+        label: cls_map(attention_maps(model, images)[layer].weights, model.patch_embed.grid_size).mean(1)
+        for label, model in models.items()
+    }
+    norm = from_zero(torch.cat([*maps.values()]))
     for axis, title in zip(axes[0], titles):
         axis.set_title(title, fontsize=9)
-    for row, (label, model) in zip(axes[1:], models.items()):
-        patches = cls_map(attention_maps(model, images)[layer].weights, model.patch_embed.grid_size)
+    for row, (label, of_model) in zip(axes[1:], maps.items()):
         row[0].set_ylabel(label, fontsize=9)
-        for axis, shown in zip(row, to_pixels(patches.mean(1, keepdim=True), images.shape[-1])):
-            axis.imshow(shown[0], cmap="inferno", alpha=0.6)
-    return plots.save(figure, path, dpi=140)
+        for axis, patches in zip(row, of_model):
+            axis.imshow(smooth_map(patches, norm, images.shape[-2:]), interpolation="none")
+    bar = figure.colorbar(ScalarMappable(norm, CMAP), ax=axes[1:], fraction=0.02, pad=0.01)
+    bar.ax.tick_params(labelsize=7)
+    figure.savefig(path, dpi=140)
+    return path
 
 
 def cls_map(weights: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
@@ -58,13 +67,13 @@ def _draw_sheet(models: Sequence[Subject], path: Path) -> Figure:
     text = caption(
         models,
         f"{first.reader[0].upper()}{first.reader[1:]} of W over the patches, of every head, on one scale for a "
-        "layer (the bar below it), bicubic, clamped. Below a map: the weight that "
+        "layer (the bar below it), bicubic. Below a map: the weight that "
         f"{'the class token gives itself' if first.has_class else 'patches give themselves, the mean'}, and the "
         f"entropy of the row in nats (uniform: {math.log(first.count):.2f}).",
     )
     title = f"{'CLS' if first.has_class else 'Mean'} attention by layer and head"
     heads, size = [subject.num_heads for subject in models], cell_size(models[0], 1.3)
-    figure, parts = blocks(models, heads, size, title, text, (0.5, 0.3, 0.75, 0.52), (0.1, 0.22), fontsize=7)
+    figure, parts = blocks(models, heads, size, title, text, (0.5, 0.3, 0.75, 0.52), (0.1, 0.22), 7, image=0)
     rows = [row for subject, axes in zip(models, parts) for row in _draw_block(figure, axes, subject, size[1])]
     return Figure(save(figure, path), title, text, rows)
 
@@ -75,11 +84,11 @@ def _draw_block(figure, axes, subject: Subject, inches: float) -> list[dict]:
     for number, (column, layer) in enumerate(zip(axes.T, subject.layers), start=1):
         rows = tokens.read(layer.weights)
         maps = tokens.patches(rows)
-        norm = linear(maps)
+        norm = from_zero(maps)
         own = rows[:, 0] if tokens.has_class else diagonal_mass(layer.weights[:, tokens.prefix :, tokens.prefix :])
         numbers = zip(own.tolist(), entropy(rows).tolist())
         for head, (axis, patches, (self_weight, nats)) in enumerate(zip(column, maps, numbers), start=1):
-            axis.imshow(overlay(subject.pixels, patches, norm))
+            axis.imshow(smooth_map(patches, norm, subject.pixels.shape[:2]), interpolation="none")
             axis.set_xlabel(f"self {self_weight:.3f}, {nats:.2f} nats", labelpad=2)
             place = {"model": subject.model, "layer": number, "head": head}
             table.append({**place, "self-weight": self_weight, "entropy (nats)": nats})

@@ -10,11 +10,12 @@ import torch
 from deit_gka.figures.groups import by_image
 from deit_gka.figures.rollout import rollout
 from deit_gka.figures.sheet import Subject, plain, save, sheet
-from trainkit_gka.plots import Figure
+from trainkit_gka.plots import BLUE, GREEN, GREY, ORANGE, SKY, Figure
 
 STEPS = 16
 RANDOM_ORDERS = 4
 BATCH = 16  # images in a forward pass
+MORE = (BLUE, GREEN, ORANGE, SKY, GREY)  # of models of one kind beside each other
 STYLES = {"rollout": "-", "CLS": "--", "random": ":"}
 
 
@@ -53,6 +54,12 @@ def deletion_curve(subject: Subject, order: torch.Tensor) -> tuple[np.ndarray, n
     return (counts / count).numpy(), found[:, found[0].argmax()].numpy()
 
 
+def class_of(subject: Subject) -> str:
+    """The class that the model gives the whole image, in quotes; its number from 1 where the classes have no names."""
+    place = int(subject.probabilities(torch.as_tensor(subject.pixels)[None])[0].argmax())
+    return f'"{subject.classes[place]}"' if subject.classes else f"class {place + 1}"
+
+
 def draw_deletion(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
     """Draw a panel for every image: the probability of the class against the share deleted, by order and model."""
     images = by_image(subjects)
@@ -61,8 +68,8 @@ def draw_deletion(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
         f"{'; '.join(names)}. Images: {', '.join(models[0].image for models in images)}. Patches are deleted (painted "
         "in the image's mean colour) in the order of rollout without discarding, of the last layer's "
         f"{images[0][0].tokens.reader} (the mean over heads), or of {RANDOM_ORDERS} random orders (their mean; their "
-        "range is shaded). Drawn is the probability of the class that the model gives the whole image. Beside a line: "
-        "the area under it, which is small where an order names first what the model needs."
+        "range is shaded). Drawn is the probability of the class that the model gives the whole image, which is named. "
+        "Beside a line: the area under it, which is small where an order names first what the model needs."
     )
     title, columns = "Deletion: does the model need the patches that it attends to?", min(len(images), 3)
     lines, legend = -(-len(images) // columns), 1.3 + (0.07 * max(map(len, names.values())) if len(names) > 1 else 0)
@@ -70,24 +77,33 @@ def draw_deletion(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
     for axis in axes.flat[len(images) :]:
         axis.set_visible(False)
     rows = [row for axis, models in zip(axes.flat, images) for row in _draw_panel(axis, models)]
+    top = max(axis.get_ylim()[1] for axis in axes.flat[: len(images)])
+    for axis in axes.flat:
+        axis.set_ylim(0, top)
     return [Figure(save(figure, folder / "deletion.png"), title, text, rows)]
 
 
 def _draw_panel(axis, models: Sequence[Subject]) -> list[dict]:
     """Draw the curves of the models on one image. Returns their numbers."""
     rows = []
+    said = []
     for number, subject in enumerate(models):
+        named = class_of(subject)
+        said += [named] if named not in said else []
+        shared = [each.colour for each in models].count(subject.colour) > 1  # a hybrid beside another
+        colour = MORE[number % len(MORE)] if shared else subject.colour
         for name, some in orders(subject).items():
             shares, curves = zip(*(deletion_curve(subject, order) for order in some))
             shares, curves = shares[0], np.stack(curves)
             curve, area = curves.mean(0), float(np.trapezoid(curves.mean(0), shares))
             label = name if len(models) == 1 else f"{subject.model}, {name}"
-            axis.plot(shares, curve, STYLES[name], color=f"C{number}", label=f"{plain(label)}: {area:#.3g}")
+            axis.plot(shares, curve, STYLES[name], color=colour, label=f"{plain(label)}: {area:#.3g}")
             if len(curves) > 1:
-                axis.fill_between(shares, curves.min(0), curves.max(0), color=f"C{number}", alpha=0.12, linewidth=0)
-            place = {"model": subject.model, "image": subject.image, "order": name}
+                axis.fill_between(shares, curves.min(0), curves.max(0), color=colour, alpha=0.12, linewidth=0)
+            place = {"model": subject.model, "image": subject.image, "class": named, "order": name}
             rows.append({**place, "probability of the whole image": float(curve[0]), "area under the curve": area})
-    axis.set(xlabel="share of the patches that is deleted", ylabel="probability", xlim=(0, 1), ylim=(0, None))
+    axis.set(xlabel="share of the patches that is deleted", xlim=(0, 1))
+    axis.set_ylabel(f"probability of {plain(' or '.join(said))}", fontsize=8)
     axis.set_title(plain(models[0].image), fontsize=10)
     axis.grid(alpha=0.3)
     axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, title="area", title_fontsize=7)

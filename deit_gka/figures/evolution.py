@@ -1,4 +1,4 @@
-"""How W changes over depth: the mean over heads, its CLS row, and that over the image (paper, supplement)."""
+"""How W changes over depth: the mean over heads, and its CLS row beside the image (paper, supplement)."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,12 +8,12 @@ import torch
 from deit_gka.figures.groups import blocks, by_image, caption
 from deit_gka.figures.matrices import matrix_picture, off_diagonal
 from deit_gka.figures.measures import diagonal_mass, effective_tokens
-from deit_gka.figures.sheet import Subject, coloured, linear, logarithmic, overlay, save, scale
+from deit_gka.figures.sheet import Subject, coloured, from_zero, logarithmic, save, scale
 from trainkit_gka.plots import Figure
 
 
 def draw_evolution(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
-    """Draw a sheet for every image: layers across; down, W, its CLS row, and that row over the image; by model."""
+    """Draw a sheet for every image: layers across; down, W and its CLS row; the image once; by model."""
     return [_draw_sheet(models, models[0].file(folder, "evolution")) for models in by_image(subjects)]
 
 
@@ -21,12 +21,13 @@ def _draw_sheet(models: Sequence[Subject], path: Path) -> Figure:
     text = caption(
         models,
         "The mean over heads of W (above; its diagonal grey, its mass and the effective tokens, exp(entropy), below "
-        f"it), its {models[0].tokens.reader} over the patches, and the same over the image. One scale for a row of "
-        "pictures: logarithmic for W, linear for the others. σ: the mean over heads, where a layer has it. The paper "
+        f"it), and its {models[0].tokens.reader} over the patches. One scale for a row of "
+        "pictures: logarithmic for W, linear from 0 below. σ: the mean over heads, where a layer has it. The paper "
         "turns this sheet by 90 degrees: a row for every layer.",
     )
     title, margins = "Kernel evolution over depth", (0.55, 0.8, 0.75, 0.1)
-    figure, parts = blocks(models, [3] * len(models), (1.45, 1.45), title, text, margins, (0.08, 0.42), fontsize=7)
+    size = (1.45, 1.45)
+    figure, parts = blocks(models, [2] * len(models), size, title, text, margins, (0.08, 0.42), 7, image=1)
     rows = [row for subject, axes in zip(models, parts) for row in _draw_block(figure, axes, subject)]
     return Figure(save(figure, path), title, text, rows)
 
@@ -36,21 +37,20 @@ def _draw_block(figure, axes, subject: Subject) -> list[dict]:
     tokens, rows = subject.tokens, []
     means = torch.stack([layer.weights.mean(0) for layer in subject.layers])
     maps = tokens.patches(tokens.read(means))
-    off, norm = logarithmic(off_diagonal(means), decades=3), linear(maps)
+    off, norm = logarithmic(off_diagonal(means), decades=3), from_zero(maps)
     for axis in axes.flat:
         axis.set_anchor("N")
     for number, (column, layer, mean, patches) in enumerate(zip(axes.T, subject.layers, means, maps), start=1):
         column[0].imshow(matrix_picture(mean, off, tokens.prefix), interpolation="none")
         column[1].imshow(coloured(patches, norm), interpolation="none")
-        column[2].imshow(overlay(subject.pixels, patches, norm))
         sigma = None if layer.sigma is None else float(layer.sigma.mean())
         mass, effective = float(diagonal_mass(mean)), float(effective_tokens(layer.weights).mean())
         words = "" if sigma is None else f"\nσ {sigma:.2f}"
         column[0].set_xlabel(f"diagonal {mass:.3f}{words}, eff. {effective:.0f}", labelpad=2)
         numbers = {"sigma": sigma, "diagonal mass": mass, "effective tokens": effective}
         rows.append({"model": subject.model, "layer": number, **numbers})
-    for axis, name in zip(axes[:, 0], ("W", "CLS row" if tokens.has_class else "mean row", "over the image")):
+    for axis, name in zip(axes[:, 0], ("W", "CLS row" if tokens.has_class else "mean row")):
         axis.set_ylabel(name, fontsize=9)
-    for axis, chosen in zip(axes[:2, -1], (off, norm)):
+    for axis, chosen in zip(axes[:, -1], (off, norm)):
         scale(figure, chosen, axis, (1.06, 0, 0.06, 1))
     return rows

@@ -7,17 +7,18 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from matplotlib.patches import FancyBboxPatch
+from matplotlib.patheffects import withStroke
 
 from deit_gka.figures.groups import by_image
 from deit_gka.figures.matrices import matrix_picture, off_diagonal
-from deit_gka.figures.patch_to_patch import BOX, box
-from deit_gka.figures.sheet import Subject, bare, coloured, linear, logarithmic, save, sheet
+from deit_gka.figures.sheet import BOX, Subject, bare, coloured, frame, linear, logarithmic, save, sheet
 from gka import KINDS, attention_cost, gaussian_weights
 from trainkit_gka.plots import Figure
 
 FACTORS = (0.5, 1.0, 2.0)  # of the model's own sigma
 FEW = 6
-MIDDLE = 4.4  # where the block's boxes are, of 10 across
+MIDDLE, HALF = 4.3, 3.5  # where the block's boxes are, and half of their width, of 10 across
 SHADE = {"learned": "#cfe0f5", "fixed": "#f3f3f3", "kernel": "#fbe3b5"}
 # What is above the output projection in a block, from below: (text, which shade).
 MIXING = {
@@ -68,12 +69,13 @@ def _draw_operator(subject: Subject, path: Path) -> Figure:
         "operator sums features; the sum of the patches' pixels is shown because it can be seen."
     )
     title, table = "Gaussian kernel attention on a few tokens", []
-    figure, axes = sheet(3, 5, (1.9, 1.9), title, caption, (0.75, 0.25, 0.95, 0.45), (0.42, 0.5))
+    figure, axes = sheet(3, 5, (1.9, 1.9), title, caption, (0.3, 0.25, 0.95, 0.45), (0.62, 0.5))
     _draw_patches(axes[:, 0], subject, places, pieces)
     for row, factor in zip(axes, FACTORS):
         affinities, weights = few_weights(features[chosen], factor * sigma)
         for name, place, weight in zip(_names(chosen), places, weights[0].tolist()):
-            table.append({"sigma": factor * sigma, "token": name, "patch": str(place), "weight in row i": weight})
+            patch = tokens.place(place[0] * tokens.grid[1] + place[1])
+            table.append({"sigma": factor * sigma, "token": name, "patch": patch, "weight in row i": weight})
         for axis, matrix in zip(row[1:3], (affinities, weights)):
             _draw_matrix(axis, matrix)
         bars = row[3].bar(range(len(chosen)), weights[0], color="#4878a8")
@@ -111,10 +113,11 @@ def _draw_patches(axes, subject: Subject, places: Sequence[tuple[int, int]], pie
     image.imshow(subject.pixels)
     half = (len(places) + 1) // 2
     for name, place in zip(_names(places), places):
-        box(image, place, subject.tokens.patch, shift=0.5)
+        frame(image, place, subject.tokens.patch)
         (row, column), (height, width) = place, subject.tokens.patch
-        centre = (column + 0.5) * width
-        image.text(centre, row * height - 1, name, color=BOX, fontsize=8, ha="center", va="bottom", fontweight="bold")
+        words = image.text((column + 0.5) * width - 0.5, (row + 0.5) * height - 0.5, name, color=BOX, fontsize=9)
+        words.set(ha="center", va="center_baseline", fontweight="bold", zorder=10)
+        words.set_path_effects([withStroke(linewidth=2.5, foreground="black")])
     for axis, start in ((first, 0), (second, half)):
         group = pieces[start : start + half]
         if group:
@@ -133,7 +136,7 @@ def _draw_matrix(axis, matrix: torch.Tensor) -> None:
         colour = "black" if value > 0.6 else "white"
         axis.text(column, row, f"{value:.2f}".removeprefix("0"), ha="center", va="center", fontsize=6.5, color=colour)
     axis.set_yticks(range(len(matrix)), labels=_names(range(len(matrix))), fontsize=8)
-    box(axis, (0, 0), (1, len(matrix)), shift=0.5)
+    frame(axis, (0, 0), (1, len(matrix)))
     axis.tick_params(length=0)
     axis.spines[:].set_visible(False)
 
@@ -175,20 +178,18 @@ def _draw_column(axis, kind: str, parameters: int) -> None:
     axis.set_title(f"{KINDS[kind].label}: {parameters:,} parameters in attention", fontsize=9)
     parts = [("LayerNorm", "learned"), *MIXING[kind], ("output projection W_O", "learned"), ("LayerNorm", "learned"),
              ("MLP", "learned")]  # fmt: skip
-    heights = [0.9, 0.9, 1.4, 0.9, 0.9, 0.9]
-    bottom, middles = 1.0, []
+    heights = [0.9, 0.9, 1.3, 0.9, 0.9, 0.9]
+    bottom, edges = 1.0, [(0.0, 0.3)]
     for number, ((text, shade), height) in enumerate(zip(parts, heights)):
-        axis.text(
-            MIDDLE, bottom + height / 2, text, ha="center", va="center", fontsize=8,
-            bbox=dict(boxstyle="round,pad=0.45", facecolor=SHADE[shade], edgecolor="black", linewidth=0.7),
-        )  # fmt: skip
-        middles.append(bottom + height / 2)
+        corner, style = (MIDDLE - HALF, bottom), dict(boxstyle="round,pad=0,rounding_size=0.25", linewidth=0.7)
+        axis.add_patch(FancyBboxPatch(corner, 2 * HALF, height, facecolor=SHADE[shade], edgecolor="black", **style))
+        axis.text(MIDDLE, bottom + height / 2, text, ha="center", va="center", fontsize=8, color="black")
+        edges.append((bottom, bottom + height))
         bottom += height + (1.25 if number == 3 else 0.7)
-    arrow = dict(arrowstyle="->", linewidth=0.9)
-    stops = [0.2, *middles, 12.6]
-    for low, high in itertools.pairwise(stops):
-        axis.annotate("", (MIDDLE, high - 0.3 * (high < 12)), (MIDDLE, low + 0.4 * (low > 1)), arrowprops=arrow)
-    for start, end in ((0.6, middles[3] + 0.95), (middles[3] + 1.2, 12.1)):
-        axis.plot([MIDDLE, 0.4, 0.4, MIDDLE], [start, start, end, end], color="grey", linewidth=0.9)
-        axis.text(MIDDLE, end, "+", ha="center", va="center", fontsize=9,
+    for (_, low), (high, _) in itertools.pairwise([*edges, (12.6, 12.6)]):
+        arrow = dict(arrowstyle="->", linewidth=0.9, shrinkA=0, shrinkB=0)
+        axis.annotate("", (MIDDLE, high), (MIDDLE, low), arrowprops=arrow)
+    for start, end in ((0.6, edges[4][1] + 0.45), (edges[4][1] + 0.75, edges[6][1] + 0.45)):
+        axis.plot([MIDDLE, 0.3, 0.3, MIDDLE], [start, start, end, end], color="grey", linewidth=0.9)
+        axis.text(MIDDLE, end, "+", ha="center", va="center", fontsize=8,
                   bbox=dict(boxstyle="circle,pad=0.1", facecolor="white", linewidth=0.7))  # fmt: skip

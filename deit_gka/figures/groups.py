@@ -52,14 +52,17 @@ def blocks(
     margins: tuple[float, float, float, float],
     gaps: tuple[float, float] = (0.06, 0.06),
     fontsize: int = 8,
+    image: int | None = None,
 ) -> tuple:
     """A figure, and for every model axes for pictures, (its rows, its layers).
 
     The arguments are those of `sheet`; the margins are around every block. Blocks of few layers are side by side,
-    others one below the other. The names of the models are above them if there are several.
+    others one below the other. The names of the models are above them if there are several. image: the row, from 0, in
+    front of whose maps the image stands, in a column of its own that the returned axes leave out.
     """
     left, right, top, bottom = margins
-    columns, heading = [len(subject.layers) for subject in models], HEADING if len(models) > 1 else 0
+    lead = int(image is not None)
+    columns, heading = [lead + len(subject.layers) for subject in models], HEADING if len(models) > 1 else 0
     beside = sum(columns) <= MOST_COLUMNS
     count, step = len(models) - 1, (left + right - gaps[0], 0) if beside else (0, bottom + LAYERS + heading - gaps[1])
     margins = (left, right + count * step[0], top + heading, bottom + count * step[1])
@@ -75,6 +78,11 @@ def blocks(
         part, hidden = part[: rows[number], : columns[number]], (part[rows[number] :], part[:, columns[number] :])
         for axis in [axis for some in hidden for axis in some.flat]:
             axis.set_visible(False)
+        before, part = np.split(part, [lead], axis=1)
+        for row, axis in enumerate(before.flat):
+            axis.set_visible(row == image)
+            axis.imshow(models[number].pixels, interpolation="none")
+            axis.set_title("image", fontsize=9)
         label_layers(part, models[number])
         if heading:
             name_above(part[0, 0], models[number].model)

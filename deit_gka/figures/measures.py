@@ -41,6 +41,11 @@ class Tokens:
         """Whose row `read` gives, in words."""
         return "CLS row" if self.has_class else "mean row of the patches (the model has no class token)"
 
+    def place(self, patch: int) -> str:
+        """The row and column of a patch, counted from 1, as pictures and pages name it. patch: from 0."""
+        row, column = divmod(patch, self.grid[1])
+        return f"row {row + 1}, column {column + 1}"
+
     def token(self, row: int, column: int) -> int:
         """The number of the token of a patch."""
         return self.prefix + self.grid[1] * row + column
@@ -57,6 +62,10 @@ class Tokens:
         """The paper's four patches, (row, column): upper left, centre, lower right, upper right."""
         quarter, half, three = ([side * part // 4 for side in self.grid] for part in (1, 2, 3))
         return [(quarter[0], quarter[1]), (half[0], half[1]), (three[0], three[1]), (quarter[0], three[1])]
+
+    def query_names(self) -> list[str]:
+        """The names of `queries`."""
+        return [self.place(self.token(*query) - self.prefix) for query in self.queries()]
 
     def distances(self) -> torch.Tensor:
         """Pixels between the centres of any two patches, (R * C, R * C)."""

@@ -3,15 +3,12 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from deit_gka.figures.groups import blocks, by_image, caption
 from deit_gka.figures.measures import Tokens
-from deit_gka.figures.sheet import GREY, Subject, cell_size, coloured, logarithmic, overlay, save, scale_below
+from deit_gka.figures.sheet import GREY, Subject, cell_size, coloured, frame, logarithmic, save, scale_below
 from trainkit_gka.plots import Figure
-
-BOX = "cyan"
 
 
 def query_maps(weights: torch.Tensor, tokens: Tokens) -> torch.Tensor:
@@ -36,28 +33,28 @@ def without_own(maps: torch.Tensor, tokens: Tokens) -> torch.Tensor:
 
 
 def draw_patch_to_patch(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
-    """Draw a sheet for every image: layers across; down, every query's map and the map over the image; by model."""
+    """Draw a sheet for every image: layers across; down, every query's map; the image once; by model."""
     return [_draw_mean(models, models[0].file(folder, "patch_to_patch")) for models in by_image(subjects)]
 
 
 def draw_patch_to_patch_heads(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
-    """Draw a sheet for every image: layers across; down, every query's map of every head over the image; by model."""
-    return [_draw_heads(models, models[0].file(folder, "patch_to_patch_heads")) for models in by_image(subjects)]
-
-
-def _names(tokens: Tokens) -> str:
-    return ", ".join(f"({row}, {column})" for row, column in tokens.queries())
+    """Draw a sheet for every image and query: layers across, heads down, the image once; by model."""
+    return [
+        _draw_heads(models, query, models[0].file(folder, f"patch_to_patch_heads-{query + 1}"))
+        for models in by_image(subjects)
+        for query in range(4)
+    ]
 
 
 def _draw_mean(models: Sequence[Subject], path: Path) -> Figure:
     text = caption(
         models,
-        f"Rows of W of the patches (row, column) {_names(models[0].tokens)}, the mean over heads, over all patches; "
-        "the box is the patch. The scale is logarithmic and shared by a layer (the bar below it): the patch's weight "
-        "of itself would flatten a linear one. Lower picture of a pair: the same over the image.",
+        "Rows of W of four patches, framed, the mean over heads, over all patches. The scale is logarithmic and shared "
+        "by a layer (the bar below it): the patch's weight of itself would flatten a linear one.",
     )
     title, size = "Patch-to-patch attention", cell_size(models[0], 1.25)
-    figure, parts = blocks(models, [8] * len(models), size, title, text, margins=(0.7, 0.3, 0.75, 0.35))
+    margins = (0.3, 0.3, 0.75, 0.35)
+    figure, parts = blocks(models, [4] * len(models), size, title, text, margins, (0.22, 0.12), image=0)
     rows = [row for subject, axes in zip(models, parts) for row in _draw_mean_block(figure, axes, subject, size[1])]
     return Figure(save(figure, path), title, text, rows)
 
@@ -65,72 +62,53 @@ def _draw_mean(models: Sequence[Subject], path: Path) -> Figure:
 def _draw_mean_block(figure, axes, subject: Subject, inches: float) -> list[dict]:
     """Draw a model's maps, `inches` high. Returns their numbers."""
     tokens, rows = subject.tokens, []
-    queries = tokens.queries()
     for number, (column, layer) in enumerate(zip(axes.T, subject.layers), start=1):
         maps = query_maps(layer.weights.mean(0), tokens)
-        norm = logarithmic(maps)
-        for query, patches, pixels, raw, over in zip(
-            queries, maps, query_distances(maps, tokens).tolist(), column[::2], column[1::2]
-        ):
-            raw.imshow(coloured(patches, norm), interpolation="none")
-            over.imshow(overlay(subject.pixels, patches, norm))
-            box(raw, query, (1, 1), shift=0.5)
-            box(over, query, tokens.patch, shift=0.5)
-            place = {"model": subject.model, "layer": number, "patch": str(query)}
+        norm, distances = logarithmic(maps), query_distances(maps, tokens).tolist()
+        for query, name, patches, pixels, axis in zip(tokens.queries(), tokens.query_names(), maps, distances, column):
+            axis.imshow(coloured(patches, norm), interpolation="none")
+            frame(axis, query, (1, 1))
+            place = {"model": subject.model, "layer": number, "patch": name}
             rows.append({**place, "self-weight": float(patches[query]), "mean distance (pixels)": pixels})
         scale_below(figure, norm, column[-1], inches, gap=0.08)
-    for query, raw, over in zip(queries, axes[::2, 0], axes[1::2, 0]):
-        raw.set_ylabel(f"patch {query}", fontsize=9)
-        over.set_ylabel("over the image", fontsize=8)
+    for name, axis in zip(tokens.query_names(), axes[:, 0]):
+        axis.set_ylabel(name.replace(", ", "\n"), fontsize=8)
     return rows
 
 
-def _draw_heads(models: Sequence[Subject], path: Path) -> Figure:
+def _draw_heads(models: Sequence[Subject], query: int, path: Path) -> Figure:
+    name = models[0].tokens.query_names()[query]
     text = caption(
         models,
-        f"Rows of W of the patches (row, column) {_names(models[0].tokens)}, of every head, over the image. The patch "
-        "itself is grey and not on the scale, which is logarithmic and shared by a layer (the bar below it). Below a "
-        "map: the mean distance to the patches that the patch attends to, in pixels, and the weight of itself.",
+        f"Rows of W of the patch in {name}, of every head. The patch itself is grey and not on the scale, which is "
+        "logarithmic and shared by a layer (the bar below it). Below a map: the mean distance to the patches that the "
+        "patch attends to, in pixels, and the weight of itself.",
     )
-    title, size = "Patch-to-patch attention by head", cell_size(models[0], 1.2)
-    counts = [4 * subject.num_heads for subject in models]
-    figure, parts = blocks(models, counts, size, title, text, (0.75, 0.3, 0.75, 0.52), (0.08, 0.2), fontsize=7)
-    rows = [row for subject, axes in zip(models, parts) for row in _draw_heads_block(figure, axes, subject, size[1])]
+    title, size = f"What the patch in {name} looks at, head by head", cell_size(models[0], 1.3)
+    counts, margins = [subject.num_heads for subject in models], (0.3, 0.3, 0.75, 0.52)
+    figure, parts = blocks(models, counts, size, title, text, margins, (0.22, 0.2), 7, image=0)
+    rows = []
+    for subject, axes in zip(models, parts):
+        rows += _draw_heads_block(figure, axes, subject, query, size[1])
     return Figure(save(figure, path), title, text, rows)
 
 
-def _draw_heads_block(figure, axes, subject: Subject, inches: float) -> list[dict]:
-    """Draw a model's maps of every head, `inches` high. Returns their numbers."""
-    tokens, heads, rows = subject.tokens, subject.num_heads, []
+def _draw_heads_block(figure, axes, subject: Subject, query: int, inches: float) -> list[dict]:
+    """Draw a model's maps of one query and every head, `inches` high. Returns their numbers."""
+    tokens, rows = subject.tokens, []
+    place, name = tokens.queries()[query], tokens.query_names()[query]
     for number, (column, layer) in enumerate(zip(axes.T, subject.layers), start=1):
         maps = query_maps(layer.weights, tokens)
         norm, distances = logarithmic(without_own(maps, tokens)), query_distances(maps, tokens)
-        for index, query in enumerate(tokens.queries()):
-            for head, axis in enumerate(column[index * heads : (index + 1) * heads]):
-                own, pixels = float(maps[head, index][query]), float(distances[head, index])
-                axis.imshow(grey_patch(overlay(subject.pixels, maps[head, index], norm), query, tokens.patch))
-                box(axis, query, tokens.patch, shift=0.5)
-                axis.set_xlabel(f"{pixels:.0f} px, self {own:.2f}", labelpad=2)
-                place = {"model": subject.model, "layer": number, "head": head + 1, "patch": str(query)}
-                rows.append({**place, "self-weight": own, "mean distance (pixels)": pixels})
+        for head, (axis, patches) in enumerate(zip(column, maps[:, query])):
+            picture, own, pixels = coloured(patches, norm), float(patches[place]), float(distances[head, query])
+            picture[place] = [round(255 * part) for part in GREY]
+            axis.imshow(picture, interpolation="none")
+            frame(axis, place, (1, 1))
+            axis.set_xlabel(f"{pixels:.0f} px, self {own:.2f}", labelpad=2)
+            about = {"model": subject.model, "layer": number, "head": head + 1, "patch": name}
+            rows.append({**about, "self-weight": own, "mean distance (pixels)": pixels})
         scale_below(figure, norm, column[-1], inches, gap=0.26)
-    for index, query in enumerate(tokens.queries()):
-        for head in range(heads):
-            axes[index * heads + head, 0].set_ylabel(f"patch {query}\nhead {head + 1}", fontsize=8)
+    for head, axis in enumerate(axes[:, 0], start=1):
+        axis.set_ylabel(f"head {head}", fontsize=8)
     return rows
-
-
-def grey_patch(picture: np.ndarray, query: tuple[int, int], side: tuple[int, int]) -> np.ndarray:
-    """The picture, (height, width, 3) bytes, with the patch `query`, (row, column), of `side` pixels grey."""
-    (row, column), (height, width), picture = query, side, picture.copy()
-    picture[row * height : (row + 1) * height, column * width : (column + 1) * width] = np.multiply(255, GREY)
-    return picture
-
-
-def box(axis, query: tuple[int, int], side: tuple[int, int], shift: float) -> None:
-    """Draw the outline of the patch `query`, (row, column), of `side` = (height, width) in the axis's units."""
-    from matplotlib.patches import Rectangle
-
-    (row, column), (height, width) = query, side
-    corner = (column * width - shift, row * height - shift)
-    axis.add_patch(Rectangle(corner, width, height, fill=False, edgecolor=BOX, linewidth=1.2, clip_on=False, zorder=9))

@@ -10,10 +10,11 @@ import torch
 
 from deit_gka.figures.groups import by_image
 from deit_gka.figures.measures import Tokens
-from deit_gka.figures.sheet import Subject, bare, cell_size, linear, overlay, plain, save, scale, sheet
+from deit_gka.figures.sheet import Subject, bare, cell_size, from_zero, plain, save, scale, sheet, smooth_map
 from trainkit_gka.plots import Figure
 
 DISCARD_RATIOS = (0.0, 0.5, 0.9)
+LEAST_SHARE = 0.01  # of the row on patches; less would be drawn black
 
 
 def rollout(weights: Sequence[torch.Tensor], tokens: Tokens, discard: float = 0.0) -> torch.Tensor:
@@ -36,8 +37,30 @@ def rollout(weights: Sequence[torch.Tensor], tokens: Tokens, discard: float = 0.
     return total
 
 
+def on_patches(weights: Sequence[torch.Tensor], tokens: Tokens, ratio: float) -> torch.Tensor:
+    """The row of the rollout that stands for the image, (N,), in float64."""
+    return tokens.read(rollout(weights, tokens, ratio))
+
+
+def largest_ratio(weights: Sequence[torch.Tensor], tokens: Tokens, ratio: float) -> float:
+    """The largest hundredth, at most `ratio`, at which more than LEAST_SHARE of the row is on patches.
+
+    A larger ratio keeps no weight that a smaller one discards, so that half of what is left is looked at each time.
+    """
+    if on_patches(weights, tokens, ratio)[tokens.prefix :].sum() > LEAST_SHARE:
+        return ratio
+    low, high = 0, round(100 * ratio) - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if on_patches(weights, tokens, middle / 100)[tokens.prefix :].sum() > LEAST_SHARE:
+            low = middle
+        else:
+            high = middle - 1
+    return low / 100
+
+
 def draw_rollout(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
-    """Draw a row for every model on every image: the image, and the rollout over it at the discard ratios."""
+    """Draw a row for every model on every image: the image, and beside it the rollout at the discard ratios."""
     subjects = [subject for models in by_image(subjects) for subject in models]
     heading = "Attention rollout: what reaches the " + ("CLS token" if subjects[0].tokens.has_class else "mean patch")
     abouts = "; ".join(dict.fromkeys(subject.about for subject in subjects))
@@ -45,7 +68,8 @@ def draw_rollout(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
         f"{abouts}. R = Â_L ⋯ Â_1 with Â = ½ mean over heads + ½ I, rows normalised; {subjects[0].tokens.reader} of R "
         "over the patches, in multiples of an equal share (1 / tokens), on one scale for a row. Weights below the "
         "quantile are zeroed before I is added; those to the class token are kept. Below a map: the part of that "
-        "row that is on patches, the rest is on the tokens before them."
+        "row that is on patches, the rest is on the tokens before them. Where a ratio leaves less than "
+        f"{LEAST_SHARE:.0%} on patches, the largest one that leaves more is drawn and named."
     )
     size = cell_size(subjects[0], 2.3)
     names = ["\n".join(textwrap.wrap(subject.model, int(size[1] * 15))) for subject in subjects]
@@ -59,16 +83,18 @@ def draw_rollout(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
     table = []
     for row, name, subject in zip(axes, names, subjects):
         layers, tokens = [layer.weights for layer in subject.layers], subject.tokens
-        rows = [tokens.read(rollout(layers, tokens, ratio)) for ratio in DISCARD_RATIOS]
+        ratios = [largest_ratio(layers, tokens, ratio) for ratio in DISCARD_RATIOS]
+        rows = [on_patches(layers, tokens, ratio) for ratio in ratios]
         maps = [tokens.patches(values * tokens.count).float() for values in rows]
-        norm = linear(torch.stack(maps))
-        row[0].imshow(subject.pixels)
+        norm = from_zero(torch.stack(maps))
+        row[0].imshow(subject.pixels, interpolation="none")
         row[0].set_ylabel(plain(name), fontsize=7)
         row[0].set_xlabel(plain(subject.image))
-        for axis, ratio, values, patches in zip(row[1:], DISCARD_RATIOS, rows, maps):
-            axis.imshow(overlay(subject.pixels, patches, norm))
+        for axis, asked, ratio, values, patches in zip(row[1:], DISCARD_RATIOS, ratios, rows, maps):
+            axis.imshow(smooth_map(patches, norm, subject.pixels.shape[:2]), interpolation="none")
             share = float(values[tokens.prefix :].sum())
-            axis.set_xlabel(f"{share:.1%} on patches" if share > 1e-6 else "nothing left on patches")
+            instead = f"{asked:g} is empty, {ratio:g}: " if ratio < asked else ""
+            axis.set_xlabel(f"{instead}{share:.1%} on patches")
             table.append({"model": subject.model, "image": subject.image, "discard ratio": ratio, "on patches": share})
         scale(figure, norm, row[-1], (1.04, 0, 0.06, 1), "× equal share")
     return [Figure(save(figure, folder / "rollout.png"), heading, caption, table)]

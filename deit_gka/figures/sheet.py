@@ -1,7 +1,7 @@
 """What the figures share: their subject, pictures over the image, the sheets and scales of `trainkit_gka.figures`."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,7 @@ from trainkit_gka.figures.sheet import (  # noqa: F401 (the figures take all of 
     GREY,
     bare,
     coloured,
+    from_zero,
     label_layers,
     linear,
     logarithmic,
@@ -25,8 +26,11 @@ from trainkit_gka.figures.sheet import (  # noqa: F401 (the figures take all of 
     scale_below,
     sheet,
 )
+from trainkit_gka.plots import BLACK, BLUE, PURPLE, VERMILION
 
-ALPHA = 0.6  # of a map over the image, as the paper's
+KIND_COLOURS = {"softmax": BLACK, "gka": VERMILION, "vlt": PURPLE}  # as in runs/figures.py; a hybrid is HYBRID
+HYBRID = BLUE
+BOX = "cyan"  # of the outline of a patch
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,7 @@ class Subject:
     tokens: Tokens
     layers: list[LayerMaps]  # without their B
     probabilities: Callable[[torch.Tensor], torch.Tensor]  # pixels (B, height, width, 3) -> (B, classes)
+    classes: list[str] = field(default_factory=list)  # their names; empty if nobody knows them
     repeats: str = ""  # `about` of the model of the same recipe and another seed
 
     @property
@@ -54,6 +59,12 @@ class Subject:
     def sigmas(self) -> np.ndarray:
         """The bandwidths, (L, H); NaN in layers without."""
         return np.stack([np.full(self.num_heads, np.nan) if s.sigma is None else s.sigma.numpy() for s in self.layers])
+
+    @property
+    def colour(self) -> str:
+        """Of the model's lines among those of other models."""
+        kinds = {layer.kind for layer in self.layers}
+        return KIND_COLOURS.get(kinds.pop(), HYBRID) if len(kinds) == 1 else HYBRID
 
     def file(self, folder: Path, family: str) -> Path:
         """Where a figure of this image goes."""
@@ -81,9 +92,22 @@ def to_pixels(maps: torch.Tensor, size: int | tuple[int, int]) -> torch.Tensor:
     return nn.functional.interpolate(maps, size=size, mode="bicubic", align_corners=False).clamp(min=0)
 
 
-def overlay(pixels: np.ndarray, patches: torch.Tensor, norm) -> np.ndarray:
-    """The image with a map (rows, columns) of its patches over it, as bytes."""
+def smooth_map(patches: torch.Tensor, norm, size: tuple[int, int]) -> np.ndarray:
+    """A map (rows, columns) of an image's patches as bytes (*size, 3), in the very colours of its scale.
+
+    It stands beside the image: mixed with one, its colours would not be on the scale.
+    """
     parts = torch.from_numpy(np.asarray(norm(patches.numpy()), dtype=np.float32))
-    fine = to_pixels(parts[None, None], pixels.shape[:2])[0, 0].clamp(max=1)
-    colours = colormaps[CMAP](fine.numpy())[..., :3]
-    return np.uint8(np.rint(255 * (ALPHA * colours + (1 - ALPHA) * pixels)))
+    fine = to_pixels(parts[None, None], size)[0, 0].clamp(max=1)
+    return np.uint8(np.rint(255 * colormaps[CMAP](fine.numpy())[..., :3]))
+
+
+def frame(axis, place: tuple[int, int], side: tuple[int, int]) -> None:
+    """Outline the patch `place`, (row, column), of `side` = (height, width) in the axis's units, on any colour."""
+    from matplotlib.patches import Rectangle
+
+    (row, column), (height, width) = place, side
+    corner = (column * width - 0.5, row * height - 0.5)
+    for colour, wide in (("black", 2.6), (BOX, 1.2)):
+        options = dict(fill=False, edgecolor=colour, linewidth=wide, clip_on=False, zorder=9)
+        axis.add_patch(Rectangle(corner, width, height, **options))

@@ -6,19 +6,27 @@ figures = FAMILIES["cls_maps"](subjects, folder)  # of families.py
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, resolve_input_data_config
+from timm.data import (
+    IMAGENET_DEFAULT_MEAN,
+    IMAGENET_DEFAULT_STD,
+    ImageNetInfo,
+    infer_imagenet_subset,
+    resolve_input_data_config,
+)
 from timm.models import VisionTransformer
 from torch import nn
 
-from deit_gka.data.sources.decode import BrokenImage, decode
+from deit_gka.data.sources import BrokenImage, DataParts, Record, Source, Stream, decode, open_source
 from deit_gka.data.transforms import eval_transform
 from deit_gka.figures.maps import attention_maps
 from deit_gka.figures.measures import Tokens
@@ -35,8 +43,10 @@ from deit_gka.model.checkpoints import (
     timm_weights,
 )
 from trainkit_gka import extras
-from trainkit_gka.cli import UserError
+from trainkit_gka.cli import PassingFault, UserError
 
+NUM_IMAGES, STREAMED = 4, 1000  # images that are drawn; of a stream, how many are looked through for them
+SEES_PHOTOGRAPHS = 64  # pixels: a model of smaller images makes nothing of a photograph
 MOST_PATCHES = 4096  # 1024 × 1024 pixels: W of 12 layers and 12 heads takes 10 GB
 
 
@@ -49,6 +59,7 @@ class Drawn:
     model: nn.Module
     settings: dict[str, Any]  # of eval_transform
     recipe: dict[str, Any] = field(default_factory=dict)  # of a run: all that it was trained with
+    classes: list[str] = field(default_factory=list)  # their names; empty if nobody knows them
 
 
 def of_run(path: Path, weights: str = "ema", best: bool = False, image_size: Sequence[int] = ()) -> Drawn:
@@ -65,8 +76,8 @@ def of_run(path: Path, weights: str = "ema", best: bool = False, image_size: Seq
     data = Path(state["trained_on"]).name if "trained_on" in state else "its images"
     kind = {"ema": "EMA", "model": "raw"}[weights]
     about = f"{name} ({state['model']['name']}), {kind} weights after {state['epoch']:g} epochs of {data}"
-    drawn = Drawn(name, about, load_run(found, weights, "cpu"), eval_settings(about_images(state)), recipe)
-    return _at_size(drawn, image_size)
+    model, settings = load_run(found, weights, "cpu"), eval_settings(about_images(state))
+    return _at_size(Drawn(name, about, model, settings, recipe, state["classes"]), image_size)
 
 
 def of_timm(
@@ -92,7 +103,9 @@ def of_timm(
     settings = eval_settings(resolve_input_data_config(model))
     label = " ".join([name, *kwargs])
     folder = re.sub(r"[^\w.=-]+", "_", f"{label} {Path(source).stem}")
-    return _at_size(Drawn(folder, f"{label}, {words}", model, settings), image_size)
+    subset = infer_imagenet_subset(model)
+    classes = ImageNetInfo(subset).label_descriptions() if subset else []
+    return _at_size(Drawn(folder, f"{label}, {words}", model, settings, classes=classes), image_size)
 
 
 def _at_size(drawn: Drawn, image_size: Sequence[int]) -> Drawn:
@@ -142,6 +155,49 @@ def photographs(paths: Sequence[Path] = ()) -> dict[str, Image.Image]:
     return images
 
 
+def images_for(drawn: Drawn, run: Path | None, network: bool = True) -> dict[str, Image.Image]:
+    """What the model knows, to draw it on: held-out images of what a run was trained on, else photographs.
+
+    run: its folder, None for a timm model. network: see `own_images`. Raises UserError for a run whose images are not
+    here, or a timm model of small images: photographs are only for a model that can see them.
+    """
+    images = own_images(run, network) if run else {}
+    if images or min(drawn.model.patch_embed.img_size) >= SEES_PHOTOGRAPHS:
+        return images or photographs()
+    what = f"the images that {drawn.name} was trained on cannot be read" if run else f"{drawn.name} sees small images"
+    raise UserError(f"{what}, and photographs would tell it nothing: give some of its kind with --image")
+
+
+def own_images(run: Path, network: bool = True) -> dict[str, Image.Image]:
+    """The first held-out image of some classes that a run was trained on; none if these images are not here.
+
+    network: whether a dataset of the hub may be asked for.
+    """
+    state = find_checkpoint(run).state
+    data = state.get("trained_on", "")
+    if not data or (data.startswith(("hf:", "hf-stream:")) and not network):
+        return {}
+    with suppress(UserError, PassingFault):
+        source = open_source(data, "val", DataParts(**state.get("parts", {})))
+        stream = isinstance(source, Stream)
+        records = islice(source.records(0, 0, 1), STREAMED) if stream else map(source.read, range(len(source)))
+        return first_of_classes(source, records)
+    return {}
+
+
+def first_of_classes(source: Source | Stream, records: Iterable[Record]) -> dict[str, Image.Image]:
+    """Name of a class -> its first image, for the first classes."""
+    data = re.split(r"[/:]", source.name.rstrip("/"))[-1]
+    found: dict[str, Image.Image] = {}
+    for image, label, _ in records:
+        name = f"{data} {source.classes[label]}"
+        if name not in found:
+            found[name] = decode(image, upright=True)
+        if len(found) == min(NUM_IMAGES, len(source.classes)):
+            break
+    return found
+
+
 def subjects_of(drawn: Drawn, images: dict[str, Image.Image], repeats: str = "") -> list[Subject]:
     """What the model does with each of the images, from one forward pass of all of them.
 
@@ -162,6 +218,6 @@ def subjects_of(drawn: Drawn, images: dict[str, Image.Image], repeats: str = "")
 
     return [
         Subject(drawn.name, drawn.about, name, pixels[i], tokens, [layer.of_image(i) for layer in layers],
-                probabilities, repeats)
+                probabilities, drawn.classes, repeats)
         for i, name in enumerate(images)
     ]  # fmt: skip

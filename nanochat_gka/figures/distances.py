@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from matplotlib.colors import Normalize
 from matplotlib.ticker import MaxNLocator
 
 from nanochat_gka.figures.subjects import Subject, caption
@@ -30,17 +31,19 @@ def draw_distances(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
     words = caption(
         subjects,
         "Above: σ over the median distance |x_i − x_j| of two tokens' features, after rotation and norm, by layer and "
-        "head. Below: one against the other; dashed: where they are equal. Two tokens at the median distance d have "
-        "the affinity exp(−d² / 2σ²): 0.61 where σ = d, 0.14 where it is half of d, 0.88 where it is twice d. σ alone "
-        "cannot be compared across layers.",
+        "head, on one scale. Below: one against the other; dashed: where they are equal. Two tokens at the median "
+        "distance d have the affinity exp(−d² / 2σ²): 0.61 where σ = d, 0.14 where it is half of d, 0.88 where it is twice "
+        "d. σ alone cannot be compared across layers.",
     )
     depth, heads = max(len(s.layers) for s in subjects), max(s.num_heads for s in subjects)
     cell, title = (max(3.0, 0.42 * depth), max(2.2, 0.24 * heads)), "Bandwidths against distances"
     figure, axes = sheet(2, len(subjects), cell, title, words, (0.7, 1.0, 0.85, 0.55), (1.6, 0.85))
-    rows = []
-    for (table, chart), subject in zip(axes.T, subjects):
-        medians, sigmas = medians_and_sigmas(subject)
-        heat_map(figure, table, sigmas / medians, "σ / median distance", names=subject.head_names())
+    rows, numbers_of = [], [medians_and_sigmas(subject) for subject in subjects]
+    ratios = np.concatenate([(sigmas / medians).ravel() for medians, sigmas in numbers_of])
+    norm = Normalize(np.nanmin(ratios), np.nanmax(ratios))
+    end = 1.08 * max(np.nanmax(values) for pair in numbers_of for values in pair)
+    for (table, chart), subject, (medians, sigmas) in zip(axes.T, subjects, numbers_of):
+        heat_map(figure, table, sigmas / medians, "σ / median distance", norm, names=subject.head_names())
         name_above(table, subject.model)
         for number, layer in enumerate(subject.layers):
             if layer.sigma is not None:
@@ -51,7 +54,6 @@ def draw_distances(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
                 ]  # fmt: skip
         numbers = np.repeat(np.arange(1, len(medians) + 1), medians.shape[1])
         points = chart.scatter(medians.ravel(), sigmas.ravel(), c=numbers, s=18, cmap="viridis", vmin=1, vmax=depth)
-        end = 1.08 * max(np.nanmax(medians), np.nanmax(sigmas))
         chart.plot((0, end), (0, end), color="black", linestyle="--", linewidth=1)
         chart.set(xlabel="median distance", ylabel="σ", xlim=(0, end), ylim=(0, end))
         chart.grid(alpha=0.3)

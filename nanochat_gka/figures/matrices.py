@@ -16,7 +16,7 @@ from trainkit_gka.figures.sheet import bare, coloured, label_layers, name_above,
 from trainkit_gka.plots import Figure
 
 WIDTH, LARGEST, SMALLEST = 12.0, 2.4, 1.45  # inches: of all pictures beside each other, of one at most, at least
-SMALLEST_FONT = 3.2  # points
+SMALLEST_FONT, EVERY = 5.0, 8  # points; where words would be smaller, every so many-th token is numbered
 MOST_COLUMNS = 24  # of a sheet with models side by side
 HIDDEN = 232  # grey of what the mask hides
 
@@ -63,7 +63,9 @@ def draw_matrices(subjects: Sequence[Subject], folder: Path, tokens: int = TOKEN
         "of a token for itself (the mass of the diagonal) and for the token before it, without the first row.",
         part,
     )
-    labels = first.words[:count] if font >= SMALLEST_FONT else []
+    legible = font >= SMALLEST_FONT
+    labels = first.words[:count] if legible else [str(n) if n % EVERY == 0 else "" for n in range(1, count + 1)]
+    font = font if legible else 6.0
     longest = max(map(len, labels), default=0) * font * 0.62 / 72
     margins = (0.5 + longest, 0.9, 0.85, 0.3 + longest)
     title = "Attention matrices W over tokens"

@@ -20,8 +20,8 @@ LINE = 0.13  # inches
 MOST_LINES = 96  # of one query, if the layers are not named
 TOKENS = 64  # of the text that are drawn
 AFTER = 10  # tokens after the last query, which no row weights
-CMAP, EDGE, HIDDEN = "YlOrRd", "tab:blue", "0.78"
-DARK = 0.45  # the weight from which on the colour is too dark for black letters
+CMAP, EDGE, HIDDEN = "gist_heat_r", "tab:blue", "0.72"  # the colour of weight 0 is the page's
+DARK = 0.15  # the weight from which on the colour is too dark for black letters
 
 
 def draw_rows(

@@ -22,10 +22,12 @@ def draw_training(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
     panels = [layers_of(group[0]) for group in groups]
     columns = min(ACROSS, max(map(len, panels)))
     rows = [(g, layers[i : i + columns]) for g, layers in zip(groups, panels) for i in range(0, len(layers), columns)]
+    several = any(len(group) > 1 for group in groups)
+    band = "A band is from the least to the most of several runs, the line their mean. " if several else ""
     words = (
-        "σ of every head at the evaluations of the training run; dashed: where it started. A band is from the least to "
-        "the most of several runs, the line their mean. The kernel is exp(−|x_i − x_j|² / 2σ²): a σ that grows without "
-        "end makes W the average of all tokens that it sees. " + " ".join(map(growth, groups))
+        f"σ of every head at the evaluations of the training run; dashed: where it started. {band}One scale for all. "
+        "The kernel is exp(−|x_i − x_j|² / 2σ²): a σ that grows without end makes W the average of all tokens that it "
+        "sees. " + " ".join(map(growth, groups))
     )
     title = "Bandwidths over training"
     figure, axes = sheet(len(rows), columns, (2.3, 1.9), title, words, (0.7, 1.0, 0.85, 0.55), (0.42, 1.05))
@@ -33,6 +35,10 @@ def draw_training(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
         _draw_panels(row, group, layers)
         others = f" and {len(group) - 1} more" if len(group) > 1 else ""
         name_above(row[0], f"{group[0].model}{others}: {form(group[0].config)}")
+    shown = [axis for axis in axes.flat if axis.get_visible()]
+    lows, highs = zip(*(axis.get_ylim() for axis in shown))
+    for axis in shown:
+        axis.set_ylim(min(lows), max(highs))
     table = [
         {"model": subject.model, "layer": layer + 1, "head": name, "training tokens": subject.history[-1].tokens,
          "σ at the start": subject.layers[layer].initial_sigma, "σ at the end": subject.history[-1].sigma[layer][head]}
@@ -76,7 +82,7 @@ def growth(group: Sequence[Subject]) -> str:
 
 
 def _draw_panels(axes, group: Sequence[Subject], layers: Sequence[int]) -> None:
-    """The panels of some layers of the runs of one shape, on one scale."""
+    """The panels of some layers of the runs of one shape."""
     for axis in axes[len(layers) :]:
         axis.set_visible(False)
     axes, tokens = axes[: len(layers)], np.array([evaluation.tokens for evaluation in group[0].history]) / 1e6
@@ -93,8 +99,5 @@ def _draw_panels(axes, group: Sequence[Subject], layers: Sequence[int]) -> None:
         axis.tick_params(labelsize=7)
         axis.grid(alpha=0.3)
         axis.set_xlabel("training tokens (millions)", fontsize=8)
-    lows, highs = zip(*(axis.get_ylim() for axis in axes))
-    for axis in axes:
-        axis.set_ylim(min(lows), max(highs))
     axes[0].set_ylabel("σ", fontsize=9)
     axes[-1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)

@@ -24,12 +24,14 @@ def draw_losses(rows: dict[str, dict], path: Path) -> Path:
 
 
 def draw_bandwidths(sigmas: dict[str, list[list[float]]], path: Path) -> Path:
-    """A heat map, and lines over depth. sigmas: label -> for every layer its heads' sigma."""
+    """A heat map, and lines over depth, on one scale. sigmas: label -> for every layer its heads' sigma."""
     figure, axes = panels(2, len(sigmas), 7.0)
+    every = [value for sigma in sigmas.values() for layer in sigma for value in layer]
+    least, most = min(every), max(every)
     for heat_map, lines, (label, sigma) in zip(axes, axes[len(sigmas) :], sigmas.items()):
         heads = list(zip(*sigma))  # H x L
         numbers = [range(1, len(side) + 1) for side in (sigma, heads)]
-        picture = heat_map.imshow(heads, cmap="YlOrRd", aspect="auto")
+        picture = heat_map.imshow(heads, cmap="YlOrRd", aspect="auto", vmin=least, vmax=most)
         figure.colorbar(picture, ax=heat_map, label="σ")
         heat_map.grid(visible=False)
         heat_map.set_title(label, fontsize=10)
@@ -38,6 +40,6 @@ def draw_bandwidths(sigmas: dict[str, list[list[float]]], path: Path) -> Path:
         heat_map.set_yticks(range(len(heads)), numbers[1])
         for head, (values, colour) in enumerate(zip(heads, shades(len(heads))), 1):
             lines.plot(numbers[0], values, marker="o", color=colour, label=f"head {head}")
-        lines.set(xlabel="layer", ylabel="σ", xticks=numbers[0])
+        lines.set(xlabel="layer", ylabel="σ", xticks=numbers[0], ylim=(0.97 * least, 1.03 * most))
     legend(figure, axes, 4)
     return save(figure, "Learned bandwidths", path)

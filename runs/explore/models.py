@@ -4,11 +4,8 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from timm.data import ImageNetInfo, infer_imagenet_subset
-
 from deit_gka.draw import demo_run
 from deit_gka.figures.subjects import of_run, of_timm
-from deit_gka.model import checkpoints as vision_checkpoints
 from nanochat_gka.model import checkpoints as language_checkpoints
 from runs.explore.language import LanguageModel
 from runs.explore.vision import VisionModel
@@ -63,14 +60,11 @@ def _language(path: Path) -> LanguageModel:
 
 
 def _vision(path: Path) -> VisionModel:
-    return VisionModel(of_run(path), vision_checkpoints.find_checkpoint(path).state["classes"])
+    return VisionModel(of_run(path))
 
 
 def _untrained(name: str) -> VisionModel:
-    drawn = of_timm(name)
-    subset = infer_imagenet_subset(drawn.model)
-    classes = ImageNetInfo(subset).label_descriptions() if subset else map(str, range(drawn.model.num_classes))
-    return VisionModel(drawn, list(classes))
+    return VisionModel(of_timm(name))
 
 
 def _demo_language(demo: Path) -> Path | None:

@@ -52,10 +52,11 @@ class Picture:
 
 
 class VisionModel:
-    """A model and its last results. classes: their names."""
+    """A model and its last results."""
 
-    def __init__(self, drawn: Drawn, classes: list[str]):
-        self.about, self.model, self.classes = drawn.about, drawn.model, classes
+    def __init__(self, drawn: Drawn):
+        self.about, self.model = drawn.about, drawn.model
+        self.classes = drawn.classes or [f"class {place}" for place in range(1, drawn.model.num_classes + 1)]
         self.tokens, self.layers = Tokens.of(drawn.model), attention_layers(drawn.model)
         self.transform = eval_transform(drawn.model.patch_embed.img_size, **drawn.settings)
         self.mean, self.std = (

@@ -11,11 +11,18 @@ from pathlib import Path
 
 from PIL import Image
 
-from deit_gka.data.sources import DataParts, Stream, decode, open_source
 from deit_gka.figures.families import FAMILIES, why_not
 from deit_gka.figures.sheet import Subject
-from deit_gka.figures.subjects import Drawn, check_repeats, of_run, of_timm, photographs, subjects_of
-from deit_gka.model.checkpoints import find_checkpoint
+from deit_gka.figures.subjects import (
+    NUM_IMAGES,
+    Drawn,
+    check_repeats,
+    images_for,
+    of_run,
+    of_timm,
+    photographs,
+    subjects_of,
+)
 from runs.report.blocks import Picture, image_element, number
 from runs.report.trained import TrainedRun, first_that_works
 from runs.table import Table
@@ -24,7 +31,7 @@ from trainkit_gka.figures.sheet import DPI, TITLE_INCHES, caption_inches, captio
 from trainkit_gka.plots import Figure
 
 UNTRAINED = "deit_tiny_gka_patch16_224"
-NUM_IMAGES, NUM_TWINS = 4, 2
+NUM_TWINS = 2
 # Which families are on the page: of how many images, and whether of softmax and VLT too. `make figures` draws them all.
 ON_THE_PAGE = {
     "rollout": (2, True),
@@ -53,7 +60,8 @@ def subjects(runs: Sequence[TrainedRun], images: Sequence[Path]) -> tuple[list[S
     vision = sorted((run for run in runs if run.is_vision), key=lambda run: not run.has_sigma)
 
     def look(run: TrainedRun) -> tuple[TrainedRun, Drawn, dict[str, Image.Image], list[Subject]]:
-        drawn, chosen = of_run(run.folder), given or own_images(run) or photographs()
+        drawn = of_run(run.folder)
+        chosen = given or images_for(drawn, run.folder, network=False)
         return run, drawn, chosen, subjects_of(drawn, chosen)
 
     found, reason = first_that_works(vision, look)
@@ -78,32 +86,6 @@ def twins_of(ours: TrainedRun, vision: Sequence[TrainedRun]) -> list[TrainedRun]
         if not run.has_sigma and run.config["input_size"] == ours.config["input_size"] and run.family != ours.family:
             families.setdefault(run.family, run)
     return list(families.values())[:NUM_TWINS]
-
-
-def own_images(run: TrainedRun) -> dict[str, Image.Image]:
-    """The first held-out image of some classes that the run was trained on; none if these images are not here."""
-    state = find_checkpoint(run.folder).state
-    data = state.get("trained_on", "")
-    if not data or data.startswith(("hf:", "hf-stream:")):  # reading those may need a network
-        return {}
-    with suppress(UserError):
-        source = open_source(data, "val", DataParts(**state.get("parts", {})))
-        if not isinstance(source, Stream):
-            return first_of_classes(source)
-    return {}
-
-
-def first_of_classes(source) -> dict[str, Image.Image]:
-    """Name of a class -> its first image, for the first classes."""
-    found: dict[str, Image.Image] = {}
-    for index in range(len(source)):
-        image, label, _ = source.read(index)
-        name = f"{source.name.rstrip('/').rpartition('/')[2]} {source.classes[label]}"
-        if name not in found:
-            found[name] = decode(image, upright=True)
-        if len(found) == NUM_IMAGES:
-            break
-    return found
 
 
 def pictures(seen: Sequence[Subject]) -> list[Picture]:

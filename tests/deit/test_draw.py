@@ -11,15 +11,16 @@ from deit_gka.data.sources import open_source
 from deit_gka.draw import DrawConfig, demo_run, main
 from deit_gka.figures import groups
 from deit_gka.figures.families import FAMILIES, NEED_SIGMA
-from deit_gka.figures.subjects import of_run, of_timm, photographs, subjects_of
+from deit_gka.figures.subjects import first_of_classes, images_for, of_run, of_timm, photographs, subjects_of
 from figure_runs import GKA, SOFTMAX, TINY, tiny_subjects, vision_run, words
-from runs.report.attention import first_of_classes
 from tiny_vision import photo as stripes
+from tiny_vision import write_pictures
 from trainkit_gka.cli import UserError, run
 from vision_runs import in_process
 
 SMALLEST = (*TINY, "depth=1", "num_heads=1")
-PER_IMAGE = ("cls_maps", "patch_to_patch", "patch_to_patch_heads", "evolution", "matrices", "operator")
+HEADS = tuple(f"patch_to_patch_heads-{query}" for query in (1, 2, 3, 4))
+PER_IMAGE = ("cls_maps", "patch_to_patch", *HEADS, "evolution", "matrices", "operator")
 BESIDE = FAMILIES.keys() - {"sigma", "block", "operator"}  # of several models
 
 
@@ -32,7 +33,8 @@ def test_every_family_is_written_as_png_and_pdf(tmp_path, photo):
     image, model = photo.rename(tmp_path / r"$\5$.png"), vision_run(tmp_path / r"$\model$")
     drawn("--run", model, "--image", image, "--out", tmp_path / "out", "--tokens", 9)
     folder = tmp_path / "out" / model.name
-    names = {rf"{family}-$\5$" if family in PER_IMAGE else family for family in FAMILIES}
+    families = {*FAMILIES, *HEADS} - {"patch_to_patch_heads"}
+    names = {rf"{family}-$\5$" if family in PER_IMAGE else family for family in families}
     assert {path.name for path in folder.iterdir()} == {f"{name}.{form}" for name in names for form in ("png", "pdf")}
     for name in names:
         assert min(Image.open(folder / f"{name}.png").size) > 300
@@ -68,13 +70,13 @@ def test_models_without_bandwidth_skip_what_needs_one(figures, tmp_path, photo, 
 )
 def test_other_layouts_of_tokens_are_drawn(name, settings, figures, tmp_path, photo):
     drawn("--model", name, *SMALLEST, *settings, "--image", photo, "--out", tmp_path, "--tokens", 5)
-    assert len(figures) == 2 * len(FAMILIES)
+    assert len(figures) == 2 * (len(FAMILIES) + len(HEADS) - 1)
     no_class = "class_token=false" in settings
     assert ("no class token" in words(figures["cls_maps-stripes.png"])) == no_class
     assert ("mean patch" in words(figures["rollout.png"])) == no_class
 
 
-def test_a_run_its_twin_and_the_default_photographs(figures, tmp_path, photo, capsys):
+def test_a_run_its_twin_and_the_images_that_the_run_knows(figures, tmp_path, photo, capsys):
     gka, softmax = (vision_run(tmp_path / name, model) for name, model in (("ours", GKA), ("twin", SOFTMAX)))
     drawn("--run", gka, "--twin", softmax, "--image", photo, "--out", tmp_path / "out", "--family", "rollout", "sigma")
     about = f"ours ({GKA}), raw weights after 3 epochs of digits"
@@ -83,7 +85,21 @@ def test_a_run_its_twin_and_the_default_photographs(figures, tmp_path, photo, ca
     assert str(tmp_path / "out" / "ours" / "rollout.png") in capsys.readouterr().out
     drawn("--run", gka / "checkpoints" / "step_00000007", "--family", "rollout", "--out", tmp_path)
     assert about in words(figures["rollout.png"])
-    assert {"china", "flower"} < {axis.get_xlabel() for axis in figures["rollout.png"].axes}
+    shown = {axis.get_xlabel() for axis in figures["rollout.png"].axes}
+    assert len([name for name in shown if name.startswith("digits ")]) == 4 and not {"china", "flower"} & shown
+
+
+def test_photographs_are_for_models_that_see_them(tmp_path, capsys):
+    """A run whose images are gone, and an untrained model of small images, are not shown photographs."""
+    seeing = images_for(of_timm(GKA, ["depth=1"]), None)
+    assert seeing.keys() == {"china", "flower"}
+    message = in_process(main, DrawConfig, "--model", GKA, *TINY, capsys=capsys)
+    assert "sees small images, and photographs would tell it nothing" in message and "--image" in message
+    gone = vision_run(tmp_path / "gone", trained_on=str(tmp_path / "nowhere"))
+    assert "cannot be read" in in_process(main, DrawConfig, "--run", gone, capsys=capsys)
+    write_pictures(tmp_path / "images", train=1, val=2)
+    run = vision_run(tmp_path / "here", trained_on=str(tmp_path / "images"))
+    assert list(images_for(of_run(run), run)) == [f"images class_{label}" for label in range(3)]
 
 
 def test_the_demos_model_is_the_default(figures, tmp_path, photo):
@@ -230,6 +246,7 @@ def test_images_are_drawn_as_they_look(tmp_path):
     assert images["deep"].getpixel((0, 0)) == (128, 128, 128)
     red, green, blue = images["print"].getpixel((0, 0))
     assert red > 200 and max(green, blue) < 60
-    (in_report,) = first_of_classes(open_source(str(tmp_path), "val")).values()
-    for image in (images["phone"], in_report):
+    source = open_source(str(tmp_path), "val")
+    (held_out,) = first_of_classes(source, map(source.read, range(len(source)))).values()
+    for image in (images["phone"], held_out):
         assert image.size == (24, 32) and image.getpixel((20, 2)) == (255, 0, 0)

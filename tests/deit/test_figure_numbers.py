@@ -20,8 +20,8 @@ from deit_gka.figures.measures import (
     median_distance,
 )
 from deit_gka.figures.patch_to_patch import query_distances, query_maps
-from deit_gka.figures.rollout import rollout
-from deit_gka.figures.sheet import Subject
+from deit_gka.figures.rollout import LEAST_SHARE, largest_ratio, on_patches, rollout
+from deit_gka.figures.sheet import Subject, coloured, from_zero, smooth_map
 from deit_gka.figures.subjects import Drawn, of_timm, subjects_of
 from deit_gka.model.checkpoints import build
 from figure_runs import GKA, SOFTMAX, TINY, tiny_subjects
@@ -65,6 +65,7 @@ def test_the_four_queries_are_the_papers():
     assert square.queries() == [(3, 3), (7, 7), (10, 10), (3, 10)]
     assert square.token(3, 10) == 1 + 14 * 3 + 10
     assert Tokens((2, 3), (4, 4)).queries() == [(0, 0), (1, 1), (1, 2), (0, 2)]
+    assert square.query_names()[3] == "row 4, column 11"  # counted from 1
     weights = random_weights(3, 197, 197)
     maps = query_maps(weights.mean(0), square)
     assert maps.shape == (4, 14, 14)
@@ -105,6 +106,24 @@ def test_a_token_that_loses_its_whole_row_keeps_itself(has_class):
     assert row[2:].eq(0).all()
     uniform = torch.full((1, 6, 6), 1 / 6)  # of which nothing is discarded
     torch.testing.assert_close(rollout([uniform], tokens, 0.9), rollout([uniform], tokens))
+
+
+@pytest.mark.parametrize("has_class", [True, False])
+def test_an_empty_rollout_has_the_largest_ratio_that_leaves_something(has_class):
+    tokens = Tokens((2, 3), (4, 4)) if has_class else Tokens((1, 7), (4, 4), 0, False)
+    layers = [random_weights(1, 7, 7) for _ in range(2)]
+    for layer in layers:
+        layer[:, 0] = torch.tensor([0.94] + [0.01] * 6)  # its weights of patches are among the smallest
+    shares = [float(on_patches(layers, tokens, ratio / 100)[tokens.prefix :].sum()) for ratio in range(100)]
+    expected = max(ratio for ratio, share in enumerate(shares) if share > LEAST_SHARE)
+    assert largest_ratio(layers, tokens, 0.99) == expected / 100
+    assert largest_ratio(layers, tokens, 0.1) == 0.1 and (expected < 99) == has_class
+
+
+def test_maps_have_the_colours_of_their_scale_and_start_at_zero():
+    norm, patches = from_zero(torch.tensor([0.2, 0.25])), torch.full((3, 4), 0.2)
+    assert norm.vmin == 0 and norm.vmax == 0.25
+    assert (smooth_map(patches, norm, (24, 32)) == coloured(patches, norm)[0, 0]).all()
 
 
 # Distances and widths

@@ -8,7 +8,8 @@ from torch import nn
 
 import deit_gka
 import tiny_vit
-from deit_gka.figures.cls_attention import cls_map, to_pixels
+from deit_gka.figures.cls_attention import cls_map
+from deit_gka.figures.sheet import to_pixels
 from gka import KINDS, gaussian_weights
 from trainkit_gka.cli import UserError
 

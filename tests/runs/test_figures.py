@@ -1,5 +1,7 @@
 """The looks of forms in pictures: every form that is drawn has one of its own, in the colours of the palette."""
 
+from deit_gka.figures.sheet import HYBRID, KIND_COLOURS
+from gka.kinds import KINDS
 from runs import figures
 from runs.neighbours.approximations import picture
 from runs.neighbours.approximations.forms import FORMS, MEAN
@@ -24,6 +26,13 @@ def test_relatives_share_their_colour():
         assert len({figures.look(form).colour for form in forms if form.startswith(start)}) == 1
     own = figures.variants("GKA", ["gka cpu", "gka sdpa", "gka eager"])
     assert {look.colour for look in own.values()} == {figures.look("GKA").colour} and len(set(own.values())) == 3
+
+
+def test_pictures_of_models_have_the_forms_colours():
+    assert KIND_COLOURS.keys() == KINDS.keys()
+    for kind, colour in KIND_COLOURS.items():
+        assert figures.look(KINDS[kind].label).colour == colour
+    assert figures.look("GGGA").colour == HYBRID
 
 
 def test_heads_and_layers_have_another_palette():

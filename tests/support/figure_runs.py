@@ -11,7 +11,7 @@ GKA, SOFTMAX = "deit_tiny_gka_patch16_224", "deit_tiny_patch16_224"
 TINY = ["--model-kwargs", f"img_size={SIZE}", *(f"{key}={value}" for key, value in SHAPE.items())]
 
 
-def vision_run(folder, name=GKA, seed=0, widen=0.0, strong=False, **recipe):
+def vision_run(folder, name=GKA, seed=0, widen=0.0, strong=False, trained_on="digits", **recipe):
     """A run's folder with one checkpoint and no training behind it. widen: how far log σ is spread.
 
     strong: weights so large that attention changes what the model says.
@@ -25,7 +25,13 @@ def vision_run(folder, name=GKA, seed=0, widen=0.0, strong=False, **recipe):
     for parameter in (p for p in model.parameters() if strong and p.ndim > 1):
         torch.nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
     recipe = {"crop_pct": 1.0, "input_size": SIZE, "model": name, "seed": seed, "lr": 0.1, **recipe}
-    state = {"classes": list("0123456789"), "model": about, "train_config": recipe, "epoch": 3, "trained_on": "digits"}
+    state = {
+        "classes": list("0123456789"),
+        "model": about,
+        "train_config": recipe,
+        "epoch": 3,
+        "trained_on": trained_on,
+    }
     checkpoint.save(folder / "checkpoints", 7, {"model": dict(model.state_dict())}, state)
     return folder
 

@@ -119,6 +119,11 @@ def linear(values: torch.Tensor) -> Normalize:
     return Normalize(least, most if most > least else least + 1e-12, clip=True)
 
 
+def from_zero(values: torch.Tensor) -> Normalize:
+    """A scale from 0 to the largest of `values`, so that what is nearly flat looks flat."""
+    return Normalize(0, max(float(values.max()), 1e-12), clip=True)
+
+
 def logarithmic(values: torch.Tensor, decades: float = 4) -> LogNorm:
     """A logarithmic scale up to the largest of `values`, over at most so many decades."""
     most = max(float(values.max()), 1e-30)
