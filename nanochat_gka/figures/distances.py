@@ -32,8 +32,8 @@ def draw_distances(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
         subjects,
         "Above: σ over the median distance |x_i − x_j| of two tokens' features, after rotation and norm, by layer and "
         "head, on one scale. Below: one against the other; dashed: where they are equal. Two tokens at the median "
-        "distance d have the affinity exp(−d² / 2σ²): 0.61 where σ = d, 0.14 where it is half of d, 0.88 where it is twice "
-        "d. σ alone cannot be compared across layers.",
+        "distance d have the affinity exp(−d² / 2σ²): 0.61 where σ = d, 0.14 where it is half of d, 0.88 where it is "
+        "twice d. σ alone cannot be compared across layers.",
     )
     depth, heads = max(len(s.layers) for s in subjects), max(s.num_heads for s in subjects)
     cell, title = (max(3.0, 0.42 * depth), max(2.2, 0.24 * heads)), "Bandwidths against distances"

@@ -70,11 +70,10 @@ def chances(caption: str, columns: dict[str, torch.Tensor], name: Callable[[int]
 
 
 def tokens(texts: Sequence[str], row: torch.Tensor, chosen: int) -> str:
-    """The tokens of a text as buttons, coloured by their weight in a row of W, (T,)."""
-    largest = float(row.max())
+    """The tokens of a text as buttons, coloured by their weight in a row of W, (T,): 0 to 1, whatever σ is."""
     buttons = "".join(
         f'<button type="button" data-token="{place}" aria-pressed="{str(place == chosen).lower()}" '
-        f'style="--part: {70 * weight / largest:.0f}%" title="{weight:.4f}">{escape(visible(text))}</button>'
+        f'style="--part: {70 * weight**0.5:.0f}%" title="{weight:.4f}">{escape(visible(text))}</button>'
         for place, (text, weight) in enumerate(zip(texts, row.tolist()))
     )
     return f'<div class="tokens">{buttons}</div>'

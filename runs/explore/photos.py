@@ -47,8 +47,8 @@ def _digits() -> Iterator[Photo]:
         yield Photo.of(f"digit {source.classes[digit]}", decode(source.read(index)[0]).convert("RGB"))
 
 
-def read_upload(data: bytes) -> Photo:
-    """An uploaded image, turned as its camera says and made smaller if need be.
+def read_upload(data: bytes, name: str) -> Photo:
+    """An uploaded image under its name, turned as its camera says and made smaller if need be.
 
     What it is is decided by its content; nothing is decoded before its size is known.
     Raises UserError for files that are too large or are not JPEG, PNG or WebP images.
@@ -66,7 +66,7 @@ def read_upload(data: bytes) -> Photo:
                 image = image.point(lambda grey: grey * (1 / 256)).convert("L")
             image = image.convert("RGB")
             image.thumbnail((SIDE, SIDE))
-            return Photo.of("your image", image)
+            return Photo.of(name, image)
     except Image.DecompressionBombError:
         raise UserError(f"the image is too large; give one of at most {MAX_PIXELS // 10**6} million pixels") from None
     except (OSError, SyntaxError, ValueError):  # what Pillow raises for files that are damaged or of another kind

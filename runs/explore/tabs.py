@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import gradio as gr
@@ -111,8 +112,8 @@ def html(value: str = "", **settings) -> gr.HTML:
 
 
 def show_image(model: VisionModel, photo: Photo, view: str, patch: float, choice: Choice, scaling: Scaling) -> list:
-    """A map over the image, what it is, and the likeliest classes."""
-    picture = model.picture(model.look(photo, scaling), View(view, choice.layer, choice.head, int(patch)))
+    """The image and its map, what it is, and the likeliest classes."""
+    picture = model.picture(photo, View(view, choice.layer, choice.head, int(patch) - 1), scaling)
     columns = before_and_after(scaling, lambda scaling: model.look(photo, scaling).probabilities)
     caption = "Prediction" + (" of a random initialisation: it means nothing" if model.untrained else "")
     table = markup.chances(caption, columns, model.classes.__getitem__, CLASSES)
@@ -127,13 +128,13 @@ def images(models: list[VisionModel], photos: dict[str, Photo], page: gr.Blocks)
     with gr.Row():
         name = gr.Dropdown(list(photos), value=start.name, label="Image", scale=2)
         with gr.Column(scale=1, min_width=200):
-            upload = gr.UploadButton("Upload an image", type="binary", file_types=list(SUFFIXES))
+            upload = gr.UploadButton("Upload an image", type="filepath", file_types=list(SUFFIXES))
             html(elem_id="too-large", js_on_load=REFUSE)
     with gr.Row():
         with gr.Column(scale=1, min_width=260):
             view = gr.Radio(VIEWS, value=VIEWS[0], label="Map", info="Click on the image to choose a patch.")
-            last = first.tokens.grid[0] * first.tokens.grid[1] - 1
-            patch = gr.Slider(0, max(1, last), value=last // 2, step=1, label="Patch, row by row from the upper left")
+            last = first.tokens.grid[0] * first.tokens.grid[1]
+            patch = gr.Slider(1, last, value=last // 2, step=1, label="Patch, row by row from the upper left")
             controls = controls_of(first)
         with gr.Column(scale=3, min_width=300, elem_classes="panels"), gr.Row():
             panels = [_image_panel(model, number) for number, model in enumerate(models)]
@@ -141,23 +142,23 @@ def images(models: list[VisionModel], photos: dict[str, Photo], page: gr.Blocks)
 
     def click_on(model: VisionModel) -> Callable:
         def click(place: gr.SelectData, photo: Photo, view: str, patch: float, *values) -> list:
-            patch = model.patch_at(*place.index)
+            patch = model.patch_at(*place.index) + 1
             return [PATCH, patch, *tab.draw(photo, PATCH, patch, *values)]
 
         return click
 
     def choose(name: str, *rest) -> list:
-        return [photos[name], *tab.draw(photos[name], *rest)]
+        return [photos[name], gr.Dropdown(label="Image"), *tab.draw(photos[name], *rest)]
 
     @plain
-    def take(content: bytes, *rest) -> list:
-        mine = read_upload(content)
-        return [mine, None, *tab.draw(mine, *rest)]
+    def take(path: str, *rest) -> list:
+        mine = read_upload(Path(path).read_bytes(), Path(path).name)
+        return [mine, gr.Dropdown(value=None, label=f"Image: {mine.name}"), *tab.draw(mine, *rest)]
 
     tab.draw_on(page.load, *(component.input for component in (view, patch, *controls)))
     for model, (image, *_) in zip(models, panels):
         image.select(click_on(model), tab.inputs, [view, patch, *tab.outputs], **WHILE_CHANGING)
-    name.input(choose, [name, *tab.inputs[1:]], [photo, *tab.outputs], **WHILE_CHANGING)
+    name.input(choose, [name, *tab.inputs[1:]], [photo, name, *tab.outputs], **WHILE_CHANGING)
     upload.upload(take, [upload, *tab.inputs[1:]], [photo, name, *tab.outputs], **ONE_AT_A_TIME)
 
 
@@ -166,7 +167,7 @@ def _image_panel(model: VisionModel, number: int) -> list:
         html(markup.title(model.about))
         image = gr.Image(
             interactive=False, buttons=[], show_label=False, elem_id=f"map-{number}", container=False,
-            alt_text="The image with the chosen map over it; click on a patch to see what it looks at.",
+            alt_text="The image and the chosen map beside it; click on a patch to see what it looks at.",
         )  # fmt: skip
         return [image, html(elem_id=f"note-{number}"), html(elem_id=f"chances-{number}")]
 
@@ -177,7 +178,7 @@ def _image_panel(model: VisionModel, number: int) -> list:
 def show_text(model: LanguageModel, text: str, token: float, choice: Choice, scaling: Scaling) -> list:
     """The tokens in the colours of a row of W, what the row says, and the likeliest next tokens."""
     read = model.read(text, scaling)
-    token = min(int(token), len(read.tokens) - 1)
+    token = min(int(token), len(read.tokens)) - 1
     row = model.row(read, choice.layer, choice.head, token)
     columns = before_and_after(scaling, lambda scaling: model.read(text, scaling).probabilities)
     table = markup.chances("Next token", columns, lambda index: markup.visible(model.name(index)), TOKENS)
@@ -189,7 +190,7 @@ def texts(models: list[LanguageModel], page: gr.Blocks) -> None:
     text = gr.Textbox(START, label="Text", lines=2, max_length=MAX_CHARACTERS)
     with gr.Row():
         with gr.Column(scale=1, min_width=260):
-            token = gr.Slider(0, 1, value=0, step=1, label="Token", info="Or click on one.")
+            token = gr.Slider(1, 2, value=1, step=1, label="Token", info="Or click on one.")
             controls = controls_of(models[0])
             more = gr.Button("Continue the text")
         with gr.Column(scale=3, min_width=300, elem_classes="panels"), gr.Row():
@@ -198,11 +199,11 @@ def texts(models: list[LanguageModel], page: gr.Blocks) -> None:
 
     @plain
     def retype(text: str, token: float, *values) -> list:
-        last = models[0].count(text) - 1
-        return [gr.Slider(maximum=max(1, last), value=last), *tab.draw(text, last, *values)]
+        last = models[0].count(text)
+        return [gr.Slider(maximum=max(2, last), value=last), *tab.draw(text, last, *values)]
 
     def click(place: gr.SelectData, text: str, token: float, *values) -> list:
-        return [place.index, *tab.draw(text, place.index, *values)]
+        return [place.index + 1, *tab.draw(text, place.index + 1, *values)]
 
     @plain
     def proceed(text: str, *values) -> list[str]:
@@ -235,7 +236,7 @@ def _note(read, row: torch.Tensor, choice: Choice, token: int) -> str:
         sigma = f"σ = {layer.sigma.mean():.3g} (mean over heads)."
     else:
         sigma = f"σ = {layer.sigma[choice.head]:.3g}."
-    return markup.note(f"Token {token}, “{named[token]}”, takes most from: {shares}. {sigma}")
+    return markup.note(f"Token {token + 1}, “{named[token]}”, takes most from: {shares}. {sigma}")
 
 
 def _continuations(model: LanguageModel, text: str, scaling: Scaling) -> str:

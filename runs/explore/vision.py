@@ -1,4 +1,4 @@
-"""What the page shows of a vision model: a map over the image, and the prediction, for any scaling of σ."""
+"""What the page shows of a vision model: the image, a map beside it, and the prediction, for any scaling of σ."""
 
 import functools
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from deit_gka.data.transforms import eval_transform
 from deit_gka.figures.maps import LayerMaps, attention_layers, attention_maps
 from deit_gka.figures.measures import Tokens, effective_tokens
 from deit_gka.figures.rollout import rollout
-from deit_gka.figures.sheet import linear, logarithmic, overlay
+from deit_gka.figures.sheet import coloured, from_zero, logarithmic, smooth_map
 from deit_gka.figures.subjects import Drawn
 from runs.explore.photos import Photo
 from runs.explore.scaling import Scaling, scaled
@@ -19,7 +19,8 @@ from runs.explore.scaling import Scaling, scaled
 CLS, PATCH, ROLLOUT = "CLS map", "patch to patch", "rollout"
 VIEWS = (CLS, PATCH, ROLLOUT)
 WIDTH = 448  # pixels of a picture on the page, about
-BOX = (0, 255, 255)  # cyan, as in the figures
+FRAME = (0, 255, 255)  # cyan, as in the figures
+GAP, GREY = 12, 128  # pixels between the image and its map, and their colour
 KEPT = 16  # results that a model remembers, so that another view of the same pass does not run it again
 
 
@@ -44,7 +45,7 @@ class View:
 
 @dataclass(frozen=True)
 class Picture:
-    """A map over the image, as bytes (height, width, 3), its scale, and what it is in a sentence or two."""
+    """An image and a map of it side by side, as bytes (height, width, 3), its scale, and what it is in a sentence."""
 
     pixels: np.ndarray
     norm: object  # of matplotlib
@@ -87,40 +88,49 @@ class VisionModel:
         pixels = (batch[0].movedim(0, -1) * self.std + self.mean).clamp(0, 1).numpy()
         return Seen(pixels, layers, logits[0][0].softmax(-1))
 
-    def picture(self, seen: Seen, view: View) -> Picture:
-        """Draw one of VIEWS."""
-        layer, tokens = seen.layers[view.layer], self.tokens
-        weights = layer.weights.mean(0) if view.head is None else layer.weights[view.head]
+    def values(self, seen: Seen, view: View) -> torch.Tensor:
+        """What a map shows of every patch, (rows, columns)."""
         if view.name == ROLLOUT:
-            weights = rollout([layer.weights for layer in seen.layers], tokens)
-            row = tokens.read(weights).float() * tokens.count
-            values = tokens.patches(row)
-            norm, caption = linear(values), f"Rollout through all layers, {tokens.reader}, × an equal share."
-        elif view.name == PATCH:
-            values = tokens.patches(weights[tokens.prefix + view.patch])
-            place = divmod(view.patch, tokens.grid[1])
-            norm, caption = logarithmic(values), f"W of patch (row {place[0]}, column {place[1]}), logarithmic scale."
-        else:
-            values = tokens.patches(tokens.read(weights))
-            norm, caption = linear(values), f"W, {tokens.reader}."
-        times = _times(seen.pixels.shape)
-        pixels = overlay(seen.pixels.repeat(times, 0).repeat(times, 1), values, norm)
+            row = self.tokens.read(rollout([layer.weights for layer in seen.layers], self.tokens)).float()
+            return self.tokens.patches(row * self.tokens.count)
+        weights = seen.layers[view.layer].weights
+        weights = weights.mean(0) if view.head is None else weights[view.head]
+        row = weights[self.tokens.prefix + view.patch] if view.name == PATCH else self.tokens.read(weights)
+        return self.tokens.patches(row)
+
+    def picture(self, photo: Photo, view: View, scaling: Scaling) -> Picture:
+        """Draw one of VIEWS with scaled bandwidths, in the colours of the model as it is: they stay while σ moves."""
+        seen, times = self.look(photo, scaling), _times(self.model.patch_embed.img_size)
+        norm = (logarithmic if view.name == PATCH else from_zero)(self.values(self.look(photo, Scaling()), view))
+        image = np.uint8(np.rint(255 * seen.pixels.repeat(times, 0).repeat(times, 1)))
+        values = self.values(seen, view)
         if view.name == PATCH:
-            self._frame(pixels, view.patch, times)
-        return Picture(pixels, norm, caption if view.name == ROLLOUT else f"{caption} {_words(layer, view.head)}")
+            side = [pixels * times for pixels in self.tokens.patch]
+            drawn = coloured(values, norm).repeat(side[0], 0).repeat(side[1], 1)
+            for pixels in (image, drawn):
+                self._frame(pixels, view.patch, times)
+        else:
+            drawn = smooth_map(values, norm, image.shape[:2])
+        gap = np.full((len(image), GAP, 3), GREY, dtype=np.uint8)
+        names = {CLS: f"W, {self.tokens.reader}.", ROLLOUT: f"Rollout, {self.tokens.reader}, × an equal share."}
+        names[PATCH] = f"W of the patch in {self.tokens.place(view.patch)}, logarithmic."
+        words = "" if view.name == ROLLOUT else _words(seen.layers[view.layer], view.head)
+        caption = " ".join(filter(None, [f"{photo.name}. {names[view.name]}", words]))
+        return Picture(np.concatenate([image, gap, drawn], axis=1), norm, caption)
 
     def _frame(self, pixels: np.ndarray, patch: int, times: int) -> None:
         """Draw the outline of a patch."""
         row, column = divmod(patch, self.tokens.grid[1])
         height, width = (side * times for side in self.tokens.patch)
         place = pixels[row * height : (row + 1) * height, column * width : (column + 1) * width]
-        place[:3] = place[-3:] = place[:, :3] = place[:, -3:] = BOX
+        place[:3] = place[-3:] = place[:, :3] = place[:, -3:] = FRAME
 
     def patch_at(self, x: int, y: int) -> int:
-        """The patch under a pixel of a picture."""
+        """The patch under a pixel of a picture, of the image or of the map beside it."""
         times = _times(self.model.patch_embed.img_size)
         (rows, columns), (height, width) = self.tokens.grid, self.tokens.patch
-        row, column = min(y // (height * times), rows - 1), min(x // (width * times), columns - 1)
+        across = x % (columns * width * times + GAP)
+        row, column = min(y // (height * times), rows - 1), min(across // (width * times), columns - 1)
         return max(row, 0) * columns + max(column, 0)
 
 

@@ -114,9 +114,9 @@ def test_a_click_on_a_patch_changes_the_maps(page):
     before = [source(page, number) for number in (0, 1)]
     assert "CLS row" in page.inner_text("#note-0")
     box = page.locator("#map-0 img").bounding_box()
-    page.locator("#map-0 img").click(position={"x": 0.6 * box["width"], "y": 0.1 * box["height"]})
-    assert "row 0, column 2" in wait_for(page, "#note-0", "W of patch") and "σ =" in page.inner_text("#note-0")
-    assert "row 0, column 2" in wait_for(page, "#note-1", "W of patch") and "no σ" in page.inner_text("#note-1")
+    page.locator("#map-0 img").click(position={"x": 0.81 * box["width"], "y": 0.1 * box["height"]})
+    assert "row 1, column 3" in wait_for(page, "#note-0", "W of the patch") and "σ =" in page.inner_text("#note-0")
+    assert "row 1, column 3" in wait_for(page, "#note-1", "W of the patch") and "no σ" in page.inner_text("#note-1")
     assert all(source(page, number) != old for number, old in enumerate(before))
 
 
@@ -156,7 +156,7 @@ def test_numbers_can_be_typed_key_by_key_and_stop_at_the_sliders_ends(page, type
 def test_rollout_and_another_image(page):
     page.get_by_role("tab", name="Images").click()
     page.get_by_label("rollout", exact=True).check()
-    wait_for(page, "#note-0", "Rollout through all layers")
+    wait_for(page, "#note-0", "Rollout, ")
     before = source(page, 0)
     page.get_by_label("Image", exact=True).click()
     page.get_by_role("option", name="flower").click()
@@ -182,19 +182,20 @@ def test_files_that_are_not_images_or_too_large_are_refused_in_a_sentence(
     assert source(page, 0) == before and page.locator("#map-0 img").is_visible()
 
 
-def test_an_uploaded_image_is_shown(page):
+def test_an_uploaded_image_is_shown_and_named(page):
     page.get_by_role("tab", name="Images").click()
     before, content = source(page, 0), tiny_vision.encoded(tiny_vision.photo(3, 2), "WEBP")
     file = {"name": "mine.webp", "mimeType": "image/webp", "buffer": content}
     page.locator("input[type=file]").first.set_input_files(file)
     page.wait_for_function("old => document.querySelector('#map-0 img').src != old", arg=before)
+    assert "mine.webp" in wait_for(page, "#note-0", "mine.webp") and page.get_by_label("Image: mine.webp").is_visible()
 
 
 def test_a_token_and_the_slider_change_the_row_and_the_next_token(page):
     page.get_by_role("tab", name="Text").click()
     first = wait_for(page, "#row-0", "Token")
     page.locator("#tokens-0 button").nth(3).click()
-    assert wait_for(page, "#row-0", "Token 3,") != first and "Token 3," in wait_for(page, "#row-1", "Token 3,")
+    assert wait_for(page, "#row-0", "Token 4,") != first and "Token 4," in wait_for(page, "#row-1", "Token 4,")
     assert page.locator("#tokens-0 button[aria-pressed=true]").get_attribute("data-token") == "3"
     set_power(page, 3, tab=1)
     rows = chances(wait_for(page, "#next-0", "σ × 8"))

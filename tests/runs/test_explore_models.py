@@ -26,7 +26,7 @@ from runs.explore.models import load
 from runs.explore.photos import Photo, bundled, read_upload
 from runs.explore.scaling import Scaling, scaled
 from runs.explore.tabs import MEAN, WHERE, Choice
-from runs.explore.vision import CLS, PATCH, ROLLOUT, View
+from runs.explore.vision import CLS, GAP, PATCH, ROLLOUT, View
 from tiny import one_line_error
 from trainkit_gka.cli import run
 from vision_runs import in_process
@@ -113,8 +113,10 @@ def test_kernels_far_too_narrow_or_wide_give_finite_maps_and_predictions(models,
         assert result.probabilities.isfinite().all() and result.probabilities.sum() == pytest.approx(1, abs=1e-5)
     assert all(layer.weights.sum(-1).sub(1).abs().max() < 1e-3 for layer in seen.layers)
     for name in (CLS, PATCH, ROLLOUT):
-        norm = models.vision[0].picture(seen, View(name, 1, None, 5)).norm
-        assert norm.vmin < norm.vmax
+        view = View(name, 1, None, 5)
+        norm = models.vision[0].picture(PHOTO, view, Scaling(factor)).norm
+        as_it_is = models.vision[0].picture(PHOTO, view, Scaling()).norm
+        assert (norm.vmin, norm.vmax) == (as_it_is.vmin, as_it_is.vmax) and norm.vmin < norm.vmax
 
 
 def test_requests_at_the_same_time_do_not_mix(models):
@@ -130,14 +132,16 @@ def test_requests_at_the_same_time_do_not_mix(models):
         assert all(torch.equal(a, b) for a, b in zip(alone, pool.map(together, factors)))
 
 
-def test_pictures_have_the_size_of_the_page_and_the_clicked_patch_is_framed(models):
+def test_the_image_is_beside_its_map_and_the_clicked_patch_is_framed_in_both(models):
     model = models.vision[0]
-    seen = model.look(PHOTO, Scaling())
-    pictures = {name: model.picture(seen, View(name, 1, 0, 6)) for name in (CLS, PATCH, ROLLOUT)}
-    assert {picture.pixels.shape for picture in pictures.values()} == {(448, 448, 3)}
+    pictures = {name: model.picture(PHOTO, View(name, 1, 0, 6), Scaling()) for name in (CLS, PATCH, ROLLOUT)}
+    assert {picture.pixels.shape for picture in pictures.values()} == {(448, 2 * 448 + GAP, 3)}
+    shown = model.look(PHOTO, Scaling()).pixels.repeat(28, 0).repeat(28, 1)
+    assert abs(pictures[CLS].pixels[:, :448] / 255 - shown).max() < 0.003
     framed = (pictures[PATCH].pixels == (0, 255, 255)).all(-1).nonzero()
     assert {model.patch_at(int(x), int(y)) for y, x in zip(*framed)} == {6}
-    assert "row 1, column 2" in pictures[PATCH].caption
+    assert min(framed[1]) < 448 < max(framed[1])
+    assert "row 2, column 3" in pictures[PATCH].caption and "stripes" in pictures[CLS].caption
     assert model.patch_at(447, 447) == 15 and model.patch_at(9999, 0) == 3
 
 
@@ -163,20 +167,21 @@ def encoded(form, size=(64, 48), **options):
 
 @pytest.mark.parametrize("form", photos.FORMATS)
 def test_images_of_three_formats_can_be_uploaded(form):
-    photo = read_upload(encoded(form))
+    photo = read_upload(encoded(form), "cat.jpg")
+    assert photo.name == "cat.jpg"
     assert photo.size == (64, 48) and photo.image.mode == "RGB"
 
 
 def test_large_images_are_made_smaller_and_turned_as_the_camera_says():
     exif = Image.Exif()
     exif[0x0112] = 6
-    assert read_upload(encoded("JPEG", (2000, 1000), exif=exif)).size == (512, 1024)
+    assert read_upload(encoded("JPEG", (2000, 1000), exif=exif), "").size == (512, 1024)
 
 
 def test_greys_of_16_bits_keep_their_brightness():
     buffer = io.BytesIO()
     Image.new("I;16", (4, 4), 100 * 256).save(buffer, "PNG")
-    assert read_upload(buffer.getvalue()).image.getpixel((0, 0)) == (100, 100, 100)
+    assert read_upload(buffer.getvalue(), "").image.getpixel((0, 0)) == (100, 100, 100)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +197,7 @@ def test_greys_of_16_bits_keep_their_brightness():
 )
 def test_other_files_are_refused_in_a_sentence(content, message):
     with one_line_error(message):
-        read_upload(content)
+        read_upload(content, "")
 
 
 @pytest.mark.parametrize("side", [6000, 20000])
@@ -200,7 +205,7 @@ def test_too_many_pixels_are_refused_before_they_are_decoded(side, monkeypatch):
     monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("the pixels were decoded"))
     header = bytearray(encoded_header(side))
     with one_line_error("at most 25 million pixels"):
-        read_upload(bytes(header))
+        read_upload(bytes(header), "")
 
 
 def encoded_header(side):
