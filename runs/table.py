@@ -22,6 +22,7 @@ from trainkit_gka.progress import console
 from trainkit_gka.results import hardware_of
 
 NOT_RUN = "not run"
+NAME = 20  # letters of a name
 WIDE = 160  # letters of a line in a file or a pipe
 HEADING = 16  # letters in a line of a heading in LaTeX
 INLINE = re.compile(r"`(?P<code>[^`]+)`|\*\*(?P<bold>[^*]+)\*\*|\*(?P<italics>[^*]+)\*")
@@ -92,17 +93,18 @@ class Table:
         shown = "\n".join(lines) if self.rows else NOT_RUN
         return "\n\n".join(filter(None, [self.title, shown, *self.notes, *self.sources]))
 
-    def show(self) -> None:
-        """Print the table in the width of the terminal; a file or a pipe gets it in full width."""
-        output = console if console.is_terminal else Console(width=WIDE)
-        shown = RichTable(box=box.SIMPLE, padding=(0, 1, 0, 0))
-        for heading, side in zip(self.headings, self.aligned("left", "right")):
-            shown.add_column(_rich(heading), justify=side, overflow="fold")
+    def show(self, width: int = WIDE) -> None:
+        """Print the table in the width of the terminal; a file or a pipe gets so many letters a line."""
+        output = console if console.is_terminal else Console(width=width)
+        shown = RichTable(box=box.SIMPLE, padding=(0, int(width >= WIDE), 0, 0))
+        for place, (heading, side) in enumerate(zip(self.headings, self.aligned("left", "right"))):
+            names = place == 0 and all(len(row[0]) <= NAME for row in self.rows)  # that stay in one line
+            shown.add_column(_rich(heading), justify=side, overflow="fold", no_wrap=names)
         for rows in self.groups():
             for row in rows:
                 shown.add_row(*map(_rich, row), end_section=row is rows[-1] and len(rows) > 1)
         texts = [_rich(text) for text in (self.title, *self.notes, *self.sources)]
-        for part in filter(None, [texts[0], shown, *texts[1:], " "]):
+        for part in filter(None, [texts[0], shown if self.rows else NOT_RUN, *texts[1:], " "]):
             output.print(part, highlight=False, soft_wrap=False)
 
     def latex(self) -> str:

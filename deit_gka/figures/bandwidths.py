@@ -10,7 +10,7 @@ from deit_gka.figures.groups import runs_of_recipe
 from deit_gka.figures.measures import effective_tokens, median_distance
 from deit_gka.figures.sheet import Subject, save, sheet
 from trainkit_gka.figures.charts import heat_map, lines
-from trainkit_gka.plots import Figure
+from trainkit_gka.plots import Figure, ink
 
 
 def relative_bandwidths(subject: Subject) -> np.ndarray:
@@ -61,7 +61,7 @@ def draw_bandwidths(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
     heat_map(figure, axes[0, 1], relative, "(b) σ / median distance")
     lines(axes[1, 0], sigma, "(c) σ over depth", "σ", spread[0], name)
     if {layer.initial_sigma for layer in first.layers if layer.sigma is not None} == {initial}:
-        axes[1, 0].axhline(initial, color="black", linestyle="--", linewidth=1, label=f"initial, {initial:.2f}")
+        axes[1, 0].axhline(initial, color=ink(), linestyle="--", linewidth=1, label=f"initial, {initial:.2f}")
     lines(axes[1, 1], effective, "(d) effective tokens over depth", f"effective tokens of {count}", spread[1], name)
     for above, below in axes.T:
         above.set_ylabel(name)

@@ -8,7 +8,7 @@ import torch
 from deit_gka.figures.groups import by_model
 from deit_gka.figures.measures import attended_distance
 from deit_gka.figures.sheet import Subject, plain, save, sheet
-from trainkit_gka.plots import Figure, shades
+from trainkit_gka.plots import Figure, ink, shades
 
 
 def draw_distances(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
@@ -59,7 +59,7 @@ def _draw_lines(axis, subject: Subject, distances: torch.Tensor) -> None:
     layers = range(1, len(distances) + 1)
     for head, (line, colour) in enumerate(zip(distances.T, shades(distances.shape[1])), start=1):
         axis.plot(layers, line, marker="o", markersize=4, color=colour, label=f"head {head}")
-    axis.axhline(_uniform(subject), color="black", linestyle="--", linewidth=1, label="uniform")
-    axis.axhline(subject.tokens.patch[1], color="black", linestyle=":", linewidth=1, label="one patch")
+    axis.axhline(_uniform(subject), color=ink(), linestyle="--", linewidth=1, label="uniform")
+    axis.axhline(subject.tokens.patch[1], color=ink(), linestyle=":", linewidth=1, label="one patch")
     axis.set(xlabel="layer", xticks=layers)
     axis.grid(alpha=0.3)

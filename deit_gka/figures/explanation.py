@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from matplotlib.colors import to_rgb
 from matplotlib.patches import FancyBboxPatch
 from matplotlib.patheffects import withStroke
 
@@ -14,7 +15,7 @@ from deit_gka.figures.groups import by_image
 from deit_gka.figures.matrices import matrix_picture, off_diagonal
 from deit_gka.figures.sheet import BOX, Subject, bare, coloured, frame, linear, logarithmic, save, sheet
 from gka import KINDS, attention_cost, gaussian_weights
-from trainkit_gka.plots import Figure
+from trainkit_gka.plots import Figure, ink, paper
 
 FACTORS = (0.5, 1.0, 2.0)  # of the model's own sigma
 FEW = 6
@@ -121,9 +122,9 @@ def _draw_patches(axes, subject: Subject, places: Sequence[tuple[int, int]], pie
     for axis, start in ((first, 0), (second, half)):
         group = pieces[start : start + half]
         if group:
-            white = np.ones((group[0].shape[0], max(1, group[0].shape[1] // 8), 3))
-            axis.imshow(np.concatenate([part for piece in group for part in (piece, white)][:-1], axis=1))
-            step = group[0].shape[1] + white.shape[1]
+            between = np.ones((group[0].shape[0], max(1, group[0].shape[1] // 8), 3)) * to_rgb(paper())
+            axis.imshow(np.concatenate([part for piece in group for part in (piece, between)][:-1], axis=1))
+            step = group[0].shape[1] + between.shape[1]
             for number, name in enumerate(_names(places)[start : start + half]):
                 centre = number * step + group[0].shape[1] / 2 - 0.5
                 axis.text(centre, -0.8, name, ha="center", va="bottom", fontsize=9)
@@ -187,9 +188,9 @@ def _draw_column(axis, kind: str, parameters: int) -> None:
         edges.append((bottom, bottom + height))
         bottom += height + (1.25 if number == 3 else 0.7)
     for (_, low), (high, _) in itertools.pairwise([*edges, (12.6, 12.6)]):
-        arrow = dict(arrowstyle="->", linewidth=0.9, shrinkA=0, shrinkB=0)
+        arrow = dict(arrowstyle="->", linewidth=0.9, shrinkA=0, shrinkB=0, color=ink())
         axis.annotate("", (MIDDLE, high), (MIDDLE, low), arrowprops=arrow)
     for start, end in ((0.6, edges[4][1] + 0.45), (edges[4][1] + 0.75, edges[6][1] + 0.45)):
         axis.plot([MIDDLE, 0.3, 0.3, MIDDLE], [start, start, end, end], color="grey", linewidth=0.9)
         axis.text(MIDDLE, end, "+", ha="center", va="center", fontsize=8,
-                  bbox=dict(boxstyle="circle,pad=0.1", facecolor="white", linewidth=0.7))  # fmt: skip
+                  bbox=dict(boxstyle="circle,pad=0.1", facecolor=paper(), edgecolor=ink(), linewidth=0.7))  # fmt: skip

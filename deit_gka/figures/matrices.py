@@ -5,11 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from matplotlib.colors import to_rgb
 
 from deit_gka.figures.groups import blocks, by_image, caption
 from deit_gka.figures.measures import diagonal_mass
 from deit_gka.figures.sheet import GREY, Subject, coloured, linear, save
-from trainkit_gka.plots import Figure
+from trainkit_gka.plots import Figure, paper
 
 SATURATED = 0.995  # a few pairs of equal patches would leave the rest dark
 
@@ -39,7 +40,8 @@ def matrix_picture(weights: torch.Tensor, norm, prefix: int) -> np.ndarray:
     for axis in (0, 1):
         before, patches = np.split(picture, [prefix], axis=axis)
         before = np.repeat(before, broad, axis=axis)
-        gap = np.full_like(np.take(before, [0], axis=axis).repeat(max(1, broad // 2), axis=axis), 255)
+        gap = np.take(before, [0], axis=axis).repeat(max(1, broad // 2), axis=axis)
+        gap[...] = np.uint8(255 * np.array(to_rgb(paper())))
         picture = np.concatenate([before, gap, patches], axis=axis)
     return picture
 

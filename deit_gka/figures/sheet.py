@@ -26,7 +26,7 @@ from trainkit_gka.figures.sheet import (  # noqa: F401 (the figures take all of 
     scale_below,
     sheet,
 )
-from trainkit_gka.plots import BLACK, BLUE, PURPLE, VERMILION
+from trainkit_gka.plots import BLACK, BLUE, PURPLE, VERMILION, ink
 
 KIND_COLOURS = {"softmax": BLACK, "gka": VERMILION, "vlt": PURPLE}  # as in runs/figures.py; a hybrid is HYBRID
 HYBRID = BLUE
@@ -64,7 +64,8 @@ class Subject:
     def colour(self) -> str:
         """Of the model's lines among those of other models."""
         kinds = {layer.kind for layer in self.layers}
-        return KIND_COLOURS.get(kinds.pop(), HYBRID) if len(kinds) == 1 else HYBRID
+        colour = KIND_COLOURS.get(kinds.pop(), HYBRID) if len(kinds) == 1 else HYBRID
+        return ink() if colour == BLACK else colour
 
     def file(self, folder: Path, family: str) -> Path:
         """Where a figure of this image goes."""

@@ -6,19 +6,19 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from matplotlib.colors import LogNorm
+from matplotlib.colors import LogNorm, to_rgb
 
 from nanochat_gka.figures.measures import previous_weight, self_weight
 from nanochat_gka.figures.rows import TOKENS
 from nanochat_gka.figures.subjects import Subject, caption
 from nanochat_gka.figures.words import FONT
 from trainkit_gka.figures.sheet import bare, coloured, label_layers, name_above, save, scale, sheet
-from trainkit_gka.plots import Figure
+from trainkit_gka.plots import Figure, ink, paper
 
 WIDTH, LARGEST, SMALLEST = 12.0, 2.4, 1.45  # inches: of all pictures beside each other, of one at most, at least
 SMALLEST_FONT, EVERY = 5.0, 8  # points; where words would be smaller, every so many-th token is numbered
 MOST_COLUMNS = 24  # of a sheet with models side by side
-HIDDEN = 232  # grey of what the mask hides
+HIDDEN = 0.09  # of the words' colour in that of the page: what the mask hides
 
 
 def scale_of(count: int) -> LogNorm:
@@ -41,7 +41,8 @@ def arrange(subjects: Sequence[Subject]) -> tuple[tuple[int, int], list[tuple[in
 def matrix_picture(weights: torch.Tensor, norm) -> np.ndarray:
     """(T, T) weights in colours; tokens after the query, and others that have no weight at all, are grey."""
     picture = coloured(weights, norm)
-    picture[(weights == 0).numpy()] = HIDDEN
+    page, words = np.array(to_rgb(paper())), np.array(to_rgb(ink()))
+    picture[(weights == 0).numpy()] = np.uint8(255 * (page + HIDDEN * (words - page)))
     return picture
 
 

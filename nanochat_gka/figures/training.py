@@ -7,7 +7,7 @@ import numpy as np
 
 from nanochat_gka.figures.subjects import Subject, form
 from trainkit_gka.figures.sheet import name_above, save, sheet
-from trainkit_gka.plots import Figure, shades
+from trainkit_gka.plots import Figure, ink, shades
 
 ACROSS = 5  # layers beside each other
 
@@ -94,7 +94,7 @@ def _draw_panels(axes, group: Sequence[Subject], layers: Sequence[int]) -> None:
             if len(group) > 1:
                 axis.fill_between(tokens, sigma.min(0), sigma.max(0), color=colour, alpha=0.2, linewidth=0)
         initial = group[0].layers[layer].initial_sigma
-        axis.axhline(initial, color="black", linestyle="--", linewidth=1, label=f"start, {initial:.2f}")
+        axis.axhline(initial, color=ink(), linestyle="--", linewidth=1, label=f"start, {initial:.2f}")
         axis.set_title(f"layer {layer + 1}", fontsize=9)
         axis.tick_params(labelsize=7)
         axis.grid(alpha=0.3)

@@ -4,8 +4,9 @@ The model is the report's first vision run, one with bandwidths if there is one;
 smallest model, which nobody trained.
 """
 
+import functools
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from runs.report.trained import TrainedRun, first_that_works
 from runs.table import Table
 from trainkit_gka.cli import UserError
 from trainkit_gka.figures.sheet import DPI, TITLE_INCHES, caption_inches, caption_lines
-from trainkit_gka.plots import Figure
+from trainkit_gka.plots import Figure, in_the_dark
 
 UNTRAINED = "deit_tiny_gka_patch16_224"
 NUM_TWINS = 2
@@ -94,19 +95,28 @@ def pictures(seen: Sequence[Subject]) -> list[Picture]:
         return []
     images, first = list(dict.fromkeys(subject.image for subject in seen)), seen[0].about
     drawn = []
-    with tempfile.TemporaryDirectory() as folder:
-        for name, (count, with_twins) in ON_THE_PAGE.items():
-            models = {s.about for s in seen if (name in WITH_SEEDS if s.repeats else with_twins or s.about == first)}
-            chosen = [s for s in seen if s.about in models and s.image in images[:count]]
-            if not why_not(name, chosen):
-                drawn += [embedded(figure) for figure in FAMILIES[name](chosen, Path(folder))]
+    for name, (count, with_twins) in ON_THE_PAGE.items():
+        models = {s.about for s in seen if (name in WITH_SEEDS if s.repeats else with_twins or s.about == first)}
+        chosen = [s for s in seen if s.about in models and s.image in images[:count]]
+        if not why_not(name, chosen):
+            drawn += embedded(functools.partial(FAMILIES[name], chosen))
     return drawn
 
 
-def embedded(figure: Figure) -> Picture:
-    """A figure's file as a picture of the page, its numbers as a table."""
-    with Image.open(figure.path) as image:
-        markup = image_element(without_words(image.convert("RGB"), figure.caption), figure.alt)
+def embedded(draw: Callable[[Path], list[Figure]]) -> list[Picture]:
+    """What `draw` draws into a folder, for a light page and a dark one."""
+    with tempfile.TemporaryDirectory() as light, tempfile.TemporaryDirectory() as dark:
+        figures = draw(Path(light))
+        with in_the_dark():
+            draw(Path(dark))
+        return [_picture(figure, Path(dark) / figure.path.name) for figure in figures]
+
+
+def _picture(figure: Figure, dark: Path) -> Picture:
+    """A figure's file, and the same `dark`, as a picture of the page, its numbers as a table."""
+    with Image.open(figure.path) as one, Image.open(dark) as other:
+        both = [without_words(image.convert("RGB"), figure.caption) for image in (one, other)]
+    markup = image_element(*both, figure.alt)
     headings = list(figure.rows[0]) if figure.rows else []
     rows = [[number(row[heading]) for heading in headings] for row in figure.rows]
     words = [heading for heading in headings if isinstance(figure.rows[0][heading], str)]

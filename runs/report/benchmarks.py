@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pandas as pd
+
 from gka.kinds import KINDS
 from runs.bench import report, results
 from runs.bench.results import Comparison
@@ -10,6 +12,7 @@ from runs.frames import RESULTS
 from runs.report.blocks import Picture
 from runs.report.charts import Series, bars, lines
 from runs.table import Table
+from runs.tables.speed import model_label, operator_label
 
 BENCHMARKS = ("deit", "gpt", "attention")
 SWEEP = "sweep-"
@@ -23,22 +26,23 @@ def hardware_slugs(folder: Path) -> list[str]:
     return sorted({path.stem.split("_", 2)[2] for path in paths})
 
 
-def pictures(folder: Path = RESULTS) -> list[Picture]:
+def pictures(folder: Path = RESULTS) -> dict[str, list[Picture]]:
     """For each hardware a chart of ratios, and one of speed over length for each phase that was swept."""
-    drawn = []
+    drawn = {}
     for slug in hardware_slugs(folder):
         compared: Compared = {}
         for name in BENCHMARKS:
             compared |= results.load(folder, name, slug)
         swept = {key: comparison for key, comparison in compared.items() if key[0].startswith(SWEEP)}
-        drawn += ratios({key: value for key, value in compared.items() if key not in swept})
-        drawn += sweeps(swept)
+        charts = ratios({key: value for key, value in compared.items() if key not in swept}) + sweeps(swept)
+        if charts:
+            drawn[next(iter(compared.values())).lines[0]["hardware"]] = charts
     return drawn
 
 
 def ratios(compared: Compared) -> list[Picture]:
     """A bar for every comparison: how many times as fast GKA is."""
-    both = {f"{case}, {phase}": comparison for (case, phase), comparison in compared.items() if comparison.ratio()}
+    both = {in_words(comparison): comparison for comparison in compared.values() if comparison.ratio()}
     if not both:
         return []
     values = {name: comparison.ratio() for name, comparison in both.items()}
@@ -55,6 +59,14 @@ def ratios(compared: Compared) -> list[Picture]:
         f"Right of the dashed line {GKA} is faster. {report.provenance(both.values())}"
     )
     return [bars(title, caption, f"{SOFTMAX} time / {GKA} time", values, table, line_at=1.0)]
+
+
+def in_words(comparison: Comparison) -> str:
+    """The case and phase of a comparison, and its dtype where it is not float32."""
+    line = pd.Series(comparison.lines[0]["config"])
+    case = operator_label(comparison.case, line) if "head_dim" in line else model_label(line)
+    dtype = "" if line["dtype"] == "float32" else line["dtype"]
+    return ", ".join(filter(None, [case, comparison.phase.replace("+", " + "), dtype]))
 
 
 def sweeps(compared: Compared) -> list[Picture]:

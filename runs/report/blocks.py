@@ -20,7 +20,7 @@ WEBP_QUALITY = 82
 class Picture:
     """A picture: `markup` is an svg or img element that has the alternative text already.
 
-    table: its numbers. wide: whether it needs more than a phone's width, so that its box scrolls.
+    table: its numbers. wide: whether it takes the whole width of the page.
     """
 
     title: str
@@ -31,11 +31,21 @@ class Picture:
 
 
 @dataclass(frozen=True)
+class Fold:
+    """What is closed until somebody opens it."""
+
+    title: str
+    tables: list[Table] = field(default_factory=list)
+    pictures: list[Picture] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
 class Section:
     """A part of the page under one heading, in this order.
 
     name: of its address in the page. missing: why something is absent, and the command that would make it. template:
-    the file of template/ that writes what is neither table nor picture, from `content`.
+    the file of template/ that writes what is neither table nor picture, from `content`. short: the title among the
+    contents. folds: come last.
     """
 
     name: str
@@ -46,6 +56,8 @@ class Section:
     content: Any = None
     tables: list[Table] = field(default_factory=list)
     pictures: list[Picture] = field(default_factory=list)
+    short: str = ""
+    folds: list[Fold] = field(default_factory=list)
 
 
 def number(value: object, digits: int = 4) -> str:
@@ -59,13 +71,17 @@ def number(value: object, digits: int = 4) -> str:
     return str(value)
 
 
-def image_element(image: Image.Image, alternative: str) -> Markup:
-    """An img element that holds a figure's picture; its own size on a screen is that on paper."""
-    width, height = (round(side * SCREEN_DPI / DPI) for side in image.size)
-    if image.width > PICTURE_WIDTH:
-        image = image.resize((PICTURE_WIDTH, round(image.height * PICTURE_WIDTH / image.width)), Image.LANCZOS)
-    attributes = Markup('<img src="{}" alt="{}" width="{}" height="{}" style="--own: {}px">')
-    return attributes.format(data_address(image), alternative, width, height, width)
+def image_element(light: Image.Image, dark: Image.Image, alternative: str) -> Markup:
+    """A picture element of a figure drawn for a light and a dark page; its size on a screen is that on paper."""
+    width, height = (round(side * SCREEN_DPI / DPI) for side in light.size)
+    addresses = []
+    for image in (dark, light):
+        if image.width > PICTURE_WIDTH:
+            image = image.resize((PICTURE_WIDTH, round(image.height * PICTURE_WIDTH / image.width)), Image.LANCZOS)
+        addresses.append(data_address(image))
+    markup = '<picture><source media="screen and (prefers-color-scheme: dark)" srcset="{}">'
+    markup += '<img src="{}" alt="{}" width="{}" height="{}" style="--own: {}px"></picture>'
+    return Markup(markup).format(*addresses, alternative, width, height, width)
 
 
 def data_address(image: Image.Image, lossless: bool = False) -> str:

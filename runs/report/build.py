@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from runs.comparison.tables import BUILDERS, Sources
-from runs.report import attention, benchmarks, curves, language, ledger, page, provenance
-from runs.report.blocks import Section
+from runs.report import attention, benchmarks, curves, headlines, language, ledger, page, provenance
+from runs.report.blocks import Fold, Picture, Section
 from runs.report.live import LiveView, image_view
 from runs.report.trained import TrainedRun, find_runs
 from trainkit_gka.cli import command_line
@@ -22,44 +22,60 @@ RANDOM = (
 def render(base: Path, chosen: Sequence[Path], images: Sequence[Path], text: str) -> str:
     """The whole page. Raises UserError for a folder that is not a run, and for files that are not images."""
     runs = find_runs(tuple(chosen), base)
-    sections = [what_ran(runs)]
     _say("attention pictures and the live views")
     (seen, no_vision), (read, no_language) = attention.subjects(runs, images), language.subjects(runs, text)
     missing = " ".join(filter(None, [no_vision, no_language])) if runs else RANDOM
     image = image_view([subject for subject in seen if subject.about == seen[0].about])
     views = [*filter(None, [image]), *language.views(read)]
-    sections += [live(views, missing), training(runs)]
-    sections.append(
-        Section(
-            "attention",
-            "Attention pictures",
-            "The paper's figures of the vision models, then of the language models. Every W was computed again and "
-            "gives its model's own output.",
-            missing=missing,
-            pictures=[*attention.pictures(seen), *language.pictures(read)],
-        )
-    )
+    drawn, verdicts = [*attention.pictures(seen), *language.pictures(read)], ledger.ledger()
+    heads = language.heads_read(read) or drawn[:1]
     _say("benchmarks, tables and claims")
-    sections += [speed(), paper(base), claims(), commands(runs)]
+    sections = [summary(runs, verdicts, heads), live(views, missing), training(runs), looks(drawn, missing), speed()]
+    sections += [paper(base), claims(verdicts), what_ran(runs)]
     names = ", ".join(run.name for run in runs) or "no run"
-    summary = f"Of {names}; written at commit {git_commit()}."
-    return page.render(sections, summary, f"Made by: {command_line()}")
+    about = f"Of {names}; written at commit {git_commit()}."
+    return page.render(sections, about, f"Made by: {command_line()}")
 
 
 def _say(what: str) -> None:
     console.print(f"report: {what}", highlight=False)
 
 
+def summary(runs: list[TrainedRun], verdicts: ledger.Ledger, heads: list[Picture]) -> Section:
+    """What was run, the verdicts, and three pictures: quality against cost, speed over machines, what heads read."""
+    content = {"runs": [curves.reached(run) for run in runs], "counts": verdicts.counts}
+    pictures = [*headlines.quality(), *headlines.speed(), *heads]
+    missing = "" if runs else NOT_TRAINED
+    return Section("summary", "In short", "", missing, "summary.html", content, pictures=pictures, short="Summary")
+
+
 def what_ran(runs: list[TrainedRun]) -> Section:
+    """Where the numbers come from, and the commands, as they were typed."""
     tables = [provenance.run_facts(runs)] if runs else []
-    introduction = "Hardware, versions and commits are those that the result files name; nothing here was typed."
+    folds = [Fold(table.title, [table]) for table in (*tables, provenance.file_facts())]
+    introduction = (
+        "Hardware, versions, commits and commands are those that the result files name; nothing was typed here."
+    )
     return Section(
         "ran",
-        "What was run, and on what",
+        "Where it comes from",
         introduction,
-        missing="" if runs else NOT_TRAINED,
-        tables=[*tables, provenance.file_facts()],
+        template="commands.html",
+        content=provenance.commands(runs),
+        folds=folds,
+        short="Provenance",
     )
+
+
+def looks(drawn: list[Picture], missing: str) -> Section:
+    """The first picture, and the others folded."""
+    introduction = (
+        "The paper's figures of the vision models, then of the language models. Every W was computed again and gives "
+        "its model's own output."
+    )
+    folds = [Fold(picture.title, pictures=[picture]) for picture in drawn[1:]]
+    about = dict(missing=missing, pictures=drawn[:1], folds=folds, short="Attention")
+    return Section("attention", "Attention pictures", introduction, **about)
 
 
 def live(views: list[LiveView], missing: str) -> Section:
@@ -80,28 +96,28 @@ def training(runs: list[TrainedRun]) -> Section:
 
 
 def speed() -> Section:
-    pictures = benchmarks.pictures()
-    missing = "" if pictures else 'No benchmark was run; "make bench" runs them.'
-    introduction = "From runs/results. Both sides of a comparison took turns in one process."
-    return Section("speed", "Speed", introduction, missing, pictures=pictures)
+    """Every comparison of every machine, folded; the chart of the main ones is in the summary."""
+    folds = [Fold(hardware, pictures=pictures) for hardware, pictures in benchmarks.pictures().items()]
+    missing = "" if folds else 'No benchmark was run; "make bench" runs them.'
+    introduction = (
+        "The chart of the summary has the main cases of all machines. Here is all of runs/results, by machine. Both "
+        "sides of a comparison took turns in one process."
+    )
+    return Section("speed", "Speed", introduction, missing, folds=folds)
 
 
 def paper(base: Path) -> Section:
     """The paper's tables, as `make tables` writes them."""
     tables = [builder(Sources(base)) for builder in BUILDERS.values()]
     introduction = "The paper's figures are in italics; ours are exact counts, and runs of the very configuration."
-    return Section("paper", "The paper's tables beside ours", introduction, tables=tables)
+    folds = [Fold(table.title, [table]) for table in tables]
+    return Section("paper", "The paper's tables beside ours", introduction, folds=folds, short="Tables")
 
 
-def claims() -> Section:
+def claims(verdicts: ledger.Ledger) -> Section:
     introduction = (
         "What the paper claims, held against what was measured or computed here. Code decides every verdict, and each "
         "names its scale; open a claim to see what decided it."
     )
-    return Section("claims", "The paper's claims", introduction, template="claims.html", content=ledger.ledger())
-
-
-def commands(runs: list[TrainedRun]) -> Section:
-    introduction = "As they were typed, from the result files."
-    content = provenance.commands(runs)
-    return Section("commands", "The exact commands", introduction, template="commands.html", content=content)
+    about = dict(template="claims.html", content=verdicts, short="Claims")
+    return Section("claims", "The paper's claims", introduction, **about)

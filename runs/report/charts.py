@@ -2,7 +2,9 @@
 
 import io
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import matplotlib
 from markupsafe import Markup, escape
@@ -107,9 +109,17 @@ def bars(title: str, caption: str, x: str, values: dict[str, float], table: Tabl
         return Picture(title, caption, svg(figure, f"Bar chart, {title}: {x}. {words}."), table)
 
 
+def drawn(title: str, caption: str, draw: Callable[[], Any], table: Table) -> Picture:
+    """A figure of another room as a chart of the page. draw: makes it."""
+    with matplotlib.rc_context(STYLE):
+        figure = draw()
+        return Picture(title, caption, svg(figure, f"Chart, {title}: {caption}"), table)
+
+
 def svg(figure, alternative: str) -> Markup:
     """The figure as an svg element for a page: as wide as its box, the same bytes each time, in the page's colours."""
-    figure.tight_layout(pad=0.4)
+    if figure.get_layout_engine() is None:
+        figure.tight_layout(pad=0.4)
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     text = buffer.getvalue()

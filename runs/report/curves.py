@@ -51,7 +51,7 @@ def chart(title: str, caption: str, y: str, runs: list[TrainedRun], event: str, 
         points = [(progress(step), value) for step, value in run.points(event, key) if isinstance(value, (int, float))]
         if points:
             own = replace(LOOKS.get(run.form, OTHER_FORMS), line=LINES[seen[run.form] % len(LINES)])
-            series.append(Series(run.name, points, own, marker=event == "eval"))
+            series.append(Series(f"{run.form}, {run.name}", points, own, marker=event == "eval"))
             seen[run.form] += 1
     return lines(title, caption, X[runs[0].is_vision], y, series) if series else None
 
@@ -93,6 +93,13 @@ def bandwidth_curves(runs: Iterable[TrainedRun]) -> list[Picture]:
             caption = "Mean σ of a layer's heads; the band is from the lowest to the highest head."
             pictures.append(lines(f"σ over training, {run.name}", caption, X[run.is_vision], "σ", series))
     return pictures
+
+
+def reached(run: TrainedRun) -> str:
+    """A run in a line: its name, its form, and what it reached."""
+    key, form, words = ("ema_top1", ".1f", "% top-1") if run.is_vision else ("val_bpb", ".3f", "bits per byte")
+    value = run.finish.get(key)
+    return f"{run.name} ({run.form}): " + ("not finished" if value is None else f"{value:{form}} {words}")
 
 
 def run_tables(runs: list[TrainedRun]) -> list[Table]:

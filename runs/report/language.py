@@ -1,12 +1,13 @@
 """Attention pictures of language models, and what the live views of a text need, from one pass through each model."""
 
-import tempfile
+import functools
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 
 from nanochat_gka.figures.families import FAMILIES, why_not
+from nanochat_gka.figures.rows import MOST_LINES, TOKENS, draw_rows, spread_layers
 from nanochat_gka.figures.subjects import Subject, subjects_of
+from nanochat_gka.figures.words import choose
 from runs.report.attention import embedded
 from runs.report.blocks import Picture
 from runs.report.live import LiveView, text_view
@@ -50,8 +51,17 @@ def views(seen: Sequence[Subject]) -> list[LiveView]:
 def pictures(seen: Sequence[Subject]) -> list[Picture]:
     """The families that can be drawn of these models; none without models."""
     drawn = []
-    with tempfile.TemporaryDirectory() as folder:
-        for name, count in ON_THE_PAGE.items() if seen else ():
-            if not why_not(name, seen[:count]):
-                drawn += [embedded(figure) for figure in FAMILIES[name](seen[:count], Path(folder))]
+    for name, count in ON_THE_PAGE.items() if seen else ():
+        if not why_not(name, seen[:count]):
+            drawn += embedded(functools.partial(FAMILIES[name], seen[:count]))
     return drawn
+
+
+def heads_read(seen: Sequence[Subject]) -> list[Picture]:
+    """What the heads of one model read, the one with head offsets if there is one; none without models."""
+    chosen = sorted(seen, key=lambda subject: not subject.config.head_offsets)[:1]
+    if not chosen:
+        return []
+    queries = choose(chosen[0].words[:TOKENS], most=2)
+    layers = spread_layers(len(chosen[0].layers), MOST_LINES // 2)
+    return embedded(functools.partial(draw_rows, chosen, queries=queries, layers=layers))

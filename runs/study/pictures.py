@@ -1,14 +1,14 @@
 """The study's pictures, each from a frame of finished trials. A picture of an empty frame is None: nothing is drawn."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from runs.figures import Look, legend, look, panels, save
+from runs.figures import WIDTH, Look, legend, look, panels, save
 from runs.study.families import ALL, KERNELS, MIXINGS
 from runs.study.grid import BUDGETS, CONTROL, DEEPER, HALF, LONGER, longer_families, scaled_places
 from runs.study.rates import SMALLEST
@@ -33,6 +33,9 @@ CHANGES = {
 }
 DEPTHS = {place["depth"]: Look(colour, marker) for place, colour, marker in zip((SMALLEST, DEEPER), shades(2), "os")}
 PROBED = dict(depth=4, tokens=2**22)
+QUALITY = ("softmax", "softmax + offsets", "GKA", "GKA + offsets", HALF, "GGGA + offsets")
+BELOW = ("softmax + offsets", "GGGA + offsets")  # whose names stand below their points, where there is room
+COSTS = {"parameters": "parameters, millions", "minutes": "minutes of training"}
 
 
 def of_text(scores: Scores, speeds: Mapping[int, Mapping[str, float]], name: str, folder: Path) -> list[Figure]:
@@ -47,10 +50,62 @@ def of_text(scores: Scores, speeds: Mapping[int, Mapping[str, float]], name: str
         compute(scaled, fits, name, folder),
         budgets(over, name, folder),
         time(with_minutes(timed, speeds), name, folder),
+        quality(costs(scores, speeds), name, folder),
         longer(longest, name, folder),
         changes(changed, name, folder),
     ]
     return [figure for figure in drawn if figure]
+
+
+def costs(scores: Scores, speeds: Mapping[int, Mapping[str, float]]) -> pd.DataFrame:
+    """A row for every family of QUALITY that is finished at PROBED: loss and spread over seeds, parameters in millions,
+    and minutes of training, NaN where its speed is unknown.
+    """
+    rows, at = [], speeds.get(PROBED["depth"], {})
+    for family in QUALITY:
+        if result := scores.at(ALL[family], PROBED):
+            speed = at.get(family, math.nan)
+            rows.append([family, result["parameters"] / 1e6, PROBED["tokens"] / speed / 60, result.mean, result.spread])
+    return pd.DataFrame(rows, columns=["family", "parameters", "minutes", "loss", "spread"])
+
+
+def draw_quality(frame: pd.DataFrame, columns: Sequence[str] = tuple(COSTS), width: float = WIDTH) -> Any:
+    """The figure: loss against each of COSTS that `columns` names, every point with its family's name beside it."""
+    figure, axes = panels(1, len(columns), 4.4, sharey=True)
+    figure.set_figwidth(width)
+    for axis, column in zip(axes, columns, strict=True):
+        own = frame[frame[column].notna()]
+        middle = (own[column].min() + own[column].max()) / 2
+        for row in own.itertuples():
+            place, style = getattr(row, column), look(row.family)
+            axis.errorbar(place, row.loss, 0 if math.isnan(row.spread) else row.spread, **style(row.family))
+            below, left = row.family in BELOW, place > middle
+            words = dict(ha="right" if left else "left", va="top" if below else "center", fontsize=9)
+            shift = (4 if left else -4, -7) if below else (-8 if left else 8, 0)
+            style = dict(color=style.colour, textcoords="offset points")
+            axis.annotate(row.family, (place, row.loss), shift, **words, **style)
+        axis.set_xlabel(COSTS[column])
+        axis.margins(x=0.12, y=0.08)
+    axes[0].set_ylabel(LOSS)
+    return figure
+
+
+def quality(frame: pd.DataFrame, name: str, folder: Path) -> Figure | None:
+    """Loss against what a model costs."""
+    if frame.empty:
+        return None
+    title = f"Quality against cost on {name}"
+    return _figure(draw_quality(frame), title, about_quality(), frame, folder / f"quality-{name}.png")
+
+
+def about_quality() -> str:
+    """The caption of `draw_quality`."""
+    millions = PROBED["tokens"] / 1e6
+    return (
+        f"Lower and further left is better. Models of {PROBED['depth']} layers after {millions:.1f} million tokens, "
+        "each form at its own best learning rate; bars are one standard deviation over seeds. Minutes are of one "
+        "thread of a CPU."
+    )
 
 
 def compute(frame: pd.DataFrame, fits: Mapping[str, Scaling | None], name: str, folder: Path) -> Figure | None:

@@ -1,4 +1,4 @@
-"""Say what the study's finished rows show: print its tables, and draw its pictures.
+"""Say what the study's finished rows show: print its tables, and draw its pictures and the one of speed.
 
 python -m runs.tables.findings                the tables are those that `python -m runs.tables` writes into the page
 """
@@ -10,7 +10,7 @@ from runs.frames import RESULTS
 from runs.study import pictures
 from runs.study.scores import Scores
 from runs.study.speed import speeds_of
-from runs.tables import study, study_equal, study_heads, study_settings, study_speed
+from runs.tables import speedups, study, study_equal, study_heads, study_settings, study_speed
 from trainkit_gka.cli import UserError, run
 from trainkit_gka.progress import console
 
@@ -37,7 +37,8 @@ def main(config: FindingsConfig) -> None:
 
     config.out.mkdir(parents=True, exist_ok=True)
     speeds = speeds_of(config.results)
-    drawn = [pictures.context(config.results, config.out), pictures.images(config.results, config.out)]
+    drawn = [speedups.picture(config.out, config.results.parent)]
+    drawn += [pictures.context(config.results, config.out), pictures.images(config.results, config.out)]
     for path in (path for path in files if not path.name.startswith("vision_")):
         drawn += pictures.of_text(Scores.read(path), speeds, path.stem, config.out)
     for figure in filter(None, drawn):

@@ -221,6 +221,25 @@ def test_the_terminal_shows_the_tables_that_were_asked_for(tmp_path, capsys, mon
     assert not capsys.readouterr().out
 
 
+def test_the_terminal_has_the_papers_layout_in_80_letters_and_what_was_run(tmp_path, capsys, monkeypatch):
+    """Nothing was run here: counts are shown with the paper's figures, other rows of ours with --all alone."""
+    monkeypatch.chdir(tmp_path)
+    tables.main(tables.PaperTablesConfig())
+    short = capsys.readouterr().out
+    numbers = [int(number) for number in re.findall(r"^Table (\d) of the paper", short, re.MULTILINE)]
+    assert numbers == [2, 3, 6, 8, 1, 4, 5, 7]
+    assert max(map(len, short.splitlines())) <= 80
+    vision = short.split("Table 3 of")[0]
+    assert re.search(r"^ *GKA-Ti +Paper +4\.38 +0\.44", vision, re.MULTILINE) and "Ours - paper" not in short
+    assert re.search(r"^ +Ours +4\.383 +0\.445", vision, re.MULTILINE)
+    assert "28.348" in short.split("Table 3 of")[1].split("Table 6 of")[0]  # no number is broken
+    bpb = short.split("Table 6 of")[1].split("Table 8 of")[0]
+    assert "0.7884" in bpb and "Ours" not in bpb
+    tables.main(tables.PaperTablesConfig(all=True, only=[6, 2]))
+    everything = capsys.readouterr().out
+    assert "Ours - paper" in everything and re.search(r"Ours +not run +not run", everything)
+
+
 def test_bits_per_byte_name_their_rows_and_the_texts_own_bytes(tmp_path):
     """Of the paper's runs and of others, where the record says so; Table 8 has no figure of rows."""
     own = language_folder(tmp_path, head_offsets="PS", model_tag="own-text")

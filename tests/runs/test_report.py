@@ -14,14 +14,15 @@ from html_elements import Elements
 from runs.comparison.claims import CLAIMS
 from runs.figures import look
 from runs.paper import published
-from runs.report import attention, build, charts, language, provenance
+from runs.report import attention, build, charts, language, ledger, provenance
 from runs.report.__main__ import ReportConfig, main
 from runs.report.charts import Series
 from runs.report.trained import find_runs
 from trainkit_gka.cli import UserError, run
 from vision_runs import in_process
 
-PHONE = {"width": 390, "height": 844}
+PHONE, DESK = {"width": 390, "height": 844}, {"width": 1200, "height": 900}
+MOST_PIXELS = 12_000  # high, before anything is opened
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +157,7 @@ def test_runs_without_a_checkpoint_or_of_one_trainer_leave_the_others_pictures_o
 
 
 def test_without_runs_the_page_names_the_command_that_makes_some(tmp_path):
-    assert "make demo" in build.what_ran([]).missing and "make demo" in build.training([]).missing
+    assert "make demo" in build.summary([], ledger.ledger(), []).missing and "make demo" in build.training([]).missing
 
 
 def test_mistakes_are_named(base, tmp_path, capsys):
@@ -167,6 +168,27 @@ def test_mistakes_are_named(base, tmp_path, capsys):
     assert f"there is no folder {tmp_path}/nope;" in nowhere and not (tmp_path / "nope").exists()
     (tmp_path / "log.jsonl").write_text('{"event": "train", "step": 1}\n')
     assert "does not say how" in in_process(main, ReportConfig, "--run", tmp_path, capsys=capsys)
+
+
+def test_the_page_is_short_and_its_contents_stay_in_view(browser, base, text):
+    """Nothing is drawn on white in the dark, and verdicts differ in colour."""
+    backgrounds = {}
+    for scheme in ("light", "dark"):
+        with watched(browser, viewport=DESK, color_scheme=scheme) as (tab, problems, _):
+            tab.goto((base / "report.html").as_uri())
+            assert tab.evaluate("document.documentElement.scrollHeight") < MOST_PIXELS
+            assert tab.evaluate("document.querySelector('section').id") == "summary"
+            assert tab.evaluate("[...document.querySelectorAll('section')].pop().id") == "ran"
+            assert tab.locator("#summary figure:visible").count() == 3
+            colour = "(e) => getComputedStyle(e).backgroundColor"
+            seen = tab.locator("#summary .verdict")
+            assert len({seen.nth(place).evaluate(colour) for place in range(seen.count())}) == seen.count() > 3
+            corner = """(image) => { const c = document.createElement('canvas').getContext('2d');
+                c.drawImage(image, 0, 0); return [...c.getImageData(0, 0, 1, 1).data]; }"""
+            backgrounds[scheme] = tab.locator("#summary figure img").first.evaluate(corner)
+            tab.evaluate("scrollTo({ top: 5000, behavior: 'instant' })")
+            assert tab.locator("nav").bounding_box()["y"] == 0 and not problems
+    assert min(backgrounds["light"]) > 240 and max(backgrounds["dark"][:3]) < 40
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -190,7 +212,7 @@ def test_a_phone_shows_the_page_without_sideways_scrolling(browser, base, text, 
 def test_paper_is_white_and_has_claims_and_commands_but_no_controls(browser, base, text):
     with watched(browser, color_scheme="dark") as (tab, problems, _):
         tab.goto((base / "report.html").as_uri())
-        closed = "document.querySelectorAll('section > details:not([open])').length"
+        closed = "document.querySelectorAll('section details:not([open])').length"
         before = tab.evaluate(closed)
         assert before >= len(CLAIMS)
         tab.emulate_media(media="print", color_scheme="dark")

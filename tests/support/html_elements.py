@@ -2,7 +2,7 @@
 
 from html.parser import HTMLParser
 
-VOID = {"meta", "img", "input", "br"}
+VOID = {"meta", "img", "source", "input", "br"}
 
 
 class Elements(HTMLParser):

@@ -235,7 +235,7 @@ for (const bar of document.querySelectorAll(".bar")) {
 // On paper nothing can be opened: claims and commands are, and closed again.
 const opened = [];
 addEventListener("beforeprint", () => {
-  opened.push(...document.querySelectorAll("section > details:not([open])"));
+  opened.push(...document.querySelectorAll("section details:not([open])"));
   for (const details of opened) details.open = true;
 });
 addEventListener("afterprint", () => {
