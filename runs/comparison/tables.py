@@ -15,7 +15,7 @@ from typing import Literal
 from runs.comparison import language_tables, vision_tables
 from runs.comparison.measured import Sources
 from runs.paper.cells import HEADINGS
-from runs.table import NOT_RUN, Table
+from runs.table import NOT_RUN, WIDE, Table
 from trainkit_gka.cli import UserError, run
 from trainkit_gka.files import check_named
 
@@ -96,7 +96,7 @@ def main(config: PaperTablesConfig) -> None:
     for number in config.only or sorted(BUILDERS, key=lambda number: (number not in MAIN, number)):
         table = BUILDERS[number](Sources(config.base))
         if config.format == "terminal":
-            on_terminal(table, number, config.all).show(TERMINAL)
+            on_terminal(table, number, config.all).show(WIDE if config.all else TERMINAL)
         elif config.format == "latex":
             print(by_measure(table).latex())
         else:
