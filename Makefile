@@ -45,6 +45,7 @@ tables claims: launch  ## the paper's tables beside ours; its claims beside what
 report: launch  ## all of it in one HTML page (RUN=folder, else all of BASE)
 explore: launch  ## a page in the browser: your image or text, scaled bandwidths
 study: launch  ## train what is left of the study (ARGS=--list shows it)
+site: launch  ## these pages as a site with search, in out/site
 ## Patches for upstream nanochat and DeiT
 vendor diff unpatch: launch  ## clone both (or *_SRC); patch and show; take the patches out
 test-patches: launch  ## test the patches on vendor/

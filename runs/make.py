@@ -29,6 +29,12 @@ READY, PATCHES_READY = ".venv/.installed", ".venv/.patches"
 TEXTS = ("RUN", "MODEL", "DATA", "IMAGE", "TEXT", "BUNDLE", "COLUMN")  # settings without a default
 COMPLETE = ".complete"  # a file in a corpus, made when all of it is there
 MADE = ("fineweb", "builtin")  # the corpora that are fetched or written; any other is the user's own files
+# The files of the site: pages, and what they link to.
+SITE_FILES = "*.md docs gka nanochat_gka deit_gka trainkit_gka runs patches tests CITATION.cff LICENSE Makefile"
+SITE_SOURCE = (
+    "rm -rf out/site-source && mkdir -p out/site-source && "
+    f"git ls-files -z -- {SITE_FILES} | xargs -0 cp --parents --target-directory out/site-source"
+)
 # The commands of a target. A word in braces is a name of `names`, quoted by `expand`; {ARGS} is what the user gave it.
 COMMANDS = {
     "setup": [
@@ -66,6 +72,7 @@ COMMANDS = {
     "report": ["{py} runs.report --base {BASE} --run {RUN} {shown} {ARGS}"],
     "explore": ["{py} runs.explore --demo {BASE}/demo --run {RUN} --model {MODEL} {ARGS}"],
     "study": ["{py} runs.study --data {packed} --runs {BASE}/study {ARGS}"],
+    "site": ["{pip} mkdocs-material", f"sh -c '{SITE_SOURCE}'", "{py} mkdocs build --strict {ARGS}"],
     "vendor": ["{system} patches/apply.py vendor"],
     "diff": ["{system} patches/apply.py apply", "{system} patches/apply.py diff"],
     "unpatch": ["{system} patches/apply.py reverse"],
