@@ -3,7 +3,7 @@
 
 PYTHON   ?= python3
 SETTINGS := BASE CORPUS COLUMN SHARDS VOCAB SEQ DEPTH NGPU NNODES RDZV RESTARTS RUN MODEL DATA IMAGE TEXT ARGS \
-            PROMPT BUNDLE WANDB_MODE PYTHON NANOCHAT_SRC DEIT_SRC
+            PROMPT BUNDLE WANDB_MODE PYTHON ENV_PYTHON NANOCHAT_SRC DEIT_SRC
 # A setting is text, which neither make nor the shell expands: runs/make.py reads it from the environment.
 $(foreach name,$(SETTINGS),$(eval override $(name) := $$(value $(name))))
 GOALS    := $(or $(value MAKECMDGOALS),help)

@@ -25,6 +25,7 @@ from runs import commands
 from runs.settings import DEFAULTS, STUDY, Problem, flags_of, read
 
 PYTHON = ".venv/bin/python"
+INSTALL = '-m pip install -e ".[dev]"'
 READY, PATCHES_READY = ".venv/.installed", ".venv/.patches"
 TEXTS = ("RUN", "MODEL", "DATA", "IMAGE", "TEXT", "BUNDLE", "COLUMN")  # settings without a default
 COMPLETE = ".complete"  # a file in a corpus, made when all of it is there
@@ -47,7 +48,7 @@ COMMANDS = {
     "demo": ["{py} runs.demo --out {BASE}/demo --ranks {ranks} --depth {demo_depth} --wandb {WANDB_MODE} {ARGS}"],
     "test": ["{py} pytest -n auto --dist loadfile {ARGS}"],
     "test-gpu": ["{py} pytest -m gpu {ARGS}"],
-    "lint": [".venv/bin/ruff check .", ".venv/bin/ruff format --check .", ".venv/bin/mypy"],
+    "lint": ["{py} ruff check .", "{py} ruff format --check .", "{py} mypy"],
     "tokenizer": [
         "{py} nanochat_gka.tokenizer --corpus {documents} --vocab-size {VOCAB} --out {tokenizer} {ARGS}",
     ],
@@ -110,6 +111,7 @@ Settings, as NAME=value
   RUN={RUN} (what the evaluations, sample and export take; figures: the demo's)
   DATA=folder of images with train/ and val/ (or hf:NAME, hf-stream:NAME, wds:FOLDER, digits)
   MODEL=any timm name, WANDB_MODE=disabled (offline, online)
+  ENV_PYTHON=python of an environment of yours; .venv is then not made, and nothing is installed
   ARGS='flags for the command of the target': --dry-run shows what a training would be"""
 
 
@@ -117,6 +119,7 @@ def names(given):
     """The names in COMMANDS: every setting, and what is worked out from them; a list stands for several words."""
     setting = {**dict.fromkeys(TEXTS, ""), "PROMPT": "The", **DEFAULTS, **given}
     base, corpus, asked = setting["BASE"], setting["CORPUS"], given.get("NGPU", "")
+    python = given.get("ENV_PYTHON", PYTHON)
     name = dataset(corpus, setting["SHARDS"])
     documents = corpus if reads_as_it_is(given) else f"{base}/corpus/{name}"
     whole = corpus != "fineweb" and setting.get("SPLIT_DOCUMENTS") == "no"  # FineWeb-Edu's documents always are
@@ -125,8 +128,8 @@ def names(given):
     named_rows = any(key in given for key in ("CORPUS", "SHARDS", "VOCAB", "SEQ"))
     return {
         **setting,
-        "py": [PYTHON, "-m"],
-        "launch": [PYTHON, *commands.launch("", max(1, int(asked or count_gpus())), torchrun_flags(given))[:-1]],
+        "py": [python, "-m"],
+        "launch": [python, *commands.launch("", max(1, int(asked or count_gpus())), torchrun_flags(given))[:-1]],
         "system": [setting["PYTHON"]],
         "pip": [PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"],
         "shown": commands.flags(image=setting["IMAGE"], text=setting["TEXT"]),
@@ -171,6 +174,8 @@ def chain(goals, given, look=False):
     only_asks = is_dry_run(given.get("ARGS", ""))
 
     def need(target):
+        if target == "setup" and "ENV_PYTHON" in given:
+            return
         own = {**known, "ARGS": args if target in goals else ""}
         cleaned = target == "setup" and "clean" in begun  # it deletes the environment that is there
         if target in begun or (is_done(target, own) and not cleaned):
@@ -185,10 +190,11 @@ def chain(goals, given, look=False):
             need(other)
         for command, more in found:
             line = expand(command, {**own, **more})
-            if line.startswith(".venv/bin/") or command == FOR_PATCHES:
+            if line.startswith(PYTHON) or command == FOR_PATCHES:
                 need("setup")
             lines.append(line)
 
+    check_environment(goals, given, look)
     for goal in goals:
         need(goal)
     return lines
@@ -248,7 +254,7 @@ def vision_model(name):
 def needs_packages(given):
     """Whether the tests of the patches can have upstream's sources, and lack the packages that these need."""
     has_upstream = "NANOCHAT_SRC" in given or os.path.exists("vendor/nanochat")
-    return has_upstream and is_stale(PATCHES_READY, "patches/requirements.txt")
+    return has_upstream and "ENV_PYTHON" not in given and is_stale(PATCHES_READY, "patches/requirements.txt")
 
 
 def check(target, given):
@@ -261,6 +267,15 @@ def check(target, given):
         check_gpu(given)
     elif target.startswith("train-deit-") or target == "ablate-projections":
         check_images(given)
+
+
+def check_environment(goals, given, look):
+    """Raises Problem if ENV_PYTHON is no Python, or is to be set up: nothing is installed in the user's environment."""
+    python = given.get("ENV_PYTHON")
+    if python and "setup" in goals:
+        raise Problem(f"setup makes .venv, for which ENV_PYTHON={python} stands; install there: {python} {INSTALL}")
+    if python and not look and not shutil.which(python):
+        raise Problem(f"ENV_PYTHON={python}: there is no such program; give the python of an environment that has gka")
 
 
 def is_stale(made, *sources):

@@ -12,7 +12,7 @@ DEFAULTS = {"BASE": "out", "CORPUS": "fineweb", "SHARDS": "170", "VOCAB": "32768
 DEFAULTS["WANDB_MODE"] = "disabled"
 # What make study takes in place of some of them, and the rows of its results.
 STUDY = {"CORPUS": "builtin", "VOCAB": "4096", "SEQ": "512", "SPLIT_DOCUMENTS": "no"}
-PATHS = {"BASE", "CORPUS", "RUN", "DATA", "IMAGE", "BUNDLE"}
+PATHS = {"BASE", "CORPUS", "RUN", "DATA", "IMAGE", "BUNDLE", "ENV_PYTHON"}
 WANDB_MODES = ("disabled", "offline", "online")
 # Settings that are whole numbers, and their least and most; the commands, later in the chain, take no others.
 WHOLE = {"NNODES": (1, None), "RESTARTS": (0, None), "NGPU": (0, None), "DEPTH": (1, None), "SHARDS": (2, 1823)}

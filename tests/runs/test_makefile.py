@@ -339,6 +339,33 @@ def test_the_small_run_that_is_suggested_keeps_what_the_user_gave(lines, tmp_pat
     assert suggested("pretrain-d20")["CORPUS"] == "builtin"
 
 
+# An environment of one's own
+
+
+def test_an_environment_of_ones_own_takes_the_place_of_venv(make, tmp_path):
+    """It is used as it is: nothing is made, nothing is installed."""
+    own = tmp_path / "my env/bin/python"
+    own.parent.mkdir(parents=True)
+    own.write_text('#!/bin/sh\necho "$@" >> calls\n')
+    own.chmod(0o755)
+    given = [f"ENV_PYTHON={own}", "DATA=digits", "ARGS=--device-type cpu", "NGPU=1"]
+    for target in TARGETS:
+        if target not in ("help", "setup", "clean"):
+            done = make("-n", target, *given)
+            assert done.returncode == 0 and ".venv" not in done.stdout and "pip" not in done.stdout, done
+    assert make("train-deit-ti", *given).returncode == 0 and not (tmp_path / ".venv").exists()
+    assert (tmp_path / "calls").read_text().startswith("-m deit_gka.train --data digits ")
+
+
+@pytest.mark.parametrize(
+    "words, said", [(["demo"], "there is no such program"), (["setup"], "install there: nowhere/")]
+)
+def test_an_environment_that_is_not_there_or_to_be_made_is_refused(make, tmp_path, words, said):
+    done = make(*words, "ENV_PYTHON=nowhere/python")
+    assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 2  # one is make's
+    assert not (tmp_path / ".venv").exists()
+
+
 # Running
 
 

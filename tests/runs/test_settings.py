@@ -25,7 +25,8 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is no
 RUN_IT = "$(shell touch canary) $$(touch canary) `touch canary`; touch canary | touch canary & touch canary"
 ODD = f' it\'s "b" {RUN_IT} > canary # % \\ \\# é : ~ * = , ${{x}} $HOME (a) [b]  two\tend'
 REFUSED = {*WHOLE, "RDZV", "WANDB_MODE"}  # what is not a number, a place or a mode
-TEXTS = [name for name in SETTINGS if name not in REFUSED | {"ARGS", "PYTHON", "NANOCHAT_SRC", "DEIT_SRC"}]
+PYTHONS = ("PYTHON", "ENV_PYTHON")
+TEXTS = [name for name in SETTINGS if name not in REFUSED | {"ARGS", *PYTHONS, "NANOCHAT_SRC", "DEIT_SRC"}]
 ARGS = f"--device-type cpu --odd 'it {RUN_IT}' \"$(touch canary)`touch canary`\" $(touch canary);touch canary"
 ARGS_WORDS = ["--device-type", "cpu", "--odd", f"it {RUN_IT}", "$(touch canary)`touch canary`"]
 ARGS_WORDS += ["$(touch", "canary);touch", "canary"]
@@ -50,7 +51,7 @@ def recorded(tmp_path, scripted):
 def odd(tmp_path):
     """Every setting that is a path or a text, with odd characters. The folders are there."""
     settings = {name: name + ODD for name in TEXTS}
-    for name in PATHS:
+    for name in PATHS - {*PYTHONS}:
         (tmp_path / settings[name]).mkdir()
     python = tmp_path / f"PYTHON{ODD}"
     python.symlink_to(os.path.realpath(sys.executable))
