@@ -7,6 +7,7 @@ A checkpoint is a folder `step_00001234` with
 """
 
 import errno
+import json
 import os
 import re
 import shutil
@@ -80,6 +81,12 @@ def write_tensors(tensors: Tensors, path: Path, metadata: dict[str, str] | None 
         if f"os error {errno.ENOSPC}" in str(error):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from None
         raise
+
+
+def file_bytes(tensors: Tensors) -> int:
+    """The size of the file that `write_tensors` makes of them, up to some bytes: its header has names and shapes."""
+    header = {name: {"dtype": "F32", "shape": [*t.shape], "data_offsets": [10**9] * 2} for name, t in tensors.items()}
+    return sum(tensor.nbytes for tensor in tensors.values()) + len(json.dumps(header, separators=(",", ":")))
 
 
 def load_newest(folder: Path, warn=print) -> Checkpoint | None:

@@ -17,12 +17,10 @@ from trainkit_gka.cli import command_line, leave_note
 from trainkit_gka.distributed import Interrupted, Runtime, Stop, running
 from trainkit_gka.files import locked
 from trainkit_gka.plan import show_plan
-from trainkit_gka.progress import RunLog, progress_bar, read_events
-from trainkit_gka.results import append_result, check_appendable
+from trainkit_gka.progress import LOG, RunLog, progress_bar, read_events
+from trainkit_gka.results import append_result, check_appendable, describe_hardware
 from trainkit_gka.run_config import RunConfig
 from trainkit_gka.trainer import Trainer
-
-LOG = "log.jsonl"
 
 
 def launch(config: RunConfig, make_trainer: Callable[[Any, Runtime, Checkpoint | None], Trainer]) -> None:
@@ -85,10 +83,11 @@ def resume(config: RunConfig, runtime: Runtime) -> Checkpoint | None:
 
 def announce(trainer: Trainer, log: RunLog) -> None:
     """Say what will be trained and from where."""
-    step, start = trainer.state["step"], trainer.announce()
+    runtime, step, start = trainer.runtime, trainer.state["step"], trainer.announce()
     if step:
-        trainer.runtime.print(f"resuming at {trainer.STEP} {step} of {trainer.steps}")
-    log.log("start", step, config=trainer.config.identity(), world_size=trainer.runtime.world_size, **start)
+        runtime.print(f"resuming at {trainer.STEP} {step} of {trainer.steps}")
+    where = {"world_size": runtime.world_size, "hardware": describe_hardware(runtime.device)}
+    log.log("start", step, config=trainer.config.identity(), **where, **start)
 
 
 def train(trainer: Trainer, log: RunLog, stop: Stop) -> bool:

@@ -1,41 +1,54 @@
 """What --dry-run shows: the settings of a training, and what it would take in steps, disk and hours."""
 
+import json
 import shutil
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
+import torch
+
+from trainkit_gka.checkpoint import file_bytes
 from trainkit_gka.cli import flag_of
 from trainkit_gka.hardware import peak_flops
-from trainkit_gka.results import hardware_of, read_results
+from trainkit_gka.progress import LOG, read_events
+from trainkit_gka.results import describe_hardware, hardware_of, read_results
 from trainkit_gka.trainer import Trainer
 
-UTILISATION = 0.4  # of a GPU's peak, where no finished run says how fast it is
+UTILISATION = 0.4  # of a GPU's peak, where no run says how fast it is
 
 
 def show_plan(trainer: Trainer) -> None:
     """Print the plan on rank 0. A collective: optimisers gather their state to be measured."""
-    tensors = trainer.kept().tensors
-    size = sum(tensor.nbytes for group in tensors.values() for tensor in group.values())
-    if not tensors.get("optimizer", True):  # torch's AdamW makes its two moments at the first step
-        size += 2 * sum(parameter.nbytes for parameter in trainer.model.parameters())
+    sizes = checkpoint_sizes(trainer)
     if not trainer.runtime.is_main:
         return
     for name, value in asdict(trainer.config).items():
         print(f"{flag_of(name):<28} {'none' if value in ('', None, ()) else value}")
     print()
-    for name, value in plan(trainer, size).items():
+    for name, value in plan(trainer, sizes).items():
         print(f"{name:<28} {value}")
 
 
-def plan(trainer: Trainer, size: int) -> dict[str, Any]:
-    """What the training would take. size: the bytes of a checkpoint's tensors."""
+def checkpoint_sizes(trainer: Trainer) -> dict[str, int]:
+    """The bytes of a checkpoint on disk: of each file of tensors, and of its other files together. A collective."""
+    kept = trainer.kept()
+    if not kept.tensors.get("optimizer", True):  # torch's AdamW makes its state at the first step
+        step, parameters = torch.zeros(()), dict(trainer.model.named_parameters())
+        state = [("step", lambda _: step), ("exp_avg", lambda weight: weight), ("exp_avg_sq", lambda weight: weight)]
+        kept.tensors["optimizer"] = {
+            f"{key}/{name}": of(weight) for key, of in state for name, weight in parameters.items()
+        }
+    about = {"train_config": trainer.config.identity(), "progress": trainer.state, **kept.about}
+    others = len(json.dumps(about, indent=1, default=str)) + sum(path.stat().st_size for path in kept.files.values())
+    return {**{name: file_bytes(group) for name, group in kept.tensors.items()}, "other files": others}
+
+
+def plan(trainer: Trainer, sizes: dict[str, int]) -> dict[str, Any]:
+    """What the training would take. sizes: as `checkpoint_sizes` gives them."""
     config, runtime, (unit, per_step, flops) = trainer.config, trainer.runtime, trainer.work()
-    steps = trainer.steps - trainer.state["step"]
-    kept = size * (config.keep + 1)  # an old one goes when a new one is complete
-    out = config.out.absolute()
-    free = shutil.disk_usage(next(folder for folder in (out, *out.parents) if folder.exists())).free
+    steps, size = trainer.steps - trainer.state["step"], sum(sizes.values())
     seen = f"{steps * per_step:,} {unit}, {per_step:,} a step"
-    short = "" if kept <= free else "; that is too little: free some, or lower --keep"
     return {
         "run": f"{config.folder}, on {runtime.world_size} x {runtime.device.type}",
         "parameters": f"{sum(parameter.numel() for parameter in trainer.model.parameters()):,}",
@@ -43,27 +56,55 @@ def plan(trainer: Trainer, size: int) -> dict[str, Any]:
         + (f" of {trainer.steps:,}, the rest of the run" if trainer.state["step"] else ""),
         **({} if per_step == 1 else {unit: seen}),
         "FLOPs": f"{steps * per_step * flops:.4g}" if flops else "not known",
-        "a checkpoint": f"{size / 1e9:,.3f} GB",
-        "disk": f"{kept / 1e9:,.3f} GB for {config.keep} checkpoints and one more, {free / 1e9:,.1f} GB free{short}",
+        "a checkpoint": f"{size:,} bytes: {', '.join(f'{name} {gigabytes(part)}' for name, part in sizes.items())}",
+        "disk": disk(trainer, sizes),
         "hours": hours(trainer, steps * per_step, unit, flops),
     }
 
 
+def disk(trainer: Trainer, sizes: dict[str, int]) -> str:
+    """What --keep keeps, what is there while another checkpoint is written, and whether the disk has room for it."""
+    config, size = trainer.config, sum(sizes.values())
+    kept, words = config.keep * size, f"--keep {config.keep}"
+    if trainer.NOT_IN_BEST is not None:
+        kept += sum(part for name, part in sizes.items() if name not in trainer.NOT_IN_BEST)
+        words += " and the best weights"
+    out, most = config.out.absolute(), kept + size  # an old one goes when a new one is complete
+    free = shutil.disk_usage(next(folder for folder in (out, *out.parents) if folder.exists())).free
+    short = "" if most <= free else "; that is too little: free some, or lower --keep"
+    return f"{kept:,} bytes for {words}, {gigabytes(most)} while one is written, {gigabytes(free)} free{short}"
+
+
+def gigabytes(size: int) -> str:
+    """Bytes as GB, or MB where they are fewer."""
+    return f"{size / 1e9:,.2f} GB" if size >= 1e9 else f"{size / 1e6:,.2f} MB"
+
+
 def hours(trainer: Trainer, amount: int, unit: str, flops: float | None) -> str:
-    """How long `amount` of tokens or images takes, and what that is estimated from."""
-    config, runtime, name = trainer.config, trainer.runtime, f"{unit}_per_second"
-    parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
-    for row in reversed(read_results(config.results, "parameters", name)):
-        done = row["metrics"]
-        same = row.get("kind") == trainer.KIND and row.get("processes") == runtime.world_size
-        if same and done["parameters"] == parameters and done[name]:
-            source = (
-                f"the run of {row.get('date')} in {config.results}, on {hardware_of(row)}: {done[name]:,.0f} {unit}/s"
-            )
-            return f"{amount / done[name] / 3600:,.2f}, an estimate from {source}"
-    peak = peak_flops(runtime.device)
+    """How long `amount` of tokens or images takes, and from which speed that is estimated."""
+    for speed, source in measured(trainer, f"{unit}_per_second"):
+        return f"{amount / speed / 3600:,.2f}, an estimate from {source}: {speed:,.5g} {unit}/s"
+    device, peak = describe_hardware(trainer.runtime.device), peak_flops(trainer.runtime.device)
     if not peak or not flops:
         missing = "the FLOPs of the model are" if peak else "the peak of this device is"
-        return f"not known: {config.results} has no run of this size, and {missing} not known either"
-    speed = UTILISATION * peak * runtime.world_size
-    return f"{amount * flops / speed / 3600:,.2f}, an estimate from FLOPs alone, at {UTILISATION:.0%} of the peak"
+        none = f"no run of this size on {trainer.runtime.world_size} x {device} is in {trainer.config.results}"
+        return f"not known: {none}, and {missing} not known either"
+    speed = UTILISATION * peak * trainer.runtime.world_size / flops
+    return (
+        f"{amount / speed / 3600:,.2f}, an estimate from FLOPs alone, at {UTILISATION:.0%} of the peak of "
+        f"{trainer.runtime.world_size} x {device}: {speed:,.5g} {unit}/s"
+    )
+
+
+def measured(trainer: Trainer, name: str) -> Iterator[tuple[float, str]]:
+    """Speeds of this hardware and number of processes, and where they are from: this run's own, then finished ones'."""
+    config, ranks, hardware = trainer.config, trainer.runtime.world_size, describe_hardware(trainer.runtime.device)
+    *_, start = [{}, *read_events(config.folder / LOG, "start", "world_size", "hardware")]
+    *_, last = [{}, *read_events(config.folder / LOG, "train", name)]
+    if start and (start["world_size"], start["hardware"]) == (ranks, hardware) and last.get(name):
+        yield last[name], f"this run so far, on {ranks} x {hardware}"
+    parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
+    for row in reversed(read_results(config.results, "parameters", name)):
+        done, same = row["metrics"], (row.get("kind"), row.get("processes")) == (trainer.KIND, ranks)
+        if same and hardware_of(row) == hardware and done["parameters"] == parameters and done[name]:
+            yield done[name], f"the run of {row.get('date')} in {config.results}, on {ranks} x {hardware}"

@@ -24,6 +24,7 @@ from trainkit_gka import extras
 from trainkit_gka.cli import UserError, reason_of
 from trainkit_gka.files import atomic
 
+LOG = "log.jsonl"  # in a run's folder
 console = Console(stderr=False, soft_wrap=True)
 
 

@@ -62,6 +62,7 @@ class Trainer(ABC):
     STEP: ClassVar[str] = "step"  # the word for one in messages
     LOWER: ClassVar[str]  # the advice for a run that diverged
     FINISH_KEYS: ClassVar[tuple[str, ...]]  # of `summary`: a record of the end that lacks one does not count
+    NOT_IN_BEST: ClassVar[tuple[str, ...] | None] = None  # tensors that a checkpoint of the best weights, if any, lacks
 
     model: torch.nn.Module
     steps: int

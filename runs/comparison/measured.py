@@ -21,8 +21,8 @@ from runs.frames import RESULTS
 from runs.paper import gpt_d20_gka, gpt_d20_softmax, published
 from runs.paper.deit import PAPER_NAMES, SIZE_NAMES
 from runs.table import Table
-from trainkit_gka.loop import LOG, finish_record
-from trainkit_gka.progress import read_events
+from trainkit_gka.loop import finish_record
+from trainkit_gka.progress import LOG, read_events
 from trainkit_gka.results import is_processor, read_results
 
 KIND_OF = {label: kind for kind, label in PAPER_NAMES.items()}

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 from gka.kinds import KINDS
 from trainkit_gka.cli import UserError
-from trainkit_gka.loop import LOG, finish_record
-from trainkit_gka.progress import read_events
+from trainkit_gka.loop import finish_record
+from trainkit_gka.progress import LOG, read_events
 from trainkit_gka.results import read_results
 
 RESULT_FILES = ("results.jsonl", "demo/train.jsonl", "demo/train_deit.jsonl")  # in BASE

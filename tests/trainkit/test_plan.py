@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,11 +10,13 @@ import torch
 from deit_gka.train import Trainer as VisionTrainer
 from deit_gka.training.config import TrainConfig as VisionConfig
 from nanochat_gka.train import TrainConfig, Trainer
+from processes import signals_kept
 from toy_trainer import ToyConfig, ToyTrainer
 from trainkit_gka import plan
 from trainkit_gka.cli import UserError
 from trainkit_gka.distributed import Runtime
 from trainkit_gka.loop import launch
+from trainkit_gka.results import describe_hardware
 
 CPU = Runtime(0, 1, torch.device("cpu"))
 
@@ -47,27 +50,54 @@ def test_a_mistake_is_what_training_would_say(tmp_path, places):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_checkpoint_of_a_vision_run_has_the_planned_size(places, monkeypatch, capsys):
-    """Before the first update the optimiser has no state yet."""
-    small = {"model_kwargs": ("embed_dim=64", "depth=2", "num_heads=2"), "input_size": 32, "batch_size": 64}
-    config = VisionConfig(data="digits", epochs=1, warmup_epochs=0, num_workers=0, compile="off", **small, **places)
-    sizes = []
-    monkeypatch.setattr(plan, "plan", lambda trainer, size: sizes.append(size) or {})
-    trainer = VisionTrainer(config, CPU)
-    plan.show_plan(trainer)
-    trainer.step(False)
-    trainer.close()
-    counters = 4 * len(list(trainer.model.parameters()))  # of AdamW's steps
-    assert sizes[0] + counters == sum(t.nbytes for group in trainer.kept().tensors.values() for t in group.values())
+def bytes_in(folder) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-@pytest.mark.parametrize("processes, parameters, known", [(1, 2, True), (2, 2, False), (1, 3, False)])
-def test_hours_come_from_a_finished_run_of_the_same_size(places, processes, parameters, known):
+def shown_bytes(words: str) -> int:
+    return int(words.split()[0].replace(",", ""))
+
+
+@pytest.mark.parametrize("kind", ["language", "vision"])
+def test_checkpoints_have_the_planned_size_and_the_run_its_own_speed(kind, packed, places, capsys):
+    """Planned before the first step, when vision's optimiser has no state yet; an epoch of digits is 7 updates."""
+    if kind == "language":
+        steps = dict(num_iterations=20, total_batch_size=256, eval_tokens=256, sample_every=-1, depth=2, save_every=5)
+        config, trainer = TrainConfig(data=packed / "packed", attention="gka", **steps, **places), Trainer
+    else:
+        small = dict(model_kwargs=("embed_dim=64", "depth=2", "num_heads=2"), input_size=32, batch_size=160, aa="")
+        settings = dict(data="digits", epochs=2, warmup_epochs=0, num_workers=0, compile="off", log_every=1)
+        config, trainer = VisionConfig(**small, **settings, **places), VisionTrainer
+    launch(replace(config, dry_run=True), trainer)
+    before = said(capsys)
+    assert before["hours"].startswith("not known: no run of this size on 1 x ")
+    with signals_kept():
+        launch(replace(config, stop_after=15 if kind == "language" else 13), trainer)
+    checkpoints = config.folder / "checkpoints"
+    assert len(list(checkpoints.iterdir())) == config.keep
+    for folder in checkpoints.iterdir():
+        assert shown_bytes(before["a checkpoint"]) == pytest.approx(bytes_in(folder), rel=0.02)
+    best = bytes_in(config.folder / "best") if kind == "vision" else 0
+    assert best > 0 or kind == "language"
+    assert shown_bytes(before["disk"]) == pytest.approx(bytes_in(checkpoints) + best, rel=0.02)
+    capsys.readouterr()
+    launch(replace(config, dry_run=True), trainer)
+    assert re.match(r"[\d.]+, an estimate from this run so far, on 1 x .*: [\d,.]+ \w+/s$", said(capsys)["hours"])
+
+
+@pytest.mark.parametrize(
+    "processes, parameters, hardware, known",
+    [(1, 2, "", True), (2, 2, "", False), (1, 3, "", False), (1, 2, "NVIDIA H100", False)],
+)
+def test_hours_come_from_a_finished_run_of_the_same_size_on_the_same_hardware(
+    places, processes, parameters, hardware, known
+):
     metrics = {"parameters": parameters, "rounds_per_second": 0.5}
-    row = {"kind": "toy", "date": "now", "processes": processes, "hardware": "a box", "config": {}, "metrics": metrics}
+    row = {"kind": "toy", "date": "now", "processes": processes, "config": {}, "metrics": metrics}
+    row["hardware"] = hardware or describe_hardware(CPU.device)
     places["results"].write_text(json.dumps(row) + "\n")
     trainer = ToyTrainer(ToyConfig(model_tag="toy", steps=3600, **places), CPU)
-    hours = plan.plan(trainer, 0)["hours"]
+    hours = plan.plan(trainer, {})["hours"]
     assert hours.startswith("2.00, an estimate from the run of now in ") if known else hours.startswith("not known")
 
 
@@ -76,11 +106,12 @@ def test_hours_come_from_the_peak_of_a_gpu_where_no_run_says_more(places, monkey
     monkeypatch.setattr(ToyTrainer, "work", lambda self: ("tokens", 1000, 4e14))
     trainer = ToyTrainer(ToyConfig(model_tag="toy", steps=36, **places), CPU)
     trainer.state["step"] = 18
-    assert plan.plan(trainer, 0)["hours"].startswith("5.00, an estimate from FLOPs alone, at 40% of the peak")
+    hours = plan.plan(trainer, {})["hours"]
+    assert hours.startswith("5.00, an estimate from FLOPs alone, at 40% of the peak") and hours.endswith(": 1 tokens/s")
 
 
 @pytest.mark.parametrize("free, warned", [(3 * 10**9, False), (3 * 10**9 - 1, True)])
 def test_too_small_a_disk_is_said(places, monkeypatch, free, warned):
     monkeypatch.setattr("shutil.disk_usage", lambda folder: type("Usage", (), {"free": free}))
     trainer = ToyTrainer(ToyConfig(model_tag="toy", keep=2, **places), CPU)
-    assert ("too little" in plan.plan(trainer, 10**9)["disk"]) == warned
+    assert ("too little" in plan.plan(trainer, {"model": 10**9})["disk"]) == warned
