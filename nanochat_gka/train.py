@@ -80,7 +80,7 @@ class TrainConfig(OptimConfig, ModelFlags, BundleFlags, RunConfig):
         "final_lr_frac",
         "optimiser": " ".join(field.name for field in fields(OptimConfig)),
         "logging": "eval_every eval_tokens eval_rows core_metric_every core_metric_max_per_task bundle bundle_url "
-        "sample_every log_every wandb results",
+        "sample_every log_every wandb tensorboard results",
     }
 
     # Where

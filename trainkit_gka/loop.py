@@ -17,6 +17,7 @@ from trainkit_gka.cli import command_line, leave_note
 from trainkit_gka.distributed import Interrupted, Runtime, Stop, running
 from trainkit_gka.files import locked
 from trainkit_gka.plan import show_plan
+from trainkit_gka.profiling import Profiler
 from trainkit_gka.progress import LOG, RunLog, progress_bar, read_events
 from trainkit_gka.results import append_result, check_appendable, describe_hardware
 from trainkit_gka.run_config import RunConfig
@@ -34,10 +35,11 @@ def launch(config: RunConfig, make_trainer: Callable[[Any, Runtime, Checkpoint |
         if config.dry_run:
             trainer = runtime.agree(lambda: make_trainer(config, runtime, resume(config, runtime)))
             held.callback(trainer.close)
+            Profiler(trainer)  # refuses what training would
             show_plan(trainer)
             return
 
-        def prepare() -> tuple[Trainer, RunLog]:
+        def prepare() -> tuple[Trainer, RunLog, Profiler]:
             if runtime.is_main:
                 held.enter_context(locked(config.folder, "training in"))
                 check_appendable(config.results)
@@ -46,14 +48,15 @@ def launch(config: RunConfig, make_trainer: Callable[[Any, Runtime, Checkpoint |
                 config.folder / LOG,
                 resume_step=trainer.state["step"],
                 wandb_mode=config.wandb,
+                tensorboard=config.tensorboard,
                 name=config.tag,
                 config=config.identity(),
                 enabled=runtime.is_main,
             )
             held.callback(log.close)
-            return trainer, log
+            return trainer, log, Profiler(trainer)
 
-        trainer, log = runtime.agree(prepare)
+        trainer, log, profiler = runtime.agree(prepare)
         held.callback(trainer.close)
         done = f"a run that has done this many {trainer.STEP}s"  # machines may mount its folder in different places
         runtime.check_same(lambda: {done: str(trainer.state["step"]), **trainer.identity()})
@@ -62,7 +65,8 @@ def launch(config: RunConfig, make_trainer: Callable[[Any, Runtime, Checkpoint |
             runtime.print(f"{config.folder}: already trained for its {trainer.steps:,} {trainer.STEP}s")
             return
         announce(trainer, log)
-        if not train(trainer, log, Stop()):
+        held.callback(profiler.close)
+        if not train(trainer, log, profiler, Stop()):
             step = trainer.state["step"]
             where = f"{trainer.STEP} {step} of {trainer.steps}"
             saved = "saved" if step else "before there was anything to save"
@@ -90,7 +94,7 @@ def announce(trainer: Trainer, log: RunLog) -> None:
     log.log("start", step, config=trainer.config.identity(), **where, **start)
 
 
-def train(trainer: Trainer, log: RunLog, stop: Stop) -> bool:
+def train(trainer: Trainer, log: RunLog, profiler: Profiler, stop: Stop) -> bool:
     """Train to the last step. Returns False if a signal or --stop-after ended it early. The state is saved."""
     config, steps = trainer.config, trainer.steps
 
@@ -109,7 +113,8 @@ def train(trainer: Trainer, log: RunLog, stop: Stop) -> bool:
         if not evaluate():
             return False
         while trainer.state["step"] < steps:
-            numbers, stopping = trainer.step(stop.requested)
+            with profiler.step(trainer.state["step"] + 1):
+                numbers, stopping = trainer.step(stop.requested)
             step = trainer.state["step"]
             stopping = (stopping or step == config.stop_after) and step < steps
             bar.update(task, completed=step, status=trainer.status(numbers))

@@ -1,4 +1,4 @@
-"""What a run reports, on rank 0: a live progress bar, JSON lines on disk, and optionally Weights & Biases."""
+"""What a run reports, on rank 0: a live progress bar, JSON lines on disk, and its charts if asked for."""
 
 import json
 import math
@@ -49,11 +49,12 @@ def progress_bar(on: Console = console, **kwargs) -> Progress:
 
 
 class RunLog:
-    """`log(event, step, **values)`: one JSON line, the wandb run if there is one, and a printed line when asked for.
+    """`log(event, step, **values)`: one JSON line, the charts if there are some, and a printed line when asked for.
 
     path: the .jsonl file, appended to. resume_step: lines of later steps (which will run again) are dropped first, so
     the file reads as one run. wandb_mode: "disabled", "offline" or "online"; wandb is imported only for the latter two,
-    and no account is needed for "offline". enabled: False on the other ranks, whose log does nothing.
+    and no account is needed for "offline". tensorboard: whether the same numbers go to the folder tensorboard beside
+    `path`. enabled: False on the other ranks, whose log does nothing.
     """
 
     def __init__(
@@ -62,11 +63,12 @@ class RunLog:
         *,
         resume_step: int = 0,
         wandb_mode: str = "disabled",
+        tensorboard: bool = False,
         name: str = "run",
         config: dict[str, Any] | None = None,
         enabled: bool = True,
     ):
-        self.enabled, self.wandb, self.path = enabled, None, path
+        self.enabled, self.wandb, self.tensorboard, self.path = enabled, None, None, path
         if not enabled:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,18 +79,26 @@ class RunLog:
         self.file = open(path, "a", buffering=1)  # noqa: SIM115 (lives as long as the run)
         if wandb_mode != "disabled":
             self.wandb = _start_wandb(wandb_mode, name, config or {}, path.parent)
+        if tensorboard:
+            self.tensorboard = _start_tensorboard(path.parent / "tensorboard", resume_step)
 
     def log(self, event: str, step: int, show: str | None = None, chart: bool = True, **values) -> None:
         """Record `values` at `step`, and print the line `show`.
 
-        chart: whether wandb gets the values too; it keeps one value of a name for a step.
+        chart: whether the charts get the values too; they keep one value of a name for a step.
         """
         if not self.enabled:
             return
         record = {"event": event, "step": step, "time": round(time.time(), 3), **finite(values)}
         self.file.write(json.dumps(record) + "\n")
-        if self.wandb is not None and chart:
-            self.wandb.log({f"{event}/{name}": value for name, value in _scalars(values)}, step=step)
+        if chart and (self.wandb or self.tensorboard):
+            numbers = {f"{event}/{name}": value for name, value in _scalars(values)}
+            if self.wandb:
+                self.wandb.log(numbers, step=step)
+            if self.tensorboard:
+                for name, value in numbers.items():
+                    self.tensorboard.add_scalar(name, value, step)
+                self.tensorboard.flush()  # a run that is killed has what its checkpoint has
         if show:
             console.print(show, highlight=False, markup=False)
 
@@ -107,6 +117,8 @@ class RunLog:
         self.file.close()
         if self.wandb is not None:
             self.wandb.finish()
+        if self.tensorboard is not None:
+            self.tensorboard.close()
 
 
 def finite(value: Any) -> Any:
@@ -185,6 +197,15 @@ def clock_text(seconds: float) -> str:
 def rate(value: float | None, unit: str) -> str:
     """A speed in words, such as "1,234 img/s"; empty if it was not measured (None)."""
     return "" if value is None else f"{value:,.0f} {unit}" if value >= 9.95 else f"{value:.2g} {unit}"
+
+
+def _start_tensorboard(folder: Path, resume_step: int):
+    """A writer into `folder`. TensorBoard drops what a process that was killed wrote after step `resume_step`."""
+    if reason := extras.missing("tensorboard", "tensorboard"):
+        raise UserError(f"--tensorboard: {reason}, or leave the flag out")
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(folder), purge_step=resume_step + 1 if resume_step else 0)
 
 
 def _start_wandb(mode: str, name: str, config: dict[str, Any], folder: Path):

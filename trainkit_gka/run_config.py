@@ -36,6 +36,10 @@ class RunConfig:
     """Stop after this step and save; the length of the run stays (for trying things out)."""
     wandb: MayChange[Literal["disabled", "offline", "online"]] = "disabled"
     """Weights & Biases; offline needs no account (WANDB_MODE sets the Makefile's default)."""
+    tensorboard: MayChange[bool] = False
+    """Write the same numbers for TensorBoard, into the run's folder (tensorboard --logdir OUT)."""
+    profile: MayChange[str] = ""
+    """Record these steps, such as 10-15, by torch.profiler: a trace in the run's folder. They take longer."""
     dry_run: MayChange[bool] = False
     """Train nothing and write nothing: check what can be checked, show the settings and what training would take."""
     results: MayChange[Path] = Path("out/results.jsonl")

@@ -27,7 +27,7 @@ class TrainConfig(Recipe, DataParts, RunConfig):
         "three_augment src color_jitter",
         "schedule": "epochs batch_size group_size lr warmup_epochs warmup_lr min_lr",
         "optimiser": "weight_decay opt_betas clip_grad bce_loss model_ema_decay model_ema_warmup",
-        "logging": "eval_every crop_pct log_every wandb results",
+        "logging": "eval_every crop_pct log_every wandb tensorboard results",
     }
 
     # What and where

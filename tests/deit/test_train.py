@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import digit_runs
 import tiny
@@ -175,6 +176,16 @@ def test_a_broken_file_may_have_any_name(pictures, tmp_path):
         done = train(tmp_path / "data", tmp_path, "--epochs", 1, "--warmup-epochs", 1)
     assert "already trained" in done.stdout
     assert b"caf\xe9.jpg\tthe file is empty" in (tmp_path / "run/broken_images.txt").read_bytes()
+
+
+def test_a_run_is_profiled_and_charted(tmp_path):
+    digit_runs.train(tmp_path, "--epochs", 1, "--stop-after", 3, "--profile", "2-3", "--tensorboard", "--log-every", 1)
+    (trace,) = (tmp_path / "run").glob("profile_*.json")
+    names = [event["name"] for event in json.loads(trace.read_text())["traceEvents"] if "name" in event]
+    assert [name for name in names if name.startswith("update ")] == ["update 2", "update 3"] and "aten::addmm" in names
+    shown = EventAccumulator(str(tmp_path / "run/tensorboard")).Reload().Scalars("train/grad_norm")
+    assert [one.step for one in shown] == [1, 2, 3]
+    assert [one.value for one in shown] == pytest.approx([record["grad_norm"] for record in records(tmp_path, "train")])
 
 
 def test_an_evaluation_of_few_images_is_not_the_best():

@@ -90,6 +90,29 @@ def test_nonfinite_gradient_names_the_last_checkpoint(packed, tmp_path, capsys):
     assert code == 2 and re.search(message, capsys.readouterr().err)
 
 
+@pytest.mark.parametrize(
+    "steps, said",
+    [
+        ("ten", "--profile takes the first and the last step, such as 10-15, got ten"),
+        ("6-5", "--profile 6-5: steps count from 1, and the last is not before the first"),
+        ("0-2", "--profile 0-2: steps count from 1"),
+        ("5-9", "--profile 5-9: the run has 8 steps"),
+    ],
+)
+@pytest.mark.parametrize("more", [[], ["--dry-run"]], ids=["train", "dry run"])
+def test_steps_that_cannot_be_profiled_are_one_line(packed, tmp_path, capsys, steps, said, more):
+    assert gpt_runs.train(packed, tmp_path, "--num-iterations", 8, "--profile", steps, *more) == 2
+    message = capsys.readouterr().err
+    assert message.startswith(f"error: {said}") and message.count("\n") == 1 and log_steps(tmp_path) == []
+
+
+def test_tensorboard_without_package_is_one_line(packed, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    assert gpt_runs.train(packed, tmp_path, "--tensorboard") == 2
+    message = capsys.readouterr().err
+    assert 'tensorboard is not installed: run pip install "gka[tensorboard]"' in message and message.count("\n") == 1
+
+
 def test_wandb_without_package_or_key_is_one_line(packed, tmp_path, monkeypatch, capsys):
     words, account = flags(packed, tmp_path, "--wandb", "online"), tiny.without_account(tmp_path)
     done = tiny.call(MODULE, *words, check=False, env=account)

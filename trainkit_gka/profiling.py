@@ -1,0 +1,71 @@
+"""`--profile 10-15`: what the device and the CPU do in these steps, by torch.profiler, as a file of Chrome's format."""
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+
+from trainkit_gka.cli import UserError
+from trainkit_gka.trainer import Trainer
+
+
+def steps_of(text: str) -> range:
+    """The steps that --profile names, counted from 1: "10-15" is six, "10" is one, "" none. Raises UserError."""
+    if not text:
+        return range(0)
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text, re.ASCII)
+    if not match:
+        raise UserError(f"--profile takes the first and the last step, such as 10-15, got {text}")
+    first, last = int(match[1]), int(match[2] or match[1])
+    if not 1 <= first <= last:
+        raise UserError(f"--profile {text}: steps count from 1, and the last is not before the first")
+    return range(first, last + 1)
+
+
+class Profiler:
+    """Records the steps of a run that --profile names, on rank 0, and what is done between them, such as a save.
+
+    Raises UserError for steps that the run does not have.
+    """
+
+    def __init__(self, trainer: Trainer):
+        self.word, self.folder, self.runtime = trainer.STEP, trainer.folder, trainer.runtime
+        asked, done = trainer.config.profile, trainer.state["step"]
+        self.steps = steps_of(asked)
+        if self.steps and self.steps[-1] > trainer.steps:
+            raise UserError(f"--profile {asked}: the run has {trainer.steps} {self.word}s")
+        if self.steps and self.steps[-1] <= done:
+            self.runtime.print(f"--profile {asked}: nothing to record, {self.word} {done} is done already")
+        self.recorded: list[int] = []
+        self.profile: torch.profiler.profile | None = None
+
+    def step(self, number: int) -> AbstractContextManager:
+        """The context of a step; nothing is done in it for one that is not recorded."""
+        return self._recording(number) if number in self.steps and self.runtime.is_main else contextlib.nullcontext()
+
+    @contextmanager
+    def _recording(self, number: int) -> Iterator[None]:
+        if self.profile is None:
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it reports a missing GPU as an error
+            self.profile = torch.profiler.profile()  # of the CPU, and of the GPU if there is one
+            self.profile.start()
+        with torch.profiler.record_function(f"{self.word} {number}"):
+            yield
+        self.recorded.append(number)
+        if number == self.steps[-1]:
+            self.close()
+
+    def close(self) -> None:
+        """Write what is recorded and say where it is, if that is not done yet."""
+        profile, self.profile = self.profile, None
+        if profile is None:
+            return
+        profile.stop()  # waits for the device
+        if self.recorded:
+            first, last = self.recorded[0], self.recorded[-1]
+            path = self.folder / f"profile_{first}-{last}.json"
+            profile.export_chrome_trace(str(path))
+            self.runtime.print(f"profile of {self.word}s {first} to {last}: {path}; open it in https://ui.perfetto.dev")
