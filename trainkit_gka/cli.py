@@ -297,7 +297,10 @@ def _leave(message: str, code: int = UserError.code) -> None:
 
 
 def leave_note(message: str, code: int) -> bool:
-    """Tell `trainkit_gka.torchrun` what its command ends with. Returns whether that has started this process."""
+    """Tell `trainkit_gka.torchrun` what its command ends with; no message: all is saved after a signal.
+
+    Returns whether that has started this process.
+    """
     if note := os.environ.get(LAST_ERROR):
         with open(f"{note}.{os.getpid()}", "w") as file:
             json.dump({"message": message, "code": code}, file)
@@ -354,9 +357,14 @@ def command_line() -> str:
     return shlex.join([*program, *sys.argv[1:]])
 
 
+def is_under_torchrun() -> bool:
+    """Whether torchrun started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def _torchrun_line() -> str:
     """The command of the torchrun that started this process; empty if something else did."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
+    if not is_under_torchrun():
         return ""
     import psutil
 

@@ -7,13 +7,14 @@ log has already is not done again.
 """
 
 import contextlib
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from trainkit_gka import signals
 from trainkit_gka.checkpoint import Checkpoint, load_newest
-from trainkit_gka.cli import command_line, leave_note
+from trainkit_gka.cli import command_line, is_under_torchrun, leave_note
 from trainkit_gka.distributed import Interrupted, Runtime, Stop, running
 from trainkit_gka.files import locked
 from trainkit_gka.plan import show_plan
@@ -27,8 +28,9 @@ from trainkit_gka.trainer import Trainer
 def launch(config: RunConfig, make_trainer: Callable[[Any, Runtime, Checkpoint | None], Trainer]) -> None:
     """Train the run of `config` from where it stands to its end. Its numbers are recorded once.
 
-    Raises UserError, on every process, for anything that the user can mend.
+    Raises UserError, on every process, for anything that the user can mend, and SystemExit with --stopped-code.
     """
+    code = 0
     config.check()
     signals.outlive_readers()
     with running(config.device_type, config.seed) as runtime, contextlib.ExitStack() as held:
@@ -67,14 +69,11 @@ def launch(config: RunConfig, make_trainer: Callable[[Any, Runtime, Checkpoint |
         announce(trainer, log)
         held.callback(profiler.close)
         if not train(trainer, log, profiler, Stop()):
-            step = trainer.state["step"]
-            where = f"{trainer.STEP} {step} of {trainer.steps}"
-            saved = "saved" if step else "before there was anything to save"
-            runtime.print(f"stopped at {where}, {saved}; continue with: {command_line()}")
-            if runtime.is_main:
-                leave_note("", 0)
+            code = say_stopped(trainer)
         elif runtime.is_main:
             finish(trainer, log)
+    if code:
+        sys.exit(code)
 
 
 def resume(config: RunConfig, runtime: Runtime) -> Checkpoint | None:
@@ -127,6 +126,18 @@ def train(trainer: Trainer, log: RunLog, profiler: Profiler, stop: Stop) -> bool
             if stopping or not evaluate():
                 return False
     return True
+
+
+def say_stopped(trainer: Trainer) -> int:
+    """Say where training stopped. Returns this process's exit code; under torchrun, torchrun has --stopped-code."""
+    config, runtime, step = trainer.config, trainer.runtime, trainer.state["step"]
+    saved = "saved" if step else "before there was anything to save"
+    where = f"{trainer.STEP} {step} of {trainer.steps}"
+    runtime.print(f"stopped at {where}, {saved}; continue with: {command_line()}")
+    code = 0 if step == config.stop_after else config.stopped_code
+    if runtime.is_first_here:
+        leave_note("", code)
+    return 0 if is_under_torchrun() else code
 
 
 def warn(trainer: Trainer, log: RunLog) -> None:

@@ -3,9 +3,9 @@
 import json
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
-from trainkit_gka.cli import MAY_CHANGE, Count, CountOrOff, MayChange, Seed, UserError, flag_of
+from trainkit_gka.cli import MAY_CHANGE, Bounds, Count, CountOrOff, MayChange, Seed, UserError, flag_of
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ class RunConfig:
     """Steps between printed lines."""
     stop_after: MayChange[CountOrOff] = -1
     """Stop after this step and save; the length of the run stays (for trying things out)."""
+    stopped_code: MayChange[Annotated[int, Bounds(0, 255)]] = 0
+    """Exit code after a signal, when all is saved: not 0 for a job that then puts itself back (runs/slurm)."""
     wandb: MayChange[Literal["disabled", "offline", "online"]] = "disabled"
     """Weights & Biases; offline needs no account (WANDB_MODE sets the Makefile's default)."""
     tensorboard: MayChange[bool] = False

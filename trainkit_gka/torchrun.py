@@ -37,9 +37,10 @@ def on_one_machine(words: Sequence[str]) -> list[str]:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run torchrun with `words`. Returns the exit code: that of the command, or after a signal 0 if all has been saved.
+    """Run torchrun with `words`. Returns the exit code: that of the command.
 
-    A signal that saved nothing gives 128 + its number.
+    After a signal it is what the command left when all was saved, 0 unless it has --stopped-code, or 128 + the
+    signal's number.
     """
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
@@ -73,9 +74,10 @@ def main(words: Sequence[str]) -> int:
                 return max(128 - code if code < 0 else code for code in codes)
             raise
         except api.SignalException as signalled:  # from outside, or a command whose mistake must not be tried again
-            saved = _left(note) == ("", 0)
-            return 0 if saved else _say(note, {UserError.code}) or 128 + signalled.sigval
-    return 0
+            message, code = _left(note) or (None, 0)
+            return code if message == "" else _say(note, {UserError.code}) or 128 + signalled.sigval
+        message, code = _left(note) or ("", 0)
+        return 0 if message else code  # a signal that the processes had by themselves
 
 
 def _left(note: Path) -> tuple[str, int] | None:
@@ -89,7 +91,7 @@ def _left(note: Path) -> tuple[str, int] | None:
 def _say(note: Path, codes: set[int]) -> int:
     """Print the error that a command left in `note` with one of `codes`, and return that; 0 if there is none."""
     message, code = _left(note) or ("", 0)
-    if not code or code not in codes:
+    if not message or code not in codes:
         return 0
     print(f"error: {message}", file=sys.stderr)
     return code

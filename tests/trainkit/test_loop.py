@@ -101,6 +101,19 @@ def test_signal_finishes_the_step_and_saves(config, whole, monkeypatch, capsys):
     assert weights(config) == whole
 
 
+def test_a_run_that_a_signal_stopped_leaves_with_the_code_that_was_asked_for(config, monkeypatch):
+    """--stop-after is no signal."""
+    config, step = replace(config, stopped_code=85), ToyTrainer.step
+    launch(replace(config, stop_after=2), ToyTrainer)
+    monkeypatch.setattr(ToyTrainer, "step", lambda self, _: (os.kill(os.getpid(), signal.SIGTERM), step(self, True))[1])
+    with pytest.raises(SystemExit) as left:
+        launch(config, ToyTrainer)
+    assert left.value.code == 85 and checkpoint.load_newest(config.folder / "checkpoints").step == 3
+    monkeypatch.undo()
+    launch(config, ToyTrainer)
+    assert events(config, "finish") == [STEPS]
+
+
 def test_next_process_makes_an_interrupted_evaluation(config, whole, monkeypatch):
     def evaluate(trainer, stop):
         if trainer.state["step"] == 8:

@@ -1,0 +1,161 @@
+"""The Slurm files, run by bash with an srun and a scontrol of ours: they call the recipes and save when stopped."""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tyro
+from torch.distributed import run as torchrun
+
+import tiny
+from gpt_runs import events, log_steps
+from processes import HANG_AFTER, descendants, environment
+from runs.paper import common, core, deit, gpt_d20, gpt_d20_gka
+from sources import ROOT
+from trainkit_gka.cli import SHUTDOWN_TIMEOUT
+from trainkit_gka.torchrun import SETTINGS
+
+FOLDER = ROOT / "runs/slurm"
+FILES = sorted(FOLDER.glob("*.sbatch"))
+# One task on each machine, and the highest exit code. As srun it kills its tasks when it gets SIGTERM itself.
+SRUN = """#!/bin/bash
+while [[ $1 == -* ]]; do echo "$1" >> "$JOB/flags"; shift; done
+printf '%s\\0' "$@" > "$JOB/started"
+[ -z "$ONLY_LOOK" ] || exit 0
+for ((i = 0; i < SLURM_NNODES; i++)); do "$@" & tasks+=($!); done
+trap 'kill -KILL "${tasks[@]}"' TERM
+echo "${tasks[@]}" > "$JOB/tasks"
+highest=0
+for task in "${tasks[@]}"; do wait "$task"; code=$?; [ $code -le $highest ] || highest=$code; done
+exit $highest
+"""
+SCONTROL = """#!/bin/bash
+case "$1 $2" in
+  "show hostnames") printf 'first\\nsecond\\n' ;;
+  "show job") echo "JobId=$3 JobState=${STATE:-RUNNING}" ;;
+  *) echo "$@" >> "$JOB/asked" ;;
+esac
+"""
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Starts a Slurm file as the job 77 of some machines, with variables of the user."""
+    (tmp_path / "bin").mkdir()
+    for name, script in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (tmp_path / "bin" / name).write_text(script)
+        (tmp_path / "bin" / name).chmod(0o755)
+
+    def start(name, *words, nodes=1, gpus=1, **variables):
+        slurm = dict(SLURM_JOB_ID="77", SLURM_NNODES=nodes, SLURM_GPUS_ON_NODE=gpus, SLURM_CPUS_PER_TASK=2)
+        slurm |= dict(SLURM_JOB_NODELIST="n[1-2]", JOB=tmp_path, **{"ENV_PYTHON": sys.executable, **variables})
+        env = {**environment(), **{key: str(value) for key, value in slurm.items()}}
+        env["PATH"] = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+        command = ["bash", str(FOLDER / f"{name}.sbatch"), *map(str, words)]
+        output = open(tmp_path / "output", "a")  # noqa: SIM115 (as Slurm's --open-mode=append)
+        return subprocess.Popen(command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT)
+
+    return start
+
+
+def started(folder) -> list[str]:
+    """The words after `python` that srun was given, as the experiment makes them: those of the trainer's torchrun."""
+    _, m, module, *flags = (folder / "started").read_text().split("\0")[:-1]
+    own, extra = common.split(flags)
+    assert m == "-m"
+    if module == "runs.paper.core":
+        return core.words(tyro.cli(core.CoreConfig, args=own), extra)
+    if module == "runs.paper.deit":
+        config = tyro.cli(deit.VisionConfig, args=own)
+        return deit.words(config, deit.model_of(config.name), extra)
+    assert module == "runs.paper.gpt_d20_gka"
+    return gpt_d20.words(tyro.cli(gpt_d20.LanguageConfig, args=own), gpt_d20_gka.RECIPE, extra)
+
+
+RECIPES = {
+    "pretrain-d20": ("pretrain-d20", {}),
+    "train-deit": ("train-deit-ti", {"DATA": "/imagenet"}),
+    "eval-core": ("eval-core", {"RUN": "/runs/d20", "BUNDLE": "/bundle.zip"}),
+}
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("name", [path.stem for path in FILES])
+def test_a_file_runs_the_command_of_its_make_target(job, commands, tmp_path, name, nodes):
+    """With a code of its own for a training that was stopped; on several machines they meet at the first."""
+    target, settings = RECIPES[name]
+    places = {"BASE": "/shared", "NGPU": "8", "RESTARTS": "3"} | (
+        {"NNODES": "2", "RDZV": "first:1"} if nodes > 1 else {}
+    )
+    made = commands(target, **settings, **places, ARGS="--seed 3" if name != "eval-core" else "--tasks paper")[-1][1:]
+    extra = made[-2:]
+    assert job(name, *extra, nodes=nodes, gpus=8, ONLY_LOOK=1, BASE="/shared", **settings).wait() == 0
+    found, expected = (vars(torchrun.parse_args(words[2:])) for words in (started(tmp_path), made))
+    if name != "eval-core":
+        expected["training_script_args"][-2:] = ["--stopped-code", "143", *extra]
+    if nodes > 1:
+        assert re.fullmatch(r"first:\d+", found.pop("rdzv_endpoint")) and found.pop("rdzv_id") == "77"
+        expected = {key: value for key, value in expected.items() if key in found}
+    assert found == expected
+    assert (tmp_path / "flags").read_text() == "--cpus-per-task=2\n"
+
+
+def test_a_training_is_saved_put_back_and_finished(job, packed, tmp_path):
+    """Slurm signals every process of the tasks; once the script has the signal too, as a preemption may give it."""
+    out, script = tmp_path / "runs", {"BASE": tmp_path, "DATA": packed / "packed"}
+    flags = [*tiny.TRAIN_FLAGS, "--model-tag", "run", "--num-iterations", 30, "--log-every", 1, "--save-every", -1]
+
+    def train(until, *also):
+        process = job("pretrain-d20", *flags, **script)
+        end = time.monotonic() + HANG_AFTER
+        while len(log_steps(out)) < until and process.poll() is None and time.monotonic() < end:
+            time.sleep(0.01)
+        tasks = [int(pid) for pid in (tmp_path / "tasks").read_text().split()]
+        for pid in [process.pid for _ in also] + [pid for task in tasks for pid in (task, *descendants(task))]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        assert process.wait(HANG_AFTER) == 0, (tmp_path / "output").read_text()
+        return (tmp_path / "asked").read_text()
+
+    assert train(3) == "requeue 77\n"
+    assert train(12, "the script") == "requeue 77\n" * 2 and not events(out, "finish")
+    assert train(31) == "requeue 77\n" * 2
+    assert log_steps(out) == list(range(1, 31)) and len(events(out, "finish")) == 1
+    assert (tmp_path / "output").read_text().count("resuming at step") == 2
+
+
+@pytest.mark.parametrize(
+    "code, state, put_back",
+    [(143, "RUNNING", True), (143, "COMPLETING", False), (0, "RUNNING", False), (2, "RUNNING", False)],
+)
+def test_only_what_a_signal_stopped_is_put_back(job, tmp_path, code, state, put_back):
+    """A mistake ends the job with its code; a job that its user cancelled stays cancelled."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\nexit {code}\n")
+    python.chmod(0o755)
+    assert job("eval-core", ENV_PYTHON=python, STATE=state).wait() == (0 if code == 143 else code)
+    assert (tmp_path / "asked").exists() == put_back
+
+
+def test_a_job_has_time_to_save_and_comes_back():
+    for path in FILES:
+        options = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?", path.read_text(), re.MULTILINE))
+        warning = int(options["signal"].removeprefix("TERM@"))
+        assert {"requeue", "open-mode"} < options.keys() and options["ntasks-per-node"] == "1"
+        assert warning > int(SETTINGS[SHUTDOWN_TIMEOUT]) or path.stem == "eval-core"  # which saves as it goes
+
+
+def test_shellcheck_finds_nothing():
+    beside = Path(sys.executable).with_name("shellcheck")
+    checker = str(beside) if beside.exists() else shutil.which("shellcheck")
+    if not checker:
+        pytest.skip("shellcheck is not installed")
+    done = subprocess.run([checker, "-x", *FILES, FOLDER / "job.sh"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
