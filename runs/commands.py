@@ -10,10 +10,16 @@ HYBRID = "GGGA"  # the ablation's fourth model, its kinds by layer
 
 
 def flags(**values):
-    """Flags and their values as words, joined where a value has a dash first; nothing for one without a value."""
+    """Flags and their values as words, joined where a value has a dash first; nothing for one without a value.
+
+    True is a flag without a word.
+    """
     words = []
     for name, value in values.items():
         flag, text = "--" + name.replace("_", "-"), str(value)
+        if value is True:
+            words.append(flag)
+            continue
         words += [f"{flag}={text}"] if text.startswith("-") else [flag, text] if text else []
     return words
 

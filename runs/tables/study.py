@@ -18,9 +18,10 @@ TOO_FEW = "too few points"
 ROWS = RESULTS / "study"
 BEST = {
     "GKA": "GKA, the paper's form",
-    "GKA + offsets": "GKA + offsets, values not rotated: the preset",
+    "GKA + offsets": "GKA + offsets, values not rotated",
     "GKA + offsets + half VE": "the same + value embeddings in half of the layers, as softmax has",
-    "GKA + offsets + VE": "the same + value embeddings in every layer",
+    "GKA + offsets + half VE + channels + gates": "the same + channel bandwidths and head gates: the preset",
+    "GKA + offsets + VE": "value embeddings in every layer",
     "softmax": "softmax (nanochat)",
     "softmax + offsets": "softmax + offsets",
 }
@@ -109,7 +110,8 @@ def best(scores: Scores) -> Table:
     rows = []
     for name, label in BEST.items():
         result = scores.at(ALL[name], SMALLEST)
-        deep = account(AccountingConfig(depth=20, **ALL[name]))["parameters"]
+        shape = {field: value for field, value in ALL[name].items() if field not in ("channel_rate", "gate_rate")}
+        deep = account(AccountingConfig(depth=20, **shape))["parameters"]
         own = [loss_of(result), seeds_of(result), f"{result['parameters']:,}" if result else ""]
         rows.append([label, *own, f"{deep:,}"])
     tokens = f"{SMALLEST['tokens']:,} tokens"

@@ -36,8 +36,8 @@ def runs() -> list[Run]:
     """In the order in which they should be run: small before large."""
     offsets = "--head-offsets PS --offset-layers all"
     hybrid = "--attention GGGA --offset-layers all"
-    # At equal FLOPs; with as many value embeddings as softmax; and with softmax in one layer of four.
-    forms = [("pretrain-d20", ""), ("pretrain-d20-best", ""), ("pretrain-d20-best", "--value-embeds all")]
+    # At equal FLOPs; without value embeddings; and with softmax in one layer of four.
+    forms = [("pretrain-d20", ""), ("pretrain-d20-best", ""), ("pretrain-d20-best", "--value-embeds none")]
     forms += [("pretrain-d20-best", hybrid), ("pretrain-d20-base", ""), ("pretrain-d20-base", offsets)]
     equal = f"--target-flops {SMALL_FLOPS:g}"
     small = [
