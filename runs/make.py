@@ -73,7 +73,7 @@ COMMANDS = {
     "report": ["{py} runs.report --base {BASE} --run {RUN} {shown} {ARGS}"],
     "explore": ["{py} runs.explore --demo {BASE}/demo --run {RUN} --model {MODEL} {ARGS}"],
     "study": ["{py} runs.study --data {packed} --runs {BASE}/study {ARGS}"],
-    "site": ["{pip} mkdocs-material", f"sh -c '{SITE_SOURCE}'", "{py} mkdocs build --strict {ARGS}"],
+    "site": [f"sh -c '{SITE_SOURCE}'", "{py} mkdocs build --strict {ARGS}"],
     "vendor": ["{system} patches/apply.py vendor"],
     "diff": ["{system} patches/apply.py apply", "{system} patches/apply.py diff"],
     "unpatch": ["{system} patches/apply.py reverse"],
