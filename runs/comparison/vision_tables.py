@@ -30,7 +30,7 @@ def related_methods(sources: Sources) -> Table:
     remarks = [
         f"Ours: the letters of W that a layer learns beside W_O; one layer of width {DIM}, {HEADS} heads and N tokens.",
         "Times and memory are of a forward and backward pass on a CPU, top-1 and bits per byte of small models "
-        "(runs/neighbours/README.md).",
+        "(runs/results/TABLES.md).",
     ]
     commands = ["python -m runs.neighbours"] if any(NOT_RUN in row for row in rows) else []
     return table("related_methods", rows, remarks, commands, about="Method", words=5)

@@ -18,7 +18,7 @@ from trainkit_gka.results import read_results
 VOCAB, SEQUENCE_LEN = 2048, 256
 DEPTH, STEPS = 4, 400
 # nanochat's rule would shrink the rates 16-fold at this batch. These undo that, times the 2 at which the softmax
-# baseline is best (runs/LOG.md).
+# baseline is best (runs/log/2026-11-21-learning-rates-of-the-demo.md).
 TRAIN_FLAGS = {
     "aspect-ratio": 32,
     "head-dim": 32,

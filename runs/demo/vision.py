@@ -29,7 +29,8 @@ WARMUP_EPOCHS = 5
 IMAGE_SIZE, BATCH_SIZE = 16, 32
 SECONDS_PER_EPOCH = 0.9  # on one core of two; it starts the estimate of what is left
 HEADINGS = ["parameters", "FLOPs/image", "top-1 %", "EMA top-1 %", "train img/s"]
-# Tiny models on tiny images need none of the recipe's augmentation; the rate is 1e-3 at this batch (runs/LOG.md).
+# Tiny models on tiny images need none of the recipe's augmentation; the rate is 1e-3 at this batch
+# (runs/log/2026-11-21-learning-rate-of-the-digits-demo.md).
 MODEL_FLAGS = ["--model-kwargs", "patch_size=4", "embed_dim=64", "depth=4", "num_heads=4"]
 DATA_FLAGS = ["--data", "digits", "--input-size", IMAGE_SIZE, "--batch-size", BATCH_SIZE, "--num-workers", 0]
 RECIPE_FLAGS = ["--lr", 1e-3 * 1024 / BATCH_SIZE, "--hflip", 0, "--aa", "", "--reprob", 0, "--repeated-aug", 1]

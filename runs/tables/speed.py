@@ -127,14 +127,15 @@ def both_compiled(timed: pd.DataFrame) -> str:
 
 
 def table(headings: Row, rows: list[Row], lines: pd.DataFrame, words: int = 4) -> list[Table]:
-    """A table with a source for each date, commit and kind of file; none without rows."""
+    """A table of one machine, with a source for each date, commit and kind of file; none without rows."""
     sources = []
     for _, timed in by(lines, "case", "phase"):
         for _, comparison in timed.groupby("threads", dropna=False):
             first = comparison.iloc[0]
             record = first.record | {"hardware": first.machine}
             sources.append(measured(record, f"{record['kind']}_*.jsonl"))
-    return [Table.of(headings, rows, sources=list(dict.fromkeys(sources)), words=words)] if rows else []
+    title = f"{lines.machine.iloc[0]}:" if rows else ""
+    return [Table.of(headings, rows, title=title, sources=list(dict.fromkeys(sources)), words=words)] if rows else []
 
 
 # Cells

@@ -1,6 +1,7 @@
 """The READMEs' measured tables: what the result files say, of today's models alone."""
 
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from runs.bench import gpt as bench_gpt
 from runs.bench.results import facts_of
 from runs.demo.report import COLUMNS
 from runs.tables import __main__ as tables
-from runs.tables import benchmarks, demo, speed
+from runs.tables import benchmarks, demo, log, machine, speed
 from shown import shown
 from trainkit_gka.cli import UserError
 
@@ -37,6 +38,36 @@ def test_every_table_and_sentence_is_on_one_page():
     names = [found for page in tables.PAGES for found in tables.BLOCK.findall((ROOT / page).read_text())]
     known = [("table", name) for name in tables.TABLES] + [("text", name) for name in tables.SENTENCES]
     assert sorted(names) == sorted(known)
+
+
+def test_the_index_of_the_log_has_each_finding_with_the_first_sentence_of_its_verdict(tmp_path):
+    """The index itself is one of the pages that are checked above."""
+    parts = "# {}\n\n**Question.** Why? Who?\n\n{}**Outcome.** 1.5x.\n\n| a |\n|---|\n\n**Verdict.** {}\n"
+    (tmp_path / "2026-11-21-old.md").write_text(parts.format("Old", "", "Off by 0.5 in\none row. More of it."))
+    (tmp_path / "2026-11-22-new.md").write_text(parts.format("New", "**Prediction.** No.\n\n", "Kept."))
+    (tmp_path / "README.md").write_text("# Log\n")
+    assert log.findings(tmp_path)[0].rows == [
+        ["2026-11-22", "[New](2026-11-22-new.md)", "Kept."],
+        ["2026-11-21", "[Old](2026-11-21-old.md)", "Off by 0.5 in one row."],
+    ]
+    text = (tmp_path / "2026-11-22-new.md").read_text()
+    swapped = text.replace("Verdict", "X").replace("Outcome", "Verdict").replace("X", "Outcome")
+    for name, damaged in (
+        ("new.md", text),
+        ("2026-11-22-new.md", text.partition("**V")[0]),
+        ("2026-11-22-new.md", swapped),
+    ):
+        (tmp_path / name).write_text(damaged)
+        with pytest.raises(UserError, match=rf"{name} is not a finding"):
+            log.findings(tmp_path)
+        (tmp_path / name).unlink()
+
+
+def test_the_contents_of_the_page_of_tables_name_each_of_its_headings():
+    text = (RESULTS / "TABLES.md").read_text()
+    headings = re.findall(r"^## (.+)$", text, re.MULTILINE)
+    anchors = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+    assert re.findall(r"\]\(#(\S+)\)", text) == anchors and len(tables.BLOCK.findall(text)) == len(headings)
 
 
 def test_any_page_takes_any_table_between_its_markers():
@@ -153,6 +184,22 @@ def test_the_table_of_the_operator_names_the_baseline_and_has_threads_side_by_si
     assert best.startswith("| causal, 1 × 512 × 4 × 32, window 64 | forward | bfloat16 | 1 / 2 |")
     assert "| 30 (blocks of 128, float32) / 19 (blocks of 64, bfloat16) | 10 / 10 | 3.00x / 1.90x |" in best
     assert "| 90 / 50 (dense mask, bfloat16) | 10 / 10 | 9.00x / 5.00x |" in dense
+
+
+def test_the_table_of_one_machine_is_of_the_one_with_the_most_rows_and_has_both_dtypes(tmp_path, monkeypatch):
+    shape = {"batch": 1, "tokens": 512, "queries": 512, "heads": 4, "head_dim": 32, "causal": True, "window": None}
+    for machine_name, speeds in (("a CPU", {"float32": 2.0, "bfloat16": 1.0}), ("another", {"float32": 9.0})):
+        lines = []
+        for dtype, ours in speeds.items():
+            times, ending = {"softmax": ("baseline", 3.0), "gka cpu": ("ours", ours)}, "-bf16" * (dtype == "bfloat16")
+            for case, window in (("lm-short", None), ("lm-window", 64)):
+                config = {**shape, "window": window, "dtype": dtype}
+                lines += timed(f"{machine_name}, 1 thread", case + ending, "forward", times, config=config)
+        write_lines(tmp_path / f"bench_attention_{machine_name.replace(' ', '-')}-1-thread.jsonl", *lines)
+    monkeypatch.setattr(frames, "RESULTS", tmp_path)
+    [table] = machine.one_machine()
+    assert table.title == "a CPU:"
+    assert table.rows == [["causal, 1 × 512 × 4 × 32", "forward", "1", "3", "2", "1.50x", "3.00x", ""]]
 
 
 def test_the_table_of_models_has_the_flops_ratio_as_a_gpts_target_and_its_offsets(tmp_path, monkeypatch):
