@@ -50,7 +50,7 @@ HALF = "GKA + offsets + half VE"
 CONTROL = "softmax + offsets"
 CONTENDERS = (
     "GKA + offsets + half VE + channels + gates",
-    "softmax + offsets + gates",
+    "softmax + offsets + channels + gates",
     "GGGA + offsets + channels + gates",
     "GKA + offsets + half VE + channels",
 )

@@ -16,7 +16,7 @@ from runs.bench.measurement import Plan
 from runs.bench.timing import interleave
 from runs.frames import RESULTS, frame
 from runs.study.families import ALL, fits_depth
-from runs.study.grid import BATCH_AT_DEPTH, HALF, REPEATED
+from runs.study.grid import BATCH_AT_DEPTH, CONTENDERS, HALF, REPEATED
 from runs.study.trials import ASPECT_RATIO, COMPILED_FROM, HEAD_DIM, SHAPING, Trial
 from trainkit_gka.cli import Bounds, run
 from trainkit_gka.distributed import Runtime, setup
@@ -25,7 +25,7 @@ from trainkit_gka.results import append_result
 
 KIND = "study-speed"
 SPEEDS = RESULTS / "study_speed.jsonl"
-TIMED = (*REPEATED, HALF)
+TIMED = (*REPEATED, HALF, *CONTENDERS)
 Speeds = dict[int, dict[str, float]]  # depth -> family -> tokens/s
 
 

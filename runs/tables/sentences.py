@@ -11,7 +11,7 @@ import pandas as pd
 from nanochat_gka.accounting import AccountingConfig, account
 from runs import frames
 from runs.study.families import ALL
-from runs.study.grid import CONTROL, DEEPER, HALF, LONGER
+from runs.study.grid import CONTENDERS, CONTROL, DEEPER, HALF, LONGER
 from runs.study.scores import Place, Scores, family_of, probed_models
 from runs.study.speed import speeds_of
 from runs.study.statistics import Interval, common_seeds
@@ -22,7 +22,7 @@ from runs.tables.study_equal import other_places, three_ways
 TEXT = ROWS / "text_large.jsonl"
 LONGEST = max(other_places(), key=lambda place: (place["tokens"], place["depth"]))
 OFFSETS, PAPER, SOFTMAX = "GKA + offsets", "GKA", "softmax"
-LEARNED = "channels + gates"
+BEST, RIVAL = CONTENDERS[0], CONTENDERS[1]  # with what is learned of channels and heads
 NAMES = {
     HALF: "GKA with head offsets, and value embeddings in half of its layers as softmax has them,",
     CONTROL: "softmax with the same offsets",
@@ -142,14 +142,12 @@ def recommended(study: Study) -> str:
 
 def learned(study: Study) -> str:
     """Question 4: bandwidths of channels and gates of heads, at four layers."""
-    both = {name: f"{name} + {LEARNED}" for name in (HALF, CONTROL)}
-    given = {name: gain(study.over(own, name, DEEPER)) for name, own in both.items()}
-    helps = verdict(study.over(both[HALF], HALF, DEEPER)) == "ahead"
-    stands = standing(study.over(both[HALF], both[CONTROL], DEEPER), "softmax")
+    helps = verdict(study.over(BEST, HALF, DEEPER)) == "ahead"
+    stands = standing(study.over(BEST, RIVAL, DEEPER), "softmax with both")
     return (
         f"**{'No' if helps else 'Not settled'}.** A bandwidth for every channel and a gate for every head together "
-        f"give {NAMES[HALF]} {given[HALF]} bits per byte, and {NAMES[CONTROL]} {given[CONTROL]} (four layers, "
-        f"{tokens_of(DEEPER)}). With both on both sides, GKA is {stands}."
+        f"give {NAMES[HALF]} {gain(study.over(BEST, HALF, DEEPER))} bits per byte, and {NAMES[CONTROL]} "
+        f"{gain(study.over(RIVAL, CONTROL, DEEPER))}. GKA with both is {stands} (four layers, {tokens_of(DEEPER)})."
     )
 
 

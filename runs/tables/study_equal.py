@@ -5,7 +5,7 @@ parameters.
 import math
 
 from runs.study.families import ALL
-from runs.study.grid import BUDGETS, CONTROL, HALF, REPEATED, SCALED, scaled_places
+from runs.study.grid import BUDGETS, CONTENDERS, CONTROL, HALF, REPEATED, SCALED, scaled_places
 from runs.study.rates import SMALLEST
 from runs.study.scores import Place, Result, Scores
 from runs.study.speed import Speeds, speeds_of
@@ -14,7 +14,7 @@ from runs.table import Table
 from runs.tables.study import difference_of, of_every_text, over, place_of
 
 BASELINES = ("softmax", CONTROL)
-OURS = ("GKA", "GKA + offsets", HALF, "GGGA + offsets")
+OURS = ("GKA", "GKA + offsets", HALF, "GGGA + offsets", *CONTENDERS)
 WAYS = ("equal tokens", "equal FLOPs", "equal time")
 Ways = tuple[Interval | None, Interval | None, Interval | None]
 # What a form is for, on the front page.
@@ -22,8 +22,12 @@ WANTED = {
     "softmax": "reproducing nanochat",
     "GKA": "reproducing the paper",
     "GKA + offsets": "the fewest parameters, the smallest cache",
-    HALF: "the best loss of GKA alone",
-    "GGGA + offsets": "the best loss with one softmax layer in four",
+    HALF: "a better loss at twice the parameters",
+    "GGGA + offsets": "one softmax layer in four",
+    "GKA + offsets + half VE + channels + gates": "the best loss of GKA alone: `make pretrain-d20-best`",
+    "GKA + offsets + half VE + channels": "the same without gates",
+    "softmax + offsets + channels + gates": "the best loss",
+    "GGGA + offsets + channels + gates": "the best loss with one softmax layer in four",
 }
 MEASURES = ("flops_per_token", "parameters")
 COMMON = SMALLEST["tokens"]  # the budget in which most families have seeds at every depth

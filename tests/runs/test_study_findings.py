@@ -332,7 +332,7 @@ def test_the_command_prints_every_table_and_draws_what_there_is(scaled, tmp_path
     printed = capsys.readouterr().out
     assert all(name in printed for name in ("study-families", "study-fits", "study-patterns"))
     names = {path.name for path in (tmp_path / "pictures").iterdir()}
-    assert names == {"study-compute-words.png", "study-longer-words.png"}
+    assert names == {"quality-words.png", "study-compute-words.png", "study-longer-words.png"}
     findings.main(findings.FindingsConfig(results=write(tmp_path / "study", []), out=tmp_path / "none"))
     assert list((tmp_path / "none").iterdir()) == []
     with pytest.raises(UserError, match="make study writes some"):
@@ -354,10 +354,9 @@ def test_sentences_call_a_lead_what_its_interval_says(difference, said):
 
 def test_verdicts_turn_with_the_rows(tmp_path):
     """The same sentence of two worlds: in one bandwidths and gates help GKA, in the other they do not."""
-    both = f"{sentences.HALF} + channels + gates"
     for gained, verdict in ((0.05, "No"), (-0.05, "Not settled")):
-        losses = {sentences.HALF: 1.75, both: 1.75 - gained, sentences.CONTROL: 1.73}
+        losses = {sentences.HALF: 1.75, sentences.BEST: 1.75 - gained, sentences.CONTROL: 1.73}
         folder = write(tmp_path / verdict / "study", with_seeds(DEEPER, losses))
         said = sentences.learned(sentences.Study(folder / "words.jsonl"))
         assert said.startswith(f"**{verdict}.**") and f"{gained:.3f} [{gained:.3f}, {gained:.3f}] bits per byte" in said
-        assert "not compared with softmax yet" in said
+        assert "not compared with softmax with both yet" in said
