@@ -56,6 +56,10 @@ class Result:
         sigmas = [sigma for run in self.runs.values() for layer in (run["sigma"] or {}).values() for sigma in layer]
         return median(sigma**2 for sigma in sigmas) if sigmas else None
 
+    def of_seeds(self, seeds: set[int]) -> "Result":
+        """The result of some of its seeds."""
+        return replace(self, runs={seed: run for seed, run in self.runs.items() if seed in seeds})
+
     def __getitem__(self, name: str) -> float:
         """A count that is the same for all seeds: parameters, flops_per_token, train_flops."""
         return next(iter(self.runs.values()))[name]

@@ -82,10 +82,16 @@ class Study:
         """The same at equal tokens, equal FLOPs and equal time."""
         return three_ways(self.scores, self.speeds, name, other, place)
 
-    def share(self, name: str, other: str, count: str) -> float:
-        """Of a count, the family's part of another's."""
-        own, base = (self.scores.at(ALL[one], DEEPER) for one in (name, other))
-        return own[count] / base[count] if own and base else float("nan")
+    def counted(self) -> str:
+        """How often the best form that has rows everywhere leads at equal time, over sizes and budgets with seeds."""
+        words = [verdict(self.ways(HALF, CONTROL, place)[2]) for place in other_places() if self.at_both(place)]
+        counts = {word: words.count(word) for word in ("ahead", "level", "behind")}
+        said = ", ".join(f"{word} in {count}" for word, count in counts.items())
+        return f"Over all {sum(counts.values())} sizes and budgets with several seeds it is, at equal time, {said}."
+
+    def at_both(self, place: Place) -> bool:
+        """Whether both are finished there."""
+        return all(self.scores.at(ALL[name], place) for name in (HALF, CONTROL))
 
 
 def tokens_of(place: Place) -> str:
@@ -101,7 +107,7 @@ def text_quality(study: Study) -> str:
     return (
         f"**Text.** The paper's form is {study.against(PAPER, SOFTMAX, LONGEST)} (four layers, {tokens_of(LONGEST)}). "
         f"{NAMES[HALF]} is {standing(tokens, NAMES[CONTROL])} at equal tokens, and {standing(time, 'it')} at equal "
-        f"time on a CPU."
+        f"time on a CPU, with our kernel against torch's. {study.counted()}"
     )
 
 
@@ -120,11 +126,14 @@ def paper_form(study: Study) -> str:
 
 def repair(study: Study) -> str:
     """Question 2."""
-    given = gain(study.over(OFFSETS, "GKA unrotated", DEEPER))
+    given = gain(study.over(OFFSETS, "GKA unrotated", LONGER[0]))
+    long = standing(study.over(OFFSETS, SOFTMAX, LONGEST), "it")
     return (
-        f"**Head offsets**: key and value of a head come from neighbouring tokens. With four layers they give GKA "
-        f"{given} bits per byte and softmax {gain(study.over(CONTROL, SOFTMAX, DEEPER))} ({tokens_of(DEEPER)}). They "
-        f"cost no parameters and no FLOPs. GKA with them is {study.against(OFFSETS, SOFTMAX, DEEPER)}."
+        f"**Head offsets**: each head pairs the key of a token with the value of its neighbour. They lower the loss of "
+        f"GKA (values not rotated) by {given} bits per byte with two layers, and that of softmax by "
+        f"{gain(study.over(CONTROL, SOFTMAX, LONGER[0]))} ({tokens_of(LONGER[0])}). They cost no parameters and no "
+        f"FLOPs. With four layers GKA with them is {study.against(OFFSETS, SOFTMAX, DEEPER)} after "
+        f"{tokens_of(DEEPER)}, and {long} after {tokens_of(LONGEST)}."
     )
 
 
@@ -135,19 +144,21 @@ def recommended(study: Study) -> str:
     tokens, flops, time = (standing(way, NAMES[CONTROL] if not place else "it") for place, way in enumerate(ways))
     return (
         f"**At equal tokens {words[0]}, at equal FLOPs {words[1]}, at equal time {words[2]}.** {NAMES[HALF]} is "
-        f"{tokens} at equal tokens, {flops} at equal FLOPs, and {time} at equal time on the CPU that was timed (four "
-        f"layers, {tokens_of(LONGEST)})."
+        f"{tokens} at equal tokens, {flops} at equal FLOPs, and {time} at equal time on the CPU that was timed, with "
+        f"our kernel against torch's fused softmax (four layers, {tokens_of(LONGEST)}). {study.counted()}"
     )
 
 
 def learned(study: Study) -> str:
     """Question 4: bandwidths of channels and gates of heads, at four layers."""
     helps = verdict(study.over(BEST, HALF, DEEPER)) == "ahead"
-    stands = standing(study.over(BEST, RIVAL, DEEPER), "softmax with both")
+    stands = standing(study.over(BEST, RIVAL, DEEPER), "softmax with both", form=".4f")
     return (
-        f"**{'No' if helps else 'Not settled'}.** A bandwidth for every channel and a gate for every head together "
-        f"give {NAMES[HALF]} {gain(study.over(BEST, HALF, DEEPER))} bits per byte, and {NAMES[CONTROL]} "
-        f"{gain(study.over(RIVAL, CONTROL, DEEPER))}. GKA with both is {stands} (four layers, {tokens_of(DEEPER)})."
+        f"**{'No' if helps else 'Not settled'}.** A bandwidth for every channel lowers the loss of {NAMES[HALF]} by "
+        f"{gain(study.over(f'{HALF} + channels', HALF, DEEPER))} bits per byte, and by "
+        f"{gain(study.over(BEST, HALF, DEEPER))} together with a gate for every head. They lower that of "
+        f"{NAMES[CONTROL]} by {gain(study.over(RIVAL, CONTROL, DEEPER))}. GKA with both is {stands} (four layers, "
+        f"{tokens_of(DEEPER)})."
     )
 
 
@@ -169,15 +180,18 @@ def kernel_or_offset(study: Study) -> str:
 def heads(study: Study) -> str:
     """Question 6: what models gain on the second half of a repeated sequence."""
     gains: dict[str, list[float]] = {}
+    right = 0.0
     for trial, record in probed_models(study.scores.folder):
         if trial and (trial.depth, trial.tokens) == (LONGEST["depth"], LONGEST["tokens"]):
             gains.setdefault(family_of(trial), []).append(record["metrics"]["induction"]["gain"])
+            right = max(right, record["metrics"]["induction"]["accuracy"])
     said = {name: f"{min(values):.1f} to {max(values):.1f}" for name, values in gains.items()}
     return (
-        f"**Head offsets let models repeat what they saw.** When random tokens come a second time, four layers "
-        f"after {tokens_of(LONGEST)} pay fewer nats a token: softmax with offsets {said[CONTROL]}, GKA with offsets "
+        f"**With head offsets they begin to copy.** When random tokens come a second time, four layers after "
+        f"{tokens_of(LONGEST)} pay fewer nats a token: softmax with offsets {said[CONTROL]}, GKA with offsets "
         f"{said[OFFSETS]}, with value embeddings in half of its layers {said[HALF]}; without offsets softmax "
-        f"{said[SOFTMAX]} and GKA {said[PAPER]}."
+        f"{said[SOFTMAX]} and GKA {said[PAPER]}. It is a beginning: the right token is the most likely one in "
+        f"{right:.1%} of places at most."
     )
 
 
@@ -236,11 +250,11 @@ def speed() -> str:
     """What the CPU kernel gains over torch's softmax attention, in the bare operator and in training steps."""
     operator = _ratios("attention", "forward+backward")
     models = pd.concat([_ratios("deit", "training"), _ratios("gpt", "training")])
-    machines = operator.index.get_level_values("machine").nunique()
+    machines = ", ".join(dict.fromkeys(name.replace("(R)", "") for name in operator.index.unique("machine")))
     return (
-        f"**Speed.** On {machines} CPUs the operator, forward and backward, is {operator.min():.1f} to "
-        f"{operator.max():.1f} times as fast as torch's fused softmax attention (median {operator.median():.1f}), a "
-        f"training step of a whole model {models.min():.2f} to {models.max():.2f} times."
+        f"**Speed.** In float32 the operator, forward and backward, is {_range(operator, 'float32')} as fast as "
+        f"torch's fastest softmax attention, in bfloat16 {_range(operator, 'bfloat16')}; a training step of a "
+        f"whole model {_range(models, 'float32')} and {_range(models, 'bfloat16')}. The CPUs are {machines}."
     )
 
 
@@ -249,11 +263,17 @@ def _ratios(benchmark: str, phase: str) -> pd.Series:
     lines = frames.bench(benchmark)
     wanted = (lines.phase == phase) & ~lines.case.str.startswith("sweep") & ~lines.machine.str.contains("held to")
     found = {}
-    for key, timed in lines[wanted].groupby(["machine", "threads", "case"]):
+    keys = ["machine", "threads", "case", "dtype"]
+    for key, timed in lines[wanted].groupby(keys):
         pair = frames.sides(timed).median_ms
         if {"baseline", "ours"} <= set(pair.columns):
             found[key] = (pair.baseline / pair.ours).iloc[0]
-    return pd.Series(found).rename_axis(["machine", "threads", "case"]).dropna()
+    return pd.Series(found).rename_axis(keys).dropna()
+
+
+def _range(ratios: pd.Series, dtype: str) -> str:
+    own = ratios.xs(dtype, level="dtype")
+    return f"{own.min():.1f} to {own.max():.1f} times (median {own.median():.1f})"
 
 
 def of_text(sentence: Callable[[Study], str]) -> Callable[[], str]:

@@ -3,6 +3,8 @@ parameters.
 """
 
 import math
+from dataclasses import replace
+from pathlib import Path
 
 from runs.study.families import ALL
 from runs.study.grid import BUDGETS, CONTENDERS, CONTROL, HALF, REPEATED, SCALED, scaled_places
@@ -11,23 +13,24 @@ from runs.study.scores import Place, Result, Scores
 from runs.study.speed import Speeds, speeds_of
 from runs.study.statistics import Interval, common_seeds, interpolated, paired_difference
 from runs.table import Table
-from runs.tables.study import difference_of, of_every_text, over, place_of
+from runs.tables.study import ROWS, difference_of, of_every_text, over, place_of
 
 BASELINES = ("softmax", CONTROL)
 OURS = ("GKA", "GKA + offsets", HALF, "GGGA + offsets", *CONTENDERS)
 WAYS = ("equal tokens", "equal FLOPs", "equal time")
 Ways = tuple[Interval | None, Interval | None, Interval | None]
-# What a form is for, on the front page.
+# What trains a form at depth 20, on the front page.
 WANTED = {
-    "softmax": "reproducing nanochat",
-    "GKA": "reproducing the paper",
-    "GKA + offsets": "the fewest parameters, the smallest cache",
-    HALF: "a better loss at twice the parameters",
-    "GGGA + offsets": "one softmax layer in four",
-    "GKA + offsets + half VE + channels + gates": "the best loss of GKA alone: `make pretrain-d20-best`",
-    "GKA + offsets + half VE + channels": "the same without gates",
-    "softmax + offsets + channels + gates": "the best loss",
-    "GGGA + offsets + channels + gates": "the best loss with one softmax layer in four",
+    "softmax": "`make pretrain-d20-base`",
+    CONTROL: "`make pretrain-d20-base`, S",
+    "GKA": "`make pretrain-d20`",
+    "GKA + offsets": "`make pretrain-d20`, G",
+    HALF: "`make pretrain-d20`, G and `--value-embeds all`",
+    "GGGA + offsets": "`make pretrain-d20`, G, `--attention GGGA --offset-layers all`",
+    "GKA + offsets + half VE + channels + gates": "`make pretrain-d20-best`",
+    "GKA + offsets + half VE + channels": "`make pretrain-d20-best`, without `--head-gates`",
+    "softmax + offsets + channels + gates": "`make pretrain-d20-base`, S, `--channel-bandwidths --head-gates`",
+    "GGGA + offsets + channels + gates": "`make pretrain-d20-best`, `--attention GGGA --offset-layers all`",
 }
 MEASURES = ("flops_per_token", "parameters")
 COMMON = SMALLEST["tokens"]  # the budget in which most families have seeds at every depth
@@ -79,15 +82,20 @@ def longest(scores: Scores) -> Table:
     return Table.of([place_of(place), *WAYS, "parameters", "FLOPs", "time of a step", "seeds"], rows)
 
 
+def forms(folder: Path = ROWS) -> list[Table]:
+    """The same for the front page, with what trains each form at the paper's depth."""
+    file = "Every row of it: `runs/results/study/text_large.jsonl`, with date, commit and hardware."
+    return [replace(table, title="", sources=[file]) for table in _forms(folder)]
+
+
 @of_every_text
-def forms(scores: Scores) -> Table:
-    """The same for the front page, with what each form is for."""
+def _forms(scores: Scores) -> Table:
     _, found = _longest(scores)
     rows = [
         [name, WANTED[name], _signed(ways[0]), _signed(ways[2]), _times(shares[0]), _times(shares[2])]
         for name, ways, shares, _ in found
     ]
-    return Table.of(["form", "choose it for", *(WAYS[0], WAYS[2]), "parameters", "time of a step"], rows, words=2)
+    return Table.of(["form", "at depth 20", *(WAYS[0], WAYS[2]), "parameters", "time of a step"], rows, words=2)
 
 
 def _longest(scores: Scores) -> tuple[Place, list[tuple[str, Ways, list[float], str]]]:
@@ -97,12 +105,12 @@ def _longest(scores: Scores) -> tuple[Place, list[tuple[str, Ways, list[float], 
     speeds, found = speeds_of(scores.folder), []
     place = max(other_places(), key=lambda place: (place["tokens"], place["depth"]))
     control, of_depth = scores.at(ALL[CONTROL], place), speeds.get(place["depth"], {})
-    for name in ("softmax", *OURS):
+    for name in ("softmax", CONTROL, *OURS):
         own = scores.at(ALL[name], place)
         if own and control:
             shares = [own[measure] / control[measure] for measure in ("parameters", "flops_per_token")]
             shares.append(of_depth.get(CONTROL, math.nan) / of_depth.get(name, math.nan))
-            ways = three_ways(scores, speeds, name, CONTROL, place)
+            ways = three_ways(scores, speeds, name, CONTROL, place) if name != CONTROL else (None, None, None)
             found.append((name, ways, shares, _seeds_of(own, control)))
     return place, found
 

@@ -10,6 +10,7 @@ from runs.study import grid
 from runs.study.families import ALL, LEARNED, VALUE_EMBEDS, WITHOUT
 from runs.study.rates import SMALLEST
 from runs.study.scores import Scores, family_of
+from runs.study.statistics import common_seeds
 from runs.study.trials import Trial
 from runs.table import Table
 from runs.tables.study import difference_of, loss_of, of_every_text, over
@@ -129,6 +130,8 @@ def _pairs(scores: Scores, trials: Iterable[Trial], field: str, other: Any, head
     for trial in trials:
         before, after = scores.of(trial), scores.of(replace(trial, **{field: other}))
         difference = after.over(before) if before and after else None
+        if difference:  # of a loss the seeds that both have
+            before, after = (one.of_seeds(common_seeds([before.losses, after.losses])) for one in (before, after))
         rows[family_of(trial, field)] = [loss_of(before), loss_of(after), difference_of(difference)]
     return Table.of(["", *headings], ([name, *losses] for name, losses in rows.items()))
 

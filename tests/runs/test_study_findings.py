@@ -358,5 +358,5 @@ def test_verdicts_turn_with_the_rows(tmp_path):
         losses = {sentences.HALF: 1.75, sentences.BEST: 1.75 - gained, sentences.CONTROL: 1.73}
         folder = write(tmp_path / verdict / "study", with_seeds(DEEPER, losses))
         said = sentences.learned(sentences.Study(folder / "words.jsonl"))
-        assert said.startswith(f"**{verdict}.**") and f"{gained:.3f} [{gained:.3f}, {gained:.3f}] bits per byte" in said
+        assert said.startswith(f"**{verdict}.**") and f"{gained:.3f} [{gained:.3f}, {gained:.3f}] together" in said
         assert "not compared with softmax with both yet" in said
