@@ -9,9 +9,9 @@ from sources import ROOT, page_blocks, tracked
 
 NEEDS = {
     "gka/README.md": ("transformers",),
-    "nanochat_gka/README.md": ("transformers", "peft", "onnxruntime", "onnxscript"),
+    "docs/hugging-face.md": ("transformers", "peft", "onnxruntime", "onnxscript"),
 }
-PRINTS = {"deit_gka/README.md": "softmax torch.Size([2, 6, 261, 261]) None"}
+PRINTS = {"docs/figures.md": "softmax torch.Size([2, 6, 261, 261]) None"}
 EXAMPLES = {str(path): blocks for path in tracked(".md") if (blocks := page_blocks(ROOT / path, "python"))}
 
 
@@ -23,13 +23,14 @@ def checkout(trained, tmp_path_factory):
     runs.mkdir(parents=True)
     (runs / "d4-gka-offsets-400").symlink_to(run)
     export.main(export.ExportConfig(run=run, out=runs / "d4-gka-offsets-400-export"))
-    if not any(importlib.util.find_spec(name) is None for name in NEEDS["nanochat_gka/README.md"]):
+    if not any(importlib.util.find_spec(name) is None for name in NEEDS["docs/hugging-face.md"]):
         export.main(export.ExportConfig(run=run, out=root / "out/d4-gka", onnx=True))
     return root
 
 
 def test_pages_have_examples():
-    assert {"README.md", "deit_gka/README.md", "nanochat_gka/README.md"} <= set(EXAMPLES)
+    pages = {"README.md", "deit_gka/README.md", "nanochat_gka/README.md", "docs/figures.md", "docs/hugging-face.md"}
+    assert pages <= set(EXAMPLES)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
