@@ -50,7 +50,7 @@ def main(config: ExportConfig) -> None:
     print(f"{config.out}: {about['name']} at step {about['step']:,}; {reader} reads it")
     if config.onnx:
         said = {key: about[key] for key in ("name", "step", "checkpoint_sha256", "model")}
-        print(f"{size_mb([onnx.write(loaded.model, config.out, said)])}: nanochat_gka/README.md shows how to use it")
+        print(f"{size_mb([onnx.write(loaded.model, config.out, said)])}: docs/hugging-face.md shows how to use it")
 
 
 if __name__ == "__main__":

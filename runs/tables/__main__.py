@@ -44,7 +44,6 @@ PAGES = (
     "README.md",
     "gka/README.md",
     "docs/accuracy.md",
-    "nanochat_gka/README.md",
     "deit_gka/README.md",
     "runs/README.md",
     "runs/results/TABLES.md",
