@@ -34,7 +34,6 @@ CHANGES = {
 DEPTHS = {place["depth"]: Look(colour, marker) for place, colour, marker in zip((SMALLEST, DEEPER), shades(2), "os")}
 PROBED = dict(depth=4, tokens=2**22)
 QUALITY = ("softmax", "softmax + offsets", "GKA", "GKA + offsets", HALF, "GGGA + offsets")
-BELOW = ("softmax + offsets", "GGGA + offsets")  # whose names stand below their points, where there is room
 COSTS = {"parameters": "parameters, millions", "minutes": "minutes of training"}
 
 
@@ -73,17 +72,21 @@ def draw_quality(frame: pd.DataFrame, columns: Sequence[str] = tuple(COSTS), wid
     """The figure: loss against each of COSTS that `columns` names, every point with its family's name beside it."""
     figure, axes = panels(1, len(columns), 4.4, sharey=True)
     figure.set_figwidth(width)
+    best, *_, second, worst = sorted(frame.loss) if len(frame) > 2 else (0.0, math.inf, math.inf)
+    top = second + (second - best) * 0.6  # one form far behind would leave the others no room
+    frame = frame.assign(shown=frame.loss.where(frame.loss <= top + (second - best), top))
     for axis, column in zip(axes, columns, strict=True):
         own = frame[frame[column].notna()]
         middle = (own[column].min() + own[column].max()) / 2
         for row in own.itertuples():
             place, style = getattr(row, column), look(row.family)
-            axis.errorbar(place, row.loss, 0 if math.isnan(row.spread) else row.spread, **style(row.family))
-            below, left = row.family in BELOW, place > middle
-            words = dict(ha="right" if left else "left", va="top" if below else "center", fontsize=9)
-            shift = (4 if left else -4, -7) if below else (-8 if left else 8, 0)
+            spread = 0 if math.isnan(row.spread) or row.shown != row.loss else row.spread
+            axis.errorbar(place, row.shown, spread, **style(row.family))
+            left = place > middle
+            words, shift = dict(ha="right" if left else "left", va="center", fontsize=9), (-8 if left else 8, 0)
             style = dict(color=style.colour, textcoords="offset points")
-            axis.annotate(row.family, (place, row.loss), shift, **words, **style)
+            name = row.family if row.shown == row.loss else f"{row.family}: {row.loss:.2f} ↑"
+            axis.annotate(name, (place, row.shown), shift, **words, **style)
         axis.set_xlabel(COSTS[column])
         axis.margins(x=0.12, y=0.08)
     axes[0].set_ylabel(LOSS)
@@ -94,7 +97,7 @@ def quality(frame: pd.DataFrame, name: str, folder: Path) -> Figure | None:
     """Loss against what a model costs."""
     if frame.empty:
         return None
-    title = f"Quality against cost on {name}"
+    title = f"Loss against cost, four layers and {PROBED['tokens'] / 1e6:.1f} million tokens of {name}: lower is better"
     return _figure(draw_quality(frame), title, about_quality(), frame, folder / f"quality-{name}.png")
 
 

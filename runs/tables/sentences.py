@@ -200,9 +200,8 @@ def heads(study: Study) -> str:
 
 def images_quality(folder: Path = ROWS) -> str:
     """The verdict on images, for the front page: of CIFAR-10 if it is measured, which has most images."""
-    measured = rows_of(folder)
-    rows = [measured["cifar10"]] if "cifar10" in measured else measured.values()
-    return "**Images.** " + " ".join(filter(None, (of_images(one) for one in rows)))
+    said = {name: of_images(rows) for name, rows in rows_of(folder).items()}
+    return "**Images.** " + (said.get("cifar10") or " ".join(filter(None, said.values())))
 
 
 def image_sentences(folder: Path = ROWS) -> str:
