@@ -55,7 +55,7 @@ LOOKS = {
     "GGGGGA + offsets": Look(BLUE, "P", OPEN),
     "GKA + offsets + half VE + channels": Look(GREEN, "P", OPEN),
     "GKA + offsets + half VE + channels + gates": Look(GREEN, "*", OPEN),
-    "softmax + offsets + gates": Look(SKY, "*", OPEN),
+    "softmax + offsets + channels + gates": Look(SKY, "*", OPEN),
     "GGGA + offsets + channels + gates": Look(BLUE, "*", OPEN),
     "no attention": Look(GREY, "X", ":"),
     "causal mean": Look(GREY, "v", ":"),

@@ -10,7 +10,7 @@ import pandas as pd
 
 from runs.figures import WIDTH, Look, legend, look, panels, save
 from runs.study.families import ALL, KERNELS, MIXINGS
-from runs.study.grid import BUDGETS, CONTROL, DEEPER, HALF, LONGER, longer_families, scaled_places
+from runs.study.grid import BUDGETS, CONTENDERS, CONTROL, DEEPER, HALF, LONGER, longer_families, scaled_places
 from runs.study.rates import SMALLEST
 from runs.study.scores import Scores, family_of, probed_models
 from runs.study.statistics import Scaling, frontier
@@ -33,7 +33,7 @@ CHANGES = {
 }
 DEPTHS = {place["depth"]: Look(colour, marker) for place, colour, marker in zip((SMALLEST, DEEPER), shades(2), "os")}
 PROBED = dict(depth=4, tokens=2**22)
-QUALITY = ("softmax", "softmax + offsets", "GKA", "GKA + offsets", HALF, "GGGA + offsets")
+QUALITY = ("softmax", "softmax + offsets", "GKA", "GKA + offsets", HALF, "GGGA + offsets", *CONTENDERS[:2])
 COSTS = {"parameters": "parameters, millions", "minutes": "minutes of training"}
 
 
@@ -72,8 +72,9 @@ def draw_quality(frame: pd.DataFrame, columns: Sequence[str] = tuple(COSTS), wid
     """The figure: loss against each of COSTS that `columns` names, every point with its family's name beside it."""
     figure, axes = panels(1, len(columns), 4.4, sharey=True)
     figure.set_figwidth(width)
-    best, *_, second, worst = sorted(frame.loss) if len(frame) > 2 else (0.0, math.inf, math.inf)
-    top = second + (second - best) * 0.6  # one form far behind would leave the others no room
+    # One form far behind would leave the others no room: it stands at the top, with its loss.
+    best, second = frame.loss.min(), frame.loss.nlargest(2).iloc[-1]
+    top = second + (second - best) * 0.6
     frame = frame.assign(shown=frame.loss.where(frame.loss <= top + (second - best), top))
     for axis, column in zip(axes, columns, strict=True):
         own = frame[frame[column].notna()]
