@@ -7,7 +7,8 @@
 Cases: vit-{ti,s,b} (DeiT's 197 tokens), lm-full and lm-window (causal, and with a window; on CUDA nanochat's depth 20,
 on a CPU 2,048 tokens, and 512 as lm-short-*), sweep-N (equal tokens in all, N = 64 ...), decode-bB-N (one query for
 each of B sequences against N cached tokens: GKA's one cache, of keys that are values, against keys and values),
-decode-derived-bB-N (the same, with GKA's keys computed from the cache). Forward, and forward + backward. On CUDA
+decode-derived-bB-N (the same, with GKA's keys computed from the cache), padded (512 tokens, lengths uniform in 64 to
+512) and padded-full (lengths that are all 512, and no lengths). Forward, and forward + backward. On CUDA
 bfloat16. On a CPU float32, then bfloat16 (-bf16, beside the faster of both dtypes of softmax attention); with one
 thread, then with all. `python -m runs.bench.report` prints the tables.
 """
@@ -50,8 +51,8 @@ class AttentionConfig(ComparisonConfig):
     """
 
     shapes: list[str] = field(default_factory=list)
-    """Time these instead of the standard cases: BxTxHxD, then c (causal), wN (window N), n (RMS-normalised heads),
-    d (decode), dk (decode, keys derived from the cache), such as 16x2048x10x128cw1024n."""
+    """Time these instead of the standard cases: BxTxHxD, then pN (padded, lengths N to T), or c (causal), wN (window
+    N), n (RMS-normalised heads), d (decode), dk (decode, keys derived from the cache): 16x2048x10x128cw1024n."""
     skip: list[str] = field(default_factory=list)
     """Leave out candidates with one of these in their name, such as flex or eager."""
 
@@ -85,6 +86,8 @@ def standard_cases(device_type: str, quick: bool) -> list[Case]:
             )
             for b, n in (caches[::3] if quick else caches)
         ]  # fmt: skip
+    padded = Case("padded", 64 if cuda else 8, 512, 12 if cuda else 4, 64, shortest=64)
+    cases += [padded, replace(padded, name="padded-full", shortest=512)]
     return [case for case in cases if case.name not in SLOW] if quick else cases
 
 

@@ -1,10 +1,12 @@
-"""Softmax attention, the baseline: torch's kernels, what skips the keys that a window hides, and the definition.
+"""Softmax attention, the baseline: torch's kernels, what skips keys that a window or padding hides, the definition.
 
 All are functions of q, k and v, (B, T, H, D).
 """
 
 import contextlib
+import functools
 import math
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -81,6 +83,47 @@ class Masks:
             hidden = ~self.mask.visible(queries, keys)
             self.made[key] = torch.zeros(hidden.shape, dtype=like.dtype).masked_fill(hidden, -math.inf).to(like.device)
         return self.made[key]
+
+
+def padding_mask(lengths: list[int], tokens: int) -> Softmax:
+    """Sequences of different lengths in one call of SDPA, whose mask hides the padded keys."""
+    visible = (torch.arange(tokens) < torch.tensor(lengths)[:, None])[:, None, None]
+    on = functools.cache(visible.to)
+
+    def attend(q, k, v):
+        parts = (t.transpose(1, 2) for t in (q, k, v))
+        return F.scaled_dot_product_attention(*parts, on(q.device)).transpose(1, 2)
+
+    return attend
+
+
+def nested(lengths: list[int], layout: torch.layout) -> Softmax:
+    """SDPA of nested tensors, which hold no padding: packed from padded batches and unpacked again."""
+    warnings.filterwarnings("ignore", "The PyTorch API of nested tensors is in prototype stage")
+
+    def attend(q, k, v):
+        parts = ([t[row, :length] for row, length in enumerate(lengths)] for t in (q, k, v))
+        packed = (torch.nested.as_nested_tensor(part, layout=layout).transpose(1, 2) for part in parts)
+        if layout == torch.strided:  # torch's kernels refuse its transposed views
+            packed = (t.contiguous() for t in packed)
+        y = F.scaled_dot_product_attention(*packed).transpose(1, 2).contiguous()
+        return torch.nested.to_padded_tensor(y, 0.0, q.shape)
+
+    return attend
+
+
+def one_by_one(lengths: list[int]) -> Softmax:
+    """A call of SDPA for every sequence, without its padding."""
+
+    def attend(q, k, v):
+        rows = []
+        for row, length in enumerate(lengths):
+            parts = (t[row : row + 1, :length].transpose(1, 2) for t in (q, k, v))
+            y = F.scaled_dot_product_attention(*parts).transpose(1, 2)
+            rows.append(F.pad(y, (0, 0, 0, 0, 0, q.shape[1] - length)))
+        return torch.cat(rows)
+
+    return attend
 
 
 def flash_attention_3(mask: Mask) -> Softmax:

@@ -48,6 +48,7 @@ class Case:
     constant_norm: bool = False  # heads are RMS-normalised, as in nanochat
     queries: int = 0  # 0: every token is a query
     derived: bool = False
+    shortest: int | None = None  # sequences of `shortest` to `tokens` tokens, padded on the right; None: no lengths
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -56,6 +57,14 @@ class Case:
     @property
     def mask(self) -> Mask:
         return Mask(self.causal, self.window)
+
+    @property
+    def lengths(self) -> list[int] | None:
+        """How many tokens each sequence has, uniform and always the same; None if there is no padding to speak of."""
+        if self.shortest is None:
+            return None
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(self.shortest, self.tokens + 1, (self.batch,), generator=generator).tolist()
 
     def settings(self) -> dict:
         """What the result file says about the shape."""
@@ -69,23 +78,27 @@ class Case:
             "constant_norm": self.constant_norm,
             "queries": self.queries or self.tokens,
             "derived": self.derived,
+            "shortest": self.shortest,
         }
 
     @classmethod
     def parse(cls, text: str) -> "Case":
-        """A shape as the command line gives it: BxTxHxD, then c, wN, n or d. Raises ValueError for anything else.
+        """A shape as the command line gives it: BxTxHxD, then pN, or c, wN, n, d. Raises ValueError for anything else.
 
-        c: causal. wN: window N. n: RMS-normalised heads. d: decode. dk: decode with derived keys, which needs n and a
-        model's heads, of an even number of channels and at least 32 together.
+        pN: padded, lengths from N to T. c: causal. wN: window N. n: RMS-normalised heads. d: decode. dk: decode with
+        derived keys, which needs n and a model's heads, of an even number of channels and at least 32 together.
         """
-        match = re.fullmatch(r"(\d+)x(\d+)x(\d+)x(\d+)(c?)(?:w(\d+))?(n?)(?:(d)((?<=nd)k)?)?", text)
+        match = re.fullmatch(r"(\d+)x(\d+)x(\d+)x(\d+)(?:p(\d+)|(c?)(?:w(\d+))?(n?)(?:(d)((?<=nd)k)?)?)", text)
         if not match or 0 in (sizes := [int(match[i]) for i in range(1, 5)]):
-            raise ValueError(f"expected BxTxHxD such as 16x2048x10x128, then c, wN, n, d or ndk, got {text!r}")
-        causal, window, normalised, decode, derived = match.groups()[4:]
+            raise ValueError(f"expected BxTxHxD such as 16x2048x10x128, then pN, or c, wN, n, d or ndk, got {text!r}")
+        shortest, causal, window, normalised, decode, derived = match.groups()[4:]
+        if shortest and not 0 < int(shortest) <= sizes[1]:
+            raise ValueError(f"pN needs lengths N from 1 to T, got {text!r}")
         if derived and (sizes[3] % 2 or sizes[2] * sizes[3] < 32):
             raise ValueError(f"dk needs heads of even size with at least 32 channels together, got {text!r}")
         window = int(window) if window else None
-        return cls(text, *sizes, bool(causal), window, bool(normalised), 1 if decode else 0, bool(derived))
+        more = dict(queries=1 if decode else 0, derived=bool(derived), shortest=int(shortest) if shortest else None)
+        return cls(text, *sizes, bool(causal), window, bool(normalised), **more)
 
 
 @dataclass(frozen=True)
@@ -148,14 +161,18 @@ def gka_candidates(case: Case, device: torch.device, dtype: torch.dtype, phase: 
         t.requires_grad_(phase == FULL) for t in inputs(replace(case, batch=1), "gka", device, dtype, 0)
     )
     options = dict(causal=case.causal, window=case.window, constant_norm=case.constant_norm)
-    auto = select_impl(x, log_sigma=sigma, keys=cache[0] if cache else None, **options)
+    lengths = None if case.lengths is None else torch.tensor(case.lengths, device=device)
+    shortest = None if lengths is None else lengths.min()[None]
+    auto = select_impl(x, log_sigma=sigma, keys=cache[0] if cache else None, lengths=shortest, **options)
     candidates: Candidates = {}
     for impl in dict.fromkeys((auto, "triton", "flex" if device.type == "cuda" else "cpu", "sdpa")):
         # The CPU kernel computes norms, constant or not.
         for constant_norm in dict.fromkeys((case.constant_norm, case.constant_norm and impl == "cpu")):
             name = f"gka {impl}" + (", general norms" if case.constant_norm and not constant_norm else "")
             role = "ours" if impl == auto and constant_norm == case.constant_norm else "variant"
-            candidates[name] = role, _gaussian(case, impl, constant_norm)
+            candidates[name] = role, _gaussian(case, impl, constant_norm, lengths)
+    if case.shortest == case.tokens:
+        candidates[f"gka {auto} without lengths"] = "variant", _gaussian(case, auto, case.constant_norm, None)
     if case.queries:  # what a model calls while it decodes
         candidates = {name: ("variant", function) for name, (_, function) in candidates.items()}
         candidates = {
@@ -167,6 +184,8 @@ def gka_candidates(case: Case, device: torch.device, dtype: torch.dtype, phase: 
     def eager(x, log_sigma, cache=None):
         num_keys = (x if cache is None else cache).shape[1]
         visible = dense(x.shape[1], num_keys) if case.mask != Mask() else None
+        if lengths is not None:
+            visible = (torch.arange(num_keys, device=device) < lengths[:, None])[:, None, None].to(x.dtype)
         return testing.plain_attention(x, log_sigma, keys=cache, visible=visible)
 
     return candidates | {"gka eager": ("eager", eager)}
@@ -193,6 +212,13 @@ def derived_keys(case: Case, device: torch.device) -> tuple[Callable[[torch.Tens
 def softmax_candidates(case: Case, device: torch.device) -> Candidates:
     """The baselines."""
     mask, windowed = case.mask, case.window is not None
+    if case.lengths and case.shortest < case.tokens:
+        return {
+            "softmax padding mask": ("baseline", baselines.padding_mask(case.lengths, case.tokens)),
+            "softmax nested jagged": ("baseline", baselines.nested(case.lengths, torch.jagged)),
+            "softmax nested strided": ("baseline", baselines.nested(case.lengths, torch.strided)),
+            "softmax one by one": ("other", baselines.one_by_one(case.lengths)),
+        }
     if device.type != "cuda":
         candidates: Candidates = {
             "softmax dense mask" if windowed else "softmax sdpa": ("baseline", baselines.sdpa(mask))
@@ -217,8 +243,8 @@ def softmax_candidates(case: Case, device: torch.device) -> Candidates:
     }
 
 
-def _gaussian(case: Case, impl: str, constant_norm: bool):
-    options = dict(causal=case.causal, window=case.window, constant_norm=constant_norm, impl=impl)
+def _gaussian(case: Case, impl: str, constant_norm: bool, lengths: torch.Tensor | None):
+    options = dict(causal=case.causal, window=case.window, constant_norm=constant_norm, impl=impl, lengths=lengths)
 
     def attend(x, log_sigma, cache=None):
         return gaussian_attention(x, log_sigma, keys=cache, **options)
@@ -230,22 +256,33 @@ def gate(operator: Operator, case: Case, phase: str, device: torch.device) -> st
     """Why the operator is wrong on fresh inputs of this kind, or None.
 
     It works on the whole batch, but only the first and last sequence are judged and get a gradient: float64 needs no
-    others. The gradient of normalised heads is taken before their norm, where dropping it is exact. More than
-    GATE_TOKENS tokens are judged on that many.
+    others. With padding each is judged by itself, as if there were none. The gradient of normalised heads is taken
+    before their norm, where dropping it is exact. More than GATE_TOKENS tokens are judged on that many.
     """
-    dtype = operator.dtype
-    # A layer's window and rotation are of the case's own length.
-    case = case if case.derived else replace(case, tokens=min(case.tokens, GATE_TOKENS[device.type]))
+    # A layer's window, rotation and lengths are of the case's own length.
+    if not (case.derived or case.lengths):
+        case = replace(case, tokens=min(case.tokens, GATE_TOKENS[device.type]))
+    ends = sorted({0, case.batch - 1})
+    parts = [([row], case.lengths[row]) for row in ends] if case.lengths else [(ends, case.tokens)]
+    return next(filter(None, (_wrong(operator, case, phase, device, *part) for part in parts)), None)
+
+
+def _wrong(
+    operator: Operator, case: Case, phase: str, device: torch.device, rows: list[int], length: int
+) -> str | None:
+    """Why the operator is wrong on the first `length` tokens of these sequences of the batch."""
+    dtype, judged = operator.dtype, torch.tensor(rows, device=device)
     tensors = inputs(case, operator.family, device, dtype, seed=1)
-    judged = torch.tensor(sorted({0, case.batch - 1}), device=device)
-    few = tuple(t[judged] if t.dim() == 4 else t for t in tensors)
-    grad_y = inputs(case, "gka", device, dtype, seed=2)[0][judged] if phase == FULL else None
+    few = tuple(t[judged, :length] if t.dim() == 4 else t for t in tensors)
+    grad_y = inputs(case, "gka", device, dtype, seed=2)[0][judged, :length] if phase == FULL else None
     whole = normalise(case, tensors) if operator.family == "gka" else tensors
+
+    def put(t: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        return t.index_copy(0, judged, torch.cat([part, t[judged, part.shape[1] :]], 1)) if t.dim() == 4 else part
 
     def function(*parts: torch.Tensor) -> torch.Tensor:
         """The operator on the whole batch, into which the judged sequences are put."""
-        batch = (t.index_copy(0, judged, part) if t.dim() == 4 else part for t, part in zip(whole, parts, strict=True))
-        return operator.function(*batch)[judged]
+        return operator.function(*map(put, whole, parts))[judged, :length]
 
     if operator.family == "softmax":
         return _softmax_disagreement(function, few, grad_y, case.mask)

@@ -32,6 +32,13 @@ def operator() -> list[Table]:
             dense = timed.kernel == "dense mask"
             if dense.any():
                 rows += row("the same against a dense mask", timed[dense | (timed.family == "gka")], "")
+            alone, plain = timed.kernel == "one by one", timed.kernel.str.endswith(" without lengths")
+            if alone.any():
+                others = timed[alone | (timed.family == "gka")].replace({"role": {"other": "baseline"}})
+                rows += row("the same against one sequence at a time", others, "")
+            if plain.any():
+                others = timed[plain | (timed.family == "softmax")].replace({"role": {"variant": "ours"}})
+                rows += row("the same without lengths", others, "")
         tables += table([*HEADINGS, "target"], rows, of_machine)
     return tables
 
@@ -192,6 +199,9 @@ def operator_label(case: str, line: pd.Series) -> str:
         return f"decoding, cache {shape}" + (", keys derived from it" if line.get("derived") is True else "")
     if line.causal:
         return f"causal, {shape}" + (f", window {line.window:.0f}" if pd.notna(line.window) else "")
+    if pd.notna(line.get("shortest")):
+        lengths = f"{line.shortest:.0f} to {line.tokens}" if line.shortest < line.tokens else f"all {line.tokens}"
+        return f"padded, {shape}, lengths {lengths}"
     size = SIZES.get(case.split("-")[1]) if case.startswith("vit-") else None
     return (f"ViT-{size}, " if size else "") + shape
 

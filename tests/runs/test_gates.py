@@ -17,7 +17,8 @@ from trainkit_gka.distributed import setup
 
 CPU = torch.device("cpu")
 ABSENT = ("triton", "gka cpu") if build.obstacle() else ("triton",)
-CASES = ["2x19x2x16", "3x19x2x16c", "2x70x2x16cw7n", "2x70x2x16w66", "2x19x2x16n", "2x20x2x16nd", "2x20x2x16ndk"]
+CASES = ["3x33x2x16p5", "3x33x2x16p33", "2x19x2x16", "3x19x2x16c", "2x70x2x16cw7n", "2x70x2x16w66", "2x19x2x16n"]
+CASES += ["2x20x2x16nd", "2x20x2x16ndk"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -57,6 +58,17 @@ def test_the_gate_stops_keys_that_are_derived_wrongly():
     right = operators(case, CPU, torch.float32, FORWARD)["gka decoding"]
     late = replace(right, function=lambda x, sigma, cache: right.function(x, sigma, cache.roll(1, 1)).roll(0, 1))
     assert "y is off" in gate(late, case, FORWARD, CPU)
+
+
+@pytest.mark.parametrize("name", ["gka sdpa", "softmax padding mask"])
+def test_the_gate_stops_padding_that_is_seen(name):
+    case = Case.parse("3x33x2x16p5")
+    right = operators(case, CPU, torch.float32, FULL)[name]
+    all_full = operators(replace(case, shortest=case.tokens), CPU, torch.float32, FULL)
+    wrong = all_full[name if name in all_full else "softmax sdpa"]
+    for phase in (FORWARD, FULL):
+        assert gate(right, case, phase, CPU) is None
+        assert "y is off" in gate(wrong, case, phase, CPU)
 
 
 @pytest.mark.parametrize("family", ["gka", "softmax"])
