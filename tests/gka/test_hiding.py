@@ -1,14 +1,20 @@
 """Padding and masks: what is hidden is as if it were not there, in outputs and all gradients, NaN and infinity too."""
 
+import random
 from dataclasses import replace
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
 
 from gka import gaussian_attention, gaussian_weights, select_impl, testing
+from gka.bandwidth import inverse_variance
 from gka.dispatch import IMPLEMENTATIONS
+from gka.impl import reference
 from gka.masking import Mask
 from gka.testing import Problem, make_features, make_log_sigma
+from gka.testing.budget import ZERO
 from operator_cases import AUTO_ON_CPU, CPU
 
 IMPLS = ["reference", "sdpa", CPU]
@@ -50,13 +56,36 @@ def expected(problem, padding, route):
     return want
 
 
-def check(problem, padding, got, slack):
-    """Within the error budget; the largest floor of a row is that of all."""
-    wants = expected(problem, padding, testing.oracle), expected(problem, padding, testing.plain)
-    rows = [of_row(problem, row, (~mask).nonzero()[:, 0]) for row, mask in enumerate(padding) if not mask.all()]
-    limits = [testing.coarse_floors(row, slack=slack) for row in rows if row.x.shape[1] > 1 or row.keys is not None]
-    floors = {name: max(limit[name] for limit in limits) for name in limits[0]}
-    reason = testing.disagreement(got, *wants, floors)
+def cancelled(problem):
+    """What rounding leaves of g_i.v_j - g_i.y_i where the two are equal, as for a query that sees one key: norms."""
+    exact = problem.double().request()
+    y, weights = reference.output_and_weights(exact)
+    keys, values, g = exact.key_features, exact.value_features, problem.grad_y.double()
+    apart = torch.cdist(exact.x.transpose(1, 2), keys.transpose(1, 2))
+    norm_g, norm_v, norm_y = (t.norm(dim=-1).mT for t in (g, values, y))  # (B, H, T)
+    off_g = weights * norm_g[..., None] * (norm_v[:, :, None] + norm_y[..., None])
+    pulls = off_g * apart * inverse_variance(exact.log_sigma)[:, None, None]
+    terms = {"dx": pulls.sum(-1), "dkeys": pulls.sum(-2), "dlog_sigma": (pulls * apart).sum((0, 2, 3))}
+    eps = torch.finfo(torch.promote_types(problem.x.dtype, torch.float32)).eps
+    return {name: eps * t.norm().item() for name, t in terms.items()}
+
+
+def check(problem, padding, got, slack=0.0):
+    """Within the error budget: what the floors of single rows allow adds up."""
+    by_rows, by_plain = expected(problem, padding, testing.oracle), expected(problem, padding, testing.plain)
+    squares, sums = dict.fromkeys(got, 0.0), dict.fromkeys(got, 0.0)
+    for row, mask in enumerate(padding):
+        if mask.all():
+            continue
+        alone = of_row(problem, row, (~mask).nonzero()[:, 0])
+        floors = testing.coarse_floors(alone, slack=slack)
+        difference = cancelled(alone)
+        for name, t in testing.oracle(alone).named().items():
+            off = floors[name] * t.norm().item() + difference.get(name, 0.0)
+            squares[name], sums[name] = squares[name] + off**2, sums[name] + off
+    limits = {name: sums[name] if name == "dlog_sigma" else squares[name] ** 0.5 for name in got}
+    limits = {name: limit if by_rows[name].any() else max(limit, ZERO) for name, limit in limits.items()}
+    reason = testing.disagreement(got, by_rows, by_plain, limits, absolute=True)
     assert reason is None, reason
 
 
@@ -209,9 +238,14 @@ def test_auto_takes_what_serves():
     assert select_impl(x, lengths=torch.tensor([12, 12]), impl="flex") == "flex"  # nothing is padding
 
 
-def test_a_batch_without_rows():
-    empty, lengths = torch.zeros(0, 5, 2, 8), torch.zeros(0, dtype=torch.int64)
-    assert gaussian_attention(empty, torch.zeros(2), lengths=lengths).shape == (0, 5, 2, 8)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_batch_without_rows(impl):
+    empty, lengths = torch.zeros(0, 5, 2, 8, requires_grad=True), torch.zeros(0, dtype=torch.int64)
+    log_sigma = torch.zeros(2, requires_grad=True)
+    y = gaussian_attention(empty, log_sigma, lengths=lengths, impl=impl)
+    assert y.shape == (0, 5, 2, 8)
+    y.sum().backward()
+    assert empty.grad.shape == empty.shape and torch.equal(log_sigma.grad, torch.zeros(2))
 
 
 @pytest.mark.skipif(AUTO_ON_CPU != "cpu", reason="the CPU kernel cannot be built here")
@@ -286,3 +320,156 @@ def test_hidden_tokens_may_be_of_any_size(impl):
     large[:, 3] = 1e6
     outputs = [gaussian_attention(x, torch.zeros(2), keys=k, attn_mask=seen, impl=impl) for k in (keys, large)]
     torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-6)
+
+
+# Random cases
+
+STRIDES = {
+    "as they come": lambda t: t,
+    "heads before tokens": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+    "tokens before rows": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
+    "channels before tokens": lambda t: t.transpose(1, 3).contiguous().transpose(1, 3),
+    "a part of wider channels": lambda t: torch.cat([t, t.detach() + 1], -1)[..., : t.shape[-1]],
+    "every second token": lambda t: torch.stack([t, t.detach() + 1], 2).flatten(1, 2)[:, ::2],
+}
+
+
+def random_case(seed):
+    """(problem, padding, garbage in the padding or None, strides of each tensor, options) of one seed."""
+    draw = random.Random(seed)
+    batch, tokens, heads = draw.choice([0, 1, 1, 2, 3, 5]), draw.randint(1, 70), draw.randint(1, 3)
+    head_dim, causal = draw.choice([1, 2, 3, 8, 16, 17, 33, 64, 128]), draw.random() < 0.4
+    lengths = torch.tensor([draw.choice([0, 1, tokens, draw.randint(0, tokens)]) for _ in range(batch)]).long()
+    padding, options = torch.arange(tokens) >= lengths[:, None], dict(causal=causal, lengths=lengths)
+    kind = draw.choice(["lengths", "left", "anywhere"])
+    if kind != "lengths":
+        generator = torch.Generator().manual_seed(seed)
+        padding = padding.flip(1) if kind == "left" else torch.rand(batch, tokens, generator=generator) < 0.5
+        options = dict(causal=causal, key_padding_mask=padding)
+    elif draw.random() < 0.3:
+        options["window"] = draw.randint(0, tokens)
+    dtype = draw.choice([torch.float32, torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64])
+    foreign, apart = draw.random() < 0.3, draw.random() < 0.3
+    if foreign:
+        options |= dict(causal=False, window=None)
+    queries = draw.randint(1, 70) if foreign else tokens
+    fields = dict(with_values=apart and not foreign, mask=Mask(options["causal"], options.get("window")))
+    problem = Problem.seeded("normal", (batch, queries, heads, head_dim), dtype, **fields)
+    if dtype == torch.float64:  # its gradient too
+        problem = replace(problem, log_sigma=problem.log_sigma.double())
+    if foreign:
+        others = [make_features("normal", (batch, tokens, heads, head_dim), dtype, n) for n in (3, 4)]
+        problem = replace(problem, keys=others[0], values=others[1] if apart else None)
+    strides = {name: draw.choice(list(STRIDES)) for name in ("x", "keys", "values", "y")}
+    return problem, padding, draw.choice([None, 1e4, float("nan"), float("inf")]), strides, options
+
+
+def random_case_is_wrong(seed):
+    """What an implementation that serves the case gets wrong, with the case; None if it is right."""
+    problem, padding, garbage, strides, options = random_case(seed)
+    names, draw = ("keys", "values") if problem.keys is not None else ("x", "values"), random.Random(-seed - 1)
+    serving = []
+    for impl in ("reference", "sdpa", "cpu"):
+        try:
+            serving.append(select_impl(problem.x, keys=problem.keys, values=problem.values, impl=impl, **options))
+        except ValueError:
+            continue
+    impl = draw.choice(serving)
+    eps = 1e-6 if IMPLEMENTATIONS[impl].SERVES.applies_eps else 0.0
+    spoilt = problem
+    if garbage is not None:
+        tensors = {name: getattr(problem, name) for name in names}
+        hidden = padding[:, :, None, None]
+        spoilt = replace(problem, **{n: t.masked_fill(hidden, garbage) for n, t in tensors.items() if t is not None})
+
+    def route(x, log_sigma, **others):
+        others = {name: None if t is None else STRIDES[strides[name]](t) for name, t in others.items()}
+        y = gaussian_attention(STRIDES[strides["x"]](x), log_sigma, impl=impl, **others, **options)
+        return STRIDES[strides["y"]](y)
+
+    try:
+        check(replace(problem, eps=eps), padding, testing.run(route, spoilt).named())
+    except Exception as error:
+        shape, about = tuple(problem.x.shape), f"{impl}, {problem.x.dtype}, garbage {garbage}, {strides}, {options}"
+        return f"seed {seed}: {type(error).__name__}: {error}: {shape}, keys {problem.keys is not None}, {about}"
+    return None
+
+
+@pytest.mark.parametrize("first, last", [(0, 100), pytest.param(100, 2000, marks=pytest.mark.slow)])
+def test_random_shapes_lengths_strides_and_dtypes(first, last):
+    wrong = list(filter(None, map(random_case_is_wrong, range(first, last))))
+    assert not wrong, "\n".join([f"{len(wrong)} cases", *wrong])
+
+
+def test_random_cases_are_of_every_kind():
+    """Of the hundred that always run: lengths 0 and 1, dtypes, strides, keys, windows, an empty batch."""
+    cases = [random_case(seed) for seed in range(100)]
+    lengths = torch.cat([(~padding).sum(1) for _, padding, *_ in cases])
+    assert {0, 1} <= set(lengths.tolist()) and lengths.max() > 50
+    assert {problem.x.dtype for problem, *_ in cases} >= {torch.float32, torch.float64, torch.bfloat16, torch.float16}
+    assert {stride for *_, strides, _ in cases for stride in strides.values()} == set(STRIDES)
+    assert {len(problem.x) for problem, *_ in cases} == {0, 1, 2, 3, 5}
+    kinds = {(problem.keys is None, problem.values is None, problem.mask.causal) for problem, *_ in cases}
+    assert len(kinds) == 6 and any(options.get("window") is not None for *_, options in cases)
+
+
+# Transforms
+
+
+class Padded(torch.nn.Module):
+    def __init__(self, impl):
+        super().__init__()
+        self.log_sigma, self.impl = torch.nn.Parameter(torch.zeros(2)), impl
+
+    def forward(self, x, lengths):
+        return gaussian_attention(x, self.log_sigma, lengths=lengths, impl=self.impl)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_vmap_over_batches_and_their_lengths(impl):
+    x, lengths = make_features("normal", (6, 12, 2, 8)).unflatten(0, (3, 2)), torch.tensor([[12, 3], [0, 1], [7, 7]])
+    model = Padded(impl)
+    results = []
+    for forward in (torch.func.vmap(model), lambda x, lengths: torch.stack(list(map(model, x, lengths)))):
+        leaf = x.clone().requires_grad_()
+        y = forward(leaf, lengths)
+        results.append([y, *torch.autograd.grad(y.square().sum(), (leaf, model.log_sigma))])
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_an_exported_program_takes_other_batches_and_lengths(impl):
+    model, batch, tokens = Padded(impl), torch.export.Dim("batch", min=2, max=64), torch.export.Dim("tokens", max=512)
+    example = make_features("normal", (3, 20, 2, 8)), torch.tensor([20, 4, 0])
+    program = torch.export.export(model, example, dynamic_shapes=({0: batch, 1: tokens}, {0: batch})).module()
+    for size, lengths in ((20, [1, 20, 7]), (33, [33, 2, 0, 5])):
+        inputs = make_features("normal", (len(lengths), size, 2, 8), seed=size), torch.tensor(lengths)
+        torch.testing.assert_close(program(*inputs), model(*inputs))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_checkpointed_activations_give_the_same_gradients(impl):
+    model, x, lengths = Padded(impl), make_features("normal", (3, 20, 2, 8)), torch.tensor([20, 4, 0])
+
+    def gradients_of(forward):
+        leaf = x.clone().requires_grad_()
+        return torch.autograd.grad(forward(leaf, lengths).square().sum(), (leaf, model.log_sigma))
+
+    got = gradients_of(lambda *inputs: checkpoint(model, *inputs, use_reentrant=False))
+    assert all(map(torch.equal, got, gradients_of(model)))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_training_on_other_lengths_does_not_compile_again(impl):
+    torch._dynamo.reset()
+    model, x = Padded(impl), make_features("normal", (3, 40, 2, 16))
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for lengths in ([40, 3, 0], [1, 1, 39], [40, 40, 40], [40, 3, 5]):
+        results = []
+        for forward in (compiled, model):
+            leaf = x.clone().requires_grad_()
+            y = forward(leaf, torch.tensor(lengths))
+            results.append([y, *torch.autograd.grad(y.square().sum(), (leaf, model.log_sigma))])
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+    assert counter.frame_count == 1
