@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import subprocess
+import sys
 
 import pytest
 import timm
@@ -54,6 +56,26 @@ def test_every_family_of_timms_takes_a_pattern_or_a_kind(name):
     for pattern in ("GGV", "gka"):
         model = timm.create_model(name, attn_layer=pattern, device="meta")
         assert kinds_of(model) == {"GGV": "GGV" * 4, "gka": "G" * 12}[pattern]
+
+
+def test_timm_knows_the_layer_after_the_import_whatever_came_first():
+    """In a process of its own, whose `create_model` is of before."""
+    code = """
+from timm import create_model
+import gka
+try:
+    create_model("vit_tiny_patch16_224", attn_layer="gka", depth=2)
+except AssertionError as error:
+    print("unknown:", error)
+import deit_gka
+import torch
+model = create_model("vit_tiny_patch16_224", attn_layer="gka", depth=2, img_size=32, num_classes=3)
+model(torch.randn(2, 3, 32, 32)).sum().backward()
+print(all(block.attn.log_sigma.grad.any() for block in model.blocks))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    said = done.stdout.splitlines()
+    assert said[0].startswith("unknown:") and said[1:] == ["True"]
 
 
 def test_layers_are_those_of_their_kinds(images):
