@@ -42,11 +42,16 @@ def read_texts() -> list[str]:
 
     seen: set[str] = set()
     texts = [_new_paragraphs(topics[name], seen) for name in sorted(topics)]
+    texts += (_new_paragraphs("\n\n".join(docstrings(path)), seen) for path in library_files())
+    return [text for text in texts if text]
+
+
+def library_files() -> Iterator[Path]:
+    """The modules of Python's own library, in the order of their paths, without its tests."""
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         if EXCLUDED.isdisjoint(path.relative_to(root).parts):
-            texts.append(_new_paragraphs("\n\n".join(_docstrings(path)), seen))
-    return [text for text in texts if text]
+            yield path
 
 
 def _new_paragraphs(text: str, seen: set[str]) -> str:
@@ -59,7 +64,8 @@ def _new_paragraphs(text: str, seen: set[str]) -> str:
     return "\n\n".join(kept)
 
 
-def _docstrings(path: Path) -> Iterator[str]:
+def docstrings(path: Path) -> Iterator[str]:
+    """Of the module, its classes and functions, "" for those without; none of a file that is not Python of today."""
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (SyntaxError, UnicodeDecodeError, ValueError):

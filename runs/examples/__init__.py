@@ -1,0 +1,1 @@
+"""Worked examples: models of other libraries with GKA, on data that anybody has."""

@@ -1,0 +1,235 @@
+"""Train transformers' BERT from scratch to classify texts in padded batches: softmax attention beside GKA.
+
+    python -m runs.examples.text_classifier                        docstrings of Python's library, three seeds
+    python -m runs.examples.text_classifier --data news.parquet    your own: columns text and label, .parquet or .csv
+    python -m runs.examples.text_classifier --kinds gka --seeds 1 --epochs 2
+
+The only line that is not transformers' own is `use_gka(model)`. Texts are cut into tokens by a byte-level BPE that is
+trained on the training texts. A training that is in the results is not repeated.
+"""
+
+import platform
+import statistics
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pandas as pd
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from gka.huggingface import use_gka
+from gka.kinds import KINDS
+from nanochat_gka.data.corpora import checksum
+from nanochat_gka.data.tokenizer import VOCAB, Tokenizer
+from runs import frames
+from runs.examples import texts
+from runs.neighbours.cases import Case, Cases, Measured
+from runs.table import Table
+from trainkit_gka import cli, extras
+from trainkit_gka.cli import Bounds, Count, UserError, check_bounds
+from trainkit_gka.distributed import running
+from trainkit_gka.progress import console, progress_bar
+
+KIND = "example-text-classifier"
+FILE = "example_text_classifier.jsonl"
+Attention = Literal["softmax", "gka"]
+WIDTH, DEPTH, HEADS = 128, 4, 4
+POOL = 8  # batches that are drawn together and dealt by length, as by transformers' `group_by_length`
+DROPOUT, WARMUP, WEIGHT_DECAY = 0.1, 0.1, 0.01  # of the hidden layers; share of the updates; AdamW's
+
+
+@dataclass
+class TextClassifierConfig:
+    """Train a small BERT to classify texts in padded batches, with softmax attention and with GKA.
+
+    A training that is in the results is not repeated.
+    """
+
+    data: Path | None = None
+    """A .parquet or .csv file with columns text and label; none takes the docstrings of Python's library by package."""
+    kinds: list[Attention] = field(default_factory=lambda: ["softmax", "gka"])
+    """The kinds of attention."""
+    seeds: Count = 3
+    """Trainings of each kind, which differ in initial weights and in the order of texts."""
+    epochs: Count = 12
+    """Times that a training reads the training texts."""
+    batch_size: Count = 16
+    """Texts in a batch, which is padded to its longest."""
+    max_tokens: Annotated[int, Bounds(2, 512)] = 128
+    """Longer texts are cut."""
+    vocab_size: Annotated[int, VOCAB] = 2048
+    """Tokens of the vocabulary."""
+    lr: Annotated[float, Bounds(0, open_least=True)] = 1e-3
+    """Learning rate of AdamW, after a warm-up over a tenth of the updates; it falls to 0."""
+    results: Path = frames.RESULTS / FILE
+    """The file of JSON lines that a training appends to."""
+
+
+@dataclass(frozen=True)
+class Examples:
+    """ids: int64, a tensor (T,) for each text; labels: (N,)."""
+
+    ids: list[torch.Tensor]
+    labels: torch.Tensor
+
+    def shuffled(self, size: int, generator: torch.Generator) -> list[torch.Tensor]:
+        """An epoch in batches of places: texts of a batch are about equally long, their order is random."""
+        batches: list[torch.Tensor] = []
+        for pool in torch.randperm(len(self.ids), generator=generator).split(POOL * size):
+            by_length = pool[torch.tensor([len(self.ids[place]) for place in pool]).argsort(stable=True)]
+            batches += by_length.split(size)
+        return [batches[number] for number in torch.randperm(len(batches), generator=generator)]
+
+    def batches(self, places_of: Iterable[torch.Tensor], padding_id: int) -> Iterator[dict[str, torch.Tensor]]:
+        """What BERT is called with: input_ids and attention_mask (B, T), 1 where there is a token; labels (B,)."""
+        for places in places_of:
+            rows = [self.ids[place] for place in places]
+            mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+            ids = pad_sequence(rows, batch_first=True, padding_value=padding_id)
+            yield {"input_ids": ids, "attention_mask": mask, "labels": self.labels[places]}
+
+
+@dataclass(frozen=True)
+class Task:
+    """The data in tokens; texts open with the tokenizer's BOS, from which BERT classifies. padding_id is no token's."""
+
+    names: list[str]
+    train: Examples
+    test: Examples
+    padding_id: int
+    guess: float  # accuracy of the most frequent label
+
+    @classmethod
+    def prepare(cls, config: TextClassifierConfig) -> "Task":
+        data = texts.read(config.data) if config.data else texts.builtin()
+        tokenizer = Tokenizer.train(data.train.texts, config.vocab_size)
+
+        def encode(split: texts.Split) -> Examples:
+            rows = (tokenizer.encode_document(text)[: config.max_tokens].astype("int64") for text in split.texts)
+            return Examples(list(map(torch.from_numpy, rows)), torch.tensor(split.labels))
+
+        return cls(data.names, encode(data.train), encode(data.test), tokenizer.vocab_size, data.test.share())
+
+
+def build(kind: Attention, task: Task, max_tokens: int) -> torch.nn.Module:
+    """transformers' BERT, with GKA in every layer if it is wanted."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(
+        vocab_size=task.padding_id + 1, pad_token_id=task.padding_id, max_position_embeddings=max_tokens,
+        hidden_size=WIDTH, num_hidden_layers=DEPTH, num_attention_heads=HEADS, intermediate_size=4 * WIDTH,
+        hidden_dropout_prob=DROPOUT, attention_probs_dropout_prob=0.0, num_labels=len(task.names),
+    )  # fmt: skip
+    model = BertForSequenceClassification(config)
+    return use_gka(model) if kind == "gka" else model
+
+
+def train(case: Case, task: Task) -> Measured:
+    """Train a model from scratch. Returns settings and what was measured; times are of training alone."""
+    size, epochs = case["batch_size"], case["epochs"]
+    with running("cpu", case["seed"]):
+        model = build(case["attention"], task, case["max_tokens"])
+        optimizer = torch.optim.AdamW(model.parameters(), case["lr"], weight_decay=WEIGHT_DECAY)
+        updates = epochs * len(task.train.shuffled(size, torch.Generator()))
+        warmup = max(1, round(WARMUP * updates))
+        rate = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda n: min((n + 1) / warmup, (updates - n) / (updates - warmup + 1))
+        )
+        generator, seconds = torch.Generator().manual_seed(case["seed"]), []
+        with progress_bar() as bar:
+            bar_task = bar.add_task(f"{case['attention']}, seed {case['seed']}", total=updates, status="")
+            for _ in range(epochs):
+                model.train()
+                begun = time.perf_counter()
+                for batch in task.train.batches(task.train.shuffled(size, generator), task.padding_id):
+                    loss = model(**batch).loss
+                    loss.backward()
+                    optimizer.step()
+                    rate.step()
+                    optimizer.zero_grad()
+                    bar.update(bar_task, advance=1, status=f"loss {loss.item():.3f}")
+                seconds.append(time.perf_counter() - begun)
+        return settings_of(task), numbers_of(model, task, size, seconds)
+
+
+def settings_of(task: Task) -> dict[str, Any]:
+    lengths = torch.tensor([len(row) for row in task.train.ids])
+    shape = {"width": WIDTH, "depth": DEPTH, "heads": HEADS, "dropout": DROPOUT, "weight_decay": WEIGHT_DECAY}
+    data = {"labels": task.names, "train": len(task.train.ids), "test": len(task.test.ids), "guess": task.guess}
+    return {**shape, **data, "median_tokens": lengths.median().item(), "python": platform.python_version()}
+
+
+def numbers_of(model: torch.nn.Module, task: Task, size: int, seconds: list[float]) -> dict[str, Any]:
+    """Accuracies of held-out texts in padded batches and one by one, and how far apart their logits are."""
+    logits = {"accuracy": predict(model, task, size), "accuracy_alone": predict(model, task, 1)}
+    apart = (logits["accuracy"] - logits["accuracy_alone"]).abs().max() / logits["accuracy_alone"].abs().max()
+    right = {name: (each.argmax(-1) == task.test.labels).double().mean().item() for name, each in logits.items()}
+    return {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        **right,
+        "logits_apart": apart.item(),
+        "seconds_per_epoch": statistics.median(seconds),
+    }
+
+
+@torch.no_grad()
+def predict(model: torch.nn.Module, task: Task, size: int) -> torch.Tensor:
+    """Logits (N, labels) of the held-out texts in batches of `size`, in their order."""
+    model.eval()
+    batches = task.test.batches(torch.arange(len(task.test.ids)).split(size), task.padding_id)
+    return torch.cat([model(**batch).logits for batch in batches])
+
+
+def table(rows: pd.DataFrame, sources: Iterable[str] = ()) -> Table:
+    """A row for each kind of attention: the mean over seeds and half the range."""
+    shown = []
+    for kind, runs in rows.groupby("attention", sort=False) if len(rows) else ():
+
+        def spread(name: str, form: str, scale: float = 1.0, runs: pd.DataFrame = runs) -> str:
+            return f"{scale * runs[name].mean():{form}} ±{scale * (runs[name].max() - runs[name].min()) / 2:{form}}"
+
+        accuracies = [spread(name, ".2f", 100) for name in ("accuracy", "accuracy_alone")]
+        sizes, times = [f"{runs.parameters.iloc[0]:,}", f"{len(runs)}"], [spread("seconds_per_epoch", ".2f")]
+        shown.append([f"**{KINDS[kind].label}**", *sizes, *accuracies, f"{runs.logits_apart.max():.0e}", *times])
+    headings = ["", "parameters", "seeds", "accuracy %", "one by one %", "logits apart", "s/epoch"]
+    return Table.of(headings, shown, sources=list(sources))
+
+
+def rows_of(path: Path, config: TextClassifierConfig) -> pd.DataFrame:
+    """The rows of the trainings that these settings ask for, in order."""
+    rows, wanted = frames.frame(path, "accuracy", kind=KIND), cases_of(config)
+    if rows.empty:
+        return rows
+    return rows[[record["config"]["case"] in wanted for record in rows.record]]
+
+
+def cases_of(config: TextClassifierConfig) -> list[Case]:
+    """A case for every seed and kind: what decides a training."""
+    same = {name: getattr(config, name) for name in ("epochs", "batch_size", "max_tokens", "vocab_size", "lr")}
+    data = f"{config.data.name} {checksum(config.data)}" if config.data else "builtin"
+    return [
+        {"attention": kind, "seed": seed, **same, "data": data} for seed in range(config.seeds) for kind in config.kinds
+    ]
+
+
+def main(config: TextClassifierConfig) -> None:
+    check_bounds(config)
+    if config.data and not config.data.is_file():
+        raise UserError(f"--data {config.data}: there is no such file")
+    if reason := extras.missing("hf", "transformers"):
+        raise UserError(reason)
+    wanted, cases = cases_of(config), Cases(config.results, KIND)
+    left = [case for case in wanted if not cases.has(case)]
+    if left:
+        task = Task.prepare(config)
+        about = f"{len(task.train.ids):,} texts to train on, {len(task.test.ids):,} held out, {len(task.names)} labels"
+        console.print(f"{about} ({', '.join(task.names)}); always the commonest: {task.guess:.1%}", highlight=False)
+        cases.fill(left, lambda case: train(case, task))
+    table(rows_of(config.results, config)).show()
+
+
+if __name__ == "__main__":
+    cli.run(main, TextClassifierConfig)
