@@ -86,7 +86,8 @@ def _preferred(request: GaussianRequest) -> tuple[str, ...]:
     """The implementations that "auto" asks, in this order."""
     if request.x.is_cuda:
         # Without FlexAttention these need a dense mask or extra channels.
-        dense_or_extra = request.mask.window is not None or not request.constant_norm
+        pads = request.lengths is not None or request.key_padding_mask is not None
+        dense_or_extra = request.mask.window is not None or pads or not request.constant_norm
         return ("triton", "flex", "sdpa") if dense_or_extra else ("triton", "sdpa")
     return ("cpu", "sdpa") if request.x.device.type == "cpu" else ("sdpa",)
 

@@ -41,7 +41,8 @@ def pytest_sessionstart(session):
 
 # Those of 5 s or more start first, the longest before all, so that both workers end together.
 LONG_FILES = [
-    *("runs/test_study", "nanochat/test_onnx", "gka/test_triton_accuracy", "deit/test_onnx", "runs/test_report"),
+    *("runs/test_study", "nanochat/test_onnx", "gka/test_triton_accuracy", "gka/test_hiding"),
+    *("deit/test_onnx", "runs/test_report"),
     *("nanochat/test_cuda_path", "deit/test_resume", "runs/test_bench_commands", "nanochat/test_pack_interrupted"),
     *("nanochat/test_resume", "trainkit/test_signals", "deit/test_train", "deit/test_draw", "nanochat/test_train"),
     *("gka/test_properties", "trainkit/test_torchrun", "nanochat/test_page_examples", "nanochat/test_corpus"),

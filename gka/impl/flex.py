@@ -1,5 +1,5 @@
-"""The same softmax as a FlexAttention score function and block mask: windows skip whole tiles, the terms of the norms
-are added to the scores.
+"""The same softmax as a FlexAttention score function and block mask: windows and padding skip whole tiles, the terms of
+the norms are added to the scores.
 
 Made for CUDA. On CPU torch offers FlexAttention's forward only, which is enough to test the score function. `eps` is
 ignored.
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from gka.bandwidth import inverse_variance
 from gka.expansion import expand
+from gka.hiding import finished, finite, padding, without_padding
 from gka.masking import Mask
 from gka.request import GaussianRequest, Request, Serves, SoftmaxRequest
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:  # imported where it is used: it brings SymPy, a quarter of th
 
 TILE = 128
 SERVES = Serves(
-    options=frozenset({"causal", "window"}),
+    options=frozenset({"causal", "window", "lengths", "key_padding_mask"}),
     applies_eps=False,
     dtypes=(torch.float32, torch.bfloat16, torch.float16),
     min_head_dim=16,
@@ -40,7 +41,7 @@ def unavailable(request: Request) -> str | None:
 
 def dot_product(request: SoftmaxRequest) -> torch.Tensor:
     """softmax(scale * q.k + mask) v, (B, Tq, H, D)."""
-    return _attend(request.x, request.key_features, request.value_features, request.mask, request.scale)
+    return _attend(request.x, request.key_features, request.value_features, request, request.scale)
 
 
 def gaussian(request: GaussianRequest) -> torch.Tensor:
@@ -48,27 +49,30 @@ def gaussian(request: GaussianRequest) -> torch.Tensor:
 
     x is scaled, not the scores: those would make the gradient of log_sigma one atomic addition per score.
     """
-    x, mask = request.x, request.mask
+    given, (request, spoilt) = request, finite(without_padding(request))
+    x = request.x
     if request.constant_norm:
         scaled = (x * inverse_variance(request.log_sigma)[:, None]).to(x.dtype)
-        return _attend(scaled, request.key_features, request.value_features, mask, scale=1.0)
+        return finished(given, _attend(scaled, request.key_features, request.value_features, request, 1.0), spoilt)
     scaled, keys, values, a, b, offset = expand(request)
     a, b = (F.pad(t.transpose(1, 2), (0, _round_up(t.shape[1]) - t.shape[1])) for t in (a, b))  # (B, H, whole tiles)
 
     def add_norms(score, batch, h, i, j):
         return score + (a[batch, h, i] + b[batch, h, j])
 
-    y = _attend(scaled, keys, keys if values is None else values, mask, scale=1.0, score_mod=add_norms)
-    return (y if offset is None else y + offset).to(x.dtype)
+    y = _attend(scaled, keys, keys if values is None else values, request, 1.0, score_mod=add_norms)
+    return finished(given, (y if offset is None else y + offset).to(x.dtype), spoilt)
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float, score_mod: Any = None):
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request, scale: float, score_mod: Any = None):
     from torch.nn.attention.flex_attention import flex_attention
 
-    num_queries, num_keys = q.shape[1], k.shape[1]
+    num_queries, num_keys, hidden = q.shape[1], k.shape[1], padding(request)
     is_fake = isinstance(q, torch._subclasses.FakeTensor)
-    make_mask = _block_mask.__wrapped__ if is_fake else _block_mask  # what is kept is of real tensors
-    block_mask = make_mask(mask, num_queries, num_keys, q.device)
+    if is_fake or hidden is not None:  # what is kept is of real tensors, and serves other calls
+        block_mask = _block_mask.__wrapped__(request.mask, num_queries, num_keys, q.device, hidden)
+    else:
+        block_mask = _block_mask(request.mask, num_queries, num_keys, q.device)
     # Whole tiles: FlexAttention's gradients are NaN for ragged lengths with a score_mod (pytorch#153799).
     q, k, v = (F.pad(t, (0, 0, 0, 0, 0, _round_up(t.shape[1]) - t.shape[1])).transpose(1, 2) for t in (q, k, v))
     traced = is_fake or torch.compiler.is_compiling()
@@ -87,8 +91,12 @@ def _compiled() -> Callable:
 
 
 @functools.lru_cache(maxsize=64)
-def _block_mask(mask: Mask, num_queries: int, num_keys: int, device: torch.device) -> "BlockMask":
-    """The mask over whole tiles, padded keys hidden; never an inference tensor, which training could not save."""
+def _block_mask(
+    mask: Mask, num_queries: int, num_keys: int, device: torch.device, hidden: torch.Tensor | None = None
+) -> "BlockMask":
+    """The mask over whole tiles without the keys that are `hidden`, (B, Tk), or fill them; never an inference tensor,
+    which training could not save.
+    """
     from torch.nn.attention.flex_attention import create_block_mask
 
     with torch.inference_mode(False), torch.no_grad():
@@ -98,10 +106,14 @@ def _block_mask(mask: Mask, num_queries: int, num_keys: int, device: torch.devic
             # As tensors they leave `_compiled` one program for all lengths that fill the same tiles.
             offset, end = (torch.tensor(n, device=device) for n in (num_keys - num_queries, num_keys))
 
-        def mask_mod(b, h, i, j):
-            return mask.visible(i + offset, j) & (j < end)
+        tokens = None if hidden is None else F.pad(~hidden, (0, _round_up(num_keys) - num_keys))
 
-        return create_block_mask(mask_mod, None, None, _round_up(num_queries), _round_up(num_keys), device=device)
+        def mask_mod(b, h, i, j):
+            seen = mask.visible(i + offset, j)
+            return seen & (j < end) if tokens is None else seen & tokens[b, j]
+
+        sizes = _round_up(num_queries), _round_up(num_keys)
+        return create_block_mask(mask_mod, None if hidden is None else len(hidden), None, *sizes, device=device)
 
 
 def _round_up(length: int) -> int:

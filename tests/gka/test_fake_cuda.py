@@ -54,8 +54,8 @@ def test_with_gradients_too(impl, arguments):
 def test_the_backward_pass_gives_what_its_inputs_are_like():
     """By the operator: torch's autograd engine takes no CUDA tensors where there is no driver."""
     x, keys, values = features(), features(tokens=24), features(tokens=24)
-    y, level, norm = torch.ops.gka.attend(x, keys, values, log_sigma(), 5, 0, True, 0.0)
-    got = torch.ops.gka.attend_backward(y, x, keys, values, log_sigma(), y, level, norm, 5, 0, True)
+    y, level, norm = torch.ops.gka.attend(x, keys, values, log_sigma(), None, 5, 0, True, 0.0)
+    got = torch.ops.gka.attend_backward(y, x, keys, values, log_sigma(), None, y, level, norm, 5, 0, True)
     expected = [x, log_sigma(), keys, values]
     assert [(t.shape, t.dtype, t.device) for t in got] == [(t.shape, t.dtype, t.device) for t in expected]
 
@@ -63,6 +63,10 @@ def test_the_backward_pass_gives_what_its_inputs_are_like():
 def test_auto_takes_the_kernels_as_if_the_gpu_could_run_them():
     assert select_impl(features()) == select_impl(features(requires_grad=True), **WINDOW) == "triton"
     assert select_impl(features(torch.float64)) == "sdpa"
+    lengths = torch.zeros(2, dtype=torch.int64, device="cuda")
+    padding = torch.zeros(2, 20, dtype=torch.bool, device="cuda")
+    assert select_impl(features(), lengths=lengths) == select_impl(features(), key_padding_mask=padding) == "triton"
+    assert select_impl(features(), key_padding_mask=padding, window=5, constant_norm=True) == "flex"
     with pytest.raises(ValueError, match="backward pass cannot be traced without a GPU"):
         gaussian_attention(features(requires_grad=True), log_sigma(), impl="flex")
 

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -15,17 +16,36 @@ from gka.impl import reference
 from gka.masking import Mask
 from gka.testing import Problem, make_features, make_log_sigma
 from gka.testing.budget import ZERO
-from operator_cases import AUTO_ON_CPU, CPU
+from operator_cases import AUTO_ON_CPU, CPU, DEVICE, tiles
 
-IMPLS = ["reference", "sdpa", CPU]
+# Where there is a GPU, test_triton_accuracy.py and test_triton_gpu.py have padding there.
+TRITON = pytest.param("triton", marks=pytest.mark.skipif(DEVICE == "cuda", reason="CPU tensors need its interpreter"))
+LEARNING = ["reference", "sdpa", CPU]
+IMPLS = [*LEARNING, TRITON, "flex"]
 LENGTHS = [9, 4, 0, 1, 23, 23, 60]
 SHAPE = (len(LENGTHS), 60, 2, 16)
 
 
-def gradients(problem, **options):
-    """y and the gradients of every tensor of a problem under `gaussian_attention`."""
-    route = lambda x, log_sigma, **others: gaussian_attention(x, log_sigma, **others, **options)  # noqa: E731
-    return testing.run(route, problem).named()
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:(divide by zero|invalid value|overflow) encountered:RuntimeWarning",
+    "ignore:flex_attention called without torch.compile:UserWarning",
+)
+
+
+def gradients(problem, impl, **options):
+    """y and the gradients of every tensor of a problem under `gaussian_attention`, or y alone where it has none: flex
+    on CPUs, triton of foreign keys of any norm (those of one norm: test_triton_accuracy.py).
+    """
+    if impl == "flex" or (impl == "triton" and problem.keys is not None):
+        problem = replace(problem, grad_y=None)
+    route = partial(gaussian_attention, impl=impl, **options)
+    with tiles(32, 32):  # so that some rows end before others begin a tile
+        return testing.run(route, problem).named()
+
+
+def eps_of(impl):
+    """What the oracle adds to the row sum."""
+    return 1e-6 if IMPLEMENTATIONS[impl].SERVES.applies_eps else 0.0
 
 
 def of_row(problem, row, places):
@@ -107,9 +127,8 @@ def padded(kind):
 @pytest.mark.parametrize("kind", ["lengths", "right", "left", "anywhere"])
 def test_padding_is_as_if_it_were_not_there(kind, causal, impl):
     arguments, padding = padded(kind)
-    eps = 1e-6 if IMPLEMENTATIONS[impl].SERVES.applies_eps else 0.0
     for with_values in (False, True):
-        problem = Problem.seeded("normal", SHAPE, with_values=with_values, mask=Mask(causal), eps=eps)
+        problem = Problem.seeded("normal", SHAPE, with_values=with_values, mask=Mask(causal), eps=eps_of(impl))
         hidden = padding[:, :, None, None]
         garbage = {
             name: t.masked_fill(hidden, 1e4) for name in ("x", "values") if (t := getattr(problem, name)) is not None
@@ -123,7 +142,7 @@ def test_padding_is_as_if_it_were_not_there(kind, causal, impl):
 @pytest.mark.parametrize("impl", IMPLS)
 def test_a_window_counts_places(impl):
     arguments, padding = padded("lengths")
-    problem = Problem.seeded("normal", SHAPE, mask=Mask(True, 7), eps=1e-6 if impl != "sdpa" else 0.0)
+    problem = Problem.seeded("normal", SHAPE, mask=Mask(True, 7), eps=eps_of(impl))
     check(problem, padding, gradients(problem, causal=True, window=7, impl=impl, **arguments), slack=0.0)
 
 
@@ -138,24 +157,26 @@ def test_padded_foreign_keys(with_values, kind, impl):
     problem = Problem(draw(21, 0), make_log_sigma(heads, width), **others)
     got = gradients(problem, impl=impl, **arguments)
     check(problem, padding, got, slack=0.0)
-    assert not got["y"][2].any() and not got["dx"][2].any()  # a row without any key
+    assert not any(got[name][2].any() for name in ("y", "dx") if name in got)  # a row without any key
 
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_padding_in_half_precision(dtype, impl):
+    if impl == "triton" and dtype == torch.bfloat16:
+        pytest.skip("the interpreter gets products in bfloat16 wrong")
     arguments, padding = padded("anywhere")
-    problem = Problem.seeded("normal", SHAPE, dtype, eps=1e-6 if impl != "sdpa" else 0.0)
+    problem = Problem.seeded("normal", SHAPE, dtype, eps=eps_of(impl))
     check(problem, padding, gradients(problem, impl=impl, **arguments), slack=1e-6)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("impl", [*LEARNING, "flex"])  # triton keeps it between its tiles alone
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("length", [16, 61, 200])
 def test_what_a_row_cannot_see_does_not_touch_it(length, window, bad, impl):
     """A token of one head in the middle, and a value elsewhere: earlier rows, other heads and their gradients stay."""
-    place, options = length // 2, dict(causal=True, window=window, impl=impl)
+    place, options = length // 2, dict(impl=impl, causal=True, window=window)
     clean = Problem.seeded("normal", (2, length, 2, 16), with_values=True)
     clean.grad_y[:, place:] = 0
     problem = replace(clean, x=clean.x.clone(), values=clean.values.clone())
@@ -166,7 +187,7 @@ def test_what_a_row_cannot_see_does_not_touch_it(length, window, bad, impl):
     touched[1, place:end, 0], touched[0, place + 1 : end + (window is not None), 1] = True, True
     assert torch.equal(got["y"].isnan().any(-1), touched)
     torch.testing.assert_close(got["y"][~touched], want["y"][~touched], rtol=1e-5, atol=1e-6)
-    for name in ("dx", "dvalues", "dlog_sigma"):
+    for name in got.keys() - {"y"}:
         torch.testing.assert_close(got[name], want[name], rtol=1e-4, atol=1e-5)
 
 
@@ -177,9 +198,10 @@ def test_padding_that_is_not_finite_stays_there(bad, kind, impl):
     arguments, padding = padded(kind)
     problem = Problem.seeded("normal", SHAPE, with_values=True)
     hidden = padding[:, :, None, None]
-    spoilt = replace(problem, x=problem.x.masked_fill(hidden, bad), values=problem.values.masked_fill(hidden, bad))
+    spoilt = {name: getattr(problem, name).masked_fill(hidden, bad) for name in ("x", "values", "grad_y")}
     for causal in (False, True):
-        got, want = (gradients(p, causal=causal, impl=impl, **arguments) for p in (spoilt, problem))
+        both = replace(problem, **spoilt), problem
+        got, want = (gradients(p, causal=causal, impl=impl, **arguments) for p in both)
         for name in want:
             torch.testing.assert_close(got[name], want[name], rtol=1e-5, atol=1e-5)
 
@@ -231,6 +253,7 @@ def test_auto_takes_what_serves():
     x = torch.zeros(2, 12, 2, 16)
     lengths, anywhere = torch.tensor([12, 7]), torch.tensor([[True] + [False] * 11] * 2)
     assert select_impl(x, lengths=lengths) == select_impl(x, key_padding_mask=anywhere) == AUTO_ON_CPU
+    assert select_impl(x, lengths=lengths, impl="triton") == "triton" or DEVICE == "cuda"
     assert select_impl(x, attn_mask=torch.ones(12, 12, dtype=torch.bool)) == "sdpa"
     assert select_impl(x, key_padding_mask=anywhere, window=3) == "sdpa"  # a window counts places
     with pytest.raises(ValueError, match="cpu does not serve attn_mask"):
@@ -295,15 +318,20 @@ def test_lengths_that_a_transform_hides_are_checked_before_memory_is_read():
             torch.func.vmap(lambda x, n: gaussian_attention(x, torch.zeros(2), lengths=n))(x, torch.tensor(wrong))
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("impl", LEARNING)
 def test_a_padded_row_is_no_row_that_sees(impl):
-    """A loss that touches padding leaves the gradients of the tokens finite, and so does eps 0."""
+    """A loss that touches padding leaves the gradients of the tokens finite."""
     x = make_features("normal", (1, 5, 1, 2))
     x[0, 2] = float("nan")
     x.requires_grad_()
     y = gaussian_attention(x, torch.zeros(1), causal=True, lengths=torch.tensor([4]), impl=impl)
     y[0, [0, 4]].sum().backward()
     assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("impl", [*LEARNING, TRITON])
+def test_tokens_that_are_far_from_padding(impl):
+    """Its zeros have no K that could be normalised."""
     far = (make_features("normal", (1, 3, 1, 4)) + 20).requires_grad_()
     hidden = torch.tensor([[False, True, False]])
     gaussian_attention(far, torch.zeros(1), key_padding_mask=hidden, eps=0.0, impl=impl).sum().backward()
@@ -425,7 +453,7 @@ class Padded(torch.nn.Module):
         return gaussian_attention(x, self.log_sigma, lengths=lengths, impl=self.impl)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("impl", LEARNING)
 def test_vmap_over_batches_and_their_lengths(impl):
     x, lengths = make_features("normal", (6, 12, 2, 8)).unflatten(0, (3, 2)), torch.tensor([[12, 3], [0, 1], [7, 7]])
     model = Padded(impl)
@@ -437,7 +465,7 @@ def test_vmap_over_batches_and_their_lengths(impl):
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("impl", LEARNING)
 def test_an_exported_program_takes_other_batches_and_lengths(impl):
     model, batch, tokens = Padded(impl), torch.export.Dim("batch", min=2, max=64), torch.export.Dim("tokens", max=512)
     example = make_features("normal", (3, 20, 2, 8)), torch.tensor([20, 4, 0])
@@ -447,7 +475,7 @@ def test_an_exported_program_takes_other_batches_and_lengths(impl):
         torch.testing.assert_close(program(*inputs), model(*inputs))
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("impl", LEARNING)
 def test_checkpointed_activations_give_the_same_gradients(impl):
     model, x, lengths = Padded(impl), make_features("normal", (3, 20, 2, 8)), torch.tensor([20, 4, 0])
 
@@ -459,7 +487,7 @@ def test_checkpointed_activations_give_the_same_gradients(impl):
     assert all(map(torch.equal, got, gradients_of(model)))
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("impl", LEARNING)
 def test_training_on_other_lengths_does_not_compile_again(impl):
     torch._dynamo.reset()
     model, x = Padded(impl), make_features("normal", (3, 40, 2, 16))

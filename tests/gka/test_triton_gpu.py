@@ -104,6 +104,25 @@ def test_memory_that_was_full_of_nan_changes_nothing(shape, causal, window, with
         assert all(torch.equal(first[name], again[name]) for name in first)
 
 
+@pytest.mark.parametrize("with_values", [False, True], ids=["own", "values"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape,causal,window", [(DEIT, False, None), ((4, 700, 2, 128), True, 300)])
+def test_padding_that_is_nan(shape, causal, window, dtype, with_values):
+    """At most twice flash attention's own error on whole rows."""
+    problem = seeded(shape, dtype, causal, window, with_values)
+    lengths = torch.tensor([shape[1], 100, 1, 0], device="cuda")
+    hidden = (torch.arange(shape[1], device="cuda") >= lengths[:, None])[:, :, None, None]
+    options, results = dict(causal=causal, window=window, lengths=lengths), []
+    for impl, filler, each in (("triton", math.nan, problem), ("reference", 0.0, problem.double())):
+        filled = each.map(lambda t, filler=filler: t.masked_fill(hidden, filler) if t.dim() == 4 else t)
+        results.append(testing.run(partial(gaussian_attention, impl=impl, **options), filled))
+    limits = flash_errors(problem.x, problem.grad_y, causal)
+    for name, like in (("y", "y"), ("dx", "dx"), ("dvalues", "dx")):
+        got, want = (getattr(result, name) for result in results)
+        if got is not None:
+            assert testing.error(got, want) <= 2 * limits[like] and not got.masked_select(hidden).any(), name
+
+
 @pytest.mark.parametrize("batch", [1, 32])
 @pytest.mark.parametrize("constant_norm", [False, True])
 def test_decoding_from_a_long_cache(batch, constant_norm):

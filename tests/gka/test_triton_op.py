@@ -16,9 +16,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|ov
 
 LOG_SIGMA = make_log_sigma(2, 32, DEVICE)
 CALLS = {
-    "causal": lambda x: (x, None, None, LOG_SIGMA.clone().requires_grad_(), -1, 0, True, 1e-6),
-    "window, values": lambda x: (x, None, torch.randn_like(x).requires_grad_(), LOG_SIGMA, 5, 0, True, 1e-6),
-    "foreign": lambda x: (x, torch.randn_like(x).requires_grad_(), None, LOG_SIGMA, -1, 0, True, 0.0),
+    "causal": lambda x: (x, None, None, LOG_SIGMA.clone().requires_grad_(), None, -1, 0, True, 1e-6),
+    "lengths": lambda x: (x, None, None, LOG_SIGMA, torch.tensor([13], device=DEVICE), -1, -1, False, 1e-6),
+    "window, values": lambda x: (x, None, torch.randn_like(x).requires_grad_(), LOG_SIGMA, None, 5, 0, True, 1e-6),
+    "foreign": lambda x: (x, torch.randn_like(x).requires_grad_(), None, LOG_SIGMA, None, -1, 0, True, 0.0),
 }
 
 

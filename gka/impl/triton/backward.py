@@ -23,13 +23,16 @@ from gka.impl.triton.tiles import (
     LN_2,
     LOG2_E,
     PRECISION,
+    clear,
     head_of,
     in_reach,
     inverse_variance,
     load_row,
     load_tile,
+    partners,
     program,
     reload_tile,
+    seen_rows,
     spans,
     squared_norm,
     store_tile,
@@ -37,17 +40,18 @@ from gka.impl.triton.tiles import (
 
 
 @triton.jit
-def gka_rows_kernel(p_dy, p_y, p_log_sigma, p_norm, p_level, p_delta, p_share, H, Tq, D: tl.constexpr,
+def gka_rows_kernel(p_dy, p_y, p_log_sigma, p_lengths, p_norm, p_level, p_delta, p_share, H, Tq, D: tl.constexpr,
                     BLOCK_D: tl.constexpr, BM: tl.constexpr, OWN_VALUES: tl.constexpr, SHARES: tl.constexpr,
                     BOUND: tl.constexpr):  # fmt: skip
     """delta_i = g_i.y_i, with OWN_VALUES times 1/sigma^2, and, with SHARES, share_i = 1 / row sum = 2^(peak_i -
-    level_i), (B, H, Tq) float32; dy and y (B, Tq, H, D) contiguous.
+    level_i), (B, H, Tq) float32; dy and y (B, Tq, H, D) contiguous. p_lengths: of the queries; what is behind is 0.
     """
     row_block, bh = program(Tq, BM)
     o_t = row_block * BM + tl.arange(0, BM)
     rows = bh.to(tl.int64) * Tq + o_t
-    b_dy = load_tile(head_of(p_dy, bh, H, Tq * H * D, D), o_t, H * D, Tq, D, BLOCK_D, True)
-    b_y = load_tile(head_of(p_y, bh, H, Tq * H * D, D), o_t, H * D, Tq, D, BLOCK_D, True)
+    tokens, _ = seen_rows(p_lengths, bh // H, Tq, Tq, 0, True, False)
+    b_dy = load_tile(head_of(p_dy, bh, H, Tq * H * D, D), o_t, H * D, tokens, D, BLOCK_D, True)
+    b_y = load_tile(head_of(p_y, bh, H, Tq * H * D, D), o_t, H * D, tokens, D, BLOCK_D, True)
     b_delta = tl.sum(b_dy.to(tl.float32) * b_y.to(tl.float32), 1)
     inverse = inverse_variance(p_log_sigma, bh % H, BOUND)
     if OWN_VALUES:
@@ -159,10 +163,11 @@ def _symmetric_tile(acc, b_total, b_dls, b_x, b_dy, b_peak, b_weight, b_delta, s
 
 
 @triton.jit(do_not_specialize=["before", "after"])
-def gka_queries_kernel(p_x, p_k, p_v, p_log_sigma, p_dy, p_norm, p_level, p_delta, p_dx, p_dls, sx_b, sx_t, sx_h, sk_b,
-                       sk_t, sk_h, sv_b, sv_t, sv_h, H, Tq, Tk, before, after, D: tl.constexpr, BLOCK_D: tl.constexpr,
-                       BM: tl.constexpr, BN: tl.constexpr, CONSTANT: tl.constexpr, OWN_VALUES: tl.constexpr,
-                       HAS_BEFORE: tl.constexpr, HAS_AFTER: tl.constexpr, BOUND: tl.constexpr):  # fmt: skip
+def gka_queries_kernel(p_x, p_k, p_v, p_log_sigma, p_lengths, p_dy, p_norm, p_level, p_delta, p_dx, p_dls, sx_b, sx_t,
+                       sx_h, sk_b, sk_t, sk_h, sv_b, sv_t, sv_h, H, Tq, Tk, before, after, D: tl.constexpr,
+                       BLOCK_D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CONSTANT: tl.constexpr,
+                       OWN_KEYS: tl.constexpr, OWN_VALUES: tl.constexpr, HAS_BEFORE: tl.constexpr,
+                       HAS_AFTER: tl.constexpr, BOUND: tl.constexpr):  # fmt: skip
     """dquery into p_dx, (B, Tq, H, D) contiguous, and one partial sum of dlog_sigma per program into p_dls, (H, B,
     row blocks) float32.
     """
@@ -175,10 +180,11 @@ def gka_queries_kernel(p_x, p_k, p_v, p_log_sigma, p_dy, p_norm, p_level, p_delt
     rows = bh.to(tl.int64) * Tq + o_t
     inverse = inverse_variance(p_log_sigma, bh % H, BOUND)
     scale = LOG2_E * inverse
-    b_x = load_tile(p_x, o_t, sx_t, Tq, D, BLOCK_D, True)
-    b_dy = load_tile(head_of(p_dy, bh, H, Tq * H * D, D), o_t, H * D, Tq, D, BLOCK_D, True)
-    b_level = tl.load(p_level + rows, mask=o_t < Tq, other=0.0)
-    b_delta = tl.load(p_delta + rows, mask=o_t < Tq, other=0.0)
+    num_queries, num_keys = seen_rows(p_lengths, bh // H, Tq, Tk, before, OWN_KEYS, HAS_BEFORE)
+    b_x = load_tile(p_x, o_t, sx_t, num_queries, D, BLOCK_D, True)
+    b_dy = load_tile(head_of(p_dy, bh, H, Tq * H * D, D), o_t, H * D, num_queries, D, BLOCK_D, True)
+    b_level = tl.load(p_level + rows, mask=o_t < num_queries, other=0.0)
+    b_delta = tl.load(p_delta + rows, mask=o_t < num_queries, other=0.0)
     if OWN_VALUES:
         b_delta /= inverse
     acc = tl.zeros([BM, BLOCK_D], tl.float32)
@@ -186,30 +192,31 @@ def gka_queries_kernel(p_x, p_k, p_v, p_log_sigma, p_dy, p_norm, p_level, p_delt
     b_dls = tl.zeros([BM], tl.float32)
 
     offset = Tk - Tq  # the last query is aligned with the last key
-    last = tl.minimum(row_block * BM + BM, Tq) - 1 + offset
-    bounds = spans(row_block * BM + offset, last, Tk, before, after, HAS_BEFORE, HAS_AFTER, BN)
+    last = tl.minimum(row_block * BM + BM, num_queries) - 1 + offset
+    looked_at = partners(p_lengths, row_block * BM, num_queries, num_keys)
+    bounds = spans(row_block * BM + offset, last, looked_at, before, after, HAS_BEFORE, HAS_AFTER, BN)
     for span in tl.static_range(3):
         if span != 0 or HAS_BEFORE:
             for n0 in range(bounds[span], bounds[span + 1], BN):
                 acc, b_total, b_dls = _queries_tile(
                     acc, b_total, b_dls, b_x, b_dy, b_level, b_delta, scale, p_k, p_v, p_norm, sk_t, sv_t, n0,
-                    o_t + offset, Tk, before, after, D, BLOCK_D, BN, CONSTANT, OWN_VALUES, HAS_BEFORE, HAS_AFTER,
+                    o_t + offset, num_keys, before, after, D, BLOCK_D, BN, CONSTANT, OWN_VALUES, HAS_BEFORE, HAS_AFTER,
                     span != 1)  # fmt: skip
 
-    b_x = reload_tile(p_x, o_t, sx_t, Tq, D, BLOCK_D).to(tl.float32)
+    b_x = reload_tile(p_x, o_t, sx_t, num_queries, D, BLOCK_D).to(tl.float32)
     b_peak = squared_norm(b_x) * (scale if CONSTANT else 0.5 * scale)
     b_dls += b_total * (b_level - b_peak)  # the tiles' exponents are those of W, S_ij lies a row's log2 D_i above
-    acc = inverse * (acc - b_total[:, None] * b_x)
+    acc = clear(p_lengths, inverse * (acc - b_total[:, None] * b_x), o_t, num_queries)
     store_tile(head_of(p_dx, bh, H, Tq * H * D, D), o_t, H * D, acc, Tq, D, BLOCK_D)
     _store_partial(p_dls, b_dls, p_log_sigma, bh, H, row_block, tl.cdiv(Tq, BM), BOUND)
 
 
 @triton.jit(do_not_specialize=["before", "after"])
-def gka_keys_kernel(p_x, p_k, p_v, p_log_sigma, p_dy, p_norm, p_level, p_delta, p_dk, p_dv, sx_b, sx_t, sx_h, sk_b,
-                    sk_t, sk_h, sv_b, sv_t, sv_h, H, Tq, Tk, before, after, D: tl.constexpr, BLOCK_D: tl.constexpr,
-                    BM: tl.constexpr, BN: tl.constexpr, CONSTANT: tl.constexpr, OWN_KEYS: tl.constexpr,
-                    OWN_VALUES: tl.constexpr, HAS_BEFORE: tl.constexpr, HAS_AFTER: tl.constexpr,
-                    BOUND: tl.constexpr):  # fmt: skip
+def gka_keys_kernel(p_x, p_k, p_v, p_log_sigma, p_lengths, p_dy, p_norm, p_level, p_delta, p_dk, p_dv, sx_b, sx_t,
+                    sx_h, sk_b, sk_t, sk_h, sv_b, sv_t, sv_h, H, Tq, Tk, before, after, D: tl.constexpr,
+                    BLOCK_D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CONSTANT: tl.constexpr,
+                    OWN_KEYS: tl.constexpr, OWN_VALUES: tl.constexpr, HAS_BEFORE: tl.constexpr,
+                    HAS_AFTER: tl.constexpr, BOUND: tl.constexpr):  # fmt: skip
     """dkey into p_dk, (B, Tk, H, D) contiguous, dvalue into p_dv or, with OWN_VALUES, p_dk.
 
     OWN_KEYS: p_dk is p_dx, in which gka_queries_kernel has left dquery; the sum replaces it.
@@ -224,41 +231,45 @@ def gka_keys_kernel(p_x, p_k, p_v, p_log_sigma, p_dy, p_norm, p_level, p_delta, 
     o_t = row_block * BM + tl.arange(0, BM)
     inverse = inverse_variance(p_log_sigma, bh % H, BOUND)
     scale = LOG2_E * inverse
-    b_k = load_tile(p_k, o_t, sk_t, Tk, D, BLOCK_D, True)
+    num_queries, num_keys = seen_rows(p_lengths, bh // H, Tq, Tk, before, OWN_KEYS, HAS_BEFORE)
+    b_k = load_tile(p_k, o_t, sk_t, num_keys, D, BLOCK_D, True)
     b_v = b_k
     if not OWN_VALUES:
-        b_v = load_tile(head_of(p_v, bh, H, sv_b, sv_h), o_t, sv_t, Tk, D, BLOCK_D, True)
+        b_v = load_tile(head_of(p_v, bh, H, sv_b, sv_h), o_t, sv_t, num_keys, D, BLOCK_D, True)
     b_half = tl.zeros([BM], tl.float32)
     if not CONSTANT:
-        b_half = tl.load(p_norm + bh.to(tl.int64) * Tk + o_t, mask=o_t < Tk, other=0.0) * (0.5 * scale)
+        b_half = tl.load(p_norm + bh.to(tl.int64) * Tk + o_t, mask=o_t < num_keys, other=0.0) * (0.5 * scale)
     acc = tl.zeros([BM, BLOCK_D], tl.float32)
     acc_v = tl.zeros([BM, BLOCK_D], tl.float32)
     b_total = tl.zeros([BM], tl.float32)
 
     offset = Tk - Tq
-    last = tl.minimum(row_block * BM + BM, Tk) - 1 - offset
-    bounds = spans(row_block * BM - offset, last, Tq, after, before, HAS_AFTER, HAS_BEFORE, BN)
+    last = tl.minimum(row_block * BM + BM, num_keys) - 1 - offset
+    looked_at = partners(p_lengths, row_block * BM, num_keys, num_queries)
+    bounds = spans(row_block * BM - offset, last, looked_at, after, before, HAS_AFTER, HAS_BEFORE, BN)
     for span in tl.static_range(3):
         if span != 0 or HAS_AFTER:
             for n0 in range(bounds[span], bounds[span + 1], BN):
                 acc, acc_v, b_total = _keys_tile(
                     acc, acc_v, b_total, b_k, b_v, b_half, scale, inverse, p_x, p_dy, p_level, p_delta, sx_t, H * D,
-                    n0, o_t - offset, Tq, before, after, D, BLOCK_D, BN, CONSTANT, OWN_VALUES, HAS_BEFORE, HAS_AFTER,
-                    span != 1)  # fmt: skip
+                    n0, o_t - offset, num_queries, before, after, D, BLOCK_D, BN, CONSTANT, OWN_VALUES, HAS_BEFORE,
+                    HAS_AFTER, span != 1)  # fmt: skip
 
     if not OWN_VALUES:
         acc *= inverse
         b_total *= inverse
+        acc_v = clear(p_lengths, acc_v, o_t, num_keys)
         store_tile(head_of(p_dv, bh, H, Tk * H * D, D), o_t, H * D, acc_v, Tk, D, BLOCK_D)
-    acc -= b_total[:, None] * reload_tile(p_k, o_t, sk_t, Tk, D, BLOCK_D).to(tl.float32)
+    acc -= b_total[:, None] * reload_tile(p_k, o_t, sk_t, num_keys, D, BLOCK_D).to(tl.float32)
+    acc = clear(p_lengths, acc, o_t, num_keys)
     if OWN_KEYS:
         acc += reload_tile(p_dk, o_t, H * D, Tk, D, BLOCK_D).to(tl.float32)
     store_tile(p_dk, o_t, H * D, acc, Tk, D, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=["reach"])
-def gka_symmetric_kernel(p_x, p_log_sigma, p_dy, p_norm, p_weight, p_delta, p_dx, p_dls, sx_b, sx_t, sx_h, H, T, reach,
-                         D: tl.constexpr, BLOCK_D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+def gka_symmetric_kernel(p_x, p_log_sigma, p_lengths, p_dy, p_norm, p_weight, p_delta, p_dx, p_dls, sx_b, sx_t, sx_h, H,
+                         T, reach, D: tl.constexpr, BLOCK_D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
                          TAIL: tl.constexpr, CONSTANT: tl.constexpr, HAS_REACH: tl.constexpr,
                          BOUND: tl.constexpr):  # fmt: skip
     """All of dx when K_ij = K_ji is computed once for both roles. p_weight: the rows' shares, or levels if CONSTANT (no
@@ -275,24 +286,28 @@ def gka_symmetric_kernel(p_x, p_log_sigma, p_dy, p_norm, p_weight, p_delta, p_dx
     o_t = row_block * BM + tl.arange(0, BM)
     inverse = inverse_variance(p_log_sigma, bh % H, BOUND)
     scale = LOG2_E * inverse
-    b_x = load_tile(p_x, o_t, sx_t, T, D, BLOCK_D, True)
-    b_dy = load_tile(p_dy, o_t, H * D, T, D, BLOCK_D, True)
-    b_weight = tl.load(p_weight + o_t, mask=o_t < T, other=0.0)
-    b_delta = tl.load(p_delta + o_t, mask=o_t < T, other=0.0)
+    tokens, _ = seen_rows(p_lengths, bh // H, T, T, 0, True, False)
+    b_x = load_tile(p_x, o_t, sx_t, tokens, D, BLOCK_D, True)
+    b_dy = load_tile(p_dy, o_t, H * D, tokens, D, BLOCK_D, True)
+    b_weight = tl.load(p_weight + o_t, mask=o_t < tokens, other=0.0)
+    b_delta = tl.load(p_delta + o_t, mask=o_t < tokens, other=0.0)
     b_peak = squared_norm(b_x) * (scale if CONSTANT else 0.5 * scale)
     acc = tl.zeros([BM, BLOCK_D], tl.float32)
     b_total = tl.zeros([BM], tl.float32)
     b_dls = tl.zeros([BM], tl.float32)
 
-    bounds = spans(row_block * BM, tl.minimum(row_block * BM + BM, T) - 1, T, reach, reach, HAS_REACH, HAS_REACH, BN)
+    last = tl.minimum(row_block * BM + BM, tokens) - 1
+    looked_at = partners(p_lengths, row_block * BM, tokens, tokens)
+    bounds = spans(row_block * BM, last, looked_at, reach, reach, HAS_REACH, HAS_REACH, BN)
     for span in tl.static_range(3):
         if span != 0 or HAS_REACH:
             for n0 in range(bounds[span], bounds[span + 1], TAIL if span == 2 else BN):
                 acc, b_total, b_dls = _symmetric_tile(
                     acc, b_total, b_dls, b_x, b_dy, b_peak, b_weight, b_delta, scale, inverse, p_x, p_dy, p_norm,
-                    p_weight, p_delta, sx_t, H * D, n0, o_t, T, reach, D, BLOCK_D, TAIL if span == 2 else BN, CONSTANT,
-                    HAS_REACH, span != 1)  # fmt: skip
+                    p_weight, p_delta, sx_t, H * D, n0, o_t, tokens, reach, D, BLOCK_D, TAIL if span == 2 else BN,
+                    CONSTANT, HAS_REACH, span != 1)  # fmt: skip
 
-    acc -= b_total[:, None] * reload_tile(p_x, o_t, sx_t, T, D, BLOCK_D).to(tl.float32)
+    acc -= b_total[:, None] * reload_tile(p_x, o_t, sx_t, tokens, D, BLOCK_D).to(tl.float32)
+    acc = clear(p_lengths, acc, o_t, tokens)
     store_tile(head_of(p_dx, bh, H, T * H * D, D), o_t, H * D, acc, T, D, BLOCK_D)
     _store_partial(p_dls, b_dls / inverse, p_log_sigma, bh, H, row_block, tl.cdiv(T, BM), BOUND)

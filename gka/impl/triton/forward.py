@@ -14,13 +14,16 @@ from gka.impl.triton.tiles import (
     NORM_CONSTANT,
     NORM_LOADED,
     PRECISION,
+    clear,
     copy_rows,
     head_of,
     in_reach,
     inverse_variance,
     load_tile,
     lost_rows,
+    partners,
     program,
+    seen_rows,
     spans,
     squared_norm,
     store_tile,
@@ -30,11 +33,13 @@ LOWEST = tl.constexpr(-1e30)  # stands for minus infinity, whose differences wou
 
 
 @triton.jit
-def gka_norm_kernel(p_x, p_norm, s_b, s_t, s_h, H, T, D: tl.constexpr, BLOCK_D: tl.constexpr, BM: tl.constexpr):
-    """|x_j|^2, (B, H, T) float32, for NORM_LOADED."""
+def gka_norm_kernel(p_x, p_lengths, p_norm, s_b, s_t, s_h, H, T, D: tl.constexpr, BLOCK_D: tl.constexpr,
+                    BM: tl.constexpr):  # fmt: skip
+    """|x_j|^2, (B, H, T) float32, for NORM_LOADED; 0 for padding."""
     row_block, bh = program(T, BM)
     o_t = row_block * BM + tl.arange(0, BM)
-    b_x = load_tile(head_of(p_x, bh, H, s_b, s_h), o_t, s_t, T, D, BLOCK_D, True)
+    tokens, _ = seen_rows(p_lengths, bh // H, T, T, 0, True, False)
+    b_x = load_tile(head_of(p_x, bh, H, s_b, s_h), o_t, s_t, tokens, D, BLOCK_D, True)
     tl.store(p_norm + bh.to(tl.int64) * T + o_t, squared_norm(b_x), mask=o_t < T)
 
 
@@ -64,17 +69,29 @@ def _forward_tile(acc, b_sum, b_max, b_q, scale, p_k, p_v, p_norm, sk_t, sv_t, n
     return tl.dot(b_p.to(b_v.dtype), b_v, acc, input_precision=PRECISION), b_sum, b_max
 
 
+@triton.jit
+def _store_split(p_partial, acc, b_sum, b_max, rows, o_t, Tq, BM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Into p_partial, (splits, B, H, Tq, BLOCK_D + 2) contiguous: unnormalised y, row sum, maximum."""
+    total_rows = tl.num_programs(0) // tl.cdiv(Tq, BM) * Tq
+    o_d = tl.arange(0, BLOCK_D)
+    p_row = p_partial + (tl.program_id(1).to(tl.int64) * total_rows + rows) * (BLOCK_D + 2)
+    tl.store(p_row[:, None] + o_d[None, :], acc, mask=o_t[:, None] < Tq)
+    tl.store(p_row + BLOCK_D, b_sum, mask=o_t < Tq)
+    tl.store(p_row + BLOCK_D + 1, b_max, mask=o_t < Tq)
+
+
 @triton.jit(do_not_specialize=["before", "after", "chunk"])
 def gka_forward_kernel(
-        p_x, p_k, p_v, p_log_sigma, p_norm, p_y, p_level, p_partial, sx_b, sx_t, sx_h, sk_b, sk_t, sk_h, sv_b, sv_t,
-        sv_h, H, Tq, Tk, before, after, chunk, eps, D: tl.constexpr, BLOCK_D: tl.constexpr, BM: tl.constexpr,
-        BN: tl.constexpr, TAIL: tl.constexpr, NORM: tl.constexpr, OWN_KEYS: tl.constexpr, OWN_VALUES: tl.constexpr,
-        HAS_BEFORE: tl.constexpr, HAS_AFTER: tl.constexpr, SPLIT: tl.constexpr, BOUND: tl.constexpr):  # fmt: skip
+        p_x, p_k, p_v, p_log_sigma, p_lengths, p_norm, p_y, p_level, p_partial, sx_b, sx_t, sx_h, sk_b, sk_t, sk_h,
+        sv_b, sv_t, sv_h, H, Tq, Tk, before, after, chunk, eps, D: tl.constexpr, BLOCK_D: tl.constexpr,
+        BM: tl.constexpr, BN: tl.constexpr, TAIL: tl.constexpr, NORM: tl.constexpr, OWN_KEYS: tl.constexpr,
+        OWN_VALUES: tl.constexpr, HAS_BEFORE: tl.constexpr, HAS_AFTER: tl.constexpr, SPLIT: tl.constexpr,
+        BOUND: tl.constexpr):  # fmt: skip
     """Programs (row block of a head, split). TAIL: width of the tiles after the last whole one, <= BN.
 
     p_y: (B, Tq, H, D). p_level: (B, H, Tq), log2 of the row sum, so that W_ij = 2^(s_ij - level_i). p_norm: (B, H, Tk),
-    read if NORM_LOADED, written if NORM_COMPUTED in self-attention. p_partial: with SPLIT, (splits, B, H, Tq,
-    BLOCK_D + 2): unnormalised y, row sum, maximum. All are contiguous; all but p_y are float32.
+    read if NORM_LOADED, written if NORM_COMPUTED in self-attention. p_partial: what SPLIT writes in place of y and
+    level. All are contiguous; all but p_y are float32. p_lengths: (B,) int32 or int64, or None.
     """
     row_block, bh = program(Tq, BM)
     row_block = tl.cdiv(Tq, BM) - 1 - row_block  # causal: the long rows first
@@ -84,7 +101,8 @@ def gka_forward_kernel(
     scale = LOG2_E * inverse_variance(p_log_sigma, bh % H, BOUND)
     o_t = row_block * BM + tl.arange(0, BM)
     o_i = o_t + (Tk - Tq)  # the last query is aligned with the last key
-    b_q = load_tile(head_of(p_x, bh, H, sx_b, sx_h), o_t, sx_t, Tq, D, BLOCK_D, True)
+    num_queries, num_keys = seen_rows(p_lengths, bh // H, Tq, Tk, before, OWN_KEYS, HAS_BEFORE)
+    b_q = load_tile(head_of(p_x, bh, H, sx_b, sx_h), o_t, sx_t, num_queries, D, BLOCK_D, True)
     b_max = tl.full([BM], LOWEST, tl.float32)
     if OWN_KEYS:
         b_norm = squared_norm(b_q)
@@ -94,8 +112,9 @@ def gka_forward_kernel(
     acc = tl.zeros([BM, BLOCK_D], tl.float32)
     b_sum = tl.zeros([BM], tl.float32)
     first = row_block * BM + (Tk - Tq)
-    last = tl.minimum(row_block * BM + BM, Tq) - 1 + (Tk - Tq)
-    bounds = spans(first, last, Tk, before, after, HAS_BEFORE, HAS_AFTER, BN)
+    last = tl.minimum(row_block * BM + BM, num_queries) - 1 + (Tk - Tq)
+    looked_at = partners(p_lengths, row_block * BM, num_queries, num_keys)
+    bounds = spans(first, last, looked_at, before, after, HAS_BEFORE, HAS_AFTER, BN)
     for span in tl.static_range(3):
         start, end = bounds[span], bounds[span + 1]
         if SPLIT:
@@ -104,17 +123,14 @@ def gka_forward_kernel(
         if span != 0 or HAS_BEFORE:
             for n0 in range(start, end, TAIL if span == 2 else BN):
                 acc, b_sum, b_max = _forward_tile(
-                    acc, b_sum, b_max, b_q, scale, p_k, p_v, p_norm, sk_t, sv_t, n0, o_i, Tk, before, after, D,
+                    acc, b_sum, b_max, b_q, scale, p_k, p_v, p_norm, sk_t, sv_t, n0, o_i, num_keys, before, after, D,
                     BLOCK_D, TAIL if span == 2 else BN, NORM, OWN_KEYS, OWN_VALUES, HAS_BEFORE, HAS_AFTER,
                     span != 1)  # fmt: skip
     rows = bh.to(tl.int64) * Tq + o_t
+    acc = clear(p_lengths, acc, o_t, num_queries)
+    b_sum = clear(p_lengths, b_sum, o_t, num_queries, 1.0)
     if SPLIT:
-        total_rows = tl.num_programs(0) // tl.cdiv(Tq, BM) * Tq
-        o_d = tl.arange(0, BLOCK_D)
-        p_row = p_partial + (tl.program_id(1).to(tl.int64) * total_rows + rows) * (BLOCK_D + 2)
-        tl.store(p_row[:, None] + o_d[None, :], acc, mask=o_t[:, None] < Tq)
-        tl.store(p_row + BLOCK_D, b_sum, mask=o_t < Tq)
-        tl.store(p_row + BLOCK_D + 1, b_max, mask=o_t < Tq)
+        _store_split(p_partial, acc, b_sum, b_max, rows, o_t, Tq, BM, BLOCK_D)
     else:
         lost = lost_rows(b_sum, o_t, Tq)
         if OWN_KEYS:

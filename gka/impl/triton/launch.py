@@ -17,7 +17,7 @@ MIN_SPLIT = 256  # keys that a program of its own is worth
 
 
 def forward(
-    x, keys, values, log_sigma, before: int, after: int, constant_norm: bool, eps: float, bound: float
+    x, keys, values, log_sigma, lengths, before: int, after: int, constant_norm: bool, eps: float, bound: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What `gka::attend` returns."""
     own_keys, own_values = keys is None, values is None
@@ -28,7 +28,7 @@ def forward(
     num_keys, table = keys.shape[1], table_of(x.device)
     shape = dict(D=head_dim, BLOCK_D=block_of(head_dim), BOUND=bound)
 
-    plain = own_keys and own_values and before == after == -1 and not constant_norm
+    plain = own_keys and own_values and before == after == -1 and not constant_norm and lengths is None
     fits = length <= MAX_HEAD_TOKENS and x.element_size() == 2 and shape["BLOCK_D"] <= 64
     if table.head and plain and fits:
         tail = length % BLOCK.value
@@ -41,7 +41,8 @@ def forward(
     if own_keys and not constant_norm and table.norms_first and length > NORMS_FIRST_TOKENS:
         policy = NORM_LOADED
         sizes = dict(BM=64, D=head_dim, BLOCK_D=shape["BLOCK_D"])
-        gka_norm_kernel[(batch * heads * triton.cdiv(length, 64),)](x, norm, *x.stride()[:3], heads, length, **sizes)
+        programs = batch * heads * triton.cdiv(length, 64)
+        gka_norm_kernel[(programs,)](x, lengths, norm, *x.stride()[:3], heads, length, **sizes)
     decode = not own_keys and length <= DECODE_QUERIES
     config = table.pick("decode" if decode else "forward", x, shape["BLOCK_D"])
     programs = batch * heads * triton.cdiv(length, config.rows)
@@ -53,9 +54,10 @@ def forward(
         partial = x.new_empty((splits, batch, heads, length, shape["BLOCK_D"] + 2), dtype=torch.float32)
     strides = [stride for t in (x, keys, values) for stride in t.stride()[:3]]
     gka_forward_kernel[(programs, splits)](
-        x, keys, values, log_sigma, norm, y, level, partial, *strides, heads, length, num_keys, before, after, chunk,
-        eps, NORM=policy.value, OWN_KEYS=own_keys, OWN_VALUES=own_values, HAS_BEFORE=before >= 0, HAS_AFTER=after >= 0,
-        SPLIT=splits > 1, TAIL=_tail(config, num_keys, after >= 0), **_tiles(config), **shape)  # fmt: skip
+        x, keys, values, log_sigma, lengths, norm, y, level, partial, *strides, heads, length, num_keys, before, after,
+        chunk, eps, NORM=policy.value, OWN_KEYS=own_keys, OWN_VALUES=own_values, HAS_BEFORE=before >= 0,
+        HAS_AFTER=after >= 0, SPLIT=splits > 1, TAIL=_tail(config, num_keys, after >= 0 or lengths is not None),
+        **_tiles(config), **shape)  # fmt: skip
     if splits > 1:
         sizes = dict(D=head_dim, BLOCK_D=shape["BLOCK_D"])
         gka_merge_kernel[(batch * heads * length,)](partial, y, level, heads, length, splits, **sizes)
@@ -63,7 +65,7 @@ def forward(
 
 
 def backward(
-    grad_y, x, keys, values, log_sigma, y, level, norm, before: int, after: int, constant_norm: bool, bound: float
+    grad_y, x, keys, values, log_sigma, lengths, y, level, norm, before, after, constant_norm: bool, bound: float
 ) -> list[torch.Tensor]:
     """What `gka::attend_backward` returns."""
     gradients = gradients_like(x, keys, values, log_sigma)
@@ -82,8 +84,8 @@ def backward(
     delta = torch.empty_like(level)
     share = torch.empty_like(level) if symmetric is not None and not constant_norm else level
     gka_rows_kernel[(batch * heads * triton.cdiv(length, 64),)](
-        grad_y, y, log_sigma, norm, level, delta, share, heads, length, BM=64, OWN_VALUES=own_values,
-        SHARES=share is not level, **shape)  # fmt: skip
+        grad_y, y, log_sigma, lengths if own_keys else None, norm, level, delta, share, heads, length, BM=64,
+        OWN_VALUES=own_values, SHARES=share is not level, **shape)  # fmt: skip
     strides = [stride for t in (x, keys, values) for stride in t.stride()[:3]]
     masked = dict(HAS_BEFORE=before >= 0, HAS_AFTER=after >= 0)
 
@@ -94,19 +96,21 @@ def backward(
     if symmetric is not None:
         programs, dls = partials(symmetric)
         gka_symmetric_kernel[(programs,)](
-            x, log_sigma, grad_y, norm, share, delta, dx, dls, *strides[:3], heads, length, before,
-            CONSTANT=constant_norm, HAS_REACH=before >= 0, TAIL=_tail(symmetric, length, before >= 0),
-            **_tiles(symmetric), **shape)  # fmt: skip
+            x, log_sigma, lengths, grad_y, norm, share, delta, dx, dls, *strides[:3], heads, length, before,
+            CONSTANT=constant_norm, HAS_REACH=before >= 0,
+            TAIL=_tail(symmetric, length, before >= 0 or lengths is not None), **_tiles(symmetric),
+            **shape)  # fmt: skip
     else:
         config = table.pick("queries", x, shape["BLOCK_D"])
         programs, dls = partials(config)
         gka_queries_kernel[(programs,)](
-            x, keys, values, log_sigma, grad_y, norm, level, delta, dx, dls, *strides, heads, length, num_keys, before,
-            after, CONSTANT=constant_norm, OWN_VALUES=own_values, **masked, **_tiles(config), **shape)  # fmt: skip
+            x, keys, values, log_sigma, lengths, grad_y, norm, level, delta, dx, dls, *strides, heads, length, num_keys,
+            before, after, CONSTANT=constant_norm, OWN_KEYS=own_keys, OWN_VALUES=own_values,
+            **masked, **_tiles(config), **shape)  # fmt: skip
         config = table.pick("keys", x, shape["BLOCK_D"])
         gka_keys_kernel[(batch * heads * triton.cdiv(num_keys, config.rows),)](
-            x, keys, values, log_sigma, grad_y, norm, level, delta, dkeys, dvalues, *strides, heads, length, num_keys,
-            before, after, CONSTANT=constant_norm, OWN_KEYS=own_keys, OWN_VALUES=own_values,
+            x, keys, values, log_sigma, lengths, grad_y, norm, level, delta, dkeys, dvalues, *strides, heads, length,
+            num_keys, before, after, CONSTANT=constant_norm, OWN_KEYS=own_keys, OWN_VALUES=own_values,
             **masked, **_tiles(config), **shape)  # fmt: skip
     torch.sum(dls, dim=1, out=dlog_sigma)
     return gradients
@@ -123,7 +127,7 @@ def _tiles(config: Config) -> dict[str, int]:
 
 
 def _tail(config: Config, length: int, limited: bool) -> int:
-    """Width of the last tile, cut to what is left unless a mask makes several last tiles."""
+    """Width of the last tile, cut to what is left unless a mask makes several last tiles, or lengths other ones."""
     rest = length % config.columns
     return config.columns if limited or rest == 0 else block_of(rest)
 

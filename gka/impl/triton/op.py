@@ -17,7 +17,7 @@ from gka.request import GaussianRequest, Serves
 INSTALLED = importlib.util.find_spec("triton") is not None
 LARGEST_OFFSET = 2**31
 SERVES = Serves(
-    options=frozenset({"causal", "window"}),
+    options=frozenset({"causal", "window", "lengths"}),
     applies_eps=True,
     dtypes=(torch.float32, torch.bfloat16, torch.float16),
     max_head_dim=128,
@@ -56,7 +56,9 @@ def _missing(device: torch.device) -> str | None:
 
 def gaussian(request: GaussianRequest) -> torch.Tensor:
     """y, (B, Tq, H, D) in x.dtype; exponents are kept in float32."""
-    return attend(*request.operands(_addressable), request.constant_norm, request.eps or 0.0)[0]
+    *tensors, before, after = request.operands(_addressable)
+    lengths = None if request.lengths is None else request.lengths.contiguous()
+    return attend(*tensors, lengths, before, after, request.constant_norm, request.eps or 0.0)[0]
 
 
 def _addressable(t: torch.Tensor) -> torch.Tensor:
@@ -70,6 +72,7 @@ def attend(
     keys: torch.Tensor | None,
     values: torch.Tensor | None,
     log_sigma: torch.Tensor,
+    lengths: torch.Tensor | None,
     before: int,
     after: int,
     constant_norm: bool,
@@ -78,16 +81,17 @@ def attend(
     """(y, level, norm): y (B, Tq, H, D); log2 of the row sums (B, H, Tq); squared norms (B, H, T), empty if keys are
     foreign or norms constant.
 
-    keys None: x. values None: the keys. before, after: how far a query looks, -1 without limit.
+    keys None: x. values None: the keys. lengths: (B,) tokens of each row of keys, None: all. before, after:
+    how far a query looks, -1 without limit.
     """
     from gka.impl.triton.launch import forward
 
     with torch.cuda.device_of(x):
-        return forward(x, keys, values, log_sigma, before, after, constant_norm, eps, LOG_SIGMA_BOUND)
+        return forward(x, keys, values, log_sigma, lengths, before, after, constant_norm, eps, LOG_SIGMA_BOUND)
 
 
 @attend.register_fake
-def _(x, keys, values, log_sigma, before, after, constant_norm, eps):
+def _(x, keys, values, log_sigma, lengths, before, after, constant_norm, eps):
     return output_like(x, keys, constant_norm)
 
 
@@ -98,6 +102,7 @@ def attend_backward(
     keys: torch.Tensor | None,
     values: torch.Tensor | None,
     log_sigma: torch.Tensor,
+    lengths: torch.Tensor | None,
     y: torch.Tensor,
     level: torch.Tensor,
     norm: torch.Tensor,
@@ -110,30 +115,30 @@ def attend_backward(
 
     limits = before, after, constant_norm, LOG_SIGMA_BOUND
     with torch.cuda.device_of(x):
-        return backward(grad_y, x, keys, values, log_sigma, y, level, norm, *limits)
+        return backward(grad_y, x, keys, values, log_sigma, lengths, y, level, norm, *limits)
 
 
 @attend_backward.register_fake
-def _(grad_y, x, keys, values, log_sigma, y, level, norm, before, after, constant_norm):
+def _(grad_y, x, keys, values, log_sigma, lengths, y, level, norm, before, after, constant_norm):
     return gradients_like(x, keys, values, log_sigma)
 
 
 def _save(ctx, inputs, output):
-    x, keys, values, log_sigma, before, after, constant_norm, _ = inputs
+    x, keys, values, log_sigma, lengths, before, after, constant_norm, _ = inputs
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(x, keys, values, log_sigma, *output)
+    ctx.save_for_backward(x, keys, values, log_sigma, lengths, *output)
     ctx.limits = (before, after, constant_norm)
 
 
 def _differentiate(ctx, grad_y, grad_level, grad_norm):
     if grad_y is None:
-        return (None,) * 8
-    x, keys, values, log_sigma, y, level, norm = ctx.saved_tensors
-    dx, dlog_sigma, *others = attend_backward(grad_y, x, keys, values, log_sigma, y, level, norm, *ctx.limits)
+        return (None,) * 9
+    saved = ctx.saved_tensors
+    dx, dlog_sigma, *others = attend_backward(grad_y, *saved, *ctx.limits)
     others = iter(others)
-    dkeys, dvalues = (None if t is None else next(others) for t in (keys, values))
-    return dx, dkeys, dvalues, dlog_sigma, None, None, None, None
+    dkeys, dvalues = (None if t is None else next(others) for t in saved[1:3])
+    return dx, dkeys, dvalues, dlog_sigma, None, None, None, None, None
 
 
 def _refuse(ctx, *grads):

@@ -42,9 +42,9 @@ SOURCES = (
 )
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SHARED_LIMIT = {80: 166912, 90: 232448, 120: 101376}  # bytes a block may use
-# Bytes per thread. float32 with head_dim 128 does not fit otherwise; other versions of Triton than the table was made
-# for may need a little.
-KNOWN_SPILLS = {(120, "queries", 128, 4): 16}
+# Bytes per thread. float32 with head_dim 128 does not fit otherwise, nor do lengths where all registers are taken; other
+# versions of Triton than the table was made for may need a little.
+KNOWN_SPILLS = {(120, "queries", 128, 4): 16, (90, "symmetric", 128, 2): 8}
 SPILLS_OF_OTHER_VERSIONS = 64
 # Pointers to features; the others are to float32.
 FEATURES = ("p_x", "p_k", "p_v", "p_y", "p_dy", "p_dx", "p_dk", "p_dv")
@@ -73,22 +73,27 @@ CASES = {
         "causal, values": dict(NORM=NORM_CONSTANT.value, **VALUES, **CAUSAL),
         "causal, general": dict(NORM=NORM_COMPUTED.value, **OWN, **CAUSAL),
         "window, foreign": dict(NORM=NORM_CONSTANT.value, OWN_KEYS=False, OWN_VALUES=False, **WINDOW),
+        "lengths, window": dict(NORM=NORM_CONSTANT.value, **VALUES, **WINDOW),
+        "lengths, full": dict(NORM=NORM_COMPUTED.value, **OWN, **FULL),
     },
     "decode": {
         "general, split": dict(NORM=NORM_COMPUTED.value, **FOREIGN, **FULL),
         "split": dict(NORM=NORM_CONSTANT.value, **FOREIGN, **FULL),
+        "lengths, split": dict(NORM=NORM_COMPUTED.value, **FOREIGN, **FULL),
     },
     "symmetric": {
         "window": dict(CONSTANT=False, HAS_REACH=True),
         "full": dict(CONSTANT=False, HAS_REACH=False),
         "full, constant": dict(CONSTANT=True, HAS_REACH=False),
+        "lengths, window": dict(CONSTANT=False, HAS_REACH=True),
     },
     "queries": {
-        "window, values": dict(CONSTANT=True, OWN_VALUES=False, **WINDOW),
-        "causal, values": dict(CONSTANT=True, OWN_VALUES=False, **CAUSAL),
-        "causal": dict(CONSTANT=True, OWN_VALUES=True, **CAUSAL),
-        "causal, general": dict(CONSTANT=False, OWN_VALUES=True, **CAUSAL),
-        "full, general": dict(CONSTANT=False, OWN_VALUES=True, **FULL),
+        "window, values": dict(CONSTANT=True, **VALUES, **WINDOW),
+        "causal, values": dict(CONSTANT=True, **VALUES, **CAUSAL),
+        "causal": dict(CONSTANT=True, **OWN, **CAUSAL),
+        "causal, general": dict(CONSTANT=False, **OWN, **CAUSAL),
+        "full, general": dict(CONSTANT=False, **OWN, **FULL),
+        "lengths, window": dict(CONSTANT=True, **VALUES, **WINDOW),
     },
     "keys": {
         "window, values": dict(CONSTANT=True, **VALUES, **WINDOW),
@@ -97,6 +102,7 @@ CASES = {
         "causal, general": dict(CONSTANT=False, **OWN, **CAUSAL),
         "full, general": dict(CONSTANT=False, **OWN, **FULL),
         "window, foreign": dict(CONSTANT=True, OWN_KEYS=False, OWN_VALUES=False, **WINDOW),
+        "lengths, window": dict(CONSTANT=True, **VALUES, **WINDOW),
     },
     "head": {
         "197 tokens": dict(FULL=3, TAIL=16),
@@ -121,6 +127,7 @@ class Build(NamedTuple):
         shape = dict(D=self.head_dim, BLOCK_D=self.head_dim, BOUND=LOG_SIGMA_BOUND, **CASES[self.kernel][self.case])
         if self.kernel != "head":
             shape |= dict(BM=self.config.rows, BN=self.config.columns)
+            shape |= {} if self.case.startswith("lengths") else dict(p_lengths=None)
         if self.kernel in ("forward", "decode"):
             shape["SPLIT"] = self.kernel == "decode"
         if self.kernel in ("forward", "decode", "symmetric"):
@@ -187,6 +194,8 @@ def compile_one(build: Build) -> Resources:
     def type_of(name: str) -> str:
         if name in build.constants:
             return "constexpr"
+        if name == "p_lengths":
+            return "*i64"
         if name.startswith("p_"):
             return {2: "*bf16", 4: "*fp32"}[build.size] if name in FEATURES else "*fp32"
         return "fp32" if name == "eps" else "i32"

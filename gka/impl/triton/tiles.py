@@ -30,6 +30,44 @@ def program(T, BM: tl.constexpr):
 
 
 @triton.jit
+def seen_rows(p_lengths, b, Tq, Tk, before, OWN_KEYS: tl.constexpr, HAS_BEFORE: tl.constexpr):
+    """(queries, keys) of batch row b, at its beginning; those behind them are padding, or queries that see no key.
+
+    p_lengths: (B,) tokens of each row of keys, or None: all.
+    """
+    if p_lengths is None:
+        return Tq, Tk
+    else:
+        keys = tl.minimum(tl.maximum(tl.load(p_lengths + b), 0), Tk).to(tl.int32)  # on a GPU nobody has looked at them
+        queries = keys
+        if not OWN_KEYS:
+            queries = tl.where(keys > 0, Tq, 0)
+            if HAS_BEFORE:
+                queries = tl.minimum(queries, tl.maximum(0, keys + before - (Tk - Tq)))
+        return queries, keys
+
+
+@triton.jit
+def partners(p_lengths, first, own, count):
+    """How many rows a block from `first` on looks at: `count`, or none if it is behind the `own` rows."""
+    if p_lengths is None:
+        return count
+    else:
+        return tl.where(first < own, count, 0)
+
+
+@triton.jit
+def clear(p_lengths, b, o_t, count, filler=0.0):
+    """b, one row or one number for each token o_t, with `filler` from `count` on."""
+    if p_lengths is None:
+        return b
+    elif len(b.shape) == 1:
+        return tl.where(o_t < count, b, filler)
+    else:
+        return tl.where(o_t[:, None] < count, b, filler)
+
+
+@triton.jit
 def load_tile(p, o_t, s_t, T, D: tl.constexpr, BLOCK_D: tl.constexpr, CHECKED: tl.constexpr):
     """Rows o_t of a (T, D) head as (rows, BLOCK_D), zero beyond D and, if CHECKED, beyond T."""
     o_d = tl.arange(0, BLOCK_D)
