@@ -243,7 +243,7 @@ def load_upstream(folder: Path, step: int = -1, device: torch.device | str = "cp
     shape = read_json(meta_path, "upstream meta data").get("model_config")
     if not isinstance(shape, dict):
         raise UserError(f"{meta_path} has no model_config, the shape of the model")
-    weights = {name.removeprefix("_orig_mod."): tensor for name, tensor in _read_upstream(path, device).items()}
+    weights = from_upstream(_read_upstream(path, device))
     if later := sorted(name for name in weights if name.startswith(LATER_NANOCHAT)):
         known = "this project reads nanochat's checkpoints up to b07604e of 2026-03-03"
         raise UserError(f"{path} is of a nanochat from after 2026-03-09, by its {', '.join(later)}; {known}")
@@ -251,6 +251,17 @@ def load_upstream(folder: Path, step: int = -1, device: torch.device | str = "cp
     weights.setdefault("resid_lambdas", torch.ones(layers))
     weights.setdefault("x0_lambdas", torch.zeros(layers))
     return _build({"window_pattern": "L", **shape}, weights, device, path)
+
+
+def from_upstream(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights of upstream nanochat, patched or not, in the names and shapes of ours.
+
+    A head gate is (C, H) there and ours (H, C): its optimiser deals tensors out by their first dimension.
+    """
+    named = {name.removeprefix("_orig_mod."): tensor for name, tensor in weights.items()}
+    for name in [name for name in named if name.endswith(".attn.head_gate")]:
+        named[f"{name}.weight"] = named.pop(name).mT
+    return named
 
 
 def _read_upstream(path: Path, device: torch.device | str) -> dict[str, torch.Tensor]:

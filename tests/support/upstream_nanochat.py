@@ -1,8 +1,9 @@
 """Run inside a checkout of upstream nanochat: what its models compute, as a file of tensors for the tests to compare.
 
-python upstream_nanochat.py OUT.safetensors softmax|gka|gka-normalised|gka-offsets|gka-offsets-rotated
+python upstream_nanochat.py OUT.safetensors '{"attention": "gka"}'
 """
 
+import json
 import os
 import sys
 
@@ -23,16 +24,9 @@ def ids() -> torch.Tensor:
     return (7 * row + 3 * column + column * column) % 100
 
 
-def main(out: str, attention: str) -> None:
+def main(out: str, form: str) -> None:
     with torch.device("meta"):
-        form = {
-            "softmax": {},
-            "gka": {"attention": "gka"},
-            "gka-normalised": {"attention": "gka", "gka_values": "normalised"},
-            "gka-offsets": {"attention": "gka", "gka_values": "normalised", "head_offsets": "PS"},
-            "gka-offsets-rotated": {"attention": "gka", "head_offsets": "sn"},
-        }[attention]
-        model = GPT(GPTConfig(**SHAPE, **form))
+        model = GPT(GPTConfig(**SHAPE, **json.loads(form)))
     model.to_empty(device="cpu")
     torch.manual_seed(1)
     model.init_weights()
