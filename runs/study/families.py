@@ -130,6 +130,11 @@ RATE_OF |= {f"{name} + {learned}": RATE_OF.get(name, name) for learned in LEARNE
 ALL = {**FAMILIES, **FURTHER, **HYBRIDS, **REFERENCES, **REPAIRS, **KERNELS, **PATTERNS, **CHANNELS}
 
 
+def shape_of(name: str) -> Family:
+    """What the family is as a model: its fields without learning rates."""
+    return {field: value for field, value in ALL[name].items() if field not in ("channel_rate", "gate_rate")}
+
+
 def rate_source(family: Family) -> Family:
     """The family whose learning rate this one takes: itself, but for hybrids and patterns of offsets (`RATE_OF`)."""
     name = next((name for name in RATE_OF if ALL[name] == family), None)

@@ -15,7 +15,7 @@ from runs.bench.gpt_models import TRAINING, Candidate, Subject
 from runs.bench.measurement import Plan
 from runs.bench.timing import interleave
 from runs.frames import RESULTS, frame
-from runs.study.families import ALL, fits_depth
+from runs.study.families import ALL, fits_depth, shape_of
 from runs.study.grid import BATCH_AT_DEPTH, CONTENDERS, HALF, REPEATED
 from runs.study.trials import ASPECT_RATIO, COMPILED_FROM, HEAD_DIM, SHAPING, Trial
 from trainkit_gka.cli import Bounds, run
@@ -64,7 +64,7 @@ def time_depth(depth: int, config: SpeedConfig, runtime: Runtime) -> None:
     mode = "default" if depth >= COMPILED_FROM else "off"
     candidates = {}
     for name in (name for name in TIMED if fits_depth(ALL[name], depth)):
-        flags = SHAPING(depth=depth, **ALL[name], aspect_ratio=ASPECT_RATIO, head_dim=HEAD_DIM, window_pattern="L")
+        flags = SHAPING(depth=depth, **shape_of(name), aspect_ratio=ASPECT_RATIO, head_dim=HEAD_DIM, window_pattern="L")
         shape = flags.shape(depth, config.sequence_len, config.vocab_size)
         candidates[name] = Candidate(Subject(name, shape, rows, runtime), Trial.dtype, mode)
     timed = interleave({name: one.train for name, one in candidates.items()}, runtime.device, Plan(config.rounds, 1))

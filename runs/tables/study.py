@@ -7,7 +7,18 @@ from pathlib import Path
 
 from nanochat_gka.accounting import AccountingConfig, account
 from runs.frames import RESULTS
-from runs.study.families import ALL, FAMILIES, FURTHER, HYBRIDS, KERNELS, PATTERNS, RATE_OF, REPAIRS, fits_depth
+from runs.study.families import (
+    ALL,
+    FAMILIES,
+    FURTHER,
+    HYBRIDS,
+    KERNELS,
+    PATTERNS,
+    RATE_OF,
+    REPAIRS,
+    fits_depth,
+    shape_of,
+)
 from runs.study.grid import DEEPER, LONGER, REPEATED, SCALED, longer_families, scaled_places
 from runs.study.rates import DEEPEST, SMALLEST
 from runs.study.scores import Place, Result, Scores
@@ -110,8 +121,7 @@ def best(scores: Scores) -> Table:
     rows = []
     for name, label in BEST.items():
         result = scores.at(ALL[name], SMALLEST)
-        shape = {field: value for field, value in ALL[name].items() if field not in ("channel_rate", "gate_rate")}
-        deep = account(AccountingConfig(depth=20, **shape))["parameters"]
+        deep = account(AccountingConfig(depth=20, **shape_of(name)))["parameters"]
         own = [loss_of(result), seeds_of(result), f"{result['parameters']:,}" if result else ""]
         rows.append([label, *own, f"{deep:,}"])
     tokens = f"{SMALLEST['tokens']:,} tokens"
