@@ -260,7 +260,8 @@ def speed() -> str:
 def _ratios(benchmark: str, phase: str) -> pd.Series:
     """Softmax's time over ours, for every case of a phase, machine and number of threads."""
     lines = frames.bench(benchmark)
-    wanted = (lines.phase == phase) & ~lines.case.str.startswith("sweep") & ~lines.machine.str.contains("held to")
+    left_out = lines.case.str.startswith(("sweep", "padded")) | lines.machine.str.contains("held to")
+    wanted = (lines.phase == phase) & ~left_out
     found = {}
     keys = ["machine", "threads", "case", "dtype"]
     for key, timed in lines[wanted].groupby(keys):
