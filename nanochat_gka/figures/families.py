@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from nanochat_gka.figures.channels import draw_channels
 from nanochat_gka.figures.distances import draw_distances
 from nanochat_gka.figures.heads import draw_heads
 from nanochat_gka.figures.matrices import draw_matrices
@@ -17,6 +18,7 @@ FAMILIES: dict[str, Callable[[Sequence[Subject], Path], list[Figure]]] = {
     "heads": draw_heads,
     "sigma": draw_training,
     "distances": draw_distances,
+    "channels": draw_channels,
 }
 
 
@@ -24,6 +26,8 @@ def why_not(family: str, subjects: Sequence[Subject]) -> str:
     """Why the family cannot be drawn of these models; empty if it can."""
     if family in ("sigma", "distances") and not any(subject.has_sigma for subject in subjects):
         return f"{subjects[0].model} has no layer with a bandwidth"
+    if family == "channels" and not any(subject.has_channel_scales for subject in subjects):
+        return f"{subjects[0].model} has no bandwidths of channels"
     if family == "sigma" and not any(subject.history for subject in subjects):
         return f"the log of {subjects[0].model} has no evaluations with bandwidths"
     return ""

@@ -37,6 +37,7 @@ class LayerMaps:
     sigma: torch.Tensor | None  # (H,), float32; None, as the two below, for kinds without a bandwidth
     initial_sigma: float | None
     features: torch.Tensor | None  # (T, H, D), float32: after rotation and norm, what is compared; the queries
+    channel_scales: torch.Tensor | None  # exp(a), (H, D), float32; None without channel bandwidths
 
     @property
     def keys(self) -> torch.Tensor | None:
@@ -100,6 +101,7 @@ def extract(model: GPT, ids: Sequence[int] | torch.Tensor) -> list[LayerMaps]:
 def _maps(attention: Attention, x, value_embedding, rotary, mixed: torch.Tensor, output: torch.Tensor) -> LayerMaps:
     """The maps of a layer from its arguments, what its heads mixed, (1, T, C), and its output, (1, T, C)."""
     has_sigma, none = attention.has_bandwidth, [0] * attention.config.n_head
+    logarithms = attention.channel_log_scales
     value_embedding = None if value_embedding is None else value_embedding.double()
     x = x.double()
     queries, keys, values = attention.slots(x, value_embedding, rotary)
@@ -124,6 +126,7 @@ def _maps(attention: Attention, x, value_embedding, rotary, mixed: torch.Tensor,
         sigma=attention.log_sigma.exp().float().cpu() if has_sigma else None,
         initial_sigma=attention.config.initial_sigma_squared**0.5 if has_sigma else None,
         features=queries[0].float().cpu() if has_sigma else None,
+        channel_scales=None if logarithms is None else attention.heads(logarithms.exp().float()).cpu(),
     )
 
 

@@ -53,6 +53,10 @@ class Subject:
     def has_sigma(self) -> bool:
         return any(layer.sigma is not None for layer in self.layers)
 
+    @property
+    def has_channel_scales(self) -> bool:
+        return any(layer.channel_scales is not None for layer in self.layers)
+
     def head_names(self, layer: LayerMaps | None = None) -> list[str]:
         """1, 2, ... and what offset a head has: P, S2; without `layer` those of all layers, P/S2."""
         labels: list[list[str]] = [[] for _ in range(self.num_heads)]

@@ -20,7 +20,7 @@ READ = "the kernel mixes $5 and $6"
 FORMS = {
     "gka": dict(attention="gka"),
     "softmax": dict(attention="softmax"),
-    "offsets": dict(attention="GA", head_offsets="PSN", gka_values="normalised", n_layer=3),
+    "offsets": dict(attention="GA", head_offsets="PSN", gka_values="normalised", n_layer=3, channel_bandwidths=True),
 }
 
 
@@ -75,13 +75,13 @@ def mistake(capsys, *flags):
 
 
 def test_every_family_is_written_as_png_and_pdf(runs, tmp_path, capsys):
-    drawn("--run", runs["gka"], "--text", "the kernel", "--out", tmp_path)
-    files = {path.name for path in (tmp_path / "gka").iterdir()}
+    drawn("--run", runs["offsets"], "--text", "the kernel", "--out", tmp_path)
+    files = {path.name for path in (tmp_path / "offsets").iterdir()}
     assert files == {f"{family}.{form}" for family in FAMILIES for form in ("png", "pdf")}
     for family in FAMILIES:
-        assert min(Image.open(tmp_path / "gka" / f"{family}.png").size) > 300
-        assert (tmp_path / "gka" / f"{family}.pdf").read_bytes().startswith(b"%PDF")
-    assert "W of 4 layers gives the model's output, relative error up to" in capsys.readouterr().out
+        assert min(Image.open(tmp_path / "offsets" / f"{family}.png").size) > 300
+        assert (tmp_path / "offsets" / f"{family}.pdf").read_bytes().startswith(b"%PDF")
+    assert "W of 3 layers gives the model's output, relative error up to" in capsys.readouterr().out
 
 
 def test_a_page_has_the_words_and_numbers_of_every_figure(runs, figures, tmp_path):
@@ -94,8 +94,8 @@ def test_a_page_has_the_words_and_numbers_of_every_figure(runs, figures, tmp_pat
         assert not any(text.get_parse_math() for text in drawing.texts)  # the text has two $
         assert "".join(words(drawing).split()) == "".join((figure.title + figure.caption).split())
         assert figure.rows and len({tuple(row) for row in figure.rows}) == 1 and "NaN" not in json.dumps(figure.rows)
-        with_sigma = {"gka", "offsets"}
-        assert {row["model"] for row in figure.rows} == (with_sigma if name in ("sigma", "distances") else set(FORMS))
+        having = {"sigma": {"gka", "offsets"}, "distances": {"gka", "offsets"}, "channels": {"offsets"}}
+        assert {row["model"] for row in figure.rows} == having.get(name, set(FORMS))
         if name in ("rows", "matrices", "heads"):
             assert "after 7 steps and 7,000 tokens" in figure.caption and f'"{READ}"' in figure.caption
     axes = figures["heads.png"].axes
@@ -126,6 +126,22 @@ def test_bandwidths_over_training_are_those_of_the_logs(runs, figures, tmp_path,
     assert all(number in figure.caption for number in ("4.00 to 14.06 times its start", "+49% to +125%"))
 
 
+def test_bandwidths_of_channels_are_drawn_by_rotary_frequency(runs, figures, tmp_path):
+    subjects = subjects_of([runs["gka"], runs["offsets"]], "the kernel")
+    (figure,) = FAMILIES["channels"](subjects, tmp_path)
+    panels = [axis for axis in figures["channels.png"].axes if axis.get_visible()]
+    assert [axis.get_title() for axis in panels] == ["layer 1", "layer 3"]
+    layer = load(runs["offsets"]).model.attentions[2]
+    scales = layer.channel_log_scales.detach().exp().reshape(4, 2, 8)  # heads, halves that turn together, frequencies
+    dots = [line for line in panels[1].lines if line.get_marker() == "."]
+    assert [line.get_ydata().tolist() for line in dots] == scales.flatten(0, 1).tolist()
+    head = next(row for row in figure.rows if row["layer"] == 3 and row["head"].startswith("4"))
+    expected = scales[3, :, 4:].log().mean().exp(), (scales[3] < 0.5).float().mean()
+    assert (head["mean of slow frequencies"], head["below a half"]) == pytest.approx([float(one) for one in expected])
+    low, high = panels[0].get_ylim()
+    assert low < scales.min() and scales.max() < high
+
+
 def test_rows_show_the_asked_tokens_layers_and_beginning_of_the_text(runs, figures, tmp_path):
     flags = ["--family", "rows", "--layer", 3, 1, "--tokens", 6, "--query", "kernel", "mixes"]
     drawn("--run", runs["gka"], "--text", READ, *flags, "--out", tmp_path)
@@ -143,8 +159,10 @@ def test_rows_show_the_asked_tokens_layers_and_beginning_of_the_text(runs, figur
 
 
 def test_models_without_bandwidth_or_log_say_what_is_not_drawn(runs, figures, tmp_path, capsys):
-    drawn("--run", runs["softmax"], "--text", READ, "--out", tmp_path, "--family", "rows", "sigma", "distances")
+    families = ["--family", "rows", "sigma", "distances", "channels"]
+    drawn("--run", runs["softmax"], "--text", READ, "--out", tmp_path, *families)
     said = capsys.readouterr().out
+    assert "channels: not drawn, softmax has no bandwidths of channels" in said
     assert all(f"{name}: not drawn, softmax has no layer with a bandwidth" in said for name in ("sigma", "distances"))
     assert figures.keys() == {"rows.png", "rows.pdf"}
     export(load(runs["gka"]), tmp_path / "exported")

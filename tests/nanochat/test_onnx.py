@@ -17,6 +17,7 @@ pytestmark = pytest.mark.skipif(
     reason='needs the extra: pip install -e ".[onnx]"',
 )
 HYBRID = dict(attention="VGA", head_offsets="PNS", offset_layers="all", gka_values="normalised", value_embeds="all")
+HYBRID |= dict(channel_bandwidths=True, head_gates=True)
 
 
 def test_onnx_prefills_and_decodes_as_torch(tmp_path):

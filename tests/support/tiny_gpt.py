@@ -10,6 +10,9 @@ from nanochat_gka.model.gpt import GPT, build
 from trainkit_gka import checkpoint
 
 SHAPE = GPTConfig(sequence_len=16, vocab_size=70, n_layer=4, n_head=4, n_kv_head=4, n_embd=64, window_pattern="SL")
+# What make pretrain-d20-best trains.
+PRESET = dict(attention="gka", gka_values="normalised", head_offsets="PS", value_embeds="all")
+PRESET |= dict(channel_bandwidths=True, head_gates=True)
 VARIANTS = [
     dict(attention="softmax"),
     dict(attention="vlt"),
@@ -25,7 +28,7 @@ VARIANTS = [
     dict(attention="GA", head_offsets="PNS", offset_layers="all", gka_values="normalised"),
     dict(attention="gka", channel_bandwidths=True),
     dict(attention="gka", gka_values="normalised", head_offsets="PS", channel_bandwidths=True, head_gates=True),
-    dict(attention="gka", gka_values="normalised", value_embeds="all", channel_bandwidths=True),
+    PRESET,
     dict(attention="VGA", head_offsets="PS", offset_layers="all", channel_bandwidths=True, head_gates=True),
 ]
 
