@@ -100,7 +100,8 @@ def check(problem, padding, got, slack=0.0):
         alone = of_row(problem, row, (~mask).nonzero()[:, 0])
         floors = testing.coarse_floors(alone, slack=slack)
         difference = cancelled(alone)
-        for name, t in testing.oracle(alone).named().items():
+        want = testing.oracle(alone).named()
+        for name, t in ((name, want[name]) for name in got):  # y alone, where an implementation has no gradients here
             off = floors[name] * t.norm().item() + difference.get(name, 0.0)
             squares[name], sums[name] = squares[name] + off**2, sums[name] + off
     limits = {name: sums[name] if name == "dlog_sigma" else squares[name] ** 0.5 for name in got}
@@ -261,12 +262,12 @@ def test_auto_takes_what_serves():
     assert select_impl(x, lengths=torch.tensor([12, 12]), impl="flex") == "flex"  # nothing is padding
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("impl", [*LEARNING, TRITON])
 def test_a_batch_without_rows(impl):
-    empty, lengths = torch.zeros(0, 5, 2, 8, requires_grad=True), torch.zeros(0, dtype=torch.int64)
+    empty, lengths = torch.zeros(0, 5, 2, 16, requires_grad=True), torch.zeros(0, dtype=torch.int64)
     log_sigma = torch.zeros(2, requires_grad=True)
     y = gaussian_attention(empty, log_sigma, lengths=lengths, impl=impl)
-    assert y.shape == (0, 5, 2, 8)
+    assert y.shape == (0, 5, 2, 16)
     y.sum().backward()
     assert empty.grad.shape == empty.shape and torch.equal(log_sigma.grad, torch.zeros(2))
 
