@@ -207,7 +207,7 @@ def test_torchs_flop_counter_sees_every_query_of_decoding_and_of_foreign_keys(im
 
 def test_torchs_flop_counter_sees_the_same_of_triton():
     x, log_sigma = torch.empty(2, 10, 4, 16, device="meta"), torch.empty(4, device="meta")
-    seen, (y, level, norm) = counted(torch.ops.gka.attend, x, None, None, log_sigma, 3, 0, False, 1e-6)
+    seen, (y, level, norm) = counted(torch.ops.gka.attend, x, None, None, log_sigma, None, 3, 0, False, 1e-6)
     assert seen == 4 * 2 * 10 * 4 * 64
-    arguments = y, x, None, None, log_sigma, y, level, norm, 3, 0, False
+    arguments = y, x, None, None, log_sigma, None, y, level, norm, 3, 0, False
     assert counted(torch.ops.gka.attend_backward, *arguments)[0] == 2 * seen

@@ -120,8 +120,8 @@ def test_the_vision_half_trains_every_kind_with_every_seed(tmp_path):
 def test_the_tables_of_the_demo(capsys):
     """Of runs too short to time, too; and of which rows the figures are."""
     numbers = {"parameters": 5, "flops": 7.0, "top1": 50.0, "ema_top1": 60.0}
-    assert vision.trials([{**numbers, "images_per_second": None}])[-1] == ""
-    assert vision.trials([{**numbers, "images_per_second": speed} for speed in (None, 30.0)])[-1] == "30 ±0"
+    assert vision.cells([{**numbers, "images_per_second": None}])[-1] == ""
+    assert vision.cells([{**numbers, "images_per_second": speed} for speed in (None, 30.0)])[-1] == "30 ±0"
     row = {**dict.fromkeys(report.COLUMNS, 2.0), "sigma": {}}
     told = {**row, "eval_rows": "first", "val_bpb_utf8": 2.5}
     report.show({"softmax": told, "gka": {**row, "tokens_per_second": None}}, {})

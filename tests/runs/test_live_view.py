@@ -229,10 +229,9 @@ def test_the_keyboard_reaches_and_moves_everything(opened):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tokens,said", [(1, "values come a token late"), (3, "values come 3 tokens late")])
-def test_pointing_at_a_token_colours_what_it_reads(opened, small, tokens, said):
+def test_pointing_at_a_token_colours_what_it_reads(opened, small):
     """Values that come late are read from tokens before."""
-    name = "text-gpt"
+    name, tokens, said = "text-gpt", 1, "values come a token late"
     data, features = stored(small, name)
     view = opened.locator(f"[data-view={name}]")
     layer = next(place for place, layer in enumerate(data["layers"]) if tokens in layer["valueOffsets"])
