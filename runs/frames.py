@@ -103,3 +103,9 @@ def sides(lines: pd.DataFrame) -> pd.DataFrame:
     right = lines[lines.status == "ok"].fillna({"threads": 0})
     fastest = right.loc[right.groupby(["threads", "role"]).median_ms.idxmin()]
     return fastest.pivot(index="threads", columns="role")
+
+
+def ratios(lines: pd.DataFrame) -> pd.Series:
+    """How many times as fast ours is as the baseline, by threads as in `sides`; none where a side was never right."""
+    times = sides(lines).get("median_ms", pd.DataFrame()).reindex(columns=["baseline", "ours"])
+    return (times.baseline / times.ours).dropna()

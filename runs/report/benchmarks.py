@@ -12,7 +12,7 @@ from runs.frames import RESULTS
 from runs.report.blocks import Picture
 from runs.report.charts import Series, bars, lines
 from runs.table import Table
-from runs.tables.speed import model_label, operator_label
+from runs.tables.speed import label
 
 BENCHMARKS = ("deit", "gpt", "attention")
 SWEEP = "sweep-"
@@ -64,9 +64,8 @@ def ratios(compared: Compared) -> list[Picture]:
 def in_words(comparison: Comparison) -> str:
     """The case and phase of a comparison, and its dtype where it is not float32."""
     line = pd.Series(comparison.lines[0]["config"])
-    case = operator_label(comparison.case, line) if "head_dim" in line else model_label(line)
     dtype = "" if line["dtype"] == "float32" else line["dtype"]
-    return ", ".join(filter(None, [case, comparison.phase.replace("+", " + "), dtype]))
+    return ", ".join(filter(None, [label(line), comparison.phase.replace("+", " + "), dtype]))
 
 
 def sweeps(compared: Compared) -> list[Picture]:

@@ -260,17 +260,11 @@ def speed() -> str:
 
 
 def _ratios(benchmark: str, phase: str) -> pd.Series:
-    """Softmax's time over ours, for every case of a phase, machine and number of threads."""
-    lines = frames.bench(benchmark)
+    """Softmax's time over ours on CPUs, for every machine, case of a phase and number of threads."""
+    lines, keys = frames.bench(benchmark), ["machine", "case", "dtype"]
     left_out = lines.case.str.startswith(("sweep", "padded")) | lines.machine.str.contains("held to")
-    wanted = (lines.phase == phase) & ~left_out
-    found = {}
-    keys = ["machine", "threads", "case", "dtype"]
-    for key, timed in lines[wanted].groupby(keys):
-        pair = frames.sides(timed).median_ms
-        if {"baseline", "ours"} <= set(pair.columns):
-            found[key] = (pair.baseline / pair.ours).iloc[0]
-    return pd.Series(found).rename_axis(keys).dropna()
+    timed = lines[(lines.phase == phase) & lines.threads.notna() & ~left_out]
+    return pd.concat({key: frames.ratios(own) for key, own in timed.groupby(keys)}, names=keys)
 
 
 def _range(ratios: pd.Series, dtype: str) -> str:

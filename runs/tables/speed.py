@@ -19,6 +19,7 @@ SIZES = {"ti": "Ti", "s": "S", "b": "B"}
 HEADINGS = ["", "phase", "dtype", "threads", f"{SOFTMAX}, ms", f"{GKA}, ms", "speed-up"]
 WAYS = ["float32", "float32, compiled", "bfloat16", "bfloat16, compiled"]
 FORMS = {"": GKA, "offsets": f"{GKA}, head offsets (ours)"}
+WITH_OFFSETS = "the same with head offsets (ours)"
 
 
 def operator() -> list[Table]:
@@ -28,7 +29,7 @@ def operator() -> list[Table]:
         rows = []
         for (case, phase), timed in by(of_machine[~of_machine.case.str.startswith("sweep")], "case", "phase"):
             target = promised.get((case, phase)) if is_processor(timed) else None
-            rows += row(operator_label(case, timed.iloc[0]), timed, wanted(target))
+            rows += row(label(timed.iloc[0]), timed, wanted(target))
             dense = timed.kernel == "dense mask"
             if dense.any():
                 rows += row("the same against a dense mask", timed[dense | (timed.family == "gka")], "")
@@ -54,11 +55,8 @@ def models() -> list[Table]:
             target = promised.get((case, phase)) if is_processor(timed) else None
             if target and case.startswith("d") and not case.startswith("deit"):
                 target = ratio or target  # of a GPT its FLOPs ratio is promised
-            rows += row(model_label(timed.iloc[0]), timed, both_compiled(timed), shown, wanted(target))
-            offsets = timed[(timed.family == "softmax") | (timed.form == "offsets")].replace(
-                {"role": {"variant": "ours"}}
-            )
-            rows += row("the same with head offsets (ours)", offsets, "", shown, wanted(target))
+            rows += row(label(timed.iloc[0]), timed, both_compiled(timed), shown, wanted(target))
+            rows += row(WITH_OFFSETS, with_offsets(timed), "", shown, wanted(target))
         tables += table([*HEADINGS, "both compiled", "FLOPs ratio", "target"], rows, of_machine)
     return tables
 
@@ -74,12 +72,12 @@ def training() -> list[Table]:
         rows = []
         own = of_machine[of_machine.computed_in == of_machine.dtype]
         for (_, threads), timed in by(own, "model", "threads"):
-            for label in (SOFTMAX, *FORMS.values()):
-                speeds = timed[timed.label == label].set_index("way").items_per_second.reindex(WAYS)
+            for name in (SOFTMAX, *FORMS.values()):
+                speeds = timed[timed.label == name].set_index("way").items_per_second.reindex(WAYS)
                 if speeds.notna().any():
                     said = ["" if pd.isna(speed) else f"{speed:,.0f}" for speed in speeds]
                     gain = f"{speeds.max() / speeds.iloc[0]:.2f}x" if said[0] else ""
-                    rows.append([f"{model_label(timed.iloc[0])}, {label}", f"{threads:.0f}", *said, gain])
+                    rows.append([f"{label(timed.iloc[0])}, {name}", f"{threads:.0f}", *said, gain])
         tables += table(["", "threads", *WAYS, "gain"], rows, of_machine, words=1)
     return tables
 
@@ -89,13 +87,11 @@ def onnx() -> list[Table]:
     tables, promised = [], on_cpu({})
     for _, of_file in by(frames.bench("onnx"), "hardware"):
         elsewhere = of_file.case.str.startswith(OPENVINO).map({True: ", in OpenVINO", False: ""})
-        of_file = of_file.assign(label=of_file.apply(model_label, axis=1) + elsewhere).sort_values(
-            "threads", kind="stable"
-        )
+        of_file = of_file.assign(label=of_file.apply(label, axis=1) + elsewhere).sort_values("threads", kind="stable")
         rows = []
-        for (label, phase), timed in by(of_file, "label", "phase"):
+        for (name, phase), timed in by(of_file, "label", "phase"):
             target = promised.get((timed.case.iloc[-1], phase))
-            rows += row(label, timed.assign(phase=phase.partition(" ")[0]), wanted(target))
+            rows += row(name, timed.assign(phase=phase.partition(" ")[0]), wanted(target))
         tables += table([*HEADINGS, "target"], rows, of_file)
     return tables
 
@@ -105,32 +101,35 @@ def by(lines: pd.DataFrame, *columns: str) -> Iterator[tuple]:
     return iter(lines.groupby(list(columns) if len(columns) > 1 else columns[0], sort=False))
 
 
-def row(label: str, timed: pd.DataFrame, *more: str) -> list[Row]:
+def with_offsets(timed: pd.DataFrame) -> pd.DataFrame:
+    """The lines of a case with head offsets as ours."""
+    return timed[(timed.family == "softmax") | (timed.form == "offsets")].replace({"role": {"variant": "ours"}})
+
+
+def row(name: str, timed: pd.DataFrame, *more: str) -> list[Row]:
     """The row of one case and phase, in a list; no row if a side was never right."""
-    pair = frames.sides(timed)
-    if not {"baseline", "ours"} <= set(pair.median_ms.columns):
+    ratios = frames.ratios(timed)
+    if ratios.empty:
         return []
-    pair = pair[pair.median_ms[["baseline", "ours"]].notna().all(axis=1)]
+    pair = frames.sides(timed).loc[ratios.index]
     sides = [pair.xs(role, axis=1, level="role") for role in ("baseline", "ours")]
     times = [
         in_words([milliseconds(ms) for ms in side.median_ms], [which(line) for _, line in side.iterrows()])
         for side in sides
     ]
-    ratios = " / ".join(f"{ratio:.2f}x" for ratio in sides[0].median_ms / sides[1].median_ms)
+    gains = " / ".join(f"{ratio:.2f}x" for ratio in ratios)
     threads = " / ".join(f"{count:.0f}" for count in pair.index if count)
     first = timed.iloc[0]
-    return [[label, PHASES.get(first.phase, first.phase), first["dtype"], threads, *times, ratios, *more]]
+    return [[name, PHASES.get(first.phase, first.phase), first["dtype"], threads, *times, gains, *more]]
 
 
 def both_compiled(timed: pd.DataFrame) -> str:
     """The ratios of what is compiled alone, where there is something else beside it."""
-    ratios = []
+    gains = []
     for _, lines in by(timed.fillna({"threads": 0}).sort_values("threads", kind="stable"), "threads"):
-        pair = frames.sides(lines[lines.compiled])
-        if lines.compiled.all() or "baseline" not in pair.get("median_ms", ()):
-            continue
-        ratios += [f"{ratio:.2f}x" for ratio in pair.median_ms.baseline / pair.median_ms.ours]
-    return " / ".join(ratios)
+        if not lines.compiled.all():
+            gains += [f"{ratio:.2f}x" for ratio in frames.ratios(lines[lines.compiled])]
+    return " / ".join(gains)
 
 
 def table(headings: Row, rows: list[Row], lines: pd.DataFrame, words: int = 4) -> list[Table]:
@@ -192,22 +191,26 @@ def by_size(deit: pd.DataFrame) -> pd.DataFrame:
     return deit.loc[order.sort_values(["size", "phase", "batch"], kind="stable").index]
 
 
-def operator_label(case: str, line: pd.Series) -> str:
-    """A case of the operator in words, with batch × tokens × heads × channels."""
-    shape = " × ".join(str(line[key]) for key in ("batch", "tokens", "heads", "head_dim"))
+def label(line: pd.Series) -> str:
+    """A case of the operator or of a model in words. line: of a frame, or the settings of a measurement."""
+    return _operator(line) if pd.notna(line.get("head_dim")) else _model(line)
+
+
+def _operator(line: pd.Series) -> str:
+    """With batch × tokens × heads × channels."""
+    shape = " × ".join(f"{line[key]:.0f}" for key in ("batch", "tokens", "heads", "head_dim"))
     if line.queries < line.tokens:
         return f"decoding, cache {shape}" + (", keys derived from it" if line.get("derived") is True else "")
     if line.causal:
         return f"causal, {shape}" + (f", window {line.window:.0f}" if pd.notna(line.window) else "")
     if pd.notna(line.get("shortest")):
-        lengths = f"{line.shortest:.0f} to {line.tokens}" if line.shortest < line.tokens else f"all {line.tokens}"
-        return f"padded, {shape}, lengths {lengths}"
-    size = SIZES.get(case.split("-")[1]) if case.startswith("vit-") else None
+        start = f"{line.shortest:.0f} to" if line.shortest < line.tokens else "all"
+        return f"padded, {shape}, lengths {start} {line.tokens:.0f}"
+    size = SIZES.get(line.case.split("-")[1]) if line.case.startswith("vit-") else None
     return (f"ViT-{size}, " if size else "") + shape
 
 
-def model_label(line: pd.Series) -> str:
-    """A case of the models in words."""
+def _model(line: pd.Series) -> str:
     if isinstance(line.get("size"), str):
         return f"DeiT-{SIZES[line['size']]}, {line.batch:.0f} {'image' if line.batch == 1 else 'images'}"
     return f"GPT of depth {line.depth:.0f}, {line.batch:.0f} × {line.sequence_len:.0f} tokens"

@@ -6,28 +6,22 @@ from typing import Any
 
 import pandas as pd
 
-from gka.kinds import KINDS
 from runs import frames
 from runs.figures import legend, look, panels, save
-from runs.tables.speed import model_label, operator_label
+from runs.tables.speed import GKA, SOFTMAX, by, label
 from trainkit_gka.plots import Figure
 
 PICTURE = "speed.png"
 TITLE = "How many times as fast GKA is as softmax attention"
-SOFTMAX, GKA = (KINDS[kind].label for kind in ("softmax", "gka"))
 # The cases of the picture, the operator alone and then whole models, all float32; the tables have the others.
+BOTH, STEP = "forward+backward", "training"
 SHOWN = {
-    "attention": {
-        "vit-ti": ["forward+backward"],
-        "vit-b": ["forward+backward"],
-        "lm-full": ["forward+backward"],
-        "lm-short-window": ["forward+backward"],
-        "decode-b8-1024": ["forward"],
-    },
-    "deit": {"deit-ti-b8": ["inference", "training"], "deit-b-b8": ["inference", "training"]},
-    "gpt": {"d4": ["training"], "d8": ["training"]},
-}
-PHASES = {"forward+backward": "forward + backward", "training": "training step"}
+    "attention": [*((case, BOTH) for case in ("vit-ti", "vit-b", "lm-full", "lm-short-window")),
+                  ("decode-b8-1024", "forward")],
+    "deit": [(case, phase) for case in ("deit-ti-b8", "deit-b-b8") for phase in ("inference", STEP)],
+    "gpt": [("d4", STEP), ("d8", STEP)],
+}  # fmt: skip
+PHASES = {BOTH: "forward + backward", STEP: "training step"}
 MARKERS = "osD^vP"
 
 
@@ -38,18 +32,11 @@ def speedups(results: Path | None = None) -> pd.DataFrame:
     rows = []
     for benchmark, cases in SHOWN.items():
         lines = frames.bench(benchmark, results)
-        for case, phases in cases.items():
-            for phase in phases:
-                timed = lines[(lines.case == case) & (lines.phase == phase)]
-                for machine, own in timed.groupby("machine", sort=False):
-                    pair = frames.sides(own)
-                    if not {"baseline", "ours"} <= set(pair.median_ms.columns):
-                        continue
-                    first = own.iloc[0]
-                    words = operator_label(case, first) if benchmark == "attention" else model_label(first)
-                    name = f"{words}, {PHASES.get(phase, phase)}"
-                    ratios = (pair.median_ms.baseline / pair.median_ms.ours).dropna()
-                    rows += [[name, benchmark, machine, int(threads), ratio] for threads, ratio in ratios.items()]
+        for case, phase in cases:
+            for machine, own in by(lines[(lines.case == case) & (lines.phase == phase)], "machine"):
+                name = f"{label(own.iloc[0])}, {PHASES.get(phase, phase)}"
+                ratios = frames.ratios(own).items()
+                rows += [[name, benchmark, machine, int(threads), ratio] for threads, ratio in ratios]
     return pd.DataFrame(rows, columns=["case", "benchmark", "machine", "threads", "ratio"])
 
 
