@@ -116,6 +116,9 @@ def scaled_places() -> list[dict]:
     ]
 
 
+LONGEST = max(scaled_places(), key=lambda place: (place["tokens"], place["depth"]))
+
+
 def largest_rates(done: Done) -> list[Trial]:
     """Is the transferred rate still best at the largest size? Half and twice of it, and beyond as in `tried_rates`."""
     return [trial for name in SCALED for trial in around_the_best(ALL[name], DEEPEST, done)]

@@ -10,7 +10,7 @@ import pandas as pd
 
 from runs.figures import WIDTH, Look, legend, look, panels, save
 from runs.study.families import ALL, KERNELS, MIXINGS
-from runs.study.grid import BUDGETS, CONTENDERS, CONTROL, DEEPER, HALF, LONGER, longer_families, scaled_places
+from runs.study.grid import BUDGETS, CONTENDERS, CONTROL, DEEPER, HALF, LONGER, LONGEST, longer_families, scaled_places
 from runs.study.rates import SMALLEST
 from runs.study.scores import Scores, family_of, probed_models
 from runs.study.statistics import Scaling, frontier
@@ -32,7 +32,6 @@ CHANGES = {
     "Kernels": dict.fromkeys(["softmax + offsets", "VLT + offsets", *KERNELS], "GKA + offsets"),
 }
 DEPTHS = {place["depth"]: Look(colour, marker) for place, colour, marker in zip((SMALLEST, DEEPER), shades(2), "os")}
-PROBED = dict(depth=4, tokens=2**22)
 QUALITY = ("softmax", "softmax + offsets", "GKA", "GKA + offsets", HALF, "GGGA + offsets", *CONTENDERS[:2])
 # Points of that picture that lie close together: what stands beside them, and how far above them in points.
 NAMED = {CONTROL: (CONTROL, 9), CONTENDERS[0]: ("GKA, the preset", 0), CONTENDERS[1]: ("softmax with all of that", -8)}
@@ -59,14 +58,14 @@ def of_text(scores: Scores, speeds: Mapping[int, Mapping[str, float]], name: str
 
 
 def costs(scores: Scores, speeds: Mapping[int, Mapping[str, float]]) -> pd.DataFrame:
-    """A row for every family of QUALITY that is finished at PROBED: loss and spread over seeds, parameters in millions,
-    and minutes of training, NaN where its speed is unknown.
+    """A row for every family of QUALITY that is finished at LONGEST: parameters in millions, minutes of training (NaN
+    where its speed is unknown), loss, and its spread over seeds.
     """
-    rows, at = [], speeds.get(PROBED["depth"], {})
+    rows, at = [], speeds.get(LONGEST["depth"], {})
     for family in QUALITY:
-        if result := scores.at(ALL[family], PROBED):
-            speed = at.get(family, math.nan)
-            rows.append([family, result["parameters"] / 1e6, PROBED["tokens"] / speed / 60, result.mean, result.spread])
+        if result := scores.at(ALL[family], LONGEST):
+            minutes = LONGEST["tokens"] / at.get(family, math.nan) / 60
+            rows.append([family, result["parameters"] / 1e6, minutes, result.mean, result.spread])
     return pd.DataFrame(rows, columns=["family", "parameters", "minutes", "loss", "spread"])
 
 
@@ -100,18 +99,18 @@ def quality(frame: pd.DataFrame, name: str, folder: Path) -> Figure | None:
     """Loss against what a model costs."""
     if frame.empty:
         return None
-    title = f"Loss against cost, four layers and {PROBED['tokens'] / 1e6:.1f} million tokens of {name}: lower is better"
+    millions = LONGEST["tokens"] / 1e6
+    title = f"Loss against cost, four layers and {millions:.1f} million tokens of {name}: lower is better"
     return _figure(draw_quality(frame), title, about_quality(), frame, folder / f"quality-{name}.png")
 
 
 def about_quality() -> str:
     """The caption of `draw_quality`."""
-    millions = PROBED["tokens"] / 1e6
+    millions = LONGEST["tokens"] / 1e6
     return (
-        f"Lower and further left is better. Models of {PROBED['depth']} layers after {millions:.1f} million tokens, "
-        "each at its own best learning rate; bars are one standard deviation over seeds (the preset has one). The "
-        "preset is GKA + offsets + half VE + channel bandwidths + head gates. Minutes are of one "
-        "thread of a CPU."
+        f"Lower and further left is better. Models of {LONGEST['depth']} layers after {millions:.1f} million tokens, "
+        "each at its own best learning rate; bars are one standard deviation over seeds, where there are several. The "
+        "preset is GKA + offsets + half VE + channel bandwidths + head gates. Minutes are of one thread of a CPU."
     )
 
 
@@ -230,7 +229,7 @@ def context(results: Path, folder: Path) -> Figure | None:
     probed = sorted((pair for pair in probed_models(results) if pair[0] is not None), key=lambda pair: pair[0].seed)
     models: dict[str, dict[str, Any]] = {}
     for trial, record in probed:
-        if all(getattr(trial, field) == value for field, value in PROBED.items()):
+        if all(getattr(trial, field) == value for field, value in LONGEST.items()):
             models.setdefault(family_of(trial), record["metrics"])
     if not models:
         return None

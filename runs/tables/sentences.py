@@ -11,7 +11,7 @@ import pandas as pd
 from nanochat_gka.accounting import AccountingConfig, account
 from runs import frames
 from runs.study.families import ALL
-from runs.study.grid import CONTENDERS, CONTROL, DEEPER, HALF, LONGER
+from runs.study.grid import CONTENDERS, CONTROL, DEEPER, HALF, LONGER, LONGEST
 from runs.study.scores import Place, Scores, family_of, probed_models
 from runs.study.speed import speeds_of
 from runs.study.statistics import Interval, common_seeds
@@ -20,7 +20,6 @@ from runs.tables.study import ROWS
 from runs.tables.study_equal import other_places, three_ways
 
 TEXT = ROWS / "text_large.jsonl"
-LONGEST = max(other_places(), key=lambda place: (place["tokens"], place["depth"]))
 OFFSETS, PAPER, SOFTMAX = "GKA + offsets", "GKA", "softmax"
 BEST, RIVAL = CONTENDERS[0], CONTENDERS[1]  # with what is learned of channels and heads
 NAMES = {

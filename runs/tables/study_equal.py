@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from runs.study.families import ALL
-from runs.study.grid import BUDGETS, CONTENDERS, CONTROL, HALF, REPEATED, SCALED, scaled_places
+from runs.study.grid import BUDGETS, CONTENDERS, CONTROL, HALF, LONGEST, REPEATED, SCALED, scaled_places
 from runs.study.rates import SMALLEST
 from runs.study.scores import Place, Result, Scores
 from runs.study.speed import Speeds, speeds_of
@@ -16,11 +16,11 @@ from runs.table import Table
 from runs.tables.study import ROWS, difference_of, of_every_text, over, place_of
 
 BASELINES = ("softmax", CONTROL)
-OURS = ("GKA", "GKA + offsets", HALF, "GGGA + offsets", *CONTENDERS)
+COMPARED = ("GKA", "GKA + offsets", HALF, "GGGA + offsets", *CONTENDERS)
 WAYS = ("equal tokens", "equal FLOPs", "equal time")
 Ways = tuple[Interval | None, Interval | None, Interval | None]
 # What trains a form at depth 20, on the front page.
-WANTED = {
+AT_DEPTH_20 = {
     "softmax": "`make pretrain-d20-base`",
     CONTROL: "`make pretrain-d20-base`, S",
     "GKA": "`make pretrain-d20`",
@@ -68,8 +68,8 @@ def longer(scores: Scores) -> Table:
         for place in other_places():
             own, other = scores.at(ALL[name], place), scores.at(ALL[baseline], place)
             if own and other:
-                cells = _three_cells(scores, speeds, name, baseline, place)
-                rows.append([name, baseline, place_of(place), *cells, _seeds_of(own, other)])
+                ways = three_ways(scores, speeds, name, baseline, place)
+                rows.append([name, baseline, place_of(place), *map(_signed, ways), _seeds_of(own, other)])
     headings = ["", "over", "layers and tokens", *WAYS, "seeds"]
     return Table.of(headings, rows, words=3)
 
@@ -77,9 +77,8 @@ def longer(scores: Scores) -> Table:
 @of_every_text
 def longest(scores: Scores) -> Table:
     """The longest trainings of four layers over softmax with offsets, with what they cost in its shares."""
-    place, found = _longest(scores)
-    rows = [[name, *map(_signed, ways), *map(_times, shares), seeds] for name, ways, shares, seeds in found]
-    return Table.of([place_of(place), *WAYS, "parameters", "FLOPs", "time of a step", "seeds"], rows)
+    rows = [[name, *map(_signed, ways), *map(_times, shares), seeds] for name, ways, shares, seeds in _longest(scores)]
+    return Table.of([place_of(LONGEST), *WAYS, "parameters", "FLOPs", "time of a step", "seeds"], rows)
 
 
 def forms(folder: Path = ROWS) -> list[Table]:
@@ -90,29 +89,27 @@ def forms(folder: Path = ROWS) -> list[Table]:
 
 @of_every_text
 def _forms(scores: Scores) -> Table:
-    _, found = _longest(scores)
     rows = [
-        [name, WANTED[name], _signed(ways[0]), _signed(ways[2]), _times(shares[0]), _times(shares[2])]
-        for name, ways, shares, _ in found
+        [name, AT_DEPTH_20[name], _signed(ways[0]), _signed(ways[2]), _times(shares[0]), _times(shares[2])]
+        for name, ways, shares, _ in _longest(scores)
     ]
-    return Table.of(["form", "at depth 20", *(WAYS[0], WAYS[2]), "parameters", "time of a step"], rows, words=2)
+    return Table.of(["form", "at depth 20", WAYS[0], WAYS[2], "parameters", "time of a step"], rows, words=2)
 
 
-def _longest(scores: Scores) -> tuple[Place, list[tuple[str, Ways, list[float], str]]]:
-    """The place with the longest training, and for every form its name, its differences from softmax with offsets, its
-    parts of that one's parameters, FLOPs and time of a step, and how many seeds both have.
+def _longest(scores: Scores) -> list[tuple[str, Ways, list[float], str]]:
+    """For every form after the longest training its name, its differences from softmax with offsets, its parts of that
+    one's parameters, FLOPs and time of a step, and how many seeds both have.
     """
     speeds, found = speeds_of(scores.folder), []
-    place = max(other_places(), key=lambda place: (place["tokens"], place["depth"]))
-    control, of_depth = scores.at(ALL[CONTROL], place), speeds.get(place["depth"], {})
-    for name in ("softmax", CONTROL, *OURS):
-        own = scores.at(ALL[name], place)
+    control, of_depth = scores.at(ALL[CONTROL], LONGEST), speeds.get(LONGEST["depth"], {})
+    for name in ("softmax", CONTROL, *COMPARED):
+        own = scores.at(ALL[name], LONGEST)
         if own and control:
             shares = [own[measure] / control[measure] for measure in ("parameters", "flops_per_token")]
             shares.append(of_depth.get(CONTROL, math.nan) / of_depth.get(name, math.nan))
-            ways = three_ways(scores, speeds, name, CONTROL, place) if name != CONTROL else (None, None, None)
+            ways = three_ways(scores, speeds, name, CONTROL, LONGEST) if name != CONTROL else (None, None, None)
             found.append((name, ways, shares, _seeds_of(own, control)))
-    return place, found
+    return found
 
 
 def _times(share: float) -> str:
@@ -138,10 +135,6 @@ def three_ways(scores: Scores, speeds: Speeds, name: str, baseline: str, place: 
         by_time.append(([result["train_tokens"] / tokens_per_second(baseline, depth) for result in curve], curve))
     at_flops, at_time = _over_the_best(own, own["train_flops"], by_flops), _over_the_best(own, seconds, by_time)
     return own.over(other), at_flops, at_time
-
-
-def _three_cells(scores: Scores, speeds: Speeds, name: str, baseline: str, place: Place) -> list[str]:
-    return [_signed(difference) for difference in three_ways(scores, speeds, name, baseline, place)]
 
 
 def _over_the_best(own: Result, size: float, curves: list[tuple[list[float], list[Result]]]) -> Interval | None:

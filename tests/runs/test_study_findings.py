@@ -9,7 +9,7 @@ import pytest
 
 from runs.study import pictures, statistics
 from runs.study.families import ALL, FAMILIES
-from runs.study.grid import DEEPER, scaled_places
+from runs.study.grid import DEEPER, LONGEST, scaled_places
 from runs.study.rates import DEEPEST, SMALLEST
 from runs.study.scores import Scores
 from runs.study.trials import Trial
@@ -298,7 +298,7 @@ def test_the_time_of_training_is_drawn_where_the_speed_is_known(tmp_path):
 
 
 def test_losses_along_a_row_are_drawn_of_models_that_were_looked_at(tmp_path):
-    trial = Trial(**pictures.PROBED, **ALL["GKA"])
+    trial = Trial(**LONGEST, **ALL["GKA"])
     second = replace(trial, seed=1)
     folder = write(tmp_path / "study", [row(second, 1.9), row(trial, 1.9)])
     by_position = {"1": 4.2, "2-3": 4.1, "4": 4.5}  # the last group, which may be one token, is left out
