@@ -22,9 +22,9 @@ class GPTConfig:
 
     attention: the name of a row of `gka.KINDS`, or one letter per layer (A softmax, G gka, V vlt), tiled: GGGA.
     value_embeds: which layers may have nanochat's gated value embeddings (every second layer, the last one always):
-      auto = those among them whose attention learns W_V, all, none. every-layer is ours: the others have them too.
+      auto = those among them whose attention learns W_V, all, none; every-layer, not nanochat's: the others too.
     gka_values: what gka heads mix. rotated is the paper's section 5.1: the features that are in the kernel, after
-      rotation and norm. Ours are normalised: after the norm, before the rotation.
+      rotation and norm. normalised, not the paper's: after the norm, before the rotation.
     head_offsets: one letter per head, tiled, see `offsets`: N, P (predecessor) or S (successor). Empty is the paper's
       form, all N. offset_layers: gka layers have them, or all.
     sigma_squared: starting sigma^2 of gka heads; 0 = head_dim, or head_dim / 4 in a model with head offsets.
@@ -263,8 +263,8 @@ class ModelFlags:
     """A letter per head of gka layers, tiled: N pairs key j with value j, P with value j-1, S key j-1 with value j;
     empty = the paper's form. A fixed case of KV shifting attention (arXiv 2411.19574)."""
     gka_values: Literal["rotated", "normalised"] = "rotated"
-    """What gka heads mix: rotated = the features that are in the kernel (the paper's section 5.1); normalised, ours =
-    the same before rotation."""
+    """What gka heads mix: rotated = the features that are in the kernel (the paper's section 5.1); normalised, not
+    the paper's = the same before rotation."""
     sigma_squared: Annotated[float, Bounds(0)] = 0.0
     """Starting sigma^2 of gka heads; 0 = head_dim, or head_dim / 4 with head offsets."""
     offset_layers: Literal["gka", "all"] = "gka"

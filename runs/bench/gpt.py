@@ -10,7 +10,7 @@ On a CPU: 4 rows of 512 tokens, vocabulary 4,096, no windows, training in float3
 faster of both dtypes of softmax attention), both eager and compiled, of the first depth the other phases too. Prefill
 is one forward pass without gradient over a single row. Decoding is one more token for each of 1 or 8 rows, uncompiled,
 in the device's usual dtype, after a row's length of tokens in the cache. "gka" is the paper's form, whose cached
-features are keys and values, "gka-offsets" the demo's form of ours with head offsets. "gka-normalised" is ours without
+features are keys and values, "gka-offsets" the demo's form with head offsets. "gka-normalised" is that form without
 them (`--gka-values normalised`): it derives its keys from the cached values; "gka-keys", the same model, keeps both.
 `python -m runs.bench.report` prints the tables.
 """

@@ -52,14 +52,14 @@ class Variant:
 
 
 # The keys are in the runs' folder names. "gka-paper" is the paper's form, section 5.1; a folder called "gka" is of an
-# older demo, which mixed values before rotation. GKA + offsets is ours: keys and values one token apart, a fixed case
-# of KV shifting attention (arXiv 2411.19574), and values before rotation, which suit it better. Softmax gains from such
-# offsets too.
+# older demo, which mixed values before rotation. GKA + offsets is not the paper's: keys and values one token apart, a
+# fixed case of KV shifting attention (arXiv 2411.19574), and values before rotation, which suit it better. Softmax
+# gains from such offsets too.
 VARIANTS = {
     "softmax": Variant(KINDS["softmax"].label, ("--attention", "softmax")),
     "gka-paper": Variant(KINDS["gka"].label, ("--attention", "gka")),
     "gka-offsets": Variant(
-        f"{KINDS['gka'].label} + offsets (ours)",
+        f"{KINDS['gka'].label} + offsets",
         ("--attention", "gka", "--head-offsets", "PS", "--gka-values", "normalised"),
     ),
 }

@@ -11,7 +11,7 @@ GKA = KINDS["gka"].label
 DECODERS = {
     "softmax": KINDS["softmax"].label,
     "gka": GKA,
-    "gka-normalised": f"{GKA}, values normalised (ours)",
+    "gka-normalised": f"{GKA}, values normalised (not the paper's)",
     "gka-keys": "the same, keys kept",
 }
 SCORERS = {

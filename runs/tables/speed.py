@@ -18,8 +18,8 @@ PHASES = {"forward+backward": "forward + backward"}
 SIZES = {"ti": "Ti", "s": "S", "b": "B"}
 HEADINGS = ["", "phase", "dtype", "threads", f"{SOFTMAX}, ms", f"{GKA}, ms", "speed-up"]
 WAYS = ["float32", "float32, compiled", "bfloat16", "bfloat16, compiled"]
-FORMS = {"": GKA, "offsets": f"{GKA}, head offsets (ours)"}
-WITH_OFFSETS = "the same with head offsets (ours)"
+FORMS = {"": GKA, "offsets": f"{GKA}, head offsets (not the paper's)"}
+WITH_OFFSETS = "the same with head offsets (not the paper's)"
 
 
 def operator() -> list[Table]:

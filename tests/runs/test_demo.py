@@ -104,7 +104,7 @@ def test_the_demo_names_our_form_beside_the_papers():
     forms = {name: tyro.cli(ModelFlags, args=variant.flags) for name, variant in VARIANTS.items()}
     assert (forms["gka-paper"].gka_values, forms["gka-paper"].head_offsets) == ("rotated", "")
     assert (forms["gka-offsets"].gka_values, forms["gka-offsets"].head_offsets) == ("normalised", "PS")
-    assert [variant.label for variant in VARIANTS.values()] == ["softmax", "GKA", "GKA + offsets (ours)"]
+    assert [variant.label for variant in VARIANTS.values()] == ["softmax", "GKA", "GKA + offsets"]
     assert run_tag("gka-paper") == "d4-gka-paper-400" and "gka" not in VARIANTS
 
 
