@@ -75,7 +75,7 @@ def draw_quality(frame: pd.DataFrame, columns: Sequence[str] = tuple(COSTS), wid
     figure.set_figwidth(width)
     # One form far behind would leave the others no room: it stands at the top, with its loss.
     best, second = frame.loss.min(), frame.loss.nlargest(2).iloc[-1]
-    top = second + (second - best) * 0.6
+    top = second + (second - best) * 0.6 if len(frame) > 2 else math.inf
     frame = frame.assign(shown=frame.loss.where(frame.loss <= top + (second - best), top))
     for axis, column in zip(axes, columns, strict=True):
         own = frame[frame[column].notna()]

@@ -7,15 +7,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from nanochat_gka.model.accounting import flops_per_token, meta_model
+from nanochat_gka.model.config import ModelFlags
 from runs.study import pictures, statistics
 from runs.study.families import ALL, FAMILIES
 from runs.study.grid import DEEPER, LONGEST, scaled_places
 from runs.study.rates import DEEPEST, SMALLEST
-from runs.study.scores import Scores
+from runs.study.scores import Scores, rate_to_compare
+from runs.study.speed import SPEEDS
 from runs.study.trials import Trial
 from runs.tables import findings, sentences, study, study_equal, study_heads, study_settings
 from shown import cells, numbers, shown
-from study_rows import DATA, row, write
+from study_rows import DATA, row, timed, write
 from trainkit_gka.cli import UserError
 
 NOISE = {0: 0.004, 1: -0.001, 2: -0.003}  # of a seed, the same for every family
@@ -232,6 +235,23 @@ def test_families_are_compared_at_the_rate_with_most_seeds(tmp_path):
     assert list(cells(study.longer(tmp_path / "study"), "GKA").values())[:2] == ["2.1000; σ² 9", "not run"]
 
 
+def test_of_a_pair_the_loss_is_of_the_seeds_that_both_have(tmp_path):
+    gka = FAMILIES["GKA + offsets"]
+    single, rates = Trial(**SMALLEST, **gka, dtype="float32"), ((1.0, 1.8), (2.0, 1.9), (4.0, 2.0), (0.5, 1.85))
+    rows = [row(Trial(**SMALLEST, **gka, rate=rate), loss) for rate, loss in rates]
+    rows += [row(replace(single, seed=seed), 1.79 + noise) for seed, noise in {**NOISE, 7: 9.0}.items()]
+    rows += [row(replace(single, seed=seed, dtype="bfloat16"), 1.81 + noise) for seed, noise in NOISE.items()]
+    said = cells(study_settings.precision(write(tmp_path / "study", rows)), "GKA + offsets")
+    assert said["float32"] == "1.7900 ± 0.0036" and said["bfloat16"] == "1.8100 ± 0.0036"
+
+
+def test_of_rates_with_as_many_seeds_the_chosen_one_is_compared():
+    scores = {1.0: [(1.8,)], 2.0: [(1.9,)], 4.0: [(2.0,), (2.1,)]}
+    assert rate_to_compare(scores, 1.0) == 4.0
+    del scores[4.0]
+    assert (rate_to_compare(scores, 2.0), rate_to_compare(scores, None)) == (2.0, 1.0)
+
+
 def test_settings_are_compared_at_the_transferred_rate_and_paired_over_seeds(tmp_path):
     place, gka = DEEPEST, FAMILIES["GKA + offsets"]
     rows = [
@@ -340,16 +360,125 @@ def test_the_command_prints_every_table_and_draws_what_there_is(scaled, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("difference", "said"),
+    ("difference", "said", "word", "given"),
     [
-        ((0.02, 0.01, 0.03), "0.020 [0.010, 0.030] bits per byte behind softmax"),
-        ((-0.02, -0.03, -0.01), "0.020 [0.010, 0.030] bits per byte ahead of softmax"),
-        ((0.02, -0.01, 0.05), "not significantly different from softmax (+0.020 [-0.010, +0.050] bits per byte)"),
-        ((-0.02, math.nan, math.nan), "0.020 bits per byte ahead of softmax (one seed)"),
+        ((0.02, 0.01, 0.04), "0.020 [0.010, 0.040] bits per byte behind softmax", "behind", "-0.020 [-0.040, -0.010]"),
+        ((-0.02, -0.03, -0.01), "0.020 [0.010, 0.030] bits per byte ahead of softmax", "ahead", "0.020 [0.010, 0.030]"),
+        (
+            (0.02, -0.01, 0.05),
+            "not significantly different from softmax (+0.020 [-0.010, +0.050] bits per byte)",
+            "level",
+            "-0.020 [-0.050, 0.010]",
+        ),
+        ((-0.02, math.nan, math.nan), "0.020 bits per byte ahead of softmax (one seed)", "open", "0.020 (one seed)"),
     ],
 )
-def test_sentences_call_a_lead_what_its_interval_says(difference, said):
-    assert sentences.standing(statistics.Interval(*difference), "softmax") == said
+def test_sentences_call_a_lead_what_its_interval_says(difference, said, word, given):
+    found = statistics.Interval(*difference)
+    assert sentences.standing(found, "softmax") == said
+    assert (sentences.verdict(found), sentences.gain(found)) == (word, given)
+
+
+def test_counts_and_verdicts_are_of_equal_time(tmp_path):
+    """GKA is behind at equal tokens everywhere, and twice as fast."""
+    control = {2: {2**20: 2.2, 2**21: 2.1, 2**22: 2.0}, 4: {2**20: 1.8, 2**21: 1.7, 2**22: 1.6}, 6: {2**20: 1.8}}
+    half = {2: {2**21: 2.3, 2**22: 2.1}, 4: {2**21: 1.75, 2**22: 1.65}, 6: {2**20: 1.7}}  # ahead at four layers
+    rows = []
+    for name, losses in ((sentences.CONTROL, control), (sentences.HALF, half)):
+        for depth, by_tokens in losses.items():
+            for tokens, loss in by_tokens.items():
+                noise = -1 if (name, depth, tokens) == (sentences.HALF, 2, 2**22) else 1  # so its interval holds 0
+                place = dict(depth=depth, tokens=tokens, **(dict(batch=4096) if depth == 6 else {}))
+                rows += [
+                    row(Trial(**place, **ALL[name], seed=seed), loss + noise * of_seed)
+                    for seed, of_seed in NOISE.items()
+                ]
+    folder = write(tmp_path / "study", rows)
+    for depth, speed in ((2, 1e5), (4, 1e3)):  # the sixth has none
+        timed(tmp_path / SPEEDS.name, {sentences.CONTROL: speed, sentences.HALF: 2 * speed}, depth)
+    study = sentences.Study(folder / "words.jsonl")
+    assert study.counted() == (
+        "Over all 4 sizes and budgets with several seeds it is, at equal time, ahead in 2, level in 1, behind in 1."
+    )
+    tokens = "is 0.050 [0.050, 0.050] bits per byte behind softmax with the same offsets"
+    said = sentences.recommended(study)
+    assert said.startswith("**At equal tokens behind, at equal FLOPs behind, at equal time ahead.**")
+    assert f"{tokens} at equal tokens, 0." in said
+    assert f"{tokens} at equal tokens, and 0.050 [0.050, 0.050] bits per byte ahead of it at equal time" in (
+        sentences.text_quality(study)
+    )
+
+
+def test_what_is_said_of_the_paper_of_offsets_and_of_the_kernel(tmp_path):
+    losses = {"GKA unrotated": 1.96, "GKA + offsets": 1.86, "softmax": 1.87, "softmax + offsets": 1.81}
+    losses |= {"offsets, fixed sigma": 1.87, "offsets, causal mean": 1.89, "offsets, tied softmax": 1.855}
+    rows = with_seeds(SMALLEST, losses)
+    for place, sigma in ((SMALLEST, 2.0), (dict(depth=2, tokens=2**22), 3.0), (LONGEST, 9.0)):
+        own = with_seeds(place, {"GKA": 1.95})
+        rows += [{**one, "metrics": {**one["metrics"], "sigma": {"layer_0": [sigma]}}} for one in own]
+    rows += with_seeds(LONGEST, {"softmax": 1.85})
+    study = sentences.Study(write(tmp_path / "study", rows) / "words.jsonl")
+    repair, kernel = sentences.repair(study), sentences.kernel_or_offset(study)
+    assert "lower the loss of GKA (values not rotated) by 0.100 [0.100, 0.100] bits per byte" in repair
+    assert "and that of softmax by 0.060 [0.060, 0.060] (2^20 tokens)" in repair
+    assert "is 0.005 [0.005, 0.005] bits per byte ahead of the Gaussian kernel" in kernel
+    assert "cost 0.010 [0.010, 0.010] bits per byte" in kernel and "tokens 0.030 [0.030, 0.030] (two" in kernel
+    paper = sentences.paper_form(study)
+    assert paper.startswith("**It is behind.**") and "0.100 [0.100, 0.100] bits per byte behind it after 2^22" in paper
+    assert "median σ² is 4 after 2^20 tokens and 9 after 2^22 tokens" in paper
+
+
+def test_what_heads_gain_is_said_as_a_range_over_seeds(tmp_path):
+    names, lines = ("softmax + offsets", "GKA + offsets", sentences.HALF, "softmax", "GKA"), []
+    about = {"date": "2026-11-25", "commit": "abc", "hardware": "a CPU", "torch": "2.14", "kind": "study-heads"}
+    places = [(name, place) for name in names for place in (LONGEST, SMALLEST)]
+    trials = [Trial(**place, **ALL[name], seed=seed) for name, place in places for seed in (0, 1)]
+    for number, trial in enumerate(trials):
+        gain, accuracy = (0.2 * number, 0.05 if number == 4 else 0.01) if trial.depth == 4 else (99.0, 0.9)  # not said
+        metrics = {"heads": [], "induction": {"gain": gain, "accuracy": accuracy}}
+        lines.append({**about, "config": {"name": trial.key(DATA), "sha256": str(number)}, "metrics": metrics})
+    folder = write(tmp_path / "study", [row(trial, 1.9) for trial in trials])
+    (tmp_path / "study_heads.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    said = sentences.heads(sentences.Study(folder / "words.jsonl"))
+    assert "softmax with offsets 0.0 to 0.2, GKA with offsets 0.8 to 1.0, with value embeddings in half of its" in said
+    assert "layers 1.6 to 1.8; without offsets softmax 2.4 to 2.6 and GKA 3.2 to 3.4." in said and "5.0% of" in said
+
+
+def test_cost_is_in_shares_of_softmax():
+    counts = {}
+    for name in ("softmax", "GKA", sentences.HALF):
+        model = meta_model(ModelFlags(**ALL[name]).shape(20, 2048, 32768))
+        counts[name] = sum(p.numel() for p in model.parameters()), flops_per_token(model)
+    shares = [
+        f"{counts[name][0] / counts['softmax'][0]:.2f}x the parameters and "
+        f"{counts[name][1] / counts['softmax'][1]:.2f}x the FLOPs"
+        for name in ("GKA", sentences.HALF)
+    ]
+    said = sentences.cost()
+    assert shares[0] != shares[1] and [said.index(share) > 0 for share in shares] == [True, True]
+    assert said.index(shares[0]) < said.index(shares[1])
+
+
+def test_a_loss_far_behind_stands_at_the_top_of_the_picture_of_quality_with_its_number(tmp_path):
+    """And minutes are those of the tokens at the family's speed."""
+    losses = {"softmax": 1.70, "softmax + offsets": 1.60, "GKA + offsets": 1.65, "GKA": 2.50}
+    rows = with_seeds(LONGEST, losses)
+    rows = [{**one, "metrics": {**one["metrics"], "parameters": 3_000_000}} for one in rows]
+    scores = Scores.read(write(tmp_path / "study", rows) / "words.jsonl")
+    frame = pictures.costs(scores, {4: {"softmax": 2**22 / 120}})
+    assert frame.minutes.notna().tolist() == [True, False, False, False]
+    assert frame.minutes[0] == pytest.approx(2) and set(frame.parameters) == {3.0}
+    axis, _ = pictures.draw_quality(frame).axes
+    heights = {text.get_text(): text.xy[1] for text in axis.texts}
+    bars = [bar for container in axis.containers for bar in container.lines[2]]
+    spreads = [round(float(np.ptp(bar.get_segments()[0][:, 1])) / 2, 4) for bar in bars]
+    assert heights.pop("GKA: 2.50 ↑") == pytest.approx(1.70 + 0.1 * 0.6)
+    assert sorted(heights.values()) == pytest.approx([1.6, 1.65, 1.7])
+    assert sorted(spreads) == [0.0, 0.0036, 0.0036, 0.0036]
+    frame.loc[frame.family == "GKA", "loss"] = 1.85  # as far again: as it is
+    for part in (frame, frame[:2]):
+        near = pictures.draw_quality(part).axes[0]
+        assert sorted(text.xy[1] for text in near.texts) == pytest.approx(sorted(part.loss))
 
 
 def test_verdicts_turn_with_the_rows(tmp_path):

@@ -1,8 +1,5 @@
 """Speed of the study's families: real steps that are timed, and losses at equal time."""
 
-import json
-from pathlib import Path
-
 import pytest
 
 from runs.study import speed
@@ -10,16 +7,8 @@ from runs.study.families import ALL
 from runs.study.trials import Trial
 from runs.tables import study_equal, study_speed
 from shown import cells
-from study_rows import row, write
+from study_rows import row, timed, write
 from trainkit_gka.progress import read_lines
-
-
-def timed(path: Path, speeds: dict[str, float | None], depth: int, group: str = "one", hardware: str = "a CPU") -> None:
-    about = {"kind": speed.KIND, "date": "2026-11-25", "commit": "abc", "hardware": hardware, "torch": "2.14"}
-    with open(path, "a") as file:
-        for family, tokens in speeds.items():
-            config = {"family": family, "depth": depth, "group": group}
-            file.write(json.dumps({**about, "config": config, "metrics": {"tokens_per_second": tokens}}) + "\n")
 
 
 def test_real_steps_are_timed_in_turns(tmp_path, monkeypatch, capsys):
@@ -51,7 +40,7 @@ def test_the_newest_comparison_of_a_depth_counts(tmp_path):
 def test_equal_time_is_a_shorter_training_of_the_slower_one(tmp_path):
     losses = {"softmax + offsets": {2**20: 1.8, 2**21: 1.7, 2**22: 1.6}, "GKA + offsets": {2**20: 1.9, 2**22: 1.62}}
     rows = [
-        row(Trial(depth=4, tokens=tokens, **ALL[name]), loss)
+        row(Trial(depth=4, tokens=tokens, **ALL[name]), loss, parameters=800 if "GKA" in name else 1000)
         for name, by_tokens in losses.items()
         for tokens, loss in by_tokens.items()
     ]
@@ -63,7 +52,12 @@ def test_equal_time_is_a_shorter_training_of_the_slower_one(tmp_path):
     longest = cells(study_equal.longest(folder), "GKA + offsets")
     # FLOPs between 2^21 and 2^22 tokens of softmax, half of its time.
     assert -0.01 < float(longest["equal FLOPs"]) < 0 and longest["equal time"] == "-0.080"
-    assert (longest["parameters"], longest["FLOPs"], longest["time of a step"]) == ("1.00x", "0.85x", "0.50x")
+    assert (longest["parameters"], longest["FLOPs"], longest["time of a step"]) == ("0.80x", "0.85x", "0.50x")
+    form = cells(study_equal.forms(folder), "GKA + offsets")
+    assert (form["equal tokens"], form["equal time"]) == ("+0.020", "-0.080")
+    assert (form["parameters"], form["time of a step"]) == ("0.80x", "0.50x")
+    alone = cells(study_equal.forms(folder), "softmax + offsets")
+    assert (alone["equal tokens"], alone["parameters"], alone["time of a step"]) == ("", "1.00x", "1.00x")
 
 
 def test_between_budgets_a_baseline_is_on_the_parabola_through_them(tmp_path):

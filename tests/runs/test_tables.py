@@ -5,6 +5,7 @@ import re
 import shlex
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from bench_lines import write_lines
@@ -13,7 +14,7 @@ from runs.bench import gpt as bench_gpt
 from runs.bench.results import facts_of
 from runs.demo.report import COLUMNS
 from runs.tables import __main__ as tables
-from runs.tables import benchmarks, demo, log, machine, speed
+from runs.tables import benchmarks, demo, log, machine, sentences, speed, speedups
 from shown import shown
 from trainkit_gka.cli import UserError
 
@@ -200,6 +201,67 @@ def test_the_table_of_one_machine_is_of_the_one_with_the_most_rows_and_has_both_
     [table] = machine.one_machine()
     assert table.title == "a CPU:"
     assert table.rows == [["causal, 1 × 512 × 4 × 32", "forward", "1", "3", "2", "1.50x", "3.00x", ""]]
+
+
+def test_the_sentence_of_speed_has_the_range_over_machines_and_threads(tmp_path, monkeypatch):
+    """Of softmax's time over ours; sweeps, padding and narrower instructions have rows in the tables alone."""
+
+    def lines(benchmark, case, phase, ratio, dtype="float32", hardware="a CPU, 1 thread"):
+        candidates = {
+            "softmax": ("baseline", 10.0 * ratio),
+            "gka cpu" if benchmark == "attention" else "gka": ("ours", 10.0),
+        }
+        config = {"dtype": dtype, "depth": 4, "batch": 1, "sequence_len": 64, "size": "ti", "compile_mode": "default"}
+        return timed(hardware, case, phase, candidates, config=config, kind=f"bench_{benchmark}")
+
+    both, train = "forward+backward", "training"
+    written = {
+        "attention_a-cpu-1-thread": [
+            *lines("attention", "vit", both, 3.0),
+            *lines("attention", "lm", both, 1.2),
+            *lines("attention", "lm", "forward", 9.0),
+            *lines("attention", "sweep-1", both, 8.0),
+            *lines("attention", "padded", both, 7.0),
+            *lines("attention", "vit-bf16", both, 0.5, "bfloat16"),
+        ],
+        "attention_b-cpu-1-thread": lines("attention", "vit", both, 2.0, hardware="b CPU(R), 1 thread"),
+        "attention_c-cpu-1-thread": lines("attention", "vit", both, 6.0, hardware="c CPU held to AVX2, 1 thread"),
+        "gpt_a-cpu-1-thread": [
+            *lines("gpt", "d4", train, 1.4),
+            *lines("gpt", "d4-bf16", train, 1.1, "bfloat16"),
+            *lines("gpt", "d4", "decode 1", 5.0),
+        ],
+        "deit_a-cpu-1-thread": lines("deit", "deit-ti-b1", train, 1.6),
+    }
+    for name, records in written.items():
+        write_lines(tmp_path / f"bench_{name}.jsonl", *records)
+    monkeypatch.setattr(frames, "RESULTS", tmp_path)
+    said = sentences.speed()
+    assert "is 1.2 to 3.0 times (median 2.0) as fast" in said and "in bfloat16 0.5 to 0.5 times (median 0.5);" in said
+    assert "whole model 1.4 to 1.6 times (median 1.5) and 1.1 to 1.1 times (median 1.1)." in said
+    assert said.endswith("The CPUs are a CPU, b CPU.")
+
+
+def test_the_picture_of_speed_has_a_point_for_each_case_machine_and_number_of_threads(tmp_path, monkeypatch):
+    shape = {"batch": 1, "tokens": 512, "queries": 512, "heads": 4, "head_dim": 32, "causal": True, "window": None}
+    for threads, softmax in (("1 thread", 30.0), ("2 threads", 24.0)):
+        times = {"gka cpu": ("ours", 10.0), "softmax": ("baseline", softmax), "softmax dense mask": ("baseline", 90.0)}
+        config = {**shape, "dtype": "float32"}
+        lines = list(timed(f"a CPU, {threads}", "lm-full", "forward+backward", times, config=config))
+        lines += timed(f"a CPU, {threads}", "lm-full", "forward", {**times, "gka cpu": ("ours", 1.0)}, config=config)
+        write_lines(tmp_path / f"bench_attention_a-cpu-{threads.replace(' ', '-')}.jsonl", *lines)
+    config = {"depth": 4, "batch": 4, "sequence_len": 512, "dtype": "float32"}
+    times = {"softmax": ("baseline", 9.0), "gka": ("ours", 10.0)}
+    lines = timed("a CPU, 1 thread", "d4", "training", times, config=config, kind="bench_gpt")
+    write_lines(tmp_path / "bench_gpt_a-cpu-1-thread.jsonl", *lines)
+    figure = speedups.picture(tmp_path, tmp_path)
+    found = [(row["benchmark"], row["machine"], row["threads"], round(row["ratio"], 3)) for row in figure.rows]
+    assert found == [("attention", "a CPU", 1, 3.0), ("attention", "a CPU", 2, 2.4), ("gpt", "a CPU", 1, 0.9)]
+    assert "of whole models 0.90 to 0.90 times as fast; of all cases 0.90 to 3.00" in figure.caption
+    [axis] = speedups.draw(pd.DataFrame(figure.rows)).axes
+    drawn = [(line.get_label(), line.get_markerfacecolor() == "none", [*line.get_xdata()]) for line in axis.lines[:2]]
+    assert drawn == [("a CPU, 1 thread", True, [3.0, 0.9]), ("a CPU, 2 threads", False, [2.4])]
+    assert speedups.picture(tmp_path, tmp_path / "empty") is None
 
 
 def test_the_table_of_models_has_the_flops_ratio_as_a_gpts_target_and_its_offsets(tmp_path, monkeypatch):

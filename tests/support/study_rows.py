@@ -2,6 +2,9 @@
 
 import json
 from dataclasses import asdict
+from pathlib import Path
+
+from runs.study.speed import KIND
 
 DATA = {"tokenizer_sha256": "of a test", "sequence_len": 512}
 
@@ -24,3 +27,12 @@ def write(folder, rows):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
+
+
+def timed(path: Path, speeds: dict[str, float | None], depth: int, group: str = "one", hardware: str = "a CPU") -> None:
+    """Append the speeds of families, in tokens/s, as timed in turns."""
+    about = {"kind": KIND, "date": "2026-11-25", "commit": "abc", "hardware": hardware, "torch": "2.14"}
+    with open(path, "a") as file:
+        for family, tokens in speeds.items():
+            config = {"family": family, "depth": depth, "group": group}
+            file.write(json.dumps({**about, "config": config, "metrics": {"tokens_per_second": tokens}}) + "\n")
