@@ -244,10 +244,11 @@ def channels(done: Done) -> list[Trial]:
 
 
 def channels_longer(done: Done) -> list[Trial]:
-    """Does it last in longer training and at six layers? The forms with the most, and softmax with gates."""
-    contenders = {name: CHANNELS[name] for name in CONTENDERS}
+    """Does it last in longer training and at six layers? The preset and softmax with the same; others once."""
+    pair, others = ({name: CHANNELS[name] for name in names} for names in (CONTENDERS[:2], CONTENDERS[2:]))
     places = [place for place in scaled_places() if place["depth"] <= 6]
-    return _seeds_in_turn(_at_best_rate(contenders, done, places[::-1]))
+    every = _seeds_in_turn(_at_best_rate(pair, done, places[::-1]))
+    return [*every, *_at_best_rate(others, done, [LONGEST], FIRST_SEED)]
 
 
 def _at_every_rate(families: dict[str, dict], done: Done) -> list[Trial]:
