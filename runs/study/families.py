@@ -127,7 +127,14 @@ def _with(name: str, learned: str) -> Family:
 
 CHANNELS = {f"{name} + {learned}": _with(name, learned) for learned in LEARNED for name in WITHOUT}
 RATE_OF |= {f"{name} + {learned}": RATE_OF.get(name, name) for learned in LEARNED for name in WITHOUT}
-ALL = {**FAMILIES, **FURTHER, **HYBRIDS, **REFERENCES, **REPAIRS, **KERNELS, **PATTERNS, **CHANNELS}
+# What else might help the preset, once at four layers, each with what it learns of channels and heads.
+PRESET = CHANNELS["GKA + offsets + half VE + channels + gates"]
+IDEAS = {
+    "the preset, heads of 128": {**PRESET, "head_dim": 128},
+    "the preset without a query's own slot": {**PRESET, "kernel": "others"},
+}
+RATE_OF |= dict.fromkeys(IDEAS, "GKA + offsets + half VE")
+ALL = {**FAMILIES, **FURTHER, **HYBRIDS, **REFERENCES, **REPAIRS, **KERNELS, **PATTERNS, **CHANNELS, **IDEAS}
 
 
 def shape_of(name: str) -> Family:

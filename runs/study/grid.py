@@ -14,6 +14,7 @@ from runs.study.families import (
     FAMILIES,
     FURTHER,
     HYBRIDS,
+    IDEAS,
     KERNELS,
     LEARNED,
     PATTERNS,
@@ -251,6 +252,11 @@ def channels_longer(done: Done) -> list[Trial]:
     return [*every, *_at_best_rate(others, done, [LONGEST], FIRST_SEED)]
 
 
+def ideas(done: Done) -> list[Trial]:
+    """Does anything else help the preset: fewer and wider heads, or a row without the query's own slot?"""
+    return _at_best_rate(IDEAS, done, [DEEPER], FIRST_SEED)
+
+
 def _at_every_rate(families: dict[str, dict], done: Done) -> list[Trial]:
     """Every family at the middle rate, then at those around it: a first comparison comes early."""
     trials = [
@@ -302,4 +308,5 @@ GROUPS: dict[str, Callable[[Done], list[Trial]]] = {
     "channel-rates": channel_rates,
     "channels": channels,
     "channels-longer": channels_longer,
+    "ideas": ideas,
 }

@@ -55,6 +55,7 @@ class Trial:
     head_gates: bool = False
     channel_rate: float = 1.0
     gate_rate: float = 1.0
+    head_dim: int = HEAD_DIM
 
     @classmethod
     def from_row(cls, saved: dict[str, Any]) -> "Trial":
@@ -95,7 +96,6 @@ class Trial:
         return {
             **shape,
             "aspect_ratio": ASPECT_RATIO,
-            "head_dim": HEAD_DIM,
             "num_iterations": self.steps,
             "total_batch_size": self.batch,
             "seed": self.seed,
@@ -147,5 +147,5 @@ LEFT_OUT = {field.name: field.default for field in fields(SHAPING)} | {"attentio
 @cache
 def _flops_per_token(trial: Trial, sequence_len: int, vocab_size: int) -> int:
     shape = {name: value for name, value in asdict(trial).items() if name in _names(SHAPING)}
-    flags = SHAPING(**shape, aspect_ratio=ASPECT_RATIO, head_dim=HEAD_DIM)
+    flags = SHAPING(**shape, aspect_ratio=ASPECT_RATIO)
     return flops_per_token(meta_model(flags.shape(trial.depth, sequence_len, vocab_size)))

@@ -12,6 +12,7 @@ from runs.study.families import (
     FAMILIES,
     FURTHER,
     HYBRIDS,
+    IDEAS,
     KERNELS,
     PATTERNS,
     RATE_OF,
@@ -19,7 +20,7 @@ from runs.study.families import (
     fits_depth,
     shape_of,
 )
-from runs.study.grid import DEEPER, LONGER, REPEATED, SCALED, longer_families, scaled_places
+from runs.study.grid import CONTENDERS, DEEPER, LONGER, REPEATED, SCALED, longer_families, scaled_places
 from runs.study.rates import DEEPEST, SMALLEST
 from runs.study.scores import Place, Result, Scores
 from runs.study.statistics import UNIT, Interval, Scaling, SeedNoise, crossing
@@ -97,6 +98,12 @@ def kernels(scores: Scores) -> Table:
     """Question 5: GKA + offsets with something else in the place of its kernel."""
     names = ("GKA + offsets", "softmax + offsets", "VLT + offsets", "GKA unrotated", *KERNELS)
     return comparison(scores, names, SMALLEST, "GKA + offsets")
+
+
+@of_every_text
+def ideas(scores: Scores) -> Table:
+    """Question 4: what else might help the preset."""
+    return comparison(scores, (CONTENDERS[0], *IDEAS), DEEPER, CONTENDERS[0])
 
 
 def comparison(scores: Scores, names: Iterable[str], place: Place, baseline: str | dict[str, str]) -> Table:
@@ -228,5 +235,6 @@ TABLES: dict[str, Callable[..., list[Table]]] = {
     "study-repairs": repairs,
     "study-further-offsets": further_offsets,
     "study-kernels": kernels,
+    "study-ideas": ideas,
     "study-best": best,
 }

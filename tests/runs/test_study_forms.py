@@ -137,6 +137,13 @@ def test_kernels_are_what_they_say():
     scores = scores.masked_fill((j > i) | (j < i - 8), float("-inf"))
     want = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), values)
     torch.testing.assert_close(tied, want, rtol=1e-4, atol=1e-4)
+    others, values, turned = mixed_by("others", x, sigma_squared=3.0)
+    features = norm(turned).transpose(1, 2)
+    scores = -(torch.cdist(features, features) ** 2) / (2 * 3.0)
+    weights = scores.masked_fill((j >= i) | (j < i - 8), float("-inf")).softmax(-1).nan_to_num()
+    want = torch.einsum("bhij,bjhd->bihd", weights, values)
+    torch.testing.assert_close(others, want, rtol=1e-4, atol=1e-4)
+    assert not others[:, 0].any()
 
 
 # Of the four heads of the second layer, by how many tokens keys and values are late.
@@ -228,7 +235,7 @@ def test_costs_of_mixing(kind, mixing, parameters, products):
 def test_costs_of_kernels():
     found = {kernel: costs(attention="gka", sequence_len=128, kernel=kernel) for kernel in KERNELS}
     counts, flops = ({kernel: cost[i] for kernel, cost in found.items()} for i in (0, 1))
-    assert found["tied-softmax"] == found["gaussian"] and found["mean"] == found["previous"]
+    assert found["tied-softmax"] == found["others"] == found["gaussian"] and found["mean"] == found["previous"]
     assert counts["mean"] == counts["gaussian"] - 4 * 2
     assert flops["mean"] == flops["gaussian"] - 6 * 4 * 2 - 4 * 12 * 256 * 128
     assert counts["none"] == counts["mean"] - 4 * 256**2 and flops["none"] == flops["mean"] - 6 * 4 * 256**2
@@ -275,7 +282,7 @@ def test_figures_draw_weights_that_are_known():
     mean, previous = (extract(awake(**GKA, kernel=kernel), ids)[0] for kernel in ("mean", "previous"))
     torch.testing.assert_close(mean.weights[0, 11, 3:], torch.full((9,), 1 / 9))
     assert torch.equal(previous.weights[1, 1:, :-1], torch.eye(11)) and previous.sigma is None
-    for unknown in (dict(kernel="none"), dict(kernel="tied-softmax"), dict(mixing="kv-shift")):
+    for unknown in (dict(kernel="none"), dict(kernel="others"), dict(kernel="tied-softmax"), dict(mixing="kv-shift")):
         with pytest.raises(UserError, match="figures do not know the weights of this form"):
             extract(awake(**GKA, **unknown), ids)
 

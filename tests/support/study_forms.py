@@ -25,6 +25,8 @@ KERNELS = [
     dict(GKA, kernel="tied-softmax", gka_window=1),
     dict(attention="gka", kernel="tied-softmax", head_offsets="PS"),
     dict(attention="gka", kernel="none"),
+    dict(GKA, kernel="others", head_offsets="PS", channel_bandwidths=True, value_embeds="all"),
+    dict(GKA, kernel="others", mixing="canon", gka_window=3),
     dict(attention="GA", kernel="previous", mixing="canon", value_embeds="every-layer"),
     dict(GKA, kernel="mean", mixing="token-shift"),
     dict(GKA, kernel="tied-softmax", mixing="kv-shift"),

@@ -8,13 +8,14 @@ else of the layer stays. v are the values that the layer would mix, N(i) the tok
     tied-softmax   y_i = sum_j softmax_j(z_i . z_j / sigma^2) v_j over N(i), with z the rotated block input of the head:
                    dot-product attention with query = key, without projections and with a learned scale for each head.
                    On features of constant norm that is the Gaussian kernel itself, so z is not normalised.
+    others         the Gaussian kernel over N(i) without slot i itself; 0 for the first token.
     none           no attention: the block is its MLP. No W_O, no bandwidths.
 """
 
 import torch
 import torch.nn.functional as F
 
-from gka import dot_product_attention
+from gka import dot_product_attention, gaussian_attention
 from gka.masking import Mask
 from nanochat_gka.model.attention import ADAMW_PARTS, Attention, GKAAttention, SoftmaxAttention, VLTAttention
 from runs.study.forms.mixing import Canon, KVShift, PartialOffset, TokenShift
@@ -93,6 +94,17 @@ class TiedSoftmaxAttention(Kernel):
         return SoftmaxAttention.weights(self, self.sharpened(queries), keys)
 
 
+class OthersAttention(Kernel):
+    is_drawn = False
+
+    def attend(self, rotary, queries, stored):
+        keys, values = self.keys_and_values(rotary, queries.shape[1], stored)
+        num_queries, num_keys = queries.shape[1], keys.shape[1]
+        visible = Mask(causal=True, window=self.window).dense(num_queries, num_keys, queries.device)
+        others = visible.tril(num_keys - num_queries - 1)
+        return gaussian_attention(queries, self._log_sigma(), keys=keys, values=values, attn_mask=others)
+
+
 class NoAttention(Kernel):
     has_bandwidth, attention_flops = False, 0
     is_drawn = False
@@ -120,6 +132,7 @@ KERNELS = {
     "mean": MeanAttention,
     "previous": PreviousAttention,
     "tied-softmax": TiedSoftmaxAttention,
+    "others": OthersAttention,
     "none": NoAttention,
 }
 
@@ -213,7 +226,10 @@ class MixedPrevious(Mixed, PreviousAttention): ...
 class MixedTiedSoftmax(Mixed, TiedSoftmaxAttention): ...
 
 
-MIXED = (MixedSoftmax, MixedVLT, MixedGKA, MixedMean, MixedPrevious, MixedTiedSoftmax)
+class MixedOthers(Mixed, OthersAttention): ...
+
+
+MIXED = (MixedSoftmax, MixedVLT, MixedGKA, MixedMean, MixedPrevious, MixedTiedSoftmax, MixedOthers)
 
 
 def varied(config, layer: int, kind: type[Attention]) -> type[Attention]:

@@ -12,7 +12,7 @@ from trainkit_gka.cli import Bounds
 
 MIXINGS = ("none", "kv-shift", "partial", "token-shift", "canon")
 ROTARY = ("full", "half")
-KERNELS = ("gaussian", "mean", "previous", "tied-softmax", "none")
+KERNELS = ("gaussian", "mean", "previous", "tied-softmax", "others", "none")
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class StudyShape(GPTConfig):
             raise ValueError("kernel=none mixes nothing; leave head_offsets, mixing and value_embeds out")
         if self.kernel in ("previous", "none") and self.gka_window:
             raise ValueError(f"gka_window means nothing with kernel={self.kernel}; leave it out")
-        if self.kernel != "gaussian" and self.channel_bandwidths:
+        if self.kernel not in ("gaussian", "others") and self.channel_bandwidths:
             raise ValueError(f"channel_bandwidths are of the Gaussian kernel, and kernel={self.kernel} is given")
         if self.kernel == "none" and self.head_gates:
             raise ValueError("kernel=none has no heads' outputs; leave head_gates out")
@@ -141,9 +141,9 @@ class StudyFlags:
     (modded-nanogpt PR 169) mix keys and values, token-shift (RWKV) and canon (arXiv 2512.17351) the layer's input."""
     rotary: Literal["full", "half"] = "full"
     """Channels that are rotated; half leaves those of the slower frequencies alone, in all layers."""
-    kernel: Literal["gaussian", "mean", "previous", "tied-softmax", "none"] = "gaussian"
+    kernel: Literal["gaussian", "mean", "previous", "tied-softmax", "others", "none"] = "gaussian"
     """What gka layers weigh tokens by: mean weighs all alike, previous takes the token before, tied-softmax compares by
-    dot products, none leaves attention out."""
+    dot products, others leaves the query's own slot out of its row, none leaves attention out."""
     gka_window: Annotated[int, Bounds(0)] = 0
     """Slots (tokens, but for head offsets) before the query that gka layers see, the last layer too; 0 = what the
     window pattern says."""
