@@ -41,26 +41,31 @@ def test_every_table_and_sentence_is_on_one_page():
     assert sorted(names) == sorted(known)
 
 
-def test_the_index_of_the_log_has_each_finding_with_the_first_sentence_of_its_verdict(tmp_path):
+def test_the_index_of_the_log_has_each_entry_under_its_kind_with_the_first_sentence_of_its_verdict(tmp_path):
     """The index itself is one of the pages that are checked above."""
-    parts = "# {}\n\n**Question.** Why? Who?\n\n{}**Outcome.** 1.5x.\n\n| a |\n|---|\n\n**Verdict.** {}\n"
-    (tmp_path / "2026-11-21-old.md").write_text(parts.format("Old", "", "Off by 0.5 in\none row. More of it."))
-    (tmp_path / "2026-11-22-new.md").write_text(parts.format("New", "**Prediction.** No.\n\n", "Kept."))
-    (tmp_path / "README.md").write_text("# Log\n")
-    assert log.findings(tmp_path)[0].rows == [
+    parts = "# {}\n\n*{}.*\n\n**Question.** Why? Who?\n\n{}**Outcome.** 1.5x.\n\n| a |\n|---|\n\n**Verdict.** {}\n"
+    old = parts.format("Old", "Research finding", "", "Off by 0.5 in\none row. More of it.")
+    text = parts.format("New", "Research finding", "**Prediction.** No.\n\n", "Kept.")
+    note = parts.format("Note", "Engineering note", "", "Faster.")
+    names = {"2026-11-21-old.md": old, "2026-11-22-new.md": text, "2026-11-23-note.md": note, "README.md": "# Log\n"}
+    for name, written in names.items():
+        (tmp_path / name).write_text(written)
+    assert log.research(tmp_path)[0].rows == [
         ["2026-11-22", "[New](2026-11-22-new.md)", "Kept."],
         ["2026-11-21", "[Old](2026-11-21-old.md)", "Off by 0.5 in one row."],
     ]
-    text = (tmp_path / "2026-11-22-new.md").read_text()
+    assert log.engineering(tmp_path)[0].rows == [["2026-11-23", "[Note](2026-11-23-note.md)", "Faster."]]
     swapped = text.replace("Verdict", "X").replace("Outcome", "Verdict").replace("X", "Outcome")
     for name, damaged in (
         ("new.md", text),
         ("2026-11-22-new.md", text.partition("**V")[0]),
+        ("2026-11-22-new.md", text.replace("Research finding", "Finding")),
         ("2026-11-22-new.md", swapped),
     ):
         (tmp_path / name).write_text(damaged)
-        with pytest.raises(UserError, match=rf"{name} is not a finding"):
-            log.findings(tmp_path)
+        for index in (log.research, log.engineering):
+            with pytest.raises(UserError, match=rf"{name} is not an entry"):
+                index(tmp_path)
         (tmp_path / name).unlink()
 
 
