@@ -1,8 +1,10 @@
-"""The looks of forms in pictures: every form that is drawn has one of its own, in the colours of the palette."""
+"""Pictures: every form that is drawn has a look of its own, in the palette; and those of the mathematics are true."""
+
+import pytest
 
 from deit_gka.figures.sheet import HYBRID, KIND_COLOURS
 from gka.kinds import KINDS
-from runs import figures
+from runs import figures, mathematics
 from runs.neighbours.approximations import picture
 from runs.neighbours.approximations.forms import FORMS, MEAN
 from runs.study.grid import CONTENDERS, CONTROL, SCALED, longer_families
@@ -37,3 +39,19 @@ def test_pictures_of_models_have_the_forms_colours():
 
 def test_heads_and_layers_have_another_palette():
     assert len(set(shades(6))) == 6 and not set(shades(6)) & set(figures.PALETTE) and len(shades(1)) == 1
+
+
+def test_pictures_of_the_mathematics_show_what_the_page_proves(tmp_path):
+    drawn = {
+        draw.__name__: draw(tmp_path) for draw in (mathematics.kernel, mathematics.softmax, mathematics.translation)
+    }
+    assert all(0 < figure.path.stat().st_size < 150_000 for figure in drawn.values())
+    for sigma in {row["sigma"] for row in drawn["kernel"].rows}:
+        row = [one["W_ij"] for one in drawn["kernel"].rows if one["sigma"] == sigma]
+        assert sum(row) == pytest.approx(1) and max(row) == row[mathematics.QUERY]
+    for row in drawn["softmax"].rows:
+        assert row["W_ij"] == pytest.approx(row["softmax"], rel=1e-12)
+    moved = {row["weights"]: [] for row in drawn["translation"].rows}
+    for row in drawn["translation"].rows:
+        moved[row["weights"]].append(abs(row["before"] - row["after"]))
+    assert max(moved["Gaussian kernel"]) < 1e-12 and max(moved["softmax of dot products"]) > 0.1
