@@ -81,12 +81,18 @@ class Study:
         """The same at equal tokens, equal FLOPs and equal time."""
         return three_ways(self.scores, self.speeds, name, other, place)
 
+    def loss_of(self, name: str) -> str:
+        """A family's loss after the longest training."""
+        result = self.scores.at(ALL[name], LONGEST)
+        return f"{result.mean:.3f}" if result else "a loss not measured yet"
+
     def counted(self) -> str:
         """How often the best form that has rows everywhere leads at equal time, over sizes and budgets with seeds."""
         words = [verdict(self.ways(HALF, CONTROL, place)[2]) for place in other_places() if self.at_both(place)]
         counts = {word: words.count(word) for word in ("ahead", "level", "behind")}
         said = ", ".join(f"{word} in {count}" for word, count in counts.items())
-        return f"Over all {sum(counts.values())} sizes and budgets with several seeds it is, at equal time, {said}."
+        total = sum(counts.values())
+        return f"Over all {total} sizes and budgets with several seeds this GKA is, at equal time, {said}."
 
     def at_both(self, place: Place) -> bool:
         """Whether both are finished there."""
@@ -104,11 +110,12 @@ def text_quality(study: Study) -> str:
     """The verdict on text, for the front page."""
     tokens, _, time = study.ways(HALF, CONTROL, LONGEST)
     return (
-        f"**Text.** The paper's form is {study.against(PAPER, SOFTMAX, LONGEST)} (four layers, {tokens_of(LONGEST)}). "
-        f"{NAMES[HALF]} is {standing(tokens, NAMES[CONTROL])} at equal tokens, and {standing(time, 'it')} at equal "
-        f"time on a CPU, with our kernel against torch's. {study.counted()} Bandwidths for every channel and gates for "
-        f"every head lower its loss by another {gain(study.over(BEST, HALF, DEEPER))}, and softmax's by "
-        f"{gain(study.over(RIVAL, CONTROL, DEEPER))} ({tokens_of(DEEPER)})."
+        f"**Text.** With four layers and {tokens_of(LONGEST)} nanochat's softmax reaches {study.loss_of(SOFTMAX)}; "
+        f"the paper's form is {standing(study.over(PAPER, SOFTMAX, LONGEST), 'it')}. {NAMES[HALF]} is "
+        f"{standing(tokens, NAMES[CONTROL])} at equal tokens, and {standing(time, 'it')} at equal time on a CPU, with "
+        f"this repository's kernel against torch's. {study.counted()} A bandwidth for every channel and a gate for "
+        f"every head lower its loss by another {gain(study.over(BEST, HALF, DEEPER))}, and that of "
+        f"{NAMES[CONTROL]} by {gain(study.over(RIVAL, CONTROL, DEEPER))} ({tokens_of(DEEPER)})."
     )
 
 
@@ -146,7 +153,7 @@ def recommended(study: Study) -> str:
     return (
         f"**At equal tokens {words[0]}, at equal FLOPs {words[1]}, at equal time {words[2]}.** {NAMES[HALF]} is "
         f"{tokens} at equal tokens, {flops} at equal FLOPs, and {time} at equal time on the CPU that was timed, with "
-        f"our kernel against torch's fused softmax (four layers, {tokens_of(LONGEST)}). {study.counted()}"
+        f"this repository's kernel against torch's fused softmax (four layers, {tokens_of(LONGEST)}). {study.counted()}"
     )
 
 
@@ -237,7 +244,7 @@ def cost() -> str:
     def shares(name: str) -> str:
         own, base = counted[name], counted[SOFTMAX]
         return f"{own['parameters'] / base['parameters']:.2f}x the parameters and " + (
-            f"{own['flops_per_token'] / base['flops_per_token']:.2f}x the FLOPs of a token"
+            f"{own['flops_per_token'] / base['flops_per_token']:.2f}x the FLOPs per token"
         )
 
     return (
@@ -253,8 +260,8 @@ def speed() -> str:
     machines = ", ".join(dict.fromkeys(name.replace("(R)", "") for name in operator.index.unique("machine")))
     return (
         f"**Speed.** In float32 the operator, forward and backward, is {_range(operator, 'float32')} as fast as "
-        f"torch's fastest softmax attention, in bfloat16 {_range(operator, 'bfloat16')}; a training step of a "
-        f"whole model {_range(models, 'float32')} and {_range(models, 'bfloat16')}. The CPUs are {machines}."
+        f"torch's fastest softmax attention, a training step of a whole model {_range(models, 'float32')}; in bfloat16 "
+        f"{_range(operator, 'bfloat16')} and {_range(models, 'bfloat16')}. The CPUs are {machines}."
     )
 
 

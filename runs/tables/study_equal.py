@@ -19,18 +19,28 @@ BASELINES = ("softmax", CONTROL)
 COMPARED = ("GKA", "GKA + offsets", HALF, "GGGA + offsets", *CONTENDERS)
 WAYS = ("equal tokens", "equal FLOPs", "equal time")
 Ways = tuple[Interval | None, Interval | None, Interval | None]
+OFFSETS, SOFTMAX_OFFSETS = "--head-offsets PS --gka-values normalised", "--head-offsets PS --offset-layers all"
+HYBRID = "--attention GGGA --offset-layers all"
+
+
+def _command(target: str, flags: str = "") -> str:
+    return f'`make {target} ARGS="{flags}"`' if flags else f"`make {target}`"
+
+
 # What trains a form at depth 20, on the front page.
 AT_DEPTH_20 = {
-    "softmax": "`make pretrain-d20-base`",
-    CONTROL: "`make pretrain-d20-base`, S",
-    "GKA": "`make pretrain-d20`",
-    "GKA + offsets": "`make pretrain-d20`, G",
-    HALF: "`make pretrain-d20`, G and `--value-embeds all`",
-    "GGGA + offsets": "`make pretrain-d20`, G, `--attention GGGA --offset-layers all`",
-    "GKA + offsets + half VE + channels + gates": "`make pretrain-d20-best`",
-    "GKA + offsets + half VE + channels": "`make pretrain-d20-best`, without `--head-gates`",
-    "softmax + offsets + channels + gates": "`make pretrain-d20-base`, S, `--channel-bandwidths --head-gates`",
-    "GGGA + offsets + channels + gates": "`make pretrain-d20-best`, `--attention GGGA --offset-layers all`",
+    "softmax": _command("pretrain-d20-base"),
+    CONTROL: _command("pretrain-d20-base", SOFTMAX_OFFSETS),
+    "GKA": _command("pretrain-d20"),
+    "GKA + offsets": _command("pretrain-d20", OFFSETS),
+    HALF: _command("pretrain-d20", f"{OFFSETS} --value-embeds all"),
+    "GGGA + offsets": _command("pretrain-d20", f"{OFFSETS} {HYBRID}"),
+    "GKA + offsets + half VE + channels + gates": _command("pretrain-d20-best"),
+    "GKA + offsets + half VE + channels": f"{_command('pretrain-d20-best')} without `--head-gates`",
+    "softmax + offsets + channels + gates": _command(
+        "pretrain-d20-base", f"{SOFTMAX_OFFSETS} --channel-bandwidths --head-gates"
+    ),
+    "GGGA + offsets + channels + gates": _command("pretrain-d20-best", HYBRID),
 }
 MEASURES = ("flops_per_token", "parameters")
 COMMON = SMALLEST["tokens"]  # the budget in which most families have seeds at every depth
@@ -90,10 +100,11 @@ def forms(folder: Path = ROWS) -> list[Table]:
 @of_every_text
 def _forms(scores: Scores) -> Table:
     rows = [
-        [name, AT_DEPTH_20[name], _signed(ways[0]), _signed(ways[2]), _times(shares[0]), _times(shares[2])]
+        [name, _signed(ways[0]), _signed(ways[2]), _times(shares[0]), _times(shares[2]), AT_DEPTH_20[name]]
         for name, ways, shares, _ in _longest(scores)
     ]
-    return Table.of(["form", "at depth 20", WAYS[0], WAYS[2], "parameters", "time of a step"], rows, words=2)
+    headings = ["form", WAYS[0], WAYS[2], "parameters", "time of a step", "what trains it at depth 20"]
+    return Table.of(headings, rows)
 
 
 def _longest(scores: Scores) -> list[tuple[str, Ways, list[float], str]]:

@@ -398,7 +398,8 @@ def test_counts_and_verdicts_are_of_equal_time(tmp_path):
         timed(tmp_path / SPEEDS.name, {sentences.CONTROL: speed, sentences.HALF: 2 * speed}, depth)
     study = sentences.Study(folder / "words.jsonl")
     assert study.counted() == (
-        "Over all 4 sizes and budgets with several seeds it is, at equal time, ahead in 2, level in 1, behind in 1."
+        "Over all 4 sizes and budgets with several seeds this GKA is, at equal time, ahead in 2, level in 1, behind in "
+        "1."
     )
     tokens = "is 0.050 [0.050, 0.050] bits per byte behind softmax with the same offsets"
     said = sentences.recommended(study)
