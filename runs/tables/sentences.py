@@ -15,6 +15,8 @@ from runs.study.grid import CONTENDERS, CONTROL, DEEPER, HALF, LONGER, LONGEST
 from runs.study.scores import Place, Scores, family_of, probed_models
 from runs.study.speed import speeds_of
 from runs.study.statistics import Interval, common_seeds
+from runs.study.vision.families import planned
+from runs.study.vision.images import setting_of
 from runs.study.vision.scores import results_of, rows_of
 from runs.tables.study import ROWS
 from runs.tables.study_equal import other_places, three_ways
@@ -214,7 +216,17 @@ def images_quality(folder: Path = ROWS) -> str:
 
 def image_sentences(folder: Path = ROWS) -> str:
     """The same of every set of images, with the better of the forms that have spatial offsets."""
-    return " ".join(filter(None, (of_images(one, with_offsets=True) for one in rows_of(folder).values())))
+    said = {name: of_images(rows, with_offsets=True) for name, rows in rows_of(folder).items()}
+    open_ones = [state(rows) for name, rows in rows_of(folder).items() if not said[name]]
+    return " ".join([*filter(None, said.values()), *open_ones])
+
+
+def state(rows: list[dict]) -> str:
+    """How far the trainings on a set of images are."""
+    name = rows[-1]["data"]["images"]
+    return (
+        f"On {IMAGES.get(name, name)} {len(rows)} of {planned(setting_of(name))} trainings are finished: no answer yet."
+    )
 
 
 def of_images(rows: list[dict], with_offsets: bool = False) -> str:

@@ -28,6 +28,7 @@ from runs.study.vision.families import (
     VisionDone,
     families_of,
     groups,
+    planned,
 )
 from runs.study.vision.images import CIFAR10, DIGITS, PHOTOS, SETTINGS, load
 from runs.study.vision.study import VisionPace, VisionStudy
@@ -200,6 +201,7 @@ def test_cifar10_tunes_each_kind_and_then_trains_all_families_seed_by_seed():
     assert [trial.seed for trial in trials] == [seed for seed in range(3) for _ in TUNED_APART]
     later = own["later-seeds"](done)
     assert len(later) == 9 and not set(later) & set(trials)
+    assert planned(CIFAR10) == len({*rates, *trials, *later})
     assert not any(trial.tuning for trial in trials) and {trial.rate for trial in trials} == {1.0}
     done[VisionTrial("gka", rate=2.0, tuning=True)] = (10.0, 1.0)
     assert own["rates"](done)[-1] == VisionTrial("gka", rate=4.0, tuning=True)
@@ -252,6 +254,11 @@ def test_the_table_has_means_spreads_and_paired_intervals(tmp_path):
     assert numbers(row["over softmax"]) == pytest.approx([middle, middle - half, middle + half], abs=0.006)
     assert (row["parameters"], row["MFLOPs/image"]) == ("1,000", "2.50")
     assert cells(table, "VLT")["top-1 %"] == "not run" and "GGGGGA" not in shown(table)
+    (tmp_path / "begun").mkdir()  # with rows of softmax alone
+    lines = (tmp_path / "vision_digits.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "begun/vision_digits.jsonl").write_text("".join(lines[:6]))
+    said = f"On digits 3 of {planned(DIGITS)} trainings are finished: no answer yet."
+    assert sentences.image_sentences(tmp_path / "begun") == said
     assert study_vision.images(tmp_path / "empty") == []
     figure = study_pictures.images(tmp_path, tmp_path)
     drawn = [row["top-1 %"] for row in figure.rows if row["family"] == "GKA + NLUD"]

@@ -67,6 +67,14 @@ def later_families(setting: Setting) -> dict[str, dict]:
     return TUNED_APART_LATER if setting.tuning_epochs else BARE_NORM
 
 
+def planned(setting: Setting) -> int:
+    """How many trainings a comparison of all families takes, if no best rate lies at an end of those first tried."""
+    done, families = done_of(setting)(), list(families_of(setting).values())
+    tuned = sum(rate_family(family, done) == family for family in families)
+    seeds = setting.seeds if done.tuned_apart else setting.seeds - 1  # seed 0 at the best rate is one of the tuned
+    return tuned * len(done.rates) + len(families) * seeds
+
+
 def rate_family(family: dict, done: VisionDone) -> dict:
     """The family whose rate this one takes: itself, but where rates are tuned apart, its kind; hybrids take GKA's."""
     if not done.tuned_apart:
