@@ -173,7 +173,7 @@ def learned(study: Study) -> str:
 
 
 def kernel_or_offset(study: Study) -> str:
-    """Question 5."""
+    """Question 5: the Gaussian beside other things in its place."""
     place = LONGER[0]
     lost = {name: study.over(f"offsets, {name}", OFFSETS, place) for name in ("fixed sigma", "causal mean")}
     tied = standing(study.over("offsets, tied softmax", OFFSETS, place), "the Gaussian kernel")
@@ -181,7 +181,7 @@ def kernel_or_offset(study: Study) -> str:
         name: "" if one is None else f"{one.value:.3f} [{one.low:.3f}, {one.high:.3f}]" for name, one in lost.items()
     }
     return (
-        f"**Mostly its width.** Softmax over the same dot products, without the keys' norms, is {tied}. Bandwidths "
+        f"**No; its width counts.** Softmax over the same dot products, without the keys' norms, is {tied}. Bandwidths "
         f"that stay where they start cost {said['fixed sigma']} bits per byte, a mean of all earlier tokens "
         f"{said['causal mean']} (two layers, {tokens_of(place)}, GKA with head offsets)."
     )
@@ -197,10 +197,10 @@ def heads(study: Study) -> str:
             right = max(right, record["metrics"]["induction"]["accuracy"])
     said = {name: f"{min(values):.1f} to {max(values):.1f}" for name, values in gains.items()}
     return (
-        f"**With head offsets they begin to copy.** When random tokens come a second time, four layers after "
-        f"{tokens_of(LONGEST)} pay fewer nats a token: softmax with offsets {said[CONTROL]}, GKA with offsets "
-        f"{said[OFFSETS]}, with value embeddings in half of its layers {said[HALF]}; without offsets softmax "
-        f"{said[SOFTMAX]} and GKA {said[PAPER]}. It is a beginning: the right token is the most likely one in "
+        f"**With head offsets they begin to copy.** When a row of random tokens comes a second time, its loss falls by "
+        f"so many nats a token (four layers, {tokens_of(LONGEST)}): softmax with offsets {said[CONTROL]}, GKA with "
+        f"offsets {said[OFFSETS]}, with value embeddings in half of its layers {said[HALF]}; without offsets "
+        f"softmax {said[SOFTMAX]} and GKA {said[PAPER]}. It is a beginning: the right token is the most likely one in "
         f"{right:.1%} of places at most."
     )
 
