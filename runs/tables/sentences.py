@@ -10,6 +10,9 @@ import pandas as pd
 
 from nanochat_gka.accounting import AccountingConfig, account
 from runs import frames
+from runs.examples.text_classifier import FILE as CLASSIFIER
+from runs.examples.text_classifier import TextClassifierConfig
+from runs.examples.text_classifier import rows_of as rows_of_classifier
 from runs.study.families import ALL
 from runs.study.grid import CONTENDERS, CONTROL, DEEPER, HALF, LONGER, LONGEST
 from runs.study.scores import Place, Scores, family_of, probed_models
@@ -246,6 +249,21 @@ def of_images(rows: list[dict], with_offsets: bool = False) -> str:
     return f"{told}."
 
 
+def classifier() -> str:
+    """BERT on docstrings, seed by seed."""
+    rows = rows_of_classifier(frames.RESULTS / CLASSIFIER, TextClassifierConfig())
+    by_seed = rows.pivot(index="seed", columns="attention", values="accuracy")
+    leads = by_seed["gka"] > by_seed["softmax"]
+    order = (
+        "ahead with every seed" if leads.all() else "ahead with some seeds" if leads.any() else "behind with every seed"
+    )
+    gka, softmax = (", ".join(f"{100 * one:.1f}" for one in by_seed[kind]) for kind in ("gka", "softmax"))
+    return (
+        "**Classifying text.** Of BERTs trained from scratch on docstrings, with one learning rate for both, GKA is "
+        f"{order} ({gka} % against softmax's {softmax} %; [an example](runs/README.md#an-example-on-text))."
+    )
+
+
 # Cost and speed
 
 
@@ -297,6 +315,7 @@ def of_text(sentence: Callable[[Study], str]) -> Callable[[], str]:
 SENTENCES: dict[str, Callable[[], str]] = {
     "text-quality": of_text(text_quality),
     "images-quality": images_quality,
+    "classifier": classifier,
     "cost": cost,
     "speed": speed,
     "study-paper-form": of_text(paper_form),

@@ -13,6 +13,7 @@ from runs import frames
 from runs.bench import gpt as bench_gpt
 from runs.bench.results import facts_of
 from runs.demo.report import COLUMNS
+from runs.examples import text_classifier
 from runs.tables import __main__ as tables
 from runs.tables import benchmarks, demo, log, machine, sentences, speed, speedups
 from shown import shown
@@ -245,6 +246,22 @@ def test_the_sentence_of_speed_has_the_range_over_machines_and_threads(tmp_path,
     assert "is 1.2 to 3.0 times (median 2.0) as fast" in said and "model 1.4 to 1.6 times (median 1.5);" in said
     assert "in bfloat16 0.5 to 0.5 times (median 0.5) and 1.1 to 1.1 times (median 1.1)." in said
     assert said.endswith("The CPUs are a CPU, b CPU.")
+
+
+@pytest.mark.parametrize(
+    ("gka", "said"),
+    [([0.6, 0.5], "behind with every seed"), ([0.9, 0.5], "ahead with some seeds"), ([0.9, 0.8], "ahead with every")],
+)
+def test_the_sentence_of_the_classifier_goes_by_seed(tmp_path, monkeypatch, gka, said):
+    accuracies = {"gka": gka, "softmax": [0.7, 0.7]}
+    about = dict(date="2026-11-26", commit="abc", hardware="a CPU, 1 thread", torch="2", kind=text_classifier.KIND)
+    lines = []
+    for case in text_classifier.cases_of(text_classifier.TextClassifierConfig(seeds=2)):
+        accuracy = accuracies[case["attention"]][case["seed"]]
+        lines.append({**about, "config": {"case": case}, "metrics": {"accuracy": accuracy}})
+    write_lines(tmp_path / text_classifier.FILE, *lines)
+    monkeypatch.setattr(frames, "RESULTS", tmp_path)
+    assert f"GKA is {said}" in sentences.classifier() and "against softmax's 70.0, 70.0 %" in sentences.classifier()
 
 
 def test_the_picture_of_speed_has_a_point_for_each_case_machine_and_number_of_threads(tmp_path, monkeypatch):
