@@ -63,6 +63,7 @@ LOOKS = {
     # Of images: offsets of the four neighbours, or of the patch itself and three neighbours.
     "softmax + LRUB": Look(SKY, "s"),
     "softmax + NLUD": Look(SKY, "D", OPEN),
+    "softmax, 6 epochs": Look(BLACK, "v", OPEN),
     "GKA + LRUB": Look(ORANGE, "s"),
     "GKA + NLUD": Look(ORANGE, "D", OPEN),
     "GKA, norm without weight": Look(VERMILION, "v", OPEN),

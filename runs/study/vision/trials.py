@@ -37,14 +37,14 @@ class Setting:
 
     def epochs_of(self, trial: "VisionTrial") -> int:
         """How often the trial sees its training images."""
-        return self.tuning_epochs if trial.tuning else self.epochs
+        return self.tuning_epochs if trial.tuning else trial.epochs or self.epochs
 
 
 @dataclass(frozen=True)
 class VisionTrial:
     """What differs between runs. rate: multiplies the learning rate. tuning: it only chooses the rate, see `Setting`.
 
-    norm_weight, channel_bandwidths: as the models' arguments.
+    norm_weight, channel_bandwidths: as the models' arguments. epochs: of the training; 0 is the setting's.
     """
 
     attention: str
@@ -54,6 +54,7 @@ class VisionTrial:
     norm_weight: bool = True
     channel_bandwidths: bool = False
     tuning: bool = False
+    epochs: int = 0
 
     @classmethod
     def from_row(cls, saved: dict[str, Any]) -> "VisionTrial":
@@ -65,7 +66,9 @@ class VisionTrial:
         """For people: gka NLUD rate 2 seed 1."""
         norm = "" if self.norm_weight else "norm without weight"
         channels = "channel bandwidths" if self.channel_bandwidths else ""
-        words = [self.attention, self.spatial_offsets, norm, channels, f"rate {self.rate:g}", f"seed {self.seed}"]
+        epochs = f"{self.epochs} epochs" if self.epochs else ""
+        form = [self.attention, self.spatial_offsets, norm, channels, epochs]
+        words = [*form, f"rate {self.rate:g}", f"seed {self.seed}"]
         return " ".join(filter(None, [*words, "held-out images" if self.tuning else ""]))
 
     def flags(self, setting: Setting) -> list[Any]:
