@@ -14,6 +14,7 @@ from gka.api import gaussian_attention
 from gka.autocast import autocasts
 from gka.dispatch import IMPLEMENTATIONS, check_impl, find
 from gka.request import Tables, gaussian_request
+from gka.validation import check_features
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -66,11 +67,12 @@ def decode_attention(
         rotary=rotary, channel_scales=channel_scales, cache_lengths=lengths, key_delays=key_delays or None,
         value_delays=value_delays or None,
     )  # fmt: skip
+    check_features("values", values)
     whole = any(option is not None for option in options.values())  # they count tokens from the first on
     pair: tuple[Any, Any] = (values, None) if keys is None else (keys, values)
-    request = gaussian_request(
-        x, log_sigma, *pair, True, window, eps=0.0, constant_norm=constant_norm, whole=whole, **options
-    )
+    names = "values" if keys is None else "keys", "values"
+    options |= dict(eps=0.0, constant_norm=constant_norm, whole=whole, names=names)
+    request = gaussian_request(x, log_sigma, *pair, True, window, **options)
     _check_options(x, values.shape[1], rotary, channel_scales, lengths, key_delays, value_delays)
     if not autocasts(x.device.type) and (name := find(request, impl)[0]):  # autocast rounds after keys are derived
         return IMPLEMENTATIONS[name].gaussian(request)

@@ -11,6 +11,7 @@ from torch import nn
 
 from gka import validation
 from gka.api import gaussian_attention, gaussian_weights, select_impl
+from gka.autocast import autocasts
 from gka.bandwidth import at_least_float32, initial_log_sigma
 from gka.dispatch import check_impl
 
@@ -34,10 +35,10 @@ class GaussianKernelAttention(nn.Module):
       again with head_norm; the values stay as they are. It is a Gaussian with a diagonal metric (automatic relevance
       determination: MacKay 1994, Neal 1996), for tokens whose norm has no weight per channel.
 
-    Input and output: (B, T, dim) in the weights' dtype, or autocast is on; ValueError for another shape. Expects
-    normalised tokens (the paper's: after the block's LayerNorm). `.bfloat16()` and `.half()` work, but `log_sigma` is
-    best kept float32: rounded, it learns in steps of 2^-8 or coarser. Keep it and `log_scale` out of weight decay; they
-    are 1-D, as the usual rule for biases and norms expects.
+    Input and output: (B, T, dim) in the weights' dtype, or autocast is on; TypeError for another dtype, ValueError for
+    another shape. Expects normalised tokens (the paper's: after the block's LayerNorm). `.bfloat16()` and `.half()`
+    work, but `log_sigma` is best kept float32: rounded, it learns in steps of 2^-8 or coarser. Keep it and `log_scale`
+    out of weight decay; they are 1-D, as the usual rule for biases and norms expects.
     """
 
     def __init__(
@@ -91,10 +92,10 @@ class GaussianKernelAttention(nn.Module):
         W_O's bias comes out. is_causal: for this call, as timm's blocks say it. need_weights: return W too, (B, H, T,
         Tk), which is built in O(T * Tk) memory.
         """
-        features, values = self._features_and_values(x)
+        features, values = self._features_and_values("x", x)
         keys = None
         if context is not None:
-            keys, values = self._features_and_values(context)
+            keys, values = self._features_and_values("context", context)
         mask: dict[str, Any] = dict(
             keys=keys,
             causal=self.causal or is_causal,
@@ -107,8 +108,8 @@ class GaussianKernelAttention(nn.Module):
         y = self.proj(y.flatten(-2))
         return (y, gaussian_weights(features, log_sigma, **mask)) if need_weights else y
 
-    def _features_and_values(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        values = self._normalised(split_heads(x, self.dim, self.num_heads))
+    def _features_and_values(self, name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        values = self._normalised(split_heads(name, x, self.dim, self.num_heads, weight_of(self.proj)))
         return values if self.log_scale is None else self._normalised(self.scaled(values)), values
 
     def _normalised(self, heads: torch.Tensor) -> torch.Tensor:
@@ -137,10 +138,25 @@ class GaussianKernelAttention(nn.Module):
         return ", ".join(f"{name}={getattr(self, name)}" for name in names).removeprefix("num_")
 
 
-def split_heads(x: torch.Tensor, dim: int, num_heads: int) -> torch.Tensor:
-    """(B, T, dim) as (B, T, H, D). Raises TypeError or ValueError for another x."""
+def weight_of(projection: nn.Module) -> torch.Tensor | None:
+    """The weight that multiplies what the projection gets, as it is; None for one that casts or quantises by itself."""
+    weight = projection._parameters.get("weight") if isinstance(projection, nn.Linear) else None
+    return weight if type(weight) in (torch.Tensor, nn.Parameter) else None
+
+
+def split_heads(name: str, x: torch.Tensor, dim: int, num_heads: int, weight: torch.Tensor | None) -> torch.Tensor:
+    """(B, T, dim) as (B, T, H, D). Raises TypeError or ValueError for another x, or one that `weight` cannot multiply;
+    `name` is the argument's.
+    """
     if not isinstance(x, torch.Tensor):
-        raise TypeError(f"x must be a torch.Tensor of shape (B, T, dim), got {type(x).__name__}")
+        raise TypeError(f"{name} must be a torch.Tensor of shape (B, T, dim), got {type(x).__name__}")
     if x.dim() != 3 or x.shape[-1] != dim:
-        raise ValueError(f"x must have shape (B, T, dim) with dim={dim}, got {tuple(x.shape)}")
+        raise ValueError(f"{name} must have shape (B, T, dim) with dim={dim}, got {tuple(x.shape)}")
+    if weight is not None and weight.dtype in validation.FLOATING and x.dtype != weight.dtype:
+        casts = autocasts(x.device.type) and torch.float64 not in (x.dtype, weight.dtype)  # float64 stays what it is
+        if not (casts and x.dtype in validation.FLOATING):
+            raise TypeError(
+                f"{name} must have the dtype of the layer's weights, {weight.dtype}, got {x.dtype}: cast it or the "
+                "layer with .to(), or use torch.autocast, which leaves float64 alone"
+            )
     return x.unflatten(-1, (num_heads, dim // num_heads))

@@ -7,7 +7,7 @@ from torch import nn
 
 from gka.api import gaussian_attention, gaussian_weights
 from gka.bandwidth import at_least_float32, initial_log_sigma
-from gka.layer import split_heads
+from gka.layer import split_heads, weight_of
 from gka.validation import readable
 
 
@@ -64,7 +64,7 @@ class GaussianMultiheadAttention(nn.Module):
         0 or minus infinity are added to the exponents in attn_mask, and refused (ValueError) in key_padding_mask.
         is_causal: attn_mask is the causal one, and need not be read where there are as many keys as queries.
         """
-        heads = [self._heads(t) for t in (query, key, value)]
+        heads = [self._heads(name, t) for name, t in (("query", query), ("key", key), ("value", value))]
         features, keys, values = heads[0], None if key is query else heads[1], None if value is key else heads[2]
         is_causal = is_causal and features.shape[1] == heads[1].shape[1]
         padding = None if key_padding_mask is None else _as_padding(key_padding_mask)
@@ -81,8 +81,9 @@ class GaussianMultiheadAttention(nn.Module):
             weights = weights.mean(1)
         return y if self.batch_first else y.transpose(0, 1), weights
 
-    def _heads(self, x: torch.Tensor) -> torch.Tensor:
-        return split_heads(x if self.batch_first else x.transpose(0, 1), self.embed_dim, self.num_heads)
+    def _heads(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        by_batch = x if self.batch_first else x.transpose(0, 1)
+        return split_heads(name, by_batch, self.embed_dim, self.num_heads, weight_of(self.out_proj))
 
     def _as_visible(self, mask: torch.Tensor, batch: int) -> torch.Tensor:
         """torch's attn_mask, (Tq, Tk) or (B * H, Tq, Tk), as `gaussian_attention` takes it."""

@@ -146,11 +146,13 @@ def gaussian_request(
     key_padding_mask: torch.Tensor | None = None,
     attn_mask: torch.Tensor | None = None,
     whole: bool = False,
+    names: tuple[str, str] = ("keys", "values"),
     **options: Any,
 ) -> GaussianRequest:
     """The arguments of `gaussian_attention` as a request, checked. options: fields of the request that have a default.
 
-    whole: hidden keys stay. Raises TypeError or ValueError naming the argument.
+    whole: hidden keys stay. names: what keys and values are called in errors. Raises TypeError or ValueError naming the
+    argument.
     """
     validation.check_features("x", x)
     validation.check_log_sigma(log_sigma, x)
@@ -162,7 +164,7 @@ def gaussian_request(
     needs_grad = _needs_grad(x, log_sigma, keys, values, *others)
     given: dict[str, Any] = dict(lengths=lengths, key_padding_mask=key_padding_mask, attn_mask=attn_mask)
     hides = any(t is not None for t in given.values())
-    prepared = _prepared(x, keys, values, causal, window, names=("keys", "values"), whole=whole or hides)
+    prepared = _prepared(x, keys, values, causal, window, names=names, whole=whole or hides)
     if hides:
         validation.check_hidden(x, keys.shape[1], **given)
         given |= _padding(lengths, key_padding_mask, keys.shape[1])

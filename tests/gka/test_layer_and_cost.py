@@ -1,12 +1,14 @@
 """The layer as a user plugs it in, and the cost model against the paper's tables and the built layer."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import gka.flops  # noqa: F401
-from gka import GaussianKernelAttention, attention_cost, gaussian_attention
+from gka import GaussianKernelAttention, GaussianMultiheadAttention, attention_cost, gaussian_attention
 from operator_cases import CPU
 from sharding import check_trains_as_in_bfloat16, process_group
 
@@ -128,11 +130,62 @@ def test_torch_fx_traces_a_model_that_has_the_layer(options):
 
 
 def test_layer_under_autocast():
+    """It takes inputs of any dtype but float64, which autocast does not cast either."""
     layer, x = GaussianKernelAttention(32, 2), torch.randn(2, 9, 32)
-    with torch.autocast("cpu", torch.bfloat16):
-        y = layer(x)
-    assert y.dtype == torch.bfloat16
-    torch.testing.assert_close(y.float(), layer(x), rtol=0.04, atol=0.04)
+    multihead = GaussianMultiheadAttention(32, 2)
+    multihead.load_state_dict({name.replace("proj", "out_proj"): t for name, t in layer.state_dict().items()})
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        given = x.to(dtype)
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = layer(given), layer(given, x)[:1], multihead(*[given.transpose(0, 1)] * 3)[0].transpose(0, 1)
+        for y in outputs:
+            assert y.dtype == torch.bfloat16
+            torch.testing.assert_close(y.float(), layer(x)[: len(y)], rtol=0.04, atol=0.04)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match="x must have the dtype of the layer's"):
+        layer(x.double())
+
+
+def test_layer_takes_what_its_projection_casts_by_itself():
+    """Such as a quantised one; and a weight that a parametrisation makes is not made to be looked at."""
+
+    class Stored(nn.Linear):
+        """Multiplies in the dtype of what it gets."""
+
+        def __init__(self, linear):
+            super().__init__(32, 32)
+            del self.weight
+            self.weight, self.bias = linear.weight.detach().bfloat16(), linear.bias
+
+        def forward(self, x):
+            return nn.functional.linear(x, self.weight.to(x.dtype), self.bias)
+
+    layer, x = GaussianKernelAttention(32, 2), torch.randn(2, 9, 32)
+    want = layer(x)
+    layer.proj = Stored(layer.proj)
+    torch.testing.assert_close(layer(x), want, rtol=0.01, atol=0.01)
+
+    layer = GaussianKernelAttention(32, 2)
+    nn.utils.parametrizations.spectral_norm(layer.proj)  # every look at the weight in training moves its estimate
+    other = copy.deepcopy(layer)
+    torch.testing.assert_close(
+        layer(x), other.proj(gaussian_attention(x.view(2, 9, 2, 16), other.log_sigma).flatten(2))
+    )
+    assert torch.equal(layer.proj.weight, other.proj.weight)
+
+
+def test_layer_compiled_exported_and_mapped_with_context():
+    """One graph each, in spite of what the door checks."""
+    layer, x, context = GaussianKernelAttention(32, 2), torch.randn(2, 9, 32), torch.randn(2, 4, 32)
+    want = layer(x, context)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, context), want)
+    torch.testing.assert_close(torch.export.export(layer, (x, context)).module()(x, context), want)
+    concrete = dict(key_padding_mask=None, attn_mask=None, is_causal=False, need_weights=False)
+    torch.testing.assert_close(torch.fx.symbolic_trace(layer, concrete_args=concrete)(x, context), want)
+    one_by_one = torch.func.vmap(lambda x, c: layer(x[None], c[None])[0])
+    torch.testing.assert_close(one_by_one(x, context), want, rtol=1e-5, atol=1e-5)
+    parameters = dict(layer.named_parameters())
+    torch.testing.assert_close(torch.func.functional_call(layer, parameters, (x, context)), want)
 
 
 def test_layer_survives_the_meta_device():

@@ -8,7 +8,9 @@ from torch._subclasses import FakeTensorMode
 
 from gka import (
     GaussianKernelAttention,
+    GaussianMultiheadAttention,
     attention_cost,
+    decode_attention,
     dot_product_attention,
     gaussian_attention,
     initial_log_sigma,
@@ -19,8 +21,10 @@ from operator_cases import AUTO_ON_CPU
 
 X = torch.randn(2, 5, 3, 16)
 S = torch.zeros(3)
+HIDDEN = torch.randn(2, 5, 32)
 IMPLS = "impl must be one of auto, reference, triton, cpu, flex, sdpa, got 'cuda'"
 attend, layer, baseline = gaussian_attention, GaussianKernelAttention, dot_product_attention
+multihead = GaussianMultiheadAttention
 
 # fmt: off
 CASES = [  # the error, its words, and a call
@@ -60,6 +64,13 @@ CASES = [  # the error, its words, and a call
     (TypeError, "causal must be a bool", lambda: layer(32, 2, causal=1)),
     (ValueError, IMPLS, lambda: layer(32, 2, impl="cuda")),
     (TypeError, r"x must be a torch.Tensor of shape \(B, T, dim\), got NoneType", lambda: layer(8, 2)(None)),
+    (TypeError, r"x must have .*weights, torch.float32, got torch.float16: cast", lambda: layer(32, 2)(HIDDEN.half())),
+    (TypeError, "x must have the dtype of the layer's weights", lambda: layer(32, 2).bfloat16()(HIDDEN)),
+    (TypeError, "context must have the dtype of .*torch.float64", lambda: layer(32, 2)(HIDDEN, HIDDEN.double())),
+    (TypeError, "query must have the dtype", lambda: multihead(32, 2)(*[HIDDEN.half()] * 3)),
+    (TypeError, "value must have the dtype", lambda: multihead(32, 2)(HIDDEN, HIDDEN, HIDDEN.half())),
+    (TypeError, "values must have the dtype of the queries", lambda: decode_attention(X[:, :1], S, X.half())),
+    (TypeError, r"values must be a torch.Tensor of shape", lambda: decode_attention(X, S, None)),
     (ValueError, r"with dim=32, got \(1, 3, 16\)", lambda: layer(32, 2)(torch.ones(1, 3, 16))),
     (ValueError, r"with dim=32, got \(3, 32\)", lambda: layer(32, 2)(torch.ones(3, 32))),
     (ValueError, r"queries must have shape \(B, T, H, D\), got 3 dimensions", lambda: log_kernel(X[0], X[0], S)),
