@@ -16,7 +16,7 @@ from gka.bandwidth import at_least_float32, initial_log_sigma
 from gka.dispatch import check_impl
 
 # torch.fx records each call as one node, as its tensors have no shapes and dtypes to look at.
-for name in ("split_heads", "at_least_float32", "gaussian_attention", "gaussian_weights"):
+for name in ("split_heads", "checked_context", "at_least_float32", "gaussian_attention", "gaussian_weights"):
     torch.fx.wrap(name)
 
 
@@ -95,7 +95,7 @@ class GaussianKernelAttention(nn.Module):
         features, values = self._features_and_values("x", x)
         keys = None
         if context is not None:
-            keys, values = self._features_and_values("context", context)
+            keys, values = self._features_and_values("context", checked_context(context, x, self.dim))
         mask: dict[str, Any] = dict(
             keys=keys,
             causal=self.causal or is_causal,
@@ -160,3 +160,16 @@ def split_heads(name: str, x: torch.Tensor, dim: int, num_heads: int, weight: to
                 "layer with .to(), or use torch.autocast, which leaves float64 alone"
             )
     return x.unflatten(-1, (num_heads, dim // num_heads))
+
+
+def checked_context(context: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Tensor:
+    """The context, if it is features beside x, (B, T, dim). TypeError or ValueError otherwise, such as for a mask."""
+    is_tensor = isinstance(context, torch.Tensor)
+    has_dtype = is_tensor and context.is_floating_point()
+    if has_dtype and context.dim() == 3 and context.shape[0] == x.shape[0] and context.shape[2] == dim:
+        return context
+    found = f"{tuple(context.shape)} in {context.dtype}" if is_tensor else type(context).__name__
+    raise (ValueError if has_dtype else TypeError)(
+        f"context, the second argument, must be features of shape (B, Tk, dim) = ({x.shape[0]}, *, {dim}), "
+        f"got {found}; masks are given by name: key_padding_mask=... or attn_mask=..."
+    )
