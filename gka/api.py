@@ -66,7 +66,7 @@ def gaussian_attention(
         flex drop it; as K_ii = 1 that changes y by less than a relative `eps`.
       impl: "reference" (the literal equations), "triton" (the fused kernels, CUDA), "cpu" (the fused kernel in C++, no
         float64), "sdpa" (any device), "flex" (CUDA; forward only on CPU), or "auto", see `select_impl`. All have first
-        derivatives in reverse mode; the reference has those of any order, forward mode and torch.func.
+        derivatives in reverse mode; sdpa has forward mode too, and the reference all derivatives of any order.
       return_weights: gone; `gaussian_weights` returns W.
 
     Returns: y, (B, Tq, H, D) in x.dtype (precision: top of the file). What a row may not see never touches it.
@@ -155,8 +155,9 @@ def select_impl(
     """The name of the implementation that `gaussian_attention` runs for these arguments; never "auto".
 
     auto: on CUDA "triton", or where it cannot serve the request "flex" if SDPA would need a
-    dense mask or extra channels; on CPUs "cpu", whose library the first question loads or builds; else "sdpa". For a
-    batch of 0 always "reference". Raises ValueError if `impl` is unknown or cannot serve the request.
+    dense mask or extra channels; on CPUs "cpu", whose library the first question loads or builds; else "sdpa", such as
+    in forward mode. For a batch of 0 always "reference". Raises ValueError if `impl` is unknown or cannot serve the
+    request.
     """
     log_sigma = x.new_zeros(x.shape[2], dtype=torch.float32) if log_sigma is None else log_sigma
     request = gaussian_request(

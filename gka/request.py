@@ -48,6 +48,7 @@ class Request:
     attn_mask: torch.Tensor | None = (
         None  # broadcast to (B, H, Tq, Tk): bool, True = visible, or added to the exponents
     )
+    forward_mode: bool | None = None  # whether a derivative in forward mode is being taken
     asks: tuple[str, ...] = field(init=False)  # names of the mask's conditions and of the options that are set
 
     def __post_init__(self) -> None:
@@ -221,7 +222,10 @@ def _prepared(
     if first > 0:  # so keys are not x
         keys, values = keys[:, first:], values if own_values else values[:, first:]
     mask = mask.simplify(num_queries, num_keys - first)
-    return dict(x=x, keys=None if own_keys else keys, values=None if own_values else values, mask=mask)
+    others = dict(keys=None if own_keys else keys, values=None if own_values else values)
+    # dual_level, jvp, jacfwd and hessian; tensors that carry a tangent under another transform do not tell.
+    forward_mode = torch.autograd.forward_ad._current_level >= 0
+    return dict(x=x, **others, mask=mask, forward_mode=forward_mode or None)
 
 
 def _needs_grad(*tensors: torch.Tensor) -> bool:

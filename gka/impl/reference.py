@@ -11,7 +11,7 @@ from gka.hiding import bias, finished, finite, padding, visible, without_padding
 from gka.kernel import log_kernel
 from gka.request import HIDING, GaussianRequest, Request, Serves
 
-SERVES = Serves(options=frozenset(HIDING), applies_eps=True)
+SERVES = Serves(options=frozenset({*HIDING, "forward_mode"}), applies_eps=True)
 
 
 def unavailable(request: Request) -> str | None:

@@ -5,18 +5,23 @@ The kernel's exponent is a dot product of features with two more channels (docs/
     S_ij = -|x_i - k_j|^2 / (2 sigma^2) = [x_i / sigma^2, -|x_i|^2 / (2 sigma^2), 1] . [k_j, 1, -|k_j|^2 / (2 sigma^2)]
 
 Heads of constant norm need neither: plain attention with q = x / sigma^2. `eps` is ignored: since K_ii = 1 it changes y
-by at most a relative 1e-6.
+by at most a relative 1e-6. In forward mode the product is made of torch's operations that are not fused, which have
+derivatives of every order.
 """
+
+import contextlib
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gka.bandwidth import inverse_variance
 from gka.expansion import expand
 from gka.hiding import bias, finished, finite, visible, without_padding
 from gka.request import CONDITIONS, HIDING, GaussianRequest, Request, Serves, SoftmaxRequest
 
-SERVES = Serves(options=frozenset(HIDING), applies_eps=False)
+SERVES = Serves(options=frozenset({*HIDING, "forward_mode"}), applies_eps=False)
 
 
 def unavailable(request: Request) -> str | None:
@@ -50,16 +55,53 @@ def gaussian(request: GaussianRequest) -> torch.Tensor:
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request, scale: float) -> torch.Tensor:
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    attn_mask, is_causal = _mask(request, q.dtype)
+    # torch's fused kernels have first derivatives in reverse mode, and no others.
+    with sdpa_kernel(SDPBackend.MATH) if request.forward_mode else contextlib.nullcontext():
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask, is_causal=is_causal, scale=scale)
+    if not torch.compiler.is_compiling() and y.grad_fn is not None and y.grad_fn.name().startswith("ScaledDotProduct"):
+        for t in (q, k, v):
+            if t.requires_grad:
+                t.register_hook(_once)
+    return y.transpose(1, 2)
+
+
+def _mask(request: Request, dtype: torch.dtype) -> tuple[torch.Tensor | None, bool]:
+    """What torch's function takes as attn_mask and is_causal."""
     hiding = set(request.asks) & HIDING
-    if not hiding or (hiding == {"causal"} and q.shape[2] == k.shape[2]):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=bool(hiding), scale=scale).transpose(1, 2)
+    if not hiding or (hiding == {"causal"} and request.num_queries == request.num_keys):
+        return None, bool(hiding)
     seen = visible(request)
     if not hiding - set(CONDITIONS):  # a causal mask and a window leave every row a key
-        return F.scaled_dot_product_attention(q, k, v, seen, scale=scale).transpose(1, 2)
-    added = bias(request, seen, q.dtype)
+        return seen, False
+    added = bias(request, seen, dtype)
     seen = seen | ~seen.any(-1, keepdim=True)  # rows without keys are computed with all of them; `finished` clears them
-    attn_mask = seen if added is None else torch.where(seen, added, float("-inf"))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask, scale=scale).transpose(1, 2)
+    return seen if added is None else torch.where(seen, added, float("-inf")), False
+
+
+def _once(grad: torch.Tensor) -> torch.Tensor:
+    return _Once.apply(grad) if grad.requires_grad else grad
+
+
+class _Once(torch.autograd.Function):
+    """The gradient of what goes into a fused kernel, as it is. Its own derivative says that there is none."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(grad: torch.Tensor) -> torch.Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> None:
+        raise NotImplementedError(
+            'impl="sdpa" has no second derivatives where torch takes a fused kernel; use impl="reference" for double '
+            "backward, or torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+        )
 
 
 def _extend(features: torch.Tensor, first, second, padding: int) -> torch.Tensor:

@@ -10,8 +10,8 @@ assert set(ORDER) == HIDING
 
 
 def serves() -> list[Table]:
-    """Masks and padding, dtypes and head sizes by implementation."""
-    headings = ["`impl`", *(f"`{option}`" for option in ORDER), "dtypes", "head_dim", "eps"]
+    """Masks and padding, forward-mode derivatives, dtypes and head sizes by implementation."""
+    headings = ["`impl`", *(f"`{option}`" for option in ORDER), "forward mode", "dtypes", "head_dim", "eps"]
     rows = [[f"`{name}`", *_cells(one.SERVES)] for name, one in IMPLEMENTATIONS.items()]
     return [Table.of(headings, rows, words=len(headings))]
 
@@ -24,4 +24,11 @@ def _cells(serves: Serves) -> list[str]:
     limits = [f"{serves.min_head_dim} or more" if serves.min_head_dim > 1 else ""]
     limits += [f"up to {serves.max_head_dim}" if serves.max_head_dim else ""]
     dtypes = f"all but {', '.join(missing)}" if missing else "all"
-    return [*masks, dtypes, ", ".join(filter(None, limits)) or "any", "applied" if serves.applies_eps else "dropped"]
+    forward_mode = "yes" if "forward_mode" in serves.options else "no"
+    return [
+        *masks,
+        forward_mode,
+        dtypes,
+        ", ".join(filter(None, limits)) or "any",
+        "applied" if serves.applies_eps else "dropped",
+    ]

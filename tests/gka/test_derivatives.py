@@ -1,5 +1,5 @@
 """Derivatives of every order and mode of the reference, where tokens repeat and where keys contain the queries,
-against explicit sums.
+against explicit sums; and those that the others have, against the reference.
 """
 
 from itertools import product
@@ -7,11 +7,14 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import explicit_sums
 from gka import gaussian_attention, log_kernel, testing
+from gka.dispatch import IMPLEMENTATIONS
 from gka.kernel import squared_distances
 
 REPEATED = [0, 1, 0, 2, 2]  # tokens 0 and 2 are equal, and 3 and 4
@@ -127,6 +130,69 @@ def test_second_derivatives_in_every_mixture_of_modes(problem):
     close(torch.func.jvp(torch.func.grad(loss, indices), arguments, directions)[1], want)
     close(torch.func.grad(along, indices)(*arguments), want)
     close(torch.func.jacfwd(along, indices)(*arguments), want)
+
+
+HALF_SEEN = torch.arange(12).view(3, 4) % 2 == 0
+OPTIONS = [
+    dict(), dict(causal=True), dict(window=1), dict(constant_norm=True), dict(lengths=torch.tensor([3, 1])),
+    dict(key_padding_mask=torch.tensor([[True, False, False], [False, False, True]])), dict(attn_mask=HALF_SEEN[:, :3]),
+    dict(keys=True, attn_mask=HALF_SEEN),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "+".join(options) or "plain")
+def test_auto_has_forward_mode_with_every_mask(options):
+    """By jvp, dual numbers and hessian, the first compiled too: what the reference says in float64."""
+    x, keys, direction = random(2, 3, 2, 4), random(2, 4, 2, 4, seed=2), random(2, 3, 2, 4, seed=1)
+    options = {**options, **(dict(keys=keys) if "keys" in options else {})}
+
+    def derivatives(dtype, impl, compiled):
+        def function(x, log_sigma):
+            given = {name: t.to(dtype) if name == "keys" else t for name, t in options.items()}
+            return gaussian_attention(nn.functional.rms_norm(x, (4,)), log_sigma, eps=0.0, impl=impl, **given)
+
+        def tangent(x, log_sigma, direction):
+            return torch.func.jvp(function, (x, log_sigma), (direction, torch.ones_like(log_sigma)))[1]
+
+        def curvature(x, log_sigma):
+            return torch.func.hessian(lambda s: function(x, s).square().sum())(log_sigma)
+
+        tensors = x.to(dtype), torch.zeros(2, dtype=dtype), direction.to(dtype)
+        if compiled:
+            torch._dynamo.reset()
+            tangent = torch.compile(tangent, fullgraph=True, backend="aot_eager")
+        with forward_ad.dual_level():
+            duals = (
+                forward_ad.make_dual(tensors[0], tensors[2]),
+                forward_ad.make_dual(tensors[1], torch.ones(2).to(dtype)),
+            )
+            by_duals = forward_ad.unpack_dual(function(*duals)).tangent
+        return [t.double() for t in (tangent(*tensors), by_duals, curvature(*tensors[:2]))]
+
+    for compiled in (False, True) if options in OPTIONS[:2] else (False,):
+        got, want = derivatives(torch.float32, "auto", compiled), derivatives(torch.float64, "reference", False)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("impl", sorted(IMPLEMENTATIONS.keys() - {"reference", "sdpa"}))
+def test_kernels_refuse_forward_mode_by_name(impl):
+    x = torch.ones(1, 5, 2, 16)
+    with pytest.raises(ValueError, match=f'{impl} does not serve forward_mode; use impl="auto"'):
+        torch.func.jvp(lambda x: gaussian_attention(x, torch.zeros(2), impl=impl), (x,), (x,))
+
+
+def test_double_backward_through_a_fused_kernel_names_what_has_it():
+    x, log_sigma = random(1, 5, 2, 3).requires_grad_(), torch.zeros(2, dtype=torch.float64)
+
+    def again(impl):
+        y = gaussian_attention(x, log_sigma, eps=0.0, impl=impl)
+        (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        return torch.autograd.grad(gradient.square().sum(), x)
+
+    with pytest.raises(NotImplementedError, match='use impl="reference" for double backward'):
+        again("sdpa")
+    with sdpa_kernel(SDPBackend.MATH):
+        close(again("sdpa"), again("reference"))
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])

@@ -46,7 +46,7 @@ def unavailable(request: GaussianRequest) -> str | None:
     if torch.jit.is_tracing():
         return "torch.jit.trace would write an operator into its graph that other programs do not have"
     if not torch.compiler.is_compiling() and _is_transformed():
-        return "the CPU kernel has no forward mode, and of torch.func's transforms vmap alone"
+        return "the CPU kernel serves vmap alone of torch.func's transforms"
     return build.obstacle()
 
 
@@ -70,9 +70,7 @@ def _limit_of_decoding(request: GaussianRequest) -> str | None:
 
 
 def _is_transformed() -> bool:
-    """Whether a forward-mode derivative is being taken, which torch would silently call 0, or a torch.func one."""
-    if torch.autograd.forward_ad._current_level >= 0:
-        return True
+    """Whether torch.func takes a derivative."""
     interpreters = torch._C._functorch.get_interpreter_stack() or ()
     return any(interpreter.key() != torch._C._functorch.TransformType.Vmap for interpreter in interpreters)
 
