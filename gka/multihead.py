@@ -105,7 +105,8 @@ def replace_multihead(model: nn.Module, sigma_squared: float | None = None) -> n
     """The model, with a new `GaussianMultiheadAttention` in the place of every `torch.nn.MultiheadAttention` in it.
 
     Projections to queries, keys and values are gone with what they had learned; the output projections stay. Raises
-    ValueError for layers whose keys and values have other widths than the queries, or that add keys of their own.
+    ValueError for layers whose keys and values have other widths than the queries, or that add keys of their own, and
+    for a model without such layers.
     """
     replaced: dict[int, GaussianMultiheadAttention] = {}  # a layer that stands in two places stays one
     if isinstance(model, nn.MultiheadAttention):
@@ -118,6 +119,8 @@ def replace_multihead(model: nn.Module, sigma_squared: float | None = None) -> n
                 setattr(parent, name, replaced[id(old)])
         if isinstance(parent, nn.TransformerEncoder):
             parent.use_nested_tensor = False  # of its fast path
+    if not replaced:
+        raise ValueError("the model has no torch.nn.MultiheadAttention that could be replaced")
     return model
 
 

@@ -86,6 +86,10 @@ def test_it_learns_is_copied_and_loaded():
 def test_what_it_cannot_replace_is_named():
     with pytest.raises(ValueError, match="0 has keys or values of another width"):
         replace_multihead(nn.Sequential(nn.MultiheadAttention(32, 4, kdim=16)))
+    model = replace_multihead(nn.Sequential(nn.MultiheadAttention(32, 4)))
+    for none in (nn.Linear(32, 32), model):  # in the second they are replaced already
+        with pytest.raises(ValueError, match="the model has no torch"):
+            replace_multihead(none)
     with pytest.raises(ValueError, match="num_heads must divide embed_dim"):
         GaussianMultiheadAttention(32, 5)
     with pytest.raises(ValueError, match="0 and minus infinity alone"):
