@@ -131,7 +131,7 @@ def test_gradients_of_foreign_keys(num_queries, num_keys, causal, window, with_v
 
     def gradients(dtype, **options):
         raw = [
-            features("normal", (2, n, 2, 32), seed=n).to(dtype).requires_grad_()
+            features("normal", (3 if padded else 2, n, 2, 32), seed=n).to(dtype).requires_grad_()
             for n in (num_queries, num_keys, num_keys + 1)
         ]
         log_sigma = make_log_sigma(2, 32, DEVICE).to(torch.promote_types(dtype, torch.float32)).requires_grad_()
@@ -139,7 +139,7 @@ def test_gradients_of_foreign_keys(num_queries, num_keys, causal, window, with_v
         values = raw[2][:, :num_keys] if with_values else None
         options |= dict(causal=causal, window=window)
         if padded:  # with the window, some queries of the first see no key, or, where they are few, none does
-            options["lengths"] = torch.tensor([num_keys - 40, 0], device=DEVICE)
+            options["lengths"] = torch.tensor([num_keys - 40, 0, 1], device=DEVICE)
         y = gaussian_attention(x, log_sigma, keys=keys, values=values, **options)
         y.backward(features("normal", y.shape, seed=4).to(dtype))
         return [t.grad for t in (*raw[: 3 if with_values else 2], log_sigma)]
