@@ -52,8 +52,8 @@ class Request:
     asks: tuple[str, ...] = field(init=False)  # names of the mask's conditions and of the options that are set
 
     def __post_init__(self) -> None:
-        asks = [*_set_among(CONDITIONS, self.mask), *_set_among(OPTIONS, self)]
-        object.__setattr__(self, "asks", tuple(asks))
+        asks = (*_set_among(CONDITIONS, self.mask), *_set_among(OPTIONS, self))
+        object.__setattr__(self, "asks", asks)
 
     @property
     def own_keys(self) -> bool:
@@ -161,18 +161,18 @@ def gaussian_request(
     applied_eps = eps if keys is None and attn_mask is None else None  # without its own key a row sum may underflow
     keys = x if keys is None else keys
     values = keys if values is None else values
-    others = (*(options.get("rotary") or ()), options.get("channel_scales"), attn_mask)
-    needs_grad = _needs_grad(x, log_sigma, keys, values, *others)
-    given: dict[str, Any] = dict(lengths=lengths, key_padding_mask=key_padding_mask, attn_mask=attn_mask)
-    hides = any(t is not None for t in given.values())
+    needs_grad = _needs_grad(x, log_sigma, keys, values, attn_mask)
+    if options:
+        needs_grad = needs_grad or _needs_grad(*(options.get("rotary") or ()), options.get("channel_scales"))
+    hides = lengths is not None or key_padding_mask is not None or attn_mask is not None
     prepared = _prepared(x, keys, values, causal, window, names=names, whole=whole or hides)
     if hides:
+        given: dict[str, Any] = dict(lengths=lengths, key_padding_mask=key_padding_mask, attn_mask=attn_mask)
         validation.check_hidden(x, keys.shape[1], **given)
-        given |= _padding(lengths, key_padding_mask, keys.shape[1])
+        options |= given | _padding(lengths, key_padding_mask, keys.shape[1])
     return GaussianRequest(
-        **prepared, **given, needs_grad=needs_grad, log_sigma=log_sigma, eps=applied_eps, constant_norm=constant_norm,
-        **options,
-    )  # fmt: skip
+        **prepared, needs_grad=needs_grad, log_sigma=log_sigma, eps=applied_eps, constant_norm=constant_norm, **options
+    )
 
 
 def _padding(lengths: torch.Tensor | None, mask: torch.Tensor | None, num_keys: int) -> dict[str, torch.Tensor | None]:
@@ -228,5 +228,5 @@ def _prepared(
     return dict(x=x, **others, mask=mask, forward_mode=forward_mode or None)
 
 
-def _needs_grad(*tensors: torch.Tensor) -> bool:
+def _needs_grad(*tensors: torch.Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)

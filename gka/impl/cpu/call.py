@@ -91,8 +91,13 @@ def _request(x, keys, values, log_sigma, lengths, before: int, after: int) -> Ga
 
 def _forward(x, keys, values, log_sigma, lengths, before, after, centred, eps, differentiable):
     (y, level, rest), largest, number = output_like(x, differentiable), c_float(), 0.0
-    if lengths is not None:
-        y.zero_()
+    if lengths is None:
+        _call(
+            FORWARD, x, keys, values, log_sigma, before, after, y=_tensor(y), level=level.data_ptr(),
+            largest=addressof(largest), rest=_tensor(rest), centred=centred, eps=eps,
+        )  # fmt: skip
+        return y, level, rest, largest.value
+    y.zero_()
     for rows, length, begin in _parts(x, keys, lengths):
         queries, to, rest_of = (_of_rows(t, rows, length if keys is None else None) for t in (x, y, rest))
         _call(

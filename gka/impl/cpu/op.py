@@ -84,20 +84,20 @@ def gaussian(request: GaussianRequest) -> torch.Tensor:
     few = from_cache and request.num_queries <= DECODE_QUERIES and not request.needs_grad
     decodes = few or bool(_asked_of_decoding(request))
     has_kernel = request.x.dtype == torch.bfloat16 and (decodes or call.has_bfloat16())
-    if request.x.dtype in HALF and not has_kernel:
-        return gaussian(_single(request)).to(request.x.dtype)
+    single = request.x.dtype in HALF and not has_kernel
     if decodes:
-        return _decode(request)
-    x, keys, values, log_sigma, *limits = request.operands(addressable)
+        return _decode(_single(request)).to(request.x.dtype) if single else _decode(request)
+    x, keys, values, log_sigma, *limits = request.operands(_addressable_single if single else addressable)
     tensors = x, keys, values, log_sigma, request.lengths
     centred = not request.mask.causal  # rounding would leak the future
     arguments = (*tensors, *limits, centred, request.eps or 0.0, request.needs_grad)
-    if not is_plain(*tensors):
-        return attend(*arguments)[0]
-    y, *_, largest = (_Attend.apply if request.needs_grad else call.forward)(*arguments)
-    if not request.constant_norm:
-        warn_if_lost(largest, torch.float32)
-    return y
+    if is_plain(*tensors):
+        y, *_, largest = (_Attend.apply if request.needs_grad else call.forward)(*arguments)
+        if not request.constant_norm:
+            warn_if_lost(largest, torch.float32)
+    else:
+        y = attend(*arguments)[0]
+    return y.to(request.x.dtype) if single else y
 
 
 def _decode(request: GaussianRequest) -> torch.Tensor:
@@ -114,6 +114,10 @@ def _single(request: GaussianRequest) -> GaussianRequest:
     """The request in float32."""
     keys, values = (None if t is None else t.float() for t in (request.keys, request.values))
     return replace(request, x=request.x.float(), keys=keys, values=values)
+
+
+def _addressable_single(t: torch.Tensor) -> torch.Tensor:
+    return addressable(t.float())
 
 
 @operator("cpu_attend")
