@@ -5,6 +5,7 @@ import pickle
 from collections import Counter
 from pathlib import Path
 
+import datasets
 import pytest
 
 from deit_gka import evaluate
@@ -21,7 +22,6 @@ from tiny_vision import SIZE
 from trainkit_gka.cli import PassingFault, UserError, run
 from vision_runs import flags, in_process, train
 
-datasets = pytest.importorskip("datasets")
 forms = pytest.mark.parametrize("form", ["hf", "hf-stream"])
 
 

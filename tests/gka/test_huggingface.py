@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from torch import nn
 
 from gka import gaussian_attention
 from gka.huggingface import use_gka
 
-transformers = pytest.importorskip("transformers")
 SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)
 LENGTHS = torch.tensor([9, 4, 1])
 MASK = (torch.arange(9) < LENGTHS[:, None]).long()

@@ -181,7 +181,6 @@ def test_an_export_of_the_first_layout_still_loads(trained, tokenizer, tmp_path)
 
 
 def test_commands_refuse_another_models_tokenizer(trained, tokenizer, tmp_path, capsys):
-    pytest.importorskip("lm_eval")
     folder = tmp_path / "run"
     shutil.copytree(trained[0], folder)
     (saved,) = (folder / "checkpoints").glob("step_*")

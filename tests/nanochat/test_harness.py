@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+import transformers
 
 import harness_command
 import tiny
@@ -16,8 +17,6 @@ from nanochat_gka.data.tokenizer import Tokenizer
 from nanochat_gka.model.checkpoints import export, load
 from tiny_gpt import SHAPE, awake, write_run
 
-pytest.importorskip("lm_eval")
-transformers = pytest.importorskip("transformers", "5.23")
 transformers.utils.logging.disable_progress_bar()
 
 HEAD = """

@@ -4,15 +4,14 @@ import importlib
 import json
 
 import pytest
+import tokenizers
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
 import tiny
 from nanochat_gka.data import huggingface_tokenizer
 from nanochat_gka.data.tokenizer import SPECIAL_TOKENS, Tokenizer
-
-transformers = pytest.importorskip("transformers", "5.23", reason='needs transformers: pip install -e ".[hf]"')
-tokenizers = pytest.importorskip("tokenizers", reason="comes with transformers")
 
 ODD = [
     "",

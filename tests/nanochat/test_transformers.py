@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 
 from nanochat_gka import export
 from nanochat_gka.generation.engine import Engine
@@ -22,7 +23,6 @@ from tiny_gpt import SHAPE, VARIANTS, awake, write_run
 from trainkit_gka.cli import UserError, run
 from trainkit_gka.extras import MissingExtra
 
-transformers = pytest.importorskip("transformers", "5.23", reason='needs transformers: pip install -e ".[hf]"')
 hf = importlib.import_module("nanochat_gka.hf")
 transformers.utils.logging.disable_progress_bar()
 
@@ -214,7 +214,6 @@ def test_pipeline_and_the_cards_code_write(models, tokenizer, capsys):
 
 def test_weights_may_wait_on_the_disk(models, encoder, tmp_path):
     """device_map="auto" with too little memory: accelerate reads each module's weights when it runs."""
-    pytest.importorskip("accelerate", reason='needs accelerate: pip install -e ".[hf]"')
     model, batch = models(attention="GGGA"), encoder(PROMPTS, return_tensors="pt", padding=True)
     place = {"device_map": "auto", "max_memory": {"cpu": "100KB"}, "offload_folder": tmp_path}
     offloaded = transformers.AutoModelForCausalLM.from_pretrained(model.folder, **place)

@@ -54,7 +54,6 @@ def test_the_benchmarks_run_end_to_end(tmp_path, capsys):
 
 
 def test_onnx_is_timed_beside_softmax_and_reported(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("onnxruntime")
     monkeypatch.setattr(onnx, "PIXELS", 32)
     small = {"img_size": 32, "depth": 1, "embed_dim": 24, "num_heads": 3, "num_classes": 5}
     monkeypatch.setattr(onnx, "timm", SimpleNamespace(create_model=partial(timm.create_model, **small)))

@@ -29,7 +29,6 @@ def run(*flags):
 
 
 def test_both_kinds_learn_and_padding_changes_nothing(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("transformers")
     monkeypatch.setattr(text_classifier, "WIDTH", 32)
     monkeypatch.setattr(text_classifier, "DEPTH", 2)
     path, results = tmp_path / "trees.parquet", tmp_path / "rows.jsonl"

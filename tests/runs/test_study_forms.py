@@ -358,7 +358,8 @@ def test_models_of_the_forms_come_back_as_they_were():
 
 
 def test_transformers_decodes_them(run, tmp_path):
-    transformers = pytest.importorskip("transformers", "5.23")
+    import transformers
+
     import nanochat_gka.hf  # noqa: F401
 
     for form in (dict(mixing="canon"), dict(kernel="none"), dict(mixing="token-shift", value_embeds="all")):

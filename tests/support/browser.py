@@ -11,7 +11,8 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 @contextlib.contextmanager
 def launch():
     """Yield a browser of the machine's own Chromium, and close it."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    from playwright import sync_api as playwright
+
     path = next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:
         pytest.skip(f"no browser was found: none of {', '.join(NAMES)} is on the PATH")

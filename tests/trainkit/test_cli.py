@@ -190,8 +190,6 @@ def tree():
 @pytest.mark.slow
 @pytest.mark.parametrize("path", COMMANDS, ids=str)
 def test_help_is_a_sentence_and_does_nothing_else(path, tmp_path, tree):
-    if path.stem == "harness":
-        pytest.importorskip("lm_eval")
     module = ".".join(path.with_suffix("").parts).removesuffix(".__main__")
     done = processes.call(module, "--help", folder=tmp_path)
     text = " ".join(re.sub("[│╭╰─╮╯]", " ", done.stdout).split())
