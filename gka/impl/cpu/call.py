@@ -90,78 +90,48 @@ def _request(x, keys, values, log_sigma, lengths, before: int, after: int) -> Ga
 
 
 def _forward(x, keys, values, log_sigma, lengths, before, after, centred, eps, differentiable):
-    (y, level, rest), largest, number = output_like(x, differentiable), c_float(), 0.0
-    if lengths is None:
-        _call(
-            FORWARD, x, keys, values, log_sigma, before, after, y=_tensor(y), level=level.data_ptr(),
-            largest=addressof(largest), rest=_tensor(rest), centred=centred, eps=eps,
-        )  # fmt: skip
-        return y, level, rest, largest.value
-    y.zero_()
-    for rows, length, begin in _parts(x, keys, lengths):
-        queries, to, rest_of = (_of_rows(t, rows, length if keys is None else None) for t in (x, y, rest))
-        _call(
-            FORWARD, queries, _of_rows(keys, rows, length), _of_rows(values, rows, length), log_sigma, before, after,
-            y=_tensor(to), level=_address(level, begin), largest=addressof(largest), rest=_tensor(rest_of),
-            centred=centred, eps=eps,
-        )  # fmt: skip
-        number = max(number, largest.value)
-    return y, level, rest, number
+    y, level, rest = output_like(x, differentiable)
+    if lengths is not None:
+        y.zero_()
+    largest = _call(
+        FORWARD, x, keys, values, log_sigma, lengths, before, after, level, y=_tensor(y), rest=_tensor(rest),
+        centred=centred, eps=eps,
+    )  # fmt: skip
+    return y, level, rest, largest
 
 
 def _backward(grad_y, x, keys, values, log_sigma, lengths, y, level, rest, before, after, centred, eps):
     grad_y, gradients = addressable(grad_y), gradients_like(x, keys, values, log_sigma)
     dx, dlog_sigma, dkeys, dvalues = gradients
-    of_part = dlog_sigma
+    of_parts = dlog_sigma[None]
     if lengths is not None:
-        of_part = torch.empty_like(dlog_sigma)
+        of_parts = log_sigma.new_empty((max(1, len(x)), len(log_sigma)))
         for t in gradients:
             if t is not None:
                 t.zero_()
-    for rows, length, begin in _parts(x, keys, lengths):
-        queries, by, grad_by, rest_of, to = (
-            _of_rows(t, rows, length if keys is None else None) for t in (x, y, grad_y, rest, dx)
-        )
-        own = {name: _of_rows(t, rows, length) for name, t in (("dkeys", dkeys), ("dvalues", dvalues))}
-        _call(
-            BACKWARD, queries, _of_rows(keys, rows, length), _of_rows(values, rows, length), log_sigma, before, after,
-            y=_tensor(by), level=_address(level, begin), grad_y=_tensor(grad_by), rest=_tensor(rest_of),
-            dx=_tensor(to), dlog_sigma=of_part.data_ptr(), centred=centred, eps=eps,
-            **{name: _tensor(t) for name, t in own.items() if t is not None},
-        )  # fmt: skip
-        if of_part is not dlog_sigma:
-            dlog_sigma += of_part
+    others = {name: _tensor(t) for name, t in (("dkeys", dkeys), ("dvalues", dvalues)) if t is not None}
+    _call(
+        BACKWARD, x, keys, values, log_sigma, lengths, before, after, level, of_parts, y=_tensor(y),
+        grad_y=_tensor(grad_y), rest=_tensor(rest), dx=_tensor(dx), centred=centred, eps=eps, **others,
+    )  # fmt: skip
+    if lengths is not None:
+        for part in of_parts[: len(_parts(x, keys, lengths))]:
+            dlog_sigma += part
     return gradients
 
 
 def _parts(x, keys, lengths):
-    """(neighbouring rows of equal length, that length, queries in front of them) of all rows that have tokens.
-
-    Without lengths one part, whose rows and length are None: all.
-    """
-    if lengths is None:
-        return [(None, None, 0)]
-    parts, first, begin, given = [], 0, 0, lengths.tolist()
+    """(first of neighbouring rows of equal length, how many, that length) of all rows that have tokens."""
+    parts, first, given = [], 0, lengths.tolist()
     most = (x if keys is None else keys).shape[1]
     if not all(0 <= length <= most for length in given):  # graphs and transforms come here unchecked
         raise ValueError(f"lengths must be from 0 to the number of keys, {most}, got {given}")
     for length, members in groupby(given):
-        rows = slice(first, first + len(list(members)))
+        rows = len(list(members))
         if length:
-            parts.append((rows, length, begin))
-            begin += (rows.stop - rows.start) * (length if keys is None else x.shape[1])
-        first = rows.stop
+            parts.append((first, rows, length))
+        first += rows
     return parts
-
-
-def _of_rows(t, rows, length):
-    return t if rows is None or t is None or not t.numel() else t[rows, :length]
-
-
-def _address(level, begin: int) -> int:
-    """Of what the queries behind the first `begin` ones keep in `level`, one part after another."""
-    numbers = 2 if level.dim() == 4 else 1
-    return level.data_ptr() + begin * level.shape[1] * numbers * level.element_size()
 
 
 def addressable(t: torch.Tensor) -> torch.Tensor:
@@ -183,25 +153,51 @@ def gradients_like(x, keys, values, log_sigma):
     return tuple(None if t is None else t.new_empty(t.shape) for t in (x, log_sigma, keys, values))
 
 
-def _call(phase: int, x, keys, values, log_sigma, before: int, after: int, **fields) -> None:
+def _call(phase: int, x, keys, values, log_sigma, lengths, before, after, level, dlog_sigma=None, **fields) -> float:
+    """Run a phase, with lengths for each part of the batch; dlog_sigma has a row for each. Returns the largest
+    |x|^2 / sigma^2 of a forward pass.
+    """
     scratch_size, kernel = _functions(x.dtype, phase)
     # An exported program comes here with the strides of today's tensors and the copies that its example needed.
     x, keys, values = (None if t is None else addressable(t) for t in (x, keys, values))
-    log_sigma = log_sigma.contiguous()
+    log_sigma, largest = log_sigma.contiguous(), c_float()
     batch, num_queries, num_heads, head_dim = x.shape
     features = _tensor(x)
     own_keys, own_values = keys is None, values is None
     key_features = features if own_keys else _tensor(keys)
     request = Arguments(
-        x=features, keys=key_features, values=key_features if own_values else _tensor(values),
+        x=features, keys=key_features, values=key_features if own_values else _tensor(values), level=level.data_ptr(),
+        dlog_sigma=None if dlog_sigma is None else dlog_sigma.data_ptr(), largest=addressof(largest),
         log_sigma=log_sigma.data_ptr(), batch=batch, num_queries=num_queries,
         num_keys=num_queries if own_keys else keys.shape[1], num_heads=num_heads, head_dim=head_dim, before=before,
         after=after, bound=LOG_SIGMA_BOUND, own_keys=own_keys, own_values=own_values, threads=num_threads(), **fields,
     )  # fmt: skip
-    address = pointer(request)
-    scratch = x.new_empty(scratch_size(address, phase), dtype=torch.float32)
-    request.scratch = scratch.data_ptr()
-    kernel(address)
+    address, number, scratch = pointer(request), 0.0, None
+    for _ in (None,) if lengths is None else _each_part(request, _parts(x, keys, lengths), x.element_size(), level):
+        size = scratch_size(address, phase)
+        if scratch is None or scratch.numel() < size:
+            scratch = x.new_empty(size, dtype=torch.float32)
+            request.scratch = scratch.data_ptr()
+        kernel(address)
+        number = max(number, largest.value)
+    return number
+
+
+def _each_part(request: Arguments, parts, size: int, level):
+    """Make the request, of a whole batch with numbers of `size` bytes, that of each part in turn."""
+    given = (getattr(request, field[0]) for field in Arguments._fields_ if field[1] is Tensor)
+    starts = [(t, t.data, t.batch * size) for t in given if t.data]
+    of_query = level.element_size() * level.shape[1] * (2 if level.dim() == 4 else 1)
+    for first, rows, length in parts:
+        for t, start, step in starts:
+            t.data = start + first * step
+        request.batch, request.num_keys = rows, length
+        if request.own_keys:
+            request.num_queries = length
+        yield
+        request.level += rows * request.num_queries * of_query  # one part after another
+        if request.dlog_sigma:
+            request.dlog_sigma += request.num_heads * ctypes.sizeof(c_float)
 
 
 def has_bfloat16() -> bool:
