@@ -86,6 +86,11 @@ class Study:
         """The same at equal tokens, equal FLOPs and equal time."""
         return three_ways(self.scores, self.speeds, name, other, place)
 
+    def best_stands(self, place: Place) -> str:
+        """Where GKA stands beside softmax with the same offsets, bandwidths and gates."""
+        tokens, _, time = self.ways(BEST, RIVAL, place)
+        return f"{standing(tokens, 'softmax')} at equal tokens, and {standing(time, 'it')} at equal time"
+
     def loss_of(self, name: str) -> str:
         """A family's loss after the longest training."""
         result = self.scores.at(ALL[name], LONGEST)
@@ -118,9 +123,10 @@ def text_quality(study: Study) -> str:
         f"**Text.** With four layers and {tokens_of(LONGEST)} nanochat's softmax reaches {study.loss_of(SOFTMAX)}; "
         f"the paper's form is {standing(study.over(PAPER, SOFTMAX, LONGEST), 'it')}. {NAMES[HALF]} is "
         f"{standing(tokens, NAMES[CONTROL])} at equal tokens, and {standing(time, 'it')} at equal time on a CPU, with "
-        f"this repository's kernel against torch's. {study.counted()} A bandwidth for every channel and a gate for "
-        f"every head lower its loss by another {gain(study.over(BEST, HALF, DEEPER))}, and that of "
-        f"{NAMES[CONTROL]} by {gain(study.over(RIVAL, CONTROL, DEEPER))} ({tokens_of(DEEPER)})."
+        f"this repository's kernel against torch's. {study.counted()} The preset adds a bandwidth for every channel "
+        f"and a gate for every head. They lower its loss by another {gain(study.over(BEST, HALF, LONGEST))}, and that "
+        f"of {NAMES[CONTROL]} by {gain(study.over(RIVAL, CONTROL, LONGEST))}; with both on both sides GKA is "
+        f"{study.best_stands(LONGEST)}."
     )
 
 
@@ -165,13 +171,12 @@ def recommended(study: Study) -> str:
 def learned(study: Study) -> str:
     """Question 4: bandwidths of channels and gates of heads, at four layers."""
     helps = verdict(study.over(BEST, HALF, DEEPER)) == "ahead"
-    stands = standing(study.over(BEST, RIVAL, DEEPER), "softmax with both", form=".4f")
     return (
         f"**{'No' if helps else 'Not settled'}.** A bandwidth for every channel lowers the loss of {NAMES[HALF]} by "
         f"{gain(study.over(f'{HALF} + channels', HALF, DEEPER))} bits per byte, and by "
         f"{gain(study.over(BEST, HALF, DEEPER))} together with a gate for every head. They lower that of "
-        f"{NAMES[CONTROL]} by {gain(study.over(RIVAL, CONTROL, DEEPER))}. GKA with both is {stands} (four layers, "
-        f"{tokens_of(DEEPER)})."
+        f"{NAMES[CONTROL]} by {gain(study.over(RIVAL, CONTROL, DEEPER))} (four layers, {tokens_of(DEEPER)}). "
+        f"With both on both sides GKA is {study.best_stands(LONGEST)} ({tokens_of(LONGEST)})."
     )
 
 

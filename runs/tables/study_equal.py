@@ -132,8 +132,10 @@ def _signed(difference: Interval | None) -> str:
 
 
 def three_ways(scores: Scores, speeds: Speeds, name: str, baseline: str, place: Place) -> Ways:
-    """A family over a baseline, both finished at a place, at equal tokens, FLOPs and time."""
+    """A family over a baseline at equal tokens, FLOPs and time; None until both are finished at the place."""
     own, other = scores.at(ALL[name], place), scores.at(ALL[baseline], place)
+    if own is None or other is None:
+        return None, None, None
 
     def tokens_per_second(name: str, depth: int) -> float:
         return speeds.get(depth, {}).get(name, math.nan)

@@ -489,4 +489,4 @@ def test_verdicts_turn_with_the_rows(tmp_path):
         folder = write(tmp_path / verdict / "study", with_seeds(DEEPER, losses))
         said = sentences.learned(sentences.Study(folder / "words.jsonl"))
         assert said.startswith(f"**{verdict}.**") and f"{gained:.3f} [{gained:.3f}, {gained:.3f}] together" in said
-        assert "not compared with softmax with both yet" in said
+        assert "not compared with softmax yet at equal tokens" in said
