@@ -29,6 +29,8 @@ OFFSETS, PAPER, SOFTMAX = "GKA + offsets", "GKA", "softmax"
 BEST, RIVAL = CONTENDERS[0], CONTENDERS[1]  # with what is learned of channels and heads
 NAMES = {
     HALF: "GKA with head offsets, and value embeddings in half of its layers as softmax has them,",
+    BEST: "The preset, GKA with head offsets, value embeddings in half of its layers as softmax has them, a bandwidth "
+    "for every channel and a gate for every head,",
     CONTROL: "softmax with the same offsets",
     OFFSETS: "GKA with head offsets",
     SOFTMAX: "nanochat's softmax",
@@ -86,23 +88,23 @@ class Study:
         """The same at equal tokens, equal FLOPs and equal time."""
         return three_ways(self.scores, self.speeds, name, other, place)
 
-    def best_stands(self, place: Place) -> str:
-        """Where GKA stands beside softmax with the same offsets, bandwidths and gates."""
-        tokens, _, time = self.ways(BEST, RIVAL, place)
-        return f"{standing(tokens, 'softmax')} at equal tokens, and {standing(time, 'it')} at equal time"
+    def best_stands(self, words: str) -> str:
+        """Where GKA stands beside softmax with the same offsets, bandwidths and gates, after the longest training."""
+        tokens, _, time = self.ways(BEST, RIVAL, LONGEST)
+        return f"{standing(tokens, words)} at equal tokens, and {standing(time, 'it')} at equal time"
 
     def loss_of(self, name: str) -> str:
         """A family's loss after the longest training."""
         result = self.scores.at(ALL[name], LONGEST)
         return f"{result.mean:.3f}" if result else "a loss not measured yet"
 
-    def counted(self) -> str:
+    def counted(self, name: str) -> str:
         """How often the best form that has rows everywhere leads at equal time, over sizes and budgets with seeds."""
         words = [verdict(self.ways(HALF, CONTROL, place)[2]) for place in other_places() if self.at_both(place)]
         counts = {word: words.count(word) for word in ("ahead", "level", "behind")}
         said = ", ".join(f"{word} in {count}" for word, count in counts.items())
         total = sum(counts.values())
-        return f"Over all {total} sizes and budgets with several seeds this GKA is, at equal time, {said}."
+        return f"Over all {total} sizes and budgets with several seeds {name} is, at equal time, {said}."
 
     def at_both(self, place: Place) -> bool:
         """Whether both are finished there."""
@@ -118,15 +120,14 @@ def tokens_of(place: Place) -> str:
 
 def text_quality(study: Study) -> str:
     """The verdict on text, for the front page."""
-    tokens, _, time = study.ways(HALF, CONTROL, LONGEST)
+    tokens, flops, time = study.ways(BEST, CONTROL, LONGEST)
     return (
         f"**Text.** With four layers and {tokens_of(LONGEST)} nanochat's softmax reaches {study.loss_of(SOFTMAX)}; "
-        f"the paper's form is {standing(study.over(PAPER, SOFTMAX, LONGEST), 'it')}. {NAMES[HALF]} is "
-        f"{standing(tokens, NAMES[CONTROL])} at equal tokens, and {standing(time, 'it')} at equal time on a CPU, with "
-        f"this repository's kernel against torch's. {study.counted()} The preset adds a bandwidth for every channel "
-        f"and a gate for every head. They lower its loss by another {gain(study.over(BEST, HALF, LONGEST))}, and that "
-        f"of {NAMES[CONTROL]} by {gain(study.over(RIVAL, CONTROL, LONGEST))}; with both on both sides GKA is "
-        f"{study.best_stands(LONGEST)}."
+        f"the paper's form is {standing(study.over(PAPER, SOFTMAX, LONGEST), 'it')}. {NAMES[BEST]} is "
+        f"{standing(tokens, NAMES[CONTROL])} at equal tokens, {standing(flops, 'it')} at equal FLOPs, and "
+        f"{standing(time, 'it')} at equal time on a CPU, with this repository's kernel against torch's. It is "
+        f"{study.best_stands('softmax with the same bandwidths and gates too')}. "
+        f"{study.counted('GKA without bandwidths and gates')}"
     )
 
 
@@ -164,7 +165,8 @@ def recommended(study: Study) -> str:
     return (
         f"**At equal tokens {words[0]}, at equal FLOPs {words[1]}, at equal time {words[2]}.** {NAMES[HALF]} is "
         f"{tokens} at equal tokens, {flops} at equal FLOPs, and {time} at equal time on the CPU that was timed, with "
-        f"this repository's kernel against torch's fused softmax (four layers, {tokens_of(LONGEST)}). {study.counted()}"
+        f"this repository's kernel against torch's fused softmax (four layers, {tokens_of(LONGEST)}). "
+        f"{study.counted('this GKA')}"
     )
 
 
@@ -176,7 +178,7 @@ def learned(study: Study) -> str:
         f"{gain(study.over(f'{HALF} + channels', HALF, DEEPER))} bits per byte, and by "
         f"{gain(study.over(BEST, HALF, DEEPER))} together with a gate for every head. They lower that of "
         f"{NAMES[CONTROL]} by {gain(study.over(RIVAL, CONTROL, DEEPER))} (four layers, {tokens_of(DEEPER)}). "
-        f"With both on both sides GKA is {study.best_stands(LONGEST)} ({tokens_of(LONGEST)})."
+        f"With both on both sides GKA is {study.best_stands('softmax')} ({tokens_of(LONGEST)})."
     )
 
 
