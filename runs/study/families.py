@@ -127,13 +127,11 @@ def _with(name: str, learned: str) -> Family:
 
 CHANNELS = {f"{name} + {learned}": _with(name, learned) for learned in LEARNED for name in WITHOUT}
 RATE_OF |= {f"{name} + {learned}": RATE_OF.get(name, name) for learned in LEARNED for name in WITHOUT}
-# What else might help the preset, once at four layers, each with what it learns of channels and heads.
-PRESET = CHANNELS["GKA + offsets + half VE + channels + gates"]
-IDEAS = {
-    "the preset, heads of 128": {**PRESET, "head_dim": 128},
-    "the preset without a query's own slot": {**PRESET, "kernel": "others"},
-}
-RATE_OF |= dict.fromkeys(IDEAS, "GKA + offsets + half VE")
+# What else might help the preset, and softmax with the same as a control of what did.
+PRESET, RIVAL = "GKA + offsets + half VE + channels + gates", "softmax + offsets + channels + gates"
+WIDE_HEADS = {f"{name}, heads of 128": {**CHANNELS[name], "head_dim": 128} for name in (PRESET, RIVAL)}
+IDEAS = {**WIDE_HEADS, f"{PRESET}, no own slot": {**CHANNELS[PRESET], "kernel": "others"}}
+RATE_OF |= {name: RATE_OF[name.partition(",")[0]] for name in IDEAS}
 ALL = {**FAMILIES, **FURTHER, **HYBRIDS, **REFERENCES, **REPAIRS, **KERNELS, **PATTERNS, **CHANNELS, **IDEAS}
 
 

@@ -18,9 +18,12 @@ from runs.study.families import (
     KERNELS,
     LEARNED,
     PATTERNS,
+    PRESET,
     REFERENCES,
     REPAIRS,
+    RIVAL,
     VALUE_EMBEDS,
+    WIDE_HEADS,
     WITHOUT,
     Family,
     fits_depth,
@@ -50,8 +53,8 @@ HEADLINE = ("softmax", "softmax + offsets", "GKA", "GKA + offsets")
 HALF = "GKA + offsets + half VE"
 CONTROL = "softmax + offsets"
 CONTENDERS = (
-    "GKA + offsets + half VE + channels + gates",
-    "softmax + offsets + channels + gates",
+    PRESET,
+    RIVAL,
     "GGGA + offsets + channels + gates",
     "GKA + offsets + half VE + channels",
 )
@@ -254,7 +257,7 @@ def channels_longer(done: Done) -> list[Trial]:
 
 def ideas(done: Done) -> list[Trial]:
     """Does anything else help the preset: fewer and wider heads, or a row without the query's own slot?"""
-    return _at_best_rate(IDEAS, done, [DEEPER], FIRST_SEED)
+    return [*_at_best_rate(IDEAS, done, [DEEPER], FIRST_SEED), *_at_best_rate(WIDE_HEADS, done, [DEEPER], SEEDS[1:])]
 
 
 def _at_every_rate(families: dict[str, dict], done: Done) -> list[Trial]:

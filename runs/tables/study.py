@@ -20,7 +20,7 @@ from runs.study.families import (
     fits_depth,
     shape_of,
 )
-from runs.study.grid import CONTENDERS, DEEPER, LONGER, REPEATED, SCALED, longer_families, scaled_places
+from runs.study.grid import DEEPER, LONGER, REPEATED, SCALED, longer_families, scaled_places
 from runs.study.rates import DEEPEST, SMALLEST
 from runs.study.scores import Place, Result, Scores
 from runs.study.statistics import UNIT, Interval, Scaling, SeedNoise, crossing
@@ -103,7 +103,9 @@ def kernels(scores: Scores) -> Table:
 @of_every_text
 def ideas(scores: Scores) -> Table:
     """Question 4: what else might help the preset."""
-    return comparison(scores, (CONTENDERS[0], *IDEAS), DEEPER, CONTENDERS[0])
+    own = {name: name.partition(",")[0] for name in IDEAS}
+    own = {name: name for name in own.values()} | own
+    return comparison(scores, sorted(own, key=own.get), DEEPER, own)
 
 
 def comparison(scores: Scores, names: Iterable[str], place: Place, baseline: str | dict[str, str]) -> Table:
