@@ -257,7 +257,8 @@ def channels_longer(done: Done) -> list[Trial]:
 
 def ideas(done: Done) -> list[Trial]:
     """Does anything else help the preset: fewer and wider heads, or a row without the query's own slot?"""
-    return [*_at_best_rate(IDEAS, done, [DEEPER], FIRST_SEED), *_at_best_rate(WIDE_HEADS, done, [DEEPER], SEEDS[1:])]
+    once, more = _at_best_rate(IDEAS, done, [DEEPER], FIRST_SEED), _at_best_rate(WIDE_HEADS, done, [DEEPER], SEEDS[1:])
+    return [*once, *more, *_at_best_rate(WIDE_HEADS, done, [LONGEST])]
 
 
 def _at_every_rate(families: dict[str, dict], done: Done) -> list[Trial]:
