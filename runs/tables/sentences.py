@@ -13,8 +13,8 @@ from runs import frames
 from runs.examples.text_classifier import FILE as CLASSIFIER
 from runs.examples.text_classifier import TextClassifierConfig
 from runs.examples.text_classifier import rows_of as rows_of_classifier
-from runs.study.families import ALL
-from runs.study.grid import CONTENDERS, CONTROL, DEEPER, HALF, LONGER, LONGEST
+from runs.study.families import ALL, PRESET, RIVAL, WIDE_HEADS
+from runs.study.grid import CONTROL, DEEPER, HALF, LONGER, LONGEST
 from runs.study.scores import Place, Scores, family_of, probed_models
 from runs.study.speed import speeds_of
 from runs.study.statistics import Interval, common_seeds
@@ -26,11 +26,10 @@ from runs.tables.study_equal import other_places, three_ways
 
 TEXT = ROWS / "text_large.jsonl"
 OFFSETS, PAPER, SOFTMAX = "GKA + offsets", "GKA", "softmax"
-BEST, RIVAL = CONTENDERS[0], CONTENDERS[1]  # with what is learned of channels and heads
 NAMES = {
     HALF: "GKA with head offsets, and value embeddings in half of its layers as softmax has them,",
-    BEST: "The preset, GKA with head offsets, value embeddings in half of its layers as softmax has them, a bandwidth "
-    "for every channel and a gate for every head,",
+    PRESET: "The preset, GKA with head offsets, value embeddings in half of its layers as softmax has them, a "
+    "bandwidth for every channel and a gate for every head,",
     CONTROL: "softmax with the same offsets",
     OFFSETS: "GKA with head offsets",
     SOFTMAX: "nanochat's softmax",
@@ -90,7 +89,7 @@ class Study:
 
     def best_stands(self, words: str) -> str:
         """Where GKA stands beside softmax with the same offsets, bandwidths and gates, after the longest training."""
-        tokens, _, time = self.ways(BEST, RIVAL, LONGEST)
+        tokens, _, time = self.ways(PRESET, RIVAL, LONGEST)
         return f"{standing(tokens, words)} at equal tokens, and {standing(time, 'it')} at equal time"
 
     def loss_of(self, name: str) -> str:
@@ -120,10 +119,10 @@ def tokens_of(place: Place) -> str:
 
 def text_quality(study: Study) -> str:
     """The verdict on text, for the front page."""
-    tokens, flops, time = study.ways(BEST, CONTROL, LONGEST)
+    tokens, flops, time = study.ways(PRESET, CONTROL, LONGEST)
     return (
         f"**Text.** With four layers and {tokens_of(LONGEST)} nanochat's softmax reaches {study.loss_of(SOFTMAX)}; "
-        f"the paper's form is {standing(study.over(PAPER, SOFTMAX, LONGEST), 'it')}. {NAMES[BEST]} is "
+        f"the paper's form is {standing(study.over(PAPER, SOFTMAX, LONGEST), 'it')}. {NAMES[PRESET]} is "
         f"{standing(tokens, NAMES[CONTROL])} at equal tokens, {standing(flops, 'it')} at equal FLOPs, and "
         f"{standing(time, 'it')} at equal time on a CPU, with this repository's kernel against torch's. It is "
         f"{study.best_stands('softmax with the same bandwidths and gates too')}. "
@@ -172,13 +171,25 @@ def recommended(study: Study) -> str:
 
 def learned(study: Study) -> str:
     """Question 4: bandwidths of channels and gates of heads, at four layers."""
-    helps = verdict(study.over(BEST, HALF, DEEPER)) == "ahead"
+    helps = verdict(study.over(PRESET, HALF, DEEPER)) == "ahead"
     return (
         f"**{'No' if helps else 'Not settled'}.** A bandwidth for every channel lowers the loss of {NAMES[HALF]} by "
         f"{gain(study.over(f'{HALF} + channels', HALF, DEEPER))} bits per byte, and by "
-        f"{gain(study.over(BEST, HALF, DEEPER))} together with a gate for every head. They lower that of "
+        f"{gain(study.over(PRESET, HALF, DEEPER))} together with a gate for every head. They lower that of "
         f"{NAMES[CONTROL]} by {gain(study.over(RIVAL, CONTROL, DEEPER))} (four layers, {tokens_of(DEEPER)}). "
         f"With both on both sides GKA is {study.best_stands('softmax')} ({tokens_of(LONGEST)})."
+    )
+
+
+def wide_heads(study: Study) -> str:
+    """Question 4: heads of 128 channels in place of 64, of the preset and of its rival."""
+    own, rival = WIDE_HEADS
+    stands = standing(study.over(own, rival, DEEPER), "softmax with all of that")
+    return (
+        f"Heads of 128 channels, half as many, lower the loss of the preset by another "
+        f"{gain(study.over(own, PRESET, DEEPER))} bits per byte, and that of softmax with the same by "
+        f"{gain(study.over(rival, RIVAL, DEEPER))}. The preset is then {stands} at equal tokens (four layers, "
+        f"{tokens_of(DEEPER)}; longer trainings are to come). At depth 20 all forms have heads of 128."
     )
 
 
@@ -329,6 +340,7 @@ SENTENCES: dict[str, Callable[[], str]] = {
     "study-repair": of_text(repair),
     "study-recommended": of_text(recommended),
     "study-learned": of_text(learned),
+    "study-wide-heads": of_text(wide_heads),
     "study-kernel": of_text(kernel_or_offset),
     "study-heads-sentence": of_text(heads),
     "study-images-sentence": image_sentences,

@@ -385,7 +385,7 @@ def test_counts_and_verdicts_are_of_equal_time(tmp_path):
     half = {2: {2**21: 2.3, 2**22: 2.1}, 4: {2**21: 1.75, 2**22: 1.65}, 6: {2**20: 1.7}}  # ahead at four layers
     rows = []
     best = {4: {2**22: 1.65}}
-    for name, losses in ((sentences.CONTROL, control), (sentences.HALF, half), (sentences.BEST, best)):
+    for name, losses in ((sentences.CONTROL, control), (sentences.HALF, half), (sentences.PRESET, best)):
         for depth, by_tokens in losses.items():
             for tokens, loss in by_tokens.items():
                 noise = -1 if (name, depth, tokens) == (sentences.HALF, 2, 2**22) else 1  # so its interval holds 0
@@ -396,7 +396,7 @@ def test_counts_and_verdicts_are_of_equal_time(tmp_path):
                 ]
     folder = write(tmp_path / "study", rows)
     for depth, speed in ((2, 1e5), (4, 1e3)):  # the sixth has none
-        faster = dict.fromkeys((sentences.HALF, sentences.BEST), 2 * speed)
+        faster = dict.fromkeys((sentences.HALF, sentences.PRESET), 2 * speed)
         timed(tmp_path / SPEEDS.name, {sentences.CONTROL: speed, **faster}, depth)
     study = sentences.Study(folder / "words.jsonl")
     assert study.counted("it") == (
@@ -486,7 +486,7 @@ def test_a_loss_far_behind_stands_at_the_top_of_the_picture_of_quality_with_its_
 def test_verdicts_turn_with_the_rows(tmp_path):
     """The same sentence of two worlds: in one bandwidths and gates help GKA, in the other they do not."""
     for gained, verdict in ((0.05, "No"), (-0.05, "Not settled")):
-        losses = {sentences.HALF: 1.75, sentences.BEST: 1.75 - gained, sentences.CONTROL: 1.73}
+        losses = {sentences.HALF: 1.75, sentences.PRESET: 1.75 - gained, sentences.CONTROL: 1.73}
         folder = write(tmp_path / verdict / "study", with_seeds(DEEPER, losses))
         said = sentences.learned(sentences.Study(folder / "words.jsonl"))
         assert said.startswith(f"**{verdict}.**") and f"{gained:.3f} [{gained:.3f}, {gained:.3f}] together" in said
