@@ -134,7 +134,7 @@ def test_another_configuration_or_text_is_another_trial(packed, trained):
     )
     changed |= dict(window_pattern="S", rate=2.0, seed=1, tokens=6400, batch=32, dtype="float32", offset_layers="all")
     changed |= dict(mixing="canon", rotary="half", kernel="mean", learn_sigma=False, gka_window=5)
-    changed |= dict(channel_bandwidths=True, head_gates=True)
+    changed |= dict(channel_bandwidths=True, head_gates=True, head_dim=128)
     own_rates = dict(channel_rate=4.0, gate_rate=4.0)  # of what the model must have
     assert changed.keys() | own_rates.keys() == TINY.__dataclass_fields__.keys()
     learned = replace(TINY, channel_bandwidths=True, head_gates=True)
