@@ -20,6 +20,7 @@ HYBRID = dict(attention="VGA", head_offsets="PNS", offset_layers="all", gka_valu
 HYBRID |= dict(channel_bandwidths=True, head_gates=True)
 
 
+@pytest.mark.slow
 def test_onnx_prefills_and_decodes_as_torch(tmp_path):
     """Three rows of more tokens than the windows: at once, in two parts, and one by one."""
     model = awake(dataclasses.replace(SHAPE, n_layer=3, **HYBRID)).eval()
@@ -39,6 +40,7 @@ def test_onnx_prefills_and_decodes_as_torch(tmp_path):
     ] * 5  # one tensor of the gka layer without value embeddings
 
 
+@pytest.mark.slow
 def test_export_writes_onnx_that_says_greedy_what_the_model_says(trained, tmp_path, capsys):
     folder, model = trained
     run(export.main, export.ExportConfig, ["--run", str(folder), "--out", str(tmp_path / "out"), "--onnx"])

@@ -142,6 +142,7 @@ def test_cases_of_runs_are_what_their_layers_mix(trained, monkeypatch):
         sources.case_of(str(trained), 40)
 
 
+@pytest.mark.slow
 def test_the_command_measures_once_and_its_rows_become_tables_and_a_picture(trained, tmp_path, capsys):
     file = tmp_path / "results.jsonl"
     chosen = ["clusters", "window", "mean", "trigonometric"]

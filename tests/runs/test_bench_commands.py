@@ -17,6 +17,7 @@ from trainkit_gka.progress import read_lines
 OWN = torch.get_num_threads()
 
 
+@pytest.mark.slow
 def test_the_benchmarks_run_end_to_end(tmp_path, capsys):
     common = ["--device-type", "cpu", "--results", str(tmp_path), "--rounds", "2", "--seconds", "1"]
     shapes = ["2x9x1x16", "1x12x1x16cw4n", "1x12x2x16ndk"]
@@ -53,6 +54,7 @@ def test_the_benchmarks_run_end_to_end(tmp_path, capsys):
         assert words in said
 
 
+@pytest.mark.slow
 def test_onnx_is_timed_beside_softmax_and_reported(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(onnx, "PIXELS", 32)
     small = {"img_size": 32, "depth": 1, "embed_dim": 24, "num_heads": 3, "num_classes": 5}

@@ -48,6 +48,7 @@ def test_both_kinds_learn_and_padding_changes_nothing(tmp_path, monkeypatch, cap
     assert "texts to train on" not in said and f"{rows[1]['metrics']['parameters']:,}" in said
 
 
+@pytest.mark.slow
 def test_the_built_in_texts_are_held_out_once():
     data, again = texts.builtin(), texts.builtin()
     assert data == again and len(data.names) == texts.PACKAGES and "asyncio" in data.names

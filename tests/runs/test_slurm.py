@@ -106,6 +106,7 @@ def test_a_file_runs_the_command_of_its_make_target(job, commands, tmp_path, nam
     assert (tmp_path / "flags").read_text() == "--cpus-per-task=2\n"
 
 
+@pytest.mark.slow
 def test_a_training_is_saved_put_back_and_finished(job, packed, tmp_path):
     """Slurm signals every process of the tasks; once the script has the signal too, as a preemption may give it."""
     out, script = tmp_path / "runs", {"BASE": tmp_path, "DATA": packed / "packed"}
