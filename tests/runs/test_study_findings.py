@@ -491,3 +491,14 @@ def test_verdicts_turn_with_the_rows(tmp_path):
         said = sentences.learned(sentences.Study(folder / "words.jsonl"))
         assert said.startswith(f"**{verdict}.**") and f"{gained:.3f} [{gained:.3f}, {gained:.3f}] together" in said
         assert "not compared with softmax yet at equal tokens" in said
+
+
+def test_wider_heads_are_held_against_the_same_form_with_narrow_ones(tmp_path):
+    own, rival = sentences.WIDE_HEADS
+    losses = {sentences.PRESET: 1.75, own: 1.72, sentences.RIVAL: 1.74, rival: 1.745}
+    folder = write(tmp_path / "study", with_seeds(DEEPER, losses))
+    said = sentences.wide_heads(sentences.Study(folder / "words.jsonl"))
+    assert "preset by another 0.030 [0.030, 0.030]" in said and "the same by -0.005 [-0.005, -0.005]" in said
+    assert "0.025 [0.025, 0.025] bits per byte ahead of softmax with all of that" in said
+    own_rows = cells(study.ideas(folder), own)
+    assert "-0.0300" in " ".join(own_rows.values())
