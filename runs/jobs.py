@@ -2,7 +2,7 @@
 
 import os
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ class Job:
     seconds: float = 1.0
     ranks: int = 1
     finish_keys: tuple[str, ...] = ()  # what the record it ends with must have
+    environment: dict[str, str] = field(default_factory=dict)  # beside this process's own
     process: subprocess.Popen | None = None
     printed: int = 0  # characters in its output.txt from earlier starts
 
@@ -48,5 +49,5 @@ class Job:
             output.seek(0)
             self.printed = len(output.read())
             words = launch.show(launch.command(self.module, self.flags, self.ranks))
-            environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+            environment = {**os.environ, **self.environment, "OMP_NUM_THREADS": str(threads)}
             self.process = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, env=environment)

@@ -210,6 +210,14 @@ def test_cifar10_tunes_each_kind_and_then_trains_all_families_seed_by_seed():
         tyro.cli(TrainConfig, args=[str(word) for word in [*trial.flags(CIFAR10), "--data", "x"]]).check()
 
 
+def test_softmax_and_vlt_build_their_weights_on_cifar10_alone(parquet, tmp_path):
+    for name, built in (("cifar10", {"softmax", "vlt"}), ("digits", set())):
+        images = replace(load(f"hf:{parquet}", tmp_path / "x"), name=name)
+        study = VisionStudy(images, tmp_path / "rows.jsonl", tmp_path / "runs", ["rates"])
+        jobs = {kind: study.job(VisionTrial(kind), "cpu") for kind in ("softmax", "vlt", "gka", "GGGA")}
+        assert {kind for kind, job in jobs.items() if job.environment == {"TIMM_FUSED_ATTN": "0"}} == built
+
+
 @pytest.mark.slow
 def test_a_rate_and_a_run_of_cifar10_become_rows_and_a_table(parquet, tmp_path, monkeypatch):
     tiny = replace(TINY, tuning_epochs=2, seeds=1, batch=8)

@@ -58,7 +58,16 @@ class VisionStudy(Ledger):
         places += ["--results", folder / RECORD, "--device-type", device_type]
         every = 1 if trial.tuning else -1  # the images that compare are looked at once
         flags = [*places, "--eval-every", every, *trial.flags(self.images.setting)]
-        return Job(trial.label, "deit_gka.train", flags, folder, self.steps(trial), finish_keys=self.FINISH_KEYS)
+        built = trial.attention in self.images.setting.built_weights
+        return Job(
+            trial.label,
+            "deit_gka.train",
+            flags,
+            folder,
+            self.steps(trial),
+            finish_keys=self.FINISH_KEYS,
+            environment={"TIMM_FUSED_ATTN": "0"} if built else {},
+        )
 
     def pace(self) -> VisionPace:
         return VisionPace(self.images, self.rows().values())

@@ -18,6 +18,7 @@ class Setting:
     images_per_second: of one thread, a guess before anything is measured.
     tuning_epochs: of the runs that choose a rate, if they are apart: shorter, and judged by training images that they
     hold out. 0 chooses it among the runs that are compared, seed 0.
+    built_weights: kinds of attention that train faster there when timm builds the weights than by torch's fused one.
     """
 
     model: tuple[str, ...]  # --model-kwargs
@@ -28,6 +29,7 @@ class Setting:
     images_per_second: float
     seeds: int = 5
     tuning_epochs: int = 0
+    built_weights: tuple[str, ...] = ()
 
     @property
     def depth(self) -> int:
