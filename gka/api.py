@@ -8,8 +8,8 @@ times |x|^2 / sigma^2. An offset common to all features is subtracted first unle
 features that are far from 0 on the scale of sigma are best normalised. Where that product passes 1 %, a UserWarning
 says so, on CPU tensors outside torch.compile. With constant_norm sdpa and flex round x / sigma^2 to x.dtype and leave
 the offset. triton keeps exponents in float32 and leaves the offset; cpu subtracts it as sdpa does, with constant_norm
-too, but in bfloat16 on AMX does as triton. float64 features are computed in float64. Norms above 1e19 overflow
-float32.
+too, but in bfloat16 on AMX or AVX512-BF16 does as triton. float64 features are computed in float64. Norms above 1e19
+overflow float32.
 """
 
 import torch
@@ -129,10 +129,11 @@ def dot_product_attention(
     scale: float | None = None,
     impl: str = "auto",
 ) -> torch.Tensor:
-    """softmax(scale * q.k) v with the same layout, masks and implementations: the baseline every comparison uses.
+    """softmax(scale * q.k) v with the same layout and masks: the baseline every comparison uses.
 
     q: (B, Tq, H, D); k, v: (B, Tk, H, D), one device and, unless autocast is on, one dtype. Returns (B, Tq, H, D).
-    scale: None means 1 / sqrt(D). Raises as `gaussian_attention`; impl="reference" is not offered.
+    scale: None means 1 / sqrt(D). impl: "sdpa", "flex", or "products", which keep the scores; "auto" takes those in
+    bfloat16 on CPUs that multiply it, where torch's fused kernel is slower. Raises as `gaussian_attention`.
     """
     request = softmax_request(q, k, v, causal, window, scale)
     return BASELINES[choose_baseline(request, impl)].dot_product(request)

@@ -6,29 +6,30 @@ from typing import Any, Protocol
 import torch
 
 from gka.hiding import can_pack
-from gka.impl import cpu, flex, reference, sdpa, triton
+from gka.impl import cpu, flex, products, reference, sdpa, triton
 from gka.request import TURNED_OFF, GaussianRequest, Request, Serves, SoftmaxRequest
 
 LOG = logging.getLogger("gka")
 
 
-class Implementation(Protocol):
+class Module(Protocol):
     """A module or package of gka/impl."""
 
     SERVES: Serves
 
-    def unavailable(self, request: GaussianRequest) -> str | None:
+    def unavailable(self, request: Any) -> str | None:
         """Why it cannot serve a request that it declares to serve, such as for want of a device; None if it can."""
+
+
+class Implementation(Module, Protocol):
+    """One of Gaussian kernel attention."""
 
     def gaussian(self, request: GaussianRequest) -> torch.Tensor:
         """y, (B, Tq, H, D) in the dtype of x."""
 
 
-class Baseline(Implementation, Protocol):
-    """An implementation that serves the softmax baseline too."""
-
-    def unavailable(self, request: Request) -> str | None:
-        """As an implementation's, for requests of both kinds."""
+class Baseline(Module, Protocol):
+    """One of the softmax baseline."""
 
     def dot_product(self, request: SoftmaxRequest) -> torch.Tensor:
         """softmax(scale * q.k) v, (B, Tq, H, D)."""
@@ -41,7 +42,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "flex": flex,
     "sdpa": sdpa,
 }
-BASELINES: dict[str, Baseline] = {"flex": flex, "sdpa": sdpa}
+BASELINES: dict[str, Baseline] = {"flex": flex, "sdpa": sdpa, "products": products}
 
 _said: set[str] = set()
 
@@ -58,10 +59,15 @@ def choose(request: GaussianRequest, impl: str) -> str:
 
 
 def choose_baseline(request: SoftmaxRequest, impl: str) -> str:
-    """As `choose`, for the softmax baseline; "auto" is FlexAttention for windows on CUDA, else SDPA."""
+    """As `choose`, for the softmax baseline.
+
+    "auto" is FlexAttention for windows on CUDA, products where they are fast, else SDPA.
+    """
     if impl not in ("auto", *BASELINES):
         raise ValueError(f"dot_product_attention's impl must be one of auto, {', '.join(BASELINES)}, got {impl!r}")
-    preferred = ("flex", "sdpa") if request.x.is_cuda and request.mask.window is not None else ("sdpa",)
+    preferred: tuple[str, ...] = ("products", "sdpa") if products.are_fast(request.x) else ("sdpa",)
+    if request.x.is_cuda and request.mask.window is not None:
+        preferred = ("flex", "sdpa")
     name, refused = _first(request, preferred if impl == "auto" else (impl,))
     if name is None:
         raise _unavailable(impl, refused)
@@ -104,7 +110,7 @@ def _first(request: Request, names: tuple[str, ...]) -> tuple[str | None, str]:
 
 def why_not(name: str, request: Any) -> str | None:
     """Why an implementation cannot serve a request, or None: what it does not declare, then what it says itself."""
-    implementation = IMPLEMENTATIONS[name]
+    implementation: Module = IMPLEMENTATIONS[name] if name in IMPLEMENTATIONS else BASELINES[name]
     serves, head_dim = implementation.SERVES, request.head_dim
     unread = [option for option in request.asks if option not in serves.options]
     if unread == ["key_padding_mask"] and "lengths" in serves.options and can_pack(request):

@@ -6,13 +6,14 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention
 
 from gka import dot_product_attention, gaussian_attention, testing
+from gka.dispatch import BASELINES
 from gka.impl import flex
 from gka.masking import Mask
 from gka.testing import make_log_sigma
 from operator_cases import CPU, check
 
 
-@pytest.mark.parametrize("impl", ["sdpa", "flex"])
+@pytest.mark.parametrize("impl", BASELINES)
 def test_the_baseline_compiles_without_graph_breaks(impl):
     q = testing.make_features("normal", (1, 24, 2, 16))
     compiled = torch.compile(

@@ -1,5 +1,6 @@
-"""The CPU kernel in half precision: AMX for bfloat16, the float32 kernels for all else. Self-attention."""
+"""The CPU kernel in half precision: kernels of its own for bfloat16, the float32 ones for all else. Self-attention."""
 
+import contextlib
 import logging
 import subprocess
 import sys
@@ -13,24 +14,24 @@ from gka.bandwidth import LOG_SIGMA_BOUND
 from gka.impl.cpu import build, call, op
 from gka.masking import Mask
 from gka.testing import Problem, make_features, make_log_sigma
-from operator_cases import check
+from operator_cases import NO_PRODUCTS, PRODUCTS, check, multiplied_by
 
 pytestmark = pytest.mark.skipif(build.obstacle() is not None, reason=str(build.obstacle()))
-HAS_TILES = build.obstacle() is None and call.has_bfloat16()
-needs_tiles = pytest.mark.skipif(not HAS_TILES, reason=build.obstacle() or "no AMX on this machine")
+READY = build.obstacle() is None and call.has_bfloat16()
+needs_products = pytest.mark.skipif(not READY, reason=build.obstacle() or NO_PRODUCTS)
 
 # No window or length is a multiple of a block of 32 x 32; 321 keys are mixed in two chunks.
 MASKS = [(False, None), (True, None), (True, 21), (False, 9), (True, 0), (False, 0), (True, 117), (False, 77)]
 attend = partial(gaussian_attention, impl="cpu")
 
 
-@pytest.fixture(params=["AMX", "float32"])
+@pytest.fixture(params=[*PRODUCTS, "float32"])
 def kernel(request, monkeypatch):
-    """Both ways in which bfloat16 features are computed."""
-    if request.param == "AMX" and not HAS_TILES:
-        pytest.skip("no AMX on this machine")
-    monkeypatch.setattr(call, "has_bfloat16", lambda: request.param == "AMX")
-    return request.param
+    """All ways in which bfloat16 features are computed."""
+    own = request.param in PRODUCTS
+    monkeypatch.setattr(call, "has_bfloat16", lambda: own)
+    with multiplied_by(request.param) if own else contextlib.nullcontext():
+        yield request.param
 
 
 def features(batch: int, length: int, heads: int, head_dim: int, seed: int = 0) -> torch.Tensor:
@@ -51,7 +52,7 @@ def test_outputs_and_gradients_keep_to_the_budget(kernel, causal, window, with_v
         check("cpu", shape, torch.bfloat16, **options)
 
 
-@needs_tiles
+@needs_products
 @pytest.mark.parametrize("head_dim", [1, 8, 15, 16, 17, 31, 32, 33, 64, 96, 127])
 def test_channels_are_padded(head_dim):
     for with_values in (False, True):
@@ -64,7 +65,7 @@ def test_any_features_keep_to_the_budget(kernel, kind, causal):
     check("cpu", (1, 197, 2, 64), torch.bfloat16, kind=kind, causal=causal, device="cpu")
 
 
-@needs_tiles
+@needs_products
 @pytest.mark.parametrize("log_sigma", [-LOG_SIGMA_BOUND, -3.0, 0.0, 1.0, 4.0, LOG_SIGMA_BOUND])
 def test_any_bandwidth_keeps_to_the_budget(log_sigma):
     for mask in (Mask(), Mask(causal=True, window=37)):
@@ -73,7 +74,7 @@ def test_any_bandwidth_keeps_to_the_budget(log_sigma):
         testing.check(partial(attend, causal=mask.causal, window=mask.window), fixed)
 
 
-@needs_tiles
+@needs_products
 def test_bandwidths_outside_the_clamp_have_no_gradient():
     x = features(1, 60, 2, 16)
     for log_sigma, want in [(-100.0, x), (100.0, x.float().mean(1, keepdim=True).bfloat16().expand_as(x))]:
@@ -82,7 +83,7 @@ def test_bandwidths_outside_the_clamp_have_no_gradient():
         assert dx.isfinite().all() and torch.equal(dlog_sigma, torch.zeros(2))
 
 
-@needs_tiles
+@needs_products
 def test_eps_is_applied_exactly():
     """One as large as a row sum, so that leaving it out or adding it twice shows, in gradients too."""
     for with_values in (False, True):
@@ -92,7 +93,7 @@ def test_eps_is_applied_exactly():
             testing.check(partial(attend, causal=mask.causal, window=mask.window, eps=3.0), problem)
 
 
-@needs_tiles
+@needs_products
 def test_equal_tokens_weigh_the_same_and_tokens_far_from_0_keep_their_rows():
     """Weights are normalised by the sum of what was rounded: an offset shared by all tokens does not blur y."""
     token = features(1, 1, 1, 64)
@@ -103,7 +104,7 @@ def test_equal_tokens_weigh_the_same_and_tokens_far_from_0_keep_their_rows():
     assert (y[:, :25] == 1000).all() and (y[:, 25:] >= 1000).all() and (y[:, 25:] <= 1008).all()
 
 
-@needs_tiles
+@needs_products
 @pytest.mark.parametrize("with_values", [False, True], ids=["own", "values"])
 def test_weights_are_rounded_and_not_cut_off(with_values):
     """One weight of 1 among many just below a bfloat16 number, which cutting off moves by a whole last place.
@@ -125,7 +126,7 @@ def test_weights_are_rounded_and_not_cut_off(with_values):
         assert error.mean().abs() < below + 5 * 2**-9 / (3 * heads) ** 0.5
 
 
-@needs_tiles
+@needs_products
 @pytest.mark.parametrize("causal", [False, True])
 def test_runs_are_equal_to_the_bit_for_any_number_of_threads(threads, causal):
     """Heads fewer than threads, whose stripes are then dealt out, and more. No sum depends on who computes what."""
@@ -139,7 +140,7 @@ def test_runs_are_equal_to_the_bit_for_any_number_of_threads(threads, causal):
                 assert all(torch.equal(a, b) for a, b in zip(runs[0], again, strict=True))
 
 
-@needs_tiles
+@needs_products
 def test_strided_and_expanded_tensors_are_read_where_they_are():
     tensor = make_features("normal", (2, 16, 64, 3), torch.bfloat16)
     x = tensor.permute(0, 2, 3, 1)[:, ::2]  # channels apart, every other token
@@ -151,7 +152,7 @@ def test_strided_and_expanded_tensors_are_read_where_they_are():
     assert leaf.grad.isfinite().all()
 
 
-@needs_tiles
+@needs_products
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_nan_and_infinity_show_and_do_not_leak_into_other_heads(bad):
     x = features(2, 50, 2, 20)
@@ -163,19 +164,19 @@ def test_nan_and_infinity_show_and_do_not_leak_into_other_heads(bad):
     assert attend(x, torch.zeros(2), values=values)[1, 30, 1].isnan().all()  # by K alone
 
 
-@needs_tiles
+@needs_products
 def test_denormal_numbers_work_again_afterwards():
     gradients(features(1, 20, 2, 16), torch.zeros(2))
     assert (torch.tensor([1e-38]) / 10).item() > 0
 
 
-@needs_tiles
+@needs_products
 def test_the_operator_is_a_proper_one():
     """Schema, fake tensors, autograd registration, dynamic shapes: torch's own check."""
     x, values = features(1, 20, 2, 32).requires_grad_(), features(1, 20, 2, 32, seed=1)
     log_sigma = torch.zeros(2).requires_grad_()
-    torch.library.opcheck(op.attend, (x, None, None, log_sigma, -1, -1, True, 1e-6, True))
-    torch.library.opcheck(op.attend, (x, None, values, log_sigma, 5, 0, False, 1e-6, True))
+    torch.library.opcheck(op.attend, (x, None, None, log_sigma, None, -1, -1, True, 1e-6, True))
+    torch.library.opcheck(op.attend, (x, None, values, log_sigma, None, 5, 0, False, 1e-6, True))
 
 
 def test_autocast_and_compile_give_what_bfloat16_features_give(kernel):
@@ -198,8 +199,8 @@ def test_autocast_and_compile_give_what_bfloat16_features_give(kernel):
 
 
 @pytest.mark.parametrize("dtype", op.HALF, ids=str)
-def test_what_tiles_do_not_serve_is_computed_in_float32(dtype, monkeypatch):
-    """float16, decoding, and all without AMX: as if the caller had converted, y rounded once."""
+def test_what_has_no_kernel_of_its_own_is_computed_in_float32(dtype, monkeypatch):
+    """float16, decoding, and all without products of bfloat16: as if the caller had converted, y rounded once."""
     monkeypatch.setattr(call, "has_bfloat16", lambda: False)
     x, keys, values = (make_features("normal", (1, 40, 2, 20), dtype, seed) for seed in (0, 1, 2))
     log_sigma = make_log_sigma(2, 20)
@@ -214,8 +215,8 @@ def test_what_tiles_do_not_serve_is_computed_in_float32(dtype, monkeypatch):
     assert leaf.grad.dtype == dtype and leaf.grad.isfinite().all()
 
 
-@needs_tiles
-def test_asking_for_tiles_does_not_break_the_graph():
+@needs_products
+def test_asking_for_the_kernel_does_not_break_the_graph():
     layer = torch.compile(GaussianKernelAttention(64, 2, impl="cpu").bfloat16(), fullgraph=True, backend="eager")
     assert layer(torch.randn(2, 20, 64, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
@@ -228,27 +229,27 @@ assert torch.equal(op.attend(x, None, None, log_sigma, None, -1, -1, True, 1e-6,
 """
 
 
-@needs_tiles
-def test_an_exported_program_asks_for_tiles_before_it_uses_them(tmp_path, monkeypatch):
-    """In a process that has chosen no kernel: the same bits. On a machine without AMX: one line, not a crash."""
+@needs_products
+def test_an_exported_program_asks_for_the_kernel_before_it_uses_it(tmp_path, monkeypatch):
+    """In a process that has chosen no kernel: the same bits. On a machine without: one line, not a crash."""
     x, log_sigma = features(1, 20, 2, 32), torch.zeros(2)
     arguments = (x, None, None, log_sigma, None, -1, -1, True, 1e-6, False)
     torch.save([x, log_sigma, op.attend(*arguments)[0]], tmp_path / "tensors")
     subprocess.run([sys.executable, "-c", RUN_ELSEWHERE, tmp_path / "tensors"], check=True)
     monkeypatch.setattr(call, "has_bfloat16", lambda: False)
     monkeypatch.setattr(call, "_functions", call._functions.__wrapped__)
-    with pytest.raises(RuntimeError, match="needs a processor with AMX"):
+    with pytest.raises(RuntimeError, match="needs AMX or AVX512-BF16"):
         op.attend(*arguments)
 
 
-def test_a_machine_without_tiles_says_so_once(monkeypatch, caplog):
-    without = type("Library", (), {"gka_ready_bfloat16": staticmethod(lambda: 0)})
+def test_a_machine_without_the_kernel_says_so_once(monkeypatch, caplog):
+    without = type("Library", (), {"gka_ready_bfloat16": staticmethod(lambda tiles: 0)})
     monkeypatch.setattr(call, "library", without)
-    call._has_tiles.cache_clear()
+    call.bfloat16_products.cache_clear()
     try:
         with caplog.at_level(logging.WARNING, "gka"):
             assert [call.has_bfloat16(), call.has_bfloat16()] == [False, False]
     finally:
-        call._has_tiles.cache_clear()
+        call.bfloat16_products.cache_clear()
     said = [record.getMessage() for record in caplog.records]
-    assert said == ["gka: no AMX here, the CPU kernel computes bfloat16 features in float32"]
+    assert said == ["gka: no AMX or AVX512-BF16 here, the CPU kernel computes bfloat16 features in float32"]

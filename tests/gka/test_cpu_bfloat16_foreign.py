@@ -1,4 +1,4 @@
-"""The CPU kernel in bfloat16 on AMX with foreign keys, whose weights may all be smaller than a float can be."""
+"""The CPU kernel in bfloat16 with foreign keys, whose weights may all be smaller than a float can be."""
 
 from functools import partial
 
@@ -10,10 +10,10 @@ from gka.bandwidth import LOG_SIGMA_BOUND
 from gka.impl.cpu import build, call, op
 from gka.masking import Mask
 from gka.testing import Problem, make_features, make_log_sigma
-from operator_cases import foreign
+from operator_cases import NO_PRODUCTS, PRODUCTS, foreign, multiplied_by
 
 READY = build.obstacle() is None and call.has_bfloat16()
-pytestmark = pytest.mark.skipif(not READY, reason=build.obstacle() or "no AMX on this machine")
+pytestmark = pytest.mark.skipif(not READY, reason=build.obstacle() or NO_PRODUCTS)
 
 # No window or length is a multiple of a block of 32 x 32; 290 queries and 301 keys are mixed in two chunks.
 MASKS = [(False, None), (True, None), (True, 21), (False, 9), (True, 0), (False, 0), (True, 117), (False, 77)]
@@ -21,6 +21,13 @@ SIZES = [(1, 1, 8), (9, 21, 16), (33, 33, 80), (31, 96, 20), (290, 301, 8), (64,
 BFLOAT16_EPS = torch.finfo(torch.bfloat16).eps
 attend = partial(gaussian_attention, impl="cpu")
 problem = partial(foreign, dtype=torch.bfloat16)
+
+
+@pytest.fixture(params=PRODUCTS, autouse=True)
+def products(request):
+    """Both ways in which the kernels multiply."""
+    with multiplied_by(request.param):
+        yield
 
 
 def route(mask: Mask):
@@ -169,7 +176,7 @@ def test_the_operator_is_a_proper_one_and_vmap_is_a_loop():
     """Schema, fake tensors, autograd registration, dynamic shapes: torch's own check."""
     x, keys, values = features(20, 0).requires_grad_(), features(30, 1).requires_grad_(), features(30, 2)
     log_sigma = torch.zeros(2).requires_grad_()
-    for others in ((keys, None, log_sigma, -1, -1, True), (keys, values, log_sigma, 5, 0, False)):
+    for others in ((keys, None, log_sigma, None, -1, -1, True), (keys, values, log_sigma, None, 5, 0, False)):
         torch.library.opcheck(op.attend, (x, *others, 0.0, True))
     stacked = torch.stack([x, 2 * x]).detach()
     got = torch.func.vmap(lambda x: attend(x, log_sigma, keys=keys, causal=True))(stacked)

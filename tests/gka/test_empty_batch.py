@@ -42,7 +42,7 @@ def test_weights():
     assert gaussian_weights(features(5, torch.float32), torch.zeros(3)).shape == (0, 3, 5, 5)
 
 
-@pytest.mark.parametrize("impl", ["auto", "sdpa", "flex"])
+@pytest.mark.parametrize("impl", ["auto", "sdpa", "flex", "products"])
 def test_the_softmax_baseline(impl):
     q, k = (features(tokens, torch.float32, requires_grad=False) for tokens in (5, 7))
     assert dot_product_attention(q, k, k, causal=True, window=2, impl=impl).shape == (0, 5, 3, 16)

@@ -1,5 +1,6 @@
 """Inputs for tests of the operator, and its implementations held to the error budget on them."""
 
+import contextlib
 import itertools
 from functools import partial
 
@@ -18,7 +19,21 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 AUTO_ON_CPU = "sdpa" if build.obstacle() else "cpu"  # for float32
 CPU = pytest.param("cpu", marks=pytest.mark.skipif(AUTO_ON_CPU != "cpu", reason=str(build.obstacle())))
 IMPLS = [CPU if name == "cpu" else name for name in IMPLEMENTATIONS]  # Triton's runs in its interpreter
+PRODUCTS = {"AMX": 2, "AVX512-BF16": 1}  # what multiplies bfloat16 on CPUs: what gka_ready_bfloat16 answers
+NO_PRODUCTS = f"neither {' nor '.join(PRODUCTS)} on this machine"
 MASKS = [(False, None), (True, None), (True, 20), (False, 9), (True, 500)]  # causal, window
+
+
+@contextlib.contextmanager
+def multiplied_by(name: str):
+    """Products of bfloat16 by that one of PRODUCTS; the test is skipped on a machine that has not got it."""
+    ready = build.library().gka_ready_bfloat16
+    try:
+        if ready(int(name == "AMX")) != PRODUCTS[name]:
+            pytest.skip(f"no {name} on this machine")
+        yield
+    finally:
+        ready(1)
 
 
 def check(

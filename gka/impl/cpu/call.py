@@ -201,19 +201,20 @@ def _each_part(request: Arguments, parts, size: int, level):
 
 
 def has_bfloat16() -> bool:
-    """Whether this machine has the kernels in bfloat16 (AMX). Says so once if it has not."""
-    return _has_tiles()
+    """Whether this machine has the kernels in bfloat16 (AMX or AVX512-BF16). Says so once if it has not."""
+    return bool(bfloat16_products())
 
 
 has_bfloat16._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as build.obstacle; not seen under a cache
 
 
 @functools.cache
-def _has_tiles() -> bool:
-    ready = bool(library().gka_ready_bfloat16())
-    if not ready:
-        LOG.warning("gka: no AMX here, the CPU kernel computes bfloat16 features in float32")
-    return ready
+def bfloat16_products() -> int:
+    """How this machine multiplies bfloat16: 2 by AMX, 1 by AVX512-BF16, 0 not at all."""
+    products = library().gka_ready_bfloat16(1)
+    if not products:
+        LOG.warning("gka: no AMX or AVX512-BF16 here, the CPU kernel computes bfloat16 features in float32")
+    return products
 
 
 @functools.cache
@@ -224,7 +225,7 @@ def _functions(dtype: torch.dtype, phase: int):
     processor lacks what the kernel needs.
     """
     if dtype == torch.bfloat16 and not has_bfloat16():
-        raise RuntimeError("the CPU kernel needs a processor with AMX for bfloat16 features; convert them to float32")
+        raise RuntimeError("the CPU kernel needs AMX or AVX512-BF16 for bfloat16 features; convert them to float32")
     suffix = str(dtype).removeprefix("torch.")
     size, kernel = (getattr(library(), f"gka_{name}_{suffix}") for name in ("scratch", PHASES[phase]))
     size.argtypes, size.restype = (POINTER(Arguments), c_int32), c_int64

@@ -78,7 +78,8 @@ def _is_transformed() -> bool:
 def gaussian(request: GaussianRequest) -> torch.Tensor:
     """y, (B, Tq, H, D) in x.dtype. The norms are computed, constant or not.
 
-    Half precision is computed in float32, except bfloat16 where the processor has AMX, and in decoding.
+    Half precision is computed in float32, except bfloat16 where the processor multiplies it (AMX, AVX512-BF16), and in
+    decoding.
     """
     from_cache = not request.own_keys and request.lengths is None
     few = from_cache and request.num_queries <= DECODE_QUERIES and not request.needs_grad

@@ -110,13 +110,17 @@ struct Backward {
            (roles != QUERY && reach.hides(rows, columns));
   }
 
+  int64_t rows_of(Roles roles, int64_t row) const { return rows_of_stripe((roles == KEY ? key : x).count - row); }
+
   // x.k, and g.v for the rows' roles: of both as one sum, or if masked each by itself.
   void multiply_block(Roles roles, bool masked, int64_t row, int64_t c) const {
     const Factors as_query{grad.left(row), value.right(c)}, as_key{value.left(row), grad.right(c)}, none{};
-    multiply(roles == KEY ? Factors{key.left(row), x.right(c)} : Factors{x.left(row), key.right(c)}, none, x.steps,
-             products);
-    multiply(roles == KEY ? as_key : as_query, roles == BOTH && !masked ? as_key : none, x.steps, products + PRODUCTS);
-    if (roles == BOTH && masked) multiply(as_key, none, x.steps, products + 2 * PRODUCTS);
+    const Factors exponents = roles == KEY ? Factors{key.left(row), x.right(c)} : Factors{x.left(row), key.right(c)};
+    const int64_t rows = rows_of(roles, row);
+    multiply(exponents, none, x.steps, rows, products);
+    multiply(roles == KEY ? as_key : as_query, roles == BOTH && !masked ? as_key : none, x.steps, rows,
+             products + PRODUCTS);
+    if (roles == BOTH && masked) multiply(as_key, none, x.steps, rows, products + 2 * PRODUCTS);
   }
 
   // M and K of a block (K for the rows as keys) as two tiles each.
@@ -132,7 +136,7 @@ struct Backward {
     const __m512 one = _mm512_set1_ps(1.0f);
     if (ROLES != QUERY)
       for (int v = 0; v < 2; v++) delta_columns[v] = _mm512_load_ps(delta + c + v * UNIT);
-    for (int64_t i = 0; i < STRIPE; i += ROWS, products += ROWS * STRIPE) {
+    for (int64_t i = 0; i < rows_of(ROLES, row); i += ROWS, products += ROWS * STRIPE) {
       auto e = exponents<2 * ROWS>(products, scale, row_terms + i, column_terms);
       auto k = exp2_half<false>(e);
       if (ROLES == QUERY)
@@ -199,11 +203,12 @@ struct Backward {
         fill_block(roles == BOTH ? roles_of(c, seen, seeing) : roles, row, c, k + (c - begin) * STRIPE,
                    m + (c - begin) * STRIPE);
       const HalfTokens& others = roles == KEY ? x : key;
-      mix(m, others.mixed_from(begin), (chunk.end - begin) / STRIPE, x.outputs, begin > met.begin, gradient);
+      const Mixed all{rows_of(roles, row), std::min(chunk.end, others.count) - begin, x.outputs};
+      mix(m, others.mixed_from(begin), all, begin > met.begin, gradient);
       const Range keys = seeing.within(chunk);
       if (keys.empty()) continue;
-      mix(k + (keys.begin - begin) * STRIPE, grad.mixed_from(keys.begin), (keys.end - keys.begin) / STRIPE, x.outputs,
-          values_begun, dvalues);
+      const Mixed seers{rows_of(roles, row), std::min(keys.end, x.count) - keys.begin, x.outputs};
+      mix(k + (keys.begin - begin) * STRIPE, grad.mixed_from(keys.begin), seers, values_begun, dvalues);
       values_begun = true;
     }
   }

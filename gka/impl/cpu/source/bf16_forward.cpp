@@ -55,11 +55,13 @@ struct Forward {
   }
   bool hides(int64_t row, int64_t c) const { return reach.hides({c, c + STRIPE}, {row, row + STRIPE}); }
 
+  int64_t rows_of(int64_t row) const { return rows_of_stripe(x.count - row); }
+
   // A block of K, rounded, as two tiles.
   template <bool EDGE>
   GKA_INLINE void block(int64_t row, int64_t c, Half* to) const {
     const __m512 scale = _mm512_set1_ps(float(inverse * LOG2_E)), one = _mm512_set1_ps(1.0f);
-    for (int64_t i = 0; i < STRIPE; i += ROWS) {
+    for (int64_t i = 0; i < rows_of(row); i += ROWS) {
       const float *rows = query_term + row + i, *from = products + i * STRIPE;
       auto weights = exp2_half<true>(exponents<2 * ROWS>(from, scale, rows, key_term + c));
       GKA_UNROLL for (int r = 0; r < ROWS; r++) {
@@ -82,12 +84,13 @@ struct Forward {
     for (int64_t begin = keys.begin; begin < keys.end; begin += CHUNK) {
       const int64_t end = std::min(begin + CHUNK, keys.end);
       for (int64_t c = begin; c < end; c += STRIPE) {
-        multiply({x.left(row), key.right(c)}, {}, x.steps, products);
+        multiply({x.left(row), key.right(c)}, {}, x.steps, rows_of(row), products);
         Half* to = k + (c - begin) * STRIPE;
         if ((own_keys && c == row) || hides(row, c)) block<true>(row, c, to);
         else block<false>(row, c, to);
       }
-      mix(k, value.mixed_from(begin), (end - begin) / STRIPE, x.outputs, begin > keys.begin, mixed);
+      const Mixed of{rows_of(row), std::min(end, key.count) - begin, x.outputs};
+      mix(k, value.mixed_from(begin), of, begin > keys.begin, mixed);
     }
   }
 
@@ -106,8 +109,8 @@ struct Forward {
     __m512 peaks[STRIPE];
     std::fill(peaks, peaks + STRIPE, lowest);
     for (int64_t c = keys.begin; c < keys.end; c += STRIPE) {
-      multiply({x.left(row), key.right(c)}, {}, x.steps, products);
-      for (int64_t i = 0; i < STRIPE; i++) {
+      multiply({x.left(row), key.right(c)}, {}, x.steps, rows_of(row), products);
+      for (int64_t i = 0; i < rows_of(row); i++) {
         const uint32_t seen = lanes(seen_from(reach, row + i), c);
         for (int64_t u = 0; u < STRIPE; u += UNIT) {
           const __m512 product = _mm512_load_ps(products + i * STRIPE + u);

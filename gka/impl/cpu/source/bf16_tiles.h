@@ -1,13 +1,16 @@
-// AMX: tiles of 16 rows x 64 bytes, products of bfloat16 pairs into float32.
+// Products of bfloat16 pairs into float32: by AMX, in tiles of 16 rows x 64 bytes, or by AVX512-BF16, in vectors.
 //
-// An instruction multiplies 16 rows of 32 numbers with 16 words of pairs x 16 columns. So the left operand keeps 32
+// An instruction of AMX multiplies 16 rows of 32 numbers with 16 words of pairs x 16 columns. So the left operand keeps 32
 // numbers of a row side by side, and the right one keeps pairs of rows in words. Which 32 numbers are contracted, and
 // in which order, is free as long as both agree: a word pairs token i with token i + 16 of a stripe, which costs a
-// shift and a blend where neighbours would cost a permutation.
+// shift and a blend where neighbours would cost a permutation. A row of a right operand's tile is what an instruction of
+// AVX512-BF16 multiplies with one word of a row of the left, so both read the same orders.
 //
 // Needs the instruction sets that BF16_BEGIN names; the caller has asked gka_ready_bfloat16.
 #pragma once
 #include "head.h"
+
+#include <type_traits>
 
 #if defined(__clang__)
 #define BF16_BEGIN                                                                                                     \
@@ -30,6 +33,8 @@ constexpr int64_t TILE = 512;       // numbers of bfloat16 in a tile
 constexpr int64_t TILE_ROW = 64;    // bytes
 constexpr int64_t PRODUCTS = 1024;  // numbers of float32 in a block of products: 2 x 2 tiles
 
+inline bool has_tiles = false;  // AMX; gka_ready_bfloat16 decides
+
 // The tiles of a thread while it computes.
 struct TileState {
   struct __attribute__((packed)) Config {
@@ -38,11 +43,14 @@ struct TileState {
     uint8_t rows[16] = {};
   };
   TileState() {
+    if (!has_tiles) return;
     alignas(64) Config config;
     for (int i = 0; i < 8; i++) config.row_bytes[i] = 64, config.rows[i] = 16;
     asm volatile("ldtilecfg %0" ::"m"(config));
   }
-  ~TileState() { asm volatile("tilerelease"); }
+  ~TileState() {
+    if (has_tiles) asm volatile("tilerelease");
+  }
 };
 
 // The instructions. The compiler's own intrinsics do not say that a load reads memory.
@@ -70,13 +78,60 @@ GKA_INLINE void clear_tiles() {
   tile_zero<3>();
 }
 
+// Of a stripe with `left` tokens, how many rows are computed: all by tiles, else as many as share registers.
+constexpr int64_t ROWS_AT_ONCE = 8;
+GKA_INLINE int64_t rows_of_stripe(int64_t left) {
+  return has_tiles || left >= STRIPE ? STRIPE : round_up(left, ROWS_AT_ONCE);
+}
+
+// Where one operand of a product by vectors lies, in numbers: from row to row, from one step of 32 numbers to the next,
+// and, of a right operand, from a tile to the one beside it.
+struct Order {
+  int64_t row, step, beside = 0;
+};
+
+// to (`rows` x 16 COLUMNS, `width` apart) = or, with `add`, += left . right over some pairs of numbers, 16 in a step.
+template <int COLUMNS>
+GKA_INLINE void multiply_vectors(const Half* left, Order l, const Half* right, Order r, int64_t pairs, int64_t rows,
+                                 bool add, float* to, int64_t width) {
+  constexpr int N = ROWS_AT_ONCE;
+  for (int64_t i = 0; i < rows; i += N, left += N * l.row, to += N * width) {
+    __m512 sums[N][COLUMNS];
+    GKA_UNROLL for (int row = 0; row < N; row++)
+      GKA_UNROLL for (int c = 0; c < COLUMNS; c++)
+        sums[row][c] = add ? _mm512_load_ps(to + row * width + c * UNIT) : _mm512_setzero_ps();
+    const Half *a = left, *b = right;
+    for (int64_t begin = 0; begin < pairs; begin += UNIT, a += l.step, b += r.step)
+      for (int64_t pair = 0; pair < std::min(pairs - begin, UNIT); pair++) {
+        __m512bh columns[COLUMNS];
+        GKA_UNROLL for (int c = 0; c < COLUMNS; c++)
+          columns[c] = reinterpret_cast<__m512bh>(_mm512_load_si512(b + c * r.beside + pair * r.row));
+        GKA_UNROLL for (int row = 0; row < N; row++) {
+          int32_t word;
+          std::memcpy(&word, a + row * l.row + 2 * pair, sizeof word);
+          const __m512bh both = reinterpret_cast<__m512bh>(_mm512_set1_epi32(word));
+          GKA_UNROLL for (int c = 0; c < COLUMNS; c++) sums[row][c] = _mm512_dpbf16_ps(sums[row][c], columns[c], both);
+        }
+      }
+    GKA_UNROLL for (int row = 0; row < N; row++)
+      GKA_UNROLL for (int c = 0; c < COLUMNS; c++) _mm512_store_ps(to + row * width + c * UNIT, sums[row][c]);
+  }
+}
+
 // 32 tokens x 32: rows of a left operand times tiles of a right operand.
 struct Factors {
   const Half *left = nullptr, *right = nullptr;
 };
 
-// The block left . right, plus other.left . other.right if there is one, over steps of 32 channels.
-GKA_INLINE void multiply(Factors first, Factors other, int64_t steps, float* to) {
+// The block left . right, plus other.left . other.right if there is one, over steps of 32 channels. Without tiles,
+// `rows` of it.
+GKA_INLINE void multiply(Factors first, Factors other, int64_t steps, int64_t rows, float* to) {
+  if (!has_tiles) {
+    const Order left{steps * STRIPE, STRIPE}, right{STRIPE, TILE, steps * TILE};
+    for (Factors f : {first, other})
+      if (f.left) multiply_vectors<2>(f.left, left, f.right, right, steps * UNIT, rows, f.left != first.left, to, STRIPE);
+    return;
+  }
   clear_tiles();
   const int64_t row = steps * STRIPE * sizeof(Half), width = STRIPE * sizeof(float);
   for (Factors f : {first, other}) {
@@ -98,10 +153,15 @@ GKA_INLINE void multiply(Factors first, Factors other, int64_t steps, float* to)
   tile_store<3>(to + UNIT * STRIPE + UNIT, width);
 }
 
+// How much is mixed: rows of the stripe of queries that are computed, keys, and tiles of channels.
+struct Mixed {
+  int64_t queries, keys, outputs;
+};
+
 // Two or, at the end, one of the tiles of channels that `mix` computes.
 template <bool TWO>
-GKA_INLINE void mix_channels(const Half* weights, const Half* rows, int64_t count, int64_t outputs, bool add,
-                             float* to) {
+GKA_INLINE void mix_channels(const Half* weights, const Half* rows, Mixed of, bool add, float* to) {
+  const int64_t outputs = of.outputs;
   const int64_t width = outputs * UNIT * sizeof(float);
   float* lower = to + UNIT * outputs * UNIT;
   if (add) {
@@ -112,7 +172,7 @@ GKA_INLINE void mix_channels(const Half* weights, const Half* rows, int64_t coun
   } else {
     clear_tiles();
   }
-  for (int64_t s = 0; s < count; s++, weights += 2 * TILE, rows += outputs * TILE) {
+  for (int64_t s = 0; s < of.keys; s += STRIPE, weights += 2 * TILE, rows += outputs * TILE) {
     tile_load<4>(weights, TILE_ROW);
     tile_load<6>(rows, TILE_ROW);
     if (TWO) tile_load<7>(rows + TILE, TILE_ROW);
@@ -128,12 +188,31 @@ GKA_INLINE void mix_channels(const Half* weights, const Half* rows, int64_t coun
   if (TWO) tile_store<3>(lower + UNIT, width);
 }
 
-// to (32 x 16 `outputs`) = or, with `add`, += weights . rows: weights are `count` pairs of tiles, one for each stripe
-// of keys, rows are `outputs` tiles for each.
-inline void mix(const Half* weights, const Half* rows, int64_t count, int64_t outputs, bool add, float* to) {
+template <int N>
+using Columns = std::integral_constant<int, N>;
+
+inline void mix_vectors(const Half* weights, const Half* rows, Mixed of, bool add, float* to) {
+  const Order left{STRIPE, 2 * TILE}, right{STRIPE, of.outputs * TILE, TILE};
+  const int64_t pairs = of.keys / STRIPE * UNIT + std::min(of.keys % STRIPE, UNIT);  // of token i and i + 16
+  const auto some = [&](auto columns, int64_t d) {
+    multiply_vectors<columns()>(weights, left, rows + d * TILE, right, pairs, of.queries, add, to + d * UNIT,
+                                of.outputs * UNIT);
+    return d + columns();
+  };
   int64_t d = 0;
-  for (; d + 1 < outputs; d += 2) mix_channels<true>(weights, rows + d * TILE, count, outputs, add, to + d * UNIT);
-  if (d < outputs) mix_channels<false>(weights, rows + d * TILE, count, outputs, add, to + d * UNIT);
+  while (of.outputs - d > 3) d = some(Columns<2>(), d);
+  if (of.outputs - d == 3) some(Columns<3>(), d);
+  else if (of.outputs - d == 2) some(Columns<2>(), d);
+  else some(Columns<1>(), d);
+}
+
+// to (32 x 16 `outputs`) = or, with `add`, += weights . rows: weights are a pair of tiles, and rows `outputs` tiles, for
+// each stripe of keys.
+inline void mix(const Half* weights, const Half* rows, Mixed of, bool add, float* to) {
+  if (!has_tiles) return mix_vectors(weights, rows, of, add, to);
+  int64_t d = 0;
+  for (; d + 1 < of.outputs; d += 2) mix_channels<true>(weights, rows + d * TILE, of, add, to + d * UNIT);
+  if (d < of.outputs) mix_channels<false>(weights, rows + d * TILE, of, add, to + d * UNIT);
 }
 
 // The 16 x 16 words at `from`, transposed into a tile.

@@ -49,8 +49,9 @@ GKA_EXPORT int64_t gka_scratch_float32(const GkaRequest* request, int32_t phase)
 GKA_EXPORT void gka_forward_float32(const GkaRequest* request);
 GKA_EXPORT void gka_backward_float32(const GkaRequest* request);
 
-// In bfloat16, on AMX: x, values, y, rest and the gradients are bfloat16, all else is float32.
-GKA_EXPORT int32_t gka_ready_bfloat16();  // 0 if this machine cannot run the functions below
+// In bfloat16: x, values, y, rest and the gradients are bfloat16, all else is float32. gka_ready_bfloat16 comes first:
+// 0 if this machine cannot run the others, 1 if they run on AVX512-BF16, 2 on AMX, which `tiles` allows.
+GKA_EXPORT int32_t gka_ready_bfloat16(int32_t tiles);
 GKA_EXPORT int64_t gka_scratch_bfloat16(const GkaRequest* request, int32_t phase);
 GKA_EXPORT void gka_forward_bfloat16(const GkaRequest* request);
 GKA_EXPORT void gka_backward_bfloat16(const GkaRequest* request);
