@@ -1,4 +1,4 @@
-"""Softmax attention, the baseline: torch's kernels, what skips keys that a window or padding hides, the definition.
+"""Softmax attention, the baseline: torch's kernels, products, what skips keys that a mask hides, the definition.
 
 All are functions of q, k and v, (B, T, H, D).
 """
@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from gka import dot_product_attention
 from gka.masking import Mask
 
 Softmax = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -83,6 +84,26 @@ class Masks:
             hidden = ~self.mask.visible(queries, keys)
             self.made[key] = torch.zeros(hidden.shape, dtype=like.dtype).masked_fill(hidden, -math.inf).to(like.device)
         return self.made[key]
+
+
+def products(mask: Mask) -> Softmax:
+    """Two matrix products around a softmax, by blocks of queries where the mask hides keys."""
+    return functools.partial(dot_product_attention, causal=mask.causal, window=mask.window, impl="products")
+
+
+def padded_products(lengths: list[int], tokens: int) -> Softmax:
+    """Sequences of different lengths as two matrix products around a softmax, with a mask that hides padded keys."""
+    hidden = torch.zeros(len(lengths), 1, 1, tokens)
+    for row, length in enumerate(lengths):
+        hidden[row, :, :, length:] = -math.inf
+    on = functools.cache(hidden.to)
+
+    def attend(q, k, v):
+        q, k, v = (t.transpose(1, 2) for t in (q * q.shape[-1] ** -0.5, k, v))
+        scores = q @ k.transpose(-2, -1) + on(q.device, q.dtype)
+        return (scores.softmax(-1) @ v).transpose(1, 2)
+
+    return attend
 
 
 def padding_mask(lengths: list[int], tokens: int) -> Softmax:

@@ -6,9 +6,9 @@
 
 Protocol: inference at batch 32 to 512 (the best images/s counts), a training step (forward, backward, AdamW) at 64 and
 128, bfloat16 autocast, torch.compile(max-autotune) on both sides, 100 turns after the warm-up, on random images.
-Softmax is timm's deit_*_patch16_224 with fused SDPA, as torch chooses its kernel and held to cuDNN's. "gka-unfused" is
-GKA as the paper's implementation has it: distances, W and the mixture as N x N matrices in PyTorch, under the same
-autocast and compiler.
+Softmax is timm's deit_*_patch16_224 with fused SDPA, as torch chooses its kernel and held to cuDNN's, and on a CPU also
+as two matrix products ("softmax-unfused"), which are faster there in bfloat16. "gka-unfused" is GKA as the paper's
+implementation has it: distances, W and the mixture as N x N matrices in PyTorch, under the same autocast and compiler.
 
 On a CPU: inference at batch 1, 8 and 16, training at 8, in float32 and under bfloat16 autocast (-bf16), every model
 both eager and compiled, block by block (torch.compile's default mode; whole models are as fast and take twice as long
@@ -27,7 +27,7 @@ from deit_gka.model.accounting import cost_of
 from gka import GaussianKernelAttention
 from runs.bench import models
 from runs.bench.config import ComparisonConfig, Counts, with_dtype
-from runs.bench.deit_models import INFERENCE, TRAINING, UNFUSED, Candidate, Subject, create
+from runs.bench.deit_models import INFERENCE, SOFTMAX_UNFUSED, TRAINING, UNFUSED, Candidate, Subject, create
 from runs.bench.device import release_memory
 from runs.bench.measurement import Measurement, Plan
 from runs.bench.models import Key
@@ -40,7 +40,7 @@ from trainkit_gka.distributed import setup
 from trainkit_gka.progress import progress_bar
 
 BENCHMARK = "deit"
-ROLES = models.ROLES | {UNFUSED: "unfused"}
+ROLES = models.ROLES | {UNFUSED: "unfused", SOFTMAX_UNFUSED: "baseline"}
 UNFUSED_ON_CPU = ("ti", 8)
 PLANS = {"cuda": Plan(rounds=100, graph=True), "cpu": Plan(rounds=40, warmup=1, seconds=12)}
 
@@ -54,8 +54,9 @@ class DeitConfig(ComparisonConfig):
 
     sizes: list[Literal[tuple(SIZE_NAMES)]] = field(default_factory=list)
     """Sizes to time; empty = all."""
-    kinds: list[Literal[(*models.MODEL_KINDS, UNFUSED)]] = field(default_factory=list)
-    """Kinds of attention; empty = softmax, softmax-cudnn (CUDA only), gka and gka-unfused, which builds W."""
+    kinds: list[Literal[(*models.MODEL_KINDS, SOFTMAX_UNFUSED, UNFUSED)]] = field(default_factory=list)
+    """Kinds of attention; empty = softmax, softmax-cudnn (CUDA only) or softmax-unfused (CPU only), gka, and
+    gka-unfused, which builds W."""
     batch_sizes: Counts = field(default_factory=list)
     """Batches of inference; empty = 32 64 128 256 512 on CUDA, 1 8 16 on a CPU."""
     train_batch_sizes: Counts = field(default_factory=list)
@@ -84,7 +85,7 @@ class DeitConfig(ComparisonConfig):
         return replace(
             self,
             sizes=self.sizes or (["ti"] if self.quick else list(SIZE_NAMES)),
-            kinds=self.kinds or [*models.default_kinds(cuda), UNFUSED],
+            kinds=self.kinds or [*models.default_kinds(cuda), *([] if cuda else [SOFTMAX_UNFUSED]), UNFUSED],
             batch_sizes=self.batch_sizes or inference,
             train_batch_sizes=self.train_batch_sizes or training,
             dtypes=self.dtypes_on(device_type),

@@ -23,6 +23,7 @@ SEED = 0
 RECIPE = Recipe(lr=0.0)  # the optimiser at work, on weights that stay what they are
 INFERENCE, TRAINING = "inference", "training"
 UNFUSED = "gka-unfused"
+SOFTMAX_UNFUSED = "softmax-unfused"  # timm's attention as products, which its set_fused_attn(False) leads to
 
 
 class UnfusedGKA(GKA):
@@ -122,7 +123,12 @@ def compiled(subject: Subject, mode: str):
 
 def create(kind: str, size: str, impl: str) -> nn.Module:
     """The paper's model of this kind; softmax is timm's own."""
-    name = model_name(SIZE_NAMES[size], {models.HELD: "softmax", UNFUSED: "gka"}.get(kind, kind))
+    name = model_name(SIZE_NAMES[size], "softmax" if kind.startswith("softmax") else "gka" if kind == UNFUSED else kind)
+    if kind == SOFTMAX_UNFUSED:
+        model = timm.create_model(name)
+        for block in model.blocks:
+            block.attn.fused_attn = False
+        return model
     if kind == UNFUSED:
         return timm.create_model(model_name(SIZE_NAMES[size], "softmax"), attn_layer=UnfusedGKA)
     return timm.create_model(name, **({"impl": impl} if kind == "gka" and impl else {}))

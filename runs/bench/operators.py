@@ -215,13 +215,15 @@ def softmax_candidates(case: Case, device: torch.device) -> Candidates:
     if case.lengths and case.shortest < case.tokens:
         return {
             "softmax padding mask": ("baseline", baselines.padding_mask(case.lengths, case.tokens)),
+            "softmax products": ("baseline", baselines.padded_products(case.lengths, case.tokens)),
             "softmax nested jagged": ("baseline", baselines.nested(case.lengths, torch.jagged)),
             "softmax nested strided": ("baseline", baselines.nested(case.lengths, torch.strided)),
             "softmax one by one": ("other", baselines.one_by_one(case.lengths)),
         }
     if device.type != "cuda":
         candidates: Candidates = {
-            "softmax dense mask" if windowed else "softmax sdpa": ("baseline", baselines.sdpa(mask))
+            "softmax dense mask" if windowed else "softmax sdpa": ("baseline", baselines.sdpa(mask)),
+            "softmax products": ("baseline", baselines.products(mask)),
         }
         if windowed and not case.queries:
             for block in baselines.BLOCKS:

@@ -36,7 +36,7 @@ def test_every_operator_of_a_cpu_passes_its_gate(text, dtype):
 def test_bfloat16_is_compared_with_both_dtypes_of_softmax_and_a_window_with_blocks():
     candidates = operators(Case.parse("2x70x2x16cw7n"), CPU, torch.bfloat16, FULL)
     softmax = {name: each.dtype for name, each in candidates.items() if each.role == "baseline"}
-    kernels = ["softmax dense mask", "softmax blocks of 64"]
+    kernels = ["softmax dense mask", "softmax products", "softmax blocks of 64"]
     assert softmax == {**dict.fromkeys(kernels, torch.bfloat16)} | {
         f"{name}, float32": torch.float32 for name in kernels
     }
@@ -146,6 +146,7 @@ def test_eager_models_are_timed_beside_compiled_ones_on_a_cpu_but_do_not_decode_
         ("gka", deit.INFERENCE, "float32"),
         ("gka", deit.TRAINING, "bfloat16"),
         (deit.UNFUSED, deit.TRAINING, "float32"),
+        (deit.SOFTMAX_UNFUSED, deit.TRAINING, "bfloat16"),
     ],
 )
 def test_the_gate_of_a_whole_vision_model_stops_what_is_wrong(kind, phase, dtype):
