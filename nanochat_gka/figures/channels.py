@@ -29,6 +29,7 @@ def draw_channels(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
         "the geometric mean of the channels of a head in eighths of the frequencies. A channel of small exp(a) hardly "
         "counts: the scaled features are normalised per head, so that only ratios within a head matter.",
         *map(spread, subjects),
+        of_weights=False,
     )
     title = "Bandwidths of channels"
     figure, axes = sheet(len(rows), columns, (2.3, 1.9), title, words, (0.7, 1.0, 0.85, 0.55), (0.42, 1.05))

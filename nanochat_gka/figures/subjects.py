@@ -18,11 +18,7 @@ from trainkit_gka.cli import UserError
 from trainkit_gka.progress import read_events
 
 QUOTED = 120  # characters of the text in a caption
-OFFSETS = (
-    "Heads marked P pair a key with the value of the token before it, heads marked S with the value of the token after "
-    "it, and a number says how many tokens before or after; P/P2 has the offsets of several layers. Weights are shown "
-    "at the token whose value is mixed."
-)
+OFFSETS = {"P": "before", "S": "after"}  # of the token whose value a head pairs with a key
 
 
 @dataclass(frozen=True)
@@ -67,13 +63,28 @@ class Subject:
         return [" ".join(filter(None, [str(n), "/".join(dict.fromkeys(own))])) for n, own in enumerate(labels, 1)]
 
 
-def caption(subjects: Sequence[Subject], *sentences: str) -> str:
-    """What the models are and read, the sentences, and what letters at heads mean, where there are any."""
+def caption(subjects: Sequence[Subject], *sentences: str, of_weights: bool = True) -> str:
+    """What the models are and read, the sentences, and what letters at heads mean, where there are any.
+
+    of_weights: whether the picture shows what the tokens read.
+    """
     first = subjects[0]
     text = printable(textwrap.shorten(first.text, QUOTED, placeholder=" …"))
     read = f'Text: "{text}", {len(first.words)} tokens; the first one begins the document.'
-    offsets = OFFSETS if any(subject.config.head_offsets for subject in subjects) else ""
-    return " ".join(filter(None, [f"{'; '.join(s.about for s in subjects)}.", read, *sentences, offsets]))
+    return " ".join([f"{'; '.join(s.about for s in subjects)}.", read, *sentences, *offsets_in_words(subjects, of_weights)])
+
+
+def offsets_in_words(subjects: Sequence[Subject], of_weights: bool) -> list[str]:
+    """Sentences about the letters that heads of these models are marked with; none without letters."""
+    marks = [mark for subject in subjects for name in subject.head_names() for mark in name.split()[1:]]
+    letters = [letter for letter in OFFSETS if any(letter in mark for mark in marks)]
+    if not letters:
+        return []
+    pairs = [f"heads marked {letter} with that of the token {OFFSETS[letter]} it" for letter in letters]
+    far = ["A number says how many tokens."] * any(digit.isdigit() for mark in marks for digit in mark)
+    several = ["A slash separates the offsets of several layers."] * any("/" in mark for mark in marks)
+    shown_at = ["Weights are shown at the token whose value is mixed."] * of_weights
+    return [f"A key goes with its own token's value, in {', in '.join(pairs)}.", *far, *several, *shown_at]
 
 
 def form(config: GPTConfig) -> str:

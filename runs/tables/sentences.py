@@ -124,7 +124,7 @@ def text_quality(study: Study) -> str:
         f"**Text.** With four layers and {tokens_of(LONGEST)} nanochat's softmax reaches {study.loss_of(SOFTMAX)}; "
         f"the paper's form is {standing(study.over(PAPER, SOFTMAX, LONGEST), 'it')}. {NAMES[PRESET]} is "
         f"{standing(tokens, NAMES[CONTROL])} at equal tokens, {standing(flops, 'it')} at equal FLOPs, and "
-        f"{standing(time, 'it')} at equal time on a CPU, with this repository's kernel against torch's. It is "
+        f"{standing(time, 'it')} at equal time on a CPU, each with the fastest kernel there. It is "
         f"{study.best_stands('softmax with the same bandwidths and gates too')}. "
         f"{study.counted('GKA without bandwidths and gates')}"
     )
@@ -163,8 +163,8 @@ def recommended(study: Study) -> str:
     tokens, flops, time = (standing(way, NAMES[CONTROL] if not place else "it") for place, way in enumerate(ways))
     return (
         f"**At equal tokens {words[0]}, at equal FLOPs {words[1]}, at equal time {words[2]}.** {NAMES[HALF]} is "
-        f"{tokens} at equal tokens, {flops} at equal FLOPs, and {time} at equal time on the CPU that was timed, with "
-        f"this repository's kernel against torch's fused softmax (four layers, {tokens_of(LONGEST)}). "
+        f"{tokens} at equal tokens, {flops} at equal FLOPs, and {time} at equal time on the CPU that was timed, each "
+        f"with the fastest kernel there (four layers, {tokens_of(LONGEST)}). "
         f"{study.counted('this GKA')}"
     )
 
@@ -308,7 +308,7 @@ def speed() -> str:
     machines = ", ".join(dict.fromkeys(name.replace("(R)", "") for name in operator.index.unique("machine")))
     return (
         f"**Speed.** In float32 the operator, forward and backward, is {_range(operator, 'float32')} as fast as "
-        f"torch's fastest softmax attention, a training step of a whole model {_range(models, 'float32')}; in bfloat16 "
+        f"the fastest softmax attention in PyTorch, a training step of a whole model {_range(models, 'float32')}; in bfloat16 "
         f"{_range(operator, 'bfloat16')} and {_range(models, 'bfloat16')}. The CPUs are {machines}."
     )
 

@@ -119,7 +119,7 @@ def comparison(scores: Scores, names: Iterable[str], place: Place, baseline: str
         counts = [f"{result['parameters']:,}", f"{result['flops_per_token']:,}"] if result else ["", ""]
         rows.append([name, loss_of(result), rate_of(result), seeds_of(result), difference_of(compared), *counts])
         settled &= result is None or result.settled
-    of = " and ".join(dict.fromkeys(baselines.values()))
+    of = baseline if isinstance(baseline, str) else "the same without it"
     headings = ["", "validation bits per byte", "rate", "seeds", f"over {of}", "parameters", "FLOPs/token"]
     return Table.of(headings, rows, notes=[] if settled else [PROVISIONAL])
 

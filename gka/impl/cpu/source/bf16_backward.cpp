@@ -80,6 +80,8 @@ struct Backward {
     grad.copy(from);
     std::fill(delta, delta + x.padded, 0.0f);
     for (int64_t i = 0; i < x.count; i++) {
+      if (i + AHEAD < x.count) prefetch(y.row(i + AHEAD), q.head_dim);
+      if (q.rest.data && i + AHEAD < x.count) prefetch(rest.row(i + AHEAD), q.head_dim);
       const __m512 share = _mm512_set1_ps(own_keys ? 1.0f / level[i] : 1.0f);
       __m512 sum = _mm512_setzero_ps();
       for (int64_t d = 0; d < q.head_dim; d += UNIT) {
@@ -203,11 +205,11 @@ struct Backward {
         fill_block(roles == BOTH ? roles_of(c, seen, seeing) : roles, row, c, k + (c - begin) * STRIPE,
                    m + (c - begin) * STRIPE);
       const HalfTokens& others = roles == KEY ? x : key;
-      const Mixed all{rows_of(roles, row), std::min(chunk.end, others.count) - begin, x.outputs};
+      const Mixed all{rows_of(roles, row), std::min(chunk.end, others.count) - begin, x.outputs, x.sums_alone(), true};
       mix(m, others.mixed_from(begin), all, begin > met.begin, gradient);
       const Range keys = seeing.within(chunk);
       if (keys.empty()) continue;
-      const Mixed seers{rows_of(roles, row), std::min(keys.end, x.count) - keys.begin, x.outputs};
+      const Mixed seers{rows_of(roles, row), std::min(keys.end, x.count) - keys.begin, x.outputs, x.sums_alone(), false};
       mix(k + (keys.begin - begin) * STRIPE, grad.mixed_from(keys.begin), seers, values_begun, dvalues);
       values_begun = true;
     }
@@ -217,6 +219,7 @@ struct Backward {
     const HalfTokens& tokens = roles == KEY ? key : x;
     const HalfSource to(roles == KEY ? q.dkeys : q.dx, q, index), to_values(q.dvalues, q, index);
     for (int64_t i = row; i < std::min(row + STRIPE, tokens.count); i++) {
+      if (i + AHEAD < tokens.count) prefetch<true>(to.row(i + AHEAD), q.head_dim);
       const float* from = gradient + (i - row) * x.outputs * UNIT;
       const __m512 sum = _mm512_set1_ps(from[q.head_dim]);
       for (int64_t d = 0; d < q.head_dim; d += UNIT) {

@@ -89,7 +89,7 @@ struct Forward {
         if ((own_keys && c == row) || hides(row, c)) block<true>(row, c, to);
         else block<false>(row, c, to);
       }
-      const Mixed of{rows_of(row), std::min(end, key.count) - begin, x.outputs};
+      const Mixed of{rows_of(row), std::min(end, key.count) - begin, x.outputs, x.sums_alone(), true};
       mix(k, value.mixed_from(begin), of, begin > keys.begin, mixed);
     }
   }
@@ -134,6 +134,8 @@ struct Forward {
   void write(const GkaRequest& q, int64_t index, int64_t row) const {
     const HalfSource y(q.y, q, index), rest(q.rest, q, index);
     for (int64_t i = row; i < std::min(row + STRIPE, x.count); i++) {
+      if (i + AHEAD < x.count) prefetch<true>(y.row(i + AHEAD), q.head_dim);
+      if (q.rest.data && i + AHEAD < x.count) prefetch<true>(rest.row(i + AHEAD), q.head_dim);
       const float* from = mixed + (i - row) * x.outputs * UNIT;
       const float total = from[q.head_dim] + (own_keys ? q.eps : 0.0f);
       const __m512 share = _mm512_set1_ps(1.0f / total);

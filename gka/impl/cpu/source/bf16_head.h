@@ -39,16 +39,19 @@ struct HalfTokens {
   }
   static Half* halves(Arena& arena, int64_t numbers) { return reinterpret_cast<Half*>(arena.take(numbers / 2)); }
   int64_t depth() const { return steps * STRIPE; }
+  bool sums_alone() const { return head_dim % UNIT == 0; }
   GKA_INLINE const Half* left(int64_t i) const { return rows + i * depth(); }
   GKA_INLINE const Half* right(int64_t i) const { return columns + i * depth(); }
   GKA_INLINE const Half* mixed_from(int64_t i) const { return mixed + i * outputs * UNIT; }
 
   void copy(const HalfSource& from) {
-    for (int64_t i = 0; i < padded; i++)
+    for (int64_t i = 0; i < padded; i++) {
+      if (i + AHEAD < count) prefetch(from.row(i + AHEAD), head_dim);
       for (int64_t d = 0; d < depth(); d += STRIPE) {
         const uint64_t filled = i < count ? std::min(std::max<int64_t>(head_dim - d, 0), STRIPE) : 0;
         _mm512_store_si512(rows + i * depth() + d, _mm512_maskz_loadu_epi16((1ull << filled) - 1, from.row(i) + d));
       }
+    }
   }
 
   // The other orders, from the rows.

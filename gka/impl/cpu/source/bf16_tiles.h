@@ -128,8 +128,8 @@ struct Factors {
 GKA_INLINE void multiply(Factors first, Factors other, int64_t steps, int64_t rows, float* to) {
   if (!has_tiles) {
     const Order left{steps * STRIPE, STRIPE}, right{STRIPE, TILE, steps * TILE};
-    for (Factors f : {first, other})
-      if (f.left) multiply_vectors<2>(f.left, left, f.right, right, steps * UNIT, rows, f.left != first.left, to, STRIPE);
+    multiply_vectors<2>(first.left, left, first.right, right, steps * UNIT, rows, false, to, STRIPE);
+    if (other.left) multiply_vectors<2>(other.left, left, other.right, right, steps * UNIT, rows, true, to, STRIPE);
     return;
   }
   clear_tiles();
@@ -153,9 +153,11 @@ GKA_INLINE void multiply(Factors first, Factors other, int64_t steps, int64_t ro
   tile_store<3>(to + UNIT * STRIPE + UNIT, width);
 }
 
-// How much is mixed: rows of the stripe of queries that are computed, keys, and tiles of channels.
+// How much is mixed: rows of the stripe of queries that are computed, keys, and tiles of channels. alone: the last tile
+// has nothing but the channel that adds up weights; ones: that channel is ones, else 0.
 struct Mixed {
   int64_t queries, keys, outputs;
+  bool alone, ones;
 };
 
 // Two or, at the end, one of the tiles of channels that `mix` computes.
@@ -191,6 +193,19 @@ GKA_INLINE void mix_channels(const Half* weights, const Half* rows, Mixed of, bo
 template <int N>
 using Columns = std::integral_constant<int, N>;
 
+// The sums of the weights' rows, as the channel of ones would give them.
+inline void sum_weights(const Half* weights, Mixed of, bool add, float* to, int64_t width) {
+  const __m512bh ones = reinterpret_cast<__m512bh>(_mm512_set1_epi32(0x3f803f80));
+  for (int64_t i = 0; i < of.queries; i++) {
+    __m512 sum = _mm512_setzero_ps();
+    for (int64_t s = 0; s < of.keys; s += STRIPE) {
+      const __m512i row = _mm512_load_si512(weights + (s + i) * STRIPE);
+      sum = _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(row), ones);
+    }
+    to[i * width] = _mm512_reduce_add_ps(sum) + (add ? to[i * width] : 0.0f);
+  }
+}
+
 inline void mix_vectors(const Half* weights, const Half* rows, Mixed of, bool add, float* to) {
   const Order left{STRIPE, 2 * TILE}, right{STRIPE, of.outputs * TILE, TILE};
   const int64_t pairs = of.keys / STRIPE * UNIT + std::min(of.keys % STRIPE, UNIT);  // of token i and i + 16
@@ -199,10 +214,12 @@ inline void mix_vectors(const Half* weights, const Half* rows, Mixed of, bool ad
                                 of.outputs * UNIT);
     return d + columns();
   };
+  const int64_t tiles = of.outputs - of.alone;
+  if (of.alone && of.ones) sum_weights(weights, of, add, to + tiles * UNIT, of.outputs * UNIT);
   int64_t d = 0;
-  while (of.outputs - d > 3) d = some(Columns<2>(), d);
-  if (of.outputs - d == 3) some(Columns<3>(), d);
-  else if (of.outputs - d == 2) some(Columns<2>(), d);
+  while (tiles - d > 3) d = some(Columns<2>(), d);
+  if (tiles - d == 3) some(Columns<3>(), d);
+  else if (tiles - d == 2) some(Columns<2>(), d);
   else some(Columns<1>(), d);
 }
 

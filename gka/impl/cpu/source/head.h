@@ -160,9 +160,9 @@ struct Source {
 
 // Fetch a row that is needed soon from memory. Rows of a head lie apart, where the processor does not expect them.
 constexpr int64_t AHEAD = 16;  // rows
-template <bool TO_WRITE = false>
-GKA_INLINE void prefetch(const float* row, int64_t head_dim) {
-  for (int64_t d = 0; d < head_dim; d += 16) __builtin_prefetch(row + d, TO_WRITE);
+template <bool TO_WRITE = false, typename T>
+GKA_INLINE void prefetch(const T* row, int64_t head_dim) {
+  for (int64_t d = 0; d < head_dim; d += 64 / sizeof(T)) __builtin_prefetch(row + d, TO_WRITE);
 }
 
 // Copy the rows of a head, less `mean` if there is one, and fill the panels if there are any.
