@@ -185,15 +185,17 @@ def own_images(run: Path, network: bool = True) -> dict[str, Image.Image]:
     return {}
 
 
-def first_of_classes(source: Source | Stream, records: Iterable[Record]) -> dict[str, Image.Image]:
-    """Name of a class -> its first image, for the first classes."""
+def first_of_classes(
+    source: Source | Stream, records: Iterable[Record], most: int = NUM_IMAGES
+) -> dict[str, Image.Image]:
+    """Name of a class -> its first image, for the first `most` classes."""
     data = re.split(r"[/:]", source.name.rstrip("/"))[-1]
     found: dict[str, Image.Image] = {}
     for image, label, _ in records:
         name = f"{data} {source.classes[label]}"
         if name not in found:
             found[name] = decode(image, upright=True)
-        if len(found) == min(NUM_IMAGES, len(source.classes)):
+        if len(found) == min(most, len(source.classes)):
             break
     return found
 

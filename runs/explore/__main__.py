@@ -59,12 +59,13 @@ def main(config: ExploreConfig) -> None:
     models = load(config.run, config.twin, config.demo, config.model)
     for model in (*models.vision, *models.language):
         print(model.about)
-    with tempfile.TemporaryDirectory(prefix="gka-explore-") as folder:
-        os.environ["GRADIO_TEMP_DIR"] = folder  # of uploads and pictures; Gradio reads it when it is imported
-        from runs.explore import page
+    with tempfile.TemporaryDirectory(prefix="gka-explore-") as folder:  # of uploads and pictures
+        # Gradio reads these when it is imported. It asks its own page whether it is there: not through a proxy.
+        os.environ |= dict(GRADIO_TEMP_DIR=folder, GRADIO_ANALYTICS_ENABLED="False", no_proxy="*", NO_PROXY="*")
+        from runs.explore import page, server
 
         served = page.build(models)
-        address = page.serve(served, config.host, config.port, own)
+        address = server.serve(served, config.host, config.port, own)
         print(f"open {address} in a browser; Ctrl-C ends it", flush=True)
         try:
             threading.Event().wait()

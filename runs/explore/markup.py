@@ -73,17 +73,12 @@ def tokens(texts: Sequence[str], row: torch.Tensor, chosen: int) -> str:
     """The tokens of a text as buttons, coloured by their weight in a row of W, (T,): 0 to 1, whatever σ is."""
     buttons = "".join(
         f'<button type="button" data-token="{place}" aria-pressed="{str(place == chosen).lower()}" '
-        f'style="--part: {70 * weight**0.5:.0f}%" title="{weight:.4f}">{escape(visible(text))}</button>'
+        f'style="--part: {70 * weight**0.5:.0f}%" title="{weight:.4f}">{escape(text)}</button>'
         for place, (text, weight) in enumerate(zip(texts, row.tolist()))
     )
     return f'<div class="tokens">{buttons}</div>'
 
 
-def visible(text: str) -> str:
-    """A token whose spaces and line breaks can be seen."""
-    return text.replace(" ", "␣").replace("\n", "⏎") or "∅"
-
-
 def text(heading: str, written: str) -> str:
     """A text of a model's, as it is."""
-    return f'<p class="note"><b>{escape(heading)}</b></p><div class="text">{escape(written)}</div>'
+    return f'{title(heading)}<div class="text">{escape(written)}</div>'

@@ -1,14 +1,12 @@
 """The images of the page: the ones that come with scikit-learn, and what somebody uploads."""
 
 import io
-import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from PIL import Image, ImageOps
 
-from deit_gka.data.sources import decode, open_source
-from deit_gka.figures.subjects import photographs
+from deit_gka.data.sources import open_source
+from deit_gka.figures.subjects import first_of_classes, photographs
 from trainkit_gka.cli import UserError
 
 FORMATS, SUFFIXES = ("JPEG", "PNG", "WEBP"), (".jpg", ".jpeg", ".png", ".webp")
@@ -34,29 +32,21 @@ class Photo:
 
 
 def bundled() -> dict[str, Photo]:
-    """Two photographs and a handwritten digit of each class, by name."""
-    return {photo.name: photo for photo in (*_digits(), *(Photo.of(*item) for item in photographs().items()))}
-
-
-def _digits() -> Iterator[Photo]:
+    """A handwritten digit of each class and two photographs, by name."""
     source = open_source("digits", "val")
-    first: dict[int, int] = {}
-    for index in range(len(source)):
-        first.setdefault(source.read(index)[1], index)
-    for digit, index in sorted(first.items()):
-        yield Photo.of(f"digit {source.classes[digit]}", decode(source.read(index)[0]).convert("RGB"))
+    digits = first_of_classes(source, map(source.read, range(len(source))), len(source.classes))
+    images = {name.replace("digits", "digit"): image for name, image in sorted(digits.items())} | photographs()
+    return {name: Photo.of(name, image) for name, image in images.items()}
 
 
 def read_upload(data: bytes, name: str) -> Photo:
     """An uploaded image under its name, turned as its camera says and made smaller if need be.
 
     What it is is decided by its content; nothing is decoded before its size is known.
-    Raises UserError for files that are too large or are not JPEG, PNG or WebP images.
+    Raises UserError for files that have too many pixels or are not JPEG, PNG or WebP images.
     """
-    if len(data) > MAX_BYTES:
-        raise UserError(f"the file has {len(data) / 2**20:.1f} MiB; give one of at most {MAX_BYTES // 2**20} MiB")
     try:
-        with warnings.catch_warnings(), Image.open(io.BytesIO(data), formats=FORMATS) as image:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             if image.width * image.height > MAX_PIXELS:
                 most = f"at most {MAX_PIXELS // 10**6} million pixels"
                 raise UserError(f"the image has {image.width:,} × {image.height:,} pixels; give one of {most}")
