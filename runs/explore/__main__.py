@@ -10,7 +10,6 @@ import signal
 import socket
 import sys
 import tempfile
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -68,7 +67,7 @@ def main(config: ExploreConfig) -> None:
         address = server.serve(served, config.host, config.port, own)
         print(f"open {address} in a browser; Ctrl-C ends it", flush=True)
         try:
-            threading.Event().wait()
+            signal.pause()
         finally:
             served.close(verbose=False)
 
