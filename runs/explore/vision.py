@@ -30,7 +30,7 @@ class VisionModel:
         self.drawn, self.about = drawn, drawn.about
         self.classes = drawn.classes or [f"class {place}" for place in range(1, drawn.model.num_classes + 1)]
         self.tokens, self.layers = Tokens.of(drawn.model), attention_layers(drawn.model)
-        self.times = max(1, round(WIDTH / max(drawn.model.patch_embed.img_size)))  # an image on the page
+        self.times = max(1, round(WIDTH / max(drawn.model.patch_embed.img_size)))  # larger on the page
         self.side = [pixels * self.times for pixels in self.tokens.patch]  # height and width of a patch on the page
         heads = max(layer.num_heads for layer in self.layers)
         self.shape = len(self.layers), heads, self.tokens.grid  # what a twin must share
