@@ -71,7 +71,9 @@ def caption(subjects: Sequence[Subject], *sentences: str, of_weights: bool = Tru
     first = subjects[0]
     text = printable(textwrap.shorten(first.text, QUOTED, placeholder=" …"))
     read = f'Text: "{text}", {len(first.words)} tokens; the first one begins the document.'
-    return " ".join([f"{'; '.join(s.about for s in subjects)}.", read, *sentences, *offsets_in_words(subjects, of_weights)])
+    return " ".join(
+        [f"{'; '.join(s.about for s in subjects)}.", read, *sentences, *offsets_in_words(subjects, of_weights)]
+    )
 
 
 def offsets_in_words(subjects: Sequence[Subject], of_weights: bool) -> list[str]:

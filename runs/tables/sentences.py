@@ -305,11 +305,17 @@ def speed() -> str:
     """What the CPU kernel gains over torch's softmax attention, in the bare operator and in training steps."""
     operator = _ratios("attention", "forward+backward")
     models = pd.concat([_ratios("deit", "training"), _ratios("gpt", "training")])
-    machines = ", ".join(dict.fromkeys(name.replace("(R)", "") for name in operator.index.unique("machine")))
+
+    def machines(dtype: str) -> str:
+        timed = pd.concat([operator, models]).xs(dtype, level="dtype").index.unique("machine")
+        whole = [name for name in timed if not any(other.startswith(f"{name} ") for other in timed)]
+        return ", ".join(name.replace("(R)", "") for name in whole)
+
     return (
-        f"**Speed.** In float32 the operator, forward and backward, is {_range(operator, 'float32')} as fast as "
-        f"the fastest softmax attention in PyTorch, a training step of a whole model {_range(models, 'float32')}; in bfloat16 "
-        f"{_range(operator, 'bfloat16')} and {_range(models, 'bfloat16')}. The CPUs are {machines}."
+        f"**Speed.** In float32 ({machines('float32')}) the operator, forward and backward, is "
+        f"{_range(operator, 'float32')} as fast as the fastest softmax attention in PyTorch, a training step of a "
+        f"whole model {_range(models, 'float32')}; in bfloat16 ({machines('bfloat16')}) "
+        f"{_range(operator, 'bfloat16')} and {_range(models, 'bfloat16')}."
     )
 
 

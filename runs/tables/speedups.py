@@ -1,4 +1,4 @@
-"""One picture of speed over machines: how many times as fast GKA is as torch's fastest softmax attention."""
+"""One picture of speed over machines: how many times as fast GKA is as PyTorch's fastest softmax attention."""
 
 import textwrap
 from pathlib import Path
@@ -12,7 +12,7 @@ from runs.tables.speed import GKA, SOFTMAX, by, label
 from trainkit_gka.plots import Figure
 
 PICTURE = "speed.png"
-TITLE = "How many times as fast GKA is as softmax attention"
+TITLE = "How many times as fast GKA is as softmax attention, in float32"
 # The cases of the picture, the operator alone and then whole models, all float32; the tables have the others.
 BOTH, STEP = "forward+backward", "training"
 SHOWN = {

@@ -105,11 +105,16 @@ def ideas(scores: Scores) -> Table:
     """Question 4: what else might help the preset."""
     own = {name: name.partition(",")[0] for name in IDEAS}
     own = {name: name for name in own.values()} | own
-    return comparison(scores, sorted(own, key=own.get), DEEPER, own)
+    return comparison(scores, sorted(own, key=own.get), DEEPER, own, of="the same without it")
 
 
-def comparison(scores: Scores, names: Iterable[str], place: Place, baseline: str | dict[str, str]) -> Table:
-    """Families at one place, and the difference of each from its baseline: one for all, or each one's own."""
+def comparison(
+    scores: Scores, names: Iterable[str], place: Place, baseline: str | dict[str, str], of: str = ""
+) -> Table:
+    """Families at one place, and the difference of each from its baseline: one for all, or each one's own.
+
+    of: what the baseline is called, if not by its name.
+    """
     baselines = baseline if isinstance(baseline, dict) else dict.fromkeys(names, baseline)
     others = {name: scores.at(ALL[name], place) for name in baselines.values()}
     rows, settled = [], True
@@ -119,7 +124,7 @@ def comparison(scores: Scores, names: Iterable[str], place: Place, baseline: str
         counts = [f"{result['parameters']:,}", f"{result['flops_per_token']:,}"] if result else ["", ""]
         rows.append([name, loss_of(result), rate_of(result), seeds_of(result), difference_of(compared), *counts])
         settled &= result is None or result.settled
-    of = baseline if isinstance(baseline, str) else "the same without it"
+    of = of or " and ".join(dict.fromkeys(baselines.values()))
     headings = ["", "validation bits per byte", "rate", "seeds", f"over {of}", "parameters", "FLOPs/token"]
     return Table.of(headings, rows, notes=[] if settled else [PROVISIONAL])
 

@@ -244,8 +244,8 @@ def test_the_sentence_of_speed_has_the_range_over_machines_and_threads(tmp_path,
     monkeypatch.setattr(frames, "RESULTS", tmp_path)
     said = sentences.speed()
     assert "is 1.2 to 3.0 times (median 2.0) as fast" in said and "model 1.4 to 1.6 times (median 1.5);" in said
-    assert "in bfloat16 0.5 to 0.5 times (median 0.5) and 1.1 to 1.1 times (median 1.1)." in said
-    assert said.endswith("The CPUs are a CPU, b CPU.")
+    assert "in bfloat16 (a CPU) 0.5 to 0.5 times (median 0.5) and 1.1 to 1.1 times (median 1.1)." in said
+    assert said.startswith("**Speed.** In float32 (a CPU, b CPU) the operator")
 
 
 @pytest.mark.parametrize(

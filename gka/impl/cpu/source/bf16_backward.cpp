@@ -209,8 +209,9 @@ struct Backward {
       mix(m, others.mixed_from(begin), all, begin > met.begin, gradient);
       const Range keys = seeing.within(chunk);
       if (keys.empty()) continue;
-      const Mixed seers{rows_of(roles, row), std::min(keys.end, x.count) - keys.begin, x.outputs, x.sums_alone(), false};
-      mix(k + (keys.begin - begin) * STRIPE, grad.mixed_from(keys.begin), seers, values_begun, dvalues);
+      const int64_t seers = std::min(keys.end, x.count) - keys.begin;
+      const Mixed of{rows_of(roles, row), seers, x.outputs, x.sums_alone(), false};
+      mix(k + (keys.begin - begin) * STRIPE, grad.mixed_from(keys.begin), of, values_begun, dvalues);
       values_begun = true;
     }
   }

@@ -1,10 +1,10 @@
 // Products of bfloat16 pairs into float32: by AMX, in tiles of 16 rows x 64 bytes, or by AVX512-BF16, in vectors.
 //
-// An instruction of AMX multiplies 16 rows of 32 numbers with 16 words of pairs x 16 columns. So the left operand keeps 32
-// numbers of a row side by side, and the right one keeps pairs of rows in words. Which 32 numbers are contracted, and
+// An instruction of AMX multiplies 16 rows of 32 numbers with 16 words of pairs x 16 columns. So the left operand has
+// 32 numbers of a row side by side, and the right one has pairs of rows in words. Which 32 numbers are contracted, and
 // in which order, is free as long as both agree: a word pairs token i with token i + 16 of a stripe, which costs a
-// shift and a blend where neighbours would cost a permutation. A row of a right operand's tile is what an instruction of
-// AVX512-BF16 multiplies with one word of a row of the left, so both read the same orders.
+// shift and a blend where neighbours would cost a permutation. A row of a right operand's tile is what an instruction
+// of AVX512-BF16 multiplies with one word of a row of the left, so both read the same orders.
 //
 // Needs the instruction sets that BF16_BEGIN names; the caller has asked gka_ready_bfloat16.
 #pragma once
@@ -223,8 +223,8 @@ inline void mix_vectors(const Half* weights, const Half* rows, Mixed of, bool ad
   else some(Columns<1>(), d);
 }
 
-// to (32 x 16 `outputs`) = or, with `add`, += weights . rows: weights are a pair of tiles, and rows `outputs` tiles, for
-// each stripe of keys.
+// to (32 x 16 `outputs`) = or, with `add`, += weights . rows: weights are a pair of tiles, and rows `outputs` tiles,
+// for each stripe of keys.
 inline void mix(const Half* weights, const Half* rows, Mixed of, bool add, float* to) {
   if (!has_tiles) return mix_vectors(weights, rows, of, add, to);
   int64_t d = 0;
