@@ -34,6 +34,7 @@ NAMES = {
     OFFSETS: "GKA with head offsets",
     SOFTMAX: "nanochat's softmax",
 }
+FEWEST_SEEDS = 3  # of which an interval says something
 IMAGES = {"digits": "digits", "images": "600 photographs of clothing", "cifar10": "CIFAR-10"}
 BITS, POINTS = " bits per byte", " points"
 
@@ -251,12 +252,13 @@ def state(rows: list[dict]) -> str:
 
 
 def of_images(rows: list[dict], with_offsets: bool = False) -> str:
-    """GKA beside softmax on a set of images, in percentage points of top-1; empty until both are measured."""
+    """GKA beside softmax on a set of images, in percentage points of top-1; empty until both have three seeds."""
     results, data = results_of(rows), rows[-1]["data"]
     own, softmax = results["GKA"], results["softmax"]
-    if own is None or softmax is None:
+    common = common_seeds([own.losses, softmax.losses]) if own and softmax else []
+    if len(common) < FEWEST_SEEDS:
         return ""
-    seeds = f"{len(common_seeds([own.losses, softmax.losses]))} seeds"
+    seeds = f"{len(common)} seeds"
     stands = standing(own.over(softmax), f"softmax's {softmax.mean:.1f} %", POINTS, ".1f", less_wins=False)
     told = f"On {IMAGES.get(data['images'], data['images'])} GKA has {own.mean:.1f} % ({seeds}), {stands}"
     offsets = {name: one for name, one in results.items() if one and name.startswith("GKA +")}
