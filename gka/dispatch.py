@@ -61,11 +61,11 @@ def choose(request: GaussianRequest, impl: str) -> str:
 def choose_baseline(request: SoftmaxRequest, impl: str) -> str:
     """As `choose`, for the softmax baseline.
 
-    "auto" is FlexAttention for windows on CUDA, products where they are fast, else SDPA.
+    "auto" is FlexAttention for windows on CUDA, else SDPA, inside `products.where_fast` products.
     """
     if impl not in ("auto", *BASELINES):
         raise ValueError(f"dot_product_attention's impl must be one of auto, {', '.join(BASELINES)}, got {impl!r}")
-    preferred: tuple[str, ...] = ("products", "sdpa") if products.are_fast(request.x) else ("sdpa",)
+    preferred: tuple[str, ...] = ("products", "sdpa") if products.are_taken(request.x) else ("sdpa",)
     if request.x.is_cuda and request.mask.window is not None:
         preferred = ("flex", "sdpa")
     name, refused = _first(request, preferred if impl == "auto" else (impl,))

@@ -2,7 +2,12 @@
 
 On CPUs that multiply bfloat16 the fused kernel's backward pass takes several times as long as these products in
 bfloat16, and the forward pass is slower too. Blocks of queries leave out most of what a causal mask or a window hides.
+Scores are rounded, so that sharp attention is up to ten times less exact than by the fused kernel: what is to be right
+before it is fast does not take them, and benchmarks do.
 """
+
+import contextlib
+from collections.abc import Iterator
 
 import torch
 
@@ -12,6 +17,7 @@ from gka.request import CONDITIONS, Request, Serves, SoftmaxRequest
 SERVES = Serves(options=frozenset(CONDITIONS), applies_eps=False)
 BLOCK = 256  # queries
 MOST_SCORES = 2**26  # that a call may keep: 128 MiB in bfloat16
+_taken = False  # by impl="auto"
 
 
 def unavailable(request: Request) -> str | None:
@@ -41,12 +47,30 @@ def _attend(request: SoftmaxRequest) -> torch.Tensor:
         scores = q[:, :, row : row + block] @ k[:, :, begin:end].transpose(-2, -1)
         if mask != Mask():
             seen = mask.visible(positions[:, None], torch.arange(begin, end, device=q.device))
-            scores = scores + torch.zeros_like(seen, dtype=scores.dtype).masked_fill(~seen, float("-inf"))
+            scores = scores.masked_fill(~seen, float("-inf"))
         mixed.append(scores.softmax(-1) @ v[:, :, begin:end])
     return torch.cat(mixed, dim=2).transpose(1, 2)
 
 
-def are_fast(x: torch.Tensor) -> bool:
-    """Whether products beat torch's fused kernel for queries x: in bfloat16 on CPUs that multiply it."""
+def are_taken(x: torch.Tensor) -> bool:
+    """Whether impl="auto" takes products for queries x: inside `where_fast`, in bfloat16 on CPUs that multiply it."""
+    return _taken and x.device.type == "cpu" and x.dtype == torch.bfloat16 and _multiplies_bfloat16()
+
+
+@contextlib.contextmanager
+def where_fast() -> Iterator[None]:
+    """impl="auto" takes products where they are faster than torch's fused kernel."""
+    global _taken
+    before, _taken = _taken, True
+    try:
+        yield
+    finally:
+        _taken = before
+
+
+def _multiplies_bfloat16() -> bool:
     supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
-    return x.device.type == "cpu" and x.dtype == torch.bfloat16 and supported is not None and supported()
+    return supported is not None and supported()
+
+
+_multiplies_bfloat16._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as impl/cpu/build.py has it

@@ -22,6 +22,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 
+from gka.impl import products
 from nanochat_gka.model.accounting import flops_per_token, parameter_counts
 from nanochat_gka.model.config import GPTConfig
 from runs.bench import models
@@ -148,6 +149,7 @@ def takes_part(key: Key, phase: str, usual: str) -> bool:
     return key.kind not in DECODE_ONLY
 
 
+@products.where_fast()
 def time_depth(depth: int, phases: list[str], config: GPTBenchConfig, runtime: Runtime, save: Callable) -> None:
     """Time all phases of one depth; save(phase, dtype, measured, candidates) gets every comparison."""
     device, usual = runtime.device, config.dtypes[0]

@@ -11,6 +11,7 @@ from typing import Annotated
 import pandas as pd
 import torch
 
+from gka.impl import products
 from runs.bench.gpt_models import TRAINING, Candidate, Subject
 from runs.bench.measurement import Plan
 from runs.bench.timing import interleave
@@ -58,6 +59,7 @@ def main(config: SpeedConfig) -> None:
             bar.advance(task)
 
 
+@products.where_fast()  # softmax attention at its fastest
 def time_depth(depth: int, config: SpeedConfig, runtime: Runtime) -> None:
     """One comparison: a step of every family that the depth has room for."""
     rows = max(1, BATCH_AT_DEPTH.get(depth, max(BATCH_AT_DEPTH.values())) // config.sequence_len)

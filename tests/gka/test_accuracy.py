@@ -175,6 +175,9 @@ def test_products_in_bfloat16_are_as_right_as_the_fused_kernel_and_stop_where_th
         for s, shape in enumerate(shapes)
     ]
     monkeypatch.setattr(products, "BLOCK", 4)
+    spoilt = leaves[1].detach().index_fill(1, torch.tensor(39), float("nan"))
+    y = dot_product_attention(leaves[0].detach(), spoilt, spoilt.nan_to_num(), causal=True, impl="products")
+    assert y[:, :-1].isfinite().all() and y[:, -1].isnan().all()  # the last query alone sees that key
 
     def results(tensors, impl):
         y = dot_product_attention(*tensors, causal=True, window=12, impl=impl)
@@ -185,11 +188,13 @@ def test_products_in_bfloat16_are_as_right_as_the_fused_kernel_and_stop_where_th
         [testing.error(a.double(), b) for a, b in zip(results(leaves, i), want)] for i in ("products", "sdpa")
     )
     assert all(a <= 2 * b + torch.finfo(torch.bfloat16).eps for a, b in zip(ours, fused, strict=True))
-    monkeypatch.setattr(products, "are_fast", lambda x: True)
+    monkeypatch.setattr(products, "_multiplies_bfloat16", lambda: True)
     request = softmax_request(*leaves, True, None, None)
-    assert choose_baseline(request, "auto") == "products"
-    monkeypatch.setattr(products, "MOST_SCORES", 2 * 2 * 9 * 40 - 1)
     assert choose_baseline(request, "auto") == "sdpa"
+    with products.where_fast():
+        assert choose_baseline(request, "auto") == "products"
+        monkeypatch.setattr(products, "MOST_SCORES", 2 * 2 * 9 * 40 - 1)
+        assert choose_baseline(request, "auto") == "sdpa"
     with pytest.raises(ValueError, match="products keep 1,440 scores"):
         dot_product_attention(*leaves, impl="products")
 

@@ -7,15 +7,20 @@ from torch.nn.attention import flex_attention
 
 from gka import dot_product_attention, gaussian_attention, testing
 from gka.dispatch import BASELINES
-from gka.impl import flex
+from gka.impl import flex, products
 from gka.masking import Mask
 from gka.testing import make_log_sigma
 from operator_cases import CPU, check
 
 
-@pytest.mark.parametrize("impl", BASELINES)
+@pytest.mark.parametrize("impl", [*BASELINES, "auto"])
 def test_the_baseline_compiles_without_graph_breaks(impl):
-    q = testing.make_features("normal", (1, 24, 2, 16))
+    q = testing.make_features("normal", (1, 24, 2, 16), torch.bfloat16 if impl == "auto" else torch.float32)
+    with products.where_fast():
+        _compile_baseline(q, impl)
+
+
+def _compile_baseline(q, impl):
     compiled = torch.compile(
         lambda q: dot_product_attention(q, q, q, causal=True, window=7, impl=impl), fullgraph=True, backend="aot_eager"
     )
