@@ -29,8 +29,8 @@ def test_the_benchmarks_run_end_to_end(tmp_path, capsys):
     files = {path.name.split("_")[1]: read_lines(path) for path in sorted(tmp_path.glob("*-1-thread.jsonl"))}
     files |= {path.name.split("_")[1]: read_lines(path) for path in tmp_path.glob(f"*-{OWN}-thread*.jsonl")}
     assert {what: len(lines) for what, lines in files.items()} == {
-        "attention": 2 * (4 + 5) + 2 * (4 + 5) + 2 + 3,  # bfloat16 has softmax in float32 too
-        "deit": 2 * (2 + 3),
+        "attention": 2 * (5 + 7) + 2 * (5 + 7) + 3 + 5,  # bfloat16 has softmax in float32 too
+        "deit": 2 * (3 + 5),
         "gpt": 2 * (3 + 4) + (2 + 3) + (4 + 4),  # d2 is trained alone
     }
     absent = ("gka triton", "gka cpu") if build.obstacle() else ("gka triton",)
