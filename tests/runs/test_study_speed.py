@@ -2,6 +2,7 @@
 
 import pytest
 
+from gka.impl import products
 from runs.study import speed
 from runs.study.families import ALL
 from runs.study.trials import Trial
@@ -14,6 +15,9 @@ from trainkit_gka.progress import read_lines
 def test_real_steps_are_timed_in_turns(tmp_path, monkeypatch, capsys):
     results = tmp_path / speed.SPEEDS.name
     monkeypatch.setattr(speed, "TIMED", ("softmax", "GKA + offsets", "GGGA + offsets"))
+    monkeypatch.setattr(products, "_multiplies_bfloat16", lambda: True)
+    plain, calls = products.dot_product, []
+    monkeypatch.setattr(products, "dot_product", lambda request: calls.append(1) or plain(request))
     speed.main(speed.SpeedConfig(depths=[2], rounds=3, sequence_len=32, vocab_size=64, results=results))
     records = read_lines(results)
     assert [record["config"]["family"] for record in records] == ["softmax", "GKA + offsets"]  # two layers
@@ -21,6 +25,7 @@ def test_real_steps_are_timed_in_turns(tmp_path, monkeypatch, capsys):
         metrics = record["metrics"]
         assert metrics["samples"] == 3 and metrics["status"] == "ok"
         assert metrics["tokens_per_second"] == pytest.approx(64 * 32 / metrics["median_ms"] * 1e3)
+    assert len(calls) >= 2 * 3  # softmax at its fastest: two layers, three steps
     assert "2 layers, GKA + offsets: " in capsys.readouterr().out
 
 
