@@ -25,11 +25,11 @@ BARE_NORM = {
     "GKA, norm without weight": dict(attention="gka", norm_weight=False),
     "GKA, norm without weight, channel bandwidths": dict(attention="gka", norm_weight=False, channel_bandwidths=True),
 }
-# Of a setting that tunes rates apart: LRUB is GKA's best on the digits and on the photographs.
-TUNED_APART = {**KINDS, **{name: FAMILIES[name] for name in ("GKA + LRUB", "softmax + LRUB")}}
 # Softmax for about the time of GKA's eight epochs: a thread trained 570 and 740 images/s.
 AT_EQUAL_TIME = {"softmax, 6 epochs": dict(attention="softmax", epochs=6)}
-TUNED_APART_LATER = {**AT_EQUAL_TIME, "GGGA": FAMILIES["GGGA"], **BARE_NORM}
+# Of a setting that tunes rates apart: LRUB is GKA's best on the digits and on the photographs.
+TUNED_APART = {**KINDS, **{name: FAMILIES[name] for name in ("GKA + LRUB", "softmax + LRUB")}, **AT_EQUAL_TIME}
+TUNED_APART_LATER = {"GGGA": FAMILIES["GGGA"], **BARE_NORM}
 
 
 class VisionDone(Done):
@@ -71,10 +71,13 @@ def later_families(setting: Setting) -> dict[str, dict]:
 
 def planned(setting: Setting) -> int:
     """How many trainings a comparison of all families takes, if no best rate lies at an end of those first tried."""
-    done, families = done_of(setting)(), list(families_of(setting).values())
+    done, first, later = done_of(setting)(), first_families(setting), later_families(setting)
+    families = [*first.values(), *later.values()]
     tuned = sum(rate_family(family, done) == family for family in families)
-    seeds = setting.seeds if done.tuned_apart else setting.seeds - 1  # seed 0 at the best rate is one of the tuned
-    return tuned * len(done.rates) + len(families) * seeds
+    compared = len(first) * setting.seeds + len(later) * setting.later_seeds
+    if not done.tuned_apart:
+        compared -= len(families)  # seed 0 at the best rate is one of the tuned
+    return tuned * len(done.rates) + compared
 
 
 def rate_family(family: dict, done: VisionDone) -> dict:
@@ -100,14 +103,14 @@ def groups(setting: Setting) -> dict[str, Callable[[VisionDone], list[VisionTria
 
     def over_seeds(done: VisionDone) -> list[VisionTrial]:
         """How do the families differ over the seeds, each at its rate?"""
-        return at_chosen_rates(first_families(setting), done)
+        return at_chosen_rates(first_families(setting), setting.seeds, done)
 
     def later_seeds(done: VisionDone) -> list[VisionTrial]:
         """The same for families that only come when the others are done."""
-        return at_chosen_rates(later_families(setting), done)
+        return at_chosen_rates(later_families(setting), setting.later_seeds, done)
 
-    def at_chosen_rates(families: dict[str, dict], done: VisionDone) -> list[VisionTrial]:
+    def at_chosen_rates(families: dict[str, dict], seeds: int, done: VisionDone) -> list[VisionTrial]:
         known = [(family, rate) for family in families.values() if (rate := chosen_rate(family, done)) is not None]
-        return [VisionTrial(**f, rate=rate, seed=seed) for seed in range(setting.seeds) for f, rate in known]
+        return [VisionTrial(**f, rate=rate, seed=seed) for seed in range(seeds) for f, rate in known]
 
     return {"rates": rates, "seeds": over_seeds, "later-seeds": later_seeds}

@@ -52,7 +52,7 @@ CIFAR10 = Setting(
     epochs=8,
     batch=128,
     images_per_second=570,
-    seeds=3,
+    later_seeds=3,
     tuning_epochs=3,
     built_weights=("softmax", "vlt"),
 )

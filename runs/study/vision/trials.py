@@ -16,6 +16,7 @@ class Setting:
     """What all runs on some images share. lr: at rate 1, per 1,024 images, as the trainer's flag.
 
     images_per_second: of one thread, a guess before anything is measured.
+    seeds, later_seeds: of the families that are compared first, and of those that come when the others are done.
     tuning_epochs: of the runs that choose a rate, if they are apart: shorter, and judged by training images that they
     hold out. 0 chooses it among the runs that are compared, seed 0.
     built_weights: kinds of attention that train faster there when timm builds the weights than by torch's fused one.
@@ -28,6 +29,7 @@ class Setting:
     batch: int
     images_per_second: float
     seeds: int = 5
+    later_seeds: int = 5
     tuning_epochs: int = 0
     built_weights: tuple[str, ...] = ()
 
