@@ -10,6 +10,7 @@ class Kind:
     name: str  # in flags, configurations and timm's names
     letter: str  # in patterns by layer, such as GGGA
     label: str  # in tables and pictures
+    colour: str  # in pictures: one of Okabe and Ito's, which people tell apart who see red and green alike
     input_projections: str  # the letters of the W_Q, W_K, W_V it learns; every kind has W_O
     operator_tensors: int  # (B, T, C) tensors that a fused operator reads and writes in a forward pass
     cached_tensors: int  # (B, T, C) tensors that decoding keeps
@@ -19,9 +20,9 @@ class Kind:
 KINDS = {
     kind.name: kind
     for kind in (
-        Kind("softmax", "A", "softmax", "QKV", operator_tensors=4, cached_tensors=2),  # q, k, v -> y
-        Kind("vlt", "V", "VLT", "QK", operator_tensors=4, cached_tensors=2),  # q, k, x -> y
-        Kind("gka", "G", "GKA", "", operator_tensors=2, cached_tensors=1, has_bandwidth=True),  # x -> y
+        Kind("softmax", "A", "softmax", "#000000", "QKV", operator_tensors=4, cached_tensors=2),  # q, k, v -> y
+        Kind("vlt", "V", "VLT", "#cc79a7", "QK", operator_tensors=4, cached_tensors=2),  # q, k, x -> y
+        Kind("gka", "G", "GKA", "#d55e00", "", operator_tensors=2, cached_tensors=1, has_bandwidth=True),  # x -> y
     )
 }
 

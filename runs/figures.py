@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from gka.kinds import KINDS
 from trainkit_gka.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, subplots
 
 PALETTE = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, GREY, BLACK)  # in the order in which other things take them
@@ -34,15 +35,13 @@ class Look:
 
 OPEN = (0, (4, 2))  # dashes
 LOOKS = {
-    "softmax": Look(BLACK),
+    **{kind.label: Look(kind.colour) for kind in KINDS.values()},
     "softmax without VE": Look(BLACK, "v", OPEN),
     "softmax + VE": Look(BLACK, "^", OPEN),
     "softmax + offsets": Look(SKY, "s"),
     "softmax + offsets without VE": Look(SKY, "v", OPEN),
     "softmax + offsets + VE": Look(SKY, "^", OPEN),
-    "VLT": Look(PURPLE),
     "VLT + offsets": Look(PURPLE, "s"),
-    "GKA": Look(VERMILION),
     "GKA unrotated": Look(VERMILION, "v", OPEN),
     "GKA + offsets": Look(ORANGE, "s"),
     "GKA + offsets rotated": Look(ORANGE, "v", OPEN),

@@ -11,6 +11,7 @@ from torch import nn
 
 from deit_gka.figures.maps import LayerMaps
 from deit_gka.figures.measures import Tokens
+from gka.kinds import KINDS
 from trainkit_gka.figures.sheet import (  # noqa: F401 (the figures take all of these from here)
     CMAP,
     GREY,
@@ -26,10 +27,9 @@ from trainkit_gka.figures.sheet import (  # noqa: F401 (the figures take all of 
     scale_below,
     sheet,
 )
-from trainkit_gka.plots import BLACK, BLUE, PURPLE, VERMILION, ink
+from trainkit_gka.plots import BLACK, BLUE, ink
 
-KIND_COLOURS = {"softmax": BLACK, "gka": VERMILION, "vlt": PURPLE}  # as in runs/figures.py; a hybrid is HYBRID
-HYBRID = BLUE
+HYBRID = BLUE  # the colour of a model whose layers are of several kinds
 BOX = "cyan"  # of the outline of a patch
 
 
@@ -64,7 +64,7 @@ class Subject:
     def colour(self) -> str:
         """Of the model's lines among those of other models."""
         kinds = {layer.kind for layer in self.layers}
-        colour = KIND_COLOURS.get(kinds.pop(), HYBRID) if len(kinds) == 1 else HYBRID
+        colour = KINDS[kinds.pop()].colour if len(kinds) == 1 else HYBRID
         return ink() if colour == BLACK else colour
 
     def file(self, folder: Path, family: str) -> Path:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from deit_gka.figures.sheet import HYBRID, KIND_COLOURS
+from deit_gka.figures.sheet import HYBRID
 from gka.kinds import KINDS
 from runs import figures, mathematics
 from runs.neighbours.approximations import picture
@@ -31,9 +31,7 @@ def test_relatives_share_their_colour():
 
 
 def test_pictures_of_models_have_the_forms_colours():
-    assert KIND_COLOURS.keys() == KINDS.keys()
-    for kind, colour in KIND_COLOURS.items():
-        assert figures.look(KINDS[kind].label).colour == colour
+    assert all(figures.look(kind.label).colour == kind.colour for kind in KINDS.values())
     assert figures.look("GGGA").colour == HYBRID
 
 
