@@ -26,6 +26,7 @@ class Serves:
 
     options: frozenset[str]  # the conditions of `Mask` and the options of `GaussianRequest` that it reads
     applies_eps: bool  # False: it drops eps
+    fused_on: tuple[str, ...] = ()  # types of device on which it does not store all scores: there it is timed
     dtypes: tuple[torch.dtype, ...] = validation.FLOATING
     min_head_dim: int = 1
     max_head_dim: int | None = None

@@ -25,6 +25,7 @@ TILE = 128
 SERVES = Serves(
     options=frozenset({"causal", "window", "lengths", "key_padding_mask"}),
     applies_eps=False,
+    fused_on=("cuda",),
     dtypes=(torch.float32, torch.bfloat16, torch.float16),
     min_head_dim=16,
 )

@@ -21,7 +21,7 @@ from gka.expansion import expand
 from gka.hiding import bias, finished, finite, visible, without_padding
 from gka.request import CONDITIONS, HIDING, GaussianRequest, Request, Serves, SoftmaxRequest
 
-SERVES = Serves(options=frozenset({*HIDING, "forward_mode"}), applies_eps=False)
+SERVES = Serves(options=frozenset({*HIDING, "forward_mode"}), applies_eps=False, fused_on=("cuda", "cpu"))
 
 
 def unavailable(request: Request) -> str | None:

@@ -33,6 +33,7 @@ import torch.nn.functional as F
 
 from gka import gaussian_attention, testing
 from gka.api import EPS
+from gka.dispatch import IMPLEMENTATIONS
 from gka.impl.cpu import build
 from gka.masking import Mask
 from runs.frames import RESULTS
@@ -107,13 +108,19 @@ def _largest(numbers: list[float]) -> float:
 def _problems(features: str, dtype: torch.dtype, mask: Mask) -> Iterator[tuple[testing.Problem, tuple[str, ...]]]:
     """Problems, and the routes that are compared on each."""
     problem = testing.Problem.seeded(features, SHAPE, dtype, mask=mask, eps=EPS)
-    yield problem, ("plain", "reference", "cpu")
     without_eps = replace(problem, eps=0.0)
-    yield without_eps, ("sdpa",)
+    yield problem, ("plain", "reference", *_fused(applies_eps=True))
+    yield without_eps, _fused(applies_eps=False)
     if features == "unit_norm":
         # Dropping the constant norm is exact only for what lies before the normalisation: gradients are taken there.
         norm = partial(F.rms_norm, normalized_shape=SHAPE[-1:])
         yield replace(without_eps, x=testing.make_features("normal", SHAPE, dtype), front=norm), (CONSTANT_NORM,)
+
+
+def _fused(applies_eps: bool) -> tuple[str, ...]:
+    """Implementations that are fused on CPUs, and apply eps or drop it."""
+    serve = {name: one.SERVES for name, one in IMPLEMENTATIONS.items()}
+    return tuple(n for n, one in serve.items() if "cpu" in one.fused_on and one.applies_eps == applies_eps)
 
 
 # Cases: the CPU kernel over seeds.

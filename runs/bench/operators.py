@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend
 
 from gka import decode_attention, dot_product_attention, gaussian_attention, select_impl, testing
 from gka.api import EPS
+from gka.dispatch import IMPLEMENTATIONS
 from gka.masking import Mask
 from nanochat_gka.model.blocks import Rotary
 from runs.bench import baselines
@@ -165,7 +166,8 @@ def gka_candidates(case: Case, device: torch.device, dtype: torch.dtype, phase: 
     shortest = None if lengths is None else lengths.min()[None]
     auto = select_impl(x, log_sigma=sigma, keys=cache[0] if cache else None, lengths=shortest, **options)
     candidates: Candidates = {}
-    for impl in dict.fromkeys((auto, "triton", "flex" if device.type == "cuda" else "cpu", "sdpa")):
+    fused = [name for name, one in IMPLEMENTATIONS.items() if device.type in one.SERVES.fused_on]
+    for impl in dict.fromkeys((auto, *fused)):
         # The CPU kernel computes norms, constant or not.
         for constant_norm in dict.fromkeys((case.constant_norm, case.constant_norm and impl == "cpu")):
             name = f"gka {impl}" + (", general norms" if case.constant_norm and not constant_norm else "")

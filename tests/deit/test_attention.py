@@ -16,7 +16,7 @@ import explicit_sums
 from deit_gka.model.attention import ATTENTION, GKA, operators_of
 from gka import testing
 from gka.api import EPS
-from operator_cases import AUTO_ON_CPU, CPU
+from operator_cases import AUTO_ON_CPU, FUSED
 from tiny_vit import kinds, small
 
 SHAPES = [(2, 7, 2, 3), (1, 31, 3, 8), (3, 1, 2, 5), (1, 50, 1, 64)]  # B, N, H, D
@@ -291,7 +291,7 @@ def test_the_path_that_builds_w_has_offsets(kind, explicit):
     check_offsets(small(attention=kind, spatial_offsets="LUD", img_size=48), "LUD", applied_eps(kind, fused=False))
 
 
-@pytest.mark.parametrize("impl", ["reference", "sdpa", CPU])
+@pytest.mark.parametrize("impl", ["reference", *FUSED["cpu"]])
 def test_every_implementation_of_the_operator_serves_offsets(impl):
     model = small(spatial_offsets="LUD", img_size=(48, 64), impl=impl)
     assert operators_of(model) == [impl]

@@ -13,12 +13,12 @@ from gka.impl import products
 from gka.masking import Mask
 from gka.request import softmax_request
 from gka.testing import Problem, make_log_sigma
-from operator_cases import AUTO_ON_CPU, CPU, MASKS, check
+from operator_cases import AUTO_ON_CPU, FUSED, IMPLS, MASKS, check
 
 SHAPES = [(2, 1, 2, 16), (1, 63, 2, 32), (2, 111, 3, 24), (1, 197, 1, 64), (1, 129, 2, 1)]
 
 
-@pytest.mark.parametrize("impl", ["sdpa", CPU])
+@pytest.mark.parametrize("impl", FUSED["cpu"])
 @pytest.mark.parametrize("causal,window", MASKS)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
 def test_float32(shape, causal, window, impl):
@@ -33,7 +33,7 @@ def test_sdpa_half_precision(kind, dtype, causal):
     check("sdpa", (2, 63, 2, 32), dtype, kind, causal, device="cpu")
 
 
-@pytest.mark.parametrize("impl", ["sdpa", CPU])
+@pytest.mark.parametrize("impl", FUSED["cpu"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("kind", ["clusters", "x10", "x50", "+50"])
 def test_outlier_channels(kind, causal, impl):
@@ -97,7 +97,7 @@ def test_bfloat16_carries_the_norms_in_full(kind, causal):
     assert testing.error(got, testing.oracle(problem).y) <= torch.finfo(torch.bfloat16).eps
 
 
-@pytest.mark.parametrize("impl", ["sdpa", CPU])
+@pytest.mark.parametrize("impl", FUSED["cpu"])
 def test_full_attention_does_not_see_a_common_offset(impl):
     """The budget is that of the centred features; own values would be large with the offset and hide the error."""
     problem = Problem.seeded("+50", (1, 111, 2, 32), with_values=True, with_gradients=False)
@@ -137,13 +137,13 @@ def test_flex_forward_on_cpu(causal, window, constant_norm):
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal,window", MASKS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("impl", ["sdpa", "flex"])
+@pytest.mark.parametrize("impl", FUSED["cuda"])
 @pytest.mark.parametrize("shape", SHAPES[:4], ids=lambda s: "x".join(map(str, s)))
 def test_fast_paths_on_cuda(shape, impl, dtype, causal, window):
     check(impl, shape, dtype, causal=causal, window=window, with_values=True, device="cuda")
 
 
-@pytest.mark.parametrize("impl", ["sdpa", CPU, "flex", "reference"])
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("window", [None, 5])
 def test_one_query_against_a_cache(impl, window):
     """Decoding: the last row of the full pass, from the last query and the whole cache."""
@@ -205,7 +205,7 @@ def test_float16_keeps_the_norms_that_do_not_fit_its_range():
     assert testing.error(got, testing.oracle(problem).y) <= torch.finfo(torch.float16).eps
 
 
-@pytest.mark.parametrize("impl", ["sdpa", CPU])
+@pytest.mark.parametrize("impl", FUSED["cpu"])
 def test_an_outlier_first_token_does_not_hurt_the_others(impl):
     """The usual attention sink: nothing may be measured relative to it."""
     problem = Problem.seeded("normal", (1, 63, 2, 16), mask=Mask(True), with_gradients=False)

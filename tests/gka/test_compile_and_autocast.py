@@ -10,7 +10,7 @@ from gka.dispatch import BASELINES
 from gka.impl import flex, products
 from gka.masking import Mask
 from gka.testing import make_log_sigma
-from operator_cases import CPU, check
+from operator_cases import IMPLS, check
 
 
 @pytest.mark.parametrize("impl", [*BASELINES, "auto"])
@@ -27,7 +27,7 @@ def _compile_baseline(q, impl):
     torch.testing.assert_close(compiled(q), dot_product_attention(q, q, q, causal=True, window=7, impl=impl))
 
 
-@pytest.mark.parametrize("impl", ["sdpa", CPU, "flex"])
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("constant_norm", [False, True])
 def test_compiles_without_graph_breaks(constant_norm, impl):
     x, log_sigma = testing.make_features("normal", (1, 24, 2, 16)), torch.zeros(2)
@@ -39,7 +39,7 @@ def test_compiles_without_graph_breaks(constant_norm, impl):
     torch.testing.assert_close(compiled(x, log_sigma), function(x, log_sigma))
 
 
-@pytest.mark.parametrize("impl", ["sdpa", CPU, "triton"])
+@pytest.mark.parametrize("impl", IMPLS)
 def test_compiles_with_dynamic_shapes(impl):
     log_sigma = torch.zeros(2)
 

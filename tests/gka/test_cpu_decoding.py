@@ -8,7 +8,7 @@ import processes
 from gka import decode_attention, gaussian_attention
 from gka.impl.cpu import build, decoding
 from gka.testing import make_features, make_log_sigma
-from operator_cases import CPU
+from operator_cases import FUSED
 
 needs_kernel = pytest.mark.skipif(build.obstacle() is not None, reason=str(build.obstacle()))
 FLOAT32, BFLOAT16 = 2e-6, 5e-3  # y relative to the largest: a few roundings; that of y to bfloat16
@@ -80,7 +80,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("impl", ["reference", CPU, "sdpa"])
+@pytest.mark.parametrize("impl", ["reference", *FUSED["cpu"]])
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_window_and_length_is_exact(form, impl):
     for num_queries, num_keys, head_dim in SIZES:

@@ -9,17 +9,17 @@ from gka import decode_attention, gaussian_attention, select_impl, testing
 from gka.dispatch import IMPLEMENTATIONS, why_not
 from gka.request import CONDITIONS, HIDING, OPTIONS, gaussian_request
 from gka.validation import FLOATING
-from operator_cases import DEVICE, IMPLS
+from operator_cases import IMPLS
 
 SIZE = 32  # channels that all implementations take
 
 
 def features(dtype=torch.float32, head_dim=SIZE, tokens=9):
-    return testing.make_features("normal", (1, tokens, 2, head_dim), dtype).to(DEVICE)
+    return testing.make_features("normal", (1, tokens, 2, head_dim), dtype)
 
 
 def sigma(dtype=torch.float32):
-    return torch.zeros(2, device=DEVICE, dtype=dtype if dtype == torch.float64 else torch.float32)
+    return torch.zeros(2, dtype=dtype if dtype == torch.float64 else torch.float32)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -58,8 +58,8 @@ def test_a_mask_that_is_not_declared_is_refused(impl, condition, monkeypatch):
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_options_of_decoding_are_served_or_refused_by_name(impl):
-    cache, tables = features(tokens=20), tuple(torch.ones(20, SIZE // 2, device=DEVICE) for _ in range(2))
-    scales = torch.full((2, SIZE), 1.5, device=DEVICE)
+    cache, tables = features(tokens=20), tuple(torch.ones(20, SIZE // 2) for _ in range(2))
+    scales = torch.full((2, SIZE), 1.5)
     given = dict(rotary=dict(rotary=tables), channel_scales=dict(rotary=tables, channel_scales=scales))
     given |= {name: {name: [0, 1]} for name in ("key_delays", "value_delays")} | dict(cache_lengths=dict(lengths=[20]))
     assert set(given) == set(OPTIONS) - HIDING - {"forward_mode"}

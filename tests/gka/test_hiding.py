@@ -16,12 +16,9 @@ from gka.impl import reference
 from gka.masking import Mask
 from gka.testing import Problem, make_features, make_log_sigma
 from gka.testing.budget import ZERO
-from operator_cases import AUTO_ON_CPU, CPU, DEVICE, tiles
+from operator_cases import AUTO_ON_CPU, DEVICE, FUSED, IMPLS, TRITON, tiles
 
-# Where there is a GPU, test_triton_accuracy.py and test_triton_gpu.py have padding there.
-TRITON = pytest.param("triton", marks=pytest.mark.skipif(DEVICE == "cuda", reason="CPU tensors need its interpreter"))
-LEARNING = ["reference", "sdpa", CPU]
-IMPLS = [*LEARNING, TRITON, "flex"]
+LEARNING = ["reference", *FUSED["cpu"]]
 LENGTHS = [9, 4, 0, 1, 23, 23, 60]
 SHAPE = (len(LENGTHS), 60, 2, 16)
 

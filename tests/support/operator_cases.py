@@ -18,7 +18,12 @@ from gka.testing import Problem
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 AUTO_ON_CPU = "sdpa" if build.obstacle() else "cpu"  # for float32
 CPU = pytest.param("cpu", marks=pytest.mark.skipif(AUTO_ON_CPU != "cpu", reason=str(build.obstacle())))
-IMPLS = [CPU if name == "cpu" else name for name in IMPLEMENTATIONS]  # Triton's runs in its interpreter
+TRITON = pytest.param("triton", marks=pytest.mark.skipif(DEVICE == "cuda", reason="CPU tensors need its interpreter"))
+IMPLS = [{"cpu": CPU, "triton": TRITON}.get(name, name) for name in IMPLEMENTATIONS]  # on CPU tensors
+FUSED = {
+    device: [CPU if name == "cpu" else name for name, one in IMPLEMENTATIONS.items() if device in one.SERVES.fused_on]
+    for device in ("cpu", "cuda")
+}
 PRODUCTS = {"AMX": 2, "AVX512-BF16": 1}  # what multiplies bfloat16 on CPUs: what gka_ready_bfloat16 answers
 NO_PRODUCTS = f"neither {' nor '.join(PRODUCTS)} on this machine"
 MASKS = [(False, None), (True, None), (True, 20), (False, 9), (True, 500)]  # causal, window

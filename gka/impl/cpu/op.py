@@ -28,6 +28,7 @@ DECODE_QUERIES = 16  # up to here a request without gradients is bound by readin
 SERVES = Serves(
     options=frozenset({"causal", "window", "lengths", *DECODING}),
     applies_eps=True,
+    fused_on=("cpu",),
     dtypes=(torch.float32, *HALF),
     max_head_dim=128,
 )

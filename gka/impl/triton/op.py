@@ -19,6 +19,7 @@ LARGEST_OFFSET = 2**31
 SERVES = Serves(
     options=frozenset({"causal", "window", "lengths"}),
     applies_eps=True,
+    fused_on=("cuda",),
     dtypes=(torch.float32, torch.bfloat16, torch.float16),
     max_head_dim=128,
 )
