@@ -35,10 +35,11 @@ def decode() -> list[Table]:
             for kind, label in DECODERS.items():
                 said = [f"{speeds[phase][kind]:,.0f}" for phase in ("decode-1", "decode-8")]
                 rows.append([f"{case}, {label}", f"{caches[kind]:.1f} MiB", *said])
-            first = timed[timed.phase == "decode-8"].iloc[0]
         if rows:
             headings = ["", "cache, 8 rows", "tokens/s, 1 row", "tokens/s, 8 rows"]
-            tables.append(Table.of(headings, rows, sources=[measured(first.record, first.file)]))
+            tables.append(
+                Table.of(headings, rows, sources=[measured(list(of_hardware.record), of_hardware.file.iloc[0])])
+            )
     return tables
 
 
@@ -68,5 +69,5 @@ def scorer() -> list[Table]:
             gains = [f"{seconds[slow] / seconds.min():.1f}x" for slow in ("by prompt", "by example")]
             rows.append([f"{model}, vocabulary {vocabulary:,}", *speeds, *gains])
         headings = ["examples/s, six tasks", *SCORERS.values(), "over by prompt", "over by example"]
-        tables.append(Table.of(headings, rows, sources=[measured(lines.record.iloc[-1], file)]))
+        tables.append(Table.of(headings, rows, sources=[measured(list(lines.record), file)]))
     return tables

@@ -32,8 +32,8 @@ def core() -> list[Table]:
     marks = ["**{}**"] * len(records) + ["*{}*"] * len(PUBLISHED)
     rows.append(["**mean**", "", *(mark.format(mean) for mark, mean in zip(marks, means))])
     headings = ["centred, ± standard error", "examples", *records, *map("*{}*".format, PUBLISHED)]
-    newest = list(records["softmax"].values())[-1]
-    return [Table.of(headings, rows, sources=[measured(newest, "core/*.jsonl")])]
+    sources = [measured([line for lines in records.values() for line in lines.values()], "core/*.jsonl")]
+    return [Table.of(headings, rows, sources=sources)]
 
 
 def mean_error(scores: list[Score]) -> float:

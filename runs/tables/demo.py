@@ -1,5 +1,6 @@
 """The demo's tables: its language models beside the paper's, and its vision models."""
 
+import itertools
 from typing import Any
 
 from runs import frames
@@ -36,12 +37,12 @@ def language() -> list[Table]:
         shown = [f"*{printed[key]}*" if key in printed else "" for key in COLUMNS]
         rows.append([f"*paper, depth 20: {label}*", *shown])
     headings = ["", *(heading for heading, _ in COLUMNS.values())]
-    return [Table.of(headings, rows, sources=[measured(list(records.values())[-1], "demo.jsonl")])]
+    return [Table.of(headings, rows, sources=[measured(list(records.values()), "demo.jsonl")])]
 
 
 def vision() -> list[Table]:
     """The micro-ViTs on digits: the mean over seeds and half their range."""
     records = vision_records()
     rows = [[f"**{label}**", *cells([run["metrics"] for run in runs])] for label, runs in records.items()]
-    newest = list(records.values())[-1][-1]
-    return [Table.of(["", *HEADINGS], rows, sources=[measured(newest, "demo_vision.jsonl")])]
+    sources = [measured([*itertools.chain(*records.values())], "demo_vision.jsonl")]
+    return [Table.of(["", *HEADINGS], rows, sources=sources)]

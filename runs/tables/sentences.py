@@ -18,7 +18,7 @@ from runs.study.grid import CONTROL, DEEPER, HALF, LONGER, LONGEST
 from runs.study.scores import Place, Scores, family_of, probed_models
 from runs.study.speed import speeds_of
 from runs.study.statistics import Interval, common_seeds
-from runs.study.vision.families import planned
+from runs.study.vision.families import SHORTER_SOFTMAX, planned
 from runs.study.vision.images import setting_of
 from runs.study.vision.scores import results_of, rows_of
 from runs.tables.study import ROWS
@@ -237,8 +237,8 @@ def images_quality(folder: Path = ROWS) -> str:
 
 
 def image_sentences(folder: Path = ROWS) -> str:
-    """The same of every set of images, with the better of the forms that have spatial offsets."""
-    said = {name: of_images(rows, with_offsets=True) for name, rows in rows_of(folder).items()}
+    """The same of every set of images."""
+    said = {name: of_images(rows) for name, rows in rows_of(folder).items()}
     open_ones = [state(rows) for name, rows in rows_of(folder).items() if not said[name]]
     return " ".join([*filter(None, said.values()), *open_ones])
 
@@ -251,22 +251,31 @@ def state(rows: list[dict]) -> str:
     )
 
 
-def of_images(rows: list[dict], with_offsets: bool = False) -> str:
-    """GKA beside softmax on a set of images, in percentage points of top-1; empty until both have three seeds."""
-    results, data = results_of(rows), rows[-1]["data"]
-    own, softmax = results["GKA"], results["softmax"]
-    common = common_seeds([own.losses, softmax.losses]) if own and softmax else []
-    if len(common) < FEWEST_SEEDS:
+def of_images(rows: list[dict]) -> str:
+    """GKA beside softmax on a set of images, in points of top-1; empty until both have three seeds. Then the best form
+    with spatial offsets beside softmax with the same, and GKA at equal time, each where both sides have three seeds.
+    """
+    results, name = results_of(rows), rows[-1]["data"]["images"]
+
+    def beside(own: str, other: str, words: str = "") -> str:
+        """How two forms compare, or "" before they share seeds enough."""
+        ours, rival = results.get(own), results.get(other)
+        seeds = common_seeds([ours.losses, rival.losses]) if ours and rival else []
+        if len(seeds) < FEWEST_SEEDS:
+            return ""
+        place = standing(ours.over(rival), f"softmax's {rival.mean:.1f} %{words}", POINTS, ".1f", less_wins=False)
+        return f"{ours.mean:.1f} % ({len(seeds)} seeds), {place}"
+
+    told = {"GKA has": beside("GKA", "softmax")}
+    if not told["GKA has"]:
         return ""
-    seeds = f"{len(common)} seeds"
-    stands = standing(own.over(softmax), f"softmax's {softmax.mean:.1f} %", POINTS, ".1f", less_wins=False)
-    told = f"On {IMAGES.get(data['images'], data['images'])} GKA has {own.mean:.1f} % ({seeds}), {stands}"
-    offsets = {name: one for name, one in results.items() if one and name.startswith("GKA +")}
-    if offsets and with_offsets:
-        name = max(offsets, key=lambda name: offsets[name].mean)
-        of_both = standing(offsets[name].over(softmax), "softmax", POINTS, ".1f", less_wins=False)
-        told += f"; with spatial offsets (`{name.rpartition(' ')[2]}`) it is {of_both}"
-    return f"{told}."
+    if offsets := {name: one for name, one in results.items() if one and name.startswith("GKA +")}:
+        letters = max(offsets, key=lambda name: offsets[name].mean).rpartition(" ")[2]
+        own, other = f"GKA + {letters}", f"softmax + {letters}"
+        told[f"with spatial offsets (`{letters}`, heads that take the value of a neighbouring patch)"] = beside(own, other, " with the same")
+    told["at about equal time on a CPU"] = beside("GKA", SHORTER_SOFTMAX)
+    said = "; ".join(f"{words} {numbers}" for words, numbers in told.items() if numbers)
+    return f"On {IMAGES.get(name, name)} {said}."
 
 
 def classifier() -> str:

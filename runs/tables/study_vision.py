@@ -30,7 +30,7 @@ def images(folder: Path = ROWS) -> list[Table]:
         if held_out := about.get("held out"):
             judged = f"{about['val images']:,} to test, rates by {held_out:,} that those of training hold out"
         title = f"{about['images']}, {about['train images']:,} for training and {judged}:"
-        source = measured(trained[-1], f"study/vision_{name}.jsonl")
+        source = measured(trained, f"study/vision_{name}.jsonl")
         notes = [] if settled else [PROVISIONAL]
         headings += ["parameters", "MFLOPs/image", *(["images/s", "learned σ"] if apart else [])]
         tables.append(Table.of(headings, rows, title=title, notes=notes, sources=[source]))
