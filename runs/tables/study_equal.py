@@ -21,6 +21,7 @@ WAYS = ("equal tokens", "equal FLOPs", "equal time")
 Ways = tuple[Interval | None, Interval | None, Interval | None]
 OFFSETS, SOFTMAX_OFFSETS = "--head-offsets PS --gka-values normalised", "--head-offsets PS --offset-layers all"
 HYBRID = "--attention GGGA --offset-layers all"
+LEARNED = "--channel-bandwidths --head-gates"
 
 
 def _command(target: str, flags: str = "") -> str:
@@ -36,11 +37,11 @@ AT_DEPTH_20 = {
     HALF: _command("pretrain-d20", f"{OFFSETS} --value-embeds all"),
     "GGGA + offsets": _command("pretrain-d20", f"{OFFSETS} {HYBRID}"),
     "GKA + offsets + half VE + channels + gates": _command("pretrain-d20-best"),
-    "GKA + offsets + half VE + channels": f"{_command('pretrain-d20-best')} without `--head-gates`",
+    "GKA + offsets + half VE + channels": _command("pretrain-d20-best", "--no-head-gates"),
     "softmax + offsets + channels + gates": _command(
-        "pretrain-d20-base", f"{SOFTMAX_OFFSETS} --channel-bandwidths --head-gates"
+        "pretrain-d20-base", f"{SOFTMAX_OFFSETS} {LEARNED} --gate-lr 0.005"
     ),
-    "GGGA + offsets + channels + gates": _command("pretrain-d20-best", HYBRID),
+    "GGGA + offsets + channels + gates": _command("pretrain-d20", f"{OFFSETS} {HYBRID} {LEARNED}"),
 }
 MEASURES = ("flops_per_token", "parameters")
 COMMON = SMALLEST["tokens"]  # the budget in which most families have seeds at every depth

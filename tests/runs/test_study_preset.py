@@ -5,6 +5,7 @@ import re
 import shlex
 from pathlib import Path
 
+import pytest
 import tyro
 
 import processes
@@ -18,11 +19,35 @@ from nanochat_gka.train import TrainConfig
 from nanochat_gka.training.optim import OptimConfig
 from runs.paper import gpt_d20, gpt_d20_gka, gpt_d20_softmax
 from runs.study import gpt_d20_best
-from runs.study.families import OWN_RATES
+from runs.study.families import ALL, OWN_RATES
 from runs.tables import study_next
+from runs.tables.study_equal import AT_DEPTH_20
 
 LEARNED = dict(channel_bandwidths=True, head_gates=True)
+FORM = ("attention", "head_offsets", "offset_layers", "value_embeds", "gka_values", "sigma_squared", *LEARNED)
+LEARNED_RATES = [("channel_bandwidths", "channel_lr", "channel_rate"), ("head_gates", "gate_lr", "gate_rate")]
 BEST = dict(head_offsets="PS", gka_values="normalised", value_embeds="all", **LEARNED)
+
+
+def trained_by(command):
+    """What the trainer is given by a command of make, as a page prints it."""
+    recipes = {"pretrain-d20": gpt_d20_gka, "pretrain-d20-base": gpt_d20_softmax, "pretrain-d20-best": gpt_d20_best}
+    _, target, *settings = shlex.split(command)
+    given = dict(setting.split("=", 1) for setting in settings)
+    config = gpt_d20.LanguageConfig(ngpu=1, depth=int(given.get("DEPTH", 20)))
+    _, _, *flags = gpt_d20.words(config, recipes[target].RECIPE, given.get("ARGS", "").split())
+    return tyro.cli(TrainConfig, args=[str(word) for word in flags])
+
+
+@pytest.mark.parametrize("name", AT_DEPTH_20)
+def test_a_command_of_the_front_page_trains_the_form_that_it_stands_beside(name):
+    """Its shape, and the study's own rates of channels and gates, as multiples of the trainer's defaults."""
+    trained, defaults, form = trained_by(AT_DEPTH_20[name].strip("`")), TrainConfig(), ALL[name]
+    for field in FORM:
+        assert getattr(trained, field) == form.get(field, getattr(defaults, field)), field
+    for learned, rate, own in LEARNED_RATES:
+        if form.get(learned):
+            assert getattr(trained, rate) == getattr(defaults, rate) * form[own]
 
 
 def test_the_presets_rates_are_those_that_the_study_chose():
@@ -71,14 +96,9 @@ def test_a_small_run_of_the_preset_trains_decodes_and_exports(packed, tmp_path):
 
 def test_the_runs_that_a_gpu_should_make_are_what_the_trainer_takes_at_the_flops_that_the_page_gives():
     language = [run for run in study_next.runs() if "pretrain" in run.command]
-    recipes = {"pretrain-d20": gpt_d20_gka, "pretrain-d20-base": gpt_d20_softmax, "pretrain-d20-best": gpt_d20_best}
     assert len({run.command for run in language}) == len(language) == 10
     for run in language:
-        _, target, *settings = shlex.split(run.command.replace("--seed N", "--seed 1"))
-        given = dict(setting.split("=", 1) for setting in settings)
-        config = gpt_d20.LanguageConfig(ngpu=1, depth=int(given.get("DEPTH", 20)))
-        _, _, *flags = gpt_d20.words(config, recipes[target].RECIPE, given.get("ARGS", "").split())
-        trained = tyro.cli(TrainConfig, args=[str(word) for word in flags])
+        trained = trained_by(run.command.replace("--seed N", "--seed 1"))
         model = meta_model(trained.shape(trained.depth, 2048, 32768))
         flops = trained.horizon(model, processes=1).tokens * flops_per_token(model)
         assert abs(flops / run.flops - 1) < 0.01, run.command
