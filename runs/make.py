@@ -265,6 +265,8 @@ def check(target, given):
         check_corpus(given)
     elif target in RECIPES:
         check_gpu(given)
+    elif target == "figures" and not os.path.exists(given.get("RUN", ".")):
+        raise Problem(f"RUN={given['RUN']}: there is no such folder")
     elif target.startswith("train-deit-") or target == "ablate-projections":
         check_images(given)
 
@@ -359,7 +361,8 @@ def draw_commands(given, base):
     """What `make figures` runs: the command for what is named, or else of the demo's vision and language models."""
     vision, language = "deit_gka.draw", "nanochat_gka.draw"
     if "RUN" in given:
-        return [language if is_language(Path(given["RUN"])) else vision]
+        run = Path(given["RUN"])
+        return [language if is_language(run) or (not run.exists() and "TEXT" in given) else vision]
     if "MODEL" in given or "IMAGE" in given:
         return [vision]
     if "TEXT" in given:

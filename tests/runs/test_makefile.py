@@ -284,7 +284,9 @@ def test_figures_of_the_demo_are_of_both_trainers(commands, tmp_path, ready, set
         ("train-deit-xl", {}, "there is train-deit-{ti,s,b}-{base,vlt,gka}, not train-deit-xl"),
         ("nothing", {}, "there is no target nothing; make help lists them"),
         ("tokenizer", dict(CORPUS="no/such/folder"), "is neither fineweb nor builtin nor a folder or file"),
-        ("figures", dict(RUN="elsewhere", TEXT="a cat"), "figures of a vision model take IMAGE=file, not TEXT"),
+        ("figures", dict(RUN=".", TEXT="a cat"), "figures of a vision model take IMAGE=file, not TEXT"),
+        ("figures", dict(RUN="elsewhere", TEXT="a cat"), "RUN=elsewhere: there is no such folder"),
+        ("figures", dict(RUN="elsewhere", ARGS="--text-file text.txt"), "RUN=elsewhere: there is no such folder"),
     ],
 )
 def test_what_cannot_run_is_refused_before_anything_starts(lines, ready, monkeypatch, target, settings, message):
