@@ -63,7 +63,8 @@ def test_mistakes_are_one_line(flags, line, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["tune", *flags])
     with pytest.raises(SystemExit) as stopped:
         tune.main()
-    assert stopped.value.code == 2 and line in capsys.readouterr().err.splitlines()[-1]
+    [error] = capsys.readouterr().err.splitlines()
+    assert stopped.value.code == 2 and line in error
 
 
 @pytest.mark.gpu

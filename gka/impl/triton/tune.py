@@ -14,6 +14,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import NoReturn
 
 import torch
 from triton.testing import do_bench_cudagraph
@@ -158,9 +159,16 @@ def candidate(text: str) -> Config:
     return Config(*map(int, numbers))
 
 
+class Parser(argparse.ArgumentParser):
+    """A mistake is one line, without the usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}\n")
+
+
 def main() -> None:
     names = [workload.name for workload in WORKLOADS]
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m gka.impl.triton.tune", description="Time tile sizes of the Triton kernels on this GPU."
     )
     parser.add_argument("--only", nargs="+", default=[""], help=f"beginnings of {', '.join(names)} (default: all)")
