@@ -21,9 +21,10 @@ class VisionStudyConfig(RunnerConfig):
     """
 
     data: str = "digits"
-    """Images to train on: digits, or a folder with train/ and val/, of which small copies are made below --runs."""
+    """Images to train on: digits, or a folder with train/ and val/ or hf:FOLDER of parquet files, of which small copies
+    are made below --runs."""
     groups: list[str] = field(default_factory=lambda: ["all"])
-    """Groups of trials to train, in this order: rates, seeds; all takes both."""
+    """Groups of trials to train, in this order: rates, seeds, later-seeds; all takes every group."""
 
 
 def main(config: VisionStudyConfig) -> None:
