@@ -17,7 +17,7 @@ import torch
 from nanochat_gka.core_metric.prompt_tree import PromptTree
 from nanochat_gka.core_metric.score_file import EvaluatedModel
 from trainkit_gka import extras
-from trainkit_gka.cli import UserError
+from trainkit_gka.cli import PassingFault, UserError
 
 BOS_TOKENS = ("<|bos|>", "<|endoftext|>")  # the first that a vocabulary has
 # Names of the longest sequence in a configuration; the first is ours.
@@ -69,11 +69,12 @@ def load_hugging_face(path: str, device: torch.device) -> EvaluatedModel:
     """The model and tokenizer in a folder, or of that name on the hub.
 
     Nothing of it is executed or unpickled: safetensors and known architectures only. Raises UserError if transformers
-    is not installed, and for whatever keeps the model from being loaded.
+    is not installed, and for whatever keeps the model from being loaded; PassingFault if the hub does not answer.
     """
     if reason := extras.missing("hf", "transformers"):
         raise UserError(f"--hf-path {path}: {reason}")
     import transformers
+    from huggingface_hub.errors import LocalEntryNotFoundError  # no answer, and nothing of an earlier one
 
     with contextlib.suppress(ImportError):  # older transformers read other models
         importlib.import_module("nanochat_gka.hf")  # ours, trained further or not
@@ -88,7 +89,8 @@ def load_hugging_face(path: str, device: torch.device) -> EvaluatedModel:
     except Exception as error:  # transformers raises whatever its parts do
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         refused = "no causal language model that can be loaded from safetensors"
-        raise UserError(f"--hf-path {path}: {refused} ({reason})") from None
+        kind = PassingFault if isinstance(error.__cause__, LocalEntryNotFoundError) else UserError
+        raise kind(f"--hf-path {path}: {refused} ({reason})") from None
     model.config.use_cache = False
     causal, encoder = Causal(model, device), Encoder(tokenizer, path)
     if encoder.largest >= causal.config.vocab_size:

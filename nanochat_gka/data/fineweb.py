@@ -5,7 +5,7 @@ import re
 import shutil
 from pathlib import Path
 
-from trainkit_gka.cli import Bounds, UserError, reason_of
+from trainkit_gka.cli import Bounds, PassingFault, UserError, reason_of
 from trainkit_gka.files import atomic, sha256
 from trainkit_gka.progress import progress_bar
 
@@ -16,7 +16,8 @@ SHARDS = Bounds(2, 1823)  # the last one is the validation split
 def download(folder: Path, num_shards: int) -> None:
     """Fetch those of the first `num_shards` shards (about 100 MB each) that `folder` lacks.
 
-    A shard appears once it has arrived whole; running again continues. Raises UserError if one cannot be fetched.
+    A shard appears once it has arrived whole; running again continues. Raises PassingFault if one does not arrive, and
+    UserError if the hub refuses it.
     """
     names = [f"shard_{index:05d}.parquet" for index in range(num_shards)]
     missing = [name for name in names if not (folder / name).exists()]
@@ -31,7 +32,8 @@ def download(folder: Path, num_shards: int) -> None:
             try:
                 _fetch(name, folder)
             except Exception as error:  # the client raises its own and its transport's kinds: all mean "not fetched"
-                raise UserError(
+                refused = 400 <= getattr(getattr(error, "response", None), "status_code", 0) < 500
+                raise (UserError if refused else PassingFault)(
                     f"could not download {name} of {REPOSITORY}: {reason_of(error)}. Check the network and run the "
                     "same command again (it continues where it stopped), or use your own text: CORPUS=folder "
                     "or file, or CORPUS=builtin"

@@ -66,7 +66,9 @@ def test_same_command_continues_a_broken_download(hub, tmp_path, capsys):
     hub.gets.clear()
     hub.trouble = {"shard_00001.parquet": ["drop", "corrupt"]}
     done = finish(start_fineweb(hub.port, out))
-    tiny.assert_one_line_error(done, r"could not download shard_00001.parquet .*sha256 .* run the same command again")
+    tiny.assert_one_line_error(
+        done, r"could not download shard_00001.parquet .*sha256 .* run the same command again", 75
+    )
     assert sorted(path.name for path in out.iterdir()) == [".lock", "shard_00000.parquet", "source.json"]
 
     done = finish(start_fineweb(hub.port, out))
@@ -93,7 +95,7 @@ def test_an_unreachable_hub_says_what_to_do(tmp_path):
         silent.bind(("127.0.0.1", 0))
         done = finish(start_fineweb(silent.getsockname()[1], tmp_path, "-c", IMPATIENT))
     tiny.assert_one_line_error(
-        done, r"could not download shard_00000.parquet .*[^.]\. Check the network .*CORPUS=built"
+        done, r"could not download shard_00000.parquet .*[^.]\. Check the network .*CORPUS=built", 75
     )
 
 

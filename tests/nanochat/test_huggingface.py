@@ -2,12 +2,15 @@
 
 import json
 import re
+import socket
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+import hub
 import tiny
 import tiny_core
 from nanochat_gka.core_metric.huggingface import load_hugging_face
@@ -101,6 +104,25 @@ def test_scores_equal_the_naive_scorer_at_any_length(kind, bos, bundle, tmp_path
     assert last.startswith("mean of 5 tasks (max 15 each)")
     assert evaluate(folder, bundle, tmp_path / "out", "--max-seq-len", 20) == 0
     assert (tmp_path / "out/tiny-model_len20.csv").exists()
+
+
+IMPATIENT = """
+import runpy, time
+time.sleep = lambda seconds: None
+runpy.run_module("nanochat_gka.eval_core", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_a_hub_that_does_not_answer_may_answer_the_next_time(bundle, tmp_path):
+    """Its client says what it tries, waiting between attempts; here it does not wait."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        env = hub.environment(silent.getsockname()[1]) | {"HF_HOME": str(tmp_path)}
+        flags = ["--hf-path", "some/model", "--bundle", bundle, "--device-type", "cpu"]
+        command = [sys.executable, "-c", IMPATIENT, *map(str, flags)]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=tiny.HANG_AFTER)
+    assert done.returncode == 75 and "Traceback" not in done.stderr, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: --hf-path some/model: no causal language model")
 
 
 def test_identity_covers_weights_and_vocabulary(tmp_path):

@@ -157,8 +157,8 @@ def one_line_error(pattern: str):
     assert "\n" not in str(raised.value)
 
 
-def assert_one_line_error(done: subprocess.CompletedProcess, pattern: str) -> None:
-    """Exit code 2, one line on stderr, no traceback."""
-    assert done.returncode == 2, done.stdout + done.stderr
+def assert_one_line_error(done: subprocess.CompletedProcess, pattern: str, code: int = 2) -> None:
+    """The exit code, one line on stderr, no traceback."""
+    assert done.returncode == code, done.stdout + done.stderr
     lines = [line for line in done.stderr.splitlines() if line.strip()]
     assert len(lines) == 1 and lines[0].startswith("error: ") and re.search(pattern, lines[0]), done.stderr
