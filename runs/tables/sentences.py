@@ -272,7 +272,8 @@ def of_images(rows: list[dict]) -> str:
     if offsets := {name: one for name, one in results.items() if one and name.startswith("GKA +")}:
         letters = max(offsets, key=lambda name: offsets[name].mean).rpartition(" ")[2]
         own, other = f"GKA + {letters}", f"softmax + {letters}"
-        told[f"with spatial offsets (`{letters}`, heads that take the value of a neighbouring patch)"] = beside(own, other, " with the same")
+        words = f"with spatial offsets (`{letters}`, heads that take the value of a neighbouring patch)"
+        told[words] = beside(own, other, " with the same")
     told["at about equal time on a CPU"] = beside("GKA", SHORTER_SOFTMAX)
     said = "; ".join(f"{words} {numbers}" for words, numbers in told.items() if numbers)
     return f"On {IMAGES.get(name, name)} {said}."
