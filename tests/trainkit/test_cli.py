@@ -1,18 +1,14 @@
 """Command lines: every flag explained, every mistake one line and exit code 2, every passing fault one line and 75."""
 
-import ast
 import errno
 import importlib
-import inspect
 import io
-import itertools
 import math
 import os
 import pty
 import re
 import subprocess
 import sys
-import textwrap
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Literal
@@ -21,7 +17,7 @@ import pytest
 
 import processes
 from sources import ENTRY_POINT, ROOT, tracked
-from trainkit_gka.cli import Bounds, Seed, UserError, check_bounds, command_line, run
+from trainkit_gka.cli import Bounds, Seed, UserError, _field_docs, check_bounds, command_line, flag_of, run
 
 CONFIGS = {
     "nanochat_gka.train": "TrainConfig",
@@ -91,8 +87,8 @@ def test_a_full_disk_is_one_line(capsys):
 
 @pytest.mark.parametrize(
     "number, code",
-    [(errno.ESTALE, 75), (errno.ETIMEDOUT, 75), (errno.ENOENT, 2), (errno.EACCES, 2), (errno.EDQUOT, 2)],
-    ids=["stale handle", "timeout", "missing", "forbidden", "over quota"],
+    [(errno.ESTALE, 75), (errno.ENOENT, 2)],
+    ids=["stale handle", "missing"],
 )
 def test_a_file_that_fails_is_one_line_and_75_if_the_next_try_may_read_it(number, code, capsys):
     def read(config):
@@ -135,66 +131,23 @@ def test_a_bug_keeps_its_traceback():
 # The flags of a command
 
 
-def documented(config_class) -> dict[str, str]:
-    """The strings under the fields, from the source, inherited ones included."""
-    docs = {}
-    for base in [base for base in reversed(config_class.__mro__) if base is not object]:
-        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
-        for one, two in itertools.pairwise(body):
-            if isinstance(one, ast.AnnAssign) and isinstance(two, ast.Expr):
-                docs[one.target.id] = two.value.value
-    return docs
-
-
-def help_of(config_class, capsys) -> str:
-    with pytest.raises(SystemExit) as left:
-        run(pytest.fail, config_class, ["--help"])
-    assert left.value.code == 0
-    return re.sub("\x1b\\[[0-9;]*m", "", capsys.readouterr().out)
-
-
 @pytest.mark.parametrize("module,name", CONFIGS.items(), ids=CONFIGS)
 def test_help_names_and_explains_every_flag(module, name, capsys):
     config_class = getattr(importlib.import_module(module), name)
-    docs, text = documented(config_class), help_of(config_class, capsys)
-    assert docs.keys() == {field.name for field in fields(config_class)}, "a field without a docstring"
-    unwrapped = re.sub(r"[\s│]", "", text)
-    for name, doc in docs.items():
-        assert re.search(rf"--{name.replace('_', '-')}[ ,\n]", text), name
-        assert re.sub(r"\s", "", doc) in unwrapped, name
-    assert re.sub(r"\s", "", inspect.getdoc(config_class)) in unwrapped
-
-
-@pytest.mark.parametrize("module", ["nanochat_gka.train", "deit_gka.train"])
-def test_help_of_a_trainer_is_in_groups(module, capsys):
-    config_class = importlib.import_module(module).TrainConfig
-    named = [name for names in config_class.GROUPS.values() for name in names.split()]
-    assert len(set(named)) == len(named) and set(named) < {field.name for field in fields(config_class)}
-    boxes = re.split(r"^\W*(\w+) options\W*$", help_of(config_class, capsys), flags=re.MULTILINE)
-    shown = dict(zip(boxes[1::2], boxes[2::2]))
-    assert [title for title in shown if title != "run"][-len(config_class.GROUPS) :] == list(config_class.GROUPS)
-    for title, names in config_class.GROUPS.items():
-        assert all(f"--{name.replace('_', '-')}" in shown[title] for name in names.split()), title
-    assert "--device-type" in shown["run"] and "--seed" in shown["run"]
-
-
-def state_of_the_tree():
-    return {path: (ROOT / path).stat().st_mtime_ns for path in tracked()}
-
-
-@pytest.fixture(scope="module")
-def tree():
-    return state_of_the_tree()
+    with pytest.raises(SystemExit) as left:
+        run(pytest.fail, config_class, ["--help"])
+    assert left.value.code == 0
+    text, docs = re.sub("\x1b\\[[0-9;]*m|[\\s│]", "", capsys.readouterr().out), _field_docs(config_class)
+    for name in [one.name for one in fields(config_class)]:
+        assert flag_of(name) in text and re.sub(r"\s", "", docs[name]) in text, name
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", COMMANDS, ids=str)
-def test_help_is_a_sentence_and_does_nothing_else(path, tmp_path, tree):
+def test_every_command_has_help(path, tmp_path):
     module = ".".join(path.with_suffix("").parts).removesuffix(".__main__")
     done = processes.call(module, "--help", folder=tmp_path)
-    text = " ".join(re.sub("[│╭╰─╮╯]", " ", done.stdout).split())
-    assert re.search(r"(^| )[A-Z][a-z]+ [^.]*\w\.( |$)", text) and not done.stderr, done
-    assert state_of_the_tree() == tree
+    assert done.stdout and not done.stderr, done
 
 
 @dataclass
@@ -212,31 +165,24 @@ class Bounded:
 
 
 @pytest.mark.parametrize(
-    "field, refused, words",
+    "field, refused, taken",
     [
-        ("rate", (-0.1, math.nan, math.inf, -math.inf), "at least 0 and finite"),
-        ("share", (0.0, 1.1, math.nan), "above 0 and at most 1"),
-        ("part", (-0.1, 2.0, math.inf), "between 0 and 1"),
-        ("rest", (1.0, -0.1), "at least 0 and below 1"),
-        ("count", (0, -2), "at least 1, or -1 for all"),
-        ("size", (0,), "at least 1"),
-        ("seed", (-1, 2**63), f"between 0 and {2**63 - 1}"),
+        ("rate", (-0.1, math.nan, math.inf), (0.0,)),
+        ("share", (0.0, 1.1, math.nan), (1.0,)),
+        ("part", (-0.1, 2.0, math.inf), (0.0,)),
+        ("rest", (1.0, -0.1), (0.99,)),
+        ("count", (0, -2), (-1,)),
+        ("size", (0,), (1,)),
+        ("sizes", ((3, 0),), ((),)),
+        ("seed", (-1, 2**63), (2**63 - 1,)),
     ],
 )
-def test_a_number_out_of_bounds_is_named_with_its_bounds(field, refused, words):
+def test_a_number_out_of_bounds_is_named(field, refused, taken):
     for value in refused:
-        with pytest.raises(UserError, match=f"^--{field} must be {words}, got {value}$"):
+        with pytest.raises(UserError, match=f"^--{field} must be "):
             check_bounds(Bounded(**{field: value}))
-
-
-def test_numbers_within_bounds_and_what_has_none_are_taken(capsys):
-    check_bounds(Bounded())
-    check_bounds(Bounded(rate=0.0, share=1.0, part=0.0, rest=0.99, count=-1, size=1, sizes=(), seed=2**63 - 1))
-    with pytest.raises(UserError, match="--sizes must be at least 1, got 0"):
-        check_bounds(Bounded(sizes=(3, 0)))
-    with pytest.raises(SystemExit) as left:
-        run(pytest.fail, Bounded, ["--part", "1e999"])
-    assert left.value.code == 2 and capsys.readouterr().err == "error: --part must be between 0 and 1, got inf\n"
+    for value in taken:
+        check_bounds(Bounded(**{field: value}))
 
 
 # Mistakes
@@ -252,10 +198,6 @@ class Kinds:
     """a whole number"""
     rate: float = 1.0
     """a number"""
-    on: bool = False
-    """a switch"""
-    maybe: int | None = None
-    """nothing or a whole number"""
     share: float | Literal["auto"] = "auto"
     """a number or a word"""
     size: tuple[int, int] = (1, 2)
@@ -266,8 +208,8 @@ class Kinds:
     """names and whole numbers"""
     form: Literal["rows", "heads"] = "rows"
     """a word"""
-    last_rate: float = 1.0
-    """a number"""
+    last_rate: Annotated[float, Bounds(0)] = 1.0
+    """a number with bounds"""
 
 
 @pytest.mark.parametrize(
@@ -275,10 +217,9 @@ class Kinds:
     [
         ("", "missing: --needed PATH"),
         ("--neded x --count 2", "missing: --needed PATH; unknown: --neded, x; --help lists the flags"),
-        ("--needed", "--needed needs a value"),
         ("--needed x --count", "--count needs a value"),
+        ("--needed x --last-rate 1e999", "--last-rate must be at least 0 and finite, got inf"),
         ("--needed x --count 1.5", "--count takes INT, got '1.5'"),
-        ("--needed x --on perhaps", "unknown: perhaps; --help lists the flags"),
         ("--needed x --share all", "--share takes FLOAT|{auto}, got 'all'"),
         ("--needed x --size 1", "--size needs 2 values"),
         ("--needed x --size 1 wide", "--size takes INT INT, got '1', 'wide'"),
@@ -302,11 +243,6 @@ def test_a_mistake_of_the_flags_is_one_line(argv, message, capsys, monkeypatch):
     else:  # tyro lists the unknown flags in any order
         assert said.err.count("\n") == 1 and "similar to --cout: --count INT" in said.err
         assert message.split("; ")[0] in said.err and message.split("; ")[1] in said.err
-
-
-def test_help_has_the_width_of_the_terminal(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "60")
-    assert max(map(len, help_of(Kinds, capsys).splitlines())) <= 60
 
 
 @pytest.mark.parametrize(
