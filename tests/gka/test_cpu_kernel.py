@@ -1,51 +1,122 @@
-"""The CPU kernel: every mask and padding within the budget, bit-equal runs, threads, memory, forks, refusals."""
+"""The CPU kernel in float32 and bfloat16, of own and of foreign keys: the budget for every mask, bit-equal runs,
+strides, NaN and infinity, forks, refusals.
+"""
 
+import contextlib
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-import torch.utils.checkpoint
 
-import operator_cases
 import processes
-from gka import dispatch, gaussian_attention, select_impl, testing
-from gka.impl.cpu import build
+from gka import decode_attention, dispatch, gaussian_attention, select_impl, testing
+from gka.api import EPS
+from gka.bandwidth import LOG_SIGMA_BOUND
+from gka.impl.cpu import build, call, op
 from gka.masking import Mask
 from gka.testing import Problem, make_features, make_log_sigma
-from operator_cases import check, foreign
+from operator_cases import PRODUCTS, check, foreign, multiplied_by
 
 pytestmark = pytest.mark.skipif(build.obstacle() is not None, reason=str(build.obstacle()))
 
-# No window or length is a multiple of a tile: 16 x 16 units, 48 queries side by side, blocks of 192.
+# No window or length is a multiple of a tile: 16 x 16 units, 48 queries side by side, blocks of 192; in bfloat16 blocks
+# of 32 x 32, and more than 256 keys are mixed in two chunks.
 MASKS = [(False, None), (True, None), (True, 21), (False, 9), (True, 0), (False, 0), (True, 117), (False, 77)]
+SHAPES = [
+    (2, 1, 2, 16),
+    (1, 7, 1, 1),
+    (2, 33, 2, 20),
+    (1, 250, 1, 80),
+    (1, 321, 1, 8),
+    (1, 401, 1, 8),
+    (1, 197, 1, 128),
+]
+SIZES = [
+    (1, 1, 8),
+    (9, 21, 16),
+    (33, 33, 80),
+    (31, 96, 20),
+    (50, 50, 20),
+    (290, 301, 8),
+    (100, 301, 64),
+    (64, 130, 128),
+]
 attend = partial(gaussian_attention, impl="cpu")
-gradients = partial(operator_cases.gradients, impl="cpu")
+VALUES = pytest.mark.parametrize("with_values", [False, True], ids=["own", "values"])
 
 
-@pytest.mark.parametrize("with_values", [False, True], ids=["own", "values"])
+@pytest.fixture(params=["float32", *PRODUCTS])
+def dtype(request):
+    """Of the features; bfloat16 is multiplied in each way that the machine has."""
+    own = request.param in PRODUCTS
+    with multiplied_by(request.param) if own else contextlib.nullcontext():
+        yield torch.bfloat16 if own else torch.float32
+
+
+@pytest.fixture(params=PRODUCTS)
+def bfloat16(request):
+    with multiplied_by(request.param):
+        yield torch.finfo(torch.bfloat16).eps
+
+
+def route(mask: Mask):
+    return partial(attend, causal=mask.causal, window=mask.window)
+
+
+def gradients(x, log_sigma, keys=None, values=None, **options):
+    """[y, dx, dlog_sigma, dkeys and dvalues if they are given] of the sum of squares."""
+    given = dict(x=x, log_sigma=log_sigma, keys=keys, values=values)
+    leaves = {name: t.detach().requires_grad_() for name, t in given.items() if t is not None}
+    y = attend(**leaves, **options)
+    return [y.detach(), *torch.autograd.grad(y.float().square().sum(), list(leaves.values()))]
+
+
+def equal(got, want) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@VALUES
 @pytest.mark.parametrize("causal,window", MASKS)
-def test_outputs_and_gradients_keep_to_the_budget(causal, window, with_values):
-    for shape in [(2, 1, 2, 16), (1, 7, 1, 1), (2, 33, 2, 20), (1, 250, 1, 80), (1, 401, 1, 8), (1, 197, 1, 128)]:
-        check("cpu", shape, causal=causal, window=window, with_values=with_values, device="cpu")
+def test_outputs_and_gradients_keep_to_the_budget(dtype, causal, window, with_values):
+    mask = Mask(causal, window)
+    for shape in SHAPES:
+        check("cpu", shape, dtype, causal=causal, window=window, with_values=with_values, device="cpu")
+    for sizes in (*SIZES, *([(70, 21, 16)] if mask == Mask() else [])):  # fewer keys than queries
+        testing.check(route(mask), foreign(*sizes, mask, with_values, dtype=dtype))
 
 
-@pytest.mark.parametrize("kind", ["unit_norm", "clusters", "x50", "+50"])
+@pytest.mark.parametrize("head_dim", [1, 8, 15, 16, 17, 31, 32, 33, 64, 96, 127])
+def test_channels_are_padded(dtype, head_dim):
+    for with_values in (False, True):
+        check("cpu", (1, 40, 2, head_dim), dtype, causal=True, with_values=with_values, device="cpu")
+        testing.check(route(Mask(True)), foreign(20, 40, head_dim, Mask(True), with_values, dtype=dtype))
+
+
+@pytest.mark.parametrize("kind", ["unit_norm", "clusters", "x50", "+50", "all+5", "all+100"])
 @pytest.mark.parametrize("causal", [False, True])
-def test_any_features_keep_to_the_budget(kind, causal):
-    check("cpu", (1, 197, 2, 64), kind=kind, causal=causal, device="cpu")
-    check("cpu", (1, 63, 2, 64), kind=kind, causal=causal, constant_norm=kind == "unit_norm", device="cpu")
+@pytest.mark.filterwarnings("ignore:gaussian_attention. the features are so long")
+def test_any_features_keep_to_the_budget(dtype, kind, causal):
+    options = dict(kind=kind, causal=causal, device="cpu")
+    check("cpu", (1, 197, 2, 64), dtype, **options)
+    check("cpu", (1, 63, 2, 64), dtype, constant_norm=kind == "unit_norm", **options)
+    for with_values in (False, True):
+        problem = foreign(100, 197, 64, Mask(causal), with_values, dtype=dtype, kind=kind)
+        testing.check(route(Mask(causal)), problem)
 
 
-@pytest.mark.parametrize("with_values", [False, True], ids=["own", "values"])
-@pytest.mark.parametrize("causal,window", [(False, None), (True, None), (True, 21), (False, 9), (True, 0), (False, 0)])
-def test_foreign_keys_keep_to_the_budget(causal, window, with_values):
-    route = partial(attend, causal=causal, window=window)
-    for sizes in [(9, 21, 16), (50, 50, 20), (100, 301, 64)]:
-        testing.check(route, foreign(*sizes, Mask(causal, window), with_values))
+@pytest.mark.parametrize("log_sigma", [-LOG_SIGMA_BOUND, -3.0, -1.0, 0.0, 1.0, 4.0, LOG_SIGMA_BOUND])
+def test_any_bandwidth_keeps_to_the_budget(dtype, log_sigma):
+    """At -1 and 0 the sums of most rows of foreign keys are below what is computed without the largest exponent."""
+    for mask in (Mask(), Mask(causal=True, window=37)):
+        problems = [Problem.seeded("normal", (1, 70, 2, 64), dtype, mask=mask, eps=EPS)]
+        if log_sigma >= -1:
+            problems += [foreign(50, 70, 64, mask, with_values, dtype=dtype) for with_values in (False, True)]
+        for problem in problems:
+            testing.check(route(mask), replace(problem, log_sigma=torch.full((2,), log_sigma)))
 
 
-@pytest.mark.parametrize("with_values", [False, True], ids=["own", "values"])
+@VALUES
 @pytest.mark.parametrize("log_sigma", [-3.0, -1.0, 0.3, 5.0, 10.0])
 def test_rows_of_foreign_keys_with_one_weight_or_equal_ones_keep_to_the_budget(log_sigma, with_values):
     """Far keys: what rounding leaves of the sums of M, which are 0, would be multiplied by large distances. Many equal
@@ -56,34 +127,111 @@ def test_rows_of_foreign_keys_with_one_weight_or_equal_ones_keep_to_the_budget(l
         testing.check(attend, problem)
 
 
-@pytest.mark.parametrize("with_values", [False, True], ids=["own", "values"])
-@pytest.mark.parametrize("causal,window", [(False, None), (True, None), (True, 21)])
-def test_decoding_keeps_to_the_budget(causal, window, with_values):
-    """Few queries without gradients have a kernel of their own."""
-    route = partial(attend, causal=causal, window=window)
-    for sizes in [(1, 1, 8), (1, 30, 20), (3, 300, 64), (16, 77, 128)]:
-        testing.check(route, foreign(*sizes, Mask(causal, window), with_values, with_gradients=False))
+@pytest.mark.parametrize("log_sigma", [-LOG_SIGMA_BOUND, -8.0, -3.0])
+def test_a_vanishing_bandwidth_leaves_the_nearest_key(bfloat16, log_sigma):
+    x, keys, values = (make_features("normal", (1, n, 2, 32), torch.bfloat16, i) for i, n in enumerate((50, 90, 90)))
+    nearest = torch.cdist(x.double().transpose(1, 2), keys.double().transpose(1, 2)).argmin(-1).transpose(1, 2)
+    y = attend(x, torch.full((2,), log_sigma), keys=keys, values=values)
+    assert torch.equal(y, values.gather(1, nearest[..., None].expand_as(x)))
 
 
-def test_eps_is_applied_exactly():
+@pytest.mark.parametrize("length", [9, 60])
+def test_a_bandwidth_outside_the_clamp_has_no_gradient(dtype, length):
+    """sigma -> 0 is the identity, sigma -> infinity the mean; rows of up to 12 keys are computed in another way."""
+    x = make_features("normal", (1, length, 2, 16), dtype)
+    tolerance = dict(atol=1e-3, rtol=1e-2) if dtype == torch.bfloat16 else dict(atol=1e-5, rtol=1.3e-6)
+    for log_sigma, want in [(-100.0, x), (100.0, x.float().mean(1, keepdim=True).to(dtype).expand_as(x))]:
+        y, dx, dlog_sigma = gradients(x, torch.full((2,), log_sigma))
+        torch.testing.assert_close(y, want, **tolerance)
+        assert dx.isfinite().all() and torch.equal(dlog_sigma, torch.zeros(2))
+
+
+@VALUES
+def test_eps_is_applied_exactly(dtype, with_values):
     """One as large as a row sum, so that leaving it out or adding it twice shows, in gradients too."""
-    for with_values in (False, True):
-        for mask in (Mask(), Mask(causal=True, window=5)):
-            problem = Problem.seeded("normal", (1, 63, 2, 32), with_values=with_values, mask=mask, eps=3.0)
-            testing.check(partial(attend, causal=mask.causal, window=mask.window, eps=3.0), problem)
+    for mask in (Mask(), Mask(causal=True, window=5)):
+        problem = Problem.seeded("normal", (1, 63, 2, 32), dtype, with_values=with_values, mask=mask, eps=3.0)
+        testing.check(partial(route(mask), eps=3.0), problem)
 
 
-@pytest.mark.parametrize("count", [1, 2, 7])
+@pytest.mark.parametrize("causal,window", [(False, None), (True, None), (True, 30)])
+def test_rows_far_from_all_keys_and_their_neighbours_are_exact(bfloat16, causal, window):
+    """Every seventh query is so far away that its weights, unshifted, are 0; the others in its stripe are not."""
+    mask = Mask(causal, window)
+    far = foreign(100, 130, 32, mask, with_values=True, dtype=torch.bfloat16)
+    far.x[:, ::7, :, 1] += 100
+    want, got = testing.oracle(far), testing.run(route(mask), far)
+
+    def off(got, want):
+        """The largest error of a token and head, relative."""
+        return ((got.double() - want).norm(dim=-1) / want.norm(dim=-1)).max()
+
+    assert off(got.y, want.y) <= 2 * bfloat16 and off(got.dvalues, want.dvalues) <= 4 * bfloat16
+    assert testing.error(got.dlog_sigma, want.dlog_sigma) <= 0.02
+    if mask == Mask():
+        alone = attend(far.x[:, 7::7], far.log_sigma, keys=far.keys, values=far.values)
+        assert off(alone, want.y[:, 7::7]) <= 2 * bfloat16
+
+
+def test_equal_tokens_weigh_the_same_and_tokens_far_from_0_keep_their_rows(bfloat16):
+    """Weights are normalised by the sum of what was rounded: an offset shared by all tokens does not blur y."""
+    token = make_features("normal", (1, 1, 1, 64), torch.bfloat16)
+    torch.testing.assert_close(attend(token.expand(1, 50, 1, 64), torch.zeros(1)), token.expand(1, 50, 1, 64))
+    offset = torch.full((1, 50, 1, 64), 1000.0, dtype=torch.bfloat16)
+    offset[:, 25:] = 1008
+    y = attend(offset, torch.tensor([4.0]), causal=True).float()
+    assert (y[:, :25] == 1000).all() and (y[:, 25:] >= 1000).all() and (y[:, 25:] <= 1008).all()
+
+
+@VALUES
+def test_weights_are_rounded_and_not_cut_off(bfloat16, with_values):
+    """One weight of 1 among many just below a bfloat16 number, which cutting off moves by a whole last place.
+
+    A row's common error would cancel in its sum; this one does not. Rounded, K is off by `below` of itself, and y or a
+    gradient by 2^-9 / sqrt(3) in the mean square: that of `heads` different numbers has a mean near 0.
+    """
+    heads, tokens, below = 64, 32, 2.0**-14
+    scale = 1 + torch.rand(heads).bfloat16().double()
+    level = torch.tensor([0.5, 0.75, 0.625, 0.25]).double().repeat(heads // 4) * (1 - below)
+    x = (torch.eye(tokens)[None, :, None] * scale[:, None]).bfloat16()  # any two tokens are as far apart
+    log_sigma = (scale.square() / -level.log()).log().div(2).float()
+    values = x.clone().requires_grad_()
+    y = attend(x, log_sigma, values=values if with_values else None, eps=0.0)
+    outputs = [y, *(torch.autograd.grad(y, values, x) if with_values else [])]
+    for output in outputs:
+        own = output.detach().double().diagonal(dim1=1, dim2=3).mean(-1)[0]  # W_ii x_ii: (H,)
+        error = own * (1 + (tokens - 1) * level) / scale - 1
+        assert error.mean().abs() < below + 5 * 2**-9 / (3 * heads) ** 0.5
+
+
+def test_weights_of_foreign_keys_are_rounded_and_not_cut_off(bfloat16):
+    """W's rows sum to 1, so the gradients of the values add up to those of y; cut off, 0.1 % of them would be lost."""
+    x, keys, values = (make_features("normal", (1, n, 2, 32), torch.bfloat16, i) for i, n in enumerate((200, 300, 300)))
+    values.requires_grad_()
+    y = attend(x, make_log_sigma(2, 32), keys=keys, values=values)
+    (dvalues,) = torch.autograd.grad(y.float().sum(), values)
+    lost = 1 - dvalues.double().sum((1, 3)) / y[0, :, 0].numel()
+    assert lost.abs().max() < 5 * bfloat16 / 4 / (3 * 300) ** 0.5
+
+
+@VALUES
 @pytest.mark.parametrize("causal", [False, True])
-def test_runs_with_the_same_threads_are_equal_to_the_bit(threads, count, causal):
-    """Heads fewer than threads, whose queries are then split, and more."""
-    threads(count)
-    for batch, length in [(1, 301), (5, 70)]:
-        x, keys = (make_features("normal", (batch, length, 2, 32), seed=seed) for seed in (0, 1))
-        for foreign_keys in (None, keys):
-            runs = [gradients(x, make_log_sigma(2, 32), foreign_keys, causal=causal) for _ in range(3)]
-            for again in runs[1:]:
-                assert all(torch.equal(a, b) for a, b in zip(runs[0], again, strict=True))
+def test_runs_are_equal_to_the_bit(dtype, threads, causal, with_values):
+    """Heads fewer than threads, whose queries are then split, and more. In bfloat16 for any number of threads, in
+    float32 for the same number.
+    """
+    for batch, queries, keys, log_sigma in [
+        (1, 301, 0, make_log_sigma(2, 32)),
+        (5, 70, 0, make_log_sigma(2, 32)),
+        (1, 170, 301, torch.tensor([-1.0, 0.2])),  # with and without the largest exponents
+    ]:
+        sizes, runs = (queries, keys, (keys or queries) * with_values), []
+        tensors = [make_features("normal", (batch, n, 2, 32), dtype, i) if n else None for i, n in enumerate(sizes)]
+        for count in (2, 2, 7, 7) if dtype == torch.float32 else (1, 2, 7, 7):
+            threads(count)
+            runs.append(gradients(tensors[0], log_sigma, *tensors[1:], causal=causal))
+        for number, again in enumerate(runs):
+            assert equal(again, runs[number & ~1 if dtype == torch.float32 else 0])
 
 
 @pytest.mark.parametrize("count", [2, 5])
@@ -92,67 +240,120 @@ def test_split_heads_keep_to_the_budget(threads, count, causal, window):
     threads(count)
     check("cpu", (1, 301, 1, 32), causal=causal, window=window, device="cpu")
     check("cpu", (1, 99, 3, 16), causal=causal, window=window, with_values=True, device="cpu")
-    route = partial(attend, causal=causal, window=window)
-    testing.check(route, foreign(100, 301, 16, Mask(causal, window), with_values=True))
-    testing.check(route, foreign(2, 900, 16, Mask(causal, window), with_values=False, with_gradients=False))
+    mask = Mask(causal, window)
+    testing.check(route(mask), foreign(100, 301, 16, mask, with_values=True))
+    testing.check(route(mask), foreign(2, 900, 16, mask, with_values=False, with_gradients=False))
 
 
-def test_strided_and_expanded_tensors_are_read_where_they_are():
-    tensor = make_features("normal", (2, 16, 64, 3))
+def test_strided_and_expanded_tensors_are_read_where_they_are(dtype):
+    tensor, log_sigma = make_features("normal", (2, 16, 64, 3), dtype), make_log_sigma(3, 16)
     x = tensor.permute(0, 2, 3, 1)[:, ::2]  # channels apart, every other token
-    for route in (x, tensor.permute(0, 3, 2, 1).transpose(1, 2)[:, :32]):
-        want = attend(route.contiguous(), make_log_sigma(3, 16))
-        assert torch.equal(attend(route, make_log_sigma(3, 16)), want)
+    for each in (x, tensor.permute(0, 3, 2, 1).transpose(1, 2)[:, :32], torch._neg_view(x)):
+        assert torch.equal(attend(each, log_sigma), attend(each.contiguous(), log_sigma))
+    cache = make_features("normal", (1, 120, 6, 32), dtype)
+    views = cache[:, 40::2, :2], cache[:, ::2, 2:4], cache[:, 1::2, 4:]
+    got, want = (
+        gradients(a, torch.zeros(2), b, c, causal=True) for a, b, c in (views, [t.contiguous() for t in views])
+    )
+    assert equal(got, want)
     leaf = x.detach().requires_grad_()
-    attend(leaf, make_log_sigma(3, 16)).sum().backward()  # its gradient is one number, expanded
+    attend(leaf, log_sigma).sum().backward()  # its gradient is one number, expanded
     assert leaf.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("which", ["own", "x", "keys", "values"])
+def test_nan_and_infinity_show_and_do_not_leak_into_other_heads(dtype, which, bad):
+    names = ("x",) if which == "own" else ("x", "keys", "values")
+    tensors = {name: make_features("normal", (2, 40 + 10 * (name != "x"), 2, 20), dtype, len(name)) for name in names}
+    tensors["x" if which == "own" else which][1, 30, 1, 3] = bad
+    y, dx, dlog_sigma, *others = gradients(log_sigma=torch.zeros(2), causal=True, **tensors)
+    reached = {"own": y[1, 30:, 1], "x": y[1, 30:31, 1]}.get(which, y[1, 20:, 1])  # queries are aligned at the end
+    if (which, bad) == ("keys", float("inf")):  # infinitely far away, or with the sign of the product not a number
+        reached = reached[tensors["x"][1, 20:, 1, 3] > 0]
+    assert not reached.isfinite().all(-1).any()
+    assert y[0].isfinite().all() and y[:, :, 0].isfinite().all()
+    assert all(g[0].isfinite().all() and g[:, :, 0].isfinite().all() for g in (dx, *others))
+    assert any(g[1, :, 1].isnan().any() for g in (dx, *others)) and dlog_sigma.isnan().tolist() == [False, True]
+
+
+def test_a_bad_query_reaches_the_values_that_it_sees_and_no_others():
+    x, keys, values = (make_features("normal", (1, 50, 1, 20), seed=seed).requires_grad_() for seed in range(3))
+    weight = torch.ones(50)
+    weight[30] = torch.nan
+    y = attend(x * weight[:, None, None], torch.zeros(1), keys=keys, values=values, causal=True, window=9)
+    (gradient,) = torch.autograd.grad(y.sum(), values)
+    assert gradient.isnan().any(-1).flatten().nonzero().flatten().tolist() == list(range(21, 31))
+
+
+def test_tokens_that_hardly_see_another_are_rounded_once():
+    """K is 1 for the token itself and 0 for others: y and dx are x and grad_y divided by the row's sum."""
+    x, grad_y = (make_features("normal", (1, 50, 2, 64), seed=seed) for seed in (0, 1))
+    row_sum = 1.0 + torch.tensor(1e-3).double()
+    for mask in (dict(), dict(causal=True), dict(window=20), dict(causal=True, window=5)):
+        leaf = x.clone().requires_grad_()
+        y = attend(leaf, torch.full((2,), -1.0), eps=1e-3, **mask)
+        (dx,) = torch.autograd.grad(y, leaf, grad_y)
+        assert torch.equal(dx, (grad_y.double() / row_sum).float())
+        if mask.get("causal"):  # else the mean is subtracted and added
+            assert torch.equal(y, (x.double() / row_sum).float())
+
+
+def test_denormal_numbers_work_again_afterwards(dtype):
+    x, keys = (make_features("normal", (1, n, 2, 16), dtype, n) for n in (20, 30))
+    for others in ({}, dict(keys=keys)):
+        gradients(x, torch.zeros(2), **others)
+    attend(x[:, :1], torch.zeros(2), keys=keys)
+    assert (torch.tensor([1e-38]) / 10).item() > 0
 
 
 def test_a_forked_process_computes_although_it_lost_the_threads(threads):
     threads(2)
-    x = make_features("normal", (4, 50, 2, 16))
-    want = attend(x, torch.zeros(2), causal=True).sum().item()
-    got = processes.in_a_forked_child(lambda: attend(x, torch.zeros(2), causal=True).sum().item())
-    assert got == pytest.approx(want, rel=1e-4)
+    x, log_sigma = make_features("normal", (4, 50, 2, 16)), torch.zeros(2)
+
+    def compute():
+        return attend(x, log_sigma, causal=True).sum().item(), decode_attention(x[:, -1:], log_sigma, x).sum().item()
+
+    assert processes.in_a_forked_child(compute) == pytest.approx(compute(), rel=1e-4)
 
 
-def test_numbers_that_are_not_in_memory_are_made_first():
-    """torch has views whose sign it remembers, such as the imaginary part of a conjugate."""
-    x = torch._neg_view(make_features("normal", (1, 20, 2, 16)))
-    assert torch.equal(attend(x, torch.zeros(2)), attend(x.resolve_neg(), torch.zeros(2)))
+@pytest.mark.parametrize("dtype", op.HALF, ids=str)
+def test_what_has_no_kernel_of_its_own_is_computed_in_float32(dtype, monkeypatch):
+    """float16, and all without products of bfloat16: as if the caller had converted, y and gradients rounded once."""
+    monkeypatch.setattr(call, "has_bfloat16", lambda: False)
+    x, keys, values = (make_features("normal", (1, 40, 2, 20), dtype, seed) for seed in (0, 1, 2))
+    log_sigma, few = make_log_sigma(2, 20), x[:, :1]
+    for query, options in [(x, {}), (x, dict(values=values)), (x, dict(keys=keys)), (few, dict(keys=keys))]:
+        assert select_impl(query, log_sigma=log_sigma, **options) == "cpu"
+        got, want = attend(query, log_sigma, **options), attend(query.float(), log_sigma, **_single(options))
+        assert got.dtype == dtype and torch.equal(got, want.to(dtype))
+        got, want = (
+            _learned(q, log_sigma, given) for q, given in ((query, options), (query.float(), _single(options)))
+        )
+        assert equal(got, [t.to(g.dtype) for t, g in zip(want, got, strict=True)])
 
 
-def test_activation_checkpoints_give_the_same_gradients():
-    x, log_sigma = make_features("normal", (1, 20, 2, 16)).requires_grad_(), torch.zeros(2)
-    ways = attend, partial(torch.utils.checkpoint.checkpoint, attend, use_reentrant=False)
-    want, got = (torch.autograd.grad(way(x, log_sigma).square().sum(), x)[0] for way in ways)
-    assert torch.equal(got, want)
+def _single(options):
+    return {name: t.float() for name, t in options.items()}
+
+
+def _learned(x, log_sigma, options):
+    """The gradients of the sum of y, which rounding y does not change."""
+    leaves = [t.detach().requires_grad_() for t in (x, log_sigma, *options.values())]
+    y = attend(*leaves[:2], **dict(zip(options, leaves[2:])))
+    return torch.autograd.grad(y.float().sum(), leaves)
 
 
 def test_what_it_cannot_serve_is_said_once_and_goes_to_sdpa(caplog):
     dispatch._said.clear()
-    log_sigma = torch.zeros(2)
-    for x, reason in [
-        (torch.zeros(1, 4, 2, 16, dtype=torch.float64), "cpu takes float32, bfloat16, float16, got torch.float64"),
-        (torch.zeros(1, 4, 2, 136), "cpu needs head_dim <= 128, got 136"),
-        (torch.zeros(1, 4, 2, 16, device="meta"), "the CPU kernel takes CPU tensors, got meta"),
-    ]:
+    x = torch.zeros(1, 4, 2, 136)
+    for refused, reason in ((x, "head_dim <= 128, got 136"), (x[..., :16].to("meta"), "CPU tensors, got meta")):
         with pytest.raises(ValueError, match=reason):
-            select_impl(x, log_sigma=log_sigma.to(x.device), impl="cpu")
-        assert select_impl(x, log_sigma=log_sigma.to(x.device)) == "sdpa"
-    assert select_impl(torch.zeros(1, 4, 2, 128)) == "cpu"
-    for _ in range(2):
-        select_impl(torch.zeros(1, 4, 2, 136), log_sigma=log_sigma)
-    said = [record.message for record in caplog.records]
-    assert said.count('gka: impl="auto" takes sdpa: cpu needs head_dim <= 128, got 136') == 1
-    assert len(said) == 2 and "torch.float64" in said[0]
-
-
-def test_second_derivatives_are_refused():
-    x = make_features("normal", (1, 10, 2, 16)).requires_grad_()
-    (gradient,) = torch.autograd.grad(attend(x, torch.zeros(2)).square().sum(), x, create_graph=True)
-    with pytest.raises(NotImplementedError, match='impl="cpu" has no second derivatives; use impl="reference"'):
-        gradient.sum().backward()
+            select_impl(refused, impl="cpu")
+    assert [select_impl(x), select_impl(x), select_impl(x[..., :128])] == ["sdpa", "sdpa", "cpu"]
+    assert [record.message for record in caplog.records] == [
+        'gka: impl="auto" takes sdpa: cpu needs head_dim <= 128, got 136'
+    ]
 
 
 def test_lost_exponents_are_warned_of():
