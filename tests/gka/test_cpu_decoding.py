@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import processes
 from gka import decode_attention, gaussian_attention
 from gka.impl.cpu import build, decoding
 from gka.testing import make_features, make_log_sigma
@@ -121,8 +120,7 @@ def test_any_number_of_threads_is_exact_and_equal_to_the_bit(threads, count):
         x, log_sigma, cache = draw(2, num_keys, batch=batch)
         options = dict(lengths=lengths, rotary=tables(num_keys, 16))
         check(x, log_sigma, cache, **options)
-        runs = [decode_attention(x, log_sigma, cache, **options) for _ in range(4)]
-        assert all(torch.equal(again, runs[0]) for again in runs)
+        assert torch.equal(*(decode_attention(x, log_sigma, cache, **options) for _ in range(2)))
 
 
 @needs_kernel
@@ -170,15 +168,6 @@ def test_gaussian_attention_decodes_by_the_same_kernel():
         )
 
 
-@needs_kernel
-def test_a_forked_process_computes_although_it_lost_the_threads(threads):
-    threads(2)
-    arguments = draw(1, 300)
-    want = decode_attention(*arguments).sum().item()
-    got = processes.in_a_forked_child(lambda: decode_attention(*arguments).sum().item())
-    assert got == pytest.approx(want, rel=1e-4)
-
-
 def test_gradients_go_another_way():
     x, log_sigma, cache = draw(1, 30)
     rotary, leaf = tables(30, 16), cache.clone().requires_grad_()
@@ -191,36 +180,6 @@ def test_gradients_go_another_way():
     torch.testing.assert_close(*grads, rtol=0, atol=1e-6)
     turned = tuple(table.float().requires_grad_() for table in rotary)
     assert decode_attention(x, log_sigma, cache, rotary=turned).requires_grad
-
-
-@needs_kernel
-def test_a_default_device_does_not_move_the_buffers():
-    x, log_sigma, cache = draw(1, 30)
-    want = decode_attention(x, log_sigma, cache)
-    with torch.device("meta"):
-        assert torch.equal(decode_attention(x, log_sigma, cache), want)
-
-
-@needs_kernel
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-@pytest.mark.parametrize("form", ["values", "derived"])
-def test_vmap_is_a_loop(form):
-    x, log_sigma, cache = draw(1, 30, batch=3)
-
-    def decode(x, values):
-        return decode_attention(x, log_sigma, values, **FORMS[form](values), lengths=[20])
-
-    x, cache = x[:, None], cache[:, None]
-    got = torch.func.vmap(decode)(x, cache)
-    assert torch.equal(got, torch.stack([decode(*one) for one in zip(x, cache)]))
-
-
-@needs_kernel
-def test_a_window_wider_than_any_cache_hides_nothing():
-    x, log_sigma, cache = draw(16, 30)
-    want = decode_attention(x, log_sigma, cache)
-    for window in (30, 2**63 - 1, 2**64):
-        assert torch.equal(decode_attention(x, log_sigma, cache, window=window), want)
 
 
 @needs_kernel
@@ -239,24 +198,15 @@ def test_the_operator_is_a_proper_one_and_compiles():
     [
         (dict(lengths=[30, 31]), r"lengths must be 2 numbers from 2 to 30, got \[30, 31\]"),
         (dict(lengths=[1, 30]), "lengths must be 2 numbers from 2 to 30"),
-        (dict(key_delays=[1]), "key_delays must be 2 numbers from 0 to 2.31 - 1, one a head"),
         (dict(value_delays=[0, 2**64 - 5]), "value_delays must be 2 numbers from 0"),
+        (dict(key_delays=[1]), "key_delays must be 2 numbers from 0 to 2.31 - 1, one a head"),
         (dict(rotary=tables(29, 16)), r"rotary must be two tables of \(30 or more, 16 / 2\) numbers, got \(29, 8\)"),
         (dict(rotary=tables(30, 16), keys=torch.zeros(2, 30, 2, 16)), "keys are given or derived by rotary, not both"),
         (dict(channel_scales=torch.ones(2, 16)), "channel_scales are of keys that are derived by rotary"),
         (dict(rotary=tables(30, 16), channel_scales=torch.ones(16)), r"channel_scales must be \(H, D\) = \(2, 16\)"),
-        (dict(window=-1), "window must be >= 0"),
     ],
 )
 def test_wrong_arguments_are_named(options, message):
     x, log_sigma, cache = draw(2, 30)
     with pytest.raises(ValueError, match=message):
         decode_attention(x, log_sigma, cache, **options)
-
-
-def test_log_sigma_is_checked_as_in_attention():
-    x, log_sigma, cache = draw(2, 30)
-    with pytest.raises(ValueError, match=r"log_sigma must be finite, got \[nan"):
-        decode_attention(x, log_sigma * float("nan"), cache)
-    with pytest.raises(TypeError, match="log_sigma must be a torch"):
-        decode_attention(x, log_sigma.tolist(), cache)
