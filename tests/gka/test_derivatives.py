@@ -4,7 +4,6 @@ against explicit sums; and those that the others have, against the reference.
 
 from itertools import product
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,6 +15,7 @@ import explicit_sums
 from gka import gaussian_attention, log_kernel, testing
 from gka.dispatch import IMPLEMENTATIONS
 from gka.kernel import squared_distances
+from operator_cases import CPU, DEVICE
 
 REPEATED = [0, 1, 0, 2, 2]  # tokens 0 and 2 are equal, and 3 and 4
 CASES = ["distinct tokens", "repeated tokens", "own values", "keys with the queries"]
@@ -83,53 +83,38 @@ def close(got, want):
     torch.testing.assert_close(tuple(got), tuple(want), **TIGHT)
 
 
-def test_the_explicit_gradients_are_those_of_the_explicit_output(problem):
-    """The two halves of the oracle against one another, so that neither can be wrong alone."""
-    tangent = explicit_sums.tangent(directions=problem.explicit_directions, **problem.explicit)
-    gradients = problem.gather(explicit_sums.gradients(grad_y=problem.grad_y.numpy(), **problem.explicit))
-    along = sum((g * d).sum() for g, d in zip(gradients, problem.directions, strict=True))
-    np.testing.assert_allclose((tangent * problem.grad_y.numpy()).sum(), along.item(), rtol=1e-12)
-
-
-def test_hessian_vector_products(problem):
-    leaves = [t.clone().requires_grad_() for t in problem.arguments]
-    loss = (problem.function(*leaves) * problem.grad_y).sum()
-    gradients = torch.autograd.grad(loss, leaves, create_graph=True)
-    close(gradients, problem.gather(explicit_sums.gradients(grad_y=problem.grad_y.numpy(), **problem.explicit)))
-    along = sum((g * d).sum() for g, d in zip(gradients, problem.directions, strict=True))
-    want = explicit_sums.curvature(
-        directions=problem.explicit_directions, grad_y=problem.grad_y.numpy(), **problem.explicit
+def test_derivatives_in_every_mode(problem):
+    """First ones in reverse and forward mode; second ones in reverse over reverse, forward over reverse, reverse over
+    forward and nested forward.
+    """
+    grad_y, directions = problem.grad_y, tuple(problem.directions)
+    tangent = torch.from_numpy(explicit_sums.tangent(directions=problem.explicit_directions, **problem.explicit))
+    gradients = explicit_sums.gradients(grad_y=grad_y.numpy(), **problem.explicit)
+    curvature = explicit_sums.curvature(
+        directions=problem.explicit_directions, grad_y=grad_y.numpy(), **problem.explicit
     )
-    close(torch.autograd.grad(along, leaves), problem.gather(want))
-
-
-def test_forward_mode(problem):
-    want = torch.from_numpy(explicit_sums.tangent(directions=problem.explicit_directions, **problem.explicit))
-    close([torch.func.jvp(problem.function, tuple(problem.arguments), tuple(problem.directions))[1]], [want])
-    with forward_ad.dual_level():
-        duals = [forward_ad.make_dual(t, d) for t, d in zip(problem.arguments, problem.directions, strict=True)]
-        close([forward_ad.unpack_dual(problem.function(*duals)).tangent], [want])
-
-
-def test_second_derivatives_in_every_mixture_of_modes(problem):
-    """Reverse over reverse, forward over reverse, reverse over forward and nested forward, under torch.func."""
-    want = problem.gather(
-        explicit_sums.curvature(
-            directions=problem.explicit_directions, grad_y=problem.grad_y.numpy(), **problem.explicit
-        )
-    )
-    arguments, directions = tuple(problem.arguments), tuple(problem.directions)
-    indices = tuple(range(len(arguments)))
+    gradients, curvature = problem.gather(gradients), problem.gather(curvature)
 
     def loss(*tensors):
-        return (problem.function(*tensors) * problem.grad_y).sum()
+        return (problem.function(*tensors) * grad_y).sum()
 
-    def along(*tensors):
+    def slope(*tensors):
         return torch.func.jvp(loss, tensors, directions)[1]
 
-    close(torch.func.jvp(torch.func.grad(loss, indices), arguments, directions)[1], want)
-    close(torch.func.grad(along, indices)(*arguments), want)
-    close(torch.func.jacfwd(along, indices)(*arguments), want)
+    leaves = [t.clone().requires_grad_() for t in problem.arguments]
+    by_autograd = torch.autograd.grad(loss(*leaves), leaves, create_graph=True)
+    close(by_autograd, gradients)
+    along = sum((g * d).sum() for g, d in zip(by_autograd, directions, strict=True))
+    close(torch.autograd.grad(along, leaves), curvature)
+
+    arguments, indices = tuple(problem.arguments), tuple(range(len(directions)))
+    close([torch.func.jvp(problem.function, arguments, directions)[1]], [tangent])
+    close(torch.func.jvp(torch.func.grad(loss, indices), arguments, directions)[1], curvature)
+    close(torch.func.grad(slope, indices)(*arguments), curvature)
+    close(torch.func.jacfwd(slope, indices)(*arguments), curvature)
+    with forward_ad.dual_level():
+        duals = [forward_ad.make_dual(t, d) for t, d in zip(arguments, directions, strict=True)]
+        close([forward_ad.unpack_dual(problem.function(*duals)).tangent], [tangent])
 
 
 HALF_SEEN = torch.arange(12).view(3, 4) % 2 == 0
@@ -181,18 +166,23 @@ def test_kernels_refuse_forward_mode_by_name(impl):
         torch.func.jvp(lambda x: gaussian_attention(x, torch.zeros(2), impl=impl), (x,), (x,))
 
 
-def test_double_backward_through_a_fused_kernel_names_what_has_it():
-    x, log_sigma = random(1, 5, 2, 3).requires_grad_(), torch.zeros(2, dtype=torch.float64)
+def double_backward(x, log_sigma, impl):
+    y = gaussian_attention(x, log_sigma, eps=0.0, impl=impl)
+    (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    return torch.autograd.grad(gradient.square().sum(), x)
 
-    def again(impl):
-        y = gaussian_attention(x, log_sigma, eps=0.0, impl=impl)
-        (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-        return torch.autograd.grad(gradient.square().sum(), x)
 
+@pytest.mark.parametrize("impl", [CPU, "triton", "sdpa"])
+def test_kernels_refuse_double_backward_by_name(impl):
+    x, log_sigma = testing.make_features("normal", (1, 5, 2, 16)).to(DEVICE), torch.zeros(2, device=DEVICE)
     with pytest.raises(NotImplementedError, match='use impl="reference" for double backward'):
-        again("sdpa")
+        double_backward(x.requires_grad_(), log_sigma, impl)
+
+
+def test_sdpa_has_double_backward_without_its_fused_kernels():
+    x, log_sigma = random(1, 5, 2, 3).requires_grad_(), torch.zeros(2, dtype=torch.float64)
     with sdpa_kernel(SDPBackend.MATH):
-        close(again("sdpa"), again("reference"))
+        close(double_backward(x, log_sigma, "sdpa"), double_backward(x, log_sigma, "reference"))
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -209,20 +199,6 @@ def test_vmap_is_a_loop():
     got = torch.func.vmap(lambda x, s: gaussian_attention(x, s, causal=True, impl="reference"))(x, log_sigma)
     want = [gaussian_attention(*pair, causal=True, impl="reference") for pair in zip(x, log_sigma, strict=True)]
     close(got, want)
-
-
-def test_compiled_with_gradients():
-    x, log_sigma = random(1, 5, 2, 3)[:, REPEATED], random(2, seed=1)
-
-    def gradient(function):
-        leaf = x.clone().requires_grad_()
-        function(leaf).square().sum().backward()
-        return leaf.grad
-
-    def function(x):
-        return gaussian_attention(x, log_sigma, impl="reference")
-
-    close([gradient(torch.compile(function, fullgraph=True, backend="aot_eager"))], [gradient(function)])
 
 
 class Largest(TorchDispatchMode):
