@@ -89,10 +89,3 @@ def tiles(rows: int, columns: int):
     sizes = itertools.product(KERNELS, (32, 64, 128), (2, 4))
     entries = {(kernel, *size): Config(16 if kernel == "decode" else rows, columns, 4, 2) for kernel, *size in sizes}
     return override(generation(torch.device(DEVICE)), entries=entries)
-
-
-def gradients(x, log_sigma, keys=None, **options):
-    """y, and the gradients of the sum of its squares: dx, dlog_sigma and dkeys."""
-    leaves = [t.detach().requires_grad_() for t in (x, log_sigma, *(() if keys is None else (keys,)))]
-    y = gaussian_attention(*leaves[:2], keys=leaves[2] if keys is not None else None, **options)
-    return [y, *torch.autograd.grad(y.square().sum(), leaves)]
