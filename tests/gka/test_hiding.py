@@ -258,27 +258,6 @@ def test_auto_takes_what_serves():
     assert select_impl(x, lengths=torch.tensor([12, 12]), impl="flex") == "flex"  # nothing is padding
 
 
-@pytest.mark.parametrize("impl", [*LEARNING, TRITON])
-def test_a_batch_without_rows(impl):
-    empty, lengths = torch.zeros(0, 5, 2, 16, requires_grad=True), torch.zeros(0, dtype=torch.int64)
-    log_sigma = torch.zeros(2, requires_grad=True)
-    y = gaussian_attention(empty, log_sigma, lengths=lengths, impl=impl)
-    assert y.shape == (0, 5, 2, 16)
-    y.sum().backward()
-    assert empty.grad.shape == empty.shape and torch.equal(log_sigma.grad, torch.zeros(2))
-
-
-@pytest.mark.skipif(AUTO_ON_CPU != "cpu", reason="the CPU kernel cannot be built here")
-def test_other_lengths_do_not_compile_again():
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda x, lengths: gaussian_attention(x, torch.zeros(2), lengths=lengths), fullgraph=True)
-    x = make_features("normal", (3, 40, 2, 16))
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for lengths in ([40, 3, 0], [1, 1, 39], [40, 40, 40]):
-            lengths = torch.tensor(lengths)
-            torch.testing.assert_close(compiled(x, lengths), gaussian_attention(x, torch.zeros(2), lengths=lengths))
-
-
 MASK = torch.zeros(2, 9, dtype=torch.bool)
 
 
@@ -290,16 +269,11 @@ MASK = torch.zeros(2, 9, dtype=torch.bool)
         (dict(lengths=torch.tensor([9, 3, 1])), ValueError, r"lengths must have shape \(B,\) = \(2,\), got \(3,\)"),
         (dict(lengths=torch.tensor([10, 3])), ValueError, r"from 0 to the number of keys, 9, got \[10, 3\]"),
         (dict(lengths=torch.tensor([9, -1])), ValueError, r"from 0 to the number of keys, 9, got \[9, -1\]"),
-        (dict(lengths=torch.empty(2, dtype=torch.int64, device="meta")), ValueError, "lengths must be on the device"),
         (dict(key_padding_mask=MASK.float()), TypeError, "key_padding_mask must be bool, True for padding"),
         (dict(key_padding_mask=MASK[:, :8]), ValueError, r"key_padding_mask must have shape \(B, Tk\) = \(2, 9\)"),
         (dict(key_padding_mask=MASK, lengths=torch.tensor([9, 9])), ValueError, "give one of them"),
         (dict(attn_mask=torch.ones(9, 9, dtype=torch.int64)), TypeError, "attn_mask must be bool, True = visible"),
-        (
-            dict(attn_mask=torch.ones(8, 9)),
-            ValueError,
-            r"attn_mask must broadcast to \(B, H, Tq, Tk\) = \(2, 3, 9, 9\)",
-        ),
+        (dict(attn_mask=torch.ones(8, 9)), ValueError, r"attn_mask must broadcast to .* = \(2, 3, 9, 9\)"),
     ],
 )
 def test_wrong_masks_are_named(arguments, error, message):
@@ -426,18 +400,6 @@ def test_random_shapes_lengths_strides_and_dtypes(first, last):
     assert not wrong, "\n".join([f"{len(wrong)} cases", *wrong])
 
 
-def test_random_cases_are_of_every_kind():
-    """Of the hundred that always run: lengths 0 and 1, dtypes, strides, keys, windows, an empty batch."""
-    cases = [random_case(seed) for seed in range(100)]
-    lengths = torch.cat([(~padding).sum(1) for _, padding, *_ in cases])
-    assert {0, 1} <= set(lengths.tolist()) and lengths.max() > 50
-    assert {problem.x.dtype for problem, *_ in cases} >= {torch.float32, torch.float64, torch.bfloat16, torch.float16}
-    assert {stride for *_, strides, _ in cases for stride in strides.values()} == set(STRIDES)
-    assert {len(problem.x) for problem, *_ in cases} == {0, 1, 2, 3, 5}
-    kinds = {(problem.keys is None, problem.values is None, problem.mask.causal) for problem, *_ in cases}
-    assert len(kinds) == 6 and any(options.get("window") is not None for *_, options in cases)
-
-
 # Transforms
 
 
@@ -448,18 +410,6 @@ class Padded(torch.nn.Module):
 
     def forward(self, x, lengths):
         return gaussian_attention(x, self.log_sigma, lengths=lengths, impl=self.impl)
-
-
-@pytest.mark.parametrize("impl", LEARNING)
-def test_vmap_over_batches_and_their_lengths(impl):
-    x, lengths = make_features("normal", (6, 12, 2, 8)).unflatten(0, (3, 2)), torch.tensor([[12, 3], [0, 1], [7, 7]])
-    model = Padded(impl)
-    results = []
-    for forward in (torch.func.vmap(model), lambda x, lengths: torch.stack(list(map(model, x, lengths)))):
-        leaf = x.clone().requires_grad_()
-        y = forward(leaf, lengths)
-        results.append([y, *torch.autograd.grad(y.square().sum(), (leaf, model.log_sigma))])
-    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("impl", LEARNING)
