@@ -39,16 +39,11 @@ def log_sigma():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("impl", ["auto", *ON_CUDA])
 def test_every_implementation_gives_what_x_is_like(impl, dtype, arguments):
-    x = features(dtype)
-    y = gaussian_attention(x, log_sigma(), impl=impl, **arguments)
-    assert (y.shape, y.dtype, y.device) == (x.shape, dtype, torch.device("cuda", 0))
-
-
-@pytest.mark.parametrize("arguments", [{}, WINDOW], ids=["full", "window"])
-@pytest.mark.parametrize("impl", ["auto", "triton", "sdpa", "reference"])
-def test_with_gradients_too(impl, arguments):
-    y = gaussian_attention(features(requires_grad=True), log_sigma(), impl=impl, **arguments)
-    assert y.requires_grad and y.dtype == torch.bfloat16 and y.is_cuda
+    for requires_grad in (False, impl != "flex"):
+        x = features(dtype, requires_grad)
+        y = gaussian_attention(x, log_sigma(), impl=impl, **arguments)
+        assert (y.shape, y.dtype, y.device) == (x.shape, dtype, torch.device("cuda", 0))
+        assert y.requires_grad == requires_grad
 
 
 def test_the_backward_pass_gives_what_its_inputs_are_like():
@@ -78,7 +73,15 @@ RECIPES = {  # (B, T, H, D), and how the layer calls the operator
     "nanochat d20, full": ((2, 2048, 10, 128), dict(causal=True, window=2048, constant_norm=True)),
     "nanochat d4": ((2, 512, 4, 64), dict(causal=True, constant_norm=True)),
 }
-CAPABILITIES = {(7, 5): None, (8, 0): "sm_80", (8, 9): "sm_120", (9, 0): "sm_90", (10, 0): "sm_90", (12, 0): "sm_120"}
+CAPABILITIES = {
+    (7, 5): None,
+    (8, 6): "sm_120",
+    (8, 0): "sm_80",
+    (8, 9): "sm_120",
+    (9, 0): "sm_90",
+    (10, 0): "sm_90",
+    (12, 0): "sm_120",
+}
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
