@@ -1,7 +1,5 @@
 """The layer as a user plugs it in, and the cost model against the paper's tables and the built layer."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -106,18 +104,12 @@ def test_layer_under_fsdp_in_bfloat16(options, tmp_path):
         check_trains_as_in_bfloat16(model, lambda m: m, lambda m: m(x).float().square().sum())
 
 
-def test_layer_in_float64_keeps_its_digits():
-    layer, x = GaussianKernelAttention(32, 2).double(), torch.randn(2, 9, 32, dtype=torch.float64)
-    want = layer.proj(gaussian_attention(x.view(2, 9, 2, 16), layer.log_sigma, eps=0.0, impl="reference").flatten(-2))
-    torch.testing.assert_close(layer(x), want, rtol=1e-12, atol=1e-12)
-
-
 FX = [dict(), dict(head_norm=True, causal=True, window=3), dict(channel_bandwidths=True)]
 
 
 @pytest.mark.parametrize("options", FX, ids=str)
 def test_torch_fx_traces_a_model_that_has_the_layer(options):
-    """One graph for all lengths and batches, with the layer's parameters in it; wrong inputs are named as ever."""
+    """One graph for all lengths and batches, with the layer's parameters in it."""
     model = nn.Sequential(nn.LayerNorm(32), GaussianKernelAttention(32, 2, **options), nn.Linear(32, 5))
     graph = torch.fx.symbolic_trace(model)
     for shape in ((2, 9, 32), (1, 4, 32)):
@@ -125,8 +117,6 @@ def test_torch_fx_traces_a_model_that_has_the_layer(options):
         assert torch.equal(graph(x), model(x))
     graph(x).sum().backward()
     assert model[1].log_sigma.grad.all()
-    with pytest.raises(ValueError, match=r"x must have shape \(B, T, dim\) with dim=32, got \(9, 32\)"):
-        graph(torch.randn(9, 32))
 
 
 def test_layer_under_autocast():
@@ -146,7 +136,7 @@ def test_layer_under_autocast():
 
 
 def test_layer_takes_what_its_projection_casts_by_itself():
-    """Such as a quantised one; and a weight that a parametrisation makes is not made to be looked at."""
+    """Such as a quantised one."""
 
     class Stored(nn.Linear):
         """Multiplies in the dtype of what it gets."""
@@ -163,14 +153,6 @@ def test_layer_takes_what_its_projection_casts_by_itself():
     want = layer(x)
     layer.proj = Stored(layer.proj)
     torch.testing.assert_close(layer(x), want, rtol=0.01, atol=0.01)
-
-    layer = GaussianKernelAttention(32, 2)
-    nn.utils.parametrizations.spectral_norm(layer.proj)  # every look at the weight in training moves its estimate
-    other = copy.deepcopy(layer)
-    torch.testing.assert_close(
-        layer(x), other.proj(gaussian_attention(x.view(2, 9, 2, 16), other.log_sigma).flatten(2))
-    )
-    assert torch.equal(layer.proj.weight, other.proj.weight)
 
 
 def test_layer_compiled_exported_and_mapped_with_context():
