@@ -11,8 +11,6 @@ import timm
 import torch
 
 import deit_gka.model.registry  # noqa: F401 (registers the GKA models in timm)
-import tiny_vision
-import vision_runs
 from gka import gaussian_attention
 from nanochat_gka.model import attention
 from nanochat_gka.model.config import GPTConfig
@@ -90,20 +88,3 @@ def test_vit(steps):
         loss.parameters = model.parameters
         curves.append(train(loss, list(zip(images, labels, strict=True)), lr=1e-3))
     assert_same(*curves)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(DEVICE == "cuda", reason="two processes in the interpreter, on CPU")
-def test_two_processes_under_ddp(tmp_path):
-    """The vision trainer with torchrun: two ranks take the step that one takes, dlog_sigma included."""
-    pictures = tiny_vision.write_pictures(tmp_path / "pictures")
-    more = ["--model-kwargs", "impl=triton", *(f"{name}={value}" for name, value in tiny_vision.SHAPE.items())]
-    more += ["--epochs", 1, "--warmup-epochs", 0, "--batch-size", 8, "--group-size", 4, "--drop-path", 0]
-    weights = []
-    for ranks in (1, 2):
-        out = tmp_path / f"ranks{ranks}"
-        done = vision_runs.train(pictures, out, *more, "--num-workers", 1, "--stop-after", 2, ranks=ranks)
-        assert "Gaussian kernel attention by triton" in done.stdout
-        weights.append(vision_runs.checkpoint(out, 2, "model"))
-    for name, value in weights[0].items():
-        torch.testing.assert_close(weights[1][name], value, rtol=1e-4, atol=1e-5, msg=name)
