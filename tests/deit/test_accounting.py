@@ -50,14 +50,13 @@ def check_counts(model: nn.Module) -> None:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", ATTENTION)
 def test_built_models_have_the_computed_cost(kind, size, distilled):
-    """FlopCounterMode counts 2 x multiply-accumulates of matrix products and convolutions, as the paper does; of fused
-    kernels of torch it knows the "math" backend. GKA by SDPA, as here, carries |x_j|^2 / (2 sigma^2) in one more channel
-    per head, in the Gram matrix and in the mixing, which the paper does not count.
+    """FlopCounterMode counts 2 x multiply-accumulates of matrix products and convolutions, as the paper does.
+
+    GKA by SDPA, as on this device, carries |x_j|^2 / (2 sigma^2) in one more channel per head, in the Gram matrix and
+    in the mixing, which the paper does not count.
     """
-    model, ours = (
-        timm.create_model(model_name(size, kind, distilled), device="meta"),
-        cost(kind, size, distilled=distilled),
-    )
+    model = timm.create_model(model_name(size, kind, distilled), device="meta")
+    ours = cost(kind, size, distilled=distilled)
     check_counts(model)
     assert cost_of(model) == ours
     with sdpa_kernel(SDPBackend.MATH), torch.no_grad(), FlopCounterMode(display=False) as counter:

@@ -6,17 +6,15 @@ Legend: B batch, N tokens, H heads, D head_dim, C = H * D.
 import copy
 import math
 
-import numpy as np
 import pytest
 import timm
 import torch
 from torch import nn
 
-import explicit_sums
-from deit_gka.model.attention import ATTENTION, GKA, operators_of
+from deit_gka.model.attention import ATTENTION
 from gka import testing
 from gka.api import EPS
-from operator_cases import AUTO_ON_CPU, FUSED
+from operator_cases import AUTO_ON_CPU
 from tiny_vit import kinds, small
 
 SHAPES = [(2, 7, 2, 3), (1, 31, 3, 8), (3, 1, 2, 5), (1, 50, 1, 64)]  # B, N, H, D
@@ -148,21 +146,6 @@ def test_layers_equal_their_definitions(kind, shape, fused, is_causal):
     check(layer, x, visible, eps=applied_eps(kind, fused), is_causal=is_causal)
 
 
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-def test_second_derivatives_between_equal_tokens(is_causal, explicit):
-    layer = GKA(6, num_heads=2, proj_bias=False).double()
-    nn.init.eye_(layer.proj.weight)
-    x = torch.randn(1, 5, 6, dtype=torch.float64)[:, [0, 1, 0, 2, 2]].requires_grad_()
-    grad_y, direction = torch.randn(2, 1, 5, 6, dtype=torch.float64)
-    (gradient,) = torch.autograd.grad((layer(x, is_causal=is_causal) * grad_y).sum(), x, create_graph=True)
-    (got,) = torch.autograd.grad((gradient * direction).sum(), x)
-
-    heads, grad_heads, along = (t.detach().view(1, 5, 2, 3).numpy() for t in (x, grad_y, direction))
-    tensors, directions = [heads] * 3 + [layer.log_sigma.detach().numpy()], [along] * 3 + [np.zeros(2)]
-    *want, _ = explicit_sums.curvature(tensors, directions, is_causal, 0.0, grad_heads)
-    torch.testing.assert_close(got, torch.from_numpy(sum(want)).view(1, 5, 6), rtol=1e-11, atol=1e-13)
-
-
 def test_value_less_attention_without_a_bias_of_the_values():
     layer, x = make_layer("vlt", (2, 7, 2, 3), value_bias=False)
     assert layer.value_bias is None
@@ -291,13 +274,6 @@ def test_the_path_that_builds_w_has_offsets(kind, explicit):
     check_offsets(small(attention=kind, spatial_offsets="LUD", img_size=48), "LUD", applied_eps(kind, fused=False))
 
 
-@pytest.mark.parametrize("impl", ["reference", *FUSED["cpu"]])
-def test_every_implementation_of_the_operator_serves_offsets(impl):
-    model = small(spatial_offsets="LUD", img_size=(48, 64), impl=impl)
-    assert operators_of(model) == [impl]
-    check_offsets(model, "LUD", EPS)
-
-
 def test_another_grid_is_followed_or_refused():
     model = small(spatial_offsets="LUD")
     model.set_input_size((32, 64))
@@ -307,8 +283,6 @@ def test_another_grid_is_followed_or_refused():
     for setting in (dict(dynamic_img_size=True), dict(patch_drop_rate=0.5)):
         with pytest.raises(ValueError, match="need all patches of one grid"):
             small(spatial_offsets="LUD", **setting)
-    with pytest.raises(ValueError, match="which know the patches' grid"):
-        GKA(24, 3, spatial_offsets="LU")(torch.randn(1, 5, 24))
 
 
 # A bandwidth for every channel

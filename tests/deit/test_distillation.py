@@ -11,8 +11,8 @@ from deit_gka.model.checkpoints import build
 from deit_gka.recipe import Recipe
 from deit_gka.training.config import TrainConfig
 from deit_gka.training.distillation import Objective, Teacher, load_teacher
-from digit_runs import SOFTMAX, accuracy, flags, micro, newest, train
-from trainkit_gka.cli import UserError
+from digit_runs import accuracy, flags, newest, train
+from tiny import one_line_error
 from vision_runs import in_process
 
 STUDENT = "deit_tiny_gka_distilled_patch16_224"
@@ -78,7 +78,7 @@ def test_teacher_of_a_fixed_size_sees_that_size(tmp_path, name, size):
     assert teacher.size == size and teacher(torch.rand(1, 3, 32, 32)).shape == (1, 3)
 
 
-def test_learning_from_the_teacher_alone(digits, tmp_path, capsys):
+def test_learning_from_the_teacher_alone(digits, tmp_path):
     """alpha 1: only the teacher's choices and only the distillation head; the class head stays as it began."""
     teacher = ["--distillation-type", "hard", "--teacher-model", digits / "run", "--distillation-alpha", 1]
     common = ["--model", STUDENT, "--lr", 0.2, "--epochs", 3, "--weight-decay", 0, *teacher]
@@ -89,32 +89,22 @@ def test_learning_from_the_teacher_alone(digits, tmp_path, capsys):
     teacher = load_teacher(Recipe(teacher_model=str(digits / "run")), DIGITS)
     assert torch.equal(teacher.model.state_dict()["pos_embed"], newest(digits, "ema")["pos_embed"])
     assert teacher.size == (32, 32)
-    argv = flags(tmp_path, *common, "--distillation-type", "soft")
-    assert "--distillation-type is soft but the run in" in in_process(training.main, TrainConfig, *argv, capsys=capsys)
 
 
 def test_default_teacher_is_the_one_deit_published():
-    """For the bare name timm has other weights, trained on ImageNet-12k. Without a teacher its flags do not matter."""
+    """For the bare name timm has other weights, trained on ImageNet-12k."""
     address = timm.get_pretrained_cfg(Recipe().teacher_model).url
     assert address.startswith("https://dl.fbaipublicfiles.com/deit/regnety_160-")
-    assert timm.get_pretrained_cfg("regnety_160").url != address
-    one, other = TrainConfig(data="digits"), TrainConfig(data="digits", teacher_model="x", distillation_tau=3.0)
-    assert one.identity() == other.identity()
 
 
 def test_mistakes_with_teachers_are_one_line(digits, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    torch.save({"model": micro(SOFTMAX, 7).state_dict()}, tmp_path / "seven.pth")
     for settings, classes, message in (
         (dict(), DIGITS, "--teacher-model regnety_160.deit_in1k: timm has no weights of it here"),
-        (dict(teacher_model="nonsense"), DIGITS, "--teacher-model nonsense: timm has no weights of it here"),
-        (dict(teacher_model=SOFTMAX, teacher_path="/nowhere"), DIGITS, "weights not found: /nowhere"),
-        (dict(teacher_model=SOFTMAX, teacher_path=str(tmp_path / "seven.pth")), DIGITS, "does not hold weights"),
         (dict(teacher_model=str(digits / "run")), ["a", "b", "c"], "tells 10 classes apart but the data has 3"),
     ):
-        with pytest.raises(UserError, match=message) as caught:
+        with one_line_error(message):
             load_teacher(Recipe(**settings), classes)
-        assert "\n" not in str(caught.value)
     argv = flags(tmp_path, "--epochs", 1, "--distillation-type", "soft")
     message = in_process(training.main, TrainConfig, *argv, capsys=capsys)
     assert "soft needs a model with a distillation token, such as deit_tiny_gka_distilled" in message
