@@ -110,11 +110,7 @@ def test_damaged_tars_are_named(tars):
         source.read(4)
 
 
-NOTES = [None, ("a.txt", b"1"), ("a.cls", b"dog"), ("a.cls", b"-1"), ("a.json", b"{}"), ("a.json", b"{"),
-         ("a.json", b'{"label": "dog"}'), ("a.json", b"[1]")]  # fmt: skip
-
-
-@pytest.mark.parametrize("note", NOTES)
+@pytest.mark.parametrize("note", [None, ("a.cls", b"dog"), ("a.cls", b"-1"), ("a.json", b"{}"), ("a.json", b"[1]")])
 def test_tars_need_labels(tmp_path, note):
     write_tar(tmp_path / "train-0.tar", [("a.jpg", png(1)), *([note] if note else [])])
     message = error(f"wds:{tmp_path}")
@@ -126,8 +122,6 @@ def test_splits_of_tars_are_words_of_their_names(tars):
         path.rename(tars / "retrieval.tar")  # "val" is not a word of it
     for form in (f"wds:{tars}", tars):
         assert "retrieval.tar" in error(form, "val") and "--val-split" in error(form, "val")
-    write_tar(tars / "val-0.tar", [("a.cls", b"0")])
-    assert "no images" in error(tars, "val")
     write_tar(tars / "train_small-0.tar", pair("x", 1, 0))
     small = DataParts(val_split="train_small")  # nothing is in both
     assert contents(open_source(f"wds:{tars}", "train", small)) == TRAIN
@@ -138,8 +132,6 @@ def test_splits_of_tars_are_words_of_their_names(tars):
 
 KEYS = {  # the members of a tar, the images, what is not used
     "first dot": (["0.left.jpg", "0.cls", "1.left.jpg", "1.cls"], [(0, 0, "0"), (2, 1, "1")], {}),
-    "jfif": (["0.jfif", "0.cls", "1.jpe", "1.cls"], [(0, 0, "0"), (2, 1, "1")], {}),
-    "upper case": (["0.JPG", "0.CLS", "1.Jpg", "1.Json"], [(0, 0, "0"), (2, 1, "1")], {}),
     "mask": (["0.mask.png", "0.jpg", "0.cls", "0.txt"], [(1, 0, "0")], {".mask.png": 1, ".txt": 1}),
     "dots in keys": (["i_0.5.jpg", "i_0.5.cls", "i_0.7.jpg", "i_0.7.cls", "i_0.7.mask.png"],
                      [(0, 0, "i_0.5"), (2, 1, "i_0.7")], {".7.mask.png": 1}),
@@ -171,7 +163,6 @@ def test_one_of_several_images_of_a_key_is_chosen_by_suffix(tmp_path):
     assert fine == ([(1, 3, "0")], {".right.jpg": 1, ".cls": 1})
     message = error(f"wds:{tmp_path}", input_key="png;tif")
     assert "need members KEY.png or KEY.tif and KEY.cls, they have: 1 .left.jpg, 1 .right.jpg" in message
-    assert "nothing that --data-config could choose" in error(f"wds:{tmp_path}", data_config="x", input_key="left.jpg")
 
 
 def test_several_suffixes_may_be_given_as_to_timm(tmp_path):
@@ -179,4 +170,3 @@ def test_several_suffixes_may_be_given_as_to_timm(tmp_path):
     write_tar(tmp_path / "train-0.tar", [*first, ("2.png", png(3)), ("2.jpg", png(4)), ("2.cls", b"2"), ("2.txt", b"")])
     images, unused = described(tmp_path, input_key="jpg;PNG", target_key="json;cls")
     assert images == [(1, 0, "0"), (2, 1, "1"), (4, 2, "2")] and unused == {".cls": 1, ".png": 1, ".txt": 1}
-    assert described(tmp_path, input_key="png;jpg;")[0] == [(1, 0, "0"), (2, 9, "1"), (3, 2, "2")]
