@@ -1,12 +1,9 @@
 """The recipe: the paper's values as defaults, values that are refused, and the small command of the README."""
 
 import math
-import re
 from dataclasses import fields, replace
-from pathlib import Path
 
 import pytest
-import tyro
 
 import tiny_vision
 from deit_gka.evaluate import EvaluateConfig
@@ -40,7 +37,6 @@ def test_defaults_are_the_papers():
     rates = {size: recipe.drop_path_of(f"deit_{size}_gka_patch16_224") for size in ("tiny", "small", "base")}
     assert rates == {"tiny": 0.1, "small": 0.1, "base": 0.2} and recipe.drop_path_of("deit_base_patch16_224") == 0.2
     assert Recipe(drop_path=0.0).drop_path_of("deit_base_patch16_224") == 0.0
-    recipe.check()
 
 
 @pytest.mark.parametrize(
@@ -76,16 +72,6 @@ def test_impossible_values_name_the_flag(name, value):
     with pytest.raises(UserError, match=f"^{flag_of(name)} must be ") as caught:
         Recipe(**{name: value}).check()
     assert "\n" not in str(caught.value)
-
-
-def test_readme_and_make_suggest_the_same_small_command():
-    text = (Path(__file__).parents[2] / "deit_gka/README.md").read_text()
-    command = re.search(r'^make train-deit-ti DATA=digits BASE=out/small ARGS="([^"]*)"', text, re.MULTILINE)
-    words = command[1].replace("\\", "").split(), SMALL_VISION.split()
-    config, suggested = (tyro.cli(TrainConfig, args=["--data", "digits", *flags]) for flags in words)
-    assert config == suggested
-    config.check()
-    assert config.epochs * (1198 // config.batch_size) > 1000 and config.scaled_lr > 1e-3  # it was 18 updates at 6e-5
 
 
 @pytest.mark.slow
