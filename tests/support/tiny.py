@@ -153,7 +153,7 @@ def without_account(home: Path) -> dict[str, str]:
 def one_line_error(pattern: str):
     """A UserError of one line comes out of what is inside."""
     with pytest.raises(UserError, match=pattern) as raised:
-        yield
+        yield raised
     assert "\n" not in str(raised.value)
 
 

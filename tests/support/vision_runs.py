@@ -9,6 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 import tiny_vision
+from deit_gka import evaluate
 from deit_gka.model.checkpoints import build
 from tiny_vision import MICRO, SHAPE, SIZE
 from trainkit_gka.cli import UserError, run
@@ -20,8 +21,6 @@ FULL = [
     *("--epochs", EPOCHS, "--warmup-epochs", 1, "--batch-size", 12, "--group-size", 6, "--device-batch-size", 8),
     *("--lr", 0.2, "--drop-path", 0.3, "--num-workers", 2, "--save-every", 4, "--log-every", 1),
 ]
-
-NAMES = ("deit_tiny_gka_patch16_224", "deit_tiny_vlt_patch16_224", "deit_tiny_patch16_224")
 
 
 def flags(data, out, *more):
@@ -51,8 +50,8 @@ def steps_of(out):
     return [record["step"] for record in records(out, "train")]
 
 
-def checkpoint(out, step, name, folder="checkpoints"):
-    return load_file(out / "run" / folder / f"step_{step:08d}" / f"{name}.safetensors")
+def checkpoint(out, step, name):
+    return load_file(out / "run" / "checkpoints" / f"step_{step:08d}" / f"{name}.safetensors")
 
 
 def final(out, step=STEPS, names=("model", "ema", "optimizer")):
@@ -70,6 +69,13 @@ def evaluations(out):
         {key: value for key, value in record.items() if "per_second" not in key and key not in ("time", "waiting")}
         for record in records(out, "eval")
     ]
+
+
+def evaluated(out, *flags):
+    """The result that an evaluation in this process appends to a file in `out`."""
+    argv = [*flags, "--device-type", "cpu", "--num-workers", 0, "--results", out / "eval.jsonl"]
+    run(evaluate.main, evaluate.EvaluateConfig, [str(flag) for flag in argv])
+    return json.loads((out / "eval.jsonl").read_text().splitlines()[-1])
 
 
 def in_process(main, config, *argv, capsys, code=UserError.code):
