@@ -11,9 +11,8 @@ import torch
 from PIL import Image
 
 from deit_gka.data.seeds import seed_everything
-from deit_gka.data.transforms import eval_transform, train_transform
+from deit_gka.data.transforms import train_transform
 from deit_gka.recipe import Recipe
-from tiny_images import small_recipe
 from tiny_vision import photo
 
 
@@ -26,10 +25,6 @@ def test_transforms_are_deits():
     ):
         assert part in text
     assert "ColorJitter" not in text
-    bare = str(train_transform(Recipe(aa="", reprob=0.0)))
-    assert "RandAugment" not in bare and "Erasing" not in bare
-    text = str(eval_transform(224, 0.875))
-    assert "Resize(size=256, interpolation=bicubic" in text and "CenterCrop(size=(224, 224))" in text
 
 
 @pytest.mark.parametrize("three_augment", [False, True])
@@ -40,16 +35,6 @@ def test_pixels_are_normalised_as_asked(three_augment):
     grey = 100 / 255
     expected = torch.tensor([(grey - 0.1) / 0.5, grey - 0.2, (grey - 0.3) / 0.25])
     torch.testing.assert_close(pixels.mean(dim=(1, 2)), expected, rtol=1e-4, atol=1e-4)
-
-
-def test_strongest_posterize_is_black():
-    """0 bits: an error in Pillow 13, an image in a thousand at the paper's magnitude."""
-    augment = train_transform(small_recipe(aa="rand-m10-inc1")).transforms[2]
-    darkest = 255
-    for seed in range(150):
-        seed_everything(seed)
-        darkest = min(darkest, np.asarray(augment(photo(seed))).max())
-    assert darkest == 0
 
 
 @pytest.mark.parametrize("src", [False, True])
