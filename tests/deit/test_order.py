@@ -62,17 +62,9 @@ def test_order_can_start_at_any_update():
         assert drawn(order, start, stop) == whole[start:stop]
 
 
-def test_repeated_augmentation_draws_a_third_thrice():
-    def items(updates):
-        return Counter(key.item for update in updates for key in update.values())
-
-    updates = drawn(Order(Numbers(240), small_recipe(), runtime(), 256), 0, 6)
-    for found in (items(updates[:3]), items(updates[3:])):
-        assert set(found.values()) == {3} and len(found) == 40
-    found = items(drawn(Order(Numbers(123), small_recipe(), runtime(), 256), 0, 3))  # 120 of 123 draws
-    assert len(found) == 40 and set(found.values()) == {3}
-    once = drawn(Order(Numbers(120), small_recipe(repeated_aug=1), runtime(), 256), 0, 3)
-    assert items(once) == Counter(range(120))
+def test_without_repeated_augmentation_every_image_is_drawn_once():
+    updates = drawn(Order(Numbers(120), small_recipe(repeated_aug=1), runtime(), 256), 0, 3)
+    assert Counter(key.item for update in updates for key in update.values()) == Counter(range(120))
 
 
 @pytest.mark.parametrize("count,batch_size,group_size", [(4000, 1792, 256), (300, 28, 4)])
@@ -99,8 +91,6 @@ def test_epochs_and_run_seeds_change_the_order():
             orders.add(tuple(update[place].item for place in range(40)))
             seeds += [key.seed for key in update.values()]
     assert len(orders) == 6 and len(set(seeds)) == len(seeds) == 240
-    parts = [(0, "image", 1, 2), (1, "image", 1, 2), (0, "mix", 1, 2), (0, "image", 2, 1)]
-    assert len({seed_of(*part) for part in parts}) == 4 and 0 <= seed_of(0) < 2**63
 
 
 def test_too_few_images_are_one_line():
@@ -111,29 +101,27 @@ def test_too_few_images_are_one_line():
         Order(Numbers(39), small_recipe(batch_size=4), runtime(0, 3), 256)
 
 
-def test_read_ahead_passes_items_and_errors_and_ends():
+def test_read_ahead_passes_items_and_errors_stays_within_its_count_and_ends():
     before, taken = set(threading.enumerate()), []
 
-    def numbers(stop):
-        for number in itertools.count():
-            if number == stop:
-                raise OSError("the network is gone")
+    def numbers():
+        for number in range(100):
             taken.append(number)
             yield number
+        raise OSError("the network is gone")
 
-    assert list(read_ahead(iter(range(1000)), 3)) == list(range(1000))
-    ahead, got = read_ahead(numbers(5), 2), []
+    got = []
     with pytest.raises(OSError, match="the network is gone"):
-        for number in ahead:
+        for number in read_ahead(numbers(), 2):
             got.append(number)
-    assert got == [0, 1, 2, 3, 4]
+    assert got == list(range(100))
     taken.clear()
-    ahead = read_ahead(numbers(-1), 10)
+    ahead = read_ahead(numbers(), 10)
     assert next(ahead) == 0
     while len(taken) < 10:
         time.sleep(0.002)
     time.sleep(0.2)
-    assert len(taken) <= 12  # ahead, but no further
+    assert len(taken) <= 12
     ahead.close()
     for thread in set(threading.enumerate()) - before:
         thread.join(tiny.HANG_AFTER)
