@@ -4,6 +4,7 @@ import pickle
 import struct
 import warnings
 import zlib
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -93,6 +94,9 @@ def test_broken_images(monkeypatch):
         with pytest.raises(BrokenImage, match=reason) as caught:
             decode(data)
         assert "\n" not in str(caught.value) and str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+    monkeypatch.setattr(Image, "open", Mock(side_effect=MemoryError))  # which is not the image's fault
+    with pytest.raises(MemoryError):
+        decode(whole)
 
 
 def test_pictures_for_people_are_upright():
