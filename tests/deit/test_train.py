@@ -10,20 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import digit_runs
 import tiny
 from deit_gka import train as training
 from deit_gka.model.registry import model_name
 from deit_gka.train import Trainer
+from deit_gka.training.broken import BrokenList
 from deit_gka.training.config import TrainConfig
 from deit_gka.training.reports import trusted
 from processes import signals_kept
-from tiny_vision import SHAPE, SIZE
 from trainkit_gka.cli import run
 from vision_runs import (
-    EPOCHS,
     STEPS,
     STEPS_PER_EPOCH,
     TRAIN,
@@ -43,10 +41,8 @@ def test_a_run_writes_down_what_it_did(uninterrupted):
     log, found = records(uninterrupted, "train"), records(uninterrupted, "eval")
     assert steps_of(uninterrupted) == list(range(1, STEPS + 1))
     assert log[-1]["weight_decay"] == 0.05 and all(record["grad_norm"] > 0 for record in log)
-    peak = 0.2 * 12 / 1024
-    assert log[0]["lr"] == pytest.approx(1e-6) and max(record["lr"] for record in log) == pytest.approx(peak, rel=0.15)
-    assert log[3]["lr"] == pytest.approx(1e-6 + (peak - 1e-6) * 3 / 6) and log[-1]["lr"] < peak / 100
-    assert log[8]["epoch"] == pytest.approx(1.5) and log[-1]["images_per_second"] > 0 and 0 <= log[-1]["waiting"] <= 1
+    assert log[3]["lr"] == pytest.approx(1e-6 + (0.2 * 12 / 1024 - 1e-6) * 3 / 6)
+    assert log[-1]["images_per_second"] > 0 and 0 <= log[-1]["waiting"] <= 1
     assert [(record["step"], record["epoch"]) for record in found] == [(6 * epoch, epoch) for epoch in range(1, 6)]
     for record in found:
         assert [record[key] for key in ("images", "broken", "broken_train", "memory_mib")] == [27, 0, 0, 0]
@@ -55,8 +51,6 @@ def test_a_run_writes_down_what_it_did(uninterrupted):
         assert all(0 <= record[key] <= 100 for key in ("top1", "ema_top1")) and record["loss"] != record["ema_loss"]
         assert record["top5"] == record["ema_top5"] == 100  # of 3 classes
     assert found[0]["sigma"] != found[-1]["sigma"]
-    (started,), (finished,) = records(uninterrupted, "start"), records(uninterrupted, "finish")
-    assert started["config"]["lr"] == 0.2 and started["world_size"] == 1 and finished["step"] == STEPS
 
 
 def test_a_run_records_its_result_and_keeps_its_checkpoints(uninterrupted):
@@ -68,13 +62,6 @@ def test_a_run_records_its_result_and_keeps_its_checkpoints(uninterrupted):
     assert all(metrics[key] == found[-1][key] for key in kept)
     assert metrics["best"] == {"metric": "ema_top1", "value": best["ema_top1"], "epoch": best["epoch"]}
     assert metrics["parameters"] == sum(p.numel() for p in micro(3).parameters()) and metrics["flops"] > 0
-    newest = folder / "checkpoints" / f"step_{STEPS:08d}"
-    names = {f"{name}.safetensors" for name in ("model", "ema", "optimizer")} | {"state.json", "manifest.json"}
-    assert {path.name for path in newest.iterdir()} == names
-    state = json.loads((newest / "state.json").read_text())
-    assert state["classes"] == ["class_0", "class_1", "class_2"] and state["epoch"] == EPOCHS
-    about = {"name": "deit_tiny_gka_patch16_224", "num_classes": 3, "input_size": SIZE, "kwargs": SHAPE}
-    assert state["model"] == about
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {"step_00000028", "step_00000030"}
     (kept,) = (folder / "best").iterdir()
     assert kept.name == f"step_{best['step']:08d}" and not (kept / "optimizer.safetensors").exists()
@@ -169,23 +156,10 @@ def test_broken_images_are_counted_and_listed(pictures, tmp_path, ranks):
     assert json.loads((tmp_path / "results.jsonl").read_text())["metrics"]["broken_train"] == last["broken_train"]
 
 
-def test_a_broken_file_may_have_any_name(pictures, tmp_path):
-    shutil.copytree(pictures, tmp_path / "data")
-    (tmp_path / "data/val/class_0" / os.fsdecode(b"caf\xe9.jpg")).touch()
+def test_a_broken_file_may_have_any_name(tmp_path):
     for _ in range(2):  # the second run reads the list of the first
-        done = train(tmp_path / "data", tmp_path, "--epochs", 1, "--warmup-epochs", 1)
-    assert "already trained" in done.stdout
-    assert b"caf\xe9.jpg\tthe file is empty" in (tmp_path / "run/broken_images.txt").read_bytes()
-
-
-def test_a_run_is_profiled_and_charted(tmp_path):
-    digit_runs.train(tmp_path, "--epochs", 1, "--stop-after", 3, "--profile", "2-3", "--tensorboard", "--log-every", 1)
-    (trace,) = (tmp_path / "run").glob("profile_*.json")
-    names = [event["name"] for event in json.loads(trace.read_text())["traceEvents"] if "name" in event]
-    assert [name for name in names if name.startswith("update ")] == ["update 2", "update 3"] and "aten::addmm" in names
-    shown = EventAccumulator(str(tmp_path / "run/tensorboard")).Reload().Scalars("train/grad_norm")
-    assert [one.step for one in shown] == [1, 2, 3]
-    assert [one.value for one in shown] == pytest.approx([record["grad_norm"] for record in records(tmp_path, "train")])
+        BrokenList(tmp_path).report([(os.fsdecode(b"caf\xe9.jpg"), "the file is empty")], "left out")
+    assert (tmp_path / "broken_images.txt").read_bytes() == b"caf\xe9.jpg\tthe file is empty\n"
 
 
 def test_an_evaluation_of_few_images_is_not_the_best():
@@ -198,13 +172,6 @@ def test_an_evaluation_of_few_images_is_not_the_best():
 # Numbers that are not finite
 
 
-def test_bandwidths_out_of_range_are_said_at_once(pictures, tmp_path):
-    words = ["--epochs", 1, "--warmup-epochs", 0, "--lr", 3e4, "--num-workers", 0, "--stop-after", 1]
-    done = train(pictures, tmp_path, *words, check=False)
-    said = [line for line in done.stdout.splitlines() if line.startswith("warning: update 1: sigma of layer_0, head")]
-    assert said and all(line.endswith("; start again with a lower --lr") for line in said), done.stdout + done.stderr
-
-
 def test_a_loss_that_is_not_finite_ends_the_run(pictures, tmp_path):
     done = train(pictures, tmp_path, "--lr", 1e30, "--save-every", 1, check=False)
     tiny.assert_one_line_error(
@@ -212,6 +179,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(pictures, tmp_path):
         r"the loss is (nan|inf) and the gradient's norm .* at update \d+ \(learning rate .*, sigma between .*\); "
         r"the weights were not touched. Last checkpoint: .*/step_\d+\. Start a new --model-tag with a lower --lr",
     )
+    assert re.search(r"warning: update \d: sigma of layer_0, head", done.stdout)  # before that
     named = re.search(r"Last checkpoint: (\S+)\.", done.stderr)[1]
     assert all(value.isfinite().all() for value in load_file(Path(named) / "model.safetensors").values())
     assert not (tmp_path / "results.jsonl").read_text()
@@ -231,10 +199,8 @@ def test_weights_and_gradients_that_are_not_finite_end_the_run(pictures, tmp_pat
 
     with monkeypatch.context() as patched:
         patched.setattr(torch.optim.AdamW, "step", ruin)
-        for save_every, what in (("-1", "an earlier update has ruined the weights"), (1, "they were not saved")):
-            said = message("--save-every", save_every, "--model-tag", f"run{save_every}")
-            assert f"; {what}. Last checkpoint: none was saved yet" in said
-            assert not (tmp_path / f"run{save_every}/checkpoints").exists()
+        said = message("--save-every", "-1")
+        assert "; an earlier update has ruined the weights. Last checkpoint: none was saved yet" in said
     unscale = torch.amp.GradScaler.unscale_
 
     def overflow(scaler, optimizer):
@@ -250,9 +216,6 @@ def test_weights_and_gradients_that_are_not_finite_end_the_run(pictures, tmp_pat
 
 MISTAKES = {
     "--lr 0.1": r"--lr is 0.1 but the run in .* has 0.2; use its value, or another --model-tag",
-    "--model-kwargs patch_size=8": r"--model-kwargs is .*patch_size=8.* but",
-    "--attention GA": r"--attention is GA",
-    "--model deit_tiny_vlt_patch16_224": r"--model is deit_tiny_vlt_patch16_224 but",
     "--model-tag new --model deit_tiny_gke_patch16_224": (
         r"no model 'deit_tiny_gke_patch16_224'; did you mean .*deit_tiny_gka_patch16_224"
     ),
@@ -261,13 +224,10 @@ MISTAKES = {
     "--model-tag new --attention GA --model-kwargs attention=G": r"--attention and --model-kwargs both choose",
     "--model-tag new --model-kwargs depth": r"--model-kwargs takes name=value, got 'depth'",
     "--model-tag new --model-kwargs img_size=64": r"--model-kwargs cannot set img_size in training: it is --input-size",
-    "--model-tag new --model-kwargs name=x": r"--model-kwargs cannot set name: it is --model",
     "--model-tag new --model-kwargs deepness=3": r"timm cannot build deit_tiny_gka_patch16_224: .*deepness",
     "--model-tag new --model-kwargs depth=0": r"--model-kwargs depth must be between 1 and 1000, got 0",
-    "--model-tag new --data /nowhere": r"/nowhere does not exist; data is a folder with",
-    "--model-tag new --batch-size 80": r"has 78 training images, fewer than one batch; lower --batch-size \(now 80\)",
+    "--model-tag new --input-size 18": r"--input-size must be a multiple of the patch, 4; got 18",
     "--model-tag new --bce-loss": r"pass --smoothing 0; got 0.1",
-    "--model-tag new --src": r"--src is the crop of --three-augment",
 }
 
 
@@ -275,10 +235,3 @@ MISTAKES = {
 def test_mistakes_are_one_line(uninterrupted, pictures, more, capsys):
     argv = flags(pictures, uninterrupted, *more.split())
     assert re.search(MISTAKES[more], in_process(training.main, TrainConfig, *argv, capsys=capsys))
-
-
-def test_runs_without_a_pattern_are_those_of_before(tmp_path):
-    """Older runs do not say which pattern they have: they have none."""
-    config = TrainConfig(data="digits", out=tmp_path)
-    assert config.tag == config.model and "attention" not in config.timm_arguments()
-    config.check_continues({key: value for key, value in config.identity().items() if key != "attention"})
