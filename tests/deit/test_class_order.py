@@ -18,8 +18,8 @@ from deit_gka.training.distillation import load_teacher
 from image_files import write
 from tiny_vision import SHAPE, SIZE, encoded
 from trainkit_gka.checkpoint import save as save_checkpoint
-from trainkit_gka.cli import UserError, run
-from vision_runs import in_process, micro, train
+from trainkit_gka.cli import UserError
+from vision_runs import evaluated, in_process, micro, train
 
 COUNT = 12
 NAMES = [f"n{number:02d}" for number in range(COUNT)]
@@ -76,10 +76,7 @@ def accuracy(tmp_path, capsys):
     """Top-1 of a model on data, and what the command said."""
 
     def measured(data, *model):
-        results = tmp_path / "results.jsonl"
-        flags = ["--data", data, *model, "--device-type", "cpu", "--num-workers", 0, "--results", results]
-        run(evaluate.main, evaluate.EvaluateConfig, list(map(str, flags)))
-        (values,) = json.loads(results.read_text().splitlines()[-1])["metrics"].values()
+        (values,) = evaluated(tmp_path, "--data", data, *model)["metrics"].values()
         said = capsys.readouterr()
         return values["top1"], said.err + said.out
 
@@ -165,3 +162,5 @@ def test_names_that_a_model_does_not_know_are_refused(places, tmp_path, capsys):
     flags = ["--run", places / "run", "--data", tmp_path / "data", "--device-type", "cpu"]
     message = in_process(evaluate.main, evaluate.EvaluateConfig, *flags, capsys=capsys)
     assert "has a class 'zebra', which" in message and "does not know" in message
+    with pytest.raises(UserError, match="class 'crane'"):  # twice: it cannot be told which is which
+        numbers_in_model(["crane", "crane", "x"], "data", ["x", "crane", "crane"], "model")

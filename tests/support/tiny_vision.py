@@ -12,14 +12,8 @@ __all__ = ["call", "descendants", "server", "start"]
 
 SIZE = 16
 SHAPE = dict(patch_size=4, embed_dim=16, depth=2, num_heads=2)
-MICRO = [
-    "--model-kwargs",
-    *(f"{key}={value}" for key, value in SHAPE.items()),
-    "--input-size",
-    SIZE,
-    "--device-type",
-    "cpu",
-]
+MICRO = ["--model-kwargs", *(f"{key}={value}" for key, value in SHAPE.items())]
+MICRO += ["--input-size", SIZE, "--device-type", "cpu"]
 
 
 # Pictures
@@ -39,10 +33,10 @@ def encoded(image: Image.Image, form: str = "JPEG", **options) -> bytes:
     return buffer.getvalue()
 
 
-def write_pictures(folder: Path, train: int = 26, val: int = 9, classes: int = 3) -> Path:
-    """`folder`/{train,val}/class_K/N.jpg: that many of each class."""
+def write_pictures(folder: Path, train: int = 26, val: int = 9) -> Path:
+    """`folder`/{train,val}/class_K/N.jpg: that many of each of three classes."""
     for split, count in (("train", train), ("val", val)):
-        for label in range(classes):
+        for label in range(3):
             place = folder / split / f"class_{label}"
             place.mkdir(parents=True, exist_ok=True)
             for number in range(count):
