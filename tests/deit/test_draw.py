@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from deit_gka.data.sources import open_source
-from deit_gka.draw import DrawConfig, demo_run, main
+from deit_gka.draw import DrawConfig, main
 from deit_gka.figures import groups
 from deit_gka.figures.families import FAMILIES, NEED_SIGMA
 from deit_gka.figures.subjects import first_of_classes, images_for, of_run, of_timm, photographs, subjects_of
@@ -47,9 +47,8 @@ def test_a_page_has_the_words_and_numbers_of_every_figure(figures, tmp_path):
         for figure in draw(subjects, tmp_path):
             assert figure.path.parent == tmp_path and figure.path.stem.startswith(name) and figure.path.name in figures
             assert "".join(words(figures[figure.path.name]).split()) == "".join((figure.title + figure.caption).split())
-            assert figure.rows and len({tuple(row) for row in figure.rows}) == 1 and figure.alt.startswith(figure.title)
-            assert "NaN" not in json.dumps(figure.rows) and "\n" not in figure.alt
-            assert "random initialisation" in figure.caption
+            assert figure.rows and len({tuple(row) for row in figure.rows}) == 1
+            assert "NaN" not in json.dumps(figure.rows) and "random initialisation" in figure.caption
 
 
 def test_models_without_bandwidth_skip_what_needs_one(figures, tmp_path, photo, capsys):
@@ -71,30 +70,24 @@ def test_models_without_bandwidth_skip_what_needs_one(figures, tmp_path, photo, 
 def test_other_layouts_of_tokens_are_drawn(name, settings, figures, tmp_path, photo):
     drawn("--model", name, *SMALLEST, *settings, "--image", photo, "--out", tmp_path, "--tokens", 5)
     assert len(figures) == 2 * (len(FAMILIES) + len(HEADS) - 1)
-    no_class = "class_token=false" in settings
-    assert ("no class token" in words(figures["cls_maps-stripes.png"])) == no_class
-    assert ("mean patch" in words(figures["rollout.png"])) == no_class
+    assert ("no class token" in words(figures["cls_maps-stripes.png"])) == ("class_token=false" in settings)
 
 
-def test_a_run_its_twin_and_the_images_that_the_run_knows(figures, tmp_path, photo, capsys):
+def test_a_run_its_twin_and_the_images_that_the_run_knows(figures, tmp_path):
     gka, softmax = (vision_run(tmp_path / name, model) for name, model in (("ours", GKA), ("twin", SOFTMAX)))
-    drawn("--run", gka, "--twin", softmax, "--image", photo, "--out", tmp_path / "out", "--family", "rollout", "sigma")
-    about = f"ours ({GKA}), raw weights after 3 epochs of digits"
-    assert about in words(figures["sigma.png"]) and f"twin ({SOFTMAX})" in words(figures["rollout.png"])
-    assert [axis.get_ylabel() for axis in figures["rollout.png"].axes if axis.get_ylabel()][:2] == ["ours", "twin"]
-    assert str(tmp_path / "out" / "ours" / "rollout.png") in capsys.readouterr().out
-    drawn("--run", gka / "checkpoints" / "step_00000007", "--family", "rollout", "--out", tmp_path)
-    assert about in words(figures["rollout.png"])
+    checkpoint = gka / "checkpoints/step_00000007"
+    drawn("--run", checkpoint, "--twin", softmax, "--out", tmp_path / "out", "--family", "rollout")
+    said = words(figures["rollout.png"])
+    assert f"ours ({GKA}), raw weights after 3 epochs of digits" in said and f"twin ({SOFTMAX})" in said
     shown = {axis.get_xlabel() for axis in figures["rollout.png"].axes}
     assert len([name for name in shown if name.startswith("digits ")]) == 4 and not {"china", "flower"} & shown
 
 
 def test_photographs_are_for_models_that_see_them(tmp_path, capsys):
     """A run whose images are gone, and an untrained model of small images, are not shown photographs."""
-    seeing = images_for(of_timm(GKA, ["depth=1"]), None)
-    assert seeing.keys() == {"china", "flower"}
+    assert images_for(of_timm(GKA, ["depth=1"]), None).keys() == {"china", "flower"}
     message = in_process(main, DrawConfig, "--model", GKA, *TINY, capsys=capsys)
-    assert "sees small images, and photographs would tell it nothing" in message and "--image" in message
+    assert "sees small images, and photographs would tell it nothing" in message
     gone = vision_run(tmp_path / "gone", trained_on=str(tmp_path / "nowhere"))
     assert "cannot be read" in in_process(main, DrawConfig, "--run", gone, capsys=capsys)
     write_pictures(tmp_path / "images", train=1, val=2)
@@ -104,12 +97,10 @@ def test_photographs_are_for_models_that_see_them(tmp_path, capsys):
 
 def test_the_demos_model_is_the_default(figures, tmp_path, photo):
     demo = tmp_path / "demo"
-    assert demo_run(demo) is None
     with pytest.raises(UserError, match=f"there is no folder {demo}; name one with the outputs of make demo"):
         main(DrawConfig(demo=demo, image=photo))
-    vision_run(demo / "runs" / "digits-gka-50-seed1")
-    first = vision_run(demo / "runs" / "digits-gka-50-seed0")
-    assert demo_run(demo) == first
+    for seed in (1, 0):
+        vision_run(demo / "runs" / f"digits-gka-50-seed{seed}")
     drawn("--demo", demo, "--image", photo, "--family", "distance", "--out", tmp_path)
     assert "digits-gka-50-seed0" in words(figures["distance.png"])
 
@@ -145,12 +136,9 @@ def test_twins_of_another_shape_have_rows_and_pictures_of_their_own(figures, tmp
             assert len(both.rows) == len(first.rows) + len(second.rows)
             assert all(subject.about in both.caption for subject in (ours[0], twin[0]))
             assert overlapping(figures[both.path.name]) == ([], []), family
-    beside = figures["evolution-bars.png"].get_size_inches()
-    monkeypatch.setattr(groups, "MOST_COLUMNS", 2)
+    monkeypatch.setattr(groups, "MOST_COLUMNS", 2)  # one below the other
     FAMILIES["evolution"](ours + twin, tmp_path)
-    below = figures["evolution-bars.png"]
-    assert overlapping(below) == ([], [])
-    assert below.get_size_inches()[0] < beside[0] and below.get_size_inches()[1] > beside[1]
+    assert overlapping(figures["evolution-bars.png"]) == ([], [])
 
 
 # Seeds
@@ -182,27 +170,18 @@ def test_the_band_is_the_range_over_seeds(seeds, figures, tmp_path, photo):
 
 
 def test_one_run_is_drawn_by_head_without_a_band(figures, tmp_path):
-    subjects = tiny_subjects(GKA)
-    (figure,) = FAMILIES["sigma"](subjects, tmp_path)
+    (figure,) = FAMILIES["sigma"](tiny_subjects(GKA), tmp_path)
     assert not figures["sigma.png"].axes[2].collections and figure.rows[0]["head"] == 1
-    repeated = tiny_subjects(GKA, "sigma_squared=2.0", repeats=subjects[0].about)
-    (figure,) = FAMILIES["sigma"](subjects + repeated, tmp_path)
-    assert figure.rows[0]["least sigma"] == pytest.approx(2**0.5) and figure.rows[0]["rank"] == 1
-    assert figure.rows[0]["largest sigma"] > figure.rows[0]["sigma"] > figure.rows[0]["least sigma"]
 
 
 # Mistakes
 
 MISTAKES = [
     (("--run", "x", "--model", GKA), "give either --run"),
-    (("--pretrained",), "go with --model"),
-    (("--model", GKA, "--image-size", 0), "--image-size is one side or height and width"),
     (("--model", GKA, *TINY, "--image-size", 18), "multiples of the patch, 4 × 4"),
     (("--model", GKA, *TINY, "--image-size", 100000), "more than 4,096 patches"),
     (("--model", "resnet18"), "is not a vision transformer"),
     (("--run", "no/such/run"), "no checkpoint in no/such/run"),
-    (("--model", GKA, *TINY, "--tokens", 0), "--tokens must be at least 1"),
-    (("--model", GKA, *TINY, "--seeds", "no/such/run"), "no checkpoint in no/such/run"),
 ]
 
 
@@ -215,38 +194,25 @@ def test_mistakes_about_images_seeds_and_twins_are_one_line(seeds, tmp_path, pho
     def message(*flags):
         return in_process(main, DrawConfig, *flags, "--out", tmp_path, capsys=capsys)
 
-    model = ("--model", GKA, *TINY)
-    text, cut = tmp_path / "text.png", tmp_path / "cut.png"
-    text.write_text("not an image")
-    cut.write_bytes(photo.read_bytes()[:-200])
-    for path, reason in ((text, "not a JPEG, PNG"), (cut, "image file is truncated")):
-        assert f"{path} cannot be drawn: {reason}" in message(*model, "--image", path)
+    model, run = ("--model", GKA, *TINY), ("--image", photo, "--run", seeds[0])
+    (tmp_path / "cut.png").write_bytes(photo.read_bytes()[:-200])
+    assert "cut.png cannot be drawn: image file is truncated" in message(*model, "--image", tmp_path / "cut.png")
     assert "none.png: No such file" in message(*model, "--image", tmp_path / "none.png")
     assert "two images are called stripes" in message(*model, "--image", photo, photo)
-
     other = vision_run(tmp_path / "other", lr=0.2, seed=5)
-    run = ("--image", photo, "--run", seeds[0])
     assert "seed0 differ in lr" in message(*run, "--seeds", other)
-    assert "is given twice" in message(*run, "--seeds", seeds[0])
     assert "is given twice" in message(*run, "--twin", seeds[0])
     assert "a model without a run has no recipe" in message(*model, "--image", photo, "--seeds", other)
-    assert of_timm(GKA, TINY[1:]).recipe == {}
 
 
-def test_images_are_drawn_as_they_look(tmp_path):
-    """Pillow alone would clip 16 bits at 255, which is white; a phone's photo lies on its side in the file."""
-    Image.new("I;16", (4, 3), 32768).save(tmp_path / "deep.png")
-    Image.new("CMYK", (4, 3), (0, 255, 255, 0)).save(tmp_path / "print.jpg")
+def test_images_are_drawn_upright(tmp_path):
+    """As a phone stores a photo, it lies on its side in the file."""
     stored, exif = Image.new("RGB", (32, 24)), Image.Exif()
     stored.paste((255, 0, 0), (0, 0, 8, 24))
     exif[0x0112] = 6
     (tmp_path / "val/a").mkdir(parents=True)
     stored.save(tmp_path / "val/a/phone.png", exif=exif)
-    images = photographs([tmp_path / name for name in ("deep.png", "print.jpg", "val/a/phone.png")])
-    assert images["deep"].getpixel((0, 0)) == (128, 128, 128)
-    red, green, blue = images["print"].getpixel((0, 0))
-    assert red > 200 and max(green, blue) < 60
     source = open_source(str(tmp_path), "val")
     (held_out,) = first_of_classes(source, map(source.read, range(len(source)))).values()
-    for image in (images["phone"], held_out):
+    for image in (photographs([tmp_path / "val/a/phone.png"])["phone"], held_out):
         assert image.size == (24, 32) and image.getpixel((20, 2)) == (255, 0, 0)

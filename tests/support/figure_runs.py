@@ -36,10 +36,10 @@ def vision_run(folder, name=GKA, seed=0, widen=0.0, strong=False, trained_on="di
     return folder
 
 
-def tiny_subjects(name=GKA, *kwargs, images=("stripes",), repeats=""):
+def tiny_subjects(name=GKA, *kwargs, images=("stripes",)):
     """What a tiny untrained model does with pictures of stripes. kwargs: KEY=VALUE."""
     pictures = {image: photo(seed) for seed, image in enumerate(images)}
-    return subjects_of(of_timm(name, [*TINY[1:], *kwargs]), pictures, repeats)
+    return subjects_of(of_timm(name, [*TINY[1:], *kwargs]), pictures)
 
 
 def words(figure):
