@@ -23,7 +23,7 @@ from deit_gka.model.origin import Origin, read_origin
 from deit_gka.model.warm_start import fingerprint, read_weights, warm_start
 from deit_gka.recipe import Recipe
 from deit_gka.training.config import TrainConfig
-from digit_runs import GKA, SHALLOW, SOFTMAX, VLT, accuracy, flags, micro, newest, train
+from digit_runs import GKA, SOFTMAX, VLT, flags, micro, newest, train
 from trainkit_gka.cli import UserError
 from vision_runs import Code, in_process
 from vision_runs import train as train_on
@@ -76,7 +76,7 @@ def test_positions_and_patches_are_resized_as_in_timm(change, tmp_path):
 
 
 def test_tokens_without_a_counterpart_keep_their_start():
-    """A distillation token is new or left out. CaiT's class token comes in later and has no position."""
+    """A distillation token is new or left out."""
     model, weights = micro("deit_tiny_distilled_patch16_224"), micro(SOFTMAX, size=48).state_dict()
     token = model.pos_embed[:, 1].clone()
     done = warm_start(model, weights, "x")
@@ -85,10 +85,6 @@ def test_tokens_without_a_counterpart_keep_their_start():
     back = micro(SOFTMAX)
     warm_start(back, model.state_dict(), "x")
     assert torch.equal(back.pos_embed, model.pos_embed[:, [0, *range(2, 18)]])
-    cait, larger = (build("cait_xxs24_224", 10, size, depth=1, embed_dim=48, num_heads=4) for size in (64, 32))
-    torch.nn.init.ones_(larger.pos_embed)
-    assert warm_start(cait, larger.state_dict(), "x").resized == ["pos_embed"]
-    torch.testing.assert_close(cait.pos_embed, torch.ones(1, 16, 48))
 
 
 def test_rows_of_a_head_move_with_their_classes():
@@ -160,21 +156,6 @@ def test_sources_without_weights_are_one_line(tmp_path, monkeypatch):
 
 
 # Training that starts so
-
-
-def test_fine_tuning_at_another_size(digits, tmp_path):
-    """32 -> 48 pixels.
-
-    At a rate that teaches nothing in an epoch, larger patches know what smaller ones did; more patches learn on.
-    """
-    tuning = ["--model", SOFTMAX, "--input-size", 48, "--epochs", 1, "--initial-weights", digits / "run"]
-    larger = ["--model-kwargs", "patch_size=24", *SHALLOW[2:], "--lr", 1e-3, "--min-lr", 1e-7, "--model-tag", "larger"]
-    done = train(tmp_path, *tuning, *larger)
-    assert re.search(r"starting from .*/run: 19 tensors .*; resized: patch_embed.proj.weight\n", done.stdout)
-    assert accuracy(tmp_path, "larger") > 50
-    done = train(tmp_path, *tuning, "--lr", 0.05)
-    assert "; resized: pos_embed\n" in done.stdout and newest(tmp_path)["pos_embed"].shape == (1, 10, 64)
-    assert accuracy(tmp_path) > 20
 
 
 def test_resumed_run_keeps_its_initial_weights(digits, tmp_path, capsys):
@@ -256,11 +237,8 @@ def test_an_export_is_evaluated_as_its_run(out, pictures, capsys):
     one, other = lines[0]["model"], lines[1]["exported"]
     assert all(one[key] == other[key] for key in ("top1", "top5", "loss", "crop_pct")) and one["images"] == 27
     argv = ["--run", out / "exported", "--device-type", "cpu"]
-    for more, said in (
-        ([], "exported is an exported model, which does not say where its images are"),
-        (["--data", "digits"], "was trained on 3 classes but digits has 10"),
-    ):
-        assert said in in_process(deit_gka.evaluate.main, deit_gka.evaluate.EvaluateConfig, *argv, *more, capsys=capsys)
+    said = in_process(deit_gka.evaluate.main, deit_gka.evaluate.EvaluateConfig, *argv, capsys=capsys)
+    assert "exported is an exported model, which does not say where its images are" in said
 
 
 def test_a_new_run_takes_the_head_by_class_name_and_is_told_of_another_normalisation(out, tmp_path):
@@ -282,5 +260,3 @@ def test_warnings_are_of_what_differs():
     assert not Origin(("a", "b"), recipe.mean, recipe.std).warnings("x", ["b", "a"], recipe)
     (names,) = Origin(("n01", "n02"), recipe.mean, recipe.std).warnings("x", ["cat", "dog"], recipe)
     assert "other names for its classes ('cat' for 'n01')" in names
-    (mean,) = Origin((), (0.5, 0.5, 0.5), recipe.std).warnings("x", ["cat"], recipe)
-    assert mean.endswith("; --mean 0.5 0.5 0.5 keeps it")
