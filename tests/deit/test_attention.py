@@ -81,7 +81,7 @@ def make_layer(kind, shape, **settings):
 
 def with_gradients(function, layer, x, grad_y, dtype):
     """y and its gradients by x and by every parameter, of function(layer, x) in dtype."""
-    layer, x = copy.deepcopy(layer).to(dtype), x.to(dtype).requires_grad_()
+    layer, x = copy.deepcopy(layer).to(dtype), x.to(dtype, copy=True).requires_grad_()
     y = function(layer, x)
     y.backward(grad_y.to(dtype))
     return {"y": y.detach(), "dx": x.grad, **{name: p.grad for name, p in layer.named_parameters()}}
