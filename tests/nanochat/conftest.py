@@ -6,6 +6,7 @@ import pytest
 
 import gpt_runs
 import tiny
+import tiny_core
 from nanochat_gka.data.tokenizer import Tokenizer
 from tiny_gpt import SHAPE, awake, write_run
 
@@ -17,6 +18,12 @@ def uninterrupted(packed, tmp_path_factory):
     done = tiny.call(gpt_runs.MODULE, *gpt_runs.flags(packed, out))
     assert "finished, validation bpb" in done.stdout
     return out
+
+
+@pytest.fixture(scope="session")
+def bundle(tmp_path_factory):
+    """CORE's, with few questions."""
+    return tiny_core.write_bundle(tmp_path_factory.mktemp("core") / "bundle")
 
 
 @pytest.fixture(scope="module")

@@ -24,11 +24,6 @@ def start_fineweb(port: int, out: Path, *python: str) -> subprocess.Popen:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(port))
 
 
-def finish(process: subprocess.Popen) -> subprocess.CompletedProcess:
-    output, errors = process.communicate(timeout=tiny.HANG_AFTER)
-    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
-
-
 @pytest.fixture
 def hub(tmp_path):
     tiny.write_corpus(tmp_path / "served", docs=400)
@@ -57,7 +52,7 @@ def test_same_command_continues_a_broken_download(hub, tmp_path, capsys):
     with tiny.one_line_error("another process is writing"):
         corpus.main(corpus.CorpusConfig("fineweb", out, 2))
     process.kill()
-    assert finish(process).returncode == -signal.SIGKILL
+    assert tiny.finish(process).returncode == -signal.SIGKILL
     (first, resumed, second) = hub.gets
     assert first == (served.name, 0) and second == ("shard_00001.parquet", 0)
     assert resumed[0] == served.name and 0 < resumed[1] <= len(hub.files[served.name]) // 2
@@ -65,13 +60,13 @@ def test_same_command_continues_a_broken_download(hub, tmp_path, capsys):
 
     hub.gets.clear()
     hub.trouble = {"shard_00001.parquet": ["drop", "corrupt"]}
-    done = finish(start_fineweb(hub.port, out))
+    done = tiny.finish(start_fineweb(hub.port, out))
     tiny.assert_one_line_error(
         done, r"could not download shard_00001.parquet .*sha256 .* run the same command again", 75
     )
     assert sorted(path.name for path in out.iterdir()) == [".lock", "shard_00000.parquet", "source.json"]
 
-    done = finish(start_fineweb(hub.port, out))
+    done = tiny.finish(start_fineweb(hub.port, out))
     assert done.returncode == 0 and "2 shards (1 fetched now)" in done.stdout, done.stdout + done.stderr
     assert {name for name, _ in hub.gets} == {"shard_00001.parquet"}
     assert downloaded(out) == hub.files
@@ -93,7 +88,7 @@ def test_an_unreachable_hub_says_what_to_do(tmp_path):
     """The hub's client waits for 23 s between its attempts to reach a port without a listener; here it does not."""
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
-        done = finish(start_fineweb(silent.getsockname()[1], tmp_path, "-c", IMPATIENT))
+        done = tiny.finish(start_fineweb(silent.getsockname()[1], tmp_path, "-c", IMPATIENT))
     tiny.assert_one_line_error(
         done, r"could not download shard_00000.parquet .*[^.]\. Check the network .*CORPUS=built", 75
     )

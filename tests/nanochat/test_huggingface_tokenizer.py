@@ -13,20 +13,6 @@ import tiny
 from nanochat_gka.data import huggingface_tokenizer
 from nanochat_gka.data.tokenizer import SPECIAL_TOKENS, Tokenizer
 
-ODD = [
-    "",
-    "   ",
-    " " * 700 + "x",
-    "\r\n\r\n \r\n\t  \n",
-    "\x00\x01\x7f\u0085\ufeff\u2028",
-    "🦜👩‍👩‍👧‍👦 e\u0301 é",
-    "東京 Москва עברית ไทย ᠮᠣᠩᠭᠣᠯ ½Ⅷ٣",
-    "'ſ DON'T we'll 'LL 1234567",
-    "".join(SPECIAL_TOKENS) + "<|bos|",
-    b"caf\xc3 \xff\xfe\xe6\x9d".decode(errors="replace"),
-    "aba" * 300 + "aab" * 77,
-]
-
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
@@ -42,7 +28,7 @@ def pair(tmp_path_factory):
     return ours, transformers.AutoTokenizer.from_pretrained(folder)
 
 
-@pytest.mark.parametrize("text", ODD)
+@pytest.mark.parametrize("text", tiny.ODD_TEXTS)
 def test_odd_text_has_our_ids_and_comes_back(pair, text):
     ours, theirs = pair
     ids = theirs(text).input_ids

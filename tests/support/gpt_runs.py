@@ -7,7 +7,6 @@ import torch
 import tiny
 from nanochat_gka.train import TrainConfig, main
 from processes import signals_kept
-from trainkit_gka.cli import run
 from trainkit_gka.progress import read_events
 
 MODULE = "nanochat_gka.train"
@@ -28,12 +27,9 @@ def train(packed, out, *more) -> int:
     torch.set_num_threads(1)
     try:
         with signals_kept():
-            run(main, TrainConfig, list(map(str, flags(packed, out, *more))))
-    except SystemExit as left:
-        return left.code
+            return tiny.exit_code(main, TrainConfig, *flags(packed, out, *more))
     finally:
         torch.set_num_threads(threads)
-    return 0
 
 
 def final(out, step=STEPS):

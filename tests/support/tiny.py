@@ -18,7 +18,7 @@ import pytest
 
 import processes
 from processes import HANG_AFTER, environment
-from trainkit_gka.cli import UserError
+from trainkit_gka.cli import UserError, run
 
 SEQUENCE_LEN = 32
 TEXT = (
@@ -26,6 +26,19 @@ TEXT = (
     "past values come back with weights of its own"
 )
 WORDS = TEXT.split()
+ODD_TEXTS = [  # for tokenizers
+    "",
+    "   ",
+    " " * 700 + "x",
+    "\r\n\r\n \r\n\t  \n",
+    "\x00\x01\x7f\u0085\ufeff\u2028",
+    "🦜👩‍👩‍👧‍👦 e\u0301 é",
+    "東京 Москва עברית ไทย ᠮᠣᠩᠭᠣᠯ ½Ⅷ٣",
+    "'ſ DON'T we'll 'LL 1234567",
+    "<|bos|>a<|user_start|>b<|output_end|><|bos|",
+    b"caf\xc3 \xff\xfe\xe6\x9d".decode(errors="replace"),
+    "aba" * 300 + "aab" * 77,
+]
 TRAIN_FLAGS = (
     "--depth 2 --aspect-ratio 16 --head-dim 16 --window-pattern SL --device-batch-size 3 --eval-every -1 "
     f"--eval-tokens 256 --sample-every -1 --device-type cpu --total-batch-size {8 * SEQUENCE_LEN}"
@@ -80,6 +93,15 @@ def call(
     return done
 
 
+def exit_code(main, config, *flags) -> int:
+    """Of a command's function in this process."""
+    try:
+        run(main, config, [str(flag) for flag in flags])
+    except SystemExit as left:
+        return left.code
+    return 0
+
+
 def start(module: str, *flags, ranks: int = 1) -> subprocess.Popen:
     return subprocess.Popen(
         command(module, *flags, ranks=ranks),
@@ -88,6 +110,12 @@ def start(module: str, *flags, ranks: int = 1) -> subprocess.Popen:
         text=True,
         env=environment(),
     )
+
+
+def finish(process: subprocess.Popen) -> subprocess.CompletedProcess:
+    """Wait for its end; what it printed since it was read last."""
+    output, errors = process.communicate(timeout=HANG_AFTER)
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
 def kill_tree(process: subprocess.Popen) -> None:
