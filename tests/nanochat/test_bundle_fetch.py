@@ -10,15 +10,9 @@ import zipfile
 import pytest
 
 import tiny
-import tiny_core
 from nanochat_gka.core_metric import fetch
 from nanochat_gka.core_metric.fetch import BundleFlags
 from trainkit_gka.cli import PassingFault
-
-
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory):
-    return tiny_core.write_bundle(tmp_path_factory.mktemp("served") / "bundle")
 
 
 class Server(http.server.BaseHTTPRequestHandler):
@@ -98,9 +92,7 @@ def test_damaged_download_is_fetched_again(flags, bundle, tmp_path):
     assert same_files(flags.open_bundle(tmp_path / "out"), bundle)
 
 
-def test_missing_address_is_one_line(flags, tmp_path):
-    with tiny.one_line_error(r"could not download http://127\.0\.0\.1:9/"):
-        BundleFlags(bundle_url="http://127.0.0.1:9/x.zip").open_bundle(tmp_path / "out")
+def test_an_address_of_another_kind_is_refused(tmp_path):
     with tiny.one_line_error("must begin with https:// or http://"):
         BundleFlags(bundle_url="file:///etc/passwd").open_bundle(tmp_path / "out")
 
@@ -185,15 +177,10 @@ def change(content, at, value):
     return content[:at] + bytes([value]) + content[at + 1 :]
 
 
-UNUSABLE = {
-    "damaged": lambda content: change(content, 60, content[60] ^ 1),
-    "cut": lambda content: content[:-30],
-    "compression": lambda content: change(content, content.rfind(b"PK\x01\x02") + 10, 99),
-}
-
-
-@pytest.mark.parametrize("damage", UNUSABLE.values(), ids=UNUSABLE)
-def test_unusable_zip_leaves_nothing(damage, tmp_path):
+@pytest.mark.parametrize(
+    "damage", [lambda content: change(content, 60, content[60] ^ 1), lambda content: content[:-30]]
+)
+def test_a_damaged_or_cut_zip_leaves_nothing(damage, tmp_path):
     path = make_zip(tmp_path / "bundle.zip", [("core.yaml", "icl_tasks: []" * 50)])
     path.write_bytes(damage(path.read_bytes()))
     assert_refused(path, "is not a usable zip file")
