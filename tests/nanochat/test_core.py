@@ -8,7 +8,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import tiny_core
 from nanochat_gka.core_metric import scoring
 from nanochat_gka.core_metric.bundle import Task, read_tasks
 from nanochat_gka.core_metric.prompt_tree import PromptTree
@@ -18,11 +17,6 @@ from runs.bench.core_naive import naive_task
 from tiny_gpt import SHAPE, VARIANTS, awake
 
 ALL = 10**6  # tokens: no cropping, no limit on a batch
-
-
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory):
-    return tiny_core.write_bundle(tmp_path_factory.mktemp("core") / "bundle")
 
 
 def answers(model, tokenizer, task, max_per_task=-1, max_seq_len=ALL, batch_tokens=600, prefix_reuse=True):
@@ -182,16 +176,6 @@ def test_prompts_and_spans_of_each_type():
     assert [text(prompt) for prompt in asked.prompts] == ["d\nAnswer: e \n\na b\nAnswer: c"]
     # The delimiter's last space goes with the continuation.
     assert text(asked.prompts[0])[asked.starts[0] - 1 :] == " c"
-
-
-def test_cropping_keeps_the_end_of_a_prompt():
-    examples = [{"query": "0123456789", "choices": ["abcdef", "b"], "gold": 0}]
-    asked = question(make_task("multiple_choice"), examples, 0, Letters(), 9)
-    assert ["".join(map(chr, prompt)) for prompt in asked.prompts] == ["89 abcdef", "3456789 b"]
-    assert asked.starts == [3, 8]
-    short = question(make_task("multiple_choice"), examples, 0, Letters(), 4)
-    assert ["".join(map(chr, prompt)) for prompt in short.prompts] == ["cdef", "89 b"]
-    assert short.starts == [1, 3]  # d, e and f are judged: nothing is left that predicts c
 
 
 def test_order_and_shots_follow_upstreams_seeds():

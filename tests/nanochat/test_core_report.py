@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from rich.console import Console
 
-from nanochat_gka.core_metric import published, report
+from nanochat_gka.core_metric import published
 from nanochat_gka.core_metric.bundle import CORE_SIZES, CORE_TASKS, PAPER_TASKS
 from nanochat_gka.core_metric.report import (
     Score,
@@ -76,7 +75,7 @@ def test_standard_errors():
     assert standard_error(84 / 200, 25, 200) == pytest.approx(0.0465, abs=5e-5)  # of the paper's HellaSwag
 
 
-def test_table_has_ours_and_the_published_numbers(capsys, monkeypatch):
+def test_table_has_ours_and_the_published_numbers(capsys):
     def printed(accuracies):
         show(scores_of(accuracies), "a model")
         return capsys.readouterr().out
@@ -84,10 +83,7 @@ def test_table_has_ours_and_the_published_numbers(capsys, monkeypatch):
     wide = printed(dict.fromkeys(CORE_TASKS, 0.5))
     row = next(line for line in wide.splitlines() if line.lstrip().startswith("hellaswag_zeroshot")).split()
     ours, gpt2, paper = "10,042 0.5000 0.3333 0.007", "0.0780 0.3360", "0.2650 0.007 0.2267 0.047"
-    assert row[1:] == f"{ours} {gpt2} {paper}".split() and max(map(len, wide.splitlines())) <= 124
+    assert row[1:] == f"{ours} {gpt2} {paper}".split()
     six = next(line for line in wide.splitlines() if "mean of the paper's six" in line).split()
-    assert six[-4:] == ["0.2418", "0.020", "0.2286", "0.026"] and "n = 200 (copa 100)" in " ".join(wide.split())
-    monkeypatch.setattr(report, "console", Console(width=80, force_terminal=True, no_color=True))
-    narrow = printed(dict.fromkeys(CORE_TASKS, 0.5))
-    assert "…" not in narrow and "GPT-2" not in narrow and "0.2267" in narrow and "0.047" in narrow
+    assert six[-4:] == ["0.2418", "0.020", "0.2286", "0.026"]
     assert "The paper's GKA" not in printed({"boolq": 0.7})
