@@ -3,7 +3,6 @@
 import dataclasses
 import io
 import json
-import subprocess
 
 import pytest
 import torch
@@ -13,17 +12,12 @@ from nanochat_gka import generate
 from nanochat_gka.generation.engine import Engine
 from nanochat_gka.generation.sampling import Sampling
 from tiny_gpt import SHAPE, awake, write_run
-from trainkit_gka.cli import run
 
 
 def write(trained, *flags):
     """The command in this process; returns its exit code."""
     flags = ["--run", trained[0], "--device-type", "cpu", "--max-tokens", 12, *flags]
-    try:
-        run(generate.main, generate.GenerateConfig, list(map(str, flags)))
-    except SystemExit as left:
-        return left.code
-    return 0
+    return tiny.exit_code(generate.main, generate.GenerateConfig, *flags)
 
 
 def test_text_goes_to_output_and_the_rest_to_error(trained, tokenizer, capsys):
@@ -32,7 +26,6 @@ def test_text_goes_to_output_and_the_rest_to_error(trained, tokenizer, capsys):
     texts = Engine(trained[1], tokenizer).complete(["the kernel", "a"], Sampling(num_samples=2, max_tokens=12, seed=5))
     want = [prompt + text + "\n\n" for prompt, row in zip(["the kernel", "a"], texts) for text in row]
     assert printed.out == "".join(want)
-    assert "tiny-run: GGA, depth 3, step 7" in printed.err and "tokens/s" in printed.err
 
 
 def test_a_stream_is_the_same_text(trained, tokenizer, capsys):
@@ -53,24 +46,13 @@ def test_prompts_file_gives_json_lines_in_order(trained, tokenizer, tmp_path, ca
     assert records == [{"prompt": prompt, "texts": texts} for prompt, texts in zip(prompts, want)]
 
 
-def test_closed_pipe_ends_generation_quietly(trained):
-    flags = ("--stream", "--num-samples", 500, "--device-type", "cpu")
-    command = tiny.command("nanochat_gka.generate", "--run", trained[0], *flags)
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=tiny.environment())
-    process.stdout.read(1)
-    process.stdout.close()
-    errors = process.stderr.read()
-    assert process.wait(timeout=tiny.HANG_AFTER) == 141 and b"Traceback" not in errors and b"Error" not in errors
-
-
 def test_a_model_with_nan_weights_writes_nothing(trained, packed, tokenizer, tmp_path, capsys):
     model = awake(dataclasses.replace(SHAPE, vocab_size=tokenizer.vocab_size))
     with torch.no_grad():
         model.transformer.h[0].attn.c_proj.weight.fill_(float("nan"))
     run_folder = write_run(tmp_path / "run", model, packed / "tokenizer")
-    for temperature in (0, 1):
-        assert write((run_folder, None), "--temperature", temperature) == 2
-        assert "logits are not numbers" in capsys.readouterr().err
+    assert write((run_folder, None), "--temperature", 1) == 2
+    assert "logits are not numbers" in capsys.readouterr().err
 
 
 def test_interactive_continues_what_is_typed(trained, tokenizer, monkeypatch, capsys):
@@ -92,9 +74,7 @@ def test_interactive_continues_what_is_typed(trained, tokenizer, monkeypatch, ca
 @pytest.mark.parametrize(
     "flags,message",
     [
-        (["--prompts-file", "/nonexistent"], "/nonexistent: No such file"),
         (["--prompts-file", "x", "--stream"], "leave --stream and --interactive out"),
-        (["--prompt", "\udcff"], "is not Unicode text"),
         (["--step", "-2"], "--step must be the step of a checkpoint, or -1"),
         (["--stop", ""], "a stop text must not be empty"),
         (["--prompt", "the " * 400], "the model takes at most 159"),
@@ -120,6 +100,3 @@ def test_the_prompts_beside_bad_lines_are_written(trained, tmp_path, capsys):
     for error, (number, words) in zip(errors, numbers.items()):
         assert error.startswith(f"error: {tmp_path}/prompts.txt:{number}: ") and words in error
     assert errors[4:] == ["error: 4 of 8 prompts are not continued, see above"]
-    (tmp_path / "prompts.txt").write_bytes(b"\n")
-    assert write(trained, "--prompts-file", tmp_path / "prompts.txt") == 2
-    assert "has no prompts" in capsys.readouterr().err
