@@ -21,11 +21,3 @@ def call(run: Path | str, tasks: Path, *flags, kind: str = "gka", key: str = "ru
     alone = functools.partialmethod(TaskManager.__init__, include_defaults=False)
     with mock.patch.object(sys, "argv", ["harness", *words]), mock.patch.object(TaskManager, "__init__", alone):
         harness.main()
-
-
-def call_on_nothing(run: Path, folder: Path) -> None:
-    """The command on a task without questions, in a new folder below `folder`: it gets as far as reading the run."""
-    tasks = folder / "no-questions"
-    tasks.mkdir()
-    (tasks / "nothing.yaml").write_text("task: nothing\ndataset_path: json\noutput_type: generate_until\n")
-    call(run, tasks)
