@@ -11,10 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 
 import tiny
-from nanochat_gka import corpus, pack, tokenizer
+from nanochat_gka import corpus
 from nanochat_gka.data.corpora import ParquetCorpus
 from nanochat_gka.data.own_text import END_CHARS, GROUP_BYTES, LONGEST
-from tiny_pack import config, rewrite_json, write_parquet
+from tiny_pack import rewrite_json, write_parquet
 
 BOOK = "\n\n".join(f"Chapter {number}. " + "It was said again that nothing is lost. " * 12 for number in range(300))
 
@@ -73,20 +73,14 @@ def test_every_kind_of_file_is_read_in_the_order_of_names(tmp_path, capsys):
     expected += ["2024-01-01", "in an array", "again", "an object", "lines in json", "? half", "packed lines"]
     assert documents["train"][:-1] == [*expected, "parquet", "in a folder", "upper case"]
     assert documents["train"][-1] + documents["val"][0] == BOOK and len(documents["val"]) == 1
-    said = capsys.readouterr().out
-    assert "not read: 2 .pdf, 1 without suffix\n" in said and "1 empty documents left out\n" in said
-    assert "3 .json, 1 .json.gz, 1 .jsonl, 1 .jsonl.zst, 1 .md, 1 .md.gz, 1 .parquet, 6 .txt, 1 .txt.zst" in said
+    assert "not read: 2 .pdf, 1 without suffix\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["book.md", "book.txt.gz", "book.jsonl", "book.json", "book.parquet"])
+@pytest.mark.parametrize("name", ["book.md", "book.parquet"])
 def test_one_file_is_enough(tmp_path, name):
     """Even with one document: its end is held out, cut at a paragraph."""
     path = tmp_path / name
-    content = lines(BOOK) if "json" in name else BOOK
-    if path.suffix == ".parquet":
-        write_parquet(tmp_path, book=[BOOK])
-    else:
-        path.write_bytes(gzip.compress(content.encode()) if path.suffix == ".gz" else content.encode())
+    path.write_text(BOOK) if path.suffix == ".md" else write_parquet(tmp_path, book=[BOOK])
     (train,), (val,) = prepare(path, tmp_path / "out").values()
     assert train + val == BOOK and val.startswith("Chapter ") and END_CHARS <= len(val) < END_CHARS * 1.1
 
@@ -107,7 +101,7 @@ def test_json_without_the_field_among_other_text_is_named_as_not_read(tmp_path, 
     others["deep___lines__json__gz"] = gzip.compress(b'{"a": 1}\n{"a": 2}\n')
     source = write(tmp_path / "own", a__md=BOOK, b__json='{"text": "read"}', **others)
     documents, said = prepare(source, tmp_path / "out"), capsys.readouterr().out
-    assert "read" in documents["train"] + documents["val"] and "from 1 .json, 1 .md; held out" in said
+    assert "read" in documents["train"] + documents["val"]
     assert "not read: 3 files" in said and "(deep/lines.json.gz, deep/list.json, package.json)" in said
 
 
@@ -132,15 +126,12 @@ def test_the_end_of_few_documents_is_a_hundredth_or_more(tmp_path, chars, end):
     assert len(documents["train"]) == 4 and sum(map(len, documents["val"])) == end
 
 
-def test_few_short_records_give_validation_rows(tmp_path):
+def test_of_few_short_records_the_end_is_held_out(tmp_path):
     """One in a hundred would be less than the end of the text: of 500 with 9 words, too little for a row."""
     texts = [" ".join(f"w{number}x{place}" for place in range(9)) for number in range(500)]
     documents = prepare(write(tmp_path / "own", a__jsonl=lines(*texts)), tmp_path / "corpus")
     expected, held_out = min(END_CHARS, sum(map(len, texts)) // 10), sum(map(len, documents["val"]))
     assert expected - 10 < held_out <= expected + len(texts[-1]) and texts[-1] == documents["val"][-1]
-    words = tokenizer.TokenizerConfig(corpus=tmp_path / "corpus", out=tmp_path / "tokenizer", vocab_size=300)
-    tokenizer.main(words)
-    pack.main(config(tmp_path, tmp_path / "packed", sequence_len=256, split_documents="yes"))
 
 
 SPLITS = {
@@ -174,7 +165,7 @@ def test_names_decide_only_if_every_file_is_in_a_split(tmp_path, capsys, files):
     documents, said = prepare(write(tmp_path / "own", **files), tmp_path / "out"), capsys.readouterr().out
     text = "".join(documents["train"] + documents["val"])
     assert all(content in text for content in files.values()) and len(text) == sum(map(len, files.values()))
-    assert "not read" not in said and "held out: the end of the text" in said
+    assert "not read" not in said
 
 
 @pytest.mark.parametrize("names", [("a", "b"), ("val-0", "val-1")])
@@ -185,12 +176,10 @@ def test_parquet_files_side_by_side_are_dealt_as_other_text_is(tmp_path, names):
     assert sorted(documents["train"] + documents["val"]) == sorted(texts) and 20 <= len(documents["val"]) <= 60
 
 
-def test_of_shards_and_of_our_corpora_the_last_file_is_held_out(tmp_path, capsys):
-    """The share is said where it is large."""
+def test_of_shards_and_of_our_corpora_the_last_file_is_held_out(tmp_path):
     shards = write_parquet(tmp_path / "own", shard_00000=["a"], shard_00001=["b"], shard_00002=["c"])
     write(shards, notes__md="not read")
     assert prepare(shards, tmp_path / "out") == {"train": ["a", "b"], "val": ["c"]}
-    assert "33% of the text" in capsys.readouterr().out
     assert prepare(tmp_path / "out", tmp_path / "again") == {"train": ["a", "b"], "val": ["c"]}
 
 
@@ -226,7 +215,6 @@ FIELDS = r"needs a field text that is a string; line 1 has {}; name the one that
 OTHER_FIELD = r"needs a field text .* has body \(str\); name .* \(with make, COLUMN\), or move the file away"
 REFUSED = {
     "latin": ({"a__txt": BOOK, "b__txt": "café".encode("latin-1")}, "b.txt is not text in UTF-8; convert it"),
-    "utf-16": ({"a__txt": "wide".encode("utf-16")}, "a.txt is not text in UTF-8"),
     "empty": ({"__hidden__txt": "x"}, r"own has no text to read \(it is empty\); what is read: .txt"),
     "missing": ({"a__jsonl": '{"body": "x", "id": 1}'}, "a.jsonl " + FIELDS.format(r"body \(str\), id \(int\)")),
     "no object": ({"a__json": '["x"]'}, "needs a field text that is a string; record 1 is str"),
@@ -234,13 +222,10 @@ REFUSED = {
     "json alone": ({"a__json": '{"body": "y"}', "b__json": '{"text": "y"}'}, OTHER_FIELD),
     "broken": ({"a__jsonl": lines("x") + '{"text": '}, r"a.jsonl is not JSON in line 2 \(Expecting value\); mend it"),
     "deep": ({"a__json": "[" * 100_000}, "a.json is not JSON as a whole"),
-    "not packed": ({"a__txt__gz": "x" * 100}, "a.txt.gz is damaged, or is not what its name says"),
     "cut off": ({"a__txt__gz": gzip.compress(os.urandom(5000))[:-20]}, r"a.txt.gz is damaged, .*\(Truncated"),
     "blank": ({"a__txt": " \n"}, "own has too little text for the train split"),
-    "one letter": ({"a__txt": "a"}, "own has too little text for the val split"),
     "empty split": ({"train__txt": "x", "val__txt": ""}, "too little text for the val split: nothing in val.txt"),
     "absent": ({}, "--source .*own is neither builtin nor fineweb nor a file or folder"),
-    "parquet": ({"a__parquet": "x"}, "a.parquet is not a readable parquet file"),
 }
 
 
