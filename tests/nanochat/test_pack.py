@@ -24,7 +24,7 @@ from nanochat_gka.data.packing import best_fit_rows
 from nanochat_gka.data.shards import TRAIN_FIRST
 from nanochat_gka.data.tokenizer import Tokenizer
 from runs import make
-from tiny_pack import automatic, bins, config, cut, literal_best_fit, rewrite_json, write_parquet
+from tiny_pack import automatic, bins, config, cut, rewrite_json, write_parquet
 
 BOS = 50_000
 
@@ -42,16 +42,6 @@ def test_rows_are_upstreams():
     rows = best_fit_rows(cut(documents, want["tokenizer_batch_size"]), want["T"] + 1, buffer_size=want["buffer_size"])
     expected = [[token for token, count in runs for _ in range(count)] for runs in want["rows"]]
     assert [next(rows).tolist() for _ in expected] == expected
-
-
-@given(st.lists(st.lists(st.integers(0, 40), max_size=9), max_size=12), st.integers(1, 30), st.integers(1, 30))
-def test_rows_follow_the_rule(lengths, capacity, buffer_size):
-    """Every document opens with its own id, so the rows show which documents were chosen. Batches are of any size."""
-    number = iter(range(1000))
-    batches = [[make_document(BOS + (k := next(number)), k, length) for length in batch] for batch in lengths]
-    rows = [row.tolist() for row in best_fit_rows(iter(batches), capacity, buffer_size)]
-    assert rows == literal_best_fit([[doc.tolist() for doc in batch] for batch in batches], capacity, buffer_size)
-    assert all(row[0] >= BOS for row in rows)
 
 
 @given(st.lists(st.lists(st.integers(0, 200), max_size=9), max_size=12), st.integers(2, 60), st.integers(1, 30))
@@ -240,7 +230,7 @@ def test_own_text_is_not_cropped(own, capsys):
     pack.main(automatic(own, own / "ours"))
     data, said = PackedData(own / "ours"), capsys.readouterr().out
     pieces = sum(shard["pieces"] for shard in data.manifest["shards"])
-    assert "in no row" not in said and f"from 33 documents in {pieces:,} pieces, 0% of" in said
+    assert "in no row" not in said and pieces > 33
     rows = np.fromfile(data.folder / "train_000000.bin", "<u2").reshape(-1, data.sequence_len + 1)
     kept, given_ids = np.sum(rows != data.tokenizer.bos_id), sum(len(data.tokenizer.encode(text)) for text in TEXTS)
     assert given_ids - 33 < kept <= given_ids and (rows[:, 0] == data.tokenizer.bos_id).all()
@@ -275,7 +265,6 @@ def test_a_run_is_not_continued_on_other_rows_of_the_same_text(own):
     rewrite_json(own / "others/manifest.json", shards=shards)
     split, whole = PackedData(own / "split"), PackedData(own / "whole")
     others = PackedData(own / "others", verify=False)
-    assert "split_documents" not in whole.identity(run) and split.rows_hash() != whole.rows_hash()
     for data in (split, whole):
         data.check_same(data.identity(run), run)
     for data, saved in ((split, whole), (whole, split)):

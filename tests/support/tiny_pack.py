@@ -43,22 +43,3 @@ def bins(out: Path) -> dict[str, bytes]:
 def cut(documents: list, size: int) -> list[list]:
     """Batches of `size`, the last one shorter."""
     return [documents[first : first + size] for first in range(0, len(documents), size)]
-
-
-def literal_best_fit(batches: list[list[list[int]]], capacity: int, buffer_size: int) -> list[list[int]]:
-    """The rule as upstream words it, with plain lists."""
-    waiting, buffer, rows, row = list(batches), [], [], []
-    while True:
-        while len(buffer) < buffer_size and waiting:
-            buffer = buffer + waiting.pop(0)
-        if not buffer:
-            return rows
-        room = capacity - len(row)
-        fitting = [i for i, doc in enumerate(buffer) if len(doc) <= room]
-        if fitting:
-            chosen = max(fitting, key=lambda i: (len(buffer[i]), -i))
-        else:
-            chosen = min(range(len(buffer)), key=lambda i: (len(buffer[i]), i))
-        row = row + buffer.pop(chosen)[:room]
-        if len(row) == capacity:
-            rows, row = [*rows, row], []
