@@ -1,6 +1,7 @@
-"""Language runs that are killed or older go on where they were, to the bit."""
+"""Language runs that are killed, stopped or older go on where they were, to the bit."""
 
 import json
+import os
 import random
 import shutil
 import signal
@@ -11,9 +12,11 @@ import pytest
 import gpt_runs
 import processes
 import tiny
-from gpt_runs import MODULE, STEPS, final, flags, log_steps, metrics
+from gpt_runs import MODULE, STEPS, events, final, flags, log_steps
 from nanochat_gka import pack
+from nanochat_gka.generation.engine import Engine
 from nanochat_gka.model.checkpoints import load
+from nanochat_gka.training import bits_per_byte
 from tiny_pack import config, rewrite_json
 from trainkit_gka import checkpoint
 from trainkit_gka.files import sha256
@@ -48,14 +51,6 @@ def test_killed_ranks_resume_bit_identical_and_as_one_process(packed, tmp_path):
     tiny.call(MODULE, *flags(packed, killed, *common), ranks=2)
     assert final(killed, 24) == final(whole, 24)
     assert gpt_runs.train(packed, tmp_path / "alone", *common) == 0 and log_steps(tmp_path / "alone")[-1] == 24
-
-
-def test_missing_log_values_are_evaluated_again(packed, uninterrupted, tmp_path):
-    """The last evaluation and the numbers of the end are made again; lines that say nothing are passed over."""
-    shutil.copytree(uninterrupted / "run", tmp_path / "run")
-    tiny.damage_log(tmp_path / "run/log.jsonl", eval="val_bpb", finish="gap")
-    assert gpt_runs.train(packed, tmp_path) == 0
-    assert metrics(tmp_path) == metrics(uninterrupted)
 
 
 def as_saved_before(folder, **said):
@@ -101,3 +96,47 @@ def test_rows_of_another_length_are_refused(packed, tmp_path, capsys):
     assert gpt_runs.train(packed, tmp_path, "--stop-after", 2) == 0
     assert gpt_runs.train(packed, tmp_path, "--data", tmp_path / "longer") == 2
     assert "was packed with another context length than the run in" in capsys.readouterr().err
+
+
+def test_an_evaluation_in_training_ends_at_once_and_is_made_again(packed, tmp_path, monkeypatch, capsys):
+    """The signal comes in the evaluation of step 4, whose weights are saved right before it."""
+    words = ["--num-iterations", 8, "--eval-every", 4, "--save-every", -1, "--eval-tokens", 320]
+    words += ["--device-batch-size", 1]  # an evaluation is 2 splits of 10 batches
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    gpt_runs.train(packed, whole, *words)
+    batches, measure = [], bits_per_byte.nats_and_bytes
+
+    def interrupted(*asked):
+        batches.append(asked)
+        if len(batches) == 25:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return measure(*asked)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(bits_per_byte, "nats_and_bytes", interrupted)
+        assert gpt_runs.train(packed, parts, *words) == 0
+    assert len(batches) < 28 and "stopped at step 4 of 8, saved; continue with: " in capsys.readouterr().out
+    assert [record["step"] for record in events(parts, "eval")] == [0]
+    gpt_runs.train(packed, parts, *words)
+    kept = ("step", "val_bpb", "train_bpb")
+    found = [[[record[key] for key in kept] for record in events(out, "eval")] for out in (parts, whole)]
+    assert found[0] == found[1] and [step for step, *_ in found[0]] == [0, 4, 8]
+    assert final(parts, 8) == final(whole, 8)
+
+
+def test_samples_in_training_end_at_once_and_are_written_again(packed, tmp_path, monkeypatch, capsys):
+    stream, words = Engine.stream, ["--num-iterations", 4, "--sample-every", 2]
+
+    def interrupted(self, *asked):
+        for number, piece in enumerate(stream(self, *asked)):
+            if number == 9:
+                os.kill(os.getpid(), signal.SIGTERM)
+            assert number < 10
+            yield piece
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Engine, "stream", interrupted)
+        gpt_runs.train(packed, tmp_path, *words)
+    assert "stopped at step 2 of 4, saved" in capsys.readouterr().out and events(tmp_path, "sample") == []
+    gpt_runs.train(packed, tmp_path, *words)
+    assert [record["step"] for record in events(tmp_path, "sample")] == [2, 4]
