@@ -16,25 +16,13 @@ from nanochat_gka.data import huggingface_tokenizer
 from nanochat_gka.data.corpora import ParquetCorpus
 from nanochat_gka.data.tokenizer import SPECIAL_TOKENS, SPLIT_PATTERN, Tokenizer
 from nanochat_gka.tokenizer import TokenizerConfig, main, training_documents
+from tiny_pack import rewrite_json
 
 NAMES = "bos user_start user_end assistant_start assistant_end python_start python_end output_start output_end"
 TEXT = [
     *tiny.documents(300, 5),
     "in 1234567 and 1234567, 2024 is 2024: 2024 " * 40,
     "naïve café, 東京 🦜🦜 don't we'll\r\n\tx = [1]\n\n" * 40,
-]
-STRINGS = [
-    "",
-    " ",
-    "\n",
-    "  \r\n\t ",
-    "🦜👩‍👩‍👧‍👦 e\u0301 é",
-    "東京\u2028 \x00 \ufeff",
-    "<|bos|>",
-    "a<|user_start|>b<|output_end|>",
-    "<|bos|",
-    "1234567",
-    "DON'T we'll",
 ]
 
 
@@ -87,7 +75,7 @@ def test_ids_are_those_of_the_trainer(tokenizer):
     """rustbpe encodes with its own merges: tiktoken must read the same table out of them."""
     trainer = rustbpe.Tokenizer()
     trainer.train_from_iterator(iter(TEXT), 391, pattern=SPLIT_PATTERN)
-    for text in [*TEXT, *STRINGS]:
+    for text in [*TEXT, *tiny.ODD_TEXTS]:
         assert tokenizer.encode(text) == trainer.encode(text) and tokenizer.decode(tokenizer.encode(text)) == text
 
 
@@ -100,7 +88,7 @@ def test_saved_tokenizer_loads_the_same(tokenizer, tmp_path):
     tokenizer.save(tmp_path)
     loaded = Tokenizer.load(tmp_path)
     assert loaded.sha256 == tokenizer.sha256
-    assert all(loaded.encode(text) == tokenizer.encode(text) for text in [*TEXT, *STRINGS])
+    assert all(loaded.encode(text) == tokenizer.encode(text) for text in [*TEXT, *tiny.ODD_TEXTS])
     file = tmp_path / "tokenizer.json"
     file.write_text(json.dumps(json.loads(file.read_text()), indent=3))
     assert Tokenizer.load(tmp_path).sha256 == tokenizer.sha256
@@ -119,35 +107,11 @@ def test_token_bytes(tokenizer):
     assert sum(lengths[tokenizer.encode(whole)]) == len(whole.encode())
 
 
-def test_smallest_vocabulary():
-    assert Tokenizer.train(TEXT, 265).vocab_size == 265
-    with tiny.one_line_error("--vocab-size must be between 265 and 65536, got 264"):
-        Tokenizer.train(TEXT, 264)
-
-
-def broken(tokenizer, **changes):
-    return json.dumps({key: value for key, value in {**tokenizer.to_json(), **changes}.items() if value is not None})
-
-
-BROKEN = {
-    "missing": (None, "tokenizer not found: .*tokenizer.json"),
-    "empty": (b"", "tokenizer is not valid JSON: .*tokenizer.json"),
-    "half": (lambda tokenizer: broken(tokenizer)[:-100], "tokenizer is not valid JSON"),
-    "no tokens": (
-        lambda tokenizer: broken(tokenizer, tokens=None),
-        "tokenizer.json is not a tokenizer .*make tokenizer",
-    ),
-    "special": (lambda tokenizer: broken(tokenizer, special_tokens=["<|eos|>"]), "is not a tokenizer"),
-}
-
-
-@pytest.mark.parametrize("content, message", BROKEN.values(), ids=BROKEN)
-def test_a_broken_file_is_one_clear_error(tokenizer, tmp_path, content, message):
-    if content is not None:
-        (tmp_path / "tokenizer.json").write_bytes(
-            content if isinstance(content, bytes) else content(tokenizer).encode()
-        )
-    with tiny.one_line_error(message):
+@pytest.mark.parametrize("changes", [{"tokens": None}, {"special_tokens": ["<|eos|>"]}], ids=str)
+def test_a_file_of_something_else_is_one_line(tokenizer, tmp_path, changes):
+    tokenizer.save(tmp_path)
+    rewrite_json(tmp_path / "tokenizer.json", **changes)
+    with tiny.one_line_error("tokenizer.json is not a tokenizer .*make tokenizer"):
         Tokenizer.load(tmp_path)
 
 
@@ -169,8 +133,6 @@ def test_a_tokenizer_is_kept_and_one_trained_otherwise_is_refused(packed, tmp_pa
     assert "already there, vocabulary 300" in capsys.readouterr().out
     changes = {
         "--vocab-size 300": {"vocab_size": 301},
-        "--doc-cap 10000": {"doc_cap": 9},
-        "--max-chars 2000000000": {"max_chars": 9},
         r"other corpus files: 1 changed \(shard_00000.parquet\)": {"corpus": tmp_path / "corpus"},
     }
     for words, change in changes.items():
