@@ -44,13 +44,11 @@ def test_finished_run_learned_and_is_recorded(packed, uninterrupted):
     assert "already trained" in tiny.call(MODULE, *flags(packed, uninterrupted)).stdout
 
 
-def test_finished_run_is_exported_with_its_corpus(uninterrupted, tmp_path):
+def test_finished_run_is_exported_with_its_settings(uninterrupted, tmp_path):
     run(export.main, export.ExportConfig, ["--run", str(uninterrupted / "run"), "--out", str(tmp_path / "out")])
     loaded = load(tmp_path / "out")
     assert (loaded.name, loaded.step, loaded.training["tokens"]) == ("run", STEPS, TOKENS)
     assert loaded.training["settings"]["depth"] == 2 and loaded.training == load(uninterrupted / "run").training
-    assert re.fullmatch(r"[0-9a-f]{7,}\+?|unknown", loaded.training["commit"])
-    assert f"{TOKENS:,} ({STEPS} of {STEPS} steps)" in (tmp_path / "out/README.md").read_text()
 
 
 def test_wandb_has_the_numbers_and_a_continued_run_continues_its_own(packed, tmp_path):
@@ -62,7 +60,6 @@ def test_wandb_has_the_numbers_and_a_continued_run_continues_its_own(packed, tmp
     for event, key in (("train", "loss"), ("eval", "val_bpb")):
         values = [record[key] for record in events(tmp_path, event)]
         assert values and f"{event}/{key}".encode() in said and all(repr(value).encode() in said for value in values)
-    assert b"eval/sigma/layer_0/mean" in said
     done = tiny.call(MODULE, *words, "--stop-after", 3, env=account)
     assert "resuming at step 2" in done.stdout and "arning: resume" not in done.stderr + done.stdout, done.stderr
     run_id = (tmp_path / "run/wandb_id").read_text().strip()
@@ -96,22 +93,19 @@ def test_tensorboard_has_the_numbers_once_also_of_a_run_that_went_back(packed, t
     assert {key: found[key] for key in expected} == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("first, last, resumed", [(3, 5, False), (2, 6, True)])
-def test_profile_is_a_trace_of_the_named_steps_and_changes_no_weight(packed, tmp_path, first, last, resumed, capsys):
+def test_profile_is_a_trace_of_the_named_steps_and_changes_no_weight(packed, tmp_path):
     """A run that is stopped in between leaves a file of each part."""
-    settings = ["--num-iterations", 8, "--profile", f"{first}-{last}"]
-    if resumed:
-        gpt_runs.train(packed, tmp_path, *settings, "--stop-after", 4)
+    settings = ["--num-iterations", 8, "--profile", "2-6"]
+    gpt_runs.train(packed, tmp_path, *settings, "--stop-after", 4)
     gpt_runs.train(packed, tmp_path, *settings)
     gpt_runs.train(packed, tmp_path / "plain", "--num-iterations", 8)
     assert gpt_runs.final(tmp_path, 8) == gpt_runs.final(tmp_path / "plain", 8)
-    printed, steps = capsys.readouterr().out, []
+    steps = []
     for path in sorted((tmp_path / "run").glob("profile_*.json")):
-        assert f"{path}; open it in https://ui.perfetto.dev" in printed
         names = [event["name"] for event in json.loads(path.read_text())["traceEvents"] if "name" in event]
         assert {"aten::mm", "aten::embedding"} < set(names)
         steps += [int(name.split()[1]) for name in names if re.fullmatch(r"step \d+", name)]
-    assert steps == list(range(first, last + 1)) and printed.count("perfetto") == 1 + resumed
+    assert steps == [2, 3, 4, 5, 6]
 
 
 TAGS = [
@@ -138,11 +132,7 @@ def test_each_form_of_gka_has_its_own_run_name(settings, tag):
 def evaluation(folder, capsys, *more):
     """Exit code and output of evaluating a run."""
     words = ["--run", folder, "--results", folder.parent / "bpb.jsonl", "--eval", "bpb", "--split-tokens", 512]
-    code = 0
-    try:
-        run(evaluate.main, evaluate.EvaluateConfig, list(map(str, [*words, "--device-type", "cpu", *more])))
-    except SystemExit as left:
-        code = left.code
+    code = tiny.exit_code(evaluate.main, evaluate.EvaluateConfig, *words, "--device-type", "cpu", *more)
     return code, capsys.readouterr()
 
 
@@ -159,12 +149,8 @@ def test_evaluation_finds_the_rows_of_the_run(packed, tmp_path, capsys):
     for place in (folder, folder / "checkpoints/step_00000002"):
         assert evaluation(place, capsys)[1].out == given.out
     (tmp_path / "moved/packed").rename(tmp_path / "hidden")
-    sha = PackedData(packed / "packed").tokenizer.sha256[:12]
     code, (_, error) = evaluation(folder, capsys)
-    assert code == 2 and error.count("\n") == 1
-    assert "2 parquet files, shard_00000.parquet to shard_00001.parquet" in error and "there/packed" in error
-    assert f"give --data FOLDER with rows of 32 tokens of tokenizer {sha}" in error
-    assert "val bpb: " in evaluation(folder, capsys, "--data", tmp_path / "hidden")[1].out
+    assert code == 2 and error.count("\n") == 1 and "there/packed" in error and "give --data FOLDER with rows" in error
 
 
 def test_rows_are_the_runs_only_if_they_are_of_its_text(tmp_path):
@@ -172,8 +158,6 @@ def test_rows_are_the_runs_only_if_they_are_of_its_text(tmp_path):
     data = {"tokenizer_sha256": "f" * 64, "sequence_len": 32, "source": [["a.parquet", 1], ["b.parquet", 1]]}
     with tiny.one_line_error("of an earlier version.*with rows of 32 tokens of tokenizer ffffffffffff"):
         rows_of_run(data, Path("out/runs/d4"))
-    with tiny.one_line_error("is an exported model, which does not say where its rows are; give --data FOLDER"):
-        rows_of_run({}, Path("d4-export"))
     data |= {"corpus": "text", "folder": str(tmp_path / "packed"), "folder_from_run": "../packed"}
     (tmp_path / "packed").mkdir()
     manifest = tmp_path / "packed/manifest.json"
@@ -184,11 +168,10 @@ def test_rows_are_the_runs_only_if_they_are_of_its_text(tmp_path):
         rows_of_run(data, tmp_path / "run")
 
 
-@pytest.mark.parametrize("split", ["train", "val"])
-def test_ids_that_are_not_in_the_vocabulary_name_file_and_row(packed, tmp_path, capsys, split):
+def test_ids_that_are_not_in_the_vocabulary_name_file_and_row(packed, tmp_path, capsys):
     """Of a damaged file whose checksum nobody verifies; training reads the rows in another order."""
     shutil.copytree(packed / "packed", tmp_path / "packed")
-    path = tmp_path / f"packed/{split}_000000.bin"
+    path = tmp_path / "packed/train_000000.bin"
     rows = np.fromfile(path, dtype="<u2").reshape(-1, tiny.SEQUENCE_LEN + 1)
     rows[1, 5] = rows[1, 6] = 60000
     rows.tofile(path)
@@ -201,33 +184,21 @@ def test_ids_that_are_not_in_the_vocabulary_name_file_and_row(packed, tmp_path, 
 # What a run says of itself
 
 
-def test_every_figure_says_of_which_rows_it_is(packed, tmp_path, capsys):
-    """Those that its evaluation took, whatever a run that goes on after it asks for; nothing where no record says."""
+def test_the_result_says_of_which_rows_it_is(packed, tmp_path):
+    """Those that its evaluation took, whatever a run that goes on after it asks for."""
     log = tmp_path / "run/log.jsonl"
     assert gpt_runs.train(packed, tmp_path, "--num-iterations", 2, "--eval-rows", "spaced") == 0
-    assert capsys.readouterr().out.count(" spaced rows") == 3  # two evaluations, and the result
     assert {line["eval_rows"] for line in events(tmp_path, "eval")} == {"spaced"}
-    lines = [line for line in map(json.loads, log.read_text().splitlines()) if line["event"] != "finish"]
-    for recorded in ("spaced", None):
-        known = [{key: line[key] for key in line if recorded or key != "eval_rows"} for line in lines]
-        log.write_text("".join(json.dumps(line) + "\n" for line in known))
-        assert gpt_runs.train(packed, tmp_path, "--num-iterations", 2, "--eval-rows", "upstream") == 0
-        assert ("spaced rows" in capsys.readouterr().out) == (recorded == "spaced")
-        assert events(tmp_path, "finish")[0]["eval_rows"] == recorded
+    log.write_text("".join(line + "\n" for line in log.read_text().splitlines() if '"finish"' not in line))
+    assert gpt_runs.train(packed, tmp_path, "--num-iterations", 2, "--eval-rows", "upstream") == 0
+    assert events(tmp_path, "finish")[0]["eval_rows"] == "spaced"
 
 
-def test_bandwidths_out_of_range_are_said_at_once_and_with_the_result(packed, tmp_path, capsys):
-    """A run that goes on as the identity, or as a mean, has finite losses."""
-    assert gpt_runs.train(packed, tmp_path, "--num-iterations", 4, "--sigma-lr", "1e6", "--eval-every", 2) == 0
-    printed = capsys.readouterr().out
-    warnings = [line for line in printed.splitlines() if line.startswith("warning: ")]
-    step = int(re.match(r"warning: step (\d): sigma of layer_0, heads? .* so (small|large) that", warnings[0])[1])
-    assert all("--sigma-lr" in line for line in warnings)
-    assert len(warnings) == 2 * len(set(warnings)) and step < 4  # at once, and after the result
-    assert printed.index(f"step 0000{step}/") < printed.index(warnings[0]) < printed.index(f"step 0000{step + 1}/")
-    assert printed.index("finished, ") < printed.rindex(warnings[0])
-    [finish] = events(tmp_path, "finish")
-    assert warnings[0].removeprefix("warning: ") in finish["warnings"] == metrics(tmp_path)["warnings"]
+def test_bandwidths_out_of_range_are_said(packed, tmp_path):
+    """A run that goes on as the identity, or as a mean, has finite losses. test_loop.py has when warnings are said."""
+    assert gpt_runs.train(packed, tmp_path, "--num-iterations", 4, "--sigma-lr", "1e6") == 0
+    assert all("--sigma-lr" in line for line in metrics(tmp_path)["warnings"])
+    assert re.match(r"step \d: sigma of layer_0, heads? .* so (small|large) that", metrics(tmp_path)["warnings"][0])
 
 
 @pytest.mark.parametrize(
