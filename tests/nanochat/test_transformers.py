@@ -14,6 +14,7 @@ import torch
 import transformers
 
 from nanochat_gka import export
+from nanochat_gka.core_metric.huggingface import load_hugging_face
 from nanochat_gka.generation.engine import Engine
 from nanochat_gka.generation.sampling import Sampling
 from nanochat_gka.model.checkpoints import load
@@ -126,13 +127,11 @@ def test_what_the_model_cannot_do_is_said(models):
     sliding = transformers.Cache(layers=[sliding_layer(8) for _ in range(4)])
     mistakes = [
         ({"attention_mask": hole}, "must not hide tokens between others: pad on the left"),
-        ({"attention_mask": hole[:, 1:]}, r"attention_mask must be \(rows, 6\), past tokens included, got \(1, 5\)"),
         ({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}, "several documents are not supported"),
         ({"past_key_values": small}, "the cache holds 4 tokens a row, got 6"),
         ({"past_key_values": sliding}, "StaticCache .* got a cache with a DynamicSlidingWindowLayer"),
         ({"output_attentions": True}, r"output_attentions is not available: .*figures\.maps computes them"),
         ({"input_ids": torch.zeros(1, 161, dtype=torch.long)}, "at most 160 tokens"),
-        ({"input_ids": None}, r"input_ids must be \(rows, tokens\), got none"),
     ]
     for arguments, message in mistakes:
         with pytest.raises(ValueError, match=message):
@@ -219,8 +218,6 @@ def test_weights_may_wait_on_the_disk(models, encoder, tmp_path):
     offloaded = transformers.AutoModelForCausalLM.from_pretrained(model.folder, **place)
     assert offloaded.hf_device_map == {"gpt": "disk"} and offloaded.gpt.lm_head.weight.is_meta
     assert generate(offloaded, batch) == generate(model.theirs, batch)
-    placed = transformers.AutoModelForCausalLM.from_pretrained(model.folder, device_map="auto")
-    assert generate(placed, batch) == generate(model.theirs, batch)
 
 
 def test_files_agree_on_the_token_that_pads(models, encoder):
@@ -229,16 +226,19 @@ def test_files_agree_on_the_token_that_pads(models, encoder):
     files = [json.loads((folder / name).read_text()) for name in ("config.json", "generation_config.json")]
     ids = [(about["bos_token_id"], about["pad_token_id"]) for about in files]
     assert ids == [(encoder.bos_token_id, encoder.pad_token_id)] * 2 and encoder.padding_side == "left"
-    assert files[0]["eos_token_id"] == encoder.eos_token_id == encoder.bos_token_id
-    assert encoder.eos_token_id in files[1]["eos_token_id"] and encoder.pad_token_id not in files[1]["eos_token_id"]
     batch = encoder(PROMPTS, return_tensors="pt", padding=True)
     assert torch.equal(batch["attention_mask"] == 0, batch["input_ids"] == encoder.pad_token_id)
     model = models(attention="gka").theirs
     assert generate(model, {"input_ids": batch["input_ids"]}) == generate(model, batch)
 
 
-def test_without_transformers_or_with_an_older_one_one_line_names_the_extra(monkeypatch):
-    """Nothing else imports it: the other commands work without."""
+def test_other_commands_work_without_the_libraries():
+    libraries, package = {"transformers", "tokenizers", "peft", "accelerate"}, ROOT / "nanochat_gka"
+    files = [path for path in package.rglob("*.py") if libraries & {name.split(".")[0] for name in imports(path)}]
+    assert {path.parent.name for path in files} == {"hf", "core_metric"}
+
+
+def test_without_the_libraries_or_with_an_older_one_one_line_names_the_extra(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.delitem(sys.modules, "nanochat_gka.hf")
     with pytest.raises(MissingExtra, match=re.escape('transformers is not installed: run pip install "gka[hf]"')):
@@ -249,9 +249,12 @@ def test_without_transformers_or_with_an_older_one_one_line_names_the_extra(monk
     [oldest] = re.findall(r'"transformers>=([\d.]+)[,"]', (ROOT / "pyproject.toml").read_text())
     with pytest.raises(MissingExtra, match=f"transformers 4.57.1 is older than {oldest}: run pip install"):
         importlib.import_module("nanochat_gka.hf")
-    libraries = {"transformers", "tokenizers", "peft", "accelerate"}
-    files = [
-        path for path in (ROOT / "nanochat_gka").rglob("*.py") if libraries & {n.split(".")[0] for n in imports(path)}
-    ]
-    folders = {str(path.relative_to(ROOT / "nanochat_gka").parent) for path in files}
-    assert folders == {"hf", "core_metric"}
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UserError, match=re.escape('transformers is not installed: run pip install "gka[hf]"')):
+        load_hugging_face("gpt2", torch.device("cpu"))
+    monkeypatch.setitem(sys.modules, "lm_eval.api.registry", None)
+    monkeypatch.delitem(sys.modules, "nanochat_gka.harness", raising=False)
+    with pytest.raises(SystemExit):
+        importlib.import_module("nanochat_gka.harness")
+    assert capsys.readouterr().err.startswith('error: lm_eval is not installed: run pip install "gka[lm-eval]"')
