@@ -115,13 +115,6 @@ def test_lines_go_in_are_shown_and_come_out(project, source):
     assert files(tree) == before and git(tree, "status", "--porcelain") == ""
 
 
-def test_git_alone_makes_the_same_of_the_patches(project, source):
-    call(project, "vendor", src=source)
-    call(project, "apply")
-    git(source, "apply", "--unidiff-zero", *sorted((project / "patches" / "small").glob("*.patch")))
-    assert files(source) == files(project / "vendor" / "small")
-
-
 def test_a_later_version_with_the_same_files_is_patched_and_shown_without_its_index(project, source):
     (source / "README").write_text("later\n")
     commit(source)
@@ -189,14 +182,6 @@ def test_version_with_every_place_needs_merge(project, source):
     assert "5 insertions(+)\n" in in_source(project, "diff")
     in_source(project, "reverse")
     assert files(source) == before
-
-
-def test_shallow_history_is_one_error(project, source):
-    (source / "lib" / "model.py").write_text("import os\n" + MODEL)
-    commit(source)
-    shallow = source.parent / "shallow"
-    git(source, "clone", "-q", "--depth=1", f"file://{source}", shallow)
-    assert "run git fetch, with --unshallow" in call(project, "apply", "small", "--tree", shallow, code=2)
 
 
 @pytest.mark.parametrize("path", ["lib/model.py", "lib/new.py"])
