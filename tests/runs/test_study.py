@@ -16,8 +16,7 @@ from nanochat_gka.model.forms import with_flags
 from nanochat_gka.train import TrainConfig
 from runs.study import forms, grid
 from runs.study.__main__ import StudyConfig, main
-from runs.study.families import ALL, FAMILIES, LEARNED, NARROW, OWN_RATES, WITHOUT, fits_depth
-from runs.study.forms.config import StudyShape
+from runs.study.families import ALL, FAMILIES, LEARNED, OWN_RATES, WITHOUT
 from runs.study.grid import GROUPS
 from runs.study.rates import RATES, SMALLEST, Done, around_one, best_rate, tried_rates
 from runs.study.runner import find, show_left
@@ -29,6 +28,7 @@ from trainkit_gka.progress import read_events
 
 TINY = Trial(depth=1, attention="gka", gka_values="normalised", tokens=64 * 60, batch=64, dtype="bfloat16")
 REFUSED = replace(TINY, rate=1e6)  # its weight decay would take whole matrices away
+OWN = ("tiny", "refused")  # groups of these tests
 HANG_AFTER = processes.HANG_AFTER
 RESULTS = Path(__file__).parents[2] / "runs/results/study"
 
@@ -147,12 +147,39 @@ def test_another_configuration_or_text_is_another_trial(packed, trained):
     assert one.key(TINY) not in keys and one.done() == {} and one._work_out_left() == [TINY]
 
 
-def test_keys_stay_what_they_were():
+@pytest.fixture(scope="module")
+def finished():
+    """The rows of the trials that the repository has, by trial; a line of failure has no data."""
+    rows = [json.loads(line) for line in (RESULTS / "text_large.jsonl").read_text().splitlines()]
+    return {Trial.from_row(row["trial"]): row for row in rows if row["kind"] == "study"}
+
+
+def test_keys_stay_what_they_were(finished):
     """Rows of earlier versions would be trained again, and look like others."""
     assert Trial(depth=2, attention="gka").key({"text": 1}) == "a164469405d16640"
-    rows = [json.loads(line) for line in Path("runs/results/study/text_large.jsonl").read_text().splitlines()]
-    finished = [row for row in rows if row["kind"] == "study"]  # a line of failure has no data
-    assert len(finished) >= 10 and all(Trial.from_row(row["trial"]).key(row["data"]) == row["key"] for row in finished)
+    assert len(finished) > 600 and all(trial.key(row["data"]) == row["key"] for trial, row in finished.items())
+
+
+def test_the_grid_asks_for_the_trials_that_are_finished(finished):
+    """Which rates and seeds a group wants follows from the rows; a change would ask for others in their place."""
+    done = Done({trial: row["metrics"]["val_bpb"] for trial, row in finished.items()})
+    left = {name: {*group(done)} - done.keys() for name, group in GROUPS.items() if name not in OWN}
+    assert {name for name in left if left[name]} <= {"sizes-seeds", "channels", "channels-longer", "ideas"}
+    asked = {trial for name, group in GROUPS.items() if name not in OWN for trial in group(done)}
+    assert len(done.keys() - asked) <= 1  # of a form that is no contender any more
+
+
+def test_own_rates_of_channels_and_gates_are_what_the_rows_say(finished):
+    done = Done({trial: row["metrics"]["val_bpb"] for trial, row in finished.items()})
+    for learned, field, place in (("channels", "channel_rate", 0), ("gates", "gate_rate", 1)):
+        for name, family in WITHOUT.items():
+            first = Trial(**{**family, **LEARNED[learned], **SMALLEST}, rate=best_rate(family, done))
+            scores = {getattr(trial, field): done.get(trial) for trial in around_one(first, field, done)}
+            if family["attention"] == "GGGA":
+                assert OWN_RATES[name] == OWN_RATES["GKA + offsets"]
+            else:
+                best = min(scores.values())
+                assert OWN_RATES[name][place] == min(rate for rate, score in scores.items() if score < best + 0.0005)
 
 
 def test_the_trainer_reads_a_cells_flags_as_it_means_them():
@@ -174,99 +201,10 @@ def test_seeds_wait_for_rates_and_an_end_that_is_best_is_passed():
     assert {(trial.seed, trial.rate) for trial in grid.seeds(done)} == {(seed, 4.0) for seed in grid.SEEDS}
 
 
-def test_a_hybrid_takes_the_rate_of_its_form_without_softmax_and_needs_its_depth():
-    family, done = FAMILIES["GKA + offsets"], Done()
-    for rate, loss in zip(RATES, (2.0, 1.9, 1.95)):
-        done[Trial(**SMALLEST, **family, rate=rate)] = loss
-    hybrids = [trial for trial in grid.sizes(done) + grid.depth_4(done) if trial.attention in ("GGGA", "GGGGGA")]
-    assert {trial.depth for trial in hybrids if trial.attention == "GGGA"} == {4, 6, 8}
-    assert {trial.depth for trial in hybrids if trial.attention == "GGGGGA"} == {6, 8}
-    assert {trial.rate for trial in hybrids} == {2.0}
-    assert {(trial.attention, trial.depth) for trial in hybrids if trial.seed} == {("GGGA", 4)}  # with three seeds
-    assert {trial.attention for trial in grid.largest_rates(done) if trial.rate == 1.0} == {"gka", "GGGA", "GGGGGA"}
-
-
-def test_a_rate_beyond_the_end_is_tried_at_the_largest_size_too():
-    family, done = FAMILIES["GKA + offsets"], Done()
-    for rate, loss in zip(RATES, (2.0, 1.9, 1.95)):
-        done[Trial(**SMALLEST, **family, rate=rate)] = loss
-    for tried, loss in (((1.0, 2.0, 4.0), 1.8), ((0.5, 1.0, 2.0, 4.0), 1.85), ((0.5, 1.0, 2.0, 4.0), None)):
-        trials = {trial.rate: trial for trial in grid.largest_rates(done) if trial.attention == "gka"}
-        assert tuple(trials) == tried
-        done.update({trials[rate]: 1.8 + 0.01 * rate for rate in tried if trials[rate] not in done})
-        if loss:
-            done[trials[min(tried)]] = loss
-
-
-def test_the_largest_size_has_seeds_at_its_own_best_rate_once_all_are_tried():
-    family, done = FAMILIES["GKA + offsets"], Done()
-    for rate, loss in zip(RATES, (2.0, 1.9, 1.95)):
-        done[Trial(**SMALLEST, **family, rate=rate)] = loss
-    tried = [trial for trial in grid.largest_rates(done) if trial.attention == "gka"]
-    done.update(dict.fromkeys(tried[:-1], 1.8))
-    assert grid.largest_seeds(done) == []
-    done.update({trial: 1.8 + abs(trial.rate - 2.0) for trial in tried})
-    assert grid.largest_seeds(done) == [replace(tried[1], seed=seed) for seed in (1, 2)]
-
-
-def test_other_budgets_of_the_deepest_model_take_its_own_best_rate():
-    family, done = FAMILIES["GKA + offsets"], Done()
-    for rate, loss in zip(RATES, (2.0, 1.9, 1.95)):
-        done[Trial(**SMALLEST, **family, rate=rate)] = loss
-
-    def rates():
-        trials = [trial for trial in grid.sizes(done) + grid.sizes_seeds(done) if trial.attention == "gka"]
-        return {(trial.depth, trial.tokens): trial.rate for trial in trials if trial.depth >= 6}
-
-    before = {(6, 2**19): 2.0, (6, 2**20): 2.0, (6, 2**21): 2.0, (8, 2**20): 2.0}
-    assert rates() == before
-    done.update({trial: 1.8 + trial.rate for trial in grid.largest_rates(done) if trial.attention == "gka"})
-    done.update({trial: 2.9 for trial in grid.largest_rates(done) if trial not in done})  # half of the end
-    assert rates() == {**before, (8, 2**19): 1.0, (8, 2**21): 1.0}
-    repeated = {(trial.depth, trial.tokens) for trial in grid.sizes_seeds(done) if trial.depth == 8}
-    assert repeated == {(8, 2**19), (8, 2**21)}  # `largest-seeds` repeats the best one of (8, 2^20)
-
-
-def test_half_of_the_value_embeddings_have_three_seeds_where_softmax_has_them():
-    family, done = ALL[grid.HALF], Done()
-    for rate, loss in zip(RATES, (2.0, 1.9, 1.95)):
-        done[Trial(**SMALLEST, **family, rate=rate)] = loss
-    trials = grid.value_embeds_longer(done)
-    assert {trial.value_embeds for trial in trials} == {"all"}  # of GKA: half of the layers, see GPTConfig
-    with_seeds = {(trial.depth, trial.tokens) for trial in trials if trial.seed == 2}
-    few_layers = {(depth, tokens) for depth in (2, 4) for tokens in (2**20, 2**21, 2**22)}
-    assert with_seeds == few_layers | {(6, 2**20)}
-    assert {(trial.depth, trial.tokens) for trial in trials} == with_seeds | {(6, 2**19), (6, 2**21)}
-
-
-def test_other_offsets_have_three_seeds_at_the_rate_of_offsets_of_one_token():
-    done = Done()
-    for family, rates in (("GKA + offsets", (2.0, 1.9, 1.95)), ("softmax + offsets", (2.0, 1.95, 1.9, 1.99))):
-        done |= {Trial(**SMALLEST, **ALL[family], rate=2.0**power): loss for power, loss in enumerate(rates)}
-    trials = grid.further_offsets(done)
-    assert {(trial.attention, trial.rate) for trial in trials} == {("gka", 2.0), ("softmax", 4.0)}
-    assert {trial.offset_layers for trial in trials if trial.attention == "softmax"} == {"all"}
-    seeds = {(trial.attention, trial.head_offsets, trial.seed) for trial in trials}
-    assert len(seeds) == len(trials) == 36 and {seed for *_, seed in seeds} == {0, 1, 2}
-
-
-def test_patterns_need_their_layers_and_heads():
-    wanted = {"GKA + offsets": 2, "GKA + offsets PS,N": 2, "softmax + offsets PSP2S2": 4, "GGGGGA + offsets": 6}
-    wanted["GKA + offsets PS,PS,N,N"] = 4
-    assert {name: min(d for d in range(2, 9) if fits_depth(ALL[name], d)) for name in wanted} == wanted
-
-
-def test_narrow_kernels_see_as_many_tokens_as_they_say():
-    for name, family in NARROW.items():
-        config = StudyShape.from_depth(2, **family)
-        assert {config.window(layer) + 1 for layer in range(2)} == {int(name.split()[-2])}
-        assert config.kernel == ("mean" if "mean" in name else "gaussian") and config.head_offsets == "PS"
-
-
 def test_every_group_has_cells_that_can_be_built():
     done = Done()
     done.assumed_rate = 2.0
-    trials = [trial for name, group in GROUPS.items() if name not in ("tiny", "refused") for trial in group(done)]
+    trials = [trial for name, group in GROUPS.items() if name not in OWN for trial in group(done)]
     assert all(trial.flops(512, 4096) > 0 for trial in trials)
     assert len({trial.key({}) for trial in trials}) == len(set(trials)) > 200
 
@@ -289,37 +227,3 @@ def test_wrong_groups_and_missing_rows_are_one_line(packed, tmp_path):
         main(StudyConfig(groups=["nothing"]))
     with pytest.raises(UserError, match=r"no packed rows in .*make study packs them"):
         main(StudyConfig(data=tmp_path))
-
-
-def test_channel_bandwidths_and_gates_have_rates_of_their_own():
-    done = Done({Trial(**SMALLEST, **FAMILIES["GKA + offsets"], rate=rate): abs(rate - 2) for rate in RATES})
-    trials = grid.channel_rates(done)
-    assert {(trial.channel_bandwidths, trial.channel_rate, trial.head_gates, trial.gate_rate) for trial in trials} == {
-        *((True, rate, False, 1.0) for rate in (0.25, 1.0, 4.0)),
-        *((False, 1.0, True, rate) for rate in (0.25, 1.0, 4.0)),
-    }
-    fastest = replace(trials[0], channel_rate=4.0)
-    words = [str(word) for word in fastest.flags()]
-    assert words[words.index("--channel-lr") + 1] == "2.56" and "--channel-bandwidths" in words
-    assert "--head-gates" not in words and "--gate-lr" not in words
-    done |= {replace(fastest, channel_rate=rate): -rate for rate in (0.25, 1.0, 4.0)}
-    assert {trial.channel_rate for trial in grid.channel_rates(done) if trial.channel_bandwidths} == {
-        0.25,
-        1.0,
-        4.0,
-        16.0,
-    }
-
-
-def test_own_rates_of_channels_and_gates_are_what_the_rows_say():
-    rows = [json.loads(line) for line in (RESULTS / "text_large.jsonl").read_text().splitlines()]
-    done = Done({Trial.from_row(row["trial"]): row["metrics"]["val_bpb"] for row in rows if row["kind"] == "study"})
-    for learned, field, place in (("channels", "channel_rate", 0), ("gates", "gate_rate", 1)):
-        for name, family in WITHOUT.items():
-            first = Trial(**{**family, **LEARNED[learned], **SMALLEST}, rate=best_rate(family, done))
-            scores = {getattr(trial, field): done.get(trial) for trial in around_one(first, field, done)}
-            if family["attention"] == "GGGA":
-                assert OWN_RATES[name] == OWN_RATES["GKA + offsets"]
-            else:
-                best = min(scores.values())
-                assert OWN_RATES[name][place] == min(rate for rate, score in scores.items() if score < best + 0.0005)
