@@ -12,7 +12,7 @@ from deit_gka.training.config import TrainConfig
 from nanochat_gka.core_metric.bundle import CORE_SIZES, PAPER_TASKS
 from runs import frames
 from runs.comparison import claims, core_scores, measured
-from runs.comparison.evidence import FAILS, HOLDS, NOT_SEEN, UNTESTED, accuracy, language, operator, runtime
+from runs.comparison.evidence import FAILS, HOLDS, NOT_SEEN, UNTESTED, accuracy, language, runtime
 from runs.paper import published
 from runs.study.vision.images import CIFAR10
 from runs.study.vision.trials import KIND as VISION_KIND
@@ -30,29 +30,10 @@ def test_the_page_says_what_code_and_results_say():
     claims.main(claims.ClaimsConfig(check=True))
 
 
-def test_a_page_out_of_date_ends_the_check_with_1(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(claims, "FOLDER", tmp_path)
-    monkeypatch.setattr(claims, "CLAIMS", {"row-stochastic": claims.CLAIMS["row-stochastic"]})
-    monkeypatch.setattr(claims, "page", lambda findings: "new\n")
-    page = tmp_path / "CLAIMS.md"
-    page.write_text("old\n")
-    with pytest.raises(SystemExit) as left:
-        claims.main(claims.ClaimsConfig(check=True))
-    assert left.value.code == 1 and "CLAIMS.md is out of date" in capsys.readouterr().err
-    claims.main(claims.ClaimsConfig())
-    claims.main(claims.ClaimsConfig(check=True))
-    assert page.read_text() == "new\n"
-    assert f"1 {HOLDS}" in capsys.readouterr().out
-
-
-def test_every_claim_has_all_fields_a_name_of_its_own_and_a_command_that_exists():
-    entries = [claim for group in claims.GROUPS for claim in group["claims"]]
+def test_every_claim_has_a_name_of_its_own_and_a_command_that_exists():
+    entries, names = [claim for group in claims.GROUPS for claim in group["claims"]], modules()
     assert len(entries) == len(claims.CLAIMS) == 25
-    names = modules()
     for claim in entries:
-        words = set(claim) - set(claims.FIELDS)
-        assert words in ({"quote"}, {"figures"}) and set(claim) > set(claims.FIELDS), claim["name"]
-        assert all(claim.values()), claim["name"]
         if module := MODULE.match(claim["command"]):
             assert '__name__ == "__main__"' in names[module[1]].read_text(), claim["command"]
         else:
@@ -62,8 +43,7 @@ def test_every_claim_has_all_fields_a_name_of_its_own_and_a_command_that_exists(
 
 def test_one_claim_can_be_decided_again(capsys):
     claims.main(claims.ClaimsConfig(only=["row-stochastic"]))
-    printed = capsys.readouterr().out
-    assert "### row-stochastic" in printed and f"**{HOLDS}**" in printed
+    assert f"**{HOLDS}**" in capsys.readouterr().out
     with pytest.raises(UserError, match="x is not a claim; they are one-scalar, "):
         claims.main(claims.ClaimsConfig(only=["x"]))
 
@@ -77,14 +57,6 @@ def test_how_many_examples_fit_the_printed_scores():
     note = published.notes("core_subset")[1]
     assert f"fit {len(base):,} caps, the smallest {min(base):,}" in note and all(task in note for task in whole)
     assert language.same_examples().verdict == FAILS and runtime.batch_of_256_fits().verdict == UNTESTED
-
-
-def test_other_printed_figures_give_other_verdicts(monkeypatch):
-    rows = json.loads(json.dumps(published.TABLES["runtime"]["rows"]))
-    for label in ("GKA-Ti", "GKA-S"):
-        rows[label]["inference_memory"] = "900"
-    monkeypatch.setitem(published.TABLES["runtime"], "rows", rows)
-    assert runtime.more_memory().verdict != FAILS
 
 
 def test_guessing_is_what_the_bundle_says():
@@ -167,11 +139,6 @@ def test_a_finished_pair_at_depth_20_decides_bits_per_byte_and_the_gap(monkeypat
         monkeypatch.setattr(language, "_finished", lambda gka=gka: {"nanochat_base": run(0.79, 0.01), "GKA": gka})
         findings = language.higher_bpb(), language.gap_is_much_smaller()
         assert {(finding.verdict, finding.scale) for finding in findings} == {(expected, "depth 20")}
-
-
-def test_what_is_computed_about_the_operator():
-    assert operator.diffusion_is_symmetric().verdict == HOLDS
-    assert operator.rows_sum_to_one().verdict == operator.causal_mask().verdict == HOLDS
 
 
 @pytest.mark.parametrize("vlt, verdict", [(3.0, HOLDS), (-3.0, NOT_SEEN)])
