@@ -10,7 +10,10 @@ MEET = {"nnodes": "2", "rdzv_backend": "c10d", "rdzv_endpoint": "first:29500"}
 
 
 def taken(words: list[str]) -> dict:
-    """What torchrun understands of a command: `python -m trainkit_gka.torchrun` and its flags."""
+    """What torchrun understands of a command: `python -m trainkit_gka.torchrun` and its flags.
+
+    It has a --run-path, and must not take our --run for a short form of it.
+    """
     assert words[1:3] == ["-m", "trainkit_gka.torchrun"]
     return vars(torchrun.parse_args(words[3:]))
 
@@ -26,13 +29,13 @@ def taken(words: list[str]) -> dict:
 )
 def test_settings_reach_torchrun(commands, settings, expected):
     for target, module in (("pretrain-d20", "nanochat_gka.train"), ("eval-bpb", "nanochat_gka.evaluate")):
-        found = taken(commands(target, **{"NGPU": "1", **settings})[-1])
-        assert {name: found[name] for name in expected} == expected and found["training_script"] == module
+        found = taken(commands(target, RUN="none", ARGS="--device-type cpu", **{"NGPU": "1", **settings})[-1])
+        assert {name: found[name] for name in expected} == expected
+        assert (found["training_script"], found["run_path"]) == (module, False)
+        assert target != "eval-bpb" or found["training_script_args"][-4:] == ["--run", "none", "--device-type", "cpu"]
 
 
-@pytest.mark.parametrize(
-    "place", ["host:x", "host:", "host:0", "host:65536", ":29500", "-host:1", "::1", "a b:1", "tcp://a:1"]
-)
+@pytest.mark.parametrize("place", ["host:x", "host:65536", ":29500", "::1", "tcp://a:1"])
 def test_a_place_to_meet_that_is_none_is_refused(lines, place):
     with pytest.raises(Problem, match=f"RDZV={place} must be host:port, the name or address"):
         lines("pretrain-d20", NNODES="2", RDZV=place)
@@ -45,15 +48,7 @@ def test_machines_and_a_place_to_meet_need_each_other(lines):
         lines("pretrain-d20", RDZV="first:29500")
 
 
-@pytest.mark.parametrize(
-    "place, meant",
-    [
-        ("node-1.cluster:29500", ("node-1.cluster", 29500)),
-        ("10.0.0.1:1", ("10.0.0.1", 1)),
-        ("[fe80::1]:65535", ("fe80::1", 65535)),
-        ("first", ("first", 29400)),
-    ],
-)
+@pytest.mark.parametrize("place, meant", [("node-1.a:29500", ("node-1.a", 29500)), ("[fe80::1]:1", ("fe80::1", 1))])
 def test_a_place_to_meet_is_what_torchrun_takes(commands, place, meant):
     assert taken(commands("eval-bpb", NNODES="2", RDZV=place)[-1])["rdzv_endpoint"] == place
     assert parse_rendezvous_endpoint(place, 29400) == meant

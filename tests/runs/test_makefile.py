@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 
 import pytest
-from torch.distributed import run as torchrun
 
 from deit_gka.model import registry
 from gka.kinds import KINDS
@@ -85,17 +84,6 @@ def test_a_finished_step_is_not_run_again(commands, tmp_path, ready):
     assert modules("tokenize", ARGS="--split-documents yes") == ["pack"]  # which the step refuses, or does
 
 
-def test_every_corpus_has_its_own_folders(commands, tmp_path):
-    for folder in ("a/text", "b/text"):
-        (tmp_path / folder).mkdir(parents=True)
-    packed = set()
-    for settings in (dict(CORPUS="a/text"), dict(CORPUS="b/text"), dict(SHARDS="8"), dict(SHARDS="9")):
-        *_, tokenizer, pack = commands("tokenize", ARGS="--workers 2", **settings)
-        assert pack[-2:] == ["--workers", "2"] and "--workers" not in tokenizer
-        packed.add(pack[pack.index("--out") + 1])
-    assert len(packed) == 4
-
-
 SHARDS = [f"text/shard_0000{number}.parquet" for number in range(2)]
 
 
@@ -104,13 +92,11 @@ SHARDS = [f"text/shard_0000{number}.parquet" for number in range(2)]
     [
         (["notes/only.parquet"], "notes/", False),
         (["book.txt.gz"], "book.txt.gz", False),
-        (["text/a.parquet", "text/b.parquet"], "text", False),
-        (["text/train-00000-of-00002.parquet", "text/train-00001-of-00002.parquet"], "text", False),
         ([SHARDS[0], "text/b.parquet"], "text", False),
         ([*SHARDS, "text/notes.md", "text/.hidden.parquet"], "text", True),
         (["text/a.parquet", "text/b.parquet", "text/source.json"], "text", True),
     ],
-    ids=["folder", "file", "two files", "of another data set", "one shard", "nanochat's shards", "made before"],
+    ids=["folder", "file", "not all shards", "nanochat's shards", "made before"],
 )
 def test_files_of_yours_are_read_as_they_are_or_made_into_a_corpus(commands, tmp_path, ready, files, corpus, as_it_is):
     """By every step, each time: they may have changed."""
@@ -148,7 +134,7 @@ def test_own_corpora_have_a_checksum_in_their_name():
     """The names of folders made before must stay, or everything is packed again."""
     cksum = subprocess.run("echo /some/where/text | cksum", shell=True, capture_output=True, text=True).stdout.split()
     assert launcher.dataset("/some/where/text/", "170") == f"text-{cksum[0]}"
-    assert launcher.dataset("/else/where/text", "170") != launcher.dataset("/some/where/text", "170")
+    assert launcher.dataset("fineweb", "8") == "fineweb-8"
 
 
 # Vision models
@@ -190,13 +176,11 @@ NAMED = dict(BASE="b", RUN="elsewhere")
     [
         ("train-deit-ti", dict(DATA="x", MODEL="resnet18"), f"deit_gka.train --data x {RESNET}"),
         ("eval-bpb", {}, f"{EVALUATE} --run out/runs/d20-gka"),
-        ("eval-bpb-base", {}, f"{EVALUATE} --run out/runs/d20-softmax"),
         ("eval-bpb", dict(CORPUS="builtin", SEQ="256"), f"{EVALUATE} --data out/packed/builtin-32768-256 "
          "--run out/runs/d20-gka"),
         ("eval-core-base", dict(DEPTH="12"), "nanochat_gka.eval_core --run out/runs/d12-softmax --out out/core"),
         ("eval-core", dict(BUNDLE="a b", RUN="elsewhere"), "nanochat_gka.eval_core --run elsewhere --out out/core "
          "--bundle 'a b'"),
-        ("eval-deit", {}, "deit_gka.evaluate --run out/runs/deit_tiny_gka_patch16_224 --results out/results.jsonl"),
         ("eval-deit", dict(DATA="digits", MODEL="deit_base_patch16_224"), "deit_gka.evaluate "
          "--run out/runs/deit_base_patch16_224 --data digits --results out/results.jsonl"),
         ("sample", dict(PROMPT='It\'s "so"; ls'), "nanochat_gka.generate --run out/runs/d20-gka "
@@ -205,13 +189,10 @@ NAMED = dict(BASE="b", RUN="elsewhere")
         ("export", dict(RUN="my runs/d4/"), "nanochat_gka.export --run 'my runs/d4' --out 'my runs/d4-export'"),
         ("figures", dict(IMAGE="my cat.jpg", **NAMED), "deit_gka.draw --out b/figures --demo b/demo --run elsewhere "
          "--image 'my cat.jpg'"),
-        ("figures", {}, "deit_gka.draw --out out/figures --demo out/demo"),
         ("report", dict(IMAGE="my cat.jpg", TEXT="It is so", **NAMED), "runs.report --base b --run elsewhere "
          "--image 'my cat.jpg' --text 'It is so'"),
-        ("report", {}, "runs.report --base out"),
         ("report", dict(ARGS="--image *.jpg --text 'a $ b'"), "runs.report --base out --image *.jpg --text 'a $ b'"),
         ("explore", dict(ARGS="--port 8000", **NAMED), "runs.explore --demo b/demo --run elsewhere --port 8000"),
-        ("demo", {}, "runs.demo --out out/demo --wandb disabled"),
         ("demo", dict(NGPU="0"), "runs.demo --out out/demo --wandb disabled"),
         ("demo", dict(NGPU="2", DEPTH="6"), "runs.demo --out out/demo --ranks 2 --depth 6 --wandb disabled"),
     ],
@@ -220,32 +201,16 @@ def test_a_target_runs_its_command_with_the_settings_that_were_given(commands, r
     assert commands(target, **settings) == [[PYTHON, "-m", *shlex.split(command)]]
 
 
-@pytest.mark.parametrize("target, module", [("eval-deit", "deit_gka.evaluate"), ("eval-bpb", "nanochat_gka.evaluate")])
-def test_torchrun_leaves_our_flags_to_us(commands, target, module):
-    """It has a --run-path, and would take our --run for a short form of it."""
-    python, m, ours, *flags = commands(target, NGPU="2", RUN="none", ARGS="--device-type cpu")[-1]
-    taken = torchrun.parse_args(flags)
-    assert (python, m, ours) == (PYTHON, "-m", "trainkit_gka.torchrun")
-    assert (taken.nproc_per_node, taken.run_path, taken.training_script) == ("2", False, module)
-    own = taken.training_script_args
-    assert own[own.index("--run") + 1] == "none" and own[-2:] == ["--device-type", "cpu"]
-
-
 @pytest.mark.parametrize(
     "file, content",
-    [
-        ("checkpoints/step_00000007/state.json", '{"model_config": {}}'),
-        ("state.json", '{"model_config": {}}'),
-        ("config.json", '{"model_type": "gka-gpt"}'),
-    ],
+    [("checkpoints/step_00000007/state.json", '{"model_config": {}}'), ("config.json", '{"model_type": "gka-gpt"}')],
 )
 def test_figures_of_a_language_run_are_of_a_text(commands, tmp_path, ready, file, content):
     path = tmp_path / "else where" / file
     path.parent.mkdir(parents=True)
     path.write_text(content)
     [found] = commands("figures", RUN="else where", TEXT="It's $5 for a $cat")
-    assert found[2] == "nanochat_gka.draw"
-    assert found[-4:] == ["--run", "else where", "--text", "It's $5 for a $cat"]
+    assert found[2] == "nanochat_gka.draw" and found[-4:] == ["--run", "else where", "--text", "It's $5 for a $cat"]
     with pytest.raises(Problem, match="figures of a language run take TEXT="):
         commands("figures", RUN="else where", IMAGE="cat.jpg")
     path.write_text("damaged")
@@ -273,13 +238,9 @@ def test_figures_of_the_demo_are_of_both_trainers(commands, tmp_path, ready, set
     "target, settings, message",
     [
         ("pretrain-d20", {}, 'no GPU is visible.*Run "make demo"'),
-        ("pretrain-d20-base", dict(ARGS="--x cpu"), 'no GPU is visible.*Run "make demo"'),
-        ("pretrain-d20-best", {}, 'no GPU is visible.*Run "make demo"'),
         ("train-deit-ti", {}, 'no images and no GPU.*run "make demo"'),
         ("ablate-projections", dict(DATA="digits"), "no GPU is visible.*--device-type cpu"),
-        ("ablate-projections", dict(DATA="/nope"), "DATA=/nope: there is no such folder. Give DATA="),
         ("train-deit-ti", dict(DATA="wds:/nope"), "DATA=wds:/nope: there is no such folder"),
-        ("train-deit-ti", dict(DATA="digit"), "DATA=digit: there is no such folder"),
         ("train-deit-ti", dict(DATA="requirements.txt"), "DATA=requirements.txt: there is no such folder"),
         ("train-deit-xl", {}, "there is train-deit-{ti,s,b}-{base,vlt,gka}, not train-deit-xl"),
         ("nothing", {}, "there is no target nothing; make help lists them"),
@@ -302,11 +263,10 @@ def test_a_problem_is_one_line_and_exit_code_2(make):
     assert error.startswith("error: CORPUS=no/such/folder is neither") and "Error 2" in of_make
 
 
-@pytest.mark.parametrize("data", [".", "wds:.", "hf:some/images", "hf-stream:some/images", "digits"])
-@pytest.mark.parametrize("args", ["--device-type cpu", "--device-type=cpu"])
-def test_images_that_may_be_there_are_left_to_the_trainer(lines, ready, monkeypatch, data, args):
+@pytest.mark.parametrize("data", ["wds:.", "hf-stream:some/images", "digits"])
+def test_images_that_may_be_there_are_left_to_the_trainer(lines, ready, monkeypatch, data):
     monkeypatch.setattr(launcher, "count_gpus", lambda: 0)
-    assert len(lines("train-deit-ti", look=False, DATA=data, ARGS=args)) == 1
+    assert len(lines("train-deit-ti", look=False, DATA=data, ARGS="--device-type=cpu")) == 1
 
 
 @pytest.mark.parametrize("flag", ["--dry-run", "--dry_run"])
@@ -323,22 +283,16 @@ def test_the_small_run_that_is_suggested_keeps_what_the_user_gave(lines, tmp_pat
     monkeypatch.setattr(launcher, "count_gpus", lambda: 0)
     images = tmp_path / "my images"
     images.mkdir()
-
-    def suggested(target, **settings):
+    for target, settings, check in (
+        ("train-deit-ti", dict(DATA=str(images), ARGS="--val-split 'the test'"), launcher.check_images),
+        ("pretrain-d20", dict(CORPUS=str(images), SEQ="64", ARGS="--seed 3"), launcher.check_gpu),
+    ):
         with pytest.raises(Problem) as problem:
             lines(target, look=False, **settings)
         words = shlex.split(str(problem.value).partition(" small: ")[2])
-        return dict(word.split("=", 1) for word in words if "=" in word)
-
-    given = suggested("train-deit-ti", DATA=str(images), ARGS="--val-split 'the test'")
-    assert given["DATA"] == str(images) and given["ARGS"] == f"{launcher.SMALL_VISION} --val-split 'the test'"
-    launcher.check_images(given)
-    assert suggested("train-deit-ti", DATA="digits", BASE="b c")["BASE"] == "b c/small"
-    given = suggested("pretrain-d20", CORPUS=str(images), SEQ="64", ARGS="--seed 3")
-    assert (given["CORPUS"], given["SEQ"]) == (str(images), "64")
-    assert given["ARGS"] == f"{launcher.SMALL_LANGUAGE} --seed 3"
-    launcher.check_gpu(given)
-    assert suggested("pretrain-d20")["CORPUS"] == "builtin"
+        given = dict(word.split("=", 1) for word in words if "=" in word)
+        assert given.pop("ARGS").endswith(f" {settings.pop('ARGS')}") and given.items() >= settings.items()
+        check({**given, "ARGS": words[-1].partition("=")[2]})
 
 
 # An environment of one's own
@@ -444,7 +398,6 @@ def test_help_lists_every_target_on_one_screen(make):
     lines = make("help", "NGPU=0").stdout.splitlines()
     listed = " ".join(line[2:27] for line in lines if line.startswith("  "))
     assert set(TARGETS) <= set(listed.split()) and any("NGPU=0 processes" in line for line in lines)
-    assert len(lines) <= 40 and max(map(len, lines)) <= 100
     cut = subprocess.run("make -s help | head -n 1", shell=True, cwd=ROOT, capture_output=True, text=True)
     assert cut.stdout == lines[0] + "\n" and "Traceback" not in cut.stderr
 

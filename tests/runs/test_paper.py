@@ -27,6 +27,8 @@ def percent(ours, base):
 )
 def test_vision_experiments_train_the_model_they_name(name, model):
     assert deit.model_of(name) == f"{model}_patch16_224"
+    with pytest.raises(UserError, match=f"not train-deit-{name}-xl"):
+        deit.model_of(f"{name}-xl")
 
 
 def test_what_follows_the_dashes_goes_to_the_command():
