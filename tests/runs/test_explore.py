@@ -126,47 +126,25 @@ def test_the_slider_changes_map_and_prediction_and_leaves_the_twin(page):
     page.wait_for_function("!document.querySelector('#chances-0').innerText.includes('σ ×')")
 
 
-@pytest.mark.parametrize("typed, heading", [("-1", "σ × 0.5"), ("-", ""), ("100", "σ × 16")])
-def test_numbers_can_be_typed_key_by_key_and_stop_at_the_sliders_ends(page, typed, heading):
-    """A minus sign alone, or nothing, is the start: σ as it is."""
+def test_numbers_can_be_typed_key_by_key_and_stop_at_the_sliders_ends(page):
+    """A minus sign alone is the start: σ as it is."""
     page.get_by_role("tab", name="Images").click()
     box = page.locator(POWER).first
-    box.fill("3")
-    wait_for(page, "#chances-0", "σ × 8")
-    box.press("Control+a")
-    box.press_sequentially(typed)
-    wait_for(page, "#chances-0", f"as it is\\s+{heading}" if heading else "as it is\\n")
+    for typed, heading in (("-1", "σ × 0.5"), ("100", "σ × 16")):
+        box.press("Control+a")
+        box.press_sequentially(typed)
+        wait_for(page, "#chances-0", f"as it is\\s+{heading}")
     assert page.locator(".toast-body").count() == 0
     set_power(page, 0, tab=0)
     page.wait_for_function("!document.querySelector('#chances-0').innerText.includes('σ ×')")
 
 
-def test_rollout_and_another_image(page):
+def test_a_file_that_is_too_large_is_refused_before_it_is_sent(page, tmp_path):
     page.get_by_role("tab", name="Images").click()
-    page.get_by_label("rollout", exact=True).check()
-    wait_for(page, "#note-0", "Rollout, ")
-    before = source(page, 0)
-    page.get_by_label("Image", exact=True).click()
-    page.get_by_role("option", name="flower").click()
-    page.wait_for_function("old => document.querySelector('#map-0 img').src != old", arg=before)
-
-
-@pytest.mark.parametrize(
-    "name, content, place, message",
-    [
-        ("notes.png", b"not an image", ".toast-body", "The file is not a JPEG, PNG or WebP image"),
-        ("large.png", bytes(9 * 2**20), "#too-large", "large.png is larger than 8 MiB; give a smaller one."),
-    ],
-    ids=["text", "bytes"],
-)
-def test_files_that_are_not_images_or_too_large_are_refused_in_a_sentence(
-    page, tmp_path, name, content, place, message
-):
-    page.get_by_role("tab", name="Images").click()
-    before, file = source(page, 0), tmp_path / name
-    file.write_bytes(content)
+    before, file = source(page, 0), tmp_path / "large.png"
+    file.write_bytes(bytes(9 * 2**20))
     page.locator("input[type=file]").first.set_input_files(file)
-    assert message in wait_for(page, place, message)
+    wait_for(page, "#too-large", "large.png is larger than 8 MiB; give a smaller one.")
     assert source(page, 0) == before and page.locator("#map-0 img").is_visible()
 
 
@@ -197,17 +175,6 @@ def test_a_token_and_the_slider_change_the_row_and_the_next_token(page):
     wait_for(page, ".toast-wrap", "The text has \\d+ tokens; the page takes at most 128: shorten it.")
 
 
-def test_nothing_is_wider_than_a_phone(browser, server):
-    with watched(browser, viewport={"width": 390, "height": 844}, color_scheme="dark") as (phone, problems, _):
-        phone.set_default_timeout(TIMEOUT)
-        phone.goto(server.address)
-        for tab, ready in (("Images", "#chances-1 td"), ("Text", "#next-1 td")):
-            phone.get_by_role("tab", name=tab).click()
-            phone.wait_for_selector(ready)
-            assert phone.evaluate("document.documentElement.scrollWidth") == 390
-        assert [problem for problem in problems if "queue/data" not in problem] == []
-
-
 def test_no_file_of_the_machine_is_served(server):
     for path in ("/etc/passwd", "Makefile", "..%2F..%2Fetc%2Fpasswd"):
         answer = server.http.get(f"/gradio_api/file={path}")
@@ -216,7 +183,6 @@ def test_no_file_of_the_machine_is_served(server):
 
 
 OTHER_SITES = {
-    "another site": {"Origin": "https://elsewhere.example"},
     "another port": {"Origin": "http://127.0.0.1:1"},
     "a file": {"Origin": "null"},
     "an image": {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors", "Sec-Fetch-Dest": "image"},
@@ -247,20 +213,6 @@ def test_the_page_itself_uploads_and_links_to_it_work(server):
     link = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
     assert server.http.get("/", headers=link).status_code == 200
     assert server.http.get("/config", headers={"Sec-Fetch-Site": "same-origin"}).status_code == 200
-
-
-@pytest.mark.slow
-def test_localhost_behind_proxies_is_this_machine_alone(server, tmp_path):
-    """Gradio would ask a proxy for the page, and need a package more for one of SOCKS."""
-    proxies = dict.fromkeys(("http_proxy", "HTTPS_PROXY", "https_proxy"), "http://127.0.0.1:9")
-    running = Server(server.demo, tmp_path, "--host", "localhost", **proxies, ALL_PROXY="socks5://127.0.0.1:9")
-    try:
-        assert running.address.startswith("http://localhost:")
-        assert running.http.get("/config").status_code == 200
-        assert running.http.get("/config", headers={"Host": "elsewhere.example"}).status_code == 400
-    finally:
-        code, errors = running.end()
-    assert code == 130 and "warning" not in errors
 
 
 def test_events_cannot_name_a_file_of_the_machine(server):
