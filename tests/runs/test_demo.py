@@ -7,9 +7,8 @@ import torch
 import tyro
 
 import tiny
-from gka.kinds import KINDS
 from nanochat_gka.model.config import ModelFlags
-from runs.demo import language, outlook, pictures, report, vision
+from runs.demo import language, pictures
 from runs.demo.commands import run_side_by_side
 from runs.demo.language import VARIANTS, run_tag
 from runs.demo.outlook import Outlook
@@ -51,27 +50,6 @@ def test_a_killed_command_is_named_without_older_output(tmp_path, capfd):
     assert said.count("\n") == 1
 
 
-def test_the_outlook_corrects_what_is_left_by_the_pace(monkeypatch, capsys):
-    now = [1000.0]
-    monkeypatch.setattr(outlook.time, "monotonic", lambda: now[0])
-    plan = Outlook({"preparing": 20.0, "training": 200.0})
-    assert plan.left() == 220
-    with plan.during("preparing"):
-        now[0] += 60  # three times as long as expected
-    with plan.during("training"):
-        assert plan.left() == pytest.approx(200 * (60 + outlook.TRUST) / (20 + outlook.TRUST))
-        now[0] += 300
-        plan.advance(0.5)
-        assert plan.left() == pytest.approx(100 * (360 + outlook.TRUST) / (120 + outlook.TRUST))
-        plan.say("step 5 of 10")
-        now[0] += 1
-        plan.say("step 6 of 10")  # too soon after the line before
-    assert plan.left() == 0
-    printed = capsys.readouterr().out
-    assert "[2/2] training; about 6 min 40 s left in all" in printed
-    assert "step 5 of 10; about 4 min 31 s left" in printed and "step 6" not in printed
-
-
 def test_damaged_log_lines_are_left_out(tmp_path):
     log = tmp_path / "log.jsonl"
     lines = [
@@ -106,26 +84,3 @@ def test_the_demo_names_our_form_beside_the_papers():
     assert (forms["gka-offsets"].gka_values, forms["gka-offsets"].head_offsets) == ("normalised", "PS")
     assert [variant.label for variant in VARIANTS.values()] == ["softmax", "GKA", "GKA + offsets"]
     assert run_tag("gka-paper") == "d4-gka-paper-400" and "gka" not in VARIANTS
-
-
-def test_the_vision_half_trains_every_kind_with_every_seed(tmp_path):
-    jobs = vision.train_jobs(tmp_path, 50, "disabled")
-    assert list(jobs) == [kind.label for kind in KINDS.values()]
-    names = [job.folder.name for seeds in jobs.values() for job in seeds]
-    assert names == [f"digits-{kind}-50-seed{seed}" for kind in ("softmax", "vlt", "gka") for seed in (0, 1)]
-    [model] = {job.flags[job.flags.index("--model") + 1] for job in jobs["VLT"]}
-    assert model == "deit_tiny_vlt_patch16_224" and jobs["VLT"][0].steps == 50 * (1198 // 32)
-
-
-def test_the_tables_of_the_demo(capsys):
-    """Of runs too short to time, too; and of which rows the figures are."""
-    numbers = {"parameters": 5, "flops": 7.0, "top1": 50.0, "ema_top1": 60.0}
-    assert vision.cells([{**numbers, "images_per_second": None}])[-1] == ""
-    assert vision.cells([{**numbers, "images_per_second": speed} for speed in (None, 30.0)])[-1] == "30 ±0"
-    row = {**dict.fromkeys(report.COLUMNS, 2.0), "sigma": {}}
-    told = {**row, "eval_rows": "first", "val_bpb_utf8": 2.5}
-    report.show({"softmax": told, "gka": {**row, "tokens_per_second": None}}, {})
-    printed = capsys.readouterr().out
-    [line] = [line for line in printed.splitlines() if "tokens/s" in line]
-    assert line.split()[1:] and "None" not in line and "0" not in line
-    assert "softmax: first rows, val bpb 2.000000 (2.500000 of" in " ".join(printed.split()) and "gka:" not in printed

@@ -67,10 +67,8 @@ def test_a_text_with_two_labels_is_left_out():
     "name, content, words",
     [
         ("a.csv", "text,stars\nfine,5\n", "needs columns text and label, it has no label but text, stars"),
-        ("a.csv", "text,label\nfine,5\n", "at least two labels are needed"),
         ("a.parquet", "no parquet", "cannot be read"),
         ("a.csv", "", "there is no such file"),
-        ("a.txt", "fine", "--data takes a file of .parquet or .csv"),
     ],
 )
 def test_a_mistake_in_the_data_is_one_line(name, content, words, tmp_path, capsys):

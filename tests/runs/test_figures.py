@@ -10,7 +10,6 @@ from runs.neighbours.approximations.forms import FORMS, MEAN
 from runs.study.grid import CONTENDERS, CONTROL, SCALED, longer_families
 from runs.study.pictures import OVER_CONTROL
 from runs.study.vision.families import BARE_NORM, DEEPER, FAMILIES, TUNED_APART, TUNED_APART_LATER
-from trainkit_gka.plots import shades
 
 TEXT = {CONTROL, *OVER_CONTROL, *SCALED, *longer_families(), *CONTENDERS, "VLT"}
 IMAGES = FAMILIES | DEEPER | BARE_NORM | TUNED_APART | TUNED_APART_LATER
@@ -23,20 +22,9 @@ def test_forms_have_looks_of_their_own_in_the_palette():
     assert picture.LOOKS.keys() == FORMS.keys() - {MEAN} and len(set(picture.LOOKS.values())) == len(picture.LOOKS)
 
 
-def test_relatives_share_their_colour():
-    for start, forms in (("softmax + offsets", TEXT), ("VLT", TEXT), ("GGG", TEXT), ("GKA + LRUB", IMAGES)):
-        assert len({figures.look(form).colour for form in forms if form.startswith(start)}) == 1
-    own = figures.variants("GKA", ["gka cpu", "gka sdpa", "gka eager"])
-    assert {look.colour for look in own.values()} == {figures.look("GKA").colour} and len(set(own.values())) == 3
-
-
 def test_pictures_of_models_have_the_forms_colours():
     assert all(figures.look(kind.label).colour == kind.colour for kind in KINDS.values())
     assert figures.look("GGGA").colour == HYBRID
-
-
-def test_heads_and_layers_have_another_palette():
-    assert len(set(shades(6))) == 6 and not set(shades(6)) & set(figures.PALETTE) and len(shades(1)) == 1
 
 
 def test_pictures_of_the_mathematics_show_what_the_page_proves(tmp_path):

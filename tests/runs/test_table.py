@@ -1,10 +1,6 @@
 """A table as a terminal, Markdown, LaTeX and HTML show it: valid text, equal rows, everything escaped."""
 
 import re
-import shutil
-import subprocess
-
-import pytest
 
 from html_elements import Elements
 from runs import table
@@ -73,20 +69,6 @@ def test_latex_of_the_papers_tables_closes_what_it_opens_and_has_equal_rows(tmp_
     for columns, body in re.findall(r"\\begin{tabular}{(\w+)}(.*?)\\end{tabular}", printed, re.DOTALL):
         rows = [line for line in body.splitlines() if line.endswith(r"\\")]
         assert len(rows) > 2 and all(row.replace(r"\&", "").count("&") == len(columns) - 1 for row in rows)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("pdflatex"), reason="needs pdflatex, booktabs and graphicx")
-def test_latex_of_the_papers_tables_compiles_and_fits_its_page(tmp_path, capsys):
-    tables.main(tables.PaperTablesConfig(tmp_path, "latex"))
-    preamble, tables_only = capsys.readouterr().out.split("\n", 1)
-    packages = "\n".join(re.findall(r"\\usepackage(?:\[\w+\])?{\w+}", preamble))
-    document = f"\\documentclass{{article}}\n{packages}\n\\begin{{document}}\n{tables_only}\n\\end{{document}}\n"
-    (tmp_path / "tables.tex").write_text(document)
-    command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "tables.tex"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, errors="replace")
-    assert done.returncode == 0 and (tmp_path / "tables.pdf").stat().st_size > 10_000, done.stdout[-2000:]
-    assert not re.search(r"Overfull|too large|Undefined|Missing character", done.stdout), done.stdout
 
 
 def test_sources_name_each_machine_with_its_days_and_commits():
