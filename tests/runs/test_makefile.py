@@ -21,7 +21,7 @@ from gka.kinds import KINDS
 from makefile import LAUNCHER, TARGETS
 from runs import commands as words
 from runs import make as launcher
-from runs.paper import ablation, deit, gpt_d20, gpt_d20_gka, gpt_d20_softmax
+from runs.paper import ablation, gpt_d20, gpt_d20_gka, gpt_d20_softmax
 from runs.settings import Problem
 from runs.study import gpt_d20_best
 from sources import ROOT
@@ -138,15 +138,6 @@ def test_own_corpora_have_a_checksum_in_their_name():
 
 
 # Vision models
-
-
-@pytest.mark.parametrize(
-    "target, name", [("train-deit-ti", "ti"), ("train-deit-s-vlt", "s-vlt"), ("train-deit-b-base", "b-base")]
-)
-def test_vision_targets_are_the_command_of_their_experiment(commands, ready, target, name):
-    config = deit.VisionConfig(ngpu=7, data="/some/images")
-    expected = deit.words(config, deit.model_of(name), ["--epochs", "2"])
-    assert commands(target, DATA="/some/images", NGPU="7", ARGS="--epochs 2") == [[PYTHON, *expected]]
 
 
 def test_the_ablation_trains_every_model_and_reads_the_runs(commands, ready):

@@ -14,10 +14,6 @@ def number(text):
     return float(text.rstrip("M"))
 
 
-def percent(ours, base):
-    return 100 * (number(ours) / number(base) - 1)
-
-
 # Command lines; tests/runs/test_makefile.py compares them with make's
 
 
@@ -75,30 +71,6 @@ def test_the_data_file_has_every_table_and_cell():
     assert [sum(map(len, table["rows"].values())) for table in tables] == [44, 42, 42, 42, 12, 6, 21, 8]
     assert sum(map(len, published.TABLES["runtime"]["differences"].values())) == 18
     assert published.LANGUAGE["GKA"]["parameters"] == "378M" and published.LANGUAGE["GKA"]["val_bpb"] == "0.819080"
-
-
-@pytest.mark.parametrize("size", ["Ti", "S", "B"])
-def test_size_reductions_follow_from_the_figures(size):
-    """Within rounding of both figures; table 3's of FLOPs of size S need 9.22 or 9.20 alike."""
-    for name, columns, step in (
-        ("main_results", ("params", "flops"), 0.1),
-        ("efficiency", ("params", "attention", "flops"), 1),
-    ):
-        ours, base = (published.rows(name)[f"{model}-{size}"] for model in ("GKA", "DeiT"))
-        for column in columns:
-            key = "gflops" if column == "flops" else column
-            slack = 100 * (0.005 / number(ours[key]) + 0.005 / number(base[key]))
-            implied = percent(ours[key], base[key])
-            assert number(ours[f"delta_{column}"]) == pytest.approx(implied, abs=step / 2 + slack), (name, column)
-    assert published.rows("main_results")[f"GKA-{size}"]["mlp"] == published.rows("main_results")[f"DeiT-{size}"]["mlp"]
-
-
-@pytest.mark.parametrize("size", ["Ti", "S", "B"])
-def test_speed_and_memory_differences_follow_from_the_figures(size):
-    ours, base = (published.rows("runtime")[f"{model}-{size}"] for model in ("GKA", "DeiT"))
-    printed = published.TABLES["runtime"]["differences"][size]
-    implied = {key: percent(ours[key], base[key]) for key in printed}
-    assert {key: number(text) for key, text in printed.items()} == pytest.approx(implied, abs=0.51)
 
 
 def test_core_differences_and_means_follow_from_the_scores():

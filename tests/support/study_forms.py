@@ -17,19 +17,14 @@ MIXED = [
     dict(attention="VGA", mixing="partial", rotary="half", offset_layers="all", value_embeds="all"),
     dict(GKA, mixing="token-shift", head_gates=True),
     dict(attention="GAV", mixing="canon", offset_layers="all"),
-    dict(attention="gka", mixing="canon", value_embeds="all", channel_bandwidths=True),
 ]
 KERNELS = [
-    dict(GKA, kernel="mean", head_offsets="PS"),
     dict(GKA, kernel="previous"),
-    dict(GKA, kernel="tied-softmax", gka_window=1),
     dict(attention="gka", kernel="tied-softmax", head_offsets="PS"),
     dict(attention="gka", kernel="none"),
     dict(GKA, kernel="others", head_offsets="PS", channel_bandwidths=True, value_embeds="all"),
     dict(GKA, kernel="others", mixing="canon", gka_window=3),
     dict(attention="GA", kernel="previous", mixing="canon", value_embeds="every-layer"),
-    dict(GKA, kernel="mean", mixing="token-shift"),
-    dict(GKA, kernel="tied-softmax", mixing="kv-shift"),
 ]
 OTHERS = [
     dict(attention="gka", gka_values="raw", value_embeds="all", channel_bandwidths=True),
