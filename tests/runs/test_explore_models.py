@@ -165,13 +165,6 @@ def test_the_demos_models_and_their_twins_are_the_default(models, demo):
     assert [len(named.vision), len(named.language)] == [1, 1] and not named.vision[0].has_sigma
 
 
-def test_a_demo_of_digits_alone_has_no_language_model(demo, tmp_path):
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / "digits-gka-1-seed0").symlink_to(demo / "runs" / "digits-gka-1-seed0")
-    models = load((), (), tmp_path, "unused")
-    assert len(models.vision) == 1 and not models.language
-
-
 def test_without_a_demo_there_is_an_untrained_model(tmp_path):
     models = load((), (), tmp_path, "deit_tiny_gka_patch16_224")
     (model,) = models.vision

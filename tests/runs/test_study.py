@@ -127,24 +127,10 @@ def test_a_cell_that_another_process_trains_is_left_to_it(packed, tmp_path):
     assert not one.is_busy(TINY)
 
 
-def test_another_configuration_or_text_is_another_trial(packed, trained):
+def test_another_text_has_other_trials(packed, trained):
     one = study(packed, trained)
-    changed = dict(
-        depth=2, attention="softmax", head_offsets="PS", value_embeds="all", gka_values="raw", sigma_squared=3.0
-    )
-    changed |= dict(window_pattern="S", rate=2.0, seed=1, tokens=6400, batch=32, dtype="float32", offset_layers="all")
-    changed |= dict(mixing="canon", rotary="half", kernel="mean", learn_sigma=False, gka_window=5)
-    changed |= dict(channel_bandwidths=True, head_gates=True, head_dim=128)
-    own_rates = dict(channel_rate=4.0, gate_rate=4.0)  # of what the model must have
-    assert changed.keys() | own_rates.keys() == TINY.__dataclass_fields__.keys()
-    learned = replace(TINY, channel_bandwidths=True, head_gates=True)
-    trials = [TINY, learned, *(replace(TINY, **{name: value}) for name, value in changed.items())]
-    trials += [replace(learned, **{name: value}) for name, value in own_rates.items()]
-    keys = {one.key(trial) for trial in trials}
-    assert len(keys) == len(trials)
-    other = replace(one.text, identity={**one.text.identity, "tokenizer_sha256": "another"})
-    one.text = other
-    assert one.key(TINY) not in keys and one.done() == {} and one._work_out_left() == [TINY]
+    one.text = replace(one.text, identity={**one.text.identity, "tokenizer_sha256": "another"})
+    assert one.done() == {} and one._work_out_left() == [TINY]
 
 
 @pytest.fixture(scope="module")
