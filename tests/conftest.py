@@ -39,27 +39,6 @@ def pytest_sessionstart(session):
         processes.server()  # before a test makes a command's function start one that lacks the libraries
 
 
-# Those of 5 s or more start first, the longest before all, so that both workers end together.
-LONG_FILES = [
-    *("runs/test_study", "nanochat/test_onnx", "gka/test_triton_accuracy", "gka/test_hiding"),
-    *("deit/test_onnx", "runs/test_report"),
-    *("nanochat/test_cuda_path", "deit/test_resume", "runs/test_bench_commands", "nanochat/test_pack_interrupted"),
-    *("nanochat/test_resume", "trainkit/test_signals", "deit/test_train", "deit/test_draw", "nanochat/test_train"),
-    *("gka/test_properties", "trainkit/test_torchrun", "nanochat/test_page_examples", "nanochat/test_corpus"),
-    *("gka/test_compile_and_autocast", "deit/test_hub", "deit/test_warm_start", "runs/test_error"),
-    *("runs/test_explore", "trainkit/test_loop", "nanochat/test_train_mistakes", "patches/test_apply"),
-    *("gka/test_accuracy", "gka/test_cpu_kernel", "deit/test_cuda_path", "trainkit/test_compiling"),
-    *("runs/test_tables", "nanochat/test_transformers", "nanochat/test_harness", "nanochat/test_core"),
-    *("deit/test_timm", "tests/test_layout", "runs/test_approximations"),
-]
-
-
-def place(path: Path) -> int:
-    """Of a test's file in the list of the long ones, or after it."""
-    name = f"{path.parent.name}/{path.stem}"
-    return LONG_FILES.index(name) if name in LONG_FILES else len(LONG_FILES)
-
-
 def pytest_collection_finish():
     """What is imported stays: the garbage collector need not look through it again and again."""
     gc.collect()
@@ -90,7 +69,7 @@ def one_thread(threads):
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: place(item.path))
+    items.sort(key=lambda item: -item.path.stat().st_size)  # long files first, so that workers end together
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="no CUDA device")
         for item in items:
