@@ -148,6 +148,14 @@ def test_a_file_that_is_too_large_is_refused_before_it_is_sent(page, tmp_path):
     assert source(page, 0) == before and page.locator("#map-0 img").is_visible()
 
 
+def test_another_image_can_be_chosen(page):
+    page.get_by_role("tab", name="Images").click()
+    before = source(page, 0)
+    page.get_by_label("Image", exact=True).click()
+    page.get_by_role("option", name="flower").click()
+    page.wait_for_function("old => document.querySelector('#map-0 img').src != old", arg=before)
+
+
 def test_an_uploaded_image_is_shown_and_named(page):
     page.get_by_role("tab", name="Images").click()
     before, content = source(page, 0), tiny_vision.encoded(tiny_vision.photo(3, 2), "WEBP")
@@ -213,6 +221,20 @@ def test_the_page_itself_uploads_and_links_to_it_work(server):
     link = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
     assert server.http.get("/", headers=link).status_code == 200
     assert server.http.get("/config", headers={"Sec-Fetch-Site": "same-origin"}).status_code == 200
+
+
+@pytest.mark.slow
+def test_localhost_behind_proxies_is_this_machine_alone(server, tmp_path):
+    """Gradio would ask a proxy for the page, and need a package more for one of SOCKS."""
+    proxies = dict.fromkeys(("http_proxy", "HTTPS_PROXY", "https_proxy"), "http://127.0.0.1:9")
+    running = Server(server.demo, tmp_path, "--host", "localhost", **proxies, ALL_PROXY="socks5://127.0.0.1:9")
+    try:
+        assert running.address.startswith("http://localhost:")
+        assert running.http.get("/config").status_code == 200
+        assert running.http.get("/config", headers={"Host": "elsewhere.example"}).status_code == 400
+    finally:
+        code, errors = running.end()
+    assert code == 130 and "warning" not in errors
 
 
 def test_events_cannot_name_a_file_of_the_machine(server):

@@ -33,6 +33,17 @@ def test_the_gate_refuses_a_layer_that_is_not_its_equation(monkeypatch):
     assert "y is off by" in speed.gate("performer", [29])
 
 
+def test_the_gate_compares_the_causal_form_too(monkeypatch):
+    right = Performer.forward
+
+    def forward(self, q, k, v):
+        y = right(self, q, k, v)
+        return y.roll(1, 2) if self.causal else y
+
+    monkeypatch.setattr(Performer, "forward", forward)
+    assert "y is off by" in (said := speed.gate("performer", [29])) and said.endswith("(29 tokens, causal)")
+
+
 @pytest.mark.parametrize("name", ABOUT)
 def test_the_gate_refuses_a_wrong_gradient_of_a_parameter(name, monkeypatch):
     def wrong(*arguments, **settings):

@@ -36,6 +36,7 @@ def language_folder(base, model="GKA", **changed):
     config = LanguageTraining(**{"depth": 20, **recipe, **changed})
     counts = {key: measured.language_counts(model)[key] for key in ("parameters", "flops_per_token", "train_tokens")}
     finish = {"event": "finish", "step": 2650, **counts, "train_bpb": 0.8, "val_bpb": 0.81, "gap": 0.01}
+    finish["eval_rows"] = "upstream"
     write_lines(
         base / "runs" / config.tag / "log.jsonl", {"event": "start", "step": 0, "config": config.identity()}, finish
     )
@@ -131,6 +132,7 @@ def test_language_run_fills_its_cells_and_other_ratios_do_not(tmp_path):
     language_folder(tmp_path)
     assert cells(6, tmp_path)["GKA", "Val BPB"] == ["0.819080", "0.8100000", "-0.0090800"]
     assert cells(6, tmp_path)["nanochat_base", "Val BPB"][1] == NOT_RUN
+    assert re.search(r"\bGKA, .*: upstream rows", notes(6, tmp_path))  # and the other run's
 
 
 def test_core_has_differences_with_standard_errors_of_each_columns_examples(tmp_path):

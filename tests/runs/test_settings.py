@@ -18,6 +18,7 @@ from nanochat_gka.data import fineweb, tokenizer
 from nanochat_gka.pack import PackConfig
 from runs import make as launcher
 from runs.settings import PATHS, WHOLE, Problem, flags_of, read
+from sources import ROOT
 
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 
@@ -91,6 +92,14 @@ def test_every_text_reaches_a_command_through_make_which_shows_what_runs(make, t
 def test_settings_of_the_environment_run_nothing_either(make, tmp_path):
     done = make("-n", "tokenize", env={"CORPUS": "$(shell touch canary)", "PYTHON": "python3"})
     assert "--source '$(shell touch canary)' " in done.stdout and not (tmp_path / "canary").exists()
+
+
+def test_upstreams_sources_reach_the_patches(make, tmp_path):
+    shutil.copytree(ROOT / "patches", tmp_path / "patches")
+    sources = {name: f"/no/{name}{ODD}" for name in ("NANOCHAT_SRC", "DEIT_SRC")}
+    done = make("vendor", *(f"{name}={value}" for name, value in sources.items()))
+    assert done.returncode == 2 and not (tmp_path / "canary").exists()
+    assert all(f" from {source} (" in done.stderr for source in sources.values())
 
 
 # What is refused, before anything runs

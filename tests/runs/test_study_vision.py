@@ -176,6 +176,8 @@ def test_softmax_and_vlt_build_their_weights_on_cifar10_alone(parquet, tmp_path)
         study = VisionStudy(images, tmp_path / "rows.jsonl", tmp_path / "runs", ["rates"])
         jobs = {kind: study.job(VisionTrial(kind), "cpu") for kind in ("softmax", "vlt", "gka", "GGGA")}
         assert {kind for kind, job in jobs.items() if job.environment == {"TIMM_FUSED_ATTN": "0"}} == built
+        tuned = study.job(VisionTrial("gka", tuning=True), "cpu")
+        assert images.tuning_data in tuned.flags and images.data in jobs["gka"].flags
 
 
 def test_rows_are_drawn_and_compared_as_they_are_and_those_of_other_versions_left_out(tmp_path):
