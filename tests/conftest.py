@@ -5,10 +5,11 @@ import os
 import signal
 from pathlib import Path
 
-if (
-    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-):  # as for a shell's background job; the commands under test would inherit it
+# A shell's background job ignores SIGINT, and nohup's SIGHUP; the commands under test would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 os.environ.setdefault("WANDB_MODE", "disabled")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if "PYTEST_XDIST_WORKER" in os.environ:
