@@ -10,6 +10,7 @@ from trainkit_gka.files import atomic, sha256
 from trainkit_gka.progress import progress_bar
 
 REPOSITORY = "karpathy/fineweb-edu-100b-shuffle"
+LATER = (408, 429)  # the statuses of a server that would answer another time
 SHARDS = Bounds(2, 1823)  # the last one is the validation split
 
 
@@ -32,7 +33,8 @@ def download(folder: Path, num_shards: int) -> None:
             try:
                 _fetch(name, folder)
             except Exception as error:  # the client raises its own and its transport's kinds: all mean "not fetched"
-                refused = 400 <= getattr(getattr(error, "response", None), "status_code", 0) < 500
+                status = getattr(getattr(error, "response", None), "status_code", 0)
+                refused = 400 <= status < 500 and status not in LATER
                 raise (UserError if refused else PassingFault)(
                     f"could not download {name} of {REPOSITORY}: {reason_of(error)}. Check the network and run the "
                     "same command again (it continues where it stopped), or use your own text: CORPUS=folder "

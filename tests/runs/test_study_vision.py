@@ -184,14 +184,18 @@ def test_rows_are_drawn_and_compared_as_they_are_and_those_of_other_versions_lef
     top1 = {"softmax": (97.0, 98.0, 97.5), "GKA + NLUD": (98.0, 98.5, 99.0)}
     data = {"images": "digits", "train images": 1198, "val images": 599}
     about = dict(kind="study-vision", date="2026-01-01", commit="abc", hardware="CPU, 1 thread", torch="2", data=data)
-    with (tmp_path / "vision_digits.jsonl").open("w") as file:
+
+    def write(top1):
         for name, values in top1.items():
             for seed, value in enumerate(values):
                 trial = VisionTrial(**FAMILIES[name], seed=seed)
                 metrics = dict(ema_top1=value, ema_loss=0.1, parameters=1000, flops=2.5e6)
                 row = {**about, "key": trial.key(data, DIGITS), "trial": vars(trial), "metrics": metrics}
                 other = {**row, "key": f"of another version, {name} {seed}", "metrics": {**metrics, "ema_top1": 50.0}}
-                file.write(json.dumps(row) + "\n" + json.dumps(other) + "\n")
+                with (tmp_path / "vision_digits.jsonl").open("a") as file:
+                    file.write(json.dumps(row) + "\n" + json.dumps(other) + "\n")
+
+    write(top1)
     row = cells(study_vision.images(tmp_path), "GKA + NLUD")
     gains = [ours - softmax for ours, softmax in zip(top1["GKA + NLUD"], top1["softmax"])]
     half, middle = 4.303 * statistics.stdev(gains) / 3**0.5, statistics.mean(gains)
@@ -202,3 +206,8 @@ def test_rows_are_drawn_and_compared_as_they_are_and_those_of_other_versions_lef
     figure = study_pictures.images(tmp_path, tmp_path)
     drawn = [row["top-1 %"] for row in figure.rows if row["family"] == "GKA + NLUD"]
     assert figure.path.exists() and drawn == list(top1["GKA + NLUD"]) and len(figure.rows) == 6
+    write({"GKA": (95.0, 96.0, 95.5), "softmax + NLUD": top1["softmax"]})  # each side with the same offsets
+    plain, offsets = sentences.image_sentences(tmp_path).split("; ")
+    assert plain.endswith("GKA has 95.5 % (3 seeds), 2.0 [2.0, 2.0] points behind softmax's 97.5 %")
+    interval = f"[{middle - half:+.1f}, {middle + half:+.1f}]"
+    assert "`NLUD`" in offsets and f"softmax's 97.5 % with the same ({middle:+.1f} {interval}" in offsets
