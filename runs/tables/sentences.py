@@ -27,15 +27,19 @@ from runs.tables.study_equal import other_places, three_ways
 TEXT = ROWS / "text_large.jsonl"
 OFFSETS, PAPER, SOFTMAX = "GKA + offsets", "GKA", "softmax"
 NAMES = {
-    HALF: "GKA with head offsets, and value embeddings in half of its layers as softmax has them,",
-    PRESET: "The preset, GKA with head offsets, value embeddings in half of its layers as softmax has them, a "
+    HALF: "GKA with head offsets, and value embeddings in every second layer as softmax has them,",
+    PRESET: "The preset, GKA with head offsets, value embeddings in every second layer as softmax has them, a "
     "bandwidth for every channel and a gate for every head,",
     CONTROL: "softmax with the same offsets",
     OFFSETS: "GKA with head offsets",
     SOFTMAX: "nanochat's softmax",
 }
 FEWEST_SEEDS = 3  # of which an interval says something
-IMAGES = {"digits": "digits", "images": "600 photographs of clothing", "cifar10": "CIFAR-10"}
+IMAGES = {
+    "digits": "digits",
+    "images": "600 photographs of clothing",
+    "cifar10": "CIFAR-10 (six layers of width 96, 8 epochs)",
+}
 BITS, POINTS = " bits per byte", " points"
 
 
@@ -126,8 +130,8 @@ def text_quality(study: Study) -> str:
         f"the paper's form is {standing(study.over(PAPER, SOFTMAX, LONGEST), 'it')}. {NAMES[PRESET]} is "
         f"{standing(tokens, NAMES[CONTROL])} at equal tokens, {standing(flops, 'it')} at equal FLOPs, and "
         f"{standing(time, 'it')} at equal time on a CPU, each with the fastest kernel there. It is "
-        f"{study.best_stands('softmax with the same bandwidths and gates too')}. "
-        f"{study.counted('GKA without bandwidths and gates')}"
+        f"{study.best_stands('softmax with the same channel bandwidths and gates too')}. "
+        f"{study.counted('GKA without channel bandwidths and gates')}"
     )
 
 
@@ -263,6 +267,7 @@ def of_images(rows: list[dict]) -> str:
         seeds = common_seeds([ours.losses, rival.losses]) if ours and rival else []
         if len(seeds) < FEWEST_SEEDS:
             return ""
+        ours, rival = ours.of_seeds(seeds), rival.of_seeds(seeds)
         place = standing(ours.over(rival), f"softmax's {rival.mean:.1f} %{words}", POINTS, ".1f", less_wins=False)
         return f"{ours.mean:.1f} % ({len(seeds)} seeds), {place}"
 
@@ -274,7 +279,9 @@ def of_images(rows: list[dict]) -> str:
         own, other = f"GKA + {letters}", f"softmax + {letters}"
         words = f"with spatial offsets (`{letters}`, heads that take the value of a neighbouring patch)"
         told[words] = beside(own, other, " with the same")
-    told["at about equal time on a CPU"] = beside("GKA", SHORTER_SOFTMAX)
+    if results["VLT"]:
+        told["VLT"] = beside("VLT", "softmax")
+    told["GKA without offsets"] = beside("GKA", SHORTER_SOFTMAX, " after 6 epochs")
     said = "; ".join(f"{words} {numbers}" for words, numbers in told.items() if numbers)
     return f"On {IMAGES.get(name, name)} {said}."
 

@@ -25,7 +25,7 @@ BARE_NORM = {
     "GKA, norm without weight": dict(attention="gka", norm_weight=False),
     "GKA, norm without weight, channel bandwidths": dict(attention="gka", norm_weight=False, channel_bandwidths=True),
 }
-# Softmax for about the time of GKA's eight epochs: a thread trained 570 and 740 images/s.
+# Softmax for the time of GKA's eight epochs, by what a thread trained alone: 570 and 740 images/s.
 SHORTER_SOFTMAX = "softmax, 6 epochs"
 AT_EQUAL_TIME = {SHORTER_SOFTMAX: dict(attention="softmax", epochs=6)}
 # Of a setting that tunes rates apart: LRUB is GKA's best on the digits and on the photographs.
