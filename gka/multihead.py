@@ -62,11 +62,15 @@ class GaussianMultiheadAttention(nn.Module):
 
         Masks mean what they mean there: True, or minus infinity, where a query must not look. Float values that are not
         0 or minus infinity are added to the exponents in attn_mask, and refused (ValueError) in key_padding_mask.
-        is_causal: attn_mask is the causal one, and need not be read where there are as many keys as queries.
+        is_causal: attn_mask is the causal one, and need not be given or read where there are as many keys as queries.
+        ValueError where it is needed and not given.
         """
         heads = [self._heads(name, t) for name, t in (("query", query), ("key", key), ("value", value))]
         features, keys, values = heads[0], None if key is query else heads[1], None if value is key else heads[2]
-        is_causal = is_causal and features.shape[1] == heads[1].shape[1]
+        if is_causal and features.shape[1] != heads[1].shape[1]:
+            if attn_mask is None:
+                raise ValueError("is_causal=True needs attn_mask where there are not as many keys as queries")
+            is_causal = False
         padding = None if key_padding_mask is None else _as_padding(key_padding_mask)
         mask: dict[str, Any] = dict(
             keys=keys,

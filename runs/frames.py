@@ -5,6 +5,7 @@ not taken for one.
 """
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,13 @@ def records(path: Path, *metrics: str, kind: str = "") -> list[dict[str, Any]]:
 
     metrics: what each must have measured. Raises UserError for a line that is not a record of a measurement.
     """
+    return [record for _, record in _numbered(path, metrics, kind)]
+
+
+def _numbered(path: Path, metrics: tuple[str, ...], kind: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The records with the numbers of their lines, from 1."""
     if not path.exists():
-        return []
-    found = []
+        return
     for number, line in enumerate(path.read_text().splitlines(), 1):
         try:
             record = json.loads(line)
@@ -37,8 +42,7 @@ def records(path: Path, *metrics: str, kind: str = "") -> list[dict[str, Any]]:
         missing += [name for name in metrics if not missing and name not in record["metrics"]]
         if missing:
             raise _damaged(path, number, f"has no {', '.join(missing)}")
-        found.append(record)
-    return found
+        yield number, record
 
 
 def _damaged(path: Path, number: int, reason: str) -> UserError:
@@ -50,8 +54,9 @@ def frame(path: Path, *columns: str, kind: str = "") -> pd.DataFrame:
 
     columns: settings or measurements that each must have. Raises UserError as `records` does.
     """
-    rows = []
-    for record in records(path, kind=kind):
+    rows, numbers = [], []
+    for number, record in _numbered(path, (), kind):
+        numbers.append(number)
         config = record.get("config", {})
         row = {name: record[name] for name in FACTS} | config | _case(config) | record["metrics"]
         rows.append({**row, "record": record})
@@ -59,7 +64,7 @@ def frame(path: Path, *columns: str, kind: str = "") -> pd.DataFrame:
     for name in columns if rows else ():
         holes = found.index[found[name].isna()] if name in found else found.index
         if len(holes):
-            raise _damaged(path, holes[0] + 1, f"has no {name}")
+            raise _damaged(path, numbers[holes[0]], f"has no {name}")
     return found
 
 
@@ -76,7 +81,7 @@ def bench(name: str, results: Path | None = None, quick: bool = False) -> pd.Dat
     without its threads. eager: whether others of the comparison are compiled and this is not. flops: of a token's
     training or an image's forward pass. quick: with the runs made so.
     """
-    columns = ("case", "phase", "role", "group", "family", "kernel", "computed_in", "compiled", "status")
+    columns = ("case", "phase", "role", "group", "family", "kernel", "computed_in", "compiled", "status", "quick")
     parts = []
     for path in sorted((results or RESULTS).glob(f"bench_{name}_*.jsonl")):
         lines = frame(path, *columns, kind=f"bench_{name}")

@@ -274,14 +274,13 @@ def of_images(rows: list[dict]) -> str:
     told = {"GKA has": beside("GKA", "softmax")}
     if not told["GKA has"]:
         return ""
+    told["VLT has"] = beside("VLT", "softmax")
     if offsets := {name: one for name, one in results.items() if one and name.startswith("GKA +")}:
         letters = max(offsets, key=lambda name: offsets[name].mean).rpartition(" ")[2]
         own, other = f"GKA + {letters}", f"softmax + {letters}"
-        words = f"with spatial offsets (`{letters}`, heads that take the value of a neighbouring patch)"
+        words = f"GKA with spatial offsets (`{letters}`, heads that take the value of a neighbouring patch) has"
         told[words] = beside(own, other, " with the same")
-    if results["VLT"]:
-        told["VLT"] = beside("VLT", "softmax")
-    told["GKA without offsets"] = beside("GKA", SHORTER_SOFTMAX, " after 6 epochs")
+    told["GKA without them has"] = beside("GKA", SHORTER_SOFTMAX, " after 6 epochs")
     said = "; ".join(f"{words} {numbers}" for words, numbers in told.items() if numbers)
     return f"On {IMAGES.get(name, name)} {said}."
 

@@ -105,6 +105,8 @@ def test_the_hint_of_a_causal_mask_counts_for_as_many_keys_as_queries():
     mask = torch.ones(3, 5).triu(1).bool()
     y, again = (layer(x, context, context, attn_mask=mask, is_causal=hint)[0] for hint in (True, False))
     assert torch.equal(y, again)
+    with pytest.raises(ValueError, match="needs attn_mask"):
+        layer(x, context, context, is_causal=True)
 
 
 def test_a_layer_in_two_places_stays_one():

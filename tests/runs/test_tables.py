@@ -33,6 +33,15 @@ def test_commands_of_results_can_be_given_anywhere():
             assert not [word for word in words if word.startswith(("/", "~")) or "=/" in word], (path, words)
 
 
+def test_a_damaged_line_is_named_by_its_place_in_the_file(tmp_path):
+    lines = [{**RECORD, "kind": kind, "config": {}, "metrics": {}} for kind in ("a", "b", "a", "b")]
+    lines[1]["config"] = {"case": "x"}
+    write_lines(tmp_path / "rows.jsonl", *lines)
+    assert len(frames.frame(tmp_path / "rows.jsonl", kind="b")) == 2
+    with pytest.raises(UserError, match=r"rows\.jsonl, line 4: has no case"):
+        frames.frame(tmp_path / "rows.jsonl", "case", kind="b")
+
+
 def test_every_table_and_sentence_is_on_one_page():
     names = [found for page in tables.PAGES for found in tables.BLOCK.findall((ROOT / page).read_text())]
     known = [("table", name) for name in tables.TABLES] + [("text", name) for name in tables.SENTENCES]
