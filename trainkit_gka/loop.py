@@ -26,7 +26,7 @@ from trainkit_gka.trainer import Trainer
 
 
 def launch(config: RunConfig, make_trainer: Callable[[Any, Runtime, Checkpoint | None], Trainer]) -> None:
-    """Train the run of `config` from where it stands to its end. Its numbers are recorded once.
+    """Train the run of `config` from where it stands to its end, and record its numbers.
 
     Raises UserError, on every process, for anything that the user can mend, and SystemExit with --stopped-code.
     """

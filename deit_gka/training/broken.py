@@ -1,4 +1,4 @@
-"""The list of broken images that a run has met: every file is reported once, also by the processes that continue it."""
+"""The list of broken images that a run has met: a process reports a file once, and none that an earlier run listed."""
 
 import os
 import sys

@@ -10,7 +10,7 @@ from typing import Any
 from nanochat_gka.data.loader import same_rows
 from nanochat_gka.data.shards import MANIFEST
 from nanochat_gka.train import Trainer
-from runs.jobs import Job
+from runs.jobs import START_SECONDS, Job
 from runs.study.grid import GROUPS
 from runs.study.ledger import RECORD, Ledger
 from runs.study.rates import Done
@@ -21,7 +21,6 @@ from trainkit_gka.progress import read_events
 
 CURVE_KEYS, EVAL_KEYS = ("smooth_loss", "tokens_per_second"), ("tokens", "train_bpb", "val_bpb")
 GUESSED_FLOPS = 8e10  # FLOP/s of one thread, before anything is measured
-START_SECONDS = 8.0  # of a process, most of it for importing PyTorch
 
 
 @dataclass(frozen=True)
