@@ -75,6 +75,8 @@ class Trainings:
         ended_by_signal = code <= 0  # a trainer that is asked to stop saves and leaves with 0
         if self.stopping or (ended_by_signal and self.starts[trial] < MOST_STARTS):
             return
+        if self.study.is_busy(trial):  # another runner's training began at the same time, and got the folder
+            return
         printed = (job.folder / "output.txt").read_text(errors="replace")[job.printed :].strip().splitlines()
         reason = printed[-1] if printed else "nothing was printed"
         self.study.fail(trial, code, reason.removeprefix("error: "))

@@ -124,6 +124,9 @@ def test_a_cell_that_another_process_trains_is_left_to_it(packed, tmp_path):
     with locked(one.folder(TINY), "training in"):
         trainings = Trainings(one, 1, 1, "cpu")
         assert trainings._look(None) == 1 and not trainings.running
+        trainings._start(TINY)  # both began at once, and the other one got the folder
+        assert trainings.running[TINY].process.wait(HANG_AFTER) == 2
+        assert trainings._look(None) == 1 and not trainings.running and not one.failed()
     assert not one.is_busy(TINY)
 
 
