@@ -37,7 +37,6 @@ def gaussian_attention(
     constant_norm: bool = False,
     eps: float = EPS,
     impl: str = "auto",
-    return_weights: bool = False,
 ) -> torch.Tensor:
     """y_i = sum_j W_ij v_j with W = row-normalised exp(-|x_i - k_j|^2 / (2 sigma_h^2)) (paper eq. 3, 4 and 7).
 
@@ -67,15 +66,13 @@ def gaussian_attention(
       impl: "reference" (the literal equations), "triton" (the fused kernels, CUDA), "cpu" (the fused kernel in C++, no
         float64), "sdpa" (any device), "flex" (CUDA; forward only on CPU), or "auto", see `select_impl`. All have first
         derivatives in reverse mode; sdpa has forward mode too, and the reference all derivatives of any order.
-      return_weights: gone; `gaussian_weights` returns W.
 
-    Returns: y, (B, Tq, H, D) in x.dtype (precision: top of the file). What a row may not see never touches it.
+    Returns: y, (B, Tq, H, D) in x.dtype (precision: top of the file). What a row may not see never touches it;
+      with triton a NaN in a token that the mask hides may, within a tile.
 
     Raises: TypeError for a wrong type or dtype; ValueError for a wrong rank, shape, device, value, or an implementation
     that cannot serve the request. Both name the argument.
     """
-    if return_weights:
-        raise TypeError("return_weights is gone: gaussian_weights(x, log_sigma, keys=..., causal=...) returns W")
     whole = impl == "reference"  # the equations as they stand, hidden keys included
     request = gaussian_request(
         x, log_sigma, keys, values, causal, window, eps=eps, constant_norm=constant_norm, whole=whole, lengths=lengths,
