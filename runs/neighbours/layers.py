@@ -8,7 +8,7 @@ from torch import nn
 
 from deit_gka.model.attention import ATTENTION
 from gka import KINDS, attention_cost
-from gka.related_costs import related_cost
+from runs.neighbours.costs import related_cost
 from runs.neighbours.methods import METHODS, About, MixingLayer
 from trainkit_gka.cli import UserError
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from gka import gaussian_attention
-from gka.related_costs import CHUNK, ITERATIONS, REACH, WINDOW, transform_length
+from runs.neighbours.costs import CHUNK, ITERATIONS, REACH, WINDOW, transform_length
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import gka.flops  # noqa: F401  torch's counter then knows the operator of non-local means
 from gka.impl.cpu import build as cpu_kernel
-from gka.related_costs import related_cost
+from runs.neighbours.costs import related_cost
 from runs.neighbours.methods import (
     METHODS,
     MixingLayer,

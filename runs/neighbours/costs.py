@@ -1,6 +1,6 @@
-"""Parameters and FLOPs of the methods in the paper's Table 1, from their shapes alone, by the conventions of cost.py.
+"""Parameters and FLOPs of the methods in the paper's Table 1, from their shapes alone, counted as in gka/cost.py.
 
-Softmax attention, VLT and GKA are in cost.py. Formulas are of one sequence, forward: m is the number of features,
+Softmax attention, VLT and GKA are in gka/cost.py. Formulas are of one sequence, forward: m is the number of features,
 landmarks or compressed tokens (`size`), N of tokens, D is head_dim.
 """
 
