@@ -19,6 +19,7 @@ BASELINES = ("softmax", CONTROL)
 COMPARED = ("GKA", "GKA + offsets", HALF, "GGGA + offsets", *CONTENDERS)
 WAYS = ("equal tokens", "equal FLOPs", "equal time")
 Ways = tuple[Interval | None, Interval | None, Interval | None]
+ITSELF: Ways = (Interval(0.0, math.nan, math.nan),) * 3  # of a form over itself
 OFFSETS, SOFTMAX_OFFSETS = "--head-offsets PS --gka-values normalised", "--head-offsets PS --offset-layers all"
 HYBRID = "--attention GGGA --offset-layers all"
 LEARNED = "--channel-bandwidths --head-gates"
@@ -101,11 +102,11 @@ def forms(folder: Path = ROWS) -> list[Table]:
 @of_every_text
 def _forms(scores: Scores) -> Table:
     rows = [
-        [name, _signed(ways[0]), _signed(ways[2]), _times(shares[0]), _times(shares[2]), AT_DEPTH_20[name]]
+        [name, AT_DEPTH_20[name], _signed(ways[0]), _signed(ways[2]), _times(shares[0]), _times(shares[2])]
         for name, ways, shares, _ in _longest(scores)
     ]
-    headings = ["form", WAYS[0], WAYS[2], "parameters", "time of a step", "what trains it at depth 20"]
-    return Table.of(headings, rows)
+    headings = ["form", "what trains it at depth 20", WAYS[0], WAYS[2], "parameters", "time of a step"]
+    return Table.of(headings, rows, words=2)
 
 
 def _longest(scores: Scores) -> list[tuple[str, Ways, list[float], str]]:
@@ -119,7 +120,7 @@ def _longest(scores: Scores) -> list[tuple[str, Ways, list[float], str]]:
         if own and control:
             shares = [own[measure] / control[measure] for measure in ("parameters", "flops_per_token")]
             shares.append(of_depth.get(CONTROL, math.nan) / of_depth.get(name, math.nan))
-            ways = three_ways(scores, speeds, name, CONTROL, LONGEST) if name != CONTROL else (None, None, None)
+            ways = three_ways(scores, speeds, name, CONTROL, LONGEST) if name != CONTROL else ITSELF
             found.append((name, ways, shares, _seeds_of(own, control)))
     return found
 
