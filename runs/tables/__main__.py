@@ -100,7 +100,8 @@ def block(kind: str, name: str, page: str) -> str:
     if name not in known:
         raise UserError(f"{page} has a block {kind}:{name}; known are {', '.join(known)}")
     if kind == "text":
-        return textwrap.fill(SENTENCES[name](), WIDTH, break_long_words=False, break_on_hyphens=False)
+        paragraphs = SENTENCES[name]().split("\n\n")
+        return "\n\n".join(textwrap.fill(p, WIDTH, break_long_words=False, break_on_hyphens=False) for p in paragraphs)
     return "\n\n".join(table.markdown() for table in TABLES[name]()) or NOT_RUN
 
 

@@ -241,10 +241,10 @@ def images_quality(folder: Path = ROWS) -> str:
 
 
 def image_sentences(folder: Path = ROWS) -> str:
-    """The same of every set of images."""
+    """The same of every set of images, a paragraph each."""
     said = {name: of_images(rows) for name, rows in rows_of(folder).items()}
     open_ones = [state(rows) for name, rows in rows_of(folder).items() if not said[name]]
-    return " ".join([*filter(None, said.values()), *open_ones])
+    return "\n\n".join([*filter(None, said.values()), *open_ones])
 
 
 def state(rows: list[dict]) -> str:
