@@ -257,7 +257,7 @@ def state(rows: list[dict]) -> str:
 
 def of_images(rows: list[dict]) -> str:
     """GKA beside softmax on a set of images, in points of top-1; empty until both have three seeds. Then the best form
-    with spatial offsets beside softmax with the same, and GKA at equal time, each where both sides have three seeds.
+    with spatial offsets beside softmax with the same, and GKA beside softmax of fewer epochs, where seeds allow.
     """
     results, name = results_of(rows), rows[-1]["data"]["images"]
 

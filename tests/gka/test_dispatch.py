@@ -1,12 +1,14 @@
 """What implementations declare is what they do, and the door refuses the rest."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from gka import decode_attention, gaussian_attention, select_impl, testing
-from gka.dispatch import IMPLEMENTATIONS, why_not
+from gka.dispatch import IMPLEMENTATIONS, _preferred, why_not
+from gka.masking import Mask
 from gka.request import CONDITIONS, HIDING, OPTIONS, gaussian_request
 from gka.validation import FLOATING
 from operator_cases import IMPLS
@@ -20,6 +22,17 @@ def features(dtype=torch.float32, head_dim=SIZE, tokens=9):
 
 def sigma(dtype=torch.float32):
     return torch.zeros(2, dtype=dtype if dtype == torch.float64 else torch.float32)
+
+
+def test_what_auto_prefers_on_a_device_is_declared_fused_there():
+    """Or tests of accuracy and benchmarks, which iterate the declarations, would leave it out in silence."""
+    for device, preferred in (("cpu", {"cpu", "sdpa"}), ("cuda", {"triton", "flex", "sdpa"})):
+        request = SimpleNamespace(
+            x=SimpleNamespace(is_cuda=device == "cuda", device=torch.device(device)), lengths=None,
+            key_padding_mask=None, mask=Mask(window=2), constant_norm=True,
+        )  # fmt: skip
+        assert set(_preferred(request)) == preferred
+        assert preferred == {name for name, one in IMPLEMENTATIONS.items() if device in one.SERVES.fused_on}
 
 
 @pytest.mark.parametrize("impl", IMPLS)
