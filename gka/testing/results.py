@@ -54,8 +54,7 @@ def oracle(problem: Problem) -> Result:
     def route(x: torch.Tensor, log_sigma: torch.Tensor, *, keys: Optional, values: Optional) -> torch.Tensor:
         q, k = x.transpose(1, 2), (x if keys is None else keys).transpose(1, 2)
         v = k if values is None else values.transpose(1, 2)
-        distance = torch.cdist(q, k, compute_mode="donot_use_mm_for_euclid_dist")
-        exponent = -0.5 * distance.square() * inverse_variance(log_sigma)[:, None, None]
+        exponent = -0.5 * _squared_distances(q, k) * inverse_variance(log_sigma)[:, None, None]
         visible = exact.mask.dense(q.shape[2], k.shape[2], x.device)
         affinity = exponent.exp() * visible
         weights = affinity / (affinity.sum(-1, keepdim=True) + exact.eps)
@@ -64,6 +63,15 @@ def oracle(problem: Problem) -> Result:
         return (weights @ v).transpose(1, 2)
 
     return run(route, exact)
+
+
+def _squared_distances(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """|a_i - b_j|^2 of float64 vectors, (..., Ta, D) and (..., Tb, D) -> (..., Ta, Tb)."""
+    if not a.is_cuda:
+        return torch.cdist(a, b, compute_mode="donot_use_mm_for_euclid_dist").square()
+    # The derivative of cdist holds D numbers for each pair there, and from 2^31 on it writes elsewhere (pytorch#193099).
+    # Beside any budget the float64 rounding of products is nothing.
+    return a.square().sum(-1, keepdim=True) + b.square().sum(-1, keepdim=True).mT - 2 * a @ b.mT
 
 
 def plain_attention(
