@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from gka.api import EPS
 from gka.bandwidth import inverse_variance
@@ -69,9 +70,14 @@ def _squared_distances(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """|a_i - b_j|^2 of float64 vectors, (..., Ta, D) and (..., Tb, D) -> (..., Ta, Tb)."""
     if not a.is_cuda:
         return torch.cdist(a, b, compute_mode="donot_use_mm_for_euclid_dist").square()
-    # The derivative of cdist holds D numbers for each pair there, and from 2^31 on it writes elsewhere (pytorch#193099).
-    # Beside any budget the float64 rounding of products is nothing.
-    return a.square().sum(-1, keepdim=True) + b.square().sum(-1, keepdim=True).mT - 2 * a @ b.mT
+
+    def of_channel(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (x.unsqueeze(-1) - y.unsqueeze(-2)).square()
+
+    # There the derivative of cdist holds D numbers for each pair, and from 2^31 on it writes where it must not
+    # (pytorch#193099).
+    channels = zip(a.unbind(-1), b.unbind(-1), strict=True)
+    return sum((checkpoint(of_channel, x, y, use_reentrant=False) for x, y in channels), a.new_zeros(()))
 
 
 def plain_attention(

@@ -18,7 +18,7 @@ from torch import nn
 
 from gka import gaussian_attention, testing
 from gka.api import EPS
-from gka.impl.triton.configs import generation, override
+from gka.impl.triton import launch
 from gka.testing import Problem, make_log_sigma
 from operator_cases import DEVICE, MASKS, check, features, tiles
 
@@ -49,7 +49,7 @@ def test_float16(kind, causal, window):
 
 @pytest.mark.parametrize("length", [1, 16, 64, 65, 127, 130, 197, 256, 257])
 def test_short_sequences_in_half_precision(length):
-    """Up to 256 tokens one program serves a head; 257 go the general way."""
+    """Whole tiles and all widths of the last one, the norms in the kernel and from one of their own."""
     check("triton", (1, length, 2, 64), torch.float16)
     if length < 100:
         check("triton", (2, length, 1, 40), torch.float16)
@@ -61,11 +61,11 @@ def test_outlier_channels(kind, causal):
     check("triton", (1, 70, 2, 32), kind=kind, causal=causal)
 
 
-def test_norms_from_a_kernel_of_their_own():
-    for norms_first in (False, True):
-        with override(generation(torch.device(DEVICE)), norms_first=norms_first):
-            check("triton", (1, 300, 2, 16))
-            check("triton", (1, 300, 1, 16), causal=True, with_values=True)
+@pytest.mark.parametrize("tokens", [0, 1000])
+def test_norms_from_a_kernel_of_their_own(tokens, monkeypatch):
+    monkeypatch.setattr(launch, "NORMS_FIRST_TOKENS", tokens)
+    check("triton", (1, 300, 2, 16))
+    check("triton", (1, 300, 1, 16), causal=True, with_values=True)
 
 
 @settings(max_examples=12)

@@ -81,3 +81,4 @@ def test_every_table_has_every_entry():
         for key, config in table.entries.items():
             assert all(n >= 16 and n & (n - 1) == 0 for n in config[:2]), key
             assert config.warps in (1, 2, 4, 8) and config.stages >= 1, key
+            assert name != "sm_90" or config.rows < 64 or config.rows >= 16 * config.warps, key  # a warpgroup's product

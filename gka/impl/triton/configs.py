@@ -22,15 +22,9 @@ class Config(NamedTuple):
 
 
 class Table(NamedTuple):
-    """One GPU generation.
-
-    entries: by kernel, BLOCK_D and bytes per element. head: short sequences go to the one-program-per-head kernel.
-    norms_first: long sequences of varying norm get their norms from a kernel of their own.
-    """
+    """One GPU generation. entries: by kernel, BLOCK_D and bytes per element."""
 
     entries: dict[tuple[str, int, int], Config]
-    head: bool
-    norms_first: bool
 
     def find(self, kernel: str, x: torch.Tensor, block_d: int) -> Config | None:
         """The entry for this kernel and these features, if there is one."""
@@ -41,7 +35,7 @@ class Table(NamedTuple):
         return self.entries[kernel, max(32, block_d), x.element_size()]
 
 
-def _table(half: dict[str, tuple], single: dict[str, tuple], head: bool = False, norms_first: bool = True) -> Table:
+def _table(half: dict[str, tuple], single: dict[str, tuple]) -> Table:
     """From one Config per BLOCK_D of 32, 64 and 128 for each kernel; `half` for 2 bytes per element, `single` for 4."""
     entries: dict[tuple[str, int, int], Config] = {}
     for size, kernels in ((2, half), (4, single)):
@@ -49,7 +43,7 @@ def _table(half: dict[str, tuple], single: dict[str, tuple], head: bool = False,
             entries |= {
                 (kernel, block_d, size): Config(*c) for block_d, c in zip(BLOCKS, configs, strict=True) if c is not None
             }
-    return Table(entries, head, norms_first)
+    return Table(entries)
 
 
 # forward and decode: triton_forward; symmetric, queries, keys: triton_backward. None: queries and keys do symmetric's
@@ -74,22 +68,23 @@ TABLES = {
             keys=((64, 16, 4, 2), (32, 32, 8, 2), (16, 32, 8, 2)),
         ),
     ),
-    "sm_90": _table(  # H100, H200
+    # H100, H200. Tiles of 64 rows or more have 16 for each warp: with 8, on an H200, the float32 kernel wrote outside its
+    # memory, and bfloat16 took twice the time.
+    "sm_90": _table(
         half=dict(
-            forward=((128, 64, 4, 3), (128, 64, 8, 3), (128, 64, 8, 3)),
+            forward=((128, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 2)),
             decode=DECODE,
             symmetric=((64, 32, 4, 3), (64, 32, 4, 3), (128, 32, 8, 2)),
-            queries=((64, 64, 4, 2), (128, 32, 8, 2), (128, 32, 8, 3)),
-            keys=((64, 64, 4, 2), (128, 32, 8, 2), (128, 32, 8, 3)),
+            queries=((64, 64, 4, 2), (64, 64, 4, 2), (128, 64, 8, 3)),
+            keys=((64, 64, 4, 2), (64, 64, 4, 2), (64, 32, 4, 3)),
         ),
         single=dict(
             forward=((64, 32, 4, 2), (64, 32, 4, 2), (16, 32, 8, 2)),
             decode=DECODE_SINGLE,
             symmetric=((64, 16, 4, 2), None, None),
-            queries=((64, 32, 4, 2), (64, 16, 8, 2), (16, 16, 8, 1)),
+            queries=((64, 32, 4, 2), (32, 32, 8, 2), (16, 16, 8, 1)),
             keys=((64, 32, 4, 2), (32, 32, 8, 2), (16, 32, 8, 2)),
         ),
-        head=True,
     ),
     "sm_120": _table(  # RTX 50; also RTX 30 and 40, whose blocks have as little shared memory
         half=dict(
@@ -108,7 +103,6 @@ TABLES = {
         ),
     ),
 }
-HEAD = Config(64, 64, 4, 1)  # of the one-program-per-head kernel, whose tiles are fixed
 
 
 def table_of(device: torch.device) -> Table:
@@ -135,11 +129,10 @@ def generation(device: torch.device) -> str:
 
 
 @contextlib.contextmanager
-def override(name: str, **changes):
-    """Within the context, the table `name` with entries (given as `entries=`), `head` or `norms_first` replaced."""
+def override(name: str, entries: dict[tuple[str, int, int], Config]):
+    """Within the context, the table `name` with these entries replaced."""
     before = TABLES[name]
-    entries = {**before.entries, **changes.pop("entries", {})}
-    TABLES[name] = before._replace(entries=entries, **changes)
+    TABLES[name] = Table({**before.entries, **entries})
     try:
         yield
     finally:

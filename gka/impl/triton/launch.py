@@ -4,14 +4,12 @@ import torch
 import triton
 
 from gka.impl.triton.backward import gka_keys_kernel, gka_queries_kernel, gka_rows_kernel, gka_symmetric_kernel
-from gka.impl.triton.configs import HEAD, Config, table_of
+from gka.impl.triton.configs import Config, table_of
 from gka.impl.triton.forward import gka_forward_kernel, gka_merge_kernel, gka_norm_kernel
-from gka.impl.triton.head import BLOCK, gka_head_forward_kernel
 from gka.impl.triton.shapes import gradients_like, output_like
 from gka.impl.triton.tiles import NORM_COMPUTED, NORM_CONSTANT, NORM_LOADED
 
-MAX_HEAD_TOKENS = 208  # of the one-program-per-head kernel: beyond, it spills registers
-NORMS_FIRST_TOKENS = 256  # from here on a kernel of their own computes the norms, if the table says so
+NORMS_FIRST_TOKENS = 64  # beyond, several programs would compute each norm, so that a kernel of its own does it
 DECODE_QUERIES = 16  # up to here a request is bound by reading the keys
 MIN_SPLIT = 256  # keys that a program of its own is worth
 
@@ -28,17 +26,8 @@ def forward(
     num_keys, table = keys.shape[1], table_of(x.device)
     shape = dict(D=head_dim, BLOCK_D=block_of(head_dim), BOUND=bound)
 
-    plain = own_keys and own_values and before == after == -1 and not constant_norm and lengths is None
-    fits = length <= MAX_HEAD_TOKENS and x.element_size() == 2 and shape["BLOCK_D"] <= 64
-    if table.head and plain and fits:
-        tail = length % BLOCK.value
-        gka_head_forward_kernel[(batch * heads,)](
-            x, log_sigma, y, level, norm, *x.stride()[:3], heads, length, eps, FULL=length // BLOCK.value,
-            TAIL=tail and block_of(tail), num_warps=HEAD.warps, num_stages=HEAD.stages, **shape)  # fmt: skip
-        return y, level, norm
-
     policy = NORM_CONSTANT if constant_norm else NORM_COMPUTED
-    if own_keys and not constant_norm and table.norms_first and length > NORMS_FIRST_TOKENS:
+    if own_keys and not constant_norm and length > NORMS_FIRST_TOKENS:
         policy = NORM_LOADED
         sizes = dict(BM=64, D=head_dim, BLOCK_D=shape["BLOCK_D"])
         programs = batch * heads * triton.cdiv(length, 64)

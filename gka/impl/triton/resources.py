@@ -29,7 +29,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from gka.bandwidth import LOG_SIGMA_BOUND
-from gka.impl.triton import backward, configs, forward, head
+from gka.impl.triton import backward, configs, forward
 from gka.impl.triton.tiles import NORM_COMPUTED, NORM_CONSTANT, NORM_LOADED
 
 VERSION = f"# Triton {triton.__version__},"
@@ -38,13 +38,15 @@ GOLDEN = GKA.parent / "tests" / "golden" / "kernel_resources.txt"
 # What is compiled, and what chooses it.
 SOURCES = (
     "bandwidth",
-    *(f"impl/triton/{name}" for name in ("backward", "configs", "forward", "head", "resources", "tiles")),
+    *(f"impl/triton/{name}" for name in ("backward", "configs", "forward", "resources", "tiles")),
 )
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SHARED_LIMIT = {80: 166912, 90: 232448, 120: 101376}  # bytes a block may use
 # Bytes per thread. float32 with head_dim 128 does not fit otherwise, nor do lengths where all registers are taken.
 # Other versions of Triton than the table was made for may need a little.
-KNOWN_SPILLS = {(120, "queries", 128, 4): 16, (90, "symmetric", 128, 2): 8}
+KNOWN_SPILLS = {
+    (120, "queries", 128, 4): 16, (90, "symmetric", 128, 2): 8, (90, "queries", 128, 2): 16, (90, "keys", 128, 2): 48
+}  # fmt: skip
 SPILLS_OF_OTHER_VERSIONS = 64
 # Pointers to features; the others are to float32.
 FEATURES = ("p_x", "p_k", "p_v", "p_y", "p_dy", "p_dx", "p_dk", "p_dv")
@@ -55,7 +57,6 @@ KERNELS = {
     "symmetric": backward.gka_symmetric_kernel,
     "queries": backward.gka_queries_kernel,
     "keys": backward.gka_keys_kernel,
-    "head": head.gka_head_forward_kernel,
 }
 FULL = dict(HAS_BEFORE=False, HAS_AFTER=False)
 CAUSAL = dict(HAS_BEFORE=False, HAS_AFTER=True)
@@ -104,11 +105,6 @@ CASES = {
         "window, foreign": dict(CONSTANT=True, OWN_KEYS=False, OWN_VALUES=False, **WINDOW),
         "lengths, window": dict(CONSTANT=True, **VALUES, **WINDOW),
     },
-    "head": {
-        "197 tokens": dict(FULL=3, TAIL=16),
-        "192 tokens": dict(FULL=3, TAIL=0),
-        "180 tokens": dict(FULL=2, TAIL=64),
-    },
 }
 
 
@@ -125,9 +121,8 @@ class Build(NamedTuple):
     @property
     def constants(self) -> dict:
         shape = dict(D=self.head_dim, BLOCK_D=self.head_dim, BOUND=LOG_SIGMA_BOUND, **CASES[self.kernel][self.case])
-        if self.kernel != "head":
-            shape |= dict(BM=self.config.rows, BN=self.config.columns)
-            shape |= {} if self.case.startswith("lengths") else dict(p_lengths=None)
+        shape |= dict(BM=self.config.rows, BN=self.config.columns)
+        shape |= {} if self.case.startswith("lengths") else dict(p_lengths=None)
         if self.kernel in ("forward", "decode"):
             shape["SPLIT"] = self.kernel == "decode"
         if self.kernel in ("forward", "decode", "symmetric"):
@@ -157,7 +152,7 @@ class Resources(NamedTuple):
         cores = self.instructions.get(name) or (not half and self.instructions.get("HGMMA"))
         spills = KNOWN_SPILLS.get(build[:4], 0) if listed_version() else SPILLS_OF_OTHER_VERSIONS
         limit = SHARED_LIMIT[build.capability]
-        pipelined = half and build.kernel != "head" and build.config.stages > 1
+        pipelined = half and build.config.stages > 1
         checks = {
             f"spills {self.stack} bytes per thread": self.stack > spills,
             f"needs {self.shared} bytes of shared memory, the device has {limit}": self.shared > limit,
@@ -174,9 +169,6 @@ def shipped(every: bool = False) -> list[Build]:
         capability = int(name.removeprefix("sm_"))
         for (kernel, head_dim, size), config in table.entries.items():
             builds += [Build(capability, kernel, head_dim, size, case, config) for case in cases_of(kernel, every)]
-        if table.head:
-            cases = cases_of("head", every)
-            builds += [Build(capability, "head", d, 2, case, configs.HEAD) for d in (32, 64) for case in cases]
     return builds
 
 

@@ -135,7 +135,7 @@ def tune(
         if one.reason:
             continue
         try:
-            with configs.override(name, entries={key: one.config}, head=False):
+            with configs.override(name, entries={key: one.config}):
                 if turn < 0:
                     one.reason = work.judge()
                 else:
