@@ -9,7 +9,9 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 def autocasts(device_type: str) -> bool:
     """Whether autocast is on for this kind of device."""
-    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    # What is compiled is for a device that has it, and before torch 2.14 the question would break the graph.
+    available = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device_type)
+    return available and torch.is_autocast_enabled(device_type)
 
 
 def without_autocast(device_type: str) -> contextlib.AbstractContextManager:

@@ -51,7 +51,8 @@ class GenerateConfig(Sampling):
     max_rows: Count = 32
     """Continuations that run at once."""
     keep_keys: bool = False
-    """For models of --gka-values normalised or raw: keep keys in the cache, too; faster, for twice the memory."""
+    """For models of --gka-values normalised or raw: keep keys in the cache, too; faster, for twice the memory. On a GPU
+    they are always kept."""
     device_type: Literal["auto", "cuda", "cpu"] = "auto"
     """Device to compute on; auto takes CUDA if there is one."""
     forms: str = ""
@@ -158,7 +159,7 @@ def main(config: GenerateConfig) -> None:
     shape = loaded.model.config
     say(f"{loaded.name}: {shape.attention}, depth {shape.n_layer}, step {loaded.step:,}")
     max_rows = 1 if config.stream or config.interactive else config.max_rows
-    engine = Engine(loaded.model, loaded.tokenizer, max_rows, config.keep_keys)
+    engine = Engine(loaded.model, loaded.tokenizer, max_rows, config.keep_keys or None)
     if config.interactive:
         ask(engine, config)
         return

@@ -59,7 +59,9 @@ def test_gpt(monkeypatch, steps, offsets):
     for impl in ("triton", "reference"):
         monkeypatch.setattr(attention, "gaussian_attention", functools.partial(gaussian_attention, impl=impl))
         torch.manual_seed(1)
-        curves.append(train(build(config, DEVICE), batches, lr=1e-2))
+        model = build(config, DEVICE)
+        model.compute_in(torch.float32)
+        curves.append(train(model, batches, lr=1e-2))
     assert_same(*curves)
 
 

@@ -77,6 +77,7 @@ def test_every_form_trains_evaluates_and_writes(form, gpu, packed, tmp_path):
         assert isinstance(p.grad, OnGPU) and p.grad.dtype == p.dtype, name
     assert 3 < trainer.evaluate()["val_bpb"] < 6
     engine = Engine(model, trainer.data.tokenizer)
+    assert engine.keep_keys == model.derives_keys >= (form == "normalised")
     assert all(texts for texts in engine.complete(["the kernel", "a row"], Sampling(max_tokens=2, temperature=0.7)))
 
 
