@@ -2,7 +2,7 @@
 
 One tensor per layer for GKA, whose features are keys and values at once, two for softmax attention: at equal heads
 half the bytes. In our forms whose values are not rotated the one tensor is the values, and keys are computed from them
-again for every token: on CPUs in registers, elsewhere `keep_keys` saves that time for the other half of the bytes.
+again for every token: on CPUs in registers; `keep_keys` saves that time for the other half of the bytes.
 Legend: B rows (sequences) in use, T new tokens of each, H heads, D head_dim.
 """
 

@@ -6,6 +6,7 @@ from runs import frames
 from runs.table import Row, Table
 from runs.tables.speed import (
     GKA,
+    PHASES,
     SOFTMAX,
     WITH_OFFSETS,
     by,
@@ -38,6 +39,24 @@ def one_machine() -> list[Table]:
         rows += both_dtypes(WITH_OFFSETS, with_offsets(timed), flops_ratio(timed))
     headings = ["", "phase", "threads", f"{SOFTMAX}, ms", f"{GKA}, ms", "speed-up", "in bfloat16", "FLOPs ratio"]
     return table(headings, rows, of_machine, words=3)
+
+
+def gpus() -> list[Table]:
+    """The operator on each GPU: the fastest attention of torch, its default, and ours, all in bfloat16."""
+    tables, lines = [], frames.bench("attention")
+    for _, own in by(lines[lines.threads.isna()], "machine"):
+        rows = []
+        for (_, phase), timed in by(own, "case", "phase"):
+            right = timed[timed.status == "ok"]
+            times = right.set_index("kernel").median_ms
+            [ours], baselines = right[right.role == "ours"].median_ms, right[right.role == "baseline"]
+            fastest = baselines.loc[baselines.median_ms.idxmin()]
+            shown = [f"{fastest.median_ms / ours:.2f}x", f"{times['flash'] / ours:.2f}x" if "flash" in times else ""]
+            milliseconds = [f"{fastest.median_ms:.3g} ({fastest.kernel})", f"{ours:.3g}"]
+            rows.append([label(timed.iloc[0]), PHASES.get(phase, phase), *milliseconds, *shown])
+        headings = ["", "phase", f"fastest {SOFTMAX}, ms", f"{GKA}, ms", "speed-up", "beside torch's default"]
+        tables += table(headings, rows, own)
+    return tables
 
 
 def both_dtypes(name: str, timed: pd.DataFrame, flops: float | None) -> list[Row]:

@@ -12,7 +12,7 @@ from runs.tables.speed import GKA, SOFTMAX, by, label
 from trainkit_gka.plots import Figure
 
 PICTURE = "speed.png"
-TITLE = "How many times as fast GKA is as softmax attention, in float32"
+TITLE = "How many times as fast GKA is as softmax attention on CPUs, in float32"
 # The cases of the picture, the operator alone and then whole models, all float32; the tables have the others.
 BOTH, STEP = "forward+backward", "training"
 SHOWN = {
@@ -26,12 +26,13 @@ MARKERS = "osD^vP"
 
 
 def speedups(results: Path | None = None) -> pd.DataFrame:
-    """A row for every case of SHOWN that was timed: case, machine, threads (0 of a GPU), and the ratio of the times of
+    """A row for every case of SHOWN that was timed on a CPU: case, machine, threads, and the ratio of the times of
     softmax's fastest and ours. Each ratio is of one comparison, timed in turns.
     """
     rows = []
     for benchmark, cases in SHOWN.items():
         lines = frames.bench(benchmark, results)
+        lines = lines[lines.threads.notna()]
         for case, phase in cases:
             for machine, own in by(lines[(lines.case == case) & (lines.phase == phase)], "machine"):
                 name = f"{label(own.iloc[0])}, {PHASES.get(phase, phase)}"
@@ -50,7 +51,7 @@ def draw(frame: pd.DataFrame, width: float | None = None) -> Any:
         figure.set_figwidth(width)
     colour, markers = look(GKA).colour, dict(zip(dict.fromkeys(frame.machine), MARKERS))
     for (machine, threads), own in frame.groupby(["machine", "threads"], sort=False):
-        name = machine.replace("(R)", "") + (f", {threads} thread{'s' * (threads > 1)}" if threads else "")
+        name = machine.replace("(R)", "") + f", {threads} thread{'s' * (threads > 1)}"
         heights = [cases.index(case) + (0.14 if threads == 1 else -0.14) for case in own.case]
         face = "none" if threads == 1 else colour
         style = dict(linestyle="none", color=colour, markerfacecolor=face, markersize=6.5)

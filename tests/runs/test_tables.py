@@ -12,7 +12,7 @@ from runs import frames
 from runs.bench.results import facts_of
 from runs.demo.report import COLUMNS
 from runs.tables import __main__ as tables
-from runs.tables import log, speed, speedups
+from runs.tables import log, machine, speed, speedups
 from shown import shown
 from trainkit_gka.cli import UserError
 
@@ -161,3 +161,18 @@ def test_the_picture_of_speed_has_a_point_for_each_case_machine_and_number_of_th
     drawn = [(line.get_label(), line.get_markerfacecolor() == "none", [*line.get_xdata()]) for line in axis.lines[:2]]
     assert drawn == [("a CPU, 1 thread", True, [3.0, 0.9]), ("a CPU, 2 threads", False, [2.4])]
     assert speedups.picture(tmp_path, tmp_path / "empty") is None
+
+
+def test_a_gpu_is_held_to_the_fastest_attention_and_to_torchs_default():
+    """Worked out from the file by hand: a causal step of 2,048 tokens, where cuDNN's is the fastest."""
+    lines = map(json.loads, (RESULTS / "bench_attention_nvidia-h200.jsonl").read_text().splitlines())
+    times = {
+        one["config"]["candidate"]: one["metrics"].get("median_ms")
+        for one in lines
+        if (one["config"]["case"], one["config"]["phase"]) == ("lm-full", "forward+backward")
+    }
+    ours, cudnn, flash = (times[name] for name in ("gka triton", "softmax cudnn", "softmax flash"))
+    assert ours > cudnn and flash > ours
+    [table] = machine.gpus()
+    [row] = [row for row in table.rows if row[:2] == ["causal, 16 × 2048 × 10 × 128", "forward + backward"]]
+    assert row[2:] == [f"{cudnn:.3g} (cudnn)", f"{ours:.3g}", f"{cudnn / ours:.2f}x", f"{flash / ours:.2f}x"]
