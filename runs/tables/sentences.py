@@ -4,6 +4,7 @@ A difference whose interval holds 0 is called not significant; so a new row can 
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -26,6 +27,7 @@ from runs.tables.study_equal import other_places, three_ways
 
 TEXT = ROWS / "text_large.jsonl"
 OFFSETS, PAPER, SOFTMAX = "GKA + offsets", "GKA", "softmax"
+BARE_NORM, BARE_NORM_CHANNELS = "GKA, norm without weight", "GKA, norm without weight, channel bandwidths"
 NAMES = {
     HALF: "GKA with head offsets, and value embeddings in every second layer as softmax has them,",
     PRESET: "The preset, GKA with head offsets, value embeddings in every second layer as softmax has them, a "
@@ -244,7 +246,8 @@ def image_sentences(folder: Path = ROWS) -> str:
     """The same of every set of images, a paragraph each."""
     said = {name: of_images(rows) for name, rows in rows_of(folder).items()}
     open_ones = [state(rows) for name, rows in rows_of(folder).items() if not said[name]]
-    return "\n\n".join([*filter(None, said.values()), *open_ones])
+    norms = [of_norms(rows) for rows in rows_of(folder).values()]
+    return "\n\n".join([*filter(None, [*said.values(), *norms]), *open_ones])
 
 
 def state(rows: list[dict]) -> str:
@@ -260,17 +263,7 @@ def of_images(rows: list[dict]) -> str:
     with spatial offsets beside softmax with the same, and GKA beside softmax of fewer epochs, where seeds allow.
     """
     results, name = results_of(rows), rows[-1]["data"]["images"]
-
-    def beside(own: str, other: str, words: str = "") -> str:
-        """How two forms compare, or "" before they share seeds enough."""
-        ours, rival = results.get(own), results.get(other)
-        seeds = common_seeds([ours.losses, rival.losses]) if ours and rival else []
-        if len(seeds) < FEWEST_SEEDS:
-            return ""
-        ours, rival = ours.of_seeds(seeds), rival.of_seeds(seeds)
-        place = standing(ours.over(rival), f"softmax's {rival.mean:.1f} %{words}", POINTS, ".1f", less_wins=False)
-        return f"{ours.mean:.1f} % ({len(seeds)} seeds), {place}"
-
+    beside = partial(beside_in_images, results)
     told = {"GKA has": beside("GKA", "softmax")}
     if not told["GKA has"]:
         return ""
@@ -283,6 +276,33 @@ def of_images(rows: list[dict]) -> str:
     told["GKA without them has"] = beside("GKA", SHORTER_SOFTMAX, " after 6 epochs")
     said = "; ".join(f"{words} {numbers}" for words, numbers in told.items() if numbers)
     return f"On {IMAGES.get(name, name)} {said}."
+
+
+def of_norms(rows: list[dict]) -> str:
+    """What the norm's weight, which scales distances channel by channel, gives on a set of images; empty before both
+    forms without it have three seeds.
+    """
+    results, name = results_of(rows), rows[-1]["data"]["images"]
+    bare = beside_in_images(results, BARE_NORM, "GKA", " with the weight", whose="GKA's")
+    channels = beside_in_images(results, BARE_NORM_CHANNELS, BARE_NORM, " without them", whose="the")
+    if not bare or not channels:
+        return ""
+    return (
+        f"A bandwidth for every channel, which the weight of the norm before attention is, gives nothing on "
+        f"{IMAGES.get(name, name)}: GKA without that weight has {bare}; with learned channel bandwidths in its place "
+        f"{channels}."
+    )
+
+
+def beside_in_images(results: dict, own: str, other: str, words: str = "", whose: str = "softmax's") -> str:
+    """How two forms compare on a set of images, or "" before they share seeds enough."""
+    ours, rival = results.get(own), results.get(other)
+    seeds = common_seeds([ours.losses, rival.losses]) if ours and rival else []
+    if len(seeds) < FEWEST_SEEDS:
+        return ""
+    ours, rival = ours.of_seeds(seeds), rival.of_seeds(seeds)
+    place = standing(ours.over(rival), f"{whose} {rival.mean:.1f} %{words}", POINTS, ".1f", less_wins=False)
+    return f"{ours.mean:.1f} % ({len(seeds)} seeds), {place}"
 
 
 def classifier() -> str:
