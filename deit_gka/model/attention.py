@@ -46,9 +46,11 @@ class TimmAttention(nn.Module):
     offsets: SpatialOffsets | None
 
     def _init_shared(
-        self, attn_drop=0.0, proj_drop=0.0, qk_norm=False, scale_norm=False, spatial_offsets="", **unused
-    ) -> None:
-        """Take what a layer of any kind does with the rest of the arguments, most of which are timm's.
+        self, attn_drop=0.0, proj_drop=0.0, qk_norm=False, scale_norm=False, spatial_offsets="", qkv_bias=False,
+        norm_layer=None,
+    ) -> None:  # fmt: skip
+        """Take what a layer of any kind does with the rest of the arguments, most of which are timm's; there is nothing
+        for qkv_bias and norm_layer to act on.
 
         spatial_offsets: whose value a token holds, a letter per head (offsets.py); "" = its own on all heads.
         """

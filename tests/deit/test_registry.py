@@ -167,6 +167,14 @@ def test_models_that_would_ignore_our_attention_say_so():
         timm.create_model(GKA, attn_layer=timm.layers.Attention)
 
 
+@pytest.mark.parametrize("kind", ["gka", "vlt"])
+@pytest.mark.parametrize("setting", [dict(sigma_sqared=3.0), dict(gated=True), dict(attn_head_dim=16)])
+def test_a_layer_refuses_what_it_has_not(kind, setting):
+    """Also what timm's own attention has."""
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{next(iter(setting))}'"):
+        ATTENTION[kind](64, num_heads=2, **setting)
+
+
 # Copies and files
 
 SAVED = {
