@@ -191,12 +191,14 @@ def learned(study: Study) -> str:
 def wide_heads(study: Study) -> str:
     """Question 4: heads of 128 channels in place of 64, of the preset and of its rival."""
     own, rival = WIDE_HEADS
-    stands = standing(study.over(own, rival, DEEPER), "softmax with all of that")
+    softmax = "softmax with all of that"
     return (
         f"Heads of 128 channels, half as many, lower the loss of the preset by another "
         f"{gain(study.over(own, PRESET, DEEPER))} bits per byte, and that of softmax with the same by "
-        f"{gain(study.over(rival, RIVAL, DEEPER))}. The preset is then {stands} at equal tokens (four layers, "
-        f"{tokens_of(DEEPER)}; longer trainings are to come). At depth 20 all forms have heads of 128."
+        f"{gain(study.over(rival, RIVAL, DEEPER))} (four layers, {tokens_of(DEEPER)}). With four times the tokens they "
+        f"lower them by {gain(study.over(own, PRESET, LONGEST))} and {gain(study.over(rival, RIVAL, LONGEST))}, and the "
+        f"preset is {standing(study.over(own, rival, LONGEST), softmax)} at equal tokens. At depth 20 all forms have "
+        "heads of 128."
     )
 
 
