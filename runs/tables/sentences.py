@@ -191,13 +191,13 @@ def learned(study: Study) -> str:
 def wide_heads(study: Study) -> str:
     """Question 4: heads of 128 channels in place of 64, of the preset and of its rival."""
     own, rival = WIDE_HEADS
-    softmax = "softmax with all of that"
+    stands = standing(study.over(own, rival, LONGEST), "softmax with all of that")
+    longer = [gain(study.over(one, narrow, LONGEST)) for one, narrow in ((own, PRESET), (rival, RIVAL))]
     return (
         f"Heads of 128 channels, half as many, lower the loss of the preset by another "
         f"{gain(study.over(own, PRESET, DEEPER))} bits per byte, and that of softmax with the same by "
         f"{gain(study.over(rival, RIVAL, DEEPER))} (four layers, {tokens_of(DEEPER)}). With four times the tokens they "
-        f"lower them by {gain(study.over(own, PRESET, LONGEST))} and {gain(study.over(rival, RIVAL, LONGEST))}, and the "
-        f"preset is {standing(study.over(own, rival, LONGEST), softmax)} at equal tokens. At depth 20 all forms have "
+        f"lower them by {' and '.join(longer)}, and the preset is {stands} at equal tokens. At depth 20 all forms have "
         "heads of 128."
     )
 
