@@ -39,6 +39,21 @@ def test_compiles_without_graph_breaks(constant_norm, impl):
     torch.testing.assert_close(compiled(x, log_sigma), function(x, log_sigma))
 
 
+def test_a_graph_does_not_ask_whether_a_device_has_autocast(monkeypatch):
+    """Before torch 2.14 the question breaks it, and all tests run with one torch."""
+
+    def refuse(device_type):
+        raise AssertionError("asked")
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch.amp, "is_autocast_available", refuse)
+    compiled = torch.compile(lambda x: gaussian_attention(x, torch.zeros(2)), fullgraph=True, backend="aot_eager")
+    x = testing.make_features("normal", (1, 24, 2, 16))
+    with torch.autocast("cpu"):
+        assert compiled(x).dtype == torch.bfloat16
+    assert compiled(x).dtype == torch.float32
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 def test_compiles_with_dynamic_shapes(impl):
     log_sigma = torch.zeros(2)
