@@ -49,7 +49,10 @@ def gpus() -> list[Table]:
         for (_, phase), timed in by(own, "case", "phase"):
             right = timed[timed.status == "ok"]
             times = right.set_index("kernel").median_ms
-            [ours], baselines = right[right.role == "ours"].median_ms, right[right.role == "baseline"]
+            mine, baselines = right[right.role == "ours"].median_ms, right[right.role == "baseline"]
+            if mine.empty or baselines.empty:
+                continue
+            ours = mine.iloc[0]
             fastest = baselines.loc[baselines.median_ms.idxmin()]
             shown = [f"{fastest.median_ms / ours:.2f}x", f"{times['flash'] / ours:.2f}x" if "flash" in times else ""]
             milliseconds = [f"{fastest.median_ms:.3g} ({fastest.kernel})", f"{ours:.3g}"]

@@ -290,9 +290,8 @@ def of_norms(rows: list[dict]) -> str:
     if not bare or not channels:
         return ""
     return (
-        f"A bandwidth for every channel, which the weight of the norm before attention is, gives nothing on "
-        f"{IMAGES.get(name, name)}: GKA without that weight has {bare}; with learned channel bandwidths in its place "
-        f"{channels}."
+        f"The weight of the norm before attention is a bandwidth for every channel. On {IMAGES.get(name, name)} GKA "
+        f"without it has {bare}; with learned channel bandwidths in its place {channels}."
     )
 
 
@@ -365,16 +364,18 @@ def speed_on_gpus() -> str:
     lines = frames.bench("attention")
     lines = lines[lines.threads.isna()].assign(threads=0)
     for machine, own in lines.groupby("machine"):
+        own = own[(own["dtype"] == "bfloat16") & ~own.case.str.startswith("decode-derived")]
         decoding, padded = own.case.str.startswith("decode"), own.case == "padded"
-        dense, derived = own[~decoding & ~padded], own.case.str.startswith("decode-derived")
-        both = dense[dense.phase == "forward+backward"]
+        dense = own[~decoding & ~padded]
+        forward, both = (dense[dense.phase == phase] for phase in ("forward", "forward+backward"))
+        if any(part.empty for part in (forward, both, own[decoding], own[padded])):
+            continue  # of a machine with some cases the tables tell
         told.append(
-            f"On an {machine}, in bfloat16, the operator of 197 to 4,096 tokens is {_of_cases(both)} as fast, forward "
-            f"and backward, as the fastest softmax attention in PyTorch, cuDNN's, {_of_cases(both, 'flash')} as fast "
-            f"as torch's default, FlashAttention-2; forward alone {_of_cases(dense[dense.phase == 'forward'])} and "
-            f"{_of_cases(dense[dense.phase == 'forward'], 'flash')}. Decoding is "
-            f"{_of_cases(own[decoding & ~derived])} and padded batches are {_of_cases(own[padded])} as fast as the "
-            "fastest."
+            f"On an {machine}, in bfloat16, the operator of {dense.tokens.min():,.0f} to {dense.tokens.max():,.0f} "
+            f"tokens is {_of_cases(both)} as fast, forward and backward, as the fastest softmax attention in PyTorch, "
+            f"{_of_cases(both, 'flash')} as fast as torch's default, FlashAttention-2; forward alone "
+            f"{_of_cases(forward)} and {_of_cases(forward, 'flash')}. Decoding is {_of_cases(own[decoding])} and "
+            f"padded batches are {_of_cases(own[padded])} as fast as the fastest."
         )
     return " ".join(told)
 
