@@ -130,7 +130,11 @@ RATE_OF |= {f"{name} + {learned}": RATE_OF.get(name, name) for learned in LEARNE
 # What else might help the preset, and softmax with the same as a control of what did.
 PRESET, RIVAL = "GKA + offsets + half VE + channels + gates", "softmax + offsets + channels + gates"
 WIDE_HEADS = {f"{name}, heads of 128": {**CHANNELS[name], "head_dim": 128} for name in (PRESET, RIVAL)}
-IDEAS = {**WIDE_HEADS, f"{PRESET}, no own slot": {**CHANNELS[PRESET], "kernel": "others"}}
+IDEAS = {
+    **WIDE_HEADS,
+    f"{PRESET}, no own slot": {**CHANNELS[PRESET], "kernel": "others"},
+    f"{PRESET}, shared values": {**CHANNELS[PRESET], "mixing": "value-share"},
+}
 RATE_OF |= {name: RATE_OF[name.partition(",")[0]] for name in IDEAS}
 ALL = {**FAMILIES, **FURTHER, **HYBRIDS, **REFERENCES, **REPAIRS, **KERNELS, **PATTERNS, **CHANNELS, **IDEAS}
 

@@ -256,7 +256,7 @@ def channels_longer(done: Done) -> list[Trial]:
 
 
 def ideas(done: Done) -> list[Trial]:
-    """Does anything else help the preset: fewer and wider heads, or a row without the query's own slot?"""
+    """Does anything else help the preset: wider heads, rows without the own slot, shares of the value before?"""
     once, more = _at_best_rate(IDEAS, done, [DEEPER], FIRST_SEED), _at_best_rate(WIDE_HEADS, done, [DEEPER], SEEDS[1:])
     return [*once, *more, *_at_best_rate(WIDE_HEADS, done, [LONGEST])]
 

@@ -89,6 +89,23 @@ def test_partial_offset_moves_the_channels_that_do_not_turn():
     torch.testing.assert_close(layer.mix(x, None, rotary, context), want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["gka", "vlt"])
+@pytest.mark.parametrize("head_offsets", ["", "PNS"])
+def test_value_share_adds_the_value_before_to_every_channel(kind, head_offsets):
+    layer, rotary, x, context = one_layer(kind, mixing="value-share", head_offsets=head_offsets)
+    plain, *_ = one_layer(kind, head_offsets=head_offsets, sigma_squared=4.0 if kind == "gka" else 0.0)
+    plain.load_state_dict({n: p for n, p in layer.state_dict().items() if not n.startswith("pairing")})
+    assert torch.equal(layer.mix(x, None, rotary, context), plain.mix(x, None, rotary, context))  # at the start
+    torch.nn.init.normal_(layer.pairing.values)
+    queries, keys, _ = plain.slots(x, None, rotary)
+    mixed = layer.slots(x, None, rotary)
+    own = plain.project(x, None, rotary, slice(0, 16))[1][0 if kind == "gka" else 1]
+    shared = own + layer.pairing.values * own[:, BEFORE]
+    late = torch.tensor([head_offsets[head % 3] == "P" if head_offsets else False for head in range(4)])
+    assert torch.equal(mixed[0], queries) and torch.equal(mixed[1], keys)
+    torch.testing.assert_close(mixed[2], torch.where(late[:, None], shared[:, BEFORE], shared))
+
+
 @pytest.mark.parametrize("kind", ["gka", "softmax"])
 @pytest.mark.parametrize("mixing", ["token-shift", "canon"])
 def test_blends_act_on_the_layers_input(kind, mixing):
@@ -222,7 +239,8 @@ def costs(**fields):
 
 @pytest.mark.parametrize("kind", ["gka", "softmax"])
 @pytest.mark.parametrize("mixing,parameters,products", [
-    ("kv-shift", 4 * 2, 4 * 256), ("partial", 0, 0), ("token-shift", 256, 256), ("canon", 4 * 256, 4 * 256)
+    ("kv-shift", 4 * 2, 4 * 256), ("partial", 0, 0), ("value-share", 256, 256), ("token-shift", 256, 256),
+    ("canon", 4 * 256, 4 * 256),
 ])  # fmt: skip
 def test_costs_of_mixing(kind, mixing, parameters, products):
     """Per layer of width 256 with two heads; a product costs 6 FLOPs, forward and backward."""

@@ -15,6 +15,8 @@ MIXED = [
     dict(attention="softmax", mixing="kv-shift", offset_layers="all"),
     dict(attention="gka", mixing="partial", rotary="half"),
     dict(attention="VGA", mixing="partial", rotary="half", offset_layers="all", value_embeds="all"),
+    dict(GKA, mixing="value-share", head_offsets="P2S", value_embeds="all", channel_bandwidths=True, head_gates=True),
+    dict(attention="GAV", mixing="value-share", offset_layers="all"),
     dict(GKA, mixing="token-shift", head_gates=True),
     dict(attention="GAV", mixing="canon", offset_layers="all"),
 ]
@@ -36,10 +38,10 @@ FORMS = MIXED + KERNELS + OTHERS
 
 
 def awake(**form) -> GPT:
-    """As `tiny_gpt.awake`, of SHAPE with some other settings; blends are not the layer's own input alone."""
+    """As `tiny_gpt.awake`, of SHAPE with some other settings; what they learn to meet the token before is not 0."""
     model = tiny_gpt.awake(dataclasses.replace(SHAPE, **form))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if ".blend." in name:
+            if ".blend." in name or name.endswith("pairing.values"):
                 parameter.uniform_(0.2, 0.8)
     return model

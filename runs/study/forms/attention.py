@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from gka import dot_product_attention, gaussian_attention
 from gka.masking import Mask
 from nanochat_gka.model.attention import ADAMW_PARTS, Attention, GKAAttention, SoftmaxAttention, VLTAttention
-from runs.study.forms.mixing import Canon, KVShift, PartialOffset, TokenShift
+from runs.study.forms.mixing import Canon, KVShift, PartialOffset, TokenShift, ValueShare
 
 # What they learn is as slow as the residual scalars.
 ADAMW_PARTS |= {"pairing": ("scalar_lr", 0.01), "blend": ("scalar_lr", 0.01)}
@@ -157,6 +157,8 @@ class Mixed(Attention):
         mixing = self.config.layer_mixing(self.layer)
         if mixing == "kv-shift":
             return KVShift(self.config.n_head)
+        if mixing == "value-share":
+            return ValueShare(self.config.n_head, self.config.head_dim, super().make_pairing())
         return PartialOffset(self.config.head_dim) if mixing == "partial" else None
 
     def init_weights(self):

@@ -10,7 +10,7 @@ from nanochat_gka.model.offsets import DELAYS
 from runs.study.forms.attention import varied
 from trainkit_gka.cli import Bounds
 
-MIXINGS = ("none", "kv-shift", "partial", "token-shift", "canon")
+MIXINGS = ("none", "kv-shift", "partial", "value-share", "token-shift", "canon")
 ROTARY = ("full", "half")
 KERNELS = ("gaussian", "mean", "previous", "tied-softmax", "others", "none")
 
@@ -22,7 +22,8 @@ class StudyShape(GPTConfig):
     gka_values: raw too: the block input as it is, neither normalised nor rotated.
     head_offsets: P and S may have a number of tokens, P2, and commas separate the patterns of layers: PS,P2S2. Layers
       repeat the patterns, whatever kind they are.
-    mixing: other ways to meet the token before, of the same layers as head_offsets and in their place; see `mixing`.
+    mixing: other ways to meet the token before, of the same layers as head_offsets and in their place, but for
+      value-share, which they may have too; see `mixing`.
     rotary: full, or half: the slower half of the frequencies is not rotated, in all layers.
     kernel: what gka layers weigh tokens by; gaussian, or a baseline, see `attention`.
     gka_window: slots (tokens, but for head offsets) before the query that gka layers see, the last layer too; 0 = what
@@ -49,7 +50,7 @@ class StudyShape(GPTConfig):
         super().__post_init__()
         if not 0 <= self.gka_window <= self.sequence_len:
             raise ValueError(f"gka_window must be 0 to sequence_len, {self.sequence_len}, got {self.gka_window}")
-        if self.mixing != "none" and self.head_offsets:
+        if self.mixing not in ("none", "value-share") and self.head_offsets:
             raise ValueError(f"head_offsets and mixing={self.mixing} do the same in two ways; choose one of them")
         if self.mixing == "partial" and self.rotary != "half":
             raise ValueError("mixing=partial moves the channels that are not rotated; it needs rotary=half")
@@ -136,9 +137,10 @@ class StudyFlags:
     """A letter per head of gka layers, tiled: N pairs key j with value j, P with value j-1, S key j-1 with value j, P2
     and S2 likewise two tokens apart; PS,N gives every second layer, of whatever kind, another pattern; empty = the
     paper's form. A fixed case of KV shifting attention (arXiv 2411.19574)."""
-    mixing: Literal["none", "kv-shift", "partial", "token-shift", "canon"] = "none"
-    """How attention meets the token before, in place of head offsets: kv-shift (arXiv 2411.19574) and partial
-    (modded-nanogpt PR 169) mix keys and values, token-shift (RWKV) and canon (arXiv 2512.17351) the layer's input."""
+    mixing: Literal["none", "kv-shift", "partial", "value-share", "token-shift", "canon"] = "none"
+    """How attention meets the token before. In place of head offsets: kv-shift (arXiv 2411.19574) and partial
+    (modded-nanogpt PR 169) mix keys and values, token-shift (RWKV) and canon (arXiv 2512.17351) the layer's input. With
+    head offsets or without: value-share adds a learned share of its value to every channel."""
     rotary: Literal["full", "half"] = "full"
     """Channels that are rotated; half leaves those of the slower frequencies alone, in all layers."""
     kernel: Literal["gaussian", "mean", "previous", "tied-softmax", "others", "none"] = "gaussian"

@@ -1,4 +1,5 @@
-"""Other ways than head offsets for attention to meet the token before. A layer has at most one. Every one is causal.
+"""Other ways than head offsets for attention to meet the token before. Every one is causal. A layer has at most one,
+and head offsets beside it only with value-share.
 
 None is ours; ours is only their use in an operator without projections. Softmax attention gains from all of them too.
 
@@ -10,6 +11,7 @@ feature (rotated, then normalised per head) and v what `gka_values` says. Token 
                    with 0 and 1.
     partial        the channels of k that are not rotated (`rotary` half) come from k_j-1: norm of that, and v_j.
                    No parameters. Partial key offset, modded-nanogpt, pull request 169.
+    value-share    per channel, learned from 0: (k_j, v_j + s * v_j-1), before head offsets move them. C parameters.
 
 Keys of mixed tokens are normalised per head again, for softmax too: the kernel keeps features of constant norm.
 
@@ -26,6 +28,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanochat_gka.model.blocks import norm
+from nanochat_gka.model.offsets import HeadOffsets
 
 Tensor = torch.Tensor
 
@@ -73,6 +76,27 @@ class PartialOffset(nn.Module):
         for channels in self.unrotated:
             moved[:, 1:, :, channels] = keys[:, :-1, :, channels]
         return norm(moved), values
+
+
+class ValueShare(nn.Module):
+    """To every channel of a token's value a learned share of its predecessor's, before any head offsets."""
+
+    def __init__(self, num_heads: int, head_dim: int, offsets: HeadOffsets | None):
+        super().__init__()
+        self.values = nn.Parameter(torch.empty(num_heads, head_dim))
+        self.offsets = offsets
+        self.reach = 1 + (offsets.reach if offsets else 0)
+        self.moves_keys = offsets is not None and offsets.moves_keys
+        self.activation_widths = 2 + (offsets is not None)  # predecessors, sums, and what offsets make of them
+
+    def init_weights(self) -> None:
+        """Zeros: at the start a value is the token's own."""
+        nn.init.zeros_(self.values)
+
+    def forward(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """As `KVShift.forward`."""
+        values = values + self.values.to(values.dtype) * _before(values)
+        return self.offsets(keys, values) if self.offsets else (keys, values)
 
 
 class TokenShift(nn.Module):
@@ -125,5 +149,9 @@ def _earlier(x: Tensor, count: int) -> list[Tensor]:
 def _shared(x: Tensor, shares: Tensor) -> Tensor:
     """shares[0] x_j + shares[1] x_j-1 of (B, T, H, D); shares: (2, H)."""
     own, before = shares.to(x.dtype)[:, :, None]
-    previous = torch.cat([x[:, :1], x[:, :-1]], dim=1)
-    return own * x + before * previous
+    return own * x + before * _before(x)
+
+
+def _before(x: Tensor) -> Tensor:
+    """The token before each of x, (B, T, H, D); token 0 is its own predecessor."""
+    return torch.cat([x[:, :1], x[:, :-1]], dim=1)
