@@ -7,7 +7,6 @@ figures = FAMILIES["cls_maps"](subjects, folder)  # of families.py
 
 import re
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -161,28 +160,33 @@ def images_for(drawn: Drawn, run: Path | None, network: bool = True) -> dict[str
     run: its folder, None for a timm model. network: see `own_images`. Raises UserError for a run whose images are not
     here, or a timm model of small images: photographs are only for a model that can see them.
     """
-    images = own_images(run, network) if run else {}
-    if images or min(drawn.model.patch_embed.img_size) >= SEES_PHOTOGRAPHS:
-        return images or photographs()
-    what = f"the images that {drawn.name} was trained on cannot be read" if run else f"{drawn.name} sees small images"
-    raise UserError(f"{what}, and photographs would tell it nothing: give some of its kind with --image")
+    why = f"{drawn.name} sees small images"
+    if run:
+        try:
+            return own_images(run, network)
+        except (UserError, PassingFault) as error:
+            why = f"the images that {drawn.name} was trained on cannot be read ({error})"
+    if min(drawn.model.patch_embed.img_size) >= SEES_PHOTOGRAPHS:
+        return photographs()
+    raise UserError(f"{why}, and photographs would tell it nothing: give some of its kind with --image")
 
 
 def own_images(run: Path, network: bool = True) -> dict[str, Image.Image]:
-    """The first held-out image of some classes that a run was trained on; none if these images are not here.
+    """The first held-out image of some classes that a run was trained on.
 
-    network: whether a dataset of the hub may be asked for.
+    network: whether a dataset of the hub may be asked for. Raises UserError or PassingFault if these images are not
+    here.
     """
     state = find_checkpoint(run).state
     data = state.get("trained_on", "")
-    if not data or (data.startswith(("hf:", "hf-stream:")) and not network):
-        return {}
-    with suppress(UserError, PassingFault):
-        source = open_source(data, "val", DataParts(**state.get("parts", {})))
-        stream = isinstance(source, Stream)
-        records = islice(source.records(0, 0, 1), STREAMED) if stream else map(source.read, range(len(source)))
-        return first_of_classes(source, records)
-    return {}
+    if not data:
+        raise UserError(f"{run} does not say what it was trained on")
+    if data.startswith(("hf:", "hf-stream:")) and not network:
+        raise UserError(f"{data} is not asked for here")
+    source = open_source(data, "val", DataParts(**state.get("parts", {})))
+    stream = isinstance(source, Stream)
+    records = islice(source.records(0, 0, 1), STREAMED) if stream else map(source.read, range(len(source)))
+    return first_of_classes(source, records)
 
 
 def first_of_classes(

@@ -89,7 +89,8 @@ def test_photographs_are_for_models_that_see_them(tmp_path, capsys):
     message = in_process(main, DrawConfig, "--model", GKA, *TINY, capsys=capsys)
     assert "sees small images, and photographs would tell it nothing" in message
     gone = vision_run(tmp_path / "gone", trained_on=str(tmp_path / "nowhere"))
-    assert "cannot be read" in in_process(main, DrawConfig, "--run", gone, capsys=capsys)
+    message = in_process(main, DrawConfig, "--run", gone, capsys=capsys)
+    assert f"cannot be read ({tmp_path / 'nowhere'} does not exist" in message
     write_pictures(tmp_path / "images", train=1, val=2)
     run = vision_run(tmp_path / "here", trained_on=str(tmp_path / "images"))
     assert list(images_for(of_run(run), run)) == [f"images class_{label}" for label in range(3)]
