@@ -110,13 +110,14 @@ def _maps(number: int, call: Call) -> LayerMaps:
             "its attention is not one that these figures know"
         )
     has_sigma = hasattr(attention, "log_sigma")
+    compared = attention.scaled(x.unflatten(-1, (attention.num_heads, -1))) if has_sigma else None
     return LayerMaps(
         kind=kind_of(attention),
         weights=weights.float().cpu(),
         error=error,
         sigma=attention.log_sigma.exp().float().cpu() if has_sigma else None,
         initial_sigma=attention.sigma_squared**0.5 if has_sigma else None,
-        features=x.unflatten(-1, (attention.num_heads, -1)).float().cpu() if has_sigma else None,
+        features=None if compared is None else compared.float().cpu(),
     )
 
 

@@ -14,10 +14,11 @@ import copy
 
 import torch
 import torch.nn.functional as F
+from timm.layers import Attention
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import nn
 
-from deit_gka.model.attention import GKA, VLT, kind_of
+from deit_gka.model.attention import GKA, VLT, Softmax, kind_of
 from gka.bandwidth import inverse_variance
 from trainkit_gka.cli import UserError
 
@@ -33,10 +34,21 @@ def plain(model: nn.Module) -> nn.Module:
     check_blocks(model)
     model = copy.deepcopy(model).eval()
     for block in model.blocks:
-        if form := FORMS.get(kind_of(block.attn)):  # a kind without a plain form stays as it is
+        if form := form_of(block.attn):
             block.attn = form(block)
         block.mlp = ByToken(block.mlp)
     return model
+
+
+def form_of(attn: nn.Module) -> type["PlainAttention"] | None:
+    """The plain form of a layer, None for one that has none and stays as it is: a new kind, or timm's with more to it
+    than softmax(Q K^T) V (norms of queries and keys, gates, differential attention).
+    """
+    if kind_of(attn) == "softmax":
+        parts = (getattr(attn, name, None) for name in ("q_norm", "k_norm", "norm", "gate"))
+        if type(attn) not in (Attention, Softmax) or any(not isinstance(p, nn.Identity | None) for p in parts):
+            return None
+    return FORMS.get(kind_of(attn))
 
 
 class ByToken(nn.Module):

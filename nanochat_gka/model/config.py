@@ -83,19 +83,24 @@ class GPTConfig:
         if not (math.isfinite(self.sigma_squared) and self.sigma_squared >= 0):
             allowed = "positive and finite, or 0 for the default"
             raise ValueError(f"sigma_squared must be {allowed}, got {self.sigma_squared}")
-        if not has_gka(self.attention, self.n_layer):
-            everywhere = self.FOR_VARIED if self.offset_layers == "all" else ()
-            for name in (*self.FOR_VARIED, *self.FOR_GKA):
-                if name not in everywhere and getattr(self, name) != getattr(type(self), name):
-                    none = f"attention={self.attention} has none in {self.n_layer} layers"
-                    advice = "; offset_layers=all gives it to all" if name in self.FOR_VARIED else ""
-                    raise ValueError(f"{name} is for gka layers, and {none}{advice}")
+        for name in self.without_a_layer(self.attention, self.n_layer, self.offset_layers):
+            if getattr(self, name) != getattr(type(self), name):
+                none = f"attention={self.attention} has none in {self.n_layer} layers"
+                advice = "; offset_layers=all gives it to all" if name in self.FOR_VARIED else ""
+                raise ValueError(f"{name} is for gka layers, and {none}{advice}")
 
     def _check_offsets(self) -> None:
         if self.head_offsets:
             several = any(sign in self.head_offsets for sign in ",0123456789")
             advice = f"; --forms {STUDY} has those of several tokens and by layer" if several else ""
             _check_letters("head_offsets", self.head_offsets, DELAYS, advice)
+
+    @classmethod
+    def without_a_layer(cls, attention: str, depth: int, offset_layers: str) -> tuple[str, ...]:
+        """The settings that are of no layer of such a model."""
+        if has_gka(attention, depth):
+            return ()
+        return cls.FOR_GKA if offset_layers == "all" else (*cls.FOR_VARIED, *cls.FOR_GKA)
 
     @classmethod
     def from_depth(cls, depth: int, *, aspect_ratio: int = 64, head_dim: int = 128, **fields) -> "GPTConfig":
@@ -286,6 +291,9 @@ class ModelFlags:
         names = {field.name for field in fields(self.SHAPE)} | {"aspect_ratio", "head_dim"}
         settings = {field.name: getattr(self, field.name) for field in fields(self) if field.name in names}
         settings |= {"sequence_len": sequence_len, "vocab_size": vocab_size}
+        if depth != self.depth:  # a reference for this model, which may lack the layers that some settings are for
+            for name in self.SHAPE.without_a_layer(self.attention, depth, self.offset_layers):
+                settings.pop(name, None)
         try:
             return self.SHAPE.from_depth(depth, **settings)
         except ValueError as error:

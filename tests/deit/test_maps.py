@@ -72,8 +72,13 @@ def test_maps_are_timms_unfused_weights(name, images):
         assert layer.weights.shape == (0, *maps[0].weights.shape[1:]) and layer.error == 0
 
 
-def test_the_weights_are_the_operators(images):
-    for layer in deit_gka.attention_maps(build("deit_tiny_gka_patch16_224", sigma_squared=2.0), images):
+@pytest.mark.parametrize("channel_bandwidths", [False, True])
+def test_the_weights_are_the_operators(channel_bandwidths, images):
+    model = build("deit_tiny_gka_patch16_224", sigma_squared=2.0, channel_bandwidths=channel_bandwidths)
+    for name, parameter in model.named_parameters():
+        if "log_scale" in name:
+            torch.nn.init.normal_(parameter)
+    for layer in deit_gka.attention_maps(model, images):
         assert layer.initial_sigma == pytest.approx(2**0.5)
         weights = gaussian_weights(layer.features, layer.sigma.log(), eps=0.0)
         torch.testing.assert_close(layer.weights, weights)

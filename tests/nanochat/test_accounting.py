@@ -42,6 +42,14 @@ def test_horizon_scales_of_the_d20_runs():
         assert 0.2 * horizon.weight_decay_scale == pytest.approx(decay, rel=1e-6)
 
 
+def test_a_reference_model_without_gka_layers_leaves_their_settings_out():
+    """The horizon compares with depth 12, where this pattern has no G yet."""
+    form = dict(attention="A" * 15 + "G", head_offsets="PS", gka_values="normalised", channel_bandwidths=True)
+    assert account(AccountingConfig(depth=16, **form))["gka_values"] == "normalised"
+    with pytest.raises(UserError, match=r"is for gka layers, and attention=A+G has none in 12 layers"):
+        account(AccountingConfig(depth=12, **form))
+
+
 def test_steps_come_from_the_first_setting():
     def shape(depth):
         return GPTConfig.from_depth(depth, attention="gka")
