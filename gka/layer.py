@@ -30,7 +30,7 @@ class GaussianKernelAttention(nn.Module):
       sigma_squared: starting sigma^2 of every head; None means sqrt(head_dim), the temperature of standard attention.
       causal, window, impl: as in `gaussian_attention`.
       head_norm: RMS-normalise every head first. Norms are then constant and the kernel needs no |x|^2 term (as
-      nanochat's QK norm).
+      nanochat's QK norm). A token of zeros has no such norm: hide it with key_padding_mask.
       channel_bandwidths: not the paper's. The kernel compares features times exp(log_scale), learned from 0, normalised
       again with head_norm; the values stay as they are. It is a Gaussian with a diagonal metric (automatic relevance
       determination: MacKay 1994, Neal 1996), for tokens whose norm has no weight per channel.

@@ -159,8 +159,8 @@ def gaussian_request(
     validation.check_features("x", x)
     validation.check_log_sigma(log_sigma, x)
     validation.check_eps(eps)
-    applied_eps = eps if keys is None and attn_mask is None else None  # without its own key a row sum may underflow
     keys = x if keys is None else keys
+    applied_eps = eps if keys is x and attn_mask is None else None  # without its own key a row sum may underflow
     values = keys if values is None else values
     needs_grad = _needs_grad(x, log_sigma, keys, values, attn_mask)
     if options:

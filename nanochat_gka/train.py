@@ -1,7 +1,7 @@
 """Pretraining: the command that trains a GPT, or continues a run that was stopped.
 
     python -m nanochat_gka.train --data out/packed --depth 4 --attention gka
-    torchrun --standalone --nproc-per-node 7 -m nanochat_gka.train --depth 20 --attention gka \\
+    python -m trainkit_gka.torchrun --standalone --nproc-per-node 7 -m -- nanochat_gka.train --data out/packed \\
         --target-param-data-ratio 8.25
 
 In run order: the flags; data, model, horizon and optimiser; a step; evaluations; what a checkpoint keeps; the run's
@@ -400,10 +400,12 @@ class Trainer(BaseTrainer):
 
     def _log_samples(self, log: RunLog, stop: Stop, bar: Progress) -> None:
         """Rank 0 writes them; the others wait for it."""
-        engine, texts = Engine(self.model, self.data.tokenizer), dict.fromkeys(SAMPLE_PROMPTS, "")
-        pieces = engine.stream(SAMPLE_PROMPTS, Sampling(max_tokens=16, temperature=0))
+        engine = Engine(self.model, self.data.tokenizer)
+        prompts = [prompt for prompt in SAMPLE_PROMPTS if engine.fits(prompt)]  # a tiny context has no room for some
+        texts = dict.fromkeys(prompts, "")
+        pieces = engine.stream(prompts, Sampling(max_tokens=16, temperature=0))
         for piece in self.runtime.rounds(pieces if log.enabled else (), stop):
-            texts[SAMPLE_PROMPTS[piece.prompt]] += piece.text
+            texts[prompts[piece.prompt]] += piece.text
         lines = "\n".join(f"sample: {prompt + text!r}" for prompt, text in texts.items())
         log.log("sample", self.state["step"], lines, texts=texts)
 

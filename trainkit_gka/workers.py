@@ -19,33 +19,44 @@ from multiprocessing.context import BaseContext
 from pathlib import Path
 
 BLOCKED_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 # Without these, importing numpy and pyarrow starts threads.
 NO_THREADS = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 
 
-def cores(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+def cores(groups: Path = GROUPS, own: Path = OWN_GROUPS) -> int:
     """How many cores this process may use: those that it may run on, and a container's quota of them, rounded up.
 
     groups, own: where Linux shows control groups, and which are this process's.
     """
     affinity = getattr(os, "sched_getaffinity", None)  # Linux has it
     allowed = len(affinity(0)) if affinity else os.cpu_count() or 1
-    return max(1, min(allowed, math.ceil(min(_quotas(groups, own), default=allowed))))
+    limits = _limits("cpu", ("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"), groups, own)
+    return max(1, min([allowed, *(math.ceil(quota / period) for quota, period in limits)]))
 
 
-def _quotas(groups: Path, own: Path) -> Iterator[float]:
-    """The cores that each control group around this process gives it, of version 2 or 1; none without a limit."""
+def main_memory(groups: Path = GROUPS, own: Path = OWN_GROUPS) -> int:
+    """Bytes of main memory that this process may use: the machine's, or a container's limit. Arguments as `cores`."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = _limits("memory", ("memory.max",), ("memory.limit_in_bytes",), groups, own)
+    return min([machine, *(limit for [limit] in limits)])
+
+
+def _limits(
+    controller: str, of_version_2: tuple[str, ...], of_version_1: tuple[str, ...], groups: Path, own: Path
+) -> Iterator[list[int]]:
+    """The numbers in the files of each control group around this process that has a limit."""
     for line in own.read_text().splitlines() if own.exists() else []:
         _, controllers, place = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
         top = groups / controllers  # of version 2: nothing
         for folder in (top / place.lstrip("/"), *(top / place.lstrip("/")).parents):
-            for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+            for names in (of_version_2, of_version_1):
                 if all((folder / name).exists() for name in names):
-                    quota, period = " ".join((folder / name).read_text() for name in names).split()
-                    if quota not in ("max", "-1"):
-                        yield int(quota) / int(period)
+                    words = " ".join((folder / name).read_text() for name in names).split()
+                    if words[0] not in ("max", "-1"):
+                        yield list(map(int, words))
             if folder == top:
                 break
 

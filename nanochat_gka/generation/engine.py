@@ -74,7 +74,7 @@ class Engine:
             raise ValueError(f"max_rows must be at least 1, got {max_rows}")
         if keep_keys and not model.derives_keys:
             advice = "this model's keys are kept anyway; leave it out"
-            raise UserError(f"--keep-keys is for models of --gka-values normalised or raw, and {advice}")
+            raise UserError(f"--keep-keys is for models of --gka-values normalised, and {advice}")
         self.model, self.tokenizer, self.max_rows = model, tokenizer, max_rows
         self.keep_keys = model.derives_keys and model.device.type != "cpu" if keep_keys is None else keep_keys
 
@@ -130,6 +130,10 @@ class Engine:
     def check(self, prompt: str) -> None:
         """Raises UserError for a prompt that cannot be continued: one that is too long, or is not Unicode text."""
         self._tokens(prompt)
+
+    def fits(self, prompt: str) -> bool:
+        """Whether the model has room for the prompt, and for a token after it."""
+        return 1 + len(self.tokenizer.encode(prompt)) < self.model.rotary.length
 
     def _tokens(self, prompt: str) -> list[int]:
         try:

@@ -94,14 +94,13 @@ def card(about: dict[str, Any], folder: Path) -> str:
 
 
 def _mixes(model: dict[str, Any], kinds: list[str]) -> str:
-    """The form of the gka layers in words."""
-    if "gka" not in kinds:
-        return "no GKA layer"
+    """The form of the layers in words: of gka layers, and what softmax and vlt layers have beside the paper's."""
     values = {
         "rotated": "the features that are in the kernel, the paper's form",
         "normalised": "normalised features before rotation, not the paper's form",
     }
-    words = [values.get(model["gka_values"], f"{model['gka_values']} values, not the paper's form")]
+    of_gka = values.get(model["gka_values"], f"{model['gka_values']} values, not the paper's form")
+    words = [of_gka if "gka" in kinds else "no GKA layer"]
     words += [f"head offsets {model['head_offsets']}"] if model["head_offsets"] else []
     words += ["a bandwidth for every channel"] if model.get("channel_bandwidths") else []
     words += ["a gate for every head"] if model.get("head_gates") else []

@@ -29,6 +29,7 @@ from nanochat_gka.model.attention import ADAMW_PARTS, Attention, build_attention
 from nanochat_gka.model.config import GPTConfig
 from trainkit_gka.cli import Bounds, UserError
 from trainkit_gka.distributed import Runtime
+from trainkit_gka.workers import main_memory
 
 RowsAtOnce = Annotated[int | Literal["auto"], Bounds(1)]
 LAYER_WIDTHS, VALUE_EMBEDDING_WIDTHS, FINAL_WIDTHS = 13, 2, 2
@@ -92,10 +93,10 @@ def row_bytes(config: GPTConfig, device_type: str, training: bool = True) -> int
 
 
 def device_bytes(device: torch.device) -> int:
-    """The memory that this process may use: all of a GPU's, or its part of the machine's."""
+    """The memory that this process may use: all of a GPU's, or its part of the machine's or the container's."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return main_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def rows_at_once(config: GPTConfig, device_type: str, memory: int, ranks: int = 1, training: bool = True) -> int:

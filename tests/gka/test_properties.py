@@ -43,6 +43,13 @@ def test_constant_values_come_back(impl, p):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+def test_the_features_given_as_keys_too_change_nothing(impl):
+    x, log_sigma = torch.randn(1, 6, 2, 16), torch.zeros(2)
+    y = gaussian_attention(x, log_sigma, keys=x, values=x, eps=0.5, impl=impl)
+    assert torch.equal(y, gaussian_attention(x, log_sigma, eps=0.5, impl=impl))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 @settings(max_examples=10)
 @given(p=problems, shift=st.floats(-5, 5))
 def test_a_common_shift_moves_the_output_and_nothing_else(impl, p, shift):

@@ -12,7 +12,7 @@ import gpt_runs
 import tiny
 import tiny_core
 from gpt_runs import events, final, flags, metrics
-from nanochat_gka import eval_core
+from nanochat_gka import eval_core, train
 from nanochat_gka.core_metric.task_scorer import TaskScorer
 from nanochat_gka.generation.engine import Engine
 from nanochat_gka.generation.sampling import SAMPLE_PROMPTS, Sampling
@@ -58,7 +58,9 @@ def test_scores_when_due_equal_eval_core(scored, bundle, tmp_path):
     assert summary == {key: last[key] for key in summary} == metrics(scored)["core"]
 
 
-def test_scoring_and_samples_leave_training_unchanged(scored, packed, tmp_path):
+def test_scoring_and_samples_leave_training_unchanged(scored, packed, tmp_path, monkeypatch):
+    """A prompt that the context has no room for is left out."""
+    monkeypatch.setattr(train, "SAMPLE_PROMPTS", ("no room " * 1000, *SAMPLE_PROMPTS))
     assert gpt_runs.train(packed, tmp_path, *SHORT, "--sample-every", 4) == 0
     assert final(tmp_path, STEPS) == final(scored, STEPS) and events(tmp_path, "core") == []
     losses = [[record["loss"] for record in events(out, "train")] for out in (tmp_path, scored)]

@@ -216,3 +216,21 @@ def test_workers_share_the_names_of_files(pictures):
     assert answers.get() == (True, True, True) and names._text.is_shared()
     worker.join()
     assert [*Names([])] == []
+
+
+@pytest.mark.parametrize(
+    "own, files, expected",
+    [
+        ("0::/a/b\n", {"a/b/memory.max": "max", "a/memory.max": "4194304"}, 4194304),
+        ("7:memory:/c\n2:cpu:/\n", {"memory/c/memory.limit_in_bytes": "2097152"}, 2097152),
+        ("0::/a\n", {"a/memory.max": "max", "a/cpu.max": "20000 100000"}, None),
+        ("0::/a\n", {"a/memory.max": str(2**60)}, None),
+    ],
+)
+def test_memory_is_within_the_limit_of_a_container(own, files, expected, tmp_path):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "own").write_text(own)
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert workers.main_memory(tmp_path, tmp_path / "own") == (expected or whole)

@@ -1,8 +1,8 @@
 """Backward pass without atomics: each program owns a block of rows, recomputes the W it needs, and writes its gradients
 once.
 
-With W_ij = 2^(s_ij - level_i), delta_i = g_i.y_i and G_ij = W_ij (g_i.v_j - delta_i) (gka/README.md, Gradients; g is
-the incoming gradient):
+With W_ij = 2^(s_ij - level_i), delta_i = g_i.y_i and G_ij = W_ij (g_i.v_j - delta_i) (docs/mathematics.md, Gradients; g
+is the incoming gradient):
 
     dquery_i = (1/sigma^2) (sum_j G_ij k_j - (sum_j G_ij) x_i)         row i as a query
     dkey_j   = (1/sigma^2) (sum_i G_ij x_i - (sum_i G_ij) k_j)         row j as a key

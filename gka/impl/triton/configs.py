@@ -46,7 +46,7 @@ def _table(half: dict[str, tuple], single: dict[str, tuple]) -> Table:
     return Table(entries)
 
 
-# forward and decode: triton_forward; symmetric, queries, keys: triton_backward. None: queries and keys do symmetric's
+# forward and decode: forward.py; symmetric, queries, keys: backward.py. None: queries and keys do symmetric's
 # work.
 BLOCKS = (32, 64, 128)
 DECODE = ((16, 128, 4, 3), (16, 128, 4, 3), (16, 128, 4, 3))

@@ -1,5 +1,5 @@
 """The fused Triton implementation as torch operators: exact, eps included, deterministic, O(T * D) memory
-(gka/README.md, Triton).
+(README.md).
 
 The custom operators `gka::attend` and `gka::attend_backward` are opaque to torch.compile, which needs no graph break
 for them. launch.py chooses the kernels; Triton itself is imported with it, when the first of them is launched.
