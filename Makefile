@@ -1,4 +1,4 @@
-# Gaussian Kernel Attention: every command of the READMEs. `make help` lists them, `make -n TARGET` shows what one runs.
+# Gaussian Kernel Attention: the targets of make. `make help` lists them, `make -n TARGET` shows what one runs.
 # A target is a line here, for the list, and one in runs/make.py, which words its commands and runs them.
 
 PYTHON   ?= python3

@@ -41,8 +41,8 @@ page is out of date.
 - **follows from arithmetic**: the printed figures or exact counts imply it. It says nothing about who measured them.
 - **untested**: nothing here decides it. The command would.
 
-No model of the paper's size has been trained here, and no GPU has timed anything, unless a line below says so. ± is one
-standard error."""
+No model of the paper's size has been trained here. One GPU has timed the operator, and no whole model; lines that use
+it say so. ± is one standard error."""
 
 
 @dataclass

@@ -22,7 +22,7 @@ from runs.study.statistics import Interval, common_seeds
 from runs.study.vision.families import SHORTER_SOFTMAX, planned
 from runs.study.vision.images import setting_of
 from runs.study.vision.scores import results_of, rows_of
-from runs.tables.study import ROWS
+from runs.tables.study import ROWS, interval_of
 from runs.tables.study_equal import other_places, three_ways
 
 TEXT = ROWS / "text_large.jsonl"
@@ -46,17 +46,22 @@ BITS, POINTS = " bits per byte", " points"
 
 
 def standing(
-    difference: Interval | None, other: str, unit: str = BITS, form: str = ".3f", less_wins: bool = True
+    difference: Interval | None, other: str = "", unit: str = BITS, form: str = ".3f", less_wins: bool = True
 ) -> str:
-    """Where something stands that has this difference from another: behind it, ahead of it, or neither."""
+    """Where something stands that has this difference from another: behind it, ahead of it, or neither.
+
+    other: what it is called; without it the sentence has said so.
+    """
     if difference is None:
-        return f"not compared with {other} yet"
+        return f"not compared with {other or 'it'} yet"
     value, low, high = difference.value, difference.low, difference.high
-    place = f"behind {other}" if (value > 0) == less_wins else f"ahead of {other}"
+    behind, ahead = (f"behind {other}", f"ahead of {other}") if other else ("behind", "ahead")
+    place = behind if (value > 0) == less_wins else ahead
     if low != low:  # one seed has no interval
         return f"{abs(value):{form}}{unit} {place} (one seed)"
     if low <= 0 <= high:
-        return f"not significantly different from {other} ({value:+{form}} [{low:+{form}}, {high:+{form}}]{unit})"
+        words = f"not significantly different from {other}" if other else "not significantly different"
+        return f"{words} ({value:+{form}} [{low:+{form}}, {high:+{form}}]{unit})"
     ends = sorted((abs(low), abs(high)))
     return f"{abs(value):{form}} [{ends[0]:{form}}, {ends[1]:{form}}]{unit} {place}"
 
@@ -69,11 +74,13 @@ def verdict(difference: Interval | None) -> str:
 
 
 def gain(difference: Interval | None) -> str:
-    """What something gives: bits per byte that it takes away, with their interval."""
+    """What something gives: bits per byte that it takes away, with their interval, and whether that settles it."""
     if difference is None:
         return "an amount not measured yet"
     value, low, high = -difference.value, -difference.high, -difference.low
-    return f"{value:.3f}" + (" (one seed)" if low != low else f" [{low:.3f}, {high:.3f}]")
+    if low != low:
+        return f"{value:.3f} (one seed)"
+    return f"{value:.3f} [{low:.3f}, {high:.3f}]" + (" (not significant)" if low <= 0 <= high else "")
 
 
 class Study:
@@ -97,7 +104,7 @@ class Study:
     def best_stands(self, words: str) -> str:
         """Where GKA stands beside softmax with the same offsets, bandwidths and gates, after the longest training."""
         tokens, _, time = self.ways(PRESET, RIVAL, LONGEST)
-        return f"{standing(tokens, words)} at equal tokens, and {standing(time, 'it')} at equal time"
+        return f"{standing(tokens, words)} at equal tokens, and {standing(time)} at equal time"
 
     def loss_of(self, name: str) -> str:
         """A family's loss after the longest training."""
@@ -110,7 +117,8 @@ class Study:
         counts = {word: words.count(word) for word in ("ahead", "level", "behind")}
         said = ", ".join(f"{word} in {count}" for word, count in counts.items())
         total = sum(counts.values())
-        return f"Over all {total} sizes and budgets with several seeds {name} is, at equal time, {said}."
+        where = f"At the {total} sizes and budgets where shorter trainings tell equal time, over several seeds,"
+        return f"{where} {name} is {said}."
 
     def at_both(self, place: Place) -> bool:
         """Whether both are finished there."""
@@ -129,11 +137,10 @@ def text_quality(study: Study) -> str:
     tokens, flops, time = study.ways(PRESET, CONTROL, LONGEST)
     return (
         f"**Text.** With four layers and {tokens_of(LONGEST)} nanochat's softmax reaches {study.loss_of(SOFTMAX)}; "
-        f"the paper's form is {standing(study.over(PAPER, SOFTMAX, LONGEST), 'it')}. {NAMES[PRESET]} is "
-        f"{standing(tokens, NAMES[CONTROL])} at equal tokens, {standing(flops, 'it')} at equal FLOPs, and "
-        f"{standing(time, 'it')} at equal time on a CPU, each with the fastest kernel there. It is "
-        f"{study.best_stands('softmax with the same channel bandwidths and gates too')}. "
-        f"{study.counted('GKA without channel bandwidths and gates')}"
+        f"the paper's form is {standing(study.over(PAPER, SOFTMAX, LONGEST), 'it')}. {NAMES[PRESET]} stands so against "
+        f"{NAMES[CONTROL]}: {standing(tokens)} at equal tokens, {standing(flops)} at equal FLOPs, {standing(time)} at "
+        "equal time on a CPU, each with the fastest kernel there. Against softmax that has channel bandwidths and "
+        f"gates too: {study.best_stands('')}."
     )
 
 
@@ -207,9 +214,7 @@ def kernel_or_offset(study: Study) -> str:
     place = LONGER[0]
     lost = {name: study.over(f"offsets, {name}", OFFSETS, place) for name in ("fixed sigma", "causal mean")}
     tied = standing(study.over("offsets, tied softmax", OFFSETS, place), "the Gaussian kernel")
-    said = {
-        name: "" if one is None else f"{one.value:.3f} [{one.low:.3f}, {one.high:.3f}]" for name, one in lost.items()
-    }
+    said = {name: "" if one is None else interval_of(one, ".3f") for name, one in lost.items()}
     return (
         f"**No; its width counts.** Softmax over the same dot products, without the keys' norms, is {tied}. Bandwidths "
         f"that stay where they start cost {said['fixed sigma']} bits per byte, a mean of all earlier tokens "
@@ -275,7 +280,8 @@ def of_images(rows: list[dict]) -> str:
         own, other = f"GKA + {letters}", f"softmax + {letters}"
         words = f"GKA with spatial offsets (`{letters}`, heads that take the value of a neighbouring patch) has"
         told[words] = beside(own, other, " with the same")
-    told["GKA without them has"] = beside("GKA", SHORTER_SOFTMAX, " after 6 epochs")
+    if shorter := beside("GKA", SHORTER_SOFTMAX, " after 6 epochs"):
+        told["GKA without them is"] = shorter.partition("), ")[2]
     said = "; ".join(f"{words} {numbers}" for words, numbers in told.items() if numbers)
     return f"On {IMAGES.get(name, name)} {said}."
 
@@ -341,9 +347,12 @@ def cost() -> str:
 
 
 def speed() -> str:
-    """What the CPU kernel gains over torch's softmax attention, in the bare operator and in training steps."""
-    operator = _ratios("attention", "forward+backward")
-    models = pd.concat([_ratios("deit", "training"), _ratios("gpt", "training")])
+    """What the CPU kernel gains over torch's softmax attention, in the bare operator and in training steps; then what
+    is left of it on machines that are held to older instructions.
+    """
+    operator, held = _ratios("attention", "forward+backward")
+    models = pd.concat([_ratios("deit", "training")[0], _ratios("gpt", "training")[0]])
+    forward_held = _ratios("attention", "forward")[1]
 
     def machines(dtype: str) -> str:
         timed = pd.concat([operator, models]).xs(dtype, level="dtype").index.unique("machine")
@@ -355,6 +364,10 @@ def speed() -> str:
         f"{_range(operator, 'float32')} as fast as the fastest softmax attention in PyTorch, a training step of a "
         f"whole model {_range(models, 'float32')}; in bfloat16 ({machines('bfloat16')}) "
         f"{_range(operator, 'bfloat16')} and {_range(models, 'bfloat16')}."
+    ) + "".join(
+        f" On an {machine.replace('(R)', '')} the operator is {_range(held.loc[[machine]], 'float32', 2)} as fast, "
+        f"forward alone {_range(forward_held.loc[[machine]], 'float32', 2)}."
+        for machine in held.index.unique("machine")
     )
 
 
@@ -364,19 +377,23 @@ def speed_on_gpus() -> str:
     lines = frames.bench("attention")
     lines = lines[lines.threads.isna()].assign(threads=0)
     for machine, own in lines.groupby("machine"):
-        own = own[(own["dtype"] == "bfloat16") & ~own.case.str.startswith("decode-derived")]
-        decoding, padded = own.case.str.startswith("decode"), own.case == "padded"
-        dense = own[~decoding & ~padded]
+        own = own[own["dtype"] == "bfloat16"]
+        derived, padded = own.case.str.startswith("decode-derived"), own.case == "padded"
+        decoding = own.case.str.startswith("decode") & ~derived
+        dense = own[~decoding & ~derived & ~padded]
         forward, both = (dense[dense.phase == phase] for phase in ("forward", "forward+backward"))
         if any(part.empty for part in (forward, both, own[decoding], own[padded])):
             continue  # of a machine with some cases the tables tell
         told.append(
-            f"On an {machine}, in bfloat16, the operator of {dense.tokens.min():,.0f} to {dense.tokens.max():,.0f} "
-            f"tokens is {_of_cases(both)} as fast, forward and backward, as the fastest softmax attention in PyTorch, "
-            f"{_of_cases(both, 'flash')} as fast as torch's default, FlashAttention-2; forward alone "
-            f"{_of_cases(forward)} and {_of_cases(forward, 'flash')}. Decoding is {_of_cases(own[decoding])} and "
-            f"padded batches are {_of_cases(own[padded])} as fast as the fastest."
+            f"On an {machine}, in bfloat16, for {dense.tokens.min():,.0f} to {dense.tokens.max():,.0f} tokens, the "
+            f"operator is {_of_cases(both)} as fast as the fastest softmax attention in PyTorch, forward and backward, "
+            f"and {_of_cases(forward)} forward. Beside torch's default, FlashAttention-2, it is "
+            f"{_of_cases(both, 'flash')} and {_of_cases(forward, 'flash')} as fast. Decoding is "
+            f"{_of_cases(own[decoding])}, batches with padding are {_of_cases(own[padded])} as fast as the fastest."
         )
+        if derived.any():
+            times = 1 / frames.ratios(own[derived]).iloc[0]
+            told[-1] += f" Keys derived from the cache take {times:.0f} times as long; generation there stores them."
     return " ".join(told)
 
 
@@ -388,17 +405,21 @@ def _of_cases(timed: pd.DataFrame, kernel: str = "") -> str:
     return f"{ratios.min():.1f} to {ratios.max():.1f} times"
 
 
-def _ratios(benchmark: str, phase: str) -> pd.Series:
-    """Softmax's time over ours on CPUs, for every machine, case of a phase and number of threads."""
+def _ratios(benchmark: str, phase: str) -> tuple[pd.Series, pd.Series]:
+    """Softmax's time over ours on CPUs, for every machine, case of a phase and number of threads: of machines as they
+    are, and of those that are held to older instructions.
+    """
     lines, keys = frames.bench(benchmark), ["machine", "case", "dtype"]
-    left_out = lines.case.str.startswith(("sweep", "padded")) | lines.machine.str.contains("held to")
+    left_out = lines.case.str.startswith(("sweep", "padded", "decode"))
     timed = lines[(lines.phase == phase) & lines.threads.notna() & ~left_out]
-    return pd.concat({key: frames.ratios(own) for key, own in timed.groupby(keys)}, names=keys)
+    ratios = pd.concat({key: frames.ratios(own) for key, own in timed.groupby(keys)}, names=keys)
+    held = ratios.index.get_level_values("machine").str.contains("held to")
+    return ratios[~held], ratios[held]
 
 
-def _range(ratios: pd.Series, dtype: str) -> str:
+def _range(ratios: pd.Series, dtype: str, digits: int = 1) -> str:
     own = ratios.xs(dtype, level="dtype")
-    return f"{own.min():.1f} to {own.max():.1f} times (median {own.median():.1f})"
+    return f"{own.min():.{digits}f} to {own.max():.{digits}f} times (median {own.median():.{digits}f})"
 
 
 def of_text(sentence: Callable[[Study], str]) -> Callable[[], str]:

@@ -87,7 +87,7 @@ def _written(speeds: dict[str, dict[str, float]]) -> str:
 def _where(speeds: dict[str, dict[str, float]]) -> str:
     """The machines, without their numbers of threads."""
     machines = dict.fromkeys(re.sub(r", \d+ threads?$", "", hardware) for hardware in speeds)
-    return ", ".join(machines) + ("; no GPU yet" if all(map(is_processor, speeds)) else "")
+    return ", ".join(machines) + ("; no model on a GPU yet" if all(map(is_processor, speeds)) else "")
 
 
 def more_memory() -> Finding:
