@@ -74,19 +74,20 @@ def _case(config: dict[str, Any]) -> dict[str, Any]:
     return case if isinstance(case, dict) else {}
 
 
-def bench(name: str, results: Path | None = None, quick: bool = False) -> pd.DataFrame:
+def bench(name: str, results: Path | None = None) -> pd.DataFrame:
     """The newest comparison of every case and phase of a benchmark, on every machine with every number of threads.
 
     A comparison is what was timed in turns in one process: ratios are taken inside one alone. machine: the hardware
     without its threads. eager: whether others of the comparison are compiled and this is not. flops: of a token's
-    training or an image's forward pass. quick: with the runs made so.
+    training or an image's forward pass.
     """
     columns = ("case", "phase", "role", "group", "family", "kernel", "computed_in", "compiled", "status", "quick")
     parts = []
     for path in sorted((results or RESULTS).glob(f"bench_{name}_*.jsonl")):
         lines = frame(path, *columns, kind=f"bench_{name}")
-        if not quick:
-            lines = lines[~lines.quick]
+        if lines.empty:
+            continue
+        lines = lines[~lines.quick]
         comparison = lines.groupby(["case", "phase"], sort=False)
         newest = lines[lines.group == comparison.group.transform("last")].assign(file=path.name)
         parts.append(newest.assign(place=comparison.ngroup()).sort_values("place", kind="stable"))

@@ -11,6 +11,7 @@ It runs before there is an environment: the standard library alone, no newer Pyt
 """
 
 import importlib
+import itertools
 import json
 import os
 import re
@@ -388,8 +389,10 @@ def torchrun_flags(given):
 
 def has_device(given):
     """Whether there is a GPU, or the user asks for the CPU, or only what a training would be."""
-    flags = " ".join(given.get("ARGS", "").replace("=", " ").split())
-    return "--device-type cpu" in flags or is_dry_run(flags) or count_gpus() > 0
+    flags = given.get("ARGS", "")
+    words = [word.replace("_", "-") for word in shlex.split(flags.replace("=", " "))]
+    on_cpu = ("--device-type", "cpu") in itertools.pairwise(words)
+    return on_cpu or is_dry_run(flags) or count_gpus() > 0
 
 
 def small(given, flags, **settings):

@@ -28,12 +28,6 @@ class NaiveResult:
         return sum(self.correct) / len(self.correct)
 
 
-def centered(accuracy: float, baseline_percent: float) -> float:
-    """Accuracy rescaled so that the random baseline is 0 and a perfect score 1."""
-    baseline = baseline_percent / 100
-    return (accuracy - baseline) / (1 - baseline)
-
-
 def naive_task(
     model: Callable[[torch.Tensor], torch.Tensor],
     tokenizer,

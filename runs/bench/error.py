@@ -38,6 +38,7 @@ from gka.impl.cpu import build
 from gka.masking import Mask
 from runs.frames import RESULTS
 from trainkit_gka.cli import UserError, run
+from trainkit_gka.files import atomic
 from trainkit_gka.progress import progress_bar
 from trainkit_gka.results import append_line, append_result, read_results
 
@@ -306,11 +307,11 @@ def main(config: ErrorConfig) -> None:
             print(f"{', '.join(map(str, settings.values()))}: {metrics}", flush=True)
             measured.append(({"part": part} | settings, metrics))
     kept = [record for record in read_results(config.results) if record["config"].get("part") not in config.only]
-    config.results.unlink(missing_ok=True)
-    for record in kept:
-        append_line(config.results, record)
-    for settings, metrics in measured:
-        append_result(config.results, "error", settings, metrics, torch.device("cpu"))
+    with atomic(config.results) as written:
+        for record in kept:
+            append_line(written, record)
+        for settings, metrics in measured:
+            append_result(written, "error", settings, metrics, torch.device("cpu"))
 
 
 if __name__ == "__main__":

@@ -310,7 +310,7 @@ def _wrong(
 
 
 def _softmax_disagreement(function, tensors: Tensors, grad_y: torch.Tensor | None, mask: Mask) -> str | None:
-    """`testing.judge` for the baselines, with `softmax_definition` as oracle and as plain PyTorch."""
+    """`testing.judge` for the baselines, with `baselines.definition` as oracle and as plain PyTorch."""
     names = ("dq", "dk", "dv")
 
     def results(function, tensors: Tensors, grad_y: torch.Tensor | None) -> dict[str, torch.Tensor]:

@@ -27,7 +27,6 @@ ALL: dict[str, Any] = json.loads((FOLDER / "claims.json").read_text())
 GROUPS: list[dict[str, Any]] = ALL["groups"]
 ARITHMETIC: list[dict[str, str]] = ALL["arithmetic"]
 CLAIMS: dict[str, dict[str, str]] = {claim["name"]: claim for group in GROUPS for claim in group["claims"]}
-FIELDS = ("name", "place", "support", "check", "command")  # and quote, the paper's words, or figures, what it prints
 WIDTH = 120
 INTRODUCTION = """\
 Written by `python -m runs.comparison.claims` from [claims.json](claims.json), the paper's printed figures, the cost

@@ -215,6 +215,12 @@ def cases_of(config: TextClassifierConfig) -> list[Case]:
     ]
 
 
+def pythons_of(config: TextClassifierConfig) -> set[str]:
+    """The Pythons whose docstrings finished trainings had; none of a file of your own."""
+    rows = [] if config.data else frames.records(config.results, kind=KIND)
+    return {row["config"]["python"] for row in rows if row["config"]["case"]["data"] == "builtin"}
+
+
 def main(config: TextClassifierConfig) -> None:
     check_bounds(config)
     if config.data and not config.data.is_file():
@@ -224,6 +230,9 @@ def main(config: TextClassifierConfig) -> None:
     wanted, cases = cases_of(config), Cases(config.results, KIND)
     left = [case for case in wanted if not cases.has(case)]
     if left:
+        if others := pythons_of(config) - {platform.python_version()}:
+            has = f"{config.results} has trainings on the docstrings of Python {', '.join(sorted(others))}"
+            raise UserError(f"{has}, this is {platform.python_version()}; give another file with --results")
         task = Task.prepare(config)
         about = f"{len(task.train.ids):,} texts to train on, {len(task.test.ids):,} held out, {len(task.names)} labels"
         console.print(f"{about} ({', '.join(task.names)}); always the commonest: {task.guess:.1%}", highlight=False)

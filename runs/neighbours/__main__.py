@@ -49,8 +49,6 @@ class NeighboursConfig:
     """Folder for what the trainings write."""
     results: Path = Path("runs/results/neighbours")
     """Folder of the results, a file of JSON lines for each part."""
-    device_type: Literal["cpu"] = "cpu"
-    """Device to measure on."""
 
 
 LAYER = {"batch": 1, "dim": DIM, "heads": HEADS}

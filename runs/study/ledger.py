@@ -4,7 +4,7 @@ import datetime
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from runs.jobs import Job
 from runs.store import Store
@@ -15,14 +15,6 @@ from trainkit_gka.results import git_commit, read_results
 
 RECORD = "results.jsonl"  # in a run's folder, by the trainer
 FAILED = "-failed"
-
-
-class Pace(Protocol):
-    """How long a trial takes. measured: by finished trials; empty before there are some."""
-
-    measured: dict
-
-    def seconds(self, trial) -> float: ...
 
 
 @dataclass
@@ -51,8 +43,8 @@ class Ledger(ABC):
         """What trains the trial."""
 
     @abstractmethod
-    def pace(self) -> "Pace":
-        """How long trials take, as far as finished ones tell."""
+    def pace(self):
+        """How long trials take, as far as finished ones tell: `seconds(trial)`, and whether any were `measured`."""
 
     @abstractmethod
     def metrics(self, record: dict[str, Any], trial) -> dict[str, Any]:

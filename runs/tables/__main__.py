@@ -35,7 +35,6 @@ from runs.tables import (
     study_settings,
     study_speed,
     study_vision,
-    summary,
 )
 from runs.tables.sentences import SENTENCES
 from trainkit_gka.cli import UserError, run
@@ -55,7 +54,6 @@ PAGES = (
     "runs/study/TABLES.md",
 )
 TABLES: dict[str, Callable[[], list[Table]]] = {
-    "results": summary.results,  # the front page's
     "demo": demo.language,
     "vision": demo.vision,
     "speed": machine.one_machine,

@@ -80,7 +80,8 @@ def gain(difference: Interval | None) -> str:
     value, low, high = -difference.value, -difference.high, -difference.low
     if low != low:
         return f"{value:.3f} (one seed)"
-    return f"{value:.3f} [{low:.3f}, {high:.3f}]" + (" (not significant)" if low <= 0 <= high else "")
+    settled = " (not significant)" if low <= 0 <= high else " (a rise)" if value < 0 else ""
+    return f"{value:.3f} [{low:.3f}, {high:.3f}]{settled}"
 
 
 class Study:

@@ -213,4 +213,6 @@ def _operator(line: pd.Series) -> str:
 def _model(line: pd.Series) -> str:
     if isinstance(line.get("size"), str):
         return f"DeiT-{SIZES[line['size']]}, {line.batch:.0f} {'image' if line.batch == 1 else 'images'}"
-    return f"GPT of depth {line.depth:.0f}, {line.batch:.0f} × {line.sequence_len:.0f} tokens"
+    windows = line.get("window_pattern", "L")
+    windows = f", windows {windows}" if isinstance(windows, str) and windows != "L" else ""
+    return f"GPT of depth {line.depth:.0f}, {line.batch:.0f} × {line.sequence_len:.0f} tokens{windows}"

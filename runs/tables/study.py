@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable
 from functools import wraps
 from pathlib import Path
 
-from nanochat_gka.accounting import AccountingConfig, account
 from runs.frames import RESULTS
 from runs.study.families import (
     ALL,
@@ -18,25 +17,15 @@ from runs.study.families import (
     RATE_OF,
     REPAIRS,
     fits_depth,
-    shape_of,
 )
 from runs.study.grid import DEEPER, LONGER, REPEATED, SCALED, longer_families, scaled_places
-from runs.study.rates import DEEPEST, SMALLEST
+from runs.study.rates import SMALLEST
 from runs.study.scores import Place, Result, Scores
 from runs.study.statistics import UNIT, Interval, Scaling, SeedNoise, crossing
 from runs.table import NOT_RUN, Table, measured
 
 TOO_FEW = "too few points"
 ROWS = RESULTS / "study"
-BEST = {
-    "GKA": "GKA, the paper's form",
-    "GKA + offsets": "GKA + offsets, values not rotated",
-    "GKA + offsets + half VE": "the same + value embeddings in half of the layers, as softmax has",
-    "GKA + offsets + half VE + channels + gates": "the same + channel bandwidths and head gates: the preset",
-    "GKA + offsets + VE": "value embeddings in every layer",
-    "softmax": "softmax (nanochat)",
-    "softmax + offsets": "softmax + offsets",
-}
 PROVISIONAL = "Rates marked * are provisional: not every rate that must be tried has been."
 
 
@@ -69,12 +58,6 @@ def deeper(scores: Scores) -> Table:
     """Questions 2 to 4 at four layers: families, hybrids, repairs and kernels, as far as they are trained."""
     chosen = {**FAMILIES, **HYBRIDS, **REPAIRS, **KERNELS}
     return comparison(scores, [name for name in chosen if scores.at(ALL[name], DEEPER)], DEEPER, "softmax")
-
-
-@of_every_text
-def largest(scores: Scores) -> Table:
-    """Question 3 at the largest size: what has several seeds there, each at the rate that is best there."""
-    return comparison(scores, REPEATED, DEEPEST, "softmax")
 
 
 @of_every_text
@@ -127,20 +110,6 @@ def comparison(
     of = of or " and ".join(dict.fromkeys(baselines.values()))
     headings = ["", "validation bits per byte", "rate", "seeds", f"over {of}", "parameters", "FLOPs/token"]
     return Table.of(headings, rows, notes=[] if settled else [PROVISIONAL])
-
-
-@of_every_text
-def best(scores: Scores) -> Table:
-    """Why `make pretrain-d20-best` has its form: the smallest size, and what it would have at depth 20."""
-    rows = []
-    for name, label in BEST.items():
-        result = scores.at(ALL[name], SMALLEST)
-        deep = account(AccountingConfig(depth=20, **shape_of(name)))["parameters"]
-        own = [loss_of(result), seeds_of(result), f"{result['parameters']:,}" if result else ""]
-        rows.append([label, *own, f"{deep:,}"])
-    tokens = f"{SMALLEST['tokens']:,} tokens"
-    headings = ["", f"validation bits per byte, {tokens}", "seeds", "parameters", "parameters at depth 20"]
-    return Table.of(headings, rows)
 
 
 @of_every_text
@@ -238,10 +207,8 @@ TABLES: dict[str, Callable[..., list[Table]]] = {
     "study-sizes": sizes,
     "study-fits": fits,
     "study-deeper": deeper,
-    "study-largest": largest,
     "study-repairs": repairs,
     "study-further-offsets": further_offsets,
     "study-kernels": kernels,
     "study-ideas": ideas,
-    "study-best": best,
 }

@@ -9,11 +9,11 @@ import pandas as pd
 from runs.study import grid
 from runs.study.families import ALL, LEARNED, VALUE_EMBEDS, WITHOUT
 from runs.study.rates import SMALLEST
-from runs.study.scores import Scores, family_of
+from runs.study.scores import Result, Scores, family_of
 from runs.study.statistics import common_seeds
 from runs.study.trials import Trial
-from runs.table import Table
-from runs.tables.study import difference_of, loss_of, of_every_text, over
+from runs.table import NOT_RUN, Table
+from runs.tables.study import difference_of, loss_of, of_every_text, over, seeds_of
 
 
 @of_every_text
@@ -91,6 +91,14 @@ def channels(scores: Scores) -> Table:
                 cells = [loss_of(one) + (f", {over(one, without)}" if one else "") for one in learned]
                 rows.append([name, str(place["depth"]), loss_of(without), *cells])
     return Table.of(["", "layers", "without", *LEARNED], rows)
+
+
+def _beside(own: Result | None, without: Result) -> str:
+    """A loss, and what it is over the one without, of the seeds that both have."""
+    if own is None:
+        return NOT_RUN
+    fewer = len(common_seeds([own.losses, without.losses])) < len(without.losses)
+    return f"{loss_of(own)}, {over(own, without)}" + (f" (seeds {seeds_of(own)})" if fewer else "")
 
 
 @of_every_text

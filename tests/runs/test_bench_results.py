@@ -1,4 +1,4 @@
-"""The benchmarks' results: ratios inside a comparison, tables that never mix hardware, targets and rooflines."""
+"""The benchmarks' results: ratios inside a comparison, tables that never mix hardware, targets."""
 
 import re
 from dataclasses import replace
@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from bench_lines import line, write
-from gka.masking import Mask
-from runs.bench import plots, report, targets
+from runs.bench import report, targets
 from runs.bench.config import BenchConfig
 from runs.bench.measurement import Measurement
-from runs.bench.operators import FORWARD, FULL
+from runs.bench.operators import FULL
 from runs.bench.results import Comparison, Recorder, load, result_file
 from trainkit_gka.progress import read_lines
 
@@ -80,7 +79,6 @@ def test_the_report_prints_tables_reasons_and_targets_of_a_file(tmp_path, capsys
     for target, verdict in verdicts.items():
         assert re.search(rf"DeiT-Ti, {re.escape(target)}.* {verdict}\s", said), target
     assert re.search(r"d20 training step .* not measured\s", said)
-    assert (tmp_path / "out/roofline_nvidia-h200.png").stat().st_size > 1000
 
 
 def test_targets_of_a_cpu_are_its_own():
@@ -107,23 +105,3 @@ def test_targets_of_a_cpu_are_its_own():
     assert len(promises) > 40 and len({each.name for each in promises}) == len(promises)
     memory = targets.Target("memory", 0.85, 0.8, at_most=True)
     assert memory.verdict == "pass" and replace(memory, measured=0.9).verdict == "miss"
-
-
-def test_the_roofline_is_the_arithmetic_of_the_shapes():
-    """Microseconds worked out by hand for DeiT-Ti's operator on an H200.
-
-    They come from 7.63 GFLOP, 39 MB for GKA and 78 MB for softmax, and five products backward.
-    """
-    peaks, config = plots.peaks_of("NVIDIA H200"), line("a", "ours", 1.0)["config"]
-    assert plots.peaks_of("nvidia-h100-80gb-hbm3").bytes < peaks.bytes and plots.peaks_of("NVIDIA A100") is None
-    bounds = [
-        1e3 * plots.bound_ms(config, phase, family, peaks) for phase in (FORWARD, FULL) for family in ("softmax", "gka")
-    ]
-    assert bounds == pytest.approx([18.0, 9.7, 18.0 + 63.1, 9.7 + 24.1], rel=0.01)
-    for causal, window in ((True, None), (True, 7), (False, 7), (False, None)):
-        want = Mask(causal, window).dense(40, 40, CPU).sum().item()
-        assert plots.pairs({**config, "tokens": 40, "queries": 40, "causal": causal, "window": window}) == want
-    decode = {**config, "queries": 1, "tokens": 8192}
-    assert plots.bound_ms(decode, FORWARD, "softmax", peaks) == pytest.approx(
-        2 * plots.bound_ms(decode, FORWARD, "gka", peaks)
-    )

@@ -1,10 +1,12 @@
 """The text classifier of runs/examples: it learns, padding changes nothing, a row is not measured again, mistakes."""
 
+import platform
 import random
 
 import pandas as pd
 import pytest
 
+from runs import frames
 from runs.examples import text_classifier, texts
 from runs.examples.text_classifier import KIND, TextClassifierConfig
 from runs.neighbours.cases import Cases
@@ -49,6 +51,15 @@ def test_both_kinds_learn_and_padding_changes_nothing(tmp_path, monkeypatch, cap
 
 
 @pytest.mark.slow
+def test_docstrings_of_two_pythons_are_not_mixed(tmp_path, monkeypatch, capsys):
+    results = tmp_path / "rows.jsonl"
+    results.write_text((frames.RESULTS / text_classifier.FILE).read_text())
+    monkeypatch.setattr(platform, "python_version", lambda: "3.99.0")
+    with pytest.raises(SystemExit):
+        run("--results", results, "--seeds", 4)
+    assert "trainings on the docstrings of Python 3.11.7, this is 3.99.0; give another file" in capsys.readouterr().err
+
+
 def test_the_built_in_texts_are_held_out_once():
     data, again = texts.builtin(), texts.builtin()
     assert data == again and len(data.names) == texts.PACKAGES and "asyncio" in data.names

@@ -257,7 +257,8 @@ def test_a_problem_is_one_line_and_exit_code_2(make):
 @pytest.mark.parametrize("data", ["wds:.", "hf-stream:some/images", "digits"])
 def test_images_that_may_be_there_are_left_to_the_trainer(lines, ready, monkeypatch, data):
     monkeypatch.setattr(launcher, "count_gpus", lambda: 0)
-    assert len(lines("train-deit-ti", look=False, DATA=data, ARGS="--device-type=cpu")) == 1
+    for asked in ("--device-type=cpu", "--device_type cpu", '--device-type "cpu"'):
+        assert len(lines("train-deit-ti", look=False, DATA=data, ARGS=asked)) == 1
 
 
 @pytest.mark.parametrize("flag", ["--dry-run", "--dry_run"])

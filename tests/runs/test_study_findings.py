@@ -248,13 +248,18 @@ def test_the_command_prints_every_table_and_draws_what_there_is(scaled, tmp_path
 @pytest.mark.parametrize(
     ("difference", "said", "word", "given"),
     [
-        ((0.02, 0.01, 0.04), "0.020 [0.010, 0.040] bits per byte behind softmax", "behind", "-0.020 [-0.040, -0.010]"),
+        (
+            (0.02, 0.01, 0.04),
+            "0.020 [0.010, 0.040] bits per byte behind softmax",
+            "behind",
+            "-0.020 [-0.040, -0.010] (a rise)",
+        ),
         ((-0.02, -0.03, -0.01), "0.020 [0.010, 0.030] bits per byte ahead of softmax", "ahead", "0.020 [0.010, 0.030]"),
         (
             (0.02, -0.01, 0.05),
             "not significantly different from softmax (+0.020 [-0.010, +0.050] bits per byte)",
             "level",
-            "-0.020 [-0.050, 0.010]",
+            "-0.020 [-0.050, 0.010] (not significant)",
         ),
         ((-0.02, math.nan, math.nan), "0.020 bits per byte ahead of softmax (one seed)", "open", "0.020 (one seed)"),
     ],

@@ -71,7 +71,7 @@ def test_a_file_of_the_log_that_is_no_entry_is_refused(tmp_path, name, change):
 
 
 def test_a_block_of_an_unknown_table_is_named():
-    with pytest.raises(UserError, match=r"README\.md has a block table:speeds; known are results, demo,"):
+    with pytest.raises(UserError, match=r"README\.md has a block table:speeds; known are demo, vision,"):
         tables.render("README.md", "<!-- table:speeds -->\n<!-- /table -->\n")
 
 
@@ -125,6 +125,13 @@ def timed(hardware: str, case: str, phase: str, times: dict[str, tuple[str, floa
         config |= facts_of(candidate, phase, {"dtype": "float32", **config}, hardware)
         kind = settings.get("kind", "bench_attention")
         yield {**RECORD, "kind": kind, "hardware": hardware, "config": config, "metrics": metrics}
+
+
+def test_a_benchmark_without_lines_is_passed_over(tmp_path, monkeypatch):
+    """As a file is after its damaged and only line was deleted."""
+    (tmp_path / "bench_attention_a-cpu-1-thread.jsonl").write_text("")
+    monkeypatch.setattr(frames, "RESULTS", tmp_path)
+    assert speed.operator() == []
 
 
 def test_the_table_of_the_operator_names_the_baseline_and_has_threads_side_by_side(tmp_path, monkeypatch):
