@@ -15,7 +15,7 @@ from runs.examples.text_classifier import FILE as CLASSIFIER
 from runs.examples.text_classifier import TextClassifierConfig
 from runs.examples.text_classifier import rows_of as rows_of_classifier
 from runs.study.families import ALL, PRESET, RIVAL, WIDE_HEADS
-from runs.study.grid import CONTROL, DEEPER, HALF, LONGER, LONGEST
+from runs.study.grid import CONTROL, DEEPER, HALF, LONGER, LONGEST, scaled_places
 from runs.study.scores import Place, Scores, family_of, probed_models
 from runs.study.speed import speeds_of
 from runs.study.statistics import Interval, common_seeds
@@ -207,6 +207,28 @@ def wide_heads(study: Study) -> str:
         f"{gain(study.over(rival, RIVAL, DEEPER))} (four layers, {tokens_of(DEEPER)}). With four times the tokens they "
         f"lower them by {' and '.join(longer)}, and the preset is {stands} at equal tokens. At depth 20 all forms have "
         "heads of 128."
+    )
+
+
+def with_length(study: Study) -> str:
+    """Question 4: the preset at every size and budget, and how its lead at equal tokens changes with the budget."""
+    places = [place for place in scaled_places() if study.scores.at(ALL[PRESET], place)]
+    depths = list(dict.fromkeys(place["depth"] for place in places))
+    counted = {}
+    for other in (CONTROL, RIVAL):
+        words = [verdict(study.over(PRESET, other, place)) for place in places]
+        counts = ", ".join(f"{word} in {words.count(word)}" for word in ("ahead", "level", "behind"))
+        counted[other] = f"{counts} of {len(words) - words.count('open')}"
+    leads = {
+        depth: [study.over(PRESET, CONTROL, place) for place in places if place["depth"] == depth] for depth in depths
+    }
+    ends = [(depth, -own[0].value, -own[-1].value) for depth, own in leads.items() if own[0] and own[-1]]
+    shrinks = all(abs(last) < abs(first) for _, first, last in ends)
+    said = ", ".join(f"{first:.3f} to {last:.3f} with {depth} layers" for depth, first, last in ends)
+    return (
+        f"Over the sizes and budgets with several seeds the preset is, at equal tokens, {counted[CONTROL]} against "
+        f"softmax with the same offsets, and {counted[RIVAL]} against softmax with channels and gates too. Its lead over the former "
+        f"{'shrinks' if shrinks else 'changes'} as training gets longer, by four times the tokens from {said}."
     )
 
 
@@ -439,6 +461,7 @@ SENTENCES: dict[str, Callable[[], str]] = {
     "study-recommended": of_text(recommended),
     "study-learned": of_text(learned),
     "study-wide-heads": of_text(wide_heads),
+    "study-with-length": of_text(with_length),
     "study-kernel": of_text(kernel_or_offset),
     "study-heads-sentence": of_text(heads),
     "study-images-sentence": image_sentences,

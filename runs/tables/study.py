@@ -14,8 +14,10 @@ from runs.study.families import (
     IDEAS,
     KERNELS,
     PATTERNS,
+    PRESET,
     RATE_OF,
     REPAIRS,
+    RIVAL,
     fits_depth,
 )
 from runs.study.grid import DEEPER, LONGER, REPEATED, SCALED, longer_families, scaled_places
@@ -127,7 +129,7 @@ def longer(scores: Scores) -> Table:
 def sizes(scores: Scores) -> Table:
     """Question 3: bits per byte of every family at every size and budget."""
     rows = []
-    for name in SCALED:
+    for name in (*SCALED, PRESET, RIVAL):
         losses = [loss_of(scores.at(ALL[name], place)) for place in scaled_places()]
         possible = [fits_depth(ALL[name], place["depth"]) for place in scaled_places()]
         rows.append([name, *(loss if has_form else "" for loss, has_form in zip(losses, possible))])

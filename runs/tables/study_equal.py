@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-from runs.study.families import ALL
+from runs.study.families import ALL, PRESET, RIVAL
 from runs.study.grid import BUDGETS, CONTENDERS, CONTROL, HALF, LONGEST, REPEATED, SCALED, scaled_places
 from runs.study.rates import SMALLEST
 from runs.study.scores import Place, Result, Scores
@@ -76,7 +76,7 @@ def longer(scores: Scores) -> Table:
     """The same with other budgets; at equal FLOPs or time the baseline's loss is interpolated between its budgets."""
     speeds = speeds_of(scores.folder)
     rows = []
-    for name, baseline in _comparisons(*REPEATED, HALF):
+    for name, baseline in [*_comparisons(*REPEATED, HALF, PRESET), (PRESET, RIVAL)]:
         for place in other_places():
             own, other = scores.at(ALL[name], place), scores.at(ALL[baseline], place)
             if own and other:
@@ -104,6 +104,7 @@ def _forms(scores: Scores) -> Table:
     rows = [
         [name, AT_DEPTH_20[name], _signed(ways[0]), _signed(ways[2]), _times(shares[0]), _times(shares[2])]
         for name, ways, shares, _ in _longest(scores)
+        if len(scores.at(ALL[name], LONGEST).losses) > 1  # one seed says little
     ]
     headings = ["form", "what trains it at depth 20", WAYS[0], WAYS[2], "parameters", "time of a step"]
     return Table.of(headings, rows, words=2)

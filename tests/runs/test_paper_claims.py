@@ -35,7 +35,8 @@ def test_every_claim_has_a_name_of_its_own_and_a_command_that_exists():
     assert len(entries) == len(claims.CLAIMS) == 25
     for claim in entries:
         if module := MODULE.match(claim["command"]):
-            assert '__name__ == "__main__"' in names[module[1]].read_text(), claim["command"]
+            command = names.get(f"{module[1]}.__main__") or names[module[1]]  # of a package, or a file
+            assert '__name__ == "__main__"' in command.read_text(), claim["command"]
         else:
             target = TARGET.match(claim["command"])[1]
             assert re.search(rf"^(?:[\w -]+ )?{target}[ :]", MAKEFILE, re.MULTILINE) or target.startswith("train-deit-")
