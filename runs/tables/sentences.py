@@ -227,8 +227,9 @@ def with_length(study: Study) -> str:
     said = ", ".join(f"{first:.3f} to {last:.3f} with {depth} layers" for depth, first, last in ends)
     return (
         f"Over the sizes and budgets with several seeds the preset is, at equal tokens, {counted[CONTROL]} against "
-        f"softmax with the same offsets, and {counted[RIVAL]} against softmax with channels and gates too. Its lead over the former "
-        f"{'shrinks' if shrinks else 'changes'} as training gets longer, by four times the tokens from {said}."
+        f"softmax with the same offsets, and {counted[RIVAL]} against softmax with channels and gates too. Its lead "
+        f"over the former {'shrinks' if shrinks else 'changes'} as training gets longer, by four times the tokens from "
+        f"{said}."
     )
 
 
