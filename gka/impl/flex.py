@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # imported where it is used: it brings SymPy, a quarter of th
     from torch.nn.attention.flex_attention import BlockMask
 
 TILE = 128
+PROGRAMS = 128
 SERVES = Serves(
     options=frozenset({"causal", "window", "lengths", "key_padding_mask"}),
     applies_eps=False,
@@ -86,9 +87,17 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request,
 
 @functools.cache
 def _compiled() -> Callable:
+    """FlexAttention as fused programs, one for each number of tiles, head size and so on."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=False)
+    compiled: Any = torch.compile(flex_attention, dynamic=False)
+
+    def attend(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
+        # After 8 programs torch would go on without fusing, with all scores in memory.
+        with torch._dynamo.config.patch(recompile_limit=PROGRAMS):
+            return compiled(*tensors, **options)
+
+    return attend
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,8 +1,11 @@
 """The operator under torch.compile and under autocast."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
 from torch.nn.attention import flex_attention
 
 from gka import dot_product_attention, gaussian_attention, testing
@@ -120,3 +123,16 @@ def test_autocast_accepts_mixed_dtypes():
         gaussian_attention(x, log_sigma, **mixed)
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match="values must be a floating tensor"):
         gaussian_attention(x, log_sigma, values=values.long())
+
+
+def test_flex_stays_compiled_for_many_lengths(monkeypatch):
+    """torch compiles a function for 8 shapes, then goes on without fusing it. Without a C++ compiler here."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    counters.clear()
+    attend = flex._compiled.__wrapped__()
+    for tiles in range(1, 12):
+        q = torch.randn(1, 1, flex.TILE * tiles, 16)
+        with torch.no_grad():
+            attend(q, q, q, block_mask=flex._block_mask(Mask(True, 100), q.shape[2], q.shape[2], q.device))
+    assert counters["frames"]["ok"] == counters["frames"]["total"] == 11
