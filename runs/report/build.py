@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from runs.comparison.tables import BUILDERS, Sources
-from runs.report import attention, benchmarks, curves, headlines, language, ledger, page, provenance
+from runs.report import attention, curves, headlines, language, ledger, page, provenance
 from runs.report.blocks import Fold, Picture, Section
 from runs.report.live import LiveView, image_view
 from runs.report.trained import TrainedRun, find_runs
+from runs.tables.speed import models, operator
 from trainkit_gka.cli import command_line
 from trainkit_gka.progress import console
 from trainkit_gka.results import git_commit
@@ -96,12 +97,13 @@ def training(runs: list[TrainedRun]) -> Section:
 
 
 def speed() -> Section:
-    """Every comparison of every machine, folded; the chart of the main ones is in the summary."""
-    folds = [Fold(hardware, pictures=pictures) for hardware, pictures in benchmarks.pictures().items()]
+    """The tables of the operator and of whole models, folded; the chart of the main cases is in the summary."""
+    tables = {"Operator": operator(), "Models": models()}
+    folds = [Fold(f"{name}, {table.title.rstrip(':')}", [table]) for name, own in tables.items() for table in own]
     missing = "" if folds else 'No benchmark was run; "make bench" runs them.'
     introduction = (
-        "The chart of the summary has the main cases of all machines. Here is all of runs/results, by machine. Both "
-        "sides of a comparison took turns in one process."
+        "The chart of the summary has the main cases of all machines; here they are by machine. Both sides of a "
+        "comparison took turns in one process."
     )
     return Section("speed", "Speed", introduction, missing, folds=folds)
 

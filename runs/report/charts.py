@@ -9,8 +9,7 @@ from typing import Any
 import matplotlib
 from markupsafe import Markup, escape
 
-from gka.kinds import KINDS
-from runs.figures import PALETTE, Look, look
+from runs.figures import PALETTE, Look
 from runs.report.blocks import Picture, number
 from runs.table import Row, Table
 from trainkit_gka.plots import subplots
@@ -46,8 +45,8 @@ class Series:
     marker: bool = False
 
 
-def lines(title: str, caption: str, x: str, y: str, series: list[Series], logarithmic: bool = False) -> Picture:
-    """A chart of lines over x; its table has a row for every x. logarithmic: both axes, x in powers of two."""
+def lines(title: str, caption: str, x: str, y: str, series: list[Series]) -> Picture:
+    """A chart of lines over x; its table has a row for every x."""
     with matplotlib.rc_context(STYLE):
         figure, axis = subplots(figsize=(WIDTH, HEIGHT))
         for line in series:
@@ -56,11 +55,6 @@ def lines(title: str, caption: str, x: str, y: str, series: list[Series], logari
             if line.band:
                 xs = [place for place, _ in line.points]
                 axis.fill_between(xs, *zip(*line.band), color=line.look.colour, alpha=0.15, linewidth=0)
-        if logarithmic:
-            axis.set_xscale("log", base=2)
-            axis.set_yscale("log")
-            places = sorted({place for line in series for place, _ in line.points})
-            axis.set_xticks(places, [number(place) for place in places])
         axis.set(xlabel=x, ylabel=y)
         axis.grid()
         _legend(figure, axis, len(series))
@@ -90,23 +84,6 @@ def table_of(title: str, x: str, series: list[Series]) -> Table:
             columns.append({place: f"{number(low)} to {number(high)}" for (place, _), (low, high) in ranges})
     rows: list[Row] = [[number(place), *(column.get(place, "") for column in columns)] for place in places]
     return Table.of(headings, rows, title=title)
-
-
-def bars(title: str, caption: str, x: str, values: dict[str, float], table: Table, line_at: float) -> Picture:
-    """Horizontal bars with their values written at their ends. line_at: where a line crosses all of them."""
-    with matplotlib.rc_context(STYLE):
-        figure, axis = subplots(figsize=(WIDTH, 0.8 + 0.27 * len(values)))
-        labels = list(values)[::-1]
-        drawn = axis.barh(
-            labels, [values[label] for label in labels], color=look(KINDS["gka"].label).colour, height=0.7
-        )
-        axis.bar_label(drawn, [f"{values[label]:.2f}" for label in labels], padding=3, fontsize=8.5, color=INK)
-        axis.axvline(line_at, color=INK, linewidth=1, linestyle="--")
-        axis.set(xlabel=x)
-        axis.tick_params(axis="y", length=0)
-        axis.margins(x=0.12, y=0.02)
-        words = "; ".join(f"{label} {value:.2f}" for label, value in values.items())
-        return Picture(title, caption, svg(figure, f"Bar chart, {title}: {x}. {words}."), table)
 
 
 def drawn(title: str, caption: str, draw: Callable[[], Any], table: Table) -> Picture:
