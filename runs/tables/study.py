@@ -52,7 +52,7 @@ def of_every_text(one: Callable[[Scores], Table]) -> Callable[..., list[Table]]:
 @of_every_text
 def families(scores: Scores) -> Table:
     """Question 3, at the smallest size: every family at its best rate, and its difference from nanochat's softmax."""
-    return comparison(scores, {**FAMILIES, **FURTHER}, SMALLEST, "softmax")
+    return comparison(scores, [*FAMILIES, *FURTHER, PRESET, RIVAL], SMALLEST, "softmax")
 
 
 @of_every_text
