@@ -13,7 +13,7 @@ from runs.study.scores import Result, Scores, family_of
 from runs.study.statistics import common_seeds
 from runs.study.trials import Trial
 from runs.table import NOT_RUN, Table
-from runs.tables.study import difference_of, loss_of, of_every_text, over, seeds_of
+from runs.tables.study import difference_of, loss_of, of_every_text, over
 
 
 @of_every_text
@@ -97,8 +97,8 @@ def _beside(own: Result | None, without: Result) -> str:
     """A loss, and what it is over the one without, of the seeds that both have."""
     if own is None:
         return NOT_RUN
-    fewer = len(common_seeds([own.losses, without.losses])) < len(without.losses)
-    return f"{loss_of(own)}, {over(own, without)}" + (f" (seeds {seeds_of(own)})" if fewer else "")
+    pairs, most = len(common_seeds([own.losses, without.losses])), max(len(own.losses), len(without.losses))
+    return f"{loss_of(own)}, {over(own, without)}" + (f" (seeds: {pairs})" if pairs < most else "")
 
 
 @of_every_text
