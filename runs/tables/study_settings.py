@@ -88,7 +88,7 @@ def channels(scores: Scores) -> Table:
             without = scores.at(ALL[name], place)
             learned = [scores.at(ALL[f"{name} + {what}"], place) for what in LEARNED]
             if without and any(learned):
-                cells = [loss_of(one) + (f", {over(one, without)}" if one else "") for one in learned]
+                cells = (_beside(one, without) for one in learned)
                 rows.append([name, str(place["depth"]), loss_of(without), *cells])
     return Table.of(["", "layers", "without", *LEARNED], rows)
 
