@@ -287,9 +287,10 @@ def test_a_loss_far_behind_stands_at_the_top_of_the_picture_of_quality_with_its_
 
 def test_verdicts_turn_with_the_rows(tmp_path):
     """The same sentence of two worlds: in one bandwidths and gates help GKA, in the other they do not."""
-    for gained, verdict in ((0.05, "No"), (-0.05, "Not settled")):
+    for gained, verdict, rise in ((0.05, "No", ""), (-0.05, "Not settled", " (a rise)")):
         losses = {sentences.HALF: 1.75, sentences.PRESET: 1.75 - gained, sentences.CONTROL: 1.73}
         folder = write(tmp_path / verdict / "study", with_seeds(DEEPER, losses))
         said = sentences.learned(sentences.Study(folder / "words.jsonl"))
-        assert said.startswith(f"**{verdict}.**") and f"{gained:.3f} [{gained:.3f}, {gained:.3f}] together" in said
+        assert said.startswith(f"**{verdict}.**")
+        assert f"{gained:.3f} [{gained:.3f}, {gained:.3f}]{rise} together" in said
         assert "not compared with softmax yet at equal tokens" in said
