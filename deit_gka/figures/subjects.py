@@ -163,7 +163,9 @@ def images_for(drawn: Drawn, run: Path | None, network: bool = True) -> dict[str
     why = f"{drawn.name} sees small images"
     if run:
         try:
-            return own_images(run, network)
+            if images := own_images(run, network):
+                return images
+            why = f"{drawn.name} has no held-out images"
         except (UserError, PassingFault) as error:
             why = f"the images that {drawn.name} was trained on cannot be read ({error})"
     if min(drawn.model.patch_embed.img_size) >= SEES_PHOTOGRAPHS:
@@ -182,7 +184,7 @@ def own_images(run: Path, network: bool = True) -> dict[str, Image.Image]:
     if not data:
         raise UserError(f"{run} does not say what it was trained on")
     if data.startswith(("hf:", "hf-stream:")) and not network:
-        raise UserError(f"{data} is not asked for here")
+        raise UserError(f"{data} would need the network")
     source = open_source(data, "val", DataParts(**state.get("parts", {})))
     stream = isinstance(source, Stream)
     records = islice(source.records(0, 0, 1), STREAMED) if stream else map(source.read, range(len(source)))

@@ -45,8 +45,8 @@ def form_of(attn: nn.Module) -> type["PlainAttention"] | None:
     than softmax(Q K^T) V (norms of queries and keys, gates, differential attention).
     """
     if kind_of(attn) == "softmax":
-        parts = (getattr(attn, name, None) for name in ("q_norm", "k_norm", "norm", "gate"))
-        if type(attn) not in (Attention, Softmax) or any(not isinstance(p, nn.Identity | None) for p in parts):
+        more = (getattr(attn, name, None) for name in ("q_norm", "k_norm", "norm", "gate"))
+        if type(attn) not in (Attention, Softmax) or any(not isinstance(part, nn.Identity | None) for part in more):
             return None
     return FORMS.get(kind_of(attn))
 

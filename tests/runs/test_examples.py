@@ -55,6 +55,7 @@ def test_docstrings_of_two_pythons_are_not_mixed(tmp_path, monkeypatch, capsys):
     results = tmp_path / "rows.jsonl"
     results.write_text((frames.RESULTS / text_classifier.FILE).read_text())
     monkeypatch.setattr(platform, "python_version", lambda: "3.99.0")
+    monkeypatch.setattr(text_classifier.Task, "prepare", lambda config: pytest.fail("it would train"))
     with pytest.raises(SystemExit):
         run("--results", results, "--seeds", 4)
     assert "trainings on the docstrings of Python 3.11.7, this is 3.99.0; give another file" in capsys.readouterr().err
