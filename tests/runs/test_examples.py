@@ -50,7 +50,6 @@ def test_both_kinds_learn_and_padding_changes_nothing(tmp_path, monkeypatch, cap
     assert "texts to train on" not in said and f"{rows[1]['metrics']['parameters']:,}" in said
 
 
-@pytest.mark.slow
 def test_docstrings_of_two_pythons_are_not_mixed(tmp_path, monkeypatch, capsys):
     results = tmp_path / "rows.jsonl"
     results.write_text((frames.RESULTS / text_classifier.FILE).read_text())
@@ -61,6 +60,7 @@ def test_docstrings_of_two_pythons_are_not_mixed(tmp_path, monkeypatch, capsys):
     assert "trainings on the docstrings of Python 3.11.7, this is 3.99.0; give another file" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_built_in_texts_are_held_out_once():
     data, again = texts.builtin(), texts.builtin()
     assert data == again and len(data.names) == texts.PACKAGES and "asyncio" in data.names
