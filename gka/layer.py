@@ -9,14 +9,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from gka import validation
+from gka import offsets, validation
 from gka.api import gaussian_attention, gaussian_weights, select_impl
 from gka.autocast import autocasts
 from gka.bandwidth import at_least_float32, initial_log_sigma
 from gka.dispatch import check_impl
 
 # torch.fx records each call as one node, as its tensors have no shapes and dtypes to look at.
-for name in ("split_heads", "checked_context", "at_least_float32", "gaussian_attention", "gaussian_weights"):
+for name in (
+    "split_heads",
+    "without_padding",
+    "checked_context",
+    "at_least_float32",
+    "gaussian_attention",
+    "gaussian_weights",
+):
     torch.fx.wrap(name)
 
 
@@ -34,6 +41,9 @@ class GaussianKernelAttention(nn.Module):
       channel_bandwidths: not the paper's. The kernel compares features times exp(log_scale), learned from 0, normalised
       again with head_norm; the values stay as they are. It is a Gaussian with a diagonal metric (automatic relevance
       determination: MacKay 1994, Neal 1996), for tokens whose norm has no weight per channel.
+      head_offsets: not the paper's. A letter per head, tiled (`gka.offsets`): with PS half of the heads read the value
+      of the token before a match, half that of the token after it. In a sequence of tokens alone, for a token has a
+      predecessor; take head_norm with it, without which Triton has no gradients for heads with S.
 
     Input and output: (B, T, dim) in the weights' dtype, or autocast is on; TypeError for another dtype, ValueError for
     another shape. Expects normalised tokens (the paper's: after the block's LayerNorm). `.bfloat16()` and `.half()`
@@ -52,6 +62,7 @@ class GaussianKernelAttention(nn.Module):
         window: int | None = None,
         head_norm: bool = False,
         channel_bandwidths: bool = False,
+        head_offsets: str = "",
         impl: str = "auto",
     ) -> None:
         super().__init__()
@@ -66,6 +77,8 @@ class GaussianKernelAttention(nn.Module):
         self.causal, self.window, self.head_norm, self.impl = causal, window, head_norm, impl
         self.log_sigma = nn.Parameter(initial_log_sigma(num_heads, self.sigma_squared))
         self.log_scale = nn.Parameter(torch.zeros(dim)) if channel_bandwidths else None
+        self.head_offsets = head_offsets
+        self.offsets = offsets.head_offsets(offsets.delays_of(head_offsets), num_heads)
         self.proj = nn.Linear(dim, dim, bias=bias)
 
     def reset_parameters(self) -> None:
@@ -92,10 +105,15 @@ class GaussianKernelAttention(nn.Module):
         W_O's bias comes out. is_causal: for this call, as timm's blocks say it. need_weights: return W too, (B, H, T,
         Tk), which is built in O(T * Tk) memory.
         """
+        own = context is None and self.offsets is not None  # queries that are not the slots' keys, over the same tokens
+        if own and key_padding_mask is not None:
+            x = without_padding(x, key_padding_mask, self.dim)
         features, values = self._features_and_values("x", x)
-        keys = None
+        keys = features if own else None
         if context is not None:
             keys, values = self._features_and_values("context", checked_context(context, x, self.dim))
+        if self.offsets is not None:
+            keys, values = self.offsets(keys, values, key_padding_mask)
         mask: dict[str, Any] = dict(
             keys=keys,
             causal=self.causal or is_causal,
@@ -103,8 +121,11 @@ class GaussianKernelAttention(nn.Module):
             key_padding_mask=key_padding_mask,
             attn_mask=attn_mask,
         )
-        log_sigma, own = at_least_float32(self.log_sigma), None if self.log_scale is None else values
-        y = gaussian_attention(features, log_sigma, values=own, constant_norm=self.head_norm, impl=self.impl, **mask)
+        log_sigma = at_least_float32(self.log_sigma)
+        apart = values if self.log_scale is not None or self.offsets is not None else None
+        y = gaussian_attention(features, log_sigma, values=apart, constant_norm=self.head_norm, impl=self.impl, **mask)
+        if own and key_padding_mask is not None:
+            y = y.masked_fill(key_padding_mask[..., None, None], 0)
         y = self.proj(y.flatten(-2))
         return (y, gaussian_weights(features, log_sigma, **mask)) if need_weights else y
 
@@ -134,7 +155,7 @@ class GaussianKernelAttention(nn.Module):
 
     def extra_repr(self) -> str:
         names = ["num_heads", "head_dim", "causal", "window", "head_norm"]
-        names += ["channel_bandwidths"] * self.channel_bandwidths
+        names += ["channel_bandwidths"] * self.channel_bandwidths + ["head_offsets"] * bool(self.head_offsets)
         return ", ".join(f"{name}={getattr(self, name)}" for name in names).removeprefix("num_")
 
 
@@ -160,6 +181,13 @@ def split_heads(name: str, x: torch.Tensor, dim: int, num_heads: int, weight: to
                 "layer with .to(), or use torch.autocast, which leaves float64 alone"
             )
     return x.unflatten(-1, (num_heads, dim // num_heads))
+
+
+def without_padding(x: torch.Tensor, key_padding_mask: torch.Tensor, dim: int) -> torch.Tensor:
+    """x, (B, T, dim), with zeros where there is no token. Raises TypeError or ValueError for another x or mask."""
+    heads = split_heads("x", x, dim, 1, None)
+    validation.check_hidden(heads, x.shape[1], None, key_padding_mask, None)
+    return x.masked_fill(key_padding_mask[..., None], 0)
 
 
 def checked_context(context: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Spatial head offsets: on some heads a token's value is that of a neighbouring patch; keys and queries stay.
 
 The vision twin of the language models' head offsets, which shift the token before
-(nanochat_gka/model/offsets.py): no parameter, no FLOP. In an operator without projections a head can only say "tokens
+(gka/offsets.py): no parameter, no FLOP. In an operator without projections a head can only say "tokens
 like me"; with offsets it says "what stands left of tokens like me". A letter per head, cycling:
 
     N  the patch itself      L  left of it      R  right of it      U  above it      B  below it

@@ -27,10 +27,10 @@ from gka import (
 )
 from gka.bandwidth import at_least_float32
 from gka.masking import Mask
+from gka.offsets import HeadOffsets, head_offsets
 from nanochat_gka.model.blocks import Linear, Rotary, fill_uniform, norm
 from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.context import Context, Tensors
-from nanochat_gka.model.offsets import HeadOffsets, head_offsets
 
 GATE_CHANNELS = 32
 GATE_SCALE = 0.1

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from gka import KINDS, layer_kinds
-from nanochat_gka.model.offsets import DELAYS
+from gka.offsets import DELAYS
 from trainkit_gka.cli import Bounds, Count, MayChange, UserError
 
 BEFORE_ROTATED = "normalised"  # the default until 2026-11-22; a saved shape that does not say its values has these

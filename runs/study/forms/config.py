@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, ClassVar, Literal
 
+from gka.offsets import DELAYS
 from nanochat_gka.model.config import GPTConfig
-from nanochat_gka.model.offsets import DELAYS
 from runs.study.forms.attention import varied
 from trainkit_gka.cli import Bounds
 

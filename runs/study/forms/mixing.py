@@ -27,8 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from gka.offsets import HeadOffsets
 from nanochat_gka.model.blocks import norm
-from nanochat_gka.model.offsets import HeadOffsets
 
 Tensor = torch.Tensor
 

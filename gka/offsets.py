@@ -1,0 +1,78 @@
+"""Head offsets: a head pairs the key of one token with the value of another.
+
+A letter per head, tiled. Slot j of a head holds
+
+    N    (k_j, v_j)
+    P    (k_j, v_j-1)    the predecessor's value
+    S    (k_j-1, v_j)    the value of the successor
+
+The first token, which has no predecessor, takes its own place. No parameters, no FLOPs. An operator without projections
+has one feature as query, key and value, so that its heads can say "tokens like me" but not "the token before me" or
+"what followed the last time". Not the paper's: a fixed case of KV shifting attention, Xu et al., ICML 2025, arXiv
+2411.19574. Softmax attention gains from it too. A slot is hidden where its later token is, so that no causal head sees
+the future.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+DELAYS = {"N": (0, 0), "P": (0, 1), "S": (1, 0)}  # of a head's keys and of its values, in tokens
+Delays = Sequence[tuple[int, int]]  # of the heads, which repeat them
+
+
+class HeadOffsets(nn.Module):
+    """Keys or values of whole heads some tokens later.
+
+    key_delays, value_delays: by how many tokens each head is late, (H,). reach: the most of them. moves_keys: whether
+    a slot's key is not its token's.
+    """
+
+    def __init__(self, pattern: Delays, num_heads: int):
+        """pattern: at least one delay is not 0."""
+        super().__init__()
+        self.period = len(pattern)
+        tiled = [pattern[head % self.period] for head in range(num_heads)]
+        self.key_delays, self.value_delays = zip(*tiled)
+        self.reach, self.moves_keys = max(self.key_delays + self.value_delays), any(self.key_delays)
+
+    def forward(
+        self, keys: torch.Tensor, values: torch.Tensor, padding: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and values of n slots, of those of n tokens, (B, n, H, D) each.
+
+        padding: (B, n), True where there is no token; no slot takes anything from there.
+        """
+        values = later(values, self.value_delays, self.period, padding)
+        return later(keys, self.key_delays, self.period, padding), values
+
+
+@torch.fx.wrap  # one node: it assigns to slices
+def later(x: torch.Tensor, delays: Sequence[int], period: int, padding: torch.Tensor | None) -> torch.Tensor:
+    """Every head as late as it is, (B, n, H, D); token 0 fills the places before."""
+    if not any(delays):
+        return x
+    moved = x.clone()
+    for first, tokens in enumerate(delays[:period]):
+        heads = slice(first, None, period)
+        if tokens > 1:
+            moved[:, 1:tokens, heads] = x[:, :1, heads]
+        if tokens:
+            earlier = x[:, :-tokens, heads]
+            if padding is not None:
+                earlier = torch.where(padding[:, :-tokens, None, None], x[:, tokens:, heads], earlier)
+            moved[:, tokens:, heads] = earlier
+    return moved
+
+
+def head_offsets(pattern: Delays, num_heads: int) -> HeadOffsets | None:
+    """The offsets of a layer's heads; None where no head is late."""
+    return HeadOffsets(pattern, num_heads) if any(map(any, pattern[:num_heads])) else None
+
+
+def delays_of(letters: str) -> Delays:
+    """The delays of a pattern such as PS, upper or lower case. Raises ValueError for other letters."""
+    if not isinstance(letters, str) or any(letter not in DELAYS for letter in letters.upper()):
+        raise ValueError(f"head_offsets must be made of the letters {', '.join(DELAYS)}, got {letters!r}")
+    return [DELAYS[letter] for letter in letters.upper()]
