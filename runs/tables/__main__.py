@@ -45,6 +45,7 @@ PAGES = (
     "gka/README.md",
     "docs/accuracy.md",
     "gka/impl/triton/README.md",
+    "nanochat_gka/README.md",
     "deit_gka/README.md",
     "runs/README.md",
     "runs/results/TABLES.md",

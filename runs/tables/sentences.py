@@ -4,7 +4,6 @@ A difference whose interval holds 0 is called not significant; so a new row can 
 """
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -14,16 +13,17 @@ from runs import frames
 from runs.examples.text_classifier import FILE as CLASSIFIER
 from runs.examples.text_classifier import TextClassifierConfig
 from runs.examples.text_classifier import rows_of as rows_of_classifier
-from runs.study.families import ALL, PRESET, RIVAL, WIDE_HEADS
+from runs.study.families import ALL, PRESET, RIVAL, WIDE_HEADS, shape_of
 from runs.study.grid import CONTROL, DEEPER, HALF, LONGER, LONGEST, scaled_places
 from runs.study.scores import Place, Scores, family_of, probed_models
 from runs.study.speed import speeds_of
 from runs.study.statistics import Interval, common_seeds
-from runs.study.vision.families import SHORTER_SOFTMAX, planned
+from runs.study.vision.families import FEWER_EPOCHS, SHORTER_SOFTMAX, planned
 from runs.study.vision.images import setting_of
 from runs.study.vision.scores import results_of, rows_of
 from runs.tables.study import ROWS, interval_of
 from runs.tables.study_equal import other_places, three_ways
+from runs.tables.study_vision import IMAGES, best_offsets
 
 TEXT = ROWS / "text_large.jsonl"
 OFFSETS, PAPER, SOFTMAX = "GKA + offsets", "GKA", "softmax"
@@ -37,11 +37,6 @@ NAMES = {
     SOFTMAX: "nanochat's softmax",
 }
 FEWEST_SEEDS = 3  # of which an interval says something
-IMAGES = {
-    "digits": "digits",
-    "images": "600 photographs of clothing",
-    "cifar10": "CIFAR-10 (six layers of width 96, 8 epochs)",
-}
 BITS, POINTS = " bits per byte", " points"
 
 
@@ -134,14 +129,18 @@ def tokens_of(place: Place) -> str:
 
 
 def text_quality(study: Study) -> str:
-    """The verdict on text, for the front page."""
-    tokens, flops, time = study.ways(PRESET, CONTROL, LONGEST)
+    """The verdict on text, for the front page, whose table has the numbers of the preset."""
+    tokens, _, time = map(verdict, study.ways(PRESET, CONTROL, LONGEST))
+    elsewhere: dict[int, list[str]] = {}
+    for place in scaled_places():
+        at_time = verdict(study.ways(PRESET, CONTROL, place)[2])
+        if place["depth"] != LONGEST["depth"] and at_time != "open":
+            elsewhere.setdefault(place["depth"], []).append(at_time)
+    others = [f"{' or '.join(dict.fromkeys(words))} with {depth} layers" for depth, words in elsewhere.items()]
     return (
-        f"**Text.** With four layers and {tokens_of(LONGEST)} nanochat's softmax reaches {study.loss_of(SOFTMAX)}; "
-        f"the paper's form is {standing(study.over(PAPER, SOFTMAX, LONGEST), 'it')}. {NAMES[PRESET]} stands so against "
-        f"{NAMES[CONTROL]}: {standing(tokens)} at equal tokens, {standing(flops)} at equal FLOPs, {standing(time)} at "
-        "equal time on a CPU, each with the fastest kernel there. Against softmax that has channel bandwidths and "
-        f"gates too: {study.best_stands('')}."
+        f"**Text.** With four layers and {tokens_of(LONGEST)} of books the paper's form is "
+        f"{standing(study.over(PAPER, SOFTMAX, LONGEST), NAMES[SOFTMAX])}. The preset is {tokens} with "
+        f"{NAMES[CONTROL]} after as many tokens, and {time} after as much time on a CPU ({', '.join(others)})."
     )
 
 
@@ -187,8 +186,9 @@ def recommended(study: Study) -> str:
 def learned(study: Study) -> str:
     """Question 4: bandwidths of channels and gates of heads, at four layers."""
     helps = verdict(study.over(PRESET, HALF, DEEPER)) == "ahead"
+    answer = "No, for text with head offsets" if helps else "Not settled"
     return (
-        f"**{'No' if helps else 'Not settled'}.** A bandwidth for every channel lowers the loss of {NAMES[HALF]} by "
+        f"**{answer}.** A bandwidth for every channel lowers the loss of {NAMES[HALF]} by "
         f"{gain(study.over(f'{HALF} + channels', HALF, DEEPER))} bits per byte, and by "
         f"{gain(study.over(PRESET, HALF, DEEPER))} together with a gate for every head. They lower that of "
         f"{NAMES[CONTROL]} by {gain(study.over(RIVAL, CONTROL, DEEPER))} (four layers, {tokens_of(DEEPER)}). "
@@ -199,7 +199,7 @@ def learned(study: Study) -> str:
 def wide_heads(study: Study) -> str:
     """Question 4: heads of 128 channels in place of 64, of the preset and of its rival."""
     own, rival = WIDE_HEADS
-    stands = standing(study.over(own, rival, LONGEST), "softmax with all of that")
+    stands = standing(study.over(own, rival, LONGEST), "softmax with the same offsets, bandwidths, gates and heads")
     longer = [gain(study.over(one, narrow, LONGEST)) for one, narrow in ((own, PRESET), (rival, RIVAL))]
     return (
         f"Heads of 128 channels, half as many, lower the loss of the preset by another "
@@ -214,11 +214,12 @@ def with_length(study: Study) -> str:
     """Question 4: the preset at every size and budget, and how its lead at equal tokens changes with the budget."""
     places = [place for place in scaled_places() if study.scores.at(ALL[PRESET], place)]
     depths = list(dict.fromkeys(place["depth"] for place in places))
-    counted = {}
-    for other in (CONTROL, RIVAL):
-        words = [verdict(study.over(PRESET, other, place)) for place in places]
+
+    def counted(other: str, way: int) -> str:
+        words = [verdict(study.ways(PRESET, other, place)[way]) for place in places]
         counts = ", ".join(f"{word} in {words.count(word)}" for word in ("ahead", "level", "behind"))
-        counted[other] = f"{counts} of {len(words) - words.count('open')}"
+        return f"{counts} of {len(words) - words.count('open')}"
+
     leads = {
         depth: [study.over(PRESET, CONTROL, place) for place in places if place["depth"] == depth] for depth in depths
     }
@@ -226,8 +227,9 @@ def with_length(study: Study) -> str:
     shrinks = all(abs(last) < abs(first) for _, first, last in ends)
     said = ", ".join(f"{first:.3f} to {last:.3f} with {depth} layers" for depth, first, last in ends)
     return (
-        f"Over the sizes and budgets with several seeds the preset is, at equal tokens, {counted[CONTROL]} against "
-        f"softmax with the same offsets, and {counted[RIVAL]} against softmax with channels and gates too. Its lead "
+        f"Over the sizes and budgets with several seeds the preset is, at equal tokens, {counted(CONTROL, 0)} against "
+        f"softmax with the same offsets, and {counted(RIVAL, 0)} against softmax with channels and gates too; at equal "
+        f"time, where it is known, {counted(CONTROL, 2)} and {counted(RIVAL, 2)}. Its lead at equal tokens "
         f"over the former {'shrinks' if shrinks else 'changes'} as training gets longer, by four times the tokens from "
         f"{said}."
     )
@@ -268,46 +270,34 @@ def heads(study: Study) -> str:
 
 
 def images_quality(folder: Path = ROWS) -> str:
-    """The verdict on images, for the front page: of CIFAR-10 if it is measured, which has most images."""
-    said = {name: of_images(rows) for name, rows in rows_of(folder).items()}
-    return "**Images.** " + (said.get("cifar10") or " ".join(filter(None, said.values())))
-
-
-def image_sentences(folder: Path = ROWS) -> str:
-    """The same of every set of images, a paragraph each."""
-    said = {name: of_images(rows) for name, rows in rows_of(folder).items()}
-    open_ones = [state(rows) for name, rows in rows_of(folder).items() if not said[name]]
-    norms = [of_norms(rows) for rows in rows_of(folder).values()]
-    return "\n\n".join([*filter(None, [*said.values(), *norms]), *open_ones])
-
-
-def state(rows: list[dict]) -> str:
-    """How far the trainings on a set of images are."""
-    name = rows[-1]["data"]["images"]
+    """The verdict on images, for the front page: of CIFAR-10, which has most of them."""
+    results = results_of(rows_of(folder)["cifar10"])
+    letters = best_offsets(results)
     return (
-        f"On {IMAGES.get(name, name)} {len(rows)} of {planned(setting_of(name))} trainings are finished: no answer yet."
+        f"**Images.** On CIFAR-10 (six layers of width 96, 8 epochs; top-1) GKA has "
+        f"{beside_in_images(results, 'GKA', SOFTMAX)}; VLT, which is softmax without W_V, has "
+        f"{beside_in_images(results, 'VLT', SOFTMAX)}. With spatial offsets (`{letters}`: heads take the value of a "
+        f"neighbouring patch) GKA has "
+        f"{beside_in_images(results, f'GKA + {letters}', f'softmax + {letters}', ' with the same')}."
     )
 
 
-def of_images(rows: list[dict]) -> str:
-    """GKA beside softmax on a set of images, in points of top-1; empty until both have three seeds. Then the best form
-    with spatial offsets beside softmax with the same, and GKA beside softmax of fewer epochs, where seeds allow.
-    """
-    results, name = results_of(rows), rows[-1]["data"]["images"]
-    beside = partial(beside_in_images, results)
-    told = {"GKA has": beside("GKA", "softmax")}
-    if not told["GKA has"]:
-        return ""
-    told["VLT has"] = beside("VLT", "softmax")
-    if offsets := {name: one for name, one in results.items() if one and name.startswith("GKA +")}:
-        letters = max(offsets, key=lambda name: offsets[name].mean).rpartition(" ")[2]
-        own, other = f"GKA + {letters}", f"softmax + {letters}"
-        words = f"GKA with spatial offsets (`{letters}`, heads that take the value of a neighbouring patch) has"
-        told[words] = beside(own, other, " with the same")
-    if shorter := beside("GKA", SHORTER_SOFTMAX, " after 6 epochs"):
-        told["GKA without them is"] = shorter.partition("), ")[2]
-    said = "; ".join(f"{words} {numbers}" for words, numbers in told.items() if numbers)
-    return f"On {IMAGES.get(name, name)} {said}."
+def image_sentences(folder: Path = ROWS) -> str:
+    """Beside the table of question 7: softmax of fewer epochs, norms without weight, and what is not finished."""
+    told = []
+    for rows in rows_of(folder).values():
+        name, results = rows[-1]["data"]["images"], results_of(rows)
+        if shorter := beside_in_images(results, "GKA", SHORTER_SOFTMAX, " after 6 epochs"):
+            softmax, gka = results[SHORTER_SOFTMAX], results["GKA"]
+            setting = setting_of(name)
+            epochs = FEWER_EPOCHS[SHORTER_SOFTMAX]["epochs"] / setting.epochs
+            share = epochs * gka.images_per_second / softmax.images_per_second
+            told.append(f"On {IMAGES.get(name, name)} GKA has {shorter}, which takes {share:.2f} of GKA's time.")
+        told += filter(None, [of_norms(rows)])
+        if not beside_in_images(results, "GKA", SOFTMAX):
+            count = f"{len(rows)} of {planned(setting_of(name))}"
+            told.append(f"On {IMAGES.get(name, name)} {count} trainings are finished: no answer yet.")
+    return "\n\n".join(told)
 
 
 def of_norms(rows: list[dict]) -> str:
@@ -337,17 +327,18 @@ def beside_in_images(results: dict, own: str, other: str, words: str = "", whose
 
 
 def classifier() -> str:
-    """BERT on docstrings, seed by seed."""
+    """BERT on docstrings."""
     rows = rows_of_classifier(frames.RESULTS / CLASSIFIER, TextClassifierConfig())
     by_seed = rows.pivot(index="seed", columns="attention", values="accuracy")
     leads = by_seed["gka"] > by_seed["softmax"]
     order = (
         "ahead with every seed" if leads.all() else "ahead with some seeds" if leads.any() else "behind with every seed"
     )
-    gka, softmax = (", ".join(f"{100 * one:.1f}" for one in by_seed[kind]) for kind in ("gka", "softmax"))
+    gka, softmax = (f"{100 * by_seed[kind].mean():.1f} %" for kind in ("gka", "softmax"))
     return (
-        "**Classifying text.** Of BERTs trained from scratch on docstrings, with one learning rate for both, GKA is "
-        f"{order} ({gka} % against softmax's {softmax} %; [an example](runs/README.md#an-example-on-text))."
+        f"**Classifying text.** In one example, BERT trained from scratch on docstrings, the paper's form is {order} "
+        f"({gka} against softmax's {softmax}; [the example](runs/README.md#an-example-on-text)). Head offsets were not "
+        "tried there."
     )
 
 
@@ -356,7 +347,7 @@ def classifier() -> str:
 
 def cost() -> str:
     """Parameters and FLOPs at the paper's depth, by the project's accounting."""
-    counted = {name: account(AccountingConfig(depth=20, **ALL[name])) for name in (SOFTMAX, PAPER, OFFSETS, HALF)}
+    counted = {name: account(AccountingConfig(depth=20, **shape_of(name))) for name in (SOFTMAX, PAPER, PRESET)}
 
     def shares(name: str) -> str:
         own, base = counted[name], counted[SOFTMAX]
@@ -365,18 +356,45 @@ def cost() -> str:
         )
 
     return (
-        f"**Cost.** At depth 20 GKA, with head offsets or without, has {shares(PAPER)} of nanochat's softmax; with "
-        f"value embeddings in half of its layers {shares(HALF)}."
+        f"**Cost.** At depth 20 GKA, with head offsets or without, has {shares(PAPER)} of nanochat's softmax; the "
+        f"preset, which has value embeddings too, has {shares(PRESET)}."
     )
 
 
 def speed() -> str:
+    """The verdict on speed, for the front page."""
+    operator, models = _ratios("attention", "forward+backward")[0], _of_models()
+    on_cpus = (
+        f"**Speed.** On server CPUs with AVX-512, on one or two threads in float32, attention is "
+        f"{_range(operator, 'float32')} as fast as the fastest softmax attention in PyTorch, forward and backward, and "
+        f"a training step of a whole model {_range(models, 'float32')} ([benchmarks](runs/README.md#benchmarks))."
+    )
+    return " ".join([on_cpus, *map(_on_gpu, _gpus())])
+
+
+def _gpus() -> list[pd.DataFrame]:
+    """The lines of every GPU."""
+    lines = frames.bench("attention")
+    return [own for _, own in lines[lines.threads.isna()].assign(threads=0).groupby("machine")]
+
+
+def _on_gpu(lines: pd.DataFrame) -> str:
+    """Attention on a GPU, against the fastest of torch and against its default."""
+    left_out = lines.case.str.startswith(("decode", "padded"))
+    both = lines[(lines["dtype"] == "bfloat16") & ~left_out & (lines.phase == "forward+backward")]
+    return (
+        f"On an {lines.machine.iloc[0]} in bfloat16 attention is {_of_cases(both)} as fast as the fastest, and "
+        f"{_of_cases(both, 'flash')} as fast as torch's default, FlashAttention-2; whole models were not timed there "
+        "([measured in 15 minutes](gka/impl/triton/README.md#measured-on-a-gpu))."
+    )
+
+
+def speed_on_cpus() -> str:
     """What the CPU kernel gains over torch's softmax attention, in the bare operator and in training steps; then what
     is left of it on machines that are held to older instructions.
     """
     operator, held = _ratios("attention", "forward+backward")
-    models = pd.concat([_ratios("deit", "training")[0], _ratios("gpt", "training")[0]])
-    forward_held = _ratios("attention", "forward")[1]
+    models, forward_held = _of_models(), _ratios("attention", "forward")[1]
 
     def machines(dtype: str) -> str:
         timed = pd.concat([operator, models]).xs(dtype, level="dtype").index.unique("machine")
@@ -384,41 +402,21 @@ def speed() -> str:
         return ", ".join(name.replace("(R)", "") for name in whole)
 
     return (
-        f"**Speed.** On CPUs in float32 ({machines('float32')}) the operator, forward and backward, is "
-        f"{_range(operator, 'float32')} as fast as the fastest softmax attention in PyTorch, a training step of a "
-        f"whole model {_range(models, 'float32')}; in bfloat16 ({machines('bfloat16')}) "
-        f"{_range(operator, 'bfloat16')} and {_range(models, 'bfloat16')}."
+        f"Over all cases but padded batches and decoding, on one thread and on two: in float32 "
+        f"({machines('float32')}) the operator, forward and backward, is {_range(operator, 'float32')} as fast as the "
+        f"fastest softmax attention in PyTorch, a training step of a whole model {_range(models, 'float32')}; in "
+        f"bfloat16 ({machines('bfloat16')}) {_range(operator, 'bfloat16')} and {_range(models, 'bfloat16')}."
     ) + "".join(
-        f" On an {machine.replace('(R)', '')} the operator is {_range(held.loc[[machine]], 'float32', 2)} as fast, "
-        f"forward alone {_range(forward_held.loc[[machine]], 'float32', 2)}."
+        f" On an {machine.replace('(R)', '')}, as CPUs without AVX-512 are, the operator is "
+        f"{_range(held.loc[[machine]], 'float32', 2)} as fast, forward alone "
+        f"{_range(forward_held.loc[[machine]], 'float32', 2)}."
         for machine in held.index.unique("machine")
     )
 
 
-def speed_on_gpus() -> str:
-    """The operator on GPUs, against the fastest attention of torch and against its default."""
-    told = []
-    lines = frames.bench("attention")
-    lines = lines[lines.threads.isna()].assign(threads=0)
-    for machine, own in lines.groupby("machine"):
-        own = own[own["dtype"] == "bfloat16"]
-        derived, padded = own.case.str.startswith("decode-derived"), own.case == "padded"
-        decoding = own.case.str.startswith("decode") & ~derived
-        dense = own[~decoding & ~derived & ~padded]
-        forward, both = (dense[dense.phase == phase] for phase in ("forward", "forward+backward"))
-        if any(part.empty for part in (forward, both, own[decoding], own[padded])):
-            continue  # of a machine with some cases the tables tell
-        told.append(
-            f"On an {machine}, in bfloat16, for {dense.tokens.min():,.0f} to {dense.tokens.max():,.0f} tokens, the "
-            f"operator is {_of_cases(both)} as fast as the fastest softmax attention in PyTorch, forward and backward, "
-            f"and {_of_cases(forward)} forward. Beside torch's default, FlashAttention-2, it is "
-            f"{_of_cases(both, 'flash')} and {_of_cases(forward, 'flash')} as fast. Decoding is "
-            f"{_of_cases(own[decoding])}, batches with padding are {_of_cases(own[padded])} as fast as the fastest."
-        )
-        if derived.any():
-            times = 1 / frames.ratios(own[derived]).iloc[0]
-            told[-1] += f" Keys derived from the cache take {times:.0f} times as long; generation there stores them."
-    return " ".join(told)
+def _of_models() -> pd.Series:
+    """Softmax's time over ours, of training steps."""
+    return pd.concat([_ratios("deit", "training")[0], _ratios("gpt", "training")[0]])
 
 
 def _of_cases(timed: pd.DataFrame, kernel: str = "") -> str:
@@ -456,7 +454,7 @@ SENTENCES: dict[str, Callable[[], str]] = {
     "classifier": classifier,
     "cost": cost,
     "speed": speed,
-    "speed-gpu": speed_on_gpus,
+    "speed-cpus": speed_on_cpus,
     "study-paper-form": of_text(paper_form),
     "study-repair": of_text(repair),
     "study-recommended": of_text(recommended),

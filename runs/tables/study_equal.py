@@ -3,6 +3,7 @@ parameters.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,6 +47,23 @@ AT_DEPTH_20 = {
 }
 MEASURES = ("flops_per_token", "parameters")
 COMMON = SMALLEST["tokens"]  # the budget in which most families have seeds at every depth
+
+
+# When to take a form, on the front page.
+WHEN = {
+    "softmax": "the paper's baseline",
+    CONTROL: "softmax, with what costs it nothing",
+    "GKA": "to reproduce the paper",
+    "GKA + offsets": "fewest parameters",
+    "GGGA + offsets": "a hybrid: three GKA layers, then one of softmax",
+    PRESET: "**the preset**, recommended on a CPU",
+    RIVAL: "softmax with all that the preset has",
+}
+
+
+def of_the_page(one: Callable[[Scores], Table]) -> Callable[..., list[Table]]:
+    """A table of the study's text for the front page: its dates and commits are on the study's own page."""
+    return lambda folder=ROWS: [replace(table, title="", sources=[]) for table in of_every_text(one)(folder)]
 
 
 def common_places() -> list[Place]:
@@ -93,21 +111,31 @@ def longest(scores: Scores) -> Table:
     return Table.of([place_of(LONGEST), *WAYS, "parameters", "FLOPs", "time of a step", "seeds"], rows)
 
 
-def forms(folder: Path = ROWS) -> list[Table]:
-    """The same for the front page, with what trains each form at the paper's depth."""
-    file = "Every row of it: `runs/results/study/text_large.jsonl`, with date, commit and hardware."
-    return [replace(table, title="", sources=[file]) for table in _forms(folder)]
-
-
-@of_every_text
-def _forms(scores: Scores) -> Table:
+@of_the_page
+def forms(scores: Scores) -> Table:
+    """The same for the front page, of forms with several seeds, and when to take each."""
     rows = [
-        [name, AT_DEPTH_20[name], _signed(ways[0]), _signed(ways[2]), _times(shares[0]), _times(shares[2])]
+        [name, WHEN[name], _signed(ways[0]), _signed(ways[2]), _times(shares[0]), _times(shares[2])]
         for name, ways, shares, _ in _longest(scores)
-        if len(scores.at(ALL[name], LONGEST).losses) > 1  # one seed says little
+        if name in WHEN
     ]
-    headings = ["form", "what trains it at depth 20", WAYS[0], WAYS[2], "parameters", "time of a step"]
-    return Table.of(headings, rows, words=2)
+    return Table.of(["form", "when", WAYS[0], WAYS[2], "parameters", "time of a step"], rows, words=2)
+
+
+@of_the_page
+def preset(scores: Scores) -> Table:
+    """The preset's loss over that of softmax, with ever more of what the preset has."""
+    speeds = speeds_of(scores.folder)
+    rows = [
+        [name, *(_signed(three_ways(scores, speeds, PRESET, name, LONGEST)[way]) for way in (0, 2))]
+        for name in (*BASELINES, RIVAL)
+    ]
+    return Table.of(["the preset over", WAYS[0], WAYS[2]], rows)
+
+
+def commands(folder: Path = ROWS) -> list[Table]:
+    """What trains each form at the paper's depth."""
+    return [Table.of(["form", "what trains it"], [list(row) for row in AT_DEPTH_20.items()], words=2)]
 
 
 def _longest(scores: Scores) -> list[tuple[str, Ways, list[float], str]]:
@@ -213,6 +241,8 @@ def _over_curve(own: Result, curve: list[Result], measure: str) -> str:
 
 
 TABLES = {
+    "preset": preset,
+    "commands": commands,
     "study-differences": differences,
     "study-differences-longer": longer,
     "study-longest": longest,

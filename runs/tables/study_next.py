@@ -9,6 +9,7 @@ from nanochat_gka.accounting import AccountingConfig, account
 from runs.paper.gpt_d20_gka import RECIPE as GKA
 from runs.paper.gpt_d20_softmax import RECIPE as SOFTMAX
 from runs.table import Table
+from runs.tables.study_equal import LEARNED
 
 H100_FLOPS = 989e12  # NVIDIA's figure for dense bfloat16, per second
 LANGUAGE_SHARE, VISION_SHARE = 0.4, 0.2  # of it that is assumed to be reached
@@ -39,6 +40,7 @@ def runs() -> list[Run]:
     # At equal FLOPs; without value embeddings; and with softmax in one layer of four.
     forms = [("pretrain-d20", ""), ("pretrain-d20-best", ""), ("pretrain-d20-best", "--value-embeds none")]
     forms += [("pretrain-d20-best", hybrid), ("pretrain-d20-base", ""), ("pretrain-d20-base", offsets)]
+    forms += [("pretrain-d20-base", f"{offsets} {LEARNED} --gate-lr 0.005")]
     equal = f"--target-flops {SMALL_FLOPS:g}"
     small = [
         Run(_make(target, f"{flags} {equal}".strip(), 12, SEEDS), SMALL_FLOPS, LANGUAGE_SHARE, SEEDS)

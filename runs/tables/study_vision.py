@@ -5,10 +5,11 @@ from pathlib import Path
 from runs.study.vision.families import DEEPER
 from runs.study.vision.images import setting_of
 from runs.study.vision.scores import VisionResult, results_of, rows_of
-from runs.table import Table, measured
+from runs.table import NOT_RUN, Table, measured
 from runs.tables.study import PROVISIONAL, ROWS, loss_of, over, rate_of, seeds_of
 
 BASELINES = ("softmax", "GKA")
+IMAGES = {"cifar10": "CIFAR-10", "images": "600 photographs of clothing"}
 
 
 def images(folder: Path = ROWS) -> list[Table]:
@@ -43,4 +44,29 @@ def learned(result: VisionResult | None) -> list[str]:
     return [f"{speed:,.0f}" if speed else "", f"{min(sigmas):.2f} to {max(sigmas):.2f}" if sigmas else ""]
 
 
-TABLES = {"study-images": images}
+def summary(folder: Path = ROWS) -> list[Table]:
+    """VLT and GKA over softmax on every set of images, and GKA over softmax with the spatial offsets that suit it best
+    there.
+    """
+    rows = []
+    for trained in rows_of(folder).values():
+        results, images = results_of(trained), trained[-1]["data"]["images"]
+        letters = best_offsets(results)
+        pairs = {"VLT": "softmax", "GKA": "softmax"}
+        if letters:
+            pairs[f"GKA + {letters}"] = f"softmax + {letters}"
+        for name, other in pairs.items():
+            own, softmax = results[name], results[other]
+            cells = [f"{result.mean:.2f}" if result else NOT_RUN for result in (own, softmax)]
+            rows.append([IMAGES.get(images, images), name, other, *cells, over(own, softmax, "+.2f"), seeds_of(own)])
+    headings = ["images", "form", "over", "top-1 %", "softmax's", "difference, points", "seeds"]
+    return [Table.of(headings, rows, words=3)]
+
+
+def best_offsets(results: dict[str, VisionResult | None]) -> str:
+    """The letters of the GKA with spatial offsets that is best; empty before one is trained."""
+    offsets = {name: one for name, one in results.items() if one and name.startswith("GKA +")}
+    return max(offsets, key=lambda name: offsets[name].mean, default="").rpartition(" ")[2]
+
+
+TABLES = {"study-images": images, "study-images-summary": summary}

@@ -291,6 +291,6 @@ def test_verdicts_turn_with_the_rows(tmp_path):
         losses = {sentences.HALF: 1.75, sentences.PRESET: 1.75 - gained, sentences.CONTROL: 1.73}
         folder = write(tmp_path / verdict / "study", with_seeds(DEEPER, losses))
         said = sentences.learned(sentences.Study(folder / "words.jsonl"))
-        assert said.startswith(f"**{verdict}.**")
+        assert said.startswith(f"**{verdict}")
         assert f"{gained:.3f} [{gained:.3f}, {gained:.3f}]{rise} together" in said
         assert "not compared with softmax yet at equal tokens" in said

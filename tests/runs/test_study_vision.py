@@ -207,7 +207,9 @@ def test_rows_are_drawn_and_compared_as_they_are_and_those_of_other_versions_lef
     drawn = [row["top-1 %"] for row in figure.rows if row["family"] == "GKA + NLUD"]
     assert figure.path.exists() and drawn == list(top1["GKA + NLUD"]) and len(figure.rows) == 6
     write({"GKA": (95.0, 96.0, 95.5), "softmax + NLUD": top1["softmax"]})  # each side with the same offsets
-    plain, offsets = sentences.image_sentences(tmp_path).split("; ")
-    assert plain.endswith("GKA has 95.5 % (3 seeds), 2.0 [2.0, 2.0] points behind softmax's 97.5 %")
-    interval = f"[{middle - half:+.1f}, {middle + half:+.1f}]"
-    assert "`NLUD`" in offsets and f"softmax's 97.5 % with the same ({middle:+.1f} {interval}" in offsets
+    assert sentences.image_sentences(tmp_path) == ""
+    plain, offsets = (cells(study_vision.summary(tmp_path), "digits", name) for name in ("GKA", "GKA + NLUD"))
+    assert (plain["top-1 %"], plain["softmax's"], plain["seeds"]) == ("95.50", "97.50", "3")
+    assert numbers(plain["difference, points"]) == [-2.0, -2.0, -2.0]
+    assert offsets["over"] == "softmax + NLUD"
+    assert numbers(offsets["difference, points"]) == pytest.approx([middle, middle - half, middle + half], abs=0.006)
