@@ -14,6 +14,7 @@ from runs.study.grid import BUDGETS, CONTENDERS, CONTROL, DEEPER, HALF, LONGER, 
 from runs.study.rates import SMALLEST
 from runs.study.scores import Scores, family_of, probed_models
 from runs.study.statistics import Scaling, frontier
+from runs.study.vision.images import IMAGES
 from runs.study.vision.scores import results_of, rows_of
 from trainkit_gka.plots import Figure, shades
 
@@ -21,7 +22,7 @@ LOSS = "validation bits per byte"
 RATES = "Every family at the learning rate that is best for it with two layers (with eight, there)"
 SPREAD = "bars are one standard deviation over seeds, where there are any"
 PAIRED = "Bars hold 95 % over seeds, paired; without a bar there is one seed. Less is better."
-OVER_CONTROL = ("softmax", "GKA + offsets", HALF, "GGGA + offsets")
+OVER_CONTROL = ("softmax", "GKA + offsets", HALF, "GGGA + offsets", CONTENDERS[0])
 # What is changed, by panel: the families whose change it is, and what each is compared with.
 CHANGES = {
     "Repairs": {
@@ -34,8 +35,8 @@ CHANGES = {
 DEPTHS = {place["depth"]: Look(colour, marker) for place, colour, marker in zip((SMALLEST, DEEPER), shades(2), "os")}
 QUALITY = ("softmax", "softmax + offsets", "GKA", "GKA + offsets", HALF, "GGGA + offsets", *CONTENDERS[:2])
 # Points of that picture that lie close together: what stands beside them, and how far above them in points.
-NAMED = {CONTROL: (CONTROL, 9), CONTENDERS[0]: ("GKA, the preset", 0), CONTENDERS[1]: ("softmax with all of that", -8)}
-COSTS = {"parameters": "parameters, millions", "minutes": "minutes of training"}
+NAMED = {CONTROL: (CONTROL, 9), CONTENDERS[0]: ("GKA, the preset", 0), CONTENDERS[1]: (CONTENDERS[1], -8)}
+COSTS = {"parameters": "parameters, millions", "minutes": "minutes of training, one thread of a CPU"}
 
 
 def of_text(scores: Scores, speeds: Mapping[int, Mapping[str, float]], name: str, folder: Path) -> list[Figure]:
@@ -175,10 +176,11 @@ def time(frame: pd.DataFrame, name: str, folder: Path) -> Figure | None:
         best = own.iloc[frontier(own.minutes.to_numpy(), own.loss.to_numpy())]
         axis.plot(best.minutes, best.loss, color=look(family).colour, linestyle=look(family).line, linewidth=1)
     axis.set(xscale="log", xlabel="minutes of training, one thread", ylabel=LOSS)
+    axis.set_xticks([1, 2, 5, 10, 20], ["1", "2", "5", "10", "20"])
     legend(figure, [axis], 3)
     title = f"Loss against the time of training, on {name}"
     caption = f"Two to eight layers; lines join what is better than everything quicker; {SPREAD}. "
-    caption += "Minutes are tokens over the speed of steps that were timed in turns."
+    caption += "Minutes are tokens over the speed of steps that were timed in turns. The last form is the preset."
     return _figure(figure, title, caption, frame, folder / f"study-time-{name}.png")
 
 
@@ -216,7 +218,8 @@ def changes(frames: Mapping[str, pd.DataFrame], name: str, folder: Path) -> Figu
         axis.set_yticks(range(len(labels)), labels)
         axis.axvline(0, color="grey", linewidth=0.8)
         axis.set_title(title, fontsize=10)
-        axis.set_xlabel("bits per byte over " + " and ".join(dict.fromkeys(frame.over)), fontsize=9)
+        others = list(dict.fromkeys(frame.over))
+        axis.set_xlabel("bits per byte over " + (others[0] if len(others) == 1 else "the form without it"), fontsize=9)
         axis.grid(visible=False, axis="y")
         axis.locator_params(axis="x", nbins=5)
     legend(figure, axes, len(DEPTHS))
@@ -242,7 +245,7 @@ def context(results: Path, folder: Path) -> Figure | None:
         left.set_xticks(range(len(losses)), list(losses), rotation=45)
         right.plot(tokens, [number] * len(tokens), **look(family)(family, linestyle="none", alpha=0.6))
         rows += [{"family": family, "positions": place, "nats a token": loss} for place, loss in losses.items()]
-    left.set(xlabel="position in the row", ylabel="nats a token")
+    left.set(xlabel="position in the row", ylabel="loss, nats a token")
     right.set(xscale="log", xlabel="tokens that a head averages, exp(entropy)")
     right.set_yticks(range(len(models)), list(models))
     legend(figure, [left], 3)
@@ -273,9 +276,9 @@ def images(results: Path, folder: Path) -> Figure | None:
             axis.plot(seeds.mean(), height, "|", color=style.colour, markersize=16, markeredgewidth=2)
         axis.set_yticks(range(len(labels)), [label.replace(", channel", ",\nchannel") for label in labels])
         axis.set(xlabel="top-1, %")
-        axis.set_title(name, fontsize=10)
+        axis.set_title(IMAGES.get(name, name), fontsize=10)
         axis.grid(visible=False, axis="y")
-    title = "Vision transformers with spatial offsets, and hybrids"
+    title = "Top-1 of vision transformers, with spatial offsets (four letters) and without"
     caption = "Each family at its own best learning rate; a dot for each seed, a stroke for their mean."
     return _figure(figure, title, caption, frame, folder / "study-images.png")
 

@@ -19,11 +19,11 @@ from runs.study.scores import Place, Scores, family_of, probed_models
 from runs.study.speed import speeds_of
 from runs.study.statistics import Interval, common_seeds
 from runs.study.vision.families import FEWER_EPOCHS, SHORTER_SOFTMAX, planned
-from runs.study.vision.images import setting_of
+from runs.study.vision.images import IMAGES, setting_of
 from runs.study.vision.scores import results_of, rows_of
 from runs.tables.study import ROWS, interval_of
 from runs.tables.study_equal import other_places, three_ways
-from runs.tables.study_vision import IMAGES, best_offsets
+from runs.tables.study_vision import best_offsets
 
 TEXT = ROWS / "text_large.jsonl"
 OFFSETS, PAPER, SOFTMAX = "GKA + offsets", "GKA", "softmax"

@@ -50,15 +50,16 @@ def draw(frame: pd.DataFrame, width: float | None = None) -> Any:
     if width:
         figure.set_figwidth(width)
     colour, markers = look(GKA).colour, dict(zip(dict.fromkeys(frame.machine), MARKERS))
+    most = frame.groupby("machine").threads.max()
     for (machine, threads), own in frame.groupby(["machine", "threads"], sort=False):
-        name = machine.replace("(R)", "") + f", {threads} thread{'s' * (threads > 1)}"
+        name = machine.replace("(R)", "") if threads == most[machine] else "_"  # one entry of the legend a machine
         heights = [cases.index(case) + (0.14 if threads == 1 else -0.14) for case in own.case]
         face = "none" if threads == 1 else colour
         style = dict(linestyle="none", color=colour, markerfacecolor=face, markersize=6.5)
         axis.plot(own.ratio, heights, markers[machine], label=name, **style)
     axis.axvline(1, color="#8c8c8c", linewidth=1, linestyle="--")
     axis.set_yticks(range(len(cases)), lines)
-    axis.set(ylim=(len(cases) - 0.5, -0.5), xlabel=f"time of {SOFTMAX} / time of {GKA}")
+    axis.set(ylim=(len(cases) - 0.5, -0.5), xlabel=f"time of {SOFTMAX} / time of {GKA} (open: one thread, filled: two)")
     axis.set_xlim(min(0.9, axis.get_xlim()[0]), None)
     axis.xaxis.set_major_formatter("{x:g}×")
     legend(figure, [axis], 2 if width is None else 1)

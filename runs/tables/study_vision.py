@@ -3,13 +3,12 @@
 from pathlib import Path
 
 from runs.study.vision.families import DEEPER
-from runs.study.vision.images import setting_of
+from runs.study.vision.images import IMAGES, setting_of
 from runs.study.vision.scores import VisionResult, results_of, rows_of
 from runs.table import NOT_RUN, Table, measured
 from runs.tables.study import PROVISIONAL, ROWS, loss_of, over, rate_of, seeds_of
 
 BASELINES = ("softmax", "GKA")
-IMAGES = {"cifar10": "CIFAR-10", "images": "600 photographs of clothing"}
 
 
 def images(folder: Path = ROWS) -> list[Table]:

@@ -56,6 +56,7 @@ CIFAR10 = Setting(
     tuning_epochs=3,
     built_weights=("softmax", "vlt"),
 )
+IMAGES = {"cifar10": "CIFAR-10", "images": "600 photographs"}  # names of sets for people
 SETTINGS = {"digits": DIGITS, "cifar10": CIFAR10}  # by the images' name, which is their folder's
 HELD_OUT = 0.1  # part of the training images that runs which choose a rate are judged by, of every class alike
 
